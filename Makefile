@@ -1,0 +1,101 @@
+# `make demo` and `make test` do all the set-up, from a fresh clone with nothing
+# but make and Python >= 3.11: a virtual environment in .venv with exactly what
+# requirements.txt pins (uv installs it where uv is on the PATH, else pip).
+#
+#   make demo     train the quickstart, draw its loss, sample text   (5 minutes)
+#   make test     all tests          make test ARGS="tests/train -k resume"
+#   make lint     ruff check, ruff format --check
+#   make format   the repairs that ruff can make by itself
+#   make lock     requirements.in -> requirements.txt                 (needs uv)
+#   make clean    remove .venv, builds and caches; runs/ is yours and stays
+#
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RUN := runs/quickstart
+# Python output that a pipe or a log file gets line by line.
+export PYTHONUNBUFFERED := 1
+
+.PHONY: demo test lint format lock clean install
+.DEFAULT_GOAL := demo
+
+install: $(STAMP)
+
+# The first of these that is new enough. One shell, so that $$py survives.
+define find_python
+py=; for p in "$(PYTHON)" python3.12 python3.11 python3.13; do \
+  if "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+    2>/dev/null; then py=$$p; break; fi; \
+done; \
+if [ -z "$$py" ]; then \
+  echo "paraxis needs Python 3.11 or newer, but '$(PYTHON)' is" \
+    "$$("$(PYTHON)" --version 2>&1 || true). Name another one:" \
+    "make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; \
+  exit 2; \
+fi
+endef
+
+# --only-binary: nothing is built, no package's set-up code runs. When uv cannot
+# reach its index (it does not read pip's configuration), pip gets its turn.
+# --no-compile: most of 900 MB is never imported; Python compiles what is.
+$(STAMP): requirements.txt setup.cfg pyproject.toml
+	@set -e; $(find_python); \
+	if ! "$(BIN)/python" -m pip --version >/dev/null 2>&1; then \
+	  echo "creating $(VENV) with $$("$$py" --version)"; \
+	  rm -rf "$(VENV)"; \
+	  "$$py" -m venv "$(VENV)" || { \
+	    command -v uv >/dev/null || { \
+	      echo "'$$py -m venv' failed: install its venv module" \
+	        "(Debian, Ubuntu: apt install python3-venv) or uv." >&2; exit 2; }; \
+	    uv venv --quiet --clear --seed --python "$$py" "$(VENV)"; }; \
+	fi; \
+	echo "installing what requirements.txt pins (about 230 MB, first time only)"; \
+	if ! { command -v uv >/dev/null && uv pip install --quiet --python \
+	    "$(BIN)/python" --require-hashes --only-binary :all: \
+	    -r requirements.txt; }; then \
+	  "$(BIN)/python" -m pip install -qq --disable-pip-version-check \
+	    --no-compile --require-hashes --only-binary :all: -r requirements.txt; \
+	fi
+	@"$(BIN)/python" -m pip install -qq --disable-pip-version-check \
+	  --no-deps --no-build-isolation --editable .
+	@touch "$@"
+
+demo: $(STAMP)
+	"$(BIN)/paraxis" train --config=configs/quickstart.py --workdir=$(RUN)
+	"$(BIN)/paraxis" plot --workdir=$(RUN)
+	@set -e; sample() { "$(BIN)/paraxis" decode --checkpoint=$(RUN) \
+	  --domain="$$1" --prompt="$$2" --max_new_tokens=64 --seed=0; }; \
+	sample scripture "And it came to pass"; \
+	sample drama "[Enter the King"; \
+	sample code "def main"; \
+	sample manual "The following"; \
+	sample dictionary "ocean (n.)"; \
+	sample translation "en: Delete"
+
+test: $(STAMP)
+	"$(BIN)/python" -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(STAMP)
+	"$(BIN)/python" -m ruff check .
+	"$(BIN)/python" -m ruff format --check .
+
+format: $(STAMP)
+	"$(BIN)/python" -m ruff check --fix .
+	"$(BIN)/python" -m ruff format .
+
+lock:
+	uv pip compile --quiet --universal --python-version 3.11 \
+	  --generate-hashes --no-emit-index-url --no-header \
+	  requirements.in -o requirements.txt
+
+clean:
+	rm -rf "$(VENV)" build dist *.egg-info
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis .ci/venv*
+	find configs sharding models train decode pallas_kernels tests notebooks \
+	  -name __pycache__ -prune -exec rm -rf {} +

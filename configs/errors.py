@@ -1,0 +1,21 @@
+"""The two errors a user meets, and the exit codes of every command.
+
+A `UserError` is one clear line: what is wrong, where, both numbers, what to do.
+The command line prints it without a traceback and exits with 2, before anything
+is compiled or written. Standard library only: every folder may import this.
+"""
+
+EXIT_OK = 0
+EXIT_DIFFERENT = 1  # a claim or a check did not hold
+EXIT_USER = 2  # bad input, found before the work started
+EXIT_CRASH = 13  # an unexpected failure; starting again is safe
+EXIT_INTEGRITY = 14  # data or checkpoints are damaged; starting again is not
+EXIT_PREEMPTED = 75  # stopped by a signal after saving
+
+
+class UserError(ValueError):
+  """Bad input: one line that says what, where, both numbers, what to do."""
+
+
+class IntegrityError(RuntimeError):
+  """Data or a checkpoint on disk is damaged, or training is not finite."""

@@ -1,0 +1,330 @@
+"""Every field of a run's configuration: meaning, unit, default, valid values.
+
+One frozen dataclass per section. `default()` gives the same fields as a locked
+`ConfigDict` (what a config file edits and `--config.section.field=` overrides),
+`view()` turns a ConfigDict back into the typed, checked `Config` that the code
+reads, and `to_json` / `from_json` carry it through a workdir without ever
+executing Python. Only the standard library and ml_collections: printing a config
+must not start jax.
+"""
+
+import dataclasses
+import difflib
+import json
+
+import ml_collections
+
+from paraxis.configs.errors import UserError
+
+
+def field(default, doc, choices=None, low=None, high=None):
+  """A dataclass field with its documentation and its valid values."""
+  return dataclasses.field(
+      default=default,
+      metadata=dict(doc=doc, choices=choices, low=low, high=high),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+  """Devices along each mesh axis; their product is the number of devices."""
+
+  replica: int = field(1, 'copies of the whole run that average every step')
+  stage: int = field(1, 'pipeline stages')
+  data: int = field(1, 'batch shards, parameters replicated')
+  fsdp: int = field(1, 'batch shards that also shard parameters')
+  context: int = field(1, 'sequence shards')
+  tensor: int = field(1, 'shards of heads, mlp and vocabulary')
+  rules: str = field(
+      'fsdp_tensor',
+      'preset in sharding/rules.py that maps logical to mesh axes',
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A decoder as data; one file, models/decoder.py, reads it."""
+
+  vocab_size: int = field(2048, 'rows of the embedding table', low=2)
+  d_model: int = field(160, 'width of the residual stream', low=1)
+  num_layers: int = field(4, 'layers', low=1)
+  num_heads: int = field(4, 'query heads', low=1)
+  num_kv_heads: int = field(0, 'key/value heads; 0: num_heads', low=0)
+  head_dim: int = field(0, 'width of a head; 0: d_model / num_heads', low=0)
+  d_ff: int = field(432, 'hidden width of the mlp', low=1)
+  pattern: str = field(
+      'F',
+      'kinds of layers, repeated over the depth: F full attention, W sliding '
+      'window, N full attention without rotary positions',
+  )
+  window: int = field(0, 'tokens a W layer sees, itself included', low=0)
+  norm: str = field('rmsnorm', 'normalisation', ('rmsnorm', 'layernorm'))
+  norm_placement: str = field(
+      'pre',
+      'before a sublayer, after it (inside the residual), or both',
+      ('pre', 'post', 'sandwich'),
+  )
+  norm_epsilon: float = field(1e-6, 'added to the variance', low=0.0)
+  norm_zero_centered: bool = field(False, 'scale is 1 + weight (Gemma)')
+  qk_norm: str = field(
+      'none',
+      'RMSNorm on queries and keys: per head, or over all heads at once',
+      ('none', 'head', 'all'),
+  )
+  mlp: str = field('swiglu', 'mlp form', ('swiglu', 'geglu', 'gelu'))
+  attention_bias: bool = field(False, 'bias on the q, k, v projections')
+  attention_output_bias: bool = field(False, 'bias on the output projection')
+  mlp_bias: bool = field(False, 'bias on the mlp projections')
+  position: str = field('rope', 'position encoding', ('rope', 'learned'))
+  max_positions: int = field(
+      0, 'rows of the learned position table; 0 with rope', low=0
+  )
+  rope_theta: float = field(1e4, 'rotary base', low=1.0)
+  rope_local_theta: float = field(
+      0.0, 'rotary base of W layers; 0: rope_theta', low=0.0
+  )
+  rope_scaling: str = field(
+      'none',
+      'frequency scaling of full layers',
+      ('none', 'linear', 'llama3', 'yarn'),
+  )
+  rope_factor: float = field(1.0, 'context extension factor', low=1.0)
+  rope_low_frequency: float = field(
+      1.0, 'llama3: low_freq_factor; yarn: beta_slow', low=0.0
+  )
+  rope_high_frequency: float = field(
+      4.0, 'llama3: high_freq_factor; yarn: beta_fast', low=0.0
+  )
+  rope_original_length: int = field(
+      8192, 'tokens of context before the extension', low=1
+  )
+  tied_embedding: bool = field(True, 'the head is the embedding, transposed')
+  embedding_scale: float = field(1.0, 'multiplies the embeddings', low=0.0)
+  attention_scale: float = field(
+      0.0, 'multiplies q.k; 0: head_dim ** -0.5', low=0.0
+  )
+  attention_softcap: float = field(
+      0.0, 'scores become c tanh(s / c); 0: off', low=0.0
+  )
+  logit_softcap: float = field(
+      0.0, 'logits become c tanh(z / c); 0: off', low=0.0
+  )
+  init_std: float = field(
+      0.0, 'standard deviation of matrices; 0: fan_in ** -0.5', low=0.0
+  )
+  embedding_init_std: float = field(0.02, 'of the embedding table', low=0.0)
+  dtype: str = field(
+      'float32',
+      'arithmetic of the forward and backward pass',
+      ('float32', 'bfloat16', 'float64'),
+  )
+  param_dtype: str = field(
+      'float32', 'storage of parameters and optimizer state',
+      ('float32', 'float64'),
+  )
+  unroll: int = field(
+      0,
+      'layers unrolled in the scan over layers; 0: all up to 8 layers, else 1',
+      low=0,
+  )
+  attention: str = field(
+      'auto', 'attention kernel (paraxis doctor lists them)'
+  )
+  attention_block: int = field(256, 'tokens in an attention block', low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """Documents -> tokens -> packed rows."""
+
+  path: str = field(
+      'fixture',
+      "'fixture' (shipped), 'corpus' (paraxis data fetch), or a .jsonl / .txt "
+      'file or a folder of them',
+  )
+  tokenizer: str = field(
+      'bpe2048', "'bpe2048' (shipped), 'bytes', or a tokenizer.json"
+  )
+  sequence_length: int = field(256, 'tokens in a row', low=1)
+  packing: str = field(
+      'concat_split',
+      'concat_split: documents end to end, cut every sequence_length tokens; '
+      'first_fit: whole documents where they fit',
+      ('concat_split', 'first_fit'),
+  )
+  mixture: str = field(
+      '', "weights of domains, 'code=2,drama=1'; empty: by their size"
+  )
+  held_out_fraction: float = field(
+      0.1, 'share held out where the data names no split', low=0.0, high=0.9
+  )
+  cache_dir: str = field(
+      '', 'token cache; empty: a folder in the user cache directory'
+  )
+  prefetch: int = field(2, 'batches made ahead of the step', low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+  """Update rule, schedule and clipping."""
+
+  name: str = field(
+      'adamw',
+      'adamw, or muon on matrices with adamw on embeddings, norms and biases',
+      ('adamw', 'muon'),
+  )
+  learning_rate: float = field(3e-3, 'adamw peak', low=0.0)
+  muon_learning_rate: float = field(0.02, 'muon peak', low=0.0)
+  b1: float = field(0.9, 'adamw first moment decay', low=0.0, high=1.0)
+  b2: float = field(0.95, 'adamw second moment decay', low=0.0, high=1.0)
+  epsilon: float = field(1e-8, 'adamw denominator', low=0.0)
+  weight_decay: float = field(0.1, 'decoupled, matrices only', low=0.0)
+  muon_momentum: float = field(0.95, 'muon (Nesterov)', low=0.0, high=1.0)
+  clip_norm: float = field(1.0, 'global gradient norm; 0: off', low=0.0)
+  schedule: str = field(
+      'cosine', 'after the warm-up', ('cosine', 'wsd', 'constant')
+  )
+  warmup_steps: int = field(40, 'linear from 0', low=0)
+  decay_steps: int = field(0, 'wsd: linear decay at the end', low=0)
+  final_fraction: float = field(
+      0.0, 'last learning rate / peak', low=0.0, high=1.0
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+  """The loop."""
+
+  steps: int = field(480, 'optimizer steps', low=1)
+  batch_size: int = field(8, 'rows in a step, all devices together', low=1)
+  microbatches: int = field(1, 'gradient accumulation slices', low=1)
+  seed: int = field(0, 'of parameters and data order', low=0)
+  remat: str = field(
+      'none',
+      'what the backward pass recomputes: none; attention (keep attention '
+      'outputs); dots (keep matmul outputs); full (keep layer inputs)',
+      ('none', 'attention', 'dots', 'full'),
+  )
+  eval_every: int = field(0, 'steps between evaluations; 0: at the end', low=0)
+  eval_batches: int = field(0, 'batches per domain; 0: all held out', low=0)
+  print_every: int = field(20, 'steps between printed lines', low=1)
+  max_nonfinite_steps: int = field(
+      5, 'skipped steps in a row before the run stops', low=1
+  )
+  tensorboard: bool = field(False, 'also write tensorboard events')
+  wandb: str = field('', 'also log to this wandb project')
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  """What is kept on disk."""
+
+  every: int = field(20, 'steps between checkpoints', low=1)
+  keep: int = field(3, 'checkpoints kept', low=1)
+  asynchronous: bool = field(True, 'write while training goes on')
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+  """Sampling."""
+
+  max_new_tokens: int = field(64, 'tokens after the prompt', low=1)
+  temperature: float = field(0.7, '0: greedy', low=0.0)
+  top_k: int = field(0, 'most likely tokens kept; 0: all', low=0)
+  top_p: float = field(1.0, 'probability mass kept', low=0.0, high=1.0)
+  min_p: float = field(
+      0.0, 'kept: at least this share of the best', low=0.0, high=1.0
+  )
+  seed: int = field(0, 'of sampling', low=0)
+  cache_length: int = field(1024, 'prompt and new tokens, at most', low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """A whole run."""
+
+  mesh: Mesh = Mesh()
+  model: Model = Model()
+  data: Data = Data()
+  optimizer: Optimizer = Optimizer()
+  train: Train = Train()
+  checkpoint: Checkpoint = Checkpoint()
+  decode: Decode = Decode()
+
+
+SECTIONS = {f.name: type(f.default) for f in dataclasses.fields(Config)}
+
+
+def default():
+  """All fields at their defaults, as a locked ConfigDict."""
+  sections = {n: dataclasses.asdict(c()) for n, c in SECTIONS.items()}
+  return ml_collections.ConfigDict(sections).lock()
+
+
+def fields():
+  """Yields (dotted name, dataclasses.Field), in the order of the file."""
+  for name, section in SECTIONS.items():
+    for f in dataclasses.fields(section):
+      yield f'{name}.{f.name}', f
+
+
+def suggest(name, valid):
+  """' Did you mean X?' when something close to `name` is in `valid`."""
+  close = difflib.get_close_matches(name, list(valid), 1, 0.5)
+  return f' Did you mean {close[0]!r}?' if close else ''
+
+
+def _check(name, f, value):
+  kind = type(f.default)
+  if kind is float and type(value) is int:
+    value = float(value)
+  if type(value) is not kind:
+    raise UserError(
+        f'{name} must be {kind.__name__}, got {type(value).__name__} {value!r}.'
+    )
+  meta = f.metadata
+  if meta['choices'] and value not in meta['choices']:
+    raise UserError(
+        f'{name}={value!r} is not one of {", ".join(meta["choices"])}.'
+        + suggest(value, meta['choices'])
+    )
+  low, high = meta['low'], meta['high']
+  if low is not None and not value >= low:
+    raise UserError(f'{name}={value} is below its lowest valid value {low}.')
+  if high is not None and not value <= high:
+    raise UserError(f'{name}={value} is above its highest valid value {high}.')
+  return value
+
+
+def view(config):
+  """ConfigDict or nested dict -> `Config`. UserError names the bad field."""
+  data = config.to_dict() if hasattr(config, 'to_dict') else dict(config)
+  out = {}
+  for name in data:
+    if name not in SECTIONS:
+      raise UserError(
+          f'unknown config section {name!r}.' + suggest(name, SECTIONS)
+      )
+  for name, section in SECTIONS.items():
+    valid = {f.name: f for f in dataclasses.fields(section)}
+    given = dict(data.get(name, {}))
+    for key in given:
+      if key not in valid:
+        raise UserError(
+            f'unknown config key {name}.{key}.' + suggest(key, valid)
+        )
+    out[name] = section(**{
+        k: _check(f'{name}.{k}', f, given[k])
+        for k, f in valid.items() if k in given
+    })
+  return Config(**out)
+
+
+def to_json(config):
+  """`Config` -> text, one field a line."""
+  return json.dumps(dataclasses.asdict(config), indent=1) + '\n'
+
+
+def from_json(text):
+  """Text -> `Config`; fields that the text lacks take their defaults."""
+  return view(json.loads(text))

@@ -1,0 +1,166 @@
+"""Multi-head attention of a layer: full or sliding window, grouped queries.
+
+    o = softmax(scale q k^T + mask) v,  q, k rotated by position
+
+Training and prefill run the blockwise op (pallas_kernels/attention.py); a step
+with a cache writes its keys and values into slots and attends to the slots.
+Legend: B rows, T query tokens, S cache slots, D model, N heads, K kv heads,
+H head width.
+"""
+
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from paraxis.models import norm
+from paraxis.models import parameter
+from paraxis.models import rope
+from paraxis.pallas_kernels import attention as attention_op
+from paraxis.pallas_kernels import decode_attention
+from paraxis.sharding import annotate
+
+HIDDEN = ('batch', 'length', 'hidden')
+QUERIES = ('batch', 'length', 'heads', 'head_dim')
+KEYS = ('batch', 'length', 'kv_heads', 'head_dim')
+
+
+class Visibility(NamedTuple):
+  """Who may see whom; position, order and cache slot are separate fields.
+
+  segments, positions: (B, T) of the queries; segment 0 is padding.
+  slot: first cache slot that this step writes, or None without a cache.
+  slot_segments, slot_positions: (B, S) of the cache, this step included.
+  """
+
+  segments: Any
+  positions: Any
+  slot: Any = None
+  slot_segments: Any = None
+  slot_positions: Any = None
+
+
+class Attention(nnx.Module):
+  """x_BTD -> y_BTD for one kind of layer ('F', 'W' or 'N')."""
+
+  def __init__(self, config, rngs, kind):
+    self.config, self.kind = config, kind
+    d, n = config.d_model, config.num_heads
+    k, h = num_kv_heads(config), head_dim(config)
+    make, std = parameter.matrix, config.init_std
+    self.query = make(rngs, (d, n, h), ('embed', 'heads', 'head_dim'), std=std)
+    self.key = make(rngs, (d, k, h), ('embed', 'kv_heads', 'head_dim'), std=std)
+    self.value = make(
+        rngs, (d, k, h), ('embed', 'kv_heads', 'head_dim'), std=std
+    )
+    self.output = make(
+        rngs, (n, h, d), ('heads', 'head_dim', 'embed'), inputs=2, std=std,
+        gain=(2 * config.num_layers) ** -0.5,
+    )
+    if config.attention_bias:
+      self.query_bias = parameter.vector((n, h), ('heads', 'head_dim'))
+      self.key_bias = parameter.vector((k, h), ('kv_heads', 'head_dim'))
+      self.value_bias = parameter.vector((k, h), ('kv_heads', 'head_dim'))
+    if config.attention_output_bias:
+      self.output_bias = parameter.vector((d,), ('norm',))
+    if config.qk_norm != 'none':
+      fill = 0.0 if config.norm_zero_centered else 1.0
+      whole = config.qk_norm == 'all'
+      q_shape, k_shape = ((n, h), (k, h)) if whole else ((h,), (h,))
+      q_axes = ('heads', 'head_dim') if whole else ('norm',)
+      k_axes = ('kv_heads', 'head_dim') if whole else ('norm',)
+      self.query_norm = parameter.vector(q_shape, q_axes, fill)
+      self.key_norm = parameter.vector(k_shape, k_axes, fill)
+
+  def _project(self, x, name, out):
+    w = getattr(self, name)
+    y = annotate.einsum(
+        'BTD,DNH->BTNH', x, HIDDEN, w[...].astype(x.dtype),
+        w.get_metadata('axes'), out,
+    )
+    if self.config.attention_bias:
+      y = y + getattr(self, f'{name}_bias')[...].astype(x.dtype)
+    return y
+
+  def _normalise(self, x_BTNH, scale):
+    config = self.config
+    if config.qk_norm == 'none':
+      return x_BTNH
+    if config.qk_norm == 'head':
+      return norm.rms(
+          x_BTNH, scale[...], config.norm_epsilon, config.norm_zero_centered
+      )
+    y = x_BTNH.astype(jnp.promote_types(x_BTNH.dtype, jnp.float32))
+    variance = jnp.mean(y * y, (-2, -1), keepdims=True)
+    y = y * jax.lax.rsqrt(variance + config.norm_epsilon)
+    offset = 1 if config.norm_zero_centered else 0
+    return (y * (scale[...] + offset)).astype(x_BTNH.dtype)
+
+  def __call__(self, x_BTD, see, state=None):
+    """-> (y_BTD, state); state is (k_BSKH, v_BSKH) slots or None."""
+    config = self.config
+    q = self._normalise(
+        self._project(x_BTD, 'query', QUERIES),
+        getattr(self, 'query_norm', None),
+    )
+    k = self._normalise(
+        self._project(x_BTD, 'key', KEYS), getattr(self, 'key_norm', None)
+    )
+    v = self._project(x_BTD, 'value', KEYS)
+    if config.position == 'rope' and self.kind != 'N':
+      f, factor = rope.frequencies(config, q.shape[-1], self.kind == 'W')
+      cos, sin = rope.angles(see.positions, f, factor, q.dtype)
+      q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+    o, state = self._attend(q, k, v, see, state)
+    y = annotate.einsum(
+        'BTNH,NHD->BTD', o, QUERIES, self.output[...].astype(o.dtype),
+        self.output.get_metadata('axes'), HIDDEN,
+    )
+    if config.attention_output_bias:
+      y = y + self.output_bias[...].astype(y.dtype)
+    return y, state
+
+  def _attend(self, q, k, v, see, state):
+    config = self.config
+    mask = attention_op.Mask(
+        causal=True,
+        window=config.window if self.kind == 'W' else 0,
+        softcap=config.attention_softcap,
+        scale=config.attention_scale or q.shape[-1] ** -0.5,
+        block=config.attention_block,
+    )
+    if state is None:
+      o, _ = attention_op.attention(
+          q, k, v, mask, (see.segments, see.segments), impl=config.attention
+      )
+      return o, None
+    write = jax.lax.dynamic_update_slice_in_dim
+    keys = write(state[0], k.astype(state[0].dtype), see.slot, 1)
+    values = write(state[1], v.astype(state[1].dtype), see.slot, 1)
+    segments = (see.segments, see.slot_segments)
+    order = (see.positions, see.slot_positions)
+    attend = decode_attention.decode_attention
+    if q.shape[1] > 1:  # prefill: many queries, blockwise
+      attend = attention_op.attention
+    o, _ = attend(
+        q, keys.astype(q.dtype), values.astype(q.dtype), mask, segments, order
+    )
+    return o, (keys, values)
+
+  def init_state(self, batch, slots, dtype):
+    """Empty slots: (k_BSKH, v_BSKH)."""
+    shape = (batch, slots, num_kv_heads(self.config), head_dim(self.config))
+    return tuple(
+        annotate.put(jnp.zeros(shape, dtype), KEYS) for _ in range(2)
+    )
+
+
+def head_dim(config):
+  """Width of a head."""
+  return config.head_dim or config.d_model // config.num_heads
+
+
+def num_kv_heads(config):
+  """Key/value heads."""
+  return config.num_kv_heads or config.num_heads

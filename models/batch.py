@@ -1,0 +1,27 @@
+"""The arrays of one step, as the batch program makes them.
+
+Legend: B rows of the step, T tokens of a row, A microbatches.
+NumPy or JAX: this file imports neither, so that data code never starts jax.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Batch(NamedTuple):
+  """A step's rows; a pytree. With accumulation arrays are (A, B / A, T).
+
+  tokens:      (B, T) int32, inputs.
+  targets:     (B, T) int32, the next token of the same document.
+  segments:    (B, T) int32, 0 is padding, 1.. number the documents of a row.
+  positions:   (B, T) int32, from 0 in each segment.
+  weights:     (B, T) float32, 1 where a target exists, else 0.
+  denominator: () float32, the sum of weights over the whole step: all devices,
+               all processes, all microbatches.
+  """
+
+  tokens: Any
+  targets: Any
+  segments: Any
+  positions: Any
+  weights: Any
+  denominator: Any

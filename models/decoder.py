@@ -1,0 +1,301 @@
+"""A decoder described by data: configs.schema.Model -> parameters, features, logits.
+
+Flax modules describe one layer and the two ends; `Decoder` holds their graphs
+and works on a flat {path: array} of parameters. Every leaf of a layer is stacked
+over the depth under one path ('layers/attention/query', axis 0 = 'layers'), for
+all layers that have it, in order: the tree on disk is the tree in memory, and
+scanned and unrolled runs read the same one. A pattern string such as 'WF' is a
+unit repeated over the depth: the scan runs over units, what is left over runs
+after it.
+
+Legend: B rows, T tokens, D model, V vocabulary, L layers, S cache slots.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+from jax import ad_checkpoint
+import jax.numpy as jnp
+
+from paraxis.models import attention
+from paraxis.models import mlp
+from paraxis.models import norm
+from paraxis.models import parameter
+from paraxis.sharding import annotate
+
+HIDDEN = ('batch', 'length', 'hidden')
+LOGITS = ('batch', 'length', 'vocab')
+KINDS = 'FWN'
+AUTO_UNROLL = 8  # layers; beyond it compile time outweighs the faster step
+
+
+class Cache(NamedTuple):
+  """What decoding remembers; slot, position and segment are separate.
+
+  states: one entry per layer. segments, positions: (B, S) int32, segment 0 is
+  an empty slot. length: () int32, slots written so far (the next free one).
+  """
+
+  states: Any
+  segments: Any
+  positions: Any
+  length: Any
+
+
+class Layer(nnx.Module):
+  """x + attention(norm x), then x + mlp(norm x), norms placed by config."""
+
+  def __init__(self, config, rngs, kind):
+    self.config = config
+    self.attention = attention.Attention(config, rngs, kind)
+    self.mlp = mlp.Mlp(config, rngs)
+    if config.norm_placement != 'post':
+      self.attention_norm = norm.Norm(config)
+      self.mlp_norm = norm.Norm(config)
+    if config.norm_placement != 'pre':
+      self.attention_post_norm = norm.Norm(config)
+      self.mlp_post_norm = norm.Norm(config)
+
+  def _around(self, name, x, sublayer):
+    placement = self.config.norm_placement
+    y = x if placement == 'post' else getattr(self, f'{name}_norm')(x)
+    y, state = sublayer(y)
+    if placement != 'pre':
+      y = getattr(self, f'{name}_post_norm')(y)
+    return x + y, state
+
+  def __call__(self, x_BTD, see, state=None):
+    attend = functools.partial(self.attention, see=see, state=state)
+    x, state = self._around('attention', x_BTD, attend)
+    x = ad_checkpoint.checkpoint_name(x, 'attention')
+    x, _ = self._around('mlp', x, lambda y: (self.mlp(y), None))
+    return x, state
+
+
+class Ends(nnx.Module):
+  """Embedding, final norm and head: what is not stacked."""
+
+  def __init__(self, config, rngs):
+    shape, std = (config.vocab_size, config.d_model), config.embedding_init_std
+    self.embedding = parameter.embedding(rngs, shape, ('vocab', 'embed'), std)
+    if config.position == 'learned':
+      self.positions = parameter.embedding(
+          rngs, (config.max_positions, config.d_model),
+          ('positions', 'embed'), std,
+      )
+    self.norm = norm.Norm(config)
+    if not config.tied_embedding:
+      self.head = parameter.embedding(rngs, shape, ('vocab', 'embed'), std)
+
+
+def _flat(module):
+  state = nnx.to_flat_state(nnx.state(module, nnx.Param))
+  return {'/'.join(map(str, path)): v for path, v in state}
+
+
+class Decoder:
+  """Stateless: parameters go in as a flat dict, features come out.
+
+  Attributes:
+    axes: path -> logical axes. kinds: path -> 'matrix' | 'embedding' | 'vector'.
+    inputs: path -> contracted dimensions of a matrix, without 'layers'.
+    pattern: kind of every layer, length num_layers.
+  """
+
+  def __init__(self, config, remat='none'):
+    unit = config.pattern
+    self.config, self.remat, self.unit = config, remat, unit
+    repeats = -(-config.num_layers // len(unit))
+    self.pattern = (unit * repeats)[: config.num_layers]
+    self._graphs, self.axes, self.kinds, self.inputs = {}, {}, {}, {}
+    self._owners = {}  # path in a layer -> indices of the layers that have it
+    self._describe('ends', lambda r: Ends(config, r))
+    for kind in sorted(set(self.pattern)):
+      self._describe(kind, lambda r, kind=kind: Layer(config, r, kind))
+    for i, kind in enumerate(self.pattern):
+      for path in self._graphs[kind][2]:
+        self._owners.setdefault(path, []).append(i)
+
+  def _describe(self, part, make):
+    module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    graph, state = nnx.split(module)
+    flat = {
+        '/'.join(map(str, p)): (p, v) for p, v in nnx.to_flat_state(state)
+    }
+    params = {p: pv for p, pv in flat.items() if isinstance(pv[1], nnx.Param)}
+    self._graphs[part] = (make, graph, params)
+    for path, (_, variable) in params.items():
+      axes, kind, inputs = parameter.metadata(variable)
+      if part != 'ends':
+        path, axes = f'layers/{path}', ('layers', *axes)
+      self.axes[path], self.kinds[path] = axes, kind
+      self.inputs[path] = inputs
+
+  def _module(self, part, values):
+    _, graph, params = self._graphs[part]
+    state = [(p, v.replace(values[path])) for path, (p, v) in params.items()]
+    return nnx.merge(graph, nnx.from_flat_state(state))
+
+  def init(self, key):
+    """Parameters as {path: array}, laid out by the rules in force."""
+    config = self.config
+    wide = jnp.dtype(config.param_dtype)
+
+    def make(part, key):
+      values = _flat(self._graphs[part][0](nnx.Rngs(key)))
+      return {p: v[...].astype(wide) for p, v in values.items()}
+
+    ends_key, layers_key = jax.random.split(key)
+    out = make('ends', ends_key)
+    keys = jax.random.split(layers_key, config.num_layers)
+    stacks = {}  # path -> list of (layer indices, stacked values)
+    for kind in sorted(set(self.pattern)):
+      of_kind = jnp.array([i for i, k in enumerate(self.pattern) if k == kind])
+      values = jax.vmap(functools.partial(make, kind))(keys[of_kind])
+      for path, value in values.items():
+        stacks.setdefault(path, []).append((of_kind, value))
+    for path, parts in stacks.items():
+      order = jnp.argsort(jnp.concatenate([i for i, _ in parts]))
+      value = jnp.concatenate([v for _, v in parts])
+      out[f'layers/{path}'] = value if len(parts) == 1 else value[order]
+    return {p: annotate.put(v, self.axes[p]) for p, v in out.items()}
+
+  def unstack(self, params):
+    """The same parameters with one array per layer: 'layers/3/mlp/up'.
+
+    Decoding reads every weight once per token; a slice of a stack would be
+    copied each time.
+    """
+    out = {p: v for p, v in params.items() if not p.startswith('layers/')}
+    for path, owners in self._owners.items():
+      for slot, i in enumerate(owners):
+        out[f'layers/{i}/{path}'] = params[f'layers/{path}'][slot]
+    return out
+
+  def _layer(self, kind, x, see, values, state=None):
+    return self._module(kind, values)(x, see, state)
+
+  def _run_unit(self, kinds, x, see, values):
+    """Runs consecutive layers; values: path -> (layers of `kinds`, ...)."""
+    seen = {}
+    for kind in kinds:
+      paths = self._graphs[kind][2]
+      mine = {p: values[p][seen.get(p, 0)] for p in paths}
+      seen |= {p: seen.get(p, 0) + 1 for p in paths}
+      layer = functools.partial(self._layer, kind)
+      x, _ = _checkpoint(layer, self.remat)(x, see, mine)
+    return x
+
+  def _stack(self, params, x, see):
+    """All layers, scanned over whole units; the rest of a unit at the end."""
+    unit, depth = self.unit, self.config.num_layers
+    repeats = depth // len(unit)
+    stacked = {p: params[f'layers/{p}'] for p in self._owners}
+    per_unit = {
+        p: sum(i < len(unit) for i in owners)
+        for p, owners in self._owners.items()
+    }
+    whole = {
+        p: v[: per_unit[p] * repeats].reshape(
+            repeats, per_unit[p], *v.shape[1:]
+        )
+        for p, v in stacked.items() if per_unit[p] and repeats
+    }
+    if repeats:
+      body = lambda x, values: (self._run_unit(unit, x, see, values), None)
+      unroll = self.config.unroll
+      unroll = unroll or (repeats if depth <= AUTO_UNROLL else 1)
+      x, _ = jax.lax.scan(body, x, whole, unroll=min(unroll, repeats))
+    rest = {p: v[per_unit[p] * repeats :] for p, v in stacked.items()}
+    return self._run_unit(self.pattern[repeats * len(unit) :], x, see, rest)
+
+  def __call__(self, params, batch, cache=None):
+    """Features of every token.
+
+    Args:
+      params: {path: array} as `init` (or `unstack`, with a cache) gives them.
+      batch: models.batch.Batch (only tokens, segments and positions are read).
+      cache: `Cache` with room for T more slots, or None.
+
+    Returns:
+      (x_BTD in config.dtype, after the final norm; the cache after the step).
+    """
+    config = self.config
+    dtype = jnp.dtype(config.dtype)
+    ends = self._ends(params)
+    table = annotate.put(ends.embedding[...].astype(dtype), ('vocab', 'hidden'))
+    x = annotate.gather(table, batch.tokens, HIDDEN)
+    if config.embedding_scale != 1.0:
+      x = x * jnp.asarray(config.embedding_scale, dtype)
+    if config.position == 'learned':
+      table = annotate.put(
+          ends.positions[...].astype(dtype), ('positions', 'hidden')
+      )
+      x = x + annotate.gather(table, batch.positions, HIDDEN)
+    if cache is None:
+      see = attention.Visibility(batch.segments, batch.positions)
+      x = self._stack(params, x, see)
+    else:
+      x, cache = self._step(params, x, batch, cache)
+    return ends.norm(x), cache
+
+  def _step(self, params, x, batch, cache):
+    """One pass that writes its tokens into the cache, layer by layer."""
+    write = jax.lax.dynamic_update_slice_in_dim
+    segments = write(cache.segments, batch.segments, cache.length, 1)
+    positions = write(cache.positions, batch.positions, cache.length, 1)
+    see = attention.Visibility(
+        batch.segments, batch.positions, cache.length, segments, positions
+    )
+    states = []
+    for i, kind in enumerate(self.pattern):
+      prefix = f'layers/{i}/'
+      mine = {p: params[prefix + p] for p in self._graphs[kind][2]}
+      x, state = self._layer(kind, x, see, mine, cache.states[i])
+      states.append(state)
+    length = cache.length + batch.tokens.shape[1]
+    return x, Cache(tuple(states), segments, positions, length)
+
+  def _ends(self, params):
+    return self._module('ends', {p: params[p] for p in self._graphs['ends'][2]})
+
+  def logits(self, params, x_BTD):
+    """x_BTD -> z_BTV in at least float32, vocabulary sharded by the rules."""
+    ends = self._ends(params)
+    tied = self.config.tied_embedding
+    head = ends.embedding if tied else ends.head
+    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    z = annotate.einsum(
+        'BTD,VD->BTV', x_BTD, HIDDEN, head[...].astype(x_BTD.dtype),
+        head.get_metadata('axes'), LOGITS, dtype=wide,
+    )
+    cap = self.config.logit_softcap
+    return cap * jnp.tanh(z / cap) if cap else z
+
+  def init_cache(self, batch, slots, dtype=None):
+    """An empty `Cache` for `batch` rows and `slots` tokens a row."""
+    dtype = jnp.dtype(dtype or self.config.dtype)
+    one = nnx.eval_shape(lambda: self._graphs[self.pattern[0]][0](nnx.Rngs(0)))
+    states = tuple(
+        one.attention.init_state(batch, slots, dtype) for _ in self.pattern
+    )
+    ids = [
+        annotate.put(jnp.zeros((batch, slots), jnp.int32), ('batch', None))
+        for _ in range(2)
+    ]
+    return Cache(states, *ids, jnp.int32(0))
+
+
+def _checkpoint(layer, remat):
+  """layer under the named rematerialisation policy (configs.schema.Train)."""
+  policies = jax.checkpoint_policies
+  if remat == 'none':
+    return layer
+  policy = {
+      'full': None,
+      'dots': policies.dots_with_no_batch_dims_saveable,
+      'attention': policies.save_only_these_names('attention'),
+  }[remat]
+  return jax.checkpoint(layer, policy=policy)

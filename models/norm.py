@@ -1,0 +1,43 @@
+"""RMSNorm and LayerNorm, computed in at least float32.
+
+    rms:   y = x / sqrt(mean(x^2) + eps) * scale          (arXiv:1910.07467)
+    layer: y = (x - mean) / sqrt(var + eps) * scale + bias (arXiv:1607.06450)
+"""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from paraxis.models import parameter
+
+
+def rms(x, scale, epsilon, zero_centered=False):
+  """RMSNorm over the last axis; scale (..., last) or 1 + scale."""
+  y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + epsilon)
+  return (y * (1 + scale if zero_centered else scale)).astype(x.dtype)
+
+
+class Norm(nnx.Module):
+  """The norm of the configuration over the model width."""
+
+  def __init__(self, config):
+    self.config = config
+    fill = 0.0 if config.norm_zero_centered else 1.0
+    self.scale = parameter.vector((config.d_model,), ('norm',), fill)
+    if config.norm == 'layernorm':
+      self.bias = parameter.vector((config.d_model,), ('norm',))
+
+  def __call__(self, x):
+    config = self.config
+    if config.norm == 'rmsnorm':
+      return rms(
+          x, self.scale[...], config.norm_epsilon, config.norm_zero_centered
+      )
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = y - jnp.mean(y, -1, keepdims=True)
+    y = y * jax.lax.rsqrt(
+        jnp.mean(y * y, -1, keepdims=True) + config.norm_epsilon
+    )
+    scale = self.scale[...] + (1 if config.norm_zero_centered else 0)
+    return (y * scale + self.bias[...]).astype(x.dtype)

@@ -1,0 +1,37 @@
+"""How a module declares a parameter: a value, its logical axes, its kind.
+
+A parameter names logical axes only; sharding/rules.py alone knows the mesh. The
+metadata travels with the Flax variable: `axes` (one name per dimension), `kind`
+('matrix', 'embedding' or 'vector', which optimizers and weight decay go by) and
+`inputs` (how many leading dimensions a matrix contracts with its input).
+"""
+
+import math
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+
+def matrix(rngs, shape, axes, inputs=1, std=0.0, gain=1.0):
+  """A matrix, normal with standard deviation gain * (std or fan_in ** -0.5)."""
+  std = std or math.prod(shape[:inputs]) ** -0.5
+  value = jax.random.normal(rngs.params(), shape) * (std * gain)
+  return nnx.Param(value, axes=axes, kind='matrix', inputs=inputs)
+
+
+def embedding(rngs, shape, axes, std):
+  """A table of rows, normal with standard deviation `std`."""
+  value = jax.random.normal(rngs.params(), shape) * std
+  return nnx.Param(value, axes=axes, kind='embedding', inputs=1)
+
+
+def vector(shape, axes, fill=0.0):
+  """A scale or a bias, constant at the start and without weight decay."""
+  return nnx.Param(jnp.full(shape, fill), axes=axes, kind='vector', inputs=0)
+
+
+def metadata(variable):
+  """(axes, kind, inputs) of a parameter."""
+  get = variable.get_metadata
+  return get('axes'), get('kind'), get('inputs')

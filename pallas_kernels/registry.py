@@ -1,0 +1,119 @@
+"""Which implementation of an op runs here, and why the others do not.
+
+An op is a name and a list of implementations in order of preference. The choice
+is made while tracing, from the device the program is built for (not from the
+machine that traces it), so an ahead-of-time compile for a TPU picks what the
+TPU would run. The choice can be printed and is never silent: asking by name for
+an implementation that cannot run is an error that says why.
+"""
+
+import collections.abc
+import dataclasses
+import re
+
+import jax
+
+from paraxis.configs import errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """The device a program is built for, e.g. ('tpu', 'TPU v5 lite')."""
+
+  platform: str  # cpu | tpu | gpu
+  device_kind: str
+
+  def __str__(self):
+    return f'{self.platform} ({self.device_kind})'
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+  """One way to compute an op: two pure functions without autodiff.
+
+  `supports(spec, target)` returns None if it can run, else one line that says
+  why not. `spec` is the op's own record of shapes, dtypes and options (never
+  values); it is None when the question is about the target alone.
+  """
+
+  name: str
+  forward: collections.abc.Callable
+  backward: collections.abc.Callable | None  # None: the op has no gradient
+  supports: collections.abc.Callable
+
+
+_OPS: dict[str, tuple[Implementation, ...]] = {}
+
+
+def register(op, *implementations):
+  """Declares an op; `implementations` come in order of preference."""
+  _OPS[op] = implementations
+
+
+def ops():
+  """The names of the ops that have been declared (imported) so far."""
+  return tuple(_OPS)
+
+
+def _platform(name, kind):
+  if kind.startswith('TPU'):
+    return 'tpu'
+  if name in ('cuda', 'rocm', 'gpu') or re.search('NVIDIA|AMD|Tesla', kind):
+    return 'gpu'
+  return name or 'cpu'
+
+
+def current_target():
+  """The mesh's device, else the default device, else the first device."""
+  mesh = jax.sharding.get_abstract_mesh()
+  device = None if mesh.empty else mesh.abstract_device
+  if device is None:
+    device = jax.config.jax_default_device
+    if isinstance(device, str):  # the option also takes a platform's name
+      device = jax.devices(device)[0]
+    device = device or jax.devices()[0]
+  kind = device.device_kind
+  return Target(_platform(getattr(device, 'platform', ''), kind), kind)
+
+
+def _implementations(op):
+  if op not in _OPS:
+    raise KeyError(f'no op {op!r} is registered; have {sorted(_OPS)}')
+  return _OPS[op]
+
+
+def resolve(op, name='auto', spec=None, target=None):
+  """The implementation to run: the first that can, or the one named.
+
+  Raises errors.UserError if the one named is unknown or cannot run, with its
+  reason, and if none can run.
+  """
+  target = target or current_target()
+  known = _implementations(op)
+  if name != 'auto' and name not in [i.name for i in known]:
+    names = ', '.join(i.name for i in known)
+    raise errors.UserError(
+      f'{op}: no implementation {name!r}; have auto, {names}'
+    )
+  reasons = []
+  for i in known:
+    if name in ('auto', i.name):
+      reason = i.supports(spec, target)
+      if reason is None:
+        return i
+      reasons.append(f'{i.name}: {reason}')
+  raise errors.UserError(
+    f'{op}: cannot run on {target}: {"; ".join(reasons)}; '
+    f"use impl='auto' or another target"
+  )
+
+
+def explain(op, target=None, spec=None):
+  """Rows (name, chosen, reason): reason is '' where the op could run."""
+  target = target or current_target()
+  rows, free = [], True
+  for i in _implementations(op):
+    reason = i.supports(spec, target)
+    rows.append((i.name, free and reason is None, reason or ''))
+    free = free and reason is not None
+  return rows

@@ -1,0 +1,125 @@
+"""The one mesh of a program: six named axes, always all present.
+
+    make('data=2,fsdp=2,tensor=2') -> Mesh(replica=1, stage=1, data=2, fsdp=2,
+                                           context=1, tensor=2)
+
+Axes are Explicit: shardings are part of array types, and a layout that does not
+fit is an error while tracing. Axes of size 1 stay in the mesh and are dropped
+from specs (sharding/rules.py), so one device is the same program.
+"""
+
+import math
+
+import jax
+from jax.experimental import mesh_utils
+
+from paraxis.configs import errors
+from paraxis.configs import schema
+
+AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
+
+
+def parse(text):
+  """'data=2,tensor=-1' -> {'data': 2, 'tensor': -1}; unnamed axes are 1.
+
+  Args:
+    text: comma-separated axis=size pairs; at most one size is -1 (the rest).
+
+  Raises:
+    UserError: an unknown axis, a repeated one, or a size that is no number.
+  """
+  sizes = {}
+  for part in filter(None, text.replace(' ', '').split(',')):
+    name, _, value = part.partition('=')
+    if name not in AXES:
+      raise errors.UserError(
+          f'--mesh={text}: {name!r} is not a mesh axis '
+          f'({", ".join(AXES)}).' + schema.suggest(name, AXES)
+      )
+    if name in sizes:
+      raise errors.UserError(f'--mesh={text}: axis {name!r} is given twice.')
+    try:
+      sizes[name] = int(value)
+    except ValueError:
+      raise errors.UserError(
+          f'--mesh={text}: the size of {name!r} is {value!r}, not a number.'
+      ) from None
+  return sizes
+
+
+def describe(sizes):
+  """{'data': 2, 'tensor': 1} -> 'data=2' (axes of size 1 are left out)."""
+  shown = [f'{a}={sizes[a]}' for a in AXES if sizes.get(a, 1) != 1]
+  return ','.join(shown) or 'data=1'
+
+
+def factorisations(n, axes, most=6):
+  """Ways to spread n devices over `axes`, most even first, as texts."""
+
+  def spread(n, axes):
+    if len(axes) == 1:
+      yield {axes[0]: n}
+      return
+    for d in range(1, n + 1):
+      if n % d == 0:
+        for rest in spread(n // d, axes[1:]):
+          yield {axes[0]: d, **rest}
+
+  found = sorted(spread(n, list(axes)), key=lambda s: max(s.values()))
+  return [describe(s) for s in found[:most]]
+
+
+def resolve(sizes, num_devices):
+  """Fills in -1 and the unnamed axes; every device must have a place.
+
+  Args:
+    sizes: axis -> size, at most one of them -1.
+    num_devices: devices to place.
+
+  Returns:
+    Axis -> size for all six axes, with product `num_devices`.
+
+  Raises:
+    UserError: the product is not `num_devices`; it names layouts that fit.
+  """
+  full = {a: int(sizes.get(a, 1)) for a in AXES}
+  wild = [a for a in AXES if full[a] == -1]
+  bad = [a for a in AXES if full[a] < 1 and full[a] != -1]
+  named = ','.join(f'{a}={full[a]}' for a in AXES if full[a] != 1) or 'data=1'
+  if bad or len(wild) > 1:
+    raise errors.UserError(
+        f'mesh {named}: sizes must be positive, and at most one may be -1.'
+    )
+  known = math.prod(s for s in full.values() if s > 0)
+  if wild and num_devices % known == 0:
+    full[wild[0]] = num_devices // known
+  if math.prod(full.values()) != num_devices:
+    asked = [a for a in AXES if full[a] != 1] or ['data']
+    fits = ' | '.join(factorisations(num_devices, asked))
+    raise errors.UserError(
+        f'mesh {named} has {known} places for {num_devices} devices, and no '
+        f'device may be idle; these fit: {fits}. (--devices={known} asks for '
+        f'{known} virtual CPU devices.)'
+    )
+  return full
+
+
+def make(sizes, devices=None):
+  """A mesh of all `devices` with Explicit axes.
+
+  Args:
+    sizes: text as for `parse`, or axis -> size.
+    devices: default all devices of all processes.
+
+  Raises:
+    UserError: as `parse` and `resolve`.
+  """
+  devices = jax.devices() if devices is None else devices
+  sizes = parse(sizes) if isinstance(sizes, str) else sizes
+  shape = tuple(resolve(sizes, len(devices)).values())
+  # A torus axis may have to be split to serve two mesh axes.
+  placed = mesh_utils.create_device_mesh(
+      shape, devices, allow_split_physical_axes=True
+  )
+  explicit = (jax.sharding.AxisType.Explicit,) * len(AXES)
+  return jax.sharding.Mesh(placed, AXES, axis_types=explicit)

@@ -1,0 +1,94 @@
+"""What every test runs under, and the tree that the guard tests read.
+
+Eight virtual devices, set before jax starts; no network; no display. Tests
+marked `hf` skip where torch or transformers is missing.
+"""
+
+import ast
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import types
+
+import pytest
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+_FLAG = '--xla_force_host_platform_device_count=8'
+if 'host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
+  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}'
+os.environ.setdefault('MPLBACKEND', 'Agg')
+os.environ['HF_HUB_OFFLINE'] = '1'
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# In import order: a folder may import those to its left.
+FOLDERS = ('pallas_kernels', 'sharding', 'models', 'decode', 'train')
+
+
+def pytest_collection_modifyitems(items):
+  """Skips `hf` tests with a reason where their peers are not installed."""
+  missing = [
+    name
+    for name in ('torch', 'transformers')
+    if importlib.util.find_spec(name) is None
+  ]
+  if not missing:
+    return
+  skip = pytest.mark.skip(
+    reason=f'{" and ".join(missing)} not installed ([hf])'
+  )
+  for item in items:
+    if 'hf' in item.keywords:
+      item.add_marker(skip)
+
+
+def _tracked_files():
+  """Paths that git tracks or would track; without git, all but dot-folders."""
+  command = ['git', 'ls-files', '-z', '-co', '--exclude-standard']
+  try:
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    names = [n for n in out.stdout.decode().split('\0') if n]
+  except (OSError, subprocess.CalledProcessError):
+    names = [
+      str(path.relative_to(ROOT))
+      for path in ROOT.rglob('*')
+      if not any(
+        part.startswith('.') or part in ('runs', 'build', '__pycache__')
+        for part in path.relative_to(ROOT).parts
+      )
+    ]
+  return sorted(n for n in names if (ROOT / n).is_file())
+
+
+def notebook_source(text):
+  """A notebook's code cells as one module; shell and magic lines -> pass."""
+  lines = []
+  for cell in json.loads(text)['cells']:
+    source = ''.join(cell['source'])
+    if cell['cell_type'] != 'code' or source.startswith('%%'):
+      continue
+    for line in source.splitlines():
+      start = len(line) - len(line.lstrip())
+      magic = line[start : start + 1] in ('!', '%')
+      lines.append(line[:start] + 'pass' if magic else line)
+  return '\n'.join(lines) + '\n'
+
+
+@pytest.fixture(scope='session')
+def tree():
+  """The repository as the guard tests see it.
+
+  root: its path; folders: in import order; files: names of tracked files;
+  code: {name: ast.Module} of every .py file and every notebook.
+  """
+  files = _tracked_files()
+  code = {}
+  for name in files:
+    if name.endswith(('.py', '.ipynb')):
+      text = (ROOT / name).read_text(encoding='utf-8')
+      text = notebook_source(text) if name.endswith('.ipynb') else text
+      code[name] = ast.parse(text, name)
+  return types.SimpleNamespace(
+    root=ROOT, folders=FOLDERS, files=files, code=code
+  )

@@ -1,0 +1,138 @@
+"""decode_attention against its definition; the cache is read in place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from paraxis.configs import errors
+from paraxis.pallas_kernels import attention, decode_attention, reference
+
+
+def cache(B=2, T=1, S=40, N=4, K=2, H=8, Hv=None, dtype='f8'):
+  """q, k, v, and segments and order of a cache with empty slots."""
+  rng = np.random.default_rng(0)
+  shapes = (B, T, N, H), (B, S, K, H), (B, S, K, Hv or H)
+  q, k, v = (rng.normal(size=s).astype(dtype) for s in shapes)
+  slots = rng.integers(0, 3, (B, S)).astype(np.int32)  # 0: empty
+  queries = rng.integers(1, 3, (B, T)).astype(np.int32)
+  order_k = np.stack([rng.permutation(S) for _ in range(B)]).astype(np.int32)
+  order_q = rng.integers(S // 2, S, (B, T)).astype(np.int32)
+  return (q, k, v), (queries, slots), (order_q, order_k)
+
+
+def decode(mask):
+  def run(q, k, v, segments=None, order=None):
+    return decode_attention.decode_attention(q, k, v, mask, segments, order)
+
+  return jax.jit(run)
+
+
+def close(actual, expected, tolerance=1e-12):
+  for a, b in zip(actual, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+  'sizes,options',
+  [
+    (dict(), dict()),
+    (dict(N=3, K=3, T=4), dict(window=9)),
+    (dict(N=6, K=1, T=2, Hv=4), dict(softcap=2.0)),
+    (dict(B=1, T=40), dict(causal=False, window=7, softcap=3.0)),
+  ],
+)
+def test_equals_the_definition_in_float64(sizes, options):
+  mask = attention.Mask(scale=0.3, **options)
+  with jax.enable_x64(True):
+    arrays, segments, order = cache(**sizes)
+    actual = decode(mask)(*arrays, segments, order)
+    assert {x.dtype for x in actual} == {np.dtype('f8')}
+    expected = reference.attention_ref(*arrays, mask, segments, order)
+    close(actual, expected)
+    wrong = reference.attention_ref(*arrays, mask, None, order)
+    with pytest.raises(AssertionError):  # the masks do matter here
+      close(actual, wrong, 1e-6)
+
+
+def test_no_mask_at_all():
+  with jax.enable_x64(True):
+    arrays, *_ = cache(T=3)
+    mask = attention.Mask(causal=False)
+    actual = decode_attention.decode_attention(*arrays, mask)
+    close(actual, reference.attention_ref(*arrays, mask))
+
+
+def test_equals_training_attention_row_by_row():
+  """Token t decoded over the first t slots is row t of one full pass."""
+  rng = np.random.default_rng(1)
+  q, k, v = (rng.normal(size=(1, 12, n, 8)).astype('f4') for n in (4, 2, 2))
+  mask = attention.Mask(scale=0.3, window=5)
+  o, lse = jax.jit(lambda *x: attention.attention(*x, mask))(q, k, v)
+  run = decode(mask)
+  slots = np.arange(12, dtype=np.int32)[None]
+  for t in range(12):
+    segments = np.ones((1, 1), np.int32), (slots <= t).astype(np.int32)
+    one = run(q[:, t : t + 1], k, v, segments, (slots[:, t : t + 1], slots))
+    close(one, (o[:, t : t + 1], lse[:, t : t + 1]), 1e-5)
+
+
+def test_a_query_that_sees_nothing():
+  arrays, (queries, slots), order = cache(dtype='f4')
+  mask = attention.Mask()
+  o, lse = decode_attention.decode_attention(
+    *arrays, mask, (queries, 0 * slots), order
+  )
+  assert not o.any() and (lse == np.float32(attention.NEG)).all()
+
+
+def _temporary(run, *args):
+  analysis = jax.jit(run).lower(*args).compile().memory_analysis()
+  return analysis.temp_size_in_bytes
+
+
+def test_the_cache_is_not_copied():
+  arrays, segments, order = cache(B=1, S=2048, H=64, dtype='f4')
+  mask, size = attention.Mask(), arrays[1].nbytes
+  assert _temporary(decode(mask), *arrays, segments, order) < size / 4
+  dense = lambda *x: reference.attention_ref(*x[:3], mask, *x[3:])
+  assert _temporary(dense, *arrays, segments, order) > size
+
+
+def test_heads_and_batch_sharded_equal_one_device():
+  kinds = (AxisType.Explicit,) * 2
+  mesh = jax.make_mesh((2, 2), ('data', 'tensor'), axis_types=kinds)
+  mask = attention.Mask(scale=0.3)
+  run = decode(mask)
+  with jax.enable_x64(True):
+    arrays, segments, order = cache(T=2)
+    expected = run(*arrays, segments, order)
+    heads = NamedSharding(mesh, P('data', None, 'tensor'))
+    rows = NamedSharding(mesh, P('data'))
+    args = (
+      *jax.device_put(arrays, heads),
+      *jax.device_put((segments, order), rows),
+    )
+    with jax.set_mesh(mesh):
+      program = run.lower(*args).compile()
+      close(program(*args), expected)
+  for moved in ('all-gather', 'all-reduce', 'all-to-all'):
+    assert moved not in program.as_text()
+
+
+def test_low_precision_cache():
+  arrays, segments, order = cache(T=2, dtype='f4')
+  low = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
+  mask = attention.Mask(scale=0.3)
+  o, lse = decode(mask)(*low, segments, order)
+  assert o.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
+  expected = reference.attention_ref(*low, mask, segments, order)
+  close((o.astype('f4'), lse), expected, 0.03)
+
+
+def test_a_causal_mask_needs_the_order():
+  arrays, segments, _ = cache()
+  with pytest.raises(errors.UserError, match='1 queries and 40 keys'):
+    decode_attention.decode_attention(*arrays, attention.Mask(), segments)

@@ -1,0 +1,192 @@
+"""Everything that a configuration means, built once and checked first.
+
+config -> mesh, rules, model, optimizer, tokenizer, documents, batches and the
+shapes and layouts of the state. Bad input of any kind ends here, before anything
+is compiled and before the workdir is written.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from paraxis.configs import errors
+from paraxis.models import build
+from paraxis.models import tokenizer as tokenizer_lib
+from paraxis.sharding import annotate
+from paraxis.sharding import rules as rules_lib
+from paraxis.train import data
+from paraxis.train import optimizers
+from paraxis.train import state as state_lib
+from paraxis.train import token_cache
+
+ROWS = ('batch', 'length')
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """A run, ready to compile.
+
+  Attributes:
+    config: schema.Config. built: models.build.Built.
+    optimizer: train.optimizers.Optimizer.
+    tokenizer, corpus, batches: the data (see their files).
+    held_out: list of data.HeldOut.
+    state: State of jax.ShapeDtypeStruct, each with its NamedSharding.
+  """
+
+  config: Any
+  built: Any
+  optimizer: Any
+  tokenizer: Any
+  corpus: Any
+  batches: Any
+  held_out: Any
+  state: Any
+
+  @property
+  def model(self):
+    """models.decoder.Decoder."""
+    return self.built.model
+
+  @property
+  def mesh(self):
+    """jax Mesh."""
+    return self.built.mesh
+
+  def context(self):
+    """The rules and the mesh, in force within a `with` statement."""
+    return layout(self.built)
+
+  def batch_sharding(self, ndim):
+    """NamedSharding of a batch array (..., rows, tokens)."""
+    names = (None,) * (ndim - 2) + ROWS
+    spec = rules_lib.spec(
+        names, None, self.built.rules, dict(self.mesh.shape)
+    )
+    return jax.NamedSharding(self.mesh, spec)
+
+  def local_rows(self, rows):
+    """(lo, hi): the rows of a batch axis that this process's devices hold."""
+    sharding = self.batch_sharding(2)
+    shape = (rows, self.config.data.sequence_length)
+    held = [
+        index[0].indices(rows)[:2]
+        for index in sharding.addressable_devices_indices_map(shape).values()
+    ]
+    return min(lo for lo, _ in held), max(hi for _, hi in held)
+
+  def put(self, batch, lo=0):
+    """A batch of NumPy arrays on the mesh; its first row is row `lo`."""
+    train = self.config.train
+    rows = train.batch_size // train.microbatches
+
+    def place(x):
+      if np.ndim(x) == 0:
+        scalar = jax.NamedSharding(self.mesh, jax.P())
+        return jax.make_array_from_callback((), scalar, lambda _: x)
+      axis = x.ndim - 2
+      shape = (*x.shape[:axis], rows, x.shape[-1])
+
+      def part(index):
+        first, last, _ = index[axis].indices(rows)
+        cut = (*index[:axis], slice(first - lo, last - lo), index[-1])
+        return x[cut]
+
+      return jax.make_array_from_callback(
+          shape, self.batch_sharding(x.ndim), part
+      )
+
+    return jax.tree.map(place, batch)
+
+  def batch_shapes(self, batch):
+    """ShapeDtypeStructs, with layouts, of `put(batch)` for a whole batch."""
+
+    def shape(x):
+      x = np.asarray(x)
+      layout = jax.NamedSharding(self.mesh, jax.P())
+      layout = self.batch_sharding(x.ndim) if x.ndim else layout
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+
+    return jax.tree.map(shape, batch)
+
+  def initial_state(self):
+    """The state before the first step, on the mesh."""
+    seed = self.config.train.seed
+    make = lambda: state_lib.init(
+        self.model, self.optimizer, jax.random.key(seed)
+    )
+    return jax.jit(make)()
+
+
+class layout:  # noqa: N801, used as a function
+  """Context: rules and mesh of a models.build.Built are in force."""
+
+  def __init__(self, built):
+    self._parts = (annotate.use(built.rules), jax.set_mesh(built.mesh))
+
+  def __enter__(self):
+    for part in self._parts:
+      part.__enter__()
+
+  def __exit__(self, *error):
+    for part in reversed(self._parts):
+      part.__exit__(*error)
+
+
+def _with_layouts(mesh, tree):
+  """Abstract leaves of a trace under `mesh` -> the same with NamedShardings."""
+
+  def leaf(x):
+    spec = x.sharding.spec if x.sharding is not None else jax.P()
+    return jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec)
+    )
+
+  return jax.tree.map(leaf, tree)
+
+
+def make(config, mesh_text='', devices=None, say=print):
+  """`Job` for a schema.Config.
+
+  Args:
+    config: schema.Config.
+    mesh_text: --mesh=; replaces config.mesh.
+    devices: jax devices; default all.
+    say: called with one line per finding (token cache rebuilt, documents cut).
+
+  Raises:
+    UserError: anything that does not fit or is not there.
+  """
+  train = config.train
+  built = build.build(config, mesh_text, train.remat, devices)
+  rows = train.batch_size // train.microbatches
+  if train.batch_size % train.microbatches:
+    raise errors.UserError(
+        f'train.batch_size={train.batch_size} is not divisible by '
+        f'train.microbatches={train.microbatches}.'
+    )
+  what = f'train.batch_size={train.batch_size}'
+  if train.microbatches > 1:
+    what += f' in {train.microbatches} microbatches'
+  build.check_rows(rows, built, what)
+  build.check_length(
+      config.model, config.data.sequence_length, 'data.sequence_length'
+  )
+  tokenizer = tokenizer_lib.load(config.data.tokenizer)
+  corpus = token_cache.tokens(config, tokenizer, say)
+  batches = data.Batches(config, corpus)
+  if batches.plan.cut:
+    say(
+        f'data: {batches.plan.cut} documents are cut between rows of '
+        f'{config.data.sequence_length} tokens; every token is used.'
+    )
+  held_out = data.evaluation(config, corpus)
+  optimizer = optimizers.Optimizer(config.optimizer, train.steps, built.model)
+  with layout(built):
+    init = lambda: state_lib.init(built.model, optimizer, jax.random.key(0))
+    state = _with_layouts(built.mesh, jax.jit(init).trace().out_info)
+  return Job(
+      config, built, optimizer, tokenizer, corpus, batches, held_out, state
+  )

@@ -1,0 +1,295 @@
+"""The training loop: resume, step, record, save, stop. Nobody forks it.
+
+A paper passes functions in: `make_step` builds the two halves of a step,
+`callbacks` see every finished step. Step t reads batch t, a pure function of
+(seed, t), so the data cursor is the step itself and a resumed run is bitwise the
+uninterrupted one. Numbers of a step are read after the next one is dispatched:
+the accelerator never waits for the host.
+"""
+
+import os
+import signal
+import time
+
+import jax
+import numpy as np
+
+from paraxis.configs import errors
+from paraxis.configs import schema
+from paraxis.train import compiling
+from paraxis.train import evaluate
+from paraxis.train import job as job_lib
+from paraxis.train import metrics as metrics_lib
+from paraxis.train import state as state_lib
+from paraxis.train import step as step_lib
+from paraxis.train import workdir as workdir_lib
+
+
+class Stop:
+  """Turns SIGTERM and Ctrl-C into 'finish this step, save, exit 75'."""
+
+  def __init__(self, say):
+    self.asked, self._say, self._old = '', say, {}
+
+  def __enter__(self):
+    for number in (signal.SIGTERM, signal.SIGINT):
+      try:
+        self._old[number] = signal.signal(number, self._ask)
+      except ValueError:  # not the main thread
+        break
+    return self
+
+  def __exit__(self, *error):
+    for number, handler in self._old.items():
+      signal.signal(number, handler)
+
+  def _ask(self, number, _):
+    if self.asked:
+      os._exit(errors.EXIT_CRASH)  # asked twice: the last commit stands
+    self.asked = signal.Signals(number).name
+    self._say(f'{self.asked}: saving after this step; again to exit at once')
+
+
+def _meta(job, step):
+  """What a checkpoint says of its run, besides the state."""
+  import flax
+  import optax
+  import orbax.checkpoint
+
+  return dict(
+      config=schema.to_json(job.config),
+      cursor=dict(step=step, seed=job.config.train.seed),
+      corpus=job.corpus.fingerprint,
+      tokenizer=job.tokenizer.fingerprint,
+      versions=dict(
+          jax=jax.__version__, flax=flax.__version__, optax=optax.__version__,
+          orbax=orbax.checkpoint.__version__,
+      ),
+  )
+
+
+def _check_meta(job, meta, where):
+  for name, now in (
+      ('corpus', job.corpus.fingerprint),
+      ('tokenizer', job.tokenizer.fingerprint),
+  ):
+    if meta.get(name) != now:
+      raise errors.IntegrityError(
+          f'{where}: the {name} changed since the checkpoint (fingerprint '
+          f'{meta.get(name, "none")[:12]} then, {now[:12]} now): the batches '
+          'would differ. Restore the data, or start in another --workdir.'
+      )
+
+
+def _start(job, store, say):
+  """-> (state, step to begin with), from the newest good checkpoint or new."""
+  shapes = state_lib.flatten(job.state)
+  found = store.restore_latest_good(shapes)
+  if found is None:
+    return job.initial_state(), 0
+  step, tree, meta = found
+  _check_meta(job, meta, store.directory)
+  say(f'resumed from step {step}, every leaf verified')
+  return state_lib.unflatten(job.state, tree), step
+
+
+class _Recorder:
+  """Reads a step's numbers late, writes them, and watches for NaN."""
+
+  def __init__(self, job, writers, progress):
+    self._job, self._writers, self._progress = job, writers, progress
+    self._train = job.config.train
+    self._paths = list(job.model.axes)
+    self._pending, self._before = None, time.perf_counter()
+    self.last = {}
+
+  def later(self, step, numbers, tokens):
+    """Keeps a step's numbers on the device and records those before it."""
+    previous, self._pending = self._pending, (step, numbers, tokens)
+    if previous:
+      self._record(*previous)
+
+  def flush(self):
+    """Records what is still on the device."""
+    previous, self._pending = self._pending, None
+    if previous:
+      self._record(*previous)
+
+  def _record(self, step, numbers, tokens):
+    numbers = jax.device_get(numbers)
+    now = time.perf_counter()
+    seconds, self._before = now - self._before, now
+    rates = {
+        k: float(v) for k, v in numbers.items() if k.startswith('learning_rate')
+    }
+    values = {
+        'train/loss': float(numbers['loss']),
+        'train/grad_norm': float(numbers['grad_norm']),
+        'train/learning_rate': max(rates.values()),
+        'train/skipped': int(numbers['skipped']),
+        'perf/step_seconds': seconds,
+        'perf/tokens_per_second': tokens / seconds,
+        'perf/memory_bytes': metrics_lib.memory_bytes(),
+    }
+    self._writers.write(step, values)
+    self._progress.step(step, values)
+    self.last = values
+    if int(numbers['skipped_in_a_row']):
+      self._not_finite(step, numbers)
+
+  def _not_finite(self, step, numbers):
+    """Names the tensors and the batch of a skipped step; stops after K."""
+    row, most = int(numbers['skipped_in_a_row']), self._train.max_nonfinite_steps
+    bad = [
+        p for p, s in zip(self._paths, numbers['squares'])
+        if not np.isfinite(s)
+    ]
+    text = (
+        f'step {step} is skipped ({row} in a row, {int(numbers["skipped"])} in '
+        f'all): loss {float(numbers["loss"])}, {len(bad)} gradients not finite'
+        f'{": " + ", ".join(bad[:5]) if bad else ""}; batch {step - 1}: '
+        + self._job.batches.describe_rows(step - 1).replace('\n', '; ')
+    )
+    self._progress.say(text)
+    if row >= most:
+      raise errors.IntegrityError(
+          f'{row} steps in a row are not finite (train.max_nonfinite_steps='
+          f'{most}); the state before them is kept. Last: {text}'
+      )
+
+
+def run(config, workdir, mesh_text='', make_step=step_lib.make, callbacks=(),
+        say=print):
+  """Trains, or continues, the run of a workdir.
+
+  Args:
+    config: schema.Config.
+    workdir: folder of the run; a relative one is resolved.
+    mesh_text: --mesh=, replaces config.mesh.
+    make_step: (model, optimizer, clip_norm) -> step.Step.
+    callbacks: functions of (step, values, job), called after a recorded step.
+    say: prints one line.
+
+  Returns:
+    dict: step, stopped ('' or the signal's name), loss, evaluation.
+
+  Raises:
+    UserError, IntegrityError: see configs/errors.py.
+  """
+  started = time.perf_counter()
+  job = job_lib.make(config, mesh_text, say=say)
+  path = workdir_lib.prepare(workdir)
+  workdir_lib.check_config(path, config, say)
+  lock = workdir_lib.Lock(path)
+  try:
+    with job.context():
+      return _run(job, path, make_step, callbacks, say, started)
+  finally:
+    lock.close()
+
+
+def _run(job, path, make_step, callbacks, say, started):
+  from paraxis.sharding import store as store_lib  # Orbax starts slowly
+
+  config, train = job.config, job.config.train
+  step_lib_made = make_step(
+      job.model, job.optimizer, config.optimizer.clip_norm
+  )
+  writers = progress = None
+  store = store_lib.Store(
+      path / workdir_lib.CHECKPOINTS, config.checkpoint.keep,
+      config.checkpoint.asynchronous, say=say,
+  )
+  try:
+    state, first = _start(job, store, say)
+    if jax.process_index() == 0:
+      workdir_lib.write_config(path, config)
+    writers = metrics_lib.Writers(path, train, config)
+    progress = metrics_lib.Progress(train.steps, train.print_every, say)
+    evaluator = evaluate.Evaluator(job, step_lib_made.evaluate)
+    recorder = _Recorder(job, writers, progress)
+    with Stop(progress.say) as stop:
+      state, step, result = _train(
+          job, state, first, step_lib_made, store, recorder, evaluator,
+          (stop, progress, writers, callbacks, started),
+      )
+    if not stop.asked and not result:
+      result = evaluator(state.params)
+      writers.write(step, result.values())
+    return dict(
+        step=step, stopped=stop.asked,
+        loss=recorder.last.get('train/loss'), evaluation=result,
+    )
+  finally:
+    if progress:
+      progress.close()
+    if writers:
+      writers.close()
+    store.close()
+
+
+def _train(job, state, first, made, store, recorder, evaluator, others):
+  """Steps first .. train.steps; -> (state, steps done, last evaluation)."""
+  stop, progress, writers, callbacks, started = others
+  config, train = job.config, job.config.train
+  axes = state_lib.axes(job.state, job.model)
+  save = lambda step: store.save(
+      step, state_lib.flatten(state), axes, _meta(job, step)
+  )
+  step, saved, result = first, first, None
+  if first >= train.steps:
+    progress.say(f'all {train.steps} steps are done')
+    return state, step, result
+  grads = update = None
+  lo, hi = job.local_rows(train.batch_size // train.microbatches)
+  batches = job.batches.iterate(first, lo, hi)
+  for t, host_batch in batches:
+    batch = job.put(host_batch, lo)
+    if grads is None:
+      grads, update = _compile(job, made, batch, progress.say)
+    loss, gradient = grads(state.params, batch)
+    state, numbers = update(state, loss, gradient)
+    del gradient
+    step = t + 1
+    recorder.later(step, numbers, int(host_batch.denominator))
+    if step == first + 1:
+      jax.block_until_ready(state)
+      seconds = time.perf_counter() - started
+      progress.say(f'first step after {seconds:.1f} s')
+    for callback in callbacks:
+      callback(step, recorder.last, job)
+    last = step == train.steps or bool(stop.asked)
+    if last or step % config.checkpoint.every == 0:
+      recorder.flush()
+      save(step)
+      saved = step
+    if train.eval_every and step % train.eval_every == 0 and not stop.asked:
+      recorder.flush()
+      result = evaluator(state.params)
+      writers.write(step, result.values())
+      progress.say(result.line())
+      result = result if last else None
+    if last:
+      break
+  batches.close()
+  recorder.flush()
+  store.wait()
+  if stop.asked:
+    progress.say(f'stopped by {stop.asked} after step {step}, saved {saved}')
+  return state, step, result
+
+
+def _compile(job, made, batch, say):
+  """Both halves of the step, compiled once for the real layouts."""
+  grads = compiling.compile_step(
+      'gradient', made.grads, job.state.params, batch, say=say
+  )
+  loss, gradient = grads.out_info
+  shapes = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      (loss, gradient), grads.output_shardings,
+  )
+  update = compiling.compile_step(
+      'update', made.update, job.state, *shapes, donate=(0,), say=say
+  )
+  return grads, update

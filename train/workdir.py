@@ -1,0 +1,119 @@
+"""A run's folder: config.json, metrics.jsonl, checkpoints/, one writer at a time.
+
+The lock is the operating system's: it goes with the process, however that ends.
+"""
+
+import json
+import os
+import pathlib
+
+from paraxis.configs import errors
+from paraxis.configs import schema
+
+try:
+  import fcntl
+except ImportError:  # not a POSIX system: no lock
+  fcntl = None
+
+CONFIG = 'config.json'
+CHECKPOINTS = 'checkpoints'
+# What a resumed run may change: none of it moves the trajectory, except that
+# train.steps stretches the schedule, which is said.
+FREE = (
+    'mesh.', 'checkpoint.', 'decode.', 'train.steps', 'train.eval_every',
+    'train.eval_batches', 'train.print_every', 'train.max_nonfinite_steps',
+    'train.tensorboard', 'train.wandb', 'train.remat', 'model.unroll',
+    'model.attention', 'data.prefetch', 'data.cache_dir',
+)
+
+
+def prepare(workdir):
+  """Creates the folder; absolute path, or UserError if it cannot be written."""
+  path = pathlib.Path(workdir).expanduser().resolve()
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    probe = path / '.probe'
+    probe.write_text('')
+    probe.unlink()
+  except OSError as e:
+    raise errors.UserError(
+        f'--workdir={workdir}: cannot write to {path} ({e.strerror}).'
+    ) from e
+  return path
+
+
+class Lock:
+  """Holds the folder for one run; UserError if another run has it."""
+
+  def __init__(self, path):
+    self._file = open(path / '.lock', 'a+', encoding='utf-8')  # noqa: SIM115
+    if fcntl is None:
+      return
+    try:
+      fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+      self._file.seek(0)
+      holder = self._file.read().strip() or 'unknown'
+      self._file.close()
+      raise errors.UserError(
+          f'{path} is in use by another run (process {holder}); wait for it, '
+          'stop it, or take another --workdir.'
+      ) from None
+    self._file.truncate(0)
+    self._file.write(str(os.getpid()))
+    self._file.flush()
+
+  def close(self):
+    """Lets the folder go."""
+    self._file.close()
+
+
+def differences(old, new):
+  """[(dotted field, old value, new value)] of two schema.Config."""
+  out = []
+  for name, _ in schema.fields():
+    section, field = name.split('.')
+    a = getattr(getattr(old, section), field)
+    b = getattr(getattr(new, section), field)
+    if a != b:
+      out.append((name, a, b))
+  return out
+
+
+def read_config(path):
+  """schema.Config of a workdir; UserError if there is none."""
+  file = pathlib.Path(path) / CONFIG
+  try:
+    return schema.from_json(file.read_text(encoding='utf-8'))
+  except OSError:
+    raise errors.UserError(f'{file} does not exist: not a workdir.') from None
+  except json.JSONDecodeError as e:
+    raise errors.IntegrityError(f'{file} is damaged: {e}.') from None
+
+
+def check_config(path, config, say):
+  """Compares with the config that the folder's run began with.
+
+  Raises:
+    UserError: a field differs that would change the run's trajectory.
+  """
+  if not (path / CONFIG).exists():
+    return
+  hard = []
+  for name, old, new in differences(read_config(path), config):
+    if name.startswith(FREE):
+      say(f'config: {name} was {old!r}, is now {new!r}')
+    else:
+      hard.append(f'{name} was {old!r}, is now {new!r}')
+  if hard:
+    raise errors.UserError(
+        f'{path} holds a run with another configuration: {"; ".join(hard)}. '
+        'Take another --workdir, or give the old values.'
+    )
+
+
+def write_config(path, config):
+  """Saves the resolved configuration; nothing later executes Python for it."""
+  temporary = path / f'{CONFIG}.tmp'
+  temporary.write_text(schema.to_json(config), encoding='utf-8')
+  os.replace(temporary, path / CONFIG)
