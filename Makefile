@@ -9,7 +9,7 @@
 #   make lock     requirements.in -> requirements.txt                 (needs uv)
 #   make clean    remove .venv, builds and caches; runs/ is yours and stays
 #
-# Another interpreter: make test PYTHON=python3.12
+# Another interpreter, beside the first: make test PYTHON=python3.12 VENV=.venv312
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -4,6 +4,7 @@ Every way in which the numbers of a model, a mesh and a batch cannot fit togethe
 is found here, in plain integers, and reported with both numbers.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 import jax
@@ -114,3 +115,10 @@ def build(config, mesh_text='', remat='none', devices=None):
 def check_rows(rows, built, what):
   """UserError if `rows` rows cannot be spread over the batch shards."""
   rules_lib.spec(('batch',), (rows,), built.rules, dict(built.mesh.shape), what)
+
+
+@contextlib.contextmanager
+def layout(built):
+  """Context: the rules and the mesh of a `Built` are in force."""
+  with annotate.use(built.rules), jax.set_mesh(built.mesh):
+    yield

@@ -21,7 +21,8 @@ import re
 
 import tokenizers
 
-from paraxis.configs import errors, schema
+from paraxis.configs import errors
+from paraxis.configs import schema
 
 SHIPPED = {'bpe2048': 'bpe2048.json'}
 _BOS = ('<|bos|>', '<s>', '<bos>', '<|begin_of_text|>', '<|endoftext|>')

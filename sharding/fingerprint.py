@@ -181,6 +181,30 @@ def check_paths(paths):
         )
 
 
+def nest(tree):
+  """{'a/b': x} -> {'a': {'b': x}}; empty leaves, which Orbax refuses, go."""
+  out = {}
+  for path, x in tree.items():
+    if 0 not in x.shape:
+      *parents, name = path.split('/')
+      node = out
+      for p in parents:
+        node = node.setdefault(p, {})
+      node[name] = x
+  return out
+
+
+def flatten(nested, like):
+  """Undoes nest: an array for every path of `like`, empty ones made anew."""
+  tree = {}
+  for path, x in like.items():
+    if 0 in x.shape:
+      tree[path] = jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+    else:
+      tree[path] = functools.reduce(lambda n, k: n[k], path.split('/'), nested)
+  return tree
+
+
 def describe(tree, axes, prints):
   """{path: {shape, dtype, axes, fingerprint}} for JSON; UserError if wrong."""
   if odd := sorted(set(tree) ^ set(axes)):
@@ -202,7 +226,7 @@ def describe(tree, axes, prints):
   return leaves
 
 
-def compare(saved, like, where):
+def compare(saved, like, where, under=''):
   """UserError listing every leaf in which `saved` and `like` differ.
 
   Nothing is ever cast, filled in or dropped.
@@ -211,7 +235,9 @@ def compare(saved, like, where):
     saved: what `describe` returned.
     like: {path: anything with shape and dtype}.
     where: what the message calls the checkpoint.
+    under: saved leaves whose path does not start with this do not count.
   """
+  saved = {path: x for path, x in saved.items() if path.startswith(under)}
   lines = []
   for path in sorted(set(saved) | set(like)):
     have = want = 'missing'
@@ -277,12 +303,12 @@ def _check_seal(manifest):
 
 def read_manifest(folder):
   """The checked manifest of one step folder, else IntegrityError."""
-  if folder.is_symlink() or any(p.is_symlink() for p in folder.rglob('*')):
-    raise damaged(folder, 'it is or contains a symbolic link')
   path = folder / 'manifest' / 'metadata'
-  if not (folder / 'state' / '_METADATA').is_file():
-    raise damaged(folder, 'it has no state')
   try:
+    if folder.is_symlink() or any(p.is_symlink() for p in folder.rglob('*')):
+      raise damaged(folder, 'it is or contains a symbolic link')
+    if not (folder / 'state' / '_METADATA').is_file():
+      raise damaged(folder, 'it has no state')
     if (size := path.stat().st_size) > _MAX_MANIFEST:
       raise damaged(
         folder, f'its manifest has {size} bytes, over {_MAX_MANIFEST}'

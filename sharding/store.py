@@ -13,21 +13,24 @@ flipped bit on disk restores silently as a wrong number. Nothing is executed.
 
 Cost: `save` blocks for one pass over the state on the devices (fingerprint,
 finiteness) and the copy to the host; the writing goes on behind it.
-Source: Orbax (orbax.readthedocs.io), which only this file imports. Not its
-CheckpointManager: that counts any folder with a number as a step and forgets
-all steps after a full disk.
+Source: Orbax (orbax.readthedocs.io), imported only here; not its Manager, which
+counts any folder with a number as a step and, after a full disk, none at all.
 """
 
-import functools
+import gc
+import inspect
+import logging
 import pathlib
 import re
 import shutil
+import sys
 import tempfile
+import time
 
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from paraxis.configs import errors
 from paraxis.sharding import fingerprint
@@ -35,35 +38,48 @@ from paraxis.sharding import fingerprint
 SPACE = 1.3  # free disk needed, in sizes of the state
 _STEP = re.compile(r'0|[1-9][0-9]{0,17}')
 _TMP = '.orbax-checkpoint-tmp'
+_NO_ORBAX = lambda record: 'orbax' not in record.pathname
 
 
 def _first_line(error):
+  while error.__cause__:  # Orbax wraps the reason in pages of specification
+    error = error.__cause__
   text = str(error).strip() or type(error).__name__
-  return text.splitlines()[0][:200]
+  return text.splitlines()[0][:160]
 
 
-def _nest(tree):
-  """{'a/b': x} -> {'a': {'b': x}}; empty leaves, which Orbax refuses, go."""
-  out = {}
-  for path, x in tree.items():
-    if 0 not in x.shape:
-      *parents, name = path.split('/')
-      node = out
-      for p in parents:
-        node = node.setdefault(p, {})
-      node[name] = x
-  return out
+def _read_arrays(folder, wanted):
+  """Restored tree and None, or None and what is wrong with the files.
 
+  Reads the item itself: a Checkpointer ends in a barrier, where the others
+  would wait for a process that met a damaged file.
+  """
+  hook, problem = sys.unraisablehook, None
 
-def _flatten(nested, like):
-  """Undoes _nest: an array for every path of `like`, empty ones made anew."""
-  tree = {}
-  for path, x in like.items():
-    if 0 in x.shape:
-      tree[path] = jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
-    else:
-      tree[path] = functools.reduce(lambda n, k: n[k], path.split('/'), nested)
-  return tree
+  def quiet(report):
+    # Reads that Orbax gives up after the first failure: pages of text, no news.
+    abandoned = inspect.iscoroutine(report.object)
+    if not abandoned and 'loop is closed' not in str(report.exc_value):
+      hook(report)
+
+  sys.unraisablehook = quiet
+  try:
+    target = fingerprint.nest(wanted)
+    each = ocp.checkpoint_utils.construct_restore_args(target)
+    args = ocp.args.PyTreeRestore(target, each, partial_restore=True)
+    nested = ocp.PyTreeCheckpointHandler().restore(folder / 'state', args=args)
+    return fingerprint.flatten(nested, wanted), None
+  except Exception as e:  # Orbax raises many kinds for damaged files
+    # With shapes already compared, lack of memory is not damage.
+    if isinstance(e, MemoryError) or 'Out of memory' in str(e):
+      raise
+    problem = f'its files do not read: {_first_line(e)}'
+  finally:
+    if problem:
+      time.sleep(0.1)
+      gc.collect()
+    sys.unraisablehook = hook
+  return None, problem
 
 
 def _together(ok):
@@ -74,15 +90,16 @@ def _together(ok):
 
 
 def _open():
+  # What Orbax logs (100 lines for a failed write) it also raises, and so do we.
+  logging.getLogger('absl').addFilter(_NO_ORBAX)
   return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
 
 class Store:
-  """The checkpoints of one run. Also a context manager, which closes it.
+  """The checkpoints of one run; a context manager, which closes it.
 
-  A tree is a flat dict {canonical path: jax.Array}; `like` is the same with
-  anything that has shape, dtype and sharding (jax.ShapeDtypeStruct). With
-  several processes every process makes the same calls, on a shared directory.
+  A tree is {canonical path: jax.Array}; `like` is {path: anything with shape,
+  dtype and sharding}. Several processes make the same calls, on one directory.
   """
 
   def __init__(
@@ -94,12 +111,11 @@ class Store:
       directory: a local path; a relative one is resolved now.
       keep: newest good steps that stay; older ones go after a new commit.
       asynchronous: `save` returns once the state is copied to the host.
-      read_only: nothing is created, cleaned or deleted; for use while another
-        program trains in the directory.
+      read_only: create and delete nothing; another program may train here.
       say: called with one line of text per finding, in process 0 only.
 
     Raises:
-      UserError: the directory is remote, or cannot be created or written.
+      UserError: the directory is remote or cannot be written.
     """
     if '://' in str(directory):
       raise errors.UserError(
@@ -140,8 +156,8 @@ class Store:
       raise errors.UserError(
         f'cannot write checkpoints to {self.directory}: {e.strerror or e}.'
       ) from e
-    left = [p for p in self.directory.iterdir() if _TMP in p.name]
-    for path in left if self._first else []:  # no committed step is named so
+    left = list(self.directory.glob(f'*{_TMP}*'))  # no committed step is one
+    for path in left if self._first else []:
       shutil.rmtree(path, ignore_errors=True)
       self._say(f'removed the unfinished checkpoint {path}')
     _together(True)
@@ -175,10 +191,9 @@ class Store:
       UserError: there is no such step, or none at all.
       IntegrityError: the step is there and its manifest is damaged.
     """
+    step = max(self.steps(), default=None) if step is None else step
     if step is None:
-      if not (steps := self.steps()):
-        raise errors.UserError(f'no checkpoint in {self.directory}.')
-      step = steps[-1]
+      raise errors.UserError(f'no checkpoint in {self.directory}.')
     if not self._folder(step).is_dir():
       raise errors.UserError(
         f'no checkpoint of step {step} in {self.directory}; there are '
@@ -197,10 +212,7 @@ class Store:
       )
 
   def save(self, step, tree, axes, meta):
-    """Writes a checkpoint; returns while it is being written (asynchronous).
-
-    The arrays may be donated or deleted afterwards. An earlier save is waited
-    for first, and its error raised here.
+    """Starts a checkpoint, after the one before; then `tree` may be donated.
 
     Args:
       step: int >= 0, not saved before.
@@ -211,7 +223,7 @@ class Store:
     Raises:
       IntegrityError: a leaf is not finite. Nothing is written.
       UserError: bad path, axes or meta; duplicate step; disk too small.
-      RuntimeError: the earlier save failed.
+      RuntimeError: this or the earlier save failed.
     """
     if self.read_only:
       raise errors.UserError(f'{self.directory} is opened read-only.')
@@ -236,7 +248,7 @@ class Store:
       self._orbax.save(
         self._folder(step),
         args=ocp.args.Composite(
-          state=ocp.args.StandardSave(_nest(tree)),
+          state=ocp.args.StandardSave(fingerprint.nest(tree)),
           manifest=ocp.args.JsonSave(manifest),
         ),
       )
@@ -303,13 +315,14 @@ class Store:
     raise RuntimeError(f'{text}: {_first_line(error)}') from error
 
   def _prune(self):
-    """After a commit: deletes good steps beyond `keep`, oldest first."""
+    """After a commit: deletes good steps beyond `keep`, never the new one."""
     if not self._pending or not self._folder(self._pending[0]).is_dir():
       return
     new, self._pending = self._pending[0], None
+    if not self._first:
+      return
     good = [s for s in self.steps() if s not in self._bad]
-    old = [s for s in good[: -self.keep] if s != new]
-    for step in old if self._first else []:
+    for step in set(good[: -self.keep]) - {new}:
       # Renamed first: a kill in between leaves no half-deleted step.
       gone = self.directory / f'{step}{_TMP}-deleted'
       self._folder(step).rename(gone)
@@ -322,18 +335,7 @@ class Store:
       if getattr(x, 'sharding', None) is None:
         raise errors.UserError(f'like[{path!r}] has no sharding.')
       wanted[path] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    problem = None
-    try:
-      target = ocp.args.StandardRestore(_nest(wanted))
-      items = self._orbax.restore(
-        self._folder(step), args=ocp.args.Composite(state=target)
-      )
-      tree = _flatten(items['state'], wanted)
-    except Exception as e:  # Orbax raises many kinds for damaged files
-      # With shapes already compared, lack of memory is not damage.
-      if isinstance(e, MemoryError) or 'Out of memory' in str(e):
-        raise
-      problem = f'its files do not read: {_first_line(e)}'
+    tree, problem = _read_arrays(self._folder(step), wanted)
     if not _together(problem is None):
       problem = problem or 'its files do not read in another process'
     else:
@@ -346,36 +348,38 @@ class Store:
       raise fingerprint.damaged(self._folder(step), problem)
     return tree
 
-  def restore(self, step, like):
+  def restore(self, step, like, under=''):
     """(tree, meta) of one step, verified, on the shardings of `like`.
+
+    Only leaves whose path starts with `under` are compared and read.
 
     Raises:
       UserError: no such step, or its leaves are not those of `like`.
       IntegrityError: the step is damaged.
     """
     self.wait()
-    fingerprint.check_paths(like)
+    _together(True)  # process 0 may be deleting an old step
     manifest = self.read_manifest(step)
-    fingerprint.compare(manifest['leaves'], like, self._folder(step))
+    fingerprint.compare(manifest['leaves'], like, self._folder(step), under)
     return self._load(step, manifest, like), manifest['meta']
 
-  def restore_latest_good(self, like):
+  def restore_latest_good(self, like, under=''):
     """(step, tree, meta) of the newest step that verifies, or None.
 
-    None means that the directory holds nothing that looks like a checkpoint.
-    Damaged steps are said, one line each, and passed over.
+    None: the directory holds nothing that looks like a checkpoint. A damaged
+    step is said in one line and passed over. `under`: as in `restore`.
 
     Raises:
       UserError: the newest readable step has other leaves than `like`.
       IntegrityError: there are steps and every one is damaged.
     """
     self.wait()
-    fingerprint.check_paths(like)
+    _together(True)  # process 0 may be deleting an old step
     candidates = self._candidates()
     for step in candidates:
       try:
         manifest = fingerprint.read_manifest(self._folder(step))
-        fingerprint.compare(manifest['leaves'], like, self._folder(step))
+        fingerprint.compare(manifest['leaves'], like, self._folder(step), under)
         return step, self._load(step, manifest, like), manifest['meta']
       except errors.IntegrityError as e:
         self._bad.add(step)

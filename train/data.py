@@ -21,7 +21,8 @@ import math
 
 import numpy as np
 
-from paraxis.configs import errors, schema
+from paraxis.configs import errors
+from paraxis.configs import schema
 from paraxis.train import packing
 
 _PACKERS = {
@@ -67,7 +68,8 @@ class Batches:
     for (domain, _), plan in zip(parts, plans, strict=True):
       if not plan.rows:
         raise errors.UserError(
-          f'data.path={corpus.path!r}: 0 documents in split {split!r}'
+          f'data.path={corpus.path!r}: 0 of {len(corpus.held)} documents '
+          f'are in split {split!r}'
           + (f' of domain {domain!r}.' if domain else '.')
         )
     self.plan = packing.concatenate(plans)
@@ -78,13 +80,10 @@ class Batches:
         f'{self.sequence_length} tokens, fewer than train.batch_size='
         f'{self.batch_size}: use a smaller batch, shorter rows or more text.'
       )
-    self.domains = (
-      tuple(
-        (name, weight, plan.rows)
-        for (name, weight), plan in zip(parts, plans, strict=True)
-      )
+    self.domains = tuple(
+      (name, weight, plan.rows)
+      for (name, weight), plan in zip(parts, plans, strict=True)
       if weights
-      else ()
     )
     self._order = _order(
       [plan.rows for plan in plans],
@@ -98,6 +97,15 @@ class Batches:
     corpus = self._corpus
     return _PACKERS[config.data.packing](
       corpus.starts[:-1], corpus.lengths, self.sequence_length, order
+    )
+
+  def summary(self):
+    """One line: rows, tokens, fill, and how many documents were cut."""
+    plan = self.plan
+    return (
+      f'{plan.rows} rows of {plan.length} tokens, {plan.pairs} targets, '
+      f'{plan.fill_fraction:.1%} full; {plan.cut} documents were split over '
+      'rows, none was dropped'
     )
 
   def rows_at(self, t):

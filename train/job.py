@@ -14,7 +14,6 @@ import numpy as np
 from paraxis.configs import errors
 from paraxis.models import build
 from paraxis.models import tokenizer as tokenizer_lib
-from paraxis.sharding import annotate
 from paraxis.sharding import rules as rules_lib
 from paraxis.train import data
 from paraxis.train import optimizers
@@ -57,7 +56,7 @@ class Job:
 
   def context(self):
     """The rules and the mesh, in force within a `with` statement."""
-    return layout(self.built)
+    return build.layout(self.built)
 
   def batch_sharding(self, ndim):
     """NamedSharding of a batch array (..., rows, tokens)."""
@@ -120,21 +119,6 @@ class Job:
     return jax.jit(make)()
 
 
-class layout:  # noqa: N801, used as a function
-  """Context: rules and mesh of a models.build.Built are in force."""
-
-  def __init__(self, built):
-    self._parts = (annotate.use(built.rules), jax.set_mesh(built.mesh))
-
-  def __enter__(self):
-    for part in self._parts:
-      part.__enter__()
-
-  def __exit__(self, *error):
-    for part in reversed(self._parts):
-      part.__exit__(*error)
-
-
 def _with_layouts(mesh, tree):
   """Abstract leaves of a trace under `mesh` -> the same with NamedShardings."""
 
@@ -184,7 +168,7 @@ def make(config, mesh_text='', devices=None, say=print):
     )
   held_out = data.evaluation(config, corpus)
   optimizer = optimizers.Optimizer(config.optimizer, train.steps, built.model)
-  with layout(built):
+  with build.layout(built):
     init = lambda: state_lib.init(built.model, optimizer, jax.random.key(0))
     state = _with_layouts(built.mesh, jax.jit(init).trace().out_info)
   return Job(

@@ -185,9 +185,8 @@ def _expand(placed):
   """Placements in order -> the row of every piece."""
   if not placed:
     return np.zeros(0, np.int64)
-  name, count, per_row = (
-    np.concatenate(part) for part in zip(*placed, strict=True)
-  )
+  parts = zip(*placed, strict=True)
+  name, count, per_row = (np.concatenate(part) for part in parts)
   rows = np.repeat(name, count) + _ranges(count)
   return np.repeat(rows, np.repeat(per_row, count))
 

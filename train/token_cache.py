@@ -23,7 +23,8 @@ import tempfile
 
 import numpy as np
 
-from paraxis.configs import errors, schema
+from paraxis.configs import errors
+from paraxis.configs import schema
 from paraxis.train import corpus
 
 FORMAT = 1  # of the files in the folder
@@ -120,15 +121,16 @@ def tokens(config, tokenizer, say=log.warning):
   stem = f'{corpus.source_folder(data.path).stem}-{key}'
   folder = root / f'{stem}-{print_[:16]}'
   problem = _problem(folder, print_) if folder.exists() else None
-  old = [p for p in root.glob(f'{stem}-*') if p != folder and _is_cache(p)]
   if folder.exists() and not problem:
     return _open(folder, data.path)
+  old = _others(root, stem, folder)
   if problem:
     say(f'token cache {folder} is damaged ({problem}): building it again.')
   elif old:
     say(f'the text or tokenizer of {data.path} changed: tokenizing it again.')
+  docs = corpus.split(corpus.read(files, data.path), data.held_out_fraction)
   try:
-    _build(folder, files, print_, tokenizer, data)
+    _build(folder, docs, print_, tokenizer)
   except OSError as error:
     raise errors.UserError(
       f'token cache {folder} cannot be written ({error.strerror}): '
@@ -152,8 +154,12 @@ def _fingerprint(files, tokenizer, held_out_fraction):
   return digest.hexdigest()
 
 
-def _is_cache(folder):
-  return (folder / 'meta.json').is_file()
+def _others(root, stem, folder):
+  """Caches of the same source and tokenizer with other contents."""
+  if not root.is_dir():
+    return []
+  named = [p for p in root.iterdir() if p.name.startswith(f'{stem}-')]
+  return [p for p in named if p != folder and (p / 'meta.json').is_file()]
 
 
 def _sha256(path):
@@ -183,9 +189,8 @@ def _problem(folder, print_):
   return None
 
 
-def _build(folder, files, print_, tokenizer, data):
+def _build(folder, docs, print_, tokenizer):
   """Writes the cache beside `folder`, then renames it into place."""
-  docs = corpus.split(corpus.read(files, data.path), data.held_out_fraction)
   folder.parent.mkdir(parents=True, exist_ok=True)
   made = pathlib.Path(tempfile.mkdtemp(prefix='building-', dir=folder.parent))
   try:

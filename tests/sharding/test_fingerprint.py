@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
 
 from paraxis.configs import errors
 from paraxis.sharding import fingerprint

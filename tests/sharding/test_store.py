@@ -13,13 +13,14 @@ import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
 
 from paraxis.configs import errors
-from paraxis.sharding import fingerprint, store
+from paraxis.sharding import fingerprint
+from paraxis.sharding import store
 
 EXPLICIT = (jax.sharding.AxisType.Explicit,) * 2
 AXES = {
@@ -328,6 +329,17 @@ def test_mismatch_lists_every_leaf(two, said):
   assert not said
 
 
+def test_part_of_a_tree(two, said):
+  wanted = {p: x for p, x in like_of(LAYOUT).items() if p.startswith('params/')}
+  with reopened(two, said) as s:
+    with pytest.raises(errors.UserError, match='4 of 6 leaves'):
+      s.restore(2, wanted)
+    tree, _ = s.restore(2, wanted, under='params/')
+    assert same(tree, {p: x for p, x in host(2).items() if p in wanted})
+    damage('zeros', two / '2')
+    assert s.restore_latest_good(wanted, under='params/')[0] == 1
+
+
 def test_refused_saves_leave_everything_as_it_was(two, said, monkeypatch):
   tree = put(host(), LAYOUT)
   with reopened(two, said) as s:
@@ -464,10 +476,11 @@ def test_kill_during_an_asynchronous_save(tmp_path, said):
   )
   assert code.returncode == -signal.SIGKILL, code.stderr[-500:]
   unfinished = list(pathlib.Path(tmp_path).glob('2.orbax-checkpoint-tmp*'))
-  wanted = jax.random.normal(jax.random.key(1), (2048, 2048))
   with reopened(tmp_path, said) as s:
     assert len(said) == len(unfinished) and not list(tmp_path.glob('2.*'))
-    step, tree, _ = s.restore_latest_good({'w': wanted})
-    if unfinished:
-      assert step == 1 and bool(jnp.all(tree['w'] == wanted))
+    like = {'w': jnp.zeros((2048, 2048))}
+    step, tree, _ = s.restore_latest_good(like)
+    assert step == (1 if unfinished else 2)
+    wanted = jax.random.normal(jax.random.key(step), (2048, 2048))
+    assert bool(jnp.all(tree['w'] == wanted))
     s.save(step + 1, tree, {'w': ('embed', 'mlp')}, {})

@@ -1,0 +1,141 @@
+"""A checkpoint becomes a Generator: config, mesh, parameters, tokenizer.
+
+Everything is read from the checkpoint's manifest, as JSON; no Python is
+executed. Only parameters are read, each leaf's fingerprint is verified, and the
+tokenizer must be the one the model was trained with.
+"""
+
+import dataclasses
+import pathlib
+
+import jax
+import ml_collections
+
+from paraxis.configs import errors
+from paraxis.configs import schema
+from paraxis.decode import loop
+from paraxis.models import build
+from paraxis.models import tokenizer as tokenizer_lib
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import rules as rules_lib
+from paraxis.sharding import store as store_lib
+
+CHECKPOINTS = 'checkpoints'  # a workdir's folder of steps
+PARAMS = 'params/'
+
+
+def locate(checkpoint, step=None):
+  """(folder of steps, step or None) of --checkpoint= and --step=.
+
+  Args:
+    checkpoint: a workdir, its folder of checkpoints, or one step's folder.
+    step: a step's number, or None: the newest good one.
+
+  Raises:
+    UserError: no such folder, or a step's folder with another --step.
+  """
+  path = pathlib.Path(checkpoint).expanduser().resolve()
+  if not path.is_dir():
+    raise errors.UserError(f'--checkpoint={checkpoint}: no folder {path}.')
+  if (path / CHECKPOINTS).is_dir():
+    return path / CHECKPOINTS, step
+  if path.name.isdecimal() and (path / 'manifest').is_dir():
+    if step not in (None, int(path.name)):
+      raise errors.UserError(
+          f'--checkpoint={checkpoint} is step {path.name}, --step={step} is '
+          'another; leave one out.'
+      )
+    return path.parent, int(path.name)
+  return path, step
+
+
+class Checkpoint:
+  """A read-only view of one run's checkpoints. Also a context manager."""
+
+  def __init__(self, checkpoint, step=None, say=print):
+    """See `locate`. Nothing is written; say: called with one line a finding."""
+    folder, self.step = locate(checkpoint, step)
+    self._say = say
+    self._store = store_lib.Store(folder, read_only=True, say=say)
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *error):
+    self._store.close()
+
+  def config(self):
+    """The run's configuration, a locked ConfigDict.
+
+    Raises:
+      UserError: no checkpoint here. IntegrityError: none is readable.
+    """
+    store = self._store
+    if self.step is None and not store.steps():
+      store.restore_latest_good({}, PARAMS)  # raises if there are damaged ones
+    meta = store.read_manifest(self.step)['meta']
+    if not isinstance(meta, dict) or not isinstance(meta.get('config'), str):
+      raise errors.UserError(
+          f'{store.directory}: the checkpoint carries no configuration.'
+      )
+    config = dataclasses.asdict(schema.from_json(meta['config']))
+    return ml_collections.ConfigDict(config).lock()
+
+  def generator(self, config, mesh_text='', rows=1):
+    """A loop.Generator on a mesh, its parameters verified.
+
+    Args:
+      config: schema.Config, as `config` gave it, perhaps with overrides.
+      mesh_text: --mesh=; empty: the run's mesh if it fits the devices.
+      rows: prompts to come, which a substitute mesh is chosen by.
+
+    Raises:
+      UserError: the mesh does not fit; the checkpoint is of another
+        architecture (every differing leaf is listed) or tokenizer.
+      IntegrityError: damaged.
+    """
+    tokenizer = tokenizer_lib.load(config.data.tokenizer)
+    mesh_text, devices = self._mesh(config, mesh_text, rows)
+    built = build.build(config, mesh_text, devices=devices)
+    like = {PARAMS + path: leaf for path, leaf in built.params.items()}
+    if self.step is None:
+      found = self._store.restore_latest_good(like, PARAMS)
+      self.step, tree, meta = found
+    else:
+      tree, meta = self._store.restore(self.step, like, PARAMS)
+    if meta.get('tokenizer') != tokenizer.fingerprint:
+      raise errors.UserError(
+          f'tokenizer {tokenizer.name} is not the one of the checkpoint '
+          f'(fingerprint {tokenizer.fingerprint[:12]}, trained with '
+          f'{str(meta.get("tokenizer"))[:12]}): its ids mean other text. Name '
+          'the right one with --config.data.tokenizer=.'
+      )
+    params = {path.removeprefix(PARAMS): x for path, x in tree.items()}
+    self._say(
+        f'step {self.step} of {self._store.directory}, on '
+        f'{mesh_lib.describe(dict(built.mesh.shape))}'
+    )
+    return loop.Generator(built, params, tokenizer, config.decode, self._say)
+
+  def _mesh(self, config, text, rows):
+    """(--mesh= text, devices): the run's mesh, or one that fits, said."""
+    devices = jax.devices()
+    sizes = build.mesh_sizes(config, text)
+    try:
+      mesh_lib.resolve(sizes, len(devices))
+      return text, devices
+    except errors.UserError:
+      if text:
+        raise
+    shards = 1
+    if 'data' in rules_lib.preset(config.mesh.rules).axes('batch'):
+      shards = max(
+          n for n in range(1, len(devices) + 1)
+          if n <= max(rows, 1) and len(devices) % n == 0
+      )
+    self._say(
+        f'the run used mesh {mesh_lib.describe(sizes)}, here are '
+        f'{len(devices)} devices: decoding with data={shards} on {shards} of '
+        'them (--mesh= names another)'
+    )
+    return f'data={shards}', devices[:shards]

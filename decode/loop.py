@@ -1,0 +1,301 @@
+"""From prompts to text: one prefill, then one compiled loop for all tokens.
+
+    state = start(prompts)                             first token
+    while made < limit and not all done:               on the device
+      logits, cache = advance(last token)
+      token = sample(logits)
+
+The loop returns to the host every `CHUNK` tokens if somebody watches (streaming
+or stop strings), else once. `limit` and the sampling values are arguments: all
+chunks, seeds and temperatures run the same program. Prompt lengths and token
+counts are rounded up to buckets, so few programs are compiled.
+
+Cost: each token reads every parameter and the row's cache once.
+Legend: B rows, T prompt tokens, S cache slots, M new tokens, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.configs import errors
+from paraxis.configs import schema
+from paraxis.decode import sampling
+from paraxis.decode import step
+from paraxis.decode import transcript
+from paraxis.models import build
+from paraxis.sharding import annotate
+
+CHUNK = 16  # tokens between two looks of the host
+ROWS = ('batch',)
+
+
+class State(NamedTuple):
+  """The loop's carry.
+
+  cache: decoder.Cache. token_B: last tokens, not yet in the cache.
+  position_B: their positions. done_B: rows that have ended. made: () tokens
+  made per row. tokens_BM: int32, -1 where a row had ended. logprobs_BM: float32.
+  """
+
+  cache: Any
+  token_B: Any
+  position_B: Any
+  done_B: Any
+  made: Any
+  tokens_BM: Any
+  logprobs_BM: Any
+
+
+def bucket(n):
+  """n rounded up to a multiple of 16 or, if larger, of its leading quarter."""
+  unit = max(16, 2 ** (max(n - 1, 1).bit_length() - 3))
+  return -(-n // unit) * unit
+
+
+def _say(line):
+  print(f'paraxis: {line}', file=sys.stderr)
+
+
+def _end_id(tokenizer):
+  try:
+    return tokenizer.end_id
+  except errors.UserError:
+    return -1  # a vocabulary without an end token: rows run to their limit
+
+
+class Generator:
+  """Continues prompts with one model on one mesh.
+
+  A compiled program is kept per (rows, prompt bucket, token bucket, filters).
+  """
+
+  def __init__(self, built, params, tokenizer, config, say=_say):
+    """Lays the parameters out for decoding.
+
+    Args:
+      built: models.build.Built.
+      params: {path: array} as `Decoder.init` gives them, on the mesh.
+      tokenizer: models.tokenizer; its ids must be below model.vocab_size.
+      config: configs.schema.Decode, the defaults of `generate`.
+      say: prints one line.
+
+    Raises:
+      UserError: the tokenizer has more entries than the embedding.
+    """
+    self.built, self.tokenizer, self.config = built, tokenizer, config
+    self._model, self._say = built.model, say
+    vocab = self._model.config.vocab_size
+    if tokenizer.vocab_size > vocab:
+      raise errors.UserError(
+          f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} entries, '
+          f'the model has model.vocab_size={vocab}: they do not belong '
+          'together.'
+      )
+    self._end_id = _end_id(tokenizer)
+    with build.layout(built):
+      self._params = jax.jit(self._prepare)(params)
+    self._start = jax.jit(
+        self._begin, static_argnames=('form', 'slots', 'new')
+    )
+    self._run = jax.jit(
+        self._loop, static_argnames=('form',), donate_argnames=('state',)
+    )
+
+  def _prepare(self, params):
+    """One array per layer; what every use casts is cast once, here."""
+    model, dtype = self._model, jnp.dtype(self._model.config.dtype)
+    cast = {
+        p: v if model.kinds[p] == 'vector' else v.astype(dtype)
+        for p, v in params.items()
+    }
+    return model.unstack(cast)
+
+  def _begin(self, params, tokens_BT, lengths_B, values, form, slots, new):
+    """Prefill and the first token -> (State, what the host reads)."""
+    x, cache = step.prefill(
+        self._model, params, tokens_BT, lengths_B, slots
+    )
+    logits = self._model.logits(params, step.last(x, lengths_B))[:, 0]
+    rows = tokens_BT.shape[0]
+    fill = lambda value, dtype: annotate.put(
+        jnp.full((rows, new), value, dtype), ('batch', None)
+    )
+    empty = State(
+        cache, jnp.zeros_like(lengths_B), lengths_B - 1, lengths_B == 0,
+        jnp.int32(0), fill(-1, jnp.int32), fill(0, jnp.float32),
+    )
+    state = self._take(empty, logits, values, form)
+    return state, _for_host(state)
+
+  def _take(self, state, logits_BV, values, form):
+    """Draws every row's next token and writes it down."""
+    token, logprob = sampling.sample(logits_BV, form, values, state.made)
+    write = functools.partial(
+        jax.lax.dynamic_update_slice_in_dim, start_index=state.made, axis=1
+    )
+    kept = jnp.where(state.done_B, -1, token)
+    logprob = jnp.where(state.done_B, 0, logprob)
+    return State(
+        state.cache, jnp.where(state.done_B, 0, token), state.position_B + 1,
+        state.done_B | (token == self._end_id), state.made + 1,
+        write(state.tokens_BM, kept[:, None]),
+        write(state.logprobs_BM, logprob[:, None]),
+    )
+
+  def _loop(self, params, state, values, limit, stopped_B, form):
+    """Tokens until `limit` are made or every row has ended."""
+
+    def more(state):
+      return (state.made < limit) & ~jnp.all(state.done_B)
+
+    def body(state):
+      logits, cache = step.advance(
+          self._model, params, state.cache, state.token_B, state.position_B,
+          ~state.done_B,
+      )
+      return self._take(state._replace(cache=cache), logits, values, form)
+
+    state = state._replace(done_B=state.done_B | stopped_B)
+    state = jax.lax.while_loop(more, body, state)
+    return state, _for_host(state)
+
+  def generate(self, prompts, domains=None, stop=(), on_text=None, **options):
+    """Continues every prompt.
+
+    Args:
+      prompts: list of texts, each the beginning of a document, or of lists of
+        token ids, taken as they are.
+      domains: None, or one domain of the tokenizer (or None) per prompt.
+      stop: strings that end a row; the text is cut before them.
+      on_text: called as on_text(row, piece) with new text, about every 16
+        tokens.
+      **options: fields of configs.schema.Decode that replace the defaults:
+        max_new_tokens, temperature, top_k, top_p, min_p, seed.
+
+    Returns:
+      list of dict: prompt, text, tokens (ids of the text), logprobs (natural,
+      of the model, before temperature and filters), finish: 'length', 'end'
+      (end token) or 'stop' (stop string).
+
+    Raises:
+      UserError: an option out of range, an unknown domain, an id outside the
+        vocabulary, or more tokens than the cache may hold; before compiling.
+    """
+    config = schema.view(
+        {'decode': dataclasses.asdict(self.config) | options}
+    ).decode
+    form, values = sampling.check(config, self._model.config.vocab_size)
+    if not all(stop):
+      raise errors.UserError('an empty stop string would end every row at once.')
+    ids = self._encode(prompts, domains or [None] * len(prompts))
+    slots, length = self._fit(ids, config)
+    limit = config.max_new_tokens
+    rows = [
+        transcript.Transcript(self.tokenizer, self._end_id, limit, stop)
+        for _ in prompts
+    ]
+    with build.layout(self.built):
+      tokens_BT, lengths_B, put = self._place(ids, length)
+      new = min(bucket(limit), slots - length)
+      state, seen = self._start(
+          self._params, tokens_BT, lengths_B, values, form, slots, new
+      )
+      made = _read(seen, rows, 0, on_text)
+      chunk = CHUNK if stop or on_text else limit
+      while made < limit and not all(r.finish for r in rows):
+        ended = [bool(r.finish) for r in rows]
+        ended += [True] * (lengths_B.shape[0] - len(rows))
+        state, seen = self._run(
+            self._params, state, values, np.int32(min(limit, made + chunk)),
+            put(np.array(ended)), form,
+        )
+        made = _read(seen, rows, made, on_text)
+    return [
+        dict(prompt=prompt, text=r.text, tokens=r.tokens, logprobs=r.logprobs,
+             finish=r.finish)
+        for prompt, r in zip(prompts, rows, strict=True)
+    ]
+
+  def _encode(self, prompts, domains):
+    """Token ids of every prompt, checked."""
+    if not prompts:
+      raise errors.UserError('there is no prompt to continue.')
+    if len(domains) != len(prompts):
+      raise errors.UserError(
+          f'{len(domains)} domains for {len(prompts)} prompts: give one each.'
+      )
+    vocab, out = self._model.config.vocab_size, []
+    for i, (prompt, domain) in enumerate(zip(prompts, domains, strict=True)):
+      if isinstance(prompt, str):
+        if domain is not None:
+          self.tokenizer.require_domain(domain)
+        prompt = [self.tokenizer.bos_id(domain), *self.tokenizer.encode(prompt)]
+      bad = [t for t in prompt if not 0 <= t < vocab]
+      if bad or not len(prompt):
+        raise errors.UserError(
+            f'prompt {i}: ' + (
+                f'token id {bad[0]} is outside the vocabulary of {vocab}.'
+                if bad else 'no token to begin with.'
+            )
+        )
+      out.append(list(map(int, prompt)))
+    return out
+
+  def _fit(self, ids, config):
+    """(cache slots, prompt bucket), or UserError with both numbers."""
+    longest, new = max(map(len, ids)), config.max_new_tokens
+    most = config.cache_length
+    if longest + new > most:
+      raise errors.UserError(
+          f'a prompt of {longest} tokens and {new} new ones are '
+          f'{longest + new}, beyond decode.cache_length={most}: shorten the '
+          'prompt, ask for fewer (max_new_tokens), or raise the limit.'
+      )
+    build.check_length(
+        self._model.config, longest + new, 'prompt and new tokens'
+    )
+    length = min(bucket(longest), most - new)
+    return min(length + bucket(new), most), length
+
+  def _place(self, ids, length):
+    """Padded prompts and lengths on the mesh, and what puts (B,) arrays."""
+    shards = annotate.shards('batch')
+    rows = -(-len(ids) // shards) * shards
+    if rows > len(ids):
+      self._say(
+          f'{len(ids)} prompts on {shards} batch shards: '
+          f'{rows - len(ids)} empty rows are added'
+      )
+    tokens = np.zeros((rows, length), np.int32)
+    lengths = np.zeros(rows, np.int32)
+    for i, row in enumerate(ids):
+      tokens[i, : len(row)], lengths[i] = row, len(row)
+
+    def put(x):
+      spec = annotate.spec(ROWS + (None,) * (x.ndim - 1), x.shape)
+      return jax.device_put(x, jax.NamedSharding(self.built.mesh, spec))
+
+    return put(tokens), put(lengths), put
+
+
+def _for_host(state):
+  """Copies that every process can read: tokens, log probabilities, made."""
+  whole = lambda x: annotate.put(x, (None, None))
+  return whole(state.tokens_BM), whole(state.logprobs_BM), state.made
+
+
+def _read(seen, rows, before, on_text):
+  """Gives the rows their tokens from number `before` on; -> tokens made."""
+  tokens_BM, logprobs_BM, made = jax.device_get(seen)
+  for i, row in enumerate(rows):
+    if not row.finish:
+      row.extend(tokens_BM[i, before:made], logprobs_BM[i, before:made])
+      if on_text and (piece := row.fresh()):
+        on_text(i, piece)
+  return int(made)

@@ -1,0 +1,156 @@
+"""From logits to the next token: greedy, or drawn after up to three filters.
+
+    p = softmax(z / temperature), then in this order, each on what is left:
+    top-k   the k most likely tokens             (Fan et al., arXiv:1805.04833)
+    top-p   the fewest most likely tokens whose probability is at least p
+            (nucleus; Holtzman et al., arXiv:1904.09751)
+    min-p   tokens at least min_p times as likely as the best (arXiv:2407.01082)
+
+Tokens that tie with the last one kept are kept too, so a filter never depends
+on the order of the vocabulary. Temperature 0 is greedy; ties go to the lowest
+id. Row r draws its i-th new token with the key fold_in(fold_in(key(seed), r),
+i): neither padding, nor other rows, nor the mesh change what it draws.
+
+Cost: top-k and top-p find their threshold by bisection over the bits of the
+logits: 32 sums over the vocabulary, exact, no sort. Drawing is one Gumbel
+maximum. Legend: B rows, V vocabulary.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from paraxis.configs import errors
+from paraxis.sharding import annotate
+
+ROWS = ('batch', None)
+
+
+class Form(NamedTuple):
+  """What is compiled in; the values stay arguments (`Values`)."""
+
+  greedy: bool
+  top_k: bool
+  top_p: bool
+  min_p: bool
+
+
+class Values(NamedTuple):
+  """Scalars: temperature, top_p, min_p float32; top_k int32; seed uint32."""
+
+  temperature: Any
+  top_k: Any
+  top_p: Any
+  min_p: Any
+  seed: Any
+
+
+def check(config, vocab_size):
+  """(Form, Values) of a schema.Decode, or UserError for what is out of range.
+
+  Args:
+    config: configs.schema.Decode; temperature >= 0, 0 <= top_k <= vocab_size
+      (0: all), 0 < top_p <= 1, 0 <= min_p <= 1, 0 <= seed < 2**32.
+    vocab_size: V.
+  """
+  t, k, p, m = config.temperature, config.top_k, config.top_p, config.min_p
+  for name, value, ok, valid in (
+      ('temperature', t, 0 <= t < math.inf, 'at least 0 (0: greedy)'),
+      ('top_k', k, 0 <= k <= vocab_size,
+       f'between 0 (all) and the {vocab_size} tokens of the vocabulary'),
+      ('top_p', p, 0 < p <= 1, 'above 0 and at most 1 (all)'),
+      ('min_p', m, 0 <= m <= 1, 'between 0 (all) and 1'),
+      ('seed', config.seed, 0 <= config.seed < 2**32, 'in [0, 2**32)'),
+  ):
+    if not ok:
+      raise errors.UserError(f'{name}={value} is out of range: {valid}.')
+  form = Form(t == 0, 0 < k < vocab_size, p < 1, m > 0)
+  if form.greedy:
+    form = Form(True, False, False, False)
+  return form, Values(
+      jnp.float32(t), jnp.int32(k), jnp.float32(p), jnp.float32(m),
+      jnp.uint32(config.seed),
+  )
+
+
+def _ordered(z):
+  """float32 -> uint32 that sorts the same way."""
+  bits = jax.lax.bitcast_convert_type(z, jnp.uint32)
+  return bits ^ jnp.where(bits >> 31 == 1, ~jnp.uint32(0), jnp.uint32(2**31))
+
+
+def _keep(z_BV, weight_BV, need):
+  """True on {z >= t} for the largest t at which sum of weights >= need."""
+  key = _ordered(z_BV)
+
+  def bit(i, t):
+    higher = t | (jnp.uint32(2**31) >> i.astype(jnp.uint32))
+    got = jnp.sum(jnp.where(key >= higher, weight_BV, 0), -1, keepdims=True)
+    return jnp.where(got >= need, higher, t)
+
+  t = jax.lax.fori_loop(0, 32, bit, jnp.zeros_like(key[:, :1]))
+  return key >= t
+
+
+def top_k(z_BV, k):
+  """-inf on tokens less likely than the k-th most likely one."""
+  ones = jnp.ones_like(z_BV, jnp.int32)
+  return jnp.where(_keep(z_BV, ones, k), z_BV, -jnp.inf)
+
+
+def top_p(z_BV, p):
+  """-inf outside the nucleus: the fewest likely tokens with probability p."""
+  return jnp.where(_keep(z_BV, jax.nn.softmax(z_BV), p), z_BV, -jnp.inf)
+
+
+def min_p(z_BV, p):
+  """-inf on tokens less than p times as likely as the most likely one."""
+  best = jnp.max(z_BV, -1, keepdims=True)
+  return jnp.where(z_BV >= best + jnp.log(p), z_BV, -jnp.inf)
+
+
+def filtered(logits_BV, form, values):
+  """Logits (B, V) float32 of the distribution that is drawn from."""
+  z = logits_BV.astype(jnp.float32) / values.temperature
+  z = z - jnp.max(z, -1, keepdims=True)
+  if form.top_k:
+    z = top_k(z, values.top_k)
+  if form.top_p:
+    z = top_p(z, values.top_p)
+  if form.min_p:
+    z = min_p(z, values.min_p)
+  return z
+
+
+def keys(seed, rows, index):
+  """Keys (rows,) of new token number `index` of rows 0, 1, ..."""
+  row = jax.vmap(jax.random.fold_in, (None, 0))
+  one = row(jax.random.key(seed), jnp.arange(rows, dtype=jnp.uint32))
+  return jax.vmap(jax.random.fold_in, (0, None))(one, index)
+
+
+def sample(logits_BV, form, values, index):
+  """The next token of every row, and how likely the model finds it.
+
+  Args:
+    logits_BV: at least float32, laid out in any way.
+    form, values: as `check` returns them.
+    index: () int32, number of the new token, from 0.
+
+  Returns:
+    (token_B int32, logprob_B float32: log softmax(logits) of it, before
+    temperature and filters), rows sharded as 'batch'.
+  """
+  z = annotate.put(logits_BV, ROWS)
+  if form.greedy:
+    token = jnp.argmax(z, -1).astype(jnp.int32)
+  else:
+    noise = jax.vmap(lambda k: jax.random.gumbel(k, z.shape[1:], jnp.float32))
+    g = annotate.put(noise(keys(values.seed, z.shape[0], index)), ROWS)
+    token = jnp.argmax(filtered(z, form, values) + g, -1).astype(jnp.int32)
+  here = jnp.arange(z.shape[1], dtype=jnp.int32) == token[:, None]
+  chosen = jnp.sum(jnp.where(here, z, 0), -1)
+  logprob = chosen - jax.nn.logsumexp(z, -1)
+  return token, logprob.astype(jnp.float32)

@@ -1,0 +1,71 @@
+"""The host's side of one row: tokens become text, and text can end the row.
+
+A stop string is looked for in the decoded text, as it may begin and end inside
+tokens. Text that may still change is held back while streaming: an unfinished
+UTF-8 character, and an ending that a stop string could begin with. Cost: every
+call decodes the row again, O(tokens) per chunk.
+"""
+
+UNFINISHED = '\ufffd'  # what decoding leaves of an incomplete character
+
+
+class Transcript:
+  """Attributes: tokens, logprobs (lists), text, finish ('' while it runs)."""
+
+  def __init__(self, tokenizer, end_id, limit, stop=()):
+    """end_id: token that ends a row, -1: none. limit: most new tokens."""
+    self.tokens, self.logprobs, self.text, self.finish = [], [], '', ''
+    self._tokenizer, self._end_id, self._limit = tokenizer, end_id, limit
+    self._stop, self._shown = tuple(stop), 0
+
+  def extend(self, tokens, logprobs):
+    """Takes the row's next tokens; sets `finish` when they end it.
+
+    The end token is not kept; of tokens after a stop string none is.
+    """
+    before = len(self.tokens)
+    for token, logprob in zip(tokens, logprobs, strict=True):
+      if token == self._end_id:
+        self.finish = 'end'
+        break
+      self.tokens.append(int(token))
+      self.logprobs.append(float(logprob))
+    self.text = self._tokenizer.decode(self.tokens)
+    if self._stop and self._find() >= 0:
+      self._cut(before)
+    elif not self.finish and len(self.tokens) >= self._limit:
+      self.finish = 'length'
+
+  def _find(self):
+    """Where the first stop string begins in the text, or -1."""
+    found = [self.text.find(s) for s in self._stop]
+    return min((i for i in found if i >= 0), default=-1)
+
+  def _cut(self, before):
+    """Keeps the fewest tokens that hold a stop string, and the text before."""
+    every = self.tokens
+    for n in range(before, len(every) + 1):
+      self.tokens = every[:n]
+      self.text = self._tokenizer.decode(self.tokens)
+      if (at := self._find()) >= 0:
+        break
+    self.text, self.finish = self.text[:at], 'stop'
+    self.logprobs = self.logprobs[:n]
+
+  def fresh(self):
+    """Text that has not been returned yet and will not change any more."""
+    end = len(self.text)
+    if not self.finish:
+      end = len(self.text.rstrip(UNFINISHED))
+      end -= max((_overlap(self.text[:end], s) for s in self._stop), default=0)
+    piece = self.text[self._shown : end]
+    self._shown = max(self._shown, end)
+    return piece
+
+
+def _overlap(text, stop):
+  """Length of the longest end of `text` that `stop` properly begins with."""
+  for n in range(min(len(stop) - 1, len(text)), 0, -1):
+    if text.endswith(stop[:n]):
+      return n
+  return 0

@@ -1,0 +1,460 @@
+"""The decoder against plain loops, and every layout against one device.
+
+Legend: B rows, T tokens, D model, N heads, K kv heads, H head width, F mlp,
+V vocabulary, L layers.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from paraxis.configs import schema
+from paraxis.models import batch
+from paraxis.models import build
+from paraxis.models import decoder
+from paraxis.models import rope
+from paraxis.sharding import annotate
+from paraxis.train import loss
+
+# No two sizes agree, so that a shape in compiled text names its array.
+B, T, V, D, F = 24, 10, 64, 16, 32
+TINY = dict(
+  vocab_size=V, d_model=D, num_heads=16, num_kv_heads=8, head_dim=2, d_ff=F,
+  num_layers=3, window=4, dtype='float64', param_dtype='float64',
+  attention_block=8, unroll=1,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _double():
+  with jax.enable_x64(True):
+    yield
+
+
+def rows(rows=B, length=T, seed=0):
+  """Two or three documents a row; padding at the end of every other row."""
+  rng = np.random.default_rng(seed)
+  ids = rng.integers(0, V, (rows, length + 1)).astype(np.int32)
+  segments = np.sort(rng.integers(1, 4, (rows, length)), 1).astype(np.int32)
+  segments[::2, -2:] = 0
+  positions = np.zeros_like(segments)
+  for t in range(1, length):
+    same = segments[:, t] == segments[:, t - 1]
+    positions[:, t] = np.where(same, positions[:, t - 1] + 1, 0)
+  weights = np.zeros(segments.shape)
+  weights[:, :-1] = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+  return batch.Batch(
+    ids[:, :-1], ids[:, 1:], segments, positions, weights, weights.sum()
+  )
+
+
+def model_of(remat='none', **fields):
+  return decoder.Decoder(schema.Model(**TINY | fields), remat)
+
+
+def randomised(model, seed=0):
+  """Parameters as NumPy; scales and biases random too, or they hide mistakes."""
+  rng = np.random.default_rng(seed)
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  return {
+    p: rng.normal(0, 0.3, s.shape).astype(s.dtype)
+    for p, s in sorted(shapes.items())
+  }
+
+
+def evaluate(model, params, data):
+  """Loss and gradients."""
+  return jax.jit(jax.value_and_grad(functools.partial(loss.next_token, model)))(
+    params, data
+  )
+
+
+def assert_close(actual, expected, bound):
+  """Loss and every leaf, relative to the leaf's largest value."""
+  (a, grads), (b, expected_grads) = actual, expected
+  assert abs(a - b) <= bound * abs(b)
+  assert set(grads) == set(expected_grads)
+  for path, want in expected_grads.items():
+    got, want = np.asarray(grads[path]), np.asarray(want)
+    assert got.dtype == want.dtype and np.abs(want).max() > 0, path
+    assert np.abs(got - want).max() <= bound * np.abs(want).max(), path
+
+
+def reference(config, params, data):
+  """The loss by a loop over layers and a dense mask; pre-RMSNorm, SwiGLU."""
+  rms = lambda x, s: x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * s
+  x = params['embedding'][data.tokens]
+  t = np.arange(data.tokens.shape[1])
+  back = t[:, None] - t
+  same = data.segments[:, :, None] == data.segments[:, None]
+  same &= data.segments[:, :, None] > 0
+  half = config.head_dim // 2
+  f = config.rope_theta ** (-np.arange(half) / half)
+  turn = np.exp(1j * data.positions[..., None, None] * f)
+
+  def rotate(x):
+    z = (x[..., :half] + 1j * x[..., half:]) * turn
+    return jnp.concatenate([z.real, z.imag], -1)
+
+  for i in range(config.num_layers):
+    kind = config.pattern[i % len(config.pattern)]
+    w = {
+      p.removeprefix('layers/'): v[i]
+      for p, v in params.items()
+      if p.startswith('layers/')
+    }
+    y = rms(x, w['attention_norm/scale'])
+    q, k, v = (
+      jnp.einsum('btd,dnh->btnh', y, w[f'attention/{n}'])
+      for n in ('query', 'key', 'value')
+    )
+    if kind != 'N':
+      q, k = rotate(q), rotate(k)
+    groups = config.num_heads // config.num_kv_heads
+    k, v = (jnp.repeat(a, groups, 2) for a in (k, v))
+    s = jnp.einsum('btnh,bsnh->bnts', q, k) / config.head_dim**0.5
+    reach = config.window if kind == 'W' else len(t)
+    ok = (same & (back >= 0) & (back < reach))[:, None]
+    p = jnp.where(ok, jax.nn.softmax(jnp.where(ok, s, -1e30)), 0)
+    o = jnp.einsum('bnts,bsnh->btnh', p, v)
+    x = x + jnp.einsum('btnh,nhd->btd', o, w['attention/output'])
+    y = rms(x, w['mlp_norm/scale'])
+    gate = y @ w['mlp/gate']
+    x = x + (gate / (1 + jnp.exp(-gate)) * (y @ w['mlp/up'])) @ w['mlp/down']
+  z = rms(x, params['norm/scale']) @ params['embedding'].T
+  nll = jax.nn.logsumexp(z, -1) - jnp.take_along_axis(
+    z, data.targets[..., None], -1
+  ).squeeze(-1)
+  return (nll * data.weights).sum() / data.weights.sum()
+
+
+@pytest.mark.parametrize(
+  'pattern, depth', [('F', 3), ('WF', 5), ('WWF', 5), ('FN', 1)]
+)
+def test_scanned_and_unrolled_equal_a_loop(pattern, depth):
+  fields = dict(pattern=pattern, num_layers=depth)
+  model, data = model_of(**fields), rows(3)
+  params = randomised(model)
+  assert model.pattern == (pattern * depth)[:depth]
+  wanted = functools.partial(reference, model.config)
+  expected = jax.jit(jax.value_and_grad(wanted))(params, data)
+  scanned = evaluate(model, params, data)
+  assert_close(scanned, expected, 1e-12)
+  if depth >= 2 * len(pattern):  # else there is no loop
+    unrolled = evaluate(model_of(**fields | dict(unroll=0)), params, data)
+    assert_close(unrolled, scanned, 1e-12)
+
+
+def test_another_order_of_layers_is_seen():
+  model, data = model_of(pattern='WF', num_layers=3), rows(3)
+  params = randomised(model)
+  params = {p: v.copy() for p, v in params.items()}
+  expected = reference(model.config, params, data)
+  params['layers/mlp/up'] = params['layers/mlp/up'][::-1]
+  found = loss.next_token(model, params, data)
+  assert abs(found - expected) > 1e-6 * expected
+
+
+@pytest.mark.parametrize('remat', ['attention', 'dots', 'full'])
+def test_remat_keeps_the_gradients(remat):
+  fields, data = dict(pattern='WF', num_layers=5), rows(3)
+  params = randomised(model_of(**fields))
+  expected = kept_gradients()
+  found = evaluate(model_of(remat, **fields), params, data)
+  assert_close(found, expected, 1e-12)
+
+
+@functools.cache
+def kept_gradients():
+  model = model_of(pattern='WF', num_layers=5)
+  return evaluate(model, randomised(model), rows(3))
+
+
+def test_full_remat_saves_memory():
+  """Bytes of temporaries in the compiled gradient, eight layers."""
+  found = {}
+  for remat in ('none', 'attention', 'full'):
+    model = model_of(remat, num_layers=8, d_ff=256)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    gradient = jax.jit(jax.grad(functools.partial(loss.next_token, model)))
+    compiled = gradient.lower(params, rows(8, 128)).compile()
+    found[remat] = compiled.memory_analysis().temp_size_in_bytes
+  assert found['full'] < 0.5 * found['none'], found
+  assert found['full'] < found['attention'] < found['none'], found
+
+
+def features(model):
+  return jax.jit(lambda params, data: model(params, data)[0])
+
+
+def changed(run, params, data, row, at):
+  """(B, T) bool: features that differ when token (row, at) does."""
+  tokens = data.tokens.copy()
+  tokens[row, at] = (tokens[row, at] + 1) % V
+  before, after = (
+    run(params, d) for d in (data, data._replace(tokens=tokens))
+  )
+  assert np.isfinite(before).all()
+  return np.asarray(before != after).any(-1)
+
+
+def test_documents_of_a_row_are_isolated():
+  model, data = model_of(pattern='WF'), rows(2)
+  data.segments[1], data.positions[1] = [1] * 4 + [2] * 6, [*range(4), *range(6)]
+  run, params = features(model), randomised(model)
+  for at in (0, 2, 5):
+    seen = changed(run, params, data, 1, at)
+    expected = np.zeros_like(seen)
+    expected[1, at : 4 if at < 4 else T] = True
+    np.testing.assert_array_equal(seen, expected)
+  one = data._replace(segments=np.ones_like(data.segments))
+  assert changed(run, params, one, 1, 2)[1, 4:].all()
+
+
+def test_a_window_limits_what_is_seen():
+  """One layer sees `window` tokens, n layers n (window - 1) + 1."""
+  data = rows(1, 16)
+  data = data._replace(
+    segments=np.ones_like(data.segments),
+    positions=np.arange(16, dtype=np.int32)[None],
+  )
+  for pattern, reach in (('W', 2 * 3), ('WF', 16)):
+    model = model_of(pattern=pattern, num_layers=2)
+    seen = changed(features(model), randomised(model), data, 0, 5)[0]
+    t = np.arange(16)
+    np.testing.assert_array_equal(seen, (t >= 5) & (t <= 5 + reach))
+
+
+def test_bfloat16_arithmetic_stays_close():
+  """2**-8 a rounding, a few dozen of them: 3% of the root mean square."""
+  narrow = dict(param_dtype='float32', pattern='WF')
+  model, data = model_of(dtype='float32', **narrow), rows(4)
+  data = data._replace(
+    weights=data.weights.astype('f4'), denominator=np.float32(data.denominator)
+  )
+  params = randomised(model)
+  exact, grads = evaluate(model, params, data)
+  coarse = model_of(dtype='bfloat16', **narrow)
+  x, _ = coarse(params, data)
+  assert x.dtype == jnp.bfloat16
+  assert coarse.logits(params, x).dtype == jnp.float32
+  found, found_grads = evaluate(coarse, params, data)
+  assert found.dtype == jnp.float32 and 0 < abs(found - exact) < 0.01 * exact
+  for path, want in grads.items():
+    got = found_grads[path]
+    assert got.dtype == want.dtype == params[path].dtype == np.float32
+    error = np.sqrt(((got - want) ** 2).mean() / (want**2).mean())
+    assert 0 < error < 0.05, (path, error)
+
+
+def test_a_tied_gradient_is_the_sum_of_both_ends():
+  tied, free = model_of(), model_of(tied_embedding=False)
+  params, data = randomised(tied), rows(3)
+  assert 'head' not in params
+  found, grads = evaluate(tied, params, data)
+  both = params | dict(head=params['embedding'])
+  expected, ends = evaluate(free, both, data)
+  assert found == expected
+  total = ends['embedding'] + ends.pop('head')
+  np.testing.assert_allclose(grads['embedding'], total, rtol=1e-12, atol=1e-15)
+  assert set(grads) == set(ends)
+
+
+def test_logits_are_capped():
+  plain, capped = model_of(), model_of(logit_softcap=1.5)
+  params = randomised(plain)
+  x = np.random.default_rng(0).normal(size=(2, T, D))
+  z = plain.logits(params, x)
+  np.testing.assert_allclose(z, x @ params['embedding'].T, rtol=1e-12)
+  assert np.abs(z).max() > 1.5
+  np.testing.assert_allclose(
+    capped.logits(params, x), 1.5 * np.tanh(z / 1.5), rtol=1e-12
+  )
+
+
+def test_padding_rows_stay_finite():
+  model, data = model_of(), rows(2)
+  data = data._replace(segments=np.zeros_like(data.segments))
+  assert np.isfinite(features(model)(randomised(model), data)).all()
+
+
+def test_init_is_the_same_under_every_layout_and_depth_wise_different():
+  model = model_of(pattern='WF')
+  params = model.init(jax.random.key(3))
+  assert set(params) == set(model.axes) == set(model.kinds)
+  up = params['layers/mlp/up']
+  assert up.shape == (3, D, F) and up.dtype == jnp.float64
+  assert not np.allclose(up[0], up[1]) and not np.allclose(up[0], up[2])
+  np.testing.assert_allclose(up.std(), D**-0.5, rtol=0.1)
+  np.testing.assert_allclose(
+    params['layers/mlp/down'].std(), (F * 6) ** -0.5, rtol=0.1
+  )
+  built, _ = placed('data=2,fsdp=2,tensor=2', 'fsdp_tensor', 'rope')
+  same = decoder.Decoder(model.config)
+  with annotate.use(built.rules), jax.set_mesh(built.mesh):
+    sharded = jax.jit(same.init)(jax.random.key(3))
+  for path, value in params.items():
+    np.testing.assert_array_equal(sharded[path], value, err_msg=path)
+    assert sharded[path].sharding.spec == P(*built.params[path].sharding.spec)
+
+
+# Between them they have every kind of parameter and every placement of norms.
+KITCHENS = {
+  'rope': dict(pattern='WF', tied_embedding=False, qk_norm='head'),
+  'learned': dict(
+    pattern='FW', position='learned', max_positions=T, norm='layernorm',
+    norm_placement='sandwich', mlp_bias=True, attention_bias=True,
+    attention_output_bias=True, qk_norm='all', logit_softcap=3.0,
+    attention_softcap=2.0, mlp='gelu',
+  ),
+}  # fmt: skip
+LAYOUTS = [
+  ('data=8', 'data', 'rope'),
+  ('fsdp=8', 'fsdp', 'learned'),
+  ('tensor=8', 'tensor', 'learned'),
+  ('data=2,tensor=4', 'tensor', 'rope'),
+  ('data=2,fsdp=2,tensor=2', 'fsdp_tensor', 'rope'),
+  ('replica=2,fsdp=2,tensor=2', 'fsdp_tensor', 'learned'),
+  ('data=1', 'replicated', 'rope'),
+]
+
+
+@functools.cache
+def one_device(kitchen):
+  model = model_of(**KITCHENS[kitchen])
+  return evaluate(model, randomised(model), rows())
+
+
+@functools.cache
+def placed(mesh, rules, kitchen):
+  """(Built, compiled loss and gradients) of a layout."""
+  config = schema.Config(
+    mesh=schema.Mesh(rules=rules),
+    model=schema.Model(**TINY | KITCHENS[kitchen]),
+  )
+  devices = jax.devices()[: 1 if mesh == 'data=1' else 8]
+  built = build.build(config, mesh, devices=devices)
+  build.check_rows(B, built, 'batch')
+  run = jax.value_and_grad(functools.partial(loss.next_token, built.model))
+  with annotate.use(built.rules), jax.set_mesh(built.mesh):
+    data = put_rows(built, rows())
+    return built, jax.jit(run).lower(built.params, data).compile()
+
+
+def put_rows(built, data):
+  with annotate.use(built.rules), jax.set_mesh(built.mesh):
+    spec = annotate.spec(('batch', 'length'))
+  put = lambda x: jax.device_put(
+    x, jax.NamedSharding(built.mesh, spec if np.ndim(x) else P())
+  )
+  return jax.tree.map(put, data)
+
+
+def run_placed(mesh, rules, kitchen):
+  built, compiled = placed(mesh, rules, kitchen)
+  params = {
+    p: jax.device_put(v, built.params[p].sharding)
+    for p, v in randomised(built.model).items()
+  }
+  return compiled(params, put_rows(built, rows()))
+
+
+@pytest.mark.parametrize('mesh, rules, kitchen', LAYOUTS)
+def test_a_layout_equals_one_device(mesh, rules, kitchen):
+  value, grads = run_placed(mesh, rules, kitchen)
+  built, _ = placed(mesh, rules, kitchen)
+  assert_close((value, grads), one_device(kitchen), 1e-9)
+  for path, g in grads.items():
+    assert g.sharding.is_equivalent_to(built.params[path].sharding, g.ndim)
+    local = g.addressable_shards[0].data.size
+    spec = built.params[path].sharding.spec
+    parts = np.prod([
+      built.mesh.shape[a]
+      for axes in spec if axes
+      for a in (axes if isinstance(axes, tuple) else (axes,))
+    ])  # fmt: skip
+    assert local * parts == g.size, path
+
+
+def test_a_dropped_partial_sum_is_seen(monkeypatch):
+  """One device's term is missing from the sum over the hidden width."""
+  whole = annotate.einsum
+
+  def partial(equation, x, x_names, w, *rest, **options):
+    if equation == 'BTF,FD->BTD':
+      w = w.at[: F // 2].set(0)
+    return whole(equation, x, x_names, w, *rest, **options)
+
+  monkeypatch.setattr(annotate, 'einsum', partial)
+  placed.cache_clear()
+  try:
+    found = run_placed('tensor=8', 'tensor', 'rope')
+  finally:
+    placed.cache_clear()
+  with pytest.raises(AssertionError):
+    assert_close(found, one_device('rope'), 1e-3)
+
+
+def test_a_denominator_of_each_shard_is_seen():
+  """A mean of means over 8 shards of unequal weight."""
+  model, data = model_of(**KITCHENS['rope']), rows()
+  params = randomised(model)
+  parts = data.weights.reshape(8, -1).sum(1)
+  assert len(set(parts)) > 1
+  each = np.repeat(parts, B // 8)[:, None]
+  wrong = data._replace(weights=data.weights / each, denominator=8.0)
+  right = loss.next_token(model, params, data)
+  assert abs(loss.next_token(model, params, wrong) - right) > 1e-6 * right
+
+
+def collectives(compiled, name):
+  """Shapes (without element type) that a collective of that name makes."""
+  found = []
+  for line in compiled.as_text().splitlines():
+    m = re.search(rf'= (.*?) {name}(-start)?\(', line)
+    if m:
+      found += re.findall(r'\b[a-z]+\d+\[([\d,]*)\]', m[1])
+  return [tuple(map(int, filter(None, s.split(',')))) for s in found]
+
+
+def test_tensor_parallel_gathers_nothing():
+  """Two sums a layer forward and two backward, of activations; no gathers."""
+  _, compiled = placed('tensor=8', 'tensor', 'learned')
+  for name in ('all-gather', 'all-to-all', 'collective-permute'):
+    assert not collectives(compiled, name)
+  sums = collectives(compiled, 'all-reduce')
+  assert sums.count((B, T, D)) >= 4 * 3
+
+
+def test_fsdp_gathers_weights_and_never_rows():
+  built, compiled = placed('fsdp=8', 'fsdp', 'learned')
+  for name in ('all-to-all', 'collective-permute'):
+    assert not collectives(compiled, name)
+  gathered = collectives(compiled, 'all-gather')
+  weights = {s.shape[-2:] for p, s in built.params.items()}
+  assert gathered
+  for shape in gathered:
+    assert B not in shape and B * T not in shape, shape
+    assert any(np.prod(shape) == np.prod(v.shape[v.ndim > 2 :])
+               or np.prod(shape) == np.prod(v.shape[1:])
+               for v in built.params.values()), (shape, weights)  # fmt: skip
+
+
+def test_rope_turns_by_position_not_by_slot():
+  """Positions restart in a document: its features do not know its place."""
+  model, data = model_of(), rows(1)
+  params = randomised(model)
+  run = features(model)
+  data.segments[0] = [1] * 5 + [2] * 5
+  data.tokens[0, 5:] = data.tokens[0, :5]
+  data.positions[0] = [*range(5), *range(5)]
+  x = run(params, data)[0]
+  np.testing.assert_allclose(x[5:], x[:5], rtol=1e-12)
+  far = data._replace(positions=data.positions * 2)
+  assert np.abs(run(params, far)[0] - x).max() > 1e-6
+  assert rope.frequencies(model.config, 2)[1] == 1.0

@@ -1,0 +1,124 @@
+"""The plain-JAX program that the bench compares with: no mesh, no library.
+
+The same decoder arithmetic as the bench's configuration (pre-RMSNorm, rotary
+positions, SwiGLU, causal dense softmax attention, untied head), one jit for the
+whole AdamW step. `scan` picks between a Python loop over layers and lax.scan.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def init(m, key, scan):
+  """Parameters of a schema.Model `m`: nested dicts; layers stacked if scan."""
+  h = m.d_model // m.num_heads
+  shapes = dict(
+      q=(m.d_model, m.num_heads * h), k=(m.d_model, m.num_heads * h),
+      v=(m.d_model, m.num_heads * h), o=(m.num_heads * h, m.d_model),
+      gate=(m.d_model, m.d_ff), up=(m.d_model, m.d_ff),
+      down=(m.d_ff, m.d_model),
+  )
+
+  def layer(key):
+    keys = jax.random.split(key, len(shapes))
+    out = {
+        n: jax.random.normal(k, s) * s[0] ** -0.5
+        for k, (n, s) in zip(keys, shapes.items())
+    }
+    return out | dict(n1=jnp.ones(m.d_model), n2=jnp.ones(m.d_model))
+
+  keys = jax.random.split(key, m.num_layers + 2)
+  table = (m.vocab_size, m.d_model)
+  stack = jax.vmap(layer)(keys[2:])
+  layers = stack if scan else [
+      jax.tree.map(lambda a, i=i: a[i], stack) for i in range(m.num_layers)
+  ]
+  return dict(
+      embedding=jax.random.normal(keys[0], table) * 0.02,
+      head=jax.random.normal(keys[1], table) * 0.02,
+      norm=jnp.ones(m.d_model), layers=layers,
+  )
+
+
+def rms(x, scale):
+  """RMSNorm over the last axis."""
+  return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def rotate(x, positions):
+  """Rotary positions; x (B, T, N, H), positions (T,) or (B, T)."""
+  half = x.shape[-1] // 2
+  a = positions[..., None] * 1e4 ** (-jnp.arange(half) / half)
+  c, s = jnp.cos(a)[..., None, :], jnp.sin(a)[..., None, :]
+  x1, x2 = x[..., :half], x[..., half:]
+  return jnp.concatenate([x1 * c - x2 * s, x2 * c + x1 * s], -1)
+
+
+def layer(m, x, p):
+  """One layer on (B, T, D)."""
+  b, t, d = x.shape
+  h = d // m.num_heads
+  y = rms(x, p['n1'])
+  q, k, v = ((y @ p[n]).reshape(b, t, m.num_heads, h) for n in 'qkv')
+  q, k = rotate(q, jnp.arange(t)), rotate(k, jnp.arange(t))
+  s = jnp.einsum('btnh,bsnh->bnts', q, k) * h**-0.5
+  s = jnp.where(jnp.tril(jnp.ones((t, t), bool)), s, -1e30)
+  o = jnp.einsum('bnts,bsnh->btnh', jax.nn.softmax(s), v)
+  x = x + o.reshape(b, t, d) @ p['o']
+  y = rms(x, p['n2'])
+  return x + (jax.nn.silu(y @ p['gate']) * (y @ p['up'])) @ p['down']
+
+
+def loss(m, params, tokens, targets):
+  """Mean nats per token."""
+  x = params['embedding'][tokens]
+  if isinstance(params['layers'], list):
+    for p in params['layers']:
+      x = layer(m, x, p)
+  else:
+    x, _ = jax.lax.scan(
+        lambda x, p: (layer(m, x, p), None), x, params['layers']
+    )
+  z = rms(x, params['norm']) @ params['head'].T
+  picked = jnp.take_along_axis(z, targets[..., None], -1)[..., 0]
+  return (jax.nn.logsumexp(z, -1) - picked).mean()
+
+
+def make_step(m):
+  """-> (optimizer init, jitted (params, state, tokens, targets) step)."""
+  rule = optax.chain(
+      optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1)
+  )
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def step(params, state, tokens, targets):
+    value, grads = jax.value_and_grad(functools.partial(loss, m))(
+        params, tokens, targets
+    )
+    updates, state = rule.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+  return rule.init, step
+
+
+def decode_step(m, params, cache, token, position):
+  """One token for one row: -> (logits (V,), cache). cache: list of (k, v)."""
+  x = params['embedding'][token][None]
+  h, new = m.d_model // m.num_heads, []
+  for p, (keys, values) in zip(params['layers'], cache):
+    y = rms(x, p['n1'])
+    q, k, v = ((y @ p[n]).reshape(1, m.num_heads, h) for n in 'qkv')
+    q, k = rotate(q, position[None]), rotate(k, position[None])
+    write = jax.lax.dynamic_update_slice_in_dim
+    keys, values = write(keys, k, position, 0), write(values, v, position, 0)
+    s = jnp.einsum('tnh,snh->nts', q, keys) * h**-0.5
+    s = jnp.where(jnp.arange(keys.shape[0]) <= position, s, -1e30)
+    o = jnp.einsum('nts,snh->tnh', jax.nn.softmax(s), values)
+    x = x + o.reshape(1, -1) @ p['o']
+    y = rms(x, p['n2'])
+    x = x + (jax.nn.silu(y @ p['gate']) * (y @ p['up'])) @ p['down']
+    new.append((keys, values))
+  return (rms(x, params['norm']) @ params['head'].T)[0], new

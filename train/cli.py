@@ -1,0 +1,396 @@
+"""The command line: `paraxis COMMAND ...`.
+
+Nothing heavy is imported before the arguments are read: help, the index of
+papers and config printing never start jax. Whatever is wrong with the arguments
+is said before anything is compiled or written. Exit codes: configs/errors.py.
+"""
+
+import functools
+import os
+import socket
+import sys
+import time
+import traceback
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from paraxis.configs import command_line
+from paraxis.configs import errors
+from paraxis.configs import schema
+
+HELP = ('-h', '-help', '--help', '--helpfull')
+# Held-out text beyond this is not compressed for comparison after a run.
+COMPARED_BYTES = 20_000_000
+# Between hosts: jax's defaults (300, 100 and 300 s) leave peers of a dead host
+# hanging for minutes.
+JOIN_SECONDS = 120
+HEARTBEAT_SECONDS = 30
+
+_connected = False  # to other processes
+
+
+def _flags(*rows):
+  """Rows of (kind, name, default, help) -> define(values), for parse."""
+  kinds = {
+    str: flags.DEFINE_string,
+    int: flags.DEFINE_integer,
+    bool: flags.DEFINE_bool,
+    list: flags.DEFINE_list,
+    'many': flags.DEFINE_multi_string,
+    'count': functools.partial(flags.DEFINE_integer, lower_bound=0),
+  }
+
+  def define(values):
+    for kind, name, default, text in rows:
+      short = {'short_name': 'o'} if name == 'output' else {}
+      kinds[kind](name, default, text, flag_values=values, **short)
+
+  return define
+
+
+_CPUS = 'virtual CPU devices; 0: the accelerators present, else 8 virtual ones'
+_AXES = (
+  "devices along each axis, 'data=2,fsdp=2,tensor=2', for the config's; "
+  'unnamed axes are 1, one may be -1'
+)
+_FIELDS = 'print every config field (meaning, default, valid values), and end'
+_DEVICES = (('count', 'devices', 0, _CPUS),)
+_MESH = ((str, 'mesh', '', _AXES),)
+_device_flags = _flags(*_MESH, *_DEVICES)
+_train_flags = _flags(
+  (str, 'workdir', '', 'folder of the run; if it holds one, that goes on'),
+  *_MESH,
+  *_DEVICES,
+  (bool, 'print_config', False, 'print the resolved config as JSON, and end'),
+  (bool, 'helpconfig', False, _FIELDS),
+  (str, 'coordinator_address', '', 'several hosts: HOST:PORT of process 0'),
+  (int, 'num_processes', 0, 'several hosts: how many processes'),
+  (int, 'process_id', -1, 'several hosts: which process this is, from 0'),
+)
+_reproduce_flags = _flags(
+  (str, 'workdir', '', 'of the training; empty: runs/NAME'), *_DEVICES
+)
+_plot_flags = _flags(
+  ('many', 'workdir', [], 'folder of a run; given again: overlaid'),
+  (str, 'output', '', 'PNG to write; empty: loss.png in the first workdir'),
+)
+_fetch_flags = _flags(
+  (str, 'out', '', 'folder; empty: corpus in the user cache'),
+  (bool, 'debian', False, 'also the copyleft Debian texts'),
+  (list, 'skip', [], 'packages to leave out, by comma'),
+)
+
+
+def _flag_help(define):
+  values = flags.FlagValues()
+  define(values)
+  lines = []
+  for name in sorted(set(values[n].name for n in values)):
+    flag = values[name]
+    short = f', -{flag.short_name}' if flag.short_name else ''
+    default = f' (default {flag.default!r})' if flag.default else ''
+    text = flag.help.split(';\n')[0]  # without absl's note on repeated flags
+    lines += [f'  --{name}{short}', f'      {text}{default}']
+  return '\n'.join(lines)
+
+
+def _parse(argv, define, most=0, config=False):
+  """command_line.parse, with at most `most` arguments that are not flags.
+
+  `config`: whether the command reads --config; elsewhere it is an error.
+  """
+  takes_config = config
+  values, config, left = command_line.parse(argv, define)
+  if config is not None and not takes_config:
+    raise errors.UserError('--config: this command does not read it.')
+  if len(left) > most:
+    raise errors.UserError(f'unexpected argument {left[most]!r}.')
+  return values, config, left
+
+
+def _train(argv):
+  if any(a.lstrip('-') == 'helpconfig' for a in argv):
+    print(command_line.help_fields())
+    return errors.EXIT_OK
+  values, config, _ = _parse(argv, _train_flags, config=True)
+  if config is None:
+    raise errors.UserError('--config is missing: --config=configs/FILE.py.')
+  config = schema.view(config)
+  if values.print_config:
+    print(schema.to_json(config), end='')
+    return errors.EXIT_OK
+  if not values.workdir:
+    raise errors.UserError('--workdir is missing: where is the run to be kept?')
+  hosts = values.coordinator_address, values.num_processes, values.process_id
+  several = check_hosts(*hosts)
+  command_line.prepare_devices(values.devices)
+  from paraxis.sharding import mesh
+
+  mesh.parse(values.mesh)
+  if several:
+    connect(*hosts)
+  from paraxis.train import compiling
+  from paraxis.train import loop
+
+  compiling.use_cache()
+  result = loop.run(config, values.workdir, values.mesh)
+  if result['stopped']:
+    return errors.EXIT_PREEMPTED
+  if not values.process_id > 0:
+    print(result['evaluation'].line())
+    print(_against_gzip(config, result['evaluation']))
+  return errors.EXIT_OK
+
+
+def _against_gzip(config, evaluation):
+  """The model and gzip -9 on the same held-out text, or why not."""
+  from paraxis.train import baselines
+  from paraxis.train import claims
+
+  if config.train.eval_batches:
+    return 'gzip -9: not compared, train.eval_batches leaves text out'
+  if evaluation.n_bytes > COMPARED_BYTES:
+    return (
+      f'gzip -9: not compared, {evaluation.n_bytes:,} bytes of held-out text '
+      f'are more than {COMPARED_BYTES:,}'
+    )
+  base = baselines.text_baselines(
+    config.data.path, config.data.held_out_fraction, xz=False
+  )
+  return claims.domain_table(evaluation, base)
+
+
+def check_hosts(address, num_processes, process_id):
+  """Whether several hosts are asked for; UserError if they make no sense."""
+  if not address and not num_processes and process_id < 0:
+    return False
+  host, _, port = address.rpartition(':')
+  if not (host and port.isdigit() and 0 < int(port) < 65536):
+    raise errors.UserError(
+      f'--coordinator_address={address}: not HOST:PORT; several hosts need it '
+      'together with --num_processes and --process_id.'
+    )
+  if num_processes < 1 or not 0 <= process_id < num_processes:
+    raise errors.UserError(
+      f'--process_id={process_id} is not in 0 .. {num_processes - 1}, of '
+      f'--num_processes={num_processes}.'
+    )
+  return True
+
+
+def connect(address, num_processes, process_id, patience=JOIN_SECONDS):
+  """Joins the processes of a run; before anything else starts jax.
+
+  jax waits for minutes and then aborts when nobody listens, so the others look
+  for process 0 first. Process 0 listens on the given address alone, not on all
+  interfaces. One process that fails ends at once, without jax's exit barrier:
+  its peers then fail within a second instead of hanging.
+  """
+  global _connected
+  if process_id:
+    _wait_for(address, patience)
+  import jax
+
+  sys.excepthook = _fail_at_once
+  jax.distributed.initialize(
+    address,
+    num_processes,
+    process_id,
+    initialization_timeout=patience,
+    heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+    shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+    coordinator_bind_address=None if process_id else address,
+  )
+  _connected = True
+
+
+def _wait_for(address, patience):
+  host, _, port = address.rpartition(':')
+  until = time.monotonic() + patience
+  while True:
+    try:
+      socket.create_connection((host, int(port)), 5).close()
+      return
+    except OSError as e:
+      if time.monotonic() > until:
+        raise errors.UserError(
+          f'--coordinator_address={address}: process 0 was not to be reached '
+          f'for {patience} s ({e}); start it, or correct the address.'
+        ) from e
+    time.sleep(0.2)
+
+
+def _fail_at_once(kind, error, trace):
+  traceback.print_exception(kind, error, trace)
+  _exit_now(errors.EXIT_CRASH)
+
+
+def _exit_now(code):
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)
+
+
+def _papers(argv):
+  _, _, left = _parse(argv, None, most=1)
+  from paraxis.train import papers
+
+  papers.run(left[0] if left else '')
+
+
+def _reproduce(argv):
+  values, _, left = _parse(argv, _reproduce_flags, most=1)
+  if not left:
+    raise errors.UserError('reproduce what? `paraxis papers` lists the names.')
+  command_line.find_config(left[0])
+  command_line.prepare_devices(values.devices)
+  from paraxis.train import claims
+  from paraxis.train import compiling
+
+  compiling.use_cache()
+  return claims.reproduce(left[0], values.workdir)
+
+
+def _plot(argv):
+  values, _, left = _parse(argv, _plot_flags, most=1)
+  if left:
+    raise errors.UserError(f'write --workdir={left[0]}.')
+  from paraxis.train import plot
+
+  print(f'wrote {plot.draw(values.workdir, values.output)}')
+
+
+def _data(argv):
+  known = ('fetch', 'list')
+  what, rest = (argv[0], argv[1:]) if argv else ('', [])
+  if what not in known:
+    raise errors.UserError(
+      f'paraxis data {what or "..."}: it is `paraxis data fetch` or `paraxis '
+      'data list`.' + schema.suggest(what, known)
+    )
+  from paraxis.train import fetch
+
+  if what == 'list':
+    _parse(rest, None)
+    print(fetch.table(fetch.listing()))
+  else:
+    values, _, _ = _parse(rest, _fetch_flags)
+    fetch.fetch(values.out or None, values.debian, skip=values.skip)
+
+
+def _doctor(argv):
+  values, config, _ = _parse(argv, _device_flags, config=True)
+  command_line.prepare_devices(values.devices)
+  from paraxis.train import doctor
+
+  config = None if config is None else schema.view(config)
+  return doctor.run(config, values.mesh)
+
+
+def _decode(argv):
+  from paraxis.decode import __main__ as decode_main
+
+  return decode_main.main(argv)
+
+
+def _bench(argv):
+  from paraxis.train import bench
+
+  return bench.main(argv)
+
+
+class Command(NamedTuple):
+  """run(argv) -> exit code or None. define: its flags; None: it has its own
+  help."""
+
+  run: Any
+  summary: str
+  usage: str
+  define: Any = None
+
+
+_CONFIG = '--config=configs/quickstart.py'
+COMMANDS = {
+  'train': Command(
+    _train,
+    'train a model, or go on with a run',
+    f'{_CONFIG} --workdir=RUN [--config.train.steps=50 ...]',
+    _train_flags,
+  ),
+  'decode': Command(_decode, 'sample text from a run', '--checkpoint=RUN'),
+  'papers': Command(
+    _papers, 'list the configs, or those that mention a word', '[WORD]', None
+  ),
+  'reproduce': Command(
+    _reproduce,
+    "run a config's claims; exit code 1 if one fails",
+    'NAME',
+    _reproduce_flags,
+  ),
+  'plot': Command(
+    _plot, "draw a run's loss", '--workdir=RUN [-o loss.png]', _plot_flags
+  ),
+  'data': Command(
+    _data,
+    'fetch more text, list the text at hand',
+    'fetch | list',
+    _fetch_flags,
+  ),
+  'doctor': Command(
+    _doctor,
+    'versions, devices, mesh, kernels; what is known to be bad',
+    f'[--mesh=data=8] [{_CONFIG}]',
+    _device_flags,
+  ),
+  'bench': Command(_bench, 'measure', 'step | decode | data | startup'),
+}
+OWN_HELP = ('decode', 'bench')
+
+
+def usage(name=''):
+  """Help for a command, or for all of them."""
+  if not name:
+    width = max(map(len, COMMANDS))
+    lines = [f'  {n:{width}}  {c.summary}' for n, c in COMMANDS.items()]
+    tail = [
+      'paraxis COMMAND --help shows its flags, paraxis train --helpconfig',
+      'every config field. Exit codes: 0 done, 1 a claim failed, 2 bad input,',
+      '13 crash, 14 damaged data, 75 stopped by a signal and saved.',
+    ]
+    return '\n'.join(['usage: paraxis COMMAND ...', '', *lines, '', *tail])
+  command = COMMANDS[name]
+  lines = [f'usage: paraxis {name} {command.usage}', '', command.summary]
+  if command.define:
+    lines += ['', _flag_help(command.define)]
+  if name in ('train', 'doctor'):
+    lines += [
+      '  --config=FILE, --config.SECTION.FIELD=VALUE',
+      '      a config and changes to it; paraxis train --helpconfig lists the '
+      'fields',
+    ]
+  return '\n'.join(lines)
+
+
+def _dispatch(argv):
+  if not argv or argv[0] in HELP or argv[0] == 'help':
+    print(usage())
+    return errors.EXIT_OK
+  name, rest = argv[0], argv[1:]
+  if name not in COMMANDS:
+    raise errors.UserError(
+      f'{name!r} is not a command; there are {", ".join(COMMANDS)}.'
+      + schema.suggest(name, COMMANDS)
+    )
+  if name not in OWN_HELP and any(a in HELP for a in rest):
+    print(usage(name))
+    return errors.EXIT_OK
+  return COMMANDS[name].run(rest)
+
+
+def main(argv=None):
+  """Runs `paraxis ARGV` -> its exit code (configs/errors.py)."""
+  code = command_line.run(_dispatch, sys.argv[1:] if argv is None else argv)
+  if _connected and code not in (errors.EXIT_OK, errors.EXIT_PREEMPTED):
+    _exit_now(code)
+  return code
