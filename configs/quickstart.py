@@ -4,10 +4,12 @@ paper: none
 mechanism: models/decoder.py, sharding/rules.py, train/loop.py
 test: tests/configs/test_configs.py, tests/train/test_claims.py
 run: paraxis reproduce quickstart
-expect: TODO
-differs: not a paper. Learning rates were not swept and the seed is one; a
-  held-out document longer than 256 tokens loses its context at every cut, so
-  bits per byte are pessimistic. Muon's paper trains far larger models.
+expect: EQ 1e-14 in float64 (bound 1e-9); LEARN 2.227 held-out bits per byte
+  (bound 2.40; gzip -9 2.587, xz -9e 2.363, xz given the training text 2.002).
+  255 CPU-seconds to train on 2 cores and 8 virtual devices, 27 for EQ.
+  Translation loses to gzip, 2.193 to 1.770; the other five domains win.
+differs: no paper. Learning rates were not swept, one seed; a held-out document
+  longer than 256 tokens loses its context at every cut (pessimistic).
 """
 
 from paraxis.configs import schema
@@ -56,24 +58,12 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce quickstart` checks."""
-  mesh = dict(mesh='data=2,fsdp=2,tensor=2', within=1e-9)
+  check = 'claims.equals_one_device'
+  equal = dict(check=check, mesh='data=2,fsdp=2,tensor=2', within=1e-9)
+  bound = dict(check='claims.held_out_at_most', bits_per_byte=2.40)
+  below = dict(check='claims.held_out_below_gzip')
   return [
-    (
-      'loss and all gradients equal one device',
-      'EQ',
-      dict(check='claims.equals_one_device', **mesh),
-      None,
-    ),
-    (
-      'held-out text in bits per byte',
-      'LEARN',
-      dict(check='claims.held_out_at_most', bits_per_byte=2.40),
-      None,
-    ),
-    (
-      'held-out text against gzip -9',
-      'LEARN',
-      dict(check='claims.held_out_below_gzip'),
-      None,
-    ),
+    ('loss and all gradients equal one device', 'EQ', equal, None),
+    ('held-out text in bits per byte', 'LEARN', bound, None),
+    ('held-out text against gzip -9', 'LEARN', below, None),
   ]

@@ -52,8 +52,9 @@ _SAMPLING = ('max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'seed')
 def help_text():
   """The whole of --help."""
   fields = [
-      f'    --config.{name}={f.default!r}: {f.metadata["doc"]}'
-      for name, f in schema.fields() if name.startswith('decode.')
+    f'    --config.{name}={f.default!r}: {f.metadata["doc"]}'
+    for name, f in schema.fields()
+    if name.startswith('decode.')
   ]
   return HELP + '\n'.join(fields) + '\n'
 
@@ -61,7 +62,7 @@ def help_text():
 def _define(values):
   string = lambda name: flags.DEFINE_string(name, None, '', flag_values=values)
   several = lambda name: flags.DEFINE_multi_string(
-      name, [], '', flag_values=values
+    name, [], '', flag_values=values
   )
   number = lambda name: flags.DEFINE_integer(name, None, '', flag_values=values)
   for name in ('checkpoint', 'prompts_file'):
@@ -98,14 +99,14 @@ def _prompts(options):
     found += kept
   if not found:
     raise errors.UserError(
-        "nothing to continue: give --prompt='Some text' or --prompts_file=."
+      "nothing to continue: give --prompt='Some text' or --prompts_file=."
     )
   short = [text.rstrip() for text in found]
   changed = sum(a != b for a, b in zip(found, short, strict=True))
   if changed:
     _say(
-        f'blanks at the end of {changed} of {len(found)} prompts are dropped: '
-        'a word begins with its space'
+      f'blanks at the end of {changed} of {len(found)} prompts are dropped: '
+      'a word begins with its space'
     )
   return short
 
@@ -118,8 +119,8 @@ def _domains(given, prompts, tokenizer):
     return (given or [None]) * len(prompts)
   if len(given) != len(prompts):
     raise errors.UserError(
-        f'{len(given)} --domain flags for {len(prompts)} prompts: give one for '
-        'all, or one each.'
+      f'{len(given)} --domain flags for {len(prompts)} prompts: give one for '
+      'all, or one each.'
     )
   return given
 
@@ -136,13 +137,13 @@ def _first_look(argv):
     name = arg.lstrip('-').split('=', 1)[0]
     if name == 'config':
       raise errors.UserError(
-          'decode takes the configuration from the checkpoint, not from '
-          '--config=; --config.SECTION.FIELD= overrides a field.'
+        'decode takes the configuration from the checkpoint, not from '
+        '--config=; --config.SECTION.FIELD= overrides a field.'
       )
     if not name.removeprefix('no').startswith('config.') or arg[:1] != '-':
       raise errors.UserError(
-          f'unknown argument {arg!r} (--help lists all).'
-          + schema.suggest(name, [n for n in values if not n.startswith('?')])
+        f'unknown argument {arg!r} (--help lists all).'
+        + schema.suggest(name, [n for n in values if not n.startswith('?')])
       )
   if not values.checkpoint:
     raise errors.UserError('--checkpoint= is missing: name a workdir.')
@@ -170,8 +171,9 @@ def main(argv):
     _, config, _ = command_line.parse(argv, _define, checkpoint.config())
     config = schema.view(config)
     chosen = {
-        name: options[name].value for name in _SAMPLING
-        if options[name].value is not None
+      name: options[name].value
+      for name in _SAMPLING
+      if options[name].value is not None
     }
     made = checkpoint.generator(config, options.mesh, len(prompts))
     step = checkpoint.step
@@ -184,13 +186,13 @@ def main(argv):
   if live:
     print(prompts[0], end='', flush=True)
   results = made.generate(
-      prompts, domains, options.stop, show if live else None, **chosen
+    prompts, domains, options.stop, show if live else None, **chosen
   )
   if options.json:
     keys = ('prompt', 'text', 'tokens', 'finish')
     samples = [
-        dict(domain=d, **{k: r[k] for k in keys})
-        for r, d in zip(results, domains, strict=True)
+      dict(domain=d, **{k: r[k] for k in keys})
+      for r, d in zip(results, domains, strict=True)
     ]
     print(json.dumps(dict(step=step, samples=samples), ensure_ascii=False))
   elif live:

@@ -42,8 +42,8 @@ def locate(checkpoint, step=None):
   if path.name.isdecimal() and (path / 'manifest').is_dir():
     if step not in (None, int(path.name)):
       raise errors.UserError(
-          f'--checkpoint={checkpoint} is step {path.name}, --step={step} is '
-          'another; leave one out.'
+        f'--checkpoint={checkpoint} is step {path.name}, --step={step} is '
+        'another; leave one out.'
       )
     return path.parent, int(path.name)
   return path, step
@@ -76,7 +76,7 @@ class Checkpoint:
     meta = store.read_manifest(self.step)['meta']
     if not isinstance(meta, dict) or not isinstance(meta.get('config'), str):
       raise errors.UserError(
-          f'{store.directory}: the checkpoint carries no configuration.'
+        f'{store.directory}: the checkpoint carries no configuration.'
       )
     config = dataclasses.asdict(schema.from_json(meta['config']))
     return ml_collections.ConfigDict(config).lock()
@@ -105,15 +105,15 @@ class Checkpoint:
       tree, meta = self._store.restore(self.step, like, PARAMS)
     if meta.get('tokenizer') != tokenizer.fingerprint:
       raise errors.UserError(
-          f'tokenizer {tokenizer.name} is not the one of the checkpoint '
-          f'(fingerprint {tokenizer.fingerprint[:12]}, trained with '
-          f'{str(meta.get("tokenizer"))[:12]}): its ids mean other text. Name '
-          'the right one with --config.data.tokenizer=.'
+        f'tokenizer {tokenizer.name} is not the one of the checkpoint '
+        f'(fingerprint {tokenizer.fingerprint[:12]}, trained with '
+        f'{str(meta.get("tokenizer"))[:12]}): its ids mean other text. Name '
+        'the right one with --config.data.tokenizer=.'
       )
     params = {path.removeprefix(PARAMS): x for path, x in tree.items()}
     self._say(
-        f'step {self.step} of {self._store.directory}, on '
-        f'{mesh_lib.describe(dict(built.mesh.shape))}'
+      f'step {self.step} of {self._store.directory}, on '
+      f'{mesh_lib.describe(dict(built.mesh.shape))}'
     )
     return loop.Generator(built, params, tokenizer, config.decode, self._say)
 
@@ -130,12 +130,13 @@ class Checkpoint:
     shards = 1
     if 'data' in rules_lib.preset(config.mesh.rules).axes('batch'):
       shards = max(
-          n for n in range(1, len(devices) + 1)
-          if n <= max(rows, 1) and len(devices) % n == 0
+        n
+        for n in range(1, len(devices) + 1)
+        if n <= max(rows, 1) and len(devices) % n == 0
       )
     self._say(
-        f'the run used mesh {mesh_lib.describe(sizes)}, here are '
-        f'{len(devices)} devices: decoding with data={shards} on {shards} of '
-        'them (--mesh= names another)'
+      f'the run used mesh {mesh_lib.describe(sizes)}, here are '
+      f'{len(devices)} devices: decoding with data={shards} on {shards} of '
+      'them (--mesh= names another)'
     )
     return f'data={shards}', devices[:shards]

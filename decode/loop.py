@@ -38,18 +38,18 @@ ROWS = ('batch',)
 class State(NamedTuple):
   """The loop's carry.
 
-  cache: decoder.Cache. token_B: last tokens, not yet in the cache.
-  position_B: their positions. done_B: rows that have ended. made: () tokens
-  made per row. tokens_BM: int32, -1 where a row had ended. logprobs_BM: float32.
+  cache: decoder.Cache. token, position: (B,) int32, last tokens, which are not
+  yet in the cache. done: (B,) rows that have ended. made: () tokens made per
+  row. tokens: (B, M) int32, -1 where a row had ended. logprobs: (B, M) float32.
   """
 
   cache: Any
-  token_B: Any
-  position_B: Any
-  done_B: Any
+  token: Any
+  position: Any
+  done: Any
   made: Any
-  tokens_BM: Any
-  logprobs_BM: Any
+  tokens: Any
+  logprobs: Any
 
 
 def bucket(n):
@@ -93,42 +93,43 @@ class Generator:
     vocab = self._model.config.vocab_size
     if tokenizer.vocab_size > vocab:
       raise errors.UserError(
-          f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} entries, '
-          f'the model has model.vocab_size={vocab}: they do not belong '
-          'together.'
+        f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} entries, '
+        f'the model has model.vocab_size={vocab}: they do not belong '
+        'together.'
       )
     self._end_id = _end_id(tokenizer)
     with build.layout(built):
       self._params = jax.jit(self._prepare)(params)
-    self._start = jax.jit(
-        self._begin, static_argnames=('form', 'slots', 'new')
-    )
+    self._start = jax.jit(self._begin, static_argnames=('form', 'slots', 'new'))
     self._run = jax.jit(
-        self._loop, static_argnames=('form',), donate_argnames=('state',)
+      self._loop, static_argnames=('form',), donate_argnames=('state',)
     )
 
   def _prepare(self, params):
     """One array per layer; what every use casts is cast once, here."""
     model, dtype = self._model, jnp.dtype(self._model.config.dtype)
     cast = {
-        p: v if model.kinds[p] == 'vector' else v.astype(dtype)
-        for p, v in params.items()
+      p: v if model.kinds[p] == 'vector' else v.astype(dtype)
+      for p, v in params.items()
     }
     return model.unstack(cast)
 
   def _begin(self, params, tokens_BT, lengths_B, values, form, slots, new):
     """Prefill and the first token -> (State, what the host reads)."""
-    x, cache = step.prefill(
-        self._model, params, tokens_BT, lengths_B, slots
-    )
+    x, cache = step.prefill(self._model, params, tokens_BT, lengths_B, slots)
     logits = self._model.logits(params, step.last(x, lengths_B))[:, 0]
     rows = tokens_BT.shape[0]
     fill = lambda value, dtype: annotate.put(
-        jnp.full((rows, new), value, dtype), ('batch', None)
+      jnp.full((rows, new), value, dtype), ('batch', None)
     )
     empty = State(
-        cache, jnp.zeros_like(lengths_B), lengths_B - 1, lengths_B == 0,
-        jnp.int32(0), fill(-1, jnp.int32), fill(0, jnp.float32),
+      cache,
+      jnp.zeros_like(lengths_B),
+      lengths_B - 1,
+      lengths_B == 0,
+      jnp.int32(0),
+      fill(-1, jnp.int32),
+      fill(0, jnp.float32),
     )
     state = self._take(empty, logits, values, form)
     return state, _for_host(state)
@@ -137,31 +138,38 @@ class Generator:
     """Draws every row's next token and writes it down."""
     token, logprob = sampling.sample(logits_BV, form, values, state.made)
     write = functools.partial(
-        jax.lax.dynamic_update_slice_in_dim, start_index=state.made, axis=1
+      jax.lax.dynamic_update_slice_in_dim, start_index=state.made, axis=1
     )
-    kept = jnp.where(state.done_B, -1, token)
-    logprob = jnp.where(state.done_B, 0, logprob)
+    kept = jnp.where(state.done, -1, token)
+    logprob = jnp.where(state.done, 0, logprob)
     return State(
-        state.cache, jnp.where(state.done_B, 0, token), state.position_B + 1,
-        state.done_B | (token == self._end_id), state.made + 1,
-        write(state.tokens_BM, kept[:, None]),
-        write(state.logprobs_BM, logprob[:, None]),
+      state.cache,
+      jnp.where(state.done, 0, token),
+      state.position + 1,
+      state.done | (token == self._end_id),
+      state.made + 1,
+      write(state.tokens, kept[:, None]),
+      write(state.logprobs, logprob[:, None]),
     )
 
   def _loop(self, params, state, values, limit, stopped_B, form):
     """Tokens until `limit` are made or every row has ended."""
 
     def more(state):
-      return (state.made < limit) & ~jnp.all(state.done_B)
+      return (state.made < limit) & ~jnp.all(state.done)
 
     def body(state):
       logits, cache = step.advance(
-          self._model, params, state.cache, state.token_B, state.position_B,
-          ~state.done_B,
+        self._model,
+        params,
+        state.cache,
+        state.token,
+        state.position,
+        ~state.done,
       )
       return self._take(state._replace(cache=cache), logits, values, form)
 
-    state = state._replace(done_B=state.done_B | stopped_B)
+    state = state._replace(done=state.done | stopped_B)
     state = jax.lax.while_loop(more, body, state)
     return state, _for_host(state)
 
@@ -188,23 +196,23 @@ class Generator:
         vocabulary, or more tokens than the cache may hold; before compiling.
     """
     config = schema.view(
-        {'decode': dataclasses.asdict(self.config) | options}
+      {'decode': dataclasses.asdict(self.config) | options}
     ).decode
     form, values = sampling.check(config, self._model.config.vocab_size)
     if not all(stop):
-      raise errors.UserError('an empty stop string would end every row at once.')
+      raise errors.UserError('an empty stop string would end all rows at once.')
     ids = self._encode(prompts, domains or [None] * len(prompts))
     slots, length = self._fit(ids, config)
     limit = config.max_new_tokens
     rows = [
-        transcript.Transcript(self.tokenizer, self._end_id, limit, stop)
-        for _ in prompts
+      transcript.Transcript(self.tokenizer, self._end_id, limit, stop)
+      for _ in prompts
     ]
     with build.layout(self.built):
       tokens_BT, lengths_B, put = self._place(ids, length)
       new = min(bucket(limit), slots - length)
       state, seen = self._start(
-          self._params, tokens_BT, lengths_B, values, form, slots, new
+        self._params, tokens_BT, lengths_B, values, form, slots, new
       )
       made = _read(seen, rows, 0, on_text)
       chunk = CHUNK if stop or on_text else limit
@@ -212,14 +220,23 @@ class Generator:
         ended = [bool(r.finish) for r in rows]
         ended += [True] * (lengths_B.shape[0] - len(rows))
         state, seen = self._run(
-            self._params, state, values, np.int32(min(limit, made + chunk)),
-            put(np.array(ended)), form,
+          self._params,
+          state,
+          values,
+          np.int32(min(limit, made + chunk)),
+          put(np.array(ended)),
+          form,
         )
         made = _read(seen, rows, made, on_text)
     return [
-        dict(prompt=prompt, text=r.text, tokens=r.tokens, logprobs=r.logprobs,
-             finish=r.finish)
-        for prompt, r in zip(prompts, rows, strict=True)
+      dict(
+        prompt=prompt,
+        text=r.text,
+        tokens=r.tokens,
+        logprobs=r.logprobs,
+        finish=r.finish,
+      )
+      for prompt, r in zip(prompts, rows, strict=True)
     ]
 
   def _encode(self, prompts, domains):
@@ -228,7 +245,7 @@ class Generator:
       raise errors.UserError('there is no prompt to continue.')
     if len(domains) != len(prompts):
       raise errors.UserError(
-          f'{len(domains)} domains for {len(prompts)} prompts: give one each.'
+        f'{len(domains)} domains for {len(prompts)} prompts: give one each.'
       )
     vocab, out = self._model.config.vocab_size, []
     for i, (prompt, domain) in enumerate(zip(prompts, domains, strict=True)):
@@ -239,10 +256,12 @@ class Generator:
       bad = [t for t in prompt if not 0 <= t < vocab]
       if bad or not len(prompt):
         raise errors.UserError(
-            f'prompt {i}: ' + (
-                f'token id {bad[0]} is outside the vocabulary of {vocab}.'
-                if bad else 'no token to begin with.'
-            )
+          f'prompt {i}: '
+          + (
+            f'token id {bad[0]} is outside the vocabulary of {vocab}.'
+            if bad
+            else 'no token to begin with.'
+          )
         )
       out.append(list(map(int, prompt)))
     return out
@@ -253,12 +272,12 @@ class Generator:
     most = config.cache_length
     if longest + new > most:
       raise errors.UserError(
-          f'a prompt of {longest} tokens and {new} new ones are '
-          f'{longest + new}, beyond decode.cache_length={most}: shorten the '
-          'prompt, ask for fewer (max_new_tokens), or raise the limit.'
+        f'a prompt of {longest} tokens and {new} new ones are '
+        f'{longest + new}, beyond decode.cache_length={most}: shorten the '
+        'prompt, ask for fewer (max_new_tokens), or raise the limit.'
       )
     build.check_length(
-        self._model.config, longest + new, 'prompt and new tokens'
+      self._model.config, longest + new, 'prompt and new tokens'
     )
     length = min(bucket(longest), most - new)
     return min(length + bucket(new), most), length
@@ -269,8 +288,8 @@ class Generator:
     rows = -(-len(ids) // shards) * shards
     if rows > len(ids):
       self._say(
-          f'{len(ids)} prompts on {shards} batch shards: '
-          f'{rows - len(ids)} empty rows are added'
+        f'{len(ids)} prompts on {shards} batch shards: '
+        f'{rows - len(ids)} empty rows are added'
       )
     tokens = np.zeros((rows, length), np.int32)
     lengths = np.zeros(rows, np.int32)
@@ -287,7 +306,7 @@ class Generator:
 def _for_host(state):
   """Copies that every process can read: tokens, log probabilities, made."""
   whole = lambda x: annotate.put(x, (None, None))
-  return whole(state.tokens_BM), whole(state.logprobs_BM), state.made
+  return whole(state.tokens), whole(state.logprobs), state.made
 
 
 def _read(seen, rows, before, on_text):

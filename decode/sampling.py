@@ -57,12 +57,16 @@ def check(config, vocab_size):
   """
   t, k, p, m = config.temperature, config.top_k, config.top_p, config.min_p
   for name, value, ok, valid in (
-      ('temperature', t, 0 <= t < math.inf, 'at least 0 (0: greedy)'),
-      ('top_k', k, 0 <= k <= vocab_size,
-       f'between 0 (all) and the {vocab_size} tokens of the vocabulary'),
-      ('top_p', p, 0 < p <= 1, 'above 0 and at most 1 (all)'),
-      ('min_p', m, 0 <= m <= 1, 'between 0 (all) and 1'),
-      ('seed', config.seed, 0 <= config.seed < 2**32, 'in [0, 2**32)'),
+    ('temperature', t, 0 <= t < math.inf, 'at least 0 (0: greedy)'),
+    (
+      'top_k',
+      k,
+      0 <= k <= vocab_size,
+      f'between 0 (all) and the {vocab_size} tokens of the vocabulary',
+    ),
+    ('top_p', p, 0 < p <= 1, 'above 0 and at most 1 (all)'),
+    ('min_p', m, 0 <= m <= 1, 'between 0 (all) and 1'),
+    ('seed', config.seed, 0 <= config.seed < 2**32, 'in [0, 2**32)'),
   ):
     if not ok:
       raise errors.UserError(f'{name}={value} is out of range: {valid}.')
@@ -70,8 +74,11 @@ def check(config, vocab_size):
   if form.greedy:
     form = Form(True, False, False, False)
   return form, Values(
-      jnp.float32(t), jnp.int32(k), jnp.float32(p), jnp.float32(m),
-      jnp.uint32(config.seed),
+    jnp.float32(t),
+    jnp.int32(k),
+    jnp.float32(p),
+    jnp.float32(m),
+    jnp.uint32(config.seed),
   )
 
 

@@ -46,8 +46,9 @@ def prefill(model, params, tokens_BT, lengths_B, slots):
     return jnp.pad(slot, more)
 
   return x_BTD, cache._replace(
-      states=tuple(tuple(map(grow, state)) for state in cache.states),
-      segments=grow(cache.segments), positions=grow(cache.positions),
+    states=tuple(tuple(map(grow, state)) for state in cache.states),
+    segments=grow(cache.segments),
+    positions=grow(cache.positions),
   )
 
 

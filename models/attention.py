@@ -32,6 +32,7 @@ class Visibility(NamedTuple):
   segments, positions: (B, T) of the queries; segment 0 is padding.
   slot: first cache slot that this step writes, or None without a cache.
   slot_segments, slot_positions: (B, S) of the cache, this step included.
+  rotations: layer kind -> (cos, sin) of the positions, (B, T, 1, H / 2).
   """
 
   segments: Any
@@ -39,6 +40,7 @@ class Visibility(NamedTuple):
   slot: Any = None
   slot_segments: Any = None
   slot_positions: Any = None
+  rotations: Any = None
 
 
 class Attention(nnx.Module):
@@ -109,8 +111,7 @@ class Attention(nnx.Module):
     )
     v = self._project(x_BTD, 'value', KEYS)
     if config.position == 'rope' and self.kind != 'N':
-      f, factor = rope.frequencies(config, q.shape[-1], self.kind == 'W')
-      cos, sin = rope.angles(see.positions, f, factor, q.dtype)
+      cos, sin = see.rotations[self.kind]
       q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
     o, state = self._attend(q, k, v, see, state)
     y = annotate.einsum(
@@ -154,6 +155,21 @@ class Attention(nnx.Module):
     return tuple(
         annotate.put(jnp.zeros(shape, dtype), KEYS) for _ in range(2)
     )
+
+
+def rotations(config, kinds, positions_BT, dtype):
+  """{layer kind: (cos, sin)} of all kinds that rotate, made once a step.
+
+  The barrier keeps XLA from folding the cosines into every layer's loops, where
+  they would be computed again for each head, forward and backward.
+  """
+  if config.position != 'rope':
+    return {}
+  out = {}
+  for kind in sorted(set(kinds) - {'N'}):
+    f, factor = rope.frequencies(config, head_dim(config), kind == 'W')
+    out[kind] = rope.angles(positions_BT, f, factor, dtype)
+  return jax.lax.optimization_barrier(out)
 
 
 def head_dim(config):

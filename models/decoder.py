@@ -234,20 +234,24 @@ class Decoder:
           ends.positions[...].astype(dtype), ('positions', 'hidden')
       )
       x = x + annotate.gather(table, batch.positions, HIDDEN)
+    see = attention.Visibility(
+        batch.segments, batch.positions, rotations=attention.rotations(
+            config, self.pattern, batch.positions, dtype
+        ),
+    )
     if cache is None:
-      see = attention.Visibility(batch.segments, batch.positions)
       x = self._stack(params, x, see)
     else:
-      x, cache = self._step(params, x, batch, cache)
+      x, cache = self._step(params, x, batch, cache, see)
     return ends.norm(x), cache
 
-  def _step(self, params, x, batch, cache):
+  def _step(self, params, x, batch, cache, see):
     """One pass that writes its tokens into the cache, layer by layer."""
     write = jax.lax.dynamic_update_slice_in_dim
     segments = write(cache.segments, batch.segments, cache.length, 1)
     positions = write(cache.positions, batch.positions, cache.length, 1)
-    see = attention.Visibility(
-        batch.segments, batch.positions, cache.length, segments, positions
+    see = see._replace(
+        slot=cache.length, slot_segments=segments, slot_positions=positions
     )
     states = []
     for i, kind in enumerate(self.pattern):

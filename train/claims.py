@@ -10,8 +10,10 @@ Gradients are compared leaf by leaf:  max |a - b| / max |b|  (b: one device).
 """
 
 import dataclasses
+import importlib
 import math
 import pathlib
+import textwrap
 from typing import NamedTuple
 
 import jax
@@ -165,14 +167,16 @@ def equals_one_device(run, *, mesh, within):
     mesh: text as for --mesh; the first devices that it needs are used.
     within: largest difference allowed, relative to each leaf's maximum.
   """
-  places = math.prod(mesh_lib.parse(mesh).values())
-  devices = jax.devices()[:places]
+  sizes = mesh_lib.parse(mesh)
+  devices = jax.devices()[: math.prod(sizes.values())]
+  mesh_lib.resolve(sizes, len(devices))  # before minutes of work, not after
   wide, leaf = _worst_difference(run.config, mesh, devices, 'float64')
   narrow, _ = _worst_difference(run.config, mesh, devices, 'float32')
   return Outcome(
-    f'<= {within:.0e} on {mesh}',
-    f'{wide:.1e} ({leaf})',
-    f'float64, first batch, initial weights; float32 gives {narrow:.1e}',
+    f'<= {within:.0e}',
+    f'{wide:.1e}',
+    f'{mesh}; float64, initial weights, first batch; most in {leaf}; float32 '
+    f'gives {narrow:.1e}',
     wide <= within,
   )
 
@@ -207,8 +211,8 @@ def held_out_below_gzip(run):
     caveat += 'no domain is lost'
   if 'translation' in measured.domains:
     caveat += (
-      ' (translation may lose: a document repeats its English strings and '
-      'gzip copies them)'
+      '; translation may lose: gzip copies the English strings that a document '
+      'repeats'
     )
   return Outcome(
     f'< {base.gzip:.3f}',
@@ -218,27 +222,32 @@ def held_out_below_gzip(run):
   )
 
 
-def _show(rows):
-  """The table of (Claim, Outcome) on the terminal, 110 columns elsewhere."""
-  from rich import box
-  from rich import console
-  from rich import table
-
-  shown = table.Table(box=box.SIMPLE_HEAD, show_lines=True)
-  heads = ('claim', 'kind', 'expected', "paper's number", 'measured', 'caveat')
-  for head in (*heads, ''):
-    shown.add_column(head, overflow='fold')
-  for claim, outcome in rows:
-    expected, measured, caveat, passed = outcome
-    paper = 'none' if claim.paper is None else str(claim.paper)
-    verdict = 'PASS' if passed else 'FAIL'
-    shown.add_row(
-      claim.name, claim.kind, expected, paper, measured, caveat, verdict
+def table(rows):
+  """(Claim, Outcome) rows as text of 80 columns, each caveat below its row."""
+  head = ('', 'claim', 'kind', 'expected', 'paper', 'measured')
+  cells = [
+    (
+      'PASS' if outcome.passed else 'FAIL',
+      textwrap.shorten(claim.name, 39, placeholder='...'),
+      claim.kind,
+      outcome.expected,
+      'none' if claim.paper is None else str(claim.paper),
+      outcome.measured,
     )
-  screen = console.Console(highlight=False, markup=False)
-  if not screen.is_terminal:
-    screen = console.Console(highlight=False, markup=False, width=110)
-  screen.print(shown)
+    for claim, outcome in rows
+  ]
+  wide = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+  line = lambda row: '  '.join(map(str.ljust, row, wide)).rstrip()
+  lines = [line(head), '-' * 80]
+  for row, (_, outcome) in zip(cells, rows, strict=True):
+    indent = ' ' * (wide[0] + 2)
+    lines += [
+      line(row),
+      textwrap.fill(
+        outcome.caveat, 80, initial_indent=indent, subsequent_indent=indent
+      ),
+    ]
+  return '\n'.join(lines)
 
 
 def reproduce(name, workdir='', say=print):
@@ -261,7 +270,7 @@ def reproduce(name, workdir='', say=print):
   for claim in claims:
     say(f'{claim.kind}: {claim.name}')
     rows.append((claim, _resolve(claim.check)(run, **claim.parameters)))
-  _show(rows)
+  say(table(rows))
   failed = [claim.name for claim, outcome in rows if not outcome.passed]
   if failed:
     say(f'{len(failed)} of {len(rows)} claims FAILED: {"; ".join(failed)}')
@@ -272,7 +281,5 @@ def reproduce(name, workdir='', say=print):
 
 def _resolve(check):
   """'claims.equals_one_device' -> the function; papers.claims checked it."""
-  import importlib
-
   file, function = check.split('.')
   return getattr(importlib.import_module(f'paraxis.train.{file}'), function)

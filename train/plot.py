@@ -28,12 +28,12 @@ def curve(rows, name):
 
 
 def smooth(values):
-  """Centred mean over 1/40 of the points (at least 5), narrower at the ends."""
+  """Centred mean over 1/40 of the points, at least 5; one-sided at the ends."""
   half = max(2, len(values) // 80)
   total = np.concatenate([[0.0], np.cumsum(values)])
   at = np.arange(len(values))
-  reach = np.minimum(np.minimum(at, len(values) - 1 - at), half)
-  low, high = at - reach, at + reach + 1
+  low = np.maximum(at - half, 0)
+  high = np.minimum(at + half + 1, len(values))
   return (total[high] - total[low]) / (high - low)
 
 
@@ -62,6 +62,8 @@ def _read(workdir):
 
 def _draw_run(axes, rows, label, colour, alone):
   """One run's curves on (loss, bits per byte, learning rate) axes."""
+  from matplotlib import patheffects
+
   loss, bits, rate = axes
   steps, values = curve(rows, 'train/loss')
   loss.plot(steps, values, color=colour, alpha=0.22, linewidth=0.8)
@@ -82,24 +84,27 @@ def _draw_run(axes, rows, label, colour, alone):
       zorder=5,
       clip_on=False,
     )
-    bits.annotate(
+    last = bits.annotate(
       f'{points[-1]:.3f}',
       (held[-1], points[-1]),
-      xytext=(-8, 8),
+      xytext=(0, 10),
       textcoords='offset points',
-      ha='right',
+      ha='center',
       color=dark,
       fontsize=10,
       fontweight='bold',
+      zorder=6,
     )
+    halo = patheffects.withStroke(linewidth=4, foreground='white')
+    last.set_path_effects([halo])
   rate.plot(*curve(rows, 'train/learning_rate'), color=colour, linewidth=1.4)
   return values, points
 
 
-def _limits(ax, values, room=0.08):
+def _limits(ax, values):
   """Room around values; a loss that starts high is not cut off."""
   low, high = min(values), max(values)
-  pad = max(room * (high - low), 0.02 * abs(high), 1e-9)
+  pad = max(0.08 * (high - low), 0.02 * abs(high), 1e-9)
   ax.set_ylim(low - pad, high + pad)
 
 
@@ -135,7 +140,10 @@ def draw(workdirs, output=None):
   rate.set_ylabel('learning\nrate')
   rate.set_xlabel('step')
   rate.set_ylim(bottom=0)
-  loss.set_title(names[0] if alone else 'runs', loc='left', fontweight='bold')
+  if alone:
+    loss.set_title(names[0], loc='left', fontweight='bold')
+  elif points:
+    bits.plot([], [], 'o-', color='#666666', linewidth=1, label='held-out text')
   _finish(fig, loss, bits, rate, points)
   path = pathlib.Path(output) if output else pathlib.Path(workdirs[0]) / NAME
   try:
@@ -154,7 +162,7 @@ def _finish(fig, loss, bits, rate, points):
     ax.margins(x=0.01)
   bits.spines[['top', 'left', 'bottom']].set_visible(False)
   if points:
-    _limits(bits, points, room=0.5)
+    bits.set_ylim(0.75 * min(points), 1.25 * max(points))  # no false zoom
     bits.set_ylabel('held-out text (bits per byte)')
   else:
     bits.set_yticks([])

@@ -47,7 +47,7 @@ MESH = 'data=2,fsdp=2,tensor=2'
 
 def test_the_mesh_equals_one_device(run):
   outcome = claims.equals_one_device(run, mesh=MESH, within=1e-9)
-  assert outcome.passed and MESH in outcome.expected
+  assert outcome.passed and MESH in outcome.caveat
   assert not jax.config.jax_enable_x64  # as before
   assert not run.workdir.exists()
 
@@ -180,6 +180,18 @@ def claims():
   bound = dict(check='claims.held_out_at_most', bits_per_byte=%s)
   return [('held out', 'LEARN', bound, 1.25)]
 """
+
+
+def test_the_table_of_claims():
+  claim = papers.Claim('a name ' * 9, 'EQ', 'claims.x', {}, 1.25)
+  outcome = claims.Outcome('<= 1e-09', '9.1e-15', 'why ' * 40, True)
+  text = claims.table(
+    [(claim, outcome), (claim, outcome._replace(passed=False))]
+  )
+  lines = text.splitlines()
+  assert max(map(len, lines)) <= 80 and text.count('why') == 80
+  assert lines[2].split()[0] == 'PASS' and '\nFAIL ' in text
+  assert lines[2].split()[-4:] == ['<=', '1e-09', '1.25', '9.1e-15']
 
 
 @pytest.mark.parametrize('bound, code', [('2.4', 0), ('2.2', 1)])

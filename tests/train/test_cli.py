@@ -58,7 +58,7 @@ LIGHT = [
   [],
   ['--help'],
   ['papers'],
-  ['papers', 'muon'],
+  ['papers', 'quickstart'],
   ['data', 'list'],
   ['train', '--helpconfig'],
   ['train', '--config=quickstart', '--print_config', '--config.train.steps=7'],

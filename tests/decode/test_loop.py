@@ -1,0 +1,265 @@
+"""The cache changes nothing: neither lengths, nor batches, nor the mesh."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from paraxis.configs import errors
+from paraxis.configs import schema
+from paraxis.decode import loop
+from paraxis.decode import step
+from paraxis.models import batch as batch_lib
+from paraxis.models import build
+from paraxis.models import tokenizer
+
+MESH = 'data=2,fsdp=2,tensor=2'
+TINY = dict(
+  vocab_size=264,
+  d_model=16,
+  num_layers=2,
+  num_heads=4,
+  d_ff=32,
+  embedding_init_std=1.0,
+  tied_embedding=False,
+)
+MODELS = {
+  'rope': {},
+  'windows, grouped, capped': dict(
+    num_layers=3,
+    pattern='WFN',
+    window=5,
+    num_kv_heads=2,
+    qk_norm='head',
+    attention_softcap=5.0,
+    logit_softcap=9.0,
+    norm_placement='sandwich',
+  ),
+  'learned': dict(
+    position='learned',
+    max_positions=40,
+    norm='layernorm',
+    mlp='gelu',
+    attention_bias=True,
+    attention_output_bias=True,
+    tied_embedding=True,
+  ),
+}
+
+
+def made(mesh='', devices=1, **model):
+  config = schema.view({'model': TINY | model})
+  built = build.build(config, mesh, devices=jax.devices()[:devices])
+  with build.layout(built):
+    params = jax.jit(lambda: built.model.init(jax.random.key(1)))()
+  return built, params
+
+
+def generator(built, params, **decode):
+  config = dataclasses.replace(schema.Decode(), **decode)
+  quiet = lambda line: None
+  return loop.Generator(built, params, tokenizer.Bytes(), config, quiet)
+
+
+def padded(rows, width):
+  out = np.zeros((len(rows), width), np.int32)
+  for i, row in enumerate(rows):
+    out[i, : len(row)] = row
+  return out
+
+
+class Steps:
+  """Compiled once: the whole rows, a prefill, one token."""
+
+  def __init__(self, model, params, width, slots):
+    flat = model.unstack(params)
+    logits = lambda x: model.logits(flat, x)
+
+    def whole(tokens, segments, positions):
+      batch = batch_lib.Batch(tokens, None, segments, positions, None, None)
+      return model.logits(params, model(params, batch)[0])
+
+    def prefill(tokens, lengths):
+      x, cache = step.prefill(model, flat, tokens, lengths, slots)
+      return logits(x), logits(step.last(x, lengths))[:, 0], cache
+
+    def advance(cache, token, position, live):
+      return step.advance(model, flat, cache, token, position, live)
+
+    self.width = width
+    self.whole, self.prefill = jax.jit(whole), jax.jit(prefill)
+    self.advance = jax.jit(advance)
+
+  def cached(self, rows, lengths, wrong=0):
+    """Logits of rows: the first `lengths` at once, then one by one."""
+    prompts = [row[:n] for row, n in zip(rows, lengths, strict=True)]
+    at = np.array(lengths, np.int32)
+    z, last, cache = self.prefill(padded(prompts, self.width), at)
+    out = [list(np.asarray(z[b, :n])) for b, n in enumerate(lengths)]
+    for b, row in enumerate(out):
+      np.testing.assert_array_equal(last[b], row[-1])
+    while (live := at < [len(r) for r in rows]).any():
+      token = [r[p] if p < len(r) else 0 for r, p in zip(rows, at, strict=True)]
+      token = np.array(token, np.int32)
+      z, cache = self.advance(cache, token, at + np.int32(wrong), live)
+      for b in np.flatnonzero(live):
+        out[b].append(np.asarray(z[b]))
+      at = at + 1
+    return out
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_cached_logits_are_uncached_ones(name):
+  """Rows of different lengths and ends, float64, every position."""
+  with jax.enable_x64(True):
+    built, params = made(**MODELS[name], dtype='float64', param_dtype='float64')
+    rng = np.random.default_rng(0)
+    rows = [list(rng.integers(0, 264, n)) for n in (19, 9, 14)]
+    order = np.arange(19, dtype=np.int32)
+    segments = (order < [[19], [9], [14]]).astype(np.int32)
+    with build.layout(built):
+      # Prompts of 7, 1 and 8 tokens, padded to 11, with 12 more slots.
+      steps = Steps(built.model, params, 11, 23)
+      want = np.asarray(
+        steps.whole(padded(rows, 19), segments, order * segments)
+      )
+      got = steps.cached(rows, (7, 1, 8))
+      off = steps.cached(rows, (7, 1, 8), wrong=2)
+    for b, row in enumerate(rows):
+      np.testing.assert_allclose(got[b], want[b, : len(row)], atol=1e-10)
+    # Positions that leave the empty slots out of account would be seen.
+    assert max(np.abs(off[0][i] - want[0, i]).max() for i in range(19)) > 1e-3
+
+
+PROMPTS = ['And it came to pass', 'x', 'def f(n):']
+SAMPLED = dict(temperature=1.1, top_k=50, top_p=0.95, seed=4)
+
+
+@pytest.fixture(scope='module')
+def one():
+  return generator(*made(num_kv_heads=2), max_new_tokens=20)
+
+
+def tokens(results):
+  return [r['tokens'] for r in results]
+
+
+def test_sharded_is_one_device_token_for_token(one):
+  built, params = made(MESH, 8, num_kv_heads=2)
+  said = []
+  many = loop.Generator(
+    built, params, tokenizer.Bytes(), one.config, said.append
+  )
+  got = many.generate(PROMPTS, **SAMPLED)
+  want = one.generate(PROMPTS, **SAMPLED)
+  assert tokens(got) == tokens(want)
+  assert len({t for row in tokens(got) for t in row}) > 8
+  for a, b in zip(got, want, strict=True):
+    np.testing.assert_allclose(a['logprobs'], b['logprobs'], atol=1e-4)
+  assert said == ['3 prompts on 4 batch shards: 1 empty rows are added']
+
+
+def test_a_row_is_what_it_is_alone(one):
+  """A greedy row, a sampled row, and a plain loop without a cache."""
+  together = tokens(one.generate(PROMPTS, temperature=0.0))
+  alone = tokens(one.generate(PROMPTS[1:2], temperature=0.0))
+  assert together[1:2] == alone
+  some, first = (one.generate(p, **SAMPLED) for p in (PROMPTS, PROMPTS[:1]))
+  assert some[0]['tokens'] == first[0]['tokens']
+  built, params = made(num_kv_heads=2)
+  ids = [258, *PROMPTS[1].encode()]
+  with build.layout(built):
+    order = np.arange(24, dtype=np.int32)[None]
+    whole = Steps(built.model, params, 0, 0).whole
+    for _ in range(20):
+      seen = (order < len(ids)).astype(np.int32)
+      z = whole(padded([ids], 24), seen, order)[0, len(ids) - 1]
+      ids.append(int(np.argmax(z)))
+  assert ids[2:] == together[1]
+
+
+def test_stop_strings_end_and_limit(one):
+  whole = one.generate(PROMPTS, **SAMPLED)
+  assert [r['finish'] for r in whole] == ['length'] * 3
+  assert [len(r['tokens']) for r in whole] == [20] * 3
+  stop = whole[1]['text'][8:10]
+  pieces = [''] * 3
+
+  def show(row, piece):
+    pieces[row] += piece
+
+  cut = one.generate(PROMPTS, stop=[stop], on_text=show, **SAMPLED)
+  assert pieces == [r['text'] for r in cut]
+  for a, b in zip(cut, whole, strict=True):
+    at = b['text'].find(stop)
+    assert a['finish'] == ('stop' if at >= 0 else 'length')
+    assert a['text'] == (b['text'][:at] if at >= 0 else b['text'])
+  assert cut[1]['finish'] == 'stop'
+  ending = generator(one.built, made(num_kv_heads=2)[1], max_new_tokens=20)
+  ending._end_id = whole[1]['tokens'][6]
+  short = ending.generate(PROMPTS, **SAMPLED)
+  assert short[1]['finish'] == 'end'
+  for a, b in zip(short, whole, strict=True):
+    full = b['tokens']
+    n = full.index(ending._end_id) if ending._end_id in full else 20
+    assert a['tokens'] == full[:n]
+    assert a['logprobs'] == b['logprobs'][:n]
+
+
+def test_one_program_for_every_length_seed_and_temperature(one):
+  """Values are arguments; new limits fall into the same buckets."""
+  one.generate(PROMPTS, stop=['\0'], **SAMPLED)
+  before = one._run._cache_size(), one._start._cache_size()
+  for seed, limit in ((1, 17), (2, 20), (3, 31)):
+    one.generate(
+      PROMPTS[::-1],
+      stop=['\0'],
+      max_new_tokens=limit,
+      temperature=0.5 + seed,
+      top_k=5 * seed,
+      top_p=0.9,
+      seed=seed,
+    )
+  assert (one._run._cache_size(), one._start._cache_size()) == before
+
+
+def test_buckets():
+  sizes = [loop.bucket(n) for n in range(1, 3000)]
+  assert all(0 <= b - n <= max(15, n // 4) for n, b in enumerate(sizes, 1))
+  assert len(set(sizes)) < 40
+
+
+@pytest.mark.parametrize(
+  'prompts, options, words',
+  [
+    (['x' * 30], dict(max_new_tokens=40, cache_length=70), '31.*40.*71.*=70'),
+    ([[1, 2, 300]], {}, 'token id 300 .*264'),
+    ([[1, -1]], {}, 'token id -1 '),
+    ([[]], {}, 'no token'),
+    ([], {}, 'no prompt'),
+    (['a', 'b'], dict(domains=['code']), '1 domains for 2'),
+    (['a'], dict(domains=['code']), 'no domain'),
+    (['a'], dict(stop=['']), 'empty stop string'),
+    (['a'], dict(temperature=-1.0), 'temperature=-1.0'),
+    (['a'], dict(top_k=265), 'top_k=265'),
+    (['a'], dict(max_new_tokens=0), 'max_new_tokens=0'),
+    (['a'], dict(tempratur=1.0), "Did you mean 'temperature'"),
+  ],
+)
+def test_bad_input(one, prompts, options, words):
+  with pytest.raises(errors.UserError, match=words) as e:
+    one.generate(prompts, **options)
+  assert '\n' not in str(e.value)
+
+
+def test_learned_positions_and_vocabulary_bound_the_work():
+  built, params = made(**MODELS['learned'])
+  short = generator(built, params)
+  with pytest.raises(errors.UserError, match='is 66 tokens.*=40'):
+    short.generate(['x'], max_new_tokens=64)
+  # Padding needs no position: the prompt bucket may be longer than the table.
+  full = short.generate(['x' * 35], max_new_tokens=4, temperature=0.0)
+  assert len(full[0]['tokens']) == 4
+  with pytest.raises(errors.UserError, match='2048 entries.*=264'):
+    loop.Generator(built, params, tokenizer.load('bpe2048'), schema.Decode())

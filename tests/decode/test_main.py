@@ -1,0 +1,222 @@
+"""The decode command on a saved checkpoint: what users type, and mistype."""
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from paraxis.configs import command_line
+from paraxis.configs import schema
+from paraxis.decode import __main__ as command
+from paraxis.models import build
+from paraxis.models import tokenizer
+from paraxis.sharding import store
+
+TINY = dict(
+  vocab_size=2048,
+  d_model=16,
+  num_layers=1,
+  num_heads=2,
+  d_ff=32,
+  embedding_init_std=1.0,
+  tied_embedding=False,
+)
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory):
+  """A run with steps 3 and 7; its mesh has 4 of the 8 devices here."""
+  path = tmp_path_factory.mktemp('run')
+  config = schema.view(
+    {
+      'model': TINY,
+      'mesh': dict(data=2, tensor=2),
+      'decode': dict(max_new_tokens=6),
+    }
+  )
+  built = build.build(config, 'data=1', devices=jax.devices()[:1])
+  with build.layout(built):
+    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  tree = {f'params/{p}': v for p, v in params.items()}
+  axes = {f'params/{p}': built.model.axes[p] for p in params}
+  # A checkpoint of training holds more, which decoding must not need.
+  tree['optimizer/mu'], axes['optimizer/mu'] = params['norm/scale'], ('norm',)
+  meta = dict(
+    config=schema.to_json(config),
+    tokenizer=tokenizer.load('bpe2048').fingerprint,
+  )
+  with store.Store(path / 'checkpoints', asynchronous=False) as s:
+    for step in (3, 7):
+      s.save(step, tree, axes, meta)
+  return path
+
+
+@pytest.fixture
+def run(capsys, workdir):
+  """run(*flags) -> (exit code, stdout, lines of stderr)."""
+
+  def call(*flags, checkpoint=workdir):
+    argv = [f'--checkpoint={checkpoint}', *flags]
+    code = command_line.run(command.main, argv)
+    out, err = capsys.readouterr()
+    return code, out, err.splitlines()
+
+  return call
+
+
+def test_json_is_the_same_twice_and_on_another_mesh(run):
+  flags = ('--prompt=The ', '--domain=drama', '--temperature=0', '--json')
+  code, out, err = run(*flags)
+  assert code == 0
+  assert any('blanks at the end of 1 of 1' in line for line in err)
+  assert any('mesh data=2,tensor=2, here are 8' in line for line in err)
+  found = json.loads(out)
+  (sample,) = found['samples']
+  assert found['step'] == 7 and sample['prompt'] == 'The'
+  assert sample['domain'] == 'drama' and sample['finish'] == 'length'
+  assert len(sample['tokens']) == 6
+  decoded = tokenizer.load('bpe2048').decode(sample['tokens'])
+  assert sample['text'] == decoded
+  assert run(*flags)[1] == out
+  assert run(*flags, '--mesh=data=2,fsdp=2,tensor=2')[1] == out
+  other = run('--prompt=The', '--domain=code', *flags[2:])[1]
+  assert json.loads(other)['samples'][0]['tokens'] != sample['tokens']
+
+
+def test_flags_override_the_configuration(run, tmp_path):
+  file = tmp_path / 'prompts.txt'
+  file.write_text('One\n\nTwo\n', 'utf-8')
+  code, out, err = run(
+    f'--prompts_file={file}',
+    '--json',
+    '--config.decode.max_new_tokens=3',
+    '--config.decode.temperature=0',
+    '--domain=drama',
+    '--domain=code',
+    '--mesh=data=2,fsdp=2,tensor=2',
+  )
+  samples = json.loads(out)['samples']
+  assert code == 0 and [s['prompt'] for s in samples] == ['One', 'Two']
+  assert [s['domain'] for s in samples] == ['drama', 'code']
+  assert [len(s['tokens']) for s in samples] == [3, 3]
+  assert any('1 empty lines' in line for line in err)
+  code, out, _ = run(
+    '--prompt=One',
+    '--domain=drama',
+    '--temperature=0',
+    '--json',
+    '--config.decode.max_new_tokens=3',
+    '--config.decode.temperature=2',
+  )
+  assert json.loads(out)['samples'][0]['tokens'] == samples[0]['tokens']
+
+
+def test_text_and_streaming_are_the_same(run, monkeypatch):
+  flags = ('--prompt=The', '--seed=5', '--max_new_tokens=20')
+  code, out, _ = run(*flags)
+  assert code == 0 and out.startswith('The') and out.endswith('\n')
+  monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
+  assert run(*flags)[1] == out
+
+
+def test_any_folder_of_a_run(run, workdir):
+  flags = ('--prompt=a', '--json', '--max_new_tokens=1')
+  steps = workdir / 'checkpoints'
+  for path, step in ((steps, 7), (steps / '3', 3)):
+    code, out, _ = run(*flags, checkpoint=path)
+    assert code == 0 and json.loads(out)['step'] == step
+  assert json.loads(run(*flags, '--step=3')[1])['step'] == 3
+
+
+@pytest.mark.parametrize('whole', [False, True])
+def test_damage_falls_back_and_is_said(run, workdir, tmp_path, whole):
+  copy = tmp_path / 'copy'
+  shutil.copytree(workdir, copy)
+  for step in (3, 7) if whole else (7,):
+    files = (copy / 'checkpoints' / str(step) / 'state').rglob('*')
+    largest = max(
+      (f for f in files if f.is_file()), key=lambda f: f.stat().st_size
+    )
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 16
+    largest.write_bytes(data)
+  code, out, err = run('--prompt=a', '--json', checkpoint=copy)
+  assert any('7 is damaged' in line and 'older' in line for line in err)
+  if whole:
+    assert code == 14 and not out and 'all 2 checkpoints' in err[-1]
+  else:
+    assert code == 0 and json.loads(out)['step'] == 3
+
+
+@pytest.mark.parametrize(
+  'flags, words',
+  [
+    (['--domain=drma'], "no domain 'drma'.*Did you mean 'drama'"),
+    (['--domain=code', '--domain=drama'], '2 --domain flags for 1 prompts'),
+    (['--temperature=-1'], 'temperature=-1.0'),
+    (['--top_p=0'], 'top_p=0.0 is out of range'),
+    (['--top_k=2049'], 'top_k=2049 is out of range'),
+    (['--min_p=2'], 'min_p=2.0'),
+    (['--max_new_tokens=1023'], '1025, beyond decode.cache_length=1024'),
+    (['--max_new_tokens=0'], 'max_new_tokens=0'),
+    (['--max_new_tokens=x'], 'max_new_tokens'),
+    (['--stop='], 'empty stop string'),
+    (['--promt=x'], "'--promt=x'.*Did you mean 'prompt'"),
+    (['stray'], "unknown argument 'stray'"),
+    (['--config=quickstart'], 'from the checkpoint'),
+    (['--config.decode.tempratur=1'], "Did you mean 'decode.temperature'"),
+    (['--step=4'], 'no checkpoint of step 4.*there are 3, 7'),
+    (['--mesh=data=3'], '3 places for 8 devices'),
+    (['--mesh=dta=8'], "'dta' is not a mesh axis"),
+    (['--mesh=tensor=8'], "heads' has size 2"),
+    (['--config.data.tokenizer=bytes'], 'not the one of the checkpoint'),
+    (['--config.data.tokenizer=none.json'], 'neither one of'),
+    (['--prompts_file=none.txt'], 'none.txt'),
+  ],
+)
+def test_bad_input_is_one_line(run, flags, words):
+  code, out, err = run('--prompt=x', *flags)
+  found = [line for line in err if re.search(words, line)]
+  assert (code, out, len(found)) == (2, '', 1) and found[0] == err[-1]
+
+
+def test_bad_checkpoints(run, tmp_path):
+  assert run('--prompt=x', checkpoint='')[0] == 2
+  code, _, err = run('--prompt=x', checkpoint=tmp_path / 'none')
+  assert code == 2 and 'no folder' in err[-1] and len(err) == 1
+  code, _, err = run('--prompt=x', checkpoint=tmp_path)
+  assert code == 2 and 'no checkpoint in' in err[-1] and len(err) == 1
+  code, _, err = run()
+  assert code == 2 and 'nothing to continue' in err[-1] and len(err) == 1
+
+
+def test_another_architecture_lists_every_leaf(run):
+  code, out, err = run(
+    '--prompt=x', '--config.model.d_ff=64', '--config.model.qk_norm=head'
+  )
+  text = '\n'.join(err)
+  assert code == 2 and not out and '5 of 14 leaves differ' in text
+  for name in ('mlp/up', 'mlp/gate', 'mlp/down', 'query_norm', 'key_norm'):
+    assert name in text
+  assert 'saved float32(1, 16, 32), wanted float32(1, 16, 64)' in text
+  assert 'optimizer' not in text
+
+
+def test_help_is_complete_and_starts_no_jax():
+  code = (
+    'import sys\nfrom paraxis.decode import __main__ as m\n'
+    'assert m.main(["--help"]) == 0 and "jax" not in sys.modules'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True, check=True
+  )
+  values = command.flags.FlagValues()
+  command._define(values)
+  own = [n for n in values if n not in ('?', 'help', 'helpshort', 'helpfull')]
+  for name in (*own, *(f.name for f in dataclasses.fields(schema.Decode))):
+    assert name in done.stdout, name

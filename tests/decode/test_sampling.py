@@ -1,0 +1,162 @@
+"""Filters against their definitions, draws against exact probabilities."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paraxis.configs import errors
+from paraxis.configs import schema
+from paraxis.decode import sampling
+
+V = 40
+
+
+def setting(**options):
+  config = dataclasses.replace(
+    schema.Decode(), **{'temperature': 1.0, **options}
+  )
+  return sampling.check(config, V)
+
+
+def logits(rows=6, ties=False):
+  z = np.random.default_rng(0).normal(0, 2, (rows, V)).astype(np.float32)
+  return np.round(z) if ties else z
+
+
+def definition(z, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+  """Probabilities of one row, by sorting: plain loops, float64."""
+  z = z.astype(np.float64) / temperature
+  p = np.exp(z - z.max())
+  if top_k:
+    least = sorted(p)[-top_k]
+    p = np.where(p >= least, p, 0)
+  p /= p.sum()
+  if top_p < 1:
+    mass, least = 0.0, 0.0
+    for value in sorted(p)[::-1]:
+      mass, least = mass + value, value
+      if mass >= top_p:
+        break
+    p = np.where(p >= least, p, 0)
+  p = np.where(p >= min_p * p.max(), p, 0)
+  return p / p.sum()
+
+
+CASES = [
+  {},
+  dict(temperature=0.3),
+  dict(top_k=1),
+  dict(top_k=7),
+  dict(top_k=V),
+  dict(top_p=0.5),
+  dict(top_p=0.97, temperature=2.0),
+  dict(min_p=0.1),
+  dict(temperature=1.7, top_k=9, top_p=0.8, min_p=0.15),
+]
+
+
+@pytest.mark.parametrize('ties', [False, True])
+@pytest.mark.parametrize('options', CASES, ids=str)
+def test_filters_are_their_definitions(options, ties):
+  z = logits(ties=ties)
+  form, values = setting(**options)
+  got = jax.nn.softmax(
+    jax.jit(sampling.filtered, static_argnums=1)(jnp.asarray(z), form, values)
+  )
+  want = np.stack([definition(row, **options) for row in z])
+  np.testing.assert_array_equal(np.asarray(got) > 0, want > 0)
+  np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_a_filter_is_not_another():
+  """The comparison above sees a filter that is off by one token."""
+  z = logits()
+  form, values = setting(top_k=6)
+  got = np.asarray(sampling.filtered(jnp.asarray(z), form, values)) > -np.inf
+  want = np.stack([definition(row, top_k=7) for row in z]) > 0
+  assert (got != want).sum() == len(z)
+
+
+def _chi_square(tokens, p):
+  """Pearson's statistic over the tokens that can occur, and its freedom."""
+  seen = np.bincount(tokens, minlength=V)
+  assert not seen[p == 0].any()
+  can = p > 0
+  expected = p[can] * len(tokens)
+  return ((seen[can] - expected) ** 2 / expected).sum(), can.sum() - 1
+
+
+@pytest.mark.parametrize(
+  'options', [{}, dict(temperature=0.6, top_k=12, top_p=0.9)], ids=str
+)
+def test_draws_have_the_exact_probabilities(options):
+  """Chi-square over rows and over indices; seeded, so it never flickers."""
+  z = logits(1) / 2
+  n = 8192
+  form, values = setting(**options)
+  draw = jax.jit(sampling.sample, static_argnums=1)
+  rows, _ = draw(jnp.tile(z, (n, 1)), form, values, 0)
+  walk = jax.jit(
+    jax.vmap(lambda i: sampling.sample(jnp.asarray(z), form, values, i)[0][0])
+  )(jnp.arange(n))
+  p = definition(z[0], **options)
+  for tokens in (np.asarray(rows), np.asarray(walk)):
+    statistic, freedom = _chi_square(tokens, p)
+    # Mean `freedom`, variance 2 freedom: five standard deviations.
+    assert statistic < freedom + 5 * np.sqrt(2 * freedom)
+  other = dict(options, temperature=options.get('temperature', 1.0) * 1.3)
+  wrong = definition(z[0], **other)
+  if (wrong > 0).sum() == (p > 0).sum():
+    statistic, freedom = _chi_square(np.asarray(rows), wrong)
+    assert statistic > freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_a_row_draws_the_same_in_any_batch():
+  form, values = setting()
+  z = jnp.asarray(np.tile(logits(1) / 4, (16, 1)))
+  sample = lambda rows, index: np.asarray(
+    sampling.sample(z[:rows], form, values, index)[0]
+  )
+  whole = sample(16, 3)
+  np.testing.assert_array_equal(sample(5, 3), whole[:5])
+  assert len(set(whole.tolist())) > 4  # rows differ
+  assert (sample(16, 4) != whole).any()  # so do indices
+  form, values = setting(seed=1)
+  assert (sample(16, 3) != whole).any()  # and seeds
+
+
+def test_greedy_takes_the_lowest_of_a_tie():
+  z = np.zeros((2, V), np.float32)
+  z[0, [7, 31]] = 2
+  form, values = setting(temperature=0.0, top_k=3)
+  token, logprob = sampling.sample(jnp.asarray(z), form, values, 0)
+  assert token.tolist() == [7, 0] and token.dtype == jnp.int32
+  want = 2 - np.log(2 * np.exp(2) + V - 2), -np.log(V)
+  np.testing.assert_allclose(logprob, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    dict(temperature=-0.1),
+    dict(temperature=float('nan')),
+    dict(temperature=float('inf')),
+    dict(top_k=-1),
+    dict(top_k=V + 1),
+    dict(top_p=0.0),
+    dict(top_p=1.5),
+    dict(top_p=float('nan')),
+    dict(min_p=-0.1),
+    dict(min_p=1.1),
+    dict(seed=-1),
+    dict(seed=2**32),
+  ],
+  ids=str,
+)
+def test_out_of_range(options):
+  (name,) = options
+  with pytest.raises(errors.UserError, match=f'^{name}=.*out of range'):
+    setting(**options)

@@ -1,0 +1,86 @@
+"""Mesh text, the places of devices, and what every mistake says."""
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from paraxis.configs import errors
+from paraxis.sharding import mesh
+
+
+def test_parse():
+  assert mesh.parse('data=2, tensor=-1') == {'data': 2, 'tensor': -1}
+  assert mesh.parse('') == {}
+
+
+@pytest.mark.parametrize(
+  'text, words',
+  [
+    ('tensr=2', ["'tensr' is not a mesh axis", "Did you mean 'tensor'?"]),
+    ('data=2,data=4', ["'data' is given twice"]),
+    ('data=two', ["size of 'data' is 'two', not a number"]),
+    ('data', ["size of 'data' is '', not a number"]),
+  ],
+)
+def test_parse_errors(text, words):
+  with pytest.raises(errors.UserError) as e:
+    mesh.parse(text)
+  assert '\n' not in str(e.value)
+  for word in [f'--mesh={text}', *words]:
+    assert word in str(e.value)
+
+
+def test_resolve_names_all_axes_in_order():
+  sizes = mesh.resolve({'tensor': 2, 'data': -1}, 8)
+  assert list(sizes) == list(mesh.AXES)
+  assert sizes == dict(replica=1, stage=1, data=4, fsdp=1, context=1, tensor=2)
+  assert set(mesh.resolve({}, 1).values()) == {1}
+
+
+@pytest.mark.parametrize(
+  'sizes, devices, words',
+  [
+    (
+      dict(data=3, tensor=2),
+      8,
+      ['mesh data=3,tensor=2 has 6 places for 8 devices', '--devices=6',
+       'data=2,tensor=4 | data=4,tensor=2'],
+    ),
+    (dict(), 8, ['mesh data=1 has 1 places for 8 devices', 'fit: data=8.']),
+    (dict(data=3, fsdp=-1), 8, ['data=3,fsdp=-1', 'data=2,fsdp=4']),
+    (dict(data=16), 8, ['data=16 has 16 places for 8', 'fit: data=8.']),
+    (dict(data=-1, fsdp=-1), 8, ['at most one may be -1']),
+    (dict(data=0), 8, ['mesh data=0: sizes must be positive']),
+    (dict(data=-2), 8, ['mesh data=-2: sizes must be positive']),
+  ],
+)  # fmt: skip
+def test_resolve_errors(sizes, devices, words):
+  with pytest.raises(errors.UserError) as e:
+    mesh.resolve(sizes, devices)
+  for word in words:
+    assert word in str(e.value)
+
+
+def test_factorisations_are_the_most_even_first():
+  found = mesh.factorisations(8, ('data', 'fsdp', 'tensor'))
+  assert found[0] == 'data=2,fsdp=2,tensor=2' and len(found) == 6
+  assert all(mesh.resolve(mesh.parse(text), 8) for text in found)
+
+
+def test_describe():
+  assert mesh.describe(dict(tensor=2, data=4, fsdp=1)) == 'data=4,tensor=2'
+  assert mesh.describe({}) == 'data=1'
+  for text in ('data=2,fsdp=2,tensor=2', 'context=8'):
+    assert mesh.describe(mesh.parse(text)) == text
+
+
+def test_make_places_every_device_once():
+  made = mesh.make('data=2,tensor=-1')
+  assert made.axis_names == mesh.AXES
+  assert dict(made.shape)['tensor'] == 4
+  assert made.axis_types == (AxisType.Explicit,) * 6
+  assert sorted(d.id for d in made.devices.flat) == list(range(8))
+  one = mesh.make({}, jax.devices()[:1])
+  assert one.size == 1 and one.axis_names == mesh.AXES
+  with pytest.raises(errors.UserError, match='2 places for 8 devices'):
+    mesh.make('data=2')
