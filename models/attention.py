@@ -115,7 +115,8 @@ class Attention(nnx.Module):
       q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
     o, state = self._attend(q, k, v, see, state)
     y = annotate.einsum(
-        'BTNH,NHD->BTD', o, QUERIES, self.output[...].astype(o.dtype),
+        # P is the head width: sorted after N, XLA need not copy the matrix.
+        'BTNP,NPD->BTD', o, QUERIES, self.output[...].astype(o.dtype),
         self.output.get_metadata('axes'), HIDDEN,
     )
     if config.attention_output_bias:
@@ -136,9 +137,7 @@ class Attention(nnx.Module):
           q, k, v, mask, (see.segments, see.segments), impl=config.attention
       )
       return o, None
-    write = jax.lax.dynamic_update_slice_in_dim
-    keys = write(state[0], k.astype(state[0].dtype), see.slot, 1)
-    values = write(state[1], v.astype(state[1].dtype), see.slot, 1)
+    keys, values = _write(state, (k, v), see.slot)
     segments = (see.segments, see.slot_segments)
     order = (see.positions, see.slot_positions)
     attend = decode_attention.decode_attention
@@ -170,6 +169,24 @@ def rotations(config, kinds, positions_BT, dtype):
     f, factor = rope.frequencies(config, head_dim(config), kind == 'W')
     out[kind] = rope.angles(positions_BT, f, factor, dtype)
   return jax.lax.optimization_barrier(out)
+
+
+def _write(state, new, slot):
+  """Caches (B, S, K, H) with `new` (B, T, K, H) in the slots from `slot` on.
+
+  One token is written in a loop of one turn: XLA on CPU fuses a bare update
+  into whatever reads the cache, which costs three copies of it per layer.
+  """
+
+  def write(slot, caches):
+    return tuple(
+        jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), slot, 1)
+        for old, x in zip(caches, new, strict=True)
+    )
+
+  if new[0].shape[1] > 1:
+    return write(slot, state)
+  return jax.lax.fori_loop(slot, slot + 1, write, tuple(state))
 
 
 def head_dim(config):

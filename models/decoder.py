@@ -189,27 +189,34 @@ class Decoder:
     return x
 
   def _stack(self, params, x, see):
-    """All layers, scanned over whole units; the rest of a unit at the end."""
+    """All layers: scanned over whole units, or unrolled where that is shallow.
+
+    Unrolled, the stacks are split once, so that their gradient is one
+    concatenation: a third less to compile than slices of a stack.
+    """
     unit, depth = self.unit, self.config.num_layers
-    repeats = depth // len(unit)
     stacked = {p: params[f'layers/{p}'] for p in self._owners}
-    per_unit = {
-        p: sum(i < len(unit) for i in owners)
-        for p, owners in self._owners.items()
+    repeats = depth // len(unit)
+    unroll = self.config.unroll
+    unroll = unroll or (repeats if depth <= AUTO_UNROLL else 1)
+    scanned = 0 if unroll >= repeats else repeats
+    in_unit = {
+      p: sum(i < len(unit) for i in owners) for p, owners in self._owners.items()
     }
-    whole = {
-        p: v[: per_unit[p] * repeats].reshape(
-            repeats, per_unit[p], *v.shape[1:]
-        )
-        for p, v in stacked.items() if per_unit[p] and repeats
-    }
-    if repeats:
+    if scanned:
+      whole = {
+        p: v[: in_unit[p] * repeats].reshape(repeats, in_unit[p], *v.shape[1:])
+        for p, v in stacked.items()
+        if in_unit[p]
+      }
       body = lambda x, values: (self._run_unit(unit, x, see, values), None)
-      unroll = self.config.unroll
-      unroll = unroll or (repeats if depth <= AUTO_UNROLL else 1)
-      x, _ = jax.lax.scan(body, x, whole, unroll=min(unroll, repeats))
-    rest = {p: v[per_unit[p] * repeats :] for p, v in stacked.items()}
-    return self._run_unit(self.pattern[repeats * len(unit) :], x, see, rest)
+      x, _ = jax.lax.scan(body, x, whole, unroll=unroll)
+    rest = {}
+    for p, v in stacked.items():
+      v = v[in_unit[p] * scanned :]
+      parts = jax.lax.split(v, [1] * len(v)) if len(v) else []
+      rest[p] = [part[0] for part in parts]
+    return self._run_unit(self.pattern[scanned * len(unit) :], x, see, rest)
 
   def __call__(self, params, batch, cache=None):
     """Features of every token.

@@ -85,13 +85,16 @@ def _spread(q_BTNH, kv):
   b, t, n, h = q_BTNH.shape
   own = jnp.eye(kv, dtype=q_BTNH.dtype)[:, None, :, None]
   q = q_BTNH.reshape(b, t, kv, n // kv, 1, h) * own
+  # One merge at a time: the type of a sharded reshape allows no more.
+  q = q.reshape(b, t, n, kv, h).reshape(b, t * n, kv, h)
   return q.reshape(b, t * n, kv * h)
 
 
 def _own(o_BRE, t, kv):
   """Of each row, the columns of its own kv head: (B, T, N, H)."""
   b, r, e = o_BRE.shape
-  o = o_BRE.reshape(b, t, kv, r // t // kv, kv, e // kv)
+  o = o_BRE.reshape(b, r, kv, e // kv).reshape(b, t, r // t, kv, e // kv)
+  o = o.reshape(b, t, kv, r // t // kv, kv, e // kv)
   own = jnp.eye(kv, dtype=o.dtype)[:, None, :, None]
   return (o * own).sum(4).reshape(b, t, r // t, e // kv)
 

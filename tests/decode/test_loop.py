@@ -1,6 +1,8 @@
 """The cache changes nothing: neither lengths, nor batches, nor the mesh."""
 
 import dataclasses
+import math
+import re
 
 import jax
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from paraxis.configs import errors
 from paraxis.configs import schema
 from paraxis.decode import loop
+from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
@@ -263,3 +266,21 @@ def test_learned_positions_and_vocabulary_bound_the_work():
   assert len(full[0]['tokens']) == 4
   with pytest.raises(errors.UserError, match='2048 entries.*=264'):
     loop.Generator(built, params, tokenizer.load('bpe2048'), schema.Decode())
+
+
+def test_the_loop_copies_neither_weights_nor_cache(one):
+  """In the compiled body no copy is as large as a matrix or a layer's cache."""
+  form, values = sampling.check(schema.Decode(temperature=0.0), 264)
+  with build.layout(one.built):
+    tokens, lengths, put = one._place([[1, 2]], 64)
+    state, _ = one._start(one._params, tokens, lengths, values, form, 96, 32)
+    text = one._run.lower(
+        one._params, state, values, np.int32(9), put(np.zeros(1, bool)), form
+    ).compile().as_text()
+  # Not the entry computation: what it copies, it copies once.
+  body = text[: text.index('ENTRY')]
+  sizes = [
+      math.prod(map(int, dims.split(',')))
+      for dims in re.findall(r'%copy[\w.]* = \w+\[([\d,]+)\]', body)
+  ]
+  assert sizes and max(sizes) < 16 * 16

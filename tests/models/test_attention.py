@@ -5,11 +5,11 @@ Legend: B rows, T tokens, D model, N heads, K kv heads, H head width.
 
 import math
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from paraxis.configs import schema
 from paraxis.models import attention
@@ -132,7 +132,8 @@ def test_a_cache_gives_the_same_as_the_whole(kind):
   segments = np.ones_like(segments)
   positions = np.tile(np.arange(T, dtype=np.int32), (B, 1))
   see = visibility(module, segments, positions)
-  whole, _ = module(jnp.asarray(x), see)
+  run = jax.jit(module.__call__)
+  whole, _ = run(jnp.asarray(x), see)
   state = module.init_state(B, 8, jnp.float64)
   assert [s.shape for s in state] == [(B, 8, K, H)] * 2
   slot = np.zeros((2, B, 8), np.int32)
@@ -144,7 +145,7 @@ def test_a_cache_gives_the_same_as_the_whole(kind):
       module, segments[:, part], positions[:, part], slot=jnp.int32(first),
       slot_segments=jnp.asarray(slot[0]), slot_positions=jnp.asarray(slot[1]),
     )  # fmt: skip
-    y, state = module(jnp.asarray(x[:, part]), see, state)
+    y, state = run(jnp.asarray(x[:, part]), see, state)
     found.append(y)
   np.testing.assert_allclose(
     jnp.concatenate(found, 1), whole, rtol=1e-10, atol=1e-10

@@ -1,8 +1,8 @@
 """Numbers that do not fit together: one line, before anything is compiled."""
 
 import jax
-import pytest
 from jax.sharding import PartitionSpec as P
+import pytest
 
 from paraxis.configs import errors
 from paraxis.configs import schema

@@ -1,4 +1,4 @@
-"""Declarations carry their axes, kind and contracted inputs, and their scale."""
+"""Declarations carry axes, kind, contracted inputs and a scale."""
 
 from flax import nnx
 import numpy as np

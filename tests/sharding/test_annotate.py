@@ -5,12 +5,12 @@ Legend: B rows, T tokens, D model, F mlp, V table rows.
 
 import functools
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from paraxis.configs import schema
 from paraxis.models import mlp
@@ -145,7 +145,9 @@ def in_region(run, *names):
   """Traces run(local arrays) of arrays with these logical names (8 each)."""
   mesh, in_specs = jax.sharding.get_mesh(), tuple(map(annotate.spec, names))
   shapes = [
-    jax.ShapeDtypeStruct((8,) * len(s), 'f8', sharding=jax.NamedSharding(mesh, s))
+    jax.ShapeDtypeStruct(
+      (8,) * len(s), 'f8', sharding=jax.NamedSharding(mesh, s)
+    )
     for s in in_specs
   ]
   outer = jax.shard_map(
@@ -184,31 +186,33 @@ def test_manual_refuses_to_scatter_by_a_move(cube):
     in_region(lambda x: annotate.move(x, WHOLE, ROWS), WHOLE)
 
 
-def test_the_mlp_of_the_model_refuses_a_partial_sum(cube):
-  """And under rules that shard rows only it runs in a region."""
-  config = schema.Model(d_model=D, d_ff=F)
-  module = mlp.Mlp(config, nnx.Rngs(0))
+@pytest.mark.parametrize('name, fits', [('data', True), ('tensor', False)])
+def test_the_mlp_of_the_model_in_a_region(name, fits):
+  """It runs under rules that shard rows only, and refuses a partial sum."""
+  module = mlp.Mlp(schema.Model(d_model=D, d_ff=F), nnx.Rngs(0))
   x = np.random.default_rng(0).normal(size=(8, T, D)).astype('f4')
-  expected = np.asarray(jax.jit(module.__call__)(x))
+  expected = np.asarray(module(jnp.asarray(x)))
   graph, state = nnx.split(module)
+  params = {p[0]: v for p, v in nnx.to_flat_state(state)}
 
-  def run(state, x):
-    return nnx.merge(graph, state)(x)
+  def run(values, x):
+    flat = [((n,), params[n].replace(v)) for n, v in values.items()]
+    return nnx.merge(graph, nnx.from_flat_state(flat))(x)
 
-  for name, fits in (('data', True), ('tensor', False)):
-    with annotate.use(rules_lib.preset(name)):
-      leaves = jax.tree.map(
-        lambda v: annotate.spec(v.get_metadata('axes')),
-        state, is_leaf=lambda v: isinstance(v, nnx.Param),
-      )  # fmt: skip
-      rows = annotate.spec(mlp.HIDDEN)
-      region = jax.shard_map(run, in_specs=(leaves, rows), out_specs=rows)
-      if fits:
-        found = jax.jit(region)(state, x)
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-      else:
-        with pytest.raises(ValueError, match="contracts 'F' over 'tensor'"):
-          jax.jit(region)(state, x)
+  made = mesh_lib.make('data=2,fsdp=2,tensor=2')
+  with annotate.use(rules_lib.preset(name)), jax.set_mesh(made):
+    axes = {n: v.get_metadata('axes') for n, v in params.items()}
+    names = ({n: annotate.spec(a) for n, a in axes.items()},
+             annotate.spec(mlp.HIDDEN))  # fmt: skip
+    put = lambda v, s: jax.device_put(np.asarray(v), jax.NamedSharding(made, s))
+    args = {n: put(v[...], names[0][n]) for n, v in params.items()}
+    region = jax.shard_map(run, in_specs=names, out_specs=names[1])
+    if fits:
+      found = jax.jit(region)(args, put(x, names[1]))
+      np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    else:
+      with pytest.raises(ValueError, match="contracts 'F' over 'tensor'"):
+        jax.jit(region)(args, put(x, names[1]))
 
 
 @pytest.mark.parametrize('names', [('vocab', 'hidden'), ('embed', 'hidden')])

@@ -1,8 +1,8 @@
 """Mesh text, the places of devices, and what every mistake says."""
 
 import jax
-import pytest
 from jax.sharding import AxisType
+import pytest
 
 from paraxis.configs import errors
 from paraxis.sharding import mesh

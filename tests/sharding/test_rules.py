@@ -1,7 +1,7 @@
 """Logical names -> specs: what each preset shards, and what it refuses."""
 
-import pytest
 from jax.sharding import PartitionSpec as P
+import pytest
 
 from paraxis.configs import errors
 from paraxis.sharding import rules
