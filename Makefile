@@ -69,14 +69,14 @@ $(STAMP): requirements.txt setup.cfg pyproject.toml
 demo: $(STAMP)
 	"$(BIN)/paraxis" train --config=configs/quickstart.py --workdir=$(RUN)
 	"$(BIN)/paraxis" plot --workdir=$(RUN)
-	@set -e; sample() { "$(BIN)/paraxis" decode --checkpoint=$(RUN) \
-	  --domain="$$1" --prompt="$$2" --max_new_tokens=64 --seed=0; }; \
-	sample scripture "And it came to pass"; \
-	sample drama "[Enter the King"; \
-	sample code "def main"; \
-	sample manual "The following"; \
-	sample dictionary "ocean (n.)"; \
-	sample translation "en: Delete"
+	"$(BIN)/paraxis" decode --checkpoint=$(RUN) \
+	  --max_new_tokens=64 --temperature=0.7 --top_k=40 --seed=0 \
+	  --domain=scripture --prompt="And it came to pass" \
+	  --domain=drama --prompt="[Enter the King" \
+	  --domain=code --prompt="def main" \
+	  --domain=manual --prompt="The following" \
+	  --domain=dictionary --prompt="ocean (n.)" \
+	  --domain=translation --prompt="en: Delete"
 
 test: $(STAMP)
 	"$(BIN)/python" -m pytest -n $(WORKERS) $(ARGS)

@@ -2,8 +2,8 @@
 
     paraxis COMMAND --config=configs/quickstart.py --config.train.steps=50
 
-Conventions of absl and ml_collections; nothing here imports jax. A config file
-is Python and is executed: it is named by the user, never read from a checkpoint.
+Conventions of absl and ml_collections; nothing here imports jax. A config
+file is Python and is executed: the user names it, no checkpoint ever does.
 """
 
 import importlib.util
@@ -32,16 +32,17 @@ def find_config(name):
     return shipped
   names = [p.stem for p in papers()]
   raise errors.UserError(
-      f'--config={name}: no such file; configs that ship with paraxis: '
-      f'{", ".join(names)}.' + schema.suggest(path.stem, names)
+    f'--config={name}: no such file; configs that ship with paraxis: '
+    f'{", ".join(names)}.' + schema.suggest(path.stem, names)
   )
 
 
 def papers():
   """Files in configs/ that define get_config, sorted."""
   return [
-      p for p in sorted(FOLDER.glob('*.py'))
-      if '\ndef get_config(' in p.read_text(encoding='utf-8')
+    p
+    for p in sorted(FOLDER.glob('*.py'))
+    if '\ndef get_config(' in p.read_text(encoding='utf-8')
   ]
 
 
@@ -54,7 +55,7 @@ def load_module(name):
     spec.loader.exec_module(module)
   except Exception as e:
     raise errors.UserError(
-        f'--config={name}: {path} fails with {type(e).__name__}: {e}'
+      f'--config={name}: {path} fails with {type(e).__name__}: {e}'
     ) from e
   if not hasattr(module, 'get_config'):
     raise errors.UserError(f'--config={name}: {path} defines no get_config().')
@@ -70,8 +71,8 @@ def load(name):
     raise errors.UserError(f'--config={name}: {text}') from e
   if not isinstance(config, ml_collections.ConfigDict):
     raise errors.UserError(
-        f'--config={name}: get_config() returns {type(config).__name__}, not '
-        'a ConfigDict.'
+      f'--config={name}: get_config() returns {type(config).__name__}, not '
+      'a ConfigDict.'
     )
   schema.view(config)
   return config.lock()
@@ -101,9 +102,11 @@ def _check_keys(argv, config):
     if not head.startswith('config.') or key in valid:
       continue
     if key in schema.SECTIONS:
-      raise errors.UserError(f'--config.{key} is a section; name a field of it.')
+      raise errors.UserError(
+        f'--config.{key} is a section; name a field of it.'
+      )
     raise errors.UserError(
-        f'unknown config key {key}.' + schema.suggest(key, valid)
+      f'unknown config key {key}.' + schema.suggest(key, valid)
     )
 
 
@@ -136,7 +139,7 @@ def parse(argv, define, config=None):
   try:
     if config is not None:
       config_flags.DEFINE_config_dict(
-          'config', config, flag_values=values, sys_argv=rest
+        'config', config, flag_values=values, sys_argv=rest
       )
     left = values(['paraxis', *rest])[1:]
   except flags.Error as e:

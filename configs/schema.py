@@ -4,8 +4,8 @@ One frozen dataclass per section. `default()` gives the same fields as a locked
 `ConfigDict` (what a config file edits and `--config.section.field=` overrides),
 `view()` turns a ConfigDict back into the typed, checked `Config` that the code
 reads, and `to_json` / `from_json` carry it through a workdir without ever
-executing Python. Only the standard library and ml_collections: printing a config
-must not start jax.
+executing Python. Only the standard library and ml_collections: printing a
+config must not start jax.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from paraxis.configs.errors import UserError
 def field(default, doc, choices=None, low=None, high=None):
   """A dataclass field with its documentation and its valid values."""
   return dataclasses.field(
-      default=default,
-      metadata=dict(doc=doc, choices=choices, low=low, high=high),
+    default=default,
+    metadata=dict(doc=doc, choices=choices, low=low, high=high),
   )
 
 
@@ -36,8 +36,8 @@ class Mesh:
   context: int = field(1, 'sequence shards')
   tensor: int = field(1, 'shards of heads, mlp and vocabulary')
   rules: str = field(
-      'fsdp_tensor',
-      'preset in sharding/rules.py that maps logical to mesh axes',
+    'fsdp_tensor',
+    'preset in sharding/rules.py that maps logical to mesh axes',
   )
 
 
@@ -53,23 +53,23 @@ class Model:
   head_dim: int = field(0, 'width of a head; 0: d_model / num_heads', low=0)
   d_ff: int = field(432, 'hidden width of the mlp', low=1)
   pattern: str = field(
-      'F',
-      'kinds of layers, repeated over the depth: F full attention, W sliding '
-      'window, N full attention without rotary positions',
+    'F',
+    'kinds of layers, repeated over the depth: F full attention, W sliding '
+    'window, N full attention without rotary positions',
   )
   window: int = field(0, 'tokens a W layer sees, itself included', low=0)
   norm: str = field('rmsnorm', 'normalisation', ('rmsnorm', 'layernorm'))
   norm_placement: str = field(
-      'pre',
-      'before a sublayer, after it (inside the residual), or both',
-      ('pre', 'post', 'sandwich'),
+    'pre',
+    'before a sublayer, after it (inside the residual), or both',
+    ('pre', 'post', 'sandwich'),
   )
   norm_epsilon: float = field(1e-6, 'added to the variance', low=0.0)
   norm_zero_centered: bool = field(False, 'scale is 1 + weight (Gemma)')
   qk_norm: str = field(
-      'none',
-      'RMSNorm on queries and keys: per head, or over all heads at once',
-      ('none', 'head', 'all'),
+    'none',
+    'RMSNorm on queries and keys: per head, or over all heads at once',
+    ('none', 'head', 'all'),
   )
   mlp: str = field('swiglu', 'mlp form', ('swiglu', 'geglu', 'gelu'))
   attention_bias: bool = field(False, 'bias on the q, k, v projections')
@@ -77,59 +77,56 @@ class Model:
   mlp_bias: bool = field(False, 'bias on the mlp projections')
   position: str = field('rope', 'position encoding', ('rope', 'learned'))
   max_positions: int = field(
-      0, 'rows of the learned position table; 0 with rope', low=0
+    0, 'rows of the learned position table; 0 with rope', low=0
   )
   rope_theta: float = field(1e4, 'rotary base', low=1.0)
   rope_local_theta: float = field(
-      0.0, 'rotary base of W layers; 0: rope_theta', low=0.0
+    0.0, 'rotary base of W layers; 0: rope_theta', low=0.0
   )
   rope_scaling: str = field(
-      'none',
-      'frequency scaling of full layers',
-      ('none', 'linear', 'llama3', 'yarn'),
+    'none',
+    'frequency scaling of full layers',
+    ('none', 'linear', 'llama3', 'yarn'),
   )
   rope_factor: float = field(1.0, 'context extension factor', low=1.0)
   rope_low_frequency: float = field(
-      1.0, 'llama3: low_freq_factor; yarn: beta_slow', low=0.0
+    1.0, 'llama3: low_freq_factor; yarn: beta_slow', low=0.0
   )
   rope_high_frequency: float = field(
-      4.0, 'llama3: high_freq_factor; yarn: beta_fast', low=0.0
+    4.0, 'llama3: high_freq_factor; yarn: beta_fast', low=0.0
   )
   rope_original_length: int = field(
-      8192, 'tokens of context before the extension', low=1
+    8192, 'tokens of context before the extension', low=1
   )
   tied_embedding: bool = field(True, 'the head is the embedding, transposed')
   embedding_scale: float = field(1.0, 'multiplies the embeddings', low=0.0)
   attention_scale: float = field(
-      0.0, 'multiplies q.k; 0: head_dim ** -0.5', low=0.0
+    0.0, 'multiplies q.k; 0: head_dim ** -0.5', low=0.0
   )
   attention_softcap: float = field(
-      0.0, 'scores become c tanh(s / c); 0: off', low=0.0
+    0.0, 'scores become c tanh(s / c); 0: off', low=0.0
   )
   logit_softcap: float = field(
-      0.0, 'logits become c tanh(z / c); 0: off', low=0.0
+    0.0, 'logits become c tanh(z / c); 0: off', low=0.0
   )
   init_std: float = field(
-      0.0, 'standard deviation of matrices; 0: fan_in ** -0.5', low=0.0
+    0.0, 'standard deviation of matrices; 0: fan_in ** -0.5', low=0.0
   )
   embedding_init_std: float = field(0.02, 'of the embedding table', low=0.0)
   dtype: str = field(
-      'float32',
-      'arithmetic of the forward and backward pass',
-      ('float32', 'bfloat16', 'float64'),
+    'float32',
+    'arithmetic of the forward and backward pass',
+    ('float32', 'bfloat16', 'float64'),
   )
   param_dtype: str = field(
-      'float32', 'storage of parameters and optimizer state',
-      ('float32', 'float64'),
+    'float32',
+    'storage of parameters and optimizer state',
+    ('float32', 'float64'),
   )
   unroll: int = field(
-      0,
-      'layers unrolled in the scan over layers; 0: all up to 8 layers, else 1',
-      low=0,
+    1, 'units of the pattern unrolled in the scan over layers', low=1
   )
-  attention: str = field(
-      'auto', 'attention kernel (paraxis doctor lists them)'
-  )
+  attention: str = field('auto', 'attention kernel (paraxis doctor lists them)')
   attention_block: int = field(256, 'tokens in an attention block', low=1)
 
 
@@ -138,28 +135,28 @@ class Data:
   """Documents -> tokens -> packed rows."""
 
   path: str = field(
-      'fixture',
-      "'fixture' (shipped), 'corpus' (paraxis data fetch), or a .jsonl / .txt "
-      'file or a folder of them',
+    'fixture',
+    "'fixture' (shipped), 'corpus' (paraxis data fetch), or a .jsonl / .txt "
+    'file or a folder of them',
   )
   tokenizer: str = field(
-      'bpe2048', "'bpe2048' (shipped), 'bytes', or a tokenizer.json"
+    'bpe2048', "'bpe2048' (shipped), 'bytes', or a tokenizer.json"
   )
   sequence_length: int = field(256, 'tokens in a row', low=1)
   packing: str = field(
-      'concat_split',
-      'concat_split: documents end to end, cut every sequence_length tokens; '
-      'first_fit: whole documents where they fit',
-      ('concat_split', 'first_fit'),
+    'concat_split',
+    'concat_split: documents end to end, cut every sequence_length tokens; '
+    'first_fit: whole documents where they fit',
+    ('concat_split', 'first_fit'),
   )
   mixture: str = field(
-      '', "weights of domains, 'code=2,drama=1'; empty: by their size"
+    '', "weights of domains, 'code=2,drama=1'; empty: by their size"
   )
   held_out_fraction: float = field(
-      0.1, 'share held out where the data names no split', low=0.0, high=0.9
+    0.1, 'share held out where the data names no split', low=0.0, high=0.9
   )
   cache_dir: str = field(
-      '', 'token cache; empty: a folder in the user cache directory'
+    '', 'token cache; empty: a folder in the user cache directory'
   )
   prefetch: int = field(2, 'batches made ahead of the step', low=0)
 
@@ -169,9 +166,9 @@ class Optimizer:
   """Update rule, schedule and clipping."""
 
   name: str = field(
-      'adamw',
-      'adamw, or muon on matrices with adamw on embeddings, norms and biases',
-      ('adamw', 'muon'),
+    'adamw',
+    'adamw, or muon on matrices with adamw on embeddings, norms and biases',
+    ('adamw', 'muon'),
   )
   learning_rate: float = field(3e-3, 'adamw peak', low=0.0)
   muon_learning_rate: float = field(0.02, 'muon peak', low=0.0)
@@ -182,12 +179,12 @@ class Optimizer:
   muon_momentum: float = field(0.95, 'muon (Nesterov)', low=0.0, high=1.0)
   clip_norm: float = field(1.0, 'global gradient norm; 0: off', low=0.0)
   schedule: str = field(
-      'cosine', 'after the warm-up', ('cosine', 'wsd', 'constant')
+    'cosine', 'after the warm-up', ('cosine', 'wsd', 'constant')
   )
   warmup_steps: int = field(40, 'linear from 0', low=0)
   decay_steps: int = field(0, 'wsd: linear decay at the end', low=0)
   final_fraction: float = field(
-      0.0, 'last learning rate / peak', low=0.0, high=1.0
+    0.0, 'last learning rate / peak', low=0.0, high=1.0
   )
 
 
@@ -200,16 +197,16 @@ class Train:
   microbatches: int = field(1, 'gradient accumulation slices', low=1)
   seed: int = field(0, 'of parameters and data order', low=0)
   remat: str = field(
-      'none',
-      'what the backward pass recomputes: none; attention (keep attention '
-      'outputs); dots (keep matmul outputs); full (keep layer inputs)',
-      ('none', 'attention', 'dots', 'full'),
+    'none',
+    'what the backward pass recomputes: none; attention (keep attention '
+    'outputs); dots (keep those of matmuls too); full (keep layer inputs)',
+    ('none', 'attention', 'dots', 'full'),
   )
   eval_every: int = field(0, 'steps between evaluations; 0: at the end', low=0)
   eval_batches: int = field(0, 'batches per domain; 0: all held out', low=0)
   print_every: int = field(20, 'steps between printed lines', low=1)
   max_nonfinite_steps: int = field(
-      5, 'skipped steps in a row before the run stops', low=1
+    5, 'skipped steps in a row before the run stops', low=1
   )
   tensorboard: bool = field(False, 'also write tensorboard events')
   wandb: str = field('', 'also log to this wandb project')
@@ -233,7 +230,7 @@ class Decode:
   top_k: int = field(0, 'most likely tokens kept; 0: all', low=0)
   top_p: float = field(1.0, 'probability mass kept', low=0.0, high=1.0)
   min_p: float = field(
-      0.0, 'kept: at least this share of the best', low=0.0, high=1.0
+    0.0, 'kept: at least this share of the best', low=0.0, high=1.0
   )
   seed: int = field(0, 'of sampling', low=0)
   cache_length: int = field(1024, 'prompt and new tokens, at most', low=1)
@@ -280,13 +277,13 @@ def _check(name, f, value):
     value = float(value)
   if type(value) is not kind:
     raise UserError(
-        f'{name} must be {kind.__name__}, got {type(value).__name__} {value!r}.'
+      f'{name} must be {kind.__name__}, got {type(value).__name__} {value!r}.'
     )
   meta = f.metadata
   if meta['choices'] and value not in meta['choices']:
     raise UserError(
-        f'{name}={value!r} is not one of {", ".join(meta["choices"])}.'
-        + suggest(value, meta['choices'])
+      f'{name}={value!r} is not one of {", ".join(meta["choices"])}.'
+      + suggest(value, meta['choices'])
     )
   low, high = meta['low'], meta['high']
   if low is not None and not value >= low:
@@ -303,7 +300,7 @@ def view(config):
   for name in data:
     if name not in SECTIONS:
       raise UserError(
-          f'unknown config section {name!r}.' + suggest(name, SECTIONS)
+        f'unknown config section {name!r}.' + suggest(name, SECTIONS)
       )
   for name, section in SECTIONS.items():
     valid = {f.name: f for f in dataclasses.fields(section)}
@@ -311,12 +308,15 @@ def view(config):
     for key in given:
       if key not in valid:
         raise UserError(
-            f'unknown config key {name}.{key}.' + suggest(key, valid)
+          f'unknown config key {name}.{key}.' + suggest(key, valid)
         )
-    out[name] = section(**{
+    out[name] = section(
+      **{
         k: _check(f'{name}.{k}', f, given[k])
-        for k, f in valid.items() if k in given
-    })
+        for k, f in valid.items()
+        if k in given
+      }
+    )
   return Config(**out)
 
 

@@ -54,11 +54,15 @@ class Attention(nnx.Module):
     self.query = make(rngs, (d, n, h), ('embed', 'heads', 'head_dim'), std=std)
     self.key = make(rngs, (d, k, h), ('embed', 'kv_heads', 'head_dim'), std=std)
     self.value = make(
-        rngs, (d, k, h), ('embed', 'kv_heads', 'head_dim'), std=std
+      rngs, (d, k, h), ('embed', 'kv_heads', 'head_dim'), std=std
     )
     self.output = make(
-        rngs, (n, h, d), ('heads', 'head_dim', 'embed'), inputs=2, std=std,
-        gain=(2 * config.num_layers) ** -0.5,
+      rngs,
+      (n, h, d),
+      ('heads', 'head_dim', 'embed'),
+      inputs=2,
+      std=std,
+      gain=(2 * config.num_layers) ** -0.5,
     )
     if config.attention_bias:
       self.query_bias = parameter.vector((n, h), ('heads', 'head_dim'))
@@ -78,8 +82,12 @@ class Attention(nnx.Module):
   def _project(self, x, name, out):
     w = getattr(self, name)
     y = annotate.einsum(
-        'BTD,DNH->BTNH', x, HIDDEN, w[...].astype(x.dtype),
-        w.get_metadata('axes'), out,
+      'BTD,DNH->BTNH',
+      x,
+      HIDDEN,
+      w[...].astype(x.dtype),
+      w.get_metadata('axes'),
+      out,
     )
     if self.config.attention_bias:
       y = y + getattr(self, f'{name}_bias')[...].astype(x.dtype)
@@ -91,7 +99,7 @@ class Attention(nnx.Module):
       return x_BTNH
     if config.qk_norm == 'head':
       return norm.rms(
-          x_BTNH, scale[...], config.norm_epsilon, config.norm_zero_centered
+        x_BTNH, scale[...], config.norm_epsilon, config.norm_zero_centered
       )
     y = x_BTNH.astype(jnp.promote_types(x_BTNH.dtype, jnp.float32))
     variance = jnp.mean(y * y, (-2, -1), keepdims=True)
@@ -103,11 +111,11 @@ class Attention(nnx.Module):
     """-> (y_BTD, state); state is (k_BSKH, v_BSKH) slots or None."""
     config = self.config
     q = self._normalise(
-        self._project(x_BTD, 'query', QUERIES),
-        getattr(self, 'query_norm', None),
+      self._project(x_BTD, 'query', QUERIES),
+      getattr(self, 'query_norm', None),
     )
     k = self._normalise(
-        self._project(x_BTD, 'key', KEYS), getattr(self, 'key_norm', None)
+      self._project(x_BTD, 'key', KEYS), getattr(self, 'key_norm', None)
     )
     v = self._project(x_BTD, 'value', KEYS)
     if config.position == 'rope' and self.kind != 'N':
@@ -115,9 +123,13 @@ class Attention(nnx.Module):
       q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
     o, state = self._attend(q, k, v, see, state)
     y = annotate.einsum(
-        # P is the head width: sorted after N, XLA need not copy the matrix.
-        'BTNP,NPD->BTD', o, QUERIES, self.output[...].astype(o.dtype),
-        self.output.get_metadata('axes'), HIDDEN,
+      # P is the head width: sorted after N, XLA need not copy the matrix.
+      'BTNP,NPD->BTD',
+      o,
+      QUERIES,
+      self.output[...].astype(o.dtype),
+      self.output.get_metadata('axes'),
+      HIDDEN,
     )
     if config.attention_output_bias:
       y = y + self.output_bias[...].astype(y.dtype)
@@ -126,15 +138,15 @@ class Attention(nnx.Module):
   def _attend(self, q, k, v, see, state):
     config = self.config
     mask = attention_op.Mask(
-        causal=True,
-        window=config.window if self.kind == 'W' else 0,
-        softcap=config.attention_softcap,
-        scale=config.attention_scale or q.shape[-1] ** -0.5,
-        block=config.attention_block,
+      causal=True,
+      window=config.window if self.kind == 'W' else 0,
+      softcap=config.attention_softcap,
+      scale=config.attention_scale or q.shape[-1] ** -0.5,
+      block=config.attention_block,
     )
     if state is None:
       o, _ = attention_op.attention(
-          q, k, v, mask, (see.segments, see.segments), impl=config.attention
+        q, k, v, mask, (see.segments, see.segments), impl=config.attention
       )
       return o, None
     keys, values = _write(state, (k, v), see.slot)
@@ -144,16 +156,14 @@ class Attention(nnx.Module):
     if q.shape[1] > 1:  # prefill: many queries, blockwise
       attend = attention_op.attention
     o, _ = attend(
-        q, keys.astype(q.dtype), values.astype(q.dtype), mask, segments, order
+      q, keys.astype(q.dtype), values.astype(q.dtype), mask, segments, order
     )
     return o, (keys, values)
 
   def init_state(self, batch, slots, dtype):
     """Empty slots: (k_BSKH, v_BSKH)."""
     shape = (batch, slots, num_kv_heads(self.config), head_dim(self.config))
-    return tuple(
-        annotate.put(jnp.zeros(shape, dtype), KEYS) for _ in range(2)
-    )
+    return tuple(annotate.put(jnp.zeros(shape, dtype), KEYS) for _ in range(2))
 
 
 def rotations(config, kinds, positions_BT, dtype):
@@ -180,8 +190,8 @@ def _write(state, new, slot):
 
   def write(slot, caches):
     return tuple(
-        jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), slot, 1)
-        for old, x in zip(caches, new, strict=True)
+      jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), slot, 1)
+      for old, x in zip(caches, new, strict=True)
     )
 
   if new[0].shape[1] > 1:

@@ -1,7 +1,7 @@
 """From a checked configuration to mesh, rules and model: before any compiling.
 
-Every way in which the numbers of a model, a mesh and a batch cannot fit together
-is found here, in plain integers, and reported with both numbers.
+Every way in which the numbers of a model, a mesh and a batch cannot fit
+together is found here, in plain integers, and reported with both numbers.
 """
 
 import contextlib
@@ -38,34 +38,34 @@ def check_model(model):
   """UserError if the fields of a schema.Model contradict each other."""
   d, n, k = model.d_model, model.num_heads, attention.num_kv_heads(model)
   _need(
-      model.head_dim or d % n == 0,
-      f'model.d_model={d} is not divisible by model.num_heads={n}; set '
-      'model.head_dim, or change one of them.',
+    model.head_dim or d % n == 0,
+    f'model.d_model={d} is not divisible by model.num_heads={n}; set '
+    'model.head_dim, or change one of them.',
   )
   _need(
-      n % k == 0,
-      f'model.num_heads={n} is not divisible by model.num_kv_heads={k}.',
+    n % k == 0,
+    f'model.num_heads={n} is not divisible by model.num_kv_heads={k}.',
   )
   h = attention.head_dim(model)
   rope = model.position == 'rope'
   _need(
-      not rope or h % 2 == 0,
-      f'model.head_dim={h} is odd: rotary positions turn pairs.',
+    not rope or h % 2 == 0,
+    f'model.head_dim={h} is odd: rotary positions turn pairs.',
   )
   _need(model.pattern, 'model.pattern is empty: name at least one layer kind.')
   for kind in model.pattern:
     _need(
-        kind in decoder.KINDS,
-        f'model.pattern={model.pattern!r}: {kind!r} is not a layer kind '
-        f'({", ".join(decoder.KINDS)}).',
+      kind in decoder.KINDS,
+      f'model.pattern={model.pattern!r}: {kind!r} is not a layer kind '
+      f'({", ".join(decoder.KINDS)}).',
     )
   _need(
-      'W' not in model.pattern or model.window,
-      f'model.pattern={model.pattern!r} has W layers but model.window=0.',
+    'W' not in model.pattern or model.window,
+    f'model.pattern={model.pattern!r} has W layers but model.window=0.',
   )
   _need(
-      rope or model.max_positions,
-      "model.position='learned' needs model.max_positions, rows of its table.",
+    rope or model.max_positions,
+    "model.position='learned' needs model.max_positions, rows of its table.",
   )
 
 
@@ -73,9 +73,9 @@ def check_length(model, length, what):
   """UserError if a learned position table is shorter than `length`."""
   if model.position == 'learned':
     _need(
-        length <= model.max_positions,
-        f'{what} is {length} tokens, but model.max_positions='
-        f'{model.max_positions} is the length of the position table.',
+      length <= model.max_positions,
+      f'{what} is {length} tokens, but model.max_positions='
+      f'{model.max_positions} is the length of the position table.',
     )
 
 
@@ -99,15 +99,16 @@ def build(config, mesh_text='', remat='none', devices=None):
   sizes = dict(mesh.shape)
   rules.check_used(sizes)
   model = decoder.Decoder(config.model, remat)
-  with annotate.use(rules), jax.sharding.use_abstract_mesh(
-      jax.sharding.AbstractMesh((), ())
+  with (
+    annotate.use(rules),
+    jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),
   ):
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
   params = {}
   for path, leaf in shapes.items():
     spec = rules_lib.spec(model.axes[path], leaf.shape, rules, sizes, path)
     params[path] = jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec)
+      leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec)
     )
   return Built(mesh, rules, model, params)
 

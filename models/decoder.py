@@ -1,12 +1,12 @@
-"""A decoder described by data: configs.schema.Model -> parameters, features, logits.
+"""A decoder described by data: schema.Model -> parameters, features, logits.
 
 Flax modules describe one layer and the two ends; `Decoder` holds their graphs
-and works on a flat {path: array} of parameters. Every leaf of a layer is stacked
-over the depth under one path ('layers/attention/query', axis 0 = 'layers'), for
-all layers that have it, in order: the tree on disk is the tree in memory, and
-scanned and unrolled runs read the same one. A pattern string such as 'WF' is a
-unit repeated over the depth: the scan runs over units, what is left over runs
-after it.
+and works on a flat {path: array} of parameters. Every leaf of a layer is
+stacked over the depth under one path ('layers/attention/query', axis 0 is
+'layers'), for all layers that have it, in order: the tree on disk is the tree
+in memory, and scanned and unrolled runs read the same one. A pattern string
+such as 'WF' is a unit repeated over the depth: the scan runs over units, what
+is left over runs after it.
 
 Legend: B rows, T tokens, D model, V vocabulary, L layers, S cache slots.
 """
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
-from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from paraxis.models import attention
@@ -28,7 +27,6 @@ from paraxis.sharding import annotate
 HIDDEN = ('batch', 'length', 'hidden')
 LOGITS = ('batch', 'length', 'vocab')
 KINDS = 'FWN'
-AUTO_UNROLL = 8  # layers; beyond it compile time outweighs the faster step
 
 
 class Cache(NamedTuple):
@@ -69,7 +67,6 @@ class Layer(nnx.Module):
   def __call__(self, x_BTD, see, state=None):
     attend = functools.partial(self.attention, see=see, state=state)
     x, state = self._around('attention', x_BTD, attend)
-    x = ad_checkpoint.checkpoint_name(x, 'attention')
     x, _ = self._around('mlp', x, lambda y: (self.mlp(y), None))
     return x, state
 
@@ -82,8 +79,10 @@ class Ends(nnx.Module):
     self.embedding = parameter.embedding(rngs, shape, ('vocab', 'embed'), std)
     if config.position == 'learned':
       self.positions = parameter.embedding(
-          rngs, (config.max_positions, config.d_model),
-          ('positions', 'embed'), std,
+        rngs,
+        (config.max_positions, config.d_model),
+        ('positions', 'embed'),
+        std,
       )
     self.norm = norm.Norm(config)
     if not config.tied_embedding:
@@ -99,7 +98,8 @@ class Decoder:
   """Stateless: parameters go in as a flat dict, features come out.
 
   Attributes:
-    axes: path -> logical axes. kinds: path -> 'matrix' | 'embedding' | 'vector'.
+    axes: path -> logical axes.
+    kinds: path -> 'matrix', 'embedding' or 'vector'.
     inputs: path -> contracted dimensions of a matrix, without 'layers'.
     pattern: kind of every layer, length num_layers.
   """
@@ -121,9 +121,7 @@ class Decoder:
   def _describe(self, part, make):
     module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graph, state = nnx.split(module)
-    flat = {
-        '/'.join(map(str, p)): (p, v) for p, v in nnx.to_flat_state(state)
-    }
+    flat = {'/'.join(map(str, p)): (p, v) for p, v in nnx.to_flat_state(state)}
     params = {p: pv for p, pv in flat.items() if isinstance(pv[1], nnx.Param)}
     self._graphs[part] = (make, graph, params)
     for path, (_, variable) in params.items():
@@ -189,19 +187,19 @@ class Decoder:
     return x
 
   def _stack(self, params, x, see):
-    """All layers: scanned over whole units, or unrolled where that is shallow.
+    """All layers: scanned over whole units, or unrolled.
 
-    Unrolled, the stacks are split once, so that their gradient is one
-    concatenation: a third less to compile than slices of a stack.
+    Unrolled (model.unroll covers the depth), the stacks are split once, so that
+    their gradient is one concatenation: a third less to compile than slices.
     """
-    unit, depth = self.unit, self.config.num_layers
+    unit = self.unit
     stacked = {p: params[f'layers/{p}'] for p in self._owners}
-    repeats = depth // len(unit)
+    repeats = self.config.num_layers // len(unit)
     unroll = self.config.unroll
-    unroll = unroll or (repeats if depth <= AUTO_UNROLL else 1)
-    scanned = 0 if unroll >= repeats else repeats
+    scanned = repeats if unroll < repeats else 0
     in_unit = {
-      p: sum(i < len(unit) for i in owners) for p, owners in self._owners.items()
+      p: sum(i < len(unit) for i in owners)
+      for p, owners in self._owners.items()
     }
     if scanned:
       whole = {
@@ -238,13 +236,15 @@ class Decoder:
       x = x * jnp.asarray(config.embedding_scale, dtype)
     if config.position == 'learned':
       table = annotate.put(
-          ends.positions[...].astype(dtype), ('positions', 'hidden')
+        ends.positions[...].astype(dtype), ('positions', 'hidden')
       )
       x = x + annotate.gather(table, batch.positions, HIDDEN)
     see = attention.Visibility(
-        batch.segments, batch.positions, rotations=attention.rotations(
-            config, self.pattern, batch.positions, dtype
-        ),
+      batch.segments,
+      batch.positions,
+      rotations=attention.rotations(
+        config, self.pattern, batch.positions, dtype
+      ),
     )
     if cache is None:
       x = self._stack(params, x, see)
@@ -258,7 +258,7 @@ class Decoder:
     segments = write(cache.segments, batch.segments, cache.length, 1)
     positions = write(cache.positions, batch.positions, cache.length, 1)
     see = see._replace(
-        slot=cache.length, slot_segments=segments, slot_positions=positions
+      slot=cache.length, slot_segments=segments, slot_positions=positions
     )
     states = []
     for i, kind in enumerate(self.pattern):
@@ -279,8 +279,13 @@ class Decoder:
     head = ends.embedding if tied else ends.head
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     z = annotate.einsum(
-        'BTD,VD->BTV', x_BTD, HIDDEN, head[...].astype(x_BTD.dtype),
-        head.get_metadata('axes'), LOGITS, dtype=wide,
+      'BTD,VD->BTV',
+      x_BTD,
+      HIDDEN,
+      head[...].astype(x_BTD.dtype),
+      head.get_metadata('axes'),
+      LOGITS,
+      dtype=wide,
     )
     cap = self.config.logit_softcap
     return cap * jnp.tanh(z / cap) if cap else z
@@ -290,11 +295,11 @@ class Decoder:
     dtype = jnp.dtype(dtype or self.config.dtype)
     one = nnx.eval_shape(lambda: self._graphs[self.pattern[0]][0](nnx.Rngs(0)))
     states = tuple(
-        one.attention.init_state(batch, slots, dtype) for _ in self.pattern
+      one.attention.init_state(batch, slots, dtype) for _ in self.pattern
     )
     ids = [
-        annotate.put(jnp.zeros((batch, slots), jnp.int32), ('batch', None))
-        for _ in range(2)
+      annotate.put(jnp.zeros((batch, slots), jnp.int32), ('batch', None))
+      for _ in range(2)
     ]
     return Cache(states, *ids, jnp.int32(0))
 
@@ -304,9 +309,12 @@ def _checkpoint(layer, remat):
   policies = jax.checkpoint_policies
   if remat == 'none':
     return layer
+  attention_outputs = policies.save_only_these_names('attention')
   policy = {
-      'full': None,
-      'dots': policies.dots_with_no_batch_dims_saveable,
-      'attention': policies.save_only_these_names('attention'),
+    'full': None,
+    'dots': policies.save_from_both_policies(
+      policies.dots_with_no_batch_dims_saveable, attention_outputs
+    ),
+    'attention': attention_outputs,
   }[remat]
   return jax.checkpoint(layer, policy=policy)

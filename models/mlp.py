@@ -1,6 +1,6 @@
 """The mlp of a layer: SwiGLU, GeGLU (arXiv:2002.05202) or GELU.
 
-    gated: y = (act(x Wg) * (x Wu)) Wd          plain: y = gelu(x Wu) Wd
+gated: y = (act(x Wg) * (x Wu)) Wd          plain: y = gelu(x Wu) Wd
 """
 
 import functools
@@ -28,7 +28,7 @@ class Mlp(nnx.Module):
     # The residual stream adds 2 * num_layers outputs (GPT-2, section 2.3).
     gain = (2 * config.num_layers) ** -0.5
     self.down = parameter.matrix(
-        rngs, (f, d), ('mlp', 'embed'), std=std, gain=gain
+      rngs, (f, d), ('mlp', 'embed'), std=std, gain=gain
     )
     if config.mlp_bias:
       if config.mlp != 'gelu':
@@ -40,7 +40,7 @@ class Mlp(nnx.Module):
     w = getattr(self, name)
     letters = 'BTD,DF->BTF' if out == WIDE else 'BTF,FD->BTD'
     y = annotate.einsum(
-        letters, x, x_axes, w[...].astype(x.dtype), w.get_metadata('axes'), out
+      letters, x, x_axes, w[...].astype(x.dtype), w.get_metadata('axes'), out
     )
     if self.config.mlp_bias:
       y = y + getattr(self, f'{name}_bias')[...].astype(x.dtype)

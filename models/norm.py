@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm, computed in at least float32.
 
-    rms:   y = x / sqrt(mean(x^2) + eps) * scale          (arXiv:1910.07467)
-    layer: y = (x - mean) / sqrt(var + eps) * scale + bias (arXiv:1607.06450)
+rms:   y = x / sqrt(mean(x^2) + eps) * scale          (arXiv:1910.07467)
+layer: y = (x - mean) / sqrt(var + eps) * scale + bias (arXiv:1607.06450)
 """
 
 from flax import nnx
@@ -32,12 +32,12 @@ class Norm(nnx.Module):
     config = self.config
     if config.norm == 'rmsnorm':
       return rms(
-          x, self.scale[...], config.norm_epsilon, config.norm_zero_centered
+        x, self.scale[...], config.norm_epsilon, config.norm_zero_centered
       )
     y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     y = y - jnp.mean(y, -1, keepdims=True)
     y = y * jax.lax.rsqrt(
-        jnp.mean(y * y, -1, keepdims=True) + config.norm_epsilon
+      jnp.mean(y * y, -1, keepdims=True) + config.norm_epsilon
     )
     scale = self.scale[...] + (1 if config.norm_zero_centered else 0)
     return (y * scale + self.bias[...]).astype(x.dtype)

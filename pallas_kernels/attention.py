@@ -5,7 +5,7 @@
 
 An implementation is two pure functions, without autodiff:
   forward(q, k, v, segments, order, mask) -> (o, lse)
-  backward(q, k, v, segments, order, mask, lse, delta, do) -> (dq, dk, dv)
+  backward(q, k, v, segments, order, mask, (lse, delta, do)) -> (dq, dk, dv)
     with p = e^(s - lse), ds = p (do.v - delta)
 The op owns the one rule that joins them, delta = sum_h o do - dlse, so that no
 kernel needs code for the gradient of lse (FlashAttention-2, arXiv:2307.08691,
@@ -20,9 +20,11 @@ import dataclasses
 import functools
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from paraxis.configs import errors
-from paraxis.pallas_kernels import attention_xla, registry
+from paraxis.pallas_kernels import attention_xla
+from paraxis.pallas_kernels import registry
 
 NEG = attention_xla.NEG  # the lse of a row that sees nothing; finite
 
@@ -139,6 +141,9 @@ def _attention(chosen, mask, q, k, v, segments, order):
 
 def _forward(chosen, mask, q, k, v, segments, order):
   o, lse = chosen.forward(q, k, v, segments, order, mask)
+  # Named here, where they are residuals: a policy that keeps them never runs
+  # the forward kernel again.
+  o, lse = (checkpoint_name(x, 'attention') for x in (o, lse))
   return (o, lse), (q, k, v, segments, order, o, lse)
 
 
@@ -147,7 +152,8 @@ def _backward(chosen, mask, residuals, cotangents):
   do, dlse = cotangents
   wide = lse.dtype
   delta = (o.astype(wide) * do.astype(wide)).sum(-1) - dlse
-  grads = chosen.backward(q, k, v, segments, order, mask, lse, delta, do)
+  rows = lse, delta, do
+  grads = chosen.backward(q, k, v, segments, order, mask, rows)
   return *grads, None, None
 
 

@@ -211,10 +211,10 @@ def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
   return p.from_rows(o), p.from_rows(m + jnp.log(total))
 
 
-def backward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, lse, delta, do):
-  """-> (dq, dk, dv) from lse_BTN, delta_BTN and do_BTNH, in their dtypes."""
+def backward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, rows):
+  """-> (dq, dk, dv) from rows = (lse_BTN, delta_BTN, do_BTNH)."""
   p = _Blocks(q_BTNH, k_BSKH, v_BSKH, segments, order, mask)
-  lse, delta, do = (p.to_rows(x) for x in (lse, delta, do))
+  lse, delta, do = (p.to_rows(x) for x in rows)
   lse = jnp.maximum(lse, FLOOR)
 
   def step(carry, ij):

@@ -18,7 +18,9 @@ H head size, E = K H, R = T N.
 import jax
 import jax.numpy as jnp
 
-from paraxis.pallas_kernels import attention, attention_xla, registry
+from paraxis.pallas_kernels import attention
+from paraxis.pallas_kernels import attention_xla
+from paraxis.pallas_kernels import registry
 
 # Above this many rows T N the K-fold flops cost more than the copy.
 MAX_ROWS = 128

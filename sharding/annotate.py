@@ -15,13 +15,13 @@ import contextvars
 import functools
 
 import jax
-from jax.sharding import AxisType
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from paraxis.sharding import rules as rules_lib
 
 _rules = contextvars.ContextVar(
-    'rules', default=rules_lib.PRESETS['fsdp_tensor']
+  'rules', default=rules_lib.PRESETS['fsdp_tensor']
 )
 
 
@@ -40,7 +40,9 @@ def sizes():
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return {}
-  return {a: n for a, n in zip(mesh.axis_names, mesh.axis_sizes) if n > 1}
+  return {
+    a: n for a, n in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if n > 1
+  }
 
 
 def mode():
@@ -72,12 +74,12 @@ def _carriers(name):
 def move(x, source, target):
   """x from the layout `source` to the layout `target` (logical names)."""
   if mode() == 'manual':
-    for i, (a, b) in enumerate(zip(source, target)):
+    for i, (a, b) in enumerate(zip(source, target, strict=True)):
       old, new = _carriers(a), _carriers(b)
       if old[: len(new)] != new:
         raise ValueError(
-            f'move {source} -> {target}: dimension {i} can be gathered in a '
-            f'manual region, not scattered from {old} to {new}.'
+          f'move {source} -> {target}: dimension {i} can be gathered in a '
+          f'manual region, not scattered from {old} to {new}.'
         )
       if old[len(new) :]:
         x = jax.lax.all_gather(x, old[len(new) :], axis=i, tiled=True)
@@ -153,26 +155,26 @@ def _scatter(equation, y, x_names, w_names, out):
   spec(out)  # one mesh axis on two dimensions is an error here too
   ins, result = equation.split('->')
   held, summed = {}, {}
-  for letters, names in zip(ins.split(','), (x_names, w_names)):
-    for letter, name in zip(letters, names):
+  for letters, names in zip(ins.split(','), (x_names, w_names), strict=True):
+    for letter, name in zip(letters, names, strict=True):
       held[letter] = _carriers(name)
       if letter not in result:
         summed |= {axis: letter for axis in _carriers(name)}
-  for i, (letter, name) in enumerate(zip(result, out)):
+  for i, (letter, name) in enumerate(zip(result, out, strict=True)):
     now, want = held[letter], _carriers(name)
     # A sum may only be scattered below (minor to) what is already split.
     if want[: len(now)] != now or set(want[len(now) :]) - set(summed):
       raise ValueError(
-          f'einsum {equation}: {letter!r} is laid out over {now}, and {out} '
-          f'says {want}; move the operand first.'
+        f'einsum {equation}: {letter!r} is laid out over {now}, and {out} '
+        f'says {want}; move the operand first.'
       )
     for axis in want[len(now) :]:
       y = jax.lax.psum_scatter(y, axis, scatter_dimension=i, tiled=True)
       del summed[axis]
   for axis, letter in summed.items():
     raise ValueError(
-        f'einsum {equation}: contracts {letter!r} over {axis!r}, and no '
-        f'output dimension of {out} takes the scatter.'
+      f'einsum {equation}: contracts {letter!r} over {axis!r}, and no '
+      f'output dimension of {out} takes the scatter.'
     )
   return y
 

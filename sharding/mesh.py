@@ -33,8 +33,8 @@ def parse(text):
     name, _, value = part.partition('=')
     if name not in AXES:
       raise errors.UserError(
-          f'--mesh={text}: {name!r} is not a mesh axis '
-          f'({", ".join(AXES)}).' + schema.suggest(name, AXES)
+        f'--mesh={text}: {name!r} is not a mesh axis '
+        f'({", ".join(AXES)}).' + schema.suggest(name, AXES)
       )
     if name in sizes:
       raise errors.UserError(f'--mesh={text}: axis {name!r} is given twice.')
@@ -42,7 +42,7 @@ def parse(text):
       sizes[name] = int(value)
     except ValueError:
       raise errors.UserError(
-          f'--mesh={text}: the size of {name!r} is {value!r}, not a number.'
+        f'--mesh={text}: the size of {name!r} is {value!r}, not a number.'
       ) from None
   return sizes
 
@@ -88,7 +88,7 @@ def resolve(sizes, num_devices):
   named = ','.join(f'{a}={full[a]}' for a in AXES if full[a] != 1) or 'data=1'
   if bad or len(wild) > 1:
     raise errors.UserError(
-        f'mesh {named}: sizes must be positive, and at most one may be -1.'
+      f'mesh {named}: sizes must be positive, and at most one may be -1.'
     )
   known = math.prod(s for s in full.values() if s > 0)
   if wild and num_devices % known == 0:
@@ -97,9 +97,9 @@ def resolve(sizes, num_devices):
     asked = [a for a in AXES if full[a] != 1] or ['data']
     fits = ' | '.join(factorisations(num_devices, asked))
     raise errors.UserError(
-        f'mesh {named} has {known} places for {num_devices} devices, and no '
-        f'device may be idle; these fit: {fits}. (--devices={known} asks for '
-        f'{known} virtual CPU devices.)'
+      f'mesh {named} has {known} places for {num_devices} devices, and no '
+      f'device may be idle; these fit: {fits}. (--devices={known} asks for '
+      f'{known} virtual CPU devices.)'
     )
   return full
 
@@ -119,7 +119,7 @@ def make(sizes, devices=None):
   shape = tuple(resolve(sizes, len(devices)).values())
   # A torus axis may have to be split to serve two mesh axes.
   placed = mesh_utils.create_device_mesh(
-      shape, devices, allow_split_physical_axes=True
+    shape, devices, allow_split_physical_axes=True
   )
   explicit = (jax.sharding.AxisType.Explicit,) * len(AXES)
   return jax.sharding.Mesh(placed, AXES, axis_types=explicit)

@@ -34,6 +34,7 @@ import orbax.checkpoint as ocp
 
 from paraxis.configs import errors
 from paraxis.sharding import fingerprint
+from paraxis.sharding import manifest as manifest_lib
 
 SPACE = 1.3  # free disk needed, in sizes of the state
 _STEP = re.compile(r'0|[1-9][0-9]{0,17}')
@@ -45,7 +46,7 @@ def _first_line(error):
   while error.__cause__:  # Orbax wraps the reason in pages of specification
     error = error.__cause__
   text = str(error).strip() or type(error).__name__
-  return text.splitlines()[0][:160]
+  return text.partition('\n')[0][:160]
 
 
 def _read_arrays(folder, wanted):
@@ -64,11 +65,11 @@ def _read_arrays(folder, wanted):
 
   sys.unraisablehook = quiet
   try:
-    target = fingerprint.nest(wanted)
+    target = manifest_lib.nest(wanted)
     each = ocp.checkpoint_utils.construct_restore_args(target)
     args = ocp.args.PyTreeRestore(target, each, partial_restore=True)
     nested = ocp.PyTreeCheckpointHandler().restore(folder / 'state', args=args)
-    return fingerprint.flatten(nested, wanted), None
+    return manifest_lib.flatten(nested, wanted), None
   except Exception as e:  # Orbax raises many kinds for damaged files
     # With shapes already compared, lack of memory is not damage.
     if isinstance(e, MemoryError) or 'Out of memory' in str(e):
@@ -90,7 +91,7 @@ def _together(ok):
 
 
 def _open():
-  # What Orbax logs (100 lines for a failed write) it also raises, and so do we.
+  # What Orbax logs, 100 lines for a failed write, it also raises.
   logging.getLogger('absl').addFilter(_NO_ORBAX)
   return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
@@ -99,7 +100,7 @@ class Store:
   """The checkpoints of one run; a context manager, which closes it.
 
   A tree is {canonical path: jax.Array}; `like` is {path: anything with shape,
-  dtype and sharding}. Several processes make the same calls, on one directory.
+  dtype and sharding}. Several processes make the same calls, in one folder.
   """
 
   def __init__(
@@ -178,7 +179,7 @@ class Store:
     good = []
     for step in self._candidates():
       try:
-        fingerprint.read_manifest(self._folder(step))
+        manifest_lib.read_manifest(self._folder(step))
       except errors.IntegrityError:
         continue
       good.append(step)
@@ -199,7 +200,7 @@ class Store:
         f'no checkpoint of step {step} in {self.directory}; there are '
         f'{", ".join(map(str, self.steps())) or "none"}.'
       )
-    return fingerprint.read_manifest(self._folder(step))
+    return manifest_lib.read_manifest(self._folder(step))
 
   def preflight(self, tree):
     """UserError unless the disk has 1.3 times the bytes of `tree` free."""
@@ -230,15 +231,15 @@ class Store:
     step = int(step)
     if not tree or not _STEP.fullmatch(str(step)):
       raise errors.UserError(f'nothing to save, or a bad step: {step}.')
-    fingerprint.check_paths(tree)
+    manifest_lib.check_paths(tree)
     prints, bad = fingerprint.measure(tree)
     if bad:
       raise errors.IntegrityError(
         f'the state of step {step} is not finite in {", ".join(bad[:5])} '
         f'({len(bad)} of {len(tree)} leaves); it is not saved.'
       )
-    manifest = fingerprint.seal(
-      step, fingerprint.describe(tree, axes, prints), meta
+    manifest = manifest_lib.seal(
+      step, manifest_lib.describe(tree, axes, prints), meta
     )
     self.wait()
     self._make_room(step)
@@ -248,7 +249,7 @@ class Store:
       self._orbax.save(
         self._folder(step),
         args=ocp.args.Composite(
-          state=ocp.args.StandardSave(fingerprint.nest(tree)),
+          state=ocp.args.StandardSave(manifest_lib.nest(tree)),
           manifest=ocp.args.JsonSave(manifest),
         ),
       )
@@ -345,7 +346,7 @@ class Store:
         problem = f'fingerprint mismatch in {bad[0]} ({len(bad)} leaves in all)'
     if problem:
       self._bad.add(step)
-      raise fingerprint.damaged(self._folder(step), problem)
+      raise manifest_lib.damaged(self._folder(step), problem)
     return tree
 
   def restore(self, step, like, under=''):
@@ -360,7 +361,7 @@ class Store:
     self.wait()
     _together(True)  # process 0 may be deleting an old step
     manifest = self.read_manifest(step)
-    fingerprint.compare(manifest['leaves'], like, self._folder(step), under)
+    manifest_lib.compare(manifest['leaves'], like, self._folder(step), under)
     return self._load(step, manifest, like), manifest['meta']
 
   def restore_latest_good(self, like, under=''):
@@ -378,9 +379,7 @@ class Store:
     candidates = self._candidates()
     for step in candidates:
       try:
-        manifest = fingerprint.read_manifest(self._folder(step))
-        fingerprint.compare(manifest['leaves'], like, self._folder(step), under)
-        return step, self._load(step, manifest, like), manifest['meta']
+        return step, *self.restore(step, like, under)
       except errors.IntegrityError as e:
         self._bad.add(step)
         self._say(f'{e} Trying an older one.')

@@ -16,30 +16,36 @@ def init(m, key, scan):
   """Parameters of a schema.Model `m`: nested dicts; layers stacked if scan."""
   h = m.d_model // m.num_heads
   shapes = dict(
-      q=(m.d_model, m.num_heads * h), k=(m.d_model, m.num_heads * h),
-      v=(m.d_model, m.num_heads * h), o=(m.num_heads * h, m.d_model),
-      gate=(m.d_model, m.d_ff), up=(m.d_model, m.d_ff),
-      down=(m.d_ff, m.d_model),
+    q=(m.d_model, m.num_heads * h),
+    k=(m.d_model, m.num_heads * h),
+    v=(m.d_model, m.num_heads * h),
+    o=(m.num_heads * h, m.d_model),
+    gate=(m.d_model, m.d_ff),
+    up=(m.d_model, m.d_ff),
+    down=(m.d_ff, m.d_model),
   )
 
   def layer(key):
     keys = jax.random.split(key, len(shapes))
     out = {
-        n: jax.random.normal(k, s) * s[0] ** -0.5
-        for k, (n, s) in zip(keys, shapes.items())
+      n: jax.random.normal(k, s) * s[0] ** -0.5
+      for k, (n, s) in zip(keys, shapes.items(), strict=True)
     }
     return out | dict(n1=jnp.ones(m.d_model), n2=jnp.ones(m.d_model))
 
   keys = jax.random.split(key, m.num_layers + 2)
   table = (m.vocab_size, m.d_model)
   stack = jax.vmap(layer)(keys[2:])
-  layers = stack if scan else [
-      jax.tree.map(lambda a, i=i: a[i], stack) for i in range(m.num_layers)
-  ]
+  layers = (
+    stack
+    if scan
+    else [jax.tree.map(lambda a, i=i: a[i], stack) for i in range(m.num_layers)]
+  )
   return dict(
-      embedding=jax.random.normal(keys[0], table) * 0.02,
-      head=jax.random.normal(keys[1], table) * 0.02,
-      norm=jnp.ones(m.d_model), layers=layers,
+    embedding=jax.random.normal(keys[0], table) * 0.02,
+    head=jax.random.normal(keys[1], table) * 0.02,
+    norm=jnp.ones(m.d_model),
+    layers=layers,
   )
 
 
@@ -80,7 +86,7 @@ def loss(m, params, tokens, targets):
       x = layer(m, x, p)
   else:
     x, _ = jax.lax.scan(
-        lambda x, p: (layer(m, x, p), None), x, params['layers']
+      lambda x, p: (layer(m, x, p), None), x, params['layers']
     )
   z = rms(x, params['norm']) @ params['head'].T
   picked = jnp.take_along_axis(z, targets[..., None], -1)[..., 0]
@@ -90,13 +96,13 @@ def loss(m, params, tokens, targets):
 def make_step(m):
   """-> (optimizer init, jitted (params, state, tokens, targets) step)."""
   rule = optax.chain(
-      optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1)
+    optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1)
   )
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, state, tokens, targets):
     value, grads = jax.value_and_grad(functools.partial(loss, m))(
-        params, tokens, targets
+      params, tokens, targets
     )
     updates, state = rule.update(grads, state, params)
     return optax.apply_updates(params, updates), state, value
@@ -108,7 +114,7 @@ def decode_step(m, params, cache, token, position):
   """One token for one row: -> (logits (V,), cache). cache: list of (k, v)."""
   x = params['embedding'][token][None]
   h, new = m.d_model // m.num_heads, []
-  for p, (keys, values) in zip(params['layers'], cache):
+  for p, (keys, values) in zip(params['layers'], cache, strict=True):
     y = rms(x, p['n1'])
     q, k, v = ((y @ p[n]).reshape(1, m.num_heads, h) for n in 'qkv')
     q, k = rotate(q, position[None]), rotate(k, position[None])

@@ -1,5 +1,6 @@
-"""Ahead-of-time compilation with its cost shown, and the cache that saves it."""
+"""Ahead-of-time compilation, its cost shown, and the cache that saves it."""
 
+import itertools
 import time
 
 import jax
@@ -11,16 +12,16 @@ _hits = []
 
 
 def use_cache():
-  """Persistent compilation cache in the user's cache folder."""
+  """Persistent compilation cache, in the user's cache folder if jax has none."""
+  if not _hits:
+    _hits.append(0)
+    jax.monitoring.register_event_listener(_count)
   if jax.config.jax_compilation_cache_dir:
     return
   folder = corpus.cache_root() / 'compiled'
   jax.config.update('jax_compilation_cache_dir', str(folder))
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
   jax.config.update('jax_raise_persistent_cache_errors', False)
-  if not _hits:
-    _hits.append(0)
-    jax.monitoring.register_event_listener(_count)
 
 
 def _count(event, **_):
@@ -43,10 +44,10 @@ def compile_step(name, function, *args, donate=(), say=None):
   compiled = lowered.compile()
   times.append(time.perf_counter())
   if say:
-    trace, lower, build = (b - a for a, b in zip(times, times[1:]))
+    trace, lower, build = (b - a for a, b in itertools.pairwise(times))
     hit = bool(_hits) and _hits[0] > before
     say(
-        f'{name}: trace {trace:.2f} s, lower {lower:.2f} s, '
-        f'{"from the cache" if hit else "compile"} {build:.2f} s'
+      f'{name}: trace {trace:.2f} s, lower {lower:.2f} s, '
+      f'{"from the cache" if hit else "compile"} {build:.2f} s'
     )
   return compiled

@@ -23,9 +23,7 @@ class Result(NamedTuple):
 
   def values(self):
     """As metrics: 'eval/bits_per_byte', 'eval/<domain>/bits_per_byte'."""
-    each = {
-        f'eval/{d}/bits_per_byte': v for d, v in self.domains.items()
-    }
+    each = {f'eval/{d}/bits_per_byte': v for d, v in self.domains.items()}
     return {'eval/bits_per_byte': self.bits_per_byte, **each}
 
   def line(self):
@@ -51,7 +49,7 @@ class Evaluator:
         batch = job.put(held.batch_at(i, lo, hi), lo)
         if self._compiled is None:
           self._compiled = compiling.compile_step(
-              'evaluation', self._function, params, batch
+            'evaluation', self._function, params, batch
           )
         sums.append(self._compiled(params, batch))
       nats = math.fsum(float(s) for s in jax.device_get(sums))

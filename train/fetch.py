@@ -23,7 +23,9 @@ import tempfile
 import typing
 
 from paraxis.configs import errors
-from paraxis.train import archive_texts, corpus, package_index
+from paraxis.train import archive_texts
+from paraxis.train import corpus
+from paraxis.train import package_index
 
 SOURCES = pathlib.Path(__file__).with_name('sources.json')
 COPYLEFT = 'copyleft: train on it, do not redistribute'

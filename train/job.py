@@ -1,8 +1,8 @@
 """Everything that a configuration means, built once and checked first.
 
 config -> mesh, rules, model, optimizer, tokenizer, documents, batches and the
-shapes and layouts of the state. Bad input of any kind ends here, before anything
-is compiled and before the workdir is written.
+shapes and layouts of the state. Bad input of any kind ends here, before
+anything is compiled and before the workdir is written.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from paraxis.models import build
 from paraxis.models import tokenizer as tokenizer_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.train import data
+from paraxis.train import metrics
 from paraxis.train import optimizers
 from paraxis.train import state as state_lib
 from paraxis.train import token_cache
@@ -28,7 +29,7 @@ class Job:
   """A run, ready to compile.
 
   Attributes:
-    config: schema.Config. built: models.build.Built.
+    config: schema.Config, its mesh the one in use. built: models.build.Built.
     optimizer: train.optimizers.Optimizer.
     tokenizer, corpus, batches: the data (see their files).
     held_out: list of data.HeldOut.
@@ -61,9 +62,7 @@ class Job:
   def batch_sharding(self, ndim):
     """NamedSharding of a batch array (..., rows, tokens)."""
     names = (None,) * (ndim - 2) + ROWS
-    spec = rules_lib.spec(
-        names, None, self.built.rules, dict(self.mesh.shape)
-    )
+    spec = rules_lib.spec(names, None, self.built.rules, dict(self.mesh.shape))
     return jax.NamedSharding(self.mesh, spec)
 
   def local_rows(self, rows):
@@ -71,8 +70,8 @@ class Job:
     sharding = self.batch_sharding(2)
     shape = (rows, self.config.data.sequence_length)
     held = [
-        index[0].indices(rows)[:2]
-        for index in sharding.addressable_devices_indices_map(shape).values()
+      index[0].indices(rows)[:2]
+      for index in sharding.addressable_devices_indices_map(shape).values()
     ]
     return min(lo for lo, _ in held), max(hi for _, hi in held)
 
@@ -94,7 +93,7 @@ class Job:
         return x[cut]
 
       return jax.make_array_from_callback(
-          shape, self.batch_sharding(x.ndim), part
+        shape, self.batch_sharding(x.ndim), part
       )
 
     return jax.tree.map(place, batch)
@@ -114,7 +113,7 @@ class Job:
     """The state before the first step, on the mesh."""
     seed = self.config.train.seed
     make = lambda: state_lib.init(
-        self.model, self.optimizer, jax.random.key(seed)
+      self.model, self.optimizer, jax.random.key(seed)
     )
     return jax.jit(make)()
 
@@ -125,7 +124,7 @@ def _with_layouts(mesh, tree):
   def leaf(x):
     spec = x.sharding.spec if x.sharding is not None else jax.P()
     return jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec)
+      x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec)
     )
 
   return jax.tree.map(leaf, tree)
@@ -144,27 +143,30 @@ def make(config, mesh_text='', devices=None, say=print):
     UserError: anything that does not fit or is not there.
   """
   train = config.train
+  metrics.check_loggers(train)
   built = build.build(config, mesh_text, train.remat, devices)
+  sizes = dataclasses.replace(config.mesh, **built.mesh.shape)
+  config = dataclasses.replace(config, mesh=sizes)
   rows = train.batch_size // train.microbatches
   if train.batch_size % train.microbatches:
     raise errors.UserError(
-        f'train.batch_size={train.batch_size} is not divisible by '
-        f'train.microbatches={train.microbatches}.'
+      f'train.batch_size={train.batch_size} is not divisible by '
+      f'train.microbatches={train.microbatches}.'
     )
   what = f'train.batch_size={train.batch_size}'
   if train.microbatches > 1:
     what += f' in {train.microbatches} microbatches'
   build.check_rows(rows, built, what)
   build.check_length(
-      config.model, config.data.sequence_length, 'data.sequence_length'
+    config.model, config.data.sequence_length, 'data.sequence_length'
   )
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
   corpus = token_cache.tokens(config, tokenizer, say)
   batches = data.Batches(config, corpus)
   if batches.plan.cut:
     say(
-        f'data: {batches.plan.cut} documents are cut between rows of '
-        f'{config.data.sequence_length} tokens; every token is used.'
+      f'data: {batches.plan.cut} documents are cut between rows of '
+      f'{config.data.sequence_length} tokens; every token is used.'
     )
   held_out = data.evaluation(config, corpus)
   optimizer = optimizers.Optimizer(config.optimizer, train.steps, built.model)
@@ -172,5 +174,5 @@ def make(config, mesh_text='', devices=None, say=print):
     init = lambda: state_lib.init(built.model, optimizer, jax.random.key(0))
     state = _with_layouts(built.mesh, jax.jit(init).trace().out_info)
   return Job(
-      config, built, optimizer, tokenizer, corpus, batches, held_out, state
+    config, built, optimizer, tokenizer, corpus, batches, held_out, state
   )

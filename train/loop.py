@@ -2,16 +2,20 @@
 
 A paper passes functions in: `make_step` builds the two halves of a step,
 `callbacks` see every finished step. Step t reads batch t, a pure function of
-(seed, t), so the data cursor is the step itself and a resumed run is bitwise the
-uninterrupted one. Numbers of a step are read after the next one is dispatched:
-the accelerator never waits for the host.
+(seed, t), so the data cursor is the step itself and a resumed run is bitwise
+the uninterrupted one. Numbers of a step are read after the next one is
+dispatched: the accelerator never waits for the host.
 """
 
+import contextlib
+import dataclasses
 import os
 import signal
 import time
+import zlib
 
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 
 from paraxis.configs import errors
@@ -28,8 +32,9 @@ from paraxis.train import workdir as workdir_lib
 class Stop:
   """Turns SIGTERM and Ctrl-C into 'finish this step, save, exit 75'."""
 
-  def __init__(self, say):
-    self.asked, self._say, self._old = '', say, {}
+  def __init__(self, mesh):
+    self.asked, self._mesh, self._old = '', mesh, {}
+    self._flags, self._sum = None, jax.jit(jax.numpy.sum)
 
   def __enter__(self):
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -47,7 +52,28 @@ class Stop:
     if self.asked:
       os._exit(errors.EXIT_CRASH)  # asked twice: the last commit stands
     self.asked = signal.Signals(number).name
-    self._say(f'{self.asked}: saving after this step; again to exit at once')
+    text = f'{self.asked}: saving after this step; again to exit at once\n'
+    os.write(2, text.encode())  # print would fail inside an interrupted print
+
+  def agreed(self):
+    """Call after every step: why all processes stop now, or ''.
+
+    With several processes a tiny sum of their flags follows each step, and is
+    read after the next one: no process waits, and all see it at the same step.
+    """
+    if jax.process_count() == 1:
+      return self.asked
+    before, self._flags = self._flags, self._sum_flags()
+    if before is None or not int(before):
+      return ''
+    return self.asked or 'a signal to another process'
+
+  def _sum_flags(self):
+    layout = jax.NamedSharding(self._mesh, jax.P(self._mesh.axis_names))
+    mine = np.full(1, bool(self.asked), np.int32)
+    return self._sum(
+      jax.make_array_from_callback((self._mesh.size,), layout, lambda _: mine)
+    )
 
 
 def _meta(job, step):
@@ -57,27 +83,29 @@ def _meta(job, step):
   import orbax.checkpoint
 
   return dict(
-      config=schema.to_json(job.config),
-      cursor=dict(step=step, seed=job.config.train.seed),
-      corpus=job.corpus.fingerprint,
-      tokenizer=job.tokenizer.fingerprint,
-      versions=dict(
-          jax=jax.__version__, flax=flax.__version__, optax=optax.__version__,
-          orbax=orbax.checkpoint.__version__,
-      ),
+    config=schema.to_json(job.config),
+    cursor=dict(step=step, seed=job.config.train.seed),
+    corpus=job.corpus.fingerprint,
+    tokenizer=job.tokenizer.fingerprint,
+    versions=dict(
+      jax=jax.__version__,
+      flax=flax.__version__,
+      optax=optax.__version__,
+      orbax=orbax.checkpoint.__version__,
+    ),
   )
 
 
 def _check_meta(job, meta, where):
   for name, now in (
-      ('corpus', job.corpus.fingerprint),
-      ('tokenizer', job.tokenizer.fingerprint),
+    ('corpus', job.corpus.fingerprint),
+    ('tokenizer', job.tokenizer.fingerprint),
   ):
     if meta.get(name) != now:
       raise errors.IntegrityError(
-          f'{where}: the {name} changed since the checkpoint (fingerprint '
-          f'{meta.get(name, "none")[:12]} then, {now[:12]} now): the batches '
-          'would differ. Restore the data, or start in another --workdir.'
+        f'{where}: the {name} changed since the checkpoint (fingerprint '
+        f'{meta.get(name, "none")[:12]} then, {now[:12]} now): the batches '
+        'would differ. Restore the data, or start in another --workdir.'
       )
 
 
@@ -96,10 +124,10 @@ def _start(job, store, say):
 class _Recorder:
   """Reads a step's numbers late, writes them, and watches for NaN."""
 
-  def __init__(self, job, writers, progress):
+  def __init__(self, job, writers, progress, callbacks):
     self._job, self._writers, self._progress = job, writers, progress
-    self._train = job.config.train
-    self._paths = list(job.model.axes)
+    self._train, self._callbacks = job.config.train, callbacks
+    self._paths = sorted(job.model.axes)
     self._pending, self._before = None, time.perf_counter()
     self.last = {}
 
@@ -120,46 +148,58 @@ class _Recorder:
     now = time.perf_counter()
     seconds, self._before = now - self._before, now
     rates = {
-        k: float(v) for k, v in numbers.items() if k.startswith('learning_rate')
+      k: float(v) for k, v in numbers.items() if k.startswith('learning_rate')
     }
     values = {
-        'train/loss': float(numbers['loss']),
-        'train/grad_norm': float(numbers['grad_norm']),
-        'train/learning_rate': max(rates.values()),
-        'train/skipped': int(numbers['skipped']),
-        'perf/step_seconds': seconds,
-        'perf/tokens_per_second': tokens / seconds,
-        'perf/memory_bytes': metrics_lib.memory_bytes(),
+      'train/loss': float(numbers['loss']),
+      'train/grad_norm': float(numbers['grad_norm']),
+      'train/learning_rate': max(rates.values()),
+      'train/skipped': int(numbers['skipped']),
+      'perf/step_seconds': seconds,
+      'perf/tokens_per_second': tokens / seconds,
+      'perf/memory_bytes': metrics_lib.memory_bytes(),
     }
     self._writers.write(step, values)
     self._progress.step(step, values)
     self.last = values
+    for callback in self._callbacks:
+      callback(step, values, self._job)
     if int(numbers['skipped_in_a_row']):
       self._not_finite(step, numbers)
 
   def _not_finite(self, step, numbers):
     """Names the tensors and the batch of a skipped step; stops after K."""
-    row, most = int(numbers['skipped_in_a_row']), self._train.max_nonfinite_steps
+    row, most = (
+      int(numbers['skipped_in_a_row']),
+      self._train.max_nonfinite_steps,
+    )
     bad = [
-        p for p, s in zip(self._paths, numbers['squares'])
-        if not np.isfinite(s)
+      p
+      for p, s in zip(self._paths, numbers['squares'], strict=True)
+      if not np.isfinite(s)
     ]
     text = (
-        f'step {step} is skipped ({row} in a row, {int(numbers["skipped"])} in '
-        f'all): loss {float(numbers["loss"])}, {len(bad)} gradients not finite'
-        f'{": " + ", ".join(bad[:5]) if bad else ""}; batch {step - 1}: '
-        + self._job.batches.describe_rows(step - 1).replace('\n', '; ')
+      f'step {step} is skipped ({row} in a row, {int(numbers["skipped"])} in '
+      f'all): loss {float(numbers["loss"])}, {len(bad)} gradients not finite'
+      f'{": " + ", ".join(bad[:5]) if bad else ""}; batch {step - 1}: '
+      + self._job.batches.describe_rows(step - 1).replace('\n', '; ')
     )
     self._progress.say(text)
     if row >= most:
       raise errors.IntegrityError(
-          f'{row} steps in a row are not finite (train.max_nonfinite_steps='
-          f'{most}); the state before them is kept. Last: {text}'
+        f'{row} steps in a row are not finite (train.max_nonfinite_steps='
+        f'{most}); the state before them is kept. Last: {text}'
       )
 
 
-def run(config, workdir, mesh_text='', make_step=step_lib.make, callbacks=(),
-        say=print):
+def run(
+  config,
+  workdir,
+  mesh_text='',
+  make_step=step_lib.make,
+  callbacks=(),
+  say=print,
+):
   """Trains, or continues, the run of a workdir.
 
   Args:
@@ -167,129 +207,169 @@ def run(config, workdir, mesh_text='', make_step=step_lib.make, callbacks=(),
     workdir: folder of the run; a relative one is resolved.
     mesh_text: --mesh=, replaces config.mesh.
     make_step: (model, optimizer, clip_norm) -> step.Step.
-    callbacks: functions of (step, values, job), called after a recorded step.
+    callbacks: functions of (step, values, job), called when the numbers of a
+      step are known: after the next one is dispatched.
     say: prints one line.
 
   Returns:
     dict: step, stopped ('' or the signal's name), loss, evaluation.
 
+  Several processes make the same call; process 0 writes the folder and speaks.
+
   Raises:
     UserError, IntegrityError: see configs/errors.py.
   """
   started = time.perf_counter()
+  say = say if jax.process_index() == 0 else lambda line: None
   job = job_lib.make(config, mesh_text, say=say)
-  path = workdir_lib.prepare(workdir)
-  workdir_lib.check_config(path, config, say)
-  lock = workdir_lib.Lock(path)
-  try:
-    with job.context():
-      return _run(job, path, make_step, callbacks, say, started)
-  finally:
-    lock.close()
+  path, lock = _claim(job, workdir, say)
+  with lock, job.context():
+    return _run(job, path, make_step, callbacks, say, started)
+
+
+def _claim(job, workdir, say):
+  """Process 0 takes the folder, the others wait: -> (path, a context)."""
+  path, lock, problem = workdir_lib.resolve(workdir), None, None
+  if jax.process_index() == 0:
+    try:
+      workdir_lib.prepare(workdir)
+      workdir_lib.check_config(path, job.config, say)
+      lock = workdir_lib.Lock(path)
+    except (errors.UserError, errors.IntegrityError) as e:
+      problem = e
+  if jax.process_count() > 1:
+    problem = problem or _differing(job, lock is not None)
+  if problem:
+    if lock:
+      lock.close()
+    raise problem
+  return path, contextlib.closing(lock) if lock else contextlib.nullcontext()
+
+
+def _differing(job, locked):
+  """A UserError if process 0 failed or the processes are of different runs."""
+  local = dict(path='', cache_dir='')  # a host may keep its text elsewhere
+  config = dataclasses.replace(
+    job.config, data=dataclasses.replace(job.config.data, **local)
+  )
+  text = schema.to_json(config) + job.corpus.fingerprint
+  text += job.tokenizer.fingerprint
+  mine = np.asarray([locked, zlib.crc32(text.encode())], np.uint32)
+  all_ = np.asarray(multihost_utils.process_allgather(mine))
+  if not all_[0, 0]:
+    return errors.UserError('process 0 cannot start, and says why.')
+  other = np.flatnonzero(all_[:, 1] != all_[0, 1])
+  if other.size:
+    return errors.UserError(
+      f'processes {", ".join(map(str, other))} have another configuration, '
+      'text or tokenizer than process 0: start all with the same arguments.'
+    )
+  return None
 
 
 def _run(job, path, make_step, callbacks, say, started):
   from paraxis.sharding import store as store_lib  # Orbax starts slowly
 
   config, train = job.config, job.config.train
-  step_lib_made = make_step(
-      job.model, job.optimizer, config.optimizer.clip_norm
-  )
-  writers = progress = None
-  store = store_lib.Store(
-      path / workdir_lib.CHECKPOINTS, config.checkpoint.keep,
-      config.checkpoint.asynchronous, say=say,
-  )
-  try:
-    state, first = _start(job, store, say)
-    if jax.process_index() == 0:
-      workdir_lib.write_config(path, config)
-    writers = metrics_lib.Writers(path, train, config)
-    progress = metrics_lib.Progress(train.steps, train.print_every, say)
-    evaluator = evaluate.Evaluator(job, step_lib_made.evaluate)
-    recorder = _Recorder(job, writers, progress)
-    with Stop(progress.say) as stop:
-      state, step, result = _train(
-          job, state, first, step_lib_made, store, recorder, evaluator,
-          (stop, progress, writers, callbacks, started),
+  made = make_step(job.model, job.optimizer, config.optimizer.clip_norm)
+  with contextlib.ExitStack() as stack:
+    store = stack.enter_context(
+      store_lib.Store(
+        path / workdir_lib.CHECKPOINTS,
+        config.checkpoint.keep,
+        config.checkpoint.asynchronous,
+        say=say,
       )
-    if not stop.asked and not result:
-      result = evaluator(state.params)
-      writers.write(step, result.values())
-    return dict(
-        step=step, stopped=stop.asked,
-        loss=recorder.last.get('train/loss'), evaluation=result,
     )
-  finally:
-    if progress:
-      progress.close()
-    if writers:
-      writers.close()
-    store.close()
+    try:
+      state, first = _start(job, store, say)
+      if jax.process_index() == 0:
+        workdir_lib.write_config(path, config)
+      writers = metrics_lib.Writers(path, train, config)
+      stack.callback(writers.close)
+      progress = metrics_lib.Progress(train.steps, train.print_every, say)
+      stack.callback(progress.close)
+      evaluator = evaluate.Evaluator(job, made.evaluate)
+      recorder = _Recorder(job, writers, progress, callbacks)
+      with Stop(job.mesh) as stop:
+        others = stop, progress, writers, started
+        state, step, result, stopped = _train(
+          job, state, first, made, store, recorder, evaluator, others
+        )
+      if not stopped and not result:
+        result = evaluator(state.params)
+        writers.write(step, result.values())
+    except Exception as e:
+      if jax.process_count() > 1 and not isinstance(e, errors.IntegrityError):
+        # Perhaps a peer died: to finish a save would wait for it for minutes.
+        stack.pop_all()
+      raise
+  return dict(
+    step=step,
+    stopped=stopped,
+    loss=recorder.last.get('train/loss'),
+    evaluation=result,
+  )
 
 
 def _train(job, state, first, made, store, recorder, evaluator, others):
-  """Steps first .. train.steps; -> (state, steps done, last evaluation)."""
-  stop, progress, writers, callbacks, started = others
+  """Steps first .. train.steps; -> (state, steps, last evaluation, stopped)."""
+  stop, progress, writers, started = others
   config, train = job.config, job.config.train
   axes = state_lib.axes(job.state, job.model)
-  save = lambda step: store.save(
-      step, state_lib.flatten(state), axes, _meta(job, step)
-  )
-  step, saved, result = first, first, None
+  step, saved, result, stopped = first, first, None, ''
   if first >= train.steps:
     progress.say(f'all {train.steps} steps are done')
-    return state, step, result
+    return state, step, result, stopped
   grads = update = None
   lo, hi = job.local_rows(train.batch_size // train.microbatches)
-  batches = job.batches.iterate(first, lo, hi)
-  for t, host_batch in batches:
-    batch = job.put(host_batch, lo)
-    if grads is None:
-      grads, update = _compile(job, made, batch, progress.say)
-    loss, gradient = grads(state.params, batch)
-    state, numbers = update(state, loss, gradient)
-    del gradient
-    step = t + 1
-    recorder.later(step, numbers, int(host_batch.denominator))
-    if step == first + 1:
-      jax.block_until_ready(state)
-      seconds = time.perf_counter() - started
-      progress.say(f'first step after {seconds:.1f} s')
-    for callback in callbacks:
-      callback(step, recorder.last, job)
-    last = step == train.steps or bool(stop.asked)
-    if last or step % config.checkpoint.every == 0:
-      recorder.flush()
-      save(step)
-      saved = step
-    if train.eval_every and step % train.eval_every == 0 and not stop.asked:
-      recorder.flush()
-      result = evaluator(state.params)
-      writers.write(step, result.values())
-      progress.say(result.line())
-      result = result if last else None
-    if last:
-      break
-  batches.close()
-  recorder.flush()
+  with contextlib.closing(job.batches.iterate(first, lo, hi)) as batches:
+    for t, host_batch in batches:
+      batch = job.put(host_batch, lo)
+      if grads is None:
+        grads, update = _compile(job, made, batch, progress.say)
+      loss, gradient = grads(state.params, batch)
+      state, numbers = update(state, loss, gradient)
+      del gradient
+      step = t + 1
+      recorder.later(step, numbers, int(host_batch.denominator))
+      if step == first + 1:
+        jax.block_until_ready(state)
+        seconds = time.perf_counter() - started
+        progress.say(f'first step after {seconds:.1f} s')
+      store.check()
+      stopped = stop.agreed()
+      last = step == train.steps or bool(stopped)
+      if last or step % config.checkpoint.every == 0:
+        recorder.flush()
+        store.save(step, state_lib.flatten(state), axes, _meta(job, step))
+        saved = step
+      if train.eval_every and step % train.eval_every == 0 and not stopped:
+        recorder.flush()
+        result = evaluator(state.params)
+        writers.write(step, result.values())
+        progress.say(result.line())
+        result = result if last else None
+      if last:
+        break
   store.wait()
-  if stop.asked:
-    progress.say(f'stopped by {stop.asked} after step {step}, saved {saved}')
-  return state, step, result
+  if stopped:
+    progress.say(f'stopped by {stopped} after step {step}, saved {saved}')
+  return state, step, result, stopped
 
 
 def _compile(job, made, batch, say):
   """Both halves of the step, compiled once for the real layouts."""
   grads = compiling.compile_step(
-      'gradient', made.grads, job.state.params, batch, say=say
+    'gradient', made.grads, job.state.params, batch, say=say
   )
   loss, gradient = grads.out_info
   shapes = jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      (loss, gradient), grads.output_shardings,
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    (loss, gradient),
+    grads.output_shardings,
   )
   update = compiling.compile_step(
-      'update', made.update, job.state, *shapes, donate=(0,), say=say
+    'update', made.update, job.state, *shapes, donate=(0,), say=say
   )
   return grads, update

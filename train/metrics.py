@@ -4,6 +4,8 @@ A line of metrics.jsonl is {"step": n, "train/loss": x, ...}. A resumed run
 appends; where a step occurs twice, the last value counts (`read` does so).
 """
 
+import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -12,6 +14,8 @@ import resource
 import sys
 
 import jax
+
+from paraxis.configs import errors
 
 FILE = 'metrics.jsonl'
 
@@ -29,6 +33,16 @@ def read(workdir):
   return dict(sorted(out.items()))
 
 
+def check_loggers(train):
+  """UserError if a logger that the configuration asks for is not installed."""
+  for field, module in (('tensorboard', 'tensorboardX'), ('wandb', 'wandb')):
+    if getattr(train, field) and not importlib.util.find_spec(module):
+      raise errors.UserError(
+        f'train.{field}={getattr(train, field)!r} needs the package {module}, '
+        f'which is not installed: install paraxis[{field}].'
+      )
+
+
 def memory_bytes():
   """Peak bytes on one accelerator, else peak resident bytes of the process."""
   stats = jax.local_devices()[0].memory_stats() or {}
@@ -41,8 +55,8 @@ def memory_bytes():
 class Writers:
   """Writes rows of scalars to every logger that the configuration asks for."""
 
-  def __init__(self, workdir, train, config_dict):
-    """train: schema.Train; config_dict: for wandb. Process 0 writes."""
+  def __init__(self, workdir, train, config):
+    """train: schema.Train; config: schema.Config. Process 0 writes."""
     self._active = jax.process_index() == 0
     self._file = self._board = self._wandb = None
     if not self._active:
@@ -59,7 +73,7 @@ class Writers:
       import wandb
 
       self._wandb = wandb.init(
-          project=train.wandb, dir=workdir, config=config_dict
+        project=train.wandb, dir=workdir, config=dataclasses.asdict(config)
       )
 
   def write(self, step, values):
@@ -107,12 +121,12 @@ class Progress:
   def text(self, step, values):
     """One line: step, loss, speed, memory."""
     parts = [
-        f'step {step}/{self._steps}',
-        f'loss {values["train/loss"]:.4f}',
-        f'grad {values["train/grad_norm"]:.2f}',
-        f'lr {values["train/learning_rate"]:.2e}',
-        f'{values["perf/tokens_per_second"]:,.0f} tokens/s',
-        f'{values["perf/memory_bytes"] / 2**30:.2f} GiB',
+      f'step {step}/{self._steps}',
+      f'loss {values["train/loss"]:.4f}',
+      f'grad {values["train/grad_norm"]:.2f}',
+      f'lr {values["train/learning_rate"]:.2e}',
+      f'{values["perf/tokens_per_second"]:,.0f} tokens/s',
+      f'{values["perf/memory_bytes"] / 2**30:.2f} GiB',
     ]
     return '  '.join(parts)
 

@@ -5,9 +5,9 @@
 AdamW: arXiv:1711.05101. Muon (optax.contrib): the momentum of a matrix is
 orthogonalised by Newton-Schulz steps and scaled by sqrt(max(1, out / in)); a
 stack of layers is a batch of matrices, and (embed, heads, head_dim) is one
-matrix whose columns are heads x head_dim. The learning rate is applied here and
-not inside optax: it depends on the step of the run alone, and the state holds no
-second counter for it.
+matrix whose columns are heads x head_dim. The learning rate is applied here
+and not inside optax: it depends on the step of the run alone, and the state
+holds no second counter for it.
 """
 
 import math
@@ -34,7 +34,7 @@ def schedule(config, steps):
     start = max(steps - config.decay_steps, warmup)
     fall = optax.linear_schedule(1.0, end, max(steps - start, 1))
   return lambda step: jnp.where(
-      step + 1 <= start, rise(step + 1), fall(step + 1 - start)
+    step + 1 <= start, rise(step + 1), fall(step + 1 - start)
   )
 
 
@@ -50,12 +50,13 @@ class Optimizer:
     self.config, self.model = config, model
     self._share = schedule(config, steps)
     muon = [
-        p for p, kind in model.kinds.items()
-        if kind == 'matrix' and config.name == 'muon'
+      p
+      for p, kind in model.kinds.items()
+      if kind == 'matrix' and config.name == 'muon'
     ]
     self.groups = {
-        'adamw': [p for p in model.kinds if p not in muon],
-        'muon': muon,
+      'adamw': [p for p in model.kinds if p not in muon],
+      'muon': muon,
     }
 
   def _dimensions(self, path):
@@ -63,7 +64,7 @@ class Optimizer:
     first = 1 if axes[0] == 'layers' else 0
     middle = first + self.model.inputs[path]
     return contrib.MuonDimensionNumbers(
-        tuple(range(first, middle)), tuple(range(middle, len(axes)))
+      tuple(range(first, middle)), tuple(range(middle, len(axes)))
     )
 
   def _rule(self, group):
@@ -75,29 +76,30 @@ class Optimizer:
       return optax.chain(optax.scale_by_adam(c.b1, c.b2, c.epsilon), decay)
     dims = {p: self._dimensions(p) for p in paths}
     return optax.chain(
-        contrib.scale_by_muon(
-            beta=c.muon_momentum, weight_dimension_numbers=dims
-        ),
-        optax.stateless(
-            lambda updates, _: {
-                p: u * _aspect(u.shape, dims[p]) for p, u in updates.items()
-            }
-        ),
-        decay,
+      contrib.scale_by_muon(
+        beta=c.muon_momentum, weight_dimension_numbers=dims
+      ),
+      optax.stateless(
+        lambda updates, _: {
+          p: u * _aspect(u.shape, dims[p]) for p, u in updates.items()
+        }
+      ),
+      decay,
     )
 
   def init(self, params):
     """Optimizer state: {group: optax state}."""
     return {
-        g: self._rule(g).init({p: params[p] for p in paths})
-        for g, paths in self.groups.items() if paths
+      g: self._rule(g).init({p: params[p] for p in paths})
+      for g, paths in self.groups.items()
+      if paths
     }
 
   def rates(self, step):
     """{group: learning rate} at a step counted from 0."""
     share = self._share(step)
     peaks = dict(
-        adamw=self.config.learning_rate, muon=self.config.muon_learning_rate
+      adamw=self.config.learning_rate, muon=self.config.muon_learning_rate
     )
     return {g: share * peaks[g] for g, paths in self.groups.items() if paths}
 
@@ -111,7 +113,7 @@ class Optimizer:
       if group == 'muon':
         rule = _auto_island(rule)
       direction, new_state[group] = rule(
-          pick(grads), state[group], pick(params)
+        pick(grads), state[group], pick(params)
       )
       for p, d in direction.items():
         new_params[p] = params[p] - rate.astype(d.dtype) * d
@@ -136,7 +138,7 @@ def _auto_island(update):
       return update(grads, state, params)
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (grads, state))
     return jax.sharding.auto_axes(update, out_sharding=specs)(
-        grads, state, params
+      grads, state, params
     )
 
   return run

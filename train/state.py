@@ -56,7 +56,7 @@ def flatten(state):
 def unflatten(like, flat):
   """{canonical path: leaf} -> State with the structure of `like`."""
   return jax.tree_util.tree_map_with_path(
-      lambda keys, _: flat[_path(keys)], like
+    lambda keys, _: flat[_path(keys)], like
   )
 
 
@@ -64,9 +64,9 @@ def axes(state, model):
   """{canonical path: logical axes} of every leaf."""
   out = {}
   for path, leaf in flatten(state).items():
-    owner = next(
-        (p for p in model.axes if path.endswith('/' + p)), None
-    )
+    # The longest: 'norm/scale' also ends 'layers/norm/scale'.
+    owners = (p for p in model.axes if path.endswith('/' + p))
+    owner = max(owners, key=len, default=None)
     mirrors = owner is not None and len(model.axes[owner]) == len(leaf.shape)
     out[path] = model.axes[owner] if mirrors else (None,) * len(leaf.shape)
   return out

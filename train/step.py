@@ -1,8 +1,8 @@
 """One training step in two compiled halves: gradients, then update.
 
 Outer algorithms, snapshots and offloading sit between the halves. The gradient
-of a step is the same for any number of microbatches, because the loss of each is
-divided by the denominator of the whole step. A loss or gradient that is not
+of a step is the same for any number of microbatches, because the loss of each
+is divided by the denominator of the whole step. A loss or gradient that is not
 finite leaves the state as it was; the step is counted and the tensors named.
 """
 
@@ -20,7 +20,9 @@ class Step(NamedTuple):
   """Functions of a step, to be jitted by the loop; papers replace them.
 
   grads(params, batch) -> (loss, {path: gradient}).
-  update(state, loss, grads) -> (state, metrics).
+  update(state, loss, grads) -> (state, metrics): loss, grad_norm, squares (sum
+    of squares of each gradient, sorted by path), skipped, skipped_in_a_row,
+    learning_rate_<group>.
   evaluate(params, batch) -> () sum of nats over the weighted targets.
   """
 
@@ -48,39 +50,43 @@ def make(model, optimizer, clip_norm):
     wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)
     zeros = jax.tree.map(lambda p: annotate.like(p, 0, wide(p)), params)
     share = lambda batch, arrays: batch._replace(
-        **dict(zip(batch._fields[:-1], arrays))
+      **dict(zip(batch._fields[:-1], arrays, strict=True))
     )
 
     def add(total, arrays):
       return jax.tree.map(jnp.add, total, one(params, share(batch, arrays))), ()
 
-    scalar = jnp.zeros((), batch.denominator.dtype)
+    kind = jnp.promote_types(model.config.dtype, jnp.float32)
+    scalar = jnp.zeros((), kind)
     return jax.lax.scan(add, (scalar, zeros), tuple(batch[:-1]))[0]
 
   def update(state, loss, grads):
-    squares = jnp.stack([jnp.sum(jnp.square(g)) for g in grads.values()])
+    squares = jnp.stack([jnp.sum(jnp.square(grads[p])) for p in sorted(grads)])
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     clip = jnp.minimum(1.0, clip_norm / norm) if clip_norm else 1.0
     clipped = {p: g * clip for p, g in grads.items()}
     params, inner = optimizer.update(
-        clipped, state.optimizer, state.params, state.step
+      clipped, state.optimizer, state.params, state.step
     )
     keep = lambda new, old: jnp.where(finite, new, old)
     skip = 1 - finite.astype(jnp.int32)
     new = state_lib.State(
-        jax.tree.map(keep, params, state.params),
-        jax.tree.map(keep, inner, state.optimizer),
-        state.step + 1,
-        state.skipped + skip,
-        (state.skipped_in_a_row + 1) * skip,
+      jax.tree.map(keep, params, state.params),
+      jax.tree.map(keep, inner, state.optimizer),
+      state.step + 1,
+      state.skipped + skip,
+      (state.skipped_in_a_row + 1) * skip,
     )
     metrics = dict(
-        loss=loss, grad_norm=norm, squares=squares, skipped=new.skipped,
-        skipped_in_a_row=new.skipped_in_a_row, **{
-            f'learning_rate_{g}': r
-            for g, r in optimizer.rates(state.step).items()
-        }
+      loss=loss,
+      grad_norm=norm,
+      squares=squares,
+      skipped=new.skipped,
+      skipped_in_a_row=new.skipped_in_a_row,
+      **{
+        f'learning_rate_{g}': r for g, r in optimizer.rates(state.step).items()
+      },
     )
     return new, metrics
 

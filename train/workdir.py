@@ -1,4 +1,4 @@
-"""A run's folder: config.json, metrics.jsonl, checkpoints/, one writer at a time.
+"""A run's folder: config.json, metrics.jsonl, checkpoints/, and one writer.
 
 The lock is the operating system's: it goes with the process, however that ends.
 """
@@ -6,6 +6,8 @@ The lock is the operating system's: it goes with the process, however that ends.
 import json
 import os
 import pathlib
+import socket
+import tempfile
 
 from paraxis.configs import errors
 from paraxis.configs import schema
@@ -20,24 +22,39 @@ CHECKPOINTS = 'checkpoints'
 # What a resumed run may change: none of it moves the trajectory, except that
 # train.steps stretches the schedule, which is said.
 FREE = (
-    'mesh.', 'checkpoint.', 'decode.', 'train.steps', 'train.eval_every',
-    'train.eval_batches', 'train.print_every', 'train.max_nonfinite_steps',
-    'train.tensorboard', 'train.wandb', 'train.remat', 'model.unroll',
-    'model.attention', 'data.prefetch', 'data.cache_dir',
+  'mesh.',  # a whole section
+  'checkpoint.',
+  'decode.',
+  'train.steps',
+  'train.eval_every',
+  'train.eval_batches',
+  'train.print_every',
+  'train.max_nonfinite_steps',
+  'train.tensorboard',
+  'train.wandb',
+  'train.remat',
+  'model.unroll',
+  'model.attention',
+  'data.prefetch',
+  'data.cache_dir',
 )
+
+
+def resolve(workdir):
+  """The folder's absolute path."""
+  return pathlib.Path(workdir).expanduser().resolve()
 
 
 def prepare(workdir):
   """Creates the folder; absolute path, or UserError if it cannot be written."""
-  path = pathlib.Path(workdir).expanduser().resolve()
+  path = resolve(workdir)
   try:
     path.mkdir(parents=True, exist_ok=True)
-    probe = path / '.probe'
-    probe.write_text('')
-    probe.unlink()
+    with tempfile.TemporaryFile(dir=path):
+      pass
   except OSError as e:
     raise errors.UserError(
-        f'--workdir={workdir}: cannot write to {path} ({e.strerror}).'
+      f'--workdir={workdir}: cannot write to {path} ({e.strerror}).'
     ) from e
   return path
 
@@ -56,16 +73,21 @@ class Lock:
       holder = self._file.read().strip() or 'unknown'
       self._file.close()
       raise errors.UserError(
-          f'{path} is in use by another run (process {holder}); wait for it, '
-          'stop it, or take another --workdir.'
+        f'{path} is in use by another run (process {holder}); wait for it, '
+        'stop it, or take another --workdir.'
       ) from None
     self._file.truncate(0)
-    self._file.write(str(os.getpid()))
+    self._file.write(f'{os.getpid()} on {socket.gethostname()}')
     self._file.flush()
 
   def close(self):
     """Lets the folder go."""
     self._file.close()
+
+
+def is_free(name):
+  """Whether a resumed run may change the field 'section.name'."""
+  return name in FREE or f'{name.split(".")[0]}.' in FREE
 
 
 def differences(old, new):
@@ -87,7 +109,7 @@ def read_config(path):
     return schema.from_json(file.read_text(encoding='utf-8'))
   except OSError:
     raise errors.UserError(f'{file} does not exist: not a workdir.') from None
-  except json.JSONDecodeError as e:
+  except (json.JSONDecodeError, UnicodeDecodeError) as e:
     raise errors.IntegrityError(f'{file} is damaged: {e}.') from None
 
 
@@ -101,14 +123,14 @@ def check_config(path, config, say):
     return
   hard = []
   for name, old, new in differences(read_config(path), config):
-    if name.startswith(FREE):
+    if is_free(name):
       say(f'config: {name} was {old!r}, is now {new!r}')
     else:
       hard.append(f'{name} was {old!r}, is now {new!r}')
   if hard:
     raise errors.UserError(
-        f'{path} holds a run with another configuration: {"; ".join(hard)}. '
-        'Take another --workdir, or give the old values.'
+      f'{path} holds a run with another configuration: {"; ".join(hard)}. '
+      'Take another --workdir, or give the old values.'
     )
 
 

@@ -274,13 +274,17 @@ def test_the_loop_copies_neither_weights_nor_cache(one):
   with build.layout(one.built):
     tokens, lengths, put = one._place([[1, 2]], 64)
     state, _ = one._start(one._params, tokens, lengths, values, form, 96, 32)
-    text = one._run.lower(
+    text = (
+      one._run.lower(
         one._params, state, values, np.int32(9), put(np.zeros(1, bool)), form
-    ).compile().as_text()
+      )
+      .compile()
+      .as_text()
+    )
   # Not the entry computation: what it copies, it copies once.
   body = text[: text.index('ENTRY')]
   sizes = [
-      math.prod(map(int, dims.split(',')))
-      for dims in re.findall(r'%copy[\w.]* = \w+\[([\d,]+)\]', body)
+    math.prod(map(int, dims.split(',')))
+    for dims in re.findall(r'%copy[\w.]* = \w+\[([\d,]+)\]', body)
   ]
   assert sizes and max(sizes) < 16 * 16

@@ -2,13 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from paraxis.configs import errors
-from paraxis.pallas_kernels import attention, decode_attention, reference
+from paraxis.pallas_kernels import attention
+from paraxis.pallas_kernels import decode_attention
+from paraxis.pallas_kernels import reference
 
 
 def cache(B=2, T=1, S=40, N=4, K=2, H=8, Hv=None, dtype='f8'):

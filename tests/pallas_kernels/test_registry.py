@@ -4,7 +4,9 @@ import jax
 import pytest
 
 from paraxis.configs import errors
-from paraxis.pallas_kernels import attention, decode_attention, registry
+from paraxis.pallas_kernels import attention
+from paraxis.pallas_kernels import decode_attention
+from paraxis.pallas_kernels import registry
 
 CPU = registry.Target('cpu', 'cpu')
 TPU = registry.Target('tpu', 'TPU v5 lite')

@@ -383,7 +383,7 @@ def test_crafted_manifest_and_newer_format(two, said):
 
   def write(**changes):
     body = dict(manifest, **changes)
-    body['sha256'] = fingerprint._sha256(body)
+    body['sha256'] = manifest_lib._sha256(body)
     path.write_text(json.dumps(body))
 
   huge = {'p': dict(shape=[2**50], dtype='float32', axes=[''], fingerprint='')}

@@ -16,7 +16,9 @@ import urllib.request
 import pytest
 
 from paraxis.configs import errors
-from paraxis.train import archive_texts, fetch, package_index
+from paraxis.train import archive_texts
+from paraxis.train import fetch
+from paraxis.train import package_index
 
 TEXT = {n: f'Document {n}. ' + 'Some words to read. ' * 20 for n in range(6)}
 
