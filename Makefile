@@ -70,13 +70,13 @@ demo: $(STAMP)
 	"$(BIN)/paraxis" train --config=configs/quickstart.py --workdir=$(RUN)
 	"$(BIN)/paraxis" plot --workdir=$(RUN)
 	"$(BIN)/paraxis" decode --checkpoint=$(RUN) \
-	  --max_new_tokens=64 --temperature=0.7 --top_k=40 --seed=0 \
+	  --max_new_tokens=64 --temperature=0.6 --top_k=40 --seed=5 \
 	  --domain=scripture --prompt="And it came to pass" \
-	  --domain=drama --prompt="[Enter the King" \
-	  --domain=code --prompt="def main" \
-	  --domain=manual --prompt="The following" \
-	  --domain=dictionary --prompt="ocean (n.)" \
-	  --domain=translation --prompt="en: Delete"
+	  --domain=drama --prompt="HAMLET." \
+	  --domain=code --prompt="def read(self" \
+	  --domain=manual --prompt='The "with" statement' \
+	  --domain=dictionary --prompt="house (n.)" \
+	  --domain=translation --prompt="en: Enter a valid"
 
 test: $(STAMP)
 	"$(BIN)/python" -m pytest -n $(WORKERS) $(ARGS)

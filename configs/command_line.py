@@ -46,6 +46,10 @@ def papers():
   ]
 
 
+def _one_line(error):
+  return ' '.join(f'{type(error).__name__}: {error}'.split())
+
+
 def load_module(name):
   """Executes a config file; UserError if it defines no get_config."""
   path = find_config(name)
@@ -53,9 +57,9 @@ def load_module(name):
   module = importlib.util.module_from_spec(spec)
   try:
     spec.loader.exec_module(module)
-  except Exception as e:
+  except (Exception, SystemExit) as e:
     raise errors.UserError(
-      f'--config={name}: {path} fails with {type(e).__name__}: {e}'
+      f'--config={name}: {path} fails with {_one_line(e)}'
     ) from e
   if not hasattr(module, 'get_config'):
     raise errors.UserError(f'--config={name}: {path} defines no get_config().')
@@ -64,11 +68,15 @@ def load_module(name):
 
 def load(name):
   """A config's ConfigDict, checked and locked."""
+  module = load_module(name)
   try:
-    config = load_module(name).get_config()
-  except (AttributeError, KeyError, TypeError) as e:
-    text = ' '.join(str(e).split())
-    raise errors.UserError(f'--config={name}: {text}') from e
+    config = module.get_config()
+  except errors.UserError:
+    raise
+  except (Exception, SystemExit) as e:
+    raise errors.UserError(
+      f'--config={name}: get_config() fails with {_one_line(e)}'
+    ) from e
   if not isinstance(config, ml_collections.ConfigDict):
     raise errors.UserError(
       f'--config={name}: get_config() returns {type(config).__name__}, not '

@@ -2,8 +2,8 @@
 
     paraxis bench step
 
-It compares CPU-seconds, not wall time, and says how far the ratio is from its
-target. It is a measurement, never a test: nothing fails when a target is missed.
+It compares CPU-seconds, not wall time, and says how far a ratio is from its
+target. It measures and never tests: nothing fails when a target is missed.
 Nothing here imports jax or NumPy before the arguments are read.
 """
 

@@ -2,8 +2,8 @@
 
 Candidates run in turn, A B C A B C ..., so that what else the machine does
 falls on all of them; a ratio is taken within a round. The clock counts
-CPU-seconds of the whole process, all its threads: shared cores stretch wall time
-by any factor, CPU time by a few percent. Standard library only.
+CPU-seconds of the whole process, all its threads: shared cores stretch wall
+time by any factor, CPU time by a few percent. Standard library only.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def interleave(candidates, rounds, clock=time.process_time, say=None):
 
   Args:
     candidates: {name: function}. A function that times itself returns
-      {part: seconds}; its rows are 'name' + part. It must leave nothing running.
+      {part: seconds}; its rows are 'name' + part. None leaves anything running.
     rounds: measured rounds, >= 1.
     clock: -> seconds.
     say: called with one line per round.
@@ -144,14 +144,30 @@ def text(report):
 
 def to_json(reports):
   """Reports as JSON text; `from_json` reads it back."""
-  return json.dumps([dataclasses.asdict(r) for r in reports], indent=1)
+  out = []
+  for report in reports:
+    fields = dict(vars(report))
+    fields['rows'] = {
+      what: dict(unit=unit, values=values)
+      for what, (unit, values) in report.rows.items()
+    }
+    fields['checks'] = [
+      c._asdict() | dict(verdict=c.verdict) for c in report.checks
+    ]
+    out.append(fields)
+  return json.dumps(out, indent=1)
 
 
 def from_json(text):
   """List of Report."""
   reports = [Report(**fields) for fields in json.loads(text)]
   for report in reports:
-    report.checks = [Check(*fields) for fields in report.checks]
+    report.rows = {
+      what: (row['unit'], row['values']) for what, row in report.rows.items()
+    }
+    report.checks = [
+      Check(**{f: c[f] for f in Check._fields}) for c in report.checks
+    ]
   return reports
 
 

@@ -22,7 +22,6 @@ from paraxis.train import bench_reference as reference
 from paraxis.train import compiling
 from paraxis.train import job as job_lib
 from paraxis.train import optimizers
-from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
 
 LAYOUTS = {  # mesh -> most CPU-seconds of 8 devices / those of one

@@ -15,6 +15,7 @@ from paraxis.configs import errors
 from paraxis.models import build
 from paraxis.models import tokenizer as tokenizer_lib
 from paraxis.sharding import rules as rules_lib
+from paraxis.train import compiling
 from paraxis.train import data
 from paraxis.train import metrics
 from paraxis.train import optimizers
@@ -115,7 +116,7 @@ class Job:
     make = lambda: state_lib.init(
       self.model, self.optimizer, jax.random.key(seed)
     )
-    return jax.jit(make)()
+    return jax.jit(make, compiler_options=compiling.options())()
 
 
 def _with_layouts(mesh, tree):

@@ -143,6 +143,10 @@ class _Recorder:
     if previous:
       self._record(*previous)
 
+  def restart_clock(self):
+    """What passed since the last step was no step: compiling, evaluating."""
+    self._before = time.perf_counter()
+
   def _record(self, step, numbers, tokens):
     numbers = jax.device_get(numbers)
     now = time.perf_counter()
@@ -238,7 +242,8 @@ def _claim(job, workdir, say):
     except (errors.UserError, errors.IntegrityError) as e:
       problem = e
   if jax.process_count() > 1:
-    problem = problem or _differing(job, lock is not None)
+    others = _differing(job, lock is not None)  # the others wait for it
+    problem = problem or others
   if problem:
     if lock:
       lock.close()
@@ -272,7 +277,7 @@ def _run(job, path, make_step, callbacks, say, started):
 
   config, train = job.config, job.config.train
   made = make_step(job.model, job.optimizer, config.optimizer.clip_norm)
-  with contextlib.ExitStack() as stack:
+  with contextlib.ExitStack() as stack, contextlib.ExitStack() as loggers:
     store = stack.enter_context(
       store_lib.Store(
         path / workdir_lib.CHECKPOINTS,
@@ -285,10 +290,10 @@ def _run(job, path, make_step, callbacks, say, started):
       state, first = _start(job, store, say)
       if jax.process_index() == 0:
         workdir_lib.write_config(path, config)
-      writers = metrics_lib.Writers(path, train, config)
-      stack.callback(writers.close)
-      progress = metrics_lib.Progress(train.steps, train.print_every, say)
-      stack.callback(progress.close)
+      writers = loggers.enter_context(metrics_lib.Writers(path, train, config))
+      progress = loggers.enter_context(
+        metrics_lib.Progress(train.steps, train.print_every, say)
+      )
       evaluator = evaluate.Evaluator(job, made.evaluate)
       recorder = _Recorder(job, writers, progress, callbacks)
       with Stop(job.mesh) as stop:
@@ -328,6 +333,7 @@ def _train(job, state, first, made, store, recorder, evaluator, others):
       batch = job.put(host_batch, lo)
       if grads is None:
         grads, update = _compile(job, made, batch, progress.say)
+        recorder.restart_clock()
       loss, gradient = grads(state.params, batch)
       state, numbers = update(state, loss, gradient)
       del gradient
@@ -344,12 +350,14 @@ def _train(job, state, first, made, store, recorder, evaluator, others):
         recorder.flush()
         store.save(step, state_lib.flatten(state), axes, _meta(job, step))
         saved = step
+        recorder.restart_clock()
       if train.eval_every and step % train.eval_every == 0 and not stopped:
         recorder.flush()
         result = evaluator(state.params)
         writers.write(step, result.values())
         progress.say(result.line())
         result = result if last else None
+        recorder.restart_clock()
       if last:
         break
   store.wait()

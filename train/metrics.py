@@ -91,6 +91,12 @@ class Writers:
     if self._wandb:
       self._wandb.log(values, step=step)
 
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *error):
+    self.close()
+
   def close(self):
     """Flushes and closes every logger."""
     for writer in (self._file, self._board):
@@ -144,6 +150,12 @@ class Progress:
       self._live.console.print(text, highlight=False, markup=False)
     elif jax.process_index() == 0:
       self._say(text)
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *error):
+    self.close()
 
   def close(self):
     """Ends the live line."""

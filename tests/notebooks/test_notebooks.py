@@ -1,0 +1,96 @@
+"""Every notebook runs from top to bottom, and shows what it promises.
+
+They are executed as a reader would, in a kernel of their own, with fewer steps
+(PARAXIS_STEPS) and an empty cache folder. A cell that fails fails the test.
+"""
+
+import os
+import pathlib
+
+import nbclient
+import nbformat
+import pytest
+
+NOTEBOOKS = sorted(
+  (pathlib.Path(__file__).resolve().parents[2] / 'notebooks').glob('*.ipynb')
+)
+SECONDS = 600  # of one cell, before the kernel counts as hung
+
+
+def execute(notebook, folder):
+  """Runs a notebook in `folder` -> the same with outputs.
+
+  Raises:
+    nbclient.exceptions.CellExecutionError: a cell failed.
+  """
+  return nbclient.NotebookClient(
+    notebook,
+    timeout=SECONDS,
+    kernel_name='python3',
+    resources={'metadata': {'path': str(folder)}},
+  ).execute()
+
+
+def shown(notebook):
+  """(all text that was printed or displayed, number of pictures)."""
+  text, pictures = [], 0
+  for cell in notebook.cells:
+    for output in cell.get('outputs', ()):
+      data = output.get('data', {})
+      text += [output.get('text', ''), data.get('text/plain', '')]
+      pictures += 'image/png' in data
+  return '\n'.join(text), pictures
+
+
+@pytest.fixture
+def few_steps(monkeypatch, tmp_path):
+  """A folder to run in. The kernel's paths must not depend on where it is."""
+  given = os.environ.get('PYTHONPATH', '').split(os.pathsep)
+  absolute = os.pathsep.join(os.path.abspath(p) for p in given if p)
+  monkeypatch.setenv('PYTHONPATH', absolute)
+  monkeypatch.setenv('PARAXIS_STEPS', '4')
+  monkeypatch.setenv('PARAXIS_CACHE', str(tmp_path / 'cache'))
+  monkeypatch.setenv('TMPDIR', str(tmp_path))
+  return tmp_path
+
+
+def test_there_are_notebooks():
+  assert NOTEBOOKS
+
+
+@pytest.mark.slow
+def test_first_run(few_steps):
+  (path,) = [p for p in NOTEBOOKS if p.stem == '00_first_run']
+  made = execute(nbformat.read(path, as_version=4), few_steps)
+  text, pictures = shown(made)
+  assert pictures == 2
+  for part in (
+    "('tensor', 'fsdp')",  # the embedding's layout, drawn
+    'loss on one device',
+    'held-out bits per byte',
+    'resumed from step 4, every leaf verified',
+    'steps 1 to 6 in one metrics.jsonl',
+  ):
+    assert part in text, part
+  samples = text[text.index('=== scripture') :].split('=== ')[1:]
+  assert [s.split('\n')[0] for s in samples] == [
+    'scripture',
+    'drama',
+    'code',
+    'manual',
+    'dictionary',
+    'translation',
+  ]
+  prompts = ('And it', '[Enter', 'def', 'The', 'house', 'en: Delete')
+  for sample, prompt in zip(samples, prompts, strict=True):
+    body = sample.split('\n', 1)[1]
+    assert body.startswith(prompt)
+    assert len(body.strip()) > len(prompt) + 5  # it goes on
+
+
+def test_a_cell_that_fails_is_seen(tmp_path):
+  broken = nbformat.v4.new_notebook(
+    cells=[nbformat.v4.new_code_cell('raise RuntimeError("on purpose")')]
+  )
+  with pytest.raises(nbclient.exceptions.CellExecutionError, match='purpose'):
+    execute(broken, tmp_path)

@@ -1,0 +1,121 @@
+"""A run built and checked before anything is compiled."""
+
+import jax
+import numpy as np
+import pytest
+
+from paraxis.configs import errors
+from paraxis.train import job as job_lib
+from paraxis.train import state as state_lib
+
+
+def _make(tiny, changes=None, mesh='', say=lambda line: None):
+  return job_lib.make(tiny.config(changes), mesh, say=say)
+
+
+def test_the_config_says_which_mesh_is_used(tiny):
+  job = _make(tiny, mesh='data=-1,tensor=2')
+  mesh = job.config.mesh
+  assert (mesh.data, mesh.fsdp, mesh.tensor) == (4, 1, 2)
+  assert dict(job.mesh.shape)['data'] == 4
+  rest = _make(tiny).config
+  assert rest == tiny.config()
+
+
+@pytest.mark.parametrize('mesh', ['data=2,fsdp=2,tensor=2', 'fsdp=8'])
+def test_the_shapes_of_the_state_are_those_of_the_state(tiny, mesh):
+  job = _make(tiny, mesh=mesh)
+  with job.context():
+    state = state_lib.flatten(job.initial_state())
+  shapes = state_lib.flatten(job.state)
+  assert state.keys() == shapes.keys()
+  for path, x in state.items():
+    want = shapes[path]
+    assert (x.shape, x.dtype) == (want.shape, want.dtype), path
+    assert x.sharding.is_equivalent_to(want.sharding, x.ndim), path
+  assert len(state['params/embedding'].addressable_shards) == 8
+
+
+def test_the_seed_decides_the_state_and_the_mesh_does_not(tiny):
+  states = []
+  for mesh, seed in (('data=8', 0), ('fsdp=2,tensor=4', 0), ('data=8', 1)):
+    job = _make(tiny, {'train.seed': seed}, mesh)
+    with job.context():
+      states.append(jax.tree.map(np.asarray, job.initial_state().params))
+  jax.tree.map(np.testing.assert_array_equal, states[0], states[1])
+  assert np.any(states[0]['embedding'] != states[2]['embedding'])
+
+
+@pytest.mark.parametrize(
+  'mesh', ['data=8', 'data=2,tensor=4', 'tensor=4,data=2']
+)
+@pytest.mark.parametrize('microbatches', [1, 2])
+def test_a_batch_on_the_mesh(tiny, mesh, microbatches):
+  changes = {'train.batch_size': 16, 'train.microbatches': microbatches}
+  job = _make(tiny, changes, mesh)
+  lo, hi = job.local_rows(16 // microbatches)
+  assert (lo, hi) == (0, 16 // microbatches)  # this process holds all rows
+  batch = job.batches.batch_at(3, lo, hi)
+  placed = job.put(batch, lo)
+  jax.tree.map(np.testing.assert_array_equal, placed, batch)
+  shards = dict(job.mesh.shape)['data']
+  rows = {s.data.shape[-2] for s in placed.tokens.addressable_shards}
+  assert rows == {16 // microbatches // shards}
+  shapes = job.batch_shapes(batch)
+  for x, want in zip(placed, shapes, strict=True):
+    assert (x.shape, x.dtype) == (want.shape, want.dtype)
+    assert x.sharding.is_equivalent_to(want.sharding, x.ndim)
+
+
+def test_a_process_holds_some_rows(tiny):
+  """Its slice of a batch is placed as the whole batch would be."""
+  job = _make(tiny, mesh='data=8')
+  whole, part = job.batches.batch_at(0), job.batches.batch_at(0, 4, 8)
+  index = (slice(4, 5), slice(None))
+  wanted = {}
+
+  def make(shape, sharding, callback):
+    wanted[shape] = callback(index) if shape else callback(())
+    return wanted[shape]
+
+  old = jax.make_array_from_callback
+  jax.make_array_from_callback = make
+  try:
+    job.put(part, 4)
+  finally:
+    jax.make_array_from_callback = old
+  np.testing.assert_array_equal(wanted[(8, 64)], whole.weights[4:5])
+  assert wanted[()] == whole.denominator
+
+
+@pytest.mark.parametrize(
+  'changes, mesh, words',
+  [
+    ({'model.num_heads': 3}, '', ['d_model=32', 'num_heads=3']),
+    ({}, 'data=3', ['3 places', '8 devices']),
+    ({'mesh.rules': 'data'}, '', ['tensor=2', "'data'"]),
+    ({'train.batch_size': 6}, '', ['batch_size=6', '4 shards']),
+    ({'train.microbatches': 3}, '', ['batch_size=8', 'microbatches=3']),
+    (
+      {'model.position': 'learned', 'model.max_positions': 9},
+      '',
+      ['64 tokens', 'max_positions=9'],
+    ),
+    ({'model.pattern': 'W'}, '', ['W layers', 'window=0']),
+    ({'model.vocab_size': 258}, '', ['258', '259']),
+    ({'data.tokenizer': 'no.json'}, '', ["'no.json'"]),
+    ({'data.path': 'no.txt'}, '', ["'no.txt'"]),
+    ({'data.mixture': 'song'}, '', ["'song'", 'domain=weight']),
+    ({'data.held_out_fraction': 0.0}, '', ['0 of', 'held out']),
+    ({'train.wandb': 'sea'}, '', ['package wandb']),
+  ],
+)
+def test_what_does_not_fit_ends_here(tiny, changes, mesh, words, monkeypatch):
+  monkeypatch.setattr(
+    job_lib.metrics.importlib.util, 'find_spec', lambda name: None
+  )
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', pytest.fail)
+  with pytest.raises(errors.UserError) as caught:
+    _make(tiny, changes, mesh)
+  text = str(caught.value)
+  assert '\n' not in text and all(word in text for word in words), text

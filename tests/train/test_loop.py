@@ -1,0 +1,401 @@
+"""The loop: trains, stops, goes on bit for bit, and never saves a NaN."""
+
+import functools
+import os
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paraxis.configs import command_line
+from paraxis.configs import errors
+from paraxis.train import job as job_lib
+from paraxis.train import loop
+from paraxis.train import metrics
+from paraxis.train import step as step_lib
+from paraxis.train import workdir as workdir_lib
+
+
+@pytest.fixture(scope='module')
+def whole(tiny, tmp_path_factory):
+  """(workdir, result, said) of an uninterrupted run of 6 steps."""
+  workdir, said = tmp_path_factory.mktemp('whole') / 'run', []
+  result = loop.run(tiny.config(), workdir, say=said.append)
+  return workdir, result, said
+
+
+def _quiet(config, workdir, **options):
+  return loop.run(config, workdir, say=lambda line: None, **options)
+
+
+def _values(workdir, name='train/loss'):
+  rows = metrics.read(workdir)
+  return np.array([rows[s][name] for s in rows if name in rows[s]])
+
+
+def _fingerprints(workdir, step):
+  """{path: fingerprint} in a checkpoint's manifest."""
+  from paraxis.sharding import store as store_lib
+
+  with store_lib.Store(workdir / 'checkpoints', read_only=True) as store:
+    leaves = store.read_manifest(step)['leaves']
+  return {path: leaf['fingerprint'] for path, leaf in leaves.items()}
+
+
+def _steps(workdir):
+  folders = (workdir / 'checkpoints').iterdir()
+  return sorted(int(p.name) for p in folders if p.name.isdigit())
+
+
+@pytest.mark.smoke
+def test_a_run(whole, tiny):
+  workdir, result, said = whole
+  assert result['step'] == 6 and result['stopped'] == ''
+  rows = metrics.read(workdir)
+  assert list(rows) == [1, 2, 3, 4, 5, 6]
+  assert rows[6]['train/loss'] == result['loss'] < rows[1]['train/loss']
+  assert abs(rows[1]['train/loss'] - np.log(264)) < 0.2
+  assert rows[6]['eval/bits_per_byte'] == result['evaluation'].bits_per_byte
+  assert {'train/grad_norm', 'train/learning_rate', 'train/skipped'} < set(
+    rows[1]
+  )
+  assert rows[1]['perf/tokens_per_second'] > 0
+  assert rows[1]['perf/memory_bytes'] > 2**20
+  assert workdir_lib.read_config(workdir) == tiny.config()
+  assert _steps(workdir) == [2, 4, 6]
+  text = '\n'.join(said)
+  for part in ('gradient: trace', 'update: trace', 'first step after'):
+    assert text.count(part) == 1
+  assert 'step 3/6  loss ' in text
+
+
+class _KilledError(Exception):
+  pass
+
+
+def _crash_at(last):
+  def callback(step, values, job):
+    if step == last:
+      raise _KilledError
+
+  return callback
+
+
+@pytest.mark.smoke
+def test_resume_is_bitwise(whole, tiny, tmp_path, losses):
+  """Killed after the checkpoint of step 4 and again later: as if it was not."""
+  straight, _, _ = whole
+  for last in (3, 5):
+    with pytest.raises(_KilledError):
+      _quiet(tiny.config(), tmp_path, callbacks=[_crash_at(last)])
+  said = []
+  result = loop.run(tiny.config(), tmp_path, say=said.append)
+  assert 'resumed from step 4, every leaf verified' in said
+  assert result['step'] == 6
+  once, often = losses(straight), losses(tmp_path)
+  assert list(once) == list(often)
+  assert all(set(often[s]) == set(once[s]) for s in once)
+  assert any(len(values) > 1 for values in often.values())  # replayed
+  assert _fingerprints(straight, 6) == _fingerprints(tmp_path, 6)
+
+
+def test_another_seed_is_another_run(whole, tiny, tmp_path, losses):
+  """The comparison of two runs can fail."""
+  straight, _, _ = whole
+  _quiet(tiny.config({'train.seed': 1}), tmp_path)
+  assert losses(tmp_path)[1] != losses(straight)[1]
+
+
+def test_a_finished_run(whole, tiny, losses):
+  """Starting it again evaluates, and writes no step; more steps go on."""
+  workdir, result, _ = whole
+  before = losses(workdir)
+  said = []
+  again = loop.run(tiny.config(), workdir, say=said.append)
+  assert 'all 6 steps are done' in said
+  assert again['evaluation'] == result['evaluation']
+  assert losses(workdir) == before and _steps(workdir) == [2, 4, 6]
+
+
+def test_more_steps(tiny, tmp_path):
+  _quiet(tiny.config({'train.steps': 2}), tmp_path)
+  said = []
+  config = tiny.config({'train.steps': 3})
+  assert loop.run(config, tmp_path, say=said.append)['step'] == 3
+  assert 'config: train.steps was 2, is now 3' in said
+  assert 'resumed from step 2, every leaf verified' in said
+  assert list(metrics.read(tmp_path)) == [1, 2, 3]
+  assert workdir_lib.read_config(tmp_path).train.steps == 3
+
+
+def test_callbacks_see_every_step_with_its_own_numbers(tiny, tmp_path):
+  seen = {}
+  _quiet(
+    tiny.config(),
+    tmp_path,
+    callbacks=[lambda step, values, job: seen.update({step: values})],
+  )
+  rows = metrics.read(tmp_path)
+  assert list(seen) == [1, 2, 3, 4, 5, 6]
+  assert all(seen[s]['train/loss'] == rows[s]['train/loss'] for s in rows)
+
+
+def test_evaluation_on_the_way(tiny, tmp_path):
+  config = tiny.config({'train.eval_every': 3})
+  result = _quiet(config, tmp_path)
+  found = _values(tmp_path, 'eval/bits_per_byte')
+  assert len(found) == 2 and found[1] < found[0]
+  assert found[1] == result['evaluation'].bits_per_byte
+
+
+def _poisoned(leaf, steps):
+  """step.make whose gradient of `leaf` is NaN at `steps` (from 0)."""
+
+  def make(model, optimizer, clip_norm):
+    made = step_lib.make(model, optimizer, clip_norm)
+
+    def update(state, loss, grads):
+      bad = jnp.isin(state.step, jnp.array(steps))
+      poisoned = grads[leaf] * jnp.where(bad, jnp.nan, 1)
+      return made.update(state, loss, {**grads, leaf: poisoned})
+
+    return made._replace(update=update)
+
+  return make
+
+
+@pytest.mark.parametrize('leaf', ['norm/scale', 'layers/mlp/up'])
+def test_a_nan_is_skipped_counted_and_named(tiny, tmp_path, leaf):
+  said = []
+  config = tiny.config()
+  result = loop.run(
+    config, tmp_path, make_step=_poisoned(leaf, [2]), say=said.append
+  )
+  lines = [line for line in said if 'is skipped' in line]
+  assert len(lines) == 1
+  names = job_lib.make(config, say=lambda line: None).batches.documents_at(2)
+  assert lines[0].startswith('step 3 is skipped (1 in a row, 1 in all): loss ')
+  assert f'1 gradients not finite: {leaf}; batch 2: row ' in lines[0]
+  assert names[0][0] in lines[0]
+  assert result['step'] == 6 and np.isfinite(result['loss'])
+  assert list(_values(tmp_path, 'train/skipped')) == [0, 0, 1, 1, 1, 1]
+  # The gradient's norm of that step is no number: null in the file.
+  assert metrics.read(tmp_path)[3]['train/grad_norm'] is None
+
+
+def test_too_many_nan_end_the_run(tiny, tmp_path, capsys):
+  config = tiny.config({'train.max_nonfinite_steps': 2, 'checkpoint.every': 1})
+  make_step = _poisoned('embedding', [2, 4, 5])
+  for _ in range(2):  # to start again does not help, and does no harm
+    code = command_line.run(
+      lambda argv: _quiet(config, tmp_path, make_step=make_step), []
+    )
+    assert code == errors.EXIT_INTEGRITY
+    shown = capsys.readouterr().err
+    assert shown.startswith('paraxis: 2 steps in a row are not finite')
+    assert 'embedding' in shown and shown.count('\n') == 1
+    assert max(_steps(tmp_path)) <= 6
+  # The last checkpoint is finite: without the fault the run ends well.
+  assert np.isfinite(_quiet(config, tmp_path)['loss'])
+
+
+def test_damaged_checkpoints_are_never_overwritten(tiny, tmp_path, capsys):
+  config = tiny.config()
+  _quiet(config, tmp_path)
+  folder = tmp_path / 'checkpoints'
+  for file in folder.rglob('d/*'):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    file.write_bytes(data)
+  held = lambda: {
+    p.relative_to(folder): p.read_bytes()
+    for p in sorted(folder.rglob('*'))
+    if p.is_file()
+  }
+  before, rows = held(), metrics.read(tmp_path)
+  code = command_line.run(lambda argv: _quiet(config, tmp_path), [])
+  assert code == errors.EXIT_INTEGRITY
+  shown = capsys.readouterr().err
+  assert 'all 3 checkpoints' in shown and shown.count('\n') == 1
+  assert held() == before and metrics.read(tmp_path) == rows
+
+
+def test_a_damaged_checkpoint_is_passed_over(tiny, tmp_path, losses):
+  config = tiny.config()
+  _quiet(config, tmp_path)
+  os.unlink(tmp_path / 'checkpoints' / '6' / 'manifest' / 'metadata')
+  said = []
+  loop.run(config, tmp_path, say=said.append)
+  assert 'resumed from step 4, every leaf verified' in said
+  assert all(len(set(values)) == 1 for values in losses(tmp_path).values())
+  assert len(losses(tmp_path)[6]) == 2
+
+
+def test_a_changed_text_is_refused(tiny, tmp_path):
+  text = tmp_path / 'song.txt'
+  text.write_text(tiny.text.read_text())
+  config = tiny.config({'data.path': str(text)})
+  _quiet(config, tmp_path / 'run')
+  text.write_text(tiny.text.read_text() + 'another line\n')
+  with pytest.raises(errors.IntegrityError, match='the corpus changed'):
+    _quiet(config, tmp_path / 'run')
+
+
+MESHES = ['data=8', 'fsdp=8', 'data=2,tensor=4', 'one device']
+
+
+def _on_one_device(monkeypatch):
+  one = functools.partial(job_lib.make, devices=jax.devices()[:1])
+  monkeypatch.setattr(loop.job_lib, 'make', one)
+
+
+@pytest.fixture(scope='module')
+def ten(tiny, tmp_path_factory):
+  """Losses of ten steps on data=2,fsdp=2,tensor=2."""
+  workdir = tmp_path_factory.mktemp('ten')
+  _quiet(tiny.config({'train.steps': 10}), workdir)
+  return _values(workdir)
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+def test_any_mesh_gives_the_same_losses(tiny, ten, tmp_path, monkeypatch, mesh):
+  if mesh == 'one device':
+    _on_one_device(monkeypatch)
+    mesh = 'data=1'
+  _quiet(tiny.config({'train.steps': 10}), tmp_path, mesh_text=mesh)
+  assert np.abs(_values(tmp_path) - ten).max() < 1e-5
+  # The workdir says what was used, not what the config file says.
+  axis, size = mesh.split(',')[0].split('=')
+  assert getattr(workdir_lib.read_config(tmp_path).mesh, axis) == int(size)
+
+
+def test_a_run_moves_to_another_mesh(tiny, ten, tmp_path):
+  config = tiny.config({'train.steps': 10})
+  with pytest.raises(_KilledError):
+    _quiet(config, tmp_path, callbacks=[_crash_at(6)])
+  said = []
+  loop.run(config, tmp_path, 'fsdp=8', say=said.append)
+  assert 'config: mesh.fsdp was 2, is now 8' in said
+  assert any(line.startswith('resumed from step ') for line in said)
+  assert np.abs(_values(tmp_path) - ten).max() < 1e-5
+
+
+@pytest.mark.parametrize('remat', ['attention', 'dots', 'full'])
+def test_remat_changes_no_loss(whole, tiny, tmp_path, remat):
+  config = tiny.config({'train.remat': remat})
+  _quiet(config, tmp_path)
+  assert np.abs(_values(tmp_path) - _values(whole[0])).max() < 1e-6
+
+
+def test_microbatches_change_no_loss(whole, tiny, tmp_path):
+  changes = {'train.microbatches': 2}
+  _quiet(tiny.config(changes), tmp_path)
+  assert np.abs(_values(tmp_path) - _values(whole[0])).max() < 1e-5
+
+
+def test_bfloat16(whole, tiny, tmp_path):
+  """Compute in bfloat16; the state stays float32."""
+  _quiet(tiny.config({'model.dtype': 'bfloat16'}), tmp_path)
+  off = np.abs(_values(tmp_path) - _values(whole[0]))
+  assert 1e-6 < off.max() < 0.05
+  from paraxis.sharding import store as store_lib
+
+  with store_lib.Store(tmp_path / 'checkpoints', read_only=True) as store:
+    leaves = store.read_manifest(6)['leaves'].values()
+  assert {leaf['dtype'] for leaf in leaves} == {'float32', 'int32'}
+
+
+def test_tensorboard(tiny, tmp_path):
+  pytest.importorskip('tensorboardX')
+  changes = {'train.tensorboard': True}
+  _quiet(tiny.config(changes), tmp_path)
+  events = list(tmp_path.glob('events.out.tfevents.*'))
+  assert len(events) == 1 and b'train/loss' in events[0].read_bytes()
+
+
+def test_a_failed_save_is_reported_at_the_next_step(
+  tiny, tmp_path, monkeypatch
+):
+  from paraxis.sharding import store as store_lib
+
+  calls = []
+
+  def check(self):
+    calls.append(1)
+    if len(calls) == 3:
+      raise errors.UserError('the disk is full')
+
+  monkeypatch.setattr(store_lib.Store, 'check', check)
+  with pytest.raises(errors.UserError, match='the disk is full'):
+    _quiet(tiny.config(), tmp_path)
+  assert len(calls) == 3
+
+
+def test_stop_keeps_the_second_signal_for_an_exit_at_once(monkeypatch, capfd):
+  ended = []
+  monkeypatch.setattr(os, '_exit', ended.append)
+  before = signal.getsignal(signal.SIGTERM)
+  with loop.Stop(None) as stop:
+    assert stop.agreed() == ''
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.agreed() == 'SIGTERM' and not ended
+    os.kill(os.getpid(), signal.SIGINT)
+    assert ended == [errors.EXIT_CRASH]
+  assert signal.getsignal(signal.SIGTERM) is before
+  assert 'SIGTERM: saving after this step' in capfd.readouterr().err
+
+
+def test_a_signal_saves_and_the_run_goes_on(whole, tiny, tmp_path, losses):
+  stop = lambda step, values, job: (
+    step == 2 and os.kill(os.getpid(), signal.SIGINT)
+  )
+  said = []
+  result = loop.run(tiny.config(), tmp_path, callbacks=[stop], say=said.append)
+  assert result['stopped'] == 'SIGINT' and result['evaluation'] is None
+  assert result['step'] == _steps(tmp_path)[-1] == 3
+  assert said[-1] == 'stopped by SIGINT after step 3, saved 3'
+  _quiet(tiny.config(), tmp_path)
+  assert losses(tmp_path) == losses(whole[0])
+
+
+def _wait_for_step(process, workdir, step, seconds=300):
+  """Until `step` is in the metrics of a process that still runs."""
+  until = time.monotonic() + seconds
+  while time.monotonic() < until and process.poll() is None:
+    if (workdir / 'metrics.jsonl').exists():
+      if max(metrics.read(workdir), default=0) >= step:
+        return
+    time.sleep(0.02)
+  raise AssertionError(f'step {step} was not reached: {process.communicate()}')
+
+
+@pytest.mark.slow
+def test_sigterm_and_sigkill(tiny, tmp_path, losses):
+  """Both at any moment; the curve is that of the uninterrupted run."""
+  flags = ['--config.train.steps=120', '--config.checkpoint.every=5']
+  workdir = tmp_path / 'often'
+  process = tiny.start(workdir, *flags)
+  _wait_for_step(process, workdir, 5)
+  process.send_signal(signal.SIGTERM)
+  said, _ = process.communicate(timeout=100)
+  assert process.returncode == errors.EXIT_PREEMPTED, said
+  saved = _steps(workdir)[-1]
+  assert f'stopped by SIGTERM after step {saved}, saved {saved}' in said
+  process = tiny.start(workdir, *flags)
+  _wait_for_step(process, workdir, saved + 12)
+  process.kill()
+  said, _ = process.communicate(timeout=100)
+  assert process.returncode == -signal.SIGKILL, said
+  assert 5 < max(losses(workdir)) < 120
+  process = tiny.start(workdir, *flags)
+  said, _ = process.communicate(timeout=300)
+  assert process.returncode == 0 and 'resumed from step ' in said, said
+  changes = {'train.steps': 120, 'checkpoint.every': 5}
+  _quiet(tiny.config(changes), tmp_path / 'once')
+  once, often = losses(tmp_path / 'once'), losses(workdir)
+  assert list(once) == list(often) == list(range(1, 121))
+  assert all(set(often[s]) == set(once[s]) for s in once)
+  assert _fingerprints(workdir, 120) == _fingerprints(tmp_path / 'once', 120)

@@ -1,0 +1,243 @@
+"""Update rules against plain numpy loops; schedules against hand values."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paraxis.configs import schema
+from paraxis.sharding import annotate
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import rules as rules_lib
+from paraxis.train import optimizers
+
+# path: (shape, axes, kind, number of input axes after the layers)
+LEAVES = {
+  'embedding': ((8, 16), ('vocab', 'embed'), 'embedding', 1),
+  'norm/scale': ((16,), ('norm',), 'vector', 0),
+  'layers/mlp/up': ((2, 16, 12), ('layers', 'embed', 'mlp'), 'matrix', 1),
+  'layers/mlp/down': ((2, 12, 16), ('layers', 'mlp', 'embed'), 'matrix', 1),
+  'layers/attention/query': (
+    (2, 16, 4, 6),
+    ('layers', 'embed', 'heads', 'head_dim'),
+    'matrix',
+    1,
+  ),
+  'layers/attention/output': (
+    (2, 4, 6, 16),
+    ('layers', 'heads', 'head_dim', 'embed'),
+    'matrix',
+    2,
+  ),
+}
+MODEL = types.SimpleNamespace(
+  axes={p: leaf[1] for p, leaf in LEAVES.items()},
+  kinds={p: leaf[2] for p, leaf in LEAVES.items()},
+  inputs={p: leaf[3] for p, leaf in LEAVES.items()},
+)
+STEPS = 4
+
+
+def _arrays(seed):
+  rng = np.random.default_rng(seed)
+  return {
+    p: rng.normal(size=leaf[0]).astype(np.float32) for p, leaf in LEAVES.items()
+  }
+
+
+def _settings(**changes):
+  base = dict(
+    learning_rate=0.01, muon_learning_rate=0.02, warmup_steps=2, b1=0.8, b2=0.9
+  )
+  return schema.Optimizer(**{**base, **changes})
+
+
+def _run(optimizer, place=lambda tree: tree):
+  """Parameters and optimizer state after STEPS steps."""
+  params = place(jax.tree.map(jnp.asarray, _arrays(0)))
+  state = optimizer.init(params)
+  update = jax.jit(optimizer.update)
+  for step in range(STEPS):
+    grads = place(jax.tree.map(jnp.asarray, _arrays(1 + step)))
+    params, state = update(grads, state, params, jnp.int32(step))
+  return jax.tree.map(np.asarray, (params, state))
+
+
+def _adamw(path, c):
+  """Decoupled weight decay, arXiv:1711.05101, algorithm 2."""
+  p = _arrays(0)[path].astype(float)
+  m, v = np.zeros_like(p), np.zeros_like(p)
+  decay = 0.0 if LEAVES[path][2] == 'vector' else c.weight_decay
+  for step in range(STEPS):
+    g = _arrays(1 + step)[path].astype(float)
+    m = c.b1 * m + (1 - c.b1) * g
+    v = c.b2 * v + (1 - c.b2) * g * g
+    m_hat = m / (1 - c.b1 ** (step + 1))
+    v_hat = v / (1 - c.b2 ** (step + 1))
+    rate = c.learning_rate * _share(step, c)
+    p -= rate * (m_hat / (np.sqrt(v_hat) + c.epsilon) + decay * p)
+  return p, m, v
+
+
+def _share(step, c):
+  """Warm-up, then cosine to 0 over the steps that are left."""
+  if step + 1 <= c.warmup_steps:
+    return (step + 1) / c.warmup_steps
+  done = (step + 1 - c.warmup_steps) / (STEPS - c.warmup_steps)
+  return 0.5 * (1 + np.cos(np.pi * done))
+
+
+@pytest.mark.parametrize('path', LEAVES)
+def test_adamw_equals_a_numpy_loop(adamw, path):
+  c, (params, state) = adamw
+  p, m, v = _adamw(path, c)
+  np.testing.assert_allclose(params[path], p, rtol=2e-5, atol=1e-6)
+  moments = state['adamw'][0]
+  np.testing.assert_allclose(moments.mu[path], m, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(moments.nu[path], v, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope='module')
+def adamw():
+  c = _settings()
+  return c, _run(optimizers.Optimizer(c, STEPS, MODEL))
+
+
+@pytest.mark.parametrize(
+  'changes', [{'b1': 0.9}, {'b2': 0.95}, {'weight_decay': 0.2}]
+)
+def test_every_setting_counts(adamw, changes):
+  """What the loop above is compared with would show another setting."""
+  _, (params, _) = adamw
+  p, _, _ = _adamw('embedding', _settings(**changes))
+  assert np.abs(params['embedding'] - p).max() > 1e-5
+
+
+def test_decay_is_for_matrices_and_embeddings_only():
+  """Without gradients the decay alone is left."""
+  optimizer = optimizers.Optimizer(_settings(weight_decay=0.5), STEPS, MODEL)
+  params = jax.tree.map(jnp.asarray, _arrays(0))
+  zero = jax.tree.map(jnp.zeros_like, params)
+  new, _ = optimizer.update(zero, optimizer.init(params), params, jnp.int32(1))
+  for path, p in params.items():
+    decayed = LEAVES[path][2] != 'vector'
+    want = np.asarray(p) * (1 - 0.01 * 0.5 if decayed else 1)
+    np.testing.assert_allclose(new[path], want, rtol=1e-6)
+
+
+def _newton_schulz(x):
+  """One matrix (in, out): Keller Jordan's quintic, five steps."""
+  wide = x.shape[0] > x.shape[1]
+  x = x.T if wide else x
+  x = x / (np.linalg.norm(x) + 1e-8)
+  for _ in range(5):
+    a = x @ x.T
+    x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+  return x.T if wide else x
+
+
+def _muon(path, c):
+  """Nesterov momentum with the bias corrections of optax, layer by layer."""
+  shape, _, _, inputs = LEAVES[path]
+  fan_in = int(np.prod(shape[1 : 1 + inputs]))
+  fan_out = int(np.prod(shape[1 + inputs :]))
+  p = _arrays(0)[path].astype(float)
+  b, m = c.muon_momentum, np.zeros_like(p)
+  for step in range(STEPS):
+    g = _arrays(1 + step)[path].astype(float)
+    m = b * m + (1 - b) * g
+    ahead = b * m / (1 - b ** (step + 2)) + (1 - b) * g / (1 - b ** (step + 1))
+    rate = c.muon_learning_rate * _share(step, c)
+    for layer in range(shape[0]):
+      matrix = _newton_schulz(ahead[layer].reshape(fan_in, fan_out))
+      matrix = matrix * max(1, fan_out / fan_in) ** 0.5
+      decay = c.weight_decay * p[layer]
+      p[layer] -= rate * (matrix.reshape(shape[1:]) + decay)
+  return p, m
+
+
+@pytest.fixture(scope='module')
+def muon():
+  c = _settings(name='muon')
+  return c, _run(optimizers.Optimizer(c, STEPS, MODEL))
+
+
+@pytest.mark.parametrize('path', [p for p in LEAVES if 'layers' in p])
+def test_muon_equals_a_numpy_loop(muon, path):
+  """A stack is two matrices; (embed, heads, head_dim) is one of 16 x 24."""
+  c, (params, state) = muon
+  p, m = _muon(path, c)
+  np.testing.assert_allclose(params[path], p, rtol=1e-4, atol=2e-5)
+  np.testing.assert_allclose(state['muon'][0].mu[path], m, rtol=1e-5, atol=1e-6)
+
+
+def test_muon_leaves_embeddings_and_norms_to_adamw(muon):
+  c, (params, state) = muon
+  for path in ('embedding', 'norm/scale'):
+    p, _, _ = _adamw(path, c)
+    np.testing.assert_allclose(params[path], p, rtol=2e-5, atol=1e-6)
+  assert set(state['adamw'][0].mu) == {'embedding', 'norm/scale'}
+
+
+def test_a_head_is_not_a_matrix_of_its_own(muon):
+  """Orthogonalising head by head would give other parameters."""
+  _, (params, _) = muon
+  c = _settings(name='muon')
+  heads = types.SimpleNamespace(**vars(MODEL))
+  heads.inputs = {**MODEL.inputs, 'layers/attention/query': 2}
+  wrong, _ = _run(optimizers.Optimizer(c, STEPS, heads))
+  path = 'layers/attention/query'
+  assert np.abs(wrong[path] - params[path]).max() > 1e-3
+
+
+@pytest.mark.parametrize('name', ['adamw', 'muon'])
+def test_any_mesh_gives_the_same_update(adamw, muon, name):
+  want, _ = dict(adamw=adamw, muon=muon)[name][1]
+  mesh = mesh_lib.make('data=2,fsdp=2,tensor=2')
+  with annotate.use(rules_lib.preset('fsdp_tensor')), jax.set_mesh(mesh):
+    place = lambda tree: {
+      p: annotate.put(x, MODEL.axes[p]) for p, x in tree.items()
+    }
+    optimizer = optimizers.Optimizer(_settings(name=name), STEPS, MODEL)
+    got, _ = _run(optimizer, place)
+  for path in LEAVES:
+    np.testing.assert_allclose(got[path], want[path], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+  'changes, steps, values',
+  [
+    # Steps 0, 1, ... : the last one has the final fraction.
+    (dict(schedule='constant', warmup_steps=2), 5, [0.5, 1, 1, 1, 1]),
+    (dict(schedule='constant', warmup_steps=0), 2, [1, 1]),
+    (dict(warmup_steps=2), 6, [0.5, 1, 0.85355, 0.5, 0.14645, 0]),
+    (dict(warmup_steps=0), 2, [0.5, 0]),
+    (
+      dict(warmup_steps=1, final_fraction=0.5),
+      5,
+      [1, 0.92678, 0.75, 0.57322, 0.5],
+    ),
+    (
+      dict(schedule='wsd', warmup_steps=2, decay_steps=4, final_fraction=0.2),
+      8,
+      [0.5, 1, 1, 1, 0.8, 0.6, 0.4, 0.2],
+    ),
+    (dict(schedule='wsd', warmup_steps=1, decay_steps=0), 3, [1, 1, 1]),
+    # A decay longer than the run begins after the warm-up.
+    (dict(schedule='wsd', warmup_steps=2, decay_steps=9), 4, [0.5, 1, 0.5, 0]),
+  ],
+)
+def test_schedules(changes, steps, values):
+  share = optimizers.schedule(schema.Optimizer(**changes), steps)
+  got = [float(share(jnp.int32(step))) for step in range(steps)]
+  np.testing.assert_allclose(got, values, atol=1e-5)
+
+
+def test_rates_scale_the_schedule():
+  optimizer = optimizers.Optimizer(_settings(name='muon'), STEPS, MODEL)
+  rates = jax.tree.map(float, optimizer.rates(jnp.int32(0)))
+  assert rates == pytest.approx(dict(adamw=0.005, muon=0.01))
+  only = optimizers.Optimizer(_settings(), STEPS, MODEL)
+  assert set(only.rates(jnp.int32(0))) == {'adamw'}

@@ -1,0 +1,189 @@
+"""A step: accumulation, clipping, and what a number that is no number does."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paraxis.configs import schema
+from paraxis.models import build
+from paraxis.train import job as job_lib
+from paraxis.train import optimizers
+from paraxis.train import state as state_lib
+from paraxis.train import step as step_lib
+
+SMALL = {'model.num_layers': 1, 'model.d_model': 16, 'model.num_heads': 2}
+SMALL |= {'model.d_ff': 32, 'mesh.data': 1, 'mesh.fsdp': 1, 'mesh.tensor': 1}
+WIDE = {'model.dtype': 'float64', 'model.param_dtype': 'float64'}
+
+
+@pytest.fixture(scope='module')
+def rows(tiny):
+  """Four packed rows whose weights differ much: row r has 4 + 16 r targets."""
+  config = tiny.config({**SMALL, 'train.batch_size': 4})
+  batch = job_lib.make(config, '', jax.devices()[:1], print).batches.batch_at(0)
+  last = np.arange(64)[None] < 4 + 16 * np.arange(4)[:, None]
+  weights = (batch.weights * last).astype(np.float32)
+  assert len(set(weights.sum(1))) == 4
+  return batch._replace(weights=weights, denominator=np.float32(weights.sum()))
+
+
+def _model(tiny, changes):
+  config = tiny.config({**SMALL, **changes})
+  return build.build(config, '', devices=jax.devices()[:1]).model
+
+
+def _fold(batch, n):
+  """Rows 0..B as n microbatches, (n, B / n, T)."""
+  if n == 1:
+    return batch
+  split = lambda x: x.reshape(n, -1, x.shape[-1])
+  return type(batch)(*map(split, batch[:-1]), batch.denominator)
+
+
+@pytest.fixture(scope='module')
+def whole(tiny, rows):
+  """(model, params, loss, gradients) in float64, no accumulation."""
+  with jax.enable_x64(True):
+    model = _model(tiny, WIDE)
+    params = jax.tree.map(np.asarray, model.init(jax.random.key(0)))
+    grads = step_lib.make(model, None, 0.0).grads
+    loss, gradients = jax.tree.map(np.asarray, jax.jit(grads)(params, rows))
+  return model, params, loss, gradients
+
+
+@pytest.mark.parametrize('n', [2, 4])
+def test_microbatches_give_the_same_loss_and_gradients(whole, rows, n):
+  model, params, loss, gradients = whole
+  with jax.enable_x64(True):
+    grads = step_lib.make(model, None, 0.0).grads
+    got = jax.jit(grads)(params, _fold(rows, n))
+    got_loss, got_gradients = jax.tree.map(np.asarray, got)
+  assert abs(got_loss - loss) < 1e-12
+  assert got_gradients.keys() == gradients.keys()
+  for path, g in gradients.items():
+    assert np.abs(g).max() > 1e-4, path
+    np.testing.assert_allclose(
+      got_gradients[path], g, rtol=0, atol=1e-12, err_msg=path
+    )
+
+
+def test_a_mean_of_means_would_differ(whole, rows):
+  """Rows carry 4 to 52 targets: the global denominator is what counts."""
+  model, params, loss, _ = whole
+  with jax.enable_x64(True):
+    grads = jax.jit(step_lib.make(model, None, 0.0).grads)
+    means = []
+    for r in range(4):
+      row = [x[r : r + 1] for x in rows[:-1]]
+      own = type(rows)(*row, np.float32(row[-1].sum()))
+      means.append(float(grads(params, own)[0]))
+  assert abs(np.mean(means) - loss) > 1e-4
+  counts = rows.weights.sum(1)
+  assert abs(np.average(means, weights=counts) - loss) < 1e-12
+
+
+def test_the_loss_is_that_of_evaluate(whole, rows):
+  model, params, loss, _ = whole
+  with jax.enable_x64(True):
+    total = jax.jit(step_lib.make(model, None, 0.0).evaluate)(params, rows)
+    assert abs(float(total) / float(rows.denominator) - loss) < 1e-12
+
+
+@pytest.fixture(scope='module')
+def made(tiny):
+  """(Optimizer, compiled updates by clip norm, state, gradients)."""
+  model = _model(tiny, {})
+  settings = schema.Optimizer(name='muon', warmup_steps=2)
+  optimizer = optimizers.Optimizer(settings, 10, model)
+  state = state_lib.init(model, optimizer, jax.random.key(0))
+  grads = {
+    p: 0.3 * jax.random.normal(jax.random.key(i), x.shape)
+    for i, (p, x) in enumerate(state.params.items())
+  }
+  updates = {
+    c: jax.jit(step_lib.make(model, optimizer, c).update) for c in (0.0, 1.0)
+  }
+  state, _ = updates[1.0](state, jnp.float32(1), grads)
+  return optimizer, updates, state, grads
+
+
+def _raw(tree):
+  return {
+    k: np.asarray(v).tobytes() for k, v in state_lib.flatten(tree).items()
+  }
+
+
+@pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('where', ['loss', 'norm/scale', 'layers/mlp/up'])
+def test_what_is_not_finite_changes_no_bit(made, bad, where):
+  _, updates, state, grads = made
+  loss = jnp.float32(bad if where == 'loss' else 1.0)
+  poisoned = dict(grads)
+  if where != 'loss':
+    spot = (0,) * poisoned[where].ndim
+    poisoned[where] = poisoned[where].at[spot].set(bad)
+  new, numbers = updates[1.0](state, loss, poisoned)
+  counters = {'step', 'skipped', 'skipped_in_a_row'}
+  before, after = _raw(state), _raw(new)
+  assert {k for k in before if before[k] != after[k]} == counters
+  assert int(new.step) == 2  # the batch is consumed
+  assert int(new.skipped) == int(new.skipped_in_a_row) == 1
+  paths = sorted(grads)
+  found = [
+    p
+    for p, s in zip(paths, numbers['squares'], strict=True)
+    if not np.isfinite(s)
+  ]
+  assert found == ([] if where == 'loss' else [where])
+  again, _ = updates[1.0](new, loss, poisoned)
+  assert int(again.skipped) == int(again.skipped_in_a_row) == 2
+  good, numbers = updates[1.0](again, jnp.float32(1), grads)
+  assert int(good.skipped) == int(numbers['skipped']) == 2
+  assert int(good.skipped_in_a_row) == int(numbers['skipped_in_a_row']) == 0
+  assert _raw(good)['params/embedding'] != before['params/embedding']
+
+
+def test_clipping_by_global_norm(made):
+  optimizer, updates, state, grads = made
+  norm = np.sqrt(
+    sum((np.asarray(g, np.float64) ** 2).sum() for g in grads.values())
+  )
+  assert norm > 2
+  scaled = {p: g * np.float32(1 / norm) for p, g in grads.items()}
+  new, numbers = updates[1.0](state, jnp.float32(1), grads)
+  np.testing.assert_allclose(numbers['grad_norm'], norm, rtol=1e-6)
+  want, _ = updates[0.0](state, jnp.float32(1), scaled)
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6)
+  jax.tree.map(near, new, want)
+  # Without a limit the second moment is another; below it nothing changes.
+  free, _ = updates[0.0](state, jnp.float32(1), grads)
+  nu = lambda s: np.asarray(
+    state_lib.flatten(s)['optimizer/adamw/nu/embedding']
+  )
+  assert np.abs(nu(free) - nu(want)).max() > 10 * np.abs(nu(want)).max()
+  small = {p: g * np.float32(0.5 / norm) for p, g in grads.items()}
+  one, two = (updates[c](state, jnp.float32(1), small)[0] for c in (0.0, 1.0))
+  jax.tree.map(near, one, two)
+
+
+def test_gradients_of_zero_are_not_divided_by(made):
+  _, updates, state, grads = made
+  zero = jax.tree.map(jnp.zeros_like, grads)
+  new, numbers = updates[1.0](state, jnp.float32(1), zero)
+  assert int(new.skipped) == 0 and float(numbers['grad_norm']) == 0
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(new))
+
+
+def test_the_rates_of_the_step_are_reported(made):
+  optimizer, updates, state, grads = made
+  _, numbers = updates[1.0](state, jnp.float32(1), grads)
+  rates = dataclasses.asdict(optimizer.config)
+  assert float(numbers['learning_rate_adamw']) == np.float32(
+    rates['learning_rate']
+  )
+  assert float(numbers['learning_rate_muon']) == np.float32(
+    rates['muon_learning_rate']
+  )
