@@ -288,8 +288,8 @@ class Generator:
     rows = -(-len(ids) // shards) * shards
     if rows > len(ids):
       self._say(
-        f'{len(ids)} prompts on {shards} batch shards: '
-        f'{rows - len(ids)} empty rows are added'
+        f'{shards} batch shards, prompts: {len(ids)}, empty rows added: '
+        f'{rows - len(ids)}'
       )
     tokens = np.zeros((rows, length), np.int32)
     lengths = np.zeros(rows, np.int32)

@@ -160,7 +160,7 @@ def test_sharded_is_one_device_token_for_token(one):
   assert len({t for row in tokens(got) for t in row}) > 8
   for a, b in zip(got, want, strict=True):
     np.testing.assert_allclose(a['logprobs'], b['logprobs'], atol=1e-4)
-  assert said == ['3 prompts on 4 batch shards: 1 empty rows are added']
+  assert said == ['4 batch shards, prompts: 3, empty rows added: 1']
 
 
 def test_a_row_is_what_it_is_alone(one):

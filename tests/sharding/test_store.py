@@ -20,6 +20,7 @@ import pytest
 
 from paraxis.configs import errors
 from paraxis.sharding import fingerprint
+from paraxis.sharding import manifest as manifest_lib
 from paraxis.sharding import store
 
 EXPLICIT = (jax.sharding.AxisType.Explicit,) * 2

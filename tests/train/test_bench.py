@@ -59,6 +59,12 @@ def test_a_candidate_may_time_its_parts():
   assert times == {'x': [3.0, 3.0], 'x: gradient': [2.0, 2.0]}
 
 
+def test_settled_waits_for_other_threads():
+  clock = Clock()
+  work = iter([1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 9.0])
+  assert measure.settled(clock, lambda _: clock.spend(next(work))) == 1.5
+
+
 def test_ratios_need_as_many_rounds():
   with pytest.raises(ValueError):
     measure.ratios([1, 2], [1])
