@@ -65,15 +65,20 @@ def make(model, optimizer, clip_norm):
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     clip = jnp.minimum(1.0, clip_norm / norm) if clip_norm else 1.0
-    clipped = {p: g * clip for p, g in grads.items()}
-    params, inner = optimizer.update(
-      clipped, state.optimizer, state.params, state.step
+
+    def move(params, inner):
+      clipped = {p: g * clip for p, g in grads.items()}
+      return optimizer.update(clipped, inner, params, state.step)
+
+    # A branch, not a select: selecting reads everything twice, and the update
+    # of 17M parameters then takes 3 times as long on CPU.
+    params, inner = jax.lax.cond(
+      finite, move, lambda *old: old, state.params, state.optimizer
     )
-    keep = lambda new, old: jnp.where(finite, new, old)
     skip = 1 - finite.astype(jnp.int32)
     new = state_lib.State(
-      jax.tree.map(keep, params, state.params),
-      jax.tree.map(keep, inner, state.optimizer),
+      params,
+      inner,
       state.step + 1,
       state.skipped + skip,
       (state.skipped_in_a_row + 1) * skip,

@@ -37,7 +37,7 @@ CONFIG = """
 
 
 class Tiny:
-  """Text, a config file and a token cache that the tests of a module share.
+  """Text, a config file and a token cache that all tests share.
 
   Attributes:
     folder, text, file: pathlib.Path of the folder, its text, its config file.
@@ -76,19 +76,23 @@ class Tiny:
     )
 
 
+@pytest.fixture(scope='session')
+def _shared(tmp_path_factory):
+  return Tiny(tmp_path_factory.mktemp('tiny'))
+
+
 @pytest.fixture(scope='module')
-def tiny(tmp_path_factory):
+def tiny(_shared):
   """Tiny; while a module runs, jax keeps what it compiled in its folder."""
-  tiny = Tiny(tmp_path_factory.mktemp('tiny'))
   new = dict(
-    jax_compilation_cache_dir=str(tiny.folder / 'compiled'),
+    jax_compilation_cache_dir=str(_shared.folder / 'compiled'),
     jax_persistent_cache_min_compile_time_secs=0.2,
   )
   old = {name: getattr(jax.config, name) for name in new}
   compilation_cache.reset_cache()
   for name, value in new.items():
     jax.config.update(name, value)
-  yield tiny
+  yield _shared
   for name, value in old.items():
     jax.config.update(name, value)
   compilation_cache.reset_cache()

@@ -310,16 +310,15 @@ def test_two_runs_in_one_workdir(refused, train, tmp_path):
 
 @pytest.fixture(scope='module')
 def finished(tiny, tmp_path_factory):
-  """The workdir of a run of two steps."""
+  """The workdir of a whole run."""
   workdir = tmp_path_factory.mktemp('finished') / 'run'
   from paraxis.train import loop
 
-  loop.run(tiny.config({'train.steps': 2}), workdir, say=lambda line: None)
+  loop.run(tiny.config(), workdir, say=lambda line: None)
   return workdir
 
 
 WIDER = ['--config.model.d_model=48', '--config.model.d_ff=96']
-WIDER += ['--config.train.steps=2']
 
 
 def test_a_workdir_of_another_config(refused, train, finished):

@@ -36,14 +36,14 @@ def test_the_shapes_of_the_state_are_those_of_the_state(tiny, mesh):
   assert len(state['params/embedding'].addressable_shards) == 8
 
 
-def test_the_seed_decides_the_state_and_the_mesh_does_not(tiny):
+def test_the_mesh_does_not_decide_the_state(tiny):
   states = []
-  for mesh, seed in (('data=8', 0), ('fsdp=2,tensor=4', 0), ('data=8', 1)):
-    job = _make(tiny, {'train.seed': seed}, mesh)
+  for mesh in ('fsdp=8', 'data=2,fsdp=2,tensor=2'):
+    job = _make(tiny, {}, mesh)
     with job.context():
       states.append(jax.tree.map(np.asarray, job.initial_state().params))
   jax.tree.map(np.testing.assert_array_equal, states[0], states[1])
-  assert np.any(states[0]['embedding'] != states[2]['embedding'])
+  assert np.std(states[0]['embedding']) > 0.01
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,12 @@ def test_a_changed_text_is_refused(tiny, tmp_path):
     _quiet(config, tmp_path / 'run')
 
 
-MESHES = ['data=8', 'fsdp=8', 'data=2,tensor=4', 'one device']
+MESHES = [
+  pytest.param('data=8', marks=pytest.mark.slow),
+  'fsdp=8',
+  pytest.param('data=2,tensor=4', marks=pytest.mark.slow),
+  'one device',
+]
 
 
 def _on_one_device(monkeypatch):
@@ -290,6 +295,7 @@ def test_remat_changes_no_loss(whole, tiny, tmp_path, remat):
   assert np.abs(_values(tmp_path) - _values(whole[0])).max() < 1e-6
 
 
+@pytest.mark.slow
 def test_microbatches_change_no_loss(whole, tiny, tmp_path):
   changes = {'train.microbatches': 2}
   _quiet(tiny.config(changes), tmp_path)
