@@ -3,7 +3,8 @@
 Both begin with tokenized documents in memory and end with batches of rows of
 token, segment and position ids; ours also makes targets, weights and the
 denominator. grain cannot cut a document, so it gets documents already cut to
-the row length, outside its time.
+the row length, outside its time. 'packing' is train/packing.py alone; 'ours'
+adds the order of rows, which grain's random access makes, row by row.
 """
 
 import pathlib
@@ -15,6 +16,7 @@ from paraxis.configs import schema
 from paraxis.train import bench_measure as measure
 from paraxis.train import corpus as corpus_lib
 from paraxis.train import data as data_lib
+from paraxis.train import packing as packing_lib
 from paraxis.train import token_cache
 
 BYTES_A_TOKEN = 3  # of the fixture with bpe2048, about
@@ -50,8 +52,27 @@ def lengths(count):
   return np.random.default_rng(0).choice(np.maximum(found, 2), count)
 
 
+def packed(made, length, packing, now):
+  """One epoch of train/packing.py alone: plan, rows in a shuffled order."""
+  pack = getattr(packing_lib, packing)
+  before = now()
+  random = np.random.default_rng(0)
+  order = random.permutation(len(made.lengths))
+  plan = pack(made.starts[:-1], made.lengths, length, order)
+  rows = random.permutation(plan.rows)
+  rows = rows[: plan.rows // ROWS * ROWS].reshape(-1, ROWS)
+  used = 0
+  for chosen in rows:
+    batch = packing_lib.assemble(plan, made.tokens, chosen, made.pad_id)
+    used += int(batch.denominator)
+  return now() - before, used, used / (rows.size * length)
+
+
 def ours(made, length, packing, now):
-  """One epoch of train/data.py: plan, order, rows -> (seconds, fill)."""
+  """One epoch of train/data.py: plan, grain's order, rows.
+
+  -> (seconds, tokens used, fill), as the other candidates.
+  """
   config = schema.view(
     dict(
       data=dict(sequence_length=length, packing=packing),
@@ -112,6 +133,10 @@ def data(rounds, quick, say):
       'grain first-fit': lambda n=length: grains(made, n, now),
       'ours first_fit': lambda n=length: ours(made, n, 'first_fit', now),
       'ours concat_split': lambda n=length: ours(made, n, 'concat_split', now),
+      'packing first_fit': lambda n=length: packed(made, n, 'first_fit', now),
+      'packing concat_split': lambda n=length: packed(
+        made, n, 'concat_split', now
+      ),
     }
 
     def candidate(name, form, speeds=speeds, fills=fills):

@@ -258,41 +258,41 @@ def assemble(plan, tokens, rows, pad_id=0):
     1 in slots that hold a pair; denominator is the sum of weights of these
     rows.
   """
+  S = plan.length
   rows = np.asarray(rows, np.int64)
-  empty = rows < 0
-  safe = np.where(empty, 0, rows)
-  fill = np.where(empty, 0, plan.fill[safe])
+  safe = np.maximum(rows, 0)
   begin = plan.row_starts[safe]
-  per_row = np.where(empty, 0, plan.row_starts[safe + 1] - begin)
+  per_row = np.where(rows < 0, 0, plan.row_starts[safe + 1] - begin)
+  fill = np.where(rows < 0, 0, plan.fill[safe])
   piece = np.repeat(begin, per_row) + _ranges(per_row)
-  lengths = plan.lengths[piece]
-  # One entry a used slot from here on, piece after piece, row after row.
-  ends = np.cumsum(lengths)
-  used = int(ends[-1]) if len(ends) else 0
-  slot = np.arange(used)
-  source = np.repeat(plan.tokens[piece] - (ends - lengths), lengths)
-  source += slot
-  inputs = tokens[source].astype(np.int32)
+  first, lengths = plan.tokens[piece], plan.lengths[piece]
+  segment = plan.segments[piece]
+  full = int(fill.sum(dtype=np.int64)) == S * len(rows)
+  if not full:  # what is left of a row is one more piece, of segment 0
+    at = np.cumsum(per_row)
+    lengths = np.insert(lengths, at, S - fill)
+    first, segment = np.insert(first, at, 0), np.insert(segment, at, 0)
+  ends = np.cumsum(lengths, dtype=np.int32)
+  begins = ends - lengths.astype(np.int32)
+  slot = np.arange(S * len(rows), dtype=np.int32)
+  inputs = tokens.take(np.repeat(first - begins, lengths) + slot, mode='clip')
+  inputs = inputs.astype(np.int32)
   # A slot's target is the next slot's input, but for the last of a piece.
   targets = np.empty_like(inputs)
   targets[:-1] = inputs[1:]
-  targets[ends - 1] = tokens[plan.tokens[piece] + lengths]
-  slot -= np.repeat(ends - lengths, lengths)
-  held = np.arange(plan.length) < fill[:, None]
-  full = used == held.size
-
-  def spread(values, empty_value=0):
-    if full:
-      return values.reshape(held.shape).astype(np.int32, copy=False)
-    out = np.full(held.shape, empty_value, np.int32)
-    out[held] = values
-    return out
-
+  some = lengths > 0
+  targets[ends[some] - 1] = tokens.take((first + lengths)[some], mode='clip')
+  segments = np.repeat(segment, lengths)
+  positions = slot - np.repeat(begins, lengths)
+  if full:
+    weights = np.ones(len(slot), np.float32)
+  else:
+    held = segments > 0
+    weights, empty = held.astype(np.float32), ~held
+    inputs[empty] = targets[empty] = pad_id
+    positions[empty] = 0
+  arrays = inputs, targets, segments, positions, weights
   return batch_lib.Batch(
-    tokens=spread(inputs, pad_id),
-    targets=spread(targets, pad_id),
-    segments=spread(np.repeat(plan.segments[piece], lengths)),
-    positions=spread(slot),
-    weights=held.astype(np.float32),
-    denominator=np.float32(fill.sum(dtype=np.int64)),
+    *(x.reshape(len(rows), S) for x in arrays),
+    np.float32(fill.sum(dtype=np.int64)),
   )
