@@ -184,10 +184,10 @@ def run(command, argv):
     return errors.EXIT_INTEGRITY
   except BrokenPipeError:  # the reader of a pipe, such as head, went away
     sys.stderr.close()
-    return errors.EXIT_OK
+    return errors.EXIT_CRASH
   except KeyboardInterrupt:
     print('paraxis: interrupted', file=sys.stderr)
-    return 130
+    return errors.EXIT_INTERRUPTED
   except Exception as e:
     traceback.print_exc()
     print(f'paraxis: crashed: {type(e).__name__}: {e}', file=sys.stderr)

@@ -85,7 +85,7 @@ class Model:
   )
   rope_scaling: str = field(
     'none',
-    'frequency scaling of full layers',
+    'frequency scaling (not of W layers with a base of their own)',
     ('none', 'linear', 'llama3', 'yarn'),
   )
   rope_factor: float = field(1.0, 'context extension factor', low=1.0)
@@ -172,10 +172,12 @@ class Optimizer:
   )
   learning_rate: float = field(3e-3, 'adamw peak', low=0.0)
   muon_learning_rate: float = field(0.02, 'muon peak', low=0.0)
-  b1: float = field(0.9, 'adamw first moment decay', low=0.0, high=1.0)
-  b2: float = field(0.95, 'adamw second moment decay', low=0.0, high=1.0)
+  b1: float = field(0.9, 'adamw first moment decay', low=0.0, high=0.99999)
+  b2: float = field(0.95, 'adamw second moment decay', low=0.0, high=0.99999)
   epsilon: float = field(1e-8, 'adamw denominator', low=0.0)
-  weight_decay: float = field(0.1, 'decoupled, matrices only', low=0.0)
+  weight_decay: float = field(
+    0.1, 'decoupled; not on norms and biases', low=0.0
+  )
   muon_momentum: float = field(0.95, 'muon (Nesterov)', low=0.0, high=1.0)
   clip_norm: float = field(1.0, 'global gradient norm; 0: off', low=0.0)
   schedule: str = field(
@@ -195,7 +197,7 @@ class Train:
   steps: int = field(480, 'optimizer steps', low=1)
   batch_size: int = field(8, 'rows in a step, all devices together', low=1)
   microbatches: int = field(1, 'gradient accumulation slices', low=1)
-  seed: int = field(0, 'of parameters and data order', low=0)
+  seed: int = field(0, 'of parameters and data order', low=0, high=2**31 - 1)
   remat: str = field(
     'none',
     'what the backward pass recomputes: none; attention (keep attention '

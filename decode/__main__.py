@@ -75,7 +75,7 @@ def _define(values):
     flags.DEFINE_float(name, None, '', flag_values=values)
   flags.DEFINE_boolean('json', False, '', flag_values=values)
   flags.DEFINE_string('mesh', '', '', flag_values=values)
-  flags.DEFINE_integer('devices', 0, '', flag_values=values)
+  flags.DEFINE_integer('devices', 0, '', lower_bound=0, flag_values=values)
 
 
 def _say(line):

@@ -26,6 +26,7 @@ from paraxis.configs import errors
 from paraxis.sharding import annotate
 
 ROWS = ('batch', None)
+COLDEST = 1e-4  # logits divided by less could overflow float32
 
 
 class Form(NamedTuple):
@@ -51,13 +52,18 @@ def check(config, vocab_size):
   """(Form, Values) of a schema.Decode, or UserError for what is out of range.
 
   Args:
-    config: configs.schema.Decode; temperature >= 0, 0 <= top_k <= vocab_size
-      (0: all), 0 < top_p <= 1, 0 <= min_p <= 1, 0 <= seed < 2**32.
+    config: configs.schema.Decode; temperature 0 or >= COLDEST, 0 <= top_k <=
+      vocab_size (0: all), 0 < top_p <= 1, 0 <= min_p <= 1, 0 <= seed < 2**32.
     vocab_size: V.
   """
   t, k, p, m = config.temperature, config.top_k, config.top_p, config.min_p
   for name, value, ok, valid in (
-    ('temperature', t, 0 <= t < math.inf, 'at least 0 (0: greedy)'),
+    (
+      'temperature',
+      t,
+      t == 0 or COLDEST <= t < math.inf,
+      f'0 (greedy) or at least {COLDEST}',
+    ),
     (
       'top_k',
       k,

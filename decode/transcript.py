@@ -30,11 +30,16 @@ class Transcript:
         break
       self.tokens.append(int(token))
       self.logprobs.append(float(logprob))
-    self.text = self._tokenizer.decode(self.tokens)
+    self.text = self._decode()
     if self._stop and self._find() >= 0:
       self._cut(before)
     elif not self.finish and len(self.tokens) >= self._limit:
       self.finish = 'length'
+
+  def _decode(self):
+    # By bytes: as a text of its own it could lose the space it begins with.
+    raw = self._tokenizer.decode_bytes(self.tokens)
+    return raw.decode('utf-8', 'replace')
 
   def _find(self):
     """Where the first stop string begins in the text, or -1."""
@@ -46,7 +51,7 @@ class Transcript:
     every = self.tokens
     for n in range(before, len(every) + 1):
       self.tokens = every[:n]
-      self.text = self._tokenizer.decode(self.tokens)
+      self.text = self._decode()
       if (at := self._find()) >= 0:
         break
     self.text, self.finish = self.text[:at], 'stop'

@@ -8,6 +8,7 @@ Legend: B rows, T query tokens, S cache slots, D model, N heads, K kv heads,
 H head width.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -154,7 +155,7 @@ class Attention(nnx.Module):
     order = (see.positions, see.slot_positions)
     attend = decode_attention.decode_attention
     if q.shape[1] > 1:  # prefill: many queries, blockwise
-      attend = attention_op.attention
+      attend = functools.partial(attention_op.attention, impl=config.attention)
     o, _ = attend(
       q, keys.astype(q.dtype), values.astype(q.dtype), mask, segments, order
     )

@@ -12,6 +12,7 @@ import jax
 from paraxis.configs import errors
 from paraxis.models import attention
 from paraxis.models import decoder
+from paraxis.pallas_kernels import registry
 from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
@@ -51,6 +52,24 @@ def check_model(model):
   _need(
     not rope or h % 2 == 0,
     f'model.head_dim={h} is odd: rotary positions turn pairs.',
+  )
+  _need(
+    'float64' not in (model.dtype, model.param_dtype)
+    or jax.dtypes.canonicalize_dtype('float64') == 'float64',
+    'model.dtype or model.param_dtype is float64, which jax has switched off: '
+    'set JAX_ENABLE_X64=1 in the environment.',
+  )
+  registry.resolve('attention', model.attention)
+  low, high = model.rope_low_frequency, model.rope_high_frequency
+  _need(
+    model.rope_scaling not in ('llama3', 'yarn') or 0 < low < high,
+    f'model.rope_scaling={model.rope_scaling!r} needs 0 < '
+    f'model.rope_low_frequency={low} < model.rope_high_frequency={high}.',
+  )
+  _need(
+    model.rope_scaling != 'yarn' or model.rope_theta > 1,
+    f"model.rope_scaling='yarn' needs model.rope_theta={model.rope_theta} "
+    'above 1.',
   )
   _need(model.pattern, 'model.pattern is empty: name at least one layer kind.')
   for kind in model.pattern:

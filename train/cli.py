@@ -343,7 +343,7 @@ COMMANDS = {
     f'[--mesh=data=8] [{_CONFIG}]',
     _device_flags,
   ),
-  'bench': Command(_bench, 'measure', 'step | decode | data | startup'),
+  'bench': Command(_bench, 'measure', 'NAME | all'),
 }
 OWN_HELP = ('decode', 'bench')
 

@@ -238,7 +238,7 @@ def evaluation(config, corpus):
   if not held:
     raise errors.UserError(
       f'data.path={corpus.path!r}: 0 of {len(corpus.held)} documents are '
-      'held out; raise data.held_out_fraction='
+      'held out (a domain needs 2 for that); raise data.held_out_fraction='
       f'{config.data.held_out_fraction} or mark documents "split": "held".'
     )
   return [HeldOut(corpus, domain, config) for domain in held]

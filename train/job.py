@@ -6,6 +6,7 @@ anything is compiled and before the workdir is written.
 """
 
 import dataclasses
+import pathlib
 from typing import Any
 
 import jax
@@ -131,6 +132,13 @@ def _with_layouts(mesh, tree):
   return jax.tree.map(leaf, tree)
 
 
+def _absolute(name):
+  """A name of a file or folder, so that it is found from anywhere."""
+  path = pathlib.Path(name).expanduser()
+  shipped = name in ('fixture', 'corpus', 'bytes', 'bpe2048')
+  return name if shipped or not path.exists() else str(path.resolve())
+
+
 def make(config, mesh_text='', devices=None, say=print):
   """`Job` for a schema.Config.
 
@@ -160,6 +168,12 @@ def make(config, mesh_text='', devices=None, say=print):
   build.check_rows(rows, built, what)
   build.check_length(
     config.model, config.data.sequence_length, 'data.sequence_length'
+  )
+  places = {
+    k: _absolute(getattr(config.data, k)) for k in ('path', 'tokenizer')
+  }
+  config = dataclasses.replace(
+    config, data=dataclasses.replace(config.data, **places)
   )
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
   corpus = token_cache.tokens(config, tokenizer, say)

@@ -96,7 +96,8 @@ def _meta(job, step):
   )
 
 
-def _check_meta(job, meta, where):
+def _check_meta(job, step, meta, where):
+  """Raises unless a checkpoint's run is the one that is to go on."""
   for name, now in (
     ('corpus', job.corpus.fingerprint),
     ('tokenizer', job.tokenizer.fingerprint),
@@ -107,6 +108,13 @@ def _check_meta(job, meta, where):
         f'{meta.get(name, "none")[:12]} then, {now[:12]} now): the batches '
         'would differ. Restore the data, or start in another --workdir.'
       )
+  workdir_lib.compare(where, schema.from_json(meta['config']), job.config)
+  steps = job.config.train.steps
+  if step > steps:
+    raise errors.UserError(
+      f'{where} is at step {step}, beyond train.steps={steps}: give at least '
+      f'{step}, or take another --workdir.'
+    )
 
 
 def _start(job, store, say):
@@ -116,7 +124,7 @@ def _start(job, store, say):
   if found is None:
     return job.initial_state(), 0
   step, tree, meta = found
-  _check_meta(job, meta, store.directory)
+  _check_meta(job, step, meta, store.directory)
   say(f'resumed from step {step}, every leaf verified')
   return state_lib.unflatten(job.state, tree), step
 
@@ -192,7 +200,7 @@ class _Recorder:
     if row >= most:
       raise errors.IntegrityError(
         f'{row} steps in a row are not finite (train.max_nonfinite_steps='
-        f'{most}); the state before them is kept. Last: {text}'
+        f'{most}); the last checkpoint stands. Last: {text}'
       )
 
 
@@ -294,16 +302,17 @@ def _run(job, path, make_step, callbacks, say, started):
       progress = loggers.enter_context(
         metrics_lib.Progress(train.steps, train.print_every, say)
       )
-      evaluator = evaluate.Evaluator(job, made.evaluate)
+      evaluator = evaluate.Evaluator(job, made.evaluate, progress.say)
       recorder = _Recorder(job, writers, progress, callbacks)
       with Stop(job.mesh) as stop:
         others = stop, progress, writers, started
         state, step, result, stopped = _train(
           job, state, first, made, store, recorder, evaluator, others
         )
-      if not stopped and not result:
-        result = evaluator(state.params)
-        writers.write(step, result.values())
+        if not stopped and not result:
+          result = evaluator(state.params)
+          writers.write(step, result.values())
+          stopped = stop.asked
     except Exception as e:
       if jax.process_count() > 1 and not isinstance(e, errors.IntegrityError):
         # Perhaps a peer died: to finish a save would wait for it for minutes.

@@ -13,6 +13,7 @@ import base64
 import hashlib
 import html.parser
 import http.client
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -82,7 +83,7 @@ def _run(command: list[str], **options) -> subprocess.CompletedProcess:
 def _ask_pip(*arguments: str) -> list[str]:
   """Runs this Python with pip importable; uv leaves pip out of its venvs."""
   env = dict(os.environ)
-  if importlib.util.find_spec('pip') is None:
+  if importlib.machinery.PathFinder.find_spec('pip') is None:
     spec = importlib.util.find_spec('ensurepip')
     folder = pathlib.Path(spec.origin).parent if spec else pathlib.Path()
     wheels = sorted(folder.glob('_bundled/pip-*.whl')) if spec else []

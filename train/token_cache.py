@@ -82,7 +82,10 @@ class Corpus:
   @functools.cached_property
   def ids(self):
     """Ids of all documents, in order."""
-    return json.loads((self.folder / 'ids.json').read_text(encoding='utf-8'))
+    try:
+      return json.loads((self.folder / 'ids.json').read_text(encoding='utf-8'))
+    except OSError:  # another run has replaced the cache; the tokens stay
+      return [f'document {n}' for n in range(len(self.held))]
 
   def name(self, document):
     """'domain/id' of document number `document`."""

@@ -68,13 +68,19 @@ class Lock:
       return
     try:
       fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
       self._file.seek(0)
       holder = self._file.read().strip() or 'unknown'
       self._file.close()
       raise errors.UserError(
         f'{path} is in use by another run (process {holder}); wait for it, '
         'stop it, or take another --workdir.'
+      ) from None
+    except OSError as e:
+      self._file.close()
+      raise errors.UserError(
+        f'{path} cannot be locked ({e.strerror}): its file system has no '
+        'locks; take a --workdir on another one.'
       ) from None
     self._file.truncate(0)
     self._file.write(f'{os.getpid()} on {socket.gethostname()}')
@@ -119,17 +125,24 @@ def check_config(path, config, say):
   Raises:
     UserError: a field differs that would change the run's trajectory.
   """
-  if not (path / CONFIG).exists():
-    return
+  if (path / CONFIG).exists():
+    compare(path, read_config(path), config, say)
+
+
+def compare(where, old, new, say=lambda line: None):
+  """UserError if a run of config `old` cannot go on as `new`; says the rest."""
   hard = []
-  for name, old, new in differences(read_config(path), config):
-    if is_free(name):
-      say(f'config: {name} was {old!r}, is now {new!r}')
+  for name, was, now in differences(old, new):
+    text = f'{name} was {was!r}, is now {now!r}'
+    if not is_free(name):
+      hard.append(text)
+    elif name == 'train.steps':
+      say(f'config: {text}; the schedule is stretched')
     else:
-      hard.append(f'{name} was {old!r}, is now {new!r}')
+      say(f'config: {text}')
   if hard:
     raise errors.UserError(
-      f'{path} holds a run with another configuration: {"; ".join(hard)}. '
+      f'{where} holds a run with another configuration: {"; ".join(hard)}. '
       'Take another --workdir, or give the old values.'
     )
 

@@ -46,7 +46,7 @@ def test_an_integer_is_a_float():
     ('train.steps', 1.5, 'train.steps must be int, got float 1.5'),
     ('train.steps', True, 'must be int, got bool'),
     ('train.steps', 0, 'train.steps=0 is below its lowest valid value 1'),
-    ('optimizer.b1', 1.5, 'above its highest valid value 1.0'),
+    ('optimizer.b1', 1.5, 'above its highest valid value 0.99999'),
     ('optimizer.learning_rate', float('nan'), 'learning_rate=nan'),
     ('model.norm', 'rmsnrm', "Did you mean 'rmsnorm'?"),
     ('model.mlp', 'relu', 'not one of swiglu, geglu, gelu'),

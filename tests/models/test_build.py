@@ -125,3 +125,24 @@ def test_the_command_line_mesh_replaces_the_whole_section():
   assert all(
     v.sharding.spec == P(*[None] * len(v.shape)) for v in one.params.values()
   )
+
+
+@pytest.mark.parametrize(
+  'fields, text',
+  [
+    (dict(dtype='float64'), 'JAX_ENABLE_X64'),
+    (dict(attention='flash9'), 'flash9'),
+    (
+      dict(rope_scaling='llama3', rope_low_frequency=4.0),
+      'rope_low_frequency=4.0 < model.rope_high_frequency=4.0',
+    ),
+    (
+      dict(rope_scaling='yarn', rope_theta=1.0),
+      'rope_theta=1.0',
+    ),
+  ],
+)
+def test_what_would_fail_later(fields, text):
+  with pytest.raises(errors.UserError) as e:
+    build.check_model(schema.Model(**fields))
+  assert text in str(e.value)

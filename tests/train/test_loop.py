@@ -125,7 +125,9 @@ def test_more_steps(tiny, tmp_path):
   said = []
   config = tiny.config({'train.steps': 3})
   assert loop.run(config, tmp_path, say=said.append)['step'] == 3
-  assert 'config: train.steps was 2, is now 3' in said
+  assert (
+    'config: train.steps was 2, is now 3; the schedule is stretched' in said
+  )
   assert 'resumed from step 2, every leaf verified' in said
   assert list(metrics.read(tmp_path)) == [1, 2, 3]
   assert workdir_lib.read_config(tmp_path).train.steps == 3
@@ -405,3 +407,15 @@ def test_sigterm_and_sigkill(tiny, tmp_path, losses):
   assert list(once) == list(often) == list(range(1, 121))
   assert all(set(often[s]) == set(once[s]) for s in once)
   assert _fingerprints(workdir, 120) == _fingerprints(tmp_path / 'once', 120)
+
+
+def test_the_checkpoint_itself_knows_its_run(tiny, tmp_path):
+  """Without config.json the checkpoint still refuses another seed."""
+  loop.run(tiny.config({'train.steps': 2}), tmp_path, say=lambda line: None)
+  (tmp_path / 'config.json').unlink()
+  other = tiny.config({'train.steps': 3, 'train.seed': 5})
+  with pytest.raises(errors.UserError, match='train.seed was 0, is now 5'):
+    loop.run(other, tmp_path, say=lambda line: None)
+  fewer = tiny.config({'train.steps': 1})
+  with pytest.raises(errors.UserError, match='at step 2, beyond train.steps=1'):
+    loop.run(fewer, tmp_path, say=lambda line: None)

@@ -108,7 +108,7 @@ def test_free_fields_are_said(tmp_path, name):
   dotted = name.replace('__', '.')
   assert len(said) == 1
   assert said[0].startswith(f'config: {dotted} was ')
-  assert said[0].endswith(f', is now {FREE[name]!r}')
+  assert f', is now {FREE[name]!r}' in said[0]
 
 
 @pytest.mark.parametrize('name', HARD)
