@@ -34,8 +34,8 @@ class _Numbers:
   def __init__(self, vocab_size):
     self.vocab_size = vocab_size
 
-  def decode(self, tokens):
-    return ''.join(str(t % 10) for t in tokens)
+  def decode_bytes(self, tokens):
+    return b''.join(b'%d' % (t % 10) for t in tokens)
 
 
 def bytes_per_token(params):
