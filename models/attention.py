@@ -86,7 +86,7 @@ class Attention(nnx.Module):
       'BTD,DNH->BTNH',
       x,
       HIDDEN,
-      w[...].astype(x.dtype),
+      w[...],
       w.get_metadata('axes'),
       out,
     )
@@ -98,15 +98,10 @@ class Attention(nnx.Module):
     config = self.config
     if config.qk_norm == 'none':
       return x_BTNH
-    if config.qk_norm == 'head':
-      return norm.rms(
-        x_BTNH, scale[...], config.norm_epsilon, config.norm_zero_centered
-      )
-    y = x_BTNH.astype(jnp.promote_types(x_BTNH.dtype, jnp.float32))
-    variance = jnp.mean(y * y, (-2, -1), keepdims=True)
-    y = y * jax.lax.rsqrt(variance + config.norm_epsilon)
-    offset = 1 if config.norm_zero_centered else 0
-    return (y * (scale[...] + offset)).astype(x_BTNH.dtype)
+    over = -1 if config.qk_norm == 'head' else (-2, -1)
+    return norm.rms(
+      x_BTNH, scale[...], config.norm_epsilon, config.norm_zero_centered, over
+    )
 
   def __call__(self, x_BTD, see, state=None):
     """-> (y_BTD, state); state is (k_BSKH, v_BSKH) slots or None."""
@@ -128,7 +123,7 @@ class Attention(nnx.Module):
       'BTNP,NPD->BTD',
       o,
       QUERIES,
-      self.output[...].astype(o.dtype),
+      self.output[...],
       self.output.get_metadata('axes'),
       HIDDEN,
     )

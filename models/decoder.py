@@ -282,7 +282,7 @@ class Decoder:
       'BTD,VD->BTV',
       x_BTD,
       HIDDEN,
-      head[...].astype(x_BTD.dtype),
+      head[...],
       head.get_metadata('axes'),
       LOGITS,
       dtype=wide,

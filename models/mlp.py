@@ -39,9 +39,7 @@ class Mlp(nnx.Module):
   def _project(self, x, name, x_axes, out):
     w = getattr(self, name)
     letters = 'BTD,DF->BTF' if out == WIDE else 'BTF,FD->BTD'
-    y = annotate.einsum(
-      letters, x, x_axes, w[...].astype(x.dtype), w.get_metadata('axes'), out
-    )
+    y = annotate.einsum(letters, x, x_axes, w[...], w.get_metadata('axes'), out)
     if self.config.mlp_bias:
       y = y + getattr(self, f'{name}_bias')[...].astype(x.dtype)
     return y

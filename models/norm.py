@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from paraxis.models import parameter
 
 
-def rms(x, scale, epsilon, zero_centered=False):
-  """RMSNorm over the last axis; scale (..., last) or 1 + scale."""
+def rms(x, scale, epsilon, zero_centered=False, axis=-1):
+  """RMSNorm over the last axis or axes, times scale (or 1 + scale)."""
   y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-  y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + epsilon)
+  y = y * jax.lax.rsqrt(jnp.mean(y * y, axis, keepdims=True) + epsilon)
   return (y * (1 + scale if zero_centered else scale)).astype(x.dtype)
 
 

@@ -100,9 +100,10 @@ def einsum(equation, x, x_names, w, w_names, out, dtype=None):
 
   Args:
     equation: as jnp.einsum, two operands.
-    x, w: operands, with logical names `x_names`, `w_names`.
+    x, w: operands, with logical names `x_names`, `w_names`. w is computed with
+      in x's dtype; its gradient is summed in w's own, over devices too.
     out: logical names of the output.
-    dtype: accumulation and output dtype; default that of the operands.
+    dtype: accumulation and output dtype; default that of x.
 
   Raises:
     ValueError: (manual) a contracted axis is sharded and no output dimension
@@ -110,13 +111,14 @@ def einsum(equation, x, x_names, w, w_names, out, dtype=None):
   """
   if mode() != 'manual':
     return _einsum(equation, (x_names, w_names, out), dtype, x, w)
-  y = jnp.einsum(equation, x, w, preferred_element_type=dtype)
+  y = jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=dtype)
   return _scatter(equation, y, x_names, w_names, out)
 
 
 def _product(equation, x, w, out, dtype):
   explicit = mode() == 'explicit' and sizes()
   layout = dict(out_sharding=spec(out)) if explicit else {}
+  w = w.astype(x.dtype)
   return jnp.einsum(equation, x, w, preferred_element_type=dtype, **layout)
 
 
@@ -134,8 +136,8 @@ def _einsum_backward(equation, names, dtype, operands, g):
 
   What plain differentiation gives, but for the order of operands in dw: with g
   first, XLA on CPU transposes g, which is larger than x, and dw takes twice the
-  time. g takes the operands' dtype: a float32 output of bfloat16 operands has
-  bfloat16 products, summed in float32.
+  time. g takes x's dtype: with bfloat16 the products are bfloat16, and their
+  sums, also those over devices and microbatches, are in w's float32.
   """
   del dtype
   x, w = operands

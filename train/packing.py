@@ -35,7 +35,6 @@ class Plan:
   row_starts:  (R + 1,) int64; row r has pieces row_starts[r]:row_starts[r+1].
   tokens:      (P,) int64, index of a piece's first input in the token array.
   lengths:     (P,) int32, pairs of a piece, >= 1.
-  offsets:     (P,) int32, slot in the row where the piece begins.
   segments:    (P,) int32, 1 + number of pieces before it in the row.
   fill:        (R,) int32, slots of the row that hold a pair.
   cut:         documents that are in more than one piece.
@@ -45,7 +44,6 @@ class Plan:
   row_starts: np.ndarray
   tokens: np.ndarray
   lengths: np.ndarray
-  offsets: np.ndarray
   segments: np.ndarray
   fill: np.ndarray
   cut: int
@@ -211,15 +209,12 @@ def _plan(S, row, tokens, lengths, cut):
   rows = int(row[-1]) + 1 if len(row) else 0
   per_row = np.bincount(row, minlength=rows)
   row_starts = np.concatenate([[0], np.cumsum(per_row)]).astype(np.int64)
-  before = np.cumsum(lengths) - lengths
-  offsets = before - before[row_starts[row]]
   fill = np.bincount(row, weights=lengths, minlength=rows)
   return Plan(
     length=S,
     row_starts=row_starts,
     tokens=tokens.astype(np.int64),
     lengths=lengths.astype(np.int32),
-    offsets=offsets.astype(np.int32),
     segments=(_ranges(per_row) + 1).astype(np.int32),
     fill=fill.astype(np.int32),
     cut=cut,
@@ -237,7 +232,6 @@ def concatenate(plans):
     row_starts=np.concatenate([[0], np.cumsum(per_row)]).astype(np.int64),
     tokens=join('tokens'),
     lengths=join('lengths'),
-    offsets=join('offsets'),
     segments=join('segments'),
     fill=join('fill'),
     cut=sum(p.cut for p in plans),

@@ -251,3 +251,22 @@ def test_like_varies_as_its_pattern(cube):
   spec = annotate.spec(ROWS)
   found = jax.jit(jax.shard_map(run, in_specs=spec, out_specs=spec))(x)
   np.testing.assert_allclose(found, 2 * np.asarray(x))
+
+
+def test_the_weight_gradient_of_bfloat16_is_summed_in_float32():
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(4, 256, 8)), jnp.bfloat16)
+  w = jnp.asarray(rng.normal(size=(8, 6)), jnp.float32)
+  g = jnp.asarray(rng.normal(size=(4, 256, 6)), jnp.bfloat16)
+  names = ('batch', 'length', 'hidden'), ('embed', 'mlp')
+  out = ('batch', 'length', 'mlp')
+
+  def y(w):
+    return annotate.einsum('BTD,DF->BTF', x, names[0], w, names[1], out)
+
+  dw = jax.vjp(y, w)[1](g)[0]
+  exact = np.einsum('BTD,BTF->DF', *(np.asarray(a, np.float64) for a in (x, g)))
+  error = lambda got: np.abs(np.asarray(got, np.float64) - exact).max()
+  assert y(w).dtype == jnp.bfloat16 and dw.dtype == jnp.float32
+  assert error(dw) < 1e-4
+  assert error(dw.astype(jnp.bfloat16)) > 1e-3  # what rounding would cost
