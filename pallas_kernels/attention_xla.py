@@ -1,8 +1,8 @@
 """Blockwise attention in plain XLA: any device, memory linear in length.
 
-The scores are cut into blocks. One lax.scan walks a static list of the block
-pairs that can hold a visible entry and carries the softmax accumulator of all
-rows (o, m, l), updated in place:
+The scores are cut into blocks. One lax.scan walks a list of block pairs that
+can hold a visible entry and carries the softmax accumulator of all rows
+(o, m, l), updated in place:
   m' = max(m, max s);  p = e^(s - m');  a = e^(m - m')
   l' = a l + sum p;    o' = a o + p v
 (online softmax: Milakov and Gimelshein, arXiv:1805.02867; the backward pass
@@ -11,12 +11,20 @@ static, so floating-point work can be counted from the program. Cost: 4 T S H
 flops per head times the visible fraction of blocks, backward 10 T S H; memory
 O(T + S) and one block of scores per head and sequence.
 
+Two levels. `forward` and `backward` are the op on one device. `accumulate` and
+`gradients` are one part of it, queries here against keys from anywhere: parts
+of the same rows join by `merge`, their gradients by addition, if lse and delta
+are those of the whole row (sharding/context.py).
+
 Legend: B batch, T query length, S key length, N query heads, K kv heads,
-G = N / K, H head size; lower case q, s: one block of T, S.
+G = N / K, H head size; lower case q, s: one block of T, S. Inside, arrays are
+head-major: rows x_BKGT.., columns x_BKS..
 """
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,157 +99,256 @@ def _paste(x, y, i, n, axis):
   return jax.lax.dynamic_update_slice_in_dim(x, y, i * n, axis)
 
 
-def _walk(step, carry, pairs):
-  """Runs step over the pairs; one pair needs no loop."""
-  if len(pairs) == 1:
-    return step(carry, (0, 0))
-  return jax.lax.scan(lambda c, ij: (step(c, ij), None), carry, pairs)[0]
+@dataclasses.dataclass(frozen=True)
+class Walk:
+  """Which block pairs are computed, and what is visible in them.
 
+  pairs: (P, 2) int32 of (row block, column block). NumPy: all are computed.
+    Traced: (-1, -1) is no pair, and a pair of blocks that share no document is
+    skipped at run time (this needs `segments`).
+  block_q, block_k: tokens per block; they divide T and S.
+  segments, order: None or int pairs (x_BT, x_BS), as in attention.py. Without
+    order a token's place in its array counts.
+  length: keys that exist, S or less; only read without segments.
+  static: pairs was NumPy (set by `tied`).
+  """
 
-class _Blocks:
-  """One call cut into blocks: what forward and backward share."""
+  pairs: Any
+  block_q: int
+  block_k: int
+  segments: Any = None
+  order: Any = None
+  length: int | None = None
+  static: bool = True
 
-  def __init__(self, q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
-    self.mask = mask
-    self.t, self.s = q_BTNH.shape[1], k_BSKH.shape[1]
-    self.groups = q_BTNH.shape[2] // k_BSKH.shape[2]
-    self.dtype = jnp.result_type(q_BTNH, k_BSKH, v_BSKH, jnp.float32)
-    self.bq, nq = block_size(self.t, mask.block)
-    self.bk, nk = block_size(self.s, mask.block)
-    self.tp, self.sp = self.bq * nq, self.bk * nk
-    self.pairs = visible_pairs(mask, nq, nk, self.bq, order is None)
-    pad = lambda x: x and (_pad(x[0], self.tp), _pad(x[1], self.sp))
-    self.segments, self.order = pad(segments), pad(order)
-    self.q = self.to_rows(q_BTNH)
-    self.k, self.v = self.to_cols(k_BSKH), self.to_cols(v_BSKH)
+  def tied(self, x):
+    """The same walk, its arrays made to depend on the array x.
 
-  def to_rows(self, x):
-    """(B, T, N, ...) -> (B, K, G, padded T, ...)."""
-    b, t, n, *rest = x.shape
-    x = x.reshape(b, t, n // self.groups, self.groups, *rest)
-    return _pad(x, self.tp).transpose(0, 2, 3, 1, *range(4, x.ndim))
+    Masks are the same in every layer. Differentiating a scan over layers would
+    move them out of it, and keep those of all pairs: T x S booleans a head.
+    """
+    static = isinstance(self.pairs, np.ndarray)
+    arrays = jnp.asarray(self.pairs), self.segments, self.order
+    (pairs, segments, order), _ = jax.lax.optimization_barrier((arrays, x))
+    return dataclasses.replace(
+      self, pairs=pairs, segments=segments, order=order, static=static
+    )
 
-  def from_rows(self, x):
-    """(B, K, G, padded T, ...) -> (B, T, N, ...)."""
-    x = x.transpose(0, 3, 1, 2, *range(4, x.ndim))[:, : self.t]
-    b, t, k, g, *rest = x.shape
-    return x.reshape(b, t, k * g, *rest)
+  def row(self, x_BKGT, i):
+    return _cut(x_BKGT, i, self.block_q, 3)
 
-  def to_cols(self, x_BSKH):
-    """(B, S, K, H) -> (B, K, padded S, H)."""
-    return _pad(x_BSKH, self.sp).transpose(0, 2, 1, 3)
+  def col(self, x_BKS, j):
+    return _cut(x_BKS, j, self.block_k, 2)
 
-  def from_cols(self, x):
-    return x.transpose(0, 2, 1, 3)[:, : self.s]
+  def both(self, pair, i, j):
+    """Blocks (x_Bq, x_Bs) of (x_BT, x_BS)."""
+    return _cut(pair[0], i, self.block_q, 1), _cut(pair[1], j, self.block_k, 1)
 
-  def row(self, x, i):
-    return _cut(x, i, self.bq, 3)
-
-  def col(self, x, j):
-    return _cut(x, j, self.bk, 2)
-
-  def put_row(self, x, y, i):
-    return _paste(x, y, i, self.bq, 3)
-
-  def put_col(self, x, y, j):
-    return _paste(x, y, j, self.bk, 2)
-
-  def dot(self, equation, x, y):
-    return jnp.einsum(equation, x, y, preferred_element_type=self.dtype)
-
-  def _both(self, pair, i, j):
-    """Block (i, j) of (x_BT, x_BS), shaped to broadcast to (B, q, s)."""
-    x, y = _cut(pair[0], i, self.bq, 1), _cut(pair[1], j, self.bk, 1)
-    return x[:, :, None], y[:, None, :]
-
-  def visible(self, i, j):
+  def visible(self, mask, i, j):
     """Bool, broadcasts to (B, K, G, q, s); None if everything is visible."""
-    mask, rules = self.mask, []
-    iota = lambda n: jnp.arange(n, dtype=jnp.int32)
-    row = (i * self.bq + iota(self.bq))[None, :, None]
-    col = (j * self.bk + iota(self.bk))[None, None, :]
+    iota = lambda n, at: at * n + jnp.arange(n, dtype=jnp.int32)[None]
+    order = iota(self.block_q, i), iota(self.block_k, j)
+    length, segments = None, None
     if self.segments is not None:  # padded with 0, which nothing sees
-      x, y = self._both(self.segments, i, j)
-      rules += [x == y, x > 0]
-    elif self.sp != self.s:
-      rules.append(col < self.s)
+      segments = self.both(self.segments, i, j)
+    elif self.length is not None:
+      length = order[1] < self.length
     if self.order is not None:
-      row, col = self._both(self.order, i, j)
-    if mask.causal:
-      rules.append(col <= row)
-    if mask.window:
-      rules.append(row - col < mask.window)
-    if not rules:
-      return None
-    return functools.reduce(jnp.logical_and, rules)[:, None, None]
+      order = self.both(self.order, i, j)
+    return visible(mask, segments, order, length)
 
-  def scores(self, i, j):
-    """Scores (B, K, G, q, s), NEG where invisible, and the softcap's slope."""
-    s = self.dot('bkgqh,bksh->bkgqs', self.row(self.q, i), self.col(self.k, j))
-    s, slope = s * self.mask.scale, None
-    if self.mask.softcap:
-      tanh = jnp.tanh(s / self.mask.softcap)
-      s, slope = self.mask.softcap * tanh, 1 - tanh * tanh
-    ok = self.visible(i, j)
-    return (s if ok is None else jnp.where(ok, s, NEG)), slope
+  def meets(self, i, j):
+    """Can blocks i and j share a document? By bounds: true if they do."""
+    x, y = self.both(self.segments, i, j)
+    far = jnp.iinfo(x.dtype).max
+    low = lambda x: jnp.where(x > 0, x, far).min(1)
+    return ((low(x) <= y.max(1)) & (low(y) <= x.max(1))).any()
+
+  def run(self, work, carry, sides):
+    """Folds work(i, j, blocks of carry) -> new blocks over the pairs.
+
+    sides: for each array of the carry, 'q' if its blocks are rows i, 'k' if
+    they are columns j.
+    """
+
+    def step(carry, ij):
+      i, j = ij[0], ij[1]
+      rows, cols = (i, self.block_q, 3), (j, self.block_k, 2)
+      at = [rows if side == 'q' else cols for side in sides]
+      old = tuple(_cut(x, *a) for x, a in zip(carry, at, strict=True))
+      if self.static:
+        new = work(i, j, old)
+      else:
+        on = (i >= 0) & self.meets(i, j)
+        new = jax.lax.cond(on, lambda: work(i, j, old), lambda: old)
+      blocks = zip(carry, new, at, strict=True)
+      return tuple(_paste(x, y, *a) for x, y, a in blocks), None
+
+    if len(self.pairs) == 1:  # one pair needs no loop
+      return step(carry, self.pairs[0])[0]
+    return jax.lax.scan(step, carry, self.pairs)[0]
+
+
+def visible(mask, segments, order, exists=None):
+  """Bool, broadcasts to (B, K, G, q, s); None if everything is visible.
+
+  segments: None or (x_Bq, x_Bs); order: (x_Bq, x_Bs); exists: None or bool_Bs.
+  """
+  rules = [] if exists is None else [exists[:, None, :]]
+  wide = lambda pair: (pair[0][:, :, None], pair[1][:, None, :])
+  if segments is not None:
+    x, y = wide(segments)
+    rules += [x == y, x > 0]
+  row, col = wide(order)
+  if mask.causal:
+    rules.append(col <= row)
+  if mask.window:
+    rules.append(row - col < mask.window)
+  if not rules:
+    return None
+  return functools.reduce(jnp.logical_and, rules)[:, None, None]
+
+
+def dot(equation, x, y):
+  """einsum in promote_types(dtype, float32)."""
+  wide = jnp.result_type(x, y, jnp.float32)
+  return jnp.einsum(equation, x, y, preferred_element_type=wide)
+
+
+def scores(q_BKGqH, k_BKsH, ok, mask):
+  """Scores (B, K, G, q, s), NEG where not ok, and the softcap's slope."""
+  s = dot('bkgqh,bksh->bkgqs', q_BKGqH, k_BKsH) * mask.scale
+  slope = None
+  if mask.softcap:
+    tanh = jnp.tanh(s / mask.softcap)
+    s, slope = mask.softcap * tanh, 1 - tanh * tanh
+  return (s if ok is None else jnp.where(ok, s, NEG)), slope
+
+
+def accumulate(q_BKGTH, k_BKSH, v_BKSH, walk, mask):
+  """-> the raw accumulator (o_BKGTH, m_BKGT, l_BKGT) of the pairs of `walk`.
+
+  In promote_types(dtype, float32). A row that saw nothing is (0, NEG, 0).
+  """
+  walk = walk.tied(q_BKGTH)
+
+  def work(i, j, old):
+    o, m, total = old
+    ok = walk.visible(mask, i, j)
+    s, _ = scores(walk.row(q_BKGTH, i), walk.col(k_BKSH, j), ok, mask)
+    new = jnp.maximum(m, s.max(-1))
+    e = jnp.exp(s - jnp.maximum(new, FLOOR)[..., None])
+    a = jnp.exp(m - new)
+    vj = walk.col(v_BKSH, j)
+    ev = dot('bkgqs,bksh->bkgqh', e.astype(vj.dtype), vj)
+    return o * a[..., None] + ev, new, total * a + e.sum(-1)
+
+  wide = jnp.result_type(q_BKGTH, k_BKSH, v_BKSH, jnp.float32)
+  # Only the types of these two are used.
+  row = q_BKGTH.max(-1)
+  out = q_BKGTH[..., :1] + jnp.zeros(v_BKSH.shape[-1], wide)
+  start = (out, 0), (row, NEG), (row, 0)
+  return walk.run(work, tuple(_like(*x, wide) for x in start), 'qqq')
+
+
+def gradients(q_BKGTH, k_BKSH, v_BKSH, rows, walk, mask):
+  """-> (dq, dk, dv) of the pairs of `walk`, in promote_types(dtype, float32).
+
+  rows = (lse_BKGT, delta_BKGT, do_BKGTH), lse and delta of the whole row. dq
+  and dk still lack the factor mask.scale: nothing follows the loop, so a caller
+  can have its sends end where the loop ends.
+  """
+  lse, delta, do = rows
+  lse = jnp.maximum(lse, FLOOR)
+  walk = walk.tied(q_BKGTH)
+
+  def work(i, j, old):
+    dq, dk, dv = old
+    qi, doi = walk.row(q_BKGTH, i), walk.row(do, i)
+    kj = walk.col(k_BKSH, j)
+    s, slope = scores(qi, kj, walk.visible(mask, i, j), mask)
+    e = jnp.exp(s - walk.row(lse, i)[..., None])
+    de = dot('bkgqh,bksh->bkgqs', doi, walk.col(v_BKSH, j))
+    ds = e * (de - walk.row(delta, i)[..., None])
+    if slope is not None:
+      ds = ds * slope
+    ds = ds.astype(qi.dtype)
+    dqi = dot('bkgqs,bksh->bkgqh', ds, kj)
+    dkj = dot('bkgqs,bkgqh->bksh', ds, qi)
+    dvj = dot('bkgqs,bkgqh->bksh', e.astype(doi.dtype), doi)
+    return dq + dqi, dk + dkj, dv + dvj
+
+  wide = jnp.result_type(q_BKGTH, k_BKSH, v_BKSH, jnp.float32)
+  start = tuple(_like(x, 0, wide) for x in (q_BKGTH, k_BKSH, v_BKSH))
+  return walk.run(work, start, 'qkk')
+
+
+def merge(a, b):
+  """Joins the accumulators (o, m, l) of two parts of the same rows."""
+  m = jnp.maximum(a[1], b[1])
+  x, y = jnp.exp(a[1] - m), jnp.exp(b[1] - m)
+  return a[0] * x[..., None] + b[0] * y[..., None], m, a[2] * x + b[2] * y
+
+
+def finish(o, m, total):
+  """(o, m, l) -> (o, lse). A row that saw nothing: o = 0, lse = NEG."""
+  total = jnp.where(total == 0, 1, total)
+  return o / total[..., None], m + jnp.log(total)
+
+
+def to_rows(x, kv_heads, length=None):
+  """(B, T, N, ...) -> (B, K, G, T, ...), zeros appended up to `length`."""
+  b, t, n, *rest = x.shape
+  x = x.reshape(b, t, kv_heads, n // kv_heads, *rest)
+  return _pad(x, length or t).transpose(0, 2, 3, 1, *range(4, x.ndim))
+
+
+def from_rows(x, length=None):
+  """(B, K, G, T, ...) -> (B, T, N, ...), cut to `length`."""
+  x = x.transpose(0, 3, 1, 2, *range(4, x.ndim))[:, :length]
+  b, t, k, g, *rest = x.shape
+  return x.reshape(b, t, k * g, *rest)
+
+
+def to_cols(x_BSKH, length=None):
+  """(B, S, K, H) -> (B, K, S, H), zeros appended up to `length`."""
+  return _pad(x_BSKH, length or x_BSKH.shape[1]).transpose(0, 2, 1, 3)
+
+
+def from_cols(x_BKSH, length=None):
+  """(B, K, S, H) -> (B, S, K, H), cut to `length`."""
+  return x_BKSH.transpose(0, 2, 1, 3)[:, :length]
+
+
+def _plan(t, s, segments, order, mask):
+  """-> (padded T, padded S, Walk) of a call on one device."""
+  (bq, nq), (bk, nk) = (block_size(n, mask.block) for n in (t, s))
+  tp, sp = bq * nq, bk * nk
+  pad = lambda x: x and (_pad(x[0], tp), _pad(x[1], sp))
+  pairs = visible_pairs(mask, nq, nk, bq, order is None)
+  length = None if s == sp else s
+  return tp, sp, Walk(pairs, bq, bk, pad(segments), pad(order), length)
 
 
 def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
   """-> (o_BTNH in v's dtype, lse_BTN); see attention.py for the contract."""
-  p = _Blocks(q_BTNH, k_BSKH, v_BSKH, segments, order, mask)
-
-  def step(carry, ij):
-    i, j = ij
-    o, m, total = (p.row(x, i) for x in carry)
-    s, _ = p.scores(i, j)
-    new = jnp.maximum(m, s.max(-1))
-    e = jnp.exp(s - jnp.maximum(new, FLOOR)[..., None])
-    a = jnp.exp(m - new)
-    ev = p.dot('bkgqs,bksh->bkgqh', e.astype(p.v.dtype), p.col(p.v, j))
-    block = o * a[..., None] + ev, new, total * a + e.sum(-1)
-    return tuple(p.put_row(x, y, i) for x, y in zip(carry, block, strict=True))
-
-  # Only the types of these two are used.
-  out, row = p.q[..., :1] + jnp.zeros(p.v.shape[-1], p.dtype), p.q.max(-1)
-  start = (out, 0), (row, NEG), (row, 0)
-  start = tuple(_like(x, fill, p.dtype) for x, fill in start)
-  o, m, total = _walk(step, start, p.pairs)
-  total = jnp.where(total == 0, 1, total)  # rows that see nothing: o = 0
-  o = (o / total[..., None]).astype(v_BSKH.dtype)
-  return p.from_rows(o), p.from_rows(m + jnp.log(total))
+  t, (s, kv) = q_BTNH.shape[1], k_BSKH.shape[1:3]
+  tp, sp, walk = _plan(t, s, segments, order, mask)
+  q = to_rows(q_BTNH, kv, tp)
+  k, v = to_cols(k_BSKH, sp), to_cols(v_BSKH, sp)
+  o, lse = finish(*accumulate(q, k, v, walk, mask))
+  return from_rows(o.astype(v.dtype), t), from_rows(lse, t)
 
 
 def backward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, rows):
   """-> (dq, dk, dv) from rows = (lse_BTN, delta_BTN, do_BTNH)."""
-  p = _Blocks(q_BTNH, k_BSKH, v_BSKH, segments, order, mask)
-  lse, delta, do = (p.to_rows(x) for x in rows)
-  lse = jnp.maximum(lse, FLOOR)
-
-  def step(carry, ij):
-    i, j = ij
-    dq, dk, dv = carry
-    doi = p.row(do, i)
-    s, slope = p.scores(i, j)
-    e = jnp.exp(s - p.row(lse, i)[..., None])
-    de = p.dot('bkgqh,bksh->bkgqs', doi, p.col(p.v, j))
-    ds = e * (de - p.row(delta, i)[..., None])
-    if slope is not None:
-      ds = ds * slope
-    ds = ds.astype(p.q.dtype)
-    dqi = p.dot('bkgqs,bksh->bkgqh', ds, p.col(p.k, j))
-    dkj = p.dot('bkgqs,bkgqh->bksh', ds, p.row(p.q, i))
-    dvj = p.dot('bkgqs,bkgqh->bksh', e.astype(doi.dtype), doi)
-    return (
-      p.put_row(dq, p.row(dq, i) + dqi, i),
-      p.put_col(dk, p.col(dk, j) + dkj, j),
-      p.put_col(dv, p.col(dv, j) + dvj, j),
-    )
-
-  start = tuple(_like(x, 0, p.dtype) for x in (p.q, p.k, p.v))
-  dq, dk, dv = _walk(step, start, p.pairs)
-  dq, dk = p.from_rows(dq * mask.scale), p.from_cols(dk * mask.scale)
-  dv = p.from_cols(dv)
-  return tuple(
-    g.astype(x.dtype)
-    for g, x in zip((dq, dk, dv), (q_BTNH, k_BSKH, v_BSKH), strict=True)
+  t, (s, kv) = q_BTNH.shape[1], k_BSKH.shape[1:3]
+  tp, sp, walk = _plan(t, s, segments, order, mask)
+  q, *rows = (to_rows(x, kv, tp) for x in (q_BTNH, *rows))
+  k, v = to_cols(k_BSKH, sp), to_cols(v_BSKH, sp)
+  dq, dk, dv = gradients(q, k, v, rows, walk, mask)
+  return (
+    from_rows(dq * mask.scale, t).astype(q.dtype),
+    from_cols(dk * mask.scale, s).astype(k.dtype),
+    from_cols(dv, s).astype(v.dtype),
   )

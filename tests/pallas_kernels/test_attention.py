@@ -196,6 +196,69 @@ def test_blocks_cover_every_length(bound):
     assert block <= -(-bound // 8) * 8
 
 
+# ------------------------------------------------------------------- parts --
+
+
+def walk_of(pairs, segments, order):
+  """A traced list of pairs of blocks of 8, with two that say nothing."""
+  pairs = np.concatenate([pairs, np.full((2, 2), -1)]).astype(np.int32)
+  return attention_xla.Walk(jnp.asarray(pairs), 8, 8, segments, order)
+
+
+def in_parts(mask, arrays, segments, order):
+  """(o, lse), (dq, dk, dv) from two halves of the keys, merged and added."""
+  q, k, v, do, _ = arrays
+  kv, half = k.shape[2], k.shape[1] // 2
+  rows = lambda x: attention_xla.to_rows(x, kv)
+  k, v = attention_xla.to_cols(k), attention_xla.to_cols(v)
+  every = np.argwhere(np.ones((q.shape[1] // 8, half // 8)))
+  parts = []
+  for cut in (slice(0, half), slice(half, None)):
+    both = [(x[0], x[1][:, cut]) for x in (segments, order)]
+    parts.append((k[:, :, cut], v[:, :, cut], walk_of(every, *both)))
+  a, b = (attention_xla.accumulate(rows(q), *part, mask) for part in parts)
+  o, lse = attention_xla.finish(*attention_xla.merge(a, b))
+  side = lse, (o * rows(do)).sum(-1), rows(do)
+  grads = [
+    attention_xla.gradients(rows(q), k, v, side, walk, mask)
+    for k, v, walk in parts
+  ]
+  dq = attention_xla.from_rows((grads[0][0] + grads[1][0]) * mask.scale)
+  dk, dv = (jnp.concatenate([g[i] for g in grads], 2) for i in (1, 2))
+  columns = attention_xla.from_cols
+  outputs = attention_xla.from_rows(o), attention_xla.from_rows(lse)
+  return *outputs, dq, columns(dk) * mask.scale, columns(dv)
+
+
+def test_parts_of_the_keys_merge_and_their_gradients_add():
+  with jax.enable_x64(True):
+    arrays = make(T=24, S=48)
+    segments = packed(2, 24), packed(2, 48, 5)
+    order = shuffled(2, 24), shuffled(2, 48, 3)
+    mask = attention.Mask(window=30, softcap=3.0, scale=0.4)
+    actual = jax.jit(in_parts, static_argnums=0)(mask, arrays, segments, order)
+    arrays[4] = 0 * arrays[4]  # no cotangent for lse here
+    wanted = both(reference.attention_ref, mask, arrays, segments, order)
+    compare(actual, wanted, 1e-12)
+
+
+def test_blocks_that_share_no_document_are_skipped_at_run_time():
+  q, k, v, *_ = make(B=1, T=16, dtype='f4')
+  segments = np.repeat([[1, 2]], 8, axis=1).reshape(1, 16)
+  order = np.arange(16)[None]
+  v[:, 8:] = np.nan  # 0 x nan would be nan
+  rows = attention_xla.to_rows(q, 2)
+  cols = attention_xla.to_cols(k), attention_xla.to_cols(v)
+
+  def outputs(segments):
+    walk = walk_of([[0, 0], [0, 1]], (segments,) * 2, (order,) * 2)
+    mask = attention.Mask(causal=False)
+    return attention_xla.accumulate(rows, *cols, walk, mask)[0][..., :8, :]
+
+  assert np.isfinite(outputs(segments)).all()
+  assert np.isnan(outputs(np.ones_like(segments))).any()
+
+
 # ------------------------------------------------------------------ memory --
 
 
