@@ -11,10 +11,10 @@ from specs (sharding/rules.py), so one device is the same program.
 import math
 
 import jax
-from jax.experimental import mesh_utils
 
 from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.sharding import placement
 
 AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
 
@@ -116,10 +116,24 @@ def make(sizes, devices=None):
   """
   devices = jax.devices() if devices is None else devices
   sizes = parse(sizes) if isinstance(sizes, str) else sizes
-  shape = tuple(resolve(sizes, len(devices)).values())
-  # A torus axis may have to be split to serve two mesh axes.
-  placed = mesh_utils.create_device_mesh(
-    shape, devices, allow_split_physical_axes=True
-  )
+  placed = placement.place(resolve(sizes, len(devices)), devices)
   explicit = (jax.sharding.AxisType.Explicit,) * len(AXES)
   return jax.sharding.Mesh(placed, AXES, axis_types=explicit)
+
+
+def abstract(sizes):
+  """The same mesh without devices, of any number: to check a layout by types.
+
+  Args:
+    sizes: axis -> size, every one known (no -1).
+  """
+  full = {a: int(sizes.get(a, 1)) for a in AXES}
+  bad = [f'{a}={n}' for a, n in full.items() if n < 1]
+  if bad:
+    raise errors.UserError(
+      f'mesh {",".join(bad)}: without devices every size must be given.'
+    )
+  explicit = (jax.sharding.AxisType.Explicit,) * len(AXES)
+  return jax.sharding.AbstractMesh(
+    tuple(full.values()), AXES, axis_types=explicit
+  )

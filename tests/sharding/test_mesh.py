@@ -84,3 +84,28 @@ def test_make_places_every_device_once():
   assert one.size == 1 and one.axis_names == mesh.AXES
   with pytest.raises(errors.UserError, match='2 places for 8 devices'):
     mesh.make('data=2')
+
+
+def test_abstract_needs_no_devices():
+  """4096 places on a machine of 8."""
+  made = mesh.abstract(dict(data=64, tensor=64))
+  assert made.axis_names == mesh.AXES and made.size == 4096
+  assert dict(made.shape) == mesh.resolve(dict(data=64, tensor=64), 4096)
+  assert made.axis_types == (AxisType.Explicit,) * 6
+  assert mesh.abstract({}).size == 1
+
+
+@pytest.mark.parametrize(
+  'sizes, words',
+  [
+    (dict(data=-1, tensor=4), ['mesh data=-1: ', 'every size must be given']),
+    (dict(data=0), ['mesh data=0']),
+    (dict(data=0, fsdp=-2), ['mesh data=0,fsdp=-2']),
+  ],
+)
+def test_abstract_fills_nothing_in(sizes, words):
+  with pytest.raises(errors.UserError) as e:
+    mesh.abstract(sizes)
+  assert '\n' not in str(e.value)
+  for word in words:
+    assert word in str(e.value)

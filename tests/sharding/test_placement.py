@@ -1,0 +1,57 @@
+"""Devices in a mesh: neighbours last, slices first."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from paraxis.configs import errors
+from paraxis.sharding import aot
+from paraxis.sharding import placement
+
+needs_tpu = pytest.mark.skipif(
+  aot.missing('tpu') is not None, reason=f'{aot.missing("tpu")}'
+)
+
+
+def test_one_slice_uses_every_device():
+  devices = jax.devices()[:8]
+  placed = placement.place(dict(data=2, fsdp=1, tensor=4), devices)
+  assert placed.shape == (2, 1, 4)
+  assert {d.id for d in placed.flat} == {d.id for d in devices}
+
+
+def test_crosses():
+  device = lambda host: types.SimpleNamespace(process_index=host)
+  hosts = np.array([device(k // 4) for k in range(8)]).reshape(2, 2, 2)
+  crosses = lambda *axes: placement.crosses(hosts, axes, placement.host_of)
+  assert crosses(0) and crosses(0, 1) and crosses(0, 1, 2)
+  assert not crosses(1) and not crosses(1, 2) and not crosses()
+
+
+@pytest.mark.aot
+@needs_tpu
+@pytest.mark.parametrize(
+  'sizes, across',
+  [
+    (dict(replica=1, data=4, fsdp=2, tensor=2), ('data',)),
+    (dict(replica=2, data=2, fsdp=2, tensor=2), ('replica', 'data')),
+    (dict(replica=1, data=2, fsdp=4, tensor=2), ('data', 'fsdp')),
+  ],
+)
+def test_slices_are_divided_among_the_first_axes(sizes, across):
+  devices = aot.topology('v5e:2x2', 4).devices
+  placed = placement.place(sizes, devices)
+  assert placed.shape == tuple(sizes.values())
+  for k, axis in enumerate(sizes):
+    crosses = placement.crosses(placed, (k,), placement.slice_of)
+    assert crosses == (axis in across), axis
+
+
+@pytest.mark.aot
+@needs_tpu
+def test_slices_that_do_not_divide():
+  devices = aot.topology('v5e:2x2', 3).devices
+  with pytest.raises(errors.UserError, match='3 slices: .*data=4,tensor=3'):
+    placement.place(dict(data=4, tensor=3), devices)
