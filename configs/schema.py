@@ -39,6 +39,41 @@ class Mesh:
     'fsdp_tensor',
     'preset in sharding/rules.py that maps logical to mesh axes',
   )
+  zero: int = field(
+    0,
+    'sharded over data too: 1 optimizer state, 2 gradients as well, 3 '
+    'parameters as well (ZeRO stages; fsdp always shards all three)',
+    low=0,
+    high=3,
+  )
+  sequence: bool = field(
+    True, 'residuals and norms are sharded over tensor, along the length'
+  )
+  context_form: str = field(
+    'ring',
+    'how attention crosses the context axis (sharding/context.py)',
+    ('all_gather', 'ring', 'ulysses', 'usp', 'token_ring', 'rsa'),
+  )
+  context_order: str = field(
+    'auto',
+    'which tokens a context shard holds; auto: zigzag, or contiguous where '
+    'every layer has a window',
+    ('auto', 'zigzag', 'contiguous', 'striped'),
+  )
+  context_inner: int = field(
+    0, 'usp: context shards that exchange heads; 0: the most that fit', low=0
+  )
+  collectives: str = field(
+    'annotated',
+    'annotated: the compiler places them from array types; explicit: our own, '
+    'in one manual region',
+    ('annotated', 'explicit'),
+  )
+  collective_matmul: str = field(
+    '',
+    "projections run as rings that overlap with sends: 'qkv', 'output', "
+    "'gate_up', 'down', by comma, or 'all'",
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +238,11 @@ class Train:
     'what the backward pass recomputes: none; attention (keep attention '
     'outputs); dots (keep those of matmuls too); full (keep layer inputs)',
     ('none', 'attention', 'dots', 'full'),
+  )
+  memory: str = field(
+    '',
+    "what becomes of named activations: 'attention=offload,gate=save'; save, "
+    'offload (to the host) or recompute (models/memory.py)',
   )
   eval_every: int = field(0, 'steps between evaluations; 0: at the end', low=0)
   eval_batches: int = field(0, 'batches per domain; 0: all held out', low=0)

@@ -49,6 +49,13 @@ def locate(checkpoint, step=None):
   return path, step
 
 
+def _for_decoding(mesh):
+  """schema.Mesh without what only training has: one token has no shards."""
+  return dataclasses.replace(
+    mesh, sequence=False, zero=0, collectives='annotated', collective_matmul=''
+  )
+
+
 class Checkpoint:
   """A read-only view of one run's checkpoints. Also a context manager."""
 
@@ -96,6 +103,7 @@ class Checkpoint:
     """
     tokenizer = tokenizer_lib.load(config.data.tokenizer)
     mesh_text, devices = self._mesh(config, mesh_text, rows)
+    config = dataclasses.replace(config, mesh=_for_decoding(config.mesh))
     built = build.build(config, mesh_text, devices=devices)
     like = {PARAMS + path: leaf for path, leaf in built.params.items()}
     if self.step is None:
@@ -121,9 +129,15 @@ class Checkpoint:
     """(--mesh= text, devices): the run's mesh, or one that fits, said."""
     devices = jax.devices()
     sizes = build.mesh_sizes(config, text)
+    if text and sizes.get('context', 1) != 1:
+      raise errors.UserError(
+        f'--mesh={text}: decoding has one token a row at a time, nothing for '
+        'context to share; use data, fsdp or tensor.'
+      )
     try:
       mesh_lib.resolve(sizes, len(devices))
-      return text, devices
+      if sizes.get('context', 1) == 1:
+        return text, devices
     except errors.UserError:
       if text:
         raise

@@ -9,10 +9,12 @@ H head width.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.models import norm
@@ -21,8 +23,11 @@ from paraxis.models import rope
 from paraxis.pallas_kernels import attention as attention_op
 from paraxis.pallas_kernels import decode_attention
 from paraxis.sharding import annotate
+from paraxis.sharding import context
+from paraxis.sharding import project
 
-HIDDEN = ('batch', 'length', 'hidden')
+ROWS = ('batch', 'length')
+RESIDUAL = ('batch', 'residual_length', 'hidden')
 QUERIES = ('batch', 'length', 'heads', 'head_dim')
 KEYS = ('batch', 'length', 'kv_heads', 'head_dim')
 
@@ -47,8 +52,8 @@ class Visibility(NamedTuple):
 class Attention(nnx.Module):
   """x_BTD -> y_BTD for one kind of layer ('F', 'W' or 'N')."""
 
-  def __init__(self, config, rngs, kind):
-    self.config, self.kind = config, kind
+  def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
+    self.config, self.kind, self.layout = config, kind, layout
     d, n = config.d_model, config.num_heads
     k, h = num_kv_heads(config), head_dim(config)
     make, std = parameter.matrix, config.init_std
@@ -80,86 +85,131 @@ class Attention(nnx.Module):
       self.query_norm = parameter.vector(q_shape, q_axes, fill)
       self.key_norm = parameter.vector(k_shape, k_axes, fill)
 
-  def _project(self, x, name, out):
-    w = getattr(self, name)
-    y = annotate.einsum(
-      'BTD,DNH->BTNH',
+  def _project(self, x, names, out):
+    """One gather of x serves all `names`; the layout of each is in `out`."""
+    weights = [getattr(self, name) for name in names]
+    outs = project.project(
       x,
-      HIDDEN,
-      w[...],
-      w.get_metadata('axes'),
-      out,
+      RESIDUAL,
+      [
+        ('BTD,DNH->BTNH', w[...], w.get_metadata('axes'), axes)
+        for w, axes in zip(weights, out, strict=True)
+      ],
+      ring='qkv' in self.layout.rings,
     )
     if self.config.attention_bias:
-      y = y + getattr(self, f'{name}_bias')[...].astype(x.dtype)
-    return y
+      outs = [
+        y + getattr(self, f'{name}_bias')[...].astype(x.dtype)
+        for name, y in zip(names, outs, strict=True)
+      ]
+    return outs
 
-  def _normalise(self, x_BTNH, scale):
+  def _normalise(self, x_BTNH, scale, names):
     config = self.config
     if config.qk_norm == 'none':
       return x_BTNH
-    over = -1 if config.qk_norm == 'head' else (-2, -1)
+    whole = config.qk_norm == 'all'
     return norm.rms(
-      x_BTNH, scale[...], config.norm_epsilon, config.norm_zero_centered, over
+      x_BTNH,
+      scale[...],
+      config.norm_epsilon,
+      config.norm_zero_centered,
+      (-2, -1) if whole else -1,
+      names[2] if whole else None,
     )
 
   def __call__(self, x_BTD, see, state=None):
     """-> (y_BTD, state); state is (k_BSKH, v_BSKH) slots or None."""
     config = self.config
-    q = self._normalise(
-      self._project(x_BTD, 'query', QUERIES),
-      getattr(self, 'query_norm', None),
+    names, axes = ('query', 'key', 'value'), (QUERIES, KEYS, KEYS)
+    q, k, v = (
+      checkpoint_name(x, name)
+      for x, name in zip(self._project(x_BTD, names, axes), names, strict=True)
     )
-    k = self._normalise(
-      self._project(x_BTD, 'key', KEYS), getattr(self, 'key_norm', None)
-    )
-    v = self._project(x_BTD, 'value', KEYS)
+    q = self._normalise(q, getattr(self, 'query_norm', None), QUERIES)
+    k = self._normalise(k, getattr(self, 'key_norm', None), KEYS)
     if config.position == 'rope' and self.kind != 'N':
       cos, sin = see.rotations[self.kind]
       q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
     o, state = self._attend(q, k, v, see, state)
-    y = annotate.einsum(
-      # P is the head width: sorted after N, XLA need not copy the matrix.
-      'BTNP,NPD->BTD',
+    # P is the head width: sorted after N, XLA need not copy the matrix.
+    w, letters = self.output, 'BTNP,NPD->BTD'
+    (y,) = project.project(
       o,
       QUERIES,
-      self.output[...],
-      self.output.get_metadata('axes'),
-      HIDDEN,
+      [(letters, w[...], w.get_metadata('axes'), RESIDUAL)],
+      ring='output' in self.layout.rings,
     )
+    y = checkpoint_name(y, 'output')
     if config.attention_output_bias:
       y = y + self.output_bias[...].astype(y.dtype)
     return y, state
 
   def _attend(self, q, k, v, see, state):
-    config = self.config
-    mask = attention_op.Mask(
-      causal=True,
-      window=config.window if self.kind == 'W' else 0,
-      softcap=config.attention_softcap,
-      scale=config.attention_scale or q.shape[-1] ** -0.5,
-      block=config.attention_block,
-    )
+    config, mask = self.config, mask_of(self.config, self.kind)
     if state is None:
-      o, _ = attention_op.attention(
-        q, k, v, mask, (see.segments, see.segments), impl=config.attention
-      )
-      return o, None
-    keys, values = _write(state, (k, v), see.slot)
+      k, v = _on_heads(k), _on_heads(v)
+      return self._attend_all(q, k, v, see, mask), None
+    slots = _write(state, (k, v), see.slot)
+    k, v = (_on_heads(x.astype(q.dtype)) for x in slots)
     segments = (see.segments, see.slot_segments)
     order = (see.positions, see.slot_positions)
     attend = decode_attention.decode_attention
     if q.shape[1] > 1:  # prefill: many queries, blockwise
       attend = functools.partial(attention_op.attention, impl=config.attention)
-    o, _ = attend(
-      q, keys.astype(q.dtype), values.astype(q.dtype), mask, segments, order
+    return attend(q, k, v, mask, segments, order)[0], slots
+
+  def _attend_all(self, q, k, v, see, mask):
+    """Whole rows, without a cache; the context axis may share their length."""
+    if not annotate.carriers('length'):
+      segments = see.segments, see.segments
+      return attention_op.attention(
+        q, k, v, mask, segments, impl=self.config.attention
+      )[0]
+    attend = functools.partial(
+      context.attention, mask=mask, plan=self.layout.context
     )
-    return o, (keys, values)
+    names = (QUERIES,) * 3 + (ROWS, ROWS)
+    run = annotate.region(attend, names, (QUERIES, QUERIES[:3]))
+    return run(q, k, v, see.positions, see.segments)[0]
 
   def init_state(self, batch, slots, dtype):
     """Empty slots: (k_BSKH, v_BSKH)."""
     shape = (batch, slots, num_kv_heads(self.config), head_dim(self.config))
     return tuple(annotate.put(jnp.zeros(shape, dtype), KEYS) for _ in range(2))
+
+
+def mask_of(config, kind):
+  """attention_op.Mask of a layer of that kind."""
+  return attention_op.Mask(
+    causal=True,
+    window=config.window if kind == 'W' else 0,
+    softcap=config.attention_softcap,
+    scale=config.attention_scale or head_dim(config) ** -0.5,
+    block=config.attention_block,
+  )
+
+
+def _on_heads(x_BSKH):
+  """k or v laid out as the query heads, so that a shard holds what it reads.
+
+  Fewer kv heads than shards of query heads: every shard computed all of them;
+  they are repeated to the least number that divides, and each takes its own.
+  """
+  shards = annotate.shards('heads')
+  if annotate.shards('kv_heads') == shards:
+    return x_BSKH
+  heads = x_BSKH.shape[2]
+  run = functools.partial(_own_heads, copies=shards // math.gcd(heads, shards))
+  # In a region: the gradients of a shard are added up to `heads` and summed
+  # over shards, instead of gathering those of every copy.
+  return annotate.region(run, (KEYS,), (QUERIES,), single=True)(x_BSKH)
+
+
+def _own_heads(x_BSKH, copies):
+  b, s, k, h = x_BSKH.shape
+  x = jnp.broadcast_to(x_BSKH[:, :, :, None], (b, s, k, copies, h))
+  return annotate.take(x.reshape(b, s, k * copies, h), QUERIES, 2)
 
 
 def rotations(config, kinds, positions_BT, dtype):

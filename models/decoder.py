@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.models import attention
@@ -23,8 +24,9 @@ from paraxis.models import mlp
 from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.sharding import annotate
+from paraxis.sharding import project
 
-HIDDEN = ('batch', 'length', 'hidden')
+RESIDUAL = ('batch', 'residual_length', 'hidden')
 LOGITS = ('batch', 'length', 'vocab')
 KINDS = 'FWN'
 
@@ -45,10 +47,10 @@ class Cache(NamedTuple):
 class Layer(nnx.Module):
   """x + attention(norm x), then x + mlp(norm x), norms placed by config."""
 
-  def __init__(self, config, rngs, kind):
+  def __init__(self, config, rngs, kind, layout):
     self.config = config
-    self.attention = attention.Attention(config, rngs, kind)
-    self.mlp = mlp.Mlp(config, rngs)
+    self.attention = attention.Attention(config, rngs, kind, layout)
+    self.mlp = mlp.Mlp(config, rngs, layout)
     if config.norm_placement != 'post':
       self.attention_norm = norm.Norm(config)
       self.mlp_norm = norm.Norm(config)
@@ -65,6 +67,7 @@ class Layer(nnx.Module):
     return x + y, state
 
   def __call__(self, x_BTD, see, state=None):
+    x_BTD = checkpoint_name(x_BTD, 'residual')
     attend = functools.partial(self.attention, see=see, state=state)
     x, state = self._around('attention', x_BTD, attend)
     x, _ = self._around('mlp', x, lambda y: (self.mlp(y), None))
@@ -104,16 +107,18 @@ class Decoder:
     pattern: kind of every layer, length num_layers.
   """
 
-  def __init__(self, config, remat='none'):
+  def __init__(self, config, policy=None, layout=parameter.PLAIN):
+    """config: schema.Model. policy: for jax.checkpoint (models/memory.py)."""
     unit = config.pattern
-    self.config, self.remat, self.unit = config, remat, unit
+    self.config, self.policy, self.unit = config, policy, unit
+    self.layout = layout
     repeats = -(-config.num_layers // len(unit))
     self.pattern = (unit * repeats)[: config.num_layers]
     self._graphs, self.axes, self.kinds, self.inputs = {}, {}, {}, {}
     self._owners = {}  # path in a layer -> indices of the layers that have it
     self._describe('ends', lambda r: Ends(config, r))
     for kind in sorted(set(self.pattern)):
-      self._describe(kind, lambda r, kind=kind: Layer(config, r, kind))
+      self._describe(kind, lambda r, kind=kind: Layer(config, r, kind, layout))
     for i, kind in enumerate(self.pattern):
       for path in self._graphs[kind][2]:
         self._owners.setdefault(path, []).append(i)
@@ -179,12 +184,18 @@ class Decoder:
     """Runs consecutive layers; values: path -> (layers of `kinds`, ...)."""
     seen = {}
     for kind in kinds:
-      paths = self._graphs[kind][2]
-      mine = {p: values[p][seen.get(p, 0)] for p in paths}
-      seen |= {p: seen.get(p, 0) + 1 for p in paths}
-      layer = functools.partial(self._layer, kind)
-      x, _ = _checkpoint(layer, self.remat)(x, see, mine)
+      slots = {p: seen.get(p, 0) for p in self._graphs[kind][2]}
+      seen |= {p: slot + 1 for p, slot in slots.items()}
+      layer = functools.partial(self._layer_of_unit, kind, slots)
+      if self.policy is not None:
+        layer = jax.checkpoint(layer, policy=self.policy)
+      x = layer(x, see, {p: values[p] for p in slots})
     return x
+
+  def _layer_of_unit(self, kind, slots, x, see, values):
+    # Picked in here: what the backward pass keeps is the unit, not a copy.
+    mine = {p: values[p][slot] for p, slot in slots.items()}
+    return self._layer(kind, x, see, mine)[0]
 
   def _stack(self, params, x, see):
     """All layers: scanned over whole units, or unrolled.
@@ -203,7 +214,7 @@ class Decoder:
     }
     if scanned:
       whole = {
-        p: v[: in_unit[p] * repeats].reshape(repeats, in_unit[p], *v.shape[1:])
+        p: _units(v, repeats, in_unit[p])
         for p, v in stacked.items()
         if in_unit[p]
       }
@@ -230,15 +241,11 @@ class Decoder:
     config = self.config
     dtype = jnp.dtype(config.dtype)
     ends = self._ends(params)
-    table = annotate.put(ends.embedding[...].astype(dtype), ('vocab', 'hidden'))
-    x = annotate.gather(table, batch.tokens, HIDDEN)
+    x = self._lookup(ends.embedding, batch.tokens, dtype)
     if config.embedding_scale != 1.0:
       x = x * jnp.asarray(config.embedding_scale, dtype)
     if config.position == 'learned':
-      table = annotate.put(
-        ends.positions[...].astype(dtype), ('positions', 'hidden')
-      )
-      x = x + annotate.gather(table, batch.positions, HIDDEN)
+      x = x + self._lookup(ends.positions, batch.positions, dtype)
     see = attention.Visibility(
       batch.segments,
       batch.positions,
@@ -251,6 +258,10 @@ class Decoder:
     else:
       x, cache = self._step(params, x, batch, cache, see)
     return ends.norm(x), cache
+
+  def _lookup(self, table, ids, dtype):
+    names = table.get_metadata('axes')
+    return project.lookup(table[...], names, ids, RESIDUAL, dtype)
 
   def _step(self, params, x, batch, cache, see):
     """One pass that writes its tokens into the cache, layer by layer."""
@@ -278,14 +289,9 @@ class Decoder:
     tied = self.config.tied_embedding
     head = ends.embedding if tied else ends.head
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-    z = annotate.einsum(
-      'BTD,VD->BTV',
-      x_BTD,
-      HIDDEN,
-      head[...],
-      head.get_metadata('axes'),
-      LOGITS,
-      dtype=wide,
+    names = head.get_metadata('axes')
+    z = project.einsum(
+      'BTD,VD->BTV', x_BTD, RESIDUAL, head[...], names, LOGITS, dtype=wide
     )
     cap = self.config.logit_softcap
     return cap * jnp.tanh(z / cap) if cap else z
@@ -304,17 +310,13 @@ class Decoder:
     return Cache(states, *ids, jnp.int32(0))
 
 
-def _checkpoint(layer, remat):
-  """layer under the named rematerialisation policy (configs.schema.Train)."""
-  policies = jax.checkpoint_policies
-  if remat == 'none':
-    return layer
-  attention_outputs = policies.save_only_these_names('attention')
-  policy = {
-    'full': None,
-    'dots': policies.save_from_both_policies(
-      policies.dots_with_no_batch_dims_saveable, attention_outputs
-    ),
-    'attention': attention_outputs,
-  }[remat]
-  return jax.checkpoint(layer, policy=policy)
+def _units(stack, repeats, each):
+  """What a scan over `repeats` units reads, `each` layers of the stack a time.
+
+  One layer a unit is read from the stack itself: an index in the loop would
+  make a copy of every parameter for the backward pass.
+  """
+  used = stack if len(stack) == each * repeats else stack[: each * repeats]
+  if each == 1:
+    return [used]
+  return used.reshape(repeats, each, *stack.shape[1:])

@@ -7,11 +7,12 @@ import functools
 
 from flax import nnx
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from paraxis.models import parameter
-from paraxis.sharding import annotate
+from paraxis.sharding import project
 
-HIDDEN = ('batch', 'length', 'hidden')
+RESIDUAL = ('batch', 'residual_length', 'hidden')
 WIDE = ('batch', 'length', 'mlp')
 _GELU = functools.partial(jax.nn.gelu, approximate=True)
 
@@ -19,8 +20,8 @@ _GELU = functools.partial(jax.nn.gelu, approximate=True)
 class Mlp(nnx.Module):
   """x_BTD -> y_BTD; the hidden width is the logical axis 'mlp'."""
 
-  def __init__(self, config, rngs):
-    self.config = config
+  def __init__(self, config, rngs, layout=parameter.PLAIN):
+    self.config, self.layout = config, layout
     d, f, std = config.d_model, config.d_ff, config.init_std
     if config.mlp != 'gelu':
       self.gate = parameter.matrix(rngs, (d, f), ('embed', 'mlp'), std=std)
@@ -36,19 +37,31 @@ class Mlp(nnx.Module):
       self.up_bias = parameter.vector((f,), ('mlp',))
       self.down_bias = parameter.vector((d,), ('norm',))
 
-  def _project(self, x, name, x_axes, out):
-    w = getattr(self, name)
+  def _project(self, x, names, x_axes, out, ring):
     letters = 'BTD,DF->BTF' if out == WIDE else 'BTF,FD->BTD'
-    y = annotate.einsum(letters, x, x_axes, w[...], w.get_metadata('axes'), out)
+    weights = [getattr(self, name) for name in names]
+    outs = project.project(
+      x,
+      x_axes,
+      [(letters, w[...], w.get_metadata('axes'), out) for w in weights],
+      ring=ring in self.layout.rings,
+    )
     if self.config.mlp_bias:
-      y = y + getattr(self, f'{name}_bias')[...].astype(x.dtype)
-    return y
+      outs = [
+        y + getattr(self, f'{name}_bias')[...].astype(x.dtype)
+        for name, y in zip(names, outs, strict=True)
+      ]
+    return outs
 
   def __call__(self, x_BTD):
-    up = self._project(x_BTD, 'up', HIDDEN, WIDE)
-    if self.config.mlp == 'gelu':
+    plain = self.config.mlp == 'gelu'
+    names = ('up',) if plain else ('up', 'gate')
+    up, *gate = self._project(x_BTD, names, RESIDUAL, WIDE, 'gate_up')
+    up = checkpoint_name(up, 'up')
+    if plain:
       hidden = _GELU(up)
     else:
       act = jax.nn.silu if self.config.mlp == 'swiglu' else _GELU
-      hidden = act(self._project(x_BTD, 'gate', HIDDEN, WIDE)) * up
-    return self._project(hidden, 'down', WIDE, HIDDEN)
+      hidden = act(checkpoint_name(gate[0], 'gate')) * up
+    y = self._project(hidden, ('down',), WIDE, RESIDUAL, 'down')[0]
+    return checkpoint_name(y, 'down')

@@ -9,12 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from paraxis.models import parameter
+from paraxis.sharding import annotate
 
 
-def rms(x, scale, epsilon, zero_centered=False, axis=-1):
-  """RMSNorm over the last axis or axes, times scale (or 1 + scale)."""
+def rms(x, scale, epsilon, zero_centered=False, axis=-1, name=None):
+  """RMSNorm over the last axis or axes, times scale (or 1 + scale).
+
+  name: logical axis, of those that are averaged, that shards may split.
+  """
   y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-  y = y * jax.lax.rsqrt(jnp.mean(y * y, axis, keepdims=True) + epsilon)
+  y = y * jax.lax.rsqrt(annotate.mean(y * y, axis, name) + epsilon)
   return (y * (1 + scale if zero_centered else scale)).astype(x.dtype)
 
 

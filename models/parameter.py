@@ -7,10 +7,25 @@ metadata travels with the Flax variable: `axes` (one name per dimension), `kind`
 """
 
 import math
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
+
+
+class Layout(NamedTuple):
+  """What a module is told of the layout: choices, never mesh axes.
+
+  rings: products that run as collective matmuls: 'qkv', 'output', 'gate_up',
+  'down'. context: sharding.context.Plan, or None.
+  """
+
+  rings: tuple = ()
+  context: Any = None
+
+
+PLAIN = Layout()
 
 
 def matrix(rngs, shape, axes, inputs=1, std=0.0, gain=1.0):

@@ -1,18 +1,15 @@
 """Every annotation of a layout, by logical names, in all three worlds.
 
-    Explicit mesh    move -> reshard                einsum -> out_sharding
-    Manual region    move -> all_gather             einsum -> psum_scatter
-    no mesh          nothing                        plain
+    Explicit mesh    move -> reshard       put -> reshard
+    Manual region    move -> all_gather    put -> nothing
+    no mesh          nothing               nothing
 
-So one model code runs under jit and inside a fully manual shard_map. In a
-manual region, contracting a sharded axis leaves a partial sum: it is scattered
-over the output dimension that carries the same mesh axis, and if there is none
-that is an error, because doing nothing would be silently wrong.
+So one model code runs under jit and inside a fully manual shard_map. Products
+with parameters, and the collectives that they need, are in project.py.
 """
 
 import contextlib
 import contextvars
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +64,8 @@ def shards(name):
   return out
 
 
-def _carriers(name):
+def carriers(name):
+  """Mesh axes, larger than 1, of a logical axis under the rules in force."""
   return tuple(a for a in _rules.get().axes(name) if a in sizes())
 
 
@@ -75,7 +73,7 @@ def move(x, source, target):
   """x from the layout `source` to the layout `target` (logical names)."""
   if mode() == 'manual':
     for i, (a, b) in enumerate(zip(source, target, strict=True)):
-      old, new = _carriers(a), _carriers(b)
+      old, new = carriers(a), carriers(b)
       if old[: len(new)] != new:
         raise ValueError(
           f'move {source} -> {target}: dimension {i} can be gathered in a '
@@ -95,97 +93,52 @@ def put(x, names):
   return x if jax.typeof(x).sharding.spec == want else jax.reshard(x, want)
 
 
-def einsum(equation, x, x_names, w, w_names, out, dtype=None):
-  """Two-operand einsum whose output has the layout `out`.
+def stored(x, names, stage):
+  """x laid out as rules.stored says: a gradient, or optimizer state."""
+  if not sizes() or mode() != 'explicit':
+    return x
+  want = rules_lib.stored(names, x.shape, _rules.get(), sizes(), stage)
+  return x if jax.typeof(x).sharding.spec == want else jax.reshard(x, want)
+
+
+def take(x, names, dimension):
+  """x, which every shard holds whole, laid out by `names` on one dimension."""
+  if mode() != 'manual':
+    return put(x, names)
+  axes = carriers(names[dimension])
+  size = x.shape[dimension] // shards(names[dimension])
+  first = jax.lax.axis_index(axes) * size if axes else 0
+  return jax.lax.dynamic_slice_in_dim(x, first, size, dimension)
+
+
+def mean(x, axis, name=None):
+  """Mean over dimensions of which `name` may be split; dimensions are kept.
+
+  In a manual region each shard goes on with its own part of what it divides, so
+  the sum's transpose is a sum again, and differentiating is right.
+  """
+  y = jnp.mean(x, axis, keepdims=True)
+  axes = carriers(name) if name and mode() == 'manual' else ()
+  return jax.lax.pmean(y, axes) if axes else y
+
+
+def region(function, names, out_names, single=False):
+  """function of arrays, run in a region that is manual over all mesh axes.
 
   Args:
-    equation: as jnp.einsum, two operands.
-    x, w: operands, with logical names `x_names`, `w_names`. w is computed with
-      in x's dtype; its gradient is summed in w's own, over devices too.
-    out: logical names of the output.
-    dtype: accumulation and output dtype; default that of x.
-
-  Raises:
-    ValueError: (manual) a contracted axis is sharded and no output dimension
-      takes the scatter, or `out` names a layout that the operands do not have.
+    function: of local arrays, by mesh axis names.
+    names: logical names of each argument. out_names: of each result.
+    single: the function returns one array, not a tuple.
   """
-  if mode() != 'manual':
-    return _einsum(equation, (x_names, w_names, out), dtype, x, w)
-  y = jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=dtype)
-  return _scatter(equation, y, x_names, w_names, out)
-
-
-def _product(equation, x, w, out, dtype):
-  explicit = mode() == 'explicit' and sizes()
-  layout = dict(out_sharding=spec(out)) if explicit else {}
-  w = w.astype(x.dtype)
-  return jnp.einsum(equation, x, w, preferred_element_type=dtype, **layout)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _einsum(equation, names, dtype, x, w):
-  return _product(equation, x, w, names[2], dtype)
-
-
-def _einsum_forward(equation, names, dtype, x, w):
-  return _product(equation, x, w, names[2], dtype), (x, w)
-
-
-def _einsum_backward(equation, names, dtype, operands, g):
-  """dx = g w, dw = x g, in the layouts of x and w.
-
-  What plain differentiation gives, but for the order of operands in dw: with g
-  first, XLA on CPU transposes g, which is larger than x, and dw takes twice the
-  time. g takes x's dtype: with bfloat16 the products are bfloat16, and their
-  sums, also those over devices and microbatches, are in w's float32.
-  """
-  del dtype
-  x, w = operands
-  ins, out = equation.split('->')
-  a, b = ins.split(',')
-  g = g.astype(x.dtype)
-  dx = _product(f'{out},{b}->{a}', g, w, names[0], x.dtype)
-  dw = _product(f'{a},{out}->{b}', x, g, names[1], w.dtype)
-  return dx, dw
-
-
-_einsum.defvjp(_einsum_forward, _einsum_backward)
-
-
-def _scatter(equation, y, x_names, w_names, out):
-  """Sums y over the mesh axes of contracted letters, into dimensions of out."""
-  spec(out)  # one mesh axis on two dimensions is an error here too
-  ins, result = equation.split('->')
-  held, summed = {}, {}
-  for letters, names in zip(ins.split(','), (x_names, w_names), strict=True):
-    for letter, name in zip(letters, names, strict=True):
-      held[letter] = _carriers(name)
-      if letter not in result:
-        summed |= {axis: letter for axis in _carriers(name)}
-  for i, (letter, name) in enumerate(zip(result, out, strict=True)):
-    now, want = held[letter], _carriers(name)
-    # A sum may only be scattered below (minor to) what is already split.
-    if want[: len(now)] != now or set(want[len(now) :]) - set(summed):
-      raise ValueError(
-        f'einsum {equation}: {letter!r} is laid out over {now}, and {out} '
-        f'says {want}; move the operand first.'
-      )
-    for axis in want[len(now) :]:
-      y = jax.lax.psum_scatter(y, axis, scatter_dimension=i, tiled=True)
-      del summed[axis]
-  for axis, letter in summed.items():
-    raise ValueError(
-      f'einsum {equation}: contracts {letter!r} over {axis!r}, and no '
-      f'output dimension of {out} takes the scatter.'
-    )
-  return y
-
-
-def gather(table, ids, out):
-  """table[ids] with the layout `out`; ids must be in range."""
-  if mode() == 'explicit' and sizes():
-    return table.at[ids].get(out_sharding=spec(out))
-  return table[ids]
+  if mode() != 'explicit' or not sizes():
+    return function
+  specs = lambda rows: tuple(spec(row) for row in rows)
+  return jax.shard_map(
+    function,
+    in_specs=specs(names),
+    out_specs=specs(out_names)[0] if single else specs(out_names),
+    check_vma=False,
+  )
 
 
 def like(x, fill, dtype=None):

@@ -15,10 +15,12 @@ from jax.sharding import PartitionSpec
 
 from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.sharding import mesh as mesh_lib
 
 LOGICAL = {
   'batch': 'rows of a step',
-  'length': 'tokens of a row',
+  'length': 'tokens of a row, inside a sublayer',
+  'residual_length': 'tokens of a row, between sublayers and in norms',
   'hidden': 'width of activations',
   'embed': 'width of the model in parameters',
   'layers': 'depth',
@@ -31,17 +33,26 @@ LOGICAL = {
   'positions': 'rows of a learned position table',
 }
 
-_BATCH = {'batch': ('replica', 'data', 'fsdp')}
+_BATCH = {
+  'batch': ('replica', 'data', 'fsdp'),
+  'length': ('context',),
+  'residual_length': ('context',),
+}
 _FSDP = {'embed': ('fsdp',)}
 _TENSOR = {a: ('tensor',) for a in ('heads', 'kv_heads', 'mlp', 'vocab')}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """Logical axis -> mesh axes. Axes that the table lacks are not sharded."""
+  """Logical axis -> mesh axes. Axes that the table lacks are not sharded.
+
+  zero: what is sharded over `data` too: 1 optimizer state, 2 and the sums of
+  gradients, 3 and parameters (which the table then says).
+  """
 
   name: str
   table: dict
+  zero: int = 0
 
   def axes(self, logical):
     """Mesh axes of a logical axis (None: not sharded)."""
@@ -79,14 +90,62 @@ PRESETS = {
 }
 
 
-def preset(name):
-  """The table of that name; UserError lists the names."""
+def preset(text):
+  """The table of that name, perhaps changed: 'fsdp_tensor vocab=tensor+fsdp'.
+
+  UserError lists the names, and the axes where a change names none.
+  """
+  name, *changes = text.split() or ['']
   if name not in PRESETS:
     raise errors.UserError(
-      f'mesh.rules={name!r} is not one of {", ".join(PRESETS)}.'
+      f'mesh.rules={text!r} is not one of {", ".join(PRESETS)}.'
       + schema.suggest(name, PRESETS)
     )
-  return PRESETS[name]
+  table = dict(PRESETS[name].table)
+  for change in changes:
+    logical, _, axes = change.partition('=')
+    if logical not in LOGICAL:
+      raise errors.UserError(
+        f'mesh.rules={text!r}: {logical!r} is not a logical axis '
+        f'({", ".join(LOGICAL)}).' + schema.suggest(logical, LOGICAL)
+      )
+    table[logical] = tuple(filter(None, axes.split('+')))
+    for axis in table[logical]:
+      if axis not in mesh_lib.AXES:
+        raise errors.UserError(
+          f'mesh.rules={text!r}: {axis!r} is not a mesh axis '
+          f'({", ".join(mesh_lib.AXES)}).' + schema.suggest(axis, mesh_lib.AXES)
+        )
+  return Rules(text, table) if changes else PRESETS[name]
+
+
+def of(mesh, sizes, kv_heads):
+  """The rules of a schema.Mesh whose axes have `sizes`, for a model.
+
+  Args:
+    mesh: schema.Mesh (rules, zero, sequence).
+    sizes: mesh axis -> size.
+    kv_heads: of the model. Where the shards of its heads do not divide them,
+      every shard computes all of them, and attention takes those it needs.
+  """
+  rules = preset(mesh.rules)
+  table = dict(rules.table)
+  tensor = table.get('mlp', ())
+  if mesh.sequence and table:
+    length = table.get('residual_length', ())
+    more = (a for a in tensor if a not in length)
+    table['residual_length'] = (*length, *more)
+  if mesh.zero == 3 and 'embed' in table:
+    fsdp = table['embed']
+    table['embed'] = fsdp if 'data' in fsdp else (*fsdp, 'data')
+  elif mesh.zero == 3:
+    raise errors.UserError(
+      f'mesh.zero=3 shards parameters over data by their width, but the rules '
+      f'{rules.name!r} do not shard it; take fsdp or fsdp_tensor.'
+    )
+  if kv_heads % math.prod(sizes.get(a, 1) for a in table.get('kv_heads', ())):
+    table['kv_heads'] = ()
+  return Rules(rules.name, table, mesh.zero)
 
 
 def spec(names, shape, rules, sizes, where=''):
@@ -101,26 +160,54 @@ def spec(names, shape, rules, sizes, where=''):
 
   Raises:
     UserError: a dimension that its mesh axes do not divide, with both numbers
-      and the nearest that would.
-    ValueError: a mesh axis would shard two dimensions of one array.
+      and the nearest that would; one mesh axis on two dimensions.
   """
   used, out = {}, []
   for i, name in enumerate(names):
     axes = tuple(a for a in rules.axes(name) if sizes.get(a, 1) > 1)
     for axis in axes:
       if axis in used:
-        raise ValueError(
+        raise errors.UserError(
           f'{where or names}: mesh axis {axis!r} serves both '
-          f'{used[axis]!r} and {name!r}.'
+          f'{used[axis]!r} and {name!r}; the rules {rules.name!r} may use it '
+          'for one of them.'
         )
       used[axis] = name
     n = math.prod(sizes[a] for a in axes)
     if shape is not None and shape[i] % n:
       nearest = max(d for d in range(1, n) if shape[i] % d == 0)
+      low = shape[i] // n
       raise errors.UserError(
         f'{where + ": " if where else ""}{name!r} has size {shape[i]}, which '
         f'{" x ".join(f"{a}={sizes[a]}" for a in axes)} does not divide '
-        f'({n} shards); the nearest that does is {nearest}.'
+        f'({n} shards); the nearest that does is {nearest}. Sizes that {n} '
+        f'divides: {", ".join(f"{m * n}" for m in {low, low + 1} if m)}.'
       )
     out.append(axes[0] if len(axes) == 1 else axes or None)
   return PartitionSpec(*out)
+
+
+# The ZeRO stage from which each is sharded over data too. A gradient leaves the
+# step as the optimizer wants it from stage 1 on; its sums over microbatches are
+# whole until stage 2.
+OPTIMIZER, GRADIENTS, SUMS = 1, 1, 2
+
+
+def stored(names, shape, rules, sizes, stage, where=''):
+  """PartitionSpec of what mirrors a parameter: its optimizer state, gradient.
+
+  The parameter's own, and from ZeRO stage `stage` on also `data`, on the first
+  dimension that it divides: shards are then long runs of memory, or whole
+  matrices where the depth divides. Nothing divides: the parameter's own.
+  """
+  own = spec(names, shape, rules, sizes, where)
+  data = sizes.get('data', 1)
+  taken = [axes if isinstance(axes, tuple) else (axes,) for axes in own]
+  if rules.zero < stage or data == 1 or any('data' in a for a in taken):
+    return own
+  for i in range(len(names)):
+    held = tuple(a for a in taken[i] if a)
+    if shape[i] % (data * math.prod(sizes[a] for a in held)) == 0:
+      whole = (*held, 'data')
+      return PartitionSpec(*own[:i], whole if held else 'data', *own[i + 1 :])
+  return own

@@ -15,6 +15,7 @@ import numpy as np
 from paraxis.configs import errors
 from paraxis.models import build
 from paraxis.models import tokenizer as tokenizer_lib
+from paraxis.sharding import context
 from paraxis.sharding import rules as rules_lib
 from paraxis.train import compiling
 from paraxis.train import data
@@ -77,16 +78,26 @@ class Job:
     ]
     return min(lo for lo, _ in held), max(hi for _, hi in held)
 
+  def token_order(self):
+    """Where the tokens of a row lie on the context axis: (T,), or None."""
+    plan = self.model.layout.context
+    if plan is None:
+      return None
+    length = self.config.data.sequence_length
+    return context.permutation(plan.layout, plan.n, length)
+
   def put(self, batch, lo=0):
     """A batch of NumPy arrays on the mesh; its first row is row `lo`."""
     train = self.config.train
     rows = train.batch_size // train.microbatches
+    order = self.token_order()
 
     def place(x):
       if np.ndim(x) == 0:
         scalar = jax.NamedSharding(self.mesh, jax.P())
         return jax.make_array_from_callback((), scalar, lambda _: x)
       axis = x.ndim - 2
+      x = x if order is None else x[..., order]
       shape = (*x.shape[:axis], rows, x.shape[-1])
 
       def part(index):
@@ -155,6 +166,8 @@ def make(config, mesh_text='', devices=None, say=print):
   if train.microbatches > 1:
     what += f' in {train.microbatches} microbatches'
   build.check_rows(rows, built, what)
+  length = config.data.sequence_length
+  build.check_tokens(length, built, f'data.sequence_length={length}')
   build.check_length(
     config.model, config.data.sequence_length, 'data.sequence_length'
   )

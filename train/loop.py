@@ -218,7 +218,7 @@ def run(
     config: schema.Config.
     workdir: folder of the run; a relative one is resolved.
     mesh_text: --mesh=, replaces config.mesh.
-    make_step: (model, optimizer, clip_norm) -> step.Step.
+    make_step: (built, optimizer, clip_norm) -> step.Step.
     callbacks: functions of (step, values, job), called when the numbers of a
       step are known: after the next one is dispatched.
     say: prints one line.
@@ -284,7 +284,7 @@ def _run(job, path, make_step, callbacks, say, started):
   from paraxis.sharding import store as store_lib  # Orbax starts slowly
 
   config, train = job.config, job.config.train
-  made = make_step(job.model, job.optimizer, config.optimizer.clip_norm)
+  made = make_step(job.built, job.optimizer, config.optimizer.clip_norm)
   with contextlib.ExitStack() as stack, contextlib.ExitStack() as loggers:
     store = stack.enter_context(
       store_lib.Store(

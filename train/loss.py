@@ -11,9 +11,15 @@ of shards, processes and microbatches gives the same loss and gradient.
 import jax
 import jax.numpy as jnp
 
+from paraxis.sharding import annotate
+from paraxis.sharding import vocabulary
+
 
 def negative_log_likelihood(z_BTV, targets_BT):
   """Nats of each target: (B, T) in z's dtype."""
+  axes = annotate.carriers('vocab')
+  if axes and annotate.mode() == 'manual':
+    return vocabulary.nll(z_BTV, targets_BT, axes)
   hit = jnp.arange(z_BTV.shape[-1]) == targets_BT[..., None]
   picked = jnp.where(hit, z_BTV, 0).sum(-1)
   return jax.nn.logsumexp(z_BTV, -1) - picked

@@ -18,6 +18,7 @@ import optax
 from optax import contrib
 
 from paraxis.sharding import annotate
+from paraxis.sharding import rules as rules_lib
 
 
 def schedule(config, steps):
@@ -87,8 +88,14 @@ class Optimizer:
       decay,
     )
 
+  def _stored(self, tree):
+    """{path: array} laid out as the optimizer state is (ZeRO stage 1)."""
+    axes, stage = self.model.axes, rules_lib.OPTIMIZER
+    return {p: annotate.stored(x, axes[p], stage) for p, x in tree.items()}
+
   def init(self, params):
     """Optimizer state: {group: optax state}."""
+    params = self._stored(params)
     return {
       g: self._rule(g).init({p: params[p] for p in paths})
       for g, paths in self.groups.items()
@@ -104,8 +111,12 @@ class Optimizer:
     return {g: share * peaks[g] for g, paths in self.groups.items() if paths}
 
   def update(self, grads, state, params, step):
-    """-> (params, state) after one step with (clipped) gradients."""
+    """-> (params, state) after one step with (clipped) gradients.
+
+    Each shard updates what it holds state for; new parameters are gathered.
+    """
     new_params, new_state = {}, {}
+    grads, own, params = self._stored(grads), params, self._stored(params)
     for group, rate in self.rates(step).items():
       paths = self.groups[group]
       pick = lambda tree, paths=paths: {p: tree[p] for p in paths}
@@ -117,7 +128,8 @@ class Optimizer:
       )
       for p, d in direction.items():
         new_params[p] = params[p] - rate.astype(d.dtype) * d
-    return {p: new_params[p] for p in params}, new_state
+    axes = self.model.axes
+    return {p: annotate.put(new_params[p], axes[p]) for p in own}, new_state
 
 
 def _aspect(shape, dims):

@@ -6,12 +6,14 @@ is divided by the denominator of the whole step. A loss or gradient that is not
 finite leaves the state as it was; the step is counted and the tensors named.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from paraxis.sharding import annotate
+from paraxis.sharding import rules as rules_lib
 from paraxis.train import loss as loss_lib
 from paraxis.train import state as state_lib
 
@@ -31,34 +33,18 @@ class Step(NamedTuple):
   evaluate: Any
 
 
-def make(model, optimizer, clip_norm):
+def make(built, optimizer, clip_norm):
   """The plain step: one loss, its gradient, one optimizer.
 
   Args:
-    model: models.decoder.Decoder.
+    built: models.build.Built.
     optimizer: train.optimizers.Optimizer.
     clip_norm: global gradient norm above which gradients are scaled; 0: never.
   """
-
-  def one(params, batch):
-    objective = lambda p: loss_lib.next_token(model, p, batch)
-    return jax.value_and_grad(objective)(params)
-
-  def grads(params, batch):
-    if batch.tokens.ndim == 2:
-      return one(params, batch)
-    wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)
-    zeros = jax.tree.map(lambda p: annotate.like(p, 0, wide(p)), params)
-    share = lambda batch, arrays: batch._replace(
-      **dict(zip(batch._fields[:-1], arrays, strict=True))
-    )
-
-    def add(total, arrays):
-      return jax.tree.map(jnp.add, total, one(params, share(batch, arrays))), ()
-
-    kind = jnp.promote_types(model.config.dtype, jnp.float32)
-    scalar = jnp.zeros((), kind)
-    return jax.lax.scan(add, (scalar, zeros), tuple(batch[:-1]))[0]
+  model = built.model
+  grads = functools.partial(_gradients, model)
+  if built.choices.collectives == 'explicit' and built.mesh.size > 1:
+    grads = functools.partial(_explicit_gradients, built)
 
   def update(state, loss, grads):
     squares = jnp.stack([jnp.sum(jnp.square(grads[p])) for p in sorted(grads)])
@@ -97,3 +83,100 @@ def make(model, optimizer, clip_norm):
 
   evaluate = lambda params, batch: loss_lib.total(model, params, batch)
   return Step(grads, update, evaluate)
+
+
+def _accumulate(model, params, batch, each):
+  """(loss, gradients) of a batch, or the sums over its microbatches.
+
+  In a manual region: of this shard's tokens alone. each(path, gradient): the
+  layout in which the sums of a microbatch are kept.
+  """
+
+  def one(params, batch):
+    objective = lambda p: loss_lib.next_token(model, p, batch)
+    loss, grads = jax.value_and_grad(objective)(params)
+    return loss, {p: each(p, g) for p, g in grads.items()}
+
+  if batch.tokens.ndim == 2:
+    return one(params, batch)
+  share = lambda arrays: batch._replace(
+    **dict(zip(batch._fields[:-1], arrays, strict=True))
+  )
+
+  def zero(p):
+    x = params[p]
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return each(p, annotate.like(x, 0, wide))
+
+  def add(total, arrays):
+    return jax.tree.map(jnp.add, total, one(params, share(arrays))), ()
+
+  scalar = jnp.zeros((), jnp.promote_types(model.config.dtype, jnp.float32))
+  start = scalar, {p: zero(p) for p in params}
+  return jax.lax.scan(add, start, tuple(batch[:-1]))[0]
+
+
+def _gradients(model, params, batch):
+  """(loss, gradients); the compiler places the collectives."""
+  store = lambda stage: lambda p, g: annotate.stored(g, model.axes[p], stage)
+  loss, grads = _accumulate(model, params, batch, store(rules_lib.SUMS))
+  last = store(rules_lib.GRADIENTS)
+  return loss, {p: last(p, g) for p, g in grads.items()}
+
+
+def _explicit_gradients(built, params, batch):
+  """(loss, gradients) with collectives of our own, in one manual region.
+
+  Every shard differentiates the loss of its own tokens. A parameter's gradient
+  is then summed once, over the mesh axes absent from its layout: scattered
+  where the gradient is sharded (ZeRO, over data), else all-reduced. ZeRO stage
+  2 scatters that of every microbatch, and so never holds a whole one.
+  """
+  model, sizes = built.model, annotate.sizes()
+  axes = {p: model.axes[p] for p in params}
+  own = {p: annotate.spec(axes[p], x.shape, p) for p, x in params.items()}
+  stored = lambda p, x, stage: rules_lib.stored(
+    axes[p], x.shape, built.rules, sizes, stage, p
+  )
+  kept = {p: stored(p, x, rules_lib.SUMS) for p, x in params.items()}
+  final = {p: stored(p, x, rules_lib.GRADIENTS) for p, x in params.items()}
+  rows = {
+    n: annotate.spec((None,) * (n - 2) + ('batch', 'length')) for n in (2, 3)
+  }
+
+  def body(params, batch):
+    each = lambda p, g: _scatter(g, own[p], kept[p])
+    loss, grads = _accumulate(model, params, batch, each)
+    tokens = annotate.carriers('batch') + annotate.carriers('length')
+    loss = jax.lax.psum(loss, tokens) if tokens else loss
+    grads = {p: _scatter(g, kept[p], final[p]) for p, g in grads.items()}
+    return loss, {p: _all_reduce(g, final[p]) for p, g in grads.items()}
+
+  specs = jax.tree.map(lambda x: rows.get(x.ndim, jax.P()), batch)
+  return jax.shard_map(
+    body, in_specs=(own, specs), out_specs=(jax.P(), final), check_vma=False
+  )(params, batch)
+
+
+def _axes(spec):
+  """PartitionSpec -> a tuple of mesh axes for each dimension."""
+  return [a if isinstance(a, tuple) else (a,) if a else () for a in spec]
+
+
+def _scatter(gradient, before, after):
+  """Summed over the axes that `after` has beyond `before`, and laid out so."""
+  pairs = zip(_axes(before), _axes(after), strict=True)
+  for i, (old, new) in enumerate(pairs):
+    extra = tuple(a for a in new if a not in old)
+    if extra:
+      gradient = jax.lax.psum_scatter(
+        gradient, extra, scatter_dimension=i, tiled=True
+      )
+  return gradient
+
+
+def _all_reduce(gradient, spec):
+  """Summed over the mesh axes absent from its layout."""
+  held = {a for dim in _axes(spec) for a in dim}
+  left = tuple(a for a in annotate.sizes() if a not in held)
+  return jax.lax.psum(gradient, left) if left else gradient

@@ -3,6 +3,7 @@
 Legend: B rows, T tokens, D model, N heads, K kv heads, H head width.
 """
 
+import functools
 import math
 
 from flax import nnx
@@ -13,6 +14,9 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.models import attention
+from paraxis.sharding import annotate
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import rules as rules_lib
 
 B, T, D, N, K, H = 2, 7, 6, 4, 2, 4
 BASE = dict(
@@ -168,3 +172,137 @@ def test_a_missing_rotation_is_no_silent_identity():
   see = visibility(module, segments, positions)._replace(rotations={})
   with pytest.raises(KeyError):
     module(jnp.asarray(x), see)
+
+
+# --- fewer kv heads than shards: every shard computes all, and reads its own
+
+QUICK = {'xla_backend_optimization_level': 0}  # to compile
+ROWS, LONG = 4, 8
+# Mesh, query heads, kv heads: 2 and 4 shards a kv head; 3 on 2 shards.
+FEW = [
+  ('data=2,tensor=4', 8, 2),
+  ('tensor=8', 8, 2),
+  ('data=4,tensor=2', 12, 3),
+]
+
+
+@functools.cache
+def few(heads, kv_heads):
+  """(module, {name: array}, x, segments, positions, cotangent of y)."""
+  module, w = make(
+    'F', num_heads=heads, num_kv_heads=kv_heads, qk_norm='all',
+    attention_bias=True,
+  )  # fmt: skip
+  rng = np.random.default_rng(2)
+  x, c = rng.normal(size=(2, ROWS, LONG, D))
+  segments = np.array([[1] * 3 + [2] * 4 + [0]] * ROWS, np.int32)
+  positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0]] * ROWS, np.int32)
+  return module, w, x, segments, positions, c
+
+
+def differentiate(module, w, x, segments, positions, c):
+  """(y, dx, {name: dw}); the parameters are arguments."""
+  graph, _ = nnx.split(module)
+  names = {k: getattr(module, k) for k in w}
+
+  def run(w, x):
+    flat = [((k,), v.replace(w[k])) for k, v in names.items()]
+    merged = nnx.merge(graph, nnx.from_flat_state(flat))
+    return merged(x, visibility(module, segments, positions))[0]
+
+  y, vjp = jax.vjp(run, w, x)
+  dw, dx = vjp(c)
+  return y, dx, dw
+
+
+@functools.cache
+def one_device(heads, kv_heads):
+  module, *args = few(heads, kv_heads)
+  run = functools.partial(differentiate, module)
+  return jax.tree.map(np.asarray, jax.jit(run, compiler_options=QUICK)(*args))
+
+
+def on_mesh(mesh, heads, kv_heads, world):
+  module, w, *rows = few(heads, kv_heads)
+  made = mesh_lib.make(mesh)
+  rules = rules_lib.of(schema.Mesh(), dict(made.shape), kv_heads)
+  axes = {k: getattr(module, k).get_metadata('axes') for k in w}
+
+  def inside(*args):
+    y, dx, dw = differentiate(module, *args)
+    held = lambda k: {a for n in axes[k] for a in annotate.carriers(n)}
+    left = lambda k: tuple(a for a in annotate.sizes() if a not in held(k))
+    return y, dx, {k: jax.lax.psum(d, left(k)) for k, d in dw.items()}
+
+  with annotate.use(rules), jax.set_mesh(made):
+    assert annotate.carriers('kv_heads') == ()
+    weights = {k: annotate.spec(a) for k, a in axes.items()}
+    residual = annotate.spec(attention.RESIDUAL)
+    ids = annotate.spec(attention.ROWS)
+    specs = (weights, residual, ids, ids, residual)
+    put = lambda x, s: jax.device_put(x, jax.NamedSharding(made, s))
+    args = jax.tree.map(put, (w, *rows), specs)
+    run = functools.partial(differentiate, module)
+    if world == 'manual':
+      run = jax.shard_map(
+        inside,
+        in_specs=specs,
+        out_specs=(residual, residual, weights),
+        check_vma=False,
+      )
+    run = jax.jit(run, compiler_options=QUICK)
+    return jax.tree.map(np.asarray, run(*args))
+
+
+def assert_near(found, wanted):
+  def near(path, a, b):
+    bound = 1e-12 * np.abs(wanted[1]).max() if not b.any() else 0
+    np.testing.assert_allclose(
+      a, b, rtol=0, atol=bound or 1e-11 * np.abs(b).max(), err_msg=str(path)
+    )
+
+  jax.tree.map_with_path(near, found, wanted)
+
+
+@pytest.mark.parametrize('world', ['explicit', 'manual'])
+@pytest.mark.parametrize('mesh, heads, kv_heads', FEW)
+def test_few_kv_heads(mesh, heads, kv_heads, world):
+  found = on_mesh(mesh, heads, kv_heads, world)
+  assert_near(found, one_device(heads, kv_heads))
+
+
+def test_another_shards_heads_are_seen(monkeypatch):
+  take = annotate.take
+
+  def next_one(x, names, dimension):
+    return jnp.roll(take(x, names, dimension), 1, 1)
+
+  monkeypatch.setattr(annotate, 'take', next_one)
+  found = on_mesh(*FEW[0], 'manual')
+  with pytest.raises(AssertionError):
+    assert_near(found, one_device(*FEW[0][1:]))
+
+
+def test_kv_heads_on_query_shards():
+  """Head n of N reads kv head n K / N, whatever the number of shards."""
+  x = np.arange(3.0)[None, None, :, None] + np.zeros((4, 1, 3, 2))
+  made = mesh_lib.make('data=4,tensor=2')
+  rules = rules_lib.of(schema.Mesh(), dict(made.shape), 3)
+  with annotate.use(rules), jax.set_mesh(made):
+    sharding = jax.NamedSharding(made, annotate.spec(attention.KEYS))
+    got = attention._on_heads(jax.device_put(x, sharding))
+    got = np.asarray(got)[0, 0, :, 0]
+  assert got.tolist() == [0, 0, 1, 1, 2, 2]
+  assert attention._on_heads(x) is x  # no mesh: nothing to repeat for
+
+
+def test_kv_heads_are_whole_where_query_heads_are():
+  """Rules that split keys and not queries: nobody may lose a head."""
+  x = np.random.default_rng(0).normal(size=(4, 1, 4, 2))
+  made = mesh_lib.make('data=4,tensor=2')
+  mesh = schema.Mesh(rules='fsdp_tensor heads=', sequence=False)
+  rules = rules_lib.of(mesh, dict(made.shape), 4)
+  with annotate.use(rules), jax.set_mesh(made):
+    sharding = jax.NamedSharding(made, annotate.spec(attention.KEYS))
+    got = np.asarray(attention._on_heads(jax.device_put(x, sharding)))
+  np.testing.assert_array_equal(got, x)

@@ -14,9 +14,11 @@ SMALL = dict(
 )  # fmt: skip
 
 
-def config(rules='fsdp_tensor', **fields):
+def config(rules='fsdp_tensor', mesh=(), length=256, **fields):
   return schema.Config(
-    mesh=schema.Mesh(rules=rules), model=schema.Model(**SMALL | fields)
+    mesh=schema.Mesh(rules=rules, **dict(mesh)),
+    model=schema.Model(**SMALL | fields),
+    data=schema.Data(sequence_length=length),
   )
 
 
@@ -55,11 +57,11 @@ def test_a_position_table_bounds_the_length():
 @pytest.mark.parametrize(
   'mesh, fields, words',
   [
-    ('tensor=8', dict(num_kv_heads=2),
-     ['layers/attention/key', "'kv_heads' has size 2", 'tensor=8',
-      '8 shards', 'nearest that does is 2']),
     ('tensor=8', dict(num_heads=6, num_kv_heads=6),
-     ["'kv_heads' has size 6", 'tensor=8', 'nearest that does is 6']),
+     ['layers/attention/', "'heads' has size 6", 'tensor=8', '8 shards',
+      'nearest that does is 6']),
+    ('tensor=8', dict(num_heads=4, num_kv_heads=2, d_ff=32),
+     ["'heads' has size 4", 'tensor=8', 'nearest that does is 4']),
     ('fsdp=8', dict(d_model=20), ["'embed' has size 20", 'fsdp=8', 'is 5.']),
     ('tensor=8', dict(num_kv_heads=8, d_ff=36),
      ["layers/mlp/", "'mlp' has size 36", 'is 6.']),
@@ -101,6 +103,21 @@ def test_rows_are_spread_over_the_batch_shards():
     assert word in str(e.value)
 
 
+def test_tokens_are_spread_over_the_length_shards():
+  """Between sublayers over context and tensor, unless mesh.sequence=False."""
+  mesh = 'data=2,context=2,tensor=2'
+  built = build.build(config(), mesh)
+  build.check_tokens(8, built, 'data.sequence_length=8')
+  with pytest.raises(errors.UserError) as e:
+    build.check_tokens(6, built, 'data.sequence_length=6')
+  for word in ('data.sequence_length=6', 'context=2 x tensor=2', '4 shards'):
+    assert word in str(e.value)
+  whole = build.build(config(mesh=dict(sequence=False)), mesh)
+  build.check_tokens(6, whole, 'data.sequence_length=6')
+  with pytest.raises(errors.UserError, match="'length' has size 7"):
+    build.check_tokens(7, whole, 'data.sequence_length=7')
+
+
 def test_built_names_every_layout():
   built = build.build(
     config(num_kv_heads=8, tied_embedding=False), 'fsdp=2,tensor=4'
@@ -116,10 +133,138 @@ def test_built_names_every_layout():
   assert all(v.dtype == 'float32' for v in built.params.values())
 
 
+def test_stage_3_and_few_kv_heads_in_the_layouts():
+  built = build.build(
+    config(num_kv_heads=2, mesh=dict(zero=3)), 'data=2,fsdp=1,tensor=4'
+  )
+  spec = lambda p: built.params[p].sharding.spec
+  assert spec('layers/attention/query') == P(None, 'data', 'tensor', None)
+  assert spec('layers/attention/key') == P(None, 'data', None, None)
+  assert spec('embedding') == P('tensor', 'data')
+  assert built.choices.zero == built.rules.zero == 3
+
+
+def test_a_layout_reaches_the_model():
+  rings = lambda text, mesh='tensor=8', **fields: (
+    build.build(
+      config(mesh=dict(collective_matmul=text), num_kv_heads=8, **fields), mesh
+    ).model.layout
+  )
+  assert rings('') == build.build(config(), 'data=8').model.layout
+  assert rings('down, qkv').rings == ('down', 'qkv')
+  assert rings('qkv,all').rings == build.RINGS
+  plan = build.build(
+    config(mesh=dict(context_form='usp'), pattern='FW', window=8),
+    'context=4,tensor=2',
+  ).model.layout.context
+  assert (plan.form, plan.axis, plan.n) == ('usp', 'context', 4)
+  assert plan.layout == 'zigzag'
+  windows = build.build(config(pattern='W', window=8), 'context=8')
+  assert windows.model.layout.context.layout == 'contiguous'
+
+
+def test_a_mesh_without_devices():
+  """512 places: the layout of every parameter, and of what a step gives."""
+  built = build.build(
+    config(num_heads=64, num_kv_heads=64, d_ff=128, vocab_size=128),
+    'data=8,tensor=64',
+    abstract=True,
+  )
+  assert built.mesh.size == 512
+  up = built.params['layers/mlp/up'].sharding
+  assert up.spec == P(None, None, 'tensor') and up.mesh.size == 512
+  with build.layout(built):
+    shapes = jax.eval_shape(lambda: built.model.init(jax.random.key(0)))
+    assert jax.sharding.get_abstract_mesh().size == 512
+  assert shapes['layers/mlp/up'].sharding.spec == up.spec
+  with pytest.raises(errors.UserError, match='every size must be given'):
+    build.build(config(), 'data=-1', abstract=True)
+
+
+EXPLICIT = dict(collectives='explicit')
+
+
+@pytest.mark.parametrize(
+  'mesh, rules, choices, words',
+  [
+    # A mesh axis twice: in a parameter, in activations.
+    ('fsdp=2,tensor=4', 'fsdp_tensor mlp=fsdp', {},
+     ["mesh axis 'fsdp' serves both"]),
+    ('data=8', 'data mlp=data', {}, ["'data' serves both"]),
+    ('data=8', 'data mlp=data', dict(sequence=False), ["'data' serves both"]),
+    ('data=8', 'data vocab=data', dict(sequence=False), ["'data' serves both"]),
+    ('data=4,context=2', 'fsdp_tensor length=data+context', {}, ['length']),
+    ('replica=2,data=2,context=2',
+     'fsdp_tensor batch=data length=replica+context', {}, ['length']),
+    ('data=2,tensor=4', 'fsdp_tensor vocb=tensor', {},
+     ["mesh.rules='fsdp_tensor vocb=tensor'", "mean 'vocab'?"]),
+    ('data=2,tensor=4', 'fsdp_tensor vocab=tensr', {},
+     ["'tensr' is not a mesh axis", "mean 'tensor'?"]),
+    ('data=8', 'data', dict(zero=3), ['mesh.zero=3', "'data'", 'fsdp_tensor']),
+    ('data=8', 'fsdp_tensor', dict(zero=3),
+     ["'embed' has size 20", 'data=8', '8 shards', 'is 5.']),
+    # Rings.
+    ('data=2,tensor=4', 'fsdp_tensor', dict(collective_matmul='qkv,dwn'),
+     ["mesh.collective_matmul='qkv,dwn'", "'dwn'", "mean 'down'?", 'gate_up']),
+    ('data=8', 'fsdp_tensor', dict(collective_matmul='all'),
+     ["mesh.collective_matmul='all'", 'tensor=1']),
+    ('tensor=8', 'fsdp_tensor', dict(collective_matmul='all', sequence=False),
+     ["mesh.collective_matmul='all'", 'mesh.sequence=True']),
+    # Collectives of our own: every axis splits tokens.
+    ('data=4,tensor=2', 'fsdp_tensor', EXPLICIT | dict(sequence=False),
+     ["mesh.collectives='explicit'", 'tensor=2', 'mesh.sequence=True']),
+    ('data=8', 'replicated', EXPLICIT, ["mesh.collectives='explicit'"]),
+    ('data=2,fsdp=4', 'fsdp batch=data', EXPLICIT,
+     ["mesh.collectives='explicit'", 'fsdp']),
+    # Sequence shards scatter what heads and mlp sum.
+    ('data=4,tensor=2', 'fsdp_tensor heads= kv_heads=', {}, ['mesh.sequence']),
+    # Context.
+    ('context=8', 'data', dict(context_form='ulysses'),
+     ['mesh.context_form=ulysses', '4 heads', 'mesh.context=8', 'ring']),
+    ('context=4,tensor=2', 'fsdp_tensor', dict(context_form='ulysses'),
+     ['2 heads of a tensor shard', 'mesh.context=4']),
+    ('context=8', 'data', dict(context_inner=2), ['mesh.context_inner=2']),
+    ('context=8', 'data', dict(context_form='usp', context_inner=3),
+     ['mesh.context_inner=3', 'mesh.context=8']),
+  ],
+)  # fmt: skip
+def test_a_layout_that_cannot_be(mesh, rules, choices, words):
+  given = config(
+    rules, choices, num_heads=4, num_kv_heads=4, d_model=20, head_dim=2,
+    d_ff=24,
+  )  # fmt: skip
+  with pytest.raises(errors.UserError) as e:
+    build.build(given, mesh)
+  assert '\n' not in str(e.value)
+  for word in words:
+    assert word in str(e.value), str(e.value)
+
+
+@pytest.mark.parametrize(
+  'order, length, words',
+  [
+    ('zigzag', 24, ['24', 'context']),
+    ('contiguous', 20, ['20', 'context']),
+    ('striped', 20, ['20', 'context']),
+  ],
+)
+def test_a_row_that_the_context_does_not_divide(order, length, words):
+  choices = dict(context_order=order)
+  with pytest.raises(errors.UserError) as e:
+    build.build(config('data', choices, length), 'context=8')
+  assert '\n' not in str(e.value)
+  for word in words:
+    assert word in str(e.value), str(e.value)
+  build.build(config('data', choices, 32), 'context=8')
+
+
 def test_the_command_line_mesh_replaces_the_whole_section():
   given = schema.Config(mesh=schema.Mesh(data=8, rules='fsdp'))
   assert build.mesh_sizes(given)['data'] == 8
   assert build.mesh_sizes(given, 'fsdp=8') == {'fsdp': 8}
+  # What is not an axis stays.
+  kept = build.build(config('fsdp', dict(zero=1)), 'data=2,fsdp=4')
+  assert kept.rules.name == 'fsdp' and kept.rules.zero == 1
   one = build.build(config(), 'data=1', devices=jax.devices()[:1])
   assert one.mesh.size == 1
   assert all(

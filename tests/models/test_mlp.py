@@ -1,5 +1,6 @@
 """The mlp forms against their formulas, with and without biases."""
 
+import functools
 import math
 
 from flax import nnx
@@ -11,6 +12,9 @@ import pytest
 from paraxis.configs import schema
 from paraxis.models import mlp
 from paraxis.models import parameter
+from paraxis.sharding import annotate
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import rules as rules_lib
 
 D, F = 4, 6
 
@@ -69,3 +73,90 @@ def test_what_a_form_owns():
   module = mlp.Mlp(schema.Model(d_model=D, d_ff=F), nnx.Rngs(0))
   assert parameter.metadata(module.up) == (('embed', 'mlp'), 'matrix', 1)
   assert parameter.metadata(module.down) == (('mlp', 'embed'), 'matrix', 1)
+
+
+WIDE = schema.Model(
+  d_model=8, d_ff=24, mlp='geglu', mlp_bias=True, dtype='float64'
+)
+
+
+def differentiate(module, w, x, c):
+  """(y, {name: dw}, dx); the parameters are arguments."""
+  graph, _ = nnx.split(module)
+  names = {k: getattr(module, k) for k in w}
+
+  def run(w, x):
+    flat = [((k,), v.replace(w[k])) for k, v in names.items()]
+    return nnx.merge(graph, nnx.from_flat_state(flat))(x)
+
+  y, vjp = jax.vjp(run, w, x)
+  return y, *vjp(c)
+
+
+@functools.cache
+def plain():
+  """(arguments of `differentiate`, its results on one device)."""
+  module = mlp.Mlp(WIDE, nnx.Rngs(0))
+  rng = np.random.default_rng(0)
+  w = {
+    path[0]: rng.normal(size=v[...].shape)
+    for path, v in nnx.to_flat_state(nnx.state(module, nnx.Param))
+  }
+  x, c = rng.normal(size=(2, 8, 8, 8))
+  run = jax.jit(functools.partial(differentiate, module))
+  return (w, x, c), jax.tree.map(np.asarray, run(w, x, c))
+
+
+def on_mesh(world, choices, rings=()):
+  made = mesh_lib.make('data=2,fsdp=2,tensor=2')
+  rules = rules_lib.of(choices, dict(made.shape), 8)
+  module = mlp.Mlp(WIDE, nnx.Rngs(0), parameter.Layout(rings))
+  args, _ = plain()
+  axes = {k: getattr(module, k).get_metadata('axes') for k in args[0]}
+
+  def inside(*args):
+    y, dw, dx = differentiate(module, *args)
+    held = lambda k: {a for n in axes[k] for a in annotate.carriers(n)}
+    left = lambda k: tuple(a for a in annotate.sizes() if a not in held(k))
+    add = lambda k, d: jax.lax.psum(d, left(k)) if left(k) else d
+    return y, {k: add(k, d) for k, d in dw.items()}, dx
+
+  with annotate.use(rules), jax.set_mesh(made):
+    weights = {k: annotate.spec(a) for k, a in axes.items()}
+    rows = annotate.spec(mlp.RESIDUAL)
+    put = lambda x, s: jax.device_put(x, jax.NamedSharding(made, s))
+    args = jax.tree.map(put, args, (weights, rows, rows))
+    run = functools.partial(differentiate, module)
+    if world == 'manual':
+      run = jax.shard_map(
+        inside,
+        in_specs=(weights, rows, rows),
+        out_specs=(rows, weights, rows),
+        check_vma=False,
+      )
+    return jax.tree.map(np.asarray, jax.jit(run)(*args))
+
+
+@pytest.mark.parametrize(
+  'world, rings, choices',
+  [
+    ('explicit', (), schema.Mesh(sequence=False)),
+    ('explicit', ('gate_up',), schema.Mesh(zero=3)),
+    ('manual', ('gate_up', 'down'), schema.Mesh()),
+    # Tokens alone are split, inside too.
+    ('manual', (), schema.Mesh(
+      rules='fsdp length=tensor residual_length=tensor')),
+  ],
+)  # fmt: skip
+def test_any_layout_is_one_device(world, rings, choices):
+  with jax.enable_x64(True):
+    found, (_, wanted) = on_mesh(world, choices, rings), plain()
+  near = lambda a, b: np.testing.assert_allclose(
+    a, b, rtol=0, atol=1e-12 * np.abs(b).max()
+  )
+  jax.tree.map(near, found, wanted)
+
+
+def test_a_region_refuses_partial_sums():
+  with jax.enable_x64(True), pytest.raises(ValueError, match='mesh.sequence'):
+    on_mesh('manual', schema.Mesh(sequence=False))
