@@ -24,12 +24,20 @@ from paraxis.train import job as job_lib
 from paraxis.train import optimizers
 from paraxis.train import step as step_lib
 
-LAYOUTS = {  # mesh -> most CPU-seconds of 8 devices / those of one
-  'tensor=8': 1.2,
-  'data=8': 1.15,
-  'fsdp=8': 1.1,
-  'data=2,fsdp=2,tensor=2': 1.05,
-}
+_EXPLICIT = dict(collectives='explicit')
+LAYOUTS = {  # name -> (mesh, choices, most CPU-seconds of 8 devices / of one)
+  'tensor=8': ('tensor=8', {}, 1.2),
+  'tensor=8 explicit': ('tensor=8', _EXPLICIT, 1.2),
+  'data=8': ('data=8', {}, 1.15),
+  'data=8 zero=1': ('data=8', dict(zero=1), 1.15),
+  'data=8 zero=2 explicit': ('data=8', dict(zero=2) | _EXPLICIT, 1.15),
+  'fsdp=8': ('fsdp=8', {}, 1.1),
+  'fsdp=8 explicit': ('fsdp=8', _EXPLICIT, 1.1),
+  'data=2,fsdp=2,tensor=2': ('data=2,fsdp=2,tensor=2', {}, 1.1),
+  'data=2,fsdp=2,tensor=2 explicit': (
+    'data=2,fsdp=2,tensor=2', _EXPLICIT, 1.1
+  ),
+}  # fmt: skip
 
 
 def clock():
@@ -39,7 +47,7 @@ def clock():
   return time.perf_counter, measure.WALL
 
 
-def config(quick, heads=6, unroll=None):
+def config(quick, heads=6, unroll=None, choices=()):
   """schema.Config of the bench: 17M parameters, or a tiny one."""
   sizes = dict(vocab_size=8192, d_model=384, num_layers=6, d_ff=1024)
   if quick:
@@ -52,6 +60,7 @@ def config(quick, heads=6, unroll=None):
   return schema.view(
     dict(
       model=model,
+      mesh=dict(choices),
       train=dict(batch_size=8),
       data=dict(sequence_length=64 if quick else 256),
     )
@@ -135,7 +144,7 @@ class Ours:
 
   def _compile(self):
     job = self._job
-    made = step_lib.make(job.model, job.optimizer, self._clip)
+    made = step_lib.make(job.built, job.optimizer, self._clip)
     grads = compiling.compile_step(
       'gradient', made.grads, self._shapes.params, self._batch
     )
@@ -231,19 +240,24 @@ def layouts(rounds, quick, say):
   jax.config.update('jax_enable_compilation_cache', False)
   now, label = clock()
   c = config(quick, heads=8)
-  made = {}
-  for mesh in ('data=1', *LAYOUTS):
-    say(f'compiling {mesh}')
-    made[mesh] = Ours(c, mesh, now).run
+  made, builds = {'data=1': Ours(c, 'data=1', now)}, {}
+  for name, (mesh, choices, _) in LAYOUTS.items():
+    say(f'compiling {name}')
+    before = now()
+    made[name] = Ours(config(quick, 8, choices=choices), mesh, now)
+    builds[f'compile, {name}'] = [now() - before]
   report = measure.Report(
     'layouts', f'{describe(c)}, unroll={c.model.unroll}, 1 and 8 devices', label
   )
-  times = measure.interleave(made, rounds, now, say)
+  times = measure.interleave(
+    {name: ours.run for name, ours in made.items()}, rounds, now, say
+  )
   report.add(times)
-  for mesh, target in LAYOUTS.items():
+  report.add(builds)
+  for name, (_, _, target) in LAYOUTS.items():
     report.check(
-      f'time of {mesh} / data=1',
-      measure.ratios(times[mesh], times['data=1']),
+      f'time of {name} / data=1',
+      measure.ratios(times[name], times['data=1']),
       target,
       least=False,
       judged=not quick,

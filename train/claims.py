@@ -123,7 +123,7 @@ def _gradients(config, mesh_text, devices, params=None):
   between the two through NumPy.
   """
   job = job_lib.make(config, mesh_text, devices, say=lambda text: None)
-  grads = step_lib.make(job.model, job.optimizer, 0.0).grads
+  grads = step_lib.make(job.built, job.optimizer, 0.0).grads
   with job.context():
     if params is None:
       params = jax.device_get(job.initial_state().params)
@@ -150,7 +150,8 @@ def _worst_difference(config, mesh_text, devices, dtype):
   model = dataclasses.replace(config.model, dtype=dtype, param_dtype=dtype)
   config = dataclasses.replace(config, model=model)
   with jax.enable_x64(dtype == 'float64'):
-    params, loss, one = _gradients(config, 'data=1', devices[:1])
+    plain = dataclasses.replace(config, mesh=schema.Mesh())
+    params, loss, one = _gradients(plain, 'data=1', devices[:1])
     _, loss_mesh, many = _gradients(config, mesh_text, devices, params)
   worst = differences(many, one)
   worst['the loss'] = abs(loss_mesh - loss) / abs(loss)

@@ -6,11 +6,7 @@ is said before anything is compiled or written. Exit codes: configs/errors.py.
 """
 
 import functools
-import os
-import socket
 import sys
-import time
-import traceback
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -18,16 +14,11 @@ from absl import flags
 from paraxis.configs import command_line
 from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.train import hosts as hosts_lib
 
 HELP = ('-h', '-help', '--help', '--helpfull')
 # Held-out text beyond this is not compressed for comparison after a run.
 COMPARED_BYTES = 20_000_000
-# Between hosts: jax's defaults (300, 100 and 300 s) leave peers of a dead host
-# hanging for minutes.
-JOIN_SECONDS = 120
-HEARTBEAT_SECONDS = 30
-
-_connected = False  # to other processes
 
 
 def _flags(*rows):
@@ -67,6 +58,19 @@ _train_flags = _flags(
   (str, 'coordinator_address', '', 'several hosts: HOST:PORT of process 0'),
   (int, 'num_processes', 0, 'several hosts: how many processes'),
   (int, 'process_id', -1, 'several hosts: which process this is, from 0'),
+)
+_JSON = ((bool, 'json', False, 'one JSON document instead of the table'),)
+_check_flags = _flags(*_MESH, *_JSON)
+_verify_flags = _flags(
+  *_MESH,
+  *_JSON,
+  (str, 'dtype', 'float64', 'float64 (within 1e-9), float32 or bfloat16'),
+)
+_compile_flags = _flags(
+  *_MESH,
+  *_JSON,
+  (str, 'topology', '', "the machine: 'v5p:8x8x8', 'h200:256'"),
+  ('count', 'slices', 1, 'TPU slices, joined by the data center network'),
 )
 _reproduce_flags = _flags(
   (str, 'workdir', '', 'of the training; empty: runs/NAME'), *_DEVICES
@@ -113,23 +117,20 @@ def _train(argv):
   if any(a.lstrip('-') == 'helpconfig' for a in argv):
     print(command_line.help_fields())
     return errors.EXIT_OK
-  values, config, _ = _parse(argv, _train_flags, config=True)
-  if config is None:
-    raise errors.UserError('--config is missing: --config=configs/FILE.py.')
-  config = schema.view(config)
+  values, config = _with_config(argv, _train_flags)
   if values.print_config:
     print(schema.to_json(config), end='')
     return errors.EXIT_OK
   if not values.workdir:
     raise errors.UserError('--workdir is missing: where is the run to be kept?')
   hosts = values.coordinator_address, values.num_processes, values.process_id
-  several = check_hosts(*hosts)
+  several = hosts_lib.check(*hosts)
   command_line.prepare_devices(values.devices)
   from paraxis.sharding import mesh
 
   mesh.parse(values.mesh)
   if several:
-    connect(*hosts)
+    hosts_lib.connect(*hosts)
   from paraxis.train import compiling
   from paraxis.train import loop
 
@@ -159,77 +160,6 @@ def _against_gzip(config, evaluation):
     config.data.path, config.data.held_out_fraction, xz=False
   )
   return claims.domain_table(evaluation, base)
-
-
-def check_hosts(address, num_processes, process_id):
-  """Whether several hosts are asked for; UserError if they make no sense."""
-  if not address and not num_processes and process_id < 0:
-    return False
-  host, _, port = address.rpartition(':')
-  if not (host and port.isdigit() and 0 < int(port) < 65536):
-    raise errors.UserError(
-      f'--coordinator_address={address}: not HOST:PORT; several hosts need it '
-      'together with --num_processes and --process_id.'
-    )
-  if num_processes < 1 or not 0 <= process_id < num_processes:
-    raise errors.UserError(
-      f'--process_id={process_id} is not in 0 .. {num_processes - 1}, of '
-      f'--num_processes={num_processes}.'
-    )
-  return True
-
-
-def connect(address, num_processes, process_id, patience=JOIN_SECONDS):
-  """Joins the processes of a run; before anything else starts jax.
-
-  jax waits for minutes and then aborts when nobody listens, so the others look
-  for process 0 first. Process 0 listens on the given address alone, not on all
-  interfaces. One process that fails ends at once, without jax's exit barrier:
-  its peers then fail within a second instead of hanging.
-  """
-  global _connected
-  if process_id:
-    _wait_for(address, patience)
-  import jax
-
-  sys.excepthook = _fail_at_once
-  jax.distributed.initialize(
-    address,
-    num_processes,
-    process_id,
-    initialization_timeout=patience,
-    heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-    shutdown_timeout_seconds=HEARTBEAT_SECONDS,
-    coordinator_bind_address=None if process_id else address,
-  )
-  _connected = True
-
-
-def _wait_for(address, patience):
-  host, _, port = address.rpartition(':')
-  until = time.monotonic() + patience
-  while True:
-    try:
-      socket.create_connection((host, int(port)), 5).close()
-      return
-    except OSError as e:
-      if time.monotonic() > until:
-        raise errors.UserError(
-          f'--coordinator_address={address}: process 0 was not to be reached '
-          f'for {patience} s ({e}); start it, or correct the address.'
-        ) from e
-    time.sleep(0.2)
-
-
-def _fail_at_once(kind, error, trace):
-  traceback.print_exception(kind, error, trace)
-  _exit_now(errors.EXIT_CRASH)
-
-
-def _exit_now(code):
-  sys.stdout.flush()
-  sys.stderr.flush()
-  os._exit(code)
 
 
 def _papers(argv):
@@ -288,6 +218,39 @@ def _doctor(argv):
   return doctor.run(config, values.mesh)
 
 
+def _check(argv):
+  values, config = _with_config(argv, _check_flags)
+  command_line.prepare_devices(1)
+  from paraxis.train import check
+
+  return check.run(config, values.mesh, values.json)
+
+
+def _verify(argv):
+  values, config = _with_config(argv, _verify_flags)
+  command_line.prepare_devices(8)
+  from paraxis.train import verify
+
+  return verify.run(config, values.mesh, values.json, values.dtype)
+
+
+def _compile(argv):
+  values, config = _with_config(argv, _compile_flags)
+  from paraxis.train import target_compile
+
+  return target_compile.run(
+    config, values.mesh, values.topology, values.slices, values.json
+  )
+
+
+def _with_config(argv, define):
+  """(flags, schema.Config) of a command that needs --config."""
+  values, config, _ = _parse(argv, define, config=True)
+  if config is None:
+    raise errors.UserError('--config is missing: --config=configs/FILE.py.')
+  return values, schema.view(config)
+
+
 def _decode(argv):
   from paraxis.decode import __main__ as decode_main
 
@@ -319,6 +282,24 @@ COMMANDS = {
     _train_flags,
   ),
   'decode': Command(_decode, 'sample text from a run', '--checkpoint=RUN'),
+  'check': Command(
+    _check,
+    'type-check a layout without devices: bytes per chip, collectives',
+    f'{_CONFIG} --mesh=data=64,tensor=64',
+    _check_flags,
+  ),
+  'verify': Command(
+    _verify,
+    'certify that a layout gives the numbers of one device; else exit code 1',
+    f'{_CONFIG} --mesh=fsdp=2,context=2,tensor=2',
+    _verify_flags,
+  ),
+  'compile': Command(
+    _compile,
+    'compile for a real TPU or GPU machine without one: memory, bytes',
+    f'{_CONFIG} --topology=v5p:8x8x8 --mesh=...',
+    _compile_flags,
+  ),
   'papers': Command(
     _papers, 'list the configs, or those that mention a word', '[WORD]', None
   ),
@@ -363,7 +344,7 @@ def usage(name=''):
   lines = [f'usage: paraxis {name} {command.usage}', '', command.summary]
   if command.define:
     lines += ['', _flag_help(command.define)]
-  if name in ('train', 'doctor'):
+  if name in ('train', 'doctor', 'check', 'verify', 'compile'):
     lines += [
       '  --config=FILE, --config.SECTION.FIELD=VALUE',
       '      a config and changes to it; paraxis train --helpconfig lists the '
@@ -391,6 +372,7 @@ def _dispatch(argv):
 def main(argv=None):
   """Runs `paraxis ARGV` -> its exit code (configs/errors.py)."""
   code = command_line.run(_dispatch, sys.argv[1:] if argv is None else argv)
-  if _connected and code not in (errors.EXIT_OK, errors.EXIT_PREEMPTED):
-    _exit_now(code)
+  stopped = code in (errors.EXIT_OK, errors.EXIT_PREEMPTED)
+  if hosts_lib.connected() and not stopped:
+    hosts_lib.exit_now(code)
   return code

@@ -55,8 +55,8 @@ def test_the_mesh_equals_one_device(run):
 def test_a_wrong_gradient_on_the_mesh_is_found(run, monkeypatch):
   right = step_lib.make
 
-  def wrong(model, optimizer, clip_norm):
-    made = right(model, optimizer, clip_norm)
+  def wrong(built, optimizer, clip_norm):
+    made = right(built, optimizer, clip_norm)
 
     def grads(params, batch):
       loss, gradient = made.grads(params, batch)

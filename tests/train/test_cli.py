@@ -11,6 +11,7 @@ import pytest
 from paraxis.configs import errors
 from paraxis.configs import schema
 from paraxis.train import cli
+from paraxis.train import hosts
 
 TINY = """
   from paraxis.configs import schema
@@ -180,7 +181,7 @@ def test_one_process_prints(
   found = evaluate.Result(1.5, {'song': 1.5}, 100)
   result = dict(step=2, stopped='', loss=1.0, evaluation=found)
   monkeypatch.setattr(loop, 'run', lambda *a: result)
-  monkeypatch.setattr(cli, 'connect', lambda *a: None)
+  monkeypatch.setattr(hosts, 'connect', lambda *a: None)
   argv = ['train', f'--config={tiny}', f'--workdir={tmp_path}']
   if process >= 0:
     argv += ['--coordinator_address=localhost:1', '--num_processes=2']
@@ -225,19 +226,19 @@ def test_gzip_is_compared_only_on_the_same_text_of_a_bearable_size():
 )
 def test_wrong_hosts(address, processes, process, words):
   with pytest.raises(errors.UserError) as caught:
-    cli.check_hosts(address, processes, process)
+    hosts.check(address, processes, process)
   assert words in str(caught.value)
 
 
 def test_right_hosts():
-  assert cli.check_hosts('host:1234', 2, 1) and cli.check_hosts('[::1]:1', 1, 0)
-  assert not cli.check_hosts('', 0, -1)
+  assert hosts.check('host:1234', 2, 1) and hosts.check('[::1]:1', 1, 0)
+  assert not hosts.check('', 0, -1)
 
 
 def test_nobody_listens():
   """A worker without process 0 says so, before jax could abort."""
   with pytest.raises(errors.UserError, match='was not to be reached for 0 s'):
-    cli.connect('127.0.0.1:9', 2, 1, patience=0)
+    hosts.connect('127.0.0.1:9', 2, 1, patience=0)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +247,8 @@ def test_nobody_listens():
 def test_a_failing_process_of_several_ends_at_once(monkeypatch, argv, codes):
   """Else it waits in jax's exit barrier, and its peers for it."""
   ended = []
-  monkeypatch.setattr(cli, '_connected', True)
-  monkeypatch.setattr(cli, '_exit_now', ended.append)
+  monkeypatch.setattr(hosts, '_connected', True)
+  monkeypatch.setattr(hosts, 'exit_now', ended.append)
   cli.main(argv)
   assert ended == codes
 
@@ -257,11 +258,11 @@ def test_two_processes_and_one_fails():
   """An uncaught exception on one process ends the other within seconds."""
   code = """
     import os, sys, socket
-    from paraxis.train import cli
+    from paraxis.train import hosts
     from paraxis.configs import command_line
     command_line.prepare_devices(1)
     port, process = sys.argv[1:]
-    cli.connect(f'127.0.0.1:{port}', 2, int(process))
+    hosts.connect(f'127.0.0.1:{port}', 2, int(process))
     import jax
     assert jax.process_count() == 2 and len(jax.devices()) == 2
     if process == '1':

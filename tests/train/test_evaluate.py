@@ -44,7 +44,7 @@ def _job(tiny, corpus, mesh, devices=None, **changes):
 
 def _evaluate(job, params):
   with job.context():
-    made = step_lib.make(job.model, job.optimizer, 1.0)
+    made = step_lib.make(job.built, job.optimizer, 1.0)
     placed = {
       p: jax.device_put(x, job.state.params[p].sharding)
       for p, x in params.items()

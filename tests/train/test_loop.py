@@ -156,8 +156,8 @@ def test_evaluation_on_the_way(tiny, tmp_path):
 def _poisoned(leaf, steps):
   """step.make whose gradient of `leaf` is NaN at `steps` (from 0)."""
 
-  def make(model, optimizer, clip_norm):
-    made = step_lib.make(model, optimizer, clip_norm)
+  def make(built, optimizer, clip_norm):
+    made = step_lib.make(built, optimizer, clip_norm)
 
     def update(state, loss, grads):
       bad = jnp.isin(state.step, jnp.array(steps))

@@ -8,6 +8,7 @@ import pytest
 from paraxis.models import batch as batch_lib
 from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import project
 from paraxis.sharding import rules as rules_lib
 from paraxis.train import loss as loss_lib
 
@@ -94,7 +95,7 @@ def test_a_sharded_vocabulary_changes_nothing(mesh):
       out = ('batch', 'length', 'vocab')
       held = ('vocab', 'hidden')
       table = annotate.put(params, held)
-      return annotate.einsum('BTD,VD->BTV', x, names[0], table, held, out)
+      return project.einsum('BTD,VD->BTV', x, names[0], table, held, out)
 
   def run(w, batch):
     return jax.value_and_grad(lambda p: loss_lib.next_token(Head(), p, batch))(
@@ -120,3 +121,35 @@ def test_a_sharded_vocabulary_changes_nothing(mesh):
       got = jax.tree.map(np.asarray, jax.jit(run)(table, placed))
   np.testing.assert_allclose(got[0], want[0], rtol=1e-13)
   np.testing.assert_allclose(got[1], want[1], atol=1e-13)
+
+
+@pytest.mark.parametrize('mesh', ['data=2,fsdp=2,tensor=2', 'tensor=8'])
+def test_a_sharded_vocabulary_in_a_region(mesh):
+  """Each shard has its columns; every one of them seeds the same cotangent."""
+  z, batch = _logits(), _batch()
+  nll, gradient = _plain(z, batch)
+  scale = batch.weights / batch.denominator
+  rows, logits = ('batch', 'length'), ('batch', 'length', 'vocab')
+
+  def run(z, targets, scale):
+    f = lambda z: loss_lib.negative_log_likelihood(z, targets)
+    nll, vjp = jax.vjp(f, z)
+    return nll, vjp(scale)[0]
+
+  with (
+    jax.enable_x64(True),
+    annotate.use(rules_lib.preset('fsdp_tensor')),
+    jax.set_mesh(mesh_lib.make(mesh)),
+  ):
+    made = jax.sharding.get_mesh()
+    specs = tuple(map(annotate.spec, (logits, rows, rows)))
+    args = [
+      jax.device_put(x, jax.NamedSharding(made, s))
+      for x, s in zip((z, batch.targets, scale), specs, strict=True)
+    ]
+    region = jax.shard_map(
+      run, in_specs=specs, out_specs=(specs[1], specs[0]), check_vma=False
+    )
+    found = [np.asarray(x) for x in jax.jit(region)(*args)]
+  np.testing.assert_allclose(found[0], nll, atol=1e-12)
+  np.testing.assert_allclose(found[1], gradient, atol=1e-12)

@@ -192,18 +192,26 @@ def test_a_head_is_not_a_matrix_of_its_own(muon):
   assert np.abs(wrong[path] - params[path]).max() > 1e-3
 
 
-@pytest.mark.parametrize('name', ['adamw', 'muon'])
-def test_any_mesh_gives_the_same_update(adamw, muon, name):
+@pytest.mark.parametrize('name, zero', [('adamw', 0), ('muon', 1)])
+def test_any_mesh_gives_the_same_update(adamw, muon, name, zero):
   want, _ = dict(adamw=adamw, muon=muon)[name][1]
   mesh = mesh_lib.make('data=2,fsdp=2,tensor=2')
-  with annotate.use(rules_lib.preset('fsdp_tensor')), jax.set_mesh(mesh):
+  rules = rules_lib.of(schema.Mesh(zero=zero), dict(mesh.shape), 4)
+  with annotate.use(rules), jax.set_mesh(mesh):
     place = lambda tree: {
       p: annotate.put(x, MODEL.axes[p]) for p, x in tree.items()
     }
     optimizer = optimizers.Optimizer(_settings(name=name), STEPS, MODEL)
+    params = place(jax.tree.map(jnp.asarray, _arrays(0)))
+    state = jax.jit(optimizer.init)(params)
     got, _ = _run(optimizer, place)
   for path in LEAVES:
     np.testing.assert_allclose(got[path], want[path], rtol=2e-5, atol=2e-6)
+  # From stage 1 on, moments are sharded over data too; parameters are not.
+  spec = lambda x: str(x.sharding.spec)
+  for path, x in state[name][0].mu.items():
+    assert ('data' in spec(x)) == (zero > 0), path
+    assert 'data' not in spec(params[path])
 
 
 @pytest.mark.parametrize(

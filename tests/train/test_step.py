@@ -30,9 +30,9 @@ def rows(tiny):
   return batch._replace(weights=weights, denominator=np.float32(weights.sum()))
 
 
-def _model(tiny, changes):
+def _built(tiny, changes):
   config = tiny.config({**SMALL, **changes})
-  return build.build(config, '', devices=jax.devices()[:1]).model
+  return build.build(config, '', devices=jax.devices()[:1])
 
 
 def _fold(batch, n):
@@ -45,20 +45,20 @@ def _fold(batch, n):
 
 @pytest.fixture(scope='module')
 def whole(tiny, rows):
-  """(model, params, loss, gradients) in float64, no accumulation."""
+  """(Built, params, loss, gradients) in float64, no accumulation."""
   with jax.enable_x64(True):
-    model = _model(tiny, WIDE)
-    params = jax.tree.map(np.asarray, model.init(jax.random.key(0)))
-    grads = step_lib.make(model, None, 0.0).grads
+    built = _built(tiny, WIDE)
+    params = jax.tree.map(np.asarray, built.model.init(jax.random.key(0)))
+    grads = step_lib.make(built, None, 0.0).grads
     loss, gradients = jax.tree.map(np.asarray, jax.jit(grads)(params, rows))
-  return model, params, loss, gradients
+  return built, params, loss, gradients
 
 
 @pytest.mark.parametrize('n', [2, 4])
 def test_microbatches_give_the_same_loss_and_gradients(whole, rows, n):
-  model, params, loss, gradients = whole
+  built, params, loss, gradients = whole
   with jax.enable_x64(True):
-    grads = step_lib.make(model, None, 0.0).grads
+    grads = step_lib.make(built, None, 0.0).grads
     got = jax.jit(grads)(params, _fold(rows, n))
     got_loss, got_gradients = jax.tree.map(np.asarray, got)
   assert abs(got_loss - loss) < 1e-12
@@ -72,9 +72,9 @@ def test_microbatches_give_the_same_loss_and_gradients(whole, rows, n):
 
 def test_a_mean_of_means_would_differ(whole, rows):
   """Rows carry 4 to 52 targets: the global denominator is what counts."""
-  model, params, loss, _ = whole
+  built, params, loss, _ = whole
   with jax.enable_x64(True):
-    grads = jax.jit(step_lib.make(model, None, 0.0).grads)
+    grads = jax.jit(step_lib.make(built, None, 0.0).grads)
     means = []
     for r in range(4):
       row = [x[r : r + 1] for x in rows[:-1]]
@@ -86,25 +86,25 @@ def test_a_mean_of_means_would_differ(whole, rows):
 
 
 def test_the_loss_is_that_of_evaluate(whole, rows):
-  model, params, loss, _ = whole
+  built, params, loss, _ = whole
   with jax.enable_x64(True):
-    total = jax.jit(step_lib.make(model, None, 0.0).evaluate)(params, rows)
+    total = jax.jit(step_lib.make(built, None, 0.0).evaluate)(params, rows)
     assert abs(float(total) / float(rows.denominator) - loss) < 1e-12
 
 
 @pytest.fixture(scope='module')
 def made(tiny):
   """(Optimizer, compiled updates by clip norm, state, gradients)."""
-  model = _model(tiny, {})
+  built = _built(tiny, {})
   settings = schema.Optimizer(name='muon', warmup_steps=2)
-  optimizer = optimizers.Optimizer(settings, 10, model)
-  state = state_lib.init(model, optimizer, jax.random.key(0))
+  optimizer = optimizers.Optimizer(settings, 10, built.model)
+  state = state_lib.init(built.model, optimizer, jax.random.key(0))
   grads = {
     p: 0.3 * jax.random.normal(jax.random.key(i), x.shape)
     for i, (p, x) in enumerate(state.params.items())
   }
   updates = {
-    c: jax.jit(step_lib.make(model, optimizer, c).update) for c in (0.0, 1.0)
+    c: jax.jit(step_lib.make(built, optimizer, c).update) for c in (0.0, 1.0)
   }
   state, _ = updates[1.0](state, jnp.float32(1), grads)
   return optimizer, updates, state, grads

@@ -1,0 +1,168 @@
+"""A configuration and a mesh, made small enough to be certified on a laptop.
+
+What decides how numbers flow is kept: layer pattern, which mesh axes are used,
+query heads per kv head and whether kv heads are fewer than their shards, norms,
+biases, positions, windows shorter than a row, tied tables, optimizer, layout.
+Sizes shrink: widths, depth, vocabulary, length, batch, and the mesh to the
+devices there are. Every small size is a multiple of the devices, so that it
+divides wherever the full one does; whether that does is checked first.
+"""
+
+import dataclasses
+import math
+
+from paraxis.configs import errors
+from paraxis.models import attention
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import rules as rules_lib
+
+# Logical axis -> the field that sets its size.
+FIELDS = {
+  'heads': 'model.num_heads',
+  'mlp': 'model.d_ff',
+  'vocab': 'model.vocab_size',
+  'embed': 'model.d_model',
+  'residual_length': 'data.sequence_length',
+}
+
+
+def mesh(sizes, devices):
+  """Mesh axis -> size on at most `devices` devices, the same axes used.
+
+  Args:
+    sizes: axis -> size, all positive.
+    devices: how many there are.
+
+  Raises:
+    UserError: the axes in use need more devices, even at their smallest.
+  """
+  if math.prod(sizes.values()) <= devices:
+    return dict(sizes)
+  factor = lambda n: next(p for p in range(2, n + 1) if n % p == 0)
+  small = {a: factor(n) if n > 1 else 1 for a, n in sizes.items()}
+  if math.prod(small.values()) > devices:
+    raise errors.UserError(
+      f'mesh {mesh_lib.describe(sizes)} uses '
+      f'{sum(n > 1 for n in sizes.values())} axes, at their smallest '
+      f'{mesh_lib.describe(small)}: {math.prod(small.values())} devices, there '
+      f'are {devices}; --devices={math.prod(small.values())} gives them.'
+    )
+  while True:
+    grow = [
+      a
+      for a, n in small.items()
+      if sizes[a] % (2 * n) == 0 and 2 * math.prod(small.values()) <= devices
+    ]
+    if not grow:
+      return small
+    # The smallest first; of equals the last, which is tensor.
+    a = min(reversed(grow), key=small.get)
+    small[a] *= 2
+
+
+def check_divides(config, sizes):
+  """UserError, with the field to change, if a full size does not divide.
+
+  Args:
+    config: schema.Config, as the user gave it.
+    sizes: mesh axis -> size, as the user gave it.
+  """
+  kv_heads = attention.num_kv_heads(config.model)
+  rules = rules_lib.of(config.mesh, sizes, kv_heads)
+  for logical, field in FIELDS.items():
+    axes = [a for a in rules.axes(logical) if sizes.get(a, 1) > 1]
+    if logical == 'heads' and config.mesh.context_form == 'ulysses':
+      axes += ['context']  # heads and length change places
+    shards = math.prod(sizes[a] for a in axes)
+    section, name = field.split('.')
+    value = getattr(getattr(config, section), name)
+    if value % shards:
+      raise errors.UserError(
+        f'{field}={value} is not divisible by '
+        f'{" x ".join(f"{a}={sizes[a]}" for a in axes)} of the mesh; the next '
+        f'that is: --config.{field}={_up(value, shards)}'
+      )
+
+
+def _up(value, multiple):
+  return -(-value // multiple) * multiple
+
+
+def _size(full, target, multiple):
+  """The full size if it is small already, else about `target`."""
+  fits = full <= target and full % multiple == 0
+  return full if fits else _up(target, multiple)
+
+
+def _heads(full, model, sizes, asked):
+  """(query heads, kv heads): fewer, in the same ratio and the same relation."""
+  n, k = model.num_heads, attention.num_kv_heads(model)
+  shards = lambda sizes: math.prod(
+    sizes.get(a, 1) for a in rules_lib.of(full.mesh, {}, k).axes('heads')
+  )
+  need = shards(sizes)
+  if full.mesh.context_form in ('ulysses', 'usp'):
+    need *= sizes.get('context', 1)
+  whole = k % shards(asked) == 0
+  few = min(n, 4), min(k, 2)  # with one head many mistakes do not show
+  for f in range(math.gcd(n, k), 1, -1):
+    heads, kv_heads = n // f, k // f
+    fits = n % f == k % f == heads % need == 0
+    same = (kv_heads % shards(sizes) == 0) == whole
+    if fits and same and (heads, kv_heads) >= few and kv_heads >= few[1]:
+      return heads, kv_heads
+  return n, k
+
+
+def _model(full, sizes, asked):
+  model, devices = full.model, math.prod(sizes.values())
+  length = _size(full.data.sequence_length, 64, 2 * devices)
+  heads, kv_heads = _heads(full, model, sizes, asked)
+  unit = len(model.pattern)
+  depth = 2 * unit + (model.num_layers % unit > 0)
+  windowed = 0 < model.window < full.data.sequence_length
+  return dataclasses.replace(
+    model,
+    vocab_size=_size(model.vocab_size, 64, devices),
+    d_model=_size(model.d_model, 32, devices),
+    num_layers=min(model.num_layers, depth),
+    num_heads=heads,
+    num_kv_heads=kv_heads if model.num_kv_heads else 0,
+    head_dim=4 if model.position == 'rope' else 3,
+    d_ff=_size(model.d_ff, 64, devices),
+    window=min(model.window, 3 * length // 8) if windowed else model.window,
+    max_positions=length if model.max_positions else 0,
+    attention_block=min(model.attention_block, 16),
+  )
+
+
+def config(full, sizes, asked, dtype):
+  """The small configuration, its mesh `sizes`.
+
+  Args:
+    full: schema.Config, of which `check_divides` holds for `asked`.
+    sizes, asked: mesh axis -> size, here and as the user gave it.
+    dtype: 'float64', 'float32' or 'bfloat16', of the arithmetic; parameters
+      are float64 or float32.
+  """
+  devices = math.prod(sizes.values())
+  model = _model(full, sizes, asked)
+  microbatches = min(full.train.microbatches, 2)
+  return dataclasses.replace(
+    full,
+    mesh=dataclasses.replace(full.mesh, **sizes),
+    model=dataclasses.replace(
+      model,
+      dtype=dtype,
+      param_dtype='float64' if dtype == 'float64' else 'float32',
+    ),
+    data=dataclasses.replace(
+      full.data,
+      sequence_length=_size(full.data.sequence_length, 64, 2 * devices),
+    ),
+    train=dataclasses.replace(
+      full.train,
+      batch_size=max(2 * devices, 8),
+      microbatches=microbatches,
+    ),
+  )
