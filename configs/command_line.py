@@ -6,6 +6,7 @@ Conventions of absl and ml_collections; nothing here imports jax. A config
 file is Python and is executed: the user names it, no checkpoint ever does.
 """
 
+import glob
 import importlib.util
 import os
 import pathlib
@@ -156,6 +157,9 @@ def parse(argv, define, config=None):
   return values, result, left
 
 
+_ACCELERATORS = ('/dev/accel*', '/dev/vfio/*', '/dev/nvidia*', '/dev/kfd')
+
+
 def prepare_devices(count):
   """Before jax starts: `count` virtual CPU devices; 0: what the machine has.
 
@@ -169,6 +173,10 @@ def prepare_devices(count):
     os.environ['XLA_FLAGS'] = ' '.join([*kept, f'{flag}={count}'])
   elif flag not in given:
     os.environ['XLA_FLAGS'] = f'{given} {flag}=8'.strip()
+  if not count and not any(map(glob.glob, _ACCELERATORS)):
+    # libtpu may be here to compile with; without a TPU it warns at length.
+    if importlib.util.find_spec('libtpu'):
+      os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 

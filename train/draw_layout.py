@@ -190,8 +190,8 @@ def _bars(ax, bars):
     start = 0
     for kind, text, size in rows:
       ax.barh(
-        layout, size / 1e6, left=start / 1e6, color=COLOURS[kind],
-        edgecolor='white', height=0.62, label=kind,
+        layout, size / 1e6, left=start / 1e6, height=0.62, label=kind,
+        color=COLOURS.get(kind, '#5f6b7a'), edgecolor='white',
       )  # fmt: skip
       if size > 0.04 * top:
         ax.text(

@@ -6,6 +6,7 @@ They are executed as a reader would, in a kernel of their own, with fewer steps
 
 import os
 import pathlib
+import re
 
 import nbclient
 import nbformat
@@ -86,6 +87,49 @@ def test_first_run(few_steps):
     body = sample.split('\n', 1)[1]
     assert body.startswith(prompt)
     assert len(body.strip()) > len(prompt) + 5  # it goes on
+
+
+@pytest.mark.slow
+def test_meshes_and_layouts(few_steps):
+  (path,) = [p for p in NOTEBOOKS if p.stem == '01_meshes_and_layouts']
+  made = execute(nbformat.read(path, as_version=4), few_steps)
+  text, pictures = shown(made)
+  assert pictures == 3  # who holds what, what it costs, the losses
+  for part in (
+    "'replica': 1, 'stage': 1, 'data': 2, 'fsdp': 2, 'context': 1, 'tensor': 2",
+    'residual_length  context, tensor',
+    'does not divide: vocab=2,048',
+    'With tensor=4 or 8 its parts divide.',
+    'tensor=8: 4,096 chips',
+    '70,553,706,496 parameters',
+  ):
+    assert part in text, part
+  # Collectives by kind and mesh axis, a table a layout.
+  tables = [t.split('all  ')[0] for t in text.split('=== ')[1:]]
+  kinds = {
+    'data=8, ZeRO-1': {('reduce-scatter', 'data'), ('all-gather', 'data')},
+    'fsdp=8': {('reduce-scatter', 'fsdp'), ('all-gather', 'fsdp')},
+    'tensor=8': {('reduce-scatter', 'tensor'), ('all-gather', 'tensor')},
+    'context=8, ring': {('collective-permute', 'context')},
+    '2 x 2 x 2': {('all-gather', 'fsdp'), ('reduce-scatter', 'tensor')},
+  }
+  assert [t.split('\n')[0] for t in tables] == list(kinds)
+  for table, wanted in zip(tables, kinds.values(), strict=True):
+    rows = {tuple(line.split()[:2]) for line in table.split('\n')[2:]}
+    assert wanted <= rows, table
+  assert re.search(r'ZeRO-1: 2\.00\d P', text)
+  assert re.search(r'fsdp=8: (2\.99|3\.00)\d P', text)
+  # One line a layout: last loss, difference, bytes counted and predicted.
+  lines = {
+    name: re.search(rf'^{name} +(\d.*)$', text, re.M)[1].split()
+    for name in ('one device', *kinds)
+  }
+  losses = {values[0] for values in lines.values()}
+  assert len(losses) == 1  # nine decimals
+  for name in kinds:
+    _, apart, counted, predicted = map(float, lines[name])
+    assert apart < 1e-12
+    assert 0 < counted == pytest.approx(predicted, rel=0.02)
 
 
 def test_a_cell_that_fails_is_seen(tmp_path):

@@ -1,0 +1,416 @@
+"""Claims about context parallel attention: what is sent where, what fits.
+
+Sends are read from compiled programs, forward and backward as two programs (in
+one, XLA merges a backward send with an equal forward one), by the distance that
+they go round the ring of n ranks. In bytes that one rank receives, with T
+tokens a rank and u = T H bytes of a number (one head's rows), i = 2 int32 a
+token (positions and documents):
+
+    form        pass      by +1                            by -1
+    ring, rsa   forward   (n-1) (2K u + i)                 0
+                backward  (n-1) (2K u + i) + n 2K u        0
+    token_ring  forward   results of q, one at each        (n-1) (N u + i)
+                          distance 1..n-1: N u (1 + 1/H)
+                backward  the same: N u                    (n-1) (2N u (1 + 1/H)
+                                                             + i)
+
+What fits is searched for with real compilations for a chip that is not there
+(sharding/aot.py): a step's gradient program, its arguments and results, and two
+numbers a parameter for the optimizer. The memory of a few sizes, a polynomial,
+says where to look; the answer is a size that compiles and fits and one at most
+`close` larger that does not.
+
+Legend: B rows, T tokens of a rank, N query heads, K kv heads, H head width.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from paraxis.configs import errors
+from paraxis.models import batch as batch_lib
+from paraxis.models import build
+from paraxis.pallas_kernels import attention as attention_lib
+from paraxis.sharding import aot
+from paraxis.sharding import compiled
+from paraxis.sharding import context
+from paraxis.sharding import hlo
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import replica_groups
+from paraxis.sharding import rules as rules_lib
+from paraxis.train import claims
+from paraxis.train import step as step_lib
+
+_PASSES = ('forward', 'backward')
+_WORD = 4  # bytes of float32 and of int32
+
+# --------------------------------------------------------------------- sends --
+
+
+class Shape(NamedTuple):
+  """Of one attention: ranks, tokens of a rank, query heads, kv heads, width."""
+
+  ranks: int
+  tokens: int
+  heads: int
+  kv_heads: int
+  width: int
+
+
+class Sends(NamedTuple):
+  """What one rank receives in a program.
+
+  bytes: {distance round the ring, 1..n-1: bytes}. messages: how many of them
+  carry floating-point numbers. others: bytes of all that is no permute.
+  """
+
+  bytes: dict
+  messages: int
+  others: int
+
+
+def sends(text, mesh):
+  """`Sends` of a compiled program on a mesh of one axis.
+
+  Raises:
+    ValueError: a permute whose ranks do not all send equally far.
+  """
+  program, n = compiled.Program(text), mesh.size
+  moves = ('collective-permute', 'collective-permute-start')
+  weigh = lambda runs: sum(r.instruction.opcode in moves for r in runs)
+  far, messages = collections.Counter(), 0
+  for run in program.runs(weigh):
+    i = run.instruction
+    if i.opcode not in moves:
+      continue
+    rows = replica_groups.pairs(i)
+    distances = set(((rows[:, 1] - rows[:, 0]) % n).tolist())
+    if len(distances) != 1:
+      raise ValueError(f'{i.name} sends by {sorted(distances)} at once.')
+    arrays = program.operand_arrays(i)
+    far[distances.pop()] += run.times * sum(a.bytes for a in arrays)
+    messages += run.times * sum(a.dtype[0] in 'fb' for a in arrays)
+  every = sum(c.total for c in hlo.collectives(text, mesh))
+  return Sends(dict(sorted(far.items())), messages, every - sum(far.values()))
+
+
+def formulas(form, shape):
+  """`Sends` of the forward and of the backward program: see the module."""
+  n, t, heads, kv, width = shape
+  unit, rows, info = t * width * _WORD, t * heads * _WORD, 2 * t * _WORD
+  if form != 'token_ring':
+    there = (n - 1) * (2 * kv * unit + info)
+    count = 2 * (n - 1)
+    back = there + n * 2 * kv * unit
+    return Sends({1: there}, count, 0), Sends({1: back}, count + 2 * n, 0)
+  out = []
+  for q, home, parts in (
+    (heads * unit + info, heads * unit + rows, 3),
+    (2 * heads * unit + 2 * rows + info, heads * unit, 5),
+  ):
+    far = dict.fromkeys(range(1, n), home)
+    far[n - 1] += (n - 1) * q
+    out.append(Sends(far, parts * (n - 1), 0))
+  return tuple(out)
+
+
+def _mesh(ranks):
+  devices = jax.devices()
+  if len(devices) < ranks:
+    raise errors.UserError(
+      f'{ranks} ranks and {len(devices)} devices; --devices={ranks} asks for '
+      'virtual CPU devices.'
+    )
+  return mesh_lib.make({'context': ranks}, devices[:ranks])
+
+
+def _texts(form, shape, mesh):
+  """Compiled texts of attention's forward and of its backward program.
+
+  What the backward pass keeps goes from one program to the other with a first
+  dimension of ranks.
+  """
+  n, t, heads, kv, width = shape
+  plan = context.Plan(form, 'context', n, 'zigzag')
+  mask = attention_lib.Mask(scale=width**-0.5)
+
+  def forward(q, k, v, rows):
+    attend = lambda *x: context.attention(*x, rows, rows, mask, plan)[0]
+    o, back = jax.vjp(attend, q, k, v)
+    return o, jax.tree.map(lambda x: x[None], back)
+
+  def backward(back, do):
+    return jax.tree.map(lambda x: x[0], back)(do)
+
+  place = lambda dtype, *rest: jax.ShapeDtypeStruct(
+    (1, n * t, *rest), dtype, sharding=jax.NamedSharding(mesh, spec)
+  )
+  spec = P(None, 'context')
+  manual = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+  q, k = place(jnp.float32, heads, width), place(jnp.float32, kv, width)
+  run = jax.jit(manual(forward, out_specs=(spec, P('context'))))
+  first = run.lower(q, k, k, place(jnp.int32)).compile()
+  o, back = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    first.out_info,
+    first.output_shardings,
+  )
+  second = jax.jit(manual(backward, out_specs=spec)).lower(back, o).compile()
+  return first.as_text(), second.as_text()
+
+
+@functools.lru_cache(maxsize=16)
+def _counted(form, shape):
+  """`Sends` of the forward and of the backward program, compiled here."""
+  mesh = _mesh(shape.ranks)
+  return tuple(sends(text, mesh) for text in _texts(form, shape, mesh))
+
+
+def _ways(found, n):
+  """'forward 1,234 (+1: 700, -1: 534); ..': bytes, by distance round n ranks.
+
+  On, +, is the way of k and v; equal distances in a row are written once.
+  """
+  lines = []
+  for name, one in zip(_PASSES, found, strict=True):
+    groups = []
+    for distance, size in one.bytes.items():
+      if groups and groups[-1][2] == size:
+        groups[-1][1] = distance
+      else:
+        groups.append([distance, distance, size])
+    far = ', '.join(
+      (f'+{a}' if a == b else f'+{a}..+{b} each').replace(f'+{n - 1}', '-1')
+      + f': {size:,}'
+      for a, b, size in groups
+    )
+    lines.append(f'{name} {sum(one.bytes.values()):,} ({far})')
+  return '; '.join(lines)
+
+
+def sends_equal_formulas(run, *, form, shape):
+  """HLO: every permute, by distance and bytes, forward and backward apart.
+
+  Args:
+    form: 'ring', 'rsa' or 'token_ring'.
+    shape: fields of `Shape`.
+  """
+  del run
+  shape = Shape(**shape)
+  found, right = _counted(form, shape), formulas(form, shape)
+  count = lambda parts: ' + '.join(str(p.messages) for p in parts)
+  return claims.Outcome(
+    f'{count(right)} permutes',
+    f'{count(found)} permutes',
+    f'forward + backward, without those of positions, {_describe(shape)}; bytes '
+    f'of a rank by distance round the ring: {_ways(found, shape.ranks)}; '
+    + ('as' if found == right else 'NOT as')
+    + ' the formulas, and no other collective',
+    found == right,
+  )
+
+
+def _describe(shape):
+  return (
+    f'{shape.ranks} ranks of {shape.tokens} tokens, {shape.heads} query and '
+    f'{shape.kv_heads} kv heads of {shape.width}, float32'
+  )
+
+
+def bytes_against_ring(run, *, form, shape, ratios, within):
+  """HLO: bytes of a form over those of the KV ring, forward and backward.
+
+  Args:
+    form: as above. shape: fields of `Shape` without kv_heads.
+    ratios: [[query heads per kv head, expected ratio], ...], the first for 1.
+    within: how far a ratio may be from what is expected.
+  """
+  del run
+  found, same, parts = [], True, []
+  for group, _ in ratios:
+    one = Shape(**shape, kv_heads=shape['heads'] // group)
+    both = [_counted(f, one) for f in (form, 'ring')]
+    same &= both == [formulas(f, one) for f in (form, 'ring')]
+    size = [[sum(p.bytes.values()) for p in f] for f in both]
+    found.append(sum(size[0]) / sum(size[1]))
+    ahead, back = (a / b for a, b in zip(*size, strict=True))
+    parts.append(f'{group}: forward {ahead:.2f}, backward {back:.2f}')
+  say = lambda values: ', '.join(f'{x:.2f}x' for x in values)
+  right = [ratio for _, ratio in ratios]
+  return claims.Outcome(
+    f'{say(right)}; each +-{within:g}',
+    say(found),
+    f'query heads per kv head {"; ".join(parts)}; even at {1 / found[0]:.2f}; '
+    f'{shape["ranks"]} ranks, width {shape["width"]}; all bytes, whatever way '
+    f'they go; counts {"equal" if same else "DIFFER from"} the formulas',
+    same
+    and all(abs(a - b) <= within for a, b in zip(found, right, strict=True)),
+  )
+
+
+# ----------------------------------------------------------------- what fits --
+
+
+@contextlib.contextmanager
+def _least_effort():
+  """XLA compiles at its lowest level: a quarter of the time, up to a fifth more
+  memory."""
+  name = 'jax_optimization_level'
+  before = jax.config.values[name]
+  jax.config.update(name, 'O0')
+  try:
+    yield
+  finally:
+    jax.config.update(name, before)
+
+
+def _config(base, model, mesh, rows, tokens):
+  """schema.Config of a step of `rows` rows of `tokens` tokens."""
+  if model.get('position') == 'learned':
+    model = {**model, 'max_positions': tokens}
+  replace = dataclasses.replace
+  return replace(
+    base,
+    model=replace(base.model, **model),
+    mesh=replace(type(base.mesh)(), **mesh),
+    data=replace(base.data, sequence_length=tokens),
+    train=replace(base.train, batch_size=rows),
+  )
+
+
+def _batch(config, built):
+  """The shapes of a step's batch, laid out."""
+  spec = rules_lib.spec(
+    ('batch', 'length'), None, built.rules, dict(built.mesh.shape)
+  )
+  place = lambda shape, dtype, spec: jax.ShapeDtypeStruct(
+    shape, dtype, sharding=jax.NamedSharding(built.mesh, spec)
+  )
+  shape = config.train.batch_size, config.data.sequence_length
+  ids, weights = (place(shape, d, spec) for d in (jnp.int32, jnp.float32))
+  one = place((), jnp.float32, P())
+  return batch_lib.Batch(ids, ids, ids, ids, weights, one)
+
+
+def needed(config, topology):
+  """Bytes of a device in a step's gradient program, the optimizer's included.
+
+  Args:
+    config: schema.Config; adamw, which keeps two numbers a parameter.
+    topology: aot.Topology.
+
+  Returns:
+    inf if the compiler finds that it does not fit.
+  """
+  with topology.context():
+    built = build.build(config, '', config.train.remat, topology.devices)
+    grads = step_lib.make(built, None, 0.0).grads
+    with build.layout(built), _least_effort():
+      traced = jax.jit(grads).trace(built.params, _batch(config, built))
+      try:
+        program = aot.compile_for(topology, 'gradient', traced)
+      except errors.UserError:
+        return math.inf
+  size = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+  memory = aot.memory(program)
+  optimizer = 2 * sum(map(size, built.params.values()))
+  return memory.peak + memory.code + optimizer
+
+
+def most(need, have, start, step, close):
+  """(largest multiple of `step` that fits, smallest tried that does not).
+
+  Args:
+    need: size -> bytes, which grow with it; inf: it does not fit, and how much
+      is missing is not known.
+    have: bytes there are.
+    start, step: multiples of `step` are tried, from `start` on.
+    close: the two sizes differ by at most one step or this share.
+  """
+  known, good, bad = {}, 0, math.inf
+  size = start
+  while True:
+    known[size] = need(size)
+    if known[size] <= have:
+      good = max(good, size)
+    else:
+      bad = min(bad, size)
+    gap = max(step, math.floor(good * close / step) * step)
+    if bad - good <= gap:
+      return good, bad
+    size = _guess(known, have, start) // step * step
+    if size - good < gap:  # as good as found: show that the next does not fit
+      size = good + gap
+    if size >= bad:
+      size = bad - gap if bad - gap > good else good + gap
+
+
+def _guess(known, have, start):
+  """Where a polynomial through the largest known sizes reaches `have`."""
+  sizes = sorted(x for x, y in known.items() if math.isfinite(y))[-3:]
+  if len(sizes) < 2:
+    return 2 * max(known) if sizes else min(known) // 2
+  x = np.array(sizes) / start
+  line = np.polyfit(x, [known[s] / have for s in sizes], len(sizes) - 1)
+  roots = np.roots(line - np.eye(len(line))[-1])
+  ahead = [r.real for r in roots if abs(r.imag) < 1e-9 and r.real > 0]
+  return int(min([*ahead, 4 * x[-1]]) * start)
+
+
+def _grown(base, model, layout, vary, given, start, close):
+  """(largest that fits, bytes of its device, devices) of one layout."""
+  topology = aot.topology(layout['topology'])
+  mesh, found = layout['mesh'], {}
+
+  def need(size):
+    rows, tokens = (size, given) if vary == 'rows' else (given, size)
+    config = _config(base, model, mesh, rows, tokens)
+    found[size] = needed(config, topology)
+    return found[size]
+
+  step = mesh.get('data', 1) if vary == 'rows' else 64
+  fits, _ = most(need, topology.hbm, start, step, close)
+  return fits, found.get(fits, math.inf), len(topology.devices)
+
+
+def most_that_fits(run, *, vary, given, start, model, layouts, at_least, close):
+  """AOT: the largest step of the first layout against that of the second.
+
+  Args:
+    vary: 'rows' or 'tokens' of a row; the other is `given`.
+    given, start: numbers; `start`: the first that is tried.
+    model: fields of schema.Model beyond the config's.
+    layouts: {name: {'topology': as for sharding/aot.py, 'mesh': fields of
+      schema.Mesh}}; a device of each has the same memory. Those after the
+      second are only reported.
+    at_least: the first, divided by the second.
+    close: the share to which a maximum is known.
+  """
+  found = {
+    name: _grown(run.config, model, layout, vary, given, start, close)
+    for name, layout in layouts.items()
+  }
+  (first, *_), (second, *_) = list(found.values())[:2]
+  ratio = first / second if second else math.inf
+  lines = [
+    f'{name} {size:,} ({memory / 2**30:.1f} GiB on each of {devices})'
+    for name, (size, memory, devices) in found.items()
+  ]
+  other = (
+    f'rows of {given:,} tokens' if vary == 'rows' else f'tokens, {given:,} rows'
+  )
+  return claims.Outcome(
+    f'>= {at_least:g}x',
+    f'{ratio:.1f}x',
+    f'{other}: {"; ".join(lines)}; each within {close:.0%}, gradient program '
+    'and optimizer, compiled at the lowest effort, nothing run',
+    ratio >= at_least,
+  )
