@@ -234,23 +234,35 @@ def bytes_against_ring(run, *, form, shape, ratios, within):
     within: how far a ratio may be from what is expected.
   """
   del run
-  found, same, parts = [], True, []
+  found, same, parts, n = [], True, [], shape['ranks']
+  ways = {
+    'forward': lambda f, b: sum(f.values()),
+    'backward': lambda f, b: sum(b.values()),
+    'busiest link of each to each': lambda f, b: max(f[d] + b[d] for d in f),
+    'links of a ring times bytes': lambda f, b: sum(
+      min(d, n - d) * (f[d] + b[d]) for d in f
+    ),
+  }
   for group, _ in ratios:
     one = Shape(**shape, kv_heads=shape['heads'] // group)
     both = [_counted(f, one) for f in (form, 'ring')]
     same &= both == [formulas(f, one) for f in (form, 'ring')]
-    size = [[sum(p.bytes.values()) for p in f] for f in both]
-    found.append(sum(size[0]) / sum(size[1]))
-    ahead, back = (a / b for a, b in zip(*size, strict=True))
-    parts.append(f'{group}: forward {ahead:.2f}, backward {back:.2f}')
+    sizes = [[p.bytes for p in passes] for passes in both]
+    total = [sum(sum(b.values()) for b in size) for size in sizes]
+    found.append(total[0] / total[1])
+    each = (
+      f'{name} {way(*sizes[0]) / way(*sizes[1]):.2f}'
+      for name, way in ways.items()
+    )
+    parts.append(f'at {group} {", ".join(each)}')
   say = lambda values: ', '.join(f'{x:.2f}x' for x in values)
   right = [ratio for _, ratio in ratios]
   return claims.Outcome(
     f'{say(right)}; each +-{within:g}',
     say(found),
-    f'query heads per kv head {"; ".join(parts)}; even at {1 / found[0]:.2f}; '
-    f'{shape["ranks"]} ranks, width {shape["width"]}; all bytes, whatever way '
-    f'they go; counts {"equal" if same else "DIFFER from"} the formulas',
+    f'query heads per kv head: {"; ".join(parts)}; even at '
+    f'{1 / found[0]:.2f}; {n} ranks, width {shape["width"]}; counts '
+    f'{"equal" if same else "DIFFER from"} the formulas',
     same
     and all(abs(a - b) <= within for a, b in zip(found, right, strict=True)),
   )
@@ -332,37 +344,39 @@ def most(need, have, start, step, close):
     need: size -> bytes, which grow with it; inf: it does not fit, and how much
       is missing is not known.
     have: bytes there are.
-    start, step: multiples of `step` are tried, from `start` on.
-    close: the two sizes differ by at most one step or this share.
+    start: the first that is tried, a multiple of `step`.
+    step, close: how far apart the two sizes may be: one step, or this share.
+
+  Returns:
+    (0, step) if nothing fits.
   """
-  known, good, bad = {}, 0, math.inf
-  size = start
+  known, good, bad, size = {}, 0, math.inf, start
   while True:
     known[size] = need(size)
     if known[size] <= have:
       good = max(good, size)
     else:
       bad = min(bad, size)
-    gap = max(step, math.floor(good * close / step) * step)
+    gap = max(1, int(good * close) // step) * step
     if bad - good <= gap:
       return good, bad
-    size = _guess(known, have, start) // step * step
-    if size - good < gap:  # as good as found: show that the next does not fit
+    size = _guess(known, have) // step * step
+    if size < good + 2 * gap:  # as good as found: see whether the next fails
       size = good + gap
     if size >= bad:
-      size = bad - gap if bad - gap > good else good + gap
+      size = (good + bad) // 2 // step * step
 
 
-def _guess(known, have, start):
+def _guess(known, have):
   """Where a polynomial through the largest known sizes reaches `have`."""
-  sizes = sorted(x for x, y in known.items() if math.isfinite(y))[-3:]
-  if len(sizes) < 2:
-    return 2 * max(known) if sizes else min(known) // 2
-  x = np.array(sizes) / start
-  line = np.polyfit(x, [known[s] / have for s in sizes], len(sizes) - 1)
+  points = sorted((x, y) for x, y in known.items() if math.isfinite(y))[-3:]
+  if not points:
+    return min(known) // 2
+  x, y = np.transpose([(0, 0), *points] if len(points) == 1 else points)
+  line = np.polyfit(x / x[-1], y / have, len(x) - 1)
   roots = np.roots(line - np.eye(len(line))[-1])
   ahead = [r.real for r in roots if abs(r.imag) < 1e-9 and r.real > 0]
-  return int(min([*ahead, 4 * x[-1]]) * start)
+  return int(min([*ahead, 4]) * x[-1])  # no further than 4 times what is known
 
 
 def _grown(base, model, layout, vary, given, start, close):

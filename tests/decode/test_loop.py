@@ -52,7 +52,8 @@ MODELS = {
 
 
 def made(mesh='', devices=1, **model):
-  config = schema.view({'model': TINY | model})
+  # As decode/load.py does: one token has no shards of a length.
+  config = schema.view({'model': TINY | model, 'mesh': dict(sequence=False)})
   built = build.build(config, mesh, devices=jax.devices()[:devices])
   with build.layout(built):
     params = jax.jit(lambda: built.model.init(jax.random.key(1)))()
@@ -148,11 +149,19 @@ def tokens(results):
   return [r['tokens'] for r in results]
 
 
-def test_sharded_is_one_device_token_for_token(one):
-  built, params = made(MESH, 8, num_kv_heads=2)
-  said = []
+@pytest.mark.parametrize(
+  'mesh, said',
+  [
+    (MESH, ['4 batch shards, prompts: 3, empty rows added: 1']),
+    # Two kv heads on four shards: every shard holds both of them.
+    ('tensor=4', []),
+  ],
+)
+def test_sharded_is_one_device_token_for_token(one, mesh, said):
+  built, params = made(mesh, 8 if mesh == MESH else 4, num_kv_heads=2)
+  lines = []
   many = loop.Generator(
-    built, params, tokenizer.Bytes(), one.config, said.append
+    built, params, tokenizer.Bytes(), one.config, lines.append
   )
   got = many.generate(PROMPTS, **SAMPLED)
   want = one.generate(PROMPTS, **SAMPLED)
@@ -160,7 +169,12 @@ def test_sharded_is_one_device_token_for_token(one):
   assert len({t for row in tokens(got) for t in row}) > 8
   for a, b in zip(got, want, strict=True):
     np.testing.assert_allclose(a['logprobs'], b['logprobs'], atol=1e-4)
-  assert said == ['4 batch shards, prompts: 3, empty rows added: 1']
+  assert lines == said
+  state = built.model.init_cache
+  with build.layout(built):
+    keys = jax.jit(lambda: state(4, 8).states[0][0])()
+  split = 'tensor' in str(jax.typeof(keys).sharding.spec)
+  assert split == (mesh == MESH)
 
 
 def test_a_row_is_what_it_is_alone(one):

@@ -28,18 +28,13 @@ TINY = dict(
 )
 
 
-@pytest.fixture(scope='module')
-def workdir(tmp_path_factory):
-  """A run with steps 3 and 7; its mesh has 4 of the 8 devices here."""
-  path = tmp_path_factory.mktemp('run')
+def save(path, steps, **mesh):
+  """A run of that mesh in a workdir; its parameters are always the same."""
   config = schema.view(
-    {
-      'model': TINY,
-      'mesh': dict(data=2, tensor=2),
-      'decode': dict(max_new_tokens=6),
-    }
+    {'model': TINY, 'mesh': mesh, 'decode': dict(max_new_tokens=6)}
   )
-  built = build.build(config, 'data=1', devices=jax.devices()[:1])
+  plain = dataclasses.replace(config, mesh=schema.Mesh())
+  built = build.build(plain, 'data=1', devices=jax.devices()[:1])
   with build.layout(built):
     params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
   tree = {f'params/{p}': v for p, v in params.items()}
@@ -51,9 +46,15 @@ def workdir(tmp_path_factory):
     tokenizer=tokenizer.load('bpe2048').fingerprint,
   )
   with store.Store(path / 'checkpoints', asynchronous=False) as s:
-    for step in (3, 7):
+    for step in steps:
       s.save(step, tree, axes, meta)
   return path
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory):
+  """A run with steps 3 and 7; its mesh has 4 of the 8 devices here."""
+  return save(tmp_path_factory.mktemp('run'), (3, 7), data=2, tensor=2)
 
 
 @pytest.fixture
@@ -86,6 +87,32 @@ def test_json_is_the_same_twice_and_on_another_mesh(run):
   assert run(*flags, '--mesh=data=2,fsdp=2,tensor=2')[1] == out
   other = run('--prompt=The', '--domain=code', *flags[2:])[1]
   assert json.loads(other)['samples'][0]['tokens'] != sample['tokens']
+
+
+TRAINED = {
+  'context': dict(context=8, context_form='rsa', zero=1),
+  'rings': dict(
+    data=4, tensor=2, zero=3, collectives='explicit', collective_matmul='all'
+  ),
+}
+
+
+@pytest.mark.parametrize('name', TRAINED)
+def test_how_a_run_was_laid_out_does_not_matter(run, tmp_path, name):
+  """What only training has is left out; a mesh that cannot be is said."""
+  flags = ('--prompt=The ', '--domain=drama', '--temperature=0', '--json')
+  want = json.loads(run(*flags)[1])['samples']
+  save(tmp_path, (3,), **TRAINED[name])
+  code, out, err = run(*flags, checkpoint=tmp_path)
+  assert code == 0 and json.loads(out)['samples'] == want
+  text = '\n'.join(err)
+  if name == 'context':
+    assert 'the run used mesh context=8, here are 8 devices' in text
+    assert 'decoding with data=1 on 1 of them' in text
+    code, out, err = run(*flags, '--mesh=context=8', checkpoint=tmp_path)
+    assert (code, out) == (2, '') and 'nothing for context to share' in err[-1]
+  else:
+    assert 'the run used' not in text and 'on data=4,tensor=2' in text
 
 
 def test_flags_override_the_configuration(run, tmp_path):

@@ -442,7 +442,9 @@ def test_a_lookup_that_is_not_summed_is_seen(stack, monkeypatch):
   monkeypatch.setattr(
     vocabulary,
     'embedding',
-    lambda table, ids, rows, dim: own_part(table[ids % len(table)], rows, dim),
+    lambda table, ids, rows, dim, dtype: own_part(
+      table[ids % len(table)].astype(dtype), rows, dim
+    ),
   )
   (y, _), (rows, _) = lookup_case(TABLE, 'manual')
   assert np.abs(y - rows).max() > 0.1

@@ -124,9 +124,59 @@ FLAGS = {
     ['--config.model.num_heads=2', '--mesh=tensor=4,data=2'],
     ["heads' has size 2", 'tensor=4'],
   ),
-  'key heads': (
-    ['--config.model.num_kv_heads=1'],
-    ["'kv_heads' has size 1", 'tensor=2'],
+  'mesh rules twice': (
+    ['--config.mesh.rules=fsdp_tensor mlp=fsdp'],
+    ["mesh axis 'fsdp' serves both", "'fsdp_tensor mlp=fsdp'"],
+  ),
+  'mesh rules of tokens twice': (
+    ['--mesh=data=8', '--config.mesh.rules=data mlp=data'],
+    ["mesh axis 'data' serves both", "'data mlp=data'"],
+  ),
+  'mesh rules logical': (
+    ['--config.mesh.rules=fsdp_tensor vocb=tensor'],
+    ["'vocb' is not a logical axis", "Did you mean 'vocab'?"],
+  ),
+  'mesh rules axis': (
+    ['--config.mesh.rules=fsdp_tensor vocab=tensr'],
+    ["'tensr' is not a mesh axis", "Did you mean 'tensor'?"],
+  ),
+  'zero': (['--config.mesh.zero=4'], ['mesh.zero=4', 'highest valid value 3']),
+  'zero without a width': (
+    ['--mesh=data=8', '--config.mesh.rules=data', '--config.mesh.zero=3'],
+    ['mesh.zero=3', "the rules 'data'", 'fsdp_tensor'],
+  ),
+  'zero and width': (
+    ['--mesh=data=8', '--config.mesh.zero=3', '--config.model.d_model=36']
+    + ['--config.model.num_heads=2'],
+    ["'embed' has size 36", 'data=8', 'nearest that does is 6'],
+  ),
+  'rings': (
+    ['--config.mesh.collective_matmul=gate'],
+    ["mesh.collective_matmul='gate'", "Did you mean 'gate_up'?"],
+  ),
+  'rings of nothing': (
+    ['--mesh=data=8', '--config.mesh.collective_matmul=all'],
+    ["mesh.collective_matmul='all'", 'tensor=1', 'mesh.sequence=True'],
+  ),
+  'collectives': (
+    ['--config.mesh.collectives=explict'],
+    ["mesh.collectives='explict'", "Did you mean 'explicit'?"],
+  ),
+  'explicit sums': (
+    ['--config.mesh.collectives=explicit', '--config.mesh.sequence=False'],
+    ["mesh.collectives='explicit'", 'tensor=2', 'mesh.sequence=True'],
+  ),
+  'context form': (
+    ['--mesh=context=8', '--config.mesh.context_form=ulyses'],
+    ["mesh.context_form='ulyses'", "Did you mean 'ulysses'?"],
+  ),
+  'context heads': (
+    ['--mesh=context=8', '--config.mesh.context_form=ulysses'],
+    ['4 heads', 'mesh.context=8', 'mesh.context_form=ring'],
+  ),
+  'context and tensor heads': (
+    ['--mesh=context=4,tensor=2', '--config.mesh.context_form=ulysses'],
+    ['2 heads of a tensor shard', 'mesh.context=4'],
   ),
   'heads and key heads': (
     ['--config.model.num_kv_heads=3'],
@@ -147,8 +197,21 @@ FLAGS = {
     ["'vocab' has size 261", 'tensor=2'],
   ),
   'sequence': (
-    ['--mesh=data=4,context=2'],
-    ['mesh axis context=2', "rules 'fsdp_tensor' put nothing on it"],
+    ['--mesh=data=4,tensor=2', '--config.data.sequence_length=63'],
+    ['data.sequence_length=63', "'residual_length' has size 63", 'tensor=2'],
+  ),
+  'sequence and context': (
+    ['--mesh=context=4,tensor=2', '--config.data.sequence_length=60']
+    + ['--config.mesh.context_order=contiguous'],
+    ['data.sequence_length=60', 'context=4 x tensor=2', '(8 shards)'],
+  ),
+  'sequence and zigzag': (
+    ['--mesh=data=2,context=4', '--config.data.sequence_length=60'],
+    ['data.sequence_length=60', 'mesh.context=4', 'zigzag', '56 and 64'],
+  ),
+  'stages': (
+    ['--mesh=data=4,stage=2'],
+    ['mesh axis stage=2', "rules 'fsdp_tensor' put nothing on it"],
   ),
   'positions': (
     ['--config.model.position=learned', '--config.model.max_positions=32'],

@@ -82,7 +82,13 @@ def plain(tiny, corpus):
   return params, nats
 
 
-MESHES = ['data=1', 'data=8', 'data=2,fsdp=2,tensor=2']
+MESHES = [
+  'data=1',
+  'data=8',
+  'data=2,fsdp=2,tensor=2',
+  'context=8',
+  'data=2,context=2,tensor=2',
+]
 
 
 @pytest.mark.parametrize('mesh', MESHES)
@@ -100,6 +106,15 @@ def test_equals_a_plain_loop_on_any_mesh(tiny, corpus, plain, mesh):
   assert result.bits_per_byte == pytest.approx(want, rel=1e-5)
   # Not the mean of the domains: they differ in size and in difficulty.
   assert abs(np.mean(list(result.domains.values())) - want) > 0.1
+
+
+def test_tokens_that_lie_elsewhere_are_seen(tiny, corpus, plain, monkeypatch):
+  """On the mesh as they come, where the context axis wants them zigzag."""
+  params, nats = plain
+  monkeypatch.setattr(job_lib.Job, 'token_order', lambda job: None)
+  result = _evaluate(_job(tiny, corpus, 'context=8'), params)
+  want = sum(nats.values()) / math.log(2) / result.n_bytes
+  assert abs(result.bits_per_byte - want) > 1e-4 * want
 
 
 def test_microbatches_change_no_bit_of_meaning(tiny, corpus, plain):

@@ -12,6 +12,8 @@ import pytest
 
 from paraxis.configs import command_line
 from paraxis.configs import errors
+from paraxis.configs import schema
+from paraxis.decode import load
 from paraxis.train import job as job_lib
 from paraxis.train import loop
 from paraxis.train import metrics
@@ -246,11 +248,17 @@ def test_a_changed_text_is_refused(tiny, tmp_path):
     _quiet(config, tmp_path / 'run')
 
 
+EXPLICIT = {'mesh.collectives': 'explicit'}
 MESHES = [
-  pytest.param('data=8', marks=pytest.mark.slow),
-  'fsdp=8',
-  pytest.param('data=2,tensor=4', marks=pytest.mark.slow),
-  'one device',
+  pytest.param('data=8', EXPLICIT | {'mesh.zero': 2}, marks=pytest.mark.slow),
+  ('fsdp=8', {}),
+  pytest.param(
+    'data=2,tensor=4',
+    {'mesh.zero': 1, 'mesh.collective_matmul': 'all'},
+    marks=pytest.mark.slow,
+  ),
+  ('data=2,context=4', EXPLICIT | {'mesh.zero': 3}),
+  ('one device', {}),
 ]
 
 
@@ -267,27 +275,50 @@ def ten(tiny, tmp_path_factory):
   return _values(workdir)
 
 
-@pytest.mark.parametrize('mesh', MESHES)
-def test_any_mesh_gives_the_same_losses(tiny, ten, tmp_path, monkeypatch, mesh):
+@pytest.mark.parametrize('mesh, changes', MESHES)
+def test_any_mesh_gives_the_same_losses(
+  tiny, ten, tmp_path, monkeypatch, mesh, changes
+):
   if mesh == 'one device':
     _on_one_device(monkeypatch)
     mesh = 'data=1'
-  _quiet(tiny.config({'train.steps': 10}), tmp_path, mesh_text=mesh)
+  config = tiny.config({'train.steps': 10, **changes})
+  _quiet(config, tmp_path, mesh_text=mesh)
   assert np.abs(_values(tmp_path) - ten).max() < 1e-5
   # The workdir says what was used, not what the config file says.
-  axis, size = mesh.split(',')[0].split('=')
-  assert getattr(workdir_lib.read_config(tmp_path).mesh, axis) == int(size)
+  used = workdir_lib.read_config(tmp_path).mesh
+  for part in mesh.split(','):
+    axis, size = part.split('=')
+    assert getattr(used, axis) == int(size)
+  assert used.zero == changes.get('mesh.zero', 0)
 
 
-def test_a_run_moves_to_another_mesh(tiny, ten, tmp_path):
+def test_a_run_moves_to_another_layout(tiny, ten, tmp_path):
+  """Another mesh and ZeRO stage; then text from what it saved."""
   config = tiny.config({'train.steps': 10})
   with pytest.raises(_KilledError):
     _quiet(config, tmp_path, callbacks=[_crash_at(6)])
   said = []
-  loop.run(config, tmp_path, 'fsdp=8', say=said.append)
-  assert 'config: mesh.fsdp was 2, is now 8' in said
+  changes = {'train.steps': 10, 'mesh.zero': 3, **EXPLICIT}
+  mesh = 'data=2,context=2,tensor=2'
+  loop.run(tiny.config(changes), tmp_path, mesh, say=said.append)
+  for line in (
+    'config: mesh.fsdp was 2, is now 1',
+    'config: mesh.context was 1, is now 2',
+    'config: mesh.zero was 0, is now 3',
+  ):
+    assert line in said
   assert any(line.startswith('resumed from step ') for line in said)
   assert np.abs(_values(tmp_path) - ten).max() < 1e-5
+  said.clear()
+  with load.Checkpoint(tmp_path, say=said.append) as checkpoint:
+    made = checkpoint.generator(schema.view(checkpoint.config()), rows=1)
+  assert said[0].startswith(
+    'the run used mesh data=2,context=2,tensor=2, here are 8 devices: decoding '
+    'with data=1 on 1 of them'
+  )
+  (found,) = made.generate(['sea'], temperature=0.0, max_new_tokens=4)
+  assert len(found['tokens']) == 4
 
 
 @pytest.mark.parametrize('remat', ['attention', 'dots', 'full'])

@@ -128,7 +128,7 @@ def test_a_sharded_vocabulary_in_a_region(mesh):
   """Each shard has its columns; every one of them seeds the same cotangent."""
   z, batch = _logits(), _batch()
   nll, gradient = _plain(z, batch)
-  scale = batch.weights / batch.denominator
+  scale = batch.weights.astype('f8') / batch.denominator
   rows, logits = ('batch', 'length'), ('batch', 'length', 'vocab')
 
   def run(z, targets, scale):

@@ -1,0 +1,75 @@
+"""PanGu-alpha: data, tensor, optimizer parallelism and remat, at once
+
+paper: arXiv:2104.12369
+mechanism: sharding/rules.py, models/memory.py, train/verify.py
+test: tests/train/test_claims_layouts.py, tests/train/test_claims_memory.py
+run: paraxis reproduce pangu
+expect: tbd
+differs: tbd
+"""
+
+from paraxis.configs import schema
+
+
+def get_config():
+  """PanGu-alpha 2.6B on data=4,tensor=2 with ZeRO-1 and remat."""
+  config = schema.default()
+  config.mesh.data, config.mesh.tensor = 4, 2
+  config.mesh.zero = 1
+
+  model = config.model
+  model.vocab_size = 40064  # the paper's 40,000, and room to divide
+  model.d_model, model.d_ff = 2560, 10240
+  model.num_layers, model.num_heads = 32, 32
+  model.norm, model.norm_epsilon = 'layernorm', 1e-5
+  model.mlp = 'gelu'
+  model.mlp_bias = True
+  model.attention_bias = model.attention_output_bias = True
+  model.position, model.max_positions = 'learned', 1024
+  model.dtype = 'bfloat16'
+
+  config.data.sequence_length = 1024
+  config.train.batch_size = 8
+  config.train.remat = 'full'
+  return config
+
+
+def claims():
+  """What `paraxis reproduce pangu` checks."""
+  equal = dict(
+    check='claims_layouts.options_equal', devices=8, zero=1, within=1e-9
+  )
+  one = dict(zero=0, remat='none')
+  bar = lambda base, step, **ratios: dict(
+    check='claims_memory.predicted_ratios',
+    models={'2.6B': {}},
+    base=base,
+    steps=[step],
+    ratios={name: [ratio] for name, ratio in ratios.items()},
+    within=0.03,
+  )
+  by_data = bar(one, dict(data=8), parameters=1, optimizer=1, activations=1 / 8)
+  by_tensor = bar(
+    one, dict(tensor=8), parameters=1 / 8, optimizer=1 / 8, activations=1 / 8
+  )
+  by_zero = bar(
+    one | dict(data=8),
+    dict(zero=1),
+    parameters=1,
+    optimizer=1 / 8,
+    activations=1,
+  )
+  by_remat = dict(
+    check='claims_memory.predicted_at_most',
+    base=one,
+    step=dict(remat='full'),
+    quantity='activations',
+    ratio=0.1,
+  )
+  return [
+    ('every combination equals one device', 'EQ', equal, None),
+    ('memory of 2.6B: data=8', 'SIM', by_data, None),
+    ('memory of 2.6B: tensor=8', 'SIM', by_tensor, None),
+    ('memory of 2.6B: data=8, then ZeRO-1', 'SIM', by_zero, None),
+    ('memory of 2.6B: remat', 'SIM', by_remat, None),
+  ]
