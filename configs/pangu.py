@@ -4,8 +4,14 @@ paper: arXiv:2104.12369
 mechanism: sharding/rules.py, models/memory.py, train/verify.py
 test: tests/train/test_claims_layouts.py, tests/train/test_claims_memory.py
 run: paraxis reproduce pangu
-expect: tbd
-differs: tbd
+expect: EQ 2e-15 in all 16 combinations; SIM memory of 2.6B: 8 times less of
+  activations by data=8, of all classes by tensor=8, of optimizer state by
+  ZeRO-1; 0.057 of the activations by remat. 25 CPU-seconds.
+differs: four of its five dimensions; pipeline parallelism follows. Layouts
+  are named by rules, not searched for; its query layer is not here. The matrix
+  runs shrunk to 2 layers in float64; data=8 or tensor=8 alone, data=4,tensor=2
+  together. Bars are predictions of paraxis check for one step of 8 rows, state
+  in float32. 200B parameters on 2,048 Ascend 910 are out of reach.
 """
 
 from paraxis.configs import schema
@@ -52,13 +58,8 @@ def claims():
   by_tensor = bar(
     one, dict(tensor=8), parameters=1 / 8, optimizer=1 / 8, activations=1 / 8
   )
-  by_zero = bar(
-    one | dict(data=8),
-    dict(zero=1),
-    parameters=1,
-    optimizer=1 / 8,
-    activations=1,
-  )
+  sharded = one | dict(data=8), dict(zero=1)
+  by_zero = bar(*sharded, parameters=1, optimizer=1 / 8, activations=1)
   by_remat = dict(
     check='claims_memory.predicted_at_most',
     base=one,

@@ -11,7 +11,8 @@ and the backward pass mirrors each. Several weights share one x: it is gathered
 once, and the partial dx are added before they are reduced, which makes two
 reductions per layer and direction (Megatron-LM, arXiv:2104.04473, section 2.3;
 the scattered form: arXiv:2205.05198). x is kept as it came, gathered again in
-the backward pass; gathered weights are never kept (ZeRO stage 3's 3 Psi).
+the backward pass, and so are weights (ZeRO stage 3's 3 Psi; in layers that are
+unrolled, not scanned, XLA merges the two gathers and keeps what they make).
 
 On Explicit axes partial sums are jax's `unreduced` values and XLA chooses the
 collectives; in a manual region they are ours, and a sum that no letter of y

@@ -125,8 +125,8 @@ def of(mesh, sizes, kv_heads):
   Args:
     mesh: schema.Mesh (rules, zero, sequence).
     sizes: mesh axis -> size.
-    kv_heads: of the model. Where the shards of its heads do not divide them,
-      every shard computes all of them, and attention takes those it needs.
+    kv_heads: of the model. Where the shards of the query heads do not divide
+      them, every shard computes all of them and takes those it needs.
   """
   rules = preset(mesh.rules)
   table = dict(rules.table)
@@ -143,7 +143,9 @@ def of(mesh, sizes, kv_heads):
       f'mesh.zero=3 shards parameters over data by their width, but the rules '
       f'{rules.name!r} do not shard it; take fsdp or fsdp_tensor.'
     )
-  if kv_heads % math.prod(sizes.get(a, 1) for a in table.get('kv_heads', ())):
+  over = lambda name: [a for a in table.get(name, ()) if sizes.get(a, 1) > 1]
+  shards = math.prod(sizes.get(a, 1) for a in table.get('kv_heads', ()))
+  if kv_heads % shards or over('kv_heads') != over('heads'):
     table['kv_heads'] = ()
   return Rules(rules.name, table, mesh.zero)
 

@@ -2,23 +2,22 @@
 
 Sends are read from compiled programs, forward and backward as two programs (in
 one, XLA merges a backward send with an equal forward one), by the distance that
-they go round the ring of n ranks. In bytes that one rank receives, with T
-tokens a rank and u = T H bytes of a number (one head's rows), i = 2 int32 a
-token (positions and documents):
+they go round the ring of n ranks. In bytes that a rank receives, with T tokens
+a rank, u = 4 T H (one head's rows), l = 4 T (a number a row), i = 8 T (position
+and document of a token):
 
-    form        pass      by +1                            by -1
-    ring, rsa   forward   (n-1) (2K u + i)                 0
-                backward  (n-1) (2K u + i) + n 2K u        0
-    token_ring  forward   results of q, one at each        (n-1) (N u + i)
-                          distance 1..n-1: N u (1 + 1/H)
-                backward  the same: N u                    (n-1) (2N u (1 + 1/H)
-                                                             + i)
+    form        pass      by +1                   by -1, of q and its like
+    ring, rsa   forward   (n-1) (2K u + i)        0
+                backward  the same, + n 2K u      0
+    token_ring  forward   0                       (n-1) (N u + i)
+                backward  0                       (n-1) (2N (u + l) + i)
+                and results: forward N (u + l), backward N u, at each distance
+                1 .. n-1 (n-1 is -1)
 
 What fits is searched for with real compilations for a chip that is not there
-(sharding/aot.py): a step's gradient program, its arguments and results, and two
-numbers a parameter for the optimizer. The memory of a few sizes, a polynomial,
-says where to look; the answer is a size that compiles and fits and one at most
-`close` larger that does not.
+(sharding/aot.py): the gradient program of a step, and the optimizer's state. A
+polynomial through the memory of the sizes tried says which to try next; the
+answer fits, and a size at most `close` larger does not.
 
 Legend: B rows, T tokens of a rank, N query heads, K kv heads, H head width.
 """
@@ -27,6 +26,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from paraxis.configs import errors
+from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.pallas_kernels import attention as attention_lib
@@ -48,9 +49,6 @@ from paraxis.sharding import replica_groups
 from paraxis.sharding import rules as rules_lib
 from paraxis.train import claims
 from paraxis.train import step as step_lib
-
-_PASSES = ('forward', 'backward')
-_WORD = 4  # bytes of float32 and of int32
 
 # --------------------------------------------------------------------- sends --
 
@@ -105,31 +103,20 @@ def sends(text, mesh):
 def formulas(form, shape):
   """`Sends` of the forward and of the backward program: see the module."""
   n, t, heads, kv, width = shape
-  unit, rows, info = t * width * _WORD, t * heads * _WORD, 2 * t * _WORD
+  unit, row, info = 4 * t * width, 4 * t, 8 * t
   if form != 'token_ring':
-    there = (n - 1) * (2 * kv * unit + info)
-    count = 2 * (n - 1)
+    there, count = (n - 1) * (2 * kv * unit + info), 2 * (n - 1)
     back = there + n * 2 * kv * unit
     return Sends({1: there}, count, 0), Sends({1: back}, count + 2 * n, 0)
   out = []
-  for q, home, parts in (
-    (heads * unit + info, heads * unit + rows, 3),
-    (2 * heads * unit + 2 * rows + info, heads * unit, 5),
+  for q, home, arrays in (
+    (heads * unit + info, heads * (unit + row), 3),
+    (2 * heads * (unit + row) + info, heads * unit, 5),
   ):
     far = dict.fromkeys(range(1, n), home)
     far[n - 1] += (n - 1) * q
-    out.append(Sends(far, parts * (n - 1), 0))
+    out.append(Sends(far, arrays * (n - 1), 0))
   return tuple(out)
-
-
-def _mesh(ranks):
-  devices = jax.devices()
-  if len(devices) < ranks:
-    raise errors.UserError(
-      f'{ranks} ranks and {len(devices)} devices; --devices={ranks} asks for '
-      'virtual CPU devices.'
-    )
-  return mesh_lib.make({'context': ranks}, devices[:ranks])
 
 
 def _texts(form, shape, mesh):
@@ -170,30 +157,18 @@ def _texts(form, shape, mesh):
 @functools.lru_cache(maxsize=16)
 def _counted(form, shape):
   """`Sends` of the forward and of the backward program, compiled here."""
-  mesh = _mesh(shape.ranks)
+  mesh = mesh_lib.make({'context': shape.ranks}, jax.devices()[: shape.ranks])
   return tuple(sends(text, mesh) for text in _texts(form, shape, mesh))
 
 
-def _ways(found, n):
-  """'forward 1,234 (+1: 700, -1: 534); ..': bytes, by distance round n ranks.
-
-  On, +, is the way of k and v; equal distances in a row are written once.
-  """
+def _by_distance(far, n):
+  """{distance: bytes} as text; equal ones in a row are written once."""
+  sign = lambda d: '-1' if d == n - 1 else f'+{d}'
   lines = []
-  for name, one in zip(_PASSES, found, strict=True):
-    groups = []
-    for distance, size in one.bytes.items():
-      if groups and groups[-1][2] == size:
-        groups[-1][1] = distance
-      else:
-        groups.append([distance, distance, size])
-    far = ', '.join(
-      (f'+{a}' if a == b else f'+{a}..+{b} each').replace(f'+{n - 1}', '-1')
-      + f': {size:,}'
-      for a, b, size in groups
-    )
-    lines.append(f'{name} {sum(one.bytes.values()):,} ({far})')
-  return '; '.join(lines)
+  for size, distances in itertools.groupby(far, far.get):
+    first, *rest = map(sign, distances)
+    lines.append(f'{first}{f" .. {rest[-1]} each" if rest else ""} {size:,}')
+  return ', '.join(lines)
 
 
 def sends_equal_formulas(run, *, form, shape):
@@ -207,22 +182,33 @@ def sends_equal_formulas(run, *, form, shape):
   shape = Shape(**shape)
   found, right = _counted(form, shape), formulas(form, shape)
   count = lambda parts: ' + '.join(str(p.messages) for p in parts)
+  far = [_by_distance(f.bytes, shape.ranks) for f in found]
   return claims.Outcome(
     f'{count(right)} permutes',
     f'{count(found)} permutes',
-    f'forward + backward, without those of positions, {_describe(shape)}; bytes '
-    f'of a rank by distance round the ring: {_ways(found, shape.ranks)}; '
-    + ('as' if found == right else 'NOT as')
-    + ' the formulas, and no other collective',
+    f'forward + backward, those of positions apart; {shape.ranks} ranks of '
+    f'{shape.tokens} tokens, {shape.heads} query and {shape.kv_heads} kv heads '
+    f'of {shape.width}, float32. Bytes to a rank by distance round the ring: '
+    f'forward {far[0]}; backward {far[1]}; '
+    f'{"as" if found == right else "NOT as"} the formulas, and no other '
+    'collective',
     found == right,
   )
 
 
-def _describe(shape):
-  return (
-    f'{shape.ranks} ranks of {shape.tokens} tokens, {shape.heads} query and '
-    f'{shape.kv_heads} kv heads of {shape.width}, float32'
-  )
+def _views(passes, n):
+  """{what: bytes} of the `Sends` of both passes on n ranks."""
+  forward, backward = (p.bytes for p in passes)
+  both = collections.Counter(forward) + collections.Counter(backward)
+  return {
+    'all': sum(both.values()),
+    'forward': sum(forward.values()),
+    'backward': sum(backward.values()),
+    'busiest link if all are joined': max(both.values()),
+    'bytes times links of a ring': sum(
+      min(d, n - d) * size for d, size in both.items()
+    ),
+  }
 
 
 def bytes_against_ring(run, *, form, shape, ratios, within):
@@ -234,37 +220,25 @@ def bytes_against_ring(run, *, form, shape, ratios, within):
     within: how far a ratio may be from what is expected.
   """
   del run
-  found, same, parts, n = [], True, [], shape['ranks']
-  ways = {
-    'forward': lambda f, b: sum(f.values()),
-    'backward': lambda f, b: sum(b.values()),
-    'busiest link of each to each': lambda f, b: max(f[d] + b[d] for d in f),
-    'links of a ring times bytes': lambda f, b: sum(
-      min(d, n - d) * (f[d] + b[d]) for d in f
-    ),
-  }
+  found, same, lines = [], True, []
   for group, _ in ratios:
     one = Shape(**shape, kv_heads=shape['heads'] // group)
     both = [_counted(f, one) for f in (form, 'ring')]
     same &= both == [formulas(f, one) for f in (form, 'ring')]
-    sizes = [[p.bytes for p in passes] for passes in both]
-    total = [sum(sum(b.values()) for b in size) for size in sizes]
-    found.append(total[0] / total[1])
-    each = (
-      f'{name} {way(*sizes[0]) / way(*sizes[1]):.2f}'
-      for name, way in ways.items()
-    )
-    parts.append(f'at {group} {", ".join(each)}')
+    ours, ring = (_views(passes, one.ranks) for passes in both)
+    rest = {name: size / ring[name] for name, size in ours.items()}
+    found.append(rest.pop('all'))
+    each = ', '.join(f'{name} {x:.2f}' for name, x in rest.items())
+    lines.append(f'at {group} query heads per kv head {each}')
   say = lambda values: ', '.join(f'{x:.2f}x' for x in values)
   right = [ratio for _, ratio in ratios]
+  close = (abs(a - b) <= within for a, b in zip(found, right, strict=True))
   return claims.Outcome(
-    f'{say(right)}; each +-{within:g}',
+    f'{say(right)} +-{within:g}',
     say(found),
-    f'query heads per kv head: {"; ".join(parts)}; even at '
-    f'{1 / found[0]:.2f}; {n} ranks, width {shape["width"]}; counts '
-    f'{"equal" if same else "DIFFER from"} the formulas',
-    same
-    and all(abs(a - b) <= within for a, b in zip(found, right, strict=True)),
+    f'{"; ".join(lines)}; even at {1 / found[0]:.2f}; {shape["ranks"]} ranks, '
+    f'width {shape["width"]}; {"as" if same else "NOT as"} the formulas',
+    same and all(close),
   )
 
 
@@ -273,50 +247,46 @@ def bytes_against_ring(run, *, form, shape, ratios, within):
 
 @contextlib.contextmanager
 def _least_effort():
-  """XLA compiles at its lowest level: a quarter of the time, up to a fifth more
-  memory."""
-  name = 'jax_optimization_level'
-  before = jax.config.values[name]
-  jax.config.update(name, 'O0')
+  """XLA's lowest level: a quarter of the time, up to a fifth more memory."""
+  before = jax.config.jax_optimization_level
+  jax.config.update('jax_optimization_level', 'O0')
   try:
     yield
   finally:
-    jax.config.update(name, before)
+    jax.config.update('jax_optimization_level', before)
 
 
 def _config(base, model, mesh, rows, tokens):
   """schema.Config of a step of `rows` rows of `tokens` tokens."""
   if model.get('position') == 'learned':
     model = {**model, 'max_positions': tokens}
-  replace = dataclasses.replace
-  return replace(
+  return dataclasses.replace(
     base,
-    model=replace(base.model, **model),
-    mesh=replace(type(base.mesh)(), **mesh),
-    data=replace(base.data, sequence_length=tokens),
-    train=replace(base.train, batch_size=rows),
+    model=dataclasses.replace(base.model, **model),
+    mesh=mesh,
+    data=dataclasses.replace(base.data, sequence_length=tokens),
+    train=dataclasses.replace(base.train, batch_size=rows),
   )
 
 
 def _batch(config, built):
   """The shapes of a step's batch, laid out."""
-  spec = rules_lib.spec(
-    ('batch', 'length'), None, built.rules, dict(built.mesh.shape)
-  )
+  names, sizes = ('batch', 'length'), dict(built.mesh.shape)
+  shape = config.train.batch_size, config.data.sequence_length
   place = lambda shape, dtype, spec: jax.ShapeDtypeStruct(
     shape, dtype, sharding=jax.NamedSharding(built.mesh, spec)
   )
-  shape = config.train.batch_size, config.data.sequence_length
+  spec = rules_lib.spec(names, shape, built.rules, sizes, 'the batch')
   ids, weights = (place(shape, d, spec) for d in (jnp.int32, jnp.float32))
   one = place((), jnp.float32, P())
   return batch_lib.Batch(ids, ids, ids, ids, weights, one)
 
 
 def needed(config, topology):
-  """Bytes of a device in a step's gradient program, the optimizer's included.
+  """Bytes of a device in a step's gradient program and for the optimizer.
 
   Args:
-    config: schema.Config; adamw, which keeps two numbers a parameter.
+    config: schema.Config; with adamw, which keeps two numbers a parameter.
     topology: aot.Topology.
 
   Returns:
@@ -328,17 +298,16 @@ def needed(config, topology):
     with build.layout(built), _least_effort():
       traced = jax.jit(grads).trace(built.params, _batch(config, built))
       try:
-        program = aot.compile_for(topology, 'gradient', traced)
+        memory = aot.memory(aot.compile_for(topology, 'gradient', traced))
       except errors.UserError:
         return math.inf
   size = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-  memory = aot.memory(program)
   optimizer = 2 * sum(map(size, built.params.values()))
   return memory.peak + memory.code + optimizer
 
 
 def most(need, have, start, step, close):
-  """(largest multiple of `step` that fits, smallest tried that does not).
+  """(largest multiple of `step` that fits, or 0; smallest that does not).
 
   Args:
     need: size -> bytes, which grow with it; inf: it does not fit, and how much
@@ -346,9 +315,6 @@ def most(need, have, start, step, close):
     have: bytes there are.
     start: the first that is tried, a multiple of `step`.
     step, close: how far apart the two sizes may be: one step, or this share.
-
-  Returns:
-    (0, step) if nothing fits.
   """
   known, good, bad, size = {}, 0, math.inf, start
   while True:
@@ -379,10 +345,10 @@ def _guess(known, have):
   return int(min([*ahead, 4]) * x[-1])  # no further than 4 times what is known
 
 
-def _grown(base, model, layout, vary, given, start, close):
+def _largest(base, model, layout, vary, given, start, close):
   """(largest that fits, bytes of its device, devices) of one layout."""
   topology = aot.topology(layout['topology'])
-  mesh, found = layout['mesh'], {}
+  mesh, found = schema.Mesh(**layout['mesh']), {}
 
   def need(size):
     rows, tokens = (size, given) if vary == 'rows' else (given, size)
@@ -390,7 +356,10 @@ def _grown(base, model, layout, vary, given, start, close):
     found[size] = needed(config, topology)
     return found[size]
 
-  step = mesh.get('data', 1) if vary == 'rows' else 64
+  step = mesh.data
+  if vary == 'tokens':
+    step = math.lcm(64, mesh.context * (mesh.tensor if mesh.sequence else 1))
+  start = math.ceil(start / step) * step
   fits, _ = most(need, topology.hbm, start, step, close)
   return fits, found.get(fits, math.inf), len(topology.devices)
 
@@ -403,28 +372,29 @@ def most_that_fits(run, *, vary, given, start, model, layouts, at_least, close):
     given, start: numbers; `start`: the first that is tried.
     model: fields of schema.Model beyond the config's.
     layouts: {name: {'topology': as for sharding/aot.py, 'mesh': fields of
-      schema.Mesh}}; a device of each has the same memory. Those after the
-      second are only reported.
+      schema.Mesh}}; those after the second are only reported.
     at_least: the first, divided by the second.
     close: the share to which a maximum is known.
   """
   found = {
-    name: _grown(run.config, model, layout, vary, given, start, close)
+    name: _largest(run.config, model, layout, vary, given, start, close)
     for name, layout in layouts.items()
   }
-  (first, *_), (second, *_) = list(found.values())[:2]
+  (first, *_), (second, *_), *_ = found.values()
   ratio = first / second if second else math.inf
   lines = [
-    f'{name} {size:,} ({memory / 2**30:.1f} GiB on each of {devices})'
+    f'{name} {size:,} ({devices} chips, {memory / 2**30:.1f} GiB on each)'
     for name, (size, memory, devices) in found.items()
   ]
-  other = (
-    f'rows of {given:,} tokens' if vary == 'rows' else f'tokens, {given:,} rows'
-  )
+  other = f'rows of {given:,} tokens'
+  if vary == 'tokens':
+    other = (
+      f'tokens in {"each of " * (given > 1)}{given:,} row{"s" * (given > 1)}'
+    )
   return claims.Outcome(
     f'>= {at_least:g}x',
     f'{ratio:.1f}x',
-    f'{other}: {"; ".join(lines)}; each within {close:.0%}, gradient program '
-    'and optimizer, compiled at the lowest effort, nothing run',
+    f'{other}: {"; ".join(lines)}; each to {close:.0%}; gradient program and '
+    'optimizer, compiled at the lowest effort, nothing run',
     ratio >= at_least,
   )

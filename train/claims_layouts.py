@@ -51,12 +51,13 @@ def on(config, mesh):
 
 
 @functools.lru_cache(maxsize=16)
-def _step_messages(config, devices):
-  """[hlo.Collective] of the gradient and the update of a step."""
+def _step_messages(config, devices, programs=target_compile.PROGRAMS):
+  """([hlo.Collective] of programs of a step, job.Job)."""
   job, found = target_compile.job_of_shapes(config, '', devices), []
-  for traced in target_compile.trace(job).values():
+  traces = target_compile.trace(job)
+  for name in programs:
     with job.context():
-      text = traced.lower().compile(trial.quick_options()).as_text()
+      text = traces[name].lower().compile(trial.quick_options()).as_text()
     found += hlo.collectives(text, job.mesh)
   return found, job
 
@@ -91,11 +92,11 @@ def zero_volume(run, *, mesh, volumes, within):
   )
 
 
-def zero_trajectories(run, *, mesh, steps, within):
-  """EQ: parameters after some steps of ZeRO stages 0 to 3, and one device.
+def zero_trajectories(run, *, mesh, stages, steps, within):
+  """EQ: parameters after some steps of ZeRO equal those of one device.
 
   Args:
-    mesh: text as for --mesh, a data axis.
+    mesh: text as for --mesh, a data axis. stages: of ZeRO.
     steps: updates, each from own gradients of the stage, in 2 microbatches.
     within: largest difference allowed of what the steps changed, relative to
       the largest change of each leaf.
@@ -115,7 +116,7 @@ def zero_trajectories(run, *, mesh, steps, within):
       return {path: x - start[path] for path, x in after.items()}
 
     wanted = moved(trial.Side(one, devices[:1]))
-    for stage in range(4):
+    for stage in stages:
       found = moved(trial.Side(changed(config, zero=stage), devices))
       worst.append(trial.worst(found, wanted)[0])
   least = min(float(np.abs(x).max()) for x in wanted.values())
@@ -124,7 +125,8 @@ def zero_trajectories(run, *, mesh, steps, within):
     f'{max(worst):.1e}',
     f'{mesh}, float64, shrunk: how far {steps} steps of '
     f'{config.optimizer.name} moved parameters (every leaf by {least:.0e} or '
-    f'more), stages 0 to 3: {", ".join(f"{w:.0e}" for w in worst)}',
+    f'more), stages '
+    f'{", ".join(map(str, stages))}: {", ".join(f"{w:.0e}" for w in worst)}',
     max(worst) <= within,
   )
 
@@ -281,7 +283,7 @@ def sequence_volume(run, *, mesh, forward, backward):
 
 
 def logits_stay(run, *, mesh):
-  """HLO: no collective of a step holds as much as one shard of the logits.
+  """HLO: no collective of the gradient holds as much as a shard of the logits.
 
   Args:
     mesh: text as for --mesh, a tensor axis.
@@ -293,7 +295,7 @@ def logits_stay(run, *, mesh):
   for sequence, how in ways:
     if sequence or how == 'annotated':
       layout = changed(config, sequence=sequence, collectives=how)
-      sent, _ = _step_messages(layout, devices)
+      sent, _ = _step_messages(layout, devices, ('gradient',))
       largest = max(sent, key=lambda c: c.result_bytes)
       most[f'{how}{", sequence" * sequence}'] = largest.result_bytes
   return claims.Outcome(

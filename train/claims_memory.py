@@ -63,7 +63,8 @@ def _held(config, devices):
   """Bytes of {parameters, sums, gradients, optimizer, peak}, paths.
 
   sums: of gradients over microbatches. gradients: as they leave the step.
-  peak: of the gradient, its arguments not counted (an estimate). paths: parameters that stay whole.
+  peak: of the gradient, its arguments not counted (an estimate). paths: of
+  parameters that stay whole.
   """
   side, times = trial.Side(config, devices), config.train.microbatches
   job, rng = side.job, np.random.default_rng(0)
@@ -181,6 +182,18 @@ def zero_published(run, *, model, devices, widths, gigabytes, within):
   )
 
 
+@functools.lru_cache(maxsize=16)
+def _update_memory(config, topology):
+  """(aot.Memory of the update of a step, number of parameters)."""
+  target = aot.topology(topology)
+  with target.context():
+    job = target_compile.job_of_shapes(config, '', target.devices)
+    update = target_compile.trace(job)['update']
+  with job.context():
+    memory = aot.memory(aot.compile_for(target, 'update', update))
+  return memory, sum(math.prod(p.shape) for p in job.state.params.values())
+
+
 def zero_compiled(run, *, model, topologies, within):
   """AOT: what the update of a step holds on real machines, stages 0, 1, 3.
 
@@ -194,20 +207,13 @@ def zero_compiled(run, *, model, topologies, within):
   """
   worst, told = 0.0, []
   for name in topologies:
-    target, row = aot.topology(name), []
-    n = len(target.devices)
+    n, row = len(aot.topology(name).devices), []
     for stage, least in ((0, 16), (1, 4 + 12 / n), (3, 16 / n)):
       config = claims_layouts.changed(
         run.config, data=n, zero=stage, batch_size=n, microbatches=1, **model
       )
-      with target.context():
-        job = target_compile.job_of_shapes(config, '', target.devices)
-        update = target_compile.trace(job)['update']
-      with job.context():
-        memory = aot.memory(aot.compile_for(target, 'update', update))
-      count = sum(math.prod(p.shape) for p in job.state.params.values())
-      off = abs(memory.arguments / (count * least) - 1)
-      worst = max(worst, off)
+      memory, count = _update_memory(config, name)
+      worst = max(worst, abs(memory.arguments / (count * least) - 1))
       row.append(f'{memory.arguments / 1e9:.2f} ({memory.peak / 1e9:.2f})')
     told.append(f'{name} {", ".join(row)}')
   return claims.Outcome(
@@ -220,13 +226,18 @@ def zero_compiled(run, *, model, topologies, within):
   )
 
 
+@functools.lru_cache(maxsize=64)
+def _report(config):
+  return check.check(config)
+
+
 def _predicted(config, fields):
   """{quantity: bytes} of `paraxis check`: held, 'peak', received by axis.
 
   fields: of schema.Mesh, Model and Train; mesh axes left out are 1.
   """
   sizes = {a: 1 for a in mesh_lib.AXES}
-  report = check.check(claims_layouts.changed(config, **sizes | fields))
+  report = _report(claims_layouts.changed(config, **sizes | fields))
   if report.unknown:
     raise errors.UserError(
       f'{fields}: {"; ".join(report.unknown)}: not predicted, so no claim.'

@@ -160,6 +160,8 @@ def config(full, sizes, asked, dtype):
       full.data,
       sequence_length=_size(full.data.sequence_length, 64, 2 * devices),
     ),
+    # At the first step of a warm-up a wrong direction moves nothing.
+    optimizer=dataclasses.replace(full.optimizer, warmup_steps=0),
     train=dataclasses.replace(
       full.train,
       batch_size=max(2 * devices, 8),

@@ -9,7 +9,7 @@ from paraxis.configs import command_line
 from paraxis.configs import schema
 from paraxis.train import papers
 
-MOST_LINES = 80
+MOST_LINES = 120
 CONFIGS = command_line.papers()
 each = pytest.mark.parametrize('path', CONFIGS, ids=lambda p: p.stem)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from paraxis.configs import errors
 from paraxis.configs import schema
 from paraxis.sharding import rules
 from paraxis.train import covering
@@ -105,7 +106,7 @@ def config_of(case):
       **MODELS[case['model']],
     ),
     data=schema.Data(sequence_length=64),
-    optimizer=schema.Optimizer(name=case['optimizer']),
+    optimizer=schema.Optimizer(name=case['optimizer'], warmup_steps=0),
     train=schema.Train(
       batch_size=16, microbatches=case['microbatches'], **REMAT[case['remat']]
     ),
@@ -156,9 +157,18 @@ def test_the_array_covers_every_pair():
   assert found == wanted
   assert len(wanted) >= 1000 and 40 <= len(cases()) <= 80
   assert all(map(space.holds, cases()))
-  # Every value of every factor, and all six forms with every other option.
+  # No factor stands there for show.
   for name, values in FACTORS.items():
     assert {case[name] for case in cases()} == set(values), name
+
+
+@pytest.mark.parametrize(
+  'fields', [dict(collectives='explicit'), dict(collective_matmul='all')]
+)
+def test_what_the_array_leaves_out_is_refused(fields):
+  config = layout(tensor=8, sequence=False, **fields)
+  with pytest.raises(errors.UserError, match='mesh.sequence=True'):
+    certify(config)
 
 
 # ------------------------------------------------- broken one at a time
