@@ -79,7 +79,7 @@ demo: $(STAMP)
 	  --domain=translation --prompt="en: Enter a valid"
 
 test: $(STAMP)
-	"$(BIN)/python" -m pytest -n $(WORKERS) $(ARGS)
+	"$(BIN)/python" -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 lint: $(STAMP)
 	"$(BIN)/python" -m ruff check .

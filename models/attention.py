@@ -99,7 +99,7 @@ class Attention(nnx.Module):
     )
     if self.config.attention_bias:
       outs = [
-        y + getattr(self, f'{name}_bias')[...].astype(x.dtype)
+        (y + getattr(self, f'{name}_bias')[...]).astype(x.dtype)
         for name, y in zip(names, outs, strict=True)
       ]
     return outs
@@ -142,7 +142,7 @@ class Attention(nnx.Module):
     )
     y = checkpoint_name(y, 'output')
     if config.attention_output_bias:
-      y = y + self.output_bias[...].astype(y.dtype)
+      y = (y + self.output_bias[...]).astype(y.dtype)
     return y, state
 
   def _attend(self, q, k, v, see, state):

@@ -48,7 +48,7 @@ class Mlp(nnx.Module):
     )
     if self.config.mlp_bias:
       outs = [
-        y + getattr(self, f'{name}_bias')[...].astype(x.dtype)
+        (y + getattr(self, f'{name}_bias')[...]).astype(x.dtype)
         for name, y in zip(names, outs, strict=True)
       ]
     return outs

@@ -63,6 +63,7 @@ _JSON = ((bool, 'json', False, 'one JSON document instead of the table'),)
 _check_flags = _flags(*_MESH, *_JSON)
 _verify_flags = _flags(
   *_MESH,
+  ('count', 'devices', 8, 'virtual CPU devices; a larger mesh is shrunk'),
   *_JSON,
   (str, 'dtype', 'float64', 'float64 (within 1e-9), float32 or bfloat16'),
 )
@@ -228,7 +229,7 @@ def _check(argv):
 
 def _verify(argv):
   values, config = _with_config(argv, _verify_flags)
-  command_line.prepare_devices(8)
+  command_line.prepare_devices(values.devices or 8)
   from paraxis.train import verify
 
   return verify.run(config, values.mesh, values.json, values.dtype)

@@ -98,6 +98,10 @@ class Job:
         return jax.make_array_from_callback((), scalar, lambda _: x)
       axis = x.ndim - 2
       x = x if order is None else x[..., order]
+      if lo + x.shape[axis] > rows:
+        raise ValueError(
+          f'rows {lo} to {lo + x.shape[axis]} of a batch, of {rows} rows'
+        )
       shape = (*x.shape[:axis], rows, x.shape[-1])
 
       def part(index):
