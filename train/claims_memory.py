@@ -171,7 +171,7 @@ def zero_published(run, *, model, devices, widths, gigabytes, within):
   text = lambda row: ' '.join(f'{v:.3g}' for v in row)
   found = table(widths)
   return claims.Outcome(
-    f'{text(gigabytes)} +-{within:.0%}',
+    f'{text(gigabytes)} +-{within:.1%}',
     text(found),
     f'GB a device, data={devices}, {counts[0][0] / 1e9:.2f}B parameters, '
     f'bytes {" + ".join(map(str, widths))}; in float32, 4 + 4 + 8: '

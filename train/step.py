@@ -105,8 +105,11 @@ def _accumulate(model, params, batch, each):
 
   def zero(p):
     x = params[p]
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return each(p, annotate.like(x, 0, wide))
+    like = annotate.like(x, 0, jnp.promote_types(x.dtype, jnp.float32))
+    if annotate.mode() != 'manual':
+      return each(p, like)
+    kept = jax.eval_shape(functools.partial(each, p), like)
+    return jnp.zeros(kept.shape, kept.dtype)  # no message for zeros
 
   def add(total, arrays):
     return jax.tree.map(jnp.add, total, one(params, share(arrays))), ()
@@ -130,7 +133,7 @@ def _explicit_gradients(built, params, batch):
   Every shard differentiates the loss of its own tokens. A parameter's gradient
   is then summed once, over the mesh axes absent from its layout: scattered
   where the gradient is sharded (ZeRO, over data), else all-reduced. ZeRO stage
-  2 scatters that of every microbatch, and so never holds a whole one.
+  2 scatters that of every microbatch, so that sums of them are never whole.
   """
   model, sizes = built.model, annotate.sizes()
   axes = {p: model.axes[p] for p in params}
