@@ -23,10 +23,10 @@ from paraxis.sharding import target
 
 # platform -> (modules, one of which compiles for it; how to get one)
 COMPILERS = {
-  'tpu': (('libtpu',), "libtpu is not installed: pip install 'paraxis[aot]'"),
+  'tpu': (('libtpu',), "libtpu is not installed: pip install 'jax[tpu]'"),
   'cuda': (
     ('jax_cuda13_plugin', 'jax_cuda12_plugin'),
-    "the CUDA wheels of jax are not installed: pip install 'paraxis[cuda]'",
+    "the CUDA wheels of jax are not installed: pip install 'jax[cuda13]'",
   ),
 }
 # Before libtpu is loaded: no lock on the machine's TPU, no questions to it.

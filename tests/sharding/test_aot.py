@@ -23,8 +23,8 @@ needs_cuda = pytest.mark.skipif(
 @pytest.mark.parametrize(
   'name, line',
   [
-    ('v5e:2x2', "libtpu is not installed: pip install 'paraxis[aot]'"),
-    ('h200:8', "not installed: pip install 'paraxis[cuda]'"),
+    ('v5e:2x2', "libtpu is not installed: pip install 'jax[tpu]'"),
+    ('h200:8', "not installed: pip install 'jax[cuda13]'"),
   ],
 )
 def test_what_is_missing(monkeypatch, name, line):
