@@ -24,6 +24,8 @@ from jax.extend import source_info_util
 from jax.sharding import AxisType
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Not ours: above our folder, or in an environment that lies inside it.
+_FOREIGN = re.compile(r'\.\.|.*\bsite-packages\b')
 # Frames of these say how an operation was annotated, not whose it is.
 _PASSED = ('sharding/annotate.py', 'sharding/project.py', 'sharding/tensor.py')
 _CALLS = (
@@ -143,7 +145,7 @@ def _origin(source, outer):
   frames = source.traceback.frames if source.traceback else ()
   for frame in frames:
     name = os.path.relpath(frame.file_name, _ROOT)
-    if not name.startswith('..') and name not in _PASSED:
+    if not _FOREIGN.match(name) and name not in _PASSED:
       equation = re.findall(r'[A-Z]+,[A-Z]+->[A-Z]*', stack)
       where = ' '.join([f'{name}:{frame.line_num}', *equation[-1:]])
       break

@@ -18,11 +18,9 @@ import textwrap
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from paraxis.configs import errors
 from paraxis.models import attention
-from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models import decoder
 from paraxis.sharding import hlo
@@ -31,8 +29,7 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import predict
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding import traced
-from paraxis.train import optimizers
-from paraxis.train import state as state_lib
+from paraxis.train import job as job_lib
 from paraxis.train import step as step_lib
 
 SHOWN = 6  # saved arrays in the text; the JSON has them all
@@ -167,7 +164,7 @@ def _dimensions(config):
     for name, size in zip(model.axes[path], shape, strict=True):
       out.setdefault((name, size), path)
   train, length = config.train, config.data.sequence_length
-  rows = _rows(train)
+  rows = job_lib.microbatch_rows(train)
   what = f'train.batch_size={train.batch_size}'
   if train.microbatches > 1:
     what += f' in {train.microbatches} microbatches'
@@ -177,31 +174,14 @@ def _dimensions(config):
   return {key: where for key, where in out.items() if key[0] is not None}
 
 
-def _rows(train):
-  if train.batch_size % train.microbatches:
-    raise errors.UserError(
-      f'train.batch_size={train.batch_size} is not divisible by '
-      f'train.microbatches={train.microbatches}.'
-    )
-  return train.batch_size // train.microbatches
-
-
 def check(config, mesh_text=''):
   """`Report` of a schema.Config; UserError if it cannot be."""
-  train = config.train
-  built = build.build(config, mesh_text, train.remat, abstract=True)
-  length = config.data.sequence_length
-  build.check_rows(_rows(train), built, f'train.batch_size={train.batch_size}')
-  build.check_tokens(length, built, f'data.sequence_length={length}')
-  build.check_length(config.model, length, 'data.sequence_length')
-  optimizer = optimizers.Optimizer(config.optimizer, train.steps, built.model)
-  made = step_lib.make(built, optimizer, config.optimizer.clip_norm)
+  job = job_lib.of_shapes(config, mesh_text, abstract=True)
+  built, state = job.built, job.state
+  made = step_lib.make(built, job.optimizer, config.optimizer.clip_norm)
   sizes = dict(built.mesh.shape)
-  with build.layout(built):
-    state = jax.eval_shape(
-      lambda: state_lib.init(built.model, optimizer, jax.random.key(0))
-    )
-    arguments = state.params, batch_shapes(config, built)
+  with job.context():
+    arguments = state.params, job.batch_shapes()
     gradient, (loss, grads) = traced.trace(made.grads, sizes, *arguments)
     update, _ = traced.trace(made.update, sizes, state, loss, grads)
   memory = liveness.estimate(gradient)
@@ -215,7 +195,7 @@ def check(config, mesh_text=''):
   return Report(
     sizes,
     built.rules.name,
-    train.remat,
+    config.train.remat,
     sum(math.prod(p.shape) for p in state.params.values()),
     classes | {'activations': memory.saved},
     memory,
@@ -224,22 +204,6 @@ def check(config, mesh_text=''):
     messages + [c._replace(phase='update') for c in updates],
     unknown + more,
   )
-
-
-def batch_shapes(config, built):
-  """models.batch.Batch of jax.ShapeDtypeStruct, laid out as a step's is."""
-  train, length = config.train, config.data.sequence_length
-  rows = _rows(train)
-  shape = (rows, length)
-  if train.microbatches > 1:
-    shape = (train.microbatches, *shape)
-  names = (None,) * (len(shape) - 2) + ('batch', 'length')
-  spec = rules_lib.spec(names, shape, built.rules, dict(built.mesh.shape))
-  laid_out = jax.NamedSharding(built.mesh, spec)
-  ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=laid_out)
-  weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=laid_out)
-  one = jax.ShapeDtypeStruct((), jnp.float32)
-  return batch_lib.Batch(ids, ids, ids, ids, weights, one)
 
 
 def _sharded(config, built):

@@ -23,6 +23,7 @@ from paraxis.configs import schema
 from paraxis.sharding import hlo
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.train import claims
+from paraxis.train import job as job_lib
 from paraxis.train import loss as loss_lib
 from paraxis.train import target_compile
 from paraxis.train import trial
@@ -53,7 +54,7 @@ def on(config, mesh):
 @functools.lru_cache(maxsize=16)
 def _step_messages(config, devices, programs=target_compile.PROGRAMS):
   """([hlo.Collective] of programs of a step, job.Job)."""
-  job, found = target_compile.job_of_shapes(config, '', devices), []
+  job, found = job_lib.of_shapes(config, '', devices), []
   traces = target_compile.trace(job)
   for name in programs:
     with job.context():

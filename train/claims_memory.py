@@ -29,6 +29,7 @@ from paraxis.sharding import traced
 from paraxis.train import check
 from paraxis.train import claims
 from paraxis.train import claims_layouts
+from paraxis.train import job as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train import target_compile
 from paraxis.train import trial
@@ -187,7 +188,7 @@ def _update_memory(config, topology):
   """(aot.Memory of the update of a step, number of parameters)."""
   target = aot.topology(topology)
   with target.context():
-    job = target_compile.job_of_shapes(config, '', target.devices)
+    job = job_lib.of_shapes(config, '', target.devices)
     update = target_compile.trace(job)['update']
   with job.context():
     memory = aot.memory(aot.compile_for(target, 'update', update))

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from paraxis.configs import errors
+from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models import tokenizer as tokenizer_lib
 from paraxis.sharding import context
@@ -67,6 +68,19 @@ class Job:
     names = (None,) * (ndim - 2) + ROWS
     spec = rules_lib.spec(names, None, self.built.rules, dict(self.mesh.shape))
     return jax.NamedSharding(self.mesh, spec)
+
+  def batch_shapes(self):
+    """The batch of a step as jax.ShapeDtypeStructs with their layouts."""
+    train = self.config.train
+    shape = microbatch_rows(train), self.config.data.sequence_length
+    if train.microbatches > 1:
+      shape = (train.microbatches, *shape)
+    rows = self.batch_sharding(len(shape))
+    whole = jax.NamedSharding(self.mesh, jax.P())
+    ids = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
+    weights = jax.ShapeDtypeStruct(shape, np.float32, sharding=rows)
+    one = jax.ShapeDtypeStruct((), np.float32, sharding=whole)
+    return batch_lib.Batch(ids, ids, ids, ids, weights, one)
 
   def local_rows(self, rows):
     """(lo, hi): the rows of a batch axis that this process's devices hold."""
@@ -124,7 +138,7 @@ class Job:
     return jax.jit(make, compiler_options=compiling.options())()
 
 
-def _with_layouts(mesh, tree):
+def with_layouts(mesh, tree):
   """Abstract leaves of a trace under `mesh` -> the same with NamedShardings."""
 
   def leaf(x):
@@ -134,6 +148,44 @@ def _with_layouts(mesh, tree):
     )
 
   return jax.tree.map(leaf, tree)
+
+
+def microbatch_rows(train):
+  """Rows of a microbatch of a schema.Train; UserError if it has no number."""
+  if train.batch_size % train.microbatches:
+    raise errors.UserError(
+      f'train.batch_size={train.batch_size} is not divisible by '
+      f'train.microbatches={train.microbatches}.'
+    )
+  return train.batch_size // train.microbatches
+
+
+def of_shapes(config, mesh_text='', devices=None, abstract=False):
+  """`Job` without data: enough to trace the step, or to place batches.
+
+  Args:
+    config, mesh_text, devices: as for `make`.
+    abstract: on a mesh of no devices.
+
+  Raises:
+    UserError: the model, the mesh and the sizes of a batch do not fit.
+  """
+  train, length = config.train, config.data.sequence_length
+  built = build.build(config, mesh_text, train.remat, devices, abstract)
+  sizes = dataclasses.replace(config.mesh, **built.mesh.shape)
+  config = dataclasses.replace(config, mesh=sizes)
+  what = f'train.batch_size={train.batch_size}'
+  if train.microbatches > 1:
+    what += f' in {train.microbatches} microbatches'
+  build.check_rows(microbatch_rows(train), built, what)
+  what = 'data.sequence_length'
+  build.check_tokens(length, built, f'{what}={length}')
+  build.check_length(config.model, length, what)
+  optimizer = optimizers.Optimizer(config.optimizer, train.steps, built.model)
+  init = lambda: state_lib.init(built.model, optimizer, jax.random.key(0))
+  with build.layout(built):
+    state = with_layouts(built.mesh, jax.eval_shape(init))
+  return Job(config, built, optimizer, None, None, None, None, state)
 
 
 def _absolute(name):
@@ -155,26 +207,9 @@ def make(config, mesh_text='', devices=None, say=print):
   Raises:
     UserError: anything that does not fit or is not there.
   """
-  train = config.train
-  metrics.check_loggers(train)
-  built = build.build(config, mesh_text, train.remat, devices)
-  sizes = dataclasses.replace(config.mesh, **built.mesh.shape)
-  config = dataclasses.replace(config, mesh=sizes)
-  rows = train.batch_size // train.microbatches
-  if train.batch_size % train.microbatches:
-    raise errors.UserError(
-      f'train.batch_size={train.batch_size} is not divisible by '
-      f'train.microbatches={train.microbatches}.'
-    )
-  what = f'train.batch_size={train.batch_size}'
-  if train.microbatches > 1:
-    what += f' in {train.microbatches} microbatches'
-  build.check_rows(rows, built, what)
-  length = config.data.sequence_length
-  build.check_tokens(length, built, f'data.sequence_length={length}')
-  build.check_length(
-    config.model, config.data.sequence_length, 'data.sequence_length'
-  )
+  metrics.check_loggers(config.train)
+  job = of_shapes(config, mesh_text, devices)
+  config = job.config
   places = {
     k: _absolute(getattr(config.data, k)) for k in ('path', 'tokenizer')
   }
@@ -190,10 +225,11 @@ def make(config, mesh_text='', devices=None, say=print):
       f'{config.data.sequence_length} tokens; every token is used.'
     )
   held_out = data.evaluation(config, corpus)
-  optimizer = optimizers.Optimizer(config.optimizer, train.steps, built.model)
-  with build.layout(built):
-    init = lambda: state_lib.init(built.model, optimizer, jax.random.key(0))
-    state = _with_layouts(built.mesh, jax.jit(init).trace().out_info)
-  return Job(
-    config, built, optimizer, tokenizer, corpus, batches, held_out, state
+  return dataclasses.replace(
+    job,
+    config=config,
+    tokenizer=tokenizer,
+    corpus=corpus,
+    batches=batches,
+    held_out=held_out,
   )

@@ -28,12 +28,9 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from paraxis.configs import errors
 from paraxis.models import attention
-from paraxis.models import batch as batch_lib
-from paraxis.models import build
 from paraxis.sharding import aot
 from paraxis.sharding import flops as flops_lib
 from paraxis.sharding import hlo
@@ -41,8 +38,6 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import roofline
 from paraxis.sharding import traffic
 from paraxis.train import job as job_lib
-from paraxis.train import optimizers
-from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
 
 PROGRAMS = ('gradient', 'update')
@@ -137,13 +132,14 @@ def compile_config(config, mesh_text, topology, slices=1):
     jax.config.update('jax_platforms', 'cpu')
   target = aot.topology(topology, slices)
   with target.context():
-    job = job_of_shapes(config, mesh_text, target.devices)
+    job = job_lib.of_shapes(config, mesh_text, target.devices)
     traces = trace(job)
   programs = {n: _program(job, target, n, t) for n, t in traces.items()}
+  gradients = traces['gradient'].out_info[1]
   held = {
     'parameters': _bytes(job.state.params),
     'optimizer': _bytes(job.state.optimizer),
-    'gradients': _bytes(_shapes(job.mesh, traces['gradient'].out_info[1])),
+    'gradients': _bytes(job_lib.with_layouts(job.mesh, gradients)),
   }
   return Report(
     job.config,
@@ -164,63 +160,14 @@ def _peak_rss():
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def job_of_shapes(config, mesh_text, devices):
-  """job.Job without data, to be traced; UserError if anything does not fit."""
-  train, length = config.train, config.data.sequence_length
-  built = build.build(config, mesh_text, train.remat, devices)
-  if train.batch_size % train.microbatches:
-    raise errors.UserError(
-      f'train.batch_size={train.batch_size} is not divisible by '
-      f'train.microbatches={train.microbatches}.'
-    )
-  what = f'train.batch_size={train.batch_size}'
-  build.check_rows(train.batch_size // train.microbatches, built, what)
-  what = f'data.sequence_length={length}'
-  build.check_tokens(length, built, what)
-  build.check_length(config.model, length, 'data.sequence_length')
-  sizes = dataclasses.replace(config.mesh, **built.mesh.shape)
-  config = dataclasses.replace(config, mesh=sizes)
-  optimizer = optimizers.Optimizer(config.optimizer, train.steps, built.model)
-  with build.layout(built):
-    init = lambda: state_lib.init(built.model, optimizer, jax.random.key(0))
-    state = _shapes(built.mesh, jax.jit(init).trace().out_info)
-  return job_lib.Job(config, built, optimizer, None, None, None, None, state)
-
-
 def trace(job):
   """{'gradient': jax.stages.Traced, 'update': ...} of a job's step."""
   made = step_lib.make(job.built, job.optimizer, job.config.optimizer.clip_norm)
   with job.context():
-    gradient = jax.jit(made.grads).trace(job.state.params, _batch(job))
-    loss, grads = _shapes(job.mesh, gradient.out_info)
+    gradient = jax.jit(made.grads).trace(job.state.params, job.batch_shapes())
+    loss, grads = job_lib.with_layouts(job.mesh, gradient.out_info)
     update = jax.jit(made.update, donate_argnums=0)
     return dict(gradient=gradient, update=update.trace(job.state, loss, grads))
-
-
-def _shapes(mesh, tree):
-  """Results of a trace -> ShapeDtypeStructs with shardings on `mesh`."""
-
-  def leaf(x):
-    spec = x.sharding.spec if x.sharding is not None else jax.P()
-    sharding = jax.NamedSharding(mesh, spec)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-  return jax.tree.map(leaf, tree)
-
-
-def _batch(job):
-  """The shapes of a step's batch."""
-  train = job.config.train
-  shape = train.batch_size, job.config.data.sequence_length
-  if train.microbatches > 1:
-    rows = train.batch_size // train.microbatches
-    shape = train.microbatches, rows, shape[1]
-  rows = job.batch_sharding(len(shape))
-  whole = jax.NamedSharding(job.mesh, jax.P())
-  ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
-  weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
-  one = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
-  return batch_lib.Batch(ids, ids, ids, ids, weights, one)
 
 
 def _program(job, target, name, traced):

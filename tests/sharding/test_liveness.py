@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 from paraxis.configs import schema
-from paraxis.models import build
 from paraxis.sharding import liveness
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import traced
 from paraxis.train import check
+from paraxis.train import job as job_lib
 from paraxis.train import loss as loss_lib
 
 P = jax.P
@@ -111,13 +111,14 @@ def test_policies_differ_by_what_the_compiler_says():
 
   def bytes_of(remat):
     config = _decoder(remat)
-    built = build.build(config, 'data=1', remat, jax.devices()[:1])
+    job = job_lib.of_shapes(config, 'data=1', jax.devices()[:1])
+    built = job.built
     objective = lambda params, batch: loss_lib.next_token(
       built.model, params, batch
     )
     grads = jax.grad(objective)
-    with build.layout(built):
-      batch = check.batch_shapes(config, built)
+    with job.context():
+      batch = job.batch_shapes()
       body, _ = traced.trace(grads, dict(built.mesh.shape), built.params, batch)
       compiled = jax.jit(grads).lower(built.params, batch).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes

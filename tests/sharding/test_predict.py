@@ -12,14 +12,12 @@ import jax.numpy as jnp
 import pytest
 
 from paraxis.configs import schema
-from paraxis.models import build
 from paraxis.sharding import hlo
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import predict
 from paraxis.sharding import traced
 from paraxis.train import check
-from paraxis.train import optimizers
-from paraxis.train import state as state_lib
+from paraxis.train import job as job_lib
 from paraxis.train import step as step_lib
 
 P = jax.P
@@ -251,7 +249,7 @@ def test_what_the_compiler_lays_out_is_said():
 def test_a_message_says_where_it_comes_from():
   body = trace(lambda x: jax.reshard(x, P()), X)
   (c,), _ = predict.collectives(body, dict(SIZES.shape))
-  assert c.where.startswith('test_predict.py:')
+  assert 'test_predict.py:' in c.where
   assert c.what == 'f32[64@data+fsdp,32] -> f32[64,32]'
   assert c.phase == 'forward' and c.total == c.bytes
 
@@ -277,15 +275,12 @@ def _config(mesh, **changes):
 def _both(mesh, **changes):
   """Gradient step: (predicted, compiled): {(kind, axes): bytes received}."""
   config = _config(mesh, **changes)
-  built = build.build(config, remat=config.train.remat)
+  job = job_lib.of_shapes(config)
+  built, state = job.built, job.state
   sizes = dict(built.mesh.shape)
-  optimizer = optimizers.Optimizer(config.optimizer, 10, built.model)
-  grads = step_lib.make(built, optimizer, 1.0).grads
-  with build.layout(built):
-    state = jax.eval_shape(
-      lambda: state_lib.init(built.model, optimizer, jax.random.key(0))
-    )
-    batch = check.batch_shapes(config, built)
+  grads = step_lib.make(built, job.optimizer, 1.0).grads
+  with job.context():
+    batch = job.batch_shapes()
     body, _ = traced.trace(grads, sizes, state.params, batch)
     params = {
       p: jax.ShapeDtypeStruct(

@@ -20,6 +20,7 @@ from paraxis.configs import schema
 from paraxis.models import build
 from paraxis.sharding import aot
 from paraxis.sharding import flops
+from paraxis.train import job as job_lib
 from paraxis.train import target_compile
 
 GOLDEN = pathlib.Path(__file__).resolve().parent.parent / 'golden'
@@ -58,7 +59,7 @@ def counted(config, mesh='data=1'):
   """(flops.Flops of the gradient, operations of the model) on CPU devices."""
   sizes = [int(part.partition('=')[2]) for part in mesh.split(',')]
   devices = jax.devices()[: math.prod(sizes)]
-  job = target_compile.job_of_shapes(config, mesh, devices)
+  job = job_lib.of_shapes(config, mesh, devices)
   found = flops.of_jaxpr(target_compile.trace(job)['gradient'].jaxpr)
   return found, target_compile.model_flops(job.config, job.built)
 
