@@ -258,6 +258,9 @@ def rsa_backward(job, p, rows, columns):
   (q, q_info, _, delta, do), (k, v, k_info) = rows, columns
   me, n, t = job.place(), job.n, k.shape[2]
   dot = attention_xla.dot
+  # Else XLA for TPU lays p out, from its making on, as one rank's part of it
+  # likes best: with few tokens a rank that pads it to 16 times its bytes.
+  p = lax.optimization_barrier(p)
 
   def value(r, p, v):
     shard = (me - r) % n
