@@ -1,28 +1,23 @@
 """Every field of a run's configuration: meaning, unit, default, valid values.
 
-One frozen dataclass per section. `default()` gives the same fields as a locked
-`ConfigDict` (what a config file edits and `--config.section.field=` overrides),
-`view()` turns a ConfigDict back into the typed, checked `Config` that the code
-reads, and `to_json` / `from_json` carry it through a workdir without ever
-executing Python. Only the standard library and ml_collections: printing a
-config must not start jax.
+One frozen dataclass per section; that of the model is in model_schema.py.
+`default()` gives the same fields as a locked `ConfigDict` (what a config file
+edits and `--config.section.field=` overrides), `view()` turns a ConfigDict back
+into the typed, checked `Config` that the code reads, and `to_json` /
+`from_json` carry it through a workdir without ever executing Python. Only the
+standard library and ml_collections: printing a config must not start jax.
 """
 
 import dataclasses
 import difflib
+import functools
 import json
 
 import ml_collections
 
+from paraxis.configs.declare import field
 from paraxis.configs.errors import UserError
-
-
-def field(default, doc, choices=None, low=None, high=None):
-  """A dataclass field with its documentation and its valid values."""
-  return dataclasses.field(
-    default=default,
-    metadata=dict(doc=doc, choices=choices, low=low, high=high),
-  )
+from paraxis.configs.model_schema import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,92 +72,30 @@ class Mesh:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
-  """A decoder as data; one file, models/decoder.py, reads it."""
+class Pipeline:
+  """How microbatches pass the stages (mesh.stage > 1)."""
 
-  vocab_size: int = field(2048, 'rows of the embedding table', low=2)
-  d_model: int = field(160, 'width of the residual stream', low=1)
-  num_layers: int = field(4, 'layers', low=1)
-  num_heads: int = field(4, 'query heads', low=1)
-  num_kv_heads: int = field(0, 'key/value heads; 0: num_heads', low=0)
-  head_dim: int = field(0, 'width of a head; 0: d_model / num_heads', low=0)
-  d_ff: int = field(432, 'hidden width of the mlp', low=1)
-  pattern: str = field(
-    'F',
-    'kinds of layers, repeated over the depth: F full attention, W sliding '
-    'window, N full attention without rotary positions',
+  schedule: str = field(
+    'one_f_one_b',
+    'order of work (paraxis plot schedule draws it)',
+    ('gpipe', 'one_f_one_b', 'interleaved', 'zero_bubble', 'v_half', 'skip'),
   )
-  window: int = field(0, 'tokens a W layer sees, itself included', low=0)
-  norm: str = field('rmsnorm', 'normalisation', ('rmsnorm', 'layernorm'))
-  norm_placement: str = field(
-    'pre',
-    'before a sublayer, after it (inside the residual), or both',
-    ('pre', 'post', 'sandwich'),
+  chunks: int = field(
+    1, 'runs of layers on each stage; interleaved: above 1, v_half: 2', low=1
   )
-  norm_epsilon: float = field(1e-6, 'added to the variance', low=0.0)
-  norm_zero_centered: bool = field(False, 'scale is 1 + weight (Gemma)')
-  qk_norm: str = field(
-    'none',
-    'RMSNorm on queries and keys: per head, or over all heads at once',
-    ('none', 'head', 'all'),
+  microbatches: int = field(
+    0, 'of each accumulation slice; 0: as many as stages', low=0
   )
-  mlp: str = field('swiglu', 'mlp form', ('swiglu', 'geglu', 'gelu'))
-  attention_bias: bool = field(False, 'bias on the q, k, v projections')
-  attention_output_bias: bool = field(False, 'bias on the output projection')
-  mlp_bias: bool = field(False, 'bias on the mlp projections')
-  position: str = field('rope', 'position encoding', ('rope', 'learned'))
-  max_positions: int = field(
-    0, 'rows of the learned position table; 0 with rope', low=0
+  activations: str = field(
+    'recompute',
+    'recompute: a stage keeps its inputs alone; store: what its backward pass '
+    'reads (train.remat decides what that is)',
+    ('recompute', 'store'),
   )
-  rope_theta: float = field(1e4, 'rotary base', low=1.0)
-  rope_local_theta: float = field(
-    0.0, 'rotary base of W layers; 0: rope_theta', low=0.0
-  )
-  rope_scaling: str = field(
-    'none',
-    'frequency scaling (not of W layers with a base of their own)',
-    ('none', 'linear', 'llama3', 'yarn'),
-  )
-  rope_factor: float = field(1.0, 'context extension factor', low=1.0)
-  rope_low_frequency: float = field(
-    1.0, 'llama3: low_freq_factor; yarn: beta_slow', low=0.0
-  )
-  rope_high_frequency: float = field(
-    4.0, 'llama3: high_freq_factor; yarn: beta_fast', low=0.0
-  )
-  rope_original_length: int = field(
-    8192, 'tokens of context before the extension', low=1
-  )
-  tied_embedding: bool = field(True, 'the head is the embedding, transposed')
-  embedding_scale: float = field(1.0, 'multiplies the embeddings', low=0.0)
-  attention_scale: float = field(
-    0.0, 'multiplies q.k; 0: head_dim ** -0.5', low=0.0
-  )
-  attention_softcap: float = field(
-    0.0, 'scores become c tanh(s / c); 0: off', low=0.0
-  )
-  logit_softcap: float = field(
-    0.0, 'logits become c tanh(z / c); 0: off', low=0.0
-  )
-  init_std: float = field(
-    0.0, 'standard deviation of matrices; 0: fan_in ** -0.5', low=0.0
-  )
-  embedding_init_std: float = field(0.02, 'of the embedding table', low=0.0)
-  dtype: str = field(
-    'float32',
-    'arithmetic of the forward and backward pass',
-    ('float32', 'bfloat16', 'float64'),
-  )
-  param_dtype: str = field(
-    'float32',
-    'storage of parameters and optimizer state',
-    ('float32', 'float64'),
-  )
-  unroll: int = field(
-    1, 'units of the pattern unrolled in the scan over layers', low=1
-  )
-  attention: str = field('auto', 'attention kernel (paraxis doctor lists them)')
-  attention_block: int = field(256, 'tokens in an attention block', low=1)
+  skip_fraction: float = field(
+    0.0, 'skip: share of the stages that a microbatch leaves out', low=0.0,
+    high=0.9,
+  )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,12 +216,34 @@ class Config:
   """A whole run."""
 
   mesh: Mesh = Mesh()
+  pipeline: Pipeline = Pipeline()
   model: Model = Model()
   data: Data = Data()
   optimizer: Optimizer = Optimizer()
   train: Train = Train()
   checkpoint: Checkpoint = Checkpoint()
   decode: Decode = Decode()
+
+  @property
+  def microbatches(self):
+    """Of a step: accumulation slices x microbatches in the pipeline."""
+    per_slice = self.pipeline.microbatches or max(self.mesh.stage, 1)
+    return self.train.microbatches * per_slice
+
+  @property
+  def microbatch_rows(self):
+    """Rows of a microbatch; UserError if they do not divide."""
+    rows, parts, slices = (
+      self.train.batch_size,
+      self.microbatches,
+      self.train.microbatches,
+    )
+    if rows % parts:
+      what = f'train.microbatches={slices}'
+      if parts > slices:
+        what += f' x {parts // slices} (pipeline.microbatches; 0: the stages)'
+      raise UserError(f'train.batch_size={rows} is not divisible by {what}.')
+    return rows // parts
 
 
 SECTIONS = {f.name: type(f.default) for f in dataclasses.fields(Config)}
@@ -300,11 +255,19 @@ def default():
   return ml_collections.ConfigDict(sections).lock()
 
 
-def fields():
+def fields(prefix='', section=Config):
   """Yields (dotted name, dataclasses.Field), in the order of the file."""
-  for name, section in SECTIONS.items():
-    for f in dataclasses.fields(section):
-      yield f'{name}.{f.name}', f
+  for f in dataclasses.fields(section):
+    name = f'{prefix}{f.name}'
+    if dataclasses.is_dataclass(f.default):
+      yield from fields(f'{name}.', type(f.default))
+    else:
+      yield name, f
+
+
+def value(config, name):
+  """The value of a dotted field of a `Config`."""
+  return functools.reduce(getattr, name.split('.'), config)
 
 
 def suggest(name, valid):
@@ -338,28 +301,28 @@ def _check(name, f, value):
 def view(config):
   """ConfigDict or nested dict -> `Config`. UserError names the bad field."""
   data = config.to_dict() if hasattr(config, 'to_dict') else dict(config)
-  out = {}
   for name in data:
     if name not in SECTIONS:
       raise UserError(
         f'unknown config section {name!r}.' + suggest(name, SECTIONS)
       )
-  for name, section in SECTIONS.items():
-    valid = {f.name: f for f in dataclasses.fields(section)}
-    given = dict(data.get(name, {}))
-    for key in given:
-      if key not in valid:
-        raise UserError(
-          f'unknown config key {name}.{key}.' + suggest(key, valid)
-        )
-    out[name] = section(
-      **{
-        k: _check(f'{name}.{k}', f, given[k])
-        for k, f in valid.items()
-        if k in given
-      }
-    )
-  return Config(**out)
+  return Config(**{n: _section(n, c, data) for n, c in SECTIONS.items()})
+
+
+def _section(name, section, data):
+  """A dataclass of `Config` from its dict in `data`, which may lack it."""
+  valid = {f.name: f for f in dataclasses.fields(section)}
+  given, out = dict(data.get(name.split('.')[-1], {})), {}
+  for key, new in given.items():
+    path = f'{name}.{key}'
+    if key not in valid:
+      raise UserError(f'unknown config key {path}.' + suggest(key, valid))
+    inner = valid[key].default
+    if dataclasses.is_dataclass(inner):
+      out[key] = _section(path, type(inner), given)
+    else:
+      out[key] = _check(path, valid[key], new)
+  return section(**out)
 
 
 def to_json(config):

@@ -39,6 +39,8 @@ class Visibility(NamedTuple):
   slot: first cache slot that this step writes, or None without a cache.
   slot_segments, slot_positions: (B, S) of the cache, this step included.
   rotations: layer kind -> (cos, sin) of the positions, (B, T, 1, H / 2).
+  valid: (B, T) bool, a token and no padding, laid out as residuals are.
+  denominator: () targets of the whole step (models/batch.py).
   """
 
   segments: Any
@@ -47,6 +49,8 @@ class Visibility(NamedTuple):
   slot_segments: Any = None
   slot_positions: Any = None
   rotations: Any = None
+  valid: Any = None
+  denominator: Any = None
 
 
 class Attention(nnx.Module):
@@ -221,7 +225,7 @@ def rotations(config, kinds, positions_BT, dtype):
   if config.position != 'rope':
     return {}
   out = {}
-  for kind in sorted(set(kinds) - {'N'}):
+  for kind in sorted({kind[0] for kind in kinds} - {'N'}):
     f, factor = rope.frequencies(config, head_dim(config), kind == 'W')
     out[kind] = rope.angles(positions_BT, f, factor, dtype)
   return jax.lax.optimization_barrier(out)

@@ -5,6 +5,7 @@ together is found here, in plain integers, and reported with both numbers.
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from paraxis.configs import errors
 from paraxis.configs import schema
 from paraxis.models import attention
 from paraxis.models import decoder
+from paraxis.models import layer
 from paraxis.models import memory
 from paraxis.models import parameter
 from paraxis.pallas_kernels import registry
@@ -22,13 +24,15 @@ from paraxis.sharding import annotate
 from paraxis.sharding import context
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
+from paraxis.sharding import schedules
 
 
 class Built(NamedTuple):
   """mesh: jax Mesh. rules: Rules. model: Decoder.
 
   params: {path: jax.ShapeDtypeStruct with its NamedSharding}.
-  choices: schema.Mesh.
+  choices: schema.Mesh. schedule: schedules.Schedule, None on one stage.
+  pipeline: schema.Pipeline.
   """
 
   mesh: Any
@@ -36,6 +40,8 @@ class Built(NamedTuple):
   model: Any
   params: Any
   choices: Any
+  schedule: Any = None
+  pipeline: Any = None
 
 
 def _need(condition, text):
@@ -82,9 +88,9 @@ def check_model(model):
   _need(model.pattern, 'model.pattern is empty: name at least one layer kind.')
   for kind in model.pattern:
     _need(
-      kind in decoder.KINDS,
+      kind in layer.KINDS,
       f'model.pattern={model.pattern!r}: {kind!r} is not a layer kind '
-      f'({", ".join(decoder.KINDS)}).',
+      f'({", ".join(layer.KINDS)}).',
     )
   _need(
     'W' not in model.pattern or model.window,
@@ -93,6 +99,54 @@ def check_model(model):
   _need(
     rope or model.max_positions,
     "model.position='learned' needs model.max_positions, rows of its table.",
+  )
+
+
+def check_experts(model, rules, sizes):
+  """UserError if the fields of a schema.Experts, or its region, do not fit."""
+  experts = model.experts
+  if not experts.count:
+    return
+  for letter in experts.pattern or ' ':
+    _need(
+      letter in layer.EXPERTS,
+      f'model.experts.pattern={experts.pattern!r}: {letter!r} is not one of '
+      'E (experts), P (twice as many), D (a plain mlp).',
+    )
+  _need(
+    experts.top_k <= experts.count,
+    f'model.experts.top_k={experts.top_k} is above model.experts.count='
+    f'{experts.count}.',
+  )
+  _need(
+    experts.count % experts.groups == 0,
+    f'model.experts.count={experts.count} is not divisible by '
+    f'model.experts.groups={experts.groups}.',
+  )
+  chosen = experts.count // experts.groups * experts.top_groups
+  _need(
+    experts.top_groups <= experts.groups and experts.top_k <= chosen,
+    f'model.experts.top_groups={experts.top_groups} of model.experts.groups='
+    f'{experts.groups} leave {chosen} experts to choose '
+    f'model.experts.top_k={experts.top_k} from.',
+  )
+  _need(
+    experts.hot <= experts.count,
+    f'model.experts.hot={experts.hot} is above model.experts.count='
+    f'{experts.count}.',
+  )
+  region = [a for a in rules.axes('experts') if sizes[a] > 1]
+  ranks = math.prod(sizes[a] for a in region)
+  nearest = max(
+    d
+    for d in range(1, experts.count + 1)
+    if experts.count % d == 0 and d <= ranks
+  )
+  _need(
+    experts.count % ranks == 0,
+    f'model.experts.count={experts.count} is not divisible by its region '
+    f'{" x ".join(f"{a}={sizes[a]}" for a in region)} ({ranks} ranks); the '
+    f'nearest number of ranks that divides it is {nearest}.',
   )
 
 
@@ -153,33 +207,67 @@ def _check_activations(mesh, rules, sizes):
     'attention crosses one mesh axis, context.',
   )
   scattered = residual[len(length) :]
-  explicit = mesh.collectives == 'explicit'
+  manual = "mesh.collectives='explicit'"
+  if sizes['stage'] > 1:
+    manual = f'A pipeline (mesh.stage={sizes["stage"]})'
+  explicit = mesh.collectives == 'explicit' or sizes['stage'] > 1
   names = ('heads', 'mlp', 'vocab') if explicit else ('heads', 'mlp')
   for name in names:
     if scattered or explicit:
+      found = tuple(a for a in over(name) if a != 'stage')
       _need(
-        over(name) == scattered,
+        found == scattered,
         f'mesh.rules={mesh.rules!r}: residual_length is over '
         f'{scattered or "no axis"} beyond length, {name} over '
-        f'{over(name) or "no axis"}: what one sums the other scatters. Give '
+        f'{found or "no axis"}: what one sums the other scatters. Give '
         'them the same axes'
         + (
-          f" (mesh.collectives='explicit', tensor={sizes['tensor']}, needs "
-          'mesh.sequence=True).'
+          f' ({manual}, tensor={sizes["tensor"]}, needs mesh.sequence=True).'
           if explicit
           else ', or set mesh.sequence=False.'
         ),
       )
-  tokens = (*over('batch'), *residual)
+  tokens = (*over('batch'), *residual, 'stage')
   idle = [f'{a}={n}' for a, n in sizes.items() if n > 1 and a not in tokens]
   _need(
     not (explicit and idle),
-    f"mesh.collectives='explicit' sums gradients over every mesh axis, but the "
-    f'rules {mesh.rules!r} split no tokens over {", ".join(idle)}.',
+    f'{manual} sums gradients over every mesh axis, but the rules '
+    f'{mesh.rules!r} split no tokens over {", ".join(idle)}.',
   )
 
 
-def _layout(config, rules, sizes):
+def _schedule(config, sizes):
+  """schedules.Schedule of a schema.Config; None on one stage."""
+  pipeline = config.pipeline
+  if sizes['stage'] == 1:
+    return None
+  options = {}
+  if pipeline.schedule == 'skip':
+    options = dict(fraction=pipeline.skip_fraction, seed=config.train.seed)
+  schedule = schedules.make(
+    pipeline.schedule,
+    sizes['stage'],
+    config.microbatches,
+    pipeline.chunks,
+    **options,
+  )
+  apart = schedule.weight is not None
+  _need(
+    not (apart and pipeline.activations == 'store'),
+    f"pipeline.activations='store' keeps what F made for B, but with "
+    f'pipeline.schedule={pipeline.schedule!r} B keeps what W reads: take '
+    "'recompute'.",
+  )
+  _need(
+    not (apart and config.mesh.collective_matmul),
+    f'mesh.collective_matmul={config.mesh.collective_matmul!r} overlaps '
+    f'products with sends, but pipeline.schedule={pipeline.schedule!r} takes '
+    'their weight gradients apart: leave it empty.',
+  )
+  return schedule
+
+
+def _layout(config, rules, sizes, schedule):
   """parameter.Layout of a schema.Config; UserError if it cannot be."""
   mesh, model = config.mesh, config.model
   rings = _rings(mesh.collective_matmul)
@@ -192,8 +280,11 @@ def _layout(config, rules, sizes):
     f'above 1 (tensor={sizes["tensor"]}) and mesh.sequence=True.',
   )
   _check_activations(mesh, rules, sizes)
+  placement = None
+  if schedule is not None:  # modules hold static data: no arrays
+    placement = tuple(map(tuple, schedule.placement.tolist()))
   if not length('length'):
-    return parameter.Layout(rings)
+    return parameter.Layout(rings, placement=placement)
   shards = math.prod(sizes[a] for a in rules.axes('heads'))
   heads = model.num_heads // shards
   kv_heads = attention.num_kv_heads(model)
@@ -210,7 +301,7 @@ def _layout(config, rules, sizes):
     plan.form, plan.n, heads, kv_heads, config.data.sequence_length,
     plan.layout, plan.inner,
   )  # fmt: skip
-  return parameter.Layout(rings, plan)
+  return parameter.Layout(rings, plan, placement)
 
 
 def build(config, mesh_text='', remat=None, devices=None, abstract=False):
@@ -230,9 +321,19 @@ def build(config, mesh_text='', remat=None, devices=None, abstract=False):
   else:
     mesh = mesh_lib.make(sizes, devices)
   sizes = dict(mesh.shape)
-  rules = rules_lib.of(config.mesh, sizes, attention.num_kv_heads(config.model))
+  config = dataclasses.replace(
+    config, mesh=dataclasses.replace(config.mesh, **sizes)
+  )
+  rules = rules_lib.of(
+    config.mesh,
+    sizes,
+    attention.num_kv_heads(config.model),
+    config.model.experts.region if config.model.experts.count else '',
+  )
   rules.check_used(sizes)
-  layout = _layout(config, rules, sizes)
+  schedule = _schedule(config, sizes)
+  layout = _layout(config, rules, sizes, schedule)
+  check_experts(config.model, rules, sizes)
   policy = remat and memory.policy(remat, config.train.memory)
   model = decoder.Decoder(config.model, policy, layout)
   with (
@@ -246,7 +347,9 @@ def build(config, mesh_text='', remat=None, devices=None, abstract=False):
     params[path] = jax.ShapeDtypeStruct(
       leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec)
     )
-  return Built(mesh, rules, model, params, config.mesh)
+  return Built(
+    mesh, rules, model, params, config.mesh, schedule, config.pipeline
+  )
 
 
 def check_rows(rows, built, what):

@@ -16,19 +16,20 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.models import attention
-from paraxis.models import mlp
-from paraxis.models import norm
+from paraxis.models import depth
+from paraxis.models import layer as layer_lib
 from paraxis.models import parameter
 from paraxis.sharding import annotate
+from paraxis.sharding import lookup
 from paraxis.sharding import project
+from paraxis.sharding import tape
 
 RESIDUAL = ('batch', 'residual_length', 'hidden')
 LOGITS = ('batch', 'length', 'vocab')
-KINDS = 'FWN'
+ROWS = ('batch', 'length')
 
 
 class Cache(NamedTuple):
@@ -44,54 +45,6 @@ class Cache(NamedTuple):
   length: Any
 
 
-class Layer(nnx.Module):
-  """x + attention(norm x), then x + mlp(norm x), norms placed by config."""
-
-  def __init__(self, config, rngs, kind, layout):
-    self.config = config
-    self.attention = attention.Attention(config, rngs, kind, layout)
-    self.mlp = mlp.Mlp(config, rngs, layout)
-    if config.norm_placement != 'post':
-      self.attention_norm = norm.Norm(config)
-      self.mlp_norm = norm.Norm(config)
-    if config.norm_placement != 'pre':
-      self.attention_post_norm = norm.Norm(config)
-      self.mlp_post_norm = norm.Norm(config)
-
-  def _around(self, name, x, sublayer):
-    placement = self.config.norm_placement
-    y = x if placement == 'post' else getattr(self, f'{name}_norm')(x)
-    y, state = sublayer(y)
-    if placement != 'pre':
-      y = getattr(self, f'{name}_post_norm')(y)
-    return x + y, state
-
-  def __call__(self, x_BTD, see, state=None):
-    x_BTD = checkpoint_name(x_BTD, 'residual')
-    attend = functools.partial(self.attention, see=see, state=state)
-    x, state = self._around('attention', x_BTD, attend)
-    x, _ = self._around('mlp', x, lambda y: (self.mlp(y), None))
-    return x, state
-
-
-class Ends(nnx.Module):
-  """Embedding, final norm and head: what is not stacked."""
-
-  def __init__(self, config, rngs):
-    shape, std = (config.vocab_size, config.d_model), config.embedding_init_std
-    self.embedding = parameter.embedding(rngs, shape, ('vocab', 'embed'), std)
-    if config.position == 'learned':
-      self.positions = parameter.embedding(
-        rngs,
-        (config.max_positions, config.d_model),
-        ('positions', 'embed'),
-        std,
-      )
-    self.norm = norm.Norm(config)
-    if not config.tied_embedding:
-      self.head = parameter.embedding(rngs, shape, ('vocab', 'embed'), std)
-
-
 def _flat(module):
   state = nnx.to_flat_state(nnx.state(module, nnx.Param))
   return {'/'.join(map(str, path)): v for path, v in state}
@@ -105,23 +58,32 @@ class Decoder:
     kinds: path -> 'matrix', 'embedding' or 'vector'.
     inputs: path -> contracted dimensions of a matrix, without 'layers'.
     pattern: kind of every layer, length num_layers.
+    depth: depth.Depth, which layer each row of a stack holds.
   """
 
   def __init__(self, config, policy=None, layout=parameter.PLAIN):
     """config: schema.Model. policy: for jax.checkpoint (models/memory.py)."""
-    unit = config.pattern
-    self.config, self.policy, self.unit = config, policy, unit
-    self.layout = layout
-    repeats = -(-config.num_layers // len(unit))
-    self.pattern = (unit * repeats)[: config.num_layers]
+    self.config, self.policy, self.layout = config, policy, layout
+    self.unit, self.pattern = layer_lib.kinds_of(config)
+    self.depth = depth.whole(self.pattern)
+    if layout.placement is not None:
+      self.depth = depth.share_out(
+        self.pattern, layout.placement, len(self.unit)
+      )
     self._graphs, self.axes, self.kinds, self.inputs = {}, {}, {}, {}
     self._owners = {}  # path in a layer -> indices of the layers that have it
-    self._describe('ends', lambda r: Ends(config, r))
+    self._describe('ends', lambda r: layer_lib.Ends(config, r))
     for kind in sorted(set(self.pattern)):
-      self._describe(kind, lambda r, kind=kind: Layer(config, r, kind, layout))
+      self._describe(
+        kind, lambda r, kind=kind: layer_lib.Layer(config, r, kind, layout)
+      )
     for i, kind in enumerate(self.pattern):
       for path in self._graphs[kind][2]:
         self._owners.setdefault(path, []).append(i)
+    self.rows = {
+      f'layers/{p}': depth.stack_rows(self.depth, owners)
+      for p, owners in self._owners.items()
+    }
 
   def _describe(self, part, make):
     module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
@@ -162,7 +124,9 @@ class Decoder:
     for path, parts in stacks.items():
       order = jnp.argsort(jnp.concatenate([i for i, _ in parts]))
       value = jnp.concatenate([v for _, v in parts])
-      out[f'layers/{path}'] = value if len(parts) == 1 else value[order]
+      value = value if len(parts) == 1 else value[order]
+      path = f'layers/{path}'
+      out[path] = depth.from_order(value, self.rows[path])
     return {p: annotate.put(v, self.axes[p]) for p, v in out.items()}
 
   def unstack(self, params):
@@ -180,33 +144,49 @@ class Decoder:
   def _layer(self, kind, x, see, values, state=None):
     return self._module(kind, values)(x, see, state)
 
-  def _run_unit(self, kinds, x, see, values):
-    """Runs consecutive layers; values: path -> (layers of `kinds`, ...)."""
+  def _run_unit(self, kinds, x, see, values, on=None):
+    """Runs consecutive layers; values: path -> (layers of `kinds`, ...).
+
+    on: (layers of `kinds`,) bool: which are there; those that are not hold
+    nothing and change nothing.
+    """
     seen = {}
-    for kind in kinds:
+    for i, kind in enumerate(kinds):
       slots = {p: seen.get(p, 0) for p in self._graphs[kind][2]}
       seen |= {p: slot + 1 for p, slot in slots.items()}
       layer = functools.partial(self._layer_of_unit, kind, slots)
-      if self.policy is not None:
+      # What a tape records may not stay in what is computed again.
+      if self.policy is not None and project.tape() is None:
         layer = jax.checkpoint(layer, policy=self.policy)
-      x = layer(x, see, {p: values[p] for p in slots})
+      y = layer(x, see, {p: values[p] for p in slots})
+      x = y if on is None else jnp.where(on[i], y, x)
     return x
 
   def _layer_of_unit(self, kind, slots, x, see, values):
     # Picked in here: what the backward pass keeps is the unit, not a copy.
     mine = {p: values[p][slot] for p, slot in slots.items()}
+    tape.own(mine, lambda path: (f'layers/{path}', slots[path]))
     return self._layer(kind, x, see, mine)[0]
 
-  def _stack(self, params, x, see):
-    """All layers: scanned over whole units, or unrolled.
+  def run(self, kinds, stacks, x, see, on=None, taped=None):
+    """Consecutive layers: scanned over whole units, or unrolled.
 
     Unrolled (model.unroll covers the depth), the stacks are split once, so that
     their gradient is one concatenation: a third less to compile than slices.
+
+    Args:
+      kinds: of the layers; they begin a unit. on: see `_run_unit`.
+      stacks: 'layers/...' -> (those of the layers that have it, ...).
+      x, see: features, and attention.Visibility.
+      taped: tape.Taped, to record the products of the layers.
+
+    Returns:
+      x; with `taped` (x, arrays of the tape of what is scanned, of the rest).
     """
-    unit = self.unit
-    stacked = {p: params[f'layers/{p}'] for p in self._owners}
-    repeats = self.config.num_layers // len(unit)
-    unroll = self.config.unroll
+    unit, unroll = self.unit, self.config.unroll
+    stacks = {p: stacks[f'layers/{p}'] for p in self._owners}
+    repeats = len(kinds) // len(unit)
+    arrays = [None, None]
     scanned = repeats if unroll < repeats else 0
     in_unit = {
       p: sum(i < len(unit) for i in owners)
@@ -215,17 +195,26 @@ class Decoder:
     if scanned:
       whole = {
         p: _units(v, repeats, in_unit[p])
-        for p, v in stacked.items()
+        for p, v in stacks.items()
         if in_unit[p]
       }
-      body = lambda x, values: (self._run_unit(unit, x, see, values), None)
-      x, _ = jax.lax.scan(body, x, whole, unroll=unroll)
+      some = None
+      if on is not None:
+        some = on[: repeats * len(unit)].reshape(repeats, len(unit))
+      call = lambda x, values, on: self._run_unit(unit, x, see, values, on)
+      body = lambda x, row: _taped(taped, 0, call, x, *row)
+      zeros = taped and taped.zeros.get(0)
+      x, arrays[0] = jax.lax.scan(body, x, (whole, some, zeros), unroll=unroll)
     rest = {}
-    for p, v in stacked.items():
+    for p, v in stacks.items():
       v = v[in_unit[p] * scanned :]
       parts = jax.lax.split(v, [1] * len(v)) if len(v) else []
       rest[p] = [part[0] for part in parts]
-    return self._run_unit(self.pattern[scanned * len(unit) :], x, see, rest)
+    done = scanned * len(unit)
+    last = None if on is None else on[done:]
+    call = lambda x: self._run_unit(kinds[done:], x, see, rest, last)
+    x, arrays[1] = _taped(taped, 1, call, x, taped and taped.zeros.get(1))
+    return x if taped is None else (x, tuple(arrays))
 
   def __call__(self, params, batch, cache=None):
     """Features of every token.
@@ -238,30 +227,47 @@ class Decoder:
     Returns:
       (x_BTD in config.dtype, after the final norm; the cache after the step).
     """
-    config = self.config
+    x, see = self.embed(params, batch), self.visibility(batch)
+    if cache is None:
+      x = self.run(self.pattern, params, x, see)
+    else:
+      x, cache = self._step(params, x, batch, cache, see)
+    return self.normalise(params, x), cache
+
+  def embed(self, params, batch):
+    """x_BTD before the first layer."""
+    config, ends = self.config, self._ends(params)
     dtype = jnp.dtype(config.dtype)
-    ends = self._ends(params)
     x = self._lookup(ends.embedding, batch.tokens, dtype)
     if config.embedding_scale != 1.0:
       x = x * jnp.asarray(config.embedding_scale, dtype)
     if config.position == 'learned':
       x = x + self._lookup(ends.positions, batch.positions, dtype)
-    see = attention.Visibility(
+    return x
+
+  def visibility(self, batch):
+    """attention.Visibility of a batch, without a cache."""
+    config = self.config
+    valid = batch.segments > 0
+    if config.experts.count:
+      valid = annotate.part(valid, ROWS, RESIDUAL[:2])
+    return attention.Visibility(
       batch.segments,
       batch.positions,
       rotations=attention.rotations(
-        config, self.pattern, batch.positions, dtype
+        config, self.pattern, batch.positions, jnp.dtype(config.dtype)
       ),
+      valid=valid,
+      denominator=batch.denominator,
     )
-    if cache is None:
-      x = self._stack(params, x, see)
-    else:
-      x, cache = self._step(params, x, batch, cache, see)
-    return ends.norm(x), cache
+
+  def normalise(self, params, x_BTD):
+    """The norm after the last layer."""
+    return self._ends(params).norm(x_BTD)
 
   def _lookup(self, table, ids, dtype):
     names = table.get_metadata('axes')
-    return project.lookup(table[...], names, ids, RESIDUAL, dtype)
+    return lookup.lookup(table[...], names, ids, RESIDUAL, dtype)
 
   def _step(self, params, x, batch, cache, see):
     """One pass that writes its tokens into the cache, layer by layer."""
@@ -308,6 +314,13 @@ class Decoder:
       for _ in range(2)
     ]
     return Cache(states, *ids, jnp.int32(0))
+
+
+def _taped(taped, part, call, x, *rest):
+  """(call(x, ...), arrays of its tape); the last of `rest` are its zeros."""
+  *values, zeros = rest
+  run = lambda x: call(x, *values)
+  return (run(x), None) if taped is None else taped.run(part, run, x, zeros)
 
 
 def _units(stack, repeats, each):

@@ -18,11 +18,13 @@ class Layout(NamedTuple):
   """What a module is told of the layout: choices, never mesh axes.
 
   rings: products that run as collective matmuls: 'qkv', 'output', 'gate_up',
-  'down'. context: sharding.context.Plan, or None.
+  'down'. context: sharding.context.Plan, or None. placement: virtual stage of
+  every chunk of every pipeline stage (stages, chunks), or None: one stage.
   """
 
   rings: tuple = ()
   context: Any = None
+  placement: Any = None
 
 
 PLAIN = Layout()

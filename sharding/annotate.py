@@ -10,6 +10,7 @@ with parameters, and the collectives that they need, are in project.py.
 
 import contextlib
 import contextvars
+import math
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,26 @@ from paraxis.sharding import rules as rules_lib
 _rules = contextvars.ContextVar(
   'rules', default=rules_lib.PRESETS['fsdp_tensor']
 )
+
+
+# Mesh axes over which the caller sums what a manual region's backward pass
+# leaves partial: a pipeline's stages, for the ends of the model.
+_deferred = contextvars.ContextVar('deferred', default=())
+
+
+@contextlib.contextmanager
+def defer(axes):
+  """Within this context partial sums over `axes` are left to the caller."""
+  token = _deferred.set(tuple(axes))
+  try:
+    yield
+  finally:
+    _deferred.reset(token)
+
+
+def deferred():
+  """Mesh axes that `defer` named."""
+  return _deferred.get()
 
 
 @contextlib.contextmanager
@@ -99,6 +120,22 @@ def stored(x, names, stage):
     return x
   want = rules_lib.stored(names, x.shape, _rules.get(), sizes(), stage)
   return x if jax.typeof(x).sharding.spec == want else jax.reshard(x, want)
+
+
+def part(x, source, target):
+  """x, which is not differentiated, cut from a layout into a finer one."""
+  if mode() != 'manual':
+    return put(x, target)
+  for i, (a, b) in enumerate(zip(source, target, strict=True)):
+    old, new = carriers(a), carriers(b)
+    if new[: len(old)] != old:
+      raise ValueError(f'part {source} -> {target}: {old} is not within {new}.')
+    more = new[len(old) :]
+    if more:
+      size = x.shape[i] // math.prod(map(jax.lax.axis_size, more))
+      first = jax.lax.axis_index(more) * size
+      x = jax.lax.dynamic_slice_in_dim(x, first, size, i)
+  return x
 
 
 def take(x, names, dimension):

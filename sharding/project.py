@@ -19,8 +19,9 @@ collectives; in a manual region they are ours, and a sum that no letter of y
 takes is an error: an activation may not be summed there under differentiation.
 """
 
+import contextlib
+import contextvars
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -29,7 +30,24 @@ from jax.sharding import PartitionSpec
 
 from paraxis.sharding import annotate
 from paraxis.sharding import tensor
-from paraxis.sharding import vocabulary
+
+# Set while the weight gradients are taken apart (sharding/tape.py).
+_tape = contextvars.ContextVar('tape', default=None)
+
+
+def tape():
+  """The tape.Tape that takes weight gradients apart, or None."""
+  return _tape.get()
+
+
+@contextlib.contextmanager
+def taped(tape):
+  """Within this context products are recorded by a tape.Tape."""
+  token = _tape.set(tape)
+  try:
+    yield
+  finally:
+    _tape.reset(token)
 
 
 class _Names(NamedTuple):
@@ -130,6 +148,16 @@ def _gather(x, split, whole):
   return x
 
 
+def gathered_input(ways, x):
+  """x as the products need it, which all need alike."""
+  return _gather(x, ways[0].x, ways[0].x_whole)
+
+
+def gathered_weight(w, dtype, way):
+  """A weight as its product needs it, in the dtype of x."""
+  return _gather(w.astype(dtype), way.w, way.w_whole)
+
+
 def _multiply(equation, a, b, axes, summed, dtype):
   """einsum whose result is laid out over `axes` and partial over `summed`."""
   layout = {}
@@ -146,6 +174,7 @@ def _reduce(y, partial, axes, summed, what):
   for i, extra in _extra(axes, partial):
     y = jax.lax.psum_scatter(y, extra, scatter_dimension=i, tiled=True)
     left = [a for a in left if a not in extra]
+  left = [a for a in left if a not in annotate.deferred()]
   if left:
     raise ValueError(
       f'einsum {what}: a sum over {left} that no dimension of the result takes '
@@ -177,6 +206,8 @@ def project(x, x_names, weights, dtype=None, ring=False):
     tuple(out for *_, out in weights), dtype, ring,
   )  # fmt: skip
   arrays = tuple(w for _, w, _, _ in weights)
+  if tape() is not None:
+    return list(tape().product(names, x, arrays))
   if not ring:
     return list(_project(names, x, *arrays))
   run = functools.partial(_project, names)
@@ -191,21 +222,22 @@ def einsum(equation, x, x_names, w, w_names, out, dtype=None):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _project(names, x, *weights):
-  return _forward(names, x, *weights)[0]
+  return forward(names, x, *weights)[0]
 
 
-def _layouts(names):
+def layouts(names):
+  """[_Layout] of the products; ValueError if they want x in different ones."""
   groups = zip(names.equations, names.weights, names.outs, strict=True)
-  layouts = [_layout(e, names.x, w, out) for e, w, out in groups]
-  if len({way.x_whole for way in layouts}) > 1:
+  ways = [_layout(e, names.x, w, out) for e, w, out in groups]
+  if len({way.x_whole for way in ways}) > 1:
     raise ValueError(
       f'products {names.equations} share {names.x}, but need it laid out '
-      f'differently: {[way.x_whole for way in layouts]}.'
+      f'differently: {[way.x_whole for way in ways]}.'
     )
-  return layouts
+  return ways
 
 
-def _moves(names, layouts):
+def _moves(names, ways):
   """((dimension of x, axis) that a ring gathers, (.. of y) that one scatters).
 
   None where there is no such step, or where it is not one axis of a region.
@@ -213,8 +245,8 @@ def _moves(names, layouts):
   if not names.ring or annotate.mode() != 'manual':
     return None, None
   found = (
-    {move for way in layouts for move in _extra(way.x, way.x_whole)},
-    {move for way in layouts for move in _extra(way.y, way.y_partial)},
+    {move for way in ways for move in _extra(way.x, way.x_whole)},
+    {move for way in ways for move in _extra(way.y, way.y_partial)},
   )
   one = lambda moves: next(iter(moves)) if len(moves) == 1 else None
   gather, scatter = map(one, found)
@@ -222,14 +254,15 @@ def _moves(names, layouts):
   return name(gather), name(scatter)
 
 
-def _forward(names, x, *weights):
-  layouts = _layouts(names)
+def forward(names, x, *weights):
+  """(outputs, what `_backward` keeps): x and weights as they came."""
+  ways = layouts(names)
   wide = names.dtype or x.dtype
   whole = [
-    _gather(w.astype(x.dtype), way.w, way.w_whole)
-    for w, way in zip(weights, layouts, strict=True)
+    gathered_weight(w, x.dtype, way)
+    for w, way in zip(weights, ways, strict=True)
   ]
-  gather, scatter = _moves(names, layouts)
+  gather, scatter = _moves(names, ways)
   if gather:
     dim, axis = gather
     products = list(zip(names.equations, whole, strict=True))
@@ -242,9 +275,9 @@ def _forward(names, x, *weights):
       for e, w in zip(names.equations, whole, strict=True)
     ]
     return tuple(outs), (x, *weights)
-  x_whole = _gather(x, layouts[0].x, layouts[0].x_whole)
+  x_whole = gathered_input(ways, x)
   outs = []
-  for e, w, way in zip(names.equations, whole, layouts, strict=True):
+  for e, w, way in zip(names.equations, whole, ways, strict=True):
     # At once where XLA reduces: a remat policy may keep what a product makes,
     # and a scan over layers cannot stack partial sums.
     y = _multiply(e, x_whole, w, way.y, (), wide)
@@ -262,32 +295,41 @@ def _backward(names, residuals, cotangents):
   bfloat16, their sums are not.
   """
   x, *weights = residuals
-  layouts = _layouts(names)
-  if any(_moves(names, layouts)):
-    return _ring_backward(names, layouts, x, weights, cotangents)
-  x_whole = _gather(x, layouts[0].x, layouts[0].x_whole)
-  whole, partial, dws = [], [], []
+  ways = layouts(names)
+  if any(_moves(names, ways)):
+    return _ring_backward(names, ways, x, weights, cotangents)
+  x_whole = gathered_input(ways, x)
+  dx, whole = back(names, ways, x.dtype, weights, cotangents)
+  return dx, *(
+    weight_gradient(e, x_whole, g, w.dtype, way)
+    for e, w, g, way in zip(names.equations, weights, whole, ways, strict=True)
+  )
+
+
+def back(names, ways, dtype, weights, cotangents):
+  """(dx, cotangents gathered as the products of weights need them)."""
+  whole, partial, gathered = [], [], []
   for equation, w, g, way in zip(
-    names.equations, weights, cotangents, layouts, strict=True
+    names.equations, weights, cotangents, ways, strict=True
   ):
     ins, out = equation.split('->')
     a, b = ins.split(',')
-    g = _gather(g.astype(x.dtype), way.y, way.y_partial)
-    w_whole = _gather(w.astype(x.dtype), way.w, way.w_whole)
+    g = _gather(g.astype(dtype), way.y, way.y_partial)
+    w_whole = gathered_weight(w, dtype, way)
     dx = _multiply(
-      f'{out},{b}->{a}', g, w_whole, way.x_whole, way.summed_back, x.dtype
+      f'{out},{b}->{a}', g, w_whole, way.x_whole, way.summed_back, dtype
     )
     (partial if way.summed_back else whole).append(dx)
-    dws.append(_weight_gradient(f'{a},{out}->{b}', x_whole, g, w.dtype, way))
-  return (_input_gradient(names, layouts, partial, whole), *dws)
+    gathered.append(g)
+  return _input_gradient(names, ways, partial, whole), gathered
 
 
-def _ring_backward(names, layouts, x, weights, cotangents):
+def _ring_backward(names, ways, x, weights, cotangents):
   """The same by rings: what was gathered is scattered, and the other way."""
-  gather, scatter = _moves(names, layouts)
+  gather, scatter = _moves(names, ways)
   whole = [
-    _gather(w.astype(x.dtype), way.w, way.w_whole)
-    for w, way in zip(weights, layouts, strict=True)
+    gathered_weight(w, x.dtype, way)
+    for w, way in zip(weights, ways, strict=True)
   ]
   dtype = weights[0].dtype
   if gather:
@@ -303,13 +345,13 @@ def _ring_backward(names, layouts, x, weights, cotangents):
       for e, w, g in zip(names.equations, whole, cotangents, strict=True)
     ]
     dx, dws = sum(dx for dx, _ in terms), [dw for _, dw in terms]
-  dws = [_scatter_weight(dw, way) for dw, way in zip(dws, layouts, strict=True)]
+  dws = [_scatter_weight(dw, way) for dw, way in zip(dws, ways, strict=True)]
   return (dx, *dws)
 
 
-def _input_gradient(names, layouts, partial, whole):
+def _input_gradient(names, ways, partial, whole):
   """dx in x's layout from its terms, partial over the same axes or whole."""
-  way = max(layouts, key=lambda way: len(way.summed_back))
+  way = max(ways, key=lambda way: len(way.summed_back))
   what = f'{names.equations[0]} (backward)'
   add = lambda terms: functools.reduce(jnp.add, terms)
   if annotate.mode() == 'manual':
@@ -332,8 +374,11 @@ def _input_gradient(names, layouts, partial, whole):
   return add(terms)
 
 
-def _weight_gradient(equation, x, g, dtype, way):
+def weight_gradient(forward, x, g, dtype, way):
   """Over this shard's tokens; scattered over the axes that w was gathered."""
+  ins, out = forward.split('->')
+  a, b = ins.split(',')
+  equation = f'{a},{out}->{b}'
   if annotate.mode() != 'manual':
     return _multiply(equation, x, g, way.w, (), dtype)
   dw = jnp.einsum(equation, x, g, preferred_element_type=dtype)
@@ -346,51 +391,4 @@ def _scatter_weight(dw, way):
   return dw
 
 
-_project.defvjp(_forward, _backward)
-
-
-def lookup(table, table_names, ids, out, dtype):
-  """Rows table[ids] in `dtype`, laid out by `out`; ids must be in range.
-
-  Args:
-    table: (rows, width), laid out by `table_names`; its gradient is summed in
-      its own dtype.
-    ids: int, laid out by ('batch', 'length').
-    out: names of the result.
-
-  Raises:
-    ValueError: (manual) the table's rows are sharded, and the length of `out`
-      is not over the same axis: its sum has nowhere to go.
-  """
-  rows = annotate.carriers(table_names[0])
-  scattered = annotate.carriers(out[1])[len(annotate.carriers('length')) :]
-  if rows and rows == scattered or annotate.mode() == 'manual':
-    run = functools.partial(_lookup, table_names, out, dtype)
-    names = table_names, ('batch', 'length')
-    return annotate.region(run, names, (out,), single=True)(table, ids)
-  # Rows stay where they are: only the width is gathered.
-  table = annotate.put(table, (table_names[0], out[-1]))
-  if annotate.mode() == 'explicit' and annotate.sizes():
-    found = table.at[ids].get(out_sharding=annotate.spec(out))
-  else:
-    found = table[ids]
-  return found.astype(dtype)  # after: sums of the gradient are the table's
-
-
-def _lookup(table_names, out, dtype, table, ids):
-  """`lookup` in a manual region: own rows, summed into shards of the length."""
-  rows, width = map(annotate.carriers, table_names)
-  scattered = annotate.carriers(out[1])[len(annotate.carriers('length')) :]
-  table = _gather(table, (rows, width), (rows, ()))
-  if rows and rows == scattered:
-    return vocabulary.embedding(table, ids, rows, 1, dtype)
-  if rows:
-    raise ValueError(
-      f'lookup: the rows of the table are laid out over {rows}, {out[1]!r} '
-      f'over {scattered} beyond ids; in a manual region they must be the same.'
-    )
-  if scattered:  # a shard looks up its own part of the ids
-    size = ids.shape[1] // math.prod(map(jax.lax.axis_size, scattered))
-    first = jax.lax.axis_index(scattered) * size
-    ids = jax.lax.dynamic_slice_in_dim(ids, first, size, 1)
-  return table[ids].astype(dtype)
+_project.defvjp(forward, _backward)

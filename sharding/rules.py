@@ -31,6 +31,9 @@ LOGICAL = {
   'vocab': 'vocabulary',
   'norm': 'scales and biases of norms',
   'positions': 'rows of a learned position table',
+  'experts': 'experts of a layer',
+  'expert_embed': 'width of the model in matrices of experts',
+  'expert_mlp': 'hidden width of an expert',
 }
 
 _BATCH = {
@@ -38,8 +41,12 @@ _BATCH = {
   'length': ('context',),
   'residual_length': ('context',),
 }
+# Stages share out the depth, and the vocabulary too: every one of them then
+# holds as much of the two ends as the others (arXiv:2411.05288).
+_STAGE = {'layers': ('stage',), 'vocab': ('stage',)}
 _FSDP = {'embed': ('fsdp',)}
-_TENSOR = {a: ('tensor',) for a in ('heads', 'kv_heads', 'mlp', 'vocab')}
+_TENSOR = {a: ('tensor',) for a in ('heads', 'kv_heads', 'mlp')}
+_TENSOR['vocab'] = ('stage', 'tensor')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +89,10 @@ PRESETS = {
   r.name: r
   for r in (
     Rules('replicated', {}),
-    Rules('data', _BATCH),
-    Rules('fsdp', _BATCH | _FSDP),
-    Rules('tensor', _BATCH | _TENSOR),
-    Rules('fsdp_tensor', _BATCH | _FSDP | _TENSOR),
+    Rules('data', _BATCH | _STAGE),
+    Rules('fsdp', _BATCH | _STAGE | _FSDP),
+    Rules('tensor', _BATCH | _STAGE | _TENSOR),
+    Rules('fsdp_tensor', _BATCH | _STAGE | _FSDP | _TENSOR),
   )
 }
 
@@ -119,7 +126,21 @@ def preset(text):
   return Rules(text, table) if changes else PRESETS[name]
 
 
-def of(mesh, sizes, kv_heads):
+def region(text, sizes):
+  """'context+tensor' -> the mesh axes larger than 1 that share out experts."""
+  axes = tuple(filter(None, text.replace(' ', '').split('+')))
+  allowed = tuple(a for a in mesh_lib.AXES if a not in ('replica', 'stage'))
+  for axis in axes:
+    if axis not in allowed or axes.count(axis) > 1:
+      raise errors.UserError(
+        f'model.experts.region={text!r}: {axis!r} is not one of '
+        f'{", ".join(allowed)}, each once, joined by +.'
+        + schema.suggest(axis, allowed)
+      )
+  return tuple(a for a in axes if sizes.get(a, 1) > 1)
+
+
+def of(mesh, sizes, kv_heads, experts=''):
   """The rules of a schema.Mesh whose axes have `sizes`, for a model.
 
   Args:
@@ -127,6 +148,7 @@ def of(mesh, sizes, kv_heads):
     sizes: mesh axis -> size.
     kv_heads: of the model. Where the shards of the query heads do not divide
       them, every shard computes all of them and takes those it needs.
+    experts: schema.Experts.region of the model.
   """
   rules = preset(mesh.rules)
   table = dict(rules.table)
@@ -147,6 +169,11 @@ def of(mesh, sizes, kv_heads):
   shards = math.prod(sizes.get(a, 1) for a in table.get('kv_heads', ()))
   if kv_heads % shards or over('kv_heads') != over('heads'):
     table['kv_heads'] = ()
+  if table:
+    table['experts'] = region(experts, sizes)
+    table['expert_embed'] = tuple(
+      a for a in table.get('embed', ()) if a not in table['experts']
+    )
   return Rules(rules.name, table, mesh.zero)
 
 
@@ -209,6 +236,8 @@ def stored(names, shape, rules, sizes, stage, where=''):
     return own
   for i in range(len(names)):
     held = tuple(a for a in taken[i] if a)
+    if 'stage' in held:
+      continue  # a microbatch's gradient has the rows of one chunk alone
     if shape[i] % (data * math.prod(sizes[a] for a in held)) == 0:
       whole = (*held, 'data')
       return PartitionSpec(*own[:i], whole if held else 'data', *own[i + 1 :])

@@ -27,7 +27,10 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Not ours: above our folder, or in an environment that lies inside it.
 _FOREIGN = re.compile(r'\.\.|.*\bsite-packages\b')
 # Frames of these say how an operation was annotated, not whose it is.
-_PASSED = ('sharding/annotate.py', 'sharding/project.py', 'sharding/tensor.py')
+_PASSED = tuple(
+  f'sharding/{name}.py'
+  for name in ('annotate', 'lookup', 'project', 'tape', 'tensor')
+)
 _CALLS = (
   'jit', 'pjit', 'closed_call', 'core_call', 'remat', 'remat2', 'checkpoint',
   'custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr', 'custom_lin',

@@ -88,7 +88,7 @@ def _nll_backward(axis, scatter, kept, g):
 _nll.defvjp(_nll_forward, _nll_backward)
 
 
-def embedding(table_VD, ids_BT, axis, dim=1, dtype=None):
+def embedding(table_VD, ids_BT, axis, dim=1, dtype=None, shared=()):
   """Rows of a table whose rows are sharded over `axis`; tokens are scattered.
 
   Every rank looks up the ids that it holds, and one reduce-scatter along `dim`
@@ -102,19 +102,29 @@ def embedding(table_VD, ids_BT, axis, dim=1, dtype=None):
     axis: mesh axis or tuple of axes.
     dim: dimension of the result (B, T, D) to scatter, divisible by the ranks.
     dtype: of the result; default the table's.
+    shared: the first mesh axes of `axis` that do not scatter: all their ranks
+      get the sum. The cotangents that they come back with are added up.
   """
   dtype = jnp.dtype(dtype or table_VD.dtype)
+  axis = (axis,) if isinstance(axis, str) else tuple(axis)
+  axes = axis, tuple(shared), axis[len(shared) :]
   table = table_VD.shape, table_VD.dtype
-  return _embedding(axis, dim, dtype, table, table_VD, ids_BT)
+  return _embedding(axes, dim, dtype, table, table_VD, ids_BT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _embedding(axis, dim, dtype, table, table_VD, ids_BT):
-  """table: (shape, dtype) of table_VD; the backward pass needs nothing else."""
+def _embedding(axes, dim, dtype, table, table_VD, ids_BT):
+  """axes: of the rows, those that share the result, those that scatter it.
+  table: (shape, dtype) of table_VD; the backward pass needs nothing else."""
+  axis, shared, scatter = axes
   local, mine = _own_rows(axis, table, ids_BT)
   found = table_VD.at[local].get(mode='promise_in_bounds')
   found = jnp.where(mine, found, 0).astype(dtype)
-  return jax.lax.psum_scatter(found, axis, scatter_dimension=dim, tiled=True)
+  if scatter:
+    found = jax.lax.psum_scatter(
+      found, scatter, scatter_dimension=dim, tiled=True
+    )
+  return jax.lax.psum(found, shared) if shared else found
 
 
 def _own_rows(axis, table, ids_BT):
@@ -125,14 +135,18 @@ def _own_rows(axis, table, ids_BT):
   return jnp.where(mine, local, 0), mine[..., None]
 
 
-def _embedding_forward(axis, dim, dtype, table, table_VD, ids_BT):
-  return _embedding(axis, dim, dtype, table, table_VD, ids_BT), ids_BT
+def _embedding_forward(axes, dim, dtype, table, table_VD, ids_BT):
+  return _embedding(axes, dim, dtype, table, table_VD, ids_BT), ids_BT
 
 
-def _embedding_backward(axis, dim, dtype, table, ids_BT, g):
+def _embedding_backward(axes, dim, dtype, table, ids_BT, g):
   del dtype
+  axis, shared, scatter = axes
   shape, wide = table
-  g = jax.lax.all_gather(g, axis, axis=dim, tiled=True).astype(wide)
+  g = jax.lax.psum(g, shared) if shared else g
+  if scatter:
+    g = jax.lax.all_gather(g, scatter, axis=dim, tiled=True)
+  g = g.astype(wide)
   local, mine = _own_rows(axis, table, ids_BT)
   zeros = jnp.zeros(shape, wide)
   return zeros.at[local].add(jnp.where(mine, g, 0)), None

@@ -1,6 +1,6 @@
 """One-way imports: a folder imports only what is to its left.
 
-pallas_kernels -> sharding -> models -> decode -> train. schema.py, errors.py
+pallas_kernels -> sharding -> models -> decode -> train. The schema, errors.py
 and command_line.py in configs/ are leaves that everybody may import; the other
 configs are loaded by name, so only train/cli.py, tests and notebooks name them.
 """
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-LEAVES = ('schema', 'errors', 'command_line')
+LEAVES = ('schema', 'model_schema', 'declare', 'errors', 'command_line')
 PURE = {*sys.stdlib_module_names, 'absl', 'ml_collections'}
 NO_FILES = ('utils.py', 'common.py', 'helpers.py', 'misc.py')
 

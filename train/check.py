@@ -162,12 +162,13 @@ def _dimensions(config):
   out = {}
   for path, shape in shapes.items():
     for name, size in zip(model.axes[path], shape, strict=True):
-      out.setdefault((name, size), path)
+      if name != 'layers':  # stages share them out unevenly too
+        out.setdefault((name, size), path)
   train, length = config.train, config.data.sequence_length
-  rows = job_lib.microbatch_rows(train)
+  rows = config.microbatch_rows
   what = f'train.batch_size={train.batch_size}'
-  if train.microbatches > 1:
-    what += f' in {train.microbatches} microbatches'
+  if config.microbatches > 1:
+    what += f' in {config.microbatches} microbatches'
   out['batch', rows] = what
   for name in ('length', 'residual_length'):
     out[name, length] = f'data.sequence_length={length}'

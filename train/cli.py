@@ -28,14 +28,12 @@ def _flags(*rows):
     int: flags.DEFINE_integer,
     bool: flags.DEFINE_bool,
     list: flags.DEFINE_list,
-    'many': flags.DEFINE_multi_string,
     'count': functools.partial(flags.DEFINE_integer, lower_bound=0),
   }
 
   def define(values):
     for kind, name, default, text in rows:
-      short = {'short_name': 'o'} if name == 'output' else {}
-      kinds[kind](name, default, text, flag_values=values, **short)
+      kinds[kind](name, default, text, flag_values=values)
 
   return define
 
@@ -76,10 +74,6 @@ _compile_flags = _flags(
 _reproduce_flags = _flags(
   (str, 'workdir', '', 'of the training; empty: runs/NAME'), *_DEVICES
 )
-_plot_flags = _flags(
-  ('many', 'workdir', [], 'folder of a run; given again: overlaid'),
-  (str, 'output', '', 'PNG to write; empty: loss.png in the first workdir'),
-)
 _fetch_flags = _flags(
   (str, 'out', '', 'folder; empty: corpus in the user cache'),
   (bool, 'debian', False, 'also the copyleft Debian texts'),
@@ -93,10 +87,8 @@ def _flag_help(define):
   lines = []
   for name in sorted(set(values[n].name for n in values)):
     flag = values[name]
-    short = f', -{flag.short_name}' if flag.short_name else ''
     default = f' (default {flag.default!r})' if flag.default else ''
-    text = flag.help.split(';\n')[0]  # without absl's note on repeated flags
-    lines += [f'  --{name}{short}', f'      {text}{default}']
+    lines += [f'  --{name}', f'      {flag.help}{default}']
   return '\n'.join(lines)
 
 
@@ -184,12 +176,9 @@ def _reproduce(argv):
 
 
 def _plot(argv):
-  values, _, left = _parse(argv, _plot_flags, most=1)
-  if left:
-    raise errors.UserError(f'write --workdir={left[0]}.')
-  from paraxis.train import plot
+  from paraxis.train import plot_command
 
-  print(f'wrote {plot.draw(values.workdir, values.output)}')
+  return plot_command.main(argv)
 
 
 def _data(argv):
@@ -311,7 +300,7 @@ COMMANDS = {
     _reproduce_flags,
   ),
   'plot': Command(
-    _plot, "draw a run's loss", '--workdir=RUN [-o loss.png]', _plot_flags
+    _plot, "draw a run's loss, or a pipeline schedule", '--workdir=RUN'
   ),
   'data': Command(
     _data,
@@ -327,7 +316,7 @@ COMMANDS = {
   ),
   'bench': Command(_bench, 'measure', 'NAME | all'),
 }
-OWN_HELP = ('decode', 'bench')
+OWN_HELP = ('decode', 'plot', 'bench')
 
 
 def usage(name=''):

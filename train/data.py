@@ -56,7 +56,7 @@ class Batches:
     self._corpus = corpus
     self._prefetch = config.data.prefetch
     self.batch_size = config.train.batch_size
-    self.microbatches = config.train.microbatches
+    self.microbatches = config.microbatches
     self.sequence_length = config.data.sequence_length
     _check(config, corpus)
     weights = mixture(config.data.mixture, corpus)
@@ -186,7 +186,7 @@ class HeldOut:
   def __init__(self, corpus, domain, config):
     chosen = corpus.select('held', domain)
     self._corpus = corpus
-    self._width = config.train.batch_size // config.train.microbatches
+    self._width = config.microbatch_rows
     self.domain = domain
     self.plan = packing.first_fit(
       corpus.starts[:-1], corpus.lengths, config.data.sequence_length, chosen
@@ -276,11 +276,7 @@ def mixture(text, corpus):
 
 def _check(config, corpus):
   """Errors of a config that no packing can mend."""
-  B, A = config.train.batch_size, config.train.microbatches
-  if B % A:
-    raise errors.UserError(
-      f'train.batch_size={B} is not divisible by train.microbatches={A}.'
-    )
+  _ = config.microbatch_rows  # a UserError where rows do not divide
   if corpus.vocab_size > config.model.vocab_size:
     raise errors.UserError(
       f'{corpus.path!r} is tokenized with ids up to {corpus.vocab_size - 1}, '

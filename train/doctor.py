@@ -168,7 +168,7 @@ def _mesh(config, mesh_text):
     return
   built = build.build(config, mesh_text, config.train.remat)
   build.check_rows(
-    config.train.batch_size // config.train.microbatches,
+    config.microbatch_rows,
     built,
     f'train.batch_size={config.train.batch_size}',
   )

@@ -42,8 +42,7 @@ class Evaluator:
 
   def __call__(self, params):
     job, domains, nats_all, bytes_all = self._job, {}, 0.0, 0
-    train = job.config.train
-    lo, hi = job.local_rows(train.batch_size // train.microbatches)
+    lo, hi = job.local_rows(job.config.microbatch_rows)
     for held in job.held_out:
       sums = []
       for i in range(len(held)):

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from paraxis.configs import errors
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models import tokenizer as tokenizer_lib
@@ -71,10 +70,10 @@ class Job:
 
   def batch_shapes(self):
     """The batch of a step as jax.ShapeDtypeStructs with their layouts."""
-    train = self.config.train
-    shape = microbatch_rows(train), self.config.data.sequence_length
-    if train.microbatches > 1:
-      shape = (train.microbatches, *shape)
+    config = self.config
+    shape = config.microbatch_rows, config.data.sequence_length
+    if config.microbatches > 1:
+      shape = (config.microbatches, *shape)
     rows = self.batch_sharding(len(shape))
     whole = jax.NamedSharding(self.mesh, jax.P())
     ids = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
@@ -102,8 +101,7 @@ class Job:
 
   def put(self, batch, lo=0):
     """A batch of NumPy arrays on the mesh; its first row is row `lo`."""
-    train = self.config.train
-    rows = train.batch_size // train.microbatches
+    rows = self.config.microbatch_rows
     order = self.token_order()
 
     def place(x):
@@ -150,16 +148,6 @@ def with_layouts(mesh, tree):
   return jax.tree.map(leaf, tree)
 
 
-def microbatch_rows(train):
-  """Rows of a microbatch of a schema.Train; UserError if it has no number."""
-  if train.batch_size % train.microbatches:
-    raise errors.UserError(
-      f'train.batch_size={train.batch_size} is not divisible by '
-      f'train.microbatches={train.microbatches}.'
-    )
-  return train.batch_size // train.microbatches
-
-
 def of_shapes(config, mesh_text='', devices=None, abstract=False):
   """`Job` without data: enough to trace the step, or to place batches.
 
@@ -175,9 +163,9 @@ def of_shapes(config, mesh_text='', devices=None, abstract=False):
   sizes = dataclasses.replace(config.mesh, **built.mesh.shape)
   config = dataclasses.replace(config, mesh=sizes)
   what = f'train.batch_size={train.batch_size}'
-  if train.microbatches > 1:
-    what += f' in {train.microbatches} microbatches'
-  build.check_rows(microbatch_rows(train), built, what)
+  if config.microbatches > 1:
+    what += f' in {config.microbatches} microbatches'
+  build.check_rows(config.microbatch_rows, built, what)
   what = 'data.sequence_length'
   build.check_tokens(length, built, f'{what}={length}')
   build.check_length(config.model, length, what)

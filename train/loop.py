@@ -120,10 +120,11 @@ def _check_meta(job, step, meta, where):
 def _start(job, store, say):
   """-> (state, step to begin with), from the newest good checkpoint or new."""
   shapes = state_lib.flatten(job.state)
-  found = store.restore_latest_good(shapes)
+  found = store.restore_latest_good(state_lib.in_order(shapes, job.model))
   if found is None:
     return job.initial_state(), 0
   step, tree, meta = found
+  tree = state_lib.on_stages(tree, shapes, job.model)
   _check_meta(job, step, meta, store.directory)
   say(f'resumed from step {step}, every leaf verified')
   return state_lib.unflatten(job.state, tree), step
@@ -336,7 +337,7 @@ def _train(job, state, first, made, store, recorder, evaluator, others):
     progress.say(f'all {train.steps} steps are done')
     return state, step, result, stopped
   grads = update = None
-  lo, hi = job.local_rows(train.batch_size // train.microbatches)
+  lo, hi = job.local_rows(config.microbatch_rows)
   with contextlib.closing(job.batches.iterate(first, lo, hi)) as batches:
     for t, host_batch in batches:
       batch = job.put(host_batch, lo)
@@ -357,7 +358,8 @@ def _train(job, state, first, made, store, recorder, evaluator, others):
       last = step == train.steps or bool(stopped)
       if last or step % config.checkpoint.every == 0:
         recorder.flush()
-        store.save(step, state_lib.flatten(state), axes, _meta(job, step))
+        tree = state_lib.in_order(state_lib.flatten(state), job.model)
+        store.save(step, tree, axes, _meta(job, step))
         saved = step
         recorder.restart_clock()
       if train.eval_every and step % train.eval_every == 0 and not stopped:

@@ -27,9 +27,17 @@ def negative_log_likelihood(z_BTV, targets_BT):
 
 def total(model, params, batch):
   """Sum of nats over the weighted targets of a batch: scalar."""
-  x, _ = model(params, batch)
-  nll = negative_log_likelihood(model.logits(params, x), batch.targets)
+  return _of_features(model, params, model(params, batch)[0], batch)
+
+
+def _of_features(model, params, x_BTD, batch):
+  nll = negative_log_likelihood(model.logits(params, x_BTD), batch.targets)
   return (nll * batch.weights).sum()
+
+
+def of_layers(model, params, x_BTD, batch):
+  """`total` of what the last layer gives, before the norm."""
+  return _of_features(model, params, model.normalise(params, x_BTD), batch)
 
 
 def next_token(model, params, batch):

@@ -25,6 +25,7 @@ import numpy as np
 
 from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.models import depth
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding import store as store_lib
@@ -91,10 +92,23 @@ class Run:
     """{path: leaf} of the state after one update from identical gradients."""
     loss, own = self.gradients
     same = {
-      path: jax.device_put(self.reference.gradients[path], g.sharding)
+      path: jax.device_put(
+        depth.from_order(self.reference.gradients[path], self.rows.get(path)),
+        g.sharding,
+      )
       for path, g in own.items()
     }
     return state_lib.flatten(self.side.update(self.state, loss, same))
+
+  @property
+  def rows(self):
+    """Layer of each row of the stacks that stages hold (models/depth.py)."""
+    return self.side.job.model.rows
+
+  def in_order(self, params):
+    """{path: NumPy array} of parameters, or gradients, in order of layers."""
+    found = jax.device_get(params)
+    return {p: depth.to_order(x, self.rows.get(p)) for p, x in found.items()}
 
   def row(self, name, difference, bound=None):
     """Row of a (difference, leaf) against a bound."""
@@ -110,7 +124,7 @@ class Run:
 
   def gradient_difference(self, gradients):
     """(difference, leaf) of batch 0."""
-    found = jax.device_get(gradients)
+    found = self.in_order(gradients)
     return trial.worst(found, self.reference.gradients, FLOOR)
 
   def variant(self, name, **train):
@@ -138,9 +152,12 @@ def _every_gradient(run):
 
 
 def _one_update(run):
+  job = run.side.job
+  with job.context():
+    updated = jax.device_get(state_lib.in_order(run.updated, job.model))
   yield run.row(
     'one update, identical gradients, whole state',
-    trial.worst(jax.device_get(run.updated), run.reference.updated),
+    trial.worst(updated, run.reference.updated),
     BOUNDS[run.config.model.param_dtype][1],
   )
 
@@ -174,7 +191,7 @@ def _steps(run):
     return
   reference = run.reference
   state = run.side.steps(reference.params, reference.batches)
-  found, wanted = jax.device_get(state.params), reference.stepped
+  found, wanted = run.in_order(state.params), reference.stepped
   top = {p: np.abs(g).max() for p, g in reference.gradients.items()}
   gaps = {
     p: float(np.abs(found[p] - x).max())
@@ -232,7 +249,9 @@ def _elsewhere(config, devices):
       continue
     train = dataclasses.replace(config.train, microbatches=1)
     mesh = schema.Mesh(**mesh_lib.parse(text))
-    other = dataclasses.replace(config, mesh=mesh, train=train)
+    other = dataclasses.replace(
+      config, mesh=mesh, train=train, pipeline=schema.Pipeline()
+    )
     try:
       return text, trial.Side(other, devices[:n])
     except errors.UserError:  # this many kv heads, say, on such a mesh
@@ -247,8 +266,8 @@ def _resume(run):
   text, other = _elsewhere(run.config, run.devices)
   with tempfile.TemporaryDirectory() as folder:
     with store_lib.Store(folder, asynchronous=False) as store:
-      tree = state_lib.flatten(state)
       with side.job.context():
+        tree = state_lib.in_order(state_lib.flatten(state), side.job.model)
         store.save(1, tree, state_lib.axes(state, side.job.model), {})
       like = other.start(run.reference.params)
       with other.job.context():

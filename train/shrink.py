@@ -13,6 +13,7 @@ import math
 
 from paraxis.configs import errors
 from paraxis.models import attention
+from paraxis.models import layer
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 
@@ -118,8 +119,10 @@ def _model(full, sizes, asked):
   model, devices = full.model, math.prod(sizes.values())
   length = _size(full.data.sequence_length, 64, 2 * devices)
   heads, kv_heads = _heads(full, model, sizes, asked)
-  unit = len(model.pattern)
-  depth = 2 * unit + (model.num_layers % unit > 0)
+  unit = len(layer.kinds_of(model)[0])
+  parts = sizes['stage'] * (full.pipeline.chunks if sizes['stage'] > 1 else 1)
+  # Uneven where it was; two units to scan over where stages leave them.
+  depth = unit * max(parts, 2) + (model.num_layers % (unit * parts) > 0)
   windowed = 0 < model.window < full.data.sequence_length
   return dataclasses.replace(
     model,
@@ -148,6 +151,13 @@ def config(full, sizes, asked, dtype):
   devices = math.prod(sizes.values())
   model = _model(full, sizes, asked)
   microbatches = min(full.train.microbatches, 2)
+  stages = sizes['stage']
+  in_pipeline = full.pipeline.microbatches
+  if stages > 1 and in_pipeline > stages:
+    in_pipeline = 2 * stages
+  shards = math.prod(sizes.get(a, 1) for a in ('replica', 'data', 'fsdp'))
+  # Twice as many slices must divide it too: accumulation is compared.
+  least = 2 * (in_pipeline or stages) * shards
   return dataclasses.replace(
     full,
     mesh=dataclasses.replace(full.mesh, **sizes),
@@ -162,9 +172,10 @@ def config(full, sizes, asked, dtype):
     ),
     # At the first step of a warm-up a wrong direction moves nothing.
     optimizer=dataclasses.replace(full.optimizer, warmup_steps=0),
+    pipeline=dataclasses.replace(full.pipeline, microbatches=in_pipeline),
     train=dataclasses.replace(
       full.train,
-      batch_size=max(2 * devices, 8),
+      batch_size=_up(max(2 * devices, 8), least),
       microbatches=microbatches,
     ),
   )

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paraxis.models import depth
+from paraxis.sharding import annotate
+
 
 class State(NamedTuple):
   """params: {path: array}. optimizer: {group: optax state}.
@@ -60,13 +63,64 @@ def unflatten(like, flat):
   )
 
 
+def _owner(path, leaf, model):
+  """The parameter that a leaf mirrors, or None."""
+  # The longest: 'norm/scale' also ends 'layers/norm/scale'.
+  owners = (p for p in model.axes if path.endswith('/' + p))
+  owner = max(owners, key=len, default=None)
+  mirrors = owner is not None and len(model.axes[owner]) == len(leaf.shape)
+  return owner if mirrors else None
+
+
 def axes(state, model):
   """{canonical path: logical axes} of every leaf."""
   out = {}
   for path, leaf in flatten(state).items():
-    # The longest: 'norm/scale' also ends 'layers/norm/scale'.
-    owners = (p for p in model.axes if path.endswith('/' + p))
-    owner = max(owners, key=len, default=None)
-    mirrors = owner is not None and len(model.axes[owner]) == len(leaf.shape)
-    out[path] = model.axes[owner] if mirrors else (None,) * len(leaf.shape)
+    owner = _owner(path, leaf, model)
+    out[path] = model.axes[owner] if owner else (None,) * len(leaf.shape)
+  return out
+
+
+def _staged(flat, model):
+  """Yields (path, leaf, axes, rows) of leaves that stages hold out of order."""
+  for path, leaf in flat.items():
+    owner = _owner(path, leaf, model)
+    rows = model.rows.get(owner)
+    if rows is not None:
+      yield path, leaf, model.axes[owner], rows
+
+
+def in_order(flat, model):
+  """A flat tree as a checkpoint holds it: layers in order, whatever the stages.
+
+  Args:
+    flat: {canonical path: array, or jax.ShapeDtypeStruct with its sharding}.
+    model: models.decoder.Decoder, its rules and mesh in force.
+
+  One leaf at a time passes through memory with its layers on every stage.
+  """
+  out = dict(flat)
+  for path, leaf, names, rows in _staged(flat, model):
+    layers = int(rows.max()) + 1
+    whole = (None, *names[1:])
+    mesh = leaf.sharding.mesh
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+      shape = layers, *leaf.shape[1:]
+      layout = jax.NamedSharding(mesh, annotate.spec(whole))
+      out[path] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=layout)
+      continue
+    move = lambda x, whole=whole, rows=rows: depth.to_order(
+      annotate.put(x, whole), rows
+    )
+    out[path] = jax.jit(move)(leaf)
+  return out
+
+
+def on_stages(flat, like, model):
+  """The inverse of `in_order`; like: flat tree of the layouts wanted."""
+  out = dict(flat)
+  for path, leaf, _, rows in _staged(like, model):
+    move = lambda x, rows=rows: depth.from_order(x, rows)
+    made = jax.jit(move, out_shardings=leaf.sharding)
+    out[path] = made(flat[path])
   return out

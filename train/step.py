@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from paraxis.sharding import annotate
+from paraxis.sharding import pipeline
 from paraxis.sharding import rules as rules_lib
 from paraxis.train import loss as loss_lib
+from paraxis.train import pipeline_step
 from paraxis.train import state as state_lib
 
 
@@ -43,8 +45,12 @@ def make(built, optimizer, clip_norm):
   """
   model = built.model
   grads = functools.partial(_gradients, model)
-  if built.choices.collectives == 'explicit' and built.mesh.size > 1:
-    grads = functools.partial(_explicit_gradients, built)
+  evaluate = lambda params, batch: loss_lib.total(model, params, batch)
+  if built.schedule is not None:
+    grads = functools.partial(_manual_gradients, built, _of_stages)
+    evaluate = functools.partial(_total_of_stages, built)
+  elif built.choices.collectives == 'explicit' and built.mesh.size > 1:
+    grads = functools.partial(_manual_gradients, built, _of_shards)
 
   def update(state, loss, grads):
     squares = jnp.stack([jnp.sum(jnp.square(grads[p])) for p in sorted(grads)])
@@ -81,7 +87,6 @@ def make(built, optimizer, clip_norm):
     )
     return new, metrics
 
-  evaluate = lambda params, batch: loss_lib.total(model, params, batch)
   return Step(grads, update, evaluate)
 
 
@@ -127,38 +132,120 @@ def _gradients(model, params, batch):
   return loss, {p: last(p, g) for p, g in grads.items()}
 
 
-def _explicit_gradients(built, params, batch):
+class _Layouts:
+  """PartitionSpecs of parameters and gradients in a manual region.
+
+  own: parameters. kept: sums over microbatches. final: gradients. Each is
+  {path: spec}.
+  """
+
+  def __init__(self, built, params):
+    axes, sizes = built.model.axes, annotate.sizes()
+    stored = lambda p, x, stage: rules_lib.stored(
+      axes[p], x.shape, built.rules, sizes, stage, p
+    )
+    items = params.items()
+    self.own = {p: annotate.spec(axes[p], x.shape, p) for p, x in items}
+    self.kept = {p: stored(p, x, rules_lib.SUMS) for p, x in items}
+    self.final = {p: stored(p, x, rules_lib.GRADIENTS) for p, x in items}
+
+
+def _manual_gradients(built, accumulate, params, batch):
   """(loss, gradients) with collectives of our own, in one manual region.
 
-  Every shard differentiates the loss of its own tokens. A parameter's gradient
-  is then summed once, over the mesh axes absent from its layout: scattered
-  where the gradient is sharded (ZeRO, over data), else all-reduced. ZeRO stage
-  2 scatters that of every microbatch, so that sums of them are never whole.
+  Every shard differentiates the loss of its own tokens (and layers). A
+  parameter's gradient is then summed once, over the mesh axes absent from its
+  layout: scattered where the gradient is sharded (ZeRO, over data), else
+  all-reduced. ZeRO stage 2 scatters that of every microbatch, so that sums of
+  them are never whole.
+
+  Args:
+    built: models.build.Built.
+    accumulate: (built, layouts, params, batch) -> (loss, gradients) of this
+      shard, laid out as layouts.kept; `_of_shards` or `_of_stages`.
+    params, batch: of the step.
   """
-  model, sizes = built.model, annotate.sizes()
-  axes = {p: model.axes[p] for p in params}
-  own = {p: annotate.spec(axes[p], x.shape, p) for p, x in params.items()}
-  stored = lambda p, x, stage: rules_lib.stored(
-    axes[p], x.shape, built.rules, sizes, stage, p
-  )
-  kept = {p: stored(p, x, rules_lib.SUMS) for p, x in params.items()}
-  final = {p: stored(p, x, rules_lib.GRADIENTS) for p, x in params.items()}
-  rows = {
-    n: annotate.spec((None,) * (n - 2) + ('batch', 'length')) for n in (2, 3)
-  }
+  layouts = _Layouts(built, params)
 
   def body(params, batch):
-    each = lambda p, g: _scatter(g, own[p], kept[p])
-    loss, grads = _accumulate(model, params, batch, each)
+    loss, grads = accumulate(built, layouts, params, batch)
     tokens = annotate.carriers('batch') + annotate.carriers('length')
     loss = jax.lax.psum(loss, tokens) if tokens else loss
+    kept, final = layouts.kept, layouts.final
     grads = {p: _scatter(g, kept[p], final[p]) for p, g in grads.items()}
     return loss, {p: _all_reduce(g, final[p]) for p, g in grads.items()}
 
-  specs = jax.tree.map(lambda x: rows.get(x.ndim, jax.P()), batch)
   return jax.shard_map(
-    body, in_specs=(own, specs), out_specs=(jax.P(), final), check_vma=False
+    body,
+    in_specs=(layouts.own, _batch_specs(batch)),
+    out_specs=(jax.P(), layouts.final),
+    check_vma=False,
   )(params, batch)
+
+
+def _batch_specs(batch):
+  """PartitionSpecs of the arrays of a batch, (B, T) or (A, B, T)."""
+  rows = {
+    n: annotate.spec((None,) * (n - 2) + ('batch', 'length')) for n in (2, 3)
+  }
+  return jax.tree.map(lambda x: rows.get(x.ndim, jax.P()), batch)
+
+
+def _of_shards(built, layouts, params, batch):
+  """(loss, gradients) of this shard's tokens."""
+  each = lambda p, g: _scatter(g, layouts.own[p], layouts.kept[p])
+  return _accumulate(built.model, params, batch, each)
+
+
+def _split(params):
+  """({path: parameter} of the ends, of the layers)."""
+  layers = {p: x for p, x in params.items() if p.startswith('layers/')}
+  return {p: x for p, x in params.items() if p not in layers}, layers
+
+
+def _on(built):
+  """Which rows of the chunks hold a layer; None: all."""
+  depth = built.model.depth
+  return None if depth.even else depth.rows >= 0
+
+
+def _of_stages(built, layouts, params, batch):
+  """(loss, gradients) of this shard's tokens and stage, by the schedule."""
+  ends, stack = _split(params)
+  with annotate.use(pipeline_step.whole_rules(built.rules)):
+    whole = {p: annotate.spec(built.model.axes[p]) for p in params}
+  scatter = lambda p, g: _scatter(g, whole[p], layouts.kept[p])
+  run = pipeline_step.Pipeline(built, batch, scatter)
+  with run.context():
+    loss, of_ends, of_stack = pipeline.gradients(
+      built.schedule, run.calls(), run.gather(ends), stack, _on(built)
+    )
+  return loss, run.scatter(of_ends) | of_stack
+
+
+def _total_of_stages(built, params, batch):
+  """Sum of nats over the weighted targets of a batch (B, T) on stages."""
+  schedule = pipeline_step.evaluation(built.schedule)
+
+  def body(params, batch):
+    ends, stack = _split(params)
+    one = jax.tree.map(lambda x: x[None] if x.ndim else x, batch)
+    run = pipeline_step.Pipeline(built, one, None)
+    with run.context():
+      total = pipeline.total(
+        schedule, run.calls(), run.gather(ends), stack, _on(built)
+      )
+    tokens = annotate.carriers('batch') + annotate.carriers('length')
+    return jax.lax.psum(total, tokens) if tokens else total
+
+  own = _Layouts(built, params).own
+  total = jax.shard_map(
+    body,
+    in_specs=(own, _batch_specs(batch)),
+    out_specs=jax.P(),
+    check_vma=False,
+  )(params, batch)
+  return total * batch.denominator
 
 
 def _axes(spec):

@@ -22,6 +22,7 @@ import numpy as np
 from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
+from paraxis.models import depth
 from paraxis.train import job as job_lib
 from paraxis.train import optimizers
 from paraxis.train import state as state_lib
@@ -69,7 +70,7 @@ class Side:
 
   def put(self, batch):
     """A batch of NumPy arrays (B, T), in microbatches, on the mesh."""
-    A = self.job.config.train.microbatches
+    A = self.job.config.microbatches
     if A > 1:
       fold = lambda x: x.reshape(A, -1, x.shape[-1]) if np.ndim(x) else x
       batch = type(batch)(*map(fold, batch))
@@ -78,8 +79,11 @@ class Side:
   def start(self, params):
     """The State before the first step, with these NumPy parameters."""
     with self.job.context():
+      rows = self.job.model.rows
       params = {
-        path: jax.device_put(params[path], leaf.sharding)
+        path: jax.device_put(
+          depth.from_order(params[path], rows.get(path)), leaf.sharding
+        )
         for path, leaf in self.job.built.params.items()
       }
       everywhere = jax.NamedSharding(self.job.mesh, jax.P())
@@ -233,7 +237,9 @@ def reference(config, packed, device):
   train = dataclasses.replace(
     config.train, remat='none', memory='', microbatches=1
   )
-  plain = dataclasses.replace(config, mesh=schema.Mesh(), train=train)
+  plain = dataclasses.replace(
+    config, mesh=schema.Mesh(), pipeline=schema.Pipeline(), train=train
+  )
   return _reference(plain, packed, device)
 
 

@@ -100,9 +100,7 @@ def differences(old, new):
   """[(dotted field, old value, new value)] of two schema.Config."""
   out = []
   for name, _ in schema.fields():
-    section, field = name.split('.')
-    a = getattr(getattr(old, section), field)
-    b = getattr(getattr(new, section), field)
+    a, b = schema.value(old, name), schema.value(new, name)
     if a != b:
       out.append((name, a, b))
   return out

@@ -25,8 +25,13 @@ def test_json_carries_every_field():
   again = schema.from_json(schema.to_json(config))
   assert again == config and again.train.steps == 7
   data = json.loads(schema.to_json(config))
-  names = [f'{s}.{f}' for s, fields in data.items() for f in fields]
-  assert names == [name for name, _ in schema.fields()]
+
+  def names(tree, prefix=''):
+    for key, value in tree.items():
+      inner = isinstance(value, dict)
+      yield from names(value, f'{prefix}{key}.') if inner else [prefix + key]
+
+  assert [*names(data)] == [name for name, _ in schema.fields()]
 
 
 def test_an_older_json_takes_the_defaults():

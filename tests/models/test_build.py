@@ -83,7 +83,7 @@ def test_a_size_that_its_mesh_axes_do_not_divide(mesh, fields, words):
     ('data=2', 'data', ['2 places for 8 devices', 'data=8']),
     ('tensr=8', 'data', ["Did you mean 'tensor'?"]),
     ('data=2,tensor=4', 'data', ['mesh axis tensor=4', "'data'"]),
-    ('stage=8', 'fsdp_tensor', ['mesh axis stage=8']),
+    ('stage=8', 'fsdp_tensor', ['num_layers=2', 'mesh.stage=8']),
     ('data=8', 'dat', ["mesh.rules='dat'", "Did you mean 'data'?"]),
   ],
 )

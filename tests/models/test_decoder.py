@@ -147,7 +147,7 @@ def test_scanned_and_unrolled_equal_a_loop(pattern, depth):
   fields = dict(pattern=pattern, num_layers=depth)
   model, data = model_of(**fields), rows(3)
   params = randomised(model)
-  assert model.pattern == (pattern * depth)[:depth]
+  assert model.pattern == tuple((pattern * depth)[:depth])
   wanted = functools.partial(reference, model.config)
   expected = jax.jit(jax.value_and_grad(wanted))(params, data)
   scanned = evaluate(model, params, data)

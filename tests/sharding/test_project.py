@@ -17,6 +17,7 @@ import pytest
 from paraxis.configs import schema
 from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import lookup
 from paraxis.sharding import project
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding import vocabulary
@@ -398,7 +399,7 @@ def lookup_case(names, world):
   weights = rng.normal(size=(B, T, D))
 
   def run(table, ids, weights):
-    look = lambda t: project.lookup(t, names, ids, RESIDUAL, t.dtype)
+    look = lambda t: lookup.lookup(t, names, ids, RESIDUAL, t.dtype)
     y, vjp = jax.vjp(look, table)
     (grad,) = vjp(weights)
     return y, sum_once(grad, names) if world == 'manual' else grad
@@ -442,7 +443,7 @@ def test_a_lookup_that_is_not_summed_is_seen(stack, monkeypatch):
   monkeypatch.setattr(
     vocabulary,
     'embedding',
-    lambda table, ids, rows, dim, dtype: own_part(
+    lambda table, ids, rows, dim, dtype, shared: own_part(
       table[ids % len(table)].astype(dtype), rows, dim
     ),
   )
@@ -510,7 +511,7 @@ def test_the_gradient_of_a_table_is_summed_in_its_own_dtype(stack, mesh):
     table, ids = place((table, ids), (TABLE, ROWS))
 
   def run(table, ids):
-    look = lambda t: project.lookup(t, TABLE, ids, RESIDUAL, jnp.bfloat16)
+    look = lambda t: lookup.lookup(t, TABLE, ids, RESIDUAL, jnp.bfloat16)
     y, vjp = jax.vjp(look, table)
     return y, vjp(jnp.ones_like(y))[0]
 

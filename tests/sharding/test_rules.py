@@ -94,7 +94,7 @@ def test_one_mesh_axis_serves_one_dimension():
 def test_an_idle_mesh_axis_is_an_error():
   for name, sizes, axis in (
     ('data', dict(data=4, tensor=2), 'tensor=2'),
-    ('fsdp_tensor', dict(data=4, stage=2), 'stage=2'),
+    ('fsdp_tensor layers= vocab=tensor', dict(data=4, stage=2), 'stage=2'),
   ):
     with pytest.raises(errors.UserError) as e:
       rules.preset(name).check_used(sizes)

@@ -134,7 +134,7 @@ def test_fewer_kv_heads_than_shards_are_possible():
   [
     ('data=-1', {}, 'without devices every size must be given'),
     ('dta=8', {}, "Did you mean 'data'"),
-    ('stage=2', {}, 'stage=2'),
+    ('stage=8', {}, 'mesh.stage=8'),
     ('data=8', {'train__microbatches': 3}, 'train.microbatches=3'),
     ('data=8', {'train__microbatches': 2}, 'in 2 microbatches'),
     ('tensor=2', {'mesh__rules': 'fsdp'}, 'tensor=2'),

@@ -103,7 +103,7 @@ def test_narrow_types_have_their_own_bounds(dtype):
     ('date=8', 'float64', "Did you mean 'data'"),
     ('data=0', 'float64', 'must be positive'),
     ('data=3,tensor=-1', 'float64', '3 places for 8 devices'),
-    ('stage=2,data=4', 'float64', 'stage=2: the rules'),
+    ('stage=8', 'float64', 'mesh.stage=8 x pipeline.chunks=1'),
   ],
 )
 def test_what_cannot_be_certified(mesh, dtype, text):

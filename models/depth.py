@@ -1,0 +1,128 @@
+"""Which layer each row of a stack holds, and which rows a pipeline stage has.
+
+On one stage a stack is the layers in order. With stages, axis 0 of every stack
+is sharded over the mesh axis `stage`, so that device d holds the rows of its
+chunks one after the other: row (d, c, l) is layer l of virtual stage
+placement[d, c]. Layers that do not share out evenly leave rows empty: zeros,
+masked out. A checkpoint holds the layers in order (`to_order`), whatever the
+stages.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.configs import errors
+from paraxis.sharding import annotate
+
+
+class Depth(NamedTuple):
+  """Where layers lie.
+
+  rows: layer of every row, -1 for an empty one; (stages, chunks, layers of a
+    chunk) int, or None: one stage, all layers in order.
+  kinds: kind of every layer of a chunk.
+  """
+
+  rows: object
+  kinds: tuple
+
+  @property
+  def even(self):
+    """No row is empty."""
+    return self.rows is None or bool((self.rows >= 0).all())
+
+
+def whole(kinds):
+  """`Depth` of all layers on one stage. kinds: of every layer."""
+  return Depth(None, tuple(kinds))
+
+
+def share_out(kinds, placement, unit=1):
+  """`Depth` of layers on stages.
+
+  Args:
+    kinds: of every layer, in order. unit: layers after which they repeat.
+    placement: (stages, chunks) int: the virtual stage of each chunk.
+
+  Raises:
+    UserError: fewer layers than chunks, or chunks of different kinds.
+  """
+  placement = np.asarray(placement)
+  stages, chunks = placement.shape
+  layers, parts = len(kinds), placement.size
+  if layers < parts:
+    raise errors.UserError(
+      f'model.num_layers={layers} is fewer than mesh.stage={stages} x '
+      f'pipeline.chunks={chunks}: every chunk needs a layer.'
+    )
+  if layers // unit < parts:
+    unit = 1
+  # Whole units; the first chunks take one more where they do not divide.
+  units = layers // unit
+  sizes = [unit * (units // parts + (s < units % parts)) for s in range(parts)]
+  sizes[-1] += layers % unit
+  starts = np.concatenate([[0], np.cumsum(sizes)])
+  height = max(sizes)
+  rows = np.full((stages, chunks, height), -1)
+  for d, c in np.ndindex(stages, chunks):
+    s = placement[d, c]
+    rows[d, c, : sizes[s]] = np.arange(starts[s], starts[s + 1])
+  first = tuple(kinds[:height])
+  for d, c, l in np.ndindex(rows.shape):
+    if rows[d, c, l] >= 0 and kinds[rows[d, c, l]] != first[l]:
+      raise errors.UserError(
+        f'model.pattern and model.experts.pattern give {layers} layers of '
+        f'kinds {" ".join(kinds)}; in runs of {height} on mesh.stage={stages} '
+        f'x pipeline.chunks={chunks} they are not the same for every stage: '
+        'take a number of layers whose share of a stage is a multiple of the '
+        'pattern.'
+      )
+  return Depth(rows, first)
+
+
+def stack_rows(depth, owners):
+  """Rows of the stack of one parameter: indices into its owners, -1 empty.
+
+  Args:
+    depth: `Depth`. owners: the layers that have the parameter, in order.
+
+  Returns:
+    1-d int array, or None: the owners in order.
+  """
+  if depth.rows is None:
+    return None
+  slot = {layer: i for i, layer in enumerate(owners)}
+  mine = [
+    l
+    for l in range(len(depth.kinds))
+    if slot.keys() & {*depth.rows[..., l].flat}
+  ]
+  picked = depth.rows[..., mine].reshape(-1)
+  return np.array([slot.get(int(layer), -1) for layer in picked])
+
+
+def from_order(x, rows):
+  """A stack of layers in order -> as memory holds it (`rows` of stack_rows)."""
+  if rows is None:
+    return x
+  xp = np if isinstance(x, np.ndarray) else jnp
+  filled = (rows >= 0).reshape(-1, *[1] * (x.ndim - 1))
+  return xp.where(filled, _pick(x, np.maximum(rows, 0)), xp.zeros((), x.dtype))
+
+
+def to_order(x, rows):
+  """The inverse: layers in order, empty rows left out."""
+  if rows is None:
+    return x
+  back = {layer: row for row, layer in enumerate(rows) if layer >= 0}
+  return _pick(x, np.array([back[i] for i in range(len(back))]))
+
+
+def _pick(x, rows):
+  """x[rows]; on a mesh, axis 0 must not be sharded."""
+  if isinstance(x, np.ndarray) or not annotate.sizes():
+    return x[rows]
+  return x.at[rows].get(out_sharding=jax.typeof(x).sharding.spec)

@@ -1,0 +1,149 @@
+"""Which experts a token is sent to, and what the router is asked for besides.
+
+    s = softmax(x W) or sigmoid(x W)       ids = top_k(s + bias) of top groups
+    mix = scale s[ids] / sum s[ids]
+
+The bias moves a choice and not its weight (balancing without a loss:
+arXiv:2408.15664). Groups: a token first chooses the groups whose two best
+experts have the highest sum of s + bias (DeepSeek-V3, arXiv:2412.19437, section
+2.1.2; DeepSeek-V2, arXiv:2405.04434, took the best one).
+
+    balance   E sum_i f_i P_i,  f_i the share of assignments that expert i gets,
+              P_i the mean over tokens of the probability p_i
+    z         sum over tokens of (logsumexp of the logits)^2 (arXiv:2202.08906)
+
+f has no gradient, so it may be counted over more tokens than P (balance_scope;
+arXiv:2501.11873: over the whole batch, so that experts may specialise). Both
+are divided by the loss's own denominator, so sums over shards and microbatches
+are the terms of the whole step.
+
+`attach` lets a layer give its terms, and counts, to the gradient without
+handing them out: where it stands, the cotangent of a term is 1, and that of a
+parameter is what is to be counted. So they survive scans, recomputation and
+pipelines, and are summed over devices and microbatches as gradients are.
+
+Legend: B rows, T tokens, E experts, K choices.
+"""
+
+import jax
+import jax.numpy as jnp
+
+# After the counts of the experts, in `load`.
+EXTRA = 2  # assignments dropped; entropy of the router, summed over tokens
+
+
+def scores(logits_BTE, kind):
+  """s_BTE: 'softmax' over all experts, or 'sigmoid' of each."""
+  if kind == 'sigmoid':
+    return jax.nn.sigmoid(logits_BTE)
+  return jax.nn.softmax(logits_BTE, -1)
+
+
+def choose(s_BTE, config, bias_E=None):
+  """(ids_BTK int32, best first; mix_BTK) under schema.Experts `config`."""
+  choice = jax.lax.stop_gradient(s_BTE)
+  if bias_E is not None:
+    choice = choice + jax.lax.stop_gradient(bias_E).astype(choice.dtype)
+  if config.groups > 1:
+    choice = _in_groups(choice, config.groups, config.top_groups)
+  _, ids = jax.lax.top_k(choice, config.top_k)
+  mix = jnp.take_along_axis(s_BTE, ids, -1)
+  if config.normalise:
+    # Sigmoids of one token may all be 0 in float32.
+    mix = mix / (mix.sum(-1, keepdims=True) + 1e-20)
+  return ids, mix * config.scale
+
+
+def _in_groups(choice_BTE, groups, top_groups):
+  """-inf outside of each token's groups."""
+  split = choice_BTE.reshape(*choice_BTE.shape[:-1], groups, -1)
+  best, _ = jax.lax.top_k(split, min(2, split.shape[-1]))
+  _, chosen = jax.lax.top_k(best.sum(-1), top_groups)
+  open_ = (chosen[..., None] == jnp.arange(groups)).any(-2)
+  return jnp.where(open_[..., None], split, -jnp.inf).reshape(choice_BTE.shape)
+
+
+def probabilities(s_BTE, kind):
+  """s_BTE as a distribution over experts."""
+  return s_BTE if kind == 'softmax' else s_BTE / s_BTE.sum(-1, keepdims=True)
+
+
+def counts(ids_BTK, valid_BT, experts):
+  """Assignments of valid tokens to each expert in each row: int32 (B, E)."""
+  rows = jnp.arange(len(ids_BTK))[:, None, None]
+  weight = jnp.broadcast_to(valid_BT[..., None], ids_BTK.shape)
+  zeros = jnp.zeros((len(ids_BTK), experts), jnp.int32)
+  return zeros.at[rows, ids_BTK].add(weight.astype(jnp.int32))
+
+
+def shares(count_BE, scope, axes, load_E=None):
+  """f_BE (or f_1E), the share of each expert, without a gradient.
+
+  Args:
+    count_BE: assignments of this device.
+    scope: schema.Experts.balance_scope.
+    axes: ('a row is split over', 'the tokens are split over'): mesh axes.
+    load_E: counts of the step ('step', 'running'); while all are 0 the
+      microbatch is counted.
+  """
+  of_row, of_tokens = axes
+  total = lambda count, over: jax.lax.psum(count, over) if over else count
+  if scope == 'sequence':
+    return _normalised(total(count_BE, of_row))
+  count = count_BE.sum(0, keepdims=True)
+  if scope == 'device':
+    return _normalised(count)
+  now = _normalised(total(count, of_tokens))
+  if scope == 'microbatch':
+    return now
+  load_E = jax.lax.stop_gradient(load_E)
+  return jnp.where(load_E.sum() > 0, _normalised(load_E), now)
+
+
+def _normalised(count):
+  total = count.sum(-1, keepdims=True)
+  return count / jnp.where(total == 0, 1, total)
+
+
+def balance(p_BTE, f_BE, valid_BT):
+  """E sum_i f_i sum over tokens of p_i: this device's part, not yet a mean."""
+  mass_BE = jnp.where(valid_BT[..., None], p_BTE, 0).sum(1)
+  return p_BTE.shape[-1] * (f_BE.astype(p_BTE.dtype) * mass_BE).sum()
+
+
+def z(logits_BTE, valid_BT):
+  """Sum over tokens of (logsumexp of the logits)^2: this device's part."""
+  return jnp.where(valid_BT, jax.nn.logsumexp(logits_BTE, -1) ** 2, 0).sum()
+
+
+def entropy(p_BTE, valid_BT):
+  """Sum over tokens of the entropy of p, in nats, without a gradient."""
+  p = jax.lax.stop_gradient(p_BTE)
+  per_token = -jax.scipy.special.xlogy(p, p).sum(-1)
+  return jnp.where(valid_BT, per_token, 0).sum()
+
+
+@jax.custom_vjp
+def attach(y, term, counters, counted):
+  """y, with what else its layer gives to the gradient.
+
+  Args:
+    y: any array.
+    term: (), added to the objective: its cotangent is 1, whatever y's is.
+    counters: pytree of parameters. counted: the same tree; what their
+      "gradients" are.
+  """
+  del term, counters, counted
+  return y
+
+
+def _attach_forward(y, term, counters, counted):
+  cast = lambda c, x: x.astype(c.dtype)
+  return y, (jnp.ones_like(term), jax.tree.map(cast, counters, counted))
+
+
+def _attach_backward(kept, g):
+  return g, *kept, None
+
+
+attach.defvjp(_attach_forward, _attach_backward)

@@ -1,0 +1,186 @@
+"""The gradient of a step on pipeline stages: a model as a pipeline's calls.
+
+    chunk of layers, parameters whole over fsdp      Calls.forward, backward
+    embedding, over the vocabulary of all stages     Calls.embed
+    last norm, head and loss, likewise               Calls.loss
+
+Parameters that fsdp (or ZeRO stage 3) shards are gathered once for a phase,
+outside of what is differentiated, so that no whole parameter is kept; their
+gradients are scattered again in the same phase. Activations are recomputed from
+the input of a chunk, or stored from F to B (pipeline.activations). With the
+weight gradients split off (zero_bubble, v_half), B takes the gradient with
+respect to activations and keeps both factors of every product, W multiplies
+them (sharding/project.py): W sends nothing but what fsdp scatters. Norms,
+biases and experts have their gradients in B.
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.sharding import annotate
+from paraxis.sharding import pipeline
+from paraxis.sharding import schedules
+from paraxis.sharding import tape
+from paraxis.train import loss as loss_lib
+
+# Parameters are sharded over these beyond what the model computes on.
+GATHERED = ('embed', 'expert_embed')
+
+
+def whole_rules(rules):
+  """Rules under which a phase sees parameters: nothing is left to gather."""
+  table = {n: axes for n, axes in rules.table.items() if n not in GATHERED}
+  return dataclasses.replace(rules, table=table)
+
+
+def evaluation(schedule):
+  """The schedule of one microbatch that visits every stage, layers as here."""
+  if schedule.name == 'skip':
+    return schedules.make('one_f_one_b', schedule.stages, 1)
+  first = lambda table: np.where(table[..., :1] == 0, table, -1)
+  return dataclasses.replace(
+    schedule,
+    microbatches=1,
+    forward=first(schedule.forward),
+    backward=first(schedule.backward),
+    weight=None,
+    paths=schedule.paths[:1],
+  )
+
+
+class Pipeline:
+  """A built model and a batch as pipeline.Calls, in a manual region."""
+
+  def __init__(self, built, batch, scatter):
+    """batch: (A, B, T). scatter(path, gradient): from the layout of `gather`
+    to the one in which sums are kept."""
+    self.built, self.model, self.batch = built, built.model, batch
+    self.rules = whole_rules(built.rules)
+    self._axes = self.model.axes
+    self._scatter = scatter
+
+  def microbatch(self, i):
+    """models.batch.Batch (B, T) of microbatch i."""
+    pick = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+    parts = map(pick, self.batch[:-1])
+    return type(self.batch)(*parts, self.batch.denominator)
+
+  def gather(self, tree):
+    """Parameters whole over what `GATHERED` is sharded by."""
+    out = {}
+    for path, x in tree.items():
+      whole = tuple(n if n not in GATHERED else None for n in self._axes[path])
+      with annotate.use(self.built.rules):
+        out[path] = annotate.move(x, self._axes[path], whole)
+    return out
+
+  def embed(self, ends, i):
+    """pipeline.Calls.embed."""
+    return self.model.embed(ends, self.microbatch(i))
+
+  def loss(self, ends, y, i):
+    """pipeline.Calls.loss."""
+    batch = self.microbatch(i)
+    y = jax.lax.psum(y, pipeline.AXIS)  # of all stages but one it is zero
+    return loss_lib.of_layers(self.model, ends, y, batch) / batch.denominator
+
+  def _layers(self, i, on, values, x, taped=None):
+    """A chunk of layers on microbatch i."""
+    see = self.model.visibility(self.microbatch(i))
+    return self.model.run(self.model.depth.kinds, values, x, see, on, taped)
+
+  def forward(self, values, x, i, on):
+    """pipeline.Calls.forward: keeps what the backward pass reads, or nothing."""
+    run = functools.partial(self._layers, i, on)
+    if self.built.pipeline.activations == 'recompute':
+      return run(values, x), ()
+    y, back = jax.vjp(run, values, x)
+    # Parameters are read where they lie; only what F made goes into a slot.
+    leaves, self._tree = jax.tree.flatten(back)
+    paths = {id(v): path for path, v in values.items()}
+    self._origins = [paths.get(id(leaf)) for leaf in leaves]
+    return y, [x for x in leaves if id(x) not in paths]
+
+  def backward(self, values, x, kept, g, i, on):
+    """pipeline.Calls.backward: the chunk again, and its gradients."""
+    if self.built.schedule.weight is not None:
+      return self._backward_taped(values, x, g, i, on)
+    if self.built.pipeline.activations == 'recompute':
+      _, back = jax.vjp(functools.partial(self._layers, i, on), values, x)
+    else:
+      made = iter(kept)
+      leaves = [values[p] if p else next(made) for p in self._origins]
+      back = jax.tree.unflatten(self._tree, leaves)
+    gradients, gx = back(g)
+    return gx, gradients, ()
+
+  def _backward_taped(self, values, x, g, i, on):
+    """`backward` without the gradients of products, which `weights` makes."""
+    first = tape.Taped()
+    shapes = jax.eval_shape(lambda: self._layers(i, on, values, x, first)[1])
+    self._records = first.static
+    zeros = {
+      part: [
+        jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
+        for _, like in records or ()
+      ]
+      for part, records in enumerate(shapes)
+    }
+    apart = {path for path, _ in self._owners()}
+    rest = {p: v for p, v in values.items() if p not in apart}
+
+    def run(rest, x, zeros):
+      return self._layers(i, on, values | rest, x, tape.Taped(zeros))
+
+    _, back, xs = jax.vjp(run, rest, x, zeros, has_aux=True)
+    gradients, gx, gs = back(g)
+    return gx, gradients, (xs, gs)
+
+  def _owners(self):
+    """(path, row of it in a unit) of every weight on the tapes."""
+    parts = self._records.values()
+    return [o for records in parts for r in records for o in r.owners]
+
+  def weights(self, tapes):
+    """pipeline.Calls.weights: products of what B kept."""
+    xs, gs = tapes
+    rows = {}  # path -> arrays (layers, ...), in order
+    for part, records in sorted(self._records.items()):
+      slots = {}
+      for record, x, g in zip(records, xs[part] or (), gs[part], strict=True):
+        multiply = functools.partial(tape.weight_gradients, record)
+        scanned = part == 0  # one more axis: units
+        made = (jax.vmap(multiply) if scanned else multiply)(x, g)
+        for (path, slot), dw in zip(record.owners, made, strict=True):
+          slots.setdefault(path, {})[slot] = dw if scanned else dw[None]
+      for path, found in slots.items():
+        stacked = jnp.stack([found[s] for s in sorted(found)], 1)
+        flat = stacked.reshape(-1, *stacked.shape[2:])
+        rows.setdefault(path, []).append(flat)
+    return {path: jnp.concatenate(found) for path, found in rows.items()}
+
+  def scatter(self, gradients):
+    """pipeline.Calls.scatter."""
+    return {p: self._scatter(p, g) for p, g in gradients.items()}
+
+  @contextlib.contextmanager
+  def context(self):
+    """In force while the pipeline is traced, backward passes included.
+
+    Phases see whole parameters. What the ends leave partial over stages, the
+    transposed psum of `loss`, and that of `embed`, add up.
+    """
+    with annotate.use(self.rules), annotate.defer((pipeline.AXIS,)):
+      yield
+
+  def calls(self):
+    """pipeline.Calls."""
+    return pipeline.Calls(
+      self.embed, self.loss, self.forward, self.backward,
+      self.weights, self.gather, self.scatter,
+    )  # fmt: skip
