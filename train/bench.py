@@ -25,6 +25,7 @@ BENCHES = {
   'attention': ('bench_train', 'attention', 1),
   'layouts': ('bench_train', 'layouts', 8),
   'context': ('bench_context', 'context', 8),
+  'pipeline': ('bench_pipeline', 'pipeline', 8),
   'decode': ('bench_decode', 'decode', 1),
   'data': ('bench_data', 'data', 1),
   'startup': ('bench_startup', 'startup', 1),
@@ -43,6 +44,7 @@ target is missed.
   attention  forward and backward at length 4096: jax.nn.dot_product_attention
   layouts    a step on 8 virtual CPU devices: the same on one
   context    attention over a sequence on 8 virtual CPU devices, every form
+  pipeline   a step on stages, every schedule: the same work without stages
   decode     tokens one by one, batch 1: the time to read the parameters
   data       packing documents into rows: grain's first-fit
   startup    process start to first step done: a plain JAX program

@@ -127,11 +127,11 @@ def test_scopes_on_a_mesh(scope):
     return jnp.broadcast_to(f, (1, 1, 1, 1, E))
 
   rows = P('data', ('context', 'tensor'))
-  f = jax.shard_map(
+  run = jax.shard_map(
     run, mesh=mesh, in_specs=(rows, rows), out_specs=P('data', *axes[0]),
     check_vma=False,
-  )(ids, valid)  # fmt: skip
-  f = np.asarray(f).reshape(2, 4, E)  # row, chunk of its tokens
+  )  # fmt: skip
+  f = np.asarray(jax.jit(run)(ids, valid)).reshape(2, 4, E)  # row, chunk of its tokens
   chunks = np.where(valid[..., None, None], np.eye(E)[ids], 0).sum(2)
   chunks = chunks.reshape(2, 4, 2, E).sum(2)  # what each device counts
   total = {
