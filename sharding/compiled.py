@@ -19,6 +19,8 @@ import math
 import re
 from typing import NamedTuple
 
+from paraxis.sharding import turns
+
 _HEAD = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{$')
 _LINE = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = (.*)$')
 _OPCODE = re.compile(r' ([a-z][\w\-]*)\(')
@@ -189,7 +191,8 @@ class Program:
         continue
       out.append(Run(i, times, fused))
       if i.branches:
-        sides = [self._runs(b, times, fused, weigh) for b in i.branches]
+        taken = turns.times(times, turns.share(i.where))
+        sides = [self._runs(b, taken, fused, weigh) for b in i.branches]
         out += max(sides, key=weigh)
       for other in i.called:
         inside = fused or i.opcode not in _INLINE

@@ -26,6 +26,8 @@ from typing import NamedTuple
 import jax
 from jax.extend import core
 
+from paraxis.sharding import turns
+
 
 class Flops(NamedTuple):
   """Floating-point operations: useful over all devices, executed by one."""
@@ -75,7 +77,8 @@ def _equation(e):
   if name == 'scan':
     return of_jaxpr(params['jaxpr']) * params['length']
   if name == 'cond':
-    return max(map(of_jaxpr, params['branches']), key=lambda f: f.per_device)
+    most = max(map(of_jaxpr, params['branches']), key=lambda f: f.per_device)
+    return most * float(turns.share(e.source_info.name_stack))
   if name == 'while':
     work = sum(map(of_jaxpr, inner(e)), _NONE)
     if work.total:

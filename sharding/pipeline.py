@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.sharding import schedule_tables
+from paraxis.sharding import turns
 
 AXIS = 'stage'
 
@@ -83,9 +84,18 @@ def _zeros(function, *args):
   return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
-def _when(predicate, function):
-  """function() where a predicate that is equal on all devices holds, or 0."""
-  return lax.cond(predicate, function, functools.partial(_zeros, function))
+def _when(name, flags, predicate, function):
+  """function() where a predicate that is equal on all devices holds, or 0.
+
+  flags: (ticks,) bool on the host, what the predicate is in each tick.
+  """
+
+  def run():
+    with jax.named_scope(name):
+      return function()
+
+  with turns.scope(int(np.sum(flags)), len(flags)):
+    return lax.cond(predicate, run, functools.partial(_zeros, function))
 
 
 def _select(on, tree):
@@ -110,24 +120,23 @@ def _rows(function, n):
 class _Executor:
   """The phases of a tick, on the arrays of this device."""
 
-  def __init__(self, schedule, calls, ends, stack, on):
-    """on: (stages, chunks, layers) bool, which rows hold a layer, or None."""
+  def __init__(self, schedule, calls, ends, stack, on, forward=False):
+    """on: (stages, chunks, layers) bool, which rows hold a layer, or None.
+
+    forward: as many ticks as F takes.
+    """
     self.schedule, self.calls = schedule, calls
     self.tables = schedule_tables.tables(schedule)
+    table = self.tables.rows()
+    last = np.flatnonzero(table['any_f'])[-1] if forward else schedule.ticks
+    self.rows = {name: x[: last + 1] for name, x in table.items()}
     self.ends, self.stack = ends, stack
     self.me = lax.axis_index(AXIS)
     self._on = on if on is None else jnp.asarray(on)[self.me]
 
-  def columns(self, forward=False):
-    """The tables as arrays, made in here; forward: as far as F goes.
-
-    A region may not close over arrays of Explicit axes.
-    """
-    table = self.tables.rows()
-    ticks = len(table['any_f'])
-    if forward:
-      ticks = int(np.flatnonzero(table['any_f'])[-1]) + 1
-    return {n: jnp.asarray(x[:ticks]) for n, x in table.items()}
+  def columns(self):
+    """The tables as arrays, made in here: a region closes over none."""
+    return {name: jnp.asarray(x) for name, x in self.rows.items()}
 
   def mine(self, row):
     """A row of the table, its columns of this device picked."""
@@ -166,7 +175,9 @@ class _Executor:
   def embed(self, row):
     """x of the microbatch that enters now."""
     i = jnp.maximum(row['embed'], 0)
-    return _when(row['embed'] >= 0, lambda: self.calls.embed(self.ends, i))
+    on = row['embed'] >= 0
+    run = lambda: self.calls.embed(self.ends, i)
+    return _when('embed', self.rows['embed'] >= 0, on, run)
 
   def forward(self, row, inputs, entering):
     """-> (x, y, kept) of the chunk that runs forward."""
@@ -176,7 +187,7 @@ class _Executor:
       values, on = self.values(row['f_chunk'])
       return x, *self.calls.forward(values, x, row['f_microbatch'], on)
 
-    return _when(row['any_f'], run)
+    return _when('forward', self.rows['any_f'], row['any_f'], run)
 
   def loss(self, row, y):
     """-> (loss, gradients of the ends, cotangent of y)."""
@@ -188,7 +199,14 @@ class _Executor:
       loss, back = jax.vjp(of, self.ends, _select(last, y))
       return loss, *back(jnp.ones((), loss.dtype))
 
-    return _when(row['loss'] >= 0, run)
+    return _when('loss', self.rows['loss'] >= 0, row['loss'] >= 0, run)
+
+  def only_loss(self, row, y):
+    """`loss` without its gradients."""
+    i, on = jnp.maximum(row['loss'], 0), row['loss'] >= 0
+    y = _select(self.me == row['loss_device'], y)
+    run = lambda: self.calls.loss(self.ends, y, i)
+    return _when('loss', self.rows['loss'] >= 0, on, run)
 
   def backward(self, row, carry):
     """-> (gx, gradients as they are kept, tapes) of the chunk that returns."""
@@ -205,7 +223,9 @@ class _Executor:
       )
       return gx, self.calls.scatter(gradients), tapes
 
-    gx, gradients, tapes = _when(row['any_b'], run)
+    gx, gradients, tapes = _when(
+      'backward', self.rows['any_b'], row['any_b'], run
+    )
     return *_select(row['b_on'], (gx, gradients)), tapes
 
   def weights(self, row, tapes):
@@ -213,7 +233,8 @@ class _Executor:
     run = lambda: self.calls.scatter(
       self.calls.weights(_read(tapes, row['w_slot']))
     )
-    return _select(row['w_on'], _when(row['any_w'], run))
+    made = _when('weights', self.rows['any_w'], row['any_w'], run)
+    return _select(row['w_on'], made)
 
   def embed_back(self, row, gx):
     """Gradients of the ends from the microbatch that leaves."""
@@ -224,7 +245,8 @@ class _Executor:
       of = lambda ends: self.calls.embed(ends, i)
       return jax.vjp(of, self.ends)[1](g)[0]
 
-    return _when(row['embed_back'] >= 0, run)
+    on = row['embed_back'] >= 0
+    return _when('embed_back', self.rows['embed_back'] >= 0, on, run)
 
   def send(self, x, link):
     """x of the device `link` places before this one."""
@@ -327,7 +349,7 @@ def gradients(schedule, calls, ends, stack, on=None):
 
 def total(schedule, calls, ends, stack, on=None):
   """The loss alone: forward phases, without what a backward pass needs."""
-  run = _Executor(schedule, calls, ends, stack, on)
+  run = _Executor(schedule, calls, ends, stack, on, forward=True)
 
   def tick(carry, row):
     inputs, total = carry
@@ -335,10 +357,7 @@ def total(schedule, calls, ends, stack, on=None):
     x, y, _ = run.forward(row, inputs, run.embed(row))
     slot = jnp.where(row['f_first'], row['f_slot'], run.tables.inputs)
     inputs = inputs.at[slot].set(x)
-    i, last = jnp.maximum(row['loss'], 0), run.me == row['loss_device']
-    loss = _when(
-      row['loss'] >= 0, lambda: calls.loss(ends, _select(last, y), i)
-    )
+    loss = run.only_loss(row, y)
     for k, link in enumerate(run.tables.links):
       inputs = inputs.at[row['f_receive'][k]].set(run.send(y, link))
     return (inputs, total + loss), None
@@ -348,4 +367,4 @@ def total(schedule, calls, ends, stack, on=None):
     _rows(embed, run.tables.inputs),
     _zeros(lambda: calls.loss(ends, embed(), 0)),
   )
-  return lax.scan(tick, start, run.columns(forward=True))[0][1]
+  return lax.scan(tick, start, run.columns())[0][1]

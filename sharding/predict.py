@@ -24,6 +24,7 @@ import math
 from typing import NamedTuple
 
 from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import turns
 
 _REDUCTIONS = (
   'reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and',
@@ -152,7 +153,7 @@ class _Walk:
     branches = []
     for body in op.bodies:
       walk = _Walk(self.sizes)
-      walk.body(body, times)
+      walk.body(body, turns.times(times, op.times))
       branches.append(walk)
     costliest = max(branches, key=lambda walk: sum(c.total for c in walk.found))
     self.found += costliest.found

@@ -23,6 +23,8 @@ from jax.extend import core
 from jax.extend import source_info_util
 from jax.sharding import AxisType
 
+from paraxis.sharding import turns
+
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Not ours: above our folder, or in an environment that lies inside it.
 _FOREIGN = re.compile(r'\.\.|.*\bsite-packages\b')
@@ -92,7 +94,8 @@ class Op(NamedTuple):
 
   where: 'models/mlp.py:40 BTD,DF->BTF'. phase: forward, recompute or backward.
   bodies: `Body` of each branch of a cond, or the one of a loop or region.
-  times: how often a body runs, or None where only the run can say.
+  times: how often a body runs, below 1 for a branch that is not always taken,
+    or None where only the run can say.
   """
 
   name: str
@@ -238,13 +241,14 @@ class _Reader:
       self.value(v.aval, _guess(name, ins, params, v.aval))
       for v in equation.outvars
     )
-    nested = self.nested(name, params, ins, jaxprs, origin)
+    names = equation.source_info.name_stack
+    nested = self.nested(name, params, ins, jaxprs, origin, names)
     ops.append(Op(name, ins, outs, params, *origin, *nested))
     if key is not None:
       self.known[key] = outs
     return outs
 
-  def nested(self, name, params, ins, jaxprs, origin):
+  def nested(self, name, params, ins, jaxprs, origin, names):
     """(bodies, how often they run) of a loop, a branch or a region."""
     times = 1
     if name == 'scan':
@@ -252,7 +256,7 @@ class _Reader:
     elif name == 'while':
       times, jaxprs, ins = None, jaxprs[1:], ins[params['cond_nconsts'] :]
     elif name == 'cond':
-      ins = ins[1:]
+      times, ins = turns.share(names), ins[1:]
     return tuple(self.body(j, c, ins, origin) for j, c in jaxprs), times
 
   def settle(self, value, target, ops):

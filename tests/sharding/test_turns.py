@@ -1,0 +1,44 @@
+"""A named branch counts as often as it is taken: traced and compiled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paraxis.sharding import compiled
+from paraxis.sharding import flops
+from paraxis.sharding import turns
+
+N = 16
+
+
+def program(name):
+  """A loop of 8 turns; a product of 2 N^3 operations in 3 of them."""
+
+  def turn(x, on):
+    def product():
+      with jax.named_scope('work'):
+        return x @ x
+
+    with jax.named_scope('x') if name is None else turns.scope(*name):
+      return jax.lax.cond(on, product, lambda: x), None
+
+  flags = np.arange(8) < 3
+  return lambda x: jax.lax.scan(turn, x, jnp.asarray(flags))[0]
+
+
+@pytest.mark.parametrize('name, taken', [(None, 8), ((3, 8), 3)])
+def test_a_branch_counts_as_often_as_its_name_says(name, taken):
+  x = jnp.eye(N)
+  assert flops.count(program(name), x).total == taken * 2 * N**3
+  text = jax.jit(program(name)).lower(x).compile().as_text()
+  runs = compiled.Program(text).runs(weigh=len)
+  found = [r.times for r in runs if r.instruction.opcode == 'dot']
+  assert sum(found) == taken
+
+
+def test_share():
+  assert turns.times(22, turns.share('jit(f)/turns_15_of_22/cond')) == 15
+  assert turns.times(10, turns.share('turns_1_of_4')) == 2.5
+  # Only a conditional's own name counts, not one further out.
+  assert turns.share('jit(f)/turns_15_of_22/forward/cond') == 1
