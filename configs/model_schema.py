@@ -47,7 +47,8 @@ class Experts:
   balance_scope: str = field(
     'microbatch',
     'where loads are counted: a sequence, the tokens of one device, a '
-    'microbatch, a whole step; running: the step before',
+    'microbatch, a whole step (one more forward pass where that has several '
+    'microbatches); running: the step before',
     ('sequence', 'device', 'microbatch', 'step', 'running'),
   )
   router_z: float = field(0.0, 'weight of the router z-loss', low=0.0)

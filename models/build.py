@@ -131,6 +131,16 @@ def check_experts(model, rules, sizes):
     f'model.experts.top_k={experts.top_k} from.',
   )
   _need(
+    not (experts.residual and experts.shared),
+    f'model.experts.residual and model.experts.shared={experts.shared} both '
+    'put an mlp beside the experts: take one of them.',
+  )
+  _need(
+    experts.shared or not experts.shared_gate,
+    'model.experts.shared_gate gates shared experts, but model.experts.shared='
+    '0.',
+  )
+  _need(
     experts.hot <= experts.count,
     f'model.experts.hot={experts.hot} is above model.experts.count='
     f'{experts.count}.',

@@ -158,8 +158,13 @@ class Decoder:
       # What a tape records may not stay in what is computed again.
       if self.policy is not None and project.tape() is None:
         layer = jax.checkpoint(layer, policy=self.policy)
-      y = layer(x, see, {p: values[p] for p in slots})
-      x = y if on is None else jnp.where(on[i], y, x)
+      mine = {p: values[p] for p in slots}
+      if on is None:
+        x = layer(x, see, mine)
+        continue
+      # What is not there has no tokens, so that its experts count none.
+      valid = see.valid & on[i]
+      x = jnp.where(on[i], layer(x, see._replace(valid=valid), mine), x)
     return x
 
   def _layer_of_unit(self, kind, slots, x, see, values):

@@ -14,7 +14,8 @@ count a fraction.
 
 Terms of the loss and counts leave through the gradient (models/router.py):
 `load` holds, of the step before, the assignments to each expert, those dropped,
-and the router's entropy summed over tokens; `bias` gets the same counts.
+and the router's entropy summed over tokens; `bias` gets the same counts. With a
+cache nothing is dropped: what a request gets must not depend on its neighbours.
 
 Legend: B rows, T tokens, D model, F hidden width, E experts, K choices, S rows
 sorted by expert.
@@ -99,7 +100,12 @@ class Moe(nnx.Module):
       'BTD,DE->BTE', x_BTD, RESIDUAL, w[...], names, out, wide
     )
 
-  def _plan(self):
+  def _plan(self, decoding):
+    if annotate.mode() == 'manual' and _copies() > 1:
+      raise ValueError(
+        f'experts: {_copies()} devices hold the same tokens; in a manual '
+        'region the length must be split over them (mesh.sequence).'
+      )
     if annotate.carriers('expert_mlp'):
       raise errors.UserError(
         f'mesh.rules: expert_mlp over {annotate.carriers("expert_mlp")}; the '
@@ -118,7 +124,7 @@ class Moe(nnx.Module):
       experts=self.count,
       region=region,
       gather=annotate.carriers('expert_embed'),
-      factor=experts.capacity_factor,
+      factor=0.0 if decoding else experts.capacity_factor,
       hierarchical=experts.hierarchical and len(region) > 1,
     )
 
@@ -130,13 +136,15 @@ class Moe(nnx.Module):
     counters = [self.load]
     if self.config.experts.bias_rate:
       counters.append(self.bias)
-    valid = jnp.ones(x_BTD.shape[:2], bool) if see.valid is None else see.valid
-    denominator = jnp.asarray(
-      1.0 if see.denominator is None else see.denominator
-    )
+    valid, denominator = see.valid, see.denominator
+    if valid is None:
+      valid = annotate.put(jnp.ones(x_BTD.shape[:2], bool), ROWS)
+    denominator = jnp.asarray(1.0 if denominator is None else denominator)
     params = [self.router, *counters, *weights]
     axes = [p.get_metadata('axes') for p in params]
-    inside = functools.partial(self._inside, self._plan(), len(counters))
+    inside = functools.partial(
+      self._inside, self._plan(see.slot is not None), len(counters)
+    )
     run = annotate.region(
       inside, (RESIDUAL, ROWS, (), *axes), (RESIDUAL,), single=True
     )

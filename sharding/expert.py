@@ -22,7 +22,8 @@ Either way two exchanges forward and two backward. `hierarchical` exchanges over
 one axis after the other (DeepSpeed-MoE, arXiv:2201.05596, section 5.3; SE-MoE,
 arXiv:2205.10034): the same bits arrive in sum_a (r_a - 1) messages, each
 r / r_a times as large, not in r - 1. `hot` experts (Hecate, arXiv:2502.02581)
-are gathered by every device of the region: their tokens stay at home.
+are gathered by every device of the region: their tokens stay at home (a padded
+exchange keeps its slots; what they then spare is the work of the busiest).
 
 Functions of axis names, for a fully manual region with check_vma=False, or for
 one device (region ()). No activation is summed under differentiation.
@@ -119,9 +120,8 @@ def dispatch(run, weights, x_ND, ids_NK, mix_NK, valid_N, plan, hot=None):
     keep_NK = keep_NK & fits
   outs = []
   if hot is not None:
-    index = (
-      jnp.full(plan.experts, hot.size, jnp.int32).at[hot].set(_range(hot.size))
-    )
+    absent = jnp.full(plan.experts, hot.size, jnp.int32)
+    index = absent.at[hot].set(_range(hot.size))
     near = index[ids_NK]
     stays = keep_NK & (near < hot.size)
     copies = [materialise(w, hot, plan.region) for w in weights]

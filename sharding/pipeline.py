@@ -84,6 +84,11 @@ def _zeros(function, *args):
   return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
+def _wide(x):
+  """In which a sum of x is kept."""
+  return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def _when(name, flags, predicate, function):
   """function() where a predicate that is equal on all devices holds, or 0.
 
@@ -156,6 +161,11 @@ class _Executor:
     """Whole parameters of a chunk, and which of its layers there are."""
     on = None if self._on is None else self._on[chunk]
     return self.calls.gather(self._chunk(self.stack, chunk)), on
+
+  def of_chunks(self, like):
+    """Zeros for sums over a stack, given those of one chunk."""
+    rows = like.shape[0] * self.schedule.chunks
+    return jnp.zeros((rows, *like.shape[1:]), _wide(like))
 
   def add(self, sums, gradients, chunk):
     """Sums of a stack with those of one chunk added."""
@@ -310,10 +320,6 @@ class _Executor:
       return calls.scatter(gradients | late), tapes
 
     sums, tapes = jax.eval_shape(backward)
-    wide = lambda x: jnp.promote_types(x.dtype, jnp.float32)
-    of_chunk = lambda s: jnp.zeros(
-      (s.shape[0] * self.schedule.chunks, *s.shape[1:]), wide(s)
-    )
     loss = lambda: calls.loss(self.ends, embed(), 0)
     return _Carry(
       _rows(embed, tables.inputs),
@@ -321,8 +327,8 @@ class _Executor:
       _rows(embed, tables.cotangents),
       _rows(lambda: backward()[1], tables.stores),
       _zeros(loss),
-      jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x)), self.ends),
-      jax.tree.map(of_chunk, sums),
+      jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x)), self.ends),
+      jax.tree.map(self.of_chunks, sums),
     )
 
 
@@ -347,24 +353,45 @@ def gradients(schedule, calls, ends, stack, on=None):
   return carry.loss, carry.ends, carry.stack
 
 
-def total(schedule, calls, ends, stack, on=None):
-  """The loss alone: forward phases, without what a backward pass needs."""
+def forward(schedule, calls, ends, stack, on=None):
+  """Forward phases alone: the loss, and sums of what they keep.
+
+  Args: as `gradients`. What calls.forward keeps is added up if it is a dict,
+  {path: (layers of a chunk, ...)}, and dropped otherwise.
+
+  Returns:
+    (loss, {path: (chunks x layers, ...)}), of this shard.
+  """
   run = _Executor(schedule, calls, ends, stack, on, forward=True)
+  x = lambda: calls.embed(ends, 0)
+
+  def kept():
+    values, rows = run.values(0)
+    found = calls.forward(values, x(), 0, rows)[1]
+    return found if isinstance(found, dict) else {}
 
   def tick(carry, row):
-    inputs, total = carry
+    inputs, total, sums = carry
     row = run.mine(row)
-    x, y, _ = run.forward(row, inputs, run.embed(row))
+    x, y, kept = run.forward(row, inputs, run.embed(row))
+    if sums:
+      sums = run.add(sums, _select(row['f_on'], kept), row['f_chunk'])
     slot = jnp.where(row['f_first'], row['f_slot'], run.tables.inputs)
     inputs = inputs.at[slot].set(x)
-    loss = run.only_loss(row, y)
+    total = total + run.only_loss(row, y)
     for k, link in enumerate(run.tables.links):
       inputs = inputs.at[row['f_receive'][k]].set(run.send(y, link))
-    return (inputs, total + loss), None
+    return (inputs, total, sums), None
 
-  embed = lambda: calls.embed(ends, 0)
   start = (
-    _rows(embed, run.tables.inputs),
-    _zeros(lambda: calls.loss(ends, embed(), 0)),
+    _rows(x, run.tables.inputs),
+    _zeros(lambda: calls.loss(ends, x(), 0)),
+    jax.tree.map(run.of_chunks, jax.eval_shape(kept)),
   )
-  return lax.scan(tick, start, run.columns())[0][1]
+  _, total, sums = lax.scan(tick, start, run.columns())[0]
+  return total, sums
+
+
+def total(schedule, calls, ends, stack, on=None):
+  """The loss alone, of this shard."""
+  return forward(schedule, calls, ends, stack, on)[0]

@@ -22,6 +22,7 @@ from paraxis.configs import errors
 from paraxis.configs import schema
 from paraxis.train import compiling
 from paraxis.train import evaluate
+from paraxis.train import expert_counts
 from paraxis.train import job as job_lib
 from paraxis.train import metrics as metrics_lib
 from paraxis.train import state as state_lib
@@ -136,7 +137,7 @@ class _Recorder:
   def __init__(self, job, writers, progress, callbacks):
     self._job, self._writers, self._progress = job, writers, progress
     self._train, self._callbacks = job.config.train, callbacks
-    self._paths = sorted(job.model.axes)
+    self._paths = sorted(expert_counts.without(job.model, job.model.axes))
     self._pending, self._before = None, time.perf_counter()
     self.last = {}
 
@@ -157,7 +158,7 @@ class _Recorder:
     self._before = time.perf_counter()
 
   def _record(self, step, numbers, tokens):
-    numbers = jax.device_get(numbers)
+    numbers, every = jax.device_get(numbers), self._train.print_every
     now = time.perf_counter()
     seconds, self._before = now - self._before, now
     rates = {
@@ -171,9 +172,12 @@ class _Recorder:
       'perf/step_seconds': seconds,
       'perf/tokens_per_second': tokens / seconds,
       'perf/memory_bytes': metrics_lib.memory_bytes(),
+      **expert_counts.values(self._job.model, numbers, step % every == 0),
     }
     self._writers.write(step, values)
     self._progress.step(step, values)
+    if step % every == 0:
+      expert_counts.warn(self._job.model, step, values, self._progress.say)
     self.last = values
     for callback in self._callbacks:
       callback(step, values, self._job)
@@ -212,6 +216,7 @@ def run(
   make_step=step_lib.make,
   callbacks=(),
   say=print,
+  devices=None,
 ):
   """Trains, or continues, the run of a workdir.
 
@@ -223,6 +228,7 @@ def run(
     callbacks: functions of (step, values, job), called when the numbers of a
       step are known: after the next one is dispatched.
     say: prints one line.
+    devices: jax devices; default all.
 
   Returns:
     dict: step, stopped ('' or the signal's name), loss, evaluation.
@@ -234,7 +240,7 @@ def run(
   """
   started = time.perf_counter()
   say = say if jax.process_index() == 0 else lambda line: None
-  job = job_lib.make(config, mesh_text, say=say)
+  job = job_lib.make(config, mesh_text, devices, say)
   path, lock = _claim(job, workdir, say)
   with lock, job.context():
     return _run(job, path, make_step, callbacks, say, started)

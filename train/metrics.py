@@ -53,7 +53,10 @@ def memory_bytes():
 
 
 class Writers:
-  """Writes rows of scalars to every logger that the configuration asks for."""
+  """Writes rows of numbers to every logger that the configuration asks for.
+
+  Lists go to the file alone.
+  """
 
   def __init__(self, workdir, train, config):
     """train: schema.Train; config: schema.Config. Process 0 writes."""
@@ -82,7 +85,9 @@ class Writers:
       return
     row = {'step': int(step)}
     for name, v in values.items():
-      row[name] = v if isinstance(v, int) or math.isfinite(v) else None
+      plain = isinstance(v, int | list) or math.isfinite(v)
+      row[name] = v if plain else None
+    values = {n: v for n, v in values.items() if not isinstance(v, list)}
     self._file.write(json.dumps(row) + '\n')
     self._file.flush()
     if self._board:

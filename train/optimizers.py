@@ -19,6 +19,7 @@ from optax import contrib
 
 from paraxis.sharding import annotate
 from paraxis.sharding import rules as rules_lib
+from paraxis.train import expert_counts
 
 
 def schedule(config, steps):
@@ -55,14 +56,16 @@ class Optimizer:
       for p, kind in model.kinds.items()
       if kind == 'matrix' and config.name == 'muon'
     ]
+    rest = expert_counts.without(model, model.kinds)
     self.groups = {
-      'adamw': [p for p in model.kinds if p not in muon],
+      'adamw': [p for p in rest if p not in muon],
       'muon': muon,
     }
 
   def _dimensions(self, path):
     axes = self.model.axes[path]
-    first = 1 if axes[0] == 'layers' else 0
+    # Layers, and the experts of one, are a batch of matrices.
+    first = sum(name in ('layers', 'experts') for name in axes[:2])
     middle = first + self.model.inputs[path]
     return contrib.MuonDimensionNumbers(
       tuple(range(first, middle)), tuple(range(middle, len(axes)))
@@ -128,6 +131,7 @@ class Optimizer:
       )
       for p, d in direction.items():
         new_params[p] = params[p] - rate.astype(d.dtype) * d
+    new_params |= expert_counts.update(self.model, grads, params)
     axes = self.model.axes
     return {p: annotate.put(new_params[p], axes[p]) for p in own}, new_state
 

@@ -26,6 +26,7 @@ from paraxis.sharding import annotate
 from paraxis.sharding import pipeline
 from paraxis.sharding import schedules
 from paraxis.sharding import tape
+from paraxis.train import expert_counts
 from paraxis.train import loss as loss_lib
 
 # Parameters are sharded over these beyond what the model computes on.
@@ -95,7 +96,7 @@ class Pipeline:
     return self.model.run(self.model.depth.kinds, values, x, see, on, taped)
 
   def forward(self, values, x, i, on):
-    """pipeline.Calls.forward: keeps what the backward pass reads, or nothing."""
+    """pipeline.Calls.forward; keeps what backward reads, or nothing."""
     run = functools.partial(self._layers, i, on)
     if self.built.pipeline.activations == 'recompute':
       return run(values, x), ()
@@ -118,6 +119,14 @@ class Pipeline:
       back = jax.tree.unflatten(self._tree, leaves)
     gradients, gx = back(g)
     return gx, gradients, ()
+
+  def count(self, values, x, i, on):
+    """As `forward`; kept is what experts count (models/router.py)."""
+    paths = expert_counts.paths(self.model, (expert_counts.LOAD,))
+    run = lambda loads: self._layers(i, on, values | loads, x)
+    y, back = jax.vjp(run, {p: values[p] for p in paths if p in values})
+    (counts,) = back(jnp.zeros_like(y))  # whatever the cotangent of y
+    return y, counts
 
   def _backward_taped(self, values, x, g, i, on):
     """`backward` without the gradients of products, which `weights` makes."""

@@ -29,6 +29,7 @@ from paraxis.models import depth
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding import store as store_lib
+from paraxis.train import expert_counts
 from paraxis.train import state as state_lib
 from paraxis.train import trial
 
@@ -116,28 +117,38 @@ class Run:
     bound = self.bound if bound is None else bound
     return Row(name, bound, measured, measured <= bound, where)
 
-  def loss_difference(self, loss):
+  def loss_difference(self, loss, reference=None):
     """Of batch 0; infinite if it is not finite."""
-    wanted = self.reference.loss
+    wanted = (reference or self.reference).loss
     gap = abs(float(loss) - wanted) / abs(wanted)
     return gap if math.isfinite(gap) else math.inf
 
-  def gradient_difference(self, gradients):
+  def gradient_difference(self, gradients, reference=None):
     """(difference, leaf) of batch 0."""
+    wanted = (reference or self.reference).gradients
     found = self.in_order(gradients)
-    return trial.worst(found, self.reference.gradients, FLOOR)
+    model = self.side.job.model
+    learned = functools.partial(expert_counts.without, model)
+    counts = expert_counts.paths(model)
+    pick = lambda tree: {p: tree[p] for p in counts}
+    # Counts are hundreds: they would make every other leaf look small.
+    parts = [trial.worst(learned(found), learned(wanted), FLOOR)]
+    if counts:
+      parts.append(trial.worst(pick(found), pick(wanted)))
+    return max(parts)
 
   def variant(self, name, **train):
     """Row of loss and gradients where fields of config.train are others."""
     train = dataclasses.replace(self.config.train, **train)
     config = dataclasses.replace(self.config, train=train)
     side = trial.Side(config, self.devices)
-    state = side.start(self.reference.params)
-    loss, gradients = side.gradients(state, self.reference.batches[0])
-    gap = self.loss_difference(loss)
+    one = trial.reference(config, self.packed, self.devices[0])
+    state = side.start(one.params)
+    loss, gradients = side.gradients(state, one.batches[0])
+    gap = self.loss_difference(loss, one)
     if gap > self.loss_bound:
       return self.row(name, (gap, 'the loss'), self.loss_bound)
-    return self.row(name, self.gradient_difference(gradients))
+    return self.row(name, self.gradient_difference(gradients, one))
 
 
 def _loss(run):
@@ -192,11 +203,12 @@ def _steps(run):
   reference = run.reference
   state = run.side.steps(reference.params, reference.batches)
   found, wanted = run.in_order(state.params), reference.stepped
-  top = {p: np.abs(g).max() for p, g in reference.gradients.items()}
+  learned = expert_counts.without(run.side.job.model, reference.gradients)
+  top = {p: np.abs(g).max() for p, g in learned.items()}
   gaps = {
     p: float(np.abs(found[p] - x).max())
     for p, x in wanted.items()
-    if top[p] > ROUNDING * max(top.values())
+    if top.get(p, 0) > ROUNDING * max(top.values())
   }
   where = max(gaps, key=gaps.get)
   rates = run.side.job.optimizer.rates

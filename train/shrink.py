@@ -136,6 +136,23 @@ def _model(full, sizes, asked):
     window=min(model.window, 3 * length // 8) if windowed else model.window,
     max_positions=length if model.max_positions else 0,
     attention_block=min(model.attention_block, 16),
+    experts=_experts(model.experts, devices),
+  )
+
+
+def _experts(experts, devices):
+  """Few experts; nothing is dropped, for what is depends on the layout."""
+  if not experts.count:
+    return experts
+  count = _size(experts.count, 16, math.lcm(devices, experts.groups))
+  scope = experts.balance_scope
+  return dataclasses.replace(
+    experts,
+    count=count,
+    d_ff=min(experts.d_ff, 32),
+    hot=min(experts.hot, count // 4),
+    capacity_factor=0.0,
+    balance_scope='microbatch' if scope == 'device' else scope,
   )
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from paraxis.sharding import annotate
 from paraxis.sharding import pipeline
 from paraxis.sharding import rules as rules_lib
+from paraxis.train import expert_counts
 from paraxis.train import loss as loss_lib
 from paraxis.train import pipeline_step
 from paraxis.train import state as state_lib
@@ -25,8 +26,8 @@ class Step(NamedTuple):
 
   grads(params, batch) -> (loss, {path: gradient}).
   update(state, loss, grads) -> (state, metrics): loss, grad_norm, squares (sum
-    of squares of each gradient, sorted by path), skipped, skipped_in_a_row,
-    learning_rate_<group>.
+    of squares of each learned gradient, sorted by path), skipped,
+    skipped_in_a_row, learning_rate_<group>, experts/<what experts count>.
   evaluate(params, batch) -> () sum of nats over the weighted targets.
   """
 
@@ -53,13 +54,16 @@ def make(built, optimizer, clip_norm):
     grads = functools.partial(_manual_gradients, built, _of_shards)
 
   def update(state, loss, grads):
-    squares = jnp.stack([jnp.sum(jnp.square(grads[p])) for p in sorted(grads)])
+    learned = expert_counts.without(model, grads)
+    squares = jnp.stack(
+      [jnp.sum(jnp.square(grads[p])) for p in sorted(learned)]
+    )
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     clip = jnp.minimum(1.0, clip_norm / norm) if clip_norm else 1.0
 
     def move(params, inner):
-      clipped = {p: g * clip for p, g in grads.items()}
+      clipped = grads | {p: g * clip for p, g in learned.items()}
       return optimizer.update(clipped, inner, params, state.step)
 
     # A branch, not a select: selecting reads everything twice, and the update
@@ -84,32 +88,37 @@ def make(built, optimizer, clip_norm):
       **{
         f'learning_rate_{g}': r for g, r in optimizer.rates(state.step).items()
       },
+      **expert_counts.metrics(model, grads),
     )
     return new, metrics
 
   return Step(grads, update, evaluate)
 
 
-def _accumulate(model, params, batch, each):
+def _accumulate(model, params, batch, each, of=None):
   """(loss, gradients) of a batch, or the sums over its microbatches.
 
-  In a manual region: of this shard's tokens alone. each(path, gradient): the
-  layout in which the sums of a microbatch are kept.
-  """
+  In a manual region: of this shard's tokens alone.
 
-  def one(params, batch):
-    objective = lambda p: loss_lib.next_token(model, p, batch)
-    loss, grads = jax.value_and_grad(objective)(params)
+  Args:
+    each: (path, gradient): the layout in which sums of a microbatch are kept.
+    of: paths to differentiate with respect to; default all.
+  """
+  wanted = params if of is None else {p: params[p] for p in of}
+
+  def one(wanted, batch):
+    objective = lambda w: loss_lib.next_token(model, params | w, batch)
+    loss, grads = jax.value_and_grad(objective)(wanted)
     return loss, {p: each(p, g) for p, g in grads.items()}
 
   if batch.tokens.ndim == 2:
-    return one(params, batch)
+    return one(wanted, batch)
   share = lambda arrays: batch._replace(
     **dict(zip(batch._fields[:-1], arrays, strict=True))
   )
 
   def zero(p):
-    x = params[p]
+    x = wanted[p]
     like = annotate.like(x, 0, jnp.promote_types(x.dtype, jnp.float32))
     if annotate.mode() != 'manual':
       return each(p, like)
@@ -117,17 +126,38 @@ def _accumulate(model, params, batch, each):
     return jnp.zeros(kept.shape, kept.dtype)  # no message for zeros
 
   def add(total, arrays):
-    return jax.tree.map(jnp.add, total, one(params, share(arrays))), ()
+    return jax.tree.map(jnp.add, total, one(wanted, share(arrays))), ()
 
   scalar = jnp.zeros((), jnp.promote_types(model.config.dtype, jnp.float32))
-  start = scalar, {p: zero(p) for p in params}
+  start = scalar, {p: zero(p) for p in wanted}
   return jax.lax.scan(add, start, tuple(batch[:-1]))[0]
+
+
+def _with_loads(model, params, batch, count):
+  """Parameters in which experts find the loads of this whole step, if asked.
+
+  model.experts.balance_scope='step' (arXiv:2501.11873, section 3): the share of
+  each expert is counted over all microbatches, in a forward pass of its own,
+  before gradients are taken. Of one microbatch they count themselves.
+
+  count(paths) -> {path: counts}, summed over all devices.
+  """
+  paths = expert_counts.whole_step(model)
+  if not paths:
+    return params
+  if batch.tokens.ndim == 2:
+    return params | {p: jnp.zeros_like(params[p]) for p in paths}
+  found = count(paths)
+  return params | {p: found[p].astype(params[p].dtype) for p in paths}
 
 
 def _gradients(model, params, batch):
   """(loss, gradients); the compiler places the collectives."""
   store = lambda stage: lambda p, g: annotate.stored(g, model.axes[p], stage)
-  loss, grads = _accumulate(model, params, batch, store(rules_lib.SUMS))
+  sums = store(rules_lib.SUMS)
+  count = lambda of: _accumulate(model, params, batch, sums, of)[1]
+  params = _with_loads(model, params, batch, count)
+  loss, grads = _accumulate(model, params, batch, sums)
   last = store(rules_lib.GRADIENTS)
   return loss, {p: last(p, g) for p, g in grads.items()}
 
@@ -193,8 +223,15 @@ def _batch_specs(batch):
 
 def _of_shards(built, layouts, params, batch):
   """(loss, gradients) of this shard's tokens."""
+  model = built.model
   each = lambda p, g: _scatter(g, layouts.own[p], layouts.kept[p])
-  return _accumulate(built.model, params, batch, each)
+
+  def count(of):
+    own = _accumulate(model, params, batch, lambda p, g: g, of)[1]
+    return {p: _all_reduce(g, layouts.own[p]) for p, g in own.items()}
+
+  params = _with_loads(model, params, batch, count)
+  return _accumulate(model, params, batch, each)
 
 
 def _split(params):
@@ -211,11 +248,22 @@ def _on(built):
 
 def _of_stages(built, layouts, params, batch):
   """(loss, gradients) of this shard's tokens and stage, by the schedule."""
-  ends, stack = _split(params)
   with annotate.use(pipeline_step.whole_rules(built.rules)):
     whole = {p: annotate.spec(built.model.axes[p]) for p in params}
   scatter = lambda p, g: _scatter(g, whole[p], layouts.kept[p])
   run = pipeline_step.Pipeline(built, batch, scatter)
+
+  def count(of):
+    del of
+    calls = run.calls()._replace(forward=run.count)
+    ends, stack = _split(params)
+    with run.context():
+      _, own = pipeline.forward(
+        built.schedule, calls, run.gather(ends), stack, _on(built)
+      )
+    return {p: _all_reduce(g, layouts.own[p]) for p, g in own.items()}
+
+  ends, stack = _split(_with_loads(built.model, params, batch, count))
   with run.context():
     loss, of_ends, of_stack = pipeline.gradients(
       built.schedule, run.calls(), run.gather(ends), stack, _on(built)

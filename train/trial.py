@@ -23,6 +23,7 @@ from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models import depth
+from paraxis.train import expert_counts
 from paraxis.train import job as job_lib
 from paraxis.train import optimizers
 from paraxis.train import state as state_lib
@@ -171,11 +172,15 @@ def _parameters(side, seed=0):
   """Random NumPy parameters: at their initial 1 and 0, scales and biases hide
   mistakes."""
   rng = np.random.default_rng(seed)
+  draw = {
+    'vector': lambda shape: rng.normal(0.5, 0.3, shape),
+    expert_counts.LOAD: lambda shape: rng.integers(1, 9, shape),
+    expert_counts.BIAS: lambda shape: rng.normal(0, 0.01, shape),
+  }
+  plain = lambda shape: rng.normal(0, 0.3, shape)
   kinds = side.job.model.kinds
   return {
-    path: (
-      rng.normal(0.5 if kinds[path] == 'vector' else 0, 0.3, leaf.shape)
-    ).astype(leaf.dtype)
+    path: draw.get(kinds[path], plain)(leaf.shape).astype(leaf.dtype)
     for path, leaf in sorted(side.job.built.params.items())
   }
 
@@ -234,8 +239,15 @@ def reference(config, packed, device):
     packed: see `batches`.
     device: the one to use.
   """
+  experts = config.model.experts
+  counted = experts.count and experts.balance
+  by_microbatch = counted and experts.balance_scope == 'microbatch'
   train = dataclasses.replace(
-    config.train, remat='none', memory='', microbatches=1
+    config.train,
+    remat='none',
+    memory='',
+    # Loads counted over a microbatch are of the method, not of the layout.
+    microbatches=config.microbatches if by_microbatch else 1,
   )
   plain = dataclasses.replace(
     config, mesh=schema.Mesh(), pipeline=schema.Pipeline(), train=train

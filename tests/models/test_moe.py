@@ -32,6 +32,7 @@ class See(NamedTuple):
 
   valid: object
   denominator: object
+  slot: object = None
 
 
 @pytest.fixture(autouse=True)
@@ -359,6 +360,14 @@ def test_experts_have_no_order():
   assert np.abs(forward(c)(params | moved) - y).max() > 0.1
 
 
+def test_nothing_is_dropped_with_a_cache(monkeypatch):
+  c = config(capacity_factor=0.6, balance=0.0, router_z=0.0)
+  monkeypatch.setattr(See.__new__, '__defaults__', (0,))
+  y = jit(lambda p, x, v: layer(c, p, x, v))(*arrays(c)[:3])
+  expected = reference(config(balance=0.0, router_z=0.0))['y']
+  np.testing.assert_allclose(y, expected, rtol=0, atol=1e-10)
+
+
 def test_what_is_dropped_is_counted():
   """By a loop over the tokens of one device; its tokens are then only 0."""
   c = config(capacity_factor=0.6, balance=0.0, router_z=0.0)
@@ -378,6 +387,11 @@ def test_what_is_dropped_is_counted():
   lost[alone] = True
   y = found['y'].reshape(-1, D)
   np.testing.assert_array_equal((y == 0).all(1), lost | ~valid.ravel())
+
+
+def test_tokens_held_twice_are_an_error_inside_a_region():
+  with pytest.raises(ValueError, match='2 devices hold .*mesh.sequence'):
+    ours(config(region='tensor'), 'data=2,tensor=2', True, sequence=False)
 
 
 def test_parameters_say_what_they_are():

@@ -131,7 +131,9 @@ def test_scopes_on_a_mesh(scope):
     run, mesh=mesh, in_specs=(rows, rows), out_specs=P('data', *axes[0]),
     check_vma=False,
   )  # fmt: skip
-  f = np.asarray(jax.jit(run)(ids, valid)).reshape(2, 4, E)  # row, chunk of its tokens
+  f = np.asarray(jax.jit(run)(ids, valid)).reshape(
+    2, 4, E
+  )  # row, chunk of its tokens
   chunks = np.where(valid[..., None, None], np.eye(E)[ids], 0).sum(2)
   chunks = chunks.reshape(2, 4, 2, E).sum(2)  # what each device counts
   total = {

@@ -220,7 +220,7 @@ class Program:
     def local(ends, stack, data):
       on = None if self.even else self.rows >= 0
       calls = self.toy(data).calls()
-      return pipeline.total(self.schedule, calls, ends, stack, on)
+      return pipeline.forward(self.schedule, calls, ends, stack, on)[0]
 
     return jax.shard_map(
       local, in_specs=(ENDS, STACK, P()), out_specs=P(), check_vma=False
@@ -340,7 +340,9 @@ def changed(tables, field, at):
   """The field with one entry wrong, but within range."""
   x = getattr(tables, field).copy()
   if field in SIZES:
-    x[at] = getattr(tables, SIZES[field])  # the trash
+    # Another row, the trash if there is one only: F leaves its x there too.
+    n = getattr(tables, SIZES[field])
+    x[at] = n if n == 1 else (x[at] + 1) % n
   elif x.dtype == bool:
     x[at] = not x[at]
   elif field == 'f_microbatch' or field == 'b_microbatch':
@@ -353,7 +355,10 @@ def changed(tables, field, at):
 def entries(tables, split):
   """(field, index) of what decides: active entries, and what receives."""
   for field, on in (READ | (APART if split else {})).items():
-    for at in np.argwhere(getattr(tables, on)):
+    read = getattr(tables, on)
+    if field == 'b_first':  # where a microbatch leaves
+      read = read & (tables.embed_back >= 0)[:, None]
+    for at in np.argwhere(read):
       yield field, tuple(at)
   for field in ('f_receive', 'b_receive', 'loss_slot'):
     kept = getattr(tables, field) != getattr(tables, SIZES[field])

@@ -18,10 +18,11 @@ import pytest
 from paraxis.configs import errors
 from paraxis.configs import schema
 from paraxis.sharding import rules
+from paraxis.sharding import schedules
 from paraxis.train import covering
 from paraxis.train import verify
 
-AXES = ('replica', 'data', 'fsdp', 'context', 'tensor')
+AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
 # A little of everything that a layer may have, in three models.
 MODELS = {
   'llama': dict(pattern='F', qk_norm='head'),
@@ -42,8 +43,11 @@ REMAT = {
 REMAT['offload'] = dict(
   remat='full', memory='residual=offload,attention=offload'
 )
+# Layers of a pipeline: for 2 to 12 chunks, shared out evenly and not.
+DEPTH = {'llama': 13, 'gpt': 26, 'gemma': 12}
 FACTORS = dict(
   replica=(1, 2),
+  stage=(1, 2, 4),
   data=(1, 2, 8),
   fsdp=(1, 2, 8),
   context=(1, 2, 4, 8),
@@ -56,6 +60,11 @@ FACTORS = dict(
     'none', 'ring', 'all_gather', 'ulysses', 'usp', 'token_ring', 'rsa',
   ),
   order=('none', 'zigzag', 'contiguous', 'striped'),
+  schedule=(
+    'none', 'gpipe', 'one_f_one_b', 'interleaved', 'zero_bubble', 'v_half',
+  ),
+  chunks=(1, 2, 3),
+  activations=('recompute', 'store'),
   kv_heads=(8, 4, 2),
   model=tuple(MODELS),
   packed=(True, False),
@@ -63,6 +72,15 @@ FACTORS = dict(
   remat=tuple(REMAT),
   optimizer=('adamw', 'muon'),
 )  # fmt: skip
+APART = ('zero_bubble', 'v_half')  # weight gradients are
+
+
+def chunks_of(schedule):
+  """Chunks that a schedule takes, of those in FACTORS."""
+  fewest, most = schedules.CHUNKS.get(schedule, (1, 1))
+  return range(fewest, (most or 3) + 1)
+
+
 SEED = 7  # of 40, one that gives the fewest cases
 RULES = tuple(
   covering.Rule(*rule)
@@ -74,9 +92,23 @@ RULES = tuple(
     (('data', 'zero'), lambda n, zero: n > 1 or not zero),
     (('tensor', 'sequence'), lambda n, sequence: n > 1 or sequence),
     (('tensor', 'collective_matmul'), lambda n, rings: n > 1 or not rings),
+    (('stage', 'schedule'), lambda n, name: (n > 1) == (name != 'none')),
+    (('stage', 'activations'), lambda n, how: n > 1 or how == 'recompute'),
+    (('schedule', 'chunks'), lambda name, v: v in chunks_of(name)),
+    # A pipeline's collectives are its own, whatever that says.
+    (('stage', 'collectives'), lambda n, how: n == 1 or how == 'annotated'),
     # What is refused, with a message of its own.
     (('sequence', 'collective_matmul'), lambda s, rings: s or not rings),
     (('sequence', 'collectives'), lambda s, how: s or how == 'annotated'),
+    (('stage', 'sequence'), lambda n, sequence: n == 1 or sequence),
+    (
+      ('schedule', 'activations'),
+      lambda name, how: name not in APART or how == 'recompute',
+    ),
+    (
+      ('schedule', 'collective_matmul'),
+      lambda name, rings: name not in APART or not rings,
+    ),
   )
 )
 
@@ -87,8 +119,16 @@ def cases():
 
 
 def config_of(case):
-  """schema.Config of a case: 2 layers, 8 heads, 16 rows of 64 tokens."""
-  crossing = case['context'] > 1
+  """schema.Config of a case: 8 heads, 16 rows of 64 tokens, 2 layers or, in
+  a pipeline, more."""
+  crossing, piped = case['context'] > 1, case['stage'] > 1
+  pipeline = schema.Pipeline()
+  if piped:
+    pipeline = schema.Pipeline(
+      schedule=case['schedule'],
+      chunks=case['chunks'],
+      activations=case['activations'],
+    )
   return schema.Config(
     mesh=schema.Mesh(
       **{axis: case[axis] for axis in AXES},
@@ -99,9 +139,11 @@ def config_of(case):
       context_form=case['form'] if crossing else 'ring',
       context_order=case['order'] if crossing else 'auto',
     ),
+    pipeline=pipeline,
     model=schema.Model(
-      vocab_size=64, d_model=32, num_layers=2, num_heads=8, head_dim=4,
-      num_kv_heads=case['kv_heads'], d_ff=64, attention_block=16,
+      vocab_size=64, d_model=32, num_heads=8, head_dim=4, d_ff=64,
+      num_layers=DEPTH[case['model']] if piped else 2,
+      num_kv_heads=case['kv_heads'], attention_block=16,
       dtype='float64', param_dtype='float64',
       **MODELS[case['model']],
     ),
@@ -126,6 +168,8 @@ def name_of(case):
   rings = case['collective_matmul'].replace(',', '+')
   parts += [f'rings_{rings}'] if rings else []
   parts += [case['form'], case['order']] if case['context'] > 1 else []
+  if case['stage'] > 1:
+    parts += [f'{case["schedule"]}{case["chunks"]}', case['activations']]
   parts += [case['model'], f'kv{case["kv_heads"]}']
   parts += ['packed'] if case['packed'] else []
   parts += ['halves'] if case['microbatches'] == 2 else []
@@ -135,7 +179,9 @@ def name_of(case):
 
 def by_reference():
   """Cases, grouped by what one device is asked: a worker runs a group."""
-  group = lambda case: f'{case["model"]}{case["kv_heads"]}'
+  group = lambda case: (
+    f'{case["model"]}{case["kv_heads"]}' + '.stages' * (case['stage'] > 1)
+  )
   return [
     pytest.param(
       case, id=name_of(case), marks=pytest.mark.xdist_group(group(case))
@@ -163,12 +209,24 @@ def test_the_array_covers_every_pair():
 
 
 @pytest.mark.parametrize(
-  'fields', [dict(collectives='explicit'), dict(collective_matmul='all')]
+  'fields, text',
+  [
+    (dict(tensor=8, sequence=False, collectives='explicit'), 'sequence=True'),
+    (dict(tensor=8, sequence=False, collective_matmul='all'), 'sequence=True'),
+    (dict(stage=2, tensor=4, sequence=False), 'sequence=True'),
+    (dict(stage=8, schedule='zero_bubble', activations='store'), 'recompute'),
+    (
+      dict(stage=2, tensor=4, schedule='zero_bubble', collective_matmul='all'),
+      'leave it empty',
+    ),
+    (dict(stage=8, chunks=2), 'interleaved'),
+    (dict(stage=8, schedule='v_half'), '2 chunks'),
+  ],
+  ids=lambda x: '.'.join(map(str, x.values())) if isinstance(x, dict) else '',
 )
-def test_what_the_array_leaves_out_is_refused(fields):
-  config = layout(tensor=8, sequence=False, **fields)
-  with pytest.raises(errors.UserError, match='mesh.sequence=True'):
-    certify(config)
+def test_what_the_array_leaves_out_is_refused(fields, text):
+  with pytest.raises(errors.UserError, match=text):
+    certify(layout(**fields))
 
 
 # ------------------------------------------------- broken one at a time
@@ -216,12 +274,17 @@ FAKES = {
 }
 
 
-def undoing():
-  """Whether a backward rule of ours is being traced."""
+def within(name):
+  """Whether a function of ours with `name` in its own is being traced."""
   frame = sys._getframe()
-  while frame and 'backward' not in frame.f_code.co_name:
+  while frame and name not in frame.f_code.co_name:
     frame = frame.f_back
   return frame is not None
+
+
+def downwards(axis, pairs):
+  """Whether a permute sends cotangents of stages: its device 1 to 0."""
+  return axis == 'stage' and (1, 0) in pairs
 
 
 def only_cotangent(real, fake):
@@ -239,16 +302,17 @@ def only_cotangent(real, fake):
 
 
 def broken(kind, where):
-  """A collective that is wrong everywhere, or only where it is said."""
+  """A collective that is wrong everywhere, or only where it is said: in
+  functions with that name, such as the backward rules."""
   real, fake = getattr(jax.lax, kind), FAKES[kind]
   if where == 'cotangents':
     return only_cotangent(real, fake)
   wrong = {
-    'everywhere': lambda x: True,
-    'backward': lambda x: undoing(),
-    'gradients': lambda x: getattr(x, 'ndim', 0) > 0,
-  }[where]
-  return lambda x, *a, **k: (fake if wrong(x) else real)(x, *a, **k)
+    'everywhere': lambda x, *_: True,
+    'gradients': lambda x, *_: getattr(x, 'ndim', 0) > 0,
+    'cotangents of stages': lambda x, *a: downwards(*a),
+  }.get(where, lambda x, *_: within(where))
+  return lambda x, *a, **k: (fake if wrong(x, *a) else real)(x, *a, **k)
 
 
 def layout(**fields):
@@ -256,10 +320,12 @@ def layout(**fields):
   case = dict(
     kv_heads=8, model='llama', optimizer='adamw', microbatches=1, remat='none',
     zero=0, sequence=True, collectives='annotated', collective_matmul='',
-    form='ring', order='zigzag', **dict.fromkeys(AXES, 1),
+    form='ring', order='zigzag', schedule='one_f_one_b', chunks=1,
+    activations='recompute', **dict.fromkeys(AXES, 1),
   )  # fmt: skip
   config = config_of(case | fields)
-  model = dataclasses.replace(config.model, num_layers=1)
+  layers = config.mesh.stage * config.pipeline.chunks
+  model = dataclasses.replace(config.model, num_layers=layers)
   return dataclasses.replace(config, model=model)
 
 
@@ -280,6 +346,25 @@ BROKEN = [
   ('ppermute', 'backward', dict(tensor=8, collective_matmul='all'), True),
   ('all_to_all', 'everywhere', dict(context=8, form='ulysses'), False),
   ('all_to_all', 'cotangents', dict(context=8, form='ulysses'), True),
+  # On stages F and the loss are no part of `backward`; B computes F again.
+  ('psum', 'everywhere', dict(stage=2, data=4), False),
+  ('psum', 'gradients', dict(stage=2, data=4), False),
+  ('psum', '_all_reduce', dict(stage=2, data=4), True),
+  ('pmax', 'everywhere', dict(stage=8), False),
+  ('ppermute', 'everywhere', dict(stage=2, data=4), False),
+  ('ppermute', 'cotangents of stages', dict(stage=4, data=2), True),
+  ('ppermute', 'backward', dict(stage=2, context=4), True),
+  ('psum_scatter', 'backward', dict(stage=2, data=2, tensor=2), True),
+  ('psum_scatter', 'scatter', dict(stage=2, fsdp=4), True),
+  (
+    'psum_scatter',
+    'weights',
+    dict(stage=2, fsdp=4, schedule='zero_bubble'),
+    True,
+  ),
+  ('all_gather', 'gather', dict(stage=2, fsdp=4), False),
+  ('all_gather', 'backward', dict(stage=2, tensor=4), True),
+  ('all_to_all', 'everywhere', dict(stage=2, context=4, form='ulysses'), False),
 ]
 
 

@@ -1,0 +1,75 @@
+"""GPipe: microbatches through stages, forwards first, then backwards
+
+paper: arXiv:1811.06965
+mechanism: sharding/schedules.py, sharding/pipeline.py, sharding/simulate.py
+test: tests/train/test_claims_pipeline.py, tests/train/test_claims_pipeline_step.py
+run: paraxis reproduce gpipe
+expect: tbd
+differs: tbd
+"""
+
+from paraxis.configs import schema
+
+
+def get_config():
+  """A small decoder on stage=4,data=2, eight microbatches."""
+  config = schema.default()
+  config.mesh.stage, config.mesh.data = 4, 2
+  config.pipeline.schedule = 'gpipe'
+  config.pipeline.microbatches = 8
+
+  model = config.model
+  model.vocab_size = 264  # bytes, and room to divide by 4
+  model.d_model, model.d_ff = 64, 256
+  model.num_layers, model.num_heads = 4, 4
+
+  config.data.tokenizer = 'bytes'
+  config.data.sequence_length = 64
+  config.train.batch_size = 16
+  return config
+
+
+def claims():
+  """What `paraxis reproduce gpipe` checks."""
+  step = lambda name, **given: dict(check=f'claims_pipeline_step.{name}', **given)
+  table = lambda name, **given: dict(
+    check=f'claims_pipeline.{name}', schedule='gpipe', **given
+  )
+  equal = step(
+    'equals_one_device',
+    cases=[
+      dict(mesh='stage=4,data=2'),
+      dict(mesh='stage=2,data=2,tensor=2', activations='store'),
+      dict(mesh='stage=4', num_layers=6),
+    ],
+    within=1e-9,
+  )
+  grid = [[p, m, 1] for p in (2, 4, 8) for m in (8, 32, 128)]
+  bubble = table('bubbles', cases=grid, share=1, model='asynchronous')
+  locked = bubble | dict(model='lock_step')
+  small = table(
+    'bubble_share', per_stage=4, stages=[2, 4, 8, 16], at_most=0.2
+  )
+  held = table(
+    'inputs_held',
+    cases=[[4, 8, 1, 8], [4, 32, 1, 32], [8, 64, 1, 64]],
+    balanced=True,
+  )
+  memory = step(
+    'temporaries',
+    mesh='stage=4', rows=2, microbatches=[8, 16, 32],
+    grows={'gpipe': True, 'one_f_one_b': False},
+  )  # fmt: skip
+  kept = step(
+    'rematerialised',
+    mesh='stage=4', rows=2, microbatches=32, schedule='gpipe', at_most=0.15,
+  )  # fmt: skip
+  return [
+    ('equal to one device', 'EQ', equal, None),
+    ('bubble over ideal time', 'SIM', bubble, '(K-1)/(M+K-1) of all'),
+    ('the same in lock step', 'SIM', locked, None),
+    ('share of the time at M = 4 K', 'SIM', small, 'negligible'),
+    ('inputs of stages held at once', 'SIM', held, 'M'),
+    ('memory for each microbatch more', 'HLO', memory, None),
+    ('recomputing over storing', 'HLO', kept, None),
+  ]

@@ -1,0 +1,111 @@
+"""What experts count, on its way through the gradient (models/router.py).
+
+The "gradient" of a parameter of kind 'statistic' is counts of the step: the
+assignments to each expert, those dropped, the router's entropy. It is stored,
+not stepped along, so that the state holds the counts of the step before. That
+of kind 'balance', a router's bias, is the assignments; the bias moves towards
+experts that got fewer than the mean (arXiv:2408.15664).
+
+Legend: L layers that have the parameter, E experts.
+"""
+
+import jax.numpy as jnp
+
+from paraxis.models import depth
+
+KINDS = ('statistic', 'balance')
+LOAD, BIAS = KINDS
+_EXTRA = 2  # columns after the experts: dropped, entropy
+
+
+def paths(model, kinds=KINDS):
+  """Parameters whose gradient counts."""
+  return [p for p, kind in model.kinds.items() if kind in kinds]
+
+
+def whole_step(model):
+  """Parameters that are to hold the counts of the step that is going on."""
+  experts = model.config.experts
+  asked = experts.balance and experts.balance_scope == 'step'
+  return paths(model, (LOAD,)) if asked else []
+
+
+def without(model, tree):
+  """{path: leaf} of what is learned."""
+  counted = set(paths(model))
+  return {p: x for p, x in tree.items() if p not in counted}
+
+
+def update(model, grads, params):
+  """{path: new value} of the parameters that count."""
+  rate, out = model.config.experts.bias_rate, {}
+  for path in paths(model):
+    count, old = grads[path], params[path]
+    if model.kinds[path] == LOAD:
+      out[path] = count.astype(old.dtype)
+    else:
+      under = jnp.sign(count.mean(-1, keepdims=True) - count)
+      out[path] = old + rate * under.astype(old.dtype)
+  return out
+
+
+def metrics(model, grads):
+  """{name: number or array} of a step; {} without experts.
+
+  experts/imbalance: assignments of the busiest expert / mean, the mean over
+  layers. experts/dropped: share of all assignments. experts/dropped_count: how
+  many. experts/entropy: of the router, nats per token. experts/load: {path:
+  (L, E), share of the layer's assignments that each expert got}.
+  """
+  loads = {p: grads[p] for p in paths(model, (LOAD,))}
+  if not loads:
+    return {}
+  ratio = lambda a, b: a / jnp.maximum(b, 1)
+  parts, shares = [], {}
+  for path, counts in loads.items():
+    experts, (dropped, entropy) = counts[:, :-_EXTRA], counts[:, -_EXTRA:].T
+    total = experts.sum(-1)
+    tokens = ratio(total, model.config.experts.top_k)
+    busiest = ratio(experts.max(-1), total / experts.shape[-1])
+    parts.append((busiest, dropped, total, ratio(entropy, tokens)))
+    shares[path] = experts / jnp.maximum(total, 1)[:, None]
+  join = lambda arrays: jnp.concatenate(arrays)
+  busiest, dropped, total, entropy = map(join, zip(*parts, strict=True))
+  return {
+    # Rows that hold no layer count nothing.
+    'experts/imbalance': ratio(busiest.sum(), (total > 0).sum()),
+    'experts/dropped': ratio(dropped.sum(), total.sum()),
+    'experts/dropped_count': dropped.sum(),
+    'experts/entropy': ratio(entropy.sum(), (total > 0).sum()),
+    'experts/load': shares,
+  }
+
+
+def values(model, numbers, loads):
+  """The numbers of `metrics`, on the host, as a run writes them.
+
+  Args:
+    model: models.decoder.Decoder.
+    numbers: {name: NumPy value} of a step.
+    loads: also 'experts/load/<path>', a list of shares for each layer.
+  """
+  found = {k: v for k, v in numbers.items() if k.startswith('experts/')}
+  shares = found.pop('experts/load', {})
+  out = {name: float(v) for name, v in found.items()}
+  if loads:
+    for path, v in shares.items():
+      in_order = depth.to_order(v, model.rows.get(path))
+      out[f'experts/load/{path}'] = in_order.tolist()
+  return out
+
+
+def warn(model, step, values, say):
+  """Says how much found no slot, if it is above model.experts.drop_limit."""
+  limit, share = model.config.experts.drop_limit, values.get('experts/dropped')
+  if share is not None and share > limit:
+    say(
+      f'step {step}: {values["experts/dropped_count"]:.0f} assignments to '
+      f'experts, {share:.1%} of all, found no slot (model.experts.drop_limit='
+      f'{limit:.1%}): raise model.experts.capacity_factor, or set it to 0 to '
+      'drop none.'
+    )
