@@ -79,6 +79,21 @@ def claims():
     layouts=[on(8) | last | stages[i] for i in (0, 1, 3)],
     fits={'22B': [True] * 3, '175B': large, '1T': large},
   )  # fmt: skip
+  deep = lambda p, n: dict(
+    stage=p, tensor=8, data=CHIPS // 8 // p, zero=1, microbatches=n
+  )
+  staged = fits | dict(
+    models={name: MODELS[name] for name in ('175B', '1T')},
+    layouts=[deep(8, 2), deep(32, 8), deep(64, 16)],
+    fits={'175B': [True] * 3, '1T': [False, False, True]},
+  )
+  times = lambda expected, *cases: dict(
+    check='claims_pipeline.trend', schedule='one_f_one_b', within=0.05,
+    cases=[list(c) for c in cases], expected=expected,
+  )  # fmt: skip
+  slower = times('rises', *((p, 64) for p in (2, 4, 8, 16, 32)))
+  constant = times('constant', *((p, 4 * p) for p in (4, 8, 16, 32, 64)))
+  saturates = times('falls', *((16, m) for m in (16, 64, 256, 512, 1024)))
   return [
     ('tensor 2 to 4, 8, 16', 'SIM', tensor, None),
     ('hosts that a tensor group spans', 'SIM', inside, 'tensor <= 8'),
@@ -87,4 +102,8 @@ def claims():
     ('accumulation 1 to 4, 16', 'SIM', accumulated, None),
     ('accumulation 1 to 4, 16, on fsdp', 'SIM', gathered, None),
     ('what fits without a pipeline', 'SIM', fits, None),
+    ('what fits on 8, 32, 64 stages', 'SIM', staged, None),
+    ('time, more stages', 'SIM', slower, 'rises'),
+    ('time, more stages, 4 microbatches each', 'SIM', constant, 'constant'),
+    ('time, more microbatches', 'SIM', saturates, 'saturates'),
   ]

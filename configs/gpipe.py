@@ -31,7 +31,9 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce gpipe` checks."""
-  step = lambda name, **given: dict(check=f'claims_pipeline_step.{name}', **given)
+  step = lambda name, **given: dict(
+    check=f'claims_pipeline_step.{name}', **given
+  )
   table = lambda name, **given: dict(
     check=f'claims_pipeline.{name}', schedule='gpipe', **given
   )
@@ -47,9 +49,7 @@ def claims():
   grid = [[p, m, 1] for p in (2, 4, 8) for m in (8, 32, 128)]
   bubble = table('bubbles', cases=grid, share=1, model='asynchronous')
   locked = bubble | dict(model='lock_step')
-  small = table(
-    'bubble_share', per_stage=4, stages=[2, 4, 8, 16], at_most=0.2
-  )
+  small = table('bubble_share', per_stage=4, stages=[2, 4, 8, 16], at_most=0.2)
   held = table(
     'inputs_held',
     cases=[[4, 8, 1, 8], [4, 32, 1, 32], [8, 64, 1, 64]],

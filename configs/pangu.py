@@ -1,4 +1,4 @@
-"""PanGu-alpha: data, tensor, optimizer parallelism and remat, at once
+"""PanGu-alpha: data, tensor, pipeline, optimizer parallelism and remat
 
 paper: arXiv:2104.12369
 mechanism: sharding/rules.py, models/memory.py, train/verify.py
@@ -45,6 +45,18 @@ def claims():
   equal = dict(
     check='claims_layouts.options_equal', devices=8, zero=1, within=1e-9
   )
+  # On two stages: every pair of the other four dimensions, on and off.
+  staged = dict(
+    check='claims_pipeline_step.equals_one_device', within=1e-9,
+    cases=[
+      dict(
+        mesh=f'stage=2,data={data},tensor={tensor}', zero=zero,
+        remat='full' if (data + tensor + zero) % 2 else 'none',
+        microbatches=2,
+      )
+      for data in (1, 2) for tensor in (1, 2) for zero in (0, 1)
+    ],
+  )  # fmt: skip
   one = dict(zero=0, remat='none')
   bar = lambda base, step, **ratios: dict(
     check='claims_memory.predicted_ratios',
@@ -58,6 +70,7 @@ def claims():
   by_tensor = bar(
     one, dict(tensor=8), parameters=1 / 8, optimizer=1 / 8, activations=1 / 8
   )
+  by_stage = bar(one, dict(stage=8), parameters=1 / 8, optimizer=1 / 8)
   sharded = one | dict(data=8), dict(zero=1)
   by_zero = bar(*sharded, parameters=1, optimizer=1 / 8, activations=1)
   by_remat = dict(
@@ -69,8 +82,10 @@ def claims():
   )
   return [
     ('every combination equals one device', 'EQ', equal, None),
+    ('and eight on two stages', 'EQ', staged, None),
     ('memory of 2.6B: data=8', 'SIM', by_data, None),
     ('memory of 2.6B: tensor=8', 'SIM', by_tensor, None),
+    ('memory of 2.6B: stage=8', 'SIM', by_stage, None),
     ('memory of 2.6B: data=8, then ZeRO-1', 'SIM', by_zero, None),
     ('memory of 2.6B: remat', 'SIM', by_remat, None),
   ]

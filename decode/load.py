@@ -129,14 +129,15 @@ class Checkpoint:
     """(--mesh= text, devices): the run's mesh, or one that fits, said."""
     devices = jax.devices()
     sizes = build.mesh_sizes(config, text)
-    if text and sizes.get('context', 1) != 1:
+    idle = [a for a in ('context', 'stage') if sizes.get(a, 1) != 1]
+    if text and idle:
       raise errors.UserError(
         f'--mesh={text}: decoding has one token a row at a time, nothing for '
-        'context to share; use data, fsdp or tensor.'
+        f'{" and ".join(idle)} to share; use data, fsdp or tensor.'
       )
     try:
       mesh_lib.resolve(sizes, len(devices))
-      if sizes.get('context', 1) == 1:
+      if not idle:
         return text, devices
     except errors.UserError:
       if text:

@@ -12,6 +12,7 @@ Legend: B rows, T tokens, D model, V vocabulary, L layers, S cache slots.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -128,6 +129,15 @@ class Decoder:
       path = f'layers/{path}'
       out[path] = depth.from_order(value, self.rows[path])
     return {p: annotate.put(v, self.axes[p]) for p, v in out.items()}
+
+  def sizes(self, params):
+    """{path: numbers in it}; rows of a stack that hold no layer do not count.
+
+    params: {path: array, or jax.ShapeDtypeStruct}.
+    """
+    rows = lambda p: self.rows.get(p)
+    full = lambda p: 1 if rows(p) is None else (rows(p) >= 0).mean()
+    return {p: round(math.prod(x.shape) * full(p)) for p, x in params.items()}
 
   def unstack(self, params):
     """The same parameters with one array per layer: 'layers/3/mlp/up'.

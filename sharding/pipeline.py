@@ -33,6 +33,7 @@ import numpy as np
 
 from paraxis.sharding import schedule_tables
 from paraxis.sharding import turns
+from paraxis.sharding import uniform
 
 AXIS = 'stage'
 
@@ -319,6 +320,7 @@ class _Executor:
       late = calls.weights(tapes) if jax.tree.leaves(tapes) else {}
       return calls.scatter(gradients | late), tapes
 
+    uniform.check(forward, what='a layer in a pipeline stage')
     sums, tapes = jax.eval_shape(backward)
     loss = lambda: calls.loss(self.ends, embed(), 0)
     return _Carry(

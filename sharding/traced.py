@@ -142,19 +142,24 @@ class Origin(NamedTuple):
   phase: str = FORWARD
 
 
+def line(source):
+  """'models/mlp.py:40' of an equation's source_info; '' if it is not ours."""
+  for frame in source.traceback.frames if source.traceback else ():
+    name = os.path.relpath(frame.file_name, _ROOT)
+    if not _FOREIGN.match(name) and name not in _PASSED:
+      return f'{name}:{frame.line_num}'
+  return ''
+
+
 def _origin(source, outer):
   """`Origin` of an equation inside another; what it lacks is the outer's.
 
   An equation that no line of ours made has the line of its user.
   """
-  stack, where = str(source.name_stack), ''
-  frames = source.traceback.frames if source.traceback else ()
-  for frame in frames:
-    name = os.path.relpath(frame.file_name, _ROOT)
-    if not _FOREIGN.match(name) and name not in _PASSED:
-      equation = re.findall(r'[A-Z]+,[A-Z]+->[A-Z]*', stack)
-      where = ' '.join([f'{name}:{frame.line_num}', *equation[-1:]])
-      break
+  stack, where = str(source.name_stack), line(source)
+  if where:
+    equation = re.findall(r'[A-Z]+,[A-Z]+->[A-Z]*', stack)
+    where = ' '.join([where, *equation[-1:]])
   phase = outer.phase
   if 'rematted_computation' in stack:
     phase = RECOMPUTE

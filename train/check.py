@@ -197,7 +197,7 @@ def check(config, mesh_text=''):
     sizes,
     built.rules.name,
     config.train.remat,
-    sum(math.prod(p.shape) for p in state.params.values()),
+    sum(built.model.sizes(state.params).values()),
     classes | {'activations': memory.saved},
     memory,
     held(state) + held(arguments[1]) + memory.peak,

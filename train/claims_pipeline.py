@@ -72,6 +72,38 @@ def bubble_share(run, *, schedule, per_stage, stages, at_most):
   )
 
 
+def trend(run, *, schedule, cases, expected, within):
+  """SIM: time over ideal time, as stages and microbatches change.
+
+  Args:
+    cases: [[p, m], ...] in order. expected: 'rises'; 'constant', the largest
+      at most `within` above the smallest; or 'falls', and in the end no case
+      gains `within` over the one before.
+  """
+  del run
+  found = [
+    1 + simulate.run(schedules.make(schedule, p, m)).bubble for p, m in cases
+  ]
+  pairs = list(itertools.pairwise(found))
+  right = {
+    'rises': all(a < b for a, b in pairs),
+    'constant': max(found) <= (1 + within) * min(found),
+    'falls': all(a > b for a, b in pairs)
+    and pairs[-1][0] <= (1 + within) * pairs[-1][1],
+  }
+  if expected not in right:
+    raise errors.UserError(
+      f'expected={expected!r} is not one of {", ".join(right)}.'
+    )
+  return claims.Outcome(
+    expected,
+    ' '.join(f'{x:.3f}' for x in found),
+    f'{PHASED}{schedule}, time over ideal time; (p, m): '
+    f'{", ".join(f"({p}, {m})" for p, m in cases)}; no throughput is claimed',
+    right[expected],
+  )
+
+
 def inputs_held(run, *, schedule, cases, balanced):
   """SIM: most inputs of chunks that a device holds at once.
 

@@ -16,7 +16,6 @@ import functools
 
 import numpy as np
 
-from paraxis.configs import schema
 from paraxis.sharding import hlo
 from paraxis.train import claims
 from paraxis.train import claims_layouts
@@ -25,17 +24,18 @@ from paraxis.train import target_compile
 from paraxis.train import trial
 from paraxis.train import verify
 
-_OWN = {f.name for f in dataclasses.fields(schema.Pipeline)}
-
 
 def changed(config, **fields):
-  """schema.Config with fields of pipeline, mesh, model or train replaced.
+  """schema.Config with fields of its sections replaced.
 
-  `microbatches` are those of the pipeline.
+  `microbatches` are those of the pipeline. Sections: pipeline, data, and those
+  of claims_layouts.changed.
   """
-  own = {k: fields.pop(k) for k in list(fields) if k in _OWN}
-  pipeline = dataclasses.replace(config.pipeline, **own)
-  config = dataclasses.replace(config, pipeline=pipeline)
+  for section in ('pipeline', 'data'):
+    old = getattr(config, section)
+    mine = {k: fields.pop(k) for k in list(fields) if hasattr(old, k)}
+    new = dataclasses.replace(old, **mine)
+    config = dataclasses.replace(config, **{section: new})
   return claims_layouts.changed(config, **fields)
 
 
@@ -57,7 +57,7 @@ def equals_one_device(run, *, cases, within):
   for case in cases:
     config, devices = on(run.config, **case)
     subject = verify.prepare(config, '', devices=devices)
-    found[_say(case)] = verify.certify(subject, properties)
+    found[say(case)] = verify.certify(subject, properties)
   worst = lambda rows: max(row.measured for row in rows)
   return claims.Outcome(
     f'<= {within:.0e}',
@@ -72,8 +72,8 @@ def equals_one_device(run, *, cases, within):
   )
 
 
-def _say(fields):
-  """Fields as text, the mesh first."""
+def say(fields):
+  """Fields of a case as text, the mesh first."""
   rest = [f'{k}={v}' for k, v in fields.items() if k != 'mesh']
   return ' '.join([fields['mesh'], *rest])
 
@@ -122,10 +122,9 @@ def temporaries(run, *, mesh, rows, microbatches, grows):
     steps = np.diff(held) / np.diff(microbatches)
     slopes[name] = min(steps), max(steps)
     told.append(f'{name} {" ".join(f"{x:.0f}" for x in held)}')
-  say = lambda x: f'{x:.2g}'
   return claims.Outcome(
     ', '.join(f'{n} {">= 1" if up else "0"}' for n, up in grows.items()),
-    ', '.join(f'{n} {say(slopes[n][1])}' for n in grows),
+    ', '.join(f'{n} {slopes[n][1]:.2g}' for n in grows),
     f'{mesh}, inputs of a chunk for each microbatch more, rows of a '
     f'microbatch fixed ({rows}); temporaries of the gradient compiled for CPU, '
     f'm = {" ".join(map(str, microbatches))}: {"; ".join(told)}, in inputs of '
@@ -227,10 +226,12 @@ def compiled_fits(run, *, mesh, topology, cases, fits):
       + '); GB received a step, '
       + ', '.join(f'{a} {n / 1e9:.3g}' for a, n in sent.items())
     )
-  say = lambda row: ', '.join(f'{n} {"yes" if y else "no"}' for n, y in row)
+  answers = lambda row: ', '.join(
+    f'{n} {"yes" if y else "no"}' for n, y in row.items()
+  )
   return claims.Outcome(
-    say(fits.items()),
-    say(found.items()),
+    answers(fits),
+    answers(found),
     f'{topology}, {mesh}, {report.parameters / 1e9:.0f}B parameters; '
     + '; '.join(told),
     found == fits,

@@ -118,16 +118,14 @@ def equals_pipeline(run, *, mesh, fractions, within):
     mesh: text as for --mesh, with stages. fractions: of stages left out.
     within: largest difference allowed.
   """
-  found, model = {}, run.config.model
+  found = {}
   wide = dict(dtype='float64', param_dtype='float64', d_model=32, d_ff=64)
   with jax.enable_x64(True):
     for fraction in fractions:
       config, devices = claims_pipeline_step.on(
         run.config, mesh, schedule='skip', skip_fraction=fraction,
-        num_heads=4, vocab_size=64, **wide,
+        num_heads=4, vocab_size=64, sequence_length=32, **wide,
       )  # fmt: skip
-      length = dataclasses.replace(config.data, sequence_length=32)
-      config = dataclasses.replace(config, data=length)
       reference = trial.reference(config, True, devices[0])
       params, batch = reference.params, reference.batches[0]
       loss, gradients = _on_stages(config, devices, params, batch)
@@ -136,7 +134,6 @@ def equals_pipeline(run, *, mesh, fractions, within):
       gap, _ = trial.worst(gradients | {'loss': loss}, one)
       found[fraction] = gap
     exact = 0 not in fractions or _bitwise(config, devices, params, batch)
-  del model
   return claims.Outcome(
     f'<= {within:.0e}',
     f'{max(found.values()):.1e}',
@@ -227,9 +224,7 @@ def _trained(run, stages, fraction):
   paths = training_paths(config, stages)
   make = make_step(layers_of(paths, stages, config.model.num_layers))
   first = jax.devices()[:1]
-  result = loop.run(
-    config, folder, make_step=make, say=run.say, devices=first
-  )
+  result = loop.run(config, folder, make_step=make, say=run.say, devices=first)
   if result['stopped']:
     run.say('the same command goes on from here')
     raise SystemExit(errors.EXIT_PREEMPTED)
@@ -327,3 +322,49 @@ def _table(found):
     + ', '.join(f'{share:.0%} {p:.1f}' for share, p in row.items())
     for f, row in found.items()
   )
+
+
+def robust(run, *, training, trained, share, at_most):
+  """LEARN: perplexity without a share of the stages, over that with all.
+
+  Args:
+    training: {'stages', 'fractions': left out in training, of one model each,
+      'removed': left out when asked, 'paths': over which to take the mean}.
+    trained, share: the model, and what is left out of it. at_most: the ratio.
+  """
+  found = _perplexities(run, **_hashable(training))
+  ratio = found[trained][share] / found[trained][0]
+  return claims.Outcome(
+    f'<= {at_most:.2f}',
+    f'{ratio:.3f}',
+    f'perplexity per token when {share:.0%} is left out of the model trained '
+    f'with {trained:.0%} left out, over its own with nothing left out; '
+    f'{training["paths"]} paths, one seed ({run.config.train.seed}), '
+    f'{run.config.train.steps} steps. {_table(found)}',
+    ratio <= at_most,
+  )
+
+
+def against_full(run, *, training, trained, share, at_most):
+  """LEARN: perplexity without a share of the stages, over the plain model's.
+
+  Args: as for `robust`; the plain model, trained with 0 left out, loses as
+    many stages.
+  """
+  found = _perplexities(run, **_hashable(training))
+  ratio = found[trained][share] / found[0][share]
+  whole = found[trained][0] / found[0][0]
+  return claims.Outcome(
+    f'<= {at_most:.2f}',
+    f'{ratio:.3f}',
+    f'both without {share:.0%} of the stages, {found[trained][share]:.1f} and '
+    f'{found[0][share]:.1f}; the price: with all stages '
+    f'{found[trained][0]:.1f} and {found[0][0]:.1f}, {whole:.2f} times',
+    ratio <= at_most,
+  )
+
+
+def _hashable(training):
+  return {
+    k: tuple(v) if isinstance(v, list) else v for k, v in training.items()
+  }

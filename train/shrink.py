@@ -11,8 +11,11 @@ divides wherever the full one does; whether that does is checked first.
 import dataclasses
 import math
 
+import numpy as np
+
 from paraxis.configs import errors
 from paraxis.models import attention
+from paraxis.models import depth
 from paraxis.models import layer
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
@@ -68,6 +71,11 @@ def check_divides(config, sizes):
     config: schema.Config, as the user gave it.
     sizes: mesh axis -> size, as the user gave it.
   """
+  stages, chunks = sizes.get('stage', 1), config.pipeline.chunks
+  if stages > 1:  # that every chunk has layers, and of the same kinds
+    unit, kinds = layer.kinds_of(config.model)
+    each = np.arange(stages * chunks).reshape(stages, chunks)
+    depth.share_out(kinds, each, len(unit))
   kv_heads = attention.num_kv_heads(config.model)
   rules = rules_lib.of(config.mesh, sizes, kv_heads)
   for logical, field in FIELDS.items():
@@ -115,20 +123,35 @@ def _heads(full, model, sizes, asked):
   return n, k
 
 
+def _parts(full, sizes):
+  """Runs of layers: stages x chunks; 1 without stages."""
+  return sizes['stage'] * full.pipeline.chunks if sizes['stage'] > 1 else 1
+
+
+def _microbatches(full, sizes, asked):
+  """Of a pipeline: fewer, as many, or more than stages, as they were."""
+  m, stages = full.pipeline.microbatches, sizes['stage']
+  if asked['stage'] == 1:
+    return min(m, 2)  # slices of a step, as train.microbatches are
+  if m in (0, asked['stage']):
+    return min(m, stages)
+  return 2 * stages if m > asked['stage'] else min(m, max(stages - 1, 1))
+
+
 def _model(full, sizes, asked):
   model, devices = full.model, math.prod(sizes.values())
   length = _size(full.data.sequence_length, 64, 2 * devices)
   heads, kv_heads = _heads(full, model, sizes, asked)
   unit = len(layer.kinds_of(model)[0])
-  parts = sizes['stage'] * (full.pipeline.chunks if sizes['stage'] > 1 else 1)
   # Uneven where it was; two units to scan over where stages leave them.
-  depth = unit * max(parts, 2) + (model.num_layers % (unit * parts) > 0)
+  uneven = model.num_layers % (unit * _parts(full, asked)) > 0
+  layers = unit * max(_parts(full, sizes), 2) + uneven
   windowed = 0 < model.window < full.data.sequence_length
   return dataclasses.replace(
     model,
     vocab_size=_size(model.vocab_size, 64, devices),
     d_model=_size(model.d_model, 32, devices),
-    num_layers=min(model.num_layers, depth),
+    num_layers=min(model.num_layers, layers),
     num_heads=heads,
     num_kv_heads=kv_heads if model.num_kv_heads else 0,
     head_dim=4 if model.position == 'rope' else 3,
@@ -169,9 +192,7 @@ def config(full, sizes, asked, dtype):
   model = _model(full, sizes, asked)
   microbatches = min(full.train.microbatches, 2)
   stages = sizes['stage']
-  in_pipeline = full.pipeline.microbatches
-  if stages > 1 and in_pipeline > stages:
-    in_pipeline = 2 * stages
+  in_pipeline = _microbatches(full, sizes, asked)
   shards = math.prod(sizes.get(a, 1) for a in ('replica', 'data', 'fsdp'))
   # Twice as many slices must divide it too: accumulation is compared.
   least = 2 * (in_pipeline or stages) * shards

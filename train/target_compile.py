@@ -145,7 +145,7 @@ def compile_config(config, mesh_text, topology, slices=1):
     job.config,
     target,
     job.mesh,
-    sum(math.prod(p.shape) for p in job.state.params.values()),
+    sum(job.model.sizes(job.state.params).values()),
     held,
     programs,
     model_flops(job.config, job.built),
@@ -194,15 +194,18 @@ def model_flops(config, built):
   """Floating-point operations of a step by the model's formula (see top)."""
   model, length = config.model, config.data.sequence_length
   head = 'embedding' if model.tied_embedding else 'head'
-  weights = sum(
-    math.prod(p.shape)
-    for path, p in built.params.items()
-    if built.model.kinds[path] == 'matrix' or path == head
-  )
+  weights = 0
+  for path, size in built.model.sizes(built.params).items():
+    axes = built.model.axes[path]
+    if 'experts' in axes:  # of which a token uses top_k
+      count = built.params[path].shape[axes.index('experts')]
+      weights += size * model.experts.top_k / count
+    elif built.model.kinds[path] == 'matrix' or path == head:
+      weights += size
   width = model.num_heads * attention.head_dim(model)
   scores = 0
   for kind in built.model.pattern:
-    window = model.window if kind == 'W' else length
+    window = model.window if kind[0] == 'W' else length
     scores += sum(min(t + 1, window) for t in range(length))
   rows = config.train.batch_size
   return 3 * rows * (2 * weights * length + 4 * scores * width)

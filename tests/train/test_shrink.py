@@ -161,3 +161,89 @@ def test_small_configurations_stay():
   assert (found.model.d_ff, found.model.num_layers) == (24, 1)
   assert found.data.sequence_length == 32
   assert math.prod(dataclasses.astuple(found.mesh)[:6]) == 8
+
+
+def pipeline_of(layers, stage, chunks=1, microbatches=0, **model):
+  """schema.Config and mesh sizes of a pipeline."""
+  name = 'interleaved' if chunks > 1 else 'one_f_one_b'
+  full = dataclasses.replace(
+    config_of(num_layers=layers, **model),
+    pipeline=schema.Pipeline(name, chunks, microbatches),
+  )
+  return full, ONES | dict(stage=stage)
+
+
+@pytest.mark.parametrize(
+  'layers, stage, chunks, pattern, wanted',
+  [
+    (80, 8, 1, 'F', (8, 8)),
+    (80, 64, 1, 'F', (8, 9)),  # 80 layers on 64 stages are uneven
+    (80, 16, 2, 'F', (8, 17)),
+    (64, 16, 2, 'F', (8, 16)),
+    (12, 8, 1, 'F', (8, 9)),
+    (9, 8, 1, 'F', (8, 9)),
+    (80, 4, 1, 'WF', (4, 8)),
+    (84, 8, 1, 'WF', (8, 17)),  # 42 units on 8 stages
+    (8, 2, 2, 'F', (2, 4)),
+    (6, 2, 1, 'F', (2, 2)),
+    (3, 2, 1, 'F', (2, 3)),
+    # Uneven on the stages asked for, not on those there are.
+    (12, 40, 1, 'F', None),
+  ],
+)
+def test_layers_of_a_pipeline(layers, stage, chunks, pattern, wanted):
+  """Every stage keeps a whole unit of each chunk; uneven stays uneven."""
+  more = dict(window=1024) if 'W' in pattern else {}
+  full, asked = pipeline_of(layers, stage, chunks, pattern=pattern, **more)
+  if wanted is None:
+    with pytest.raises(errors.UserError, match='num_layers=12 .*stage=40'):
+      shrink.check_divides(full, asked)
+    return
+  shrink.check_divides(full, asked)
+  sizes = shrink.mesh(asked, 8)
+  found = shrink.config(full, sizes, asked, 'float64')
+  assert (found.mesh.stage, found.model.num_layers) == wanted
+  runs = lambda layers, stage: layers % (len(pattern) * stage * chunks) > 0
+  assert runs(layers, stage) == runs(found.model.num_layers, found.mesh.stage)
+  assert found.pipeline == full.pipeline
+
+
+def test_uneven_on_the_stages_asked_for_alone():
+  """12 layers are uneven on 8 stages, and would not be on the 2 there are."""
+  full, asked = pipeline_of(12, 8)
+  sizes = shrink.mesh(asked, 2)
+  found = shrink.config(full, sizes, asked, 'float64')
+  assert (found.mesh.stage, found.model.num_layers) == (2, 3)
+
+
+def test_kinds_that_differ_from_stage_to_stage_are_refused():
+  full, asked = pipeline_of(6, 4, pattern='WF', window=1024)
+  with pytest.raises(errors.UserError, match='not the same for every stage'):
+    shrink.check_divides(full, asked)
+
+
+@pytest.mark.parametrize(
+  'stage, microbatches, wanted',
+  [
+    (8, 0, 0),  # as many as stages
+    (8, 8, 8),
+    (8, 64, 16),
+    (8, 4, 4),  # fewer
+    (16, 64, 16),
+    (16, 16, 8),
+    (16, 15, 7),
+    (16, 1, 1),
+    (1, 0, 0),
+    (1, 4, 2),  # accumulation
+  ],
+)
+def test_microbatches_of_a_pipeline(stage, microbatches, wanted):
+  """More than stages, as many, or fewer; rows for each, and for two slices."""
+  full, asked = pipeline_of(16, stage, 1, microbatches)
+  sizes = shrink.mesh(asked, 8)
+  found = shrink.config(full, sizes, asked, 'float64')
+  assert found.pipeline.microbatches == wanted
+  for slices in (1, 2):
+    train = dataclasses.replace(found.train, microbatches=slices)
+    rows = dataclasses.replace(found, train=train).microbatch_rows
+    assert rows >= 1

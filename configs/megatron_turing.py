@@ -1,0 +1,83 @@
+"""Megatron-Turing NLG 530B: tensor in a node, stages across, data outermost
+
+paper: arXiv:2201.11990
+mechanism: sharding/rules.py, sharding/pipeline.py, train/target_compile.py
+test: tests/train/test_claims_pipeline_step.py, tests/train/test_claims_memory.py
+run: paraxis reproduce megatron_turing
+expect: tbd
+differs: tbd
+"""
+
+from paraxis.configs import schema
+
+DEEP = 35  # stages of three layers, each on a node of eight
+
+
+def get_config():
+  """530B on stage=35,data=8,tensor=8, ZeRO-1, 240 microbatches of a row."""
+  config = schema.default()
+  config.mesh.update(stage=DEEP, data=8, tensor=8, zero=1)
+  config.pipeline.schedule = 'one_f_one_b'
+  config.pipeline.microbatches = 240
+
+  model = config.model
+  model.vocab_size = 51520  # GPT-2's 50,257, and room for 35 x 8 shards
+  model.d_model, model.d_ff = 20480, 4 * 20480
+  model.num_layers, model.num_heads = 105, 128
+  model.norm, model.norm_epsilon = 'layernorm', 1e-5
+  model.mlp, model.mlp_bias = 'gelu', True
+  model.attention_bias = model.attention_output_bias = True
+  model.position, model.max_positions = 'learned', 2048
+  model.dtype = 'bfloat16'
+  model.attention_block = 512
+
+  config.data.sequence_length = 2048
+  config.optimizer.update(
+    learning_rate=5e-5, b1=0.9, b2=0.95, epsilon=1e-8, weight_decay=0.1,
+    clip_norm=1.0, schedule='cosine', final_fraction=0.1,
+  )  # fmt: skip
+  config.train.update(batch_size=1920, remat='full')
+  return config
+
+
+def claims():
+  """What `paraxis reproduce megatron_turing` checks."""
+  step = lambda name, **given: dict(
+    check=f'claims_pipeline_step.{name}', **given
+  )
+  cube = dict(mesh='stage=2,data=2,tensor=2', microbatches=4, batch_size=16)
+  small = dict(num_layers=4, num_heads=8, vocab_size=1024, d_model=256)
+  equal = step(
+    'equals_one_device',
+    cases=[cube | small, cube | small | dict(num_layers=5, remat='none')],
+    within=1e-9,
+  )
+  # 280, 350 and 420 nodes of eight: more rows at once, fewer microbatches.
+  table = lambda name, **given: dict(
+    check=f'claims_pipeline.{name}', schedule='one_f_one_b', **given
+  )
+  bubble = table(
+    'bubbles', share=1, model='asynchronous',
+    cases=[[DEEP, 1920 // data, 1] for data in (8, 10, 12)],
+  )  # fmt: skip
+  host = lambda axis, sizes, crosses: dict(
+    check='claims_memory.axis_within_host', axis=axis, chips=2240, host=8,
+    sizes=sizes, crosses=crosses,
+  )  # fmt: skip
+  layout = dict(stage=DEEP, data=8, tensor=8)
+  fits = dict(
+    check='claims_memory.predicted_fits', models={'530B': {}}, memory=80e9,
+    layouts=[layout | dict(zero=0), layout | dict(zero=1)],
+    fits={'530B': [True, True]},
+  )  # fmt: skip
+  compiled = step(
+    'compiled_fits', mesh='stage=16,data=8,tensor=8', topology='v5p:8x8x16',
+    cases={'ZeRO-1': dict(vocab_size=51200)}, fits={'ZeRO-1': True},
+  )  # fmt: skip
+  return [
+    ('equal to one device', 'EQ', equal, None),
+    ('bubble on 280, 350, 420 nodes', 'SIM', bubble, None),
+    ('hosts that a tensor group spans', 'SIM', host('tensor', [8], [1]), '1'),
+    ('530B in 80 GB, ZeRO 0 and 1', 'SIM', fits, None),
+    ('530B on 1,024 chips', 'AOT', compiled, None),
+  ]

@@ -1,0 +1,81 @@
+"""Vocabulary parallelism: embedding and head on all stages of a pipeline
+
+paper: arXiv:2411.05288
+mechanism: sharding/rules.py, sharding/vocabulary.py, sharding/pipeline.py
+test: tests/train/test_claims_vocabulary.py, tests/train/test_claims_pipeline.py
+run: paraxis reproduce vocab_parallelism
+expect: tbd
+differs: tbd
+"""
+
+from paraxis.configs import schema
+
+# The paper's model for 8 devices; vocabularies as there.
+SHAPE = dict(layers=32, hidden=3072, sequence=2048)
+VOCABULARIES = [32768, 65536, 131072, 262144]
+STAGES, MICROBATCHES = 8, 128
+
+
+def get_config():
+  """A small decoder on stage=4,tensor=2, a head of its own."""
+  config = schema.default()
+  config.mesh.stage, config.mesh.tensor = 4, 2
+  config.pipeline.schedule = 'one_f_one_b'
+
+  model = config.model
+  model.vocab_size = 1024
+  model.d_model, model.d_ff = 64, 256
+  model.num_layers, model.num_heads = 4, 4
+  model.mlp = 'gelu'
+  model.tied_embedding = False
+
+  config.data.tokenizer = 'bytes'
+  config.data.sequence_length = 64
+  config.train.batch_size = 8
+  return config
+
+
+def claims():
+  """What `paraxis reproduce vocab_parallelism` checks."""
+  cases = [
+    dict(mesh='stage=4,tensor=2', tied_embedding=False),
+    dict(mesh='stage=4,tensor=2', tied_embedding=True),
+    dict(mesh='stage=2,data=2,tensor=2', tied_embedding=False),
+  ]
+  ends = lambda name, **given: dict(check=f'claims_vocabulary.{name}', **given)
+  equal = dict(
+    check='claims_pipeline_step.equals_one_device', cases=cases, within=1e-9
+  )
+  held = ends('head_shares', cases=cases)
+  sizes = dict(
+    shape=SHAPE, stages=STAGES, microbatches=MICROBATCHES,
+    vocabularies=VOCABULARIES,
+  )  # fmt: skip
+  even = ends('imbalance', **sizes)
+  faster = lambda against, *speedups: sizes | dict(
+    check='claims_pipeline.vocabulary_speedup', against=against,
+    speedups=list(speedups),
+  )  # fmt: skip
+  memory = ends(
+    'balanced_memory', mesh=f'stage={STAGES}', topology='v5p:2x2x2',
+    model=dict(
+      d_model=3072, d_ff=12288, num_layers=32, num_heads=24, dtype='bfloat16',
+      attention_block=512, sequence_length=2048, remat='full', batch_size=MICROBATCHES,
+      microbatches=MICROBATCHES,
+    ),
+    vocabularies=VOCABULARIES, within=0.05,
+  )  # fmt: skip
+  moved = faster('redistributed', 1.16, 1.16, 1.11, 1.33)
+  return [
+    ('equal to one device', 'EQ', equal, None),
+    ('bytes of the ends by device', 'HLO', held, 'V h / (p t)'),
+    ('work of the busiest stage', 'SIM', even, None),
+    (
+      'faster than even layers',
+      'SIM',
+      faster('even', 1.16, 1.32, 1.61, 2.12),
+      '1.05 to 1.51',
+    ),
+    ('faster than layers moved', 'SIM', moved, '1.05 to 1.51'),
+    ('memory of all stages', 'AOT', memory, 'balanced'),
+  ]

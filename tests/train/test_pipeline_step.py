@@ -1,0 +1,302 @@
+"""The decoder on pipeline stages: its options, its evaluation, whole runs.
+
+That every schedule gives the gradients of one device is in test_invariance.py.
+"""
+
+import dataclasses
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from paraxis.configs import schema
+from paraxis.models import batch as batch_lib
+from paraxis.sharding import schedules
+from paraxis.sharding import store as store_lib
+from paraxis.train import job as job_lib
+from paraxis.train import loop
+from paraxis.train import metrics
+from paraxis.train import pipeline_step
+from paraxis.train import state as state_lib
+from paraxis.train import step as step_lib
+from paraxis.train import trial
+
+MODEL = dict(
+  vocab_size=32, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24,
+  attention_block=8, dtype='float64', param_dtype='float64',
+)  # fmt: skip
+
+
+def config_of(mesh, layers=2, pipeline=None, **train):
+  return schema.Config(
+    mesh=schema.Mesh(**mesh),
+    pipeline=schema.Pipeline(**pipeline or {}),
+    model=schema.Model(**MODEL, num_layers=layers),
+    data=schema.Data(sequence_length=16),
+    train=schema.Train(batch_size=8, **train),
+  )
+
+
+def on_devices(config):
+  """(trial.Side, its state, trial.Reference)."""
+  sizes = dataclasses.astuple(config.mesh)[:6]
+  side = trial.Side(config, jax.devices()[: int(np.prod(sizes))])
+  reference = trial.reference(config, True, jax.devices()[0])
+  return side, side.start(reference.params), reference
+
+
+@pytest.fixture
+def double():
+  with jax.enable_x64(True):
+    yield
+
+
+def in_order(side, gradients):
+  model = side.job.model
+  with side.job.context():
+    # As checkpoints hold them; `params/` is how a state names parameters.
+    flat = {f'params/{p}': g for p, g in gradients.items()}
+    return jax.device_get(state_lib.in_order(flat, model))
+
+
+# ------------------------------------------------------------ stored, or not
+
+
+@pytest.mark.parametrize(
+  'pipeline, remat',
+  [
+    (dict(), 'none'),
+    (dict(schedule='interleaved', chunks=2), 'full'),
+  ],
+  ids=['one_f_one_b', 'interleaved'],
+)
+def test_stored_activations_equal_those_computed_again(double, pipeline, remat):
+  found = []
+  for activations in ('recompute', 'store'):
+    config = config_of(
+      dict(stage=2, tensor=2), 5, pipeline | dict(activations=activations),
+      remat=remat,
+    )  # fmt: skip
+    side, state, reference = on_devices(config)
+    loss, gradients = side.gradients(state, reference.batches[0])
+    found.append((float(loss), jax.device_get(gradients)))
+  (loss, one), (stored_loss, other) = found
+  assert abs(stored_loss / loss - 1) < 1e-13 and one.keys() == other.keys()
+  for path, g in one.items():
+    gap = np.abs(g - other[path]).max()
+    assert gap <= 1e-12 * np.abs(g).max(), path
+
+
+def test_what_is_stored_holds_no_parameter(double):
+  """They are read where they lie: kept rows grow with tokens alone."""
+  kept = []
+
+  class Spy(pipeline_step.Pipeline):
+    def forward(self, values, x, i, on):
+      y, rows = super().forward(values, x, i, on)
+      kept.append([(r.shape, {v.shape for v in values.values()}) for r in rows])
+      return y, rows
+
+  config = config_of(dict(stage=2), 4, dict(activations='store'))
+  side, state, reference = on_devices(config)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(pipeline_step, 'Pipeline', Spy)
+    with side.job.context():
+      batch = side.put(reference.batches[0])
+      jax.eval_shape(side._grads, state.params, batch)
+  assert kept and kept[0]
+  for shape, parameters in kept[0]:
+    assert shape not in parameters, shape
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize(
+  'pipeline, layers',
+  [
+    (dict(), 3),
+    (dict(schedule='interleaved', chunks=2), 5),
+    (dict(schedule='v_half', chunks=2), 4),
+    (dict(schedule='zero_bubble'), 2),
+  ],
+  ids=lambda x: x.get('schedule', '') if isinstance(x, dict) else '',
+)
+def test_evaluation_equals_one_device(double, pipeline, layers):
+  side, state, reference = on_devices(
+    config_of(dict(stage=2, data=2), layers, pipeline)
+  )
+  # An evaluation takes the rows of one microbatch.
+  rows = side.job.config.microbatch_rows
+  cut = lambda x: x[:rows] if np.ndim(x) else x
+  batch = batch_lib.Batch(*map(cut, reference.batches[0]))
+  batch = batch._replace(denominator=batch.weights.sum())
+  plain = dataclasses.replace(
+    side.job.config, mesh=schema.Mesh(), pipeline=schema.Pipeline(),
+    train=dataclasses.replace(side.job.config.train, batch_size=rows),
+  )  # fmt: skip
+  one = trial.Side(plain, jax.devices()[:1])
+  wanted = one.evaluate(one.start(reference.params), batch)
+  assert abs(side.evaluate(state, batch) / wanted - 1) < 1e-12
+  other = batch._replace(tokens=(batch.tokens + 1) % MODEL['vocab_size'])
+  assert abs(side.evaluate(state, other) / wanted - 1) > 1e-6
+
+
+@pytest.mark.parametrize('name', [n for n in schedules.NAMES if n != 'skip'])
+def test_the_schedule_of_an_evaluation_visits_every_stage_once(name):
+  chunks = max(schedules.CHUNKS[name][0], 1)
+  found = pipeline_step.evaluation(schedules.make(name, 4, 4, chunks))
+  assert found.microbatches == 1 and not found.faults()
+  assert found.paths == (tuple(range(4 * chunks)),)
+  assert sorted(found.when['F']) == [(0, s) for s in range(4 * chunks)]
+
+
+def test_an_evaluation_leaves_no_stage_out():
+  skip = schedules.make('skip', 4, 8, fraction=0.25)
+  found = pipeline_step.evaluation(skip)
+  assert found.paths == ((0, 1, 2, 3),) and found.microbatches == 1
+
+
+# ----------------------------------------------------- one sum at the very end
+
+CUBE = dict(stage=2, data=2, tensor=2)
+
+
+def without_sum(path):
+  """step._all_reduce that leaves one parameter's gradient as it is."""
+  right = step_lib._all_reduce
+
+  def run(gradient, spec):
+    # Called once for each path, in a comprehension over p.
+    if sys._getframe(1).f_locals['p'] == path:
+      return gradient
+    return right(gradient, spec)
+
+  return run
+
+
+def differing(side, state, reference):
+  """Paths of gradients that are not those of one device."""
+  found = side.gradients(state, reference.batches[0])[1]
+  found = in_order(side, found)
+  return {
+    path
+    for path, g in reference.gradients.items()
+    if np.abs(found[f'params/{path}'] - g).max() > 1e-9 * np.abs(g).max()
+  }
+
+
+@pytest.mark.parametrize(
+  'path',
+  [
+    'layers/attention_norm/scale',
+    'norm/scale',
+    'embedding',
+    'layers/mlp/up',
+    '',
+  ],
+)
+def test_a_sum_that_is_left_out_shows_in_its_leaf_alone(
+  double, monkeypatch, path
+):
+  monkeypatch.setattr(step_lib, '_all_reduce', without_sum(path))
+  assert differing(*on_devices(config_of(CUBE))) == ({path} if path else set())
+
+
+# ---------------------------------------------------------------- whole runs
+
+STAGES, DATA, ONE = dict(stage=2, data=2), dict(data=4), dict(data=1)
+
+
+def run_config(tiny, mesh):
+  sizes = dict(stage=1, data=1, fsdp=1, tensor=1) | mesh
+  return tiny.config({
+    'train.steps': 3, 'train.batch_size': 8, 'checkpoint.every': 1,
+    'checkpoint.keep': 5, 'model.num_layers': 3,
+    **{f'mesh.{axis}': n for axis, n in sizes.items()},
+  })  # fmt: skip
+
+
+def devices_of(mesh):
+  return jax.devices()[: int(np.prod(list(mesh.values())))]
+
+
+def train(tiny, workdir, mesh, said):
+  """Steps up to the third on some devices -> {step: loss}."""
+  loop.run(
+    run_config(tiny, mesh), workdir, say=said.append,
+    devices=devices_of(mesh),
+  )  # fmt: skip
+  rows = metrics.read(workdir)
+  return {s: r['train/loss'] for s, r in rows.items() if 'train/loss' in r}
+
+
+@pytest.fixture(scope='module')
+def on_stages(tiny, tmp_path_factory):
+  """(workdir, losses) of a run of 3 steps on two stages."""
+  workdir = tmp_path_factory.mktemp('stages') / 'run'
+  return workdir, train(tiny, workdir, STAGES, [])
+
+
+def forget(workdir, after):
+  for folder in (workdir / 'checkpoints').iterdir():
+    if folder.name.isdigit() and int(folder.name) > after:
+      shutil.rmtree(folder)
+
+
+def test_a_run_equals_one_device(tiny, on_stages, tmp_path):
+  _, losses = on_stages
+  plain = train(tiny, tmp_path / 'run', ONE, [])
+  assert list(plain) == list(losses) == [1, 2, 3]
+  for step, loss in plain.items():
+    assert abs(losses[step] / loss - 1) < 1e-5
+  assert plain[3] < plain[1]  # it learns
+
+
+def test_a_run_goes_on_elsewhere_and_comes_back(tiny, on_stages, tmp_path):
+  workdir, losses = on_stages
+  here = tmp_path / 'run'
+  shutil.copytree(workdir, here)
+  forget(here, after=1)
+  said = []
+  there = train(tiny, here, DATA, said)
+  forget(here, after=2)
+  back = train(tiny, here, STAGES, said)
+  resumed = [line for line in said if 'resumed from step' in line]
+  assert [line.split()[3] for line in resumed] == ['1,', '2,']
+  for found in (there, back):
+    for step in (2, 3):
+      assert abs(found[step] / losses[step] - 1) < 1e-5
+
+
+def fingerprints(store, step):
+  leaves = store.read_manifest(step)['leaves']
+  return {path: leaf['fingerprint'] for path, leaf in leaves.items()}
+
+
+def read_and_save(tiny, source, mesh, target):
+  """A checkpoint read on a mesh and saved from there: its fingerprints."""
+  job = job_lib.of_shapes(run_config(tiny, mesh), '', devices_of(mesh))
+  with job.context(), store_lib.Store(source, asynchronous=False) as store:
+    shapes = state_lib.flatten(job.state)
+    like = state_lib.in_order(shapes, job.model)
+    step, tree, meta = store.restore_latest_good(like)
+    flat = state_lib.on_stages(tree, shapes, job.model)
+    state = state_lib.unflatten(job.state, flat)
+    assert all(flat[p].shape == shapes[p].shape for p in shapes)
+    with store_lib.Store(target, asynchronous=False) as other:
+      tree = state_lib.in_order(state_lib.flatten(state), job.model)
+      other.save(step, tree, state_lib.axes(state, job.model), meta)
+      return fingerprints(other, step)
+
+
+def test_the_state_is_bitwise_the_same_on_any_mesh(tiny, on_stages, tmp_path):
+  first = on_stages[0] / 'checkpoints'
+  with store_lib.Store(first, read_only=True) as store:
+    wanted = fingerprints(store, 3)
+  there, back = tmp_path / 'there', tmp_path / 'back'
+  assert read_and_save(tiny, first, DATA, there) == wanted
+  assert read_and_save(tiny, there, STAGES, back) == wanted
+  assert len(set(wanted.values())) > 20  # leaves differ, so orders would show

@@ -1,0 +1,1 @@
+def draw_domains(loads, path): return path
