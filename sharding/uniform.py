@@ -9,6 +9,7 @@ followed through the traced program, all else may differ.
 
 import jax
 from jax.extend import core
+from jax.extend import source_info_util
 
 from paraxis.configs import errors
 from paraxis.sharding import annotate
@@ -63,6 +64,7 @@ def _refuse(equation, what, how):
   sent = next(filter(None, map(_sent, _bodies(equation))), None)
   if sent is not None:
     where = traced.line(sent.source_info) or traced.line(equation.source_info)
+    where = where or source_info_util.summarize(sent.source_info)
     raise errors.UserError(
       f'{what}: {sent.primitive.name} at {where} is inside {how} on which '
       'devices may not agree, and would wait for ever: compute both sides and '
