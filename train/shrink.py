@@ -210,7 +210,10 @@ def config(full, sizes, asked, dtype):
     ),
     # At the first step of a warm-up a wrong direction moves nothing.
     optimizer=dataclasses.replace(full.optimizer, warmup_steps=0),
-    pipeline=dataclasses.replace(full.pipeline, microbatches=in_pipeline),
+    # What is skipped changes the numbers; nothing skipped must not.
+    pipeline=dataclasses.replace(
+      full.pipeline, microbatches=in_pipeline, skip_fraction=0.0
+    ),
     train=dataclasses.replace(
       full.train,
       batch_size=_up(max(2 * devices, 8), least),
