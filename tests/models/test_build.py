@@ -1,10 +1,13 @@
 """Numbers that do not fit together: one line, before anything is compiled."""
 
+import dataclasses
+
 import jax
 from jax.sharding import PartitionSpec as P
 import pytest
 
 from paraxis.configs import errors
+from paraxis.configs import model_schema
 from paraxis.configs import schema
 from paraxis.models import build
 
@@ -291,3 +294,62 @@ def test_what_would_fail_later(fields, text):
   with pytest.raises(errors.UserError) as e:
     build.check_model(schema.Model(**fields))
   assert text in str(e.value)
+
+
+@pytest.mark.parametrize(
+  'mesh, pipeline, fields, words',
+  [
+    ('stage=4,data=2', {}, {},
+     ['model.num_layers=2', 'mesh.stage=4 x pipeline.chunks=1']),
+    ('stage=2,data=4', dict(schedule='interleaved', chunks=3, microbatches=5),
+     dict(num_layers=6), ['interleaved', '5', '2']),
+    ('stage=2,data=4', dict(schedule='one_f_one_b', chunks=2), {},
+     ['one_f_one_b', 'chunks=2', 'interleaved']),
+    ('stage=4,data=2', {}, dict(num_layers=4, pattern='FN'),
+     ['4 layers of kinds F N F N', 'the same for every stage']),
+    ('stage=2,tensor=4', {}, dict(mesh=dict(sequence=False)),
+     ['A pipeline (mesh.stage=2)', 'mesh.sequence=True']),
+    ('stage=2,data=4', dict(schedule='zero_bubble', activations='store'), {},
+     ["pipeline.activations='store'", "'recompute'"]),
+    ('stage=2,tensor=4', dict(schedule='zero_bubble'),
+     dict(mesh=dict(collective_matmul='all')),
+     ["mesh.collective_matmul='all'", 'zero_bubble']),
+    ('stage=2,data=4', {}, dict(vocab_size=31), ["'vocab' has size 31"]),
+  ],
+)  # fmt: skip
+def test_a_pipeline_that_does_not_fit(mesh, pipeline, fields, words):
+  made = config(**fields)
+  made = dataclasses.replace(made, pipeline=schema.Pipeline(**pipeline))
+  with pytest.raises(errors.UserError) as e:
+    build.build(made, mesh)
+  assert '\n' not in str(e.value)
+  for word in words:
+    assert word in str(e.value)
+
+
+@pytest.mark.parametrize(
+  'mesh, fields, words',
+  [
+    ('data=8', dict(count=4, top_k=5),
+     ['model.experts.top_k=5', 'model.experts.count=4']),
+    ('data=2,tensor=4', dict(count=6),
+     ['model.experts.count=6', 'tensor=4 (4 ranks)', 'is 3.']),
+    ('data=2,tensor=4', dict(count=8, region='tensr'),
+     ["model.experts.region='tensr'", "Did you mean 'tensor'?"]),
+    ('data=2,tensor=4', dict(count=8, region='tensor+tensor'), ['each once']),
+    ('data=8', dict(count=8, groups=3), ['model.experts.groups=3']),
+    ('data=8', dict(count=8, groups=4, top_groups=1, top_k=3),
+     ['model.experts.top_groups=1', 'leave 2 experts']),
+    ('data=8', dict(count=8, hot=9), ['model.experts.hot=9']),
+    ('data=8', dict(count=8, shared=1, residual=True),
+     ['model.experts.residual', 'model.experts.shared=1']),
+    ('data=8', dict(count=8, shared_gate=True), ['model.experts.shared=0']),
+    ('data=8', dict(count=8, pattern='EX'), ["'X' is not one of"]),
+  ],
+)  # fmt: skip
+def test_experts_that_do_not_fit(mesh, fields, words):
+  with pytest.raises(errors.UserError) as e:
+    build.build(config(experts=model_schema.Experts(**fields)), mesh)
+  assert '\n' not in str(e.value)
+  for word in words:
+    assert word in str(e.value)

@@ -106,6 +106,11 @@ RULES = tuple(
       ('schedule', 'activations'),
       lambda name, how: name not in APART or how == 'recompute',
     ),
+    # What is stored from F to B stays on the device.
+    (
+      ('activations', 'remat'),
+      lambda how, remat: how != 'store' or remat != 'offload',
+    ),
     (
       ('schedule', 'collective_matmul'),
       lambda name, rings: name not in APART or not rings,
