@@ -12,22 +12,62 @@ from paraxis.configs import schema
 
 
 def get_config():
-  """8 experts, top-2, on one device; 8 microbatches of 2 rows, each of which
-  nearly always is of one domain."""
+  """8 experts, top-2; rows of 128 tokens, which are nearly always of one of
+  the six domains, 16 to a batch."""
   config = schema.default()
-
   model = config.model
   model.vocab_size = 2048
-  model.d_model, model.d_ff = 96, 192
+  model.d_model, model.d_ff = 64, 96
   model.num_layers, model.num_heads = 4, 4
   model.qk_norm = 'head'
-  model.embedding_scale = 96**0.5
-  model.attention_scale = 3 * 24**-0.5
+  model.embedding_scale = 64**0.5
+  model.attention_scale = 3 * 16**-0.5
   model.experts.count, model.experts.top_k = 8, 2
   model.experts.balance = 0.05
+  model.experts.balance_scope = 'step'
 
   config.data.sequence_length = 128
   config.optimizer.name = 'muon'
-  config.train.steps = 300
-  config.train.batch_size, config.train.microbatches = 16, 8
+  config.train.steps = 200
+  config.train.batch_size = 16
+  config.checkpoint.every = 200
+  config.train.print_every = 10
   return config
+
+
+def claims():
+  """What `paraxis reproduce demons_lbl` checks."""
+  # A whole batch in one microbatch is the scope `step` without its second
+  # forward pass: the first claims say so.
+  variants = {
+    'a row': dict(balance_scope='sequence'),
+    '4 rows': dict(balance_scope='microbatch', microbatches=4),
+    'the batch': dict(balance_scope='step'),
+  }
+  trained = dict(variants=variants, seeds=[0, 1, 2])
+  special = trained | dict(
+    check='claims_expert_training.specialise',
+    more=['the batch', 'a row'], times=5,
+  )  # fmt: skip
+  better = trained | dict(
+    check='claims_expert_training.learn_better',
+    better=[['the batch', 'a row']], by=0.0,
+  )  # fmt: skip
+  scopes = dict(
+    check='claims_expert_loads.scopes_agree',
+    microbatches=4, within=1e-9, apart=1e-3,
+  )  # fmt: skip
+  meshes = dict(
+    check='claims_experts.equals_one_device',
+    cases=[
+      dict(mesh='data=2,fsdp=2,tensor=2', microbatches=2),
+      dict(mesh='stage=2,data=2,tensor=2'),
+    ],
+    within=1e-9,
+  )
+  return [
+    ('scopes on one device, and of one batch', 'EQ', scopes, None),
+    ('loads of a step, in any layout', 'EQ', meshes, None),
+    ('domain and expert, the batch over a row', 'LEARN', special, 'yes'),
+    ('held-out text, the batch against a row', 'LEARN', better, 'lower'),
+  ]

@@ -27,3 +27,63 @@ def get_config():
   config.data.sequence_length = 64
   config.train.batch_size = 8
   return config
+
+
+def claims():
+  """What `paraxis reproduce moe_parallel_folding` checks."""
+  mesh = 'data=2,context=2,tensor=2'
+  regions = ['data', 'context+tensor', 'data+context+tensor']
+  equal = dict(
+    check='claims_experts.equals_one_device',
+    cases=[
+      *(dict(mesh=mesh, region=region) for region in (*regions, 'tensor')),
+      dict(mesh='data=2,fsdp=2,tensor=2', region='fsdp+tensor'),
+      dict(mesh='stage=2,data=2,tensor=2', region='data+tensor'),
+    ],
+    within=1e-9,
+  )
+  calls = dict(
+    check='claims_expert_messages.exchanges_per_layer',
+    mesh=mesh, regions=regions, forward=2, backward=2,
+  )  # fmt: skip
+  sent = dict(
+    check='claims_expert_messages.folded_bytes',
+    mesh=mesh, regions=regions, counts=[8, 16, 32, 64],
+    ratios=[[1, 0.5], [1, 1], [1, 1], [1, 0.11]], within=0.02,
+  )  # fmt: skip
+  least = dict(
+    check='claims_expert_messages.least_devices',
+    unfolded='data',
+    folded=[
+      'tensor', 'context', 'context+tensor', 'data+tensor', 'data+context',
+      'data+context+tensor',
+    ],
+    cases=[[4, 2, 8], [4, 2, 64], [8, 1, 8], [2, 4, 8], [2, 8, 64]],
+    devices=[[64, 8], [512, 64], [64, 8], [64, 8], [1024, 64]],
+  )  # fmt: skip
+  return [
+    ('experts over any axes equal one device', 'EQ', equal, None),
+    ('exchanges of a layer', 'HLO', calls, '2 + 2'),
+    ('bytes, folded over unfolded', 'HLO', sent, 'fewer'),
+    ('fewest devices', 'SIM', least, '64 -> 8'),
+    ('64 experts on 512 chips', 'AOT', _machine(), None),
+  ]
+
+
+def _machine():
+  """The shape of Qwen2-57B-A14B, one expert of a layer on each of 64 chips."""
+  return dict(
+    check='claims_expert_messages.compiled',
+    fields=dict(
+      vocab_size=151936, d_model=3584, num_layers=28, num_heads=28,
+      num_kv_heads=4, head_dim=128, attention_bias=True, tied_embedding=False,
+      dtype='bfloat16', attention_block=512, count=64, top_k=8,
+      expert_d_ff=2560, shared=8, shared_gate=True, normalise=False,
+      batch_size=256, remat='full', zero=1,
+    ),
+    length=4096,
+    mesh='data=8,fsdp=8,context=2,tensor=4',
+    topology='v5p:8x8x8',
+    regions=['fsdp+context+tensor'],
+    most=[{'peak': 16}],
+  )  # fmt: skip

@@ -7,6 +7,7 @@ asks which device it runs on must see the topology's: use `Topology.context`
 around tracing. Nothing is run, so no time can be measured.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import math
@@ -118,13 +119,24 @@ def compile_for(topology, name, traced):
     UserError: it does not fit on the chip; names the array and the sizes.
   """
   try:
-    with topology.context():
+    with topology.context(), _no_cache():
       return traced.lower().compile()
   except jax.errors.JaxRuntimeError as e:
     if 'RESOURCE_EXHAUSTED' not in str(e):
       raise
     text = out_of_memory(str(e), traced.jaxpr)
     raise errors.UserError(f'{name} on {topology.name}: {text}') from e
+
+
+@contextlib.contextmanager
+def _no_cache():
+  """A program for devices that are not here cannot be read from the cache."""
+  before = jax.config.jax_enable_compilation_cache
+  jax.config.update('jax_enable_compilation_cache', False)
+  try:
+    yield
+  finally:
+    jax.config.update('jax_enable_compilation_cache', before)
 
 
 # How the compiler reports on-chip memory: one array, or all of a kernel's.

@@ -15,6 +15,7 @@ region, n devices, w bytes of a number.
 """
 
 import collections
+import dataclasses
 import functools
 import math
 
@@ -85,42 +86,52 @@ def exchanges_per_layer(run, *, mesh, regions, forward, backward):
   )
 
 
-def _text(sizes):
-  return ', '.join(f'{a} {n / 1e3:,.0f}' for a, n in sizes.items())
-
-
-def folded_bytes(run, *, mesh, unfolded, folded, counts, ratios, within):
-  """HLO: bytes of a step with experts over more axes, over those with fewer.
+def folded_bytes(run, *, mesh, regions, counts, ratios, within):
+  """HLO: bytes of a step with experts over other axes, over those of the first.
 
   Capacity factor 1, so that tokens cost the same for any number of experts.
   The whole gradient is counted: attention and the other parameters too.
 
   Args:
-    mesh: text as for --mesh. unfolded, folded: model.experts.region.
-    counts: of experts. ratios: of bytes, for each. within: how far from them.
+    mesh: text as for --mesh, with a data axis.
+    regions: list of model.experts.region, the first unfolded.
+    counts: of experts. ratios: for each count, of each region after the first.
+    within: how far from them.
   """
   found, told = [], []
   for count in counts:
-    row = []
-    for region in (unfolded, folded):
+    rows = []
+    for region in regions:
       config, devices = claims_experts.on(
         run.config, mesh, region=region, count=count, capacity_factor=1.0
       )
-      row.append(_messages(config, devices))
-    total = [sum(c.total for c in sent) for sent in row]
-    found.append(total[1] / total[0])
-    swapped = [sum(c.total for c in _exchanges(sent)) for sent in row]
+      sent = _messages(config, devices)
+      far = [c for c in sent if 'data' in c.axes]
+      rows.append(
+        [sum(c.total for c in part) for part in (sent, _exchanges(sent), far)]
+      )
+    found.append([row[0] / rows[0][0] for row in rows[1:]])
     told.append(
-      f'E={count} {total[0] / 1e3:,.0f} -> {total[1] / 1e3:,.0f} (exchanges '
-      f'{swapped[0] / 1e3:,.0f} -> {swapped[1] / 1e3:,.0f})'
+      f'E={count} '
+      + ', '.join(' '.join(f'{n / 1e3:,.0f}' for n in row) for row in rows)
     )
-  text = lambda values: ' '.join(f'{v:.2f}' for v in values)
+  text = lambda table: '; '.join(
+    ' '.join(f'{v:.2f}' for v in row) for row in table
+  )
+  tokens = config.train.batch_size * config.data.sequence_length
   return claims.Outcome(
     f'{text(ratios)} +-{within:.2f}',
     text(found),
-    f'{mesh}, experts over {unfolded} -> {folded}; KB a device receives: '
-    f'{"; ".join(told)}. Exchanges cost more, gradients of experts less',
-    all(abs(a - b) <= within for a, b in zip(found, ratios, strict=True)),
+    f'{mesh}, experts over {", ".join(regions)}; KB a device receives, '
+    f'exchanges alone, and of all what crosses data: {"; ".join(told)}. '
+    'Exchanges over more devices cost more, gradients of experts that fewer '
+    f'devices share less; {tokens // len(devices)} tokens a device here: the '
+    'more, the smaller the gain',
+    all(
+      abs(a - b) <= within
+      for row, wanted in zip(found, ratios, strict=True)
+      for a, b in zip(row, wanted, strict=True)
+    ),
   )
 
 
@@ -263,19 +274,21 @@ def hot_bytes(run, *, mesh, hots):
   )
 
 
-def compiled(run, *, model, train, mesh, topology, regions, most):
+def compiled(run, *, fields, length, mesh, topology, regions, most):
   """AOT: memory, bytes and time to compile for a machine, by region.
 
   Args:
-    model: fields of schema.Model and Experts as for `claims_experts.changed`.
-    train: fields of schema.Train. mesh, topology: as for `paraxis compile`.
-    regions: list of model.experts.region; the first is compared against.
+    fields: as for `claims_experts.changed`. length: tokens of a row.
+    mesh, topology: as for `paraxis compile`.
+    regions: list of model.experts.region.
     most: for each region, {axes: most bytes a device may receive}, in GB, and
       {'peak': most GiB}.
   """
   told, right = [], True
+  data = dataclasses.replace(run.config.data, sequence_length=length)
+  base = dataclasses.replace(run.config, data=data)
   for region, limits in zip(regions, most, strict=True):
-    config = claims_experts.changed(run.config, **model, **train, region=region)
+    config = claims_experts.changed(base, **fields, region=region)
     report = target_compile.compile_config(config, mesh, topology)
     sent = [c for p in report.programs.values() for c in p.collectives]
     sizes = hlo.by_axis(sent)

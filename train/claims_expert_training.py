@@ -17,6 +17,7 @@ Legend: L layers, E experts.
 """
 
 import functools
+import json
 import math
 
 import jax
@@ -24,6 +25,7 @@ import numpy as np
 
 from paraxis.configs import errors
 from paraxis.models import depth
+from paraxis.train import claims
 from paraxis.train import claims_experts
 from paraxis.train import compiling
 from paraxis.train import expert_counts
@@ -35,7 +37,7 @@ from paraxis.train import plot_experts
 from paraxis.train import workdir as workdir_lib
 
 PARAMS = 'params/'
-PICTURE = 'scopes.png'
+PICTURE = 'domains.png'
 
 
 def train(run, name, config):
@@ -112,25 +114,85 @@ def mutual_information(loads):
 
 
 @functools.lru_cache(maxsize=4)
-def _scopes(run, scopes, seeds):
-  """{scope: [(held-out bits per byte, mutual information) of each seed]}."""
-  found, folders = {s: [] for s in scopes}, []
-  last = {}
+def _trained(run, text, seeds):
+  """{variant: [(bits per byte, job.Job, parameters) of each seed]}.
+
+  text: JSON of {variant: fields that change}. Loss and experts are drawn.
+  """
+  variants, folders = json.loads(text), []
+  found = {name: [] for name in variants}
   for seed in seeds:
-    for scope in scopes:
-      config = claims_experts.changed(
-        run.config, balance_scope=scope, seed=seed
-      )
-      name = f'{scope}{seed}'
-      bits, job, params = train(run, name, config)
-      last[scope] = domain_loads(job, params)
-      found[scope].append((bits, mutual_information(last[scope])))
-      folders.append(run.workdir / name)
-      run.say(
-        f'{scope}, seed {seed}: {bits:.4f} bits per byte, domain and expert '
-        f'share {found[scope][-1][1]:.4f} bits'
-      )
-  path = workdir_lib.resolve(run.workdir) / PICTURE
-  run.say(f'wrote {plot_experts.draw_domains(last, path)}')
+    for name, fields in variants.items():
+      config = claims_experts.changed(run.config, seed=seed, **fields)
+      folder = f'{name.replace(" ", "_")}{seed}'
+      found[name].append(train(run, folder, config))
+      folders.append(run.workdir / folder)
+      run.say(f'{name}, seed {seed}: {found[name][-1][0]:.4f} bits per byte')
   run.say(f'wrote {plot.draw(folders, run.workdir / plot.NAME)}')
   return found
+
+
+@functools.lru_cache(maxsize=4)
+def _shared_bits(run, text, seeds):
+  """{variant: [mutual information of each seed]}; draws the last seed."""
+  loads = {
+    name: [domain_loads(job, params) for _, job, params in rows]
+    for name, rows in _trained(run, text, seeds).items()
+  }
+  path = workdir_lib.resolve(run.workdir) / PICTURE
+  last = {name: rows[-1] for name, rows in loads.items()}
+  run.say(f'wrote {plot_experts.draw_domains(last, path)}')
+  return {n: list(map(mutual_information, rows)) for n, rows in loads.items()}
+
+
+def _table(found):
+  """'name mean (lowest to highest)' of {name: numbers}."""
+  one = lambda name, row: (
+    f'{name} {np.mean(row):.4f} ({min(row):.4f} to {max(row):.4f})'
+  )
+  return '; '.join(one(name, row) for name, row in found.items())
+
+
+def specialise(run, *, variants, seeds, more, times):
+  """LEARN: experts of one variant are more of a domain than another's.
+
+  Args:
+    variants: {name: fields as for `claims_experts.changed`}.
+    seeds: of the trainings.
+    more: [name, name]: the mutual information of the first is at least `times`
+      that of the second, in every seed.
+  """
+  found = _shared_bits(run, json.dumps(variants), tuple(seeds))
+  ratios = [a / b for a, b in zip(*(found[n] for n in more), strict=True)]
+  return claims.Outcome(
+    f'>= {times:g} x in every seed',
+    ' '.join(f'{r:.3g}' for r in ratios),
+    f'{" over ".join(more)}, mutual information of domain and expert on '
+    f'held-out text, in bits: {_table(found)}; lowest and highest of '
+    f'{len(seeds)} seeds, {run.config.train.steps} steps',
+    min(ratios) >= times,
+  )
+
+
+def learn_better(run, *, variants, seeds, better, by):
+  """LEARN: held-out bits per byte of one variant are fewer than another's.
+
+  Args:
+    variants, seeds: as for `specialise`.
+    better: list of [name, name]: the mean of the first is below the second's
+      by at least `by` bits per byte.
+  """
+  trained = _trained(run, json.dumps(variants), tuple(seeds))
+  found = {n: [bits for bits, *_ in rows] for n, rows in trained.items()}
+  pairs = [list(zip(found[a], found[b], strict=True)) for a, b in better]
+  gains = [float(np.mean([b - a for a, b in pair])) for pair in pairs]
+  wins = [sum(a < b for a, b in pair) for pair in pairs]
+  return claims.Outcome(
+    '; '.join(f'{a} below {b}' for a, b in better),
+    ' '.join(f'{gain:.4f}' for gain in gains),
+    f'bits per byte of held-out text, mean (lowest to highest of '
+    f'{len(seeds)} seeds): {_table(found)}; better in '
+    f'{" ".join(f"{w} of {len(seeds)}" for w in wins)} seeds; '
+    f'{run.config.train.steps} steps',
+    min(gains) >= by,
+  )

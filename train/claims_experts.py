@@ -88,7 +88,7 @@ def equals_one_device(run, *, cases, within):
   )
 
 
-def _shrunk(run, mesh, **fields):
+def shrunk(run, mesh, **fields):
   """(config, devices) in float64, small."""
   config, devices = on(run.config, mesh, **fields)
   subject = verify.prepare(config, '', devices=devices)
@@ -104,7 +104,7 @@ def any_hot_set(run, *, mesh, hot, sets, within):
     within: largest difference allowed, relative to each leaf's maximum.
   """
   with jax.enable_x64(True):
-    config, devices = _shrunk(run, mesh)
+    config, devices = shrunk(run, mesh)
     config = changed(config, hot=hot)
     wanted = trial.reference(changed(config, hot=0), True, devices[0])
     side = trial.Side(config, devices)

@@ -49,8 +49,8 @@ def equals_one_device(run, *, cases, within):
   """EQ: loss, every gradient, one update and all layouts, in each case.
 
   Args:
-    cases: list of {'mesh': text, and fields as for `changed`}; rows and tokens are
-      shrunk and packed, arithmetic is float64.
+    cases: list of {'mesh': text, and fields as for `changed`}; sizes are
+      shrunk, rows packed, arithmetic is float64.
     within: largest difference allowed.
   """
   properties, found = ('loss', 'gradients', 'update', 'layout'), {}
@@ -208,7 +208,8 @@ def compiled_fits(run, *, mesh, topology, cases, fits):
 
   Args:
     mesh, topology: texts as for `paraxis compile`.
-    cases: {name: fields as for `changed`}. fits: {name: whether a chip holds it}.
+    cases: {name: fields as for `changed`}.
+    fits: {name: whether a chip holds it}.
   """
   found, told = {}, []
   for name, fields in cases.items():

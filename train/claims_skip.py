@@ -303,11 +303,10 @@ def _draw(found, folder):
       color=colour,
       label=f'{fraction:.0%} of the stages',
     )
-  ax.set_yscale('log')
   ax.set_xlabel('stages left out when the model is asked (%)')
   ax.set_ylabel('held-out perplexity per token')
   ax.legend(title='left out in training', frameon=False)
-  ax.grid(color='#dddddd', linewidth=0.7, which='both')
+  ax.grid(color='#dddddd', linewidth=0.7)
   ax.set_axisbelow(True)
   ax.spines[['top', 'right']].set_visible(False)
   path = workdir_lib.resolve(folder) / PICTURE

@@ -3,6 +3,8 @@
 Nothing that draws, and no jax, is imported before the arguments are read.
 """
 
+import pathlib
+
 from absl import flags
 
 from paraxis.configs import command_line
@@ -13,7 +15,8 @@ HELP = """\
 usage: paraxis plot --workdir=RUN [-o loss.png]
        paraxis plot schedule NAME --stages=4 --microbatches=8 [-o NAME.png]
 
-Draws the loss of a run, or of several overlaid:
+Draws the loss of a run, or of several overlaid, and experts.png in the folder
+of each run that has experts: their loads over training:
 
   --workdir=RUN        folder of a run; given again: overlaid
   --output=FILE, -o    PNG to write; default loss.png in the first workdir
@@ -62,6 +65,19 @@ def _run(argv):
   from paraxis.train import plot
 
   print(f'wrote {plot.draw(values.workdir, values.output)}')
+  _experts(values.workdir, plot.labels(values.workdir))
+
+
+def _experts(workdirs, names):
+  """Loads of experts, for each run that has them."""
+  from paraxis.train import metrics
+  from paraxis.train import plot_experts
+
+  for workdir, name in zip(workdirs, names, strict=True):
+    rows = metrics.read(workdir)
+    if plot_experts.present(rows):
+      path = pathlib.Path(workdir) / plot_experts.NAME
+      print(f'wrote {plot_experts.draw(rows, path, name)}')
 
 
 def _schedule(argv):

@@ -20,7 +20,7 @@ MOST_LAYERS = 6
 LINES = {  # metric: (label, what would be ideal)
   'experts/imbalance': ('busiest /\nmean', 1.0),
   'experts/dropped': ('share\ndropped', 0.0),
-  'experts/entropy': ('router entropy\n(nats)', None),
+  'experts/entropy': ('entropy\n(nats)', None),
 }
 
 
@@ -111,7 +111,7 @@ def draw(rows, path, title=''):
     if plot.curve(rows, name).size
   ]
   heights = [1.5] * len(maps) + [0.9] * len(lines)
-  fig = _figure(figsize=(8.5, 0.8 + 0.9 * sum(heights)))
+  fig = _figure(figsize=(8.5, 1 + sum(heights)))
   all_axes = fig.subplots(
     len(heights), 1, sharex=True, squeeze=False, height_ratios=heights
   )[:, 0]
@@ -122,7 +122,8 @@ def draw(rows, path, title=''):
       cmap='RdBu_r', norm=norm, rasterized=True,
     )  # fmt: skip
     ax.set_ylim(len(even) - 0.5, -0.5)
-    ax.set_ylabel(f'{name}\nexpert')
+    ax.set_title(name, loc='left', fontsize=9)
+    ax.set_ylabel('expert')
     ax.set_yticks(range(0, len(even), max(1, len(even) // 4)))
     ax.spines[:].set_visible(False)
   _bar(fig, image, list(all_axes[: len(maps)]), 'load / even load')
@@ -131,8 +132,7 @@ def draw(rows, path, title=''):
   ):
     _line(ax, *line, colour)
   all_axes[-1].set_xlabel('step')
-  if title:
-    all_axes[0].set_title(title, loc='left', fontweight='bold')
+  fig.suptitle(title, fontweight='bold')
   fig.align_ylabels(all_axes)
   return _save(fig, pathlib.Path(path))
 

@@ -132,6 +132,33 @@ def test_meshes_and_layouts(few_steps):
     assert 0 < counted == pytest.approx(predicted, rel=0.02)
 
 
+@pytest.mark.slow
+def test_pipelines(few_steps):
+  (path,) = [p for p in NOTEBOOKS if p.stem == '02_pipelines']
+  made = execute(nbformat.read(path, as_version=4), few_steps)
+  text, pictures = shown(made)
+  names = (
+    'gpipe', 'one_f_one_b', 'interleaved', 'zero_bubble', 'v_half', 'skip'
+  )  # fmt: skip
+  assert pictures == len(names)
+  for name in names:
+    line = re.search(
+      rf'^{name} +loss (\S+), gradients (\S+) apart$', text, re.M
+    )
+    one = re.search(r'^one device +loss (\S+)$', text, re.M)
+    assert float(line[1]) == pytest.approx(float(one[1]), abs=1e-11)
+    assert float(line[2]) < 1e-12
+  for part in (
+    '3 F3 .      F2 .      F1 .      F0 B0',  # the table, printed
+    'interleaved   26 ticks, faults []',
+    'zero_bubble   32     0.0625   0.0625  0.0312 0.0312',
+    'gpipe             8     16     32',
+    'one_f_one_b       7      7      7',
+    "embedding (64, 32) P('stage', None)",
+  ):
+    assert part in text, part
+
+
 def test_a_cell_that_fails_is_seen(tmp_path):
   broken = nbformat.v4.new_notebook(
     cells=[nbformat.v4.new_code_cell('raise RuntimeError("on purpose")')]

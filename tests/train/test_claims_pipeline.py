@@ -17,7 +17,7 @@ def test_papers_find_them():
     'schedule', 'cases', 'share', 'model'
   ]  # fmt: skip
   names = [n for n in found if n.startswith('claims_pipeline.')]
-  assert len(names) == 5
+  assert len(names) == 6
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,24 @@ def test_bubble_share():
   outcome = claims_pipeline.bubble_share(None, at_most=0.2, **given)
   assert outcome.passed and outcome.measured == '17.9%'  # 7 / (32 + 7)
   assert not claims_pipeline.bubble_share(None, at_most=0.17, **given).passed
+
+
+def test_trend():
+  check = lambda expected, *cases, within=0.05: claims_pipeline.trend(
+    None, schedule='one_f_one_b', cases=cases, expected=expected, within=within
+  )
+  stages = (2, 8), (4, 8), (8, 8)
+  assert check('rises', *stages).passed
+  assert check('rises', *stages).measured == '1.125 1.375 1.875'
+  assert not check('rises', *stages[::-1]).passed
+  assert not check('constant', *stages).passed
+  assert check('constant', (8, 32), (16, 64), (32, 128)).passed
+  more = (4, 8), (4, 32), (4, 128), (4, 256)
+  assert check('falls', *more).passed
+  assert not check('falls', *more, within=0.005).passed  # still gains 1.2%
+  assert not check('falls', *more[::-1]).passed
+  with pytest.raises(errors.UserError, match='rises, constant, falls'):
+    check('sinks', *more)
 
 
 def test_inputs_held():

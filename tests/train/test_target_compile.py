@@ -4,6 +4,7 @@ The golden results are of one version of libtpu; with another one their test is
 skipped. To write them again: UPDATE_GOLDEN=1 pytest -m aot THIS_FILE -k golden.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -53,6 +54,15 @@ def tiny(**sections):
     for name in {*TINY, *sections}
   }
   return schema.view(both)
+
+
+@contextlib.contextmanager
+def jax_level(level):
+  """XLA's effort; at its lowest a quarter of the time."""
+  before = jax.config.jax_optimization_level
+  jax.config.update('jax_optimization_level', level)
+  yield
+  jax.config.update('jax_optimization_level', before)
 
 
 def counted(config, mesh='data=1'):
@@ -156,6 +166,37 @@ def test_collectives(report):
     if (c.kind, c.axes) == ('all-gather', ('fsdp',)) and c.count % 2 == 0
   )
   assert gathered >= 2 * 2 * layer // 2  # layers, passes, half of it each
+
+
+@pytest.mark.aot
+@needs_tpu
+def test_a_pipeline_holds_the_slots_of_its_schedule_and_no_more():
+  """1F1B keeps 2 p - 1 inputs for any number of microbatches, GPipe all.
+
+  A microbatch is 32 rows of 1,024 tokens, 256 wide: 16 MiB in bfloat16, beside
+  which batches of integers are small.
+  """
+
+  def temporaries(schedule, microbatches):
+    config = tiny(
+      model=dict(num_layers=4),
+      train=dict(batch_size=32 * microbatches, remat='full'),
+      data=dict(sequence_length=1024),
+      pipeline=dict(schedule=schedule, microbatches=microbatches),
+    )
+    target = aot.topology('v5e:2x2')
+    with target.context():
+      job = job_lib.of_shapes(config, 'stage=4', target.devices)
+      traced = target_compile.trace(job)['gradient']
+    with job.context(), jax_level('O0'):
+      compiled = aot.compile_for(target, 'gradient', traced)
+    return aot.memory(compiled).temporaries / 2**20
+
+  few, many = (temporaries('one_f_one_b', m) for m in (8, 16))
+  # The batch itself: 5 arrays of 4 bytes a token.
+  assert abs(many - few) <= 8 * 5 * 4 * 32 * 1024 / 2**20 + 1, (few, many)
+  grown = temporaries('gpipe', 16) - many
+  assert grown >= (16 - 7) * 16, grown
 
 
 @pytest.mark.aot

@@ -1,0 +1,116 @@
+"""DeepSpeed-MoE: pyramids of experts beside a residual mlp
+
+paper: arXiv:2201.05596
+mechanism: models/moe.py, models/layer.py, sharding/expert.py
+test: tests/train/test_claims_experts.py
+run: paraxis reproduce deepspeed_moe
+expect: tbd
+differs: tbd
+"""
+
+from paraxis.configs import schema
+
+# Depth, width, heads of the paper's base models (350M and 1.3B).
+SHAPES = {'350M': (24, 1024, 16), '1.3B': (24, 2048, 16)}
+
+
+def get_config():
+  """PR-MoE: 8 experts in 3 layers, 16 in the last, one a token, and an mlp."""
+  config = schema.default()
+  model = config.model
+  model.vocab_size = 2048
+  model.d_model, model.d_ff = 64, 192
+  model.num_layers, model.num_heads = 4, 4
+  model.qk_norm = 'head'
+  model.embedding_scale = 64**0.5
+  model.attention_scale = 3 * 16**-0.5
+  experts = model.experts
+  experts.count, experts.top_k, experts.d_ff = 8, 1, 96
+  experts.pattern, experts.residual = 'EEEP', True
+  # With one expert a token, weights that add up to 1 would teach no router.
+  experts.normalise = False
+  experts.region = 'data+tensor'
+
+  config.data.sequence_length = 128
+  config.optimizer.name = 'muon'
+  config.train.steps = 200
+  config.train.batch_size = 16
+  config.checkpoint.every = 200
+  config.train.print_every = 10
+  return config
+
+
+def _learned():
+  """The same operations a token: 192 columns of mlp, of experts, or both."""
+  plain = dict(pattern='E', residual=False)
+  return dict(
+    check='claims_expert_training.learn_better',
+    seeds=[0],
+    variants={
+      'dense': plain | dict(pattern='D'),
+      'top-1': plain | dict(expert_d_ff=192),
+      'top-2': plain | dict(top_k=2, normalise=True),
+      'residual': dict(pattern='E'),
+      'PR-MoE': {},
+    },
+    better=[['top-1', 'dense'], ['residual', 'dense']],
+    by=0.0,
+  )
+
+
+def claims():
+  """What `paraxis reproduce deepspeed_moe` checks."""
+  gpt = dict(
+    mlp='gelu', position='learned', max_positions=2048, vocab_size=51200,
+    qk_norm='none',
+  )  # fmt: skip
+  shape = lambda name: (
+    gpt
+    | dict(
+      zip(('num_layers', 'd_model', 'num_heads'), SHAPES[name], strict=True),
+      d_ff=4 * SHAPES[name][1],
+    )
+  )
+  case = lambda name, published, **experts: dict(
+    model=shape(name), published=published, experts=dict(d_ff=0) | experts
+  )
+  flat = dict(count=128, pattern='DE', residual=False)
+  pyramid = dict(pattern='DE' * 10 + 'DPDP')
+  counts = dict(
+    check='claims_experts.parameter_counts',
+    within=0.03,
+    cases={
+      '350M+MoE-128': case('350M', 13e9, **flat),
+      '1.3B+MoE-128': case('1.3B', 52e9, **flat),
+      '350M+PR-MoE-32/64': case('350M', 4e9, count=32, **pyramid),
+      '1.3B+PR-MoE-64/128': case('1.3B', 31e9, count=64, **pyramid),
+    },
+  )
+  mesh = 'data=2,fsdp=2,tensor=2'
+  equal = dict(
+    check='claims_experts.equals_one_device',
+    cases=[dict(mesh=mesh), dict(mesh=mesh, hierarchical=True)],
+    within=1e-9,
+  )
+  bitwise = dict(
+    check='claims_experts.axis_by_axis_is_bitwise',
+    meshes=['context=2,tensor=4', 'data=2,context=2,tensor=2'],
+    tokens=16,
+  )
+  sent = dict(
+    check='claims_expert_messages.axis_by_axis',
+    mesh='data=2,tensor=4', region='data+tensor',
+  )  # fmt: skip
+  drops = dict(
+    check='claims_experts.drops_are_counted',
+    mesh='data=2,tensor=4', region='data+tensor',
+    factors=[0.5, 1, 1.25, 2], tokens=16,
+  )  # fmt: skip
+  return [
+    ('residual and pyramid equal one device', 'EQ', equal, None),
+    ('axis by axis equals at once', 'EQ', bitwise, None),
+    ('bytes axis by axis', 'HLO', sent, 'O(G + p/G)'),
+    ('what finds no slot is counted', 'EQ', drops, None),
+    ('parameters of the shapes', 'SIM', counts, '13 52 4 31 B'),
+    ('held-out text at equal operations', 'LEARN', _learned(), 'lower'),
+  ]

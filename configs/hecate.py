@@ -1,0 +1,66 @@
+"""Hecate: the busiest experts are gathered, so that no device waits for theirs
+
+paper: arXiv:2502.02581
+mechanism: sharding/expert.py, models/moe.py
+test: tests/train/test_claims_experts.py
+run: paraxis reproduce hecate
+expect: tbd
+differs: tbd
+"""
+
+from paraxis.configs import schema
+
+
+def get_config():
+  """16 experts on data=2,tensor=4, the two busiest of a layer gathered."""
+  config = schema.default()
+  config.mesh.data, config.mesh.tensor = 2, 4
+
+  model = config.model
+  model.vocab_size = 2048
+  model.d_model, model.d_ff = 64, 64
+  model.num_layers, model.num_heads = 4, 4
+  model.qk_norm = 'head'
+  model.embedding_scale = 64**0.5
+  model.attention_scale = 3 * 16**-0.5
+  experts = model.experts
+  experts.count, experts.top_k, experts.hot = 16, 2, 2
+  experts.region = 'data+tensor'
+  experts.balance = 0.001
+
+  config.data.sequence_length = 128
+  config.optimizer.name = 'muon'
+  config.train.batch_size = 16
+  config.train.steps = 200
+  return config
+
+
+def claims():
+  """What `paraxis reproduce hecate` checks."""
+  mesh = dict(mesh='data=2,tensor=4')
+  equal = mesh | dict(
+    check='claims_experts.any_hot_set', hot=2, sets=4, within=1e-9
+  )
+  sent = mesh | dict(
+    check='claims_expert_messages.hot_bytes', hots=[0, 1, 2, 4]
+  )
+  zipf = dict(
+    check='claims_expert_loads.zipf_stragglers',
+    experts=64, ranks=8, hots=[0, 1, 2, 4, 8, 16], draws=200,
+    table={
+      '0.5': [1.38, 1.30, 1.24, 1.19, 1.17, 1.16],
+      '1.0': [2.33, 1.72, 1.46, 1.29, 1.18, 1.11],
+      '1.5': [3.82, 2.02, 1.54, 1.26, 1.12, 1.05],
+    },
+    within=0.01,
+  )  # fmt: skip
+  recorded = dict(
+    check='claims_expert_loads.recorded_stragglers',
+    steps=100, ranks=8, hots=[0, 1, 2, 4], falls=1.1,
+  )  # fmt: skip
+  return [
+    ('any hot experts, one program', 'EQ', equal, None),
+    ('bytes by hot experts', 'HLO', sent, None),
+    ('busiest rank, Zipf loads', 'SIM', zipf, 'up to 3.54 x'),
+    ('busiest rank, loads of a training', 'LEARN', recorded, 'up to 3.54 x'),
+  ]

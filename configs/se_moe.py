@@ -1,0 +1,64 @@
+"""SE-MoE: exchanges by link, and devices for tasks by their load
+
+paper: arXiv:2205.10034
+mechanism: sharding/expert.py, sharding/lookup.py
+test: tests/train/test_claims_experts.py
+run: paraxis reproduce se_moe
+expect: tbd
+differs: tbd
+"""
+
+from paraxis.configs import schema
+
+
+def get_config():
+  """8 experts on data=2,context=2,tensor=2, exchanged axis by axis."""
+  config = schema.default()
+  config.mesh.data = config.mesh.context = config.mesh.tensor = 2
+
+  model = config.model
+  model.vocab_size = 264
+  model.d_model, model.d_ff = 64, 128
+  model.num_layers, model.num_heads = 2, 4
+  model.experts.count, model.experts.top_k = 8, 1
+  model.experts.normalise = False
+  model.experts.region = 'data+context+tensor'
+  model.experts.hierarchical = True
+
+  config.data.tokenizer = 'bytes'
+  config.data.sequence_length = 64
+  config.train.batch_size = 8
+  return config
+
+
+def claims():
+  """What `paraxis reproduce se_moe` checks."""
+  mesh = 'data=2,context=2,tensor=2'
+  equal = dict(
+    check='claims_experts.equals_one_device',
+    cases=[dict(mesh=mesh)], within=1e-9,
+  )  # fmt: skip
+  bitwise = dict(
+    check='claims_experts.axis_by_axis_is_bitwise', meshes=[mesh], tokens=16
+  )
+  sent = dict(
+    check='claims_expert_messages.axis_by_axis',
+    mesh=mesh, region='data+context+tensor',
+  )  # fmt: skip
+  case = lambda loads, devices, shares, times: dict(
+    loads=loads, devices=devices, shares=shares, times=times
+  )
+  tasks = dict(
+    check='claims_expert_loads.elastic_tasks',
+    cases=[
+      case([4, 2, 1, 1], 8, [4, 2, 1, 1], 2),
+      case([5, 3, 2], 12, [6, 4, 2], 1.25),
+    ],
+    draws=50,
+  )
+  return [
+    ('exchanges axis by axis equal one device', 'EQ', equal, None),
+    ('axis by axis equals at once', 'EQ', bitwise, None),
+    ('bytes axis by axis', 'HLO', sent, None),
+    ('devices of tasks by load', 'SIM', tasks, '+64% throughput'),
+  ]
