@@ -55,7 +55,8 @@ def claims():
   )  # fmt: skip
   scopes = dict(
     check='claims_expert_loads.scopes_agree',
-    microbatches=4, within=1e-9, apart=1e-3,
+    equal=[['device', 1], ['step', 1], ['step', 4]], other=['microbatch', 4],
+    within=1e-9, apart=1e-3,
   )  # fmt: skip
   meshes = dict(
     check='claims_experts.equals_one_device',

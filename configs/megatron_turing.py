@@ -12,8 +12,8 @@ expect: EQ 1e-15 of 2 x 2 x 2; SIM bubbles of 14, 18 and 21% on 280, 350 and 420
 differs: no batch ramp: a batch has 1,920 rows from the start. Learning rates go
   by steps, not tokens; warm-up and decay are those of the default. Compiled
   with 16 stages, for 35 fill no torus of this topology: 105 layers leave 7 of
-  112 places empty, which count as parameters. State in float32. A TPU
-  compiler may undo our reduce-scatters: seen, not claimed. No throughput.
+  112 places empty. State in float32. A TPU compiler may undo our
+  reduce-scatters: seen, not claimed. No throughput.
 """
 
 from paraxis.configs import schema

@@ -4,8 +4,20 @@ paper: arXiv:2504.14960
 mechanism: sharding/expert.py, models/moe.py, sharding/rules.py
 test: tests/train/test_claims_experts.py
 run: paraxis reproduce moe_parallel_folding
-expect: tbd
-differs: tbd
+expect: EQ 1e-13; HLO 2 + 2 exchanges a layer in every folding; 0.50, 0.32,
+  0.19, 0.11 of the bytes with E = 8 to 64 experts over all 8 devices and not
+  over data alone; SIM 64 -> 8 and up to 1,024 -> 64 devices; AOT 57.4B
+  parameters of 64 experts on v5p:8x8x8: 71.7 -> 15.1 GiB a chip, 180 -> 128 GB
+  received, experts on 8 -> 64 chips. 2 minutes of CPU time, and 4 for AOT,
+  which needs libtpu.
+differs: bytes and memory, no throughput. Unfolded here is experts over data (or
+  fsdp) alone, each whole on the devices of tensor and context; the paper
+  also splits the width of an expert over tensor, which is not built. Bytes are
+  fewer because gradients of experts are summed over fewer devices; exchanges
+  alone cost more (1.75 times on 8 ranks for 2), and with experts over context
+  and tensor alone more crosses data. With many tokens a device the gain is
+  smaller. A padded exchange on CPU, a ragged one on TPU, counted as if every
+  slot were sent.
 """
 
 from paraxis.configs import schema
@@ -49,7 +61,8 @@ def claims():
   sent = dict(
     check='claims_expert_messages.folded_bytes',
     mesh=mesh, regions=regions, counts=[8, 16, 32, 64],
-    ratios=[[1, 0.5], [1, 1], [1, 1], [1, 0.11]], within=0.02,
+    ratios=[[0.66, 0.50], [0.55, 0.32], [0.46, 0.19], [0.40, 0.11]],
+    within=0.01,
   )  # fmt: skip
   least = dict(
     check='claims_expert_messages.least_devices',
@@ -71,7 +84,7 @@ def claims():
 
 
 def _machine():
-  """The shape of Qwen2-57B-A14B, one expert of a layer on each of 64 chips."""
+  """The shape of Qwen2-57B-A14B, its experts on 8 chips or on 64."""
   return dict(
     check='claims_expert_messages.compiled',
     fields=dict(
@@ -84,6 +97,6 @@ def _machine():
     length=4096,
     mesh='data=8,fsdp=8,context=2,tensor=4',
     topology='v5p:8x8x8',
-    regions=['fsdp+context+tensor'],
-    most=[{'peak': 16}],
+    regions=['fsdp', 'fsdp+context+tensor'],
+    most=[{'peak': 75, 'all': 190}, {'peak': 16, 'all': 135}],
   )  # fmt: skip

@@ -61,7 +61,7 @@ class Mesh:
   collectives: str = field(
     'annotated',
     'annotated: the compiler places them from array types; explicit: our own, '
-    'in one manual region',
+    'in one manual region (always so on several stages)',
     ('annotated', 'explicit'),
   )
   collective_matmul: str = field(
@@ -169,7 +169,9 @@ class Train:
   remat: str = field(
     'none',
     'what the backward pass recomputes: none; attention (keep attention '
-    'outputs); dots (keep those of matmuls too); full (keep layer inputs)',
+    'outputs); dots (keep those of matmuls too); full (keep layer inputs). On '
+    'stages: of what a backward phase makes or pipeline.activations=store '
+    'keeps; zero_bubble and v_half keep all of it for the phase',
     ('none', 'attention', 'dots', 'full'),
   )
   memory: str = field(

@@ -12,7 +12,7 @@ expect: EQ 3e-15 against layers on paths, and 1F1B bit for bit with nothing left
   1.68 with none (141 over 84); the paper: 1.07. 650 CPU-seconds.
 differs: 1.8M parameters in 8 layers, 1M tokens, one seed: with so little of it
   leaving out costs, 96 and 111 of perplexity with all stages against 84. Half a
-  model is the mean over 4 balanced paths that were not trained on. Paths are
+  model is the mean over 4 balanced paths drawn anew. In training paths are
   drawn once and kept, not searched for by conflict; equal stages and links, so
   that the 55% of the paper, on slow links that differ, is out of reach. In lock
   step, as our executor runs, a step takes 0.93 at best. Learning runs on one

@@ -268,6 +268,13 @@ def _schedule(config, sizes):
     f'pipeline.schedule={pipeline.schedule!r} B keeps what W reads: take '
     "'recompute'.",
   )
+  moved = 'offload' in memory.actions('full', config.train.memory).values()
+  _need(
+    not (moved and pipeline.activations == 'store'),
+    f"pipeline.activations='store' keeps activations in slots on the device, "
+    f'and train.memory={config.train.memory!r} offloads some: take '
+    "'recompute', or offload none.",
+  )
   _need(
     not (apart and config.mesh.collective_matmul),
     f'mesh.collective_matmul={config.mesh.collective_matmul!r} overlaps '

@@ -25,43 +25,44 @@ from paraxis.train import plot_experts
 from paraxis.train import trial
 
 
-def scopes_agree(run, *, microbatches, within, apart):
-  """EQ: balance_scope on one device, of one microbatch and of several.
+def scopes_agree(run, *, equal, other, within, apart):
+  """EQ: balance_scope on one device, against a batch in one microbatch.
 
   Loss and all gradients, float64: of one microbatch, device, microbatch and
-  step are one; of several, step is as if they were one (the paper's global
+  step are the same; of several, step is as if they were one (the paper's global
   batch), and microbatch is not.
 
   Args:
-    microbatches: several. within: largest difference of what is equal.
-    apart: least difference of what is not.
+    equal: list of [scope, microbatches] that give the same numbers.
+    other: [scope, microbatches] that does not.
+    within: largest difference of what is equal. apart: least of the other.
   """
+  gaps = []
   with jax.enable_x64(True):
     config, devices = claims_experts.shrunk(run, 'data=1')
-    found = {}
-    for scope, parts in (
-      ('microbatch', 1), ('device', 1), ('step', 1), ('step', microbatches),
-      ('microbatch', microbatches),
-    ):  # fmt: skip
+    config = claims_experts.changed(
+      config, balance_scope='microbatch', microbatches=1
+    )
+    whole = trial.reference(config, True, devices[0])
+    wanted = whole.gradients | {'loss': np.asarray(whole.loss)}
+    for scope, parts in (*equal, other):
       mine = claims_experts.changed(
         config, balance_scope=scope, microbatches=parts
       )
       side = trial.Side(mine, devices)
-      start = side.start(trial.reference(mine, True, devices[0]).params)
-      loss, gradients = side.gradients(start, trial.batches(mine, True)[0])
-      found[f'{scope} of {parts}'] = jax.device_get(gradients | {'loss': loss})
-  whole, *rest = found.values()
-  gaps = {
-    name: trial.worst(other, whole)[0]
-    for name, other in zip(list(found)[1:], rest, strict=True)
-  }
-  *equal, other = gaps.values()
+      start = side.start(whole.params)
+      loss, gradients = side.gradients(start, whole.batches[0])
+      found = jax.device_get(gradients | {'loss': loss})
+      gaps.append(trial.worst(found, wanted)[0])
+  *same, last = gaps
+  names = [f'{scope} of {parts}' for scope, parts in (*equal, other)]
   return claims.Outcome(
     f'<= {within:.0e}; > {apart:.0e}',
-    f'{max(equal):.1e}; {other:.1e}',
+    f'{max(same):.1e}; {last:.1e}',
     'one device, shrunk, packed rows, float64; against the scope microbatch of '
-    f'one: {", ".join(f"{name} {gap:.0e}" for name, gap in gaps.items())}',
-    max(equal) <= within and other > apart,
+    'one, by scope and microbatches: '
+    + ', '.join(f'{n} {g:.0e}' for n, g in zip(names, gaps, strict=True)),
+    max(same) <= within and last > apart,
   )
 
 

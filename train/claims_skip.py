@@ -5,9 +5,9 @@
 What a pipeline computes with the schedule `skip` does not need the pipeline:
 here one device runs each microbatch through the layers on its path alone, which
 are picked from the stacks. One claim says that the two are equal; the others
-train so. A model is then asked without some of its stages: for each of a few
-balanced paths that it was not trained on, perplexity on held-out text; what is
-told is the geometric mean, exp(mean of nats per token).
+train so. A model is then asked without some of its stages, on a few balanced
+paths drawn anew: perplexity of held-out text, its geometric mean over paths,
+exp(mean of nats per token).
 
 Legend: A microbatches, K layers on a path.
 """

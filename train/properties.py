@@ -233,6 +233,9 @@ def _accumulation(run):
 def _remat(run):
   train = run.config.train
   for remat, memory in MEMORY:
+    stored = run.config.pipeline.activations == 'store'
+    if stored and run.config.mesh.stage > 1 and 'offload' in memory:
+      continue  # refused: slots are on the device
     if (remat, memory) != (train.remat, train.memory):
       name = f'remat {remat}' + (' with offload' if memory else '')
       yield run.variant(name, remat=remat, memory=memory)

@@ -5,10 +5,12 @@ Canonical paths are ours, not optax's or Flax's: 'params/layers/mlp/up',
 its logical axes, so that a checkpoint can be read onto any mesh.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paraxis.models import depth
 from paraxis.sharding import annotate
@@ -109,18 +111,25 @@ def in_order(flat, model):
       layout = jax.NamedSharding(mesh, annotate.spec(whole))
       out[path] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=layout)
       continue
-    move = lambda x, whole=whole, rows=rows: depth.to_order(
-      annotate.put(x, whole), rows
-    )
-    out[path] = jax.jit(move)(leaf)
+    out[path] = _ordered(leaf, tuple(rows.tolist()), annotate.spec(whole))
   return out
+
+
+@functools.partial(jax.jit, static_argnames=('rows', 'spec'))
+def _ordered(x, rows, spec):
+  # One function for all leaves: those that are alike compile once in a run.
+  return depth.to_order(jax.reshard(x, spec), np.array(rows))
+
+
+@functools.partial(jax.jit, static_argnames=('rows', 'sharding'))
+def _staged_again(x, rows, sharding):
+  return jax.reshard(depth.from_order(x, np.array(rows)), sharding)
 
 
 def on_stages(flat, like, model):
   """The inverse of `in_order`; like: flat tree of the layouts wanted."""
   out = dict(flat)
   for path, leaf, _, rows in _staged(like, model):
-    move = lambda x, rows=rows: depth.from_order(x, rows)
-    made = jax.jit(move, out_shardings=leaf.sharding)
-    out[path] = made(flat[path])
+    rows = tuple(rows.tolist())
+    out[path] = _staged_again(flat[path], rows, leaf.sharding)
   return out

@@ -170,7 +170,7 @@ def test_in_order_and_back_on_stages(name):
       x, y = ordered[prefix + path], back[prefix + path]
       np.testing.assert_array_equal(jax.device_get(x), times * in_order)
       np.testing.assert_array_equal(jax.device_get(y), times * held)
-      # What a checkpoint is read into is what is saved; no stage is whole.
+      # What a checkpoint is read into is what is saved.
       assert x.shape == told[prefix + path].shape
       for leaf in (x, told[prefix + path]):
         assert leaf.sharding.is_equivalent_to(
