@@ -42,7 +42,14 @@ def place(sizes, devices):
   # A torus axis may have to be split to serve two mesh axes.
   options = dict(allow_split_physical_axes=True)
   if slices == 1:
-    return mesh_utils.create_device_mesh(shape, devices, **options)
+    try:
+      return mesh_utils.create_device_mesh(shape, devices, **options)
+    except (NotImplementedError, TypeError) as e:  # both, by its version
+      asked = ','.join(f'{a}={n}' for a, n in sizes.items() if n > 1)
+      raise errors.UserError(
+        f'the mesh axes {asked} have no place on the torus of {len(devices)} '
+        'devices: take sizes that its sides are made of.'
+      ) from e
   across, left = [], slices
   for axis, size in sizes.items():
     across.append(1 if axis in _INNER else math.gcd(size, left))

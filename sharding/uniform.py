@@ -91,7 +91,7 @@ def _equation(equation, ins, what):
   if name in _SUMS and set(params['axes']) >= set(annotate.sizes()):
     return [True] * len(equation.outvars)
   if name == 'scan':
-    return _scan(bodies[0], params, ins, what)
+    return _scan(equation, bodies[0], ins, what)
   if name == 'while':
     _refuse(equation, what, 'a loop with a condition')
     return [False] * len(equation.outvars)
@@ -107,9 +107,15 @@ def _equation(equation, ins, what):
   return [all(ins) and not bodies] * len(equation.outvars)
 
 
-def _scan(body, params, ins, what):
+def _scan(equation, body, ins, what):
   """A carry is the same if it starts so and every turn keeps it so."""
-  consts, carry = params['num_consts'], params['num_carry']
+  # By shape, because releases of jax name the numbers differently: what is
+  # scanned over, and what is stacked, has one more axis outside than inside.
+  alike = lambda outer, inner: sum(
+    a.aval.shape == b.aval.shape for a, b in zip(outer, inner, strict=True)
+  )
+  carry = alike(equation.outvars, body.outvars)
+  consts = alike(equation.invars, body.invars) - carry
   same = list(ins)
   while True:
     outs = _walk(body, same, what)

@@ -22,6 +22,7 @@ import numpy as np
 from paraxis.configs import command_line
 from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.models import depth
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.train import baselines as baselines_lib
 from paraxis.train import job as job_lib
@@ -124,15 +125,22 @@ def _gradients(config, mesh_text, devices, params=None):
   """
   job = job_lib.make(config, mesh_text, devices, say=lambda text: None)
   grads = step_lib.make(job.built, job.optimizer, 0.0).grads
+  rows = job.model.rows  # stages hold layers in an order of their own
+  in_order = lambda tree: {
+    path: depth.to_order(x, rows.get(path))
+    for path, x in jax.device_get(tree).items()
+  }
   with job.context():
     if params is None:
-      params = jax.device_get(job.initial_state().params)
+      params = in_order(job.initial_state().params)
     on_mesh = {
-      path: jax.device_put(params[path], leaf.sharding)
+      path: jax.device_put(
+        depth.from_order(params[path], rows.get(path)), leaf.sharding
+      )
       for path, leaf in job.state.params.items()
     }
     loss, gradients = jax.jit(grads)(on_mesh, job.put(job.batches.batch_at(0)))
-    return params, float(loss), jax.device_get(gradients)
+    return params, float(loss), in_order(gradients)
 
 
 def differences(found, reference):

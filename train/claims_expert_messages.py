@@ -24,6 +24,7 @@ import numpy as np
 
 from paraxis.configs import errors
 from paraxis.models import build
+from paraxis.models import layer
 from paraxis.models import moe
 from paraxis.sharding import hlo
 from paraxis.sharding import mesh as mesh_lib
@@ -190,38 +191,45 @@ def least_devices(run, *, cases, unfolded, folded, devices):
   )
 
 
+def _slots(config, devices):
+  """(bytes of one exchange of each layer on a device, summed; such layers)."""
+  model, data = config.model, config.data
+  tokens = config.train.batch_size * data.sequence_length // devices
+  wide = {'E': 1, 'P': 2}
+  kinds = [kind[1:] for kind in layer.kinds_of(model)[1] if kind[1:]]
+  experts = model.experts.count * sum(wide[kind] for kind in kinds)
+  each = tokens * model.d_model * np.dtype(model.dtype).itemsize
+  return experts * each, len(kinds)
+
+
 def axis_by_axis(run, *, mesh, region):
   """HLO: messages of exchanges axis by axis, over each axis, by formula.
 
-  At once, each of r - 1 others gets 1 / r of what there is; axis by axis, over
-  an axis of r_a, each of r_a - 1 gets 1 / r_a.
+  A device has E N slots of D numbers (nothing is dropped). At once each of
+  r - 1 others gets 1 / r of them; axis by axis, over an axis of r_a, each of
+  r_a - 1 gets 1 / r_a.
 
   Args:
     mesh: text as for --mesh. region: model.experts.region, two axes or more.
   """
   found, right = {}, True
+  axes, sizes = tuple(region.split('+')), mesh_lib.parse(mesh)
   for hierarchical in (False, True):
     config, devices = claims_experts.on(
       run.config, mesh, region=region, hierarchical=hierarchical,
-      microbatches=1,
+      microbatches=1, capacity_factor=0.0,
     )  # fmt: skip
-    sent = _exchanges(_messages(config, devices))
-    axes, sizes = tuple(region.split('+')), dict(mesh_lib.parse(mesh))
-    steps = [(a,) for a in axes] if hierarchical else [axes]
-    held = {c.operand_bytes for c in sent}
-    right &= len(held) == 1
-    bytes_of = collections.Counter()
-    times = collections.Counter()
-    for c in sent:
+    held, layers = _slots(config, len(devices))
+    bytes_of, times = collections.Counter(), collections.Counter()
+    for c in _exchanges(_messages(config, devices)):
       bytes_of[c.axes] += c.total
       times[c.axes] += c.count
-    layers = config.model.num_layers
+    steps = [(a,) for a in axes] if hierarchical else [axes]
+    right &= set(times) == set(steps)
     for step in steps:
       r = math.prod(sizes[a] for a in step)
-      each = -(-min(held) * (r - 1) // r)
-      right &= bytes_of[step] == 4 * layers * each
+      right &= bytes_of[step] * r == 4 * held * (r - 1)
       right &= times[step] == 4 * layers
-    right &= set(times) == set(steps)
     found[hierarchical] = bytes_of
   peers = lambda steps: sum(math.prod(sizes[a] for a in s) - 1 for s in steps)
   both = peers([axes]), peers([(a,) for a in axes])

@@ -330,8 +330,8 @@ def predicted_fits(run, *, models, layouts, memory, fits):
     say(fits),
     say(found),
     f'predicted GB at the worst moment, of {memory / 1e9:g}: '
-    f'{"; ".join(told)}; layouts {"; ".join(map(_fields, layouts))}. A '
-    'pipeline would divide depth; no throughput is claimed',
+    f'{"; ".join(told)}; layouts {"; ".join(map(_fields, layouts))}. No '
+    'throughput is claimed',
     found == fits,
   )
 

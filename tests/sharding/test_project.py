@@ -16,8 +16,8 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.sharding import annotate
-from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import lookup
+from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import project
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding import vocabulary
