@@ -4,10 +4,17 @@ paper: arXiv:2201.05596
 mechanism: models/moe.py, models/layer.py, sharding/expert.py
 test: tests/train/test_claims_experts.py
 run: paraxis reproduce deepspeed_moe
-expect: EQ 1e-14, and the same bits axis by axis; HLO bytes by formula, 7 -> 4
+expect: EQ 2e-15, and the same bits axis by axis; HLO bytes by formula, 7 -> 4
   peers; every dropped assignment counted; SIM 13.1, 52.5, 4.1, 31.4B parameters
-  (the paper: 13, 52, 4, 31); LEARN, one seed, 200 steps: tbd
-differs: tbd
+  (the paper: 13, 52, 4, 31); LEARN, one seed: 3.022 bits per byte dense, 3.015
+  top-1, 3.011 residual, 3.013 PR-MoE, 3.007 top-2. 6 minutes of CPU time.
+differs: one seed and 200 steps of a tiny model, so that the order of trainings
+  is an instance and no finding; top-2 was best, and the pyramid no better than
+  8 experts (the paper: residual as good as top-2, pyramid better).
+  Parameters are counted on shapes alone. Slots go to tokens in their order on a
+  device, not at random; experts of all layers lie on the same devices. Not
+  here: distillation into fewer layers (MoS), kernels and exchanges of
+  inference, throughput.
 """
 
 from paraxis.configs import schema
@@ -55,9 +62,8 @@ def _learned():
       'residual': dict(pattern='E'),
       'PR-MoE': {},
     },
-    better=[['top-1', 'dense'], ['residual', 'dense']],
-    by=0.0,
-  )
+    better=[['top-1', 'dense'], ['residual', 'dense']], by=0.0,
+  )  # fmt: skip
 
 
 def claims():
@@ -79,34 +85,30 @@ def claims():
   flat = dict(count=128, pattern='DE', residual=False)
   pyramid = dict(pattern='DE' * 10 + 'DPDP')
   counts = dict(
-    check='claims_experts.parameter_counts',
-    within=0.03,
+    check='claims_experts.parameter_counts', within=0.03,
     cases={
       '350M+MoE-128': case('350M', 13e9, **flat),
       '1.3B+MoE-128': case('1.3B', 52e9, **flat),
       '350M+PR-MoE-32/64': case('350M', 4e9, count=32, **pyramid),
       '1.3B+PR-MoE-64/128': case('1.3B', 31e9, count=64, **pyramid),
     },
-  )
+  )  # fmt: skip
   mesh = 'data=2,fsdp=2,tensor=2'
   equal = dict(
-    check='claims_experts.equals_one_device',
+    check='claims_experts.equals_one_device', within=1e-9,
     cases=[dict(mesh=mesh), dict(mesh=mesh, hierarchical=True)],
-    within=1e-9,
-  )
+  )  # fmt: skip
   bitwise = dict(
-    check='claims_experts.axis_by_axis_is_bitwise',
+    check='claims_experts.axis_by_axis_is_bitwise', tokens=16,
     meshes=['context=2,tensor=4', 'data=2,context=2,tensor=2'],
-    tokens=16,
-  )
+  )  # fmt: skip
   sent = dict(
     check='claims_expert_messages.axis_by_axis',
     mesh='data=2,tensor=4', region='data+tensor',
   )  # fmt: skip
   drops = dict(
-    check='claims_experts.drops_are_counted',
-    mesh='data=2,tensor=4', region='data+tensor',
-    factors=[0.5, 1, 1.25, 2], tokens=16,
+    check='claims_experts.drops_are_counted', tokens=16,
+    mesh='data=2,tensor=4', region='data+tensor', factors=[0.5, 1, 1.25, 2],
   )  # fmt: skip
   return [
     ('residual and pyramid equal one device', 'EQ', equal, None),

@@ -4,8 +4,18 @@ paper: arXiv:2501.11873
 mechanism: models/router.py, train/step.py
 test: tests/train/test_claims_experts.py
 run: paraxis reproduce demons_lbl
-expect: tbd
-differs: tbd
+expect: EQ 2e-15; LEARN, means of 3 seeds, loads counted over a row, 4 rows, the
+  batch of 16: mutual information of domain and expert 0.007, 0.025, 0.128 bits
+  (15 to 22 times as much over the batch as over a row), held-out text 3.067,
+  3.047, 3.039 bits per byte, in this order in every seed. 8 minutes of CPU
+  time. The paper: lower loss, and experts that specialise.
+differs: 0.2M active parameters in layers of 64, 200 steps of 2,048 tokens, six
+  domains of which a row holds one nearly always; the paper trains up to 42.8B
+  parameters on 400B tokens. The weight of the loss, 0.05, was not swept.
+  Trained on one device, where a row counted alone is what a device with one
+  row would count, and a batch in one microbatch is the whole step (EQ). For
+  several microbatches the paper keeps a buffer of counts of those before; here
+  a forward pass of its own counts all, or `running` the step before.
 """
 
 from paraxis.configs import schema
@@ -51,7 +61,7 @@ def claims():
   )  # fmt: skip
   better = trained | dict(
     check='claims_expert_training.learn_better',
-    better=[['the batch', 'a row']], by=0.0,
+    better=[['4 rows', 'a row'], ['the batch', '4 rows']], by=0.0,
   )  # fmt: skip
   scopes = dict(
     check='claims_expert_loads.scopes_agree',
@@ -70,5 +80,5 @@ def claims():
     ('scopes on one device, and of one batch', 'EQ', scopes, None),
     ('loads of a step, in any layout', 'EQ', meshes, None),
     ('domain and expert, the batch over a row', 'LEARN', special, 'yes'),
-    ('held-out text, the batch against a row', 'LEARN', better, 'lower'),
+    ('held-out text, the wider the better', 'LEARN', better, 'lower'),
   ]

@@ -164,6 +164,11 @@ class Train:
 
   steps: int = field(480, 'optimizer steps', low=1)
   batch_size: int = field(8, 'rows in a step, all devices together', low=1)
+  batch_ramp: str = field(
+    '',
+    "rows in a step at the start: '32:32:100' begins with 32 and adds 32 every "
+    '100 steps up to batch_size; empty: batch_size from the first step on',
+  )
   microbatches: int = field(1, 'gradient accumulation slices', low=1)
   seed: int = field(0, 'of parameters and data order', low=0, high=2**31 - 1)
   remat: str = field(

@@ -147,10 +147,16 @@ def _shared_bits(run, text, seeds):
 
 def _table(found):
   """'name mean (lowest to highest)' of {name: numbers}."""
-  one = lambda name, row: (
-    f'{name} {np.mean(row):.4f} ({min(row):.4f} to {max(row):.4f})'
-  )
+
+  def one(name, row):
+    spread = f' ({min(row):.4f} to {max(row):.4f})' if len(row) > 1 else ''
+    return f'{name} {np.mean(row):.4f}{spread}'
+
   return '; '.join(one(name, row) for name, row in found.items())
+
+
+def _seeds(seeds):
+  return 'one seed' if len(seeds) == 1 else f'mean of {len(seeds)} seeds'
 
 
 def specialise(run, *, variants, seeds, more, times):
@@ -168,8 +174,8 @@ def specialise(run, *, variants, seeds, more, times):
     f'>= {times:g} x in every seed',
     ' '.join(f'{r:.3g}' for r in ratios),
     f'{" over ".join(more)}, mutual information of domain and expert on '
-    f'held-out text, in bits: {_table(found)}; lowest and highest of '
-    f'{len(seeds)} seeds, {run.config.train.steps} steps',
+    f'held-out text, in bits: {_table(found)}; {_seeds(seeds)} '
+    f'(lowest to highest), {run.config.train.steps} steps',
     min(ratios) >= times,
   )
 
@@ -190,9 +196,8 @@ def learn_better(run, *, variants, seeds, better, by):
   return claims.Outcome(
     '; '.join(f'{a} below {b}' for a, b in better),
     ' '.join(f'{gain:.4f}' for gain in gains),
-    f'bits per byte of held-out text, mean (lowest to highest of '
-    f'{len(seeds)} seeds): {_table(found)}; better in '
-    f'{" ".join(f"{w} of {len(seeds)}" for w in wins)} seeds; '
+    f'bits per byte of held-out text, {_seeds(seeds)}: {_table(found)}; better '
+    f'in {", ".join(f"{w} of {len(seeds)}" for w in wins)}; '
     f'{run.config.train.steps} steps',
     min(gains) >= by,
   )

@@ -23,6 +23,7 @@ import numpy as np
 
 from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.train import batch_ramp
 from paraxis.train import packing
 
 _PACKERS = {
@@ -85,11 +86,12 @@ class Batches:
       for (name, weight), plan in zip(parts, plans, strict=True)
       if weights
     )
+    self.ramp = batch_ramp.of(config)
     self._order = _order(
       [plan.rows for plan in plans],
       [weight for _, weight in parts],
       config.train.seed,
-      self.batch_size,
+      1 if self.ramp else self.batch_size,
     )
 
   def _pack(self, config, chosen, n):
@@ -108,9 +110,18 @@ class Batches:
       'rows, none was dropped'
     )
 
+  def size_at(self, t):
+    """B of step t."""
+    return self.ramp.rows(t) if self.ramp else self.batch_size
+
   def rows_at(self, t):
     """(B,) int64 row ids of step t, a pure function of (seed, t)."""
-    return np.asarray(self._order[int(t)], np.int64)
+    t = int(t)
+    if not self.ramp:
+      return np.asarray(self._order[t], np.int64)
+    first = self.ramp.before(t)
+    found = [self._order[first + i] for i in range(self.ramp.rows(t))]
+    return np.concatenate(found).astype(np.int64)
 
   def batch_at(self, t, lo=0, hi=None):
     """The batch of step t, or the rows lo..hi of it.
@@ -118,7 +129,7 @@ class Batches:
     Args:
       t: step, >= 0.
       lo, hi: a process's slice of the batch axis, 0 <= lo < hi <= B / A; with
-        accumulation, of every microbatch.
+        accumulation, of every microbatch. B is `size_at(t)`.
 
     Returns:
       Batch of NumPy arrays (hi - lo, T), or (A, hi - lo, T) if A > 1. The
@@ -138,9 +149,10 @@ class Batches:
     fold = lambda x: x.reshape(*split.shape, -1) if x.ndim else x
     return type(batch)(*map(fold, batch))
 
-  def iterate(self, start=0, lo=0, hi=None):
+  def iterate(self, start=0, share=lambda rows: (0, None)):
     """Yields (t, batch_at(t, lo, hi)) for t = start, start + 1, ... for ever.
 
+    share: rows of a microbatch -> (lo, hi).
     `data.prefetch` batches are made ahead, in one thread of grain's, which
     ends when the generator is closed or collected.
     """
@@ -148,9 +160,15 @@ class Batches:
 
     threads = 1 if self._prefetch else 0
     options = grain.ReadOptions(threads, self._prefetch)
-    made = self._order.map(
-      lambda rows: self._assemble(np.asarray(rows, np.int64), lo, hi)
-    )
+
+    def assemble(rows):
+      part = share(len(rows) // self.microbatches)
+      return self._assemble(np.asarray(rows, np.int64), *part)
+
+    made = self._order.map(assemble)
+    if self.ramp:
+      steps = grain.MapDataset.range(2**31 - 1)
+      made = steps.map(lambda t: assemble(self.rows_at(t)))
     with contextlib.closing(iter(made.to_iter_dataset(options))) as source:
       source.set_state({'next_index': int(start)})
       yield from enumerate(source, int(start))

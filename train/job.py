@@ -17,6 +17,7 @@ from paraxis.models import build
 from paraxis.models import tokenizer as tokenizer_lib
 from paraxis.sharding import context
 from paraxis.sharding import rules as rules_lib
+from paraxis.train import batch_ramp
 from paraxis.train import compiling
 from paraxis.train import data
 from paraxis.train import metrics
@@ -99,9 +100,12 @@ class Job:
     length = self.config.data.sequence_length
     return context.permutation(plan.layout, plan.n, length)
 
-  def put(self, batch, lo=0):
-    """A batch of NumPy arrays on the mesh; its first row is row `lo`."""
-    rows = self.config.microbatch_rows
+  def put(self, batch, lo=0, rows=None):
+    """A batch of NumPy arrays on the mesh.
+
+    lo: its first row, of `rows` in a microbatch; default those of the config.
+    """
+    rows = rows or self.config.microbatch_rows
     order = self.token_order()
 
     def place(x):
@@ -166,6 +170,10 @@ def of_shapes(config, mesh_text='', devices=None, abstract=False):
   if config.microbatches > 1:
     what += f' in {config.microbatches} microbatches'
   build.check_rows(config.microbatch_rows, built, what)
+  ramp = batch_ramp.of(config)
+  for size in ramp.sizes(train.steps) if ramp else ():
+    step = f'train.batch_ramp={train.batch_ramp!r}: {size} rows a step'
+    build.check_rows(size // config.microbatches, built, step)
   what = 'data.sequence_length'
   build.check_tokens(length, built, f'{what}={length}')
   build.check_length(config.model, length, what)

@@ -325,12 +325,8 @@ def _run(job, path, make_step, callbacks, say, started):
         # Perhaps a peer died: to finish a save would wait for it for minutes.
         stack.pop_all()
       raise
-  return dict(
-    step=step,
-    stopped=stopped,
-    loss=recorder.last.get('train/loss'),
-    evaluation=result,
-  )
+  loss = recorder.last.get('train/loss')
+  return dict(step=step, stopped=stopped, loss=loss, evaluation=result)
 
 
 def _train(job, state, first, made, store, recorder, evaluator, others):
@@ -342,14 +338,17 @@ def _train(job, state, first, made, store, recorder, evaluator, others):
   if first >= train.steps:
     progress.say(f'all {train.steps} steps are done')
     return state, step, result, stopped
-  grads = update = None
-  lo, hi = job.local_rows(config.microbatch_rows)
-  with contextlib.closing(job.batches.iterate(first, lo, hi)) as batches:
+  programs = {}  # rows of a microbatch -> both halves of the step
+  with contextlib.closing(
+    job.batches.iterate(first, job.local_rows)
+  ) as batches:
     for t, host_batch in batches:
-      batch = job.put(host_batch, lo)
-      if grads is None:
-        grads, update = _compile(job, made, batch, progress.say)
+      rows = job.batches.size_at(t) // config.microbatches
+      batch = job.put(host_batch, job.local_rows(rows)[0], rows)
+      if rows not in programs:
+        programs[rows] = _compile(job, made, batch, programs, progress.say)
         recorder.restart_clock()
+      grads, update = programs[rows]
       loss, gradient = grads(state.params, batch)
       state, numbers = update(state, loss, gradient)
       del gradient
@@ -383,11 +382,13 @@ def _train(job, state, first, made, store, recorder, evaluator, others):
   return state, step, result, stopped
 
 
-def _compile(job, made, batch, say):
+def _compile(job, made, batch, known, say):
   """Both halves of the step, compiled once for the real layouts."""
   grads = compiling.compile_step(
     'gradient', made.grads, job.state.params, batch, say=say
   )
+  for _, update in known.values():  # which no size of batch changes
+    return grads, update
   loss, gradient = grads.out_info
   shapes = jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),

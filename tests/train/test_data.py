@@ -1,5 +1,6 @@
 """Batch t: pure in (seed, t), sliced anywhere, mixed by weight; evaluation."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from paraxis.configs import errors
 from paraxis.configs import schema
 from paraxis.models import tokenizer
+from paraxis.train import batch_ramp
 from paraxis.train import data
 from paraxis.train import token_cache
 
@@ -115,7 +117,7 @@ def test_iterating_from_a_step_continues_it(folder, prefetch):
     assert_equal(batch, other)
     assert_equal(batch, batches.batch_at(t))
   resumed.close()
-  part = batches.iterate(2, 0, 3)
+  part = batches.iterate(2, lambda rows: (0, 3))
   t, batch = next(part)
   part.close()
   assert t == 2 and batch.tokens.shape == (3, 32)
@@ -294,3 +296,48 @@ def test_data_modules_do_not_start_jax():
     "sys.exit('jax' in sys.modules or 'grain' in sys.modules)"
   )
   assert subprocess.run([sys.executable, '-c', code]).returncode == 0
+
+
+# --- batches that grow
+
+
+def test_a_ramp_reads_the_rows_of_the_order_one_after_the_other(folder):
+  """2, 2, 4, 4, 6, 6, 8, 8, ... rows: each once, in the order of size 1."""
+  grown = make(folder, dict(batch_size=8, batch_ramp='2:2:2'))
+  single = make(folder, dict(batch_size=1))
+  sizes = [grown.size_at(t) for t in range(10)]
+  assert sizes == [2, 2, 4, 4, 6, 6, 8, 8, 8, 8]
+  read = np.concatenate([grown.rows_at(t) for t in range(10)])
+  wanted = [single.rows_at(t)[0] for t in range(sum(sizes))]
+  np.testing.assert_array_equal(read, wanted)
+  with contextlib.closing(grown.iterate(3)) as running:
+    for t in (3, 4, 5):
+      step, batch = next(running)
+      assert step == t and len(batch.tokens) == sizes[t]
+      np.testing.assert_array_equal(batch.tokens, grown.batch_at(t).tokens)
+
+
+@pytest.mark.parametrize('every', [1, 3])
+@pytest.mark.parametrize('start, increment, final', [(2, 2, 8), (3, 4, 8)])
+def test_rows_before_a_step_are_their_sum(start, increment, final, every):
+  ramp = batch_ramp.Ramp(start, increment, every, final)
+  sizes = [ramp.rows(t) for t in range(30)]
+  assert [ramp.before(t) for t in range(30)] == [
+    sum(sizes[:t]) for t in range(30)
+  ]
+  assert ramp.sizes(30) == sorted(set(sizes))
+  assert ramp.sizes(every) == [start]
+
+
+@pytest.mark.parametrize(
+  'text, words',
+  [
+    ('2:2', "not three numbers, 'start:increment:steps'"),
+    ('0:2:2', 'at least 1'),
+    ('9:1:1', 'train.batch_size=8'),
+    ('2:1:1', 'its increment of 1 rows is not divisible by the 2'),
+  ],
+)
+def test_a_ramp_that_cannot_be(folder, text, words):
+  with pytest.raises(errors.UserError, match=words):
+    make(folder, dict(batch_size=8, microbatches=2, batch_ramp=text))

@@ -104,6 +104,18 @@ def test_resume_is_bitwise(whole, tiny, tmp_path, losses):
   assert _fingerprints(straight, 6) == _fingerprints(tmp_path, 6)
 
 
+def test_a_batch_that_grows_is_resumed_bitwise(tiny, tmp_path, losses):
+  """8, 8, 16, 16, 24, 24 rows; stopped within the second size."""
+  config = tiny.config({'train.batch_size': 24, 'train.batch_ramp': '8:8:2'})
+  straight, stopped = tmp_path / 'straight', tmp_path / 'stopped'
+  _quiet(config, straight)
+  with pytest.raises(_KilledError):
+    _quiet(config, stopped, callbacks=[_crash_at(3)])
+  _quiet(config, stopped)
+  assert _fingerprints(straight, 6) == _fingerprints(stopped, 6)
+  assert losses(straight)[6] == losses(stopped)[6]
+
+
 def test_another_seed_is_another_run(whole, tiny, tmp_path, losses):
   """The comparison of two runs can fail."""
   straight, _, _ = whole
