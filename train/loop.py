@@ -9,8 +9,6 @@ dispatched: the accelerator never waits for the host.
 
 import contextlib
 import dataclasses
-import os
-import signal
 import time
 import zlib
 
@@ -27,54 +25,8 @@ from paraxis.train import job as job_lib
 from paraxis.train import metrics as metrics_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
+from paraxis.train import stop as stop_lib
 from paraxis.train import workdir as workdir_lib
-
-
-class Stop:
-  """Turns SIGTERM and Ctrl-C into 'finish this step, save, exit 75'."""
-
-  def __init__(self, mesh):
-    self.asked, self._mesh, self._old = '', mesh, {}
-    self._flags, self._sum = None, jax.jit(jax.numpy.sum)
-
-  def __enter__(self):
-    for number in (signal.SIGTERM, signal.SIGINT):
-      try:
-        self._old[number] = signal.signal(number, self._ask)
-      except ValueError:  # not the main thread
-        break
-    return self
-
-  def __exit__(self, *error):
-    for number, handler in self._old.items():
-      signal.signal(number, handler)
-
-  def _ask(self, number, _):
-    if self.asked:
-      os._exit(errors.EXIT_CRASH)  # asked twice: the last commit stands
-    self.asked = signal.Signals(number).name
-    text = f'{self.asked}: saving after this step; again to exit at once\n'
-    os.write(2, text.encode())  # print would fail inside an interrupted print
-
-  def agreed(self):
-    """Call after every step: why all processes stop now, or ''.
-
-    With several processes a tiny sum of their flags follows each step, and is
-    read after the next one: no process waits, and all see it at the same step.
-    """
-    if jax.process_count() == 1:
-      return self.asked
-    before, self._flags = self._flags, self._sum_flags()
-    if before is None or not int(before):
-      return ''
-    return self.asked or 'a signal to another process'
-
-  def _sum_flags(self):
-    layout = jax.NamedSharding(self._mesh, jax.P(self._mesh.axis_names))
-    mine = np.full(1, bool(self.asked), np.int32)
-    return self._sum(
-      jax.make_array_from_callback((self._mesh.size,), layout, lambda _: mine)
-    )
 
 
 def _meta(job, step):
@@ -311,7 +263,7 @@ def _run(job, path, make_step, callbacks, say, started):
       )
       evaluator = evaluate.Evaluator(job, made.evaluate, progress.say)
       recorder = _Recorder(job, writers, progress, callbacks)
-      with Stop(job.mesh) as stop:
+      with stop_lib.Stop(job.mesh) as stop:
         others = stop, progress, writers, started
         state, step, result, stopped = _train(
           job, state, first, made, store, recorder, evaluator, others
