@@ -49,21 +49,20 @@ def get_config():
   return config
 
 
-def _learned():
-  """The same operations a token: 192 columns of mlp, of experts, or both."""
-  plain = dict(pattern='E', residual=False)
-  return dict(
-    check='claims_expert_training.learn_better',
-    seeds=[0],
-    variants={
-      'dense': plain | dict(pattern='D'),
-      'top-1': plain | dict(expert_d_ff=192),
-      'top-2': plain | dict(top_k=2, normalise=True),
-      'residual': dict(pattern='E'),
-      'PR-MoE': {},
-    },
-    better=[['top-1', 'dense'], ['residual', 'dense']], by=0.0,
-  )  # fmt: skip
+# The same operations a token: 192 columns of mlp, of experts, or both.
+PLAIN = dict(pattern='E', residual=False)
+LEARNED = dict(
+  check='claims_expert_training.learn_better',
+  seeds=[0],
+  variants={
+    'dense': PLAIN | dict(pattern='D'),
+    'top-1': PLAIN | dict(expert_d_ff=192),
+    'top-2': PLAIN | dict(top_k=2, normalise=True),
+    'residual': dict(pattern='E'),
+    'PR-MoE': {},
+  },
+  better=[['top-1', 'dense'], ['residual', 'dense']], by=0.0,
+)  # fmt: skip
 
 
 def claims():
@@ -116,5 +115,5 @@ def claims():
     ('bytes axis by axis', 'HLO', sent, 'O(G + p/G)'),
     ('what finds no slot is counted', 'EQ', drops, None),
     ('parameters of the shapes', 'SIM', counts, '13 52 4 31 B'),
-    ('held-out text at equal operations', 'LEARN', _learned(), 'lower'),
+    ('held-out text at equal operations', 'LEARN', LEARNED, 'lower'),
   ]

@@ -27,6 +27,7 @@ from paraxis.configs import errors
 from paraxis.models import depth
 from paraxis.train import claims
 from paraxis.train import claims_experts
+from paraxis.train import claims_skip
 from paraxis.train import compiling
 from paraxis.train import expert_counts
 from paraxis.train import job as job_lib
@@ -36,7 +37,6 @@ from paraxis.train import plot
 from paraxis.train import plot_experts
 from paraxis.train import workdir as workdir_lib
 
-PARAMS = 'params/'
 PICTURE = 'domains.png'
 
 
@@ -62,18 +62,7 @@ def train(run, name, config):
   wide = claims_experts.changed(config, microbatches=1)
   job = job_lib.make(wide, '', devices, say=lambda line: None)
   bits = result['evaluation'].bits_per_byte
-  return bits, job, _restored(job, folder)
-
-
-def _restored(job, folder):
-  """Parameters of the newest checkpoint of a folder, on the job's mesh."""
-  from paraxis.sharding import store as store_lib  # Orbax starts slowly
-
-  like = {PARAMS + p: x for p, x in job.built.params.items()}
-  folder = workdir_lib.resolve(folder) / workdir_lib.CHECKPOINTS
-  with store_lib.Store(folder, read_only=True) as store:
-    _, tree, _ = store.restore_latest_good(like, PARAMS)
-  return {p.removeprefix(PARAMS): x for p, x in tree.items()}
+  return bits, job, claims_skip.restored(job, folder)
 
 
 def domain_loads(job, params):

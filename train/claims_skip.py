@@ -231,10 +231,10 @@ def _trained(run, stages, fraction):
   # Whole rows of held-out text, not a microbatch at a time.
   wide = claims_pipeline_step.changed(config, microbatches=1)
   job = job_lib.make(wide, '', first, say=lambda line: None)
-  return job, _restored(job, folder)
+  return job, restored(job, folder)
 
 
-def _restored(job, folder):
+def restored(job, folder):
   """Parameters of the newest checkpoint of a folder, on the job's mesh."""
   from paraxis.sharding import store as store_lib  # Orbax starts slowly
 

@@ -18,6 +18,7 @@ from paraxis.train import job as job_lib
 from paraxis.train import loop
 from paraxis.train import metrics
 from paraxis.train import step as step_lib
+from paraxis.train import stop as stop_lib
 from paraxis.train import workdir as workdir_lib
 
 
@@ -389,7 +390,7 @@ def test_stop_keeps_the_second_signal_for_an_exit_at_once(monkeypatch, capfd):
   ended = []
   monkeypatch.setattr(os, '_exit', ended.append)
   before = signal.getsignal(signal.SIGTERM)
-  with loop.Stop(None) as stop:
+  with stop_lib.Stop(None) as stop:
     assert stop.agreed() == ''
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.agreed() == 'SIGTERM' and not ended
