@@ -22,7 +22,6 @@ differs: bytes and memory, no throughput. Unfolded here is experts over data (or
 
 from paraxis.configs import schema
 
-
 # The shape of Qwen2-57B-A14B, its experts on 8 chips or on 64.
 MACHINE = dict(
   check='claims_expert_messages.compiled',
