@@ -252,6 +252,11 @@ def _schedule(config, sizes):
   if sizes['stage'] == 1:
     return None
   options = {}
+  _need(
+    pipeline.schedule == 'skip' or not pipeline.skip_fraction,
+    f'pipeline.skip_fraction={pipeline.skip_fraction} leaves stages out, which '
+    f"pipeline.schedule={pipeline.schedule!r} does not: take 'skip', or 0.",
+  )
   if pipeline.schedule == 'skip':
     options = dict(fraction=pipeline.skip_fraction, seed=config.train.seed)
   schedule = schedules.make(

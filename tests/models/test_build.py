@@ -17,8 +17,9 @@ SMALL = dict(
 )  # fmt: skip
 
 
-def config(rules='fsdp_tensor', mesh=(), length=256, **fields):
+def config(rules='fsdp_tensor', mesh=(), length=256, memory='', **fields):
   return schema.Config(
+    train=schema.Train(memory=memory),
     mesh=schema.Mesh(rules=rules, **dict(mesh)),
     model=schema.Model(**SMALL | fields),
     data=schema.Data(sequence_length=length),
@@ -315,6 +316,10 @@ def test_what_would_fail_later(fields, text):
      dict(mesh=dict(collective_matmul='all')),
      ["mesh.collective_matmul='all'", 'zero_bubble']),
     ('stage=2,data=4', {}, dict(vocab_size=31), ["'vocab' has size 31"]),
+    ('stage=2,data=4', dict(skip_fraction=0.5), {},
+     ['pipeline.skip_fraction=0.5', "pipeline.schedule='one_f_one_b'"]),
+    ('stage=2,data=4', dict(activations='store'),
+     dict(memory='residual=offload'), ['offload', "'recompute'"]),
   ],
 )  # fmt: skip
 def test_a_pipeline_that_does_not_fit(mesh, pipeline, fields, words):

@@ -84,6 +84,7 @@ FREE = dict(
   model__attention='xla',
   data__prefetch=0,
   data__cache_dir='elsewhere',
+  pipeline__schedule='gpipe',
 )
 HARD = dict(
   model__attention_softcap=30.0,
@@ -97,6 +98,7 @@ HARD = dict(
   train__seed=1,
   train__batch_size=16,
   train__microbatches=2,
+  pipeline__skip_fraction=0.5,
 )
 
 
