@@ -54,12 +54,6 @@ def on(config, mesh, **fields):
   return changed(config, **fields), devices
 
 
-def say(fields):
-  """Fields as text, the mesh first."""
-  rest = [f'{k}={v}' for k, v in fields.items() if k != 'mesh']
-  return ' '.join([fields['mesh'], *rest] if 'mesh' in fields else rest)
-
-
 def equals_one_device(run, *, cases, within):
   """EQ: loss, every gradient, counts and layouts, in each case.
 
@@ -68,23 +62,12 @@ def equals_one_device(run, *, cases, within):
       are shrunk and packed, nothing is dropped, arithmetic is float64.
     within: largest difference allowed.
   """
-  properties, found = ('loss', 'gradients', 'layout'), {}
-  for case in cases:
-    config, devices = on(run.config, **case)
-    subject = verify.prepare(config, '', devices=devices)
-    found[say(case)] = verify.certify(subject, properties)
-  worst = lambda rows: max(row.measured for row in rows)
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{max(map(worst, found.values())):.1e}',
-    'loss, all gradients, counts of experts and layouts, float64, shrunk, '
-    'packed rows; '
-    + '; '.join(f'{k}: {worst(r):.0e}' for k, r in found.items()),
-    all(
-      row.passed and row.measured <= within
-      for rows in found.values()
-      for row in rows
-    ),
+  made = {claims_layouts.say(c): on(run.config, **c) for c in cases}
+  return claims_layouts.certified(
+    made,
+    ('loss', 'gradients', 'layout'),
+    within,
+    'loss, all gradients, counts of experts and layouts',
   )
 
 

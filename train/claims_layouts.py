@@ -51,6 +51,32 @@ def on(config, mesh):
   return changed(config, **sizes), devices
 
 
+def say(fields):
+  """Fields of a case as text, the mesh first."""
+  rest = [f'{k}={v}' for k, v in fields.items() if k != 'mesh']
+  return ' '.join([fields['mesh'], *rest])
+
+
+def certified(cases, properties, within, what):
+  """Outcome of `paraxis verify` on cases {text: (config, devices)}."""
+  found = {}
+  for text, (config, devices) in cases.items():
+    subject = verify.prepare(config, '', devices=devices)
+    found[text] = verify.certify(subject, properties)
+  worst = lambda rows: max(row.measured for row in rows)
+  return claims.Outcome(
+    f'<= {within:.0e}',
+    f'{max(map(worst, found.values())):.1e}',
+    f'{what}, float64, shrunk, packed rows; '
+    + '; '.join(f'{k}: {worst(r):.0e}' for k, r in found.items()),
+    all(
+      row.passed and row.measured <= within
+      for rows in found.values()
+      for row in rows
+    ),
+  )
+
+
 @functools.lru_cache(maxsize=16)
 def _step_messages(config, devices, programs=target_compile.PROGRAMS):
   """([hlo.Collective] of programs of a step, job.Job)."""

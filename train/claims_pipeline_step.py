@@ -22,7 +22,6 @@ from paraxis.train import claims_layouts
 from paraxis.train import job as job_lib
 from paraxis.train import target_compile
 from paraxis.train import trial
-from paraxis.train import verify
 
 
 def changed(config, **fields):
@@ -53,29 +52,13 @@ def equals_one_device(run, *, cases, within):
       shrunk, rows packed, arithmetic is float64.
     within: largest difference allowed.
   """
-  properties, found = ('loss', 'gradients', 'update', 'layout'), {}
-  for case in cases:
-    config, devices = on(run.config, **case)
-    subject = verify.prepare(config, '', devices=devices)
-    found[say(case)] = verify.certify(subject, properties)
-  worst = lambda rows: max(row.measured for row in rows)
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{max(map(worst, found.values())):.1e}',
-    'loss, all gradients, one update and layouts, float64, shrunk, packed '
-    'rows; ' + '; '.join(f'{k}: {worst(r):.0e}' for k, r in found.items()),
-    all(
-      row.passed and row.measured <= within
-      for rows in found.values()
-      for row in rows
-    ),
+  made = {claims_layouts.say(c): on(run.config, **c) for c in cases}
+  return claims_layouts.certified(
+    made,
+    ('loss', 'gradients', 'update', 'layout'),
+    within,
+    'loss, all gradients, one update and layouts',
   )
-
-
-def say(fields):
-  """Fields of a case as text, the mesh first."""
-  rest = [f'{k}={v}' for k, v in fields.items() if k != 'mesh']
-  return ' '.join([fields['mesh'], *rest])
 
 
 @functools.lru_cache(maxsize=32)

@@ -24,6 +24,7 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import schedules
 from paraxis.sharding import simulate
 from paraxis.train import claims
+from paraxis.train import claims_layouts
 from paraxis.train import claims_pipeline_step
 from paraxis.train import job as job_lib
 from paraxis.train import target_compile
@@ -53,7 +54,7 @@ def head_shares(run, *, cases):
     every = _by_device(jax.tree.leaves(state))
     shares.append(max(every) / (sum(every) / len(every)))
     told.append(
-      f'{claims_pipeline_step.say(case)}: {len(ends)} x V h / {share}, '
+      f'{claims_layouts.say(case)}: {len(ends)} x V h / {share}, '
       f'{held[0]:,} bytes, all state {min(every):,} to {max(every):,}'
     )
   return claims.Outcome(
