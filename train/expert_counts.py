@@ -38,13 +38,14 @@ def without(model, tree):
 
 def update(model, grads, params):
   """{path: new value} of the parameters that count."""
-  rate, out = model.config.experts.bias_rate, {}
+  out = {}
   for path in paths(model):
     count, old = grads[path], params[path]
     if model.kinds[path] == LOAD:
       out[path] = count.astype(old.dtype)
     else:
       under = jnp.sign(count.mean(-1, keepdims=True) - count)
+      rate = model.config.experts.bias_rate
       out[path] = old + rate * under.astype(old.dtype)
   return out
 

@@ -210,8 +210,8 @@ FLAGS = {
     ['data.sequence_length=60', 'mesh.context=4', 'zigzag', '56 and 64'],
   ),
   'stages': (
-    ['--mesh=data=4,stage=2'],
-    ['mesh axis stage=2', "rules 'fsdp_tensor' put nothing on it"],
+    ['--mesh=stage=8'],
+    ['model.num_layers=2', 'mesh.stage=8 x pipeline.chunks=1'],
   ),
   'positions': (
     ['--config.model.position=learned', '--config.model.max_positions=32'],
