@@ -173,8 +173,7 @@ def test_as_a_table_of_logical_axes(name):
   made = model(name)
   found = auto_rules.rules(shapes(made), made.axes, 2).table
   expected = dict(rules_lib.PRESETS['tensor'].table)
-  del expected['layers']  # of pipelines the paper says nothing
-  expected['vocab'] = ('tensor',)
+  expected['vocab'] = ('tensor',)  # of pipelines the paper says nothing
   if name == 'gpt2':
     expected['positions'] = ('tensor',)
   assert found == expected
