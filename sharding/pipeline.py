@@ -117,9 +117,8 @@ def _read(buffers, row):
   return jax.tree.map(lambda b: b[row], buffers)
 
 
-def _rows(function, n):
-  """Buffers for n of what a function gives, and a trash row."""
-  shapes = jax.eval_shape(function)
+def _rows(shapes, n):
+  """Buffers for n of these, and a trash row."""
   return jax.tree.map(lambda s: jnp.zeros((n + 1, *s.shape), s.dtype), shapes)
 
 
@@ -318,16 +317,17 @@ class _Executor:
       (whole, on), (y, kept) = values(), forward()
       _, gradients, tapes = calls.backward(whole, embed(), kept, y, 0, on)
       late = calls.weights(tapes) if jax.tree.leaves(tapes) else {}
-      return calls.scatter(gradients | late), tapes
+      return kept, calls.scatter(gradients | late), tapes
 
     uniform.check(forward, what='a layer in a pipeline stage')
-    sums, tapes = jax.eval_shape(backward)
+    x = jax.eval_shape(embed)
+    kept, sums, tapes = jax.eval_shape(backward)
     loss = lambda: calls.loss(self.ends, embed(), 0)
     return _Carry(
-      _rows(embed, tables.inputs),
-      _rows(lambda: forward()[1], tables.inputs),
-      _rows(embed, tables.cotangents),
-      _rows(lambda: backward()[1], tables.stores),
+      _rows(x, tables.inputs),
+      _rows(kept, tables.inputs),
+      _rows(x, tables.cotangents),
+      _rows(tapes, tables.stores),
       _zeros(loss),
       jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x)), self.ends),
       jax.tree.map(self.of_chunks, sums),
@@ -386,7 +386,7 @@ def forward(schedule, calls, ends, stack, on=None):
     return (inputs, total, sums), None
 
   start = (
-    _rows(x, run.tables.inputs),
+    _rows(jax.eval_shape(x), run.tables.inputs),
     _zeros(lambda: calls.loss(ends, x(), 0)),
     jax.tree.map(run.of_chunks, jax.eval_shape(kept)),
   )

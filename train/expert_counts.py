@@ -12,10 +12,10 @@ Legend: L layers that have the parameter, E experts.
 import jax.numpy as jnp
 
 from paraxis.models import depth
+from paraxis.models import router
 
 KINDS = ('statistic', 'balance')
 LOAD, BIAS = KINDS
-_EXTRA = 2  # columns after the experts: dropped, entropy
 
 
 def paths(model, kinds=KINDS):
@@ -62,9 +62,9 @@ def metrics(model, grads):
   if not loads:
     return {}
   ratio = lambda a, b: a / jnp.maximum(b, 1)
-  parts, shares = [], {}
+  parts, shares, extra = [], {}, router.EXTRA
   for path, counts in loads.items():
-    experts, (dropped, entropy) = counts[:, :-_EXTRA], counts[:, -_EXTRA:].T
+    experts, (dropped, entropy) = counts[:, :-extra], counts[:, -extra:].T
     total = experts.sum(-1)
     tokens = ratio(total, model.config.experts.top_k)
     busiest = ratio(experts.max(-1), total / experts.shape[-1])

@@ -9,6 +9,7 @@ dispatched: the accelerator never waits for the host.
 
 import contextlib
 import dataclasses
+import functools
 import time
 import zlib
 
@@ -291,12 +292,11 @@ def _train(job, state, first, made, store, recorder, evaluator, others):
     progress.say(f'all {train.steps} steps are done')
     return state, step, result, stopped
   programs = {}  # rows of a microbatch -> both halves of the step
-  with contextlib.closing(
-    job.batches.iterate(first, job.local_rows)
-  ) as batches:
+  share = functools.cache(job.local_rows)
+  with contextlib.closing(job.batches.iterate(first, share)) as batches:
     for t, host_batch in batches:
       rows = job.batches.size_at(t) // config.microbatches
-      batch = job.put(host_batch, job.local_rows(rows)[0], rows)
+      batch = job.put(host_batch, share(rows)[0], rows)
       if rows not in programs:
         programs[rows] = _compile(job, made, batch, programs, progress.say)
         recorder.restart_clock()

@@ -58,8 +58,10 @@ class Pipeline:
   """A built model and a batch as pipeline.Calls, in a manual region."""
 
   def __init__(self, built, batch, scatter):
-    """batch: (A, B, T). scatter(path, gradient): from the layout of `gather`
-    to the one in which sums are kept."""
+    """batch: (A, B, T), or (B, T), one microbatch. scatter(path, gradient):
+    from the layout of `gather` to the one in which sums are kept."""
+    if batch.tokens.ndim == 2:
+      batch = jax.tree.map(lambda x: x[None] if x.ndim else x, batch)
     self.built, self.model, self.batch = built, built.model, batch
     self.rules = whole_rules(built.rules)
     self._axes = self.model.axes

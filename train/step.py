@@ -277,8 +277,7 @@ def _total_of_stages(built, params, batch):
 
   def body(params, batch):
     ends, stack = _split(params)
-    one = jax.tree.map(lambda x: x[None] if x.ndim else x, batch)
-    run = pipeline_step.Pipeline(built, one, None)
+    run = pipeline_step.Pipeline(built, batch, None)
     with run.context():
       total = pipeline.total(
         schedule, run.calls(), run.gather(ends), stack, _on(built)

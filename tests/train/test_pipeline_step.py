@@ -144,6 +144,18 @@ def test_evaluation_equals_one_device(double, pipeline, layers):
   assert abs(side.evaluate(state, other) / wanted - 1) > 1e-6
 
 
+def test_one_microbatch_on_stages_equals_one_device(double):
+  """Its batch has no axis of microbatches."""
+  config = config_of(dict(stage=2), pipeline=dict(microbatches=1))
+  side, state, reference = on_devices(config)
+  loss, gradients = side.gradients(state, reference.batches[0])
+  assert float(loss) == pytest.approx(reference.loss, rel=1e-12)
+  found = {
+    p.removeprefix('params/'): g for p, g in in_order(side, gradients).items()
+  }
+  assert trial.worst(found, reference.gradients)[0] < 1e-9
+
+
 @pytest.mark.parametrize('name', [n for n in schedules.NAMES if n != 'skip'])
 def test_the_schedule_of_an_evaluation_visits_every_stage_once(name):
   chunks = max(schedules.CHUNKS[name][0], 1)
