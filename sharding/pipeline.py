@@ -23,7 +23,6 @@ a tick run one after the other.
 Legend: B rows of a microbatch, T tokens, D model.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -31,9 +30,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from paraxis.sharding import pipeline_phases
 from paraxis.sharding import schedule_tables
 from paraxis.sharding import turns
-from paraxis.sharding import uniform
 
 AXIS = 'stage'
 
@@ -79,29 +78,23 @@ class _Carry(NamedTuple):
   stack: Any
 
 
-def _zeros(function, *args):
-  """Zeros like what a function gives."""
-  shapes = jax.eval_shape(function, *args)
-  return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-
 def _wide(x):
   """In which a sum of x is kept."""
   return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _when(name, flags, predicate, function):
-  """function() where a predicate that is equal on all devices holds, or 0.
+def _when(name, flags, predicate, phase, arguments):
+  """phase(*arguments()) where a predicate equal on all devices holds, or 0.
 
   flags: (ticks,) bool on the host, what the predicate is in each tick.
   """
 
   def run():
     with jax.named_scope(name):
-      return function()
+      return phase(*arguments())
 
   with turns.scope(int(np.sum(flags)), len(flags)):
-    return lax.cond(predicate, run, functools.partial(_zeros, function))
+    return lax.cond(predicate, run, phase.zeros)
 
 
 def _select(on, tree):
@@ -138,6 +131,7 @@ class _Executor:
     self.ends, self.stack = ends, stack
     self.me = lax.axis_index(AXIS)
     self._on = on if on is None else jnp.asarray(on)[self.me]
+    self.phases = pipeline_phases.Phases(calls, ends, self.values)
 
   def columns(self):
     """The tables as arrays, made in here: a region closes over none."""
@@ -184,79 +178,58 @@ class _Executor:
 
   def embed(self, row):
     """x of the microbatch that enters now."""
-    i = jnp.maximum(row['embed'], 0)
-    on = row['embed'] >= 0
-    run = lambda: self.calls.embed(self.ends, i)
-    return _when('embed', self.rows['embed'] >= 0, on, run)
+    i, on = row['embed'], row['embed'] >= 0
+    arguments = lambda: (jnp.maximum(i, 0),)
+    return _when(
+      'embed', self.rows['embed'] >= 0, on, self.phases.embed, arguments
+    )
 
   def forward(self, row, inputs, entering):
     """-> (x, y, kept) of the chunk that runs forward."""
 
-    def run():
+    def arguments():
       x = jnp.where(row['f_first'], entering, inputs[row['f_slot']])
-      values, on = self.values(row['f_chunk'])
-      return x, *self.calls.forward(values, x, row['f_microbatch'], on)
+      return row['f_chunk'], x, row['f_microbatch']
 
-    return _when('forward', self.rows['any_f'], row['any_f'], run)
+    any_f = self.rows['any_f']
+    return _when('forward', any_f, row['any_f'], self.phases.forward, arguments)
 
-  def loss(self, row, y):
-    """-> (loss, gradients of the ends, cotangent of y)."""
-    i = jnp.maximum(row['loss'], 0)
+  def loss(self, row, y, phase):
+    """-> (loss, gradients of the ends, cotangent of y), or the loss alone."""
+    i, on = row['loss'], row['loss'] >= 0
     last = self.me == row['loss_device']
-
-    def run():
-      of = lambda ends, y: self.calls.loss(ends, y, i)
-      loss, back = jax.vjp(of, self.ends, _select(last, y))
-      return loss, *back(jnp.ones((), loss.dtype))
-
-    return _when('loss', self.rows['loss'] >= 0, row['loss'] >= 0, run)
-
-  def only_loss(self, row, y):
-    """`loss` without its gradients."""
-    i, on = jnp.maximum(row['loss'], 0), row['loss'] >= 0
-    y = _select(self.me == row['loss_device'], y)
-    run = lambda: self.calls.loss(self.ends, y, i)
-    return _when('loss', self.rows['loss'] >= 0, on, run)
+    arguments = lambda: (_select(last, y), jnp.maximum(i, 0))
+    return _when('loss', self.rows['loss'] >= 0, on, phase, arguments)
 
   def backward(self, row, carry):
     """-> (gx, gradients as they are kept, tapes) of the chunk that returns."""
-
-    def run():
-      values, on = self.values(row['b_chunk'])
-      gx, gradients, tapes = self.calls.backward(
-        values,
-        carry.inputs[row['b_slot']],
-        _read(carry.kept, row['b_slot']),
-        carry.cotangents[row['b_cotangent']],
-        row['b_microbatch'],
-        on,
-      )
-      return gx, self.calls.scatter(gradients), tapes
-
-    gx, gradients, tapes = _when(
-      'backward', self.rows['any_b'], row['any_b'], run
+    arguments = lambda: (
+      row['b_chunk'],
+      carry.inputs[row['b_slot']],
+      _read(carry.kept, row['b_slot']),
+      carry.cotangents[row['b_cotangent']],
+      row['b_microbatch'],
     )
+    any_b = self.rows['any_b']
+    made = _when(
+      'backward', any_b, row['any_b'], self.phases.backward, arguments
+    )
+    gx, gradients, tapes = made
     return *_select(row['b_on'], (gx, gradients)), tapes
 
   def weights(self, row, tapes):
     """Gradients of the chunk whose W it is."""
-    run = lambda: self.calls.scatter(
-      self.calls.weights(_read(tapes, row['w_slot']))
-    )
-    made = _when('weights', self.rows['any_w'], row['any_w'], run)
+    arguments = lambda: (_read(tapes, row['w_slot']),)
+    any_w = self.rows['any_w']
+    made = _when('weights', any_w, row['any_w'], self.phases.weights, arguments)
     return _select(row['w_on'], made)
 
   def embed_back(self, row, gx):
     """Gradients of the ends from the microbatch that leaves."""
-    i = jnp.maximum(row['embed_back'], 0)
-    g = _select(row['b_first'], gx)
-
-    def run():
-      of = lambda ends: self.calls.embed(ends, i)
-      return jax.vjp(of, self.ends)[1](g)[0]
-
-    on = row['embed_back'] >= 0
-    return _when('embed_back', self.rows['embed_back'] >= 0, on, run)
+    i, on = row['embed_back'], row['embed_back'] >= 0
+    arguments = lambda: (_select(row['b_first'], gx), jnp.maximum(i, 0))
+    flags = self.rows['embed_back'] >= 0
+    return _when('embed_back', flags, on, self.phases.embed_back, arguments)
 
   def send(self, x, link):
     """x of the device `link` places before this one."""
@@ -277,7 +250,7 @@ class _Executor:
       kept=_write(carry.kept, row['f_slot'], kept),
     )
 
-    loss, ends, gy = self.loss(row, y)
+    loss, ends, gy = self.loss(row, y, self.phases.loss)
     mine = (self.me == row['loss_device']) & (row['loss'] >= 0)
     slot = jnp.where(mine, row['loss_slot'], tables.cotangents)
     carry = carry._replace(cotangents=carry.cotangents.at[slot].set(gy))
@@ -305,30 +278,17 @@ class _Executor:
 
   def start(self):
     """The carry before the first tick."""
-    tables, calls = self.tables, self.calls
-    embed = lambda: calls.embed(self.ends, 0)
-    values = lambda: self.values(0)
-
-    def forward():
-      whole, on = values()
-      return calls.forward(whole, embed(), 0, on)
-
-    def backward():
-      (whole, on), (y, kept) = values(), forward()
-      _, gradients, tapes = calls.backward(whole, embed(), kept, y, 0, on)
-      late = calls.weights(tapes) if jax.tree.leaves(tapes) else {}
-      return kept, calls.scatter(gradients | late), tapes
-
-    uniform.check(forward, what='a layer in a pipeline stage')
-    x = jax.eval_shape(embed)
-    kept, sums, tapes = jax.eval_shape(backward)
-    loss = lambda: calls.loss(self.ends, embed(), 0)
+    tables = self.tables
+    x, _, kept = self.phases.forward.shapes
+    _, sums, tapes = self.phases.backward.shapes
+    if jax.tree.leaves(tapes):
+      sums = sums | self.phases.weights.shapes
     return _Carry(
       _rows(x, tables.inputs),
       _rows(kept, tables.inputs),
       _rows(x, tables.cotangents),
       _rows(tapes, tables.stores),
-      _zeros(loss),
+      self.phases.loss.zeros()[0],
       jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x)), self.ends),
       jax.tree.map(self.of_chunks, sums),
     )
@@ -365,12 +325,7 @@ def forward(schedule, calls, ends, stack, on=None):
     (loss, {path: (chunks x layers, ...)}), of this shard.
   """
   run = _Executor(schedule, calls, ends, stack, on, forward=True)
-  x = lambda: calls.embed(ends, 0)
-
-  def kept():
-    values, rows = run.values(0)
-    found = calls.forward(values, x(), 0, rows)[1]
-    return found if isinstance(found, dict) else {}
+  x, _, kept = run.phases.forward.shapes
 
   def tick(carry, row):
     inputs, total, sums = carry
@@ -380,15 +335,15 @@ def forward(schedule, calls, ends, stack, on=None):
       sums = run.add(sums, _select(row['f_on'], kept), row['f_chunk'])
     slot = jnp.where(row['f_first'], row['f_slot'], run.tables.inputs)
     inputs = inputs.at[slot].set(x)
-    total = total + run.only_loss(row, y)
+    total = total + run.loss(row, y, run.phases.only_loss)
     for k, link in enumerate(run.tables.links):
       inputs = inputs.at[row['f_receive'][k]].set(run.send(y, link))
     return (inputs, total, sums), None
 
   start = (
-    _rows(jax.eval_shape(x), run.tables.inputs),
-    _zeros(lambda: calls.loss(ends, x(), 0)),
-    jax.tree.map(run.of_chunks, jax.eval_shape(kept)),
+    _rows(x, run.tables.inputs),
+    run.phases.only_loss.zeros(),
+    jax.tree.map(run.of_chunks, kept if isinstance(kept, dict) else {}),
   )
   _, total, sums = lax.scan(tick, start, run.columns())[0]
   return total, sums

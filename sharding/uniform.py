@@ -7,7 +7,6 @@ what is the same on all devices (constants, counters of loops, full sums) is
 followed through the traced program, all else may differ.
 """
 
-import jax
 from jax.extend import core
 from jax.extend import source_info_util
 
@@ -22,16 +21,15 @@ COLLECTIVES = (
 _SUMS = ('psum', 'psum_invariant', 'pmax', 'pmin')
 
 
-def check(function, *args, what):
-  """UserError if a collective of function(*args) hangs on a divergent branch.
+def check(jaxpr, what):
+  """UserError if a collective of a traced function hangs on a divergent branch.
 
   Args:
-    function: traced here, in the region that it is for; args are local arrays
-      or their shapes, and may differ between devices.
+    jaxpr: ClosedJaxpr, traced in the region that it is for; its inputs, and
+      what it closes over, may differ between devices.
     what: whose code it is, for the message.
   """
-  jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-  _walk(jaxpr, [False] * len(jaxpr.invars), what)
+  _walk(jaxpr.jaxpr, [False] * len(jaxpr.jaxpr.invars), what)
 
 
 def _inner(value):
@@ -93,8 +91,7 @@ def _equation(equation, ins, what):
   if name == 'scan':
     return _scan(equation, bodies[0], ins, what)
   if name == 'while':
-    _refuse(equation, what, 'a loop with a condition')
-    return [False] * len(equation.outvars)
+    return _while(equation, ins, what)
   if name == 'cond':
     if not ins[0]:
       _refuse(equation, what, 'a branch')
@@ -105,6 +102,24 @@ def _equation(equation, ins, what):
   for body in bodies:
     _walk(body, [False] * len(body.invars), what)
   return [all(ins) and not bodies] * len(equation.outvars)
+
+
+def _while(equation, ins, what):
+  """Like _scan; and all devices leave together if the condition is the same."""
+  params = equation.params
+  cond, body = params['cond_jaxpr'].jaxpr, params['body_jaxpr'].jaxpr
+  consts, more = params['cond_nconsts'], params['body_nconsts']
+  carry = ins[consts + more :]
+  while True:
+    outs = _walk(body, ins[consts : consts + more] + carry, what)
+    kept = [a and b for a, b in zip(carry, outs, strict=True)]
+    if kept == carry:
+      break
+    carry = kept
+  if _walk(cond, ins[:consts] + carry, what) == [True]:
+    return carry
+  _refuse(equation, what, 'a loop with a condition')
+  return [False] * len(equation.outvars)
 
 
 def _scan(equation, body, ins, what):

@@ -27,7 +27,7 @@ def checked(function):
   """Traces `function` in a region over data=8, and checks it there."""
 
   def body(x):
-    uniform.check(function, x, what='the mixer')
+    uniform.check(jax.make_jaxpr(function)(x), what='the mixer')
     return x
 
   with jax.set_mesh(mesh_lib.make('data=8')):
