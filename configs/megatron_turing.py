@@ -1,7 +1,8 @@
 """Megatron-Turing NLG 530B: tensor in a node, stages across, data outermost
 
 paper: arXiv:2201.11990
-mechanism: sharding/rules.py, sharding/pipeline.py, train/target_compile.py
+mechanism: sharding/rules.py, sharding/pipeline.py, train/batch_ramp.py,
+  train/target_compile.py
 test: tests/train/test_claims_pipeline_step.py,
   tests/train/test_claims_memory.py
 run: paraxis reproduce megatron_turing
@@ -9,13 +10,11 @@ expect: EQ 1e-15 of 2 x 2 x 2; SIM bubbles of 14, 18 and 21% on 280, 350 and 420
   nodes of eight; 530B predicted to take 41 GB of 80 on 2,240 chips, 28 by
   ZeRO-1; AOT, which needs libtpu, 64 GiB of 95 on 1,024 chips of v5p. 100
   CPU-seconds.
-differs: the batch ramp (train.batch_ramp='32:32:100') grows the rows of a
-  microbatch, not how many there are: 240 on 8 shards leave it no room, and a
-  batch has 1,920 rows from the start. Learning rates go by steps, not tokens;
-  warm-up and decay are those of the default. Compiled with 16 stages, for 35
-  fill no torus of this topology: 105 layers leave 7 of 112 places empty. State
-  in float32. A TPU compiler may undo our reduce-scatters: seen, not claimed. No
-  throughput.
+differs: learning rates go by steps, not tokens; so does the ramp of the batch,
+  by 32 rows every 100 steps; warm-up and decay are those of the default.
+  Compiled with 16 stages, for 35 fill no torus of this topology: 105 layers
+  leave 7 of 112 places empty. State in float32. A TPU compiler may undo our
+  reduce-scatters: seen, not claimed. No throughput.
 """
 
 from paraxis.configs import schema
@@ -46,7 +45,8 @@ def get_config():
     learning_rate=5e-5, b1=0.9, b2=0.95, epsilon=1e-8, weight_decay=0.1,
     clip_norm=1.0, schedule='cosine', final_fraction=0.1,
   )  # fmt: skip
-  config.train.update(batch_size=1920, remat='full')
+  # 4 microbatches of 8 rows at first, one a data shard, 240 at last.
+  config.train.update(batch_size=1920, batch_ramp='32:32:100', remat='full')
   return config
 
 

@@ -223,6 +223,31 @@ def make(name, stages, microbatches, chunks=1, fraction=0.0, seed=0, swaps=0):
   return _build(name, _placement(name, stages, chunks), paths, *ticks)
 
 
+def of_size(schedule, microbatches):
+  """The same schedule for another number of microbatches.
+
+  Of paths that differ the first ones are kept: there must be as many.
+
+  Raises:
+    UserError: as `make`.
+  """
+  if schedule.microbatches == microbatches:
+    return schedule
+  if schedule.name in CHUNKS and schedule.name != 'skip':
+    return make(schedule.name, schedule.stages, microbatches, schedule.chunks)
+  made = from_paths(schedule.stages, schedule.paths[:microbatches])
+  return dataclasses.replace(made, name=schedule.name)
+
+
+def check_size(schedule, microbatches, what):
+  """UserError, which begins with `what`, if it is not for that many."""
+  if schedule.name in CHUNKS:
+    try:
+      _check(schedule.name, schedule.stages, microbatches, schedule.chunks)
+    except errors.UserError as e:
+      raise errors.UserError(f'{what}: {e}') from None
+
+
 def from_paths(stages, paths):
   """A schedule of one chunk a stage for paths of one's own.
 

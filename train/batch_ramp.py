@@ -5,7 +5,10 @@
 Megatron-Turing NLG 530B (arXiv:2201.11990, section 4.2) grows its batch from 32
 to 1,920 rows by 32. The rows of a step, and how many came before it, are pure
 functions of its number: a resumed run reads what the uninterrupted one reads.
-Every size of batch is a program of its own. Learning rates go by steps.
+Where a step has microbatches (of a pipeline or accumulated) they keep their
+rows, and there are more of them; a single one grows itself. Every size of batch
+is a program of its own, on stages with its own schedule, compiled when a step
+first needs it. Learning rates go by steps.
 """
 
 from typing import NamedTuple
@@ -14,16 +17,25 @@ from paraxis.configs import errors
 
 
 class Ramp(NamedTuple):
-  """start, increment, final: rows. every: steps between increments."""
+  """start, increment, final: rows. every: steps between increments.
+
+  width: rows of a microbatch at every size; 0: a step has one microbatch.
+  """
 
   start: int
   increment: int
   every: int
   final: int
+  width: int = 0
 
   def rows(self, step):
     """Rows of a step, counted from 0."""
     return min(self.final, self.start + self.increment * (step // self.every))
+
+  def split(self, rows):
+    """(microbatches, rows of each) of a step of so many rows."""
+    width = self.width or rows
+    return rows // width, width
 
   def before(self, step):
     """Rows of all steps before a step."""
@@ -45,7 +57,7 @@ def of(config):
 
   Raises:
     UserError: train.batch_ramp is no 'start:increment:steps', or its sizes do
-      not divide into the microbatches of a step.
+      not divide into microbatches of as many rows as those of batch_size.
   """
   train, parts = config.train, config.microbatches
   text = train.batch_ramp
@@ -65,10 +77,12 @@ def of(config):
       f'train.batch_size={train.batch_size}: all must be at least 1, and the '
       'first at most the last.'
     )
+  width = config.microbatch_rows if parts > 1 else 0
   for name, n in (('start', start), ('increment', increment)):
-    if n % parts:
+    if width and n % width:
       raise errors.UserError(
-        f'{what}: its {name} of {n} rows is not divisible by the {parts} '
-        'microbatches of a step.'
+        f'{what}: its {name} of {n} rows is not divisible by the {width} rows '
+        f'of a microbatch, of which train.batch_size={train.batch_size} has '
+        f'{parts}: take multiples of {width}, or more microbatches.'
       )
-  return Ramp(start, increment, every, train.batch_size)
+  return Ramp(start, increment, every, train.batch_size, width)

@@ -114,6 +114,12 @@ class Batches:
     """B of step t."""
     return self.ramp.rows(t) if self.ramp else self.batch_size
 
+  def split(self, rows):
+    """(microbatches, rows of each) of a step of so many rows."""
+    if self.ramp:
+      return self.ramp.split(rows)
+    return self.microbatches, rows // self.microbatches
+
   def rows_at(self, t):
     """(B,) int64 row ids of step t, a pure function of (seed, t)."""
     t = int(t)
@@ -139,12 +145,13 @@ class Batches:
 
   def _assemble(self, rows, lo, hi):
     total = self.plan.fill[rows].sum(dtype=np.int64)
-    split = rows.reshape(self.microbatches, -1)[:, lo:hi]
+    parts = self.split(len(rows))
+    split = rows.reshape(parts)[:, lo:hi]
     batch = packing.assemble(
       self.plan, self._corpus.tokens, split.ravel(), self._corpus.pad_id
     )
     batch = batch._replace(denominator=np.float32(total))
-    if self.microbatches == 1:
+    if parts[0] == 1:
       return batch
     fold = lambda x: x.reshape(*split.shape, -1) if x.ndim else x
     return type(batch)(*map(fold, batch))
@@ -162,7 +169,7 @@ class Batches:
     options = grain.ReadOptions(threads, self._prefetch)
 
     def assemble(rows):
-      part = share(len(rows) // self.microbatches)
+      part = share(self.split(len(rows))[1])
       return self._assemble(np.asarray(rows, np.int64), *part)
 
     made = self._order.map(assemble)

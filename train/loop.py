@@ -291,16 +291,17 @@ def _train(job, state, first, made, store, recorder, evaluator, others):
   if first >= train.steps:
     progress.say(f'all {train.steps} steps are done')
     return state, step, result, stopped
-  programs = {}  # rows of a microbatch -> both halves of the step
+  programs = {}  # rows of a step -> both halves of it
   share = functools.cache(job.local_rows)
   with contextlib.closing(job.batches.iterate(first, share)) as batches:
     for t, host_batch in batches:
-      rows = job.batches.size_at(t) // config.microbatches
+      size = job.batches.size_at(t)
+      _, rows = job.batches.split(size)
       batch = job.put(host_batch, share(rows)[0], rows)
-      if rows not in programs:
-        programs[rows] = _compile(job, made, batch, programs, progress.say)
+      if size not in programs:
+        programs[size] = _compile(job, made, batch, programs, progress.say)
         recorder.restart_clock()
-      grads, update = programs[rows]
+      grads, update = programs[size]
       loss, gradient = grads(state.params, batch)
       state, numbers = update(state, loss, gradient)
       del gradient

@@ -54,6 +54,16 @@ def evaluation(schedule):
   )
 
 
+def schedule_of(built, batch):
+  """The schedule of a batch (A, B, T), or (B, T), of any number A.
+
+  A step may have fewer microbatches than the configuration says: while its
+  batch grows (train/batch_ramp.py).
+  """
+  microbatches = batch.tokens.shape[0] if batch.tokens.ndim == 3 else 1
+  return schedules.of_size(built.schedule, microbatches)
+
+
 class Pipeline:
   """A built model and a batch as pipeline.Calls, in a manual region."""
 

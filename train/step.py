@@ -252,6 +252,7 @@ def _of_stages(built, layouts, params, batch):
     whole = {p: annotate.spec(built.model.axes[p]) for p in params}
   scatter = lambda p, g: _scatter(g, whole[p], layouts.kept[p])
   run = pipeline_step.Pipeline(built, batch, scatter)
+  schedule = pipeline_step.schedule_of(built, batch)
 
   def count(of):
     del of
@@ -259,14 +260,14 @@ def _of_stages(built, layouts, params, batch):
     ends, stack = _split(params)
     with run.context():
       _, own = pipeline.forward(
-        built.schedule, calls, run.gather(ends), stack, _on(built)
+        schedule, calls, run.gather(ends), stack, _on(built)
       )
     return {p: _all_reduce(g, layouts.own[p]) for p, g in own.items()}
 
   ends, stack = _split(_with_loads(built.model, params, batch, count))
   with run.context():
     loss, of_ends, of_stack = pipeline.gradients(
-      built.schedule, run.calls(), run.gather(ends), stack, _on(built)
+      schedule, run.calls(), run.gather(ends), stack, _on(built)
     )
   return loss, run.scatter(of_ends) | of_stack
 

@@ -13,7 +13,6 @@ import pytest
 from paraxis.configs import errors
 from paraxis.configs import schema
 from paraxis.models import tokenizer
-from paraxis.train import batch_ramp
 from paraxis.train import data
 from paraxis.train import token_cache
 
@@ -317,27 +316,15 @@ def test_a_ramp_reads_the_rows_of_the_order_one_after_the_other(folder):
       np.testing.assert_array_equal(batch.tokens, grown.batch_at(t).tokens)
 
 
-@pytest.mark.parametrize('every', [1, 3])
-@pytest.mark.parametrize('start, increment, final', [(2, 2, 8), (3, 4, 8)])
-def test_rows_before_a_step_are_their_sum(start, increment, final, every):
-  ramp = batch_ramp.Ramp(start, increment, every, final)
-  sizes = [ramp.rows(t) for t in range(30)]
-  assert [ramp.before(t) for t in range(30)] == [
-    sum(sizes[:t]) for t in range(30)
-  ]
-  assert ramp.sizes(30) == sorted(set(sizes))
-  assert ramp.sizes(every) == [start]
-
-
-@pytest.mark.parametrize(
-  'text, words',
-  [
-    ('2:2', "not three numbers, 'start:increment:steps'"),
-    ('0:2:2', 'at least 1'),
-    ('9:1:1', 'train.batch_size=8'),
-    ('2:1:1', 'its increment of 1 rows is not divisible by the 2'),
-  ],
-)
-def test_a_ramp_that_cannot_be(folder, text, words):
-  with pytest.raises(errors.UserError, match=words):
-    make(folder, dict(batch_size=8, microbatches=2, batch_ramp=text))
+def test_a_ramp_of_microbatches_of_equal_rows(folder):
+  """One of 2 rows, then 2 of them, 3, 4; slices are of every one."""
+  whole = make(folder, dict(batch_size=8, batch_ramp='2:2:1'))
+  parts = make(folder, dict(batch_size=8, batch_ramp='2:2:1', microbatches=4))
+  for t, shape in enumerate([(2, 32), (2, 2, 32), (3, 2, 32), (4, 2, 32)]):
+    batch, rows = parts.batch_at(t), whole.batch_at(t)
+    assert batch.tokens.shape == shape
+    assert batch.denominator == rows.denominator
+    np.testing.assert_array_equal(batch.tokens.reshape(-1, 32), rows.tokens)
+    half = parts.batch_at(t, 1, 2)
+    np.testing.assert_array_equal(half.tokens, batch.tokens[..., 1:, :])
+    assert half.denominator == batch.denominator

@@ -15,6 +15,7 @@ from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
 from paraxis.sharding import schedules
 from paraxis.sharding import store as store_lib
+from paraxis.train import compiling
 from paraxis.train import job as job_lib
 from paraxis.train import loop
 from paraxis.train import metrics
@@ -218,6 +219,15 @@ def test_a_sum_that_is_left_out_shows_in_its_leaf_alone(
 
 
 # ---------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(autouse=True, scope='module')
+def quick_to_compile():
+  """Runs of few steps: most of their time is LLVM's."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(compiling, 'options', trial.quick_options)
+    yield
+
 
 STAGES, DATA, ONE = dict(stage=2, data=2), dict(data=4), dict(data=1)
 
