@@ -27,7 +27,9 @@ def visible(mask, t, s, segments=None, order=None):
   return ok
 
 
-def attention_ref(q_BTNH, k_BSKH, v_BSKH, mask, segments=None, order=None):
+def attention_ref(
+  q_BTNH, k_BSKH, v_BSKH, mask, segments=None, order=None, sinks_N=None
+):
   """Dense attention -> (o_BTNH, lse_BTN), differentiable by jax itself.
 
   Same arguments and semantics as attention.attention; computed and returned in
@@ -43,6 +45,11 @@ def attention_ref(q_BTNH, k_BSKH, v_BSKH, mask, segments=None, order=None):
     score = mask.softcap * jnp.tanh(score / mask.softcap)
   t, s = q.shape[1], k.shape[1]
   ok = visible(mask, t, s, segments, order)[:, :, None, :]
+  if sinks_N is not None:  # one more key, seen by every row, of value 0
+    sink = jnp.broadcast_to(sinks_N[:, None], (*q.shape[:3], 1)).astype(wide)
+    score = jnp.concatenate([score, sink], -1)
+    ok = jnp.pad(ok, [(0, 0)] * 3 + [(0, 1)], constant_values=True)
+    v = jnp.pad(v, [(0, 0), (0, 1), (0, 0), (0, 0)])
   top = jnp.where(ok, score, NEG).max(-1, keepdims=True)
   weight = jnp.where(ok, jnp.exp(jnp.where(ok, score - top, 0)), 0)
   total = weight.sum(-1, keepdims=True)

@@ -92,5 +92,5 @@ def test_the_ops_of_this_package_run_everywhere():
 
 def test_an_unknown_implementation_of_attention_is_a_user_error():
   x = jax.numpy.ones((1, 4, 2, 8))
-  with pytest.raises(errors.UserError, match="no implementation 'cudnn'"):
-    attention.attention(x, x, x, attention.Mask(), impl='cudnn')
+  with pytest.raises(errors.UserError, match="no implementation 'flash4'"):
+    attention.attention(x, x, x, attention.Mask(), impl='flash4')
