@@ -11,23 +11,50 @@ elsewhere: K times the flops, one pass, no copy. With many queries, or heads
 sharded over a mesh, the batched dot is used. Cost: B S K H (k and v) read once;
 memory B T N S scores. No gradient: training uses attention.py.
 
+The kernels (decode_attention_tpu.py, decode_attention_gpu.py) take one query a
+row and rows whose first slots are the valid ones (`ragged`). They share the
+slots that are valid evenly out over workers, however unequal the rows are
+(decode_schedule.py), and read the cache (B, S, K, H) in place too.
+
 Legend: B batch, T queries (few), S slots, N query heads, K kv heads, G = N / K,
 H head size, E = K H, R = T N.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
+from paraxis.configs import errors
 from paraxis.pallas_kernels import attention
 from paraxis.pallas_kernels import attention_xla
+from paraxis.pallas_kernels import decode_attention_gpu
+from paraxis.pallas_kernels import decode_attention_tpu
+from paraxis.pallas_kernels import decode_schedule
 from paraxis.pallas_kernels import registry
+
+OP = 'decode_attention'
 
 # Above this many rows T N the K-fold flops cost more than the copy.
 MAX_ROWS = 128
 
 
+@dataclasses.dataclass(frozen=True)
+class Spec(attention.Spec):
+  """What an implementation may look at when it says if it can run."""
+
+  cache: tuple[str, str] = ()  # dtypes of k and v
+
+
 def decode_attention(
-  q_BTNH, k_BSKH, v_BSKH, mask, segments=None, order=None, impl='auto'
+  q_BTNH,
+  k_BSKH,
+  v_BSKH,
+  mask,
+  segments=None,
+  order=None,
+  impl='auto',
+  sinks_N=None,
 ):
   """Attention of q over the slots of a cache -> (o_BTNH, lse_BTN).
 
@@ -39,20 +66,104 @@ def decode_attention(
     segments: None or int arrays (q_BT, k_BS); an empty slot has segment 0.
     order: None (both are 0, 1, 2, ...) or int arrays (q_BT, k_BS).
     impl: 'auto' or the name of a registered implementation.
+    sinks_N: None, or one logit per query head that every row of the head sees
+      beside the slots (attention.py).
 
   Returns:
-    o in v's dtype, lse in promote_types(dtype, float32); a row that sees
-    nothing has o = 0 and lse = attention.NEG.
+    o in v's dtype, lse in promote_types(dtype, float32), the sink included; a
+    row that sees nothing has o = 0 and lse = attention.NEG, or its sink.
 
   Raises:
     errors.UserError: shapes that do not fit, or an implementation that cannot
       run here.
   """
-  op = 'decode_attention'
-  attention.check(op, q_BTNH, k_BSKH, v_BSKH, mask, segments, order)
-  spec = attention.spec_of(q_BTNH, k_BSKH, mask, segments, order)
-  chosen = registry.resolve(op, impl, spec)
-  return chosen.forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask)
+  attention.check(OP, q_BTNH, k_BSKH, v_BSKH, mask, segments, order)
+  return _run((q_BTNH, k_BSKH, v_BSKH), mask, segments, order, impl, sinks_N)
+
+
+def ragged(q_BTNH, k_BSKH, v_BSKH, mask, lengths_B, impl='auto', sinks_N=None):
+  """Attention of a row's last tokens over its first slots -> (o, lse).
+
+  Slot s of a row holds its token s, and the queries are the last T of them: the
+  causal mask and the window are those of a sequence of length_b tokens. What is
+  in later slots does not matter (to the XLA form as long as it is finite).
+
+  Args:
+    lengths_B: int32 tokens in each row, its queries included: T (or 0, then a
+      row sees nothing) .. S. The caller must see to it; they are data.
+    others: as for `decode_attention`, which says what comes back and is raised.
+  """
+  b, t, s = *q_BTNH.shape[:2], k_BSKH.shape[1]
+  if lengths_B.shape != (b,):
+    raise errors.UserError(
+      f'{OP}: lengths have shape {lengths_B.shape}, expected one for each of '
+      f'the {b} rows'
+    )
+  arrays = q_BTNH, k_BSKH, v_BSKH
+  order = _orders(lengths_B, t, s)
+  attention.check(OP, *arrays, mask, None, order)
+  return _run(arrays, mask, None, None, impl, sinks_N, lengths_B)
+
+
+def _run(arrays, mask, segments, order, impl, sinks_N, lengths_B=None):
+  q, k, v = arrays
+  attention.check_sinks(OP, q, sinks_N)
+  spec = attention.spec_of(q, k, mask, segments, order, v)
+  spec = Spec(**vars(spec), cache=(str(k.dtype), str(v.dtype)))
+  chosen = registry.resolve(OP, impl, spec)
+  o, lse = chosen.forward(q, k, v, segments, order, mask, lengths_B)
+  return (o, lse) if sinks_N is None else attention.with_sinks(o, lse, sinks_N)
+
+
+def shared_prefix(q_B1NH, prefix, own, mask, lengths_B, impl='auto'):
+  """`ragged` of rows that start alike; what they share is read once for all.
+
+  The queries of all rows attend to the prefix as one sequence of queries
+  (attention.py), each to its own slots as usual, and both parts are merged by
+  lse (cascade inference; FlashInfer, arXiv:2501.01005, section 3).
+
+  Args:
+    q_B1NH: one query a row.
+    prefix: (k_SKH, v_SKH) that all rows see, all of it.
+    own: (k_BSKH, v_BSKH) of each row after the prefix, another S.
+    mask: attention.Mask without a window.
+    lengths_B: valid slots of `own`, 0 .. S.
+    impl: of both parts.
+
+  Returns:
+    (o_B1NH, lse_B1N) as `ragged` over prefix and own together.
+
+  Raises:
+    errors.UserError: more than one query a row, a window, or as for `ragged`.
+  """
+  b, t, n, h = q_B1NH.shape
+  kv = prefix[0].shape[1]
+  if t != 1 or mask.window or n % kv:
+    raise errors.UserError(
+      f'{OP}: a shared prefix takes one query a row, no window, and heads in '
+      f'whole groups; these are {t} queries, window {mask.window}, {n} query '
+      f'heads for {kv} kv heads'
+    )
+  free = dataclasses.replace(mask, causal=False)  # every query comes after
+  # The queries of a kv head, of all rows, become the rows of one sequence.
+  q = q_B1NH.reshape(b, kv, n // kv, h).swapaxes(1, 2).reshape(1, -1, kv, h)
+  k, v = (x[None] for x in prefix)
+  o, lse = attention.attention(q, k, v, free, impl=impl)
+  back = lambda x: (
+    x.reshape(b, n // kv, kv, *x.shape[3:])
+    .swapaxes(1, 2)
+    .reshape(b, 1, n, *x.shape[3:])
+  )
+  rest = ragged(q_B1NH, *own, mask, lengths_B, impl)
+  o, lse = decode_schedule.merge(rest, (back(o), back(lse)))
+  return o.astype(own[1].dtype), lse
+
+
+def _orders(lengths_B, t, s):
+  """(q_BT, k_BS): places of the queries and slots of `ragged` in their row."""
+  slots = jnp.arange(s, dtype=jnp.int32)[None]
+  last = lengths_B[:, None] - t + jnp.arange(t, dtype=jnp.int32)
+  return last, jnp.broadcast_to(slots, (lengths_B.shape[0], s))
 
 
 def _whole_heads(x):
@@ -101,10 +212,12 @@ def _own(o_BRE, t, kv):
   return (o * own).sum(4).reshape(b, t, r // t, e // kv)
 
 
-def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
+def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, lengths_B=None):
   """The XLA implementation of decode_attention."""
   b, t, n, h = q_BTNH.shape
   s, kv = k_BSKH.shape[1:3]
+  if lengths_B is not None:
+    order = _orders(lengths_B, t, s)
   wide = jnp.result_type(q_BTNH, k_BSKH, v_BSKH, jnp.float32)
   dot = lambda eq, x, y: jnp.einsum(eq, x, y, preferred_element_type=wide)
   merge = t * n <= MAX_ROWS and _whole_heads(k_BSKH)
@@ -118,6 +231,9 @@ def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
   if mask.softcap:
     z = mask.softcap * jnp.tanh(z / mask.softcap)
   ok = _visible(mask, segments, order, t, s)
+  if lengths_B is not None:
+    filled = (order[1] < lengths_B[:, None])[:, None, None]
+    ok = filled if ok is None else ok & filled
   z = z if ok is None else jnp.where(ok, z, attention_xla.NEG)
   top = z.max(-1)
   p = jnp.exp(z - jnp.maximum(top, attention_xla.FLOOR)[..., None])
@@ -133,7 +249,53 @@ def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
   return o.astype(v_BSKH.dtype), top + jnp.log(total)
 
 
+def _kernel(run):
+  """A kernel for one query a row as an implementation of the op."""
+
+  def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, lengths_B=None):
+    del segments, order  # such calls are refused by `supports`
+    if lengths_B is None:
+      lengths_B = jnp.full(k_BSKH.shape[:1], k_BSKH.shape[1], jnp.int32)
+    arrays = q_BTNH[:, 0], k_BSKH, v_BSKH, lengths_B
+    o, lse = run(*attention_xla.same_varying(arrays), mask)
+    return o[:, None].astype(v_BSKH.dtype), lse[:, None]
+
+  return forward
+
+
+def _rows_of_one_query(supports):
+  """`supports` of a kernel, after what no kernel takes."""
+
+  def both(spec, target):
+    if reason := supports(None, target):
+      return reason
+    if spec is None:
+      return None
+    if spec.q[1] != 1:
+      return f'takes one query a row, these are {spec.q[1]}'
+    if spec.segments or spec.order:
+      return 'takes rows by their lengths (ragged), not segments and order'
+    if spec.mask.window:
+      return f'takes no window, this is one of {spec.mask.window}'
+    if spec.sharded:
+      return 'arrays are spread over a mesh: call it in a manual region'
+    if set(spec.cache) != {spec.dtype}:
+      return f'takes one dtype, q is {spec.dtype}, k and v are {spec.cache}'
+    return supports(spec, target)
+
+  return both
+
+
 registry.register(
-  'decode_attention',
+  OP,
+  *(
+    registry.Implementation(
+      name, _kernel(file.forward), None, _rows_of_one_query(file.supports)
+    )
+    for name, file in (
+      ('pallas_tpu', decode_attention_tpu),
+      ('pallas_gpu', decode_attention_gpu),
+    )
+  ),
   registry.Implementation('xla', forward, None, lambda spec, target: None),
 )

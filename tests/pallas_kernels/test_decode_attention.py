@@ -139,3 +139,66 @@ def test_a_causal_mask_needs_the_order():
   arrays, segments, _ = cache()
   with pytest.raises(errors.UserError, match='1 queries and 40 keys'):
     decode_attention.decode_attention(*arrays, attention.Mask(), segments)
+
+
+def rows_of(lengths, t, s):
+  """segments and order that say what `ragged` says by lengths."""
+  slots = np.arange(s, dtype=np.int32)
+  filled = (slots < lengths[:, None]).astype(np.int32)
+  last = lengths[:, None] - t + np.arange(t, dtype=np.int32)
+  segments = np.ones((len(lengths), t), np.int32), filled
+  return segments, (last, np.broadcast_to(slots, filled.shape))
+
+
+@pytest.mark.parametrize('T, window', [(1, 0), (1, 5), (3, 0), (3, 7)])
+def test_rows_of_unequal_length(T, window):
+  lengths = np.array([0, 3, 17, 40], np.int32)
+  mask = attention.Mask(scale=0.3, window=window)
+  sinks = np.array([-1.0, 0.0, 1.0, 2.0])
+  with jax.enable_x64(True):
+    arrays, *_ = cache(B=4, T=T)
+    run = lambda *x: decode_attention.ragged(*x[:3], mask, *x[3:])
+    expected = reference.attention_ref(*arrays, mask, *rows_of(lengths, T, 40))
+    close(jax.jit(run)(*arrays, lengths), expected)
+    short = rows_of(np.maximum(lengths - 1, 0), T, 40)
+    with pytest.raises(AssertionError):
+      close(
+        jax.jit(run)(*arrays, lengths),
+        reference.attention_ref(*arrays, mask, *short),
+      )
+    found = decode_attention.ragged(
+      *arrays, mask, lengths, sinks_N=jnp.asarray(sinks)
+    )
+    expected = reference.attention_ref(
+      *arrays, mask, *rows_of(lengths, T, 40), jnp.asarray(sinks)
+    )
+    close(found, expected)
+
+
+def test_a_shared_prefix_equals_the_whole():
+  rng, P, S = np.random.default_rng(0), 24, 40
+  lengths = np.array([0, 1, 17, 40], np.int32)
+  mask = attention.Mask(scale=0.3, softcap=2.0)
+  with jax.enable_x64(True):
+    (q, k, v), *_ = cache(B=4, S=S)
+    prefix = [rng.normal(size=(P, 2, 8)) for _ in range(2)]
+    run = lambda q, *x: decode_attention.shared_prefix(
+      q, x[:2], x[2:4], mask, x[4]
+    )
+    found = jax.jit(run)(q, *prefix, k, v, lengths)
+    whole = [
+      np.concatenate([np.broadcast_to(a, (4, P, 2, 8)), b], 1)
+      for a, b in zip(prefix, (k, v), strict=True)
+    ]
+    expected = reference.attention_ref(
+      q, *whole, mask, *rows_of(lengths + P, 1, P + S)
+    )
+    close(found, expected)
+    with pytest.raises(errors.UserError, match='2 queries, window 0'):
+      run(np.concatenate([q, q], 1), *prefix, k, v, lengths)
+
+
+def test_lengths_of_other_rows_are_refused():
+  arrays, *_ = cache()
+  with pytest.raises(errors.UserError, match=r'\(3,\).* each of the 2 rows'):
+    decode_attention.ragged(*arrays, attention.Mask(), np.zeros(3, np.int32))

@@ -1,0 +1,172 @@
+"""The TPU kernel of decode attention: interpreted, and compiled for TPUs."""
+
+import jax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+import numpy as np
+import pytest
+
+from paraxis.pallas_kernels import attention
+from paraxis.pallas_kernels import decode_attention
+from paraxis.pallas_kernels import decode_attention_tpu
+from paraxis.pallas_kernels import reference
+from paraxis.pallas_kernels import registry
+from paraxis.sharding import aot
+
+LENGTHS = np.array([0, 1, 5, 63, 64, 65, 129, 256, 511, 512], np.int32)
+
+
+def arrays(lengths, S, N, K, H, Hv=None):
+  """q_BNH and a cache whose slots beyond a row's length are NaN."""
+  rng, B = np.random.default_rng(0), len(lengths)
+  shapes = (B, N, H), (B, S, K, H), (B, S, K, Hv or H)
+  q, k, v = (rng.normal(size=s).astype('f4') for s in shapes)
+  k[np.arange(S) >= lengths[:, None]] = np.nan
+  v[np.arange(S) >= lengths[:, None]] = np.nan
+  return q, k, v
+
+
+def wanted(q, k, v, lengths, mask):
+  """(o_BNH, lse_BN) by definition, in float64."""
+  b, s = k.shape[:2]
+  filled = (np.arange(s) < lengths[:, None]).astype(np.int32)
+  segments = np.ones((b, 1), np.int32), filled
+  order = np.zeros((b, 1), np.int32), np.zeros((b, s), np.int32)
+  with jax.enable_x64(True):
+    wide = [np.nan_to_num(x.astype('f8')) for x in (q[:, None], k, v)]
+    found = reference.attention_ref(*wide, mask, segments, order)
+    return [np.asarray(x[:, 0]) for x in found]
+
+
+def check(found, expected, lengths, tolerance=2e-6):
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+  o, lse = (np.asarray(x)[lengths == 0] for x in found)
+  assert not o.any() and (lse == np.float32(attention.NEG)).all()
+
+
+def run(q, k, v, lengths, mask, **options):
+  options = dict(interpret=True) | options
+  forward = lambda *x: decode_attention_tpu.forward(*x, mask, **options)
+  return jax.jit(forward)(q, k, v, lengths)
+
+
+@pytest.mark.parametrize(
+  'workers, softcap, sizes, tile',
+  [
+    (1, 0.0, dict(S=512, N=8, K=2, H=32), 64),
+    (2, 3.0, dict(S=512, N=3, K=3, H=16, Hv=8), 128),
+    (5, 0.0, dict(S=513, N=4, K=1, H=16), 64),
+    (33, 0.0, dict(S=512, N=6, K=3, H=8), 512),
+  ],
+)
+def test_equals_the_definition(workers, softcap, sizes, tile):
+  mask = attention.Mask(scale=0.3, softcap=softcap)
+  x = arrays(LENGTHS, **sizes)
+  found = run(*x, LENGTHS, mask, tile=tile, workers=workers)
+  expected = wanted(*x, LENGTHS, mask)
+  check(found, expected, LENGTHS)
+  with pytest.raises(AssertionError):  # a slot more or less does matter
+    check(found, wanted(*x, np.maximum(LENGTHS - 1, 0), mask), LENGTHS)
+
+
+@pytest.mark.parametrize('lengths', [[0, 0, 0], [0, 200, 0]])
+def test_rows_without_slots(lengths):
+  lengths, mask = np.array(lengths, np.int32), attention.Mask(scale=0.3)
+  x = arrays(lengths, S=200, N=2, K=1, H=8)
+  found = run(*x, lengths, mask, tile=64, workers=3)
+  check(found, wanted(*x, lengths, mask), lengths)
+
+
+def test_many_heads_take_a_tile_in_steps(monkeypatch):
+  monkeypatch.setattr(decode_attention_tpu, 'SCORES', 8 * 3 * 32)
+  lengths, mask = np.array([100, 30], np.int32), attention.Mask(scale=0.3)
+  x = arrays(lengths, S=100, N=6, K=3, H=8)
+  found = run(*x, lengths, mask, tile=100)
+  check(found, wanted(*x, lengths, mask), lengths)
+
+
+def test_no_race_and_nothing_read_before_it_is_written(monkeypatch):
+  """TPU semantics: memory starts as NaN; four workers of seven are idle."""
+  lengths, mask = np.array([70, 0], np.int32), attention.Mask(scale=0.3)
+  x = arrays(lengths, S=80, N=4, K=2, H=8)
+  params = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
+  options = dict(tile=32, workers=7, interpret=params)
+  expected = wanted(*x, lengths, mask)
+  check(run(*x, lengths, mask, **options), expected, lengths)
+  assert not interpret_pallas_call.races.races_found
+  blocks = decode_attention_tpu._blocks
+  # Without a slot of their own the idle ones write over that of piece 3.
+  monkeypatch.setattr(
+    decode_attention_tpu,
+    '_blocks',
+    lambda sizes, rows, _: blocks(sizes, rows, lambda w: 3),
+  )
+  with pytest.raises(jax.errors.JaxRuntimeError, match='Revisited block'):
+    jax.block_until_ready(run(*x, lengths, mask, **options))
+
+
+def test_a_tile_is_about_a_mebibyte():
+  of = decode_attention_tpu.tile_of
+  assert of(8192, 8, 128, 2) == 512 and of(8192, 1, 128, 4) == 2048
+  assert of(300, 8, 128, 2) == 300 and of(8192, 512, 256, 4) == 16
+
+
+def test_what_it_takes():
+  tpu = registry.Target('tpu', 'TPU v5 lite')
+  x = jax.ShapeDtypeStruct((1, 1, 2, 8), 'float32')
+  plain = attention.Mask()
+  names = lambda spec: [
+    reason
+    for name, _, reason in registry.explain('decode_attention', tpu, spec)
+    if name == 'pallas_tpu'
+  ][0]
+
+  def spec(q=x, mask=plain, segments=None, **given):
+    base = vars(attention.spec_of(q, x, mask, segments, None, x))
+    base |= dict(cache=(given.pop('cache', str(q.dtype)),) * 2) | given
+    return decode_attention.Spec(**base)
+
+  two = jax.ShapeDtypeStruct((1, 2, 2, 8), 'float32')
+  double = jax.ShapeDtypeStruct((1, 1, 2, 8), 'float16')
+  assert names(spec()) == ''
+  assert names(spec(two)) == 'takes one query a row, these are 2'
+  assert 'by their lengths' in names(spec(segments=(1, 1)))
+  assert 'no window' in names(spec(mask=attention.Mask(window=4)))
+  assert 'manual region' in names(spec(sharded=True))
+  assert 'takes one dtype' in names(spec(cache='bfloat16'))
+  assert 'not float16' in names(spec(double))
+  assert 'query heads' in names(
+    spec(q=jax.ShapeDtypeStruct((1, 1, 2048, 8), 'float32'))
+  )
+  long = spec(k=(4096, 2**20, 8, 128), v=(4096, 2**20, 8, 128))
+  assert 'tiles to list' in names(long)
+  cpu = dict(
+    (name, reason)
+    for name, _, reason in registry.explain('decode_attention', spec=spec())
+  )
+  assert 'needs a TPU' in cpu['pallas_tpu'] and cpu['xla'] == ''
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(aot.missing('tpu') is not None, reason='no libtpu')
+@pytest.mark.parametrize(
+  'name', ['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1']
+)
+def test_compiles_and_reads_the_cache_in_place(name):
+  """`auto` picks it; the program holds no copy of the cache."""
+  t = aot.topology(name)
+  one = jax.sharding.SingleDeviceSharding(t.devices[0])
+  mask = attention.Mask(scale=0.1)
+  shapes = (4, 1, 32, 128), (4, 4096, 8, 128), (4, 4096, 8, 128)
+  args = [jax.ShapeDtypeStruct(s, 'bfloat16', sharding=one) for s in shapes]
+  args.append(jax.ShapeDtypeStruct((4,), 'int32', sharding=one))
+  decode = lambda q, k, v, n: decode_attention.ragged(q, k, v, mask, n)
+  with t.context():
+    traced = jax.jit(decode).trace(*args)
+  compiled = aot.compile_for(t, 'decode', traced)
+  text, memory = compiled.as_text(), aot.memory(compiled)
+  assert text.count('custom_call_target="tpu_custom_call"') == 1
+  assert memory.arguments > 64 * 2**20 and memory.temporaries < 2**20
+  work = compiled.cost_analysis()['flops']
+  assert work >= 4 * 4 * 4096 * 8 * 32 * 128  # K-fold, as the kernel says
