@@ -4,8 +4,9 @@
 
 Neither gathers a table or logits (Megatron-LM, arXiv:1909.08053, section 3): of
 the logits a maximum, a sum and one value per token are reduced, the embedding's
-rows are summed by one reduce-scatter along the length. Functions of axis names,
-for a manual region (check_vma=False), each with its backward pass written out.
+rows are summed by one reduce-scatter along the length. `linear_nll` does not
+even make its own logits whole. Functions of axis names, for a manual region
+(check_vma=False), each with its backward pass written out.
 
 Legend: B rows, T tokens, D model, V vocabulary (of one shard).
 """
@@ -14,6 +15,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
+
+from paraxis.pallas_kernels import cross_entropy
 
 
 def nll(z_BTV, targets_BT, axis, scatter=None):
@@ -39,13 +42,26 @@ def nll(z_BTV, targets_BT, axis, scatter=None):
   Raises:
     ValueError: the ranks do not divide the dimension to scatter.
   """
+  _check_scatter(targets_BT, axis, scatter)
+  return _nll(axis, scatter, z_BTV, targets_BT)
+
+
+def _check_scatter(targets_BT, axis, scatter):
   n = jax.lax.axis_size(axis)
   if scatter is not None and targets_BT.shape[scatter] % n:
     raise ValueError(
       f'nll: dimension {scatter} has size {targets_BT.shape[scatter]}, which '
       f'{n} ranks of {axis!r} do not divide.'
     )
-  return _nll(axis, scatter, z_BTV, targets_BT)
+
+
+def _chunk_of(nll, axis, scatter):
+  """This rank's part of dimension `scatter`; None: all."""
+  if scatter is None:
+    return nll
+  n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+  size = nll.shape[scatter] // n
+  return jax.lax.dynamic_slice_in_dim(nll, me * size, size, scatter)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -67,11 +83,7 @@ def _nll_forward(axis, scatter, z_BTV, targets_BT):
   picked = jnp.where(_hit(z, targets_BT, axis), z, 0).sum(-1)
   mass, picked = jax.lax.psum((mass, picked), axis)
   total = highest + jnp.log(mass)
-  nll = total - picked
-  if scatter is not None:
-    n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    size = nll.shape[scatter] // n
-    nll = jax.lax.dynamic_slice_in_dim(nll, me * size, size, scatter)
+  nll = _chunk_of(total - picked, axis, scatter)
   return nll, (z_BTV, targets_BT, total)
 
 
@@ -86,6 +98,58 @@ def _nll_backward(axis, scatter, kept, g):
 
 
 _nll.defvjp(_nll_forward, _nll_backward)
+
+
+def linear_nll(x_BTD, w_VD, targets_BT, axis, scatter=None, options=(0.0, 0)):
+  """`nll` of softcap(x w^T): of the logits a chunk at a time is made, and
+  made again in the backward pass (pallas_kernels/cross_entropy.py).
+
+  Args:
+    x_BTD: the same on every rank. Its cotangent is that of the local columns:
+      what made x the same must add them up, as the transpose of an all-gather
+      does.
+    w_VD: local rows, rank r holding r * V .. (r + 1) * V - 1.
+    targets_BT, axis, scatter: as for `nll`, which says what comes back.
+    options: (softcap, rows of w at a time (0: chosen)), or these and the size
+      of the vocabulary, when the last rows of the last ranks only pad it.
+  """
+  _check_scatter(targets_BT, axis, scatter)
+  return _linear_nll(axis, scatter, options, x_BTD, w_VD, targets_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _linear_nll(axis, scatter, options, x_BTD, w_VD, targets_BT):
+  return _linear_forward(axis, scatter, options, x_BTD, w_VD, targets_BT)[0]
+
+
+def _local(axis, options, x_BTD, w_VD, targets_BT):
+  """(x_TD, w_VD, targets_T counted from this rank's first row), options."""
+  softcap, chunk, *size = options
+  first = jax.lax.axis_index(axis) * len(w_VD)
+  rows = x_BTD.reshape(-1, x_BTD.shape[-1]), w_VD, targets_BT.ravel() - first
+  return rows, (softcap, chunk, size[0] - first if size else None)
+
+
+def _linear_forward(axis, scatter, options, x_BTD, w_VD, targets_BT):
+  rows, local = _local(axis, options, x_BTD, w_VD, targets_BT)
+  lse, picked = cross_entropy.forward(*rows, *local)
+  highest = jax.lax.pmax(lse, axis)
+  mass, picked = jax.lax.psum((jnp.exp(lse - highest), picked), axis)
+  total = highest + jnp.log(mass)
+  nll = (total - picked).reshape(targets_BT.shape)
+  return _chunk_of(nll, axis, scatter), (x_BTD, w_VD, targets_BT, total)
+
+
+def _linear_backward(axis, scatter, options, kept, g):
+  *arrays, total = kept
+  if scatter is not None:
+    g = jax.lax.all_gather(g, axis, axis=scatter, tiled=True)
+  rows, local = _local(axis, options, *arrays)
+  dx, dw = cross_entropy.backward(*rows, total, g.ravel(), -g.ravel(), local)
+  return dx.reshape(arrays[0].shape), dw, None
+
+
+_linear_nll.defvjp(_linear_forward, _linear_backward)
 
 
 def embedding(table_VD, ids_BT, axis, dim=1, dtype=None, shared=()):
