@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from paraxis.configs import mixer_schema
 from paraxis.configs.declare import field
 
 
@@ -70,8 +71,11 @@ class Model:
   d_ff: int = field(432, 'hidden width of the mlp', low=1)
   pattern: str = field(
     'F',
-    'kinds of layers, repeated over the depth: F full attention, W sliding '
-    'window, N full attention without rotary positions',
+    'kinds of layers, repeated over the depth: F (or *) full attention, W '
+    'sliding window, N full attention without rotary positions, A latent '
+    'attention, G gated linear attention, M Mamba-2, S Mamba, R ParaGRU, L '
+    'ParaLSTM, C convolutions and chunks; with a - anywhere only the kinds '
+    "before one have an mlp: 'M-M-*-'",
   )
   window: int = field(0, 'tokens a W layer sees, itself included', low=0)
   norm: str = field('rmsnorm', 'normalisation', ('rmsnorm', 'layernorm'))
@@ -87,12 +91,22 @@ class Model:
     'RMSNorm on queries and keys: per head, or over all heads at once',
     ('none', 'head', 'all'),
   )
-  mlp: str = field('swiglu', 'mlp form', ('swiglu', 'geglu', 'gelu'))
+  mlp: str = field(
+    'swiglu', 'mlp form; none: no layer has one',
+    ('swiglu', 'geglu', 'gelu', 'none'),
+  )  # fmt: skip
   experts: Experts = Experts()
   attention_bias: bool = field(False, 'bias on the q, k, v projections')
   attention_output_bias: bool = field(False, 'bias on the output projection')
   mlp_bias: bool = field(False, 'bias on the mlp projections')
-  position: str = field('rope', 'position encoding', ('rope', 'learned'))
+  gated_linear: mixer_schema.GatedLinear = mixer_schema.GatedLinear()
+  mamba: mixer_schema.Mamba = mixer_schema.Mamba()
+  recurrent: mixer_schema.Recurrent = mixer_schema.Recurrent()
+  tcn: mixer_schema.Tcn = mixer_schema.Tcn()
+  latent: mixer_schema.Latent = mixer_schema.Latent()
+  position: str = field(
+    'rope', 'position encoding', ('rope', 'learned', 'none')
+  )
   max_positions: int = field(
     0, 'rows of the learned position table; 0 with rope', low=0
   )
@@ -145,3 +159,4 @@ class Model:
   )
   attention: str = field('auto', 'attention kernel (paraxis doctor lists them)')
   attention_block: int = field(256, 'tokens in an attention block', low=1)
+  scan: str = field('auto', 'kernel of gated scans (paraxis doctor lists them)')

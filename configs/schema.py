@@ -58,6 +58,12 @@ class Mesh:
   context_inner: int = field(
     0, 'usp: context shards that exchange heads; 0: the most that fit', low=0
   )
+  context_scan: str = field(
+    'permute',
+    'how the state of a recurrence crosses the context axis: to everybody at '
+    'once, or in log2(context) steps (sharding/scan.py)',
+    ('gather', 'permute'),
+  )
   collectives: str = field(
     'annotated',
     'annotated: the compiler places them from array types; explicit: our own, '

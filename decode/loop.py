@@ -29,6 +29,7 @@ from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.decode import transcript
 from paraxis.models import build
+from paraxis.models import model_checks
 from paraxis.sharding import annotate
 
 CHUNK = 16  # tokens between two looks of the host
@@ -276,7 +277,7 @@ class Generator:
         f'{longest + new}, beyond decode.cache_length={most}: shorten the '
         'prompt, ask for fewer (max_new_tokens), or raise the limit.'
       )
-    build.check_length(
+    model_checks.check_length(
       self._model.config, longest + new, 'prompt and new tokens'
     )
     length = min(bucket(longest), most - new)

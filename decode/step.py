@@ -39,17 +39,7 @@ def prefill(model, params, tokens_BT, lengths_B, slots):
   cache = model.init_cache(rows, length)
   batch = _batch(tokens_BT, segments, positions)
   x_BTD, cache = model(params, batch, cache)
-
-  def grow(slot):
-    more = [(0, 0)] * slot.ndim
-    more[1] = (0, slots - length)
-    return jnp.pad(slot, more)
-
-  return x_BTD, cache._replace(
-    states=tuple(tuple(map(grow, state)) for state in cache.states),
-    segments=grow(cache.segments),
-    positions=grow(cache.positions),
-  )
+  return x_BTD, model.grow_cache(cache, slots)
 
 
 def last(x_BTD, lengths_B):

@@ -17,6 +17,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from paraxis.configs import errors
+from paraxis.models import mixer
 from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.models import rope
@@ -30,6 +32,7 @@ ROWS = ('batch', 'length')
 RESIDUAL = ('batch', 'residual_length', 'hidden')
 QUERIES = ('batch', 'length', 'heads', 'head_dim')
 KEYS = ('batch', 'length', 'kv_heads', 'head_dim')
+SLOTS = ('batch', None)
 
 
 class Visibility(NamedTuple):
@@ -55,6 +58,9 @@ class Visibility(NamedTuple):
 
 class Attention(nnx.Module):
   """x_BTD -> y_BTD for one kind of layer ('F', 'W' or 'N')."""
+
+  name = 'attention'
+  capabilities = mixer.SLOTS
 
   def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
     self.config, self.kind, self.layout = config, kind, layout
@@ -154,22 +160,32 @@ class Attention(nnx.Module):
     if state is None:
       k, v = _on_heads(k), _on_heads(v)
       return self._attend_all(q, k, v, see, mask), None
-    slots = _write(state, (k, v), see.slot)
+    slots = write(state, (k, v), see.slot)
     k, v = (_on_heads(x.astype(q.dtype)) for x in slots)
-    segments = (see.segments, see.slot_segments)
-    order = (see.positions, see.slot_positions)
     attend = decode_attention.decode_attention
     if q.shape[1] > 1:  # prefill: many queries, blockwise
       attend = functools.partial(attention_op.attention, impl=config.attention)
-    return attend(q, k, v, mask, segments, order)[0], slots
+
+    def local(q, k, v, *ids):
+      return attend(q, k, v, mask, ids[:2], ids[2:])[0]
+
+    names = (QUERIES,) * 3 + (ROWS, SLOTS) * 2
+    run = annotate.region(local, names, (QUERIES,), single=True)
+    ids = see.segments, see.slot_segments, see.positions, see.slot_positions
+    return run(q, k, v, *ids), slots
 
   def _attend_all(self, q, k, v, see, mask):
     """Whole rows, without a cache; the context axis may share their length."""
     if not annotate.carriers('length'):
-      segments = see.segments, see.segments
-      return attention_op.attention(
-        q, k, v, mask, segments, impl=self.config.attention
-      )[0]
+      impl = self.config.attention
+
+      def local(q, k, v, segments):
+        return attention_op.attention(q, k, v, mask, (segments,) * 2, impl=impl)
+
+      # In a region, where arrays are local: kernels take no others.
+      names = (QUERIES,) * 3 + (ROWS,)
+      run = annotate.region(local, names, (QUERIES, QUERIES[:3]))
+      return run(q, k, v, see.segments)[0]
     attend = functools.partial(
       context.attention, mask=mask, plan=self.layout.context
     )
@@ -180,7 +196,31 @@ class Attention(nnx.Module):
   def init_state(self, batch, slots, dtype):
     """Empty slots: (k_BSKH, v_BSKH)."""
     shape = (batch, slots, num_kv_heads(self.config), head_dim(self.config))
-    return tuple(annotate.put(jnp.zeros(shape, dtype), KEYS) for _ in range(2))
+    return tuple(mixer.state(KEYS, *shape, dtype=dtype) for _ in range(2))
+
+  def grow(self, state, slots):
+    """`state` with room for `slots` tokens."""
+    return tuple(mixer.more_slots(x, slots) for x in state)
+
+  @staticmethod
+  def check(config):
+    """UserError if the fields of a schema.Model contradict each other."""
+    h = head_dim(config)
+    if config.position == 'rope' and h % 2:
+      raise errors.UserError(
+        f'model.head_dim={h} is odd: rotary positions turn pairs.'
+      )
+
+  @staticmethod
+  def check_context(config, length):
+    """Nothing: sharding.context.check looks at heads and lengths."""
+
+  @staticmethod
+  def mixing_flops(config, kind, length):
+    """Scores and weighted values of what a causal row of tokens sees."""
+    window = config.window if kind == 'W' else length
+    seen = sum(min(t + 1, window) for t in range(length))
+    return 4 * seen * config.num_heads * head_dim(config)
 
 
 def mask_of(config, kind):
@@ -225,28 +265,31 @@ def rotations(config, kinds, positions_BT, dtype):
   if config.position != 'rope':
     return {}
   out = {}
-  for kind in sorted({kind[0] for kind in kinds} - {'N'}):
-    f, factor = rope.frequencies(config, head_dim(config), kind == 'W')
+  for kind in sorted({kind[0] for kind in kinds} & {'F', 'W', 'A'}):
+    latent = kind == 'A'  # has the factor in its scores (latent_attention.py)
+    width = config.latent.rope_dim if latent else head_dim(config)
+    f, factor = rope.frequencies(config, width, kind == 'W')
+    factor = 1.0 if latent else factor
     out[kind] = rope.angles(positions_BT, f, factor, dtype)
   return jax.lax.optimization_barrier(out)
 
 
-def _write(state, new, slot):
+def write(state, new, slot):
   """Caches (B, S, K, H) with `new` (B, T, K, H) in the slots from `slot` on.
 
   One token is written in a loop of one turn: XLA on CPU fuses a bare update
   into whatever reads the cache, which costs three copies of it per layer.
   """
 
-  def write(slot, caches):
+  def put(slot, caches):
     return tuple(
       jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), slot, 1)
       for old, x in zip(caches, new, strict=True)
     )
 
   if new[0].shape[1] > 1:
-    return write(slot, state)
-  return jax.lax.fori_loop(slot, slot + 1, write, tuple(state))
+    return put(slot, state)
+  return jax.lax.fori_loop(slot, slot + 1, put, tuple(state))
 
 
 def head_dim(config):

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from paraxis.configs import errors
 from paraxis.configs import schema
 from paraxis.models import attention
 from paraxis.models import decoder
 from paraxis.models import layer
 from paraxis.models import memory
+from paraxis.models import model_checks
 from paraxis.models import parameter
-from paraxis.pallas_kernels import registry
 from paraxis.sharding import annotate
 from paraxis.sharding import context
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
+from paraxis.sharding import scan
 from paraxis.sharding import schedules
 
 
@@ -44,132 +44,6 @@ class Built(NamedTuple):
   pipeline: Any = None
 
 
-def _need(condition, text):
-  if not condition:
-    raise errors.UserError(text)
-
-
-def check_model(model):
-  """UserError if the fields of a schema.Model contradict each other."""
-  d, n, k = model.d_model, model.num_heads, attention.num_kv_heads(model)
-  _need(
-    model.head_dim or d % n == 0,
-    f'model.d_model={d} is not divisible by model.num_heads={n}; set '
-    'model.head_dim, or change one of them.',
-  )
-  _need(
-    n % k == 0,
-    f'model.num_heads={n} is not divisible by model.num_kv_heads={k}.',
-  )
-  h = attention.head_dim(model)
-  rope = model.position == 'rope'
-  _need(
-    not rope or h % 2 == 0,
-    f'model.head_dim={h} is odd: rotary positions turn pairs.',
-  )
-  _need(
-    'float64' not in (model.dtype, model.param_dtype)
-    or jax.dtypes.canonicalize_dtype('float64') == 'float64',
-    'model.dtype or model.param_dtype is float64, which jax has switched off: '
-    'set JAX_ENABLE_X64=1 in the environment.',
-  )
-  registry.resolve('attention', model.attention)
-  low, high = model.rope_low_frequency, model.rope_high_frequency
-  _need(
-    model.rope_scaling not in ('llama3', 'yarn') or 0 < low < high,
-    f'model.rope_scaling={model.rope_scaling!r} needs 0 < '
-    f'model.rope_low_frequency={low} < model.rope_high_frequency={high}.',
-  )
-  _need(
-    model.rope_scaling != 'yarn' or model.rope_theta > 1,
-    f"model.rope_scaling='yarn' needs model.rope_theta={model.rope_theta} "
-    'above 1.',
-  )
-  _need(model.pattern, 'model.pattern is empty: name at least one layer kind.')
-  for kind in model.pattern:
-    _need(
-      kind in layer.KINDS,
-      f'model.pattern={model.pattern!r}: {kind!r} is not a layer kind '
-      f'({", ".join(layer.KINDS)}).',
-    )
-  _need(
-    'W' not in model.pattern or model.window,
-    f'model.pattern={model.pattern!r} has W layers but model.window=0.',
-  )
-  _need(
-    rope or model.max_positions,
-    "model.position='learned' needs model.max_positions, rows of its table.",
-  )
-
-
-def check_experts(model, rules, sizes):
-  """UserError if the fields of a schema.Experts, or its region, do not fit."""
-  experts = model.experts
-  if not experts.count:
-    return
-  for letter in experts.pattern or ' ':
-    _need(
-      letter in layer.EXPERTS,
-      f'model.experts.pattern={experts.pattern!r}: {letter!r} is not one of '
-      'E (experts), P (twice as many), D (a plain mlp).',
-    )
-  _need(
-    experts.top_k <= experts.count,
-    f'model.experts.top_k={experts.top_k} is above model.experts.count='
-    f'{experts.count}.',
-  )
-  _need(
-    experts.count % experts.groups == 0,
-    f'model.experts.count={experts.count} is not divisible by '
-    f'model.experts.groups={experts.groups}.',
-  )
-  chosen = experts.count // experts.groups * experts.top_groups
-  _need(
-    experts.top_groups <= experts.groups and experts.top_k <= chosen,
-    f'model.experts.top_groups={experts.top_groups} of model.experts.groups='
-    f'{experts.groups} leave {chosen} experts to choose '
-    f'model.experts.top_k={experts.top_k} from.',
-  )
-  _need(
-    not (experts.residual and experts.shared),
-    f'model.experts.residual and model.experts.shared={experts.shared} both '
-    'put an mlp beside the experts: take one of them.',
-  )
-  _need(
-    experts.shared or not experts.shared_gate,
-    'model.experts.shared_gate gates shared experts, but model.experts.shared='
-    '0.',
-  )
-  _need(
-    experts.hot <= experts.count,
-    f'model.experts.hot={experts.hot} is above model.experts.count='
-    f'{experts.count}.',
-  )
-  region = [a for a in rules.axes('experts') if sizes[a] > 1]
-  ranks = math.prod(sizes[a] for a in region)
-  nearest = max(
-    d
-    for d in range(1, experts.count + 1)
-    if experts.count % d == 0 and d <= ranks
-  )
-  _need(
-    experts.count % ranks == 0,
-    f'model.experts.count={experts.count} is not divisible by its region '
-    f'{" x ".join(f"{a}={sizes[a]}" for a in region)} ({ranks} ranks); the '
-    f'nearest number of ranks that divides it is {nearest}.',
-  )
-
-
-def check_length(model, length, what):
-  """UserError if a learned position table is shorter than `length`."""
-  if model.position == 'learned':
-    _need(
-      length <= model.max_positions,
-      f'{what} is {length} tokens, but model.max_positions='
-      f'{model.max_positions} is the length of the position table.',
-    )
-
-
 def mesh_sizes(config, text=''):
   """Mesh axis -> size: `text` (--mesh=) replaces the whole config.mesh."""
   if text:
@@ -184,7 +58,7 @@ def _rings(text):
   """mesh.collective_matmul -> the products that run as rings."""
   names = tuple(filter(None, text.replace(' ', '').split(',')))
   for name in names:
-    _need(
+    model_checks.need(
       name in (*RINGS, 'all'),
       f'mesh.collective_matmul={text!r}: {name!r} is not one of '
       f"{', '.join(RINGS)}, or 'all'." + schema.suggest(name, RINGS),
@@ -211,7 +85,7 @@ def _check_activations(mesh, rules, sizes):
     rules_lib.spec(names, None, rules, sizes, 'activations')
   over = functools.partial(_split_over, rules, sizes)
   length, residual = over('length'), over('residual_length')
-  _need(
+  model_checks.need(
     len(length) < 2,
     f'mesh.rules={mesh.rules!r}: length is over {" and ".join(length)}; '
     'attention crosses one mesh axis, context.',
@@ -225,7 +99,7 @@ def _check_activations(mesh, rules, sizes):
   for name in names:
     if scattered or explicit:
       found = tuple(a for a in over(name) if a != 'stage')
-      _need(
+      model_checks.need(
         found == scattered,
         f'mesh.rules={mesh.rules!r}: residual_length is over '
         f'{scattered or "no axis"} beyond length, {name} over '
@@ -239,7 +113,7 @@ def _check_activations(mesh, rules, sizes):
       )
   tokens = (*over('batch'), *residual, 'stage')
   idle = [f'{a}={n}' for a, n in sizes.items() if n > 1 and a not in tokens]
-  _need(
+  model_checks.need(
     not (explicit and idle),
     f'{manual} sums gradients over every mesh axis, but the rules '
     f'{mesh.rules!r} split no tokens over {", ".join(idle)}.',
@@ -252,7 +126,7 @@ def _schedule(config, sizes):
   if sizes['stage'] == 1:
     return None
   options = {}
-  _need(
+  model_checks.need(
     pipeline.schedule == 'skip' or not pipeline.skip_fraction,
     f'pipeline.skip_fraction={pipeline.skip_fraction} leaves stages out, which '
     f"pipeline.schedule={pipeline.schedule!r} does not: take 'skip', or 0.",
@@ -267,20 +141,20 @@ def _schedule(config, sizes):
     **options,
   )
   apart = schedule.weight is not None
-  _need(
+  model_checks.need(
     not (apart and pipeline.activations == 'store'),
     f"pipeline.activations='store' keeps what F made for B, but with "
     f'pipeline.schedule={pipeline.schedule!r} B keeps what W reads: take '
     "'recompute'.",
   )
   moved = 'offload' in memory.actions('full', config.train.memory).values()
-  _need(
+  model_checks.need(
     not (moved and pipeline.activations == 'store'),
     f"pipeline.activations='store' keeps activations in slots on the device, "
     f'and train.memory={config.train.memory!r} offloads some: take '
     "'recompute', or offload none.",
   )
-  _need(
+  model_checks.need(
     not (apart and config.mesh.collective_matmul),
     f'mesh.collective_matmul={config.mesh.collective_matmul!r} overlaps '
     f'products with sends, but pipeline.schedule={pipeline.schedule!r} takes '
@@ -295,7 +169,7 @@ def _layout(config, rules, sizes, schedule):
   rings = _rings(mesh.collective_matmul)
   length = functools.partial(_split_over, rules, sizes)
   gathered = length('residual_length') != length('length')
-  _need(
+  model_checks.need(
     not rings or gathered,
     f'mesh.collective_matmul={mesh.collective_matmul!r} overlaps the gathers '
     'of sequence-sharded residuals, and here are none: it needs a tensor axis '
@@ -307,23 +181,46 @@ def _layout(config, rules, sizes, schedule):
     placement = tuple(map(tuple, schedule.placement.tolist()))
   if not length('length'):
     return parameter.Layout(rings, placement=placement)
+  letters = set(layer.mixers(model.pattern)[0])
+  attending = [k for k in sorted(letters) if layer.MIXERS[k].capabilities.slots]
+  order = _token_order(mesh, model, attending, letters)
   shards = math.prod(sizes[a] for a in rules.axes('heads'))
   heads = model.num_heads // shards
   kv_heads = attention.num_kv_heads(model)
   kv_heads = max(1, math.lcm(kv_heads, shards) // shards)
   (axis,) = length('length')
-  order = context.resolve_order(
-    mesh.context_order,
-    [attention.mask_of(model, kind) for kind in set(model.pattern)],
-  )
   plan = context.Plan(
     mesh.context_form, axis, sizes[axis], order, mesh.context_inner
   )
-  context.check(
-    plan.form, plan.n, heads, kv_heads, config.data.sequence_length,
-    plan.layout, plan.inner,
-  )  # fmt: skip
-  return parameter.Layout(rings, plan, placement)
+  length = config.data.sequence_length
+  if attending:
+    context.check(
+      plan.form, plan.n, heads, kv_heads, length, plan.layout, plan.inner
+    )
+  else:
+    context.permutation(order, plan.n, length)  # it divides, or an error
+  for kind in sorted(letters):
+    layer.MIXERS[kind].check_context(model, length // plan.n)
+  across = scan.Plan(mesh.context_scan, axis)
+  return parameter.Layout(rings, plan, placement, across)
+
+
+def _token_order(mesh, model, attending, letters):
+  """Order of tokens on the context axis; recurrences need them in a row."""
+  order = context.resolve_order(
+    mesh.context_order,
+    [attention.mask_of(model, kind) for kind in attending],
+  )
+  recurrent = sorted(letters - set(attending))
+  if not recurrent:
+    return order
+  model_checks.need(
+    mesh.context_order in ('auto', 'contiguous'),
+    f'mesh.context_order={mesh.context_order!r}: the state of a recurrence '
+    f'(model.pattern={model.pattern!r}: {", ".join(recurrent)}) passes from '
+    "shard to shard in the order of tokens; take 'contiguous' or 'auto'.",
+  )
+  return 'contiguous'
 
 
 def build(config, mesh_text='', remat=None, devices=None, abstract=False):
@@ -336,7 +233,7 @@ def build(config, mesh_text='', remat=None, devices=None, abstract=False):
     UserError: the model contradicts itself, the mesh does not fit the devices,
       an axis does not divide, or a mesh axis would be idle.
   """
-  check_model(config.model)
+  model_checks.check_model(config.model)
   sizes = mesh_sizes(config, mesh_text)
   if abstract:
     mesh = mesh_lib.abstract(sizes)
@@ -355,7 +252,7 @@ def build(config, mesh_text='', remat=None, devices=None, abstract=False):
   rules.check_used(sizes)
   schedule = _schedule(config, sizes)
   layout = _layout(config, rules, sizes, schedule)
-  check_experts(config.model, rules, sizes)
+  model_checks.check_experts(config.model, rules, sizes)
   policy = remat and memory.policy(remat, config.train.memory)
   model = decoder.Decoder(config.model, policy, layout)
   with (

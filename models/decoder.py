@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from paraxis.models import attention
 from paraxis.models import depth
 from paraxis.models import layer as layer_lib
+from paraxis.models import mixer
 from paraxis.models import parameter
 from paraxis.sharding import annotate
 from paraxis.sharding import lookup
@@ -36,8 +37,9 @@ ROWS = ('batch', 'length')
 class Cache(NamedTuple):
   """What decoding remembers; slot, position and segment are separate.
 
-  states: one entry per layer. segments, positions: (B, S) int32, segment 0 is
-  an empty slot. length: () int32, slots written so far (the next free one).
+  states: one entry per layer, as its mixer keeps it. segments, positions:
+  (B, S) int32, segment 0 is an empty slot. length: () int32, slots written so
+  far (the next free one).
   """
 
   states: Any
@@ -320,15 +322,30 @@ class Decoder:
   def init_cache(self, batch, slots, dtype=None):
     """An empty `Cache` for `batch` rows and `slots` tokens a row."""
     dtype = jnp.dtype(dtype or self.config.dtype)
-    one = nnx.eval_shape(lambda: self._graphs[self.pattern[0]][0](nnx.Rngs(0)))
     states = tuple(
-      one.attention.init_state(batch, slots, dtype) for _ in self.pattern
+      self._mixer(kind).init_state(batch, slots, dtype) for kind in self.pattern
     )
     ids = [
       annotate.put(jnp.zeros((batch, slots), jnp.int32), ('batch', None))
       for _ in range(2)
     ]
     return Cache(states, *ids, jnp.int32(0))
+
+  def grow_cache(self, cache, slots):
+    """`cache` with room for `slots` tokens a row."""
+    states = tuple(
+      self._mixer(kind).grow(state, slots)
+      for kind, state in zip(self.pattern, cache.states, strict=True)
+    )
+    return cache._replace(
+      states=states,
+      segments=mixer.more_slots(cache.segments, slots),
+      positions=mixer.more_slots(cache.positions, slots),
+    )
+
+  def _mixer(self, kind):
+    """The mixer of a kind of layer, without values."""
+    return nnx.eval_shape(lambda: self._graphs[kind][0](nnx.Rngs(0))).mixer
 
 
 def _taped(taped, part, call, x, *rest):

@@ -1,8 +1,7 @@
 """One layer of a decoder, and its two ends, as Flax modules.
 
-A layer is named by its kind: a letter for its attention (F full, W sliding
-window, N full without rotary positions), and one for what follows it (none: an
-mlp, E experts, P twice as many).
+A layer is named by its kind: a letter for its mixer (`MIXERS`), and one for
+what follows it (none: an mlp, E experts, P twice as many, . nothing).
 """
 
 import functools
@@ -11,52 +10,103 @@ import math
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from paraxis.configs import errors
 from paraxis.models import attention
+from paraxis.models import gated_linear
+from paraxis.models import latent_attention
+from paraxis.models import mamba
 from paraxis.models import mlp
 from paraxis.models import moe
 from paraxis.models import norm
 from paraxis.models import parameter
+from paraxis.models import recurrent
+from paraxis.models import tcn
 
-KINDS = 'FWN'
+# Letter of a pattern -> the mixer's module.
+MIXERS = {
+  'F': attention.Attention,
+  'W': attention.Attention,
+  'N': attention.Attention,
+  'A': latent_attention.LatentAttention,
+  'C': tcn.ConvolutionAttention,
+  'G': gated_linear.GatedLinear,
+  'M': mamba.Mamba2,
+  'S': mamba.Mamba,
+  'R': recurrent.ParaGRU,
+  'L': recurrent.ParaLSTM,
+}
 EXPERTS = 'EPD'
+
+
+def mixers(pattern):
+  """'M-M*' -> ('MMF', (True, True, False)): letters, and which have an mlp.
+
+  Without a '-' all have one. UserError: a letter that is no mixer, or a '-'
+  that follows none.
+  """
+  letters, follows = '', []
+  for letter in pattern.replace('*', 'F'):
+    if letter == '-' and follows and not follows[-1]:
+      follows[-1] = True
+      continue
+    if letter not in MIXERS:
+      what = 'an mlp that follows no mixer' if letter == '-' else 'no mixer'
+      raise errors.UserError(
+        f'model.pattern={pattern!r}: {letter!r} is {what} '
+        f'({", ".join(MIXERS)}, each with a - behind it or not).'
+      )
+    letters += letter
+    follows.append(False)
+  if not letters:
+    raise errors.UserError(
+      'model.pattern is empty: name at least one layer kind.'
+    )
+  return letters, tuple(follows) if '-' in pattern else (True,) * len(letters)
 
 
 def kinds_of(config):
   """(kinds of a unit, kinds of every layer): 'F', 'FE': attention, experts."""
-  unit = list(config.pattern)
-  if config.experts.count:
-    every = config.experts.pattern
-    length = math.lcm(len(unit), len(every))
-    unit = [
-      unit[i % len(unit)] + every[i % len(every)].replace('D', '')
-      for i in range(length)
-    ]
+  letters, follows = mixers(config.pattern)
+  if config.mlp == 'none' and not config.experts.count:
+    follows = (False,) * len(letters)
+  every = config.experts.pattern if config.experts.count else 'D'
+  length = math.lcm(len(letters), len(every))
+  unit = []
+  for i in range(length):
+    behind = every[i % len(every)].replace('D', '')
+    behind = behind if follows[i % len(letters)] else '.'
+    unit.append(letters[i % len(letters)] + behind)
   repeats = -(-config.num_layers // len(unit))
   return tuple(unit), tuple((unit * repeats)[: config.num_layers])
 
 
 class Layer(nnx.Module):
-  """x + attention(norm x), then x + mlp(norm x), norms placed by config.
+  """x + mixer(norm x), then x + mlp(norm x), norms placed by config.
 
   kind: of `kinds_of`. With E or P experts take the mlp's place.
   """
 
   def __init__(self, config, rngs, kind, layout):
     self.config, self.kind = config, kind
-    self.attention = attention.Attention(config, rngs, kind[0], layout)
     # Under names of their own: stacks hold layers of one shape.
+    mixer = MIXERS[kind[0]]
+    setattr(self, mixer.name, mixer(config, rngs, kind[0], layout))
+    names = [mixer.name, *(['mlp'] if kind[1:] != '.' else [])]
     if kind[1:] == 'P':
       self.wide_moe = moe.Moe(config, rngs, layout, wide=True)
     elif kind[1:] == 'E':
       self.moe = moe.Moe(config, rngs, layout)
-    else:
+    elif kind[1:] != '.':
       self.mlp = mlp.Mlp(config, rngs, layout)
-    if config.norm_placement != 'post':
-      self.attention_norm = norm.Norm(config)
-      self.mlp_norm = norm.Norm(config)
-    if config.norm_placement != 'pre':
-      self.attention_post_norm = norm.Norm(config)
-      self.mlp_post_norm = norm.Norm(config)
+    for name in names:
+      if config.norm_placement != 'post':
+        setattr(self, f'{name}_norm', norm.Norm(config))
+      if config.norm_placement != 'pre':
+        setattr(self, f'{name}_post_norm', norm.Norm(config))
+
+  @property
+  def mixer(self):
+    return getattr(self, MIXERS[self.kind[0]].name)
 
   def _around(self, name, x, sublayer):
     placement = self.config.norm_placement
@@ -68,9 +118,10 @@ class Layer(nnx.Module):
 
   def __call__(self, x_BTD, see, state=None):
     x_BTD = checkpoint_name(x_BTD, 'residual')
-    attend = functools.partial(self.attention, see=see, state=state)
-    x, state = self._around('attention', x_BTD, attend)
-    x, _ = self._around('mlp', x, lambda y: (self._transform(y, see), None))
+    mix = functools.partial(self.mixer, see=see, state=state)
+    x, state = self._around(self.mixer.name, x_BTD, mix)
+    if self.kind[1:] != '.':
+      x, _ = self._around('mlp', x, lambda y: (self._transform(y, see), None))
     return x, state
 
   def _transform(self, x, see):

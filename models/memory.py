@@ -7,7 +7,7 @@
 `train.remat` gives every name an action, `train.memory` changes some of them:
 
     remat       none   attention        dots                  full
-    saved       all    attention        attention, products   none
+    saved       all    attention, scan  those, products       none
 
 MEMO (arXiv:2407.12117, section 4) offloads the input and the attention output
 of a layer and recomputes the rest: remat=full with the table
@@ -30,6 +30,7 @@ NAMES = {
   'key': 'keys as they are projected',
   'value': 'values as they are projected',
   'attention': 'attention output and its log-sum-exp',
+  'scan': 'what a recurrence makes, and the states it needs for gradients',
   'output': 'projection of the attention output',
   'up': 'mlp, before the nonlinearity',
   'gate': 'mlp gate, before its nonlinearity',
@@ -39,7 +40,7 @@ ACTIONS = ('save', 'offload', 'recompute')
 HOST = 'pinned_host'
 _SAVED = {
   'none': set(NAMES),
-  'attention': {'attention'},
+  'attention': {'attention', 'scan'},
   'dots': set(NAMES) - {'residual'},
   'full': set(),
 }
@@ -99,7 +100,7 @@ def policy(remat, text=''):
   policies = jax.checkpoint_policies
   chosen = actions(remat, text)
   if not parse(text):
-    attention = policies.save_only_these_names('attention')
+    attention = policies.save_only_these_names(*_SAVED['attention'])
     return {
       'none': None,
       'attention': attention,

@@ -20,11 +20,13 @@ class Layout(NamedTuple):
   rings: products that run as collective matmuls: 'qkv', 'output', 'gate_up',
   'down'. context: sharding.context.Plan, or None. placement: virtual stage of
   every chunk of every pipeline stage (stages, chunks), or None: one stage.
+  scan: sharding.scan.Plan, how states of recurrences cross it, or None.
   """
 
   rings: tuple = ()
   context: Any = None
   placement: Any = None
+  scan: Any = None
 
 
 PLAIN = Layout()
@@ -46,6 +48,12 @@ def embedding(rngs, shape, axes, std):
 def vector(shape, axes, fill=0.0):
   """A scale or a bias, constant at the start and without weight decay."""
   return nnx.Param(jnp.full(shape, fill), axes=axes, kind='vector', inputs=0)
+
+
+def diagonal(rngs, shape, axes, std):
+  """Weights of element-wise products: normal, without weight decay."""
+  value = jax.random.normal(rngs.params(), shape) * std
+  return nnx.Param(value, axes=axes, kind='vector', inputs=0)
 
 
 def metadata(variable):

@@ -23,6 +23,7 @@ from paraxis.configs import errors
 from paraxis.models import attention
 from paraxis.models import build
 from paraxis.models import decoder
+from paraxis.models import model_checks
 from paraxis.sharding import hlo
 from paraxis.sharding import liveness
 from paraxis.sharding import mesh as mesh_lib
@@ -113,7 +114,7 @@ def parameters(config):
 
 def _shapes(config):
   """(decoder.Decoder, {path: shape}), on no mesh."""
-  build.check_model(config.model)
+  model_checks.check_model(config.model)
   model = decoder.Decoder(config.model)
   with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
     leaves = jax.eval_shape(lambda: model.init(jax.random.key(0)))

@@ -1,10 +1,12 @@
-"""What experts count, on its way through the gradient (models/router.py).
+"""What layers count, on its way through the gradient (models/router.py).
 
 The "gradient" of a parameter of kind 'statistic' is counts of the step: the
 assignments to each expert, those dropped, the router's entropy. It is stored,
 not stepped along, so that the state holds the counts of the step before. That
 of kind 'balance', a router's bias, is the assignments; the bias moves towards
-experts that got fewer than the mean (arXiv:2408.15664).
+experts that got fewer than the mean (arXiv:2408.15664). That of kind 'solver'
+is what Newton's method took (models/recurrent.py): every shard solves its own
+part, so, unlike the others, it depends on the layout.
 
 Legend: L layers that have the parameter, E experts.
 """
@@ -16,6 +18,7 @@ from paraxis.models import router
 
 KINDS = ('statistic', 'balance')
 LOAD, BIAS = KINDS
+SOLVER = 'solver'
 
 
 def paths(model, kinds=KINDS):
@@ -32,16 +35,16 @@ def whole_step(model):
 
 def without(model, tree):
   """{path: leaf} of what is learned."""
-  counted = set(paths(model))
+  counted = set(paths(model, (*KINDS, SOLVER)))
   return {p: x for p, x in tree.items() if p not in counted}
 
 
 def update(model, grads, params):
   """{path: new value} of the parameters that count."""
   out = {}
-  for path in paths(model):
+  for path in paths(model, (*KINDS, SOLVER)):
     count, old = grads[path], params[path]
-    if model.kinds[path] == LOAD:
+    if model.kinds[path] != BIAS:
       out[path] = count.astype(old.dtype)
     else:
       under = jnp.sign(count.mean(-1, keepdims=True) - count)
@@ -51,16 +54,33 @@ def update(model, grads, params):
 
 
 def metrics(model, grads):
-  """{name: number or array} of a step; {} without experts.
+  """{name: number or array} of a step; {} without experts and solvers.
 
   experts/imbalance: assignments of the busiest expert / mean, the mean over
   layers. experts/dropped: share of all assignments. experts/dropped_count: how
   many. experts/entropy: of the router, nats per token. experts/load: {path:
   (L, E), share of the layer's assignments that each expert got}.
+  newton/: see `_solver`.
   """
   loads = {p: grads[p] for p in paths(model, (LOAD,))}
-  if not loads:
-    return {}
+  solved = [grads[p] for p in paths(model, (SOLVER,))]
+  found = _solver(solved) if solved else {}
+  return found | (_experts(model, loads) if loads else {})
+
+
+def _solver(counts):
+  """Of the solves of a step, every layer and shard: their mean iterations and
+  residual, and the share that had to be done again in sequence."""
+  solves, iterations, residual, again = sum(c.sum(0) for c in counts)
+  of = lambda x: x / jnp.maximum(solves, 1)
+  return {
+    'newton/iterations': of(iterations),
+    'newton/residual': of(residual),
+    'newton/fallbacks': of(again),
+  }
+
+
+def _experts(model, loads):
   ratio = lambda a, b: a / jnp.maximum(b, 1)
   parts, shares, extra = [], {}, router.EXTRA
   for path, counts in loads.items():
@@ -90,7 +110,8 @@ def values(model, numbers, loads):
     numbers: {name: NumPy value} of a step.
     loads: also 'experts/load/<path>', a list of shares for each layer.
   """
-  found = {k: v for k, v in numbers.items() if k.startswith('experts/')}
+  ours = ('experts/', 'newton/')
+  found = {k: v for k, v in numbers.items() if k.startswith(ours)}
   shares = found.pop('experts/load', {})
   out = {name: float(v) for name, v in found.items()}
   if loads:
@@ -101,7 +122,17 @@ def values(model, numbers, loads):
 
 
 def warn(model, step, values, say):
-  """Says how much found no slot, if it is above model.experts.drop_limit."""
+  """Says how much found no slot, if it is above model.experts.drop_limit, and
+  how many sequences Newton's method did not solve."""
+  again = values.get('newton/fallbacks')
+  if again:
+    settings = model.config.recurrent
+    say(
+      f"step {step}: Newton's method did not solve {again:.1%} of the "
+      f'recurrences within model.recurrent.iterations={settings.iterations} to '
+      f'model.recurrent.tolerance={settings.tolerance:g}; they were run in '
+      'sequence: smaller recurrent weights, or more iterations, avoid that.'
+    )
   limit, share = model.config.experts.drop_limit, values.get('experts/dropped')
   if share is not None and share > limit:
     say(

@@ -14,9 +14,11 @@ import numpy as np
 
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
+from paraxis.models import model_checks
 from paraxis.models import tokenizer as tokenizer_lib
 from paraxis.sharding import context
 from paraxis.sharding import rules as rules_lib
+from paraxis.sharding import schedules
 from paraxis.train import batch_ramp
 from paraxis.train import compiling
 from paraxis.train import data
@@ -173,10 +175,13 @@ def of_shapes(config, mesh_text='', devices=None, abstract=False):
   ramp = batch_ramp.of(config)
   for size in ramp.sizes(train.steps) if ramp else ():
     step = f'train.batch_ramp={train.batch_ramp!r}: {size} rows a step'
-    build.check_rows(size // config.microbatches, built, step)
+    parts, rows = ramp.split(size)
+    build.check_rows(rows, built, step)
+    if built.schedule is not None:
+      schedules.check_size(built.schedule, parts, step)
   what = 'data.sequence_length'
   build.check_tokens(length, built, f'{what}={length}')
-  build.check_length(config.model, length, what)
+  model_checks.check_length(config.model, length, what)
   optimizer = optimizers.Optimizer(config.optimizer, train.steps, built.model)
   init = lambda: state_lib.init(built.model, optimizer, jax.random.key(0))
   with build.layout(built):

@@ -32,6 +32,7 @@ KINDS = {
   'AOT': 'memory and collectives compiled for a real machine',
   'SIM': 'deterministic simulator',
   'LEARN': 'trained, seeded',
+  'CPU': 'CPU-seconds of the process, in turn, as a ratio',
   'TIME': 'device clock, on an accelerator',
 }
 _FOLDER = pathlib.Path(__file__).resolve().parent

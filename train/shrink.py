@@ -160,7 +160,46 @@ def _model(full, sizes, asked):
     max_positions=length if model.max_positions else 0,
     attention_block=min(model.attention_block, 16),
     experts=_experts(model.experts, devices),
+    **_mixers(model, devices),
   )
+
+
+def _mixers(model, devices):
+  """Sections of the mixers that are not attention: narrow, as many parts."""
+  few = lambda n, target: _size(n, target, devices) if n else 0
+  change = dataclasses.replace
+  linear, mamba, tcn = model.gated_linear, model.mamba, model.tcn
+  latent, recurrent = model.latent, model.recurrent
+  return dict(
+    gated_linear=change(
+      linear,
+      heads=few(linear.heads or model.num_heads, 4),
+      gate_rank=min(linear.gate_rank, 4),
+    ),
+    mamba=change(
+      mamba,
+      head_dim=min(mamba.head_dim, 4),
+      state=min(mamba.state, 8),
+      groups=min(mamba.groups, 2),
+      dt_rank=min(mamba.dt_rank, 4),
+    ),
+    # Of what is solved by iteration: on to where float64 ends.
+    recurrent=change(
+      recurrent, heads=few(recurrent.heads, 4), tolerance=1e-13
+    ),
+    tcn=change(
+      tcn, kernel=min(tcn.kernel, 3), depth=min(tcn.depth, 2),
+      chunk=min(tcn.chunk, 4),
+    ),
+    latent=change(
+      latent,
+      rank=few(latent.rank, 16),
+      query_rank=few(latent.query_rank, 16),
+      nope_dim=min(latent.nope_dim, 4),
+      rope_dim=min(latent.rope_dim, 4),
+      value_dim=min(latent.value_dim, 4),
+    ),
+  )  # fmt: skip
 
 
 def _experts(experts, devices):

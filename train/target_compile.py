@@ -30,7 +30,7 @@ from typing import Any
 import jax
 
 from paraxis.configs import errors
-from paraxis.models import attention
+from paraxis.models import layer
 from paraxis.sharding import aot
 from paraxis.sharding import flops as flops_lib
 from paraxis.sharding import hlo
@@ -202,13 +202,12 @@ def model_flops(config, built):
       weights += size * model.experts.top_k / count
     elif built.model.kinds[path] == 'matrix' or path == head:
       weights += size
-  width = model.num_heads * attention.head_dim(model)
-  scores = 0
-  for kind in built.model.pattern:
-    window = model.window if kind[0] == 'W' else length
-    scores += sum(min(t + 1, window) for t in range(length))
+  mixing = sum(
+    layer.MIXERS[kind[0]].mixing_flops(model, kind[0], length)
+    for kind in built.model.pattern
+  )
   rows = config.train.batch_size
-  return 3 * rows * (2 * weights * length + 4 * scores * width)
+  return 3 * rows * (2 * weights * length + mixing)
 
 
 def to_json(report):

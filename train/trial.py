@@ -176,6 +176,7 @@ def _parameters(side, seed=0):
     'vector': lambda shape: rng.normal(0.5, 0.3, shape),
     expert_counts.LOAD: lambda shape: rng.integers(1, 9, shape),
     expert_counts.BIAS: lambda shape: rng.normal(0, 0.01, shape),
+    expert_counts.SOLVER: np.zeros,
   }
   plain = lambda shape: rng.normal(0, 0.3, shape)
   kinds = side.job.model.kinds

@@ -10,6 +10,7 @@ from paraxis.configs import errors
 from paraxis.configs import model_schema
 from paraxis.configs import schema
 from paraxis.models import build
+from paraxis.models import model_checks
 
 SMALL = dict(
   vocab_size=32, d_model=16, num_heads=8, num_kv_heads=4, head_dim=2, d_ff=24,
@@ -35,7 +36,7 @@ def config(rules='fsdp_tensor', mesh=(), length=256, memory='', **fields):
     (dict(head_dim=3), ['model.head_dim=3 is odd']),
     (dict(d_model=24, head_dim=0, num_kv_heads=0), ['head_dim=3 is odd']),
     (dict(pattern=''), ['model.pattern is empty']),
-    (dict(pattern='FX'), ["model.pattern='FX'", "'X' is not", 'F, W, N']),
+    (dict(pattern='FX'), ["model.pattern='FX'", "'X' is no mixer", 'F, W, N']),
     (dict(pattern='FW'), ["model.pattern='FW'", 'model.window=0']),
     (dict(position='learned'), ['model.max_positions']),
   ],
@@ -50,12 +51,12 @@ def test_a_model_that_contradicts_itself(fields, words):
 
 def test_a_position_table_bounds_the_length():
   model = schema.Model(**SMALL, position='learned', max_positions=16)
-  build.check_length(model, 16, 'data.sequence_length')
+  model_checks.check_length(model, 16, 'data.sequence_length')
   with pytest.raises(errors.UserError) as e:
-    build.check_length(model, 17, 'data.sequence_length')
+    model_checks.check_length(model, 17, 'data.sequence_length')
   for word in ('data.sequence_length is 17', 'model.max_positions=16'):
     assert word in str(e.value)
-  build.check_length(schema.Model(**SMALL), 10**6, 'anything')
+  model_checks.check_length(schema.Model(**SMALL), 10**6, 'anything')
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,7 @@ def test_the_command_line_mesh_replaces_the_whole_section():
 )
 def test_what_would_fail_later(fields, text):
   with pytest.raises(errors.UserError) as e:
-    build.check_model(schema.Model(**fields))
+    model_checks.check_model(schema.Model(**fields))
   assert text in str(e.value)
 
 

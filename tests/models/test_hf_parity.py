@@ -19,8 +19,8 @@ import pytest
 from paraxis.configs import schema
 from paraxis.models import attention
 from paraxis.models import batch
-from paraxis.models import build
 from paraxis.models import decoder
+from paraxis.models import model_checks
 from paraxis.train import loss
 
 pytestmark = pytest.mark.hf
@@ -288,7 +288,7 @@ def peer(name):
 def ours(name, **changes):
   """(logits, gradients, HF's gradients by our paths)."""
   config = schema.Model(**FIELDS | SHAPES[name][2] | changes)
-  build.check_model(config)
+  model_checks.check_model(config)
   _, weights, grads = peer(name)
   model, data = decoder.Decoder(config), rows()
   params = translate(weights, config)

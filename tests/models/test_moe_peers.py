@@ -21,8 +21,8 @@ import pytest
 from paraxis.configs import model_schema
 from paraxis.models import attention
 from paraxis.models import batch
-from paraxis.models import build
 from paraxis.models import decoder
+from paraxis.models import model_checks
 from paraxis.models import moe
 from paraxis.models import router
 
@@ -290,7 +290,7 @@ def translate(peer, config):
 )
 def test_logits_of_whole_models_equal(name, family, fields):
   ours = config(name, **fields)
-  build.check_model(ours)
+  model_checks.check_model(ours)
   make = getattr(transformers, f'{family}ForCausalLM')
   with Wide():
     peer = double(lambda: make(their_config(name)))
