@@ -1,0 +1,69 @@
+"""ParaRNN: nonlinear recurrent cells, all tokens at once by Newton's method
+
+paper: arXiv:2510.21450
+mechanism: models/recurrent.py, pallas_kernels/newton_scan.py, sharding/scan.py
+test: tests/models/test_recurrent.py, tests/pallas_kernels/test_newton_scan.py,
+  tests/train/test_claims_scans.py
+run: paraxis reproduce pararnn
+expect: TODO
+differs: TODO
+"""
+
+from paraxis.configs import schema
+
+
+def get_config():
+  """The quickstart's size and data, ParaGRU and ParaLSTM in turn."""
+  config = schema.default()
+  model = config.model
+  model.vocab_size = 2048
+  model.d_model, model.d_ff = 160, 432
+  model.num_layers, model.num_heads = 4, 4
+  model.pattern = 'RL'
+  model.position = 'none'
+  model.embedding_scale = 160**0.5
+  config.data.tokenizer = 'bpe2048'
+  config.data.sequence_length = 256
+  config.optimizer.update(
+    name='muon', learning_rate=3e-3, muon_learning_rate=0.02, warmup_steps=30
+  )
+  config.train.steps = 300
+  config.train.batch_size = 8
+  return config
+
+
+def claims():
+  """What `paraxis reproduce pararnn` checks."""
+  check = lambda name, **given: dict(check=f'claims_scans.{name}', **given)
+  took = lambda cell, at_most: check(
+    'iterations',
+    cell=cell, problem=dict(tokens=512, channels=32, seeds=9),
+    deviations=[0.02, 0.3, 1.0, 2.0], tolerance=1e-6, cap=60, at_most=at_most,
+  )  # fmt: skip
+  depth = check(
+    'depth_of_solve', lengths=[256, 512, 1024, 2048], channels=1, numbers=2
+  )
+  equal = check(
+    'newton_equals_sequence',
+    cases=[dict(pattern='R'), dict(pattern='L')], within=1e-9,
+  )  # fmt: skip
+  layouts = dict(
+    check='claims_pipeline_step.equals_one_device',
+    cases=[
+      dict(mesh='context=8'),
+      dict(mesh='context=2,tensor=2,fsdp=2'),
+      dict(mesh='stage=2,context=2'),
+    ],
+    within=1e-9,
+  )
+  return [
+    ('solved equals in sequence', 'EQ', equal, None),
+    ('layouts equal one device', 'EQ', layouts, None),
+    ('iterations to 1e-6, GRU', 'SIM', took('gru', [3, 5, 8, 40]), '3'),
+    ('iterations to 1e-6, LSTM', 'SIM', took('lstm', [4, 5, 8, 60]), '3'),
+    ('depth of a solve', 'SIM', depth, 'O(log T)'),
+    (
+      'held-out bits per byte', 'LEARN',
+      dict(check='claims.held_out_at_most', bits_per_byte=2.8), None,
+    ),
+  ]  # fmt: skip
