@@ -5,6 +5,7 @@ marked `hf` skip where torch or transformers is missing.
 """
 
 import ast
+import gc
 import importlib.util
 import json
 import os
@@ -20,6 +21,8 @@ if 'host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
   os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}'
 os.environ.setdefault('MPLBACKEND', 'Agg')
 os.environ['HF_HUB_OFFLINE'] = '1'
+# Tracing makes many objects and few cycles: looking for them took a fifth.
+gc.set_threshold(100_000, 50, 50)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # In import order: a folder may import those to its left.
