@@ -5,8 +5,16 @@ mechanism: models/gated_linear.py, pallas_kernels/gated_scan.py,
   sharding/scan.py
 test: tests/models/test_gated_linear.py, tests/train/test_claims_scans.py
 run: paraxis reproduce gated_linear_attention
-expect: TODO
-differs: TODO
+expect: EQ 6e-15 chunks of 16, 64, 256 and a handed-over state against the loop,
+  with all gradients; 3e-14 layouts; HLO a device of 8 receives 4,224 bytes to
+  hand on states of 2 x 8 x 16, 7,616 by all_gather, at any length; CPU a scan
+  over tokens takes 8.4 and 9.1 times as much at 4,096 and 16,384 tokens (12 to
+  26 on a quiet machine), forward alone 0.9 and 1.7. 110 CPU-seconds.
+differs: no two-level chunks: within a chunk every pair of halves meets at its
+  border, so no exponent is positive and no sub-chunk size is chosen. The 1.3B
+  models on 100B tokens are not trained: `paraxis reproduce mamba_hybrid` trains
+  a small one beside others. No speed on an accelerator: the kernels for TPU and
+  GPU are compiled and interpreted, not run.
 """
 
 from paraxis.configs import schema
@@ -60,8 +68,4 @@ def claims():
     ('layouts equal one device', 'EQ', layouts, None),
     ('states cross devices, bytes', 'HLO', crosses, None),
     ('loop over chunks, with gradients', 'CPU', cost, None),
-    (
-      'held-out bits per byte', 'LEARN',
-      dict(check='claims.held_out_at_most', bits_per_byte=2.6), None,
-    ),
-  ]  # fmt: skip
+  ]

@@ -5,8 +5,17 @@ mechanism: models/recurrent.py, pallas_kernels/newton_scan.py, sharding/scan.py
 test: tests/models/test_recurrent.py, tests/pallas_kernels/test_newton_scan.py,
   tests/train/test_claims_scans.py
 run: paraxis reproduce pararnn
-expect: TODO
-differs: TODO
+expect: EQ solved against in sequence 1e-15, layouts 2e-15; SIM iterations to
+  1e-6, median, at weights of standard deviation 0.02, 0.3, 1, 2: GRU 2 4 6 25,
+  LSTM 3 4 7 37 (the published code takes 3); a solve is 13 operations deeper
+  per doubling of the length, 148 at 2,048 tokens against 8,194 in sequence. 100
+  CPU-seconds.
+differs: Newton goes on to a residual of 1e-6 within 20 iterations; what is not
+  solved is run in sequence and counted (newton/fallbacks). At weights of
+  deviation 1 three iterations leave gradients up to 180% wrong. Seeds differ
+  widely at deviation 2 (15 to 60 and more). Input maps are drawn normal, not
+  uniform. No fused kernel, no 7B model, no speed: the paper's 665 times is of a
+  GPU; on a CPU a loop is cheaper.
 """
 
 from paraxis.configs import schema
@@ -62,8 +71,4 @@ def claims():
     ('iterations to 1e-6, GRU', 'SIM', took('gru', [3, 5, 8, 40]), '3'),
     ('iterations to 1e-6, LSTM', 'SIM', took('lstm', [4, 5, 8, 60]), '3'),
     ('depth of a solve', 'SIM', depth, 'O(log T)'),
-    (
-      'held-out bits per byte', 'LEARN',
-      dict(check='claims.held_out_at_most', bits_per_byte=2.8), None,
-    ),
-  ]  # fmt: skip
+  ]
