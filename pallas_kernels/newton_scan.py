@@ -46,6 +46,8 @@ from paraxis.pallas_kernels import affine_scan
 from paraxis.pallas_kernels import linear_scan
 
 UNSOLVED = ('loop', 'error', 'keep')
+# Iterations by which work and messages are counted ahead of a run.
+TYPICAL = 4
 
 
 class Info(NamedTuple):
@@ -240,7 +242,8 @@ def _iterate(step, options, h, state):
   if options.tol == 0:
     last = lax.fori_loop(0, options.cap, lambda _, carry: body(carry), start)
   else:
-    last = lax.while_loop(more, body, start)
+    with jax.named_scope(f'about_{TYPICAL}_trips'):  # sharding/turns.py
+      last = lax.while_loop(more, body, start)
   n, (h, _, _, size) = last
   return h, n, size
 
@@ -274,7 +277,9 @@ def _newton(cell, options, params, x, state, marks):
     h = jnp.where(failed, jnp.nan, h)
   if options.unsolved != 'loop':
     return h, Info(n, size, jnp.zeros_like(failed))
-  h = lax.cond(failed, lambda: _loop(step, options, x, state, marks), lambda: h)
+  again = functools.partial(_loop, step, options, x, state, marks)
+  with jax.named_scope('turns_0_of_1'):  # who counts, counts it as not taken
+    h = lax.cond(failed, again, lambda: h)
   return h, Info(n, size, failed)
 
 

@@ -203,6 +203,8 @@ class Program:
     body = i.attribute(r'body=%([\w.\-]+)')
     trips = self.trips(i)
     if trips is None:
+      trips = turns.trips(i.where)
+    if trips is None:
       if weigh(self._runs(body, 1, False, weigh)):
         raise ValueError(
           f'loop {i.name} ({i.where}): its trip count is not in the compiled '

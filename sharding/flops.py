@@ -81,6 +81,9 @@ def _equation(e):
     return most * float(turns.share(e.source_info.name_stack))
   if name == 'while':
     work = sum(map(of_jaxpr, inner(e)), _NONE)
+    trips = turns.trips(e.source_info.name_stack)
+    if trips is not None:
+      return work * trips
     if work.total:
       raise ValueError(
         f'a while loop with {work.total:.3g} floating-point operations a turn: '

@@ -145,8 +145,9 @@ class _Walk:
       self._along(op)
 
   def _nested(self, op, times):
-    if op.times is None:
-      self.unknown.append(f'{op.where}: trips of a while loop, counted once')
+    if op.name == 'while':
+      often = 'once' if op.times is None else f'as {op.times}'
+      self.unknown.append(f'{op.where}: trips of a while loop, counted {often}')
     if len(op.bodies) == 1:
       self.body(op.bodies[0], times * (1 if op.times is None else op.times))
       return

@@ -259,7 +259,8 @@ class _Reader:
     if name == 'scan':
       times = params['length']
     elif name == 'while':
-      times, jaxprs, ins = None, jaxprs[1:], ins[params['cond_nconsts'] :]
+      times, jaxprs = turns.trips(names), jaxprs[1:]
+      ins = ins[params['cond_nconsts'] :]
     elif name == 'cond':
       times, ins = turns.share(names), ins[1:]
     return tuple(self.body(j, c, ins, origin) for j, c in jaxprs), times

@@ -37,6 +37,32 @@ def test_a_branch_counts_as_often_as_its_name_says(name, taken):
   assert sum(found) == taken
 
 
+def until_small(name):
+  """A product of 2 N^3 operations a turn, as often as the data want it."""
+
+  def run(x):
+    with jax.named_scope(name):
+      return jax.lax.while_loop(
+        lambda c: (c[0] < 9) & (c[1].sum() > 1),
+        lambda c: (c[0] + 1, c[1] @ c[1]),
+        (0, x),
+      )[1]
+
+  return run
+
+
+def test_a_loop_over_data_counts_as_its_name_says():
+  x = jnp.eye(N)
+  assert flops.count(until_small('about_4_trips'), x).total == 4 * 2 * N**3
+  text = jax.jit(until_small('about_4_trips')).lower(x).compile().as_text()
+  runs = compiled.Program(text).runs(weigh=len)
+  assert sum(r.times for r in runs if r.instruction.opcode == 'dot') == 4
+  with pytest.raises(ValueError, match='trip count depends on data'):
+    flops.count(until_small('x'), x)
+  assert turns.trips('jit(f)/transpose(jvp(about_4_trips))/while') == 4
+  assert turns.trips('jit(f)/about_4_trips/body') is None
+
+
 def test_share():
   assert turns.times(22, turns.share('jit(f)/turns_15_of_22/cond')) == 15
   assert turns.times(10, turns.share('turns_1_of_4')) == 2.5
