@@ -28,6 +28,9 @@ What to continue
   --prompt=TEXT       may be repeated; blanks at its end are dropped
   --prompts_file=FILE one prompt a line, UTF-8; empty lines are dropped
   --domain=NAME       kind of text; once for all prompts, or once per prompt
+  --calibration_file=FILE
+                      text to measure latents on, UTF-8; default: the prompts
+                      (--config.model.latent.rotation=pca alone reads it)
 How (defaults: the decode section of the run's configuration)
   --max_new_tokens=N  tokens after the prompt
   --temperature=X     0: greedy, the same tokens on every run
@@ -65,7 +68,7 @@ def _define(values):
     name, [], '', flag_values=values
   )
   number = lambda name: flags.DEFINE_integer(name, None, '', flag_values=values)
-  for name in ('checkpoint', 'prompts_file'):
+  for name in ('checkpoint', 'prompts_file', 'calibration_file'):
     string(name)
   for name in ('prompt', 'domain', 'stop'):
     several(name)
@@ -82,15 +85,19 @@ def _say(line):
   print(f'paraxis: {line}', file=sys.stderr)
 
 
+def _text(flag, path):
+  try:
+    return pathlib.Path(path).read_text(encoding='utf-8')
+  except (OSError, UnicodeDecodeError) as e:
+    raise errors.UserError(f'--{flag}={path}: {e}') from None
+
+
 def _prompts(options):
   """Texts to continue, without blanks at their ends."""
   found = list(options.prompt)
   if options.prompts_file is not None:
     path = pathlib.Path(options.prompts_file)
-    try:
-      lines = path.read_text(encoding='utf-8').splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-      raise errors.UserError(f'--prompts_file={path}: {e}') from None
+    lines = _text('prompts_file', path).splitlines()
     kept = [line for line in lines if line.strip()]
     if len(kept) < len(lines):
       _say(f'{path}: {len(lines) - len(kept)} empty lines are dropped')
@@ -163,7 +170,9 @@ def main(argv):
     print(help_text(), end='')
     return errors.EXIT_OK
   options = _first_look(argv)
-  prompts = _prompts(options)
+  prompts = texts = _prompts(options)
+  if options.calibration_file is not None:
+    texts = [_text('calibration_file', options.calibration_file)]
   command_line.prepare_devices(options.devices)
   from paraxis.decode import load  # starts jax
 
@@ -175,7 +184,7 @@ def main(argv):
       for name in _SAMPLING
       if options[name].value is not None
     }
-    made = checkpoint.generator(config, options.mesh, len(prompts))
+    made = checkpoint.generator(config, options.mesh, len(prompts), texts)
     step = checkpoint.step
   domains = _domains(options.domain, prompts, made.tokenizer)
   live = sys.stdout.isatty() and len(prompts) == 1 and not options.json

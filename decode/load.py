@@ -13,6 +13,7 @@ import ml_collections
 
 from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.decode import latents
 from paraxis.decode import loop
 from paraxis.models import build
 from paraxis.models import tokenizer as tokenizer_lib
@@ -88,24 +89,31 @@ class Checkpoint:
     config = dataclasses.asdict(schema.from_json(meta['config']))
     return ml_collections.ConfigDict(config).lock()
 
-  def generator(self, config, mesh_text='', rows=1):
+  def generator(self, config, mesh_text='', rows=1, texts=()):
     """A loop.Generator on a mesh, its parameters verified.
 
     Args:
       config: schema.Config, as `config` gave it, perhaps with overrides.
       mesh_text: --mesh=; empty: the run's mesh if it fits the devices.
       rows: prompts to come, which a substitute mesh is chosen by.
+      texts: read where decoding changes the basis of latents
+        (model.latent.rotation=pca).
 
     Raises:
       UserError: the mesh does not fit; the checkpoint is of another
-        architecture (every differing leaf is listed) or tokenizer.
+        architecture (every differing leaf is listed) or tokenizer; pca of too
+        little text.
       IntegrityError: damaged.
     """
     tokenizer = tokenizer_lib.load(config.data.tokenizer)
     mesh_text, devices = self._mesh(config, mesh_text, rows)
     config = dataclasses.replace(config, mesh=_for_decoding(config.mesh))
-    built = build.build(config, mesh_text, devices=devices)
-    like = {PARAMS + path: leaf for path, leaf in built.params.items()}
+    built = saved = build.build(config, mesh_text, devices=devices)
+    run = schema.view(self.config())
+    if latents.change(config.model) or latents.change(run.model):
+      run = latents.as_trained(config, run)
+      saved = build.build(run, mesh_text, devices=devices)
+    like = {PARAMS + path: leaf for path, leaf in saved.params.items()}
     if self.step is None:
       found = self._store.restore_latest_good(like, PARAMS)
       self.step, tree, meta = found
@@ -123,6 +131,10 @@ class Checkpoint:
       f'step {self.step} of {self._store.directory}, on '
       f'{mesh_lib.describe(dict(built.mesh.shape))}'
     )
+    if saved is not built:
+      ids = [[tokenizer.bos_id(None), *tokenizer.encode(t)] for t in texts]
+      length = config.data.sequence_length
+      params = latents.turned(params, built, ids, length, self._say)
     return loop.Generator(built, params, tokenizer, config.decode, self._say)
 
   def _mesh(self, config, text, rows):

@@ -290,6 +290,13 @@ class LatentAttention(nnx.Module):
   def check_context(config, length):
     """Nothing: sharding.context.check looks at heads and lengths."""
 
+  @staticmethod
+  def mixing_flops(config, kind, length):
+    """Scores and weighted values of a causal row, in the explicit form."""
+    own, seen = config.latent, length * (length + 1) // 2
+    widths = own.nope_dim + own.rope_dim + own.value_dim
+    return 2 * seen * config.num_heads * widths
+
 
 def mask_of(config):
   """attention_op.Mask; the square of YaRN's factor is in its scale."""

@@ -8,6 +8,8 @@ Legend: B rows, T tokens, N heads, K key width, V value width, W taps, M numbers
 a channel, D channels, U inputs of a cell.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -174,4 +176,4 @@ def _where(ok_BT, x):
 
 
 def _flat(x, keep=2):
-  return x.reshape(*x.shape[:keep], -1)
+  return x.reshape(*x.shape[:keep], math.prod(x.shape[keep:]))

@@ -215,6 +215,15 @@ class ConvolutionAttention(nnx.Module):
   def check_context(config, length):
     """Nothing: convolutions and chunks may reach over several shards."""
 
+  @staticmethod
+  def mixing_flops(config, kind, length):
+    """Taps, and scores and weighted values of what is seen within chunks."""
+    own, whole = config.tcn, length // config.tcn.chunk
+    sizes = [own.chunk] * whole + [length % own.chunk]
+    seen = sum(n * (n + 1) // 2 for n in sizes)
+    taps = own.depth * own.kernel * config.d_model
+    return 2 * (seen * (own.key_dim + value_dim(config)) + length * taps)
+
 
 def _check_form(plan):
   """UserError if heads would be exchanged: there is one."""

@@ -10,7 +10,9 @@ import sys
 
 import pytest
 
-LEAVES = ('schema', 'model_schema', 'declare', 'errors', 'command_line')
+LEAVES = (
+  'schema', 'model_schema', 'mixer_schema', 'declare', 'errors', 'command_line',
+)  # fmt: skip
 PURE = {*sys.stdlib_module_names, 'absl', 'ml_collections'}
 NO_FILES = ('utils.py', 'common.py', 'helpers.py', 'misc.py')
 

@@ -1,0 +1,118 @@
+"""The latents of a checkpoint, turned and parted for decoding.
+
+Models are trained with whole latents. How decoding holds them is asked for by
+model.latent.groups, scores and rotation (models/latent_attention.py), mostly on
+top of the configuration of the run; here the parameters follow. Only pca reads
+text: latents of some tokens, at least as many as a latent is wide, by one
+prefill. Without it parts count as equally large, as hadamard makes them.
+
+Legend: R rows of text, T tokens.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from paraxis.configs import errors
+from paraxis.decode import step
+from paraxis.models import build
+from paraxis.models import decoder
+from paraxis.models import latent_rotation
+from paraxis.sharding import annotate
+
+MOST = 2**15  # tokens of text that are read
+PREFIX = 'layers/latent_attention/'
+
+
+def change(model):
+  """Whether a schema.Model decodes with other parameters than it learns."""
+  own = model.latent
+  apart = own.groups > 1 and own.scores == 'own'
+  return 'A' in model.pattern and (apart or own.rotation != 'none')
+
+
+def as_trained(config, run):
+  """schema.Config with the latents of the schema.Config of a run."""
+  was = run.model.latent
+  own = dataclasses.replace(
+    config.model.latent, groups=was.groups, scores=was.scores,
+    rotation=was.rotation,
+  )  # fmt: skip
+  model = dataclasses.replace(config.model, latent=own)
+  return dataclasses.replace(config, model=model)
+
+
+def turned(params, built, ids=(), length=512, say=print):
+  """Parameters to decode with.
+
+  Args:
+    params: {path: array}, stacked, of a run of any parts, on the mesh.
+    built: models.build.Built to decode with, on the same mesh.
+    ids: lists of token ids, which pca measures latents of.
+    length: tokens of a row of theirs.
+    say: prints one line.
+
+  Returns:
+    {path: array}, stacked, laid out as built.params.
+
+  Raises:
+    UserError: pca of fewer tokens than a latent is wide.
+  """
+  config, cache = built.model.config, None
+  own = dataclasses.replace(config.latent, groups=1)
+  whole = decoder.Decoder(
+    dataclasses.replace(config, latent=own), layout=built.model.layout
+  )
+  with build.layout(built):
+    loose = jax.jit(whole.unstack)(params)
+    if config.latent.rotation == 'pca':
+      cache = _calibrate(whole, built, loose, _rows(ids, length, own.rank, say))
+  found = latent_rotation.rotated(loose, config, cache)
+  out = {p: x for p, x in params.items() if p in built.params}
+  for path, like in built.params.items():
+    if path.startswith(PREFIX):
+      names = [f'layers/{i}/{path.removeprefix("layers/")}' for i in _at(whole)]
+      value = np.stack([np.asarray(found[name]) for name in names])
+      out[path] = jax.device_put(value, like.sharding)
+  return out
+
+
+def _at(model):
+  return [i for i, kind in enumerate(model.pattern) if kind[0] == 'A']
+
+
+def _rows(ids, length, rank, say):
+  """Lists of at most `length` ids; UserError if they are too few in all."""
+  rows = [
+    list(row[first : first + length])
+    for row in ids
+    for first in range(0, len(row), length)
+  ]
+  there = sum(map(len, rows))
+  if there < rank:
+    raise errors.UserError(
+      f'model.latent.rotation=pca: {there} tokens of text to find the '
+      f'covariance of {rank} numbers (model.latent.rank) by; give at least as '
+      'many (--calibration_file=).'
+    )
+  while sum(map(len, rows[:-1])) >= max(MOST, rank):
+    rows.pop()
+  used = sum(map(len, rows))
+  say(f'latents are measured on {used} tokens of {there} of text')
+  return rows
+
+
+def _calibrate(model, built, params, rows):
+  """decoder.Cache of the rows."""
+  shards, length = annotate.shards('batch'), max(map(len, rows))
+  count = -(-len(rows) // shards) * shards
+  tokens_RT = np.zeros((count, length), np.int32)
+  lengths_R = np.zeros(count, np.int32)
+  for i, row in enumerate(rows):
+    tokens_RT[i, : len(row)], lengths_R[i] = row, len(row)
+  put = lambda x: jax.device_put(
+    x, jax.NamedSharding(built.mesh, annotate.spec(('batch', None)[: x.ndim]))
+  )
+  run = jax.jit(lambda *given: step.prefill(model, *given, length)[1])
+  return run(params, put(tokens_RT), put(lengths_R))
