@@ -165,3 +165,32 @@ def test_a_cell_that_fails_is_seen(tmp_path):
   )
   with pytest.raises(nbclient.exceptions.CellExecutionError, match='purpose'):
     execute(broken, tmp_path)
+
+
+@pytest.mark.slow
+def test_mixers(few_steps):
+  (path,) = [p for p in NOTEBOOKS if p.stem == '03_mixers']
+  made = execute(nbformat.read(path, as_version=4), few_steps)
+  text, pictures = shown(made)
+  assert pictures == 1
+  for part in (
+    'M: 43% of the sublayers',
+    'F: 7% of the sublayers',
+    'mlp: 50%',
+    'M  Mamba2               decoding keeps a state of one size',
+  ):
+    assert part in text, part
+  # MiB by length: attention grows 64 times, a state not at all.
+  kept = {}
+  for pattern in ('F', 'M', 'M-M-M-*-M-M-M-'):
+    row = re.search(rf'^{re.escape(pattern)} +([\d. ]+)$', text, re.M)
+    kept[pattern] = list(map(float, row[1].split()))
+  assert kept['F'][2] == 64 * kept['F'][0] and kept['M'][0] == kept['M'][2]
+  mixed = kept['M-M-M-*-M-M-M-']
+  assert 5 < kept['F'][2] / mixed[2] < 7
+  for letter in 'GMR':
+    line = rf'^{letter}  loss (\S+) and (\S+), gradients equal$'
+    loss = re.search(line, text, re.M)
+    assert float(loss[1]) == pytest.approx(float(loss[2]), abs=1e-11)
+  bits = re.findall(r'^(.{14}) (\d\.\d{3}) held-out bits per byte$', text, re.M)
+  assert len(bits) == 6 and all(2 < float(b) < 9 for _, b in bits)
