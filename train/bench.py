@@ -26,6 +26,7 @@ BENCHES = {
   'layouts': ('bench_train', 'layouts', 8),
   'context': ('bench_context', 'context', 8),
   'pipeline': ('bench_pipeline', 'pipeline', 8),
+  'kernels': ('bench_kernels', 'kernels', 1),
   'decode': ('bench_decode', 'decode', 1),
   'data': ('bench_data', 'data', 1),
   'startup': ('bench_startup', 'startup', 1),
@@ -45,6 +46,7 @@ target is missed.
   layouts    a step on 8 virtual CPU devices: the same on one
   context    attention over a sequence on 8 virtual CPU devices, every form
   pipeline   a step on stages, every schedule: the same work without stages
+  kernels    every op: what XLA makes of its definition; TPU schedules: splash
   decode     tokens one by one, batch 1: the time to read the parameters
   data       packing documents into rows: grain's first-fit
   startup    process start to first step done: a plain JAX program

@@ -46,7 +46,8 @@ _AXES = (
 _FIELDS = 'print every config field (meaning, default, valid values), and end'
 _DEVICES = (('count', 'devices', 0, _CPUS),)
 _MESH = ((str, 'mesh', '', _AXES),)
-_device_flags = _flags(*_MESH, *_DEVICES)
+_COMPILED = 'compile every kernel for TPUs and GPUs that are not here, and end'
+_doctor_flags = _flags(*_MESH, *_DEVICES, (bool, 'kernels', False, _COMPILED))
 _train_flags = _flags(
   (str, 'workdir', '', 'folder of the run; if it holds one, that goes on'),
   *_MESH,
@@ -200,8 +201,12 @@ def _data(argv):
 
 
 def _doctor(argv):
-  values, config, _ = _parse(argv, _device_flags, config=True)
+  values, config, _ = _parse(argv, _doctor_flags, config=True)
   command_line.prepare_devices(values.devices)
+  if values.kernels:
+    from paraxis.train import kernel_matrix
+
+    return kernel_matrix.run()
   from paraxis.train import doctor
 
   config = None if config is None else schema.view(config)
@@ -311,8 +316,8 @@ COMMANDS = {
   'doctor': Command(
     _doctor,
     'versions, devices, mesh, kernels; what is known to be bad',
-    f'[--mesh=data=8] [{_CONFIG}]',
-    _device_flags,
+    f'[--mesh=data=8] [{_CONFIG}] [--kernels]',
+    _doctor_flags,
   ),
   'bench': Command(_bench, 'measure', 'NAME | all'),
 }

@@ -1,0 +1,97 @@
+"""FlashAttention-2: exact attention in blocks, memory linear in length
+
+paper: arXiv:2307.08691
+mechanism: pallas_kernels/attention.py, pallas_kernels/attention_xla.py,
+  pallas_kernels/attention_tpu.py, pallas_kernels/attention_gpu.py
+test: tests/train/test_claims_attention.py,
+  tests/pallas_kernels/test_attention_kernels.py
+run: paraxis reproduce flash_attention_2
+expect: EQ 2e-15 for the XLA form in float64, 5e-7 for both kernels in float32
+  under the interpreter, 2e-15 for layouts; HLO temporaries grow by 1.7 a
+  doubling of the length where dense ones grow by 3.9, and 528 of 1024 blocks
+  are visited (252 and 93 with windows of 4096 and 1000); AOT no T x T numbers
+  in programs for four TPUs, peak memory 1.9 times that of arguments and
+  results, which needs libtpu; CPU dense attention takes 3.8 and 6.7 times as
+  long at 1024 and 4096 tokens. 120 CPU-seconds.
+differs: no throughput: nothing was run on an accelerator, and the paper's 225
+  TFLOP/s on an A100 is not reproduced; static schedules beside jax's splash are
+  in `paraxis bench kernels`. The two kernels of the backward pass make the
+  scores twice, 14 operations where the paper counts 10, and add nothing
+  atomically: results are the same every time. Work is divided over blocks of
+  rows by the grid; warps are the compiler's matter.
+"""
+
+from paraxis.configs import schema
+
+
+def get_config():
+  """A small decoder with two query heads to a kv head."""
+  config = schema.default()
+  model = config.model
+  model.vocab_size = 2048
+  model.d_model, model.d_ff = 256, 688
+  model.num_layers, model.num_heads, model.num_kv_heads = 4, 8, 4
+  config.data.tokenizer = 'bpe2048'
+  config.data.sequence_length = 512
+  config.train.batch_size = 8
+  return config
+
+
+def claims():
+  """What `paraxis reproduce flash_attention_2` checks."""
+  check = lambda name, **given: dict(check=f'claims_attention.{name}', **given)
+  shape = [4, 2, 16]  # query heads, kv heads, head width
+  equal = lambda impl, within, block: check(
+    'equals_dense', impl=impl, shape=shape, within=within,
+    cases=[
+      dict(length=130, block=block),
+      dict(length=200, block=block, packed=True, window=50, softcap=3.0),
+      dict(length=96, block=block, causal=False),
+    ],
+  )  # fmt: skip
+  memory = check(
+    'temporaries',
+    lengths=[1024, 2048, 4096], shape=[4, 4, 64], within=0.1,
+    dense_at_least=3.5,
+  )  # fmt: skip
+  machines = check(
+    'compiled_is_linear',
+    topologies=['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1'],
+    lengths=[4096, 16384], shape=[8, 2, 128], window=0, at_most=2,
+  )  # fmt: skip
+  blocks = check(
+    'blocks_visited',
+    length=16384, block=512, windows=[0, 4096, 1000], shape=[8, 2, 128],
+  )  # fmt: skip
+  cost = check(
+    'cost', lengths=[1024, 4096], shape=[4, 4, 64], rounds=5, at_least=4
+  )
+  layouts = dict(
+    check='claims_pipeline_step.equals_one_device',
+    cases=[
+      dict(mesh='context=4,tensor=2'),
+      dict(mesh='data=2,fsdp=2,tensor=2'),
+      dict(mesh='stage=2,context=2'),
+    ],
+    within=1e-9,
+  )
+  return [
+    ('XLA form equals dense', 'EQ', equal('xla', 1e-12, 32), None),
+    (
+      'TPU kernel equals dense',
+      'EQ',
+      equal('pallas_tpu', 1e-5, [32, 64]),
+      None,
+    ),
+    (
+      'GPU kernel equals dense',
+      'EQ',
+      equal('pallas_gpu', 1e-5, [32, 64]),
+      None,
+    ),
+    ('layouts equal one device', 'EQ', layouts, None),
+    ('temporaries, a doubling of T', 'HLO', memory, 'linear'),
+    ('blocks that are visited', 'HLO', blocks, 'about half'),
+    ('no T x T in a TPU program', 'AOT', machines, 'linear'),
+    ('dense over blocks, with gradients', 'CPU', cost, None),
+  ]
