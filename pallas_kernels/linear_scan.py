@@ -111,7 +111,7 @@ def linear_scan(a_BTD, b_BTD, reset_BT=None, state_BD=None, *, impl='auto'):
 
 def _scan_forward(chosen, a, b, state):
   h, last = chosen.forward(a, b, state)
-  h = checkpoint_name(h, 'scan')  # a residual: a policy that keeps it scans once
+  h = checkpoint_name(h, 'scan')  # a policy that keeps it scans once
   return (h, last), (a, h, state)
 
 

@@ -6,8 +6,9 @@ exact in bfloat16, and scales multiply sums, not weights, so nothing is lost
 that x did not lose before.
 
 Both forms are taken. int4 is converted by the chip; the halves of uint8 are
-shifted out on the vector unit, which then, not memory, sets the pace (static, 16
-tokens: 817 against 587 bundles a step compiled for v5e, 845 against 423, v6e).
+shifted out on the vector unit, which then, not memory, sets the pace (static,
+16 tokens: 817 against 587 bundles a step compiled for v5e, 845 against 423 for
+v6e).
 
 Cost: 2 T D F operations; D F / 2 bytes of weights for each block of tokens.
 
