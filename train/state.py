@@ -111,7 +111,9 @@ def in_order(flat, model):
       layout = jax.NamedSharding(mesh, annotate.spec(whole))
       out[path] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=layout)
       continue
-    out[path] = _ordered(leaf, tuple(rows.tolist()), annotate.spec(whole))
+    found = _ordered(leaf, tuple(rows.tolist()), annotate.spec(whole))
+    # Many programs with collectives at once can starve each other on CPU.
+    out[path] = jax.block_until_ready(found)
   return out
 
 
@@ -131,5 +133,6 @@ def on_stages(flat, like, model):
   out = dict(flat)
   for path, leaf, _, rows in _staged(like, model):
     rows = tuple(rows.tolist())
-    out[path] = _staged_again(flat[path], rows, leaf.sharding)
+    found = _staged_again(flat[path], rows, leaf.sharding)
+    out[path] = jax.block_until_ready(found)
   return out
