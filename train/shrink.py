@@ -28,6 +28,10 @@ FIELDS = {
   'embed': 'model.d_model',
   'residual_length': 'data.sequence_length',
 }
+# Section of the model -> kinds of layers that read it.
+MIXERS = dict(
+  gated_linear='G', mamba='MS', recurrent='RL', tcn='C', latent='A'
+)  # fmt: skip
 
 
 def mesh(sizes, devices):
@@ -165,12 +169,12 @@ def _model(full, sizes, asked):
 
 
 def _mixers(model, devices):
-  """Sections of the mixers that are not attention: narrow, as many parts."""
+  """Sections of the mixers in use that are not attention: narrow."""
   few = lambda n, target: _size(n, target, devices) if n else 0
   change = dataclasses.replace
   linear, mamba, tcn = model.gated_linear, model.mamba, model.tcn
   latent, recurrent = model.latent, model.recurrent
-  return dict(
+  made = dict(
     gated_linear=change(
       linear,
       heads=few(linear.heads or model.num_heads, 4),
@@ -200,6 +204,8 @@ def _mixers(model, devices):
       value_dim=min(latent.value_dim, 4),
     ),
   )  # fmt: skip
+  letters = set(layer.mixers(model.pattern)[0])
+  return {name: made[name] for name, of in MIXERS.items() if letters & set(of)}
 
 
 def _experts(experts, devices):

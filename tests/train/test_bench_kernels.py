@@ -11,6 +11,15 @@ from paraxis.train import bench_measure as measure
 from paraxis.train import kernel_schedules
 
 SILENT = lambda _: None
+
+
+@pytest.fixture(autouse=True)
+def _compiled_programs_are_cached_again():
+  before = jax.config.jax_enable_compilation_cache
+  yield
+  jax.config.update('jax_enable_compilation_cache', before)
+
+
 TABLE = """\
 == CAPACTIY:
 MXU, XLU, VSTORE, VSTORE:SPILL
