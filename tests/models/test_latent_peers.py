@@ -18,8 +18,8 @@ from paraxis.configs import mixer_schema
 from paraxis.configs import model_schema
 from paraxis.decode import step
 from paraxis.models import batch
-from paraxis.models import build
 from paraxis.models import decoder
+from paraxis.models import model_checks
 
 pytestmark = pytest.mark.hf
 torch = pytest.importorskip('torch', reason='the peer needs torch')
@@ -166,7 +166,7 @@ def theirs(name):
 
 def ours(name, **changes):
   model = decoder.Decoder(config_of(name, **changes))
-  build.check_model(model.config)
+  model_checks.check_model(model.config)
   ones = np.ones_like(IDS)
   order = np.arange(T, dtype=np.int32) * ones
   data = batch.Batch(IDS, None, ones, order, None, None)
