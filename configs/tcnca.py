@@ -15,8 +15,9 @@ differs: of the paper we know the abstract: widths, the order of products and
   convolutions, residuals and gates are our reading (models/tcn.py). Its numbers
   are speeds against MEGA (1.37 and 1.24 times) and EnWik8 and are not here, nor
   is MEGA. Text was claimed the other way round at first. Smaller taps at the
-  start changed nothing (3.55). One seed; learning rates were not swept. Operations are matrix products, in whole blocks of
-  attention; taps, by formula, are 2% of them.
+  start changed nothing (3.55). One seed; learning rates were not swept.
+  Operations are matrix products, in whole blocks of attention; taps, by formula,
+  are 2% of them.
 """
 
 from paraxis.configs import schema
