@@ -16,8 +16,8 @@ differs: of the paper we know the abstract: widths, the order of products and
   are speeds against MEGA (1.37 and 1.24 times) and EnWik8 and are not here, nor
   is MEGA. Text was claimed the other way round at first. Smaller taps at the
   start changed nothing (3.55). One seed; learning rates were not swept.
-  Operations are matrix products, in whole blocks of attention; taps, by formula,
-  are 2% of them.
+  Operations are matrix products, in whole blocks of attention; taps are, by
+  formula, 2% of them.
 """
 
 from paraxis.configs import schema
