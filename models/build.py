@@ -1,7 +1,8 @@
 """From a checked configuration to mesh, rules and model: before any compiling.
 
 Every way in which the numbers of a model, a mesh and a batch cannot fit
-together is found here, in plain integers, and reported with both numbers.
+together is found here (of a model alone: model_checks.py), in plain integers,
+and reported with both numbers.
 """
 
 import contextlib
