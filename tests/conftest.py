@@ -6,6 +6,7 @@ marked `hf` skip where torch or transformers is missing.
 
 import ast
 import gc
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -16,9 +17,19 @@ import types
 import pytest
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
-_FLAG = '--xla_force_host_platform_device_count=8'
-if 'host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
-  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}'
+_FLAGS = [
+  '--xla_force_host_platform_device_count=8',
+  # Every program runs once or twice: less work on its code takes a third of the
+  # time to compile. What trains or verifies for a user sets its own options.
+  '--xla_backend_optimization_level=0',
+  '--xla_llvm_disable_expensive_passes=true',
+]
+if importlib.metadata.version('jaxlib').startswith('0.10.'):
+  # Newer ones do not know it, and stop at a flag that they do not know.
+  _FLAGS.append('--xla_cpu_use_fusion_emitters=false')
+for _flag in _FLAGS:
+  if _flag.partition('=')[0] not in os.environ.get('XLA_FLAGS', ''):
+    os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_flag}'
 os.environ.setdefault('MPLBACKEND', 'Agg')
 os.environ['HF_HUB_OFFLINE'] = '1'
 # Tracing makes many objects and few cycles: looking for them took a fifth.

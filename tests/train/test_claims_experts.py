@@ -11,7 +11,6 @@ from paraxis.configs import hecate
 from paraxis.configs import moe_parallel_folding
 from paraxis.configs import schema
 from paraxis.configs import se_moe
-from paraxis.sharding import aot
 from paraxis.sharding import expert
 from paraxis.train import claims
 from paraxis.train import claims_expert_loads
@@ -24,9 +23,6 @@ CONFIGS = (
   deepspeed_moe, demons_lbl, hecate, moe_parallel_folding, se_moe
 )  # fmt: skip
 CUBE = 'data=2,context=2,tensor=2'
-needs_libtpu = pytest.mark.skipif(
-  bool(aot.missing('tpu')), reason=aot.missing('tpu') or ''
-)
 
 
 def run_of(module, folder='nowhere'):
@@ -166,14 +162,6 @@ def test_hot_experts_cost_what_the_formula_says(monkeypatch):
   assert claims_expert_messages.hot_bytes(run, **how).passed
   monkeypatch.setattr(claims_expert_messages.moe, 'width', lambda config: 65)
   assert not claims_expert_messages.hot_bytes(run, **how).passed
-
-
-@pytest.mark.slow
-@needs_libtpu
-def test_64_experts_compile_for_512_chips():
-  how = given(moe_parallel_folding, 'compiled')
-  outcome = claims_expert_messages.compiled(run_of(moe_parallel_folding), **how)
-  assert outcome.passed
 
 
 def test_scopes_agree():
