@@ -20,7 +20,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 _FLAGS = [
   '--xla_force_host_platform_device_count=8',
   # Every program runs once or twice: less work on its code takes a third of the
-  # time to compile. What trains or verifies for a user sets its own options.
+  # time to compile. Training keeps a level that is named here (compiling.py).
   '--xla_backend_optimization_level=0',
   '--xla_llvm_disable_expensive_passes=true',
 ]

@@ -1,6 +1,7 @@
 """Ahead-of-time compilation, its cost shown, and the cache that saves it."""
 
 import itertools
+import os
 import time
 
 import jax
@@ -34,9 +35,11 @@ def options():
 
   On CPU, LLVM's first optimisation level: the step's programs are the same
   speed and give the same bits as at the third, and compile for a fifth less;
-  for the random numbers of the initial parameters, two thirds less.
+  for the random numbers of the initial parameters, two thirds less. A level
+  that XLA_FLAGS names is kept.
   """
-  if jax.default_backend() != 'cpu':
+  named = 'xla_backend_optimization_level' in os.environ.get('XLA_FLAGS', '')
+  if jax.default_backend() != 'cpu' or named:
     return None
   return {'xla_backend_optimization_level': 1}
 

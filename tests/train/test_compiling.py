@@ -66,3 +66,10 @@ def test_donated_arguments_are_gone():
   x = jnp.ones((4, 4))
   made = compiling.compile_step('step', lambda x: x + 1, x, donate=(0,))
   assert (made(x) == 2).all() and x.is_deleted()
+
+
+def test_a_level_that_is_named_is_kept(monkeypatch):
+  monkeypatch.setenv('XLA_FLAGS', '--xla_backend_optimization_level=3')
+  assert compiling.options() is None
+  monkeypatch.setenv('XLA_FLAGS', '')
+  assert compiling.options() == {'xla_backend_optimization_level': 1}
