@@ -157,6 +157,13 @@ class Model:
   unroll: int = field(
     1, 'units of the pattern unrolled in the scan over layers', low=1
   )
+  loss: str = field(
+    'auto',
+    'logits: all of them at once; chunked: at most 2**24 on a device at a '
+    'time, made again in the backward pass; auto: chunked where a device has '
+    'more, and at least 4 words to a number of d_model (train/loss.py)',
+    ('auto', 'logits', 'chunked'),
+  )
   attention: str = field('auto', 'attention kernel (paraxis doctor lists them)')
   attention_block: int = field(256, 'tokens in an attention block', low=1)
   scan: str = field('auto', 'kernel of gated scans (paraxis doctor lists them)')

@@ -28,6 +28,7 @@ from paraxis.sharding import annotate
 from paraxis.sharding import lookup
 from paraxis.sharding import project
 from paraxis.sharding import tape
+from paraxis.sharding import vocabulary
 
 RESIDUAL = ('batch', 'residual_length', 'hidden')
 LOGITS = ('batch', 'length', 'vocab')
@@ -306,18 +307,28 @@ class Decoder:
   def _ends(self, params):
     return self._module('ends', {p: params[p] for p in self._graphs['ends'][2]})
 
+  def _head(self, params):
+    """(rows, their logical names)."""
+    ends = self._ends(params)
+    head = ends.embedding if self.config.tied_embedding else ends.head
+    return head[...], head.get_metadata('axes')
+
   def logits(self, params, x_BTD):
     """x_BTD -> z_BTV in at least float32, vocabulary sharded by the rules."""
-    ends = self._ends(params)
-    tied = self.config.tied_embedding
-    head = ends.embedding if tied else ends.head
+    head, names = self._head(params)
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-    names = head.get_metadata('axes')
     z = project.einsum(
-      'BTD,VD->BTV', x_BTD, RESIDUAL, head[...], names, LOGITS, dtype=wide
+      'BTD,VD->BTV', x_BTD, RESIDUAL, head, names, LOGITS, dtype=wide
     )
     cap = self.config.logit_softcap
     return cap * jnp.tanh(z / cap) if cap else z
+
+  def nll(self, params, x_BTD, targets_BT):
+    """Nats (B, T) of targets under `logits`, which are never whole."""
+    head, names = self._head(params)
+    return vocabulary.linear_nll(
+      x_BTD, RESIDUAL, head, names, targets_BT, self.config.logit_softcap
+    )
 
   def init_cache(self, batch, slots, dtype=None):
     """An empty `Cache` for `batch` rows and `slots` tokens a row."""

@@ -102,7 +102,8 @@ def _forward(chosen, options, x_TD, w_VD, targets_T):
 
 
 def _backward(chosen, options, kept, cotangents):
-  return *chosen.backward(*kept, *cotangents, options), None
+  dx, dw = chosen.backward(*kept, *cotangents, options)
+  return dx, dw.astype(kept[1].dtype), None
 
 
 _parts.defvjp(_forward, _backward)
@@ -163,7 +164,9 @@ def forward(x_TD, w_VD, targets_T, softcap=0.0, chunk=0, vocab=None):
 
 
 def backward(x_TD, w_VD, targets_T, lse_T, dlse_T, dpicked_T, options):
-  """-> (dx_TD, dw_VD) for cotangents of lse and of the target's logit.
+  """-> (dx_TD in x's dtype, dw_VD in promote_types(dtype, float32)).
+
+  For cotangents of lse and of the target's logit.
 
   With the lse of a whole vocabulary, w may be a part of it (and targets_T
   counted from its first row): the dx of the parts add up, dw is that of w.
@@ -184,10 +187,10 @@ def backward(x_TD, w_VD, targets_T, lse_T, dlse_T, dpicked_T, options):
     dz += jnp.where(_hit(targets_T, at, count), dpicked_T[:, None], 0)
     dz = (dz * slope).astype(x_TD.dtype)
     dx += attention_xla.dot('tc,cd->td', dz, w)
-    rows = attention_xla.dot('tc,td->cd', dz, x_TD).astype(w.dtype)
+    rows = attention_xla.dot('tc,td->cd', dz, x_TD)
     return dx, jax.lax.dynamic_update_slice_in_dim(dw, rows, at, 0)
 
-  carry = jnp.zeros(x_TD.shape, wide), jnp.zeros_like(w_VD)
+  carry = jnp.zeros(x_TD.shape, wide), jnp.zeros(w_VD.shape, wide)
   carry = attention_xla.same_varying((x_TD, *carry))[1:]
   dx, dw = _walk(len(w_VD), chunk, work, carry)
   return dx.astype(x_TD.dtype), dw

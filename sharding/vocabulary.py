@@ -4,19 +4,25 @@
 
 Neither gathers a table or logits (Megatron-LM, arXiv:1909.08053, section 3): of
 the logits a maximum, a sum and one value per token are reduced, the embedding's
-rows are summed by one reduce-scatter along the length. `linear_nll` does not
-even make its own logits whole. Functions of axis names, for a manual region
-(check_vma=False), each with its backward pass written out.
+rows are summed by one reduce-scatter along the length. Functions of axis names,
+for a manual region (check_vma=False), each with its backward pass written out;
+but `linear_nll`, which makes the logits too, a chunk of them at a time, takes
+logical names, in any world (annotate.py), as products do (project.py).
 
 Legend: B rows, T tokens, D model, V vocabulary (of one shard).
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from paraxis.pallas_kernels import cross_entropy
+from paraxis.pallas_kernels import registry
+from paraxis.sharding import annotate
+
+ROWS = ('batch', 'length')
 
 
 def nll(z_BTV, targets_BT, axis, scatter=None):
@@ -100,56 +106,133 @@ def _nll_backward(axis, scatter, kept, g):
 _nll.defvjp(_nll_forward, _nll_backward)
 
 
-def linear_nll(x_BTD, w_VD, targets_BT, axis, scatter=None, options=(0.0, 0)):
-  """`nll` of softcap(x w^T): of the logits a chunk at a time is made, and
-  made again in the backward pass (pallas_kernels/cross_entropy.py).
+class _Head(NamedTuple):
+  """Static: names of x and w, softcap, rows of w at a time, implementation."""
+
+  x: tuple
+  w: tuple
+  softcap: float
+  chunk: int
+  chosen: Any
+
+
+def linear_nll(x_BTD, x_names, w_VD, w_names, targets_BT, softcap=0.0, chunk=0):
+  """Nats of each target under softcap(x w^T), whose logits are never whole.
+
+  A chunk of the logits is made, and made again in the backward pass
+  (pallas_kernels/cross_entropy.py), by each shard of the vocabulary on its own;
+  of them three numbers per token are reduced. x and w are gathered as they are
+  for logits, in both passes, and their gradients are summed alike.
 
   Args:
-    x_BTD: the same on every rank. Its cotangent is that of the local columns:
-      what made x the same must add them up, as the transpose of an all-gather
-      does.
-    w_VD: local rows, rank r holding r * V .. (r + 1) * V - 1.
-    targets_BT, axis, scatter: as for `nll`, which says what comes back.
-    options: (softcap, rows of w at a time (0: chosen)), or these and the size
-      of the vocabulary, when the last rows of the last ranks only pad it.
+    x_BTD: laid out by `x_names`, whose width is whole.
+    w_VD: laid out by `w_names`; multiplied in x's dtype, its gradient is summed
+      in its own.
+    targets_BT: laid out by ('batch', 'length'), checked by the host.
+    softcap: z -> softcap tanh(z / softcap); 0: off.
+    chunk: rows of w at a time; 0: chosen by the number of tokens.
+
+  Returns:
+    nll_BT in promote_types(x's dtype, float32), laid out as targets are. In a
+    manual region every rank of the vocabulary has all of it, and all seed the
+    same cotangent, which counts once.
+
+  Raises:
+    ValueError: (manual) the backward pass has a sum that x's layout does not
+      scatter.
   """
-  _check_scatter(targets_BT, axis, scatter)
-  return _linear_nll(axis, scatter, options, x_BTD, w_VD, targets_BT)
+  chosen = registry.resolve(cross_entropy.OP)
+  head = _Head(tuple(x_names), tuple(w_names), softcap, chunk, chosen)
+  return _linear(head, x_BTD, w_VD, targets_BT)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _linear_nll(axis, scatter, options, x_BTD, w_VD, targets_BT):
-  return _linear_forward(axis, scatter, options, x_BTD, w_VD, targets_BT)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(head, x_BTD, w_VD, targets_BT):
+  return _linear_forward(head, x_BTD, w_VD, targets_BT)[0]
 
 
-def _local(axis, options, x_BTD, w_VD, targets_BT):
-  """(x_TD, w_VD, targets_T counted from this rank's first row), options."""
-  softcap, chunk, *size = options
-  first = jax.lax.axis_index(axis) * len(w_VD)
-  rows = x_BTD.reshape(-1, x_BTD.shape[-1]), w_VD, targets_BT.ravel() - first
-  return rows, (softcap, chunk, size[0] - first if size else None)
+def _linear_forward(head, x_BTD, w_VD, targets_BT):
+  run = functools.partial(_forward_part, head)
+  run = annotate.region(run, (head.x, head.w, ROWS), (ROWS, ROWS))
+  nll, total = run(x_BTD, w_VD, targets_BT)
+  return nll, (x_BTD, w_VD, targets_BT, total)
 
 
-def _linear_forward(axis, scatter, options, x_BTD, w_VD, targets_BT):
-  rows, local = _local(axis, options, x_BTD, w_VD, targets_BT)
-  lse, picked = cross_entropy.forward(*rows, *local)
-  highest = jax.lax.pmax(lse, axis)
-  mass, picked = jax.lax.psum((jnp.exp(lse - highest), picked), axis)
-  total = highest + jnp.log(mass)
-  nll = (total - picked).reshape(targets_BT.shape)
-  return _chunk_of(nll, axis, scatter), (x_BTD, w_VD, targets_BT, total)
+def _linear_backward(head, kept, g):
+  outside = annotate.mode() == 'manual'  # who sums over tokens is outside too
+  run = functools.partial(_backward_part, head, outside)
+  names = head.x, head.w, ROWS, ROWS, ROWS
+  run = annotate.region(run, names, (head.x, head.w))
+  return *run(*kept, annotate.put(g, ROWS)), None
 
 
-def _linear_backward(axis, scatter, options, kept, g):
-  *arrays, total = kept
-  if scatter is not None:
-    g = jax.lax.all_gather(g, axis, axis=scatter, tiled=True)
-  rows, local = _local(axis, options, *arrays)
-  dx, dw = cross_entropy.backward(*rows, total, g.ravel(), -g.ravel(), local)
-  return dx.reshape(arrays[0].shape), dw, None
+_linear.defvjp(_linear_forward, _linear_backward)
 
 
-_linear_nll.defvjp(_linear_forward, _linear_backward)
+def _whole(head):
+  """Names of x and w as the products need them."""
+  return (*ROWS, head.x[2]), (head.w[0], head.x[2])
+
+
+def _operands(head, x, w, targets):
+  """(x_TD, w_VD, targets_T counted from this shard's first row), its axes."""
+  x_whole, w_whole = _whole(head)
+  x = annotate.move(x, head.x, x_whole)
+  w = annotate.move(w.astype(x.dtype), head.w, w_whole)
+  axes = annotate.carriers(head.w[0])
+  first = jax.lax.axis_index(axes) * len(w) if axes else 0
+  return (x.reshape(-1, x.shape[-1]), w, targets.reshape(-1) - first), axes
+
+
+def _forward_part(head, x, w, targets):
+  """(nll, lse) of the tokens of a shard, of the whole vocabulary."""
+  rows, axes = _operands(head, x, w, targets)
+  total, picked = head.chosen.forward(*rows, head.softcap, head.chunk)
+  if axes:
+    highest = jax.lax.pmax(total, axes)
+    mass = jnp.exp(total - highest)
+    mass, picked = jax.lax.psum((mass, picked), axes)
+    total = highest + jnp.log(mass)
+  return tuple(a.reshape(targets.shape) for a in (total - picked, total))
+
+
+def _backward_part(head, outside, x, w, targets, total, g):
+  """(dx, dw) in the layouts of x and w."""
+  rows, axes = _operands(head, x, w, targets)
+  flat = total.ravel(), g.ravel(), -g.ravel()
+  options = head.softcap, head.chunk, None
+  dx, dw = head.chosen.backward(*rows, *flat, options)
+  dx = dx.reshape(*targets.shape, -1)
+  tokens = sum(map(annotate.carriers, ROWS), ())
+  x_whole, w_whole = _whole(head)
+  dx, left = _scattered(dx, x_whole, head.x, axes)
+  dw, more = _scattered(dw.astype(w.dtype), w_whole, head.w, tokens)
+  if outside:
+    left = [a for a in left if a not in annotate.deferred()]
+    if left:
+      raise ValueError(
+        f'linear_nll: a sum over {left} that {head.x} does not take (in a '
+        'manual region residuals are sharded over tensor: mesh.sequence).'
+      )
+    return dx, dw
+  dx = jax.lax.psum(dx, left) if left else dx
+  return dx, (jax.lax.psum(dw, more) if more else dw)
+
+
+def _scattered(y, whole, names, summed):
+  """y from the layout `whole` to `names`, and of the axes over which it is a
+  partial sum those that this leaves."""
+  left = list(summed)
+  for i, (a, b) in enumerate(zip(whole, names, strict=True)):
+    for axis in annotate.carriers(b)[len(annotate.carriers(a)) :]:
+      if axis in left:
+        y = jax.lax.psum_scatter(y, axis, scatter_dimension=i, tiled=True)
+        left.remove(axis)
+      else:  # the same on all of its ranks
+        size = y.shape[i] // jax.lax.axis_size(axis)
+        first = jax.lax.axis_index(axis) * size
+        y = jax.lax.dynamic_slice_in_dim(y, first, size, i)
+  return y, tuple(left)
 
 
 def embedding(table_VD, ids_BT, axis, dim=1, dtype=None, shared=()):

@@ -38,6 +38,7 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import roofline
 from paraxis.sharding import traffic
 from paraxis.train import job as job_lib
+from paraxis.train import loss as loss_lib
 from paraxis.train import step as step_lib
 
 PROGRAMS = ('gradient', 'update')
@@ -64,7 +65,8 @@ class Report:
   """What `paraxis compile` prints.
 
   parameters: of the model. held: {class: bytes on one device} of parameters,
-  optimizer, gradients. programs: {name: Program}. model_flops: of a step.
+  optimizer, gradients. programs: {name: Program}. loss: its form, and why.
+  model_flops: of a step.
   cpu_seconds, peak_rss: of this process, compiling included.
   """
 
@@ -74,6 +76,7 @@ class Report:
   parameters: int
   held: dict
   programs: dict
+  loss: tuple[str, str]
   model_flops: float
   cpu_seconds: float
   peak_rss: int
@@ -134,6 +137,9 @@ def compile_config(config, mesh_text, topology, slices=1):
   with target.context():
     job = job_lib.of_shapes(config, mesh_text, target.devices)
     traces = trace(job)
+    with job.context():
+      rows, length = job.config.microbatch_rows, job.config.data.sequence_length
+      loss = loss_lib.form(job.config.model, (rows, length))
   programs = {n: _program(job, target, n, t) for n, t in traces.items()}
   gradients = traces['gradient'].out_info[1]
   held = {
@@ -148,6 +154,7 @@ def compile_config(config, mesh_text, topology, slices=1):
     sum(job.model.sizes(job.state.params).values()),
     held,
     programs,
+    loss,
     model_flops(job.config, job.built),
     time.process_time() - started,
     _peak_rss(),
@@ -225,6 +232,7 @@ def to_json(report):
     mesh=mesh_lib.describe(dict(report.mesh.shape)),
     jax=jax.__version__,
     parameters=report.parameters,
+    loss=report.loss[0],
     peak_bytes=report.peak(report.worst),
     peak_program=report.worst,
     memory_bytes=report.topology.hbm,
@@ -260,6 +268,7 @@ def text(report):
     f'{report.parameters:,} parameters; compiled in '
     f'{report.cpu_seconds:.0f} CPU-seconds and '
     f'{report.peak_rss / 1e9:.1f} GB of memory',
+    f'loss: {report.loss[0]} ({report.loss[1]})',
     '',
     *_memory_lines(report),
   ]
