@@ -15,9 +15,9 @@ Mamba (arXiv:2312.00752, section 3) gives every channel f its own decays:
     h_tfs = e^(dt_tf A_fs) h_(t-1)fs + dt_tf x_tf B_ts
     y = ((sum_s C_ts h_tfs + D_f x_tf) * silu(z_f)) W_o
 
-with dt through a map of low rank. It is scanned number by number, so memory is
-O(T F S), in float32: decays, inputs and h of all tokens, about 12 such arrays
-at once with gradients (measured on CPU), of one layer with train.remat='full'.
+with dt through a map of low rank. h is read in chunks of tokens as it passes
+(pallas_kernels/linear_scan_selective.py): memory is O(T F + sqrt(T) F S), in
+float32, gradients with it.
 
 Decoding keeps the state and the last inputs of the convolutions, whatever the
 length. A group of Mamba-2 may have heads on several tensor shards; B, C and the
@@ -47,8 +47,7 @@ PER_HEAD = mixer.HEADS[:3]
 # B and C: as they are projected, and as the heads of a shard read them.
 SHARED = ('batch', 'residual_length', None, None, None)
 SHARED_ROWS = ('batch', 'length', None, None, None)
-WIDE = ('batch', 'length', 'mlp')
-CHANNELS = (*WIDE, None)
+WIDE = recurrence.WIDE
 LOW = ('batch', 'residual_length', None)
 
 
@@ -244,6 +243,11 @@ class Mamba2(_Mamba):
       )
     _check_steps(own)
 
+  @staticmethod
+  def mixing_flops(config, kind, length):
+    """The state written and read once a token; work within chunks left out."""
+    return 4 * length * inner(config) * config.mamba.state
+
 
 def _own_heads(x_BTGS, heads):
   """(B, T, G, S) -> (B, T, heads of this shard, S)."""
@@ -258,11 +262,6 @@ def _check_steps(own):
       f'model.mamba.dt_min={own.dt_min} is above model.mamba.dt_max='
       f'{own.dt_max}.'
     )
-
-  @staticmethod
-  def mixing_flops(config, kind, length):
-    """The state written and read once a token; work within chunks left out."""
-    return 4 * length * inner(config) * config.mamba.state
 
 
 class Mamba(_Mamba):
@@ -330,13 +329,11 @@ class Mamba(_Mamba):
   def _scan(self, x_BTF, dt_BTF, shared_BTCS, see, memory):
     """(o_BTF, h_BFS)."""
     shared = checkpoint_name(shared_BTCS, 'key').astype(dt_BTF.dtype)
-    b, c = (shared[:, :, i, None] for i in range(2))
-    h, memory = recurrence.linear_scan(
-      jnp.exp(dt_BTF[..., None] * self._rate(dt_BTF.dtype)),
-      (dt_BTF * x_BTF)[..., None] * b,
-      CHANNELS, see, self.layout, memory,
+    y, memory = recurrence.selective_scan(
+      x_BTF.astype(dt_BTF.dtype), dt_BTF, shared, self._rate(dt_BTF.dtype),
+      see, self.layout, memory,
     )  # fmt: skip
-    o = jnp.sum(h * c, -1) + self.skip[...] * x_BTF
+    o = y + self.skip[...] * x_BTF
     return o.astype(x_BTF.dtype), memory
 
   def init_state(self, batch, slots, dtype):

@@ -4,8 +4,8 @@ What a mixer needs of the ops in pallas_kernels/ beyond the arrays: padding that
 changes nothing, a fresh start where a document begins, one manual region around
 the op, and the way across shards of the length (sharding/scan.py).
 
-Legend: B rows, T tokens, N heads, K key width, V value width, W taps, M numbers
-a channel, D channels, U inputs of a cell.
+Legend: B rows, T tokens, N heads, K key width, V value width, W taps, S or M
+numbers a channel, D or F channels, U inputs of a cell.
 """
 
 import math
@@ -17,6 +17,11 @@ from paraxis.models import mixer
 from paraxis.models import router
 from paraxis.sharding import annotate
 from paraxis.sharding import scan
+
+WIDE = ('batch', 'length', 'mlp')
+CHANNELS = ('batch', 'mlp', None)
+RATES = ('mlp', None)
+SHARED = ('batch', 'length', None, None)  # what all channels of a token read
 
 FEW = 8  # tokens: fewer are scanned one by one
 # What a solve adds to its counter: 1, iterations, residual, done in sequence.
@@ -80,33 +85,29 @@ def conv(x, w, names, see, layout, tail=None, dilation=1):
   return run(x, w, see.positions, mixer.valid(see), tail)
 
 
-def linear_scan(a, b, names, see, layout, state=None):
-  """The linear scan of packed rows (pallas_kernels/linear_scan.py).
-
-      h_t = a_t h_(t-1) + b_t         number by number
+def selective_scan(x, dt, shared, rate, see, layout, state=None):
+  """The scan of Mamba (pallas_kernels/linear_scan_selective.py) of packed rows.
 
   Args:
-    a, b: (B, T, ...), laid out by `names`, in the dtype to sum in.
+    x, dt: (B, T, F), laid out as WIDE. shared: (B, T, 2, S), B and C, laid out
+      as SHARED. rate: (F, S), A, laid out as RATES. In the dtype to sum in.
     see: attention.Visibility. layout: parameter.Layout.
-    state: (B, ...), or None: zeros.
+    state: (B, F, S), or None: zeros.
 
   Returns:
-    (h, state): laid out as b and as b without tokens.
+    (y_BTF, state), laid out as WIDE and CHANNELS.
   """
-  ok = mixer.valid(see)
-  a = jnp.where(ok.reshape(*ok.shape, *[1] * (a.ndim - 2)), a, 1)
-  b = _where(ok, b)
+  dt = _where(mixer.valid(see), dt)  # a step of 0 changes nothing
 
-  def run(a, b, reset, *state):
-    first = _flat(state[0], 1) if state else None
-    h, last = scan.linear(_flat(a), _flat(b), reset, first, layout.scan)
-    return h.reshape(b.shape), last.reshape(b.shape[0], *b.shape[2:])
+  def run(x, dt, shared, rate, reset, *state):
+    first = state[0] if state else None
+    return scan.selective(x, dt, shared, rate, reset, first, layout.scan)
 
-  state_names = (names[0], *names[2:])
-  rows, arrays = [names, names, mixer.ROWS], [a, b, mixer.resets(see)]
+  names = [WIDE, WIDE, SHARED, RATES, mixer.ROWS]
+  arrays = [x, dt, shared, rate, mixer.resets(see)]
   if state is not None:
-    rows, arrays = [*rows, state_names], [*arrays, state]
-  return annotate.region(run, rows, (names, state_names))(*arrays)
+    names, arrays = [*names, CHANNELS], [*arrays, state]
+  return annotate.region(run, names, (WIDE, CHANNELS))(*arrays)
 
 
 def newton_scan(cell, params, inputs, see, module, state=None):

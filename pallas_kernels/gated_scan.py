@@ -45,6 +45,9 @@ CHUNKS = dict(
   loop=1,
 )
 MIN_CHUNK = 8
+# A log decay of -inf, as it is summed: e^ it is 0 in every dtype, and 0 times
+# it is not NaN.
+ALL_LOST = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +108,9 @@ def gated_scan(
   Args:
     q_BTHK, k_BTHK: any float dtype. No scale is applied.
     v_BTHV: values.
-    log_decay: finite and <= 0, (B, T, H, K) or (B, T, H); float32 is advised
-      whatever the dtype of q.
+    log_decay: <= 0, (B, T, H, K) or (B, T, H); float32 is advised whatever the
+      dtype of q. -inf forgets all of the key or head, as a reset does, and has
+      no gradient.
     reset_BT: bool, true at the first token of a document: it forgets the state
       that reaches it, and its own decay is not used. None: nowhere.
     state_BHKV: before the first token. None: zeros.
@@ -137,7 +141,8 @@ def gated_scan(
     state_BHKV = jnp.zeros((B, H, K, V))
   wide = jnp.promote_types(q_BTHK.dtype, jnp.float32)
   restart = reset_BT.reshape(B, T, *[1] * (log_decay.ndim - 2))
-  arrays = q_BTHK, k_BTHK, v_BTHV, jnp.where(restart, 0, log_decay), reset_BT
+  g = jnp.where(restart, 0, _finite(log_decay))
+  arrays = q_BTHK, k_BTHK, v_BTHV, g, reset_BT
   *arrays, reset_BT = (_pad(x, -T % chunk) for x in arrays)
   count = jnp.cumsum(reset_BT.reshape(B, -1, chunk).astype(jnp.int32), -1)
   tokens = gated_chunk.Tokens(*arrays, count.reshape(B, -1))
@@ -150,6 +155,12 @@ def _chunk_of(name, chunk, length):
   """The chunk to use: no longer than the length, rounded up, needs."""
   chunk = chunk or CHUNKS[name]
   return min(chunk, max(MIN_CHUNK, 1 << (length - 1).bit_length()))
+
+
+def _finite(log_decay):
+  """ALL_LOST, or the least of the dtype, instead of what is below."""
+  least = max(ALL_LOST, float(jnp.finfo(log_decay.dtype).min))
+  return jnp.where(log_decay < least, least, log_decay)
 
 
 def _pad(x, count):

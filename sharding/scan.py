@@ -32,8 +32,9 @@ over the axis, as everywhere.
 Source: prefix sums over processors, Blelloch 1990; for scans, LASP-2
 (arXiv:2502.07563, gather) and the code of RecurrentGemma (arXiv:2404.07839).
 
-Legend: B batch, T local length, H heads, K key, V value, D channels, M numbers
-of a channel, W taps, R inputs that a convolution reads before its token.
+Legend: B batch, T local length, H heads, K key, V value, D or F channels, S or
+M numbers of a channel, U 2: B and C of Mamba, W taps, R inputs that a
+convolution reads before its token.
 """
 
 import dataclasses
@@ -49,6 +50,7 @@ from paraxis.pallas_kernels import attention_xla
 from paraxis.pallas_kernels import causal_conv as conv_op
 from paraxis.pallas_kernels import gated_scan
 from paraxis.pallas_kernels import linear_scan
+from paraxis.pallas_kernels import linear_scan_selective
 from paraxis.pallas_kernels import newton_scan
 from paraxis.sharding import annotate
 
@@ -145,6 +147,14 @@ def _forget(state, reset_BT):
   return jnp.where(first, 0, state)
 
 
+def _check_state(op, state, own):
+  if state.shape != own.shape:
+    raise errors.UserError(
+      f'{op}: the state is {state.shape}, these inputs need {own.shape}; it '
+      f'belongs to another model or batch'
+    )
+
+
 def gated(
   q_BTHK, k_BTHK, v_BTHV, log_decay, reset_BT, state_BHKV, plan, **options
 ):
@@ -166,37 +176,35 @@ def gated(
   o, own = op(q_BTHK, k_BTHK, v_BTHV, log_decay, reset_BT)
   left = gated_scan.decay(log_decay, reset_BT)[..., None].astype(own.dtype)
   state = jnp.zeros_like(own) if state_BHKV is None else state_BHKV
-  if state.shape != own.shape:
-    raise errors.UserError(
-      f'gated_scan: the state is {state.shape}, these inputs need {own.shape}; '
-      f'it belongs to another model or batch'
-    )
+  _check_state('gated_scan', state, own)
   state = _forget(state.astype(own.dtype), reset_BT)
   state, last = _enter((left, own), state, plan, linear_scan.after)
   more = gated_scan.correction(q_BTHK, log_decay, reset_BT, state)
   return (o + more).astype(o.dtype), last
 
 
-def linear(a_BTD, b_BTD, reset_BT, state_BD, plan, *, impl='auto'):
-  """pallas_kernels.linear_scan of a split row -> (h_BTD, state_BD).
+def selective(
+  x_BTF, dt_BTF, shared_BTUS, rate_FS, reset_BT, state_BFS, plan, *, impl='auto'
+):
+  """linear_scan_selective.selective_scan of a split row -> (y_BTF, state_BFS).
 
-  Arguments and results as in linear_scan and `gated`.
+  Arguments and results as in selective_scan and `gated`; reset_BT is no None.
   """
-  op = functools.partial(linear_scan.linear_scan, impl=impl)
+  op = functools.partial(linear_scan_selective.selective_scan, impl=impl)
   if plan is None:
-    return op(a_BTD, b_BTD, reset_BT, state_BD)
-  linear_scan.check(linear_scan.OP, b_BTD, reset_BT, state_BD)
-  wide = jnp.result_type(a_BTD, b_BTD, jnp.float32)
-  if reset_BT is not None:
-    a_BTD = jnp.where(reset_BT[..., None], 0, a_BTD)
-  a, b = a_BTD.astype(wide), b_BTD.astype(wide)
-  left, own = affine_scan.total(a[:, :, None, None], b[:, :, None])
-  if state_BD is None:
-    state_BD = jnp.zeros_like(own[:, 0])
-  state = _forget(state_BD.astype(wide), reset_BT)
-  maps = left[:, 0, 0], own[:, 0]
-  state, last = _enter(maps, state, plan, linear_scan.after)
-  return op(a_BTD, b_BTD, None, state)[0], last
+    return op(x_BTF, dt_BTF, shared_BTUS, rate_FS, reset_BT, state_BFS)
+  y, own = op(x_BTF, dt_BTF, shared_BTUS, rate_FS, reset_BT)
+  dt, shared, rate = (z.astype(y.dtype) for z in (dt_BTF, shared_BTUS, rate_FS))
+  left = linear_scan_selective.decay(dt, rate, reset_BT)
+  if state_BFS is None:
+    state_BFS = jnp.zeros_like(own)
+  _check_state('selective_scan', state_BFS, own)
+  state = _forget(state_BFS.astype(own.dtype), reset_BT)
+  state, last = _enter((left, own), state, plan, linear_scan.after)
+  more = linear_scan_selective.correction(
+    dt, shared[:, :, 1], rate, reset_BT, state
+  )
+  return y + more, last
 
 
 @dataclasses.dataclass(frozen=True)

@@ -348,7 +348,7 @@ def test_a_layout_equals_one_device(pattern, mesh, own):
   assert len(rows) == 2 and all(row.passed for row in rows), rows
 
 
-@pytest.mark.parametrize('pattern, op', [('M', 'gated'), ('S', 'linear')])
+@pytest.mark.parametrize('pattern, op', [('M', 'gated'), ('S', 'selective')])
 def test_a_dropped_hand_over_is_seen(pattern, op, monkeypatch):
   """Every shard of the length begins from nothing."""
   scan = recurrence.scan

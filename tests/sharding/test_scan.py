@@ -70,11 +70,10 @@ def gated(plan, q, k, v, g, state):
   return scan.gated(q, k, v, g, reset, state, plan)
 
 
-def linear(plan, a, b, state):
-  reset, valid, _ = _local(plan, a)
-  ok = valid[..., None]
-  a, b = jnp.where(ok, a, 1), jnp.where(ok, b, 0)
-  return scan.linear(a, b, reset, state, plan)
+def selective(plan, x, dt, shared, rate, state):
+  reset, valid, _ = _local(plan, x)
+  dt = jnp.where(valid[..., None], jnp.abs(dt) / 4, 0)
+  return scan.selective(x, dt, shared, -jnp.exp(rate), reset, state, plan)
 
 
 def newton(cell, options, plan, params, x, state):
@@ -103,7 +102,7 @@ GATED, WIDE = (T, 2, 3), (T, 4)
 CASES = {
   'gated': (gated, [GATED, GATED, (T, 2, 4), GATED, (2, 3, 4)]),
   'per_head': (gated, [GATED, GATED, (T, 2, 4), (T, 2), (2, 3, 4)]),
-  'linear': (linear, [WIDE, WIDE, (4,)]),
+  'selective': (selective, [WIDE, WIDE, (T, 2, 4), None, (4, 4)]),
   'gru': (
     functools.partial(newton, gru, SOLVE), [None, (T, 2, 4), (1, 4)]
   ),
@@ -128,8 +127,7 @@ def arguments(name):
   ]
   if CASES[name][0] is gated:
     out[3] = -np.exp(2 * out[3] - 2)  # decays from none to all
-  if name == 'linear':
-    out[0] = np.tanh(out[0])
+    out[3][:, 20::27, 1] = -np.inf
   return tuple(out)
 
 
@@ -233,11 +231,10 @@ def test_gradients_taken_inside_a_region_are_partial_sums(name, form):
   assert max(errors_of(found, [np.asarray(x) for x in wanted])) < 1e-9
 
 
-@pytest.mark.parametrize('name', ['gru', 'linear'])
-def test_other_axes_beside_the_length(name):
+def test_other_axes_beside_the_length():
   """Channels are split as well: all ranks still stop together."""
-  found = sharded(name, 'permute', 'context=4,tensor=2')
-  assert max(errors_of(found, expected(name))) < 1e-9
+  found = sharded('gru', 'permute', 'context=4,tensor=2')
+  assert max(errors_of(found, expected('gru'))) < 1e-9
 
 
 def test_the_cases_hold_what_they_are_about():
@@ -257,7 +254,7 @@ def test_the_cases_hold_what_they_are_about():
 
 
 @pytest.mark.parametrize('form', scan.FORMS)
-@pytest.mark.parametrize('name', ['gated', 'linear', 'lstm'])
+@pytest.mark.parametrize('name', ['gated', 'selective', 'lstm'])
 def test_shards_that_do_not_hand_over_are_found(monkeypatch, name, form):
   enter = scan._enter
 
@@ -273,7 +270,7 @@ def test_shards_that_do_not_hand_over_are_found(monkeypatch, name, form):
 
 
 def test_a_lost_correction_is_found(monkeypatch):
-  lost = lambda q, g, reset, state: jnp.zeros((*q.shape[:3], state.shape[3]))
+  lost = lambda q, g, reset, state: jnp.zeros((*g.shape[:3], state.shape[3]))
   monkeypatch.setattr(gated_scan, 'correction', lost)
   o, state, *_ = errors_of(sharded('gated', 'gather'), expected('gated'))
   assert o > 1e-2 and state < 1e-9  # the state alone would not tell
@@ -319,7 +316,7 @@ def sent(name, form, length, gradients):
 SIZES = {  # bytes of P and of S
   'gated': (8 * B * 2 * 3, 8 * B * 2 * 3 * 4),
   'per_head': (8 * B * 2, 8 * B * 2 * 3 * 4),
-  'linear': (8 * B * 4, 8 * B * 4),
+  'selective': (8 * B * 4 * 4, 8 * B * 4 * 4),
 }
 
 
@@ -344,7 +341,7 @@ def test_bytes_of_a_halo():
 
 @pytest.mark.parametrize('name, form', [
   ('gated', 'gather'), ('gated', 'permute'), ('per_head', 'gather'),
-  ('linear', 'gather'), ('linear', 'permute'),
+  ('selective', 'gather'), ('selective', 'permute'),
 ])  # fmt: skip
 def test_bytes_are_those_declared(name, form):
   """Whatever the length; the backward pass sends as much again."""
