@@ -1,16 +1,25 @@
 """One pass of the model with a cache: a whole prompt, or one token a row.
 
-Rows have prompts of different lengths. They are right-padded to one length T,
-so that all rows write the same slots; the empty ones have segment 0, and what a
-token sees goes by segment and position, never by slot. A row that has ended
-goes on writing empty slots. So a row's numbers are those it has alone.
+Rows have prompts of different lengths n_b. They are right-padded to one length
+T; then the slots of each row are turned by T - n_b, so that its prompt ends in
+slot T - 1 and every step writes the same slot of all rows:
+
+    prompt   a b c . .        cache   . . a b c | d e
+             f g h i j                f g h i j | k l
+
+So a row's tokens lie in one range of slots, which ends with the newest one, and
+a kernel need not read others (pallas_kernels/decode_attention.py). A row that
+has ended goes on writing empty slots. A row's numbers are those it has alone.
 
 Legend: B rows, T prompt tokens (padded), S cache slots, D model, V vocabulary.
 """
 
+import jax
 import jax.numpy as jnp
 
 from paraxis.models import batch as batch_lib
+from paraxis.models import layer
+from paraxis.models import mixer
 from paraxis.sharding import annotate
 
 
@@ -29,7 +38,8 @@ def prefill(model, params, tokens_BT, lengths_B, slots):
     slots: S >= T.
 
   Returns:
-    (x_BTD, decoder.Cache of S slots).
+    (x_BTD, padded as the tokens; decoder.Cache of S slots, the first T - n_b
+    of a row empty).
   """
   rows, length = tokens_BT.shape
   order = jnp.arange(length, dtype=jnp.int32)
@@ -39,7 +49,23 @@ def prefill(model, params, tokens_BT, lengths_B, slots):
   cache = model.init_cache(rows, length)
   batch = _batch(tokens_BT, segments, positions)
   x_BTD, cache = model(params, batch, cache)
+  cache = _turn(cache, model.pattern, length - lengths_B)
   return x_BTD, model.grow_cache(cache, slots)
+
+
+def _turn(cache, pattern, empty_B):
+  """The cache with the last empty_B slots of each row in front."""
+  turn = lambda x: mixer.shift_slots(x, empty_B)
+  grows = lambda kind: layer.MIXERS[kind[0]].capabilities.slots
+  states = tuple(
+    jax.tree.map(turn, state) if grows(kind) else state
+    for kind, state in zip(pattern, cache.states, strict=True)
+  )
+  return cache._replace(
+    states=states,
+    segments=turn(cache.segments),
+    positions=turn(cache.positions),
+  )
 
 
 def last(x_BTD, lengths_B):

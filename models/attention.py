@@ -4,6 +4,8 @@
 
 Training and prefill run the blockwise op (pallas_kernels/attention.py); a step
 with a cache writes its keys and values into slots and attends to the slots.
+One query a row attends to a range of slots, which a kernel can share out evenly
+however unequal rows are (`attend_range`).
 Legend: B rows, T query tokens, S cache slots, D model, N heads, K kv heads,
 H head width.
 """
@@ -33,13 +35,16 @@ RESIDUAL = ('batch', 'residual_length', 'hidden')
 QUERIES = ('batch', 'length', 'heads', 'head_dim')
 KEYS = ('batch', 'length', 'kv_heads', 'head_dim')
 SLOTS = ('batch', None)
+SLOT_NAMES = ((), ROWS, SLOTS, ROWS, SLOTS)  # of `slot_ids`
 
 
 class Visibility(NamedTuple):
   """Who may see whom; position, order and cache slot are separate fields.
 
   segments, positions: (B, T) of the queries; segment 0 is padding.
-  slot: first cache slot that this step writes, or None without a cache.
+  slot: first cache slot that this step writes, or None without a cache. If it
+    writes one token a row, those of its document are in the slots right before,
+    in order (decode/step.py sees to it; else the result is NaN).
   slot_segments, slot_positions: (B, S) of the cache, this step included.
   rotations: layer kind -> (cos, sin) of the positions, (B, T, 1, H / 2).
   valid: (B, T) bool, a token and no padding, laid out as residuals are.
@@ -162,17 +167,16 @@ class Attention(nnx.Module):
       return self._attend_all(q, k, v, see, mask), None
     slots = write(state, (k, v), see.slot)
     k, v = (_on_heads(x.astype(q.dtype)) for x in slots)
-    attend = decode_attention.decode_attention
-    if q.shape[1] > 1:  # prefill: many queries, blockwise
+    if q.shape[1] == 1:
+      local = functools.partial(attend_range, mask)
+    else:  # prefill: many queries, blockwise
       attend = functools.partial(attention_op.attention, impl=config.attention)
-
-    def local(q, k, v, *ids):
-      return attend(q, k, v, mask, ids[:2], ids[2:])[0]
-
-    names = (QUERIES,) * 3 + (ROWS, SLOTS) * 2
+      local = lambda q, k, v, _, *ids: attend(q, k, v, mask, ids[:2], ids[2:])[
+        0
+      ]
+    names = (QUERIES,) * 3 + SLOT_NAMES
     run = annotate.region(local, names, (QUERIES,), single=True)
-    ids = see.segments, see.slot_segments, see.positions, see.slot_positions
-    return run(q, k, v, *ids), slots
+    return run(q, k, v, *slot_ids(see)), slots
 
   def _attend_all(self, q, k, v, see, mask):
     """Whole rows, without a cache; the context axis may share their length."""
@@ -221,6 +225,36 @@ class Attention(nnx.Module):
     window = config.window if kind == 'W' else length
     seen = sum(min(t + 1, window) for t in range(length))
     return 4 * seen * config.num_heads * head_dim(config)
+
+
+def slot_ids(see):
+  """What says which slots a query sees; laid out by SLOT_NAMES."""
+  ids = see.segments, see.slot_segments, see.positions, see.slot_positions
+  return see.slot, *ids
+
+
+def attend_range(mask, q, k, v, *ids):
+  """One query a row over the slots of its document -> o_B1NH.
+
+  Token p of a document is p slots behind its first one, so the query in `slot`
+  at position p sees slots slot - p .. slot. If the first of them is not where
+  the document begins, the slots are in another order: NaN.
+
+  Args:
+    mask: attention_op.Mask.
+    q, k, v: (B, 1, N, H), (B, S, K, H), (B, S, K, V).
+    ids: what `slot_ids` gives.
+  """
+  slot, segments, in_slots, positions, places = ids
+  begin_B1, valid = jnp.maximum(slot - positions, 0), segments > 0
+  at_begin = lambda x: jnp.take_along_axis(x, begin_B1, 1)
+  lengths_B = jnp.where(valid, slot + 1 - begin_B1, 0)[:, 0]
+  o, _ = decode_attention.ragged(
+    q, k, v, mask, lengths_B, begins_B=begin_B1[:, 0]
+  )
+  sound = (positions <= slot) & (at_begin(in_slots) == segments)
+  sound = (sound & (at_begin(places) == 0)) | ~valid
+  return jnp.where(sound[..., None, None], o, jnp.nan)
 
 
 def mask_of(config, kind):

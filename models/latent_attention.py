@@ -50,7 +50,6 @@ from paraxis.models import parameter
 from paraxis.models import rope
 from paraxis.pallas_kernels import attention as attention_op
 from paraxis.pallas_kernels import attention_xla
-from paraxis.pallas_kernels import decode_attention
 from paraxis.sharding import annotate
 from paraxis.sharding import context
 from paraxis.sharding import project
@@ -228,12 +227,9 @@ class LatentAttention(nnx.Module):
     attend = functools.partial(
       _summed if summed else _own, mask_of(self.config)
     )
-    names_in = (queries, kept, *(mixer.ROWS, ('batch', None)) * 2)
+    names_in = (queries, kept, *attention.SLOT_NAMES)
     run = annotate.region(attend, names_in, (queries,), single=True)
-    o = run(
-      q, slots_BSGE, see.segments, see.slot_segments, see.positions,
-      see.slot_positions,
-    )[..., :each]  # fmt: skip
+    o = run(q, slots_BSGE, *attention.slot_ids(see))[..., :each]
     # Parts for heads, then one latent for each head.
     o = annotate.put(o, ('batch', 'length', None, *names[2:])).swapaxes(2, 3)
     w = self.value
@@ -324,20 +320,19 @@ def _join(x_BSNH, shared_BS1P):
   return jnp.concatenate([x_BSNH, shared], -1)
 
 
-def _own(mask, q_BTGNE, slots_BSGE, segments, slot_segments, order, slot_order):
+def _own(mask, q_BTGNE, slots_BSGE, *ids):
   """Parts that know nothing of one another, as kv heads. One part: exact."""
   b, t, g, n, e = q_BTGNE.shape
-  o, _ = decode_attention.decode_attention(
-    q_BTGNE.reshape(b, t, g * n, e), slots_BSGE, slots_BSGE, mask,
-    (segments, slot_segments), (order, slot_order),
-  )  # fmt: skip
+  q = q_BTGNE.reshape(b, t, g * n, e)
+  o = attention.attend_range(mask, q, slots_BSGE, slots_BSGE, *ids)
   return o.reshape(q_BTGNE.shape)
 
 
 def _summed(
-  mask, q_BTGNE, slots_BSGE, segments, slot_segments, order, slot_order
+  mask, q_BTGNE, slots_BSGE, slot, segments, slot_segments, order, slot_order
 ):
   """The scores of all parts are added up before the softmax."""
+  del slot  # goes by segments and positions
   wide = jnp.result_type(q_BTGNE, slots_BSGE, jnp.float32)
   dot = functools.partial(jnp.einsum, preferred_element_type=wide)
   s = dot('btgne,bsge->btns', q_BTGNE, slots_BSGE)

@@ -17,7 +17,9 @@ x is a packed row: `see.segments` (0: padding) says which document a token is
 of, `see.positions` where it stands there. A recurrence forgets where a document
 begins, `resets`, and a padding token is the identity map on its state, so a
 slot needs no clearing and short rows no care. A row that is called with a state
-has its tokens first and its padding behind.
+has its tokens first and its padding behind. Who goes on from there with one
+token a row moves the padding to the front of the slots first (`shift_slots`):
+what such a token sees are the slots right before its own.
 
 The length may be split over the mesh axis `context`: what crosses shards is in
 sharding/context.py for attention, for recurrences in models/recurrence.py and
@@ -28,6 +30,7 @@ Legend: B rows, T tokens, D model, N heads, K key width, V value width.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from paraxis.sharding import annotate
@@ -78,3 +81,14 @@ def more_slots(x, slots):
   more = [(0, 0)] * x.ndim
   more[1] = (0, slots - x.shape[1])
   return jnp.pad(x, more)
+
+
+def shift_slots(x, by_B):
+  """x (B, S, ...) with row b moved by_B slots on, its last slots in front."""
+  roll = jax.vmap(lambda x_S, by: jnp.roll(x_S, by, 0))
+  if annotate.mode() != 'explicit' or not annotate.sizes():
+    return roll(x, by_B)
+  laid = lambda y: jax.typeof(y).sharding.spec  # a region: rows are local
+  return jax.shard_map(
+    roll, in_specs=(laid(x), laid(by_B)), out_specs=laid(x), check_vma=False
+  )(x, by_B)

@@ -171,8 +171,9 @@ class ConvolutionAttention(nnx.Module):
     )
     rows = KEYS, KEYS, VALUES, mixer.ROWS, mixer.ROWS
     if slots is not None:
-      attend = functools.partial(decode_attention.decode_attention, mask=mask)
-      run = functools.partial(_step, whole if q_BT1Z.shape[1] > 1 else attend)
+      run = functools.partial(_step, whole)
+      if q_BT1Z.shape[1] == 1:
+        run = functools.partial(_one, mask)
       run = annotate.region(run, (*rows, *SLOTS), (VALUES, *SLOTS))
       o, *slots = run(q_BT1Z, k_BT1Z, v, see.segments, see.positions, *slots)
       return o[:, :, 0], tuple(slots)
@@ -256,6 +257,21 @@ def _shard(mask, plan, q, k, v, segments, positions):
   first = jax.lax.axis_index(plan.axis) * q.shape[1]
   ids = chunks(segments, positions, mask.window, first)
   return context.attention(q, k, v, positions, ids, mask, plan)[0]
+
+
+def _one(mask, q_B11Z, k_B11Z, v_B11V, segments, positions, k_BCZ, v_BCV):
+  """`_step` of one token a row: its chunk fills the first slots."""
+  chunk = k_BCZ.shape[1]
+  at, valid = positions % chunk, segments > 0
+  here = ((jnp.arange(chunk) == at) & valid)[..., None]
+  kept = k_BCZ, v_BCV = [
+    jnp.where(here, new[:, :, 0].astype(old.dtype), old)
+    for old, new in ((k_BCZ, k_B11Z), (v_BCV, v_B11V))
+  ]
+  k, v = (x[:, :, None].astype(q_B11Z.dtype) for x in kept)
+  lengths_B = jnp.where(valid, at + 1, 0)[:, 0]
+  o, _ = decode_attention.ragged(q_B11Z, k, v, mask, lengths_B)
+  return o, *kept
 
 
 def _step(attend, q_BT1Z, k_BT1Z, v_BT1V, segments, positions, k_BCZ, v_BCV):

@@ -12,9 +12,10 @@ sharded over a mesh, the batched dot is used. Cost: B S K H (k and v) read once;
 memory B T N S scores. No gradient: training uses attention.py.
 
 The kernels (decode_attention_tpu.py, decode_attention_gpu.py) take one query a
-row and rows whose first slots are the valid ones (`ragged`). They share the
+row and rows whose valid slots follow each other (`ragged`). They share the
 slots that are valid evenly out over workers, however unequal the rows are
-(decode_schedule.py), and read the cache (B, S, K, H) in place too.
+(decode_schedule.py), and read the cache (B, S, K, H) in place too. A window is
+a range that begins later.
 
 Legend: B batch, T queries (few), S slots, N query heads, K kv heads, G = N / K,
 H head size, E = K H, R = T N.
@@ -81,37 +82,55 @@ def decode_attention(
   return _run((q_BTNH, k_BSKH, v_BSKH), mask, segments, order, impl, sinks_N)
 
 
-def ragged(q_BTNH, k_BSKH, v_BSKH, mask, lengths_B, impl='auto', sinks_N=None):
-  """Attention of a row's last tokens over its first slots -> (o, lse).
+def ragged(
+  q_BTNH,
+  k_BSKH,
+  v_BSKH,
+  mask,
+  lengths_B,
+  impl='auto',
+  sinks_N=None,
+  begins_B=None,
+):
+  """Attention of a row's last tokens over a range of its slots -> (o, lse).
 
-  Slot s of a row holds its token s, and the queries are the last T of them: the
-  causal mask and the window are those of a sequence of length_b tokens. What is
-  in later slots does not matter (to the XLA form as long as it is finite).
+  Slot begin + s of a row holds its token s, and the queries are the last T of
+  them: the causal mask and the window are those of a sequence of length_b
+  tokens. What is in other slots does not matter (to the XLA form as long as it
+  is finite).
 
   Args:
     lengths_B: int32 tokens in each row, its queries included: T (or 0, then a
       row sees nothing) .. S. The caller must see to it; they are data.
+    begins_B: None (0), or int32 slot of each row's token 0; 0 .. S - length
+      where the length is not 0.
     others: as for `decode_attention`, which says what comes back and is raised.
   """
   b, t, s = *q_BTNH.shape[:2], k_BSKH.shape[1]
-  if lengths_B.shape != (b,):
-    raise errors.UserError(
-      f'{OP}: lengths have shape {lengths_B.shape}, expected one for each of '
-      f'the {b} rows'
-    )
-  arrays = q_BTNH, k_BSKH, v_BSKH
-  order = _orders(lengths_B, t, s)
-  attention.check(OP, *arrays, mask, None, order)
-  return _run(arrays, mask, None, None, impl, sinks_N, lengths_B)
+  if begins_B is None:
+    begins_B = jnp.zeros_like(lengths_B)
+  for name, x in (('lengths', lengths_B), ('begins', begins_B)):
+    if x.shape != (b,):
+      raise errors.UserError(
+        f'{OP}: {name} have shape {x.shape}, expected one for each of the {b} '
+        'rows'
+      )
+  arrays, ends_B = (q_BTNH, k_BSKH, v_BSKH), begins_B + lengths_B
+  attention.check(OP, *arrays, mask, None, _orders(ends_B, t, s))
+  if t == 1 and mask.causal:  # the range is all that there is to the mask
+    if mask.window:
+      begins_B = jnp.maximum(begins_B, ends_B - mask.window)
+    mask = dataclasses.replace(mask, causal=False, window=0)
+  return _run(arrays, mask, None, None, impl, sinks_N, (begins_B, ends_B))
 
 
-def _run(arrays, mask, segments, order, impl, sinks_N, lengths_B=None):
+def _run(arrays, mask, segments, order, impl, sinks_N, ranges=None):
   q, k, v = arrays
   attention.check_sinks(OP, q, sinks_N)
   spec = attention.spec_of(q, k, mask, segments, order, v)
   spec = Spec(**vars(spec), cache=(str(k.dtype), str(v.dtype)))
   chosen = registry.resolve(OP, impl, spec)
-  o, lse = chosen.forward(q, k, v, segments, order, mask, lengths_B)
+  o, lse = chosen.forward(q, k, v, segments, order, mask, ranges)
   return (o, lse) if sinks_N is None else attention.with_sinks(o, lse, sinks_N)
 
 
@@ -159,11 +178,11 @@ def shared_prefix(q_B1NH, prefix, own, mask, lengths_B, impl='auto'):
   return o.astype(own[1].dtype), lse
 
 
-def _orders(lengths_B, t, s):
-  """(q_BT, k_BS): places of the queries and slots of `ragged` in their row."""
+def _orders(ends_B, t, s):
+  """(q_BT, k_BS): slots of the queries of `ragged`, and all slots."""
   slots = jnp.arange(s, dtype=jnp.int32)[None]
-  last = lengths_B[:, None] - t + jnp.arange(t, dtype=jnp.int32)
-  return last, jnp.broadcast_to(slots, (lengths_B.shape[0], s))
+  last = ends_B[:, None] - t + jnp.arange(t, dtype=jnp.int32)
+  return last, jnp.broadcast_to(slots, (ends_B.shape[0], s))
 
 
 def _whole_heads(x):
@@ -212,12 +231,12 @@ def _own(o_BRE, t, kv):
   return (o * own).sum(4).reshape(b, t, r // t, e // kv)
 
 
-def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, lengths_B=None):
-  """The XLA implementation of decode_attention."""
+def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, ranges=None):
+  """The XLA implementation; ranges: None, or (begins_B, ends_B) of slots."""
   b, t, n, h = q_BTNH.shape
   s, kv = k_BSKH.shape[1:3]
-  if lengths_B is not None:
-    order = _orders(lengths_B, t, s)
+  if ranges is not None:
+    order = _orders(ranges[1], t, s)
   wide = jnp.result_type(q_BTNH, k_BSKH, v_BSKH, jnp.float32)
   dot = lambda eq, x, y: jnp.einsum(eq, x, y, preferred_element_type=wide)
   merge = t * n <= MAX_ROWS and _whole_heads(k_BSKH)
@@ -231,8 +250,9 @@ def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, lengths_B=None):
   if mask.softcap:
     z = mask.softcap * jnp.tanh(z / mask.softcap)
   ok = _visible(mask, segments, order, t, s)
-  if lengths_B is not None:
-    filled = (order[1] < lengths_B[:, None])[:, None, None]
+  if ranges is not None:
+    begin, end = (x[:, None] for x in ranges)
+    filled = ((order[1] >= begin) & (order[1] < end))[:, None, None]
     ok = filled if ok is None else ok & filled
   z = z if ok is None else jnp.where(ok, z, attention_xla.NEG)
   top = z.max(-1)
@@ -252,11 +272,12 @@ def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, lengths_B=None):
 def _kernel(run):
   """A kernel for one query a row as an implementation of the op."""
 
-  def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, lengths_B=None):
+  def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, ranges=None):
     del segments, order  # such calls are refused by `supports`
-    if lengths_B is None:
-      lengths_B = jnp.full(k_BSKH.shape[:1], k_BSKH.shape[1], jnp.int32)
-    arrays = q_BTNH[:, 0], k_BSKH, v_BSKH, lengths_B
+    if ranges is None:
+      b, s = k_BSKH.shape[:2]
+      ranges = jnp.zeros(b, jnp.int32), jnp.full(b, s, jnp.int32)
+    arrays = q_BTNH[:, 0], k_BSKH, v_BSKH, *ranges
     o, lse = run(*attention_xla.same_varying(arrays), mask)
     return o[:, None].astype(v_BSKH.dtype), lse[:, None]
 

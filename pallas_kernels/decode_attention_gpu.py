@@ -1,8 +1,9 @@
 """Decode attention on GPU (Triton): one query a row, ragged rows, many workers.
 
 The grid is (workers, kv heads). A program walks the pieces of its worker
-(decode_schedule.py) and in each the tiles, whole tiles first, without a mask;
-then the last tile of the row, whose slots beyond the length are not loaded. The
+(decode_schedule.py) and in each the tiles: whole tiles first, without a mask;
+then the first and the last tile of the row if they have slots outside of its
+range, which are not loaded. The
 N / K queries of a kv head are the rows of its products, filled up to 16, the
 fewest that the matrix unit takes. The cache is read as the models keep it,
 (B, S, K, H), nothing is copied, no atomics: the same bits every time.
@@ -68,41 +69,50 @@ def _rows(group):
   return max(16, pl.next_power_of_2(group))
 
 
+def _fold(refs, row, q, j, carry, *, mask, tile, valid=None):
+  """Tile j of a row; valid: (begin, end) of slots, None if all are."""
+  acc, m, total = carry
+  ok = None
+  if valid is not None:
+    slot = j * tile + jnp.arange(tile)
+    ok = (slot >= valid[0]) & (slot < valid[1])
+
+  def load(ref):
+    here = ref.at[row, pl.ds(j * tile, tile), :]
+    if ok is None:
+      return plgpu.load(here)
+    return plgpu.load(here, mask=ok[:, None], other=0.0)
+
+  k_ref, v_ref = refs
+  s = _dot(q, load(k_ref).T)
+  if mask.softcap:
+    cap = mask.softcap
+    s = (cap * LOG2E) * jnp.tanh(s * (mask.scale / cap))
+  else:
+    s = s * (mask.scale * LOG2E)
+  if ok is not None:
+    s = jnp.where(ok[None], s, attention_xla.NEG)
+  new = jnp.maximum(m, s.max(1))
+  p, scale = jnp.exp2(s - new[:, None]), jnp.exp2(m - new)
+  v = load(v_ref)
+  acc = acc * scale[:, None] + _dot(p.astype(v.dtype), v)
+  return acc, new, total * scale + p.sum(1)
+
+
 def _kernel(*refs, mask, tile):
-  piece, first, end, row, origin, lengths, *refs = refs
+  piece, first, end, row, origin, begins, ends, *refs = refs
   q_ref, k_ref, v_ref, o_ref, lse_ref = refs
   w = pl.program_id(0)
-
-  def load(ref, r, at, count):
-    here = ref.at[r, pl.ds(at, tile), :]
-    if count is None:
-      return plgpu.load(here)
-    ok = (jnp.arange(tile) < count)[:, None]
-    return plgpu.load(here, mask=ok, other=0.0)
-
-  def fold(r, q, j, carry, length=None):
-    """Tile j of row r; length: None if all of it is valid."""
-    acc, m, total = carry
-    left = None if length is None else length - j * tile
-    s = _dot(q, load(k_ref, r, j * tile, left).T)
-    if mask.softcap:
-      cap = mask.softcap
-      s = (cap * LOG2E) * jnp.tanh(s * (mask.scale / cap))
-    else:
-      s = s * (mask.scale * LOG2E)
-    if left is not None:
-      s = jnp.where((jnp.arange(tile) < left)[None], s, attention_xla.NEG)
-    new = jnp.maximum(m, s.max(1))
-    p, scale = jnp.exp2(s - new[:, None]), jnp.exp2(m - new)
-    v = load(v_ref, r, j * tile, left)
-    acc = acc * scale[:, None] + _dot(p.astype(v.dtype), v)
-    return acc, new, total * scale + p.sum(1)
+  fold = functools.partial(_fold, (k_ref, v_ref), mask=mask, tile=tile)
 
   def one(p, token):
     r = row[p]
-    length, q = lengths[r], q_ref[r]
+    valid, q = (begins[r], ends[r]), q_ref[r]
     begin, stop = first[p] - origin[p], end[p] - origin[p]
-    whole = jnp.minimum(stop, length // tile)
+    # Is the first tile not whole, and the last if it is another?
+    count = lambda x: x.astype(jnp.int32)
+    head = count((begin < stop) & (begin * tile < valid[0]))
+    tail = count((begin + head < stop) & (stop * tile > valid[1]))
     rows = q.shape[0]
     carry = (
       jnp.zeros((rows, v_ref.shape[-1]), jnp.float32),
@@ -110,12 +120,14 @@ def _kernel(*refs, mask, tile):
       jnp.zeros((rows,), jnp.float32),
     )
     carry = jax.lax.fori_loop(
-      begin, whole, lambda j, c: fold(r, q, j, c), carry
+      begin + head, stop - tail, lambda j, c: fold(r, q, j, c), carry
     )
-    # At most one tile is left; what an empty piece would skip to is skipped.
-    rest = jnp.maximum(whole, begin)
+    edge = lambda i: jnp.where(i == 0, begin, stop - 1)
     acc, m, total = jax.lax.fori_loop(
-      rest, stop, lambda j, c: fold(r, q, j, c, length), carry
+      1 - head,
+      1 + tail,
+      lambda i, c: fold(r, q, edge(i), c, valid=valid),
+      carry,
     )
 
     @pl.when(stop > begin)
@@ -128,7 +140,7 @@ def _kernel(*refs, mask, tile):
   jax.lax.fori_loop(piece[w], piece[w + 1], one, 0)
 
 
-def forward(q_BNH, k_BSKH, v_BSKH, lengths_B, mask, **options):
+def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):
   """-> (o_BNH, lse_BN), float32; see decode_attention.py.
 
   options: tile: slots of a tile; workers: W; interpret: as of pallas_call, for
@@ -138,7 +150,7 @@ def forward(q_BNH, k_BSKH, v_BSKH, lengths_B, mask, **options):
   s, kv, hv = v_BSKH.shape[1:]
   tile = options.get('tile') or TILE
   w = options.get('workers') or workers(kv)
-  plan = decode_schedule.make(lengths_B, s, tile, w)
+  plan = decode_schedule.make(ends_B, s, tile, w, begins_B)
   pieces, group = b + w, n // kv
   rows = _rows(group)
   q = q_BNH.reshape(b, kv, group, h)
@@ -152,7 +164,7 @@ def forward(q_BNH, k_BSKH, v_BSKH, lengths_B, mask, **options):
     in_specs=[
       whole(w + 1),
       *[whole(pieces)] * 4,
-      whole(b),
+      *[whole(b)] * 2,
       pl.BlockSpec((b, None, rows, h), lambda w, k: (0, k, 0, 0)),
       cache(h),
       cache(hv),
@@ -175,8 +187,8 @@ def forward(q_BNH, k_BSKH, v_BSKH, lengths_B, mask, **options):
     ),
     interpret=options.get('interpret', False),
   )(
-    plan.worker_piece, plan.first, plan.end, plan.row, plan.origin, lengths_B,
-    q, k_BSKH, v_BSKH,
+    plan.worker_piece, plan.first, plan.end, plan.row, plan.origin, begins_B,
+    ends_B, q, k_BSKH, v_BSKH,
   )  # fmt: skip
   o = o[:, :, :group].reshape(pieces, n, hv)
   lse = lse[:, :, :group].reshape(pieces, n)

@@ -11,8 +11,8 @@ heads with all rows of a tile, and rows of another head are masked. That is K
 times the products that are needed, but the matrix unit loads a tile once in any
 case and would stream N / K queries, fewer than it is wide; and no head has to
 be cut out of a cache whose second-last dimension is the heads. Whole tiles need
-no other mask. In the last tile of a row, slots from its length on are masked
-and their values zeroed: they may hold anything.
+no other mask. In the first and the last tile of a row, slots outside its range
+are masked and their values zeroed: they may hold anything.
 
 float32 inside. Cost: every valid slot of k and v read once, rounded up to whole
 tiles; 4 N K S H operations a row; partial results (B + W) N (H + 1) in float32.
@@ -92,22 +92,24 @@ def _scores(q, k, mask):
   return s * (mask.scale * LOG2E)
 
 
-def _fold(refs, scratch, rows, at, left, mask):
+def _fold(refs, scratch, rows, at, valid, mask):
   """One step of online softmax over `rows` rows of the tile from `at` on.
 
-  left: rows of the tile that are valid; None: all.
+  valid: (first, end) of the rows of the tile that are; None: all.
   """
   q_ref, k_ref, v_ref = refs
   other_ref, m_ref, l_ref, acc_ref = scratch
   here = pl.ds(at, rows)
   q, v = q_ref[0], v_ref[0, here, :]
   s = _scores(q, k_ref[0, here, :], mask) + other_ref[:, :rows]
-  if left is not None:
-    iota = lambda shape, axis: (
-      at + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-    )
-    s = jnp.where(iota(s.shape, 1) < left, s, attention_xla.NEG)
-    v = jnp.where(iota((rows, 1), 0) < left, v, jnp.zeros_like(v))
+  if valid is not None:
+
+    def ok(shape, axis):
+      row = at + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+      return (row >= valid[0]) & (row < valid[1])
+
+    s = jnp.where(ok(s.shape, 1), s, attention_xla.NEG)
+    v = jnp.where(ok((rows, 1), 0), v, jnp.zeros_like(v))
   m = m_ref[...]
   new = jnp.maximum(m, s.max(-1, keepdims=True))
   p, scale = jnp.exp2(s - new), jnp.exp2(m - new)
@@ -120,7 +122,7 @@ def _fold(refs, scratch, rows, at, left, mask):
 
 
 def _kernel(*refs, mask, kv, group, tile):
-  worker, piece, first, end, row, origin, lengths, *refs = refs
+  worker, piece, first, end, row, origin, begins, ends, *refs = refs
   *inputs, o_ref, lse_ref, other_ref, m_ref, l_ref, acc_ref = refs
   scratch = other_ref, m_ref, l_ref, acc_ref
   w = pl.program_id(0)
@@ -141,7 +143,9 @@ def _kernel(*refs, mask, kv, group, tile):
   @pl.when(t < worker[w + 1])
   def _():
     p = piece[t]
-    left = lengths[row[p]] - (t - origin[p]) * tile
+    r, slot = row[p], (t - origin[p]) * tile
+    skip, left = begins[r] - slot, ends[r] - slot
+    whole = (skip <= 0) & (left >= tile)
 
     @pl.when(t == first[p])
     def _():
@@ -149,18 +153,19 @@ def _kernel(*refs, mask, kv, group, tile):
       l_ref[...] = jnp.zeros_like(l_ref)
       acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    @pl.when(left >= tile)
+    @pl.when(whole)
     def _():
       for at in range(0, rows, step):
         _fold(inputs, scratch, min(step, rows - at), at, None, mask)
 
-    @pl.when(left < tile)
+    @pl.when(~whole)
     def _():
+      valid = skip * kv, left * kv
       for at in range(0, rows, step):
 
-        @pl.when(at < left * kv)
+        @pl.when((at + step > valid[0]) & (at < valid[1]))
         def _(at=at):
-          _fold(inputs, scratch, min(step, rows - at), at, left * kv, mask)
+          _fold(inputs, scratch, min(step, rows - at), at, valid, mask)
 
     @pl.when(t + 1 == end[p])
     def _():
@@ -168,7 +173,7 @@ def _kernel(*refs, mask, kv, group, tile):
       lse_ref[0] = m_ref[...] / LOG2E + jnp.log(l_ref[...])
 
 
-def forward(q_BNH, k_BSKH, v_BSKH, lengths_B, mask, **options):
+def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):
   """-> (o_BNH, lse_BN), float32; see decode_attention.py.
 
   options: tile: slots of a tile; workers: W; interpret: as of pallas_call, for
@@ -180,7 +185,7 @@ def forward(q_BNH, k_BSKH, v_BSKH, lengths_B, mask, **options):
   tile = options.get('tile') or tile_of(s, kv, max(h, hv), itemsize)
   w = options.get('workers')
   w = w or workers(registry.current_target().device_kind)
-  plan = decode_schedule.make(lengths_B, s, tile, w)
+  plan = decode_schedule.make(ends_B, s, tile, w, begins_B)
   registers = 8 if q_BNH.dtype == jnp.float32 else 16
   padded = -(-n // registers) * registers
   q = jnp.pad(q_BNH, [(0, 0), (0, padded - n), (0, 0)])
@@ -196,7 +201,7 @@ def forward(q_BNH, k_BSKH, v_BSKH, lengths_B, mask, **options):
     kernel,
     name='decode_attention_tpu',
     grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=7,
+      num_scalar_prefetch=8,
       grid=(w, jnp.max(plan.worker[1:] - plan.worker[:-1])),
       scratch_shapes=[
         pltpu.VMEM((padded, step), jnp.float32),
@@ -223,7 +228,7 @@ def forward(q_BNH, k_BSKH, v_BSKH, lengths_B, mask, **options):
       bytes_accessed=k_BSKH.nbytes + v_BSKH.nbytes,
     ),
     interpret=options.get('interpret', False),
-  )(*tables, lengths_B, q, rows(k_BSKH), rows(v_BSKH))
+  )(*tables, begins_B, ends_B, q, rows(k_BSKH), rows(v_BSKH))
   return decode_schedule.merge_pieces(
     o[:pieces, :n], lse[:pieces, :n, 0], plan, b
   )
@@ -241,7 +246,7 @@ def _blocks(sizes, rows, trash):
     return row[piece[at(w, i, worker)]], 0, 0
 
   def cache(w, i, *tables):
-    worker, piece, _, _, row, origin, _ = tables
+    worker, piece, _, _, row, origin, _, _ = tables
     t = at(w, i, worker)
     return row[piece[t]], t - origin[piece[t]], 0
 

@@ -1,7 +1,8 @@
 """An even division of rows of unequal length over workers, and its merge.
 
-Row b of a cache holds length_b slots, ceil(length_b / tile) tiles. The tiles of
-all rows form one line of n; worker w of W takes tiles
+Row b reads slots begin_b .. end_b - 1 of its cache, in tiles
+floor(begin_b / tile) .. ceil(end_b / tile) - 1. The tiles of all rows form one
+line of n; worker w of W takes tiles
 
     floor(w n / W) .. floor((w + 1) n / W) - 1
 
@@ -35,7 +36,8 @@ class Schedule(NamedTuple):
   worker: (W + 1,) first tile of each worker, and n.
   worker_piece: (W + 1,) first piece of each worker, and of nobody.
   first, end: (P,) tiles of a piece: first .. end - 1. Some are empty.
-  row: (P,) of a piece. origin: (P,) where its row starts on the line.
+  row: (P,) of a piece. origin: (P,) where slot 0 of its row would be on the
+    line: tile t of the line is tile t - origin of the row.
   piece: (B ceil(S / tile),) of a tile; from n on, without meaning.
   """
 
@@ -48,18 +50,22 @@ class Schedule(NamedTuple):
   piece: Any
 
 
-def make(lengths_B, slots, tile, workers):
-  """`Schedule` of rows whose first lengths_B slots are read.
+def make(ends_B, slots, tile, workers, begins_B=None):
+  """`Schedule` of rows whose slots from begins_B up to ends_B are read.
 
   Args:
-    lengths_B: int32, 0 .. slots each; outside of it nothing is promised.
+    ends_B: int32, 0 .. slots each; outside of it nothing is promised.
+    begins_B: int32, 0 .. end; None: 0. A row that ends there is not read.
     slots: S, the most that a row can hold. tile: slots of a tile.
     workers: W, at most 2**15; B * ceil(S / tile) must stay below 2**31.
   """
-  xp = np if isinstance(lengths_B, np.ndarray) else jnp
-  rows = lengths_B.shape[0]
+  xp = np if isinstance(ends_B, np.ndarray) else jnp
+  rows = ends_B.shape[0]
   int32 = lambda x: x.astype(xp.int32)
-  tiles = (int32(lengths_B) + tile - 1) // tile
+  begins_B = xp.zeros_like(ends_B) if begins_B is None else begins_B
+  skipped = int32(begins_B) // tile
+  tiles = (int32(ends_B) + tile - 1) // tile - skipped
+  tiles = xp.where(ends_B > begins_B, tiles, 0)
   zero = xp.zeros(1, xp.int32)
   start = int32(xp.concatenate([zero, xp.cumsum(tiles)]))
   total, start = start[-1], start[:-1]
@@ -74,7 +80,8 @@ def make(lengths_B, slots, tile, workers):
   line = xp.arange(rows * (-(-slots // tile)), dtype=xp.int32)
   piece = xp.clip(find(first, line, 'right') - 1, 0, len(first) - 1)
   pieces = find(first, worker, 'left')
-  return Schedule(worker, pieces, first, end, row, start[row], piece)
+  origin = start - skipped
+  return Schedule(worker, pieces, first, end, row, origin[row], piece)
 
 
 def merge_pieces(o_PNH, lse_PN, schedule, rows):

@@ -150,6 +150,31 @@ def rows_of(lengths, t, s):
   return segments, (last, np.broadcast_to(slots, filled.shape))
 
 
+@pytest.mark.parametrize('window', [0, 6])
+def test_rows_that_begin_later(window):
+  """What is in front of a range is as invisible as what is behind it."""
+  begins = np.array([7, 0, 23, 39], np.int32)
+  lengths = np.array([0, 40, 9, 1], np.int32)
+  mask = attention.Mask(scale=0.3, window=window)
+  with jax.enable_x64(True):
+    arrays, *_ = cache(B=4)
+    run = jax.jit(
+      lambda *x: decode_attention.ragged(*x[:3], mask, x[3], begins_B=x[4])
+    )
+
+    def wanted(begins):
+      segments, order = rows_of(begins + lengths, 1, 40)
+      segments[1][order[1] < begins[:, None]] = 0
+      return reference.attention_ref(*arrays, mask, segments, order)
+
+    close(run(*arrays, lengths, begins), wanted(begins))
+    with pytest.raises(AssertionError):
+      one = (lengths == 1).astype(np.int32)  # a slot more in front
+      close(run(*arrays, lengths + one, begins - one), wanted(begins))
+  with pytest.raises(errors.UserError, match='begins have shape'):
+    decode_attention.ragged(*arrays, mask, lengths, begins_B=begins[:1])
+
+
 @pytest.mark.parametrize('T, window', [(1, 0), (1, 5), (3, 0), (3, 7)])
 def test_rows_of_unequal_length(T, window):
   lengths = np.array([0, 3, 17, 40], np.int32)

@@ -12,23 +12,31 @@ from paraxis.pallas_kernels import registry
 from paraxis.sharding import aot
 
 LENGTHS = np.array([0, 1, 5, 63, 64, 65, 129, 256, 511, 512], np.int32)
+FIRST = 0 * LENGTHS, LENGTHS  # ranges of slots
+# Within a tile, at its borders, over some, and an empty one.
+LATER = np.array([0, 0, 3, 62, 64, 0, 64, 65, 300, 511], np.int32), LENGTHS
 
 
-def arrays(lengths, S, N, K, H, Hv=None):
-  """q_BNH and a cache whose slots beyond a row's length are NaN."""
-  rng, B = np.random.default_rng(0), len(lengths)
+def filled(ranges, s):
+  """(B, S) bool of (begins, ends)."""
+  slots = np.arange(s)
+  return (slots >= ranges[0][:, None]) & (slots < ranges[1][:, None])
+
+
+def arrays(ranges, S, N, K, H, Hv=None):
+  """q_BNH and a cache whose slots outside of a row's range are NaN."""
+  rng, B = np.random.default_rng(0), len(ranges[0])
   shapes = (B, N, H), (B, S, K, H), (B, S, K, Hv or H)
   q, k, v = (rng.normal(size=s).astype('f4') for s in shapes)
-  k[np.arange(S) >= lengths[:, None]] = np.nan
-  v[np.arange(S) >= lengths[:, None]] = np.nan
+  k[~filled(ranges, S)] = np.nan
+  v[~filled(ranges, S)] = np.nan
   return q, k, v
 
 
-def wanted(q, k, v, lengths, mask):
+def wanted(q, k, v, ranges, mask):
   """(o_BNH, lse_BN) by definition, in float64."""
   b, s = k.shape[:2]
-  filled = (np.arange(s) < lengths[:, None]).astype(np.int32)
-  segments = np.ones((b, 1), np.int32), filled
+  segments = np.ones((b, 1), np.int32), filled(ranges, s).astype(np.int32)
   order = np.zeros((b, 1), np.int32), np.zeros((b, s), np.int32)
   with jax.enable_x64(True):
     wide = [np.nan_to_num(x.astype('f8')) for x in (q[:, None], k, v)]
@@ -36,42 +44,46 @@ def wanted(q, k, v, lengths, mask):
     return [np.asarray(x[:, 0]) for x in found]
 
 
-def check(found, expected, lengths, tolerance=2e-6):
+def check(found, expected, ranges, tolerance=2e-6):
   for a, b in zip(found, expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-  o, lse = (np.asarray(x)[lengths == 0] for x in found)
+  o, lse = (np.asarray(x)[ranges[0] == ranges[1]] for x in found)
   assert not o.any() and (lse == np.float32(attention.NEG)).all()
 
 
-def run(q, k, v, lengths, mask, **options):
+def run(q, k, v, ranges, mask, **options):
   forward = lambda *x: decode_attention_gpu.forward(
     *x, mask, interpret=True, **options
   )
-  return jax.jit(forward)(q, k, v, lengths)
+  return jax.jit(forward)(q, k, v, *ranges)
 
 
 @pytest.mark.parametrize(
-  'workers, softcap, sizes, tile',
+  'ranges, workers, softcap, sizes, tile',
   [
-    (1, 0.0, dict(S=512, N=8, K=2, H=32), 64),
-    (5, 3.0, dict(S=513, N=3, K=3, H=16, Hv=32), 64),
-    (33, 0.0, dict(S=512, N=4, K=1, H=16), 128),
+    (FIRST, 1, 0.0, dict(S=512, N=8, K=2, H=32), 64),
+    (LATER, 5, 3.0, dict(S=513, N=3, K=3, H=16, Hv=32), 64),
+    (LATER, 33, 0.0, dict(S=512, N=4, K=1, H=16), 128),
   ],
 )
-def test_equals_the_definition(workers, softcap, sizes, tile):
+def test_equals_the_definition(ranges, workers, softcap, sizes, tile):
   mask = attention.Mask(scale=0.3, softcap=softcap)
-  x = arrays(LENGTHS, **sizes)
-  found = run(*x, LENGTHS, mask, tile=tile, workers=workers)
-  check(found, wanted(*x, LENGTHS, mask), LENGTHS)
-  with pytest.raises(AssertionError):  # a slot more or less does matter
-    check(found, wanted(*x, np.maximum(LENGTHS - 1, 0), mask), LENGTHS)
+  x = arrays(ranges, **sizes)
+  found = run(*x, ranges, mask, tile=tile, workers=workers)
+  check(found, wanted(*x, ranges, mask), ranges)
+  begins, ends = ranges  # a slot more or less does matter, on both sides
+  off = [(begins, np.maximum(ends - 1, begins))]
+  off += [(np.minimum(begins + 1, ends), ends)]
+  for wrong in off:
+    with pytest.raises(AssertionError):
+      check(found, wanted(*x, wrong, mask), ranges)
 
 
 def test_rows_without_slots():
-  lengths, mask = np.zeros(3, np.int32), attention.Mask(scale=0.3)
-  x = arrays(lengths, S=100, N=2, K=1, H=16)
-  found = run(*x, lengths, mask, workers=2)
-  check(found, wanted(*x, lengths, mask), lengths)
+  ranges, mask = (np.zeros(3, np.int32),) * 2, attention.Mask(scale=0.3)
+  x = arrays(ranges, S=100, N=2, K=1, H=16)
+  found = run(*x, ranges, mask, workers=2)
+  check(found, wanted(*x, ranges, mask), ranges)
 
 
 def test_what_it_takes():

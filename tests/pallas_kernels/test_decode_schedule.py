@@ -13,7 +13,7 @@ from paraxis.pallas_kernels import decode_schedule
 LENGTHS = np.array([0, 1, 5, 63, 64, 65, 129, 256, 511, 512], np.int32)
 
 
-def loop(plan, lengths, tile):
+def loop(plan, begins, ends, tile):
   """Every (worker, piece, row, column) of a plan, walked one by one."""
   for w in range(len(plan.worker) - 1):
     for t in range(plan.worker[w], plan.worker[w + 1]):
@@ -21,21 +21,31 @@ def loop(plan, lengths, tile):
       assert plan.first[p] <= t < plan.end[p]
       assert plan.worker_piece[w] <= p < plan.worker_piece[w + 1]
       column = t - plan.origin[p]
-      assert 0 <= column * tile < lengths[plan.row[p]]
+      row = plan.row[p]
+      assert begins[row] < (column + 1) * tile and column * tile < ends[row]
       yield w, p, plan.row[p], column
 
 
 @hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
 @hypothesis.given(
-  lengths=strategies.lists(strategies.integers(0, 300), min_size=1, max_size=8),
+  ranges=strategies.lists(
+    strategies.tuples(strategies.integers(0, 300), strategies.integers(0, 300)),
+    min_size=1,
+    max_size=8,
+  ),
   tile=strategies.sampled_from([1, 3, 16, 64]),
   workers=strategies.integers(1, 40),
 )
-def test_every_tile_once_and_shares_differ_by_one(lengths, tile, workers):
-  lengths = np.array(lengths, np.int32)
-  plan = decode_schedule.make(lengths, 300, tile, workers)
-  walked = list(loop(plan, lengths, tile))
-  wanted = [(b, c) for b, n in enumerate(lengths) for c in range(-(-n // tile))]
+def test_every_tile_once_and_shares_differ_by_one(ranges, tile, workers):
+  begins, ends = np.sort(np.array(ranges, np.int32), 1).T
+  plan = decode_schedule.make(ends, 300, tile, workers, begins)
+  walked = list(loop(plan, begins, ends, tile))
+  wanted = [
+    (b, c)
+    for b, (first, end) in enumerate(zip(begins, ends, strict=True))
+    for c in range(first // tile, -(-end // tile))
+    if first < end
+  ]
   assert [item[2:] for item in walked] == wanted
   loads = np.bincount([w for w, *_ in walked], minlength=workers)
   assert loads.max() - loads.min() <= 1
@@ -43,7 +53,7 @@ def test_every_tile_once_and_shares_differ_by_one(lengths, tile, workers):
   assert len({item[:2] for item in walked}) == len({p for _, p, *_ in walked})
   owner = {p: (w, b) for w, p, b, _ in walked}
   assert all(owner[p] == (w, b) for w, p, b, _ in walked)
-  assert len(plan.first) == len(lengths) + workers
+  assert len(plan.first) == len(ends) + workers
 
 
 def test_a_fixed_division_is_not_even():
