@@ -24,8 +24,8 @@ Implementations, in order of preference (registry.py; `paraxis doctor` prints
 which runs and why not the others):
   pallas_tpu  attention_tpu.py; pallas_gpu  attention_gpu.py: kernels of ours
   xla         attention_xla.py: every device, every dtype
-  splash, cudnn  attention_adapters.py: forward passes of others, never chosen
-              by 'auto'
+  splash, cudnn, tokamax  attention_adapters.py: forward passes of others,
+              never chosen by 'auto'
 
 Legend: B batch, T query length, S key length, N query heads, K kv heads,
 G = N / K, H head size.
@@ -61,7 +61,7 @@ class Mask:
   softcap: float = 0.0  # s -> softcap tanh(s / softcap); 0 = off
   scale: float = 1.0  # multiplies q.k
   # Tokens per block of the XLA form, a bound on the scores held at once. The
-  # kernels' blocks are fitted to the chip (attention_blocks.BLOCKS).
+  # kernels' blocks are fitted to the chip (attention_blocks.choose).
   block: int = 256
 
   def __post_init__(self):

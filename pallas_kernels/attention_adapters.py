@@ -8,7 +8,7 @@ They are yardsticks and second opinions, never chosen by 'auto'. Each gives
 dlse, so they cannot carry the gradient of lse or of sinks; the backward pass is
 one of ours (attention.choose). What one cannot do, its `supports` says.
 
-There is none for tokamax: its public call gives no lse, which the op needs.
+A third, tokamax, is optional and has its own file (tokamax_adapter.py).
 
 Legend: B batch, T query length, S key length, N query heads, K kv heads, H head
 size.
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from paraxis.pallas_kernels import attention_blocks as blocks
 from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels import tokamax_adapter
 
 LANES = 128
 
@@ -130,4 +131,10 @@ def cudnn_attention(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
 IMPLEMENTATIONS = (
   registry.Implementation('splash', splash, None, splash_supports),
   registry.Implementation('cudnn', cudnn_attention, None, cudnn_supports),
+  registry.Implementation(
+    'tokamax',
+    tokamax_adapter.attention,
+    None,
+    tokamax_adapter.attention_supports,
+  ),
 )

@@ -34,25 +34,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.pallas_kernels import attention_xla
+from paraxis.pallas_kernels import block_table
 from paraxis.pallas_kernels import registry
 
 NEG, FLOOR = attention_xla.NEG, attention_xla.FLOOR
 LOG2E = math.log2(math.e)
 _FAR = 2**30  # above every order number
 
-# Most tokens of a block (queries, keys), by pass. TPU: device kind; 512 was
-# taken from static schedules (not from a device) and fits 16 MiB of on-chip
-# memory up to head size 256. GPU: what keeps the forward and dq kernels free of
-# spills at head size 128 on Hopper; float32 is not for its tensor cores.
+# Most tokens of a block (queries, keys), by pass, where block_table.json has no
+# row. TPU: 512 was taken from static schedules (not from a device) and fits
+# 16 MiB of on-chip memory up to head size 256. GPU: what keeps the forward and
+# dq kernels free of spills at head size 128 on Hopper; float32 is not for its
+# tensor cores.
 _TPU = {'forward': (512, 512), 'dq': (512, 512), 'dkv': (512, 512)}
 _HOPPER = {'forward': (128, 64), 'dq': (64, 64), 'dkv': (64, 64)}
 _FLOAT32 = {'forward': (16, 16), 'dq': (16, 16), 'dkv': (16, 16)}
 BLOCKS = {
-  'TPU v5 lite': _TPU,
-  'TPU v5': _TPU,
-  'TPU v6 lite': _TPU,
-  'TPU7x': _TPU,
-  'tpu': _TPU,  # any other kind of that platform
+  'tpu': _TPU,
   'gpu': _HOPPER,
   'gpu float32': _FLOAT32,
 }
@@ -61,8 +59,8 @@ BLOCKS = {
 class Launch(NamedTuple):
   """How a kernel is called; for tests and measurements.
 
-  block: (queries, keys) per block instead of those of BLOCKS. interpret: as in
-  pl.pallas_call.
+  block: (queries, keys) per block instead of those of `choose`. interpret: as
+  in pl.pallas_call.
   """
 
   block: tuple[int, int] | None = None
@@ -72,10 +70,48 @@ class Launch(NamedTuple):
 DEFAULT = Launch()
 
 
-def most(platform, which):
-  """Bounds (queries, keys) of the blocks of a pass on the current target."""
-  kind = registry.current_target().device_kind
-  return BLOCKS[kind if kind in BLOCKS else platform][which]
+class Call(NamedTuple):
+  """What the size of a block depends on.
+
+  head: the larger head size. masked: may a block need a mask? device: kind of
+  device; None: the current target's.
+  """
+
+  head: int
+  dtype: str
+  masked: bool
+  device: str | None = None
+
+
+class Choice(NamedTuple):
+  """block: most queries and keys. source: 'static', 'measured', 'default'."""
+
+  block: tuple[int, int]
+  source: str
+  reason: str
+
+
+def call_of(q_BTNH, v_BSKV, segments, mask):
+  """`Call` of some arrays."""
+  masked = mask.causal or mask.window > 0 or segments is not None
+  head = max(q_BTNH.shape[-1], v_BSKV.shape[-1])
+  return Call(head, str(jnp.dtype(q_BTNH.dtype)), bool(masked))
+
+
+def choose(platform, which, call):
+  """`Choice` for a pass: of the table, else of BLOCKS, and why.
+
+  Args:
+    platform: key of BLOCKS. which: pass. call: Call.
+  """
+  kind = call.device or registry.current_target().device_kind
+  mask = block_table.MASKS[call.masked]
+  key = block_table.Key('attention', which, kind, call.head, call.dtype, mask)
+  row = block_table.find(key)
+  if row is not None:
+    return Choice(row.block, row.source, row.told())
+  reason = f'no row for {kind}, head size {call.head}, {call.dtype}, {mask}'
+  return Choice(BLOCKS[platform][which], 'default', reason)
 
 
 def split(length, bound, unit):

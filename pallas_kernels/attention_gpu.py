@@ -152,13 +152,15 @@ def _dkv_kernel(plan, *refs):
 
 
 def _plan(which, arrays, segments, order, mask, launch):
-  q, k = arrays
+  q, k, v = arrays
   lengths, bound = (q.shape[1], k.shape[1]), launch.block
   if bound is None:
     # Powers of two, as Triton's blocks must be; a product needs 16 rows.
     least = [max(16, pl.next_power_of_2(n)) for n in lengths]
     platform = 'gpu float32' if q.dtype == jnp.float32 else 'gpu'
-    bound = tuple(map(min, least, blocks.most(platform, which)))
+    call = blocks.call_of(q, v, segments, mask)
+    most = blocks.choose(platform, which, call).block
+    bound = tuple(map(min, least, most))
   return blocks.plan(lengths, segments, order, mask, bound)
 
 
@@ -262,7 +264,8 @@ def forward(
 ):
   """-> (o_BTNV in v's dtype, lse_BTN float32); see attention.py."""
   t = q_BTNH.shape[1]
-  plan = _plan('forward', (q_BTNH, k_BSKH), segments, order, mask, launch)
+  arrays = q_BTNH, k_BSKH, v_BSKV
+  plan = _plan('forward', arrays, segments, order, mask, launch)
   tp, sp = plan.padded
   q, k, v = (
     blocks.pad(x, n, 1) for x, n in ((q_BTNH, tp), (k_BSKH, sp), (v_BSKV, sp))
@@ -279,7 +282,8 @@ def backward(
   t, s = q_BTNH.shape[1], k_BSKH.shape[1]
 
   def prepare(which):
-    plan = _plan(which, (q_BTNH, k_BSKH), segments, order, mask, launch)
+    arrays = q_BTNH, k_BSKH, v_BSKV
+    plan = _plan(which, arrays, segments, order, mask, launch)
     tp, sp = plan.padded
     q, do_ = (blocks.pad(x, tp, 1) for x in (q_BTNH, do))
     k, v = (blocks.pad(x, sp, 1) for x in (k_BSKH, v_BSKV))

@@ -56,7 +56,18 @@ def supports(spec, target):
     return (
       f'head size {max(sizes)}: takes multiples of 8 up to {MOST_HEAD_SIZE}'
     )
-  bound = blocks.most('tpu', 'forward')
+  mask = spec.mask
+  masked = mask.causal or mask.window > 0 or spec.segments
+  call = blocks.Call(max(sizes), spec.dtype, masked, target.device_kind)
+  for which in ('forward', 'dq', 'dkv'):
+    entries, side = _entries(spec, blocks.choose('tpu', which, call).block)
+    if side >= blocks.MOST_COLUMNS or entries > MOST_ENTRIES:
+      return f'{entries} blocks to list, at most {MOST_ENTRIES} fit'
+  return None
+
+
+def _entries(spec, bound):
+  """(entries of a list of blocks, blocks along the longer side)."""
   rows, columns = (
     math.ceil(n / m) for n, m in zip((spec.q[1], spec.k[1]), bound, strict=True)
   )
@@ -64,9 +75,7 @@ def supports(spec, target):
   entries = rows * columns * (spec.q[0] if data else 1)
   if data and spec.mask.causal and not spec.order:
     entries = entries * (rows + 1) // (2 * rows)
-  if max(rows, columns) >= blocks.MOST_COLUMNS or entries > MOST_ENTRIES:
-    return f'{entries} blocks to list, at most {MOST_ENTRIES} fit'
-  return None
+  return entries, max(rows, columns)
 
 
 class _Grid:
@@ -271,10 +280,13 @@ def _dkv_kernel(grid, table, *refs):
     dv[0, 0] = dv_s[...].astype(dv.dtype)
 
 
-def _plan(which, lengths, segments, order, mask, launch):
-  bound = launch.block
+def _plan(which, arrays, segments, order, mask, launch):
+  q, k, v = arrays
+  lengths, bound = (q.shape[1], k.shape[1]), launch.block
   if bound is None:
-    pairs = zip(lengths, blocks.most('tpu', which), strict=True)
+    call = blocks.call_of(q, v, segments, mask)
+    most = blocks.choose('tpu', which, call).block
+    pairs = zip(lengths, most, strict=True)
     bound = tuple(blocks.split(n, most, LANES) for n, most in pairs)
   return blocks.plan(lengths, segments, order, mask, bound)
 
@@ -296,8 +308,8 @@ def forward(
   q_BTNH, k_BSKH, v_BSKV, segments, order, mask, launch=blocks.DEFAULT
 ):
   """-> (o_BTNV in v's dtype, lse_BTN float32); see attention.py."""
-  t, s = q_BTNH.shape[1], k_BSKH.shape[1]
-  plan = _plan('forward', (t, s), segments, order, mask, launch)
+  t, arrays = q_BTNH.shape[1], (q_BTNH, k_BSKH, v_BSKV)
+  plan = _plan('forward', arrays, segments, order, mask, launch)
   grid = _Grid('forward', plan, q_BTNH, v_BSKV)
   tp, sp = plan.padded
   q = _heads_first(q_BTNH, tp)
@@ -320,7 +332,8 @@ def backward(
   t, s = q_BTNH.shape[1], k_BSKH.shape[1]
 
   def gradients(which, kernel):
-    plan = _plan(which, (t, s), segments, order, mask, launch)
+    arrays = q_BTNH, k_BSKH, v_BSKV
+    plan = _plan(which, arrays, segments, order, mask, launch)
     grid = _Grid(which, plan, q_BTNH, v_BSKV)
     tp, sp = plan.padded
     q, do_first = _heads_first(q_BTNH, tp), _heads_first(do, tp)

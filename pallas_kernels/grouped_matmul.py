@@ -9,20 +9,36 @@ number of groups; a block of zeros costs nothing but looking at it. `ragged` is
 jax.lax.ragged_dot, a kernel on TPU; elsewhere XLA multiplies all rows with all
 matrices (on CPU 4 to 11 times the time of `blocks` at E = 8 to 16, measured;
 on GPU seen in the program compiled for H200). `even` is a batched product for
-runs of equal length.
+runs of equal length. Kernels of others, never chosen by 'auto': `megablox` of
+jax, for TPU, and `tokamax` where it is installed (tokamax_adapter.py).
 
 Legend: S rows, E groups, D input width, F output width, G blocks, N rows of a
 block.
 """
 
 import functools
+import importlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels import tokamax_adapter
 
 OP = 'grouped_matmul'
+ROWS = 128  # of a tile of megablox
+# The module: the package has a function of the same name over it.
+megablox = importlib.import_module(
+  'jax.experimental.pallas.ops.tpu.megablox.gmm'
+)
+
+
+class Spec(NamedTuple):
+  """What an implementation may look at when it says if it can run."""
+
+  rows: int
+  dtype: str
 
 
 def block(rows, groups, impl='auto'):
@@ -101,6 +117,40 @@ def _ragged_gradient(x_SD, g_SF, sizes_E, size, dtype):
   )
 
 
+def _megablox(x_SD, w_EDF, sizes_E, size, dtype, interpret=False):
+  del size
+  return megablox.gmm(
+    x_SD, w_EDF, sizes_E, dtype, (ROWS,) * 3, interpret=interpret
+  )
+
+
+def _megablox_gradient(x_SD, g_SF, sizes_E, size, dtype, interpret=False):
+  del size
+  return megablox.tgmm(
+    x_SD.T, g_SF, sizes_E, dtype, (ROWS,) * 3, interpret=interpret
+  )
+
+
+def _megablox_supports(spec, target):
+  if target.platform != 'tpu':
+    return f'needs a TPU, target is {target.device_kind}'
+  if spec is not None and spec.rows % ROWS:
+    return f'{spec.rows} rows are not a multiple of {ROWS}'
+  if spec is not None and spec.dtype not in ('bfloat16', 'float32'):
+    return f'takes bfloat16 and float32, not {spec.dtype}'
+  return None
+
+
+def _tokamax_gradient(x_SD, g_SF, sizes_E, size, dtype):
+  del size
+  return tokamax_adapter.gradient(x_SD, g_SF, sizes_E, dtype, _BY_ROWS)
+
+
+def _chosen(x_SD, impl):
+  spec = Spec(len(x_SD), str(jnp.dtype(x_SD.dtype)))
+  return registry.resolve(OP, impl, spec)
+
+
 def product(x_SD, w_EDF, sizes_E, size, dtype, impl='auto'):
   """y_SF: each row times the matrix of its group.
 
@@ -120,8 +170,7 @@ def product(x_SD, w_EDF, sizes_E, size, dtype, impl='auto'):
     x_ECD = x_SD.reshape(len(w_EDF), -1, x_SD.shape[1])
     y = jnp.einsum('ECD,EDF->ECF', x_ECD, w_EDF, preferred_element_type=dtype)
     return y.reshape(len(x_SD), -1)
-  chosen = registry.resolve(OP, impl)
-  return chosen.forward(x_SD, w_EDF, sizes_E, size, dtype)
+  return _chosen(x_SD, impl).forward(x_SD, w_EDF, sizes_E, size, dtype)
 
 
 def gradient(x_SD, g_SF, sizes_E, size, groups, dtype, impl='auto'):
@@ -131,8 +180,7 @@ def gradient(x_SD, g_SF, sizes_E, size, groups, dtype, impl='auto'):
     return jnp.einsum(
       'ECD,ECF->EDF', split(x_SD), split(g_SF), preferred_element_type=dtype
     )
-  chosen = registry.resolve(OP, impl)
-  return chosen.backward(x_SD, g_SF, sizes_E, size, dtype)
+  return _chosen(x_SD, impl).backward(x_SD, g_SF, sizes_E, size, dtype)
 
 
 def _on_tpu(spec, target):
@@ -147,5 +195,14 @@ registry.register(
   registry.Implementation('ragged', _ragged, _ragged_gradient, _on_tpu),
   registry.Implementation(
     'blocks', _blocks, _blocks_gradient, lambda spec, target: None
+  ),
+  registry.Implementation(
+    'megablox', _megablox, _megablox_gradient, _megablox_supports
+  ),
+  registry.Implementation(
+    'tokamax',
+    tokamax_adapter.product,
+    _tokamax_gradient,
+    tokamax_adapter.product_supports,
   ),
 )

@@ -56,6 +56,7 @@ target is missed.
   --quick      tiny sizes, to see that it runs; no target is judged
   --json       one JSON document on stdout instead of the table
   --markdown   one line per target, as a Markdown table
+  --tune=FILE  kernels only: search block sizes, write them to FILE
 """
 
 
@@ -63,6 +64,7 @@ def _define(values):
   flags.DEFINE_integer('rounds', 5, '', lower_bound=1, flag_values=values)
   for name in ('quick', 'json', 'markdown'):
     flags.DEFINE_boolean(name, False, '', flag_values=values)
+  flags.DEFINE_string('tune', None, '', flag_values=values)
 
 
 def _say(line):
@@ -117,6 +119,19 @@ def _in_child(name, rounds, quick):
   return measure.from_json(done.stdout)[0]
 
 
+def _tune(name, path, rounds):
+  if name != 'kernels':
+    raise errors.UserError(
+      f'--tune: bench {name} has no blocks to search; name kernels.'
+    )
+  _devices(1)
+  from paraxis.train import kernel_tune
+
+  lines = kernel_tune.tune(path, rounds, _say)
+  print('\n'.join([*lines, f'wrote {path}: PARAXIS_BLOCKS={path} uses it']))
+  return errors.EXIT_OK
+
+
 def main(argv):
   """Runs the command; argv: arguments after its name. -> exit code."""
   if any(arg in ('--help', '-help', '-h') for arg in argv):
@@ -131,6 +146,8 @@ def main(argv):
       + schema.suggest(given, known)
     )
   rounds, quick, name = values.rounds, values.quick, names[0]
+  if values.tune is not None:
+    return _tune(name, values.tune, rounds)
   if name == 'all':
     reports = [_in_child(n, rounds, quick) for n in BENCHES]
   else:

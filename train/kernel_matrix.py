@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from paraxis.configs import errors
 from paraxis.pallas_kernels import affine_scan
 from paraxis.pallas_kernels import attention
+from paraxis.pallas_kernels import attention_blocks
+from paraxis.pallas_kernels import block_table
 from paraxis.pallas_kernels import cross_entropy
 from paraxis.pallas_kernels import decode_attention
 from paraxis.pallas_kernels import gated_scan
@@ -42,7 +44,9 @@ KERNEL = re.compile(
   r'custom_call_target="(tpu_custom_call|__gpu\$xla\.gpu\.triton|__cudnn\$\w+)"'
 )
 # Implementations that are kernels; all others are made of XLA's operations.
-KERNELS = ('pallas_tpu', 'pallas_gpu', 'splash', 'cudnn')
+KERNELS = (
+  'pallas_tpu', 'pallas_gpu', 'splash', 'cudnn', 'megablox', 'tokamax'
+)  # fmt: skip
 _FAULTS = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
 
@@ -227,8 +231,34 @@ def line(found):
   return f'{found.op:16} {found.implementation:10} {found.target:5} {told}'
 
 
+# Kinds of device whose blocks are told, as jax prints them, by platform.
+KINDS = (
+  ('tpu', 'TPU v5 lite'), ('tpu', 'TPU v5'), ('tpu', 'TPU v6 lite'),
+  ('tpu', 'TPU7x'), ('gpu', 'NVIDIA H100 80GB HBM3'),
+  ('gpu', 'NVIDIA H200 141GB HBM3e'),
+)  # fmt: skip
+
+
+def block_lines(kinds=KINDS, heads=(64, 128)):
+  """Lines: blocks (queries x keys) of attention in bfloat16, and their source.
+
+  kinds: (platform, device kind) each. heads: head sizes. Masked calls.
+  """
+  for platform, kind in kinds:
+    for head in heads:
+      call = attention_blocks.Call(head, 'bfloat16', True, kind)
+      told = []
+      for which in ('forward', 'dq', 'dkv'):
+        found = attention_blocks.choose(platform, which, call)
+        size = 'x'.join(map(str, found.block))
+        told.append(f'{which} {size} ({found.source})')
+      yield f'blocks of attention, {kind}, head size {head}: {", ".join(told)}'
+  for row in block_table.rows().values():
+    yield f'{" ".join(map(str, row.key))}: {row.told()}'
+
+
 def run(targets=TARGETS, say=print):
-  """Prints the matrix -> exit code: 1 if one of them failed.
+  """Prints the matrix and the blocks -> exit code: 1 if one failed.
 
   A kernel whose program calls none has failed, whatever the compiler says.
   """
@@ -238,5 +268,7 @@ def run(targets=TARGETS, say=print):
     total += 1
     silent = found.implementation in KERNELS and not found.kernels
     bad += found.state == 'failed' or (found.state == 'compiled' and silent)
+  for text in block_lines():
+    say(text)
   say(f'{total} programs, {bad} failed; nothing was run')
   return errors.EXIT_DIFFERENT if bad else errors.EXIT_OK

@@ -89,9 +89,9 @@ def _one_branch(kind):
 
 
 def _ours(block, width):
-  """Output and gradients by our kernels, in blocks of one size."""
+  """Output and gradients by our kernels; block: (queries, keys)."""
   mask = attention.Mask(scale=width**-0.5)
-  launch = attention_blocks.Launch((block, block))
+  launch = attention_blocks.Launch(block)
 
   def call(q, k, v, do):
     given = q, k, v, None, None, mask
@@ -105,7 +105,13 @@ def _ours(block, width):
 def _splash(block, length, heads):
   """The same by jax's splash attention."""
   one = splash_attention.CausalMask((length, length))
-  sizes = splash_attention.BlockSizes(*[block] * 8)
+  (bq, bk), names = block, ('block_q', 'block_q_dkv', 'block_q_dq')
+  sizes = splash_attention.BlockSizes(
+    **dict.fromkeys(names, bq),
+    **{n.replace('block_q', 'block_kv'): bk for n in names},
+    block_kv_compute=bk,
+    block_kv_dkv_compute=bk,
+  )
 
   def attend(q, k, v):
     kernel = splash_attention.make_splash_mha(
@@ -124,21 +130,22 @@ def _splash(block, length, heads):
   return call
 
 
-def compile_all(name, block, folder, heads=8, width=128):
-  """Compiles the three forms -> {form: {pass: Schedule}}.
+def compile_all(name, block, folder, width=128, forms=tuple(KINDS)):
+  """Compiles forms of the kernels -> {form: {pass: Schedule}}.
 
   libtpu must have been loaded with `folder` in its options.
 
   Args:
-    name: topology. block: queries and keys of a block.
+    name: topology. block: (queries, keys) of a block. width: head size.
+    forms: of KINDS.
   """
   machine, out = aot.topology(name), {}
   one = jax.sharding.SingleDeviceSharding(machine.devices[0])
   folder = pathlib.Path(folder)
-  length = 4 * block
+  length, heads = 4 * max(block), 8
   x = jax.ShapeDtypeStruct((2, length, heads, width), 'bfloat16', sharding=one)
-  for form, kind in KINDS.items():
-    before = set(folder.iterdir())
+  for form in forms:
+    before, kind = set(folder.iterdir()), KINDS[form]
     with machine.context(), _one_branch(kind):
       call = _ours(block, width) if kind else _splash(block, length, heads)
       traced = jax.jit(call).trace(x, x, x, x)
@@ -155,17 +162,27 @@ def compile_all(name, block, folder, heads=8, width=128):
   return out
 
 
-def measure(name, block):
+def measure(name, block, width=128, forms=tuple(KINDS)):
   """`compile_all` in a process of its own -> the same.
+
+  block: (queries, keys), or a number for both.
 
   Raises:
     RuntimeError: it failed; its last line is in the message.
   """
   with tempfile.TemporaryDirectory() as folder:
+    sizes = [block] * 2 if isinstance(block, int) else block
+    arguments = [
+      name,
+      'x'.join(map(str, sizes)),
+      folder,
+      width,
+      ','.join(forms),
+    ]
     options = os.environ.get('LIBTPU_INIT_ARGS', ''), _OPTIONS.format(folder)
     done = subprocess.run(
       [sys.executable, '-m', 'paraxis.train.kernel_schedules',
-       name, str(block), folder],
+       *map(str, arguments)],
       env=os.environ
       | dict(JAX_PLATFORMS='cpu', LIBTPU_INIT_ARGS=' '.join(options).strip()),
       capture_output=True,
@@ -182,5 +199,11 @@ def measure(name, block):
   }
 
 
+def _main(name, block, folder, width, forms):
+  sizes = tuple(map(int, block.split('x')))
+  found = compile_all(name, sizes, folder, int(width), forms.split(','))
+  print(json.dumps(found))
+
+
 if __name__ == '__main__':
-  print(json.dumps(compile_all(sys.argv[1], int(sys.argv[2]), sys.argv[3])))
+  _main(*sys.argv[1:])

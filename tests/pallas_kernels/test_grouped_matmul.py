@@ -13,7 +13,9 @@ from paraxis.pallas_kernels import grouped_matmul
 from paraxis.pallas_kernels import registry
 
 S, E, D, F, SIZE = 40, 4, 3, 5, 8
-# `ragged` is asked for by its functions: on CPU it must not be chosen.
+CPU = registry.Target('cpu', 'cpu')
+# `ragged` is asked for by its functions: on CPU it must not be chosen. Kernels
+# of others are in float32: below, and in test_tokamax_adapter.py.
 BY_NAME = {i.name: i for i in registry._OPS[grouped_matmul.OP]}
 
 
@@ -32,7 +34,7 @@ def arrays(sizes):
   return x, rng.normal(size=(E, D, F)), g, np.repeat(np.arange(E), sizes)
 
 
-@pytest.mark.parametrize('name', BY_NAME)
+@pytest.mark.parametrize('name', ['ragged', 'blocks'])
 @pytest.mark.parametrize('sizes', [(8, 0, 24, 8), (16, 8, 0, 8)])
 def test_equal_to_a_loop(name, sizes):
   x, w, g, groups = arrays(sizes)
@@ -61,12 +63,37 @@ def test_even_runs():
 
 
 def test_which_runs_where():
-  cpu, gpu = registry.Target('cpu', 'cpu'), registry.Target('gpu', 'H200')
-  tpu = registry.Target('tpu', 'TPU v5')
+  gpu, tpu = registry.Target('gpu', 'H200'), registry.Target('tpu', 'TPU v5')
   name = lambda target: registry.resolve('grouped_matmul', target=target).name
-  assert [name(t) for t in (cpu, gpu, tpu)] == ['blocks', 'blocks', 'ragged']
+  assert [name(t) for t in (CPU, gpu, tpu)] == ['blocks', 'blocks', 'ragged']
   with pytest.raises(errors.UserError, match='all rows with all matrices'):
     grouped_matmul.product(*arrays((8, 8, 8, 8))[:2], 0, SIZE, 'f8', 'ragged')
+
+
+def test_megablox_is_the_same():
+  rng = np.random.default_rng(0)
+  draw = lambda *s: jnp.asarray(rng.normal(size=s), jnp.float32)
+  x, w, g = draw(256, 128), draw(2, 128, 128), draw(256, 128)
+  sizes, op = jnp.array([96, 160], jnp.int32), BY_NAME['megablox']
+  for call, ours, b in (
+    (op.forward, BY_NAME['blocks'].forward, w),
+    (op.backward, BY_NAME['blocks'].backward, g),
+  ):
+    with jax.enable_x64(False):
+      found = call(x, b, sizes, 32, jnp.float32, interpret=True)
+    expected = ours(x, b, sizes, 32, jnp.float32)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+def test_what_megablox_does_not_take():
+  tpu = registry.Target('tpu', 'TPU v5')
+  for spec, words in (
+    (grouped_matmul.Spec(40, 'bfloat16'), '40 rows'),
+    (grouped_matmul.Spec(256, 'float64'), 'not float64'),
+  ):
+    with pytest.raises(errors.UserError, match=words):
+      registry.resolve('grouped_matmul', 'megablox', spec, tpu)
+  assert 'needs a TPU' in BY_NAME['megablox'].supports(None, CPU)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pkgutil
 import pytest
 
 from paraxis import pallas_kernels
+from paraxis.pallas_kernels import block_table
 from paraxis.pallas_kernels import registry
 from paraxis.sharding import aot
 from paraxis.train import cli
@@ -23,6 +24,7 @@ needs_cuda = pytest.mark.skipif(
 KERNELS = {
   'attention': (3, 24), 'decode_attention': (1, 18), 'gated_scan': (2, 24),
   'linear_scan': (2, 36), 'quantized_matmul': (1, 3),
+  'grouped_matmul': (2, 24),
 }  # fmt: skip
 # Of the XLA forms; dense attention would hold 64 MiB of scores and weights,
 # plain cross-entropy 64 of logits and their gradient.
@@ -78,7 +80,8 @@ def test_all_of_it_on_one_tpu():
   check(found)
   state = {(r.op, r.implementation): r for r in found}
   for op in KERNELS:
-    assert state[op, 'pallas_tpu'].state == 'compiled'
+    kernel = 'megablox' if op == 'grouped_matmul' else 'pallas_tpu'
+    assert state[op, kernel].state == 'compiled'
   assert state['attention', 'splash'].state == 'compiled'
   assert 'needs a GPU' in state['attention', 'pallas_gpu'].reason
 
@@ -87,7 +90,8 @@ def test_all_of_it_on_one_tpu():
 @needs_tpu
 def test_kernels_on_another_tpu():
   topology = aot.topology('tpu7x:1x1x1')
-  check(matrix.row(op, 'pallas_tpu', 'tpu7x', topology) for op in KERNELS)
+  ours = [op for op in KERNELS if op != 'grouped_matmul']
+  check(matrix.row(op, 'pallas_tpu', 'tpu7x', topology) for op in ours)
 
 
 @pytest.mark.aot
@@ -120,6 +124,15 @@ def test_what_does_not_compile_is_a_line(monkeypatch):
   topology = aot.topology('v5e:1x1')
   found = matrix.row('quantized_matmul', 'xla', 'v5e', topology)
   assert (found.state, found.reason) == ('failed', 'no such instruction')
+
+
+def test_blocks_are_told_with_their_source():
+  found = list(matrix.block_lines([('tpu', 'TPU v9')], [128]))
+  assert found[0] == (
+    'blocks of attention, TPU v9, head size 128: forward 512x512 (default), '
+    'dq 512x512 (default), dkv 512x512 (default)'
+  )
+  assert len(found) == 1 + len(block_table.rows())
 
 
 def test_the_command(monkeypatch):

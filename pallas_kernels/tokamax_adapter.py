@@ -1,0 +1,149 @@
+"""Kernels of tokamax behind our contracts: optional, never chosen by 'auto'.
+
+tokamax (github.com/openxla/tokamax) is no dependency: it is imported when one
+of these runs, and where it is not installed `supports` says so. They are
+yardsticks and second opinions. tokamax goes on to its XLA form without a word
+if a kernel refuses; here the kernel is named (`form`), so what cannot run is an
+error:
+
+  TPU v5 and later  mosaic_tpu       NVIDIA Hopper, Blackwell  mosaic_gpu
+  other NVIDIA      triton           CPU                       xla
+
+Its public attention gives no lse, which the op needs, so the ops beneath it are
+called (tokamax 0.0.12; a later one may have moved them). There is no backward
+pass of attention here, for the reason that attention_adapters.py gives.
+
+Legend: B batch, T query length, S key length or rows, N query heads, K kv
+heads, H head size, E groups, D input width, F output width.
+"""
+
+import importlib
+import importlib.util
+import re
+
+from absl import flags
+import jax.numpy as jnp
+
+from paraxis.pallas_kernels import registry
+
+MISSING = 'tokamax is not installed: pip install tokamax'
+LANES = 128
+_DTYPES = {
+  'mosaic_tpu': ('bfloat16', 'float32'),
+  'mosaic_gpu': ('bfloat16', 'float16'),
+  'triton': ('bfloat16', 'float16'),
+  'xla': ('bfloat16', 'float32'),
+}
+
+
+def form(target):
+  """The name that tokamax has for what runs on a target, or None."""
+  kind = target.device_kind
+  if target.platform == 'tpu':
+    return None if re.search(r'v[234]\b', kind) else 'mosaic_tpu'
+  if target.platform == 'gpu':
+    if 'NVIDIA' not in kind:
+      return None
+    new = re.search(r'\b(GH|GB|H|B)\d{2,3}\b', kind)
+    return 'mosaic_gpu' if new else 'triton'
+  return 'xla' if target.platform == 'cpu' else None
+
+
+def _unfit(dtype, target):
+  """Why no kernel of tokamax runs on a target, or None. dtype: or None."""
+  if importlib.util.find_spec('tokamax') is None:
+    return MISSING
+  name = form(target)
+  if name is None:
+    return f'tokamax has no kernel for {target.device_kind}'
+  if dtype is not None and dtype not in _DTYPES[name]:
+    return f'{name} takes {" and ".join(_DTYPES[name])}, not {dtype}'
+  return None
+
+
+def load(name='tokamax'):
+  """A module of tokamax, which keeps its options in absl's global flags.
+
+  It reads them from the command line of whoever calls it, and a flag that it
+  does not know ends the process: so they count as read, with their defaults.
+  """
+  found = importlib.import_module(name)
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
+  return found
+
+
+def _ops(name):
+  return load(f'tokamax._src.ops.{name}')
+
+
+def attention_supports(spec, target):
+  """None, or one line that says why its attention cannot run."""
+  reason = _unfit(spec and spec.dtype, target)
+  if reason or spec is None:
+    return reason
+  if spec.sharded:
+    return 'arrays are spread over a mesh: call it in a manual region'
+  if spec.segments or spec.order:
+    return 'takes neither segments nor an order without a T x S mask'
+  if spec.v and spec.v[-1] != spec.k[-1]:
+    return f'takes one head size, not {spec.k[-1]} and {spec.v[-1]}'
+  if spec.mask.window and not spec.mask.causal:
+    return 'takes a window only together with a causal mask'
+  if target.platform == 'tpu':
+    if spec.mask.window:
+      return 'has no window on TPU'
+    for length in (spec.q[1], spec.k[1]):
+      if length % LANES:
+        return f'length {length} is not a multiple of {LANES}'
+  return None
+
+
+def attention(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
+  """Forward pass by tokamax -> (o_BTNH, lse_BTN)."""
+  del segments, order  # see supports
+  base, api = _ops('attention.base'), _ops('attention.api')
+  limits = {}
+  if mask.window:  # query t sees keys from t - window + 1 on
+    first = jnp.arange(q_BTNH.shape[1]) - (mask.window - 1)
+    limits = dict(k_start=jnp.maximum(first, 0))
+  name = form(registry.current_target())
+  o, (m, total) = api.IMPLEMENTATIONS[name](
+    *map(jnp.asarray, (q_BTNH, k_BSKH, v_BSKH)),
+    logits_scale=mask.scale,
+    logits_soft_cap=mask.softcap or None,
+    mask=base.Mask(is_causal=mask.causal, **limits),
+    return_residuals=True,
+  )
+  # Maxima and sums, but on TPU the second is the lse already.
+  lse = total if name == 'mosaic_tpu' else m + jnp.log(total)
+  return o.astype(v_BSKH.dtype), lse.astype(jnp.float32).swapaxes(1, 2)
+
+
+def product_supports(spec, target):
+  """None, or one line that says why its grouped product cannot run."""
+  return _unfit(spec and spec.dtype, target)
+
+
+def _product(a, b, sizes_E, dtype, dimensions):
+  api = _ops('ragged_dot.api')
+  options = {}
+  if dimensions is not None:
+    options = dict(ragged_dot_dimension_numbers=dimensions)
+  call = api.ragged_dot if dimensions is None else api.ragged_dot_general
+  return call(
+    jnp.asarray(a), jnp.asarray(b), group_sizes=sizes_E,
+    preferred_element_type=dtype,
+    implementation=form(registry.current_target()), **options,
+  )  # fmt: skip
+
+
+def product(x_SD, w_EDF, sizes_E, size, dtype):
+  """y_SF by tokamax; see grouped_matmul.product."""
+  del size
+  return _product(x_SD, w_EDF, sizes_E, dtype, None)
+
+
+def gradient(x_SD, g_SF, sizes_E, dtype, dimensions):
+  """dW_EDF by tokamax. dimensions: of the product over rows."""
+  return _product(x_SD, g_SF, sizes_E, dtype, dimensions)
