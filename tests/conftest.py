@@ -23,6 +23,7 @@ _FLAGS = [
   # time to compile. Training keeps a level that is named here (compiling.py).
   '--xla_backend_optimization_level=0',
   '--xla_llvm_disable_expensive_passes=true',
+  '--xla_cpu_parallel_codegen_split_count=1',
 ]
 if importlib.metadata.version('jaxlib').startswith('0.10.'):
   # Newer ones do not know it, and stop at a flag that they do not know.
