@@ -9,6 +9,8 @@ Legend: B batch, T length, D channels.
 import functools
 
 import jax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -172,11 +174,11 @@ def test_what_does_not_fit_is_an_error():
 # ------------------------------------------------------------------- kernels --
 
 
-def interpreted(kernel):
+def interpreted(kernel, how=True):
   module = KERNELS[kernel]
   passes = module.forward, module.backward
   less = {'unroll': 3} if kernel == 'gpu' else {}
-  passes = (functools.partial(f, interpret=True, **less) for f in passes)
+  passes = (functools.partial(f, interpret=how, **less) for f in passes)
   return registry.Implementation(kernel, *passes, lambda *_: None)
 
 
@@ -208,6 +210,15 @@ def test_a_tile_that_is_not_scanned_is_found(monkeypatch):
   found = both(interpreted('tpu'), arrays, 0 * reset, cotangents)
   wanted = by_hand(arrays, 0 * reset == 1, cotangents)
   assert wrong(found, wanted, 1e-2) == list(NAMES)
+
+
+def test_no_race_and_nothing_read_before_it_is_written():
+  params = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
+  arrays, reset, cotangents = problem(2, 37, 3, np.float32)
+  reset[:] = False
+  found = both(interpreted('tpu', params), arrays, reset, cotangents)
+  assert wrong(found, by_hand(arrays, reset, cotangents), 1e-5) == []
+  assert not interpret_pallas_call.races.races_found
 
 
 @pytest.mark.parametrize('kernel', KERNELS)
