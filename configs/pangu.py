@@ -39,6 +39,7 @@ def get_config():
   config.data.sequence_length = 1024
   config.train.batch_size = 8
   config.train.remat = 'full'
+  config.model.loss = 'logits'  # whole, in every layout that is compared
   return config
 
 

@@ -8,7 +8,7 @@ Mamba-2 (arXiv:2405.21060, section 7), per head of P channels, S numbers each:
 x, B and C pass a short causal convolution and SiLU; heads of a group share B
 and C, and the mean of the norm (of all heads where there is one group). That is
 a gated scan with one decay a head: q = C, k = B, v = dt x. Cost as there
-(pallas_kernels/gated_scan.py), on B and C repeated for every head.
+(pallas_kernels/gated_scan.py), with one B and C for the heads of a group.
 
 Mamba (arXiv:2312.00752, section 3) gives every channel f its own decays:
 
@@ -190,8 +190,10 @@ class Mamba2(_Mamba):
     return y, None if state is None else (memory, (tail, other))
 
   def _on_heads(self, x_BTGS):
-    """What groups share, for every head; a shard takes its own."""
-    run = functools.partial(_own_heads, heads=num_heads(self.config))
+    """What groups share, as often as shards of heads need; each its own."""
+    heads, groups = num_heads(self.config), self.config.mamba.groups
+    shared = math.gcd(heads // annotate.shards('heads'), heads // groups)
+    run = functools.partial(_own_heads, heads=heads // shared)
     return annotate.region(
       run, (SHARED_ROWS[:4],), (mixer.HEADS,), single=True
     )(x_BTGS)

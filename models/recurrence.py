@@ -33,8 +33,8 @@ def gated_scan(q, k, v, log_decay, see, layout, state=None, impl='auto'):
   """The gated scan of packed rows (pallas_kernels/gated_scan.py).
 
   Args:
-    q, k: (B, T, N, K). v: (B, T, N, V). log_decay: (B, T, N, K) or (B, T, N).
-      Laid out as HEADS.
+    q, k: (B, T, G, K), G divides N. v: (B, T, N, V). log_decay: (B, T, N, K)
+      or (B, T, N). Laid out as HEADS.
     see: attention.Visibility. layout: parameter.Layout.
     state: (B, N, K, V), or None: zeros. impl: of the op, schema.Model.scan.
 

@@ -22,7 +22,8 @@ Only iota, where, exp, sums and products of 2-D arrays, so the same lines trace
 into an XLA loop and into both kernels. `segment` counts the resets so far in
 the chunk: tokens of different segments do not meet, S reaches segment 0 only.
 
-Legend: C tokens of a chunk, K key size, V value size.
+Legend: C tokens of a chunk, K key size, V value size, G groups of heads that
+share q and k.
 """
 
 import functools
@@ -40,9 +41,10 @@ _NN, _NT, _TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))
 class Tokens(NamedTuple):
   """Inputs of a scan, of a whole one (B, T, H, ..) or of one chunk (C, ..).
 
-  q, k: (B, T, H, K), (C, K). v: (B, T, H, V), (C, V). g, the log decay:
-  (B, T, H, K), (C, K), or one per head (B, T, H), (1, C). segment: resets since
-  the start of the token's chunk, (B, T) int32, (1, C) of q's dtype.
+  q, k: (B, T, G, K), (C, K); head h reads group h // (H / G). v: (B, T, H, V),
+  (C, V). g, the log decay: (B, T, H, K), (C, K), or one per head (B, T, H),
+  (1, C). segment: resets since the start of the token's chunk, (B, T) int32,
+  (1, C) of q's dtype.
   """
 
   q: Any
@@ -57,6 +59,16 @@ class Precision(NamedTuple):
 
   products: Any
   sums: Any
+
+
+def of_groups(d_BTHK, like):
+  """Gradients of what heads read, summed over those of a group of `like`."""
+  *_, g, _ = like.shape
+  b, t, h, k = d_BTHK.shape
+  if g == h:
+    return d_BTHK
+  wide = d_BTHK.astype(jnp.promote_types(d_BTHK.dtype, jnp.float32))
+  return wide.reshape(b, t, g, -1, k).sum(3)
 
 
 def _dot(a, b, dims=_NN, precision=None):
@@ -244,8 +256,8 @@ def cost(x, chunk, gradient=False):
   FLOPs: 2 per multiplication in a matrix product, sums of decays included.
   Bytes: each input and output once, the states between chunks too.
   """
-  B, T, H, K = x.q.shape
-  C, V, scalar = chunk, x.v.shape[3], len(x.g.shape) == 3
+  (B, T, H, V), K = x.v.shape, x.q.shape[3]
+  C, scalar = chunk, len(x.g.shape) == 3
   levels = 1 if scalar else C.bit_length() - 1
   # products of (C, C, K), (C, C, V), (C, K, V)
   if gradient:

@@ -18,7 +18,8 @@ A length that is split over devices: each runs the op from a zero state, `decay`
 and the final state compose over devices, and `correction` adds what the true
 initial state contributes.
 
-Legend: B batch, T tokens, H heads, K key size, V value size.
+Legend: B batch, T tokens, H heads, G groups of heads that share q and k, K key
+size, V value size.
 """
 
 import dataclasses
@@ -54,31 +55,36 @@ ALL_LOST = -1e30
 class Spec:
   """What an implementation may look at when it says if it can run."""
 
-  q: tuple[int, ...]  # B, T, H, K
+  q: tuple[int, ...]  # B, T, G, K
   values: int  # V
   dtype: str
   scalar: bool  # one decay per head
   chunk: int  # 0: the implementation's own
 
 
-def check(q_BTHK, k_BTHK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk):
+def check(q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk):
   """Raises errors.UserError, with both numbers, if something does not fit."""
-  q, v = q_BTHK.shape, v_BTHV.shape
-  if len(q) != 4 or k_BTHK.shape != q or len(v) != 4 or v[:3] != q[:3]:
+  q, v = q_BTGK.shape, v_BTHV.shape
+  if len(q) != 4 or k_BTGK.shape != q or len(v) != 4 or v[:2] != q[:2]:
     raise errors.UserError(
-      f'{OP}: q {q}, k {k_BTHK.shape}, v {v} do not fit (B, T, H, K), '
-      f'(B, T, H, K), (B, T, H, V)'
+      f'{OP}: q {q}, k {k_BTGK.shape}, v {v} do not fit (B, T, G, K), '
+      f'(B, T, G, K), (B, T, H, V)'
     )
   if 0 in (*q, v[3]):
     raise errors.UserError(
       f'{OP}: q {q}, v {v} are empty; every size must be at least 1'
     )
-  if log_decay.shape not in (q, q[:3]):
+  if v[2] % q[2]:
     raise errors.UserError(
-      f'{OP}: log_decay {log_decay.shape} must be {q}, one per key, or '
-      f'{q[:3]}, one per head'
+      f'{OP}: {q[2]} groups of q and k do not divide {v[2]} heads of v'
     )
-  floats = dict(q=q_BTHK, k=k_BTHK, v=v_BTHV, log_decay=log_decay)
+  per_key = *v[:3], q[3]
+  if log_decay.shape not in (per_key, v[:3]):
+    raise errors.UserError(
+      f'{OP}: log_decay {log_decay.shape} must be {per_key}, one per key, or '
+      f'{v[:3]}, one per head'
+    )
+  floats = dict(q=q_BTGK, k=k_BTGK, v=v_BTHV, log_decay=log_decay)
   for name, x in floats.items():
     if not jnp.issubdtype(x.dtype, jnp.floating):
       raise errors.UserError(f'{OP}: {name} is {x.dtype}, must be a float')
@@ -86,7 +92,7 @@ def check(q_BTHK, k_BTHK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk):
     raise errors.UserError(
       f'{OP}: reset {reset_BT.shape} must be {q[:2]}, one per token'
     )
-  state = q[0], *q[2:], v[3]
+  state = q[0], v[2], q[3], v[3]
   if state_BHKV is not None and state_BHKV.shape != state:
     raise errors.UserError(
       f'{OP}: the state is {state_BHKV.shape}, these inputs need {state}; '
@@ -100,14 +106,15 @@ def check(q_BTHK, k_BTHK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk):
 
 
 def gated_scan(
-  q_BTHK, k_BTHK, v_BTHV, log_decay, reset_BT=None, state_BHKV=None, *,
+  q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT=None, state_BHKV=None, *,
   chunk=0, impl='auto',
 ):  # fmt: skip
   """A gated scan -> (o_BTHV, state_BHKV after the last token).
 
   Args:
-    q_BTHK, k_BTHK: any float dtype. No scale is applied.
-    v_BTHV: values.
+    q_BTGK, k_BTGK: any float dtype; head h reads group h // (H // G), without
+      a copy for each. No scale is applied.
+    v_BTHV: values; G divides H.
     log_decay: <= 0, (B, T, H, K) or (B, T, H); float32 is advised whatever the
       dtype of q. -inf forgets all of the key or head, as a reset does, and has
       no gradient.
@@ -128,21 +135,20 @@ def gated_scan(
     errors.UserError: shapes that do not fit, or an implementation that cannot
       run here.
   """
-  check(q_BTHK, k_BTHK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk)
-  B, T, H, K = q_BTHK.shape
-  V = v_BTHV.shape[-1]
+  check(q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk)
+  (B, T, H, V), K = v_BTHV.shape, q_BTGK.shape[3]
   scalar = log_decay.ndim == 3
-  spec = Spec(q_BTHK.shape, V, str(q_BTHK.dtype), scalar, chunk)
+  spec = Spec(q_BTGK.shape, V, str(q_BTGK.dtype), scalar, chunk)
   chosen = registry.resolve(OP, impl, spec)
   chunk = _chunk_of(chosen.name, chunk, T)
   if reset_BT is None:
     reset_BT = jnp.zeros((B, T), bool)
   if state_BHKV is None:
     state_BHKV = jnp.zeros((B, H, K, V))
-  wide = jnp.promote_types(q_BTHK.dtype, jnp.float32)
+  wide = jnp.promote_types(q_BTGK.dtype, jnp.float32)
   restart = reset_BT.reshape(B, T, *[1] * (log_decay.ndim - 2))
   g = jnp.where(restart, 0, _finite(log_decay))
-  arrays = q_BTHK, k_BTHK, v_BTHV, g, reset_BT
+  arrays = q_BTGK, k_BTGK, v_BTHV, g, reset_BT
   *arrays, reset_BT = (_pad(x, -T % chunk) for x in arrays)
   count = jnp.cumsum(reset_BT.reshape(B, -1, chunk).astype(jnp.int32), -1)
   tokens = gated_chunk.Tokens(*arrays, count.reshape(B, -1))
@@ -209,7 +215,7 @@ def decay(log_decay, reset_BT=None):
   return jnp.where(reset_BT.any(1)[:, None, None], 0, left)
 
 
-def correction(q_BTHK, log_decay, reset_BT, state_BHKV):
+def correction(q_BTGK, log_decay, reset_BT, state_BHKV):
   """What an initial state adds to the outputs of a scan from a zero state.
 
       do_t = (q_t e^(g_1 + ... + g_t)) S    before the first reset, 0 from it on
@@ -217,16 +223,22 @@ def correction(q_BTHK, log_decay, reset_BT, state_BHKV):
   Returns:
     do_BTHV in promote_types(q's dtype, float32).
   """
+  (b, t, g, k), h = q_BTGK.shape, state_BHKV.shape[1]
   total = jnp.cumsum(_wide(log_decay), 1)
   total = total if log_decay.ndim == 4 else total[..., None]
   reach = jnp.exp(total)
   if reset_BT is not None:
     seen = jnp.cumsum(reset_BT.astype(jnp.int32), 1) > 0
     reach = jnp.where(seen[..., None, None], 0, reach)
-  return jnp.einsum(
-    'bthk,bhkv->bthv', _wide(q_BTHK) * reach, state_BHKV,
-    precision=gated_chunk.precision_of(q_BTHK.dtype).products,
-  )  # fmt: skip
+  q, reach = _wide(q_BTGK), reach.reshape(b, t, g, h // g, -1)
+  state = state_BHKV.reshape(b, g, h // g, k, -1)
+  precision = gated_chunk.precision_of(q_BTGK.dtype).products
+  dot = functools.partial(jnp.einsum, precision=precision)
+  if log_decay.ndim == 3:
+    do = dot('btgk,bgrkv->btgrv', q, state) * reach
+  else:
+    do = dot('btgrk,bgrkv->btgrv', q[:, :, :, None] * reach, state)
+  return do.reshape(b, t, h, -1)
 
 
 def _wide(x):

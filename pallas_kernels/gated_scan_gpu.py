@@ -110,8 +110,7 @@ def _part(*shape):
 
 
 def _call(kernel, x, chunk, interpret, **options):
-  B, _, H, K = x.q.shape
-  V = x.v.shape[3]
+  (B, _, H, V), K = x.v.shape, x.q.shape[3]
   W = min(V, _COLUMNS)
   warps = 4 if K * W <= 64 * 64 else 8  # at most 32 registers for the state
   name = kernel.__name__.strip('_').replace('kernel', 'chunks')
@@ -131,12 +130,15 @@ def _call(kernel, x, chunk, interpret, **options):
 
 def _inputs(x):
   """(arrays, heads before tokens, and their BlockSpecs)."""
-  T, K = x.q.shape[1], x.q.shape[3]
-  W = min(x.v.shape[3], _COLUMNS)
+  (_, T, G, K), (_, _, H, V) = x.q.shape, x.v.shape
+  W = min(V, _COLUMNS)
   arrays = *(jnp.moveaxis(y, 1, 2) for y in x[:4]), x.segment
   g = _whole(T) if x.g.ndim == 3 else _whole(T, K)
   segment = pl.BlockSpec((None, T), lambda b, h, m: (b, 0))
-  return arrays, [_whole(T, K), _whole(T, K), _columns(T, W), g, segment]
+  shared = pl.BlockSpec(
+    (None, None, T, K), lambda b, h, m: (b, h // (H // G), 0, 0)
+  )
+  return arrays, [shared, shared, _columns(T, W), g, segment]
 
 
 def forward(x, state, chunk, save, interpret=False):
@@ -147,8 +149,7 @@ def forward(x, state, chunk, save, interpret=False):
     state: (B, H, K, V) float32.
     interpret: of pallas_call, for tests without a GPU.
   """
-  B, T, H, K = x.q.shape
-  V = x.v.shape[3]
+  (B, T, H, V), K = x.v.shape, x.q.shape[3]
   N, W = T // chunk, min(V, _COLUMNS)
   arrays, specs = _inputs(x)
   shape = functools.partial(gated_chunk.shape_like, x.q)
@@ -167,8 +168,7 @@ def forward(x, state, chunk, save, interpret=False):
 def backward(x, starts, cotangents, chunk, interpret=False):
   """(dq, dk, dv, dg, d_state) from those of o and of the last state."""
   do, d_state = cotangents
-  B, T, H, K = x.q.shape
-  V = x.v.shape[3]
+  (B, T, H, V), K = x.v.shape, x.q.shape[3]
   N, W = T // chunk, min(V, _COLUMNS)
   M = V // W
   arrays, specs = _inputs(x)
@@ -186,8 +186,7 @@ def backward(x, starts, cotangents, chunk, interpret=False):
     out_shape=[*parts_shape, g_shape, shape(d_state.shape)],
   )(*arrays, starts, jnp.moveaxis(do, 2, 1), d_state)  # fmt: skip
   gradients = dq.sum(0), dk.sum(0), dv, dg.sum(0)
-  back = (
-    jnp.moveaxis(d, 2, 1).astype(y.dtype)
-    for d, y in zip(gradients, x[:4], strict=True)
-  )
+  back = [jnp.moveaxis(d, 2, 1) for d in gradients]
+  back[:2] = (gated_chunk.of_groups(d, x.q) for d in back[:2])
+  back = (d.astype(y.dtype) for d, y in zip(back, x[:4], strict=True))
   return *back, first

@@ -100,10 +100,11 @@ def _specs(x, chunk, at):
 
   at: the chunk of grid step i.
   """
-  K, V = x.q.shape[3], x.v.shape[3]
-  tokens = lambda size: pl.BlockSpec(
-    (None, None, chunk, size), lambda b, h, i: (b, h, at(i), 0)
+  (_, _, G, K), (_, _, H, V) = x.q.shape, x.v.shape
+  tokens = lambda size, of=lambda h: h: pl.BlockSpec(
+    (None, None, chunk, size), lambda b, h, i: (b, of(h), at(i), 0)
   )
+  shared = tokens(K, lambda h: h // (H // G))
   g = tokens(K)
   if x.g.ndim == 3:
     g = pl.BlockSpec(
@@ -112,7 +113,7 @@ def _specs(x, chunk, at):
   segment = pl.BlockSpec(
     (None, None, 1, chunk), lambda b, h, i: (b, at(i), 0, 0)
   )
-  inputs = [tokens(K), tokens(K), tokens(V), g, segment]
+  inputs = [shared, shared, tokens(V), g, segment]
   starts = pl.BlockSpec(
     (None, None, None, K, V), lambda b, h, i: (b, h, at(i), 0, 0)
   )
@@ -122,8 +123,7 @@ def _specs(x, chunk, at):
 
 def _call(kernel, x, chunk, interpret, **options):
   """pallas_call over (B, H, N) with one (K, V) scratch."""
-  B, T, H, K = x.q.shape
-  V = x.v.shape[3]
+  (B, T, H, V), K = x.v.shape, x.q.shape[3]
   semantics = 'parallel', 'parallel', 'arbitrary'
   name = kernel.__name__.strip('_').replace('kernel', 'chunks')
   gradient = kernel is _backward_kernel
@@ -147,8 +147,7 @@ def forward(x, state, chunk, save, interpret=False):
     state: (B, H, K, V) float32.
     interpret: of pallas_call, for tests without a TPU.
   """
-  B, T, H, K = x.q.shape
-  V = x.v.shape[3]
+  (B, T, H, V), K = x.v.shape, x.q.shape[3]
   inputs, tokens, starts, one = _specs(x, chunk, lambda i: i)
   shape = functools.partial(gated_chunk.shape_like, x.q)
   out_specs = [tokens, one]
@@ -166,18 +165,27 @@ def forward(x, state, chunk, save, interpret=False):
 def backward(x, starts, cotangents, chunk, interpret=False):
   """(dq, dk, dv, dg, d_state) from those of o and of the last state."""
   do, d_state = cotangents
-  B, T, H, _ = x.q.shape
+  (B, T, H, _), K = x.v.shape, x.q.shape[3]
   inputs, tokens, start, one = _specs(x, chunk, lambda i: T // chunk - 1 - i)
   arrays = _arrays(x, chunk)
-  out_shape = [
-    gated_chunk.shape_like(x.q, y.shape, y.dtype) for y in arrays[:4]
-  ]
-  out_shape.append(gated_chunk.shape_like(x.q, d_state.shape, jnp.float32))
+  like = functools.partial(gated_chunk.shape_like, x.q)
+  # Of every head; those of a group are then summed, in float32.
+  shared = x.q.dtype if x.q.shape[2] == H else jnp.float32
+  out_shape = [like((B, H, T, K), shared)] * 2
+  out_shape += [like(y.shape, y.dtype) for y in arrays[2:4]]
+  out_shape.append(like(d_state.shape, jnp.float32))
+  own = pl.BlockSpec(
+    (None, None, chunk, K), lambda b, h, i: (b, h, T // chunk - 1 - i, 0)
+  )
   *gradients, first = _call(
     _backward_kernel, x, chunk, interpret,
     in_specs=[*inputs, start, tokens, one],
-    out_specs=[*inputs[:4], one], out_shape=out_shape,
+    out_specs=[own, own, *inputs[2:4], one], out_shape=out_shape,
   )(*arrays, starts, jnp.moveaxis(do, 2, 1), d_state)  # fmt: skip
   if x.g.ndim == 3:
     gradients[3] = gradients[3].reshape(B, H, T)
-  return *(jnp.moveaxis(y, 2, 1) for y in gradients), first
+  gradients = [jnp.moveaxis(y, 2, 1) for y in gradients]
+  gradients[:2] = (
+    gated_chunk.of_groups(y, x.q).astype(x.q.dtype) for y in gradients[:2]
+  )
+  return *gradients, first

@@ -11,8 +11,8 @@ tokens, a decay per key | per head):
     loop                                .36 1.44 | .38 1.35
     xla, chunks of 32                   .06  .30 | .03  .15
 
-Legend: B batch, T tokens, H heads, K key size, V value size, C tokens of a
-chunk, N = T / C.
+Legend: B batch, T tokens, H heads, G groups of R heads with one q and k, K key
+size, V value size, C tokens of a chunk, N = T / C.
 """
 
 import functools
@@ -25,10 +25,19 @@ from paraxis.pallas_kernels import gated_chunk
 CHUNK = 32
 
 
-def _over_heads(function, count):
-  """vmap over B and H of function(Tokens, *count other arrays)."""
-  inner = gated_chunk.Tokens(0, 0, 0, 0, None), *([0] * count)
-  return jax.vmap(jax.vmap(function, inner))
+def _over_heads(function, x, *others):
+  """function(Tokens, *others) of every head: over B, G and R.
+
+  q and k of a group have no axis R, nor has what is made of them alone.
+  """
+  split = lambda y: y.reshape(*x.q.shape[:2], -1, *y.shape[2:])
+  rest = [0] * len(others)
+  run = jax.vmap(function, (gated_chunk.Tokens(None, None, 0, 0, None), *rest))
+  run = jax.vmap(run, (gated_chunk.Tokens(0, 0, 0, 0, None), *rest))
+  out = jax.vmap(run)(
+    x._replace(v=split(x.v), g=split(x.g)), *map(split, others)
+  )
+  return [y.reshape(len(y), -1, *y.shape[3:]) for y in out]
 
 
 def _split(x_BTHX, chunk, dtype):
@@ -64,7 +73,7 @@ def forward(x, state, chunk, save):
   body = lambda x, state: gated_chunk.forward(x, state, precision)
 
   def step(state, x):
-    o, after = _over_heads(body, 1)(x, state)
+    o, after = _over_heads(body, x, state)
     return after, (o, state if save else None)
 
   last, (o, starts) = jax.lax.scan(step, state, _chunks(x, chunk, state.dtype))
@@ -78,7 +87,11 @@ def backward(x, starts, cotangents, chunk):
   body = lambda *args: gated_chunk.backward(*args, precision)
 
   def step(d_state, args):
-    *gradients, before = _over_heads(body, 3)(*args, d_state)
+    *gradients, before = _over_heads(body, *args, d_state)
+    shared = args[0].q.shape[:2]  # dq and dk: summed over the heads of a group
+    gradients[:2] = (
+      d.reshape(*shared, -1, *d.shape[2:]).sum(2) for d in gradients[:2]
+    )
     return before, gradients
 
   wide = d_state.dtype
@@ -108,7 +121,12 @@ def _update(token, state):
   """(decay_BHK, state after the token)."""
   _, k, v, g, keep = token
   decay = jnp.where(keep, jnp.exp(g), 0)
+  k = _on_heads(k, v)
   return decay, decay[..., None] * state + k[..., None] * v[..., None, :]
+
+
+def _on_heads(x_BGK, v_BHV):
+  return jnp.repeat(x_BGK, v_BHV.shape[1] // x_BGK.shape[1], 1)
 
 
 def loop_forward(x, state, chunk, save):
@@ -118,7 +136,8 @@ def loop_forward(x, state, chunk, save):
 
   def step(state, token):
     after = _update(token, state)[1]
-    o = dot('bhk,bhkv->bhv', token[0], after)
+    q = _on_heads(token[0], token[2])
+    o = dot('bhk,bhkv->bhv', q, after)
     return after, (o, state if save else None)
 
   last, (o, starts) = jax.lax.scan(step, state, _tokens(x, state.dtype))
@@ -133,7 +152,8 @@ def loop_backward(x, starts, cotangents, chunk):
 
   def step(d_state, args):
     token, before, do = args
-    q, k, v = token[:3]
+    q, k = (_on_heads(y, token[2]) for y in token[:2])
+    v = token[2]
     decay, after = _update(token, before)
     d_state += q[..., None] * do[..., None, :]
     dq = dot('bhv,bhkv->bhk', do, after)
@@ -147,7 +167,8 @@ def loop_backward(x, starts, cotangents, chunk):
   wide = d_state.dtype
   scanned = _tokens(x, wide), starts, jnp.moveaxis(do.astype(wide), 1, 0)
   first, gradients = jax.lax.scan(step, d_state, scanned, reverse=True)
-  back = (jnp.moveaxis(d, 0, 1) for d in gradients)
+  back = [jnp.moveaxis(d, 0, 1) for d in gradients]
+  back[:2] = (gated_chunk.of_groups(d, x.q) for d in back[:2])
   return *_like(back, x), first
 
 

@@ -156,12 +156,12 @@ def _check_state(op, state, own):
 
 
 def gated(
-  q_BTHK, k_BTHK, v_BTHV, log_decay, reset_BT, state_BHKV, plan, **options
+  q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, plan, **options
 ):
   """pallas_kernels.gated_scan of a split row -> (o_BTHV, state_BHKV).
 
   Args:
-    q_BTHK .. reset_BT: this shard's tokens, as in gated_scan.
+    q_BTGK .. reset_BT: this shard's tokens, as in gated_scan.
     state_BHKV: before the first token of the row (rank 0's counts), or None.
     plan: Plan, or None: the row is not split.
     **options: chunk and impl of gated_scan.
@@ -172,14 +172,14 @@ def gated(
   """
   op = functools.partial(gated_scan.gated_scan, **options)
   if plan is None:
-    return op(q_BTHK, k_BTHK, v_BTHV, log_decay, reset_BT, state_BHKV)
-  o, own = op(q_BTHK, k_BTHK, v_BTHV, log_decay, reset_BT)
+    return op(q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV)
+  o, own = op(q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT)
   left = gated_scan.decay(log_decay, reset_BT)[..., None].astype(own.dtype)
   state = jnp.zeros_like(own) if state_BHKV is None else state_BHKV
   _check_state('gated_scan', state, own)
   state = _forget(state.astype(own.dtype), reset_BT)
   state, last = _enter((left, own), state, plan, linear_scan.after)
-  more = gated_scan.correction(q_BTHK, log_decay, reset_BT, state)
+  more = gated_scan.correction(q_BTGK, log_decay, reset_BT, state)
   return (o + more).astype(o.dtype), last
 
 

@@ -25,6 +25,8 @@ NAMES = ('o', 'state', 'dq', 'dk', 'dv', 'dg', 'd_state')
 def by_hand(inputs, cotangents):
   """The definition and its derivatives, token by token, in NumPy."""
   (q, k, v, g, reset, now), (do, back) = inputs, cotangents
+  groups = q.shape[2]
+  q, k = (np.repeat(x, v.shape[2] // groups, 2) for x in (q, k))
   each = g.reshape(*q.shape[:3], -1)  # a decay per key, or one for all
   f = np.where(reset[..., None, None], 0, np.exp(each))[..., None]
   o, before = np.empty_like(v), []
@@ -43,6 +45,9 @@ def by_hand(inputs, cotangents):
     kept = (back * f[:, t] * now).sum(-1)
     dg[:, t] = kept if g.ndim == 4 else kept.sum(-1, keepdims=True)
     back = f[:, t] * back
+  dq, dk = (
+    x.reshape(*x.shape[:2], groups, -1, x.shape[3]).sum(3) for x in (dq, dk)
+  )
   return o, last, dq, dk, dv, dg.reshape(g.shape), back
 
 
@@ -59,12 +64,16 @@ DECAYS = dict(
 
 
 def make(T, decay='mild', scalar=False, B=2, H=2, K=4, V=6):
-  """(q, k, v, g, reset, state), (do, d_state); resets at 5% of the tokens."""
+  """(q, k, v, g, reset, state), (do, d_state); resets at 5% of the tokens.
+
+  One decay a head: all heads share one q and k.
+  """
   rng = np.random.default_rng(0)
   normal = lambda *shape: rng.normal(size=shape)
+  G = 1 if scalar else H
   x = normal(B, T, H) if scalar else normal(B, T, H, K)
   reset = rng.random((B, T)) < 0.05
-  inputs = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)
+  inputs = normal(B, T, G, K), normal(B, T, G, K), normal(B, T, H, V)
   inputs += DECAYS[decay](x), reset, normal(B, H, K, V)
   return inputs, (normal(B, T, H, V), normal(B, H, K, V))
 

@@ -47,13 +47,17 @@ def interpreted(monkeypatch):
 
 
 def make(T, strong=False, scalar=False, B=2, H=2, K=16, V=32):
-  """(q, k, v, g, reset, state), (do, d_state) in float32."""
+  """(q, k, v, g, reset, state), (do, d_state) in float32.
+
+  One decay a head: all heads share one q and k.
+  """
   rng = np.random.default_rng(0)
+  G = 1 if scalar else H
   normal = lambda *s: rng.normal(size=s).astype('f4')
   x = normal(B, T, H) if scalar else normal(B, T, H, K)
   g = np.where(x > 0, -60, -0.04) if strong else -np.log1p(np.exp(-x)) / 16
   reset = rng.random((B, T)) < 0.05
-  inputs = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)
+  inputs = normal(B, T, G, K), normal(B, T, G, K), normal(B, T, H, V)
   inputs += g.astype('f4'), reset, normal(B, H, K, V)
   return inputs, (normal(B, T, H, V), normal(B, H, K, V))
 
