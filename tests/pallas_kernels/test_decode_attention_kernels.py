@@ -1,4 +1,4 @@
-"""The TPU kernel of decode attention: interpreted, and compiled for TPUs."""
+"""The kernels of decode attention: interpreted, and compiled ahead of time."""
 
 import jax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
@@ -8,11 +8,13 @@ import pytest
 
 from paraxis.pallas_kernels import attention
 from paraxis.pallas_kernels import decode_attention
+from paraxis.pallas_kernels import decode_attention_gpu
 from paraxis.pallas_kernels import decode_attention_tpu
 from paraxis.pallas_kernels import reference
 from paraxis.pallas_kernels import registry
 from paraxis.sharding import aot
 
+TPU, GPU = decode_attention_tpu, decode_attention_gpu
 LENGTHS = np.array([0, 1, 5, 63, 64, 65, 129, 256, 511, 512], np.int32)
 FIRST = 0 * LENGTHS, LENGTHS  # ranges of slots
 # Within a tile, at its borders, over some, and an empty one.
@@ -53,25 +55,28 @@ def check(found, expected, ranges, tolerance=2e-6):
   assert not o.any() and (lse == np.float32(attention.NEG)).all()
 
 
-def run(q, k, v, ranges, mask, **options):
+def run(kernel, q, k, v, ranges, mask, **options):
   options = dict(interpret=True) | options
-  forward = lambda *x: decode_attention_tpu.forward(*x, mask, **options)
+  forward = lambda *x: kernel.forward(*x, mask, **options)
   return jax.jit(forward)(q, k, v, *ranges)
 
 
 @pytest.mark.parametrize(
-  'ranges, workers, softcap, sizes, tile',
+  'kernel, ranges, workers, softcap, sizes, tile',
   [
-    (FIRST, 1, 0.0, dict(S=512, N=8, K=2, H=32), 64),
-    (LATER, 2, 3.0, dict(S=512, N=3, K=3, H=16, Hv=8), 128),
-    (LATER, 5, 0.0, dict(S=513, N=4, K=1, H=16), 64),
-    (FIRST, 33, 0.0, dict(S=512, N=6, K=3, H=8), 512),
+    (TPU, FIRST, 1, 0.0, dict(S=512, N=8, K=2, H=32), 64),
+    (TPU, LATER, 2, 3.0, dict(S=512, N=3, K=3, H=16, Hv=8), 128),
+    (TPU, LATER, 5, 0.0, dict(S=513, N=4, K=1, H=16), 64),
+    (TPU, FIRST, 33, 0.0, dict(S=512, N=6, K=3, H=8), 512),
+    (GPU, FIRST, 1, 0.0, dict(S=512, N=8, K=2, H=32), 64),
+    (GPU, LATER, 5, 3.0, dict(S=513, N=3, K=3, H=16, Hv=32), 64),
+    (GPU, LATER, 33, 0.0, dict(S=512, N=4, K=1, H=16), 128),
   ],
 )
-def test_equals_the_definition(ranges, workers, softcap, sizes, tile):
+def test_equals_the_definition(kernel, ranges, workers, softcap, sizes, tile):
   mask = attention.Mask(scale=0.3, softcap=softcap)
   x = arrays(ranges, **sizes)
-  found = run(*x, ranges, mask, tile=tile, workers=workers)
+  found = run(kernel, *x, ranges, mask, tile=tile, workers=workers)
   check(found, wanted(*x, ranges, mask), ranges)
   begins, ends = ranges  # a slot more or less does matter, on both sides
   off = [(begins, np.maximum(ends - 1, begins))]
@@ -81,21 +86,23 @@ def test_equals_the_definition(ranges, workers, softcap, sizes, tile):
       check(found, wanted(*x, wrong, mask), ranges)
 
 
-@pytest.mark.parametrize('lengths', [[0, 0, 0], [0, 200, 0]])
-def test_rows_without_slots(lengths):
+@pytest.mark.parametrize(
+  'kernel, lengths', [(TPU, [0, 0, 0]), (TPU, [0, 200, 0]), (GPU, [0, 0, 0])]
+)
+def test_rows_without_slots(kernel, lengths):
   lengths, mask = np.array(lengths, np.int32), attention.Mask(scale=0.3)
   ranges = 0 * lengths, lengths
-  x = arrays(ranges, S=200, N=2, K=1, H=8)
-  found = run(*x, ranges, mask, tile=64, workers=3)
+  x = arrays(ranges, S=200, N=2, K=1, H=16)
+  found = run(kernel, *x, ranges, mask, tile=64, workers=3)
   check(found, wanted(*x, ranges, mask), ranges)
 
 
 def test_many_heads_take_a_tile_in_steps(monkeypatch):
-  monkeypatch.setattr(decode_attention_tpu, 'SCORES', 8 * 3 * 32)
+  monkeypatch.setattr(TPU, 'SCORES', 8 * 3 * 32)
   ranges, mask = np.array([[70, 0], [100, 30]]), attention.Mask(scale=0.3)
   ranges = tuple(ranges.astype(np.int32))
   x = arrays(ranges, S=100, N=6, K=3, H=8)
-  found = run(*x, ranges, mask, tile=100)
+  found = run(TPU, *x, ranges, mask, tile=100)
   check(found, wanted(*x, ranges, mask), ranges)
 
 
@@ -107,26 +114,26 @@ def test_no_race_and_nothing_read_before_it_is_written(monkeypatch):
   params = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
   options = dict(tile=32, workers=7, interpret=params)
   expected = wanted(*x, ranges, mask)
-  check(run(*x, ranges, mask, **options), expected, ranges)
+  check(run(TPU, *x, ranges, mask, **options), expected, ranges)
   assert not interpret_pallas_call.races.races_found
-  blocks = decode_attention_tpu._blocks
+  blocks = TPU._blocks
   # Without a slot of their own the idle ones write over that of piece 3.
   monkeypatch.setattr(
-    decode_attention_tpu,
+    TPU,
     '_blocks',
     lambda sizes, rows, _: blocks(sizes, rows, lambda w: 3),
   )
   with pytest.raises(jax.errors.JaxRuntimeError, match='Revisited block'):
-    jax.block_until_ready(run(*x, ranges, mask, **options))
+    jax.block_until_ready(run(TPU, *x, ranges, mask, **options))
 
 
 def test_a_tile_is_about_a_mebibyte():
-  of = decode_attention_tpu.tile_of
+  of = TPU.tile_of
   assert of(8192, 8, 128, 2) == 512 and of(8192, 1, 128, 4) == 2048
   assert of(300, 8, 128, 2) == 300 and of(8192, 512, 256, 4) == 16
 
 
-def test_what_it_takes():
+def test_what_the_tpu_kernel_takes():
   tpu = registry.Target('tpu', 'TPU v5 lite')
   x = jax.ShapeDtypeStruct((1, 1, 2, 8), 'float32')
   plain = attention.Mask()
@@ -162,25 +169,59 @@ def test_what_it_takes():
   assert 'needs a TPU' in cpu['pallas_tpu'] and cpu['xla'] == ''
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(aot.missing('tpu') is not None, reason='no libtpu')
-@pytest.mark.parametrize(
-  'name', ['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1']
-)
-def test_compiles_and_reads_the_cache_in_place(name):
-  """`auto` picks it; the program holds no copy of the cache."""
-  t = aot.topology(name)
+def test_what_the_gpu_kernel_takes():
+  gpu = registry.Target('gpu', 'NVIDIA H200')
+
+  def reason(k=(1, 64, 2, 16), q=(1, 1, 2, 16), dtype='float32', target=gpu):
+    spec = decode_attention.Spec(
+      q, k, dtype, attention.Mask(), False, False, k, cache=(dtype, dtype)
+    )
+    rows = registry.explain('decode_attention', target, spec)
+    return {name: reason for name, _, reason in rows}['pallas_gpu']
+
+  assert reason() == '' and reason(dtype='float16') == ''
+  assert reason(q=(1, 2, 2, 16)) == 'takes one query a row, these are 2'
+  assert 'head size 48' in reason(k=(1, 64, 2, 48))
+  assert 'not float64' in reason(dtype='float64')
+  assert 'addresses fewer' in reason(k=(64, 2**17, 8, 128))
+  assert 'needs a GPU' in reason(target=registry.Target('cpu', 'cpu'))
+  assert GPU.workers(8) * 8 <= GPU.PROGRAMS
+  assert GPU.workers(1000) == 1
+
+
+def compiled(topology, slots, mask):
+  """The program that `auto` makes of rows of up to `slots` slots."""
+  t = aot.topology(topology)
   one = jax.sharding.SingleDeviceSharding(t.devices[0])
-  mask = attention.Mask(scale=0.1)
-  shapes = (4, 1, 32, 128), (4, 4096, 8, 128), (4, 4096, 8, 128)
+  shapes = (4, 1, 32, 128), (4, slots, 8, 128), (4, slots, 8, 128)
   args = [jax.ShapeDtypeStruct(s, 'bfloat16', sharding=one) for s in shapes]
   args.append(jax.ShapeDtypeStruct((4,), 'int32', sharding=one))
   decode = lambda q, k, v, n: decode_attention.ragged(q, k, v, mask, n)
   with t.context():
     traced = jax.jit(decode).trace(*args)
-  compiled = aot.compile_for(t, 'decode', traced)
-  text, memory = compiled.as_text(), aot.memory(compiled)
+  return aot.compile_for(t, 'decode', traced)
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(aot.missing('tpu') is not None, reason='no libtpu')
+@pytest.mark.parametrize(
+  'name', ['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1']
+)
+def test_a_program_for_a_tpu_holds_no_copy_of_the_cache(name):
+  program = compiled(name, 4096, attention.Mask(scale=0.1))
+  text, memory = program.as_text(), aot.memory(program)
   assert text.count('custom_call_target="tpu_custom_call"') == 1
   assert memory.arguments > 64 * 2**20 and memory.temporaries < 2**20
-  work = compiled.cost_analysis()['flops']
+  work = program.cost_analysis()['flops']
   assert work >= 4 * 4 * 4096 * 8 * 32 * 128  # K-fold, as the kernel says
+
+
+@pytest.mark.skipif(aot.missing('cuda') is not None, reason='no CUDA wheels')
+@pytest.mark.parametrize('name', ['h100:1', 'h200:1'])
+@pytest.mark.parametrize('softcap', [0.0, 5.0])
+def test_a_program_for_a_gpu_holds_no_copy_of_the_cache(name, softcap):
+  mask = attention.Mask(scale=0.1, softcap=softcap)
+  program = compiled(name, 4000, mask)
+  memory = aot.memory(program)
+  assert program.as_text().count('__gpu$xla.gpu.triton') == 1
+  assert memory.arguments > 60 * 2**20 and memory.temporaries < 4 * 2**20
