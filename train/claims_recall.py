@@ -167,8 +167,8 @@ def train(config, task, every, say):
   return curve
 
 
-def _config(run, task, pattern, layers, train):
-  """schema.Config of one model on rows of a task; train: fields of it."""
+def _config(run, task, pattern, layers, fields):
+  """schema.Config of one model on rows of a task; fields: its own."""
   # A recurrence tells tokens apart by their order, attention alone does not.
   position = 'none' if set(pattern) & RECURRENT else 'rope'
   own = {
@@ -178,8 +178,7 @@ def _config(run, task, pattern, layers, train):
     'model.num_layers': layers,
     'model.position': position,
   }
-  train = {f'train.{k}': v for k, v in train.items()}
-  return claims_families.config_of(run.config, SMALL, own, train)
+  return claims_families.config_of(run.config, SMALL, own, fields)
 
 
 def _sizes(config):
@@ -189,7 +188,7 @@ def _sizes(config):
   return sum(model.sizes(shapes).values())
 
 
-def recall(run, *, task, models, steps, rows, more, picture):
+def recall(run, *, task, models, steps, rows, more, picture, fields=None):
   """LEARN: who answers more of what it was told; draws all curves.
 
   Args:
@@ -198,12 +197,13 @@ def recall(run, *, task, models, steps, rows, more, picture):
     more: list of [name, name, margin]: the first is right at least so much
       more often than the second, at the end; a margin may be below 0.
     picture: name of the PNG in the workdir.
+    fields: {dotted name: value} of all models, before those of SMALL.
   """
   task = Task(**task)
+  given = (fields or {}) | {'train.steps': steps, 'train.batch_size': rows}
   curves, sizes = {}, {}
   for name, (pattern, layers) in models.items():
-    fields = dict(steps=steps, batch_size=rows)
-    config = _config(run, task, pattern, layers, fields)
+    config = _config(run, task, pattern, layers, given)
     sizes[name] = _sizes(config)
     run.say(f'{name}: {pattern}, {layers} layers, {sizes[name]:,} parameters')
     curves[name] = train(config, task, max(steps // 10, 1), run.say)

@@ -268,7 +268,8 @@ def text(report):
     f'{report.parameters:,} parameters; compiled in '
     f'{report.cpu_seconds:.0f} CPU-seconds and '
     f'{report.peak_rss / 1e9:.1f} GB of memory',
-    f'loss: {report.loss[0]} ({report.loss[1]})',
+    f'loss: {report.loss[0]}',
+    *(f'  {why}' for why in report.loss[1].split('; ')),
     '',
     *_memory_lines(report),
   ]
