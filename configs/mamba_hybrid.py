@@ -96,19 +96,20 @@ def claims():
     families={n: place(p) | {'model.pattern': p} for n, p in FAMILIES.items()},
     fields=NARROW, at_most=dict.fromkeys(FAMILIES, 3.2), better=[],
   )  # fmt: skip
-  recall = lambda layers, rows, picture, more, **task: dict(
+  recall = lambda layers, rows, steps, picture, **task: dict(
     check='claims_recall.recall',
-    task=dict(pairs=16, mix=[2, 4, 8, 16]) | task, steps=300, rows=rows,
-    models={'attention': ['F', layers], **OTHERS},
-    more=[['hybrid', 'Mamba-2', 0.3], *more], picture=picture,
+    task=dict(pairs=16, mix=[2, 4, 8, 16]) | task, steps=steps, rows=rows,
+    models={'attention': ['F', layers], **OTHERS}, picture=picture,
+    fields={'model.d_model': 512, 'model.num_heads': 16},
+    more=[
+      ['attention', 'Mamba-2', 0.3], ['hybrid', 'Mamba-2', 0.3],
+      ['hybrid', 'attention', -0.02],
+    ],
   )  # fmt: skip
-  order = [['attention', 'Mamba-2', 0.3], ['hybrid', 'attention', -0.02]]
   keys = dict(words=1, digits=1, choices=64, values=64)
-  associative = recall(2, 64, 'recall.png', order, **keys)
+  associative = recall(2, 64, 180, 'recall.png', **keys)
   names = dict(words=2, digits=2, choices=16, values=16, unseen=4)
-  # Attention alone does not learn it in as many steps: see `differs`.
-  order = [['hybrid', 'attention', 0.3]]
-  book = recall(3, 32, 'phone_book.png', order, **names)
+  book = recall(3, 32, 200, 'phone_book.png', **names)
   return [
     ('decoded and packed equal alone', 'EQ', decoded, None),
     ('layouts equal one device', 'EQ', layouts, None),

@@ -116,7 +116,7 @@ def test_what_is_asked_was_told_once(run):
 def recalled(run, models, more):
   return claims_recall.recall(
     run, task=dataclasses.asdict(TASK), models=models, steps=2, rows=4,
-    more=more, picture='recall.png',
+    more=more, picture='recall.png', fields={'model.d_model': 32},
   )  # fmt: skip
 
 
@@ -128,6 +128,7 @@ def test_recall_trains_measures_and_draws(run, monkeypatch):
   def told(config, *rest):
     attends = config.model.pattern == 'F'
     assert config.model.position == ('rope' if attends else 'none')
+    assert config.model.d_model == 32 and config.train.steps == 2
     return [(2, 0.1 if attends else 0.9)]
 
   monkeypatch.setattr(claims_recall, 'train', told)
