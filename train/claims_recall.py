@@ -188,7 +188,7 @@ def _sizes(config):
   return sum(model.sizes(shapes).values())
 
 
-def recall(run, *, task, models, steps, rows, more, picture, fields=None):
+def recall(run, *, task, models, steps, rows, more, picture, fields):
   """LEARN: who answers more of what it was told; draws all curves.
 
   Args:
@@ -200,7 +200,7 @@ def recall(run, *, task, models, steps, rows, more, picture, fields=None):
     fields: {dotted name: value} of all models, before those of SMALL.
   """
   task = Task(**task)
-  given = (fields or {}) | {'train.steps': steps, 'train.batch_size': rows}
+  given = fields | {'train.steps': steps, 'train.batch_size': rows}
   curves, sizes = {}, {}
   for name, (pattern, layers) in models.items():
     config = _config(run, task, pattern, layers, given)
