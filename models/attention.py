@@ -167,13 +167,10 @@ class Attention(nnx.Module):
       return self._attend_all(q, k, v, see, mask), None
     slots = write(state, (k, v), see.slot)
     k, v = (_on_heads(x.astype(q.dtype)) for x in slots)
-    if q.shape[1] == 1:
-      local = functools.partial(attend_range, mask)
-    else:  # prefill: many queries, blockwise
-      attend = functools.partial(attention_op.attention, impl=config.attention)
-      local = lambda q, k, v, _, *ids: attend(q, k, v, mask, ids[:2], ids[2:])[
-        0
-      ]
+    attend = attend_range
+    if q.shape[1] > 1:  # prefill: many queries, blockwise
+      attend = functools.partial(_attend_slots, impl=config.attention)
+    local = functools.partial(attend, mask)
     names = (QUERIES,) * 3 + SLOT_NAMES
     run = annotate.region(local, names, (QUERIES,), single=True)
     return run(q, k, v, *slot_ids(see)), slots
@@ -231,6 +228,12 @@ def slot_ids(see):
   """What says which slots a query sees; laid out by SLOT_NAMES."""
   ids = see.segments, see.slot_segments, see.positions, see.slot_positions
   return see.slot, *ids
+
+
+def _attend_slots(mask, q, k, v, *ids, impl):
+  """Many queries a row; arguments as of `attend_range`."""
+  ids, order = ids[1:3], ids[3:]
+  return attention_op.attention(q, k, v, mask, ids, order, impl=impl)[0]
 
 
 def attend_range(mask, q, k, v, *ids):

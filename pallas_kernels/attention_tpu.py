@@ -57,7 +57,7 @@ def supports(spec, target):
       f'head size {max(sizes)}: takes multiples of 8 up to {MOST_HEAD_SIZE}'
     )
   mask = spec.mask
-  masked = mask.causal or mask.window > 0 or spec.segments
+  masked = bool(mask.causal or mask.window > 0 or spec.segments)
   call = blocks.Call(max(sizes), spec.dtype, masked, target.device_kind)
   for which in ('forward', 'dq', 'dkv'):
     entries, side = _entries(spec, blocks.choose('tpu', which, call).block)
