@@ -9,6 +9,7 @@ Legend: R rows of a microbatch, D features, K columns of the head on a stage.
 
 import dataclasses
 import functools
+import re
 
 import jax
 from jax import lax
@@ -20,6 +21,7 @@ import pytest
 from paraxis.sharding import hlo
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import pipeline
+from paraxis.sharding import pipeline_ticks
 from paraxis.sharding import schedule_tables
 from paraxis.sharding import schedules
 
@@ -198,7 +200,7 @@ class Program:
     def local(ends, stack, data, table):
       on = None if self.even else self.rows >= 0
       if table is not None:
-        pipeline._Executor.columns = lambda *_: table
+        pipeline_ticks.Executor.columns = lambda *_: table
       calls = self.toy(data).calls()
       loss, of_ends, of_stack = pipeline.gradients(
         self.schedule, calls, ends, stack, on
@@ -372,7 +374,7 @@ def entries(tables, split):
 def test_every_entry_of_the_table_counts(monkeypatch, name):
   """The table is an argument of one compiled program: each entry in turn."""
   monkeypatch.setattr(
-    pipeline._Executor, 'columns', pipeline._Executor.columns
+    pipeline_ticks.Executor, 'columns', pipeline_ticks.Executor.columns
   )  # put back what `run` sets
   schedule = schedules.make(name, 2, 2, 2)
   program = Program(schedule, 4)
@@ -400,9 +402,9 @@ def test_every_entry_of_the_table_counts(monkeypatch, name):
 )
 def test_a_missing_message_is_seen(monkeypatch, name, link):
   """On 4 stages, forward links are 1, and 3 where v_half goes back up."""
-  right = pipeline._Executor.send
+  right = pipeline_ticks.Executor.send
   wrong = lambda self, x, to: x if to == link else right(self, x, to)
-  monkeypatch.setattr(pipeline._Executor, 'send', wrong)
+  monkeypatch.setattr(pipeline_ticks.Executor, 'send', wrong)
   program = Program(schedules.make(name, 4, 4, 2), 8)
   found = differences(program.numbers(), reference(program))
   assert (found['loss'] > 1e-6) == (link > 0) and found['weight'] > 1e-6, found
@@ -461,6 +463,30 @@ def test_memory_does_not_grow_with_microbatches():
   assert abs(many / few - 1) < 0.02, (few, many)
   few, many = (temporary('gpipe', m) for m in (4, 16))
   assert many - few > 12 * 32 * 64 * 8, (few, many)  # 12 inputs more
+
+
+@pytest.mark.parametrize('late', [False, True])
+@pytest.mark.parametrize(
+  'arguments', [('one_f_one_b', 4, 4), ('v_half', 4, 4, 2)]
+)
+def test_no_tick_copies_a_buffer(monkeypatch, arguments, late):
+  """Inputs stay where they lie; a read after a write would move them."""
+  if late:
+    Executor, right = pipeline_ticks.Executor, pipeline_ticks.Executor.tick
+
+    def tick(self, carry, row):
+      slot = self.mine(row)['b_slot']
+      wrong = right(self, carry, row)[0]
+      return wrong._replace(x_b=carry.inputs[slot]), None
+
+    monkeypatch.setattr(Executor, 'tick', tick)
+  program = Program(schedules.make(*arguments), 8)
+  rows = schedule_tables.tables(program.schedule).inputs + 1
+  text = program.compiled().as_text()
+  body = text[: text.index('\nENTRY ')]  # where the carry is set up
+  assert f'f64[{rows},{R},{D}]' in body
+  copied = re.findall(r'= f64\[(\d+),\d+,\d+\]\S* copy\(', body)
+  assert (str(rows) in copied) == late, copied
 
 
 def test_wrong_schedules_do_not_run():

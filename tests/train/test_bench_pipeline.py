@@ -1,5 +1,7 @@
 """What the pipeline bench counts; never its times."""
 
+import dataclasses
+
 import pytest
 
 from paraxis.sharding import schedules
@@ -36,3 +38,18 @@ def test_configs_are_valid_and_do_equal_work():
   assert rows % devices == 0 and set(bench_pipeline.CHUNKS) == set(
     schedules.NAMES
   )
+
+
+def test_both_sides_multiply_as_often_as_the_simulator_says():
+  """Without remat=full the plain step would recompute nothing."""
+  counted = lambda c, mesh: bench_pipeline.Gradient(c, mesh).operations()
+  plain = bench_pipeline.config(True, 8)
+  staged = counted(
+    bench_pipeline.config(True, 8, 'one_f_one_b'), 'stage=4,data=2'
+  )
+  expected = 11 / 8  # ticks with F, of microbatches
+  ratio = staged / counted(plain, 'data=8') / expected
+  assert 0.95 < ratio < 1.1
+  less = dataclasses.replace(plain.train, remat='none')
+  less = dataclasses.replace(plain, train=less)
+  assert staged / counted(less, 'data=8') / expected > 1.15
