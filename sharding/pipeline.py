@@ -37,9 +37,11 @@ class Calls(NamedTuple):
     only the first stage has a cotangent that is not zero.
   loss(ends, y_BTD, i) -> () of this shard's tokens, the same on all stages;
     y is zero but on the last stage.
-  forward(values, x, i, on) -> (y_BTD, kept): a chunk of layers. kept: a pytree
-    that `backward` reads, () to recompute it.
-  backward(values, x, kept, g_BTD, i, on) -> (gx_BTD, gradients, tapes): the
+  see(i) -> what layers need of a microbatch besides x, such as angles of its
+    positions: a pytree, made once for a phase, outside of its branch.
+  forward(values, x, seen, on) -> (y_BTD, kept): a chunk of layers. kept: a
+    pytree that `backward` reads, () to recompute it.
+  backward(values, x, kept, g_BTD, seen, on) -> (gx_BTD, gradients, tapes): the
     gradients of `values`, or of some of them; tapes: a pytree from which
     `weights` makes the others, () if there are none.
   weights(tapes) -> gradients.
@@ -49,6 +51,7 @@ class Calls(NamedTuple):
 
   embed: Any
   loss: Any
+  see: Any
   forward: Any
   backward: Any
   weights: Any

@@ -41,10 +41,11 @@ class Phases:
   """Those of a model on the parameters of this device; traced when asked for.
 
   Attributes:
-    embed(i) -> x. forward(chunk, x, i) -> (x, y, kept).
+    embed(i) -> x. forward(chunk, x, seen) -> (y, kept).
     loss(y, i) -> (loss, gradients of the ends, cotangent of y).
     only_loss(y, i) -> loss.
-    backward(chunk, x, kept, g, i) -> (gx, gradients as they are kept, tapes).
+    backward(chunk, x, kept, g, seen) -> (gx, gradients as they are kept,
+      tapes).
     weights(tapes) -> gradients as they are kept.
     embed_back(g, i) -> gradients of the ends.
   """
@@ -61,12 +62,16 @@ class Phases:
     return Phase(lambda i: self._calls.embed(self._ends, i), INDEX)
 
   @functools.cached_property
-  def forward(self):
-    def run(chunk, x, i):
-      values, on = self._values(chunk)
-      return x, *self._calls.forward(values, x, i, on)
+  def _seen(self):
+    return jax.eval_shape(self._calls.see, INDEX)
 
-    phase = Phase(run, INDEX, self.embed.shapes, INDEX)
+  @functools.cached_property
+  def forward(self):
+    def run(chunk, x, seen):
+      values, on = self._values(chunk)
+      return self._calls.forward(values, x, seen, on)
+
+    phase = Phase(run, INDEX, self.embed.shapes, self._seen)
     uniform.check(phase.jaxpr, what='a layer in a pipeline stage')
     return phase
 
@@ -86,13 +91,13 @@ class Phases:
 
   @functools.cached_property
   def backward(self):
-    def run(chunk, x, kept, g, i):
+    def run(chunk, x, kept, g, seen):
       values, on = self._values(chunk)
-      gx, made, tapes = self._calls.backward(values, x, kept, g, i, on)
+      gx, made, tapes = self._calls.backward(values, x, kept, g, seen, on)
       return gx, self._calls.scatter(made), tapes
 
-    x, _, kept = self.forward.shapes
-    return Phase(run, INDEX, x, kept, x, INDEX)
+    x, kept = self.forward.shapes
+    return Phase(run, INDEX, x, kept, x, self._seen)
 
   @functools.cached_property
   def weights(self):

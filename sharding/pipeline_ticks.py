@@ -165,8 +165,10 @@ class Executor:
     """-> (x, y, kept) of the chunk that runs forward."""
     phase, any_f = self.phases.forward, self.rows['any_f']
     x = jnp.where(row['f_first'], entering, x_f)
-    run = lambda: phase(row['f_chunk'], x, row['f_microbatch'])
-    return _when('forward', any_f, row['any_f'], run, phase.zeros)
+    # Arrays: in the branch, XLA would compute angles once for every head.
+    seen = self.calls.see(row['f_microbatch'])
+    run = lambda: phase(row['f_chunk'], x, seen)
+    return x, *_when('forward', any_f, row['any_f'], run, phase.zeros)
 
   def _of_loss(self, row, y):
     """Arguments of the phases that give the loss."""
@@ -196,12 +198,12 @@ class Executor:
   def backward(self, row, carry):
     """-> (gx, sums of the stack, tapes) of the chunk that returns."""
     phase, any_b = self.phases.backward, self.rows['any_b']
+    seen = self.calls.see(row['b_microbatch'])
 
     def run(stack):
       kept = _read(carry.kept, row['b_slot'])
       g = _read(carry.cotangents, row['b_cotangent'])
-      args = row['b_chunk'], carry.x_b, kept, g, row['b_microbatch']
-      gx, made, tapes = phase(*args)
+      gx, made, tapes = phase(row['b_chunk'], carry.x_b, kept, g, seen)
       gx, made = _select(row['b_on'], (gx, made))
       return gx, self.add(stack, made, row['b_chunk']), tapes
 
@@ -279,7 +281,7 @@ class Executor:
   def start(self):
     """The carry before the first tick."""
     tables = self.tables
-    x, _, kept = self.phases.forward.shapes
+    x, kept = self.phases.forward.shapes
     _, sums, tapes = self.phases.backward.shapes
     if jax.tree.leaves(tapes):
       sums = sums | self.phases.weights.shapes
@@ -312,7 +314,7 @@ class Executor:
 
   def start_forward(self):
     """What `forward_tick` carries before the first tick."""
-    x, _, kept = self.phases.forward.shapes
+    x, kept = self.phases.forward.shapes
     return (
       _rows(x, self.tables.inputs),
       jnp.zeros(x.shape, x.dtype),

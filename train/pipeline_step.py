@@ -102,14 +102,17 @@ class Pipeline:
     y = jax.lax.psum(y, pipeline.AXIS)  # of all stages but one it is zero
     return loss_lib.of_layers(self.model, ends, y, batch) / batch.denominator
 
-  def _layers(self, i, on, values, x, taped=None):
-    """A chunk of layers on microbatch i."""
-    see = self.model.visibility(self.microbatch(i))
-    return self.model.run(self.model.depth.kinds, values, x, see, on, taped)
+  def see(self, i):
+    """pipeline.Calls.see: attention.Visibility."""
+    return self.model.visibility(self.microbatch(i))
 
-  def forward(self, values, x, i, on):
+  def _layers(self, seen, on, values, x, taped=None):
+    """A chunk of layers."""
+    return self.model.run(self.model.depth.kinds, values, x, seen, on, taped)
+
+  def forward(self, values, x, seen, on):
     """pipeline.Calls.forward; keeps what backward reads, or nothing."""
-    run = functools.partial(self._layers, i, on)
+    run = functools.partial(self._layers, seen, on)
     if self.built.pipeline.activations == 'recompute':
       return run(values, x), ()
     y, back = jax.vjp(run, values, x)
@@ -119,12 +122,12 @@ class Pipeline:
     self._origins = [paths.get(id(leaf)) for leaf in leaves]
     return y, [x for x in leaves if id(x) not in paths]
 
-  def backward(self, values, x, kept, g, i, on):
+  def backward(self, values, x, kept, g, seen, on):
     """pipeline.Calls.backward: the chunk again, and its gradients."""
     if self.built.schedule.weight is not None:
-      return self._backward_taped(values, x, g, i, on)
+      return self._backward_taped(values, x, g, seen, on)
     if self.built.pipeline.activations == 'recompute':
-      _, back = jax.vjp(functools.partial(self._layers, i, on), values, x)
+      _, back = jax.vjp(functools.partial(self._layers, seen, on), values, x)
     else:
       made = iter(kept)
       leaves = [values[p] if p else next(made) for p in self._origins]
@@ -132,18 +135,18 @@ class Pipeline:
     gradients, gx = back(g)
     return gx, gradients, ()
 
-  def count(self, values, x, i, on):
+  def count(self, values, x, seen, on):
     """As `forward`; kept is what experts count (models/router.py)."""
     paths = expert_counts.paths(self.model, (expert_counts.LOAD,))
-    run = lambda loads: self._layers(i, on, values | loads, x)
+    run = lambda loads: self._layers(seen, on, values | loads, x)
     y, back = jax.vjp(run, {p: values[p] for p in paths if p in values})
     (counts,) = back(jnp.zeros_like(y))  # whatever the cotangent of y
     return y, counts
 
-  def _backward_taped(self, values, x, g, i, on):
+  def _backward_taped(self, values, x, g, seen, on):
     """`backward` without the gradients of products, which `weights` makes."""
     first = tape.Taped()
-    shapes = jax.eval_shape(lambda: self._layers(i, on, values, x, first)[1])
+    shapes = jax.eval_shape(lambda: self._layers(seen, on, values, x, first)[1])
     self._records = first.static
     zeros = {
       part: [
@@ -156,7 +159,7 @@ class Pipeline:
     rest = {p: v for p, v in values.items() if p not in apart}
 
     def run(rest, x, zeros):
-      return self._layers(i, on, values | rest, x, tape.Taped(zeros))
+      return self._layers(seen, on, values | rest, x, tape.Taped(zeros))
 
     _, back, xs = jax.vjp(run, rest, x, zeros, has_aux=True)
     gradients, gx, gs = back(g)
@@ -202,6 +205,6 @@ class Pipeline:
   def calls(self):
     """pipeline.Calls."""
     return pipeline.Calls(
-      self.embed, self.loss, self.forward, self.backward,
+      self.embed, self.loss, self.see, self.forward, self.backward,
       self.weights, self.gather, self.scatter,
     )  # fmt: skip

@@ -110,19 +110,22 @@ class Toy:
     # The same on all stages; each differentiates its own columns.
     return part + lax.stop_gradient(lax.psum(part, 'stage') - part)
 
-  def forward(self, values, x, i, on):
-    run = lambda values, x: layers_of(values, x, self._pick('shift', i), on)[0]
+  def see(self, i):
+    return self._pick('shift', i)
+
+  def forward(self, values, x, shift, on):
+    run = lambda values, x: layers_of(values, x, shift, on)[0]
     if not self.store:
       return run(values, x), ()
     y, back = jax.vjp(run, values, x)
     leaves, self._tree = jax.tree.flatten(back)
     return y, leaves
 
-  def backward(self, values, x, kept, g, i, on):
+  def backward(self, values, x, kept, g, shift, on):
     if self.store:
       gradients, gx = jax.tree.unflatten(self._tree, kept)(g)
       return gx, gradients, ()
-    run = functools.partial(layers_of, shift=self._pick('shift', i), on=on)
+    run = functools.partial(layers_of, shift=shift, on=on)
     if not self.split:
       _, back = jax.vjp(lambda v, x: run(v, x)[0], values, x)
       gradients, gx = back(g)
@@ -153,8 +156,8 @@ class Toy:
 
   def calls(self):
     return pipeline.Calls(
-      self.embed, self.loss, self.forward, self.backward, self.weights,
-      self.gather, self.scatter,
+      self.embed, self.loss, self.see, self.forward, self.backward,
+      self.weights, self.gather, self.scatter,
     )  # fmt: skip
 
 
@@ -315,7 +318,7 @@ def test_the_loss_alone(name):
 def test_idle_work_multiplied_away_is_seen(monkeypatch):
   """What idle stages compute is NaN here: 0 * NaN would be kept."""
   multiply = lambda on, tree: jax.tree.map(lambda x: x * on, tree)
-  monkeypatch.setattr(pipeline, '_select', multiply)
+  monkeypatch.setattr(pipeline_ticks, '_select', multiply)
   program = Program(schedules.make('one_f_one_b', 2, 2), 2)
   found = differences(program.numbers(), reference(program))
   assert np.isinf(found['weight']) and np.isinf(found['table']), found
