@@ -39,6 +39,7 @@ from paraxis.sharding import roofline
 from paraxis.sharding import traffic
 from paraxis.train import job as job_lib
 from paraxis.train import loss as loss_lib
+from paraxis.train import pipeline_report
 from paraxis.train import step as step_lib
 
 PROGRAMS = ('gradient', 'update')
@@ -66,7 +67,7 @@ class Report:
 
   parameters: of the model. held: {class: bytes on one device} of parameters,
   optimizer, gradients. programs: {name: Program}. loss: its form, and why.
-  model_flops: of a step.
+  pipeline: lines on its stages. model_flops: of a step.
   cpu_seconds, peak_rss: of this process, compiling included.
   """
 
@@ -77,6 +78,7 @@ class Report:
   held: dict
   programs: dict
   loss: tuple[str, str]
+  pipeline: list
   model_flops: float
   cpu_seconds: float
   peak_rss: int
@@ -140,6 +142,7 @@ def compile_config(config, mesh_text, topology, slices=1):
     with job.context():
       rows, length = job.config.microbatch_rows, job.config.data.sequence_length
       loss = loss_lib.form(job.config.model, (rows, length))
+      pipeline = pipeline_report.lines(job.built, job.config)
   programs = {n: _program(job, target, n, t) for n, t in traces.items()}
   gradients = traces['gradient'].out_info[1]
   held = {
@@ -155,6 +158,7 @@ def compile_config(config, mesh_text, topology, slices=1):
     held,
     programs,
     loss,
+    pipeline,
     model_flops(job.config, job.built),
     time.process_time() - started,
     _peak_rss(),
@@ -270,6 +274,7 @@ def text(report):
     f'{report.peak_rss / 1e9:.1f} GB of memory',
     f'loss: {report.loss[0]}',
     *(f'  {why}' for why in report.loss[1].split('; ')),
+    *report.pipeline,
     '',
     *_memory_lines(report),
   ]

@@ -1,0 +1,49 @@
+"""What `paraxis compile` says of stages: idle work, and what is computed twice.
+
+pipeline: one_f_one_b, 4 stages of 8 layers, 16 microbatches: 1.19 of the work
+"""
+
+import math
+
+import jax.numpy as jnp
+
+from paraxis.sharding import annotate
+from paraxis.sharding import schedule_tables
+from paraxis.sharding import simulate
+
+
+def lines(built, config):
+  """Lines for people, [] without stages; under the job's mesh and rules.
+
+  Args:
+    built: build.Built. config: schema.Config.
+  """
+  schedule = built.schedule
+  if schedule is None:
+    return []
+  result = simulate.run(schedule, 'lock_step', forward=1, backward=2)
+  chunks = f' in {schedule.chunks} chunks' * (schedule.chunks > 1)
+  found = [
+    f'pipeline: {schedule.name}, {schedule.stages} stages{chunks}, '
+    f'{schedule.microbatches} microbatches: idle stages add '
+    f'{result.bubble:.1%} to the layers'
+  ]
+  stored = config.pipeline.activations == 'store'
+  if config.train.remat != 'full' or stored or schedule.weight is not None:
+    return found
+  size = _kept(built, config, schedule)
+  return [
+    *found,
+    '  train.remat=full runs layers forward again where B has just done so; '
+    'pipeline.activations=store keeps',
+    f'  their inputs, {size / 2**30:.3f} GiB on a device, and runs them once',
+  ]
+
+
+def _kept(built, config, schedule):
+  """Bytes of the inputs of all layers of the chunks in flight on a device."""
+  shards = math.prod(map(annotate.shards, ('batch', 'residual_length')))
+  tokens = config.microbatch_rows * config.data.sequence_length // shards
+  size = tokens * config.model.d_model * jnp.dtype(config.model.dtype).itemsize
+  slots = schedule_tables.tables(schedule).inputs + 1
+  return slots * len(built.model.depth.kinds) * size
