@@ -5,13 +5,12 @@ Two things are compared with the lock-step simulator (sharding/simulate.py):
 phases   how often F, B and W are entered on a device: a toy model, whose
          functions count on the host, run through the real executor
 time     the gradient of a step on stage=4,data=2, against the same rows and
-         layers on data=8, which recomputes its layers too (remat=full; a stage
-         recomputes the layers of a backward phase once without it)
+         layers on data=8. Both keep the inputs of layers and compute the rest
+         again; zero_bubble and v_half keep those of chunks, of one layer here
 
 On virtual CPU devices an idle stage works as hard as a busy one, on numbers
 that are not kept, so a step should cost (time / ideal) times the one without a
-pipeline; what is above that is the executor's own: the target is 1.1 of it. In
-it are 0.03 of products that remat=full leaves out, the last of each layer.
+pipeline; what is above that is the executor's own: the target is 1.1 of it.
 """
 
 import collections
@@ -170,12 +169,16 @@ def config(quick, microbatches, name=''):
   sizes = dict(vocab_size=2048, d_model=256, d_ff=512, num_layers=8)
   if quick:
     sizes = dict(vocab_size=256, d_model=64, d_ff=64, num_layers=8)
-  train = dict(batch_size=DATA * microbatches, remat='none' if name else 'full')
+  train = dict(batch_size=DATA * microbatches, remat='full')
   sections = dict(mesh=dict(stage=STAGES, data=DATA))
   if name:
     chunks = CHUNKS[name]
+    apart = _make(name, microbatches).weight is not None
     sections['pipeline'] = dict(
-      schedule=name, chunks=chunks, microbatches=microbatches
+      schedule=name,
+      chunks=chunks,
+      microbatches=microbatches,
+      activations='recompute' if apart else 'store',
     )
     if name == 'skip':
       sections['pipeline']['skip_fraction'] = 0.25
