@@ -42,6 +42,7 @@ def test_layers_run_twice():
     dict(remat='none'),
     dict(activations='store'),
     dict(schedule='zero_bubble'),  # keeps all of it for the phase
+    dict(schedule='interleaved', chunks=4),  # of one layer
   ],
 )
 def test_layers_run_once(how):
