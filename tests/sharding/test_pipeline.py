@@ -319,7 +319,7 @@ def test_idle_work_multiplied_away_is_seen(monkeypatch):
   """What idle stages compute is NaN here: 0 * NaN would be kept."""
   multiply = lambda on, tree: jax.tree.map(lambda x: x * on, tree)
   monkeypatch.setattr(pipeline_ticks, '_select', multiply)
-  program = Program(schedules.make('one_f_one_b', 2, 2), 2)
+  program = Program(schedules.make('gpipe', 2, 2), 4)
   found = differences(program.numbers(), reference(program))
   assert np.isinf(found['weight']) and np.isinf(found['table']), found
 
