@@ -219,6 +219,7 @@ def pipeline(rounds, quick, say):
   times = measure.interleave(calls, rounds, now, say)
   report.add({f'gradient, {n}': t for n, t in times.items()})
   report.add({f'compile, {n}': t for n, t in compiled.items()})
+  operations = {n: m.operations() for n, m in made.items()}
   for name in CHUNKS:
     schedule = _make(name, microbatches)
     result = simulate.run(schedule, 'lock_step', **COSTS)
@@ -237,7 +238,7 @@ def pipeline(rounds, quick, say):
     phases = ', '.join(
       f'{k} {ours.get(k, 0):g} of {n:g}' for k, n in theirs.items()
     )
-    counted = made[name].operations() / made[plain].operations()
+    counted = operations[name] / operations[plain]
     report.notes.append(
       f'{name}: {schedule.ticks} ticks; phases executed of simulated: '
       f'{phases}; operations of products counted: {counted:.3f}'
