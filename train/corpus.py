@@ -83,7 +83,7 @@ def source_files(path):
       )
     return [(root, root.stem)]
   files = []
-  for file in sorted(root.rglob('*')):
+  for file in sorted(_below(root)):
     if file.suffix in ('.jsonl', '.txt') and file.is_file():
       inside = file.parent != root and file.suffix == '.txt'
       top = file.relative_to(root).parts[0]
@@ -93,6 +93,24 @@ def source_files(path):
       f'data.path={str(path)!r}: 0 .jsonl and .txt files in {root}.'
     )
   return files
+
+
+def _below(root):
+  """Every file below a folder, which others may write to meanwhile.
+
+  A folder that goes while we walk is passed over (a cache below the text,
+  built by another process: Path.rglob would fail); one that cannot be read
+  is an error, for its text would be missing without a word.
+  """
+
+  def unread(error):
+    if not isinstance(error, FileNotFoundError):
+      raise errors.UserError(
+        f'data.path: {error.filename} cannot be read: {error.strerror}.'
+      ) from error
+
+  for folder, _, names in os.walk(root, onerror=unread):
+    yield from (pathlib.Path(folder, name) for name in names)
 
 
 def documents(path, held_out_fraction=0.1):

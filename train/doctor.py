@@ -5,10 +5,12 @@ and why the others do not, the cache folders, and the version pairs known to
 fail. Exit code 2 if such a pair is installed or the mesh is impossible.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
 import math
 import operator
+import os
 import pathlib
 import pkgutil
 import platform
@@ -199,8 +201,17 @@ def _caches():
   )
   yield f'{root}{"" if folders else " (empty)"}'
   for folder in folders:
-    size = sum(p.stat().st_size for p in folder.rglob('*') if p.is_file())
-    yield f'  {folder.name:18} {_size(size)}'
+    yield f'  {folder.name:18} {_size(_bytes_below(folder))}'
+
+
+def _bytes_below(folder):
+  """Bytes of all files below a folder that other runs may be writing to."""
+  size = 0
+  for at, _, names in os.walk(folder):
+    for name in names:
+      with contextlib.suppress(FileNotFoundError):  # gone since it was listed
+        size += os.stat(os.path.join(at, name)).st_size
+  return size
 
 
 def _print(title, lines):

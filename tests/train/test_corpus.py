@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import json
+import os
 import pathlib
 
 import numpy as np
@@ -267,6 +268,37 @@ def test_builders_may_race(tmp_path):
   assert len({c.folder for c in made}) == 1
   assert all(np.array_equal(c.tokens, made[0].tokens) for c in made)
   assert len(list((tmp_path / 'cache').iterdir())) == 1
+
+
+def test_a_folder_may_go_while_it_is_searched(tmp_path, monkeypatch):
+  write_jsonl(tmp_path / 'a.jsonl', numbered(3))
+  going = tmp_path / 'building-x'
+  going.mkdir()
+  scandir = os.scandir
+
+  def gone(path):
+    if pathlib.Path(path) == going:
+      going.rmdir()  # another builder is done between listing and opening
+    return scandir(path)
+
+  monkeypatch.setattr(os, 'scandir', gone)
+  assert corpus.source_files(str(tmp_path)) == [(tmp_path / 'a.jsonl', 'a')]
+  assert not going.exists()
+
+
+def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):
+  write_jsonl(tmp_path / 'a.jsonl', numbered(3))
+  (tmp_path / 'closed').mkdir()
+  scandir = os.scandir
+
+  def closed(path):
+    if pathlib.Path(path).name == 'closed':
+      raise PermissionError(13, 'Permission denied', path)
+    return scandir(path)
+
+  monkeypatch.setattr(os, 'scandir', closed)
+  with pytest.raises(errors.UserError, match='closed cannot be read: Perm'):
+    corpus.source_files(str(tmp_path))
 
 
 def test_a_failed_build_leaves_nothing(tmp_path):
