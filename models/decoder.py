@@ -194,7 +194,8 @@ class Decoder:
 
     Args:
       kinds: of the layers; they begin a unit. on: see `_run_unit`.
-      stacks: 'layers/...' -> (those of the layers that have it, ...).
+      stacks: 'layers/...' -> (those of the layers that have it, ...), arrays or
+        narrow.Narrow.
       x, see: features, and attention.Visibility.
       taped: tape.Taped, to record the products of the layers.
 
@@ -212,9 +213,9 @@ class Decoder:
     }
     if scanned:
       whole = {
-        p: _units(v, repeats, in_unit[p])
-        for p, v in stacks.items()
-        if in_unit[p]
+        p: jax.tree.map(lambda v, each=n: _units(v, repeats, each), stacks[p])
+        for p, n in in_unit.items()
+        if n
       }
       some = None
       if on is not None:
@@ -225,9 +226,7 @@ class Decoder:
       x, arrays[0] = jax.lax.scan(body, x, (whole, some, zeros), unroll=unroll)
     rest = {}
     for p, v in stacks.items():
-      v = v[in_unit[p] * scanned :]
-      parts = jax.lax.split(v, [1] * len(v)) if len(v) else []
-      rest[p] = [part[0] for part in parts]
+      rest[p] = jax.tree.map(_layers, v[in_unit[p] * scanned :])
     done = scanned * len(unit)
     last = None if on is None else on[done:]
     call = lambda x: self._run_unit(kinds[done:], x, see, rest, last)
@@ -364,6 +363,12 @@ def _taped(taped, part, call, x, *rest):
   *values, zeros = rest
   run = lambda x: call(x, *values)
   return (run(x), None) if taped is None else taped.run(part, run, x, zeros)
+
+
+def _layers(stack):
+  """[arrays of one layer]."""
+  parts = jax.lax.split(stack, [1] * len(stack)) if len(stack) else []
+  return [part[0] for part in parts]
 
 
 def _units(stack, repeats, each):

@@ -44,6 +44,7 @@ import jax.numpy as jnp
 
 from paraxis.pallas_kernels import grouped_matmul
 from paraxis.pallas_kernels import registry
+from paraxis.sharding import expert_product
 
 _range = functools.partial(jnp.arange, dtype=jnp.int32)
 
@@ -217,7 +218,7 @@ def _local(run, weights, x_ND, ids_NK, mix_NK, keep_NK, gather):
   sizes_E = -(-counts_E // block) * block
   first_E = jnp.cumsum(sizes_E) - sizes_E
   slot, source = _places(first_E, position_NK, ids_NK, keep_NK, total)
-  multiply = _multiplier(gather, _Runs(sizes_E, block))
+  multiply = expert_product.multiplier(gather, _Runs(sizes_E, block))
   y_SD = run(_spread(x_ND, slot, source), weights, multiply)
   return _collect(y_SD, mix_NK, slot, source)
 
@@ -237,7 +238,7 @@ def _padded(run, weights, x_ND, ids_NK, mix_NK, keep_NK, plan):
   slot, source = _places(first_E, position_NK, ids_NK, keep_NK, experts * count)
   rows = _spread(x_ND, slot, source).reshape(ranks, -1, count, x_ND.shape[1])
   rows = jnp.moveaxis(_swap(rows, plan), 0, 1)  # (E / r, source, C, D)
-  multiply = _multiplier(plan.gather, _Runs(runs, block))
+  multiply = expert_product.multiplier(plan.gather, _Runs(runs, block))
   y = run(rows.reshape(-1, rows.shape[-1]), weights, multiply)
   y = _swap(jnp.moveaxis(y.reshape(rows.shape), 1, 0), plan)
   return _collect(y.reshape(-1, y.shape[-1]), mix_NK, slot, source)
@@ -321,45 +322,11 @@ def _ragged(run, weights, x_ND, ids_NK, mix_NK, keep_NK, plan):
   there, back, sizes = offsets(counts_RE, me, block)
   rows = _spread(x_ND, slot, source)
   rows = _send(plan.region, total, ids_NK.size, rows, there, back)
-  y = run(rows, weights, _multiplier(plan.gather, _Runs(sizes, block)))
+  y = run(
+    rows, weights, expert_product.multiplier(plan.gather, _Runs(sizes, block))
+  )
   y = _send(plan.region, ids_NK.size, total, y, back, there)
   return _collect(y, mix_NK, slot, source)
-
-
-def _multiplier(gather, runs):
-  return lambda x, w, dim: _multiply(
-    (gather, dim, runs.block), x, w, runs.sizes
-  )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(how, x_SD, w_EDF, sizes_E):
-  """Row by row; w is gathered (ZeRO stage 3), its gradient scattered."""
-  gather, dim, block = how
-  w = _whole(w_EDF.astype(x_SD.dtype), gather, dim)
-  return grouped_matmul.product(x_SD, w, sizes_E, block, x_SD.dtype)
-
-
-def _whole(w, gather, dim):
-  return lax.all_gather(w, gather, axis=dim, tiled=True) if gather else w
-
-
-def _multiply_forward(how, x_SD, w_EDF, sizes_E):
-  return _multiply(how, x_SD, w_EDF, sizes_E), (x_SD, w_EDF, sizes_E)
-
-
-def _multiply_backward(how, kept, g_SF):
-  """dw is summed in w's dtype, over rows and over devices."""
-  (gather, dim, block), (x_SD, w_EDF, sizes_E) = how, kept
-  w = _whole(w_EDF.astype(x_SD.dtype), gather, dim).swapaxes(1, 2)
-  dx = grouped_matmul.product(g_SF, w, sizes_E, block, x_SD.dtype)
-  dw = grouped_matmul.gradient(x_SD, g_SF, sizes_E, block, len(w), w_EDF.dtype)
-  if gather:
-    dw = lax.psum_scatter(dw, gather, scatter_dimension=dim, tiled=True)
-  return dx, dw, None
-
-
-_multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -26,9 +26,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
+from paraxis.pallas_kernels import registry
 from paraxis.sharding import annotate
+from paraxis.sharding import narrow
+from paraxis.sharding import product_layouts as layouts
 from paraxis.sharding import tensor
 
 # Set while the weight gradients are taken apart (sharding/tape.py).
@@ -51,7 +53,10 @@ def taped(tape):
 
 
 class _Names(NamedTuple):
-  """Static: equations and logical names of one group of products."""
+  """Static: equations and logical names of one group of products.
+
+  dtype: of the products. dtypes: of the gradient of each weight.
+  """
 
   equations: tuple
   x: tuple
@@ -59,92 +64,16 @@ class _Names(NamedTuple):
   outs: tuple
   dtype: object
   ring: bool
-
-
-class _Layout(NamedTuple):
-  """Mesh axes of every dimension of one product.
-
-  x, x_whole: as it comes, and gathered for the product. w, w_whole: likewise.
-  y, y_partial: as it is wanted, and with the scatter undone.
-  summed, summed_back: axes over which y, and dx, are partial sums.
-  """
-
-  x: tuple
-  x_whole: tuple
-  w: tuple
-  w_whole: tuple
-  y: tuple
-  y_partial: tuple
-  summed: tuple
-  summed_back: tuple
-
-
-def _layout(equation, x_names, w_names, out):
-  for names in (x_names, w_names, out):
-    annotate.spec(names)  # one mesh axis on two dimensions is an error
-  ins, result = equation.split('->')
-  letters_x, letters_w = ins.split(',')
-  axes = lambda letters, names: dict(
-    zip(letters, map(annotate.carriers, names), strict=True)
-  )
-  x, w, y = (
-    axes(letters_x, x_names),
-    axes(letters_w, w_names),
-    axes(result, out),
-  )
-  x_whole, w_whole, y_partial = dict(x), dict(w), dict(y)
-  summed = sum((x[a] for a in letters_x if a not in result), ())
-  for a in letters_x:
-    if a in result:
-      shared = y[a] if x[a][: len(y[a])] == y[a] else x[a]
-      x_whole[a] = y_partial[a] = shared
-      _check(equation, a, y[a], shared, summed, out)
-  for a in letters_w:
-    target = x[a] if a in x else y[a]
-    if w[a][: len(target)] != target:
-      raise ValueError(
-        f'einsum {equation}: {a!r} is laid out over {w[a]} in the parameter '
-        f'and over {target} elsewhere; {out}.'
-      )
-    w_whole[a] = target
-  back = sum((w_whole[a] for a in letters_w if a not in x), ())
-  row = lambda table, letters: tuple(table[a] for a in letters)
-  return _Layout(
-    row(x, letters_x), row(x_whole, letters_x), row(w, letters_w),
-    row(w_whole, letters_w), row(y, result), row(y_partial, result),
-    summed, back,
-  )  # fmt: skip
-
-
-def _check(equation, letter, want, have, summed, out):
-  """y may split a letter more than x only by scattering a sum over it."""
-  if want[: len(have)] != have or set(want[len(have) :]) - set(summed):
-    raise ValueError(
-      f'einsum {equation}: {letter!r} is laid out over {have}, and {out} says '
-      f'{want}; move the operand first.'
-    )
-
-
-def _extra(split, whole):
-  """[(dimension, axes)] that `split` has beyond `whole`."""
-  pairs = enumerate(zip(split, whole, strict=True))
-  return [(i, a[len(b) :]) for i, (a, b) in pairs if len(a) > len(b)]
-
-
-def _spec(axes, unreduced=()):
-  parts = (a[0] if len(a) == 1 else a or None for a in axes)
-  if unreduced:
-    return PartitionSpec(*parts, unreduced=frozenset(unreduced))
-  return PartitionSpec(*parts)
+  dtypes: tuple
 
 
 def _gather(x, split, whole):
-  extra = _extra(split, whole)
+  extra = layouts.extra(split, whole)
   if annotate.mode() == 'manual':
     for i, axes in extra:
       x = jax.lax.all_gather(x, axes, axis=i, tiled=True)
   elif extra:
-    x = jax.reshard(x, _spec(whole))
+    x = jax.reshard(x, layouts.spec(whole))
   return x
 
 
@@ -162,16 +91,27 @@ def _multiply(equation, a, b, axes, summed, dtype):
   """einsum whose result is laid out over `axes` and partial over `summed`."""
   layout = {}
   if annotate.mode() == 'explicit' and annotate.sizes():
-    layout = dict(out_sharding=_spec(axes, summed))
+    layout = dict(out_sharding=layouts.spec(axes, summed))
+  return _einsum(equation, a, b, dtype, **layout)
+
+
+def _einsum(equation, a, b, dtype, **layout):
+  """jnp.einsum accumulated in `dtype`."""
+  ins, out = equation.split('->')
+  batched = set.intersection(*map(set, (*ins.split(','), out)))
+  wider = jnp.dtype(dtype).itemsize > a.dtype.itemsize
+  if batched and wider and registry.current_target().platform == 'cpu':
+    # XLA has no such product of narrow numbers with a wide result on CPU.
+    a, b = a.astype(dtype), b.astype(dtype)
   return jnp.einsum(equation, a, b, preferred_element_type=dtype, **layout)
 
 
 def _reduce(y, partial, axes, summed, what):
   """Partial sums over `summed` -> sums, scattered to the layout `axes`."""
   if annotate.mode() != 'manual':
-    return jax.reshard(y, _spec(axes)) if summed else y
+    return jax.reshard(y, layouts.spec(axes)) if summed else y
   left = list(summed)
-  for i, extra in _extra(axes, partial):
+  for i, extra in layouts.extra(axes, partial):
     y = jax.lax.psum_scatter(y, extra, scatter_dimension=i, tiled=True)
     left = [a for a in left if a not in extra]
   left = [a for a in left if a not in annotate.deferred()]
@@ -189,8 +129,8 @@ def project(x, x_names, weights, dtype=None, ring=False):
   Args:
     x: activation, laid out by the logical names `x_names`.
     weights: (equation, w, w_names, out_names) of each product; equation as for
-      jnp.einsum. w is multiplied in x's dtype; its gradient is summed in w's
-      own, over devices too.
+      jnp.einsum. w, an array or narrow.Narrow, is multiplied in x's dtype; its
+      gradient is summed in w's own, over devices too.
     dtype: of accumulation and outputs; default that of x.
     ring: gather x, or scatter y, as a ring that overlaps with the products
       (sharding/tensor.py), where the layouts have such a step.
@@ -201,11 +141,12 @@ def project(x, x_names, weights, dtype=None, ring=False):
   Raises:
     ValueError: layouts that no movement above joins.
   """
+  arrays = tuple(w for _, w, _, _ in weights)
   names = _Names(
     tuple(e for e, *_ in weights), x_names, tuple(n for _, _, n, _ in weights),
     tuple(out for *_, out in weights), dtype, ring,
+    tuple(map(narrow.own_dtype, arrays)),
   )  # fmt: skip
-  arrays = tuple(w for _, w, _, _ in weights)
   if tape() is not None:
     return list(tape().product(names, x, arrays))
   if not ring:
@@ -222,19 +163,11 @@ def einsum(equation, x, x_names, w, w_names, out, dtype=None):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _project(names, x, *weights):
-  return forward(names, x, *weights)[0]
+  return _forward(names, x, *weights)[0]
 
 
-def layouts(names):
-  """[_Layout] of the products; ValueError if they want x in different ones."""
-  groups = zip(names.equations, names.weights, names.outs, strict=True)
-  ways = [_layout(e, names.x, w, out) for e, w, out in groups]
-  if len({way.x_whole for way in ways}) > 1:
-    raise ValueError(
-      f'products {names.equations} share {names.x}, but need it laid out '
-      f'differently: {[way.x_whole for way in ways]}.'
-    )
-  return ways
+def _forward(names, x, *weights):
+  return forward(names, x, *map(narrow.read, weights))
 
 
 def _moves(names, ways):
@@ -245,8 +178,8 @@ def _moves(names, ways):
   if not names.ring or annotate.mode() != 'manual':
     return None, None
   found = (
-    {move for way in ways for move in _extra(way.x, way.x_whole)},
-    {move for way in ways for move in _extra(way.y, way.y_partial)},
+    {move for way in ways for move in layouts.extra(way.x, way.x_whole)},
+    {move for way in ways for move in layouts.extra(way.y, way.y_partial)},
   )
   one = lambda moves: next(iter(moves)) if len(moves) == 1 else None
   gather, scatter = map(one, found)
@@ -256,7 +189,7 @@ def _moves(names, ways):
 
 def forward(names, x, *weights):
   """(outputs, what `_backward` keeps): x and weights as they came."""
-  ways = layouts(names)
+  ways = layouts.of(names)
   wide = names.dtype or x.dtype
   whole = [
     gathered_weight(w, x.dtype, way)
@@ -295,15 +228,19 @@ def _backward(names, residuals, cotangents):
   bfloat16, their sums are not.
   """
   x, *weights = residuals
-  ways = layouts(names)
+  ways = layouts.of(names)
   if any(_moves(names, ways)):
-    return _ring_backward(names, ways, x, weights, cotangents)
-  x_whole = gathered_input(ways, x)
-  dx, whole = back(names, ways, x.dtype, weights, cotangents)
-  return dx, *(
-    weight_gradient(e, x_whole, g, w.dtype, way)
-    for e, w, g, way in zip(names.equations, weights, whole, ways, strict=True)
-  )
+    dx, *dws = _ring_backward(names, ways, x, weights, cotangents)
+  else:
+    x_whole = gathered_input(ways, x)
+    dx, whole = back(names, ways, x.dtype, weights, cotangents)
+    dws = [
+      weight_gradient(e, x_whole, g, dtype, way)
+      for e, dtype, g, way in zip(
+        names.equations, names.dtypes, whole, ways, strict=True
+      )
+    ]
+  return dx, *map(narrow.gradient, weights, dws)
 
 
 def back(names, ways, dtype, weights, cotangents):
@@ -331,7 +268,7 @@ def _ring_backward(names, ways, x, weights, cotangents):
     gathered_weight(w, x.dtype, way)
     for w, way in zip(weights, ways, strict=True)
   ]
-  dtype = weights[0].dtype
+  dtype = names.dtypes[0]
   if gather:
     dim, axis = gather
     products = list(zip(names.equations, whole, strict=True))
@@ -359,7 +296,7 @@ def _input_gradient(names, ways, partial, whole):
     # part, so its term of dx is partial too.
     summed = {
       *way.summed_back,
-      *(a for _, e in _extra(way.x, way.x_whole) for a in e),
+      *(a for _, e in layouts.extra(way.x, way.x_whole) for a in e),
     }
     return _reduce(add(partial + whole), way.x_whole, way.x, summed, what)
   terms = []
@@ -369,8 +306,10 @@ def _input_gradient(names, ways, partial, whole):
     )
   if whole:
     dx = add(whole)
-    gathered = annotate.mode() == 'explicit' and _extra(way.x, way.x_whole)
-    terms.append(jax.reshard(dx, _spec(way.x)) if gathered else dx)
+    gathered = annotate.mode() == 'explicit' and layouts.extra(
+      way.x, way.x_whole
+    )
+    terms.append(jax.reshard(dx, layouts.spec(way.x)) if gathered else dx)
   return add(terms)
 
 
@@ -381,14 +320,14 @@ def weight_gradient(forward, x, g, dtype, way):
   equation = f'{a},{out}->{b}'
   if annotate.mode() != 'manual':
     return _multiply(equation, x, g, way.w, (), dtype)
-  dw = jnp.einsum(equation, x, g, preferred_element_type=dtype)
+  dw = _einsum(equation, x, g, dtype)
   return _scatter_weight(dw, way)
 
 
 def _scatter_weight(dw, way):
-  for i, axes in _extra(way.w, way.w_whole):
+  for i, axes in layouts.extra(way.w, way.w_whole):
     dw = jax.lax.psum_scatter(dw, axes, scatter_dimension=i, tiled=True)
   return dw
 
 
-_project.defvjp(forward, _backward)
+_project.defvjp(_forward, _backward)

@@ -21,18 +21,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paraxis.sharding import narrow
+from paraxis.sharding import product_layouts
 from paraxis.sharding import project
 
 
 class Record(NamedTuple):
   """What is static of one group of products.
 
-  names: of project. dtypes, owners: of each weight; an owner is what `own`
-  called it.
+  names: of project. owners: of each weight, what `own` called it.
   """
 
   names: Any
-  dtypes: tuple
   owners: tuple
 
 
@@ -51,20 +51,22 @@ class Tape:
   def own(self, values, name):
     """Says what {path: parameter} are: name(path)."""
     # The parameters are kept: an id is one object's only while it lives.
-    self._owners |= {id(v): (name(p), v) for p, v in values.items()}
+    read = {p: narrow.read(v) for p, v in values.items()}
+    self._owners |= {id(v): (name(p), v) for p, v in read.items()}
 
   def product(self, names, x, weights):
     """project.project, recorded; never as a ring."""
     names = names._replace(ring=False)
+    weights = tuple(map(narrow.read, weights))
     owners = tuple(self._owners[id(w)][0] for w in weights)
-    self.static.append(Record(names, tuple(w.dtype for w in weights), owners))
+    self.static.append(Record(names, owners))
     if self._zeros is None:
       shapes = jax.eval_shape(functools.partial(_shapes, names), x, weights)
       zeros = tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)
-      outs, whole = _product(names, x, zeros, *weights)
+      outs, whole = _product(names, x.dtype, x, zeros, *weights)
       self.arrays.append((whole, zeros))
     else:
-      outs, whole = _product(names, x, next(self._zeros), *weights)
+      outs, whole = _product(names, x.dtype, x, next(self._zeros), *weights)
       self.arrays.append(whole)
     return outs
 
@@ -98,7 +100,7 @@ def own(values, name):
 
 def _shapes(names, x, weights):
   """g of each product, gathered as the product of its weight needs it."""
-  layouts = project.layouts(names)
+  layouts = product_layouts.of(names)
   whole = project.gathered_input(layouts, x)
   return [
     jnp.einsum(e, whole, project.gathered_weight(w, x.dtype, way))
@@ -106,22 +108,23 @@ def _shapes(names, x, weights):
   ]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(names, x, zeros, *weights):
-  return _product_forward(names, x, zeros, *weights)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(names, dtype, x, zeros, *weights):
+  """dtype: of x, and so of dx and of both factors on the tape."""
+  return _product_forward(names, dtype, x, zeros, *weights)[0]
 
 
-def _product_forward(names, x, zeros, *weights):
-  del zeros
+def _product_forward(names, dtype, x, zeros, *weights):
+  del dtype, zeros
   outs, _ = project.forward(names, x, *weights)
-  whole = project.gathered_input(project.layouts(names), x)
+  whole = project.gathered_input(product_layouts.of(names), x)
   return (outs, whole), weights
 
 
-def _product_backward(names, weights, cotangents):
+def _product_backward(names, dtype, weights, cotangents):
   gs, _ = cotangents
-  layouts = project.layouts(names)
-  dx, gathered = project.back(names, layouts, gs[0].dtype, weights, gs)
+  layouts = product_layouts.of(names)
+  dx, gathered = project.back(names, layouts, dtype, weights, gs)
   return dx, tuple(gathered), *[None] * len(weights)
 
 
@@ -135,8 +138,8 @@ def weight_gradients(record, x, gs):
     for e, g, dtype, way in zip(
       record.names.equations,
       gs,
-      record.dtypes,
-      project.layouts(record.names),
+      record.names.dtypes,
+      product_layouts.of(record.names),
       strict=True,
     )
   ]

@@ -500,6 +500,30 @@ def test_wide_outputs_of_narrow_products(stack):
   np.testing.assert_allclose(y, want, atol=1e-4)
 
 
+@pytest.mark.parametrize('wide', [jnp.float32, jnp.bfloat16])
+def test_blocks_of_heads_in_bfloat16(wide):
+  """A letter that all operands share: XLA on CPU lacks the mixed product."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  x, w, g = draw(4, 64, 2, 8), draw(2, 8, 6), draw(4, 64, 2, 6)
+  w = w.astype(jnp.float32)
+  names = ('heads', None, 'head_dim')
+
+  def run(x, w):
+    y = project.einsum('BTNH,NHP->BTNP', x, QUERIES, w, names, QUERIES, wide)
+    return (y * g).astype(jnp.float32).sum(), y
+
+  (_, y), (dx, dw) = jit(jax.value_and_grad(run, (0, 1), has_aux=True))(x, w)
+  assert (y.dtype, dx.dtype, dw.dtype) == (wide, jnp.bfloat16, jnp.float32)
+  x, w, g = (np.asarray(a, np.float64) for a in (x, w, g))
+  y, dx, dw = (np.asarray(a, np.float64) for a in (y, dx, dw))
+  close = lambda a, b, rtol: np.abs(a - b).max() <= rtol * np.abs(b).max()
+  narrow = wide == jnp.bfloat16
+  assert close(y, np.einsum('btnh,nhp->btnp', x, w), 4e-3 if narrow else 1e-6)
+  assert close(dx, np.einsum('btnp,nhp->btnh', g, w), 4e-3)
+  assert close(dw, np.einsum('btnh,btnp->nhp', x, g), 1e-6)
+
+
 @pytest.mark.parametrize('mesh', ['', 'tensor=8', 'fsdp=8'])
 def test_the_gradient_of_a_table_is_summed_in_its_own_dtype(stack, mesh):
   """A token of 1024 in a batch: in bfloat16 its sum stops at 256."""
