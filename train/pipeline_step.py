@@ -5,8 +5,9 @@
     last norm, head and loss, likewise               Calls.loss
 
 Parameters that fsdp (or ZeRO stage 3) shards are gathered once for a phase,
-outside of what is differentiated, so that no whole parameter is kept; their
-gradients are scattered again in the same phase. Activations are recomputed from
+outside of what is differentiated, so that no whole parameter is kept, and in
+the dtype of their products (sharding/narrow.py); their gradients are scattered
+again in the same phase, in their own. Activations are recomputed from
 the input of a chunk, or stored from F to B (pipeline.activations). With the
 weight gradients split off (zero_bubble, v_half), B takes the gradient with
 respect to activations and keeps both factors of every product, W multiplies
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.sharding import annotate
+from paraxis.sharding import narrow
 from paraxis.sharding import pipeline
 from paraxis.sharding import schedules
 from paraxis.sharding import tape
@@ -37,6 +39,14 @@ def whole_rules(rules):
   """Rules under which a phase sees parameters: nothing is left to gather."""
   table = {n: axes for n, axes in rules.table.items() if n not in GATHERED}
   return dataclasses.replace(rules, table=table)
+
+
+def _sinks(values):
+  return {p: narrow.sink(v) for p, v in values.items()}
+
+
+def _with_sinks(values, sinks):
+  return {p: narrow.replace(values[p], s) for p, s in sinks.items()}
 
 
 def evaluation(schedule):
@@ -84,13 +94,35 @@ class Pipeline:
     return type(self.batch)(*parts, self.batch.denominator)
 
   def gather(self, tree):
-    """Parameters whole over what `GATHERED` is sharded by."""
+    """Parameters whole over what `GATHERED` is sharded by; narrow, if they may.
+
+    Returns:
+      {path: array, or narrow.Narrow where products are in a narrower dtype}.
+    """
     out = {}
     for path, x in tree.items():
-      whole = tuple(n if n not in GATHERED else None for n in self._axes[path])
+      axes = self._axes[path]
+      whole = tuple(n if n not in GATHERED else None for n in axes)
       with annotate.use(self.built.rules):
-        out[path] = annotate.move(x, self._axes[path], whole)
+        dtype = self._gathered_dtype(path, x.dtype)
+        value = annotate.move(x.astype(dtype), axes, whole)
+      out[path] = narrow.make(value, x.dtype)
     return out
+
+  def _gathered_dtype(self, path, own):
+    """That of products, if it is narrower and they alone read the parameter.
+
+    In a layer project and expert read all that these axes shard, and cast it.
+    Hot experts are read before they are multiplied.
+    """
+    sharded = {n for n in GATHERED if annotate.carriers(n)}
+    found = sharded.intersection(self._axes[path])
+    hot = self.model.config.experts.hot and 'expert_embed' in found
+    if not found or hot or not path.startswith('layers/'):
+      return own
+    return min(
+      own, jnp.dtype(self.model.config.dtype), key=lambda d: d.itemsize
+    )
 
   def embed(self, ends, i):
     """pipeline.Calls.embed."""
@@ -112,25 +144,32 @@ class Pipeline:
 
   def forward(self, values, x, seen, on):
     """pipeline.Calls.forward; keeps what backward reads, or nothing."""
-    run = functools.partial(self._layers, seen, on)
     if self.built.pipeline.activations == 'recompute':
-      return run(values, x), ()
-    y, back = jax.vjp(run, values, x)
+      return self._layers(seen, on, values, x), ()
+    y, back = self._differentiated(values, x, seen, on)
     # Parameters are read where they lie; only what F made goes into a slot.
     leaves, self._tree = jax.tree.flatten(back)
-    paths = {id(v): path for path, v in values.items()}
-    self._origins = [paths.get(id(leaf)) for leaf in leaves]
-    return y, [x for x in leaves if id(x) not in paths]
+    lying = {id(v): i for i, v in enumerate(jax.tree.leaves(values))}
+    self._origins = [lying.get(id(leaf)) for leaf in leaves]
+    return y, [x for x in leaves if id(x) not in lying]
+
+  def _differentiated(self, values, x, seen, on):
+    """jax.vjp of a chunk with respect to its parameters and x."""
+
+    def run(sinks, x):
+      return self._layers(seen, on, _with_sinks(values, sinks), x)
+
+    return jax.vjp(run, _sinks(values), x)
 
   def backward(self, values, x, kept, g, seen, on):
     """pipeline.Calls.backward: the chunk again, and its gradients."""
     if self.built.schedule.weight is not None:
       return self._backward_taped(values, x, g, seen, on)
     if self.built.pipeline.activations == 'recompute':
-      _, back = jax.vjp(functools.partial(self._layers, seen, on), values, x)
+      _, back = self._differentiated(values, x, seen, on)
     else:
-      made = iter(kept)
-      leaves = [values[p] if p else next(made) for p in self._origins]
+      made, lying = iter(kept), jax.tree.leaves(values)
+      leaves = [next(made) if i is None else lying[i] for i in self._origins]
       back = jax.tree.unflatten(self._tree, leaves)
     gradients, gx = back(g)
     return gx, gradients, ()
@@ -158,10 +197,11 @@ class Pipeline:
     apart = {path for path, _ in self._owners()}
     rest = {p: v for p, v in values.items() if p not in apart}
 
-    def run(rest, x, zeros):
-      return self._layers(seen, on, values | rest, x, tape.Taped(zeros))
+    def run(sinks, x, zeros):
+      own = values | _with_sinks(rest, sinks)
+      return self._layers(seen, on, own, x, tape.Taped(zeros))
 
-    _, back, xs = jax.vjp(run, rest, x, zeros, has_aux=True)
+    _, back, xs = jax.vjp(run, _sinks(rest), x, zeros, has_aux=True)
     gradients, gx, gs = back(g)
     return gx, gradients, (xs, gs)
 
