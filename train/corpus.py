@@ -106,7 +106,8 @@ def _below(root):
   def unread(error):
     if not isinstance(error, FileNotFoundError):
       raise errors.UserError(
-        f'data.path: {error.filename} cannot be read: {error.strerror}.'
+        f'data.path: {error.filename} cannot be read: {error.strerror}; '
+        'let this user read it, or name a folder without it.'
       ) from error
 
   for folder, _, names in os.walk(root, onerror=unread):

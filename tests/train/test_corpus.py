@@ -297,7 +297,9 @@ def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):
     return scandir(path)
 
   monkeypatch.setattr(os, 'scandir', closed)
-  with pytest.raises(errors.UserError, match='closed cannot be read: Perm'):
+  with pytest.raises(
+    errors.UserError, match='closed cannot be read: Perm.*; let'
+  ):
     corpus.source_files(str(tmp_path))
 
 

@@ -94,6 +94,7 @@ def wide(config):
     dict(mesh='stage=2,fsdp=2,tensor=2', schedule='zero_bubble'),
     dict(pattern='GM', schedule='zero_bubble'),
     dict(pattern='SR', schedule='zero_bubble'),
+    dict(pattern='R', schedule='v_half', chunks=2),
     dict(pattern='LC', activations='store'),
     dict(pattern='A-M'),
     dict(mesh='stage=2,data=2,fsdp=2', experts=EXPERTS),
