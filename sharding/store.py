@@ -13,19 +13,16 @@ flipped bit on disk restores silently as a wrong number. Nothing is executed.
 
 Cost: `save` blocks for one pass over the state on the devices (fingerprint,
 finiteness) and the copy to the host; the writing goes on behind it.
-Source: Orbax (orbax.readthedocs.io), imported only here; not its Manager, which
-counts any folder with a number as a step and, after a full disk, none at all.
+Source: Orbax (orbax.readthedocs.io), imported only here and in saved_arrays.py;
+not its Manager, which counts any folder with a number as a step and, after a
+full disk, none at all.
 """
 
-import gc
-import inspect
 import logging
 import pathlib
 import re
 import shutil
-import sys
 import tempfile
-import time
 
 import jax
 from jax.experimental import multihost_utils
@@ -35,52 +32,12 @@ import orbax.checkpoint as ocp
 from paraxis.configs import errors
 from paraxis.sharding import fingerprint
 from paraxis.sharding import manifest as manifest_lib
+from paraxis.sharding import saved_arrays
 
 SPACE = 1.3  # free disk needed, in sizes of the state
 _STEP = re.compile(r'0|[1-9][0-9]{0,17}')
 _TMP = '.orbax-checkpoint-tmp'
 _NO_ORBAX = lambda record: 'orbax' not in record.pathname
-
-
-def _first_line(error):
-  while error.__cause__:  # Orbax wraps the reason in pages of specification
-    error = error.__cause__
-  text = str(error).strip() or type(error).__name__
-  return text.partition('\n')[0][:160]
-
-
-def _read_arrays(folder, wanted):
-  """Restored tree and None, or None and what is wrong with the files.
-
-  Reads the item itself: a Checkpointer ends in a barrier, where the others
-  would wait for a process that met a damaged file.
-  """
-  hook, problem = sys.unraisablehook, None
-
-  def quiet(report):
-    # Reads that Orbax gives up after the first failure: pages of text, no news.
-    abandoned = inspect.iscoroutine(report.object)
-    if not abandoned and 'loop is closed' not in str(report.exc_value):
-      hook(report)
-
-  sys.unraisablehook = quiet
-  try:
-    target = manifest_lib.nest(wanted)
-    each = ocp.checkpoint_utils.construct_restore_args(target)
-    args = ocp.args.PyTreeRestore(target, each, partial_restore=True)
-    nested = ocp.PyTreeCheckpointHandler().restore(folder / 'state', args=args)
-    return manifest_lib.flatten(nested, wanted), None
-  except Exception as e:  # Orbax raises many kinds for damaged files
-    # With shapes already compared, lack of memory is not damage.
-    if isinstance(e, MemoryError) or 'Out of memory' in str(e):
-      raise
-    problem = f'its files do not read: {_first_line(e)}'
-  finally:
-    if problem:
-      time.sleep(0.1)
-      gc.collect()
-    sys.unraisablehook = hook
-  return None, problem
 
 
 def _together(ok):
@@ -145,7 +102,7 @@ class Store:
     except (errors.UserError, RuntimeError) as e:
       if kind is None:
         raise
-      self._say(_first_line(e))  # the error under way matters more
+      self._say(saved_arrays.first_line(e))  # the error under way matters more
 
   def _prepare(self):
     """Creates, tries to write, removes what a killed save left."""
@@ -301,7 +258,7 @@ class Store:
     try:
       self._orbax.close()
     except Exception as e:  # a second error of the same save
-      self._say(_first_line(e))
+      self._say(saved_arrays.first_line(e))
     self._orbax = _open()
     free = shutil.disk_usage(self.directory).free
     if self._first:
@@ -313,7 +270,7 @@ class Store:
         f'{text}: the disk is full, {free} bytes free of {int(SPACE * size)} '
         'needed. Older checkpoints are intact.'
       ) from error
-    raise RuntimeError(f'{text}: {_first_line(error)}') from error
+    raise RuntimeError(f'{text}: {saved_arrays.first_line(error)}') from error
 
   def _prune(self):
     """After a commit: deletes good steps beyond `keep`, never the new one."""
@@ -336,7 +293,7 @@ class Store:
       if getattr(x, 'sharding', None) is None:
         raise errors.UserError(f'like[{path!r}] has no sharding.')
       wanted[path] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    tree, problem = _read_arrays(self._folder(step), wanted)
+    tree, problem = saved_arrays.read(self._folder(step), wanted)
     if not _together(problem is None):
       problem = problem or 'its files do not read in another process'
     else:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import os
 import pathlib
 import random
@@ -270,6 +271,33 @@ def test_damaged_files_fall_back_with_one_line(two, said, kind):
     assert s.steps() == [1, 2]
     assert same(s.restore(2, like_of(LAYOUT))[0], host(22))
     assert len(list(two.glob('damaged-2-*/2'))) == 1
+
+
+def test_reads_given_up_say_nothing_however_late(
+  two, said, monkeypatch, caplog
+):
+  """A read may end long after another one's failure was answered."""
+  heard = []
+  monkeypatch.setattr(sys, 'unraisablehook', heard.append)
+
+  def report(text):
+    sys.unraisablehook(
+      types.SimpleNamespace(exc_value=RuntimeError(text), object=None)
+    )
+
+  with reopened(two, said) as s:
+    s.restore(2, like_of(LAYOUT))
+    assert sys.unraisablehook == heard.append  # nothing stays of a good read
+    damage('truncated', two / '2')
+    for _ in range(2):
+      with pytest.raises(errors.IntegrityError, match='do not read'):
+        s.restore(2, like_of(LAYOUT))
+      report('Event loop is closed')
+      logging.getLogger('asyncio').error('in orbax/serialization.py: lost')
+      assert not heard and not caplog.records
+  report('another error')
+  logging.getLogger('asyncio').error('another task')
+  assert len(heard) == len(caplog.records) == 1
 
 
 def test_junk_is_no_step(two, said):
