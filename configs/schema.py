@@ -95,7 +95,7 @@ class Pipeline:
   activations: str = field(
     'recompute',
     'recompute: a stage keeps its inputs alone; store: what its backward pass '
-    'reads (train.remat decides what that is)',
+    'reads (train.remat decides what that is; zero_bubble, v_half: all)',
     ('recompute', 'store'),
   )
   skip_fraction: float = field(
@@ -182,7 +182,7 @@ class Train:
     'what the backward pass recomputes: none; attention (keep attention '
     'outputs); dots (keep those of matmuls too); full (keep layer inputs). On '
     'stages: of what a backward phase makes or pipeline.activations=store '
-    'keeps; zero_bubble and v_half keep all of it for the phase',
+    'keeps; zero_bubble and v_half keep all of it',
     ('none', 'attention', 'dots', 'full'),
   )
   memory: str = field(

@@ -142,12 +142,6 @@ def _schedule(config, sizes):
     **options,
   )
   apart = schedule.weight is not None
-  model_checks.need(
-    not (apart and pipeline.activations == 'store'),
-    f"pipeline.activations='store' keeps what F made for B, but with "
-    f'pipeline.schedule={pipeline.schedule!r} B keeps what W reads: take '
-    "'recompute'.",
-  )
   moved = 'offload' in memory.actions('full', config.train.memory).values()
   model_checks.need(
     not (moved and pipeline.activations == 'store'),

@@ -11,6 +11,7 @@ together take the operations of the joint backward pass.
 
     taped = Taped()             traced once, for the shapes of x and g
     taped = Taped(zeros)        differentiated with respect to those zeros
+    taped = Taped(zeros, True)  x as it came, to lie until B gathers it: `whole`
 
 Works inside a scan: a Taped function returns its records as values.
 """
@@ -41,11 +42,12 @@ class Tape:
 
   Attributes:
     static: Records. arrays: [(x whole, zeros like each g)], or, with zeros
-      given, [x whole].
+      given, [x whole], or [x] if it is kept as it came.
   """
 
-  def __init__(self, zeros):
+  def __init__(self, zeros, as_it_came=False):
     self._zeros = None if zeros is None else iter(zeros)
+    self._as_it_came = as_it_came
     self._owners, self.static, self.arrays = {}, [], []
 
   def own(self, values, name):
@@ -67,7 +69,7 @@ class Tape:
       self.arrays.append((whole, zeros))
     else:
       outs, whole = _product(names, x.dtype, x, next(self._zeros), *weights)
-      self.arrays.append(whole)
+      self.arrays.append(x if self._as_it_came else whole)
     return outs
 
 
@@ -79,12 +81,13 @@ class Taped:
     static: {part: [Record]} once traced.
   """
 
-  def __init__(self, zeros=None):
+  def __init__(self, zeros=None, as_it_came=False):
     self.zeros, self.static = zeros or {}, {}
+    self._as_it_came = as_it_came
 
   def run(self, part, call, x, zeros):
     """call(x) -> (its result, arrays of its tape)."""
-    tape = Tape(zeros)
+    tape = Tape(zeros, self._as_it_came)
     with project.taped(tape):
       y = call(x)
     self.static[part] = tape.static
@@ -129,6 +132,11 @@ def _product_backward(names, dtype, weights, cotangents):
 
 
 _product.defvjp(_product_forward, _product_backward)
+
+
+def whole(record, x):
+  """x of one Record, kept as it came, as `weight_gradients` needs it."""
+  return project.gathered_input(product_layouts.of(record.names), x)
 
 
 def weight_gradients(record, x, gs):

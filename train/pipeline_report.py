@@ -28,8 +28,16 @@ def lines(built, config):
     f'{schedule.microbatches} microbatches: idle stages add '
     f'{result.bubble:.1%} to the layers'
   ]
+  train = config.train
+  if schedule.weight is not None and (train.remat != 'none' or train.memory):
+    name = 'memory' if train.memory else 'remat'
+    return [
+      *found,
+      f'  train.{name}={getattr(train, name)} has no effect: {schedule.name} '
+      'keeps all that B and W read',
+    ]
   layers = len(built.model.depth.kinds)
-  if not _twice(config, schedule, layers):
+  if not _twice(config, layers):
     return found
   size = layers * _inputs(config, schedule)
   return [
@@ -40,13 +48,12 @@ def lines(built, config):
   ]
 
 
-def _twice(config, schedule, layers):
+def _twice(config, layers):
   """Whether B runs layers forward twice, which storing their inputs spares."""
-  apart = schedule.weight is not None  # keeps all of a phase; cannot store
   again = config.train.remat == 'full' and not config.train.memory
   # Of one layer, nobody reads what the first run makes.
   recomputed = config.pipeline.activations == 'recompute' and layers > 1
-  return again and recomputed and not apart
+  return again and recomputed
 
 
 def _inputs(config, schedule):

@@ -7,12 +7,13 @@
 Parameters that fsdp (or ZeRO stage 3) shards are gathered once for a phase,
 outside of what is differentiated, so that no whole parameter is kept, and in
 the dtype of their products (sharding/narrow.py); their gradients are scattered
-again in the same phase, in their own. Activations are recomputed from
-the input of a chunk, or stored from F to B (pipeline.activations). With the
-weight gradients split off (zero_bubble, v_half), B takes the gradient with
-respect to activations and keeps both factors of every product, W multiplies
-them (sharding/project.py): W sends nothing but what fsdp scatters. Norms,
-biases and experts have their gradients in B.
+again in the same phase, in their own. Activations are recomputed from the input
+of a chunk, or stored from F to B (pipeline.activations), but for what follows
+from the parameters alone (sharding/residuals.py). With the weight gradients
+split off (zero_bubble, v_half), B takes the gradient with respect to
+activations and keeps both factors of every product, W multiplies them
+(sharding/project.py): W sends nothing but what fsdp scatters. Norms, biases and
+experts have their gradients in B.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ import numpy as np
 from paraxis.sharding import annotate
 from paraxis.sharding import narrow
 from paraxis.sharding import pipeline
+from paraxis.sharding import residuals
 from paraxis.sharding import schedules
 from paraxis.sharding import tape
 from paraxis.train import expert_counts
@@ -33,6 +35,7 @@ from paraxis.train import loss as loss_lib
 
 # Parameters are sharded over these beyond what the model computes on.
 GATHERED = ('embed', 'expert_embed')
+SCANNED = 0  # part of a tape with one more axis: units (models/decoder.py)
 
 
 def whole_rules(rules):
@@ -86,6 +89,8 @@ class Pipeline:
     self.rules = whole_rules(built.rules)
     self._axes = self.model.axes
     self._scatter = scatter
+    self._stored = built.pipeline.activations == 'store'
+    self._apart = built.schedule.weight is not None  # W of products
 
   def microbatch(self, i):
     """models.batch.Batch (B, T) of microbatch i."""
@@ -144,46 +149,31 @@ class Pipeline:
 
   def forward(self, values, x, seen, on):
     """pipeline.Calls.forward; keeps what backward reads, or nothing."""
-    if self.built.pipeline.activations == 'recompute':
+    if not self._stored:
       return self._layers(seen, on, values, x), ()
-    y, back = self._differentiated(values, x, seen, on)
-    # Parameters are read where they lie; only what F made goes into a slot.
-    leaves, self._tree = jax.tree.flatten(back)
-    lying = {id(v): i for i, v in enumerate(jax.tree.leaves(values))}
-    self._origins = [lying.get(id(leaf)) for leaf in leaves]
-    return y, [x for x in leaves if id(x) not in lying]
+    self._kept = residuals.Kept(self._of_phase, values, x, seen, on)
+    return self._kept.run(values, x, seen, on)
+
+  def _of_phase(self, *args):
+    y, *read = self._differentiated(*args)
+    return y, read
 
   def _differentiated(self, values, x, seen, on):
-    """jax.vjp of a chunk with respect to its parameters and x."""
+    """(y, function of its cotangent, what W multiplies with what that gives).
+
+    The function gives gradients of parameters, that of x, and, if those of
+    products are left to W, the cotangents of products.
+    """
+    if self._apart:
+      return self._taped(values, x, seen, on)
 
     def run(sinks, x):
       return self._layers(seen, on, _with_sinks(values, sinks), x)
 
-    return jax.vjp(run, _sinks(values), x)
+    return *jax.vjp(run, _sinks(values), x), ()
 
-  def backward(self, values, x, kept, g, seen, on):
-    """pipeline.Calls.backward: the chunk again, and its gradients."""
-    if self.built.schedule.weight is not None:
-      return self._backward_taped(values, x, g, seen, on)
-    if self.built.pipeline.activations == 'recompute':
-      _, back = self._differentiated(values, x, seen, on)
-    else:
-      made, lying = iter(kept), jax.tree.leaves(values)
-      leaves = [next(made) if i is None else lying[i] for i in self._origins]
-      back = jax.tree.unflatten(self._tree, leaves)
-    gradients, gx = back(g)
-    return gx, gradients, ()
-
-  def count(self, values, x, seen, on):
-    """As `forward`; kept is what experts count (models/router.py)."""
-    paths = expert_counts.paths(self.model, (expert_counts.LOAD,))
-    run = lambda loads: self._layers(seen, on, values | loads, x)
-    y, back = jax.vjp(run, {p: values[p] for p in paths if p in values})
-    (counts,) = back(jnp.zeros_like(y))  # whatever the cotangent of y
-    return y, counts
-
-  def _backward_taped(self, values, x, g, seen, on):
-    """`backward` without the gradients of products, which `weights` makes."""
+  def _taped(self, values, x, seen, on):
+    """`_differentiated` without the gradients of products: `weights`."""
     first = tape.Taped()
     shapes = jax.eval_shape(lambda: self._layers(seen, on, values, x, first)[1])
     self._records = first.static
@@ -199,16 +189,51 @@ class Pipeline:
 
     def run(sinks, x, zeros):
       own = values | _with_sinks(rest, sinks)
-      return self._layers(seen, on, own, x, tape.Taped(zeros))
+      taped = tape.Taped(zeros, as_it_came=self._stored)
+      return self._layers(seen, on, own, x, taped)
 
-    _, back, xs = jax.vjp(run, _sinks(rest), x, zeros, has_aux=True)
-    gradients, gx, gs = back(g)
-    return gx, gradients, (xs, gs)
+    return jax.vjp(run, _sinks(rest), x, zeros, has_aux=True)
+
+  def backward(self, values, x, kept, g, seen, on):
+    """pipeline.Calls.backward: the chunk again, or what F kept of it."""
+    if self._stored:
+      back, xs = self._kept.again(values, kept)
+    else:
+      _, back, xs = self._differentiated(values, x, seen, on)
+    gradients, gx, *gs = back(g)
+    if not self._apart:
+      return gx, gradients, ()
+    return gx, gradients, (self._whole(xs) if self._stored else xs, *gs)
+
+  def count(self, values, x, seen, on):
+    """As `forward`; kept is what experts count (models/router.py)."""
+    paths = expert_counts.paths(self.model, (expert_counts.LOAD,))
+    run = lambda loads: self._layers(seen, on, values | loads, x)
+    y, back = jax.vjp(run, {p: values[p] for p in paths if p in values})
+    (counts,) = back(jnp.zeros_like(y))  # whatever the cotangent of y
+    return y, counts
 
   def _owners(self):
     """(path, row of it in a unit) of every weight on the tapes."""
     parts = self._records.values()
     return [o for records in parts for r in records for o in r.owners]
+
+  def _each(self, function, record, part):
+    """function(record, ...) over the units of what is scanned."""
+    run = functools.partial(function, record)
+    return jax.vmap(run) if part == SCANNED else run
+
+  def _whole(self, xs):
+    """What products read, gathered as W needs it."""
+    return tuple(
+      [
+        self._each(tape.whole, record, part)(x)
+        for record, x in zip(
+          self._records.get(part, ()), found or (), strict=True
+        )
+      ]
+      for part, found in enumerate(xs)
+    )
 
   def weights(self, tapes):
     """pipeline.Calls.weights: products of what B kept."""
@@ -217,11 +242,9 @@ class Pipeline:
     for part, records in sorted(self._records.items()):
       slots = {}
       for record, x, g in zip(records, xs[part] or (), gs[part], strict=True):
-        multiply = functools.partial(tape.weight_gradients, record)
-        scanned = part == 0  # one more axis: units
-        made = (jax.vmap(multiply) if scanned else multiply)(x, g)
+        made = self._each(tape.weight_gradients, record, part)(x, g)
         for (path, slot), dw in zip(record.owners, made, strict=True):
-          slots.setdefault(path, {})[slot] = dw if scanned else dw[None]
+          slots.setdefault(path, {})[slot] = dw if part == SCANNED else dw[None]
       for path, found in slots.items():
         stacked = jnp.stack([found[s] for s in sorted(found)], 1)
         flat = stacked.reshape(-1, *stacked.shape[2:])

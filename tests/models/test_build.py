@@ -311,8 +311,6 @@ def test_what_would_fail_later(fields, text):
      ['4 layers of kinds F N F N', 'the same for every stage']),
     ('stage=2,tensor=4', {}, dict(mesh=dict(sequence=False)),
      ['A pipeline (mesh.stage=2)', 'mesh.sequence=True']),
-    ('stage=2,data=4', dict(schedule='zero_bubble', activations='store'), {},
-     ["pipeline.activations='store'", "'recompute'"]),
     ('stage=2,tensor=4', dict(schedule='zero_bubble'),
      dict(mesh=dict(collective_matmul='all')),
      ["mesh.collective_matmul='all'", 'zero_bubble']),

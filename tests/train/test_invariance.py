@@ -83,7 +83,7 @@ def chunks_of(schedule):
   return range(fewest, (most or 3) + 1)
 
 
-SEED = 2  # of 10, one that gives the fewest cases
+SEED = 7  # of 10, one that gives the fewest cases
 RULES = tuple(
   covering.Rule(*rule)
   for rule in (
@@ -103,10 +103,6 @@ RULES = tuple(
     (('sequence', 'collective_matmul'), lambda s, rings: s or not rings),
     (('sequence', 'collectives'), lambda s, how: s or how == 'annotated'),
     (('stage', 'sequence'), lambda n, sequence: n == 1 or sequence),
-    (
-      ('schedule', 'activations'),
-      lambda name, how: name not in APART or how == 'recompute',
-    ),
     # What is stored from F to B stays on the device.
     (
       ('activations', 'remat'),
@@ -239,7 +235,6 @@ def test_one_axis_over_all_devices(fields):
     (dict(tensor=8, sequence=False, collectives='explicit'), 'sequence=True'),
     (dict(tensor=8, sequence=False, collective_matmul='all'), 'sequence=True'),
     (dict(stage=2, tensor=4, sequence=False), 'sequence=True'),
-    (dict(stage=8, schedule='zero_bubble', activations='store'), 'recompute'),
     (
       dict(stage=2, tensor=4, schedule='zero_bubble', collective_matmul='all'),
       'leave it empty',

@@ -41,13 +41,20 @@ def test_layers_run_twice():
   [
     dict(remat='none'),
     dict(activations='store'),
-    dict(schedule='zero_bubble'),  # keeps all of it for the phase
+    dict(schedule='zero_bubble', remat='none'),
     dict(schedule='interleaved', chunks=4),  # of one layer
   ],
 )
 def test_layers_run_once(how):
   lines, _ = said(**how)
   assert len(lines) == 1 and 'idle stages add' in lines[0]
+
+
+@pytest.mark.parametrize('activations', ['recompute', 'store'])
+def test_recomputing_layers_has_no_effect_on_tapes(activations):
+  lines, _ = said(schedule='zero_bubble', activations=activations)
+  assert len(lines) == 2
+  assert 'train.remat=full has no effect: zero_bubble keeps all' in lines[1]
 
 
 def test_without_stages_there_is_nothing_to_say():

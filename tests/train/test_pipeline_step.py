@@ -70,8 +70,15 @@ def in_order(side, gradients):
   [
     (dict(), 'none'),
     (dict(schedule='interleaved', chunks=2), 'full'),
+    (dict(schedule='zero_bubble'), 'none'),
+    (dict(schedule='zero_bubble', chunks=2), 'none'),
+    (dict(schedule='v_half', chunks=2), 'full'),
   ],
-  ids=['one_f_one_b', 'interleaved'],
+  ids=lambda x: (
+    f'{x.get("schedule", "")}{x.get("chunks", "")}'
+    if isinstance(x, dict)
+    else x
+  ),
 )
 def test_stored_activations_equal_those_computed_again(double, pipeline, remat):
   found = []
@@ -90,26 +97,34 @@ def test_stored_activations_equal_those_computed_again(double, pipeline, remat):
     assert gap <= 1e-12 * np.abs(g).max(), path
 
 
-def test_what_is_stored_holds_no_parameter(double):
+@pytest.mark.parametrize('unroll', [1, 8], ids=['scanned', 'unrolled'])
+@pytest.mark.parametrize('schedule', ['one_f_one_b', 'zero_bubble'])
+def test_what_is_stored_holds_no_parameter(double, schedule, unroll):
   """They are read where they lie: kept rows grow with tokens alone."""
   kept = []
 
   class Spy(pipeline_step.Pipeline):
     def forward(self, values, x, i, on):
       y, rows = super().forward(values, x, i, on)
-      kept.append([(r.shape, {v.shape for v in values.values()}) for r in rows])
+      whole = {v.shape for v in values.values()}
+      kept.append((rows, whole | {shape[1:] for shape in whole}))
       return y, rows
 
-  config = config_of(dict(stage=2), 4, dict(activations='store'))
+  config = config_of(
+    dict(stage=2), 4, dict(activations='store', schedule=schedule)
+  )
+  model = dataclasses.replace(config.model, unroll=unroll)
+  config = dataclasses.replace(config, model=model)
   side, state, reference = on_devices(config)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(pipeline_step, 'Pipeline', Spy)
     with side.job.context():
       batch = side.put(reference.batches[0])
       jax.eval_shape(side._grads, state.params, batch)
-  assert kept and kept[0]
-  for shape, parameters in kept[0]:
-    assert shape not in parameters, shape
+  rows, parameters = kept[0]
+  assert len(rows) > 10 and len(parameters) > 5
+  for row in rows:
+    assert row.shape not in parameters, row.shape
 
 
 # ---------------------------------------------------------------- evaluation
