@@ -21,7 +21,10 @@ def lines(built, config):
   schedule = built.schedule
   if schedule is None:
     return []
-  result = simulate.run(schedule, 'lock_step', forward=1, backward=2)
+  again = config.pipeline.activations == 'recompute'
+  # In forward passes: gradients of activations and, in one, of parameters.
+  backward = 1 + (schedule.weight is None) + again
+  result = simulate.run(schedule, 'lock_step', forward=1, backward=backward)
   chunks = f' in {schedule.chunks} chunks' * (schedule.chunks > 1)
   found = [
     f'pipeline: {schedule.name}, {schedule.stages} stages{chunks}, '
@@ -37,8 +40,8 @@ def lines(built, config):
       'keeps all that B and W read',
     ]
   layers = len(built.model.depth.kinds)
-  if not _twice(config, layers):
-    return found
+  if not (again and layers > 1 and train.remat == 'full' and not train.memory):
+    return found  # of one layer, nobody reads what the first run makes
   size = layers * _inputs(config, schedule)
   return [
     *found,
@@ -46,14 +49,6 @@ def lines(built, config):
     'pipeline.activations=store keeps',
     f'  their inputs, {size / 2**30:.3f} GiB on a device, and runs them once',
   ]
-
-
-def _twice(config, layers):
-  """Whether B runs layers forward twice, which storing their inputs spares."""
-  again = config.train.remat == 'full' and not config.train.memory
-  # Of one layer, nobody reads what the first run makes.
-  recomputed = config.pipeline.activations == 'recompute' and layers > 1
-  return again and recomputed
 
 
 def _inputs(config, schedule):

@@ -57,5 +57,15 @@ def test_recomputing_layers_has_no_effect_on_tapes(activations):
   assert 'train.remat=full has no effect: zero_bubble keeps all' in lines[1]
 
 
+@pytest.mark.parametrize('chunks', [1, 2])
+def test_idle_stages_of_equal_phases_add_what_the_paper_says(chunks):
+  """Zero bubble (arXiv:2401.10241): 2/3 (p - 1) / (m v) where F = B = W."""
+  how = dict(schedule='zero_bubble', chunks=chunks, remat='none')
+  (line,) = said(**how, activations='store')[0]
+  assert f'idle stages add {2 / 3 / (4 * chunks):.1%} to' in line
+  (longer,) = said(**how)[0]  # B runs its layers forward: one phase of three
+  assert f'idle stages add {3 / 4 / (4 * chunks):.1%} to' in longer
+
+
 def test_without_stages_there_is_nothing_to_say():
   assert said('data=8', microbatches=0)[0] == []
