@@ -280,9 +280,9 @@ def test_reads_given_up_say_nothing_however_late(
   heard = []
   monkeypatch.setattr(sys, 'unraisablehook', heard.append)
 
-  def report(text):
+  def report(text, of=None):
     sys.unraisablehook(
-      types.SimpleNamespace(exc_value=RuntimeError(text), object=None)
+      types.SimpleNamespace(exc_value=RuntimeError(text), object=of)
     )
 
   with reopened(two, said) as s:
@@ -296,8 +296,9 @@ def test_reads_given_up_say_nothing_however_late(
       logging.getLogger('asyncio').error('in orbax/serialization.py: lost')
       assert not heard and not caplog.records
   report('another error')
+  report('Event loop is closed', of=damage)  # somebody else's
   logging.getLogger('asyncio').error('another task')
-  assert len(heard) == len(caplog.records) == 1
+  assert len(heard) == 2 and len(caplog.records) == 1
 
 
 def test_junk_is_no_step(two, said):
