@@ -1,8 +1,8 @@
 """DeepSpeed-MoE: pyramids of experts beside a residual mlp
 
 paper: arXiv:2201.05596
-mechanism: models/moe.py, models/layer.py, sharding/expert.py
-test: tests/train/test_claims_experts.py
+mechanism: models/ffn/moe.py, models/layer.py, sharding/experts/dispatch.py
+test: tests/train/claims/experts/test_layer.py
 run: paraxis reproduce deepspeed_moe
 expect: EQ 2e-15, and the same bits axis by axis; HLO bytes by formula, 7 -> 4
   peers; every dropped assignment counted; SIM 13.1, 52.5, 4.1, 31.4B parameters

@@ -1,8 +1,8 @@
 """Demons in the Detail: experts are balanced over the whole batch
 
 paper: arXiv:2501.11873
-mechanism: models/router.py, train/step.py
-test: tests/train/test_claims_experts.py
+mechanism: models/ffn/router.py, train/step.py
+test: tests/train/claims/experts/test_layer.py
 run: paraxis reproduce demons_lbl
 expect: EQ 2e-15; LEARN, means of 3 seeds, loads counted over a row, 4 rows, the
   batch of 16: mutual information of domain and expert 0.007, 0.025, 0.128 bits

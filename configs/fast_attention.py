@@ -1,9 +1,10 @@
 """FastAttention: tiles of two levels, a mask of a few rows, keys on the host
 
 paper: arXiv:2410.16663
-mechanism: pallas_kernels/attention_blocks.py,
-  pallas_kernels/decode_schedule.py, sharding/tensor.py
-test: tests/train/test_claims_attention.py, tests/train/test_claims_tensor.py
+mechanism: pallas_kernels/attention/blocks.py,
+  pallas_kernels/decode_attention/schedule.py, sharding/tensor/rings.py
+test: tests/train/claims/attention/test_kernels.py,
+  tests/train/claims/layouts/test_tensor.py
 run: paraxis reproduce fast_attention
 expect: EQ 8e-16 for tiles of three sizes in XLA, 3e-7 in the TPU kernel under
   the interpreter (float32), 0 of 249 tiles of the mask differ, 2e-15 for keys

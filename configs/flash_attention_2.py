@@ -1,10 +1,10 @@
 """FlashAttention-2: exact attention in blocks, memory linear in length
 
 paper: arXiv:2307.08691
-mechanism: pallas_kernels/attention.py, pallas_kernels/attention_xla.py,
-  pallas_kernels/attention_tpu.py, pallas_kernels/attention_gpu.py
-test: tests/train/test_claims_attention.py,
-  tests/pallas_kernels/test_attention_kernels.py
+mechanism: pallas_kernels/attention/op.py, pallas_kernels/attention/xla.py,
+  pallas_kernels/attention/tpu.py, pallas_kernels/attention/gpu.py
+test: tests/train/claims/attention/test_kernels.py,
+  tests/pallas_kernels/attention/test_kernels.py
 run: paraxis reproduce flash_attention_2
 expect: EQ 2e-15 for the XLA form in float64, 5e-7 for both kernels in float32
   under the interpreter, 2e-15 for layouts; HLO temporaries grow by 1.7 a

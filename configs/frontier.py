@@ -1,8 +1,10 @@
 """Frontier: what each knob of a layout does to memory and messages
 
 paper: arXiv:2312.12705
-mechanism: sharding/predict.py, sharding/schedules.py, train/check.py
-test: tests/train/test_claims_memory.py, tests/train/test_claims_pipeline.py
+mechanism: sharding/meter/predict.py, sharding/pipeline/schedules.py,
+  train/certify/check.py
+test: tests/train/claims/layouts/test_memory.py,
+  tests/train/claims/pipeline/test_schedules.py
 run: paraxis reproduce frontier
 expect: SIM, 22B and 175B on 512 chips: bytes over tensor grow as tensor - 1
   at a fixed batch (26.8 to 402 GB a step for 22B), those over data shrink as 1

@@ -1,9 +1,10 @@
 """Gated linear attention: a matrix state, trained in chunks
 
 paper: arXiv:2312.06635
-mechanism: models/gated_linear.py, pallas_kernels/gated_scan.py,
-  sharding/scan.py
-test: tests/models/test_gated_linear.py, tests/train/test_claims_scans.py
+mechanism: models/mixers/gated_linear.py, pallas_kernels/scans/gated.py,
+  sharding/sequence/scan.py
+test: tests/models/mixers/test_gated_linear.py,
+  tests/train/claims/scans/test_sharded.py
 run: paraxis reproduce gated_linear_attention
 expect: EQ 6e-15 chunks of 16, 64, 256 and a handed-over state against the loop,
   with all gradients; 3e-14 layouts; HLO a device of 8 receives 4,224 bytes to

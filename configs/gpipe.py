@@ -1,9 +1,10 @@
 """GPipe: microbatches through stages, forwards first, then backwards
 
 paper: arXiv:1811.06965
-mechanism: sharding/schedules.py, sharding/pipeline.py, sharding/simulate.py
-test: tests/train/test_claims_pipeline.py,
-  tests/train/test_claims_pipeline_step.py
+mechanism: sharding/pipeline/schedules.py, sharding/pipeline/executor.py,
+  sharding/planner/simulate.py
+test: tests/train/claims/pipeline/test_schedules.py,
+  tests/train/claims/pipeline/test_step.py
 run: paraxis reproduce gpipe
 expect: EQ 4e-15; SIM a bubble of (K - 1) / M over ideal time, which is (K - 1)
   / (M + K - 1) of all of it, exactly, in lock step too; 19% of the time at M =

@@ -1,8 +1,8 @@
 """Hecate: the busiest experts are gathered, so that no device waits for theirs
 
 paper: arXiv:2502.02581
-mechanism: sharding/expert.py, models/moe.py
-test: tests/train/test_claims_experts.py
+mechanism: sharding/experts/dispatch.py, models/ffn/moe.py
+test: tests/train/claims/experts/test_layer.py
 run: paraxis reproduce hecate
 expect: EQ 2e-15 for 4 draws of hot experts with one program; HLO bytes equal
   4 h |expert| (r-1)/r; SIM the busiest of 8 ranks over the mean, none hot and

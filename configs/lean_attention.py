@@ -1,11 +1,11 @@
 """LeanAttention: one token attends to long rows, workers share them evenly
 
 paper: arXiv:2405.10480
-mechanism: pallas_kernels/decode_schedule.py,
-  pallas_kernels/decode_attention_tpu.py, pallas_kernels/decode_attention_gpu.py
-test: tests/pallas_kernels/test_decode_schedule.py,
-  tests/pallas_kernels/test_decode_attention_kernels.py,
-  tests/train/test_claims_decode_attention.py
+mechanism: pallas_kernels/decode_attention/schedule.py,
+  pallas_kernels/decode_attention/tpu.py, pallas_kernels/decode_attention/gpu.py
+test: tests/pallas_kernels/decode_attention/test_schedule.py,
+  tests/pallas_kernels/decode_attention/test_kernels.py,
+  tests/train/claims/attention/test_decode.py
 run: paraxis reproduce lean_attention
 expect: EQ 1e-15 for 1 to 33 workers and rows of 0 to 512 slots, 2e-15 for a
   shared prefix; SIM shares differ by one tile at most; a task a row takes 4.7

@@ -1,8 +1,8 @@
 """Llama 3 70B: the shape of a 70.6B-parameter decoder
 
 paper: none
-mechanism: train/check.py, sharding/predict.py
-test: tests/train/test_check.py, tests/sharding/test_predict.py
+mechanism: train/certify/check.py, sharding/meter/predict.py
+test: tests/train/certify/test_check.py, tests/sharding/meter/test_predict.py
 run: paraxis reproduce llama_70b
 expect: EQ 70,553,706,496 parameters, as published; 2 CPU-seconds. Without a
   device: paraxis check --config=llama_70b --mesh=data=64,fsdp=8,tensor=8

@@ -1,8 +1,8 @@
 """Llama 2 7B: the shape of a 6.74B-parameter decoder
 
 paper: none
-mechanism: train/check.py, sharding/predict.py
-test: tests/train/test_check.py, tests/sharding/test_predict.py
+mechanism: train/certify/check.py, sharding/meter/predict.py
+test: tests/train/certify/test_check.py, tests/sharding/meter/test_predict.py
 run: paraxis reproduce llama_7b
 expect: EQ 6,738,415,616 parameters, as published; 2 CPU-seconds. Without a
   device: paraxis check --config=llama_7b --mesh=data=16,fsdp=8,tensor=4

@@ -1,9 +1,9 @@
 """Mamba-2 hybrids: attention in one mixer of seven, a state in the others
 
 paper: arXiv:2406.07887
-mechanism: models/mamba.py, models/layer.py, train/claims_hybrid.py,
-  train/claims_recall.py, train/claims_families.py
-test: tests/models/test_mamba.py, tests/train/test_claims_hybrid.py
+mechanism: models/mixers/mamba.py, models/layer.py,
+  train/claims/scans/hybrid.py, train/claims/scans/recall.py
+test: tests/models/mixers/test_mamba.py, tests/train/claims/scans/test_hybrid.py
 run: paraxis reproduce mamba_hybrid
 expect: EQ decoded and packed 3e-16, layouts 4e-15; SIM the cache of attention
   is 1.13, 3.17, 6.72 and 7.64 times that of the hybrid, 8B, at 1k, 4k, 32k and

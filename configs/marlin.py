@@ -1,10 +1,10 @@
 """MARLIN: weights of 4 bits, multiplied from memory
 
 paper: arXiv:2408.11743
-mechanism: pallas_kernels/quantized_matmul.py,
-  pallas_kernels/quantized_matmul_tpu.py
-test: tests/pallas_kernels/test_quantized_matmul.py,
-  tests/train/test_claims_quantized.py
+mechanism: pallas_kernels/matmul/quantized.py,
+  pallas_kernels/matmul/quantized_tpu.py
+test: tests/pallas_kernels/matmul/test_quantized.py,
+  tests/train/claims/decode/test_quantized.py
 run: paraxis reproduce marlin
 expect: EQ 6e-16 against a loop over groups, no weight off by more than half a
   step; SIM 3.87 x fewer bytes at 16 tokens (the paper: 3.87 x, measured), 3.67

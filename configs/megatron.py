@@ -1,9 +1,11 @@
 """Megatron-LM: tensor, sequence and pipeline parallel layers
 
 paper: arXiv:2104.04473
-mechanism: sharding/project.py, sharding/vocabulary.py, sharding/schedules.py
-test: tests/sharding/test_project.py, tests/train/test_claims_layouts.py,
-  tests/train/test_claims_pipeline_step.py
+mechanism: sharding/tensor/project.py, sharding/tensor/vocabulary.py,
+  sharding/pipeline/schedules.py
+test: tests/sharding/tensor/test_project.py,
+  tests/train/claims/layouts/test_step.py,
+  tests/train/claims/pipeline/test_step.py
 run: paraxis reproduce megatron
 expect: EQ 1e-15, on stages too; HLO 2 all-reduces forward and 2 backward a
   layer, 8 (t - 1) / t activations in all; sharded along the sequence 2 + 2

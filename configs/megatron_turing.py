@@ -1,10 +1,10 @@
 """Megatron-Turing NLG 530B: tensor in a node, stages across, data outermost
 
 paper: arXiv:2201.11990
-mechanism: sharding/rules.py, sharding/pipeline.py, train/batch_ramp.py,
-  train/target_compile.py
-test: tests/train/test_claims_pipeline_step.py,
-  tests/train/test_claims_memory.py
+mechanism: sharding/rules.py, sharding/pipeline/executor.py,
+  train/data/batch_ramp.py, train/certify/target_compile.py
+test: tests/train/claims/pipeline/test_step.py,
+  tests/train/claims/layouts/test_memory.py
 run: paraxis reproduce megatron_turing
 expect: EQ 1e-15 of 2 x 2 x 2; SIM bubbles of 14, 18 and 21% on 280, 350 and 420
   nodes of eight; 530B predicted to take 41 GB of 80 on 2,240 chips, 28 by

@@ -1,9 +1,10 @@
 """mGPT: dense and locally banded layers in turn, and what a tokenizer is worth
 
 paper: arXiv:2204.07580
-mechanism: models/attention.py, pallas_kernels/attention.py,
-  train/claims_hybrid.py, train/claims_families.py
-test: tests/models/test_attention.py, tests/train/test_claims_hybrid.py
+mechanism: models/mixers/attention.py, pallas_kernels/attention/op.py,
+  train/claims/scans/hybrid.py, train/claims/families.py
+test: tests/models/mixers/test_attention.py,
+  tests/train/claims/scans/test_hybrid.py
 run: paraxis reproduce mgpt
 expect: EQ 5e-16 banded against dense with a mask, 2e-15 on layouts; SIM with a
   band of 256 on half of the layers attention needs 0.665 of the flops at 2048

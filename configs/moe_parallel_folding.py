@@ -1,8 +1,8 @@
 """MoE Parallel Folding: experts over whatever devices attention leaves
 
 paper: arXiv:2504.14960
-mechanism: sharding/expert.py, models/moe.py, sharding/rules.py
-test: tests/train/test_claims_experts.py
+mechanism: sharding/experts/dispatch.py, models/ffn/moe.py, sharding/rules.py
+test: tests/train/claims/experts/test_layer.py
 run: paraxis reproduce moe_parallel_folding
 expect: EQ 2e-15; HLO 2 + 2 exchanges a layer in every folding; 0.50, 0.32,
   0.19, 0.11 of the bytes with E = 8 to 64 experts over all 8 devices and not

@@ -1,9 +1,10 @@
 """OneFlow: split, broadcast, partial, and what a conversion moves
 
 paper: arXiv:2110.15032
-mechanism: sharding/layout.py, sharding/signatures.py
-test: tests/sharding/test_layout.py, tests/sharding/test_signatures.py,
-  tests/train/test_claims_layout.py
+mechanism: sharding/planner/conversions.py, sharding/planner/signatures.py
+test: tests/sharding/planner/test_conversions.py,
+  tests/sharding/planner/test_signatures.py,
+  tests/train/claims/layouts/test_conversions.py
 run: paraxis reproduce oneflow
 expect: 14 of 14 conversions move what table 2 says, 12 of 12 over two axes what
   was declared; values within 3e-15; (column, row) declares the fewest bytes of

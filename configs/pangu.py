@@ -1,9 +1,10 @@
 """PanGu-alpha: data, tensor, pipeline, optimizer parallelism and remat
 
 paper: arXiv:2104.12369
-mechanism: sharding/rules.py, models/memory.py, train/verify.py
-test: tests/train/test_claims_layouts.py, tests/train/test_claims_memory.py,
-  tests/train/test_claims_pipeline_step.py
+mechanism: sharding/rules.py, models/memory.py, train/certify/verify.py
+test: tests/train/claims/layouts/test_step.py,
+  tests/train/claims/layouts/test_memory.py,
+  tests/train/claims/pipeline/test_step.py
 run: paraxis reproduce pangu
 expect: EQ 2e-15 in all 16 combinations, and in 8 on two stages; SIM memory of
   2.6B: 8 times less of activations by data=8, of all classes by tensor=8, of

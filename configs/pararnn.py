@@ -1,9 +1,11 @@
 """ParaRNN: nonlinear recurrent cells, all tokens at once by Newton's method
 
 paper: arXiv:2510.21450
-mechanism: models/recurrent.py, pallas_kernels/newton_scan.py, sharding/scan.py
-test: tests/models/test_recurrent.py, tests/pallas_kernels/test_newton_scan.py,
-  tests/train/test_claims_scans.py
+mechanism: models/mixers/recurrent.py, pallas_kernels/scans/newton.py,
+  sharding/sequence/scan.py
+test: tests/models/mixers/test_recurrent.py,
+  tests/pallas_kernels/scans/test_newton.py,
+  tests/train/claims/scans/test_sharded.py
 run: paraxis reproduce pararnn
 expect: EQ solved against in sequence 1e-15, layouts 2e-15; SIM iterations to
   1e-6, median, at weights of standard deviation 0.02, 0.3, 1, 2: GRU 2 4 6 25,

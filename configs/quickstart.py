@@ -2,7 +2,7 @@
 
 paper: none
 mechanism: models/decoder.py, sharding/rules.py, train/loop.py
-test: tests/configs/test_configs.py, tests/train/test_claims.py
+test: tests/configs/test_configs.py, tests/train/claims/test_harness.py
 run: paraxis reproduce quickstart
 expect: EQ 1e-14 in float64 (bound 1e-9); LEARN 2.229 held-out bits per byte
   (bound 2.40; gzip -9 2.587, xz -9e 2.363, xz given the training text 2.002).

@@ -1,8 +1,9 @@
 """Redco: tensor parallelism from parameter names and shapes
 
 paper: arXiv:2310.16355
-mechanism: sharding/auto_rules.py
-test: tests/sharding/test_auto_rules.py, tests/train/test_claims_auto_rules.py
+mechanism: sharding/planner/auto_rules.py
+test: tests/sharding/planner/test_auto_rules.py,
+  tests/train/claims/layouts/test_auto_rules.py
 run: paraxis reproduce redco
 expect: EQ 2e-15 in float64 (bound 1e-9); specs equal the hand-written ones but
   for GPT-2's learned positions; 2 all-reduces forward and 4 a step in a layer,

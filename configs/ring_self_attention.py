@@ -1,8 +1,9 @@
 """Ring Self-Attention: sequence parallelism that keeps whole rows of scores
 
 paper: arXiv:2105.13120
-mechanism: sharding/context_forms.py, sharding/context.py
-test: tests/sharding/test_context.py, tests/train/test_claims_context.py
+mechanism: sharding/sequence/forms.py, sharding/sequence/attention.py
+test: tests/sharding/sequence/test_attention.py,
+  tests/train/claims/layouts/test_context.py
 run: paraxis reproduce ring_self_attention
 expect: EQ 1e-15; HLO 14 permutes forward and 30 backward on 8 ranks, with the
   bytes of the formulas; AOT, at 16 GiB a chip: 1,024 rows of 512 tokens against

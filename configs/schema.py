@@ -15,9 +15,9 @@ import json
 
 import ml_collections
 
-from paraxis.configs.declare import field
-from paraxis.configs.errors import UserError
-from paraxis.configs.model_schema import Model
+from paraxis.configs.base.errors import UserError
+from paraxis.configs.base.field import field
+from paraxis.configs.base.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Mesh:
   )
   context_form: str = field(
     'ring',
-    'how attention crosses the context axis (sharding/context.py)',
+    'how attention crosses the context axis (sharding/sequence/attention.py)',
     ('all_gather', 'ring', 'ulysses', 'usp', 'token_ring', 'rsa'),
   )
   context_order: str = field(
@@ -61,7 +61,7 @@ class Mesh:
   context_scan: str = field(
     'permute',
     'how the state of a recurrence crosses the context axis: to everybody at '
-    'once, or in log2(context) steps (sharding/scan.py)',
+    'once, or in log2(context) steps (sharding/sequence/scan.py)',
     ('gather', 'permute'),
   )
   collectives: str = field(

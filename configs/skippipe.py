@@ -1,9 +1,10 @@
 """SkipPipe: microbatches that leave stages of the pipeline out
 
 paper: arXiv:2502.19913
-mechanism: sharding/schedule_paths.py, sharding/schedules.py,
-  train/claims_skip.py
-test: tests/sharding/test_schedule_paths.py, tests/train/test_claims_skip.py
+mechanism: sharding/pipeline/paths.py, sharding/pipeline/schedules.py,
+  train/claims/pipeline/skip.py
+test: tests/sharding/pipeline/test_paths.py,
+  tests/train/claims/pipeline/test_skip.py
 run: paraxis reproduce skippipe
 expect: EQ 3e-15 against layers on paths, and 1F1B bit for bit with nothing left
   out; SIM a step takes 0.79 of the time with half left out, 0.92 with a

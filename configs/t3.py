@@ -1,8 +1,9 @@
 """T3: products overlapped with the collective that they feed
 
 paper: arXiv:2401.16677
-mechanism: sharding/tensor.py, train/claims_tensor.py
-test: tests/sharding/test_tensor.py, tests/train/test_claims_tensor.py
+mechanism: sharding/tensor/rings.py, train/claims/layouts/tensor.py
+test: tests/sharding/tensor/test_rings.py,
+  tests/train/claims/layouts/test_tensor.py
 run: paraxis reproduce t3
 expect: EQ 1e-15 for the rings and 1e-14 for a model whose projections are all
   rings; HLO 7 + 14 + 7 + 7 permutes on 8 shards with the bytes of the

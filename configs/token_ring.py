@@ -1,8 +1,9 @@
 """TokenRing: queries travel round the ring, results go straight home
 
 paper: arXiv:2412.20501
-mechanism: sharding/context_forms.py, sharding/context.py
-test: tests/sharding/test_context.py, tests/train/test_claims_context.py
+mechanism: sharding/sequence/forms.py, sharding/sequence/attention.py
+test: tests/sharding/sequence/test_attention.py,
+  tests/train/claims/layouts/test_context.py
 run: paraxis reproduce token_ring
 expect: EQ 1e-15; HLO 21 + 35 permutes against the ring's 14 + 30, with the
   bytes of the formulas; 0.83 of the ring's bytes with as many kv heads as query

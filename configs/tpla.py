@@ -1,11 +1,11 @@
 """TPLA: the latent of latent attention, parted over devices
 
 paper: arXiv:2508.15881
-mechanism: models/latent_attention.py, models/latent_rotation.py,
+mechanism: models/mixers/latent.py, models/mixers/latent_rotation.py,
   decode/latents.py
-test: tests/models/test_latent_attention.py,
-  tests/models/test_latent_rotation.py, tests/decode/test_latents.py,
-  tests/train/test_claims_latent.py
+test: tests/models/mixers/test_latent.py,
+  tests/models/mixers/test_latent_rotation.py, tests/decode/test_latents.py,
+  tests/train/claims/attention/test_latent.py
 run: paraxis reproduce tpla
 expect: EQ 8e-15 for another basis, 3e-15 for summed scores in 1, 2, 4 parts
   and 2e-15 for layouts; HLO 576, 320, 192, 128 numbers a token and device in 1,

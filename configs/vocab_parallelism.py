@@ -1,8 +1,10 @@
 """Vocabulary parallelism: embedding and head on all stages of a pipeline
 
 paper: arXiv:2411.05288
-mechanism: sharding/rules.py, sharding/vocabulary.py, sharding/pipeline.py
-test: tests/train/test_claims_vocabulary.py, tests/train/test_claims_pipeline.py
+mechanism: sharding/rules.py, sharding/tensor/vocabulary.py,
+  sharding/pipeline/executor.py
+test: tests/train/claims/layouts/test_vocabulary.py,
+  tests/train/claims/pipeline/test_schedules.py
 run: paraxis reproduce vocab_parallelism
 expect: EQ 2e-15, tied or not; HLO V h / (p t) numbers of the ends on every
   device, all state equal; SIM the busiest stage does the mean, for any V, and

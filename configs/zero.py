@@ -2,7 +2,8 @@
 
 paper: arXiv:1910.02054
 mechanism: sharding/rules.py, train/step.py, train/optimizers.py
-test: tests/train/test_claims_layouts.py, tests/train/test_claims_memory.py
+test: tests/train/claims/layouts/test_step.py,
+  tests/train/claims/layouts/test_memory.py
 run: paraxis reproduce zero
 expect: EQ 5e-14 after 4 steps; HLO 16, 9, 5.5, 2 bytes a parameter on 8
   devices and 2, 2, 2, 2.96 Psi sent (the paper: 3; tables are gathered once);

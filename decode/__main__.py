@@ -12,9 +12,9 @@ import sys
 
 from absl import flags
 
-from paraxis.configs import command_line
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
 
 HELP = """\
 paraxis decode --checkpoint=RUN --prompt=TEXT [flags]

@@ -1,7 +1,7 @@
 """The latents of a checkpoint, turned and parted for decoding.
 
 Models are trained with whole latents. How decoding holds them is asked for by
-model.latent.groups, scores and rotation (models/latent_attention.py), mostly on
+model.latent.groups, scores and rotation (models/mixers/latent.py), mostly on
 top of the configuration of the run; here the parameters follow. Only pca reads
 text: latents of some tokens, at least as many as a latent is wide, by one
 prefill. Without it parts count as equally large, as hadamard makes them.
@@ -14,11 +14,11 @@ import dataclasses
 import jax
 import numpy as np
 
-from paraxis.configs import errors
+from paraxis.configs.base import errors
 from paraxis.decode import step
 from paraxis.models import build
 from paraxis.models import decoder
-from paraxis.models import latent_rotation
+from paraxis.models.mixers import latent_rotation
 from paraxis.sharding import annotate
 
 MOST = 2**15  # tokens of text that are read

@@ -11,15 +11,15 @@ import pathlib
 import jax
 import ml_collections
 
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 from paraxis.decode import latents
 from paraxis.decode import loop
 from paraxis.models import build
-from paraxis.models import tokenizer as tokenizer_lib
+from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
-from paraxis.sharding import store as store_lib
+from paraxis.sharding.checkpoint import store as store_lib
 
 CHECKPOINTS = 'checkpoints'  # a workdir's folder of steps
 PARAMS = 'params/'

@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.decode import transcript
 from paraxis.models import build
-from paraxis.models import model_checks
+from paraxis.models import checks as model_checks
 from paraxis.sharding import annotate
 
 CHUNK = 16  # tokens between two looks of the host

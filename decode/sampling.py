@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from paraxis.configs import errors
+from paraxis.configs.base import errors
 from paraxis.sharding import annotate
 
 ROWS = ('batch', None)

@@ -8,8 +8,9 @@ slot T - 1 and every step writes the same slot of all rows:
              f g h i j                f g h i j | k l
 
 So a row's tokens lie in one range of slots, which ends with the newest one, and
-a kernel need not read others (pallas_kernels/decode_attention.py). A row that
-has ended goes on writing empty slots. A row's numbers are those it has alone.
+a kernel need not read others (pallas_kernels/decode_attention/op.py). A row
+that has ended goes on writing empty slots. A row's numbers are those it has
+alone.
 
 Legend: B rows, T prompt tokens (padded), S cache slots, D model, V vocabulary.
 """
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 
 from paraxis.models import batch as batch_lib
 from paraxis.models import layer
-from paraxis.models import mixer
+from paraxis.models.mixers import protocol as mixer
 from paraxis.sharding import annotate
 
 

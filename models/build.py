@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import jax
 
 from paraxis.configs import schema
-from paraxis.models import attention
+from paraxis.models import checks as model_checks
 from paraxis.models import decoder
 from paraxis.models import layer
 from paraxis.models import memory
-from paraxis.models import model_checks
 from paraxis.models import parameter
+from paraxis.models.mixers import attention
 from paraxis.sharding import annotate
-from paraxis.sharding import context
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
-from paraxis.sharding import scan
-from paraxis.sharding import schedules
+from paraxis.sharding.pipeline import schedules
+from paraxis.sharding.sequence import attention as context
+from paraxis.sharding.sequence import scan
 
 
 class Built(NamedTuple):

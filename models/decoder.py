@@ -19,16 +19,16 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from paraxis.models import attention
 from paraxis.models import depth
 from paraxis.models import layer as layer_lib
-from paraxis.models import mixer
 from paraxis.models import parameter
+from paraxis.models.mixers import attention
+from paraxis.models.mixers import protocol as mixer
 from paraxis.sharding import annotate
-from paraxis.sharding import lookup
-from paraxis.sharding import project
-from paraxis.sharding import tape
-from paraxis.sharding import vocabulary
+from paraxis.sharding.tensor import lookup
+from paraxis.sharding.tensor import project
+from paraxis.sharding.tensor import tape
+from paraxis.sharding.tensor import vocabulary
 
 RESIDUAL = ('batch', 'residual_length', 'hidden')
 LOGITS = ('batch', 'length', 'vocab')

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paraxis.configs import errors
+from paraxis.configs.base import errors
 from paraxis.sharding import annotate
 
 

@@ -10,17 +10,17 @@ import math
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from paraxis.configs import errors
-from paraxis.models import attention
-from paraxis.models import gated_linear
-from paraxis.models import latent_attention
-from paraxis.models import mamba
-from paraxis.models import mlp
-from paraxis.models import moe
+from paraxis.configs.base import errors
 from paraxis.models import norm
 from paraxis.models import parameter
-from paraxis.models import recurrent
-from paraxis.models import tcn
+from paraxis.models.ffn import mlp
+from paraxis.models.ffn import moe
+from paraxis.models.mixers import attention
+from paraxis.models.mixers import gated_linear
+from paraxis.models.mixers import latent as latent_attention
+from paraxis.models.mixers import mamba
+from paraxis.models.mixers import recurrent
+from paraxis.models.mixers import tcn
 
 # Letter of a pattern -> the mixer's module.
 MIXERS = {

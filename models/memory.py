@@ -21,8 +21,8 @@ repeated although its result is there (the tests count products).
 
 import jax
 
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 
 NAMES = {
   'residual': 'input of a layer',

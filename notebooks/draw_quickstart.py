@@ -16,9 +16,9 @@ import sys
 from matplotlib import figure
 import numpy as np
 
-from paraxis.train import baselines
-from paraxis.train import metrics
-from paraxis.train import plot
+from paraxis.train.data import baselines
+from paraxis.train.plot import losses as plot
+from paraxis.train.run import metrics
 
 OUTPUT = pathlib.Path(__file__).with_name('quickstart.png')
 BLUE, ORANGE, GREY = '#1f5fa8', '#e08a3c', '#b8bfc8'

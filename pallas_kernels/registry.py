@@ -13,7 +13,7 @@ import re
 
 import jax
 
-from paraxis.configs import errors
+from paraxis.configs.base import errors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ import math
 
 import jax
 
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 from paraxis.sharding import placement
 
 AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')

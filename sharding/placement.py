@@ -12,7 +12,7 @@ import math
 from jax.experimental import mesh_utils
 import numpy as np
 
-from paraxis.configs import errors
+from paraxis.configs.base import errors
 
 _INNER = ('context', 'tensor')
 

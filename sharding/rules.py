@@ -13,8 +13,8 @@ import math
 
 from jax.sharding import PartitionSpec
 
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 from paraxis.sharding import mesh as mesh_lib
 
 LOGICAL = {

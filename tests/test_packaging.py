@@ -25,8 +25,9 @@ def setup_cfg(root):
 def package_faults(root, files):
   """Messages on the difference between the tree and setup.cfg.
 
-  files: names of tracked files. Folders stay flat and `paraxis` is a namespace,
-  so every folder with an __init__.py is one package_dir line and one package.
+  files: names of tracked files. Every folder with an __init__.py is one line of
+  `packages`; those at the top are one of `package_dir` too, for `paraxis` is a
+  namespace, with no __init__.py at the root.
   """
   options = setup_cfg(root)['options']
   mapped = dict(
@@ -35,8 +36,9 @@ def package_faults(root, files):
   listed = set(lines(options['packages']))
   inits = [f.rpartition('/')[0] for f in files if f.endswith('__init__.py')]
   expected = {f'paraxis.{folder.replace("/", ".")}': folder for folder in inits}
-  found = [f'{f}: folders stay flat' for f in inits if '/' in f or not f]
-  found += [f'{p}: package_dir differs' for p in listed ^ mapped.keys()]
+  top = {p for p in listed if p.count('.') == 1}
+  found = [f'{f!r}: no package at the root' for f in inits if not f]
+  found += [f'{p}: package_dir differs' for p in top ^ mapped.keys()]
   found += [f'{p}: packages differ' for p in listed ^ expected.keys()]
   for package, folder in mapped.items():
     if expected.get(package) != folder:
@@ -53,8 +55,11 @@ def test_a_forgotten_package_is_found(tree):
   assert package_faults(tree.root, extra) == ['paraxis.serve: packages differ']
   less = [f for f in tree.files if f != 'decode/__init__.py']
   assert len(package_faults(tree.root, less)) == 2
-  deep = [*tree.files, 'models/deep/__init__.py']
-  assert 'models/deep: folders stay flat' in package_faults(tree.root, deep)
+  room = [*tree.files, 'models/serve/__init__.py']
+  found = package_faults(tree.root, room)
+  assert found == ['paraxis.models.serve: packages differ']
+  room = [*tree.files, '__init__.py']
+  assert "'': no package at the root" in package_faults(tree.root, room)
 
 
 def test_links_for_type_checkers(tree):
@@ -144,9 +149,9 @@ def test_every_module_imports(tree):
     for f in tree.files
     if f.endswith('.py')
     and f.split('/')[0] in (*tree.folders, 'configs')
-    and f.count('/') == 1
+    and '/fixture/' not in f
   ]
-  modules = [f'paraxis.{p.parent}.{p.stem}' for p in paths]
+  modules = ['.'.join(('paraxis', *p.with_suffix('').parts)) for p in paths]
   modules = [m for m in modules if not m.endswith(('__init__', '__main__'))]
   assert 'paraxis.train.cli' in modules
   code = (

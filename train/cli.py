@@ -2,7 +2,8 @@
 
 Nothing heavy is imported before the arguments are read: help, the index of
 papers and config printing never start jax. Whatever is wrong with the arguments
-is said before anything is compiled or written. Exit codes: configs/errors.py.
+is said before anything is compiled or written. Exit codes:
+configs/base/errors.py.
 """
 
 import functools
@@ -11,10 +12,10 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from paraxis.configs import command_line
-from paraxis.configs import errors
 from paraxis.configs import schema
-from paraxis.train import hosts as hosts_lib
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
+from paraxis.train.run import hosts as hosts_lib
 
 HELP = ('-h', '-help', '--help', '--helpfull')
 # Held-out text beyond this is not compressed for comparison after a run.
@@ -125,8 +126,8 @@ def _train(argv):
   mesh.parse(values.mesh)
   if several:
     hosts_lib.connect(*hosts)
-  from paraxis.train import compiling
   from paraxis.train import loop
+  from paraxis.train.run import compiling
 
   compiling.use_cache()
   result = loop.run(config, values.workdir, values.mesh)
@@ -140,8 +141,8 @@ def _train(argv):
 
 def _against_gzip(config, evaluation):
   """The model and gzip -9 on the same held-out text, or why not."""
-  from paraxis.train import baselines
-  from paraxis.train import claims
+  from paraxis.train.claims import harness as claims
+  from paraxis.train.data import baselines
 
   if config.train.eval_batches:
     return 'gzip -9: not compared, train.eval_batches leaves text out'
@@ -158,7 +159,7 @@ def _against_gzip(config, evaluation):
 
 def _papers(argv):
   _, _, left = _parse(argv, None, most=1)
-  from paraxis.train import papers
+  from paraxis.train.claims import papers
 
   papers.run(left[0] if left else '')
 
@@ -169,15 +170,15 @@ def _reproduce(argv):
     raise errors.UserError('reproduce what? `paraxis papers` lists the names.')
   command_line.find_config(left[0])
   command_line.prepare_devices(values.devices)
-  from paraxis.train import claims
-  from paraxis.train import compiling
+  from paraxis.train.claims import harness as claims
+  from paraxis.train.run import compiling
 
   compiling.use_cache()
   return claims.reproduce(left[0], values.workdir)
 
 
 def _plot(argv):
-  from paraxis.train import plot_command
+  from paraxis.train.plot import command as plot_command
 
   return plot_command.main(argv)
 
@@ -190,7 +191,7 @@ def _data(argv):
       f'paraxis data {what or "..."}: it is `paraxis data fetch` or `paraxis '
       'data list`.' + schema.suggest(what, known)
     )
-  from paraxis.train import fetch
+  from paraxis.train.data import fetch
 
   if what == 'list':
     _parse(rest, None)
@@ -204,10 +205,10 @@ def _doctor(argv):
   values, config, _ = _parse(argv, _doctor_flags, config=True)
   command_line.prepare_devices(values.devices)
   if values.kernels:
-    from paraxis.train import kernel_matrix
+    from paraxis.train.bench import kernel_matrix
 
     return kernel_matrix.run()
-  from paraxis.train import doctor
+  from paraxis.train.certify import doctor
 
   config = None if config is None else schema.view(config)
   return doctor.run(config, values.mesh)
@@ -216,7 +217,7 @@ def _doctor(argv):
 def _check(argv):
   values, config = _with_config(argv, _check_flags)
   command_line.prepare_devices(1)
-  from paraxis.train import check
+  from paraxis.train.certify import check
 
   return check.run(config, values.mesh, values.json)
 
@@ -224,14 +225,14 @@ def _check(argv):
 def _verify(argv):
   values, config = _with_config(argv, _verify_flags)
   command_line.prepare_devices(values.devices or 8)
-  from paraxis.train import verify
+  from paraxis.train.certify import verify
 
   return verify.run(config, values.mesh, values.json, values.dtype)
 
 
 def _compile(argv):
   values, config = _with_config(argv, _compile_flags)
-  from paraxis.train import target_compile
+  from paraxis.train.certify import target_compile
 
   return target_compile.run(
     config, values.mesh, values.topology, values.slices, values.json
@@ -253,7 +254,7 @@ def _decode(argv):
 
 
 def _bench(argv):
-  from paraxis.train import bench
+  from paraxis.train.bench import command as bench
 
   return bench.main(argv)
 
@@ -365,7 +366,7 @@ def _dispatch(argv):
 
 
 def main(argv=None):
-  """Runs `paraxis ARGV` -> its exit code (configs/errors.py)."""
+  """Runs `paraxis ARGV` -> its exit code (configs/base/errors.py)."""
   code = command_line.run(_dispatch, sys.argv[1:] if argv is None else argv)
   stopped = code in (errors.EXIT_OK, errors.EXIT_PREEMPTED)
   if hosts_lib.connected() and not stopped:

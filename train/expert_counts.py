@@ -1,12 +1,12 @@
-"""What layers count, on its way through the gradient (models/router.py).
+"""What layers count, on its way through the gradient (models/ffn/router.py).
 
 The "gradient" of a parameter of kind 'statistic' is counts of the step: the
 assignments to each expert, those dropped, the router's entropy. It is stored,
 not stepped along, so that the state holds the counts of the step before. That
 of kind 'balance', a router's bias, is the assignments; the bias moves towards
 experts that got fewer than the mean (arXiv:2408.15664). That of kind 'solver'
-is what Newton's method took (models/recurrent.py): every shard solves its own
-part, so, unlike the others, it depends on the layout.
+is what Newton's method took (models/mixers/recurrent.py): every shard solves
+its own part, so, unlike the others, it depends on the layout.
 
 Legend: L layers that have the parameter, E experts.
 """
@@ -14,7 +14,7 @@ Legend: L layers that have the parameter, E experts.
 import jax.numpy as jnp
 
 from paraxis.models import depth
-from paraxis.models import router
+from paraxis.models.ffn import router
 
 KINDS = ('statistic', 'balance')
 LOAD, BIAS = KINDS

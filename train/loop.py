@@ -17,17 +17,17 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from paraxis.configs import errors
 from paraxis.configs import schema
-from paraxis.train import compiling
-from paraxis.train import evaluate
+from paraxis.configs.base import errors
 from paraxis.train import expert_counts
-from paraxis.train import job as job_lib
-from paraxis.train import metrics as metrics_lib
+from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
-from paraxis.train import stop as stop_lib
-from paraxis.train import workdir as workdir_lib
+from paraxis.train.run import compiling
+from paraxis.train.run import evaluate
+from paraxis.train.run import metrics as metrics_lib
+from paraxis.train.run import stop as stop_lib
+from paraxis.train.run import workdir as workdir_lib
 
 
 def _meta(job, step):
@@ -189,7 +189,7 @@ def run(
   Several processes make the same call; process 0 writes the folder and speaks.
 
   Raises:
-    UserError, IntegrityError: see configs/errors.py.
+    UserError, IntegrityError: see configs/base/errors.py.
   """
   started = time.perf_counter()
   say = say if jax.process_index() == 0 else lambda line: None
@@ -241,7 +241,9 @@ def _differing(job, locked):
 
 
 def _run(job, path, make_step, callbacks, say, started):
-  from paraxis.sharding import store as store_lib  # Orbax starts slowly
+  from paraxis.sharding.checkpoint import (
+    store as store_lib,  # Orbax starts slowly
+  )
 
   config, train = job.config, job.config.train
   made = make_step(job.built, job.optimizer, config.optimizer.clip_norm)

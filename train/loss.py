@@ -21,9 +21,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from paraxis.pallas_kernels import cross_entropy
+from paraxis.pallas_kernels.matmul import cross_entropy
 from paraxis.sharding import annotate
-from paraxis.sharding import vocabulary
+from paraxis.sharding.tensor import vocabulary
 
 # V / D from which on chunks are taken: Llama 2 7B on TPU v5p needs 0.75 GB more
 # with them at 2 (tensor=4).

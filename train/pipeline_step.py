@@ -6,14 +6,14 @@
 
 Parameters that fsdp (or ZeRO stage 3) shards are gathered once for a phase,
 outside of what is differentiated, so that no whole parameter is kept, and in
-the dtype of their products (sharding/narrow.py); their gradients are scattered
-again in the same phase, in their own. Activations are recomputed from the input
-of a chunk, or stored from F to B (pipeline.activations), but for what follows
-from the parameters alone (sharding/residuals.py). With the weight gradients
-split off (zero_bubble, v_half), B takes the gradient with respect to
-activations and keeps both factors of every product, W multiplies them
-(sharding/project.py): W sends nothing but what fsdp scatters. Norms, biases and
-experts have their gradients in B.
+the dtype of their products (sharding/tensor/narrow.py); their gradients are
+scattered again in the same phase, in their own. Activations are recomputed from
+the input of a chunk, or stored from F to B (pipeline.activations), but for what
+follows from the parameters alone (sharding/pipeline/residuals.py). With the
+weight gradients split off (zero_bubble, v_half), B takes the gradient with
+respect to activations and keeps both factors of every product, W multiplies
+them (sharding/tensor/project.py): W sends nothing but what fsdp scatters.
+Norms, biases and experts have their gradients in B.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.sharding import annotate
-from paraxis.sharding import narrow
-from paraxis.sharding import pipeline
-from paraxis.sharding import residuals
-from paraxis.sharding import schedules
-from paraxis.sharding import tape
+from paraxis.sharding.pipeline import executor as pipeline
+from paraxis.sharding.pipeline import residuals
+from paraxis.sharding.pipeline import schedules
+from paraxis.sharding.tensor import narrow
+from paraxis.sharding.tensor import tape
 from paraxis.train import expert_counts
 from paraxis.train import loss as loss_lib
 
@@ -71,7 +71,7 @@ def schedule_of(built, batch):
   """The schedule of a batch (A, B, T), or (B, T), of any number A.
 
   A step may have fewer microbatches than the configuration says: while its
-  batch grows (train/batch_ramp.py).
+  batch grows (train/data/batch_ramp.py).
   """
   microbatches = batch.tokens.shape[0] if batch.tokens.ndim == 3 else 1
   return schedules.of_size(built.schedule, microbatches)
@@ -206,7 +206,7 @@ class Pipeline:
     return gx, gradients, (self._whole(xs) if self._stored else xs, *gs)
 
   def count(self, values, x, seen, on):
-    """As `forward`; kept is what experts count (models/router.py)."""
+    """As `forward`; kept is what experts count (models/ffn/router.py)."""
     paths = expert_counts.paths(self.model, (expert_counts.LOAD,))
     run = lambda loads: self._layers(seen, on, values | loads, x)
     y, back = jax.vjp(run, {p: values[p] for p in paths if p in values})

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from paraxis.sharding import annotate
-from paraxis.sharding import pipeline
 from paraxis.sharding import rules as rules_lib
+from paraxis.sharding.pipeline import executor as pipeline
 from paraxis.train import expert_counts
 from paraxis.train import loss as loss_lib
 from paraxis.train import pipeline_step

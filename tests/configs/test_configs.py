@@ -5,9 +5,9 @@ import pathlib
 
 import pytest
 
-from paraxis.configs import command_line
 from paraxis.configs import schema
-from paraxis.train import papers
+from paraxis.configs.base import command_line
+from paraxis.train.claims import papers
 
 MOST_LINES = 120
 CONFIGS = command_line.papers()

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 
 
 def _with(name, value):

@@ -7,15 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from paraxis.configs import command_line
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
 from paraxis.decode import __main__ as command
 from paraxis.decode import latents
 from paraxis.decode import load
 from paraxis.models import build
-from paraxis.models import tokenizer
-from paraxis.sharding import store
+from paraxis.models.text import tokenizer
+from paraxis.sharding.checkpoint import store
 
 LATENT = dict(rank=8, nope_dim=4, rope_dim=4, value_dim=4)
 TINY = dict(

@@ -8,15 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 from paraxis.decode import loop
 from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
-from paraxis.models import tokenizer
-from paraxis.sharding import aot
+from paraxis.models.text import tokenizer
+from paraxis.sharding.meter import aot
 
 MESH = 'data=2,fsdp=2,tensor=2'
 TINY = dict(

@@ -10,12 +10,12 @@ import sys
 import jax
 import pytest
 
-from paraxis.configs import command_line
 from paraxis.configs import schema
+from paraxis.configs.base import command_line
 from paraxis.decode import __main__ as command
 from paraxis.models import build
-from paraxis.models import tokenizer
-from paraxis.sharding import store
+from paraxis.models.text import tokenizer
+from paraxis.sharding.checkpoint import store
 
 TINY = dict(
   vocab_size=2048,

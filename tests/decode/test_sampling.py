@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 from paraxis.decode import sampling
 
 V = 40

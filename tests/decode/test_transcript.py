@@ -3,7 +3,7 @@
 import pytest
 
 from paraxis.decode import transcript
-from paraxis.models import tokenizer
+from paraxis.models.text import tokenizer
 
 TEXT = 'a né–b. STOP here'
 

@@ -6,11 +6,11 @@ import jax
 from jax.sharding import PartitionSpec as P
 import pytest
 
-from paraxis.configs import errors
-from paraxis.configs import model_schema
 from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.configs.base import model as model_schema
 from paraxis.models import build
-from paraxis.models import model_checks
+from paraxis.models import checks as model_checks
 
 SMALL = dict(
   vocab_size=32, d_model=16, num_heads=8, num_kv_heads=4, head_dim=2, d_ff=24,

@@ -18,10 +18,10 @@ from paraxis.models import batch
 from paraxis.models import build
 from paraxis.models import decoder
 from paraxis.models import memory
-from paraxis.models import rope
+from paraxis.models.mixers import rope
 from paraxis.sharding import annotate
-from paraxis.sharding import context
-from paraxis.sharding import project
+from paraxis.sharding.sequence import attention as context
+from paraxis.sharding.tensor import project
 from paraxis.train import loss
 from paraxis.train import step
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paraxis.configs import errors
+from paraxis.configs.base import errors
 from paraxis.models import depth
 from paraxis.sharding import mesh as mesh_lib
 

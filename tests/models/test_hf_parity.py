@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from paraxis.configs import schema
-from paraxis.models import attention
 from paraxis.models import batch
+from paraxis.models import checks as model_checks
 from paraxis.models import decoder
-from paraxis.models import model_checks
+from paraxis.models.mixers import attention
 from paraxis.train import loss
 
 pytestmark = pytest.mark.hf

@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 from paraxis.models import batch as batch_lib
 from paraxis.models import decoder
 from paraxis.models import memory
-from paraxis.sharding import aot
+from paraxis.sharding.meter import aot
 
 T, D, F, L = 8, 4, 12, 3
 POLICIES = [

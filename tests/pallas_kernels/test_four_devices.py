@@ -18,16 +18,16 @@ import jax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 import numpy as np
-from paraxis.pallas_kernels import attention
-from paraxis.pallas_kernels import attention_blocks
-from paraxis.pallas_kernels import attention_tpu
-from paraxis.pallas_kernels import attention_xla
-from paraxis.pallas_kernels import decode_attention
-from paraxis.pallas_kernels import decode_attention_tpu
-from paraxis.pallas_kernels import gated_scan
-from paraxis.pallas_kernels import gated_scan_tpu
-from paraxis.pallas_kernels import linear_scan
-from paraxis.pallas_kernels import linear_scan_tpu
+from paraxis.pallas_kernels.attention import op as attention
+from paraxis.pallas_kernels.attention import blocks as attention_blocks
+from paraxis.pallas_kernels.attention import tpu as attention_tpu
+from paraxis.pallas_kernels.attention import xla as attention_xla
+from paraxis.pallas_kernels.decode_attention import op as decode_attention
+from paraxis.pallas_kernels.decode_attention import tpu as decode_attention_tpu
+from paraxis.pallas_kernels.scans import gated as gated_scan
+from paraxis.pallas_kernels.scans import gated_tpu as gated_scan_tpu
+from paraxis.pallas_kernels.scans import linear as linear_scan
+from paraxis.pallas_kernels.scans import linear_tpu as linear_scan_tpu
 from paraxis.pallas_kernels import registry
 
 how = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)

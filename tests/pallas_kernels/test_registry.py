@@ -3,10 +3,10 @@
 import jax
 import pytest
 
-from paraxis.configs import errors
-from paraxis.pallas_kernels import attention
-from paraxis.pallas_kernels import decode_attention
+from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels.attention import op as attention
+from paraxis.pallas_kernels.decode_attention import op as decode_attention
 
 CPU = registry.Target('cpu', 'cpu')
 TPU = registry.Target('tpu', 'TPU v5 lite')

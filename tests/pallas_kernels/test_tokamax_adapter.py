@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paraxis.configs import errors
-from paraxis.pallas_kernels import attention
-from paraxis.pallas_kernels import attention_xla
-from paraxis.pallas_kernels import grouped_matmul
+from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import tokamax_adapter
-from paraxis.sharding import aot
+from paraxis.pallas_kernels.attention import op as attention
+from paraxis.pallas_kernels.attention import xla as attention_xla
+from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
+from paraxis.sharding.meter import aot
 
 THERE = importlib.util.find_spec('tokamax') is not None
 needs_tokamax = pytest.mark.skipif(not THERE, reason=tokamax_adapter.MISSING)

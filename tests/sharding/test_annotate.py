@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib

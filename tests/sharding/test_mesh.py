@@ -4,7 +4,7 @@ import jax
 from jax.sharding import AxisType
 import pytest
 
-from paraxis.configs import errors
+from paraxis.configs.base import errors
 from paraxis.sharding import mesh
 
 

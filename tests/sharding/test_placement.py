@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from paraxis.configs import errors
-from paraxis.sharding import aot
+from paraxis.configs.base import errors
 from paraxis.sharding import placement
+from paraxis.sharding.meter import aot
 
 needs_tpu = pytest.mark.skipif(
   aot.missing('tpu') is not None, reason=f'{aot.missing("tpu")}'

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from paraxis.sharding import compiled
 from paraxis.sharding import replica_groups
+from paraxis.sharding.meter import compiled
 
 
 def instruction(rest):

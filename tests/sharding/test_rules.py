@@ -5,8 +5,8 @@ import math
 from jax.sharding import PartitionSpec as P
 import pytest
 
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules
 

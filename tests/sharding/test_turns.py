@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paraxis.sharding import compiled
-from paraxis.sharding import flops
 from paraxis.sharding import turns
+from paraxis.sharding.meter import compiled
+from paraxis.sharding.meter import flops
 
 N = 16
 

@@ -11,8 +11,8 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
-from paraxis.configs import command_line
 from paraxis.configs import schema
+from paraxis.configs.base import command_line
 
 WORDS = 'sea wind rock salt gull and over under storm calm sail north'.split()
 CONFIG = """

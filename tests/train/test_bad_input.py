@@ -10,9 +10,9 @@ import jax
 import pytest
 
 from paraxis.train import cli
-from paraxis.train import compiling
-from paraxis.train import job as job_lib
-from paraxis.train import workdir as workdir_lib
+from paraxis.train import program as job_lib
+from paraxis.train.run import compiling
+from paraxis.train.run import workdir as workdir_lib
 
 _compiled = []
 

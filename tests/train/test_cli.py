@@ -8,10 +8,10 @@ import textwrap
 
 import pytest
 
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 from paraxis.train import cli
-from paraxis.train import hosts
+from paraxis.train.run import hosts
 
 TINY = """
   from paraxis.configs import schema
@@ -33,7 +33,7 @@ TINY = """
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
   """A config file over a few hundred words; jax's settings stay as they are."""
-  from paraxis.train import compiling
+  from paraxis.train.run import compiling
 
   monkeypatch.setattr(compiling, 'use_cache', lambda: None)
   monkeypatch.setenv('XLA_FLAGS', os.environ['XLA_FLAGS'])
@@ -146,7 +146,7 @@ QUICK = ['train', '--config=quickstart']
 def test_bad_input_is_one_line(argv, words, capsys, tmp_path, monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', os.environ['XLA_FLAGS'])
   monkeypatch.setenv('PARAXIS_CACHE', str(tmp_path / 'cache'))
-  from paraxis.train import compiling
+  from paraxis.train.run import compiling
 
   monkeypatch.setattr(compiling, 'use_cache', lambda: None)
   workdir = tmp_path / 'run'
@@ -175,8 +175,8 @@ def test_training_ends_with_the_comparison(tiny, tmp_path, capsys):
 def test_one_process_prints(
   tiny, tmp_path, capsys, monkeypatch, process, lines
 ):
-  from paraxis.train import evaluate
   from paraxis.train import loop
+  from paraxis.train.run import evaluate
 
   found = evaluate.Result(1.5, {'song': 1.5}, 100)
   result = dict(step=2, stopped='', loss=1.0, evaluation=found)
@@ -201,7 +201,7 @@ def test_a_stopped_run_exits_75(tiny, tmp_path, monkeypatch):
 
 
 def test_gzip_is_compared_only_on_the_same_text_of_a_bearable_size():
-  from paraxis.train import evaluate
+  from paraxis.train.run import evaluate
 
   config = schema.Config()
   part = schema.Config(train=schema.Train(eval_batches=1))
@@ -258,8 +258,8 @@ def test_two_processes_and_one_fails():
   """An uncaught exception on one process ends the other within seconds."""
   code = """
     import os, sys, socket
-    from paraxis.train import hosts
-    from paraxis.configs import command_line
+    from paraxis.train.run import hosts
+    from paraxis.configs.base import command_line
     command_line.prepare_devices(1)
     port, process = sys.argv[1:]
     hosts.connect(f'127.0.0.1:{port}', 2, int(process))

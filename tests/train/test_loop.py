@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paraxis.configs import command_line
-from paraxis.configs import errors
 from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
 from paraxis.decode import load
-from paraxis.train import job as job_lib
 from paraxis.train import loop
-from paraxis.train import metrics
+from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
-from paraxis.train import stop as stop_lib
-from paraxis.train import workdir as workdir_lib
+from paraxis.train.run import metrics
+from paraxis.train.run import stop as stop_lib
+from paraxis.train.run import workdir as workdir_lib
 
 
 @pytest.fixture(scope='module')
@@ -40,7 +40,7 @@ def _values(workdir, name='train/loss'):
 
 def _fingerprints(workdir, step):
   """{path: fingerprint} in a checkpoint's manifest."""
-  from paraxis.sharding import store as store_lib
+  from paraxis.sharding.checkpoint import store as store_lib
 
   with store_lib.Store(workdir / 'checkpoints', read_only=True) as store:
     leaves = store.read_manifest(step)['leaves']
@@ -345,7 +345,7 @@ def test_bfloat16(whole, tiny, tmp_path):
   _quiet(tiny.config({'model.dtype': 'bfloat16'}), tmp_path)
   off = np.abs(_values(tmp_path) - _values(whole[0]))
   assert 1e-6 < off.max() < 0.05
-  from paraxis.sharding import store as store_lib
+  from paraxis.sharding.checkpoint import store as store_lib
 
   with store_lib.Store(tmp_path / 'checkpoints', read_only=True) as store:
     leaves = store.read_manifest(6)['leaves'].values()
@@ -363,7 +363,7 @@ def test_tensorboard(tiny, tmp_path):
 def test_a_failed_save_is_reported_at_the_next_step(
   tiny, tmp_path, monkeypatch
 ):
-  from paraxis.sharding import store as store_lib
+  from paraxis.sharding.checkpoint import store as store_lib
 
   calls = []
 

@@ -13,12 +13,12 @@ import pytest
 from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
 from paraxis.models import decoder
-from paraxis.pallas_kernels import cross_entropy
+from paraxis.pallas_kernels.matmul import cross_entropy
 from paraxis.sharding import annotate
-from paraxis.sharding import flops
 from paraxis.sharding import mesh as mesh_lib
-from paraxis.sharding import project
 from paraxis.sharding import rules as rules_lib
+from paraxis.sharding.meter import flops
+from paraxis.sharding.tensor import project
 from paraxis.train import loss as loss_lib
 
 B, T, D, V = 4, 6, 8, 16

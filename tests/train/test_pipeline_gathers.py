@@ -12,12 +12,12 @@ from jax.extend import core
 import numpy as np
 import pytest
 
-from paraxis.configs import mixer_schema
-from paraxis.configs import model_schema
 from paraxis.configs import schema
+from paraxis.configs.base import mixers as mixer_schema
+from paraxis.configs.base import model as model_schema
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.train import pipeline_step
-from paraxis.train import trial
+from paraxis.train.certify import trial
 
 EXPERTS = model_schema.Experts(count=4, top_k=2, d_ff=16, region='data')
 

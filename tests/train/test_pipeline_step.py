@@ -13,16 +13,16 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
-from paraxis.sharding import schedules
-from paraxis.sharding import store as store_lib
-from paraxis.train import compiling
-from paraxis.train import job as job_lib
+from paraxis.sharding.checkpoint import store as store_lib
+from paraxis.sharding.pipeline import schedules
 from paraxis.train import loop
-from paraxis.train import metrics
 from paraxis.train import pipeline_step
+from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
-from paraxis.train import trial
+from paraxis.train.certify import trial
+from paraxis.train.run import compiling
+from paraxis.train.run import metrics
 
 MODEL = dict(
   vocab_size=32, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24,

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paraxis.configs import command_line
 from paraxis.configs import schema
+from paraxis.configs.base import command_line
 from paraxis.models import build
 from paraxis.sharding import rules as rules_lib
 from paraxis.train import optimizers

@@ -9,8 +9,8 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.models import build
-from paraxis.train import job as job_lib
 from paraxis.train import optimizers
+from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
 

@@ -26,8 +26,8 @@ from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.sharding import annotate
 from paraxis.sharding import rules as rules_lib
-from paraxis.train import job as job_lib
 from paraxis.train import optimizers
+from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
 

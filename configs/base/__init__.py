@@ -1,0 +1,8 @@
+"""The foundation under every config: fields, errors, the command line.
+
+errors.py has the exit codes and the one exception for a user's mistake;
+field.py declares a field with its bounds; model.py and mixers.py are sections
+of the schema. From outside: everything. command_line.py alone knows the schema.
+
+Read first: errors.py.
+"""

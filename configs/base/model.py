@@ -1,0 +1,169 @@
+"""Fields of the model, and of its experts: meaning, default, valid values."""
+
+import dataclasses
+
+from paraxis.configs.base import mixers as mixer_schema
+from paraxis.configs.base.field import field
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+  """Mixture of experts in place of the mlp (models/ffn/moe.py)."""
+
+  count: int = field(0, 'experts of a layer; 0: a plain mlp', low=0)
+  top_k: int = field(2, 'experts a token is sent to', low=1)
+  pattern: str = field(
+    'E',
+    'repeated over the depth: E experts, P twice as many (pyramid), D mlp',
+  )
+  d_ff: int = field(0, 'hidden width of an expert; 0: model.d_ff', low=0)
+  shared: int = field(0, 'experts that see every token', low=0)
+  shared_gate: bool = field(False, 'a sigmoid gate on the shared experts')
+  residual: bool = field(
+    False, 'an mlp beside the experts, mixed by a learned softmax (PR-MoE)'
+  )
+  scores: str = field(
+    'softmax', 'of the router; softmax over all experts', ('softmax', 'sigmoid')
+  )
+  normalise: bool = field(True, 'the weights of a token add up to 1')
+  scale: float = field(1.0, 'multiplies the weights', low=0.0)
+  groups: int = field(1, 'groups of experts that a token first chooses', low=1)
+  top_groups: int = field(1, 'groups a token may be sent to', low=1)
+  capacity_factor: float = field(
+    0.0, 'slots of an expert / even share; 0: as many as needed', low=0.0
+  )
+  drop_limit: float = field(
+    0.1, 'warn when a larger share is dropped', low=0.0, high=1.0
+  )
+  region: str = field(
+    'tensor', "mesh axes that share out the experts: 'context+tensor'; '': none"
+  )
+  hierarchical: bool = field(
+    False, 'exchange axis by axis of the region, not at once'
+  )
+  hot: int = field(
+    0, 'busiest experts that every device gathers for a step (Hecate)', low=0
+  )
+  balance: float = field(0.01, 'weight of the load-balancing loss', low=0.0)
+  balance_scope: str = field(
+    'microbatch',
+    'where loads are counted: a sequence, the tokens of one device, a '
+    'microbatch, a whole step (one more forward pass where that has several '
+    'microbatches); running: the step before',
+    ('sequence', 'device', 'microbatch', 'step', 'running'),
+  )
+  router_z: float = field(0.0, 'weight of the router z-loss', low=0.0)
+  bias_rate: float = field(
+    0.0, 'step of the balancing bias on scores; 0: no bias', low=0.0
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A decoder as data; one file, models/decoder.py, reads it."""
+
+  vocab_size: int = field(2048, 'rows of the embedding table', low=2)
+  d_model: int = field(160, 'width of the residual stream', low=1)
+  num_layers: int = field(4, 'layers', low=1)
+  num_heads: int = field(4, 'query heads', low=1)
+  num_kv_heads: int = field(0, 'key/value heads; 0: num_heads', low=0)
+  head_dim: int = field(0, 'width of a head; 0: d_model / num_heads', low=0)
+  d_ff: int = field(432, 'hidden width of the mlp', low=1)
+  pattern: str = field(
+    'F',
+    'kinds of layers, repeated over the depth: F (or *) full attention, W '
+    'sliding window, N full attention without rotary positions, A latent '
+    'attention, G gated linear attention, M Mamba-2, S Mamba, R ParaGRU, L '
+    'ParaLSTM, C convolutions and chunks; with a - anywhere only the kinds '
+    "before one have an mlp: 'M-M-*-'",
+  )
+  window: int = field(0, 'tokens a W layer sees, itself included', low=0)
+  norm: str = field('rmsnorm', 'normalisation', ('rmsnorm', 'layernorm'))
+  norm_placement: str = field(
+    'pre',
+    'before a sublayer, after it (inside the residual), or both',
+    ('pre', 'post', 'sandwich'),
+  )
+  norm_epsilon: float = field(1e-6, 'added to the variance', low=0.0)
+  norm_zero_centered: bool = field(False, 'scale is 1 + weight (Gemma)')
+  qk_norm: str = field(
+    'none',
+    'RMSNorm on queries and keys: per head, or over all heads at once',
+    ('none', 'head', 'all'),
+  )
+  mlp: str = field(
+    'swiglu', 'mlp form; none: no layer has one',
+    ('swiglu', 'geglu', 'gelu', 'none'),
+  )  # fmt: skip
+  experts: Experts = Experts()
+  attention_bias: bool = field(False, 'bias on the q, k, v projections')
+  attention_output_bias: bool = field(False, 'bias on the output projection')
+  mlp_bias: bool = field(False, 'bias on the mlp projections')
+  gated_linear: mixer_schema.GatedLinear = mixer_schema.GatedLinear()
+  mamba: mixer_schema.Mamba = mixer_schema.Mamba()
+  recurrent: mixer_schema.Recurrent = mixer_schema.Recurrent()
+  tcn: mixer_schema.Tcn = mixer_schema.Tcn()
+  latent: mixer_schema.Latent = mixer_schema.Latent()
+  position: str = field(
+    'rope', 'position encoding', ('rope', 'learned', 'none')
+  )
+  max_positions: int = field(
+    0, 'rows of the learned position table; 0 with rope', low=0
+  )
+  rope_theta: float = field(1e4, 'rotary base', low=1.0)
+  rope_local_theta: float = field(
+    0.0, 'rotary base of W layers; 0: rope_theta', low=0.0
+  )
+  rope_scaling: str = field(
+    'none',
+    'frequency scaling (not of W layers with a base of their own)',
+    ('none', 'linear', 'llama3', 'yarn'),
+  )
+  rope_factor: float = field(1.0, 'context extension factor', low=1.0)
+  rope_low_frequency: float = field(
+    1.0, 'llama3: low_freq_factor; yarn: beta_slow', low=0.0
+  )
+  rope_high_frequency: float = field(
+    4.0, 'llama3: high_freq_factor; yarn: beta_fast', low=0.0
+  )
+  rope_original_length: int = field(
+    8192, 'tokens of context before the extension', low=1
+  )
+  tied_embedding: bool = field(True, 'the head is the embedding, transposed')
+  embedding_scale: float = field(1.0, 'multiplies the embeddings', low=0.0)
+  attention_scale: float = field(
+    0.0, 'multiplies q.k; 0: head_dim ** -0.5', low=0.0
+  )
+  attention_softcap: float = field(
+    0.0, 'scores become c tanh(s / c); 0: off', low=0.0
+  )
+  logit_softcap: float = field(
+    0.0, 'logits become c tanh(z / c); 0: off', low=0.0
+  )
+  init_std: float = field(
+    0.0, 'standard deviation of matrices; 0: fan_in ** -0.5', low=0.0
+  )
+  embedding_init_std: float = field(0.02, 'of the embedding table', low=0.0)
+  dtype: str = field(
+    'float32',
+    'arithmetic of the forward and backward pass',
+    ('float32', 'bfloat16', 'float64'),
+  )
+  param_dtype: str = field(
+    'float32',
+    'storage of parameters and optimizer state',
+    ('float32', 'float64'),
+  )
+  unroll: int = field(
+    1, 'units of the pattern unrolled in the scan over layers', low=1
+  )
+  loss: str = field(
+    'auto',
+    'logits: all of them at once; chunked: at most 2**24 on a device at a '
+    'time, made again in the backward pass; auto: chunked where a device has '
+    'more, and at least 4 words to a number of d_model (train/loss.py)',
+    ('auto', 'logits', 'chunked'),
+  )
+  attention: str = field('auto', 'attention kernel (paraxis doctor lists them)')
+  attention_block: int = field(256, 'tokens in an attention block', low=1)
+  scan: str = field('auto', 'kernel of gated scans (paraxis doctor lists them)')

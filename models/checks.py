@@ -1,0 +1,142 @@
+"""Can the fields of a model stand together? In plain integers, before a mesh.
+
+Every contradiction is a UserError with both numbers.
+"""
+
+import math
+
+import jax
+
+from paraxis.configs.base import errors
+from paraxis.models import layer
+from paraxis.models.mixers import attention
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels.attention import op as attention_op
+from paraxis.pallas_kernels.scans import gated as gated_scan
+
+
+def need(condition, text):
+  """UserError(text) unless the condition holds."""
+  if not condition:
+    raise errors.UserError(text)
+
+
+def check_model(model):
+  """UserError if the fields of a schema.Model contradict each other."""
+  d, n, k = model.d_model, model.num_heads, attention.num_kv_heads(model)
+  need(
+    model.head_dim or d % n == 0,
+    f'model.d_model={d} is not divisible by model.num_heads={n}; set '
+    'model.head_dim, or change one of them.',
+  )
+  need(
+    n % k == 0,
+    f'model.num_heads={n} is not divisible by model.num_kv_heads={k}.',
+  )
+  need(
+    'float64' not in (model.dtype, model.param_dtype)
+    or jax.dtypes.canonicalize_dtype('float64') == 'float64',
+    'model.dtype or model.param_dtype is float64, which jax has switched off: '
+    'set JAX_ENABLE_X64=1 in the environment.',
+  )
+  attention_op.choose(model.attention)
+  registry.resolve(gated_scan.OP, model.scan)
+  low, high = model.rope_low_frequency, model.rope_high_frequency
+  need(
+    model.rope_scaling not in ('llama3', 'yarn') or 0 < low < high,
+    f'model.rope_scaling={model.rope_scaling!r} needs 0 < '
+    f'model.rope_low_frequency={low} < model.rope_high_frequency={high}.',
+  )
+  need(
+    model.rope_scaling != 'yarn' or model.rope_theta > 1,
+    f"model.rope_scaling='yarn' needs model.rope_theta={model.rope_theta} "
+    'above 1.',
+  )
+  letters, _ = layer.mixers(model.pattern)
+  need(
+    model.mlp != 'none' or '-' not in model.pattern,
+    f"model.pattern={model.pattern!r} asks for an mlp, and model.mlp='none'.",
+  )
+  need(
+    model.mlp != 'none' or not model.experts.count,
+    f'model.experts.count={model.experts.count} experts are mlps, and '
+    "model.mlp='none' names no form for them.",
+  )
+  for letter in sorted(set(letters)):
+    layer.MIXERS[letter].check(model)
+  need(
+    'W' not in model.pattern or model.window,
+    f'model.pattern={model.pattern!r} has W layers but model.window=0.',
+  )
+  need(
+    model.position != 'learned' or model.max_positions,
+    "model.position='learned' needs model.max_positions, rows of its table.",
+  )
+
+
+def check_experts(model, rules, sizes):
+  """UserError if the fields of a schema.Experts, or its region, do not fit."""
+  experts = model.experts
+  if not experts.count:
+    return
+  for letter in experts.pattern or ' ':
+    need(
+      letter in layer.EXPERTS,
+      f'model.experts.pattern={experts.pattern!r}: {letter!r} is not one of '
+      'E (experts), P (twice as many), D (a plain mlp).',
+    )
+  need(
+    experts.top_k <= experts.count,
+    f'model.experts.top_k={experts.top_k} is above model.experts.count='
+    f'{experts.count}.',
+  )
+  need(
+    experts.count % experts.groups == 0,
+    f'model.experts.count={experts.count} is not divisible by '
+    f'model.experts.groups={experts.groups}.',
+  )
+  chosen = experts.count // experts.groups * experts.top_groups
+  need(
+    experts.top_groups <= experts.groups and experts.top_k <= chosen,
+    f'model.experts.top_groups={experts.top_groups} of model.experts.groups='
+    f'{experts.groups} leave {chosen} experts to choose '
+    f'model.experts.top_k={experts.top_k} from.',
+  )
+  need(
+    not (experts.residual and experts.shared),
+    f'model.experts.residual and model.experts.shared={experts.shared} both '
+    'put an mlp beside the experts: take one of them.',
+  )
+  need(
+    experts.shared or not experts.shared_gate,
+    'model.experts.shared_gate gates shared experts, but model.experts.shared='
+    '0.',
+  )
+  need(
+    experts.hot <= experts.count,
+    f'model.experts.hot={experts.hot} is above model.experts.count='
+    f'{experts.count}.',
+  )
+  region = [a for a in rules.axes('experts') if sizes[a] > 1]
+  ranks = math.prod(sizes[a] for a in region)
+  nearest = max(
+    d
+    for d in range(1, experts.count + 1)
+    if experts.count % d == 0 and d <= ranks
+  )
+  need(
+    experts.count % ranks == 0,
+    f'model.experts.count={experts.count} is not divisible by its region '
+    f'{" x ".join(f"{a}={sizes[a]}" for a in region)} ({ranks} ranks); the '
+    f'nearest number of ranks that divides it is {nearest}.',
+  )
+
+
+def check_length(model, length, what):
+  """UserError if a learned position table is shorter than `length`."""
+  if model.position == 'learned':
+    need(
+      length <= model.max_positions,
+      f'{what} is {length} tokens, but model.max_positions='
+      f'{model.max_positions} is the length of the position table.',
+    )

@@ -1,0 +1,217 @@
+"""Mixture of experts in place of an mlp.
+
+    y = sum_k mix_k f_ids_k(x) [+ gate(x) g(x)]       shared experts
+    y = c_0 sum_k mix_k f_ids_k(x) + c_1 g(x)         residual: c = softmax(x C)
+
+f_e are SwiGLU, GeGLU or GELU as the model's mlp, without biases. Shared experts
+are one mlp g of `shared` times the width (arXiv:2401.06066; a sigmoid gate as
+Qwen2-MoE's); residual: g has an expert's width (PR-MoE, arXiv:2201.05596,
+section 4.1). The routed part runs in one manual region: tokens stay where the
+residual stream has them, which is disjoint on all devices of the region when
+the length is split over them (mesh.sequence), and travel once each way
+(sharding/experts/dispatch.py). Tokens that several devices hold are sent by
+each, and count a fraction.
+
+Terms of the loss and counts leave through the gradient (models/ffn/router.py):
+`load` holds, of the step before, the assignments to each expert, those dropped,
+and the router's entropy summed over tokens; `bias` gets the same counts. With a
+cache nothing is dropped: what a request gets must not depend on its neighbours.
+
+Legend: B rows, T tokens, D model, F hidden width, E experts, K choices, S rows
+sorted by expert.
+"""
+
+import dataclasses
+import functools
+import math
+
+from flax import nnx
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from paraxis.configs.base import errors
+from paraxis.models import parameter
+from paraxis.models.ffn import mlp
+from paraxis.models.ffn import router
+from paraxis.sharding import annotate
+from paraxis.sharding.experts import dispatch as expert
+from paraxis.sharding.tensor import project
+
+RESIDUAL = mlp.RESIDUAL
+ROWS = RESIDUAL[:2]
+_GELU = functools.partial(jax.nn.gelu, approximate=True)
+WIDE = ('experts', 'expert_embed', 'expert_mlp')
+DOWN = ('experts', 'expert_mlp', 'expert_embed')
+
+
+def width(config):
+  """Hidden width of an expert."""
+  return config.experts.d_ff or config.d_ff
+
+
+class Moe(nnx.Module):
+  """x_BTD -> y_BTD; wide: twice as many experts (pyramid)."""
+
+  def __init__(self, config, rngs, layout=parameter.PLAIN, wide=False):
+    experts = config.experts
+    self.config, self.layout = config, layout
+    self.count = e = experts.count * (2 if wide else 1)
+    d, f, std = config.d_model, width(config), config.init_std
+    make = functools.partial(parameter.matrix, rngs)
+    self.router = make((d, e), ('norm', None), std=std)
+    up = functools.partial(make, (e, d, f), WIDE, std=std or d**-0.5)
+    if config.mlp != 'gelu':
+      self.gate = up()
+    self.up = up()
+    gain = (2 * config.num_layers) ** -0.5
+    self.down = make((e, f, d), DOWN, std=std or f**-0.5, gain=gain)
+    self.load = _counter('statistic', e + router.EXTRA)
+    if experts.bias_rate:
+      self.bias = _counter('balance', e)
+    times = experts.shared or int(experts.residual)
+    if times:
+      beside = dataclasses.replace(config, d_ff=times * f, mlp_bias=False)
+      self.beside = mlp.Mlp(beside, rngs, layout)
+    if experts.shared_gate:
+      self.shared_gate = make((d, 1), ('norm', None), std=std)
+    if experts.residual:
+      self.mix = make((d, 2), ('norm', None), std=std)
+
+  def __call__(self, x_BTD, see):
+    y = checkpoint_name(self._routed(x_BTD, see), 'down')
+    experts = self.config.experts
+    if experts.residual:
+      c = jax.nn.softmax(self._small(x_BTD, self.mix), -1).astype(x_BTD.dtype)
+      return c[..., :1] * y + c[..., 1:] * self.beside(x_BTD)
+    if experts.shared:
+      beside = self.beside(x_BTD)
+      if experts.shared_gate:
+        gate = jax.nn.sigmoid(self._small(x_BTD, self.shared_gate))
+        beside = gate.astype(x_BTD.dtype) * beside
+      y = y + beside
+    return y
+
+  def _small(self, x_BTD, w):
+    """x w in at least float32 for a matrix that every device has."""
+    names, out = w.get_metadata('axes'), (*ROWS, None)
+    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    return project.einsum(
+      'BTD,DE->BTE', x_BTD, RESIDUAL, w[...], names, out, wide
+    )
+
+  def _plan(self, decoding):
+    if annotate.mode() == 'manual' and _copies() > 1:
+      raise ValueError(
+        f'experts: {_copies()} devices hold the same tokens; in a manual '
+        'region the length must be split over them (mesh.sequence).'
+      )
+    if annotate.carriers('expert_mlp'):
+      raise errors.UserError(
+        f'mesh.rules: expert_mlp over {annotate.carriers("expert_mlp")}; the '
+        'width of an expert is not split: put the axes in '
+        'model.experts.region, which shares out whole experts.'
+      )
+    experts, region = self.config.experts, annotate.carriers('experts')
+    if self.count % annotate.shards('experts'):
+      raise errors.UserError(
+        f'model.experts: {self.count} experts do not divide over the '
+        f'{annotate.shards("experts")} devices of the region '
+        f'{"+".join(region)}; take a multiple, or another '
+        'model.experts.region.'
+      )
+    return expert.Plan(
+      experts=self.count,
+      region=region,
+      gather=annotate.carriers('expert_embed'),
+      factor=0.0 if decoding else experts.capacity_factor,
+      hierarchical=experts.hierarchical and len(region) > 1,
+    )
+
+  def _routed(self, x_BTD, see):
+    """The experts' part, in one region."""
+    weights = [self.up, self.down]
+    if self.config.mlp != 'gelu':
+      weights.append(self.gate)
+    counters = [self.load]
+    if self.config.experts.bias_rate:
+      counters.append(self.bias)
+    valid, denominator = see.valid, see.denominator
+    if valid is None:
+      valid = annotate.put(jnp.ones(x_BTD.shape[:2], bool), ROWS)
+    denominator = jnp.asarray(1.0 if denominator is None else denominator)
+    params = [self.router, *counters, *weights]
+    axes = [p.get_metadata('axes') for p in params]
+    inside = functools.partial(
+      self._inside, self._plan(see.slot is not None), len(counters)
+    )
+    run = annotate.region(
+      inside, (RESIDUAL, ROWS, (), *axes), (RESIDUAL,), single=True
+    )
+    return run(x_BTD, valid, denominator, *(p[...] for p in params))
+
+  def _inside(self, plan, counters, x, valid, denominator, w, *rest):
+    """On one device, with its tokens and its experts."""
+    experts = self.config.experts
+    counters, weights = rest[:counters], rest[counters:]
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    logits = x.astype(wide) @ w.astype(wide)
+    s = router.scores(logits, experts.scores)
+    bias = counters[1] if experts.bias_rate else None
+    ids, mix = router.choose(s, experts, bias)
+    load = jax.lax.stop_gradient(counters[0])[: self.count]
+    hot = jax.lax.top_k(load, experts.hot)[1] if experts.hot else None
+    flat = lambda a: a.reshape(-1, a.shape[-1])
+    y, dropped = expert.dispatch(
+      self._experts, weights, flat(x), flat(ids), flat(mix),
+      valid.reshape(-1), plan, hot,
+    )  # fmt: skip
+    p = router.probabilities(s, experts.scores)
+    count = router.counts(ids, valid, self.count)
+    term = 0.0
+    if experts.balance:
+      f = router.shares(count, experts.balance_scope, _axes(), load)
+      term = experts.balance * router.balance(p, f, valid)
+    if experts.router_z:
+      term = term + experts.router_z * router.z(logits, valid)
+    count = count.sum(0).astype(wide)
+    extra = jnp.stack([dropped.astype(wide), router.entropy(p, valid)])
+    counted = (jnp.concatenate([count, extra]), count)[: len(counters)]
+    # Devices that hold the same tokens count a fraction each.
+    share = 1 / _copies()
+    return router.attach(
+      y.reshape(x.shape),
+      jnp.asarray(term * share, wide) / denominator.astype(wide),
+      counters,
+      jax.tree.map(lambda c: c * share, counted),
+    )
+
+  def _experts(self, x_SD, weights, multiply):
+    """Rows through their experts; multiply(rows, w, dimension of the width)."""
+    up, down, *gate = weights
+    hidden = checkpoint_name(multiply(x_SD, up, 1), 'up')
+    if gate:
+      act = jax.nn.silu if self.config.mlp == 'swiglu' else _GELU
+      hidden = act(checkpoint_name(multiply(x_SD, gate[0], 1), 'gate')) * hidden
+    else:
+      hidden = _GELU(hidden)
+    return multiply(hidden, down, 2)
+
+
+def _counter(kind, size):
+  """A parameter whose gradient counts."""
+  return nnx.Param(jnp.zeros(size), axes=(None,), kind=kind, inputs=0)
+
+
+def _axes():
+  """(mesh axes that split a row, mesh axes that split the tokens)."""
+  row = annotate.carriers('residual_length')
+  return row, (*annotate.carriers('batch'), *row)
+
+
+def _copies():
+  """Devices that hold the same tokens."""
+  split = _axes()[1]
+  return math.prod(
+    n for a, n in annotate.sizes().items() if a not in split and a != 'stage'
+  )

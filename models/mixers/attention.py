@@ -1,0 +1,339 @@
+"""Multi-head attention of a layer: full or sliding window, grouped queries.
+
+    o = softmax(scale q k^T + mask) v,  q, k rotated by position
+
+Training and prefill run the blockwise op (pallas_kernels/attention/op.py); a
+step with a cache writes its keys and values into slots and attends to the
+slots. One query a row attends to a range of slots, which a kernel can share out
+evenly however unequal rows are (`attend_range`).
+Legend: B rows, T query tokens, S cache slots, D model, N heads, K kv heads,
+H head width.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from paraxis.configs.base import errors
+from paraxis.models import norm
+from paraxis.models import parameter
+from paraxis.models.mixers import protocol as mixer
+from paraxis.models.mixers import rope
+from paraxis.pallas_kernels.attention import op as attention_op
+from paraxis.pallas_kernels.decode_attention import op as decode_attention
+from paraxis.sharding import annotate
+from paraxis.sharding.sequence import attention as context
+from paraxis.sharding.tensor import project
+
+ROWS = ('batch', 'length')
+RESIDUAL = ('batch', 'residual_length', 'hidden')
+QUERIES = ('batch', 'length', 'heads', 'head_dim')
+KEYS = ('batch', 'length', 'kv_heads', 'head_dim')
+SLOTS = ('batch', None)
+SLOT_NAMES = ((), ROWS, SLOTS, ROWS, SLOTS)  # of `slot_ids`
+
+
+class Visibility(NamedTuple):
+  """Who may see whom; position, order and cache slot are separate fields.
+
+  segments, positions: (B, T) of the queries; segment 0 is padding.
+  slot: first cache slot that this step writes, or None without a cache. If it
+    writes one token a row, those of its document are in the slots right before,
+    in order (decode/step.py sees to it; else the result is NaN).
+  slot_segments, slot_positions: (B, S) of the cache, this step included.
+  rotations: layer kind -> (cos, sin) of the positions, (B, T, 1, H / 2).
+  valid: (B, T) bool, a token and no padding, laid out as residuals are.
+  denominator: () targets of the whole step (models/batch.py).
+  """
+
+  segments: Any
+  positions: Any
+  slot: Any = None
+  slot_segments: Any = None
+  slot_positions: Any = None
+  rotations: Any = None
+  valid: Any = None
+  denominator: Any = None
+
+
+class Attention(nnx.Module):
+  """x_BTD -> y_BTD for one kind of layer ('F', 'W' or 'N')."""
+
+  name = 'attention'
+  capabilities = mixer.SLOTS
+
+  def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
+    self.config, self.kind, self.layout = config, kind, layout
+    d, n = config.d_model, config.num_heads
+    k, h = num_kv_heads(config), head_dim(config)
+    make, std = parameter.matrix, config.init_std
+    self.query = make(rngs, (d, n, h), ('embed', 'heads', 'head_dim'), std=std)
+    self.key = make(rngs, (d, k, h), ('embed', 'kv_heads', 'head_dim'), std=std)
+    self.value = make(
+      rngs, (d, k, h), ('embed', 'kv_heads', 'head_dim'), std=std
+    )
+    self.output = make(
+      rngs,
+      (n, h, d),
+      ('heads', 'head_dim', 'embed'),
+      inputs=2,
+      std=std,
+      gain=(2 * config.num_layers) ** -0.5,
+    )
+    if config.attention_bias:
+      self.query_bias = parameter.vector((n, h), ('heads', 'head_dim'))
+      self.key_bias = parameter.vector((k, h), ('kv_heads', 'head_dim'))
+      self.value_bias = parameter.vector((k, h), ('kv_heads', 'head_dim'))
+    if config.attention_output_bias:
+      self.output_bias = parameter.vector((d,), ('norm',))
+    if config.qk_norm != 'none':
+      fill = 0.0 if config.norm_zero_centered else 1.0
+      whole = config.qk_norm == 'all'
+      q_shape, k_shape = ((n, h), (k, h)) if whole else ((h,), (h,))
+      q_axes = ('heads', 'head_dim') if whole else ('norm',)
+      k_axes = ('kv_heads', 'head_dim') if whole else ('norm',)
+      self.query_norm = parameter.vector(q_shape, q_axes, fill)
+      self.key_norm = parameter.vector(k_shape, k_axes, fill)
+
+  def _project(self, x, names, out):
+    """One gather of x serves all `names`; the layout of each is in `out`."""
+    weights = [getattr(self, name) for name in names]
+    outs = project.project(
+      x,
+      RESIDUAL,
+      [
+        ('BTD,DNH->BTNH', w[...], w.get_metadata('axes'), axes)
+        for w, axes in zip(weights, out, strict=True)
+      ],
+      ring='qkv' in self.layout.rings,
+    )
+    if self.config.attention_bias:
+      outs = [
+        (y + getattr(self, f'{name}_bias')[...]).astype(x.dtype)
+        for name, y in zip(names, outs, strict=True)
+      ]
+    return outs
+
+  def _normalise(self, x_BTNH, scale, names):
+    config = self.config
+    if config.qk_norm == 'none':
+      return x_BTNH
+    whole = config.qk_norm == 'all'
+    return norm.rms(
+      x_BTNH,
+      scale[...],
+      config.norm_epsilon,
+      config.norm_zero_centered,
+      (-2, -1) if whole else -1,
+      names[2] if whole else None,
+    )
+
+  def __call__(self, x_BTD, see, state=None):
+    """-> (y_BTD, state); state is (k_BSKH, v_BSKH) slots or None."""
+    config = self.config
+    names, axes = ('query', 'key', 'value'), (QUERIES, KEYS, KEYS)
+    q, k, v = (
+      checkpoint_name(x, name)
+      for x, name in zip(self._project(x_BTD, names, axes), names, strict=True)
+    )
+    q = self._normalise(q, getattr(self, 'query_norm', None), QUERIES)
+    k = self._normalise(k, getattr(self, 'key_norm', None), KEYS)
+    if config.position == 'rope' and self.kind != 'N':
+      cos, sin = see.rotations[self.kind]
+      q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+    o, state = self._attend(q, k, v, see, state)
+    # P is the head width: sorted after N, XLA need not copy the matrix.
+    w, letters = self.output, 'BTNP,NPD->BTD'
+    (y,) = project.project(
+      o,
+      QUERIES,
+      [(letters, w[...], w.get_metadata('axes'), RESIDUAL)],
+      ring='output' in self.layout.rings,
+    )
+    y = checkpoint_name(y, 'output')
+    if config.attention_output_bias:
+      y = (y + self.output_bias[...]).astype(y.dtype)
+    return y, state
+
+  def _attend(self, q, k, v, see, state):
+    config, mask = self.config, mask_of(self.config, self.kind)
+    if state is None:
+      k, v = _on_heads(k), _on_heads(v)
+      return self._attend_all(q, k, v, see, mask), None
+    slots = write(state, (k, v), see.slot)
+    k, v = (_on_heads(x.astype(q.dtype)) for x in slots)
+    attend = attend_range
+    if q.shape[1] > 1:  # prefill: many queries, blockwise
+      attend = functools.partial(_attend_slots, impl=config.attention)
+    local = functools.partial(attend, mask)
+    names = (QUERIES,) * 3 + SLOT_NAMES
+    run = annotate.region(local, names, (QUERIES,), single=True)
+    return run(q, k, v, *slot_ids(see)), slots
+
+  def _attend_all(self, q, k, v, see, mask):
+    """Whole rows, without a cache; the context axis may share their length."""
+    if not annotate.carriers('length'):
+      impl = self.config.attention
+
+      def local(q, k, v, segments):
+        return attention_op.attention(q, k, v, mask, (segments,) * 2, impl=impl)
+
+      # In a region, where arrays are local: kernels take no others.
+      names = (QUERIES,) * 3 + (ROWS,)
+      run = annotate.region(local, names, (QUERIES, QUERIES[:3]))
+      return run(q, k, v, see.segments)[0]
+    attend = functools.partial(
+      context.attention, mask=mask, plan=self.layout.context
+    )
+    names = (QUERIES,) * 3 + (ROWS, ROWS)
+    run = annotate.region(attend, names, (QUERIES, QUERIES[:3]))
+    return run(q, k, v, see.positions, see.segments)[0]
+
+  def init_state(self, batch, slots, dtype):
+    """Empty slots: (k_BSKH, v_BSKH)."""
+    shape = (batch, slots, num_kv_heads(self.config), head_dim(self.config))
+    return tuple(mixer.state(KEYS, *shape, dtype=dtype) for _ in range(2))
+
+  def grow(self, state, slots):
+    """`state` with room for `slots` tokens."""
+    return tuple(mixer.more_slots(x, slots) for x in state)
+
+  @staticmethod
+  def check(config):
+    """UserError if the fields of a schema.Model contradict each other."""
+    h = head_dim(config)
+    if config.position == 'rope' and h % 2:
+      raise errors.UserError(
+        f'model.head_dim={h} is odd: rotary positions turn pairs.'
+      )
+
+  @staticmethod
+  def check_context(config, length):
+    """Nothing: sharding.sequence.attention.check looks at heads and lengths."""
+
+  @staticmethod
+  def mixing_flops(config, kind, length):
+    """Scores and weighted values of what a causal row of tokens sees."""
+    window = config.window if kind == 'W' else length
+    seen = sum(min(t + 1, window) for t in range(length))
+    return 4 * seen * config.num_heads * head_dim(config)
+
+
+def slot_ids(see):
+  """What says which slots a query sees; laid out by SLOT_NAMES."""
+  ids = see.segments, see.slot_segments, see.positions, see.slot_positions
+  return see.slot, *ids
+
+
+def _attend_slots(mask, q, k, v, *ids, impl):
+  """Many queries a row; arguments as of `attend_range`."""
+  ids, order = ids[1:3], ids[3:]
+  return attention_op.attention(q, k, v, mask, ids, order, impl=impl)[0]
+
+
+def attend_range(mask, q, k, v, *ids):
+  """One query a row over the slots of its document -> o_B1NH.
+
+  Token p of a document is p slots behind its first one, so the query in `slot`
+  at position p sees slots slot - p .. slot. If the first of them is not where
+  the document begins, the slots are in another order: NaN.
+
+  Args:
+    mask: attention_op.Mask.
+    q, k, v: (B, 1, N, H), (B, S, K, H), (B, S, K, V).
+    ids: what `slot_ids` gives.
+  """
+  slot, segments, in_slots, positions, places = ids
+  begin_B1, valid = jnp.maximum(slot - positions, 0), segments > 0
+  at_begin = lambda x: jnp.take_along_axis(x, begin_B1, 1)
+  lengths_B = jnp.where(valid, slot + 1 - begin_B1, 0)[:, 0]
+  o, _ = decode_attention.ragged(
+    q, k, v, mask, lengths_B, begins_B=begin_B1[:, 0]
+  )
+  sound = (positions <= slot) & (at_begin(in_slots) == segments)
+  sound = (sound & (at_begin(places) == 0)) | ~valid
+  return jnp.where(sound[..., None, None], o, jnp.nan)
+
+
+def mask_of(config, kind):
+  """attention_op.Mask of a layer of that kind."""
+  return attention_op.Mask(
+    causal=True,
+    window=config.window if kind == 'W' else 0,
+    softcap=config.attention_softcap,
+    scale=config.attention_scale or head_dim(config) ** -0.5,
+    block=config.attention_block,
+  )
+
+
+def _on_heads(x_BSKH):
+  """k or v laid out as the query heads, so that a shard holds what it reads.
+
+  Fewer kv heads than shards of query heads: every shard computed all of them;
+  they are repeated to the least number that divides, and each takes its own.
+  """
+  shards = annotate.shards('heads')
+  if annotate.shards('kv_heads') == shards:
+    return x_BSKH
+  heads = x_BSKH.shape[2]
+  run = functools.partial(_own_heads, copies=shards // math.gcd(heads, shards))
+  # In a region: the gradients of a shard are added up to `heads` and summed
+  # over shards, instead of gathering those of every copy.
+  return annotate.region(run, (KEYS,), (QUERIES,), single=True)(x_BSKH)
+
+
+def _own_heads(x_BSKH, copies):
+  b, s, k, h = x_BSKH.shape
+  x = jnp.broadcast_to(x_BSKH[:, :, :, None], (b, s, k, copies, h))
+  return annotate.take(x.reshape(b, s, k * copies, h), QUERIES, 2)
+
+
+def rotations(config, kinds, positions_BT, dtype):
+  """{layer kind: (cos, sin)} of all kinds that rotate, made once a step.
+
+  The barrier keeps XLA from folding the cosines into every layer's loops, where
+  they would be computed again for each head, forward and backward.
+  """
+  if config.position != 'rope':
+    return {}
+  out = {}
+  for kind in sorted({kind[0] for kind in kinds} & {'F', 'W', 'A'}):
+    latent = kind == 'A'  # has the factor in its scores (latent_attention.py)
+    width = config.latent.rope_dim if latent else head_dim(config)
+    f, factor = rope.frequencies(config, width, kind == 'W')
+    factor = 1.0 if latent else factor
+    out[kind] = rope.angles(positions_BT, f, factor, dtype)
+  return jax.lax.optimization_barrier(out)
+
+
+def write(state, new, slot):
+  """Caches (B, S, K, H) with `new` (B, T, K, H) in the slots from `slot` on.
+
+  One token is written in a loop of one turn: XLA on CPU fuses a bare update
+  into whatever reads the cache, which costs three copies of it per layer.
+  """
+
+  def put(slot, caches):
+    return tuple(
+      jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), slot, 1)
+      for old, x in zip(caches, new, strict=True)
+    )
+
+  if new[0].shape[1] > 1:
+    return put(slot, state)
+  return jax.lax.fori_loop(slot, slot + 1, put, tuple(state))
+
+
+def head_dim(config):
+  """Width of a head."""
+  return config.head_dim or config.d_model // config.num_heads
+
+
+def num_kv_heads(config):
+  """Key/value heads."""
+  return config.num_kv_heads or config.num_heads

@@ -1,0 +1,352 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    c_t = rms(x_t W_dkv)              the latent: R numbers a token
+    k_t = [c_t W_uk, rope(x_t W_kr)]  per head, and rotated: one for all heads
+    v_t = c_t W_uv                    q_t = [q_nope, rope(q_rope)], of x_t or of
+                                      rms(x_t W_dq) (query_rank)
+
+Training and prefill make keys and values and attend as
+models/mixers/attention.py does (explicit form). A step of decoding caches c and
+the rotated key alone, R + P numbers a token whatever the heads, and attends to
+them (absorbed form):
+
+    s = q_nope W_uk^T . c + q_rope . k_rope      o = (softmax(s) c) W_uv
+
+2 N (2 R + P) flops a token seen instead of making its keys and values again.
+YaRN's correction multiplies all scores, its square, as DeepSeek-V3 has it.
+
+groups > 1: decoding holds the latent in parts, each with its own copy of the
+rotated key, on the shards of `heads` (TPLA, arXiv:2508.15881). Every shard has
+all heads of its parts, so a device reads (R / groups + P) numbers a token.
+
+    scores=summed  the parts' scores are added before the softmax: exact; one
+                   more sum over shards, of a score for each head and token
+    scores=own     o = sum_i softmax(q_i . c_i + q_rope . k_rope) c_i W_uv_i,
+                   and a part is normalised by alpha_i |c_i|^2 / R, not |c|^2:
+                   the paper's, and not exact. Prefill of a whole prompt is.
+
+models/mixers/latent_rotation.py changes the basis of the latent, exactly, so
+that the parts suit `own`, and measures `shares`: of a part with the share f of
+the latent's square alpha is 1 / f. The paper's factors on scores (mu) are 1
+here. Not done: shards that share out heads and parts at once (more shards than
+parts).
+
+Legend: B rows, T query tokens, S cache slots, D model, N heads, H width of a
+key without position, P of the rotated key, V of a value, R of the latent, G
+parts of the latent, E = R / G + P.
+"""
+
+import functools
+
+from flax import nnx
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from paraxis.configs.base import errors
+from paraxis.models import norm
+from paraxis.models import parameter
+from paraxis.models.mixers import attention
+from paraxis.models.mixers import protocol as mixer
+from paraxis.models.mixers import rope
+from paraxis.pallas_kernels import varying
+from paraxis.pallas_kernels.attention import op as attention_op
+from paraxis.pallas_kernels.attention import xla as attention_xla
+from paraxis.sharding import annotate
+from paraxis.sharding.sequence import attention as context
+from paraxis.sharding.tensor import project
+
+# Made where the residual stream lies; a latent is cheaper to send than x.
+LOW = ('batch', 'residual_length', None)
+SHARED = ('batch', 'length', None, None)  # the rotated key
+HEADS = mixer.HEADS
+# A latent is to its products what the residual stream is to others: their
+# matrices are sharded by its width.
+UP = ('embed', 'heads', 'head_dim')
+DOWN = ('embed', None)
+
+
+class LatentAttention(nnx.Module):
+  """x_BTD -> y_BTD; state: (latents and rotated keys _BSGE,)."""
+
+  name = 'latent_attention'
+  capabilities = mixer.SLOTS
+
+  def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
+    self.config, self.kind, self.layout = config, kind, layout
+    own, d, n = config.latent, config.d_model, config.num_heads
+    if _apart(own):
+      self.capabilities = mixer.SLOTS._replace(exact=False)
+      # Measured, not trained: models/mixers/latent_rotation.py.
+      fill = 1 / own.groups
+      self.shares = parameter.vector((own.groups,), ('norm',), fill)
+    make = functools.partial(parameter.matrix, rngs, std=config.init_std)
+    wide = d
+    if own.query_rank:
+      wide = own.query_rank
+      self.query_down = make((d, wide), DOWN)
+      self.query_norm = parameter.vector((wide,), ('norm',), 1.0)
+    self.query = make((wide, n, own.nope_dim + own.rope_dim), UP)
+    self.down = make((d, own.rank), DOWN)
+    self.latent_norm = parameter.vector((own.rank,), ('norm',), 1.0)
+    self.shared_key = make((d, own.rope_dim), DOWN)
+    self.key = make((own.rank, n, own.nope_dim), UP)
+    self.value = make((own.rank, n, own.value_dim), UP)
+    self.output = make(
+      (n, own.value_dim, d), ('heads', 'head_dim', 'embed'), inputs=2,
+      gain=(2 * config.num_layers) ** -0.5,
+    )  # fmt: skip
+
+  def __call__(self, x_BTD, see, state=None):
+    low, k_rope, q = self._inputs(x_BTD, see)
+    latent = self._norm(low, self.latent_norm)
+    if state is None:
+      return self._output(self._attend_all(q, latent, k_rope, see)), None
+    new = self._cached(low, latent, k_rope)
+    (slots,) = state = attention.write(state, (new,), see.slot)
+    if x_BTD.shape[1] == slots.shape[1]:  # all that there is to see is here
+      o = self._attend_slots(q, latent, k_rope, see)
+    elif x_BTD.shape[1] > 1:
+      o = self._attend_slots(q, *self._uncached(slots.astype(q.dtype)), see)
+    else:
+      o = self._attend_absorbed(q, slots.astype(q.dtype), see)
+    return self._output(o), state
+
+  def _norm(self, x, scale):
+    return norm.rms(x, scale[...], self.config.norm_epsilon)
+
+  def _project(self, x, x_names, letters, names, out, ring=''):
+    weights = [getattr(self, name) for name in names]
+    return project.project(
+      x,
+      x_names,
+      [(letters, w[...], w.get_metadata('axes'), out) for w in weights],
+      ring=ring in self.layout.rings,
+    )
+
+  def _inputs(self, x, see):
+    """(latent_BTR before its norm, k_rope_BT1P, q_BTNH with P behind H)."""
+    config, own = self.config, self.config.latent
+    names = ['down', 'shared_key', 'query_down'][: 3 if own.query_rank else 2]
+    low, k, *of_query = self._project(
+      x, mixer.RESIDUAL, 'BTD,DR->BTR', names, LOW
+    )
+    source, source_names = x, mixer.RESIDUAL
+    if of_query:
+      source_names = LOW
+      source = self._norm(of_query[0], self.query_norm)
+    (q,) = self._project(
+      source, source_names, 'BTD,DNH->BTNH', ['query'], HEADS, 'qkv'
+    )
+    q = checkpoint_name(q, 'query')
+    k = annotate.move(k, LOW, SHARED[:3])[:, :, None]
+    if config.position == 'rope':
+      cos, sin = see.rotations[self.kind]
+      k = rope.rotate(k, cos, sin)
+      nope, turned = q[..., : own.nope_dim], q[..., own.nope_dim :]
+      q = jnp.concatenate([nope, rope.rotate(turned, cos, sin)], -1)
+    return low, k, q
+
+  def _expand(self, latent_BSR, k_rope_BS1P):
+    """The explicit form's keys and values, per head."""
+    k, v = self._project(
+      latent_BSR, LOW, 'BTR,RNH->BTNH', ['key', 'value'], HEADS, 'qkv'
+    )
+    k, v = checkpoint_name(k, 'key'), checkpoint_name(v, 'value')
+    # In a region: a shard adds up the gradients of its heads, then all do.
+    join = annotate.region(_join, (HEADS, SHARED), (HEADS,), single=True)
+    return join(k, k_rope_BS1P), v
+
+  def _attend_all(self, q, latent, k_rope, see):
+    """Whole rows; the context axis may share their length."""
+    k, v = self._expand(latent, k_rope)
+    mask = mask_of(self.config)
+    if not annotate.carriers('length'):
+      segments = see.segments, see.segments
+      run = functools.partial(
+        attention_op.attention, impl=self.config.attention
+      )
+      return run(q, k, v, mask, segments)[0]
+    attend = functools.partial(
+      context.attention, mask=mask, plan=self.layout.context
+    )
+    names = (HEADS,) * 3 + (mixer.ROWS, mixer.ROWS)
+    run = annotate.region(attend, names, (HEADS, HEADS[:3]))
+    return run(q, k, v, see.positions, see.segments)[0]
+
+  def _attend_slots(self, q, latent, k_rope, see):
+    """Many queries and the keys of all slots."""
+    k, v = self._expand(latent, k_rope)
+    return attention_op.attention(
+      q, k, v, mask_of(self.config), (see.segments, see.slot_segments),
+      (see.positions, see.slot_positions), self.config.attention,
+    )[0]  # fmt: skip
+
+  def _parts(self):
+    """Logical names of (B, S, G, E): only parts can be on shards."""
+    over = 'heads' if self.config.latent.groups > 1 else None
+    return ('batch', None, over, None)
+
+  def _cached(self, low, latent, k_rope):
+    """What is kept of a token, in parts: _BTGE."""
+    own = self.config.latent
+    cut = lambda x: x.reshape(*x.shape[:-1], own.groups, -1)
+    parts = cut(latent)
+    if _apart(own):  # alpha is 1 / share, and the mean is over R / G
+      scale = cut(self.latent_norm[...])
+      scale = scale * jnp.sqrt(own.groups * self.shares[...])[:, None]
+      parts = norm.rms(cut(low), scale, self.config.norm_epsilon)
+    return annotate.put(_join(parts, k_rope), self._parts())
+
+  def _uncached(self, slots_BSGE):
+    """(latent_BSR, k_rope_BS1P) of a cache."""
+    own = self.config.latent
+    slots = annotate.put(slots_BSGE, ('batch', None, None, None))
+    each = own.rank // own.groups
+    latent = slots[..., :each].reshape(*slots.shape[:2], own.rank)
+    return latent, slots[:, :, :1, each:]
+
+  def _attend_absorbed(self, q, slots_BSGE, see):
+    """One query a row and the latents themselves."""
+    own = self.config.latent
+    g, each = own.groups, own.rank // own.groups
+    q_rope = q[..., own.nope_dim :]
+    w, names = self.key, ('batch', 'length', 'heads', None)
+    q = project.einsum(
+      'BTNH,RNH->BTNR', q[..., : own.nope_dim], HEADS, w[...],
+      w.get_metadata('axes'), names,
+    )  # fmt: skip
+    queries, kept = ('batch', 'length', None, *names[2:]), self._parts()
+    summed = g > 1 and not _apart(own)
+    if summed:  # every part has a copy of the rotated key
+      q_rope = q_rope / g
+    if g > 1:
+      queries = ('batch', 'length', 'heads', None, None)
+    q = q.reshape(*q.shape[:3], g, each).swapaxes(2, 3)
+    q_rope = jnp.broadcast_to(q_rope[:, :, None], (*q.shape[:4], own.rope_dim))
+    q = annotate.put(jnp.concatenate([q, q_rope], -1), queries)
+    # To a mesh: heads go for parts.
+    attend = functools.partial(
+      _summed if summed else _own, mask_of(self.config)
+    )
+    names_in = (queries, kept, *attention.SLOT_NAMES)
+    run = annotate.region(attend, names_in, (queries,), single=True)
+    o = run(q, slots_BSGE, *attention.slot_ids(see))[..., :each]
+    # Parts for heads, then one latent for each head.
+    o = annotate.put(o, ('batch', 'length', None, *names[2:])).swapaxes(2, 3)
+    w = self.value
+    return project.einsum(
+      'BTNR,RNV->BTNV', o.reshape(*o.shape[:3], own.rank), names, w[...],
+      w.get_metadata('axes'), HEADS,
+    )  # fmt: skip
+
+  def _output(self, o):
+    (y,) = self._project(
+      o, HEADS, 'BTNP,NPD->BTD', ['output'], mixer.RESIDUAL, 'output'
+    )
+    return checkpoint_name(y, 'output')
+
+  def init_state(self, batch, slots, dtype):
+    """Empty slots (B, S, G, E); UserError: shards do not divide the parts."""
+    own = self.config.latent
+    shards = annotate.shards('heads')
+    if own.groups > 1 and own.groups % shards:
+      raise errors.UserError(
+        f'model.latent.groups={own.groups} parts of a latent do not divide '
+        f'over {shards} shards of heads (mesh.tensor); take a multiple of '
+        f'{shards}, or 1: every shard holds the whole latent.'
+      )
+    shape = batch, slots, own.groups, own.rank // own.groups + own.rope_dim
+    return (mixer.state(self._parts(), *shape, dtype=dtype),)
+
+  def grow(self, state, slots):
+    """`state` with room for `slots` tokens."""
+    return tuple(mixer.more_slots(x, slots) for x in state)
+
+  @staticmethod
+  def check(config):
+    """UserError if the fields of a schema.Model contradict each other."""
+    own = config.latent
+    if config.position == 'rope' and own.rope_dim % 2:
+      raise errors.UserError(
+        f'model.latent.rope_dim={own.rope_dim} is odd: rotary positions turn '
+        'pairs.'
+      )
+    if own.rank % own.groups:
+      raise errors.UserError(
+        f'model.latent.rank={own.rank} is not divisible by '
+        f'model.latent.groups={own.groups}.'
+      )
+    if own.rotation == 'hadamard' and own.rank & (own.rank - 1):
+      raise errors.UserError(
+        f"model.latent.rotation='hadamard' needs a power of two, and "
+        f'model.latent.rank={own.rank}; take pca, or '
+        f'{1 << own.rank.bit_length()}.'
+      )
+
+  @staticmethod
+  def check_context(config, length):
+    """Nothing: sharding.sequence.attention.check looks at heads and lengths."""
+
+  @staticmethod
+  def mixing_flops(config, kind, length):
+    """Scores and weighted values of a causal row, in the explicit form."""
+    own, seen = config.latent, length * (length + 1) // 2
+    widths = own.nope_dim + own.rope_dim + own.value_dim
+    return 2 * seen * config.num_heads * widths
+
+
+def mask_of(config):
+  """attention_op.Mask; the square of YaRN's factor is in its scale."""
+  own = config.latent
+  scale = config.attention_scale or (own.nope_dim + own.rope_dim) ** -0.5
+  if config.position == 'rope':
+    scale *= rope.frequencies(config, own.rope_dim)[1] ** 2
+  return attention_op.Mask(
+    causal=True,
+    softcap=config.attention_softcap,
+    scale=scale,
+    block=config.attention_block,
+  )
+
+
+def _apart(own):
+  """Does each part of a mixer_schema.Latent go by scores of its own?"""
+  return own.groups > 1 and own.scores == 'own'
+
+
+def _join(x_BSNH, shared_BS1P):
+  """The rotated key behind every head, or part: (B, S, N, H + P)."""
+  shape = (*x_BSNH.shape[:3], shared_BS1P.shape[-1])
+  shared = jnp.broadcast_to(shared_BS1P, shape).astype(x_BSNH.dtype)
+  return jnp.concatenate([x_BSNH, shared], -1)
+
+
+def _own(mask, q_BTGNE, slots_BSGE, *ids):
+  """Parts that know nothing of one another, as kv heads. One part: exact."""
+  b, t, g, n, e = q_BTGNE.shape
+  q = q_BTGNE.reshape(b, t, g * n, e)
+  o = attention.attend_range(mask, q, slots_BSGE, slots_BSGE, *ids)
+  return o.reshape(q_BTGNE.shape)
+
+
+def _summed(
+  mask, q_BTGNE, slots_BSGE, slot, segments, slot_segments, order, slot_order
+):
+  """The scores of all parts are added up before the softmax."""
+  del slot  # goes by segments and positions
+  wide = jnp.result_type(q_BTGNE, slots_BSGE, jnp.float32)
+  dot = functools.partial(jnp.einsum, preferred_element_type=wide)
+  s = dot('btgne,bsge->btns', q_BTGNE, slots_BSGE)
+  if annotate.mode() == 'manual' and annotate.carriers('heads'):
+    s = jax.lax.psum(s, annotate.carriers('heads'))
+  s = s * mask.scale
+  if mask.softcap:
+    s = mask.softcap * jnp.tanh(s / mask.softcap)
+  both = (segments, slot_segments), (order, slot_order)
+  ok = attention_xla.visible(mask, *both)[:, 0, 0, :, None]
+  s = jnp.where(ok, s, varying.NEG)
+  p = jnp.exp(s - jnp.maximum(s.max(-1, keepdims=True), varying.FLOOR))
+  total = p.sum(-1, keepdims=True)
+  p = (p / jnp.where(total == 0, 1, total)).astype(slots_BSGE.dtype)
+  return dot('btns,bsge->btgne', p, slots_BSGE).astype(q_BTGNE.dtype)

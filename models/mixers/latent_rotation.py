@@ -1,0 +1,155 @@
+"""Another basis for the latents of latent attention, and the same model.
+
+    n = (x W_dkv) / rms(x W_dkv),  c = gamma n         (models/latent_attention)
+    W_dkv' = W_dkv U,  W_uk' = U^T diag(gamma) W_uk,  W_uv' alike,  gamma' = 1
+
+for any orthogonal U: the mean square of x W_dkv U is that of x W_dkv. It
+matters once decoding cuts the latent into parts, each with a softmax of its own
+(model.latent.scores=own; TPLA, arXiv:2508.15881, section 3):
+
+    hadamard   H / sqrt(R) with random signs: parts of equal square
+    pca        eigenvectors of the latents' covariance on some text, the largest
+               first: one part has nearly all that decides on scores
+
+`own` normalises a part c_i by alpha_i |c_i|^2 / R in place of |c|^2 / R, so
+alpha_i = 1 / f_i, f_i the share of the part in the mean square: 1 / G, or as
+measured. (The paper prints alpha both as f and as 1 / f; only the second fits
+its condition.) Cost: once, on the host, in float64.
+
+Legend: D model, R width of the latent, N heads, H head width, G parts, B rows,
+S slots.
+"""
+
+import jax
+import numpy as np
+
+from paraxis.configs.base import errors
+
+PARAMETERS = ('down', 'latent_norm', 'key', 'value')
+
+
+def hadamard(rank, seed=0):
+  """(R, R) orthogonal: Sylvester's matrix, its rows with random signs.
+
+  UserError if R is no power of two.
+  """
+  if rank & (rank - 1):
+    raise errors.UserError(
+      f'a Hadamard matrix of {rank} (model.latent.rank) rows: a power of two '
+      'is needed.'
+    )
+  h = np.ones((1, 1))
+  while len(h) < rank:
+    h = np.block([[h, h], [h, -h]])
+  signs = np.random.default_rng(seed).choice([-1.0, 1.0], rank)
+  return signs[:, None] * h / rank**0.5
+
+
+def principal(covariance_RR):
+  """(R, R): eigenvectors of a covariance in columns, the largest first."""
+  _, vectors = np.linalg.eigh(covariance_RR)
+  return vectors[:, ::-1]
+
+
+def shares(covariance_RR, u_RR, groups):
+  """(G,): share of each part in the mean square of latents n U."""
+  square = np.einsum('rs,rt,ts->s', u_RR, covariance_RR, u_RR)
+  return square.reshape(groups, -1).sum(1) / square.sum()
+
+
+def rotate(values, u_RR):
+  """The four PARAMETERS of one layer with latents n U.
+
+  Args:
+    values: {name: array}: down (D, R), latent_norm (R,), key (R, N, H), value
+      (R, N, V).
+    u_RR: orthogonal.
+
+  Returns:
+    {name: float64 NumPy array}.
+  """
+  down, scale, key, value = (
+    np.asarray(values[name], np.float64) for name in PARAMETERS
+  )
+  turn = lambda w: np.einsum('rs,r,rnh->snh', u_RR, scale, w)
+  return dict(
+    down=down @ u_RR, latent_norm=np.ones_like(scale), key=turn(key),
+    value=turn(value),
+  )  # fmt: skip
+
+
+def covariance(slots_BSGE, segments_BS, scale_R):
+  """(R, R) of the latents n that a cache holds, of all tokens in it.
+
+  Args:
+    slots_BSGE: a layer's state, written with model.latent.scores=summed.
+    segments_BS: 0: an empty slot.
+    scale_R: the layer's latent_norm; n where it is 0 counts as 0.
+  """
+  scale = np.asarray(scale_R, np.float64)
+  slots = np.asarray(slots_BSGE, np.float64)[np.asarray(segments_BS) > 0]
+  each = len(scale) // slots.shape[1]
+  c = slots[:, :, :each].reshape(len(slots), -1)
+  n = np.divide(c, scale, out=np.zeros_like(c), where=scale != 0)
+  return n.T @ n / len(n)
+
+
+def rotated(params, config, cache=None):
+  """Parameters for decoding with model.latent.rotation and groups.
+
+  Args:
+    params: {path: array} as decoder.Decoder.unstack gives them, of a model with
+      groups=1 or more.
+    config: schema.Model to decode with.
+    cache: decoder.Cache after a prefill of some text (scores=summed or
+      groups=1) with `params`, to measure latents by; pca needs it.
+
+  Returns:
+    {path: array}, laid out as before, of the same model; with scores=own also
+    its `shares`.
+
+  Raises:
+    UserError: pca without a cache, or with fewer tokens than the latent is
+      wide; hadamard of no power of two.
+  """
+  own, out = config.latent, dict(params)
+  if own.rotation == 'pca' or cache is not None:
+    _check_calibration(cache, own.rank)
+  suffix = '/latent_attention/down'
+  for path in [p for p in params if p.endswith(suffix)]:
+    prefix = path.removesuffix('down')
+    values = {name: params[prefix + name] for name in PARAMETERS}
+    found = None
+    if cache is not None:
+      slots = cache.states[int(prefix.split('/')[1])][0]
+      found = covariance(slots, cache.segments, values['latent_norm'])
+    u = np.eye(own.rank)
+    if own.rotation != 'none':
+      pca = own.rotation == 'pca'
+      u = principal(found) if pca else hadamard(own.rank)
+      for name, value in rotate(values, u).items():
+        out[prefix + name] = _like(params[prefix + name], value)
+    if own.groups > 1 and own.scores == 'own':
+      share = np.full(own.groups, 1 / own.groups)
+      if found is not None:
+        share = shares(found, u, own.groups)
+      out[prefix + 'shares'] = _like(values['latent_norm'], share)
+  return out
+
+
+def _like(old, value):
+  """value in the dtype, and where it is a jax.Array the layout, of `old`."""
+  value = np.asarray(value, old.dtype)
+  if not isinstance(old, jax.Array):
+    return value
+  return jax.device_put(value, old.sharding)
+
+
+def _check_calibration(cache, rank):
+  tokens = 0 if cache is None else int((np.asarray(cache.segments) > 0).sum())
+  if tokens < rank:
+    raise errors.UserError(
+      f'{tokens} tokens to find the covariance of {rank} numbers '
+      '(model.latent.rank) by (model.latent.rotation); prefill at least as '
+      'many.'
+    )

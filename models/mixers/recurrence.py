@@ -1,0 +1,180 @@
+"""The recurrences of mixers on packed rows, whatever the layout.
+
+What a mixer needs of the ops in pallas_kernels/ beyond the arrays: padding that
+changes nothing, a fresh start where a document begins, one manual region around
+the op, and the way across shards of the length (sharding/sequence/scan.py).
+
+Legend: B rows, T tokens, N heads, K key width, V value width, W taps, S or M
+numbers a channel, D or F channels, U inputs of a cell.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from paraxis.models.ffn import router
+from paraxis.models.mixers import protocol as mixer
+from paraxis.sharding import annotate
+from paraxis.sharding.sequence import scan
+
+WIDE = ('batch', 'length', 'mlp')
+CHANNELS = ('batch', 'mlp', None)
+RATES = ('mlp', None)
+SHARED = ('batch', 'length', None, None)  # what all channels of a token read
+
+FEW = 8  # tokens: fewer are scanned one by one
+# What a solve adds to its counter: 1, iterations, residual, done in sequence.
+COUNTS = 4
+LARGE = 1e30  # a residual that is not finite, as it is counted
+
+
+def gated_scan(q, k, v, log_decay, see, layout, state=None, impl='auto'):
+  """The gated scan of packed rows (pallas_kernels/scans/gated.py).
+
+  Args:
+    q, k: (B, T, G, K), G divides N. v: (B, T, N, V). log_decay: (B, T, N, K)
+      or (B, T, N). Laid out as HEADS.
+    see: attention.Visibility. layout: parameter.Layout.
+    state: (B, N, K, V), or None: zeros. impl: of the op, schema.Model.scan.
+
+  Returns:
+    (o_BTNV, state), laid out as HEADS and STATE.
+  """
+  ok = mixer.valid(see)
+  k, log_decay = _where(ok, k), _where(ok, log_decay)
+  # A few tokens cost less one by one.
+  impl = 'loop' if q.shape[1] < FEW and impl == 'auto' else impl
+
+  def run(q, k, v, log_decay, reset, *state):
+    first = state[0] if state else None
+    return scan.gated(q, k, v, log_decay, reset, first, layout.scan, impl=impl)
+
+  decays = mixer.HEADS[: log_decay.ndim]
+  names = [*[mixer.HEADS] * 3, decays, mixer.ROWS]
+  arrays = [q, k, v, log_decay, mixer.resets(see)]
+  if state is not None:
+    names, arrays = [*names, mixer.STATE], [*arrays, state]
+  return annotate.region(run, names, (mixer.HEADS, mixer.STATE))(*arrays)
+
+
+def conv(x, w, names, see, layout, tail=None, dilation=1):
+  """Causal convolution of packed rows, channel by channel.
+
+  Args:
+    x: (B, T, ...), laid out by `names`. w: (W, ...), its taps.
+    tail: (B, (W - 1) dilation, ...) tokens before the row, or None: zeros.
+
+  Returns:
+    (y, tail): as x, and the last tokens that count.
+  """
+  w_names, tail_names = (None, *names[2:]), (names[0], None, *names[2:])
+  if tail is None:
+    shape = x.shape[0], (w.shape[0] - 1) * dilation, *x.shape[2:]
+    tail = mixer.state(tail_names, *shape, dtype=x.dtype)
+
+  def run(x, w, positions, ok, tail):
+    y, last = scan.causal_conv(
+      _flat(x), _flat(w, 1), positions, _flat(tail), ok, layout.scan,
+      dilation=dilation,
+    )  # fmt: skip
+    return y.reshape(x.shape), last.reshape(tail.shape).astype(tail.dtype)
+
+  rows = (names, w_names, mixer.ROWS, mixer.ROWS, tail_names)
+  run = annotate.region(run, rows, (names, tail_names))
+  return run(x, w, see.positions, mixer.valid(see), tail)
+
+
+def selective_scan(x, dt, shared, rate, see, layout, state=None):
+  """The scan of Mamba (pallas_kernels/scans/selective.py) of packed rows.
+
+  Args:
+    x, dt: (B, T, F), laid out as WIDE. shared: (B, T, 2, S), B and C, laid out
+      as SHARED. rate: (F, S), A, laid out as RATES. In the dtype to sum in.
+    see: attention.Visibility. layout: parameter.Layout.
+    state: (B, F, S), or None: zeros.
+
+  Returns:
+    (y_BTF, state), laid out as WIDE and CHANNELS.
+  """
+  dt = _where(mixer.valid(see), dt)  # a step of 0 changes nothing
+
+  def run(x, dt, shared, rate, reset, *state):
+    first = state[0] if state else None
+    return scan.selective(x, dt, shared, rate, reset, first, layout.scan)
+
+  names = [WIDE, WIDE, SHARED, RATES, mixer.ROWS]
+  arrays = [x, dt, shared, rate, mixer.resets(see)]
+  if state is not None:
+    names, arrays = [*names, CHANNELS], [*arrays, state]
+  return annotate.region(run, names, (WIDE, CHANNELS))(*arrays)
+
+
+def newton_scan(cell, params, inputs, see, module, state=None):
+  """A nonlinear recurrence on packed rows (pallas_kernels/scans/newton.py).
+
+  Args:
+    cell: (a_GD, h_..MD, u_..UD) -> h_..MD, a function of a module.
+    params: (recurrent weights a_GNH, counter), Flax variables.
+    inputs: U arrays (B, T, N, H), laid out as HEADS.
+    see: attention.Visibility.
+    module: of the mixer; its config, layout and `numbers` M.
+    state: (B, M, N, H) or None: zeros.
+
+  Returns:
+    (h_BTNH, the last of the M numbers; state), laid out as HEADS and the state.
+  """
+  own, layout = module.config.recurrent, module.layout
+  names = ('batch', None, 'heads', 'head_dim')
+  few = inputs[0].shape[1] < FEW and layout.scan is None
+  options = dict(
+    tol=own.tolerance, cap=own.iterations, bound=own.bound,
+    unsolved='error' if own.strict else 'loop',
+  )  # fmt: skip
+  if state is None:
+    shape = inputs[0].shape[0], module.numbers, *inputs[0].shape[2:]
+    state = mixer.state(names, *shape, dtype=inputs[0].dtype)
+
+  def run(a, counter, reset, ok, first, *inputs):
+    u, wide = jnp.stack([_flat(x) for x in inputs], 2), inputs[0].dtype
+    a = _flat(a, 1).astype(wide)
+    rows = (a, u, reset, _flat(first).astype(wide), ok)
+    if few or own.solver == 'sequential':
+      h = _sequential(cell, *rows)
+      last = h[:, -1]
+    else:
+      h, last, took = scan.newton(cell, *rows, layout.scan, **options)
+      worst = jnp.minimum(took.residual, LARGE)  # NaN stays
+      took = 1, took.iterations, worst, took.fell_back
+      took = jnp.stack([jnp.asarray(x, wide) for x in took])
+      h = router.attach(h, jnp.zeros((), wide), [counter], [took])
+    return h[:, :, -1].reshape(inputs[0].shape), last.reshape(first.shape)
+
+  rows = [p.get_metadata('axes') for p in params]
+  rows += [mixer.ROWS, mixer.ROWS, names, *[mixer.HEADS] * len(inputs)]
+  arrays = [*(p[...] for p in params), mixer.resets(see), mixer.valid(see)]
+  run = annotate.region(run, rows, (mixer.HEADS, names))
+  return run(*arrays, state, *inputs)
+
+
+def _sequential(cell, a, u_BTUD, reset_BT, first_BMD, valid_BT):
+  """h_BTMD, token by token."""
+
+  def one(h, row):
+    u, reset, ok = row
+    at = lambda mark: mark[:, None, None]
+    h = jnp.where(at(ok), cell(a, jnp.where(at(reset), 0, h), u), h)
+    return h, h
+
+  time = lambda x: jnp.swapaxes(x, 0, 1)
+  rows = tuple(map(time, (u_BTUD, reset_BT, valid_BT)))
+  return time(jax.lax.scan(one, first_BMD, rows)[1])
+
+
+def _where(ok_BT, x):
+  """x, 0 at padding."""
+  return jnp.where(ok_BT.reshape(*ok_BT.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
+def _flat(x, keep=2):
+  return x.reshape(*x.shape[:keep], math.prod(x.shape[keep:]))

@@ -1,0 +1,301 @@
+"""Dilated convolutions, then attention in chunks (TCNCA, arXiv:2312.05605).
+
+What the paper says: in MEGA (arXiv:2209.10655) a causal temporal convolution
+network takes the place of the moving average; gates and a single head of
+attention, confined to chunks, stay, so the cost is linear in the length. Its
+abstract gives no widths. With u the input (the layer's norm is outside) ours is
+
+    h = u W_in;   h <- h + silu(conv_i(h)), dilation^i, i = 0 .. depth - 1
+    x' = h W_out
+    z = silu(x' W_z + b)              q = a_q z + b_q     k = a_k z
+    v = silu(u W_v + b)               o = softmax(q k^T / sqrt(Z)) v, in a chunk
+    r = silu(x' W_r + b)              reset gate
+    p = sigmoid(x' W_p + b)           update gate
+    y = p (silu(x' W_h + (r o) W_u + b) - u)
+
+From z on these are MEGA's equations. Our reading: depthwise convolutions
+between two products, each with a residual (arXiv:1803.01271); no positions in
+the scores (the convolutions give the order); no bias on keys, which a softmax
+does not see; the layer's residual takes the place of MEGA's (1 - p) u.
+
+The chunk of a token is position // chunk, counted in its document, so packing
+changes nothing: the attention op sees a chunk as a document. Where the length
+is split over shards, a chunk may lie on several of them: it runs through
+sharding/sequence/attention.py with a window of one chunk, which ends a ring
+early.
+
+Decoding keeps the last inputs of every convolution, and keys and values of the
+chunk that is being written: one size, whatever the length.
+Cost of a token: 10 D^2 + 2 D Z products (value_expand = 2), depth kernel D
+taps, chunk (Z + V) in attention.
+
+Legend: B rows, T tokens, D model, Z width of a key, V of a value, W taps, C
+tokens of a chunk, S keys of a step (C + T).
+"""
+
+import functools
+
+from flax import nnx
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from paraxis.configs.base import errors
+from paraxis.models import parameter
+from paraxis.models.mixers import protocol as mixer
+from paraxis.models.mixers import recurrence
+from paraxis.pallas_kernels.attention import op as attention_op
+from paraxis.pallas_kernels.decode_attention import op as decode_attention
+from paraxis.sharding import annotate
+from paraxis.sharding.sequence import attention as context
+from paraxis.sharding.tensor import project
+
+WIDE = ('batch', 'length', 'mlp')
+LOW = ('batch', 'residual_length', None)
+KEYS = ('batch', 'length', None, None)
+VALUES = ('batch', 'length', None, 'mlp')  # a shard has some of each value
+SLOTS = (('batch', None, None), ('batch', None, 'mlp'))
+
+
+def dilations(own):
+  """Of the convolutions of a mixer_schema.Tcn."""
+  return [own.dilation**i for i in range(own.depth)]
+
+
+def receptive_field(own):
+  """Tokens that one output of the convolutions depends on, itself included."""
+  return 1 + (own.kernel - 1) * sum(dilations(own))
+
+
+def value_dim(config):
+  """Width of a value of a schema.Model."""
+  return round(config.d_model * config.tcn.value_expand)
+
+
+class ConvolutionAttention(nnx.Module):
+  """x_BTD -> y_BTD; state: tails of the convolutions, (k_BCZ, v_BCV)."""
+
+  name = 'tcn'
+  capabilities = mixer.RECURRENT
+
+  def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
+    del kind
+    _check_form(layout.context)
+    self.config, self.layout = config, layout
+    own, d, v = config.tcn, config.d_model, value_dim(config)
+    make = functools.partial(parameter.matrix, rngs, std=config.init_std)
+    down = dict(gain=(2 * config.num_layers) ** -0.5)
+    self.channels = make((d, d), ('embed', 'mlp'))
+    for i in range(own.depth):
+      # By Adam and decayed, but no matrix to Muon.
+      taps = parameter.embedding(
+        rngs, (own.kernel, d), (None, 'mlp'), own.kernel**-0.5
+      )
+      setattr(self, f'taps_{i}', taps)
+    self.mixed = make((d, d), ('mlp', 'embed'))
+    self.shared = make((d, own.key_dim), ('embed', None))
+    self.value = make((d, v), ('embed', 'mlp'))
+    self.reset = make((d, v), ('embed', 'mlp'))
+    self.update = make((d, d), ('embed', None))
+    self.hidden = make((d, d), ('embed', None), **down)
+    self.output = make((v, d), ('mlp', 'embed'), **down)
+    for name, width, axis in (
+      ('shared', own.key_dim, 'norm'), ('value', v, 'mlp'), ('reset', v, 'mlp'),
+      ('update', d, 'norm'), ('hidden', d, 'norm'),
+    ):  # fmt: skip
+      setattr(self, f'{name}_bias', parameter.vector((width,), (axis,)))
+    self.query_scale = parameter.vector((own.key_dim,), ('norm',), 1.0)
+    self.query_bias = parameter.vector((own.key_dim,), ('norm',))
+    self.key_scale = parameter.vector((own.key_dim,), ('norm',), 1.0)
+
+  def __call__(self, x_BTD, see, state=None):
+    tails, slots = state or (None, None)
+    h, value = self._project(
+      x_BTD, mixer.RESIDUAL, ['channels', 'value'], WIDE, 'qkv'
+    )
+    h, tails = self._convolve(h, see, tails)
+    (mixed,) = self._project(h, WIDE, ['mixed'], mixer.RESIDUAL, 'output')
+    (z,) = self._project(mixed, mixer.RESIDUAL, ['shared'], LOW)
+    (reset,) = self._project(mixed, mixer.RESIDUAL, ['reset'], WIDE, 'qkv')
+    update, hidden = self._project(
+      mixed, mixer.RESIDUAL, ['update', 'hidden'], mixer.RESIDUAL
+    )
+    value = jax.nn.silu(checkpoint_name(value, 'value'))
+    z = annotate.move(jax.nn.silu(z), LOW, KEYS[:3])
+    q = z * self.query_scale[...] + self.query_bias[...]
+    q, k = (
+      checkpoint_name(y.astype(z.dtype), name)[:, :, None]
+      for y, name in ((q, 'query'), (z * self.key_scale[...], 'key'))
+    )
+    o, slots = self._attend(q, k, value, see, slots)
+    o = o * jax.nn.silu(checkpoint_name(reset, 'gate'))
+    (more,) = self._project(o, WIDE, ['output'], mixer.RESIDUAL, 'output')
+    hidden = jax.nn.silu(checkpoint_name(hidden + more, 'output'))
+    y = jax.nn.sigmoid(update) * (hidden - x_BTD)
+    return y, None if state is None else (tails, slots)
+
+  def _project(self, x, x_names, names, out, ring=''):
+    """Products and their biases, where there are some."""
+    weights = [getattr(self, name) for name in names]
+    outs = project.project(
+      x,
+      x_names,
+      [('BTD,DE->BTE', w[...], w.get_metadata('axes'), out) for w in weights],
+      ring=ring in self.layout.rings,
+    )
+    for i, name in enumerate(names):
+      if hasattr(self, f'{name}_bias'):
+        outs[i] = (outs[i] + getattr(self, f'{name}_bias')[...]).astype(x.dtype)
+    return outs
+
+  def _convolve(self, h, see, tails):
+    kept = []
+    for i, dilation in enumerate(dilations(self.config.tcn)):
+      y, tail = recurrence.conv(
+        h, getattr(self, f'taps_{i}')[...], WIDE, see, self.layout,
+        tails and tails[i], dilation,
+      )  # fmt: skip
+      h = h + jax.nn.silu(y)
+      kept.append(tail)
+    return h, tuple(kept)
+
+  def _attend(self, q_BT1Z, k_BT1Z, v_BTV, see, slots):
+    """(o_BTV, slots): a token and those before it in its chunk."""
+    config, v = self.config, v_BTV[:, :, None]
+    chunk = config.tcn.chunk
+    scale = q_BT1Z.shape[-1] ** -0.5
+    mask = attention_op.Mask(
+      window=chunk, scale=scale, block=config.attention_block
+    )
+    whole = functools.partial(
+      attention_op.attention, mask=mask, impl=config.attention
+    )
+    rows = KEYS, KEYS, VALUES, mixer.ROWS, mixer.ROWS
+    if slots is not None:
+      run = functools.partial(_step, whole)
+      if q_BT1Z.shape[1] == 1:
+        run = functools.partial(_one, mask)
+      run = annotate.region(run, (*rows, *SLOTS), (VALUES, *SLOTS))
+      o, *slots = run(q_BT1Z, k_BT1Z, v, see.segments, see.positions, *slots)
+      return o[:, :, 0], tuple(slots)
+    plan = self.layout.context if annotate.carriers('length') else None
+    run = functools.partial(_shard, mask, plan)
+    if plan is None:
+      run = functools.partial(_whole, whole, chunk)
+    run = annotate.region(run, rows, (VALUES,), single=True)
+    return run(q_BT1Z, k_BT1Z, v, see.segments, see.positions)[:, :, 0], None
+
+  def init_state(self, batch, slots, dtype):
+    """(a tail for every convolution, (k_BCZ, v_BCV))."""
+    del slots
+    own, d = self.config.tcn, self.config.d_model
+    tails = tuple(
+      mixer.state(SLOTS[1], batch, (own.kernel - 1) * i, d, dtype=dtype)
+      for i in dilations(own)
+    )
+    widths = own.key_dim, value_dim(self.config)
+    return tails, tuple(
+      mixer.state(names, batch, own.chunk, width, dtype=dtype)
+      for names, width in zip(SLOTS, widths, strict=True)
+    )
+
+  def grow(self, state, slots):
+    """The state as it is: its size is that of one chunk."""
+    del slots
+    return state
+
+  @staticmethod
+  def check(config):
+    """UserError if a value has no width."""
+    if value_dim(config) < 1:
+      raise errors.UserError(
+        f'model.tcn.value_expand={config.tcn.value_expand} of model.d_model='
+        f'{config.d_model} leaves values of no width.'
+      )
+
+  @staticmethod
+  def check_context(config, length):
+    """Nothing: convolutions and chunks may reach over several shards."""
+
+  @staticmethod
+  def mixing_flops(config, kind, length):
+    """Taps, and scores and weighted values of what is seen within chunks."""
+    own, whole = config.tcn, length // config.tcn.chunk
+    sizes = [own.chunk] * whole + [length % own.chunk]
+    seen = sum(n * (n + 1) // 2 for n in sizes)
+    taps = own.depth * own.kernel * config.d_model
+    return 2 * (seen * (own.key_dim + value_dim(config)) + length * taps)
+
+
+def _check_form(plan):
+  """UserError if heads would be exchanged: there is one."""
+  if plan is not None and plan.form in ('ulysses', 'usp'):
+    raise errors.UserError(
+      f'mesh.context_form={plan.form} exchanges heads, and a C layer '
+      '(model.pattern) has one; take ring, all_gather, token_ring or rsa.'
+    )
+
+
+def chunks(segments_BT, positions_BT, chunk, first=0):
+  """(B, T) ids that agree where document and chunk do; 0: padding.
+
+  Where the chunk began in the row, whose first token has the index `first`: so
+  ids rise along a row as segments do, and blocks can be left out.
+  """
+  began = first + jnp.arange(segments_BT.shape[1]) - positions_BT % chunk
+  # A chunk may have begun before the row: with a state.
+  return jnp.where(segments_BT > 0, began + chunk + 1, 0)
+
+
+def _whole(attend, chunk, q, k, v, segments, positions):
+  """Rows without a state."""
+  ids = chunks(segments, positions, chunk)
+  return attend(q, k, v, segments=(ids, ids))[0]
+
+
+def _shard(mask, plan, q, k, v, segments, positions):
+  """A shard of their length; the order of shards is contiguous."""
+  first = jax.lax.axis_index(plan.axis) * q.shape[1]
+  ids = chunks(segments, positions, mask.window, first)
+  return context.attention(q, k, v, positions, ids, mask, plan)[0]
+
+
+def _one(mask, q_B11Z, k_B11Z, v_B11V, segments, positions, k_BCZ, v_BCV):
+  """`_step` of one token a row: its chunk fills the first slots."""
+  chunk = k_BCZ.shape[1]
+  at, valid = positions % chunk, segments > 0
+  here = ((jnp.arange(chunk) == at) & valid)[..., None]
+  kept = k_BCZ, v_BCV = [
+    jnp.where(here, new[:, :, 0].astype(old.dtype), old)
+    for old, new in ((k_BCZ, k_B11Z), (v_BCV, v_B11V))
+  ]
+  k, v = (x[:, :, None].astype(q_B11Z.dtype) for x in kept)
+  lengths_B = jnp.where(valid, at + 1, 0)[:, 0]
+  o, _ = decode_attention.ragged(q_B11Z, k, v, mask, lengths_B)
+  return o, *kept
+
+
+def _step(attend, q_BT1Z, k_BT1Z, v_BT1V, segments, positions, k_BCZ, v_BCV):
+  """(o_BT1V, k_BCZ, v_BCV): slot j holds the chunk's token j."""
+  chunk = k_BCZ.shape[1]
+  slot = jnp.arange(chunk)
+  ids = chunks(segments, positions, chunk)
+  written = slot < positions[:, :1] % chunk  # by those before the first token
+  before = positions[:, :1] - positions[:, :1] % chunk + slot
+  ids_S = jnp.concatenate([jnp.where(written, ids[:, :1], 0), ids], 1)
+  order_S = jnp.concatenate([before, positions], 1)
+  k_BSZ, v_BSV = (
+    jnp.concatenate([old, new[:, :, 0].astype(old.dtype)], 1)
+    for old, new in ((k_BCZ, k_BT1Z), (v_BCV, v_BT1V))
+  )
+  o, _ = attend(
+    q_BT1Z, *(x[:, :, None].astype(q_BT1Z.dtype) for x in (k_BSZ, v_BSV)),
+    segments=(ids, ids_S), order=(positions, order_S),
+  )  # fmt: skip
+  # The last token's chunk: what is there of it in the row, and slots before.
+  count = (segments > 0).sum(1, keepdims=True)
+  last = jnp.take_along_axis(positions, jnp.maximum(count - 1, 0), 1) % chunk
+  source = chunk + count - 1 - last + slot
+  source = jnp.where((slot <= last) & (source >= chunk), source, slot)
+  kept = (jnp.take_along_axis(x, source[:, :, None], 1) for x in (k_BSZ, v_BSV))
+  return o, *kept

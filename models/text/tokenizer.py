@@ -1,0 +1,220 @@
+"""Text <-> token ids: bytes, the shipped 2048-entry BPE, any tokenizer.json.
+
+A document is trained on as [bos(domain)] + encode(text) + [end]; a prompt as
+[bos(domain)] + encode(text). Special tokens are only ever added by id: a
+document that contains the characters '<|end|>' gets their ordinary encoding.
+
+Which beginning-of-document token: `<|domain|>` if the vocabulary has it; else
+the vocabulary's general one (`<|bos|>`, `<s>`, ...); else, in a vocabulary that
+has only domain tokens (the shipped one), the first domain in sorted order. So
+text of an unknown domain is trained and prompted with the same token.
+
+Source: byte-level BPE, Radford et al. 2019, section 2.2. Cost: the `tokenizers`
+library encodes a few MB per CPU-second.
+"""
+
+import functools
+import hashlib
+import json
+import pathlib
+import re
+
+import tokenizers
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+
+SHIPPED = {'bpe2048': 'bpe2048.json'}
+_BOS = ('<|bos|>', '<s>', '<bos>', '<|begin_of_text|>', '<|endoftext|>')
+_END = ('<|end|>', '</s>', '<eos>', '<|end_of_text|>', '<|endoftext|>')
+_PAD = ('<|pad|>', '<pad>', '[PAD]')
+# Control tokens of the same form that name no domain.
+_CONTROL = frozenset(
+  'pad end bos eos endoftext begin_of_text end_of_text '
+  'unk sep im_start im_end eot_id eom_id'.split()
+)
+_BYTE_TOKEN = re.compile(r'<0x([0-9A-F]{2})>')
+
+
+def load(name):
+  """The tokenizer called `name`.
+
+  Args:
+    name: 'bpe2048' (shipped), 'bytes', or the path of a tokenizer.json.
+
+  Returns:
+    A `Tokenizer` or a `Bytes`, which have the same methods.
+
+  Raises:
+    UserError: no such file, or not a tokenizer.json.
+  """
+  if name == 'bytes':
+    return Bytes()
+  if name in SHIPPED:
+    path = pathlib.Path(__file__).resolve().parent / SHIPPED[name]
+  else:
+    path = pathlib.Path(name)
+  if not path.is_file():
+    known = ('bytes', *SHIPPED)
+    raise errors.UserError(
+      f'tokenizer {name!r} is neither one of {", ".join(known)} nor a '
+      'tokenizer.json file.' + schema.suggest(name, known)
+    )
+  return Tokenizer(path, name)
+
+
+class _Base:
+  """What both kinds of vocabulary share: special tokens and their rules."""
+
+  name: str
+  vocab_size: int  # 1 + the largest id
+  fingerprint: str  # sha256 of the content, hex
+  _special: dict  # text -> id, of special tokens
+
+  @functools.cached_property
+  def domains(self):
+    """Sorted names of the domains that have their own bos token."""
+    found = (re.fullmatch(r'<\|(\w+)\|>', text) for text in self._special)
+    return tuple(sorted(m[1] for m in found if m and m[1] not in _CONTROL))
+
+  @functools.cached_property
+  def end_id(self):
+    return self._find(_END, 'end-of-document')
+
+  @functools.cached_property
+  def pad_id(self):
+    """Fills the end of a row; never seen by the loss. May equal end_id."""
+    found = [self._special[t] for t in _PAD if t in self._special]
+    return found[0] if found else self.end_id
+
+  def bos_id(self, domain=None):
+    """Id of the token a document of `domain` (None: unknown) starts with."""
+    if domain in self.domains:
+      return self._special[f'<|{domain}|>']
+    if self.domains and not any(t in self._special for t in _BOS):
+      return self._special[f'<|{self.domains[0]}|>']
+    return self._find(_BOS, 'beginning-of-document')
+
+  def require_domain(self, domain):
+    """`domain`, or a UserError when this vocabulary has no token for it."""
+    if domain not in self.domains:
+      raise errors.UserError(
+        f'tokenizer {self.name} has no domain {domain!r}; it has '
+        f'{", ".join(self.domains) or "none"}.'
+        + schema.suggest(domain, self.domains)
+      )
+    return domain
+
+  def _find(self, candidates, kind):
+    for text in candidates:
+      if text in self._special:
+        return self._special[text]
+    raise errors.UserError(
+      f'tokenizer {self.name} has no {kind} token: none of '
+      f'{", ".join(candidates)} is among its {self.vocab_size} entries.'
+    )
+
+
+class Bytes(_Base):
+  """256 bytes, then `<|pad|>` 256, `<|end|>` 257, `<|bos|>` 258."""
+
+  def __init__(self):
+    self.name = 'bytes'
+    self._special = {'<|pad|>': 256, '<|end|>': 257, '<|bos|>': 258}
+    self.vocab_size = 259
+    self.fingerprint = hashlib.sha256(b'paraxis bytes 1').hexdigest()
+
+  def encode(self, text):
+    """UTF-8 bytes of `text`, list of int in [0, 256)."""
+    return list(text.encode())
+
+  def encode_batch(self, texts):
+    return [self.encode(text) for text in texts]
+
+  def decode_bytes(self, ids):
+    return bytes(i for i in map(int, ids) if i < 256)
+
+  def decode(self, ids):
+    return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+
+class Tokenizer(_Base):
+  """A tokenizer.json, read by the `tokenizers` library (data, never code)."""
+
+  def __init__(self, path, name=None):
+    content = pathlib.Path(path).read_bytes()
+    self.name = name or str(path)
+    self.fingerprint = hashlib.sha256(content).hexdigest()
+    try:
+      self._spec = json.loads(content)
+      self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the library raises bare Exception
+      raise errors.UserError(
+        f'{path} is not a tokenizer.json: {str(error).splitlines()[0]}'
+      ) from error
+    # Characters that spell a special token are text, not the token.
+    self._tokenizer.encode_special_tokens = True
+    self._tokenizer.no_truncation()
+    self._tokenizer.no_padding()
+    vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+    self.vocab_size = 1 + max(vocabulary.values(), default=-1)
+    added = self._tokenizer.get_added_tokens_decoder()
+    self._added = {i: token.content for i, token in added.items()}
+    self._special = {t.content: i for i, t in added.items() if t.special}
+    self._special_ids = frozenset(self._special.values())
+    self._pieces = {i: text for text, i in vocabulary.items()}
+    self._byte_level = '"ByteLevel"' in json.dumps(self._spec.get('decoder'))
+
+  def encode(self, text):
+    """Ids of `text`, list of int in [0, vocab_size); no special tokens."""
+    return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+  def encode_batch(self, texts):
+    """`encode` of every text, on all cores."""
+    batch = self._tokenizer.encode_batch_fast(
+      list(texts), add_special_tokens=False
+    )
+    return [encoding.ids for encoding in batch]
+
+  def decode_bytes(self, ids):
+    """Bytes of `ids`, special tokens skipped; concatenation is exact.
+
+    decode_bytes(a + b) == decode_bytes(a) + decode_bytes(b), so a stream can
+    be fed to an incremental UTF-8 decoder token by token. Vocabularies that
+    mark a space before a word keep it before the first word too.
+    """
+    return b''.join(self._piece(int(i)) for i in ids)
+
+  def decode(self, ids):
+    """Text of `ids`, special tokens skipped, invalid UTF-8 replaced."""
+    ids = [int(i) for i in ids]
+    if self._byte_level:
+      return self.decode_bytes(ids).decode('utf-8', 'replace')
+    return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+  def _piece(self, i):
+    if i in self._special_ids or i not in self._pieces:
+      return b''
+    if i in self._added:
+      return self._added[i].encode()
+    piece = self._pieces[i]
+    if self._byte_level:
+      return bytes(_byte_of_character()[c] for c in piece)
+    as_byte = _BYTE_TOKEN.fullmatch(piece)
+    if as_byte:
+      return bytes([int(as_byte[1], 16)])
+    return piece.replace('\u2581', ' ').encode()
+
+
+@functools.cache
+def _byte_of_character():
+  """The printable character that stands for each byte (GPT-2), inverted.
+
+  Printable Latin-1 stands for itself; the other 68 bytes take the characters
+  from 256 on, in order.
+  """
+  itself = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  rest = [b for b in range(256) if b not in set(itself)]
+  table = {chr(b): b for b in itself}
+  table.update({chr(256 + i): b for i, b in enumerate(rest)})
+  return table

@@ -1,0 +1,202 @@
+"""Cross-entropy of a linear layer without its logits.
+
+    z_v = softcap(x.w_v)      lse = log sum_v e^z_v      nll = lse - z_target
+
+The vocabulary is walked in chunks: a chunk's logits are made, folded into a
+running maximum and sum, and dropped; the backward pass makes them again from
+the lse (online softmax: Milakov and Gimelshein, arXiv:1805.02867; for the loss:
+Cut Cross-Entropy, arXiv:2411.09009, section 4). With cotangents g of lse and h
+of z_target:
+
+    dz_v = (g e^(z_v - lse) + h [v = target]) softcap'
+    dx = dz w,  dw = dz^T x
+
+Cost: 2 T V D flops, backward 6 T V D (plainly 4: the logits are made twice);
+memory T chunk logits and T D + V D gradients, where plain autodiff holds T V
+logits and their gradient. Any device; nothing is sharded here:
+sharding/tensor/vocabulary.py joins the parts of a sharded vocabulary.
+
+Legend: T tokens, D model, V vocabulary (rows of w), C rows of a chunk.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from paraxis.configs.base import errors
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels import varying
+
+OP = 'cross_entropy'
+LOGITS = 2**24  # T C that is held at once, unless C is given
+LANES = 128
+
+
+def linear_cross_entropy(
+  x, w_VD, targets, weights=None, *, softcap=0.0, chunk=0, vocab=None,
+  impl='auto',
+):  # fmt: skip
+  """Nats of each target under softcap(x w^T) -> (nll, lse).
+
+  Args:
+    x: (..., D) float, features of tokens.
+    w_VD: one row a word, x's dtype or another float.
+    targets: (...) int, rows of w. The host must have checked them: an id
+      outside finds no logit and gives nll = lse.
+    weights: None or (...), multiplies nll.
+    softcap: z -> softcap tanh(z / softcap); 0 = off.
+    chunk: rows of w at a time, 0: as many as keep T C at 2**24 or below.
+    vocab: None, or from which row on w only pads the vocabulary.
+    impl: 'auto' or the name of a registered implementation.
+
+  Returns:
+    nll and lse, both (...) in promote_types(dtype, float32); both are
+    differentiable in x and w, nll also in weights.
+
+  Raises:
+    errors.UserError: shapes or options that do not fit.
+  """
+  _check(x, w_VD, targets, weights, softcap, chunk)
+  rows = x.reshape(-1, x.shape[-1])
+  options = softcap, chunk or chunk_of(len(rows), len(w_VD)), vocab
+  chosen = registry.resolve(OP, impl)
+  arrays = rows, w_VD, targets.reshape(-1)
+  lse, picked = _parts(chosen, options, *varying.same(arrays))
+  nll, lse = (a.reshape(targets.shape) for a in (lse - picked, lse))
+  return (nll if weights is None else nll * weights), lse
+
+
+def _check(x, w_VD, targets, weights, softcap, chunk):
+  if x.shape[-1] != w_VD.shape[1] or targets.shape != x.shape[:-1]:
+    raise errors.UserError(
+      f'{OP}: x {x.shape}, w {w_VD.shape}, targets {targets.shape} do not fit '
+      '(..., D), (V, D), (...)'
+    )
+  if weights is not None and weights.shape != targets.shape:
+    raise errors.UserError(
+      f'{OP}: weights have shape {weights.shape}, targets {targets.shape}; '
+      'they must be the same'
+    )
+  if softcap < 0 or chunk < 0:
+    raise errors.UserError(
+      f'{OP}: softcap is {softcap} and chunk {chunk}; both must be >= 0 '
+      '(0: off, and chosen by the number of tokens)'
+    )
+
+
+def chunk_of(tokens, vocab):
+  """Rows of w at a time: whole lanes, T C <= `LOGITS` where they allow it."""
+  most = max(1, LOGITS // max(1, tokens) // LANES) * LANES
+  return min(vocab, most)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _parts(chosen, options, x_TD, w_VD, targets_T):
+  return chosen.forward(x_TD, w_VD, targets_T, *options)
+
+
+def _forward(chosen, options, x_TD, w_VD, targets_T):
+  lse, picked = chosen.forward(x_TD, w_VD, targets_T, *options)
+  return (lse, picked), (x_TD, w_VD, targets_T, lse)
+
+
+def _backward(chosen, options, kept, cotangents):
+  dx, dw = chosen.backward(*kept, *cotangents, options)
+  return dx, dw.astype(kept[1].dtype), None
+
+
+_parts.defvjp(_forward, _backward)
+
+
+def _walk(rows, chunk, work, carry):
+  """Folds work(first row, rows, carry) over chunks; the last may be shorter."""
+  whole = rows // chunk
+  if whole:
+    step = lambda i, carry: work(i * chunk, chunk, carry)
+    carry = jax.lax.fori_loop(0, whole, step, carry)
+  if rest := rows % chunk:
+    carry = work(whole * chunk, rest, carry)
+  return carry
+
+
+def _logits(x_TD, w_CD, at, softcap, vocab):
+  """(z_TC, softcap'): the rows of w from `at` on; padding gets NEG."""
+  z = varying.dot('td,cd->tc', x_TD, w_CD)
+  slope = 1.0
+  if softcap:
+    tanh = jnp.tanh(z / softcap)
+    z, slope = softcap * tanh, 1 - tanh * tanh
+  if vocab is not None:
+    real = at + jnp.arange(z.shape[1]) < vocab
+    z = jnp.where(real, z, varying.NEG)
+  return z, slope
+
+
+def _hit(targets_T, at, count):
+  return targets_T[:, None] == at + jnp.arange(count)
+
+
+def forward(x_TD, w_VD, targets_T, softcap=0.0, chunk=0, vocab=None):
+  """-> (lse_T, z of the target_T); a target outside of w has logit 0.
+
+  A pure function without autodiff, for parts of a vocabulary: see `backward`.
+  """
+  chunk = chunk or chunk_of(*x_TD.shape[:1], len(w_VD))
+  wide = jnp.result_type(x_TD, w_VD, jnp.float32)
+
+  def work(at, count, carry):
+    m, total, picked = carry
+    w = jax.lax.dynamic_slice_in_dim(w_VD, at, count)
+    z, _ = _logits(x_TD, w, at, softcap, vocab)
+    new = jnp.maximum(m, z.max(1))
+    e = jnp.exp(z - jnp.maximum(new, varying.FLOOR)[:, None])
+    total = total * jnp.exp(m - new) + e.sum(1)
+    picked += jnp.where(_hit(targets_T, at, count), z, 0).sum(1)
+    return new, total, picked
+
+  fill = lambda x: jnp.full(x_TD.shape[:1], x, wide)
+  carry = fill(varying.NEG), fill(0), fill(0)
+  carry = varying.same((x_TD, *carry))[1:]
+  m, total, picked = _walk(len(w_VD), chunk, work, carry)
+  # Only padding: lse = NEG, a part without a say.
+  return m + jnp.log(jnp.where(total == 0, 1, total)), picked
+
+
+def backward(x_TD, w_VD, targets_T, lse_T, dlse_T, dpicked_T, options):
+  """-> (dx_TD in x's dtype, dw_VD in promote_types(dtype, float32)).
+
+  For cotangents of lse and of the target's logit.
+
+  With the lse of a whole vocabulary, w may be a part of it (and targets_T
+  counted from its first row): the dx of the parts add up, dw is that of w.
+
+  Args:
+    options: (softcap, chunk, vocab) as for `forward`.
+  """
+  softcap, chunk, vocab = options
+  chunk = chunk or chunk_of(*x_TD.shape[:1], len(w_VD))
+  wide = jnp.result_type(x_TD, w_VD, jnp.float32)
+
+  def work(at, count, carry):
+    dx, dw = carry
+    w = jax.lax.dynamic_slice_in_dim(w_VD, at, count)
+    z, slope = _logits(x_TD, w, at, softcap, vocab)
+    p = jnp.exp(z - lse_T[:, None])
+    dz = dlse_T[:, None] * p
+    dz += jnp.where(_hit(targets_T, at, count), dpicked_T[:, None], 0)
+    dz = (dz * slope).astype(x_TD.dtype)
+    dx += varying.dot('tc,cd->td', dz, w)
+    rows = varying.dot('tc,td->cd', dz, x_TD)
+    return dx, jax.lax.dynamic_update_slice_in_dim(dw, rows, at, 0)
+
+  carry = jnp.zeros(x_TD.shape, wide), jnp.zeros(w_VD.shape, wide)
+  carry = varying.same((x_TD, *carry))[1:]
+  dx, dw = _walk(len(w_VD), chunk, work, carry)
+  return dx.astype(x_TD.dtype), dw
+
+
+registry.register(
+  OP,
+  registry.Implementation('xla', forward, backward, lambda spec, target: None),
+)

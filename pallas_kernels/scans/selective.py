@@ -1,0 +1,211 @@
+"""The scan of Mamba: S states a channel, read as they pass and not kept.
+
+    h_tfs = e^(dt_tf A_fs) h_(t-1)fs + dt_tf x_tf B_ts
+    y_tf = sum_s C_ts h_tfs
+
+(arXiv:2312.00752, section 3.2), h_(t-1) := 0 where a document starts. Decays,
+inputs and states are S times what comes in and goes out, so they exist for one
+chunk of tokens at a time: a loop over chunks of C hands the state on, forward
+keeps the states between chunks, and backward works a chunk out again from its
+first (section 3.3, there by token in the kernel). Memory, in numbers:
+
+    O(T F) + (T / C) F S + O(C F S)          C about sqrt(T): the least
+
+and one more forward pass of work in the backward pass. Within a chunk it is the
+linear scan (linear_scan.py) of S F channels, by whatever kernel runs there.
+
+A length that is split over devices: each runs the op from a zero state, `decay`
+and the final state compose over devices, and `correction` adds what the true
+initial state contributes.
+
+Legend: B rows, T tokens, F channels, S numbers of the state, C tokens of a
+chunk, N = T / C, U 2: B and C.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from paraxis.configs.base import errors
+from paraxis.pallas_kernels import varying
+from paraxis.pallas_kernels.scans import linear as linear_scan
+
+OP = 'selective_scan'
+MIN_CHUNK = 16
+
+
+class Tokens(NamedTuple):
+  """Of a whole scan, (B, T, ..), or of its chunks, (N, B, C, ..).
+
+  x, dt: (.., F). shared: (.., U, S), B before C. reset: (..) bool.
+  """
+
+  x: Any
+  dt: Any
+  shared: Any
+  reset: Any
+
+
+def selective_scan(
+  x_BTF, dt_BTF, shared_BTUS, rate_FS, reset_BT=None, state_BFS=None, *,
+  chunk=0, impl='auto',
+):  # fmt: skip
+  """The scan of Mamba -> (y_BTF, state_BFS after the last token).
+
+  Args:
+    x_BTF: inputs. dt_BTF: steps, >= 0; 0: the token changes no state.
+    shared_BTUS: B, which writes, and C, which reads. rate_FS: A <= 0.
+    reset_BT: None or bool; where True the state before the token is forgotten.
+    state_BFS: before the first token. None: zeros.
+    chunk: tokens of a chunk; 0: about the root of their number. Changes
+      nothing but memory.
+    impl: of linear_scan, 'auto' or the name of an implementation.
+
+  Returns:
+    y and the state in the dtype of all arguments together and at least float32,
+    in which all sums are made. All float arguments have gradients.
+
+  Raises:
+    errors.UserError: shapes that do not fit, or an implementation that cannot
+      run here.
+  """
+  B, T, F = x_BTF.shape
+  U, S = shared_BTUS.shape[2:]
+  if dt_BTF.shape != x_BTF.shape or (U, rate_FS.shape) != (2, (F, S)):
+    raise errors.UserError(
+      f'{OP}: x {x_BTF.shape}, dt {dt_BTF.shape}, shared {shared_BTUS.shape}, '
+      f'rate {rate_FS.shape} do not fit (B, T, F) twice, (B, T, 2, S), (F, S)'
+    )
+  row = jax.ShapeDtypeStruct((B, T, F, S), x_BTF.dtype)
+  linear_scan.check(OP, row, reset_BT, state_BFS)
+  floats = x_BTF, dt_BTF, shared_BTUS, rate_FS
+  wide = jnp.result_type(*floats, jnp.float32)
+  x, dt, shared, rate = (y.astype(wide) for y in floats)
+  if state_BFS is None:
+    state_BFS = jnp.zeros((B, F, S), wide)
+  if reset_BT is None:
+    reset_BT = jnp.zeros((B, T), bool)
+  chunk = min(chunk or chunk_of(T), T)
+  tokens = _split(Tokens(x, dt, shared, reset_BT), chunk)
+  arrays = tokens, _turn(rate), _turn(state_BFS).astype(wide)
+  y, state = _scan(impl, *varying.same(arrays))
+  return _join(y)[:, :T], _turn(state)
+
+
+def chunk_of(length):
+  """The power of two from the root of the length on, at least MIN_CHUNK."""
+  return max(MIN_CHUNK, 1 << math.isqrt(length - 1).bit_length())
+
+
+def _turn(x_FS):
+  """(.., F, S) <-> (.., S, F): channels, of which there are many, last."""
+  return jnp.swapaxes(x_FS, -1, -2)
+
+
+def _split(tree, chunk):
+  """(B, T, ..) -> (N, B, C, ..); what is added at the end changes nothing."""
+
+  def one(x):
+    more = [(0, -x.shape[1] % chunk if i == 1 else 0) for i in range(x.ndim)]
+    x = jnp.pad(x, more) if more[1][1] else x
+    return jnp.moveaxis(x.reshape(len(x), -1, chunk, *x.shape[2:]), 1, 0)
+
+  return jax.tree.map(one, tree)
+
+
+def _join(x_NBCF):
+  """Inverse of _split: (B, N C, F)."""
+  x = jnp.moveaxis(x_NBCF, 0, 1)
+  return x.reshape(len(x), -1, *x.shape[3:])
+
+
+def _chunk(impl, reset_BC, x_BCF, dt_BCF, shared_BCUS, rate_SF, state_BSF):
+  """(y_BCF, state_BSF at the end) of one chunk."""
+  b, c = (shared_BCUS[:, :, i, :, None] for i in range(2))
+  decay = jnp.exp(dt_BCF[:, :, None] * rate_SF)
+  inputs = (dt_BCF * x_BCF)[:, :, None] * b
+  flat = lambda x, keep: x.reshape(*x.shape[:keep], -1)
+  h, last = linear_scan.linear_scan(
+    flat(decay, 2), flat(inputs, 2), reset_BC, flat(state_BSF, 1), impl=impl
+  )
+  y = (h.reshape(inputs.shape) * c).sum(2)
+  return y, last.reshape(state_BSF.shape)
+
+
+def _run(impl, tokens, rate, state):
+  """(y_NBCF, last state, states at the starts of chunks)."""
+
+  def step(state, x):
+    y, after = _chunk(impl, x.reset, *x[:3], rate, state)
+    return after, (y, state)
+
+  last, (y, starts) = lax.scan(step, state, tokens)
+  return y, last, starts
+
+
+def _forward(impl, tokens, rate, state):
+  # Named here, where they are residuals: a policy that keeps them never runs
+  # the forward pass again.
+  y, last, starts = (
+    checkpoint_name(x, 'scan') for x in _run(impl, tokens, rate, state)
+  )
+  return (y, last), (tokens, rate, starts)
+
+
+def _backward(impl, residuals, cotangents):
+  (tokens, rate, starts), (dy, d_last) = residuals, cotangents
+
+  def step(carry, args):
+    (d_state, d_rate), (x, start, dy) = carry, args
+    run = functools.partial(_chunk, impl, x.reset)
+    back = jax.vjp(run, *x[:3], rate, start)[1]
+    *gradients, more, d_state = back((dy, d_state))
+    return (d_state, d_rate + more), gradients
+
+  first = d_last, jnp.zeros_like(rate)
+  first, gradients = lax.scan(step, first, (tokens, starts, dy), reverse=True)
+  return Tokens(*gradients, None), first[1], first[0]
+
+
+_scan = jax.custom_vjp(lambda *args: _run(*args)[:2], nondiff_argnums=(0,))
+_scan.defvjp(_forward, _backward)
+
+
+# ------------------------------------------------------- length over devices --
+
+
+def decay(dt_BTF, rate_FS, reset_BT=None):
+  """What is left of a state that enters a piece: (B, F, S), 0 after a reset."""
+  left = jnp.exp(dt_BTF.sum(1)[..., None] * rate_FS)
+  if reset_BT is None:
+    return left
+  return jnp.where(reset_BT.any(1)[:, None, None], 0, left)
+
+
+def correction(dt_BTF, c_BTS, rate_FS, reset_BT, state_BFS):
+  """What an initial state adds to the outputs of a scan from a zero state.
+
+      dy_tf = sum_s C_ts e^(A_fs (dt_1 + .. + dt_t)f) h_fs
+
+  before the first reset, 0 from it on; in chunks too, and each once more in the
+  backward pass. Returns dy_BTF.
+  """
+  rate, state = _turn(rate_FS), _turn(state_BFS)
+  if reset_BT is not None:
+    seen = jnp.cumsum(reset_BT.astype(jnp.int32), 1) > 0
+    c_BTS = jnp.where(seen[..., None], 0, c_BTS)
+
+  @functools.partial(jax.checkpoint, prevent_cse=False)
+  def one(row):
+    total, c = row
+    reach = jnp.exp(total[:, :, None] * rate) * state[:, None]
+    return (reach * c[..., None]).sum(2)
+
+  length = dt_BTF.shape[1]
+  rows = _split((jnp.cumsum(dt_BTF, 1), c_BTS), min(chunk_of(length), length))
+  return _join(lax.map(one, rows))[:, :length]

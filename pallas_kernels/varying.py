@@ -1,0 +1,38 @@
+"""What the ops share: the score of a hidden pair, mesh axes of varying values.
+
+In shard_map with check_vma jax tracks over which mesh axes a value differs
+between devices; operands and the carry of a scan must agree on them. Outside of
+a manual region nothing here changes anything.
+"""
+
+import jax
+import jax.numpy as jnp
+
+NEG = -1e30  # score of an invisible pair: finite, so no merge makes a NaN
+# Least maximum that is subtracted: e^(NEG - FLOOR) is exactly 0, so a row that
+# sees nothing gets p = 0 without a second `where`.
+FLOOR = NEG / 2
+
+
+def same(tree):
+  """Makes all arrays vary over the same manual mesh axes (in shard_map)."""
+  leaves = jax.tree.leaves(tree)
+  axes = frozenset().union(*(jax.typeof(x).mat.varying for x in leaves))
+  return jax.tree.map(lambda x: vary(x, axes), tree)
+
+
+def vary(x, axes):
+  """x, typed as different on every device along the mesh axes `axes` too."""
+  axes = tuple(sorted(axes - jax.typeof(x).mat.varying))
+  return jax.lax.pcast(x, axes, to='varying') if axes else x
+
+
+def like(x, fill, dtype):
+  """A constant with x's shape, sharding and varying axes (a scan carry)."""
+  return vary(jnp.full_like(x, fill, dtype=dtype), jax.typeof(x).mat.varying)
+
+
+def dot(equation, x, y):
+  """einsum in promote_types(dtype, float32)."""
+  wide = jnp.result_type(x, y, jnp.float32)
+  return jnp.einsum(equation, x, y, preferred_element_type=wide)

@@ -1,0 +1,193 @@
+"""The manifest: the JSON that says what a saved state is.
+
+Format and step of the checkpoint, and canonical path, shape, type, logical axes
+and fingerprint of every leaf; the whole sealed by a sha256. It is read as data,
+capped in size, and nothing of it is trusted before the seal is checked.
+"""
+
+import functools
+import hashlib
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.configs.base import errors
+
+FORMAT = 'paraxis-checkpoint'
+VERSION = 1
+_MAX_MANIFEST = 64 * 2**20  # bytes read before anything is parsed
+_MAX_LISTED = 40  # differing leaves in one message
+_PART = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_-]*')
+
+
+def damaged(folder, why):
+  """The error to raise for one step that cannot be used."""
+  return errors.IntegrityError(f'checkpoint {folder} is damaged: {why}.')
+
+
+def check_paths(paths):
+  """UserError unless every path is a safe name and none is below another."""
+  paths = set(paths)
+  for path in sorted(paths):
+    parts = path.split('/') if isinstance(path, str) else ['']
+    if not all(_PART.fullmatch(p) for p in parts) or len(path) > 1024:
+      raise errors.UserError(
+        f'leaf path {path!r} is not names of letters, digits, _ and - joined '
+        "by '/'."
+      )
+    for i in range(1, len(parts)):
+      if '/'.join(parts[:i]) in paths:
+        raise errors.UserError(
+          f'leaf path {path!r} is below the leaf {"/".join(parts[:i])!r}.'
+        )
+
+
+def nest(tree):
+  """{'a/b': x} -> {'a': {'b': x}}; empty leaves, which Orbax refuses, go."""
+  out = {}
+  for path, x in tree.items():
+    if 0 not in x.shape:
+      *parents, name = path.split('/')
+      node = out
+      for p in parents:
+        node = node.setdefault(p, {})
+      node[name] = x
+  return out
+
+
+def flatten(nested, like):
+  """Undoes nest: an array for every path of `like`, empty ones made anew."""
+  tree = {}
+  for path, x in like.items():
+    if 0 in x.shape:
+      tree[path] = jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+    else:
+      tree[path] = functools.reduce(lambda n, k: n[k], path.split('/'), nested)
+  return tree
+
+
+def describe(tree, axes, prints):
+  """{path: {shape, dtype, axes, fingerprint}} for JSON; UserError if wrong."""
+  if odd := sorted(set(tree) ^ set(axes)):
+    raise errors.UserError(f'axes and tree differ in {", ".join(odd)}.')
+  leaves = {}
+  for path, x in sorted(tree.items()):
+    names = list(axes[path])
+    if len(names) != x.ndim:
+      raise errors.UserError(
+        f'{path} has {x.ndim} dimensions {tuple(x.shape)} but {len(names)} '
+        f'logical axes {tuple(names)}.'
+      )
+    leaves[path] = dict(
+      shape=list(x.shape),
+      dtype=jnp.dtype(x.dtype).name,
+      axes=names,
+      fingerprint=prints[path],
+    )
+  return leaves
+
+
+def compare(saved, like, where, under=''):
+  """UserError listing every leaf in which `saved` and `like` differ.
+
+  Nothing is ever cast, filled in or dropped.
+
+  Args:
+    saved: what `describe` returned.
+    like: {path: anything with shape and dtype}.
+    where: what the message calls the checkpoint.
+    under: saved leaves whose path does not start with this do not count.
+  """
+  saved = {path: x for path, x in saved.items() if path.startswith(under)}
+  lines = []
+  for path in sorted(set(saved) | set(like)):
+    have = want = 'missing'
+    if path in saved:
+      entry = saved[path]
+      have = f'{entry["dtype"]}{tuple(entry["shape"])}'
+    if path in like:
+      x = like[path]
+      want = f'{jnp.dtype(x.dtype).name}{tuple(x.shape)}'
+    if have != want:
+      lines.append(f'  {path}: saved {have}, wanted {want}')
+  if not lines:
+    return
+  more = len(lines) - _MAX_LISTED
+  listed = lines[:_MAX_LISTED]
+  if more > 0:
+    listed.append(f'  ... and {more} more')
+  raise errors.UserError(
+    f'{where} is a checkpoint of another architecture: {len(lines)} of '
+    f'{len(set(saved) | set(like))} leaves differ. Use the config it was '
+    'trained with (in its manifest) or another directory.\n' + '\n'.join(listed)
+  )
+
+
+def _sha256(manifest):
+  body = {k: v for k, v in manifest.items() if k != 'sha256'}
+  text = json.dumps(body, sort_keys=True, separators=(',', ':'))
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+def seal(step, leaves, meta):
+  """The manifest as JSON will return it, with its hash; UserError if it can't.
+
+  `leaves` is what `describe` returned, `meta` a dict of the caller.
+  """
+  manifest = dict(format=FORMAT, version=VERSION, step=step)
+  manifest.update(leaves=leaves, meta=meta)
+  try:
+    manifest = json.loads(json.dumps(manifest, allow_nan=False))
+  except (TypeError, ValueError) as e:
+    raise errors.UserError(f'the manifest is not JSON: {e}.') from None
+  return dict(manifest, sha256=_sha256(manifest))
+
+
+def _check_seal(manifest):
+  if not isinstance(manifest, dict) or manifest.get('format') != FORMAT:
+    raise ValueError(f'it is no {FORMAT} manifest')
+  if manifest.get('sha256') != _sha256(manifest):
+    raise ValueError('it does not fit its hash')
+  try:
+    for leaf in manifest['leaves'].values():
+      if not all(type(n) is int and n >= 0 for n in leaf['shape']):
+        raise ValueError(f'shape {leaf["shape"]}')
+      if not isinstance(leaf['dtype'] + leaf['fingerprint'], str):
+        raise ValueError('a type or fingerprint is no text')
+    if not type(manifest['version']) is type(manifest['step']) is int:
+      raise ValueError('version or step is no integer')
+    check_paths(manifest['leaves'])
+    manifest['meta']
+  except (KeyError, TypeError, AttributeError) as e:
+    raise ValueError(f'{type(e).__name__} {e}') from None
+
+
+def read_manifest(folder):
+  """The checked manifest of one step folder, else IntegrityError."""
+  path = folder / 'manifest' / 'metadata'
+  try:
+    if folder.is_symlink() or any(p.is_symlink() for p in folder.rglob('*')):
+      raise damaged(folder, 'it is or contains a symbolic link')
+    if not (folder / 'state' / '_METADATA').is_file():
+      raise damaged(folder, 'it has no state')
+    if (size := path.stat().st_size) > _MAX_MANIFEST:
+      raise damaged(
+        folder, f'its manifest has {size} bytes, over {_MAX_MANIFEST}'
+      )
+    manifest = json.loads(path.read_text('utf-8'))
+    _check_seal(manifest)
+  except (OSError, ValueError, RecursionError) as e:
+    raise damaged(
+      folder, f'its manifest does not read: {str(e)[:200]}'
+    ) from None
+  if manifest['version'] > VERSION:
+    raise errors.UserError(
+      f'{folder} has checkpoint format {manifest["version"]}, this program '
+      f'reads up to {VERSION}: upgrade it.'
+    )
+  if str(manifest['step']) != folder.name:
+    raise damaged(folder, f'its manifest is of step {manifest["step"]}')
+  return manifest

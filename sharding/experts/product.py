@@ -1,0 +1,66 @@
+"""Products of rows with the matrices of their experts, and their gradients."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
+from paraxis.sharding.tensor import narrow
+
+
+def multiplier(gather, runs):
+  """multiply(x_SD, w_EDF, dim) -> y_SF: every row with its expert's matrix.
+
+  Args:
+    gather: mesh axes that split `dim` of w, an array or narrow.Narrow.
+    runs: how rows are grouped: rows of each expert, and of a block.
+  """
+  how = lambda w, dim: _Product(gather, dim, runs.block, narrow.own_dtype(w))
+  return lambda x, w, dim: _multiply(how(w, dim), x, w, runs.sizes)
+
+
+class _Product(NamedTuple):
+  """Static: w is gathered along dim; dtype: of its gradient."""
+
+  gather: tuple
+  dim: int
+  block: int
+  dtype: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(how, x_SD, w_EDF, sizes_E):
+  """Row by row; w is gathered (ZeRO stage 3), its gradient scattered."""
+  return _multiply_forward(how, x_SD, w_EDF, sizes_E)[0]
+
+
+def _whole(how, w, dtype):
+  w = w.astype(dtype)
+  if not how.gather:
+    return w
+  return lax.all_gather(w, how.gather, axis=how.dim, tiled=True)
+
+
+def _multiply_forward(how, x_SD, w_EDF, sizes_E):
+  w_EDF = narrow.read(w_EDF)
+  w = _whole(how, w_EDF, x_SD.dtype)
+  y_SF = grouped_matmul.product(x_SD, w, sizes_E, how.block, x_SD.dtype)
+  return y_SF, (x_SD, w_EDF, sizes_E)
+
+
+def _multiply_backward(how, kept, g_SF):
+  """dw is summed in w's own dtype, over rows and over devices."""
+  x_SD, w_EDF, sizes_E = kept
+  w = _whole(how, w_EDF, x_SD.dtype).swapaxes(1, 2)
+  dx = grouped_matmul.product(g_SF, w, sizes_E, how.block, x_SD.dtype)
+  dw = grouped_matmul.gradient(
+    x_SD, g_SF, sizes_E, how.block, len(w), how.dtype
+  )
+  if how.gather:
+    dw = lax.psum_scatter(dw, how.gather, scatter_dimension=how.dim, tiled=True)
+  return dx, narrow.gradient(w_EDF, dw), None
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)

@@ -1,0 +1,8 @@
+"""What a program sends, keeps and computes, counted without running it.
+
+traced.py reads a jaxpr (predict.py, liveness.py and flops.py count in it),
+compiled.py a compiled program (hlo.py and traffic.py count in it); aot.py
+compiles for target.py's accelerators. From outside: all of these.
+
+Read first: hlo.py, then traced.py.
+"""

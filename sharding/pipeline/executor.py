@@ -1,0 +1,100 @@
+"""One executor for every pipeline schedule: a scan over phased ticks.
+
+    tick:  E embed | F forward | loss | B backward | W weights | two messages
+
+Every device runs the same program on its own column of the tables
+(sharding/pipeline/tables.py). A phase is entered by a condition on which all
+devices agree (some stage is active), so that collectives may stand inside it;
+what an idle stage computes there is *selected* away, never multiplied by zero,
+and written to a trash row. Messages are one ppermute a link and direction at
+the end of a tick. Buffers have as many rows as the schedule has inputs in
+flight: memory does not grow with the number of microbatches.
+
+The embedding and the loss are spread over all stages (vocabulary parallelism,
+arXiv:2411.05288): a microbatch passes them in the tick in which the first, or
+last, stage needs it. Functions of local arrays, for a fully manual region with
+check_vma=False; what is differentiated in here sums nothing over devices but
+what `Calls` does, and the caller adds up gradients once, after the last tick.
+
+Sources: PipeDream-Flush / Megatron-LM (arXiv:1909.08053, 2104.04473), GPipe
+(1811.06965), zero bubble (2401.10241). Cost: ticks of the schedule; F and B of
+a tick run one after the other.
+
+Legend: B rows of a microbatch, T tokens, D model.
+"""
+
+from typing import Any, NamedTuple
+
+from paraxis.sharding.pipeline import ticks as pipeline_ticks
+
+AXIS = pipeline_ticks.AXIS
+
+
+class Calls(NamedTuple):
+  """The model as a pipeline sees it; i is a microbatch, traced.
+
+  embed(ends, i) -> x_BTD, the same on all stages; where it is differentiated,
+    only the first stage has a cotangent that is not zero.
+  loss(ends, y_BTD, i) -> () of this shard's tokens, the same on all stages;
+    y is zero but on the last stage.
+  see(i) -> what layers need of a microbatch besides x, such as angles of its
+    positions: a pytree, made once for a phase, outside of its branch.
+  forward(values, x, seen, on) -> (y_BTD, kept): a chunk of layers. kept: a
+    pytree that `backward` reads, () to recompute it.
+  backward(values, x, kept, g_BTD, seen, on) -> (gx_BTD, gradients, tapes): the
+    gradients of `values`, or of some of them; tapes: a pytree from which
+    `weights` makes the others, () if there are none.
+  weights(tapes) -> gradients.
+  gather(rows) -> values: {path: rows of a chunk} whole, once for a phase.
+  scatter(gradients) -> the same in the layout in which sums are kept.
+  """
+
+  embed: Any
+  loss: Any
+  see: Any
+  forward: Any
+  backward: Any
+  weights: Any
+  gather: Any
+  scatter: Any
+
+
+def gradients(schedule, calls, ends, stack, on=None):
+  """Loss and gradients of all microbatches of a schedule, of this shard.
+
+  Args:
+    schedule: schedules.Schedule.
+    calls: `Calls`.
+    ends: parameters of embedding, last norm and head, whole, the vocabulary
+      spread over all stages.
+    stack: {path: (chunks x layers that have it, ...)}, layers of this stage.
+    on: (stages, chunks, layers) bool: which rows hold a layer; None: all.
+
+  Returns:
+    (loss, gradients of ends, gradients of the stack): sums over microbatches of
+    this shard's terms, in at least float32; the caller adds them up over the
+    mesh axes that a parameter's layout lacks.
+  """
+  run = pipeline_ticks.Executor(schedule, calls, ends, stack, on)
+  carry = run.scan(run.tick, run.start())
+  return carry.loss, carry.ends, carry.stack
+
+
+def forward(schedule, calls, ends, stack, on=None):
+  """Forward phases alone: the loss, and sums of what they keep.
+
+  Args: as `gradients`. What calls.forward keeps is added up if it is a dict,
+  {path: (layers of a chunk, ...)}, and dropped otherwise.
+
+  Returns:
+    (loss, {path: (chunks x layers, ...)}), of this shard.
+  """
+  args = schedule, calls, ends, stack, on
+  run = pipeline_ticks.Executor(*args, forward=True)
+  _, _, loss, sums = run.scan(run.forward_tick, run.start_forward())
+  return loss, sums
+
+
+def total(schedule, calls, ends, stack, on=None):
+  """The loss alone, of this shard."""
+  return forward(schedule, calls, ends, stack, on)[0]

@@ -1,0 +1,131 @@
+"""Paths that leave stages out (SkipPipe), and ticks for any paths.
+
+A path is the ordered tuple of virtual stages that one microbatch visits.
+`skip_paths` draws them; `place` gives every visit a tick:
+
+    for each tick:  F of the oldest microbatch that is ready at each device,
+                    then B likewise
+
+which is list scheduling by age. It never lets two microbatches meet on a device
+in one phase of a tick, nor two of them start, end or come back to their start
+in one tick, because those phases run on all devices together. For full paths it
+gives 1F1B tick for tick.
+
+Source: SkipPipe, arXiv:2502.19913, section 4: the first stage is never left
+out, every stage serves a balanced number of microbatches, and only neighbours
+change places. The paper searches its paths by conflict (one agent for each
+microbatch) because its nodes and links differ in speed; stages here are equal,
+and a list is enough. Cost: O(ticks x microbatches) on the host.
+"""
+
+import numpy as np
+
+from paraxis.configs.base import errors
+
+
+def skip_paths(
+  stages, microbatches, fraction, seed=0, swaps=0, keep_last=False
+):
+  """Draws a path for each microbatch; the same for the same arguments.
+
+  Args:
+    fraction: share of the stages that each microbatch leaves out, a whole
+      number of them (to a twentieth: 0.33 of 3 is one).
+    seed: of the choice.
+    swaps: pairs of neighbouring visits that change places in every path.
+    keep_last: the last stage is never left out either.
+
+  Returns:
+    Tuple of paths. Stage 0 comes first in all. Stages that may be left
+    out differ by at most one in the number of microbatches that visit them.
+
+  Raises:
+    UserError: more is left out, or swapped, than there is.
+  """
+  optional = np.arange(1, stages - 1 if keep_last else stages)
+  left_out = round(fraction * stages)
+  whole = abs(fraction * stages - left_out) <= 0.05
+  if not whole or not 0 <= left_out <= len(optional):
+    valid = np.arange(len(optional) + 1) / stages
+    nearest = sorted(valid, key=lambda f: abs(f - fraction))[:2]
+    raise errors.UserError(
+      f'a skip fraction of {fraction:g} leaves out {fraction * stages:.3g} of '
+      f'{stages} stages; it must be a whole number, at most {len(optional)}. '
+      f'The nearest that are: {", ".join(f"{f:.3g}" for f in sorted(nearest))}.'
+    )
+  most = (stages - left_out - 1) // 2
+  if not 0 <= swaps <= most:
+    raise errors.UserError(
+      f'{swaps} swaps: a path over {stages - left_out} stages, the first of '
+      f'them fixed, has room for {most}.'
+    )
+  random = np.random.default_rng(seed)
+  skipped = np.zeros(stages, int)
+  paths = []
+  for _ in range(microbatches):
+    order = random.permutation(optional)
+    order = order[np.argsort(skipped[order], kind='stable')][:left_out]
+    skipped[order] += 1
+    path = [s for s in range(stages) if s not in order]
+    paths.append(_swapped(path, swaps, random))
+  return tuple(paths)
+
+
+def _swapped(path, swaps, random):
+  """`path` with that many disjoint pairs of neighbours exchanged."""
+  # Pairs (1 + gap, 2 + gap, ...): choosing among the places that are left once
+  # each pair is one place makes every set of disjoint pairs possible.
+  places = len(path) - 1 - swaps
+  chosen = np.sort(random.choice(places, swaps, replace=False))
+  out = list(path)
+  for k, place in enumerate(chosen):
+    at = 1 + int(place) + k
+    out[at], out[at + 1] = out[at + 1], out[at]
+  return tuple(out)
+
+
+def place(paths, device):
+  """Ticks of every visit, by age.
+
+  Args:
+    paths: tuple of paths, none empty.
+    device: virtual stage -> device.
+
+  Returns:
+    Two dicts {(microbatch, virtual stage): tick}, forward and backward.
+  """
+  forward, backward = {}, {}
+  ahead = [list(path) for path in paths]  # visits to come
+  back = [list(path) for path in paths]  # visits to come back from
+  ready_f, ready_b = [0] * len(paths), [None] * len(paths)
+  tick = 0
+  while any(back):
+    for i in _chosen(ahead, ready_f, tick, paths, device, forwards=True):
+      forward[i, ahead[i].pop(0)] = tick
+      ready_f[i] = tick + 1
+      if not ahead[i]:
+        ready_b[i] = tick  # the loss runs between F and B of one tick
+    for i in _chosen(back, ready_b, tick, paths, device, forwards=False):
+      backward[i, back[i].pop()] = tick
+      ready_b[i] = tick + 1
+    tick += 1
+  return forward, backward
+
+
+def _chosen(todo, ready, tick, paths, device, forwards):
+  """Microbatches that move in a phase of a tick, the oldest first."""
+  devices, ends, out = set(), set(), []
+  for i, visits in enumerate(todo):
+    if not visits or ready[i] is None or ready[i] > tick:
+      continue
+    stage = visits[0] if forwards else visits[-1]
+    first, last = stage == paths[i][0], stage == paths[i][-1]
+    # What all devices do together happens once in a tick.
+    shared = {('first', first)} if first else set()
+    shared |= {('last', last)} if last and forwards else set()
+    if device(stage) in devices or shared & ends:
+      continue
+    devices.add(device(stage))
+    ends |= shared
+    out.append(i)
+  return out

@@ -1,0 +1,113 @@
+"""Phases of a tick, each traced once: F, B, W, and both ends of the model.
+
+A phase is needed three times: for the shapes of the buffers, for the zeros of a
+tick that leaves it out, and where it runs. Tracing a layer takes as long as
+compiling it does; a traced phase is repeated as it stands instead.
+"""
+
+import functools
+
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.sharding.pipeline import uniform
+
+INDEX = jax.ShapeDtypeStruct((), np.int32)  # of a microbatch, or a chunk
+
+
+class Phase:
+  """A function of arrays, traced here.
+
+  Attributes:
+    jaxpr: ClosedJaxpr. shapes: of what it gives.
+  """
+
+  def __init__(self, function, *args):
+    """args: arrays or their shapes; the function may close over others."""
+    self.jaxpr, self.shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+
+  def __call__(self, *args):
+    leaves = core.jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(self.shapes), leaves)
+
+  def zeros(self):
+    """Zeros like what it gives."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.shapes)
+
+
+class Phases:
+  """Those of a model on the parameters of this device; traced when asked for.
+
+  Attributes:
+    embed(i) -> x. forward(chunk, x, seen) -> (y, kept).
+    loss(y, i) -> (loss, gradients of the ends, cotangent of y).
+    only_loss(y, i) -> loss.
+    backward(chunk, x, kept, g, seen) -> (gx, gradients as they are kept,
+      tapes).
+    weights(tapes) -> gradients as they are kept.
+    embed_back(g, i) -> gradients of the ends.
+  """
+
+  def __init__(self, calls, ends, values):
+    """calls: pipeline.Calls. ends: see pipeline.gradients.
+
+    values(chunk) -> (its parameters whole, which of its layers there are).
+    """
+    self._calls, self._ends, self._values = calls, ends, values
+
+  @functools.cached_property
+  def embed(self):
+    return Phase(lambda i: self._calls.embed(self._ends, i), INDEX)
+
+  @functools.cached_property
+  def _seen(self):
+    return jax.eval_shape(self._calls.see, INDEX)
+
+  @functools.cached_property
+  def forward(self):
+    def run(chunk, x, seen):
+      values, on = self._values(chunk)
+      return self._calls.forward(values, x, seen, on)
+
+    phase = Phase(run, INDEX, self.embed.shapes, self._seen)
+    uniform.check(phase.jaxpr, what='a layer in a pipeline stage')
+    return phase
+
+  @functools.cached_property
+  def loss(self):
+    def run(y, i):
+      of = lambda ends, y: self._calls.loss(ends, y, i)
+      loss, back = jax.vjp(of, self._ends, y)
+      return loss, *back(jnp.ones((), loss.dtype))
+
+    return Phase(run, self.embed.shapes, INDEX)
+
+  @functools.cached_property
+  def only_loss(self):
+    run = lambda y, i: self._calls.loss(self._ends, y, i)
+    return Phase(run, self.embed.shapes, INDEX)
+
+  @functools.cached_property
+  def backward(self):
+    def run(chunk, x, kept, g, seen):
+      values, on = self._values(chunk)
+      gx, made, tapes = self._calls.backward(values, x, kept, g, seen, on)
+      return gx, self._calls.scatter(made), tapes
+
+    x, kept = self.forward.shapes
+    return Phase(run, INDEX, x, kept, x, self._seen)
+
+  @functools.cached_property
+  def weights(self):
+    run = lambda tapes: self._calls.scatter(self._calls.weights(tapes))
+    return Phase(run, self.backward.shapes[2])
+
+  @functools.cached_property
+  def embed_back(self):
+    def run(g, i):
+      of = lambda ends: self._calls.embed(ends, i)
+      return jax.vjp(of, self._ends)[1](g)[0]
+
+    return Phase(run, self.embed.shapes, INDEX)

@@ -1,0 +1,323 @@
+"""A tick of a pipeline on one device: its phases, its buffers, its messages.
+
+What one device does of sharding/pipeline/executor.py, for every schedule: its
+column of the tables says which microbatch, chunk and slot a phase is for.
+
+Two rules keep buffers where they lie. A row of inputs is read at the end of the
+tick before: a buffer that is read and then written in one turn of a loop is
+copied whole, as nothing orders the two. Sums of gradients go through the branch
+that adds to them: a tick without the phase would add zeros, as many as there
+are parameters.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.sharding import turns
+from paraxis.sharding.pipeline import phases as pipeline_phases
+from paraxis.sharding.pipeline import tables as schedule_tables
+
+AXIS = 'stage'
+
+
+class _Carry(NamedTuple):
+  """inputs, kept: a row for each chunk input in flight, and a trash row.
+
+  x_f, x_b: the rows of inputs that F and B of this tick read. cotangents: as
+  inputs. tapes: from B to W. loss, ends, stack: sums.
+  """
+
+  inputs: Any
+  x_f: Any
+  x_b: Any
+  kept: Any
+  cotangents: Any
+  tapes: Any
+  loss: Any
+  ends: Any
+  stack: Any
+
+
+def _wide(x):
+  """In which a sum of x is kept."""
+  return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _when(name, flags, predicate, phase, otherwise, *sums):
+  """phase(*sums) where a predicate equal on all devices holds, or otherwise.
+
+  Args:
+    flags: (ticks,) bool on the host, what the predicate is in each tick.
+    otherwise: like `phase`, without it.
+  """
+
+  def run(*sums):
+    with jax.named_scope(name):
+      return phase(*sums)
+
+  with turns.scope(int(np.sum(flags)), len(flags)):
+    return lax.cond(predicate, run, otherwise, *sums)
+
+
+def _add(sums, more):
+  return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, more)
+
+
+def _select(on, tree):
+  """The tree, or zeros: never a product with zero, for 0 * inf is not 0."""
+  return jax.tree.map(lambda x: jnp.where(on, x, jnp.zeros((), x.dtype)), tree)
+
+
+def _write(buffers, row, tree):
+  put = lambda b, x: lax.dynamic_update_index_in_dim(b, x, row, 0)
+  return jax.tree.map(put, buffers, tree)
+
+
+def _read(buffers, row):
+  pick = lambda b: lax.dynamic_index_in_dim(b, row, keepdims=False)
+  return jax.tree.map(pick, buffers)
+
+
+def _rows(shapes, n):
+  """Buffers for n of these, and a trash row."""
+  return jax.tree.map(lambda s: jnp.zeros((n + 1, *s.shape), s.dtype), shapes)
+
+
+class Executor:
+  """The phases of a tick, on the arrays of this device."""
+
+  def __init__(self, schedule, calls, ends, stack, on, forward=False):
+    """on: (stages, chunks, layers) bool, which rows hold a layer, or None.
+
+    forward: as many ticks as F takes.
+    """
+    self.schedule, self.calls = schedule, calls
+    self.tables = schedule_tables.tables(schedule)
+    table = self.tables.rows()
+    last = np.flatnonzero(table['any_f'])[-1] if forward else schedule.ticks
+    self.rows = {name: x[: last + 1] for name, x in table.items()}
+    self.ends, self.stack = ends, stack
+    self.me = lax.axis_index(AXIS)
+    self._on = on if on is None else jnp.asarray(on)[self.me]
+    self.phases = pipeline_phases.Phases(calls, ends, self.values)
+
+  def columns(self):
+    """The tables as arrays, made in here: a region closes over none."""
+    return {name: jnp.asarray(x) for name, x in self.rows.items()}
+
+  def scan(self, tick, start):
+    """What is carried after the last tick."""
+    columns = self.columns()
+    for name in ('f_slot', 'b_slot'):
+      columns[f'next_{name}'] = jnp.roll(columns[name], -1, axis=0)
+    return lax.scan(tick, start, columns)[0]
+
+  def mine(self, row):
+    """A row of the table, its columns of this device picked."""
+    return {n: x[self.me] if x.ndim else x for n, x in row.items()}
+
+  def _chunk(self, tree, chunk):
+    """Rows of a chunk of every stack; of v chunks each has as many."""
+    v = self.schedule.chunks
+
+    def pick(x):
+      size = x.shape[0] // v
+      return x if v == 1 else lax.dynamic_slice_in_dim(x, chunk * size, size)
+
+    return jax.tree.map(pick, tree)
+
+  def values(self, chunk):
+    """Whole parameters of a chunk, and which of its layers there are."""
+    on = None if self._on is None else self._on[chunk]
+    return self.calls.gather(self._chunk(self.stack, chunk)), on
+
+  def of_chunks(self, like):
+    """Zeros for sums over a stack, given those of one chunk."""
+    rows = like.shape[0] * self.schedule.chunks
+    return jnp.zeros((rows, *like.shape[1:]), _wide(like))
+
+  def add(self, sums, gradients, chunk):
+    """Sums of a stack with those of one chunk added."""
+    v, out = self.schedule.chunks, dict(sums)
+    for path, g in gradients.items():
+      total, size = out[path], out[path].shape[0] // v
+      g = g.astype(total.dtype)
+      if v == 1:
+        out[path] = total + g
+        continue
+      old = lax.dynamic_slice_in_dim(total, chunk * size, size)
+      out[path] = lax.dynamic_update_slice_in_dim(
+        total, old + g, chunk * size, 0
+      )
+    return out
+
+  def embed(self, row):
+    """x of the microbatch that enters now."""
+    i, phase = row['embed'], self.phases.embed
+    run = lambda: phase(jnp.maximum(i, 0))
+    return _when('embed', self.rows['embed'] >= 0, i >= 0, run, phase.zeros)
+
+  def forward(self, row, x_f, entering):
+    """-> (x, y, kept) of the chunk that runs forward."""
+    phase, any_f = self.phases.forward, self.rows['any_f']
+    x = jnp.where(row['f_first'], entering, x_f)
+    # Arrays: in the branch, XLA would compute angles once for every head.
+    seen = self.calls.see(row['f_microbatch'])
+    run = lambda: phase(row['f_chunk'], x, seen)
+    return x, *_when('forward', any_f, row['any_f'], run, phase.zeros)
+
+  def _of_loss(self, row, y):
+    """Arguments of the phases that give the loss."""
+    last = self.me == row['loss_device']
+    return _select(last, y), jnp.maximum(row['loss'], 0)
+
+  def loss_alone(self, row, y):
+    """The loss of the microbatch whose last chunk ran."""
+    phase, flags = self.phases.only_loss, self.rows['loss'] >= 0
+    run = lambda: phase(*self._of_loss(row, y))
+    return _when('loss', flags, row['loss'] >= 0, run, phase.zeros)
+
+  def loss(self, row, y, ends):
+    """-> (loss, sums of the ends, cotangent of y)."""
+    phase, flags = self.phases.loss, self.rows['loss'] >= 0
+
+    def run(ends):
+      loss, made, gy = phase(*self._of_loss(row, y))
+      return loss, _add(ends, made), gy
+
+    def otherwise(ends):
+      loss, _, gy = phase.zeros()
+      return loss, ends, gy
+
+    return _when('loss', flags, row['loss'] >= 0, run, otherwise, ends)
+
+  def backward(self, row, carry):
+    """-> (gx, sums of the stack, tapes) of the chunk that returns."""
+    phase, any_b = self.phases.backward, self.rows['any_b']
+    seen = self.calls.see(row['b_microbatch'])
+
+    def run(stack):
+      kept = _read(carry.kept, row['b_slot'])
+      g = _read(carry.cotangents, row['b_cotangent'])
+      gx, made, tapes = phase(row['b_chunk'], carry.x_b, kept, g, seen)
+      gx, made = _select(row['b_on'], (gx, made))
+      return gx, self.add(stack, made, row['b_chunk']), tapes
+
+    def otherwise(stack):
+      gx, _, tapes = phase.zeros()
+      return gx, stack, tapes
+
+    return _when('backward', any_b, row['any_b'], run, otherwise, carry.stack)
+
+  def weights(self, row, tapes, stack):
+    """Sums of the stack with the chunk whose W it is."""
+    phase, any_w = self.phases.weights, self.rows['any_w']
+
+    def run(stack):
+      made = _select(row['w_on'], phase(_read(tapes, row['w_slot'])))
+      return self.add(stack, made, row['w_chunk'])
+
+    return _when('weights', any_w, row['any_w'], run, lambda x: x, stack)
+
+  def embed_back(self, row, gx, ends):
+    """Sums of the ends with the microbatch that leaves."""
+    i, phase = row['embed_back'], self.phases.embed_back
+    mine = _select(row['b_first'], gx)
+    run = lambda ends: _add(ends, phase(mine, jnp.maximum(i, 0)))
+    flags = self.rows['embed_back'] >= 0
+    return _when('embed_back', flags, i >= 0, run, lambda x: x, ends)
+
+  def send(self, x, link):
+    """x of the device `link` places before this one."""
+    n = self.schedule.stages
+    if link % n == 0:
+      return x
+    pairs = [(d, (d + link) % n) for d in range(n)]
+    return lax.ppermute(x, AXIS, pairs)
+
+  def tick(self, carry, row):
+    """All phases of one tick."""
+    tables = self.tables
+    row = self.mine(row)
+    x, y, kept = self.forward(row, carry.x_f, self.embed(row))
+    entered = jnp.where(row['f_first'], row['f_slot'], tables.inputs)
+    carry = carry._replace(
+      inputs=_write(carry.inputs, entered, x),
+      # A path of one chunk returns in the tick in which it enters.
+      x_b=jnp.where(row['b_slot'] == entered, x, carry.x_b),
+      kept=_write(carry.kept, row['f_slot'], kept),
+    )
+
+    loss, ends, gy = self.loss(row, y, carry.ends)
+    mine = (self.me == row['loss_device']) & (row['loss'] >= 0)
+    slot = jnp.where(mine, row['loss_slot'], tables.cotangents)
+    carry = carry._replace(cotangents=_write(carry.cotangents, slot, gy))
+
+    gx, stack, tapes = self.backward(row, carry)
+    carry = carry._replace(tapes=_write(carry.tapes, row['b_store'], tapes))
+    if jax.tree.leaves(carry.tapes):
+      stack = self.weights(row, carry.tapes, stack)
+    ends = self.embed_back(row, gx, ends)
+
+    inputs, cotangents = carry.inputs, carry.cotangents
+    for k, link in enumerate(tables.links):
+      inputs = _write(inputs, row['f_receive'][k], self.send(y, link))
+      back = self.send(gx, -link)
+      cotangents = _write(cotangents, row['b_receive'][k], back)
+    return carry._replace(
+      inputs=inputs,
+      x_f=_read(inputs, row['next_f_slot']),
+      x_b=_read(inputs, row['next_b_slot']),
+      cotangents=cotangents,
+      loss=carry.loss + loss,
+      ends=ends,
+      stack=stack,
+    ), None
+
+  def start(self):
+    """The carry before the first tick."""
+    tables = self.tables
+    x, kept = self.phases.forward.shapes
+    _, sums, tapes = self.phases.backward.shapes
+    if jax.tree.leaves(tapes):
+      sums = sums | self.phases.weights.shapes
+    nothing = jnp.zeros(x.shape, x.dtype)
+    return _Carry(
+      _rows(x, tables.inputs),
+      nothing,
+      nothing,
+      _rows(kept, tables.inputs),
+      _rows(x, tables.cotangents),
+      _rows(tapes, tables.stores),
+      self.phases.loss.zeros()[0],
+      jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x)), self.ends),
+      jax.tree.map(self.of_chunks, sums),
+    )
+
+  def forward_tick(self, carry, row):
+    """The phases of one tick that lead to the loss."""
+    inputs, x_f, loss, sums = carry
+    row = self.mine(row)
+    x, y, kept = self.forward(row, x_f, self.embed(row))
+    if sums:
+      sums = self.add(sums, _select(row['f_on'], kept), row['f_chunk'])
+    slot = jnp.where(row['f_first'], row['f_slot'], self.tables.inputs)
+    inputs = _write(inputs, slot, x)
+    loss = loss + self.loss_alone(row, y)
+    for k, link in enumerate(self.tables.links):
+      inputs = _write(inputs, row['f_receive'][k], self.send(y, link))
+    return (inputs, _read(inputs, row['next_f_slot']), loss, sums), None
+
+  def start_forward(self):
+    """What `forward_tick` carries before the first tick."""
+    x, kept = self.phases.forward.shapes
+    return (
+      _rows(x, self.tables.inputs),
+      jnp.zeros(x.shape, x.dtype),
+      self.phases.only_loss.zeros(),
+      jax.tree.map(self.of_chunks, kept if isinstance(kept, dict) else {}),
+    )

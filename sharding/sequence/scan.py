@@ -1,0 +1,303 @@
+"""Recurrences and causal convolutions over a sequence split on one mesh axis.
+
+A shard of tokens is an affine map of the state that enters it,
+
+    h_out = P h_in + S          P: what its decays leave, S: its state from 0
+
+and maps compose: (P2, S2) after (P1, S1) = (P2 P1, P2 S1 + S2). So a shard
+works out (P, S) alone, the n shards agree on the state that enters each, and
+the shard adds what that state contributes. What travels is as large as a state
+and does not grow with the length. Two forms, n ranks, bytes of P and S that a
+rank receives (forward; the backward pass sends as much again):
+
+    gather    everybody gets all maps        (n - 1) (P + S)
+    permute   prefix by doubling distances   L S + (L - 1) P, L = ceil(log2 n),
+              and one hop of S to the next rank
+
+`gather` waits once, `permute` L + 1 times, for 3/7 (P as large as S) to 4/7 of
+the bytes at n = 8. The state after the row, where it is used, costs `permute`
+an all-reduce of S. Sums travel in promote_types(dtype, float32).
+
+Tokens must lie in contiguous order: rank r holds tokens r T .. (r + 1) T - 1.
+The other orders of context_order.py balance attention and have no recurrence; a
+model that mixes both uses mesh.context_order=contiguous.
+
+A document that starts cuts P to 0 (and a convolution's taps by its positions),
+so packed rows need nothing more. A Newton scan exchanges the maps of every
+iteration, and the last state of every shard, and all ranks of the region agree
+when to stop. Gradients are plain differentiation around the local ops; in a
+manual region those of the parameters and of the initial state are partial sums
+over the axis, as everywhere.
+
+Source: prefix sums over processors, Blelloch 1990; for scans, LASP-2
+(arXiv:2502.07563, gather) and the code of RecurrentGemma (arXiv:2404.07839).
+
+Legend: B batch, T local length, H heads, K key, V value, D or F channels, S or
+M numbers of a channel, U 2: B and C of Mamba, W taps, R inputs that a
+convolution reads before its token.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from paraxis.configs.base import errors
+from paraxis.pallas_kernels import varying
+from paraxis.pallas_kernels.scans import affine as affine_scan
+from paraxis.pallas_kernels.scans import causal_conv as conv_op
+from paraxis.pallas_kernels.scans import gated as gated_scan
+from paraxis.pallas_kernels.scans import linear as linear_scan
+from paraxis.pallas_kernels.scans import newton as newton_scan
+from paraxis.pallas_kernels.scans import selective as linear_scan_selective
+from paraxis.sharding import annotate
+
+FORMS = ('gather', 'permute')
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What is static of one call.
+
+  form: of FORMS. axis: the mesh axis that carries the length. sync: mesh axes
+  whose ranks stop a Newton scan together; None: all of the region, which its
+  collectives need.
+  """
+
+  form: str
+  axis: str
+  sync: tuple[str, ...] | None = None
+
+  def __post_init__(self):
+    if self.form not in FORMS:
+      raise errors.UserError(
+        f'mesh.context_scan={self.form} is not one of {", ".join(FORMS)}.'
+      )
+
+
+def received(form, n, decay, state):
+  """Bytes that a rank receives to learn the state that enters it.
+
+  Args:
+    form: of FORMS. n: ranks. decay, state: bytes of P and of S of one rank.
+  """
+  if form == 'gather':
+    return (n - 1) * (decay + state)
+  rounds = (n - 1).bit_length()
+  return rounds * state + max(rounds - 1, 0) * decay + (n > 1) * state
+
+
+def _send(x, axis, by):
+  """What the rank `by` before this one holds; zeros where there is none."""
+  n = lax.axis_size(axis)
+  if by >= n:
+    return jax.tree.map(jnp.zeros_like, x)
+  return lax.ppermute(x, axis, [(i, i + by) for i in range(n - by)])
+
+
+def _from_last(x, axis):
+  """What the last rank holds, on all ranks; not sent where it is not used."""
+  last = lax.axis_index(axis) == lax.axis_size(axis) - 1
+  return lax.psum(jnp.where(last, x, jnp.zeros_like(x)), axis)
+
+
+def _enter(maps, state, plan, after):
+  """(state that enters this shard, state after the last shard).
+
+  Args:
+    maps: (P, S) of this shard. state: before the first token of the row; that
+      of rank 0 counts. after: (first, second) -> their composition.
+  """
+  maps, state = varying.same((maps, state))
+  axis, first = plan.axis, lax.axis_index(plan.axis) == 0
+  run = lambda m, h: after((m[0], h), m)[1]
+  # From here on the map of rank 0 is constant: the state after it.
+  maps = maps[0], jnp.where(first, run(maps, state), maps[1])
+  form = _gathered if plan.form == 'gather' else _permuted
+  before, last = form(maps, axis, after, run)
+  return jnp.where(first, state, before), last
+
+
+def _gathered(maps, axis, after, run):
+  del after
+  everybody = lax.all_gather(maps, axis)
+  step = lambda h, m: (run(m, h), h)
+  last, before = lax.scan(step, jnp.zeros_like(maps[1]), everybody)
+  return before[lax.axis_index(axis)], last
+
+
+def _permuted(maps, axis, after, run):
+  del run
+  by, me = 1, lax.axis_index(axis)
+  while by < lax.axis_size(axis):
+    joined = after(_send(maps, axis, by), maps)
+    pick = functools.partial(jnp.where, me >= by)
+    maps = jax.tree.map(pick, joined, maps)
+    by *= 2
+  return _send(maps[1], axis, 1), _from_last(maps[1], axis)
+
+
+def _forget(state, reset_BT):
+  """The state, or 0 where the first token starts a document."""
+  if reset_BT is None:
+    return state
+  first = reset_BT[:, 0].reshape(-1, *[1] * (state.ndim - 1))
+  return jnp.where(first, 0, state)
+
+
+def _check_state(op, state, own):
+  if state.shape != own.shape:
+    raise errors.UserError(
+      f'{op}: the state is {state.shape}, these inputs need {own.shape}; it '
+      f'belongs to another model or batch'
+    )
+
+
+def gated(
+  q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, plan, **options
+):
+  """pallas_kernels.gated_scan of a split row -> (o_BTHV, state_BHKV).
+
+  Args:
+    q_BTGK .. reset_BT: this shard's tokens, as in gated_scan.
+    state_BHKV: before the first token of the row (rank 0's counts), or None.
+    plan: Plan, or None: the row is not split.
+    **options: chunk and impl of gated_scan.
+
+  Returns:
+    o of this shard, and the state after the last token of the row, on all
+    ranks. Raises errors.UserError as gated_scan.
+  """
+  op = functools.partial(gated_scan.gated_scan, **options)
+  if plan is None:
+    return op(q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV)
+  o, own = op(q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT)
+  left = gated_scan.decay(log_decay, reset_BT)[..., None].astype(own.dtype)
+  state = jnp.zeros_like(own) if state_BHKV is None else state_BHKV
+  _check_state('gated_scan', state, own)
+  state = _forget(state.astype(own.dtype), reset_BT)
+  state, last = _enter((left, own), state, plan, linear_scan.after)
+  more = gated_scan.correction(q_BTGK, log_decay, reset_BT, state)
+  return (o + more).astype(o.dtype), last
+
+
+def selective(
+  x_BTF, dt_BTF, shared_BTUS, rate_FS, reset_BT, state_BFS, plan, *, impl='auto'
+):
+  """linear_scan_selective.selective_scan of a split row -> (y_BTF, state_BFS).
+
+  Arguments and results as in selective_scan and `gated`; reset_BT is no None.
+  """
+  op = functools.partial(linear_scan_selective.selective_scan, impl=impl)
+  if plan is None:
+    return op(x_BTF, dt_BTF, shared_BTUS, rate_FS, reset_BT, state_BFS)
+  y, own = op(x_BTF, dt_BTF, shared_BTUS, rate_FS, reset_BT)
+  dt, shared, rate = (z.astype(y.dtype) for z in (dt_BTF, shared_BTUS, rate_FS))
+  left = linear_scan_selective.decay(dt, rate, reset_BT)
+  if state_BFS is None:
+    state_BFS = jnp.zeros_like(own)
+  _check_state('selective_scan', state_BFS, own)
+  state = _forget(state_BFS.astype(own.dtype), reset_BT)
+  state, last = _enter((left, own), state, plan, linear_scan.after)
+  more = linear_scan_selective.correction(
+    dt, shared[:, :, 1], rate, reset_BT, state
+  )
+  return y + more, last
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+  """newton_scan.Whole of a row that is split; see there."""
+
+  plan: Plan
+  rounds: int
+
+  def before(self, last_BMD, state_BMD):
+    first = lax.axis_index(self.plan.axis) == 0
+    return jnp.where(first, state_BMD, _send(last_BMD, self.plan.axis, 1))
+
+  def enter(self, j_BTMMD, b_BTMD):
+    zero = jnp.zeros_like(b_BTMD[:, 0])
+    maps = affine_scan.total(j_BTMMD, b_BTMD)
+    return _enter(maps, zero, self.plan, affine_scan.after)[0]
+
+  def largest(self, x):
+    sync = self.plan.sync
+    axes = tuple(annotate.sizes()) if sync is None else sync
+    return lax.pmax(x, axes) if axes else x
+
+
+def newton(cell, params, x, reset_BT, state_BMD, valid_BT, plan, **options):
+  """pallas_kernels.newton_scan of a split row -> (h_BTMD, state_BMD, Info).
+
+  Arguments as in newton_scan and `gated`; Info is the same on all ranks of
+  plan.sync. Step by step, should it come to that, n ranks take n turns of T.
+  """
+  if plan is None:
+    h, info = newton_scan.newton_scan(
+      cell, params, x, reset_BT, state_BMD, valid_BT, **options
+    )
+    return h, h[:, -1], info
+  link = _Split(plan, lax.axis_size(plan.axis))
+  h, info = newton_scan.newton_scan(
+    cell, params, x, reset_BT, state_BMD, valid_BT, link=link, **options
+  )
+  return h, _from_last(h[:, -1], plan.axis), info
+
+
+def causal_conv(
+  x_BTD, w_WD, positions_BT, tail_BRD, valid_BT, plan, *, dilation=1
+):
+  """pallas_kernels.causal_conv of a split row -> (y_BTD, tail_BRD).
+
+  A rank receives R inputs, from as many ranks before it as hold them. Arguments
+  and results as in causal_conv and `gated`; the tail after the row, which costs
+  n R inputs, is only sent where it is used.
+  """
+  if plan is None:
+    return conv_op.causal_conv(
+      x_BTD, w_WD, positions_BT, tail_BRD, valid_BT=valid_BT, dilation=dilation
+    )
+  conv_op.check(x_BTD, w_WD, tail_BRD, dilation)
+  r = conv_op.reach(w_WD, dilation)
+  if tail_BRD is None:
+    tail_BRD = jnp.zeros((len(x_BTD), r, x_BTD.shape[2]), x_BTD.dtype)
+  tail = tail_BRD.astype(x_BTD.dtype)
+  x_BTD, tail = varying.same((x_BTD, tail))
+  halo = _halo(x_BTD, tail, plan.axis)
+  y, _ = conv_op.causal_conv(x_BTD, w_WD, positions_BT, halo, dilation=dilation)
+  return y, _last_tail(x_BTD, tail, valid_BT, plan.axis)
+
+
+def _halo(x_BTD, tail_BRD, axis):
+  """The R inputs before this shard; of the tail what no rank holds."""
+  (_, t, _), r = x_BTD.shape, tail_BRD.shape[1]
+  parts = []
+  for by in reversed(range(1, -(-r // t) + 1)):
+    size = min(t, r - (by - 1) * t)
+    parts.append(_send(x_BTD[:, t - size :], axis, by))
+  longer = jnp.concatenate([tail_BRD, jnp.zeros_like(tail_BRD)], 1)
+  at = jnp.minimum(lax.axis_index(axis) * t, r)
+  own = lax.dynamic_slice_in_dim(longer, at, r, 1)
+  return jnp.concatenate([own[:, :0], *parts], 1) + own
+
+
+def _last_tail(x_BTD, tail_BRD, valid_BT, axis):
+  """The last R valid inputs of the row, on all ranks."""
+  r = tail_BRD.shape[1]
+  if valid_BT is None:
+    valid_BT = jnp.ones(x_BTD.shape[:2], bool)
+  padded = jnp.concatenate([jnp.zeros_like(tail_BRD), x_BTD], 1)
+  own = conv_op.last(padded, r, valid_BT)
+  count = jnp.minimum(valid_BT.sum(1), r)[:, None]
+
+  def step(tail, shard):
+    own, count = shard
+    at = jnp.arange(r) + count
+    at = jnp.where(at < r, at, jnp.arange(r) + r)
+    both = jnp.concatenate([tail, own], 1)
+    return jnp.take_along_axis(both, at[..., None], 1), None
+
+  return lax.scan(step, tail_BRD, lax.all_gather((own, count), axis))[0]

@@ -1,0 +1,12 @@
+"""Products of activations and parameters with the collectives they need.
+
+From outside: project.py (every product of a model), lookup.py and vocabulary.py
+(tables), tape.py (weight gradients taken apart), narrow.py (parameters that
+travel in the dtype of their products). rings.py overlaps both with products.
+
+Read first: project.py.
+"""
+
+from paraxis.configs.base import moved
+
+__getattr__ = moved.names_of(__name__)

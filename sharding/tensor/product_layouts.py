@@ -1,0 +1,101 @@
+"""Layouts of a product of an activation and a parameter, letter by letter.
+
+Logical names of the operands and of the result say over which mesh axes each
+letter of the equation is split; what has to move follows from them. Rules and
+words: sharding/tensor/project.py.
+"""
+
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from paraxis.sharding import annotate
+
+
+class Layout(NamedTuple):
+  """Mesh axes of every dimension of one product.
+
+  x, x_whole: as it comes, and gathered for the product. w, w_whole: likewise.
+  y, y_partial: as it is wanted, and with the scatter undone.
+  summed, summed_back: axes over which y, and dx, are partial sums.
+  """
+
+  x: tuple
+  x_whole: tuple
+  w: tuple
+  w_whole: tuple
+  y: tuple
+  y_partial: tuple
+  summed: tuple
+  summed_back: tuple
+
+
+def _layout(equation, x_names, w_names, out):
+  for names in (x_names, w_names, out):
+    annotate.spec(names)  # one mesh axis on two dimensions is an error
+  ins, result = equation.split('->')
+  letters_x, letters_w = ins.split(',')
+  axes = lambda letters, names: dict(
+    zip(letters, map(annotate.carriers, names), strict=True)
+  )
+  x, w, y = (
+    axes(letters_x, x_names),
+    axes(letters_w, w_names),
+    axes(result, out),
+  )
+  x_whole, w_whole, y_partial = dict(x), dict(w), dict(y)
+  summed = sum((x[a] for a in letters_x if a not in result), ())
+  for a in letters_x:
+    if a in result:
+      shared = y[a] if x[a][: len(y[a])] == y[a] else x[a]
+      x_whole[a] = y_partial[a] = shared
+      _check(equation, a, y[a], shared, summed, out)
+  for a in letters_w:
+    target = x[a] if a in x else y[a]
+    if w[a][: len(target)] != target:
+      raise ValueError(
+        f'einsum {equation}: {a!r} is laid out over {w[a]} in the parameter '
+        f'and over {target} elsewhere; {out}.'
+      )
+    w_whole[a] = target
+  back = sum((w_whole[a] for a in letters_w if a not in x), ())
+  row = lambda table, letters: tuple(table[a] for a in letters)
+  return Layout(
+    row(x, letters_x), row(x_whole, letters_x), row(w, letters_w),
+    row(w_whole, letters_w), row(y, result), row(y_partial, result),
+    summed, back,
+  )  # fmt: skip
+
+
+def _check(equation, letter, want, have, summed, out):
+  """y may split a letter more than x only by scattering a sum over it."""
+  if want[: len(have)] != have or set(want[len(have) :]) - set(summed):
+    raise ValueError(
+      f'einsum {equation}: {letter!r} is laid out over {have}, and {out} says '
+      f'{want}; move the operand first.'
+    )
+
+
+def extra(split, whole):
+  """[(dimension, axes)] that `split` has beyond `whole`."""
+  pairs = enumerate(zip(split, whole, strict=True))
+  return [(i, a[len(b) :]) for i, (a, b) in pairs if len(a) > len(b)]
+
+
+def spec(axes, unreduced=()):
+  parts = (a[0] if len(a) == 1 else a or None for a in axes)
+  if unreduced:
+    return PartitionSpec(*parts, unreduced=frozenset(unreduced))
+  return PartitionSpec(*parts)
+
+
+def of(names):
+  """[Layout] of the products; ValueError if they want x in different ones."""
+  groups = zip(names.equations, names.weights, names.outs, strict=True)
+  ways = [_layout(e, names.x, w, out) for e, w, out in groups]
+  if len({way.x_whole for way in ways}) > 1:
+    raise ValueError(
+      f'products {names.equations} share {names.x}, but need it laid out '
+      f'differently: {[way.x_whole for way in ways]}.'
+    )
+  return ways

@@ -1,0 +1,153 @@
+"""Weight gradients apart from the backward pass: both factors on a tape.
+
+    B:  dx, and (x, g) of every product y = x w       W:  dw = x^T g
+
+Two functions of one derivative, so that a pipeline may run W later (zero
+bubble, arXiv:2401.10241, section 2). Two calls of jax.vjp would repeat the
+backward chain in W; here B stops at the products (sharding/tensor/project.py),
+which keep x and hand out g as the cotangent of an argument that they otherwise
+ignore. Both are kept gathered: W multiplies, and sends nothing. B and W
+together take the operations of the joint backward pass.
+
+    taped = Taped()             traced once, for the shapes of x and g
+    taped = Taped(zeros)        differentiated with respect to those zeros
+    taped = Taped(zeros, True)  x as it came, to lie until B gathers it: `whole`
+
+Works inside a scan: a Taped function returns its records as values.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from paraxis.sharding.tensor import narrow
+from paraxis.sharding.tensor import product_layouts
+from paraxis.sharding.tensor import project
+
+
+class Record(NamedTuple):
+  """What is static of one group of products.
+
+  names: of project. owners: of each weight, what `own` called it.
+  """
+
+  names: Any
+  owners: tuple
+
+
+class Tape:
+  """Records the products of one trace.
+
+  Attributes:
+    static: Records. arrays: [(x whole, zeros like each g)], or, with zeros
+      given, [x whole], or [x] if it is kept as it came.
+  """
+
+  def __init__(self, zeros, as_it_came=False):
+    self._zeros = None if zeros is None else iter(zeros)
+    self._as_it_came = as_it_came
+    self._owners, self.static, self.arrays = {}, [], []
+
+  def own(self, values, name):
+    """Says what {path: parameter} are: name(path)."""
+    # The parameters are kept: an id is one object's only while it lives.
+    read = {p: narrow.read(v) for p, v in values.items()}
+    self._owners |= {id(v): (name(p), v) for p, v in read.items()}
+
+  def product(self, names, x, weights):
+    """project.project, recorded; never as a ring."""
+    names = names._replace(ring=False)
+    weights = tuple(map(narrow.read, weights))
+    owners = tuple(self._owners[id(w)][0] for w in weights)
+    self.static.append(Record(names, owners))
+    if self._zeros is None:
+      shapes = jax.eval_shape(functools.partial(_shapes, names), x, weights)
+      zeros = tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)
+      outs, whole = _product(names, x.dtype, x, zeros, *weights)
+      self.arrays.append((whole, zeros))
+    else:
+      outs, whole = _product(names, x.dtype, x, next(self._zeros), *weights)
+      self.arrays.append(x if self._as_it_came else whole)
+    return outs
+
+
+class Taped:
+  """Traces of the parts of a function; a part may be the body of a scan.
+
+  Attributes:
+    zeros: {part: zeros}, or None on the first trace.
+    static: {part: [Record]} once traced.
+  """
+
+  def __init__(self, zeros=None, as_it_came=False):
+    self.zeros, self.static = zeros or {}, {}
+    self._as_it_came = as_it_came
+
+  def run(self, part, call, x, zeros):
+    """call(x) -> (its result, arrays of its tape)."""
+    tape = Tape(zeros, self._as_it_came)
+    with project.taped(tape):
+      y = call(x)
+    self.static[part] = tape.static
+    return y, tape.arrays
+
+
+def own(values, name):
+  """Tells the tape in force, if any, what parameters are."""
+  tape = project.tape()
+  if tape is not None:
+    tape.own(values, name)
+
+
+def _shapes(names, x, weights):
+  """g of each product, gathered as the product of its weight needs it."""
+  layouts = product_layouts.of(names)
+  whole = project.gathered_input(layouts, x)
+  return [
+    jnp.einsum(e, whole, project.gathered_weight(w, x.dtype, way))
+    for e, w, way in zip(names.equations, weights, layouts, strict=True)
+  ]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(names, dtype, x, zeros, *weights):
+  """dtype: of x, and so of dx and of both factors on the tape."""
+  return _product_forward(names, dtype, x, zeros, *weights)[0]
+
+
+def _product_forward(names, dtype, x, zeros, *weights):
+  del dtype, zeros
+  outs, _ = project.forward(names, x, *weights)
+  whole = project.gathered_input(product_layouts.of(names), x)
+  return (outs, whole), weights
+
+
+def _product_backward(names, dtype, weights, cotangents):
+  gs, _ = cotangents
+  layouts = product_layouts.of(names)
+  dx, gathered = project.back(names, layouts, dtype, weights, gs)
+  return dx, tuple(gathered), *[None] * len(weights)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def whole(record, x):
+  """x of one Record, kept as it came, as `weight_gradients` needs it."""
+  return project.gathered_input(product_layouts.of(record.names), x)
+
+
+def weight_gradients(record, x, gs):
+  """[dw] of one Record from the arrays of its tape, in the dtypes of w."""
+  return [
+    project.weight_gradient(e, x, g, dtype, way)
+    for e, g, dtype, way in zip(
+      record.names.equations,
+      gs,
+      record.names.dtypes,
+      product_layouts.of(record.names),
+      strict=True,
+    )
+  ]

@@ -1,0 +1,154 @@
+"""Flags, config files and exit codes."""
+
+import os
+
+from absl import flags
+import pytest
+
+from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
+
+
+def _define(values):
+  flags.DEFINE_string('workdir', '', 'where', flag_values=values)
+
+
+def _parse(*argv):
+  return command_line.parse(argv, _define)
+
+
+def test_flags_config_and_overrides():
+  values, config, left = _parse(
+    '--config=quickstart',
+    '--workdir=a',
+    'word',
+    '--config.train.steps=7',
+    '--config.optimizer.learning_rate=0.5',
+    '--config.data.path=x y',
+    '--noconfig.model.tied_embedding',
+  )
+  assert values.workdir == 'a' and left == ['word']
+  view = schema.view(config)
+  assert view.train.steps == 7 and view.optimizer.learning_rate == 0.5
+  assert view.data.path == 'x y' and view.model.tied_embedding is False
+  assert _parse('--config', 'quickstart')[1].train.steps == 480
+
+
+def test_without_a_config():
+  values, config, left = _parse('--workdir', 'a')
+  assert config is None and values.workdir == 'a' and left == []
+
+
+@pytest.mark.parametrize(
+  'argv, words',
+  [
+    (['--config=quickstrat'], "Did you mean 'quickstart'?"),
+    (['--config=no/such.py'], 'no such file'),
+    (['--config='], 'no such file'),
+    (['--config'], 'no such file'),
+    (['--config=quickstart', '--config.train.stesp=3'], "'train.steps'?"),
+    (['--config=quickstart', '--config.train=3'], 'train is a section'),
+    (['--config=quickstart', '--config.train.steps=many'], 'steps'),
+    (['--config=quickstart', '--config.train.steps=1.5'], 'steps'),
+    (['--config.train.steps=3'], 'needs --config=FILE first'),
+    (['--wrokdir=a'], 'workdir'),
+  ],
+)
+def test_a_wrong_argument_is_one_line(argv, words):
+  with pytest.raises(errors.UserError, match='^[^\n]*$') as caught:
+    _parse(*argv)
+  assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  'text, words',
+  [
+    ('x = 1\n', 'defines no get_config'),
+    ('import no_such_module\n', 'ModuleNotFoundError'),
+    ('def get_config(:\n', 'SyntaxError'),
+    ('def get_config():\n  return 3\n', 'returns int, not a ConfigDict'),
+    (
+      'from paraxis.configs import schema\n'
+      'def get_config():\n'
+      '  config = schema.default()\n'
+      '  config.train.stesp = 3\n'
+      '  return config\n',
+      'stesp',
+    ),
+    (
+      'from paraxis.configs import schema\n'
+      'def get_config():\n'
+      '  config = schema.default()\n'
+      '  config.train.steps = 0\n'
+      '  return config\n',
+      'train.steps=0 is below',
+    ),
+  ],
+)
+def test_a_wrong_config_file_is_one_line(tmp_path, text, words):
+  path = tmp_path / 'mine.py'
+  path.write_text(text)
+  with pytest.raises(errors.UserError, match='^[^\n]*$') as caught:
+    command_line.load(str(path))
+  assert words in str(caught.value)
+
+
+def _raise(error):
+  def command(argv):
+    raise error
+
+  return command
+
+
+@pytest.mark.parametrize(
+  'command, code, words',
+  [
+    (lambda argv: None, 0, ''),
+    (lambda argv: 75, 75, ''),
+    (_raise(errors.UserError('what')), 2, 'paraxis: what\n'),
+    (_raise(errors.IntegrityError('rot')), 14, 'paraxis: rot\n'),
+    (_raise(RuntimeError('oh')), 13, 'paraxis: crashed: RuntimeError: oh\n'),
+    (_raise(KeyboardInterrupt()), 130, 'paraxis: interrupted\n'),
+  ],
+)
+def test_exit_codes(capsys, command, code, words):
+  assert command_line.run(command, []) == code
+  shown = capsys.readouterr().err
+  assert shown.endswith(words)
+  # Only a crash shows a traceback.
+  assert ('Traceback' in shown) == (code == 13)
+
+
+@pytest.mark.parametrize(
+  'given, count, wanted',
+  [
+    ('', 0, '--xla_force_host_platform_device_count=8'),
+    ('--a=1', 3, '--a=1 --xla_force_host_platform_device_count=3'),
+    (
+      '--xla_force_host_platform_device_count=2',
+      0,
+      '--xla_force_host_platform_device_count=2',
+    ),
+    (
+      '--xla_force_host_platform_device_count=2 --a=1',
+      4,
+      '--a=1 --xla_force_host_platform_device_count=4',
+    ),
+  ],
+)
+def test_devices(monkeypatch, given, count, wanted):
+  monkeypatch.setenv('XLA_FLAGS', given)
+  monkeypatch.setenv('JAX_PLATFORMS', 'tpu')
+  command_line.prepare_devices(count)
+  assert os.environ['XLA_FLAGS'] == wanted
+  # Virtual devices are the CPU's, whatever else the machine has.
+  assert os.environ['JAX_PLATFORMS'] == ('cpu' if count else 'tpu')
+
+
+def test_help_lists_every_field():
+  text = command_line.help_fields()
+  for name, field in schema.fields():
+    assert f'  {name} = {field.default!r}\n' in text
+    assert field.metadata['doc'] in text
+  assert '[cosine | wsd | constant]' in text

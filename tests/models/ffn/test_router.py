@@ -1,0 +1,193 @@
+"""The router's choices, terms and counts against plain loops.
+
+Legend: B rows, T tokens, E experts, K choices.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from paraxis.configs.base import model as model_schema
+from paraxis.models.ffn import router
+
+B, T, E = 2, 8, 12
+
+
+@pytest.fixture(autouse=True)
+def _double():
+  with jax.enable_x64(True):
+    yield
+
+
+def logits():
+  return np.random.default_rng(0).normal(size=(B, T, E))
+
+
+def by_hand(s, bias, c):
+  """(ids, mix) of one token."""
+  choice = s + bias
+  value = np.sort(choice.reshape(c.groups, -1), 1)[:, -2:].sum(1)
+  open_ = np.sort(np.argsort(-value)[: c.top_groups])
+  inside = [i for i in range(E) if i // (E // c.groups) in open_]
+  ids = sorted(inside, key=lambda i: -choice[i])[: c.top_k]
+  mix = s[ids]
+  return ids, c.scale * (mix / mix.sum() if c.normalise else mix)
+
+
+CASES = [
+  dict(),
+  dict(scores='sigmoid', normalise=False, scale=2.5),
+  dict(top_k=3, groups=4, top_groups=2),
+  dict(top_k=1, groups=12, top_groups=5, scores='sigmoid'),
+]
+
+
+@pytest.mark.parametrize('fields', CASES)
+@pytest.mark.parametrize('biased', [False, True])
+def test_choices(fields, biased):
+  c = model_schema.Experts(count=E, **fields)
+  bias = np.random.default_rng(1).normal(size=E) if biased else None
+  s = router.scores(logits(), c.scores)
+  ids, mix = jax.jit(lambda s: router.choose(s, c, bias))(s)
+  for b, t in np.ndindex(B, T):
+    one, weights = by_hand(np.asarray(s[b, t]), 0 if bias is None else bias, c)
+    assert list(ids[b, t]) == one
+    np.testing.assert_allclose(mix[b, t], weights, rtol=1e-14)
+
+
+def test_a_bias_moves_choices_and_not_weights():
+  """Nor has it a gradient: it is balanced by counts."""
+  c = model_schema.Experts(count=E, normalise=False)
+  s = router.scores(logits(), 'softmax')
+  everyone = jnp.zeros(E).at[3].set(9.0)
+  ids, mix = router.choose(s, c, everyone)
+  assert (ids[..., 0] == 3).all()
+  np.testing.assert_array_equal(mix[..., 0], s[..., 3])
+  grad = jax.grad(lambda bias: router.choose(s, c, bias)[1].sum())
+  assert (grad(everyone) == 0).all()
+
+
+def test_sigmoids_that_are_all_zero_are_no_nan():
+  c = model_schema.Experts(count=E)
+  _, mix = router.choose(jnp.zeros((1, 1, E)), c)
+  assert (mix == 0).all()
+
+
+def example():
+  """(logits, probabilities, valid, ids)."""
+  z = logits()
+  p = np.asarray(jax.nn.softmax(z))
+  valid = np.arange(B * T).reshape(B, T) % 5 > 0
+  return z, p, valid, np.argsort(-p)[..., :2]
+
+
+def test_terms_and_counts():
+  z, p, valid, ids = example()
+  count = np.zeros((B, E), int)
+  balance = squares = entropy = 0.0
+  f = np.random.default_rng(2).random((B, E))
+  for b, t in zip(*np.nonzero(valid), strict=True):
+    count[b, ids[b, t]] += 1
+    balance += E * f[b] @ p[b, t]
+    squares += np.log(np.exp(z[b, t]).sum()) ** 2
+    entropy -= p[b, t] @ np.log(p[b, t])
+  found = router.counts(ids, valid, E)
+  assert found.dtype == jnp.int32
+  np.testing.assert_array_equal(found, count)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-13)
+  close(router.balance(p, f, valid), balance)
+  close(router.z(z, valid), squares)
+  close(router.entropy(p, valid), entropy)
+  close(router.probabilities(2 * p, 'sigmoid'), p)
+
+
+def test_uniform_loads_have_the_smallest_balance():
+  """E sum f P is 1 a token where all is even, E where all go to one."""
+  valid, even = jnp.ones((1, 4), bool), jnp.full((1, 4, E), 1 / E)
+  one = jnp.zeros((1, 4, E)).at[..., 0].set(1.0)
+  f = lambda p: p.mean(1)
+  assert np.isclose(router.balance(even, f(even), valid), 4)
+  assert np.isclose(router.balance(one, f(one), valid), 4 * E)
+
+
+@pytest.mark.parametrize('scope', ['sequence', 'device', 'microbatch', 'step'])
+def test_scopes_on_a_mesh(scope):
+  """Rows over data, tokens over context and tensor."""
+  _, _, valid, ids = example()
+  axes = ('context', 'tensor'), ('data', 'context', 'tensor')
+  mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2, 2), axes[1])
+
+  def run(ids, valid):
+    count = router.counts(ids, valid, E)
+    f = router.shares(count, scope, axes, jnp.arange(E) * 1.0)
+    return jnp.broadcast_to(f, (1, 1, 1, 1, E))
+
+  rows = P('data', ('context', 'tensor'))
+  run = jax.shard_map(
+    run, mesh=mesh, in_specs=(rows, rows), out_specs=P('data', *axes[0]),
+    check_vma=False,
+  )  # fmt: skip
+  f = np.asarray(jax.jit(run)(ids, valid)).reshape(
+    2, 4, E
+  )  # row, chunk of its tokens
+  chunks = np.where(valid[..., None, None], np.eye(E)[ids], 0).sum(2)
+  chunks = chunks.reshape(2, 4, 2, E).sum(2)  # what each device counts
+  total = {
+    'sequence': chunks.sum(1, keepdims=True),
+    'device': chunks,
+    'microbatch': chunks.sum((0, 1), keepdims=True),
+    'step': np.arange(E)[None, None],
+  }[scope]
+  expected = total / total.sum(-1, keepdims=True)
+  np.testing.assert_allclose(f, np.broadcast_to(expected, f.shape), rtol=1e-14)
+
+
+def test_nothing_valid_is_no_nan():
+  f = router.shares(jnp.zeros((B, E), jnp.int32), 'sequence', ((), ()))
+  assert (f == 0).all()
+
+
+def test_attach():
+  """The objective gets the term once, counters get what is counted."""
+  counters = (jnp.zeros(3, jnp.float32), jnp.zeros(2, jnp.float64))
+  counted = (np.arange(3.0), np.arange(2.0))
+
+  def run(x, counters, scale):
+    y = router.attach(jnp.sin(x), (x**3).sum(), counters, counted)
+    return scale * y.sum(), y
+
+  x = jnp.arange(4.0)
+  for scale in (1.0, 5.0):
+    (_, y), (dx, dc) = jax.value_and_grad(run, (0, 1), has_aux=True)(
+      x, counters, scale
+    )
+    np.testing.assert_array_equal(y, jnp.sin(x))
+    np.testing.assert_allclose(dx, scale * np.cos(x) + 3 * x**2)
+    for a, b, c in zip(dc, counted, counters, strict=True):
+      assert a.dtype == c.dtype
+      np.testing.assert_array_equal(a, b)
+
+
+def test_attach_in_a_scan_with_recomputation():
+  """Every layer's own counter gets its own count."""
+
+  @jax.checkpoint
+  def layer(x, counter):
+    y = jnp.sin(x)
+    return router.attach(y, y.sum(), counter, jnp.round(10 * y.sum())), None
+
+  def run(x, counters):
+    return jax.lax.scan(layer, x, counters)[0].sum()
+
+  x = jnp.arange(3.0)
+  dx, counts = jax.grad(run, (0, 1))(x, jnp.zeros(2))
+  plain = lambda x: jnp.sin(x).sum() + 2 * jnp.sin(jnp.sin(x)).sum()
+  np.testing.assert_allclose(dx, jax.grad(plain)(x), rtol=1e-12)
+  y = np.sin(np.arange(3.0))
+  np.testing.assert_array_equal(
+    counts, [np.round(10 * y.sum()), np.round(10 * np.sin(y).sum())]
+  )

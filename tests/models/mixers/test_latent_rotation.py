@@ -1,0 +1,169 @@
+"""Another basis of the latents: the same model, and better parts.
+
+Legend: B rows, T tokens, D model, R width of the latent, G parts.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.configs.base import mixers as mixer_schema
+from paraxis.decode import step
+from paraxis.models import batch
+from paraxis.models import decoder
+from paraxis.models.mixers import latent_rotation
+
+B, T, D, R, V = 4, 24, 16, 16, 32
+QUICK = {'xla_backend_optimization_level': 0}  # to compile
+jit = functools.partial(jax.jit, compiler_options=QUICK)
+
+
+@pytest.fixture(autouse=True)
+def _double():
+  with jax.enable_x64(True):
+    yield
+
+
+def model_of(**own):
+  own = dict(rank=R, nope_dim=6, rope_dim=4, value_dim=6) | own
+  return decoder.Decoder(schema.Model(
+    vocab_size=V, d_model=D, num_heads=4, d_ff=16, num_layers=2, pattern='A',
+    mlp='none', dtype='float64', param_dtype='float64', attention_block=8,
+    latent=mixer_schema.Latent(**own),
+  ))  # fmt: skip
+
+
+@functools.cache
+def params():
+  """Latents of a few directions in any basis; gamma is not 1."""
+  model, rng = model_of(), np.random.default_rng(0)
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  out = {p: rng.normal(0, 0.4, s.shape) for p, s in shapes.items()}
+  basis, _ = np.linalg.qr(rng.normal(size=(2, R, R)))
+  out['layers/latent_attention/down'] = (
+    rng.normal(size=(2, D, R)) * 0.6 ** np.arange(R) @ basis
+  )
+  out['layers/latent_attention/latent_norm'] = 1 + rng.uniform(
+    -0.3, 0.3, (2, R)
+  )
+  return model.unstack(out)
+
+
+def tokens(seed=1):
+  return np.random.default_rng(seed).integers(0, V, (B, T)).astype(np.int32)
+
+
+def prefill(model, values, ids):
+  lengths = jnp.full(B, ids.shape[1])
+  run = jit(lambda p, x: step.prefill(model, p, x, lengths, T))
+  return run(values, ids)
+
+
+def last(model, values):
+  """Features of the last token, decoded after all others."""
+  ids = tokens()
+  _, cache = prefill(model, values, ids[:, :-1])
+  one = np.ones((B, 1), np.int32)
+  data = batch.Batch(ids[:, -1:], None, one, one * (T - 1), None, None)
+  return np.asarray(jit(lambda p, c: model(p, data, c)[0])(values, cache)[:, 0])
+
+
+@functools.cache
+def exact():
+  return np.asarray(prefill(model_of(), params(), tokens())[0][:, -1])
+
+
+@functools.cache
+def calibration():
+  return prefill(model_of(), params(), tokens(2))[1]
+
+
+def distance(a, b):
+  return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+@pytest.mark.parametrize('rotation, groups', [('hadamard', 2), ('pca', 1)])
+def test_a_rotation_changes_no_number(rotation, groups):
+  model = model_of(rotation=rotation, groups=groups)
+  new = latent_rotation.rotated(params(), model.config, calibration())
+  assert distance(last(model, new), exact()) < 1e-12
+  changed = {p for p in new if not np.array_equal(new[p], params()[p])}
+  names = latent_rotation.PARAMETERS
+  assert changed == {
+    f'layers/{i}/latent_attention/{name}' for i in range(2) for name in names
+  }
+  wrong = dict(new)
+  wrong['layers/0/latent_attention/key'] = params()[
+    'layers/0/latent_attention/key'
+  ]
+  assert distance(last(model, wrong), exact()) > 1e-3
+
+
+def test_principal_parts_err_least():
+  """Each part with a softmax of its own: TPLA's comparison."""
+  error = {}
+  for rotation in ('none', 'hadamard', 'pca'):
+    model = model_of(rotation=rotation, groups=2, scores='own')
+    new = latent_rotation.rotated(params(), model.config, calibration())
+    error[rotation] = distance(last(model, new), exact())
+  assert 1e-6 < error['pca'] < 0.5 * min(error['none'], error['hadamard'])
+
+
+def test_shares_undo_what_a_parts_own_norm_does():
+  """Without them the lesser part is as large as the other one."""
+  model = model_of(rotation='pca', groups=2, scores='own')
+  new = latent_rotation.rotated(params(), model.config, calibration())
+  names = [f'layers/{i}/latent_attention/shares' for i in range(2)]
+  for name in names:
+    np.testing.assert_allclose(new[name].sum(), 1)
+    assert new[name][0] > 4 * new[name][1]
+  alike = new | {name: np.array([0.5, 0.5]) for name in names}
+  assert distance(last(model, alike), exact()) > 1.5 * distance(
+    last(model, new), exact()
+  )
+  # Prefill does not read them.
+  found = prefill(model, alike, tokens())[0][:, -1]
+  assert distance(np.asarray(found), exact()) < 1e-12
+
+
+def test_the_covariance_is_that_of_latents():
+  value = lambda name: params()[f'layers/0/latent_attention/{name}']
+  x = params()['embedding'][tokens(2)]
+  epsilon = model_of().config.norm_epsilon
+  rms = lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon)
+  x = rms(x) * params()['layers/0/latent_attention_norm/scale']
+  n = rms(x @ value('down')).reshape(-1, R)
+  for groups in (1, 4):
+    _, cache = prefill(model_of(groups=groups), params(), tokens(2))
+    found = latent_rotation.covariance(
+      cache.states[0][0], cache.segments, value('latent_norm')
+    )
+    np.testing.assert_allclose(found, n.T @ n / len(n), atol=1e-12)
+
+
+def test_orthogonal_matrices():
+  for u in (
+    latent_rotation.hadamard(16, 3),
+    latent_rotation.principal(np.diag([1.0, 3, 2, 0])),
+  ):
+    np.testing.assert_allclose(u.T @ u, np.eye(len(u)), atol=1e-15)
+  covariance = np.diag([1.0, 3, 2, 0])
+  u = latent_rotation.principal(covariance)
+  np.testing.assert_allclose(
+    latent_rotation.shares(covariance, u, 2), [5 / 6, 1 / 6]
+  )
+  np.testing.assert_allclose(abs(latent_rotation.hadamard(16)), 0.25)
+
+
+def test_what_cannot_be_rotated():
+  with pytest.raises(errors.UserError, match='of 12 .* rows'):
+    latent_rotation.hadamard(12)
+  model = model_of(rotation='pca')
+  with pytest.raises(errors.UserError, match='0 tokens .* of 16 numbers'):
+    latent_rotation.rotated(params(), model.config)
+  assert latent_rotation.rotated(params(), model_of().config) == params()

@@ -1,0 +1,129 @@
+"""The three kinds of vocabulary: round trips, special tokens, streaming."""
+
+import codecs
+
+import pytest
+import tokenizers
+from tokenizers import decoders
+from tokenizers import models
+
+from paraxis.configs.base import errors
+from paraxis.models.text import tokenizer
+
+TEXTS = (
+  '',
+  'plain words, and  two   spaces\n\n\ttabs\r\n',
+  'def f(x):\n    return x ** 2  # 12345',
+  'naïve café Ω',
+  '日本語のテキスト и русский العربية',
+  'emoji 😀👩‍👩‍👧 and \x00\x01 controls',
+  '<|end|> <|pad|><|code|> are only text here',
+)
+
+
+@pytest.mark.parametrize('name', ['bpe2048', 'bytes'])
+@pytest.mark.parametrize('text', TEXTS)
+def test_round_trip(name, text):
+  t = tokenizer.load(name)
+  ids = t.encode(text)
+  assert t.decode(ids) == text
+  assert t.decode_bytes(ids) == text.encode()
+  assert t.encode_batch([text, 'x']) == [ids, t.encode('x')]
+  # No special token comes out of text, whatever the text spells.
+  special = {t.pad_id, t.end_id, t.bos_id(), *map(t.bos_id, t.domains)}
+  assert not special & set(ids)
+  # ... and special tokens put around it do not show.
+  assert t.decode([t.bos_id(), *ids, t.end_id, t.pad_id]) == text
+
+
+@pytest.mark.parametrize('name', ['bpe2048', 'bytes'])
+def test_streaming_never_splits_a_character(name):
+  t = tokenizer.load(name)
+  text = ''.join(TEXTS)
+  stream = codecs.getincrementaldecoder('utf-8')('replace')
+  parts = [stream.decode(t.decode_bytes([i])) for i in t.encode(text)]
+  assert ''.join(parts) + stream.decode(b'', final=True) == text
+  # The negative: decoding token by token does split characters.
+  assert ''.join(t.decode([i]) for i in t.encode(text)) != text
+
+
+def test_shipped_vocabulary():
+  t = tokenizer.load('bpe2048')
+  assert t.vocab_size == 2048
+  assert t.domains == (
+    'code',
+    'dictionary',
+    'drama',
+    'manual',
+    'scripture',
+    'translation',
+  )
+  assert (t.pad_id, t.end_id) == (0, 1)
+  assert [t.bos_id(d) for d in t.domains] == [2, 3, 4, 5, 6, 7]
+  assert t.bos_id() == t.bos_id('no such domain') == t.bos_id('code')
+  assert t.bos_id('pad') == t.bos_id()  # a control token is no domain
+  assert t.require_domain('drama') == 'drama'
+  with pytest.raises(errors.UserError, match="'dramma'.*mean 'drama'"):
+    t.require_domain('dramma')
+
+
+def test_bytes_vocabulary():
+  t = tokenizer.load('bytes')
+  assert (t.vocab_size, t.pad_id, t.end_id, t.bos_id('x')) == (
+    259,
+    256,
+    257,
+    258,
+  )
+  assert t.domains == ()
+  assert t.fingerprint != tokenizer.load('bpe2048').fingerprint
+
+
+def save(folder, entries, special):
+  """A word-level tokenizer.json with these entries."""
+  made = tokenizers.Tokenizer(
+    models.WordLevel({w: i for i, w in enumerate(entries)}, unk_token='?')
+  )
+  made.decoder = decoders.Sequence(
+    [
+      decoders.Replace('\u2581', ' '),
+      decoders.ByteFallback(),
+      decoders.Fuse(),
+    ]
+  )
+  made.add_special_tokens(special)
+  path = folder / 'tokenizer.json'
+  made.save(str(path))
+  return str(path)
+
+
+def test_any_tokenizer_json(tmp_path):
+  entries = ['?', '\u2581a', '<0xE6>', '<0x97>', '<0xA5>']
+  path = save(tmp_path, entries, ['<bos>', '<eos>'])
+  t = tokenizer.load(path)
+  assert t.vocab_size == 7
+  assert t.bos_id('anything') == 5
+  assert t.pad_id == t.end_id == 6  # it has no padding token
+  assert t.decode_bytes([5, 1, 2, 3, 4, 6]) == ' a日'.encode()
+  assert t.decode([5, 1, 2, 3, 4, 6]) == ' a日'
+  assert t.fingerprint == tokenizer.load(path).fingerprint
+
+
+def test_missing_special_tokens_are_named(tmp_path):
+  t = tokenizer.load(save(tmp_path, ['?', 'a'], []))
+  with pytest.raises(errors.UserError, match='no beginning-of-document token'):
+    t.bos_id()
+  with pytest.raises(errors.UserError, match='end-of-document.*2 entries'):
+    _ = t.end_id
+
+
+def test_bad_names(tmp_path):
+  with pytest.raises(errors.UserError, match="mean 'bpe2048'"):
+    tokenizer.load('bpe204')
+  damaged = tmp_path / 'tokenizer.json'
+  damaged.write_text('{"model": {}}')
+  with pytest.raises(errors.UserError, match='is not a tokenizer.json'):
+    tokenizer.load(str(damaged))
+  damaged.write_bytes(b'\xff\xfe')
+  with pytest.raises(errors.UserError, match='is not a tokenizer.json'):
+    tokenizer.load(str(damaged))

@@ -1,0 +1,227 @@
+"""The kernels of decode attention: interpreted, and compiled ahead of time."""
+
+import jax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+import numpy as np
+import pytest
+
+from paraxis.pallas_kernels import reference
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels.attention import op as attention
+from paraxis.pallas_kernels.decode_attention import gpu as decode_attention_gpu
+from paraxis.pallas_kernels.decode_attention import op as decode_attention
+from paraxis.pallas_kernels.decode_attention import tpu as decode_attention_tpu
+from paraxis.sharding.meter import aot
+
+TPU, GPU = decode_attention_tpu, decode_attention_gpu
+LENGTHS = np.array([0, 1, 5, 63, 64, 65, 129, 256, 511, 512], np.int32)
+FIRST = 0 * LENGTHS, LENGTHS  # ranges of slots
+# Within a tile, at its borders, over some, and an empty one.
+LATER = np.array([0, 0, 3, 62, 64, 0, 64, 65, 300, 511], np.int32), LENGTHS
+
+
+def filled(ranges, s):
+  """(B, S) bool of (begins, ends)."""
+  slots = np.arange(s)
+  return (slots >= ranges[0][:, None]) & (slots < ranges[1][:, None])
+
+
+def arrays(ranges, S, N, K, H, Hv=None):
+  """q_BNH and a cache whose slots outside of a row's range are NaN."""
+  rng, B = np.random.default_rng(0), len(ranges[0])
+  shapes = (B, N, H), (B, S, K, H), (B, S, K, Hv or H)
+  q, k, v = (rng.normal(size=s).astype('f4') for s in shapes)
+  k[~filled(ranges, S)] = np.nan
+  v[~filled(ranges, S)] = np.nan
+  return q, k, v
+
+
+def wanted(q, k, v, ranges, mask):
+  """(o_BNH, lse_BN) by definition, in float64."""
+  b, s = k.shape[:2]
+  segments = np.ones((b, 1), np.int32), filled(ranges, s).astype(np.int32)
+  order = np.zeros((b, 1), np.int32), np.zeros((b, s), np.int32)
+  with jax.enable_x64(True):
+    wide = [np.nan_to_num(x.astype('f8')) for x in (q[:, None], k, v)]
+    found = reference.attention_ref(*wide, mask, segments, order)
+    return [np.asarray(x[:, 0]) for x in found]
+
+
+def check(found, expected, ranges, tolerance=2e-6):
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+  o, lse = (np.asarray(x)[ranges[0] == ranges[1]] for x in found)
+  assert not o.any() and (lse == np.float32(attention.NEG)).all()
+
+
+def run(kernel, q, k, v, ranges, mask, **options):
+  options = dict(interpret=True) | options
+  forward = lambda *x: kernel.forward(*x, mask, **options)
+  return jax.jit(forward)(q, k, v, *ranges)
+
+
+@pytest.mark.parametrize(
+  'kernel, ranges, workers, softcap, sizes, tile',
+  [
+    (TPU, FIRST, 1, 0.0, dict(S=512, N=8, K=2, H=32), 64),
+    (TPU, LATER, 2, 3.0, dict(S=512, N=3, K=3, H=16, Hv=8), 128),
+    (TPU, LATER, 5, 0.0, dict(S=513, N=4, K=1, H=16), 64),
+    (TPU, FIRST, 33, 0.0, dict(S=512, N=6, K=3, H=8), 512),
+    (GPU, FIRST, 1, 0.0, dict(S=512, N=8, K=2, H=32), 64),
+    (GPU, LATER, 5, 3.0, dict(S=513, N=3, K=3, H=16, Hv=32), 64),
+    (GPU, LATER, 33, 0.0, dict(S=512, N=4, K=1, H=16), 128),
+  ],
+)
+def test_equals_the_definition(kernel, ranges, workers, softcap, sizes, tile):
+  mask = attention.Mask(scale=0.3, softcap=softcap)
+  x = arrays(ranges, **sizes)
+  found = run(kernel, *x, ranges, mask, tile=tile, workers=workers)
+  check(found, wanted(*x, ranges, mask), ranges)
+  begins, ends = ranges  # a slot more or less does matter, on both sides
+  off = [(begins, np.maximum(ends - 1, begins))]
+  off += [(np.minimum(begins + 1, ends), ends)]
+  for wrong in off:
+    with pytest.raises(AssertionError):
+      check(found, wanted(*x, wrong, mask), ranges)
+
+
+@pytest.mark.parametrize(
+  'kernel, lengths', [(TPU, [0, 0, 0]), (TPU, [0, 200, 0]), (GPU, [0, 0, 0])]
+)
+def test_rows_without_slots(kernel, lengths):
+  lengths, mask = np.array(lengths, np.int32), attention.Mask(scale=0.3)
+  ranges = 0 * lengths, lengths
+  x = arrays(ranges, S=200, N=2, K=1, H=16)
+  found = run(kernel, *x, ranges, mask, tile=64, workers=3)
+  check(found, wanted(*x, ranges, mask), ranges)
+
+
+def test_many_heads_take_a_tile_in_steps(monkeypatch):
+  monkeypatch.setattr(TPU, 'SCORES', 8 * 3 * 32)
+  ranges, mask = np.array([[70, 0], [100, 30]]), attention.Mask(scale=0.3)
+  ranges = tuple(ranges.astype(np.int32))
+  x = arrays(ranges, S=100, N=6, K=3, H=8)
+  found = run(TPU, *x, ranges, mask, tile=100)
+  check(found, wanted(*x, ranges, mask), ranges)
+
+
+def test_no_race_and_nothing_read_before_it_is_written(monkeypatch):
+  """TPU semantics: memory starts as NaN; four workers of seven are idle."""
+  ranges, mask = np.array([[0, 9], [70, 9]]), attention.Mask(scale=0.3)
+  ranges = tuple(ranges.astype(np.int32))
+  x = arrays(ranges, S=80, N=4, K=2, H=8)
+  params = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
+  options = dict(tile=32, workers=7, interpret=params)
+  expected = wanted(*x, ranges, mask)
+  check(run(TPU, *x, ranges, mask, **options), expected, ranges)
+  assert not interpret_pallas_call.races.races_found
+  blocks = TPU._blocks
+  # Without a slot of their own the idle ones write over that of piece 3.
+  monkeypatch.setattr(
+    TPU,
+    '_blocks',
+    lambda sizes, rows, _: blocks(sizes, rows, lambda w: 3),
+  )
+  with pytest.raises(jax.errors.JaxRuntimeError, match='Revisited block'):
+    jax.block_until_ready(run(TPU, *x, ranges, mask, **options))
+
+
+def test_a_tile_is_about_a_mebibyte():
+  of = TPU.tile_of
+  assert of(8192, 8, 128, 2) == 512 and of(8192, 1, 128, 4) == 2048
+  assert of(300, 8, 128, 2) == 300 and of(8192, 512, 256, 4) == 16
+
+
+def test_what_the_tpu_kernel_takes():
+  tpu = registry.Target('tpu', 'TPU v5 lite')
+  x = jax.ShapeDtypeStruct((1, 1, 2, 8), 'float32')
+  plain = attention.Mask()
+  names = lambda spec: [
+    reason
+    for name, _, reason in registry.explain('decode_attention', tpu, spec)
+    if name == 'pallas_tpu'
+  ][0]
+
+  def spec(q=x, mask=plain, segments=None, **given):
+    base = vars(attention.spec_of(q, x, mask, segments, None, x))
+    base |= dict(cache=(given.pop('cache', str(q.dtype)),) * 2) | given
+    return decode_attention.Spec(**base)
+
+  two = jax.ShapeDtypeStruct((1, 2, 2, 8), 'float32')
+  double = jax.ShapeDtypeStruct((1, 1, 2, 8), 'float16')
+  assert names(spec()) == ''
+  assert names(spec(two)) == 'takes one query a row, these are 2'
+  assert 'by their lengths' in names(spec(segments=(1, 1)))
+  assert 'no window' in names(spec(mask=attention.Mask(window=4)))
+  assert 'manual region' in names(spec(sharded=True))
+  assert 'takes one dtype' in names(spec(cache='bfloat16'))
+  assert 'not float16' in names(spec(double))
+  assert 'query heads' in names(
+    spec(q=jax.ShapeDtypeStruct((1, 1, 2048, 8), 'float32'))
+  )
+  long = spec(k=(4096, 2**20, 8, 128), v=(4096, 2**20, 8, 128))
+  assert 'tiles to list' in names(long)
+  cpu = dict(
+    (name, reason)
+    for name, _, reason in registry.explain('decode_attention', spec=spec())
+  )
+  assert 'needs a TPU' in cpu['pallas_tpu'] and cpu['xla'] == ''
+
+
+def test_what_the_gpu_kernel_takes():
+  gpu = registry.Target('gpu', 'NVIDIA H200')
+
+  def reason(k=(1, 64, 2, 16), q=(1, 1, 2, 16), dtype='float32', target=gpu):
+    spec = decode_attention.Spec(
+      q, k, dtype, attention.Mask(), False, False, k, cache=(dtype, dtype)
+    )
+    rows = registry.explain('decode_attention', target, spec)
+    return {name: reason for name, _, reason in rows}['pallas_gpu']
+
+  assert reason() == '' and reason(dtype='float16') == ''
+  assert reason(q=(1, 2, 2, 16)) == 'takes one query a row, these are 2'
+  assert 'head size 48' in reason(k=(1, 64, 2, 48))
+  assert 'not float64' in reason(dtype='float64')
+  assert 'addresses fewer' in reason(k=(64, 2**17, 8, 128))
+  assert 'needs a GPU' in reason(target=registry.Target('cpu', 'cpu'))
+  assert GPU.workers(8) * 8 <= GPU.PROGRAMS
+  assert GPU.workers(1000) == 1
+
+
+def compiled(topology, slots, mask):
+  """The program that `auto` makes of rows of up to `slots` slots."""
+  t = aot.topology(topology)
+  one = jax.sharding.SingleDeviceSharding(t.devices[0])
+  shapes = (4, 1, 32, 128), (4, slots, 8, 128), (4, slots, 8, 128)
+  args = [jax.ShapeDtypeStruct(s, 'bfloat16', sharding=one) for s in shapes]
+  args.append(jax.ShapeDtypeStruct((4,), 'int32', sharding=one))
+  decode = lambda q, k, v, n: decode_attention.ragged(q, k, v, mask, n)
+  with t.context():
+    traced = jax.jit(decode).trace(*args)
+  return aot.compile_for(t, 'decode', traced)
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(aot.missing('tpu') is not None, reason='no libtpu')
+@pytest.mark.parametrize(
+  'name', ['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1']
+)
+def test_a_program_for_a_tpu_holds_no_copy_of_the_cache(name):
+  program = compiled(name, 4096, attention.Mask(scale=0.1))
+  text, memory = program.as_text(), aot.memory(program)
+  assert text.count('custom_call_target="tpu_custom_call"') == 1
+  assert memory.arguments > 64 * 2**20 and memory.temporaries < 2**20
+  work = program.cost_analysis()['flops']
+  assert work >= 4 * 4 * 4096 * 8 * 32 * 128  # K-fold, as the kernel says
+
+
+@pytest.mark.skipif(aot.missing('cuda') is not None, reason='no CUDA wheels')
+@pytest.mark.parametrize('name', ['h100:1', 'h200:1'])
+@pytest.mark.parametrize('softcap', [0.0, 5.0])
+def test_a_program_for_a_gpu_holds_no_copy_of_the_cache(name, softcap):
+  mask = attention.Mask(scale=0.1, softcap=softcap)
+  program = compiled(name, 4000, mask)
+  memory = aot.memory(program)
+  assert program.as_text().count('__gpu$xla.gpu.triton') == 1
+  assert memory.arguments > 60 * 2**20 and memory.temporaries < 4 * 2**20

@@ -1,0 +1,188 @@
+"""Weights of 4 bits: the integers, the bound on their error, the products."""
+
+import hypothesis
+from hypothesis import strategies
+import jax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paraxis.configs.base import errors
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
+from paraxis.pallas_kernels.matmul import quantized_tpu as quantized_matmul_tpu
+from paraxis.sharding.meter import aot
+
+TPU = registry.Target('tpu', 'TPU v5 lite')
+
+
+def weights(D=384, F=256, dtype='f4'):
+  rng = np.random.default_rng(0)
+  w = rng.normal(size=(D, F)) * np.exp(rng.normal(size=(1, F)))
+  w[:128, 0] = 0  # a group of zeros
+  return w.astype(dtype)
+
+
+def loop(x, q, scale):
+  """y by definition, one group after the other, in float64."""
+  q, y = np.asarray(q, 'f8'), 0
+  for g, s in enumerate(np.asarray(scale, 'f8')):
+    rows = slice(128 * g, 128 * (g + 1))
+    y = y + (np.asarray(x, 'f8')[:, rows] @ q[rows]) * s
+  return y
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_rounding_is_off_by_half_a_step_at_most(dtype):
+  w = weights()
+  q, scale = quantized_matmul.quantize(w, jnp.dtype(dtype))
+  assert q.dtype == jnp.int4 and scale.dtype == dtype
+  assert q.shape == w.shape and scale.shape == (3, 256)
+  step = np.repeat(np.asarray(scale, 'f4'), 128, 0)
+  error = np.abs(quantized_matmul.dequantize(q, scale) - w) / step
+  assert error.max() <= 0.5 + 1e-5 and error.mean() > 0.2
+  assert not np.asarray(q[:128, 0], 'i4').any()
+  whole = np.asarray(q, 'i4')
+  assert whole.min() == -7 and whole.max() == 7
+  # Without scales of their own, columns are off by far more.
+  assert np.abs(np.round(w / step.max()) * step.max() - w).max() > step.min()
+
+
+@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+@hypothesis.given(
+  seed=strategies.integers(0, 2**31), groups=strategies.sampled_from([1, 3])
+)
+def test_packing_loses_nothing(seed, groups):
+  q = np.random.default_rng(seed).integers(-8, 8, (128 * groups, 5))
+  packed = quantized_matmul.pack(jnp.asarray(q, jnp.int4))
+  assert packed.dtype == jnp.uint8 and packed.shape == (64 * groups, 5)
+  for r in range(q.shape[0]):
+    byte = int(packed[r // 128 * 64 + r % 64, 2])
+    half = byte & 15 if r % 128 < 64 else byte >> 4
+    assert (half ^ 8) - 8 == q[r, 2]
+  back = quantized_matmul.unpack(packed)
+  assert back.dtype == jnp.int4
+  np.testing.assert_array_equal(back.astype(jnp.int32), q)
+  again = quantized_matmul.pack(back)
+  np.testing.assert_array_equal(again, packed)
+
+
+@pytest.mark.parametrize('form', ['int4', 'uint8'])
+def test_xla_equals_the_loop_in_float64(form):
+  with jax.enable_x64(True):
+    x = np.random.default_rng(1).normal(size=(2, 3, 384))
+    q, scale = quantized_matmul.quantize(weights(dtype='f8'), jnp.float64)
+    given = quantized_matmul.pack(q) if form == 'uint8' else q
+    y = jax.jit(quantized_matmul.quantized_matmul)(x, given, scale)
+    assert y.dtype == np.dtype('f8') and y.shape == (2, 3, 256)
+    expected = loop(x.reshape(6, 384), q, scale)
+    np.testing.assert_allclose(y.reshape(6, 256), expected, rtol=0, atol=1e-12)
+    wrong = loop(x.reshape(6, 384), -q.astype(jnp.int8), scale)
+    assert np.abs(expected - wrong).max() > 1
+
+
+def product(x, q, scale, **options):
+  run = lambda *a: quantized_matmul_tpu.forward(*a, **options)
+  return jax.jit(run)(x, q, scale)
+
+
+@pytest.mark.parametrize(
+  'form, T, sizes, dtype, tolerance',
+  [
+    ('int4', 5, dict(), 'float32', 1e-6),
+    ('uint8', 130, dict(D=1280, F=384), 'float32', 1e-6),
+    ('uint8', 16, dict(), 'bfloat16', 5e-3),
+  ],
+)
+def test_the_kernel_equals_the_loop(form, T, sizes, dtype, tolerance):
+  w = weights(**sizes)
+  x = np.random.default_rng(1).normal(size=(T, len(w)))
+  x = jnp.asarray(x, dtype)
+  q, scale = quantized_matmul.quantize(w)
+  given = quantized_matmul.pack(q) if form == 'uint8' else q
+  y = product(x, given, scale, interpret=True)
+  assert y.dtype == dtype
+  expected = loop(x, q, scale)
+  error = np.abs(np.asarray(y, 'f8') - expected).max()
+  assert error <= tolerance * np.abs(expected).max()
+  assert np.abs(loop(x, q, scale[::-1]) - expected).max() > 1
+
+
+def test_no_race_and_nothing_read_before_it_is_written():
+  """TPU semantics; 20 tokens do not fill whole blocks."""
+  w = weights(D=256, F=256)
+  x = np.random.default_rng(1).normal(size=(20, 256)).astype('f4')
+  q, scale = quantized_matmul.quantize(w)
+  params = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
+  y = product(x, quantized_matmul.pack(q), scale, interpret=params)
+  np.testing.assert_allclose(y, loop(x, q, scale), rtol=1e-4, atol=1e-4)
+  assert not interpret_pallas_call.races.races_found
+
+
+def test_what_the_kernel_takes():
+  spec = lambda **given: quantized_matmul.Spec(
+    **dict(x=(16, 256), features=256, dtype='bfloat16', form='int4') | given
+  )
+  reason = lambda target=TPU, **given: quantized_matmul_tpu.supports(
+    spec(**given), target
+  )
+  assert reason() is None
+  assert '200 outputs' in reason(features=200)
+  assert 'not float64' in reason(dtype='float64')
+  assert 'manual region' in reason(sharded=True)
+  assert 'needs a TPU' in reason(registry.Target('gpu', 'H200'))
+  assert registry.resolve('quantized_matmul').name == 'xla'
+
+
+def test_bytes_of_a_matrix():
+  of = quantized_matmul.bytes_of
+  assert of(4096, 14336, 'bfloat16') == 2 * 4096 * 14336
+  assert of(4096, 14336) == 4096 * 14336 // 2 + 32 * 14336 * 4
+  assert of(4096, 14336, scale_bytes=2) * 8 / (4096 * 14336) == 4.125
+
+
+@pytest.mark.parametrize(
+  'change, words',
+  [
+    (dict(x=np.ones((2, 256))), r'x \(2, 256\), q int4 \(384, 256\)'),
+    (dict(scale_GF=np.ones((2, 256))), r'scales \(2, 256\)'),
+    (dict(q=np.ones((384, 256), 'i1')), 'q is int8'),
+  ],
+)
+def test_what_does_not_fit(change, words):
+  q, scale = quantized_matmul.quantize(weights())
+  given = dict(x=np.ones((2, 384)), q=q, scale_GF=scale) | change
+  with pytest.raises(errors.UserError, match=words):
+    quantized_matmul.quantized_matmul(**given)
+  with pytest.raises(errors.UserError, match='200 inputs'):
+    quantized_matmul.quantize(np.ones((200, 8)))
+
+
+def compiled(name, form, impl):
+  t = aot.topology(name)
+  one = jax.sharding.SingleDeviceSharding(t.devices[0])
+  given = lambda s, d: jax.ShapeDtypeStruct(s, d, sharding=one)
+  T, D, F = 16, 4096, 14336
+  rows = D if form == 'int4' else D // 2
+  args = given((T, D), 'bfloat16'), given((rows, F), form)
+  run = lambda *a: quantized_matmul.quantized_matmul(*a, impl=impl)
+  with t.context():
+    traced = jax.jit(run).trace(*args, given((D // 128, F), 'float32'))
+  program = aot.compile_for(t, 'int4', traced)
+  custom = program.as_text().count('custom_call_target="tpu_custom_call"')
+  return custom, aot.memory(program).temporaries
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(aot.missing('tpu') is not None, reason='no libtpu')
+@pytest.mark.parametrize(
+  'name', ['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1']
+)
+def test_compiles_and_unpacks_on_the_chip(name):
+  """`auto` takes the kernel: no temporaries; XLA alone: the whole matrix."""
+  for form in ('int4', 'uint8'):
+    assert compiled(name, form, 'auto') == (1, 0)
+  custom, temporaries = compiled(name, 'uint8', 'xla')
+  assert custom == 0 and temporaries >= 2 * 4096 * 14336

@@ -1,0 +1,139 @@
+"""The causal convolution against loops over tokens and taps.
+
+Legend: B batch, T length, W taps, D channels.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from paraxis.configs.base import errors
+from paraxis.pallas_kernels.scans import causal_conv
+
+B, D = 2, 3
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _double():
+  with jax.enable_x64(True):
+    yield
+
+
+def reads(x, w, positions, dilation):
+  """(b, t, j, index into (tail, row)) of every product in the equation."""
+  r = (len(w) - 1) * dilation
+  for b, t, j in np.ndindex(*x.shape[:2], len(w)):
+    if positions[b, t] >= j * dilation:
+      yield b, t, j, r + t - j * dilation
+
+
+def by_hand(x, w, positions, tail, dilation):
+  longer, y = np.concatenate([tail, x], 1), np.zeros_like(x)
+  for b, t, j, at in reads(x, w, positions, dilation):
+    y[b, t] += w[j] * longer[b, at]
+  return y
+
+
+def gradients_by_hand(x, w, positions, tail, dilation, g, dtail):
+  """(dx, dw, dtail)."""
+  longer, dw = np.concatenate([tail, x], 1), np.zeros_like(w)
+  back = np.zeros_like(longer)
+  back[:, back.shape[1] - tail.shape[1] :] = dtail
+  for b, t, j, at in reads(x, w, positions, dilation):
+    dw[j] += g[b, t] * longer[b, at]
+    back[b, at] += w[j] * g[b, t]
+  return back[:, tail.shape[1] :], dw, back[:, : tail.shape[1]]
+
+
+def packed(t):
+  """Positions: row 0 goes on from a state, row 1 starts anew, both pack."""
+  ends = [(5, 6, t), (2, 9, t)]
+  rows = []
+  for first, cuts in zip((40, 0), ends, strict=True):
+    row = [first + i for i in range(cuts[0])]
+    for a, b in zip(cuts, cuts[1:], strict=False):
+      row += range(b - a)
+    rows.append(row)
+  return np.array(rows)
+
+
+@pytest.mark.parametrize(
+  't, taps, dilation', [(17, 4, 1), (17, 3, 4), (9, 1, 1)]
+)
+def test_equals_the_loop(t, taps, dilation):
+  rng = np.random.default_rng(0)
+  r = (taps - 1) * dilation
+  shapes = (B, t, D), (taps, D), (B, r, D), (B, t, D), (B, r, D)
+  x, w, tail, g, dtail = (rng.normal(size=s) for s in shapes)
+  positions = packed(t)
+  run = lambda x, w, tail: causal_conv.causal_conv(
+    x, w, positions, tail, dilation=dilation
+  )
+  (y, after), back = jax.vjp(jax.jit(run), x, w, tail)
+  np.testing.assert_allclose(
+    y, by_hand(x, w, positions, tail, dilation), rtol=0, atol=1e-12
+  )
+  longer = np.concatenate([tail, x], 1)
+  np.testing.assert_array_equal(after, longer[:, longer.shape[1] - r :])
+  wanted = gradients_by_hand(x, w, positions, tail, dilation, g, dtail)
+  for found, right in zip(back((g, dtail)), wanted, strict=True):
+    np.testing.assert_allclose(found, right, rtol=0, atol=1e-12)
+
+
+def test_a_tap_that_ignores_documents_is_found():
+  rng = np.random.default_rng(0)
+  x, w, tail = (rng.normal(size=s) for s in ((B, 17, D), (4, D), (B, 3, D)))
+  wanted = by_hand(x, w, packed(17), tail, 1)
+  y, _ = causal_conv.causal_conv(x, w, packed(17) + 40, tail)
+  assert np.abs(y - wanted).max() > 0.1
+
+
+def test_ragged_pieces_are_the_whole_row():
+  """Rows take what they like of each call, down to nothing at all."""
+  rng = np.random.default_rng(0)
+  x, w = rng.normal(size=(B, 24, D)), rng.normal(size=(4, D))
+  positions = np.broadcast_to(np.arange(24), (B, 24))
+  run = jax.jit(
+    lambda *a: causal_conv.causal_conv(*a[:4], valid_BT=a[4], dilation=2)
+  )
+  whole, end = causal_conv.causal_conv(x, w, positions, dilation=2)
+  tail, at, parts = np.zeros((B, 6, D)), np.zeros(B, int), [[], []]
+  for takes in ((3, 8), (8, 0), (0, 1), (6, 8), (7, 7)):
+    piece = rng.normal(size=(B, 8, D))  # what is beyond must not matter
+    where, valid = np.zeros((B, 8), int), np.zeros((B, 8), bool)
+    for b, n in enumerate(takes):
+      piece[b, :n] = x[b, at[b] : at[b] + n]
+      where[b, :n], valid[b, :n] = np.arange(at[b], at[b] + n), True
+    y, tail = run(piece, w, where, tail, valid)
+    for b, n in enumerate(takes):
+      parts[b].append(y[b, :n])
+    at += takes
+  assert (at == 24).all()
+  for b in range(B):
+    np.testing.assert_allclose(np.concatenate(parts[b]), whole[b], atol=1e-12)
+  np.testing.assert_array_equal(tail, end)
+
+
+def test_reach_is_the_receptive_field():
+  x, w = np.zeros((1, 30, 1)), np.ones((3, 1))
+  x[0, 5] = 1
+  positions = np.arange(30)[None]
+  y, total = x, 0
+  for dilation in (1, 2, 4):
+    y, _ = causal_conv.causal_conv(y, w, positions, dilation=dilation)
+    total += causal_conv.reach(w, dilation)
+  seen = np.flatnonzero(np.asarray(y)[0, :, 0])
+  assert (seen[0], seen[-1]) == (5, 5 + total)
+
+
+def test_what_does_not_fit_is_an_error():
+  x, w, positions = np.ones((B, 5, D)), np.ones((4, D)), np.zeros((B, 5), int)
+  run = causal_conv.causal_conv
+  for args, dilation, texts in (
+    ((x, w[:, :2], positions), 1, ('3 channels', 'w has 2')),
+    ((x, w, positions, np.ones((B, 2, D))), 1, ('(2, 2, 3)', '(2, 3, 3)')),
+    ((x, w, positions), 0, ('4 taps', 'dilation 0')),
+  ):
+    with pytest.raises(errors.UserError) as e:
+      run(*args, dilation=dilation)
+    assert all(text in str(e.value) for text in texts), e.value

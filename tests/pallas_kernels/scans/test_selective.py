@@ -1,0 +1,118 @@
+"""The scan of Mamba against a loop over tokens, and the memory that it takes.
+
+Legend: B rows, T tokens, F channels, S numbers of the state.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paraxis.configs.base import errors
+from paraxis.pallas_kernels.scans import selective
+
+NAMES = ('y', 'state', 'dx', 'ddt', 'dshared', 'drate', 'dstate')
+QUICK = {'xla_backend_optimization_level': 0}
+
+
+def loop(x, dt, shared, rate, reset, state):
+  """The definition."""
+
+  def token(h, row):
+    x, dt, (b, c), reset = row
+    h = jnp.where(reset[:, None, None], 0, h) * jnp.exp(dt[..., None] * rate)
+    h = h + (dt * x)[..., None] * b[:, None]
+    return h, (h * c[:, None]).sum(-1)
+
+  time = lambda x: jnp.swapaxes(x, 0, 1)
+  shared = jnp.moveaxis(shared, (1, 2), (0, 1))
+  last, y = jax.lax.scan(token, state, (*map(time, (x, dt)), shared, reset.T))
+  return time(y), last
+
+
+def problem(T, B=2, F=3, S=4, dtype='f8'):
+  """(x, dt, shared, rate, state), reset, cotangents of (y, last state)."""
+  rng = np.random.default_rng(0)
+  normal = lambda *s: rng.normal(size=s).astype(dtype)
+  dt, rate = np.abs(normal(B, T, F)), -np.exp(normal(F, S))
+  dt[:, 1::3] = 0  # padding
+  arrays = normal(B, T, F), dt, normal(B, T, 2, S), rate, normal(B, F, S)
+  return arrays, rng.random((B, T)) < 0.1, (normal(B, T, F), normal(B, F, S))
+
+
+def both(run, arrays, reset, cotangents):
+  def all_of(arrays, reset, cotangents):
+    x, dt, shared, rate, state = arrays
+    given = lambda *a: run(*a[:4], reset, a[4])
+    out, back = jax.vjp(given, x, dt, shared, rate, state)
+    return *out, *back(cotangents)
+
+  run_all = jax.jit(all_of, compiler_options=QUICK)
+  return run_all(arrays, reset, cotangents)
+
+
+def wrong(found, wanted, small):
+  return [
+    name
+    for name, a, b in zip(NAMES, found, wanted, strict=True)
+    if not np.abs(a - b).max() <= small * np.abs(b).max()
+  ]
+
+
+@pytest.mark.parametrize(
+  'T, options', [(37, {}), (21, dict(chunk=4, impl='xla')), (1, {})]
+)
+def test_equals_a_loop_over_tokens(T, options):
+  with jax.enable_x64(True):
+    case = problem(T)
+    run = functools.partial(selective.selective_scan, **options)
+    found = both(run, *case)
+    assert {x.dtype for x in found} == {np.dtype('f8')}
+    assert wrong(found, both(loop, *case), 1e-12) == []
+
+
+def test_a_chunk_that_starts_from_nothing_is_found(monkeypatch):
+  whole = selective._chunk
+  alone = lambda *args: whole(*args[:-1], 0 * args[-1])
+  monkeypatch.setattr(selective, '_chunk', alone)
+  with jax.enable_x64(True):
+    case = problem(37)
+    found = both(selective.selective_scan, *case)
+    assert wrong(found, both(loop, *case), 1e-3) == list(NAMES)
+
+
+def test_states_of_all_tokens_never_exist():
+  """With gradients it takes less than the decays alone; the loop does not."""
+  B, T, F, S = 1, 2048, 256, 16
+  arrays, reset, _ = problem(T, B, F, S, 'f4')
+
+  def temporary(run):
+    loss = lambda *a: run(*a[:4], reset, a[4])[0].sum()
+    program = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4))).lower(*arrays).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+  states = 4 * B * T * F * S
+  assert temporary(loop) > states > temporary(selective.selective_scan)
+
+
+def test_chunks_grow_as_the_root_of_the_length():
+  lengths = 1, 256, 257, 1024, 2048, 65536
+  chunks = [selective.chunk_of(t) for t in lengths]
+  assert chunks == [16, 16, 32, 32, 64, 256]
+
+
+def test_what_does_not_fit_is_an_error_with_both_shapes():
+  (x, dt, shared, rate, state), reset, _ = problem(5, dtype='f4')
+  for args, text in (
+    ((x, dt[:, 1:], shared, rate), r'dt \(2, 4, 3\)'),
+    ((x, dt, shared, rate.T), r'rate \(4, 3\)'),
+    ((x, dt, shared, rate, reset[:, 1:]), r'reset is \(2, 4\)'),
+    ((x, dt, shared, rate, reset, state[:1]), r'state is \(1, 3, 4\)'),
+    ((x[:, :0], dt[:, :0], shared[:, :0], rate), '0 tokens'),
+  ):
+    with pytest.raises(errors.UserError, match=text):
+      selective.selective_scan(*args)
+  with pytest.raises(errors.UserError, match='needs a TPU'):
+    selective.selective_scan(x, dt, shared, rate, impl='pallas_tpu')

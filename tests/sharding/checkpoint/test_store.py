@@ -1,0 +1,516 @@
+"""Checkpoints: bitwise on any layout, and no damage goes unseen."""
+
+import itertools
+import json
+import logging
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from paraxis.configs.base import errors
+from paraxis.sharding.checkpoint import fingerprint
+from paraxis.sharding.checkpoint import manifest as manifest_lib
+from paraxis.sharding.checkpoint import store
+
+EXPLICIT = (jax.sharding.AxisType.Explicit,) * 2
+AXES = {
+  'params/layers/query': ('layers', 'embed', 'heads'),
+  'params/embedding': ('vocab', 'embed'),
+  'optimizer/mu/embedding': ('vocab', 'embed'),
+  'optimizer/mask': ('vocab',),
+  'optimizer/none': (None, 'embed'),
+  'step': (),
+}
+
+
+def mesh(data, tensor):
+  devices = jax.devices()[: data * tensor]
+  return jax.make_mesh(
+    (data, tensor), ('data', 'tensor'), EXPLICIT, devices=devices
+  )
+
+
+def layouts():
+  """Name -> {path: sharding}: four meshes, four ways to cut every leaf."""
+
+  def all_of(m, stacked, matrix, vector):
+    specs = [stacked, matrix, matrix, vector, P(), P()]
+    return {
+      path: NamedSharding(m, s) for path, s in zip(AXES, specs, strict=True)
+    }
+
+  return {
+    'one': all_of(mesh(1, 1), P(), P(), P()),
+    'data8': all_of(mesh(8, 1), P(None, 'data'), P('data'), P('data')),
+    'data4tensor2': all_of(
+      mesh(4, 2), P(None, 'data', 'tensor'), P('tensor', 'data'), P('data')
+    ),
+    'data2tensor2': all_of(
+      mesh(2, 2), P('tensor', None, 'data'), P(('data', 'tensor')), P()
+    ),
+  }
+
+
+def host(seed=0):
+  rng = np.random.default_rng(seed)
+  values = [
+    rng.standard_normal((2, 16, 16)).astype(np.float32),
+    rng.standard_normal((512, 64)).astype(np.float32),
+    rng.standard_normal((512, 64)).astype(jnp.bfloat16),
+    rng.integers(0, 2, (64,)).astype(bool),
+    np.zeros((0, 8), np.float32),
+    np.asarray(seed, np.int32),
+  ]
+  return dict(zip(AXES, values, strict=True))
+
+
+def put(tree, layout):
+  return {path: jax.device_put(x, layout[path]) for path, x in tree.items()}
+
+
+def like_of(layout, tree=None):
+  return {
+    path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout[path])
+    for path, x in (tree or host()).items()
+  }
+
+
+def same(tree, wanted):
+  return set(tree) == set(wanted) and all(
+    x.dtype == wanted[path].dtype
+    and np.asarray(x).tobytes() == wanted[path].tobytes()
+    for path, x in tree.items()
+  )
+
+
+LAYOUT = layouts()['data4tensor2']
+
+
+@pytest.fixture
+def said():
+  return []
+
+
+@pytest.fixture
+def two(tmp_path, said):
+  """A directory with good steps 1 and 2."""
+  with store.Store(tmp_path / 'ck', say=said.append) as s:
+    for step in (1, 2):
+      s.save(step, put(host(step), LAYOUT), AXES, {'cursor': step * 8})
+  return tmp_path / 'ck'
+
+
+def reopened(directory, said):
+  return store.Store(directory, say=said.append)
+
+
+def data_file(folder):
+  files = [p for p in (folder / 'state').rglob('*') if p.is_file()]
+  return max(files, key=lambda p: p.stat().st_size)
+
+
+def test_any_layout_to_any_layout_is_bitwise(tmp_path):
+  all_layouts, prints = layouts(), set()
+  for name, layout in all_layouts.items():
+    with store.Store(tmp_path / name) as s:
+      s.save(3, put(host(3), layout), AXES, {'from': name})
+  for a, b in itertools.product(all_layouts, all_layouts):
+    with store.Store(tmp_path / a, read_only=True) as s:
+      step, tree, meta = s.restore_latest_good(like_of(all_layouts[b]))
+      assert (step, meta) == (3, {'from': a})
+      assert same(tree, host(3)), (a, b)
+      assert all(
+        x.sharding.is_equivalent_to(all_layouts[b][p], x.ndim)
+        for p, x in tree.items()
+      )
+      leaves = s.read_manifest()['leaves']
+      prints.add(json.dumps({p: v['fingerprint'] for p, v in leaves.items()}))
+  assert len(prints) == 1
+  assert not same(host(4), host(3))  # `same` can fail
+
+
+def test_save_restore_save_is_a_fixpoint_inside_a_mesh(tmp_path):
+  other = layouts()['data2tensor2']
+  with store.Store(tmp_path / 'a') as a, store.Store(tmp_path / 'b') as b:
+    with jax.set_mesh(mesh(4, 2)):
+      a.save(1, put(host(), LAYOUT), AXES, {})
+    with jax.set_mesh(mesh(2, 2)):
+      _, tree, _ = a.restore_latest_good(like_of(other))
+      b.save(1, tree, AXES, {})
+    b.wait()
+    assert a.read_manifest() == b.read_manifest()
+    tree, _ = b.restore(1, like_of(LAYOUT))
+  assert same(tree, host())
+
+
+def test_manifest_and_donation(tmp_path):
+  meta = {'config': {'lr': 0.1 + 0.2}, 'cursor': 2**60 + 1, 'name': 'é'}
+  with store.Store(tmp_path / 'ck') as s:
+    assert s.restore_latest_good(like_of(LAYOUT)) is None
+    tree = put(host(5), LAYOUT)
+    s.save(5, tree, AXES, meta)
+    change = jax.jit(
+      lambda t: jax.tree.map(lambda x: x * 0, t), donate_argnums=0
+    )
+    jax.block_until_ready(change(tree))  # the saved buffers are reused
+    s.wait()
+    got = s.read_manifest()
+    assert (got['format'], got['version'], got['step']) == (
+      'paraxis-checkpoint',
+      1,
+      5,
+    )
+    assert got['meta'] == meta
+    leaf = got['leaves']['optimizer/mu/embedding']
+    assert leaf['shape'] == [512, 64] and leaf['dtype'] == 'bfloat16'
+    assert leaf['axes'] == ['vocab', 'embed']
+    assert same(s.restore(5, like_of(LAYOUT))[0], host(5))
+
+
+def test_every_bit_flip_falls_back(two, said):
+  path = data_file(two / '2')
+  good, rng = path.read_bytes(), random.Random(0)
+  with reopened(two, said) as s:
+    for _ in range(20):
+      bad = bytearray(good)
+      bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+      path.write_bytes(bad)
+      said.clear()
+      step, tree, meta = s.restore_latest_good(like_of(LAYOUT))
+      if step == 1:
+        assert same(tree, host(1)) and meta == {'cursor': 8}
+        assert len(said) == 1 and '2 is damaged' in said[0], said
+      else:  # a bit that carries nothing: the state is bitwise right
+        assert same(tree, host(2)) and not said
+    path.write_bytes(good)
+    assert s.restore_latest_good(like_of(LAYOUT))[0] == 2
+    # Negative: without the fingerprints a flip of an array's bits goes unseen.
+    unseen = types.SimpleNamespace(seen=0)
+
+    def blind(tree):
+      unseen.seen += not same(tree, host(2))
+      leaves = s.read_manifest(2)['leaves']
+      return {p: v['fingerprint'] for p, v in leaves.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(fingerprint, 'fingerprint', blind)
+      for place in range(100, len(good), len(good) // 8):
+        bad = bytearray(good)
+        bad[place] ^= 4
+        path.write_bytes(bad)
+        try:
+          s.restore(2, like_of(LAYOUT))
+        except errors.IntegrityError:
+          pass
+    assert unseen.seen > 0
+
+
+def damage(kind, folder):
+  path = data_file(folder)
+  manifest = folder / 'manifest' / 'metadata'
+  if kind == 'truncated':
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+  elif kind == 'zeros':
+    path.write_bytes(bytes(path.stat().st_size))
+  elif kind == 'missing':
+    path.unlink()
+  elif kind == 'tree metadata':
+    (folder / 'state' / '_METADATA').write_text('{"a"')
+  elif kind == 'half copied':
+    shutil.rmtree(folder / 'manifest')
+  elif kind == 'one digit of the manifest':
+    text = manifest.read_text()
+    assert text.count('"cursor": 16') == 1
+    manifest.write_text(text.replace('"cursor": 16', '"cursor": 17'))
+  elif kind == 'manifest no json':
+    manifest.write_bytes(b'\xff\x00')
+  elif kind == 'manifest empty':
+    manifest.write_text('')
+  elif kind == 'deep manifest':
+    manifest.write_text('[' * 100_000)
+  elif kind == 'symbolic link':
+    outside = folder.parent.parent / 'outside'
+    path.rename(outside)
+    path.symlink_to(outside)
+  else:
+    raise ValueError(kind)
+
+
+KINDS = [
+  'truncated', 'zeros', 'missing', 'tree metadata', 'half copied',
+  'one digit of the manifest', 'manifest no json', 'manifest empty',
+  'deep manifest', 'symbolic link',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_damaged_files_fall_back_with_one_line(two, said, kind):
+  damage(kind, two / '2')
+  with reopened(two, said) as s:
+    step, tree, _ = s.restore_latest_good(like_of(LAYOUT))
+    assert step == 1 and same(tree, host(1))
+    assert len(said) == 1 and '\n' not in said[0]
+    assert 'ck/2 is damaged' in said[0] and len(said[0]) < 400
+    with pytest.raises(errors.IntegrityError, match='is damaged'):
+      s.restore(2, like_of(LAYOUT))
+    # Training goes on from 1 and reaches 2 again: the damaged one is kept.
+    s.save(2, put(host(22), LAYOUT), AXES, {})
+    s.wait()
+    assert s.steps() == [1, 2]
+    assert same(s.restore(2, like_of(LAYOUT))[0], host(22))
+    assert len(list(two.glob('damaged-2-*/2'))) == 1
+
+
+def test_reads_given_up_say_nothing_however_late(
+  two, said, monkeypatch, caplog
+):
+  """A read may end long after another one's failure was answered."""
+  heard = []
+  monkeypatch.setattr(sys, 'unraisablehook', heard.append)
+
+  def report(text, of=None):
+    sys.unraisablehook(
+      types.SimpleNamespace(exc_value=RuntimeError(text), object=of)
+    )
+
+  with reopened(two, said) as s:
+    s.restore(2, like_of(LAYOUT))
+    assert sys.unraisablehook == heard.append  # nothing stays of a good read
+    damage('truncated', two / '2')
+    for _ in range(2):
+      with pytest.raises(errors.IntegrityError, match='do not read'):
+        s.restore(2, like_of(LAYOUT))
+      report('Event loop is closed')
+      logging.getLogger('asyncio').error('in orbax/serialization.py: lost')
+      assert not heard and not caplog.records
+  report('another error')
+  report('Event loop is closed', of=damage)  # somebody else's
+  logging.getLogger('asyncio').error('another task')
+  assert len(heard) == 2 and len(caplog.records) == 1
+
+
+def test_junk_is_no_step(two, said):
+  (two / '6').mkdir()
+  (two / '7' / 'default').mkdir(parents=True)
+  (two / '8.orbax-checkpoint-tmp').mkdir()
+  (two / '9').write_text('a file')
+  (two / '007').mkdir()
+  shutil.copytree(two / '2', two / '5')  # a copy under another number
+  shutil.copytree(two / '2', two / '2.copy')
+  with store.Store(two, read_only=True) as s:
+    assert s.steps() == [1, 2]
+  assert (two / '8.orbax-checkpoint-tmp').exists()
+  with reopened(two, said) as s:
+    assert len(said) == 1 and '8.orbax' in said[0]
+    assert not (two / '8.orbax-checkpoint-tmp').exists()
+    assert s.steps() == [1, 2]
+    assert s.restore_latest_good(like_of(LAYOUT))[0] == 2
+    assert len(said) == 4 and 'manifest is of step 2' in said[3]
+
+
+def test_nothing_good_is_never_from_scratch(two, said):
+  for step in (1, 2):
+    damage('zeros', two / str(step))
+  with reopened(two, said) as s:
+    with pytest.raises(errors.IntegrityError, match='all 2 checkpoints.*move'):
+      s.restore_latest_good(like_of(LAYOUT))
+  shutil.rmtree(two)
+  (two / '6').mkdir(parents=True)
+  with reopened(two, said) as s, pytest.raises(errors.IntegrityError):
+    s.restore_latest_good(like_of(LAYOUT))
+
+
+def test_mismatch_lists_every_leaf(two, said):
+  wanted = like_of(LAYOUT)
+
+  def struct(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=wanted['step'].sharding)
+
+  del wanted['optimizer/mask']
+  wanted['params/extra'] = struct((3,), jnp.float32)
+  wanted['params/embedding'] = struct((1024, 64), jnp.float32)
+  wanted['step'] = struct((), jnp.uint32)
+  with reopened(two, said) as s:
+    for restore in (s.restore_latest_good, lambda x: s.restore(2, x)):
+      with pytest.raises(errors.UserError) as e:
+        restore(wanted)
+      lines = str(e.value).splitlines()
+      assert 'another architecture: 4 of 7 leaves' in lines[0]
+      assert [x.strip() for x in lines[1:]] == [
+        'optimizer/mask: saved bool(64,), wanted missing',
+        'params/embedding: saved float32(512, 64), wanted float32(1024, 64)',
+        'params/extra: saved missing, wanted float32(3,)',
+        'step: saved int32(), wanted uint32()',
+      ]
+    with pytest.raises(errors.UserError, match='no checkpoint of step 9.*1, 2'):
+      s.restore(9, like_of(LAYOUT))
+  assert not said
+
+
+def test_part_of_a_tree(two, said):
+  wanted = {p: x for p, x in like_of(LAYOUT).items() if p.startswith('params/')}
+  with reopened(two, said) as s:
+    with pytest.raises(errors.UserError, match='4 of 6 leaves'):
+      s.restore(2, wanted)
+    tree, _ = s.restore(2, wanted, under='params/')
+    assert same(tree, {p: x for p, x in host(2).items() if p in wanted})
+    damage('zeros', two / '2')
+    assert s.restore_latest_good(wanted, under='params/')[0] == 1
+
+
+def test_refused_saves_leave_everything_as_it_was(two, said, monkeypatch):
+  tree = put(host(), LAYOUT)
+  with reopened(two, said) as s:
+    files = sorted(p for p in two.rglob('*'))
+    with pytest.raises(errors.UserError, match='step 2 is already saved'):
+      s.save(2, tree, AXES, {})
+    bad = host()
+    bad['params/embedding'][3, 3] = np.nan
+    with pytest.raises(errors.IntegrityError, match='params/embedding'):
+      s.save(3, put(bad, LAYOUT), AXES, {})
+    for path in ['../evil', 'a/../../b', '/etc/x', 'a\\b', 'a//b', '', 'a.b']:
+      with pytest.raises(errors.UserError, match='leaf path'):
+        s.save(3, {path: tree['step']}, {path: ()}, {})
+    with pytest.raises(errors.UserError, match='is below the leaf'):
+      s.save(3, {'a': tree['step'], 'a/b': tree['step']}, {}, {})
+    with pytest.raises(errors.UserError, match='not an array'):
+      s.save(3, dict(tree, step=np.int32(3)), AXES, {})
+    with pytest.raises(errors.UserError, match='axes'):
+      s.save(3, tree, dict(AXES, step=('embed',)), {})
+    with pytest.raises(errors.UserError, match='differ in step'):
+      s.save(3, tree, {k: v for k, v in AXES.items() if k != 'step'}, {})
+    for meta in [{'x': {1, 2}}, {'x': float('nan')}]:
+      with pytest.raises(errors.UserError, match='JSON'):
+        s.save(3, tree, AXES, meta)
+    usage = shutil.disk_usage(two)._replace(free=1000)
+    with monkeypatch.context() as patch:
+      patch.setattr(shutil, 'disk_usage', lambda path: usage)
+      with pytest.raises(errors.UserError, match='ck: .*needs 25.* has 1000'):
+        s.save(3, tree, AXES, {})
+    assert sorted(p for p in two.rglob('*')) == files
+    s.save(3, tree, AXES, {})  # and it still works
+  assert store.Store(two, read_only=True).steps() == [1, 2, 3]
+  with store.Store(two, read_only=True) as s:
+    with pytest.raises(errors.UserError, match='read-only'):
+      s.save(4, tree, AXES, {})
+
+
+def test_crafted_manifest_and_newer_format(two, said):
+  path = two / '2' / 'manifest' / 'metadata'
+  manifest = json.loads(path.read_text())
+
+  def write(**changes):
+    body = dict(manifest, **changes)
+    body['sha256'] = manifest_lib._sha256(body)
+    path.write_text(json.dumps(body))
+
+  huge = {'p': dict(shape=[2**50], dtype='float32', axes=[''], fingerprint='')}
+  evil = {'../../evil': dict(huge['p'], shape=[1])}
+  with reopened(two, said) as s:
+    write(leaves=huge)  # nothing is allocated: it differs from `like`
+    with pytest.raises(errors.UserError, match='another architecture'):
+      s.restore_latest_good(like_of(LAYOUT))
+    write(leaves=evil)
+    assert s.steps() == [1]
+    write(leaves={'p': {'shape': [-1]}})
+    assert s.steps() == [1]
+    write(version=2)
+    with pytest.raises(errors.UserError, match='format 2.*upgrade'):
+      s.restore_latest_good(like_of(LAYOUT))
+
+
+def test_unwritable_and_relative_directories(tmp_path, monkeypatch):
+  file = tmp_path / 'file'
+  file.write_text('')
+  with pytest.raises(errors.UserError, match=str(file)):
+    store.Store(file / 'ck')
+  with pytest.raises(errors.UserError, match='not a local path'):
+    store.Store('gs://bucket/run')
+  monkeypatch.chdir(tmp_path)
+  with store.Store('runs/../here') as s:
+    assert s.directory == tmp_path / 'here'
+    s.save(0, put(host(), LAYOUT), AXES, {})
+  assert (tmp_path / 'here' / '0').is_dir()
+
+
+def test_keep_counts_good_steps_only(tmp_path, said):
+  tree = put(host(), LAYOUT)
+  with store.Store(tmp_path, keep=2, asynchronous=False, say=said.append) as s:
+    for step in range(1, 5):
+      s.save(step, tree, AXES, {})
+      assert s.steps() == list(range(max(1, step - 1), step + 1))
+    damage('zeros', tmp_path / '4')
+    assert s.restore_latest_good(like_of(LAYOUT))[0] == 3
+    s.save(5, tree, AXES, {})
+    # 4 is known to be damaged: it takes no good step's place.
+    assert s.steps() == [3, 4, 5]
+
+
+def test_failed_write_is_reported_and_the_older_step_stays(two, said):
+  with reopened(two, said) as s:
+    s.save(3, put(host(3), LAYOUT), AXES, {})
+    s.wait()
+
+    def fail(*args, **kwargs):
+      raise OSError("[os_error_code='28'] No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(s._orbax, 'wait_until_finished', fail)
+      with pytest.raises(errors.UserError, match='disk is full'):
+        s.save(4, put(host(4), LAYOUT), AXES, {})
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(
+        s._orbax, 'check_for_errors', lambda: (_ for _ in ()).throw(OSError(5))
+      )
+      with pytest.raises(RuntimeError, match='was not written'):
+        s.check()
+    s.check()
+    s.save(4, put(host(4), LAYOUT), AXES, {})  # a new writer
+    s.wait()
+    assert s.steps() == [2, 3, 4]
+
+
+CHILD = """
+import os, sys, threading
+import jax, jax.numpy as jnp
+from paraxis.sharding.checkpoint import store
+make = jax.jit(lambda k: jax.random.normal(jax.random.key(k), (2048, 2048)))
+s = store.Store(sys.argv[1])
+s.save(1, {'w': make(1)}, {'w': ('embed', 'mlp')}, {})
+s.wait()
+x = make(2)
+threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), 9)).start()
+s.save(2, {'w': x}, {'w': ('embed', 'mlp')}, {})
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_kill_during_an_asynchronous_save(tmp_path, said):
+  """Killed right after `save` returned: step 1 is whole."""
+  code = subprocess.run(
+    [sys.executable, '-c', CHILD, str(tmp_path), '5'],
+    env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
+    capture_output=True,
+  )
+  assert code.returncode == -signal.SIGKILL, code.stderr[-500:]
+  unfinished = list(pathlib.Path(tmp_path).glob('2.orbax-checkpoint-tmp*'))
+  with reopened(tmp_path, said) as s:
+    assert len(said) == len(unfinished) and not list(tmp_path.glob('2.*'))
+    like = {'w': jnp.zeros((2048, 2048))}
+    step, tree, _ = s.restore_latest_good(like)
+    assert step == (1 if unfinished else 2)
+    wanted = jax.random.normal(jax.random.key(step), (2048, 2048))
+    assert bool(jnp.all(tree['w'] == wanted))
+    s.save(step + 1, tree, {'w': ('embed', 'mlp')}, {})

@@ -1,0 +1,450 @@
+"""Dispatch to experts on eight devices against a loop over tokens and experts.
+
+Legend: N tokens (of all devices), K choices, E experts, D model, F width.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.experts import dispatch as expert
+from paraxis.sharding.meter import aot
+from paraxis.sharding.meter import hlo
+
+N, K, E, D, F = 48, 2, 8, 4, 6
+AXES = ('data', 'context', 'tensor')
+MESH = 'data=2,context=2,tensor=2'
+NAMES = ('y', 'dropped', 'up', 'down', 'x', 'mix')
+
+
+# LLVM's optimisations take half of the time and change no number here.
+jit = functools.partial(
+  jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
+)
+
+
+@pytest.fixture(autouse=True)
+def _double():
+  with jax.enable_x64(True):
+    yield
+
+
+@functools.cache
+def arrays():
+  """(up, down, x, mix, ids, valid, u): u weighs the outputs."""
+  rng = np.random.default_rng(0)
+  up, down = rng.normal(size=(E, D, F)), rng.normal(size=(E, F, D))
+  x, u = rng.normal(size=(2, N, D))
+  # Expert 1 is sent many tokens, expert 5 none.
+  odds = np.array([1, 6, 1, 2, 1, 0, 1, 1]) / 13
+  ids = np.stack([rng.choice(E, K, replace=False, p=odds) for _ in range(N)])
+  valid = rng.random(N) > 0.2
+  return up, down, x, rng.random((N, K)), ids.astype(np.int32), valid, u
+
+
+def run(rows_SD, weights, multiply):
+  up, down = weights
+  return multiply(jnp.tanh(multiply(rows_SD, up, 1)), down, 2)
+
+
+def kept(capacity=0, devices=8):
+  """(N, K) bool: what is neither invalid nor dropped, device by device."""
+  *_, ids, valid, _ = arrays()
+  keep = np.zeros((N, K), bool)
+  for rows in np.split(np.arange(N), devices):
+    served = np.zeros(E, int)
+    for n in rows[valid[rows]]:
+      for k in range(K):
+        served[ids[n, k]] += 1
+        keep[n, k] = not capacity or served[ids[n, k]] <= capacity
+  return keep
+
+
+def reference(capacity=0, devices=8):
+  """{name: array}: a loop over tokens and their experts."""
+  up, down, x, mix, ids, valid, u = arrays()
+  keep = kept(capacity, devices)
+  y, dup, ddown = np.zeros_like(x), np.zeros_like(up), np.zeros_like(down)
+  dx, dmix = np.zeros_like(x), np.zeros_like(mix)
+  for n, k in zip(*np.nonzero(keep), strict=True):
+    e = ids[n, k]
+    h = np.tanh(x[n] @ up[e])
+    y[n] += mix[n, k] * (h @ down[e])
+    dmix[n, k] = u[n] @ (h @ down[e])
+    ddown[e] += mix[n, k] * np.outer(h, u[n])
+    dz = mix[n, k] * (down[e] @ u[n]) * (1 - h**2)
+    dup[e] += np.outer(x[n], dz)
+    dx[n] += up[e] @ dz
+  dropped = (valid[:, None] & ~keep).sum()
+  out = (y, dropped, dup, ddown, dx, dmix)
+  return dict(zip(NAMES, out, strict=True))
+
+
+def program(plan, mesh, gradients=True):
+  """jitted (up, down, x, mix, ids, valid, u[, hot]) -> NAMES; on one device
+  without a mesh."""
+  specs = 2 * [P(plan.region or None, plan.gather or None)]
+  specs[1] = P(plan.region or None, None, plan.gather or None)
+  held = {*plan.region, *plan.gather}
+  missing = tuple(a for a in mesh.axis_names if a not in held) if mesh else ()
+  total = lambda x, axes: jax.lax.psum(x, axes) if axes else x
+
+  def local(up, down, x, mix, ids, valid, u, hot=None):
+    f = lambda up, down, x, mix: expert.dispatch(
+      run, (up, down), x, ids, mix, valid, plan, hot
+    )
+    if not gradients:
+      return f(up, down, x, mix)[0]
+    y, vjp, dropped = jax.vjp(f, up, down, x, mix, has_aux=True)
+    dup, ddown, dx, dmix = vjp(u)
+    dup, ddown = total((dup, ddown), missing)
+    return (
+      y,
+      total(dropped, mesh.axis_names if mesh else ()),
+      dup,
+      ddown,
+      dx,
+      dmix,
+    )
+
+  if mesh is None:
+    return jit(local)
+  rows = P(mesh.axis_names)
+  ins = (*specs, *5 * [rows])
+  outs = (rows, P(), *specs, rows, rows) if gradients else rows
+  return jit(
+    lambda *a: jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(*ins, P())[: len(a)],
+      out_specs=outs,
+      check_vma=False,
+    )(*a)  # fmt: skip
+  )
+
+
+def grid(shape=(2, 2, 2), axes=AXES):
+  devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+  return jax.sharding.Mesh(devices, axes)
+
+
+def evaluate(plan, mesh=None, hot=None):
+  more = () if hot is None else (np.array(hot, np.int32),)
+  out = program(plan, mesh)(*arrays(), *more)
+  return dict(zip(NAMES, map(np.asarray, out), strict=True))
+
+
+def wrong(found, expected):
+  """Names of what differs."""
+  return {
+    name
+    for name, b in expected.items()
+    if not np.abs(found[name] - b).max() <= 1e-12 * (1 + np.abs(b).max())
+  }
+
+
+def ragged_all_to_all(
+  operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *,
+  axis_name,
+):  # fmt: skip
+  """What jax documents of lax.ragged_all_to_all, which XLA on CPU lacks."""
+  everywhere = lambda a: jax.lax.all_gather(a, axis_name)
+  rows, start, count, target = map(
+    everywhere, (operand, input_offsets, send_sizes, output_offsets)
+  )
+  ranks, me = len(rows), jax.lax.axis_index(axis_name)
+  per = len(send_sizes) // ranks
+  row = jnp.arange(len(operand))
+  for source in range(ranks):
+    for j in range(per):
+      i = me * per + j
+      sent = row < count[source, i]
+      place = jnp.where(sent, target[source, i] + row, len(output))
+      found = rows[source][(start[source, i] + row) % len(operand)]
+      # Both ends must agree on the number of rows.
+      agree = count[source, i] == recv_sizes[source * per + j]
+      output = output.at[place].set(
+        jnp.where(agree, found, jnp.nan), mode='drop'
+      )
+  return output
+
+
+REGIONS = [('tensor',), ('context', 'tensor'), ('data', 'tensor'), AXES]
+
+
+PLANS = [
+  *[expert.Plan(E, region) for region in REGIONS],
+  expert.Plan(E, ('context', 'tensor'), exchange='ragged'),
+  expert.Plan(E, AXES, exchange='ragged'),
+  expert.Plan(E, ('data', 'tensor'), hierarchical=True),
+  expert.Plan(E, ('tensor',), gather=('data',)),
+  expert.Plan(E, (), gather=('data', 'context')),
+]
+
+
+@pytest.mark.parametrize('plan', PLANS, ids=str)
+def test_equal_to_a_loop(plan, monkeypatch):
+  monkeypatch.setattr(jax.lax, 'ragged_all_to_all', ragged_all_to_all)
+  assert not wrong(evaluate(plan, grid()), reference())
+
+
+@pytest.mark.parametrize('factor', [0.0, 0.8])
+def test_one_device(factor):
+  found = evaluate(expert.Plan(E, factor=factor))
+  capacity = math.ceil(N * K / E * factor)
+  expected = reference(capacity, 1)
+  assert not wrong(found, expected) and (expected['dropped'] > 0) == bool(
+    factor
+  )
+
+
+@pytest.mark.parametrize('hot', [None, (1, 5)])
+def test_capacity(hot):
+  """Drops are those of a loop over each device's tokens, hot experts or not."""
+  plan = expert.Plan(E, ('context', 'tensor'), factor=1.3)
+  capacity = math.ceil(N // 8 * K / E * 1.3)
+  expected = reference(capacity)
+  assert capacity == 2 and expected['dropped'] > 5
+  assert not wrong(evaluate(plan, grid(), hot), expected)
+  # Other devices, other drops: a capacity depends on the layout.
+  assert reference(capacity * 8, 1)['dropped'] != expected['dropped']
+
+
+def test_axis_by_axis_gives_the_same_bits():
+  flat, steps = (
+    evaluate(expert.Plan(E, AXES, hierarchical=h), grid())
+    for h in (False, True)
+  )
+  for name in NAMES:
+    np.testing.assert_array_equal(flat[name], steps[name])
+
+
+@pytest.mark.parametrize(
+  'plan',
+  [
+    expert.Plan(E, AXES),
+    expert.Plan(E, ('data', 'tensor'), gather=('context',)),
+    expert.Plan(E, ('context',), exchange='ragged'),
+  ],
+  ids=str,
+)
+def test_hot_experts_change_nothing(plan, monkeypatch):
+  """Whichever they are; and which they are is data: one compile."""
+  monkeypatch.setattr(jax.lax, 'ragged_all_to_all', ragged_all_to_all)
+  expected, f = reference(), program(plan, grid())
+  for hot in ((1, 3, 0), (5, 7, 2)):
+    out = f(*arrays(), np.array(hot, np.int32))
+    assert not wrong(
+      dict(zip(NAMES, map(np.asarray, out), strict=True)), expected
+    )
+  assert f._cache_size() == 1
+
+
+def _break(monkeypatch, what):
+  all_to_all, axis_index = jax.lax.all_to_all, jax.lax.axis_index
+  patches = {
+    'tokens stay at home': (jax.lax, 'all_to_all', lambda x, *a, **k: x),
+    'experts in another order': (
+      jax.lax, 'all_to_all',
+      lambda x, axes, *a, **k: all_to_all(x, axes[::-1], *a, **k)),
+    'slots of a neighbour': (
+      expert, '_rows', lambda x, i: x.at[i - 1].get(mode='fill', fill_value=0)),
+    'hot experts of another rank': (
+      jax.lax, 'axis_index', lambda axes: axis_index(axes) + 1),
+    'hot gradients stay': (
+      expert.materialise, 'bwd',
+      lambda region, kept, g: expert._materialise_backward((), (
+        kept[0], kept[1] - axis_index(region) * len(kept[0])), g)),
+  }  # fmt: skip
+  monkeypatch.setattr(*patches[what])
+
+
+@pytest.mark.parametrize(
+  'what, hot, output_is_right',
+  [
+    ('tokens stay at home', None, False),
+    ('experts in another order', None, False),
+    ('hot experts of another rank', (1, 2), False),
+    ('hot gradients stay', (1, 2), True),
+  ],
+)
+def test_a_broken_exchange_is_found(what, hot, output_is_right, monkeypatch):
+  _break(monkeypatch, what)
+  plan = expert.Plan(E, ('context', 'tensor'))
+  found = wrong(evaluate(plan, grid(), hot), reference())
+  assert ('y' not in found) == output_is_right and {'up', 'down'} <= found
+
+
+@pytest.mark.parametrize('block', [1, 4])
+def test_offsets_sort_by_expert_and_then_by_source(block):
+  """Every row of every rank, moved by hand, there and back."""
+  rng = np.random.default_rng(0)
+  ranks, own = 4, 3
+  counts = rng.integers(0, 4, (ranks, ranks * own)).astype(np.int32)
+  home = [
+    [(e, r, i) for e in range(ranks * own) for i in range(counts[r, e])]
+    for r in range(ranks)
+  ]
+  plans = [expert.offsets(jnp.asarray(counts), r, block) for r in range(ranks)]
+
+  def move(rows, way):
+    out = [{} for _ in range(ranks)]
+    for r in range(ranks):
+      start, count, target, arriving = map(np.asarray, plans[r][way])
+      for i in range(ranks * own):
+        to = i // own
+        back = np.asarray(plans[to][way].arriving)[r * own + i % own]
+        assert back == count[i]
+        for j in range(count[i]):
+          assert target[i] + j not in out[to]
+          out[to][target[i] + j] = rows[r][start[i] + j]
+      assert arriving.shape == count.shape
+    return out
+
+  there = move(home, 0)
+  for r in range(ranks):
+    place = 0
+    for e in range(r * own, (r + 1) * own):
+      run = sorted(row for rows in home for row in rows if row[0] == e)
+      for i, row in enumerate(run):
+        assert there[r][place + i] == row
+      place += -(-len(run) // block) * block
+      assert plans[r][2][e - r * own] == -(-len(run) // block) * block
+    assert len(there[r]) == counts[:, r * own : (r + 1) * own].sum()
+  back = move(there, 1)
+  assert [[rows[i] for i in range(len(rows))] for rows in back] == home
+
+
+def collectives(plan, gradients, hot=None):
+  """[(kind, axes, bytes received)] of one compiled program."""
+  more = () if hot is None else (np.array(hot, np.int32),)
+  mesh = grid()
+  lowered = program(plan, mesh, gradients).lower(*arrays(), *more)
+  found = hlo.collectives(lowered.compile().as_text(), mesh)
+  assert all(c.count == 1 for c in found)
+  return [(c.kind, c.axes, c.bytes) for c in found]
+
+
+BUFFER = E * 8 * D * 8  # bytes of 8 slots an expert: 6 tokens, blocks of 8
+
+
+def test_two_exchanges_forward_and_two_backward():
+  plan = expert.Plan(E, ('context', 'tensor'))
+  one = ('all-to-all', ('context', 'tensor'), BUFFER * 3 // 4)
+  assert collectives(plan, gradients=False) == [one] * 2
+  found = collectives(plan, gradients=True)
+  exchanges = [c for c in found if c[0] == 'all-to-all']
+  assert exchanges == [one] * 4
+  # Gradients of the experts over data, the count of what was dropped.
+  assert {c[0] for c in found if c not in exchanges} == {'all-reduce'}
+
+
+def test_capacity_bounds_the_bytes():
+  plan = expert.Plan(E, ('context', 'tensor'), factor=1.3)
+  bytes_ = E * 2 * D * 8 * 3 // 4  # 2 slots an expert
+  one = ('all-to-all', ('context', 'tensor'), bytes_)
+  assert collectives(plan, gradients=False) == [one] * 2
+
+
+def test_axis_by_axis_each_link_carries_half():
+  """Bytes (r_a - 1) / r_a of the buffer over each axis, nearest first."""
+  plan = expert.Plan(E, ('context', 'tensor'), hierarchical=True)
+  found = collectives(plan, gradients=False)
+  half = BUFFER // 2
+  steps = [('all-to-all', (a,), half) for a in ('tensor', 'context')]
+  assert found == steps * 2
+
+
+def test_hot_experts_cost_an_all_reduce_of_their_matrices():
+  plan, hot = expert.Plan(E, ('context', 'tensor')), (1, 3)
+  found = collectives(plan, False, hot)
+  extra = [c for c in found if c[0] != 'all-to-all']
+  assert {c[:2] for c in extra} == {('all-reduce', ('context', 'tensor'))}
+  matrices = len(hot) * 2 * D * F * 8
+  assert sum(c[2] for c in extra) == 2 * 3 * matrices // 4
+  assert len(found) - len(extra) == 2
+
+
+def test_bfloat16_tokens_and_float32_gradients():
+  """The weight of an expert is summed over many tokens in its own dtype."""
+  rng = np.random.default_rng(0)
+  n = 2048
+  x = jnp.asarray(rng.normal(size=(n, D)), jnp.bfloat16)
+  w = jnp.asarray(rng.normal(size=(2, D, D)), jnp.float32)
+  ids = jnp.asarray(rng.integers(0, 2, (n, 1)), jnp.int32)
+  ones, valid = jnp.ones((n, 1), jnp.float32), jnp.ones(n, bool)
+  only = lambda rows, weights, multiply: multiply(rows, weights[0], 1)
+  f = lambda w: expert.dispatch(
+    only, (w,), x, ids, ones, valid, expert.Plan(2)
+  )[0]
+
+  @jit
+  def run(w):
+    y, vjp = jax.vjp(f, w)
+    return y, vjp(jnp.ones_like(y))[0]
+
+  y, dw = run(w)
+  assert y.dtype == jnp.bfloat16 and dw.dtype == jnp.float32
+  f8 = lambda a: np.asarray(a, np.float64)
+  exact = np.stack([f8(x)[np.asarray(ids)[:, 0] == e].sum(0) for e in (0, 1)])
+  assert np.abs(f8(dw)[..., 0] - exact).max() < 1e-3
+  rounded = f8(jnp.asarray(dw, jnp.bfloat16))[..., 0]
+  assert np.abs(rounded - exact).max() > 1e-2  # what bfloat16 would cost
+
+
+def test_what_a_ragged_exchange_cannot():
+  for plan in (
+    expert.Plan(E, ('tensor',), factor=1.0, exchange='ragged'),
+    expert.Plan(E, AXES, hierarchical=True, exchange='ragged'),
+  ):
+    with pytest.raises(ValueError, match='no capacity and no axis order'):
+      evaluate(plan, grid())
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(
+  aot.missing('tpu') is not None, reason=f'{aot.missing("tpu")}'
+)
+def test_compiles_for_a_tpu():
+  """There 'auto' is ragged: rows travel by ragged_all_to_all alone."""
+  topology = aot.topology('v5e:2x4')
+  mesh = mesh_lib.make(MESH, topology.devices)
+  region = ('context', 'tensor')
+  plan, rows = expert.Plan(E, region), P(AXES)
+  n, d, f = 8 * 64, 128, 256
+
+  def shape(sizes, dtype, spec):
+    sharding = jax.NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+  def local(up, down, x, mix, ids, valid):
+    f = lambda *a: expert.dispatch(run, a[:2], *a[2:3], ids, a[3], valid, plan)[
+      0
+    ]
+    y, vjp = jax.vjp(f, up, down, x, mix)
+    return vjp(y)
+
+  specs = (P(region), P(region), *4 * [rows])
+  step = jax.shard_map(
+    local, in_specs=specs, out_specs=specs[:4], check_vma=False
+  )
+  args = (
+    shape((E, d, f), jnp.float32, specs[0]),
+    shape((E, f, d), jnp.float32, specs[1]),
+    shape((n, d), jnp.bfloat16, rows),
+    shape((n, K), jnp.float32, rows),
+    shape((n, K), jnp.int32, rows),
+    shape((n,), jnp.bool, rows),
+  )
+  with topology.context(), jax.set_mesh(mesh), jax.enable_x64(False):
+    traced = jax.jit(step).trace(*args)
+  text = aot.compile_for(topology, 'experts', traced).as_text()
+  found = [(c.kind, c.axes) for c in hlo.collectives(text, mesh)]
+  assert found.count(('ragged-all-to-all', region)) == 4
+  assert 'all-to-all' not in {kind for kind, _ in found}

@@ -1,0 +1,201 @@
+"""Topologies without devices, and what a compile that fails says."""
+
+import importlib.util
+
+import jax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+import pytest
+
+from paraxis.configs.base import errors
+from paraxis.pallas_kernels import registry
+from paraxis.sharding.meter import aot
+from paraxis.sharding.meter import target
+
+needs_tpu = pytest.mark.skipif(
+  aot.missing('tpu') is not None, reason=f'{aot.missing("tpu")}'
+)
+needs_cuda = pytest.mark.skipif(
+  aot.missing('cuda') is not None, reason=f'{aot.missing("cuda")}'
+)
+
+
+@pytest.mark.parametrize(
+  'name, line',
+  [
+    ('v5e:2x2', "libtpu is not installed: pip install 'jax[tpu]'"),
+    ('h200:8', "not installed: pip install 'jax[cuda13]'"),
+  ],
+)
+def test_what_is_missing(monkeypatch, name, line):
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(errors.UserError) as e:
+    aot.topology(name)
+  assert line in str(e.value) and '\n' not in str(e.value)
+
+
+def test_names_are_checked_before_anything_else(monkeypatch):
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(errors.UserError, match='not CHIP:SIZES'):
+    aot.topology('v9:2x2')
+
+
+def traced(f, *args):
+  return jax.jit(f).trace(*args)
+
+
+def test_largest_array():
+  f = lambda x: jax.lax.scan(
+    lambda x, _: (jnp.sin(x @ x.T).sum(1)[:, None] + x, None), x, length=3
+  )[0]
+  x = jnp.ones((64, 2))
+  assert aot.largest(traced(f, x).jaxpr) == ('float32[64,64]', 64 * 64 * 4)
+
+
+def test_largest_array_of_a_device():
+  """A shard counts, also inside a manual region."""
+  devices = jax.devices()[:4]
+  mesh = jax.make_mesh((4,), ('data',), devices=devices)
+  with jax.set_mesh(mesh):
+    x = jax.device_put(jnp.ones((8, 16)), jax.P('data'))
+    g = jax.shard_map(lambda x: x @ x.T, out_specs=jax.P('data'))
+    f = lambda x: (x * 2).sum() + g(x).sum()
+    assert aot.largest(traced(f, x).jaxpr)[1] == 2 * 16 * 4
+
+
+VMEM = (
+  'RESOURCE_EXHAUSTED: Allocation (size=268435456) would exceed memory '
+  "(size=134217728) :: #allocation2 [shape = 'u8[268435456]{0}', space=vmem, "
+  "size = 0x10000000, scoped, tag = 'input window allocation for operator "
+  'input 0. The window shape is f32[8192,8192], while the full shape is '
+  "f32[8192,8192]. This allocation is single buffered.'] :: kernel.1"
+)
+STACK = (
+  'RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in '
+  'memory space vmem while allocating on stack for %flash.1 = '
+  'f32[8192,64]{1,0:T(8,128)} custom-call(%x.1), metadata={}. Scoped '
+  'allocation with size 64.00M and limit 16.00M exceeded scoped vmem limit by '
+  '48.00M. It should not be possible - \nSee more details.'
+)
+HBM = (
+  'RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for '
+  'HLO temporaries (22.55G) exceeds available HBM (15.75G).'
+)
+
+
+def test_out_of_memory_is_one_line_with_array_and_sizes():
+  jaxpr = traced(lambda x: x * 2, jnp.ones((3, 5))).jaxpr
+  line = aot.out_of_memory(VMEM, jaxpr)
+  for part in ('f32[8192,8192]', 'input window', '256.0M of 128.0M'):
+    assert part in line
+  line = aot.out_of_memory(STACK, jaxpr)
+  for part in ('flash.1', 'f32[8192,64]', '64.00M of 16.00M'):
+    assert part in line
+  assert '\n' not in line
+  line = aot.out_of_memory(HBM, jaxpr)
+  for part in ('(22.55G) exceeds', '(15.75G)', 'float32[3,5], takes'):
+    assert part in line
+  assert '\n' not in line and 'RESOURCE_EXHAUSTED' not in line
+
+
+def test_memory_of_a_program_without_a_peak():
+  compiled = jax.jit(lambda a, b: a @ b).lower(
+    jnp.ones((32, 64)), jnp.ones((64, 16))
+  )
+  found = aot.memory(compiled.compile())
+  assert found.arguments == 4 * (32 * 64 + 64 * 16)
+  assert found.results == 4 * 32 * 16
+  assert found.peak >= found.arguments + found.results
+
+
+@pytest.mark.aot
+@needs_tpu
+@pytest.mark.parametrize(
+  'name, slices, count, cores, kind',
+  [
+    ('v5e:4x4', 1, 16, 1, 'TPU v5 lite'),
+    ('v5e:1x1', 1, 1, 1, 'TPU v5 lite'),
+    ('v5e:2x2', 2, 8, 1, 'TPU v5 lite'),
+    ('v5p:16x16x16', 1, 4096, 1, 'TPU v5'),
+    ('v6e:16x16', 1, 256, 1, 'TPU v6 lite'),
+    ('v4:2x2x2', 1, 16, 2, 'TPU v4'),
+    ('tpu7x:2x2x1', 1, 8, 2, 'TPU7x'),
+  ],
+)
+def test_tpu_topologies(name, slices, count, cores, kind):
+  t = aot.topology(name, slices)
+  assert (len(t.devices), t.cores) == (count, cores)
+  assert t.devices[0].device_kind == kind
+  assert t.hbm * cores == target.CHIPS[t.kind].hbm
+  with t.context():
+    assert registry.current_target() == registry.Target('tpu', kind)
+
+
+@pytest.mark.aot
+@needs_tpu
+def test_sizes_that_no_slice_has():
+  with pytest.raises(errors.UserError, match='not divisible .*known are'):
+    aot.topology('v5p:3x3x3')
+
+
+def compile_on_tpu(f, *shapes):
+  t = aot.topology('v5e:2x2')
+  one = jax.sharding.SingleDeviceSharding(t.devices[0])
+  args = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=one) for s in shapes]
+  with t.context():
+    program = traced(f, *args)
+  return aot.compile_for(t, 'the program', program)
+
+
+@pytest.mark.aot
+@needs_tpu
+def test_compile_for_tpu():
+  found = aot.memory(compile_on_tpu(jnp.dot, (256, 512), (512, 128)))
+  assert found.arguments == 4 * (256 * 512 + 512 * 128)
+  assert found.peak >= found.arguments + found.results and found.code > 0
+
+
+@pytest.mark.aot
+@needs_tpu
+def test_too_large_for_hbm():
+  with pytest.raises(errors.UserError) as e:
+    compile_on_tpu(lambda x: x * 2, (65536, 65536))
+  for part in ('the program on v5e:2x2', '(32.00G)', 'float32[65536,65536]'):
+    assert part in str(e.value)
+
+
+@pytest.mark.aot
+@needs_tpu
+@pytest.mark.parametrize(
+  'block, parts',
+  [
+    (8192, ('f32[8192,8192] (input window', '256.0M', 'smaller blocks')),
+    (2048, ('blocks of doubled.1', 'f32[8192,8192]', '64.00M of 16.00M')),
+  ],
+)
+def test_too_large_for_the_chip(block, parts):
+  def body(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2
+
+  def double(x):
+    n = 8192 // block
+    tile = pl.BlockSpec((block, block), lambda i, j: (i, j))
+    return pl.pallas_call(
+      body, out_shape=x, grid=(n, n), in_specs=[tile], out_specs=tile,
+      name='doubled',
+    )(x)  # fmt: skip
+
+  with pytest.raises(errors.UserError) as e:
+    compile_on_tpu(double, (8192, 8192))
+  assert all(part in str(e.value) for part in parts), e.value
+  assert 'on-chip memory' in str(e.value)
+
+
+@pytest.mark.aot
+@needs_cuda
+def test_cuda_topology():
+  t = aot.topology('h200:256')
+  assert len(t.devices) == 256 and t.cores == 1
+  assert len({d.process_index for d in t.devices}) == 32
+  with t.context():
+    assert registry.current_target().platform == 'gpu'

@@ -1,0 +1,499 @@
+"""The pipeline executor against a plain loop over microbatches and layers.
+
+The model is a toy. Its layer divides by the root mean square of its input
+without an epsilon, so that it is NaN on zeros: what an idle stage computes is
+NaN, and shows wherever it is kept.
+
+Legend: R rows of a microbatch, D features, K columns of the head on a stage.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.meter import hlo
+from paraxis.sharding.pipeline import executor as pipeline
+from paraxis.sharding.pipeline import schedules
+from paraxis.sharding.pipeline import tables as schedule_tables
+from paraxis.sharding.pipeline import ticks as pipeline_ticks
+
+R, D, K, IDS = 2, 4, 2, 3  # IDS: rows of the embedding on a stage
+ENDS = dict(table=P('stage'), head=P(None, 'stage'), gain=P())
+STACK = dict(weight=P('stage', 'fsdp'), bias=P('stage'))
+
+jit = functools.partial(
+  jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
+)
+
+
+@pytest.fixture(autouse=True)
+def _double():
+  with jax.enable_x64(True):
+    yield
+
+
+def arrays(stages, microbatches, layers, rows=R, width=D):
+  """(ends, {path: layers in order}, data of every microbatch)."""
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: rng.normal(size=shape)
+  m, p = microbatches, stages
+  ends = dict(
+    table=normal(p * IDS, width), head=normal(width, p * K), gain=normal(width)
+  )
+  stack = dict(weight=normal(layers, width, width), bias=normal(layers, width))
+  data = dict(
+    ids=rng.integers(0, p * IDS, (m, rows)),
+    shift=normal(m, width),
+    targets=normal(m, rows, p * K),
+  )
+  return ends, stack, data
+
+
+def layers_of(values, x, shift, on=None, taps=None):
+  """Consecutive layers -> (y, input of every product)."""
+  inputs = []
+  for l in range(len(values['bias'])):
+    h = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True))
+    inputs.append(h)
+    s = h @ values['weight'][l] + values['bias'][l] + shift
+    y = x + jnp.tanh(s if taps is None else s + taps[l])
+    x = y if on is None else jnp.where(on[l], y, x)
+  return x, jnp.stack(inputs)
+
+
+def plain(schedule, layers_on, ends, stack, data):
+  """(loss, gradients) of a loop; layers_on: virtual stage -> its layers."""
+
+  def loss(ends, stack):
+    total = 0.0
+    for i, path in enumerate(schedule.paths):
+      mine = np.array([l for stage in path for l in layers_on[stage]])
+      x = ends['table'][data['ids'][i]] * ends['gain']
+      values = {p: v[mine] for p, v in stack.items()}
+      y, _ = layers_of(values, x, data['shift'][i])
+      z = (y * ends['gain']) @ ends['head'] - data['targets'][i]
+      total += jnp.square(z).sum()
+    return total
+
+  return jax.device_get(jax.value_and_grad(loss, (0, 1))(ends, stack))
+
+
+class Toy:
+  """pipeline.Calls on a mesh of 'stage' and 'fsdp', in a manual region."""
+
+  def __init__(self, data, split, store=False):
+    self.data, self.split, self.store = data, split, store
+
+  def _pick(self, name, i):
+    return self.data[name][i]
+
+  def embed(self, ends, i):
+    local = self._pick('ids', i) - lax.axis_index('stage') * IDS
+    here = (local >= 0) & (local < IDS)
+    x = jnp.where(here[:, None], ends['table'][jnp.clip(local, 0, IDS - 1)], 0)
+    return lax.psum(x, 'stage') * ends['gain']
+
+  def loss(self, ends, y, i):
+    start = lax.axis_index('stage') * K
+    targets = self._pick('targets', i)
+    mine = lax.dynamic_slice_in_dim(targets, start, K, 1)
+    y = lax.psum(y, 'stage') * ends['gain']
+    part = jnp.square(y @ ends['head'] - mine).sum()
+    # The same on all stages; each differentiates its own columns.
+    return part + lax.stop_gradient(lax.psum(part, 'stage') - part)
+
+  def see(self, i):
+    return self._pick('shift', i)
+
+  def forward(self, values, x, shift, on):
+    run = lambda values, x: layers_of(values, x, shift, on)[0]
+    if not self.store:
+      return run(values, x), ()
+    y, back = jax.vjp(run, values, x)
+    leaves, self._tree = jax.tree.flatten(back)
+    return y, leaves
+
+  def backward(self, values, x, kept, g, shift, on):
+    if self.store:
+      gradients, gx = jax.tree.unflatten(self._tree, kept)(g)
+      return gx, gradients, ()
+    run = functools.partial(layers_of, shift=shift, on=on)
+    if not self.split:
+      _, back = jax.vjp(lambda v, x: run(v, x)[0], values, x)
+      gradients, gx = back(g)
+      return gx, gradients, ()
+    bias = {'bias': values['bias']}
+    taps = jnp.zeros((len(values['bias']), *x.shape), x.dtype)
+    of = lambda bias, x, taps: run(values | bias, x, taps=taps)
+    _, back, inputs = jax.vjp(of, bias, x, taps, has_aux=True)
+    gradients, gx, gs = back(g)
+    return gx, gradients, (inputs, gs)
+
+  def weights(self, tapes):
+    return {'weight': jnp.einsum('lri,lro->lio', *tapes)}
+
+  def gather(self, rows):
+    whole = lax.all_gather(rows['weight'], 'fsdp', axis=1, tiled=True)
+    return rows | {'weight': whole}
+
+  def scatter(self, gradients):
+    """The fsdp shards work on the same rows: the sum counts each twice."""
+    out = dict(gradients)
+    if 'weight' in out:
+      n = lax.axis_size('fsdp')
+      out['weight'] = lax.psum_scatter(
+        out['weight'] / n, 'fsdp', scatter_dimension=1, tiled=True
+      )
+    return out
+
+  def calls(self):
+    return pipeline.Calls(
+      self.embed, self.loss, self.see, self.forward, self.backward,
+      self.weights, self.gather, self.scatter,
+    )  # fmt: skip
+
+
+def shared_out(schedule, layers):
+  """(virtual stage -> its layers, rows (p, v, height) with -1 for none)."""
+  parts = np.array_split(np.arange(layers), schedule.virtual_stages)
+  height = max(map(len, parts))
+  rows = np.full((*schedule.placement.shape, height), -1)
+  for at, stage in np.ndenumerate(schedule.placement):
+    rows[at][: len(parts[stage])] = parts[stage]
+  return [list(part) for part in parts], rows
+
+
+class Program:
+  """The executor on the toy, to be compiled for a schedule."""
+
+  def __init__(self, schedule, layers, store=False, fsdp=1, **sizes):
+    self.schedule, self.rows = schedule, shared_out(schedule, layers)[1]
+    self.even = bool((self.rows >= 0).all())
+    p = schedule.stages
+    self.mesh = mesh_lib.make(
+      dict(stage=p, fsdp=fsdp), jax.devices()[: p * fsdp]
+    )
+    self.plain = arrays(p, schedule.microbatches, layers, **sizes)
+    self.toy = functools.partial(
+      Toy, split=schedule.weight is not None, store=store
+    )
+
+  @property
+  def arguments(self):
+    ends, stack, data = self.plain
+    flat = self.rows.reshape(-1)
+    held = {path: x[np.maximum(flat, 0)] for path, x in stack.items()}
+    for x in held.values():
+      x[flat < 0] = 0
+    specs = ENDS, STACK, dict.fromkeys(data, P())
+    place = lambda x, s: jax.device_put(x, jax.NamedSharding(self.mesh, s))
+    return jax.tree.map(place, (ends, held, data), specs)
+
+  def run(self, ends, stack, data, table=None):
+    """(loss, gradients of ends, of the stack), to be jitted."""
+
+    def local(ends, stack, data, table):
+      on = None if self.even else self.rows >= 0
+      if table is not None:
+        pipeline_ticks.Executor.columns = lambda *_: table
+      calls = self.toy(data).calls()
+      loss, of_ends, of_stack = pipeline.gradients(
+        self.schedule, calls, ends, stack, on
+      )
+      # Of ends, what is not split over stages is summed over them once.
+      of_ends['gain'] = lax.psum(of_ends['gain'], 'stage')
+      return loss, of_ends, of_stack
+
+    return jax.shard_map(
+      local,
+      in_specs=(ENDS, STACK, P(), P()),
+      out_specs=(P(), ENDS, STACK),
+      check_vma=False,
+    )(ends, stack, data, table)
+
+  def total(self, ends, stack, data):
+    """The loss by forward phases alone."""
+
+    def local(ends, stack, data):
+      on = None if self.even else self.rows >= 0
+      calls = self.toy(data).calls()
+      return pipeline.forward(self.schedule, calls, ends, stack, on)[0]
+
+    return jax.shard_map(
+      local, in_specs=(ENDS, STACK, P()), out_specs=P(), check_vma=False
+    )(ends, stack, data)
+
+  def compiled(self, name='run'):
+    with jax.set_mesh(self.mesh):
+      return jit(getattr(self, name)).lower(*self.arguments).compile()
+
+  def numbers(self):
+    """(loss, gradients of ends, of layers in order), in NumPy."""
+    with jax.set_mesh(self.mesh):
+      return self.in_order(jit(self.run)(*self.arguments))
+
+  def in_order(self, found):
+    loss, ends, stack = jax.device_get(found)
+    flat = self.rows.reshape(-1)
+    for g in stack.values():
+      assert (g[flat < 0] == 0).all()  # an empty row learns nothing
+    order = np.argsort(flat)[(flat < 0).sum() :]
+    return loss, ends, {path: g[order] for path, g in stack.items()}
+
+
+def differences(found, wanted):
+  """{leaf: relative difference}; NaN is infinite."""
+  out = {}
+  flat = lambda t: jax.tree_util.tree_leaves_with_path((t[0], t[1] | t[2]))
+  for (path, a), (_, b) in zip(flat(found), flat(wanted), strict=True):
+    gap = np.abs(a - b).max() / np.abs(b).max()
+    out[path[-1].key if len(path) > 1 else 'loss'] = np.nan_to_num(
+      gap, nan=np.inf
+    )
+  return out
+
+
+def reference(program):
+  loss, (ends, stack) = plain(
+    program.schedule,
+    shared_out(program.schedule, program.plain[1]['bias'].shape[0])[0],
+    *program.plain,
+  )
+  return loss, ends, stack
+
+
+# ----------------------------------------------------------------- equality
+
+
+@pytest.mark.parametrize(
+  'arguments, layers',
+  [
+    (('gpipe', 2, 3), 4),
+    (('gpipe', 4, 4, 2), 8),
+    (('one_f_one_b', 2, 1), 2),
+    (('one_f_one_b', 2, 5), 3),  # uneven
+    (('one_f_one_b', 4, 6), 7),
+    (('interleaved', 2, 4, 2), 7),
+    (('interleaved', 2, 4, 3), 6),
+    (('interleaved', 4, 8, 2), 9),
+    (('zero_bubble', 2, 3), 3),
+    (('zero_bubble', 4, 4, 3), 13),
+    (('v_half', 2, 3, 2), 5),
+    (('v_half', 4, 5, 2), 8),
+    (('skip', 4, 5, 1, 0.25), 6),
+  ],
+  ids=str,
+)
+def test_equal_to_a_plain_loop(arguments, layers):
+  program = Program(schedules.make(*arguments), layers)
+  wanted = reference(program)
+  found = differences(program.numbers(), wanted)
+  assert found.keys() == {'loss', 'table', 'head', 'gain', 'weight', 'bias'}
+  assert max(found.values()) < 1e-12, found
+
+
+def test_activations_stored_instead_of_computed_again():
+  program = Program(schedules.make('interleaved', 2, 4, 2), 7, store=True)
+  found = differences(program.numbers(), reference(program))
+  assert max(found.values()) < 1e-12, found
+
+
+@pytest.mark.parametrize('name', ['interleaved', 'v_half'])
+def test_the_loss_alone(name):
+  program = Program(schedules.make(name, 2, 4, 2), 5)
+  loss, *_ = reference(program)
+  with jax.set_mesh(program.mesh):
+    total = jit(program.total)(*program.arguments)
+  np.testing.assert_allclose(float(total), loss, rtol=1e-13)
+
+
+def test_idle_work_multiplied_away_is_seen(monkeypatch):
+  """What idle stages compute is NaN here: 0 * NaN would be kept."""
+  multiply = lambda on, tree: jax.tree.map(lambda x: x * on, tree)
+  monkeypatch.setattr(pipeline_ticks, '_select', multiply)
+  program = Program(schedules.make('gpipe', 2, 2), 4)
+  found = differences(program.numbers(), reference(program))
+  assert np.isinf(found['weight']) and np.isinf(found['table']), found
+
+
+# ------------------------------------------------------ tables and messages
+
+# What each active entry is: field, what says that it is read.
+READ = {
+  'f_microbatch': 'f_on', 'f_chunk': 'f_on', 'f_slot': 'f_on',
+  'f_first': 'f_on', 'b_on': 'b_on', 'b_microbatch': 'b_on',
+  'b_chunk': 'b_on', 'b_slot': 'b_on', 'b_cotangent': 'b_on',
+  'b_first': 'b_on',
+}  # fmt: skip
+APART = {'b_store': 'b_on', 'w_on': 'w_on', 'w_chunk': 'w_on', 'w_slot': 'w_on'}
+SIZES = {
+  'f_slot': 'inputs', 'b_slot': 'inputs', 'f_receive': 'inputs',
+  'b_cotangent': 'cotangents', 'b_receive': 'cotangents',
+  'loss_slot': 'cotangents', 'b_store': 'stores', 'w_slot': 'stores',
+}  # fmt: skip
+
+
+def changed(tables, field, at):
+  """The field with one entry wrong, but within range."""
+  x = getattr(tables, field).copy()
+  if field in SIZES:
+    # Another row, the trash if there is one only: F leaves its x there too.
+    n = getattr(tables, SIZES[field])
+    x[at] = n if n == 1 else (x[at] + 1) % n
+  elif x.dtype == bool:
+    x[at] = not x[at]
+  elif field == 'f_microbatch' or field == 'b_microbatch':
+    x[at] = (x[at] + 1) % (x.max() + 1)
+  else:
+    x[at] = 1 - x[at]  # one of two chunks, or devices
+  return x
+
+
+def entries(tables, split):
+  """(field, index) of what decides: active entries, and what receives."""
+  for field, on in (READ | (APART if split else {})).items():
+    read = getattr(tables, on)
+    if field == 'b_first':  # where a microbatch leaves
+      read = read & (tables.embed_back >= 0)[:, None]
+    for at in np.argwhere(read):
+      yield field, tuple(at)
+  for field in ('f_receive', 'b_receive', 'loss_slot'):
+    kept = getattr(tables, field) != getattr(tables, SIZES[field])
+    for at in np.argwhere(kept):
+      yield field, tuple(at)
+  for at in np.argwhere(tables.loss >= 0):
+    yield 'loss_device', tuple(at)
+
+
+@pytest.mark.parametrize('name', ['interleaved', 'zero_bubble'])
+def test_every_entry_of_the_table_counts(monkeypatch, name):
+  """The table is an argument of one compiled program: each entry in turn."""
+  monkeypatch.setattr(
+    pipeline_ticks.Executor, 'columns', pipeline_ticks.Executor.columns
+  )  # put back what `run` sets
+  schedule = schedules.make(name, 2, 2, 2)
+  program = Program(schedule, 4)
+  wanted, tables = reference(program), schedule_tables.tables(schedule)
+  with jax.set_mesh(program.mesh):
+    arguments, call = program.arguments, jit(program.run)
+    numbers = lambda table: differences(
+      program.in_order(call(*arguments, table)), wanted
+    )
+    right = numbers(tables.rows())
+    assert max(right.values()) < 1e-12, right
+    seen = list(entries(tables, schedule.weight is not None))
+    blind = []
+    for field, at in seen:
+      wrong = tables.rows() | {field: changed(tables, field, at)}
+      found = numbers(wrong)
+      if max(found.values()) < 1e-6:
+        blind.append((field, at))
+  assert len(seen) > 80 and not blind, blind
+
+
+@pytest.mark.parametrize(
+  'name, link',
+  [('interleaved', 1), ('interleaved', -1), ('v_half', 3), ('v_half', -1)],
+)
+def test_a_missing_message_is_seen(monkeypatch, name, link):
+  """On 4 stages, forward links are 1, and 3 where v_half goes back up."""
+  right = pipeline_ticks.Executor.send
+  wrong = lambda self, x, to: x if to == link else right(self, x, to)
+  monkeypatch.setattr(pipeline_ticks.Executor, 'send', wrong)
+  program = Program(schedules.make(name, 4, 4, 2), 8)
+  found = differences(program.numbers(), reference(program))
+  assert (found['loss'] > 1e-6) == (link > 0) and found['weight'] > 1e-6, found
+
+
+# ----------------------------------------------------------------- programs
+
+
+@pytest.mark.parametrize(
+  'arguments, links',
+  [
+    (('one_f_one_b', 4, 4), 1),
+    (('interleaved', 4, 8, 2), 1),
+    (('v_half', 4, 4, 2), 2),  # down and back up; the turn stays on a device
+  ],
+)
+def test_messages_and_nothing_at_the_boundary(arguments, links):
+  """Two permutes a link and tick; parameters are gathered in phases alone."""
+  program = Program(schedules.make(*arguments), 16, fsdp=2)
+  found = hlo.collectives(program.compiled().as_text(), program.mesh)
+  kinds = {}
+  for c in found:
+    kinds.setdefault(c.kind, []).append(c)
+  ticks = program.schedule.ticks
+  sent = kinds.pop('collective-permute')
+  assert len(sent) == 2 * links
+  assert {c.count for c in sent} == {ticks}
+  assert {(c.bytes, c.axes) for c in sent} == {(R * D * 8, ('stage',))}
+  # F and B each gather the layers of one chunk, over fsdp.
+  gathers = kinds.pop('all-gather')
+  layers = 16 // program.schedule.virtual_stages
+  share = layers * D * D * 8 // 2
+  assert [(c.operand_bytes, c.axes) for c in gathers] == 2 * [
+    (share, ('fsdp',))
+  ]
+  table = schedule_tables.tables(program.schedule)
+  assert [c.count for c in gathers] == [table.any_f.sum(), table.any_b.sum()]
+  # Of stages: what embedding and loss sum, in each direction, and `gain`.
+  over = lambda axis: [
+    c for cs in kinds.values() for c in cs if c.axes == (axis,)
+  ]
+  assert {c.kind for c in over('fsdp')} <= {'reduce-scatter', 'all-reduce'}
+  # XLA may merge two of them.
+  assert max(c.operand_bytes for c in over('stage')) <= 2 * R * D * 8
+  assert sum(len(over(a)) for a in ('stage', 'fsdp')) == sum(
+    map(len, kinds.values())
+  )
+
+
+def test_memory_does_not_grow_with_microbatches():
+  def temporary(name, m):
+    program = Program(schedules.make(name, 2, m), 2, rows=32, width=64)
+    return program.compiled().memory_analysis().temp_size_in_bytes
+
+  few, many = (temporary('one_f_one_b', m) for m in (4, 16))
+  assert abs(many / few - 1) < 0.02, (few, many)
+  few, many = (temporary('gpipe', m) for m in (4, 16))
+  assert many - few > 12 * 32 * 64 * 8, (few, many)  # 12 inputs more
+
+
+@pytest.mark.parametrize('late', [False, True])
+@pytest.mark.parametrize(
+  'arguments', [('one_f_one_b', 4, 4), ('v_half', 4, 4, 2)]
+)
+def test_no_tick_copies_a_buffer(monkeypatch, arguments, late):
+  """Inputs stay where they lie; a read after a write would move them."""
+  if late:
+    Executor, right = pipeline_ticks.Executor, pipeline_ticks.Executor.tick
+
+    def tick(self, carry, row):
+      slot = self.mine(row)['b_slot']
+      wrong = right(self, carry, row)[0]
+      return wrong._replace(x_b=carry.inputs[slot]), None
+
+    monkeypatch.setattr(Executor, 'tick', tick)
+  program = Program(schedules.make(*arguments), 8)
+  rows = schedule_tables.tables(program.schedule).inputs + 1
+  text = program.compiled().as_text()
+  body = text[: text.index('\nENTRY ')]  # where the carry is set up
+  assert f'f64[{rows},{R},{D}]' in body
+  copied = re.findall(r'= f64\[(\d+),\d+,\d+\]\S* copy\(', body)
+  assert (str(rows) in copied) == late, copied
+
+
+def test_wrong_schedules_do_not_run():
+  schedule = schedules.make('one_f_one_b', 2, 2)
+  late = dataclasses.replace(schedule, backward=schedule.backward[::-1])
+  with pytest.raises(ValueError, match='one_f_one_b: .*faults in all'):
+    Program(late, 2).numbers()

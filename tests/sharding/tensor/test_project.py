@@ -1,0 +1,545 @@
+"""Products with parameters, and lookups, against numpy in all three worlds.
+
+    y_i = einsum(x, w_i),  dx = sum_i einsum(c_i, w_i),  dw_i = einsum(x, c_i)
+
+Legend: B rows, T tokens, D model, F mlp, N heads, K kv heads, H and P head
+width, V rows of a table.
+"""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paraxis.configs import schema
+from paraxis.sharding import annotate
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import rules as rules_lib
+from paraxis.sharding.tensor import lookup
+from paraxis.sharding.tensor import project
+from paraxis.sharding.tensor import vocabulary
+
+QUICK = {'xla_backend_optimization_level': 0}  # to compile
+jit = functools.partial(jax.jit, compiler_options=QUICK)
+B, T, D, F, N, K, H, V = 8, 16, 8, 24, 8, 8, 2, 40
+RESIDUAL = ('batch', 'residual_length', 'hidden')
+ROWS, WIDE = ('batch', 'length'), ('batch', 'length', 'mlp')
+QUERIES = ('batch', 'length', 'heads', 'head_dim')
+KEYS = ('batch', 'length', 'kv_heads', 'head_dim')
+LOGITS = ('batch', 'length', 'vocab')
+UP, DOWN, TABLE = ('embed', 'mlp'), ('mlp', 'embed'), ('vocab', 'embed')
+QUERY, KEY = ('embed', 'heads', 'head_dim'), ('embed', 'kv_heads', 'head_dim')
+OUTPUT = ('heads', 'head_dim', 'embed')
+SHAPES = dict(B=B, T=T, D=D, F=F, N=N, K=K, H=H, P=H, V=V)
+# name: (names of x, [(equation, names of w, names of y)])
+GROUPS = {
+  'qkv': (RESIDUAL, [
+    ('BTD,DNH->BTNH', QUERY, QUERIES), ('BTD,DKH->BTKH', KEY, KEYS),
+    ('BTD,DKH->BTKH', KEY, KEYS)]),
+  'output': (QUERIES, [('BTNP,NPD->BTD', OUTPUT, RESIDUAL)]),
+  'gate_up': (RESIDUAL, [('BTD,DF->BTF', UP, WIDE)] * 2),
+  'down': (WIDE, [('BTF,FD->BTD', DOWN, RESIDUAL)]),
+  'logits': (RESIDUAL, [('BTD,VD->BTV', TABLE, LOGITS)]),
+}  # fmt: skip
+CUBE = 'data=2,fsdp=2,tensor=2'
+
+
+@pytest.fixture(autouse=True)
+def _double():
+  with jax.enable_x64(True):
+    yield
+
+
+def shape(letters):
+  return tuple(SHAPES[a] for a in letters)
+
+
+def parts(equation):
+  ins, out = equation.split('->')
+  return (*ins.split(','), out)
+
+
+@functools.cache
+def arrays():
+  """{group: (x, [w], [cotangent of y])}."""
+  rng, out = np.random.default_rng(0), {}
+  for name, (_, products) in GROUPS.items():
+    a, _, _ = parts(products[0][0])
+    rows = [parts(e)[1:] for e, *_ in products]
+    make = lambda letters: rng.normal(size=shape(letters))
+    out[name] = make(a), [make(b) for b, _ in rows], [make(c) for _, c in rows]
+  return out
+
+
+@functools.cache
+def expected():
+  """{group: (ys, dx, dws)} in numpy."""
+  out = {}
+  for name, (x, ws, cs) in arrays().items():
+    ys, dx, dws = [], 0, []
+    for (equation, *_), w, c in zip(GROUPS[name][1], ws, cs, strict=True):
+      a, b, y = parts(equation)
+      ys.append(np.einsum(equation, x, w))
+      dx = dx + np.einsum(f'{y},{b}->{a}', c, w)
+      dws.append(np.einsum(f'{a},{y}->{b}', x, c))
+    out[name] = ys, dx, dws
+  return out
+
+
+def differentiate(group, rings, x, ws, cs):
+  """(ys, dx, dws), of local arrays in a region."""
+  names, products = GROUPS[group]
+
+  def run(x, ws):
+    rows = [(e, w, n, y) for (e, n, y), w in zip(products, ws, strict=True)]
+    return project.project(x, names, rows, ring=group in rings)
+
+  ys, vjp = jax.vjp(run, x, ws)
+  return ys, *vjp(cs)
+
+
+def names_of(group):
+  """Logical names of (x, ws, cs)."""
+  x, products = GROUPS[group]
+  return x, [w for _, w, _ in products], [y for *_, y in products]
+
+
+def spec_tree(names):
+  leaf = lambda n: isinstance(n, tuple) and not isinstance(n[0], tuple | list)
+  return jax.tree.map(annotate.spec, names, is_leaf=leaf)
+
+
+def sum_once(gradient, names):
+  """Over the mesh axes absent from its layout."""
+  held = {a for name in names for a in annotate.carriers(name)}
+  left = tuple(a for a in annotate.sizes() if a not in held)
+  return jax.lax.psum(gradient, left) if left else gradient
+
+
+def manual(group, rings, share=lambda cs: cs):
+  """`differentiate` in a region, as the explicit step does it."""
+  x, ws, cs = names_of(group)
+
+  def body(x, w, c):
+    ys, dx, dws = differentiate(group, rings, x, w, share(c))
+    return ys, dx, [sum_once(d, n) for d, n in zip(dws, ws, strict=True)]
+
+  return jax.shard_map(
+    body,
+    in_specs=(spec_tree(x), spec_tree(ws), spec_tree(cs)),
+    out_specs=(spec_tree(cs), spec_tree(x), spec_tree(ws)),
+    check_vma=False,
+  )
+
+
+def enter(stack, text, kv_heads=K, **mesh):
+  """A mesh and its rules are in force within `stack`."""
+  made = mesh_lib.make(text)
+  rules = rules_lib.of(schema.Mesh(**mesh), dict(made.shape), kv_heads)
+  stack.enter_context(annotate.use(rules))
+  stack.enter_context(jax.set_mesh(made))
+  return made
+
+
+@pytest.fixture
+def stack():
+  with contextlib.ExitStack() as stack:
+    yield stack
+
+
+def place(tree, names):
+  """NumPy arrays on the mesh in force."""
+  mesh = jax.sharding.get_mesh()
+  put = lambda x, s: jax.device_put(x, jax.NamedSharding(mesh, s))
+  return jax.tree.map(put, tree, spec_tree(names))
+
+
+def evaluate(world, rings=(), groups=tuple(GROUPS)):
+  """{group: (ys, dx, dws)} on the mesh in force, compiled as one."""
+  run = {
+    g: manual(g, rings)
+    if world == 'manual'
+    else functools.partial(differentiate, g, rings)
+    for g in groups
+  }
+  args = {g: place(arrays()[g], names_of(g)) for g in groups}
+  return jit(lambda args: {g: run[g](*args[g]) for g in groups})(args)
+
+
+def compare(found):
+  def near(path, a, b):
+    bound = 1e-12 * np.abs(b).max()
+    np.testing.assert_allclose(a, b, rtol=0, atol=bound, err_msg=str(path))
+
+  found = {g: (list(ys), dx, list(dws)) for g, (ys, dx, dws) in found.items()}
+  jax.tree.map_with_path(near, found, {g: expected()[g] for g in found})
+
+
+def test_without_a_mesh():
+  for group, args in arrays().items():
+    compare({group: differentiate(group, GROUPS, *args)})
+
+
+@pytest.mark.parametrize('world', ['explicit', 'manual'])
+@pytest.mark.parametrize(
+  'mesh, choices, rings',
+  [
+    (CUBE, dict(zero=3), ()),  # weights gathered over fsdp and data
+    ('context=2,tensor=4', {}, ()),
+    ('data=8', dict(zero=3), ()),
+    (CUBE, dict(zero=3), ('qkv', 'output', 'gate_up', 'down')),
+    ('context=2,tensor=4', {}, ('qkv', 'down')),
+  ],
+)
+def test_equal_to_numpy(stack, mesh, choices, rings, world):
+  enter(stack, mesh, **choices)
+  found = evaluate(world, rings)
+  compare(found)
+  # Everything is laid out by its names.
+  for group, (ys, dx, dws) in found.items():
+    x, ws, cs = names_of(group)
+    for y, n in zip((*ys, dx, *dws), (*cs, x, *ws), strict=True):
+      want = jax.NamedSharding(jax.sharding.get_mesh(), annotate.spec(n))
+      assert y.sharding.is_equivalent_to(want, y.ndim), (group, n)
+
+
+def test_whole_residuals_are_summed_by_the_compiler(stack):
+  """mesh.sequence=False, under Explicit axes."""
+  enter(stack, CUBE, sequence=False)
+  compare(evaluate('explicit'))
+
+
+def test_few_kv_heads_are_whole_on_every_shard(stack):
+  """Their cotangent is: each shard has what it read, the others zero."""
+  enter(stack, 'data=2,tensor=4', kv_heads=2)
+  assert annotate.carriers('kv_heads') == ()
+  compare(evaluate('explicit', groups=('qkv',)))
+
+  def read(cs):  # a kv head is read by one of the shards each
+    own = jnp.arange(K) % 4 == jax.lax.axis_index('tensor')
+    return [cs[0], *(jnp.where(own[:, None], c, 0) for c in cs[1:])]
+
+  args = place(arrays()['qkv'], names_of('qkv'))
+  for rings in ((), ('qkv',)):
+    compare({'qkv': jit(manual('qkv', rings, read))(*args)})
+
+
+def primitives(group, rings=()):
+  """Collectives that the manual forward and backward pass of a group trace."""
+  args = place(arrays()[group], names_of(group))
+  text = str(jax.make_jaxpr(manual(group, rings))(*args))
+  names = ('all_gather', 'reduce_scatter', 'ppermute')
+  return tuple(text.count(f'= {p}[') for p in names)
+
+
+def test_what_moves_in_a_region(stack):
+  """x once for all weights of a group, once more backward; dx once."""
+  enter(stack, 'tensor=8')
+  assert primitives('qkv') == primitives('gate_up') == (2, 1, 0)
+  assert primitives('down') == primitives('output') == (1, 1, 0)
+  # As rings: x on 7 hops; backward it travels again, dx the other way.
+  assert primitives('qkv', ('qkv',)) == (0, 0, 7 + 14)
+  assert primitives('down', ('down',)) == (0, 0, 7 + 7)
+
+
+def test_what_moves_of_the_weights(stack):
+  """ZeRO stage 3: each gathered twice, each gradient scattered once."""
+  enter(stack, 'data=8', zero=3)
+  assert primitives('qkv') == (6, 3, 0) and primitives('down') == (2, 1, 0)
+
+
+BREAKS = {
+  'a sum is one shard alone': (
+    jax.lax, 'psum_scatter',
+    lambda x, axes, scatter_dimension, tiled: own_part(
+      x, axes, scatter_dimension)),
+  'a gather repeats what a shard has': (
+    jax.lax, 'all_gather',
+    lambda x, axes, axis, tiled: jnp.repeat(x, jax.lax.axis_size(axes), axis)),
+  'terms of dx are not added': (
+    project, '_input_gradient',
+    lambda names, layouts, partial, whole: project._reduce(
+      partial[0], layouts[0].x_whole, layouts[0].x,
+      layouts[0].summed_back, 'x')),
+}  # fmt: skip
+
+
+def own_part(x, axes, dim):
+  """This shard's part of its own term: a scatter that adds nothing."""
+  size = x.shape[dim] // jax.lax.axis_size(axes)
+  start = jax.lax.axis_index(axes) * size
+  return jax.lax.dynamic_slice_in_dim(x, start, size, dim)
+
+
+@pytest.mark.parametrize(
+  'what, wrong',
+  [
+    ('a sum is one shard alone', 'down'),
+    ('a gather repeats what a shard has', 'gate_up'),
+    ('terms of dx are not added', 'gate_up'),
+  ],
+)
+def test_a_broken_collective_is_seen(stack, monkeypatch, what, wrong):
+  enter(stack, CUBE)
+  monkeypatch.setattr(*BREAKS[what])
+  found = evaluate('manual', groups=(wrong,))
+  with pytest.raises(AssertionError):
+    compare(found)
+
+
+def refused(equation, x_names, w_names, out, world='manual'):
+  """The message of the ValueError that tracing one product raises."""
+  specs = annotate.spec(x_names), annotate.spec(w_names)
+
+  def run(x, w):
+    project.einsum(equation, x, x_names, w, w_names, out)
+    return jnp.zeros(())
+
+  if world == 'manual':
+    run = jax.shard_map(run, in_specs=specs, out_specs=jax.P(), check_vma=False)
+  mesh = jax.sharding.get_mesh()
+  args = [
+    jax.ShapeDtypeStruct(shape(a), 'f8', sharding=jax.NamedSharding(mesh, s))
+    for a, s in zip(parts(equation)[:2], specs, strict=True)
+  ]
+  with pytest.raises(ValueError) as e:
+    jax.jit(run).trace(*args)
+  return str(e.value)
+
+
+ONE = ('batch', None, 'hidden')
+
+
+@pytest.mark.parametrize(
+  'equation, x, w, out, words',
+  [
+    # Doing nothing would leave a partial sum.
+    ('BTF,FD->BTD', WIDE, DOWN, ('batch', 'length', 'hidden'),
+     "a sum over ['tensor'] that no dimension of the result takes"),
+    # Whole columns times a part of them.
+    ('BTD,DF->BTF', RESIDUAL, (None, None), WIDE,
+     "'F' is laid out over () in the parameter and over ('tensor',)"),
+    # The output's name claims a layout that nothing makes.
+    ('BTD,DF->BTF', ONE, UP, ('batch', 'residual_length', None),
+     'move the operand first'),
+    ('BTD,DF->BTF', ('batch', 'heads', 'hidden'), UP, ('heads', 'batch', None),
+     'move the operand first'),
+  ],
+)  # fmt: skip
+def test_a_region_refuses_what_would_be_silently_wrong(
+  stack, equation, x, w, out, words
+):
+  enter(stack, CUBE)
+  assert words in refused(equation, x, w, out)
+
+
+@pytest.mark.parametrize('world', ['explicit', 'manual'])
+def test_one_mesh_axis_on_two_dimensions(stack, world):
+  """Every shard would hold other tokens of other columns."""
+  enter(stack, 'tensor=8')
+  out = ('batch', 'residual_length', 'mlp')
+  text = refused('BTD,DF->BTF', RESIDUAL, UP, out, world)
+  assert 'tensor' in text
+
+
+def test_a_backward_sum_with_nowhere_to_go(stack):
+  """Forward nothing is summed; backward dx is."""
+  enter(stack, 'tensor=8', sequence=False)
+  with pytest.raises(ValueError) as e:
+    primitives('gate_up')
+  assert '(backward)' in str(e.value) and 'mesh.sequence' in str(e.value)
+
+
+def test_products_of_a_group_gather_x_alike(stack):
+  """One gather serves all: a product that wants x otherwise is refused."""
+  enter(stack, 'tensor=8')
+  whole = ('BTD,DF->BTF', UP, WIDE)
+  split = ('BTD,DF->BTF', ('embed', None), ('batch', 'residual_length', None))
+  x, (w, _), _ = arrays()['gate_up']
+
+  def run(x, w, v):
+    rows = [(e, a, n, y) for a, (e, n, y) in zip((w, v), pair, strict=True)]
+    return tuple(project.project(x, RESIDUAL, rows))
+
+  for pair in ((whole, split), (split, whole)):
+    names = [RESIDUAL, *(n for _, n, _ in pair)]
+    region = jax.shard_map(
+      run,
+      in_specs=tuple(map(annotate.spec, names)),
+      out_specs=tuple(annotate.spec(y) for *_, y in pair),
+      check_vma=False,
+    )
+    try:
+      found = jit(region)(*place((x, w, w), tuple(names)))
+    except ValueError:
+      continue
+    for y in found:
+      np.testing.assert_allclose(y, x @ w, atol=1e-12)
+
+
+# --- lookup
+
+TABLES = [
+  (CUBE, {}, TABLE),  # rows over tensor, length scattered over it
+  (CUBE, dict(zero=3), TABLE),
+  ('context=2,tensor=4', {}, TABLE),
+  ('fsdp=8', {}, TABLE),
+  (CUBE, {}, ('positions', 'embed')),  # whole rows, length split over tensor
+]
+
+
+def lookup_case(names, world):
+  """(y, gradient of the table) of sum(lookup * weights)."""
+  rng = np.random.default_rng(0)
+  table, ids = rng.normal(size=(V, D)), rng.integers(0, V, (B, T))
+  ids[:, ::3] = 7  # often the same row
+  weights = rng.normal(size=(B, T, D))
+
+  def run(table, ids, weights):
+    look = lambda t: lookup.lookup(t, names, ids, RESIDUAL, t.dtype)
+    y, vjp = jax.vjp(look, table)
+    (grad,) = vjp(weights)
+    return y, sum_once(grad, names) if world == 'manual' else grad
+
+  if world == 'manual':
+    ins = tuple(map(annotate.spec, (names, ROWS, RESIDUAL)))
+    run = jax.shard_map(
+      run, in_specs=ins, out_specs=(ins[2], ins[0]), check_vma=False
+    )
+  args = place((table, ids, weights), (names, ROWS, RESIDUAL))
+  want = np.zeros_like(table)
+  np.add.at(want, ids, weights)
+  return jit(run)(*args), (table[ids], want)
+
+
+@pytest.mark.parametrize('world', ['explicit', 'manual'])
+@pytest.mark.parametrize('mesh, choices, names', TABLES)
+def test_lookup(stack, mesh, choices, names, world):
+  enter(stack, mesh, **choices)
+  (y, grad), (rows, want) = lookup_case(names, world)
+  assert y.sharding.spec == annotate.spec(RESIDUAL)
+  assert grad.sharding.is_equivalent_to(
+    jax.NamedSharding(jax.sharding.get_mesh(), annotate.spec(names)), 2
+  )
+  np.testing.assert_allclose(y, rows, rtol=1e-12)
+  np.testing.assert_allclose(grad, want, rtol=1e-12, atol=1e-12)
+
+
+def test_lookup_with_whole_residuals(stack):
+  """mesh.sequence=False: the rows stay where they are."""
+  enter(stack, CUBE, sequence=False)
+  (y, grad), (rows, want) = lookup_case(TABLE, 'explicit')
+  np.testing.assert_allclose(y, rows, rtol=1e-12)
+  np.testing.assert_allclose(grad, want, rtol=1e-12, atol=1e-12)
+  with pytest.raises(ValueError, match='they must be the same'):
+    lookup_case(TABLE, 'manual')
+
+
+def test_a_lookup_that_is_not_summed_is_seen(stack, monkeypatch):
+  enter(stack, CUBE)
+  monkeypatch.setattr(
+    vocabulary,
+    'embedding',
+    lambda table, ids, rows, dim, dtype, shared: own_part(
+      table[ids % len(table)].astype(dtype), rows, dim
+    ),
+  )
+  (y, _), (rows, _) = lookup_case(TABLE, 'manual')
+  assert np.abs(y - rows).max() > 0.1
+
+
+# --- bfloat16
+
+
+def test_the_weight_gradient_of_bfloat16_is_summed_in_float32():
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(4, 256, 8)), jnp.bfloat16)
+  w = jnp.asarray(rng.normal(size=(8, 6)), jnp.float32)
+  g = jnp.asarray(rng.normal(size=(4, 256, 6)), jnp.bfloat16)
+
+  def y(w):
+    return project.einsum('BTD,DF->BTF', x, RESIDUAL, w, UP, WIDE)
+
+  dw = jax.vjp(y, w)[1](g)[0]
+  exact = np.einsum('BTD,BTF->DF', *(np.asarray(a, np.float64) for a in (x, g)))
+  error = lambda got: np.abs(np.asarray(got, np.float64) - exact).max()
+  assert y(w).dtype == jnp.bfloat16 and dw.dtype == jnp.float32
+  assert error(dw) < 1e-4
+  assert error(dw.astype(jnp.bfloat16)) > 1e-3  # what rounding would cost
+
+
+def test_wide_outputs_of_narrow_products(stack):
+  """Logits in float32 from bfloat16; dx goes back in bfloat16."""
+  enter(stack, 'data=2,tensor=4')
+  x, (w,), (c,) = arrays()['logits']
+  x = place(np.asarray(x, jnp.bfloat16), RESIDUAL)
+  w, c = place((w.astype('f4'), c.astype('f4')), (TABLE, LOGITS))
+
+  def run(x, w, c):
+    y, vjp = jax.vjp(
+      lambda x, w: project.einsum(
+        'BTD,VD->BTV', x, RESIDUAL, w, TABLE, LOGITS, jnp.float32
+      ),
+      x,
+      w,
+    )
+    return y, *vjp(c)
+
+  y, dx, dw = jit(run)(x, w, c)
+  assert (y.dtype, dx.dtype, dw.dtype) == (
+    jnp.float32,
+    jnp.bfloat16,
+    jnp.float32,
+  )
+  want = np.einsum(
+    'btd,vd->btv', np.asarray(x, 'f8'), np.asarray(w.astype(x.dtype), 'f8')
+  )
+  np.testing.assert_allclose(y, want, atol=1e-4)
+
+
+@pytest.mark.parametrize('wide', [jnp.float32, jnp.bfloat16])
+def test_blocks_of_heads_in_bfloat16(wide):
+  """A letter that all operands share: XLA on CPU lacks the mixed product."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  x, w, g = draw(4, 64, 2, 8), draw(2, 8, 6), draw(4, 64, 2, 6)
+  w = w.astype(jnp.float32)
+  names = ('heads', None, 'head_dim')
+
+  def run(x, w):
+    y = project.einsum('BTNH,NHP->BTNP', x, QUERIES, w, names, QUERIES, wide)
+    return (y * g).astype(jnp.float32).sum(), y
+
+  (_, y), (dx, dw) = jit(jax.value_and_grad(run, (0, 1), has_aux=True))(x, w)
+  assert (y.dtype, dx.dtype, dw.dtype) == (wide, jnp.bfloat16, jnp.float32)
+  x, w, g = (np.asarray(a, np.float64) for a in (x, w, g))
+  y, dx, dw = (np.asarray(a, np.float64) for a in (y, dx, dw))
+  close = lambda a, b, rtol: np.abs(a - b).max() <= rtol * np.abs(b).max()
+  narrow = wide == jnp.bfloat16
+  assert close(y, np.einsum('btnh,nhp->btnp', x, w), 4e-3 if narrow else 1e-6)
+  assert close(dx, np.einsum('btnp,nhp->btnh', g, w), 4e-3)
+  assert close(dw, np.einsum('btnh,btnp->nhp', x, g), 1e-6)
+
+
+@pytest.mark.parametrize('mesh', ['', 'tensor=8', 'fsdp=8'])
+def test_the_gradient_of_a_table_is_summed_in_its_own_dtype(stack, mesh):
+  """A token of 1024 in a batch: in bfloat16 its sum stops at 256."""
+  if mesh:
+    enter(stack, mesh)
+  ids = np.zeros((8, 1024), np.int32)
+  table = np.ones((16, 8), np.float32)
+  if mesh:
+    table, ids = place((table, ids), (TABLE, ROWS))
+
+  def run(table, ids):
+    look = lambda t: lookup.lookup(t, TABLE, ids, RESIDUAL, jnp.bfloat16)
+    y, vjp = jax.vjp(look, table)
+    return y, vjp(jnp.ones_like(y))[0]
+
+  y, grad = jit(run)(table, ids)
+  assert (y.dtype, grad.dtype) == (jnp.bfloat16, jnp.float32)
+  grad = np.asarray(grad)
+  assert (grad[0] == 8 * 1024).all() and not grad[1:].any(), grad[:2]

@@ -1,0 +1,302 @@
+"""The bench's statistics, targets and candidates; never its times."""
+
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
+from paraxis.train.bench import command as bench
+from paraxis.train.bench import data as bench_data
+from paraxis.train.bench import decode as bench_decode
+from paraxis.train.bench import measure
+from paraxis.train.bench import reference
+from paraxis.train.bench import startup as bench_startup
+from paraxis.train.bench import train as bench_train
+
+SILENT = lambda _: None
+
+
+class Clock:
+  """Time passes only by `spend`."""
+
+  def __init__(self):
+    self.now = 0.0
+
+  def __call__(self):
+    return self.now
+
+  def spend(self, seconds):
+    self.now += seconds
+
+
+def test_interleave_runs_in_turn_and_drops_the_warm_up():
+  clock, order = Clock(), []
+  costs = {'a': iter([100, 1, 2, 3]), 'b': iter([100, 10, 20, 30])}
+
+  def candidate(name):
+    def run():
+      order.append(name)
+      clock.spend(next(costs[name]))
+
+    return run
+
+  times = measure.interleave({n: candidate(n) for n in costs}, 3, clock)
+  assert order == ['a', 'b'] * 4
+  assert times == {'a': [1, 2, 3], 'b': [10, 20, 30]}
+  assert measure.ratios(times['b'], times['a']) == [10, 10, 10]
+
+
+def test_a_candidate_may_time_its_parts():
+  parts = lambda: {'': 3.0, ': gradient': 2.0}
+  times = measure.interleave({'x': parts}, 2, Clock())
+  assert times == {'x': [3.0, 3.0], 'x: gradient': [2.0, 2.0]}
+
+
+def test_settled_waits_for_other_threads():
+  clock = Clock()
+  work = iter([1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 9.0])
+  assert measure.settled(clock, lambda _: clock.spend(next(work))) == 1.5
+
+
+def test_ratios_need_as_many_rounds():
+  with pytest.raises(ValueError):
+    measure.ratios([1, 2], [1])
+
+
+def test_spread():
+  assert measure.spread([3, 1, 2, 9]) == (1, 2.5, 9)
+
+
+@pytest.mark.parametrize(
+  'values, target, least, verdict',
+  [
+    ([0.5, 1.0, 9.0], 1.0, True, 'met'),
+    ([0.5, 0.99, 9.0], 1.0, True, 'missed'),
+    ([0.5, 1.2, 9.0], 1.2, False, 'met'),
+    ([0.5, 1.21, 9.0], 1.2, False, 'missed'),
+  ],
+)
+def test_verdict_is_by_the_median(values, target, least, verdict):
+  check = measure.Check('x', values, target, least)
+  assert check.verdict == verdict
+  assert check._replace(judged=False).verdict == '-'
+
+
+def _report():
+  report = measure.Report('step', 'a setup', measure.CPU)
+  report.add({'ours': [1.0, 2.0, 3.0], 'plain': [2.0, 2.0, 2.0]})
+  report.check('plain / ours', [2.0, 1.0, 0.67], 1.0)
+  report.check('ours / plain', [0.5, 1.3, 1.5], 1.2, least=False)
+  report.notes.append('a note')
+  return report
+
+
+def test_text_shows_every_number_and_verdict():
+  lines = measure.text(_report()).splitlines()
+  row = next(line.split() for line in lines if line.startswith('  ours '))
+  assert row == ['ours', 's', '1.00', '2.00', '3.00']
+  assert any(line.split()[-3:] == ['>=', '1', 'met'] for line in lines)
+  assert any(line.split()[-3:] == ['<=', '1.2', 'missed'] for line in lines)
+  assert max(map(len, lines)) < 100 and lines[-1] == '  note: a note'
+
+
+def test_json_comes_back():
+  reports = [_report()]
+  assert measure.from_json(measure.to_json(reports)) == reports
+
+
+def test_summary_is_a_table_with_its_command():
+  lines = measure.summary([_report()], 'paraxis bench step').splitlines()
+  assert lines[0] == '`paraxis bench step`'
+  assert '| step | plain / ours | 0.67 | 1.00 | 2.00 | >= 1 | met |' in lines
+  assert len({line.count('|') for line in lines[2:]}) == 1
+
+
+@pytest.mark.parametrize(
+  'x, shown',
+  [(0.01234, '0.012'), (1.234, '1.23'), (123.4, '123'), (2e9, '2.00e+09')],
+)
+def test_number(x, shown):
+  assert measure.number(x) == shown
+
+
+@pytest.mark.parametrize(
+  'argv, message',
+  [
+    (['stp'], "Did you mean 'step'"),
+    ([], 'name one of'),
+    (['step', 'data'], 'name one of'),
+    (['step', '--rounds=0'], 'rounds'),
+    (['step', '--round=5'], 'round'),
+  ],
+)
+def test_bad_arguments_exit_2(argv, message, capsys):
+  assert command_line.run(bench.main, argv) == errors.EXIT_USER
+  assert message in capsys.readouterr().err
+
+
+def test_help_and_errors_need_no_jax():
+  code = (
+    'import sys\nfrom paraxis.train import bench\n'
+    'bench.main(["--help"])\n'
+    'bad = {"jax", "numpy"} & set(sys.modules)\nassert not bad, bad'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', code],
+    env=os.environ | _path(),
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  for name in (*bench.BENCHES, '--rounds', '--json', '--quick', '--markdown'):
+    assert name in done.stdout
+
+
+def _path():
+  """PYTHONPATH of this process: a child finds paraxis where we did."""
+  return dict(PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+
+
+def test_output_forms(monkeypatch, capsys):
+  monkeypatch.setattr(bench, 'run', lambda *_: _report())
+  assert bench.main(['step', '--json']) == errors.EXIT_OK
+  assert json.loads(capsys.readouterr().out)[0]['name'] == 'step'
+  bench.main(['step', '--markdown', '--rounds=3'])
+  shown = capsys.readouterr().out
+  assert shown.startswith('`paraxis bench step --markdown --rounds=3`')
+  monkeypatch.setattr(bench, '_in_child', lambda *_: _report())
+  bench.main(['all'])
+  assert capsys.readouterr().out.count('a setup') == len(bench.BENCHES)
+
+
+def test_both_candidates_take_the_same_step():
+  """Same parameters and batch -> the same loss and embedding gradient."""
+  import jax
+
+  c = bench_train.config(True)
+  ticks = itertools.count()
+  ours = bench_train.Ours(c, 'data=1', lambda: next(ticks))
+  params = jax.device_get(ours._state.params)
+  m, host = c.model, bench_train.batch(c)
+  flat = lambda x, k: np.asarray(x).reshape(k)
+  plain_layers = []
+  for i in range(m.num_layers):
+    get = lambda p, i=i: params[f'layers/{p}'][i]
+    heads = {
+      n: flat(get(f'attention/{full}'), (m.d_model, -1))
+      for n, full in (('q', 'query'), ('k', 'key'), ('v', 'value'))
+    }
+    plain_layers.append(
+      heads
+      | {
+        'o': flat(get('attention/output'), (-1, m.d_model)),
+        'n1': get('attention_norm/scale'),
+        'n2': get('mlp_norm/scale'),
+      }
+      | {n: get(f'mlp/{n}') for n in ('gate', 'up', 'down')}
+    )
+  plain = dict(
+    embedding=params['embedding'],
+    head=params['head'],
+    norm=params['norm/scale'],
+    layers=plain_layers,
+  )
+  loss, gradient = jax.value_and_grad(
+    lambda p: reference.loss(m, p, host.tokens, host.targets)
+  )(plain)
+  with ours._job.context():
+    our_loss, ours_gradient = ours._grads(ours._state.params, ours._batch)
+  np.testing.assert_allclose(our_loss, loss, rtol=1e-5)
+  np.testing.assert_allclose(
+    ours_gradient['embedding'], gradient['embedding'], atol=1e-5
+  )
+  assert set(ours.run()) == {'', ': gradient', ': update'}
+  assert ours.compile()[''] > 0
+
+
+def test_plain_candidate_learns():
+  plain = bench_train.Plain(bench_train.config(True), True, Clock())
+  before = np.asarray(plain._state[0]['embedding'])
+  assert plain.run() == {'': 0.0}
+  assert np.abs(np.asarray(plain._state[0]['embedding']) - before).max() > 0
+
+
+def test_attention_bench():
+  report = bench_train.attention(1, True, SILENT)
+  memory = {k: v for k, (u, v) in report.rows.items() if u == 'MiB'}
+  dense, ours = memory.values()
+  assert 0 < ours[0] < dense[0]
+  assert [c.verdict for c in report.checks] == ['-']
+  assert float(report.notes[0].split()[-1]) < 1e-4
+
+
+def test_decode_bench():
+  report = bench_decode.decode(1, True, SILENT)
+  assert len(report.checks) == 2
+  assert all(min(c.values) > 0 for c in report.checks)
+  assert report.rows['byte limit'][0] == 'tokens/s'
+
+
+def test_the_embedding_is_not_read():
+  params = dict(embedding=np.zeros((8, 4)), head=np.zeros((8, 4), np.float32))
+  assert bench_decode.bytes_per_token(params) == 128
+
+
+@pytest.mark.parametrize('packing', ['first_fit', 'concat_split'])
+def test_data_candidates_lose_nothing(packing):
+  made = bench_data.corpus(bench_data.lengths(100))
+  clock = Clock()
+  _, used, fill = bench_data.ours(made, 256, packing, clock)
+  pairs = int((made.lengths - 1).sum())
+  dropped = pairs - used  # rows of a last, incomplete batch
+  assert 0 <= dropped < bench_data.ROWS * 256 and fill > 0.9
+  _, used, fill = bench_data.grains(made, 256, clock)
+  assert len(made.tokens) - used < bench_data.ROWS * 256 and fill > 0.8
+
+
+def test_startup_arguments_are_those_of_train(tmp_path):
+  from paraxis.train import cli
+
+  argv = bench_startup.train_arguments(
+    bench_startup.QUICK, tmp_path / 'tokens', tmp_path / 'run'
+  )
+  values, config, left = command_line.parse(argv, cli._train_flags)
+  assert not left and values.devices == 1 and config.train.steps == 1
+  for name, value in bench_startup.QUICK.items():
+    assert config.model[name] == value
+
+
+def test_startup_of_both(tmp_path):
+  starts = bench_startup._Starts(tmp_path, bench_startup.QUICK)
+  environment = _path()
+  before = dict(os.environ)
+  os.environ.update(environment)
+  try:
+    for form in ('plain', 'ours'):
+      run = starts.candidate(form, True, True)
+      assert run()[''] > 0
+      phases = starts.phases[run.key][0]
+      assert {'imports', 'state', 'compile', 'rest'} <= set(phases)
+      assert all(v >= 0 for v in phases.values())
+  finally:
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_startup_names_a_child_that_fails():
+  with pytest.raises(RuntimeError, match='startup of ours: exit'):
+    bench_startup.child('ours', ['--config=none'], _path())
+
+
+def test_modules_of_all_benches_exist():
+  folder = pathlib.Path(bench.__file__).parent
+  for module, function, _ in bench.BENCHES.values():
+    text = (folder / f'{module}.py').read_text(encoding='utf-8')
+    assert f'\ndef {function}(rounds, quick, say)' in text

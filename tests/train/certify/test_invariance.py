@@ -1,0 +1,455 @@
+"""THE invariance test: no layout and no option changes the numbers.
+
+Every case of a pairwise-covering array over all options runs on 8 virtual
+devices and on one, in float64: loss, every gradient, and one update from
+identical gradients agree within 1e-9. Then each kind of collective is broken,
+one at a time, and the same comparison must see it.
+"""
+
+import dataclasses
+import functools
+import math
+import sys
+
+import covering
+import jax
+import jax.numpy as jnp
+import pytest
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.models import build
+from paraxis.sharding import rules
+from paraxis.sharding.pipeline import schedules
+from paraxis.train.certify import verify
+
+AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
+# A little of everything that a layer may have, in three models.
+MODELS = {
+  'llama': dict(pattern='F', qk_norm='head'),
+  'gpt': dict(
+    pattern='WF', window=12, norm='layernorm', mlp='gelu', position='learned',
+    max_positions=32, tied_embedding=False, attention_bias=True,
+    attention_output_bias=True, mlp_bias=True,
+  ),
+  'gemma': dict(
+    pattern='W', window=12, norm_placement='sandwich', norm_zero_centered=True,
+    qk_norm='all', mlp='geglu', attention_softcap=20.0, logit_softcap=30.0,
+    embedding_scale=32**0.5,
+  ),
+}  # fmt: skip
+REMAT = {
+  name: dict(remat=name) for name in ('none', 'attention', 'dots', 'full')
+}
+REMAT['offload'] = dict(
+  remat='full', memory='residual=offload,attention=offload'
+)
+# Layers: for a pipeline of 2 to 12 chunks, shared out evenly and not; as many
+# without one, so that both are compared with the same run on one device.
+DEPTH = {'llama': 13, 'gpt': 26, 'gemma': 12}
+FACTORS = dict(
+  replica=(1, 2),
+  stage=(1, 2, 4),
+  data=(1, 2),
+  fsdp=(1, 2),
+  context=(1, 2, 4),
+  tensor=(1, 2, 4),
+  zero=(0, 1, 2, 3),
+  sequence=(True, False),
+  collectives=('annotated', 'explicit'),
+  collective_matmul=('', 'all', 'qkv,down'),
+  form=(
+    'none', 'ring', 'all_gather', 'ulysses', 'usp', 'token_ring', 'rsa',
+  ),
+  order=('none', 'zigzag', 'contiguous', 'striped'),
+  schedule=(
+    'none', 'gpipe', 'one_f_one_b', 'interleaved', 'zero_bubble', 'v_half',
+  ),
+  chunks=(1, 2, 3),
+  activations=('recompute', 'store'),
+  kv_heads=(8, 4, 2),
+  model=tuple(MODELS),
+  packed=(True, False),
+  microbatches=(1, 2),
+  remat=tuple(REMAT),
+  optimizer=('adamw', 'muon'),
+)  # fmt: skip
+APART = ('zero_bubble', 'v_half')  # weight gradients are
+
+
+def chunks_of(schedule):
+  """Chunks that a schedule takes, of those in FACTORS."""
+  fewest, most = schedules.CHUNKS.get(schedule, (1, 1))
+  return range(fewest, (most or 3) + 1)
+
+
+SEED = 7  # of 10, one that gives the fewest cases
+RULES = tuple(
+  covering.Rule(*rule)
+  for rule in (
+    (AXES, lambda *n: math.prod(n) == 8),
+    # What says how an axis is used needs that axis.
+    (('context', 'form'), lambda n, form: (n > 1) == (form != 'none')),
+    (('context', 'order'), lambda n, order: (n > 1) == (order != 'none')),
+    (('data', 'zero'), lambda n, zero: n > 1 or not zero),
+    (('tensor', 'sequence'), lambda n, sequence: n > 1 or sequence),
+    (('tensor', 'collective_matmul'), lambda n, rings: n > 1 or not rings),
+    (('stage', 'schedule'), lambda n, name: (n > 1) == (name != 'none')),
+    (('stage', 'activations'), lambda n, how: n > 1 or how == 'recompute'),
+    (('schedule', 'chunks'), lambda name, v: v in chunks_of(name)),
+    # A pipeline's collectives are its own, whatever that says.
+    (('stage', 'collectives'), lambda n, how: n == 1 or how == 'annotated'),
+    # What is refused, with a message of its own.
+    (('sequence', 'collective_matmul'), lambda s, rings: s or not rings),
+    (('sequence', 'collectives'), lambda s, how: s or how == 'annotated'),
+    (('stage', 'sequence'), lambda n, sequence: n == 1 or sequence),
+    # What is stored from F to B stays on the device.
+    (
+      ('activations', 'remat'),
+      lambda how, remat: how != 'store' or remat != 'offload',
+    ),
+    (
+      ('schedule', 'collective_matmul'),
+      lambda name, rings: name not in APART or not rings,
+    ),
+  )
+)
+
+
+@functools.cache
+def cases():
+  return covering.cover(covering.Space(FACTORS, RULES), SEED)
+
+
+def config_of(case):
+  """schema.Config of a case: 8 heads, 16 rows of 32 tokens."""
+  crossing, piped = case['context'] > 1, case['stage'] > 1
+  pipeline = schema.Pipeline()
+  if piped:
+    pipeline = schema.Pipeline(
+      schedule=case['schedule'],
+      chunks=case['chunks'],
+      activations=case['activations'],
+    )
+  return schema.Config(
+    mesh=schema.Mesh(
+      **{axis: case[axis] for axis in AXES},
+      zero=case['zero'],
+      sequence=case['sequence'],
+      collectives=case['collectives'],
+      collective_matmul=case['collective_matmul'],
+      context_form=case['form'] if crossing else 'ring',
+      context_order=case['order'] if crossing else 'auto',
+    ),
+    pipeline=pipeline,
+    model=schema.Model(
+      vocab_size=64, d_model=32, num_heads=8, head_dim=4, d_ff=64,
+      num_layers=DEPTH[case['model']],
+      num_kv_heads=case['kv_heads'], attention_block=8,
+      dtype='float64', param_dtype='float64',
+      **MODELS[case['model']],
+    ),
+    data=schema.Data(sequence_length=32),
+    optimizer=schema.Optimizer(name=case['optimizer'], warmup_steps=0),
+    train=schema.Train(
+      batch_size=16, microbatches=case['microbatches'], **REMAT[case['remat']]
+    ),
+  )  # fmt: skip
+
+
+def certify(config, packed=True, properties=('loss', 'gradients', 'update')):
+  subject = verify.Subject(config, jax.devices(), packed, ())
+  return verify.certify(subject, properties)
+
+
+def name_of(case):
+  parts = [f'{a}{case[a]}' for a in AXES if case[a] > 1]
+  parts += [f'zero{case["zero"]}'] if case['zero'] else []
+  parts += [] if case['sequence'] else ['whole']
+  parts += ['explicit'] if case['collectives'] == 'explicit' else []
+  rings = case['collective_matmul'].replace(',', '+')
+  parts += [f'rings_{rings}'] if rings else []
+  parts += [case['form'], case['order']] if case['context'] > 1 else []
+  if case['stage'] > 1:
+    parts += [f'{case["schedule"]}{case["chunks"]}', case['activations']]
+  parts += [case['model'], f'kv{case["kv_heads"]}']
+  parts += ['packed'] if case['packed'] else []
+  parts += ['halves'] if case['microbatches'] == 2 else []
+  parts += [case['remat'], case['optimizer']]
+  return '.'.join(parts)
+
+
+def by_reference():
+  """Cases, grouped by what one device is asked: a worker runs a group."""
+  group = lambda case: f'{case["model"]}{case["kv_heads"]}'
+  return [
+    pytest.param(
+      case, id=name_of(case), marks=pytest.mark.xdist_group(group(case))
+    )
+    for case in sorted(cases(), key=group)
+  ]
+
+
+@pytest.mark.parametrize('case', by_reference())
+def test_equals_one_device(case):
+  rows = certify(config_of(case), case['packed'])
+  assert len(rows) == 3 and all(row.passed for row in rows), rows
+
+
+def test_the_array_covers_every_pair():
+  space = covering.Space(FACTORS, RULES)
+  wanted = space.pairs()
+  found = set().union(*map(covering.pairs_of, cases()))
+  assert found == wanted
+  assert len(wanted) >= 1500 and 40 <= len(cases()) <= 90
+  assert all(map(space.holds, cases()))
+  # No factor stands there for show.
+  for name, values in FACTORS.items():
+    assert {case[name] for case in cases()} == set(values), name
+
+
+# One axis over every device: its loops are as long as they get here.
+ALONE = [
+  dict(data=8, zero=3),
+  dict(fsdp=8),
+  dict(context=8, form='usp', order='striped'),
+  dict(tensor=8, kv_heads=2, collective_matmul='all'),
+  dict(stage=8, schedule='interleaved', chunks=2),
+]
+
+
+def text_of(fields):
+  return '.'.join(f'{k}{v}' for k, v in fields.items())
+
+
+@pytest.mark.xdist_group('broken')
+@pytest.mark.parametrize('fields', ALONE, ids=text_of)
+def test_one_axis_over_all_devices(fields):
+  rows = certify(layout(**fields))
+  assert len(rows) == 3 and all(row.passed for row in rows), rows
+
+
+@pytest.mark.parametrize(
+  'fields, text',
+  [
+    (dict(tensor=8, sequence=False, collectives='explicit'), 'sequence=True'),
+    (dict(tensor=8, sequence=False, collective_matmul='all'), 'sequence=True'),
+    (dict(stage=2, tensor=4, sequence=False), 'sequence=True'),
+    (
+      dict(stage=2, tensor=4, schedule='zero_bubble', collective_matmul='all'),
+      'leave it empty',
+    ),
+    (dict(stage=8, chunks=2), 'interleaved'),
+    (dict(stage=8, schedule='v_half'), '2 chunks'),
+  ],
+  ids=lambda x: text_of(x) if isinstance(x, dict) else '',
+)
+def test_what_the_array_leaves_out_is_refused(fields, text):
+  config = layout(**fields)
+  with jax.enable_x64(True), pytest.raises(errors.UserError, match=text):
+    build.build(config, '', config.train.remat)
+
+
+# ------------------------------------------------- broken one at a time
+
+
+def _size(axis, groups=None):
+  return len(groups[0]) if groups else jax.lax.axis_size(axis)
+
+
+def nothing_sent(x, axis, *args, **options):
+  """psum, pmean, pmax, ppermute: every device keeps its own."""
+  del axis, args, options
+  return x
+
+
+def own_chunk(x, axis, *, scatter_dimension=0, tiled=False):
+  """psum_scatter without the sum."""
+  assert tiled
+  size = x.shape[scatter_dimension] // _size(axis)
+  start = jax.lax.axis_index(axis) * size
+  return jax.lax.dynamic_slice_in_dim(x, start, size, scatter_dimension)
+
+
+def own_repeated(x, name, *, axis_index_groups=None, axis=0, tiled=False):
+  """all_gather of one's own."""
+  assert tiled
+  return jnp.concatenate([x] * _size(name, axis_index_groups), axis)
+
+
+def own_cut(x, name, split, concat, *, tiled=False, axis_index_groups=None):
+  """all_to_all that only changes the shape."""
+  assert tiled
+  n = _size(name, axis_index_groups)
+  return jnp.concatenate(jnp.split(x, n, split), concat)
+
+
+FAKES = {
+  'psum': nothing_sent,
+  'pmean': nothing_sent,
+  'pmax': nothing_sent,
+  'ppermute': nothing_sent,
+  'psum_scatter': own_chunk,
+  'all_gather': own_repeated,
+  'all_to_all': own_cut,
+}
+
+
+def within(name):
+  """Whether a function of ours with `name` in its own is being traced."""
+  frame = sys._getframe()
+  while frame and name not in frame.f_code.co_name:
+    frame = frame.f_back
+  return frame is not None
+
+
+def downwards(axis, pairs):
+  """Whether a permute sends cotangents of stages: its device 1 to 0."""
+  return axis == 'stage' and (1, 0) in pairs
+
+
+def only_cotangent(real, fake):
+  """The real collective, of which plain differentiation makes the fake one."""
+
+  def run(x, name, split, concat, **options):
+    exchange = jax.custom_vjp(lambda x: real(x, name, split, concat, **options))
+    exchange.defvjp(
+      lambda x: (exchange(x), None),
+      lambda _, g: (fake(g, name, concat, split, **options),),
+    )
+    return exchange(x)
+
+  return run
+
+
+def broken(kind, where):
+  """A collective that is wrong everywhere, or only where it is said: in
+  functions with that name, such as the backward rules."""
+  real, fake = getattr(jax.lax, kind), FAKES[kind]
+  if where == 'cotangents':
+    return only_cotangent(real, fake)
+  wrong = {
+    'everywhere': lambda x, *_: True,
+    'gradients': lambda x, *_: getattr(x, 'ndim', 0) > 0,
+    'cotangents of stages': lambda x, *a: downwards(*a),
+  }.get(where, lambda x, *_: within(where))
+  return lambda x, *a, **k: (fake if wrong(x, *a) else real)(x, *a, **k)
+
+
+def layout(**fields):
+  """schema.Config on a mesh, the rest as plain as can be."""
+  case = dict(
+    kv_heads=8, model='llama', optimizer='adamw', microbatches=1, remat='none',
+    zero=0, sequence=True, collectives='annotated', collective_matmul='',
+    form='ring', order='zigzag', schedule='one_f_one_b', chunks=1,
+    activations='recompute', **dict.fromkeys(AXES, 1),
+  )  # fmt: skip
+  config = config_of(case | fields)
+  layers = config.mesh.stage * config.pipeline.chunks
+  model = dataclasses.replace(config.model, num_layers=layers)
+  return dataclasses.replace(config, model=model)
+
+
+EXPLICIT = dict(collectives='explicit')
+# kind, where it is broken, layout, whether the loss stays right.
+BROKEN = [
+  ('psum', 'everywhere', EXPLICIT | dict(tensor=8), False),
+  ('psum', 'gradients', EXPLICIT | dict(data=8), True),
+  ('pmean', 'everywhere', EXPLICIT | dict(tensor=8, model='gemma'), False),
+  ('pmax', 'everywhere', EXPLICIT | dict(tensor=8), False),
+  ('psum_scatter', 'everywhere', EXPLICIT | dict(tensor=8), False),
+  ('psum_scatter', 'backward', EXPLICIT | dict(fsdp=8), True),
+  ('psum_scatter', 'everywhere', EXPLICIT | dict(data=8, zero=2), True),
+  ('all_gather', 'everywhere', EXPLICIT | dict(fsdp=8), False),
+  ('all_gather', 'backward', EXPLICIT | dict(tensor=8), True),
+  ('ppermute', 'everywhere', dict(context=8), False),
+  ('ppermute', 'backward', dict(context=8), True),
+  ('ppermute', 'backward', dict(tensor=8, collective_matmul='all'), True),
+  ('all_to_all', 'everywhere', dict(context=8, form='ulysses'), False),
+  ('all_to_all', 'cotangents', dict(context=8, form='ulysses'), True),
+  # On stages F and the loss are no part of `backward`; B computes F again.
+  ('psum', 'everywhere', dict(stage=2, data=4), False),
+  ('psum', 'gradients', dict(stage=2, data=4), False),
+  ('psum', '_all_reduce', dict(stage=2, data=4), True),
+  ('pmax', 'everywhere', dict(stage=8), False),
+  ('ppermute', 'everywhere', dict(stage=2, data=4), False),
+  ('ppermute', 'cotangents of stages', dict(stage=4, data=2), True),
+  ('ppermute', 'backward', dict(stage=2, context=4), True),
+  ('psum_scatter', 'backward', dict(stage=2, data=2, tensor=2), True),
+  ('psum_scatter', 'scatter', dict(stage=2, fsdp=4), True),
+  (
+    'psum_scatter',
+    'weights',
+    dict(stage=2, fsdp=4, schedule='zero_bubble'),
+    True,
+  ),
+  ('all_gather', 'gather', dict(stage=2, fsdp=4), False),
+  ('all_gather', 'backward', dict(stage=2, tensor=4), True),
+  ('all_to_all', 'everywhere', dict(stage=2, context=4, form='ulysses'), False),
+]
+
+
+@pytest.mark.xdist_group('broken')
+@pytest.mark.parametrize(
+  'kind, where, fields, loss_holds',
+  BROKEN,
+  ids=[
+    f'{kind}.{where}.{text_of(fields)}' for kind, where, fields, _ in BROKEN
+  ],
+)
+def test_a_broken_collective_is_seen(
+  monkeypatch, kind, where, fields, loss_holds
+):
+  monkeypatch.setattr(jax.lax, kind, broken(kind, where))
+  rows = certify(layout(**fields), properties=('loss', 'gradients'))
+  loss, gradients = (row.passed for row in rows)
+  assert not gradients and loss == loss_holds, rows
+
+
+# On Explicit axes the compiler places the collectives, from array types. What
+# is wrong there does not get as far as numbers.
+
+
+@pytest.mark.xdist_group('broken')
+def test_a_dropped_reshard_of_a_partial_sum_is_refused(monkeypatch):
+  monkeypatch.setattr(jax, 'reshard', lambda x, *a, **k: x)
+  with pytest.raises(ValueError, match='tensor'):
+    certify(layout(tensor=8), properties=('loss',))
+
+
+@pytest.mark.xdist_group('broken')
+def test_a_dropped_reshard_of_a_whole_value_shows_in_the_layout(monkeypatch):
+  config = layout(data=8, zero=1)
+  (right,) = certify(config, properties=('layout',))
+  assert right.passed and right.measured == 0, right
+  monkeypatch.setattr(jax, 'reshard', lambda x, *a, **k: x)
+  *numbers, wrong = certify(config, properties=('gradients', 'layout'))
+  assert all(row.passed for row in numbers) and not wrong.passed
+
+
+def exchanged(spec):
+  """A PartitionSpec with the axes of each dimension in the opposite order."""
+  return jax.P(*(a[::-1] if isinstance(a, tuple) else a for a in spec))
+
+
+@pytest.mark.xdist_group('broken')
+def test_a_wrong_out_spec_is_refused(monkeypatch):
+  right = jax.shard_map
+
+  def wrong(function, *, out_specs, **options):
+    swapped = jax.tree.map(exchanged, out_specs)
+    return right(function, out_specs=swapped, **options)
+
+  monkeypatch.setattr(jax, 'shard_map', wrong)
+  with pytest.raises((ValueError, TypeError), match='data.*fsdp|fsdp.*data'):
+    certify(layout(data=2, fsdp=2, context=2), properties=('loss',))
+
+
+@pytest.mark.xdist_group('broken')
+def test_a_wrong_out_spec_at_the_end_of_our_own_region_is_seen(monkeypatch):
+  """Nothing comes after it that could object: the rows of a gradient move."""
+  right = rules.stored
+  monkeypatch.setattr(rules, 'stored', lambda *a: exchanged(right(*a)))
+  config = layout(data=4, fsdp=2, zero=3, **EXPLICIT)
+  loss, gradients = certify(config, properties=('loss', 'gradients'))
+  assert loss.passed and not gradients.passed, gradients

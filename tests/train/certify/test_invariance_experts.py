@@ -1,0 +1,135 @@
+"""The invariance test for mixtures of experts: no layout changes the numbers.
+
+Every pair of options of meshes, regions, routers, balancing and schedules, on 8
+virtual devices against one, in float64: loss, every gradient (the counts of the
+experts among them) and one update agree within 1e-9.
+"""
+
+import functools
+
+import covering
+import jax
+import pytest
+
+from paraxis.configs import schema
+from paraxis.configs.base import model as model_schema
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.train.certify import verify
+
+ROUTERS = {
+  'olmoe': dict(normalise=False, router_z=0.01),
+  'deepseek': dict(
+    scores='sigmoid', groups=4, top_groups=2, bias_rate=0.01, scale=1.5
+  ),
+}
+BESIDE = {
+  'nothing': {},
+  'shared': dict(shared=1, shared_gate=True),
+  'residual': dict(residual=True),
+}
+FACTORS = dict(
+  mesh=(
+    'data=2,tensor=4', 'fsdp=2,context=2,tensor=2', 'data=2,context=2,tensor=2',
+    'stage=2,context=2,tensor=2', 'stage=2,data=2,tensor=2',
+  ),
+  region=('', 'tensor', 'context+tensor', 'data+tensor'),
+  schedule=('none', 'gpipe', 'interleaved', 'zero_bubble'),
+  router=tuple(ROUTERS),
+  beside=tuple(BESIDE),
+  pattern=('E', 'DE', 'EP'),
+  scope=('sequence', 'microbatch', 'step', 'running'),
+  hierarchical=(False, True),
+  hot=(0, 2),
+  collectives=('annotated', 'explicit'),
+  microbatches=(1, 2),
+)  # fmt: skip
+RULES = tuple(
+  covering.Rule(*rule)
+  for rule in (
+    (
+      ('mesh', 'region'),
+      lambda mesh, region: all(f'{a}=' in mesh for a in region.split('+')),
+    ),
+    (
+      ('mesh', 'schedule'),
+      lambda mesh, schedule: ('stage' in mesh) == (schedule != 'none'),
+    ),
+    # On stages there is one way.
+    (
+      ('schedule', 'collectives'),
+      lambda schedule, how: schedule == 'none' or how == 'annotated',
+    ),
+    (('region', 'hierarchical'), lambda region, h: '+' in region or not h),
+    (('region', 'hot'), lambda region, hot: region or not hot),
+  )
+)
+
+
+@functools.cache
+def cases():
+  return covering.cover(covering.Space(FACTORS, RULES), 2)
+
+
+def config_of(case):
+  """schema.Config of a case: 8 experts of width 16, 16 rows of 32 tokens."""
+  interleaved = case['schedule'] == 'interleaved'
+  piped = case['schedule'] != 'none'
+  pipeline = schema.Pipeline()
+  if piped:
+    pipeline = schema.Pipeline(
+      schedule=case['schedule'], chunks=1 + interleaved
+    )
+  experts = model_schema.Experts(
+    count=8, d_ff=16, region=case['region'], pattern=case['pattern'],
+    balance_scope=case['scope'], balance=0.1, hot=case['hot'],
+    hierarchical=case['hierarchical'], **ROUTERS[case['router']],
+    **BESIDE[case['beside']],
+  )  # fmt: skip
+  return schema.Config(
+    mesh=schema.Mesh(
+      **mesh_lib.parse(case['mesh']), collectives=case['collectives']
+    ),
+    pipeline=pipeline,
+    model=schema.Model(
+      vocab_size=64, d_model=16, num_heads=4, head_dim=4, d_ff=32,
+      num_layers=8 if interleaved else 4 if piped else 2, attention_block=16,
+      dtype='float64', param_dtype='float64', experts=experts,
+    ),
+    data=schema.Data(sequence_length=32),
+    optimizer=schema.Optimizer(warmup_steps=0),
+    train=schema.Train(batch_size=16, microbatches=case['microbatches']),
+  )  # fmt: skip
+
+
+def certify(config):
+  subject = verify.Subject(config, jax.devices(), True, ())
+  return verify.certify(subject, ('loss', 'gradients', 'update'))
+
+
+def name_of(case):
+  shown = {n: v for n, v in case.items() if v not in (False, 0, '', 'none')}
+  return '.'.join(f'{n}={v}' for n, v in shown.items())
+
+
+@pytest.mark.parametrize('case', cases(), ids=name_of)
+def test_equals_one_device(case):
+  rows = certify(config_of(case))
+  assert len(rows) == 3 and all(row.passed for row in rows), rows
+
+
+def test_the_array_covers_every_pair():
+  space = covering.Space(FACTORS, RULES)
+  found = set().union(*map(covering.pairs_of, cases()))
+  assert found == space.pairs() and len(cases()) <= 40
+  for name, values in FACTORS.items():
+    assert {case[name] for case in cases()} == set(values), name
+
+
+def test_counts_that_are_not_summed_are_seen(monkeypatch):
+  case = next(
+    c for c in cases()
+    if c['scope'] == 'microbatch' and c['mesh'].startswith('data')
+  )  # fmt: skip
+  monkeypatch.setattr(jax.lax, 'psum', lambda x, *a, **k: x)
+  _, gradients, *_ = certify(config_of(case))
+  assert not gradients.passed

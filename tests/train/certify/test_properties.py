@@ -1,0 +1,162 @@
+"""Every property of `paraxis verify` can fail: each mechanism, broken once.
+
+That they hold is tests/train/certify/test_verify.py and
+tests/train/certify/test_invariance.py.
+"""
+
+import dataclasses
+
+import jax
+
+from paraxis.configs import schema
+from paraxis.pallas_kernels.attention import op as attention
+from paraxis.sharding import annotate
+from paraxis.sharding.checkpoint import store
+from paraxis.train import optimizers
+from paraxis.train import step
+from paraxis.train.certify import properties
+from paraxis.train.certify import trial
+
+CONFIG = schema.Config(
+  mesh=schema.Mesh(data=2),
+  model=schema.Model(
+    vocab_size=64, d_model=32, num_layers=1, num_heads=4, d_ff=32,
+    attention_block=16, dtype='float64', param_dtype='float64',
+  ),
+  data=schema.Data(sequence_length=32),
+  optimizer=schema.Optimizer(warmup_steps=0),
+  train=schema.Train(batch_size=8),
+)  # fmt: skip
+
+
+def certify(*names, zero=0):
+  mesh = dataclasses.replace(CONFIG.mesh, zero=zero)
+  config = dataclasses.replace(CONFIG, mesh=mesh)
+  with jax.enable_x64(True):
+    run = properties.Run(config, jax.devices()[:2], True)
+    return [row for n in names for row in properties.PROPERTIES[n](run)]
+
+
+def wrapped(monkeypatch, owner, name, change):
+  """owner.name becomes change(owner.name)."""
+  monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+
+
+def test_an_update_that_knows_the_mesh(monkeypatch):
+  """1e-7 off: seen from identical gradients, within what own steps may be."""
+
+  def change(right):
+    def update(self, *args):
+      params, state = right(self, *args)
+      off = 1 + 1e-7 * bool(annotate.sizes())
+      return {p: x * off for p, x in params.items()}, state
+
+    return update
+
+  wrapped(monkeypatch, optimizers.Optimizer, 'update', change)
+  rows = certify('gradients', 'update', 'steps')
+  assert [row.passed for row in rows] == [True, False, True], rows
+
+
+def test_steps_that_go_elsewhere(monkeypatch):
+  def change(right):
+    def update(self, grads, *args):
+      turn = -1 if annotate.sizes() else 1
+      return right(self, {p: g * turn for p, g in grads.items()}, *args)
+
+    return update
+
+  wrapped(monkeypatch, optimizers.Optimizer, 'update', change)
+  (row,) = certify('steps')
+  assert not row.passed
+
+
+def test_accumulation_that_averages_twice(monkeypatch):
+  def change(right):
+    def accumulate(model, params, batch, *args):
+      loss, grads = right(model, params, batch, *args)
+      share = 0.5 if batch.tokens.ndim == 3 else 1.0
+      return loss, grads | {'norm/scale': grads['norm/scale'] * share}
+
+    return accumulate
+
+  wrapped(monkeypatch, step, '_accumulate', change)
+  rows = certify('gradients', 'accumulation')
+  assert [row.passed for row in rows] == [True, False], rows
+  assert rows[1].worst == 'norm/scale'
+
+
+def test_remat_that_forgets(monkeypatch):
+  """A policy under which a layer's parameters get no gradient."""
+
+  def change(right):
+    def checkpoint(layer, policy=None, **options):
+      run = right(layer, policy=policy, **options)
+      return lambda x, see, values: run(x, see, jax.lax.stop_gradient(values))
+
+    return checkpoint
+
+  wrapped(monkeypatch, jax, 'checkpoint', change)
+  monkeypatch.setattr(properties, 'MEMORY', (('none', ''), ('full', '')))
+  rows = certify('gradients', 'remat')
+  assert [row.passed for row in rows] == [True, False], rows
+
+
+def test_documents_that_see_each_other(monkeypatch):
+  def change(right):
+    def blind(q, k, v, mask, segments, **options):
+      segments = [jax.numpy.ones_like(s) for s in segments]
+      return right(q, k, v, mask, segments, **options)
+
+    return blind
+
+  wrapped(monkeypatch, attention, 'attention', change)
+  (row,) = certify('packing')
+  assert not row.passed and row.bound == 0
+
+
+def test_a_change_that_nothing_shows_proves_nothing(monkeypatch):
+  monkeypatch.setattr(
+    trial, 'change_one_document', lambda batch, _: (batch,) * 3
+  )
+  (row,) = certify('packing')
+  assert not row.passed and 'nor did' in row.worst
+
+
+def test_a_restored_bit(monkeypatch):
+  def change(right):
+    def restore(self, step, like, under=''):
+      tree, meta = right(self, step, like, under)
+      path = 'params/embedding'
+      x = jax.device_get(tree[path]).copy()
+      x[0, 0] = jax.numpy.nextafter(x[0, 0], 9.0)
+      tree[path] = jax.device_put(x, tree[path].sharding)
+      return tree, meta
+
+    return restore
+
+  wrapped(monkeypatch, store.Store, 'restore', change)
+  rows = certify('resume')
+  assert [row.passed for row in rows] == [False, True], rows
+  assert rows[0].worst == 'params/embedding' and rows[0].measured == 1
+
+
+def test_going_on_elsewhere(monkeypatch):
+  def change(right):
+    def evaluate(self, *args):
+      return right(self, *args) * (1 + 1e-8)
+
+    return evaluate
+
+  wrapped(monkeypatch, trial.Side, 'evaluate', change)
+  rows = certify('resume')
+  assert [row.passed for row in rows] == [True, False], rows
+
+
+def test_a_layout_that_is_not_the_declared_one(monkeypatch):
+  """Replicated gradients are right numbers in the wrong place."""
+  (row,) = certify('layout', zero=2)
+  assert row.passed, row
+  wrapped(monkeypatch, annotate, 'stored', lambda right: lambda x, *_: x)
+  rows = certify('gradients', 'layout', zero=2)
+  assert [row.passed for row in rows] == [True, False], rows

@@ -1,0 +1,119 @@
+"""`paraxis verify`: what it certifies, prints and refuses.
+
+That all layouts hold is tests/train/certify/test_invariance.py; that every
+property can fail, tests/train/certify/test_properties.py.
+"""
+
+import dataclasses
+import json
+
+import pytest
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.models import build
+from paraxis.train.certify import properties
+from paraxis.train.certify import verify
+
+FULL = schema.Config(
+  model=schema.Model(
+    vocab_size=1024, d_model=128, num_layers=6, num_heads=4, d_ff=256
+  )
+)
+
+
+def certify(*names, mesh='data=2', dtype='float64', **train):
+  config = dataclasses.replace(FULL, train=schema.Train(**train))
+  return verify.certify(verify.prepare(config, mesh, dtype), names)
+
+
+@pytest.mark.slow
+def test_everything_is_certified():
+  lines = []
+  config = dataclasses.replace(
+    FULL,
+    mesh=schema.Mesh(zero=2),
+    optimizer=schema.Optimizer(name='muon'),
+    train=schema.Train(microbatches=2, remat='full'),
+  )
+  code = verify.run(config, 'data=2,context=2,tensor=2', say=lines.append)
+  assert code == errors.EXIT_OK, lines
+  text = '\n'.join(lines)
+  assert lines[0].startswith('data=2,context=2,tensor=2 zero=2: 8 cpu devices')
+  assert 'model.d_model 128 -> 32' in text and 'all 13 properties hold' in text
+  rows = [line.split() for line in lines if line.startswith('PASS')]
+  assert len(rows) == 13
+  for words in (
+    'loss', 'gradients, every one of', 'one update', 'layout', '0.05 lr',
+    'accumulation: 1 microbatches instead of 2', 'remat none', 'remat dots',
+    'remat attention', 'remat full with offload', 'packing', 'bitwise',
+    'next loss on data=2,fsdp=2,tensor=2',
+  ):  # fmt: skip
+    assert words in text, words
+  assert 'remat full ' not in text.replace('remat full with', '')
+
+
+def test_json_and_exit_codes(monkeypatch):
+  row = properties.Row('loss', 1e-9, 2e-16, True, '')
+  lost = properties.Row('gradients', 1e-9, float('inf'), False, 'embedding')
+  for rows, code in (([row], 0), ([row, lost], errors.EXIT_DIFFERENT)):
+
+    def certified(subject, report=None, rows=rows):
+      del subject
+      list(map(report, rows))
+      return rows
+
+    monkeypatch.setattr(verify, 'certify', certified)
+    lines = []
+    assert verify.run(FULL, 'data=64', True, say=lines.append) == code
+    (text,) = lines
+    found = json.loads(text, parse_constant=pytest.fail)
+    assert found['passed'] == (not code) and len(found['rows']) == len(rows)
+    assert found['layout'] == 'data=8' and found['devices'] == 8
+    assert found['notes'][0].startswith('mesh data=64 -> data=8')
+    assert found['config']['model']['d_model'] == 32
+    lines.clear()
+    assert verify.run(FULL, 'data=8', say=lines.append) == code
+  assert found['rows'][1]['measured'] is None
+  assert lines[-2].startswith('FAIL  gradients') and 'embedding' in lines[-2]
+  assert lines[-1] == '1 of 2 properties DIFFER'
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_narrow_types_have_their_own_bounds(dtype):
+  names = ('loss', 'gradients', 'update', 'steps')
+  rows = certify(*names, mesh='fsdp=2,tensor=2', dtype=dtype)
+  assert len(rows) == (4 if dtype == 'float32' else 3)
+  assert all(row.passed for row in rows), rows
+  assert rows[1].measured > 1e-9  # it is not float64 by another name
+  wide = properties.BOUNDS['float64'][1]
+  assert wide < rows[1].bound == properties.BOUNDS[dtype][1] <= 0.1
+
+
+# ------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+  'mesh, dtype, text',
+  [
+    ('tensor=8', 'float64', 'num_heads=4 .*--config.model.num_heads=8'),
+    ('data=64,tensor=3', 'float64', 'num_heads=4 .*num_heads=6'),
+    ('data=2,fsdp=2,context=2,tensor=2', 'float64', '16 devices, there are 8'),
+    ('data=8', 'float16', "--dtype=float16 .* Did you mean 'bfloat16'"),
+    ('date=8', 'float64', "Did you mean 'data'"),
+    ('data=0', 'float64', 'must be positive'),
+    ('data=3,tensor=-1', 'float64', '3 places for 8 devices'),
+    ('stage=8', 'float64', 'mesh.stage=8 x pipeline.chunks=1'),
+  ],
+)
+def test_what_cannot_be_certified(mesh, dtype, text):
+  with pytest.raises(errors.UserError, match=text):
+    verify.prepare(FULL, mesh, dtype)
+
+
+def test_the_rest_of_the_devices():
+  subject = verify.prepare(FULL, 'data=2,tensor=-1')
+  assert subject.config.mesh.tensor == 4 and len(subject.devices) == 8
+  assert len(verify.prepare(FULL, 'data=2').devices) == 2
+  built = build.build(FULL, 'data=2', 'none', subject.devices[:2])
+  assert built.mesh.size == 2

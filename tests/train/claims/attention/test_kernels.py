@@ -1,0 +1,150 @@
+"""Checks of attention in blocks hold, and fail where what they check breaks."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paraxis.pallas_kernels.attention import blocks as attention_blocks
+from paraxis.pallas_kernels.attention import op as attention
+from paraxis.pallas_kernels.attention import tpu as attention_tpu
+from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
+from paraxis.sharding.meter import aot
+from paraxis.train.claims.attention import kernels as claims_attention
+from paraxis.train.claims.attention import parts as claims_attention_parts
+
+SHAPE = [2, 1, 8]
+TINY = dict(length=40, block=16, packed=True, window=9)
+needs_tpu = pytest.mark.skipif(
+  bool(aot.missing('tpu')), reason=str(aot.missing('tpu'))
+)
+
+
+def equal(impl, **given):
+  return claims_attention.equals_dense(
+    None, impl=impl, cases=[TINY | given], shape=SHAPE, within=1e-5
+  )
+
+
+def test_the_xla_form_equals_dense_until_lse_is_wrong(monkeypatch):
+  found = equal('xla')
+  assert found.passed and float(found.measured) < 1e-12
+  real = attention.attention
+
+  def shifted(*arrays, **how):
+    o, lse = real(*arrays, **how)
+    return o, jnp.where(lse > -1e29, lse + 1e-3, lse)
+
+  monkeypatch.setattr(attention, 'attention', shifted)
+  assert not equal('xla').passed
+
+
+@pytest.mark.parametrize('impl', ['pallas_tpu', 'pallas_gpu'])
+def test_a_kernel_equals_dense(impl):
+  assert equal(impl, block=[16, 32]).passed
+
+
+def test_a_kernel_that_hides_a_block_is_found(monkeypatch):
+  real = attention_blocks.block_kinds
+
+  def hides(mask, *infos):
+    kinds = real(mask, *infos)
+    return kinds * (np.arange(kinds.shape[1])[:, None] != 1)
+
+  monkeypatch.setattr(attention_blocks, 'block_kinds', hides)
+  assert not equal('pallas_tpu', block=[16, 32], packed=False).passed
+
+
+def temporaries(dense_at_least=3.0):
+  return claims_attention.temporaries(
+    None, lengths=[1024, 2048], shape=[1, 1, 16], within=0.1,
+    dense_at_least=dense_at_least,
+  )  # fmt: skip
+
+
+def test_temporaries_are_linear_until_ours_is_dense(monkeypatch):
+  assert temporaries().passed
+  assert not temporaries(dense_at_least=5).passed
+  monkeypatch.setattr(claims_attention, '_ours', claims_attention._dense)
+  found = temporaries()
+  assert not found.passed and 'NOT only dense' in found.caveat
+
+
+def test_the_largest_array_of_a_text():
+  text = '%a = f32[2,3]{1,0} add(f32[2,3] %b, s8[5,7] %c), (pred[], bf16[4])'
+  assert claims_attention.largest(text) == (35, 's8[5,7]')
+
+
+def visited(windows):
+  return claims_attention.blocks_visited(
+    None, length=256, block=32, windows=windows, shape=SHAPE
+  )
+
+
+def test_blocks_are_counted_by_hand():
+  count = claims_attention.visited
+  assert count(256, 32, 0) == count(256, 32, 256) == 36
+  assert count(256, 32, 1) == 8  # a token sees itself
+  assert count(256, 32, 2) == count(256, 32, 33) == 15
+  assert count(256, 32, 34) == 21
+
+
+def test_blocks_visited_are_those_of_the_formula(monkeypatch):
+  found = visited([0, 1, 33, 34])
+  assert found.passed and found.measured == '36 8 15 21'
+  cost = attention_blocks.cost
+  half = lambda *given: cost('forward', *given[1:])
+  monkeypatch.setattr(attention_tpu.blocks, 'cost', half)
+  found = visited([0])
+  assert found.measured == '36' and not found.passed
+
+
+def test_cost_is_a_ratio():
+  found = claims_attention.cost(
+    None, lengths=[64], shape=[1, 1, 8], rounds=1, at_least=0
+  )
+  assert found.passed and float(found.measured) > 0
+
+
+def tiles(blocks):
+  return claims_attention_parts.mask_is_a_slice(None, length=48, blocks=blocks)
+
+
+def test_tiles_of_a_mask_are_slices(monkeypatch):
+  assert tiles([[8, 8], [16, 8], [8, 24]]).passed
+  real = attention_blocks.visible
+  monkeypatch.setattr(
+    attention_blocks, 'visible', lambda *given: jnp.tril(real(*given), -1)
+  )
+  assert tiles([[8, 8]]).measured == '6 differ'
+
+
+def host(within=1e-12):
+  return claims_attention_parts.host_part(
+    None, slots=20, on_host=[1, 19], rows=2, shape=[4, 2, 8], within=within
+  )
+
+
+def test_parts_of_a_row_merge_by_lse(monkeypatch):
+  found = host()
+  assert found.passed and '136 numbers cross' in found.caveat
+  first = lambda a, b: tuple(map(jnp.asarray, a))
+  monkeypatch.setattr(decode_schedule, 'merge', first)
+  assert not host().passed
+
+
+@pytest.mark.aot
+@needs_tpu
+def test_no_square_is_compiled_for_a_tpu(monkeypatch):
+  check = lambda at_most: claims_attention.compiled_is_linear(
+    None, topologies=['v5e:1x1'], lengths=[1024], shape=[2, 1, 128], window=0,
+    at_most=at_most,
+  )  # fmt: skip
+  assert check(2).passed
+
+  def dense(q, k, v, mask, rows):
+    del rows
+    return claims_attention._dense(q, k, v, mask)
+
+  monkeypatch.setattr(claims_attention, '_ours', dense)
+  found = check(100)
+  assert not found.passed and found.measured.startswith('FOUND')

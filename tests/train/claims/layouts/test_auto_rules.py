@@ -1,0 +1,105 @@
+"""Claims about Redco's rules hold, and fail when a rule is another."""
+
+from typing import NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec as P
+import pytest
+
+from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.sharding.planner import auto_rules
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.layouts import auto_rules as claims_auto_rules
+
+DOWN = 'layers/mlp/down'
+
+
+class Sent(NamedTuple):
+  total: int
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+  quick = {'xla_backend_optimization_level': 0}  # to compile
+  monkeypatch.setattr(claims_auto_rules.compiling, 'options', lambda: quick)
+  config = command_line.load('redco')
+  config.model.update(vocab_size=32, d_model=16, d_ff=32, num_heads=4)
+  config.model.num_layers = 1
+  config.data.sequence_length = 8
+  return claims.Run(schema.view(config), tmp_path, say=lambda text: None)
+
+
+@pytest.fixture
+def rows_of_down_whole(monkeypatch):
+  """The second of the mlp's pair by columns too."""
+  specs = auto_rules.specs
+
+  def wrong(shapes, size):
+    return specs(shapes, size) | {DOWN: P(None, None, 'tensor')}
+
+  monkeypatch.setattr(auto_rules, 'specs', wrong)
+
+
+def families(run):
+  return claims_auto_rules.specs_are_megatrons(
+    run,
+    size=2,
+    families=dict(plain={}, gpt2=dict(position='learned', max_positions=8)),
+  )
+
+
+def test_specs_are_megatrons(run):
+  found = families(run)
+  assert found.passed and found.measured == 'all but 1 of 19'
+  assert '(gpt2 positions)' in found.caveat
+
+
+def test_another_spec_is_seen(run, rows_of_down_whole):
+  found = families(run)
+  assert not found.passed and found.measured == 'all but 3 of 19'
+  assert f'plain {DOWN}' in found.caveat
+
+
+def test_one_device(run):
+  check = lambda within: claims_auto_rules.specs_equal_one_device(
+    run, mesh='data=2,tensor=2', within=within
+  )
+  found = check(0.0)
+  assert not found.passed and 0 < float(found.measured) < 1e-9
+  assert not jax.config.jax_enable_x64
+
+
+def test_reductions(run):
+  check = lambda forward: claims_auto_rules.reductions_per_layer(
+    run, size=2, forward=forward, step=4
+  )
+  right = check(2)
+  assert right.passed and 'sum 7 arrays' in right.caveat
+  assert right.caveat.endswith('other collectives: none')
+  assert not check(1).passed
+
+
+def test_fewest_bytes(run, monkeypatch):
+  """With a price for each way to split instead of compiled programs."""
+  price, tried = {'mlp/down': 3, 'attention/output': 1}, []
+
+  def sent(config, specs, mesh_text, gradients):
+    assert config.model.num_layers == 1 and gradients
+    tried.append(specs)
+    turned = [n for n in price if dict(specs)[f'layers/{n}'][-1] == 'tensor']
+    return [Sent(100 + sum(price[n] for n in turned))]
+
+  monkeypatch.setattr(claims_auto_rules, '_sent', sent)
+  check = lambda worst: claims_auto_rules.fewest_bytes(
+    run, size=4, worst_at_least=worst
+  )
+  found = check(1.04)
+  assert len(set(tried)) == 16 + 1  # the last splits heads within
+  # 100 bytes in four rules: those that turn neither of the two.
+  assert found.passed and found.measured == 'rank 1, 1.04x'
+  assert 'next 100, worst 104' in found.caveat
+  assert not check(1.05).passed
+  price['mlp/down'] = -3
+  found = check(1.0)
+  assert not found.passed and found.measured.startswith('rank 9')

@@ -1,0 +1,167 @@
+"""Claims about memory hold, and fail when something is wrong."""
+
+import pytest
+
+from paraxis.configs import frontier
+from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
+from paraxis.sharding import rules
+from paraxis.sharding.meter import aot
+from paraxis.train.certify import check as check_lib
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.layouts import memory as claims_memory
+from paraxis.train.claims.layouts import step as claims_layouts
+
+needs_libtpu = pytest.mark.skipif(
+  bool(aot.missing('tpu')), reason=aot.missing('tpu') or ''
+)
+SMALL = dict(d_model=32, d_ff=64, num_heads=4, num_layers=2, vocab_size=64)
+
+
+def run_of(name, **fields):
+  config = command_line.load(name)
+  config.model.update(SMALL | fields)
+  config.data.sequence_length = 16
+  config.train.update(batch_size=8, microbatches=1)
+  return claims.Run(schema.view(config), '', say=lambda text: None)
+
+
+def held(run, expected):
+  return claims_memory.zero_memory(
+    run, mesh='data=4', bytes_per_parameter=expected, within=0.1
+  )
+
+
+def test_bytes_held_by_stage():
+  run, expected = run_of('zero'), [16, 10, 7, 4]
+  right = held(run, expected)
+  assert right.passed and right.measured.startswith('16.00 10.00 7.00 4.0')
+  assert 'sums over microbatches 4.00 4.00 1.00 1.00' in right.caveat
+  assert 'leave the step as 4.00 1.00 1.00 1.00' in right.caveat
+  assert 'stage 3: layers/attention_norm/scale, layers/mlp' in right.caveat
+  for stage in range(4):
+    wrong = [v + (i == stage) for i, v in enumerate(expected)]
+    assert not held(run, wrong).passed
+
+
+def test_sums_that_stay_whole_are_seen(monkeypatch):
+  monkeypatch.setattr(rules, 'SUMS', 3)
+  run = run_of('zero', d_ff=32)
+  config = claims_layouts.changed(run.config, microbatches=2)  # stage 2
+  row, _ = claims_memory._held(*claims_layouts.on(config, 'data=4'))
+  scalar = 4  # the loss is summed too
+  assert row['sums'] == row['parameters'] + scalar == 4 * row['gradients'] + 4
+
+
+def test_the_papers_table_in_small():
+  """Vocabulary 64, width 32, mlp 64, two layers, on 8 devices."""
+  matrices = 2 * 64 * 32 + 2 * (4 * 32 * 32 + 2 * 32 * 64)
+  whole = 5 * 32  # scales of norms, sharded once they are no parameters
+  n, all_ = 8, matrices + whole
+  expected = [
+    16 * all_,
+    4 * all_ + 12 * all_ / n,
+    2 * all_ + 14 * all_ / n,
+    2 * (matrices / n + whole) + 14 * all_ / n,
+  ]
+  check = lambda expected: claims_memory.zero_published(
+    run_of('zero'),
+    model={},
+    devices=n,
+    widths=[2, 2, 12],
+    gigabytes=[e / 1e9 for e in expected],
+    within=1e-9,
+  )
+  right = check(expected)
+  assert right.passed and '0.00B parameters' in right.caveat
+  assert not check([*expected[:3], expected[3] * 1.01]).passed
+
+
+@pytest.mark.aot
+@needs_libtpu
+def test_what_a_tpu_holds():
+  model = dict(d_model=256, d_ff=512, num_heads=2, num_layers=3)
+  check = lambda within: claims_memory.zero_compiled(
+    run_of('zero'), model=model, topologies=['v5p:2x2x1'], within=within
+  )
+  right = check(0.05)
+  assert right.passed and 'v5p:2x2x1' in right.caveat
+  assert not check(1e-6).passed  # norms are whole at stage 3
+
+
+BASE = dict(data=4, batch_size=64, zero=0)
+
+
+def ratios(steps, **found):
+  return claims_memory.predicted_ratios(
+    run_of('frontier'),
+    models={'small': {}, 'wide': dict(d_ff=128)},
+    base=BASE,
+    steps=steps,
+    ratios=found,
+    within=0.1,
+  )
+
+
+def test_predicted_ratios():
+  steps = [dict(zero=1), dict(data=2, tensor=2)]
+  right = ratios(steps, optimizer=[1 / 4, 1 / 2], parameters=[1, 1 / 2])
+  assert right.passed and 'small optimizer' in right.caveat
+  assert 'wide optimizer' in right.caveat and '-> zero=1 ->' in right.caveat
+  assert not ratios(steps, optimizer=[1 / 4, 1 / 4]).passed
+  assert not ratios(steps, parameters=[1 / 4, 1 / 2]).passed
+  # Received over data: half the parameters, and half as much.
+  assert ratios([dict(data=2, tensor=2)], data=[1 / 3]).passed
+
+
+def test_predicted_at_most():
+  check = lambda ratio: claims_memory.predicted_at_most(
+    run_of('frontier'),
+    base=BASE | dict(remat='none'),
+    step=dict(remat='full'),
+    quantity='activations',
+    ratio=ratio,
+  )
+  right = check(0.5)
+  assert right.passed and 0 < float(right.measured) < 0.5
+  assert not check(float(right.measured) / 2).passed
+
+
+def test_predicted_fits():
+  check = lambda **fits: claims_memory.predicted_fits(
+    run_of('frontier'),
+    models={'small': {}, 'large': frontier.MODELS['1T']},
+    layouts=[dict(data=8, zero=stage) for stage in (0, 3)],
+    memory=5e12,
+    fits=fits,
+  )
+  right = dict(small=[True, True], large=[False, True])
+  assert check(**right).passed
+  wrong = check(**right | dict(large=[True, True]))
+  assert not wrong.passed and wrong.measured == 'small yes yes; large no yes'
+
+
+def test_nothing_is_claimed_of_what_cannot_be_predicted(monkeypatch):
+  real = check_lib.check
+  monkeypatch.setattr(
+    check_lib, 'check', lambda c: real(c)._replace(unknown=['a sort'])
+  )
+  monkeypatch.setitem(BASE, 'batch_size', 128)  # not the report that is kept
+  with pytest.raises(errors.UserError, match='a sort: not predicted'):
+    ratios([dict(zero=1)], optimizer=[1 / 4])
+
+
+@pytest.mark.parametrize(
+  'axis, sizes, crosses',
+  [('tensor', [2, 4, 8], [1, 1, 2]), ('data', [1, 2, 4], [1, 1, 2])],
+)
+def test_hosts_of_an_axis(axis, sizes, crosses):
+  check = lambda crosses: claims_memory.axis_within_host(
+    None, axis=axis, chips=16, host=4, sizes=sizes, crosses=crosses
+  )
+  if axis == 'data':
+    with pytest.raises(ValueError, match='reshape'):
+      check(crosses)
+    return
+  assert check(crosses).passed and not check([1, 1, 1]).passed

@@ -1,0 +1,74 @@
+"""Claims about the ends of a pipeline hold, and fail on wrong numbers."""
+
+import types
+
+from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.sharding.planner import simulate
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.layouts import vocabulary as claims_vocabulary
+
+SHAPE = dict(layers=32, hidden=3072, sequence=2048)
+VOCABULARIES = [32768, 262144]
+
+
+def run():
+  """claims.Run of the config, shrunk."""
+  config = command_line.load('vocab_parallelism')
+  config.model.update(d_model=32, d_ff=64, vocab_size=64)
+  config.data.sequence_length = 16
+  return claims.Run(schema.view(config), '', say=lambda text: None)
+
+
+def test_shares_of_the_ends():
+  case = dict(mesh='stage=4,tensor=2')
+  check = lambda **fields: claims_vocabulary.head_shares(
+    run(), cases=[case | fields]
+  )
+  right = check()
+  # Embedding and head of 64 x 32 numbers of 4 bytes, on 8 devices.
+  assert right.passed and '2 x V h / 8, 2,048 bytes' in right.caveat
+  assert check(tied_embedding=True).passed
+  # A table that stages do not share: each holds four times as much.
+  wrong = check(rules='fsdp_tensor vocab=tensor')
+  assert not wrong.passed and '8,192 bytes' in wrong.caveat
+
+
+def test_work_is_even(monkeypatch):
+  check = lambda: claims_vocabulary.imbalance(
+    None, shape=SHAPE, stages=8, microbatches=8, vocabularies=VOCABULARIES
+  )
+  right = check()
+  assert right.passed and right.measured == '1.00 1.00'
+  layer = 24 * 3072**2 + 4 * 2048 * 3072
+  head = 2 * 3072 * VOCABULARIES[1] / layer
+  assert f'{(4 + head) / (4 + head / 8):.2f}, as' in right.caveat
+  last = lambda *args, **costs: simulate.run(
+    *args, **costs | dict(vocabulary='last')
+  )
+  broken = types.SimpleNamespace(HEADS=simulate.HEADS, run=last)
+  monkeypatch.setattr(claims_vocabulary, 'simulate', broken)
+  assert not check().passed
+
+
+def test_memory_is_balanced(monkeypatch):
+  def compiled(config, topology):
+    assert topology == 'v5p:2x2x1' and config.mesh.stage == 4
+    end = 16 * config.model.vocab_size * config.model.d_model
+    return 2**30 + grown * 2 * end // 4, held
+
+  monkeypatch.setattr(claims_vocabulary, '_compiled', compiled)
+  check = lambda: claims_vocabulary.balanced_memory(
+    run(), mesh='stage=4', topology='v5p:2x2x1', model=dict(d_model=1024),
+    vocabularies=VOCABULARIES, within=0.05,
+  )  # fmt: skip
+  grown, held = 1, [100] * 4
+  right = check()
+  assert right.passed and 'growing by 1.00 of' in right.caveat
+  # 1 GiB, and of both ends, of 4 GiB each, a quarter: whole on two of four.
+  assert '3.0 GiB on every device' in right.caveat
+  assert '5.0 and 1.0 GiB, 33%, 80% apart' in right.caveat
+  held = [100, 100, 100, 90]
+  assert not check().passed and check().measured == '10% apart'
+  grown, held = 4, [100] * 4  # whole on every stage
+  assert not check().passed

@@ -1,0 +1,106 @@
+"""Claims about the compiled step on stages hold, and fail on wrong numbers."""
+
+import types
+
+import pytest
+
+from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.train.certify import properties
+from paraxis.train.certify import target_compile
+from paraxis.train.certify import verify
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.pipeline import step as claims_pipeline_step
+
+
+def small(name='gpipe', **fields):
+  """claims.Run of a config, as small as its claims allow."""
+  config = command_line.load(name)
+  config.model.update(d_model=32, d_ff=64, num_heads=4, vocab_size=64)
+  config.data.sequence_length = 16
+  config.model.update(fields)
+  return claims.Run(schema.view(config), '', say=lambda text: None)
+
+
+def test_fields_go_to_their_sections():
+  old = schema.Config()
+  new = claims_pipeline_step.changed(
+    old, microbatches=4, sequence_length=32, stage=2, d_model=8, batch_size=16
+  )
+  assert (new.pipeline.microbatches, new.train.microbatches) == (4, 1)
+  assert (new.data.sequence_length, new.mesh.stage) == (32, 2)
+  assert (new.model.d_model, new.train.batch_size) == (8, 16)
+  with pytest.raises(ValueError, match='depth'):
+    claims_pipeline_step.changed(old, depth=3)
+
+
+def test_equal_to_one_device(monkeypatch):
+  case = dict(mesh='stage=2', microbatches=2, num_layers=2, batch_size=4)
+  check = lambda: claims_pipeline_step.equals_one_device(
+    small(), cases=[case], within=1e-9
+  )
+  right = check()
+  assert right.passed and 0 < float(right.measured) < 1e-12
+  assert 'stage=2 microbatches=2' in right.caveat
+
+  def wrong(subject, names):
+    assert subject.config.mesh.stage == 2 and 'gradients' in names
+    return [properties.Row('gradients', 1.0, 1e-3, True, '')]
+
+  monkeypatch.setattr(verify, 'certify', wrong)
+  assert not check().passed
+
+
+def test_temporaries():
+  given = dict(mesh='stage=2', rows=2, microbatches=[4, 8, 12])
+  check = lambda **grows: claims_pipeline_step.temporaries(
+    small(num_layers=2), grows=grows, **given
+  )
+  assert check(gpipe=True, one_f_one_b=False).passed
+  assert not check(gpipe=False).passed
+  assert not check(one_f_one_b=True).passed
+  ratio = lambda at_most: claims_pipeline_step.rematerialised(
+    small(num_layers=2), mesh='stage=2', rows=2, microbatches=12,
+    schedule='gpipe', at_most=at_most,
+  )  # fmt: skip
+  found = float(ratio(0.5).measured)
+  assert found < 0.5 and ratio(0.5).passed
+  assert not ratio(found / 2).passed
+
+
+def test_messages(monkeypatch):
+  check = lambda times: claims_pipeline_step.messages(
+    small('megatron', num_layers=4), mesh='stage=2,tensor=2', rows=2,
+    microbatches=2, chunks=[1, 2], times=times,
+  )  # fmt: skip
+  right = check([1, 2])
+  # 2 (m v + p v + p - 2) messages of 2 rows, 16 / 2 tokens, 32 numbers.
+  assert right.passed and 'v=1 8, 4 of' in right.caveat
+  assert 'v=2 16,' in right.caveat and '2,048 bytes' in right.caveat
+  assert not check([1, 3]).passed
+  monkeypatch.setattr(claims_pipeline_step, '_input_bytes', lambda config: 4096)
+  wrong = check([1, 2])  # as without tensor shards
+  assert not wrong.passed and wrong.measured == right.measured
+
+
+def test_compiled_fits(monkeypatch):
+  def report(config, mesh, topology):
+    assert (mesh, topology) == ('stage=2', 'v5p:2x2x1')
+    return types.SimpleNamespace(
+      fits=config.mesh.zero == 1,
+      worst='gradient',
+      peak=lambda name: 3 * 2**30,
+      classes=lambda name: dict(parameters=2**30),
+      topology=types.SimpleNamespace(hbm=95 * 2**30),
+      parameters=2e9,
+      programs={},
+    )
+
+  monkeypatch.setattr(target_compile, 'compile_config', report)
+  check = lambda **fits: claims_pipeline_step.compiled_fits(
+    small(), mesh='stage=2', topology='v5p:2x2x1', fits=fits,
+    cases={name: dict(zero=int(name[-1])) for name in fits},
+  )  # fmt: skip
+  right = check(ZeRO1=True, ZeRO0=False)
+  assert right.passed and 'ZeRO1: 3.0 GiB of 95' in right.caveat
+  assert not check(ZeRO0=True).passed

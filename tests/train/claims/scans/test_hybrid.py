@@ -1,0 +1,174 @@
+"""Checks of hybrids and of recall hold, and fail where things are broken."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from paraxis.configs import schema
+from paraxis.models.mixers import mamba
+from paraxis.pallas_kernels.attention import op as attention
+from paraxis.train.claims import families as claims_families
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.scans import hybrid as claims_hybrid
+from paraxis.train.claims.scans import recall as claims_recall
+
+TASK = claims_recall.Task(
+  pairs=4, words=2, digits=2, choices=4, values=5, unseen=4, mix=(2, 4)
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+  config = schema.Config()
+  model = dataclasses.replace(config.model, position='none')
+  config = dataclasses.replace(config, model=model)
+  return claims.Run(config, tmp_path, say=lambda line: None)
+
+
+def decoded(run):
+  return claims_hybrid.decoding_equals_one_pass(
+    run, cases={'hybrid': dict(pattern='M*', num_layers=2, mlp='none')},
+    lengths=[7, 5, 9], prompts=[3, 5, 2], within=1e-9,
+  )  # fmt: skip
+
+
+def test_decoded_equals_alone_until_a_state_is_lost(run, monkeypatch):
+  assert decoded(run).passed
+  real = mamba.Mamba2.grow
+  lost = lambda self, state, slots: jax.tree.map(
+    lambda x: 0 * x, real(self, state, slots)
+  )
+  monkeypatch.setattr(mamba.Mamba2, 'grow', lost)
+  wrong = decoded(run)
+  assert not wrong.passed and float(wrong.measured) > 1e-3
+
+
+def test_bytes_of_a_cache_are_those_of_the_formula(run):
+  sizes = dict(d_model=32, num_heads=4, num_kv_heads=2, num_layers=2)
+  mixed = sizes | dict(pattern='M*', mamba=dict(head_dim=16, state=8, groups=2))
+  ask = lambda ratios: claims_hybrid.cache_bytes(
+    run, models={'attention': sizes, 'hybrid': mixed}, lengths=[64, 256],
+    rows=4, over=['attention', 'hybrid'], ratios=ratios, within=1e-6,
+  )  # fmt: skip
+  slots = [2 * 2 * 8 * 2 * n for n in (64, 256)]  # K H, 2 bytes a number
+  state = 64 * 8 * 4 + 3 * (64 + 2 * 2 * 8) * 2
+  right = [2 * n / (n + state) for n in slots]
+  assert ask(right).passed
+  assert not ask([2.0, 2.0]).passed
+
+
+def banded(run):
+  return claims_hybrid.banded_equals_masked(
+    run, length=24, windows=[5], blocks=[8], within=1e-12
+  )
+
+
+def test_banded_equals_masked_until_a_band_is_wider(run, monkeypatch):
+  assert banded(run).passed
+  real = attention.Mask
+  wide = lambda window, **how: real(window=window + 1, **how)
+  monkeypatch.setattr(claims_hybrid.attention, 'Mask', wide)
+  assert not banded(run).passed
+
+
+def test_bands_save_work_where_rows_are_long(run):
+  ask = lambda at_most: claims_hybrid.banded_work(
+    run, lengths=[512, 64], window=32, block=32, head=[2, 8], at_most=at_most
+  )
+  found = ask([0.7, 1.0])
+  long, short = map(float, found.measured.split())
+  assert found.passed and 0.5 < long < short <= 1
+  assert not ask([0.5, 1.0]).passed
+
+
+def answers(batch, row):
+  """[(name, number), ...] as they are told, and as they are asked."""
+  entries = batch.tokens[row].reshape(-1, 4)
+  entries = [(tuple(e[:2]), tuple(e[2:])) for e in entries]
+  return entries[: len(entries) // 2], entries[len(entries) // 2 :]
+
+
+def test_what_is_asked_was_told_once(run):
+  held = claims_recall.draw(TASK, 6, 0, held_out=True)
+  seen = claims_recall.draw(TASK, 6, 0)
+  kept = {tuple(n) for n in TASK.names(True)}
+  for row in range(6):
+    told, asked = answers(held, row)
+    assert len(dict(told)) == 4 and sorted(told) == sorted(asked)
+    assert set(dict(told)) <= kept
+    if row >= 3:  # the other half are two documents of two bindings
+      told, asked = answers(seen, row)
+      assert sorted(told) == sorted(asked) and not set(dict(told)) & kept
+  assert seen.segments[0].tolist() == [1] * 16 + [2] * 16
+  assert seen.positions[0].tolist() == 2 * list(range(16))
+  assert held.weights.sum() == held.denominator == 6 * 4 * 2
+  where = np.flatnonzero(held.weights[0])
+  assert (held.targets[0][where] == held.tokens[0][where + 1]).all()
+  assert where.tolist() == [16 + 4 * n + i for n in range(4) for i in (1, 2)]
+  again = claims_recall.draw(TASK, 6, 0, held_out=True)
+  assert (again.tokens == held.tokens).all()
+  other = claims_recall.draw(TASK, 6, 1, held_out=True)
+  assert (other.tokens != held.tokens).any()
+
+
+def recalled(run, models, more):
+  return claims_recall.recall(
+    run, task=dataclasses.asdict(TASK), models=models, steps=2, rows=4,
+    more=more, picture='recall.png', fields={'model.d_model': 32},
+  )  # fmt: skip
+
+
+def test_recall_trains_measures_and_draws(run, monkeypatch):
+  found = recalled(run, {'a': ['F', 1]}, [['a', 'a', 0.0]])
+  assert found.passed and 'chance 4.0%' in found.caveat
+  assert (run.workdir / 'recall.png').exists()
+
+  def told(config, *rest):
+    attends = config.model.pattern == 'F'
+    assert config.model.position == ('rope' if attends else 'none')
+    assert config.model.d_model == 32 and config.train.steps == 2
+    return [(2, 0.1 if attends else 0.9)]
+
+  monkeypatch.setattr(claims_recall, 'train', told)
+  both = {'a': ['F', 1], 'b': ['M', 1]}
+  assert not recalled(run, both, [['a', 'b', 0.0]]).passed
+  assert recalled(run, both, [['b', 'a', 0.7]]).passed
+
+
+def test_an_answer_is_right_when_all_its_digits_are():
+  batch = claims_recall.draw(TASK, 2, 0, held_out=True)
+
+  class Model:
+    """Says the target, but for the last digit of the first answer."""
+
+    def __call__(self, params, batch):
+      return batch.targets, None
+
+    def logits(self, params, x):
+      z = jax.nn.one_hot(x, TASK.vocabulary)
+      return z.at[0, 18].set(-z[0, 18])
+
+  found = claims_recall.right(Model(), TASK, {}, batch)
+  assert float(found) == pytest.approx(7 / 8)
+
+
+def test_families_are_trained_alike(tiny, tmp_path):
+  run = claims.Run(tiny.config(), tmp_path, say=lambda line: None)
+  ask = lambda bound, better=(): claims_families.learn(
+    run, families={'full': {}, 'band': {'model.pattern': 'W'}},
+    fields={'model.window': 8, 'train.steps': 2, 'mesh.data': 1,
+            'mesh.fsdp': 1, 'mesh.tensor': 1},
+    at_most={'full': bound, 'band': 9.0}, better=better,
+  )  # fmt: skip
+  found = ask(9.0)
+  assert found.passed and f'after {2 * 8 * 64:,} tokens' in found.caveat
+  assert (tmp_path / claims_families.PICTURE).exists()
+  full, band = map(float, found.measured.split())
+  assert 5 < full < 9 and full != band
+  # Of the finished runs:
+  assert not ask(1.0).passed
+  better = ['full', 'band'] if full < band else ['band', 'full']
+  assert ask(9.0, [[*better, 0.0]]).passed
+  assert not ask(9.0, [[*better, 1.0]]).passed

@@ -1,0 +1,127 @@
+"""Checks of convolutions hold, and fail where what they check is broken."""
+
+import dataclasses
+import json
+import pathlib
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from paraxis.configs import schema
+from paraxis.configs.base import mixers as mixer_schema
+from paraxis.models.mixers import recurrence
+from paraxis.models.mixers import tcn
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.experts import training as claims_expert_training
+from paraxis.train.claims.scans import tcn as claims_tcn
+from paraxis.train.plot import losses as plot
+
+
+@pytest.fixture
+def run(tmp_path):
+  model = schema.Model(
+    vocab_size=64, d_model=16, num_layers=1, num_heads=2, d_ff=16,
+    attention_block=8, position='none', pattern='C',
+    tcn=mixer_schema.Tcn(kernel=3, depth=2, chunk=8, key_dim=4),
+  )  # fmt: skip
+  config = dataclasses.replace(schema.Config(), model=model)
+  return claims.Run(config, tmp_path, say=lambda line: None)
+
+
+def field(run):
+  return claims_tcn.field_is_the_formula(
+    run, cases=[dict(kernel=3, dilation=2, depth=2)]
+  )
+
+
+def test_a_field_is_found_by_changing_a_token(run, monkeypatch):
+  found = field(run)
+  assert found.passed and found.measured == '7'
+  monkeypatch.setattr(tcn, 'dilations', lambda own: [1, 3])
+  monkeypatch.setattr(tcn, 'receptive_field', lambda own: 7)
+  assert field(run).measured == '9'
+
+
+def streams(run):
+  return claims_tcn.streams_as_a_whole(
+    run, own=dict(chunk=4), length=10, prompts=[5], within=1e-11
+  )
+
+
+def test_steps_equal_a_pass_until_a_tail_is_lost(run, monkeypatch):
+  assert streams(run).passed
+  real = recurrence.conv
+
+  def forgets(*given):
+    y, tail = real(*given)
+    return y, jnp.zeros_like(tail)
+
+  monkeypatch.setattr(recurrence, 'conv', forgets)
+  assert not streams(run).passed
+
+
+def test_chunks_over_shards_until_each_counts_alone(run, monkeypatch):
+  check = lambda: claims_tcn.chunks_over_shards(
+    run, mesh=dict(context=8), length=32, chunks=[6], within=1e-9
+  )
+  assert check().passed
+  chunks = tcn.chunks
+  monkeypatch.setattr(tcn, 'chunks', lambda *given: chunks(*given[:3]))
+  assert not check().passed
+
+
+def test_costs_grow_with_the_row_or_not(run):
+  check = lambda most: claims_tcn.cost_of_a_token(
+    run, lengths=[64, 128], at_most=most
+  )
+  found = check(1.1)
+  inside, whole = map(float, found.measured.split())
+  assert found.passed and 1 <= inside < 1.1 < whole
+  assert not check(inside - 0.01).passed and not check(whole).passed
+
+
+@pytest.fixture
+def trained(monkeypatch):
+  """Configurations that would be trained; bits by name."""
+  state = types.SimpleNamespace(params=dict(x=jnp.zeros(3)))
+  bits, seen = {'a': 2.0, 'b': 2.5}, []
+
+  def train(run, name, config):
+    seen.append(config)
+    return bits[name], types.SimpleNamespace(state=state), None
+
+  monkeypatch.setattr(claims_expert_training, 'train', train)
+  monkeypatch.setattr(plot, 'draw', lambda folders, path: path)
+  return seen
+
+
+WAYS = dict(variants={'a': {}, 'b': dict(depth=1)}, pair=['a', 'b'])
+
+
+def test_bits_are_told_by_reach(run, trained):
+  check = lambda apart: claims_tcn.bits_by_reach(run, apart=apart, **WAYS)
+  found = check(0.4)
+  assert found.passed and found.measured == '0.500'
+  assert 'a (reach 7) 2.000' in found.caveat
+  assert 'b (reach 3) 2.500' in found.caveat
+  assert [c.model.tcn.depth for c in trained] == [2, 1]
+  assert not check(0.6).passed
+
+
+def test_words_are_repeated(run, trained):
+  found = claims_tcn.repetition_in_reach(
+    run, text=dict(period=5, symbols=4, documents=3), steps=7, apart=0.5,
+    model=dict(d_model=8, tcn=dict(chunk=2)), **WAYS,
+  )  # fmt: skip
+  assert found.passed and '2 bits a letter' in found.caveat
+  config = trained[1]
+  assert config.model.d_model == 8 and config.train.steps == 7
+  assert config.model.tcn == mixer_schema.Tcn(
+    kernel=3, depth=1, chunk=2, key_dim=4
+  )
+  lines = pathlib.Path(config.data.path).read_text('utf-8').splitlines()
+  words = [json.loads(line)['text'] for line in lines]
+  length = run.config.data.sequence_length - 1
+  assert len(set(words)) == 3 and {len(w) for w in words} == {length}
+  assert all(w[5:] == w[:-5] and set(w) <= set('abcd') for w in words)

@@ -1,0 +1,216 @@
+"""Claims: the checks measure what they say, and can fail."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.train import loop
+from paraxis.train import step as step_lib
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims import papers
+from paraxis.train.data import baselines
+from paraxis.train.run import evaluate
+from paraxis.train.run import workdir as workdir_lib
+
+
+def _config(tmp_path):
+  text = '\n\n'.join(
+    f'verse {i}: the sea, the sea, the sea.' for i in range(999)
+  )
+  (tmp_path / 'song.txt').write_text(text)
+  config = schema.default()
+  config.model.update(
+    vocab_size=260, d_model=8, d_ff=16, num_layers=1, num_heads=2
+  )
+  config.data.update(
+    path=str(tmp_path / 'song.txt'),
+    tokenizer='bytes',
+    sequence_length=16,
+    cache_dir=str(tmp_path / 'cache'),
+    prefetch=0,
+  )
+  return schema.view(config)
+
+
+@pytest.fixture
+def run(tmp_path):
+  return claims.Run(_config(tmp_path), tmp_path / 'run', say=lambda text: None)
+
+
+MESH = 'data=2,fsdp=2,tensor=2'
+
+
+def test_the_mesh_equals_one_device(run):
+  outcome = claims.equals_one_device(run, mesh=MESH, within=1e-9)
+  assert outcome.passed and MESH in outcome.caveat
+  assert not jax.config.jax_enable_x64  # as before
+  assert not run.workdir.exists()
+
+
+def test_a_wrong_gradient_on_the_mesh_is_found(run, monkeypatch):
+  right = step_lib.make
+
+  def wrong(built, optimizer, clip_norm):
+    made = right(built, optimizer, clip_norm)
+
+    def grads(params, batch):
+      loss, gradient = made.grads(params, batch)
+      path = 'layers/mlp/up'
+      if jax.sharding.get_abstract_mesh().size > 1:
+        gradient[path] = gradient[path] * (1 + 1e-6)
+      return loss, gradient
+
+    return made._replace(grads=grads)
+
+  monkeypatch.setattr(step_lib, 'make', wrong)
+  worst = claims._worst_difference(
+    run.config, 'data=2', jax.devices()[:2], 'float64'
+  )
+  assert worst[1] == 'layers/mlp/up' and worst[0] == pytest.approx(
+    1e-6, rel=0.01
+  )
+
+
+def test_differences_are_relative_to_each_leaf():
+  b = dict(a=np.array([1.0, -4.0]), z=np.zeros(2))
+  found = dict(a=np.array([1.0, -3.0]), z=np.zeros(2))
+  assert claims.differences(found, b) == dict(a=0.25, z=0.0)
+  found['z'] = np.array([0.0, 1e-30])
+  assert claims.differences(found, b)['z'] == math.inf
+  found['a'] = np.array([np.nan, 0.0])
+  assert math.isnan(claims.differences(found, b)['a'])
+
+
+def test_a_gradient_that_is_not_finite_never_passes(run, monkeypatch):
+  numbers = iter(
+    [(None, 1.0, dict(a=np.ones(1))), (None, 1.0, dict(a=np.array([np.nan])))]
+  )
+  monkeypatch.setattr(claims, '_gradients', lambda *a: next(numbers))
+  value, path = claims._worst_difference(run.config, MESH, [None], 'float32')
+  assert path == 'a' and not value <= 1e-9
+
+
+def test_too_few_devices(run):
+  with pytest.raises(errors.UserError, match='16 places for 8 devices'):
+    claims.equals_one_device(run, mesh='data=16', within=1e-9)
+
+
+BASE = baselines.Baselines(
+  100, 2.587, 2.363, 2.002, {'drama': 3.463, 'translation': 1.770}
+)
+
+
+def _trained(run, bits, translation=2.0):
+  domains = {'drama': 2.4, 'translation': translation}
+  run._trained = evaluate.Result(bits, domains, 1000)
+  run._baselines = BASE
+  return run
+
+
+def test_held_out_bounds(run):
+  good, bad = (
+    claims.held_out_at_most(_trained(run, b), bits_per_byte=2.40)
+    for b in (2.40, 2.41)
+  )
+  assert good.passed and not bad.passed
+  assert good.expected == '<= 2.40' and bad.measured == '2.4100'
+  good, bad = (claims.held_out_below_gzip(_trained(run, b)) for b in (2.5, 2.6))
+  assert good.passed and not bad.passed
+  assert 'gzip wins in translation' in good.caveat
+  assert '2.363' in good.caveat and '2.002' in good.caveat
+  won = claims.held_out_below_gzip(_trained(run, 2.5, 1.5))
+  assert 'no domain is lost' in won.caveat and 'may lose' in won.caveat
+  nan = claims.held_out_at_most(_trained(run, math.nan), bits_per_byte=9.0)
+  assert not nan.passed
+
+
+def test_the_domain_table(run):
+  text = claims.domain_table(_trained(run, 2.5)._trained, BASE)
+  lines = text.splitlines()
+  assert lines[1].split() == ['drama', '2.400', '3.463']
+  assert lines[2].endswith('1.770  gzip is better')
+  assert lines[3].split() == ['all', '2.500', '2.587']
+  assert '2.363' in lines[4] and '2.002' in lines[4]
+  without = BASE._replace(xz=math.nan)
+  assert 'xz' not in claims.domain_table(run._trained, without)
+
+
+def test_training_happens_once_and_is_drawn(run):
+  config = dataclasses.replace(run.config.train, steps=2)
+  mesh = dataclasses.replace(run.config.mesh, data=8)
+  run.config = dataclasses.replace(run.config, train=config, mesh=mesh)
+  said = []
+  run.say = said.append
+  result = run.trained()
+  assert run.trained() is result and (run.workdir / 'loss.png').exists()
+  assert 'gzip -9' in '\n'.join(said) and 'xz -9e' in '\n'.join(said)
+  # Another process: the finished run is evaluated again, not trained again.
+  again = claims.Run(run.config, run.workdir, said.append)
+  lines = (run.workdir / 'metrics.jsonl').read_text().count('train/loss')
+  assert again.trained() == result
+  text = (run.workdir / 'metrics.jsonl').read_text()
+  assert text.count('train/loss') == lines
+
+
+def test_a_run_of_other_steps_is_not_taken(run):
+  path = workdir_lib.prepare(run.workdir)
+  train = dataclasses.replace(run.config.train, steps=3)
+  workdir_lib.write_config(path, dataclasses.replace(run.config, train=train))
+  with pytest.raises(errors.UserError, match='holds a run with train.steps=3'):
+    run.trained()
+
+
+def test_a_signal_ends_the_claims_with_75(run, monkeypatch):
+  result = dict(step=1, stopped='SIGTERM', loss=1.0, evaluation=None)
+  monkeypatch.setattr(loop, 'run', lambda *a, **k: result)
+  with pytest.raises(SystemExit) as caught:
+    run.trained()
+  assert caught.value.code == errors.EXIT_PREEMPTED
+
+
+CLAIM = """
+from paraxis.configs import schema
+get_config = schema.default
+def claims():
+  bound = dict(check='claims.held_out_at_most', bits_per_byte=%s)
+  return [('held out', 'LEARN', bound, 1.25)]
+"""
+
+
+def test_the_table_of_claims():
+  claim = papers.Claim('a name ' * 9, 'EQ', 'claims.x', {}, 1.25)
+  outcome = claims.Outcome('<= 1e-09', '9.1e-15', 'why ' * 40, True)
+  text = claims.table(
+    [(claim, outcome), (claim, outcome._replace(passed=False))]
+  )
+  lines = text.splitlines()
+  assert max(map(len, lines)) <= 80 and text.count('why') == 80
+  assert lines[2].split()[0] == 'PASS' and '\nFAIL ' in text
+  assert lines[2].split()[-4:] == ['<=', '1e-09', '1.25', '9.1e-15']
+
+
+@pytest.mark.parametrize('bound, code', [('2.4', 0), ('2.2', 1)])
+def test_reproduce(tmp_path, monkeypatch, capsys, bound, code):
+  path = tmp_path / 'mine.py'
+  path.write_text(CLAIM % bound)
+  found = evaluate.Result(2.3, {'drama': 2.3}, 10)
+  monkeypatch.setattr(claims.Run, 'trained', lambda run: found)
+  assert claims.reproduce(str(path), tmp_path / 'run') == code
+  shown = capsys.readouterr().out
+  words = ['held out', 'LEARN', f'<= {bound}0', '1.25', '2.3000']
+  words += ['all 1 claims hold', 'PASS'] if code == 0 else ['FAILED', 'FAIL']
+  assert all(word in shown for word in words)
+
+
+def test_every_check_can_be_resolved():
+  for name, parameters in papers.checks().items():
+    function = claims._resolve(name)
+    assert list(function.__kwdefaults__ or {}) == []
+    code = function.__code__
+    names = code.co_varnames[1 : 1 + code.co_kwonlyargcount]
+    assert list(names) == parameters and function.__doc__

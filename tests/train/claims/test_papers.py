@@ -1,0 +1,149 @@
+"""The index of papers and what a well-formed claim is."""
+
+import textwrap
+import types
+
+import pytest
+
+from paraxis.configs.base import errors
+from paraxis.train.claims import papers
+
+GOOD = '''
+"""Ring attention
+
+paper: arXiv:2310.01889
+mechanism: sharding/sequence/attention.py
+test: tests/a.py, tests/b.py
+run: paraxis reproduce ring
+expect: equal to one device; bytes as counted: 3 hops
+  and it goes on here
+differs: nothing
+"""
+raise RuntimeError('a header is read, not run')
+'''.lstrip()
+
+
+def _config(tmp_path, text=GOOD, name='ring'):
+  path = tmp_path / f'{name}.py'
+  path.write_text(text)
+  return path
+
+
+def test_a_header_is_read_without_running_the_file(tmp_path):
+  paper = papers.header(_config(tmp_path))
+  assert (paper.name, paper.title) == ('ring', 'Ring attention')
+  assert paper.fields['expect'] == (
+    'equal to one device; bytes as counted: 3 hops and it goes on here'
+  )
+  assert papers.files(paper) == [
+    'sharding/sequence/attention.py',
+    'tests/a.py',
+    'tests/b.py',
+  ]
+
+
+@pytest.mark.parametrize(
+  'old, new, words',
+  [
+    ('differs: nothing\n', '', 'lacks differs'),
+    ('differs: nothing', 'differs:', 'lacks differs'),
+    ('differs: nothing', 'differ: nothing', "Did you mean 'differs'"),
+    ('differs: nothing', 'paper: again', "'paper' is there twice"),
+    ('"""Ring attention', '"""', 'lacks paper'),
+    ('"""', '#', 'lacks paper'),
+    ('raise', 'rase this', 'invalid syntax'),
+  ],
+)
+def test_a_wrong_header(tmp_path, old, new, words):
+  text = GOOD.replace(old, new)
+  if old == '"""':
+    text = '\n'.join(f'# {line}' for line in GOOD.splitlines())
+  path = _config(tmp_path, text)
+  with pytest.raises(errors.UserError, match='^[^\n]*$') as caught:
+    papers.header(path)
+  assert words in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_the_index_is_searched_in_every_field(tmp_path):
+  paths = [
+    _config(tmp_path),
+    _config(tmp_path, GOOD.replace('Ring', 'Tree'), 'tree'),
+  ]
+  names = lambda word: [p.name for p in papers.index(word, paths)]
+  assert names('') == ['ring', 'tree'] and names('RING ATT') == ['ring']
+  assert names('2310.01889') == ['ring', 'tree'] and names('zebra') == []
+  found = papers.index('', paths)
+  short, long = papers.table(found, False), papers.table(found, True)
+  assert 'ring  Ring attention [arXiv:2310.01889]' in short
+  assert 'goes on here' not in short and 'goes on here' in long
+  assert max(map(len, long.splitlines())) <= 80
+
+
+def test_the_shipped_index(capsys):
+  papers.run('')
+  assert 'quickstart' in capsys.readouterr().out
+  with pytest.raises(errors.UserError, match="Did you mean 'quickstart'"):
+    papers.run('quikstart')
+
+
+def test_checks_are_found_without_importing_them():
+  found = papers.checks()
+  assert found['claims.equals_one_device'] == ['mesh', 'within']
+  assert found['claims.held_out_below_gzip'] == []
+  assert not [name for name in found if 'reproduce' in name or '._' in name]
+
+
+def _claims(*rows):
+  module = types.SimpleNamespace(claims=lambda: list(rows))
+  return papers.claims(module, 'mine.py')
+
+
+EQ = dict(check='claims.equals_one_device', mesh='data=2', within=1e-9)
+
+
+def test_a_claim_is_taken_apart():
+  (claim,) = _claims(('same', 'EQ', EQ, 1.5))
+  assert claim.check == 'claims.equals_one_device' and claim.paper == 1.5
+  assert claim.parameters == dict(mesh='data=2', within=1e-9)
+  assert 'check' in EQ  # the config's own dict is left alone
+
+
+@pytest.mark.parametrize(
+  'row, words',
+  [
+    (('same', 'EQ', EQ), 'is not a tuple'),
+    (['same', 'EQ', EQ, None], 'is not a tuple'),
+    (('same', 'LERN', EQ, None), "Did you mean 'LEARN'"),
+    (('same', 'EQ', 2.4, None), 'expected must be a dict'),
+    (('same', 'EQ', {'mesh': 'data=2'}, None), 'expected must be a dict'),
+    (('same', 'EQ', EQ | {'check': 'claims.equal'}, None), 'no check'),
+    (('same', 'EQ', EQ | {'check': 'os.remove'}, None), 'no check'),
+    (('same', 'EQ', EQ | {'axis': 1}, None), "takes ['mesh', 'within']"),
+    (('same', 'EQ', {'check': EQ['check']}, None), "takes ['mesh', 'within']"),
+    (('same', 'EQ', EQ | {'within': print}, None), 'more than names and plain'),
+    (('same', 'EQ', EQ, {1, 2}), 'more than names and plain'),
+  ],
+)
+def test_a_malformed_claim(row, words):
+  with pytest.raises(errors.UserError) as caught:
+    _claims(('same', 'EQ', EQ, None), row)
+  assert words in str(caught.value) and 'mine.py: claim 1' in str(caught.value)
+
+
+def test_no_claims():
+  with pytest.raises(errors.UserError, match='is empty'):
+    _claims()
+  with pytest.raises(errors.UserError, match='defines no claims'):
+    papers.claims(types.SimpleNamespace(), 'mine.py')
+
+
+def test_a_helper_with_other_arguments_is_no_check(tmp_path, monkeypatch):
+  text = """
+    def good(run, *, bound): ...
+    def _private(run): ...
+    def helper(x): ...
+    def two(run, x): ...
+  """
+  (tmp_path / 'claims_new.py').write_text(textwrap.dedent(text))
+  monkeypatch.setattr(papers, '_FOLDER', tmp_path)
+  assert papers.checks() == {'claims_new.good': ['bound']}

@@ -1,0 +1,344 @@
+"""Documents, the held-out rule and the token cache."""
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import pathlib
+
+import numpy as np
+import pytest
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.models.text import tokenizer
+from paraxis.train.data import corpus
+from paraxis.train.data import token_cache
+
+
+def config(path, cache, **model):
+  """A Config that reads `path` with the byte tokenizer."""
+  data = schema.Data(path=str(path), tokenizer='bytes', cache_dir=str(cache))
+  return schema.Config(data=data, model=schema.Model(**model))
+
+
+def write_jsonl(path, rows):
+  path.write_text(''.join(json.dumps(row) + '\n' for row in rows), 'utf-8')
+  return path
+
+
+def numbered(n, **extra):
+  return [{'id': f'd{i}', 'text': f'text {i} ' * 9, **extra} for i in range(n)]
+
+
+def build(path, cache, say=None, **model):
+  lines = []
+  made = token_cache.tokens(
+    config(path, cache, **model), tokenizer.load('bytes'), say or lines.append
+  )
+  return made, lines
+
+
+# Documents
+
+
+def test_jsonl(tmp_path):
+  rows = [
+    {'text': 'a', 'id': 7, 'split': 'held', 'domain': 'x'},
+    {'text': 'bé', 'split': 'train'},
+  ]
+  found = corpus.documents(write_jsonl(tmp_path / 'mine.jsonl', rows))
+  assert found == [
+    corpus.Document('x', '7', True, 'a', 1),
+    corpus.Document('mine', '2', False, 'bé', 3),
+  ]
+  assert found[0].name == 'x/7'
+
+
+def test_folder_of_both_kinds(tmp_path):
+  (tmp_path / 'poems').mkdir()
+  (tmp_path / 'poems' / 'one.txt').write_text('rose')
+  (tmp_path / 'note.txt').write_text('thorn')
+  (tmp_path / 'ignored.md').write_text('no')
+  write_jsonl(tmp_path / 'web.jsonl', numbered(2))
+  found = corpus.documents(tmp_path)
+  names = ['note/note/00000', 'poems/one/00000', 'web/d0', 'web/d1']
+  assert [d.name for d in found] == names
+
+
+def test_text_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
+  paragraph = 'word ' * 400 + '\n\n'
+  text = paragraph * 20 + 'x' * 9000 + '\n' + 'y' * 9000 + '\nlast line'
+  (tmp_path / 'book.txt').write_text(text)
+  found = corpus.documents(tmp_path / 'book.txt', 0.2)
+  assert ''.join(d.text for d in found) == text
+  assert len(found) > 4
+  assert all(d.text.endswith('\n') for d in found[:-1])
+  assert 0 < sum(d.held for d in found) < len(found)
+
+
+def test_equal_names_are_numbered(tmp_path):
+  rows = [{'id': 'same', 'text': t} for t in 'abc']
+  found = corpus.documents(write_jsonl(tmp_path / 'x.jsonl', rows))
+  assert [d.id for d in found] == ['same', 'same#2', 'same#3']
+
+
+def test_held_out_is_a_fixed_share_of_every_domain(tmp_path):
+  for name, count in (('big', 200), ('small', 20), ('single', 1)):
+    write_jsonl(tmp_path / f'{name}.jsonl', numbered(count))
+  found = corpus.documents(tmp_path, 0.1)
+  share = lambda d: (
+    sum(x.n_bytes for x in found if x.domain == d and x.held)
+    / (sum(x.n_bytes for x in found if x.domain == d))
+  )
+  assert 0.1 <= share('big') < 0.11
+  assert 0.1 <= share('small') < 0.2
+  assert share('single') == 0  # the last document is always trained on
+  # Adding documents moves few others, and the order of files does not matter.
+  held = {d.id for d in found if d.domain == 'big' and d.held}
+  rows = list(reversed(numbered(220)))
+  again = corpus.documents(write_jsonl(tmp_path / 'big.jsonl', rows), 0.1)
+  assert len(held & {d.id for d in again if d.held}) >= 0.8 * len(held)
+  assert not any(d.held for d in corpus.documents(tmp_path, 0.0))
+
+
+def test_corpus_is_in_the_user_cache(tmp_path, monkeypatch):
+  monkeypatch.setenv('PARAXIS_CACHE', str(tmp_path))
+  with pytest.raises(errors.UserError, match='paraxis data fetch'):
+    corpus.documents('corpus')
+  (tmp_path / 'corpus').mkdir()
+  write_jsonl(tmp_path / 'corpus' / 'code.jsonl', numbered(3))
+  assert len(corpus.documents('corpus')) == 3
+
+
+def test_cache_root(monkeypatch):
+  monkeypatch.setenv('PARAXIS_CACHE', '/a')
+  monkeypatch.setenv('XDG_CACHE_HOME', '/b')
+  assert corpus.cache_root() == pathlib.Path('/a')
+  monkeypatch.delenv('PARAXIS_CACHE')
+  assert corpus.cache_root() == pathlib.Path('/b/paraxis')
+  monkeypatch.delenv('XDG_CACHE_HOME')
+  assert corpus.cache_root() == pathlib.Path.home() / '.cache' / 'paraxis'
+
+
+@pytest.mark.parametrize(
+  'line, message',
+  [
+    (b'{"text": "a"', 'x.jsonl:2: not JSON'),
+    (b'["a"]', 'x.jsonl:2: needs an object with a string "text"'),
+    (b'{"txt": "a"}', 'x.jsonl:2: needs an object'),
+    (b'{"text": ""}', 'x.jsonl:2: "text" is empty'),
+    (b'{"text": "a", "split": "dev"}', 'x.jsonl:2: "split" is \'dev\''),
+    (b'{"text": "\\ud800"}', 'x.jsonl:2: "text" is not Unicode'),
+    (b'{"text": "\xff"}', 'x.jsonl:2: not JSON'),
+  ],
+)
+def test_bad_lines_name_file_and_line(tmp_path, line, message):
+  path = tmp_path / 'x.jsonl'
+  path.write_bytes(b'{"text": "fine"}\n' + line + b'\n')
+  with pytest.raises(errors.UserError, match=message) as caught:
+    corpus.documents(path)
+  assert '\n' not in str(caught.value)
+
+
+def test_bad_sources(tmp_path):
+  bad = lambda path, message: pytest.raises(errors.UserError, match=message)
+  with bad(None, 'no such file or folder'):
+    corpus.documents(tmp_path / 'absent')
+  with bad(None, r'0 \.jsonl and \.txt files'):
+    corpus.documents(tmp_path)
+  (tmp_path / 'x.jsonl').write_text('\n\n')
+  with bad(None, '0 documents in 1 files'):
+    corpus.documents(tmp_path)
+  (tmp_path / 'x.csv').write_text('a')
+  with bad(None, "ends in '.csv'"):
+    corpus.documents(tmp_path / 'x.csv')
+  (tmp_path / 'y.txt').write_bytes(b'\xff\xfe\xff')
+  with bad(None, 'y.txt: not UTF-8'):
+    corpus.documents(tmp_path / 'y.txt')
+
+
+# Token cache
+
+
+def test_tokens_are_bos_text_end(tmp_path):
+  write_jsonl(tmp_path / 'a.jsonl', numbered(5, split='train'))
+  write_jsonl(tmp_path / 'b.jsonl', numbered(4, split='held'))
+  made, lines = build(tmp_path, tmp_path / 'cache')
+  assert not lines
+  documents = corpus.documents(tmp_path)
+  for i, document in enumerate(documents):
+    ids = made.tokens[made.starts[i] : made.starts[i + 1]]
+    assert ids.tolist() == [258, *document.text.encode(), 257]
+    assert made.name(i) == document.name
+    assert made.n_bytes[i] == document.n_bytes
+  assert made.tokens.dtype == np.uint16 and len(made.tokens) == made.starts[-1]
+  assert isinstance(made.tokens, np.memmap)
+  assert made.domains == ('a', 'b') and made.pad_id == 256
+  assert made.select('train').tolist() == [0, 1, 2, 3, 4]
+  assert made.select('held').tolist() == [5, 6, 7, 8]
+  assert made.select('held', 'a').tolist() == []
+  with pytest.raises(errors.UserError, match="no domain 'c'.*has a, b"):
+    made.select('train', 'c')
+
+
+def test_domains_have_their_own_first_token(tmp_path):
+  write_jsonl(tmp_path / 'drama.jsonl', numbered(1))
+  write_jsonl(tmp_path / 'mine.jsonl', numbered(1))
+  t = tokenizer.load('bpe2048')
+  made = token_cache.tokens(config(tmp_path, tmp_path / 'cache'), t)
+  first = made.tokens[made.starts[:-1]].tolist()
+  assert first == [t.bos_id('drama'), t.bos_id()]
+
+
+def test_large_vocabulary_takes_four_bytes(tmp_path):
+  class Large(tokenizer.Bytes):
+    def encode(self, text):
+      return [70_000 + b for b in text.encode()]
+
+  t = Large()
+  t.vocab_size = 70_256
+  write_jsonl(tmp_path / 'a.jsonl', numbered(2))
+  made = token_cache.tokens(
+    config(tmp_path, tmp_path / 'cache', vocab_size=70_256), t
+  )
+  assert made.tokens.dtype == np.uint32
+  assert made.tokens[1] == 70_000 + ord('t')
+
+
+def test_cache_is_used_again(tmp_path):
+  write_jsonl(tmp_path / 'a.jsonl', numbered(5))
+  first, _ = build(tmp_path, tmp_path / 'cache')
+  changed = (first.folder / 'tokens.bin').stat().st_mtime_ns
+  second, lines = build(tmp_path, tmp_path / 'cache')
+  assert (second.folder / 'tokens.bin').stat().st_mtime_ns == changed
+  assert second.fingerprint == first.fingerprint and not lines
+
+
+@pytest.mark.parametrize(
+  'name', ['tokens.bin', 'starts.npy', 'held.npy', 'ids.json', 'meta.json']
+)
+@pytest.mark.parametrize('damage', ['flip', 'cut', 'remove'])
+def test_damaged_cache_is_rebuilt_and_said_so(tmp_path, name, damage):
+  write_jsonl(tmp_path / 'a.jsonl', numbered(5))
+  good, _ = build(tmp_path, tmp_path / 'cache')
+  want = np.array(good.tokens)
+  path = good.folder / name
+  content = bytearray(path.read_bytes())
+  content[len(content) // 2] ^= 1
+  if damage == 'remove':
+    path.unlink()
+  else:
+    path.write_bytes(content if damage == 'flip' else content[:-3])
+  again, lines = build(tmp_path, tmp_path / 'cache')
+  assert len(lines) == 1 and 'is damaged' in lines[0]
+  assert '\n' not in lines[0]
+  np.testing.assert_array_equal(again.tokens, want)
+  assert not build(tmp_path, tmp_path / 'cache')[1]  # and now it is sound
+  assert len(list((tmp_path / 'cache').iterdir())) == 1  # nothing left over
+
+
+def test_stale_cache_is_rebuilt_and_said_so(tmp_path):
+  path = write_jsonl(tmp_path / 'a.jsonl', numbered(5))
+  old, _ = build(path, tmp_path / 'cache')
+  before = np.array(old.tokens)
+  write_jsonl(path, numbered(6))
+  new, lines = build(path, tmp_path / 'cache')
+  assert len(lines) == 1 and 'changed' in lines[0]
+  assert len(new.held) == 6 and new.fingerprint != old.fingerprint
+  assert not old.folder.exists()
+  np.testing.assert_array_equal(old.tokens, before)  # still mapped, untouched
+
+
+def test_rebuilding_is_logged(tmp_path, caplog):
+  path = write_jsonl(tmp_path / 'a.jsonl', numbered(5))
+  made, _ = build(path, tmp_path / 'cache')
+  (made.folder / 'tokens.bin').write_bytes(b'')
+  token_cache.tokens(config(path, tmp_path / 'cache'), tokenizer.load('bytes'))
+  assert [r.levelname for r in caplog.records] == ['WARNING']
+  assert 'tokens.bin does not match its checksum' in caplog.text
+
+
+def test_builders_may_race(tmp_path):
+  write_jsonl(tmp_path / 'a.jsonl', numbered(300))
+  with concurrent.futures.ThreadPoolExecutor(6) as pool:
+    made = list(
+      pool.map(lambda _: build(tmp_path, tmp_path / 'cache')[0], range(6))
+    )
+  assert len({c.folder for c in made}) == 1
+  assert all(np.array_equal(c.tokens, made[0].tokens) for c in made)
+  assert len(list((tmp_path / 'cache').iterdir())) == 1
+
+
+def test_a_folder_may_go_while_it_is_searched(tmp_path, monkeypatch):
+  write_jsonl(tmp_path / 'a.jsonl', numbered(3))
+  going = tmp_path / 'building-x'
+  going.mkdir()
+  scandir = os.scandir
+
+  def gone(path):
+    if pathlib.Path(path) == going:
+      going.rmdir()  # another builder is done between listing and opening
+    return scandir(path)
+
+  monkeypatch.setattr(os, 'scandir', gone)
+  assert corpus.source_files(str(tmp_path)) == [(tmp_path / 'a.jsonl', 'a')]
+  assert not going.exists()
+
+
+def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):
+  write_jsonl(tmp_path / 'a.jsonl', numbered(3))
+  (tmp_path / 'closed').mkdir()
+  scandir = os.scandir
+
+  def closed(path):
+    if pathlib.Path(path).name == 'closed':
+      raise PermissionError(13, 'Permission denied', path)
+    return scandir(path)
+
+  monkeypatch.setattr(os, 'scandir', closed)
+  with pytest.raises(
+    errors.UserError, match='closed cannot be read: Perm.*; let'
+  ):
+    corpus.source_files(str(tmp_path))
+
+
+def test_a_failed_build_leaves_nothing(tmp_path):
+  class Broken(tokenizer.Bytes):
+    def encode_batch(self, texts):
+      raise RuntimeError('half way')
+
+  write_jsonl(tmp_path / 'a.jsonl', numbered(5))
+  with pytest.raises(RuntimeError, match='half way'):
+    token_cache.tokens(config(tmp_path, tmp_path / 'cache'), Broken())
+  assert not list((tmp_path / 'cache').iterdir())
+
+
+def test_tokenizer_larger_than_the_model(tmp_path):
+  write_jsonl(tmp_path / 'a.jsonl', numbered(5))
+  with pytest.raises(
+    errors.UserError, match='ids up to 258, model.vocab_size is 256'
+  ):
+    build(tmp_path, tmp_path / 'cache', vocab_size=256)
+
+
+def test_unwritable_cache(tmp_path):
+  write_jsonl(tmp_path / 'a.jsonl', numbered(5))
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(errors.UserError, match='cannot be written.*cache_dir'):
+    build(tmp_path, tmp_path / 'file')
+
+
+def test_fingerprint_covers_text_tokenizer_and_split(tmp_path):
+  path = write_jsonl(tmp_path / 'a.jsonl', numbered(50))
+  base = config(path, tmp_path / 'cache')
+  other = dataclasses.replace(
+    base, data=dataclasses.replace(base.data, held_out_fraction=0.5)
+  )
+  found = [
+    token_cache.tokens(base, tokenizer.load('bytes')),
+    token_cache.tokens(base, tokenizer.load('bpe2048')),
+    token_cache.tokens(other, tokenizer.load('bytes')),
+  ]
+  assert len({c.fingerprint for c in found}) == 3
+  assert found[2].held.sum() > found[0].held.sum()

@@ -1,0 +1,89 @@
+"""The loss plot: what is drawn, and that it is a picture."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from paraxis.configs.base import errors
+from paraxis.train.plot import losses as plot
+
+
+def _run(path, steps=60, held=True, offset=0.0):
+  path.mkdir(parents=True)
+  lines = []
+  for step in range(1, steps + 1):
+    loss = None if step == 7 else 7.6 * step**-0.2 + offset
+    row = {'step': step, 'train/loss': loss, 'train/learning_rate': 0.01}
+    if held and step % 30 == 0:
+      row['eval/bits_per_byte'] = 3 - step / 100
+    lines.append(json.dumps(row))
+  (path / 'metrics.jsonl').write_text('\n'.join(lines) + '\n')
+  return path
+
+
+def _size(path):
+  head = path.read_bytes()[:24]
+  assert head[:8] == b'\x89PNG\r\n\x1a\n'
+  return struct.unpack('>II', head[16:])
+
+
+def test_a_plot_is_a_picture(tmp_path):
+  run = _run(tmp_path / 'run')
+  assert plot.draw([run]) == run / 'loss.png'
+  assert min(_size(run / 'loss.png')) > 600
+
+
+def test_several_runs_into_another_file(tmp_path):
+  runs = [
+    _run(tmp_path / 'a' / 'run'),
+    _run(tmp_path / 'b' / 'run', held=False),
+  ]
+  one, both = tmp_path / 'one.png', tmp_path / 'both.png'
+  assert plot.draw(runs, str(both)) == both
+  plot.draw(runs[:1], one)
+  assert _size(both) == _size(one) and both.read_bytes() != one.read_bytes()
+
+
+def test_one_point(tmp_path):
+  _size(plot.draw([_run(tmp_path / 'run', steps=1)]))
+
+
+def test_a_skipped_step_is_left_out():
+  rows = {1: {'a': 2.0}, 2: {'a': None}, 3: {}, 4: {'a': 5.0}}
+  steps, values = plot.curve(rows, 'a')
+  assert steps.tolist() == [1, 4] and values.tolist() == [2, 5]
+  assert plot.curve(rows, 'b')[0].size == 0
+
+
+@pytest.mark.parametrize('count', [1, 2, 5, 400])
+def test_smoothing_is_a_centred_mean(count):
+  values = np.random.default_rng(0).normal(size=count)
+  half = max(2, count // 80)
+  wanted = []
+  for i in range(count):
+    wanted.append(np.mean(values[max(0, i - half) : i + half + 1]))
+  np.testing.assert_allclose(plot.smooth(values), wanted, atol=1e-12)
+  if count > 2:
+    assert np.abs(plot.smooth(values) - values).max() > 0.01
+
+
+def test_labels_tell_runs_apart(tmp_path):
+  names = lambda *paths: plot.labels([tmp_path / p for p in paths])
+  assert names('x/a') == ['a'] and names('x/a', 'x/b') == ['a', 'b']
+  assert names('x/a', 'y/a') == ['x/a', 'y/a']
+  assert len(names('x/a', 'x/a')) == 2
+
+
+def test_wrong_folders(tmp_path):
+  with pytest.raises(errors.UserError, match='which run'):
+    plot.draw([])
+  with pytest.raises(errors.UserError, match='does not exist'):
+    plot.draw([tmp_path])
+  (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n')
+  with pytest.raises(errors.UserError, match='no train/loss'):
+    plot.draw([tmp_path])
+  run = _run(tmp_path / 'run')
+  with pytest.raises(errors.UserError, match='cannot be written'):
+    plot.draw([run], tmp_path / 'no' / 'a.png')

@@ -1,0 +1,137 @@
+"""Bits per byte against a loop over documents; the same on any mesh."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paraxis.models import batch as batch_lib
+from paraxis.train import program as job_lib
+from paraxis.train import step as step_lib
+from paraxis.train.run import evaluate
+
+T = 64
+TEXTS = {
+  'sea': ['salt', 'a gull over the wind', 'storm ' * 40, 'calm, and north'],
+  'land': ['rock under rock', 'é'],
+}
+
+
+@pytest.fixture(scope='module')
+def corpus(tiny):
+  """A .jsonl with held-out documents shorter and longer than a row."""
+  rows = [
+    dict(text=text, domain=domain, split='held', id=f'{domain}{i}')
+    for domain, texts in TEXTS.items()
+    for i, text in enumerate(texts)
+  ]
+  rows += [dict(text='sail ' * 99, split='train') for _ in range(20)]
+  path = tiny.folder / 'evaluated.jsonl'
+  path.write_text('\n'.join(map(json.dumps, rows)))
+  return str(path)
+
+
+def _job(tiny, corpus, mesh, devices=None, **changes):
+  changes = {f'train.{name}': value for name, value in changes.items()}
+  config = tiny.config(
+    {'data.path': corpus, 'train.eval_batches': 0, **changes}
+  )
+  return job_lib.make(config, mesh, devices, say=lambda line: None)
+
+
+def _evaluate(job, params):
+  with job.context():
+    made = step_lib.make(job.built, job.optimizer, 1.0)
+    placed = {
+      p: jax.device_put(x, job.state.params[p].sharding)
+      for p, x in params.items()
+    }
+    return evaluate.Evaluator(job, made.evaluate)(placed)
+
+
+@pytest.fixture(scope='module')
+def plain(tiny, corpus):
+  """(parameters, {domain: nats}), document by document, piece by piece."""
+  job = _job(tiny, corpus, 'data=1', jax.devices()[:1])
+  params = jax.tree.map(np.asarray, job.model.init(jax.random.key(3)))
+
+  @jax.jit
+  def log_probabilities(params, tokens, segments):
+    zero = jnp.zeros_like(tokens)
+    positions = jnp.arange(T)[None]
+    batch = batch_lib.Batch(tokens, zero, segments, positions, zero, 1.0)
+    x, _ = job.model(params, batch)
+    return jax.nn.log_softmax(job.model.logits(params, x))[0]
+
+  nats = {}
+  for domain, texts in TEXTS.items():
+    nats[domain] = 0.0
+    for text in texts:
+      ids = [258, *text.encode(), 257]  # begin, bytes, end
+      for at in range(0, len(ids) - 1, T):
+        piece = ids[at : at + T + 1]
+        n = len(piece) - 1
+        tokens = np.zeros((1, T), np.int32)
+        tokens[0, :n] = piece[:-1]
+        segments = (np.arange(T)[None] < n).astype(np.int32)
+        z = np.asarray(log_probabilities(params, tokens, segments))
+        nats[domain] -= sum(z[i, piece[i + 1]] for i in range(n))
+  return params, nats
+
+
+MESHES = [
+  'data=1',
+  'data=8',
+  'data=2,fsdp=2,tensor=2',
+  'context=8',
+  'data=2,context=2,tensor=2',
+]
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+def test_equals_a_plain_loop_on_any_mesh(tiny, corpus, plain, mesh):
+  params, nats = plain
+  devices = jax.devices()[:1] if mesh == 'data=1' else None
+  result = _evaluate(_job(tiny, corpus, mesh, devices), params)
+  sizes = {d: sum(len(t.encode()) for t in ts) for d, ts in TEXTS.items()}
+  assert list(result.domains) == ['land', 'sea']
+  for domain, found in result.domains.items():
+    want = nats[domain] / math.log(2) / sizes[domain]
+    assert found == pytest.approx(want, rel=1e-5)
+  assert result.n_bytes == sum(sizes.values())
+  want = sum(nats.values()) / math.log(2) / result.n_bytes
+  assert result.bits_per_byte == pytest.approx(want, rel=1e-5)
+  # Not the mean of the domains: they differ in size and in difficulty.
+  assert abs(np.mean(list(result.domains.values())) - want) > 0.1
+
+
+def test_tokens_that_lie_elsewhere_are_seen(tiny, corpus, plain, monkeypatch):
+  """On the mesh as they come, where the context axis wants them zigzag."""
+  params, nats = plain
+  monkeypatch.setattr(job_lib.Job, 'token_order', lambda job: None)
+  result = _evaluate(_job(tiny, corpus, 'context=8'), params)
+  want = sum(nats.values()) / math.log(2) / result.n_bytes
+  assert abs(result.bits_per_byte - want) > 1e-4 * want
+
+
+def test_microbatches_change_no_bit_of_meaning(tiny, corpus, plain):
+  params, _ = plain
+  one = _evaluate(_job(tiny, corpus, 'data=4,tensor=2'), params)
+  two = _evaluate(_job(tiny, corpus, 'data=4,tensor=2', microbatches=2), params)
+  assert two.bits_per_byte == pytest.approx(one.bits_per_byte, rel=1e-6)
+  assert two.n_bytes == one.n_bytes
+
+
+def test_what_it_says():
+  result = evaluate.Result(2.0, {'land': 3.0, 'sea': 1.5}, 10)
+  assert result.values() == {
+    'eval/bits_per_byte': 2.0,
+    'eval/land/bits_per_byte': 3.0,
+    'eval/sea/bits_per_byte': 1.5,
+  }
+  assert result.line() == (
+    'held-out bits per byte 2.0000 (land 3.000, sea 1.500)'
+  )

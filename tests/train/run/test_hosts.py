@@ -1,0 +1,193 @@
+"""Several processes on one run: one writes, all stop at the same step.
+
+Two processes with four virtual devices each, through the real command line.
+"""
+
+import dataclasses
+import signal
+import socket
+import time
+import types
+
+import numpy as np
+import pytest
+
+from paraxis.configs.base import errors
+from paraxis.train import loop
+from paraxis.train import program as job_lib
+from paraxis.train.run import metrics
+from paraxis.train.run import workdir as workdir_lib
+
+EXIT_ABORT = -signal.SIGABRT
+
+
+def _start_two(tiny, workdir, *flags, other=()):
+  """Two processes of one run; `other`: flags that only process 1 gets."""
+  with socket.socket() as free:
+    free.bind(('127.0.0.1', 0))
+    address = f'127.0.0.1:{free.getsockname()[1]}'
+  several = (f'--coordinator_address={address}', '--num_processes=2')
+  return [
+    tiny.start(
+      workdir,
+      '--devices=4',
+      *several,
+      f'--process_id={process}',
+      *flags,
+      *(other if process else ()),
+    )
+    for process in range(2)
+  ]
+
+
+def _finish(processes, seconds=240):
+  """[(exit code, what it said)]; nothing is left behind."""
+  out = []
+  try:
+    for process in processes:
+      said, _ = process.communicate(timeout=seconds)
+      out.append((process.returncode, said))
+  finally:
+    for process in processes:
+      process.kill()
+  return out
+
+
+def _wait_for_step(processes, workdir, step, seconds=240):
+  until = time.monotonic() + seconds
+  while time.monotonic() < until:
+    if any(process.poll() is not None for process in processes):
+      break
+    file = workdir / 'metrics.jsonl'
+    if file.exists() and max(metrics.read(workdir), default=0) >= step:
+      return
+    time.sleep(0.02)
+  for process in processes:
+    process.kill()
+  raise AssertionError([process.communicate()[0] for process in processes])
+
+
+def _losses(workdir):
+  rows = metrics.read(workdir)
+  return np.array([rows[s]['train/loss'] for s in rows])
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(tiny, tmp_path):
+  config = tiny.config()
+  loop.run(config, tmp_path / 'one', say=lambda line: None)
+  ended = _finish(_start_two(tiny, tmp_path / 'two'))
+  assert [code for code, _ in ended] == [0, 0], ended
+  one, two = _losses(tmp_path / 'one'), _losses(tmp_path / 'two')
+  assert len(two) == 6 and np.abs(two / one - 1).max() < 1e-6
+  # One process speaks, and one wrote.
+  assert 'step 6/6  loss' in ended[0][1] and 'loss' not in ended[1][1]
+  lines = (tmp_path / 'two' / 'metrics.jsonl').read_text().splitlines()
+  assert sum('train/loss' in line for line in lines) == 6
+  # A checkpoint of two goes on in one.
+  longer = dataclasses.replace(config.train, steps=8)
+  config, said = dataclasses.replace(config, train=longer), []
+  loop.run(config, tmp_path / 'two', say=said.append)
+  assert 'resumed from step 6, every leaf verified' in said
+  assert len(_losses(tmp_path / 'two')) == 8
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_goes_on_in_two(tiny, tmp_path):
+  loop.run(tiny.config(), tmp_path / 'once', say=lambda line: None)
+  stop = lambda step, values, job: (
+    step == 3 and signal.raise_signal(signal.SIGTERM)
+  )
+  config = tiny.config()
+  loop.run(config, tmp_path, callbacks=[stop], say=lambda line: None)
+  ended = _finish(_start_two(tiny, tmp_path))
+  assert [code for code, _ in ended] == [0, 0], ended
+  assert 'resumed from step 4, every leaf verified' in ended[0][1]
+  one, two = _losses(tmp_path / 'once'), _losses(tmp_path)
+  assert len(two) == 6 and np.abs(two / one - 1).max() < 1e-6
+
+
+LONG = ('--config.train.steps=2000', '--config.checkpoint.every=500')
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_stops_both_at_one_step(tiny, tmp_path):
+  both = _start_two(tiny, tmp_path, *LONG)
+  _wait_for_step(both, tmp_path, 3)
+  both[1].send_signal(signal.SIGTERM)
+  ended = _finish(both)
+  assert [c for c, _ in ended] == [errors.EXIT_PREEMPTED] * 2, ended
+  steps = [p.name for p in (tmp_path / 'checkpoints').iterdir()]
+  assert len(steps) == 1 and 3 <= int(steps[0]) < 2000
+  text = f'stopped by a signal to another process after step {steps[0]}'
+  assert text in ended[0][1]
+  assert max(metrics.read(tmp_path)) == int(steps[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('victim', [0, 1])
+def test_when_one_is_killed_the_other_ends(tiny, tmp_path, victim):
+  both = _start_two(tiny, tmp_path, *LONG)
+  _wait_for_step(both, tmp_path, 3)
+  both[victim].kill()
+  ended = _finish(both, 60)  # not the minutes of jax's exit barrier
+  assert ended[victim][0] == -signal.SIGKILL
+  assert ended[1 - victim][0] in (errors.EXIT_CRASH, EXIT_ABORT), ended
+
+
+@pytest.mark.slow
+def test_processes_of_different_runs_are_refused(tiny, tmp_path):
+  different = ['--config.train.seed=1']
+  ended = _finish(_start_two(tiny, tmp_path / 'run', other=different))
+  assert errors.EXIT_USER in [code for code, _ in ended], ended
+  assert all(code != 0 for code, _ in ended), ended
+  said = ''.join(said for _, said in ended)
+  assert 'processes 1 have another configuration' in said
+  assert not (tmp_path / 'run' / 'metrics.jsonl').exists()
+
+
+@pytest.fixture
+def job(tiny):
+  return job_lib.make(tiny.config(), say=lambda line: None)
+
+
+def _as_process(monkeypatch, number, gathered):
+  """This process believes to be `number` of 2; gathered(row) -> all rows."""
+  monkeypatch.setattr(loop.jax, 'process_index', lambda: number)
+  monkeypatch.setattr(loop.jax, 'process_count', lambda: 2)
+  fake = types.SimpleNamespace(process_allgather=gathered)
+  monkeypatch.setattr(loop, 'multihost_utils', fake)
+
+
+def test_only_process_0_touches_the_folder(job, tmp_path, monkeypatch):
+  _as_process(monkeypatch, 1, lambda row: np.stack([row | [1, 0], row]))
+  path, lock = loop._claim(job, tmp_path / 'run', None)
+  with lock:
+    assert path == tmp_path / 'run' and not path.exists()
+  _as_process(monkeypatch, 0, lambda row: np.stack([row, row]))
+  path, lock = loop._claim(job, tmp_path / 'run', None)
+  with lock:
+    assert (path / '.lock').exists()
+    with pytest.raises(errors.UserError, match='in use by another run'):
+      workdir_lib.Lock(path)
+  workdir_lib.Lock(path).close()
+
+
+def test_all_processes_end_when_process_0_cannot_start(
+  job, tmp_path, monkeypatch
+):
+  holder = workdir_lib.Lock(workdir_lib.prepare(tmp_path))
+  seen = []
+
+  def gathered(row):
+    seen.append(row)
+    return np.stack([row, row])
+
+  _as_process(monkeypatch, 0, gathered)
+  with pytest.raises(errors.UserError, match='in use by another run'):
+    loop._claim(job, tmp_path, None)
+  assert seen[0][0] == 0  # it did not leave the others waiting
+  _as_process(monkeypatch, 1, lambda row: np.stack([seen[0], row]))
+  with pytest.raises(errors.UserError, match='process 0 cannot start'):
+    loop._claim(job, tmp_path, None)
+  holder.close()

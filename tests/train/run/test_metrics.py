@@ -1,0 +1,135 @@
+"""metrics.jsonl, other loggers, and the progress line."""
+
+import json
+import math
+import sys
+import types
+
+import pytest
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.train.run import metrics
+
+VALUES = {
+  'train/loss': 2.5,
+  'train/grad_norm': 1.0,
+  'train/learning_rate': 0.001,
+  'perf/tokens_per_second': 12345.6,
+  'perf/memory_bytes': 2**30,
+}
+
+
+def _write(folder, rows, config=None):
+  config = config or schema.Config()
+  with metrics.Writers(folder, config.train, config) as writers:
+    for step, values in rows:
+      writers.write(step, values)
+
+
+def test_rows_are_appended_and_the_last_value_of_a_step_counts(tmp_path):
+  _write(tmp_path, [(1, {'a': 1.0, 'b': 1}), (2, {'a': 2.0})])
+  _write(tmp_path, [(2, {'a': 2.5}), (2, {'c': 7.0}), (1, {'b': 3})])
+  assert metrics.read(tmp_path) == {
+    1: {'a': 1.0, 'b': 3},
+    2: {'a': 2.5, 'c': 7},
+  }
+  lines = (tmp_path / metrics.FILE).read_text().splitlines()
+  assert len(lines) == 5 and json.loads(lines[0]) == {'step': 1, 'a': 1, 'b': 1}
+
+
+def test_numbers_survive_bit_for_bit(tmp_path):
+  values = [0.1 + 0.2, math.pi * 1e-30, 5.569748878479004]
+  _write(tmp_path, [(i, {'x': v}) for i, v in enumerate(values)])
+  rows = metrics.read(tmp_path)
+  assert [rows[i]['x'].hex() for i in rows] == [v.hex() for v in values]
+
+
+@pytest.mark.parametrize('left', ['{"step": 2, "a": 2.', '{', '{"step'])
+def test_a_line_that_was_cut_short(tmp_path, left):
+  _write(tmp_path, [(1, {'a': 1.0})])
+  file = tmp_path / metrics.FILE
+  file.write_text(file.read_text() + left)
+  assert metrics.read(tmp_path) == {1: {'a': 1.0}}
+  _write(tmp_path, [(2, {'a': 3.0})])
+  assert metrics.read(tmp_path) == {1: {'a': 1.0}, 2: {'a': 3.0}}
+
+
+@pytest.mark.parametrize('value', [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_null(tmp_path, value):
+  _write(tmp_path, [(1, {'a': value, 'b': 2})])
+  text = (tmp_path / metrics.FILE).read_text()
+  assert text == '{"step": 1, "a": null, "b": 2}\n'
+
+
+def test_another_process_writes_nothing(tmp_path, monkeypatch):
+  monkeypatch.setattr(metrics.jax, 'process_index', lambda: 1)
+  _write(tmp_path, [(1, {'a': 1.0})])
+  assert not list(tmp_path.iterdir())
+
+
+def test_wandb_gets_the_config_and_every_row(tmp_path, monkeypatch):
+  seen = []
+
+  class Run:
+    log = staticmethod(lambda values, step: seen.append((step, values)))
+    finish = staticmethod(lambda: seen.append('finished'))
+
+  def init(**given):
+    seen.append(given)
+    return Run
+
+  monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=init))
+  config = schema.Config(train=schema.Train(wandb='sea'))
+  _write(tmp_path, [(3, {'a': 1.0})], config)
+  given, *rest = seen
+  assert given['project'] == 'sea' and given['dir'] == tmp_path
+  assert given['config']['model']['d_model'] == config.model.d_model
+  assert rest == [(3, {'a': 1.0}), 'finished']
+
+
+@pytest.mark.parametrize(
+  'field, package', [('tensorboard', 'tensorboardX'), ('wandb', 'wandb')]
+)
+def test_a_logger_that_is_not_installed(monkeypatch, field, package):
+  monkeypatch.setattr(metrics.importlib.util, 'find_spec', lambda name: None)
+  metrics.check_loggers(schema.Train())
+  value = dict(tensorboard=True, wandb='sea')[field]
+  with pytest.raises(errors.UserError, match=f'package {package}, which'):
+    metrics.check_loggers(schema.Train(**{field: value}))
+
+
+def test_plain_lines_off_a_terminal(capsys):
+  with metrics.Progress(10, 4) as progress:
+    for step in range(1, 11):
+      progress.step(step, VALUES)
+    progress.say('[a line] that stays')
+  lines = capsys.readouterr().out.splitlines()
+  assert [line.split()[1] for line in lines[:-1]] == ['4/10', '8/10', '10/10']
+  assert lines[0] == (
+    'step 4/10  loss 2.5000  grad 1.00  lr 1.00e-03  12,346 tokens/s  1.00 GiB'
+  )
+  assert lines[-1] == '[a line] that stays'
+
+
+def test_one_live_line_on_a_terminal(capsys, monkeypatch):
+  monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
+  with metrics.Progress(2, 1) as progress:
+    assert progress._live is not None
+    progress.step(1, VALUES)
+    progress.say('[a line] that stays')
+  shown = capsys.readouterr().out
+  assert 'step 1/2' in shown and '[a line] that stays' in shown
+
+
+def test_other_processes_are_silent(monkeypatch):
+  said = []
+  monkeypatch.setattr(metrics.jax, 'process_index', lambda: 1)
+  with metrics.Progress(2, 1, said.append) as progress:
+    progress.step(1, VALUES)
+  assert not said
+
+
+def test_memory_is_measured():
+  held = bytearray(8 << 20)
+  assert metrics.memory_bytes() > len(held)

@@ -1,0 +1,157 @@
+"""Bench of context parallel attention: every form on 8 virtual devices.
+
+One call is o and the gradients of q, k, v of causal attention over a sequence
+that is sharded on the mesh axis `context`. Shapes are B1 N4 H64; ulysses, whose
+8 ranks cannot share 4 heads, runs at B1 N8 H32, which is as many operations.
+Reported: CPU-seconds of a call, seconds to compile it, and temporary memory per
+device, which is what tells the forms apart on a real machine.
+
+The targets are what the ring of the package ringattention 0.1.2 takes on 2
+cores: 0.55 CPU-seconds and 16 MiB a device at length 4096, 7.1 and 40 at 16384.
+They bind ring and usp, and ulysses at its own shape. all_gather (all keys), rsa
+(all scores) and token_ring (hops unrolled) hold more by nature: no target.
+
+Legend: B rows, N heads, H head size.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from paraxis.configs.base import errors
+from paraxis.pallas_kernels.attention import op as attention_lib
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.sequence import attention as context_lib
+from paraxis.train.bench import measure
+from paraxis.train.bench import train as bench_train
+
+SHAPES = {'': (4, 64), ' N8 H32': (8, 32)}  # row's name -> N, H
+TARGETS = {4096: (0.55, 16.0), 16384: (7.1, 40.0)}  # length -> s, MiB
+JUDGED = ('ring', 'usp', 'ulysses N8 H32')
+MOST_SCORES = 2**28  # bytes of scores a device may hold, else rsa is left out
+
+
+def program(form, length, heads, width):
+  """(jitted function of q, k, v, do, positions, segments; their shapes)."""
+  mesh = mesh_lib.make({'context': len(jax.devices())})
+  n = mesh.shape['context']
+  context_lib.check(form, n, heads, heads, length, 'zigzag')
+  plan = context_lib.Plan(form, 'context', n, 'zigzag')
+  mask = attention_lib.Mask(scale=width**-0.5)
+
+  def local(q, k, v, do, positions, segments):
+    def attend(q, k, v):
+      return context_lib.attention(q, k, v, positions, segments, mask, plan)[0]
+
+    o, back = jax.vjp(attend, q, k, v)
+    return o, *back(do)
+
+  spec = P(None, 'context')
+  whole = jax.shard_map(
+    local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+  )
+  place = functools.partial(
+    jax.ShapeDtypeStruct, sharding=jax.NamedSharding(mesh, spec)
+  )
+  row = place((1, length), jnp.int32)
+  array = place((1, length, heads, width), jnp.float32)
+  return jax.jit(whole), (array,) * 4 + (row,) * 2
+
+
+def _inputs(shapes):
+  """Random q, k, v, do of one document in zigzag order."""
+  keys = jax.random.split(jax.random.key(0), 4)
+  arrays = [
+    jax.random.normal(k, s.shape) for k, s in zip(keys, shapes, strict=False)
+  ]
+  length, n = shapes[0].shape[1], len(jax.devices())
+  positions = context_lib.permutation('zigzag', n, length)[None]
+  rows = [positions.astype('i4'), (0 * positions + 1).astype('i4')]
+  return [
+    jax.device_put(x, s.sharding)
+    for x, s in zip(arrays + rows, shapes, strict=True)
+  ]
+
+
+class Form:
+  """One form at one shape, compiled and with inputs in place."""
+
+  def __init__(self, form, length, shape, now):
+    self._now = now
+    self._program, self._shapes = program(form, length, *shape)
+    before = now()
+    self._call = self._program.lower(*self._shapes).compile()
+    self.compile_seconds = now() - before
+    memory = self._call.memory_analysis()
+    self.temporary = memory.temp_size_in_bytes / 2**20 if memory else None
+    self._inputs = _inputs(self._shapes)
+
+  def run(self):
+    """One call -> {'': seconds}."""
+    before = self._now()
+    jax.block_until_ready(self._call(*self._inputs))
+    return {'': self._now() - before}
+
+
+def candidates(length, now, say):
+  """({row: Form}, notes) of all forms that a shape allows, with why not."""
+  made, notes = {}, []
+  n = len(jax.devices())
+  for name, shape in SHAPES.items():
+    for form in ('ring', 'ulysses') if name else context_lib.FORMS:
+      row = f'{form}{name}, {length}'
+      if form == 'rsa' and 4 * shape[0] * length**2 // n > MOST_SCORES:
+        notes.append(f'{row}: left out, its scores take over 256 MiB a device')
+        continue
+      say(f'compiling {row}')
+      try:
+        made[row] = Form(form, length, shape, now)
+      except errors.UserError as error:
+        notes.append(f'{row}: left out: {error}')
+  return made, notes
+
+
+def context(rounds, quick, say):
+  """Context parallel attention on 8 devices, forward and backward."""
+  jax.config.update('jax_enable_compilation_cache', False)
+  now, label = bench_train.clock()
+  lengths = (256,) if quick else tuple(TARGETS)
+  n = len(jax.devices())
+  report = measure.Report(
+    'context',
+    f'B1 N4 H64 float32, causal, zigzag over {n} devices, lengths '
+    f'{", ".join(map(str, lengths))}',
+    label,
+  )
+  for length in lengths:
+    made, notes = candidates(length, now, say)
+    report.notes += notes
+    times = measure.interleave(
+      {row: form.run for row, form in made.items()}, rounds, now, say
+    )
+    report.add(times)
+    report.add({f'compile {r}': [f.compile_seconds] for r, f in made.items()})
+    report.add(
+      {f'temporary {r}': [f.temporary] for r, f in made.items() if f.temporary},
+      'MiB',
+    )
+    seconds, size = TARGETS.get(length, (1.0, 1.0))
+    for row, form in made.items():
+      if row.split(',')[0] not in JUDGED:
+        continue
+      judged = not quick and label == measure.CPU
+      ratio = [t / seconds for t in times[row]]
+      report.check(
+        f'{row}: time / {seconds:g} s', ratio, 1.0, least=False, judged=judged
+      )
+      if form.temporary:
+        report.check(
+          f'{row}: temporary / {size:g} MiB',
+          [form.temporary / size] * rounds,
+          1.0,
+          least=False,
+          judged=judged,
+        )
+  return report

@@ -1,0 +1,274 @@
+"""`paraxis doctor --kernels`: every op, compiled for chips that are not there.
+
+One line per (op, implementation, chip): compiled, with how many kernels the
+program calls and the most memory it has in use; refused, with the reason of the
+implementation (registry.py); failed, which is a fault of ours; or not tried,
+where what compiles for the chip is not installed. Nothing is run.
+
+A program is the op with its gradients (where it has any) at one small shape, in
+the dtype that it is used in. Custom calls are counted in the compiled text, so
+that a kernel which is not there cannot be missed: an XLA form calls none.
+
+Legend: B rows, T tokens, N query heads, K kv heads, H head size, D model,
+E groups, F outputs, V vocabulary.
+"""
+
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from paraxis.configs.base import errors
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels.attention import block_table
+from paraxis.pallas_kernels.attention import blocks as attention_blocks
+from paraxis.pallas_kernels.attention import op as attention
+from paraxis.pallas_kernels.decode_attention import op as decode_attention
+from paraxis.pallas_kernels.matmul import cross_entropy
+from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
+from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
+from paraxis.pallas_kernels.scans import affine as affine_scan
+from paraxis.pallas_kernels.scans import gated as gated_scan
+from paraxis.pallas_kernels.scans import linear as linear_scan
+from paraxis.sharding.meter import aot
+from paraxis.sharding.meter import target as target_lib
+
+# One chip of each kind, or the smallest slice that its compiler takes.
+TARGETS = (
+  'v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1', 'h100:1', 'h200:1'
+)  # fmt: skip
+# Hand-written kernels in a compiled program: Mosaic, Triton, cuDNN.
+KERNEL = re.compile(
+  r'custom_call_target="(tpu_custom_call|__gpu\$xla\.gpu\.triton|__cudnn\$\w+)"'
+)
+# Implementations that are kernels; all others are made of XLA's operations.
+KERNELS = (
+  'pallas_tpu', 'pallas_gpu', 'splash', 'cudnn', 'megablox', 'tokamax'
+)  # fmt: skip
+_FAULTS = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
+
+
+class Row(NamedTuple):
+  """One line of the matrix.
+
+  state: 'compiled', 'refused', 'failed' or 'not tried', all but the first with
+  a reason. kernels: custom calls. peak: bytes in use at the worst moment,
+  arguments and results included.
+  """
+
+  op: str
+  implementation: str
+  target: str
+  state: str
+  reason: str = ''
+  kernels: int = 0
+  peak: int = 0
+
+
+def _with_gradients(function, count):
+  """function(*arrays) -> its result and the gradients of the first `count`."""
+
+  def both(*arrays):
+    inputs, rest = arrays[:count], arrays[count:]
+    out, back = jax.vjp(lambda *x: function(*x, *rest), *inputs)
+    return out, back(out)
+
+  return both
+
+
+def _attention(impl):
+  mask = attention.Mask(scale=128**-0.5)
+
+  def call(q, k, v):
+    return attention.attention(q, k, v, mask, impl=impl)
+
+  kv = (1, 1024, 2, 128), 'bfloat16'
+  return _with_gradients(call, 3), [((1, 1024, 8, 128), 'bfloat16'), kv, kv]
+
+
+def _decode_attention(impl):
+  mask = attention.Mask(scale=128**-0.5)
+
+  def call(q, k, v, lengths):
+    return decode_attention.ragged(q, k, v, mask, lengths, impl)
+
+  cache = (4, 2048, 2, 128), 'bfloat16'
+  query = (4, 1, 8, 128), 'bfloat16'
+  return call, [query, cache, cache, ((4,), 'int32')]
+
+
+def _gated_scan(impl):
+  def call(q, k, v, g, state, reset):
+    return gated_scan.gated_scan(q, k, v, g, reset, state, impl=impl)
+
+  q, v = (1, 1024, 4, 64), (1, 1024, 4, 128)
+  keys = [(q, 'bfloat16')] * 2 + [(v, 'bfloat16'), (q, 'float32')]
+  state = (1, 4, 64, 128), 'float32'
+  return _with_gradients(call, 5), [*keys, state, (q[:2], 'bool')]
+
+
+def _linear_scan(impl):
+  def call(a, b, state, reset):
+    return linear_scan.linear_scan(a, b, reset, state, impl=impl)
+
+  row = (2, 1024, 512), 'float32'
+  state = (2, 512), 'float32'
+  shapes = [row, row, state, ((2, 1024), 'bool')]
+  return _with_gradients(call, 3), shapes
+
+
+def _affine_scan(impl):
+  call = functools.partial(affine_scan.affine_scan, impl=impl)
+  j, b = (1, 256, 2, 2, 256), (1, 256, 2, 256)
+  shapes = [(s, 'float32') for s in (j, b, (1, 2, 256))]
+  return _with_gradients(call, 3), shapes
+
+
+def _grouped_matmul(impl):
+  def call(x, w, sizes):
+    y = grouped_matmul.product(x, w, sizes, 64, jnp.float32, impl)
+    given = x, y.astype(x.dtype), sizes, 64, len(w), jnp.float32
+    return y, grouped_matmul.gradient(*given, impl)
+
+  x, w = (1024, 256), (8, 256, 512)
+  return call, [(x, 'bfloat16'), (w, 'bfloat16'), ((8,), 'int32')]
+
+
+def _quantized_matmul(impl):
+  call = functools.partial(quantized_matmul.quantized_matmul, impl=impl)
+  return call, [
+    ((16, 1024), 'bfloat16'), ((1024, 2048), 'int4'), ((8, 2048), 'float32')
+  ]  # fmt: skip
+
+
+def _cross_entropy(impl):
+  def call(x, w, targets):
+    return cross_entropy.linear_cross_entropy(
+      x, w, targets, chunk=2048, impl=impl
+    )
+
+  shapes = [((512, 256), 'bfloat16'), ((16384, 256), 'bfloat16')]
+  return _with_gradients(call, 2), [*shapes, ((512,), 'int32')]
+
+
+# op -> (implementation -> (function, [(shape, dtype) of its arguments]))
+PROGRAMS = dict(
+  attention=_attention,
+  decode_attention=_decode_attention,
+  gated_scan=_gated_scan,
+  linear_scan=_linear_scan,
+  affine_scan=_affine_scan,
+  grouped_matmul=_grouped_matmul,
+  quantized_matmul=_quantized_matmul,
+  cross_entropy=_cross_entropy,
+)
+
+
+def trace(op, implementation, topology):
+  """jax.stages.Traced of the program of an op on one device of a topology.
+
+  Raises:
+    errors.UserError: the implementation cannot run there, with its reason.
+  """
+  function, shapes = PROGRAMS[op](implementation)
+  one = jax.sharding.SingleDeviceSharding(topology.devices[0])
+  arrays = [jax.ShapeDtypeStruct(*s, sharding=one) for s in shapes]
+  with topology.context():
+    return jax.jit(function).trace(*arrays)
+
+
+def _reason(op, implementation, error):
+  """What the registry says of one implementation, without what is around."""
+  found = re.search(
+    rf'{op}: cannot run on .*?: {implementation}: (.*); use', error
+  )
+  return found[1] if found else error
+
+
+def row(op, implementation, name, topology):
+  """`Row` of one program; `name` is what the chip is called in it."""
+  make = functools.partial(Row, op, implementation, name)
+  try:
+    traced = trace(op, implementation, topology)
+  except errors.UserError as error:
+    return make('refused', _reason(op, implementation, str(error)))
+  try:
+    compiled = aot.compile_for(topology, op, traced)
+  except (errors.UserError, *_FAULTS) as error:
+    return make('failed', ' '.join(str(error).split())[:200])
+  kernels = len(KERNEL.findall(compiled.as_text()))
+  return make('compiled', '', kernels, aot.memory(compiled).peak)
+
+
+def rows(targets=TARGETS, ops=None):
+  """`Row`s of all implementations of `ops` (default: all) for all targets.
+
+  Args:
+    targets: names of topologies (target.py), one device of each is used.
+    ops: names of ops, keys of PROGRAMS.
+  """
+  for name in targets:
+    kind = name.partition(':')[0]
+    lacking = aot.missing(target_lib.CHIPS[kind].platform)
+    topology = None if lacking else aot.topology(name)
+    for op in ops or PROGRAMS:
+      for implementation, _, _ in registry.explain(op):
+        if lacking:
+          yield Row(op, implementation, kind, 'not tried', lacking)
+        else:
+          yield row(op, implementation, kind, topology)
+
+
+def line(found):
+  """`Row` as text."""
+  told = f'{found.state}: {found.reason}'
+  if found.state == 'compiled':
+    told = (
+      f'compiled, {found.kernels} kernels, peak {found.peak / 2**20:.1f} MiB'
+    )
+  return f'{found.op:16} {found.implementation:10} {found.target:5} {told}'
+
+
+# Kinds of device whose blocks are told, as jax prints them, by platform.
+KINDS = (
+  ('tpu', 'TPU v5 lite'), ('tpu', 'TPU v5'), ('tpu', 'TPU v6 lite'),
+  ('tpu', 'TPU7x'), ('gpu', 'NVIDIA H100 80GB HBM3'),
+  ('gpu', 'NVIDIA H200 141GB HBM3e'),
+)  # fmt: skip
+
+
+def block_lines(kinds=KINDS, heads=(64, 128)):
+  """Lines: blocks (queries x keys) of attention in bfloat16, and their source.
+
+  kinds: (platform, device kind) each. heads: head sizes. Masked calls.
+  """
+  for platform, kind in kinds:
+    for head in heads:
+      call = attention_blocks.Call(head, 'bfloat16', True, kind)
+      told = []
+      for which in ('forward', 'dq', 'dkv'):
+        found = attention_blocks.choose(platform, which, call)
+        size = 'x'.join(map(str, found.block))
+        told.append(f'{which} {size} ({found.source})')
+      yield f'blocks of attention, {kind}, head size {head}: {", ".join(told)}'
+  for row in block_table.rows().values():
+    yield f'{" ".join(map(str, row.key))}: {row.told()}'
+
+
+def run(targets=TARGETS, say=print):
+  """Prints the matrix and the blocks -> exit code: 1 if one failed.
+
+  A kernel whose program calls none has failed, whatever the compiler says.
+  """
+  bad = total = 0
+  for found in rows(targets):
+    say(line(found))
+    total += 1
+    silent = found.implementation in KERNELS and not found.kernels
+    bad += found.state == 'failed' or (found.state == 'compiled' and silent)
+  for text in block_lines():
+    say(text)
+  say(f'{total} programs, {bad} failed; nothing was run')
+  return errors.EXIT_DIFFERENT if bad else errors.EXIT_OK

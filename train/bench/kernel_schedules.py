@@ -1,0 +1,209 @@
+"""Static schedules of the attention kernels for TPU, beside jax's splash.
+
+libtpu writes, for each kernel, the bundles of instructions that it made and
+which units each of them uses (a TPU core issues one bundle a cycle, if nothing
+stalls). So without a device: bundles of one visit of a block, the share of the
+matrix units' slots in use, and registers stored because there were too few.
+
+These are static figures of a compiled program, not measurements: waiting for
+memory is not in them, and what runs once is counted like what runs always. Of
+ours the full and the partial blocks are compiled apart (a visit runs one of
+them; a program that has both would count both). Splash has one kind, with a
+mask; block sizes are equal.
+
+The options must be in the environment before libtpu is loaded, so programs are
+compiled in a process of its own (`measure`), with their gradients.
+
+Legend: B rows, T tokens, N heads, H head size.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+import jax
+from jax.experimental.pallas.ops.tpu import splash_attention
+import jax.numpy as jnp
+
+from paraxis.pallas_kernels.attention import blocks as attention_blocks
+from paraxis.pallas_kernels.attention import op as attention
+from paraxis.pallas_kernels.attention import tpu as attention_tpu
+from paraxis.sharding.meter import aot
+
+PASSES = {'fwd': 'forward', 'forward': 'forward', 'dq': 'dq', 'dkv': 'dkv'}
+KINDS = dict(full=2, partial=1, splash=None)  # of attention_blocks.py
+_FILE = re.compile(
+  r'-(?:attention_tpu|splash_mha)_(fwd|forward|dq|dkv)[\w.]*'
+  r'-\d+-final_hlo-static-per-bundle-utilization\.txt$'
+)
+_OPTIONS = '--xla_jf_dump_to={} --xla_jf_dump_llo_text=true'
+
+
+class Schedule(NamedTuple):
+  """Of one kernel. mxu: share of the matrix units' slots. spills: stores."""
+
+  bundles: int
+  mxu: float
+  spills: int
+
+
+def read(text):
+  """`Schedule` of the compiler's table of units per bundle.
+
+  Raises:
+    ValueError: the text is not such a table.
+  """
+  found = re.search(
+    r'CAPA\w+:\n(?P<names>.*)\n(?P<most>.*)\n== UTIL\w+:\n(?P<rows>[\d\s]*)',
+    text,
+  )
+  if not found:
+    raise ValueError(f'not a table of units per bundle: {text[:80]!r}')
+  names = [name.strip() for name in found['names'].split(',')]
+  most = dict(zip(names, map(int, found['most'].split()), strict=True))
+  rows = [line.split() for line in found['rows'].splitlines() if line.strip()]
+  column = lambda name: sum(int(row[names.index(name)]) for row in rows)
+  share = column('MXU') / (most['MXU'] * len(rows))
+  return Schedule(len(rows), share, column('VSTORE:SPILL'))
+
+
+@contextlib.contextmanager
+def _one_branch(kind):
+  """Our kernels with the branch for one kind of block: to look at, not to run.
+
+  A causal mask has both kinds, so a kernel for it has both branches.
+  """
+  present = attention_blocks.Plan.present
+  if kind is not None:
+    attention_blocks.Plan.present = lambda plan: (kind,)
+  try:
+    yield
+  finally:
+    attention_blocks.Plan.present = present
+
+
+def _ours(block, width):
+  """Output and gradients by our kernels; block: (queries, keys)."""
+  mask = attention.Mask(scale=width**-0.5)
+  launch = attention_blocks.Launch(block)
+
+  def call(q, k, v, do):
+    given = q, k, v, None, None, mask
+    o, lse = attention_tpu.forward(*given, launch)
+    delta = (o.astype(jnp.float32) * do.astype(jnp.float32)).sum(-1)
+    return o, attention_tpu.backward(*given, (lse, delta, do), launch)
+
+  return call
+
+
+def _splash(block, length, heads):
+  """The same by jax's splash attention."""
+  one = splash_attention.CausalMask((length, length))
+  (bq, bk), names = block, ('block_q', 'block_q_dkv', 'block_q_dq')
+  sizes = splash_attention.BlockSizes(
+    **dict.fromkeys(names, bq),
+    **{n.replace('block_q', 'block_kv'): bk for n in names},
+    block_kv_compute=bk,
+    block_kv_dkv_compute=bk,
+  )
+
+  def attend(q, k, v):
+    kernel = splash_attention.make_splash_mha(
+      splash_attention.MultiHeadMask([one] * heads),
+      block_sizes=sizes,
+      head_shards=1,
+      q_seq_shards=1,
+    )
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    return jax.vmap(kernel)(q, k, v).transpose(0, 2, 1, 3)
+
+  def call(q, k, v, do):
+    o, back = jax.vjp(attend, q, k, v)
+    return o, back(do)
+
+  return call
+
+
+def compile_all(name, block, folder, width=128, forms=tuple(KINDS)):
+  """Compiles forms of the kernels -> {form: {pass: Schedule}}.
+
+  libtpu must have been loaded with `folder` in its options.
+
+  Args:
+    name: topology. block: (queries, keys) of a block. width: head size.
+    forms: of KINDS.
+  """
+  machine, out = aot.topology(name), {}
+  one = jax.sharding.SingleDeviceSharding(machine.devices[0])
+  folder = pathlib.Path(folder)
+  length, heads = 4 * max(block), 8
+  x = jax.ShapeDtypeStruct((2, length, heads, width), 'bfloat16', sharding=one)
+  for form in forms:
+    before, kind = set(folder.iterdir()), KINDS[form]
+    with machine.context(), _one_branch(kind):
+      call = _ours(block, width) if kind else _splash(block, length, heads)
+      traced = jax.jit(call).trace(x, x, x, x)
+    aot.compile_for(machine, form, traced)
+    out[form] = {}
+    for path in set(folder.iterdir()) - before:
+      if found := _FILE.search(path.name):
+        out[form][PASSES[found[1]]] = read(path.read_text(encoding='utf-8'))
+    if set(out[form]) != set(PASSES.values()):
+      raise RuntimeError(
+        f'{form}, {name}: the compiler wrote tables of {sorted(out[form])}, '
+        f'expected {sorted(set(PASSES.values()))}'
+      )
+  return out
+
+
+def measure(name, block, width=128, forms=tuple(KINDS)):
+  """`compile_all` in a process of its own -> the same.
+
+  block: (queries, keys), or a number for both.
+
+  Raises:
+    RuntimeError: it failed; its last line is in the message.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    sizes = [block] * 2 if isinstance(block, int) else block
+    arguments = [
+      name,
+      'x'.join(map(str, sizes)),
+      folder,
+      width,
+      ','.join(forms),
+    ]
+    options = os.environ.get('LIBTPU_INIT_ARGS', ''), _OPTIONS.format(folder)
+    done = subprocess.run(
+      [sys.executable, '-m', 'paraxis.train.bench.kernel_schedules',
+       *map(str, arguments)],
+      env=os.environ
+      | dict(JAX_PLATFORMS='cpu', LIBTPU_INIT_ARGS=' '.join(options).strip()),
+      capture_output=True,
+      text=True,
+      check=False,
+    )  # fmt: skip
+  if done.returncode:
+    lines = re.findall(r'^[\w.]*(?:Error|Exception): .*', done.stderr, re.M)
+    raise RuntimeError(f'schedules for {name}: {(lines or ["no message"])[-1]}')
+  found = json.loads(done.stdout.splitlines()[-1])
+  return {
+    form: {which: Schedule(*x) for which, x in passes.items()}
+    for form, passes in found.items()
+  }
+
+
+def _main(name, block, folder, width, forms):
+  sizes = tuple(map(int, block.split('x')))
+  found = compile_all(name, sizes, folder, int(width), forms.split(','))
+  print(json.dumps(found))
+
+
+if __name__ == '__main__':
+  _main(*sys.argv[1:])

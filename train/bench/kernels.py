@@ -1,0 +1,237 @@
+"""Bench of the ops: forms against forms on a CPU, static schedules for TPUs.
+
+On a CPU, XLA forms against what XLA makes of the plain definition, in turn, in
+CPU-seconds: kernels for accelerators do not run there, and an interpreter's
+time would say nothing. Where libtpu is installed, bundles of the attention
+kernels beside jax's splash (kernel_schedules.py): static, not measured. Where
+an accelerator is, its time instead of both (kernel_device.py).
+
+A ratio below 1.5 on shared cores is no difference. The targets are what kernels
+and forms must keep; where the plain form is cheaper on a CPU and takes more
+memory, the target says how much dearer ours may be.
+
+Legend: B rows, T tokens, S slots, N query heads, K kv heads, H head size,
+D model, F outputs, V vocabulary.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.pallas_kernels.attention import op as attention
+from paraxis.pallas_kernels.decode_attention import op as decode_attention
+from paraxis.pallas_kernels.matmul import cross_entropy
+from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
+from paraxis.pallas_kernels.scans import gated as gated_scan
+from paraxis.pallas_kernels.scans import linear as linear_scan
+from paraxis.sharding.meter import aot
+from paraxis.train.bench import kernel_device
+from paraxis.train.bench import kernel_schedules
+from paraxis.train.bench import measure
+
+# Topology, tokens of a block; targets: splash's bundles, for each kind.
+SCHEDULES = (('v5e:1x1', 512),)
+BOUNDS = dict(full=0.95, partial=1.25)
+
+
+class Pair(NamedTuple):
+  """One op in two forms, of the same arrays. target: of plain / ours."""
+
+  op: str
+  names: tuple  # plain, ours
+  plain: Any
+  ours: Any
+  arrays: tuple
+  target: float
+
+
+def _draw(*shapes, dtype=jnp.float32):
+  rng = np.random.default_rng(0)
+  return tuple(jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
+
+
+def _gradients(function):
+  """function(*arrays) -> (result, gradients for the cosine of the result)."""
+
+  def both(*arrays):
+    out, back = jax.vjp(function, *arrays)
+    return out, back(jax.tree.map(jnp.cos, out))
+
+  return both
+
+
+def _attention(length, target):
+  mask = attention.Mask(scale=64**-0.5)
+  dense = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+  ours = lambda q, k, v: attention.attention(q, k, v, mask)[0]
+  arrays = _draw(*[(1, length, 4, 64)] * 3)
+  return Pair(
+    f'attention T{length}, gradients', ('jax.nn', 'blocks'),
+    _gradients(dense), _gradients(ours), arrays, target,
+  )  # fmt: skip
+
+
+def _gated_scan(length):
+  def form(impl, *arrays):
+    *inputs, g = arrays
+    return gated_scan.gated_scan(*inputs, -jax.nn.softplus(g) / 16, impl=impl)
+
+  return Pair(
+    f'gated scan T{length}, gradients', ('loop', 'chunks'),
+    *(_gradients(functools.partial(form, i)) for i in ('loop', 'xla')),
+    _draw(*[(1, length, 4, 64)] * 4), 4.0,
+  )  # fmt: skip
+
+
+def _linear_scan(length):
+  def form(impl, a, b):
+    return linear_scan.linear_scan(jax.nn.sigmoid(a), b, impl=impl)
+
+  return Pair(
+    f'linear scan T{length}, gradients', ('associative', 'loop'),
+    *(_gradients(functools.partial(form, i)) for i in ('xla', 'loop')),
+    _draw(*[(4, length, 256)] * 2), 1.5,
+  )  # fmt: skip
+
+
+def _decode_attention(slots):
+  mask = attention.Mask(scale=64**-0.5)
+  lengths = jnp.full(4, slots, jnp.int32)
+
+  def plain(q, k, v):
+    return jax.nn.dot_product_attention(
+      q, k, v, key_value_seq_lengths=lengths, scale=mask.scale
+    )
+
+  def ours(q, k, v):
+    return decode_attention.ragged(q, k, v, mask, lengths)[0]
+
+  cache = (4, slots, 2, 64)
+  return Pair(
+    f'decode attention S{slots}', ('jax.nn', 'ours'),
+    plain, ours, _draw((4, 1, 8, 64), cache, cache), 1.0,
+  )  # fmt: skip
+
+
+def _cross_entropy(tokens, vocab):
+  targets = jnp.asarray(np.random.default_rng(1).integers(0, vocab, tokens))
+
+  def plain(x, w):
+    z = x @ w.T
+    picked = jnp.take_along_axis(z, targets[:, None], 1)[:, 0]
+    return jax.nn.logsumexp(z, 1) - picked
+
+  def ours(x, w):
+    return cross_entropy.linear_cross_entropy(x, w, targets)[0]
+
+  x, w = _draw((tokens, 128), (vocab, 128))
+  return Pair(
+    f'cross-entropy T{tokens} V{vocab}, gradients', ('dense', 'chunks'),
+    _gradients(plain), _gradients(ours), (x, w / 8), 0.8,
+  )  # fmt: skip
+
+
+def _quantized_matmul(width, features):
+  x, w = _draw((16, width), (width, features))
+  q, scale = quantized_matmul.quantize(w)
+  w = quantized_matmul.dequantize(q, scale)
+  ours = lambda x, w, q, scale: quantized_matmul.quantized_matmul(x, q, scale)
+  return Pair(
+    f'int4 product {width} x {features}', ('float32', 'int4'),
+    lambda x, w, q, scale: x @ w, ours, (x, w, q, scale), 0.4,
+  )  # fmt: skip
+
+
+def pairs(quick):
+  """Every `Pair`, made one at a time."""
+  yield _attention(128 if quick else 1024, 2.0)
+  yield _attention(256 if quick else 4096, 4.0)
+  yield _gated_scan(64 if quick else 2048)
+  yield _linear_scan(64 if quick else 4096)
+  yield _decode_attention(64 if quick else 16384)
+  yield _cross_entropy(*((64, 256) if quick else (2048, 16384)))
+  yield _quantized_matmul(*((128, 128) if quick else (2048, 8192)))
+
+
+def largest_gap(a, b):
+  """Largest difference of two trees, relative to each array's maximum."""
+  gaps = jax.tree.map(
+    lambda x, y: jnp.abs(x - y).max() / jnp.abs(y).max(), a, b
+  )
+  return max(map(float, jax.tree.leaves(gaps)))
+
+
+def _run(call, arrays):
+  jax.block_until_ready(call(*arrays))
+
+
+def on_cpu(report, rounds, quick, say):
+  """Adds every pair: CPU-seconds, temporary memory, ratio, difference."""
+  gaps = {}
+  for pair in pairs(quick):
+    made, results = {}, []
+    for name, form in zip(pair.names, (pair.plain, pair.ours), strict=True):
+      row = f'{pair.op}: {name}'
+      call = jax.jit(form).lower(*pair.arrays).compile()
+      results.append(call(*pair.arrays))
+      made[row] = functools.partial(_run, call, pair.arrays)
+      size = call.memory_analysis().temp_size_in_bytes / 2**20
+      report.add({f'{row}, temporaries': [size]}, 'MiB')
+    gaps[pair.op] = largest_gap(*results)
+    times = measure.interleave(made, rounds, measure.settled)
+    report.add(times)
+    report.check(
+      f'{pair.op}: {" / ".join(pair.names)}',
+      measure.ratios(*times.values()),
+      pair.target,
+      judged=not quick,
+    )
+    say(f'{pair.op}: {rounds} rounds')
+  op = max(gaps, key=gaps.get)
+  report.notes.append(f'largest difference of results: {gaps[op]:.1e}, {op}')
+
+
+def static(report, say):
+  """Adds bundles, shares and spills of the attention kernels for TPUs."""
+  lacking = aot.missing('tpu')
+  if lacking:
+    report.notes.append(f'no static schedules: {lacking}')
+    return
+  for name, block in SCHEDULES:
+    say(f'compiling attention for {name}, blocks of {block}')
+    found = kernel_schedules.measure(name, block)
+    kind = f'{name.partition(":")[0]} {block}'
+    for form, passes in found.items():
+      for which, x in sorted(passes.items()):
+        row = f'{kind} {which}, {form}'
+        report.add({f'{row}: bundles': [x.bundles]}, 'static')
+        report.add({f'{row}: MXU share': [x.mxu]}, 'static')
+        report.add({f'{row}: spills': [x.spills]}, 'static')
+        if form in BOUNDS:
+          ratio = [x.bundles / found['splash'][which].bundles]
+          what = f'{row} / splash, bundles, static'
+          report.check(what, ratio, BOUNDS[form], least=False)
+  report.notes.append(
+    'static: schedules compiled for a TPU that is not here; not measured'
+  )
+
+
+def kernels(rounds, quick, say):
+  """The ops of pallas_kernels: see the top of the file."""
+  jax.config.update('jax_enable_compilation_cache', False)
+  if jax.default_backend() != 'cpu':
+    return kernel_device.kernels(rounds, quick, say)
+  report = measure.Report(
+    'kernels',
+    'XLA forms in float32, outputs and where named gradients; TPU schedules',
+    f'{measure.CPU}; rows of unit "static" are no times',
+  )
+  on_cpu(report, rounds, quick, say)
+  if quick:
+    report.notes.append('no static schedules: --quick')
+  else:
+    static(report, say)
+  return report

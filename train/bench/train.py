@@ -1,0 +1,307 @@
+"""Benches of training: a step and its compilation, attention, layouts.
+
+Ours is what `paraxis train` runs: both halves of a step, from train/step.py, on
+parameters laid out by the rules. The reference is train/bench/reference.py.
+Every candidate waits for all that it started before its time is taken.
+
+Legend: B rows, T tokens, N heads, H head size.
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.configs import schema
+from paraxis.models import batch as batch_lib
+from paraxis.models import build
+from paraxis.pallas_kernels.attention import op as attention_lib
+from paraxis.train import optimizers
+from paraxis.train import program as job_lib
+from paraxis.train import step as step_lib
+from paraxis.train.bench import measure
+from paraxis.train.bench import reference
+from paraxis.train.run import compiling
+
+_EXPLICIT = dict(collectives='explicit')
+LAYOUTS = {  # name -> (mesh, choices, most CPU-seconds of 8 devices / of one)
+  'tensor=8': ('tensor=8', {}, 1.2),
+  'tensor=8 explicit': ('tensor=8', _EXPLICIT, 1.2),
+  'data=8': ('data=8', {}, 1.15),
+  'data=8 zero=1': ('data=8', dict(zero=1), 1.15),
+  'data=8 zero=2 explicit': ('data=8', dict(zero=2) | _EXPLICIT, 1.15),
+  'fsdp=8': ('fsdp=8', {}, 1.1),
+  'fsdp=8 explicit': ('fsdp=8', _EXPLICIT, 1.1),
+  'data=2,fsdp=2,tensor=2': ('data=2,fsdp=2,tensor=2', {}, 1.1),
+  'data=2,fsdp=2,tensor=2 explicit': (
+    'data=2,fsdp=2,tensor=2', _EXPLICIT, 1.1
+  ),
+}  # fmt: skip
+
+
+def clock():
+  """(function -> seconds, what they are) for the devices at hand."""
+  if jax.default_backend() == 'cpu':
+    return measure.settled, measure.CPU
+  return time.perf_counter, measure.WALL
+
+
+def config(quick, heads=6, unroll=None, choices=()):
+  """schema.Config of the bench: 17M parameters, or a tiny one."""
+  sizes = dict(vocab_size=8192, d_model=384, num_layers=6, d_ff=1024)
+  if quick:
+    sizes = dict(vocab_size=256, d_model=96, num_layers=2, d_ff=128)
+  model = dict(**sizes, num_heads=heads, tied_embedding=False)
+  if unroll == 'full':
+    model['unroll'] = sizes['num_layers']
+  elif unroll:
+    model['unroll'] = unroll
+  return schema.view(
+    dict(
+      model=model,
+      mesh=dict(choices),
+      train=dict(batch_size=8),
+      data=dict(sequence_length=64 if quick else 256),
+    )
+  )
+
+
+def describe(c):
+  """The sizes of a config, in words."""
+  m = c.model
+  return (
+    f'V{m.vocab_size} D{m.d_model} N{m.num_heads} L{m.num_layers} F{m.d_ff} '
+    f'T{c.data.sequence_length} B{c.train.batch_size}, float32, AdamW'
+  )
+
+
+def batch(c):
+  """Random tokens, one document a row."""
+  shape = c.train.batch_size, c.data.sequence_length
+  tokens = np.random.default_rng(0).integers(
+    0, c.model.vocab_size, (shape[0], shape[1] + 1), np.int32
+  )
+  positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+  return batch_lib.Batch(
+    tokens[:, :-1],
+    tokens[:, 1:],
+    np.ones(shape, np.int32),
+    positions,
+    np.ones(shape, np.float32),
+    np.float32(shape[0] * shape[1]),
+  )
+
+
+class Plain:
+  """The reference: one program for the whole step."""
+
+  def __init__(self, c, scan, now):
+    self._c, self._now = c, now
+    start, _ = reference.make_step(c.model)
+    params = jax.jit(lambda k: reference.init(c.model, k, scan))(
+      jax.random.key(0)
+    )
+    self._state = params, jax.jit(start)(params)
+    host = batch(c)
+    self._batch = jnp.asarray(host.tokens), jnp.asarray(host.targets)
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    self._shapes = jax.tree.map(shape, (*self._state, *self._batch))
+    self._step = self._compile()
+
+  def _compile(self):
+    _, step = reference.make_step(self._c.model)
+    return step.lower(*self._shapes).compile()
+
+  def compile(self):
+    """Compiles anew -> {'': seconds}."""
+    return _timed(self._compile, self._now)
+
+  def run(self):
+    """One step -> {'': seconds}."""
+    before = self._now()
+    *self._state, loss = self._step(*self._state, *self._batch)
+    jax.block_until_ready((self._state, loss))
+    return {'': self._now() - before}
+
+
+class Ours:
+  """Both halves of our step on a mesh of the first devices."""
+
+  def __init__(self, c, mesh, now):
+    devices = jax.devices()[: 1 if mesh == 'data=1' else 8]
+    built = build.build(c, mesh, devices=devices)
+    optimizer = optimizers.Optimizer(c.optimizer, c.train.steps, built.model)
+    # What a Job needs to place batches; it reads no data here.
+    self._job = job_lib.Job(c, built, optimizer, None, None, None, None, None)
+    self._now, self._clip = now, c.optimizer.clip_norm
+    with self._job.context():
+      self._state = self._job.initial_state()
+      self._batch = self._job.put(batch(c))
+      self._shapes = jax.tree.map(_shape, self._state)
+      self._grads, self._update = self._compile()
+    jax.block_until_ready((self._state, self._batch))
+
+  def _compile(self):
+    job = self._job
+    made = step_lib.make(job.built, job.optimizer, self._clip)
+    grads = compiling.compile_step(
+      'gradient', made.grads, self._shapes.params, self._batch
+    )
+    shapes = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      grads.out_info,
+      grads.output_shardings,
+    )
+    update = compiling.compile_step(
+      'update', made.update, self._shapes, *shapes, donate=(0,)
+    )
+    return grads, update
+
+  def compile(self):
+    """Compiles both halves anew -> {'': seconds}."""
+    with self._job.context():
+      return _timed(self._compile, self._now)
+
+  def run(self):
+    """One step -> seconds of it and of its halves."""
+    with self._job.context():
+      before = self._now()
+      loss, gradient = self._grads(self._state.params, self._batch)
+      jax.block_until_ready((loss, gradient))
+      middle = self._now()
+      self._state, numbers = self._update(self._state, loss, gradient)
+      jax.block_until_ready((self._state, numbers))
+      end = self._now()
+    return {
+      '': end - before,
+      ': gradient': middle - before,
+      ': update': end - middle,
+    }
+
+
+def _shape(x):
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _timed(function, now):
+  """Seconds of a compilation that finds nothing in any cache."""
+  jax.clear_caches()
+  before = now()
+  function()
+  return {'': now() - before}
+
+
+def step(rounds, quick, say):
+  """A step and its compilation on one device, against plain JAX."""
+  jax.config.update('jax_enable_compilation_cache', False)
+  now, label = clock()
+  c = config(quick)
+  say('compiling')
+  made = {
+    'plain JAX, unrolled': Plain(c, False, now),
+    'plain JAX, scan': Plain(c, True, now),
+    f'ours, default (unroll={c.model.unroll})': Ours(c, 'data=1', now),
+    'ours, unrolled': Ours(config(quick, unroll='full'), 'data=1', now),
+  }
+  plain, scan, default, unrolled = made
+  report = measure.Report(
+    'step', f'{describe(c)}, one {jax.default_backend()} device', label
+  )
+  steps = measure.interleave(
+    {k: m.run for k, m in made.items()}, rounds, now, say
+  )
+  report.add({f'step, {k}': v for k, v in steps.items()})
+  say('compiling anew')
+  builds = measure.interleave(
+    {k: m.compile for k, m in made.items()}, rounds, now, say
+  )
+  report.add({f'compile, {k}': v for k, v in builds.items()})
+  for name in (default, unrolled):
+    report.check(
+      f'step: speed of {name} / {plain}',
+      measure.ratios(steps[plain], steps[name]),
+      1.0,
+      judged=not quick,
+    )
+  for name in (default, unrolled):
+    report.check(
+      f'compile: time of {name} / {scan}',
+      measure.ratios(builds[name], builds[scan]),
+      1.2,
+      least=False,
+      judged=not quick,
+    )
+  return report
+
+
+def layouts(rounds, quick, say):
+  """The same model and step on 8 virtual devices and on one."""
+  jax.config.update('jax_enable_compilation_cache', False)
+  now, label = clock()
+  c = config(quick, heads=8)
+  made, builds = {'data=1': Ours(c, 'data=1', now)}, {}
+  for name, (mesh, choices, _) in LAYOUTS.items():
+    say(f'compiling {name}')
+    before = now()
+    made[name] = Ours(config(quick, 8, choices=choices), mesh, now)
+    builds[f'compile, {name}'] = [now() - before]
+  report = measure.Report(
+    'layouts', f'{describe(c)}, unroll={c.model.unroll}, 1 and 8 devices', label
+  )
+  times = measure.interleave(
+    {name: ours.run for name, ours in made.items()}, rounds, now, say
+  )
+  report.add(times)
+  report.add(builds)
+  for name, (_, _, target) in LAYOUTS.items():
+    report.check(
+      f'time of {name} / data=1',
+      measure.ratios(times[name], times['data=1']),
+      target,
+      least=False,
+      judged=not quick,
+    )
+  return report
+
+
+def attention(rounds, quick, say):
+  """Causal attention forward and backward against dense attention."""
+  now, label = clock()
+  b, t, n, h = (1, 256, 2, 16) if quick else (1, 4096, 8, 64)
+  keys = jax.random.split(jax.random.key(0), 4)
+  *inputs, weight = (jax.random.normal(k, (b, t, n, h)) for k in keys)
+  mask = attention_lib.Mask(scale=h**-0.5)
+  forms = {
+    'jax.nn.dot_product_attention': lambda q, k, v: (
+      jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    ),
+    'ours': lambda q, k, v: attention_lib.attention(q, k, v, mask)[0],
+  }
+  report = measure.Report(
+    'attention', f'B{b} T{t} N{n} H{h}, causal, forward + backward', label
+  )
+  made, temporary, outputs = {}, {}, []
+  for name, form in forms.items():
+    loss = lambda q, k, v, form=form: (form(q, k, v) * weight).sum()
+    both = jax.value_and_grad(loss, (0, 1, 2))
+    compiled = jax.jit(both).lower(*inputs).compile()
+    made[name] = lambda f=compiled: jax.block_until_ready(f(*inputs)) and None
+    outputs.append(compiled(*inputs)[1])
+    memory = compiled.memory_analysis()
+    temporary[name] = [memory.temp_size_in_bytes / 2**20] if memory else []
+  times = measure.interleave(made, rounds, now, say)
+  report.add(times)
+  report.add(
+    {f'temporary memory, {k}': v for k, v in temporary.items() if v}, 'MiB'
+  )
+  dense, ours = forms
+  report.check(
+    'speed of ours / dot_product_attention',
+    measure.ratios(times[dense], times[ours]),
+    6.0,
+    judged=not quick,
+  )
+  gap = max(float(jnp.abs(x - y).max()) for x, y in zip(*outputs, strict=True))
+  report.notes.append(f'largest difference of the two gradients: {gap:.1e}')
+  return report

@@ -1,0 +1,331 @@
+"""What `paraxis verify` compares, property by property, with one device.
+
+Every function here takes a `Run` and yields one or more `Row`s. `PROPERTIES`
+names them all; a name that is not asked for costs nothing. To add a property,
+add a function.
+
+    difference of a leaf = max |a - b| / max |b|        (b: one device)
+
+A leaf of the gradient counts as at least FLOOR of the largest gradient: where
+positions are learned, the bias of keys has a gradient of rounding alone. Adam
+divides gradients by their root, so that rounding moves a parameter as far as
+anything else does: one update is compared from identical gradients, and
+parameters after independent steps only within 0.05 x learning rate x steps,
+without leaves whose gradient is rounding, and not in bfloat16.
+"""
+
+import dataclasses
+import functools
+import math
+import tempfile
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.models import depth
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import rules as rules_lib
+from paraxis.sharding.checkpoint import store as store_lib
+from paraxis.train import expert_counts
+from paraxis.train import state as state_lib
+from paraxis.train.certify import trial
+
+# dtype -> relative bound on (the loss, gradients). Devices sum in another order
+# than one does: over all forms and layouts float64 gave 1e-15 and 2e-14,
+# float32 6e-7 and 3e-6, bfloat16 3e-4 and 8e-2.
+BOUNDS = {
+  'float64': (1e-9, 1e-9),
+  'float32': (1e-5, 1e-5),
+  'bfloat16': (2e-3, 1e-1),
+}
+FLOOR = 1e-2
+ROUNDING = 1e-5
+# Of schema.Train, remat and memory. The last is MEMO (arXiv:2407.12117).
+MEMORY = (
+  ('none', ''),
+  ('attention', ''),
+  ('dots', ''),
+  ('full', ''),
+  ('full', 'residual=offload,attention=offload'),
+)
+ELSEWHERE = ('data=2,fsdp=2,tensor=2', 'fsdp=8', 'data=1')
+
+
+class Row(NamedTuple):
+  """One property. bound, measured: floats; worst: where it differs most."""
+
+  name: str
+  bound: float
+  measured: float
+  passed: bool
+  worst: str
+
+
+class Run:
+  """One certification: the side under test and what is known of it.
+
+  Attributes:
+    reference: trial.Reference. side: trial.Side, in the layout under test.
+  """
+
+  def __init__(self, config, devices, packed):
+    """config: schema.Config on a mesh of `devices`. packed: trial.batches."""
+    self.config, self.devices, self.packed = config, devices, packed
+    self.loss_bound, self.bound = BOUNDS[config.model.dtype]
+    self.reference = trial.reference(config, packed, devices[0])
+    self.side = trial.Side(config, devices)
+
+  @functools.cached_property
+  def state(self):
+    """On the mesh, before the first step."""
+    return self.side.start(self.reference.params)
+
+  @functools.cached_property
+  def gradients(self):
+    """(loss, gradients) of batch 0, on the mesh."""
+    return self.side.gradients(self.state, self.reference.batches[0])
+
+  @functools.cached_property
+  def updated(self):
+    """{path: leaf} of the state after one update from identical gradients."""
+    loss, own = self.gradients
+    same = {
+      path: jax.device_put(
+        depth.from_order(self.reference.gradients[path], self.rows.get(path)),
+        g.sharding,
+      )
+      for path, g in own.items()
+    }
+    return state_lib.flatten(self.side.update(self.state, loss, same))
+
+  @property
+  def rows(self):
+    """Layer of each row of the stacks that stages hold (models/depth.py)."""
+    return self.side.job.model.rows
+
+  def in_order(self, params):
+    """{path: NumPy array} of parameters, or gradients, in order of layers."""
+    found = jax.device_get(params)
+    return {p: depth.to_order(x, self.rows.get(p)) for p, x in found.items()}
+
+  def row(self, name, difference, bound=None):
+    """Row of a (difference, leaf) against a bound."""
+    measured, where = difference
+    bound = self.bound if bound is None else bound
+    return Row(name, bound, measured, measured <= bound, where)
+
+  def loss_difference(self, loss, reference=None):
+    """Of batch 0; infinite if it is not finite."""
+    wanted = (reference or self.reference).loss
+    gap = abs(float(loss) - wanted) / abs(wanted)
+    return gap if math.isfinite(gap) else math.inf
+
+  def gradient_difference(self, gradients, reference=None):
+    """(difference, leaf) of batch 0."""
+    wanted = (reference or self.reference).gradients
+    found = self.in_order(gradients)
+    model = self.side.job.model
+    learned = functools.partial(expert_counts.without, model)
+    counts = expert_counts.paths(model)
+    pick = lambda tree: {p: tree[p] for p in counts}
+    # Counts are hundreds: they would make every other leaf look small.
+    parts = [trial.worst(learned(found), learned(wanted), FLOOR)]
+    if counts:
+      parts.append(trial.worst(pick(found), pick(wanted)))
+    return max(parts)
+
+  def variant(self, name, **train):
+    """Row of loss and gradients where fields of config.train are others."""
+    train = dataclasses.replace(self.config.train, **train)
+    config = dataclasses.replace(self.config, train=train)
+    side = trial.Side(config, self.devices)
+    one = trial.reference(config, self.packed, self.devices[0])
+    state = side.start(one.params)
+    loss, gradients = side.gradients(state, one.batches[0])
+    gap = self.loss_difference(loss, one)
+    if gap > self.loss_bound:
+      return self.row(name, (gap, 'the loss'), self.loss_bound)
+    return self.row(name, self.gradient_difference(gradients, one))
+
+
+def _loss(run):
+  gap = run.loss_difference(run.gradients[0])
+  yield run.row('loss', (gap, ''), run.loss_bound)
+
+
+def _every_gradient(run):
+  count = len(run.reference.gradients)
+  found = run.gradient_difference(run.gradients[1])
+  yield run.row(f'gradients, every one of {count} leaves', found)
+
+
+def _one_update(run):
+  job = run.side.job
+  with job.context():
+    updated = jax.device_get(state_lib.in_order(run.updated, job.model))
+  yield run.row(
+    'one update, identical gradients, whole state',
+    trial.worst(updated, run.reference.updated),
+    BOUNDS[run.config.model.param_dtype][1],
+  )
+
+
+def _layout(run):
+  """Gradients and state lie as the rules say: nothing is replicated on the
+  quiet, which no number would show."""
+  built = run.side.job.built
+  sizes, model = dict(built.mesh.shape), built.model
+  stages = {'gradients': rules_lib.GRADIENTS, 'optimizer': rules_lib.OPTIMIZER}
+  leaves = {f'gradients/{p}': g for p, g in run.gradients[1].items()}
+  axes = {f'gradients/{p}': model.axes[p] for p in run.gradients[1]}
+  axes |= state_lib.axes(run.state, model)
+  leaves |= run.updated
+  moved = []
+  for path, x in leaves.items():
+    stage = stages.get(path.split('/')[0], math.inf)
+    spec = rules_lib.stored(axes[path], x.shape, built.rules, sizes, stage)
+    wanted = jax.NamedSharding(built.mesh, spec)
+    if not x.sharding.is_equivalent_to(wanted, x.ndim):
+      moved.append(path)
+  yield run.row(
+    f'layout, {len(leaves)} leaves of gradients and state',
+    (float(len(moved)), ', '.join(moved[:1])),
+    0.0,
+  )
+
+
+def _steps(run):
+  if run.config.model.dtype == 'bfloat16':
+    return
+  reference = run.reference
+  state = run.side.steps(reference.params, reference.batches)
+  found, wanted = run.in_order(state.params), reference.stepped
+  learned = expert_counts.without(run.side.job.model, reference.gradients)
+  top = {p: np.abs(g).max() for p, g in learned.items()}
+  gaps = {
+    p: float(np.abs(found[p] - x).max())
+    for p, x in wanted.items()
+    if top.get(p, 0) > ROUNDING * max(top.values())
+  }
+  where = max(gaps, key=gaps.get)
+  rates = run.side.job.optimizer.rates
+  total = sum(
+    float(max(rates(np.int32(t)).values())) for t in range(trial.STEPS)
+  )
+  yield run.row(
+    f'parameters after {trial.STEPS} own steps (0.05 lr a step)',
+    (gaps[where], where),
+    0.05 * total,
+  )
+
+
+def _accumulation(run):
+  now = run.config.train.microbatches
+  other = 1 if now > 1 else 2
+  yield run.variant(
+    f'accumulation: {other} microbatches instead of {now}', microbatches=other
+  )
+
+
+def _remat(run):
+  train = run.config.train
+  for remat, memory in MEMORY:
+    stored = run.config.pipeline.activations == 'store'
+    if stored and run.config.mesh.stage > 1 and 'offload' in memory:
+      continue  # refused: slots are on the device
+    if (remat, memory) != (train.remat, train.memory):
+      name = f'remat {remat}' + (' with offload' if memory else '')
+      yield run.variant(name, remat=remat, memory=memory)
+
+
+def _packing(run):
+  """Loss and gradients of the other documents: not a bit may change, or, with
+  experts, nothing but rounding."""
+  if not run.packed:
+    return
+  batch, vocabulary = run.reference.batches[0], run.config.model.vocab_size
+  arrays = trial.change_one_document(batch, vocabulary)
+  side, model = run.side, run.config.model
+  if model.experts.count:
+    # Loads and what balances them are of all documents together.
+    alone = dataclasses.replace(model.experts, balance=0.0, router_z=0.0)
+    model = dataclasses.replace(model, experts=alone)
+    config = dataclasses.replace(run.config, model=model)
+    side = trial.Side(config, run.devices)
+  before, after, seen = (side.gradients(run.state, b) for b in arrays)
+  learned = lambda tree: expert_counts.without(side.job.model, tree)
+  as_tree = lambda found: jax.device_get(
+    learned(found[1]) | {'the loss': found[0]}
+  )
+  found = trial.worst(as_tree(after), as_tree(before))
+  if float(seen[0]) == float(side.gradients(run.state, batch)[0]):
+    found = math.inf, 'nor did the document itself'
+  # Of an expert's tokens, a change moves others to other places of a sum.
+  bound = run.bound if model.experts.count else 0.0
+  yield run.row('packing: others do not see one change', found, bound)
+
+
+def _elsewhere(config, devices):
+  """(mesh text, a Side on it): a layout unlike that of `config`."""
+  here = mesh_lib.describe(dataclasses.asdict(config.mesh))
+  for text in ELSEWHERE:
+    n = math.prod(mesh_lib.parse(text).values())
+    if text == here or n > len(devices):
+      continue
+    train = dataclasses.replace(config.train, microbatches=1)
+    mesh = schema.Mesh(**mesh_lib.parse(text))
+    other = dataclasses.replace(
+      config, mesh=mesh, train=train, pipeline=schema.Pipeline()
+    )
+    try:
+      return text, trial.Side(other, devices[:n])
+    except errors.UserError:  # this many kv heads, say, on such a mesh
+      continue
+  raise AssertionError('one device always fits')
+
+
+def _resume(run):
+  """Save, read in another layout, go on there."""
+  side, batch = run.side, run.reference.batches[1]
+  state = side.update(run.state, *run.gradients)
+  text, other = _elsewhere(run.config, run.devices)
+  with tempfile.TemporaryDirectory() as folder:
+    with store_lib.Store(folder, asynchronous=False) as store:
+      with side.job.context():
+        tree = state_lib.in_order(state_lib.flatten(state), side.job.model)
+        store.save(1, tree, state_lib.axes(state, side.job.model), {})
+      like = other.start(run.reference.params)
+      with other.job.context():
+        read, _ = store.restore(1, state_lib.flatten(like))
+  saved = jax.device_get(tree)
+  changed = [
+    p for p, x in jax.device_get(read).items() if (x != saved[p]).any()
+  ]
+  yield run.row(
+    f'state read on {text}, bitwise',
+    (float(len(changed)), ', '.join(changed[:1])),
+    0.0,
+  )
+  here = float(side.gradients(state, batch)[0])
+  there = other.evaluate(state_lib.unflatten(like, read), batch)
+  yield run.row(
+    f'next loss on {text}',
+    (abs(there - here) / abs(here), ''),
+    run.loss_bound,
+  )
+
+
+PROPERTIES = {
+  'loss': _loss,
+  'gradients': _every_gradient,
+  'update': _one_update,
+  'layout': _layout,
+  'steps': _steps,
+  'accumulation': _accumulation,
+  'remat': _remat,
+  'packing': _packing,
+  'resume': _resume,
+}

@@ -1,0 +1,267 @@
+"""A configuration and a mesh, made small enough to be certified on a laptop.
+
+What decides how numbers flow is kept: layer pattern, which mesh axes are used,
+query heads per kv head and whether kv heads are fewer than their shards, norms,
+biases, positions, windows shorter than a row, tied tables, optimizer, layout.
+Sizes shrink: widths, depth, vocabulary, length, batch, and the mesh to the
+devices there are. Every small size is a multiple of the devices, so that it
+divides wherever the full one does; whether that does is checked first.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from paraxis.configs.base import errors
+from paraxis.models import depth
+from paraxis.models import layer
+from paraxis.models.mixers import attention
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import rules as rules_lib
+
+# Logical axis -> the field that sets its size.
+FIELDS = {
+  'heads': 'model.num_heads',
+  'mlp': 'model.d_ff',
+  'vocab': 'model.vocab_size',
+  'embed': 'model.d_model',
+  'residual_length': 'data.sequence_length',
+}
+# Section of the model -> kinds of layers that read it.
+MIXERS = dict(
+  gated_linear='G', mamba='MS', recurrent='RL', tcn='C', latent='A'
+)  # fmt: skip
+
+
+def mesh(sizes, devices):
+  """Mesh axis -> size on at most `devices` devices, the same axes used.
+
+  Args:
+    sizes: axis -> size, all positive.
+    devices: how many there are.
+
+  Raises:
+    UserError: the axes in use need more devices, even at their smallest.
+  """
+  if math.prod(sizes.values()) <= devices:
+    return dict(sizes)
+  factor = lambda n: next(p for p in range(2, n + 1) if n % p == 0)
+  small = {a: factor(n) if n > 1 else 1 for a, n in sizes.items()}
+  if math.prod(small.values()) > devices:
+    raise errors.UserError(
+      f'mesh {mesh_lib.describe(sizes)} uses '
+      f'{sum(n > 1 for n in sizes.values())} axes, at their smallest '
+      f'{mesh_lib.describe(small)}: {math.prod(small.values())} devices, there '
+      f'are {devices}; --devices={math.prod(small.values())} gives them.'
+    )
+  while True:
+    grow = [
+      a
+      for a, n in small.items()
+      if sizes[a] % (2 * n) == 0 and 2 * math.prod(small.values()) <= devices
+    ]
+    if not grow:
+      return small
+    # The smallest first; of equals the last, which is tensor.
+    a = min(reversed(grow), key=small.get)
+    small[a] *= 2
+
+
+def check_divides(config, sizes):
+  """UserError, with the field to change, if a full size does not divide.
+
+  Args:
+    config: schema.Config, as the user gave it.
+    sizes: mesh axis -> size, as the user gave it.
+  """
+  stages, chunks = sizes.get('stage', 1), config.pipeline.chunks
+  if stages > 1:  # that every chunk has layers, and of the same kinds
+    unit, kinds = layer.kinds_of(config.model)
+    each = np.arange(stages * chunks).reshape(stages, chunks)
+    depth.share_out(kinds, each, len(unit))
+  kv_heads = attention.num_kv_heads(config.model)
+  rules = rules_lib.of(config.mesh, sizes, kv_heads)
+  for logical, field in FIELDS.items():
+    axes = [a for a in rules.axes(logical) if sizes.get(a, 1) > 1]
+    if logical == 'heads' and config.mesh.context_form == 'ulysses':
+      axes += ['context']  # heads and length change places
+    shards = math.prod(sizes[a] for a in axes)
+    section, name = field.split('.')
+    value = getattr(getattr(config, section), name)
+    if value % shards:
+      raise errors.UserError(
+        f'{field}={value} is not divisible by '
+        f'{" x ".join(f"{a}={sizes[a]}" for a in axes)} of the mesh; the next '
+        f'that is: --config.{field}={_up(value, shards)}'
+      )
+
+
+def _up(value, multiple):
+  return -(-value // multiple) * multiple
+
+
+def _size(full, target, multiple):
+  """The full size if it is small already, else about `target`."""
+  fits = full <= target and full % multiple == 0
+  return full if fits else _up(target, multiple)
+
+
+def _heads(full, model, sizes, asked):
+  """(query heads, kv heads): fewer, in the same ratio and the same relation."""
+  n, k = model.num_heads, attention.num_kv_heads(model)
+  shards = lambda sizes: math.prod(
+    sizes.get(a, 1) for a in rules_lib.of(full.mesh, {}, k).axes('heads')
+  )
+  need = shards(sizes)
+  if full.mesh.context_form in ('ulysses', 'usp'):
+    need *= sizes.get('context', 1)
+  whole = k % shards(asked) == 0
+  few = min(n, 4), min(k, 2)  # with one head many mistakes do not show
+  for f in range(math.gcd(n, k), 1, -1):
+    heads, kv_heads = n // f, k // f
+    fits = n % f == k % f == heads % need == 0
+    same = (kv_heads % shards(sizes) == 0) == whole
+    if fits and same and (heads, kv_heads) >= few and kv_heads >= few[1]:
+      return heads, kv_heads
+  return n, k
+
+
+def _parts(full, sizes):
+  """Runs of layers: stages x chunks; 1 without stages."""
+  return sizes['stage'] * full.pipeline.chunks if sizes['stage'] > 1 else 1
+
+
+def _microbatches(full, sizes, asked):
+  """Of a pipeline: fewer, as many, or more than stages, as they were."""
+  m, stages = full.pipeline.microbatches, sizes['stage']
+  if asked['stage'] == 1:
+    return min(m, 2)  # slices of a step, as train.microbatches are
+  if m in (0, asked['stage']):
+    return min(m, stages)
+  return 2 * stages if m > asked['stage'] else min(m, max(stages - 1, 1))
+
+
+def _model(full, sizes, asked):
+  model, devices = full.model, math.prod(sizes.values())
+  length = _size(full.data.sequence_length, 64, 2 * devices)
+  heads, kv_heads = _heads(full, model, sizes, asked)
+  unit = len(layer.kinds_of(model)[0])
+  # Uneven where it was; two units to scan over where stages leave them.
+  uneven = model.num_layers % (unit * _parts(full, asked)) > 0
+  layers = unit * max(_parts(full, sizes), 2) + uneven
+  windowed = 0 < model.window < full.data.sequence_length
+  return dataclasses.replace(
+    model,
+    vocab_size=_size(model.vocab_size, 64, devices),
+    d_model=_size(model.d_model, 32, devices),
+    num_layers=min(model.num_layers, layers),
+    num_heads=heads,
+    num_kv_heads=kv_heads if model.num_kv_heads else 0,
+    head_dim=4 if model.position == 'rope' else 3,
+    d_ff=_size(model.d_ff, 64, devices),
+    window=min(model.window, 3 * length // 8) if windowed else model.window,
+    max_positions=length if model.max_positions else 0,
+    attention_block=min(model.attention_block, 16),
+    experts=_experts(model.experts, devices),
+    **_mixers(model, devices),
+  )
+
+
+def _mixers(model, devices):
+  """Sections of the mixers in use that are not attention: narrow."""
+  few = lambda n, target: _size(n, target, devices) if n else 0
+  change = dataclasses.replace
+  linear, mamba, tcn = model.gated_linear, model.mamba, model.tcn
+  latent, recurrent = model.latent, model.recurrent
+  made = dict(
+    gated_linear=change(
+      linear,
+      heads=few(linear.heads or model.num_heads, 4),
+      gate_rank=min(linear.gate_rank, 4),
+    ),
+    mamba=change(
+      mamba,
+      head_dim=min(mamba.head_dim, 4),
+      state=min(mamba.state, 8),
+      groups=min(mamba.groups, 2),
+      dt_rank=min(mamba.dt_rank, 4),
+    ),
+    # Of what is solved by iteration: on to where float64 ends.
+    recurrent=change(
+      recurrent, heads=few(recurrent.heads, 4), tolerance=1e-13
+    ),
+    tcn=change(
+      tcn, kernel=min(tcn.kernel, 3), depth=min(tcn.depth, 2),
+      chunk=min(tcn.chunk, 4),
+    ),
+    latent=change(
+      latent,
+      rank=few(latent.rank, 16),
+      query_rank=few(latent.query_rank, 16),
+      nope_dim=min(latent.nope_dim, 4),
+      rope_dim=min(latent.rope_dim, 4),
+      value_dim=min(latent.value_dim, 4),
+    ),
+  )  # fmt: skip
+  letters = set(layer.mixers(model.pattern)[0])
+  return {name: made[name] for name, of in MIXERS.items() if letters & set(of)}
+
+
+def _experts(experts, devices):
+  """Few experts; nothing is dropped, for what is depends on the layout."""
+  if not experts.count:
+    return experts
+  count = _size(experts.count, 16, math.lcm(devices, experts.groups))
+  scope = experts.balance_scope
+  return dataclasses.replace(
+    experts,
+    count=count,
+    d_ff=min(experts.d_ff, 32),
+    hot=min(experts.hot, count // 4),
+    capacity_factor=0.0,
+    balance_scope='microbatch' if scope == 'device' else scope,
+  )
+
+
+def config(full, sizes, asked, dtype):
+  """The small configuration, its mesh `sizes`.
+
+  Args:
+    full: schema.Config, of which `check_divides` holds for `asked`.
+    sizes, asked: mesh axis -> size, here and as the user gave it.
+    dtype: 'float64', 'float32' or 'bfloat16', of the arithmetic; parameters
+      are float64 or float32.
+  """
+  devices = math.prod(sizes.values())
+  model = _model(full, sizes, asked)
+  microbatches = min(full.train.microbatches, 2)
+  stages = sizes['stage']
+  in_pipeline = _microbatches(full, sizes, asked)
+  shards = math.prod(sizes.get(a, 1) for a in ('replica', 'data', 'fsdp'))
+  # Twice as many slices must divide it too: accumulation is compared.
+  least = 2 * (in_pipeline or stages) * shards
+  return dataclasses.replace(
+    full,
+    mesh=dataclasses.replace(full.mesh, **sizes),
+    model=dataclasses.replace(
+      model,
+      dtype=dtype,
+      param_dtype='float64' if dtype == 'float64' else 'float32',
+    ),
+    data=dataclasses.replace(
+      full.data,
+      sequence_length=_size(full.data.sequence_length, 64, 2 * devices),
+    ),
+    # At the first step of a warm-up a wrong direction moves nothing.
+    optimizer=dataclasses.replace(full.optimizer, warmup_steps=0),
+    # What is skipped changes the numbers; nothing skipped must not.
+    pipeline=dataclasses.replace(
+      full.pipeline, microbatches=in_pipeline, skip_fraction=0.0
+    ),
+    train=dataclasses.replace(
+      full.train,
+      batch_size=_up(max(2 * devices, 8), least),
+      microbatches=microbatches,
+    ),
+  )

@@ -1,0 +1,277 @@
+"""A configuration tried on some devices: its step on synthetic batches.
+
+`Side` compiles the functions of the step in one layout; `reference` is what
+they give on one device with nothing sharded, kept for all layouts that share
+it; `worst` compares two trees:
+
+    difference of a leaf = max |a - b| / max |b|        (b: one device)
+
+Arrays made under one mesh cannot be used under another: numbers travel between
+two layouts through NumPy. Needs neither text nor tokenizer.
+
+Legend: B rows, T tokens, A microbatches.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+
+from paraxis.configs import schema
+from paraxis.models import batch as batch_lib
+from paraxis.models import build
+from paraxis.models import depth
+from paraxis.train import expert_counts
+from paraxis.train import optimizers
+from paraxis.train import program as job_lib
+from paraxis.train import state as state_lib
+from paraxis.train import step as step_lib
+
+STEPS = 2  # batches and independent updates
+
+
+@functools.cache
+def quick_options():
+  """XLA options under which a program compiles in a third of the time.
+
+  For programs that run once: they leave out what makes code fast, nothing that
+  decides on layouts or collectives. Releases of XLA differ in what they know.
+  """
+  if jax.default_backend() != 'cpu':
+    return None
+  known = {'xla_backend_optimization_level': 0}
+  for name, value in (
+    ('xla_llvm_disable_expensive_passes', True),
+    ('xla_cpu_use_fusion_emitters', False),
+  ):
+    try:
+      jax.jit(abs, compiler_options={name: value})(1.0)
+      known[name] = value
+    except jax.errors.JaxRuntimeError:
+      pass
+  return known
+
+
+class Side:
+  """A configuration on some devices; its functions compile once, on demand."""
+
+  def __init__(self, config, devices):
+    built = build.build(config, '', config.train.remat, devices)
+    optimizer = optimizers.Optimizer(
+      config.optimizer, config.train.steps, built.model
+    )
+    step = step_lib.make(built, optimizer, config.optimizer.clip_norm)
+    self.job = job_lib.Job(config, built, optimizer, *[None] * 5)
+    jit = functools.partial(jax.jit, compiler_options=quick_options())
+    self._grads, self._update = jit(step.grads), jit(step.update)
+    self._evaluate = jit(step.evaluate)
+    self._init = jit(optimizer.init)
+
+  def put(self, batch):
+    """A batch of NumPy arrays (B, T), in microbatches, on the mesh."""
+    A = self.job.config.microbatches
+    if A > 1:
+      fold = lambda x: x.reshape(A, -1, x.shape[-1]) if np.ndim(x) else x
+      batch = type(batch)(*map(fold, batch))
+    return self.job.put(batch)
+
+  def start(self, params):
+    """The State before the first step, with these NumPy parameters."""
+    with self.job.context():
+      rows = self.job.model.rows
+      params = {
+        path: jax.device_put(
+          depth.from_order(params[path], rows.get(path)), leaf.sharding
+        )
+        for path, leaf in self.job.built.params.items()
+      }
+      everywhere = jax.NamedSharding(self.job.mesh, jax.P())
+      zeros = [jax.device_put(np.int32(0), everywhere) for _ in range(3)]
+      return state_lib.State(params, self._init(params), *zeros)
+
+  def gradients(self, state, batch):
+    """(loss, {path: gradient}) on the mesh."""
+    with self.job.context():
+      return self._grads(state.params, self.put(batch))
+
+  def update(self, state, loss, gradients):
+    """The State after one update."""
+    with self.job.context():
+      return self._update(state, loss, gradients)[0]
+
+  def evaluate(self, state, batch):
+    """Nats per target: float."""
+    with self.job.context():
+      total = self._evaluate(state.params, self.job.put(batch))
+    return float(total) / float(batch.denominator)
+
+  def steps(self, params, batches):
+    """The State after one independent step on each batch."""
+    state = self.start(params)
+    for batch in batches:
+      state = self.update(state, *self.gradients(state, batch))
+    return state
+
+
+def batches(config, packed, seed=0):
+  """STEPS batches (B, T) of random tokens, in NumPy.
+
+  Packed: two or more documents a row, then padding; the last row is empty and
+  the one before holds 5 tokens, so that with the length sharded some devices
+  see only padding. Not packed: one document fills each row.
+  """
+  rng = np.random.default_rng(seed)
+  B, T = config.train.batch_size, config.data.sequence_length
+  made = []
+  for _ in range(STEPS):
+    segments, positions = np.zeros((2, B, T), np.int32)
+    for row in range(B):
+      lengths = [T]
+      if packed:  # two of at most half a row always fit, a third may not
+        lengths = rng.integers(3, T // 2 + 1, 3)
+        lengths = [[5], []][row - B + 2] if row >= B - 2 else lengths
+      end = 0
+      for n, length in enumerate(lengths, 1):
+        if end + length <= T:
+          segments[row, end : end + length] = n
+          positions[row, end : end + length] = np.arange(length)
+          end += length
+    tokens, last = rng.integers(0, config.model.vocab_size, (2, B, T), np.int32)
+    targets = np.roll(tokens, -1, 1)
+    ends = np.append(positions[:, 1:] == 0, np.ones((B, 1), bool), 1)
+    targets[ends] = last[ends]
+    weights = (segments > 0).astype(np.float32)
+    made.append(
+      batch_lib.Batch(
+        tokens, targets, segments, positions, weights, weights.sum()
+      )
+    )
+  return made
+
+
+def change_one_document(batch, vocabulary):
+  """Batches that differ in one document a row, which no weight counts.
+
+  Returns:
+    (before, after, all): `after` has another first token in document
+    1 + row % 2 of each row, and other tokens in all padding; `all` is `after`
+    with the weights of `batch`.
+  """
+  chosen = 1 + np.arange(len(batch.tokens))[:, None] % 2
+  mine = batch.segments == chosen
+  hit = mine & (batch.positions == 0) | (batch.segments == 0)
+  tokens = np.where(hit, (batch.tokens + 1) % vocabulary, batch.tokens)
+  tokens = tokens.astype(np.int32)
+  before = batch._replace(weights=np.where(mine, 0, batch.weights))
+  return before, before._replace(tokens=tokens), batch._replace(tokens=tokens)
+
+
+def _parameters(side, seed=0):
+  """Random NumPy parameters: at their initial 1 and 0, scales and biases hide
+  mistakes."""
+  rng = np.random.default_rng(seed)
+  draw = {
+    'vector': lambda shape: rng.normal(0.5, 0.3, shape),
+    expert_counts.LOAD: lambda shape: rng.integers(1, 9, shape),
+    expert_counts.BIAS: lambda shape: rng.normal(0, 0.01, shape),
+    expert_counts.SOLVER: np.zeros,
+  }
+  plain = lambda shape: rng.normal(0, 0.3, shape)
+  kinds = side.job.model.kinds
+  return {
+    path: draw.get(kinds[path], plain)(leaf.shape).astype(leaf.dtype)
+    for path, leaf in sorted(side.job.built.params.items())
+  }
+
+
+class Reference:
+  """What one device gives, in NumPy; each part is made when it is asked for.
+
+  Attributes:
+    params: {path: array}. batches: STEPS of them.
+    loss, gradients: of batch 0.
+  """
+
+  def __init__(self, config, packed, device):
+    self._side = _one_device(config, device)
+    # Neither depends on the optimizer: those that differ in it share them.
+    plain = dataclasses.replace(config, optimizer=schema.Optimizer())
+    found = _gradients(plain, packed, device)
+    self.params, self.batches, self.loss, self.gradients = found
+
+  @functools.cached_property
+  def updated(self):
+    """{path: leaf} of the state after one update from `gradients`."""
+    state = self._side.start(self.params)
+    state = self._side.update(state, self.loss, self.gradients)
+    return jax.device_get(state_lib.flatten(state))
+
+  @functools.cached_property
+  def stepped(self):
+    """Parameters after a step on each batch."""
+    return jax.device_get(self._side.steps(self.params, self.batches).params)
+
+
+@functools.lru_cache(maxsize=64)
+def _one_device(config, device):
+  return Side(config, [device])
+
+
+@functools.lru_cache(maxsize=64)
+def _gradients(config, packed, device):
+  side = _one_device(config, device)
+  params, made = _parameters(side), batches(config, packed)
+  loss, gradients = side.gradients(side.start(params), made[0])
+  return params, made, float(loss), jax.device_get(gradients)
+
+
+@functools.lru_cache(maxsize=64)
+def _reference(config, packed, device):
+  return Reference(config, packed, device)
+
+
+def reference(config, packed, device):
+  """`Reference` of a schema.Config whatever its layout; kept and shared.
+
+  Args:
+    config: layout, remat and microbatches are left out of it.
+    packed: see `batches`.
+    device: the one to use.
+  """
+  experts = config.model.experts
+  counted = experts.count and experts.balance
+  by_microbatch = counted and experts.balance_scope == 'microbatch'
+  train = dataclasses.replace(
+    config.train,
+    remat='none',
+    memory='',
+    # Loads counted over a microbatch are of the method, not of the layout.
+    microbatches=config.microbatches if by_microbatch else 1,
+  )
+  plain = dataclasses.replace(
+    config, mesh=schema.Mesh(), pipeline=schema.Pipeline(), train=train
+  )
+  return _reference(plain, packed, device)
+
+
+def worst(found, wanted, floor=0.0):
+  """(difference, path) of the leaf that differs most.
+
+  Args:
+    found, wanted: {path: NumPy array}, the same paths and shapes.
+    floor: a leaf counts as at least this share of the largest value of all.
+  """
+  if set(found) != set(wanted):
+    return math.inf, ', '.join(sorted(set(found) ^ set(wanted)))
+  top = {path: float(np.abs(b).max(initial=0)) for path, b in wanted.items()}
+  least = floor * max(top.values())
+  out = {}
+  for path, b in wanted.items():
+    gap = float(np.abs(np.asarray(found[path], np.float64) - b).max(initial=0))
+    scale = max(top[path], least)
+    value = gap / scale if scale else gap and math.inf
+    out[path] = value if math.isfinite(value) else math.inf
+  path = max(out, key=out.get)
+  return out[path], path

@@ -1,0 +1,6 @@
+"""Claims about attention: kernels, parts merged, latents, decoding.
+
+Named by configs such as flash_attention_2, lean_attention, tpla.
+
+Read first: kernels.py.
+"""

@@ -1,0 +1,112 @@
+"""Claims about tiles of a mask, and about attention to parts of a row.
+
+FastAttention (arXiv:2410.16663) reads the mask of a tile from one small matrix,
+and lets the host attend to the keys that it keeps, so that they never move; two
+parts of a row are joined by their lse.
+
+Legend: B rows, T tokens, S slots, N query heads, K kv heads, H head width.
+"""
+
+import jax
+import numpy as np
+
+from paraxis.pallas_kernels.attention import blocks as attention_blocks
+from paraxis.pallas_kernels.attention import op as attention
+from paraxis.pallas_kernels.decode_attention import op as decode_attention
+from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
+from paraxis.train.claims import harness as claims
+
+
+def mask_is_a_slice(run, *, length, blocks):
+  """EQ: every tile of the mask that is computed is a slice of one small mask.
+
+  FastAttention (arXiv:2410.16663) keeps a triangle of 2M x 2M and
+  reads every M x M tile from it; here a tile is computed from the places of its
+  tokens. Tiles without a mask must be all visible, those left out all hidden.
+
+  Args:
+    length: T. blocks: list of [queries, keys] of a tile.
+  """
+  del run
+  wrong = total = masked = 0
+  place = np.arange(length)
+  for bq, bk in blocks:
+    mask = attention.Mask()
+    plan = attention_blocks.plan((length, length), None, None, mask, (bq, bk))
+    triangle = np.tri(2 * max(bq, bk), dtype=bool)
+    for i, j in np.ndindex(plan.kinds.shape[1:]):
+      rows, columns = (
+        place[k * b : (k + 1) * b] for k, b in ((i, bq), (j, bk))
+      )
+      ahead, kind = i * bq - j * bk, plan.kinds[0, i, j]
+      tile = columns[None] <= rows[:, None]
+      found = np.full(tile.shape, kind == 2)
+      if kind == 1:
+        pair = (1, rows[:, None]), (1, columns[None])
+        found = np.asarray(attention_blocks.visible(plan, *pair))
+        r, c = max(ahead, 0), max(-ahead, 0)
+        tile = triangle[r : r + len(rows), c : c + len(columns)]
+      wrong += not np.array_equal(found, tile)
+      total, masked = total + 1, masked + (kind == 1)
+  return claims.Outcome(
+    '0 differ',
+    f'{wrong} differ',
+    f'T={length}, tiles {blocks}: {total} tiles, {masked} with a mask, the '
+    'rest visible or skipped',
+    wrong == 0,
+  )
+
+
+def _gap(a, b):
+  return float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(b).max())
+
+
+def _on_host(q_B1NH, k_BSKH, v_BSKH, scale):
+  """Attention of one query a row in NumPy -> (o, lse)."""
+  groups = q_B1NH.shape[2] // k_BSKH.shape[2]
+  k, v = (np.repeat(x, groups, 2) for x in (k_BSKH, v_BSKH))
+  score = scale * np.einsum('btnh,bsnh->btns', q_B1NH, k)
+  top = score.max(-1, keepdims=True)
+  weight = np.exp(score - top)
+  total = weight.sum(-1, keepdims=True)
+  o = np.einsum('btns,bsnh->btnh', weight / total, v)
+  return o, (top + np.log(total))[..., 0]
+
+
+def host_part(run, *, slots, on_host, rows, shape, within):
+  """EQ: slots that stay on the host, the rest on the device, merged by lse.
+
+  The host attends in NumPy to the first slots of every row; q goes there, (o,
+  lse) comes back; keys and values never move.
+
+  Args:
+    slots: of a row. on_host: list of how many of them the host keeps.
+    rows: B. shape: [query heads, kv heads, head width].
+    within: largest difference of o and lse, relative to the maximum.
+  """
+  del run
+  (n, kv, h), rng = shape, np.random.default_rng(0)
+  q = rng.normal(size=(rows, 1, n, h))
+  k, v = (rng.normal(size=(rows, slots, kv, h)) for _ in 'kv')
+  mask, found = attention.Mask(scale=h**-0.5), []
+  with jax.enable_x64(True):
+
+    def device(first):
+      count = np.full(rows, slots - first, np.int32)
+      parts = q, k[:, first:], v[:, first:]
+      return decode_attention.ragged(*parts, mask, count, impl='xla')
+
+    whole = device(0)
+    for first in on_host:
+      host = _on_host(q, k[:, :first], v[:, :first], mask.scale)
+      both = decode_schedule.merge(host, device(first))
+      found.append(max(map(_gap, both, whole)))
+  crossing, kept = rows * n * (2 * h + 1), 2 * rows * max(on_host) * kv * h
+  return claims.Outcome(
+    f'<= {within:.0e}',
+    f'{max(found):.1e}',
+    f'{rows} rows, N, K, H {shape}, float64, {" ".join(map(str, on_host))} of '
+    f'{slots} slots on the host: o and lse; {crossing:,} numbers cross a token '
+    f'and layer, {kept:,} of keys and values stay',
+    max(found) <= within,
+  )

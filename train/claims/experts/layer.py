@@ -1,0 +1,293 @@
+"""Claims about what experts compute, wherever they are, and how many there are.
+
+Numbers are those of one device that holds all experts
+(train/certify/verify.py); sizes are those of the built model. What experts send
+is in claims_expert_messages.py, how evenly they are loaded in
+claims_expert_loads.py, what they learn in claims_expert_training.py.
+
+Legend: N tokens, K choices, E experts, D width, F width of an expert, L layers.
+"""
+
+import collections
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.configs import schema
+from paraxis.configs.base import model as model_schema
+from paraxis.models import build
+from paraxis.models.ffn import router
+from paraxis.models.mixers import attention
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.experts import dispatch as expert
+from paraxis.train import expert_counts
+from paraxis.train import step as step_lib
+from paraxis.train.certify import trial
+from paraxis.train.certify import verify
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.layouts import step as claims_layouts
+
+# `d_ff` is the model's here; an expert's width is `expert_d_ff`.
+_OWN = {f.name for f in dataclasses.fields(model_schema.Experts)} - {'d_ff'}
+
+
+def changed(config, **fields):
+  """schema.Config with fields of experts, mesh, model or train replaced.
+
+  `pattern` is that of the experts, `expert_d_ff` is model.experts.d_ff.
+  """
+  own = {k: fields.pop(k) for k in list(fields) if k in _OWN}
+  if 'expert_d_ff' in fields:
+    own['d_ff'] = fields.pop('expert_d_ff')
+  experts = dataclasses.replace(config.model.experts, **own)
+  model = dataclasses.replace(config.model, experts=experts)
+  config = dataclasses.replace(config, model=model)
+  return claims_layouts.changed(config, **fields)
+
+
+def on(config, mesh, **fields):
+  """(`changed` config on the mesh axes of a text alone, devices)."""
+  config, devices = claims_layouts.on(config, mesh)
+  return changed(config, **fields), devices
+
+
+def equals_one_device(run, *, cases, within):
+  """EQ: loss, every gradient, counts and layouts, in each case.
+
+  Args:
+    cases: list of {'mesh': text, and fields as for `changed`}; rows and tokens
+      are shrunk and packed, nothing is dropped, arithmetic is float64.
+    within: largest difference allowed.
+  """
+  made = {claims_layouts.say(c): on(run.config, **c) for c in cases}
+  return claims_layouts.certified(
+    made,
+    ('loss', 'gradients', 'layout'),
+    within,
+    'loss, all gradients, counts of experts and layouts',
+  )
+
+
+def shrunk(run, mesh, **fields):
+  """(config, devices) in float64, small."""
+  config, devices = on(run.config, mesh, **fields)
+  subject = verify.prepare(config, '', devices=devices)
+  return subject.config, subject.devices
+
+
+def any_hot_set(run, *, mesh, hot, sets, within):
+  """EQ: loss and gradients whichever experts are hot, with one program.
+
+  Args:
+    mesh: text as for --mesh. hot: experts that every device gathers.
+    sets: how many times they are drawn at random, for every layer.
+    within: largest difference allowed, relative to each leaf's maximum.
+  """
+  with jax.enable_x64(True):
+    config, devices = shrunk(run, mesh)
+    config = changed(config, hot=hot)
+    wanted = trial.reference(changed(config, hot=0), True, devices[0])
+    side = trial.Side(config, devices)
+    step = step_lib.make(side.job.built, side.job.optimizer, 0.0)
+    programs, worst, chosen = [], [], set()
+
+    def grads(params, batch):
+      programs.append('traced')
+      return step.grads(params, batch)
+
+    compiled = jax.jit(grads, compiler_options=trial.quick_options())
+    for seed in range(sets):
+      loads, ids = _random_loads(side.job.model, wanted.params, hot, seed)
+      chosen |= ids
+      state = side.start(wanted.params | loads)
+      with side.job.context():
+        batch = side.put(wanted.batches[0])
+        loss, found = jax.device_get(compiled(state.params, batch))
+      worst.append(trial.worst(found, wanted.gradients, 1e-6)[0])
+      worst.append(float(abs(loss - wanted.loss) / abs(wanted.loss)))
+  return claims.Outcome(
+    f'<= {within:.0e}, 1 program',
+    f'{max(worst):.1e}, {len(programs)} program{"s" * (len(programs) > 1)}',
+    f'{mesh}, {config.model.experts.count} experts of which {hot} hot; '
+    f'{sets} draws, {len(chosen)} different sets; against one device without '
+    'hot experts, float64, shrunk',
+    max(worst) <= within and len(programs) == 1 and len(chosen) > 1,
+  )
+
+
+def _random_loads(model, params, hot, seed):
+  """({path: loads of all different sizes}, {hot experts of each layer})."""
+  rng, loads, chosen = np.random.default_rng(seed), {}, set()
+  for path in expert_counts.paths(model, (expert_counts.LOAD,)):
+    rows, columns = params[path].shape
+    x = rng.permuted(np.tile(np.arange(1.0, columns + 1), (rows, 1)), axis=1)
+    busiest = np.argsort(-x[:, : -router.EXTRA], 1)[:, :hot]
+    chosen |= set(map(tuple, np.sort(busiest, 1).tolist()))
+    loads[path] = x.astype(params[path].dtype)
+  return loads, chosen
+
+
+def _drawn(rows, E=8, K=2, D=4):
+  """(w_EDD, x_ND, ids_NK, mix_NK) of tokens whose odds of expert i are 1/i."""
+  rng = np.random.default_rng(0)
+  odds = np.log(1 / np.arange(1, E + 1)) + rng.gumbel(size=(rows, E))
+  ids = np.argsort(-odds, 1)[:, :K].astype(np.int32)
+  x, mix = rng.normal(size=(rows, D)), rng.random((rows, K))
+  return rng.normal(size=(E, D, D)), x, ids, mix
+
+
+def _dispatched(mesh, plan, arrays):
+  """(y, assignments dropped, dw, dx, dmix) of `_drawn` arrays, in NumPy.
+
+  An expert is one matrix; gradients are of sum(y sin(x)).
+  """
+  devices = jax.devices()[: math.prod(mesh_lib.parse(mesh).values())]
+  placed, axes = mesh_lib.make(mesh, devices), plan.region
+
+  def local(w, x, ids, mix):
+    def sent(w, x, mix):
+      run = lambda rows, weights, multiply: multiply(rows, weights[0], 1)
+      valid = jnp.ones(len(x), bool)
+      return expert.dispatch(run, [w], x, ids, mix, valid, plan)
+
+    y, back, dropped = jax.vjp(sent, w, x, mix, has_aux=True)
+    return y, jax.lax.psum(dropped, axes), *back(jnp.sin(x))
+
+  split = jax.P(axes)
+  run = jax.shard_map(
+    local,
+    in_specs=(split,) * 4,
+    out_specs=(split, jax.P(), split, split, split),
+    check_vma=False,
+  )
+  with jax.set_mesh(placed):
+    rows = jax.NamedSharding(placed, split)
+    return jax.device_get(jax.jit(run)(*jax.device_put(arrays, rows)))
+
+
+def axis_by_axis_is_bitwise(run, *, meshes, tokens):
+  """EQ: exchanges axis by axis give the bits of exchanges at once.
+
+  Output and all gradients of one dispatch, float32.
+
+  Args:
+    meshes: list of texts as for --mesh; experts are over all their axes.
+    tokens: of each device.
+  """
+  del run
+  told, same = [], True
+  for mesh in meshes:
+    sizes = mesh_lib.parse(mesh)
+    drawn = _drawn(tokens * math.prod(sizes.values()))
+    arrays = [a if a.dtype == np.int32 else a.astype('f') for a in drawn]
+    flat, stepwise = (
+      _dispatched(mesh, expert.Plan(8, tuple(sizes), hierarchical=how), arrays)
+      for how in (False, True)
+    )
+    equal = all(map(np.array_equal, flat, stepwise))
+    same &= equal and all(np.abs(a).max() > 0 for a in flat[2:])
+    told.append(f'{mesh} {"equal" if equal else "NOT equal"}')
+  return claims.Outcome(
+    'the same bits',
+    'the same bits' if same else 'other bits',
+    f'output, gradients of tokens, weights and experts: {"; ".join(told)}',
+    same,
+  )
+
+
+def _served(ids, slots):
+  """(N, K) bool: assignments of one device that find a slot, in order."""
+  taken, out = collections.Counter(), np.zeros(ids.shape, bool)
+  for n, k in np.ndindex(*ids.shape):
+    out[n, k] = taken[ids[n, k]] < slots
+    taken[ids[n, k]] += 1
+  return out
+
+
+def drops_are_counted(run, *, mesh, region, factors, tokens):
+  """EQ: what finds no slot is counted, and nothing else is missing.
+
+  Against a loop over tokens, with experts that are one matrix each and tokens
+  that prefer some of them; float64.
+
+  Args:
+    mesh, region: of the exchange; the mesh has no other axes.
+    factors: capacity factors. tokens: of each device.
+  """
+  del run
+  n, axes = math.prod(mesh_lib.parse(mesh).values()), tuple(region.split('+'))
+  w, x, ids, mix = drawn = _drawn(n * tokens)
+  worst, told, right = 0.0, [], True
+  for factor in factors:
+    plan = expert.Plan(len(w), axes, factor=factor)
+    slots = expert.slots(plan, tokens, ids.shape[1])
+    served = np.concatenate([
+      _served(part, slots) for part in ids.reshape(n, tokens, -1)
+    ])  # fmt: skip
+    wanted = np.einsum('NK,ND,NKDF->NF', mix * served, x, w[ids])
+    with jax.enable_x64(True):
+      y, dropped, *_ = _dispatched(mesh, plan, drawn)
+    worst = max(worst, float(np.abs(y - wanted).max() / np.abs(wanted).max()))
+    right &= int(dropped) == (~served).sum()
+    told.append(f'{factor:g}: {int(dropped)} ({(~served).mean():.1%})')
+  return claims.Outcome(
+    'counts equal, <= 1e-12',
+    f'counts {"equal" if right else "DIFFER"}, {worst:.0e}',
+    f'{mesh}, {len(w)} experts, top-{ids.shape[1]}, {tokens} tokens a device '
+    'whose odds of expert i are 1 / i; assignments dropped, by capacity '
+    f'factor: {"; ".join(told)} of {ids.size}',
+    right and worst <= 1e-12,
+  )
+
+
+def parameter_counts(run, *, cases, within):
+  """SIM: parameters of published shapes, by formula, as built, as published.
+
+    MoE layer: E x 2 D F + D E, residual: + 2 D F + 2 D;  pyramid: P has 2 E
+
+  Args:
+    cases: {name: {'published': number, 'model': fields of schema.Model}, and
+      'experts': fields of schema.Experts}.
+    within: relative difference allowed from what was published.
+  """
+  told, worst, exact = [], 0.0, True
+  for name, case in cases.items():
+    experts = dataclasses.replace(
+      run.config.model.experts, **case.get('experts', {})
+    )
+    model = dataclasses.replace(
+      run.config.model, experts=experts, **case['model']
+    )
+    config = dataclasses.replace(run.config, model=model, mesh=schema.Mesh())
+    built = build.build(config, abstract=True)
+    counted = set(expert_counts.paths(built.model))
+    sizes = {
+      p: math.prod(x.shape) for p, x in built.params.items() if p not in counted
+    }
+    ours = sum(sizes.values())
+    exact &= ours == _formula(model)
+    worst = max(worst, abs(ours / case['published'] - 1))
+    told.append(f'{name} {ours:,}')
+  return claims.Outcome(
+    f'the formula; +-{within:.0%} of the paper',
+    f'{"equal" if exact else "NOT equal"}; {worst:.1%} off',
+    'built without arrays, counters left out: ' + '; '.join(told),
+    exact and worst <= within,
+  )
+
+
+def _formula(model):
+  """Parameters of a GPT with experts (gelu, learned positions, tied)."""
+  e, D, F = model.experts, model.d_model, model.d_ff
+  heads = model.num_heads * attention.head_dim(model)
+  every = 4 * D * heads + 2 * D  # projections, two RMSNorms
+  mlp, total = 2 * D * F, 0
+  for i in range(model.num_layers):
+    kind = e.pattern[i % len(e.pattern)] if e.count else 'D'
+    count = {'E': e.count, 'P': 2 * e.count, 'D': 0}[kind]
+    own = count * (mlp + D) + e.residual * (mlp + 2 * D) if count else mlp
+    total += every + own
+  return total + (model.vocab_size + model.max_positions) * D + D

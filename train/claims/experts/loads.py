@@ -1,0 +1,223 @@
+"""Claims about how evenly experts are loaded, and what follows from it.
+
+The devices of a region wait for the busiest. Without hot experts rank i does
+what its E / r experts are sent; `hot` experts (Hecate, arXiv:2502.02581) are
+computed where their tokens are, which here is everywhere alike:
+
+    busiest = max_i (sum of its cold experts' tokens + hot tokens / r) / mean
+
+A task with several devices (SE-MoE, arXiv:2205.10034) does load / devices, and
+the step takes as long as the slowest. No time is claimed: work is counted.
+
+Legend: E experts, r ranks, L layers, S steps.
+"""
+
+import itertools
+
+import jax
+import numpy as np
+
+from paraxis.train.certify import trial
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.experts import layer as claims_experts
+from paraxis.train.claims.experts import training as claims_expert_training
+from paraxis.train.plot import experts as plot_experts
+from paraxis.train.run import metrics
+
+
+def scopes_agree(run, *, equal, other, within, apart):
+  """EQ: balance_scope on one device, against a batch in one microbatch.
+
+  Loss and all gradients, float64: of one microbatch, device, microbatch and
+  step are the same; of several, step is as if they were one (the paper's global
+  batch), and microbatch is not.
+
+  Args:
+    equal: list of [scope, microbatches] that give the same numbers.
+    other: [scope, microbatches] that does not.
+    within: largest difference of what is equal. apart: least of the other.
+  """
+  gaps = []
+  with jax.enable_x64(True):
+    config, devices = claims_experts.shrunk(run, 'data=1')
+    config = claims_experts.changed(
+      config, balance_scope='microbatch', microbatches=1
+    )
+    whole = trial.reference(config, True, devices[0])
+    wanted = whole.gradients | {'loss': np.asarray(whole.loss)}
+    for scope, parts in (*equal, other):
+      mine = claims_experts.changed(
+        config, balance_scope=scope, microbatches=parts
+      )
+      side = trial.Side(mine, devices)
+      start = side.start(whole.params)
+      loss, gradients = side.gradients(start, whole.batches[0])
+      found = jax.device_get(gradients | {'loss': loss})
+      gaps.append(trial.worst(found, wanted)[0])
+  *same, last = gaps
+  names = [f'{scope} of {parts}' for scope, parts in (*equal, other)]
+  return claims.Outcome(
+    f'<= {within:.0e}; > {apart:.0e}',
+    f'{max(same):.1e}; {last:.1e}',
+    'one device, shrunk, packed rows, float64; against the scope microbatch of '
+    'one, by scope and microbatches: '
+    + ', '.join(f'{n} {g:.0e}' for n, g in zip(names, gaps, strict=True)),
+    max(same) <= within and last > apart,
+  )
+
+
+def busiest(loads_E, ranks, hot=()):
+  """Assignments of the busiest rank over the mean.
+
+  Args:
+    loads_E: of each expert. ranks: that share them out in order.
+    hot: experts whose tokens stay where they are.
+  """
+  cold = np.array(loads_E, float)
+  gathered = cold[list(hot)].sum()
+  cold[list(hot)] = 0
+  each = cold.reshape(ranks, -1).sum(1) + gathered / ranks
+  return each.max() / each.mean()
+
+
+def _top(loads, hot):
+  return np.argsort(-np.asarray(loads), kind='stable')[:hot]
+
+
+def zipf_stragglers(run, *, experts, ranks, hots, draws, table, within):
+  """SIM: the busiest rank over the mean, loads of expert i as i^-s.
+
+  Args:
+    experts, ranks: E and r. hots: numbers of hot experts.
+    draws: orders of the experts, at random, that are averaged.
+    table: {s as text: expected for each of hots}. within: difference allowed.
+  """
+  del run
+  found = {}
+  for s in table:
+    loads = np.arange(1, experts + 1.0) ** -float(s)
+    rng = np.random.default_rng(0)
+    orders = [rng.permutation(loads) for _ in range(draws)]
+    found[s] = [
+      float(np.mean([busiest(x, ranks, _top(x, h)) for x in orders]))
+      for h in hots
+    ]
+  ends = lambda rows: '; '.join(
+    f's={s} {row[0]:.2f} -> {row[-1]:.2f}' for s, row in rows.items()
+  )
+  every = '; '.join(
+    f's={s} {" ".join(f"{v:.2f}" for v in row)}, the work of the busiest falls '
+    f'{row[0] / row[-1]:.2f} x'
+    for s, row in found.items()
+  )
+  return claims.Outcome(
+    f'{ends(table)} +-{within:g}',
+    ends(found),
+    f'{experts} experts on {ranks} ranks, mean of {draws} orders; hot '
+    f'{" ".join(map(str, hots))}: {every}. Gathering costs bytes, and all '
+    'ranks are taken to hold as many hot tokens',
+    all(
+      abs(a - b) <= within
+      for s in table
+      for a, b in zip(found[s], table[s], strict=True)
+    ),
+  )
+
+
+def recorded_stragglers(run, *, steps, ranks, hots, falls):
+  """LEARN: the same for loads of a training, hot by the step before.
+
+  Args:
+    steps: to train, on one device; the first is not judged.
+    ranks, hots: as for `zipf_stragglers`, the first of hots 0.
+    falls: least ratio of the busiest without and with hots[-1] experts, mean
+      over steps and layers.
+  """
+  config, _ = claims_experts.on(
+    run.config, 'data=1', hot=0, steps=steps, print_every=1, eval_batches=1
+  )
+  claims_expert_training.train(run, 'loads', config)
+  rows = metrics.read(run.workdir / 'loads')
+  path = run.workdir / 'loads' / plot_experts.NAME
+  run.say(f'wrote {plot_experts.draw(rows, path, "loads")}')
+  loads = np.concatenate(
+    [
+      np.swapaxes([r[name] for r in rows.values()], 0, 1)
+      for name in rows[1]
+      if name.startswith(plot_experts.PREFIX)
+    ]
+  )  # (L, S, E)
+  found, oracle = [], []
+  for hot in hots:
+    judged = [
+      (
+        busiest(now, ranks, _top(before, hot)),
+        busiest(now, ranks, _top(now, hot)),
+      )
+      for layer in loads
+      for before, now in itertools.pairwise(layer)
+    ]
+    for row, value in zip((found, oracle), np.mean(judged, 0), strict=True):
+      row.append(float(value))
+  fall = found[0] / found[-1]
+  text = lambda row: ' '.join(f'{v:.2f}' for v in row)
+  return claims.Outcome(
+    f'falls >= {falls:g} x',
+    f'{text(found)}: {fall:.2f} x',
+    f'busiest over mean, {loads.shape[2]} experts on {ranks} ranks, hot '
+    f'{" ".join(map(str, hots))}, by the loads of the step before, mean of '
+    f'{loads.shape[0]} layers and steps 2 to {steps}; by those of the same '
+    f'step {text(oracle)}; worst step without hot experts '
+    f'{max(busiest(x, ranks) for layer in loads for x in layer):.2f}',
+    fall >= falls,
+  )
+
+
+def share_devices(loads, devices):
+  """Devices of each task, one at least, so that the slowest is fastest.
+
+  The next device goes to the task that is slowest: that minimises
+  max load / devices. ValueError if there are fewer devices than tasks.
+  """
+  if devices < len(loads):
+    raise ValueError(f'{devices} devices for {len(loads)} tasks')
+  out = [1] * len(loads)
+  for _ in range(devices - len(loads)):
+    slowest = max(range(len(loads)), key=lambda i: loads[i] / out[i])
+    out[slowest] += 1
+  return out
+
+
+def elastic_tasks(run, *, cases, draws):
+  """SIM: devices by the load of tasks, against as many for each.
+
+  Args:
+    cases: list of {'loads': of tasks, 'devices': number, 'shares': expected,
+      'times': expected ratio of the slowest, even over ours}.
+    draws: random cases that are compared with every way to share out.
+  """
+  del run
+  told, right = [], True
+  for case in cases:
+    loads, n = case['loads'], case['devices']
+    ours = share_devices(loads, n)
+    even = max(loads) / (n / len(loads))
+    ratio = even / max(a / b for a, b in zip(loads, ours, strict=True))
+    right &= ours == case['shares'] and abs(ratio - case['times']) < 0.005
+    told.append(f'loads {loads} on {n}: {ours}, {ratio:.2f} x')
+  rng, best = np.random.default_rng(0), 0
+  for _ in range(draws):
+    tasks = int(rng.integers(2, 5))
+    loads, n = rng.integers(1, 100, tasks).tolist(), int(rng.integers(4, 11))
+    slowest = lambda way: max(a / b for a, b in zip(loads, way, strict=True))  # noqa: B023
+    ways = itertools.product(range(1, n + 1), repeat=tasks)
+    least = min(slowest(way) for way in ways if sum(way) == n)
+    best += slowest(share_devices(loads, n)) == least
+  return claims.Outcome(
+    '; '.join(f'{c["times"]:.2f} x' for c in cases) + f', best in {draws}',
+    '; '.join(t.rsplit(', ', 1)[1] for t in told) + f', best in {best}',
+    f'{"; ".join(told)}: how much shorter the slowest takes than with as many '
+    f'devices each; none of all ways to share out is better in {best} of '
+    f'{draws} random cases',
+    right and best == draws,
+  )

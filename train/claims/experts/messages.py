@@ -1,0 +1,324 @@
+"""Claims about what experts make devices send, by mesh axis.
+
+Messages are those of the compiled step (sharding/meter/hlo.py), in bytes that
+one device receives. With a capacity factor c every device sends c N K tokens to
+its experts' owners and as many back, so that on r ranks an exchange moves
+
+    c N K D w (r - 1) / r
+
+whatever the number of experts, and there are two forward and two backward.
+Experts that n / r devices hold besides are summed over them:
+2 |experts of a device| (n / r - 1) / (n / r).
+
+Legend: N tokens of a device, K choices, E experts, D width, r ranks of the
+region, n devices, w bytes of a number.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+
+from paraxis.configs.base import errors
+from paraxis.models import build
+from paraxis.models import layer
+from paraxis.models.ffn import moe
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.meter import hlo
+from paraxis.train import program as job_lib
+from paraxis.train import step as step_lib
+from paraxis.train.certify import target_compile
+from paraxis.train.certify import trial
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.experts import layer as claims_experts
+
+EXCHANGES = ('all-to-all', 'ragged-all-to-all')
+
+
+@functools.lru_cache(maxsize=32)
+def _messages(config, devices, name='gradient'):
+  """[hlo.Collective] of 'gradient', or of 'forward': the loss alone."""
+  job = job_lib.of_shapes(config, '', devices)
+  if name == 'gradient':
+    traced = target_compile.trace(job)['gradient']
+  else:
+    step = step_lib.make(job.built, job.optimizer, 0.0)
+    with job.context():
+      traced = jax.jit(step.evaluate).trace(
+        job.state.params, job.batch_shapes()
+      )
+  with job.context():
+    text = traced.lower().compile(trial.quick_options()).as_text()
+  return hlo.collectives(text, job.mesh)
+
+
+def _exchanges(found):
+  return [c for c in found if c.kind in EXCHANGES]
+
+
+def exchanges_per_layer(run, *, mesh, regions, forward, backward):
+  """HLO: all-to-alls of a layer in each pass, and over which axes.
+
+  Args:
+    mesh: text as for --mesh. regions: list of model.experts.region.
+    forward, backward: how many of a layer.
+  """
+  found, right = {}, True
+  for region in regions:
+    config, devices = claims_experts.on(
+      run.config, mesh, region=region, microbatches=1
+    )
+    layers, both = config.model.num_layers, []
+    for name in ('forward', 'gradient'):
+      sent = _exchanges(_messages(config, devices, name))
+      right &= {c.axes for c in sent} == {tuple(region.split('+'))}
+      both.append(sum(c.count for c in sent) / layers)
+    found[region] = both[0], both[1] - both[0]
+  values = sorted(set(found.values()))
+  return claims.Outcome(
+    f'{forward} + {backward}',
+    '; '.join(f'{a:g} + {b:g}' for a, b in values),
+    f'{mesh}; forward + backward, over just the axes of the region: '
+    f'{", ".join(found)}',
+    right and values == [(forward, backward)],
+  )
+
+
+def folded_bytes(run, *, mesh, regions, counts, ratios, within):
+  """HLO: bytes of a step with experts over other axes, over those of the first.
+
+  Capacity factor 1, so that tokens cost the same for any number of experts.
+  The whole gradient is counted: attention and the other parameters too.
+
+  Args:
+    mesh: text as for --mesh, with a data axis.
+    regions: list of model.experts.region, the first unfolded.
+    counts: of experts. ratios: for each count, of each region after the first.
+    within: how far from them.
+  """
+  found, told = [], []
+  for count in counts:
+    rows = []
+    for region in regions:
+      config, devices = claims_experts.on(
+        run.config, mesh, region=region, count=count, capacity_factor=1.0
+      )
+      sent = _messages(config, devices)
+      far = [c for c in sent if 'data' in c.axes]
+      rows.append(
+        [sum(c.total for c in part) for part in (sent, _exchanges(sent), far)]
+      )
+    found.append([row[0] / rows[0][0] for row in rows[1:]])
+    told.append(
+      f'E={count} '
+      + ', '.join(' '.join(f'{n / 1e3:,.0f}' for n in row) for row in rows)
+    )
+  text = lambda table: '; '.join(
+    ' '.join(f'{v:.2f}' for v in row) for row in table
+  )
+  tokens = config.train.batch_size * config.data.sequence_length
+  return claims.Outcome(
+    f'{text(ratios)} +-{within:.2f}',
+    text(found),
+    f'{mesh}, experts over {", ".join(regions)}; KB a device receives, '
+    f'exchanges alone, and of all what crosses data: {"; ".join(told)}. '
+    'Exchanges over more devices cost more, gradients of experts that fewer '
+    f'devices share less; {tokens // len(devices)} tokens a device here: the '
+    'more, the smaller the gain',
+    all(
+      abs(a - b) <= within
+      for row, wanted in zip(found, ratios, strict=True)
+      for a, b in zip(row, wanted, strict=True)
+    ),
+  )
+
+
+def _fits(run, devices, tensor, context, region, count):
+  """Whether a mesh of so many devices shares out so many experts, built."""
+  data, rest = divmod(devices, tensor * context)
+  if rest or not data:
+    return False
+  sizes = {a: 1 for a in mesh_lib.AXES}
+  sizes |= dict(data=data, context=context, tensor=tensor)
+  ranks = math.prod(sizes[a] for a in region.split('+'))
+  if ranks != count:
+    return False
+  config = claims_experts.changed(
+    run.config, **sizes, region=region, count=count, num_heads=tensor * 2,
+    d_model=16 * tensor,
+  )  # fmt: skip
+  try:
+    build.build(config, abstract=True)
+  except errors.UserError:
+    return False
+  return True
+
+
+def _least(run, tensor, context, count, regions):
+  """The smallest power of 2 that `_fits` one of the regions, up to 4,096."""
+  fits = lambda n: any(
+    _fits(run, n, tensor, context, region, count) for region in regions
+  )
+  return next(filter(fits, (2**i for i in range(13))), None)
+
+
+def least_devices(run, *, cases, unfolded, folded, devices):
+  """SIM: fewest devices with one expert each on a rank, as `build` finds them.
+
+  Args:
+    cases: list of [tensor, context, experts]. unfolded: region where experts
+      may use the devices of data alone. folded: list of other regions.
+    devices: for each case [unfolded, folded].
+  """
+  found = [
+    [_least(run, *case, regions) for regions in ([unfolded], folded)]
+    for case in cases
+  ]
+  rows = [
+    f'tensor={t} context={c} E={e}: {a} -> {b}'
+    for (t, c, e), (a, b) in zip(cases, found, strict=True)
+  ]
+  text = lambda table: ' '.join(f'{a}->{b}' for a, b in table)
+  return claims.Outcome(
+    text(devices),
+    text(found),
+    f'one expert a device, experts over {unfolded} or over any of '
+    f'{", ".join(folded)}: {"; ".join(rows)}',
+    found == [list(row) for row in devices],
+  )
+
+
+def _slots(config, devices):
+  """(bytes of one exchange of each layer on a device, summed; such layers)."""
+  model, data = config.model, config.data
+  tokens = config.train.batch_size * data.sequence_length // devices
+  wide = {'E': 1, 'P': 2}
+  kinds = [kind[1:] for kind in layer.kinds_of(model)[1] if kind[1:]]
+  experts = model.experts.count * sum(wide[kind] for kind in kinds)
+  each = tokens * model.d_model * np.dtype(model.dtype).itemsize
+  return experts * each, len(kinds)
+
+
+def axis_by_axis(run, *, mesh, region):
+  """HLO: messages of exchanges axis by axis, over each axis, by formula.
+
+  A device has E N slots of D numbers (nothing is dropped). At once each of
+  r - 1 others gets 1 / r of them; axis by axis, over an axis of r_a, each of
+  r_a - 1 gets 1 / r_a.
+
+  Args:
+    mesh: text as for --mesh. region: model.experts.region, two axes or more.
+  """
+  found, right = {}, True
+  axes, sizes = tuple(region.split('+')), mesh_lib.parse(mesh)
+  for hierarchical in (False, True):
+    config, devices = claims_experts.on(
+      run.config, mesh, region=region, hierarchical=hierarchical,
+      microbatches=1, capacity_factor=0.0,
+    )  # fmt: skip
+    held, layers = _slots(config, len(devices))
+    bytes_of, times = collections.Counter(), collections.Counter()
+    for c in _exchanges(_messages(config, devices)):
+      bytes_of[c.axes] += c.total
+      times[c.axes] += c.count
+    steps = [(a,) for a in axes] if hierarchical else [axes]
+    right &= set(times) == set(steps)
+    for step in steps:
+      r = math.prod(sizes[a] for a in step)
+      right &= bytes_of[step] * r == 4 * held * (r - 1)
+      right &= times[step] == 4 * layers
+    found[hierarchical] = bytes_of
+  peers = lambda steps: sum(math.prod(sizes[a] for a in s) - 1 for s in steps)
+  both = peers([axes]), peers([(a,) for a in axes])
+  tell = lambda row: ', '.join(
+    f'{"+".join(a)} {n / 1e3:,.0f}' for a, n in row.items()
+  )
+  return claims.Outcome(
+    'the formulas',
+    'the formulas' if right else 'DIFFERENT',
+    f'{mesh}, experts over {region}: peers {both[0]} -> {both[1]} an exchange; '
+    f'KB a device receives in a step, at once {tell(found[False])}; axis by '
+    f'axis {tell(found[True])}, the last axis being the nearest',
+    right,
+  )
+
+
+def hot_bytes(run, *, mesh, hots):
+  """HLO: what gathering hot experts costs, against gathering all.
+
+  Forward 2 h |expert| (r - 1) / r, and as much backward; a gather of all
+  experts would be E |expert| (r - 1) / r, and a scatter as much.
+
+  Args:
+    mesh: text as for --mesh. hots: how many, the first 0.
+  """
+  totals, right = {}, True
+  for hot in hots:
+    config, devices = claims_experts.on(run.config, mesh, hot=hot)
+    axes = tuple(config.model.experts.region.split('+'))
+    sent = [c for c in _messages(config, devices) if c.kind == 'all-reduce']
+    totals[hot] = sum(c.total for c in sent)
+  model = config.model
+  matrices = 2 if model.mlp == 'gelu' else 3
+  size = matrices * model.d_model * moe.width(model)
+  size *= np.dtype(model.param_dtype).itemsize
+  r = math.prod(mesh_lib.parse(mesh)[a] for a in axes)
+  share = (r - 1) / r * size * model.num_layers
+  more = {h: totals[h] - totals[hots[0]] for h in hots[1:]}
+  right = all(n == round(4 * h * share) for h, n in more.items())
+  whole = 2 * model.experts.count * share
+  return claims.Outcome(
+    '4 h |expert| (r-1)/r',
+    'equal' if right else 'DIFFERENT',
+    f'{mesh}, {model.num_layers} layers, experts of {size:,} bytes on {r} '
+    'ranks; KB more in a step, by hot experts: '
+    + '; '.join(f'{h} {n / 1e3:,.0f}' for h, n in more.items())
+    + f'; all {model.experts.count} gathered and scattered would be '
+    f'{whole / 1e3:,.0f}: worth it below half of them',
+    right,
+  )
+
+
+def compiled(run, *, fields, length, mesh, topology, regions, most):
+  """AOT: memory, bytes and time to compile for a machine, by region.
+
+  Args:
+    fields: as for `claims_experts.changed`. length: tokens of a row.
+    mesh, topology: as for `paraxis compile`.
+    regions: list of model.experts.region.
+    most: for each region, {axes: most bytes a device may receive}, in GB, and
+      {'peak': most GiB}.
+  """
+  told, right = [], True
+  data = dataclasses.replace(run.config.data, sequence_length=length)
+  base = dataclasses.replace(run.config, data=data)
+  for region, limits in zip(regions, most, strict=True):
+    config = claims_experts.changed(base, **fields, region=region)
+    report = target_compile.compile_config(config, mesh, topology)
+    sent = [c for p in report.programs.values() for c in p.collectives]
+    sizes = hlo.by_axis(sent)
+    found = {a: n / 1e9 for a, n in sizes.items()}
+    found |= dict(
+      peak=report.peak(report.worst) / 2**30, all=sum(sizes.values()) / 1e9
+    )
+    right &= bool(report.fits)
+    right &= all(found.get(k, 0) <= v for k, v in limits.items())
+    told.append((region, report, found))
+  lines = [
+    f'{region}: {found["peak"]:.1f} GiB, {found["all"]:.1f} GB ('
+    + ', '.join(
+      f'{a} {n:.2f}' for a, n in found.items() if a not in ('peak', 'all')
+    )
+    + f'), {report.cpu_seconds:.0f} CPU-seconds'
+    for region, report, found in told
+  ]
+  return claims.Outcome(
+    'fits, and below the bounds',
+    ' | '.join(f'{f["peak"]:.1f} GiB {f["all"]:.1f} GB' for *_, f in told),
+    f'{topology}, {mesh}, {report.parameters / 1e9:.1f}B parameters; memory, '
+    f'received by a device in a step, compiled in: {"; ".join(lines)}',
+    right,
+  )

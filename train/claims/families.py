@@ -1,0 +1,122 @@
+"""Families of models on the same text, and claims about what they learn.
+
+A family is what a few fields of the configuration say: a pattern of layers
+(models/layer.py), a tokenizer. All else is shared: width, depth, optimizer,
+batches. Held-out text is told in bits per byte, drawn beside the losses.
+Parameters differ: what a family needs for a layer is its own.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.train import loop
+from paraxis.train.claims import harness as claims
+from paraxis.train.plot import losses as plot
+from paraxis.train.run import metrics
+from paraxis.train.run import workdir as workdir_lib
+
+PICTURE = 'families.png'
+
+
+def config_of(config, *changes):
+  """schema.Config with {'section.field': value} replaced, the last one wins."""
+  out = schema.default()
+  out.update(dataclasses.asdict(config))
+  for fields in changes:
+    out.update_from_flattened_dict(fields)
+  return schema.view(out)
+
+
+def tokens(config):
+  """Tokens that a training reads, padding included."""
+  train = config.train
+  return train.steps * train.batch_size * config.data.sequence_length
+
+
+def train(configs, workdir, say=print):
+  """{family: held-out bits per byte} of finished trainings, drawn.
+
+  Args:
+    configs: {name: schema.Config}, on the first device.
+    workdir: folder; each training lies in one of its own below, and goes on
+      where it stopped. say: prints one line.
+
+  Raises:
+    SystemExit: with 75, a signal stopped it.
+  """
+  found, rows = {}, {}
+  for name, config in configs.items():
+    folder = workdir_lib.resolve(workdir) / name.replace(' ', '_')
+    say(f'training {name}')
+    result = loop.run(config, folder, say=say, devices=jax.devices()[:1])
+    if result['stopped']:
+      say('the same command goes on from here')
+      raise SystemExit(errors.EXIT_PREEMPTED)
+    found[name] = result['evaluation'].bits_per_byte
+    rows[name] = metrics.read(folder)
+    say(f'{name}: {found[name]:.4f} held-out bits per byte')
+  say(f'wrote {_draw(found, rows, workdir_lib.resolve(workdir) / PICTURE)}')
+  return found
+
+
+def _draw(found, rows, path):
+  """Smoothed losses of all families, and held-out bits per byte as bars."""
+  from matplotlib import figure
+  from matplotlib.backends import backend_agg  # no display, no global state
+
+  fig = figure.Figure(figsize=(9.5, 3.8), layout='constrained')
+  backend_agg.FigureCanvasAgg(fig)
+  loss, bars = fig.subplots(1, 2, width_ratios=(3, 2))
+  colours = dict(zip(found, itertools.cycle(plot.COLOURS), strict=False))
+  for name, row in rows.items():
+    steps, values = plot.curve(row, 'train/loss')
+    loss.plot(steps, plot.smooth(values), color=colours[name], label=name)
+  order = sorted(found, key=found.get, reverse=True)
+  drawn = bars.barh(
+    order,
+    [found[name] for name in order],
+    color=[colours[name] for name in order],
+  )
+  bars.bar_label(drawn, fmt='%.3f', padding=3)
+  bars.set_xlim(0, 1.2 * max(found.values()))
+  bars.set_xlabel('held-out text (bits per byte)')
+  loss.set_xlabel('step')
+  loss.set_ylabel('training loss (nats per token)')
+  loss.legend(frameon=False)
+  loss.grid(color='#dddddd', linewidth=0.7)
+  for ax in (loss, bars):
+    ax.set_axisbelow(True)
+    ax.spines[['top', 'right']].set_visible(False)
+  fig.savefig(path, dpi=150)
+  return path
+
+
+def learn(run, *, families, fields, at_most, better):
+  """LEARN: held-out bits per byte of each family after the same training.
+
+  Args:
+    families: {name: {'section.field': value}}. fields: likewise, of all.
+    at_most: {name: bits per byte}.
+    better: list of [name, name, by]: the first has at least so many fewer.
+  """
+  configs = {n: config_of(run.config, fields, f) for n, f in families.items()}
+  found = train(configs, run.workdir, run.say)
+  read = {n: f'{tokens(c):,}' for n, c in configs.items()}
+  same = len(set(read.values())) == 1
+  text = ', '.join(read.values() if not same else set(read.values()))
+  return claims.Outcome(
+    '; '.join(
+      ['<= ' + ' '.join(f'{at_most[n]:.2f}' for n in families)]
+      + [f'{a} below {b} by {by:g}' for a, b, by in better]
+    ),
+    ' '.join(f'{found[n]:.3f}' for n in families),
+    f'bits per byte of held-out text after {text} tokens, one seed '
+    f'({run.config.train.seed}), best first: '
+    + ', '.join(f'{n} {found[n]:.4f}' for n in sorted(found, key=found.get)),
+    all(found[n] <= at_most[n] for n in families)
+    and all(found[b] - found[a] >= by for a, b, by in better),
+  )

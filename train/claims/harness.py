@@ -1,0 +1,287 @@
+"""`paraxis reproduce NAME`: runs the claims of a config and says PASS or FAIL.
+
+Every public function below whose first argument is `run` is a check that a
+config can name ('claims.<function>', train/claims/papers.py); its other
+arguments are the data that the config gives. It returns an `Outcome`. A row of
+the table is the claim, its kind, what is expected, the paper's number, what was
+measured, the caveat and the verdict; one failed claim makes the exit code 1.
+
+Gradients are compared leaf by leaf:  max |a - b| / max |b|  (b: one device).
+"""
+
+import dataclasses
+import math
+import pathlib
+import textwrap
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
+from paraxis.models import depth
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.train import loop
+from paraxis.train import program as job_lib
+from paraxis.train import step as step_lib
+from paraxis.train.claims import papers
+from paraxis.train.data import baselines as baselines_lib
+from paraxis.train.plot import losses as plot
+from paraxis.train.run import workdir as workdir_lib
+
+
+class Outcome(NamedTuple):
+  """expected, measured, caveat: texts for the table."""
+
+  expected: str
+  measured: str
+  caveat: str
+  passed: bool
+
+
+class Run:
+  """What the checks of one config share; trains at most once.
+
+  Attributes:
+    config: schema.Config. workdir: folder of the training run.
+  """
+
+  def __init__(self, config, workdir, say=print):
+    self.config, self.workdir, self.say = config, pathlib.Path(workdir), say
+    self._trained = self._baselines = None
+
+  def trained(self):
+    """evaluate.Result of the finished run in the workdir; trains if need be.
+
+    Raises:
+      UserError: the folder holds a run of another configuration.
+      SystemExit: with 75, a signal stopped the training.
+    """
+    if self._trained is None:
+      self._check_workdir()
+      result = loop.run(self.config, self.workdir, say=self.say)
+      if result['stopped']:
+        self.say('the same command goes on from here')
+        raise SystemExit(errors.EXIT_PREEMPTED)
+      self._trained = result['evaluation']
+      self.say(domain_table(self._trained, self.baselines()))
+      self.say(f'wrote {plot.draw([self.workdir])}')
+    return self._trained
+
+  def _check_workdir(self):
+    """A claim is about this config alone: not even train.steps may differ."""
+    path = self.workdir.expanduser().resolve()
+    if not (path / workdir_lib.CONFIG).exists():
+      return
+    old = workdir_lib.read_config(path)
+    for name, was, now in workdir_lib.differences(old, self.config):
+      if name in ('train.steps', 'train.eval_batches'):
+        raise errors.UserError(
+          f'{path} holds a run with {name}={was!r}, the claims are about '
+          f'{now!r}: take another --workdir.'
+        )
+
+  def baselines(self):
+    """baselines.Baselines of the held-out text, xz included."""
+    if self._baselines is None:
+      data = self.config.data
+      self._baselines = baselines_lib.text_baselines(
+        data.path, data.held_out_fraction
+      )
+    return self._baselines
+
+
+def domain_table(evaluation, base):
+  """Model against gzip -9, domain by domain, in bits per byte: text.
+
+  Args:
+    evaluation: evaluate.Result.
+    base: baselines.Baselines; xz lines are left out where it did not run.
+  """
+  rows = [
+    (domain, bits, base.gzip_by_domain.get(domain, math.nan))
+    for domain, bits in evaluation.domains.items()
+  ]
+  rows.append(('all', evaluation.bits_per_byte, base.gzip))
+  width = max(len(name) for name, *_ in rows)
+  lines = [f'{"bits per byte":{width + 2}} {"model":>7} {"gzip -9":>8}']
+  for name, bits, gzip in rows:
+    note = '  gzip is better' if gzip < bits else ''
+    lines.append(f'  {name:{width}} {bits:7.3f} {gzip:8.3f}{note}')
+  if not math.isnan(base.xz):
+    lines.append(f'  xz -9e {base.xz:.3f}, given the training text too ')
+    lines[-1] += f'{base.xz_given_training:.3f}'
+  return '\n'.join(lines)
+
+
+def _gradients(config, mesh_text, devices, params=None):
+  """Loss and gradients of batch 0: (params, loss, gradients), all in NumPy.
+
+  Arrays made under one mesh cannot be used under another: numbers travel
+  between the two through NumPy.
+  """
+  job = job_lib.make(config, mesh_text, devices, say=lambda text: None)
+  grads = step_lib.make(job.built, job.optimizer, 0.0).grads
+  rows = job.model.rows  # stages hold layers in an order of their own
+  in_order = lambda tree: {
+    path: depth.to_order(x, rows.get(path))
+    for path, x in jax.device_get(tree).items()
+  }
+  with job.context():
+    if params is None:
+      params = in_order(job.initial_state().params)
+    on_mesh = {
+      path: jax.device_put(
+        depth.from_order(params[path], rows.get(path)), leaf.sharding
+      )
+      for path, leaf in job.state.params.items()
+    }
+    loss, gradients = jax.jit(grads)(on_mesh, job.put(job.batches.batch_at(0)))
+    return params, float(loss), in_order(gradients)
+
+
+def differences(found, reference):
+  """{path: max |a - b| / max |b|}; infinite where b is zero and a is not."""
+  out = {}
+  for path, b in reference.items():
+    difference = np.abs(np.asarray(found[path]) - b).max()
+    scale = np.abs(b).max()
+    out[path] = float(difference / scale if scale else difference and math.inf)
+  return out
+
+
+def _worst_difference(config, mesh_text, devices, dtype):
+  """(difference, name) of the loss or gradient that differs most."""
+  model = dataclasses.replace(config.model, dtype=dtype, param_dtype=dtype)
+  config = dataclasses.replace(config, model=model)
+  with jax.enable_x64(dtype == 'float64'):
+    plain = dataclasses.replace(config, mesh=schema.Mesh())
+    params, loss, one = _gradients(plain, 'data=1', devices[:1])
+    _, loss_mesh, many = _gradients(config, mesh_text, devices, params)
+  worst = differences(many, one)
+  worst['the loss'] = abs(loss_mesh - loss) / abs(loss)
+  for path, value in worst.items():
+    if not math.isfinite(value):
+      return value, path
+  return max((value, path) for path, value in worst.items())
+
+
+def equals_one_device(run, *, mesh, within):
+  """EQ: loss and every gradient on `mesh` equal one device, in float64.
+
+  Args:
+    mesh: text as for --mesh; the first devices that it needs are used.
+    within: largest difference allowed, relative to each leaf's maximum.
+  """
+  sizes = mesh_lib.parse(mesh)
+  devices = jax.devices()[: math.prod(sizes.values())]
+  mesh_lib.resolve(sizes, len(devices))  # before minutes of work, not after
+  wide, leaf = _worst_difference(run.config, mesh, devices, 'float64')
+  narrow, _ = _worst_difference(run.config, mesh, devices, 'float32')
+  return Outcome(
+    f'<= {within:.0e}',
+    f'{wide:.1e}',
+    f'{mesh}; float64, initial weights, first batch; most in {leaf}; float32 '
+    f'gives {narrow:.1e}',
+    wide <= within,
+  )
+
+
+def held_out_at_most(run, *, bits_per_byte):
+  """LEARN: held-out bits per byte after training, at most a bound."""
+  measured = run.trained()
+  return Outcome(
+    f'<= {bits_per_byte:.2f}',
+    f'{measured.bits_per_byte:.4f}',
+    f'one seed ({run.config.train.seed}), {run.config.train.steps} steps, '
+    f'{measured.n_bytes:,} bytes of held-out text',
+    measured.bits_per_byte <= bits_per_byte,
+  )
+
+
+def held_out_below_gzip(run):
+  """LEARN: held-out bits per byte below gzip -9 on the same text."""
+  measured, base = run.trained(), run.baselines()
+  lost = [
+    domain
+    for domain, bits in measured.domains.items()
+    if bits >= base.gzip_by_domain.get(domain, math.inf)
+  ]
+  caveat = (
+    f'xz -9e has {base.xz:.3f}, given the training text too '
+    f'{base.xz_given_training:.3f}; '
+  )
+  if lost:
+    caveat += f'gzip wins in {", ".join(lost)}'
+  else:
+    caveat += 'no domain is lost'
+  if 'translation' in measured.domains:
+    caveat += (
+      '; translation may lose: gzip copies the English strings that a document '
+      'repeats'
+    )
+  return Outcome(
+    f'< {base.gzip:.3f}',
+    f'{measured.bits_per_byte:.4f}',
+    caveat,
+    measured.bits_per_byte < base.gzip,
+  )
+
+
+def table(rows):
+  """(Claim, Outcome) rows as text of 80 columns, each caveat below its row."""
+  head = ('', 'claim', 'kind', 'expected', 'paper', 'measured')
+  cells = [
+    (
+      'PASS' if outcome.passed else 'FAIL',
+      textwrap.shorten(claim.name, 39, placeholder='...'),
+      claim.kind,
+      outcome.expected,
+      'none' if claim.paper is None else str(claim.paper),
+      outcome.measured,
+    )
+    for claim, outcome in rows
+  ]
+  wide = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+  line = lambda row: '  '.join(map(str.ljust, row, wide)).rstrip()
+  lines = [line(head), '-' * 80]
+  for row, (_, outcome) in zip(cells, rows, strict=True):
+    indent = ' ' * (wide[0] + 2)
+    lines += [
+      line(row),
+      textwrap.fill(
+        outcome.caveat, 80, initial_indent=indent, subsequent_indent=indent
+      ),
+    ]
+  return '\n'.join(lines)
+
+
+def reproduce(name, workdir='', say=print):
+  """Runs every claim of a config -> exit code 0, or 1 if one fails.
+
+  Args:
+    name: a config that ships with paraxis, or a file.
+    workdir: of the training that LEARN claims need; '': runs/NAME.
+    say: prints one line.
+
+  Raises:
+    UserError: no such config, a malformed claim, too few devices.
+  """
+  path = command_line.find_config(name)
+  module = command_line.load_module(name)
+  claims = papers.claims(module, path)
+  config = schema.view(command_line.load(name))
+  run = Run(config, workdir or pathlib.Path('runs') / path.stem, say)
+  rows = []
+  for claim in claims:
+    say(f'{claim.kind}: {claim.name}')
+    rows.append((claim, claim.check(run, **claim.parameters)))
+  say(table(rows))
+  failed = [claim.name for claim, outcome in rows if not outcome.passed]
+  if failed:
+    say(f'{len(failed)} of {len(rows)} claims FAILED: {"; ".join(failed)}')
+    return errors.EXIT_DIFFERENT
+  say(f'all {len(rows)} claims hold')
+  return errors.EXIT_OK

@@ -1,0 +1,263 @@
+"""Claims about layouts: OneFlow's conversions, signatures, deferred sums.
+
+Bytes are those that one device receives, counted in the compiled program by
+sharding/meter/hlo.py, against what sharding/planner/conversions.py declared
+before it ran.
+
+Legend: B rows, T tokens, D model, N heads, P head width, F mlp.
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from paraxis.pallas_kernels.attention import op as attention_op
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.meter import hlo
+from paraxis.sharding.planner import conversions as layout
+from paraxis.sharding.planner import signatures
+from paraxis.train.claims import harness as claims
+
+_COLUMNS, _ROWS = 'tensor:S(1)', 'tensor:S(0)'  # of a weight (in, out)
+
+
+def _mesh(text):
+  """The mesh of `text` on the first devices; UserError if they are too few."""
+  sizes = mesh_lib.parse(text)
+  return mesh_lib.make(sizes, jax.devices()[: math.prod(sizes.values())])
+
+
+def _pair(text):
+  return tuple(layout.parse(side) for side in text.split(' -> '))
+
+
+def _conversion(mesh, shape, source, target):
+  """A conversion compiled and run in float64: ({axes: bytes}, worst error).
+
+  Terms are stacked on a first dimension, as layout.on_mesh wants them.
+  """
+  rng, ndim = np.random.default_rng(0), len(shape)
+  x = rng.normal(size=shape)
+  start, spec = x, source.spec(ndim)
+  if source.partial:
+    n = math.prod(mesh.shape[a] for a in source.partial)
+    start = rng.normal(size=(n, *shape))
+    start[-1] = x - start[:-1].sum(0)
+    spec = PartitionSpec(
+      source.partial, *layout.Layout(source.splits).spec(ndim)
+    )
+  with jax.enable_x64(True), jax.set_mesh(mesh):
+    run = jax.jit(lambda x: layout.on_mesh(x, source, target))
+    args = jax.device_put(start, jax.NamedSharding(mesh, spec))
+    program = run.lower(args).compile()
+    y = np.asarray(program(args))
+  error = np.abs((y.sum(0) if target.partial else y) - x).max()
+  return hlo.by_axis(hlo.collectives(program.as_text(), mesh)), error
+
+
+def conversion_totals(run, *, size, shape, totals):
+  """HLO: bytes of each conversion on one axis, all devices together.
+
+  Args:
+    size: devices. shape: of a float64 tensor T.
+    totals: {'S(0) -> B': bytes of all devices, in tensors T}.
+  """
+  del run
+  mesh = _mesh(f'tensor={size}')
+  whole, right, told = math.prod(shape) * 8, 0, []
+  for text, expected in totals.items():
+    a, b = (f'tensor:{side}' for side in text.split(' -> '))
+    counted, _ = _conversion(mesh, shape, layout.parse(a), layout.parse(b))
+    found = sum(counted.values()) * size / whole
+    right += found == expected
+    told.append(f'{text} {found:g}')
+  return claims.Outcome(
+    f'{len(totals)} of {len(totals)}',
+    f'{right} of {len(totals)}',
+    f'on {size} devices, in tensors: {", ".join(told)}',
+    right == len(totals),
+  )
+
+
+def conversions_declared(run, *, mesh, shape, conversions):
+  """HLO: bytes declared before running are those counted, axis by axis.
+
+  Args:
+    mesh: text as for --mesh. shape: of a float64 tensor.
+    conversions: 'data:S(0) tensor:P -> B', ... (layout.parse).
+  """
+  del run
+  made, right, moved = _mesh(mesh), 0, 0
+  for text in conversions:
+    a, b = _pair(text)
+    declared = layout.cost(shape, 'float64', a, b, dict(made.shape))
+    counted, _ = _conversion(made, shape, a, b)
+    right += counted == declared
+    moved += sum(counted.values())
+  return claims.Outcome(
+    f'{len(conversions)} of {len(conversions)}',
+    f'{right} of {len(conversions)}',
+    f'{mesh}; {moved:,} bytes in all, each conversion equal on each axis',
+    right == len(conversions),
+  )
+
+
+def conversions_equal(run, *, mesh, shape, conversions, within):
+  """EQ: converted tensors are the tensors (sums of terms: within rounding).
+
+  Args:
+    mesh, shape, conversions: as `conversions_declared`.
+    within: largest difference allowed, of values of order one, in float64.
+  """
+  del run
+  made = _mesh(mesh)
+  worst = max(_conversion(made, shape, *_pair(t))[1] for t in conversions)
+  return claims.Outcome(
+    f'<= {within:.0e}',
+    f'{worst:.1e}',
+    f'{len(conversions)} conversions on {mesh}, against NumPy; gradients are '
+    'in tests/sharding/planner/test_conversions.py',
+    worst <= within,
+  )
+
+
+def cheapest_pair(run, *, size, rows):
+  """SIM: of the layouts of two weights, Megatron's pair declares least bytes.
+
+  y = f(x a) b with whole x and y; f is not linear, so its input is no sum.
+
+  Args:
+    size: devices. rows: tokens; widths are those of the config.
+  """
+  d, f = run.config.model.d_model, run.config.model.d_ff
+  cheap = functools.partial(
+    signatures.cheapest, 'ab,bc->ac', dtype='float32', sizes={'tensor': size}
+  )
+  shapes, found = (((rows, d), (d, f)), ((rows, f), (f, d))), {}
+  whole, splits = layout.parse('B'), list(map(layout.parse, (_COLUMNS, _ROWS)))
+  for a, b in itertools.product(splits, repeat=2):
+    ways = [
+      cheap(shapes[0], signatures.Signature(whole, a, middle)).bytes
+      + cheap(shapes[1], signatures.Signature(middle, b, whole)).bytes
+      for middle in (whole, *splits)
+    ]
+    found[f'{a["tensor"]},{b["tensor"]}'] = min(ways)
+  best = min(found, key=found.get)
+  told = ', '.join(f'{pair} {n:,}' for pair, n in found.items())
+  return claims.Outcome(
+    'S(1),S(0)',
+    best,
+    f'bytes declared per device: {told}; '
+    f'{rows} rows, {d} x {f}, {size} devices',
+    best == 'S(1),S(0)' and list(found.values()).count(found[best]) == 1,
+  )
+
+
+def _block(x_BTD, weights, defer):
+  """x + attention(x) + mlp(x), of local weights: two rows-parallel products.
+
+  defer: terms are added and then summed over devices; else each is summed.
+  """
+  query, key, value, output, up, down = weights
+  q, k, v = (jnp.einsum('BTD,DNP->BTNP', x_BTD, w) for w in (query, key, value))
+  mask = attention_op.Mask(scale=q.shape[-1] ** -0.5)
+  o_BTNP, _ = attention_op.attention(q, k, v, mask)
+  a = jnp.einsum('BTNP,NPD->BTD', o_BTNP, output)
+  h = jax.nn.gelu(jnp.einsum('BTD,DF->BTF', x_BTD, up))
+  m = jnp.einsum('BTF,FD->BTD', h, down)
+  whole = lambda y: layout.convert(y, layout.parse('tensor:P'), layout.Layout())
+  return x_BTD + (whole(a + m) if defer else whole(a) + whole(m))
+
+
+_BLOCK = ('tensor:S(1)',) * 3 + ('tensor:S(0)', 'tensor:S(1)', 'tensor:S(0)')
+
+
+def _block_arrays(config):
+  """x and weights of the config's shapes, float64, on the host."""
+  model, rng = config.model, np.random.default_rng(0)
+  d, n, f = model.d_model, model.num_heads, model.d_ff
+  into = (d, n, d // n)
+  shapes = (into, into, into, (n, d // n, d), (d, f), (f, d))
+  weights = [rng.normal(size=s) * d**-0.5 for s in shapes]
+  rows = config.train.batch_size, config.data.sequence_length
+  return rng.normal(size=(*rows, d)), weights
+
+
+def _block_program(config, mesh, defer, differentiate):
+  """The block over `tensor`, or its gradients: jitted, and its arguments.
+
+  mesh None: one device.
+  """
+  x, weights = _block_arrays(config)
+  run = functools.partial(_block, defer=defer)
+  if mesh is not None:
+    layouts = map(layout.parse, _BLOCK)
+    specs = [a.spec(w.ndim) for a, w in zip(layouts, weights, strict=True)]
+    put = lambda v, s: jax.device_put(v, jax.NamedSharding(mesh, s))
+    weights = [put(w, s) for w, s in zip(weights, specs, strict=True)]
+    x = put(x, PartitionSpec())
+    run = jax.shard_map(
+      run,
+      in_specs=(PartitionSpec(), specs),
+      out_specs=PartitionSpec(),
+      check_vma=False,
+    )
+  if differentiate:
+    total = lambda x, weights: jnp.sin(run(x, weights)).sum()
+    return jax.jit(jax.value_and_grad(total, (0, 1))), (x, weights)
+  return jax.jit(run), (x, weights)
+
+
+def deferred_sums(run, *, mesh):
+  """HLO: a block of attention beside an mlp needs one all-reduce, not two.
+
+  Args:
+    mesh: text as for --mesh, a tensor axis.
+  """
+  made, found = _mesh(mesh), {}
+  # The CPU compiler would send both sums in one message: no fewer bytes.
+  apart = {'xla_disable_hlo_passes': 'cpu-all-reduce-combiner'}
+  with jax.enable_x64(True), jax.set_mesh(made):
+    for defer in (False, True):
+      program, args = _block_program(run.config, made, defer, False)
+      text = program.lower(*args).compile(apart).as_text()
+      sums = hlo.collectives(text, made)
+      found[defer] = sum(c.count for c in sums), sum(c.total for c in sums)
+  (each, each_bytes), (one, one_bytes) = found[False], found[True]
+  return claims.Outcome(
+    '2 -> 1',
+    f'{each} -> {one}',
+    f'{mesh}, forward: {each_bytes:,} -> {one_bytes:,} bytes per device; terms '
+    'of attention and mlp are added where they are',
+    (each, one) == (2, 1) and each_bytes == 2 * one_bytes,
+  )
+
+
+def deferred_sums_equal(run, *, mesh, within):
+  """EQ: that block and all its gradients equal one device, in float64.
+
+  Args:
+    mesh: text as for --mesh, a tensor axis.
+    within: largest difference allowed, relative to each leaf's maximum.
+  """
+  made, worst = _mesh(mesh), 0.0
+  with jax.enable_x64(True):
+    program, args = _block_program(run.config, None, False, True)
+    expected = jax.tree.leaves(jax.device_get(program(*args)))
+    for defer in (False, True):
+      with jax.set_mesh(made):
+        program, args = _block_program(run.config, made, defer, True)
+        found = jax.tree.leaves(jax.device_get(program(*args)))
+      leaves = [dict(enumerate(tree)) for tree in (found, expected)]
+      worst = max(worst, *claims.differences(*leaves).values())
+  return claims.Outcome(
+    f'<= {within:.0e}',
+    f'{worst:.1e}',
+    f'{mesh}; loss, dx and six weights, deferred and not',
+    worst <= within,
+  )

@@ -1,0 +1,364 @@
+"""Claims about what a layout makes each device hold.
+
+ZeRO (arXiv:1910.02054, section 5) divides parameters, gradients and optimizer
+state, 2 + 2 + K bytes a parameter in mixed precision (K = 12); in float32 they
+are 4 + 4 + 8. On N devices, stage by stage:
+
+    0: 2 + 2 + K    1: 2 + 2 + K / N    2: 2 + (2 + K) / N    3: (2 + 2 + K) / N
+
+Gradients count as the sums over microbatches that a step holds: whole until
+stage 2. Held bytes are read from arrays on devices (HLO), from the compiler for
+a TPU that is not there (AOT), or from the rules alone (SIM); predicted ones are
+those of `paraxis check` (train/certify/check.py), and no time follows from
+them.
+"""
+
+import functools
+import math
+
+import jax
+import numpy as np
+
+from paraxis.configs.base import errors
+from paraxis.models import build
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import rules as rules_lib
+from paraxis.sharding.meter import aot
+from paraxis.sharding.meter import hlo
+from paraxis.sharding.meter import liveness
+from paraxis.sharding.meter import traced
+from paraxis.train import program as job_lib
+from paraxis.train import step as step_lib
+from paraxis.train.certify import check
+from paraxis.train.certify import target_compile
+from paraxis.train.certify import trial
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.layouts import step as claims_layouts
+
+STAGES = range(4)
+
+
+def _whole(params):
+  """Paths of parameters that every device holds whole."""
+  return [p for p, x in params.items() if not any(x.sharding.spec)]
+
+
+def _shard_bytes(tree):
+  """Bytes that the first device holds of a tree of arrays."""
+  leaves = jax.tree.leaves(tree)
+  return sum(x.addressable_shards[0].data.nbytes for x in leaves)
+
+
+def _sums(body, times):
+  """Bytes of what the first loop of `times` turns carries, or None."""
+  for op in body.ops:
+    if op.name == 'scan' and op.times == times:
+      return sum(v.bytes for v in op.outs)
+    inner = [_sums(b, times) for b in op.bodies]
+    if any(inner):
+      return next(filter(None, inner))
+  return None
+
+
+@functools.lru_cache(maxsize=8)
+def _held(config, devices):
+  """Bytes of {parameters, sums, gradients, optimizer, peak}, paths.
+
+  sums: of gradients over microbatches. gradients: as they leave the step.
+  peak: of the gradient, its arguments not counted (an estimate). paths: of
+  parameters that stay whole.
+  """
+  side, times = trial.Side(config, devices), config.train.microbatches
+  job, rng = side.job, np.random.default_rng(0)
+  params = {
+    p: rng.normal(size=x.shape).astype(x.dtype)
+    for p, x in job.built.params.items()
+  }
+  state = side.start(params)
+  grads = step_lib.make(job.built, job.optimizer, 0.0).grads
+  with job.context():
+    batch = side.put(trial.batches(config, False)[0])
+    found = side.gradients(state, trial.batches(config, False)[0])[1]
+    body, _ = traced.trace(grads, dict(job.mesh.shape), state.params, batch)
+  return {
+    'parameters': _shard_bytes(state.params),
+    'sums': _sums(body, times),
+    'gradients': _shard_bytes(found),
+    'optimizer': _shard_bytes(state.optimizer),
+    'peak': liveness.estimate(body).peak,
+  }, _whole(state.params)
+
+
+def zero_memory(run, *, mesh, bytes_per_parameter, within):
+  """HLO: bytes a device holds at ZeRO stages 0 to 3, from real arrays.
+
+  Parameters, sums of gradients over 2 microbatches, optimizer state.
+
+  Args:
+    mesh: text as for --mesh, a data axis.
+    bytes_per_parameter: of each stage. within: how far ours may be from it.
+  """
+  config, devices = claims_layouts.on(run.config, mesh)
+  config = claims_layouts.changed(
+    config, collectives='explicit', microbatches=2
+  )
+  held = []
+  for stage in STAGES:
+    row, whole = _held(claims_layouts.changed(config, zero=stage), devices)
+    held.append(row)
+  count = held[0]['parameters'] / 4  # float32, and whole at stage 0
+  per = lambda name: ' '.join(f'{row[name] / count:.2f}' for row in held)
+  total = [
+    (row['parameters'] + row['sums'] + row['optimizer']) / count for row in held
+  ]
+  text = lambda row: ' '.join(f'{v:.2f}' for v in row)
+  return claims.Outcome(
+    f'{text(bytes_per_parameter)} +-{within:.2f}',
+    text(total),
+    f'{mesh}, float32, bytes a parameter: parameters {per("parameters")}; sums '
+    f'over microbatches {per("sums")}; optimizer {per("optimizer")}. '
+    f'Gradients leave the step as {per("gradients")}. Whole at stage 3: '
+    f'{", ".join(whole)}. Below stage 3 the gradient of one microbatch is '
+    'whole until it is scattered: beside the parameters the gradient takes, '
+    f'activations included, {per("peak")} (estimate)',
+    all(
+      abs(a - b) <= within
+      for a, b in zip(total, bytes_per_parameter, strict=True)
+    ),
+  )
+
+
+def _counts(config, stage):
+  """Numbers a device holds: of parameters, of gradients' sums, of state."""
+  config = claims_layouts.changed(config, zero=stage)
+  built = build.build(config, abstract=True)
+  sizes = dict(built.mesh.shape)
+
+  def held(first):
+    specs = {
+      p: rules_lib.stored(
+        built.model.axes[p], x.shape, built.rules, sizes, first
+      )
+      for p, x in built.params.items()
+    }
+    shards = lambda spec: math.prod(
+      sizes[a]
+      for axes in spec
+      for a in (axes if isinstance(axes, tuple) else (axes,))
+      if a
+    )
+    return sum(
+      math.prod(x.shape) // shards(specs[p]) for p, x in built.params.items()
+    )
+
+  own = math.inf  # a stage from which nothing more is sharded
+  return tuple(map(held, (own, rules_lib.SUMS, rules_lib.OPTIMIZER)))
+
+
+def zero_published(run, *, model, devices, widths, gigabytes, within):
+  """SIM: the table of the paper's figure 1, by our rules, without devices.
+
+  Args:
+    model: fields of schema.Model beyond the config's.
+    devices: on the data axis.
+    widths: bytes of a parameter, of its gradient, of its optimizer state.
+    gigabytes: of each stage. within: relative difference allowed.
+  """
+  sizes = {a: 1 for a in mesh_lib.AXES} | {'data': devices}
+  config = claims_layouts.changed(run.config, **sizes, **model)
+  counts = [_counts(config, stage) for stage in STAGES]
+  table = lambda widths: [
+    sum(n * w for n, w in zip(row, widths, strict=True)) / 1e9 for row in counts
+  ]
+  text = lambda row: ' '.join(f'{v:.3g}' for v in row)
+  found = table(widths)
+  return claims.Outcome(
+    f'{text(gigabytes)} +-{within:.1%}',
+    text(found),
+    f'GB a device, data={devices}, {counts[0][0] / 1e9:.2f}B parameters, '
+    f'bytes {" + ".join(map(str, widths))}; in float32, 4 + 4 + 8: '
+    f'{text(table((4, 4, 8)))}',
+    all(
+      abs(a - b) <= within * b for a, b in zip(found, gigabytes, strict=True)
+    ),
+  )
+
+
+@functools.lru_cache(maxsize=16)
+def _update_memory(config, topology):
+  """(aot.Memory of the update of a step, number of parameters)."""
+  target = aot.topology(topology)
+  with target.context():
+    job = job_lib.of_shapes(config, '', target.devices)
+    update = target_compile.trace(job)['update']
+  with job.context():
+    memory = aot.memory(aot.compile_for(target, 'update', update))
+  return memory, sum(math.prod(p.shape) for p in job.state.params.values())
+
+
+def zero_compiled(run, *, model, topologies, within):
+  """AOT: what the update of a step holds on real machines, stages 0, 1, 3.
+
+  Its arguments: parameters, optimizer state, gradients as they leave the step
+  (which from stage 1 on are sharded: stage 2 is stage 1 here).
+
+  Args:
+    model: fields of schema.Model beyond the config's.
+    topologies: names as for sharding/meter/aot.py; data spans the devices.
+    within: relative difference allowed from the formula.
+  """
+  worst, told = 0.0, []
+  for name in topologies:
+    n, row = len(aot.topology(name).devices), []
+    for stage, least in ((0, 16), (1, 4 + 12 / n), (3, 16 / n)):
+      config = claims_layouts.changed(
+        run.config, data=n, zero=stage, batch_size=n, microbatches=1, **model
+      )
+      memory, count = _update_memory(config, name)
+      worst = max(worst, abs(memory.arguments / (count * least) - 1))
+      row.append(f'{memory.arguments / 1e9:.2f} ({memory.peak / 1e9:.2f})')
+    told.append(f'{name} {", ".join(row)}')
+  return claims.Outcome(
+    f'<= {within:.1%} off',
+    f'{worst:.1%} off',
+    f'{count / 1e9:.2f}B parameters in float32; 16, 4 + 12 / N, 16 / N bytes '
+    'each. GB, and at the worst moment of the update, when parameters are '
+    f'gathered: {"; ".join(told)}',
+    worst <= within,
+  )
+
+
+@functools.lru_cache(maxsize=64)
+def _report(config):
+  return check.check(config)
+
+
+def _predicted(config, fields):
+  """{quantity: bytes} of `paraxis check`: held, 'peak', received by axis.
+
+  fields: of schema.Mesh, Model and Train; mesh axes left out are 1.
+  """
+  sizes = {a: 1 for a in mesh_lib.AXES}
+  report = _report(claims_layouts.changed(config, **sizes | fields))
+  if report.unknown:
+    raise errors.UserError(
+      f'{fields}: {"; ".join(report.unknown)}: not predicted, so no claim.'
+    )
+  return {**report.held, 'peak': report.peak, **hlo.by_axis(report.messages)}
+
+
+def _gigabytes(size):
+  return f'{size / 1e9:,.0f}' if size >= 1e12 else f'{size / 1e9:.3g}'
+
+
+def predicted_ratios(run, *, models, base, steps, ratios, within):
+  """SIM: how predicted bytes of a chip change with the layout.
+
+  Args:
+    models: {name: fields of schema.Model beyond the config's}.
+    base: fields of schema.Mesh and Train; mesh axes left out are 1.
+    steps: list of fields that change in `base`.
+    ratios: {quantity: ratio to base of each step}; a quantity is a class of
+      bytes held (parameters, gradients, optimizer, activations, peak) or a
+      mesh axis, over which bytes are received.
+    within: relative difference allowed.
+  """
+  worst, told = 0.0, []
+  for name, fields in models.items():
+    rows = [_predicted(run.config, fields | base | s) for s in ({}, *steps)]
+    parts = []
+    for quantity, wanted in ratios.items():
+      values = [row.get(quantity, 0) for row in rows]
+      parts.append(f'{quantity} {" ".join(map(_gigabytes, values))}')
+      for value, ratio in zip(values[1:], wanted, strict=True):
+        worst = max(worst, abs(value / values[0] / ratio - 1))
+    told.append(f'{name} {", ".join(parts)}')
+  wanted = '; '.join(
+    f'{name} {" ".join(f"{r:.3g}" for r in row)}'
+    for name, row in ratios.items()
+  )
+  return claims.Outcome(
+    f'{wanted}; +-{within:.0%}',
+    f'{worst:.1%} off',
+    f'predicted GB a chip: {"; ".join(told)}; '
+    f'{" -> ".join(map(_fields, (base, *steps)))}',
+    worst <= within,
+  )
+
+
+def _fields(fields):
+  return ','.join(f'{k}={v}' for k, v in fields.items())
+
+
+def predicted_at_most(run, *, base, step, quantity, ratio):
+  """SIM: predicted bytes of a chip shrink at least so much.
+
+  Args:
+    base, step, quantity: as in `predicted_ratios`, of one step.
+    ratio: the most that step over base may be.
+  """
+  before, after = (
+    _predicted(run.config, base | fields)[quantity] for fields in ({}, step)
+  )
+  return claims.Outcome(
+    f'{quantity} <= {ratio:g}',
+    f'{after / before:.3g}',
+    f'predicted GB a chip: {_gigabytes(before)} -> {_gigabytes(after)}; '
+    f'{_fields(base)} -> {_fields(step)}',
+    after <= ratio * before,
+  )
+
+
+def predicted_fits(run, *, models, layouts, memory, fits):
+  """SIM: which models fit into a chip's memory, in which layout.
+
+  Args:
+    models: {name: fields of schema.Model beyond the config's}.
+    layouts: list of fields, as in `predicted_ratios`.
+    memory: of a chip, in bytes.
+    fits: {name: whether each of the layouts fits}.
+  """
+  found, told = {}, []
+  for name, fields in models.items():
+    peaks = [_predicted(run.config, fields | l)['peak'] for l in layouts]
+    found[name] = [bool(peak <= memory) for peak in peaks]
+    told.append(f'{name} {" ".join(map(_gigabytes, peaks))}')
+  say = lambda table: '; '.join(
+    f'{name} {" ".join("no yes".split()[fit] for fit in row)}'
+    for name, row in table.items()
+  )
+  return claims.Outcome(
+    say(fits),
+    say(found),
+    f'predicted GB at the worst moment, of {memory / 1e9:g}: '
+    f'{"; ".join(told)}; layouts {"; ".join(map(_fields, layouts))}. No '
+    'throughput is claimed',
+    found == fits,
+  )
+
+
+def axis_within_host(run, *, axis, chips, host, sizes, crosses):
+  """SIM: which sizes of a mesh axis keep its messages inside a host.
+
+  Devices lie on the mesh in their order, the last axis fastest.
+
+  Args:
+    axis: of the mesh. chips: all of them; data takes what the axis leaves.
+    host: chips of one. sizes: of the axis.
+    crosses: for each, hosts that one group of the axis spans.
+  """
+  del run
+  found = []
+  for n in sizes:
+    shape = [{'data': chips // n, axis: n}.get(a, 1) for a in mesh_lib.AXES]
+    place = np.arange(chips).reshape(shape) // host
+    rows = np.moveaxis(place, mesh_lib.AXES.index(axis), -1).reshape(-1, n)
+    found.append(max(len(set(row)) for row in rows.tolist()))
+  text = lambda row: ' '.join(map(str, row))
+  return claims.Outcome(
+    text(crosses),
+    text(found),
+    f'hosts that a group of {axis} spans, at {axis}={text(sizes)} on {chips} '
+    f'chips, {host} to a host; the order is that of the mesh axes',
+    found == list(crosses),
+  )

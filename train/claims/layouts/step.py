@@ -1,0 +1,371 @@
+"""Claims about the layouts of a step: messages counted, numbers equal.
+
+Messages are those of the compiled gradient and update (sharding/meter/hlo.py),
+in bytes that one device receives. ZeRO's volumes (arXiv:1910.02054, section 7)
+are told in units of w Psi (N - 1) / N: Psi parameters of w bytes on N devices,
+each sent once to the device that needs it. Tensor parallel messages are told
+per layer, as the difference of two depths, with the forward and the backward
+pass as separate programs: in one, XLA would merge equal messages.
+
+Legend: B rows, T tokens, D model, V vocabulary.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax
+import numpy as np
+
+from paraxis.configs import schema
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.meter import hlo
+from paraxis.train import loss as loss_lib
+from paraxis.train import program as job_lib
+from paraxis.train.certify import target_compile
+from paraxis.train.certify import trial
+from paraxis.train.certify import verify
+from paraxis.train.claims import harness as claims
+
+
+def changed(config, **fields):
+  """schema.Config with fields of its sections mesh, model or train replaced."""
+  out = config
+  for section in ('mesh', 'model', 'train'):
+    old = getattr(out, section)
+    mine = {k: fields.pop(k) for k in list(fields) if hasattr(old, k)}
+    new = dataclasses.replace(old, **mine)
+    out = dataclasses.replace(out, **{section: new})
+  if fields:
+    raise ValueError(f'no section has the fields {sorted(fields)}')
+  return out
+
+
+def on(config, mesh):
+  """(schema.Config with the mesh axes of a text alone, tuple of devices)."""
+  sizes = {a: 1 for a in mesh_lib.AXES} | mesh_lib.parse(mesh)
+  devices = tuple(jax.devices()[: math.prod(sizes.values())])
+  mesh_lib.resolve(sizes, len(devices))  # UserError if they are too few
+  return changed(config, **sizes), devices
+
+
+def say(fields):
+  """Fields of a case as text, the mesh first."""
+  rest = [f'{k}={v}' for k, v in fields.items() if k != 'mesh']
+  return ' '.join([fields['mesh'], *rest])
+
+
+def certified(cases, properties, within, what):
+  """Outcome of `paraxis verify` on cases {text: (config, devices)}."""
+  found = {}
+  for text, (config, devices) in cases.items():
+    subject = verify.prepare(config, '', devices=devices)
+    found[text] = verify.certify(subject, properties)
+  worst = lambda rows: max(row.measured for row in rows)
+  return claims.Outcome(
+    f'<= {within:.0e}',
+    f'{max(map(worst, found.values())):.1e}',
+    f'{what}, float64, shrunk, packed rows; '
+    + '; '.join(f'{k}: {worst(r):.0e}' for k, r in found.items()),
+    all(
+      row.passed and row.measured <= within
+      for rows in found.values()
+      for row in rows
+    ),
+  )
+
+
+@functools.lru_cache(maxsize=16)
+def _step_messages(config, devices, programs=target_compile.PROGRAMS):
+  """([hlo.Collective] of programs of a step, job.Job)."""
+  job, found = job_lib.of_shapes(config, '', devices), []
+  traces = target_compile.trace(job)
+  for name in programs:
+    with job.context():
+      text = traces[name].lower().compile(trial.quick_options()).as_text()
+    found += hlo.collectives(text, job.mesh)
+  return found, job
+
+
+def zero_volume(run, *, mesh, volumes, within):
+  """HLO: bytes of a step at ZeRO stages 0 to 3, with explicit collectives.
+
+  Args:
+    mesh: text as for --mesh, a data axis.
+    volumes: of each stage, in the unit above. within: how far from them.
+  """
+  found = {1: [], 2: []}
+  for microbatches, stage in itertools.product(found, range(len(volumes))):
+    config, devices = on(run.config, mesh)
+    config = changed(
+      config, zero=stage, collectives='explicit', microbatches=microbatches
+    )
+    sent, job = _step_messages(config, devices)
+    params, n = job.state.params, len(devices)
+    size = sum(math.prod(p.shape) * p.dtype.itemsize for p in params.values())
+    found[microbatches].append(sum(c.total for c in sent) / size * n / (n - 1))
+  whole = [p for p, x in params.items() if not any(x.sharding.spec)]
+  text = lambda row: ' '.join(f'{v:.2f}' for v in row)
+  return claims.Outcome(
+    f'{text(volumes)} +-{within:.2f}',
+    text(found[1]),
+    f'{mesh}, gradient and update, in parameters; at stage 3 the tables, which '
+    'no loop gathers again, and what stays whole ('
+    f'{", ".join(whole)}) move 2. With two microbatches {text(found[2])}: '
+    'stage 2 scatters, stage 3 gathers and scatters, for each',
+    all(abs(a - b) <= within for a, b in zip(found[1], volumes, strict=True)),
+  )
+
+
+def zero_trajectories(run, *, mesh, stages, steps, within):
+  """EQ: parameters after some steps of ZeRO equal those of one device.
+
+  Args:
+    mesh: text as for --mesh, a data axis. stages: of ZeRO.
+    steps: updates, each from own gradients of the stage, in 2 microbatches.
+    within: largest difference allowed of what the steps changed, relative to
+      the largest change of each leaf.
+  """
+  config = changed(run.config, collectives='explicit', microbatches=2)
+  config, devices = on(config, mesh)
+  subject = verify.prepare(config, '', devices=devices)
+  config, worst = subject.config, []
+  seeds = range(math.ceil(steps / trial.STEPS))
+  batches = [b for seed in seeds for b in trial.batches(config, True, seed)]
+  with jax.enable_x64(True):
+    one = dataclasses.replace(config, mesh=schema.Mesh())
+    start = trial.reference(config, True, devices[0]).params
+
+    def moved(side):
+      after = jax.device_get(side.steps(start, batches[:steps]).params)
+      return {path: x - start[path] for path, x in after.items()}
+
+    wanted = moved(trial.Side(one, devices[:1]))
+    for stage in stages:
+      found = moved(trial.Side(changed(config, zero=stage), devices))
+      worst.append(trial.worst(found, wanted)[0])
+  least = min(float(np.abs(x).max()) for x in wanted.values())
+  return claims.Outcome(
+    f'<= {within:.0e}',
+    f'{max(worst):.1e}',
+    f'{mesh}, float64, shrunk: how far {steps} steps of '
+    f'{config.optimizer.name} moved parameters (every leaf by {least:.0e} or '
+    f'more), stages '
+    f'{", ".join(map(str, stages))}: {", ".join(f"{w:.0e}" for w in worst)}',
+    max(worst) <= within,
+  )
+
+
+def _passes(built, batch):
+  """Two functions: (params, batch) -> (loss, saved); (saved, g) -> gradients.
+
+  Of all parameters but the embedding table: jax cannot yet differentiate its
+  lookup in one program and transpose it in another.
+  """
+
+  def forward(params, batch):
+    others = {p: x for p, x in params.items() if p != 'embedding'}
+    of = lambda others: loss_lib.next_token(built.model, params | others, batch)
+    return jax.vjp(of, others)
+
+  backward = lambda saved, g: saved(g)[0]
+  if built.choices.collectives != 'explicit':
+    return forward, backward
+  # What is saved differs from device to device: it travels as rows.
+  rows = jax.P(built.mesh.axis_names)
+  own = {p: x.sharding.spec for p, x in built.params.items()}
+  laid_out = jax.tree.map(lambda x: x.sharding.spec, batch)
+
+  def forward_rows(params, batch):
+    loss, saved = forward(params, batch)
+    return loss, jax.tree.map(lambda x: x[None], saved)
+
+  def backward_rows(saved, g):
+    return backward(jax.tree.map(lambda x: x[0], saved), g)
+
+  region = functools.partial(jax.shard_map, check_vma=False)
+  others = {p: s for p, s in own.items() if p != 'embedding'}
+  return (
+    region(forward_rows, in_specs=(own, laid_out), out_specs=(jax.P(), rows)),
+    region(backward_rows, in_specs=(rows, jax.P()), out_specs=others),
+  )
+
+
+def _pass_messages(config, devices):
+  """[[hlo.Collective] of the forward pass, of the backward pass]."""
+  side = trial.Side(config, devices)
+  job = side.job
+  laid_out = lambda x: jax.ShapeDtypeStruct(
+    x.shape,
+    x.dtype,
+    sharding=jax.NamedSharding(
+      job.mesh, x.sharding.spec if x.sharding else jax.P()
+    ),
+  )
+  with job.context():
+    batch = side.put(trial.batches(config, False)[0])
+    forward, backward = _passes(job.built, batch)
+    first = jax.jit(forward).trace(job.built.params, batch)
+    loss, saved = jax.tree.map(laid_out, first.out_info)
+    second = jax.jit(backward).trace(saved, loss)
+    compiled = [
+      traced.lower().compile(trial.quick_options())
+      for traced in (first, second)
+    ]
+  return [hlo.collectives(c.as_text(), job.mesh) for c in compiled]
+
+
+@functools.lru_cache(maxsize=4)
+def _per_layer(config, devices):
+  """Of the forward and the backward pass: {(kind, operand bytes): count}."""
+  tally = []
+  for layers in (3, 2):  # loops: XLA would unroll one layer
+    row = []
+    for sent in _pass_messages(changed(config, num_layers=layers), devices):
+      count = collections.Counter()
+      for c in sent:
+        count[c.kind, c.operand_bytes, c.bytes] += c.count
+      row.append(count)
+    tally.append(row)
+  return [more - fewer for more, fewer in zip(*tally, strict=True)]
+
+
+def _tensor_parallel(config, mesh, sequence):
+  """(config, devices): all-reduces, or our gathers and scatters."""
+  how = 'explicit' if sequence else 'annotated'
+  return on(changed(config, sequence=sequence, collectives=how), mesh)
+
+
+def _activation(config):
+  """Bytes of one whole activation (B, T, D)."""
+  rows = config.train.batch_size // config.train.microbatches
+  wide = np.dtype(config.model.dtype).itemsize
+  return rows * config.data.sequence_length * config.model.d_model * wide
+
+
+def messages_per_layer(run, *, mesh, sequence, forward, backward):
+  """HLO: collectives of a layer in each pass, and nothing besides.
+
+  Args:
+    mesh: text as for --mesh, a tensor axis.
+    sequence: whether residuals are sharded over it (mesh.sequence).
+    forward, backward: {kind: count}; each moves one activation (B, T, D).
+  """
+  config, devices = _tensor_parallel(run.config, mesh, sequence)
+  found, expected = _per_layer(config, devices), (forward, backward)
+  whole, right = _activation(config), True
+  for count, wanted in zip(found, expected, strict=True):
+    kinds = collections.Counter()
+    for (kind, held, _), times in count.items():
+      # Before a gather each device holds its share.
+      right &= held * (len(devices) if kind == 'all-gather' else 1) == whole
+      kinds[kind] += times
+    right &= dict(kinds) == wanted
+  say = lambda rows: ' | '.join(
+    ', '.join(f'{n} {kind}' for kind, n in sorted(row.items())) for row in rows
+  )
+  names = [
+    collections.Counter({k: n for (k, *_), n in row.items()}) for row in found
+  ]
+  moved = [_received(row) / whole for row in found]
+  n = len(devices)
+  return claims.Outcome(
+    say(expected),
+    say(names),
+    f'{mesh}, forward | backward, each of {whole:,} bytes (B T D); received '
+    f'per device {moved[0]:.3g} + {moved[1]:.3g} of that; 8 (t - 1) / t is '
+    f'{8 * (n - 1) / n:.3g}',
+    right,
+  )
+
+
+def _received(count):
+  return sum(size * times for (*_, size), times in count.items())
+
+
+def sequence_volume(run, *, mesh, forward, backward):
+  """HLO: bytes of a layer with sequence-sharded residuals, over those without.
+
+  Args:
+    mesh: text as for --mesh, a tensor axis.
+    forward, backward: ratios expected.
+  """
+  scattered, reduced = (
+    [_received(c) for c in _per_layer(*_tensor_parallel(run.config, mesh, s))]
+    for s in (True, False)
+  )
+  ratios = [a / b for a, b in zip(scattered, reduced, strict=True)]
+  text = lambda row: ' and '.join(f'{r:g}' for r in row)
+  return claims.Outcome(
+    text((forward, backward)),
+    text(ratios),
+    f'{mesh}, forward and backward; inputs of both sublayers are kept as '
+    'shards and gathered again in the backward pass, two gathers more (the '
+    'paper overlaps them with a product). Gradients of norms, 2 D numbers a '
+    'layer, are summed at the end of the step and not in here',
+    ratios == [forward, backward],
+  )
+
+
+def logits_stay(run, *, mesh):
+  """HLO: no collective of the gradient holds as much as a shard of the logits.
+
+  Args:
+    mesh: text as for --mesh, a tensor axis.
+  """
+  config, devices = on(run.config, mesh)
+  whole = _activation(config) * config.model.vocab_size // config.model.d_model
+  shard, most = whole // config.mesh.tensor, {}
+  ways = itertools.product((False, True), ('annotated', 'explicit'))
+  for sequence, how in ways:
+    if sequence or how == 'annotated':
+      layout = changed(config, sequence=sequence, collectives=how)
+      sent, _ = _step_messages(layout, devices, ('gradient',))
+      largest = max(sent, key=lambda c: c.result_bytes)
+      most[f'{how}{", sequence" * sequence}'] = largest.result_bytes
+  return claims.Outcome(
+    f'< {shard:,} bytes',
+    f'{max(most.values()):,} bytes',
+    f'{mesh}; all logits are {whole:,} bytes, one activation (B T D) '
+    f'{_activation(config):,}; largest message of '
+    + '; '.join(f'{name}: {size:,}' for name, size in most.items()),
+    max(most.values()) < shard,
+  )
+
+
+def options_equal(run, *, devices, zero, within):
+  """EQ: {data, tensor, zero, remat}, each on or off, against one device.
+
+  Loss, every gradient, one update from identical gradients, and that state and
+  gradients lie where the rules say; shrunk, packed rows, float64.
+
+  Args:
+    devices: of a layout with data or tensor on; both on: tensor=2.
+    zero: stage when on. within: largest difference allowed.
+  """
+  properties, rows, failed = ('loss', 'gradients', 'update', 'layout'), {}, []
+  for case in itertools.product((False, True), repeat=4):
+    data, tensor, sharded, remat = case
+    shards = (2 if data else devices) if tensor else 1
+    config = changed(
+      run.config, zero=zero * sharded, remat='full' if remat else 'none'
+    )
+    mesh = f'data={devices // shards if data else 1},tensor={shards}'
+    config, used = on(config, mesh)
+    subject = verify.prepare(config, '', devices=used)
+    rows[case] = verify.certify(subject, properties)
+    if not all(row.measured <= min(row.bound, within) for row in rows[case]):
+      names = ('data', 'tensor', 'zero', 'remat')
+      chosen = [n for n, on in zip(names, case, strict=True) if on]
+      failed.append(' '.join(chosen) or 'all off')
+  worst = max(row.measured for case in rows.values() for row in case)
+  one_by_one = f'differ: {", ".join(failed)}' if failed else 'all equal'
+  return claims.Outcome(
+    f'16 of 16 <= {within:.0e}',
+    f'{16 - len(failed)} of 16, {worst:.0e}',
+    f'{one_by_one}; {devices} devices, both on: tensor=2; ZeRO {zero} without '
+    'data shards nothing; data and tensor off is one device against itself',
+    not failed,
+  )

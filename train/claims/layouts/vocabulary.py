@@ -1,0 +1,179 @@
+"""Claims about the two ends of a pipeline, shared out over all its stages.
+
+Embedding and head are the same work and the same bytes on every device, p
+stages of t tensor shards each (vocabulary parallelism, arXiv:2411.05288):
+
+    head on one device    V h / (p t) numbers
+    work of a stage       (L l + x) / p,  against  L l / p + x  of the last one
+
+where the head is x = 2 h V operations a token and a layer l = 24 h^2 + 4 s h
+(arXiv:2104.04473, appendix).
+
+Legend: p stages, t tensor shards, m microbatches, V vocabulary, h width, L
+layers, s tokens of a row.
+"""
+
+import functools
+import math
+
+import jax
+import numpy as np
+
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.meter import aot
+from paraxis.sharding.pipeline import schedules
+from paraxis.sharding.planner import simulate
+from paraxis.train import program as job_lib
+from paraxis.train.certify import target_compile
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.layouts import step as claims_layouts
+from paraxis.train.claims.pipeline import step as claims_pipeline_step
+
+ENDS = ('embedding', 'head')
+
+
+def head_shares(run, *, cases):
+  """HLO: bytes of the ends on every device, and of all state, real arrays.
+
+  Args:
+    cases: list of {'mesh': text, and fields as for claims_pipeline_step}.
+  """
+  right, told, shares = True, [], []
+  for case in cases:
+    config, devices = claims_pipeline_step.on(run.config, **case)
+    mesh, model = config.mesh, config.model
+    job = job_lib.of_shapes(config, '', devices)
+    with job.context():
+      state = job.initial_state()
+    ends = [state.params[p] for p in ENDS if p in state.params]
+    share = mesh.stage * mesh.tensor * mesh.fsdp
+    whole = len(ends) * model.vocab_size * model.d_model * 4
+    held = _by_device(ends)
+    right &= len(ends) == 2 - model.tied_embedding
+    right &= set(held) == {whole // share} and len(held) == len(devices)
+    every = _by_device(jax.tree.leaves(state))
+    shares.append(max(every) / (sum(every) / len(every)))
+    told.append(
+      f'{claims_layouts.say(case)}: {len(ends)} x V h / {share}, '
+      f'{held[0]:,} bytes, all state {min(every):,} to {max(every):,}'
+    )
+  return claims.Outcome(
+    'V h / (p t), max/mean 1',
+    f'{"V h / (p t)" if right else "NOT V h / (p t)"}, max/mean '
+    f'{max(shares):g}',
+    f'parameters, and with the state of the optimizer, in float32: '
+    f'{"; ".join(told)}',
+    right and max(shares) == 1,
+  )
+
+
+def _by_device(arrays):
+  """[bytes that each device holds of some arrays]."""
+  total = {}
+  for x in arrays:
+    for shard in x.addressable_shards:
+      key = shard.device.id
+      total[key] = total.get(key, 0) + shard.data.nbytes
+  return [total[d] for d in sorted(total)]
+
+
+def imbalance(run, *, shape, stages, microbatches, vocabularies):
+  """SIM: work of the busiest device over the mean, head spread or last.
+
+  Args:
+    shape: {'layers', 'hidden', 'sequence'}. vocabularies: [V, ...].
+  """
+  del run
+  layers, h, s = (shape[k] for k in ('layers', 'hidden', 'sequence'))
+  schedule = schedules.make('one_f_one_b', stages, microbatches)
+  found, right = {}, True
+  for where in simulate.HEADS:
+    found[where] = []
+    for vocabulary in vocabularies:
+      head = 2 * h * vocabulary / (24 * h**2 + 4 * s * h)  # in layers
+      parts = dict.fromkeys(('forward', 'backward', 'weight'), layers / stages)
+      busy = simulate.run(schedule, head=head, vocabulary=where, **parts).busy
+      ratio = max(busy) / (sum(busy) / stages)
+      last = (layers / stages + head) / ((layers + head) / stages)
+      right &= math.isclose(ratio, 1 if where == 'spread' else last)
+      found[where].append(ratio)
+  say = lambda row: ' '.join(f'{x:.2f}' for x in row)
+  return claims.Outcome(
+    '1.00 for all V',
+    say(found['spread']),
+    f'V = {", ".join(f"{v // 1024}k" for v in vocabularies)}, {stages} stages, '
+    f'{layers} layers of {h}; with the head on the last stage '
+    f'{say(found["last"])}, as (L l / p + x) / ((L l + x) / p)',
+    right,
+  )
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(config, topology):
+  """(bytes of a device at the worst moment, [bytes of state of each device]).
+
+  Of the gradient; the optimizer's state lies beside it.
+  """
+  target = aot.topology(topology)
+  with target.context():
+    job = job_lib.of_shapes(config, '', target.devices)
+    traced = target_compile.trace(job)['gradient']
+  with job.context():
+    memory = aot.memory(aot.compile_for(target, 'gradient', traced))
+  state = jax.tree.leaves(job.state)
+  held = dict.fromkeys(target.devices, 0)
+  for x in state:
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+      sides = (len(range(n)[i]) for n, i in zip(x.shape, index, strict=True))
+      held[device] += math.prod(sides) * x.dtype.itemsize
+  optimizer = sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(job.state.optimizer)
+  )
+  return memory.peak + memory.code + optimizer, list(held.values())
+
+
+def balanced_memory(run, *, mesh, topology, model, vocabularies, within):
+  """AOT: memory of the devices of all stages, for vocabularies of any size.
+
+  All devices run one program, so that the compiler tells one worst moment for
+  all; what they hold of the state is counted device by device. What V adds must
+  be about 1 / p of what both ends have: 16 bytes a number, with the gradient
+  and two numbers of Adam (and some for logits).
+
+  For comparison, what whole ends on the first and the last stage would leave on
+  each, logits, p times as large there, not counted.
+
+  Args:
+    mesh: text, stages alone. topology: name as for sharding/meter/aot.py.
+    model: fields of schema.Model and others beyond the config's.
+    vocabularies: [V, ...], rising. within: (most - least) / most allowed.
+  """
+  ours, apart, whole = [], [], []
+  sizes = {a: 1 for a in mesh_lib.AXES} | mesh_lib.parse(mesh)
+  for vocabulary in vocabularies:
+    config = claims_pipeline_step.changed(
+      run.config, **sizes, **model, vocab_size=vocabulary
+    )
+    peak, held = _compiled(config, topology)
+    ours.append(peak)
+    apart.append(1 - min(held) / max(held))
+    end = 16 * vocabulary * config.model.d_model
+    whole.append(peak - 2 * end / config.mesh.stage + np.array([end, 0]))
+  share = 32 * np.diff(vocabularies) * config.model.d_model / config.mesh.stage
+  grown = (np.diff(ours) / share).max()
+  gib = lambda x: f'{x / 2**30:.1f}'
+  return claims.Outcome(
+    f'<= {within:.0%} apart',
+    f'{max(apart):.0%} apart',
+    f'{topology}, {mesh}, V = '
+    f'{", ".join(f"{v // 1024}k" for v in vocabularies)}: '
+    f'{", ".join(map(gib, ours))} GiB on every device, optimizer included, '
+    f'growing by {grown:.2f} of an even share of the ends at most. Whole ends '
+    'on two stages: '
+    + ', '.join(f'{gib(high)} and {gib(low)}' for high, low in whole)
+    + ' GiB, '
+    + ', '.join(f'{1 - low / high:.0%}' for high, low in whole)
+    + ' apart',
+    max(apart) <= within and grown <= 2,
+  )

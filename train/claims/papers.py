@@ -1,0 +1,251 @@
+"""The index of papers: what each config reproduces, read from its header.
+
+A config's docstring is its title and then one 'field: text' per field, a text
+going on in indented lines. Headers are read as text (ast): no config is run and
+jax is never imported, so the index is there in well under a second. Here is
+also what makes a claim well formed; train/claims/harness.py runs them.
+
+    claims() -> [(name, kind, expected, paper's number), ...]
+    expected = {'check': a function, parameter: value, ...}
+
+A check is a public function of a module in train/claims/ whose first argument
+is `run` and whose other arguments, keyword-only, are the parameters: plain
+data. A config imports it in the body of claims(), so that reading a header or
+get_config() never starts jax. A new check is one more function there; nothing
+lists them by hand.
+"""
+
+import ast
+from collections.abc import Callable
+import importlib
+import inspect
+import numbers
+import pathlib
+import re
+import textwrap
+from typing import Any, NamedTuple
+
+from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
+
+FIELDS = ('paper', 'mechanism', 'test', 'run', 'expect', 'differs')
+FILES = ('mechanism', 'test')  # fields that name files of the repository
+KINDS = {
+  'EQ': 'equal to a reference',
+  'HLO': 'collectives and bytes counted in the compiled program',
+  'AOT': 'memory and collectives compiled for a real machine',
+  'SIM': 'deterministic simulator',
+  'LEARN': 'trained, seeded',
+  'CPU': 'CPU-seconds of the process, in turn, as a ratio',
+  'TIME': 'device clock, on an accelerator',
+}
+_CLAIMS = 'paraxis.train.claims.'
+
+
+class Paper(NamedTuple):
+  """A config's header. name: its file's stem; fields: {field: text}."""
+
+  name: str
+  title: str
+  fields: dict
+
+
+class Claim(NamedTuple):
+  """One claim, taken apart. parameters: keyword arguments of the check."""
+
+  name: str
+  kind: str
+  check: Callable
+  parameters: dict
+  paper: Any
+
+
+def header(path):
+  """`Paper` of a config file; UserError if its header lacks a field."""
+  path = pathlib.Path(path)
+  try:
+    text = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8')))
+  except SyntaxError as e:
+    raise errors.UserError(f'{path}:{e.lineno}: {e.msg}') from e
+  title, _, rest = (text or '').partition('\n')
+  found, field = {}, None
+  for line in rest.splitlines():
+    match = re.match(r'(\w+):\s*(.*)', line)
+    if match:
+      field = match[1]
+      if field in found or field not in FIELDS:
+        what = 'is there twice' if field in found else 'is not a field'
+        raise errors.UserError(
+          f'{path}: {field!r} {what} of a header ({", ".join(FIELDS)}).'
+          + schema.suggest(field, FIELDS)
+        )
+      found[field] = match[2].strip()
+    elif line.strip() and field:
+      found[field] += ' ' + line.strip()
+  missing = [f for f in FIELDS if not found.get(f)]
+  if missing or not title.strip():
+    raise errors.UserError(
+      f'{path}: the docstring lacks {", ".join(missing) or "a title"}; it is a '
+      f'title and then a line for each of {", ".join(FIELDS)}.'
+    )
+  return Paper(path.stem, title.strip().rstrip('.'), found)
+
+
+def index(word='', paths=None):
+  """[Paper] of all configs, or of those with `word` anywhere in the header."""
+  paths = command_line.papers() if paths is None else paths
+  found = [header(p) for p in paths]
+  fits = lambda p: (
+    word.lower() in ' '.join([p.name, p.title, *p.fields.values()]).lower()
+  )
+  return [p for p in found if fits(p)]
+
+
+def files(paper):
+  """The repository files that a header names, in order."""
+  names = ','.join(paper.fields[f] for f in FILES).split(',')
+  return [n.strip() for n in names]
+
+
+def table(papers, full):
+  """The papers as text: a line for each, or with `full` all their fields."""
+  if not full:
+    width = max(len(p.name) for p in papers)
+    lines = [
+      f'{p.name:{width}}  {p.title} [{p.fields["paper"]}]' for p in papers
+    ]
+    return '\n'.join(
+      [*lines, '', 'paraxis papers WORD shows what mentions WORD.']
+    )
+  blocks = []
+  for p in papers:
+    lines = [f'{p.name}: {p.title}']
+    for field in FIELDS:
+      lines += textwrap.wrap(
+        p.fields[field],
+        initial_indent=f'  {field:10} ',
+        subsequent_indent=' ' * 13,
+        width=80,
+        break_long_words=False,
+        break_on_hyphens=False,
+      )
+    blocks.append('\n'.join(lines))
+  return '\n\n'.join(blocks)
+
+
+# Checks were named by strings, 'claims_<file>.<function>', until 0.1: configs
+# of users that do so keep working for one release.
+_FILES = {
+  'claims': 'harness',
+  'claims_attention': 'attention.kernels',
+  'claims_attention_parts': 'attention.parts',
+  'claims_auto_rules': 'layouts.auto_rules',
+  'claims_check': 'layouts.check',
+  'claims_context': 'layouts.context',
+  'claims_decode_attention': 'attention.decode',
+  'claims_expert_loads': 'experts.loads',
+  'claims_expert_messages': 'experts.messages',
+  'claims_expert_training': 'experts.training',
+  'claims_experts': 'experts.layer',
+  'claims_families': 'families',
+  'claims_hybrid': 'scans.hybrid',
+  'claims_latent': 'attention.latent',
+  'claims_layout': 'layouts.conversions',
+  'claims_layouts': 'layouts.step',
+  'claims_memory': 'layouts.memory',
+  'claims_pipeline': 'pipeline.schedules',
+  'claims_pipeline_step': 'pipeline.step',
+  'claims_quantized': 'decode.quantized',
+  'claims_recall': 'scans.recall',
+  'claims_scans': 'scans.sharded',
+  'claims_skip': 'pipeline.skip',
+  'claims_tcn': 'scans.tcn',
+  'claims_tensor': 'layouts.tensor',
+  'claims_vocabulary': 'layouts.vocabulary',
+}
+
+
+def _named(name):
+  """The function that 'claims_<file>.<function>' names, or None."""
+  file, _, function = name.partition('.')
+  if file not in _FILES:
+    return None
+  module = importlib.import_module(f'paraxis.train.claims.{_FILES[file]}')
+  return getattr(module, function, None)
+
+
+def parameters(check):
+  """[names] of a check's parameters; None: it is no check."""
+  where = getattr(check, '__module__', '')
+  if not (inspect.isfunction(check) and where.startswith(_CLAIMS)):
+    return None
+  arguments = list(inspect.signature(check).parameters.values())
+  if check.__name__.startswith('_') or not arguments:
+    return None
+  first, *rest = arguments
+  by_name = all(a.kind is a.KEYWORD_ONLY for a in rest)
+  return [a.name for a in rest] if first.name == 'run' and by_name else None
+
+
+def _plain(value):
+  """Whether a value is pure data: what JSON can hold."""
+  if isinstance(value, dict):
+    return all(isinstance(k, str) and _plain(v) for k, v in value.items())
+  if isinstance(value, list | tuple):
+    return all(_plain(v) for v in value)
+  return value is None or isinstance(value, str | bool | numbers.Real)
+
+
+def claims(module, where):
+  """[Claim] of a loaded config module; UserError says what is malformed."""
+  if not hasattr(module, 'claims'):
+    raise errors.UserError(f'{where}: defines no claims(): nothing to run.')
+  out = []
+  for number, row in enumerate(module.claims()):
+    at = f'{where}: claim {number}'
+    if not (isinstance(row, tuple) and len(row) == 4):
+      raise errors.UserError(
+        f"{at} is not a tuple (name, kind, expected, paper's number)."
+      )
+    name, kind, expected, paper = row
+    if kind not in KINDS:
+      raise errors.UserError(
+        f'{at}: kind {kind!r} is not one of {", ".join(KINDS)}.'
+        + schema.suggest(str(kind), KINDS)
+      )
+    if not (isinstance(expected, dict) and 'check' in expected):
+      raise errors.UserError(
+        f"{at}: expected must be a dict with 'check' and its parameters."
+      )
+    check, given = expected['check'], {**expected}
+    del given['check']
+    check = _named(check) if isinstance(check, str) else check
+    known = parameters(check)
+    if known is None:
+      raise errors.UserError(
+        f'{at}: {expected["check"]!r} is no check: a public function of a '
+        'module in train/claims/, (run, *, parameters).'
+      )
+    if set(given) != set(known):
+      raise errors.UserError(
+        f'{at}: {check.__name__} takes {known}, not {sorted(given)}.'
+      )
+    if not (isinstance(name, str) and _plain(given) and _plain(paper)):
+      raise errors.UserError(f'{at} holds more than names and plain data.')
+    out.append(Claim(name, kind, check, given, paper))
+  if not out:
+    raise errors.UserError(f'{where}: claims() is empty: nothing to run.')
+  return out
+
+
+def run(word):
+  """Prints the index; UserError if no header has the word."""
+  found = index(word)
+  if not found:
+    names = [p.name for p in index()]
+    raise errors.UserError(
+      f'no paper mentions {word!r}; there are {", ".join(names)}.'
+      + schema.suggest(word, names)
+    )
+  print(table(found, full=bool(word)))

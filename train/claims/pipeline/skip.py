@@ -1,0 +1,371 @@
+"""Claims about microbatches that leave stages out (SkipPipe, arXiv:2502.19913).
+
+    x <- layers of stage s applied to x,  for s in the path of the microbatch
+
+What a pipeline computes with the schedule `skip` does not need the pipeline:
+here one device runs each microbatch through the layers on its path alone, which
+are picked from the stacks. One claim says that the two are equal; the others
+train so. A model is then asked without some of its stages, on a few balanced
+paths drawn anew: perplexity of held-out text, its geometric mean over paths,
+exp(mean of nats per token).
+
+Legend: A microbatches, K layers on a path.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.models import depth
+from paraxis.sharding.pipeline import paths as schedule_paths
+from paraxis.sharding.pipeline import schedules
+from paraxis.train import loop
+from paraxis.train import loss as loss_lib
+from paraxis.train import program as job_lib
+from paraxis.train import step as step_lib
+from paraxis.train.certify import trial
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.pipeline import step as claims_pipeline_step
+from paraxis.train.plot import losses as plot
+from paraxis.train.run import compiling
+from paraxis.train.run import workdir as workdir_lib
+
+PARAMS = 'params/'
+PICTURE = 'perplexity.png'
+
+
+def layers_of(paths, stages, layers):
+  """(A, K) int: the layers that each microbatch passes, in order.
+
+  UserError if the stages do not divide the layers, for then paths of as many
+  stages differ in layers.
+  """
+  if layers % stages:
+    raise errors.UserError(
+      f'model.num_layers={layers} is not a multiple of {stages} stages.'
+    )
+  each = layers // stages
+  return np.array(
+    [[s * each + l for s in path for l in range(each)] for path in paths]
+  )
+
+
+def training_paths(config, stages):
+  """Paths of the microbatches of a step, as the pipeline draws them."""
+  pipeline = config.pipeline
+  return schedules.make(
+    'skip',
+    stages,
+    config.microbatches,
+    fraction=pipeline.skip_fraction,
+    seed=config.train.seed,
+  ).paths
+
+
+def nats(model, params, batch, layers):
+  """Sum of nats over the weighted targets of (B, T), through some layers.
+
+  Args:
+    layers: (K,) int, in order.
+  """
+  picked = {
+    p: x[layers] if p.startswith('layers/') else x for p, x in params.items()
+  }
+  x, see = model.embed(params, batch), model.visibility(batch)
+  x = model.run(model.pattern[: len(layers)], picked, x, see)
+  return loss_lib.of_layers(model, picked, x, batch)
+
+
+def make_step(layers):
+  """A make_step for loop.run: microbatch i passes layers[i] of (A, K)."""
+
+  def make(built, optimizer, clip_norm):
+    model = built.model
+
+    def one(params, batch, row):
+      of = lambda p: nats(model, p, batch, row) / batch.denominator
+      return jax.value_and_grad(of)(params)
+
+    def grads(params, batch):
+      def add(total, xs):
+        *arrays, row = xs
+        mine = type(batch)(*arrays, batch.denominator)
+        return jax.tree.map(jnp.add, total, one(params, mine, row)), ()
+
+      wide = jnp.promote_types(model.config.dtype, jnp.float32)
+      zeros = jnp.zeros((), wide), jax.tree.map(jnp.zeros_like, params)
+      rows = (*batch[:-1], jnp.asarray(layers))
+      return jax.lax.scan(add, zeros, rows)[0]
+
+    return step_lib.make(built, optimizer, clip_norm)._replace(grads=grads)
+
+  return make
+
+
+def equals_pipeline(run, *, mesh, fractions, within):
+  """EQ: the pipeline with `skip` against picked layers on one device.
+
+  Loss and every gradient, float64; at fraction 0 also against 1F1B, bit for
+  bit.
+
+  Args:
+    mesh: text as for --mesh, with stages. fractions: of stages left out.
+    within: largest difference allowed.
+  """
+  found = {}
+  wide = dict(dtype='float64', param_dtype='float64', d_model=32, d_ff=64)
+  with jax.enable_x64(True):
+    for fraction in fractions:
+      config, devices = claims_pipeline_step.on(
+        run.config, mesh, schedule='skip', skip_fraction=fraction,
+        num_heads=4, vocab_size=64, sequence_length=32, **wide,
+      )  # fmt: skip
+      reference = trial.reference(config, True, devices[0])
+      params, batch = reference.params, reference.batches[0]
+      loss, gradients = _on_stages(config, devices, params, batch)
+      paths = training_paths(config, config.mesh.stage)
+      one = _on_one(config, devices[0], paths, params, batch)
+      gap, _ = trial.worst(gradients | {'loss': loss}, one)
+      found[fraction] = gap
+    exact = 0 not in fractions or _bitwise(config, devices, params, batch)
+  return claims.Outcome(
+    f'<= {within:.0e}',
+    f'{max(found.values()):.1e}',
+    f'{mesh}, shrunk, packed rows; stages left out: '
+    + ', '.join(f'{f:.0%} {gap:.0e}' for f, gap in found.items())
+    + f'; with none left out {"equal" if exact else "NOT equal"} to 1F1B bit '
+    'for bit',
+    exact and max(found.values()) <= within,
+  )
+
+
+def _on_stages(config, devices, params, batch):
+  """(loss, {path: gradient, layers in order}) of a pipeline, in NumPy."""
+  side = trial.Side(config, devices)
+  loss, gradients = side.gradients(side.start(params), batch)
+  rows = side.job.model.rows
+  return np.asarray(loss), {
+    p: depth.to_order(np.asarray(g), rows.get(p)) for p, g in gradients.items()
+  }
+
+
+def _alone(config):
+  """The same config on one device, as many microbatches as on stages."""
+  pipeline = dataclasses.replace(
+    config.pipeline, microbatches=config.microbatches
+  )
+  return dataclasses.replace(config, mesh=schema.Mesh(), pipeline=pipeline)
+
+
+def _on_one(config, device, paths, params, batch):
+  """{path: gradient, 'loss': loss} of one device, microbatches on paths."""
+  layers = layers_of(paths, config.mesh.stage, config.model.num_layers)
+  side = trial.Side(_alone(config), [device])
+  step = make_step(layers)(side.job.built, side.job.optimizer, 0.0)
+  state = side.start(params)
+  with side.job.context():
+    loss, gradients = jax.jit(step.grads)(state.params, side.put(batch))
+  return jax.device_get(gradients | {'loss': loss})
+
+
+def _bitwise(config, devices, params, batch):
+  """Whether `skip` that leaves nothing out is 1F1B, bit for bit."""
+  both = []
+  for name in ('skip', 'one_f_one_b'):
+    pipeline = dataclasses.replace(
+      config.pipeline, schedule=name, skip_fraction=0.0
+    )
+    mine = dataclasses.replace(config, pipeline=pipeline)
+    loss, gradients = _on_stages(mine, devices, params, batch)
+    both.append(gradients | {'loss': loss})
+  skip, full = both
+  return all(np.array_equal(skip[p], full[p]) for p in full)
+
+
+def balanced(run, *, stages, microbatches, fractions):
+  """SIM: paths leave out a share of the stages, all but the first as often.
+
+  Args:
+    stages, microbatches: of the schedule. fractions: of stages left out.
+  """
+  told, right = [], True
+  for fraction in fractions:
+    made = schedules.make(
+      'skip', stages, microbatches, fraction=fraction,
+      seed=run.config.train.seed,
+    )  # fmt: skip
+    visits = [sum(s in p for p in made.paths) for s in range(stages)]
+    lengths = {len(p) for p in made.paths}
+    right &= not made.faults() and visits[0] == microbatches
+    right &= lengths == {round(stages * (1 - fraction))}
+    right &= max(visits[1:]) - min(visits[1:]) <= 1
+    told.append(f'{fraction:.0%} {" ".join(map(str, visits))}')
+  return claims.Outcome(
+    'differ by <= 1',
+    'balanced' if right else 'NOT balanced',
+    f'{microbatches} microbatches; how many visit each of {stages} stages: '
+    f'{"; ".join(told)}. The first is never left out, none meet on a device',
+    right,
+  )
+
+
+def _trained(run, stages, fraction):
+  """(job.Job, {path: parameter}) of a finished training, on one device."""
+  config = claims_pipeline_step.changed(
+    _alone(run.config), schedule='skip', skip_fraction=fraction
+  )
+  folder = run.workdir / f'skip{round(100 * fraction)}'
+  paths = training_paths(config, stages)
+  make = make_step(layers_of(paths, stages, config.model.num_layers))
+  first = jax.devices()[:1]
+  result = loop.run(config, folder, make_step=make, say=run.say, devices=first)
+  if result['stopped']:
+    run.say('the same command goes on from here')
+    raise SystemExit(errors.EXIT_PREEMPTED)
+  # Whole rows of held-out text, not a microbatch at a time.
+  wide = claims_pipeline_step.changed(config, microbatches=1)
+  job = job_lib.make(wide, '', first, say=lambda line: None)
+  return job, restored(job, folder)
+
+
+def restored(job, folder):
+  """Parameters of the newest checkpoint of a folder, on the job's mesh."""
+  from paraxis.sharding.checkpoint import (
+    store as store_lib,  # Orbax starts slowly
+  )
+
+  like = {PARAMS + p: x for p, x in job.built.params.items()}
+  folder = workdir_lib.resolve(folder) / workdir_lib.CHECKPOINTS
+  with store_lib.Store(folder, read_only=True) as store:
+    _, tree, _ = store.restore_latest_good(like, PARAMS)
+  return {p.removeprefix(PARAMS): x for p, x in tree.items()}
+
+
+def perplexity(job, params, layers):
+  """exp(nats per held-out token), mean over the paths of (paths, K)."""
+  model, total, tokens = job.model, [], 0
+
+  def mean(params, batch):
+    of = lambda row: nats(model, params, batch, row)
+    return jax.lax.map(of, jnp.asarray(layers)).mean()
+
+  with job.context():
+    run = None
+    for held in job.held_out:
+      for i in range(len(held)):
+        batch = job.put(held.batch_at(i))
+        run = run or compiling.compile_step('held out', mean, params, batch)
+        total.append(run(params, batch))
+      tokens += held.n_pairs
+  return math.exp(math.fsum(map(float, jax.device_get(total))) / tokens)
+
+
+@functools.lru_cache(maxsize=4)
+def _perplexities(run, stages, fractions, removed, paths):
+  """{share left out in training: {share left out when asked: perplexity}}."""
+  found = {}
+  for fraction in fractions:
+    job, params = _trained(run, stages, fraction)
+    row = found[fraction] = {}
+    for share in removed:
+      ways = schedule_paths.skip_paths(
+        stages, paths if share else 1, share, run.config.train.seed + 1
+      )
+      layers = layers_of(ways, stages, job.config.model.num_layers)
+      row[share] = perplexity(job, params, layers)
+      run.say(
+        f'trained with {fraction:.0%} left out, asked with {share:.0%}: '
+        f'perplexity {row[share]:.2f}'
+      )
+  run.say(f'wrote {_draw(found, run.workdir)}')
+  folders = [run.workdir / f'skip{round(100 * f)}' for f in fractions]
+  run.say(f'wrote {plot.draw(folders, run.workdir / plot.NAME)}')
+  return found
+
+
+def _draw(found, folder):
+  """Perplexity against the share left out when asked, a line a training."""
+  from matplotlib import figure
+  from matplotlib.backends import backend_agg  # no display, no global state
+
+  fig = figure.Figure(figsize=(6.4, 4.4), layout='constrained')
+  backend_agg.FigureCanvasAgg(fig)
+  ax = fig.subplots()
+  for (fraction, row), colour in zip(found.items(), plot.COLOURS, strict=False):
+    ax.plot(
+      [100 * share for share in row],
+      list(row.values()),
+      'o-',
+      color=colour,
+      label=f'{fraction:.0%} of the stages',
+    )
+  ax.set_xlabel('stages left out when the model is asked (%)')
+  ax.set_ylabel('held-out perplexity per token')
+  ax.legend(title='left out in training', frameon=False)
+  ax.grid(color='#dddddd', linewidth=0.7)
+  ax.set_axisbelow(True)
+  ax.spines[['top', 'right']].set_visible(False)
+  path = workdir_lib.resolve(folder) / PICTURE
+  fig.savefig(path, dpi=150)
+  return path
+
+
+def _table(found):
+  """All perplexities as text."""
+  return '; '.join(
+    f'trained with {f:.0%} left out: '
+    + ', '.join(f'{share:.0%} {p:.1f}' for share, p in row.items())
+    for f, row in found.items()
+  )
+
+
+def robust(run, *, training, trained, share, at_most):
+  """LEARN: perplexity without a share of the stages, over that with all.
+
+  Args:
+    training: {'stages', 'fractions': left out in training, of one model each,
+      'removed': left out when asked, 'paths': over which to take the mean}.
+    trained, share: the model, and what is left out of it. at_most: the ratio.
+  """
+  found = _perplexities(run, **_hashable(training))
+  ratio = found[trained][share] / found[trained][0]
+  return claims.Outcome(
+    f'<= {at_most:.2f}',
+    f'{ratio:.3f}',
+    f'perplexity per token when {share:.0%} is left out of the model trained '
+    f'with {trained:.0%} left out, over its own with nothing left out; '
+    f'{training["paths"]} paths, one seed ({run.config.train.seed}), '
+    f'{run.config.train.steps} steps. {_table(found)}',
+    ratio <= at_most,
+  )
+
+
+def against_full(run, *, training, trained, share, at_most):
+  """LEARN: perplexity without a share of the stages, over the plain model's.
+
+  Args: as for `robust`; the plain model, trained with 0 left out, loses as
+    many stages.
+  """
+  found = _perplexities(run, **_hashable(training))
+  ratio = found[trained][share] / found[0][share]
+  whole = found[trained][0] / found[0][0]
+  return claims.Outcome(
+    f'<= {at_most:.2f}',
+    f'{ratio:.3f}',
+    f'both without {share:.0%} of the stages, {found[trained][share]:.1f} and '
+    f'{found[0][share]:.1f}; the price: with all stages '
+    f'{found[trained][0]:.1f} and {found[0][0]:.1f}, {whole:.2f} times',
+    ratio <= at_most,
+  )
+
+
+def _hashable(training):
+  return {
+    k: tuple(v) if isinstance(v, list) else v for k, v in training.items()
+  }

@@ -1,0 +1,222 @@
+"""Claims about the compiled step on pipeline stages: numbers, bytes, messages.
+
+Bytes and messages are those of the gradient compiled for CPU (HLO). A message
+of the pipeline is one activation of a microbatch (b, s, h) as it lies between
+layers, so that on t tensor shards each device sends b s h / t: what Megatron-LM
+(arXiv:2104.04473, section 4.1) scatters before it sends, and gathers after.
+Every tick sends one forward and one backward, whether a stage is busy or not:
+
+    messages = 2 ticks = 2 (m v + p v + p - 2)
+
+Legend: p stages, v chunks, m microbatches, t tensor shards.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from paraxis.sharding.meter import hlo
+from paraxis.train import program as job_lib
+from paraxis.train.certify import target_compile
+from paraxis.train.certify import trial
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.layouts import step as claims_layouts
+
+
+def changed(config, **fields):
+  """schema.Config with fields of its sections replaced.
+
+  `microbatches` are those of the pipeline. Sections: pipeline, data, and those
+  of claims_layouts.changed.
+  """
+  for section in ('pipeline', 'data'):
+    old = getattr(config, section)
+    mine = {k: fields.pop(k) for k in list(fields) if hasattr(old, k)}
+    new = dataclasses.replace(old, **mine)
+    config = dataclasses.replace(config, **{section: new})
+  return claims_layouts.changed(config, **fields)
+
+
+def on(config, mesh, **fields):
+  """(`changed` config on the mesh axes of a text alone, devices)."""
+  config, devices = claims_layouts.on(config, mesh)
+  return changed(config, **fields), devices
+
+
+def equals_one_device(run, *, cases, within):
+  """EQ: loss, every gradient, one update and all layouts, in each case.
+
+  Args:
+    cases: list of {'mesh': text, and fields as for `changed`}; sizes are
+      shrunk, rows packed, arithmetic is float64.
+    within: largest difference allowed.
+  """
+  made = {claims_layouts.say(c): on(run.config, **c) for c in cases}
+  return claims_layouts.certified(
+    made,
+    ('loss', 'gradients', 'update', 'layout'),
+    within,
+    'loss, all gradients, one update and layouts',
+  )
+
+
+@functools.lru_cache(maxsize=32)
+def _gradient(config, devices):
+  """(job.Job, compiled gradient of a step)."""
+  job = job_lib.of_shapes(config, '', devices)
+  traced = target_compile.trace(job)['gradient']
+  with job.context():
+    return job, traced.lower().compile(trial.quick_options())
+
+
+def _input_bytes(config):
+  """Bytes of the input of a chunk on one device, for one microbatch."""
+  mesh, wide = config.mesh, np.dtype(config.model.dtype).itemsize
+  rows = config.microbatch_rows // (mesh.replica * mesh.data * mesh.fsdp)
+  tokens = config.data.sequence_length // (mesh.context * mesh.tensor)
+  return rows * tokens * config.model.d_model * wide
+
+
+def _temporary(run, mesh, microbatches, rows, **fields):
+  """(temporary bytes of the gradient, bytes of the input of a chunk)."""
+  fields |= dict(microbatches=microbatches, batch_size=rows * microbatches)
+  config, devices = on(run.config, mesh, **fields)
+  _, compiled = _gradient(config, devices)
+  size = compiled.memory_analysis().temp_size_in_bytes
+  return np.array([size, _input_bytes(config)])
+
+
+def temporaries(run, *, mesh, rows, microbatches, grows):
+  """HLO: how temporary memory of the gradient grows with microbatches.
+
+  Args:
+    mesh: text as for --mesh. rows: of a microbatch, all devices together.
+    microbatches: [m, ...], rising, all above what 1F1B holds in flight.
+    grows: {schedule: whether a microbatch more costs at least one more input
+      of a chunk; else it must cost nothing}.
+  """
+  slopes, told = {}, []
+  for name in grows:
+    sizes = [
+      _temporary(run, mesh, m, rows, schedule=name) for m in microbatches
+    ]
+    held = [size / unit for size, unit in sizes]
+    steps = np.diff(held) / np.diff(microbatches)
+    slopes[name] = min(steps), max(steps)
+    told.append(f'{name} {" ".join(f"{x:.0f}" for x in held)}')
+  return claims.Outcome(
+    ', '.join(f'{n} {">= 1" if up else "0"}' for n, up in grows.items()),
+    ', '.join(f'{n} {slopes[n][1]:.2g}' for n in grows),
+    f'{mesh}, inputs of a chunk for each microbatch more, rows of a '
+    f'microbatch fixed ({rows}); temporaries of the gradient compiled for CPU, '
+    f'm = {" ".join(map(str, microbatches))}: {"; ".join(told)}, in inputs of '
+    f'a chunk ({sizes[0][1]:,} bytes)',
+    all(
+      slopes[n][0] >= 1 if up else slopes[n] == (0, 0)
+      for n, up in grows.items()
+    ),
+  )
+
+
+def rematerialised(run, *, mesh, rows, microbatches, schedule, at_most):
+  """HLO: temporary memory when B recomputes, over that when F stores.
+
+  Args:
+    mesh, rows, microbatches, schedule: of the one step that is compiled.
+    at_most: largest ratio.
+  """
+  held = {}
+  for how in ('recompute', 'store'):
+    size, unit = _temporary(
+      run, mesh, microbatches, rows, schedule=schedule, activations=how
+    )
+    held[how] = size / unit
+  ratio = held['recompute'] / held['store']
+  return claims.Outcome(
+    f'<= {at_most:.2f}',
+    f'{ratio:.3f}',
+    f'{mesh}, {schedule}, {microbatches} microbatches, compiled for CPU; '
+    + ', '.join(f'{how} {x:.0f}' for how, x in held.items())
+    + ' inputs of a chunk',
+    ratio <= at_most,
+  )
+
+
+def messages(run, *, mesh, rows, microbatches, chunks, times):
+  """HLO: what the pipeline sends: bytes of a message, number of messages.
+
+  Args:
+    mesh: text as for --mesh, with stages. rows: of a microbatch, all devices
+      together. microbatches: m, a multiple of p.
+    chunks: [v, ...], 1F1B for one and interleaved above.
+    times: messages of each, over those of the first.
+  """
+  found, right, told = [], True, []
+  for v in chunks:
+    config, devices = on(
+      run.config,
+      mesh,
+      chunks=v,
+      schedule='interleaved' if v > 1 else 'one_f_one_b',
+      microbatches=microbatches,
+      batch_size=rows * microbatches,
+    )
+    job, compiled = _gradient(config, devices)
+    sent = [
+      c
+      for c in hlo.collectives(compiled.as_text(), job.mesh)
+      if c.kind == 'collective-permute'
+    ]
+    p, m = config.mesh.stage, microbatches
+    found.append(sum(c.count for c in sent))
+    size = _input_bytes(config)
+    right &= {(c.axes, c.operand_bytes) for c in sent} == {(('stage',), size)}
+    right &= found[-1] == 2 * (m * v + p * v + p - 2)
+    told.append(f'v={v} {found[-1]}, {2 * m * v} of them of use at most')
+  ratios = [n / found[0] for n in found]
+  return claims.Outcome(
+    ' '.join(f'{x:g}' for x in times),
+    ' '.join(f'{x:g}' for x in ratios),
+    f'{mesh}, m={microbatches}: messages a device sends in a step: '
+    f'{"; ".join(told)}. Each is b s h / t, {size:,} bytes; no scatter or '
+    'gather is needed, residuals lie so. A tick sends whether or not a stage '
+    'is busy',
+    right and ratios == list(times),
+  )
+
+
+def compiled_fits(run, *, mesh, topology, cases, fits):
+  """AOT: memory of a chip for a real machine, and bytes over each mesh axis.
+
+  Args:
+    mesh, topology: texts as for `paraxis compile`.
+    cases: {name: fields as for `changed`}.
+    fits: {name: whether a chip holds it}.
+  """
+  found, told = {}, []
+  for name, fields in cases.items():
+    config = changed(run.config, **fields)
+    report = target_compile.compile_config(config, mesh, topology)
+    found[name] = bool(report.fits)
+    sent = hlo.by_axis(
+      [c for p in report.programs.values() for c in p.collectives]
+    )
+    classes = report.classes(report.worst)
+    told.append(
+      f'{name}: {report.peak(report.worst) / 2**30:.1f} GiB of '
+      f'{report.topology.hbm / 2**30:.0f} ('
+      + ', '.join(f'{k} {v / 2**30:.1f}' for k, v in classes.items())
+      + '); GB received a step, '
+      + ', '.join(f'{a} {n / 1e9:.3g}' for a, n in sent.items())
+    )
+  answers = lambda row: ', '.join(
+    f'{n} {"yes" if y else "no"}' for n, y in row.items()
+  )
+  return claims.Outcome(
+    answers(fits),
+    answers(found),
+    f'{topology}, {mesh}, {report.parameters / 1e9:.0f}B parameters; '
+    + '; '.join(told),
+    found == fits,
+  )

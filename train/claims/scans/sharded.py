@@ -1,0 +1,333 @@
+"""Claims about recurrences that are computed in parallel over the sequence.
+
+Gated scans in chunks (arXiv:2312.06635, section 4) and nonlinear cells solved
+by Newton's method (arXiv:2510.21450). Equalities are in float64; iterations are
+counted; what crosses devices is counted in the compiled program; costs are
+process CPU-seconds, the candidates in turn, a ratio within a round.
+
+Legend: B rows, T tokens, H heads, K key width, V value width, M numbers a
+channel, D channels.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.models.mixers import recurrent
+from paraxis.pallas_kernels.scans import affine as affine_scan
+from paraxis.pallas_kernels.scans import gated as gated_scan
+from paraxis.pallas_kernels.scans import newton as newton_scan
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.meter import hlo
+from paraxis.sharding.sequence import scan
+from paraxis.train.bench import measure as bench_measure
+from paraxis.train.certify import trial
+from paraxis.train.claims import harness as claims
+
+CELLS = {
+  'gru': (recurrent.gru, 1, 3),
+  'lstm': (recurrent.lstm, 2, 5),
+}
+
+
+def _rows(length, shape, dtype, seed=0):
+  """(q, k, v, log decay, reset, state) of one packed row; shape: (H, K, V)."""
+  rng, (h, k, v) = np.random.default_rng(seed), shape
+  draw = lambda *s: jnp.asarray(rng.normal(size=s), dtype)
+  decay = -np.logaddexp(0, -rng.normal(size=(1, length, h, k))) / 16
+  reset = jnp.asarray(rng.uniform(size=(1, length)) < 4 / length)
+  return (
+    draw(1, length, h, k), draw(1, length, h, k), draw(1, length, h, v),
+    jnp.asarray(decay, dtype), reset, draw(1, h, k, v),
+  )  # fmt: skip
+
+
+def _gradients(run, arrays):
+  """(o, state) and the gradients of all arrays but the resets, by `run`."""
+  *inputs, reset, state = arrays
+
+  def call(inputs, state):
+    return run(*inputs, reset, state)
+
+  out, back = jax.vjp(call, inputs, state)
+  return out, back(jax.tree.map(jnp.cos, out))
+
+
+def chunks_equal_the_loop(run, *, length, shape, chunks, within):
+  """EQ: outputs, final state and all gradients, in chunks and in two halves.
+
+  Args:
+    length: tokens. shape: [heads, key width, value width]. chunks: sizes.
+    within: largest difference allowed, relative to each array's maximum.
+  """
+  del run
+  found = {}
+  with jax.enable_x64(True):
+    arrays = _rows(length, shape, jnp.float64)
+    form = lambda **how: functools.partial(gated_scan.gated_scan, **how)
+    once = lambda run: jax.jit(functools.partial(_gradients, run))(arrays)
+    loop = once(form(impl='loop'))
+
+    def halves(q, k, v, g, reset, state):
+      cut, parts = length // 2 - 1, []
+      for part in (slice(0, cut), slice(cut, length)):
+        row = [x[:, part] for x in (q, k, v, g, reset)]
+        o, state = form(impl='xla')(*row, state)
+        parts.append(o)
+      return jnp.concatenate(parts, 1), state
+
+    ways = {f'C={c}': form(impl='xla', chunk=c) for c in chunks}
+    for name, way in (ways | {'in two parts': halves}).items():
+      gaps = jax.tree.map(_gap, once(way), loop)
+      found[name] = max(jax.tree.leaves(gaps))
+  return claims.Outcome(
+    f'<= {within:.0e}',
+    f'{max(found.values()):.1e}',
+    f'T={length}, heads, keys, values {shape}, packed, an initial state: o, '
+    'the last state and five gradients against the step-by-step loop; '
+    + ', '.join(f'{k} {v:.0e}' for k, v in found.items()),
+    max(found.values()) <= within,
+  )
+
+
+def _gap(a, b):
+  return float(jnp.abs(a - b).max() / jnp.abs(b).max())
+
+
+def _run(function, arrays):
+  jax.block_until_ready(function(*arrays))
+
+
+def _plain(q, k, v, g, reset, state):
+  """The recurrence as one would write it down: a scan over tokens."""
+
+  def step(s, row):
+    q, k, v, g, reset = row
+    s = jnp.where(reset[:, None, None, None], 0, jnp.exp(g)[..., None] * s)
+    s = s + k[..., None] * v[..., None, :]
+    return s, jnp.einsum('bhkv,bhk->bhv', s, q)
+
+  rows = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (q, k, v, g, reset))
+  state, o = jax.lax.scan(step, state, rows)
+  return jnp.swapaxes(o, 0, 1), state
+
+
+def chunks_cost(run, *, lengths, shape, rounds, at_least):
+  """CPU: CPU-seconds of a step-by-step scan over those in chunks.
+
+  Args:
+    lengths: tokens. shape: [heads, key width, value width]. rounds: measured.
+    at_least: the median ratio, with gradients.
+  """
+  del run
+  medians, told = [], []
+  for length in lengths:
+    arrays, ways = _rows(length, shape, jnp.float32), {}
+    forms = {
+      impl: functools.partial(gated_scan.gated_scan, impl=impl)
+      for impl in ('xla', 'loop')
+    }
+    for name, op in (forms | {'plain': _plain}).items():
+      whole = jax.jit(functools.partial(_gradients, op))
+      ways[name] = functools.partial(_run, whole, (arrays,))
+      ways[f'{name} forward'] = functools.partial(_run, jax.jit(op), arrays)
+    times = bench_measure.interleave(ways, rounds, bench_measure.settled)
+    ratio = lambda name, part='', times=times: bench_measure.spread(
+      bench_measure.ratios(times[f'{name}{part}'], times[f'xla{part}'])
+    )
+    medians.append(ratio('plain').median)
+    said = lambda r: ' '.join(f'{x:.1f}' for x in r)
+    told.append(
+      f'T={length}: {said(ratio("plain"))} (least, median, most), our loop, '
+      f'whose gradient is explicit, {said(ratio("loop"))}; forward alone '
+      f'{ratio("plain", " forward").median:.2f}'
+    )
+  return claims.Outcome(
+    f'>= {at_least:g}',
+    ' '.join(f'{m:.1f}' for m in medians),
+    f'B1, heads, keys, values {shape}, float32, {rounds} rounds in turn, with '
+    f'gradients, a scan over tokens over chunks. {"; ".join(told)}. Without '
+    'gradients a loop is cheaper on a CPU: decoding takes it',
+    min(medians) >= at_least,
+  )
+
+
+def _across(form, n, length, shape):
+  """Compiled gated scan, forward, of a row over n devices; its mesh."""
+  mesh = mesh_lib.make({'context': n}, jax.devices()[:n])
+  plan = scan.Plan(form, 'context')
+  spec = jax.P(None, 'context')
+
+  def local(q, k, v, g, reset):
+    return scan.gated(q, k, v, g, reset, None, plan)[0]
+
+  whole = jax.shard_map(
+    local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+  )
+  arrays = _rows(length, shape, jnp.float32)[:5]
+  place = jax.NamedSharding(mesh, spec)
+  shapes = [
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arrays
+  ]
+  return jax.jit(whole).lower(*shapes).compile(trial.quick_options()), mesh
+
+
+def state_crosses(run, *, devices, lengths, shape):
+  """HLO: bytes received to hand states over, by formula, at every length.
+
+  Args:
+    devices: on the context axis. lengths: tokens of a row.
+    shape: [heads, key width, value width].
+  """
+  del run
+  h, k, v = shape
+  told, right = [], True
+  for form in scan.FORMS:
+    want = scan.received(form, devices, 4 * h * k, 4 * h * k * v)
+    found = set()
+    for length in lengths:
+      compiled, mesh = _across(form, devices, length, shape)
+      moved = hlo.collectives(compiled.as_text(), mesh)
+      found.add(sum(c.total for c in moved))
+    right &= found == {want}
+    told.append(f'{form} {want:,}, counted {", ".join(map(str, found))}')
+  keys = 4 * (devices - 1) * lengths[-1] // devices * h * (k + v)
+  return claims.Outcome(
+    'equal, any length',
+    'equal' if right else 'NOT equal',
+    f'bytes a device receives, forward, float32, {devices} devices, T '
+    f'{" and ".join(map(str, lengths))}: {"; ".join(told)}. A ring of '
+    f'attention with heads as wide receives {keys:,} at T={lengths[-1]}',
+    right,
+  )
+
+
+def _problems(name, deviation, seeds, tokens, channels):
+  """(cell, weights, inputs, states) of `seeds` random problems."""
+  cell, numbers, gates = CELLS[name]
+  rng = np.random.default_rng(0)
+  a = rng.normal(0, deviation, (seeds, gates, channels))
+  u = rng.normal(size=(seeds, 1, tokens, 3, channels))
+  state = np.zeros((seeds, 1, numbers, channels))
+  return cell, *map(jnp.asarray, (a, u, state))
+
+
+def iterations(run, *, cell, problem, deviations, tolerance, cap, at_most):
+  """SIM: median Newton iterations by the strength of the recurrence.
+
+  Args:
+    cell: of CELLS. problem: {'tokens', 'channels', 'seeds': how many}.
+    deviations: of the recurrent weights. tolerance: residual of a solution.
+    cap: iterations at most. at_most: a bound on the median at each deviation.
+  """
+  del run
+  medians, told = [], []
+  with jax.enable_x64(True):
+    for deviation in deviations:
+      function, *arrays = _problems(cell, deviation, **problem)
+      solve = functools.partial(
+        newton_scan.iterations, function, tol=tolerance, cap=cap, bound=1.0
+      )
+      counts = np.asarray(jax.jit(solve)(*arrays))
+      medians.append(int(np.median(counts)))
+      told.append(f'{deviation:g}: {counts.min()} to {counts.max()}')
+  right = all(m <= most for m, most in zip(medians, at_most, strict=True))
+  return claims.Outcome(
+    '<= ' + ' '.join(map(str, at_most)),
+    ' '.join(map(str, medians)),
+    f'{cell}, {problem["channels"]} channels, {problem["tokens"]} tokens, '
+    f'float64, residual <= {tolerance:g}, medians over {problem["seeds"]} '
+    'seeds by the standard deviation of '
+    f'the recurrent weights ({"; ".join(told)}); cap {cap}. The published code '
+    'takes 3, whatever the weights',
+    right,
+  )
+
+
+def _depth(jaxpr):
+  """Longest chain of operations of a jaxpr; a loop counts all its turns."""
+  deep, most = {}, 0
+  of = lambda v: deep.get(v, 0) if type(v) is not jax.extend.core.Literal else 0
+  for equation in jaxpr.eqns:
+    inner = [
+      j.jaxpr if hasattr(j, 'jaxpr') else j
+      for j in equation.params.values()
+      if hasattr(j, 'eqns') or hasattr(j, 'jaxpr')
+    ]
+    turns = equation.params.get('length', 1)
+    own = turns * max(map(_depth, inner)) if inner else 1
+    start = max(map(of, equation.invars), default=0)
+    for v in equation.outvars:
+      deep[v] = start + own
+    most = max(most, start + own)
+  return most
+
+
+def depth_of_solve(run, *, lengths, channels, numbers):
+  """SIM: the longest chain of operations of one Newton step's solve.
+
+  Args:
+    lengths: tokens, each twice the one before. channels, numbers: of a cell.
+  """
+  del run
+  chains = {}
+  for impl in ('xla', 'loop'):
+    row = chains[impl] = []
+    for t in lengths:
+      j = jax.ShapeDtypeStruct((1, t, numbers, numbers, channels), jnp.float32)
+      b = jax.ShapeDtypeStruct((1, t, numbers, channels), jnp.float32)
+      h = jax.ShapeDtypeStruct((1, numbers, channels), jnp.float32)
+      solve = functools.partial(affine_scan.affine_scan, impl=impl)
+      row.append(_depth(jax.make_jaxpr(solve)(j, b, h).jaxpr))
+  steps = {
+    b - a for a, b in zip(chains['xla'], chains['xla'][1:], strict=False)
+  }
+  least, most = min(steps), max(steps)
+  return claims.Outcome(
+    'grows by a constant',
+    f'by {least} to {most} a doubling' if least < most else f'by {most}',
+    f'{numbers}x{numbers} blocks; operations in a row for T '
+    f'{" ".join(map(str, lengths))}: {" ".join(map(str, chains["xla"]))}; step '
+    f'by step {" ".join(map(str, chains["loop"]))}',
+    most <= 2 * least and chains['loop'][-1] > 4 * chains['xla'][-1],
+  )
+
+
+def newton_equals_sequence(run, *, cases, within):
+  """EQ: loss and every gradient of the model, solved and in sequence.
+
+  Args:
+    cases: list of fields of schema.Model. within: largest difference allowed.
+  """
+  found = {}
+  with jax.enable_x64(True):
+    for fields in cases:
+      both = []
+      for solver in ('newton', 'sequential'):
+        own = dataclasses.replace(
+          run.config.model.recurrent, solver=solver, tolerance=1e-13
+        )
+        model = dataclasses.replace(
+          run.config.model, recurrent=own, d_model=32, d_ff=32, vocab_size=64,
+          num_layers=2, num_heads=2, dtype='float64', param_dtype='float64',
+          **fields,
+        )  # fmt: skip
+        data = dataclasses.replace(run.config.data, sequence_length=48)
+        config = dataclasses.replace(run.config, model=model, data=data)
+        side = trial.reference(config, True, jax.devices()[0])
+        learned = {
+          p: g for p, g in side.gradients.items() if not p.endswith('/solver')
+        }
+        both.append(learned | {'the loss': np.asarray(side.loss)})
+      gap, _ = trial.worst(*both)
+      found[' '.join(f'{k}={v}' for k, v in fields.items())] = gap
+  return claims.Outcome(
+    f'<= {within:.0e}',
+    f'{max(found.values()):.1e}',
+    'loss and all gradients, two layers, packed rows, float64, one device; '
+    + ', '.join(f'{k} {v:.0e}' for k, v in found.items()),
+    max(found.values()) <= within,
+  )

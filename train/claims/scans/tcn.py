@@ -1,0 +1,278 @@
+"""Claims about dilated convolutions and attention in chunks (TCNCA).
+
+Equalities are in float64. What a token costs is counted in the traced program
+(sharding/meter/flops.py), which walks whole blocks of attention, and the taps,
+which are no matrix product, by formula. What is learned is told in held-out
+bits per byte of small models that differ in the reach of their convolutions
+alone.
+
+Legend: B rows, T tokens, D model.
+"""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.configs import schema
+from paraxis.configs.base import mixers as mixer_schema
+from paraxis.models import batch as batch_lib
+from paraxis.models import decoder
+from paraxis.models.mixers import tcn
+from paraxis.sharding.meter import flops
+from paraxis.train.certify import verify
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.attention import latent as claims_latent
+from paraxis.train.claims.experts import training as claims_expert_training
+from paraxis.train.plot import losses as plot
+from paraxis.train.run import workdir as workdir_lib
+
+TINY = dict(
+  vocab_size=64, d_model=16, num_heads=8, d_ff=16, num_layers=2, pattern='C',
+  attention_block=16, dtype='float64', param_dtype='float64',
+)  # fmt: skip
+SMALL = dict(kernel=3, depth=2, key_dim=4, value_expand=1.0)
+
+
+def _random(own, **fields):
+  """(Decoder, random parameters) of TINY with such a mixer_schema.Tcn."""
+  config = schema.Model(**TINY | fields, tcn=mixer_schema.Tcn(**SMALL | own))
+  model, rng = decoder.Decoder(config), np.random.default_rng(0)
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  draw = lambda p, s: (
+    abs(rng.normal(0.5, 0.3, s))
+    if 'taps' in p
+    else rng.normal(model.kinds[p] == 'vector', 0.3, s)
+  )
+  return model, {p: jnp.asarray(draw(p, x.shape)) for p, x in shapes.items()}
+
+
+def _documents(length, rows=1):
+  """Random rows of one document each."""
+  ones = np.ones((rows, length), np.int32)
+  ids = np.random.default_rng(1).integers(0, TINY['vocab_size'], ones.shape)
+  return claims_latent.rows_of(ids, ones, np.cumsum(ones, 1) - 1)
+
+
+def _reached(own, length, at):
+  """(first, last) token of a row whose numbers change with those of one."""
+  model, params = _random(own | dict(chunk=1), num_layers=1, mlp='none')
+  rows = _documents(length)
+  see = model.visibility(rows)
+  run = jax.jit(lambda x: model.run(model.pattern, params, x, see))
+  x = model.embed(params, rows)
+  change = run(x.at[0, at].multiply(1.5)) - run(x)
+  seen = np.flatnonzero(np.asarray(jnp.abs(change).max(-1))[0])
+  return int(seen[0]), int(seen[-1])
+
+
+def field_is_the_formula(run, *, cases):
+  """EQ: tokens that one token reaches are 1 + (W - 1) sum of dilations.
+
+  Args:
+    cases: list of fields of mixer_schema.Tcn: kernel, dilation, depth. Chunks
+      are of one token, so that nothing else reaches on.
+  """
+  del run
+  want, found = [], []
+  with jax.enable_x64(True):
+    for case in cases:
+      own = mixer_schema.Tcn(**case)
+      far = [own.dilation**i for i in range(own.depth)]
+      want.append(1 + (own.kernel - 1) * sum(far))
+      first, last = _reached(case, want[-1] + 10, 5)
+      found.append(last - 4 if first == 5 else first - 5)
+      assert tcn.receptive_field(own) == want[-1]
+  text = lambda row: ' '.join(map(str, row))
+  told = ', '.join(
+    ' '.join(f'{k} {v}' for k, v in case.items()) for case in cases
+  )
+  return claims.Outcome(
+    text(want),
+    text(found),
+    f'tokens from the one that is changed to the last that differs at all, '
+    f'float64, random weights; {told}',
+    want == found,
+  )
+
+
+def streams_as_a_whole(run, *, own, length, prompts, within):
+  """EQ: a prefill and steps that keep tails and a chunk equal one pass.
+
+  Args:
+    own: fields of mixer_schema.Tcn. length: tokens of a row.
+    prompts: tokens that a prefill reads, in each case. within: largest
+      difference allowed.
+  """
+  del run
+  found, sizes = {}, set()
+  with jax.enable_x64(True):
+    model, params = _random(own)
+    rows, loose = _documents(length, 2), model.unstack(params)
+    want = jax.jit(lambda p: model(p, rows)[0])(params)
+    for first in prompts:
+      steps = functools.partial(claims_latent.stepped, model, first=first)
+      x = jax.jit(steps)(loose, rows)
+      found[first] = float(jnp.abs(x - want).max() / jnp.abs(want).max())
+    for slots in (length, 16 * length):
+      cache = jax.eval_shape(lambda s=slots: model.init_cache(1, s)).states
+      sizes.add(sum(x.size for x in jax.tree.leaves(cache)))
+  return claims.Outcome(
+    f'<= {within:.0e}',
+    f'{max(found.values()):.1e}',
+    f'{length} tokens, float64, tokens in a prefill: '
+    + ', '.join(f'{n}: {gap:.0e}' for n, gap in found.items())
+    + f'; the state holds {" or ".join(map(str, sizes))} numbers a row, '
+    'whatever the length',
+    max(found.values()) <= within and len(sizes) == 1,
+  )
+
+
+def chunks_over_shards(run, *, mesh, length, chunks, within):
+  """EQ: loss and gradients, chunks longer than a shard's part of the row.
+
+  Args:
+    mesh: axis -> size. length: tokens of a row. chunks: tokens of a chunk.
+    within: largest difference allowed.
+  """
+  del run
+  found = {}
+  for chunk in chunks:
+    own = mixer_schema.Tcn(**SMALL | dict(chunk=chunk))
+    config = schema.Config(
+      mesh=schema.Mesh(**mesh),
+      model=schema.Model(**TINY, tcn=own),
+      data=schema.Data(sequence_length=length),
+      optimizer=schema.Optimizer(warmup_steps=0),
+      train=schema.Train(batch_size=8),
+    )
+    subject = verify.Subject(config, jax.devices(), True, ())
+    rows = verify.certify(subject, ('loss', 'gradients'))
+    found[chunk] = max(row.measured for row in rows)
+  return claims.Outcome(
+    f'<= {within:.0e}',
+    f'{max(found.values()):.1e}',
+    f'{mesh}, packed rows of {length}, {length // mesh["context"]} tokens a '
+    'shard, float64; chunks of '
+    + ', '.join(f'{n}: {gap:.0e}' for n, gap in found.items()),
+    max(found.values()) <= within,
+  )
+
+
+def _products(model, length):
+  """Floating-point operations of a forward pass for one token, counted."""
+  made = decoder.Decoder(model)
+  shape = jax.ShapeDtypeStruct((1, length), jnp.int32)
+  rows = batch_lib.Batch(shape, None, shape, shape, None, None)
+  params = jax.eval_shape(made.init, jax.random.key(0))
+  run = lambda p, rows: made(p, rows)[0]
+  return flops.count(run, params, rows).total / length
+
+
+def cost_of_a_token(run, *, lengths, at_most):
+  """SIM: operations a token, from the shortest to the longest row.
+
+  Args:
+    lengths: tokens. at_most: the ratio with attention in chunks; with causal
+      attention over the whole row it must be above.
+  """
+  grows, told = {}, []
+  for kind, name in (('C', 'in chunks'), ('F', 'over the row')):
+    model = dataclasses.replace(run.config.model, pattern=kind)
+    row = [_products(model, t) for t in lengths]
+    grows[name] = row[-1] / row[0]
+    told.append(f'{name} {" ".join(f"{x / 1e3:,.0f}" for x in row)}')
+  own = run.config.model.tcn
+  taps = 2 * own.kernel * own.depth * run.config.model.d_model
+  return claims.Outcome(
+    f'<= {at_most:g}, and above',
+    ' '.join(f'{x:.2f}' for x in grows.values()),
+    f'thousands a token and forward pass, T = '
+    f'{" ".join(map(str, lengths))}: {"; ".join(told)}. Besides, '
+    f'{taps * run.config.model.num_layers / 1e3:,.0f} of taps',
+    grows['in chunks'] <= at_most < grows['over the row'],
+  )
+
+
+def _by_reach(run, config, variants, pair, apart):
+  """Outcome of training `config` with fields of its mixer_schema.Tcn replaced.
+
+  pair: two names; the second must have at least `apart` bits more.
+  """
+  bits, told, folders = {}, [], []
+  for name, fields in variants.items():
+    own = dataclasses.replace(config.model.tcn, **fields)
+    model = dataclasses.replace(config.model, tcn=own)
+    changed = dataclasses.replace(config, model=model)
+    bits[name], job, _ = claims_expert_training.train(run, name, changed)
+    size = sum(x.size for x in job.state.params.values())
+    told.append(
+      f'{name} (reach {tcn.receptive_field(own)}) {bits[name]:.3f}, {size:,} '
+      'parameters'
+    )
+    folders.append(run.workdir / name)
+  run.say(f'wrote {plot.draw(folders, run.workdir / plot.NAME)}')
+  fewer, more = pair
+  gap = bits[more] - bits[fewer]
+  return claims.Outcome(
+    f'>= {apart:g}',
+    f'{gap:.3f}',
+    f'bits per held-out byte, {more} less {fewer}, {config.train.steps} steps, '
+    f'one seed, chunks of {config.model.tcn.chunk}: {"; ".join(told)}',
+    gap >= apart,
+  )
+
+
+def bits_by_reach(run, *, variants, pair, apart):
+  """LEARN: held-out bits per byte of text by the reach of convolutions.
+
+  Args:
+    variants: {name: fields of mixer_schema.Tcn that differ}.
+    pair: two of the names; the second has more bits. apart: how many at least.
+  """
+  return _by_reach(run, run.config, variants, pair, apart)
+
+
+def repeated(path, period, symbols, documents, length):
+  """Writes documents that are a random word, over and over; once."""
+  if path.exists():
+    return
+  rng, letters = np.random.default_rng(0), [chr(97 + i) for i in range(symbols)]
+  word = lambda: ''.join(rng.choice(letters, period))
+  lines = [
+    json.dumps(dict(text=(word() * length)[:length], domain='repeated'))
+    for _ in range(documents)
+  ]
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text('\n'.join(lines), 'utf-8')
+
+
+def repetition_in_reach(run, *, text, model, steps, variants, pair, apart):
+  """LEARN: bits a byte of random words that repeat, in reach or out of it.
+
+  Args:
+    text: {'period', 'symbols', 'documents'}; a document fills a row.
+    model: fields of schema.Model that differ. steps: of training.
+    variants, pair, apart: as for `bits_by_reach`.
+  """
+  path = workdir_lib.resolve(run.workdir) / 'repeated.jsonl'
+  length = run.config.data.sequence_length - 1
+  repeated(path, length=length, **text)
+  replace, config = dataclasses.replace, run.config
+  own = replace(config.model.tcn, **model.get('tcn', {}))
+  config = replace(
+    config,
+    model=replace(config.model, **model | dict(tcn=own)),
+    data=replace(config.data, path=str(path)),
+    train=replace(config.train, steps=steps),
+  )
+  found = _by_reach(run, config, variants, pair, apart)
+  bits, p = np.log2(text['symbols']), text['period']
+  return found._replace(
+    caveat=f'words of {p} of {text["symbols"]} letters, over and over; '
+    f'{bits:g} bits a letter, {bits * p / length:.2f} if what repeats is free; '
+    + found.caveat
+  )

@@ -1,0 +1,339 @@
+"""Batch t as a pure function of (seed, t): rows, mixture, held-out evaluation.
+
+The packing plan (train/data/packing.py) is made once from the seed: it fixes
+which documents share a row. grain carries the order of the rows: random access,
+a new shuffle every epoch, domains mixed by weight, prefetch. Nothing depends on
+the number of processes or the mesh: a process asks for its slice of batch t,
+and the denominator is that of the whole step. The data cursor is the integer t.
+
+Epochs: with `data.mixture` empty one epoch is every row once. With weights
+every domain has its own rows and its own epochs, and row n of the run comes
+from the domain that is furthest behind its weight: small domains repeat.
+
+Cost: a plan takes well under a second per million documents; a batch some
+microseconds per row.
+
+Legend: A microbatches, B rows of a step, T slots of a row.
+"""
+
+import contextlib
+import math
+
+import numpy as np
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.train.data import batch_ramp
+from paraxis.train.data import packing
+
+_PACKERS = {
+  'concat_split': packing.concat_split,
+  'first_fit': packing.first_fit,
+}
+
+
+class Batches:
+  """The training batches of a run. Indexable by any step, in any order.
+
+  Attributes:
+    plan: packing.Plan of all rows; a row id is an index into it.
+    batch_size, microbatches, sequence_length: B, A, T.
+    rows: rows an epoch draws from; with a mixture, of all its domains.
+    domains: ((name, weight, rows), ...) of a mixture, else ().
+  """
+
+  def __init__(self, config, corpus, split='train'):
+    """Packs the documents of `split`.
+
+    Args:
+      config: schema.Config; reads `data`, `train` and model.vocab_size.
+      corpus: token_cache.Corpus.
+      split: 'train' or 'held'.
+
+    Raises:
+      UserError: batch_size not a multiple of microbatches, no documents, fewer
+        rows than a batch, a mixture of unknown domains, tokens out of range.
+    """
+    self._corpus = corpus
+    self._prefetch = config.data.prefetch
+    self.batch_size = config.train.batch_size
+    self.microbatches = config.microbatches
+    self.sequence_length = config.data.sequence_length
+    _check(config, corpus)
+    weights = mixture(config.data.mixture, corpus)
+    parts = [(None, 1.0)] if not weights else list(weights.items())
+    plans = [
+      self._pack(config, corpus.select(split, domain), n)
+      for n, (domain, _) in enumerate(parts)
+    ]
+    for (domain, _), plan in zip(parts, plans, strict=True):
+      if not plan.rows:
+        raise errors.UserError(
+          f'data.path={corpus.path!r}: 0 of {len(corpus.held)} documents '
+          f'are in split {split!r}'
+          + (f' of domain {domain!r}.' if domain else '.')
+        )
+    self.plan = packing.concatenate(plans)
+    self.rows = self.plan.rows
+    if self.rows < self.batch_size:
+      raise errors.UserError(
+        f'data.path={corpus.path!r} packs into {self.rows} rows of '
+        f'{self.sequence_length} tokens, fewer than train.batch_size='
+        f'{self.batch_size}: use a smaller batch, shorter rows or more text.'
+      )
+    self.domains = tuple(
+      (name, weight, plan.rows)
+      for (name, weight), plan in zip(parts, plans, strict=True)
+      if weights
+    )
+    self.ramp = batch_ramp.of(config)
+    self._order = _order(
+      [plan.rows for plan in plans],
+      [weight for _, weight in parts],
+      config.train.seed,
+      1 if self.ramp else self.batch_size,
+    )
+
+  def _pack(self, config, chosen, n):
+    order = np.random.default_rng([config.train.seed, n]).permutation(chosen)
+    corpus = self._corpus
+    return _PACKERS[config.data.packing](
+      corpus.starts[:-1], corpus.lengths, self.sequence_length, order
+    )
+
+  def summary(self):
+    """One line: rows, tokens, fill, and how many documents were cut."""
+    plan = self.plan
+    return (
+      f'{plan.rows} rows of {plan.length} tokens, {plan.pairs} targets, '
+      f'{plan.fill_fraction:.1%} full; {plan.cut} documents were split over '
+      'rows, none was dropped'
+    )
+
+  def size_at(self, t):
+    """B of step t."""
+    return self.ramp.rows(t) if self.ramp else self.batch_size
+
+  def split(self, rows):
+    """(microbatches, rows of each) of a step of so many rows."""
+    if self.ramp:
+      return self.ramp.split(rows)
+    return self.microbatches, rows // self.microbatches
+
+  def rows_at(self, t):
+    """(B,) int64 row ids of step t, a pure function of (seed, t)."""
+    t = int(t)
+    if not self.ramp:
+      return np.asarray(self._order[t], np.int64)
+    first = self.ramp.before(t)
+    found = [self._order[first + i] for i in range(self.ramp.rows(t))]
+    return np.concatenate(found).astype(np.int64)
+
+  def batch_at(self, t, lo=0, hi=None):
+    """The batch of step t, or the rows lo..hi of it.
+
+    Args:
+      t: step, >= 0.
+      lo, hi: a process's slice of the batch axis, 0 <= lo < hi <= B / A; with
+        accumulation, of every microbatch. B is `size_at(t)`.
+
+    Returns:
+      Batch of NumPy arrays (hi - lo, T), or (A, hi - lo, T) if A > 1. The
+      denominator is that of the whole step, whatever the slice.
+    """
+    return self._assemble(self.rows_at(t), lo, hi)
+
+  def _assemble(self, rows, lo, hi):
+    total = self.plan.fill[rows].sum(dtype=np.int64)
+    parts = self.split(len(rows))
+    split = rows.reshape(parts)[:, lo:hi]
+    batch = packing.assemble(
+      self.plan, self._corpus.tokens, split.ravel(), self._corpus.pad_id
+    )
+    batch = batch._replace(denominator=np.float32(total))
+    if parts[0] == 1:
+      return batch
+    fold = lambda x: x.reshape(*split.shape, -1) if x.ndim else x
+    return type(batch)(*map(fold, batch))
+
+  def iterate(self, start=0, share=lambda rows: (0, None)):
+    """Yields (t, batch_at(t, lo, hi)) for t = start, start + 1, ... for ever.
+
+    share: rows of a microbatch -> (lo, hi).
+    `data.prefetch` batches are made ahead, in one thread of grain's, which
+    ends when the generator is closed or collected.
+    """
+    import grain  # imports jax
+
+    threads = 1 if self._prefetch else 0
+    options = grain.ReadOptions(threads, self._prefetch)
+
+    def assemble(rows):
+      part = share(self.split(len(rows))[1])
+      return self._assemble(np.asarray(rows, np.int64), *part)
+
+    made = self._order.map(assemble)
+    if self.ramp:
+      steps = grain.MapDataset.range(2**31 - 1)
+      made = steps.map(lambda t: assemble(self.rows_at(t)))
+    with contextlib.closing(iter(made.to_iter_dataset(options))) as source:
+      source.set_state({'next_index': int(start)})
+      yield from enumerate(source, int(start))
+
+  def documents_at(self, t):
+    """Documents of each row of step t: list of B lists of 'domain/id'."""
+    return _documents(self._corpus, self.plan, self.rows_at(t))
+
+  def describe_rows(self, t):
+    """One line a row of step t: its id and its documents, for messages."""
+    return '\n'.join(
+      f'row {row}: {", ".join(names)}'
+      for row, names in zip(self.rows_at(t), self.documents_at(t), strict=True)
+    )
+
+
+class HeldOut:
+  """Held-out batches of one domain; documents apart, each from its start.
+
+  bits per byte = sum over batches of (sum of weighted nll) / ln 2 / n_bytes.
+  The end-of-document tokens are predicted too and add no byte. A document
+  longer than a row continues in another one without its context.
+
+  Attributes:
+    domain: its name.
+    plan: packing.Plan of all its held-out documents.
+    exact: every row is used. Else evenly spaced rows are, and n_bytes is the
+      domain's bytes times the share of its tokens that they hold.
+    n_bytes: UTF-8 bytes of the text in these batches.
+    n_documents, n_pairs: documents of the domain; tokens predicted here.
+  """
+
+  def __init__(self, corpus, domain, config):
+    chosen = corpus.select('held', domain)
+    self._corpus = corpus
+    self._width = config.microbatch_rows
+    self.domain = domain
+    self.plan = packing.first_fit(
+      corpus.starts[:-1], corpus.lengths, config.data.sequence_length, chosen
+    )
+    limit = config.train.eval_batches * self._width
+    self.exact = not 0 < limit < self.plan.rows
+    self._rows = np.arange(self.plan.rows)
+    if not self.exact:
+      self._rows = np.arange(limit) * self.plan.rows // limit
+    self.n_documents = len(chosen)
+    self.n_pairs = int(self.plan.fill[self._rows].sum(dtype=np.int64))
+    total = int(corpus.n_bytes[chosen].sum())
+    self.n_bytes = round(total * (self.n_pairs / self.plan.pairs))
+
+  def __len__(self):
+    return math.ceil(len(self._rows) / self._width)
+
+  def rows_at(self, i):
+    """(B / A,) row ids of batch i; -1 where the last batch has none left."""
+    rows = self._rows[i * self._width : (i + 1) * self._width]
+    return np.pad(rows, (0, self._width - len(rows)), constant_values=-1)
+
+  def batch_at(self, i, lo=0, hi=None):
+    """Batch i, (B / A, T), or its rows lo..hi; global denominator."""
+    if not 0 <= i < len(self):
+      raise IndexError(f'{self.domain} has {len(self)} batches, not {i}')
+    rows = self.rows_at(i)
+    total = self.plan.fill[rows[rows >= 0]].sum(dtype=np.int64)
+    batch = packing.assemble(
+      self.plan, self._corpus.tokens, rows[lo:hi], self._corpus.pad_id
+    )
+    return batch._replace(denominator=np.float32(total))
+
+  def __iter__(self):
+    return (self.batch_at(i) for i in range(len(self)))
+
+
+def evaluation(config, corpus):
+  """Held-out batches per domain: a list of HeldOut, domains in sorted order.
+
+  All batches have the shape of a microbatch, (B / A, T); at most
+  train.eval_batches a domain, 0: all.
+
+  Raises:
+    UserError: nothing is held out; as Batches.
+  """
+  _check(config, corpus)
+  held = [d for d in corpus.domains if len(corpus.select('held', d))]
+  if not held:
+    raise errors.UserError(
+      f'data.path={corpus.path!r}: 0 of {len(corpus.held)} documents are '
+      'held out (a domain needs 2 for that); raise data.held_out_fraction='
+      f'{config.data.held_out_fraction} or mark documents "split": "held".'
+    )
+  return [HeldOut(corpus, domain, config) for domain in held]
+
+
+def mixture(text, corpus):
+  """'code=2,drama=1' -> {'code': 2.0, 'drama': 1.0}; '' -> {}.
+
+  Raises:
+    UserError: not of this form, a domain the corpus lacks, a weight <= 0.
+  """
+  weights = {}
+  for part in filter(None, (p.strip() for p in text.split(','))):
+    name, equals, value = (p.strip() for p in part.partition('='))
+    try:
+      weight = float(value)
+    except ValueError:
+      weight = 0.0
+    if not equals or not weight > 0 or not math.isfinite(weight):
+      raise errors.UserError(
+        f"data.mixture={text!r}: {part!r} is not 'domain=weight' with a "
+        'weight above 0.'
+      )
+    if name not in corpus.domains:
+      raise errors.UserError(
+        f'data.mixture={text!r}: no domain {name!r} in {corpus.path!r}, '
+        f'which has {", ".join(corpus.domains)}.'
+        + schema.suggest(name, corpus.domains)
+      )
+    if name in weights:
+      raise errors.UserError(f'data.mixture={text!r} names {name!r} twice.')
+    weights[name] = weight
+  return weights
+
+
+def _check(config, corpus):
+  """Errors of a config that no packing can mend."""
+  _ = config.microbatch_rows  # a UserError where rows do not divide
+  if corpus.vocab_size > config.model.vocab_size:
+    raise errors.UserError(
+      f'{corpus.path!r} is tokenized with ids up to {corpus.vocab_size - 1}, '
+      f'model.vocab_size is {config.model.vocab_size}: set it to at least '
+      f'{corpus.vocab_size}.'
+    )
+
+
+def _order(rows, weights, seed, batch_size):
+  """grain dataset: step -> (B,) row ids, every epoch in another order."""
+  import grain  # imports jax
+
+  first = 0
+  parts = []
+  for n, count in enumerate(rows):
+    # grain reseeds an epoch by adding 1: hashing keeps runs with seeds 0 and 1
+    # from sharing their orders.
+    hashed = np.random.SeedSequence([seed, n, 1]).generate_state(1)[0]
+    part = grain.MapDataset.range(first, first + count)
+    parts.append(part.shuffle(seed=int(hashed)).repeat())
+    first += count
+  mixed = parts[0]
+  if len(parts) > 1:
+    mixed = grain.MapDataset.mix(parts, weights)
+  return mixed.batch(batch_size)
+
+
+def _documents(corpus, plan, rows):
+  """Names of the documents in each of `rows`."""
+  out = []
+  for row in rows:
+    pieces = slice(plan.row_starts[row], plan.row_starts[row + 1])
+    found = np.searchsorted(corpus.starts, plan.tokens[pieces], 'right') - 1
+    out.append([corpus.name(document) for document in found])
+  return out

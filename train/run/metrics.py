@@ -1,0 +1,168 @@
+"""Where a run's numbers go: metrics.jsonl always, a terminal, other loggers.
+
+A line of metrics.jsonl is {"step": n, "train/loss": x, ...}. A resumed run
+appends; where a step occurs twice, the last value counts (`read` does so).
+"""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import resource
+import sys
+
+import jax
+
+from paraxis.configs.base import errors
+
+FILE = 'metrics.jsonl'
+
+
+def read(workdir):
+  """{step: {name: value}} of a workdir, the last value of a step counting."""
+  out = {}
+  path = pathlib.Path(workdir) / FILE
+  for line in path.read_text(encoding='utf-8').splitlines():
+    try:
+      row = json.loads(line)
+    except json.JSONDecodeError:
+      continue  # a line that a kill cut short; its step is run again
+    out.setdefault(row.pop('step'), {}).update(row)
+  return dict(sorted(out.items()))
+
+
+def check_loggers(train):
+  """UserError if a logger that the configuration asks for is not installed."""
+  for field, module in (('tensorboard', 'tensorboardX'), ('wandb', 'wandb')):
+    if getattr(train, field) and not importlib.util.find_spec(module):
+      raise errors.UserError(
+        f'train.{field}={getattr(train, field)!r} needs the package {module}, '
+        f'which is not installed: install paraxis[{field}].'
+      )
+
+
+def memory_bytes():
+  """Peak bytes on one accelerator, else peak resident bytes of the process."""
+  stats = jax.local_devices()[0].memory_stats() or {}
+  if 'peak_bytes_in_use' in stats:
+    return stats['peak_bytes_in_use']
+  unit = 1 if sys.platform == 'darwin' else 1024
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Writers:
+  """Writes rows of numbers to every logger that the configuration asks for.
+
+  Lists go to the file alone.
+  """
+
+  def __init__(self, workdir, train, config):
+    """train: schema.Train; config: schema.Config. Process 0 writes."""
+    self._active = jax.process_index() == 0
+    self._file = self._board = self._wandb = None
+    if not self._active:
+      return
+    path = os.path.join(workdir, FILE)
+    self._file = open(path, 'a', encoding='utf-8')  # noqa: SIM115
+    if self._file.tell() and not _ends_with_newline(path):
+      self._file.write('\n')  # a kill cut the last line short
+    if train.tensorboard:
+      import tensorboardX
+
+      self._board = tensorboardX.SummaryWriter(workdir)
+    if train.wandb:
+      import wandb
+
+      self._wandb = wandb.init(
+        project=train.wandb, dir=workdir, config=dataclasses.asdict(config)
+      )
+
+  def write(self, step, values):
+    """One row; numbers that are not finite become null in the file."""
+    if not self._active:
+      return
+    row = {'step': int(step)}
+    for name, v in values.items():
+      plain = isinstance(v, int | list) or math.isfinite(v)
+      row[name] = v if plain else None
+    values = {n: v for n, v in values.items() if not isinstance(v, list)}
+    self._file.write(json.dumps(row) + '\n')
+    self._file.flush()
+    if self._board:
+      for name, v in values.items():
+        self._board.add_scalar(name, v, step)
+    if self._wandb:
+      self._wandb.log(values, step=step)
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *error):
+    self.close()
+
+  def close(self):
+    """Flushes and closes every logger."""
+    for writer in (self._file, self._board):
+      if writer:
+        writer.close()
+    if self._wandb:
+      self._wandb.finish()
+
+
+def _ends_with_newline(path):
+  with open(path, 'rb') as f:
+    f.seek(-1, os.SEEK_END)
+    return f.read(1) == b'\n'
+
+
+class Progress:
+  """One live line on a terminal, plain lines elsewhere."""
+
+  def __init__(self, steps, print_every, say=print):
+    self._steps, self._every, self._say = steps, print_every, say
+    self._live = None
+    if say is print and sys.stdout.isatty() and jax.process_index() == 0:
+      import rich.live
+
+      self._live = rich.live.Live(refresh_per_second=4, transient=True)
+      self._live.start()
+
+  def text(self, step, values):
+    """One line: step, loss, speed, memory."""
+    parts = [
+      f'step {step}/{self._steps}',
+      f'loss {values["train/loss"]:.4f}',
+      f'grad {values["train/grad_norm"]:.2f}',
+      f'lr {values["train/learning_rate"]:.2e}',
+      f'{values["perf/tokens_per_second"]:,.0f} tokens/s',
+      f'{values["perf/memory_bytes"] / 2**30:.2f} GiB',
+    ]
+    return '  '.join(parts)
+
+  def step(self, step, values):
+    """Shows a finished step."""
+    text = self.text(step, values)
+    if self._live:
+      self._live.update(text)
+    if step % self._every == 0 or step == self._steps:
+      self.say(text)
+
+  def say(self, text):
+    """A line that stays."""
+    if self._live:
+      self._live.console.print(text, highlight=False, markup=False)
+    elif jax.process_index() == 0:
+      self._say(text)
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *error):
+    self.close()
+
+  def close(self):
+    """Ends the live line."""
+    if self._live:
+      self._live.stop()

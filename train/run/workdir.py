@@ -1,0 +1,160 @@
+"""A run's folder: config.json, metrics.jsonl, checkpoints/, and one writer.
+
+The lock is the operating system's: it goes with the process, however that ends.
+"""
+
+import json
+import os
+import pathlib
+import socket
+import tempfile
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+
+try:
+  import fcntl
+except ImportError:  # not a POSIX system: no lock
+  fcntl = None
+
+CONFIG = 'config.json'
+CHECKPOINTS = 'checkpoints'
+# What a resumed run may change: none of it moves the trajectory, except that
+# train.steps stretches the schedule, which is said.
+FREE = (
+  'mesh.',  # a whole section
+  'checkpoint.',
+  'decode.',
+  'train.steps',
+  'train.eval_every',
+  'train.eval_batches',
+  'train.print_every',
+  'train.max_nonfinite_steps',
+  'train.tensorboard',
+  'train.wandb',
+  'train.remat',
+  'pipeline.schedule',
+  'pipeline.chunks',
+  'pipeline.microbatches',
+  'pipeline.activations',
+  'model.experts.region',
+  'model.experts.hierarchical',
+  'model.experts.hot',
+  'model.experts.drop_limit',
+  'model.unroll',
+  'model.attention',
+  'data.prefetch',
+  'data.cache_dir',
+)
+
+
+def resolve(workdir):
+  """The folder's absolute path."""
+  return pathlib.Path(workdir).expanduser().resolve()
+
+
+def prepare(workdir):
+  """Creates the folder; absolute path, or UserError if it cannot be written."""
+  path = resolve(workdir)
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path):
+      pass
+  except OSError as e:
+    raise errors.UserError(
+      f'--workdir={workdir}: cannot write to {path} ({e.strerror}).'
+    ) from e
+  return path
+
+
+class Lock:
+  """Holds the folder for one run; UserError if another run has it."""
+
+  def __init__(self, path):
+    self._file = open(path / '.lock', 'a+', encoding='utf-8')  # noqa: SIM115
+    if fcntl is None:
+      return
+    try:
+      fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      self._file.seek(0)
+      holder = self._file.read().strip() or 'unknown'
+      self._file.close()
+      raise errors.UserError(
+        f'{path} is in use by another run (process {holder}); wait for it, '
+        'stop it, or take another --workdir.'
+      ) from None
+    except OSError as e:
+      self._file.close()
+      raise errors.UserError(
+        f'{path} cannot be locked ({e.strerror}): its file system has no '
+        'locks; take a --workdir on another one.'
+      ) from None
+    self._file.truncate(0)
+    self._file.write(f'{os.getpid()} on {socket.gethostname()}')
+    self._file.flush()
+
+  def close(self):
+    """Lets the folder go."""
+    self._file.close()
+
+
+def is_free(name):
+  """Whether a resumed run may change the field 'section.name'."""
+  return name in FREE or f'{name.split(".")[0]}.' in FREE
+
+
+def differences(old, new):
+  """[(dotted field, old value, new value)] of two schema.Config."""
+  out = []
+  for name, _ in schema.fields():
+    a, b = schema.value(old, name), schema.value(new, name)
+    if a != b:
+      out.append((name, a, b))
+  return out
+
+
+def read_config(path):
+  """schema.Config of a workdir; UserError if there is none."""
+  file = pathlib.Path(path) / CONFIG
+  try:
+    return schema.from_json(file.read_text(encoding='utf-8'))
+  except OSError:
+    raise errors.UserError(f'{file} does not exist: not a workdir.') from None
+  except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    raise errors.IntegrityError(f'{file} is damaged: {e}.') from None
+
+
+def check_config(path, config, say):
+  """Compares with the config that the folder's run began with.
+
+  Raises:
+    UserError: a field differs that would change the run's trajectory.
+  """
+  if (path / CONFIG).exists():
+    compare(path, read_config(path), config, say)
+
+
+def compare(where, old, new, say=lambda line: None):
+  """UserError if a run of config `old` cannot go on as `new`; says the rest."""
+  hard = []
+  for name, was, now in differences(old, new):
+    text = f'{name} was {was!r}, is now {now!r}'
+    if not is_free(name):
+      hard.append(text)
+    elif name == 'train.steps':
+      say(f'config: {text}; the schedule is stretched')
+    else:
+      say(f'config: {text}')
+  if hard:
+    raise errors.UserError(
+      f'{where} holds a run with another configuration: {"; ".join(hard)}. '
+      'Take another --workdir, or give the old values.'
+    )
+
+
+def write_config(path, config):
+  """Saves the resolved configuration; nothing later executes Python for it."""
+  temporary = path / f'{CONFIG}.tmp'
+  temporary.write_text(schema.to_json(config), encoding='utf-8')
+  os.replace(temporary, path / CONFIG)
