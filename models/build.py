@@ -184,7 +184,7 @@ def _layout(config, rules, sizes, schedule):
   kv_heads = attention.num_kv_heads(model)
   kv_heads = max(1, math.lcm(kv_heads, shards) // shards)
   (axis,) = length('length')
-  plan = context.Plan(
+  plan = context.ContextPlan(
     mesh.context_form, axis, sizes[axis], order, mesh.context_inner
   )
   length = config.data.sequence_length
@@ -196,7 +196,7 @@ def _layout(config, rules, sizes, schedule):
     context.permutation(order, plan.n, length)  # it divides, or an error
   for kind in sorted(letters):
     layer.MIXERS[kind].check_context(model, length // plan.n)
-  across = scan.Plan(mesh.context_scan, axis)
+  across = scan.ScanPlan(mesh.context_scan, axis)
   return parameter.Layout(rings, plan, placement, across)
 
 

@@ -79,7 +79,7 @@ class Mask:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
+class AttentionSpec:
   """What an implementation may look at when it says if it can run.
 
   sharded: the arrays may be spread over devices by the compiler; a kernel
@@ -133,11 +133,11 @@ def check_sinks(op, q_BTNH, sinks_N):
 
 
 def spec_of(q, k, mask, segments, order, v=None):
-  """The Spec of one call; v: None if its head size is that of k."""
+  """The AttentionSpec of one call; v: None if its head size is that of k."""
   mesh = jax.typeof(q).sharding.mesh
   manual = jax.sharding.AxisType.Manual
   kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-  return Spec(
+  return AttentionSpec(
     q.shape,
     k.shape,
     str(q.dtype),
@@ -156,7 +156,7 @@ def choose(impl='auto', spec=None, target=None):
     impl: 'auto', a name, or 'FORWARD/BACKWARD', each 'auto' or a name. One name
       stands for both passes; where it has no backward pass (the adapters),
       the backward pass is chosen as by 'auto'.
-    spec: Spec, or None to ask about the target alone.
+    spec: AttentionSpec, or None to ask about the target alone.
     target: registry.Target; default the current one.
 
   Raises:

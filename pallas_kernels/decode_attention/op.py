@@ -41,7 +41,7 @@ MAX_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec(attention.Spec):
+class DecodeAttentionSpec(attention.AttentionSpec):
   """What an implementation may look at when it says if it can run."""
 
   cache: tuple[str, str] = ()  # dtypes of k and v
@@ -128,7 +128,7 @@ def _run(arrays, mask, segments, order, impl, sinks_N, ranges=None):
   q, k, v = arrays
   attention.check_sinks(OP, q, sinks_N)
   spec = attention.spec_of(q, k, mask, segments, order, v)
-  spec = Spec(**vars(spec), cache=(str(k.dtype), str(v.dtype)))
+  spec = DecodeAttentionSpec(**vars(spec), cache=(str(k.dtype), str(v.dtype)))
   chosen = registry.resolve(OP, impl, spec)
   o, lse = chosen.forward(q, k, v, segments, order, mask, ranges)
   return (o, lse) if sinks_N is None else attention.with_sinks(o, lse, sinks_N)

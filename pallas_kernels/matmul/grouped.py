@@ -34,7 +34,7 @@ megablox = importlib.import_module(
 )
 
 
-class Spec(NamedTuple):
+class GroupedSpec(NamedTuple):
   """What an implementation may look at when it says if it can run."""
 
   rows: int
@@ -147,7 +147,7 @@ def _tokamax_gradient(x_SD, g_SF, sizes_E, size, dtype):
 
 
 def _chosen(x_SD, impl):
-  spec = Spec(len(x_SD), str(jnp.dtype(x_SD.dtype)))
+  spec = GroupedSpec(len(x_SD), str(jnp.dtype(x_SD.dtype)))
   return registry.resolve(OP, impl, spec)
 
 

@@ -36,7 +36,7 @@ ROWS = {'int4': 1, 'uint8': 2}  # of the matrix, to one of q
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
+class QuantizedSpec:
   """What an implementation may look at when it says if it can run."""
 
   x: tuple[int, ...]  # T, D
@@ -117,7 +117,7 @@ def quantized_matmul(x, q, scale_GF, impl='auto'):
   manual = jax.sharding.AxisType.Manual
   kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
   sharded = any(size > 1 and kind != manual for size, kind in kinds)
-  spec = Spec(rows.shape, q.shape[1], x.dtype.name, form, sharded)
+  spec = QuantizedSpec(rows.shape, q.shape[1], x.dtype.name, form, sharded)
   y = registry.resolve(OP, impl, spec).forward(rows, q, scale_GF)
   return y.reshape(*x.shape[:-1], -1)
 

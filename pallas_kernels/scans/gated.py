@@ -52,7 +52,7 @@ ALL_LOST = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
+class GatedScanSpec:
   """What an implementation may look at when it says if it can run."""
 
   q: tuple[int, ...]  # B, T, G, K
@@ -138,7 +138,7 @@ def gated_scan(
   check(q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk)
   (B, T, H, V), K = v_BTHV.shape, q_BTGK.shape[3]
   scalar = log_decay.ndim == 3
-  spec = Spec(q_BTGK.shape, V, str(q_BTGK.dtype), scalar, chunk)
+  spec = GatedScanSpec(q_BTGK.shape, V, str(q_BTGK.dtype), scalar, chunk)
   chosen = registry.resolve(OP, impl, spec)
   chunk = _chunk_of(chosen.name, chunk, T)
   if reset_BT is None:
@@ -151,7 +151,7 @@ def gated_scan(
   arrays = q_BTGK, k_BTGK, v_BTHV, g, reset_BT
   *arrays, reset_BT = (_pad(x, -T % chunk) for x in arrays)
   count = jnp.cumsum(reset_BT.reshape(B, -1, chunk).astype(jnp.int32), -1)
-  tokens = gated_chunk.Tokens(*arrays, count.reshape(B, -1))
+  tokens = gated_chunk.GatedTokens(*arrays, count.reshape(B, -1))
   tokens, state = varying.same((tokens, state_BHKV.astype(wide)))
   o, state = _gated_scan(chosen, chunk, tokens, state)
   return o[:, :T], state
@@ -190,7 +190,7 @@ def _forward(chosen, chunk, tokens, state):
 def _backward(chosen, chunk, residuals, cotangents):
   tokens, starts = residuals
   *gradients, d_state = chosen.backward(tokens, starts, cotangents, chunk)
-  return gated_chunk.Tokens(*gradients, None), d_state
+  return gated_chunk.GatedTokens(*gradients, None), d_state
 
 
 _gated_scan.defvjp(_forward, _backward)

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 _NN, _NT, _TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))
 
 
-class Tokens(NamedTuple):
+class GatedTokens(NamedTuple):
   """Inputs of a scan, of a whole one (B, T, H, ..) or of one chunk (C, ..).
 
   q, k: (B, T, G, K), (C, K); head h reads group h // (H / G). v: (B, T, H, V),
@@ -192,7 +192,7 @@ def forward(x, state, precision):
   """One chunk: (o_CV, state_KV at its end).
 
   Args:
-    x: Tokens of one chunk, in one float dtype; C a power of two.
+    x: GatedTokens of one chunk, in one float dtype; C a power of two.
     state: (K, V) at the start.
     precision: Precision.
   """
@@ -251,7 +251,7 @@ def precision_of(dtype, full=lax.Precision.HIGHEST):
 
 
 def cost(x, chunk, gradient=False):
-  """pl.CostEstimate of one pass in chunks over Tokens (or their shapes).
+  """pl.CostEstimate of one pass in chunks over GatedTokens (or their shapes).
 
   FLOPs: 2 per multiplication in a matrix product, sums of decays included.
   Bytes: each input and output once, the states between chunks too.

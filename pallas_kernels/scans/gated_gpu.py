@@ -48,7 +48,7 @@ def _load(refs, at):
   """Tokens of the chunk at tokens `at`, one per head as a row."""
   q, k, v, g, segment = (r[at] if len(r.shape) == 1 else r[at, :] for r in refs)
   x = q, k, v, g if g.ndim == 2 else g[None, :], segment[None, :]
-  return gated_chunk.Tokens(*(y.astype(jnp.float32) for y in x))
+  return gated_chunk.GatedTokens(*(y.astype(jnp.float32) for y in x))
 
 
 def _forward_kernel(*refs, chunk, precision):
@@ -145,7 +145,7 @@ def forward(x, state, chunk, save, interpret=False):
   """o_BTHV, state_BHKV, and the state at each chunk's start (None: not save).
 
   Args:
-    x: gated_chunk.Tokens, not float64; T a multiple of chunk.
+    x: gated_chunk.GatedTokens, not float64; T a multiple of chunk.
     state: (B, H, K, V) float32.
     interpret: of pallas_call, for tests without a GPU.
   """

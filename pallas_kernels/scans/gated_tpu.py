@@ -40,7 +40,7 @@ def supports(spec, target):
 
 def _load(q_ref, k_ref, v_ref, g_ref, segment_ref):
   refs = q_ref, k_ref, v_ref, g_ref, segment_ref
-  return gated_chunk.Tokens(*(r[...].astype(jnp.float32) for r in refs))
+  return gated_chunk.GatedTokens(*(r[...].astype(jnp.float32) for r in refs))
 
 
 def _forward_kernel(*refs, precision):
@@ -143,7 +143,7 @@ def forward(x, state, chunk, save, interpret=False):
   """o_BTHV, state_BHKV, and the state at each chunk's start (None: not save).
 
   Args:
-    x: gated_chunk.Tokens, float32 or bfloat16; T a multiple of chunk.
+    x: gated_chunk.GatedTokens, float32 or bfloat16; T a multiple of chunk.
     state: (B, H, K, V) float32.
     interpret: of pallas_call, for tests without a TPU.
   """

@@ -39,7 +39,7 @@ OP = 'linear_scan'
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
+class LinearScanSpec:
   """What an implementation may look at when it says if it can run.
 
   sharded: the arrays may be spread over devices by the compiler; a kernel
@@ -52,11 +52,11 @@ class Spec:
 
 
 def spec_of(*arrays):
-  """The Spec of one call; the last array has the shape."""
+  """The LinearScanSpec of one call; the last array has the shape."""
   mesh = jax.typeof(arrays[-1]).sharding.mesh
   kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
   spread = any(size > 1 and kind != AxisType.Manual for size, kind in kinds)
-  return Spec(arrays[-1].shape, str(jnp.result_type(*arrays)), spread)
+  return LinearScanSpec(arrays[-1].shape, str(jnp.result_type(*arrays)), spread)
 
 
 def check(op, b_BTD, reset_BT, state_BD):

@@ -39,7 +39,7 @@ OP = 'selective_scan'
 MIN_CHUNK = 16
 
 
-class Tokens(NamedTuple):
+class SelectiveTokens(NamedTuple):
   """Of a whole scan, (B, T, ..), or of its chunks, (N, B, C, ..).
 
   x, dt: (.., F). shared: (.., U, S), B before C. reset: (..) bool.
@@ -91,7 +91,7 @@ def selective_scan(
   if reset_BT is None:
     reset_BT = jnp.zeros((B, T), bool)
   chunk = min(chunk or chunk_of(T), T)
-  tokens = _split(Tokens(x, dt, shared, reset_BT), chunk)
+  tokens = _split(SelectiveTokens(x, dt, shared, reset_BT), chunk)
   arrays = tokens, _turn(rate), _turn(state_BFS).astype(wide)
   y, state = _scan(impl, *varying.same(arrays))
   return _join(y)[:, :T], _turn(state)
@@ -169,7 +169,7 @@ def _backward(impl, residuals, cotangents):
 
   first = d_last, jnp.zeros_like(rate)
   first, gradients = lax.scan(step, first, (tokens, starts, dy), reverse=True)
-  return Tokens(*gradients, None), first[1], first[0]
+  return SelectiveTokens(*gradients, None), first[1], first[0]
 
 
 _scan = jax.custom_vjp(lambda *args: _run(*args)[:2], nondiff_argnums=(0,))

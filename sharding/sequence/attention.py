@@ -58,7 +58,7 @@ resolve_order = context_order.resolve_order
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ContextPlan:
   """What is static of one call.
 
   form: one of FORMS. axis: the mesh axis that carries the length. n: its size.
@@ -96,7 +96,7 @@ def check(form, n, heads, kv_heads, length, layout, inner=0):
   """Raises errors.UserError if this form cannot run on these shapes.
 
   Args:
-    form, layout, inner: as in Plan; layout already resolved.
+    form, layout, inner: as in ContextPlan; layout already resolved.
     n: size of the mesh axis `context`.
     heads, kv_heads: of one tensor shard.
     length: tokens of a whole row.
@@ -198,7 +198,7 @@ def attention(q_BTNH, k_BTKH, v_BTKH, positions_BT, segments_BT, mask, plan):
     segments_BT: int; 0 is padding: it sees nothing and nothing sees it.
     mask: pallas_kernels.attention.op.Mask; `block` bounds the blocks of a
     shard.
-    plan: Plan.
+    plan: ContextPlan.
 
   Returns:
     o_BTNH in v's dtype and lse_BTN in promote_types(dtype, float32), both
@@ -212,7 +212,9 @@ def attention(q_BTNH, k_BTKH, v_BTKH, positions_BT, segments_BT, mask, plan):
   check(plan.form, n, heads, kv, length, layout, plan.inner)
   inner = resolve_inner(plan.form, n, heads, plan.inner)
   form = 'ring' if plan.form in ('ulysses', 'usp') else plan.form
-  job = context_forms.Job(form, plan.axis, n, layout, inner, length, mask)
+  job = context_forms.ContextCall(
+    form, plan.axis, n, layout, inner, length, mask
+  )
   pad = lambda x: _pad(x, context_order.runs(layout), job.blocks.run)
   q, k, v = pad(q_BTNH), pad(k_BTKH), pad(v_BTKH)
   info = jnp.stack([pad(positions_BT), pad(segments_BT)], 1).astype(jnp.int32)

@@ -36,8 +36,8 @@ from paraxis.sharding.sequence import order as context_order
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-  """A Plan with all that is static: rank = group * inner + place in it."""
+class ContextCall:
+  """A ContextPlan and the static shapes: rank = group * inner + place in it."""
 
   form: str
   axis: str

@@ -31,7 +31,7 @@ TPU = registry.Target('tpu', 'TPU v5 lite')
 def spec(T=1024, dtype='bfloat16', segments=False, **mask):
   x = (1, T, 2, 128)
   mask = attention.Mask(**mask)
-  return attention.Spec(x, x, dtype, mask, segments, False)
+  return attention.AttentionSpec(x, x, dtype, mask, segments, False)
 
 
 @pytest.mark.parametrize('op', ['attention', 'grouped_matmul'])

@@ -38,7 +38,7 @@ def program(form, length, heads, width):
   mesh = mesh_lib.make({'context': len(jax.devices())})
   n = mesh.shape['context']
   context_lib.check(form, n, heads, heads, length, 'zigzag')
-  plan = context_lib.Plan(form, 'context', n, 'zigzag')
+  plan = context_lib.ContextPlan(form, 'context', n, 'zigzag')
   mask = attention_lib.Mask(scale=width**-0.5)
 
   def local(q, k, v, do, positions, segments):

@@ -32,7 +32,7 @@ def spec(H=128, dtype='bfloat16', T=1024, mask=None, **given):
   x = (1, T, 2, H)
   mask = mask or attention.Mask()
   options = {'segments': False, 'order': False, **given}
-  return attention.Spec(x, x, dtype, mask, **options)
+  return attention.AttentionSpec(x, x, dtype, mask, **options)
 
 
 def names(impl, target, spec=None):

@@ -146,7 +146,7 @@ def test_what_the_tpu_kernel_takes():
   def spec(q=x, mask=plain, segments=None, **given):
     base = vars(attention.spec_of(q, x, mask, segments, None, x))
     base |= dict(cache=(given.pop('cache', str(q.dtype)),) * 2) | given
-    return decode_attention.Spec(**base)
+    return decode_attention.DecodeAttentionSpec(**base)
 
   two = jax.ShapeDtypeStruct((1, 2, 2, 8), 'float32')
   double = jax.ShapeDtypeStruct((1, 1, 2, 8), 'float16')
@@ -173,7 +173,7 @@ def test_what_the_gpu_kernel_takes():
   gpu = registry.Target('gpu', 'NVIDIA H200')
 
   def reason(k=(1, 64, 2, 16), q=(1, 1, 2, 16), dtype='float32', target=gpu):
-    spec = decode_attention.Spec(
+    spec = decode_attention.DecodeAttentionSpec(
       q, k, dtype, attention.Mask(), False, False, k, cache=(dtype, dtype)
     )
     rows = registry.explain('decode_attention', target, spec)

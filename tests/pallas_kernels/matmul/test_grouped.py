@@ -88,8 +88,8 @@ def test_megablox_is_the_same():
 def test_what_megablox_does_not_take():
   tpu = registry.Target('tpu', 'TPU v5')
   for spec, words in (
-    (grouped_matmul.Spec(40, 'bfloat16'), '40 rows'),
-    (grouped_matmul.Spec(256, 'float64'), 'not float64'),
+    (grouped_matmul.GroupedSpec(40, 'bfloat16'), '40 rows'),
+    (grouped_matmul.GroupedSpec(256, 'float64'), 'not float64'),
   ):
     with pytest.raises(errors.UserError, match=words):
       registry.resolve('grouped_matmul', 'megablox', spec, tpu)

@@ -122,7 +122,7 @@ def test_no_race_and_nothing_read_before_it_is_written():
 
 
 def test_what_the_kernel_takes():
-  spec = lambda **given: quantized_matmul.Spec(
+  spec = lambda **given: quantized_matmul.QuantizedSpec(
     **dict(x=(16, 256), features=256, dtype='bfloat16', form='int4') | given
   )
   reason = lambda target=TPU, **given: quantized_matmul_tpu.supports(

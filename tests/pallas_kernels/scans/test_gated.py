@@ -274,7 +274,7 @@ def test_pieces_of_the_length_compose(scalar):
 def test_the_cost_counts_the_products_of_the_program(scalar, gradient):
   B, T, H, K, V, C = 2, 64, 3, 8, 16, 16
   shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
-  x = gated_chunk.Tokens(
+  x = gated_chunk.GatedTokens(
     shape(C, K), shape(C, K), shape(C, V),
     shape(1, C) if scalar else shape(C, K), shape(1, C),
   )  # fmt: skip
@@ -286,7 +286,7 @@ def test_the_cost_counts_the_products_of_the_program(scalar, gradient):
   else:
     run = lambda x, s: gated_chunk.forward(x, s, precision)
     counted = flops.count(run, x, state)
-  whole = gated_chunk.Tokens(
+  whole = gated_chunk.GatedTokens(
     shape(B, T, H, K), shape(B, T, H, K), shape(B, T, H, V),
     shape(B, T, H) if scalar else shape(B, T, H, K), shape(B, T),
   )  # fmt: skip

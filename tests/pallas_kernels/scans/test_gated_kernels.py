@@ -157,7 +157,7 @@ def test_a_manual_region_types_the_outputs(name):
   rows = jax.P('data')
 
   def run(q, k, v, g, reset, state):
-    tokens = gated_scan.gated_chunk.Tokens(q, k, v, g, reset.astype('i4'))
+    tokens = gated_scan.gated_chunk.GatedTokens(q, k, v, g, reset.astype('i4'))
     o, last, starts = module.forward(tokens, state, 16, True)
     return o, last, *module.backward(tokens, starts, (o, last), 16)
 
@@ -176,7 +176,7 @@ TPU, GPU = registry.Target('tpu', 'TPU v5'), registry.Target('gpu', 'H200')
 
 
 def chosen(target, K=64, V=64, dtype='bfloat16', chunk=0):
-  spec = gated_scan.Spec((1, 256, 2, K), V, dtype, False, chunk)
+  spec = gated_scan.GatedScanSpec((1, 256, 2, K), V, dtype, False, chunk)
   rows = registry.explain('gated_scan', target, spec)
   (name,) = (name for name, yes, _ in rows if yes)
   return name, {name: reason for name, _, reason in rows}

@@ -285,7 +285,7 @@ def test_compiles_for_gpu(name, dtype):
 
 def test_which_runs_where():
   def name(dtype, *target, sharded=False):
-    spec = linear_scan.Spec((1, 8, 128), dtype, sharded)
+    spec = linear_scan.LinearScanSpec((1, 8, 128), dtype, sharded)
     where = registry.Target(*target)
     return registry.resolve(linear_scan.OP, spec=spec, target=where).name
 
@@ -301,9 +301,9 @@ def test_which_runs_where():
     ('pallas_tpu', 'float32', 'needs a TPU, target is NVIDIA H200'),
     ('pallas_gpu', 'float64', 'takes bfloat16, float16, float32, not float64'),
   ):
-    spec = linear_scan.Spec((1, 8, 128), dtype)
+    spec = linear_scan.LinearScanSpec((1, 8, 128), dtype)
     with pytest.raises(errors.UserError, match=text):
       registry.resolve(linear_scan.OP, impl, spec, registry.Target(*gpu))
-  huge = linear_scan.Spec((64, 2**17, 512), 'float32')
+  huge = linear_scan.LinearScanSpec((64, 2**17, 512), 'float32')
   where = registry.Target(*gpu)
   assert registry.resolve(linear_scan.OP, spec=huge, target=where).name == 'xla'

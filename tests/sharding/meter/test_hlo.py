@@ -132,7 +132,7 @@ def test_held_bytes_and_place():
 
 
 def test_a_count_that_ignores_loops_is_wrong(monkeypatch):
-  monkeypatch.setattr(compiled.Program, 'trips', lambda self, loop: 1)
+  monkeypatch.setattr(compiled.CompiledProgram, 'trips', lambda self, loop: 1)
   found = hlo.collectives(cpu_text('loops'), cpu_mesh())
   assert brief(found) != sorted(ALL['loops'][1])
   assert [c.count for c in found] == [1, 1]

@@ -156,7 +156,7 @@ def expected(name):
 
 def sharded(name, form, where='context=8'):
   """The same of a row that is split over the mesh; channels over `tensor`."""
-  mesh, plan = mesh_lib.make(where), scan.Plan(form, 'context')
+  mesh, plan = mesh_lib.make(where), scan.ScanPlan(form, 'context')
   split, out = specs(name), (ROW, ALL)
   if 'tensor' in where:  # channels come last
     last = lambda s, x: P(*s, *[None] * (x.ndim - len(s) - 1), 'tensor')
@@ -203,7 +203,7 @@ def test_equals_one_device(name, form):
 )
 def test_gradients_taken_inside_a_region_are_partial_sums(name, form):
   """As a pipeline takes them: of rows as they are, the rest summed once."""
-  mesh, plan = mesh_lib.make('context=8'), scan.Plan(form, 'context')
+  mesh, plan = mesh_lib.make('context=8'), scan.ScanPlan(form, 'context')
   g = np.random.default_rng(1).normal(size=expected(name)[0].shape)
   first = lambda plan, *a: CASES[name][0](plan, *a)[0]
 
@@ -289,7 +289,7 @@ def sent(name, form, length, gradients):
   """{kind: bytes that a device receives} of a compiled program."""
   op, shapes = CASES[name]
   shapes = [(length, *s[1:]) if s and s[0] == T else s for s in shapes]
-  mesh, plan = mesh_lib.make('context=8'), scan.Plan(form, 'context')
+  mesh, plan = mesh_lib.make('context=8'), scan.ScanPlan(form, 'context')
   first = lambda *a: op(plan, *a)[0]
 
   def local(*a):
@@ -366,4 +366,4 @@ def test_an_unknown_form_is_an_error():
   with pytest.raises(
     errors.UserError, match='context_scan=ring .* gather, permute'
   ):
-    scan.Plan('ring', 'context')
+    scan.ScanPlan('ring', 'context')
