@@ -25,6 +25,7 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.sequence import attention as context
+from paraxis.sharding.sequence import order as context_order
 from paraxis.sharding.sequence import scan
 
 
@@ -193,7 +194,7 @@ def _layout(config, rules, sizes, schedule):
       plan.form, plan.n, heads, kv_heads, length, plan.layout, plan.inner
     )
   else:
-    context.permutation(order, plan.n, length)  # it divides, or an error
+    context_order.permutation(order, plan.n, length)  # it divides, or an error
   for kind in sorted(letters):
     layer.MIXERS[kind].check_context(model, length // plan.n)
   across = scan.ScanPlan(mesh.context_scan, axis)
@@ -202,7 +203,7 @@ def _layout(config, rules, sizes, schedule):
 
 def _token_order(mesh, model, attending, letters):
   """Order of tokens on the context axis; recurrences need them in a row."""
-  order = context.resolve_order(
+  order = context_order.resolve_order(
     mesh.context_order,
     [attention.mask_of(model, kind) for kind in attending],
   )

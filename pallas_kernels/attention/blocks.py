@@ -208,7 +208,7 @@ def block_kinds(mask, q_info, k_info, block_q, block_k):
   static = isinstance(q_info, np.ndarray) and isinstance(k_info, np.ndarray)
   xp = np if static else jnp
 
-  def bounds(info, block):
+  def bounds(info, block) -> Any:
     x = info.reshape(info.shape[0], 2, -1, block)
     live = x[:, 0] > 0
     low = lambda x: xp.where(live, x, _FAR).min(-1)
@@ -248,7 +248,7 @@ def flat(kinds, bound):
   most entries of a batch entry; a shorter list ends with entries that do
   nothing, on the blocks that are loaded already. `bound`: P if it is data.
   """
-  xp = np if isinstance(kinds, np.ndarray) else jnp
+  xp: Any = np if isinstance(kinds, np.ndarray) else jnp
   b, r, c = kinds.shape
   none = kinds.max(-1, keepdims=True) == 0
   live = (kinds > 0) | (none & (np.arange(c) == 0))
@@ -324,13 +324,6 @@ def base2(lse):
 
 
 # ------------------------------------------------------------------- the call
-
-
-def result(like, shape, dtype):
-  """A result that varies over the same manual mesh axes as `like`."""
-  return jax.ShapeDtypeStruct(
-    shape, dtype, manual_axis_type=jax.typeof(like).mat
-  )
 
 
 def pad(x, length, axis, fill=0.0):

@@ -193,9 +193,7 @@ def _on_tpu(spec, target):
 registry.register(
   OP,
   registry.Implementation('ragged', _ragged, _ragged_gradient, _on_tpu),
-  registry.Implementation(
-    'blocks', _blocks, _blocks_gradient, lambda spec, target: None
-  ),
+  registry.Implementation('blocks', _blocks, _blocks_gradient),
   registry.Implementation(
     'megablox', _megablox, _megablox_gradient, _megablox_supports
   ),

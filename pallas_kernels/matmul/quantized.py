@@ -90,7 +90,9 @@ def dequantize(q, scale_GF, dtype=None):
   return w.reshape(q.shape).astype(dtype or wide)
 
 
-def quantized_matmul(x, q, scale_GF, impl='auto'):
+def quantized_matmul(
+  x: jax.Array, q: jax.Array, scale_GF: jax.Array, impl: str = 'auto'
+) -> jax.Array:
   """y = x w -> (..., F) in x's dtype.
 
   Args:
@@ -113,10 +115,7 @@ def quantized_matmul(x, q, scale_GF, impl='auto'):
       f'fit (..., D), (D, F) or packed (D / 2, F), (D / {GROUP}, F)'
     )
   rows = x.reshape(-1, d)
-  mesh = jax.typeof(x).sharding.mesh
-  manual = jax.sharding.AxisType.Manual
-  kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-  sharded = any(size > 1 and kind != manual for size, kind in kinds)
+  sharded = registry.spread(x)
   spec = QuantizedSpec(rows.shape, q.shape[1], x.dtype.name, form, sharded)
   y = registry.resolve(OP, impl, spec).forward(rows, q, scale_GF)
   return y.reshape(*x.shape[:-1], -1)
@@ -145,5 +144,5 @@ registry.register(
     None,
     quantized_matmul_tpu.supports,
   ),
-  registry.Implementation('xla', forward, None, lambda spec, target: None),
+  registry.Implementation('xla', forward),
 )

@@ -30,7 +30,6 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
@@ -241,7 +240,7 @@ def _decay_gradient(x, same, sums, precision):
   return sums + jnp.sum(through, 0, keepdims=True)
 
 
-def precision_of(dtype, full=lax.Precision.HIGHEST):
+def precision_of(dtype, full: Any = lax.Precision.HIGHEST) -> Precision:
   """`Precision` for inputs of a dtype; of float32 it is full on a TPU too.
 
   full: what the target calls float32.
@@ -279,8 +278,3 @@ def cost(x, chunk, gradient=False):
     transcendentals=chunks * powers,
     bytes_accessed=(1 + gradient) * tokens + states + 4 * B * T,
   )
-
-
-def shape_like(x, shape, dtype):
-  """Type of a kernel's output that varies over the mesh axes that x does."""
-  return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).mat)

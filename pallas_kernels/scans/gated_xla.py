@@ -86,7 +86,7 @@ def backward(x, starts, cotangents, chunk):
   """(dq, dk, dv, dg, d_state) from those of o and of the last state."""
   do, d_state = cotangents
   precision = gated_chunk.precision_of(x.q.dtype)
-  body = lambda *args: gated_chunk.backward(*args, precision)
+  body = lambda *args: gated_chunk.backward(*args, precision=precision)
 
   def step(d_state, args):
     *gradients, before = _over_heads(body, *args, d_state)

@@ -52,9 +52,16 @@ class SelectiveTokens(NamedTuple):
 
 
 def selective_scan(
-  x_BTF, dt_BTF, shared_BTUS, rate_FS, reset_BT=None, state_BFS=None, *,
-  chunk=0, impl='auto',
-):  # fmt: skip
+  x_BTF: jax.Array,
+  dt_BTF: jax.Array,
+  shared_BTUS: jax.Array,
+  rate_FS: jax.Array,
+  reset_BT: jax.Array | None = None,
+  state_BFS: jax.Array | None = None,
+  *,
+  chunk: int = 0,
+  impl: str = 'auto',
+) -> tuple[jax.Array, jax.Array]:
   """The scan of Mamba -> (y_BTF, state_BFS after the last token).
 
   Args:
@@ -141,7 +148,7 @@ def _run(impl, tokens, rate, state):
   """(y_NBCF, last state, states at the starts of chunks)."""
 
   def step(state, x):
-    y, after = _chunk(impl, x.reset, *x[:3], rate, state)
+    y, after = _chunk(impl, x.reset, x.x, x.dt, x.shared, rate, state)
     return after, (y, state)
 
   last, (y, starts) = lax.scan(step, state, tokens)
@@ -169,7 +176,7 @@ def _backward(impl, residuals, cotangents):
 
   first = d_last, jnp.zeros_like(rate)
   first, gradients = lax.scan(step, first, (tokens, starts, dy), reverse=True)
-  return SelectiveTokens(*gradients, None), first[1], first[0]
+  return SelectiveTokens(*gradients, reset=None), first[1], first[0]
 
 
 _scan = jax.custom_vjp(lambda *args: _run(*args)[:2], nondiff_argnums=(0,))

@@ -60,7 +60,7 @@ class Array:
     """Of one element."""
     if self.dtype in ('token', 'opaque'):
       return 0
-    return 8 if self.dtype == 'pred' else int(re.search(r'\d+', self.dtype)[0])
+    return 8 if self.dtype == 'pred' else int(re.findall(r'\d+', self.dtype)[0])
 
   @property
   def bytes(self):
@@ -229,7 +229,7 @@ class CompiledProgram:
     end = _integer(limit)
     if end is None and self._step(loop, limit.slot) == 0:  # carried along
       end = self._start(loop, limit.slot)
-    if None in (start, end, step):
+    if start is None or end is None or step is None:
       return None
     if direction in ('GT', 'GE'):
       start, end, step = -start, -end, -step

@@ -32,7 +32,7 @@ import heapq
 import itertools
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,8 +80,8 @@ class SbpLayout:
     partial: mesh axes over which the values are terms, sorted.
   """
 
-  splits: tuple = ()
-  partial: tuple = ()
+  splits: tuple[tuple[int, tuple[str, ...]], ...] = ()
+  partial: tuple[str, ...] = ()
 
   def __getitem__(self, axis):
     """The placement on one mesh axis."""
@@ -219,7 +219,8 @@ def _steps(at, shape, itemsize, sizes, goal):
 def _plan(shape, itemsize, source, target, sizes):
   """Cheapest in bytes, then in steps; ties fall alike in every process."""
   sizes, count = dict(sizes), itertools.count()
-  queue, done = [(0, 0, next(count), source, ())], set()
+  queue: list[tuple] = [(0, 0, next(count), source, ())]
+  done = set()
   while True:
     total, n, _, at, path = heapq.heappop(queue)
     if at == target:
@@ -324,7 +325,7 @@ def _map(function, tree, source, target):
 def _apply(step, x, sizes):
   """One step on a local block."""
   axis, p = step.axes[0], sizes[step.axes[0]]
-  d = step.dims[0] if step.dims else None
+  d: Any = step.dims[0] if step.dims else None
   if step.kind == 'all_gather':
     return jax.lax.all_gather(x, axis, axis=d, tiled=True)
   if step.kind == 'all_to_all':

@@ -39,6 +39,7 @@ Legend: B batch, T local length, N query heads, K kv heads, H head size.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 from jax import lax
@@ -46,15 +47,12 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.configs.base import errors
+from paraxis.pallas_kernels.attention import op as attention_op
 from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.sharding.sequence import forms as context_forms
 from paraxis.sharding.sequence import order as context_order
 
 FORMS = ('all_gather', 'ring', 'ulysses', 'usp', 'token_ring', 'rsa')
-
-order = context_order.order
-permutation = context_order.permutation
-resolve_order = context_order.resolve_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +113,7 @@ def check(form, n, heads, kv_heads, length, layout, inner=0):
       f'mesh.context_inner={inner} is for mesh.context_form=usp, not {form}; '
       f'set it to 0.'
     )
-  order(layout, n, length)
+  context_order.order(layout, n, length)
   size, fits = resolve_inner(form, n, heads, inner), _inner_sizes(n, heads)
   if form == 'usp' and n % size:
     raise errors.UserError(
@@ -188,7 +186,15 @@ def _unpad(x_BT, count, t):
   return x.reshape(b, t, *rest)
 
 
-def attention(q_BTNH, k_BTKH, v_BTKH, positions_BT, segments_BT, mask, plan):
+def attention(
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  positions_BT: jax.Array,
+  segments_BT: jax.Array,
+  mask: attention_op.Mask,
+  plan: ContextPlan,
+) -> tuple[jax.Array, jax.Array]:
   """Attention of a shard's queries over the keys of all shards.
 
   Args:
@@ -226,7 +232,8 @@ def attention(q_BTNH, k_BTKH, v_BTKH, positions_BT, segments_BT, mask, plan):
     )
   q = attention_xla.to_rows(q, k.shape[2])
   k, v = attention_xla.to_cols(k), attention_xla.to_cols(v)
-  out = [attention_xla.from_rows(x) for x in _core(job, q, k, v, info)]
+  parts: Any = _core(job, q, k, v, info)
+  out = [attention_xla.from_rows(x) for x in parts]
   if inner > 1:
     out = [_exchange(job, x, 1, 2) for x in out]
   return tuple(_unpad(x, context_order.runs(layout), t) for x in out)

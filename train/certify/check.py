@@ -61,9 +61,9 @@ class Report(NamedTuple):
 
   mesh: axis -> size. parameters: of the whole model. held: {class: bytes}.
   memory: liveness.MemoryEstimate of the gradient. peak: bytes at its worst
-  moment, all told. sharded: [(logical axis, size, mesh axes, shards)]. messages:
-  list of predict.Message, those of the update with that phase. unknown: what
-  could not be predicted.
+  moment, all told. sharded: [(logical axis, size, mesh axes, shards)].
+  messages: list of predict.Message, those of the update with that phase.
+  unknown: what could not be predicted.
   """
 
   mesh: dict

@@ -185,10 +185,10 @@ def chosen(target, K=64, V=64, dtype='bfloat16', chunk=0):
 def test_which_runs_where_and_why_not():
   assert chosen(TPU)[0] == 'pallas_tpu' and chosen(GPU)[0] == 'pallas_gpu'
   for target, options, reason in (
-    (TPU, dict(dtype='float64'), 'sums in float32, inputs are float64'),
+    (TPU, dict(dtype='float64'), 'computes in float32, takes'),
     (TPU, dict(K=512), 'key size 512 is above 256'),
     (TPU, dict(chunk=512), 'chunk 512 is above 256'),
-    (GPU, dict(dtype='float64'), 'sums in float32, inputs are float64'),
+    (GPU, dict(dtype='float64'), 'computes in float32, takes'),
     (GPU, dict(V=96), 'value size 96 is not one of'),
     (GPU, dict(chunk=64), 'chunk 64 is not one of .*shared memory'),
   ):
@@ -196,7 +196,7 @@ def test_which_runs_where_and_why_not():
     own = 'pallas_' + target.platform
     assert name == 'xla' and re.search(reason, reasons[own])
   x = np.ones((1, 8, 1, 16), 'f4')
-  with pytest.raises(errors.UserError, match='a TPU kernel, the target is cpu'):
+  with pytest.raises(errors.UserError, match='needs a TPU, target is cpu'):
     gated_scan.gated_scan(x, x, x, -x, impl='pallas_tpu')
 
 

@@ -21,6 +21,7 @@ from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.sequence import attention as context
 from paraxis.sharding.sequence import forms as context_forms
+from paraxis.sharding.sequence import order as context_order
 
 B, NAMES = 2, ('o', 'lse', 'dq', 'dk', 'dv')
 # Half the time to compile, the same arithmetic.
@@ -106,7 +107,7 @@ def sharded(name, form, inner=0):
 
   wide, row = P(None, 'context', heads), P(None, 'context')
   specs = (wide,) * 5 + (row,) * 2
-  there = context.permutation(layout, n, length)
+  there = context_order.permutation(layout, n, length)
   with jax.enable_x64(True), jax.set_mesh(mesh):
     placed = [
       jax.device_put(np.asarray(x)[:, there], NamedSharding(mesh, s))
