@@ -25,6 +25,8 @@ from paraxis.sharding.tensor import project
 from paraxis.train import loss
 from paraxis.train import step
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 # No two sizes agree, so that a shape in compiled text names its array.
 B, T, V, D, F = 24, 10, 64, 16, 32
 LONG = 40  # tokens, where shards of the length must divide them
@@ -36,12 +38,6 @@ TINY = dict(
 )  # fmt: skip
 # Heads for up to 8 shards.
 WIDE = TINY | dict(num_heads=16, num_kv_heads=8, head_dim=2)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def rows(rows=B, length=T, seed=0):

@@ -23,7 +23,7 @@ from paraxis.models import decoder
 from paraxis.models.mixers import attention
 from paraxis.train import loss
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
 torch = pytest.importorskip('torch', reason='the peer needs torch')
 transformers = pytest.importorskip(
   'transformers', reason='the peer needs transformers'
@@ -312,12 +312,6 @@ def distance(a, b, scale=None):
   largest = np.abs(b if scale is None else scale).max()
   assert np.isfinite(a).all() and largest > 0
   return np.abs(a - b).max() / largest
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 @pytest.mark.parametrize('name', SHAPES)

@@ -17,18 +17,14 @@ from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D, N, H = 4, 8, 6, 4, 2
 MESH = 'data=2,context=2,tensor=2'
 RESIDUAL = ('batch', 'residual_length', 'hidden')
 ROWS, WHOLE = ('batch', 'length', 'hidden'), ('batch', None, 'hidden')
 HEADS = ('batch', 'length', 'heads', 'head_dim')
 ALL_HEADS = ('batch', 'length', None, 'head_dim')
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 QUICK = {'xla_backend_optimization_level': 0}  # to compile
 jit = functools.partial(jax.jit, compiler_options=QUICK)
 A, B, T, D, V, L, STEPS = 2, 16, 24, 16, 64, 2, 3
@@ -47,12 +49,6 @@ CASES = [
 ]  # fmt: skip
 MUON = [(WIDE, 'annotated', 1), (CUBE, 'explicit', 1), (CUBE, 'annotated', 2),
         (CUBE, 'explicit', 3)]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def batch(step):

@@ -26,7 +26,7 @@ from paraxis.models.ffn import moe
 from paraxis.models.ffn import router
 from paraxis.models.mixers import attention
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
 torch = pytest.importorskip('torch', reason='the peer needs torch')
 transformers = pytest.importorskip(
   'transformers', reason='the peer needs transformers'
@@ -92,12 +92,6 @@ PEERS = {
     ),
   ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def config(name, **changes):

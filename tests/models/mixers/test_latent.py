@@ -27,6 +27,8 @@ from paraxis.models.mixers import latent as latent_attention
 from paraxis.sharding import annotate
 from paraxis.train.certify import verify
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D, N, V = 3, 11, 8, 4, 32
 H, P, U, R = 3, 4, 5, 8
 QUICK = {'xla_backend_optimization_level': 0}  # to compile
@@ -51,12 +53,6 @@ CASES = {
   'unrotated': ({}, dict(position='none', attention_scale=0.7)),
 }
 jit = functools.partial(jax.jit, compiler_options=QUICK)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def config_of(own, **fields):

@@ -21,7 +21,7 @@ from paraxis.models import batch
 from paraxis.models import checks as model_checks
 from paraxis.models import decoder
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
 torch = pytest.importorskip('torch', reason='the peer needs torch')
 transformers = pytest.importorskip(
   'transformers', reason='the peer needs transformers'
@@ -50,12 +50,6 @@ PEERS = {
 jit = functools.partial(
   jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
 )
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 class Wide(torch.overrides.TorchFunctionMode):

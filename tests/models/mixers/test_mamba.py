@@ -22,6 +22,8 @@ from paraxis.models.mixers import mamba
 from paraxis.models.mixers import recurrence
 from paraxis.train.certify import verify
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D, V = 3, 13, 8, 32
 N, P, S, W, R = 4, 4, 3, 4, 2
 QUICK = {'xla_backend_optimization_level': 0}  # to compile
@@ -37,12 +39,6 @@ KINDS = {
   'S normed': (mamba.Mamba, dict(inner_norm=True)),
 }
 jit = functools.partial(jax.jit, compiler_options=QUICK)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def config_of(own, **fields):

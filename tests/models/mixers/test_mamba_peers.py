@@ -21,7 +21,7 @@ from paraxis.models import checks as model_checks
 from paraxis.models import decoder
 from paraxis.train import loss
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
 torch = pytest.importorskip('torch', reason='the peer needs torch')
 transformers = pytest.importorskip(
   'transformers', reason='the peer needs transformers'
@@ -82,12 +82,6 @@ PEERS = {
     dict(inner_norm=True),
   ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def rows():

@@ -25,6 +25,8 @@ from paraxis.models.mixers import tcn
 from paraxis.sharding import annotate
 from paraxis.train.certify import verify
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D, Z, U, V = 3, 15, 6, 4, 9, 32
 W, C = 3, 4
 QUICK = {'xla_backend_optimization_level': 0}  # to compile
@@ -36,12 +38,6 @@ OWN = dict(
   kernel=W, dilation=2, depth=2, chunk=C, key_dim=Z, value_expand=U / D
 )
 jit = functools.partial(jax.jit, compiler_options=QUICK)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def config_of(own=(), **fields):

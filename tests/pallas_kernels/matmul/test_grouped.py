@@ -12,17 +12,13 @@ from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 S, E, D, F, SIZE = 40, 4, 3, 5, 8
 CPU = registry.Target('cpu', 'cpu')
 # `ragged` is asked for by its functions: on CPU it must not be chosen. Kernels
 # of others are in float32: below, and in test_tokamax_adapter.py.
 BY_NAME = {i.name: i for i in registry._OPS[grouped_matmul.OP]}
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def arrays(sizes):

@@ -22,6 +22,8 @@ from paraxis.pallas_kernels.scans import linear_gpu as linear_scan_gpu
 from paraxis.pallas_kernels.scans import linear_tpu as linear_scan_tpu
 from paraxis.sharding.meter import aot
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 NAMES = ('h', 'state', 'da', 'db', 'dstate')
 IMPLS = ('loop', 'xla')
 # Less time to compile, the same arithmetic.
@@ -84,12 +86,6 @@ def wrong(actual, wanted, tolerance):
   far = lambda x, y: np.abs(np.float64(x) - y).max() / max(1, np.abs(y).max())
   rows = zip(NAMES, actual, wanted, strict=True)
   return [n for n, x, y in rows if not far(x, y) <= tolerance]
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 @pytest.mark.parametrize('impl', IMPLS)

@@ -15,6 +15,8 @@ from paraxis.configs.base import errors
 from paraxis.pallas_kernels.scans import affine as affine_scan
 from paraxis.pallas_kernels.scans import newton as newton_scan
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D = 2, 48, 5
 # A third of the time to compile, the same arithmetic.
 FAST = {
@@ -23,12 +25,6 @@ FAST = {
 }
 jit = functools.partial(jax.jit, compiler_options=FAST)
 TIGHT = dict(tol=1e-12, cap=40)
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def gru(params, h_MD, x):

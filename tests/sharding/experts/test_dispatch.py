@@ -17,6 +17,8 @@ from paraxis.sharding.experts import dispatch as expert
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import hlo
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 N, K, E, D, F = 48, 2, 8, 4, 6
 AXES = ('data', 'context', 'tensor')
 MESH = 'data=2,context=2,tensor=2'
@@ -27,12 +29,6 @@ NAMES = ('y', 'dropped', 'up', 'down', 'x', 'mix')
 jit = functools.partial(
   jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
 )
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 @functools.cache

@@ -25,6 +25,8 @@ from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.pipeline import tables as schedule_tables
 from paraxis.sharding.pipeline import ticks as pipeline_ticks
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 R, D, K, IDS = 2, 4, 2, 3  # IDS: rows of the embedding on a stage
 ENDS = dict(table=P('stage'), head=P(None, 'stage'), gain=P())
 STACK = dict(weight=P('stage', 'fsdp'), bias=P('stage'))
@@ -32,12 +34,6 @@ STACK = dict(weight=P('stage', 'fsdp'), bias=P('stage'))
 jit = functools.partial(
   jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
 )
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def arrays(stages, microbatches, layers, rows=R, width=D):

@@ -15,15 +15,11 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.planner import conversions as layout
 from paraxis.sharding.planner import signatures
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 SIZES = dict(data=2, tensor=4)
 PAIR = signatures.Signature
 at = layout.parse
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def on_devices(equation, x, w, ways):

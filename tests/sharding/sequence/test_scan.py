@@ -22,18 +22,14 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import hlo
 from paraxis.sharding.sequence import scan
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, N = 2, 64, 8
 FAST = {
   'xla_backend_optimization_level': 0,
   'xla_llvm_disable_expensive_passes': True,
 }
 ROW, ALL = P(None, 'context'), P()
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def marks(t=T):

@@ -22,6 +22,8 @@ from paraxis.sharding.tensor import lookup
 from paraxis.sharding.tensor import project
 from paraxis.sharding.tensor import vocabulary
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 QUICK = {'xla_backend_optimization_level': 0}  # to compile
 jit = functools.partial(jax.jit, compiler_options=QUICK)
 B, T, D, F, N, K, H, V = 8, 16, 8, 24, 8, 8, 2, 40
@@ -45,12 +47,6 @@ GROUPS = {
   'logits': (RESIDUAL, [('BTD,VD->BTV', TABLE, LOGITS)]),
 }  # fmt: skip
 CUBE = 'data=2,fsdp=2,tensor=2'
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def shape(letters):
