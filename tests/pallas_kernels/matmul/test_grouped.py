@@ -5,6 +5,7 @@ Legend: S rows, E groups, D input width, F output width.
 
 import jax
 import jax.numpy as jnp
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
 pytestmark = pytest.mark.usefixtures('float64')
 
 S, E, D, F, SIZE = 40, 4, 3, 5, 8
-CPU = registry.Target('cpu', 'cpu')
+CPU = kernel_cases.CPU
 # `ragged` is asked for by its functions: on CPU it must not be chosen. Kernels
 # of others are in float32: below, and in test_tokamax_adapter.py.
 BY_NAME = {i.name: i for i in registry._OPS[grouped_matmul.OP]}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -96,15 +97,7 @@ def both(fn, inputs, cotangents, dtype='f8'):
   return run(*arrays, state, reset, tuple(cast(cotangents, dtype)))
 
 
-def faults(actual, expected):
-  """{name: largest error over the largest entry}; not finite: infinite."""
-  found = {}
-  for name, a, b in zip(NAMES, actual, expected, strict=True):
-    a, b = np.asarray(a, 'f8'), np.asarray(b, 'f8')
-    assert a.shape == b.shape, name
-    error = np.abs(a - b).max() / np.abs(b).max()
-    found[name] = error if np.isfinite(a).all() else np.inf
-  return found
+faults = functools.partial(kernel_cases.errors_of, NAMES)
 
 
 def close(actual, expected, tolerance):

@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -23,12 +24,6 @@ N, K, E, D, F = 48, 2, 8, 4, 6
 AXES = ('data', 'context', 'tensor')
 MESH = 'data=2,context=2,tensor=2'
 NAMES = ('y', 'dropped', 'up', 'down', 'x', 'mix')
-
-
-# LLVM's optimisations take half of the time and change no number here.
-jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
-)
 
 
 @functools.cache
@@ -110,11 +105,11 @@ def program(plan, mesh, gradients=True):
     )
 
   if mesh is None:
-    return jit(local)
+    return jax.jit(local)
   rows = P(mesh.axis_names)
   ins = (*specs, *5 * [rows])
   outs = (rows, P(), *specs, rows, rows) if gradients else rows
-  return jit(
+  return jax.jit(
     lambda *a: jax.shard_map(
       local,
       mesh=mesh,
@@ -380,7 +375,7 @@ def test_bfloat16_tokens_and_float32_gradients():
     only, (w,), x, ids, ones, valid, expert.DispatchPlan(2)
   )[0]
 
-  @jit
+  @jax.jit
   def run(w):
     y, vjp = jax.vjp(f, w)
     return y, vjp(jnp.ones_like(y))[0]
@@ -403,10 +398,7 @@ def test_what_a_ragged_exchange_cannot():
       evaluate(plan, grid())
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(
-  aot.missing('tpu') is not None, reason=f'{aot.missing("tpu")}'
-)
+@kernel_cases.compiles('tpu')
 def test_compiles_for_a_tpu():
   """There 'auto' is ragged: rows travel by ragged_all_to_all alone."""
   topology = aot.topology('v5e:2x4')

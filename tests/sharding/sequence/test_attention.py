@@ -24,11 +24,6 @@ from paraxis.sharding.sequence import forms as context_forms
 from paraxis.sharding.sequence import order as context_order
 
 B, NAMES = 2, ('o', 'lse', 'dq', 'dk', 'dv')
-# Half the time to compile, the same arithmetic.
-FAST = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
 
 
 def documents(length, tail):
@@ -87,7 +82,7 @@ def expected(name):
     return attention_op.attention(q, k, v, mask, (segments, segments))
 
   with jax.enable_x64(True):
-    run = jax.jit(functools.partial(both, attend), compiler_options=FAST)
+    run = jax.jit(functools.partial(both, attend))
     return [np.asarray(x) for x in run(*arrays)]
 
 
@@ -114,7 +109,7 @@ def sharded(name, form, inner=0):
       for x, s in zip((*arrays, *rows), specs, strict=True)
     ]
     run = jax.shard_map(local, in_specs=specs, out_specs=wide, check_vma=False)
-    out = jax.jit(run, compiler_options=FAST)(*placed)
+    out = jax.jit(run)(*placed)
     return [np.asarray(x)[:, np.argsort(there)] for x in out]
 
 

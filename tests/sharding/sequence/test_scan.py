@@ -25,10 +25,6 @@ from paraxis.sharding.sequence import scan
 pytestmark = pytest.mark.usefixtures('float64')
 
 B, T, N = 2, 64, 8
-FAST = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
 ROW, ALL = P(None, 'context'), P()
 
 
@@ -144,9 +140,7 @@ def both(run, args, seed=1):
 @functools.cache
 def expected(name):
   run = functools.partial(CASES[name][0], None)
-  found = jax.jit(functools.partial(both, run), compiler_options=FAST)(
-    arguments(name)
-  )
+  found = jax.jit(functools.partial(both, run))(arguments(name))
   return [np.asarray(x) for x in found]
 
 
@@ -169,7 +163,7 @@ def sharded(name, form, where='context=8'):
       out_specs=out,
       check_vma=False,
     )
-    found = jax.jit(functools.partial(both, run), compiler_options=FAST)(placed)
+    found = jax.jit(functools.partial(both, run))(placed)
     return [np.asarray(x) for x in found]
 
 
@@ -212,7 +206,7 @@ def test_gradients_taken_inside_a_region_are_partial_sums(name, form):
   def alone(g, *args):
     return jax.vjp(functools.partial(first, None), *args)[1](g)
 
-  wanted = jax.jit(alone, compiler_options=FAST)(g, *arguments(name))
+  wanted = jax.jit(alone)(g, *arguments(name))
   with jax.set_mesh(mesh):
     placed = [
       jax.device_put(x, NamedSharding(mesh, s))
@@ -222,7 +216,7 @@ def test_gradients_taken_inside_a_region_are_partial_sums(name, form):
       local, in_specs=(ROW, *specs(name)), out_specs=specs(name),
       check_vma=False,
     )  # fmt: skip
-    found = jax.jit(run, compiler_options=FAST)(*placed)
+    found = jax.jit(run)(*placed)
     found = [np.asarray(x) for x in found]
   assert max(errors_of(found, [np.asarray(x) for x in wanted])) < 1e-9
 
