@@ -18,10 +18,10 @@ class Layout(NamedTuple):
   """What a module is told of the layout: choices, never mesh axes.
 
   rings: products that run as collective matmuls: 'qkv', 'output', 'gate_up',
-  'down'. context: sharding.sequence.attention.Plan, or None. placement: virtual
-  stage of every chunk of every pipeline stage (stages, chunks), or None: one
-  stage.
-  scan: sharding.sequence.scan.Plan, how states of recurrences cross it, or
+  'down'. context: sharding.sequence.attention.ContextPlan, or None. placement:
+  virtual stage of every chunk of every pipeline stage (stages, chunks), or
+  None: one stage.
+  scan: sharding.sequence.scan.ScanPlan, how states of recurrences cross it, or
   None.
   """
 

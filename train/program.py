@@ -18,7 +18,7 @@ from paraxis.models import checks as model_checks
 from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.pipeline import schedules
-from paraxis.sharding.sequence import attention as context
+from paraxis.sharding.sequence import order as context_order
 from paraxis.train import optimizers
 from paraxis.train import state as state_lib
 from paraxis.train.data import batch_ramp
@@ -100,7 +100,7 @@ class Job:
     if plan is None:
       return None
     length = self.config.data.sequence_length
-    return context.permutation(plan.layout, plan.n, length)
+    return context_order.permutation(plan.layout, plan.n, length)
 
   def put(self, batch, lo=0, rows=None):
     """A batch of NumPy arrays on the mesh.

@@ -20,7 +20,7 @@ from paraxis.models import decoder
 from paraxis.models import memory
 from paraxis.models.mixers import rope
 from paraxis.sharding import annotate
-from paraxis.sharding.sequence import attention as context
+from paraxis.sharding.sequence import order as context_order
 from paraxis.sharding.tensor import project
 from paraxis.train import loss
 from paraxis.train import step
@@ -357,7 +357,7 @@ def put_rows(built):
   """The batch on the mesh, its tokens in the order of the context axis."""
   plan, order = built.model.layout.context, slice(None)
   if plan is not None:
-    order = context.permutation(plan.layout, plan.n, LONG)
+    order = context_order.permutation(plan.layout, plan.n, LONG)
   with build.layout(built):
     spec = annotate.spec(('batch', 'length'))
   put = lambda x, s: jax.device_put(x, jax.NamedSharding(built.mesh, s))

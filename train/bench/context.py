@@ -24,6 +24,7 @@ from paraxis.configs.base import errors
 from paraxis.pallas_kernels.attention import op as attention_lib
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.sequence import attention as context_lib
+from paraxis.sharding.sequence import order as context_order
 from paraxis.train.bench import measure
 from paraxis.train.bench import train as bench_train
 
@@ -38,7 +39,7 @@ def program(form, length, heads, width):
   mesh = mesh_lib.make({'context': len(jax.devices())})
   n = mesh.shape['context']
   context_lib.check(form, n, heads, heads, length, 'zigzag')
-  plan = context_lib.Plan(form, 'context', n, 'zigzag')
+  plan = context_lib.ContextPlan(form, 'context', n, 'zigzag')
   mask = attention_lib.Mask(scale=width**-0.5)
 
   def local(q, k, v, do, positions, segments):
@@ -67,7 +68,7 @@ def _inputs(shapes):
     jax.random.normal(k, s.shape) for k, s in zip(keys, shapes, strict=False)
   ]
   length, n = shapes[0].shape[1], len(jax.devices())
-  positions = context_lib.permutation('zigzag', n, length)[None]
+  positions = context_order.permutation('zigzag', n, length)[None]
   rows = [positions.astype('i4'), (0 * positions + 1).astype('i4')]
   return [
     jax.device_put(x, s.sharding)

@@ -79,13 +79,13 @@ def _one_branch(kind):
 
   A causal mask has both kinds, so a kernel for it has both branches.
   """
-  present = attention_blocks.Plan.present
+  present = attention_blocks.BlockPlan.present
   if kind is not None:
-    attention_blocks.Plan.present = lambda plan: (kind,)
+    attention_blocks.BlockPlan.present = lambda plan: (kind,)
   try:
     yield
   finally:
-    attention_blocks.Plan.present = present
+    attention_blocks.BlockPlan.present = present
 
 
 def _ours(block, width):

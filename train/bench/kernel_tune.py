@@ -75,7 +75,9 @@ def best(setting, mask, figures, source, unit):
     default = found.get(attention_blocks.BLOCKS[setting.platform][which])
     block = min(found, key=found.get)
     figure = found[block]
-    out.append(block_table.Row(key, block, source, unit, figure, default))
+    out.append(
+      block_table.TunedBlock(key, block, source, unit, figure, default)
+    )
   return out
 
 

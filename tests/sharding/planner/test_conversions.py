@@ -39,7 +39,7 @@ def on(sizes):
 
 def spec(at, ndim):
   """PartitionSpec of the host's array: terms on a first dimension."""
-  own = layout.Layout(at.splits).spec(ndim)
+  own = layout.SbpLayout(at.splits).spec(ndim)
   return P(at.partial, *own) if at.partial else own
 
 

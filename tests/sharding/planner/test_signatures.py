@@ -40,7 +40,7 @@ def on_devices(equation, x, w, ways):
       jax.device_put(v, jax.NamedSharding(mesh, s))
       for v, s in zip((x, w), specs, strict=True)
     ]
-    whole = P(y_at.partial, *layout.Layout(y_at.splits).spec(ndim))
+    whole = P(y_at.partial, *layout.SbpLayout(y_at.splits).spec(ndim))
     stack = lambda x, w: run(x, w)[None]
     f = jax.shard_map(stack, in_specs=specs, out_specs=whole, check_vma=False)
     return np.asarray(jax.jit(f)(*args)).sum(0)

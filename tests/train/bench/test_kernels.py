@@ -56,11 +56,11 @@ def test_files_of_kernels(name, which):
 
 
 def test_one_branch_and_back():
-  plan = attention_blocks.Plan.present
+  plan = attention_blocks.BlockPlan.present
   with pytest.raises(KeyError), kernel_schedules._one_branch(1):
-    assert attention_blocks.Plan.present(None) == (1,)
+    assert attention_blocks.BlockPlan.present(None) == (1,)
     raise KeyError
-  assert attention_blocks.Plan.present is plan
+  assert attention_blocks.BlockPlan.present is plan
 
 
 def test_a_process_that_fails_is_named():

@@ -184,7 +184,9 @@ def axis_by_axis_is_bitwise(run, *, meshes, tokens):
     drawn = _drawn(tokens * math.prod(sizes.values()))
     arrays = [a if a.dtype == np.int32 else a.astype('f') for a in drawn]
     flat, stepwise = (
-      _dispatched(mesh, expert.Plan(8, tuple(sizes), hierarchical=how), arrays)
+      _dispatched(
+        mesh, expert.DispatchPlan(8, tuple(sizes), hierarchical=how), arrays
+      )
       for how in (False, True)
     )
     equal = all(map(np.array_equal, flat, stepwise))
@@ -222,7 +224,7 @@ def drops_are_counted(run, *, mesh, region, factors, tokens):
   w, x, ids, mix = drawn = _drawn(n * tokens)
   worst, told, right = 0.0, [], True
   for factor in factors:
-    plan = expert.Plan(len(w), axes, factor=factor)
+    plan = expert.DispatchPlan(len(w), axes, factor=factor)
     slots = expert.slots(plan, tokens, ids.shape[1])
     served = np.concatenate([
       _served(part, slots) for part in ids.reshape(n, tokens, -1)

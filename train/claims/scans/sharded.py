@@ -158,7 +158,7 @@ def chunks_cost(run, *, lengths, shape, rounds, at_least):
 def _across(form, n, length, shape):
   """Compiled gated scan, forward, of a row over n devices; its mesh."""
   mesh = mesh_lib.make({'context': n}, jax.devices()[:n])
-  plan = scan.Plan(form, 'context')
+  plan = scan.ScanPlan(form, 'context')
   spec = jax.P(None, 'context')
 
   def local(q, k, v, g, reset):
