@@ -159,6 +159,7 @@ class ConvolutionAttention(mixer.Mixer):
       attention_op.attention, mask=mask, impl=config.attention
     )
     rows = KEYS, KEYS, VALUES, mixer.ROWS, mixer.ROWS
+    arrays = q_BT1Z, k_BT1Z, v, see.segments, see.positions
     if slots is not None:
       step = functools.partial(_step, whole)
       if q_BT1Z.shape[1] == 1:
@@ -169,15 +170,15 @@ class ConvolutionAttention(mixer.Mixer):
         return o, *kept
 
       o, *slots = annotate.region(run, (*rows, *SLOTS), (VALUES, *SLOTS))(
-        q_BT1Z, k_BT1Z, v, see.segments, see.positions, *slots
+        *arrays, *slots
       )
       return o[:, :, 0], tuple(slots)
     plan = self.layout.context if annotate.carriers('length') else None
-    run = functools.partial(_shard, mask, plan)
-    if plan is None:
-      run = functools.partial(_whole, whole, chunk)
-    run = annotate.region(run, rows, (VALUES,), single=True)
-    return run(q_BT1Z, k_BT1Z, v, see.segments, see.positions)[:, :, 0], None
+    attend = functools.partial(_whole, whole, chunk)
+    if plan is not None:
+      attend = functools.partial(_shard, mask, plan)
+    o = annotate.region(attend, rows, (VALUES,), single=True)(*arrays)
+    return o[:, :, 0], None
 
   def init_state(self, batch, slots, dtype):
     """(a tail for every convolution, (k_BCZ, v_BCV))."""

@@ -61,7 +61,7 @@ def mesh(sizes, devices):
     if not grow:
       return small
     # The smallest first; of equals the last, which is tensor.
-    a = min(reversed(grow), key=small.get)
+    a = min(reversed(grow), key=lambda a: small[a])
     small[a] *= 2
 
 
