@@ -1,6 +1,6 @@
 """Every field of a run's configuration: meaning, unit, default, valid values.
 
-One frozen dataclass per section; that of the model is in model_schema.py.
+One frozen dataclass per section; that of the model is in base/model.py.
 `default()` gives the same fields as a locked `ConfigDict` (what a config file
 edits and `--config.section.field=` overrides), `view()` turns a ConfigDict back
 into the typed, checked `Config` that the code reads, and `to_json` /

@@ -14,6 +14,7 @@ import math
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.configs.base import mixers
 from paraxis.models import depth
 from paraxis.models import layer
 from paraxis.models.mixers import attention
@@ -28,10 +29,6 @@ FIELDS = {
   'embed': 'model.d_model',
   'residual_length': 'data.sequence_length',
 }
-# Section of the model -> kinds of layers that read it.
-MIXERS = dict(
-  gated_linear='G', mamba='MS', recurrent='RL', tcn='C', latent='A'
-)  # fmt: skip
 
 
 def mesh(sizes, devices):
@@ -64,7 +61,7 @@ def mesh(sizes, devices):
     if not grow:
       return small
     # The smallest first; of equals the last, which is tensor.
-    a = min(reversed(grow), key=small.get)
+    a = min(reversed(grow), key=lambda a: small[a])
     small[a] *= 2
 
 
@@ -169,43 +166,16 @@ def _model(full, sizes, asked):
 
 
 def _mixers(model, devices):
-  """Sections of the mixers in use that are not attention: narrow."""
+  """{section: its small form} of the mixers in use, by their table rows."""
   few = lambda n, target: _size(n, target, devices) if n else 0
-  change = dataclasses.replace
-  linear, mamba, tcn = model.gated_linear, model.mamba, model.tcn
-  latent, recurrent = model.latent, model.recurrent
-  made = dict(
-    gated_linear=change(
-      linear,
-      heads=few(linear.heads or model.num_heads, 4),
-      gate_rank=min(linear.gate_rank, 4),
-    ),
-    mamba=change(
-      mamba,
-      head_dim=min(mamba.head_dim, 4),
-      state=min(mamba.state, 8),
-      groups=min(mamba.groups, 2),
-      dt_rank=min(mamba.dt_rank, 4),
-    ),
-    # Of what is solved by iteration: on to where float64 ends.
-    recurrent=change(
-      recurrent, heads=few(recurrent.heads, 4), tolerance=1e-13
-    ),
-    tcn=change(
-      tcn, kernel=min(tcn.kernel, 3), depth=min(tcn.depth, 2),
-      chunk=min(tcn.chunk, 4),
-    ),
-    latent=change(
-      latent,
-      rank=few(latent.rank, 16),
-      query_rank=few(latent.query_rank, 16),
-      nope_dim=min(latent.nope_dim, 4),
-      rope_dim=min(latent.rope_dim, 4),
-      value_dim=min(latent.value_dim, 4),
-    ),
-  )  # fmt: skip
-  letters = set(layer.mixers(model.pattern)[0])
-  return {name: made[name] for name, of in MIXERS.items() if letters & set(of)}
+  sections = {}
+  for letter in layer.mixers(model.pattern)[0]:
+    kind = mixers.TABLE[letter]
+    if kind.shrink:
+      own = getattr(model, kind.section)
+      small = dataclasses.replace(own, **kind.shrink(model, few))
+      sections[kind.section] = small
+  return sections
 
 
 def _experts(experts, devices):

@@ -155,10 +155,10 @@ def test_a_cache_gives_the_same_as_the_whole(kind):
 
 def test_widths_have_defaults():
   config = schema.Model(d_model=12, num_heads=3)
-  assert attention.head_dim(config) == 4
+  assert config.head_width == 4
   assert attention.num_kv_heads(config) == 3
   config = schema.Model(**BASE)
-  assert attention.head_dim(config) == H
+  assert config.head_width == H
   assert attention.num_kv_heads(config) == K
 
 

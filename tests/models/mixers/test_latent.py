@@ -493,6 +493,6 @@ def test_fewer_parts_than_shards_are_refused():
   built = build.build(config)
   with (
     build.layout(built),
-    pytest.raises(errors.UserError, match='groups=2 parts .* 4 shards'),
+    pytest.raises(errors.UserError, match='groups=2 latent shards .* 4 shards'),
   ):
     built.model.init_cache(4, T)

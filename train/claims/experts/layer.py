@@ -20,7 +20,6 @@ from paraxis.configs import schema
 from paraxis.configs.base import model as model_schema
 from paraxis.models import build
 from paraxis.models.ffn import router
-from paraxis.models.mixers import attention
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.experts import dispatch as expert
 from paraxis.train import expert_counts
@@ -284,7 +283,7 @@ def parameter_counts(run, *, cases, within):
 def _formula(model):
   """Parameters of a GPT with experts (gelu, learned positions, tied)."""
   e, D, F = model.experts, model.d_model, model.d_ff
-  heads = model.num_heads * attention.head_dim(model)
+  heads = model.num_heads * model.head_width
   every = 4 * D * heads + 2 * D  # projections, two RMSNorms
   mlp, total = 2 * D * F, 0
   for i in range(model.num_layers):
