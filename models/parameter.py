@@ -13,6 +13,8 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from paraxis.sharding.tensor import project
+
 
 class Layout(NamedTuple):
   """What a module is told of the layout: choices, never mesh axes.
@@ -56,6 +58,16 @@ def diagonal(rngs, shape, axes, std):
   """Weights of element-wise products: normal, without weight decay."""
   value = jax.random.normal(rngs.params(), shape) * std
   return nnx.Param(value, axes=axes, kind='vector', inputs=0)
+
+
+def operand(variable):
+  """(w, axes) of a matrix, as sharding/tensor/project.py multiplies it.
+
+  w names its owner if the variable does (models/decoder.py: `_layer_of_unit`).
+  """
+  value, owner = variable[...], variable.get_metadata('owner', None)
+  w = value if owner is None else project.Owned(value, owner)
+  return w, variable.get_metadata('axes')
 
 
 def metadata(variable):

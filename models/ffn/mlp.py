@@ -43,7 +43,7 @@ class Mlp(nnx.Module):
     outs = project.project(
       x,
       x_axes,
-      [(letters, w[...], w.get_metadata('axes'), out) for w in weights],
+      [(letters, *parameter.operand(w), out) for w in weights],
       ring=ring in self.layout.rings,
     )
     if self.config.mlp_bias:

@@ -94,10 +94,10 @@ class Moe(nnx.Module):
 
   def _small(self, x_BTD, w):
     """x w in at least float32 for a matrix that every device has."""
-    names, out = w.get_metadata('axes'), (*ROWS, None)
+    out = (*ROWS, None)
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     return project.einsum(
-      'BTD,DE->BTE', x_BTD, RESIDUAL, w[...], names, out, wide
+      'BTD,DE->BTE', x_BTD, RESIDUAL, *parameter.operand(w), out, wide
     )
 
   def _plan(self, decoding):

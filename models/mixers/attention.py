@@ -107,7 +107,7 @@ class Attention(nnx.Module):
       x,
       RESIDUAL,
       [
-        ('BTD,DNH->BTNH', w[...], w.get_metadata('axes'), axes)
+        ('BTD,DNH->BTNH', *parameter.operand(w), axes)
         for w, axes in zip(weights, out, strict=True)
       ],
       ring='qkv' in self.layout.rings,
@@ -152,7 +152,7 @@ class Attention(nnx.Module):
     (y,) = project.project(
       o,
       QUERIES,
-      [(letters, w[...], w.get_metadata('axes'), RESIDUAL)],
+      [(letters, *parameter.operand(w), RESIDUAL)],
       ring='output' in self.layout.rings,
     )
     y = checkpoint_name(y, 'output')

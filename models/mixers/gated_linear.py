@@ -100,10 +100,7 @@ class GatedLinear(nnx.Module):
     outs = project.project(
       x,
       mixer.RESIDUAL,
-      [
-        ('BTD,DNH->BTNH', w[...], w.get_metadata('axes'), mixer.HEADS)
-        for w in weights
-      ],
+      [('BTD,DNH->BTNH', *parameter.operand(w), mixer.HEADS) for w in weights],
       ring=ring in self.layout.rings,
     )
     shown = ('query', 'key', 'value', 'gate')
@@ -113,12 +110,12 @@ class GatedLinear(nnx.Module):
     """log a_BTNK <= 0, in at least float32: small decays must not round."""
     down, up = self.decay_down, self.decay_up
     low = project.einsum(
-      'BTD,DR->BTR', x, mixer.RESIDUAL, down[...], down.get_metadata('axes'),
+      'BTD,DR->BTR', x, mixer.RESIDUAL, *parameter.operand(down),
       LOW,
     )  # fmt: skip
     wide = jnp.promote_types(x.dtype, jnp.float32)
     z = project.einsum(
-      'BTR,RNH->BTNH', low, LOW, up[...], up.get_metadata('axes'),
+      'BTR,RNH->BTNH', low, LOW, *parameter.operand(up),
       mixer.HEADS, dtype=wide,
     )  # fmt: skip
     bias = self.decay_bias[...].astype(wide)
@@ -131,7 +128,7 @@ class GatedLinear(nnx.Module):
     (y,) = project.project(
       o,
       mixer.HEADS,
-      [('BTNP,NPD->BTD', w[...], w.get_metadata('axes'), mixer.RESIDUAL)],
+      [('BTNP,NPD->BTD', *parameter.operand(w), mixer.RESIDUAL)],
       ring='output' in self.layout.rings,
     )
     return checkpoint_name(y, 'output')

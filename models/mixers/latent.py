@@ -120,7 +120,7 @@ class LatentAttention(nnx.Module):
     return project.project(
       x,
       x_names,
-      [(letters, w[...], w.get_metadata('axes'), out) for w in weights],
+      [(letters, *parameter.operand(w), out) for w in weights],
       ring=ring in self.layout.rings,
     )
 
@@ -213,8 +213,8 @@ class LatentAttention(nnx.Module):
     q_rope = q[..., own.nope_dim :]
     w, names = self.key, ('batch', 'length', 'heads', None)
     q = project.einsum(
-      'BTNH,RNH->BTNR', q[..., : own.nope_dim], HEADS, w[...],
-      w.get_metadata('axes'), names,
+      'BTNH,RNH->BTNR', q[..., : own.nope_dim], HEADS,
+      *parameter.operand(w), names,
     )  # fmt: skip
     queries, kept = ('batch', 'length', None, *names[2:]), self._parts()
     summed = g > 1 and not _apart(own)
@@ -236,8 +236,8 @@ class LatentAttention(nnx.Module):
     o = annotate.put(o, ('batch', 'length', None, *names[2:])).swapaxes(2, 3)
     w = self.value
     return project.einsum(
-      'BTNR,RNV->BTNV', o.reshape(*o.shape[:3], own.rank), names, w[...],
-      w.get_metadata('axes'), HEADS,
+      'BTNR,RNV->BTNV', o.reshape(*o.shape[:3], own.rank), names,
+      *parameter.operand(w), HEADS,
     )  # fmt: skip
 
   def _output(self, o):

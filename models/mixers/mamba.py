@@ -96,7 +96,7 @@ class _Mamba(nnx.Module):
       x,
       x_names,
       [
-        (equation, w[...], w.get_metadata('axes'), out)
+        (equation, *parameter.operand(w), out)
         for equation, w, out in zip(letters, weights, outs, strict=True)
       ],
       ring=ring in self.layout.rings,

@@ -127,7 +127,7 @@ class Recurrent(nnx.Module):
     (y,) = project.project(
       h,
       mixer.HEADS,
-      [('BTNP,NPD->BTD', w[...], w.get_metadata('axes'), mixer.RESIDUAL)],
+      [('BTNP,NPD->BTD', *parameter.operand(w), mixer.RESIDUAL)],
       ring='output' in self.layout.rings,
     )
     y = checkpoint_name(y, 'output')
@@ -138,10 +138,7 @@ class Recurrent(nnx.Module):
     outs = project.project(
       x,
       mixer.RESIDUAL,
-      [
-        ('BTD,DNH->BTNH', w[...], w.get_metadata('axes'), mixer.HEADS)
-        for w in weights
-      ],
+      [('BTD,DNH->BTNH', *parameter.operand(w), mixer.HEADS) for w in weights],
       ring='qkv' in self.layout.rings,
     )
     shown = zip(outs, ('query', 'gate'), strict=True)
@@ -154,10 +151,7 @@ class Recurrent(nnx.Module):
     outs = project.project(
       x,
       mixer.HEADS,
-      [
-        ('BTNH,NHP->BTNP', w[...], w.get_metadata('axes'), mixer.HEADS)
-        for w in weights
-      ],
+      [('BTNH,NHP->BTNP', *parameter.operand(w), mixer.HEADS) for w in weights],
       dtype=wide,
     )
     bias = self.bias[...].astype(wide)

@@ -140,7 +140,7 @@ class ConvolutionAttention(nnx.Module):
     outs = project.project(
       x,
       x_names,
-      [('BTD,DE->BTE', w[...], w.get_metadata('axes'), out) for w in weights],
+      [('BTD,DE->BTE', *parameter.operand(w), out) for w in weights],
       ring=ring in self.layout.rings,
     )
     for i, name in enumerate(names):
