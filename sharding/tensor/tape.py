@@ -13,11 +13,13 @@ together take the operations of the joint backward pass.
     taped = Taped(zeros)        differentiated with respect to those zeros
     taped = Taped(zeros, True)  x as it came, to lie until B gathers it: `whole`
 
-Works inside a scan: a Taped function returns its records as values.
+Works inside a scan: a Taped function returns its records as values. `Tapes` is
+what one phase hands to the other, a pytree.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +27,13 @@ import jax.numpy as jnp
 from paraxis.sharding.tensor import narrow
 from paraxis.sharding.tensor import project
 
+SCANNED = 0  # the part whose arrays have one more axis: units of a scan
+
 
 class Record(NamedTuple):
   """What is static of one group of products.
 
-  owners: of each weight (project.Owned).
+  owners: (path, row of it in a unit) of each weight (project.Owned).
   """
 
   group: project.Group
@@ -130,3 +134,50 @@ def whole(record, x):
 def weight_gradients(record, x, gs):
   """[dw] of one Record from the arrays of its tape, in the dtypes of w."""
   return project.weight_gradients(record.group, x, gs)
+
+
+def _each(function, record, part):
+  """function(record, ...) over the units of what is scanned."""
+  run = functools.partial(function, record)
+  return jax.vmap(run) if part == SCANNED else run
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tapes:
+  """Both factors of every product of a function whose parts are `Taped`.
+
+  xs, gs: for each part a list, an entry for each Record; None: no such part.
+  records: for each part a tuple of them, static.
+  """
+
+  xs: Any
+  gs: Any
+  records: tuple = dataclasses.field(metadata=dict(static=True))
+
+  def gathered(self):
+    """The same; xs, kept as they came, gathered as the products need them."""
+    xs = tuple(
+      [
+        _each(whole, record, part)(x)
+        for record, x in zip(records, self.xs[part] or (), strict=True)
+      ]
+      for part, records in enumerate(self.records)
+    )
+    return dataclasses.replace(self, xs=xs)
+
+  def weight_gradients(self):
+    """{path: (layers, ...)} of every weight, rows in order."""
+    rows = {}  # path -> arrays (layers, ...), in order
+    for part, records in enumerate(self.records):
+      slots = {}
+      factors = self.xs[part] or (), self.gs[part] or ()
+      for record, x, g in zip(records, *factors, strict=True):
+        made = _each(weight_gradients, record, part)(x, g)
+        for (path, slot), dw in zip(record.owners, made, strict=True):
+          slots.setdefault(path, {})[slot] = dw if part == SCANNED else dw[None]
+      for path, found in slots.items():
+        stacked = jnp.stack([found[s] for s in sorted(found)], 1)
+        flat = stacked.reshape(-1, *stacked.shape[2:])
+        rows.setdefault(path, []).append(flat)
+    return {path: jnp.concatenate(found) for path, found in rows.items()}
