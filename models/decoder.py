@@ -27,7 +27,6 @@ from paraxis.models.mixers import protocol as mixer
 from paraxis.sharding import annotate
 from paraxis.sharding.tensor import lookup
 from paraxis.sharding.tensor import project
-from paraxis.sharding.tensor import tape
 from paraxis.sharding.tensor import vocabulary
 
 RESIDUAL = ('batch', 'residual_length', 'hidden')
@@ -102,9 +101,13 @@ class Decoder:
       self.axes[path], self.kinds[path] = axes, kind
       self.inputs[path] = inputs
 
-  def _module(self, part, values):
+  def _module(self, part, values, owners=None):
     _, graph, params = self._graphs[part]
-    state = [(p, v.replace(values[path])) for path, (p, v) in params.items()]
+    of = lambda path: dict(owner=owners[path]) if owners else {}
+    state = [
+      (p, v.replace(values[path], **of(path)))
+      for path, (p, v) in params.items()
+    ]
     return nnx.merge(graph, nnx.from_flat_state(state))
 
   def init(self, key):
@@ -183,8 +186,8 @@ class Decoder:
   def _layer_of_unit(self, kind, slots, x, see, values):
     # Picked in here: what the backward pass keeps is the unit, not a copy.
     mine = {p: values[p][slot] for p, slot in slots.items()}
-    tape.own(mine, lambda path: (f'layers/{path}', slots[path]))
-    return self._layer(kind, x, see, mine)[0]
+    owners = {p: (f'layers/{p}', slot) for p, slot in slots.items()}
+    return self._module(kind, mine, owners)(x, see)[0]
 
   def run(self, kinds, stacks, x, see, on=None, taped=None):
     """Consecutive layers: scanned over whole units, or unrolled.

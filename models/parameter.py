@@ -60,6 +60,16 @@ def diagonal(rngs, shape, axes, std):
   return nnx.Param(value, axes=axes, kind='vector', inputs=0)
 
 
+def operand(variable):
+  """(w, axes) of a matrix, as sharding/tensor/project.py multiplies it.
+
+  w names its owner if the variable does (models/decoder.py: `_layer_of_unit`).
+  """
+  value, owner = variable[...], variable.get_metadata('owner', None)
+  w = value if owner is None else project.Owned(value, owner)
+  return w, variable.get_metadata('axes')
+
+
 def metadata(variable):
   """(axes, kind, inputs) of a parameter."""
   get = variable.get_metadata
@@ -84,7 +94,7 @@ def multiply(module, x, x_names, products, ring='', dtype=None, biased=False):
   outs = project.project(
     x,
     x_names,
-    [(eq, w[...], w.get_metadata('axes'), out) for eq, w, out in weights],
+    [(eq, *operand(w), out) for eq, w, out in weights],
     dtype,
     ring in module.layout.rings,
   )

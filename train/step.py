@@ -259,7 +259,7 @@ def _of_stages(built, layouts, params, batch):
     calls = run.calls()._replace(forward=run.count)
     ends, stack = _split(params)
     with run.context():
-      _, own = pipeline.forward(
+      own = pipeline.counts(
         schedule, calls, run.gather(ends), stack, _on(built)
       )
     return {p: _all_reduce(g, layouts.own[p]) for p, g in own.items()}

@@ -30,7 +30,7 @@ from paraxis.sharding import turns
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 # Not ours: above our folder, or in an environment that lies inside it.
 _FOREIGN = re.compile(r'\.\.|.*\bsite-packages\b')
-_TENSOR = ('tensor/lookup', 'tensor/project', 'tensor/tape', 'tensor/rings')
+_TENSOR = [f'tensor/{n}' for n in 'lookup project rings tape worlds'.split()]
 # Frames of these say how an operation was annotated, not whose it is.
 _PASSED = tuple(f'sharding/{name}.py' for name in ('annotate', *_TENSOR))
 _CALLS = (

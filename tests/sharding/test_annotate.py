@@ -99,6 +99,20 @@ def test_use_is_undone():
   assert annotate._rules.get() is before
 
 
+def test_a_mesh_without_rules_is_an_error(cube):
+  """Not a layout that nobody asked for; without a mesh there is none."""
+  x = array(B, T, D)
+  with annotate.use(None):
+    for run in (
+      lambda: annotate.put(x, ROWS),
+      lambda: annotate.carriers('batch'),
+      lambda: annotate.shards('heads'),
+      lambda: annotate.stored(x, RESIDUAL, rules_lib.OPTIMIZER),
+    ):
+      with pytest.raises(LookupError, match=r'annotate\.use\(rules\)'):
+        run()
+
+
 def test_put_and_move_lay_out(cube):
   x = array(B, T, D)
   spec = lambda y: jax.typeof(y).sharding.spec

@@ -104,10 +104,10 @@ def test_what_is_stored_holds_no_parameter(double, schedule, unroll):
   kept = []
 
   class Spy(pipeline_step.Pipeline):
-    def forward(self, values, x, i, on):
-      y, rows = super().forward(values, x, i, on)
+    def forward(self, values, x, context, mask):
+      y, rows = super().forward(values, x, context, mask)
       whole = {v.shape for v in values.values()}
-      kept.append((rows, whole | {shape[1:] for shape in whole}))
+      kept.append((rows.arrays, whole | {shape[1:] for shape in whole}))
       return y, rows
 
   config = config_of(

@@ -63,11 +63,11 @@ def _toy(schedule, counts):
   def count(phase):
     jax.debug.callback(lambda: counts.update([phase]))
 
-  def forward(values, x, seen, on):
+  def forward(values, x, context, mask):
     count('F')
     return x @ values['w'][0], ()
 
-  def backward(values, x, kept, g, seen, on):
+  def backward(values, x, kept, g, context, mask):
     count('B')
     gw = jnp.outer(x, g)[None]
     gx = g @ values['w'][0].T
@@ -80,7 +80,7 @@ def _toy(schedule, counts):
   return pipeline_lib.Calls(
     embed=lambda ends, i: ends['e'][i],
     loss=lambda ends, y, i: lax.psum(y, pipeline_lib.AXIS).sum(),
-    see=lambda i: (),
+    context_of=lambda i: (),
     forward=forward,
     backward=backward,
     weights=weights,
