@@ -63,7 +63,7 @@ def diagonal(rngs, shape, axes, std):
 def operand(variable):
   """(w, axes) of a matrix, as sharding/tensor/project.py multiplies it.
 
-  w names its owner if the variable does (models/decoder.py: `_layer_of_unit`).
+  w names its owner if the variable does (models/stack.py: `_run_layer`).
   """
   value, owner = variable[...], variable.get_metadata('owner', None)
   w = value if owner is None else project.Owned(value, owner)
