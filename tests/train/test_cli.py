@@ -63,7 +63,7 @@ LIGHT = [
   ['data', 'list'],
   ['train', '--helpconfig'],
   ['train', '--config=quickstart', '--print_config', '--config.train.steps=7'],
-  *([name, '--help'] for name in cli.COMMANDS),
+  *([*name.split(), '--help'] for name in cli.COMMANDS),
 ]
 
 

@@ -2,20 +2,17 @@
 
 import os
 
-from absl import flags
 import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 
-
-def _define(values):
-  flags.DEFINE_string('workdir', '', 'where', flag_values=values)
+FLAGS = ((str, 'workdir=RUN', '', 'where'),)
 
 
 def _parse(*argv):
-  return command_line.parse(argv, _define)
+  return command_line.parse(argv, FLAGS)
 
 
 def test_flags_config_and_overrides():

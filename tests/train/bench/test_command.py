@@ -267,7 +267,7 @@ def test_startup_arguments_are_those_of_train(tmp_path):
   argv = bench_startup.train_arguments(
     bench_startup.QUICK, tmp_path / 'tokens', tmp_path / 'run'
   )
-  values, config, left = command_line.parse(argv, cli._train_flags)
+  values, config, left = command_line.parse(argv, cli.COMMANDS['train'].flags)
   assert not left and values.devices == 1 and config.train.steps == 1
   for name, value in bench_startup.QUICK.items():
     assert config.model[name] == value
@@ -297,6 +297,6 @@ def test_startup_names_a_child_that_fails():
 
 def test_modules_of_all_benches_exist():
   folder = pathlib.Path(bench.__file__).parent
-  for module, function, _ in bench.BENCHES.values():
+  for module, function, *_ in bench.BENCHES.values():
     text = (folder / f'{module}.py').read_text(encoding='utf-8')
     assert f'\ndef {function}(rounds, quick, say)' in text
