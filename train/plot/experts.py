@@ -7,11 +7,10 @@ Below: the busiest expert over the mean, the share of assignments dropped, the
 entropy of the router. Loads are written every train.print_every steps.
 """
 
-import pathlib
-
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.train.plot import figures
 from paraxis.train.plot import losses as plot
 
 NAME = 'experts.png'
@@ -75,23 +74,6 @@ def _bar(fig, image, axes, label):
   bar.outline.set_visible(False)
 
 
-def _figure(*args, **kwargs):
-  from matplotlib import figure
-  from matplotlib.backends import backend_agg  # no display, no global state
-
-  fig = figure.Figure(*args, layout='constrained', **kwargs)
-  backend_agg.FigureCanvasAgg(fig)
-  return fig
-
-
-def _save(fig, path):
-  try:
-    fig.savefig(path, dpi=150)
-  except (OSError, ValueError) as e:
-    raise errors.UserError(f'{path}: cannot be written ({e}).') from e
-  return path
-
-
 def draw(rows, path, title=''):
   """Draws the loads of one run -> path of the PNG.
 
@@ -111,7 +93,7 @@ def draw(rows, path, title=''):
     if plot.curve(rows, name).size
   ]
   heights = [1.5] * len(maps) + [0.9] * len(lines)
-  fig = _figure(figsize=(8.5, 1 + sum(heights)))
+  fig = figures.make(8.5, 1 + sum(heights))
   all_axes = fig.subplots(
     len(heights), 1, sharex=True, squeeze=False, height_ratios=heights
   )[:, 0]
@@ -134,7 +116,7 @@ def draw(rows, path, title=''):
   all_axes[-1].set_xlabel('step')
   fig.suptitle(title, fontweight='bold')
   fig.align_ylabels(all_axes)
-  return _save(fig, pathlib.Path(path))
+  return figures.save(fig, path)
 
 
 def _line(ax, name, steps, values, colour):
@@ -167,7 +149,7 @@ def draw_domains(runs, path):
   shares = {t: x / x.sum(-1, keepdims=True) for t, x in shares.items()}
   domains = list(next(iter(runs.values())))
   layers = next(iter(shares.values())).shape[1]
-  fig = _figure(figsize=(1.6 + 2.1 * layers, 0.6 + 1.7 * len(runs)))
+  fig = figures.make(1.6 + 2.1 * layers, 0.6 + 1.7 * len(runs))
   axes = fig.subplots(
     len(runs), layers, sharex=True, sharey=True, squeeze=False
   )
@@ -184,4 +166,4 @@ def draw_domains(runs, path):
       if ax in axes[-1]:
         ax.set_xlabel('expert')
   _bar(fig, image, axes, 'share of the domain / even share')
-  return _save(fig, pathlib.Path(path))
+  return figures.save(fig, path)
