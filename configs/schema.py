@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import functools
 import json
+from typing import Any
 
 import ml_collections
 
@@ -259,7 +260,9 @@ class Config:
     return rows // parts
 
 
-SECTIONS = {f.name: type(f.default) for f in dataclasses.fields(Config)}
+SECTIONS: dict[str, Any] = {
+  f.name: type(f.default) for f in dataclasses.fields(Config)
+}
 
 
 def default():
@@ -268,7 +271,7 @@ def default():
   return ml_collections.ConfigDict(sections).lock()
 
 
-def fields(prefix='', section=Config):
+def fields(prefix: str = '', section: Any = Config):
   """Yields (dotted name, dataclasses.Field), in the order of the file."""
   for f in dataclasses.fields(section):
     name = f'{prefix}{f.name}'
@@ -322,7 +325,7 @@ def view(config):
   return Config(**{n: _section(n, c, data) for n, c in SECTIONS.items()})
 
 
-def _section(name, section, data):
+def _section(name: str, section, data) -> Any:
   """A dataclass of `Config` from its dict in `data`, which may lack it."""
   valid = {f.name: f for f in dataclasses.fields(section)}
   given, out = dict(data.get(name.split('.')[-1], {})), {}

@@ -114,5 +114,5 @@ def _calibrate(model, built, params, rows):
   put = lambda x: jax.device_put(
     x, jax.NamedSharding(built.mesh, annotate.spec(('batch', None)[: x.ndim]))
   )
-  run = jax.jit(lambda *given: step.prefill(model, *given, length)[1])
+  run = jax.jit(lambda p, t, n: step.prefill(model, p, t, n, length)[1])
   return run(params, put(tokens_RT), put(lengths_R))

@@ -116,6 +116,8 @@ class Checkpoint:
     like = {PARAMS + path: leaf for path, leaf in saved.params.items()}
     if self.step is None:
       found = self._store.restore_latest_good(like, PARAMS)
+      if found is None:
+        raise errors.UserError(f'{self._store.directory}: no checkpoint here.')
       self.step, tree, meta = found
     else:
       tree, meta = self._store.restore(self.step, like, PARAMS)

@@ -81,7 +81,7 @@ def _load():
 
 def run(name, rounds, quick):
   """One bench in this process -> measure.Report."""
-  module, function, count = BENCHES[name]
+  module, function, count, _ = BENCHES[name]
   _devices(count)
   before = _load()
   bench = importlib.import_module(f'paraxis.train.bench.{module}')

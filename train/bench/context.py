@@ -75,7 +75,7 @@ def _inputs(shapes):
   ]
 
 
-class Form:
+class TimedForm:
   """One form at one shape, compiled and with inputs in place."""
 
   def __init__(self, form, length, shape, now):
@@ -84,8 +84,7 @@ class Form:
     before = now()
     self._call = self._program.lower(*self._shapes).compile()
     self.compile_seconds = now() - before
-    memory = self._call.memory_analysis()
-    self.temporary = memory.temp_size_in_bytes / 2**20 if memory else None
+    self.temporary = measure.temporary(self._call)
     self._inputs = _inputs(self._shapes)
 
   def run(self):
@@ -96,7 +95,7 @@ class Form:
 
 
 def candidates(length, now, say):
-  """({row: Form}, notes) of all forms that a shape allows, with why not."""
+  """({row: TimedForm} of the forms that run, notes on those that do not)."""
   made, notes = {}, []
   n = len(jax.devices())
   for name, shape in SHAPES.items():
@@ -107,7 +106,7 @@ def candidates(length, now, say):
         continue
       say(f'compiling {row}')
       try:
-        made[row] = Form(form, length, shape, now)
+        made[row] = TimedForm(form, length, shape, now)
       except errors.UserError as error:
         notes.append(f'{row}: left out: {error}')
   return made, notes
@@ -133,10 +132,7 @@ def context(rounds, quick, say):
     )
     report.add(times)
     report.add({f'compile {r}': [f.compile_seconds] for r, f in made.items()})
-    report.add(
-      {f'temporary {r}': [f.temporary] for r, f in made.items() if f.temporary},
-      'MiB',
-    )
+    report.add({f'temporary {r}': f.temporary for r, f in made.items()}, 'MiB')
     seconds, size = TARGETS.get(length, (1.0, 1.0))
     for row, form in made.items():
       if row.split(',')[0] not in JUDGED:
@@ -149,7 +145,7 @@ def context(rounds, quick, say):
       if form.temporary:
         report.check(
           f'{row}: temporary / {size:g} MiB',
-          [form.temporary / size] * rounds,
+          [mib / size for mib in form.temporary],
           1.0,
           least=False,
           judged=judged,

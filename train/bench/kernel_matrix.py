@@ -50,7 +50,7 @@ KERNELS = (
 _FAULTS = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
 
-class Row(NamedTuple):
+class KernelRow(NamedTuple):
   """One line of the matrix.
 
   state: 'compiled', 'refused', 'failed' or 'not tried', all but the first with
@@ -188,8 +188,8 @@ def _reason(op, implementation, error):
 
 
 def row(op, implementation, name, topology):
-  """`Row` of one program; `name` is what the chip is called in it."""
-  make = functools.partial(Row, op, implementation, name)
+  """`KernelRow` of one program; `name` is what the chip is called in it."""
+  make = functools.partial(KernelRow, op, implementation, name)
   try:
     traced = trace(op, implementation, topology)
   except errors.UserError as error:
@@ -198,12 +198,12 @@ def row(op, implementation, name, topology):
     compiled = aot.compile_for(topology, op, traced)
   except (errors.UserError, *_FAULTS) as error:
     return make('failed', ' '.join(str(error).split())[:200])
-  kernels = len(KERNEL.findall(compiled.as_text()))
+  kernels = len(KERNEL.findall(compiled.as_text() or ''))
   return make('compiled', '', kernels, aot.memory(compiled).peak)
 
 
 def rows(targets=TARGETS, ops=None):
-  """`Row`s of all implementations of `ops` (default: all) for all targets.
+  """`KernelRow`s of all implementations of `ops` (default: all) on `targets`.
 
   Args:
     targets: names of topologies (target.py), one device of each is used.
@@ -216,13 +216,13 @@ def rows(targets=TARGETS, ops=None):
     for op in ops or PROGRAMS:
       for implementation, _, _ in registry.explain(op):
         if lacking:
-          yield Row(op, implementation, kind, 'not tried', lacking)
+          yield KernelRow(op, implementation, kind, 'not tried', lacking)
         else:
           yield row(op, implementation, kind, topology)
 
 
 def line(found):
-  """`Row` as text."""
+  """`KernelRow` as text."""
   told = f'{found.state}: {found.reason}'
   if found.state == 'compiled':
     told = (

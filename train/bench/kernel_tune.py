@@ -91,7 +91,7 @@ def visits(block, mask):
 
 
 def static_figures(schedules, mask):
-  """{pass: {block: bundles}} from {block: {form: {pass: Schedule}}}."""
+  """{pass: {block: bundles}} from {block: {form: {pass: StaticSchedule}}}."""
   out = {which: {} for which in PASSES}
   for block, forms in schedules.items():
     full, partial = visits(block, mask)

@@ -75,8 +75,8 @@ class Report:
   notes: list = dataclasses.field(default_factory=list)
 
   def add(self, times, unit='s'):
-    """Rows from {what: values}."""
-    self.rows.update({what: (unit, list(v)) for what, v in times.items()})
+    """Rows from {what: values}; without values there is no row."""
+    self.rows.update({w: (unit, list(v)) for w, v in times.items() if v})
 
   def check(self, what, values, target, least=True, judged=True):
     """A target, judged by the median of `values`."""
@@ -126,6 +126,12 @@ def interleave(candidates, rounds, clock=time.process_time, say=None):
   return times
 
 
+def temporary(compiled):
+  """[MiB of temporary memory] of a jax.stages.Compiled; [] where unknown."""
+  memory = compiled.memory_analysis()
+  return [memory.temp_size_in_bytes / 2**20] if memory else []
+
+
 def ratios(over, under):
   """over / under, round by round."""
   return [a / b for a, b in zip(over, under, strict=True)]
@@ -142,7 +148,7 @@ def number(x):
 def text(report):
   """A report as aligned lines."""
   lines = [f'{report.name}: {report.setup}', f'  clock: {report.clock}', '']
-  body = [('', 'unit', 'min', 'median', 'max', '', '')]
+  body: list[tuple[str, ...]] = [('', 'unit', 'min', 'median', 'max', '', '')]
   for what, (unit, values) in report.rows.items():
     body.append((what, unit, *map(number, spread(values)), '', ''))
   for c in report.checks:

@@ -52,8 +52,8 @@ TARGET = 1.1
 
 
 def _make(name, microbatches):
-  skips = dict(fraction=0.25) if name == 'skip' else {}
-  return schedules.make(name, STAGES, microbatches, CHUNKS[name], **skips)
+  fraction = 0.25 if name == 'skip' else 0.0
+  return schedules.make(name, STAGES, microbatches, CHUNKS[name], fraction)
 
 
 def _toy(schedule, counts):
@@ -138,7 +138,7 @@ class Gradient:
     self._job = job_lib.Job(c, built, optimizer, None, None, None, None, None)
     cut = lambda x: x.reshape(c.microbatches, -1, x.shape[-1])
     *rows, denominator = bench_train.batch(c)
-    batch = batch_lib.Batch(*map(cut, rows), denominator)
+    batch = batch_lib.Batch._make([*map(cut, rows), denominator])
     with self._job.context():
       self._inputs = self._job.initial_state().params, self._job.put(batch)
       self._function = step_lib.make(built, optimizer, c.optimizer.clip_norm)
@@ -171,7 +171,7 @@ def config(quick, microbatches, name=''):
   if quick:
     sizes = dict(vocab_size=256, d_model=64, d_ff=64, num_layers=8)
   train = dict(batch_size=DATA * microbatches, remat='full')
-  sections = dict(mesh=dict(stage=STAGES, data=DATA))
+  sections: dict[str, dict] = dict(mesh=dict(stage=STAGES, data=DATA))
   if name:
     chunks = CHUNKS[name]
     apart = _make(name, microbatches).weight is not None
@@ -180,9 +180,8 @@ def config(quick, microbatches, name=''):
       chunks=chunks,
       microbatches=microbatches,
       activations='recompute' if apart else 'store',
+      skip_fraction=0.25 if name == 'skip' else 0.0,
     )
-    if name == 'skip':
-      sections['pipeline']['skip_fraction'] = 0.25
   else:
     sections['mesh'] = dict(data=STAGES * DATA, collectives='explicit')
     train['microbatches'] = microbatches // STAGES

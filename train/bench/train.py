@@ -288,13 +288,10 @@ def attention(rounds, quick, say):
     compiled = jax.jit(both).lower(*inputs).compile()
     made[name] = lambda f=compiled: jax.block_until_ready(f(*inputs)) and None
     outputs.append(compiled(*inputs)[1])
-    memory = compiled.memory_analysis()
-    temporary[name] = [memory.temp_size_in_bytes / 2**20] if memory else []
+    temporary[f'temporary memory, {name}'] = measure.temporary(compiled)
   times = measure.interleave(made, rounds, now, say)
   report.add(times)
-  report.add(
-    {f'temporary memory, {k}': v for k, v in temporary.items() if v}, 'MiB'
-  )
+  report.add(temporary, 'MiB')
   dense, ours = forms
   report.check(
     'speed of ours / dot_product_attention',

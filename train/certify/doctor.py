@@ -46,46 +46,48 @@ _ORDER = {
 }
 
 
-class Pair(NamedTuple):
-  """Versions that do not go together. where: {package: '>=1.2,<2'}."""
+class Incompatibility(NamedTuple):
+  """Versions that fail together. where: {package: '>=1.2,<2'}."""
 
   where: dict
   reason: str
 
 
 BAD = (
-  Pair({'jax': '<0.10.2'}, 'paraxis needs jax 0.10.2: sharding in types'),
-  Pair(
+  Incompatibility(
+    {'jax': '<0.10.2'}, 'paraxis needs jax 0.10.2: sharding in types'
+  ),
+  Incompatibility(
     {'python': '<3.12', 'jax': '>=0.11'},
     'jax 0.11 dropped Python 3.11, which ends at jax 0.10.2 and flax 0.12.8',
   ),
-  Pair(
+  Incompatibility(
     {'python': '<3.12', 'flax': '>=0.12.12'},
     'flax 0.12.12 needs Python 3.12: take flax 0.12.8',
   ),
-  Pair(
+  Incompatibility(
     {'flax': '>=0.12.12', 'jax': '<0.11.1'},
     'flax 0.12.12 needs jax 0.11.1: take flax 0.12.8',
   ),
 )
 # True here and harmless, because paraxis is written around them.
 NOTES = (
-  Pair(
+  Incompatibility(
     {'jax': '<0.12'},
     'a partial-manual shard_map replicates the Explicit axes at its boundary: '
     'results are right, every shard is gathered; paraxis uses fully manual '
     'regions',
   ),
-  Pair(
+  Incompatibility(
     {'orbax-checkpoint': '>=0', 'tensorstore': '>=0'},
     'checkpoints on disk have no checksum of the data: paraxis writes and '
     'checks its own fingerprints',
   ),
-  Pair(
+  Incompatibility(
     {'clu': '>=0'},
     'clu needs TensorFlow: paraxis does not use it',
   ),
-  Pair(
+  Incompatibility(
     {'jax': '>=0.10.2', 'ringattention': '<=0.1.2'},
     'ringattention 0.1.2 does not import on this jax (jax.lib.xla_bridge)',
   ),
@@ -103,18 +105,15 @@ def numbers(version):
 
 def fits(version, condition):
   """Whether '0.10.2' meets '>=0.10,<0.11'."""
-  for part in condition.split(','):
-    sign, bound = re.fullmatch(r'([<>=]+)(.+)', part).groups()
-    if not _ORDER[sign](numbers(version), numbers(bound)):
-      return False
-  return True
+  parts = re.findall('([<>=]+)([^,]+)', condition)
+  return all(_ORDER[s](numbers(version), numbers(bound)) for s, bound in parts)
 
 
 def found(pairs, versions):
   """The pairs whose every condition the versions meet.
 
   Args:
-    pairs: `Pair`s.
+    pairs: `Incompatibility`s.
     versions: {package: version}; a package that is not there meets nothing.
   """
   return [

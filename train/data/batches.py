@@ -36,7 +36,7 @@ class Batches:
   """The training batches of a run. Indexable by any step, in any order.
 
   Attributes:
-    plan: packing.Plan of all rows; a row id is an index into it.
+    plan: packing.PackingPlan of all rows; a row id is an index into it.
     batch_size, microbatches, sequence_length: B, A, T.
     rows: rows an epoch draws from; with a mixture, of all its domains.
     domains: ((name, weight, rows), ...) of a mixture, else ().
@@ -126,8 +126,8 @@ class Batches:
     if not self.ramp:
       return np.asarray(self._order[t], np.int64)
     first = self.ramp.before(t)
-    found = [self._order[first + i] for i in range(self.ramp.rows(t))]
-    return np.concatenate(found).astype(np.int64)
+    at = range(first, first + self.ramp.rows(t))
+    return np.concatenate([np.asarray(self._order[i], np.int64) for i in at])
 
   def batch_at(self, t, lo=0, hi=None):
     """The batch of step t, or the rows lo..hi of it.
@@ -201,7 +201,7 @@ class HeldOut:
 
   Attributes:
     domain: its name.
-    plan: packing.Plan of all its held-out documents.
+    plan: packing.PackingPlan of all its held-out documents.
     exact: every row is used. Else evenly spaced rows are, and n_bytes is the
       domain's bytes times the share of its tokens that they hold.
     n_bytes: UTF-8 bytes of the text in these batches.

@@ -85,8 +85,9 @@ def _ask_pip(*arguments: str) -> list[str]:
   env = dict(os.environ)
   if importlib.machinery.PathFinder.find_spec('pip') is None:
     spec = importlib.util.find_spec('ensurepip')
-    folder = pathlib.Path(spec.origin).parent if spec else pathlib.Path()
-    wheels = sorted(folder.glob('_bundled/pip-*.whl')) if spec else []
+    origin = spec.origin if spec else None
+    folder = pathlib.Path(origin).parent / '_bundled' if origin else None
+    wheels = sorted(folder.glob('pip-*.whl')) if folder else []
     env['PYTHONPATH'] = str(wheels[-1]) if wheels else ''
   done = _run([sys.executable, *arguments], env=env)
   if done.returncode:
@@ -127,9 +128,10 @@ def pip_index() -> Index:
       context.load_cert_chain(config['client-cert'])
   except OSError as error:
     raise errors.UserError(f"pip's certificate {ca}: {error}") from error
+  handlers: list[urllib.request.BaseHandler]
   handlers = [urllib.request.HTTPSHandler(context=context)]
   if config.get('proxy'):
-    proxies = dict.fromkeys(('http', 'https'), config['proxy'])
+    proxies: dict[str, str] = dict.fromkeys(('http', 'https'), config['proxy'])
     handlers.append(urllib.request.ProxyHandler(proxies))
   return Index(
     tuple(url.rstrip('/') for url in urls),

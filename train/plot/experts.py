@@ -87,11 +87,8 @@ def draw(rows, path, title=''):
   maps = panels(rows)
   if not maps:
     raise errors.UserError(f'{path}: the run has no experts, or no loads yet.')
-  lines = [
-    (name, *plot.curve(rows, name))
-    for name in LINES
-    if plot.curve(rows, name).size
-  ]
+  curves = {name: plot.curve(rows, name) for name in LINES}
+  lines = [(name, curve) for name, curve in curves.items() if curve.size]
   heights = [1.5] * len(maps) + [0.9] * len(lines)
   fig = figures.make(8.5, 1 + sum(heights))
   all_axes = fig.subplots(
@@ -109,19 +106,19 @@ def draw(rows, path, title=''):
     ax.set_yticks(range(0, len(even), max(1, len(even) // 4)))
     ax.spines[:].set_visible(False)
   _bar(fig, image, list(all_axes[: len(maps)]), 'load / even load')
-  for ax, line, colour in zip(
+  for ax, (name, curve), colour in zip(
     all_axes[len(maps) :], lines, plot.COLOURS, strict=False
   ):
-    _line(ax, *line, colour)
+    _line(ax, name, curve, colour)
   all_axes[-1].set_xlabel('step')
   fig.suptitle(title, fontweight='bold')
   fig.align_ylabels(all_axes)
   return figures.save(fig, path)
 
 
-def _line(ax, name, steps, values, colour):
+def _line(ax, name, curve, colour):
   """One metric; a thin line where it would be ideal."""
-  label, ideal = LINES[name]
+  (label, ideal), (steps, values) = LINES[name], curve
   ax.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
   ax.plot(steps, plot.smooth(values), color=colour, linewidth=1.8)
   if ideal is not None:

@@ -62,9 +62,9 @@ def _shade(phase, chunk, chunks):
   """Colour of a phase, the lighter the later the chunk."""
   from matplotlib import colors
 
-  base = colors.to_rgb(COLOURS[phase])
   light = 0.62 * chunk / max(chunks - 1, 1)
-  return tuple(c + (1 - c) * light for c in base)
+  r, g, b = (c + (1 - c) * light for c in colors.to_rgb(COLOURS[phase]))
+  return r, g, b
 
 
 def _ink(colour):

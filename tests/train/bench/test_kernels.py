@@ -84,7 +84,7 @@ def test_schedules_of_small_blocks():
 
 
 def schedules(full):
-  one = lambda n: kernel_schedules.Schedule(n, 0.5, 7)
+  one = lambda n: kernel_schedules.StaticSchedule(n, 0.5, 7)
   row = lambda n: dict.fromkeys(('forward', 'dq', 'dkv'), one(n))
   return dict(full=row(full), partial=row(120), splash=row(100))
 
@@ -119,7 +119,7 @@ def test_without_libtpu_it_says_so(monkeypatch):
 def test_both_forms_of_every_op_give_the_same():
   with jax.enable_x64(False):
     report = bench_kernels.kernels(1, True, SILENT)
-  ops = [pair.op for pair in bench_kernels.pairs(True)]
+  ops = [pair.op for pair in bench_kernels.comparisons(True)]
   assert len(report.checks) == len(ops) == 7
   assert all(c.verdict == '-' and min(c.values) > 0 for c in report.checks)
   assert len(report.rows) == 4 * len(ops)

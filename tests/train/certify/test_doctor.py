@@ -46,7 +46,7 @@ def test_known_bad_pairs(have, words):
 
 
 def test_a_package_that_is_missing_is_not_bad():
-  pair = doctor.Pair({'clu': '>=0'}, 'reason')
+  pair = doctor.Incompatibility({'clu': '>=0'}, 'reason')
   assert not doctor.found([pair], GOOD)
   assert doctor.found([pair], GOOD | dict(clu='0.0.12')) == [pair]
 
