@@ -178,7 +178,7 @@ def test_one_process_prints(
   from paraxis.train import loop
   from paraxis.train.run import evaluate
 
-  found = evaluate.Result(1.5, {'song': 1.5}, 100)
+  found = evaluate.Evaluation(1.5, {'song': 1.5}, 100)
   result = dict(step=2, stopped='', loss=1.0, evaluation=found)
   monkeypatch.setattr(loop, 'run', lambda *a: result)
   monkeypatch.setattr(hosts, 'connect', lambda *a: None)
@@ -205,7 +205,7 @@ def test_gzip_is_compared_only_on_the_same_text_of_a_bearable_size():
 
   config = schema.Config()
   part = schema.Config(train=schema.Train(eval_batches=1))
-  small = evaluate.Result(2.0, {'code': 2.0}, 100)
+  small = evaluate.Evaluation(2.0, {'code': 2.0}, 100)
   large = small._replace(n_bytes=cli.COMPARED_BYTES + 1)
   assert 'leaves text out' in cli._against_gzip(part, small)
   assert 'are more than 20,000,000' in cli._against_gzip(config, large)

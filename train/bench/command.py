@@ -1,9 +1,9 @@
-"""The bench command: paraxis against minimal plain JAX, in one interleaved run.
+"""The bench command: paraxis against minimal plain JAX, interleaved.
 
     paraxis bench step
 
-It compares CPU-seconds, not wall time, and says how far a ratio is from its
-target. It measures and never tests: nothing fails when a target is missed.
+It compares CPU-seconds, not wall time, and prints each ratio beside its target.
+A missed target is no failure.
 Nothing here imports jax or NumPy before the arguments are read.
 """
 
@@ -72,7 +72,7 @@ def _devices(count):
 
 
 def _load():
-  """' load 0.52' of the machine over the last minute, where it tells."""
+  """', load 0.52', the load average of the last minute, where available."""
   try:
     return f', load {os.getloadavg()[0]:.1f}'
   except OSError:
@@ -80,7 +80,7 @@ def _load():
 
 
 def run(name, rounds, quick):
-  """One bench in this process -> measure.Report."""
+  """One bench in this process -> measure.BenchReport."""
   module, function, count, _ = BENCHES[name]
   _devices(count)
   before = _load()

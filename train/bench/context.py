@@ -4,7 +4,7 @@ One call is o and the gradients of q, k, v of causal attention over a sequence
 that is sharded on the mesh axis `context`. Shapes are B1 N4 H64; ulysses, whose
 8 ranks cannot share 4 heads, runs at B1 N8 H32, which is as many operations.
 Reported: CPU-seconds of a call, seconds to compile it, and temporary memory per
-device, which is what tells the forms apart on a real machine.
+device, in which the forms differ on a real machine.
 
 The targets are what the ring of the package ringattention 0.1.2 takes on 2
 cores: 0.55 CPU-seconds and 16 MiB a device at length 4096, 7.1 and 40 at 16384.
@@ -118,7 +118,7 @@ def context(rounds, quick, say):
   now, label = bench_train.clock()
   lengths = (256,) if quick else tuple(TARGETS)
   n = len(jax.devices())
-  report = measure.Report(
+  report = measure.BenchReport(
     'context',
     f'B1 N4 H64 float32, causal, zigzag over {n} devices, lengths '
     f'{", ".join(map(str, lengths))}',

@@ -121,7 +121,7 @@ def data(rounds, quick, say):
   """Tokens packed per CPU-second, shuffled, rows assembled."""
   now = time.process_time
   made = corpus(lengths(200 if quick else 4000))
-  report = measure.Report(
+  report = measure.BenchReport(
     'data',
     f"{len(made.held)} documents with lengths of the fixture's, "
     f'{len(made.tokens):,} tokens; grain with {BINS} bins',

@@ -127,7 +127,7 @@ def decode(rounds, quick, say):
   made = {k: _twice(f, now) for k, f in made.items()}
   times = measure.interleave(made, rounds, now, say)
   m = c.model
-  report = measure.Report(
+  report = measure.BenchReport(
     'decode',
     f'V{m.vocab_size} D{m.d_model} N{m.num_heads} L{m.num_layers} '
     f'F{m.d_ff}, float32, greedy, batch 1, {new} tokens after {PROMPT}, '

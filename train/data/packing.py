@@ -262,7 +262,7 @@ def assemble(plan, tokens, rows, pad_id=0):
   first, lengths = plan.tokens[piece], plan.lengths[piece]
   segment = plan.segments[piece]
   full = int(fill.sum(dtype=np.int64)) == S * len(rows)
-  if not full:  # what is left of a row is one more piece, of segment 0
+  if not full:  # the rest of a row is one more piece, of segment 0
     at = np.cumsum(per_row)
     lengths = np.insert(lengths, at, S - fill)
     first, segment = np.insert(first, at, 0), np.insert(segment, at, 0)

@@ -1,10 +1,10 @@
-"""Pictures of experts: their loads over training, and what each domain uses.
+"""Plots of experts: loads over training, and which experts each domain uses.
 
 Above, a map for each layer (for more than 6, the mean over those with as many
 experts): steps to the right, experts down, the colour the share of assignments
 over an even share, so that 1, white, is an expert that gets what it should.
 Below: the busiest expert over the mean, the share of assignments dropped, the
-entropy of the router. Loads are written every train.print_every steps.
+entropy of the router. Loads are logged every train.print_every steps.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Drawings of a layout: which device holds what, what it costs, equal losses.
+"""Drawings of a layout: the shard of each device, memory and traffic, losses.
 
 `grid` draws arrays as squares, cut as their shardings cut them. A part that one
 device holds has its colour and number; a part that several hold is grey and

@@ -39,7 +39,7 @@ def smooth(values):
 
 
 def labels(workdirs):
-  """The shortest ends of the paths that tell the runs apart."""
+  """The shortest path suffixes that distinguish the runs."""
   parts = [pathlib.Path(w).resolve().parts for w in workdirs]
   for count in range(1, max(map(len, parts)) + 1):
     names = ['/'.join(p[-count:]) for p in parts]

@@ -46,7 +46,7 @@ def boxes(schedule):
 
 
 def summary(schedule):
-  """Two lines: what it is; time against ideal, what each device holds."""
+  """Two lines: stages, microbatches; time / ideal, inputs held per device."""
   result = simulate.run(schedule, 'lock_step')
   ratio, held = float(result.time / result.ideal), result.peak
   chunks = f' of {schedule.chunks} chunks' if schedule.chunks > 1 else ''

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl always, a terminal, other loggers.
+"""Logging of a run: metrics.jsonl always, the terminal, other loggers.
 
 A line of metrics.jsonl is {"step": n, "train/loss": x, ...}. A resumed run
 appends; where a step occurs twice, the last value counts (`read` does so).

@@ -90,7 +90,7 @@ def test_verdict_is_by_the_median(values, target, least, verdict):
 
 
 def _report():
-  report = measure.Report('step', 'a setup', measure.CPU)
+  report = measure.BenchReport('step', 'a setup', measure.CPU)
   report.add({'ours': [1.0, 2.0, 3.0], 'plain': [2.0, 2.0, 2.0]})
   report.check('plain / ours', [2.0, 1.0, 0.67], 1.0)
   report.check('ours / plain', [0.5, 1.3, 1.5], 1.2, least=False)

@@ -90,7 +90,7 @@ def schedules(full):
 
 
 def static(monkeypatch, full):
-  report = measure.Report('kernels', '', '')
+  report = measure.BenchReport('kernels', '', '')
   monkeypatch.setattr(aot, 'missing', lambda platform: None)
   monkeypatch.setattr(
     kernel_schedules, 'measure', lambda name, block: schedules(full)
@@ -111,7 +111,7 @@ def test_schedules_are_judged_and_labelled(monkeypatch):
 
 def test_without_libtpu_it_says_so(monkeypatch):
   monkeypatch.setattr(aot, 'missing', lambda platform: 'libtpu is not there')
-  report = measure.Report('kernels', '', '')
+  report = measure.BenchReport('kernels', '', '')
   bench_kernels.static(report, SILENT)
   assert report.notes == ['no static schedules: libtpu is not there']
 
