@@ -123,6 +123,7 @@ def context(rounds, quick, say):
     f'B1 N4 H64 float32, causal, zigzag over {n} devices, lengths '
     f'{", ".join(map(str, lengths))}',
     label,
+    not quick and label == measure.CPU,
   )
   for length in lengths:
     made, notes = candidates(length, now, say)
@@ -137,17 +138,13 @@ def context(rounds, quick, say):
     for row, form in made.items():
       if row.split(',')[0] not in JUDGED:
         continue
-      judged = not quick and label == measure.CPU
       ratio = [t / seconds for t in times[row]]
-      report.check(
-        f'{row}: time / {seconds:g} s', ratio, 1.0, least=False, judged=judged
-      )
+      report.check(f'{row}: time / {seconds:g} s', ratio, 1.0, least=False)
       if form.temporary:
         report.check(
           f'{row}: temporary / {size:g} MiB',
           [mib / size for mib in form.temporary],
           1.0,
           least=False,
-          judged=judged,
         )
   return report

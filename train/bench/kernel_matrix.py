@@ -1,4 +1,4 @@
-"""`paraxis doctor --kernels`: all ops, compiled ahead of time for TPUs and GPUs.
+"""`paraxis doctor --kernels`: all ops, compiled ahead of time for TPU and GPU.
 
 One line per (op, implementation, chip): compiled, with how many kernels the
 program calls and the most memory it has in use; refused, with the reason of the

@@ -184,7 +184,6 @@ def on_cpu(report, rounds, quick, say):
       f'{pair.op}: {" / ".join(pair.names)}',
       measure.ratios(*times.values()),
       pair.target,
-      judged=not quick,
     )
     say(f'{pair.op}: {rounds} rounds')
   gap, op = max((gap, op) for op, gap in gaps.items())
@@ -225,6 +224,7 @@ def kernels(rounds, quick, say):
     'kernels',
     'XLA forms in float32, outputs and where named gradients; TPU schedules',
     f'{measure.CPU}; rows of unit "static" are no times',
+    not quick,
   )
   on_cpu(report, rounds, quick, say)
   if quick:

@@ -62,14 +62,15 @@ class Check(NamedTuple):
 class BenchReport:
   """What one bench found.
 
-  name: of the bench. setup: sizes, in words. clock: what its seconds are.
-  rows: {what: (unit, values)}, values one per round. checks: targets.
-  notes: lines of text.
+  name: of the bench. setup: sizes, in words. clock: what its seconds measure.
+  judged: whether these are the sizes that the targets are for. rows: {what:
+  (unit, values)}, values one per round. checks: targets. notes: lines of text.
   """
 
   name: str
   setup: str
   clock: str
+  judged: bool = True
   rows: dict = dataclasses.field(default_factory=dict)
   checks: list = dataclasses.field(default_factory=list)
   notes: list = dataclasses.field(default_factory=list)
@@ -78,8 +79,9 @@ class BenchReport:
     """Rows from {what: values}; without values there is no row."""
     self.rows.update({w: (unit, list(v)) for w, v in times.items() if v})
 
-  def check(self, what, values, target, least=True, judged=True):
+  def check(self, what, values, target, least=True, judged=None):
     """A target, judged by the median of `values`."""
+    judged = self.judged if judged is None else judged
     self.checks.append(Check(what, list(values), target, least, judged))
 
 

@@ -207,6 +207,7 @@ def pipeline(rounds, quick, say):
     f'{bench_train.describe(base)}, {microbatches} microbatches on '
     f'stage={STAGES},data={DATA} and on {plain}',
     label,
+    not quick and label == measure.CPU,
   )
   compiled, made = {}, {}
   for name in ('', *CHUNKS):
@@ -232,7 +233,6 @@ def pipeline(rounds, quick, say):
       [r / expected for r in ratio],
       TARGET,
       least=False,
-      judged=not quick and label == measure.CPU,
     )
     ours, theirs = executed(schedule), simulated(schedule)
     phases = ', '.join(

@@ -187,6 +187,7 @@ def startup(rounds, quick, say):
     'startup',
     f'{sizes}, T{LENGTH} B{ROWS}, one device, AdamW',
     'CPU-seconds of a fresh process',
+    not quick,
   )
   with tempfile.TemporaryDirectory() as root:
     starts = _Starts(root, model)
@@ -206,7 +207,6 @@ def startup(rounds, quick, say):
         measure.ratios(times[a], times[b]),
         1.3,
         least=False,
-        judged=not quick,
       )
     for name, run in made.items():
       report.notes.append(f'{name}: {starts.line(run.key)}')

@@ -206,7 +206,10 @@ def step(rounds, quick, say):
   }
   plain, scan, default, unrolled = made
   report = measure.BenchReport(
-    'step', f'{describe(c)}, one {jax.default_backend()} device', label
+    'step',
+    f'{describe(c)}, one {jax.default_backend()} device',
+    label,
+    not quick,
   )
   steps = measure.interleave(
     {k: m.run for k, m in made.items()}, rounds, now, say
@@ -222,7 +225,6 @@ def step(rounds, quick, say):
       f'step: speed of {name} / {plain}',
       measure.ratios(steps[plain], steps[name]),
       1.0,
-      judged=not quick,
     )
   for name in (default, unrolled):
     report.check(
@@ -230,7 +232,6 @@ def step(rounds, quick, say):
       measure.ratios(builds[name], builds[scan]),
       1.2,
       least=False,
-      judged=not quick,
     )
   return report
 
@@ -247,7 +248,10 @@ def layouts(rounds, quick, say):
     made[name] = Ours(config(quick, 8, choices=choices), mesh, now)
     builds[f'compile, {name}'] = [now() - before]
   report = measure.BenchReport(
-    'layouts', f'{describe(c)}, unroll={c.model.unroll}, 1 and 8 devices', label
+    'layouts',
+    f'{describe(c)}, unroll={c.model.unroll}, 1 and 8 devices',
+    label,
+    not quick,
   )
   times = measure.interleave(
     {name: ours.run for name, ours in made.items()}, rounds, now, say
@@ -260,7 +264,6 @@ def layouts(rounds, quick, say):
       measure.ratios(times[name], times['data=1']),
       target,
       least=False,
-      judged=not quick,
     )
   return report
 
@@ -279,7 +282,10 @@ def attention(rounds, quick, say):
     'ours': lambda q, k, v: attention_lib.attention(q, k, v, mask)[0],
   }
   report = measure.BenchReport(
-    'attention', f'B{b} T{t} N{n} H{h}, causal, forward + backward', label
+    'attention',
+    f'B{b} T{t} N{n} H{h}, causal, forward + backward',
+    label,
+    not quick,
   )
   made, temporary, outputs = {}, {}, []
   for name, form in forms.items():
@@ -297,7 +303,6 @@ def attention(rounds, quick, say):
     'speed of ours / dot_product_attention',
     measure.ratios(times[dense], times[ours]),
     6.0,
-    judged=not quick,
   )
   gap = max(float(jnp.abs(x - y).max()) for x, y in zip(*outputs, strict=True))
   report.notes.append(f'largest difference of the two gradients: {gap:.1e}')
