@@ -53,7 +53,7 @@ class Run:
     self._trained = self._baselines = None
 
   def trained(self):
-    """evaluate.Result of the finished run in the workdir; trains if need be.
+    """evaluate.Evaluation of the finished run; trains it where needed.
 
     Raises:
       UserError: the folder holds a run of another configuration.
@@ -97,7 +97,7 @@ def domain_table(evaluation, base):
   """Model against gzip -9, domain by domain, in bits per byte: text.
 
   Args:
-    evaluation: evaluate.Result.
+    evaluation: evaluate.Evaluation.
     base: baselines.Baselines; xz lines are left out where it did not run.
   """
   rows = [

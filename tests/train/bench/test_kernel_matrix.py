@@ -137,5 +137,5 @@ def test_blocks_are_told_with_their_source():
 def test_the_command(monkeypatch):
   called = []
   monkeypatch.setattr(matrix, 'run', lambda: called.append(1) or 0)
-  assert cli.COMMANDS['doctor'].run(['--kernels', '--devices=8']) == 0
+  assert cli.COMMANDS['doctor'](['--kernels', '--devices=8']) == 0
   assert called

@@ -25,7 +25,7 @@ def test_visits_are_those_of_a_causal_mask():
 
 def schedules(full, partial):
   row = lambda n: dict.fromkeys(
-    tune.PASSES, kernel_schedules.Schedule(n, 0.5, 0)
+    tune.PASSES, kernel_schedules.StaticSchedule(n, 0.5, 0)
   )
   return dict(full=row(full), partial=row(partial))
 
