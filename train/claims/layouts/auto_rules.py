@@ -22,6 +22,7 @@ from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.meter import hlo
 from paraxis.sharding.planner import auto_rules
 from paraxis.train import loss as loss_lib
+from paraxis.train.certify import trial
 from paraxis.train.claims import harness as claims
 from paraxis.train.run import compiling
 
@@ -130,10 +131,7 @@ def specs_equal_one_device(run, *, mesh, within):
       args = jax.device_put((params, data), step.input_shardings[0])
       loss, gradients = jax.device_get(step(*args))
       results.append({**gradients, 'the loss': loss})
-  worst, leaf = max(
-    (value, path)
-    for path, value in claims.differences(results[1], results[0]).items()
-  )
+  worst, leaf = trial.worst(results[1], results[0])
   return claims.Outcome(
     f'<= {within:.0e}',
     f'{worst:.1e}',
