@@ -13,6 +13,7 @@ Legend: B rows, T tokens, D model.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,10 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models import batch as batch_lib
 from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.meter import hlo
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
+from paraxis.train.certify import trial
 from paraxis.train.certify import verify
 from paraxis.train.claims import harness as claims
 from paraxis.train.run import workdir as workdir_lib
@@ -85,6 +88,24 @@ def case_text(case: dict) -> str:
   """'stage=2 model.num_layers=6': a case, its mesh first."""
   rest = [f'{k}={v}' for k, v in case.items() if k != 'mesh']
   return ' '.join([case['mesh'], *rest])
+
+
+def compiled(traced) -> jax.stages.Compiled:
+  """A traced program, compiled quickly: to be counted, or to run once."""
+  options: Any = trial.quick_options()
+  return traced.lower().compile(options)
+
+
+def collectives(traced, mesh) -> list:
+  """[hlo.Collective] of a traced program, compiled here."""
+  return hlo.collectives(compiled(traced).as_text() or '', mesh)
+
+
+def temporaries(program: jax.stages.Compiled) -> int:
+  """Bytes of a compiled program's temporary arrays on a device."""
+  memory = program.memory_analysis()
+  assert memory is not None
+  return memory.temp_size_in_bytes
 
 
 def gap(found, wanted) -> float:
@@ -180,8 +201,8 @@ def restored(job, folder) -> dict:
   like = {PARAMS + p: x for p, x in job.built.params.items()}
   folder = workdir_lib.resolve(folder) / workdir_lib.CHECKPOINTS
   with store_lib.Store(folder, read_only=True) as store:
-    _, tree, _ = store.restore_latest_good(like, PARAMS)
-  return {p.removeprefix(PARAMS): x for p, x in tree.items()}
+    found: Any = store.restore_latest_good(like, PARAMS)
+  return {p.removeprefix(PARAMS): x for p, x in found[1].items()}
 
 
 def rows_of(tokens_BT, segments_BT, positions_BT) -> batch_lib.Batch:

@@ -61,7 +61,7 @@ def _draw(found, rows, path):
   for name, row in rows.items():
     steps, values = plot.curve(row, 'train/loss')
     loss.plot(steps, plot.smooth(values), color=colours[name], label=name)
-  order = sorted(found, key=found.get, reverse=True)
+  order = sorted(found, key=lambda name: found[name], reverse=True)
   drawn = bars.barh(
     order,
     [found[name] for name in order],
@@ -95,6 +95,7 @@ def learn(run, *, families, fields, at_most, better):
   found = train(configs, run.workdir, run.say)
   read = {n: f'{tokens(c):,}' for n, c in configs.items()}
   same = len(set(read.values())) == 1
+  best_first = sorted(found, key=lambda name: found[name])
   text = ', '.join(read.values() if not same else set(read.values()))
   return claims.Outcome(
     '; '.join(
@@ -104,7 +105,9 @@ def learn(run, *, families, fields, at_most, better):
     ' '.join(f'{found[n]:.3f}' for n in families),
     f'bits per byte of held-out text after {text} tokens, one seed '
     f'({run.config.train.seed}), best first: '
-    + ', '.join(f'{n} {found[n]:.4f}' for n in sorted(found, key=found.get)),
+    + ', '.join(
+      f'{n} {found[n]:.4f}' for n in sorted(found, key=lambda n: found[n])
+    ),
     all(found[n] <= at_most[n] for n in families)
     and all(found[b] - found[a] >= by for a, b, by in better),
   )

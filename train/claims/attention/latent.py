@@ -68,25 +68,19 @@ def decoding_is_exact(run, *, cases, length, within):
     params = {p: jnp.asarray(draw(p, x.shape)) for p, x in shapes.items()}
     ones = np.ones((2, length), np.int32)
     order = np.cumsum(ones, 1) - 1
-    rows = experiment.rows_of(
-      rng.integers(0, TINY['vocab_size'], ones.shape), ones, order
-    )
+    ids = rng.integers(0, VOCABULARY, ones.shape)
+    rows = experiment.rows_of(ids, ones, order)
     want = jax.jit(lambda p: model(p, rows)[0])(params)
     for case in cases:
-      changed, turned = _rotated(model, params, rows, **case)
-      got = jax.jit(functools.partial(experiment.stepped, changed))(
-        turned, rows
-      )
-      found[case.get('rotation', 'none'), case.get('groups', 1)] = float(
-        jnp.abs(got - want).max() / jnp.abs(want).max()
-      )
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{max(found.values()):.1e}',
+      changed, rotated = _rotated(model, params, rows, **case)
+      steps = functools.partial(experiment.stepped, changed)
+      name = f'{case.get("rotation", "none")} in {case.get("groups", 1)}:'
+      found[name] = experiment.gap(jax.jit(steps)(rotated, rows), want)
+  return experiment.equal(
+    found,
+    within,
     f'features after {length} steps of one token, float64, random weights, '
-    'scores summed: '
-    + ', '.join(f'{name} in {g}: {x:.0e}' for (name, g), x in found.items()),
-    max(found.values()) <= within,
+    f'scores summed: {experiment.listed(found)}',
   )
 
 

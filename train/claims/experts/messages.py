@@ -30,7 +30,6 @@ from paraxis.sharding.meter import hlo
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.certify import target_compile
-from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 
@@ -52,8 +51,7 @@ def _messages(config, devices, name='gradient'):
         job.state.params, job.batch_shapes()
       )
   with job.context():
-    text = traced.lower().compile(trial.quick_options()).as_text()
-  return hlo.collectives(text, job.mesh)
+    return experiment.collectives(traced, job.mesh)
 
 
 def _exchanges(found):
@@ -159,8 +157,9 @@ def _fits(run, devices, tensor, context, region, count):
   return True
 
 
-def _least(run, tensor, context, count, regions):
+def _least(run, case, regions):
   """The smallest power of 2 that `_fits` one of the regions, up to 4,096."""
+  tensor, context, count = case
   fits = lambda n: any(
     _fits(run, n, tensor, context, region, count) for region in regions
   )
@@ -176,7 +175,7 @@ def least_devices(run, *, cases, unfolded, folded, devices):
     devices: for each case [unfolded, folded].
   """
   found = [
-    [_least(run, *case, regions) for regions in ([unfolded], folded)]
+    [_least(run, case, regions) for regions in ([unfolded], folded)]
     for case in cases
   ]
   rows = [

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 from jax.sharding import AxisType
@@ -98,7 +99,7 @@ def _from_specs(config, specs, mesh_text, gradients=True):
   whole = on(PartitionSpec())
   outs = (whole, layouts) if gradients else whole
   step = jax.jit(run, in_shardings=(layouts, rows), out_shardings=outs)
-  options = compiling.options()
+  options: Any = compiling.options()
   return step.lower(_shapes(model), data).compile(options), mesh
 
 

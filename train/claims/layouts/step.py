@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from paraxis.configs import schema
-from paraxis.sharding.meter import hlo
 from paraxis.train import loss as loss_lib
 from paraxis.train import program as job_lib
 from paraxis.train.certify import target_compile
@@ -39,8 +38,7 @@ def _step_messages(config, devices, programs=target_compile.PROGRAMS):
   traces = target_compile.trace(job)
   for name in programs:
     with job.context():
-      text = traces[name].lower().compile(trial.quick_options()).as_text()
-    found += hlo.collectives(text, job.mesh)
+      found += experiment.collectives(traces[name], job.mesh)
   return found, job
 
 
@@ -167,11 +165,7 @@ def _pass_messages(config, devices):
     first = jax.jit(forward).trace(job.built.params, batch)
     loss, saved = jax.tree.map(laid_out, first.out_info)
     second = jax.jit(backward).trace(saved, loss)
-    compiled = [
-      traced.lower().compile(trial.quick_options())
-      for traced in (first, second)
-    ]
-  return [hlo.collectives(c.as_text(), job.mesh) for c in compiled]
+    return [experiment.collectives(t, job.mesh) for t in (first, second)]
 
 
 @functools.lru_cache(maxsize=4)

@@ -36,14 +36,10 @@ from paraxis.train.run import workdir as workdir_lib
 
 PICTURE = 'perplexity.png'
 SMALL = {
-  'model.dtype': 'float64',
-  'model.param_dtype': 'float64',
-  'model.d_model': 32,
-  'model.d_ff': 64,
-  'model.num_heads': 4,
-  'model.vocab_size': 64,
+  'model.dtype': 'float64', 'model.param_dtype': 'float64', 'model.d_model': 32,
+  'model.d_ff': 64, 'model.num_heads': 4, 'model.vocab_size': 64,
   'data.sequence_length': 32,
-}
+}  # fmt: skip
 
 
 def _skip(fraction, schedule='skip'):

@@ -18,7 +18,6 @@ import numpy as np
 from paraxis.sharding.meter import hlo
 from paraxis.train import program as job_lib
 from paraxis.train.certify import target_compile
-from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 
@@ -29,7 +28,7 @@ def _gradient(config, devices):
   job = job_lib.of_shapes(config, '', devices)
   traced = target_compile.trace(job)['gradient']
   with job.context():
-    return job, traced.lower().compile(trial.quick_options())
+    return job, experiment.compiled(traced)
 
 
 def _input_bytes(config):
@@ -53,8 +52,7 @@ def _temporary(run, mesh, microbatches, rows, changes):
   """(temporary bytes of the gradient, bytes of the input of a chunk)."""
   config, devices = _on(run, mesh, microbatches, rows, changes)
   _, compiled = _gradient(config, devices)
-  size = compiled.memory_analysis().temp_size_in_bytes
-  return np.array([size, _input_bytes(config)])
+  return np.array([experiment.temporaries(compiled), _input_bytes(config)])
 
 
 def temporaries(run, *, mesh, rows, microbatches, grows):

@@ -3,8 +3,8 @@
 Equalities are in float64. What a token costs is counted in the traced program
 (sharding/meter/flops.py), which walks whole blocks of attention, and the taps,
 which are no matrix product, by formula. What is learned is reported as
-held-out bits per byte of small models that differ in the reach of their convolutions
-alone.
+held-out bits per byte of small models that differ in the reach of their
+convolutions alone.
 
 Legend: B rows, T tokens, D model.
 """
@@ -212,10 +212,8 @@ def _by_reach(run, config, variants, pair, apart):
     changed = experiment.fields(config, _tcn(fields))
     bits[name], job, _ = experiment.train(run, name, changed)
     size = sum(x.size for x in job.state.params.values())
-    told.append(
-      f'{name} (reach {tcn.receptive_field(changed.model.tcn)}) {bits[name]:.3f}, {size:,} '
-      'parameters'
-    )
+    reach = tcn.receptive_field(changed.model.tcn)
+    told.append(f'{name} (reach {reach}) {bits[name]:.3f}, {size:,} parameters')
     folders.append(run.workdir / name)
   run.say(f'wrote {plot.draw(folders, run.workdir / plot.NAME)}')
   fewer, more = pair
