@@ -253,7 +253,6 @@ def test_a_failing_process_of_several_ends_at_once(monkeypatch, argv, codes):
   assert ended == codes
 
 
-@pytest.mark.slow
 def test_two_processes_and_one_fails():
   """An uncaught exception on one process ends the other within seconds."""
   code = """

@@ -385,7 +385,7 @@ def certified(mesh, pattern='A', **own):
 
 
 # What tests/train/certify/test_invariance_mixers.py does not meet.
-SLOW = [
+MORE = [
   ('A', dict(context=4, tensor=2, context_form='ulysses')),
   ('A', dict(context=4, tensor=2, context_form='token_ring')),
   ('FA', dict(context=2, tensor=4, context_form='all_gather')),
@@ -396,7 +396,7 @@ SLOW = [
   'pattern, mesh',
   [
     ('A', dict(tensor=8) | EXPLICIT),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    *MORE,
   ],
   ids=str,
 )

@@ -316,7 +316,7 @@ def certified(pattern, mesh, **own):
 
 MIXED = dict(context=2, tensor=2, fsdp=2)
 EXPLICIT = dict(collectives='explicit')
-SLOW = [
+MORE = [
   ('M', dict(context=8), {}),
   ('M', MIXED, {}),
   ('M', dict(tensor=8, sequence=False), {}),
@@ -339,7 +339,7 @@ def text_of(x):
     ('M', dict(tensor=8) | EXPLICIT, dict(groups=1)),
     ('S', dict(context=8), {}),
     ('M-SF-', MIXED, dict(inner_norm=True)),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    *MORE,
   ],
   ids=text_of,
 )

@@ -287,7 +287,7 @@ def certified(mesh, pattern='C', **own):
 
 
 # What tests/train/certify/test_invariance_mixers.py does not meet.
-SLOW = [
+MORE = [
   ('C', dict(context=4, data=2, context_form='token_ring')),
   ('CF', dict(context=2, tensor=2, fsdp=2)),
 ]
@@ -297,7 +297,7 @@ SLOW = [
   'pattern, mesh',
   [
     ('C', dict(context=8)),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    *MORE,
   ],
   ids=str,
 )

@@ -72,7 +72,6 @@ def check(found):
 
 
 @pytest.mark.aot
-@pytest.mark.slow
 @needs_tpu
 def test_all_of_it_on_one_tpu():
   found = list(matrix.rows(['v5e:1x1']))

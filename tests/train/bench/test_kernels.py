@@ -69,7 +69,6 @@ def test_a_process_that_fails_is_named():
 
 
 @pytest.mark.aot
-@pytest.mark.slow
 @pytest.mark.skipif(bool(aot.missing('tpu')), reason=str(aot.missing('tpu')))
 def test_schedules_of_small_blocks():
   found = kernel_schedules.measure('v5e:1x1', 128)

@@ -72,7 +72,6 @@ def _losses(workdir):
   return np.array([rows[s]['train/loss'] for s in rows])
 
 
-@pytest.mark.slow
 def test_two_processes_equal_one(tiny, tmp_path):
   config = tiny.config()
   loop.run(config, tmp_path / 'one', say=lambda line: None)
@@ -92,7 +91,6 @@ def test_two_processes_equal_one(tiny, tmp_path):
   assert len(_losses(tmp_path / 'two')) == 8
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_one_goes_on_in_two(tiny, tmp_path):
   loop.run(tiny.config(), tmp_path / 'once', say=lambda line: None)
   stop = lambda step, values, job: (
@@ -110,7 +108,6 @@ def test_a_checkpoint_of_one_goes_on_in_two(tiny, tmp_path):
 LONG = ('--config.train.steps=2000', '--config.checkpoint.every=500')
 
 
-@pytest.mark.slow
 def test_a_signal_to_one_stops_both_at_one_step(tiny, tmp_path):
   both = _start_two(tiny, tmp_path, *LONG)
   _wait_for_step(both, tmp_path, 3)
@@ -124,7 +121,6 @@ def test_a_signal_to_one_stops_both_at_one_step(tiny, tmp_path):
   assert max(metrics.read(tmp_path)) == int(steps[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('victim', [0, 1])
 def test_when_one_is_killed_the_other_ends(tiny, tmp_path, victim):
   both = _start_two(tiny, tmp_path, *LONG)
@@ -135,7 +131,6 @@ def test_when_one_is_killed_the_other_ends(tiny, tmp_path, victim):
   assert ended[1 - victim][0] in (errors.EXIT_CRASH, EXIT_ABORT), ended
 
 
-@pytest.mark.slow
 def test_processes_of_different_runs_are_refused(tiny, tmp_path):
   different = ['--config.train.seed=1']
   ended = _finish(_start_two(tiny, tmp_path / 'run', other=different))

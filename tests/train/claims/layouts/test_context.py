@@ -255,7 +255,6 @@ MODEL = dict(
 
 
 @pytest.mark.aot
-@pytest.mark.slow
 @needs_libtpu
 def test_scores_are_kept_by_one_form_and_not_by_the_other(run):
   topology = aot.topology('v5e:2x2')
