@@ -75,7 +75,7 @@ def batch(step):
 
 
 def job_of(mesh, optimizer='adamw', **choices):
-  """A Job without data."""
+  """A Program."""
   config = schema.Config(
     mesh=schema.Mesh(**choices),
     model=schema.Model(**MODEL),
@@ -86,7 +86,7 @@ def job_of(mesh, optimizer='adamw', **choices):
   devices = jax.devices()[: 1 if mesh == 'data=1' else 8]
   built = build.build(config, mesh, devices=devices)
   rule = optimizers.Optimizer(config.optimizer, STEPS, built.model)
-  return job_lib.Job(config, built, rule, *[None] * 5)
+  return job_lib.Program(config, built, rule)
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def gradient(mesh, collectives='annotated', zero=0):
 
 @functools.cache
 def trained(mesh, collectives='annotated', zero=0, optimizer='adamw'):
-  """(Job, [losses], gradients of the last step, states before and after)."""
+  """(Program, [losses], gradients of the last step, states before, after)."""
   job = job_of(mesh, optimizer, collectives=collectives, zero=zero)
   run = gradient(mesh, collectives, zero)
   with job.context():

@@ -134,8 +134,7 @@ class Gradient:
   def __init__(self, c, mesh):
     built = build.build(c, mesh, c.train.remat, jax.devices()[: STAGES * DATA])
     optimizer = optimizers.Optimizer(c.optimizer, c.train.steps, built.model)
-    # What a Job needs to place batches; it reads no data here.
-    self._job = job_lib.Job(c, built, optimizer, None, None, None, None, None)
+    self._job = job_lib.Program(c, built, optimizer)
     cut = lambda x: x.reshape(c.microbatches, -1, x.shape[-1])
     *rows, denominator = bench_train.batch(c)
     batch = batch_lib.Batch(*map(cut, rows), denominator)

@@ -132,8 +132,7 @@ class Ours:
     devices = jax.devices()[: 1 if mesh == 'data=1' else 8]
     built = build.build(c, mesh, devices=devices)
     optimizer = optimizers.Optimizer(c.optimizer, c.train.steps, built.model)
-    # What a Job needs to place batches; it reads no data here.
-    self._job = job_lib.Job(c, built, optimizer, None, None, None, None, None)
+    self._job = job_lib.Program(c, built, optimizer)
     self._now, self._clip = now, c.optimizer.clip_norm
     with self._job.context():
       self._state = self._job.initial_state()
@@ -148,15 +147,7 @@ class Ours:
     grads = compiling.compile_step(
       'gradient', made.grads, self._shapes.params, self._batch
     )
-    shapes = jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      grads.out_info,
-      grads.output_shardings,
-    )
-    update = compiling.compile_step(
-      'update', made.update, self._shapes, *shapes, donate=(0,)
-    )
-    return grads, update
+    return grads, job.compile_update(made.update, grads)
 
   def compile(self):
     """Compiles both halves anew -> {'': seconds}."""
