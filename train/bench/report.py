@@ -30,7 +30,7 @@ def table(report, date):
   """A report as Markdown: one line of source, then a line a ratio.
 
   Args:
-    report: measure.Report.
+    report: measure.BenchReport.
     date: ISO date of the measurement.
   """
   last = report.notes[-1] if report.notes else ''

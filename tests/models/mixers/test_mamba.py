@@ -351,7 +351,7 @@ def test_a_dropped_hand_over_is_seen(pattern, op, monkeypatch):
   whole = getattr(scan, op)
 
   def alone(*args, **options):
-    local = lambda x: None if isinstance(x, scan.Plan) else x
+    local = lambda x: None if isinstance(x, scan.ScanPlan) else x
     return whole(*map(local, args), **options)
 
   monkeypatch.setattr(scan, op, alone)

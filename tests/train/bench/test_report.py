@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 def made(name):
-  report = measure.Report(name, 'B1 T8', measure.CPU)
+  report = measure.BenchReport(name, 'B1 T8', measure.CPU)
   report.add({'ring, 8': [0.5, 0.25, 1.0], 'compile ring, 8': [3.0]})
   report.check('time of a / b', [1.0, 1.5, 1.25], 1.2, least=False)
   report.notes.append('jax 1.2.3, 2 cores, 3 rounds')
