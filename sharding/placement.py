@@ -1,4 +1,4 @@
-"""Where the devices of a machine go in a mesh.
+"""Placement of devices in a mesh, by the links between them.
 
 Mesh axes that come last (tensor, context) exchange most and get neighbours in
 the torus, or the GPUs of one host. TPU slices are joined by the data center
@@ -23,7 +23,7 @@ def slice_of(device):
 
 
 def host_of(device):
-  """Number of the host, with other devices of which it exchanges quickly."""
+  """Number of a device's host; devices of one host have fast links."""
   return device.process_index
 
 
@@ -32,7 +32,7 @@ def place(sizes, devices):
 
   Args:
     sizes: mesh axis -> size, in order; their product is len(devices).
-    devices: of one machine, one or several slices.
+    devices: of one platform, in one or several slices.
 
   Raises:
     UserError: the leading axes cannot be divided among the slices.

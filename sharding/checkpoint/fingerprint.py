@@ -8,13 +8,13 @@ t(i) two hashes of the global index i:
 
 Integer sums are exact in any order, so the result is the same on every mesh,
 sharding and process count. f is a bijection: a change of one element (any bit
-flip) always changes both words. Other damage, such as elements that change
-places, goes unseen with probability 2**-64. This finds accidents; it is no
-defence against somebody who builds a collision.
+flip) always changes both words. Other damage, such as exchanged elements, is
+missed with probability 2**-64. This detects accidents; it does not resist a
+constructed collision.
 
 Source: the 32-bit finaliser of MurmurHash3 (public domain). A plain weighted
-sum of bits, the usual choice, cannot see x and -x change places: that is why f
-is not linear. Cost: one pass over memory, about 20 integer operations per 32
+sum of bits, the usual choice, does not detect that x and -x are exchanged;
+hence f is not linear. Cost: one pass over memory, about 20 integer operations per 32
 bits (5 GB per CPU-second); three words per leaf leave the device.
 """
 

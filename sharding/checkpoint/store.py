@@ -5,14 +5,15 @@
                                type, logical axes, fingerprint; `meta` (of the
                                caller: config, data cursor); its own SHA-256
 
-A leaf has a canonical path ('params/layers/attention/query') that knows no
-mesh, sharding or process. A step counts if its manifest reads and fits its
-hash; it is used if the fingerprint of every restored leaf, taken on the
-devices, is the stored one: Orbax and TensorStore do not sum array data, so a
-flipped bit on disk restores silently as a wrong number. Nothing is executed.
+A leaf has a canonical path ('params/layers/attention/query') that depends on no
+mesh, sharding or process. A step is committed if its manifest reads and matches
+its hash; it is used if the fingerprint of every restored leaf, computed on the
+devices, is the stored one: Orbax and TensorStore have no checksum of array
+data, so a flipped bit on disk restores silently as a wrong number. Reading a
+checkpoint executes no code.
 
 Cost: `save` blocks for one pass over the state on the devices (fingerprint,
-finiteness) and the copy to the host; the writing goes on behind it.
+finiteness) and the copy to the host; writing continues in the background.
 Source: Orbax (orbax.readthedocs.io), imported only here and in saved_arrays.py;
 not its Manager, which counts any folder with a number as a step and, after a
 full disk, none at all.
@@ -88,7 +89,7 @@ class Store:
     self._first = jax.process_index() == 0
     self._say = say if self._first else lambda line: None
     self._bad = set()  # steps whose arrays did not verify
-    self._pending = None  # (step, bytes) handed to Orbax, not known to be there
+    self._pending = None  # (step, bytes) handed to Orbax, not yet committed
     self._orbax = _open()
     if not read_only:
       self._prepare()
@@ -249,7 +250,7 @@ class Store:
       self._failed(e)
     self._prune()
     if self._pending:
-      self._failed(RuntimeError('the folder is not there after the save'))
+      self._failed(RuntimeError('the folder does not exist after the save'))
 
   def _failed(self, error):
     """Cleans up after a failed save and raises; older steps are untouched."""
@@ -324,8 +325,8 @@ class Store:
   def restore_latest_good(self, like, under=''):
     """(step, tree, meta) of the newest step that verifies, or None.
 
-    None: the directory holds nothing that looks like a checkpoint. A damaged
-    step is said in one line and passed over. `under`: as in `restore`.
+    None: the directory holds no folder named like a step. A damaged step is
+    reported in one line and skipped. `under`: as in `restore`.
 
     Raises:
       UserError: the newest readable step has other leaves than `like`.

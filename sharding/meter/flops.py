@@ -30,7 +30,7 @@ from paraxis.sharding import turns
 
 
 class Flops(NamedTuple):
-  """Floating-point operations: useful over all devices, executed by one."""
+  """Floating-point operations: of all devices together, and of one device."""
 
   total: float
   per_device: float
@@ -92,7 +92,7 @@ def _equation(e):
       )
     return _NONE
   if name == 'shard_map':
-    # Each device along the axes that turn manual here runs the body.
+    # Each device along the axes that become manual here runs the body.
     local = of_jaxpr(params['jaxpr'])
     sizes = dict(params['mesh'].shape)
     times = math.prod(sizes[a] for a in params['newly_manual_axes'])

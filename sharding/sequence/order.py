@@ -86,7 +86,7 @@ class Blocks:
   run: tokens of one run once it is padded to whole blocks. block: tokens of a
   block, a divisor of run. count: blocks of a shard. table: (X, P, 2) int32, the
   different lists of pairs, -1 padded. which: (shards, shards) int32, the list
-  of each (q shard, k shard). hops: a ring needs to turn, own shard included;
+  of each (q shard, k shard). hops: steps of a ring, its own shard included;
   k shards further behind hold nothing that any q shard sees.
   """
 
@@ -111,7 +111,7 @@ def blocks(layout, n, length, mask, shards):
   """-> Blocks. The n ranks, in order, make up `shards` equal shards.
 
   A pair is listed if one of its tokens may see one of the other by order and
-  mask alone; documents are data and are looked at when it runs.
+  mask alone; documents are data and are compared at run time.
   """
   run, block = padded_run(layout, n, length, mask.block)
   ids = order(layout, n, length).reshape(n, runs(layout), -1)
