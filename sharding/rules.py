@@ -17,6 +17,7 @@ an error that names both numbers: nothing is ever silently replicated, and a
 mesh axis that no rule uses would leave devices idle, which is also an error.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 
@@ -69,10 +70,10 @@ class Rules:
   """
 
   name: str
-  table: dict
+  table: dict[str, tuple[str, ...]]
   zero: int = 0
 
-  def axes(self, logical):
+  def axes(self, logical: str | None) -> tuple[str, ...]:
     """Mesh axes of a logical axis (None: not sharded)."""
     if logical is None:
       return ()
@@ -82,7 +83,7 @@ class Rules:
       )
     return self.table.get(logical, ())
 
-  def check_used(self, sizes):
+  def check_used(self, sizes: Mapping[str, int]) -> None:
     """UserError if a mesh axis larger than 1 carries nothing."""
     if self.name == 'replicated':
       return  # asked for by name: every device does the same
@@ -108,7 +109,7 @@ PRESETS = {
 }
 
 
-def preset(text):
+def preset(text: str) -> Rules:
   """The rules of that name, perhaps changed: 'fsdp_tensor vocab=tensor+fsdp'.
 
   Raises:
@@ -138,7 +139,7 @@ def preset(text):
   return Rules(text, table) if changes else PRESETS[name]
 
 
-def region(text, sizes):
+def region(text: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
   """'context+tensor' -> the mesh axes larger than 1 that shard the experts."""
   axes = tuple(filter(None, text.replace(' ', '').split('+')))
   allowed = tuple(a for a in mesh_lib.AXES if a not in ('replica', 'stage'))
@@ -152,7 +153,12 @@ def region(text, sizes):
   return tuple(a for a in axes if sizes.get(a, 1) > 1)
 
 
-def of(mesh, sizes, kv_heads, experts=''):
+def of(
+  mesh: schema.Mesh,
+  sizes: Mapping[str, int],
+  kv_heads: int,
+  experts: str = '',
+) -> Rules:
   """The rules of a schema.Mesh whose axes have `sizes`, for a model.
 
   Args:
@@ -189,7 +195,13 @@ def of(mesh, sizes, kv_heads, experts=''):
   return Rules(rules.name, table, mesh.zero)
 
 
-def spec(names, shape, rules, sizes, where=''):
+def spec(
+  names: Sequence[str | None],
+  shape: Sequence[int] | None,
+  rules: Rules,
+  sizes: Mapping[str, int],
+  where: str = '',
+) -> PartitionSpec:
   """Logical names of an array's dimensions -> PartitionSpec.
 
   Args:
@@ -234,7 +246,14 @@ def spec(names, shape, rules, sizes, where=''):
 OPTIMIZER, GRADIENTS, SUMS = 1, 1, 2
 
 
-def stored(names, shape, rules, sizes, stage, where=''):
+def stored(
+  names: Sequence[str | None],
+  shape: Sequence[int],
+  rules: Rules,
+  sizes: Mapping[str, int],
+  stage: int,
+  where: str = '',
+) -> PartitionSpec:
   """PartitionSpec of a parameter's gradient or optimizer state.
 
   It is the parameter's own, and from ZeRO stage `stage` on also `data` on the

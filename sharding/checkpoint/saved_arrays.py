@@ -6,6 +6,7 @@ of the other reads carry no information and are filtered out.
 
 import inspect
 import logging
+import pathlib
 import sys
 
 import orbax.checkpoint as ocp
@@ -40,8 +41,8 @@ def _without_abandoned(hook):
   return filtered
 
 
-def read(folder, wanted):
-  """(restored tree, None), or (None, the fault of the files).
+def read(folder: pathlib.Path, wanted) -> tuple[dict, str | None]:
+  """(restored tree, None), or ({}, the fault of the files).
 
   Reads the item itself: a Checkpointer ends in a barrier, where the others
   would wait for a process that met a damaged file.
@@ -61,6 +62,6 @@ def read(folder, wanted):
       raise
     # Both filters stay: the end of the last abandoned read is not observable.
     logging.getLogger('asyncio').addFilter(_NO_ORBAX_TRACE)
-    return None, f'its files do not read: {first_line(e)}'
+    return {}, f'its files do not read: {first_line(e)}'
   sys.unraisablehook = hook
   return tree, None

@@ -19,6 +19,7 @@ not its Manager, which counts any folder with a number as a step and, after a
 full disk, none at all.
 """
 
+from collections.abc import Mapping
 import logging
 import pathlib
 import re
@@ -35,6 +36,7 @@ from paraxis.sharding.checkpoint import fingerprint
 from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import saved_arrays
 
+Tree = Mapping[str, jax.Array]  # canonical path -> leaf
 SPACE = 1.3  # free disk needed, in sizes of the state
 _STEP = re.compile(r'0|[1-9][0-9]{0,17}')
 _TMP = '.orbax-checkpoint-tmp'
@@ -132,7 +134,7 @@ class Store:
   def _folder(self, step):
     return self.directory / str(step)
 
-  def steps(self):
+  def steps(self) -> list[int]:
     """Committed steps, newest last: their manifests read. Arrays: not read."""
     good = []
     for step in self._candidates():
@@ -143,7 +145,7 @@ class Store:
       good.append(step)
     return good[::-1]
 
-  def read_manifest(self, step=None):
+  def read_manifest(self, step: int | None = None) -> dict:
     """The manifest of a step (default: newest committed), no array loaded.
 
     Raises:
@@ -170,7 +172,7 @@ class Store:
         f'{size}), the disk has {free}. Free some or use another directory.'
       )
 
-  def save(self, step, tree, axes, meta):
+  def save(self, step: int, tree: Tree, axes: Mapping, meta: dict) -> None:
     """Starts a checkpoint, after the one before; then `tree` may be donated.
 
     Args:
@@ -307,7 +309,9 @@ class Store:
       raise manifest_lib.damaged(self._folder(step), problem)
     return tree
 
-  def restore(self, step, like, under=''):
+  def restore(
+    self, step: int, like: Mapping, under: str = ''
+  ) -> tuple[Tree, dict]:
     """(tree, meta) of one step, verified, on the shardings of `like`.
 
     Only leaves whose path starts with `under` are compared and read.
@@ -322,7 +326,9 @@ class Store:
     manifest_lib.compare(manifest['leaves'], like, self._folder(step), under)
     return self._load(step, manifest, like), manifest['meta']
 
-  def restore_latest_good(self, like, under=''):
+  def restore_latest_good(
+    self, like: Mapping, under: str = ''
+  ) -> tuple[int, Tree, dict] | None:
     """(step, tree, meta) of the newest step that verifies, or None.
 
     None: the directory holds no folder named like a step. A damaged step is

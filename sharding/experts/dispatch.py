@@ -53,10 +53,11 @@ model, F width, S slots, C slots of an expert for one source, R ranks of the
 region.
 """
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -81,8 +82,8 @@ class DispatchPlan:
   """
 
   experts: int
-  region: tuple = ()
-  gather: tuple = ()
+  region: tuple[str, ...] = ()
+  gather: tuple[str, ...] = ()
   factor: float = 0.0
   hierarchical: bool = False
   exchange: str = 'auto'
@@ -95,12 +96,12 @@ class _Runs(NamedTuple):
   block: int
 
 
-def size(region):
+def size(region: tuple[str, ...]) -> int:
   """Devices of a region."""
   return math.prod(map(lax.axis_size, region))
 
 
-def slots(plan, tokens, choices):
+def slots(plan: DispatchPlan, tokens: int, choices: int) -> int:
   """Capacity of an expert for one device's tokens; 0: unlimited."""
   return math.ceil(tokens * choices / plan.experts * plan.factor)
 
@@ -112,7 +113,16 @@ def _resolve(plan):
   return 'padded' if on_cpu or plan.factor or plan.hierarchical else 'ragged'
 
 
-def dispatch(run, weights, x_ND, ids_NK, mix_NK, valid_N, plan, hot=None):
+def dispatch(
+  run: Callable,
+  weights: Sequence[Any],
+  x_ND: jax.Array,
+  ids_NK: jax.Array,
+  mix_NK: jax.Array,
+  valid_N: jax.Array,
+  plan: DispatchPlan,
+  hot: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Sum over each token's experts of mix times the expert's output.
 
   Args:
@@ -362,7 +372,7 @@ def materialise(w_EDF, hot, region):
 
   A sparse all-gather: owners contribute their rows, other devices zeros, with
   the volume of an all-reduce, 2 h |w| (r - 1) / r, against E |w| (r - 1) / r
-  for all experts. Its transpose returns gradients to the owners at the same cost.
+  for all experts. Its transpose returns gradients to the owners at that cost.
 
   Args:
     w_EDF: this device's experts. hot: int (h,), the same on all devices.

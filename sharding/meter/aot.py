@@ -83,7 +83,7 @@ def topology(name: str, num_slices: int = 1) -> Topology:
   lacking = missing(chip.platform)
   if lacking:
     raise errors.UserError(f'--topology={name}: {lacking}')
-  options = {}
+  options: dict[str, Any] = {}
   if chip.platform == 'cuda':
     options = dict(
       target_config=target.cuda_text(kind), topology='x'.join(map(str, sizes))
@@ -228,7 +228,7 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
   Where the compiler reports no peak (CUDA), all temporaries count at once.
   """
-  m = compiled.memory_analysis()
+  m: Any = compiled.memory_analysis()
   parts = (
     m.argument_size_in_bytes,
     m.output_size_in_bytes,

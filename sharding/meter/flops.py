@@ -45,12 +45,12 @@ class Flops(NamedTuple):
 _NONE = Flops(0, 0)
 
 
-def count(function, *args, **kwargs):
+def count(function, *args, **kwargs) -> Flops:
   """`Flops` of function(*args, **kwargs); args may be ShapeDtypeStructs."""
   return of_jaxpr(jax.make_jaxpr(function)(*args, **kwargs))
 
 
-def of_jaxpr(jaxpr):
+def of_jaxpr(jaxpr) -> Flops:
   """`Flops` of a ClosedJaxpr or Jaxpr, such as `jax.jit(f).trace(x).jaxpr`.
 
   Raises:

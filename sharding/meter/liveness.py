@@ -66,7 +66,7 @@ class MemoryEstimate(NamedTuple):
     return sum(k.bytes for k in self.kept if k.host)
 
 
-def estimate(body):
+def estimate(body: traced.Body) -> MemoryEstimate:
   """`MemoryEstimate` of a traced step (traced.Body)."""
   kept = sorted(_saved(body), key=lambda k: -k.bytes)
   return MemoryEstimate(kept, _Liveness(body).peak())

@@ -21,11 +21,13 @@ matmul). On CPU it never scatters a sum and adds over one dimension's axes at a
 time.
 """
 
+from collections.abc import Mapping
 import math
 from typing import NamedTuple
 
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import turns
+from paraxis.sharding.meter import traced
 
 _REDUCTIONS = (
   'reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and',
@@ -86,7 +88,9 @@ def received(kind, whole, n):
   return 2 * part if kind == 'all-reduce' else part
 
 
-def collectives(body, sizes):
+def collectives(
+  body: traced.Body, sizes: Mapping[str, int]
+) -> tuple[list[Message], list[str]]:
   """All messages of a program -> ([Message], [lines that are not predicted]).
 
   Args:

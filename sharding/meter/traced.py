@@ -12,6 +12,7 @@ in a manual region shapes are local already; inside jax.sharding.auto_axes the
 compiler chooses, and here a layout is carried through operations that keep it.
 """
 
+from collections.abc import Mapping
 import copy
 import fractions
 import math
@@ -347,7 +348,7 @@ def gathered(table, ids, numbers):
   return tuple(out)
 
 
-def read(closed, sizes):
+def read(closed: core.ClosedJaxpr, sizes: Mapping[str, int]) -> Body:
   """The program of a jaxpr on a mesh.
 
   Args:
@@ -364,7 +365,7 @@ def read(closed, sizes):
   return Body(ins, outs, _used(ops, outs))
 
 
-def trace(function, sizes, *shapes):
+def trace(function, sizes: Mapping[str, int], *shapes) -> tuple[Body, Any]:
   """Traces function(*shapes) under the mesh in force, and reads it.
 
   Args:

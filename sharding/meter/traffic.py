@@ -24,7 +24,7 @@ _VIEWS = ('bitcast', 'copy')
 _PARTIAL = ('dynamic-slice', 'gather', 'slice')  # read what they give
 
 
-def hbm_bytes(text):
+def hbm_bytes(text: str) -> int:
   """Bytes read and written per device in one run of a compiled program.
 
   Args:

@@ -77,7 +77,7 @@ class SimulationResult(NamedTuple):
   peak: tuple
 
 
-def run(schedule, model='asynchronous', **costs):
+def run(schedule, model: str = 'asynchronous', **costs) -> SimulationResult:
   """Simulates a schedules.Schedule.
 
   Args:

@@ -71,7 +71,7 @@ class ContextPlan:
   inner: int = 0
 
 
-def resolve_inner(form, n, heads, inner=0):
+def resolve_inner(form: str, n: int, heads: int, inner: int = 0) -> int:
   """Ranks that exchange heads; the n ranks are a ring of n / inner such groups.
 
   usp, inner = 0: the most that divide n and heads and leave a ring, or n if
@@ -90,7 +90,15 @@ def _inner_sizes(n, heads):
   return [i for i in range(1, n + 1) if n % i == heads % i == 0]
 
 
-def check(form, n, heads, kv_heads, length, layout, inner=0):
+def check(
+  form: str,
+  n: int,
+  heads: int,
+  kv_heads: int,
+  length: int,
+  layout: str,
+  inner: int = 0,
+) -> None:
   """Raises errors.UserError if this form cannot run on these shapes.
 
   Args:

@@ -25,9 +25,9 @@ that mixes both uses mesh.context_order=contiguous.
 The start of a document sets P to 0 (and its positions mask a convolution's
 taps), so packed rows need nothing more. A Newton scan exchanges the maps of
 every iteration, and the last state of every shard, and all ranks of the region
-agree when to stop. Gradients are plain differentiation around the local ops; in a
-manual region those of the parameters and of the initial state are partial sums
-over the axis, as everywhere.
+agree when to stop. Gradients are plain differentiation around the local ops; in
+a manual region those of the parameters and of the initial state are partial
+sums over the axis, as everywhere.
 
 Source: prefix sums over processors, Blelloch 1990; for scans, LASP-2
 (arXiv:2502.07563, gather) and the code of RecurrentGemma (arXiv:2404.07839).
