@@ -1,10 +1,10 @@
 """Which implementation of an op runs here, and why the others do not.
 
 An op is a name and a list of implementations in order of preference. The choice
-is made while tracing, from the device the program is built for (not from the
-machine that traces it), so an ahead-of-time compile for a TPU picks what the
-TPU would run. The choice can be printed and is never silent: asking by name for
-an implementation that cannot run is an error that says why.
+is made while tracing, from the device that the program is compiled for (not
+from the host that traces it), so an ahead-of-time compile for a TPU chooses
+what the TPU would run. The choice can be printed and is never silent: naming an
+implementation that cannot run is an error with the reason.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from paraxis.configs.base import errors
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-  """The device a program is built for, e.g. ('tpu', 'TPU v5 lite')."""
+  """The device a program is compiled for, e.g. ('tpu', 'TPU v5 lite')."""
 
   platform: str  # cpu | tpu | gpu
   device_kind: str
@@ -32,9 +32,9 @@ class Target:
 class Implementation:
   """One way to compute an op: two pure functions without autodiff.
 
-  `supports(spec, target)` returns None if it can run, else one line that says
-  why not. `spec` is the op's own record of shapes, dtypes and options (never
-  values); it is None when the question is about the target alone.
+  `supports(spec, target)` returns None if the implementation can run, else the
+  reason in one line. `spec` is the op's record of shapes, dtypes and options
+  (never values), or None to ask about the target alone.
   """
 
   name: str
@@ -82,12 +82,12 @@ _OPS: dict[str, tuple[Implementation, ...]] = {}
 
 
 def register(op: str, *implementations: Implementation) -> None:
-  """Declares an op; `implementations` come in order of preference."""
+  """Declares an op; `implementations` are in order of preference."""
   _OPS[op] = implementations
 
 
 def ops() -> tuple[str, ...]:
-  """The names of the ops that have been declared (imported) so far."""
+  """Names of the ops whose modules have been imported so far."""
   return tuple(_OPS)
 
 
@@ -121,10 +121,11 @@ def _implementations(op):
 def resolve(
   op: str, name: str = 'auto', spec=None, target: Target | None = None
 ) -> Implementation:
-  """The implementation to run: the first that can, or the one named.
+  """The implementation to run: the first that can run, or the named one.
 
-  Raises errors.UserError if the one named is unknown or cannot run, with its
-  reason, and if none can run.
+  Raises:
+    errors.UserError: the named implementation is unknown or cannot run, or
+      none can run, with the reasons.
   """
   target = target or current_target()
   known = _implementations(op)
@@ -149,7 +150,7 @@ def resolve(
 def explain(
   op: str, target: Target | None = None, spec=None
 ) -> list[tuple[str, bool, str]]:
-  """Rows (name, chosen, reason): reason is '' where the op could run."""
+  """[(name, chosen, reason)] of all implementations; reason '': can run."""
   target = target or current_target()
   rows, free = [], True
   for i in _implementations(op):

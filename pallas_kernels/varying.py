@@ -1,8 +1,8 @@
-"""What the ops share: the score of a hidden pair, mesh axes of varying values.
+"""Shared by the ops: the score of a hidden pair, varying mesh axes of arrays.
 
 In shard_map with check_vma jax tracks over which mesh axes a value differs
 between devices; operands and the carry of a scan must agree on them. Outside of
-a manual region nothing here changes anything.
+a manual region these functions return their arguments unchanged.
 """
 
 from collections.abc import Iterable

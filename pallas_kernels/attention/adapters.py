@@ -1,14 +1,14 @@
-"""Attention kernels of others, behind the same contract: forward passes.
+"""Third-party attention kernels behind the same contract: forward passes.
 
   splash  jax's splash attention for TPU
   cudnn   cuDNN's fused attention, for GPUs
 
-They are yardsticks and second opinions, never chosen by 'auto'. Each gives
-(o, lse) and has no backward pass here: theirs take o, not delta = sum o do -
-dlse, so they cannot carry the gradient of lse or of sinks; the backward pass is
-one of ours (attention.choose). What one cannot do, its `supports` says.
+They are baselines and second opinions, never chosen by 'auto'. Each returns
+(o, lse) and has no backward pass here: their backward passes take o, not
+delta = sum o do - dlse, so they cannot carry the gradient of lse or of sinks;
+the backward pass is one of ours (op.choose). `supports` reports their limits.
 
-A third, tokamax, is optional and has its own file (tokamax_adapter.py).
+A third, tokamax, is optional: ../tokamax_adapter.py.
 
 Legend: B batch, T query length, S key length, N query heads, K kv heads, H head
 size.
@@ -29,7 +29,7 @@ LANES = 128
 
 
 def _unfit(spec, dtypes):
-  """What neither can do, as one line, or None."""
+  """Why neither kernel can run, in one line, or None."""
   if spec.dtype not in dtypes:
     return f'takes {" and ".join(dtypes)}, not {spec.dtype}'
   if spec.sharded:
@@ -88,7 +88,7 @@ def splash(
     )
   arrays = map(heads_first, (q, k_BSKH, v_BSKH))
   o, (lse,) = jax.vmap(kernel)(*arrays, ids)
-  # Where a row sees nothing it averages what is hidden.
+  # In a row that sees nothing splash averages the hidden values.
   some = lse > blocks.FLOOR
   o = jnp.where(some[..., None], o, 0).astype(v_BSKH.dtype)
   lse = jnp.where(some, lse, blocks.NEG)

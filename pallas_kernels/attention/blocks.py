@@ -1,7 +1,7 @@
 """Blocks of scores: which exist, which need a mask, and the arithmetic in them.
 
-What the two attention kernels (attention_tpu.py, attention_gpu.py) share. The
-T x S scores are cut into blocks; from the least and greatest segment and order
+Shared by the two attention kernels (tpu.py, gpu.py). The T x S scores are cut
+into blocks; from the least and greatest segment and order
 number on each side a block is
 
     0 invisible   never visited
@@ -71,7 +71,7 @@ DEFAULT = Launch()
 
 
 class Call(NamedTuple):
-  """What the size of a block depends on.
+  """The properties of a call that the size of a block depends on.
 
   head: the larger head size. masked: may a block need a mask? device: kind of
   device; None: the current target's.
@@ -92,14 +92,14 @@ class BlockChoice(NamedTuple):
 
 
 def call_of(q_BTNH, v_BSKV, segments, mask):
-  """`Call` of some arrays."""
+  """`Call` of an attention with these arrays."""
   masked = mask.causal or mask.window > 0 or segments is not None
   head = max(q_BTNH.shape[-1], v_BSKV.shape[-1])
   return Call(head, str(jnp.dtype(q_BTNH.dtype)), bool(masked))
 
 
 def choose(platform, which, call):
-  """`BlockChoice` for a pass: of the table, else of BLOCKS, and why.
+  """`BlockChoice` for a pass: from the table, else from BLOCKS, and why.
 
   Args:
     platform: key of BLOCKS. which: pass. call: Call.
@@ -109,7 +109,7 @@ def choose(platform, which, call):
   key = block_table.Key('attention', which, kind, call.head, call.dtype, mask)
   row = block_table.find(key)
   if row is not None:
-    return BlockChoice(row.block, row.source, row.told())
+    return BlockChoice(row.block, row.source, row.report())
   reason = f'no row for {kind}, head size {call.head}, {call.dtype}, {mask}'
   return BlockChoice(BLOCKS[platform][which], 'default', reason)
 

@@ -39,7 +39,7 @@ MOST_NUMBERS = 2**31 - 1  # offsets are 32-bit
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernels cannot run."""
+  """None, or the reason in one line why the kernels cannot run."""
   reason = registry.unfit(spec, target, 'gpu', DTYPES)
   if reason or spec is None:
     return reason
@@ -260,7 +260,7 @@ def _line(x_BTN, length, fill=0.0):
 def forward(
   q_BTNH, k_BSKH, v_BSKV, segments, order, mask, launch=blocks.DEFAULT
 ):
-  """-> (o_BTNV in v's dtype, lse_BTN float32); see attention.py."""
+  """-> (o_BTNV in v's dtype, lse_BTN float32); see op.py."""
   t = q_BTNH.shape[1]
   arrays = q_BTNH, k_BSKH, v_BSKV
   plan = _plan('forward', arrays, segments, order, mask, launch)
@@ -285,7 +285,7 @@ def backward(
     tp, sp = plan.padded
     q, do_ = (blocks.pad(x, tp, 1) for x in (q_BTNH, do))
     k, v = (blocks.pad(x, sp, 1) for x in (k_BSKH, v_BSKV))
-    # Nothing comes from rows past the end.
+    # Rows past the end contribute nothing.
     lines = _line(blocks.base2(lse), tp, -blocks.NEG), _line(delta, tp)
     return plan, (q, k, v, do_, *lines)
 

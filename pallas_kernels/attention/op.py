@@ -21,11 +21,11 @@ lives here and in no kernel:
 The kernels' p = e^(s - lse') is then the weight that includes the sink.
 
 Implementations, in order of preference (registry.py; `paraxis doctor` prints
-which runs and why not the others):
-  pallas_tpu  attention_tpu.py; pallas_gpu  attention_gpu.py: kernels of ours
-  xla         attention_xla.py: every device, every dtype
-  splash, cudnn, tokamax  attention_adapters.py: forward passes of others,
-              never chosen by 'auto'
+which one runs and why the others do not):
+  pallas_tpu  tpu.py; pallas_gpu  gpu.py: our kernels
+  xla         xla.py: every device, every dtype
+  splash, cudnn, tokamax  adapters.py: third-party forward passes, never chosen
+              by 'auto'
 
 Legend: B batch, T query length, S key length, N query heads, K kv heads,
 G = N / K, H head size.
@@ -64,7 +64,7 @@ class Mask:
   softcap: float = 0.0  # s -> softcap tanh(s / softcap); 0 = off
   scale: float = 1.0  # multiplies q.k
   # Tokens per block of the XLA form, a bound on the scores held at once. The
-  # kernels' blocks are fitted to the chip (attention_blocks.choose).
+  # kernels' blocks are fitted to the chip (blocks.choose).
   block: int = 256
 
   def __post_init__(self):
@@ -82,10 +82,10 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-  """What an implementation may look at when it says if it can run.
+  """Properties of a call that decide whether an implementation can run.
 
-  sharded: the arrays may be spread over devices by the compiler; a kernel
-  cannot be, it runs in a manual region (annotate.region) on local arrays.
+  sharded: the compiler may spread the arrays over devices. A kernel cannot be
+  spread: it runs in a manual region (annotate.region) on local arrays.
   """
 
   q: tuple[int, ...]  # B, T, N, H
@@ -152,9 +152,9 @@ def choose(impl='auto', spec=None, target=None):
   """(implementation of the forward pass, of the backward pass).
 
   Args:
-    impl: 'auto', a name, or 'FORWARD/BACKWARD', each 'auto' or a name. One name
-      stands for both passes; where it has no backward pass (the adapters),
-      the backward pass is chosen as by 'auto'.
+    impl: 'auto', a name, or 'FORWARD/BACKWARD', each 'auto' or a name. A single
+      name selects both passes; if it has no backward pass (the adapters), the
+      backward pass is chosen as by 'auto'.
     spec: AttentionSpec, or None to ask about the target alone.
     target: registry.Target; default the current one.
 

@@ -7,9 +7,9 @@
 
 (FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; blocks skipped by a
 table as in jax's splash attention.) The grid walks (batch, head, visible
-blocks): one packed integer per step, prefetched, says which row and column it
-is, whether it is the first or last of its row, and whether it needs a mask
-(attention_blocks.flat). If the mask is data the number of steps is too. A step
+blocks): one packed, prefetched integer per step encodes the block's row and
+column, whether it is the first or last of its row, and whether it needs a mask
+(blocks.flat). If the mask is data the number of steps is too. A step
 runs one of two branches, full or partial; a branch that cannot occur is not
 compiled. Scores are transposed, keys along sublanes: a row's maximum and sum
 are reductions over sublanes, and m, l, lse, delta are rows (1, queries), not
@@ -43,7 +43,7 @@ MOST_ENTRIES = 3 * 2**16
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernels cannot run."""
+  """None, or the reason in one line why the kernels cannot run."""
   reason = registry.unfit(spec, target, 'tpu', DTYPES)
   if reason or spec is None:
     return reason
@@ -315,7 +315,7 @@ def _tokens_first(x_BNTH, length):
 def forward(
   q_BTNH, k_BSKH, v_BSKV, segments, order, mask, launch=blocks.DEFAULT
 ):
-  """-> (o_BTNV in v's dtype, lse_BTN float32); see attention.py."""
+  """-> (o_BTNV in v's dtype, lse_BTN float32); see op.py."""
   t, arrays = q_BTNH.shape[1], (q_BTNH, k_BSKH, v_BSKV)
   plan = _plan('forward', arrays, segments, order, mask, launch)
   grid = _Grid('forward', plan, q_BTNH, v_BSKV)
@@ -346,7 +346,7 @@ def backward(
     tp, sp = plan.padded
     q, do_first = _heads_first(q_BTNH, tp), _heads_first(do, tp)
     k, v = _heads_first(k_BSKH, sp), _heads_first(v_BSKV, sp)
-    # Nothing comes from rows past the end.
+    # Rows past the end contribute nothing.
     lines = _line(blocks.base2(lse), tp, -blocks.NEG), _line(delta, tp)
     h, width = q.shape[-1], v.shape[-1]
     if which == 'dq':

@@ -83,15 +83,15 @@ def paste(x, y, i, n, axis):
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-  """Which block pairs are computed, and what is visible in them.
+  """Which block pairs are computed, and which entries of them are visible.
 
   pairs: (P, 2) int32 of (row block, column block). NumPy: all are computed.
     Traced: (-1, -1) is no pair, and a pair of blocks that share no document is
     skipped at run time (this needs `segments`).
   block_q, block_k: tokens per block; they divide T and S.
-  segments, order: None or int pairs (x_BT, x_BS), as in attention.py. Without
-    order a token's place in its array counts.
-  length: keys that exist, S or less; only read without segments.
+  segments, order: None or int pairs (x_BT, x_BS), as in op.py. Without order a
+    token's index in its array counts.
+  length: number of keys that exist, at most S; only read without segments.
   static: pairs was NumPy (set by `tied`).
   """
 
@@ -309,7 +309,7 @@ def _plan(t, s, segments, order, mask):
 
 
 def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
-  """-> (o_BTNH in v's dtype, lse_BTN); see attention.py for the contract."""
+  """-> (o_BTNH in v's dtype, lse_BTN); see op.py for the contract."""
   t, (s, kv) = q_BTNH.shape[1], k_BSKH.shape[1:3]
   tp, sp, walk = _plan(t, s, segments, order, mask)
   q = to_rows(q_BTNH, kv, tp)

@@ -1,12 +1,12 @@
 """Decode attention on GPU (Triton): one query a row, ragged rows, many workers.
 
 The grid is (workers, kv heads). A program walks the pieces of its worker
-(decode_schedule.py) and in each the tiles: whole tiles first, without a mask;
-then the first and the last tile of the row if they have slots outside of its
-range, which are not loaded. The
-N / K queries of a kv head are the rows of its products, filled up to 16, the
-fewest that the matrix unit takes. The cache is read as the models keep it,
-(B, S, K, H), nothing is copied, no atomics: the same bits every time.
+(schedule.py) and in each the tiles: whole tiles first, without a mask; then the
+first and the last tile of the row if they have slots outside of its range,
+which are not loaded. The N / K queries of a kv head are the rows of its
+products, filled up to 16, the fewest that the matrix unit takes. The cache is
+read in the models' layout, (B, S, K, H), without copies; no atomics, so a run
+repeats bit for bit.
 
 float32 inside. Cost: every valid slot of k and v read once; 4 N S H operations
 a row; partial results (B + W) N (H + 1) in float32.
@@ -39,7 +39,7 @@ MOST_ELEMENTS = 2**31  # of a cache: an address is counted in 32 bits
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernel cannot run."""
+  """None, or the reason in one line why the kernel cannot run."""
   reason = registry.unfit(spec, target, 'gpu', DTYPES)
   if reason or spec is None:
     return reason
@@ -139,7 +139,7 @@ def _kernel(*refs, mask, tile):
 
 
 def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):
-  """-> (o_BNH, lse_BN), float32; see decode_attention.py.
+  """-> (o_BNH, lse_BN), float32; see op.py.
 
   options: tile: slots of a tile; workers: W; interpret: as of pallas_call, for
   tests.

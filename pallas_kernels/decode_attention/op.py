@@ -9,13 +9,12 @@ the middle of (B, S, K, H)); with few queries it is cheaper to read the cache as
 a matrix (S, K H) and to spread each query over the columns of its kv head, zero
 elsewhere: K times the flops, one pass, no copy. With many queries, or heads
 sharded over a mesh, the batched dot is used. Cost: B S K H (k and v) read once;
-memory B T N S scores. No gradient: training uses attention.py.
+memory B T N S scores. No gradient: training uses attention/op.py.
 
-The kernels (decode_attention_tpu.py, decode_attention_gpu.py) take one query a
-row and rows whose valid slots follow each other (`ragged`). They share the
-slots that are valid evenly out over workers, however unequal the rows are
-(decode_schedule.py), and read the cache (B, S, K, H) in place too. A window is
-a range that begins later.
+The kernels (tpu.py, gpu.py) take one query a row and rows whose valid slots are
+contiguous (`ragged`). They divide the valid slots evenly over workers, however
+unequal the rows are (schedule.py), and read the cache (B, S, K, H) in place
+too. A window is a range that begins later.
 
 Legend: B batch, T queries (few), S slots, N query heads, K kv heads, G = N / K,
 H head size, E = K H, R = T N.
@@ -43,7 +42,7 @@ MAX_ROWS = 128
 
 @dataclasses.dataclass(frozen=True)
 class DecodeAttentionSpec(attention.AttentionSpec):
-  """What an implementation may look at when it says if it can run."""
+  """Properties of a call that decide whether an implementation can run."""
 
   cache: tuple[str, ...] = ()  # dtypes of k and v
 
@@ -69,7 +68,7 @@ def decode_attention(
     order: None (both are 0, 1, 2, ...) or int arrays (q_BT, k_BS).
     impl: 'auto' or the name of a registered implementation.
     sinks_N: None, or one logit per query head that every row of the head sees
-      beside the slots (attention.py).
+      beside the slots (attention/op.py).
 
   Returns:
     o in v's dtype, lse in promote_types(dtype, float32), the sink included; a
@@ -97,15 +96,15 @@ def ragged(
 
   Slot begin + s of a row holds its token s, and the queries are the last T of
   them: the causal mask and the window are those of a sequence of length_b
-  tokens. What is in other slots does not matter (to the XLA form as long as it
-  is finite).
+  tokens. The content of other slots does not matter (for the XLA form it must
+  be finite).
 
   Args:
     lengths_B: int32 tokens in each row, its queries included: T (or 0, then a
-      row sees nothing) .. S. The caller must see to it; they are data.
+      row sees nothing) .. S. They are data: the caller must ensure the range.
     begins_B: None (0), or int32 slot of each row's token 0; 0 .. S - length
       where the length is not 0.
-    others: as for `decode_attention`, which says what comes back and is raised.
+    others: as for `decode_attention`, as are results and errors.
   """
   b, t, s = *q_BTNH.shape[:2], k_BSKH.shape[1]
   if begins_B is None:
@@ -143,11 +142,11 @@ def shared_prefix(
   lengths_B: jax.Array,
   impl: str = 'auto',
 ) -> tuple[jax.Array, jax.Array]:
-  """`ragged` of rows that start alike; what they share is read once for all.
+  """`ragged` of rows with a shared prefix, which is read once for all rows.
 
   The queries of all rows attend to the prefix as one sequence of queries
-  (attention.py), each to its own slots as usual, and both parts are merged by
-  lse (cascade inference; FlashInfer, arXiv:2501.01005, section 3).
+  (attention/op.py), each query to its own slots as usual, and both parts are
+  merged by lse (cascade inference; FlashInfer, arXiv:2501.01005, section 3).
 
   Args:
     q_B1NH: one query a row.
@@ -275,7 +274,7 @@ def _kernel(run):
 
 
 def _rows_of_one_query(supports):
-  """`supports` of a kernel, after what no kernel takes."""
+  """`supports` of a kernel, after the limits of both kernels."""
 
   def both(spec, target):
     if reason := supports(None, target):

@@ -168,7 +168,7 @@ def forward(x_TD, w_VD, targets_T, softcap=0.0, chunk=0, vocab=None):
   carry = fill(varying.NEG), fill(0), fill(0)
   carry = varying.same((x_TD, *carry))[1:]
   m, total, picked = _walk(len(w_VD), chunk, work, carry)
-  # Only padding: lse = NEG, a part without a say.
+  # Only padding: lse = NEG, a part of weight 0.
   return m + jnp.log(jnp.where(total == 0, 1, total)), picked
 
 

@@ -14,7 +14,7 @@ rounding). Two forms of the same integers:
 
 Cost: D F / 2 bytes and 4 D F / 128 of scales, where bfloat16 reads 2 D F: what
 decoding waits for. XLA on TPU unpacks to memory first (16 rows, 4096 x 14336:
-hundreds of MiB); the kernel (quantized_matmul_tpu.py) unpacks on the chip. No
+hundreds of MiB); the kernel (quantized_tpu.py) unpacks on the chip. No
 gradient: weights of 4 bits are read, not trained.
 
 Legend: T tokens, D inputs, F outputs, G = D / 128 groups.
@@ -37,7 +37,7 @@ ROWS = {'int4': 1, 'uint8': 2}  # of the matrix, to one of q
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedSpec:
-  """What an implementation may look at when it says if it can run."""
+  """Properties of a call that decide whether an implementation can run."""
 
   x: tuple[int, ...]  # T, D
   features: int  # F

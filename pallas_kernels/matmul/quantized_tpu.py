@@ -2,8 +2,8 @@
 
 The grid is (tokens, outputs, inputs), inputs innermost; a step adds up its
 groups of 128 inputs,  y += (x_g q_g) s_g,  in float32. An integer below 8 is
-exact in bfloat16, and scales multiply sums, not weights, so nothing is lost
-that x did not lose before.
+exact in bfloat16, and scales multiply sums, not weights, so the only rounding
+is that of x.
 
 Both forms are taken. int4 is converted by the chip; the halves of uint8 are
 shifted out on the vector unit, which then, not memory, sets the pace (static,
@@ -38,7 +38,7 @@ def halves(packed):
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernel cannot run."""
+  """None, or the reason in one line why the kernel cannot run."""
   reason = registry.unfit(spec, target, 'tpu', DTYPES)
   if reason or spec is None:
     return reason

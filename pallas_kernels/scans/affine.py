@@ -1,9 +1,9 @@
 """Recurrences h_t = J_t h_{t-1} + b_t whose J couples M numbers of a channel.
 
-  J_BTMMD: an M x M block per channel (M = 1: diagonal, linear_scan.py).
+  J_BTMMD: an M x M block per channel (M = 1: diagonal, linear.py).
   (J2, b2) after (J1, b1) = (J2 J1, J2 b1 + b2)
 
-The backward pass is the transposed scan turned round (arXiv:2510.21450):
+The backward pass is the transposed scan in reverse order (arXiv:2510.21450):
 
   l_t = g_t + J_{t+1}^T l_{t+1}
   db = l,  dJ_t = l_t h_{t-1}^T,  dh_0 = J_1^T l_1
@@ -63,7 +63,7 @@ def affine_scan(
   """h_BTMD; arguments have one float dtype, state is before the first token.
 
   impl: 'auto' or the name of an implementation of 'linear_scan' (M = 1) or
-  'affine_scan'. Raises errors.UserError: it cannot run here.
+  'affine_scan'. Raises errors.UserError if it cannot run here.
   """
   if b_BTMD.shape[2] == 1:
     a, b, state = j_BTMMD[:, :, 0, 0], b_BTMD[:, :, 0], state_BMD[:, 0]

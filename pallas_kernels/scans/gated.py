@@ -54,7 +54,7 @@ ALL_LOST = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class GatedScanSpec:
-  """What an implementation may look at when it says if it can run."""
+  """Properties of a call that decide whether an implementation can run."""
 
   q: tuple[int, ...]  # B, T, G, K
   values: int  # V

@@ -100,7 +100,7 @@ def _row(x):
 
 
 class _Borders(NamedTuple):
-  """What ties a chunk to its two ends; decays are all <= 1."""
+  """Decays between the tokens of a chunk and its two ends, all <= 1."""
 
   enter: Any  # (C, K | 1): from the start through i; 0 after a reset
   leave: Any  # (C, K | 1): after j to the end; 0 before the last reset
@@ -205,8 +205,8 @@ def backward(x, state, do, d_state, precision):
   """Cotangents of one chunk: (dq, dk, dv, dg, d_state at its start).
 
   state: at the chunk's start. d_state: of the state at its end. The decay's
-  gradient needs no product of its own: dg_t sums p_ij over the pairs that g_t
-  lies between, i >= t > j, where p_ij is pair (i, j)'s part of q dq and of k dk
+  gradient needs no product of its own: dg_t sums p_ij over the pairs on both
+  sides of g_t, i >= t > j, where p_ij is pair (i, j)'s part of q dq and of k dk
   alike; so dg is a sum of q dq - k dk over i >= t within the chunk, of k dk
   over j < t to the chunk's end, and of what passes through the whole chunk.
   """

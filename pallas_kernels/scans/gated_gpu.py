@@ -32,7 +32,7 @@ _FULL = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernels cannot run."""
+  """None, or the reason in one line why the kernels cannot run."""
   reason = registry.unfit(spec, target, 'gpu', _DTYPES)
   if reason or spec is None:
     return reason

@@ -22,11 +22,11 @@ from paraxis.pallas_kernels.scans import gated_chunk
 
 CHUNK = 64
 _DTYPES = 'bfloat16', 'float32'
-_MOST = 256  # of K, V and C: what VMEM and the compiler take without thought
+_MOST = 256  # of K, V and C: fits VMEM and compiles
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernels cannot run."""
+  """None, or the reason in one line why the kernels cannot run."""
   reason = registry.unfit(spec, target, 'tpu', _DTYPES)
   if reason or spec is None:
     return reason

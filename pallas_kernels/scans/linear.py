@@ -2,7 +2,7 @@
 
   h_t = a_t h_{t-1} + b_t        (h_{t-1} := 0 where reset_t)
 
-The backward pass is the same scan turned round, and nothing else:
+The backward pass is the same scan in reverse order:
 
   l_t = g_t + a_{t+1} l_{t+1};   db = l,  da_t = l_t h_{t-1},  dh_0 = a_1 l_1
 
@@ -39,10 +39,10 @@ OP = 'linear_scan'
 
 @dataclasses.dataclass(frozen=True)
 class LinearScanSpec:
-  """What an implementation may look at when it says if it can run.
+  """Properties of a call that decide whether an implementation can run.
 
-  sharded: the arrays may be spread over devices by the compiler; a kernel
-  cannot be, it runs in a manual region (annotate.region) on local arrays.
+  sharded: the compiler may spread the arrays over devices. A kernel cannot be
+  spread: it runs in a manual region (annotate.region) on local arrays.
   """
 
   shape: tuple[int, ...]  # B, T, D
@@ -147,7 +147,7 @@ def loop_forward(a_BTD, b_BTD, state_BD):
 
 
 def loop_backward(a_BTD, g_BTD, dstate_BD):
-  """l in dstate's dtype; what is carried is a_t l_t, so nothing is shifted."""
+  """l in dstate's dtype; the carry is a_t l_t, so no array is shifted."""
 
   def step(c, ag):
     l = ag[1] + c
@@ -190,7 +190,7 @@ def xla_backward(a_BTD, g_BTD, dstate_BD):
 
 
 def loop_supports(spec, target):
-  """On CPU; elsewhere every step is a launch."""
+  """The loop runs on CPU; on other devices every token is a launch."""
   del spec
   if target.platform == 'cpu':
     return None

@@ -4,9 +4,9 @@
                                                        m_t = a_t l_t
 
 A program has one row of the batch and `LANES` neighbouring channels, one each
-thread, and walks the tokens, backwards in the backward pass. What limits it is
-waiting for memory, so the rows of `UNROLL` tokens are all asked for before the
-first is used. B D / 32 programs: a small batch leaves processors idle, and then
+thread, and walks the tokens, in reverse in the backward pass. Memory latency
+limits it, so the rows of `UNROLL` tokens are all requested before the first is
+used. B D / 32 programs: a small batch leaves processors idle, and then
 XLA's associative scan may win; impl='xla' chooses it.
 
 float32 inside. Cost: a and b (or g) read once, h (or l) written once; 2 flops
@@ -31,7 +31,7 @@ MOST_ELEMENTS = 2**31  # an address is counted in 32 bits
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernel cannot run."""
+  """None, or the reason in one line why the kernel cannot run."""
   reason = registry.unfit(spec, target, 'gpu', DTYPES)
   if reason or spec is None:
     return reason
@@ -109,7 +109,7 @@ def _call(a, b, start, reverse, unroll, interpret):
 
 
 def forward(a_BTD, b_BTD, state_BD, unroll=UNROLL, interpret=False):
-  """-> (h_BTD in b's dtype, state after it); see linear_scan.py."""
+  """-> (h_BTD in b's dtype, state after it); see linear.py."""
   return _call(a_BTD, b_BTD, state_BD, False, unroll, interpret)
 
 

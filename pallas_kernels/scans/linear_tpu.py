@@ -4,8 +4,8 @@
                                                        m_t = a_t l_t
 
 The grid walks (row of the batch, channels, blocks of tokens), the last in
-order, turned round in the backward pass, where m is what is carried: so a is
-read as it lies. A block is taken in tiles of 8 tokens (16 of bfloat16), scanned
+order, reversed in the backward pass. There the carry is m, so that a needs no
+shift. A block is processed in tiles of 8 tokens (16 of bfloat16), scanned
 in registers by log2 of that many rotations along sublanes; only the last token
 of a tile waits for the tile before.
 
@@ -31,7 +31,7 @@ DTYPES = 'bfloat16', 'float32'
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernel cannot run."""
+  """None, or the reason in one line why the kernel cannot run."""
   return registry.unfit(spec, target, 'tpu', DTYPES)
 
 
@@ -131,7 +131,7 @@ def _call(a, b, start, reverse, interpret):
 
 
 def forward(a_BTD, b_BTD, state_BD, interpret=False):
-  """-> (h_BTD in b's dtype, state after it); see linear_scan.py."""
+  """-> (h_BTD in b's dtype, state after it); see linear.py."""
   return _call(a_BTD, b_BTD, state_BD, False, interpret)
 
 

@@ -1,18 +1,18 @@
-"""The scan of Mamba: S states a channel, read as they pass and not kept.
+"""The scan of Mamba: S states a channel, read out at once and not stored.
 
     h_tfs = e^(dt_tf A_fs) h_(t-1)fs + dt_tf x_tf B_ts
     y_tf = sum_s C_ts h_tfs
 
 (arXiv:2312.00752, section 3.2), h_(t-1) := 0 where a document starts. Decays,
-inputs and states are S times what comes in and goes out, so they exist for one
-chunk of tokens at a time: a loop over chunks of C hands the state on, forward
-keeps the states between chunks, and backward works a chunk out again from its
-first (section 3.3, there by token in the kernel). Memory, in numbers:
+inputs and states are S times as large as x and y, so they exist for one chunk
+of tokens at a time: a loop over chunks of C carries the state, forward keeps
+the states between chunks, and backward recomputes a chunk from its first state
+(section 3.3, there by token in the kernel). Memory, in numbers:
 
     O(T F) + (T / C) F S + O(C F S)          C about sqrt(T): the least
 
 and one more forward pass of work in the backward pass. Within a chunk it is the
-linear scan (linear_scan.py) of S F channels, by whatever kernel runs there.
+linear scan (linear.py) of S F channels, by the kernel that runs on the target.
 
 A length that is split over devices: each runs the op from a zero state, `decay`
 and the final state compose over devices, and `correction` adds what the true

@@ -1,4 +1,6 @@
-"""Where a tensor's values are, as a value; moving them; what that costs.
+"""SBP layouts of tensors, conversions between them, and their cost.
+
+Used by claims only; training moves arrays with sharding/annotate.py.
 
     on one mesh axis    each rank holds        the tensor is
     S(d)  split         a block of dim d       their concatenation
@@ -6,9 +8,8 @@
     P     partial       a term                 their sum
 
 (OneFlow's SBP signatures, arXiv:2110.15032, section 3.) `convert` takes a
-tensor from one layout to another by the steps below, `cost` says before
-anything runs what they move: bytes received by each device, with T bytes on it
-before the step and p ranks.
+tensor from one layout to another by the steps below; `cost` predicts their
+bytes, received by each device, with T bytes on it before the step and p ranks.
 
     S -> B      all-gather     (p - 1) T       B -> S  slice                0
     S(i)->S(j)  all-to-all     (p - 1) T / p   S -> P  zeros elsewhere      0

@@ -1,4 +1,6 @@
-"""Which layouts an einsum takes, what it gives, and the cheapest choice.
+"""SBP layouts that an einsum takes and gives, and the cheapest choice.
+
+Used by claims only; training annotates einsums with sharding/annotate.py.
 
 On one mesh axis a two-operand einsum runs on local blocks, without moving
 anything, in these signatures (OneFlow's table 1 for matrix products,

@@ -1,6 +1,6 @@
 """Time of a pipeline schedule under given costs: exact, deterministic.
 
-Two machines:
+Used by the pipeline report of certify and by claims. Two models of execution:
 
 lock_step      what a phased SPMD program does. Devices wait for each other at
                every message, so a tick takes the sum over its phases of the
@@ -77,7 +77,7 @@ class SimulationResult(NamedTuple):
   peak: tuple
 
 
-def run(schedule, model='asynchronous', **costs):
+def run(schedule, model: str = 'asynchronous', **costs) -> SimulationResult:
   """Simulates a schedules.Schedule.
 
   Args:

@@ -6,8 +6,8 @@ Any partition of the (query shard, key shard) pairs gives the same answer:
     dq, dk, dv    added over pairs, once the row's final lse and
                   delta = sum(o do) - dlse are known (ds = p (dp - delta))
 
-So a form is only a choreography (sharding/sequence/forms.py), which side
-travels and how results come home, and one custom_vjp serves all forms.
+So a form is only a choreography (forms.py): which side travels and how results
+return. One custom_vjp serves all forms.
 Residuals are the local q, k, v, o, lse.
 
 n ranks with T = L / n tokens each, N query heads, K kv heads. A rank receives,
@@ -22,8 +22,8 @@ in units of T H elements (one head's rows), and in the backward pass on top:
     usp         ulysses in groups of I ranks, then a ring of n / I groups
 
 and two int32 a token beside k, v (or q) that travel. K' = lcm(K, I): kv heads
-are repeated until they divide (ulysses: I = n). What is a sum (o, dq, dk, dv)
-travels in promote_types(dtype, float32), what is not (q, k, v, do) in its own
+are repeated until they divide (ulysses: I = n). Sums (o, dq, dk, dv) travel in
+promote_types(dtype, float32), the other arrays (q, k, v, do) in their own
 dtype. Memory is O(L / n), except that all_gather holds k and v of all ranks,
 and rsa its scores, T x L. A window on contiguous shards ends ring, rsa and
 token_ring after the hops that it needs.
@@ -57,7 +57,7 @@ FORMS = ('all_gather', 'ring', 'ulysses', 'usp', 'token_ring', 'rsa')
 
 @dataclasses.dataclass(frozen=True)
 class ContextPlan:
-  """What is static of one call.
+  """The static options of one call.
 
   form: one of FORMS. axis: the mesh axis that carries the length. n: its size.
   layout: 'zigzag', 'contiguous' or 'striped'. inner: (usp) ranks that exchange
@@ -71,7 +71,7 @@ class ContextPlan:
   inner: int = 0
 
 
-def resolve_inner(form, n, heads, inner=0):
+def resolve_inner(form: str, n: int, heads: int, inner: int = 0) -> int:
   """Ranks that exchange heads; the n ranks are a ring of n / inner such groups.
 
   usp, inner = 0: the most that divide n and heads and leave a ring, or n if
@@ -86,11 +86,19 @@ def resolve_inner(form, n, heads, inner=0):
 
 
 def _inner_sizes(n, heads):
-  """What divides both, rising."""
+  """Common divisors of n and heads, ascending."""
   return [i for i in range(1, n + 1) if n % i == heads % i == 0]
 
 
-def check(form, n, heads, kv_heads, length, layout, inner=0):
+def check(
+  form: str,
+  n: int,
+  heads: int,
+  kv_heads: int,
+  length: int,
+  layout: str,
+  inner: int = 0,
+) -> None:
   """Raises errors.UserError if this form cannot run on these shapes.
 
   Args:
@@ -203,7 +211,7 @@ def attention(
       neighbours in the global order.
     segments_BT: int; 0 is padding: it sees nothing and nothing sees it.
     mask: pallas_kernels.attention.op.Mask; `block` bounds the blocks of a
-    shard.
+      shard.
     plan: ContextPlan.
 
   Returns:

@@ -1,8 +1,7 @@
 """The choreographies of context parallel attention, written once, run twice.
 
-A form gets all (q shard, k shard) pairs computed and joined. It takes a pair
-function and a join, and knows neither which pass it serves nor what is in the
-two sides:
+A form computes and joins all (q shard, k shard) pairs. It takes a pair function
+and a join, and depends neither on the pass nor on the content of the two sides:
 
     rows, columns        pytrees of the q shard and of the k shard
     pair(job, pairs, rows, columns) -> (a part for rows, a part for columns)
@@ -134,14 +133,14 @@ def _tour(job, pair, still, moving, join, start=None):
 
   Args:
     pair: (hop, still, moving) -> (a part for `still`, a part for `moving`).
-    still, moving: pytrees; `moving` goes on by one shard per hop.
+    still, moving: pytrees; `moving` advances by one shard per hop.
     join: folds the parts for `still`, beginning with `start`.
 
   Returns:
-    (joined parts for `still`, summed parts for `moving`, which came home).
+    (joined parts for `still`, summed parts for `moving`, back at its shard).
 
-  No send waits for the pair that is being computed: `moving` leaves before it,
-  the sums of the pair before it leave with it. The barrier ends those sends
+  No send waits for the pair that is being computed: `moving` is sent before it,
+  together with the sums of the previous pair. The barrier ends those sends
   where the pair ends; without it the TPU scheduler hides them behind the one
   small fusion of the join, with it behind the loop over blocks. (For that, a
   pair must end in its loop: sums leave it raw, scaled and normalised later.)
@@ -166,7 +165,7 @@ def _tour(job, pair, still, moving, join, start=None):
 
 
 def ring(job, pair, rows, columns, join):
-  """k, v and what belongs to them go round."""
+  """k, v and their gradients travel round the ring."""
   me, n = job.place(), job.ring
 
   def hop(r, rows, columns):
@@ -176,9 +175,10 @@ def ring(job, pair, rows, columns, join):
 
 
 def token_ring(job, pair, rows, columns, join, pack=None):
-  """q goes round the other way, partial results straight home, a hop later.
+  """q travels in the other direction; partial results return directly, a hop
+  later.
 
-  pack: makes what is sent home and joined out of a part.
+  pack: turns a part into the arrays that are sent back and joined.
   """
   me, n, hops = job.place(), job.ring, job.blocks.hops
   total = sums = late = None
@@ -257,8 +257,8 @@ def rsa_backward(job, p, rows, columns):
   (q, q_info, _, delta, do), (k, v, k_info) = rows, columns
   me, n, t = job.place(), job.n, k.shape[2]
   dot = varying.dot
-  # Else XLA for TPU lays p out, from its making on, as one rank's part of it
-  # likes best: with few tokens a rank that pads it to 16 times its bytes.
+  # Else XLA for TPU chooses p's layout for one rank's part of it: with few
+  # tokens a rank that pads p to 16 times its bytes.
   p = lax.optimization_barrier(p)
 
   def value(r, p, v):
@@ -288,7 +288,7 @@ _FORMS = {'ring': ring, 'token_ring': token_ring, 'all_gather': all_gather}
 
 
 def forward(job, rows, columns):
-  """rows (q, info), columns (k, v, info) -> (o, lse), what backward needs."""
+  """rows (q, info), columns (k, v, info) -> (o, lse), residual of backward."""
   if job.form == 'rsa':
     return rsa_forward(job, rows, columns)
   if job.form == 'token_ring':

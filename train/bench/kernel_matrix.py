@@ -254,7 +254,7 @@ def block_lines(kinds=KINDS, heads=(64, 128)):
         shown.append(f'{which} {size} ({found.source})')
       yield f'blocks of attention, {kind}, head size {head}: {", ".join(shown)}'
   for row in block_table.rows().values():
-    yield f'{" ".join(map(str, row.key))}: {row.told()}'
+    yield f'{" ".join(map(str, row.key))}: {row.report()}'
 
 
 def run(targets=TARGETS, say=print):

@@ -235,4 +235,4 @@ def line(row):
   """A row as text."""
   size = 'x'.join(map(str, row.block))
   what = ' '.join(map(str, row.key[1:]))
-  return f'{what}: {size}, {row.told()}'
+  return f'{what}: {size}, {row.report()}'

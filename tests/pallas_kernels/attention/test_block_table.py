@@ -31,7 +31,7 @@ def table(monkeypatch, tmp_path):
 def test_what_is_written_is_read(table):
   assert block_table.read(table) == {KEY: ROW}
   assert block_table.find(KEY) == ROW
-  assert ROW.told() == 'static: 9e+03 bundles, 1e+04 with the default'
+  assert ROW.report() == 'static: 9e+03 bundles, 1e+04 with the default'
 
 
 def test_the_rows_of_the_package_are_rows():
@@ -78,7 +78,7 @@ def test_a_file_that_is_not_there():
 
 def test_a_row_is_chosen_for_what_it_is_for_alone(table):
   found = attention_blocks.choose('tpu', 'dq', CALL)
-  assert found == ((256, 384), 'static', ROW.told())
+  assert found == ((256, 384), 'static', ROW.report())
   for other in (
     CALL._replace(head=64),
     CALL._replace(dtype='float32'),

@@ -191,6 +191,7 @@ def by_reference():
   ]
 
 
+@pytest.mark.array(14, 24)
 @pytest.mark.parametrize('case', by_reference())
 def test_equals_one_device(case):
   rows = certify(config_of(case), case['packed'])

@@ -136,6 +136,7 @@ def by_reference():
   ]
 
 
+@pytest.mark.array(5, 20)
 @pytest.mark.parametrize('case', by_reference())
 def test_equals_one_device(case):
   rows = certify(config_of(case))

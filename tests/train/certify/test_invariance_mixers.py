@@ -123,6 +123,7 @@ def by_reference():
   ]
 
 
+@pytest.mark.array(5, 17)
 @pytest.mark.parametrize('case', by_reference())
 def test_equals_one_device(case):
   rows = certify(config_of(case))
