@@ -4,6 +4,7 @@ import importlib
 import pkgutil
 
 import pytest
+import support
 
 from paraxis import pallas_kernels
 from paraxis.pallas_kernels import registry
@@ -12,12 +13,6 @@ from paraxis.sharding.meter import aot
 from paraxis.train import cli
 from paraxis.train.bench import kernel_matrix as matrix
 
-needs_tpu = pytest.mark.skipif(
-  bool(aot.missing('tpu')), reason=str(aot.missing('tpu'))
-)
-needs_cuda = pytest.mark.skipif(
-  bool(aot.missing('cuda')), reason=str(aot.missing('cuda'))
-)
 # Custom calls of a program with its gradients, and MiB at its worst moment:
 # arguments, results, and what a kernel may keep besides. For tpu7x the compiler
 # reports a peak above the sum of all that it lists.
@@ -73,7 +68,7 @@ def check(found):
 
 @pytest.mark.aot
 @pytest.mark.slow
-@needs_tpu
+@support.needs_tpu
 def test_all_of_it_on_one_tpu():
   found = list(matrix.rows(['v5e:1x1']))
   assert lines(found) == expected()
@@ -87,7 +82,7 @@ def test_all_of_it_on_one_tpu():
 
 
 @pytest.mark.aot
-@needs_tpu
+@support.needs_tpu
 def test_kernels_on_another_tpu():
   topology = aot.topology('tpu7x:1x1x1')
   ours = [op for op in KERNELS if op != 'grouped_matmul']
@@ -95,7 +90,7 @@ def test_kernels_on_another_tpu():
 
 
 @pytest.mark.aot
-@needs_cuda
+@support.needs_cuda
 @pytest.mark.parametrize('name', ['h100:1', 'h200:1'])
 def test_all_of_it_on_gpus(name):
   found = list(matrix.rows([name]))
@@ -104,7 +99,7 @@ def test_all_of_it_on_gpus(name):
 
 
 @pytest.mark.aot
-@needs_tpu
+@support.needs_tpu
 def test_a_kernel_that_is_not_there_is_a_failure(monkeypatch, capsys):
   real = matrix.PROGRAMS['quantized_matmul']
   monkeypatch.setattr(
@@ -115,7 +110,7 @@ def test_a_kernel_that_is_not_there_is_a_failure(monkeypatch, capsys):
 
 
 @pytest.mark.aot
-@needs_tpu
+@support.needs_tpu
 def test_what_does_not_compile_is_a_line(monkeypatch):
   def refuse(topology, name, traced):
     raise NotImplementedError('no such\n instruction')
