@@ -22,13 +22,15 @@ QUICK = {'xla_backend_optimization_level': 0}
 jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
-def _needs(kind):
-  missing = aot.missing(kind)
+def needs(platform):
+  """Mark of a test that is skipped where 'tpu' or 'cuda' has no compiler."""
+  missing = aot.missing(platform)
   return pytest.mark.skipif(missing is not None, reason=f'{missing}')
 
 
-# Ahead-of-time compiles.
-needs_tpu, needs_cuda = _needs('tpu'), _needs('cuda')
+def compiles(platform):
+  """Decorator of a test that compiles ahead of time for `needs(platform)`."""
+  return lambda test: pytest.mark.aot(needs(platform)(test))
 
 
 def piped(mesh=(), pipeline=(), layers=4, **train):

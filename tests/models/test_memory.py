@@ -224,8 +224,7 @@ def test_no_host_memory(monkeypatch):
   memory.policy('full', 'gate=save')  # nothing to offload, nothing to miss
 
 
-@pytest.mark.aot
-@support.needs_tpu
+@support.compiles('tpu')
 def test_host_memory_of_a_tpu():
   """Bytes of the compiled program: L x T x D leave the device, exactly."""
   topology = aot.topology('v5p:2x2x1')

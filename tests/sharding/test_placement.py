@@ -5,11 +5,14 @@ import types
 import jax
 import numpy as np
 import pytest
-import support
 
 from paraxis.configs.base import errors
 from paraxis.sharding import placement
 from paraxis.sharding.meter import aot
+
+needs_tpu = pytest.mark.skipif(
+  aot.missing('tpu') is not None, reason=f'{aot.missing("tpu")}'
+)
 
 
 def test_one_slice_uses_every_device():
@@ -28,7 +31,7 @@ def test_crosses():
 
 
 @pytest.mark.aot
-@support.needs_tpu
+@needs_tpu
 @pytest.mark.parametrize(
   'sizes, across',
   [
@@ -47,7 +50,7 @@ def test_slices_are_divided_among_the_first_axes(sizes, across):
 
 
 @pytest.mark.aot
-@support.needs_tpu
+@needs_tpu
 def test_slices_that_do_not_divide():
   devices = aot.topology('v5e:2x2', 3).devices
   with pytest.raises(errors.UserError, match='3 slices: .*data=4,tensor=3'):

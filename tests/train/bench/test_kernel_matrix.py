@@ -66,9 +66,8 @@ def check(found):
         assert 0 < r.peak <= MOST.get(r.op, 64) * 2**20, r
 
 
-@pytest.mark.aot
 @pytest.mark.slow
-@support.needs_tpu
+@support.compiles('tpu')
 def test_all_of_it_on_one_tpu():
   found = list(matrix.rows(['v5e:1x1']))
   assert lines(found) == expected()
@@ -81,16 +80,14 @@ def test_all_of_it_on_one_tpu():
   assert 'needs a GPU' in state['attention', 'pallas_gpu'].reason
 
 
-@pytest.mark.aot
-@support.needs_tpu
+@support.compiles('tpu')
 def test_kernels_on_another_tpu():
   topology = aot.topology('tpu7x:1x1x1')
   ours = [op for op in KERNELS if op != 'grouped_matmul']
   check(matrix.row(op, 'pallas_tpu', 'tpu7x', topology) for op in ours)
 
 
-@pytest.mark.aot
-@support.needs_cuda
+@support.compiles('cuda')
 @pytest.mark.parametrize('name', ['h100:1', 'h200:1'])
 def test_all_of_it_on_gpus(name):
   found = list(matrix.rows([name]))
@@ -98,8 +95,7 @@ def test_all_of_it_on_gpus(name):
   check(found)
 
 
-@pytest.mark.aot
-@support.needs_tpu
+@support.compiles('tpu')
 def test_a_kernel_that_is_not_there_is_a_failure(monkeypatch, capsys):
   real = matrix.PROGRAMS['quantized_matmul']
   monkeypatch.setattr(
@@ -109,8 +105,7 @@ def test_a_kernel_that_is_not_there_is_a_failure(monkeypatch, capsys):
   assert '1 failed' in capsys.readouterr().out
 
 
-@pytest.mark.aot
-@support.needs_tpu
+@support.compiles('tpu')
 def test_what_does_not_compile_is_a_line(monkeypatch):
   def refuse(topology, name, traced):
     raise NotImplementedError('no such\n instruction')

@@ -69,9 +69,8 @@ def test_a_process_that_fails_is_named():
     kernel_schedules.measure('v5x:1x1', 128)
 
 
-@pytest.mark.aot
 @pytest.mark.slow
-@support.needs_tpu
+@support.compiles('tpu')
 def test_schedules_of_small_blocks():
   found = kernel_schedules.measure('v5e:1x1', 128)
   assert set(found) == set(kernel_schedules.KINDS)

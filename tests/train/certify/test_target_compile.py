@@ -41,7 +41,7 @@ TINY = dict(
   data=dict(sequence_length=256),
 )
 
-on_tpu = functools.partial(pytest.param, marks=support.needs_tpu)
+on_tpu = functools.partial(pytest.param, marks=support.needs('tpu'))
 
 
 def tiny(**sections):
@@ -121,8 +121,7 @@ def report():
   return target_compile.compile_config(config, 'fsdp=2,tensor=2', 'v5e:2x2')
 
 
-@pytest.mark.aot
-@support.needs_tpu
+@support.compiles('tpu')
 def test_memory(report):
   """Classes add up to the peak; the known ones are the arrays' own bytes."""
   for name in target_compile.PROGRAMS:
@@ -147,8 +146,7 @@ def test_memory(report):
   assert 'DOES NOT FIT' in target_compile.text(small)
 
 
-@pytest.mark.aot
-@support.needs_tpu
+@support.compiles('tpu')
 def test_collectives(report):
   """Each layer's weights are gathered twice and their gradients scattered."""
   gradient = report.programs['gradient'].collectives
@@ -165,8 +163,7 @@ def test_collectives(report):
   assert gathered >= 2 * 2 * layer // 2  # layers, passes, half of it each
 
 
-@pytest.mark.aot
-@support.needs_tpu
+@support.compiles('tpu')
 def test_a_pipeline_holds_the_slots_of_its_schedule_and_no_more():
   """1F1B keeps 2 p - 1 inputs for any number of microbatches, GPipe all.
 
@@ -196,8 +193,7 @@ def test_a_pipeline_holds_the_slots_of_its_schedule_and_no_more():
   assert grown >= (16 - 7) * 16, grown
 
 
-@pytest.mark.aot
-@support.needs_tpu
+@support.compiles('tpu')
 def test_json(report):
   found = json.loads(json.dumps(target_compile.to_json(report)))
   assert found['topology'] == 'v5e:2x2' and found['devices'] == 4
@@ -214,8 +210,7 @@ def test_json(report):
   assert seconds['compute'] == pytest.approx(work['per_device'] / chip.flops)
 
 
-@pytest.mark.aot
-@support.needs_tpu
+@support.compiles('tpu')
 def test_text(report):
   text = target_compile.text(report)
   assert 'a model, not measured' in text
@@ -250,8 +245,7 @@ def test_bad_input_before_compiling(
     target_compile.run(config, mesh, topology, slices)
 
 
-@pytest.mark.aot
-@support.needs_cuda
+@support.compiles('cuda')
 def test_gpus():
   config = tiny(train=dict(batch_size=8), model=dict(num_heads=8))
   printed = []
@@ -303,8 +297,7 @@ def test_a_difference_is_found():
 
 
 @pytest.mark.slow
-@pytest.mark.aot
-@support.needs_tpu
+@support.compiles('tpu')
 @pytest.mark.parametrize('name', LARGE)
 def test_golden(name):
   """40 CPU-seconds each, in less than 3 GB of memory."""
