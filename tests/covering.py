@@ -18,6 +18,8 @@ import itertools
 import random
 from typing import Any, NamedTuple
 
+import pytest
+
 TRIES = 12  # rows built for every row that is taken
 
 
@@ -127,6 +129,17 @@ def cover(space, seed=0):
     cases.append(best)
     left -= pairs_of(best)
   return _needed(cases)
+
+
+def params(cases, name, reference):
+  """pytest.param of every case, its id name(case); those that share
+  reference(case) follow each other, and one worker runs them."""
+  return [
+    pytest.param(
+      case, id=name(case), marks=pytest.mark.xdist_group(reference(case))
+    )
+    for case in sorted(cases, key=reference)
+  ]
 
 
 def _needed(cases):

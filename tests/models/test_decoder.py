@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.models import batch
@@ -30,7 +31,6 @@ pytestmark = pytest.mark.usefixtures('float64')
 # No two sizes agree, so that a shape in compiled text names its array.
 B, T, V, D, F = 24, 10, 64, 16, 32
 LONG = 40  # tokens, where shards of the length must divide them
-QUICK = {'xla_backend_optimization_level': 0}  # to compile
 TINY = dict(
   vocab_size=V, d_model=D, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=F,
   num_layers=2, window=4, dtype='float64', param_dtype='float64',
@@ -76,7 +76,7 @@ def randomised(model, seed=0):
 def evaluate(model, params, data):
   """Loss and gradients."""
   run = jax.value_and_grad(functools.partial(loss.next_token, model))
-  return jax.jit(run, compiler_options=QUICK)(params, data)
+  return support.jit(run)(params, data)
 
 
 def assert_close(actual, expected, bound):
@@ -350,7 +350,9 @@ def placed(mesh, kitchen, **choices):
   build.check_rows(B, built, 'batch')
   with build.layout(built):
     run = jax.jit(step.make(built, None, 0.0).grads)
-    return built, run.lower(built.params, put_rows(built)).compile(QUICK)
+    return built, run.lower(built.params, put_rows(built)).compile(
+      support.QUICK
+    )
 
 
 def put_rows(built):

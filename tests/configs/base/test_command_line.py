@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
@@ -48,9 +49,8 @@ def test_without_a_config():
   ],
 )
 def test_a_wrong_argument_is_one_line(argv, words):
-  with pytest.raises(errors.UserError, match='^[^\n]*$') as caught:
+  with support.refused(words):
     _parse(*argv)
-  assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,8 @@ def test_a_wrong_argument_is_one_line(argv, words):
 def test_a_wrong_config_file_is_one_line(tmp_path, text, words):
   path = tmp_path / 'mine.py'
   path.write_text(text)
-  with pytest.raises(errors.UserError, match='^[^\n]*$') as caught:
+  with support.refused(words):
     command_line.load(str(path))
-  assert words in str(caught.value)
 
 
 def _raise(error):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
+import support
 
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import hlo
@@ -30,10 +31,6 @@ pytestmark = pytest.mark.usefixtures('float64')
 R, D, K, IDS = 2, 4, 2, 3  # IDS: rows of the embedding on a stage
 ENDS = dict(table=P('stage'), head=P(None, 'stage'), gain=P())
 STACK = dict(weight=P('stage', 'fsdp'), bias=P('stage'))
-
-jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
-)
 
 
 def arrays(stages, microbatches, layers, rows=R, width=D):
@@ -227,12 +224,12 @@ class Program:
 
   def compiled(self, name='run'):
     with jax.set_mesh(self.mesh):
-      return jit(getattr(self, name)).lower(*self.arguments).compile()
+      return support.jit(getattr(self, name)).lower(*self.arguments).compile()
 
   def numbers(self):
     """(loss, gradients of ends, of layers in order), in NumPy."""
     with jax.set_mesh(self.mesh):
-      return self.in_order(jit(self.run)(*self.arguments))
+      return self.in_order(support.jit(self.run)(*self.arguments))
 
   def in_order(self, found):
     loss, ends, stack = jax.device_get(found)
@@ -305,7 +302,7 @@ def test_the_loss_alone(name):
   program = Program(schedules.make(name, 2, 4, 2), 5)
   loss, *_ = reference(program)
   with jax.set_mesh(program.mesh):
-    total = jit(program.total)(*program.arguments)
+    total = support.jit(program.total)(*program.arguments)
   np.testing.assert_allclose(float(total), loss, rtol=1e-13)
 
 
@@ -377,7 +374,7 @@ def test_every_entry_of_the_table_counts(monkeypatch, name):
   program = Program(schedule, 4)
   wanted, tables = reference(program), schedule_tables.tables(schedule)
   with jax.set_mesh(program.mesh):
-    arguments, call = program.arguments, jit(program.run)
+    arguments, call = program.arguments, support.jit(program.run)
     numbers = lambda table: differences(
       program.in_order(call(*arguments, table)), wanted
     )

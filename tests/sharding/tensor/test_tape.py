@@ -13,6 +13,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.sharding import annotate
@@ -32,10 +33,6 @@ NAMES = dict(
   scale=('layers', 'norm'),
 )  # fmt: skip
 WORLDS = ('plain', 'tensor=2')
-
-jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
-)
 
 
 @pytest.fixture(autouse=True)
@@ -172,11 +169,15 @@ def evaluate(world, function):
   """{leaf: NumPy array} of gx and every gradient."""
   if world == 'plain':
     # A function of its own: jit would keep what it compiled before a patch.
-    gx, gradients = jax.device_get(jit(lambda *a: function(*a))(*arrays()))
+    gx, gradients = jax.device_get(
+      support.jit(lambda *a: function(*a))(*arrays())
+    )
   else:
     mesh = mesh_of(world)
     with jax.set_mesh(mesh):
-      gx, gradients = jit(in_region(whole(function), NAMES))(*placed(mesh))
+      gx, gradients = support.jit(in_region(whole(function), NAMES))(
+        *placed(mesh)
+      )
       gx, gradients = jax.device_get((gx, gradients))
   return {'x': gx} | gradients
 
@@ -299,7 +300,7 @@ def test_w_sends_nothing():
       ('b', in_region(b), args),
       ('w', every, (tapes,)),
     ):
-      text = jit(function).lower(*inputs).compile().as_text()
+      text = support.jit(function).lower(*inputs).compile().as_text()
       assert 'dot' in text
       sent[name] = hlo.by_kind(hlo.collectives(text, mesh))
   assert sent['w'] == {}
@@ -320,9 +321,9 @@ def test_gradients_keep_the_dtypes_of_their_weights():
     records.append(made)
     return gx, tapes, weights(made, tapes)
 
-  gx, tapes, late = jit(both)(stacks, x, g)
+  gx, tapes, late = support.jit(both)(stacks, x, g)
   assert {a.dtype for a in jax.tree.leaves(tapes)} == {jnp.dtype(jnp.bfloat16)}
-  gx_joint, whole = jit(joint)(stacks, x, g)
+  gx_joint, whole = support.jit(joint)(stacks, x, g)
   assert gx.dtype == gx_joint.dtype == jnp.bfloat16
   for path, found in late.items():
     assert found.dtype == whole[path].dtype == jnp.float32

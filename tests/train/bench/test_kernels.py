@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+import support
 
 from paraxis.pallas_kernels.attention import blocks as attention_blocks
 from paraxis.sharding.meter import aot
@@ -68,8 +69,7 @@ def test_a_process_that_fails_is_named():
     kernel_schedules.measure('v5x:1x1', 128)
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(bool(aot.missing('tpu')), reason=str(aot.missing('tpu')))
+@support.compiles('tpu')
 def test_schedules_of_small_blocks():
   found = kernel_schedules.measure('v5e:1x1', 128)
   assert set(found) == set(kernel_schedules.KINDS)

@@ -15,13 +15,13 @@ import covering
 import jax
 import jax.numpy as jnp
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models import build
 from paraxis.sharding import rules
 from paraxis.sharding.pipeline import schedules
-from paraxis.train.certify import verify
 
 AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
 # A little of everything that a layer may have, in three models.
@@ -158,11 +158,6 @@ def config_of(case):
   )  # fmt: skip
 
 
-def certify(config, packed=True, properties=('loss', 'gradients', 'update')):
-  subject = verify.Subject(config, jax.devices(), packed, ())
-  return verify.certify(subject, properties)
-
-
 def name_of(case):
   parts = [f'{a}{case[a]}' for a in AXES if case[a] > 1]
   parts += [f'zero{case["zero"]}'] if case['zero'] else []
@@ -180,21 +175,16 @@ def name_of(case):
   return '.'.join(parts)
 
 
-def by_reference():
-  """Cases, grouped by what one device is asked: a worker runs a group."""
-  group = lambda case: f'{case["model"]}{case["kv_heads"]}'
-  return [
-    pytest.param(
-      case, id=name_of(case), marks=pytest.mark.xdist_group(group(case))
-    )
-    for case in sorted(cases(), key=group)
-  ]
+def reference_of(case):
+  return f'{case["model"]}{case["kv_heads"]}'
 
 
 @pytest.mark.array(14, 24)
-@pytest.mark.parametrize('case', by_reference())
+@pytest.mark.parametrize(
+  'case', covering.params(cases(), name_of, reference_of)
+)
 def test_equals_one_device(case):
-  rows = certify(config_of(case), case['packed'])
+  rows = support.certify(config_of(case), case['packed'])
   assert len(rows) == 3 and all(row.passed for row in rows), rows
 
 
@@ -227,7 +217,7 @@ def text_of(fields):
 @pytest.mark.xdist_group('broken')
 @pytest.mark.parametrize('fields', ALONE, ids=text_of)
 def test_one_axis_over_all_devices(fields):
-  rows = certify(layout(**fields))
+  rows = support.certify(layout(**fields))
   assert len(rows) == 3 and all(row.passed for row in rows), rows
 
 
@@ -403,7 +393,7 @@ def test_a_broken_collective_is_seen(
   monkeypatch, kind, where, fields, loss_holds
 ):
   monkeypatch.setattr(jax.lax, kind, broken(kind, where))
-  rows = certify(layout(**fields), properties=('loss', 'gradients'))
+  rows = support.certify(layout(**fields), properties=('loss', 'gradients'))
   loss, gradients = (row.passed for row in rows)
   assert not gradients and loss == loss_holds, rows
 
@@ -416,16 +406,16 @@ def test_a_broken_collective_is_seen(
 def test_a_dropped_reshard_of_a_partial_sum_is_refused(monkeypatch):
   monkeypatch.setattr(jax, 'reshard', lambda x, *a, **k: x)
   with pytest.raises(ValueError, match='tensor'):
-    certify(layout(tensor=8), properties=('loss',))
+    support.certify(layout(tensor=8), properties=('loss',))
 
 
 @pytest.mark.xdist_group('broken')
 def test_a_dropped_reshard_of_a_whole_value_shows_in_the_layout(monkeypatch):
   config = layout(data=8, zero=1)
-  (right,) = certify(config, properties=('layout',))
+  (right,) = support.certify(config, properties=('layout',))
   assert right.passed and right.measured == 0, right
   monkeypatch.setattr(jax, 'reshard', lambda x, *a, **k: x)
-  *numbers, wrong = certify(config, properties=('gradients', 'layout'))
+  *numbers, wrong = support.certify(config, properties=('gradients', 'layout'))
   assert all(row.passed for row in numbers) and not wrong.passed
 
 
@@ -444,7 +434,7 @@ def test_a_wrong_out_spec_is_refused(monkeypatch):
 
   monkeypatch.setattr(jax, 'shard_map', wrong)
   with pytest.raises((ValueError, TypeError), match='data.*fsdp|fsdp.*data'):
-    certify(layout(data=2, fsdp=2, context=2), properties=('loss',))
+    support.certify(layout(data=2, fsdp=2, context=2), properties=('loss',))
 
 
 @pytest.mark.xdist_group('broken')
@@ -453,5 +443,5 @@ def test_a_wrong_out_spec_at_the_end_of_our_own_region_is_seen(monkeypatch):
   right = rules.stored
   monkeypatch.setattr(rules, 'stored', lambda *a: exchanged(right(*a)))
   config = layout(data=4, fsdp=2, zero=3, **EXPLICIT)
-  loss, gradients = certify(config, properties=('loss', 'gradients'))
+  loss, gradients = support.certify(config, properties=('loss', 'gradients'))
   assert loss.passed and not gradients.passed, gradients

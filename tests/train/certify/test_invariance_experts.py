@@ -10,11 +10,11 @@ import functools
 import covering
 import jax
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import model as model_schema
 from paraxis.sharding import mesh as mesh_lib
-from paraxis.train.certify import verify
 
 ROUTERS = {
   'olmoe': dict(normalise=False, router_z=0.01),
@@ -112,11 +112,6 @@ def config_of(case):
   )  # fmt: skip
 
 
-def certify(config):
-  subject = verify.Subject(config, jax.devices(), True, ())
-  return verify.certify(subject, ('loss', 'gradients', 'update'))
-
-
 def name_of(case):
   shown = {n: v for n, v in case.items() if v not in (False, 0, '', 'none')}
   return '.'.join(f'{n}={v}' for n, v in shown.items())
@@ -126,20 +121,10 @@ def model_of(case):
   return '.'.join(case[name] for name in MODEL)
 
 
-def by_reference():
-  """Cases, grouped by what one device is asked: a worker runs a group."""
-  return [
-    pytest.param(
-      case, id=name_of(case), marks=pytest.mark.xdist_group(model_of(case))
-    )
-    for case in sorted(cases(), key=model_of)
-  ]
-
-
 @pytest.mark.array(5, 20)
-@pytest.mark.parametrize('case', by_reference())
+@pytest.mark.parametrize('case', covering.params(cases(), name_of, model_of))
 def test_equals_one_device(case):
-  rows = certify(config_of(case))
+  rows = support.certify(config_of(case))
   assert len(rows) == 3 and all(row.passed for row in rows), rows
 
 
@@ -160,5 +145,5 @@ def test_counts_that_are_not_summed_are_seen(monkeypatch):
     if c['scope'] == 'microbatch' and c['mesh'].startswith('data')
   )  # fmt: skip
   monkeypatch.setattr(jax.lax, 'psum', lambda x, *a, **k: x)
-  _, gradients, *_ = certify(config_of(case))
+  _, gradients, *_ = support.certify(config_of(case))
   assert not gradients.passed
