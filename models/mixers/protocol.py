@@ -1,4 +1,4 @@
-"""What mixes the tokens of a layer: one protocol for attention and recurrences.
+"""Token mixers: one protocol for attention and recurrences.
 
 A mixer is a subclass of `Mixer`, a row of configs/base/mixers.py and a line of
 models/layer.py.

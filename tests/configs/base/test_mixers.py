@@ -121,7 +121,7 @@ def faults():
       found.append(f'{letter}: not in the documentation of model.pattern')
     if bool(kind.section) != bool(kind.shrink):
       found.append(f'{letter}: a section and a shrink rule go together')
-    if kind.section:
+    if kind.shrink:
       own = getattr(model, kind.section)
       few = lambda n, target: min(n, target)
       assert dataclasses.replace(own, **kind.shrink(model, few))

@@ -1,6 +1,6 @@
-"""Another basis of the latents: the same model, and better parts.
+"""A change of basis of the latents: the same model, and better shards.
 
-Legend: B rows, T tokens, D model, R width of the latent, G parts.
+Legend: B rows, T tokens, D model, R width of the latent, G latent shards.
 """
 
 import functools
@@ -101,7 +101,7 @@ def test_a_rotation_changes_no_number(rotation, groups):
 
 
 def test_principal_parts_err_least():
-  """Each part with a softmax of its own: TPLA's comparison."""
+  """Each latent shard has its own softmax: TPLA's comparison."""
   error = {}
   for rotation in ('none', 'hadamard', 'pca'):
     model = model_of(rotation=rotation, groups=2, scores='own')
@@ -157,9 +157,9 @@ def test_orthogonal_matrices():
 
 
 def test_what_cannot_be_rotated():
-  with pytest.raises(errors.UserError, match='of 12 .* rows'):
+  with pytest.raises(errors.UserError, match='model.latent.rank=12'):
     latent_rotation.hadamard(12)
   model = model_of(rotation='pca')
-  with pytest.raises(errors.UserError, match='0 tokens .* of 16 numbers'):
+  with pytest.raises(errors.UserError, match='of 16 numbers .* on 0 tokens'):
     latent_rotation.rotated(params(), model.config)
   assert latent_rotation.rotated(params(), model_of().config) == params()
