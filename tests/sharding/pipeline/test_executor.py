@@ -334,7 +334,7 @@ SIZES = {
 
 def changed(tables, field, at):
   """The field with one entry wrong, but within range."""
-  x = getattr(tables, field).copy()
+  x = getattr(tables.rows, field).copy()
   if field in SIZES:
     # Another row, the trash if there is one only: F leaves its x there too.
     n = getattr(tables, SIZES[field])
@@ -351,16 +351,16 @@ def changed(tables, field, at):
 def entries(tables, split):
   """(field, index) of what decides: active entries, and what receives."""
   for field, on in (READ | (APART if split else {})).items():
-    read = getattr(tables, on)
+    read = getattr(tables.rows, on)
     if field == 'b_first':  # where a microbatch leaves
-      read = read & (tables.embed_back >= 0)[:, None]
+      read = read & (tables.rows.embed_back >= 0)[:, None]
     for at in np.argwhere(read):
       yield field, tuple(at)
   for field in ('f_receive', 'b_receive', 'loss_slot'):
-    kept = getattr(tables, field) != getattr(tables, SIZES[field])
+    kept = getattr(tables.rows, field) != getattr(tables, SIZES[field])
     for at in np.argwhere(kept):
       yield field, tuple(at)
-  for at in np.argwhere(tables.loss >= 0):
+  for at in np.argwhere(tables.rows.loss >= 0):
     yield 'loss_device', tuple(at)
 
 
@@ -378,12 +378,12 @@ def test_every_entry_of_the_table_counts(monkeypatch, name):
     numbers = lambda table: differences(
       program.in_order(call(*arguments, table)), wanted
     )
-    right = numbers(tables.rows())
+    right = numbers(tables.rows)
     assert max(right.values()) < 1e-12, right
     seen = list(entries(tables, schedule.weight is not None))
     blind = []
     for field, at in seen:
-      wrong = tables.rows() | {field: changed(tables, field, at)}
+      wrong = tables.rows._replace(**{field: changed(tables, field, at)})
       found = numbers(wrong)
       if max(found.values()) < 1e-6:
         blind.append((field, at))
@@ -434,7 +434,7 @@ def test_messages_and_nothing_at_the_boundary(arguments, links):
   assert [(c.operand_bytes, c.axes) for c in gathers] == 2 * [
     (share, ('fsdp',))
   ]
-  table = schedule_tables.tables(program.schedule)
+  table = schedule_tables.tables(program.schedule).rows
   assert [c.count for c in gathers] == [table.any_f.sum(), table.any_b.sum()]
   # Of stages: what embedding and loss sum, in each direction, and `gain`.
   over = lambda axis: [
@@ -468,9 +468,9 @@ def test_no_tick_copies_a_buffer(monkeypatch, arguments, late):
   if late:
     Executor, right = pipeline_ticks.Executor, pipeline_ticks.Executor.tick
 
-    def tick(self, carry, row):
-      slot = self.mine(row)['b_slot']
-      wrong = right(self, carry, row)[0]
+    def tick(self, carry, turn):
+      slot = self.mine(turn)[0].b_slot
+      wrong = right(self, carry, turn)[0]
       return wrong._replace(x_b=carry.inputs[slot]), None
 
     monkeypatch.setattr(Executor, 'tick', tick)
