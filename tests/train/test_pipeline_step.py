@@ -26,9 +26,9 @@ pytestmark = pytest.mark.usefixtures('quick_to_compile')
 
 
 def on_devices(config):
-  """(trial.Side, its state, trial.Reference)."""
+  """(trial.Runner, its state, trial.Reference)."""
   sizes = dataclasses.astuple(config.mesh)[:6]
-  side = trial.Side(config, jax.devices()[: int(np.prod(sizes))])
+  side = trial.Runner(config, jax.devices()[: int(np.prod(sizes))])
   reference = trial.reference(config, True, jax.devices()[0])
   return side, side.start(reference.params), reference
 
@@ -138,7 +138,7 @@ def test_evaluation_equals_one_device(double, pipeline, layers):
     side.job.config, mesh=schema.Mesh(), pipeline=schema.Pipeline(),
     train=dataclasses.replace(side.job.config.train, batch_size=rows),
   )  # fmt: skip
-  one = trial.Side(plain, jax.devices()[:1])
+  one = trial.Runner(plain, jax.devices()[:1])
   wanted = one.evaluate(one.start(reference.params), batch)
   assert abs(side.evaluate(state, batch) / wanted - 1) < 1e-12
   other = batch._replace(tokens=(batch.tokens + 1) % 32)
