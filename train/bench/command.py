@@ -17,40 +17,32 @@ from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.train.bench import measure
 
-# name -> (module, function, virtual CPU devices in the process, help)
+# name, also of the function -> (module, virtual CPU devices, help)
 BENCHES = {
-  'step': (
-    'train', 'step', 1, 'a training step and its compilation: plain JAX'
-  ),
+  'step': ('train', 1, 'a training step and its compilation: plain JAX'),
   'attention': (
-    'train', 'attention', 1,
+    'train', 1,
     'forward and backward at length 4096: jax.nn.dot_product_attention',
   ),
-  'layouts': (
-    'train', 'layouts', 8, 'a step on 8 virtual CPU devices: one device'
-  ),
+  'layouts': ('train', 8, 'a step on 8 virtual CPU devices: one device'),
   'context': (
-    'context', 'context', 8,
+    'context', 8,
     'every form of context parallel attention on 8 virtual CPU devices',
   ),
   'pipeline': (
-    'pipeline', 'pipeline', 8,
+    'pipeline', 8,
     'a step on pipeline stages, every schedule: the same without stages',
   ),
   'kernels': (
-    'kernels', 'kernels', 1,
+    'kernels', 1,
     "every op: XLA's compilation of its definition; TPU schedules: splash",
   ),
   'decode': (
-    'decode', 'decode', 1,
-    'tokens one by one, batch 1: the time to read the parameters',
+    'decode', 1, 'tokens one by one, batch 1: the time to read the parameters'
   ),
-  'data': (
-    'data', 'data', 1, "packing documents into rows: grain's first-fit"
-  ),
+  'data': ('data', 1, "packing documents into rows: grain's first-fit"),
   'startup': (
-    'startup', 'startup', 1,
-    'process start to the end of the first step: a plain JAX program',
+    'startup', 1, 'process start to the end of the first step: plain JAX'
   ),
 }  # fmt: skip
 
@@ -81,13 +73,11 @@ def _load():
 
 def run(name, rounds, quick):
   """One bench in this process -> measure.BenchReport."""
-  module, function, count, _ = BENCHES[name]
+  module, count, _ = BENCHES[name]
   _devices(count)
   before = _load()
   bench = importlib.import_module(f'paraxis.train.bench.{module}')
-  report = getattr(bench, function)(
-    rounds, quick, lambda s: _say(f'{name}: {s}')
-  )
+  report = getattr(bench, name)(rounds, quick, lambda s: _say(f'{name}: {s}'))
   import jax
 
   report.notes.append(

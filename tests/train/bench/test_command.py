@@ -297,6 +297,6 @@ def test_startup_names_a_child_that_fails():
 
 def test_modules_of_all_benches_exist():
   folder = pathlib.Path(bench.__file__).parent
-  for module, function, *_ in bench.BENCHES.values():
+  for name, (module, *_) in bench.BENCHES.items():
     text = (folder / f'{module}.py').read_text(encoding='utf-8')
-    assert f'\ndef {function}(rounds, quick, say)' in text
+    assert f'\ndef {name}(rounds, quick, say)' in text
