@@ -105,9 +105,7 @@ def learn(run, *, families, fields, at_most, better):
     ' '.join(f'{found[n]:.3f}' for n in families),
     f'bits per byte of held-out text after {text} tokens, one seed '
     f'({run.config.train.seed}), best first: '
-    + ', '.join(
-      f'{n} {found[n]:.4f}' for n in sorted(found, key=lambda n: found[n])
-    ),
+    + ', '.join(f'{n} {found[n]:.4f}' for n in best_first),
     all(found[n] <= at_most[n] for n in families)
     and all(found[b] - found[a] >= by for a, b, by in better),
   )
