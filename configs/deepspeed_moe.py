@@ -49,6 +49,17 @@ def get_config():
   return config
 
 
+# The same operations a token: 192 columns of mlp, of experts, or both.
+PLAIN = {'model.experts.pattern': 'E', 'model.experts.residual': False}
+VARIANTS = {
+  'dense': PLAIN | {'model.experts.pattern': 'D'},
+  'top-1': PLAIN | {'model.experts.d_ff': 192},
+  'top-2': PLAIN | {'model.experts.top_k': 2, 'model.experts.normalise': True},
+  'residual': {'model.experts.pattern': 'E'},
+  'PR-MoE': {},
+}
+
+
 def claims():
   """What `paraxis reproduce deepspeed_moe` checks."""
   from paraxis.train.claims import experiment
@@ -56,19 +67,14 @@ def claims():
   from paraxis.train.claims.experts import messages
   from paraxis.train.claims.experts import training
 
-  gpt = dict(
-    mlp='gelu', position='learned', max_positions=2048, vocab_size=51200,
-    qk_norm='none',
-  )  # fmt: skip
-  shape = lambda name: (
-    gpt
-    | dict(
-      zip(('num_layers', 'd_model', 'num_heads'), SHAPES[name], strict=True),
-      d_ff=4 * SHAPES[name][1],
-    )
+  gpt = dict(mlp='gelu', position='learned', max_positions=2048, qk_norm='none')
+  sizes = lambda layers, d, heads: dict(
+    num_layers=layers, d_model=d, d_ff=4 * d, num_heads=heads, vocab_size=51200
   )
   case = lambda name, published, **experts: dict(
-    model=shape(name), published=published, experts=dict(d_ff=0) | experts
+    model=gpt | sizes(*SHAPES[name]),
+    published=published,
+    experts=dict(d_ff=0) | experts,
   )
   flat = dict(count=128, pattern='DE', residual=False)
   pyramid = dict(pattern='DE' * 10 + 'DPDP')
@@ -95,16 +101,8 @@ def claims():
   drops = dict(
     check=layer.drops_are_counted, tokens=16, factors=[0.5, 1, 1.25, 2], **where
   )
-  # The same operations a token: 192 columns of mlp, of experts, or both.
-  own = lambda **given: {f'model.experts.{k}': v for k, v in given.items()}
-  plain = own(pattern='E', residual=False)
   learned = dict(
-    check=training.learn_better, seeds=[0],
-    variants={
-      'dense': plain | own(pattern='D'), 'top-1': plain | own(d_ff=192),
-      'top-2': plain | own(top_k=2, normalise=True),
-      'residual': own(pattern='E'), 'PR-MoE': {},
-    },
+    check=training.learn_better, seeds=[0], variants=VARIANTS,
     better=[['top-1', 'dense'], ['residual', 'dense']], by=0.0,
   )  # fmt: skip
   return [

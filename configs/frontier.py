@@ -34,6 +34,14 @@ MODELS = {
   }
   for name, (n, d, heads) in SHAPES.items()
 }  # fmt: skip
+mesh = lambda **sizes: {f'mesh.{a}': n for a, n in sizes.items()}
+train = lambda **given: {f'train.{k}': v for k, v in given.items()}
+on = lambda n: mesh(tensor=n, data=CHIPS // n)
+# 8, 32 and 64 stages of a node each, and accumulation slices.
+STAGED = [
+  on(8 * p) | mesh(stage=p, tensor=8, zero=1) | train(microbatches=n)
+  for p, n in ((8, 2), (32, 8), (64, 16))
+]
 
 
 def get_config():
@@ -53,9 +61,6 @@ def claims():
   from paraxis.train.claims.layouts import memory
   from paraxis.train.claims.pipeline import schedules
 
-  mesh = lambda **sizes: {f'mesh.{a}': n for a, n in sizes.items()}
-  train = lambda **given: {f'train.{k}': v for k, v in given.items()}
-  on = lambda n: mesh(tensor=n, data=CHIPS // n)
   both = {name: MODELS[name] for name in ('22B', '175B')}
   base = on(8) | mesh(zero=1) | train(batch_size=1024, microbatches=4)
   ratios = lambda base, *steps, within=0.03, **found: dict(
@@ -88,15 +93,10 @@ def claims():
     layouts=[on(8) | last | stages[i] for i in (0, 1, 3)],
     fits={'22B': [True] * 3, '175B': large, '1T': large},
   )  # fmt: skip
-  # 8, 32 and 64 stages of a node each, and accumulation slices.
   staged = fits | dict(
-    models={name: MODELS[name] for name in ('175B', '1T')},
-    layouts=[
-      on(8 * p) | mesh(stage=p, tensor=8, zero=1) | train(microbatches=n)
-      for p, n in ((8, 2), (32, 8), (64, 16))
-    ],
+    models={name: MODELS[name] for name in ('175B', '1T')}, layouts=STAGED,
     fits={'175B': [True] * 3, '1T': [False, False, True]},
-  )
+  )  # fmt: skip
   times = lambda expected, *cases: dict(
     check=schedules.trend, schedule='one_f_one_b', within=0.05,
     cases=[list(c) for c in cases], expected=expected,

@@ -130,7 +130,7 @@ def _dense(q, k, v, mask):
 
 def _ours(q, k, v, mask, rows=None):
   segments = None if rows is None else (rows, rows)
-  attend: Any = attention.attention  # a custom_vjp
+  attend: Any = attention.attention  # its custom_vjp is untyped
   return attend(q, k, v, mask, segments)[0]
 
 

@@ -168,7 +168,7 @@ def _block(x_BTD, weights, defer):
   query, key, value, output, up, down = weights
   q, k, v = (jnp.einsum('BTD,DNP->BTNP', x_BTD, w) for w in (query, key, value))
   mask = attention_op.Mask(scale=q.shape[-1] ** -0.5)
-  attend: Any = attention_op.attention  # a custom_vjp
+  attend: Any = attention_op.attention  # its custom_vjp is untyped
   o_BTNP = attend(q, k, v, mask)[0]
   a = jnp.einsum('BTNP,NPD->BTD', o_BTNP, output)
   h = jax.nn.gelu(jnp.einsum('BTD,DF->BTF', x_BTD, up))

@@ -182,7 +182,7 @@ def cache_bytes(run, *, models, lengths, rows, over, ratios, within):
 
 def _attended(mask, arrays):
   """(o, gradients of q, k and v) of the op."""
-  attend: Any = attention.attention  # a custom_vjp
+  attend: Any = attention.attention  # its custom_vjp is untyped
   run = lambda q, k, v: attend(q, k, v, mask)[0]
   o, back = jax.vjp(run, *arrays)
   return (o, *back(jnp.cos(o)))
