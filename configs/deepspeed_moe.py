@@ -50,41 +50,36 @@ def get_config():
 
 
 # The same operations a token: 192 columns of mlp, of experts, or both.
-PLAIN = dict(pattern='E', residual=False)
-LEARNED = dict(
-  check='claims_expert_training.learn_better',
-  seeds=[0],
-  variants={
-    'dense': PLAIN | dict(pattern='D'),
-    'top-1': PLAIN | dict(expert_d_ff=192),
-    'top-2': PLAIN | dict(top_k=2, normalise=True),
-    'residual': dict(pattern='E'),
-    'PR-MoE': {},
-  },
-  better=[['top-1', 'dense'], ['residual', 'dense']], by=0.0,
-)  # fmt: skip
+PLAIN = {'model.experts.pattern': 'E', 'model.experts.residual': False}
+VARIANTS = {
+  'dense': PLAIN | {'model.experts.pattern': 'D'},
+  'top-1': PLAIN | {'model.experts.d_ff': 192},
+  'top-2': PLAIN | {'model.experts.top_k': 2, 'model.experts.normalise': True},
+  'residual': {'model.experts.pattern': 'E'},
+  'PR-MoE': {},
+}
 
 
 def claims():
   """What `paraxis reproduce deepspeed_moe` checks."""
-  gpt = dict(
-    mlp='gelu', position='learned', max_positions=2048, vocab_size=51200,
-    qk_norm='none',
-  )  # fmt: skip
-  shape = lambda name: (
-    gpt
-    | dict(
-      zip(('num_layers', 'd_model', 'num_heads'), SHAPES[name], strict=True),
-      d_ff=4 * SHAPES[name][1],
-    )
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.experts import layer
+  from paraxis.train.claims.experts import messages
+  from paraxis.train.claims.experts import training
+
+  gpt = dict(mlp='gelu', position='learned', max_positions=2048, qk_norm='none')
+  sizes = lambda layers, d, heads: dict(
+    num_layers=layers, d_model=d, d_ff=4 * d, num_heads=heads, vocab_size=51200
   )
   case = lambda name, published, **experts: dict(
-    model=shape(name), published=published, experts=dict(d_ff=0) | experts
+    model=gpt | sizes(*SHAPES[name]),
+    published=published,
+    experts=dict(d_ff=0) | experts,
   )
   flat = dict(count=128, pattern='DE', residual=False)
   pyramid = dict(pattern='DE' * 10 + 'DPDP')
   counts = dict(
-    check='claims_experts.parameter_counts', within=0.03,
+    check=layer.parameter_counts, within=0.03,
     cases={
       '350M+MoE-128': case('350M', 13e9, **flat),
       '1.3B+MoE-128': case('1.3B', 52e9, **flat),
@@ -94,20 +89,21 @@ def claims():
   )  # fmt: skip
   mesh = 'data=2,fsdp=2,tensor=2'
   equal = dict(
-    check='claims_experts.equals_one_device', within=1e-9,
-    cases=[dict(mesh=mesh), dict(mesh=mesh, hierarchical=True)],
+    check=experiment.equals_one_device, within=1e-9,
+    cases=[dict(mesh=mesh), {'mesh': mesh, 'model.experts.hierarchical': True}],
   )  # fmt: skip
   bitwise = dict(
-    check='claims_experts.axis_by_axis_is_bitwise', tokens=16,
+    check=layer.axis_by_axis_is_bitwise, tokens=16,
     meshes=['context=2,tensor=4', 'data=2,context=2,tensor=2'],
   )  # fmt: skip
-  sent = dict(
-    check='claims_expert_messages.axis_by_axis',
-    mesh='data=2,tensor=4', region='data+tensor',
-  )  # fmt: skip
+  where = dict(mesh='data=2,tensor=4', region='data+tensor')
+  sent = dict(check=messages.axis_by_axis, **where)
   drops = dict(
-    check='claims_experts.drops_are_counted', tokens=16,
-    mesh='data=2,tensor=4', region='data+tensor', factors=[0.5, 1, 1.25, 2],
+    check=layer.drops_are_counted, tokens=16, factors=[0.5, 1, 1.25, 2], **where
+  )
+  learned = dict(
+    check=training.learn_better, seeds=[0], variants=VARIANTS,
+    better=[['top-1', 'dense'], ['residual', 'dense']], by=0.0,
   )  # fmt: skip
   return [
     ('residual and pyramid equal one device', 'EQ', equal, None),
@@ -115,5 +111,5 @@ def claims():
     ('bytes axis by axis', 'HLO', sent, 'O(G + p/G)'),
     ('what finds no slot is counted', 'EQ', drops, None),
     ('parameters of the shapes', 'SIM', counts, '13 52 4 31 B'),
-    ('held-out text at equal operations', 'LEARN', LEARNED, 'lower'),
+    ('held-out text at equal operations', 'LEARN', learned, 'lower'),
   ]

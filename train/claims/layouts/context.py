@@ -14,7 +14,7 @@ and document of a token):
                 and results: forward N (u + l), backward N u, at each distance
                 1 .. n-1 (n-1 is -1)
 
-What fits is searched for with real compilations for a chip that is not there
+What fits is searched for by compiling ahead of time for a topology
 (sharding/meter/aot.py): the gradient program of a step, and the optimizer's
 state. A polynomial through the memory of the sizes tried says which to try
 next; the answer fits, and a size at most `close` larger does not.
@@ -127,7 +127,9 @@ def _texts(form, shape, mesh):
   mask = attention_lib.Mask(scale=width**-0.5)
 
   def forward(q, k, v, rows):
-    attend = lambda *x: context.attention(*x, rows, rows, mask, plan)[0]
+    attend = lambda q, k, v: context.attention(q, k, v, rows, rows, mask, plan)[
+      0
+    ]
     o, back = jax.vjp(attend, q, k, v)
     return o, jax.tree.map(lambda x: x[None], back)
 
@@ -242,7 +244,7 @@ def bytes_against_ring(run, *, form, shape, ratios, within):
 @contextlib.contextmanager
 def _quickly():
   """XLA's lowest level: a quarter of the time, up to a fifth more memory."""
-  before = jax.config.jax_optimization_level
+  before = jax.config.read('jax_optimization_level')
   try:
     jax.config.update('jax_optimization_level', 'O0')
     yield
