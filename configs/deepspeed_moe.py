@@ -8,11 +8,11 @@ expect: EQ 2e-15, and the same bits axis by axis; HLO bytes by formula, 7 -> 4
   peers; every dropped assignment counted; SIM 13.1, 52.5, 4.1, 31.4B parameters
   (the paper: 13, 52, 4, 31); LEARN, one seed: 3.022 bits per byte dense, 3.015
   top-1, 3.011 residual, 3.013 PR-MoE, 3.007 top-2. 6 minutes of CPU time.
-differs: one seed and 200 steps of a tiny model, so that the order of trainings
-  is an instance and no finding; top-2 was best, and the pyramid no better than
-  8 experts (the paper: residual as good as top-2, pyramid better).
-  Parameters are counted on shapes alone. Slots go to tokens in their order on a
-  device, not at random; experts of all layers lie on the same devices. Not
+differs: one seed and 200 steps of a tiny model, so the order of the trainings
+  is one instance, not a finding; top-2 was best, and the pyramid no better than
+  8 experts (the paper: residual as good as top-2, pyramid better). Parameters
+  are counted on shapes alone. Slots go to tokens in their order on a device,
+  not at random; experts of all layers are sharded over the same devices. Not
   here: distillation into fewer layers (MoS), kernels and exchanges of
   inference, throughput.
 """

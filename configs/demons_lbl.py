@@ -10,12 +10,12 @@ expect: EQ 2e-15; LEARN, means of 3 seeds, loads counted over a row, 4 rows, the
   3.047, 3.039 bits per byte, in this order in every seed. 8 minutes of CPU
   time. The paper: lower loss, and experts that specialise.
 differs: 0.2M active parameters in layers of 64, 200 steps of 2,048 tokens, six
-  domains of which a row holds one nearly always; the paper trains up to 42.8B
-  parameters on 400B tokens. The weight of the loss, 0.05, was not swept.
-  Trained on one device, where a row counted alone is what a device with one
-  row would count, and a batch in one microbatch is the whole step (EQ). For
-  several microbatches the paper keeps a buffer of counts of those before; here
-  a forward pass of its own counts all, or `running` the step before.
+  domains, nearly always one to a row; the paper trains up to 42.8B parameters
+  on 400B tokens. The weight of the loss, 0.05, was not swept. Trained on one
+  device, where a row counted alone is what a device with one row would count,
+  and a batch in one microbatch is the whole step (EQ). For several microbatches
+  the paper keeps a buffer of counts of those before; here a separate forward
+  pass counts all of them, or `running` counts the step before.
 """
 
 from paraxis.configs import schema

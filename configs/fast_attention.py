@@ -12,13 +12,13 @@ expect: EQ 8e-16 for tiles of three sizes in XLA, 3e-7 in the TPU kernel under
   7 + 7 permutes on 8 shards; AOT no T x T numbers in programs for two TPUs,
   peak memory 1.9 times that of arguments and results, which needs libtpu. 55
   CPU-seconds.
-differs: the paper's kernels are for Ascend NPUs and Volta GPUs and its numbers
-  are times (10.7 times an operator, 1.46 end to end): none is measured. Tiles
-  of the mask are computed, not read from a matrix of 2M x 2M, of which they are
-  shown to be slices; the two levels are the block in on-chip memory and the
-  compiler's own tiles. The all-reduce of the projection is a ring of pieces,
-  cut by tokens. The host attends in NumPy to keys that it keeps; nothing
-  overlaps it with the device.
+differs: the paper's kernels are for Ascend NPUs and Volta GPUs and its results
+  are times (10.7 times for an operator, 1.46 end to end): none is measured.
+  Tiles of the mask are computed, not read from a matrix of 2M x 2M, whose
+  slices they are shown to be; the two levels are the block in on-chip memory
+  and the compiler's own tiles. The all-reduce of the projection is a ring of
+  pieces, cut by tokens. The host attends in NumPy to keys that it keeps;
+  nothing overlaps it with the device.
 """
 
 from paraxis.configs import schema

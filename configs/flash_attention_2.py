@@ -15,10 +15,10 @@ expect: EQ 2e-15 for the XLA form in float64, 5e-7 for both kernels in float32
   long at 1024 and 4096 tokens. 120 CPU-seconds.
 differs: no throughput: nothing was run on an accelerator, and the paper's 225
   TFLOP/s on an A100 is not reproduced; static schedules beside jax's splash are
-  in `paraxis bench kernels`. The two kernels of the backward pass make the
+  in `paraxis bench kernels`. The two kernels of the backward pass compute the
   scores twice, 14 operations where the paper counts 10, and add nothing
   atomically: results are the same every time. Work is divided over blocks of
-  rows by the grid; warps are the compiler's matter.
+  rows by the grid; warps are left to the compiler.
 """
 
 from paraxis.configs import schema

@@ -10,9 +10,9 @@ expect: EQ 4e-15; SIM a bubble of (K - 1) / M over ideal time, which is (K - 1)
   / (M + K - 1) of all of it, exactly, in lock step too; 19% of the time at M =
   4 K; M inputs held; HLO three inputs of a stage more for each microbatch, and
   none in 1F1B; recomputing takes 0.10 of what storing takes. 35 CPU-seconds.
-differs: stages hold as many layers each, or one less; costs of cells are not
-  searched over. No batch norm. The forward and the backward pass of a
-  microbatch are phases of one program on all stages, idle or not, so that no
+differs: every stage holds the same number of layers, or one fewer; costs of
+  cells are not searched over. No batch norm. The forward and the backward pass
+  of a microbatch are phases of one program on all stages, idle or not, so no
   time can be measured on virtual devices. Temporaries are those of a program
   compiled for CPU. No AmoebaNet, no translation.
 """

@@ -11,12 +11,12 @@ expect: EQ 2e-15 for 4 draws of hot experts with one program; HLO bytes equal
   of 100 steps, 16 experts on 8 ranks, none and 4 hot: 2.03 -> 1.54. One minute
   of CPU time.
 differs: work of the busiest rank is counted, no time is measured. One set of
-  hot experts for all devices of a region, as many in every layer, by the loads
-  of the step before; the paper chooses sets by device, and their size by what
-  hides behind attention. Gathered experts are kept for the backward pass unless
-  train.remat makes it gather again. Owners hold equal shares; gathering moves
-  the bytes of an all-reduce, so that above half of the experts a gather of all
-  would be cheaper.
+  hot experts for all devices of a region, the same number in every layer,
+  chosen by the loads of the step before; the paper chooses sets by device, and
+  their size by what hides behind attention. Gathered experts are kept for the
+  backward pass unless train.remat gathers them again. Owners hold equal shares;
+  gathering moves the bytes of an all-reduce, so that above half of the experts
+  a gather of all would be cheaper.
 """
 
 from paraxis.configs import schema

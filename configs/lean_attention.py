@@ -1,4 +1,4 @@
-"""LeanAttention: one token attends to long rows, workers share them evenly
+"""LeanAttention: one token attends to long rows, shared evenly by workers
 
 paper: arXiv:2405.10480
 mechanism: pallas_kernels/decode_attention/schedule.py,
@@ -15,8 +15,8 @@ expect: EQ 1e-15 for 1 to 33 workers and rows of 0 to 512 slots, 2e-15 for a
   TPUs, which needs libtpu. 20 CPU-seconds.
 differs: work is counted in tiles on 264 workers, twice the processors of an
   H100, no time is measured; the cost of a part, half a tile, is assumed. Parts
-  are merged after the kernel, by rows, and not by the worker that began a row.
-  A TPU has one or two cores to a device: there the same schedule serves ragged
+  are merged after the kernel, by rows, not by the worker that began a row. A
+  TPU has one or two cores to a device: there the same schedule serves ragged
   rows in one program.
 """
 

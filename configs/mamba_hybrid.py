@@ -14,10 +14,10 @@ expect: EQ decoded and packed 3e-16, layouts 4e-15; SIM the cache of attention
 differs: generation up to 8 times faster is the paper's forecast; here bytes are
   counted: with parameters, 32 rows read 6.3 times fewer at 128k. States are
   float32, keys bfloat16. Recall: 2.2 to 3.3 million parameters, a state of 8;
-  documents of 2 to 16 bindings are mixed in training: without, attention needs
-  thousands of steps. At 50 thousand parameters attention of 3 layers had not
-  begun to look names up after 300 steps (3%; hybrid 92%, Mamba-2 4%). One seed;
-  families: too few tokens for a ranking.
+  training mixes documents of 2 to 16 bindings; otherwise attention needs
+  thousands of steps. At 50 thousand parameters, 3 layers of attention had not
+  learned to recall names after 300 steps (3%; hybrid 92%, Mamba-2 4%). One
+  seed; families: too few tokens for a ranking.
 """
 
 from paraxis.configs import schema

@@ -15,10 +15,10 @@ expect: EQ 1e-15, on stages too; HLO 2 all-reduces forward and 2 backward a
   messages between stages, b s h / t each. 30 CPU-seconds.
 differs: the sequence part is arXiv:2205.05198, which counts 4 gathers and 4
   scatters a layer, and besides gathers inputs again in the backward pass,
-  overlapped; here they count. A tick of the pipeline has a forward and a
+  overlapped; here they are counted. A tick of the pipeline has a forward and a
   backward and waits for all devices: 1F1B then holds 2 p - 1 inputs, not p, and
-  idle ticks send too. The 52% of peak no CPU can claim. RMSNorm, rotary
-  positions, no biases, no dropout; messages compiled for CPU.
+  idle ticks send too. No claim about 52% of peak: this is a CPU. RMSNorm,
+  rotary positions, no biases, no dropout; messages compiled for CPU.
 """
 
 from paraxis.configs import schema

@@ -10,11 +10,11 @@ expect: EQ 1e-15 of 2 x 2 x 2; SIM bubbles of 14, 18 and 21% on 280, 350 and 420
   nodes of eight; 530B predicted to take 41 GB of 80 on 2,240 chips, 28 by
   ZeRO-1; AOT, which needs libtpu, 64 GiB of 95 on 1,024 chips of v5p. 100
   CPU-seconds.
-differs: learning rates go by steps, not tokens; so does the ramp of the batch,
-  by 32 rows every 100 steps; warm-up and decay are those of the default.
-  Compiled with 16 stages, for 35 fill no torus of this topology: 105 layers
-  leave 7 of 112 places empty. State in float32. A TPU compiler may undo our
-  reduce-scatters: seen, not claimed. No throughput.
+differs: the learning rate and the batch ramp (32 rows every 100 steps) follow
+  steps, not tokens; warm-up and decay are the defaults. Compiled with 16
+  stages, because 35 fill no torus of this topology: 105 layers leave 7 of 112
+  places empty. State in float32. A TPU compiler may undo our reduce-scatters
+  (seen, not claimed). No throughput.
 """
 
 from paraxis.configs import schema

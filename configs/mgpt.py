@@ -1,4 +1,4 @@
-"""mGPT: dense and locally banded layers in turn, and what a tokenizer is worth
+"""mGPT: dense and locally banded layers in turn, and the value of a tokenizer
 
 paper: arXiv:2204.07580
 mechanism: models/mixers/attention.py, pallas_kernels/attention/op.py,
@@ -11,10 +11,10 @@ expect: EQ 5e-16 banded against dense with a mask, 2e-15 on layouts; SIM with a
   tokens, 0.950 at 512 (visible pairs alone: 0.617, 0.875); LEARN bits per byte
   after equal text: BPE of 2048 entries 2.966, bytes 3.726. 90 CPU-seconds.
 differs: the paper has 1.3B and 13B parameters, 60 languages and a vocabulary of
-  100k; here 2 layers of width 96 read 430 kB, one seed. Not its five strategies
-  but two shipped tokenizers, in bits per byte, not perplexity; a row of bytes
+  100k; here 2 layers of width 96 read 430 kB, one seed. Two shipped tokenizers
+  replace its five strategies, in bits per byte, not perplexity; a row of bytes
   has 2.6 times the positions. The width of the band is ours. A bound of 3.6 on
-  bytes, set before, was missed: the order and a margin are claimed.
+  bytes, set in advance, was missed; we claim the order and a margin.
 """
 
 from paraxis.configs import schema

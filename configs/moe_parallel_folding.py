@@ -1,23 +1,23 @@
-"""MoE Parallel Folding: experts over whatever devices attention leaves
+"""MoE Parallel Folding: experts sharded independently of attention
 
 paper: arXiv:2504.14960
 mechanism: sharding/experts/dispatch.py, models/ffn/moe.py, sharding/rules.py
 test: tests/train/claims/experts/test_layer.py
 run: paraxis reproduce moe_parallel_folding
 expect: EQ 2e-15; HLO 2 + 2 exchanges a layer in every folding; 0.50, 0.32,
-  0.19, 0.11 of the bytes with E = 8 to 64 experts over all 8 devices and not
-  over data alone; SIM 64 -> 8 and up to 1,024 -> 64 devices; AOT 57.4B
-  parameters of 64 experts on v5p:8x8x8: 71.7 -> 15.1 GiB a chip, 180 -> 128 GB
-  received, experts on 8 -> 64 chips. 2 minutes of CPU time, and 4 for AOT,
-  which needs libtpu.
-differs: bytes and memory, no throughput. Unfolded here is experts over data (or
-  fsdp) alone, each whole on the devices of tensor and context; the paper
-  also splits the width of an expert over tensor, which is not built. Bytes are
-  fewer because gradients of experts are summed over fewer devices; exchanges
-  alone cost more (1.75 times on 8 ranks for 2), and with experts over context
-  and tensor alone more crosses data. With many tokens a device the gain is
-  smaller. A padded exchange on CPU, a ragged one on TPU, counted as if every
-  slot were sent.
+  0.19, 0.11 of the bytes with E = 8 to 64 experts sharded over all 8 devices
+  instead of over data alone; SIM 64 -> 8 and up to 1,024 -> 64 devices; AOT
+  57.4B parameters of 64 experts on v5p:8x8x8: 71.7 -> 15.1 GiB a chip, 180 ->
+  128 GB received, experts on 8 -> 64 chips. 2 minutes of CPU time, and 4 for
+  AOT, which needs libtpu.
+differs: bytes and memory, no throughput. The unfolded baseline shards experts
+  over data (or fsdp) alone, each whole on the devices of tensor and context;
+  the paper also splits the width of an expert over tensor, which is not built.
+  Bytes are fewer because gradients of experts are summed over fewer devices;
+  exchanges alone cost more (1.75 times on 8 ranks for 2), and with experts over
+  context and tensor alone more crosses data. With many tokens a device the gain
+  is smaller. The exchange is padded on CPU and ragged on TPU; bytes count every
+  slot as sent.
 """
 
 from paraxis.configs import schema

@@ -1,4 +1,4 @@
-"""OneFlow: split, broadcast, partial, and what a conversion moves
+"""OneFlow: split, broadcast, partial, and the bytes a conversion moves
 
 paper: arXiv:2110.15032
 mechanism: sharding/planner/conversions.py, sharding/planner/signatures.py
@@ -12,8 +12,9 @@ expect: 14 of 14 conversions move what table 2 says, 12 of 12 over two axes what
   (bounds 1e-12, 1e-9). 8 CPU-seconds on 2 cores and 8 virtual devices.
 differs: layouts are chosen per product by the caller, not by a compiler for a
   whole graph; the cheapest is chosen by bytes, links weigh the same. The
-  parallel block is a function of the claim, counted forward. No actors: their
-  credits are a pipeline's slots. Table 2 from memory. Nothing is timed.
+  parallel block is a function of the claim, counted forward. No actors: the
+  slots of a pipeline play the role of their credits. Table 2 from memory.
+  Nothing is timed.
 """
 
 from paraxis.configs import schema

@@ -13,13 +13,13 @@ expect: EQ 1e-15; HLO 14 permutes forward and 30 backward on 8 ranks, with the
   time; AOT needs libtpu.
 differs: 64 chips against 12, as in the paper: 12 heads allow no more tensor
   shards. On all 64, data=16,tensor=4 holds 976 rows of 512 tokens, and 64 rows
-  of 7,808: the form is for fewer rows than chips, and there the online ring,
-  which keeps no scores, is the longer. Tensor parallelism here keeps no scores
-  either; the paper's did. BERT-Base's shape as a causal decoder (pre-norm, tied
-  head, no dropout), float32 with two numbers a parameter for Adam. TPU arrays
-  are padded to tiles of 8 x 128; without the barrier in rsa_backward XLA holds
-  the scores padded 16-fold (2.9 and 2.7 times). Compiled at XLA's lowest
-  effort, where programs hold more.
+  of 7,808: this form is for fewer rows than chips, and there the online ring,
+  which keeps no scores, fits longer rows. Tensor parallelism here keeps no
+  scores either; the paper's did. BERT-Base's shape as a causal decoder
+  (pre-norm, tied head, no dropout), float32 with two numbers a parameter for
+  Adam. TPU arrays are padded to tiles of 8 x 128; without the barrier in
+  rsa_backward XLA holds the scores padded 16-fold (2.9 and 2.7 times). Compiled
+  at XLA's lowest effort, where programs hold more.
 """
 
 from paraxis.configs import schema

@@ -1,17 +1,17 @@
-"""SE-MoE: exchanges by link, and devices for tasks by their load
+"""SE-MoE: exchanges axis by axis, devices assigned to tasks by load
 
 paper: arXiv:2205.10034
 mechanism: sharding/experts/dispatch.py, sharding/tensor/lookup.py
 test: tests/train/claims/experts/test_layer.py
 run: paraxis reproduce se_moe
-expect: EQ 3e-15, and the same bits as an exchange at once; HLO bytes of each
-  axis by formula, 7 -> 3 peers; SIM the slowest task 2 and 1.25 times as fast
-  with devices by load (the paper: +64% throughput of one such case). 20 seconds
-  of CPU time.
-differs: built here are the exchange axis by axis, tables of the vocabulary
-  over devices (sharding/tensor/lookup.py, as any model has) and, as a count,
-  devices by load of tasks: no training places tasks so. Not built: prefetching
-  of experts in two dimensions, with SSDs and a cache of the busiest; one flat
+expect: EQ 3e-15, and the same bits as a single exchange; HLO bytes of each axis
+  by formula, 7 -> 3 peers; SIM the slowest task 2 and 1.25 times as fast with
+  devices by load (the paper: +64% throughput of one such case). 20 seconds of
+  CPU time.
+differs: built here: the exchange axis by axis, vocabulary tables sharded over
+  devices (sharding/tensor/lookup.py, as in any model), and devices by load of
+  tasks, as a count only: no training places tasks so. Not built: prefetching of
+  experts in two dimensions, with SSDs and a cache of the busiest; one flat
   buffer for the parameters of a layer; inference in a ring of slots. No
   throughput.
 """

@@ -1,4 +1,4 @@
-"""SkipPipe: microbatches that leave stages of the pipeline out
+"""SkipPipe: microbatches that skip stages of the pipeline
 
 paper: arXiv:2502.19913
 mechanism: sharding/pipeline/paths.py, sharding/pipeline/schedules.py,
@@ -6,18 +6,18 @@ mechanism: sharding/pipeline/paths.py, sharding/pipeline/schedules.py,
 test: tests/sharding/pipeline/test_paths.py,
   tests/train/claims/pipeline/test_skip.py
 run: paraxis reproduce skippipe
-expect: EQ 3e-15 against layers on paths, and 1F1B bit for bit with nothing left
-  out; SIM a step takes 0.79 of the time with half left out, 0.92 with a
+expect: EQ 3e-15 against layers on paths, and 1F1B bit for bit when nothing is
+  skipped; SIM a step takes 0.79 of the time when half is skipped, 0.92 for a
   quarter; LEARN perplexity of half the model over that of all of it: 0.94 when
-  trained with half left out (104 over 111), 1.13 with a quarter (109 over 96),
+  trained with half skipped (104 over 111), 1.13 with a quarter (109 over 96),
   1.68 with none (141 over 84); the paper: 1.07. 650 CPU-seconds.
-differs: 1.8M parameters in 8 layers, 1M tokens, one seed: with so little of it
-  leaving out costs, 96 and 111 of perplexity with all stages against 84. Half a
-  model is the mean over 4 balanced paths drawn anew. In training paths are
-  drawn once and kept, not searched for by conflict; equal stages and links, so
-  that the 55% of the paper, on slow links that differ, is out of reach. In lock
-  step, as our executor runs, a step takes 0.93 at best. Learning runs on one
-  device, which the first claim says is the same.
+differs: 1.8M parameters in 8 layers, 1M tokens, one seed: with so little
+  training, skipping costs: perplexity 96 and 111 with all stages against 84.
+  Half a model is the mean over 4 balanced paths drawn anew. In training, paths
+  are drawn once and kept, not searched for conflicts; equal stages and links,
+  so the paper's 55%, on slow and unequal links, is out of reach. In lock step,
+  as our executor runs, a step takes 0.93 at best. LEARN runs on one device,
+  equal by the first claim.
 """
 
 from paraxis.configs import schema

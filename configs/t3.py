@@ -14,8 +14,9 @@ expect: EQ 1e-15 for the rings and 1e-14 for a model whose projections are all
 differs: T3 is hardware: it tracks stores, adds in memory, triggers the copy of
   a finished chunk. Here the product is cut into one piece per shard, in the
   order in which T3 staggers them, and the compiler overlaps; nothing adds in
-  memory. Its gains are from a model, not a GPU simulator: no contention, no
-  cache, peak rates. Batches of the three largest models are assumed: 4.
+  memory. Its gains are computed from a model, not a GPU simulator: no
+  contention, no cache, peak rates. Batches of the three largest models are
+  assumed: 4.
 """
 
 from paraxis.configs import schema

@@ -6,19 +6,19 @@ mechanism: models/mixers/tcn.py, models/mixers/recurrence.py,
 test: tests/models/mixers/test_tcn.py, tests/train/claims/scans/test_tcn.py
 run: paraxis reproduce tcnca
 expect: EQ fields 241, 27, 6, 4 as by formula, 1e-14 token by token, 5e-15 for
-  chunks that lie on several shards and 2e-15 for layouts; SIM 1.02 times the
+  chunks that span several shards and 2e-15 for layouts; SIM 1.02 times the
   operations a token at 4 times the length (attention over the row 2.81). LEARN
   words of 65 letters, repeated, 1.80 bits a letter with a reach of 241, 4.02
   with 17 (4 if nothing is learned, 0.51 at best). Text: 3.55 bits per byte with
   a reach of 241, 3.38 with 17, 3.18 with 2: at 328,000 bytes of training a
-  longer reach learns later, the opposite of what it is for. 390 CPU-seconds.
+  longer reach learns later, opposite to its purpose. 390 CPU-seconds.
 differs: of the paper we know the abstract: widths, the order of products and
   convolutions, residuals and gates are our reading (models/mixers/tcn.py). Its
   numbers are speeds against MEGA (1.37 and 1.24 times) and EnWik8 and are not
-  here, nor is MEGA. Text was claimed the other way round at first. Smaller taps
-  at the start changed nothing (3.55). One seed; learning rates were not swept.
-  Operations are matrix products, in whole blocks of attention; taps are, by
-  formula, 2% of them.
+  here, nor is MEGA. The first version claimed the opposite on text. Smaller
+  taps at the start changed nothing (3.55). One seed; learning rates were not
+  swept. Operations are matrix products, in whole blocks of attention; taps are,
+  by formula, 2% of them.
 """
 
 from paraxis.configs import schema

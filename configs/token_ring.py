@@ -1,4 +1,4 @@
-"""TokenRing: queries travel round the ring, results go straight home
+"""TokenRing: queries travel the ring, results return directly
 
 paper: arXiv:2412.20501
 mechanism: sharding/sequence/forms.py, sharding/sequence/attention.py
@@ -9,12 +9,12 @@ expect: EQ 1e-15; HLO 21 + 35 permutes against the ring's 14 + 30, with the
   bytes of the formulas; 0.83 of the ring's bytes with as many kv heads as query
   heads (1.03 forward, 0.73 backward, where dk and dv need not travel), 3.26 at
   4 query heads per kv head, even at 1.21. Half a minute of CPU time.
-differs: the paper gives times on GPUs that are all joined by links, and there
-  the gain is the busiest link: 0.55 of the ring's bytes. On a ring of links
-  every result passes the links between: 1.25 times the ring's bytes times
-  links. Heads of 16 numbers; the wider, the nearer to 0.80 and 3.18. All of q
-  is sent, also in the causal steps that need half of it. The backward pass is
-  ours: k and v stay, q goes round with do, and dq comes home.
+differs: the paper gives times on fully connected GPUs, where the gain is on the
+  busiest link: 0.55 of the ring's bytes. On a ring of links every result
+  crosses all links in between: 1.25 times the ring's bytes times links. Heads
+  of 16 numbers; the wider, the nearer to 0.80 and 3.18. All of q is sent, also
+  in the causal steps that need half of it. The backward pass is ours: k and v
+  stay, q travels with do, and dq returns to its rank.
 """
 
 from paraxis.configs import schema

@@ -1,4 +1,4 @@
-"""TPLA: the latent of latent attention, parted over devices
+"""TPLA: the latent of latent attention, sharded over devices
 
 paper: arXiv:2508.15881
 mechanism: models/mixers/latent.py, models/mixers/latent_rotation.py,
@@ -7,20 +7,20 @@ test: tests/models/mixers/test_latent.py,
   tests/models/mixers/test_latent_rotation.py, tests/decode/test_latents.py,
   tests/train/claims/attention/test_latent.py
 run: paraxis reproduce tpla
-expect: EQ 8e-15 for another basis, 3e-15 for summed scores in 1, 2, 4 parts
+expect: EQ 8e-15 for another basis, 3e-15 for summed scores in 1, 2, 4 shards
   and 2e-15 for layouts; HLO 576, 320, 192, 128 numbers a token and device in 1,
-  2, 4, 8 parts (the paper: 576, 320). LEARN, bits per byte read token by token:
-  whole 2.543, two parts with scores of their own 2.544 by pca, 2.550 by
-  hadamard and as trained; four parts by pca 2.550. 180 CPU-seconds.
+  2, 4, 8 shards (the paper: 576, 320). LEARN, bits per byte read token by
+  token: whole 2.543, two shards with a softmax each 2.544 by pca, 2.550 by
+  hadamard and as trained; four shards by pca 2.550. 180 CPU-seconds.
 differs: 870,000 parameters, 240 steps and a latent of 64, so that all errors
   are small; the paper's 7B models go from 6.31 to 7.24 in perplexity. After an
   exact prefill of 128 tokens the loss is as small (2.555, pca 2.556, identity
   2.563); in the paper it is gone. Hadamard is no better than the basis that was
   trained, and measured shares no better than equal ones. Our reading: alpha is
-  1 / share of a part in the latent's square (the paper prints both ways), the
+  1 / share of a shard in the latent's square (the paper prints both ways), the
   factors on scores (mu) are 1, not fitted; nothing is trained afterwards.
-  Summed scores, exact at one more sum over devices, are ours. No more shards
-  than parts; no speed.
+  Summed scores, exact at one more sum over devices, are ours. No more devices
+  than shards of the latent; no speed.
 """
 
 from paraxis.configs import schema

@@ -6,18 +6,19 @@ mechanism: sharding/rules.py, sharding/tensor/vocabulary.py,
 test: tests/train/claims/layouts/test_vocabulary.py,
   tests/train/claims/pipeline/test_schedules.py
 run: paraxis reproduce vocab_parallelism
-expect: EQ 2e-15, tied or not; HLO V h / (p t) numbers of the ends on every
-  device, all state equal; SIM the busiest stage does the mean, for any V, and
-  is 1.16 to 2.12 times as fast as even layers with the head on the last stage,
-  1.11 to 1.33 as layers moved away from it (the paper: 1.05 to 1.51); AOT,
-  which needs libtpu, 10.4 to 13.7 GiB on every device of 8, where whole ends
-  would leave stages 13 to 53% apart. 310 CPU-seconds, 285 of them for AOT.
+expect: EQ 2e-15, tied or not; HLO every device holds V h / (p t) numbers of the
+  embedding and head, and equal state; SIM the busiest stage does the mean, for
+  any V, and is 1.16 to 2.12 times as fast as even layers with the head on the
+  last stage, 1.11 to 1.33 as layers moved away from it (the paper: 1.05 to
+  1.51); AOT, which needs libtpu, 10.4 to 13.7 GiB on every device of 8, where
+  whole ends would make stages differ by 13 to 53%. 310 CPU-seconds, 285 of them
+  for AOT.
 differs: one all-reduce of statistics and one of gradients for each microbatch,
-  the loss between F and B of one tick; the paper delays them by a tick. All
-  devices run one program, so that the compiler tells one worst moment; whole
-  ends are calculated, with 16 bytes a number and no logits, not compiled. Times
-  count operations alone: all-reduces are free, small matrices as fast as large
-  ones. 1F1B in phased ticks holds 2 p - 1 inputs on every stage.
+  the loss between F and B of one tick; the paper delays them by one tick. All
+  devices run one program, so the compiler reports one peak; whole ends are
+  calculated, with 16 bytes a number and no logits, not compiled. Times count
+  operations alone: all-reduces are free, small matrices as fast as large ones.
+  1F1B in phased ticks holds 2 p - 1 inputs on every stage.
 """
 
 from paraxis.configs import schema

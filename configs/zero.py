@@ -1,4 +1,4 @@
-"""ZeRO: what data-parallel training repeats, divided
+"""ZeRO: optimizer state, gradients and parameters sharded over data
 
 paper: arXiv:1910.02054
 mechanism: sharding/rules.py, train/step.py, train/optimizers.py
@@ -15,9 +15,10 @@ differs: float32, 4 + 4 + 8 bytes a parameter and not 2 + 2 + 12; gradients
   until stage 2; no buckets: below stage 3 the gradient of one microbatch is
   whole for a moment. Each further microbatch moves Psi more at stage 2, 3 Psi
   at stage 3. Messages are those of our own collectives on CPU. A TPU compiler
-  may undo them: seen, not claimed, all-reduces for the scatters on v5p:2x2x2,
-  stage 2 made stage 1 on v5e:2x4. The 7.5B shape is Megatron's. Of ZeRO-R only
-  sharded activations are here (mesh.sequence); no throughput.
+  may undo them: we saw (and do not claim) all-reduces in place of the scatters
+  on v5p:2x2x2, and stage 2 turned into stage 1 on v5e:2x4. The 7.5B shape is
+  Megatron's. Of ZeRO-R only sharded activations are here (mesh.sequence); no
+  throughput.
 """
 
 from paraxis.configs import schema

@@ -12,6 +12,7 @@ late, so that reading it never starts jax. Read by ast; standard library only.
 import ast
 import collections
 import pathlib
+import re
 import sys
 from typing import NamedTuple
 
@@ -154,6 +155,17 @@ def lines(texts, prefix=''):
   )
 
 
+def reading_path(root):
+  """{file: lines} of the numbered reading in CONTRIBUTING.md, in order."""
+  root = pathlib.Path(root)
+  text = (root / 'CONTRIBUTING.md').read_text(encoding='utf-8')
+  names = re.findall(r'^\d+\. `([\w/]+\.py)`:', text, re.M)
+  return {
+    name: len((root / name).read_text(encoding='utf-8').splitlines())
+    for name in names
+  }
+
+
 def report(root):
   """All figures of the tree at `root` -> lines of text."""
   code, tests = sources(root), sources(root, ('tests',))
@@ -178,6 +190,9 @@ def report(root):
   yield 'classes that share a name: ' + (
     ', '.join(f'{n} {k}' for n, k in classes(code).items()) or 'none'
   )
+  path = reading_path(root)
+  yield f'reading path of CONTRIBUTING.md, {sum(path.values()):,} lines:'
+  yield from (f'  {lines:4} {name}' for name, lines in path.items())
 
 
 if __name__ == '__main__':

@@ -23,6 +23,13 @@ def test_train_has_few_rooms_and_no_arrow_back(edges):
   assert 1 < drawn.floors <= FLOORS
 
 
+def test_claims_stand_on_what_they_share_alone(edges):
+  drawn = house.picture(edges, 'train/claims')
+  rooms = {name for name in drawn.files if name.endswith('/')}
+  assert len(rooms) > 3 and not drawn.circle
+  assert not [a for a in drawn.arrows if a[1] in rooms]
+
+
 def test_the_report_is_whole(tree):
   text = '\n'.join(house.report(tree.root))
   for folder in (*house.FOLDERS, 'train/claims', 'sharding/pipeline'):

@@ -26,11 +26,11 @@ def _spread(values, form):
   return ' / '.join(form(x) for x in measure.spread(values))
 
 
-def table(report, date):
+def table(report, date: str) -> str:
   """A report as Markdown: one line of source, then a line a ratio.
 
   Args:
-    report: measure.BenchReport.
+    report: what measure.from_json gives.
     date: ISO date of the measurement.
   """
   last = report.notes[-1] if report.notes else ''
@@ -47,7 +47,7 @@ def table(report, date):
   return '\n'.join(lines)
 
 
-def replaced(text, reports, date):
+def replaced(text: str, reports, date: str) -> str:
   """`text` with the tables of `reports`; UserError where a marker lacks."""
   for report in reports:
     begin = f'<!-- bench {report.name} -->'
@@ -63,7 +63,7 @@ def replaced(text, reports, date):
   return text
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
   """argv: the Markdown file; reads the JSON of `paraxis bench --json`."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('file', type=pathlib.Path)
