@@ -49,24 +49,13 @@ def get_config():
   return config
 
 
-# The same operations a token: 192 columns of mlp, of experts, or both.
-PLAIN = dict(pattern='E', residual=False)
-LEARNED = dict(
-  check='claims_expert_training.learn_better',
-  seeds=[0],
-  variants={
-    'dense': PLAIN | dict(pattern='D'),
-    'top-1': PLAIN | dict(expert_d_ff=192),
-    'top-2': PLAIN | dict(top_k=2, normalise=True),
-    'residual': dict(pattern='E'),
-    'PR-MoE': {},
-  },
-  better=[['top-1', 'dense'], ['residual', 'dense']], by=0.0,
-)  # fmt: skip
-
-
 def claims():
   """What `paraxis reproduce deepspeed_moe` checks."""
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.experts import layer
+  from paraxis.train.claims.experts import messages
+  from paraxis.train.claims.experts import training
+
   gpt = dict(
     mlp='gelu', position='learned', max_positions=2048, vocab_size=51200,
     qk_norm='none',
@@ -84,7 +73,7 @@ def claims():
   flat = dict(count=128, pattern='DE', residual=False)
   pyramid = dict(pattern='DE' * 10 + 'DPDP')
   counts = dict(
-    check='claims_experts.parameter_counts', within=0.03,
+    check=layer.parameter_counts, within=0.03,
     cases={
       '350M+MoE-128': case('350M', 13e9, **flat),
       '1.3B+MoE-128': case('1.3B', 52e9, **flat),
@@ -94,20 +83,29 @@ def claims():
   )  # fmt: skip
   mesh = 'data=2,fsdp=2,tensor=2'
   equal = dict(
-    check='claims_experts.equals_one_device', within=1e-9,
-    cases=[dict(mesh=mesh), dict(mesh=mesh, hierarchical=True)],
+    check=experiment.equals_one_device, within=1e-9,
+    cases=[dict(mesh=mesh), {'mesh': mesh, 'model.experts.hierarchical': True}],
   )  # fmt: skip
   bitwise = dict(
-    check='claims_experts.axis_by_axis_is_bitwise', tokens=16,
+    check=layer.axis_by_axis_is_bitwise, tokens=16,
     meshes=['context=2,tensor=4', 'data=2,context=2,tensor=2'],
   )  # fmt: skip
-  sent = dict(
-    check='claims_expert_messages.axis_by_axis',
-    mesh='data=2,tensor=4', region='data+tensor',
-  )  # fmt: skip
+  where = dict(mesh='data=2,tensor=4', region='data+tensor')
+  sent = dict(check=messages.axis_by_axis, **where)
   drops = dict(
-    check='claims_experts.drops_are_counted', tokens=16,
-    mesh='data=2,tensor=4', region='data+tensor', factors=[0.5, 1, 1.25, 2],
+    check=layer.drops_are_counted, tokens=16, factors=[0.5, 1, 1.25, 2], **where
+  )
+  # The same operations a token: 192 columns of mlp, of experts, or both.
+  own = lambda **given: {f'model.experts.{k}': v for k, v in given.items()}
+  plain = own(pattern='E', residual=False)
+  learned = dict(
+    check=training.learn_better, seeds=[0],
+    variants={
+      'dense': plain | own(pattern='D'), 'top-1': plain | own(d_ff=192),
+      'top-2': plain | own(top_k=2, normalise=True),
+      'residual': own(pattern='E'), 'PR-MoE': {},
+    },
+    better=[['top-1', 'dense'], ['residual', 'dense']], by=0.0,
   )  # fmt: skip
   return [
     ('residual and pyramid equal one device', 'EQ', equal, None),
@@ -115,5 +113,5 @@ def claims():
     ('bytes axis by axis', 'HLO', sent, 'O(G + p/G)'),
     ('what finds no slot is counted', 'EQ', drops, None),
     ('parameters of the shapes', 'SIM', counts, '13 52 4 31 B'),
-    ('held-out text at equal operations', 'LEARN', LEARNED, 'lower'),
+    ('held-out text at equal operations', 'LEARN', learned, 'lower'),
   ]

@@ -47,31 +47,36 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce demons_lbl` checks."""
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.experts import loads
+  from paraxis.train.claims.experts import training
+
   # A whole batch in one microbatch is the scope `step` without its second
   # forward pass: the first claims say so.
+  scope = lambda name: {'model.experts.balance_scope': name}
   variants = {
-    'a row': dict(balance_scope='sequence'),
-    '4 rows': dict(balance_scope='microbatch', microbatches=4),
-    'the batch': dict(balance_scope='step'),
+    'a row': scope('sequence'),
+    '4 rows': scope('microbatch') | {'train.microbatches': 4},
+    'the batch': scope('step'),
   }
   trained = dict(variants=variants, seeds=[0, 1, 2])
   special = trained | dict(
-    check='claims_expert_training.specialise',
+    check=training.specialise,
     more=['the batch', 'a row'], times=5,
   )  # fmt: skip
   better = trained | dict(
-    check='claims_expert_training.learn_better',
+    check=training.learn_better,
     better=[['4 rows', 'a row'], ['the batch', '4 rows']], by=0.0,
   )  # fmt: skip
   scopes = dict(
-    check='claims_expert_loads.scopes_agree',
+    check=loads.scopes_agree,
     equal=[['device', 1], ['step', 1], ['step', 4]], other=['microbatch', 4],
     within=1e-9, apart=1e-3,
   )  # fmt: skip
   meshes = dict(
-    check='claims_experts.equals_one_device',
+    check=experiment.equals_one_device,
     cases=[
-      dict(mesh='data=2,fsdp=2,tensor=2', microbatches=2),
+      {'mesh': 'data=2,fsdp=2,tensor=2', 'train.microbatches': 2},
       dict(mesh='stage=2,data=2,tensor=2'),
     ],
     within=1e-9,

@@ -41,30 +41,35 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce fast_attention` checks."""
-  check = lambda name, **given: dict(check=name, **given)
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.attention import kernels
+  from paraxis.train.claims.attention import parts
+  from paraxis.train.claims.layouts import tensor
+
+  check = lambda check, **given: dict(check=check, **given)
   tiles = lambda impl, within, blocks: check(
-    'claims_attention.equals_dense',
+    kernels.equals_dense,
     impl=impl, shape=[4, 2, 16], within=within,
     cases=[dict(length=130, block=b, packed=True) for b in blocks],
   )  # fmt: skip
   sizes = [[16, 64], [64, 16], [64, 64]]
   mask = check(
-    'claims_attention_parts.mask_is_a_slice',
+    parts.mask_is_a_slice,
     length=192, blocks=[[16, 16], *sizes, [48, 32]],
   )  # fmt: skip
   machines = check(
-    'claims_attention.compiled_is_linear',
+    kernels.compiled_is_linear,
     topologies=['v5e:1x1', 'tpu7x:1x1x1'],
     lengths=[4096, 8192], shape=[8, 2, 128], window=1000, at_most=2,
   )  # fmt: skip
   host = check(
-    'claims_attention_parts.host_part',
+    parts.host_part,
     slots=1000, on_host=[1, 500, 999], rows=4, shape=[8, 2, 64], within=1e-12,
   )  # fmt: skip
-  rings = check('claims_tensor.rings_equal_products', shards=8, within=1e-12)
-  sent = check('claims_tensor.ring_messages', shards=8)
+  rings = check(tensor.rings_equal_products, shards=8, within=1e-12)
+  sent = check(tensor.ring_messages, shards=8)
   layouts = check(
-    'claims_pipeline_step.equals_one_device',
+    experiment.equals_one_device,
     cases=[dict(mesh='tensor=8'), dict(mesh='context=2,tensor=4')],
     within=1e-9,
   )  # fmt: skip

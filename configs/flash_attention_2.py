@@ -39,35 +39,39 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce flash_attention_2` checks."""
-  check = lambda name, **given: dict(check=f'claims_attention.{name}', **given)
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.attention import kernels
+
+  check = lambda check, **given: dict(check=check, **given)
   shape = [4, 2, 16]  # query heads, kv heads, head width
   equal = lambda impl, within, block: check(
-    'equals_dense', impl=impl, shape=shape, within=within,
+    kernels.equals_dense, impl=impl, shape=shape, within=within,
     cases=[
       dict(length=130, block=block),
       dict(length=200, block=block, packed=True, window=50, softcap=3.0),
       dict(length=96, block=block, causal=False),
     ],
   )  # fmt: skip
+  kernel = lambda impl: equal(impl, 1e-5, [32, 64])
   memory = check(
-    'temporaries',
+    kernels.temporaries,
     lengths=[1024, 2048, 4096], shape=[4, 4, 64], within=0.1,
     dense_at_least=3.5,
   )  # fmt: skip
   machines = check(
-    'compiled_is_linear',
+    kernels.compiled_is_linear,
     topologies=['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1'],
     lengths=[4096, 16384], shape=[8, 2, 128], window=0, at_most=2,
   )  # fmt: skip
   blocks = check(
-    'blocks_visited',
+    kernels.blocks_visited,
     length=16384, block=512, windows=[0, 4096, 1000], shape=[8, 2, 128],
   )  # fmt: skip
   cost = check(
-    'cost', lengths=[1024, 4096], shape=[4, 4, 64], rounds=5, at_least=4
+    kernels.cost, lengths=[1024, 4096], shape=[4, 4, 64], rounds=5, at_least=4
   )
   layouts = dict(
-    check='claims_pipeline_step.equals_one_device',
+    check=experiment.equals_one_device,
     cases=[
       dict(mesh='context=4,tensor=2'),
       dict(mesh='data=2,fsdp=2,tensor=2'),
@@ -77,18 +81,8 @@ def claims():
   )
   return [
     ('XLA form equals dense', 'EQ', equal('xla', 1e-12, 32), None),
-    (
-      'TPU kernel equals dense',
-      'EQ',
-      equal('pallas_tpu', 1e-5, [32, 64]),
-      None,
-    ),
-    (
-      'GPU kernel equals dense',
-      'EQ',
-      equal('pallas_gpu', 1e-5, [32, 64]),
-      None,
-    ),
+    ('TPU kernel equals dense', 'EQ', kernel('pallas_tpu'), None),
+    ('GPU kernel equals dense', 'EQ', kernel('pallas_gpu'), None),
     ('layouts equal one device', 'EQ', layouts, None),
     ('temporaries, a doubling of T', 'HLO', memory, 'linear'),
     ('blocks that are visited', 'HLO', blocks, 'about half'),

@@ -25,29 +25,24 @@ from paraxis.configs import schema
 CHIPS = 512
 # Depth, width and heads of the three models of the paper.
 SHAPES = {
-  '22B': (48, 6144, 48),
-  '175B': (96, 12288, 96),
-  '1T': (128, 25600, 128),
-}
+  '22B': (48, 6144, 48), '175B': (96, 12288, 96), '1T': (128, 25600, 128)
+}  # fmt: skip
 MODELS = {
-  name: dict(num_layers=n, d_model=d, d_ff=4 * d, num_heads=heads)
+  name: {
+    'model.num_layers': n, 'model.d_model': d, 'model.d_ff': 4 * d,
+    'model.num_heads': heads,
+  }
   for name, (n, d, heads) in SHAPES.items()
-}
-# 8, 32 and 64 stages of a node each, and accumulation slices.
-STAGED = [
-  dict(stage=p, tensor=8, data=CHIPS // 8 // p, zero=1, microbatches=n)
-  for p, n in ((8, 2), (32, 8), (64, 16))
-]
+}  # fmt: skip
 
 
 def get_config():
   """22B on 512 chips: tensor=8 in a node, data=64 with ZeRO-1."""
   config = schema.default()
   config.mesh.update(data=64, tensor=8, zero=1, collectives='explicit')
-  config.model.update(
-    MODELS['22B'], vocab_size=51200, mlp='gelu', dtype='bfloat16',
-    attention_block=512,
-  )  # fmt: skip
+  config.update_from_flattened_dict(MODELS['22B'])
+  config.model.update(vocab_size=51200, mlp='gelu', dtype='bfloat16')
+  config.model.attention_block = 512
   config.data.sequence_length = 2048
   config.train.update(batch_size=1024, remat='full')
   return config
@@ -55,46 +50,55 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce frontier` checks."""
+  from paraxis.train.claims.layouts import memory
+  from paraxis.train.claims.pipeline import schedules
+
+  mesh = lambda **sizes: {f'mesh.{a}': n for a, n in sizes.items()}
+  train = lambda **given: {f'train.{k}': v for k, v in given.items()}
+  on = lambda n: mesh(tensor=n, data=CHIPS // n)
   both = {name: MODELS[name] for name in ('22B', '175B')}
-  base = dict(tensor=8, data=64, zero=1, batch_size=1024, microbatches=4)
+  base = on(8) | mesh(zero=1) | train(batch_size=1024, microbatches=4)
   ratios = lambda base, *steps, within=0.03, **found: dict(
-    check='claims_memory.predicted_ratios', models=both, base=base,
+    check=memory.predicted_ratios, models=both, base=base,
     steps=list(steps), ratios=found, within=within,
   )  # fmt: skip
-  on = lambda n: dict(tensor=n, data=CHIPS // n)
   less = [1 / 2, 1 / 4, 1 / 8]
   tensor = ratios(
     base | on(2), on(4), on(8), on(16),
     tensor=[3, 7, 15], data=less, parameters=less,
   )  # fmt: skip
   inside = dict(
-    check='claims_memory.axis_within_host', axis='tensor', chips=CHIPS, host=8,
+    check=memory.axis_within_host, axis='tensor', chips=CHIPS, host=8,
     sizes=[2, 4, 8, 16], crosses=[1, 1, 1, 2],
   )  # fmt: skip
-  stages = [dict(zero=stage) for stage in range(4)]
+  stages = [mesh(zero=stage) for stage in range(4)]
   zero = ratios(
     base | stages[0], *stages[1:],
     optimizer=[1 / 64] * 3, parameters=[1, 1, 1 / 64], tensor=[1, 1, 1],
   )  # fmt: skip
-  more = dict(microbatches=2), dict(microbatches=1)
+  more = train(microbatches=2), train(microbatches=1)
   rows = ratios(base, *more, activations=[2, 4], tensor=[1, 1], within=0.08)
-  one, *more = (dict(batch_size=64 * n, microbatches=n) for n in (1, 4, 16))
+  one, *more = (train(batch_size=64 * n, microbatches=n) for n in (1, 4, 16))
   accumulated = ratios(base | one, *more, data=[1, 1], tensor=[4, 16])
-  fsdp = base | one | dict(fsdp=64, data=1, zero=0)
+  fsdp = base | one | mesh(fsdp=64, data=1, zero=0)
   gathered = ratios(fsdp, *more, fsdp=[4, 16], tensor=[4, 16])
-  last, large = dict(microbatches=16), [False, False, True]
+  last, large = train(microbatches=16), [False, False, True]
   fits = dict(
-    check='claims_memory.predicted_fits', models=MODELS, memory=64e9,
+    check=memory.predicted_fits, models=MODELS, memory=64e9,
     layouts=[on(8) | last | stages[i] for i in (0, 1, 3)],
     fits={'22B': [True] * 3, '175B': large, '1T': large},
   )  # fmt: skip
+  # 8, 32 and 64 stages of a node each, and accumulation slices.
   staged = fits | dict(
     models={name: MODELS[name] for name in ('175B', '1T')},
-    layouts=STAGED,
+    layouts=[
+      on(8 * p) | mesh(stage=p, tensor=8, zero=1) | train(microbatches=n)
+      for p, n in ((8, 2), (32, 8), (64, 16))
+    ],
     fits={'175B': [True] * 3, '1T': [False, False, True]},
   )
   times = lambda expected, *cases: dict(
-    check='claims_pipeline.trend', schedule='one_f_one_b', within=0.05,
+    check=schedules.trend, schedule='one_f_one_b', within=0.05,
     cases=[list(c) for c in cases], expected=expected,
   )  # fmt: skip
   slower = times('rises', *((p, 64) for p in (2, 4, 8, 16, 32)))

@@ -43,20 +43,27 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce gated_linear_attention` checks."""
-  check = lambda name, **given: dict(check=f'claims_scans.{name}', **given)
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.scans import sharded
+
+  check = lambda check, **given: dict(check=check, **given)
   shape = [4, 64, 64]  # heads, key width, value width
   equal = check(
-    'chunks_equal_the_loop',
+    sharded.chunks_equal_the_loop,
     length=200, shape=[2, 8, 16], chunks=[16, 64, 256], within=1e-12,
   )  # fmt: skip
   cost = check(
-    'chunks_cost', lengths=[4096, 16384], shape=shape, rounds=5, at_least=4
+    sharded.chunks_cost,
+    lengths=[4096, 16384],
+    shape=shape,
+    rounds=5,
+    at_least=4,
   )
   crosses = check(
-    'state_crosses', devices=8, lengths=[512, 1024], shape=[2, 8, 16]
+    sharded.state_crosses, devices=8, lengths=[512, 1024], shape=[2, 8, 16]
   )
   layouts = dict(
-    check='claims_pipeline_step.equals_one_device',
+    check=experiment.equals_one_device,
     cases=[
       dict(mesh='context=8'),
       dict(mesh='context=2,tensor=2,fsdp=2'),

@@ -40,37 +40,39 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce gpipe` checks."""
-  step = lambda name, **given: dict(
-    check=f'claims_pipeline_step.{name}', **given
-  )
-  table = lambda name, **given: dict(
-    check=f'claims_pipeline.{name}', schedule='gpipe', **given
-  )
-  equal = step(
-    'equals_one_device',
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.pipeline import schedules
+  from paraxis.train.claims.pipeline import step
+
+  table = lambda check, **given: dict(check=check, schedule='gpipe', **given)
+  stored = {'pipeline.activations': 'store'}
+  equal = dict(
+    check=experiment.equals_one_device,
     cases=[
       dict(mesh='stage=4,data=2'),
-      dict(mesh='stage=2,data=2,tensor=2', activations='store'),
-      dict(mesh='stage=4', num_layers=6),
+      {'mesh': 'stage=2,data=2,tensor=2'} | stored,
+      {'mesh': 'stage=4', 'model.num_layers': 6},
     ],
     within=1e-9,
   )
   grid = [[p, m, 1] for p in (2, 4, 8) for m in (8, 32, 128)]
-  bubble = table('bubbles', cases=grid, share=1, model='asynchronous')
+  bubble = table(schedules.bubbles, cases=grid, share=1, model='asynchronous')
   locked = bubble | dict(model='lock_step')
-  small = table('bubble_share', per_stage=4, stages=[2, 4, 8, 16], at_most=0.2)
+  small = table(
+    schedules.bubble_share, per_stage=4, stages=[2, 4, 8, 16], at_most=0.2
+  )
   held = table(
-    'inputs_held',
+    schedules.inputs_held,
     cases=[[4, 8, 1, 8], [4, 32, 1, 32], [8, 64, 1, 64]],
     balanced=True,
   )
-  memory = step(
-    'temporaries',
+  memory = dict(
+    check=step.temporaries,
     mesh='stage=4', rows=2, microbatches=[8, 16, 32],
     grows={'gpipe': True, 'one_f_one_b': False},
   )  # fmt: skip
-  kept = step(
-    'rematerialised',
+  kept = dict(
+    check=step.rematerialised,
     mesh='stage=4', rows=2, microbatches=32, schedule='gpipe', at_most=0.15,
   )  # fmt: skip
   return [

@@ -48,15 +48,15 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce hecate` checks."""
+  from paraxis.train.claims.experts import layer
+  from paraxis.train.claims.experts import loads
+  from paraxis.train.claims.experts import messages
+
   mesh = dict(mesh='data=2,tensor=4')
-  equal = mesh | dict(
-    check='claims_experts.any_hot_set', hot=2, sets=4, within=1e-9
-  )
-  sent = mesh | dict(
-    check='claims_expert_messages.hot_bytes', hots=[0, 1, 2, 4]
-  )
+  equal = mesh | dict(check=layer.any_hot_set, hot=2, sets=4, within=1e-9)
+  sent = mesh | dict(check=messages.hot_bytes, hots=[0, 1, 2, 4])
   zipf = dict(
-    check='claims_expert_loads.zipf_stragglers',
+    check=loads.zipf_stragglers,
     experts=64, ranks=8, hots=[0, 1, 2, 4, 8, 16], draws=200,
     table={
       '0.5': [1.38, 1.30, 1.24, 1.19, 1.17, 1.16],
@@ -66,7 +66,7 @@ def claims():
     within=0.01,
   )  # fmt: skip
   recorded = dict(
-    check='claims_expert_loads.recorded_stragglers',
+    check=loads.recorded_stragglers,
     steps=100, ranks=8, hots=[0, 1, 2, 4], falls=1.1,
   )  # fmt: skip
   return [

@@ -37,28 +37,28 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce lean_attention` checks."""
-  check = lambda name, **given: dict(
-    check=f'claims_decode_attention.{name}', **given
-  )
+  from paraxis.train.claims.attention import decode
+
+  check = lambda check, **given: dict(check=check, **given)
   division = check(
-    'any_division',
+    decode.any_division,
     lengths=[0, 1, 5, 63, 64, 65, 129, 256, 511, 512], tile=64,
     workers=[1, 2, 5, 33], within=1e-12,
   )  # fmt: skip
   prefix = check(
-    'shared_prefix', prefix=200, lengths=[0, 1, 64, 129], within=1e-12
+    decode.shared_prefix, prefix=200, lengths=[0, 1, 64, 129], within=1e-12
   )
   balance = check(
-    'balance', draws=200, rows=16, longest=8192, tile=64,
+    decode.balance, draws=200, rows=16, longest=8192, tile=64,
     workers=[1, 2, 7, 33, 132],
   )  # fmt: skip
   times = lambda against, at_least, none_below: check(
-    'makespans', against=against, at_least=at_least, none_below=none_below,
+    decode.makespans, against=against, at_least=at_least, none_below=none_below,
     sizes=[[2**n, rows] for n in (12, 14, 16, 18, 19) for rows in (1, 4, 16)],
     machine=dict(heads=32, tile=256, workers=264, part=0.5),
   )  # fmt: skip
   machines = check(
-    'compiled',
+    decode.compiled,
     topologies=['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1'],
     rows=4, slots=4096, within=0.02,
   )  # fmt: skip

@@ -44,5 +44,7 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce llama_70b` checks."""
-  count = dict(check='claims_check.parameters', expected=70_553_706_496)
+  from paraxis.train.claims.layouts import check
+
+  count = dict(check=check.parameters, expected=70_553_706_496)
   return [('parameters as published', 'EQ', count, 70_553_706_496)]

@@ -43,5 +43,7 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce llama_7b` checks."""
-  count = dict(check='claims_check.parameters', expected=6_738_415_616)
+  from paraxis.train.claims.layouts import check
+
+  count = dict(check=check.parameters, expected=6_738_415_616)
   return [('parameters as published', 'EQ', count, 6_738_415_616)]

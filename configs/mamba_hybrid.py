@@ -60,28 +60,28 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce mamba_hybrid` checks."""
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims import families
+  from paraxis.train.claims.scans import hybrid
+  from paraxis.train.claims.scans import recall
+
   decoded = dict(
-    check='claims_hybrid.decoding_equals_one_pass',
+    check=hybrid.decoding_equals_one_pass,
     cases={'M-*-': dict(pattern='M-*-', num_layers=2)},
     lengths=[13, 7, 21], prompts=[6, 7, 3], within=1e-9,
   )  # fmt: skip
-  two = dict(pattern='M-*-', num_layers=2)
-  layouts = dict(
-    check='claims_pipeline_step.equals_one_device',
-    cases=[
-      dict(mesh='context=8', **two),
-      dict(mesh='context=2,tensor=2,fsdp=2', **two),
-      dict(mesh='stage=2,context=2', **two | dict(num_layers=4)),
-    ],
-    within=1e-9,
-  )
+  small = {'model.pattern': 'M-*-', 'model.num_layers': 2}
+  deep = {'mesh': 'stage=2,context=2', 'model.num_layers': 4}
+  meshes = dict(mesh='context=8'), dict(mesh='context=2,tensor=2,fsdp=2'), deep
+  cases = [small | mesh for mesh in meshes]
+  layouts = dict(check=experiment.equals_one_device, cases=cases, within=1e-9)
   shape = dict(
     d_model=4096, num_heads=32, num_kv_heads=8, d_ff=16384, mlp='gelu',
     vocab_size=256000, tied_embedding=False, mamba=dict(state=128, groups=8),
   )  # fmt: skip
   paper = shape | dict(num_layers=28, position='none')  # and 28 mlps: 56 layers
   cache = dict(
-    check='claims_hybrid.cache_bytes',
+    check=hybrid.cache_bytes,
     models={
       'attention': shape | dict(pattern='F', num_layers=32),
       'hybrid': paper | dict(pattern=PATTERN),
@@ -91,30 +91,28 @@ def claims():
     over=['attention', 'hybrid'], ratios=[1.13, 3.17, 6.72, 7.64], within=0.01,
   )  # fmt: skip
   place = lambda pattern: {'model.position': 'rope'} if pattern == 'F' else {}
-  families = dict(
-    check='claims_families.learn',
+  learned = dict(
+    check=families.learn,
     families={n: place(p) | {'model.pattern': p} for n, p in FAMILIES.items()},
     fields=NARROW, at_most=dict.fromkeys(FAMILIES, 3.2), better=[],
   )  # fmt: skip
-  recall = lambda layers, rows, steps, picture, **task: dict(
-    check='claims_recall.recall',
+  more = [[name, 'Mamba-2', 0.3] for name in ('attention', 'hybrid')]
+  recalled = lambda layers, rows, steps, picture, **task: dict(
+    check=recall.recall,
     task=dict(pairs=16, mix=[2, 4, 8, 16]) | task, steps=steps, rows=rows,
     models={'attention': ['F', layers], **OTHERS}, picture=picture,
     fields={'model.d_model': 512, 'model.num_heads': 16},
-    more=[
-      ['attention', 'Mamba-2', 0.3], ['hybrid', 'Mamba-2', 0.3],
-      ['hybrid', 'attention', -0.02],
-    ],
+    more=more + [['hybrid', 'attention', -0.02]],
   )  # fmt: skip
   keys = dict(words=1, digits=1, choices=64, values=64)
-  associative = recall(2, 64, 180, 'recall.png', **keys)
+  associative = recalled(2, 64, 180, 'recall.png', **keys)
   names = dict(words=2, digits=2, choices=16, values=16, unseen=4)
-  book = recall(3, 32, 200, 'phone_book.png', **names)
+  book = recalled(3, 32, 200, 'phone_book.png', **names)
   return [
     ('decoded and packed equal alone', 'EQ', decoded, None),
     ('layouts equal one device', 'EQ', layouts, None),
     ('cache of attention over hybrid, 8B', 'SIM', cache, '8'),
-    ('families, held-out bits per byte', 'LEARN', families, None),
+    ('families, held-out bits per byte', 'LEARN', learned, None),
     ('associative recall', 'LEARN', associative, None),
     ('phone book, names never seen', 'LEARN', book, None),
   ]

@@ -48,21 +48,25 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce marlin` checks."""
-  check = lambda name, **given: dict(check=f'claims_quantized.{name}', **given)
-  forms = check('forms_agree', tokens=16, inputs=512, outputs=384, within=1e-12)
-  rounding = check('rounding', within=1e-4)
+  from paraxis.train.claims.decode import quantized
+
+  check = lambda check, **given: dict(check=check, **given)
+  forms = check(
+    quantized.forms_agree, tokens=16, inputs=512, outputs=384, within=1e-12
+  )
+  rounding = check(quantized.rounding, within=1e-4)
   read = check(
-    'read_bytes', tokens=[16, 1, 64, 128], inputs=18432, outputs=73728,
+    quantized.read_bytes, tokens=[16, 1, 64, 128], inputs=18432, outputs=73728,
     expected=3.87, within=0.01,
   )  # fmt: skip
   llama = dict(d_model=4096, d_ff=11008, num_layers=32, vocab_size=32000)
-  whole = check('model_bytes', model=llama, at_least=3.4)
+  whole = check(quantized.model_bytes, model=llama, at_least=3.4)
   machines = check(
-    'compiled',
+    quantized.compiled,
     topologies=['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1'],
     tokens=16, inputs=4096, outputs=14336,
   )  # fmt: skip
-  learned = check('perplexity', at_most=1.03)
+  learned = check(quantized.perplexity, at_most=1.03)
   return [
     ('both forms against a loop', 'EQ', forms, None),
     ('error of a weight', 'EQ', rounding, None),

@@ -46,9 +46,15 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce megatron` checks."""
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.layouts import step as layouts
+  from paraxis.train.claims.pipeline import schedules
+  from paraxis.train.claims.pipeline import step
+
   on = dict(mesh='tensor=8')
-  alone = on | dict(check='claims.equals_one_device', within=1e-9)
-  layer = on | dict(check='claims_layouts.messages_per_layer')
+  equals = dict(check=experiment.equals_one_device, within=1e-9)
+  alone = equals | dict(cases=[on])
+  layer = on | dict(check=layouts.messages_per_layer)
   reduced = layer | dict(
     sequence=False, forward={'all-reduce': 2}, backward={'all-reduce': 2}
   )
@@ -57,32 +63,31 @@ def claims():
     forward={'all-gather': 2, 'reduce-scatter': 2},
     backward={'all-gather': 4, 'reduce-scatter': 2},
   )
-  volume = on | dict(
-    check='claims_layouts.sequence_volume', forward=1.0, backward=1.5
-  )
-  logits = on | dict(check='claims_layouts.logits_stay')
+  volume = on | dict(check=layouts.sequence_volume, forward=1.0, backward=1.5)
+  logits = on | dict(check=layouts.logits_stay)
   cube = dict(mesh='stage=2,data=2,tensor=2')
-  small = cube | dict(batch_size=16, microbatches=4)
-  one = dict(schedule='one_f_one_b', chunks=1)
-  equal = dict(
-    check='claims_pipeline_step.equals_one_device', within=1e-9,
-    cases=[small, small | one],
-  )  # fmt: skip
+  small = cube | {'train.batch_size': 16, 'pipeline.microbatches': 4}
+  one = {'pipeline.schedule': 'one_f_one_b', 'pipeline.chunks': 1}
+  equal = equals | dict(cases=[small, small | one])
   table = lambda check, schedule, **given: dict(
-    check=f'claims_pipeline.{check}', schedule=schedule, **given
+    check=check, schedule=schedule, **given
   )
   grid = lambda *chunks: [
     [p, m, v] for p, m in ((4, 8), (4, 32), (8, 32)) for v in chunks
   ]
   bubble = lambda schedule, *chunks: table(
-    'bubbles', schedule, cases=grid(*chunks), share=1, model='asynchronous'
+    schedules.bubbles,
+    schedule,
+    cases=grid(*chunks),
+    share=1,
+    model='asynchronous',
   )
   held = table(
-    'inputs_held', 'interleaved', balanced=False,
+    schedules.inputs_held, 'interleaved', balanced=False,
     cases=[[p, m, v, 2 * (p - 1) + (v - 1) * p + 1] for p, m, v in grid(2, 4)],
   )  # fmt: skip
   sent = cube | dict(
-    check='claims_pipeline_step.messages', rows=4, microbatches=4,
+    check=step.messages, rows=4, microbatches=4,
     chunks=[1, 2], times=[1, 2],
   )  # fmt: skip
   return [

@@ -52,37 +52,41 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce megatron_turing` checks."""
-  step = lambda name, **given: dict(
-    check=f'claims_pipeline_step.{name}', **given
-  )
-  cube = dict(mesh='stage=2,data=2,tensor=2', microbatches=4, batch_size=16)
-  small = dict(num_layers=4, num_heads=8, vocab_size=1024, d_model=256)
-  equal = step(
-    'equals_one_device',
-    cases=[cube | small, cube | small | dict(num_layers=5, remat='none')],
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.layouts import memory
+  from paraxis.train.claims.pipeline import schedules
+  from paraxis.train.claims.pipeline import step
+
+  cube = {
+    'mesh': 'stage=2,data=2,tensor=2', 'pipeline.microbatches': 4,
+    'train.batch_size': 16, 'model.num_layers': 4, 'model.num_heads': 8,
+    'model.vocab_size': 1024, 'model.d_model': 256,
+  }  # fmt: skip
+  equal = dict(
+    check=experiment.equals_one_device,
+    cases=[cube, cube | {'model.num_layers': 5, 'train.remat': 'none'}],
     within=1e-9,
   )
   # 280, 350 and 420 nodes of eight: more rows at once, fewer microbatches.
-  table = lambda name, **given: dict(
-    check=f'claims_pipeline.{name}', schedule='one_f_one_b', **given
-  )
-  bubble = table(
-    'bubbles', share=1, model='asynchronous',
+  bubble = dict(
+    check=schedules.bubbles, schedule='one_f_one_b', share=1,
+    model='asynchronous',
     cases=[[DEEP, 1920 // data, 1] for data in (8, 10, 12)],
   )  # fmt: skip
   host = lambda axis, sizes, crosses: dict(
-    check='claims_memory.axis_within_host', axis=axis, chips=2240, host=8,
+    check=memory.axis_within_host, axis=axis, chips=2240, host=8,
     sizes=sizes, crosses=crosses,
   )  # fmt: skip
-  layout = dict(stage=DEEP, data=8, tensor=8)
+  layout = {'mesh.stage': DEEP, 'mesh.data': 8, 'mesh.tensor': 8}
   fits = dict(
-    check='claims_memory.predicted_fits', models={'530B': {}}, memory=80e9,
-    layouts=[layout | dict(zero=0), layout | dict(zero=1)],
+    check=memory.predicted_fits, models={'530B': {}}, memory=80e9,
+    layouts=[layout | {'mesh.zero': 0}, layout | {'mesh.zero': 1}],
     fits={'530B': [True, True]},
   )  # fmt: skip
-  compiled = step(
-    'compiled_fits', mesh='stage=16,data=8,tensor=8', topology='v5p:8x8x16',
-    cases={'ZeRO-1': dict(vocab_size=51200)}, fits={'ZeRO-1': True},
+  compiled = dict(
+    check=step.compiled_fits, mesh='stage=16,data=8,tensor=8',
+    topology='v5p:8x8x16', cases={'ZeRO-1': {'model.vocab_size': 51200}},
+    fits={'ZeRO-1': True},
   )  # fmt: skip
   return [
     ('equal to one device', 'EQ', equal, None),

@@ -46,27 +46,31 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce mgpt` checks."""
-  check = lambda name, **given: dict(check=f'claims_hybrid.{name}', **given)
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims import families
+  from paraxis.train.claims.scans import hybrid
+
+  check = lambda check, **given: dict(check=check, **given)
   equal = check(
-    'banded_equals_masked',
+    hybrid.banded_equals_masked,
     length=96, windows=[5, 24, 40], blocks=[16, 32], within=1e-12,
   )  # fmt: skip
   layouts = dict(
-    check='claims_pipeline_step.equals_one_device',
+    check=experiment.equals_one_device,
     cases=[
-      dict(mesh='context=8', num_layers=2),
-      dict(mesh='context=2,tensor=2,fsdp=2', num_layers=2),
-      dict(mesh='stage=2,context=2', num_layers=4),
+      {'mesh': 'context=8', 'model.num_layers': 2},
+      {'mesh': 'context=2,tensor=2,fsdp=2', 'model.num_layers': 2},
+      {'mesh': 'stage=2,context=2', 'model.num_layers': 4},
     ],
     within=1e-9,
   )
   work = check(
-    'banded_work',
+    hybrid.banded_work,
     lengths=[2048, 512], window=256, block=128, head=[16, 128],
     at_most=[0.67, 0.955],
   )  # fmt: skip
   tokenizers = dict(
-    check='claims_families.learn',
+    check=families.learn,
     families={
       'bpe2048': {'data.tokenizer': 'bpe2048'},
       'bytes': {

@@ -33,6 +33,8 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce oneflow` checks."""
+  from paraxis.train.claims.layouts import conversions
+
   shape = (64, 32)
   totals = {
     'S(0) -> S(0)': 0, 'S(0) -> S(1)': 7 / 8, 'S(1) -> S(0)': 7 / 8,
@@ -54,14 +56,14 @@ def claims():
     'tensor:S(0) -> data:P tensor:P',
     'B -> tensor:S(0) data:S(0)',
   ]
-  one = dict(check='claims_layout.conversion_totals', size=8, shape=shape)
+  one = dict(check=conversions.conversion_totals, size=8, shape=shape)
   two = dict(mesh='data=2,tensor=4', shape=shape, conversions=both)
-  declared = dict(check='claims_layout.conversions_declared')
-  equal = dict(check='claims_layout.conversions_equal', within=1e-12)
-  pair = dict(check='claims_layout.cheapest_pair', size=8, rows=128)
-  sums = dict(check='claims_layout.deferred_sums', mesh='tensor=8')
+  declared = dict(check=conversions.conversions_declared)
+  equal = dict(check=conversions.conversions_equal, within=1e-12)
+  pair = dict(check=conversions.cheapest_pair, size=8, rows=128)
+  sums = dict(check=conversions.deferred_sums, mesh='tensor=8')
   sums_equal = dict(
-    check='claims_layout.deferred_sums_equal', mesh='tensor=8', within=1e-9
+    check=conversions.deferred_sums_equal, mesh='tensor=8', within=1e-9
   )
   return [
     ('bytes of 14 conversions', 'HLO', one | dict(totals=totals), 'table 2'),

@@ -46,41 +46,44 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce pangu` checks."""
-  equal = dict(
-    check='claims_layouts.options_equal', devices=8, zero=1, within=1e-9
-  )
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.layouts import memory
+  from paraxis.train.claims.layouts import step
+
+  equal = dict(check=step.options_equal, devices=8, zero=1, within=1e-9)
   # On two stages: every pair of the other four dimensions, on and off.
   staged = dict(
-    check='claims_pipeline_step.equals_one_device', within=1e-9,
+    check=experiment.equals_one_device, within=1e-9,
     cases=[
-      dict(
-        mesh=f'stage=2,data={data},tensor={tensor}', zero=zero,
-        remat='full' if (data + tensor + zero) % 2 else 'none',
-        microbatches=2,
-      )
+      {
+        'mesh': f'stage=2,data={data},tensor={tensor}', 'mesh.zero': zero,
+        'train.remat': 'full' if (data + tensor + zero) % 2 else 'none',
+        'pipeline.microbatches': 2,
+      }
       for data in (1, 2) for tensor in (1, 2) for zero in (0, 1)
     ],
   )  # fmt: skip
-  one = dict(zero=0, remat='none')
+  one = {'mesh.zero': 0, 'train.remat': 'none'}
+  on = lambda **sizes: {f'mesh.{axis}': n for axis, n in sizes.items()}
   bar = lambda base, step, **ratios: dict(
-    check='claims_memory.predicted_ratios',
+    check=memory.predicted_ratios,
     models={'2.6B': {}},
     base=base,
     steps=[step],
     ratios={name: [ratio] for name, ratio in ratios.items()},
     within=0.03,
   )
-  by_data = bar(one, dict(data=8), parameters=1, optimizer=1, activations=1 / 8)
+  by_data = bar(one, on(data=8), parameters=1, optimizer=1, activations=1 / 8)
   by_tensor = bar(
-    one, dict(tensor=8), parameters=1 / 8, optimizer=1 / 8, activations=1 / 8
+    one, on(tensor=8), parameters=1 / 8, optimizer=1 / 8, activations=1 / 8
   )
-  by_stage = bar(one, dict(stage=8), parameters=1 / 8, optimizer=1 / 8)
-  sharded = one | dict(data=8), dict(zero=1)
+  by_stage = bar(one, on(stage=8), parameters=1 / 8, optimizer=1 / 8)
+  sharded = one | on(data=8), on(zero=1)
   by_zero = bar(*sharded, parameters=1, optimizer=1 / 8, activations=1)
   by_remat = dict(
-    check='claims_memory.predicted_at_most',
+    check=memory.predicted_at_most,
     base=one,
-    step=dict(remat='full'),
+    step={'train.remat': 'full'},
     quantity='activations',
     ratio=0.1,
   )

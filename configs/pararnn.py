@@ -45,21 +45,27 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce pararnn` checks."""
-  check = lambda name, **given: dict(check=f'claims_scans.{name}', **given)
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.scans import sharded
+
+  check = lambda check, **given: dict(check=check, **given)
   took = lambda cell, at_most: check(
-    'iterations',
+    sharded.iterations,
     cell=cell, problem=dict(tokens=512, channels=32, seeds=9),
     deviations=[0.02, 0.3, 1.0, 2.0], tolerance=1e-6, cap=60, at_most=at_most,
   )  # fmt: skip
   depth = check(
-    'depth_of_solve', lengths=[256, 512, 1024, 2048], channels=1, numbers=2
+    sharded.depth_of_solve,
+    lengths=[256, 512, 1024, 2048],
+    channels=1,
+    numbers=2,
   )
   equal = check(
-    'newton_equals_sequence',
+    sharded.newton_equals_sequence,
     cases=[dict(pattern='R'), dict(pattern='L')], within=1e-9,
   )  # fmt: skip
   layouts = dict(
-    check='claims_pipeline_step.equals_one_device',
+    check=experiment.equals_one_device,
     cases=[
       dict(mesh='context=8'),
       dict(mesh='context=2,tensor=2,fsdp=2'),

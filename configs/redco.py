@@ -39,6 +39,8 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce redco` checks."""
+  from paraxis.train.claims.layouts import auto_rules
+
   gemma = dict(
     norm_placement='sandwich', norm_zero_centered=True, mlp='geglu', window=8,
     tied_embedding=True,
@@ -56,11 +58,13 @@ def claims():
       mlp_bias=True, attention_bias=True, attention_output_bias=True,
     ),
   )  # fmt: skip
-  check = lambda name, **given: dict(check=f'claims_auto_rules.{name}', **given)
-  megatron = check('specs_are_megatrons', size=4, families=families)
-  equal = check('specs_equal_one_device', mesh='data=2,tensor=4', within=1e-9)
-  layers = check('reductions_per_layer', size=8, forward=2, step=4)
-  fewest = check('fewest_bytes', size=8, worst_at_least=1.5)
+  check = lambda check, **given: dict(check=check, **given)
+  megatron = check(auto_rules.specs_are_megatrons, size=4, families=families)
+  equal = check(
+    auto_rules.specs_equal_one_device, mesh='data=2,tensor=4', within=1e-9
+  )
+  layers = check(auto_rules.reductions_per_layer, size=8, forward=2, step=4)
+  fewest = check(auto_rules.fewest_bytes, size=8, worst_at_least=1.5)
   return [
     ("specs are Megatron's", 'EQ', megatron, None),
     ('loss, gradients: one device', 'EQ', equal, None),

@@ -66,14 +66,21 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce ring_self_attention` checks."""
-  equal = dict(check='claims.equals_one_device', mesh='context=8', within=1e-9)
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.layouts import context
+
+  equal = dict(
+    check=experiment.equals_one_device,
+    cases=[dict(mesh='context=8')],
+    within=1e-9,
+  )
   sent = dict(
-    check='claims_context.sends_equal_formulas',
+    check=context.sends_equal_formulas,
     form='rsa',
     shape=dict(ranks=8, tokens=8, heads=8, kv_heads=8, width=16),
   )
   most = lambda vary, given, start, at_least, names: dict(
-    check='claims_context.most_that_fits',
+    check=context.most_that_fits,
     vary=vary,
     given=given,
     start=start,

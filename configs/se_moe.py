@@ -41,23 +41,26 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce se_moe` checks."""
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.experts import layer
+  from paraxis.train.claims.experts import loads
+  from paraxis.train.claims.experts import messages
+
   mesh = 'data=2,context=2,tensor=2'
   equal = dict(
-    check='claims_experts.equals_one_device',
+    check=experiment.equals_one_device,
     cases=[dict(mesh=mesh)], within=1e-9,
   )  # fmt: skip
-  bitwise = dict(
-    check='claims_experts.axis_by_axis_is_bitwise', meshes=[mesh], tokens=16
-  )
+  bitwise = dict(check=layer.axis_by_axis_is_bitwise, meshes=[mesh], tokens=16)
   sent = dict(
-    check='claims_expert_messages.axis_by_axis',
+    check=messages.axis_by_axis,
     mesh=mesh, region='data+context+tensor',
   )  # fmt: skip
   case = lambda loads, devices, shares, times: dict(
     loads=loads, devices=devices, shares=shares, times=times
   )
   tasks = dict(
-    check='claims_expert_loads.elastic_tasks',
+    check=loads.elastic_tasks,
     cases=[
       case([4, 2, 1, 1], 8, [4, 2, 1, 1], 2),
       case([5, 3, 2], 12, [6, 4, 2], 1.25),

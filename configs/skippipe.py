@@ -57,25 +57,39 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce skippipe` checks."""
-  check = lambda name, **given: dict(check=f'claims_skip.{name}', **given)
+  from paraxis.train.claims.pipeline import schedules
+  from paraxis.train.claims.pipeline import skip
+
+  check = lambda check, **given: dict(check=check, **given)
   equal = check(
-    'equals_pipeline', mesh='stage=8', fractions=[0, 0.25, 0.5], within=1e-9
+    skip.equals_pipeline,
+    mesh='stage=8',
+    fractions=[0, 0.25, 0.5],
+    within=1e-9,
   )
   paths = check(
-    'balanced', stages=STAGES, microbatches=8, fractions=[0.25, 0.5]
+    skip.balanced, stages=STAGES, microbatches=8, fractions=[0.25, 0.5]
   )
   time = lambda fraction, at_most: dict(
-    check='claims_pipeline.skip_makespan', stages=STAGES, microbatches=32,
+    check=schedules.skip_makespan, stages=STAGES, microbatches=32,
     fraction=fraction, send=1, at_most=at_most,
   )  # fmt: skip
   training = dict(
     stages=STAGES, fractions=[0, 0.25, 0.5], removed=[0, 0.25, 0.5], paths=4
   )
   robust = lambda trained, at_most: check(
-    'robust', training=training, trained=trained, share=0.5, at_most=at_most
+    skip.robust,
+    training=training,
+    trained=trained,
+    share=0.5,
+    at_most=at_most,
   )
   full = check(
-    'against_full', training=training, trained=0.5, share=0.5, at_most=0.8
+    skip.against_full,
+    training=training,
+    trained=0.5,
+    share=0.5,
+    at_most=0.8,
   )
   return [
     ('pipeline equals layers on paths', 'EQ', equal, None),

@@ -50,21 +50,28 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce t3` checks."""
-  rings = dict(check='claims_tensor.rings_equal_products', shards=8)
-  model = dict(check='claims.equals_one_device', mesh='tensor=8', within=1e-9)
-  sent = dict(check='claims_tensor.ring_messages', shards=8)
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.layouts import tensor
+
+  rings = dict(check=tensor.rings_equal_products, shards=8)
+  model = dict(
+    check=experiment.equals_one_device,
+    cases=[dict(mesh='tensor=8')],
+    within=1e-9,
+  )
+  sent = dict(check=tensor.ring_messages, shards=8)
   order = dict(
-    check='claims_tensor.messages_enclose_products',
+    check=tensor.messages_enclose_products,
     topology='v5p:2x2x2',
     tokens=2048,
     width=2048,
     mlp=8192,
   )
-  gain = dict(check='claims_tensor.overlap_gain', machine=MACHINE, within=0.06)
+  gain = dict(check=tensor.overlap_gain, machine=MACHINE, within=0.06)
   small = dict(gain, models=MODELS, geomean=1.30, most=1.47)
   large = dict(gain, models=LARGE, geomean=1.29, most=1.35)
   moved = dict(
-    check='claims_tensor.movement_saved',
+    check=tensor.movement_saved,
     models=MODELS,
     geomean=0.22,
     within=0.02,

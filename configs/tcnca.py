@@ -47,24 +47,27 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce tcnca` checks."""
-  check = lambda name, **given: dict(check=f'claims_tcn.{name}', **given)
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.scans import tcn
+
+  check = lambda check, **given: dict(check=check, **given)
   field = check(
-    'field_is_the_formula',
+    tcn.field_is_the_formula,
     cases=[
       dict(kernel=17, dilation=2, depth=4), dict(kernel=3, dilation=3, depth=3),
       dict(kernel=2, dilation=1, depth=5), dict(kernel=4, dilation=2, depth=1),
     ],
   )  # fmt: skip
   streams = check(
-    'streams_as_a_whole', own=dict(kernel=4, depth=3, chunk=6), length=40,
+    tcn.streams_as_a_whole, own=dict(kernel=4, depth=3, chunk=6), length=40,
     prompts=[0, 7, 24], within=1e-11,
   )  # fmt: skip
   across = check(
-    'chunks_over_shards', mesh=dict(context=8), length=32, chunks=[6, 12],
+    tcn.chunks_over_shards, mesh=dict(context=8), length=32, chunks=[6, 12],
     within=1e-9,
   )  # fmt: skip
   layouts = dict(
-    check='claims_pipeline_step.equals_one_device',
+    check=experiment.equals_one_device,
     cases=[
       dict(mesh='context=8'),
       dict(mesh='context=2,tensor=2,fsdp=2'),
@@ -72,20 +75,20 @@ def claims():
     ],
     within=1e-9,
   )
-  cost = check('cost_of_a_token', lengths=[2048, 4096, 8192], at_most=1.05)
+  cost = check(tcn.cost_of_a_token, lengths=[2048, 4096, 8192], at_most=1.05)
   short = dict(near=dict(depth=1), two=dict(depth=1, kernel=2))
   reach = check(
-    'repetition_in_reach',
+    tcn.repetition_in_reach,
     text=dict(period=65, symbols=16, documents=700),
-    model=dict(
-      num_layers=2, d_model=64, d_ff=64, embedding_scale=8.0,
-      tcn=dict(chunk=16),
-    ),
+    model={
+      'model.num_layers': 2, 'model.d_model': 64, 'model.d_ff': 64,
+      'model.embedding_scale': 8.0, 'model.tcn.chunk': 16,
+    },
     steps=120, variants={'repeated far': {}, 'repeated near': short['near']},
     pair=['repeated far', 'repeated near'], apart=1.5,
   )  # fmt: skip
   text = check(
-    'bits_by_reach', variants={'far': {}} | short, pair=['two', 'far'],
+    tcn.bits_by_reach, variants={'far': {}} | short, pair=['two', 'far'],
     apart=0.1,
   )  # fmt: skip
   return [

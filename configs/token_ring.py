@@ -44,14 +44,21 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce token_ring` checks."""
-  equal = dict(check='claims.equals_one_device', mesh='context=8', within=1e-9)
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.layouts import context
+
+  equal = dict(
+    check=experiment.equals_one_device,
+    cases=[dict(mesh='context=8')],
+    within=1e-9,
+  )
   sent = lambda form: dict(
-    check='claims_context.sends_equal_formulas',
+    check=context.sends_equal_formulas,
     form=form,
     shape=dict(SHAPE, kv_heads=8),
   )
   against = dict(
-    check='claims_context.bytes_against_ring',
+    check=context.bytes_against_ring,
     form='token_ring',
     shape=SHAPE,
     ratios=[[1, 0.83], [4, 3.26]],

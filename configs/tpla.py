@@ -48,15 +48,18 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce tpla` checks."""
-  check = lambda name, **given: dict(check=f'claims_latent.{name}', **given)
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.attention import latent
+
+  check = lambda check, **given: dict(check=check, **given)
   parts = [dict(groups=g) for g in (1, 2, 4)]
   bases = [
     dict(rotation=r, groups=g) for r in ('hadamard', 'pca') for g in (1, 4)
   ]
-  exact = check('decoding_is_exact', cases=parts, length=24, within=1e-11)
-  turned = check('decoding_is_exact', cases=bases, length=24, within=1e-11)
+  same = dict(check=latent.decoding_is_exact, length=24, within=1e-11)
+  exact, rotated = same | dict(cases=parts), same | dict(cases=bases)
   layouts = dict(
-    check='claims_pipeline_step.equals_one_device',
+    check=experiment.equals_one_device,
     cases=[
       dict(mesh='context=8'),
       dict(mesh='context=2,tensor=2,fsdp=2'),
@@ -69,14 +72,14 @@ def claims():
     latent=dict(rank=512, rope_dim=64, nope_dim=128, value_dim=128),
   )  # fmt: skip
   held = check(
-    'cache_bytes', model=deepseek, parts=[1, 2, 4, 8],
+    latent.cache_bytes, model=deepseek, parts=[1, 2, 4, 8],
     numbers=[576, 320, 192, 128],
   )  # fmt: skip
   own = lambda rotation, measured=True, groups=2: dict(
     rotation=rotation, measured=measured, groups=groups
   )
   learned = check(
-    'parts_of_their_own', rows=16, prompt=128,
+    latent.parts_of_their_own, rows=16, prompt=128,
     variants={
       'identity': own('none'), 'identity, alike': own('none', False),
       'hadamard': own('hadamard', False), 'pca': own('pca'),
@@ -86,7 +89,7 @@ def claims():
   )  # fmt: skip
   return [
     ('summed scores are exact', 'EQ', exact, None),
-    ('another basis is exact', 'EQ', turned, None),
+    ('another basis is exact', 'EQ', rotated, None),
     ('layouts equal one device', 'EQ', layouts, None),
     ('numbers a token and device', 'HLO', held, '576 320'),
     ('held-out bits, scores of their own', 'LEARN', learned, None),

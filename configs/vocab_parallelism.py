@@ -49,32 +49,37 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce vocab_parallelism` checks."""
+  from paraxis.train.claims import experiment
+  from paraxis.train.claims.layouts import vocabulary
+  from paraxis.train.claims.pipeline import schedules
+
+  on = lambda mesh, tied=False: {'mesh': mesh, 'model.tied_embedding': tied}
   cases = [
-    dict(mesh='stage=4,tensor=2', tied_embedding=False),
-    dict(mesh='stage=4,tensor=2', tied_embedding=True),
-    dict(mesh='stage=2,data=2,tensor=2', tied_embedding=False),
+    on('stage=4,tensor=2'),
+    on('stage=4,tensor=2', True),
+    on('stage=2,data=2,tensor=2'),
   ]
-  ends = lambda name, **given: dict(check=f'claims_vocabulary.{name}', **given)
-  equal = dict(
-    check='claims_pipeline_step.equals_one_device', cases=cases, within=1e-9
-  )
-  held = ends('head_shares', cases=cases)
+  equal = dict(check=experiment.equals_one_device, cases=cases, within=1e-9)
+  held = dict(check=vocabulary.head_shares, cases=cases)
   sizes = dict(
     shape=SHAPE, stages=STAGES, microbatches=MICROBATCHES,
     vocabularies=VOCABULARIES,
   )  # fmt: skip
-  even = ends('imbalance', **sizes)
+  even = dict(check=vocabulary.imbalance, **sizes)
   faster = lambda against, *speedups: sizes | dict(
-    check='claims_pipeline.vocabulary_speedup', against=against,
+    check=schedules.vocabulary_speedup, against=against,
     speedups=list(speedups),
   )  # fmt: skip
-  memory = ends(
-    'balanced_memory', mesh=f'stage={STAGES}', topology='v5p:2x2x2',
-    model=dict(
-      d_model=3072, d_ff=12288, num_layers=32, num_heads=24, dtype='bfloat16',
-      attention_block=512, sequence_length=2048, remat='full',
-      batch_size=MICROBATCHES, microbatches=MICROBATCHES,
-    ),
+  memory = dict(
+    check=vocabulary.balanced_memory,
+    mesh=f'stage={STAGES}', topology='v5p:2x2x2',
+    model={
+      'model.d_model': 3072, 'model.d_ff': 12288, 'model.num_layers': 32,
+      'model.num_heads': 24, 'model.dtype': 'bfloat16',
+      'model.attention_block': 512, 'data.sequence_length': 2048,
+      'train.remat': 'full', 'train.batch_size': MICROBATCHES,
+      'pipeline.microbatches': MICROBATCHES,
+    },
     vocabularies=VOCABULARIES, within=0.05,
   )  # fmt: skip
   moved = faster('redistributed', 1.16, 1.16, 1.11, 1.33)

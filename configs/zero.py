@@ -46,31 +46,37 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce zero` checks."""
-  fields = 'num_layers', 'd_model', 'num_heads', 'vocab_size'
+  from paraxis.train.claims.layouts import memory
+  from paraxis.train.claims.layouts import step
+
   shapes = {
-    name: dict(zip(fields, s, strict=True), d_ff=4 * s[1], tied_embedding=True)
-    for name, s in SHAPES.items()
-  }
-  check = lambda name, **given: dict(check=name, **given)
+    name: {
+      'model.num_layers': layers, 'model.d_model': d, 'model.d_ff': 4 * d,
+      'model.num_heads': heads, 'model.vocab_size': vocabulary,
+      'model.tied_embedding': True,
+    }
+    for name, (layers, d, heads, vocabulary) in SHAPES.items()
+  }  # fmt: skip
+  check = lambda check, **given: dict(check=check, **given)
   equal = check(
-    'claims_layouts.zero_trajectories',
+    step.zero_trajectories,
     mesh='data=8', stages=[0, 1, 2, 3], steps=4, within=1e-9,
   )  # fmt: skip
   held = check(
-    'claims_memory.zero_memory',
+    memory.zero_memory,
     mesh='data=8', bytes_per_parameter=[16, 9, 5.5, 2], within=0.02,
   )  # fmt: skip
   volume = check(
-    'claims_layouts.zero_volume',
+    step.zero_volume,
     mesh='data=8', volumes=[2, 2, 2, 3], within=0.05,
   )  # fmt: skip
   table = check(
-    'claims_memory.zero_published',
+    memory.zero_published,
     model=shapes['7.5B'], devices=64, widths=[2, 2, 12],
     gigabytes=[120, 31.4, 16.6, 1.88], within=0.015,
   )  # fmt: skip
   machines = check(
-    'claims_memory.zero_compiled',
+    memory.zero_compiled,
     model=shapes['1.3B'], topologies=['v5p:2x2x2', 'v5p:4x4x4'], within=0.01,
   )  # fmt: skip
   return [

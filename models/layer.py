@@ -4,7 +4,6 @@ A layer is named by its kind: a letter for its mixer (`MIXERS`), and one for
 what follows it (none: an mlp, E experts, P twice as many, . nothing).
 """
 
-import functools
 import math
 
 from flax import nnx
@@ -109,20 +108,23 @@ class Layer(nnx.Module):
   def mixer(self):
     return getattr(self, MIXERS[self.kind[0]].name)
 
-  def _around(self, name, x, sublayer):
-    placement = self.config.norm_placement
-    y = x if placement == 'post' else getattr(self, f'{name}_norm')(x)
-    y, state = sublayer(y)
-    if placement != 'pre':
-      y = getattr(self, f'{name}_post_norm')(y)
-    return x + y, state
+  def _before(self, name, x):
+    """The input of a part: normed, unless norms come after it."""
+    placed = self.config.norm_placement != 'post'
+    return getattr(self, f'{name}_norm')(x) if placed else x
+
+  def _after(self, name, y):
+    """The output of a part as the residual adds it."""
+    placed = self.config.norm_placement != 'pre'
+    return getattr(self, f'{name}_post_norm')(y) if placed else y
 
   def __call__(self, x_BTD, see, state=None):
-    x_BTD = checkpoint_name(x_BTD, 'residual')
-    mix = functools.partial(self.mixer, see=see, state=state)
-    x, state = self._around(self.mixer.name, x_BTD, mix)
+    """-> (x_BTD, the mixer's state); see: attention.Visibility."""
+    x, mix = checkpoint_name(x_BTD, 'residual'), self.mixer
+    y, state = mix(self._before(mix.name, x), see, state)
+    x = x + self._after(mix.name, y)
     if self.kind[1:] != '.':
-      x, _ = self._around('mlp', x, lambda y: (self._transform(y, see), None))
+      x = x + self._after('mlp', self._transform(self._before('mlp', x), see))
     return x, state
 
   def _transform(self, x, see):

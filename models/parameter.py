@@ -20,10 +20,10 @@ class Layout(NamedTuple):
   """What a module is told of the layout: choices, never mesh axes.
 
   rings: products that run as collective matmuls: 'qkv', 'output', 'gate_up',
-  'down'. context: sharding.sequence.attention.Plan, or None. placement: virtual
-  stage of every chunk of every pipeline stage (stages, chunks), or None: one
-  stage.
-  scan: sharding.sequence.scan.Plan, how states of recurrences cross it, or
+  'down'. context: sharding.sequence.attention.ContextPlan, or None. placement:
+  virtual stage of every chunk of every pipeline stage (stages, chunks), or
+  None: one stage.
+  scan: sharding.sequence.scan.ScanPlan, how states of recurrences cross it, or
   None.
   """
 
@@ -60,6 +60,16 @@ def diagonal(rngs, shape, axes, std):
   return nnx.Param(value, axes=axes, kind='vector', inputs=0)
 
 
+def operand(variable):
+  """(w, axes) of a matrix, as sharding/tensor/project.py multiplies it.
+
+  w names its owner if the variable does (models/stack.py: `_run_layer`).
+  """
+  value, owner = variable[...], variable.get_metadata('owner', None)
+  w = value if owner is None else project.Owned(value, owner)
+  return w, variable.get_metadata('axes')
+
+
 def metadata(variable):
   """(axes, kind, inputs) of a parameter."""
   get = variable.get_metadata
@@ -84,7 +94,7 @@ def multiply(module, x, x_names, products, ring='', dtype=None, biased=False):
   outs = project.project(
     x,
     x_names,
-    [(eq, w[...], w.get_metadata('axes'), out) for eq, w, out in weights],
+    [(eq, *operand(w), out) for eq, w, out in weights],
     dtype,
     ring in module.layout.rings,
   )

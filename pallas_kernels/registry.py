@@ -7,9 +7,10 @@ TPU would run. The choice can be printed and is never silent: asking by name for
 an implementation that cannot run is an error that says why.
 """
 
-import collections.abc
+from collections.abc import Callable
 import dataclasses
 import re
+from typing import Any
 
 import jax
 
@@ -37,20 +38,55 @@ class Implementation:
   """
 
   name: str
-  forward: collections.abc.Callable
-  backward: collections.abc.Callable | None  # None: the op has no gradient
-  supports: collections.abc.Callable
+  forward: Callable
+  backward: Any = None  # Callable; None: no gradient
+  supports: Callable[[Any, Target], str | None] = lambda spec, target: None
 
 
+def of_module(name: str, module) -> Implementation:
+  """The `Implementation` of a module with forward, backward and supports."""
+  return Implementation(name, module.forward, module.backward, module.supports)
+
+
+SPREAD = 'arrays are spread over a mesh: call it in a manual region'
+
+
+def spread(x) -> bool:
+  """May the compiler spread x over devices? A kernel then cannot take it."""
+  mesh = jax.typeof(x).sharding.mesh
+  manual = jax.sharding.AxisType.Manual
+  kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+  return any(size > 1 and kind != manual for size, kind in kinds)
+
+
+def unfit(
+  spec, target: Target, platform: str, dtypes: tuple[str, ...]
+) -> str | None:
+  """Why a kernel for `platform` cannot run, in one line; None if it may.
+
+  What every kernel refuses: another platform, a dtype that is not one of
+  `dtypes`, arrays that are spread over a mesh. `spec`: as in Implementation.
+  """
+  if target.platform != platform:
+    return f'needs a {platform.upper()}, target is {target.device_kind}'
+  if spec is None:
+    return None
+  if spec.dtype not in dtypes:
+    joint = ' and ' if len(dtypes) == 2 else ', '
+    return f'computes in float32, takes {joint.join(dtypes)}, not {spec.dtype}'
+  return SPREAD if getattr(spec, 'sharded', False) else None
+
+
+_CONFIG: Any = jax.config  # type checkers do not know its options
 _OPS: dict[str, tuple[Implementation, ...]] = {}
 
 
-def register(op, *implementations):
+def register(op: str, *implementations: Implementation) -> None:
   """Declares an op; `implementations` come in order of preference."""
   _OPS[op] = implementations
 
 
-def ops():
+def ops() -> tuple[str, ...]:
   """The names of the ops that have been declared (imported) so far."""
   return tuple(_OPS)
 
@@ -63,12 +99,12 @@ def _platform(name, kind):
   return name or 'cpu'
 
 
-def current_target():
+def current_target() -> Target:
   """The mesh's device, else the default device, else the first device."""
   mesh = jax.sharding.get_abstract_mesh()
   device = None if mesh.empty else mesh.abstract_device
   if device is None:
-    device = jax.config.jax_default_device
+    device = _CONFIG.jax_default_device
     if isinstance(device, str):  # the option also takes a platform's name
       device = jax.devices(device)[0]
     device = device or jax.devices()[0]
@@ -82,7 +118,9 @@ def _implementations(op):
   return _OPS[op]
 
 
-def resolve(op, name='auto', spec=None, target=None):
+def resolve(
+  op: str, name: str = 'auto', spec=None, target: Target | None = None
+) -> Implementation:
   """The implementation to run: the first that can, or the one named.
 
   Raises errors.UserError if the one named is unknown or cannot run, with its
@@ -108,7 +146,9 @@ def resolve(op, name='auto', spec=None, target=None):
   )
 
 
-def explain(op, target=None, spec=None):
+def explain(
+  op: str, target: Target | None = None, spec=None
+) -> list[tuple[str, bool, str]]:
   """Rows (name, chosen, reason): reason is '' where the op could run."""
   target = target or current_target()
   rows, free = [], True

@@ -83,7 +83,7 @@ def attention_supports(spec, target):
   if reason or spec is None:
     return reason
   if spec.sharded:
-    return 'arrays are spread over a mesh: call it in a manual region'
+    return registry.SPREAD
   if spec.segments or spec.order:
     return 'takes neither segments nor an order without a T x S mask'
   if spec.v and spec.v[-1] != spec.k[-1]:

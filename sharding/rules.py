@@ -45,7 +45,9 @@ _BATCH = {
 # holds as much of the two ends as the others (arXiv:2411.05288).
 _STAGE = {'layers': ('stage',), 'vocab': ('stage',)}
 _FSDP = {'embed': ('fsdp',)}
-_TENSOR = {a: ('tensor',) for a in ('heads', 'kv_heads', 'mlp')}
+_TENSOR: dict[str, tuple[str, ...]] = {
+  a: ('tensor',) for a in ('heads', 'kv_heads', 'mlp')
+}
 _TENSOR['vocab'] = ('stage', 'tensor')
 
 

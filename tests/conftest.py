@@ -1,7 +1,8 @@
 """What every test runs under, and the tree that the guard tests read.
 
 Eight virtual devices, set before jax starts; no network; no display. Tests
-marked `hf` skip where torch or transformers is missing.
+marked `hf` skip where torch or transformers is missing. sampling.py says which
+tests a session runs; what XLA compiled is kept between sessions.
 """
 
 import ast
@@ -12,9 +13,13 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 import types
 
 import pytest
+import sampling
+
+from paraxis.train.run import compile_store
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 _FLAGS = [
@@ -39,6 +44,42 @@ gc.set_threshold(100_000, 50, 50)
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # In import order: a folder may import those to its left.
 FOLDERS = ('pallas_kernels', 'sharding', 'models', 'decode', 'train')
+
+
+_OVERLAY = pytest.StashKey()
+
+
+def pytest_addoption(parser, pluginmanager):
+  del parser
+  pluginmanager.register(sampling)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+  """Programs compiled in one session are read in the next.
+
+  In the processes that run tests, and in those that tests start: the workers,
+  or the only process. A cache that the environment names is used as it is.
+  """
+  runs = hasattr(config, 'workerinput') or not config.getoption(
+    'numprocesses', None
+  )
+  if not runs or 'JAX_COMPILATION_CACHE_DIR' in os.environ:
+    return
+  root = os.environ.get('PARAXIS_CACHE') or '~/.cache/paraxis'
+  root = pathlib.Path(root).expanduser() / 'compiled_tests'
+  overlay = config.stash[_OVERLAY] = compile_store.Overlay(root)
+  settings = overlay.settings(seconds=0.05)
+  os.environ.update({k.upper(): str(v) for k, v in settings.items()})
+  if 'jax' in sys.modules:  # a conftest of a file that was named imported it
+    for name, value in settings.items():
+      sys.modules['jax'].config.update(name, value)
+
+
+def pytest_unconfigure(config):
+  overlay = config.stash.get(_OVERLAY, None)
+  if overlay:
+    overlay.close()
 
 
 def pytest_collection_modifyitems(items):
@@ -107,3 +148,12 @@ def tree():
   return types.SimpleNamespace(
     root=ROOT, folders=FOLDERS, files=files, code=code
   )
+
+
+@pytest.fixture(scope='module')
+def float64():
+  """A module's tests, and its fixtures, compute in float64."""
+  import jax
+
+  with jax.enable_x64(True):
+    yield

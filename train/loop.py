@@ -31,7 +31,7 @@ from paraxis.train.run import workdir as workdir_lib
 
 
 def _meta(job, step):
-  """What a checkpoint says of its run, besides the state."""
+  """Metadata of a checkpoint: config, data cursor, fingerprints, versions."""
   import flax
   import optax
   import orbax.checkpoint
@@ -51,7 +51,7 @@ def _meta(job, step):
 
 
 def _check_meta(job, step, meta, where):
-  """Raises unless a checkpoint's run is the one that is to go on."""
+  """Raises unless a checkpoint is of the run that is to be resumed."""
   for name, now in (
     ('corpus', job.corpus.fingerprint),
     ('tokenizer', job.tokenizer.fingerprint),
@@ -88,7 +88,7 @@ class _Recorder:
   """Reads a step's numbers late, writes them, and watches for NaN."""
 
   def __init__(self, job, writers, progress, callbacks):
-    self._job, self._writers, self._progress = job, writers, progress
+    self._job, self.writers, self.progress = job, writers, progress
     self._train, self._callbacks = job.config.train, callbacks
     self._paths = sorted(expert_counts.without(job.model, job.model.axes))
     self._pending, self._before = None, time.perf_counter()
@@ -101,13 +101,13 @@ class _Recorder:
       self._record(*previous)
 
   def flush(self):
-    """Records what is still on the device."""
+    """Records the step whose numbers are still on the device."""
     previous, self._pending = self._pending, None
     if previous:
       self._record(*previous)
 
   def restart_clock(self):
-    """What passed since the last step was no step: compiling, evaluating."""
+    """Leaves compiling or evaluating out of the time of a step."""
     self._before = time.perf_counter()
 
   def _record(self, step, numbers, tokens):
@@ -127,10 +127,10 @@ class _Recorder:
       'perf/memory_bytes': metrics_lib.memory_bytes(),
       **expert_counts.values(self._job.model, numbers, step % every == 0),
     }
-    self._writers.write(step, values)
-    self._progress.step(step, values)
+    self.writers.write(step, values)
+    self.progress.step(step, values)
     if step % every == 0:
-      expert_counts.warn(self._job.model, step, values, self._progress.say)
+      expert_counts.warn(self._job.model, step, values, self.progress.say)
     self.last = values
     for callback in self._callbacks:
       callback(step, values, self._job)
@@ -154,7 +154,7 @@ class _Recorder:
       f'{": " + ", ".join(bad[:5]) if bad else ""}; batch {step - 1}: '
       + self._job.batches.describe_rows(step - 1).replace('\n', '; ')
     )
-    self._progress.say(text)
+    self.progress.say(text)
     if row >= most:
       raise errors.IntegrityError(
         f'{row} steps in a row are not finite (train.max_nonfinite_steps='
@@ -191,16 +191,62 @@ def run(
   Raises:
     UserError, IntegrityError: see configs/base/errors.py.
   """
+  from paraxis.sharding.checkpoint import (
+    store as store_lib,  # Orbax starts slowly
+  )
+
   started = time.perf_counter()
   say = say if jax.process_index() == 0 else lambda line: None
   job = job_lib.make(config, mesh_text, devices, say)
+  config, settings = job.config, job.config.train
   path, lock = _claim(job, workdir, say)
-  with lock, job.context():
-    return _run(job, path, make_step, callbacks, say, started)
+  with (
+    lock,
+    job.context(),
+    contextlib.ExitStack() as stack,
+    contextlib.ExitStack() as loggers,
+  ):
+    step = make_step(job.built, job.optimizer, config.optimizer.clip_norm)
+    store = stack.enter_context(
+      store_lib.Store(
+        path / workdir_lib.CHECKPOINTS,
+        config.checkpoint.keep,
+        config.checkpoint.asynchronous,
+        say=say,
+      )
+    )
+    try:
+      state, first = _start(job, store, say)
+      if jax.process_index() == 0:
+        workdir_lib.write_config(path, config)
+      writers = loggers.enter_context(
+        metrics_lib.Writers(path, settings, config)
+      )
+      progress = loggers.enter_context(
+        metrics_lib.Progress(settings.steps, settings.print_every, say)
+      )
+      recorder = _Recorder(job, writers, progress, callbacks)
+      training = _Training(job, step, store, recorder, state, first)
+      with stop_lib.Stop(job.mesh) as stop:
+        training.run(stop, started)
+        if not training.stopped and not training.evaluation:
+          training.evaluation = training.evaluate()
+          training.stopped = stop.asked
+    except Exception as e:
+      if jax.process_count() > 1 and not isinstance(e, errors.IntegrityError):
+        # Perhaps a peer died: to finish a save would wait for it for minutes.
+        stack.pop_all()
+      raise
+  return dict(
+    step=training.step,
+    stopped=training.stopped,
+    loss=recorder.last.get('train/loss'),
+    evaluation=training.evaluation,
+  )
 
 
 def _claim(job, workdir, say):
-  """Process 0 takes the folder, the others wait: -> (path, a context)."""
+  """Process 0 locks the folder, the others wait: -> (path, a context)."""
   path, lock, problem = workdir_lib.resolve(workdir), None, None
   if jax.process_index() == 0:
     try:
@@ -240,117 +286,87 @@ def _differing(job, locked):
   return None
 
 
-def _run(job, path, make_step, callbacks, say, started):
-  from paraxis.sharding.checkpoint import (
-    store as store_lib,  # Orbax starts slowly
-  )
+class _Training:
+  """The steps of a run, from a state on: dispatched, recorded, saved, stopped.
 
-  config, train = job.config, job.config.train
-  made = make_step(job.built, job.optimizer, config.optimizer.clip_norm)
-  with contextlib.ExitStack() as stack, contextlib.ExitStack() as loggers:
-    store = stack.enter_context(
-      store_lib.Store(
-        path / workdir_lib.CHECKPOINTS,
-        config.checkpoint.keep,
-        config.checkpoint.asynchronous,
-        say=say,
-      )
-    )
-    try:
-      state, first = _start(job, store, say)
-      if jax.process_index() == 0:
-        workdir_lib.write_config(path, config)
-      writers = loggers.enter_context(metrics_lib.Writers(path, train, config))
-      progress = loggers.enter_context(
-        metrics_lib.Progress(train.steps, train.print_every, say)
-      )
-      evaluator = evaluate.Evaluator(job, made.evaluate, progress.say)
-      recorder = _Recorder(job, writers, progress, callbacks)
-      with stop_lib.Stop(job.mesh) as stop:
-        others = stop, progress, writers, started
-        state, step, result, stopped = _train(
-          job, state, first, made, store, recorder, evaluator, others
-        )
-        if not stopped and not result:
-          result = evaluator(state.params)
-          writers.write(step, result.values())
-          stopped = stop.asked
-    except Exception as e:
-      if jax.process_count() > 1 and not isinstance(e, errors.IntegrityError):
-        # Perhaps a peer died: to finish a save would wait for it for minutes.
-        stack.pop_all()
-      raise
-  loss = recorder.last.get('train/loss')
-  return dict(step=step, stopped=stopped, loss=loss, evaluation=result)
+  Attributes:
+    state: train.state.State after `step` steps.
+    evaluation: evaluate.Evaluation of that state, or None.
+    stopped: why the run ended before its last step; '': it did not.
+  """
 
+  def __init__(self, job, functions, store, recorder, state, step):
+    """functions: step.Step. recorder: `_Recorder`. step: that `state` is of."""
+    self._job, self._functions = job, functions
+    self._store, self._recorder = store, recorder
+    self._evaluator = evaluate.Evaluator(job, functions.evaluate)
+    self._axes = state_lib.axes(job.state, job.model)
+    self.state, self.step = state, step
+    self.evaluation, self.stopped = None, ''
 
-def _train(job, state, first, made, store, recorder, evaluator, others):
-  """Steps first .. train.steps; -> (state, steps, last evaluation, stopped)."""
-  stop, progress, writers, started = others
-  config, train = job.config, job.config.train
-  axes = state_lib.axes(job.state, job.model)
-  step, saved, result, stopped = first, first, None, ''
-  if first >= train.steps:
-    progress.say(f'all {train.steps} steps are done')
-    return state, step, result, stopped
-  programs = {}  # rows of a step -> both halves of it
-  share = functools.cache(job.local_rows)
-  with contextlib.closing(job.batches.iterate(first, share)) as batches:
-    for t, host_batch in batches:
-      size = job.batches.size_at(t)
-      _, rows = job.batches.split(size)
-      batch = job.put(host_batch, share(rows)[0], rows)
-      if size not in programs:
-        programs[size] = _compile(job, made, batch, programs, progress.say)
-        recorder.restart_clock()
-      grads, update = programs[size]
-      loss, gradient = grads(state.params, batch)
-      state, numbers = update(state, loss, gradient)
-      del gradient
-      step = t + 1
-      recorder.later(step, numbers, int(host_batch.denominator))
-      if step == first + 1:
-        jax.block_until_ready(state)
-        seconds = time.perf_counter() - started
-        progress.say(f'first step after {seconds:.1f} s')
-      store.check()
-      stopped = stop.agreed()
-      last = step == train.steps or bool(stopped)
-      if last or step % config.checkpoint.every == 0:
-        recorder.flush()
-        tree = state_lib.in_order(state_lib.flatten(state), job.model)
-        store.save(step, tree, axes, _meta(job, step))
-        saved = step
-        recorder.restart_clock()
-      if train.eval_every and step % train.eval_every == 0 and not stopped:
-        recorder.flush()
-        result = evaluator(state.params)
-        writers.write(step, result.values())
-        progress.say(result.line())
-        result = result if last else None
-        recorder.restart_clock()
-      if last:
-        break
-  store.wait()
-  if stopped:
-    progress.say(f'stopped by {stopped} after step {step}, saved {saved}')
-  return state, step, result, stopped
+  def run(self, stop, started):
+    """Steps up to train.steps, or until a signal.
 
+    stop: stop.Stop. started: time.perf_counter() when the run began.
+    """
+    job, recorder, first = self._job, self._recorder, self.step
+    say, settings = recorder.progress.say, job.config.train
+    if first >= settings.steps:
+      say(f'all {settings.steps} steps are done')
+      return
+    saved, update = first, None
+    gradients = {}  # rows of a step -> its compiled gradient
+    share = functools.cache(job.local_rows)
+    with contextlib.closing(job.batches.iterate(first, share)) as batches:
+      for t, host_batch in batches:
+        size = job.batches.size_at(t)
+        _, rows = job.batches.split(size)
+        batch = job.put(host_batch, share(rows)[0], rows)
+        if size not in gradients:
+          gradients[size] = compiling.compile_step(
+            'gradient', self._functions.grads, job.state.params, batch, say=say
+          )
+          if update is None:  # the same for batches of any size
+            update = job.compile_update(
+              self._functions.update, gradients[size], say
+            )
+          recorder.restart_clock()
+        loss, gradient = gradients[size](self.state.params, batch)
+        self.state, numbers = update(self.state, loss, gradient)
+        del gradient
+        self.step = t + 1
+        recorder.later(self.step, numbers, int(host_batch.denominator))
+        if self.step == first + 1:
+          jax.block_until_ready(self.state)
+          say(f'first step after {time.perf_counter() - started:.1f} s')
+        self._store.check()
+        self.stopped = stop.agreed()
+        last = self.step == settings.steps or bool(self.stopped)
+        if last or self.step % job.config.checkpoint.every == 0:
+          saved = self._save()
+        every = settings.eval_every
+        if every and self.step % every == 0 and not self.stopped:
+          found = self.evaluate()
+          say(found.line())
+          self.evaluation = found if last else None
+          recorder.restart_clock()
+        if last:
+          break
+    self._store.wait()
+    if self.stopped:
+      say(f'stopped by {self.stopped} after step {self.step}, saved {saved}')
 
-def _compile(job, made, batch, known, say):
-  """Both halves of the step, compiled once for the real layouts."""
-  grads = compiling.compile_step(
-    'gradient', made.grads, job.state.params, batch, say=say
-  )
-  for _, update in known.values():  # which no size of batch changes
-    return grads, update
-  loss, gradient = grads.out_info
-  shapes = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    (loss, gradient),
-    grads.output_shardings,
-  )
-  update = compiling.compile_step(
-    'update', made.update, job.state, *shapes, donate=(0,), say=say
-  )
-  return grads, update
+  def _save(self):
+    """Writes a checkpoint -> its step."""
+    self._recorder.flush()
+    tree = state_lib.in_order(state_lib.flatten(self.state), self._job.model)
+    self._store.save(self.step, tree, self._axes, _meta(self._job, self.step))
+    self._recorder.restart_clock()
+    return self.step
+
+  def evaluate(self):
+    """evaluate.Evaluation of held-out text, which is written too."""
+    self._recorder.flush()
+    found = self._evaluator(self.state.params)
+    self._recorder.writers.write(self.step, found.values())
+    return found

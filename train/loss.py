@@ -84,4 +84,5 @@ def of_layers(model, params, x_BTD, batch):
 
 def next_token(model, params, batch):
   """Nats per target of the whole step (this batch's share of it): scalar."""
-  return total(model, params, batch) / batch.denominator
+  x_BTD, _ = model(params, batch)
+  return _of_features(model, params, x_BTD, batch) / batch.denominator

@@ -1,24 +1,30 @@
-"""Everything that a configuration means, built once and checked first.
+"""Builds mesh, model, optimizer and data from a config, and checks them first.
 
-config -> mesh, rules, model, optimizer, tokenizer, documents, batches and the
-shapes and layouts of the state. Bad input of any kind ends here, before
-anything is compiled and before the workdir is written.
+    config -> Program: mesh, rules, model, optimizer; shapes and layouts of the
+              state and of a batch; the compiled halves of a step
+           -> Job: a Program and the text that it trains on
+
+Bad input of any kind ends here, before anything is compiled and before the
+workdir is written.
 """
 
+import contextlib
 import dataclasses
+import functools
 import pathlib
-from typing import Any
 
 import jax
 import numpy as np
 
+from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models import checks as model_checks
+from paraxis.models import decoder
 from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.pipeline import schedules
-from paraxis.sharding.sequence import attention as context
+from paraxis.sharding.sequence import order as context_order
 from paraxis.train import optimizers
 from paraxis.train import state as state_lib
 from paraxis.train.data import batch_ramp
@@ -31,47 +37,47 @@ ROWS = ('batch', 'length')
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-  """A run, ready to compile.
+class Program:
+  """A configuration built on a mesh: enough to trace and compile its step.
 
   Attributes:
     config: schema.Config, its mesh the one in use. built: models.build.Built.
     optimizer: train.optimizers.Optimizer.
-    tokenizer, corpus, batches: the data (see their files).
-    held_out: list of data.HeldOut.
-    state: State of jax.ShapeDtypeStruct, each with its NamedSharding.
   """
 
-  config: Any
-  built: Any
-  optimizer: Any
-  tokenizer: Any
-  corpus: Any
-  batches: Any
-  held_out: Any
-  state: Any
+  config: schema.Config
+  built: build.Built
+  optimizer: optimizers.Optimizer
+
+  @functools.cached_property
+  def state(self) -> state_lib.State:
+    """State of jax.ShapeDtypeStruct, each with its NamedSharding."""
+    init = functools.partial(state_lib.init, self.model, self.optimizer)
+    with self.context():
+      shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
+      return with_layouts(self.mesh, shapes)
 
   @property
-  def model(self):
-    """models.decoder.Decoder."""
+  def model(self) -> decoder.Decoder:
+    """The decoder."""
     return self.built.model
 
   @property
-  def mesh(self):
-    """jax Mesh."""
+  def mesh(self) -> jax.sharding.Mesh:
+    """The mesh; without devices a jax.sharding.AbstractMesh."""
     return self.built.mesh
 
-  def context(self):
+  def context(self) -> contextlib.AbstractContextManager:
     """The rules and the mesh, in force within a `with` statement."""
     return build.layout(self.built)
 
-  def batch_sharding(self, ndim):
+  def batch_sharding(self, ndim: int) -> jax.NamedSharding:
     """NamedSharding of a batch array (..., rows, tokens)."""
     names = (None,) * (ndim - 2) + ROWS
     spec = rules_lib.spec(names, None, self.built.rules, dict(self.mesh.shape))
     return jax.NamedSharding(self.mesh, spec)
 
-  def batch_shapes(self):
+  def batch_shapes(self) -> batch_lib.Batch:
     """The batch of a step as jax.ShapeDtypeStructs with their layouts."""
     config = self.config
     shape = config.microbatch_rows, config.data.sequence_length
@@ -84,7 +90,7 @@ class Job:
     one = jax.ShapeDtypeStruct((), np.float32, sharding=whole)
     return batch_lib.Batch(ids, ids, ids, ids, weights, one)
 
-  def local_rows(self, rows):
+  def local_rows(self, rows: int) -> tuple[int, int]:
     """(lo, hi): the rows of a batch axis that this process's devices hold."""
     sharding = self.batch_sharding(2)
     shape = (rows, self.config.data.sequence_length)
@@ -94,13 +100,13 @@ class Job:
     ]
     return min(lo for lo, _ in held), max(hi for _, hi in held)
 
-  def token_order(self):
-    """Where the tokens of a row lie on the context axis: (T,), or None."""
+  def token_order(self) -> np.ndarray | None:
+    """(T,): tokens of a row in the order of the context axis; None: as is."""
     plan = self.model.layout.context
     if plan is None:
       return None
     length = self.config.data.sequence_length
-    return context.permutation(plan.layout, plan.n, length)
+    return context_order.permutation(plan.layout, plan.n, length)
 
   def put(self, batch, lo=0, rows=None):
     """A batch of NumPy arrays on the mesh.
@@ -133,13 +139,46 @@ class Job:
 
     return jax.tree.map(place, batch)
 
-  def initial_state(self):
+  def initial_state(self) -> state_lib.State:
     """The state before the first step, on the mesh."""
     seed = self.config.train.seed
     make = lambda: state_lib.init(
       self.model, self.optimizer, jax.random.key(seed)
     )
     return jax.jit(make, compiler_options=compiling.options())()
+
+  def compile_update(self, update, gradient, say=None):
+    """The second half of a step, compiled; it donates the state.
+
+    Args:
+      update: step.Step.update.
+      gradient: the compiled first half (compiling.compile_step), whose results
+        it takes.
+      say: as for compile_step.
+    """
+    results = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      gradient.out_info,
+      gradient.output_shardings,
+    )
+    return compiling.compile_step(
+      'update', update, self.state, *results, donate=(0,), say=say
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Job(Program):
+  """A `Program` and its data: a run, ready to compile.
+
+  Attributes:
+    tokenizer, corpus, batches: the data (see their files).
+    held_out: list of data.HeldOut.
+  """
+
+  tokenizer: tokenizer_lib.Bytes | tokenizer_lib.Tokenizer
+  corpus: token_cache.Corpus
+  batches: data.Batches
+  held_out: list
 
 
 def with_layouts(mesh, tree):
@@ -154,8 +193,10 @@ def with_layouts(mesh, tree):
   return jax.tree.map(leaf, tree)
 
 
-def of_shapes(config, mesh_text='', devices=None, abstract=False):
-  """`Job` without data: enough to trace the step, or to place batches.
+def of_shapes(
+  config: schema.Config, mesh_text='', devices=None, abstract=False
+) -> Program:
+  """`Program` of a schema.Config, its shapes known and checked.
 
   Args:
     config, mesh_text, devices: as for `make`.
@@ -183,20 +224,19 @@ def of_shapes(config, mesh_text='', devices=None, abstract=False):
   build.check_tokens(length, built, f'{what}={length}')
   model_checks.check_length(config.model, length, what)
   optimizer = optimizers.Optimizer(config.optimizer, train.steps, built.model)
-  init = lambda: state_lib.init(built.model, optimizer, jax.random.key(0))
-  with build.layout(built):
-    state = with_layouts(built.mesh, jax.eval_shape(init))
-  return Job(config, built, optimizer, None, None, None, None, state)
+  program = Program(config, built, optimizer)
+  _ = program.state  # traced here: what does not fit ends here
+  return program
 
 
 def _absolute(name):
-  """A name of a file or folder, so that it is found from anywhere."""
+  """The name of a file or folder as an absolute path."""
   path = pathlib.Path(name).expanduser()
   shipped = name in ('fixture', 'corpus', 'bytes', 'bpe2048')
   return name if shipped or not path.exists() else str(path.resolve())
 
 
-def make(config, mesh_text='', devices=None, say=print):
+def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
   """`Job` for a schema.Config.
 
   Args:
@@ -206,11 +246,11 @@ def make(config, mesh_text='', devices=None, say=print):
     say: called with one line per finding (token cache rebuilt, documents cut).
 
   Raises:
-    UserError: anything that does not fit or is not there.
+    UserError: anything that does not fit or does not exist.
   """
   metrics.check_loggers(config.train)
-  job = of_shapes(config, mesh_text, devices)
-  config = job.config
+  program = of_shapes(config, mesh_text, devices)
+  config = program.config
   places = {
     k: _absolute(getattr(config.data, k)) for k in ('path', 'tokenizer')
   }
@@ -226,11 +266,9 @@ def make(config, mesh_text='', devices=None, say=print):
       f'{config.data.sequence_length} tokens; every token is used.'
     )
   held_out = data.evaluation(config, corpus)
-  return dataclasses.replace(
-    job,
-    config=config,
-    tokenizer=tokenizer,
-    corpus=corpus,
-    batches=batches,
-    held_out=held_out,
-  )
+  job = Job(
+    config, program.built, program.optimizer, tokenizer, corpus, batches,
+    held_out,
+  )  # fmt: skip
+  vars(job)['state'] = program.state  # a cached property: traced once
+  return job

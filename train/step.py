@@ -45,13 +45,14 @@ def make(built, optimizer, clip_norm):
     clip_norm: global gradient norm above which gradients are scaled; 0: never.
   """
   model = built.model
-  grads = functools.partial(_gradients, model)
-  evaluate = lambda params, batch: loss_lib.total(model, params, batch)
+  evaluate = functools.partial(loss_lib.total, model)
   if built.schedule is not None:
-    grads = functools.partial(_manual_gradients, built, _of_stages)
-    evaluate = functools.partial(_total_of_stages, built)
+    grads = functools.partial(_region_gradients, built, _pipeline_gradients)
+    evaluate = functools.partial(_pipeline_total, built)
   elif built.choices.collectives == 'explicit' and built.mesh.size > 1:
-    grads = functools.partial(_manual_gradients, built, _of_shards)
+    grads = functools.partial(_region_gradients, built, _gradients)
+  else:
+    grads = functools.partial(_gradients, built, _Annotated(model))
 
   def update(state, loss, grads):
     learned = expert_counts.without(model, grads)
@@ -95,78 +96,36 @@ def make(built, optimizer, clip_norm):
   return Step(grads, update, evaluate)
 
 
-def _accumulate(model, params, batch, each, of=None):
-  """(loss, gradients) of a batch, or the sums over its microbatches.
+class _Annotated:
+  """Layouts of gradients where the compiler places the collectives."""
 
-  In a manual region: of this shard's tokens alone.
+  def __init__(self, model):
+    self._axes = model.axes
 
-  Args:
-    each: (path, gradient): the layout in which sums of a microbatch are kept.
-    of: paths to differentiate with respect to; default all.
-  """
-  wanted = params if of is None else {p: params[p] for p in of}
+  def sums(self, path, gradient):
+    """Of a microbatch -> as sums over microbatches are kept."""
+    return annotate.stored(gradient, self._axes[path], rules_lib.SUMS)
 
-  def one(wanted, batch):
-    objective = lambda w: loss_lib.next_token(model, params | w, batch)
-    loss, grads = jax.value_and_grad(objective)(wanted)
-    return loss, {p: each(p, g) for p, g in grads.items()}
+  def counts(self, path, count):
+    """What experts of all shards counted."""
+    return self.sums(path, count)
 
-  if batch.tokens.ndim == 2:
-    return one(wanted, batch)
-  share = lambda arrays: batch._replace(
-    **dict(zip(batch._fields[:-1], arrays, strict=True))
-  )
-
-  def zero(p):
-    x = wanted[p]
-    like = annotate.like(x, 0, jnp.promote_types(x.dtype, jnp.float32))
-    if annotate.mode() != 'manual':
-      return each(p, like)
-    kept = jax.eval_shape(functools.partial(each, p), like)
-    return jnp.zeros(kept.shape, kept.dtype)  # no message for zeros
-
-  def add(total, arrays):
-    return jax.tree.map(jnp.add, total, one(wanted, share(arrays))), ()
-
-  scalar = jnp.zeros((), jnp.promote_types(model.config.dtype, jnp.float32))
-  start = scalar, {p: zero(p) for p in wanted}
-  return jax.lax.scan(add, start, tuple(batch[:-1]))[0]
+  def final(self, path, total):
+    """A sum over microbatches -> the gradient of the step."""
+    return annotate.stored(total, self._axes[path], rules_lib.GRADIENTS)
 
 
-def _with_loads(model, params, batch, count):
-  """Parameters in which experts find the loads of this whole step, if asked.
+class _PerShard:
+  """The same in a manual region, where every shard has terms of its own.
 
-  model.experts.balance_scope='step' (arXiv:2501.11873, section 3): the share of
-  each expert is counted over all microbatches, in a forward pass of its own,
-  before gradients are taken. Of one microbatch they count themselves.
+  A parameter's gradient is summed once, over the mesh axes absent from its
+  layout: scattered where the gradient is sharded (ZeRO, over data), else
+  all-reduced. ZeRO stage 2 scatters that of every microbatch, so that sums of
+  them are never whole.
 
-  count(paths) -> {path: counts}, summed over all devices.
-  """
-  paths = expert_counts.whole_step(model)
-  if not paths:
-    return params
-  if batch.tokens.ndim == 2:
-    return params | {p: jnp.zeros_like(params[p]) for p in paths}
-  found = count(paths)
-  return params | {p: found[p].astype(params[p].dtype) for p in paths}
-
-
-def _gradients(model, params, batch):
-  """(loss, gradients); the compiler places the collectives."""
-  store = lambda stage: lambda p, g: annotate.stored(g, model.axes[p], stage)
-  sums = store(rules_lib.SUMS)
-  count = lambda of: _accumulate(model, params, batch, sums, of)[1]
-  params = _with_loads(model, params, batch, count)
-  loss, grads = _accumulate(model, params, batch, sums)
-  last = store(rules_lib.GRADIENTS)
-  return loss, {p: last(p, g) for p, g in grads.items()}
-
-
-class _Layouts:
-  """PartitionSpecs of parameters and gradients in a manual region.
-
-  own: parameters. kept: sums over microbatches. final: gradients. Each is
-  {path: spec}.
+  Attributes:
+    own, kept, of_step: {path: PartitionSpec} of parameters, of sums over
+      microbatches, of gradients.
   """
 
   def __init__(self, built, params):
@@ -177,40 +136,123 @@ class _Layouts:
     items = params.items()
     self.own = {p: annotate.spec(axes[p], x.shape, p) for p, x in items}
     self.kept = {p: stored(p, x, rules_lib.SUMS) for p, x in items}
-    self.final = {p: stored(p, x, rules_lib.GRADIENTS) for p, x in items}
+    self.of_step = {p: stored(p, x, rules_lib.GRADIENTS) for p, x in items}
+
+  def sums(self, path, gradient):
+    """Terms of a microbatch -> summed over axes that ZeRO shards it over."""
+    return _scatter(gradient, self.own[path], self.kept[path])
+
+  def counts(self, path, count):
+    """What experts of this shard counted -> what all did."""
+    return _all_reduce(count, self.own[path])
+
+  def final(self, path, total):
+    """A sum of this shard over microbatches -> the gradient of the step."""
+    after = self.of_step[path]
+    return _all_reduce(_scatter(total, self.kept[path], after), after)
 
 
-def _manual_gradients(built, accumulate, params, batch):
-  """(loss, gradients) with collectives of our own, in one manual region.
+def _gradients(built, layouts, params, batch):
+  """(loss, gradients) of a batch (B, T) or (A, B, T).
 
-  Every shard differentiates the loss of its own tokens (and layers). A
-  parameter's gradient is then summed once, over the mesh axes absent from its
-  layout: scattered where the gradient is sharded (ZeRO, over data), else
-  all-reduced. ZeRO stage 2 scatters that of every microbatch, so that sums of
-  them are never whole.
+  In a manual region the loss is that of this shard's tokens.
 
   Args:
     built: models.build.Built.
-    accumulate: (built, layouts, params, batch) -> (loss, gradients) of this
-      shard, laid out as layouts.kept; `_of_shards` or `_of_stages`.
+    layouts: `_Annotated` or `_PerShard`.
+  """
+  model = built.model
+  count = lambda paths: _accumulate(
+    model, params, batch, lambda path, gradient: gradient, paths
+  )[1]
+  params = _with_loads(model, layouts, params, batch, count)
+  if batch.tokens.ndim == 2:
+    objective = functools.partial(loss_lib.next_token, model)
+    loss, grads = jax.value_and_grad(objective)(params, batch)
+    grads = {p: layouts.sums(p, g) for p, g in grads.items()}
+  else:
+    loss, grads = _accumulate(model, params, batch, layouts.sums)
+  return loss, {p: layouts.final(p, g) for p, g in grads.items()}
+
+
+def _accumulate(model, params, batch, each, of=None):
+  """(loss, gradients): sums over the microbatches of a batch (A, B, T).
+
+  In a manual region: of this shard's tokens alone.
+
+  Args:
+    each: (path, gradient): the layout in which sums of a microbatch are kept.
+    of: paths to differentiate with respect to; default all.
+  """
+  wanted = params if of is None else {p: params[p] for p in of}
+
+  def add(total, arrays):
+    share = type(batch)(*arrays, batch.denominator)
+    objective = lambda w: loss_lib.next_token(model, params | w, share)
+    loss, grads = jax.value_and_grad(objective)(wanted)
+    grads = {p: each(p, g) for p, g in grads.items()}
+    return jax.tree.map(jnp.add, total, (loss, grads)), ()
+
+  def zero(p):
+    x = wanted[p]
+    like = annotate.like(x, 0, jnp.promote_types(x.dtype, jnp.float32))
+    if annotate.mode() != 'manual':
+      return each(p, like)
+    kept = jax.eval_shape(functools.partial(each, p), like)
+    return jnp.zeros(kept.shape, kept.dtype)  # no message for zeros
+
+  scalar = jnp.zeros((), jnp.promote_types(model.config.dtype, jnp.float32))
+  start = scalar, {p: zero(p) for p in wanted}
+  return jax.lax.scan(add, start, tuple(batch[:-1]))[0]
+
+
+def _with_loads(model, layouts, params, batch, count):
+  """Parameters in which experts find the loads of this whole step, if asked.
+
+  model.experts.balance_scope='step' (arXiv:2501.11873, section 3): the share of
+  each expert is counted over all microbatches, in a forward pass of its own,
+  before gradients are taken. Of one microbatch they count themselves.
+
+  count(paths) -> {path: what this shard, or, annotated, every shard counted}.
+  """
+  paths = expert_counts.whole_step(model)
+  if not paths:
+    return params
+  if batch.tokens.ndim == 2:
+    return params | {p: jnp.zeros_like(params[p]) for p in paths}
+  found = {p: layouts.counts(p, n) for p, n in count(paths).items()}
+  return params | {p: n.astype(params[p].dtype) for p, n in found.items()}
+
+
+def _region_gradients(built, of_shard, params, batch):
+  """(loss, gradients) with collectives of our own, in one manual region.
+
+  Every shard differentiates the loss of its own tokens (and layers).
+
+  Args:
+    built: models.build.Built.
+    of_shard: (built, layouts, params, batch) -> (loss of this shard,
+      gradients); `_gradients` or `_pipeline_gradients`.
     params, batch: of the step.
   """
-  layouts = _Layouts(built, params)
+  layouts = _PerShard(built, params)
 
   def body(params, batch):
-    loss, grads = accumulate(built, layouts, params, batch)
-    tokens = annotate.carriers('batch') + annotate.carriers('length')
-    loss = jax.lax.psum(loss, tokens) if tokens else loss
-    kept, final = layouts.kept, layouts.final
-    grads = {p: _scatter(g, kept[p], final[p]) for p, g in grads.items()}
-    return loss, {p: _all_reduce(g, final[p]) for p, g in grads.items()}
+    loss, grads = of_shard(built, layouts, params, batch)
+    return _over_tokens(loss), grads
 
   return jax.shard_map(
     body,
     in_specs=(layouts.own, _batch_specs(batch)),
-    out_specs=(jax.P(), layouts.final),
+    out_specs=(jax.P(), layouts.of_step),
     check_vma=False,
   )(params, batch)
+
+
+def _over_tokens(x):
+  """The sum over all shards of tokens."""
+  axes = annotate.carriers('batch') + annotate.carriers('length')
+  return jax.lax.psum(x, axes) if axes else x
 
 
 def _batch_specs(batch):
@@ -221,75 +263,60 @@ def _batch_specs(batch):
   return jax.tree.map(lambda x: rows.get(x.ndim, jax.P()), batch)
 
 
-def _of_shards(built, layouts, params, batch):
-  """(loss, gradients) of this shard's tokens."""
-  model = built.model
-  each = lambda p, g: _scatter(g, layouts.own[p], layouts.kept[p])
-
-  def count(of):
-    own = _accumulate(model, params, batch, lambda p, g: g, of)[1]
-    return {p: _all_reduce(g, layouts.own[p]) for p, g in own.items()}
-
-  params = _with_loads(model, params, batch, count)
-  return _accumulate(model, params, batch, each)
-
-
-def _split(params):
+def _ends_and_layers(params):
   """({path: parameter} of the ends, of the layers)."""
   layers = {p: x for p, x in params.items() if p.startswith('layers/')}
   return {p: x for p, x in params.items() if p not in layers}, layers
 
 
-def _on(built):
-  """Which rows of the chunks hold a layer; None: all."""
+def _rows_with_layers(built):
+  """(stages, chunks, layers) bool: the rows that hold a layer; None: all."""
   depth = built.model.depth
   return None if depth.even else depth.rows >= 0
 
 
-def _of_stages(built, layouts, params, batch):
+def _pipeline_gradients(built, layouts, params, batch):
   """(loss, gradients) of this shard's tokens and stage, by the schedule."""
+  model = built.model
   with annotate.use(pipeline_step.whole_rules(built.rules)):
-    whole = {p: annotate.spec(built.model.axes[p]) for p in params}
+    whole = {p: annotate.spec(model.axes[p]) for p in params}
   scatter = lambda p, g: _scatter(g, whole[p], layouts.kept[p])
   run = pipeline_step.Pipeline(built, batch, scatter)
   schedule = pipeline_step.schedule_of(built, batch)
+  on = _rows_with_layers(built)
 
-  def count(of):
-    del of
+  def count(paths):
+    del paths
     calls = run.calls()._replace(forward=run.count)
-    ends, stack = _split(params)
+    ends, stack = _ends_and_layers(params)
     with run.context():
-      _, own = pipeline.forward(
-        schedule, calls, run.gather(ends), stack, _on(built)
-      )
-    return {p: _all_reduce(g, layouts.own[p]) for p, g in own.items()}
+      return pipeline.counts(schedule, calls, run.gather(ends), stack, on)
 
-  ends, stack = _split(_with_loads(built.model, params, batch, count))
+  params = _with_loads(model, layouts, params, batch, count)
+  ends, stack = _ends_and_layers(params)
   with run.context():
     loss, of_ends, of_stack = pipeline.gradients(
-      schedule, run.calls(), run.gather(ends), stack, _on(built)
+      schedule, run.calls(), run.gather(ends), stack, on
     )
-  return loss, run.scatter(of_ends) | of_stack
+  grads = run.scatter(of_ends) | of_stack
+  return loss, {p: layouts.final(p, g) for p, g in grads.items()}
 
 
-def _total_of_stages(built, params, batch):
+def _pipeline_total(built, params, batch):
   """Sum of nats over the weighted targets of a batch (B, T) on stages."""
   schedule = pipeline_step.evaluation(built.schedule)
+  on = _rows_with_layers(built)
 
   def body(params, batch):
-    ends, stack = _split(params)
+    ends, stack = _ends_and_layers(params)
     run = pipeline_step.Pipeline(built, batch, None)
     with run.context():
-      total = pipeline.total(
-        schedule, run.calls(), run.gather(ends), stack, _on(built)
-      )
-    tokens = annotate.carriers('batch') + annotate.carriers('length')
-    return jax.lax.psum(total, tokens) if tokens else total
+      total = pipeline.total(schedule, run.calls(), run.gather(ends), stack, on)
+    return _over_tokens(total)
 
-  own = _Layouts(built, params).own
   total = jax.shard_map(
     body,
-    in_specs=(own, _batch_specs(batch)),
+    in_specs=(_PerShard(built, params).own, _batch_specs(batch)),
     out_specs=jax.P(),
     check_vma=False,
   )(params, batch)

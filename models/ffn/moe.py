@@ -118,7 +118,7 @@ class Moe(nnx.Module):
         f'{"+".join(region)}; take a multiple, or another '
         'model.experts.region.'
       )
-    return expert.Plan(
+    return expert.DispatchPlan(
       experts=self.count,
       region=region,
       gather=annotate.carriers('expert_embed'),

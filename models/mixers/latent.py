@@ -330,7 +330,7 @@ def _summed(
   if mask.softcap:
     s = mask.softcap * jnp.tanh(s / mask.softcap)
   both = (segments, slot_segments), (order, slot_order)
-  ok = attention_xla.visible(mask, *both)[:, 0, 0, :, None]
+  ok = attention_xla.visible(mask, *both)[:, :, None]
   s = jnp.where(ok, s, varying.NEG)
   p = jnp.exp(s - jnp.maximum(s.max(-1, keepdims=True), varying.FLOOR))
   total = p.sum(-1, keepdims=True)

@@ -14,6 +14,8 @@ Legend: B batch, T query length, S key length, N query heads, K kv heads, H head
 size.
 """
 
+from typing import Any
+
 import jax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental.pallas.ops.tpu import splash_attention
@@ -31,7 +33,7 @@ def _unfit(spec, dtypes):
   if spec.dtype not in dtypes:
     return f'takes {" and ".join(dtypes)}, not {spec.dtype}'
   if spec.sharded:
-    return 'arrays are spread over a mesh: call it in a manual region'
+    return registry.SPREAD
   if spec.order:
     return 'takes no order: queries and keys are 0, 1, 2, ...'
   if spec.mask.window and not spec.mask.causal:
@@ -116,7 +118,7 @@ def cudnn_attention(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
   """
   del segments, order  # see supports
   kind = cudnn.MaskType.CAUSAL if mask.causal else cudnn.MaskType.NO_MASK
-  o, lse = cudnn.dot_product_attention(
+  out: Any = cudnn.dot_product_attention(
     q_BTNH,
     k_BSKH,
     v_BSKH,
@@ -125,6 +127,7 @@ def cudnn_attention(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
     sliding_window_length=mask.window or None,
     return_residual=True,
   )
+  o, lse = out
   return o, lse.astype(jnp.float32).transpose(0, 2, 1)
 
 

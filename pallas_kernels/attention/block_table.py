@@ -44,7 +44,7 @@ class Key(NamedTuple):
   mask: str
 
 
-class Row(NamedTuple):
+class TunedBlock(NamedTuple):
   """One choice. figure, default: None, or its cost and that of the default."""
 
   key: Key
@@ -65,11 +65,11 @@ class Row(NamedTuple):
 
 
 def _row(given):
-  """dict -> Row; ValueError, KeyError or TypeError where it is none."""
+  """dict -> TunedBlock; ValueError, KeyError or TypeError where it is none."""
   given = dict(given)
   names = ('op', 'pass', 'device', 'head', 'dtype', 'mask')
   key = Key(*(given.pop(name) for name in names))
-  row = Row(key, tuple(given.pop('block')), **given)
+  row = TunedBlock(key, tuple(given.pop('block')), **given)
   if row.source not in SOURCES or key.mask not in MASKS:
     raise ValueError(f'source {row.source!r}, mask {key.mask!r}')
   if len(row.block) != 2 or not all(
@@ -80,7 +80,7 @@ def _row(given):
 
 
 def read(path):
-  """{Key: Row} of a file.
+  """{Key: TunedBlock} of a file.
 
   Raises:
     errors.UserError: it cannot be read, or a row is none, with its number.
@@ -128,10 +128,10 @@ def _rows(path):
 
 
 def rows():
-  """{Key: Row} in use."""
+  """{Key: TunedBlock} in use."""
   return _rows(os.environ.get(VARIABLE, ''))
 
 
 def find(key):
-  """The Row of a Key, or None."""
+  """The TunedBlock of a Key, or None."""
   return rows().get(key)

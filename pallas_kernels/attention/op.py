@@ -33,6 +33,7 @@ G = N / K, H head size.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -46,6 +47,7 @@ from paraxis.pallas_kernels.attention import gpu as attention_gpu
 from paraxis.pallas_kernels.attention import tpu as attention_tpu
 from paraxis.pallas_kernels.attention import xla as attention_xla
 
+Pair = tuple[jax.Array, jax.Array]  # of the queries (B, T), of the keys (B, S)
 NEG = varying.NEG  # the lse of a row that sees nothing; finite
 
 
@@ -79,7 +81,7 @@ class Mask:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
+class AttentionSpec:
   """What an implementation may look at when it says if it can run.
 
   sharded: the arrays may be spread over devices by the compiler; a kernel
@@ -133,11 +135,8 @@ def check_sinks(op, q_BTNH, sinks_N):
 
 
 def spec_of(q, k, mask, segments, order, v=None):
-  """The Spec of one call; v: None if its head size is that of k."""
-  mesh = jax.typeof(q).sharding.mesh
-  manual = jax.sharding.AxisType.Manual
-  kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-  return Spec(
+  """The AttentionSpec of one call; v: None if its head size is that of k."""
+  return AttentionSpec(
     q.shape,
     k.shape,
     str(q.dtype),
@@ -145,7 +144,7 @@ def spec_of(q, k, mask, segments, order, v=None):
     segments is not None,
     order is not None,
     (k if v is None else v).shape,
-    any(size > 1 and kind != manual for size, kind in kinds),
+    registry.spread(q),
   )
 
 
@@ -156,7 +155,7 @@ def choose(impl='auto', spec=None, target=None):
     impl: 'auto', a name, or 'FORWARD/BACKWARD', each 'auto' or a name. One name
       stands for both passes; where it has no backward pass (the adapters),
       the backward pass is chosen as by 'auto'.
-    spec: Spec, or None to ask about the target alone.
+    spec: AttentionSpec, or None to ask about the target alone.
     target: registry.Target; default the current one.
 
   Raises:
@@ -176,15 +175,15 @@ def choose(impl='auto', spec=None, target=None):
 
 
 def attention(
-  q_BTNH,
-  k_BSKH,
-  v_BSKH,
-  mask,
-  segments=None,
-  order=None,
-  impl='auto',
-  sinks_N=None,
-):
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  mask: Mask,
+  segments: Pair | None = None,
+  order: Pair | None = None,
+  impl: str = 'auto',
+  sinks_N: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Attention of q over k and v -> (o_BTNH, lse_BTN).
 
   Args:
@@ -228,7 +227,7 @@ def with_sinks(o_BTNH, lse_BTN, sinks_N):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(chosen, mask, q, k, v, segments, order, sinks):
+def _attention(chosen, mask, q, k, v, segments, order, sinks) -> Any:
   return _forward(chosen, mask, q, k, v, segments, order, sinks)[0]
 
 
@@ -260,23 +259,8 @@ _attention.defvjp(_forward, _backward)
 
 registry.register(
   'attention',
-  registry.Implementation(
-    'pallas_tpu',
-    attention_tpu.forward,
-    attention_tpu.backward,
-    attention_tpu.supports,
-  ),
-  registry.Implementation(
-    'pallas_gpu',
-    attention_gpu.forward,
-    attention_gpu.backward,
-    attention_gpu.supports,
-  ),
-  registry.Implementation(
-    'xla',
-    attention_xla.forward,
-    attention_xla.backward,
-    lambda spec, target: None,
-  ),
+  registry.of_module('pallas_tpu', attention_tpu),
+  registry.of_module('pallas_gpu', attention_gpu),
+  registry.Implementation('xla', attention_xla.forward, attention_xla.backward),
   *attention_adapters.IMPLEMENTATIONS,
 )

@@ -25,11 +25,14 @@ G = N / K, H head size of q and k, V of v, P list entries per batch entry.
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import blocks
 
 DTYPES = ('bfloat16', 'float32')
@@ -41,17 +44,10 @@ MOST_ENTRIES = 3 * 2**16
 
 def supports(spec, target):
   """None, or one line that says why the kernels cannot run."""
-  if target.platform != 'tpu':
-    return f'needs a TPU, target is {target.device_kind}'
-  if spec is None:
-    return None
+  reason = registry.unfit(spec, target, 'tpu', DTYPES)
+  if reason or spec is None:
+    return reason
   sizes = {spec.q[-1], spec.v[-1] if spec.v else spec.k[-1]}
-  if spec.dtype not in DTYPES:
-    return (
-      f'computes in float32, takes {" and ".join(DTYPES)}, not {spec.dtype}'
-    )
-  if spec.sharded:
-    return 'arrays are spread over a mesh: call it in a manual region'
   if max(sizes) > MOST_HEAD_SIZE or any(h % 8 for h in sizes):
     return (
       f'head size {max(sizes)}: takes multiples of 8 up to {MOST_HEAD_SIZE}'
@@ -174,7 +170,7 @@ class _Grid:
         out_specs=[spec for *_, spec in results],
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
       ),
-      out_shape=[blocks.result(q, s, dtype) for s, dtype, _ in results],
+      out_shape=[varying.result(q, s, dtype) for s, dtype, _ in results],
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=('parallel', 'parallel', *arbitrary)
       ),
@@ -225,18 +221,34 @@ def _forward_kernel(grid, table, *refs):
     o[0, 0] = (o_s[...] / total).T.astype(o.dtype)
 
 
-def _slopes(grid, values, refs, partial):
-  """(p, ds), each (keys, queries), of a block in a backward pass."""
-  q, k, v, do = values
-  q_info, k_info, _, lse, delta = refs
-  s, slope = _scores(grid, q, k, q_info, k_info, partial)
-  p = jnp.exp2(s - lse[0, 0])
-  ds = p * (blocks.dot(v, do, blocks.NT) - delta[0, 0])
-  return p, ds if slope is None else ds * slope
+class _Inputs(NamedTuple):
+  """References to the blocks that a backward kernel reads in one step."""
+
+  q: Any
+  k: Any
+  v: Any
+  q_info: Any
+  k_info: Any
+  do: Any
+  lse: Any
+  delta: Any
+
+
+def _slopes(grid, x, partial):
+  """(p, ds), each (keys, queries), and the blocks (q, k, do) they are made of.
+
+  Args:
+    x: _Inputs. partial: may some pairs of the block be hidden?
+  """
+  q, k, v, do = x.q[0, 0], x.k[0, 0], x.v[0, 0], x.do[0, 0]
+  s, slope = _scores(grid, q, k, x.q_info, x.k_info, partial)
+  p = jnp.exp2(s - x.lse[0, 0])
+  ds = p * (blocks.dot(v, do, blocks.NT) - x.delta[0, 0])
+  return p, ds if slope is None else ds * slope, (q, k, do)
 
 
 def _dq_kernel(grid, table, *refs):
-  q, k, v, *rest, dq, dq_s = refs
+  *inputs, dq, dq_s = refs
   entry = grid.entry(table)
 
   @pl.when(blocks.FIRST(entry))
@@ -244,9 +256,7 @@ def _dq_kernel(grid, table, *refs):
     dq_s[...] = jnp.zeros_like(dq_s)
 
   def step(partial):
-    kj = k[0, 0]
-    values = q[0, 0], kj, v[0, 0], rest[2][0, 0]
-    _, ds = _slopes(grid, values, rest, partial)
+    _, ds, (_, kj, _) = _slopes(grid, _Inputs(*inputs), partial)
     dq_s[...] += blocks.dot(ds.astype(kj.dtype), kj, blocks.TN)
 
   grid.branches(entry, step)
@@ -257,7 +267,7 @@ def _dq_kernel(grid, table, *refs):
 
 
 def _dkv_kernel(grid, table, *refs):
-  q, k, v, *rest, dk, dv, dk_s, dv_s = refs
+  *inputs, dk, dv, dk_s, dv_s = refs
   entry, head = grid.entry(table), pl.program_id(3)
 
   @pl.when(blocks.FIRST(entry) & (head == 0))
@@ -266,9 +276,7 @@ def _dkv_kernel(grid, table, *refs):
     dv_s[...] = jnp.zeros_like(dv_s)
 
   def step(partial):
-    qi, do = q[0, 0], rest[2][0, 0]  # read once, used twice
-    values = qi, k[0, 0], v[0, 0], do
-    p, ds = _slopes(grid, values, rest, partial)
+    p, ds, (qi, _, do) = _slopes(grid, _Inputs(*inputs), partial)
     dv_s[...] += blocks.dot(p.astype(do.dtype), do, blocks.NN)
     dk_s[...] += blocks.dot(ds.astype(qi.dtype), qi, blocks.NN)
 

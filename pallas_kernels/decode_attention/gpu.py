@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
+from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 
@@ -39,12 +40,9 @@ MOST_ELEMENTS = 2**31  # of a cache: an address is counted in 32 bits
 
 def supports(spec, target):
   """None, or one line that says why the kernel cannot run."""
-  if target.platform != 'gpu':
-    return f'needs a GPU, target is {target.device_kind}'
-  if spec is None:
-    return None
-  if spec.dtype not in DTYPES:
-    return f'computes in float32, takes {", ".join(DTYPES)}, not {spec.dtype}'
+  reason = registry.unfit(spec, target, 'gpu', DTYPES)
+  if reason or spec is None:
+    return reason
   for h in (spec.k[-1], spec.v[-1]):
     if h < 16 or h & (h - 1):
       return f'head size {h}: takes powers of two from 16 on'
@@ -174,9 +172,7 @@ def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):
       pl.BlockSpec((pieces, None, rows), lambda w, k: (0, k, 0)),
     ],
     out_shape=[
-      jax.ShapeDtypeStruct(
-        shape, jnp.float32, manual_axis_type=jax.typeof(q).mat
-      )
+      varying.result(q, shape, jnp.float32)
       for shape in ((pieces, kv, rows, hv), (pieces, kv, rows))
     ],
     compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),

@@ -30,6 +30,7 @@ from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import op as attention
+from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.pallas_kernels.decode_attention import gpu as decode_attention_gpu
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 from paraxis.pallas_kernels.decode_attention import tpu as decode_attention_tpu
@@ -41,22 +42,22 @@ MAX_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec(attention.Spec):
+class DecodeAttentionSpec(attention.AttentionSpec):
   """What an implementation may look at when it says if it can run."""
 
-  cache: tuple[str, str] = ()  # dtypes of k and v
+  cache: tuple[str, ...] = ()  # dtypes of k and v
 
 
 def decode_attention(
-  q_BTNH,
-  k_BSKH,
-  v_BSKH,
-  mask,
-  segments=None,
-  order=None,
-  impl='auto',
-  sinks_N=None,
-):
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  mask: attention.Mask,
+  segments: attention.Pair | None = None,
+  order: attention.Pair | None = None,
+  impl: str = 'auto',
+  sinks_N: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Attention of q over the slots of a cache -> (o_BTNH, lse_BTN).
 
   Args:
@@ -83,15 +84,15 @@ def decode_attention(
 
 
 def ragged(
-  q_BTNH,
-  k_BSKH,
-  v_BSKH,
-  mask,
-  lengths_B,
-  impl='auto',
-  sinks_N=None,
-  begins_B=None,
-):
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  mask: attention.Mask,
+  lengths_B: jax.Array,
+  impl: str = 'auto',
+  sinks_N: jax.Array | None = None,
+  begins_B: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Attention of a row's last tokens over a range of its slots -> (o, lse).
 
   Slot begin + s of a row holds its token s, and the queries are the last T of
@@ -128,13 +129,20 @@ def _run(arrays, mask, segments, order, impl, sinks_N, ranges=None):
   q, k, v = arrays
   attention.check_sinks(OP, q, sinks_N)
   spec = attention.spec_of(q, k, mask, segments, order, v)
-  spec = Spec(**vars(spec), cache=(str(k.dtype), str(v.dtype)))
+  spec = DecodeAttentionSpec(**vars(spec), cache=(str(k.dtype), str(v.dtype)))
   chosen = registry.resolve(OP, impl, spec)
   o, lse = chosen.forward(q, k, v, segments, order, mask, ranges)
   return (o, lse) if sinks_N is None else attention.with_sinks(o, lse, sinks_N)
 
 
-def shared_prefix(q_B1NH, prefix, own, mask, lengths_B, impl='auto'):
+def shared_prefix(
+  q_B1NH: jax.Array,
+  prefix: attention.Pair,
+  own: attention.Pair,
+  mask: attention.Mask,
+  lengths_B: jax.Array,
+  impl: str = 'auto',
+) -> tuple[jax.Array, jax.Array]:
   """`ragged` of rows that start alike; what they share is read once for all.
 
   The queries of all rows attend to the prefix as one sequence of queries
@@ -193,25 +201,6 @@ def _whole_heads(x):
   return not auto and all(axis is None for axis in sharding.spec[2:3])
 
 
-def _visible(mask, segments, order, t, s):
-  """(B or 1, T, 1, S) bool, or None if every slot is visible."""
-  rules = []
-  if segments is not None:
-    rules += [segments[0][:, :, None] == segments[1][:, None, :]]
-    rules += [segments[0][:, :, None] > 0]
-  row, col = jnp.arange(t)[None, :, None], jnp.arange(s)[None, None, :]
-  if order is not None:
-    row, col = order[0][:, :, None], order[1][:, None, :]
-  if mask.causal:
-    rules.append(col <= row)
-  if mask.window:
-    rules.append(row - col < mask.window)
-  ok = None
-  for rule in rules:
-    ok = rule if ok is None else ok & rule
-  return None if ok is None else ok[:, :, None, :]
-
-
 def _spread(q_BTNH, kv):
   """Rows over all kv heads, zero outside their own: (B, R, E)."""
   b, t, n, h = q_BTNH.shape
@@ -249,12 +238,13 @@ def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, ranges=None):
   z = z * mask.scale
   if mask.softcap:
     z = mask.softcap * jnp.tanh(z / mask.softcap)
-  ok = _visible(mask, segments, order, t, s)
+  order = order or (jnp.arange(t)[None], jnp.arange(s)[None])
+  filled = None
   if ranges is not None:
     begin, end = (x[:, None] for x in ranges)
-    filled = ((order[1] >= begin) & (order[1] < end))[:, None, None]
-    ok = filled if ok is None else ok & filled
-  z = z if ok is None else jnp.where(ok, z, varying.NEG)
+    filled = (order[1] >= begin) & (order[1] < end)
+  ok = attention_xla.visible(mask, segments, order, filled)
+  z = z if ok is None else jnp.where(ok[:, :, None], z, varying.NEG)
   top = z.max(-1)
   p = jnp.exp(z - jnp.maximum(top, varying.FLOOR)[..., None])
   total = p.sum(-1)
@@ -299,7 +289,7 @@ def _rows_of_one_query(supports):
     if spec.mask.window:
       return f'takes no window, this is one of {spec.mask.window}'
     if spec.sharded:
-      return 'arrays are spread over a mesh: call it in a manual region'
+      return registry.SPREAD
     if set(spec.cache) != {spec.dtype}:
       return f'takes one dtype, q is {spec.dtype}, k and v are {spec.cache}'
     return supports(spec, target)
@@ -318,5 +308,5 @@ registry.register(
       ('pallas_gpu', decode_attention_gpu),
     )
   ),
-  registry.Implementation('xla', forward, None, lambda spec, target: None),
+  registry.Implementation('xla', forward),
 )

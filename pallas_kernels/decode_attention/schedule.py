@@ -31,7 +31,7 @@ from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import xla as attention_xla
 
 
-class Schedule(NamedTuple):
+class TileSchedule(NamedTuple):
   """Who takes which tile; all int32, tiles counted along the line.
 
   worker: (W + 1,) first tile of each worker, and n.
@@ -52,7 +52,7 @@ class Schedule(NamedTuple):
 
 
 def make(ends_B, slots, tile, workers, begins_B=None):
-  """`Schedule` of rows whose slots from begins_B up to ends_B are read.
+  """`TileSchedule` of rows whose slots from begins_B up to ends_B are read.
 
   Args:
     ends_B: int32, 0 .. slots each; outside of it nothing is promised.
@@ -82,7 +82,7 @@ def make(ends_B, slots, tile, workers, begins_B=None):
   piece = xp.clip(find(first, line, 'right') - 1, 0, len(first) - 1)
   pieces = find(first, worker, 'left')
   origin = start - skipped
-  return Schedule(worker, pieces, first, end, row, origin[row], piece)
+  return TileSchedule(worker, pieces, first, end, row, origin[row], piece)
 
 
 def merge_pieces(o_PNH, lse_PN, schedule, rows):

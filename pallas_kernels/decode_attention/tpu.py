@@ -47,14 +47,9 @@ MOST_TILES = 2**17  # their table is held in scalar memory
 
 def supports(spec, target):
   """None, or one line that says why the kernel cannot run."""
-  if target.platform != 'tpu':
-    return f'needs a TPU, target is {target.device_kind}'
-  if spec is None:
-    return None
-  if spec.dtype not in DTYPES:
-    return (
-      f'computes in float32, takes {" and ".join(DTYPES)}, not {spec.dtype}'
-    )
+  reason = registry.unfit(spec, target, 'tpu', DTYPES)
+  if reason or spec is None:
+    return reason
   b, s, kv, h = spec.k
   if spec.q[2] > MOST_HEADS:
     return f'{spec.q[2]} query heads, at most {MOST_HEADS} fit'
@@ -212,11 +207,7 @@ def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):
       **_blocks((padded, h, hv), tile * kv, lambda w: pieces + w),
     ),
     out_shape=[
-      jax.ShapeDtypeStruct(
-        (pieces + w, padded, width),
-        jnp.float32,
-        manual_axis_type=jax.typeof(q).mat,
-      )
+      varying.result(q, (pieces + w, padded, width), jnp.float32)
       for width in (hv, 1)
     ],
     compiler_params=pltpu.CompilerParams(

@@ -34,7 +34,7 @@ megablox = importlib.import_module(
 )
 
 
-class Spec(NamedTuple):
+class GroupedSpec(NamedTuple):
   """What an implementation may look at when it says if it can run."""
 
   rows: int
@@ -147,7 +147,7 @@ def _tokamax_gradient(x_SD, g_SF, sizes_E, size, dtype):
 
 
 def _chosen(x_SD, impl):
-  spec = Spec(len(x_SD), str(jnp.dtype(x_SD.dtype)))
+  spec = GroupedSpec(len(x_SD), str(jnp.dtype(x_SD.dtype)))
   return registry.resolve(OP, impl, spec)
 
 
@@ -193,9 +193,7 @@ def _on_tpu(spec, target):
 registry.register(
   OP,
   registry.Implementation('ragged', _ragged, _ragged_gradient, _on_tpu),
-  registry.Implementation(
-    'blocks', _blocks, _blocks_gradient, lambda spec, target: None
-  ),
+  registry.Implementation('blocks', _blocks, _blocks_gradient),
   registry.Implementation(
     'megablox', _megablox, _megablox_gradient, _megablox_supports
   ),

@@ -22,6 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels import varying
+
 GROUP = 128
 LANES = 128
 DTYPES = 'bfloat16', 'float32'
@@ -36,18 +39,11 @@ def halves(packed):
 
 def supports(spec, target):
   """None, or one line that says why the kernel cannot run."""
-  if target.platform != 'tpu':
-    return f'needs a TPU, target is {target.device_kind}'
-  if spec is None:
-    return None
-  if spec.dtype not in DTYPES:
-    return (
-      f'computes in float32, takes {" and ".join(DTYPES)}, not {spec.dtype}'
-    )
+  reason = registry.unfit(spec, target, 'tpu', DTYPES)
+  if reason or spec is None:
+    return reason
   if spec.features % LANES:
     return f'{spec.features} outputs: takes multiples of {LANES}'
-  if spec.sharded:
-    return 'arrays are spread over a mesh: call it in a manual region'
   return None
 
 
@@ -103,9 +99,7 @@ def forward(x_TD, q, scale_GF, interpret=False):
       pl.BlockSpec((None, bd // GROUP, bf), lambda i, j, k: (k, 0, j)),
     ],
     out_specs=pl.BlockSpec((bt, bf), lambda i, j, k: (i, j)),
-    out_shape=jax.ShapeDtypeStruct(
-      (t, f), x_TD.dtype, manual_axis_type=jax.typeof(x_TD).mat
-    ),
+    out_shape=varying.result(x_TD, (t, f), x_TD.dtype),
     scratch_shapes=[pltpu.VMEM((bt, bf), jnp.float32)],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'parallel', 'arbitrary')

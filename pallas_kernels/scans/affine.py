@@ -53,7 +53,13 @@ def total(j_BTMMD, b_BTMD):
   return maps[0][:, 0], maps[1][:, 0]
 
 
-def affine_scan(j_BTMMD, b_BTMD, state_BMD, *, impl='auto'):
+def affine_scan(
+  j_BTMMD: jax.Array,
+  b_BTMD: jax.Array,
+  state_BMD: jax.Array,
+  *,
+  impl: str = 'auto',
+) -> jax.Array:
   """h_BTMD; arguments have one float dtype, state is before the first token.
 
   impl: 'auto' or the name of an implementation of 'linear_scan' (M = 1) or
@@ -129,7 +135,5 @@ registry.register(
   registry.Implementation(
     'loop', _loop_forward, _loop_backward, linear_scan.loop_supports
   ),
-  registry.Implementation(
-    'xla', _xla_forward, _xla_backward, lambda spec, target: None
-  ),
+  registry.Implementation('xla', _xla_forward, _xla_backward),
 )

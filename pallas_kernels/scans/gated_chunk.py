@@ -30,7 +30,6 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
@@ -38,7 +37,7 @@ import jax.numpy as jnp
 _NN, _NT, _TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))
 
 
-class Tokens(NamedTuple):
+class GatedTokens(NamedTuple):
   """Inputs of a scan, of a whole one (B, T, H, ..) or of one chunk (C, ..).
 
   q, k: (B, T, G, K), (C, K); head h reads group h // (H / G). v: (B, T, H, V),
@@ -192,7 +191,7 @@ def forward(x, state, precision):
   """One chunk: (o_CV, state_KV at its end).
 
   Args:
-    x: Tokens of one chunk, in one float dtype; C a power of two.
+    x: GatedTokens of one chunk, in one float dtype; C a power of two.
     state: (K, V) at the start.
     precision: Precision.
   """
@@ -241,7 +240,7 @@ def _decay_gradient(x, same, sums, precision):
   return sums + jnp.sum(through, 0, keepdims=True)
 
 
-def precision_of(dtype, full=lax.Precision.HIGHEST):
+def precision_of(dtype, full: Any = lax.Precision.HIGHEST) -> Precision:
   """`Precision` for inputs of a dtype; of float32 it is full on a TPU too.
 
   full: what the target calls float32.
@@ -251,7 +250,7 @@ def precision_of(dtype, full=lax.Precision.HIGHEST):
 
 
 def cost(x, chunk, gradient=False):
-  """pl.CostEstimate of one pass in chunks over Tokens (or their shapes).
+  """pl.CostEstimate of one pass in chunks over GatedTokens (or their shapes).
 
   FLOPs: 2 per multiplication in a matrix product, sums of decays included.
   Bytes: each input and output once, the states between chunks too.
@@ -279,8 +278,3 @@ def cost(x, chunk, gradient=False):
     transcendentals=chunks * powers,
     bytes_accessed=(1 + gradient) * tokens + states + 4 * B * T,
   )
-
-
-def shape_like(x, shape, dtype):
-  """Type of a kernel's output that varies over the mesh axes that x does."""
-  return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).mat)

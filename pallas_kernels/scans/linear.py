@@ -27,7 +27,6 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
@@ -39,7 +38,7 @@ OP = 'linear_scan'
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
+class LinearScanSpec:
   """What an implementation may look at when it says if it can run.
 
   sharded: the arrays may be spread over devices by the compiler; a kernel
@@ -52,11 +51,9 @@ class Spec:
 
 
 def spec_of(*arrays):
-  """The Spec of one call; the last array has the shape."""
-  mesh = jax.typeof(arrays[-1]).sharding.mesh
-  kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-  spread = any(size > 1 and kind != AxisType.Manual for size, kind in kinds)
-  return Spec(arrays[-1].shape, str(jnp.result_type(*arrays)), spread)
+  """The LinearScanSpec of one call; the last array has the shape."""
+  x, dtype = arrays[-1], str(jnp.result_type(*arrays))
+  return LinearScanSpec(x.shape, dtype, registry.spread(x))
 
 
 def check(op, b_BTD, reset_BT, state_BD):
@@ -73,7 +70,14 @@ def check(op, b_BTD, reset_BT, state_BD):
     )
 
 
-def linear_scan(a_BTD, b_BTD, reset_BT=None, state_BD=None, *, impl='auto'):
+def linear_scan(
+  a_BTD: jax.Array,
+  b_BTD: jax.Array,
+  reset_BT: jax.Array | None = None,
+  state_BD: jax.Array | None = None,
+  *,
+  impl: str = 'auto',
+) -> tuple[jax.Array, jax.Array]:
   """h_t = a_t h_{t-1} + b_t along T -> (h_BTD, state_BD).
 
   Args:
@@ -195,20 +199,8 @@ def loop_supports(spec, target):
 
 registry.register(
   OP,
-  registry.Implementation(
-    'pallas_tpu',
-    linear_scan_tpu.forward,
-    linear_scan_tpu.backward,
-    linear_scan_tpu.supports,
-  ),
-  registry.Implementation(
-    'pallas_gpu',
-    linear_scan_gpu.forward,
-    linear_scan_gpu.backward,
-    linear_scan_gpu.supports,
-  ),
+  registry.of_module('pallas_tpu', linear_scan_tpu),
+  registry.of_module('pallas_gpu', linear_scan_gpu),
   registry.Implementation('loop', loop_forward, loop_backward, loop_supports),
-  registry.Implementation(
-    'xla', xla_forward, xla_backward, lambda spec, target: None
-  ),
+  registry.Implementation('xla', xla_forward, xla_backward),
 )

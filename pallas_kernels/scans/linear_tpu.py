@@ -18,11 +18,13 @@ Legend: B batch, T length, D channels.
 
 import functools
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels import varying
 
 LANES, MOST_LANES, MOST_ROWS = 128, 512, 256
 DTYPES = 'bfloat16', 'float32'
@@ -30,17 +32,7 @@ DTYPES = 'bfloat16', 'float32'
 
 def supports(spec, target):
   """None, or one line that says why the kernel cannot run."""
-  if target.platform != 'tpu':
-    return f'needs a TPU, target is {target.device_kind}'
-  if spec is None:
-    return None
-  if spec.dtype not in DTYPES:
-    return (
-      f'computes in float32, takes {" and ".join(DTYPES)}, not {spec.dtype}'
-    )
-  if spec.sharded:
-    return 'arrays are spread over a mesh: call it in a manual region'
-  return None
+  return registry.unfit(spec, target, 'tpu', DTYPES)
 
 
 def _tile_scan(a, b, reverse):
@@ -112,11 +104,11 @@ def _call(a, b, start, reverse, interpret):
   at = (lambda i: last - i) if reverse else (lambda i: i)
   block = pl.BlockSpec((None, rows, lanes), lambda n, d, i: (n, at(i), d))
   state = pl.BlockSpec((None, 1, lanes), lambda n, d, i: (n, 0, d))
-  result = lambda shape, dtype: jax.ShapeDtypeStruct(
-    shape, dtype, manual_axis_type=jax.typeof(b).mat
-  )
   dtype = jnp.float32 if reverse else b.dtype
-  shapes = [result(b.shape, dtype), result(start.shape, jnp.float32)]
+  shapes = [
+    varying.result(b, b.shape, dtype),
+    varying.result(b, start.shape, jnp.float32),
+  ]
   count = 1 if reverse else 2
   moved = a.nbytes + b.nbytes + b.size * jnp.dtype(dtype).itemsize
   out, *end = pl.pallas_call(

@@ -37,6 +37,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+from jax import core
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
@@ -164,8 +165,9 @@ def newton_scan(cell, params, x, reset_BT, state_BMD, valid_BT=None, **options):
       f'newton_scan: the cell makes {out.shape} of a state {state.shape}; they '
       f'must be equal'
     )
-  h, info = _newton(cell, options, params, x, state, marks)
-  if options.unsolved == 'error' and not isinstance(h, jax.core.Tracer):
+  solved: Any = _newton(cell, options, params, x, state, marks)
+  h, info = solved
+  if options.unsolved == 'error' and not isinstance(h, core.Tracer):
     check_solved(info, options)
   return h, info
 
@@ -285,7 +287,8 @@ def _newton(cell, options, params, x, state, marks):
 
 
 def _forward(cell, options, params, x, state, marks):
-  h, info = _newton(cell, options, params, x, state, marks)
+  solved: Any = _newton(cell, options, params, x, state, marks)
+  h, info = solved
   h = checkpoint_name(h, 'scan')  # a policy that keeps it solves once
   return (h, info), (params, x, state, marks, h)
 

@@ -338,7 +338,6 @@ class Store:
       try:
         return step, *self.restore(step, like, under)
       except errors.IntegrityError as e:
-        self._bad.add(step)
         self._say(f'{e} Trying an older one.')
     if not candidates:
       return None

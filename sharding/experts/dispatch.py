@@ -50,7 +50,7 @@ _range = functools.partial(jnp.arange, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DispatchPlan:
   """What is static of a dispatch.
 
   experts: of the layer. region: mesh axes that share them out. gather: mesh

@@ -16,6 +16,7 @@ import re
 from typing import Any, NamedTuple
 
 import jax
+from jax import core
 from jax.experimental import topologies
 
 from paraxis.configs.base import errors
@@ -131,7 +132,8 @@ def compile_for(topology, name, traced):
 @contextlib.contextmanager
 def _no_cache():
   """A program for devices that are not here cannot be read from the cache."""
-  before = jax.config.jax_enable_compilation_cache
+  config: Any = jax.config  # type checkers do not know its options
+  before = config.jax_enable_compilation_cache
   jax.config.update('jax_enable_compilation_cache', False)
   try:
     yield
@@ -192,7 +194,7 @@ def largest(jaxpr):
 
 
 def _shard_bytes(aval):
-  if not isinstance(aval, jax.core.ShapedArray):
+  if not isinstance(aval, core.ShapedArray):
     return 0
   sizes = dict(aval.sharding.mesh.shape)
   shards = flops.mesh_axes(aval.sharding.spec.partitions)

@@ -60,7 +60,7 @@ class Array:
     """Of one element."""
     if self.dtype in ('token', 'opaque'):
       return 0
-    return 8 if self.dtype == 'pred' else int(re.search(r'\d+', self.dtype)[0])
+    return 8 if self.dtype == 'pred' else int(re.findall(r'\d+', self.dtype)[0])
 
   @property
   def bytes(self):
@@ -125,7 +125,7 @@ def _names(pattern, text):
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Execution:
   """An instruction and how often it runs. fused: inside a fusion."""
 
   instruction: Instruction
@@ -133,7 +133,7 @@ class Run:
   fused: bool
 
 
-class Program:
+class CompiledProgram:
   """Computations of a compiled text.
 
   Attributes:
@@ -174,13 +174,12 @@ class Program:
     return [a for name in i.operands for a in home[name].results]
 
   def runs(self, weigh):
-    """[Run] of everything that runs, loops multiplied out.
+    """[Execution] of everything that runs, loops multiplied out.
 
     Args:
-      weigh: [Run] -> number; the branch of a conditional that counts is the
-        one that weighs most, and a loop without a known trip count is an error
-        only if its body weighs anything.
-    """
+      weigh: [Execution] -> number; the branch of a conditional that counts is
+        the one that weighs most, and a loop without a known trip count is an
+        error only if its body weighs anything."""
     return self._runs(self.entry, 1, False, weigh)
 
   def _runs(self, name, times, fused, weigh):
@@ -189,7 +188,7 @@ class Program:
       if i.opcode == 'while':
         out += self._loop(i, times, weigh)
         continue
-      out.append(Run(i, times, fused))
+      out.append(Execution(i, times, fused))
       if i.branches:
         taken = turns.times(times, turns.share(i.where))
         sides = [self._runs(b, taken, fused, weigh) for b in i.branches]
@@ -230,7 +229,7 @@ class Program:
     end = _integer(limit)
     if end is None and self._step(loop, limit.slot) == 0:  # carried along
       end = self._start(loop, limit.slot)
-    if None in (start, end, step):
+    if start is None or end is None or step is None:
       return None
     if direction in ('GT', 'GE'):
       start, end, step = -start, -end, -step

@@ -84,7 +84,7 @@ def collectives(text, mesh):
     ValueError: the program is for another number of devices, or a collective
       stands in a loop whose trip count depends on data.
   """
-  program = compiled.Program(text)
+  program = compiled.CompiledProgram(text)
   places = replica_groups.Places(mesh)
   if program.partitions != places.partitions:
     raise ValueError(
@@ -116,7 +116,7 @@ def _read(program, runs, places):
 
 
 def _collective(program, run, places):
-  """`Collective` of a compiled.Run, or None if it is none."""
+  """`Collective` of a compiled.Execution, or None if it is none."""
   i = run.instruction
   kind = i.opcode.removesuffix('-start')
   operands = program.operand_arrays(i)
@@ -227,7 +227,7 @@ def overlapped(text):
     every asynchronous collective that has a start and an end.
   """
   out = []
-  for home in compiled.Program(text).computations.values():
+  for home in compiled.CompiledProgram(text).computations.values():
     listed = list(home.values())
     for at, i in enumerate(listed):
       kind = i.opcode.removesuffix('-start')

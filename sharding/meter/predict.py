@@ -54,7 +54,7 @@ _ROWS = ('gather', 'scatter-add', 'scatter_add')
 SLICE = 'slice'  # a reshard that keeps a part: nothing is sent
 
 
-class Collective(NamedTuple):
+class Message(NamedTuple):
   """One kind of message. bytes: received by a device, each time.
 
   kind: as in HLO ('all-gather', ...), or 'slice' with 0 bytes. axes: of the
@@ -87,7 +87,7 @@ def received(kind, whole, n):
 
 
 def collectives(body, sizes):
-  """All messages of a program -> ([Collective], [what could not be predicted]).
+  """All messages of a program -> ([Message], [what is not predicted]).
 
   Args:
     body: traced.Body.
@@ -173,7 +173,7 @@ class _Walk:
     size = received(kind, whole, n) if kind != SLICE else 0
     manual = op.name in _MANUAL
     self.found.append(
-      Collective(kind, axes, size, times, op.where, op.phase, what, manual)
+      Message(kind, axes, size, times, op.where, op.phase, what, manual)
     )
 
   def _size(self, axes):

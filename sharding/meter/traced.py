@@ -13,6 +13,7 @@ compiler chooses, and here a layout is carried through operations that keep it.
 """
 
 import copy
+import fractions
 import math
 import os
 import pathlib
@@ -29,7 +30,7 @@ from paraxis.sharding import turns
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 # Not ours: above our folder, or in an environment that lies inside it.
 _FOREIGN = re.compile(r'\.\.|.*\bsite-packages\b')
-_TENSOR = ('tensor/lookup', 'tensor/project', 'tensor/tape', 'tensor/rings')
+_TENSOR = [f'tensor/{n}' for n in 'lookup project rings tape worlds'.split()]
 # Frames of these say how an operation was annotated, not whose it is.
 _PASSED = tuple(f'sharding/{name}.py' for name in ('annotate', *_TENSOR))
 _CALLS = (
@@ -105,7 +106,7 @@ class Op(NamedTuple):
   where: str
   phase: str
   bodies: tuple = ()
-  times: int | None = 1
+  times: int | fractions.Fraction | None = 1
 
 
 class Body(NamedTuple):
@@ -120,7 +121,7 @@ def _axes(part):
   return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
-def _spec(aval):
+def _spec(aval) -> tuple[Any, tuple]:
   sharding = getattr(aval, 'sharding', None)
   if sharding is None or sharding.mesh.empty:
     return None, ()

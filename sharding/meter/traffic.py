@@ -33,7 +33,7 @@ def hbm_bytes(text):
   Raises:
     ValueError: a loop has a trip count that depends on data.
   """
-  program = compiled.Program(text)
+  program = compiled.CompiledProgram(text)
   weigh = lambda runs: sum(
     moved(program, run.instruction) * run.times for run in runs if not run.fused
   )

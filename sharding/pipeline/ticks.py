@@ -42,6 +42,15 @@ class _Carry(NamedTuple):
   stack: Any
 
 
+class _ForwardCarry(NamedTuple):
+  """As `_Carry`; counts: sums of what forward phases keep, {} to drop it."""
+
+  inputs: Any
+  x_f: Any
+  loss: Any
+  counts: Any
+
+
 def _wide(x):
   """In which a sum of x is kept."""
   return jnp.promote_types(x.dtype, jnp.float32)
@@ -90,8 +99,8 @@ def _rows(shapes, n):
 class Executor:
   """The phases of a tick, on the arrays of this device."""
 
-  def __init__(self, schedule, calls, ends, stack, on, forward=False):
-    """on: (stages, chunks, layers) bool, which rows hold a layer, or None.
+  def __init__(self, schedule, calls, ends, stack, mask, forward=False):
+    """mask: (stages, chunks, layers) bool, which rows hold a layer, or None.
 
     forward: as many ticks as F takes.
     """
@@ -102,7 +111,7 @@ class Executor:
     self.rows = {name: x[: last + 1] for name, x in table.items()}
     self.ends, self.stack = ends, stack
     self.me = lax.axis_index(AXIS)
-    self._on = on if on is None else jnp.asarray(on)[self.me]
+    self._mask = None if mask is None else jnp.asarray(mask)[self.me]
     self.phases = pipeline_phases.Phases(calls, ends, self.values)
 
   def columns(self):
@@ -132,8 +141,8 @@ class Executor:
 
   def values(self, chunk):
     """Whole parameters of a chunk, and which of its layers there are."""
-    on = None if self._on is None else self._on[chunk]
-    return self.calls.gather(self._chunk(self.stack, chunk)), on
+    mask = None if self._mask is None else self._mask[chunk]
+    return self.calls.gather(self._chunk(self.stack, chunk)), mask
 
   def of_chunks(self, like):
     """Zeros for sums over a stack, given those of one chunk."""
@@ -166,8 +175,8 @@ class Executor:
     phase, any_f = self.phases.forward, self.rows['any_f']
     x = jnp.where(row['f_first'], entering, x_f)
     # Arrays: in the branch, XLA would compute angles once for every head.
-    seen = self.calls.see(row['f_microbatch'])
-    run = lambda: phase(row['f_chunk'], x, seen)
+    context = self.calls.context_of(row['f_microbatch'])
+    run = lambda: phase(row['f_chunk'], x, context)
     return x, *_when('forward', any_f, row['any_f'], run, phase.zeros)
 
   def _of_loss(self, row, y):
@@ -198,12 +207,12 @@ class Executor:
   def backward(self, row, carry):
     """-> (gx, sums of the stack, tapes) of the chunk that returns."""
     phase, any_b = self.phases.backward, self.rows['any_b']
-    seen = self.calls.see(row['b_microbatch'])
+    context = self.calls.context_of(row['b_microbatch'])
 
     def run(stack):
       kept = _read(carry.kept, row['b_slot'])
       g = _read(carry.cotangents, row['b_cotangent'])
-      gx, made, tapes = phase(row['b_chunk'], carry.x_b, kept, g, seen)
+      gx, made, tapes = phase(row['b_chunk'], carry.x_b, kept, g, context)
       gx, made = _select(row['b_on'], (gx, made))
       return gx, self.add(stack, made, row['b_chunk']), tapes
 
@@ -300,24 +309,28 @@ class Executor:
 
   def forward_tick(self, carry, row):
     """The phases of one tick that lead to the loss."""
-    inputs, x_f, loss, sums = carry
+    inputs, x_f, loss, counts = carry
     row = self.mine(row)
     x, y, kept = self.forward(row, x_f, self.embed(row))
-    if sums:
-      sums = self.add(sums, _select(row['f_on'], kept), row['f_chunk'])
+    if counts:
+      counts = self.add(counts, _select(row['f_on'], kept), row['f_chunk'])
     slot = jnp.where(row['f_first'], row['f_slot'], self.tables.inputs)
     inputs = _write(inputs, slot, x)
     loss = loss + self.loss_alone(row, y)
     for k, link in enumerate(self.tables.links):
       inputs = _write(inputs, row['f_receive'][k], self.send(y, link))
-    return (inputs, _read(inputs, row['next_f_slot']), loss, sums), None
+    x_f = _read(inputs, row['next_f_slot'])
+    return _ForwardCarry(inputs, x_f, loss, counts), None
 
-  def start_forward(self):
-    """What `forward_tick` carries before the first tick."""
+  def start_forward(self, counted):
+    """The carry of `forward_tick` before the first tick.
+
+    counted: what the forward phases keep, {path: rows}, is added up.
+    """
     x, kept = self.phases.forward.shapes
-    return (
+    return _ForwardCarry(
       _rows(x, self.tables.inputs),
       jnp.zeros(x.shape, x.dtype),
       self.phases.only_loss.zeros(),
-      jax.tree.map(self.of_chunks, kept if isinstance(kept, dict) else {}),
+      jax.tree.map(self.of_chunks, kept) if counted else {},
     )

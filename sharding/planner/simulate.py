@@ -63,7 +63,7 @@ class Costs:
   delays: Any = None
 
 
-class Result(NamedTuple):
+class SimulationResult(NamedTuple):
   """What a run took.
 
   time: of the whole. ideal: all work / devices. bubble: time / ideal - 1.
@@ -94,7 +94,9 @@ def run(schedule, model='asynchronous', **costs):
   time = max(end for _, end in when.values())
   busy = _Work(schedule, Costs(**costs)).busy()
   ideal = sum(busy) / schedule.stages
-  return Result(time, ideal, time / ideal - 1, busy, schedule.in_flight())
+  return SimulationResult(
+    time, ideal, time / ideal - 1, busy, schedule.in_flight()
+  )
 
 
 def timeline(schedule, model='asynchronous', **costs):

@@ -23,6 +23,7 @@ heads, K kv heads, G = N / K, H head size; q_BKGTH, k_BKSH, v_BKSH, info_B2T
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -36,8 +37,8 @@ from paraxis.sharding.sequence import order as context_order
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-  """A Plan with all that is static: rank = group * inner + place in it."""
+class ContextCall:
+  """A ContextPlan and the static shapes: rank = group * inner + place in it."""
 
   form: str
   axis: str
@@ -196,7 +197,9 @@ def all_gather(job, pair, rows, columns, join):
   del join  # one part only
   pairs, count = job.pairs(job.place(), slice(None)), job.blocks.count
   # Column blocks of shard i begin at i * count.
-  first = np.arange(job.n, dtype=np.int32)[:, None, None] * np.int32([0, count])
+  first = np.arange(job.n, dtype=np.int32)[:, None, None] * np.array(
+    [0, count], np.int32
+  )
   pairs = jnp.where(pairs < 0, -1, pairs + first).reshape(-1, 2)
   whole = jax.tree.map(
     lambda x: lax.all_gather(x, job.axis, axis=2, tiled=True), columns
@@ -211,15 +214,10 @@ def all_gather(job, pair, rows, columns, join):
 # ------------------------------------------------------ Ring Self-Attention --
 
 
-def _take(rows_BKGTS, shard, t):
-  """Columns of one shard."""
-  return lax.dynamic_slice_in_dim(rows_BKGTS, shard * t, t, 4)
-
-
 def _put(rows_BKGTS, part):
+  """The rows with the columns (shard, x_BKGTt) in their place."""
   shard, new = part
-  at = shard * new.shape[4]
-  return lax.dynamic_update_slice_in_dim(rows_BKGTS, new, at, 4)
+  return attention_xla.paste(rows_BKGTS, new, shard, new.shape[4], 4)
 
 
 def _tile(job, q, k, q_info, k_info):
@@ -242,7 +240,7 @@ def rsa_forward(job, rows, columns):
     return ((me - r) % n, _tile(job, q, moving[0], q_info, moving[1])[0]), ()
 
   def value(r, p, v):
-    part = _take(p, (me - r) % n, t)
+    part = attention_xla.cut(p, (me - r) % n, t, 4)
     return varying.dot('bkgts,bksh->bkgth', part, v), ()
 
   s = jnp.full((*q.shape[:-1], n * t), varying.NEG, wide)
@@ -266,13 +264,15 @@ def rsa_backward(job, p, rows, columns):
   def value(r, p, v):
     shard = (me - r) % n
     dp = dot('bkgth,bksh->bkgts', do, v)
-    return (shard, dp), dot('bkgts,bkgth->bksh', _take(p, shard, t), do)
+    part = attention_xla.cut(p, shard, t, 4)
+    return (shard, dp), dot('bkgts,bkgth->bksh', part, do)
 
   def key(r, ds, moving):
     k, k_info = moving
-    part = _take(ds, (me - r) % n, t)
+    part = attention_xla.cut(ds, (me - r) % n, t, 4)
     if job.mask.softcap:  # its slope is made again, not kept
-      part = part * _tile(job, q, k, q_info, k_info)[1].astype(part.dtype)
+      slope: Any = _tile(job, q, k, q_info, k_info)[1]
+      part = part * slope.astype(part.dtype)
     dk = dot('bkgts,bkgth->bksh', part, q)
     return dot('bkgts,bksh->bkgth', part, k), dk
 

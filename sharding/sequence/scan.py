@@ -58,7 +58,7 @@ FORMS = ('gather', 'permute')
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ScanPlan:
   """What is static of one call.
 
   form: of FORMS. axis: the mesh axis that carries the length. sync: mesh axes
@@ -163,7 +163,7 @@ def gated(
   Args:
     q_BTGK .. reset_BT: this shard's tokens, as in gated_scan.
     state_BHKV: before the first token of the row (rank 0's counts), or None.
-    plan: Plan, or None: the row is not split.
+    plan: ScanPlan, or None: the row is not split.
     **options: chunk and impl of gated_scan.
 
   Returns:
@@ -211,7 +211,7 @@ def selective(
 class _Split:
   """newton_scan.Whole of a row that is split; see there."""
 
-  plan: Plan
+  plan: ScanPlan
   rounds: int
 
   def before(self, last_BMD, state_BMD):

@@ -20,10 +20,12 @@ from paraxis.models import decoder
 from paraxis.models import memory
 from paraxis.models.mixers import rope
 from paraxis.sharding import annotate
-from paraxis.sharding.sequence import attention as context
+from paraxis.sharding.sequence import order as context_order
 from paraxis.sharding.tensor import project
 from paraxis.train import loss
 from paraxis.train import step
+
+pytestmark = pytest.mark.usefixtures('float64')
 
 # No two sizes agree, so that a shape in compiled text names its array.
 B, T, V, D, F = 24, 10, 64, 16, 32
@@ -36,12 +38,6 @@ TINY = dict(
 )  # fmt: skip
 # Heads for up to 8 shards.
 WIDE = TINY | dict(num_heads=16, num_kv_heads=8, head_dim=2)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def rows(rows=B, length=T, seed=0):
@@ -361,7 +357,7 @@ def put_rows(built):
   """The batch on the mesh, its tokens in the order of the context axis."""
   plan, order = built.model.layout.context, slice(None)
   if plan is not None:
-    order = context.permutation(plan.layout, plan.n, LONG)
+    order = context_order.permutation(plan.layout, plan.n, LONG)
   with build.layout(built):
     spec = annotate.spec(('batch', 'length'))
   put = lambda x, s: jax.device_put(x, jax.NamedSharding(built.mesh, s))

@@ -24,7 +24,7 @@ from paraxis.models import decoder
 from paraxis.models.mixers import attention
 from paraxis.train import loss
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
 torch, transformers = hf_peer.torch, hf_peer.transformers
 
 B, T, V = 2, 24, 48
@@ -298,12 +298,6 @@ def distance(a, b, scale=None):
   largest = np.abs(b if scale is None else scale).max()
   assert np.isfinite(a).all() and largest > 0
   return np.abs(a - b).max() / largest
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 @pytest.mark.parametrize('name', SHAPES)

@@ -19,6 +19,8 @@ from paraxis.models import decoder
 from paraxis.models import memory
 from paraxis.sharding.meter import aot
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 T, D, F, L = 8, 4, 12, 3
 POLICIES = [
   ('full', ''),
@@ -34,12 +36,6 @@ POLICIES = [
 jit = functools.partial(
   jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
 )
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def layer(x_TD, w):
@@ -81,9 +77,8 @@ def gradients(w, x, remat, text):
 
 @pytest.fixture(scope='module')
 def expected():
-  with jax.enable_x64(True):
-    run = jit(lambda w, x: gradients(w, x, 'none', ''))
-    return jax.device_get(run(*arrays()))
+  run = jit(lambda w, x: gradients(w, x, 'none', ''))
+  return jax.device_get(run(*arrays()))
 
 
 def compare(found, expected):

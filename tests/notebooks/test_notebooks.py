@@ -59,7 +59,6 @@ def test_there_are_notebooks():
   assert NOTEBOOKS
 
 
-@pytest.mark.slow
 def test_first_run(few_steps):
   (path,) = [p for p in NOTEBOOKS if p.stem == '00_first_run']
   made = execute(nbformat.read(path, as_version=4), few_steps)
@@ -89,7 +88,6 @@ def test_first_run(few_steps):
     assert len(body.strip()) > len(prompt) + 5  # it goes on
 
 
-@pytest.mark.slow
 def test_meshes_and_layouts(few_steps):
   (path,) = [p for p in NOTEBOOKS if p.stem == '01_meshes_and_layouts']
   made = execute(nbformat.read(path, as_version=4), few_steps)
@@ -132,7 +130,6 @@ def test_meshes_and_layouts(few_steps):
     assert 0 < counted == pytest.approx(predicted, rel=0.02)
 
 
-@pytest.mark.slow
 def test_pipelines(few_steps):
   (path,) = [p for p in NOTEBOOKS if p.stem == '02_pipelines']
   made = execute(nbformat.read(path, as_version=4), few_steps)
@@ -167,7 +164,6 @@ def test_a_cell_that_fails_is_seen(tmp_path):
     execute(broken, tmp_path)
 
 
-@pytest.mark.slow
 def test_mixers(few_steps):
   (path,) = [p for p in NOTEBOOKS if p.stem == '03_mixers']
   made = execute(nbformat.read(path, as_version=4), few_steps)

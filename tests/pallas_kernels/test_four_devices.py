@@ -10,8 +10,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 PROGRAM = """
 import functools
 import jax
@@ -103,7 +101,6 @@ equal(
 """
 
 
-@pytest.mark.slow
 def test_every_kernel():
   env = dict(
     os.environ, NPROC='32', PJRT_NPROC='32', JAX_PLATFORMS='cpu',

@@ -64,8 +64,9 @@ class Tiny:
     """`paraxis train` in a process of its own: subprocess.Popen."""
     command = [sys.executable, '-m', 'paraxis.train', f'--config={self.file}']
     environment = dict(os.environ, PARAXIS_CACHE=str(self.folder / 'cache'))
-    environment['JAX_COMPILATION_CACHE_DIR'] = str(self.folder / 'compiled')
-    environment['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
+    if 'JAX_COMPILATION_CACHE_DIR' not in environment:
+      environment['JAX_COMPILATION_CACHE_DIR'] = str(self.folder / 'compiled')
+      environment['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
     return subprocess.Popen(
       [*command, f'--workdir={workdir}', *flags],
       env=environment,
@@ -83,7 +84,10 @@ def _shared(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def tiny(_shared):
-  """Tiny; while a module runs, jax keeps what it compiled in its folder."""
+  """Tiny; without an outer cache jax keeps in its folder what it compiled."""
+  if 'JAX_COMPILATION_CACHE_DIR' in os.environ:
+    yield _shared
+    return
   new = dict(
     jax_compilation_cache_dir=str(_shared.folder / 'compiled'),
     jax_persistent_cache_min_compile_time_secs=0.2,

@@ -262,13 +262,9 @@ def test_a_changed_text_is_refused(tiny, tmp_path):
 
 EXPLICIT = {'mesh.collectives': 'explicit'}
 MESHES = [
-  pytest.param('data=8', EXPLICIT | {'mesh.zero': 2}, marks=pytest.mark.slow),
+  ('data=8', EXPLICIT | {'mesh.zero': 2}),
   ('fsdp=8', {}),
-  pytest.param(
-    'data=2,tensor=4',
-    {'mesh.zero': 1, 'mesh.collective_matmul': 'all'},
-    marks=pytest.mark.slow,
-  ),
+  ('data=2,tensor=4', {'mesh.zero': 1, 'mesh.collective_matmul': 'all'}),
   ('data=2,context=4', EXPLICIT | {'mesh.zero': 3}),
   ('one device', {}),
 ]
@@ -333,7 +329,6 @@ def test_remat_changes_no_loss(whole, tiny, tmp_path, remat):
   assert np.abs(_values(tmp_path) - _values(whole[0])).max() < 1e-6
 
 
-@pytest.mark.slow
 def test_microbatches_change_no_loss(whole, tiny, tmp_path):
   changes = {'train.microbatches': 2}
   _quiet(tiny.config(changes), tmp_path)
@@ -353,7 +348,6 @@ def test_bfloat16(whole, tiny, tmp_path):
 
 
 def test_tensorboard(tiny, tmp_path):
-  pytest.importorskip('tensorboardX')
   changes = {'train.tensorboard': True}
   _quiet(tiny.config(changes), tmp_path)
   events = list(tmp_path.glob('events.out.tfevents.*'))
@@ -416,7 +410,6 @@ def _wait_for_step(process, workdir, step, seconds=300):
   raise AssertionError(f'step {step} was not reached: {process.communicate()}')
 
 
-@pytest.mark.slow
 def test_sigterm_and_sigkill(tiny, tmp_path, losses):
   """Both at any moment; the curve is that of the uninterrupted run."""
   flags = ['--config.train.steps=120', '--config.checkpoint.every=5']

@@ -5,7 +5,6 @@ That every schedule gives the gradients of one device is in test_invariance.py.
 
 import dataclasses
 import shutil
-import sys
 
 import jax
 import numpy as np
@@ -104,10 +103,10 @@ def test_what_is_stored_holds_no_parameter(double, schedule, unroll):
   kept = []
 
   class Spy(pipeline_step.Pipeline):
-    def forward(self, values, x, i, on):
-      y, rows = super().forward(values, x, i, on)
+    def forward(self, values, x, context, mask):
+      y, rows = super().forward(values, x, context, mask)
       whole = {v.shape for v in values.values()}
-      kept.append((rows, whole | {shape[1:] for shape in whole}))
+      kept.append((rows.arrays, whole | {shape[1:] for shape in whole}))
       return y, rows
 
   config = config_of(
@@ -193,16 +192,13 @@ CUBE = dict(stage=2, data=2, tensor=2)
 
 
 def without_sum(path):
-  """step._all_reduce that leaves one parameter's gradient as it is."""
-  right = step_lib._all_reduce
+  """step._PerShard.final that leaves one parameter's gradient as it is."""
+  right = step_lib._PerShard.final
 
-  def run(gradient, spec):
-    # Called once for each path, in a comprehension over p.
-    if sys._getframe(1).f_locals['p'] == path:
-      return gradient
-    return right(gradient, spec)
+  def final(self, p, total):
+    return total if p == path else right(self, p, total)
 
-  return run
+  return final
 
 
 def differing(side, state, reference):
@@ -229,7 +225,7 @@ def differing(side, state, reference):
 def test_a_sum_that_is_left_out_shows_in_its_leaf_alone(
   double, monkeypatch, path
 ):
-  monkeypatch.setattr(step_lib, '_all_reduce', without_sum(path))
+  monkeypatch.setattr(step_lib._PerShard, 'final', without_sum(path))
   assert differing(*on_devices(config_of(CUBE))) == ({path} if path else set())
 
 

@@ -31,6 +31,8 @@ from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 QUICK = {'xla_backend_optimization_level': 0}  # to compile
 jit = functools.partial(jax.jit, compiler_options=QUICK)
 A, B, T, D, V, L, STEPS = 2, 16, 24, 16, 64, 2, 3
@@ -47,12 +49,6 @@ CASES = [
 ]  # fmt: skip
 MUON = [(WIDE, 'annotated', 1), (CUBE, 'explicit', 1), (CUBE, 'annotated', 2),
         (CUBE, 'explicit', 3)]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def batch(step):
@@ -75,7 +71,7 @@ def batch(step):
 
 
 def job_of(mesh, optimizer='adamw', **choices):
-  """A Job without data."""
+  """A Program."""
   config = schema.Config(
     mesh=schema.Mesh(**choices),
     model=schema.Model(**MODEL),
@@ -86,7 +82,7 @@ def job_of(mesh, optimizer='adamw', **choices):
   devices = jax.devices()[: 1 if mesh == 'data=1' else 8]
   built = build.build(config, mesh, devices=devices)
   rule = optimizers.Optimizer(config.optimizer, STEPS, built.model)
-  return job_lib.Job(config, built, rule, *[None] * 5)
+  return job_lib.Program(config, built, rule)
 
 
 @functools.cache
@@ -112,7 +108,7 @@ def gradient(mesh, collectives='annotated', zero=0):
 
 @functools.cache
 def trained(mesh, collectives='annotated', zero=0, optimizer='adamw'):
-  """(Job, [losses], gradients of the last step, states before and after)."""
+  """(Program, [losses], gradients of the last step, states before, after)."""
   job = job_of(mesh, optimizer, collectives=collectives, zero=zero)
   run = gradient(mesh, collectives, zero)
   with job.context():

@@ -2,33 +2,21 @@
 
 A family is what a few fields of the configuration say: a pattern of layers
 (models/layer.py), a tokenizer. All else is shared: width, depth, optimizer,
-batches. Held-out text is told in bits per byte, drawn beside the losses.
-Parameters differ: what a family needs for a layer is its own.
+batches. Held-out loss is reported in bits per byte and drawn beside the
+training losses. The number of parameters differs between families.
 """
 
-import dataclasses
 import itertools
 
 import jax
 
-from paraxis.configs import schema
-from paraxis.configs.base import errors
-from paraxis.train import loop
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import metrics
 from paraxis.train.run import workdir as workdir_lib
 
 PICTURE = 'families.png'
-
-
-def config_of(config, *changes):
-  """schema.Config with {'section.field': value} replaced, the last one wins."""
-  out = schema.default()
-  out.update(dataclasses.asdict(config))
-  for fields in changes:
-    out.update_from_flattened_dict(fields)
-  return schema.view(out)
 
 
 def tokens(config):
@@ -42,8 +30,8 @@ def train(configs, workdir, say=print):
 
   Args:
     configs: {name: schema.Config}, on the first device.
-    workdir: folder; each training lies in one of its own below, and goes on
-      where it stopped. say: prints one line.
+    workdir: folder; each training has a folder of its own in it, and is
+      resumed where it stopped. say: prints one line.
 
   Raises:
     SystemExit: with 75, a signal stopped it.
@@ -52,11 +40,9 @@ def train(configs, workdir, say=print):
   for name, config in configs.items():
     folder = workdir_lib.resolve(workdir) / name.replace(' ', '_')
     say(f'training {name}')
-    result = loop.run(config, folder, say=say, devices=jax.devices()[:1])
-    if result['stopped']:
-      say('the same command goes on from here')
-      raise SystemExit(errors.EXIT_PREEMPTED)
-    found[name] = result['evaluation'].bits_per_byte
+    devices = jax.devices()[:1]
+    result = claims.finish(config, folder, say, devices=devices)
+    found[name] = result.bits_per_byte
     rows[name] = metrics.read(folder)
     say(f'{name}: {found[name]:.4f} held-out bits per byte')
   say(f'wrote {_draw(found, rows, workdir_lib.resolve(workdir) / PICTURE)}')
@@ -75,7 +61,7 @@ def _draw(found, rows, path):
   for name, row in rows.items():
     steps, values = plot.curve(row, 'train/loss')
     loss.plot(steps, plot.smooth(values), color=colours[name], label=name)
-  order = sorted(found, key=found.get, reverse=True)
+  order = sorted(found, key=lambda name: found[name], reverse=True)
   drawn = bars.barh(
     order,
     [found[name] for name in order],
@@ -103,10 +89,13 @@ def learn(run, *, families, fields, at_most, better):
     at_most: {name: bits per byte}.
     better: list of [name, name, by]: the first has at least so many fewer.
   """
-  configs = {n: config_of(run.config, fields, f) for n, f in families.items()}
+  configs = {
+    n: experiment.fields(run.config, fields, f) for n, f in families.items()
+  }
   found = train(configs, run.workdir, run.say)
   read = {n: f'{tokens(c):,}' for n, c in configs.items()}
   same = len(set(read.values())) == 1
+  best_first = sorted(found, key=lambda name: found[name])
   text = ', '.join(read.values() if not same else set(read.values()))
   return claims.Outcome(
     '; '.join(
@@ -116,7 +105,7 @@ def learn(run, *, families, fields, at_most, better):
     ' '.join(f'{found[n]:.3f}' for n in families),
     f'bits per byte of held-out text after {text} tokens, one seed '
     f'({run.config.train.seed}), best first: '
-    + ', '.join(f'{n} {found[n]:.4f}' for n in sorted(found, key=found.get)),
+    + ', '.join(f'{n} {found[n]:.4f}' for n in best_first),
     all(found[n] <= at_most[n] for n in families)
     and all(found[b] - found[a] >= by for a, b, by in better),
   )

@@ -1,34 +1,25 @@
 """`paraxis reproduce NAME`: runs the claims of a config and says PASS or FAIL.
 
 Every public function below whose first argument is `run` is a check that a
-config can name ('claims.<function>', train/claims/papers.py); its other
-arguments are the data that the config gives. It returns an `Outcome`. A row of
-the table is the claim, its kind, what is expected, the paper's number, what was
-measured, the caveat and the verdict; one failed claim makes the exit code 1.
-
-Gradients are compared leaf by leaf:  max |a - b| / max |b|  (b: one device).
+config can name (train/claims/papers.py); its other arguments are the data that
+the config gives. It returns an `Outcome`. A row of the table is the claim, its
+kind, what is expected, the paper's number, what was measured, the caveat and
+the verdict; one failed claim makes the exit code 1.
 """
 
-import dataclasses
 import math
 import pathlib
 import textwrap
 from typing import NamedTuple
 
-import jax
-import numpy as np
-
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
-from paraxis.models import depth
-from paraxis.sharding import mesh as mesh_lib
 from paraxis.train import loop
-from paraxis.train import program as job_lib
-from paraxis.train import step as step_lib
 from paraxis.train.claims import papers
 from paraxis.train.data import baselines as baselines_lib
 from paraxis.train.plot import losses as plot
+from paraxis.train.run import evaluate
 from paraxis.train.run import workdir as workdir_lib
 
 
@@ -39,6 +30,22 @@ class Outcome(NamedTuple):
   measured: str
   caveat: str
   passed: bool
+
+
+def finish(config, folder, say, **how) -> evaluate.Evaluation:
+  """Trains, or resumes, the run of a folder to its end.
+
+  Args:
+    config: schema.Config. say: prints one line. how: as for loop.run.
+
+  Raises:
+    SystemExit: with 75, a signal stopped the training.
+  """
+  result = loop.run(config, folder, say=say, **how)
+  if result['stopped']:
+    say('the same command resumes from here')
+    raise SystemExit(errors.EXIT_PREEMPTED)
+  return result['evaluation']
 
 
 class Run:
@@ -52,8 +59,8 @@ class Run:
     self.config, self.workdir, self.say = config, pathlib.Path(workdir), say
     self._trained = self._baselines = None
 
-  def trained(self):
-    """evaluate.Result of the finished run in the workdir; trains if need be.
+  def trained(self) -> evaluate.Evaluation:
+    """Of the finished run in the workdir; trains if need be.
 
     Raises:
       UserError: the folder holds a run of another configuration.
@@ -61,11 +68,7 @@ class Run:
     """
     if self._trained is None:
       self._check_workdir()
-      result = loop.run(self.config, self.workdir, say=self.say)
-      if result['stopped']:
-        self.say('the same command goes on from here')
-        raise SystemExit(errors.EXIT_PREEMPTED)
-      self._trained = result['evaluation']
+      self._trained = finish(self.config, self.workdir, self.say)
       self.say(domain_table(self._trained, self.baselines()))
       self.say(f'wrote {plot.draw([self.workdir])}')
     return self._trained
@@ -97,7 +100,7 @@ def domain_table(evaluation, base):
   """Model against gzip -9, domain by domain, in bits per byte: text.
 
   Args:
-    evaluation: evaluate.Result.
+    evaluation: evaluate.Evaluation.
     base: baselines.Baselines; xz lines are left out where it did not run.
   """
   rows = [
@@ -114,79 +117,6 @@ def domain_table(evaluation, base):
     lines.append(f'  xz -9e {base.xz:.3f}, given the training text too ')
     lines[-1] += f'{base.xz_given_training:.3f}'
   return '\n'.join(lines)
-
-
-def _gradients(config, mesh_text, devices, params=None):
-  """Loss and gradients of batch 0: (params, loss, gradients), all in NumPy.
-
-  Arrays made under one mesh cannot be used under another: numbers travel
-  between the two through NumPy.
-  """
-  job = job_lib.make(config, mesh_text, devices, say=lambda text: None)
-  grads = step_lib.make(job.built, job.optimizer, 0.0).grads
-  rows = job.model.rows  # stages hold layers in an order of their own
-  in_order = lambda tree: {
-    path: depth.to_order(x, rows.get(path))
-    for path, x in jax.device_get(tree).items()
-  }
-  with job.context():
-    if params is None:
-      params = in_order(job.initial_state().params)
-    on_mesh = {
-      path: jax.device_put(
-        depth.from_order(params[path], rows.get(path)), leaf.sharding
-      )
-      for path, leaf in job.state.params.items()
-    }
-    loss, gradients = jax.jit(grads)(on_mesh, job.put(job.batches.batch_at(0)))
-    return params, float(loss), in_order(gradients)
-
-
-def differences(found, reference):
-  """{path: max |a - b| / max |b|}; infinite where b is zero and a is not."""
-  out = {}
-  for path, b in reference.items():
-    difference = np.abs(np.asarray(found[path]) - b).max()
-    scale = np.abs(b).max()
-    out[path] = float(difference / scale if scale else difference and math.inf)
-  return out
-
-
-def _worst_difference(config, mesh_text, devices, dtype):
-  """(difference, name) of the loss or gradient that differs most."""
-  model = dataclasses.replace(config.model, dtype=dtype, param_dtype=dtype)
-  config = dataclasses.replace(config, model=model)
-  with jax.enable_x64(dtype == 'float64'):
-    plain = dataclasses.replace(config, mesh=schema.Mesh())
-    params, loss, one = _gradients(plain, 'data=1', devices[:1])
-    _, loss_mesh, many = _gradients(config, mesh_text, devices, params)
-  worst = differences(many, one)
-  worst['the loss'] = abs(loss_mesh - loss) / abs(loss)
-  for path, value in worst.items():
-    if not math.isfinite(value):
-      return value, path
-  return max((value, path) for path, value in worst.items())
-
-
-def equals_one_device(run, *, mesh, within):
-  """EQ: loss and every gradient on `mesh` equal one device, in float64.
-
-  Args:
-    mesh: text as for --mesh; the first devices that it needs are used.
-    within: largest difference allowed, relative to each leaf's maximum.
-  """
-  sizes = mesh_lib.parse(mesh)
-  devices = jax.devices()[: math.prod(sizes.values())]
-  mesh_lib.resolve(sizes, len(devices))  # before minutes of work, not after
-  wide, leaf = _worst_difference(run.config, mesh, devices, 'float64')
-  narrow, _ = _worst_difference(run.config, mesh, devices, 'float32')
-  return Outcome(
-    f'<= {within:.0e}',
-    f'{wide:.1e}',
-    f'{mesh}; float64, initial weights, first batch; most in {leaf}; float32 '
-    f'gives {narrow:.1e}',
-    wide <= within,
-  )
 
 
 def held_out_at_most(run, *, bits_per_byte):

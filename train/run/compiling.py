@@ -1,5 +1,6 @@
 """Ahead-of-time compilation, its cost shown, and the cache that saves it."""
 
+import atexit
 import itertools
 import os
 import time
@@ -7,9 +8,11 @@ import time
 import jax
 
 from paraxis.train.data import corpus
+from paraxis.train.run import compile_store
 
 _HIT = '/jax/compilation_cache/cache_hits'
 _hits = []
+_overlays = []  # compile_store.Overlay of this process, once there is one
 
 
 def use_cache():
@@ -19,10 +22,11 @@ def use_cache():
     jax.monitoring.register_event_listener(_count)
   if jax.config.jax_compilation_cache_dir:
     return
-  folder = corpus.cache_root() / 'compiled'
-  jax.config.update('jax_compilation_cache_dir', str(folder))
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
-  jax.config.update('jax_raise_persistent_cache_errors', False)
+  overlay = compile_store.Overlay(corpus.cache_root() / 'compiled')
+  atexit.register(overlay.close)
+  _overlays.append(overlay)
+  for name, value in overlay.settings(seconds=0.5).items():
+    jax.config.update(name, value)
 
 
 def _count(event, **_):
@@ -58,6 +62,8 @@ def compile_step(name, function, *args, donate=(), say=None):
   times.append(time.perf_counter())
   compiled = lowered.compile(options())
   times.append(time.perf_counter())
+  for overlay in _overlays:
+    overlay.publish()  # now, for a run may be killed
   if say:
     trace, lower, build = (b - a for a, b in itertools.pairwise(times))
     hit = bool(_hits) and _hits[0] > before

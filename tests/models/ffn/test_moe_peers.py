@@ -27,7 +27,7 @@ from paraxis.models.ffn import moe
 from paraxis.models.ffn import router
 from paraxis.models.mixers import attention
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
 torch, transformers = hf_peer.torch, hf_peer.transformers
 
 B, T, D, F, E, K, V, N, H = 2, 12, 16, 8, 8, 3, 32, 4, 4
@@ -78,12 +78,6 @@ PEERS = {
     ),
   ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def config(name, **changes):

@@ -27,6 +27,8 @@ from paraxis.models.mixers import latent as latent_attention
 from paraxis.sharding import annotate
 from paraxis.train.certify import verify
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D, N, V = 3, 11, 8, 4, 32
 H, P, U, R = 3, 4, 5, 8
 QUICK = {'xla_backend_optimization_level': 0}  # to compile
@@ -52,12 +54,6 @@ CASES = {
 }
 jit = functools.partial(jax.jit, compiler_options=QUICK)
 close = mixer_cases.close
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def config_of(own, **fields):
@@ -358,7 +354,7 @@ def certified(mesh, pattern='A', **own):
 
 
 # What tests/train/certify/test_invariance_mixers.py does not meet.
-SLOW = [
+MORE = [
   ('A', dict(context=4, tensor=2, context_form='ulysses')),
   ('A', dict(context=4, tensor=2, context_form='token_ring')),
   ('FA', dict(context=2, tensor=4, context_form='all_gather')),
@@ -369,7 +365,7 @@ SLOW = [
   'pattern, mesh',
   [
     ('A', dict(tensor=8) | EXPLICIT),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    *MORE,
   ],
   ids=str,
 )

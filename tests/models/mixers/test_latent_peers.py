@@ -22,7 +22,7 @@ from paraxis.models import batch
 from paraxis.models import checks as model_checks
 from paraxis.models import decoder
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
 torch, transformers = hf_peer.torch, hf_peer.transformers
 
 B, T, D, F, V, N = 2, 12, 16, 24, 32, 4
@@ -48,12 +48,6 @@ PEERS = {
 jit = functools.partial(
   jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
 )
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def config_of(name, **changes):

@@ -18,15 +18,11 @@ from paraxis.models import batch
 from paraxis.models import decoder
 from paraxis.models.mixers import latent_rotation
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D, R, V = 4, 24, 16, 16, 32
 QUICK = {'xla_backend_optimization_level': 0}  # to compile
 jit = functools.partial(jax.jit, compiler_options=QUICK)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def model_of(**own):

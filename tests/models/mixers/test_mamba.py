@@ -23,6 +23,8 @@ from paraxis.models.mixers import mamba
 from paraxis.models.mixers import recurrence
 from paraxis.train.certify import verify
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D, V = 3, 13, 8, 32
 N, P, S, W, R = 4, 4, 3, 4, 2
 QUICK = {'xla_backend_optimization_level': 0}  # to compile
@@ -39,12 +41,6 @@ KINDS = {
 }
 jit = functools.partial(jax.jit, compiler_options=QUICK)
 close = mixer_cases.close
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def config_of(own, **fields):
@@ -288,7 +284,7 @@ def certified(pattern, mesh, **own):
 
 MIXED = dict(context=2, tensor=2, fsdp=2)
 EXPLICIT = dict(collectives='explicit')
-SLOW = [
+MORE = [
   ('M', dict(context=8), {}),
   ('M', MIXED, {}),
   ('M', dict(tensor=8, sequence=False), {}),
@@ -311,7 +307,7 @@ def text_of(x):
     ('M', dict(tensor=8) | EXPLICIT, dict(groups=1)),
     ('S', dict(context=8), {}),
     ('M-SF-', MIXED, dict(inner_norm=True)),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    *MORE,
   ],
   ids=text_of,
 )
@@ -327,7 +323,7 @@ def test_a_dropped_hand_over_is_seen(pattern, op, monkeypatch):
   whole = getattr(scan, op)
 
   def alone(*args, **options):
-    local = lambda x: None if isinstance(x, scan.Plan) else x
+    local = lambda x: None if isinstance(x, scan.ScanPlan) else x
     return whole(*map(local, args), **options)
 
   monkeypatch.setattr(scan, op, alone)

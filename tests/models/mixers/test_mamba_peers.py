@@ -22,7 +22,7 @@ from paraxis.models import checks as model_checks
 from paraxis.models import decoder
 from paraxis.train import loss
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
 torch, transformers = hf_peer.torch, hf_peer.transformers
 
 B, T, V = 2, 19, 32
@@ -68,12 +68,6 @@ PEERS = {
     dict(inner_norm=True),
   ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def rows():

@@ -26,6 +26,8 @@ from paraxis.models.mixers import tcn
 from paraxis.sharding import annotate
 from paraxis.train.certify import verify
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D, Z, U, V = 3, 15, 6, 4, 9, 32
 W, C = 3, 4
 QUICK = {'xla_backend_optimization_level': 0}  # to compile
@@ -38,12 +40,6 @@ OWN = dict(
 )
 jit = functools.partial(jax.jit, compiler_options=QUICK)
 close = mixer_cases.close
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def config_of(own=(), **fields):
@@ -259,7 +255,7 @@ def certified(mesh, pattern='C', **own):
 
 
 # What tests/train/certify/test_invariance_mixers.py does not meet.
-SLOW = [
+MORE = [
   ('C', dict(context=4, data=2, context_form='token_ring')),
   ('CF', dict(context=2, tensor=2, fsdp=2)),
 ]
@@ -269,7 +265,7 @@ SLOW = [
   'pattern, mesh',
   [
     ('C', dict(context=8)),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    *MORE,
   ],
   ids=str,
 )

@@ -15,7 +15,7 @@ from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.attention import tpu as attention_tpu
 
 KEY = block_table.Key('attention', 'dq', 'TPU v9', 128, 'bfloat16', 'partial')
-ROW = block_table.Row(KEY, (256, 384), 'static', 'bundles', 9e3, 1e4)
+ROW = block_table.TunedBlock(KEY, (256, 384), 'static', 'bundles', 9e3, 1e4)
 CALL = attention_blocks.Call(128, 'bfloat16', True, 'TPU v9')
 
 
@@ -104,7 +104,9 @@ def test_the_kernels_take_the_row(table, monkeypatch):
   plan = attention_gpu._plan('dq', *given)
   assert (plan.block_q, plan.block_k) == (256, 384)
   x = jax.ShapeDtypeStruct((1, 2**20, 1, 128), 'bfloat16')
-  spec = attention.Spec(x.shape, x.shape, 'bfloat16', attention.Mask(), 0, 1)
+  spec = attention.AttentionSpec(
+    x.shape, x.shape, 'bfloat16', attention.Mask(), 0, 1
+  )
   # 2048 x 2048 blocks of 512, but 4096 x 2731 of the row's.
   reason = attention_tpu.supports(spec, target)
   assert 'blocks to list' in reason

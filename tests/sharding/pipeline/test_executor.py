@@ -25,6 +25,8 @@ from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.pipeline import tables as schedule_tables
 from paraxis.sharding.pipeline import ticks as pipeline_ticks
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 R, D, K, IDS = 2, 4, 2, 3  # IDS: rows of the embedding on a stage
 ENDS = dict(table=P('stage'), head=P(None, 'stage'), gain=P())
 STACK = dict(weight=P('stage', 'fsdp'), bias=P('stage'))
@@ -32,12 +34,6 @@ STACK = dict(weight=P('stage', 'fsdp'), bias=P('stage'))
 jit = functools.partial(
   jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
 )
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def arrays(stages, microbatches, layers, rows=R, width=D):
@@ -110,20 +106,18 @@ class Toy:
     # The same on all stages; each differentiates its own columns.
     return part + lax.stop_gradient(lax.psum(part, 'stage') - part)
 
-  def see(self, i):
+  def context_of(self, i):
     return self._pick('shift', i)
 
   def forward(self, values, x, shift, on):
     run = lambda values, x: layers_of(values, x, shift, on)[0]
     if not self.store:
       return run(values, x), ()
-    y, back = jax.vjp(run, values, x)
-    leaves, self._tree = jax.tree.flatten(back)
-    return y, leaves
+    return jax.vjp(run, values, x)
 
   def backward(self, values, x, kept, g, shift, on):
     if self.store:
-      gradients, gx = jax.tree.unflatten(self._tree, kept)(g)
+      gradients, gx = kept(g)
       return gx, gradients, ()
     run = functools.partial(layers_of, shift=shift, on=on)
     if not self.split:
@@ -156,7 +150,7 @@ class Toy:
 
   def calls(self):
     return pipeline.Calls(
-      self.embed, self.loss, self.see, self.forward, self.backward,
+      self.embed, self.loss, self.context_of, self.forward, self.backward,
       self.weights, self.gather, self.scatter,
     )  # fmt: skip
 
@@ -225,7 +219,7 @@ class Program:
     def local(ends, stack, data):
       on = None if self.even else self.rows >= 0
       calls = self.toy(data).calls()
-      return pipeline.forward(self.schedule, calls, ends, stack, on)[0]
+      return pipeline.total(self.schedule, calls, ends, stack, on)
 
     return jax.shard_map(
       local, in_specs=(ENDS, STACK, P()), out_specs=P(), check_vma=False

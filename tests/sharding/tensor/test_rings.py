@@ -17,6 +17,8 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.tensor import rings as tensor
 from paraxis.sharding.tensor import vocabulary
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D, F, N, H, V = 2, 16, 6, 8, 8, 2, 24
 NAMES = ('table', 'up', 'query', 'down', 'head')
 EQUATIONS = ('BTD,DF->BTF', 'BTD,DNH->BTNH')
@@ -35,12 +37,6 @@ SPECS = dict(
 jit = functools.partial(
   jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
 )
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def arrays():
@@ -135,10 +131,9 @@ def evaluate(mesh_text, where, **options):
 
 @pytest.fixture(scope='module')
 def expected():
-  with jax.enable_x64(True):
-    run = jax.jit(jax.value_and_grad(plain, has_aux=True))
-    (loss, nll), grads = run(*arrays())
-    return [np.asarray(x) for x in (loss, nll, *(grads[k] for k in NAMES))]
+  run = jax.jit(jax.value_and_grad(plain, has_aux=True))
+  (loss, nll), grads = run(*arrays())
+  return [np.asarray(x) for x in (loss, nll, *(grads[k] for k in NAMES))]
 
 
 def compare(found, expected):

@@ -56,12 +56,12 @@ def arrays(dtype=np.float64):
 
 
 def layer(values, x):
-  tape.own(values, lambda path: f'layers/{path}')
+  own = lambda path: project.Owned(values[path], f'layers/{path}')
   h = x * values['scale'].astype(x.dtype)
-  rows = [('BTD,DF->BTF', values[n], UP, WIDE) for n in ('up', 'gate')]
+  rows = [('BTD,DF->BTF', own(n), UP, WIDE) for n in ('up', 'gate')]
   up, gate = project.project(h, RESIDUAL, rows, ring=True)
   return x + project.einsum(
-    'BTF,FD->BTD', jnp.tanh(gate) * up, WIDE, values['down'], DOWN, RESIDUAL
+    'BTF,FD->BTD', jnp.tanh(gate) * up, WIDE, own('down'), DOWN, RESIDUAL
   )
 
 
@@ -231,13 +231,13 @@ def test_a_dropped_factor_shows_in_its_leaf(monkeypatch, world, leaf):
 def test_a_product_that_no_tape_records_stays_in_the_backward_pass(monkeypatch):
   right = tape.Tape.product
 
-  def some(self, names, x, weights):
-    if names.equations != ('BTF,FD->BTD',):
-      return right(self, names, x, weights)
+  def some(self, group, x, weights, owners):
+    if group.equations != ('BTF,FD->BTD',):
+      return right(self, group, x, weights, owners)
     with project.taped(None):
       (w,) = weights
-      out = project.einsum(names.equations[0], x, names.x, w, *names.weights,
-                           *names.outs)  # fmt: skip
+      out = project.einsum(group.equations[0], x, group.x, w, *group.weights,
+                           *group.outs)  # fmt: skip
     return [out]
 
   monkeypatch.setattr(tape.Tape, 'product', some)
@@ -327,12 +327,12 @@ def test_gradients_keep_the_dtypes_of_their_weights():
   for path, found in late.items():
     assert found.dtype == whole[path].dtype == jnp.float32
     np.testing.assert_allclose(found, whole[path], rtol=1e-5, atol=1e-5)
-  assert not any(r.names.ring for rows in records[0].values() for r in rows)
+  assert not any(r.group.ring for rows in records[0].values() for r in rows)
 
 
 def test_an_unknown_weight_is_an_error():
   x, w = jnp.ones((B, T, D)), jnp.ones((D, F))
   run = lambda x: project.einsum('BTD,DF->BTF', x, RESIDUAL, w, UP, WIDE)
-  with pytest.raises(KeyError):
+  with pytest.raises(ValueError, match='names no owner'):
     tape.Taped().run(0, run, x, None)
   assert project.tape() is None  # put back

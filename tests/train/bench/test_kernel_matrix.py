@@ -72,7 +72,6 @@ def check(found):
 
 
 @pytest.mark.aot
-@pytest.mark.slow
 @needs_tpu
 def test_all_of_it_on_one_tpu():
   found = list(matrix.rows(['v5e:1x1']))
@@ -138,5 +137,5 @@ def test_blocks_are_told_with_their_source():
 def test_the_command(monkeypatch):
   called = []
   monkeypatch.setattr(matrix, 'run', lambda: called.append(1) or 0)
-  assert cli.COMMANDS['doctor'].run(['--kernels', '--devices=8']) == 0
+  assert cli.COMMANDS['doctor'](['--kernels', '--devices=8']) == 0
   assert called

@@ -44,9 +44,9 @@ REMAT = {
 REMAT['offload'] = dict(
   remat='full', memory='residual=offload,attention=offload'
 )
-# Layers: for a pipeline of 2 to 12 chunks, shared out evenly and not; as many
-# without one, so that both are compared with the same run on one device.
-DEPTH = {'llama': 13, 'gpt': 26, 'gemma': 12}
+# Layers on pipelines of 1 to 4 chunks (1: no pipeline), and of 6 to 12: evenly
+# shared and not. Two depths, so that few runs on one device serve all cases.
+DEPTH = {'llama': (5, 13), 'gpt': (10, 26), 'gemma': (4, 12)}
 FACTORS = dict(
   replica=(1, 2),
   stage=(1, 2, 4),
@@ -124,6 +124,7 @@ def cases():
 def config_of(case):
   """schema.Config of a case: 8 heads, 16 rows of 32 tokens."""
   crossing, piped = case['context'] > 1, case['stage'] > 1
+  deep = case['stage'] * case['chunks'] > 4
   pipeline = schema.Pipeline()
   if piped:
     pipeline = schema.Pipeline(
@@ -144,7 +145,7 @@ def config_of(case):
     pipeline=pipeline,
     model=schema.Model(
       vocab_size=64, d_model=32, num_heads=8, head_dim=4, d_ff=64,
-      num_layers=DEPTH[case['model']],
+      num_layers=DEPTH[case['model']][deep],
       num_kv_heads=case['kv_heads'], attention_block=8,
       dtype='float64', param_dtype='float64',
       **MODELS[case['model']],

@@ -327,7 +327,6 @@ def test_a_difference_is_found():
   assert len(list(close(near | other, golden))) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.aot
 @needs_tpu
 @pytest.mark.parametrize('name', LARGE)

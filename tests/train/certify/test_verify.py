@@ -27,7 +27,6 @@ def certify(*names, mesh='data=2', dtype='float64', **train):
   return verify.certify(verify.prepare(config, mesh, dtype), names)
 
 
-@pytest.mark.slow
 def test_everything_is_certified():
   lines = []
   config = dataclasses.replace(

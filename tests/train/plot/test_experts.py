@@ -94,7 +94,7 @@ def test_the_command_draws_experts_where_there_are_some(tmp_path, capsys):
     ]
     (tmp_path / name / metrics.FILE).write_text('\n'.join(lines))
   folders = [f'--workdir={tmp_path / name}' for name in ('dense', 'moe')]
-  assert plot_command.main(folders) == errors.EXIT_OK
+  assert plot_command.COMMANDS[0](folders) is None
   wrote = capsys.readouterr().out.splitlines()
   assert len(wrote) == 2 and wrote[1].endswith('experts.png')
   size(tmp_path / 'moe' / plot_experts.NAME)

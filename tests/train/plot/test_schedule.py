@@ -3,7 +3,6 @@
 import collections
 import struct
 
-from absl import flags
 from matplotlib import patches
 import pytest
 
@@ -135,14 +134,8 @@ def test_help_names_what_there_is(capsys):
   listed = shown.split('Schedules: ')[1].strip(' .\n').split(', ')
   assert listed == list(schedules.NAMES)
   assert max(map(len, shown.splitlines())) <= 80
-  values = flags.FlagValues()
-  plot_command._run_flags(values)
-  for name in values:
-    assert len(name) == 1 or f'--{name}=' in shown
-  values = flags.FlagValues()
-  plot_command._schedule_flags(values)
-  for name in values:
-    assert len(name) == 1 or f'--{name}=' in shown
+  for command in plot_command.COMMANDS:
+    assert all(f'--{name}' in shown for _, name, *_ in command.flags)
 
 
 def test_a_run_is_still_drawn(tmp_path, capsys):

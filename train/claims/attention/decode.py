@@ -193,9 +193,9 @@ def _drawn(lengths, slots, heads, kv_heads, width):
   return q, k, v
 
 
-def _piecewise(q, k, v, lengths, plan, tile, mask):
+def _piecewise(drawn, lengths, plan, tile, mask):
   """(o, lse) of every piece of a plan, each computed for itself."""
-  parts = []
+  (q, k, v), parts = drawn, []
   for first, end, row, origin in zip(
     plan.first, plan.end, plan.row, plan.origin, strict=True
   ):
@@ -224,12 +224,13 @@ def any_division(run, *, lengths, tile, workers, within):
     lengths = np.array(lengths, np.int32)
     slots = -(-int(lengths.max()) // tile) * tile
     drawn = _drawn(lengths, slots, heads=4, kv_heads=2, width=16)
-    wanted = decode_attention.ragged(*drawn, mask, lengths)
+    wanted = decode_attention.ragged(*drawn, mask=mask, lengths_B=lengths)
     worst, pieces = 0.0, []
     for w in workers:
       plan = decode_schedule.make(lengths, slots, tile, w)
-      parts = _piecewise(*drawn, lengths, plan, tile, mask)
-      found = decode_schedule.merge_pieces(*parts, plan, len(lengths))
+      parts = _piecewise(drawn, lengths, plan, tile, mask)
+      o, lse = parts
+      found = decode_schedule.merge_pieces(o, lse, plan, len(lengths))
       for a, b in zip(found, wanted, strict=True):
         worst = max(worst, float(np.abs(a - b[:, 0]).max()))
       pieces.append(int((plan.end > plan.first).sum()))
@@ -261,7 +262,8 @@ def shared_prefix(run, *, prefix, lengths, within):
       np.concatenate([np.broadcast_to(a, (rows, *a.shape)), b], 1)
       for a, b in zip(shared, (k, v), strict=True)
     ]
-    wanted = decode_attention.ragged(q, *whole, mask, lengths + prefix)
+    k, v = whole
+    wanted = decode_attention.ragged(q, k, v, mask, lengths + prefix)
     gaps = [
       float(np.abs(a - b).max()) for a, b in zip(found, wanted, strict=True)
     ]
@@ -299,7 +301,7 @@ def compiled(run, *, topologies, rows, slots, within):
     share = aot.memory(program).temporaries / sum(
       2 * math.prod(s) for s in shapes[1:]
     )
-    text = program.as_text()
+    text = program.as_text() or ''
     kernel = 'tpu_custom_call' in text or '__gpu$xla.gpu.triton' in text
     right &= kernel and share <= within
     told.append(f'{name} {share:.2%}{"" if kernel else " WITHOUT a kernel"}')

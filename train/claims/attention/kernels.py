@@ -19,6 +19,7 @@ Legend: B rows, T tokens, N query heads, K kv heads, H head width.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,15 +34,11 @@ from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import compiled
 from paraxis.sharding.meter import flops
 from paraxis.train.bench import measure as bench_measure
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 
 _KERNELS = dict(pallas_tpu=attention_tpu, pallas_gpu=attention_gpu)
 _NAMES = 'o', 'lse', 'dq', 'dk', 'dv'
-
-
-def _gap(a, b):
-  a, b = (np.asarray(x, np.float64) for x in (a, b))
-  return float(np.abs(a - b).max() / np.abs(b).max())
 
 
 def _problem(length, shape, packed, seed=0):
@@ -67,7 +64,7 @@ def _form(impl, mask, segments, block):
   """run(q, k, v, do, dlse) -> (o, lse, dq, dk, dv) of one implementation."""
   if impl not in _KERNELS:
     return _by_autodiff(
-      lambda *qkv: attention.attention(*qkv, mask, segments, impl=impl)
+      lambda q, k, v: attention.attention(q, k, v, mask, segments, impl=impl)
     )
   module = _KERNELS[impl]
   given = segments, None, mask
@@ -103,8 +100,8 @@ def equals_dense(run, *, impl, cases, shape, within):
     size = block if impl == 'xla' else max(block)
     mask = attention.Mask(scale=shape[2] ** -0.5, block=size, **given)
 
-    def dense(*qkv, mask=mask, segments=segments):
-      return reference.attention_ref(*qkv, mask, segments)
+    def dense(q, k, v, mask=mask, segments=segments):
+      return reference.attention_ref(q, k, v, mask, segments)
 
     with jax.enable_x64(True):
       right = jax.device_get(jax.jit(_by_autodiff(dense))(*arrays))
@@ -117,13 +114,12 @@ def equals_dense(run, *, impl, cases, shape, within):
       (x[0], np.where(seen, x[1], 0), *x[2:]) for x in (right, found)
     )
     for name, a, b in zip(_NAMES, found, right, strict=True):
-      worst[name] = max(worst[name], _gap(a, b) if same else math.inf)
-  told = ', '.join(f'{k} {v:.0e}' for k, v in worst.items())
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{max(worst.values()):.1e}',
-    f'{impl}, {np.dtype(dtype)}, {len(cases)} cases, N, K, H {shape}: {told}',
-    max(worst.values()) <= within,
+      worst[name] = max(worst[name], experiment.gap(a, b) if same else math.inf)
+  return experiment.equal(
+    worst,
+    within,
+    f'{impl}, {np.dtype(dtype)}, {len(cases)} cases, N, K, H {shape}: '
+    f'{experiment.listed(worst)}',
   )
 
 
@@ -134,7 +130,8 @@ def _dense(q, k, v, mask):
 
 def _ours(q, k, v, mask, rows=None):
   segments = None if rows is None else (rows, rows)
-  return attention.attention(q, k, v, mask, segments)[0]
+  attend: Any = attention.attention  # a custom_vjp
+  return attend(q, k, v, mask, segments)[0]
 
 
 def _gradients(attend, shape, window=0):
@@ -179,8 +176,8 @@ def temporaries(run, *, lengths, shape, within, dense_at_least):
     for t in lengths:
       program = jax.jit(_gradients(attend, shape))
       program = program.lower(*_shapes(t, shape, jnp.float32)).compile()
-      sizes.append(program.memory_analysis().temp_size_in_bytes)
-      found, array = largest(program.as_text())
+      sizes.append(experiment.temporaries(program))
+      found, array = largest(program.as_text() or '')
       square &= (found >= t * t) == (name == 'dense')
     grows[name] = [b / a for a, b in zip(sizes, sizes[1:], strict=False)]
     mib = ' '.join(f'{x / 2**20:.1f}' for x in sizes)
@@ -218,7 +215,7 @@ def compiled_is_linear(run, *, topologies, lengths, shape, window, at_most):
           *_shapes(t, shape, jnp.bfloat16, True, one)
         )
       program = aot.compile_for(machine, 'attention', traced)
-      text = program.as_text()
+      text = program.as_text() or ''
       found, array = largest(text)
       right &= found < t * t and text.count('tpu_custom_call"') == 3
       memory = aot.memory(program)

@@ -14,6 +14,7 @@ from paraxis.pallas_kernels.attention import blocks as attention_blocks
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 
 
@@ -57,10 +58,6 @@ def mask_is_a_slice(run, *, length, blocks):
   )
 
 
-def _gap(a, b):
-  return float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(b).max())
-
-
 def _on_host(q_B1NH, k_BSKH, v_BSKH, scale):
   """Attention of one query a row in NumPy -> (o, lse)."""
   groups = q_B1NH.shape[2] // k_BSKH.shape[2]
@@ -100,7 +97,7 @@ def host_part(run, *, slots, on_host, rows, shape, within):
     for first in on_host:
       host = _on_host(q, k[:, :first], v[:, :first], mask.scale)
       both = decode_schedule.merge(host, device(first))
-      found.append(max(map(_gap, both, whole)))
+      found.append(max(map(experiment.gap, both, whole)))
   crossing, kept = rows * n * (2 * h + 1), 2 * rows * max(on_host) * kv * h
   return claims.Outcome(
     f'<= {within:.0e}',

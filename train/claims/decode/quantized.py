@@ -21,11 +21,10 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
 from paraxis.sharding.meter import aot
-from paraxis.train import loop
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
-from paraxis.train.claims.pipeline import skip as claims_skip
 from paraxis.train.run import evaluate
 
 # Matrices of a layer -> how many of their dimensions, after L, are inputs.
@@ -205,7 +204,7 @@ def compiled(run, *, topologies, tokens, inputs, outputs):
         )
       program = aot.compile_for(t, '4-bit product', traced)
       sizes[impl, form] = aot.memory(program).temporaries
-      right &= impl == 'xla' or 'tpu_custom_call' in program.as_text()
+      right &= impl == 'xla' or 'tpu_custom_call' in (program.as_text() or '')
     *ours, xla = sizes.values()
     right &= not any(ours) and xla > 0
     told.append(f'{name} {max(ours)} against {xla / 2**20:.0f} MiB')
@@ -223,14 +222,8 @@ def perplexity(run, *, at_most):
 
   Args: at_most: the ratio; it must also be above 1, or nothing was rounded.
   """
-  first, folder = jax.devices()[:1], run.workdir / 'float'
   config = dataclasses.replace(run.config, mesh=schema.Mesh())
-  result = loop.run(config, folder, say=run.say, devices=first)
-  if result['stopped']:
-    run.say('the same command goes on from here')
-    raise SystemExit(errors.EXIT_PREEMPTED)
-  job = job_lib.make(config, '', first, say=lambda line: None)
-  params = claims_skip.restored(job, folder)
+  _, job, params = experiment.train(run, 'float', config)
   step = step_lib.make(job.built, job.optimizer, 0.0)
   measure = evaluate.Evaluator(job, step.evaluate)
   tokens = sum(held.n_pairs for held in job.held_out)

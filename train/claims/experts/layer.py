@@ -2,8 +2,8 @@
 
 Numbers are those of one device that holds all experts
 (train/certify/verify.py); sizes are those of the built model. What experts send
-is in claims_expert_messages.py, how evenly they are loaded in
-claims_expert_loads.py, what they learn in claims_expert_training.py.
+is in messages.py, how evenly they are loaded in loads.py, what they learn in
+training.py.
 
 Legend: N tokens, K choices, E experts, D width, F width of an expert, L layers.
 """
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.configs import schema
-from paraxis.configs.base import model as model_schema
 from paraxis.models import build
 from paraxis.models.ffn import router
 from paraxis.sharding import mesh as mesh_lib
@@ -25,56 +24,8 @@ from paraxis.sharding.experts import dispatch as expert
 from paraxis.train import expert_counts
 from paraxis.train import step as step_lib
 from paraxis.train.certify import trial
-from paraxis.train.certify import verify
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
-from paraxis.train.claims.layouts import step as claims_layouts
-
-# `d_ff` is the model's here; an expert's width is `expert_d_ff`.
-_OWN = {f.name for f in dataclasses.fields(model_schema.Experts)} - {'d_ff'}
-
-
-def changed(config, **fields):
-  """schema.Config with fields of experts, mesh, model or train replaced.
-
-  `pattern` is that of the experts, `expert_d_ff` is model.experts.d_ff.
-  """
-  own = {k: fields.pop(k) for k in list(fields) if k in _OWN}
-  if 'expert_d_ff' in fields:
-    own['d_ff'] = fields.pop('expert_d_ff')
-  experts = dataclasses.replace(config.model.experts, **own)
-  model = dataclasses.replace(config.model, experts=experts)
-  config = dataclasses.replace(config, model=model)
-  return claims_layouts.changed(config, **fields)
-
-
-def on(config, mesh, **fields):
-  """(`changed` config on the mesh axes of a text alone, devices)."""
-  config, devices = claims_layouts.on(config, mesh)
-  return changed(config, **fields), devices
-
-
-def equals_one_device(run, *, cases, within):
-  """EQ: loss, every gradient, counts and layouts, in each case.
-
-  Args:
-    cases: list of {'mesh': text, and fields as for `changed`}; rows and tokens
-      are shrunk and packed, nothing is dropped, arithmetic is float64.
-    within: largest difference allowed.
-  """
-  made = {claims_layouts.say(c): on(run.config, **c) for c in cases}
-  return claims_layouts.certified(
-    made,
-    ('loss', 'gradients', 'layout'),
-    within,
-    'loss, all gradients, counts of experts and layouts',
-  )
-
-
-def shrunk(run, mesh, **fields):
-  """(config, devices) in float64, small."""
-  config, devices = on(run.config, mesh, **fields)
-  subject = verify.prepare(config, '', devices=devices)
-  return subject.config, subject.devices
 
 
 def any_hot_set(run, *, mesh, hot, sets, within):
@@ -86,9 +37,11 @@ def any_hot_set(run, *, mesh, hot, sets, within):
     within: largest difference allowed, relative to each leaf's maximum.
   """
   with jax.enable_x64(True):
-    config, devices = shrunk(run, mesh)
-    config = changed(config, hot=hot)
-    wanted = trial.reference(changed(config, hot=0), True, devices[0])
+    hots = lambda n: {'model.experts.hot': n}
+    config, devices = experiment.shrunk(run.config, mesh)
+    config = experiment.fields(config, hots(hot))
+    plain = experiment.fields(config, hots(0))
+    wanted = trial.reference(plain, True, devices[0])
     side = trial.Side(config, devices)
     step = step_lib.make(side.job.built, side.job.optimizer, 0.0)
     programs, worst, chosen = [], [], set()
@@ -183,7 +136,9 @@ def axis_by_axis_is_bitwise(run, *, meshes, tokens):
     drawn = _drawn(tokens * math.prod(sizes.values()))
     arrays = [a if a.dtype == np.int32 else a.astype('f') for a in drawn]
     flat, stepwise = (
-      _dispatched(mesh, expert.Plan(8, tuple(sizes), hierarchical=how), arrays)
+      _dispatched(
+        mesh, expert.DispatchPlan(8, tuple(sizes), hierarchical=how), arrays
+      )
       for how in (False, True)
     )
     equal = all(map(np.array_equal, flat, stepwise))
@@ -221,7 +176,7 @@ def drops_are_counted(run, *, mesh, region, factors, tokens):
   w, x, ids, mix = drawn = _drawn(n * tokens)
   worst, told, right = 0.0, [], True
   for factor in factors:
-    plan = expert.Plan(len(w), axes, factor=factor)
+    plan = expert.DispatchPlan(len(w), axes, factor=factor)
     slots = expert.slots(plan, tokens, ids.shape[1])
     served = np.concatenate([
       _served(part, slots) for part in ids.reshape(n, tokens, -1)

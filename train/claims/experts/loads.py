@@ -18,9 +18,8 @@ import jax
 import numpy as np
 
 from paraxis.train.certify import trial
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
-from paraxis.train.claims.experts import layer as claims_experts
-from paraxis.train.claims.experts import training as claims_expert_training
 from paraxis.train.plot import experts as plot_experts
 from paraxis.train.run import metrics
 
@@ -39,16 +38,16 @@ def scopes_agree(run, *, equal, other, within, apart):
   """
   gaps = []
   with jax.enable_x64(True):
-    config, devices = claims_experts.shrunk(run, 'data=1')
-    config = claims_experts.changed(
-      config, balance_scope='microbatch', microbatches=1
-    )
+    parted = lambda scope, parts: {
+      'model.experts.balance_scope': scope,
+      'train.microbatches': parts,
+    }
+    config, devices = experiment.shrunk(run.config, 'data=1')
+    config = experiment.fields(config, parted('microbatch', 1))
     whole = trial.reference(config, True, devices[0])
     wanted = whole.gradients | {'loss': np.asarray(whole.loss)}
     for scope, parts in (*equal, other):
-      mine = claims_experts.changed(
-        config, balance_scope=scope, microbatches=parts
-      )
+      mine = experiment.fields(config, parted(scope, parts))
       side = trial.Side(mine, devices)
       start = side.start(whole.params)
       loss, gradients = side.gradients(start, whole.batches[0])
@@ -133,10 +132,10 @@ def recorded_stragglers(run, *, steps, ranks, hots, falls):
     falls: least ratio of the busiest without and with hots[-1] experts, mean
       over steps and layers.
   """
-  config, _ = claims_experts.on(
-    run.config, 'data=1', hot=0, steps=steps, print_every=1, eval_batches=1
-  )
-  claims_expert_training.train(run, 'loads', config)
+  how = {f'train.{name}': 1 for name in ('print_every', 'eval_batches')}
+  how |= {'model.experts.hot': 0, 'train.steps': steps}
+  config, _ = experiment.on(run.config, 'data=1', how)
+  experiment.train(run, 'loads', config)
   rows = metrics.read(run.workdir / 'loads')
   path = run.workdir / 'loads' / plot_experts.NAME
   run.say(f'wrote {plot_experts.draw(rows, path, "loads")}')

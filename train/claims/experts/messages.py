@@ -15,7 +15,6 @@ region, n devices, w bytes of a number.
 """
 
 import collections
-import dataclasses
 import functools
 import math
 
@@ -31,11 +30,12 @@ from paraxis.sharding.meter import hlo
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.certify import target_compile
-from paraxis.train.certify import trial
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
-from paraxis.train.claims.experts import layer as claims_experts
 
 EXCHANGES = ('all-to-all', 'ragged-all-to-all')
+REGION, COUNT = 'model.experts.region', 'model.experts.count'
+CAPACITY = 'model.experts.capacity_factor'
 
 
 @functools.lru_cache(maxsize=32)
@@ -51,8 +51,7 @@ def _messages(config, devices, name='gradient'):
         job.state.params, job.batch_shapes()
       )
   with job.context():
-    text = traced.lower().compile(trial.quick_options()).as_text()
-  return hlo.collectives(text, job.mesh)
+    return experiment.collectives(traced, job.mesh)
 
 
 def _exchanges(found):
@@ -68,8 +67,8 @@ def exchanges_per_layer(run, *, mesh, regions, forward, backward):
   """
   found, right = {}, True
   for region in regions:
-    config, devices = claims_experts.on(
-      run.config, mesh, region=region, microbatches=1
+    config, devices = experiment.on(
+      run.config, mesh, {REGION: region, 'train.microbatches': 1}
     )
     layers, both = config.model.num_layers, []
     for name in ('forward', 'gradient'):
@@ -103,8 +102,8 @@ def folded_bytes(run, *, mesh, regions, counts, ratios, within):
   for count in counts:
     rows = []
     for region in regions:
-      config, devices = claims_experts.on(
-        run.config, mesh, region=region, count=count, capacity_factor=1.0
+      config, devices = experiment.on(
+        run.config, mesh, {REGION: region, COUNT: count, CAPACITY: 1.0}
       )
       sent = _messages(config, devices)
       far = [c for c in sent if 'data' in c.axes]
@@ -141,15 +140,16 @@ def _fits(run, devices, tensor, context, region, count):
   data, rest = divmod(devices, tensor * context)
   if rest or not data:
     return False
-  sizes = {a: 1 for a in mesh_lib.AXES}
-  sizes |= dict(data=data, context=context, tensor=tensor)
-  ranks = math.prod(sizes[a] for a in region.split('+'))
+  sizes = dict(data=data, context=context, tensor=tensor)
+  ranks = math.prod(sizes.get(a, 1) for a in region.split('+'))
   if ranks != count:
     return False
-  config = claims_experts.changed(
-    run.config, **sizes, region=region, count=count, num_heads=tensor * 2,
-    d_model=16 * tensor,
-  )  # fmt: skip
+  config = experiment.fields(
+    run.config,
+    experiment.ONE | {f'mesh.{a}': n for a, n in sizes.items()},
+    {REGION: region, COUNT: count},
+    {'model.num_heads': tensor * 2, 'model.d_model': 16 * tensor},
+  )
   try:
     build.build(config, abstract=True)
   except errors.UserError:
@@ -157,8 +157,9 @@ def _fits(run, devices, tensor, context, region, count):
   return True
 
 
-def _least(run, tensor, context, count, regions):
+def _least(run, case, regions):
   """The smallest power of 2 that `_fits` one of the regions, up to 4,096."""
+  tensor, context, count = case
   fits = lambda n: any(
     _fits(run, n, tensor, context, region, count) for region in regions
   )
@@ -174,7 +175,7 @@ def least_devices(run, *, cases, unfolded, folded, devices):
     devices: for each case [unfolded, folded].
   """
   found = [
-    [_least(run, *case, regions) for regions in ([unfolded], folded)]
+    [_least(run, case, regions) for regions in ([unfolded], folded)]
     for case in cases
   ]
   rows = [
@@ -215,10 +216,10 @@ def axis_by_axis(run, *, mesh, region):
   found, right = {}, True
   axes, sizes = tuple(region.split('+')), mesh_lib.parse(mesh)
   for hierarchical in (False, True):
-    config, devices = claims_experts.on(
-      run.config, mesh, region=region, hierarchical=hierarchical,
-      microbatches=1, capacity_factor=0.0,
-    )  # fmt: skip
+    how = {'model.experts.hierarchical': hierarchical, CAPACITY: 0.0}
+    config, devices = experiment.on(
+      run.config, mesh, how | {REGION: region, 'train.microbatches': 1}
+    )
     held, layers = _slots(config, len(devices))
     bytes_of, times = collections.Counter(), collections.Counter()
     for c in _exchanges(_messages(config, devices)):
@@ -257,7 +258,9 @@ def hot_bytes(run, *, mesh, hots):
   """
   totals, right = {}, True
   for hot in hots:
-    config, devices = claims_experts.on(run.config, mesh, hot=hot)
+    config, devices = experiment.on(
+      run.config, mesh, {'model.experts.hot': hot}
+    )
     axes = tuple(config.model.experts.region.split('+'))
     sent = [c for c in _messages(config, devices) if c.kind == 'all-reduce']
     totals[hot] = sum(c.total for c in sent)
@@ -282,21 +285,19 @@ def hot_bytes(run, *, mesh, hots):
   )
 
 
-def compiled(run, *, fields, length, mesh, topology, regions, most):
+def compiled(run, *, fields, mesh, topology, regions, most):
   """AOT: memory, bytes and time to compile for a machine, by region.
 
   Args:
-    fields: as for `claims_experts.changed`. length: tokens of a row.
+    fields: {'section.field': value} beyond the config's.
     mesh, topology: as for `paraxis compile`.
     regions: list of model.experts.region.
     most: for each region, {axes: most bytes a device may receive}, in GB, and
       {'peak': most GiB}.
   """
   told, right = [], True
-  data = dataclasses.replace(run.config.data, sequence_length=length)
-  base = dataclasses.replace(run.config, data=data)
   for region, limits in zip(regions, most, strict=True):
-    config = claims_experts.changed(base, **fields, region=region)
+    config = experiment.fields(run.config, fields, {REGION: region})
     report = target_compile.compile_config(config, mesh, topology)
     sent = [c for p in report.programs.values() for c in p.collectives]
     sizes = hlo.by_axis(sent)

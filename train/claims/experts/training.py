@@ -1,8 +1,8 @@
 """Claims about experts that were trained: what they cost, and learn, and take.
 
 Small models on the shipped text of six domains, several seeds; the claims of
-one config share the runs, which lie in folders of the workdir, and are gone on
-with where they stopped. Held-out text is told in bits per byte.
+one config share the runs, which are folders of the workdir and are resumed
+where they stopped. Held-out loss is reported in bits per byte.
 
 How far experts specialise is the mutual information of domain and expert on
 held-out text, with all domains as likely, in bits, the mean over layers:
@@ -18,51 +18,21 @@ Legend: L layers, E experts.
 
 import functools
 import json
-import math
 
 import jax
 import numpy as np
 
-from paraxis.configs.base import errors
 from paraxis.models import depth
 from paraxis.train import expert_counts
-from paraxis.train import loop
 from paraxis.train import loss as loss_lib
-from paraxis.train import program as job_lib
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
-from paraxis.train.claims.experts import layer as claims_experts
-from paraxis.train.claims.pipeline import skip as claims_skip
 from paraxis.train.plot import experts as plot_experts
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import compiling
 from paraxis.train.run import workdir as workdir_lib
 
 PICTURE = 'domains.png'
-
-
-def train(run, name, config):
-  """(held-out bits per byte, job.Job, parameters) of a finished training.
-
-  Args:
-    run: claims.Run; the training lies in its folder `name`.
-    config: schema.Config, on the first devices.
-
-  Raises:
-    SystemExit: with 75, a signal stopped it.
-  """
-  sizes = {a: getattr(config.mesh, a) for a in ('data', 'fsdp', 'tensor')}
-  devices = jax.devices()[: math.prod(sizes.values())]
-  folder = run.workdir / name
-  run.say(f'training {name}')
-  result = loop.run(config, folder, say=run.say, devices=devices)
-  if result['stopped']:
-    run.say('the same command goes on from here')
-    raise SystemExit(errors.EXIT_PREEMPTED)
-  # Whole rows of held-out text, not a microbatch at a time.
-  wide = claims_experts.changed(config, microbatches=1)
-  job = job_lib.make(wide, '', devices, say=lambda line: None)
-  bits = result['evaluation'].bits_per_byte
-  return bits, job, claims_skip.restored(job, folder)
 
 
 def domain_loads(job, params):
@@ -106,15 +76,15 @@ def mutual_information(loads):
 def _trained(run, text, seeds):
   """{variant: [(bits per byte, job.Job, parameters) of each seed]}.
 
-  text: JSON of {variant: fields that change}. Loss and experts are drawn.
+  text: JSON of {variant: {'section.field': value}}. Losses are drawn.
   """
   variants, folders = json.loads(text), []
   found = {name: [] for name in variants}
   for seed in seeds:
     for name, fields in variants.items():
-      config = claims_experts.changed(run.config, seed=seed, **fields)
+      config = experiment.fields(run.config, {'train.seed': seed}, fields)
       folder = f'{name.replace(" ", "_")}{seed}'
-      found[name].append(train(run, folder, config))
+      found[name].append(experiment.train(run, folder, config))
       folders.append(run.workdir / folder)
       run.say(f'{name}, seed {seed}: {found[name][-1][0]:.4f} bits per byte')
   run.say(f'wrote {plot.draw(folders, run.workdir / plot.NAME)}')
@@ -152,7 +122,7 @@ def specialise(run, *, variants, seeds, more, times):
   """LEARN: experts of one variant are more of a domain than another's.
 
   Args:
-    variants: {name: fields as for `claims_experts.changed`}.
+    variants: {name: {'section.field': value}}.
     seeds: of the trainings.
     more: [name, name]: the mutual information of the first is at least `times`
       that of the second, in every seed.

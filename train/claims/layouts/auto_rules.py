@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 from jax.sharding import AxisType
@@ -22,6 +23,7 @@ from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.meter import hlo
 from paraxis.sharding.planner import auto_rules
 from paraxis.train import loss as loss_lib
+from paraxis.train.certify import trial
 from paraxis.train.claims import harness as claims
 from paraxis.train.run import compiling
 
@@ -97,7 +99,7 @@ def _from_specs(config, specs, mesh_text, gradients=True):
   whole = on(PartitionSpec())
   outs = (whole, layouts) if gradients else whole
   step = jax.jit(run, in_shardings=(layouts, rows), out_shardings=outs)
-  options = compiling.options()
+  options: Any = compiling.options()
   return step.lower(_shapes(model), data).compile(options), mesh
 
 
@@ -130,10 +132,7 @@ def specs_equal_one_device(run, *, mesh, within):
       args = jax.device_put((params, data), step.input_shardings[0])
       loss, gradients = jax.device_get(step(*args))
       results.append({**gradients, 'the loss': loss})
-  worst, leaf = max(
-    (value, path)
-    for path, value in claims.differences(results[1], results[0]).items()
-  )
+  worst, leaf = trial.worst(results[1], results[0])
   return claims.Outcome(
     f'<= {within:.0e}',
     f'{worst:.1e}',

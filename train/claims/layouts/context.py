@@ -14,7 +14,7 @@ and document of a token):
                 and results: forward N (u + l), backward N u, at each distance
                 1 .. n-1 (n-1 is -1)
 
-What fits is searched for with real compilations for a chip that is not there
+What fits is searched for by compiling ahead of time for a topology
 (sharding/meter/aot.py): the gradient program of a step, and the optimizer's
 state. A polynomial through the memory of the sizes tried says which to try
 next; the answer fits, and a size at most `close` larger does not.
@@ -79,7 +79,7 @@ def sends(text, mesh):
   Raises:
     ValueError: a permute whose ranks do not all send equally far.
   """
-  program, n = compiled.Program(text), mesh.size
+  program, n = compiled.CompiledProgram(text), mesh.size
   moves = ('collective-permute', 'collective-permute-start')
   weigh = lambda runs: sum(r.instruction.opcode in moves for r in runs)
   far, messages = collections.Counter(), 0
@@ -123,11 +123,13 @@ def _texts(form, shape, mesh):
   What is kept for the second leaves the first with a dimension of ranks.
   """
   n, t, heads, kv, width = shape
-  plan = context.Plan(form, 'context', n, 'zigzag')
+  plan = context.ContextPlan(form, 'context', n, 'zigzag')
   mask = attention_lib.Mask(scale=width**-0.5)
 
   def forward(q, k, v, rows):
-    attend = lambda *x: context.attention(*x, rows, rows, mask, plan)[0]
+    attend = lambda q, k, v: context.attention(q, k, v, rows, rows, mask, plan)[
+      0
+    ]
     o, back = jax.vjp(attend, q, k, v)
     return o, jax.tree.map(lambda x: x[None], back)
 
@@ -242,7 +244,7 @@ def bytes_against_ring(run, *, form, shape, ratios, within):
 @contextlib.contextmanager
 def _quickly():
   """XLA's lowest level: a quarter of the time, up to a fifth more memory."""
-  before = jax.config.jax_optimization_level
+  before = jax.config.read('jax_optimization_level')
   try:
     jax.config.update('jax_optimization_level', 'O0')
     yield

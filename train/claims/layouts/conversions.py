@@ -10,6 +10,7 @@ Legend: B rows, T tokens, D model, N heads, P head width, F mlp.
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import hlo
 from paraxis.sharding.planner import conversions as layout
 from paraxis.sharding.planner import signatures
+from paraxis.train.certify import trial
 from paraxis.train.claims import harness as claims
 
 _COLUMNS, _ROWS = 'tensor:S(1)', 'tensor:S(0)'  # of a weight (in, out)
@@ -49,7 +51,7 @@ def _conversion(mesh, shape, source, target):
     start = rng.normal(size=(n, *shape))
     start[-1] = x - start[:-1].sum(0)
     spec = PartitionSpec(
-      source.partial, *layout.Layout(source.splits).spec(ndim)
+      source.partial, *layout.SbpLayout(source.splits).spec(ndim)
     )
   with jax.enable_x64(True), jax.set_mesh(mesh):
     run = jax.jit(lambda x: layout.on_mesh(x, source, target))
@@ -147,7 +149,7 @@ def cheapest_pair(run, *, size, rows):
       for middle in (whole, *splits)
     ]
     found[f'{a["tensor"]},{b["tensor"]}'] = min(ways)
-  best = min(found, key=found.get)
+  best = min(found, key=lambda pair: found[pair])
   told = ', '.join(f'{pair} {n:,}' for pair, n in found.items())
   return claims.Outcome(
     'S(1),S(0)',
@@ -166,11 +168,14 @@ def _block(x_BTD, weights, defer):
   query, key, value, output, up, down = weights
   q, k, v = (jnp.einsum('BTD,DNP->BTNP', x_BTD, w) for w in (query, key, value))
   mask = attention_op.Mask(scale=q.shape[-1] ** -0.5)
-  o_BTNP, _ = attention_op.attention(q, k, v, mask)
+  attend: Any = attention_op.attention  # a custom_vjp
+  o_BTNP = attend(q, k, v, mask)[0]
   a = jnp.einsum('BTNP,NPD->BTD', o_BTNP, output)
   h = jax.nn.gelu(jnp.einsum('BTD,DF->BTF', x_BTD, up))
   m = jnp.einsum('BTF,FD->BTD', h, down)
-  whole = lambda y: layout.convert(y, layout.parse('tensor:P'), layout.Layout())
+  whole = lambda y: layout.convert(
+    y, layout.parse('tensor:P'), layout.SbpLayout()
+  )
   return x_BTD + (whole(a + m) if defer else whole(a) + whole(m))
 
 
@@ -221,7 +226,7 @@ def deferred_sums(run, *, mesh):
   """
   made, found = _mesh(mesh), {}
   # The CPU compiler would send both sums in one message: no fewer bytes.
-  apart = {'xla_disable_hlo_passes': 'cpu-all-reduce-combiner'}
+  apart: Any = {'xla_disable_hlo_passes': 'cpu-all-reduce-combiner'}
   with jax.enable_x64(True), jax.set_mesh(made):
     for defer in (False, True):
       program, args = _block_program(run.config, made, defer, False)
@@ -253,8 +258,8 @@ def deferred_sums_equal(run, *, mesh, within):
       with jax.set_mesh(made):
         program, args = _block_program(run.config, made, defer, True)
         found = jax.tree.leaves(jax.device_get(program(*args)))
-      leaves = [dict(enumerate(tree)) for tree in (found, expected)]
-      worst = max(worst, *claims.differences(*leaves).values())
+      found, wanted = (dict(enumerate(t)) for t in (found, expected))
+      worst = max(worst, trial.worst(found, wanted)[0])
   return claims.Outcome(
     f'<= {within:.0e}',
     f'{worst:.1e}',

@@ -7,9 +7,9 @@ are 4 + 4 + 8. On N devices, stage by stage:
     0: 2 + 2 + K    1: 2 + 2 + K / N    2: 2 + (2 + K) / N    3: (2 + 2 + K) / N
 
 Gradients count as the sums over microbatches that a step holds: whole until
-stage 2. Held bytes are read from arrays on devices (HLO), from the compiler for
-a TPU that is not there (AOT), or from the rules alone (SIM); predicted ones are
-those of `paraxis check` (train/certify/check.py), and no time follows from
+stage 2. Held bytes are read from arrays on devices (HLO), from a compile ahead
+of time for a TPU topology (AOT), or from the rules alone (SIM); predicted ones
+are those of `paraxis check` (train/certify/check.py), and no time follows from
 them.
 """
 
@@ -32,8 +32,8 @@ from paraxis.train import step as step_lib
 from paraxis.train.certify import check
 from paraxis.train.certify import target_compile
 from paraxis.train.certify import trial
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
-from paraxis.train.claims.layouts import step as claims_layouts
 
 STAGES = range(4)
 
@@ -98,13 +98,12 @@ def zero_memory(run, *, mesh, bytes_per_parameter, within):
     mesh: text as for --mesh, a data axis.
     bytes_per_parameter: of each stage. within: how far ours may be from it.
   """
-  config, devices = claims_layouts.on(run.config, mesh)
-  config = claims_layouts.changed(
-    config, collectives='explicit', microbatches=2
-  )
-  held = []
+  how = {'mesh.collectives': 'explicit', 'train.microbatches': 2}
+  held, whole = [], []
   for stage in STAGES:
-    row, whole = _held(claims_layouts.changed(config, zero=stage), devices)
+    row, whole = _held(
+      *experiment.on(run.config, mesh, how | {'mesh.zero': stage})
+    )
     held.append(row)
   count = held[0]['parameters'] / 4  # float32, and whole at stage 0
   per = lambda name: ' '.join(f'{row[name] / count:.2f}' for row in held)
@@ -130,7 +129,7 @@ def zero_memory(run, *, mesh, bytes_per_parameter, within):
 
 def _counts(config, stage):
   """Numbers a device holds: of parameters, of gradients' sums, of state."""
-  config = claims_layouts.changed(config, zero=stage)
+  config = experiment.fields(config, {'mesh.zero': stage})
   built = build.build(config, abstract=True)
   sizes = dict(built.mesh.shape)
 
@@ -159,13 +158,13 @@ def zero_published(run, *, model, devices, widths, gigabytes, within):
   """SIM: the table of the paper's figure 1, by our rules, without devices.
 
   Args:
-    model: fields of schema.Model beyond the config's.
+    model: {'section.field': value} beyond the config's.
     devices: on the data axis.
     widths: bytes of a parameter, of its gradient, of its optimizer state.
     gigabytes: of each stage. within: relative difference allowed.
   """
-  sizes = {a: 1 for a in mesh_lib.AXES} | {'data': devices}
-  config = claims_layouts.changed(run.config, **sizes, **model)
+  sizes = experiment.ONE | {'mesh.data': devices}
+  config = experiment.fields(run.config, sizes, model)
   counts = [_counts(config, stage) for stage in STAGES]
   table = lambda widths: [
     sum(n * w for n, w in zip(row, widths, strict=True)) / 1e9 for row in counts
@@ -203,7 +202,7 @@ def zero_compiled(run, *, model, topologies, within):
   (which from stage 1 on are sharded: stage 2 is stage 1 here).
 
   Args:
-    model: fields of schema.Model beyond the config's.
+    model: {'section.field': value} beyond the config's.
     topologies: names as for sharding/meter/aot.py; data spans the devices.
     within: relative difference allowed from the formula.
   """
@@ -211,9 +210,13 @@ def zero_compiled(run, *, model, topologies, within):
   for name in topologies:
     n, row = len(aot.topology(name).devices), []
     for stage, least in ((0, 16), (1, 4 + 12 / n), (3, 16 / n)):
-      config = claims_layouts.changed(
-        run.config, data=n, zero=stage, batch_size=n, microbatches=1, **model
-      )
+      layout = {
+        'mesh.data': n,
+        'mesh.zero': stage,
+        'train.batch_size': n,
+        'train.microbatches': 1,
+      }
+      config = experiment.fields(run.config, layout, model)
       memory, count = _update_memory(config, name)
       worst = max(worst, abs(memory.arguments / (count * least) - 1))
       row.append(f'{memory.arguments / 1e9:.2f} ({memory.peak / 1e9:.2f})')
@@ -236,10 +239,9 @@ def _report(config):
 def _predicted(config, fields):
   """{quantity: bytes} of `paraxis check`: held, 'peak', received by axis.
 
-  fields: of schema.Mesh, Model and Train; mesh axes left out are 1.
+  fields: {'section.field': value}; mesh axes left out are 1.
   """
-  sizes = {a: 1 for a in mesh_lib.AXES}
-  report = _report(claims_layouts.changed(config, **sizes | fields))
+  report = _report(experiment.fields(config, experiment.ONE, fields))
   if report.unknown:
     raise errors.UserError(
       f'{fields}: {"; ".join(report.unknown)}: not predicted, so no claim.'
@@ -255,8 +257,8 @@ def predicted_ratios(run, *, models, base, steps, ratios, within):
   """SIM: how predicted bytes of a chip change with the layout.
 
   Args:
-    models: {name: fields of schema.Model beyond the config's}.
-    base: fields of schema.Mesh and Train; mesh axes left out are 1.
+    models: {name: {'section.field': value} beyond the config's}.
+    base: {'section.field': value}; mesh axes left out are 1.
     steps: list of fields that change in `base`.
     ratios: {quantity: ratio to base of each step}; a quantity is a class of
       bytes held (parameters, gradients, optimizer, activations, peak) or a
@@ -313,7 +315,7 @@ def predicted_fits(run, *, models, layouts, memory, fits):
   """SIM: which models fit into a chip's memory, in which layout.
 
   Args:
-    models: {name: fields of schema.Model beyond the config's}.
+    models: {name: {'section.field': value} beyond the config's}.
     layouts: list of fields, as in `predicted_ratios`.
     memory: of a chip, in bytes.
     fits: {name: whether each of the layouts fits}.
@@ -340,7 +342,7 @@ def predicted_fits(run, *, models, layouts, memory, fits):
 def axis_within_host(run, *, axis, chips, host, sizes, crosses):
   """SIM: which sizes of a mesh axis keep its messages inside a host.
 
-  Devices lie on the mesh in their order, the last axis fastest.
+  Devices are placed on the mesh in their order, the last axis fastest.
 
   Args:
     axis: of the mesh. chips: all of them; data takes what the axis leaves.

@@ -2,10 +2,10 @@
 
 Messages are those of the compiled gradient and update (sharding/meter/hlo.py),
 in bytes that one device receives. ZeRO's volumes (arXiv:1910.02054, section 7)
-are told in units of w Psi (N - 1) / N: Psi parameters of w bytes on N devices,
-each sent once to the device that needs it. Tensor parallel messages are told
-per layer, as the difference of two depths, with the forward and the backward
-pass as separate programs: in one, XLA would merge equal messages.
+are in units of w Psi (N - 1) / N: Psi parameters of w bytes on N devices, each
+sent once to the device that needs it. Tensor parallel messages are counted per
+layer, as the difference of two depths, with the forward and the backward pass
+as separate programs: in one, XLA would merge equal messages.
 
 Legend: B rows, T tokens, D model, V vocabulary.
 """
@@ -20,61 +20,15 @@ import jax
 import numpy as np
 
 from paraxis.configs import schema
-from paraxis.sharding import mesh as mesh_lib
-from paraxis.sharding.meter import hlo
 from paraxis.train import loss as loss_lib
 from paraxis.train import program as job_lib
 from paraxis.train.certify import target_compile
 from paraxis.train.certify import trial
 from paraxis.train.certify import verify
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 
-
-def changed(config, **fields):
-  """schema.Config with fields of its sections mesh, model or train replaced."""
-  out = config
-  for section in ('mesh', 'model', 'train'):
-    old = getattr(out, section)
-    mine = {k: fields.pop(k) for k in list(fields) if hasattr(old, k)}
-    new = dataclasses.replace(old, **mine)
-    out = dataclasses.replace(out, **{section: new})
-  if fields:
-    raise ValueError(f'no section has the fields {sorted(fields)}')
-  return out
-
-
-def on(config, mesh):
-  """(schema.Config with the mesh axes of a text alone, tuple of devices)."""
-  sizes = {a: 1 for a in mesh_lib.AXES} | mesh_lib.parse(mesh)
-  devices = tuple(jax.devices()[: math.prod(sizes.values())])
-  mesh_lib.resolve(sizes, len(devices))  # UserError if they are too few
-  return changed(config, **sizes), devices
-
-
-def say(fields):
-  """Fields of a case as text, the mesh first."""
-  rest = [f'{k}={v}' for k, v in fields.items() if k != 'mesh']
-  return ' '.join([fields['mesh'], *rest])
-
-
-def certified(cases, properties, within, what):
-  """Outcome of `paraxis verify` on cases {text: (config, devices)}."""
-  found = {}
-  for text, (config, devices) in cases.items():
-    subject = verify.prepare(config, '', devices=devices)
-    found[text] = verify.certify(subject, properties)
-  worst = lambda rows: max(row.measured for row in rows)
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{max(map(worst, found.values())):.1e}',
-    f'{what}, float64, shrunk, packed rows; '
-    + '; '.join(f'{k}: {worst(r):.0e}' for k, r in found.items()),
-    all(
-      row.passed and row.measured <= within
-      for rows in found.values()
-      for row in rows
-    ),
-  )
+EXPLICIT = {'mesh.collectives': 'explicit'}
 
 
 @functools.lru_cache(maxsize=16)
@@ -84,8 +38,7 @@ def _step_messages(config, devices, programs=target_compile.PROGRAMS):
   traces = target_compile.trace(job)
   for name in programs:
     with job.context():
-      text = traces[name].lower().compile(trial.quick_options()).as_text()
-    found += hlo.collectives(text, job.mesh)
+      found += experiment.collectives(traces[name], job.mesh)
   return found, job
 
 
@@ -98,9 +51,10 @@ def zero_volume(run, *, mesh, volumes, within):
   """
   found = {1: [], 2: []}
   for microbatches, stage in itertools.product(found, range(len(volumes))):
-    config, devices = on(run.config, mesh)
-    config = changed(
-      config, zero=stage, collectives='explicit', microbatches=microbatches
+    config, devices = experiment.on(
+      run.config,
+      mesh,
+      EXPLICIT | {'mesh.zero': stage, 'train.microbatches': microbatches},
     )
     sent, job = _step_messages(config, devices)
     params, n = job.state.params, len(devices)
@@ -128,10 +82,10 @@ def zero_trajectories(run, *, mesh, stages, steps, within):
     within: largest difference allowed of what the steps changed, relative to
       the largest change of each leaf.
   """
-  config = changed(run.config, collectives='explicit', microbatches=2)
-  config, devices = on(config, mesh)
-  subject = verify.prepare(config, '', devices=devices)
-  config, worst = subject.config, []
+  config, devices = experiment.shrunk(
+    run.config, mesh, EXPLICIT | {'train.microbatches': 2}
+  )
+  worst = []
   seeds = range(math.ceil(steps / trial.STEPS))
   batches = [b for seed in seeds for b in trial.batches(config, True, seed)]
   with jax.enable_x64(True):
@@ -144,7 +98,8 @@ def zero_trajectories(run, *, mesh, stages, steps, within):
 
     wanted = moved(trial.Side(one, devices[:1]))
     for stage in stages:
-      found = moved(trial.Side(changed(config, zero=stage), devices))
+      zero = experiment.fields(config, {'mesh.zero': stage})
+      found = moved(trial.Side(zero, devices))
       worst.append(trial.worst(found, wanted)[0])
   least = min(float(np.abs(x).max()) for x in wanted.values())
   return claims.Outcome(
@@ -210,11 +165,7 @@ def _pass_messages(config, devices):
     first = jax.jit(forward).trace(job.built.params, batch)
     loss, saved = jax.tree.map(laid_out, first.out_info)
     second = jax.jit(backward).trace(saved, loss)
-    compiled = [
-      traced.lower().compile(trial.quick_options())
-      for traced in (first, second)
-    ]
-  return [hlo.collectives(c.as_text(), job.mesh) for c in compiled]
+    return [experiment.collectives(t, job.mesh) for t in (first, second)]
 
 
 @functools.lru_cache(maxsize=4)
@@ -223,7 +174,8 @@ def _per_layer(config, devices):
   tally = []
   for layers in (3, 2):  # loops: XLA would unroll one layer
     row = []
-    for sent in _pass_messages(changed(config, num_layers=layers), devices):
+    deep = experiment.fields(config, {'model.num_layers': layers})
+    for sent in _pass_messages(deep, devices):
       count = collections.Counter()
       for c in sent:
         count[c.kind, c.operand_bytes, c.bytes] += c.count
@@ -235,7 +187,11 @@ def _per_layer(config, devices):
 def _tensor_parallel(config, mesh, sequence):
   """(config, devices): all-reduces, or our gathers and scatters."""
   how = 'explicit' if sequence else 'annotated'
-  return on(changed(config, sequence=sequence, collectives=how), mesh)
+  return experiment.on(config, mesh, _layout(sequence, how))
+
+
+def _layout(sequence, collectives):
+  return {'mesh.sequence': sequence, 'mesh.collectives': collectives}
 
 
 def _activation(config):
@@ -315,13 +271,13 @@ def logits_stay(run, *, mesh):
   Args:
     mesh: text as for --mesh, a tensor axis.
   """
-  config, devices = on(run.config, mesh)
+  config, devices = experiment.on(run.config, mesh)
   whole = _activation(config) * config.model.vocab_size // config.model.d_model
   shard, most = whole // config.mesh.tensor, {}
   ways = itertools.product((False, True), ('annotated', 'explicit'))
   for sequence, how in ways:
     if sequence or how == 'annotated':
-      layout = changed(config, sequence=sequence, collectives=how)
+      layout = experiment.fields(config, _layout(sequence, how))
       sent, _ = _step_messages(layout, devices, ('gradient',))
       largest = max(sent, key=lambda c: c.result_bytes)
       most[f'{how}{", sequence" * sequence}'] = largest.result_bytes
@@ -339,7 +295,7 @@ def options_equal(run, *, devices, zero, within):
   """EQ: {data, tensor, zero, remat}, each on or off, against one device.
 
   Loss, every gradient, one update from identical gradients, and that state and
-  gradients lie where the rules say; shrunk, packed rows, float64.
+  gradients are sharded as the rules say; shrunk, packed rows, float64.
 
   Args:
     devices: of a layout with data or tensor on; both on: tensor=2.
@@ -349,11 +305,12 @@ def options_equal(run, *, devices, zero, within):
   for case in itertools.product((False, True), repeat=4):
     data, tensor, sharded, remat = case
     shards = (2 if data else devices) if tensor else 1
-    config = changed(
-      run.config, zero=zero * sharded, remat='full' if remat else 'none'
-    )
     mesh = f'data={devices // shards if data else 1},tensor={shards}'
-    config, used = on(config, mesh)
+    options = {
+      'mesh.zero': zero * sharded,
+      'train.remat': 'full' if remat else 'none',
+    }
+    config, used = experiment.on(run.config, mesh, options)
     subject = verify.prepare(config, '', devices=used)
     rows[case] = verify.certify(subject, properties)
     if not all(row.measured <= min(row.bound, within) for row in rows[case]):

@@ -1,4 +1,4 @@
-"""Claims about the two ends of a pipeline, shared out over all its stages.
+"""Claims about the two ends of a pipeline, sharded over all its stages.
 
 Embedding and head are the same work and the same bytes on every device, p
 stages of t tensor shards each (vocabulary parallelism, arXiv:2411.05288):
@@ -25,9 +25,8 @@ from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.planner import simulate
 from paraxis.train import program as job_lib
 from paraxis.train.certify import target_compile
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
-from paraxis.train.claims.layouts import step as claims_layouts
-from paraxis.train.claims.pipeline import step as claims_pipeline_step
 
 ENDS = ('embedding', 'head')
 
@@ -36,11 +35,11 @@ def head_shares(run, *, cases):
   """HLO: bytes of the ends on every device, and of all state, real arrays.
 
   Args:
-    cases: list of {'mesh': text, and fields as for claims_pipeline_step}.
+    cases: list of {'mesh': text, 'section.field': value, ...}.
   """
   right, told, shares = True, [], []
   for case in cases:
-    config, devices = claims_pipeline_step.on(run.config, **case)
+    config, devices = experiment.on_case(run.config, case)
     mesh, model = config.mesh, config.model
     job = job_lib.of_shapes(config, '', devices)
     with job.context():
@@ -54,7 +53,7 @@ def head_shares(run, *, cases):
     every = _by_device(jax.tree.leaves(state))
     shares.append(max(every) / (sum(every) / len(every)))
     told.append(
-      f'{claims_layouts.say(case)}: {len(ends)} x V h / {share}, '
+      f'{experiment.case_text(case)}: {len(ends)} x V h / {share}, '
       f'{held[0]:,} bytes, all state {min(every):,} to {max(every):,}'
     )
   return claims.Outcome(
@@ -112,7 +111,7 @@ def imbalance(run, *, shape, stages, microbatches, vocabularies):
 def _compiled(config, topology):
   """(bytes of a device at the worst moment, [bytes of state of each device]).
 
-  Of the gradient; the optimizer's state lies beside it.
+  Of the gradient, with the optimizer's state added.
   """
   target = aot.topology(topology)
   with target.context():
@@ -136,25 +135,24 @@ def _compiled(config, topology):
 def balanced_memory(run, *, mesh, topology, model, vocabularies, within):
   """AOT: memory of the devices of all stages, for vocabularies of any size.
 
-  All devices run one program, so that the compiler tells one worst moment for
-  all; what they hold of the state is counted device by device. What V adds must
-  be about 1 / p of what both ends have: 16 bytes a number, with the gradient
-  and two numbers of Adam (and some for logits).
+  All devices run one program, so the compiler reports one worst moment for all;
+  what they hold of the state is counted device by device. What V adds must be
+  about 1 / p of what both ends have: 16 bytes a number, with the gradient and
+  two numbers of Adam (and some for logits).
 
   For comparison, what whole ends on the first and the last stage would leave on
   each, logits, p times as large there, not counted.
 
   Args:
     mesh: text, stages alone. topology: name as for sharding/meter/aot.py.
-    model: fields of schema.Model and others beyond the config's.
+    model: {'section.field': value} beyond the config's.
     vocabularies: [V, ...], rising. within: (most - least) / most allowed.
   """
   ours, apart, whole = [], [], []
-  sizes = {a: 1 for a in mesh_lib.AXES} | mesh_lib.parse(mesh)
+  sizes = {f'mesh.{axis}': n for axis, n in mesh_lib.parse(mesh).items()}
   for vocabulary in vocabularies:
-    config = claims_pipeline_step.changed(
-      run.config, **sizes, **model, vocab_size=vocabulary
-    )
+    size = {'model.vocab_size': vocabulary}
+    config = experiment.fields(run.config, experiment.ONE | sizes, model, size)
     peak, held = _compiled(config, topology)
     ours.append(peak)
     apart.append(1 - min(held) / max(held))

@@ -5,9 +5,9 @@
 What a pipeline computes with the schedule `skip` does not need the pipeline:
 here one device runs each microbatch through the layers on its path alone, which
 are picked from the stacks. One claim says that the two are equal; the others
-train so. A model is then asked without some of its stages, on a few balanced
-paths drawn anew: perplexity of held-out text, its geometric mean over paths,
-exp(mean of nats per token).
+train so. A model is then evaluated without some of its stages, on a few
+balanced paths drawn anew: perplexity of held-out text, its geometric mean over
+paths, exp(mean of nats per token).
 
 Legend: A microbatches, K layers on a path.
 """
@@ -25,19 +25,25 @@ from paraxis.configs.base import errors
 from paraxis.models import depth
 from paraxis.sharding.pipeline import paths as schedule_paths
 from paraxis.sharding.pipeline import schedules
-from paraxis.train import loop
 from paraxis.train import loss as loss_lib
-from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.certify import trial
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
-from paraxis.train.claims.pipeline import step as claims_pipeline_step
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import compiling
 from paraxis.train.run import workdir as workdir_lib
 
-PARAMS = 'params/'
 PICTURE = 'perplexity.png'
+SMALL = {
+  'model.dtype': 'float64', 'model.param_dtype': 'float64', 'model.d_model': 32,
+  'model.d_ff': 64, 'model.num_heads': 4, 'model.vocab_size': 64,
+  'data.sequence_length': 32,
+}  # fmt: skip
+
+
+def _skip(fraction, schedule='skip'):
+  return {'pipeline.schedule': schedule, 'pipeline.skip_fraction': fraction}
 
 
 def layers_of(paths, stages, layers):
@@ -119,13 +125,9 @@ def equals_pipeline(run, *, mesh, fractions, within):
     within: largest difference allowed.
   """
   found = {}
-  wide = dict(dtype='float64', param_dtype='float64', d_model=32, d_ff=64)
   with jax.enable_x64(True):
     for fraction in fractions:
-      config, devices = claims_pipeline_step.on(
-        run.config, mesh, schedule='skip', skip_fraction=fraction,
-        num_heads=4, vocab_size=64, sequence_length=32, **wide,
-      )  # fmt: skip
+      config, devices = experiment.on(run.config, mesh, SMALL | _skip(fraction))
       reference = trial.reference(config, True, devices[0])
       params, batch = reference.params, reference.batches[0]
       loss, gradients = _on_stages(config, devices, params, batch)
@@ -157,10 +159,10 @@ def _on_stages(config, devices, params, batch):
 
 def _alone(config):
   """The same config on one device, as many microbatches as on stages."""
-  pipeline = dataclasses.replace(
-    config.pipeline, microbatches=config.microbatches
+  alone = dataclasses.replace(config, mesh=schema.Mesh())
+  return experiment.fields(
+    alone, {'pipeline.microbatches': config.microbatches}
   )
-  return dataclasses.replace(config, mesh=schema.Mesh(), pipeline=pipeline)
 
 
 def _on_one(config, device, paths, params, batch):
@@ -178,10 +180,7 @@ def _bitwise(config, devices, params, batch):
   """Whether `skip` that leaves nothing out is 1F1B, bit for bit."""
   both = []
   for name in ('skip', 'one_f_one_b'):
-    pipeline = dataclasses.replace(
-      config.pipeline, schedule=name, skip_fraction=0.0
-    )
-    mine = dataclasses.replace(config, pipeline=pipeline)
+    mine = experiment.fields(config, _skip(0.0, name))
     loss, gradients = _on_stages(mine, devices, params, batch)
     both.append(gradients | {'loss': loss})
   skip, full = both
@@ -217,34 +216,10 @@ def balanced(run, *, stages, microbatches, fractions):
 
 def _trained(run, stages, fraction):
   """(job.Job, {path: parameter}) of a finished training, on one device."""
-  config = claims_pipeline_step.changed(
-    _alone(run.config), schedule='skip', skip_fraction=fraction
-  )
-  folder = run.workdir / f'skip{round(100 * fraction)}'
+  config = experiment.fields(_alone(run.config), _skip(fraction))
   paths = training_paths(config, stages)
   make = make_step(layers_of(paths, stages, config.model.num_layers))
-  first = jax.devices()[:1]
-  result = loop.run(config, folder, make_step=make, say=run.say, devices=first)
-  if result['stopped']:
-    run.say('the same command goes on from here')
-    raise SystemExit(errors.EXIT_PREEMPTED)
-  # Whole rows of held-out text, not a microbatch at a time.
-  wide = claims_pipeline_step.changed(config, microbatches=1)
-  job = job_lib.make(wide, '', first, say=lambda line: None)
-  return job, restored(job, folder)
-
-
-def restored(job, folder):
-  """Parameters of the newest checkpoint of a folder, on the job's mesh."""
-  from paraxis.sharding.checkpoint import (
-    store as store_lib,  # Orbax starts slowly
-  )
-
-  like = {PARAMS + p: x for p, x in job.built.params.items()}
-  folder = workdir_lib.resolve(folder) / workdir_lib.CHECKPOINTS
-  with store_lib.Store(folder, read_only=True) as store:
-    _, tree, _ = store.restore_latest_good(like, PARAMS)
-  return {p.removeprefix(PARAMS): x for p, x in tree.items()}
+  return experiment.train(run, f'skip{round(100 * fraction)}', config, make)[1:]
 
 
 def perplexity(job, params, layers):

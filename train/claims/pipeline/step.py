@@ -1,7 +1,7 @@
 """Claims about the compiled step on pipeline stages: numbers, bytes, messages.
 
 Bytes and messages are those of the gradient compiled for CPU (HLO). A message
-of the pipeline is one activation of a microbatch (b, s, h) as it lies between
+of the pipeline is one activation of a microbatch (b, s, h), sharded as between
 layers, so that on t tensor shards each device sends b s h / t: what Megatron-LM
 (arXiv:2104.04473, section 4.1) scatters before it sends, and gathers after.
 Every tick sends one forward and one backward, whether a stage is busy or not:
@@ -11,7 +11,6 @@ Every tick sends one forward and one backward, whether a stage is busy or not:
 Legend: p stages, v chunks, m microbatches, t tensor shards.
 """
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -19,46 +18,8 @@ import numpy as np
 from paraxis.sharding.meter import hlo
 from paraxis.train import program as job_lib
 from paraxis.train.certify import target_compile
-from paraxis.train.certify import trial
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
-from paraxis.train.claims.layouts import step as claims_layouts
-
-
-def changed(config, **fields):
-  """schema.Config with fields of its sections replaced.
-
-  `microbatches` are those of the pipeline. Sections: pipeline, data, and those
-  of claims_layouts.changed.
-  """
-  for section in ('pipeline', 'data'):
-    old = getattr(config, section)
-    mine = {k: fields.pop(k) for k in list(fields) if hasattr(old, k)}
-    new = dataclasses.replace(old, **mine)
-    config = dataclasses.replace(config, **{section: new})
-  return claims_layouts.changed(config, **fields)
-
-
-def on(config, mesh, **fields):
-  """(`changed` config on the mesh axes of a text alone, devices)."""
-  config, devices = claims_layouts.on(config, mesh)
-  return changed(config, **fields), devices
-
-
-def equals_one_device(run, *, cases, within):
-  """EQ: loss, every gradient, one update and all layouts, in each case.
-
-  Args:
-    cases: list of {'mesh': text, and fields as for `changed`}; sizes are
-      shrunk, rows packed, arithmetic is float64.
-    within: largest difference allowed.
-  """
-  made = {claims_layouts.say(c): on(run.config, **c) for c in cases}
-  return claims_layouts.certified(
-    made,
-    ('loss', 'gradients', 'update', 'layout'),
-    within,
-    'loss, all gradients, one update and layouts',
-  )
 
 
 @functools.lru_cache(maxsize=32)
@@ -67,7 +28,7 @@ def _gradient(config, devices):
   job = job_lib.of_shapes(config, '', devices)
   traced = target_compile.trace(job)['gradient']
   with job.context():
-    return job, traced.lower().compile(trial.quick_options())
+    return job, experiment.compiled(traced)
 
 
 def _input_bytes(config):
@@ -78,13 +39,20 @@ def _input_bytes(config):
   return rows * tokens * config.model.d_model * wide
 
 
-def _temporary(run, mesh, microbatches, rows, **fields):
+def _on(run, mesh, microbatches, rows, changes):
+  """(config, devices) with so many microbatches of `rows` rows."""
+  sizes = {
+    'pipeline.microbatches': microbatches,
+    'train.batch_size': rows * microbatches,
+  }
+  return experiment.on(run.config, mesh, sizes | changes)
+
+
+def _temporary(run, mesh, microbatches, rows, changes):
   """(temporary bytes of the gradient, bytes of the input of a chunk)."""
-  fields |= dict(microbatches=microbatches, batch_size=rows * microbatches)
-  config, devices = on(run.config, mesh, **fields)
+  config, devices = _on(run, mesh, microbatches, rows, changes)
   _, compiled = _gradient(config, devices)
-  size = compiled.memory_analysis().temp_size_in_bytes
-  return np.array([size, _input_bytes(config)])
+  return np.array([experiment.temporaries(compiled), _input_bytes(config)])
 
 
 def temporaries(run, *, mesh, rows, microbatches, grows):
@@ -96,21 +64,20 @@ def temporaries(run, *, mesh, rows, microbatches, grows):
     grows: {schedule: whether a microbatch more costs at least one more input
       of a chunk; else it must cost nothing}.
   """
-  slopes, told = {}, []
+  slopes, texts = {}, []
   for name in grows:
-    sizes = [
-      _temporary(run, mesh, m, rows, schedule=name) for m in microbatches
-    ]
+    schedule = {'pipeline.schedule': name}
+    sizes = [_temporary(run, mesh, m, rows, schedule) for m in microbatches]
     held = [size / unit for size, unit in sizes]
     steps = np.diff(held) / np.diff(microbatches)
     slopes[name] = min(steps), max(steps)
-    told.append(f'{name} {" ".join(f"{x:.0f}" for x in held)}')
+    texts.append(f'{name} {" ".join(f"{x:.0f}" for x in held)}')
   return claims.Outcome(
     ', '.join(f'{n} {">= 1" if up else "0"}' for n, up in grows.items()),
     ', '.join(f'{n} {slopes[n][1]:.2g}' for n in grows),
     f'{mesh}, inputs of a chunk for each microbatch more, rows of a '
     f'microbatch fixed ({rows}); temporaries of the gradient compiled for CPU, '
-    f'm = {" ".join(map(str, microbatches))}: {"; ".join(told)}, in inputs of '
+    f'm = {" ".join(map(str, microbatches))}: {"; ".join(texts)}, in inputs of '
     f'a chunk ({sizes[0][1]:,} bytes)',
     all(
       slopes[n][0] >= 1 if up else slopes[n] == (0, 0)
@@ -128,9 +95,8 @@ def rematerialised(run, *, mesh, rows, microbatches, schedule, at_most):
   """
   held = {}
   for how in ('recompute', 'store'):
-    size, unit = _temporary(
-      run, mesh, microbatches, rows, schedule=schedule, activations=how
-    )
+    changes = {'pipeline.schedule': schedule, 'pipeline.activations': how}
+    size, unit = _temporary(run, mesh, microbatches, rows, changes)
     held[how] = size / unit
   ratio = held['recompute'] / held['store']
   return claims.Outcome(
@@ -154,14 +120,9 @@ def messages(run, *, mesh, rows, microbatches, chunks, times):
   """
   found, right, told = [], True, []
   for v in chunks:
-    config, devices = on(
-      run.config,
-      mesh,
-      chunks=v,
-      schedule='interleaved' if v > 1 else 'one_f_one_b',
-      microbatches=microbatches,
-      batch_size=rows * microbatches,
-    )
+    schedule = 'interleaved' if v > 1 else 'one_f_one_b'
+    changes = {'pipeline.chunks': v, 'pipeline.schedule': schedule}
+    config, devices = _on(run, mesh, microbatches, rows, changes)
     job, compiled = _gradient(config, devices)
     sent = [
       c
@@ -180,8 +141,8 @@ def messages(run, *, mesh, rows, microbatches, chunks, times):
     ' '.join(f'{x:g}' for x in ratios),
     f'{mesh}, m={microbatches}: messages a device sends in a step: '
     f'{"; ".join(told)}. Each is b s h / t, {size:,} bytes; no scatter or '
-    'gather is needed, residuals lie so. A tick sends whether or not a stage '
-    'is busy',
+    'gather is needed: residuals are sharded so. A tick sends whether or not a '
+    'stage is busy',
     right and ratios == list(times),
   )
 
@@ -191,12 +152,12 @@ def compiled_fits(run, *, mesh, topology, cases, fits):
 
   Args:
     mesh, topology: texts as for `paraxis compile`.
-    cases: {name: fields as for `changed`}.
+    cases: {name: {'section.field': value}}.
     fits: {name: whether a chip holds it}.
   """
   found, told = {}, []
-  for name, fields in cases.items():
-    config = changed(run.config, **fields)
+  for name, changes in cases.items():
+    config = experiment.fields(run.config, changes)
     report = target_compile.compile_config(config, mesh, topology)
     found[name] = bool(report.fits)
     sent = hlo.by_axis(

@@ -17,6 +17,7 @@ inner width, S numbers of the state, G groups, W taps.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from paraxis.models import batch as batch_lib
 from paraxis.models import decoder
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.sharding.meter import flops
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 
 
@@ -109,7 +111,9 @@ def decoding_equals_one_pass(run, *, cases, lengths, prompts, within):
       documents = [rng.integers(0, 64, n) for n in lengths]
       packed, alone = _one_pass(model, params, documents)
       steps = _decoded(model, params, documents, prompts)
-      found[name] = [max(map(_gap, rows, alone)) for rows in (packed, steps)]
+      found[name] = [
+        max(map(experiment.gap, rows, alone)) for rows in (packed, steps)
+      ]
   worst = max(map(max, found.values()))
   return claims.Outcome(
     f'<= {within:.0e}',
@@ -123,10 +127,6 @@ def decoding_equals_one_pass(run, *, cases, lengths, prompts, within):
     ),
     worst <= within,
   )
-
-
-def _gap(a, b):
-  return float(np.abs(a - b).max() / np.abs(b).max())
 
 
 def state_bytes(model, tokens, dtype):
@@ -182,7 +182,8 @@ def cache_bytes(run, *, models, lengths, rows, over, ratios, within):
 
 def _attended(mask, arrays):
   """(o, gradients of q, k and v) of the op."""
-  run = lambda *arrays: attention.attention(*arrays, mask)[0]
+  attend: Any = attention.attention  # a custom_vjp
+  run = lambda q, k, v: attend(q, k, v, mask)[0]
   o, back = jax.vjp(run, *arrays)
   return (o, *back(jnp.cos(o)))
 
@@ -217,16 +218,13 @@ def banded_equals_masked(run, *, length, windows, blocks, within):
       for block in blocks:
         mask = attention.Mask(window=window, scale=0.3, block=block)
         banded = jax.jit(lambda *x, m=mask: _attended(m, x))(*arrays)
-        gaps = [
-          _gap(*map(np.asarray, p)) for p in zip(banded, dense, strict=True)
-        ]
-        found[f'window {window}, blocks of {block}'] = max(gaps)
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{max(found.values()):.1e}',
+        gaps = map(experiment.gap, banded, dense)
+        found[f'window {window} in blocks of {block}:'] = max(gaps)
+  return experiment.equal(
+    found,
+    within,
     f'{length} tokens, float64, outputs and the gradients of q, k and v; '
-    + '; '.join(f'{k}: {v:.0e}' for k, v in found.items()),
-    max(found.values()) <= within,
+    f'{experiment.listed(found)}',
   )
 
 

@@ -28,7 +28,7 @@ from paraxis.models import layer
 from paraxis.models.mixers import protocol as mixer
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
-from paraxis.train.claims import families as claims_families
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import compiling
@@ -178,7 +178,7 @@ def _config(run, task, pattern, layers, fields):
     'model.num_layers': layers,
     'model.position': position,
   }
-  return claims_families.config_of(run.config, SMALL, own, fields)
+  return experiment.fields(run.config, SMALL, own, fields)
 
 
 def _sizes(config):

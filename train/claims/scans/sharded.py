@@ -9,10 +9,10 @@ Legend: B rows, T tokens, H heads, K key width, V value width, M numbers a
 channel, D channels.
 """
 
-import dataclasses
 import functools
 
 import jax
+from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,16 +21,24 @@ from paraxis.pallas_kernels.scans import affine as affine_scan
 from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.pallas_kernels.scans import newton as newton_scan
 from paraxis.sharding import mesh as mesh_lib
-from paraxis.sharding.meter import hlo
 from paraxis.sharding.sequence import scan
 from paraxis.train.bench import measure as bench_measure
 from paraxis.train.certify import trial
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 
 CELLS = {
   'gru': (recurrent.gru, 1, 3),
   'lstm': (recurrent.lstm, 2, 5),
 }
+
+
+SMALL = {
+  'model.d_model': 32, 'model.d_ff': 32, 'model.vocab_size': 64,
+  'model.num_layers': 2, 'model.num_heads': 2, 'model.dtype': 'float64',
+  'model.param_dtype': 'float64', 'model.recurrent.tolerance': 1e-13,
+  'data.sequence_length': 48,
+}  # fmt: skip
 
 
 def _rows(length, shape, dtype, seed=0):
@@ -81,20 +89,15 @@ def chunks_equal_the_loop(run, *, length, shape, chunks, within):
 
     ways = {f'C={c}': form(impl='xla', chunk=c) for c in chunks}
     for name, way in (ways | {'in two parts': halves}).items():
-      gaps = jax.tree.map(_gap, once(way), loop)
+      gaps = jax.tree.map(experiment.gap, once(way), loop)
       found[name] = max(jax.tree.leaves(gaps))
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{max(found.values()):.1e}',
+  return experiment.equal(
+    found,
+    within,
     f'T={length}, heads, keys, values {shape}, packed, an initial state: o, '
     'the last state and five gradients against the step-by-step loop; '
-    + ', '.join(f'{k} {v:.0e}' for k, v in found.items()),
-    max(found.values()) <= within,
+    f'{experiment.listed(found)}',
   )
-
-
-def _gap(a, b):
-  return float(jnp.abs(a - b).max() / jnp.abs(b).max())
 
 
 def _run(function, arrays):
@@ -156,9 +159,9 @@ def chunks_cost(run, *, lengths, shape, rounds, at_least):
 
 
 def _across(form, n, length, shape):
-  """Compiled gated scan, forward, of a row over n devices; its mesh."""
+  """[hlo.Collective] of a gated scan, forward, of a row over n devices."""
   mesh = mesh_lib.make({'context': n}, jax.devices()[:n])
-  plan = scan.Plan(form, 'context')
+  plan = scan.ScanPlan(form, 'context')
   spec = jax.P(None, 'context')
 
   def local(q, k, v, g, reset):
@@ -172,7 +175,7 @@ def _across(form, n, length, shape):
   shapes = [
     jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arrays
   ]
-  return jax.jit(whole).lower(*shapes).compile(trial.quick_options()), mesh
+  return experiment.collectives(jax.jit(whole).trace(*shapes), mesh)
 
 
 def state_crosses(run, *, devices, lengths, shape):
@@ -189,8 +192,7 @@ def state_crosses(run, *, devices, lengths, shape):
     want = scan.received(form, devices, 4 * h * k, 4 * h * k * v)
     found = set()
     for length in lengths:
-      compiled, mesh = _across(form, devices, length, shape)
-      moved = hlo.collectives(compiled.as_text(), mesh)
+      moved = _across(form, devices, length, shape)
       found.add(sum(c.total for c in moved))
     right &= found == {want}
     told.append(f'{form} {want:,}, counted {", ".join(map(str, found))}')
@@ -250,7 +252,7 @@ def iterations(run, *, cell, problem, deviations, tolerance, cap, at_most):
 def _depth(jaxpr):
   """Longest chain of operations of a jaxpr; a loop counts all its turns."""
   deep, most = {}, 0
-  of = lambda v: deep.get(v, 0) if type(v) is not jax.extend.core.Literal else 0
+  of = lambda v: deep.get(v, 0) if type(v) is not core.Literal else 0
   for equation in jaxpr.eqns:
     inner = [
       j.jaxpr if hasattr(j, 'jaxpr') else j
@@ -307,16 +309,10 @@ def newton_equals_sequence(run, *, cases, within):
     for fields in cases:
       both = []
       for solver in ('newton', 'sequential'):
-        own = dataclasses.replace(
-          run.config.model.recurrent, solver=solver, tolerance=1e-13
+        own = {f'model.{name}': value for name, value in fields.items()}
+        config = experiment.fields(
+          run.config, SMALL, {'model.recurrent.solver': solver}, own
         )
-        model = dataclasses.replace(
-          run.config.model, recurrent=own, d_model=32, d_ff=32, vocab_size=64,
-          num_layers=2, num_heads=2, dtype='float64', param_dtype='float64',
-          **fields,
-        )  # fmt: skip
-        data = dataclasses.replace(run.config.data, sequence_length=48)
-        config = dataclasses.replace(run.config, model=model, data=data)
         side = trial.reference(config, True, jax.devices()[0])
         learned = {
           p: g for p, g in side.gradients.items() if not p.endswith('/solver')
@@ -324,10 +320,9 @@ def newton_equals_sequence(run, *, cases, within):
         both.append(learned | {'the loss': np.asarray(side.loss)})
       gap, _ = trial.worst(*both)
       found[' '.join(f'{k}={v}' for k, v in fields.items())] = gap
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{max(found.values()):.1e}',
+  return experiment.equal(
+    found,
+    within,
     'loss and all gradients, two layers, packed rows, float64, one device; '
-    + ', '.join(f'{k} {v:.0e}' for k, v in found.items()),
-    max(found.values()) <= within,
+    f'{experiment.listed(found)}',
   )

@@ -2,9 +2,9 @@
 
 Equalities are in float64. What a token costs is counted in the traced program
 (sharding/meter/flops.py), which walks whole blocks of attention, and the taps,
-which are no matrix product, by formula. What is learned is told in held-out
-bits per byte of small models that differ in the reach of their convolutions
-alone.
+which are no matrix product, by formula. What is learned is reported as
+held-out bits per byte of small models that differ in the reach of their
+convolutions alone.
 
 Legend: B rows, T tokens, D model.
 """
@@ -24,23 +24,34 @@ from paraxis.models import decoder
 from paraxis.models.mixers import tcn
 from paraxis.sharding.meter import flops
 from paraxis.train.certify import verify
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
-from paraxis.train.claims.attention import latent as claims_latent
-from paraxis.train.claims.experts import training as claims_expert_training
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import workdir as workdir_lib
 
-TINY = dict(
-  vocab_size=64, d_model=16, num_heads=8, d_ff=16, num_layers=2, pattern='C',
-  attention_block=16, dtype='float64', param_dtype='float64',
-)  # fmt: skip
-SMALL = dict(kernel=3, depth=2, key_dim=4, value_expand=1.0)
+VOCABULARY = 64
+TINY = {
+  'model.vocab_size': VOCABULARY, 'model.d_model': 16, 'model.num_heads': 8,
+  'model.d_ff': 16, 'model.num_layers': 2, 'model.pattern': 'C',
+  'model.attention_block': 16, 'model.dtype': 'float64',
+  'model.param_dtype': 'float64', 'model.tcn.kernel': 3, 'model.tcn.depth': 2,
+  'model.tcn.key_dim': 4, 'model.tcn.value_expand': 1.0,
+}  # fmt: skip
 
 
-def _random(own, **fields):
-  """(Decoder, random parameters) of TINY with such a mixer_schema.Tcn."""
-  config = schema.Model(**TINY | fields, tcn=mixer_schema.Tcn(**SMALL | own))
-  model, rng = decoder.Decoder(config), np.random.default_rng(0)
+def _tiny(*changes):
+  return experiment.fields(schema.Config(), TINY, *changes)
+
+
+def _tcn(own):
+  """{'section.field': value} of fields of mixer_schema.Tcn."""
+  return {f'model.tcn.{name}': value for name, value in own.items()}
+
+
+def _random(*changes):
+  """(Decoder, random parameters) of TINY with fields changed."""
+  model = decoder.Decoder(_tiny(*changes).model)
+  rng = np.random.default_rng(0)
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   draw = lambda p, s: (
     abs(rng.normal(0.5, 0.3, s))
@@ -53,17 +64,18 @@ def _random(own, **fields):
 def _documents(length, rows=1):
   """Random rows of one document each."""
   ones = np.ones((rows, length), np.int32)
-  ids = np.random.default_rng(1).integers(0, TINY['vocab_size'], ones.shape)
-  return claims_latent.rows_of(ids, ones, np.cumsum(ones, 1) - 1)
+  ids = np.random.default_rng(1).integers(0, VOCABULARY, ones.shape)
+  return experiment.rows_of(ids, ones, np.cumsum(ones, 1) - 1)
 
 
 def _reached(own, length, at):
   """(first, last) token of a row whose numbers change with those of one."""
-  model, params = _random(own | dict(chunk=1), num_layers=1, mlp='none')
+  alone = {'model.num_layers': 1, 'model.mlp': 'none', 'model.tcn.chunk': 1}
+  model, params = _random(_tcn(own), alone)
   rows = _documents(length)
   see = model.visibility(rows)
   run = jax.jit(lambda x: model.run(model.pattern, params, x, see))
-  x = model.embed(params, rows)
+  x: jax.Array = model.embed(params, rows)
   change = run(x.at[0, at].multiply(1.5)) - run(x)
   seen = np.flatnonzero(np.asarray(jnp.abs(change).max(-1))[0])
   return int(seen[0]), int(seen[-1])
@@ -110,25 +122,23 @@ def streams_as_a_whole(run, *, own, length, prompts, within):
   del run
   found, sizes = {}, set()
   with jax.enable_x64(True):
-    model, params = _random(own)
+    model, params = _random(_tcn(own))
     rows, loose = _documents(length, 2), model.unstack(params)
     want = jax.jit(lambda p: model(p, rows)[0])(params)
     for first in prompts:
-      steps = functools.partial(claims_latent.stepped, model, first=first)
-      x = jax.jit(steps)(loose, rows)
-      found[first] = float(jnp.abs(x - want).max() / jnp.abs(want).max())
+      steps = functools.partial(experiment.stepped, model, first=first)
+      found[first] = experiment.gap(jax.jit(steps)(loose, rows), want)
     for slots in (length, 16 * length):
       cache = jax.eval_shape(lambda s=slots: model.init_cache(1, s)).states
       sizes.add(sum(x.size for x in jax.tree.leaves(cache)))
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{max(found.values()):.1e}',
+  outcome = experiment.equal(
+    found,
+    within,
     f'{length} tokens, float64, tokens in a prefill: '
-    + ', '.join(f'{n}: {gap:.0e}' for n, gap in found.items())
-    + f'; the state holds {" or ".join(map(str, sizes))} numbers a row, '
-    'whatever the length',
-    max(found.values()) <= within and len(sizes) == 1,
+    f'{experiment.listed(found)}; the state holds '
+    f'{" or ".join(map(str, sizes))} numbers a row, whatever the length',
   )
+  return outcome._replace(passed=outcome.passed and len(sizes) == 1)
 
 
 def chunks_over_shards(run, *, mesh, length, chunks, within):
@@ -141,24 +151,19 @@ def chunks_over_shards(run, *, mesh, length, chunks, within):
   del run
   found = {}
   for chunk in chunks:
-    own = mixer_schema.Tcn(**SMALL | dict(chunk=chunk))
-    config = schema.Config(
-      mesh=schema.Mesh(**mesh),
-      model=schema.Model(**TINY, tcn=own),
-      data=schema.Data(sequence_length=length),
-      optimizer=schema.Optimizer(warmup_steps=0),
-      train=schema.Train(batch_size=8),
+    config = _tiny(
+      {f'mesh.{axis}': size for axis, size in mesh.items()},
+      {'data.sequence_length': length, 'model.tcn.chunk': chunk},
+      {'optimizer.warmup_steps': 0, 'train.batch_size': 8},
     )
     subject = verify.Subject(config, jax.devices(), True, ())
     rows = verify.certify(subject, ('loss', 'gradients'))
     found[chunk] = max(row.measured for row in rows)
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{max(found.values()):.1e}',
+  return experiment.equal(
+    found,
+    within,
     f'{mesh}, packed rows of {length}, {length // mesh["context"]} tokens a '
-    'shard, float64; chunks of '
-    + ', '.join(f'{n}: {gap:.0e}' for n, gap in found.items()),
-    max(found.values()) <= within,
+    f'shard, float64; chunks of {experiment.listed(found)}',
   )
 
 
@@ -198,21 +203,17 @@ def cost_of_a_token(run, *, lengths, at_most):
 
 
 def _by_reach(run, config, variants, pair, apart):
-  """Outcome of training `config` with fields of its mixer_schema.Tcn replaced.
+  """Outcome of training a config with fields of its mixer_schema.Tcn replaced.
 
   pair: two names; the second must have at least `apart` bits more.
   """
   bits, told, folders = {}, [], []
   for name, fields in variants.items():
-    own = dataclasses.replace(config.model.tcn, **fields)
-    model = dataclasses.replace(config.model, tcn=own)
-    changed = dataclasses.replace(config, model=model)
-    bits[name], job, _ = claims_expert_training.train(run, name, changed)
+    changed = experiment.fields(config, _tcn(fields))
+    bits[name], job, _ = experiment.train(run, name, changed)
     size = sum(x.size for x in job.state.params.values())
-    told.append(
-      f'{name} (reach {tcn.receptive_field(own)}) {bits[name]:.3f}, {size:,} '
-      'parameters'
-    )
+    reach = tcn.receptive_field(changed.model.tcn)
+    told.append(f'{name} (reach {reach}) {bits[name]:.3f}, {size:,} parameters')
     folders.append(run.workdir / name)
   run.say(f'wrote {plot.draw(folders, run.workdir / plot.NAME)}')
   fewer, more = pair
@@ -255,19 +256,14 @@ def repetition_in_reach(run, *, text, model, steps, variants, pair, apart):
 
   Args:
     text: {'period', 'symbols', 'documents'}; a document fills a row.
-    model: fields of schema.Model that differ. steps: of training.
+    model: {'section.field': value} that differs. steps: of training.
     variants, pair, apart: as for `bits_by_reach`.
   """
   path = workdir_lib.resolve(run.workdir) / 'repeated.jsonl'
   length = run.config.data.sequence_length - 1
   repeated(path, length=length, **text)
-  replace, config = dataclasses.replace, run.config
-  own = replace(config.model.tcn, **model.get('tcn', {}))
-  config = replace(
-    config,
-    model=replace(config.model, **model | dict(tcn=own)),
-    data=replace(config.data, path=str(path)),
-    train=replace(config.train, steps=steps),
+  config = experiment.fields(
+    run.config, model, {'data.path': str(path), 'train.steps': steps}
   )
   found = _by_reach(run, config, variants, pair, apart)
   bits, p = np.log2(text['symbols']), text['period']

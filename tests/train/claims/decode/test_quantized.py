@@ -94,7 +94,6 @@ def test_compiled():
   assert found.passed and 'v5e:1x1 0 against' in found.caveat
 
 
-@pytest.mark.slow
 def test_perplexity(tiny, tmp_path):
   """A model is trained, rounded and asked twice."""
   config = tiny.config({

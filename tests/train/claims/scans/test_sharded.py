@@ -88,7 +88,6 @@ def test_the_depth_of_a_loop_is_its_turns():
   assert claims_scans._depth(jax.make_jaxpr(turns)(1.0).jaxpr) == 20
 
 
-@pytest.mark.slow
 def test_solved_equals_in_sequence(run):
   found = claims_scans.newton_equals_sequence(
     run, cases=[dict(pattern='R')], within=1e-9

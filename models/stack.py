@@ -1,0 +1,313 @@
+"""Layers stacked over the depth: their parameters, and how they are run.
+
+Every leaf of a layer is stacked under one path ('layers/attention/query', axis
+0 is 'layers') for all layers that have it, in order: the tree on disk is the
+tree in memory, and scanned and unrolled runs read the same one. A pattern
+string such as 'WF' is a unit repeated over the depth: the scan runs over units,
+the layers that are left over run after it.
+
+`Skeleton` turns a Flax module into functions of a flat {path: array}; `Stack`
+has one for each kind of layer.
+
+Legend: B rows, T tokens, D model.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from paraxis.models import depth
+from paraxis.models import layer as layer_lib
+from paraxis.models import parameter
+from paraxis.sharding.tensor import project
+
+SCANNED, REST = range(2)  # parts of a run, as a tape numbers them
+
+
+class Leaf(NamedTuple):
+  """A parameter of a module: its Flax path and variable, and its metadata.
+
+  axes: logical axes. kind: 'matrix', 'embedding', 'vector' or what a layer
+  counts (models/ffn/router.py). inputs: contracted dimensions of a matrix.
+  """
+
+  path: tuple
+  variable: nnx.Variable
+  axes: tuple
+  kind: str
+  inputs: int
+
+
+class Skeleton:
+  """A Flax module without values.
+
+  Attributes:
+    leaves: path -> `Leaf` of every parameter.
+  """
+
+  def __init__(self, make):
+    """make: flax.nnx.Rngs -> module."""
+    self._make = make
+    self._graph, state = nnx.split(self.abstract())
+    self.leaves = {
+      _joined(path): Leaf(path, v, *parameter.metadata(v))
+      for path, v in nnx.to_flat_state(state)
+      if isinstance(v, nnx.Param)
+    }
+
+  def abstract(self) -> Any:
+    """The module with shapes in place of arrays."""
+    return nnx.eval_shape(lambda: self._make(nnx.Rngs(0)))
+
+  def init(self, key: jax.Array, dtype) -> dict[str, jax.Array]:
+    """New parameters: {path: array of `dtype`}."""
+    state = nnx.state(self._make(nnx.Rngs(key)), nnx.Param)
+    flat = nnx.to_flat_state(state)
+    return {_joined(path): v[...].astype(dtype) for path, v in flat}
+
+  def module(self, values, owners=None) -> Any:
+    """The module with parameters {path: array}; more may be in `values`.
+
+    owners: {path: who owns it}, for a tape (parameter.operand), or None.
+    """
+    of = lambda path: dict(owner=owners[path]) if owners else {}
+    state = [
+      (leaf.path, leaf.variable.replace(values[path], **of(path)))
+      for path, leaf in self.leaves.items()
+    ]
+    return nnx.merge(self._graph, nnx.from_flat_state(state))
+
+
+def _joined(path):
+  return '/'.join(map(str, path))
+
+
+class Stack:
+  """The layers of a decoder; stateless, as models.decoder.Decoder.
+
+  Attributes:
+    unit, pattern: kinds of the layers of a unit, and of every layer.
+    leaves: 'layers/...' -> `Leaf` of a layer, without the axis 'layers'.
+    depth: depth.Depth, which layer each row of a stack holds.
+    rows: 'layers/...' -> depth.stack_rows.
+  """
+
+  def __init__(self, config, policy=None, layout=parameter.PLAIN):
+    """config: schema.Model. policy: for jax.checkpoint (models/memory.py)."""
+    self.config, self._policy = config, policy
+    self.unit, self.pattern = layer_lib.kinds_of(config)
+    self.depth = depth.whole(self.pattern)
+    if layout.placement is not None:
+      self.depth = depth.share_out(
+        self.pattern, layout.placement, len(self.unit)
+      )
+    make = functools.partial(layer_lib.Layer, config)
+    self._kinds = {
+      kind: Skeleton(functools.partial(make, kind=kind, layout=layout))
+      for kind in sorted(set(self.pattern))
+    }
+    self.leaves = {
+      f'layers/{path}': leaf
+      for skeleton in self._kinds.values()
+      for path, leaf in skeleton.leaves.items()
+    }
+    self._owners = {}  # path in a layer -> indices of the layers that have it
+    for i, kind in enumerate(self.pattern):
+      for path in self._kinds[kind].leaves:
+        self._owners.setdefault(path, []).append(i)
+    self._in_unit = {
+      path: sum(i < len(self.unit) for i in owners)
+      for path, owners in self._owners.items()
+    }
+    self.rows = {
+      f'layers/{path}': depth.stack_rows(self.depth, owners)
+      for path, owners in self._owners.items()
+    }
+
+  def init(self, key: jax.Array) -> dict[str, jax.Array]:
+    """{'layers/...': stack of new parameters}, rows as memory holds them."""
+    dtype = jnp.dtype(self.config.param_dtype)
+    keys = jax.random.split(key, self.config.num_layers)
+    stacks = {}  # path -> list of (layer indices, stacked values)
+    for kind, skeleton in self._kinds.items():
+      of_kind = jnp.array([i for i, k in enumerate(self.pattern) if k == kind])
+      init = functools.partial(skeleton.init, dtype=dtype)
+      for path, value in jax.vmap(init)(keys[of_kind]).items():
+        stacks.setdefault(path, []).append((of_kind, value))
+    out = {}
+    for path, parts in stacks.items():
+      order = jnp.argsort(jnp.concatenate([i for i, _ in parts]))
+      value = jnp.concatenate([v for _, v in parts])
+      value = value if len(parts) == 1 else value[order]
+      path = f'layers/{path}'
+      out[path] = depth.from_order(value, self.rows[path])
+    return out
+
+  def sizes(self, params) -> dict[str, int]:
+    """{path: numbers in it}; rows of a stack that hold no layer do not count.
+
+    params: {path: array, or jax.ShapeDtypeStruct}.
+    """
+    out = {path: math.prod(x.shape) for path, x in params.items()}
+    for path, rows in self.rows.items():
+      if rows is not None and path in out:
+        out[path] = round(out[path] * (rows >= 0).mean())
+    return out
+
+  def unstack(self, params):
+    """The same parameters with one array per layer: 'layers/3/mlp/up'.
+
+    Decoding reads every weight once per token; a slice of a stack would be
+    copied each time.
+    """
+    out = {p: v for p, v in params.items() if not p.startswith('layers/')}
+    for path, owners in self._owners.items():
+      for slot, i in enumerate(owners):
+        out[f'layers/{i}/{path}'] = params[f'layers/{path}'][slot]
+    return out
+
+  def mixer(self, kind) -> Any:
+    """The mixer of a kind of layer, without values."""
+    return self._kinds[kind].abstract().mixer
+
+  def run(self, kinds, stacks, x_BTD, see, on=None):
+    """Consecutive layers: scanned over whole units, or unrolled.
+
+    Unrolled (model.unroll covers the depth), the stacks are split once, so that
+    their gradient is one concatenation: a third less to compile than slices.
+
+    Args:
+      kinds: of the layers; they begin a unit.
+      stacks: 'layers/...' -> (those of the layers that have it, ...), arrays or
+        narrow.Narrow.
+      x_BTD, see: features, and attention.Visibility.
+      on: (layers,) bool: the rows that hold a layer; an empty row changes
+        nothing. None: all.
+
+    Returns:
+      x_BTD.
+    """
+    units = self._units(kinds)
+    if units:
+      body = functools.partial(self._run_unit, self.unit, see)
+      xs = self._scanned(units, stacks, on)
+      x_BTD, _ = jax.lax.scan(body, x_BTD, xs, unroll=self.config.unroll)
+    left = kinds[units * len(self.unit) :]
+    return self._run_unit(left, see, x_BTD, self._rest(units, stacks, on))[0]
+
+  def run_taped(self, taped, kinds, stacks, x_BTD, see, on=None):
+    """`run`, its products recorded by a tape.Taped.
+
+    Returns:
+      (x_BTD, (arrays of the tape of what is scanned, of the rest)).
+    """
+
+    def body(part, kinds, x, row):
+      *row, zeros = row
+      call = lambda x: self._run_unit(kinds, see, x, row)[0]
+      return taped.run(part, call, x, zeros)
+
+    units, scanned = self._units(kinds), None
+    if units:
+      xs = (*self._scanned(units, stacks, on), taped.zeros.get(SCANNED))
+      run = functools.partial(body, SCANNED, self.unit)
+      x_BTD, scanned = jax.lax.scan(run, x_BTD, xs, unroll=self.config.unroll)
+    left = kinds[units * len(self.unit) :]
+    row = (*self._rest(units, stacks, on), taped.zeros.get(REST))
+    x_BTD, rest = body(REST, left, x_BTD, row)
+    return x_BTD, (scanned, rest)
+
+  def _units(self, kinds):
+    """How many units of these layers are scanned; 0: all are unrolled."""
+    units = len(kinds) // len(self.unit)
+    return units if self.config.unroll < units else 0
+
+  def _scanned(self, units, stacks, on):
+    """What a scan over units reads: (values, on) with units first."""
+    values = {}
+    for path, each in self._in_unit.items():
+      if each:
+        cut = functools.partial(_units_of, units=units, each=each)
+        values[path] = jax.tree.map(cut, stacks[f'layers/{path}'])
+    if on is not None:
+      on = on[: units * len(self.unit)].reshape(units, len(self.unit))
+    return values, on
+
+  def _rest(self, units, stacks, on):
+    """(values, on) of the layers after the units that are scanned."""
+    values = {}
+    for path, each in self._in_unit.items():
+      left = stacks[f'layers/{path}'][each * units :]
+      values[path] = jax.tree.map(_layers_of, left)
+    return values, None if on is None else on[units * len(self.unit) :]
+
+  def _run_unit(self, kinds, see, x, row):
+    """Consecutive layers, as the body of a scan -> (x, None).
+
+    row: (values, on). values: path -> (layers of `kinds` that have it, ...).
+    on: (layers of `kinds`,) bool: the rows that hold a layer, or None.
+    """
+    values, on = row
+    seen = {}
+    for i, kind in enumerate(kinds):
+      slots = {p: seen.get(p, 0) for p in self._kinds[kind].leaves}
+      seen |= {p: slot + 1 for p, slot in slots.items()}
+      layer = functools.partial(self._run_layer, kind, slots)
+      # A tape's records may not be recomputed: they leave the layer as values.
+      if self._policy is not None and project.tape() is None:
+        layer = jax.checkpoint(layer, policy=self._policy)
+      mine = {p: values[p] for p in slots}
+      if on is None:
+        x = layer(x, see, mine)
+        continue
+      # An empty row has no valid tokens, so that its experts count none.
+      valid = see.valid & on[i]
+      x = jnp.where(on[i], layer(x, see._replace(valid=valid), mine), x)
+    return x, None
+
+  def _run_layer(self, kind, slots, x, see, values):
+    # Picked in here: what the backward pass keeps is the unit, not a copy.
+    mine = {p: values[p][slot] for p, slot in slots.items()}
+    owners = {p: (f'layers/{p}', slot) for p, slot in slots.items()}
+    return self._kinds[kind].module(mine, owners)(x, see, None)[0]
+
+  def step(self, params, x_BTD, see, states):
+    """One pass of all layers with a cache.
+
+    Args:
+      params: as `unstack` gives them.
+      x_BTD, see: features, and attention.Visibility with slots.
+      states: one entry per layer, as its mixer keeps it.
+
+    Returns:
+      (x_BTD, states after the pass).
+    """
+    new = []
+    for i, kind in enumerate(self.pattern):
+      skeleton = self._kinds[kind]
+      mine = {p: params[f'layers/{i}/{p}'] for p in skeleton.leaves}
+      x_BTD, state = skeleton.module(mine)(x_BTD, see, states[i])
+      new.append(state)
+    return x_BTD, tuple(new)
+
+
+def _layers_of(stack):
+  """[arrays of one layer]."""
+  parts = jax.lax.split(stack, [1] * len(stack)) if len(stack) else []
+  return [part[0] for part in parts]
+
+
+def _units_of(stack, units, each):
+  """What a scan over `units` reads, `each` layers of the stack a time.
+
+  One layer a unit is read from the stack itself: an index in the loop would
+  make a copy of every parameter for the backward pass.
+  """
+  used = stack if len(stack) == each * units else stack[: each * units]
+  if each == 1:
+    return [used]
+  return used.reshape(units, each, *stack.shape[1:])

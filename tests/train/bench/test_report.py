@@ -1,0 +1,64 @@
+"""Tables of BENCHMARKS.md: only what was measured is replaced."""
+
+import io
+import pathlib
+import sys
+
+import pytest
+
+from paraxis.configs.base import errors
+from paraxis.train.bench import command
+from paraxis.train.bench import measure
+from paraxis.train.bench import report as report_lib
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+
+def made(name):
+  report = measure.BenchReport(name, 'B1 T8', measure.CPU)
+  report.add({'ring, 8': [0.5, 0.25, 1.0], 'compile ring, 8': [3.0]})
+  report.check('time of a / b', [1.0, 1.5, 1.25], 1.2, least=False)
+  report.notes.append('jax 1.2.3, 2 cores, 3 rounds')
+  return report
+
+
+def marked(*names):
+  return '\n'.join(
+    f'<!-- bench {n} -->\nold {n}\n<!-- /bench {n} -->\nprose of {n}'
+    for n in names
+  )
+
+
+def test_a_table_says_when_and_how():
+  text = report_lib.table(made('context'), '2026-01-02')
+  assert text.startswith(
+    '**context**, 2026-01-02, jax 1.2.3, 2 cores, 3 rounds: B1 T8.'
+  )
+  assert '| time of a / b | 1.00 / 1.25 / 1.50 | <= 1.2 | missed |' in text
+  assert '| ring, 8 (s) | 0.250 / 0.500 / 1.00 | | |' in text
+  assert 'compile' not in text
+  assert 'ring' not in report_lib.table(made('step'), '2026-01-02')
+
+
+def test_only_the_measured_is_replaced(tmp_path, monkeypatch, capsys):
+  path = tmp_path / 'B.md'
+  path.write_text(marked('step', 'data'))
+  monkeypatch.setattr(
+    sys, 'stdin', io.StringIO(measure.to_json([made('data')]))
+  )
+  report_lib.main([str(path)])
+  text = path.read_text()
+  assert 'old step' in text and 'old data' not in text
+  assert text.count('prose of') == 2 and '1.25' in text
+  assert 'wrote data' in capsys.readouterr().out
+
+
+def test_a_missing_marker_is_an_error():
+  with pytest.raises(errors.UserError, match='0 times <!-- bench step'):
+    report_lib.replaced(marked('data'), [made('step')], '2026-01-02')
+
+
+def test_the_page_has_a_table_for_every_bench():
+  text = (ROOT / 'BENCHMARKS.md').read_text(encoding='utf-8')
+  reports = [made(name) for name in command.BENCHES]
+  assert report_lib.replaced(text, reports, '2026-01-02') != text

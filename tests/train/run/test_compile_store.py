@@ -1,0 +1,105 @@
+"""The store of compiled programs survives kills, torn entries and moves."""
+
+import os
+import subprocess
+import sys
+import zlib
+
+from paraxis.train.run import compile_store
+
+PROGRAM = """
+import os, sys
+from paraxis.train.run import compile_store
+
+overlay = compile_store.Overlay(sys.argv[1])
+import jax
+for name, value in overlay.settings(0).items():
+  jax.config.update(name, value)
+hits = []
+jax.monitoring.register_event_listener(
+  lambda name, **_: hits.append(name) if name.endswith('cache_hits') else None)
+if 'killed' in sys.argv:
+  from jax._src import lru_cache
+  def put(self, key, value):
+    with open(f'{self.path}/{key}-cache', 'wb') as file:
+      file.write(value[: len(value) // 2])
+      file.flush()
+      os._exit(9)
+  lru_cache.LRUCache.put = put
+jax.jit(lambda x: x * 2 + 1)(jax.numpy.arange(1000.0)).block_until_ready()
+if 'unclean' in sys.argv:
+  os._exit(0)
+overlay.close()
+print('hits', len(hits))
+"""
+
+
+def run(root, *arguments):
+  """One process with an overlay; -W error: a torn entry that is read raises."""
+  environment = {k: v for k, v in os.environ.items() if k[:4] != 'JAX_'}
+  environment['JAX_PLATFORMS'] = 'cpu'
+  return subprocess.run(
+    [sys.executable, '-W', 'error', '-c', PROGRAM, str(root), *arguments],
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=100,
+  )
+
+
+def entries(root):
+  return sorted(root.glob('*/*-cache.*'))
+
+
+def test_a_kill_leaves_the_store_whole_and_a_moved_store_is_read(tmp_path):
+  root = tmp_path / 'a'
+  assert run(root, 'killed').returncode == 9
+  (torn,) = root.glob('*/overlays/*/*-cache')
+  assert not compile_store.whole(torn) and not entries(root)
+  second = run(root)
+  assert 'hits 0' in second.stdout, second.stderr
+  assert entries(root) and not torn.exists()
+  moved = root.rename(tmp_path / 'b')
+  third = run(moved)
+  assert third.returncode == 0, third.stderr
+  assert 'hits' in third.stdout and 'hits 0' not in third.stdout
+
+
+def test_a_torn_entry_in_the_store_is_made_again(tmp_path):
+  run(tmp_path)
+  before = [p.name for p in entries(tmp_path)]
+  for torn in entries(tmp_path):
+    data = torn.read_bytes()
+    torn.unlink()  # its overlay's link must not be the same file
+    torn.write_bytes(data[: len(data) // 2])
+  again = run(tmp_path)
+  assert again.returncode == 0 and 'hits 0' in again.stdout, again.stderr
+  assert [p.name for p in entries(tmp_path)] == before
+  assert all(compile_store.whole(p) for p in entries(tmp_path))
+
+
+def test_a_torn_entry_of_a_child_is_not_published(tmp_path):
+  overlay = compile_store.Overlay(tmp_path)
+  (overlay.folder / 'x-cache').write_bytes(zlib.compress(b'1' * 999)[:9])
+  (overlay.folder / 'y-cache').write_bytes(zlib.compress(b'1' * 999))
+  overlay.close()
+  assert [p.name[:7] for p in entries(tmp_path)] == ['y-cache']
+  assert not overlay.folder.exists()
+
+
+def test_what_a_process_that_ended_early_left_is_removed(tmp_path):
+  assert run(tmp_path, 'unclean').returncode == 0
+  assert len(list(tmp_path.glob('*/overlays/*'))) == 1
+  mine = compile_store.Overlay(tmp_path)
+  assert list(tmp_path.glob('*/overlays/*')) == [mine.folder]
+  mine.close()
+
+
+def test_processors_do_not_share_code(tmp_path, monkeypatch):
+  overlay = compile_store.Overlay(tmp_path)
+  (overlay.folder / 'y-cache').write_bytes(zlib.compress(b'1'))
+  overlay.close()
+  monkeypatch.setattr(compile_store, 'processor', lambda: 'another')
+  other = compile_store.Overlay(tmp_path)
+  assert not list(other.folder.glob('*-cache'))
+  other.close()

@@ -1,0 +1,78 @@
+"""Writes the tables of BENCHMARKS.md from what `paraxis bench` measured.
+
+    paraxis bench all --json |
+      python -m paraxis.train.bench.report BENCHMARKS.md
+
+A table stands between `<!-- bench NAME -->` and `<!-- /bench NAME -->`. The
+tables of the benches in the input are replaced, all other text stays. Each
+names its bench, date and machine. Standard library only.
+"""
+
+import argparse
+import datetime
+import pathlib
+import re
+import sys
+
+from paraxis.configs.base import errors
+from paraxis.train.bench import measure
+
+# Benches whose rows are quoted too, and a pattern of these rows.
+QUOTED = {'context': r'(?!compile )'}
+HEAD = ('| what | min / median / max | target | |', '|---|---|---|---|')
+
+
+def _spread(values, form):
+  return ' / '.join(form(x) for x in measure.spread(values))
+
+
+def table(report, date):
+  """A report as Markdown: one line of source, then a line a ratio.
+
+  Args:
+    report: measure.BenchReport.
+    date: ISO date of the measurement.
+  """
+  last = report.notes[-1] if report.notes else ''
+  lines = [f'**{report.name}**, {date}, {last}: {report.setup}.', '', *HEAD]
+  for check in report.checks:
+    shown = _spread(check.values, '{:.2f}'.format)
+    lines.append(
+      f'| {check.what} | {shown} | {check.bound} | {check.verdict} |'
+    )
+  for what, (unit, values) in report.rows.items():
+    if report.name in QUOTED and re.match(QUOTED[report.name], what):
+      shown = _spread(values, measure.number)
+      lines.append(f'| {what} ({unit}) | {shown} | | |')
+  return '\n'.join(lines)
+
+
+def replaced(text, reports, date):
+  """`text` with the tables of `reports`; UserError where a marker lacks."""
+  for report in reports:
+    begin = f'<!-- bench {report.name} -->'
+    end = f'<!-- /bench {report.name} -->'
+    if text.count(begin) != 1 or text.count(end) != 1:
+      raise errors.UserError(
+        f'bench {report.name}: the file has {text.count(begin)} times {begin} '
+        f'and {text.count(end)} times {end}; each must stand there once.'
+      )
+    before, _, rest = text.partition(begin)
+    after = rest.partition(end)[2]
+    text = f'{before}{begin}\n{table(report, date)}\n{end}{after}'
+  return text
+
+
+def main(argv):
+  """argv: the Markdown file; reads the JSON of `paraxis bench --json`."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('file', type=pathlib.Path)
+  path = parser.parse_args(argv).file
+  reports = measure.from_json(sys.stdin.read())
+  today = datetime.date.today().isoformat()
+  path.write_text(replaced(path.read_text('utf-8'), reports, today), 'utf-8')
+  print(f'wrote {", ".join(r.name for r in reports)} in {path}')
+
+
+if __name__ == '__main__':
+  main(sys.argv[1:])

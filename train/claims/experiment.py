@@ -1,0 +1,234 @@
+"""What claims share: fields of a config, certificates, trainings, decoding.
+
+    fields, on               a config with fields set by full name, on a mesh
+    certified, equal, gap    the differences that an EQ claim judges
+    train, restored          a finished training and its parameters
+    rows_of, stepped         decoding, one token a row
+
+Claims import this file and no other claim.
+
+Legend: B rows, T tokens, D model.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.models import batch as batch_lib
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.meter import hlo
+from paraxis.train import program as job_lib
+from paraxis.train import step as step_lib
+from paraxis.train.certify import trial
+from paraxis.train.certify import verify
+from paraxis.train.claims import harness as claims
+from paraxis.train.run import workdir as workdir_lib
+
+PARAMS = 'params/'
+ONE = {f'mesh.{axis}': 1 for axis in mesh_lib.AXES}  # every mesh axis at 1
+
+
+def fields(config: schema.Config, *changes: dict) -> schema.Config:
+  """The config with {'section.field': value} set; the last change wins.
+
+  Raises:
+    UserError: no such field, with the full names that end in it or the nearest
+      one; a value that the schema refuses.
+  """
+  data, known = dataclasses.asdict(config), [n for n, _ in schema.fields()]
+  for name, value in (item for change in changes for item in change.items()):
+    if name not in known:
+      full = [n for n in known if n.endswith(f'.{name}')]
+      hint = f' Full names: {", ".join(full)}.' if full else ''
+      raise errors.UserError(
+        f'unknown config field {name!r}.'
+        + (hint or schema.suggest(name, known))
+      )
+    *sections, last = name.split('.')
+    functools.reduce(dict.__getitem__, sections, data)[last] = value
+  return schema.view(data)
+
+
+def on(config: schema.Config, mesh: str, changes=()):
+  """(config on the mesh axes of a text alone, tuple of its devices).
+
+  Args:
+    mesh: text as for --mesh; axes that it leaves out are 1.
+    changes: {'section.field': value}.
+
+  Raises:
+    UserError: too few devices; as `fields`.
+  """
+  sizes = {f'mesh.{axis}': n for axis, n in mesh_lib.parse(mesh).items()}
+  config = fields(config, ONE | sizes, dict(changes))
+  return config, devices_of(config)
+
+
+def on_case(config: schema.Config, case: dict):
+  """`on` for {'mesh': text, 'section.field': value, ...}."""
+  return on(config, case['mesh'], {k: case[k] for k in case if k != 'mesh'})
+
+
+def devices_of(config: schema.Config) -> tuple:
+  """The first devices, as many as all mesh axes need; UserError: too few."""
+  sizes = {axis: getattr(config.mesh, axis) for axis in mesh_lib.AXES}
+  devices = tuple(jax.devices()[: math.prod(sizes.values())])
+  mesh_lib.resolve(sizes, len(devices))
+  return devices
+
+
+def case_text(case: dict) -> str:
+  """'stage=2 model.num_layers=6': a case, its mesh first."""
+  rest = [f'{k}={v}' for k, v in case.items() if k != 'mesh']
+  return ' '.join([case['mesh'], *rest])
+
+
+def compiled(traced) -> jax.stages.Compiled:
+  """A traced program, compiled quickly: to be counted, or to run once."""
+  options: Any = trial.quick_options()
+  return traced.lower().compile(options)
+
+
+def collectives(traced, mesh) -> list:
+  """[hlo.Collective] of a traced program, compiled here."""
+  return hlo.collectives(compiled(traced).as_text() or '', mesh)
+
+
+def temporaries(program: jax.stages.Compiled) -> int:
+  """Bytes of a compiled program's temporary arrays on a device."""
+  memory = program.memory_analysis()
+  assert memory is not None
+  return memory.temp_size_in_bytes
+
+
+def gap(found, wanted) -> float:
+  """max |found - wanted| / max |wanted| of two arrays."""
+  a, b = (np.asarray(x, np.float64) for x in (found, wanted))
+  return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def equal(found: dict, within: float, caveat: str) -> claims.Outcome:
+  """Outcome of EQ: the largest of {name: difference} is at most `within`."""
+  worst = max(found.values())
+  return claims.Outcome(
+    f'<= {within:.0e}', f'{worst:.1e}', caveat, bool(worst <= within)
+  )
+
+
+def listed(found: dict) -> str:
+  """'name 1e-15, name 2e-16' of {name: difference}."""
+  return ', '.join(f'{name} {value:.0e}' for name, value in found.items())
+
+
+CERTIFIED = ('loss', 'gradients', 'update', 'layout')
+
+
+def _certified(config, devices, dtype, properties):
+  """(largest difference of `paraxis verify`, whether all rows pass)."""
+  subject = verify.prepare(config, '', dtype, devices=devices)
+  rows = verify.certify(subject, properties)
+  return max(row.measured for row in rows), all(row.passed for row in rows)
+
+
+def equals_one_device(run, *, cases, within):
+  """EQ: loss, every gradient, one update and all layouts, in each case.
+
+  By `paraxis verify`: sizes are shrunk, rows packed, nothing of experts is
+  dropped, arithmetic is float64; the first case is also run in float32.
+
+  Args:
+    cases: list of {'mesh': text, 'section.field': value, ...}.
+    within: largest difference allowed, relative to each leaf's maximum.
+  """
+  made = {case_text(c): on_case(run.config, c) for c in cases}
+  found = {k: _certified(*v, 'float64', CERTIFIED) for k, v in made.items()}
+  narrow, _ = _certified(
+    *made[case_text(cases[0])], 'float32', ('loss', 'gradients')
+  )
+  gaps = {text: worst for text, (worst, _) in found.items()}
+  outcome = equal(
+    gaps,
+    within,
+    'loss, all gradients, one update and layouts, float64, shrunk, packed '
+    f'rows; {"; ".join(f"{k}: {v:.0e}" for k, v in gaps.items())}; the first '
+    f'in float32: {narrow:.0e}',
+  )
+  right = outcome.passed and all(passed for _, passed in found.values())
+  return outcome._replace(passed=right)
+
+
+def shrunk(config: schema.Config, mesh: str, changes=()):
+  """(config, devices) of `on`, in float64, sizes shrunk as by verify."""
+  config, devices = on(config, mesh, changes)
+  return verify.prepare(config, '', devices=devices)[:2]
+
+
+def train(run: claims.Run, name: str, config, make_step=step_lib.make):
+  """(held-out bits per byte, job.Job, parameters) of a finished training.
+
+  The job reads whole rows of held-out text, not a microbatch at a time.
+
+  Args:
+    run: the training's folder is `name`, in run's.
+    config: schema.Config, on the first devices.
+    make_step: as for loop.run.
+
+  Raises:
+    SystemExit: with 75, a signal stopped it.
+  """
+  devices, folder = devices_of(config), run.workdir / name
+  run.say(f'training {name}')
+  result = claims.finish(
+    config, folder, run.say, make_step=make_step, devices=devices
+  )
+  wide = fields(config, {'train.microbatches': 1, 'pipeline.microbatches': 0})
+  job = job_lib.make(wide, '', devices, say=lambda line: None)
+  return result.bits_per_byte, job, restored(job, folder)
+
+
+def restored(job, folder) -> dict:
+  """Parameters of the newest checkpoint of a folder, on the job's mesh."""
+  # Orbax starts slowly.
+  from paraxis.sharding.checkpoint import store as store_lib
+
+  like = {PARAMS + p: x for p, x in job.built.params.items()}
+  folder = workdir_lib.resolve(folder) / workdir_lib.CHECKPOINTS
+  with store_lib.Store(folder, read_only=True) as store:
+    found: Any = store.restore_latest_good(like, PARAMS)
+  return {p.removeprefix(PARAMS): x for p, x in found[1].items()}
+
+
+def rows_of(tokens_BT, segments_BT, positions_BT) -> batch_lib.Batch:
+  """models.batch.Batch without targets."""
+  cast = lambda x: jnp.asarray(x, jnp.int32)
+  return batch_lib.Batch(
+    cast(tokens_BT), None, cast(segments_BT), cast(positions_BT), None, None
+  )
+
+
+def stepped(model, params: dict, rows: batch_lib.Batch, first: int = 0):
+  """x_BTD of rows: `first` tokens at once, then one after the other."""
+  count, length = rows.tokens.shape
+  part = lambda at, n: jax.tree.map(
+    lambda x: jax.lax.dynamic_slice_in_dim(x, at, n, 1), rows
+  )
+  start, cache = None, model.init_cache(count, length)
+  if first:
+    cache = model.init_cache(count, first)
+    start, cache = model(params, part(0, first), cache)
+    cache = model.grow_cache(cache, length)
+
+  def step(cache, at):
+    x, cache = model(params, part(at, 1), cache)
+    return cache, x[:, 0]
+
+  _, x = jax.lax.scan(step, cache, jnp.arange(first, length))
+  x = x.swapaxes(0, 1)
+  return x if start is None else jnp.concatenate([start, x], 1)

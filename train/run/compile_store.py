@@ -1,0 +1,141 @@
+"""Compiled programs kept between runs, so that no kill can damage the store.
+
+jax writes an entry of its compilation cache in place: a process that is killed
+while it writes leaves half an entry, which jax never replaces and which it
+warns of, and compiles again, at every later start. So no process writes to the
+store. Each gets an overlay: a folder of its own with hard links to the entries
+of the store, which jax reads and writes. Entries that are new and whole are
+linked into the store under a name that ends in their length; link(2) is atomic.
+A stored entry of another length is dropped, and made again by whoever needs it
+next.
+
+The store is a folder per kind of processor: code for one may be illegal on
+another, and jax's key does not hold what the processor can do. The key does
+hold the folder's own path unless jax_persistent_cache_enable_xla_caches is
+'none' (xla_gpu_per_fusion_autotune_cache_dir, on CPU too): without that setting
+no overlay would find anything, nor would a store that was moved.
+"""
+
+import fcntl
+import hashlib
+import os
+import pathlib
+import platform
+import shutil
+import tempfile
+
+SUFFIX = '-cache'  # of an entry's file (jax/_src/lru_cache.py)
+
+
+def processor():
+  """'x86_64-<digest>' of what this machine's processor says that it can do."""
+  text = platform.processor() + platform.version()
+  cpuinfo = pathlib.Path('/proc/cpuinfo')
+  if cpuinfo.exists():
+    lines = cpuinfo.read_text(encoding='utf-8').splitlines()
+    text = next((x for x in lines if x.startswith(('flags', 'Features'))), text)
+  digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+  return f'{platform.machine()}-{digest}'
+
+
+class Overlay:
+  """A folder for jax: the store's entries, and what is compiled meanwhile.
+
+  Attributes:
+    store: pathlib.Path of this processor's entries, NAME-cache.LENGTH each.
+    folder: pathlib.Path, jax's compilation cache directory.
+  """
+
+  def __init__(self, root):
+    """root: folder of the stores; one per processor is made in it."""
+    self.store = pathlib.Path(root) / processor()
+    around = self.store / 'overlays'
+    around.mkdir(parents=True, exist_ok=True)
+    _sweep(around)
+    self.folder = pathlib.Path(tempfile.mkdtemp(dir=around))
+    self._lock = _locked(self.folder)
+    self._known = set()
+    for entry in os.scandir(self.store):
+      name, _, size = entry.name.rpartition('.')
+      if not name.endswith(SUFFIX) or not size.isdigit():
+        continue
+      if entry.stat().st_size != int(size):
+        pathlib.Path(entry.path).unlink(missing_ok=True)
+      else:
+        self._known.add(name)
+        _link(entry.path, self.folder / name)
+
+  def settings(self, seconds):
+    """jax's settings {name: value}; as environment variables in upper case.
+
+    seconds: programs that compile in less are not kept.
+    """
+    return dict(
+      jax_compilation_cache_dir=str(self.folder),
+      jax_persistent_cache_min_compile_time_secs=seconds,
+      jax_persistent_cache_enable_xla_caches='none',
+      jax_raise_persistent_cache_errors=False,
+    )
+
+  def publish(self):
+    """Links entries that are new and whole into the store."""
+    if not self.folder.exists():
+      return
+    for entry in os.scandir(self.folder):
+      if entry.name.endswith(SUFFIX) and entry.name not in self._known:
+        if whole(entry.path):
+          size = entry.stat().st_size
+          _link(entry.path, self.store / f'{entry.name}.{size}')
+          self._known.add(entry.name)
+
+  def close(self):
+    """Publishes, and removes the overlay."""
+    if self._lock is None:
+      return
+    self.publish()
+    shutil.rmtree(self.folder, ignore_errors=True)
+    os.close(self._lock)
+    self._lock = None
+
+
+def whole(path):
+  """Whether jax can read an entry to its end."""
+  from jax._src import compilation_cache  # no public function decompresses
+
+  try:
+    compilation_cache.decompress_executable(pathlib.Path(path).read_bytes())
+  except Exception:  # zlib's or zstd's, by what is installed
+    return False
+  return True
+
+
+def _link(source, target):
+  try:
+    os.link(source, target)
+  except (FileExistsError, FileNotFoundError):
+    pass  # another process linked the same program, or dropped a torn one
+  except OSError:  # no hard links in this file system
+    new = f'{target}.{os.getpid()}'
+    shutil.copyfile(source, new)
+    os.replace(new, target)
+
+
+def _locked(folder):
+  handle = os.open(folder / 'lock', os.O_CREAT | os.O_RDWR)
+  try:
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError:
+    os.close(handle)
+    raise
+  return handle
+
+
+def _sweep(around):
+  """Removes overlays whose process has ended: nobody holds their lock."""
+  for entry in os.scandir(around):
+    try:
+      handle = _locked(pathlib.Path(entry.path))
+    except OSError:
+      continue
+    shutil.rmtree(entry.path, ignore_errors=True)
+    os.close(handle)
