@@ -403,7 +403,7 @@ def test_a_dropped_partial_sum_is_seen(monkeypatch):
 
   def partial(x, x_names, weights, *rest, **options):
     weights = [
-      (e, jnp.where(np.arange(F)[:, None] < F // 8, 0, w), *names)
+      (e, jnp.where(np.arange(F)[:, None] < F // 8, 0, w.value), *names)
       if e == 'BTF,FD->BTD'
       else (e, w, *names)
       for e, w, *names in weights
