@@ -158,7 +158,7 @@ class Pipeline:
     return residuals.keep(run, values, x, context, mask)
 
   def _vjp(self, values, x, context, mask):
-    """(y, function of its cotangent, tape.Tapes without cotangents, or ()).
+    """(y, function of its cotangent, tape.Tapes without cotangents, or None).
 
     The function gives gradients of parameters, that of x, and, if those of
     products are left to W, the cotangents of products.
@@ -169,13 +169,13 @@ class Pipeline:
     def run(sinks, x):
       return self._layers(context, mask, _with_sinks(values, sinks), x)
 
-    return *jax.vjp(run, _sinks(values), x), ()
+    return *jax.vjp(run, _sinks(values), x), None
 
   def _vjp_without_weights(self, values, x, context, mask):
     """`_vjp` without the gradients of products."""
     first = tape.Taped()
-    run = lambda: self._layers(context, mask, values, x, first)[1]
-    shapes = jax.eval_shape(run)
+    arrays = lambda: self._layers(context, mask, values, x, first)[1]
+    shapes = jax.eval_shape(arrays)
     parts = range(len(shapes))
     records = tuple(tuple(first.static.get(part, ())) for part in parts)
     zeros = {
@@ -202,12 +202,11 @@ class Pipeline:
       back, tapes = kept.again(values)
     else:
       _, back, tapes = self._vjp(values, x, context, mask)
-    if not self._splits_weight_gradients:
-      gradients, gx = back(g)
+    gradients, gx, *gs = back(g)
+    if tapes is None:
       return gx, gradients, ()
-    gradients, gx, gs = back(g)
     tapes = tapes.gathered() if self._stored else tapes
-    return gx, gradients, dataclasses.replace(tapes, gs=gs)
+    return gx, gradients, dataclasses.replace(tapes, gs=gs[0])
 
   def count(self, values, x, context, mask):
     """As `forward`; kept is what experts count (models/ffn/router.py)."""

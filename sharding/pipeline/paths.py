@@ -97,7 +97,8 @@ def place(paths, device):
   forward, backward = {}, {}
   ahead = [list(path) for path in paths]  # visits to come
   back = [list(path) for path in paths]  # visits to come back from
-  ready_f, ready_b = [0] * len(paths), [None] * len(paths)
+  ready_f: list[int | None] = [0] * len(paths)
+  ready_b: list[int | None] = [None] * len(paths)
   tick = 0
   while any(back):
     for i in _chosen(ahead, ready_f, tick, paths, device, forwards=True):

@@ -16,6 +16,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.core
 from jax.extend import core
 
 

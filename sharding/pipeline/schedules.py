@@ -347,4 +347,8 @@ def _build(name, placement, paths, forward, backward, weight):
         raise AssertionError(f'{name}: two at tick {tick}, device {device}')
       table[tick, device] = i, chunk
     tables.append(table)
-  return Schedule(name, stages, chunks, len(paths), placement, *tables, paths)
+  forward, backward, weight = tables
+  count = len(paths)
+  return Schedule(
+    name, stages, chunks, count, placement, forward, backward, weight, paths
+  )

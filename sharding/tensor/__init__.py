@@ -2,9 +2,10 @@
 
 From outside: project.py (every product of a model), lookup.py and vocabulary.py
 (tables), tape.py (weight gradients taken apart), narrow.py (parameters that
-travel in the dtype of their products). rings.py overlaps both with products.
+travel in the dtype of their products). worlds.py writes the collectives of each
+kind of mesh, rings.py overlaps them with products.
 
-Read first: project.py.
+Read first: project.py, then worlds.py.
 """
 
 from paraxis.configs.base import moved

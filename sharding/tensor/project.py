@@ -124,7 +124,7 @@ def project(x, x_names, weights, dtype=None, ring=False):
   )  # fmt: skip
   if tape() is not None:
     return list(tape().product(group, x, arrays, [w.owner for w in held]))
-  run = functools.partial(_project, group)
+  run = functools.partial(_differentiable, group)
   if ring:
     run = annotate.region(run, (x_names, *names), outs)
   return list(run(x, *arrays))
@@ -135,8 +135,7 @@ def einsum(equation, x, x_names, w, w_names, out, dtype=None):
   return project(x, x_names, [(equation, w, w_names, out)], dtype)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _project(group, x, *weights):
+def _project(group, x, *weights) -> tuple:
   return forward(group, x, *weights)[0]
 
 
@@ -246,16 +245,18 @@ def _ring_gradients(group, x, weights, cotangents):
       x, products, cotangents, axis, dim, dtype
     )
   else:
+    assert scatter  # `_backward` asks for rings where there is one of the two
     dim, axis = scatter
     terms = [
       rings.matmul_scatter_gradients(e, x, w, g, axis, dim, dtype)
       for e, w, g in zip(group.equations, whole, cotangents, strict=True)
     ]
-    dx, dws = sum(dx for dx, _ in terms), [dw for _, dw in terms]
+    dx, dws = sum((dx for dx, _ in terms), 0), [dw for _, dw in terms]
   return dx, [
     group.world.reduce(dw, way.w_whole, way.w)
     for dw, way in zip(dws, group.ways, strict=True)
   ]
 
 
-_project.defvjp(forward, _backward)
+_differentiable: Any = jax.custom_vjp(_project, nondiff_argnums=(0,))
+_differentiable.defvjp(forward, _backward)

@@ -20,6 +20,7 @@ logical dimensions, of which a rank holds its share.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +126,9 @@ def _check(what, size, axis):
     )
 
 
-def gather_matmul(x, products, axis, dim, dtype=None, ways=2):
+def gather_matmul(
+  x, products, axis, dim, dtype=None, ways=2
+) -> tuple[jax.Array, ...]:
   """Products of several weights with x gathered once, in one ring.
 
   Args:
@@ -148,14 +151,14 @@ def gather_matmul(x, products, axis, dim, dtype=None, ways=2):
   for equation in equations:
     _place(equation, equation[dim])
   how = axis, dim, ways
-  return _gather_matmul(equations, how, dtype, x, tuple(w for _, w in products))
+  weights = tuple(w for _, w in products)
+  return _differentiable_gather(equations, how, dtype, x, weights)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather_matmul(equations, how, dtype, x, weights):
   axis, dim, ways = how
   n = jax.lax.axis_size(axis)
-  out = [None] * len(weights)
+  out: list[Any] = [None] * len(weights)
   for rank, chunk in _arrivals(x, axis, ways):
     for i, (equation, w) in enumerate(zip(equations, weights, strict=True)):
       y = _product(equation, chunk, w, dtype)
@@ -175,7 +178,10 @@ def _gather_matmul_backward(equations, how, dtype, kept, cotangents):
   return gather_matmul_gradients(x, products, cotangents, axis, dim, ways=ways)
 
 
-_gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
+_differentiable_gather: Any = jax.custom_vjp(
+  _gather_matmul, nondiff_argnums=(0, 1, 2)
+)
+_differentiable_gather.defvjp(_gather_matmul_forward, _gather_matmul_backward)
 
 
 def gather_matmul_gradients(
@@ -202,16 +208,15 @@ def gather_matmul_gradients(
       for g, w, place, to_dx, _ in terms
     )
 
-  dws = [0] * len(terms)
+  dws: list[Any] = [0] * len(terms)
   for rank, chunk in _arrivals(x, axis, ways):
     for i, (g, w, place, _, to_dw) in enumerate(terms):
       g = _take(g, rank, n, place)
       dws[i] += _product(to_dw, chunk, g, _wide(dtype or w.dtype))
-  dws = tuple(
+  return _reduced(share, axis, x.dtype, ways), tuple(
     dw.astype(dtype or w.dtype)
     for dw, (_, w) in zip(dws, products, strict=True)
   )
-  return _reduced(share, axis, x.dtype, ways), dws
 
 
 def matmul_scatter(equation, x, w, axis, dim, dtype=None, ways=2):
@@ -259,7 +264,8 @@ def _matmul_scatter_forward(equation, how, dtype, x, w):
 def _matmul_scatter_backward(equation, how, dtype, kept, g):
   del dtype
   axis, dim, ways = how
-  return matmul_scatter_gradients(equation, *kept, g, axis, dim, ways=ways)
+  x, w = kept
+  return matmul_scatter_gradients(equation, x, w, g, axis, dim, ways=ways)
 
 
 _matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
@@ -278,7 +284,8 @@ def matmul_scatter_gradients(equation, x, w, g, axis, dim, dtype=None, ways=2):
   n, dtype = jax.lax.axis_size(axis), dtype or w.dtype
   place = _place(equation, equation.split('->')[1][dim])[0]
   to_dx, to_dw = _transposes(equation)
-  dx, dw = None, 0
+  dx: Any = None
+  dw: Any = 0
   for rank, chunk in _arrivals(g.astype(x.dtype), axis, ways):
     dx = _put(dx, _product(to_dx, chunk, w, x.dtype), rank, n, place)
     dw += _product(to_dw, _take(x, rank, n, place), chunk, _wide(dtype))

@@ -105,8 +105,7 @@ def _shapes(group, x, weights):
   ]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(group, dtype, x, zeros, *weights):
+def _primal(group, dtype, x, zeros, *weights):
   """dtype: of x, and so of dx and of both factors on the tape."""
   return _product_forward(group, dtype, x, zeros, *weights)[0]
 
@@ -123,6 +122,7 @@ def _product_backward(group, dtype, weights, cotangents):
   return dx, tuple(gathered), *[None] * len(weights)
 
 
+_product: Any = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
 _product.defvjp(_product_forward, _product_backward)
 
 

@@ -163,7 +163,9 @@ def _linear_backward(head, kept, g):
   run = functools.partial(_backward_part, head, outside)
   names = head.x, head.w, ROWS, ROWS, ROWS
   run = annotate.region(run, names, (head.x, head.w))
-  return *run(*kept, annotate.put(g, ROWS)), None
+  x, w, targets, total = kept
+  dx, dw = run(x, w, targets, total, annotate.put(g, ROWS))
+  return dx, dw, None
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
