@@ -169,10 +169,7 @@ def dispatch(
 
 
 def _rank(ids_NK, keep_NK, experts):
-  """(place of each assignment among the kept ones of its expert; counts_E).
-
-  The module's docstring has an example.
-  """
+  """(place of each assignment among the kept ones of its expert; counts_E)."""
   flat = jnp.where(keep_NK, ids_NK, experts).reshape(-1)
   order = jnp.argsort(flat, stable=True)
   counts = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)
@@ -182,10 +179,7 @@ def _rank(ids_NK, keep_NK, experts):
 
 
 def _places(first_E, position_NK, ids_NK, keep_NK, total):
-  """(slot of each assignment, `total`: none; assignment in each slot, A: none).
-
-  The module's docstring has an example.
-  """
+  """(slot of each assignment, `total`: none; content of each slot, A: none)."""
   slot_NK = jnp.where(keep_NK, first_E[ids_NK] + position_NK, total)
   empty = jnp.full(total, ids_NK.size, jnp.int32)
   source_S = empty.at[slot_NK.reshape(-1)].set(_range(ids_NK.size), mode='drop')
