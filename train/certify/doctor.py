@@ -184,8 +184,9 @@ def _mesh(config, mesh_text):
 
 def _kernels():
   """Lines on every registered op: what runs here, why the others do not."""
-  for module in pkgutil.iter_modules(pallas_kernels.__path__):
-    importlib.import_module(f'{pallas_kernels.__name__}.{module.name}')
+  prefix = f'{pallas_kernels.__name__}.'
+  for module in pkgutil.walk_packages(pallas_kernels.__path__, prefix):
+    importlib.import_module(module.name)
   for op in sorted(registry.ops()):
     for name, chosen, reason in registry.explain(op):
       state = 'runs' if chosen else f'not: {reason}' if reason else 'could run'

@@ -37,8 +37,9 @@ def expected():
 
 
 def test_every_registered_op_has_a_program():
-  for module in pkgutil.iter_modules(pallas_kernels.__path__):
-    importlib.import_module(f'{pallas_kernels.__name__}.{module.name}')
+  prefix = f'{pallas_kernels.__name__}.'
+  for module in pkgutil.walk_packages(pallas_kernels.__path__, prefix):
+    importlib.import_module(module.name)
   assert set(matrix.PROGRAMS) == set(registry.ops())
 
 
