@@ -1,6 +1,6 @@
 """Every field of a run's configuration: meaning, unit, default, valid values.
 
-One frozen dataclass per section; that of the model is in model_schema.py.
+One frozen dataclass per section; the model's is in base/model.py.
 `default()` gives the same fields as a locked `ConfigDict` (what a config file
 edits and `--config.section.field=` overrides), `view()` turns a ConfigDict back
 into the typed, checked `Config` that the code reads, and `to_json` /
@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import functools
 import json
+from typing import Any
 
 import ml_collections
 
@@ -36,70 +37,70 @@ class Mesh:
   )
   zero: int = field(
     0,
-    'sharded over data too: 1 optimizer state, 2 gradients as well, 3 '
-    'parameters as well (ZeRO stages; fsdp always shards all three)',
+    'ZeRO stage, over data: 1 shards optimizer state, 2 gradients too, 3 '
+    'parameters too (fsdp always shards all three)',
     low=0,
     high=3,
   )
   sequence: bool = field(
-    True, 'residuals and norms are sharded over tensor, along the length'
+    True, 'residuals and norms are sharded over tensor along the length'
   )
   context_form: str = field(
     'ring',
-    'how attention crosses the context axis (sharding/sequence/attention.py)',
+    'context parallel attention algorithm (sharding/sequence/attention.py)',
     ('all_gather', 'ring', 'ulysses', 'usp', 'token_ring', 'rsa'),
   )
   context_order: str = field(
     'auto',
-    'which tokens a context shard holds; auto: zigzag, or contiguous where '
-    'every layer has a window',
+    'token order over context shards; auto: contiguous if every layer has a '
+    'window, else zigzag',
     ('auto', 'zigzag', 'contiguous', 'striped'),
   )
   context_inner: int = field(
-    0, 'usp: context shards that exchange heads; 0: the most that fit', low=0
+    0, 'usp: context shards that exchange heads; 0: as many as possible', low=0
   )
   context_scan: str = field(
     'permute',
-    'how the state of a recurrence crosses the context axis: to everybody at '
-    'once, or in log2(context) steps (sharding/sequence/scan.py)',
+    'how recurrent state is passed over the context axis: one all-gather, or '
+    'log2(context) permutes (sharding/sequence/scan.py)',
     ('gather', 'permute'),
   )
   collectives: str = field(
     'annotated',
-    'annotated: the compiler places them from array types; explicit: our own, '
-    'in one manual region (always so on several stages)',
+    'annotated: the compiler inserts collectives; explicit: paraxis does, in '
+    'one manual region (always with several stages)',
     ('annotated', 'explicit'),
   )
   collective_matmul: str = field(
     '',
-    "projections run as rings that overlap with sends: 'qkv', 'output', "
-    "'gate_up', 'down', by comma, or 'all'",
+    "projections computed as rings that overlap communication: 'qkv', "
+    "'output', 'gate_up', 'down', separated by commas, or 'all'",
   )
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-  """How microbatches pass the stages (mesh.stage > 1)."""
+  """Pipeline parallelism (mesh.stage > 1)."""
 
   schedule: str = field(
     'one_f_one_b',
-    'order of work (paraxis plot schedule draws it)',
+    'pipeline schedule (paraxis plot schedule draws it)',
     ('gpipe', 'one_f_one_b', 'interleaved', 'zero_bubble', 'v_half', 'skip'),
   )
   chunks: int = field(
-    1, 'runs of layers on each stage; interleaved: above 1, v_half: 2', low=1
+    1, 'chunks of layers per stage; interleaved: above 1, v_half: 2', low=1
   )
   microbatches: int = field(
-    0, 'of each accumulation slice; 0: as many as stages', low=0
+    0, 'pipeline microbatches per accumulation slice; 0: mesh.stage', low=0
   )
   activations: str = field(
     'recompute',
-    'recompute: a stage keeps its inputs alone; store: what its backward pass '
-    'reads (train.remat decides what that is; zero_bubble, v_half: all)',
+    'recompute: a stage stores only its inputs; store: the activations that '
+    'its backward pass reads (set by train.remat; zero_bubble, v_half: all)',
     ('recompute', 'store'),
   )
   skip_fraction: float = field(
-    0.0, 'skip: share of the stages that a microbatch leaves out', low=0.0,
+    0.0, 'skip: share of the stages that a microbatch skips', low=0.0,
     high=0.9,
   )  # fmt: skip
 
@@ -120,19 +121,22 @@ class Data:
   packing: str = field(
     'concat_split',
     'concat_split: documents end to end, cut every sequence_length tokens; '
-    'first_fit: whole documents where they fit',
+    'first_fit: documents whole if they fit in a row',
     ('concat_split', 'first_fit'),
   )
   mixture: str = field(
-    '', "weights of domains, 'code=2,drama=1'; empty: by their size"
+    '', "sampling weights of domains, 'code=2,drama=1'; empty: by size"
   )
   held_out_fraction: float = field(
-    0.1, 'share held out where the data names no split', low=0.0, high=0.9
+    0.1,
+    'share of documents held out if the data names no split',
+    low=0.0,
+    high=0.9,
   )
   cache_dir: str = field(
     '', 'token cache; empty: a folder in the user cache directory'
   )
-  prefetch: int = field(2, 'batches made ahead of the step', low=0)
+  prefetch: int = field(2, 'batches prepared ahead of the step', low=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,60 +145,70 @@ class Optimizer:
 
   name: str = field(
     'adamw',
-    'adamw, or muon on matrices with adamw on embeddings, norms and biases',
+    'adamw; or muon on matrices, adamw on embeddings, norms and biases',
     ('adamw', 'muon'),
   )
-  learning_rate: float = field(3e-3, 'adamw peak', low=0.0)
-  muon_learning_rate: float = field(0.02, 'muon peak', low=0.0)
-  b1: float = field(0.9, 'adamw first moment decay', low=0.0, high=0.99999)
-  b2: float = field(0.95, 'adamw second moment decay', low=0.0, high=0.99999)
-  epsilon: float = field(1e-8, 'adamw denominator', low=0.0)
+  learning_rate: float = field(3e-3, 'peak learning rate of adamw', low=0.0)
+  muon_learning_rate: float = field(0.02, 'peak learning rate of muon', low=0.0)
+  b1: float = field(0.9, 'decay of adamw first moments', low=0.0, high=0.99999)
+  b2: float = field(
+    0.95, 'decay of adamw second moments', low=0.0, high=0.99999
+  )
+  epsilon: float = field(1e-8, 'added to the denominator of adamw', low=0.0)
   weight_decay: float = field(
-    0.1, 'decoupled; not on norms and biases', low=0.0
+    0.1, 'decoupled weight decay; not of norms and biases', low=0.0
   )
-  muon_momentum: float = field(0.95, 'muon (Nesterov)', low=0.0, high=1.0)
-  clip_norm: float = field(1.0, 'global gradient norm; 0: off', low=0.0)
+  muon_momentum: float = field(
+    0.95, 'Nesterov momentum of muon', low=0.0, high=1.0
+  )
+  clip_norm: float = field(1.0, 'maximum global gradient norm; 0: off', low=0.0)
   schedule: str = field(
-    'cosine', 'after the warm-up', ('cosine', 'wsd', 'constant')
+    'cosine', 'learning rate after warm-up', ('cosine', 'wsd', 'constant')
   )
-  warmup_steps: int = field(40, 'linear from 0', low=0)
-  decay_steps: int = field(0, 'wsd: linear decay at the end', low=0)
+  warmup_steps: int = field(40, 'steps of linear warm-up from 0', low=0)
+  decay_steps: int = field(0, 'wsd: steps of linear decay at the end', low=0)
   final_fraction: float = field(
-    0.0, 'last learning rate / peak', low=0.0, high=1.0
+    0.0, 'final learning rate / peak', low=0.0, high=1.0
   )
 
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-  """The loop."""
+  """Training loop."""
 
   steps: int = field(480, 'optimizer steps', low=1)
-  batch_size: int = field(8, 'rows in a step, all devices together', low=1)
+  batch_size: int = field(
+    8, 'global batch: rows in a step over all devices', low=1
+  )
   batch_ramp: str = field(
     '',
     "rows in a step at the start: '32:32:100' begins with 32 and adds 32 every "
     '100 steps up to batch_size; empty: batch_size from the first step on',
   )
   microbatches: int = field(1, 'gradient accumulation slices', low=1)
-  seed: int = field(0, 'of parameters and data order', low=0, high=2**31 - 1)
+  seed: int = field(
+    0, 'random seed of parameters and data order', low=0, high=2**31 - 1
+  )
   remat: str = field(
     'none',
-    'what the backward pass recomputes: none; attention (keep attention '
-    'outputs); dots (keep those of matmuls too); full (keep layer inputs). On '
-    'stages: of what a backward phase makes or pipeline.activations=store '
-    'keeps; zero_bubble and v_half keep all of it',
+    'rematerialization: none; attention (store attention outputs); dots (and '
+    'matmul outputs); full (store only layer inputs). With pipeline stages it '
+    'applies within a backward phase or to pipeline.activations=store; '
+    'zero_bubble and v_half store everything',
     ('none', 'attention', 'dots', 'full'),
   )
   memory: str = field(
     '',
-    "what becomes of named activations: 'attention=offload,gate=save'; save, "
+    "policy of named activations, 'attention=offload,gate=save': save, "
     'offload (to the host) or recompute (models/memory.py)',
   )
-  eval_every: int = field(0, 'steps between evaluations; 0: at the end', low=0)
-  eval_batches: int = field(0, 'batches per domain; 0: all held out', low=0)
+  eval_every: int = field(
+    0, 'steps between evaluations; 0: only at the end', low=0
+  )
+  eval_batches: int = field(0, 'evaluation batches per domain; 0: all', low=0)
   print_every: int = field(20, 'steps between printed lines', low=1)
   max_nonfinite_steps: int = field(
-    5, 'skipped steps in a row before the run stops', low=1
+    5, 'consecutive non-finite (skipped) steps before an error', low=1
   )
   tensorboard: bool = field(False, 'also write tensorboard events')
   wandb: str = field('', 'also log to this wandb project')
@@ -202,11 +216,11 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-  """What is kept on disk."""
+  """Checkpoints on disk."""
 
   every: int = field(20, 'steps between checkpoints', low=1)
   keep: int = field(3, 'checkpoints kept', low=1)
-  asynchronous: bool = field(True, 'write while training goes on')
+  asynchronous: bool = field(True, 'write while training continues')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,14 +228,14 @@ class Decode:
   """Sampling."""
 
   max_new_tokens: int = field(64, 'tokens after the prompt', low=1)
-  temperature: float = field(0.7, '0: greedy', low=0.0)
-  top_k: int = field(0, 'most likely tokens kept; 0: all', low=0)
-  top_p: float = field(1.0, 'probability mass kept', low=0.0, high=1.0)
+  temperature: float = field(0.7, 'softmax temperature; 0: greedy', low=0.0)
+  top_k: int = field(0, 'keep the top_k most likely tokens; 0: all', low=0)
+  top_p: float = field(1.0, 'keep this probability mass', low=0.0, high=1.0)
   min_p: float = field(
-    0.0, 'kept: at least this share of the best', low=0.0, high=1.0
+    0.0, 'keep tokens this likely relative to the best', low=0.0, high=1.0
   )
-  seed: int = field(0, 'of sampling', low=0)
-  cache_length: int = field(1024, 'prompt and new tokens, at most', low=1)
+  seed: int = field(0, 'random seed of sampling', low=0)
+  cache_length: int = field(1024, 'maximum of prompt and new tokens', low=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +253,7 @@ class Config:
 
   @property
   def microbatches(self):
-    """Of a step: accumulation slices x microbatches in the pipeline."""
+    """Microbatches of a step: accumulation slices x pipeline microbatches."""
     per_slice = self.pipeline.microbatches or max(self.mesh.stage, 1)
     return self.train.microbatches * per_slice
 
@@ -259,7 +273,9 @@ class Config:
     return rows // parts
 
 
-SECTIONS = {f.name: type(f.default) for f in dataclasses.fields(Config)}
+SECTIONS: dict[str, Any] = {
+  f.name: type(f.default) for f in dataclasses.fields(Config)
+}
 
 
 def default():
@@ -268,7 +284,7 @@ def default():
   return ml_collections.ConfigDict(sections).lock()
 
 
-def fields(prefix='', section=Config):
+def fields(prefix: str = '', section: Any = Config):
   """Yields (dotted name, dataclasses.Field), in the order of the file."""
   for f in dataclasses.fields(section):
     name = f'{prefix}{f.name}'
@@ -322,7 +338,7 @@ def view(config):
   return Config(**{n: _section(n, c, data) for n, c in SECTIONS.items()})
 
 
-def _section(name, section, data):
+def _section(name: str, section, data) -> Any:
   """A dataclass of `Config` from its dict in `data`, which may lack it."""
   valid = {f.name: f for f in dataclasses.fields(section)}
   given, out = dict(data.get(name.split('.')[-1], {})), {}

@@ -10,75 +10,11 @@ import json
 import pathlib
 import sys
 
-from absl import flags
-
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 
-HELP = """\
-paraxis decode --checkpoint=RUN --prompt=TEXT [flags]
-
-Continues prompts with a trained model: one prefill, one compiled loop.
-
-What to read
-  --checkpoint=PATH   a workdir, its checkpoints folder, or one step's folder
-  --step=N            that step; default: the newest good one
-What to continue
-  --prompt=TEXT       may be repeated; blanks at its end are dropped
-  --prompts_file=FILE one prompt a line, UTF-8; empty lines are dropped
-  --domain=NAME       kind of text; once for all prompts, or once per prompt
-  --calibration_file=FILE
-                      text to measure latents on, UTF-8; default: the prompts
-                      (--config.model.latent.rotation=pca alone reads it)
-How (defaults: the decode section of the run's configuration)
-  --max_new_tokens=N  tokens after the prompt
-  --temperature=X     0: greedy, the same tokens on every run
-  --top_k=N           keep the N most likely tokens; 0: all
-  --top_p=X           keep the fewest tokens of this probability; 1: all
-  --min_p=X           keep tokens this likely, relative to the best; 0: all
-  --seed=N            of sampling
-  --stop=TEXT         end before this text; may be repeated
-Where and what else
-  --json              one JSON object on stdout: step, samples (prompt, domain,
-                      text, tokens, finish: length, end or stop)
-  --mesh=AXIS=N,...   replaces the run's mesh, e.g. --mesh=data=2,tensor=4
-  --devices=N         N virtual CPU devices; default: the machine's
-                      accelerators, else 8 virtual ones
-  --config.SECTION.FIELD=VALUE
-                      overrides a field of the run's configuration:
-"""
-
 _SAMPLING = ('max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'seed')
-
-
-def help_text():
-  """The whole of --help."""
-  fields = [
-    f'    --config.{name}={f.default!r}: {f.metadata["doc"]}'
-    for name, f in schema.fields()
-    if name.startswith('decode.')
-  ]
-  return HELP + '\n'.join(fields) + '\n'
-
-
-def _define(values):
-  string = lambda name: flags.DEFINE_string(name, None, '', flag_values=values)
-  several = lambda name: flags.DEFINE_multi_string(
-    name, [], '', flag_values=values
-  )
-  number = lambda name: flags.DEFINE_integer(name, None, '', flag_values=values)
-  for name in ('checkpoint', 'prompts_file', 'calibration_file'):
-    string(name)
-  for name in ('prompt', 'domain', 'stop'):
-    several(name)
-  for name in ('step', 'max_new_tokens', 'top_k', 'seed'):
-    number(name)
-  for name in ('temperature', 'top_p', 'min_p'):
-    flags.DEFINE_float(name, None, '', flag_values=values)
-  flags.DEFINE_boolean('json', False, '', flag_values=values)
-  flags.DEFINE_string('mesh', '', '', flag_values=values)
-  flags.DEFINE_integer('devices', 0, '', lower_bound=0, flag_values=values)
 
 
 def _say(line):
@@ -132,31 +68,6 @@ def _domains(given, prompts, tokenizer):
   return given
 
 
-def _first_look(argv):
-  """The command's own flags, before the run's configuration is known."""
-  values = flags.FlagValues()
-  _define(values)
-  try:
-    left = values(['paraxis', *argv], known_only=True)[1:]
-  except flags.Error as e:
-    raise errors.UserError(' '.join(str(e).split())) from e
-  for arg in left:
-    name = arg.lstrip('-').split('=', 1)[0]
-    if name == 'config':
-      raise errors.UserError(
-        'decode takes the configuration from the checkpoint, not from '
-        '--config=; --config.SECTION.FIELD= overrides a field.'
-      )
-    if not name.removeprefix('no').startswith('config.') or arg[:1] != '-':
-      raise errors.UserError(
-        f'unknown argument {arg!r} (--help lists all).'
-        + schema.suggest(name, [n for n in values if not n.startswith('?')])
-      )
-  if not values.checkpoint:
-    raise errors.UserError('--checkpoint= is missing: name a workdir.')
-  return values
-
-
 def _print(results, domains, prompts):
   for result, domain, prompt in zip(results, domains, prompts, strict=True):
     if len(prompts) > 1:
@@ -164,12 +75,10 @@ def _print(results, domains, prompts):
     print(prompt + result['text'])
 
 
-def main(argv):
-  """Runs the command; argv: arguments after its name. -> exit code."""
-  if any(arg in ('--help', '-help', '-h') for arg in argv):
-    print(help_text(), end='')
-    return errors.EXIT_OK
-  options = _first_look(argv)
+def _decode(options, overrides, _):
+  """options: flags. overrides: {'section.field': value} of --config.x.y=."""
+  if not options.checkpoint:
+    raise errors.UserError('--checkpoint= is missing: name a workdir.')
   prompts = texts = _prompts(options)
   if options.calibration_file is not None:
     texts = [_text('calibration_file', options.calibration_file)]
@@ -177,7 +86,8 @@ def main(argv):
   from paraxis.decode import load  # starts jax
 
   with load.Checkpoint(options.checkpoint, options.step, _say) as checkpoint:
-    _, config, _ = command_line.parse(argv, _define, checkpoint.config())
+    config = checkpoint.config()
+    config.update_from_flattened_dict(overrides)
     config = schema.view(config)
     chosen = {
       name: options[name].value
@@ -210,6 +120,55 @@ def main(argv):
     _print(results, domains, prompts)
   return errors.EXIT_OK
 
+
+COMMAND = command_line.Command(
+  _decode,
+  'decode',
+  '--checkpoint=RUN --prompt=TEXT',
+  'continue prompts with a trained model',
+  (
+    'Checkpoint',
+    (str, 'checkpoint=PATH', None,
+     "a workdir, its checkpoints folder, or one step's folder"),
+    (int, 'step=N', None, 'step to load; else the newest undamaged one'),
+    'Prompts',
+    ('several', 'prompt=TEXT', [],
+     'may be repeated; blanks at its end are dropped'),
+    (str, 'prompts_file=FILE', None,
+     'one prompt a line, UTF-8; empty lines are dropped'),
+    ('several', 'domain=NAME', [],
+     'kind of text; once for all prompts, or once per prompt'),
+    (str, 'calibration_file=FILE', None,
+     'UTF-8 text for the covariance of latents, read with '
+     '--config.model.latent.rotation=pca alone; else the prompts'),
+    "Sampling (defaults: the decode section of the run's config)",
+    (int, 'max_new_tokens=N', None, 'tokens after the prompt'),
+    (float, 'temperature=X', None, '0: greedy, the same tokens on every run'),
+    (int, 'top_k=N', None, 'keep the N most likely tokens; 0: all'),
+    (float, 'top_p=X', None,
+     'keep the fewest tokens of this total probability; 1: all'),
+    (float, 'min_p=X', None,
+     'keep tokens at least this likely relative to the best; 0: all'),
+    (int, 'seed=N', None, 'random seed for sampling'),
+    ('several', 'stop=TEXT', [], 'end before this text; may be repeated'),
+    'Output and devices',
+    (bool, 'json', False,
+     'print one JSON object: step, samples (prompt, domain, text, tokens, '
+     'finish: length, end or stop)'),
+    (str, 'mesh=AXIS=N,...', '',
+     "replaces the run's mesh, e.g. --mesh=data=2,tensor=4"),
+    ('count', 'devices=N', 0,
+     'virtual CPU devices; 0: the accelerators present, else 8 virtual ones'),
+  ),
+  'overrides',
+  notes=(
+    "Fields of the run's config: --config.SECTION.FIELD=VALUE changes one",
+    *((str, f'config.{name}=VALUE', f.default, f.metadata['doc'])
+      for name, f in schema.fields()
+      if name.startswith('decode.')),
+  ),
+)  # fmt: skip
+main = COMMAND
 
 if __name__ == '__main__':
   sys.exit(command_line.run(main, sys.argv[1:]))

@@ -1,10 +1,11 @@
-"""The latents of a checkpoint, turned and parted for decoding.
+"""The latents of a checkpoint, rotated and sharded for decoding.
 
-Models are trained with whole latents. How decoding holds them is asked for by
-model.latent.groups, scores and rotation (models/mixers/latent.py), mostly on
-top of the configuration of the run; here the parameters follow. Only pca reads
-text: latents of some tokens, at least as many as a latent is wide, by one
-prefill. Without it parts count as equally large, as hadamard makes them.
+Models are trained with whole latents. model.latent.groups, scores and rotation
+(models/mixers/latent.py), usually overrides of the config of the run, choose
+how decoding shards them; this module converts the parameters. Only pca reads
+text: one prefill gives the latents of at least as many tokens as a latent is
+wide. Without pca the shards are assumed to have equal variance, as hadamard
+makes them.
 
 Legend: R rows of text, T tokens.
 """
@@ -21,15 +22,15 @@ from paraxis.models import decoder
 from paraxis.models.mixers import latent_rotation
 from paraxis.sharding import annotate
 
-MOST = 2**15  # tokens of text that are read
+MOST = 2**15  # tokens of text that pca reads
 PREFIX = 'layers/latent_attention/'
 
 
 def change(model):
-  """Whether a schema.Model decodes with other parameters than it learns."""
+  """Whether a schema.Model decodes with converted parameters."""
   own = model.latent
-  apart = own.groups > 1 and own.scores == 'own'
-  return 'A' in model.pattern and (apart or own.rotation != 'none')
+  split = own.groups > 1 and own.scores == 'own'
+  return 'A' in model.pattern and (split or own.rotation != 'none')
 
 
 def as_trained(config, run):
@@ -43,14 +44,14 @@ def as_trained(config, run):
   return dataclasses.replace(config, model=model)
 
 
-def turned(params, built, ids=(), length=512, say=print):
-  """Parameters to decode with.
+def rotated(params, built, ids=(), length=512, say=print):
+  """Parameters converted for decoding.
 
   Args:
-    params: {path: array}, stacked, of a run of any parts, on the mesh.
+    params: {path: array}, stacked, of a run with any groups, on the mesh.
     built: models.build.Built to decode with, on the same mesh.
-    ids: lists of token ids, which pca measures latents of.
-    length: tokens of a row of theirs.
+    ids: lists of token ids, whose latents pca measures.
+    length: tokens per row of that text.
     say: prints one line.
 
   Returns:
@@ -114,5 +115,5 @@ def _calibrate(model, built, params, rows):
   put = lambda x: jax.device_put(
     x, jax.NamedSharding(built.mesh, annotate.spec(('batch', None)[: x.ndim]))
   )
-  run = jax.jit(lambda *given: step.prefill(model, *given, length)[1])
+  run = jax.jit(lambda p, t, n: step.prefill(model, p, t, n, length)[1])
   return run(params, put(tokens_RT), put(lengths_R))

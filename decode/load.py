@@ -51,7 +51,7 @@ def locate(checkpoint, step=None):
 
 
 def _for_decoding(mesh):
-  """schema.Mesh without what only training has: one token has no shards."""
+  """schema.Mesh without training-only options: one token has no shards."""
   return dataclasses.replace(
     mesh, sequence=False, zero=0, collectives='annotated', collective_matmul=''
   )
@@ -61,7 +61,7 @@ class Checkpoint:
   """A read-only view of one run's checkpoints. Also a context manager."""
 
   def __init__(self, checkpoint, step=None, say=print):
-    """See `locate`. Nothing is written; say: called with one line a finding."""
+    """See `locate`. Nothing is written. say: prints one line per finding."""
     folder, self.step = locate(checkpoint, step)
     self._say = say
     self._store = store_lib.Store(folder, read_only=True, say=say)
@@ -95,8 +95,8 @@ class Checkpoint:
     Args:
       config: schema.Config, as `config` gave it, perhaps with overrides.
       mesh_text: --mesh=; empty: the run's mesh if it fits the devices.
-      rows: prompts to come, which a substitute mesh is chosen by.
-      texts: read where decoding changes the basis of latents
+      rows: number of prompts, which chooses a substitute mesh.
+      texts: calibration texts, where decoding rotates latents
         (model.latent.rotation=pca).
 
     Raises:
@@ -116,6 +116,8 @@ class Checkpoint:
     like = {PARAMS + path: leaf for path, leaf in saved.params.items()}
     if self.step is None:
       found = self._store.restore_latest_good(like, PARAMS)
+      if found is None:
+        raise errors.UserError(f'{self._store.directory}: no checkpoint here.')
       self.step, tree, meta = found
     else:
       tree, meta = self._store.restore(self.step, like, PARAMS)
@@ -134,11 +136,11 @@ class Checkpoint:
     if saved is not built:
       ids = [[tokenizer.bos_id(None), *tokenizer.encode(t)] for t in texts]
       length = config.data.sequence_length
-      params = latents.turned(params, built, ids, length, self._say)
+      params = latents.rotated(params, built, ids, length, self._say)
     return loop.Generator(built, params, tokenizer, config.decode, self._say)
 
   def _mesh(self, config, text, rows):
-    """(--mesh= text, devices): the run's mesh, or one that fits, said."""
+    """(--mesh= text, devices): the run's mesh, or a reported substitute."""
     devices = jax.devices()
     sizes = build.mesh_sizes(config, text)
     idle = [a for a in ('context', 'stage') if sizes.get(a, 1) != 1]

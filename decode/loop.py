@@ -5,8 +5,8 @@
       logits, cache = advance(last token)
       token = sample(logits)
 
-The loop returns to the host every `CHUNK` tokens if somebody watches (streaming
-or stop strings), else once. `limit` and the sampling values are arguments: all
+The loop returns to the host every `CHUNK` tokens when streaming or looking for
+stop strings, else once. `limit` and the sampling values are arguments: all
 chunks, seeds and temperatures run the same program. Prompt lengths and token
 counts are rounded up to buckets, so few programs are compiled.
 
@@ -36,7 +36,7 @@ CHUNK = 16  # tokens between two looks of the host
 ROWS = ('batch',)
 
 
-class State(NamedTuple):
+class DecodeState(NamedTuple):
   """The loop's carry.
 
   cache: decoder.Cache. token, position: (B,) int32, last tokens, which are not
@@ -116,14 +116,14 @@ class Generator:
     return model.unstack(cast)
 
   def _begin(self, params, tokens_BT, lengths_B, values, form, slots, new):
-    """Prefill and the first token -> (State, what the host reads)."""
+    """Prefill and the first token -> (DecodeState, what the host reads)."""
     x, cache = step.prefill(self._model, params, tokens_BT, lengths_B, slots)
     logits = self._model.logits(params, step.last(x, lengths_B))[:, 0]
     rows = tokens_BT.shape[0]
     fill = lambda value, dtype: annotate.put(
       jnp.full((rows, new), value, dtype), ('batch', None)
     )
-    empty = State(
+    empty = DecodeState(
       cache,
       jnp.zeros_like(lengths_B),
       lengths_B - 1,
@@ -143,7 +143,7 @@ class Generator:
     )
     kept = jnp.where(state.done, -1, token)
     logprob = jnp.where(state.done, 0, logprob)
-    return State(
+    return DecodeState(
       state.cache,
       jnp.where(state.done, 0, token),
       state.position + 1,

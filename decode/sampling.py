@@ -1,6 +1,6 @@
 """From logits to the next token: greedy, or drawn after up to three filters.
 
-    p = softmax(z / temperature), then in this order, each on what is left:
+    p = softmax(z / temperature), then in this order, on the tokens left:
     top-k   the k most likely tokens             (Fan et al., arXiv:1805.04833)
     top-p   the fewest most likely tokens whose probability is at least p
             (nucleus; Holtzman et al., arXiv:1904.09751)
@@ -29,8 +29,8 @@ ROWS = ('batch', None)
 COLDEST = 1e-4  # logits divided by less could overflow float32
 
 
-class Form(NamedTuple):
-  """What is compiled in; the values stay arguments (`Values`)."""
+class SamplingForm(NamedTuple):
+  """What is compiled in; the values stay arguments (`SamplingValues`)."""
 
   greedy: bool
   top_k: bool
@@ -38,7 +38,7 @@ class Form(NamedTuple):
   min_p: bool
 
 
-class Values(NamedTuple):
+class SamplingValues(NamedTuple):
   """Scalars: temperature, top_p, min_p float32; top_k int32; seed uint32."""
 
   temperature: Any
@@ -49,7 +49,7 @@ class Values(NamedTuple):
 
 
 def check(config, vocab_size):
-  """(Form, Values) of a schema.Decode, or UserError for what is out of range.
+  """(SamplingForm, SamplingValues); UserError for a value out of range.
 
   Args:
     config: configs.schema.Decode; temperature 0 or >= COLDEST, 0 <= top_k <=
@@ -76,10 +76,10 @@ def check(config, vocab_size):
   ):
     if not ok:
       raise errors.UserError(f'{name}={value} is out of range: {valid}.')
-  form = Form(t == 0, 0 < k < vocab_size, p < 1, m > 0)
+  form = SamplingForm(t == 0, 0 < k < vocab_size, p < 1, m > 0)
   if form.greedy:
-    form = Form(True, False, False, False)
-  return form, Values(
+    form = SamplingForm(True, False, False, False)
+  return form, SamplingValues(
     jnp.float32(t),
     jnp.int32(k),
     jnp.float32(p),

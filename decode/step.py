@@ -1,7 +1,7 @@
 """One pass of the model with a cache: a whole prompt, or one token a row.
 
 Rows have prompts of different lengths n_b. They are right-padded to one length
-T; then the slots of each row are turned by T - n_b, so that its prompt ends in
+T; then the slots of each row are rotated by T - n_b, so that its prompt ends in
 slot T - 1 and every step writes the same slot of all rows:
 
     prompt   a b c . .        cache   . . a b c | d e
@@ -9,8 +9,8 @@ slot T - 1 and every step writes the same slot of all rows:
 
 So a row's tokens lie in one range of slots, which ends with the newest one, and
 a kernel need not read others (pallas_kernels/decode_attention/op.py). A row
-that has ended goes on writing empty slots. A row's numbers are those it has
-alone.
+that has ended continues to write empty slots. A row's numbers do not depend on
+other rows.
 
 Legend: B rows, T prompt tokens (padded), S cache slots, D model, V vocabulary.
 """

@@ -21,7 +21,7 @@ class Transcript:
   def extend(self, tokens, logprobs):
     """Takes the row's next tokens; sets `finish` when they end it.
 
-    The end token is not kept; of tokens after a stop string none is.
+    The end token and tokens after a stop string are not kept.
     """
     before = len(self.tokens)
     for token, logprob in zip(tokens, logprobs, strict=True):
@@ -58,7 +58,7 @@ class Transcript:
     self.logprobs = self.logprobs[:n]
 
   def fresh(self):
-    """Text that has not been returned yet and will not change any more."""
+    """Text not returned before that can no longer change."""
     end = len(self.text)
     if not self.finish:
       end = len(self.text.rstrip(UNFINISHED))

@@ -25,6 +25,7 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.sequence import attention as context
+from paraxis.sharding.sequence import order as context_order
 from paraxis.sharding.sequence import scan
 
 
@@ -184,7 +185,7 @@ def _layout(config, rules, sizes, schedule):
   kv_heads = attention.num_kv_heads(model)
   kv_heads = max(1, math.lcm(kv_heads, shards) // shards)
   (axis,) = length('length')
-  plan = context.Plan(
+  plan = context.ContextPlan(
     mesh.context_form, axis, sizes[axis], order, mesh.context_inner
   )
   length = config.data.sequence_length
@@ -193,16 +194,16 @@ def _layout(config, rules, sizes, schedule):
       plan.form, plan.n, heads, kv_heads, length, plan.layout, plan.inner
     )
   else:
-    context.permutation(order, plan.n, length)  # it divides, or an error
+    context_order.permutation(order, plan.n, length)  # it divides, or an error
   for kind in sorted(letters):
     layer.MIXERS[kind].check_context(model, length // plan.n)
-  across = scan.Plan(mesh.context_scan, axis)
+  across = scan.ScanPlan(mesh.context_scan, axis)
   return parameter.Layout(rings, plan, placement, across)
 
 
 def _token_order(mesh, model, attending, letters):
   """Order of tokens on the context axis; recurrences need them in a row."""
-  order = context.resolve_order(
+  order = context_order.resolve_order(
     mesh.context_order,
     [attention.mask_of(model, kind) for kind in attending],
   )

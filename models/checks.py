@@ -8,6 +8,7 @@ import math
 import jax
 
 from paraxis.configs.base import errors
+from paraxis.configs.base import mixers
 from paraxis.models import layer
 from paraxis.models.mixers import attention
 from paraxis.pallas_kernels import registry
@@ -64,10 +65,11 @@ def check_model(model):
   )
   for letter in sorted(set(letters)):
     layer.MIXERS[letter].check(model)
-  need(
-    'W' not in model.pattern or model.window,
-    f'model.pattern={model.pattern!r} has W layers but model.window=0.',
-  )
+    need(
+      model.window or not mixers.TABLE[letter].windowed,
+      f'model.pattern={model.pattern!r} has {letter} layers but '
+      'model.window=0.',
+    )
   need(
     model.position != 'learned' or model.max_positions,
     "model.position='learned' needs model.max_positions, rows of its table.",

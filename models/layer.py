@@ -21,18 +21,19 @@ from paraxis.models.mixers import mamba
 from paraxis.models.mixers import recurrent
 from paraxis.models.mixers import tcn
 
-# Letter of a pattern -> the mixer's module.
+# Letter of a pattern -> the mixer's class; its other properties are in its row
+# of configs/base/mixers.py.
 MIXERS = {
   'F': attention.Attention,
   'W': attention.Attention,
   'N': attention.Attention,
   'A': latent_attention.LatentAttention,
-  'C': tcn.ConvolutionAttention,
   'G': gated_linear.GatedLinear,
   'M': mamba.Mamba2,
   'S': mamba.Mamba,
   'R': recurrent.ParaGRU,
   'L': recurrent.ParaLSTM,
+  'C': tcn.ConvolutionAttention,
 }
 EXPERTS = 'EPD'
 

@@ -12,7 +12,10 @@ from paraxis.models import parameter
 from paraxis.sharding import annotate
 
 
-def rms(x, scale, epsilon, zero_centered=False, axis=-1, name=None):
+def rms(
+  x, scale, epsilon, zero_centered=False,
+  axis: int | tuple[int, ...] = -1, name=None,
+):  # fmt: skip
   """RMSNorm over the last axis or axes, times scale (or 1 + scale).
 
   name: logical axis, of those that are averaged, that shards may split.

@@ -1,4 +1,4 @@
-"""How a module declares a parameter: a value, its logical axes, its kind.
+"""How a module declares and multiplies a parameter: value, logical axes, kind.
 
 A parameter names logical axes only; sharding/rules.py alone knows the mesh. The
 metadata travels with the Flax variable: `axes` (one name per dimension), `kind`
@@ -13,15 +13,17 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from paraxis.sharding.tensor import project
+
 
 class Layout(NamedTuple):
   """What a module is told of the layout: choices, never mesh axes.
 
   rings: products that run as collective matmuls: 'qkv', 'output', 'gate_up',
-  'down'. context: sharding.sequence.attention.Plan, or None. placement: virtual
-  stage of every chunk of every pipeline stage (stages, chunks), or None: one
-  stage.
-  scan: sharding.sequence.scan.Plan, how states of recurrences cross it, or
+  'down'. context: sharding.sequence.attention.ContextPlan, or None. placement:
+  virtual stage of every chunk of every pipeline stage (stages, chunks), or
+  None: one stage.
+  scan: sharding.sequence.scan.ScanPlan, how states of recurrences cross it, or
   None.
   """
 
@@ -58,7 +60,46 @@ def diagonal(rngs, shape, axes, std):
   return nnx.Param(value, axes=axes, kind='vector', inputs=0)
 
 
+def operand(variable):
+  """(w, axes) of a matrix, as sharding/tensor/project.py multiplies it.
+
+  w names its owner if the variable does (models/stack.py: `_run_layer`).
+  """
+  value, owner = variable[...], variable.get_metadata('owner', None)
+  w = value if owner is None else project.Owned(value, owner)
+  return w, variable.get_metadata('axes')
+
+
 def metadata(variable):
   """(axes, kind, inputs) of a parameter."""
   get = variable.get_metadata
   return get('axes'), get('kind'), get('inputs')
+
+
+def multiply(module, x, x_names, products, ring='', dtype=None, biased=False):
+  """Products of one activation with parameters of a module.
+
+  Args:
+    module: has a `layout` and the parameters.
+    x: activation, laid out by the logical names `x_names`; gathered once.
+    products: (name of a parameter, einsum equation, names of the output).
+    ring: which of Layout.rings these products are; '': none.
+    dtype: of accumulation and outputs; default that of x.
+    biased: add the parameter `NAME_bias` wherever the module has one.
+
+  Returns:
+    A list of outputs, as of project.project.
+  """
+  weights = [(eq, getattr(module, name), out) for name, eq, out in products]
+  outs = project.project(
+    x,
+    x_names,
+    [(eq, *operand(w), out) for eq, w, out in weights],
+    dtype,
+    ring in module.layout.rings,
+  )
+  for i, (name, *_) in enumerate(products):
+    bias = getattr(module, f'{name}_bias', None)
+    if biased and bias is not None:
+      outs[i] = (outs[i] + bias[...]).astype(outs[i].dtype)
+  return outs

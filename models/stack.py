@@ -24,7 +24,6 @@ from paraxis.models import depth
 from paraxis.models import layer as layer_lib
 from paraxis.models import parameter
 from paraxis.sharding.tensor import project
-from paraxis.sharding.tensor import tape
 
 SCANNED, REST = range(2)  # parts of a run, as a tape numbers them
 
@@ -70,10 +69,14 @@ class Skeleton:
     flat = nnx.to_flat_state(state)
     return {_joined(path): v[...].astype(dtype) for path, v in flat}
 
-  def module(self, values) -> Any:
-    """The module with parameters {path: array}; more may be in `values`."""
+  def module(self, values, owners=None) -> Any:
+    """The module with parameters {path: array}; more may be in `values`.
+
+    owners: {path: who owns it}, for a tape (parameter.operand), or None.
+    """
+    of = lambda path: dict(owner=owners[path]) if owners else {}
     state = [
-      (leaf.path, leaf.variable.replace(values[path]))
+      (leaf.path, leaf.variable.replace(values[path], **of(path)))
       for path, leaf in self.leaves.items()
     ]
     return nnx.merge(self._graph, nnx.from_flat_state(state))
@@ -269,8 +272,8 @@ class Stack:
   def _run_layer(self, kind, slots, x, see, values):
     # Picked in here: what the backward pass keeps is the unit, not a copy.
     mine = {p: values[p][slot] for p, slot in slots.items()}
-    tape.own(mine, lambda path: (f'layers/{path}', slots[path]))
-    return self._kinds[kind].module(mine)(x, see, None)[0]
+    owners = {p: (f'layers/{p}', slot) for p, slot in slots.items()}
+    return self._kinds[kind].module(mine, owners)(x, see, None)[0]
 
   def step(self, params, x_BTD, see, states):
     """One pass of all layers with a cache.

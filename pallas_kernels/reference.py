@@ -32,8 +32,8 @@ def attention_ref(
 ):
   """Dense attention -> (o_BTNH, lse_BTN), differentiable by jax itself.
 
-  Same arguments and semantics as attention.attention; computed and returned in
-  promote_types(dtype, float32).
+  Arguments and semantics are those of attention/op.py; the result is computed
+  and returned in promote_types(dtype, float32).
   """
   wide = jnp.result_type(q_BTNH, k_BSKH, v_BSKH, jnp.float32)
   groups = q_BTNH.shape[2] // k_BSKH.shape[2]

@@ -1,15 +1,16 @@
 """Which implementation of an op runs here, and why the others do not.
 
 An op is a name and a list of implementations in order of preference. The choice
-is made while tracing, from the device the program is built for (not from the
-machine that traces it), so an ahead-of-time compile for a TPU picks what the
-TPU would run. The choice can be printed and is never silent: asking by name for
-an implementation that cannot run is an error that says why.
+is made while tracing, from the device that the program is compiled for (not
+from the host that traces it), so an ahead-of-time compile for a TPU chooses
+what the TPU would run. The choice can be printed and is never silent: naming an
+implementation that cannot run is an error with the reason.
 """
 
-import collections.abc
+from collections.abc import Callable
 import dataclasses
 import re
+from typing import Any
 
 import jax
 
@@ -18,7 +19,7 @@ from paraxis.configs.base import errors
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-  """The device a program is built for, e.g. ('tpu', 'TPU v5 lite')."""
+  """The device a program is compiled for, e.g. ('tpu', 'TPU v5 lite')."""
 
   platform: str  # cpu | tpu | gpu
   device_kind: str
@@ -31,27 +32,62 @@ class Target:
 class Implementation:
   """One way to compute an op: two pure functions without autodiff.
 
-  `supports(spec, target)` returns None if it can run, else one line that says
-  why not. `spec` is the op's own record of shapes, dtypes and options (never
-  values); it is None when the question is about the target alone.
+  `supports(spec, target)` returns None if the implementation can run, else the
+  reason in one line. `spec` is the op's record of shapes, dtypes and options
+  (never values), or None to ask about the target alone.
   """
 
   name: str
-  forward: collections.abc.Callable
-  backward: collections.abc.Callable | None  # None: the op has no gradient
-  supports: collections.abc.Callable
+  forward: Callable
+  backward: Any = None  # Callable; None: no gradient
+  supports: Callable[[Any, Target], str | None] = lambda spec, target: None
 
 
+def of_module(name: str, module) -> Implementation:
+  """The `Implementation` of a module with forward, backward and supports."""
+  return Implementation(name, module.forward, module.backward, module.supports)
+
+
+SPREAD = 'arrays are spread over a mesh: call it in a manual region'
+
+
+def spread(x) -> bool:
+  """May the compiler spread x over devices? A kernel then cannot take it."""
+  mesh = jax.typeof(x).sharding.mesh
+  manual = jax.sharding.AxisType.Manual
+  kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+  return any(size > 1 and kind != manual for size, kind in kinds)
+
+
+def unfit(
+  spec, target: Target, platform: str, dtypes: tuple[str, ...]
+) -> str | None:
+  """Why a kernel for `platform` cannot run, in one line; None if it may.
+
+  What every kernel refuses: another platform, a dtype that is not one of
+  `dtypes`, arrays that are spread over a mesh. `spec`: as in Implementation.
+  """
+  if target.platform != platform:
+    return f'needs a {platform.upper()}, target is {target.device_kind}'
+  if spec is None:
+    return None
+  if spec.dtype not in dtypes:
+    joint = ' and ' if len(dtypes) == 2 else ', '
+    return f'computes in float32, takes {joint.join(dtypes)}, not {spec.dtype}'
+  return SPREAD if getattr(spec, 'sharded', False) else None
+
+
+_CONFIG: Any = jax.config  # type checkers do not know its options
 _OPS: dict[str, tuple[Implementation, ...]] = {}
 
 
-def register(op, *implementations):
-  """Declares an op; `implementations` come in order of preference."""
+def register(op: str, *implementations: Implementation) -> None:
+  """Declares an op; `implementations` are in order of preference."""
   _OPS[op] = implementations
 
 
-def ops():
-  """The names of the ops that have been declared (imported) so far."""
+def ops() -> tuple[str, ...]:
+  """Names of the ops whose modules have been imported so far."""
   return tuple(_OPS)
 
 
@@ -63,12 +99,12 @@ def _platform(name, kind):
   return name or 'cpu'
 
 
-def current_target():
+def current_target() -> Target:
   """The mesh's device, else the default device, else the first device."""
   mesh = jax.sharding.get_abstract_mesh()
   device = None if mesh.empty else mesh.abstract_device
   if device is None:
-    device = jax.config.jax_default_device
+    device = _CONFIG.jax_default_device
     if isinstance(device, str):  # the option also takes a platform's name
       device = jax.devices(device)[0]
     device = device or jax.devices()[0]
@@ -82,11 +118,14 @@ def _implementations(op):
   return _OPS[op]
 
 
-def resolve(op, name='auto', spec=None, target=None):
-  """The implementation to run: the first that can, or the one named.
+def resolve(
+  op: str, name: str = 'auto', spec=None, target: Target | None = None
+) -> Implementation:
+  """The implementation to run: the first that can run, or the named one.
 
-  Raises errors.UserError if the one named is unknown or cannot run, with its
-  reason, and if none can run.
+  Raises:
+    errors.UserError: the named implementation is unknown or cannot run, or
+      none can run, with the reasons.
   """
   target = target or current_target()
   known = _implementations(op)
@@ -108,8 +147,10 @@ def resolve(op, name='auto', spec=None, target=None):
   )
 
 
-def explain(op, target=None, spec=None):
-  """Rows (name, chosen, reason): reason is '' where the op could run."""
+def explain(
+  op: str, target: Target | None = None, spec=None
+) -> list[tuple[str, bool, str]]:
+  """[(name, chosen, reason)] of all implementations; reason '': can run."""
   target = target or current_target()
   rows, free = [], True
   for i in _implementations(op):

@@ -1,17 +1,17 @@
 """Kernels of tokamax behind our contracts: optional, never chosen by 'auto'.
 
-tokamax (github.com/openxla/tokamax) is no dependency: it is imported when one
-of these runs, and where it is not installed `supports` says so. They are
-yardsticks and second opinions. tokamax goes on to its XLA form without a word
-if a kernel refuses; here the kernel is named (`form`), so what cannot run is an
-error:
+tokamax (github.com/openxla/tokamax) is an optional dependency: it is imported
+when one of its kernels runs, and `supports` reports that it is not installed.
+The kernels are baselines and second opinions. tokamax silently falls back to
+its XLA form if a kernel refuses; here the kernel is named (`form`), so a kernel
+that cannot run is an error:
 
   TPU v5 and later  mosaic_tpu       NVIDIA Hopper, Blackwell  mosaic_gpu
   other NVIDIA      triton           CPU                       xla
 
 Its public attention gives no lse, which the op needs, so the ops beneath it are
-called (tokamax 0.0.12; a later one may have moved them). There is no backward
-pass of attention here, for the reason that attention_adapters.py gives.
+called (tokamax 0.0.12; a later version may have moved them). There is no
+backward pass of attention here, for the reason in attention/adapters.py.
 
 Legend: B batch, T query length, S key length or rows, N query heads, K kv
 heads, H head size, E groups, D input width, F output width.
@@ -37,7 +37,7 @@ _DTYPES = {
 
 
 def form(target):
-  """The name that tokamax has for what runs on a target, or None."""
+  """tokamax's name of the implementation for a target, or None."""
   kind = target.device_kind
   if target.platform == 'tpu':
     return None if re.search(r'v[234]\b', kind) else 'mosaic_tpu'
@@ -64,8 +64,8 @@ def _unfit(dtype, target):
 def load(name='tokamax'):
   """A module of tokamax, which keeps its options in absl's global flags.
 
-  It reads them from the command line of whoever calls it, and a flag that it
-  does not know ends the process: so they count as read, with their defaults.
+  absl would read the command line of the calling program, and an unknown flag
+  ends the process: so the flags are marked as parsed, with their defaults.
   """
   found = importlib.import_module(name)
   if not flags.FLAGS.is_parsed():
@@ -78,12 +78,12 @@ def _ops(name):
 
 
 def attention_supports(spec, target):
-  """None, or one line that says why its attention cannot run."""
+  """None, or the reason in one line why tokamax's attention cannot run."""
   reason = _unfit(spec and spec.dtype, target)
   if reason or spec is None:
     return reason
   if spec.sharded:
-    return 'arrays are spread over a mesh: call it in a manual region'
+    return registry.SPREAD
   if spec.segments or spec.order:
     return 'takes neither segments nor an order without a T x S mask'
   if spec.v and spec.v[-1] != spec.k[-1]:
@@ -115,13 +115,13 @@ def attention(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
     mask=base.Mask(is_causal=mask.causal, **limits),
     return_residuals=True,
   )
-  # Maxima and sums, but on TPU the second is the lse already.
+  # Row maxima and sums; on TPU the second array is the lse already.
   lse = total if name == 'mosaic_tpu' else m + jnp.log(total)
   return o.astype(v_BSKH.dtype), lse.astype(jnp.float32).swapaxes(1, 2)
 
 
 def product_supports(spec, target):
-  """None, or one line that says why its grouped product cannot run."""
+  """None, or the reason in one line why its grouped product cannot run."""
   return _unfit(spec and spec.dtype, target)
 
 
@@ -139,7 +139,7 @@ def _product(a, b, sizes_E, dtype, dimensions):
 
 
 def product(x_SD, w_EDF, sizes_E, size, dtype):
-  """y_SF by tokamax; see grouped_matmul.product."""
+  """y_SF by tokamax; see matmul/grouped.py."""
   del size
   return _product(x_SD, w_EDF, sizes_E, dtype, None)
 

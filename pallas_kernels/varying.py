@@ -1,9 +1,12 @@
-"""What the ops share: the score of a hidden pair, mesh axes of varying values.
+"""Shared by the ops: the score of a hidden pair, varying mesh axes of arrays.
 
 In shard_map with check_vma jax tracks over which mesh axes a value differs
 between devices; operands and the carry of a scan must agree on them. Outside of
-a manual region nothing here changes anything.
+a manual region these functions return their arguments unchanged.
 """
+
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,25 +17,30 @@ NEG = -1e30  # score of an invisible pair: finite, so no merge makes a NaN
 FLOOR = NEG / 2
 
 
-def same(tree):
+def same(tree: Any) -> Any:
   """Makes all arrays vary over the same manual mesh axes (in shard_map)."""
   leaves = jax.tree.leaves(tree)
   axes = frozenset().union(*(jax.typeof(x).mat.varying for x in leaves))
   return jax.tree.map(lambda x: vary(x, axes), tree)
 
 
-def vary(x, axes):
+def vary(x: jax.Array, axes: frozenset) -> jax.Array:
   """x, typed as different on every device along the mesh axes `axes` too."""
-  axes = tuple(sorted(axes - jax.typeof(x).mat.varying))
-  return jax.lax.pcast(x, axes, to='varying') if axes else x
+  more = tuple(sorted(axes - jax.typeof(x).mat.varying))
+  return jax.lax.pcast(x, more, to='varying') if more else x
 
 
-def like(x, fill, dtype):
+def like(x: jax.Array, fill, dtype) -> jax.Array:
   """A constant with x's shape, sharding and varying axes (a scan carry)."""
   return vary(jnp.full_like(x, fill, dtype=dtype), jax.typeof(x).mat.varying)
 
 
-def dot(equation, x, y):
+def result(x: jax.Array, shape: Iterable[int], dtype) -> jax.ShapeDtypeStruct:
+  """A kernel's result that varies over the same manual mesh axes as x."""
+  return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).mat)
+
+
+def dot(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
   """einsum in promote_types(dtype, float32)."""
   wide = jnp.result_type(x, y, jnp.float32)
   return jnp.einsum(equation, x, y, preferred_element_type=wide)

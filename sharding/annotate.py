@@ -1,11 +1,21 @@
 """Every annotation of a layout, by logical names, in all three worlds.
 
-    Explicit mesh    move -> reshard       put -> reshard
-    Manual region    move -> all_gather    put -> nothing
-    no mesh          nothing               nothing
+              no mesh   Explicit mesh              manual region
+    move      x         reshard to `target`        all_gather to `target`; to
+                                                   scatter is an error
+    put       x         reshard to `names`         x: how it came is not known
+    stored    x         reshard as rules.stored    x
+    part      x         reshard to `target`        the shard's slice of x, which
+                                                   is not differentiated
+    take      x         reshard to `names`         the shard's slice of x along
+                                                   one dimension, whole before
+    mean      jnp.mean  jnp.mean                   pmean over the axes of `name`
+    region    function  shard_map of the function  function
+    like      constant  constant                   constant, cast to vary as x
 
 So one model code runs under jit and inside a fully manual shard_map. Products
-with parameters, and the collectives that they need, are in project.py.
+with parameters, and their collectives, are in sharding/tensor/project.py. On a
+mesh, names mean nothing outside of `use`: that is an error.
 """
 
 import contextlib
@@ -18,8 +28,8 @@ from jax.sharding import AxisType
 
 from paraxis.sharding import rules as rules_lib
 
-_rules = contextvars.ContextVar(
-  'rules', default=rules_lib.PRESETS['fsdp_tensor']
+_rules: contextvars.ContextVar[rules_lib.Rules | None] = contextvars.ContextVar(
+  'rules', default=None
 )
 
 
@@ -53,6 +63,24 @@ def use(rules):
     _rules.reset(token)
 
 
+def _in_force():
+  """The rules that `use` named.
+
+  Raises:
+    LookupError: there are none, and a mesh that they would lay arrays out on.
+  """
+  rules = _rules.get()
+  if rules is not None:
+    return rules
+  if sizes():
+    raise LookupError(
+      f'a mesh of {sizes()} and no rules that say what logical names mean on '
+      'it: enter annotate.use(rules), or build.layout(built), which enters '
+      'both.'
+    )
+  return rules_lib.PRESETS['fsdp_tensor']  # names are checked, nothing is moved
+
+
 def sizes():
   """Mesh axis -> size of the mesh in force, axes of size 1 left out."""
   mesh = jax.sharding.get_abstract_mesh()
@@ -73,21 +101,21 @@ def mode():
 
 def spec(names, shape=None, where=''):
   """PartitionSpec of logical names under the rules and mesh in force."""
-  return rules_lib.spec(names, shape, _rules.get(), sizes(), where)
+  return rules_lib.spec(names, shape, _in_force(), sizes(), where)
 
 
 def shards(name):
   """Number of shards of a logical axis under the rules and mesh in force."""
   n = sizes()
   out = 1
-  for axis in _rules.get().axes(name):
+  for axis in _in_force().axes(name):
     out *= n.get(axis, 1)
   return out
 
 
 def carriers(name):
   """Mesh axes, larger than 1, of a logical axis under the rules in force."""
-  return tuple(a for a in _rules.get().axes(name) if a in sizes())
+  return tuple(a for a in _in_force().axes(name) if a in sizes())
 
 
 def move(x, source, target):
@@ -118,7 +146,7 @@ def stored(x, names, stage):
   """x laid out as rules.stored says: a gradient, or optimizer state."""
   if not sizes() or mode() != 'explicit':
     return x
-  want = rules_lib.stored(names, x.shape, _rules.get(), sizes(), stage)
+  want = rules_lib.stored(names, x.shape, _in_force(), sizes(), stage)
   return x if jax.typeof(x).sharding.spec == want else jax.reshard(x, want)
 
 
@@ -151,8 +179,8 @@ def take(x, names, dimension):
 def mean(x, axis, name=None):
   """Mean over dimensions of which `name` may be split; dimensions are kept.
 
-  In a manual region each shard goes on with its own part of what it divides, so
-  the sum's transpose is a sum again, and differentiating is right.
+  In a manual region each shard continues with its own part of what the mean
+  divides, so the sum's transpose is a sum again, and differentiating is right.
   """
   y = jnp.mean(x, axis, keepdims=True)
   axes = carriers(name) if name and mode() == 'manual' else ()

@@ -8,6 +8,7 @@ fit is an error while tracing. Axes of size 1 stay in the mesh and are dropped
 from specs (sharding/rules.py), so one device is the same program.
 """
 
+from collections.abc import Mapping, Sequence
 import math
 
 import jax
@@ -19,7 +20,7 @@ from paraxis.sharding import placement
 AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
 
 
-def parse(text):
+def parse(text: str) -> dict[str, int]:
   """'data=2,tensor=-1' -> {'data': 2, 'tensor': -1}; unnamed axes are 1.
 
   Args:
@@ -47,13 +48,13 @@ def parse(text):
   return sizes
 
 
-def describe(sizes):
+def describe(sizes: Mapping[str, int]) -> str:
   """{'data': 2, 'tensor': 1} -> 'data=2' (axes of size 1 are left out)."""
   shown = [f'{a}={sizes[a]}' for a in AXES if sizes.get(a, 1) != 1]
   return ','.join(shown) or 'data=1'
 
 
-def factorisations(n, axes, most=6):
+def factorisations(n: int, axes: Sequence[str], most: int = 6) -> list[str]:
   """Ways to spread n devices over `axes`, most even first, as texts."""
 
   def spread(n, axes):
@@ -69,7 +70,7 @@ def factorisations(n, axes, most=6):
   return [describe(s) for s in found[:most]]
 
 
-def resolve(sizes, num_devices):
+def resolve(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
   """Fills in -1 and the unnamed axes; every device must have a place.
 
   Args:
@@ -104,7 +105,7 @@ def resolve(sizes, num_devices):
   return full
 
 
-def make(sizes, devices=None):
+def make(sizes: str | Mapping[str, int], devices=None) -> jax.sharding.Mesh:
   """A mesh of all `devices` with Explicit axes.
 
   Args:
@@ -121,7 +122,7 @@ def make(sizes, devices=None):
   return jax.sharding.Mesh(placed, AXES, axis_types=explicit)
 
 
-def abstract(sizes):
+def abstract(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
   """The same mesh without devices, of any number: to check a layout by types.
 
   Args:

@@ -1,4 +1,4 @@
-"""Where the devices of a machine go in a mesh.
+"""Placement of devices in a mesh, by the links between them.
 
 Mesh axes that come last (tensor, context) exchange most and get neighbours in
 the torus, or the GPUs of one host. TPU slices are joined by the data center
@@ -7,6 +7,7 @@ axes that come first (replica, stage, data, then fsdp), each as far as its size
 allows, and never over context or tensor, which exchange in every layer.
 """
 
+from collections.abc import Callable, Mapping
 import math
 
 from jax.experimental import mesh_utils
@@ -17,22 +18,22 @@ from paraxis.configs.base import errors
 _INNER = ('context', 'tensor')
 
 
-def slice_of(device):
+def slice_of(device) -> int:
   """Number of the TPU slice that a device is in; 0 where there are none."""
   return getattr(device, 'slice_index', 0) if device.platform == 'tpu' else 0
 
 
-def host_of(device):
-  """Number of the host, with other devices of which it exchanges quickly."""
+def host_of(device) -> int:
+  """Number of a device's host; devices of one host have fast links."""
   return device.process_index
 
 
-def place(sizes, devices):
+def place(sizes: Mapping[str, int], devices) -> np.ndarray:
   """Array of `devices` with the shape of a mesh.
 
   Args:
     sizes: mesh axis -> size, in order; their product is len(devices).
-    devices: of one machine, one or several slices.
+    devices: of one platform, in one or several slices.
 
   Raises:
     UserError: the leading axes cannot be divided among the slices.
@@ -66,7 +67,9 @@ def place(sizes, devices):
   )
 
 
-def crosses(devices, axes, where):
+def crosses(
+  devices: np.ndarray, axes: tuple[int, ...], where: Callable
+) -> bool:
   """Whether devices that differ along mesh axes differ in `where`.
 
   Args:

@@ -75,11 +75,19 @@ def _integers(text):
   return [int(n) for n in re.findall(r'\d+', text)]
 
 
+def _parts(pattern, text):
+  """Groups of `pattern` at the start of a text; ValueError if it is none."""
+  match = re.match(pattern, text)
+  if match is None:
+    raise ValueError(f'{text!r}: a notation of devices that is not known here.')
+  return match.groups()
+
+
 def _iota_parts(text):
   """'[2,4]<=[4,2]T(1,0)' -> ([2, 4], [4, 2], [1, 0])."""
-  shape, dims, order = re.search(
+  shape, dims, order = _parts(
     r'\[([\d,]*)\](?:<=\[([\d,]*)\])?(?:T\(([\d,]*)\))?', text
-  ).groups()
+  )
   return _integers(shape), _integers(dims or shape), _integers(order or '')
 
 
@@ -95,9 +103,9 @@ def _mesh_groups(text):
 
   With a as (before, size, rest), it is the middle one.
   """
-  head, order, chosen = re.search(
+  head, order, chosen = _parts(
     r'mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}', text
-  ).groups()
+  )
   axes = {n: int(s) for n, s in re.findall(r"'?([\w.]+)'?=(\d+)", head)}
   devices = np.arange(math.prod(axes.values()))
   if order:
@@ -105,9 +113,9 @@ def _mesh_groups(text):
   cuts = {name: {1, size} for name, size in axes.items()}
   wanted = []
   for part in filter(None, chosen.split(',')):
-    name, before, size = re.fullmatch(
-      r"'?([\w.]+)'?(?::\((\d+)\)(\d+))?", part.strip()
-    ).groups()
+    name, before, size = _parts(
+      r"'?([\w.]+)'?(?::\((\d+)\)(\d+))?$", part.strip()
+    )
     start = int(before or 1)
     end = start * int(size or axes[name])
     cuts[name] |= {start, end}

@@ -1,13 +1,23 @@
 """Which mesh axes carry which logical axis: the only place where they meet.
 
 Models name logical axes; a `Rules` table maps each to a tuple of mesh axes.
+
+    preset    name, perhaps with changes   -> Rules
+    of        schema.Mesh and a model      -> Rules of a run (kv heads, ZeRO-3,
+                                              sequence parallelism, experts)
+    region    'context+tensor'             -> mesh axes that shard the experts
+    spec      names of an array's axes     -> PartitionSpec
+    stored    the same                     -> that of its gradient or optimizer
+                                              state (ZeRO)
+
 Parameters and activations use different names for the model width ('embed',
 'hidden'), so that parameters are sharded over fsdp while activations keep their
 batch sharded (ZeRO stage 3, arXiv:1910.02054). An axis that does not divide is
 an error that names both numbers: nothing is ever silently replicated, and a
-mesh axis that no rule uses would leave devices idle, which is an error too.
+mesh axis that no rule uses would leave devices idle, which is also an error.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 
@@ -41,11 +51,13 @@ _BATCH = {
   'length': ('context',),
   'residual_length': ('context',),
 }
-# Stages share out the depth, and the vocabulary too: every one of them then
-# holds as much of the two ends as the others (arXiv:2411.05288).
+# The vocabulary is sharded over stages like the depth: then all stages hold
+# equal parts of the embedding and of the head (arXiv:2411.05288).
 _STAGE = {'layers': ('stage',), 'vocab': ('stage',)}
 _FSDP = {'embed': ('fsdp',)}
-_TENSOR = {a: ('tensor',) for a in ('heads', 'kv_heads', 'mlp')}
+_TENSOR: dict[str, tuple[str, ...]] = {
+  a: ('tensor',) for a in ('heads', 'kv_heads', 'mlp')
+}
 _TENSOR['vocab'] = ('stage', 'tensor')
 
 
@@ -53,15 +65,15 @@ _TENSOR['vocab'] = ('stage', 'tensor')
 class Rules:
   """Logical axis -> mesh axes. Axes that the table lacks are not sharded.
 
-  zero: what is sharded over `data` too: 1 optimizer state, 2 and the sums of
-  gradients, 3 and parameters (which the table then says).
+  zero: ZeRO stage, what is also sharded over `data`: 1 optimizer state, 2 and
+  the sums of gradients, 3 and parameters (these are then in the table).
   """
 
   name: str
-  table: dict
+  table: dict[str, tuple[str, ...]]
   zero: int = 0
 
-  def axes(self, logical):
+  def axes(self, logical: str | None) -> tuple[str, ...]:
     """Mesh axes of a logical axis (None: not sharded)."""
     if logical is None:
       return ()
@@ -71,7 +83,7 @@ class Rules:
       )
     return self.table.get(logical, ())
 
-  def check_used(self, sizes):
+  def check_used(self, sizes: Mapping[str, int]) -> None:
     """UserError if a mesh axis larger than 1 carries nothing."""
     if self.name == 'replicated':
       return  # asked for by name: every device does the same
@@ -97,10 +109,11 @@ PRESETS = {
 }
 
 
-def preset(text):
-  """The table of that name, perhaps changed: 'fsdp_tensor vocab=tensor+fsdp'.
+def preset(text: str) -> Rules:
+  """The rules of that name, perhaps changed: 'fsdp_tensor vocab=tensor+fsdp'.
 
-  UserError lists the names, and the axes where a change names none.
+  Raises:
+    UserError: an unknown name or axis; it lists the known ones.
   """
   name, *changes = text.split() or ['']
   if name not in PRESETS:
@@ -126,8 +139,8 @@ def preset(text):
   return Rules(text, table) if changes else PRESETS[name]
 
 
-def region(text, sizes):
-  """'context+tensor' -> the mesh axes larger than 1 that share out experts."""
+def region(text: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
+  """'context+tensor' -> the mesh axes larger than 1 that shard the experts."""
   axes = tuple(filter(None, text.replace(' ', '').split('+')))
   allowed = tuple(a for a in mesh_lib.AXES if a not in ('replica', 'stage'))
   for axis in axes:
@@ -140,14 +153,19 @@ def region(text, sizes):
   return tuple(a for a in axes if sizes.get(a, 1) > 1)
 
 
-def of(mesh, sizes, kv_heads, experts=''):
+def of(
+  mesh: schema.Mesh,
+  sizes: Mapping[str, int],
+  kv_heads: int,
+  experts: str = '',
+) -> Rules:
   """The rules of a schema.Mesh whose axes have `sizes`, for a model.
 
   Args:
     mesh: schema.Mesh (rules, zero, sequence).
     sizes: mesh axis -> size.
-    kv_heads: of the model. Where the shards of the query heads do not divide
-      them, every shard computes all of them and takes those it needs.
+    kv_heads: of the model. If the shards of the query heads do not divide them,
+      every shard computes all of them and takes those it needs.
     experts: schema.Experts.region of the model.
   """
   rules = preset(mesh.rules)
@@ -177,7 +195,13 @@ def of(mesh, sizes, kv_heads, experts=''):
   return Rules(rules.name, table, mesh.zero)
 
 
-def spec(names, shape, rules, sizes, where=''):
+def spec(
+  names: Sequence[str | None],
+  shape: Sequence[int] | None,
+  rules: Rules,
+  sizes: Mapping[str, int],
+  where: str = '',
+) -> PartitionSpec:
   """Logical names of an array's dimensions -> PartitionSpec.
 
   Args:
@@ -216,18 +240,25 @@ def spec(names, shape, rules, sizes, where=''):
   return PartitionSpec(*out)
 
 
-# The ZeRO stage from which each is sharded over data too. A gradient leaves the
-# step as the optimizer wants it from stage 1 on; its sums over microbatches are
-# whole until stage 2.
+# The ZeRO stage from which each is also sharded over data. From stage 1 on a
+# gradient leaves the step in the optimizer's layout; its sums over microbatches
+# are whole until stage 2.
 OPTIMIZER, GRADIENTS, SUMS = 1, 1, 2
 
 
-def stored(names, shape, rules, sizes, stage, where=''):
-  """PartitionSpec of what mirrors a parameter: its optimizer state, gradient.
+def stored(
+  names: Sequence[str | None],
+  shape: Sequence[int],
+  rules: Rules,
+  sizes: Mapping[str, int],
+  stage: int,
+  where: str = '',
+) -> PartitionSpec:
+  """PartitionSpec of a parameter's gradient or optimizer state.
 
-  The parameter's own, and from ZeRO stage `stage` on also `data`, on the first
-  dimension that it divides: shards are then long runs of memory, or whole
-  matrices where the depth divides. Nothing divides: the parameter's own.
+  It is the parameter's own, and from ZeRO stage `stage` on also `data` on the
+  first dimension that `data` divides: shards are then long runs of memory, or
+  whole matrices if the depth divides. If none divides: the parameter's own.
   """
   own = spec(names, shape, rules, sizes, where)
   data = sizes.get('data', 1)

@@ -1,12 +1,13 @@
-"""How often a branch is taken, or a loop turns, said by a name in the program.
+"""Branch frequencies and trip counts, encoded in op names for cost counting.
 
-    with turns.scope(15, 22): lax.cond(...)      15 of the loop's 22 turns
+    with turns.scope(15, 22): lax.cond(...)      taken in 15 of 22 iterations
     with jax.named_scope('about_4_trips'): lax.while_loop(...)
 
-Counting work or messages from a traced or a compiled program (predict.py,
-flops.py, compiled.py) takes the dearer branch of a conditional; without this it
-would take it in every turn, and cannot count a loop whose trip count depends on
-data. The name survives compiling, as names of layers do.
+A cost count of a traced or compiled program (predict.py, flops.py, compiled.py
+of sharding/meter) takes the costliest branch of a conditional. Without these
+names it would count that branch in every iteration of the loop around it, and
+could not count a loop whose trip count depends on data. jax keeps the names of
+scopes in jaxprs and in compiled text; the patterns below match what it appends.
 """
 
 import fractions
@@ -18,21 +19,24 @@ _NAME = re.compile(r'turns_(\d+)_of_(\d+)(?:/cond)?$')
 _TRIPS = re.compile(r'about_(\d+)_trips\)*(?:/while)?$')
 
 
-def scope(taken, turns):
-  """Context around a lax.cond; what it calls must open a scope of its own."""
+def scope(taken: int, turns: int):
+  """Context around a lax.cond that runs its branch `taken` of `turns` times.
+
+  A conditional inside the branch needs a scope of its own.
+  """
   return jax.named_scope(f'turns_{taken}_of_{turns}')
 
 
-def share(name):
-  """Of the turns, in how many the conditional of that name goes on; 1: all."""
+def share(name) -> int | fractions.Fraction:
+  """Fraction of iterations that take a named conditional's branch, or 1."""
   match = _NAME.search(str(name))
   if not match or not int(match[2]):
     return 1
   return fractions.Fraction(int(match[1]), int(match[2]))
 
 
-def trips(name):
-  """Turns of the loop of that name, to count it by; None: it says nothing."""
+def trips(name) -> int | None:
+  """Trip count to assume for a loop of that name; None: the name has none."""
   match = _TRIPS.search(str(name))
   return int(match[1]) if match else None
 

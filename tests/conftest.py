@@ -148,3 +148,12 @@ def tree():
   return types.SimpleNamespace(
     root=ROOT, folders=FOLDERS, files=files, code=code
   )
+
+
+@pytest.fixture(scope='module')
+def float64():
+  """A module's tests, and its fixtures, compute in float64."""
+  import jax
+
+  with jax.enable_x64(True):
+    yield

@@ -291,7 +291,7 @@ class _Training:
 
   Attributes:
     state: train.state.State after `step` steps.
-    evaluation: evaluate.Result of that state, or None.
+    evaluation: evaluate.Evaluation of that state, or None.
     stopped: why the run ended before its last step; '': it did not.
   """
 
@@ -365,7 +365,7 @@ class _Training:
     return self.step
 
   def evaluate(self):
-    """evaluate.Result of held-out text, which is written too."""
+    """evaluate.Evaluation of held-out text, which is written too."""
     self._recorder.flush()
     found = self._evaluator(self.state.params)
     self._recorder.writers.write(self.step, found.values())

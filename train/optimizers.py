@@ -11,6 +11,7 @@ holds no second counter for it.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,15 +80,15 @@ class Optimizer:
     if group == 'adamw':
       return optax.chain(optax.scale_by_adam(c.b1, c.b2, c.epsilon), decay)
     dims = {p: self._dimensions(p) for p in paths}
+
+    def scaled(updates: Any, _):
+      return {p: u * _aspect(u.shape, dims[p]) for p, u in updates.items()}
+
     return optax.chain(
       contrib.scale_by_muon(
         beta=c.muon_momentum, weight_dimension_numbers=dims
       ),
-      optax.stateless(
-        lambda updates, _: {
-          p: u * _aspect(u.shape, dims[p]) for p, u in updates.items()
-        }
-      ),
+      optax.stateless(scaled),
       decay,
     )
 
@@ -123,7 +124,7 @@ class Optimizer:
     for group, rate in self.rates(step).items():
       paths = self.groups[group]
       pick = lambda tree, paths=paths: {p: tree[p] for p in paths}
-      rule = self._rule(group).update
+      rule: Any = self._rule(group).update
       if group == 'muon':
         rule = _auto_island(rule)
       direction, new_state[group] = rule(
@@ -153,8 +154,7 @@ def _auto_island(update):
     if annotate.mode() != 'explicit' or not annotate.sizes():
       return update(grads, state, params)
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (grads, state))
-    return jax.sharding.auto_axes(update, out_sharding=specs)(
-      grads, state, params
-    )
+    island: Any = jax.sharding.auto_axes(update, out_sharding=specs)
+    return island(grads, state, params)
 
   return run

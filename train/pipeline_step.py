@@ -12,13 +12,12 @@ the input of a chunk, or stored from F to B (pipeline.activations), but for what
 follows from the parameters alone (sharding/pipeline/residuals.py). With the
 weight gradients split off (zero_bubble, v_half), B takes the gradient with
 respect to activations and keeps both factors of every product, W multiplies
-them (sharding/tensor/project.py): W sends nothing but what fsdp scatters.
+them (sharding/tensor/tape.py): W sends nothing but what fsdp scatters.
 Norms, biases and experts have their gradients in B.
 """
 
 import contextlib
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,6 @@ from paraxis.train import loss as loss_lib
 
 # Parameters are sharded over these beyond what the model computes on.
 GATHERED = ('embed', 'expert_embed')
-SCANNED = 0  # part of a tape with one more axis: units (models/decoder.py)
 
 
 def whole_rules(rules):
@@ -90,7 +88,7 @@ class Pipeline:
     self._axes = self.model.axes
     self._scatter = scatter
     self._stored = built.pipeline.activations == 'store'
-    self._apart = built.schedule.weight is not None  # W of products
+    self._splits_weight_gradients = built.schedule.weight is not None
 
   def microbatch(self, i):
     """models.batch.Batch (B, T) of microbatch i."""
@@ -139,117 +137,89 @@ class Pipeline:
     y = jax.lax.psum(y, pipeline.AXIS)  # of all stages but one it is zero
     return loss_lib.of_layers(self.model, ends, y, batch) / batch.denominator
 
-  def see(self, i):
-    """pipeline.Calls.see: attention.Visibility."""
+  def context_of(self, i):
+    """pipeline.Calls.context_of: attention.Visibility."""
     return self.model.visibility(self.microbatch(i))
 
-  def _layers(self, seen, on, values, x, taped=None):
+  def _layers(self, context, mask, values, x, taped=None):
     """A chunk of layers."""
-    return self.model.run(self.model.depth.kinds, values, x, seen, on, taped)
+    kinds = self.model.depth.kinds
+    return self.model.run(kinds, values, x, context, mask, taped)
 
-  def forward(self, values, x, seen, on):
+  def forward(self, values, x, context, mask):
     """pipeline.Calls.forward; keeps what backward reads, or nothing."""
     if not self._stored:
-      return self._layers(seen, on, values, x), ()
-    self._kept = residuals.Kept(self._of_phase, values, x, seen, on)
-    return self._kept.run(values, x, seen, on)
+      return self._layers(context, mask, values, x), ()
 
-  def _of_phase(self, *args):
-    y, *read = self._differentiated(*args)
-    return y, read
+    def run(*args):
+      y, *read = self._vjp(*args)
+      return y, read
 
-  def _differentiated(self, values, x, seen, on):
-    """(y, function of its cotangent, what W multiplies with what that gives).
+    return residuals.keep(run, values, x, context, mask)
+
+  def _vjp(self, values, x, context, mask):
+    """(y, function of its cotangent, tape.Tapes without cotangents, or ()).
 
     The function gives gradients of parameters, that of x, and, if those of
     products are left to W, the cotangents of products.
     """
-    if self._apart:
-      return self._taped(values, x, seen, on)
+    if self._splits_weight_gradients:
+      return self._vjp_without_weights(values, x, context, mask)
 
     def run(sinks, x):
-      return self._layers(seen, on, _with_sinks(values, sinks), x)
+      return self._layers(context, mask, _with_sinks(values, sinks), x)
 
     return *jax.vjp(run, _sinks(values), x), ()
 
-  def _taped(self, values, x, seen, on):
-    """`_differentiated` without the gradients of products: `weights`."""
+  def _vjp_without_weights(self, values, x, context, mask):
+    """`_vjp` without the gradients of products."""
     first = tape.Taped()
-    shapes = jax.eval_shape(lambda: self._layers(seen, on, values, x, first)[1])
-    self._records = first.static
+    run = lambda: self._layers(context, mask, values, x, first)[1]
+    shapes = jax.eval_shape(run)
+    parts = range(len(shapes))
+    records = tuple(tuple(first.static.get(part, ())) for part in parts)
     zeros = {
       part: [
         jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
-        for _, like in records or ()
+        for _, like in found or ()
       ]
-      for part, records in enumerate(shapes)
+      for part, found in enumerate(shapes)
     }
-    apart = {path for path, _ in self._owners()}
-    rest = {p: v for p, v in values.items() if p not in apart}
+    owned = {path for part in records for r in part for path, _ in r.owners}
+    rest = {p: v for p, v in values.items() if p not in owned}
 
     def run(sinks, x, zeros):
       own = values | _with_sinks(rest, sinks)
       taped = tape.Taped(zeros, as_it_came=self._stored)
-      return self._layers(seen, on, own, x, taped)
+      return self._layers(context, mask, own, x, taped)
 
-    return jax.vjp(run, _sinks(rest), x, zeros, has_aux=True)
+    y, back, xs = jax.vjp(run, _sinks(rest), x, zeros, has_aux=True)
+    return y, back, tape.Tapes(xs, (), records)
 
-  def backward(self, values, x, kept, g, seen, on):
+  def backward(self, values, x, kept, g, context, mask):
     """pipeline.Calls.backward: the chunk again, or what F kept of it."""
     if self._stored:
-      back, xs = self._kept.again(values, kept)
+      back, tapes = kept.again(values)
     else:
-      _, back, xs = self._differentiated(values, x, seen, on)
-    gradients, gx, *gs = back(g)
-    if not self._apart:
+      _, back, tapes = self._vjp(values, x, context, mask)
+    if not self._splits_weight_gradients:
+      gradients, gx = back(g)
       return gx, gradients, ()
-    return gx, gradients, (self._whole(xs) if self._stored else xs, *gs)
+    gradients, gx, gs = back(g)
+    tapes = tapes.gathered() if self._stored else tapes
+    return gx, gradients, dataclasses.replace(tapes, gs=gs)
 
-  def count(self, values, x, seen, on):
+  def count(self, values, x, context, mask):
     """As `forward`; kept is what experts count (models/ffn/router.py)."""
     paths = expert_counts.paths(self.model, (expert_counts.LOAD,))
-    run = lambda loads: self._layers(seen, on, values | loads, x)
+    run = lambda loads: self._layers(context, mask, values | loads, x)
     y, back = jax.vjp(run, {p: values[p] for p in paths if p in values})
     (counts,) = back(jnp.zeros_like(y))  # whatever the cotangent of y
     return y, counts
 
-  def _owners(self):
-    """(path, row of it in a unit) of every weight on the tapes."""
-    parts = self._records.values()
-    return [o for records in parts for r in records for o in r.owners]
-
-  def _each(self, function, record, part):
-    """function(record, ...) over the units of what is scanned."""
-    run = functools.partial(function, record)
-    return jax.vmap(run) if part == SCANNED else run
-
-  def _whole(self, xs):
-    """What products read, gathered as W needs it."""
-    return tuple(
-      [
-        self._each(tape.whole, record, part)(x)
-        for record, x in zip(
-          self._records.get(part, ()), found or (), strict=True
-        )
-      ]
-      for part, found in enumerate(xs)
-    )
-
   def weights(self, tapes):
     """pipeline.Calls.weights: products of what B kept."""
-    xs, gs = tapes
-    rows = {}  # path -> arrays (layers, ...), in order
-    for part, records in sorted(self._records.items()):
-      slots = {}
-      for record, x, g in zip(records, xs[part] or (), gs[part], strict=True):
-        made = self._each(tape.weight_gradients, record, part)(x, g)
-        for (path, slot), dw in zip(record.owners, made, strict=True):
-          slots.setdefault(path, {})[slot] = dw if part == SCANNED else dw[None]
-      for path, found in slots.items():
-        stacked = jnp.stack([found[s] for s in sorted(found)], 1)
-        flat = stacked.reshape(-1, *stacked.shape[2:])
-        rows.setdefault(path, []).append(flat)
-    return {path: jnp.concatenate(found) for path, found in rows.items()}
+    return tapes.weight_gradients()
 
   def scatter(self, gradients):
     """pipeline.Calls.scatter."""
@@ -268,6 +238,6 @@ class Pipeline:
   def calls(self):
     """pipeline.Calls."""
     return pipeline.Calls(
-      self.embed, self.loss, self.see, self.forward, self.backward,
+      self.embed, self.loss, self.context_of, self.forward, self.backward,
       self.weights, self.gather, self.scatter,
     )  # fmt: skip

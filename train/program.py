@@ -21,10 +21,11 @@ from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models import checks as model_checks
 from paraxis.models import decoder
+from paraxis.models import depth
 from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.pipeline import schedules
-from paraxis.sharding.sequence import attention as context
+from paraxis.sharding.sequence import order as context_order
 from paraxis.train import optimizers
 from paraxis.train import state as state_lib
 from paraxis.train.data import batch_ramp
@@ -106,7 +107,7 @@ class Program:
     if plan is None:
       return None
     length = self.config.data.sequence_length
-    return context.permutation(plan.layout, plan.n, length)
+    return context_order.permutation(plan.layout, plan.n, length)
 
   def put(self, batch, lo=0, rows=None):
     """A batch of NumPy arrays on the mesh.
@@ -138,6 +139,26 @@ class Program:
       )
 
     return jax.tree.map(place, batch)
+
+  def on_mesh(self, params, like):
+    """Parameters or gradients on the mesh.
+
+    params: {path: NumPy array}, layers in order. like: {path: array, or
+    jax.ShapeDtypeStruct with its layout}.
+    """
+    rows = self.model.rows  # stages hold layers in an order of their own
+    return {
+      path: jax.device_put(
+        depth.from_order(params[path], rows.get(path)), leaf.sharding
+      )
+      for path, leaf in like.items()
+    }
+
+  def in_order(self, params):
+    """{path: NumPy array} of parameters or gradients, layers in order."""
+    found = jax.device_get(params)
+    rows = self.model.rows
+    return {p: depth.to_order(x, rows.get(p)) for p, x in found.items()}
 
   def initial_state(self) -> state_lib.State:
     """The state before the first step, on the mesh."""
@@ -193,6 +214,20 @@ def with_layouts(mesh, tree):
   return jax.tree.map(leaf, tree)
 
 
+def on_devices(
+  config: schema.Config, mesh_text='', devices=None, abstract=False
+) -> Program:
+  """`Program` of a schema.Config, its batch unchecked; arguments as of `make`.
+
+  abstract: on a mesh of no devices.
+  """
+  train = config.train
+  built = build.build(config, mesh_text, train.remat, devices, abstract)
+  sizes = dataclasses.replace(config.mesh, **built.mesh.shape)
+  optimizer = optimizers.Optimizer(config.optimizer, train.steps, built.model)
+  return Program(dataclasses.replace(config, mesh=sizes), built, optimizer)
+
+
 def of_shapes(
   config: schema.Config, mesh_text='', devices=None, abstract=False
 ) -> Program:
@@ -206,9 +241,8 @@ def of_shapes(
     UserError: the model, the mesh and the sizes of a batch do not fit.
   """
   train, length = config.train, config.data.sequence_length
-  built = build.build(config, mesh_text, train.remat, devices, abstract)
-  sizes = dataclasses.replace(config.mesh, **built.mesh.shape)
-  config = dataclasses.replace(config, mesh=sizes)
+  program = on_devices(config, mesh_text, devices, abstract)
+  config, built = program.config, program.built
   what = f'train.batch_size={train.batch_size}'
   if config.microbatches > 1:
     what += f' in {config.microbatches} microbatches'
@@ -223,8 +257,6 @@ def of_shapes(
   what = 'data.sequence_length'
   build.check_tokens(length, built, f'{what}={length}')
   model_checks.check_length(config.model, length, what)
-  optimizer = optimizers.Optimizer(config.optimizer, train.steps, built.model)
-  program = Program(config, built, optimizer)
   _ = program.state  # traced here: what does not fit ends here
   return program
 

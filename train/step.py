@@ -290,7 +290,7 @@ def _pipeline_gradients(built, layouts, params, batch):
     calls = run.calls()._replace(forward=run.count)
     ends, stack = _ends_and_layers(params)
     with run.context():
-      return pipeline.forward(schedule, calls, run.gather(ends), stack, on)[1]
+      return pipeline.counts(schedule, calls, run.gather(ends), stack, on)
 
   params = _with_loads(model, layouts, params, batch, count)
   ends, stack = _ends_and_layers(params)

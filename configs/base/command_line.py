@@ -1,17 +1,24 @@
-"""Flags, config files and exit codes: what every command shares.
+"""Commands, flags, config files and exit codes: what every command shares.
 
     paraxis COMMAND --config=configs/quickstart.py --config.train.steps=50
 
-Conventions of absl and ml_collections; nothing here imports jax. A config
-file is Python and is executed: the user names it, no checkpoint ever does.
+Flags are absl's because config overrides are (ml_collections.config_flags):
+one parser for both, and --noflag, --flag=false, -flag and values that begin
+with '-' keep working, which argparse refuses. Help is generated from the table
+that defines the flags. Nothing here imports jax. A config file is Python and is
+executed: the user names it, no checkpoint ever does.
 """
 
+from collections.abc import Callable
+import functools
 import glob
 import importlib.util
 import os
 import pathlib
 import sys
+import textwrap
 import traceback
+from typing import Any, NamedTuple
 
 from absl import flags
 import ml_collections
@@ -55,6 +62,8 @@ def load_module(name):
   """Executes a config file; UserError if it defines no get_config."""
   path = find_config(name)
   spec = importlib.util.spec_from_file_location(path.stem, path)
+  if spec is None or spec.loader is None:
+    raise errors.UserError(f'--config={name}: {path} is not a Python file.')
   module = importlib.util.module_from_spec(spec)
   try:
     spec.loader.exec_module(module)
@@ -102,7 +111,7 @@ def _take_config(argv):
   return name, rest
 
 
-def _check_keys(argv, config):
+def _check_keys(argv):
   valid = [n for n, _ in schema.fields()]
   for arg in argv:
     head = arg.split('=', 1)[0].lstrip('-')
@@ -119,12 +128,29 @@ def _check_keys(argv, config):
     )
 
 
-def parse(argv, define, config=None):
+_KINDS: dict[Any, Callable] = {
+  str: flags.DEFINE_string,
+  int: flags.DEFINE_integer,
+  float: flags.DEFINE_float,
+  bool: flags.DEFINE_bool,
+  list: flags.DEFINE_list,  # values separated by commas
+  'several': flags.DEFINE_multi_string,  # the flag may be repeated
+  'count': functools.partial(flags.DEFINE_integer, lower_bound=0),
+  'positive': functools.partial(flags.DEFINE_integer, lower_bound=1),
+}
+CONFIG_FLAGS = (
+  (str, 'config=FILE', '', 'a config; paraxis papers lists those shipped'),
+  (str, 'config.SECTION.FIELD=VALUE', '', 'changes a field of the config'),
+  (bool, 'helpconfig', False, 'print every config field and exit'),
+)
+
+
+def parse(argv, rows=(), config=None):
   """Parses a command's arguments.
 
   Args:
     argv: arguments after the command's name.
-    define: called with a FlagValues to define the command's own flags, or None.
+    rows: the command's flags, as in `Command.flags`.
     config: ConfigDict that --config.x.y= overrides; None: the one of --config=.
 
   Returns:
@@ -134,13 +160,24 @@ def parse(argv, define, config=None):
     UserError: an unknown flag or config key, or a value of the wrong type.
   """
   values = flags.FlagValues()
-  if define:
-    define(values)
+  for row in rows:
+    if not isinstance(row, str):
+      kind, name, default, text, *short = row
+      name = name.partition('=')[0]
+      _KINDS[kind](
+        name, default, text, flag_values=values, short_name=(*short, None)[0]
+      )
+  own = [name for name in values if len(name) > 1]
   name, rest = _take_config(list(argv))
-  if name is not None and config is None:
+  if name is not None and config is not None:
+    raise errors.UserError(
+      'the configuration is taken from the checkpoint, not from --config=; '
+      '--config.SECTION.FIELD= overrides a field.'
+    )
+  if name is not None:
     config = load(name)
   if config is not None:
-    _check_keys(rest, config)
+    _check_keys(rest)
     config = config.copy_and_resolve_references()
     config.lock()
   elif any(a.lstrip('-').startswith('config.') for a in rest):
@@ -151,10 +188,92 @@ def parse(argv, define, config=None):
         'config', config, flag_values=values, sys_argv=rest
       )
     left = values(['paraxis', *rest])[1:]
-  except flags.Error as e:
+  except flags.UnrecognizedFlagError as e:
+    raise errors.UserError(
+      f'unknown argument {e.flagvalue!r} (--help lists all).'
+      + schema.suggest(e.flagname, own)
+    ) from e
+  except (flags.Error, ValueError) as e:
     raise errors.UserError(' '.join(str(e).split())) from e
   result = values['config'].value if config is not None else None
   return values, result, left
+
+
+class Command(NamedTuple):
+  """A command of paraxis: what its help shows, and what runs it.
+
+  Attributes:
+    run: (flags, config, words) -> exit code, or None for success.
+    name, usage, summary: for help; usage: the arguments of an example.
+    flags: rows (kind of _KINDS, 'name=METAVAR', default, help, [letter]) in the
+      order of the help, and strings, its headings.
+    config: '': --config= is an error. 'optional': run gets a schema.Config or
+      None. 'required': a schema.Config. 'overrides': --config= is an error, run
+      gets {'section.field': value} of the --config.section.field= given.
+    words: the most positional arguments; None: run checks them.
+    notes: rows and headings that only the help shows, after the flags.
+  """
+
+  run: Callable[[Any, Any, list[str]], int | None]
+  name: str
+  usage: str
+  summary: str
+  flags: tuple = ()
+  config: str = ''
+  words: int | None = 0
+  notes: tuple = ()
+
+  def help(self) -> str:
+    """The text of --help, at most 80 columns where words allow it."""
+    rows = [*self.flags, *self.notes]
+    if self.config in ('optional', 'required'):
+      rows += CONFIG_FLAGS
+    lines = [f'usage: paraxis {self.name} {self.usage}', '', self.summary, '']
+    for row in rows:
+      if isinstance(row, str):
+        lines.append(row)
+        continue
+      _, name, default, text, *short = row
+      name += ''.join(f', -{letter}' for letter in short)
+      text += f' (default {default!r})' if default else ''
+      lines += textwrap.wrap(
+        text,
+        80,
+        initial_indent=f'  --{name:18}  ',
+        subsequent_indent=' ' * 24,
+        break_long_words=False,
+        break_on_hyphens=False,
+      )
+    return '\n'.join(line.rstrip() for line in lines).strip()
+
+  def __call__(self, argv):
+    """Parses the arguments after the name and runs -> exit code or None."""
+    if asks_for_help(argv):
+      print(self.help())
+      return errors.EXIT_OK
+    if self.config and any(a.lstrip('-') == 'helpconfig' for a in argv):
+      print(help_fields())
+      return errors.EXIT_OK
+    overrides = self.config == 'overrides'
+    values, config, words = parse(
+      argv, self.flags, schema.default() if overrides else None
+    )
+    if config is not None and not self.config:
+      raise errors.UserError('--config: this command does not read it.')
+    if self.words is not None and len(words) > self.words:
+      raise errors.UserError(f'unexpected argument {words[self.words]!r}.')
+    if self.config == 'required' and config is None:
+      raise errors.UserError('--config is missing: --config=configs/FILE.py.')
+    if overrides:
+      config = config_flags.get_override_values(values['config'])
+    elif config is not None:
+      config = schema.view(config)
+    return self.run(values, config, words)
+
+
+def asks_for_help(argv) -> bool:
+  """Whether one of the arguments is --help."""
+  return any(arg in ('-h', '-help', '--help', '--helpfull') for arg in argv)
 
 
 _ACCELERATORS = ('/dev/accel*', '/dev/vfio/*', '/dev/nvidia*', '/dev/kfd')

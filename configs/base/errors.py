@@ -1,6 +1,6 @@
 """The two errors a user meets, and the exit codes of every command.
 
-A `UserError` is one clear line: what is wrong, where, both numbers, what to do.
+A `UserError` is one clear line: the fault, its place, both numbers, the remedy.
 The command line prints it without a traceback and exits with 2, before anything
 is compiled or written. Standard library only: every folder may import this.
 """
@@ -15,7 +15,7 @@ EXIT_INTERRUPTED = 130  # Ctrl-C before there was anything to save
 
 
 class UserError(ValueError):
-  """Bad input: one line that says what, where, both numbers, what to do."""
+  """Bad input: one line with fault, place, both numbers, remedy."""
 
 
 class IntegrityError(RuntimeError):

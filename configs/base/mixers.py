@@ -1,6 +1,14 @@
-"""Fields of the token mixers that are not attention (models/mixers/)."""
+"""The token mixers (models/mixers/): their fields, and one table row for each.
 
+A new mixer is its module, a row of `TABLE` here (with a section of fields in
+`Sections` if it has some), its class under the same letter in models/layer.py,
+and a test. The schema, shrinking, rotary positions and the documentation of
+model.pattern read the table.
+"""
+
+from collections.abc import Callable
 import dataclasses
+from typing import Any, NamedTuple
 
 from paraxis.configs.base.field import field
 
@@ -51,22 +59,25 @@ class Recurrent:
   heads: int = field(2, 'blocks of the block-diagonal input maps', low=1)
   conv_width: int = field(4, 'taps of the causal convolution', low=1)
   init_std: float = field(
-    0.0, 'of the diagonal recurrent weights; 0: 2 / sqrt(5 width)', low=0.0
+    0.0,
+    'standard deviation of the diagonal recurrent weights; 0: 2 / sqrt(5 '
+    'width)',
+    low=0.0,
   )
   solver: str = field(
     'newton',
-    'newton: all tokens at once; sequential: one after the other',
+    'newton: all tokens in parallel; sequential: one token after another',
     ('newton', 'sequential'),
   )
   tolerance: float = field(
-    1e-6, 'largest residual of a step that counts as solved', low=0.0
+    1e-6, 'largest residual of a step that counts as converged', low=0.0
   )
   iterations: int = field(20, 'Newton steps at most', low=1)
   bound: float = field(
-    1.0, 'iterates are clipped to it; no state of R or L is above 1', low=1e-9
+    1.0, 'iterates are clipped to it; states of R and L stay within 1', low=1e-9
   )
   strict: bool = field(
-    False, 'an unsolved sequence stops the run; else it is solved in sequence'
+    False, 'unconverged: stop the run; else solve again, token by token'
   )
 
 
@@ -76,8 +87,8 @@ class Tcn:
 
   kernel: int = field(17, 'taps of a convolution', low=1)
   dilation: int = field(2, 'factor from one convolution to the next', low=1)
-  depth: int = field(4, 'convolutions, one upon the other', low=1)
-  chunk: int = field(64, 'tokens that attend to one another', low=1)
+  depth: int = field(4, 'convolutions in sequence', low=1)
+  chunk: int = field(64, 'tokens in a chunk of attention', low=1)
   key_dim: int = field(64, 'width of the queries and keys', low=1)
   value_expand: float = field(
     2.0, 'width of the values / model.d_model', low=0.0
@@ -94,17 +105,106 @@ class Latent:
   rope_dim: int = field(16, 'width of the rotated key all heads share', low=2)
   value_dim: int = field(32, 'width of a value', low=1)
   groups: int = field(
-    1, 'parts of the latent that decoding holds apart (TPLA); 1: whole', low=1
+    1, 'shards of the latent in decoding (TPLA); 1: not sharded', low=1
   )
   rotation: str = field(
     'none',
-    'of the latent before it is parted: none, hadamard, or pca of its '
-    'covariance',
+    'basis change of the latent before it is sharded: none, hadamard, or pca '
+    'of its covariance',
     ('none', 'hadamard', 'pca'),
   )
   scores: str = field(
     'summed',
-    'summed: parts add up their scores, exact; own: each part goes by its own '
-    '(TPLA, changes the numbers)',
+    'summed: scores are summed over shards, exact; own: each shard has its own '
+    'softmax (TPLA, changes the numbers)',
     ('summed', 'own'),
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sections:
+  """Sections of schema.Model that only some mixers read."""
+
+  gated_linear: GatedLinear = GatedLinear()
+  mamba: Mamba = Mamba()
+  recurrent: Recurrent = Recurrent()
+  tcn: Tcn = Tcn()
+  latent: Latent = Latent()
+
+
+def _small_gated_linear(model, few):
+  own = model.gated_linear
+  heads = few(own.heads or model.num_heads, 4)
+  return dict(heads=heads, gate_rank=min(own.gate_rank, 4))
+
+
+def _small_mamba(model, few):
+  del few
+  own, most = model.mamba, dict(head_dim=4, state=8, groups=2, dt_rank=4)
+  return {name: min(getattr(own, name), size) for name, size in most.items()}
+
+
+def _small_recurrent(model, few):
+  # Newton's method has to converge as far as float64 allows.
+  return dict(heads=few(model.recurrent.heads, 4), tolerance=1e-13)
+
+
+def _small_tcn(model, few):
+  del few
+  own, most = model.tcn, dict(kernel=3, depth=2, chunk=4)
+  return {name: min(getattr(own, name), size) for name, size in most.items()}
+
+
+def _small_latent(model, few):
+  own, most = model.latent, dict(nope_dim=4, rope_dim=4, value_dim=4)
+  small = {name: min(getattr(own, name), size) for name, size in most.items()}
+  ranks = dict(rank=few(own.rank, 16), query_rank=few(own.query_rank, 16))
+  return ranks | small
+
+
+class MixerKind(NamedTuple):
+  """What configs and positions need to know of a mixer.
+
+  word: its name in the documentation of model.pattern.
+  section: the section of schema.Model that it reads; '': none.
+  shrink: (model, few) -> fields of the section in a small model, where
+    few(n, target) is about `target`, a multiple of the devices (0 stays 0).
+  rotary: model -> width of the rotated queries and keys; None: no positions.
+  windowed: it sees model.window tokens, and has a rotary base of its own.
+  scales_scores: YaRN's factor is in its scores, not in cos and sin.
+  """
+
+  word: str
+  section: str = ''
+  shrink: Callable[[Any, Callable[[int, int], int]], dict] | None = None
+  rotary: Callable[[Any], int] | None = None
+  windowed: bool = False
+  scales_scores: bool = False
+
+
+def _head_width(model):
+  return model.head_width
+
+
+TABLE = {
+  'F': MixerKind('full attention', rotary=_head_width),
+  'W': MixerKind('sliding window', rotary=_head_width, windowed=True),
+  'N': MixerKind('full attention without rotary positions'),
+  'A': MixerKind(
+    'latent attention', 'latent', _small_latent,
+    rotary=lambda model: model.latent.rope_dim, scales_scores=True,
+  ),
+  'G': MixerKind(
+    'gated linear attention', 'gated_linear', _small_gated_linear
+  ),
+  'M': MixerKind('Mamba-2', 'mamba', _small_mamba),
+  'S': MixerKind('Mamba', 'mamba', _small_mamba),
+  'R': MixerKind('ParaGRU', 'recurrent', _small_recurrent),
+  'L': MixerKind('ParaLSTM', 'recurrent', _small_recurrent),
+  'C': MixerKind('convolutions and attention in chunks', 'tcn', _small_tcn),
+}  # fmt: skip
+
+
+def words():
+  """'F full attention, W sliding window, ...'."""
+  return ', '.join(f'{letter} {kind.word}' for letter, kind in TABLE.items())

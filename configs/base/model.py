@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paraxis.configs.base import mixers as mixer_schema
+from paraxis.configs.base import mixers
 from paraxis.configs.base.field import field
 
 
@@ -23,7 +23,9 @@ class Experts:
     False, 'an mlp beside the experts, mixed by a learned softmax (PR-MoE)'
   )
   scores: str = field(
-    'softmax', 'of the router; softmax over all experts', ('softmax', 'sigmoid')
+    'softmax',
+    'router score function; softmax is over all experts',
+    ('softmax', 'sigmoid'),
   )
   normalise: bool = field(True, 'the weights of a token add up to 1')
   scale: float = field(1.0, 'multiplies the weights', low=0.0)
@@ -36,20 +38,21 @@ class Experts:
     0.1, 'warn when a larger share is dropped', low=0.0, high=1.0
   )
   region: str = field(
-    'tensor', "mesh axes that share out the experts: 'context+tensor'; '': none"
+    'tensor',
+    "mesh axes that experts are sharded over: 'context+tensor'; '': none",
   )
   hierarchical: bool = field(
     False, 'exchange axis by axis of the region, not at once'
   )
   hot: int = field(
-    0, 'busiest experts that every device gathers for a step (Hecate)', low=0
+    0, 'most loaded experts, which all devices gather each step (Hecate)', low=0
   )
   balance: float = field(0.01, 'weight of the load-balancing loss', low=0.0)
   balance_scope: str = field(
     'microbatch',
-    'where loads are counted: a sequence, the tokens of one device, a '
-    'microbatch, a whole step (one more forward pass where that has several '
-    'microbatches); running: the step before',
+    'tokens over which loads are counted: a sequence, one device, a '
+    'microbatch, a whole step (one more forward pass if the step has several '
+    'microbatches); running: the previous step',
     ('sequence', 'device', 'microbatch', 'step', 'running'),
   )
   router_z: float = field(0.0, 'weight of the router z-loss', low=0.0)
@@ -59,8 +62,8 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
-  """A decoder as data; one file, models/decoder.py, reads it."""
+class DecoderFields:
+  """Fields of `Model` that belong to no mixer alone."""
 
   vocab_size: int = field(2048, 'rows of the embedding table', low=2)
   d_model: int = field(160, 'width of the residual stream', low=1)
@@ -71,11 +74,8 @@ class Model:
   d_ff: int = field(432, 'hidden width of the mlp', low=1)
   pattern: str = field(
     'F',
-    'kinds of layers, repeated over the depth: F (or *) full attention, W '
-    'sliding window, N full attention without rotary positions, A latent '
-    'attention, G gated linear attention, M Mamba-2, S Mamba, R ParaGRU, L '
-    'ParaLSTM, C convolutions and chunks; with a - anywhere only the kinds '
-    "before one have an mlp: 'M-M-*-'",
+    f'kinds of layers, repeated over the depth: {mixers.words()}; * is F; with '
+    "a - anywhere only the kinds before one have an mlp: 'M-M-*-'",
   )
   window: int = field(0, 'tokens a W layer sees, itself included', low=0)
   norm: str = field('rmsnorm', 'normalisation', ('rmsnorm', 'layernorm'))
@@ -99,11 +99,6 @@ class Model:
   attention_bias: bool = field(False, 'bias on the q, k, v projections')
   attention_output_bias: bool = field(False, 'bias on the output projection')
   mlp_bias: bool = field(False, 'bias on the mlp projections')
-  gated_linear: mixer_schema.GatedLinear = mixer_schema.GatedLinear()
-  mamba: mixer_schema.Mamba = mixer_schema.Mamba()
-  recurrent: mixer_schema.Recurrent = mixer_schema.Recurrent()
-  tcn: mixer_schema.Tcn = mixer_schema.Tcn()
-  latent: mixer_schema.Latent = mixer_schema.Latent()
   position: str = field(
     'rope', 'position encoding', ('rope', 'learned', 'none')
   )
@@ -143,7 +138,9 @@ class Model:
   init_std: float = field(
     0.0, 'standard deviation of matrices; 0: fan_in ** -0.5', low=0.0
   )
-  embedding_init_std: float = field(0.02, 'of the embedding table', low=0.0)
+  embedding_init_std: float = field(
+    0.02, 'standard deviation of the embedding table', low=0.0
+  )
   dtype: str = field(
     'float32',
     'arithmetic of the forward and backward pass',
@@ -159,11 +156,21 @@ class Model:
   )
   loss: str = field(
     'auto',
-    'logits: all of them at once; chunked: at most 2**24 on a device at a '
-    'time, made again in the backward pass; auto: chunked where a device has '
-    'more, and at least 4 words to a number of d_model (train/loss.py)',
+    'logits: all at once; chunked: at most 2**24 on a device at a time, '
+    'recomputed in the backward pass; auto: chunked where a device has more '
+    'and its vocabulary shard is at least 4 x d_model (train/loss.py)',
     ('auto', 'logits', 'chunked'),
   )
   attention: str = field('auto', 'attention kernel (paraxis doctor lists them)')
   attention_block: int = field(256, 'tokens in an attention block', low=1)
   scan: str = field('auto', 'kernel of gated scans (paraxis doctor lists them)')
+
+  @property
+  def head_width(self) -> int:
+    """Width of an attention head, by default d_model / num_heads."""
+    return self.head_dim or self.d_model // self.num_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Model(mixers.Sections, DecoderFields):
+  """A decoder as data, which models/decoder.py builds."""

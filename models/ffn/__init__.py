@@ -1,6 +1,7 @@
-"""What follows the mixer in a layer: an mlp, or experts behind a router.
+"""The feed-forward half of a layer: an mlp, or experts behind a router.
 
-From outside: mlp.Mlp and moe.Moe, by models/layer.py; router.py's counts.
+models/layer.py alone imports mlp.Mlp and moe.Moe (claims may); everybody may
+import router.py.
 
 Read first: mlp.py, then moe.py.
 """

@@ -10,11 +10,17 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from paraxis.models import parameter
-from paraxis.sharding.tensor import project
 
 RESIDUAL = ('batch', 'residual_length', 'hidden')
 WIDE = ('batch', 'length', 'mlp')
 _GELU = functools.partial(jax.nn.gelu, approximate=True)
+
+
+def activate(form, up, gate=None) -> jax.Array:
+  """The hidden layer of schema.Model.mlp `form`, from its products."""
+  if gate is None:
+    return _GELU(up)
+  return (jax.nn.silu if form == 'swiglu' else _GELU)(gate) * up
 
 
 class Mlp(nnx.Module):
@@ -37,31 +43,15 @@ class Mlp(nnx.Module):
       self.up_bias = parameter.vector((f,), ('mlp',))
       self.down_bias = parameter.vector((d,), ('norm',))
 
-  def _project(self, x, names, x_axes, out, ring):
-    letters = 'BTD,DF->BTF' if out == WIDE else 'BTF,FD->BTD'
-    weights = [getattr(self, name) for name in names]
-    outs = project.project(
-      x,
-      x_axes,
-      [(letters, w[...], w.get_metadata('axes'), out) for w in weights],
-      ring=ring in self.layout.rings,
-    )
-    if self.config.mlp_bias:
-      outs = [
-        (y + getattr(self, f'{name}_bias')[...]).astype(x.dtype)
-        for name, y in zip(names, outs, strict=True)
-      ]
-    return outs
+  def _project(self, x, names, x_names, out, ring):
+    equation = 'BTD,DF->BTF' if out == WIDE else 'BTF,FD->BTD'
+    products = [(name, equation, out) for name in names]
+    return parameter.multiply(self, x, x_names, products, ring, biased=True)
 
   def __call__(self, x_BTD):
-    plain = self.config.mlp == 'gelu'
-    names = ('up',) if plain else ('up', 'gate')
-    up, *gate = self._project(x_BTD, names, RESIDUAL, WIDE, 'gate_up')
-    up = checkpoint_name(up, 'up')
-    if plain:
-      hidden = _GELU(up)
-    else:
-      act = jax.nn.silu if self.config.mlp == 'swiglu' else _GELU
-      hidden = act(checkpoint_name(gate[0], 'gate')) * up
+    form = self.config.mlp
+    names = ('up',) if form == 'gelu' else ('up', 'gate')
+    outs = self._project(x_BTD, names, RESIDUAL, WIDE, 'gate_up')
+    hidden = activate(form, *map(checkpoint_name, outs, names))
     y = self._project(hidden, ('down',), WIDE, RESIDUAL, 'down')[0]
     return checkpoint_name(y, 'down')

@@ -6,16 +6,16 @@
 f_e are SwiGLU, GeGLU or GELU as the model's mlp, without biases. Shared experts
 are one mlp g of `shared` times the width (arXiv:2401.06066; a sigmoid gate as
 Qwen2-MoE's); residual: g has an expert's width (PR-MoE, arXiv:2201.05596,
-section 4.1). The routed part runs in one manual region: tokens stay where the
-residual stream has them, which is disjoint on all devices of the region when
-the length is split over them (mesh.sequence), and travel once each way
+section 4.1). The routed part runs in one manual region: tokens are sharded as
+the residual stream is, so every device of the region has tokens of its own if
+the length is sharded over it (mesh.sequence), and they are sent once each way
 (sharding/experts/dispatch.py). Tokens that several devices hold are sent by
 each, and count a fraction.
 
 Terms of the loss and counts leave through the gradient (models/ffn/router.py):
-`load` holds, of the step before, the assignments to each expert, those dropped,
-and the router's entropy summed over tokens; `bias` gets the same counts. With a
-cache nothing is dropped: what a request gets must not depend on its neighbours.
+`load` holds the previous step's assignments to each expert, those dropped, and
+the router's entropy summed over tokens; `bias` gets the same counts. With a
+cache nothing is dropped: a request's result must not depend on its neighbours.
 
 Legend: B rows, T tokens, D model, F hidden width, E experts, K choices, S rows
 sorted by expert.
@@ -36,16 +36,14 @@ from paraxis.models.ffn import mlp
 from paraxis.models.ffn import router
 from paraxis.sharding import annotate
 from paraxis.sharding.experts import dispatch as expert
-from paraxis.sharding.tensor import project
 
 RESIDUAL = mlp.RESIDUAL
 ROWS = RESIDUAL[:2]
-_GELU = functools.partial(jax.nn.gelu, approximate=True)
 WIDE = ('experts', 'expert_embed', 'expert_mlp')
 DOWN = ('experts', 'expert_mlp', 'expert_embed')
 
 
-def width(config):
+def width(config) -> int:
   """Hidden width of an expert."""
   return config.experts.d_ff or config.d_ff
 
@@ -82,35 +80,35 @@ class Moe(nnx.Module):
     y = checkpoint_name(self._routed(x_BTD, see), 'down')
     experts = self.config.experts
     if experts.residual:
-      c = jax.nn.softmax(self._small(x_BTD, self.mix), -1).astype(x_BTD.dtype)
+      c = jax.nn.softmax(self._small(x_BTD, 'mix'), -1).astype(x_BTD.dtype)
       return c[..., :1] * y + c[..., 1:] * self.beside(x_BTD)
     if experts.shared:
       beside = self.beside(x_BTD)
       if experts.shared_gate:
-        gate = jax.nn.sigmoid(self._small(x_BTD, self.shared_gate))
+        gate = jax.nn.sigmoid(self._small(x_BTD, 'shared_gate'))
         beside = gate.astype(x_BTD.dtype) * beside
       y = y + beside
     return y
 
-  def _small(self, x_BTD, w):
-    """x w in at least float32 for a matrix that every device has."""
-    names, out = w.get_metadata('axes'), (*ROWS, None)
-    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-    return project.einsum(
-      'BTD,DE->BTE', x_BTD, RESIDUAL, w[...], names, out, wide
-    )
+  def _small(self, x_BTD, name):
+    """x w in at least float32 for a matrix that every device holds."""
+    (y,) = parameter.multiply(
+      self, x_BTD, RESIDUAL, [(name, 'BTD,DE->BTE', (*ROWS, None))],
+      dtype=jnp.promote_types(x_BTD.dtype, jnp.float32),
+    )  # fmt: skip
+    return y
 
   def _plan(self, decoding):
     if annotate.mode() == 'manual' and _copies() > 1:
       raise ValueError(
         f'experts: {_copies()} devices hold the same tokens; in a manual '
-        'region the length must be split over them (mesh.sequence).'
+        'region the length must be sharded over them (mesh.sequence).'
       )
     if annotate.carriers('expert_mlp'):
       raise errors.UserError(
         f'mesh.rules: expert_mlp over {annotate.carriers("expert_mlp")}; the '
-        'width of an expert is not split: put the axes in '
-        'model.experts.region, which shares out whole experts.'
+        'width of an expert is never sharded: put the axes in '
+        'model.experts.region, which shards whole experts.'
       )
     experts, region = self.config.experts, annotate.carriers('experts')
     if self.count % annotate.shards('experts'):
@@ -120,7 +118,7 @@ class Moe(nnx.Module):
         f'{"+".join(region)}; take a multiple, or another '
         'model.experts.region.'
       )
-    return expert.Plan(
+    return expert.DispatchPlan(
       experts=self.count,
       region=region,
       gather=annotate.carriers('expert_embed'),
@@ -129,37 +127,38 @@ class Moe(nnx.Module):
     )
 
   def _routed(self, x_BTD, see):
-    """The experts' part, in one region."""
-    weights = [self.up, self.down]
-    if self.config.mlp != 'gelu':
-      weights.append(self.gate)
-    counters = [self.load]
-    if self.config.experts.bias_rate:
-      counters.append(self.bias)
+    """The routed part, in one region."""
+    params = {
+      name: getattr(self, name)
+      for name in ('router', 'load', 'bias', 'up', 'down', 'gate')
+      if hasattr(self, name)
+    }
     valid, denominator = see.valid, see.denominator
     if valid is None:
       valid = annotate.put(jnp.ones(x_BTD.shape[:2], bool), ROWS)
     denominator = jnp.asarray(1.0 if denominator is None else denominator)
-    params = [self.router, *counters, *weights]
-    axes = [p.get_metadata('axes') for p in params]
-    inside = functools.partial(
-      self._inside, self._plan(see.slot is not None), len(counters)
-    )
+    axes = [p.get_metadata('axes') for p in params.values()]
+    plan = self._plan(see.slot is not None)
+
+    def inside(x, valid, denominator, *arrays):
+      own = dict(zip(params, arrays, strict=True))
+      return self._inside(plan, x, valid, denominator, own)
+
     run = annotate.region(
       inside, (RESIDUAL, ROWS, (), *axes), (RESIDUAL,), single=True
     )
-    return run(x_BTD, valid, denominator, *(p[...] for p in params))
+    return run(x_BTD, valid, denominator, *(p[...] for p in params.values()))
 
-  def _inside(self, plan, counters, x, valid, denominator, w, *rest):
-    """On one device, with its tokens and its experts."""
+  def _inside(self, plan, x, valid, denominator, own):
+    """On one device; own: {name: the device's share of a parameter}."""
     experts = self.config.experts
-    counters, weights = rest[:counters], rest[counters:]
+    counters = [own[name] for name in ('load', 'bias') if name in own]
+    weights = [own[name] for name in ('up', 'down', 'gate') if name in own]
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    logits = x.astype(wide) @ w.astype(wide)
+    logits = x.astype(wide) @ own['router'].astype(wide)
     s = router.scores(logits, experts.scores)
-    bias = counters[1] if experts.bias_rate else None
-    ids, mix = router.choose(s, experts, bias)
-    load = jax.lax.stop_gradient(counters[0])[: self.count]
+    ids, mix = router.choose(s, experts, own.get('bias'))
+    load = jax.lax.stop_gradient(own['load'])[: self.count]
     hot = jax.lax.top_k(load, experts.hot)[1] if experts.hot else None
     flat = lambda a: a.reshape(-1, a.shape[-1])
     y, dropped = expert.dispatch(
@@ -176,7 +175,7 @@ class Moe(nnx.Module):
       term = term + experts.router_z * router.z(logits, valid)
     count = count.sum(0).astype(wide)
     extra = jnp.stack([dropped.astype(wide), router.entropy(p, valid)])
-    counted = (jnp.concatenate([count, extra]), count)[: len(counters)]
+    counted = [jnp.concatenate([count, extra]), count][: len(counters)]
     # Devices that hold the same tokens count a fraction each.
     share = 1 / _copies()
     return router.attach(
@@ -189,22 +188,20 @@ class Moe(nnx.Module):
   def _experts(self, x_SD, weights, multiply):
     """Rows through their experts; multiply(rows, w, dimension of the width)."""
     up, down, *gate = weights
-    hidden = checkpoint_name(multiply(x_SD, up, 1), 'up')
-    if gate:
-      act = jax.nn.silu if self.config.mlp == 'swiglu' else _GELU
-      hidden = act(checkpoint_name(multiply(x_SD, gate[0], 1), 'gate')) * hidden
-    else:
-      hidden = _GELU(hidden)
-    return multiply(hidden, down, 2)
+    products = [
+      checkpoint_name(multiply(x_SD, w, 1), name)
+      for name, w in zip(('up', 'gate'), (up, *gate), strict=False)
+    ]
+    return multiply(mlp.activate(self.config.mlp, *products), down, 2)
 
 
 def _counter(kind, size):
-  """A parameter whose gradient counts."""
+  """A parameter whose gradient is a count."""
   return nnx.Param(jnp.zeros(size), axes=(None,), kind=kind, inputs=0)
 
 
 def _axes():
-  """(mesh axes that split a row, mesh axes that split the tokens)."""
+  """(mesh axes that shard a row, mesh axes that shard the tokens)."""
   row = annotate.carriers('residual_length')
   return row, (*annotate.carriers('batch'), *row)
 

@@ -1,4 +1,4 @@
-"""Which experts a token is sent to, and what the router is asked for besides.
+"""The router of experts: its choice for each token, loss terms and counts.
 
     s = softmax(x W) or sigmoid(x W)       ids = top_k(s + bias) of top groups
     mix = scale s[ids] / sum s[ids]
@@ -14,13 +14,13 @@ experts have the highest sum of s + bias (DeepSeek-V3, arXiv:2412.19437, section
 
 f has no gradient, so it may be counted over more tokens than P (balance_scope;
 arXiv:2501.11873: over the whole batch, so that experts may specialise). Both
-are divided by the loss's own denominator, so sums over shards and microbatches
-are the terms of the whole step.
+terms are divided by the loss's own denominator, so sums over shards and
+microbatches are the terms of the whole step.
 
-`attach` lets a layer give its terms, and counts, to the gradient without
-handing them out: where it stands, the cotangent of a term is 1, and that of a
-parameter is what is to be counted. So they survive scans, recomputation and
-pipelines, and are summed over devices and microbatches as gradients are.
+`attach` adds a layer's terms and counts to the gradient without returning them:
+the cotangent of a term is 1, and that of a counter is the count. So they
+survive scans, recomputation and pipelines, and are summed over devices and
+microbatches as gradients are.
 
 Legend: B rows, T tokens, E experts, K choices.
 """
@@ -76,15 +76,15 @@ def counts(ids_BTK, valid_BT, experts):
   return zeros.at[rows, ids_BTK].add(weight.astype(jnp.int32))
 
 
-def shares(count_BE, scope, axes, load_E=None):
+def shares(count_BE, scope, axes, load_E: jax.Array | None = None):
   """f_BE (or f_1E), the share of each expert, without a gradient.
 
   Args:
     count_BE: assignments of this device.
     scope: schema.Experts.balance_scope.
-    axes: ('a row is split over', 'the tokens are split over'): mesh axes.
+    axes: mesh axes that (a row, the tokens) are sharded over.
     load_E: counts of the step ('step', 'running'); while all are 0 the
-      microbatch is counted.
+      microbatch's own counts are used.
   """
   of_row, of_tokens = axes
   total = lambda count, over: jax.lax.psum(count, over) if over else count
@@ -96,6 +96,8 @@ def shares(count_BE, scope, axes, load_E=None):
   now = _normalised(total(count, of_tokens))
   if scope == 'microbatch':
     return now
+  if load_E is None:
+    raise ValueError(f'balance_scope={scope!r} needs the counts of the step.')
   load_E = jax.lax.stop_gradient(load_E)
   return jnp.where(load_E.sum() > 0, _normalised(load_E), now)
 
@@ -125,7 +127,7 @@ def entropy(p_BTE, valid_BT):
 
 @jax.custom_vjp
 def attach(y, term, counters, counted):
-  """y, with what else its layer gives to the gradient.
+  """y, with terms and counts that its layer adds to the gradient.
 
   Args:
     y: any array.

@@ -1,7 +1,9 @@
-"""What mixes the tokens of a layer: attention and recurrences, one protocol.
+"""The token mixers: attention and recurrences behind one protocol.
 
-A mixer is a class of protocol.Mixer's interface, chosen by its letter. From
-outside: the classes, by models/layer.py alone, and attention.py's Visibility.
+A mixer is a subclass of protocol.Mixer; a model names it by a letter, whose
+row is in configs/base/mixers.py. models/layer.py alone imports the classes
+(claims may); everybody may import protocol.py, attention.py and
+latent_rotation.py.
 
 Read first: protocol.py, then attention.py.
 """

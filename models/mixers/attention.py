@@ -4,8 +4,8 @@
 
 Training and prefill run the blockwise op (pallas_kernels/attention/op.py); a
 step with a cache writes its keys and values into slots and attends to the
-slots. One query a row attends to a range of slots, which a kernel can share out
-evenly however unequal rows are (`attend_range`).
+slots. One query a row attends to a range of slots, which a kernel can divide
+into equal work however unequal rows are (`attend_range`).
 Legend: B rows, T query tokens, S cache slots, D model, N heads, K kv heads,
 H head width.
 """
@@ -14,12 +14,12 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-from flax import nnx
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.configs.base import errors
+from paraxis.configs.base import mixers
 from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.models.mixers import protocol as mixer
@@ -28,11 +28,8 @@ from paraxis.pallas_kernels.attention import op as attention_op
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.sharding import annotate
 from paraxis.sharding.sequence import attention as context
-from paraxis.sharding.tensor import project
 
-ROWS = ('batch', 'length')
-RESIDUAL = ('batch', 'residual_length', 'hidden')
-QUERIES = ('batch', 'length', 'heads', 'head_dim')
+ROWS, RESIDUAL, QUERIES = mixer.ROWS, mixer.RESIDUAL, mixer.HEADS
 KEYS = ('batch', 'length', 'kv_heads', 'head_dim')
 SLOTS = ('batch', None)
 SLOT_NAMES = ((), ROWS, SLOTS, ROWS, SLOTS)  # of `slot_ids`
@@ -43,11 +40,11 @@ class Visibility(NamedTuple):
 
   segments, positions: (B, T) of the queries; segment 0 is padding.
   slot: first cache slot that this step writes, or None without a cache. If it
-    writes one token a row, those of its document are in the slots right before,
-    in order (decode/step.py sees to it; else the result is NaN).
+    writes one token a row, the tokens before it in its document must be in the
+    slots right before, in order (decode/step.py; else the result is NaN).
   slot_segments, slot_positions: (B, S) of the cache, this step included.
   rotations: layer kind -> (cos, sin) of the positions, (B, T, 1, H / 2).
-  valid: (B, T) bool, a token and no padding, laid out as residuals are.
+  valid: (B, T) bool, a token and no padding, sharded as residuals are.
   denominator: () targets of the whole step (models/batch.py).
   """
 
@@ -61,7 +58,7 @@ class Visibility(NamedTuple):
   denominator: Any = None
 
 
-class Attention(nnx.Module):
+class Attention(mixer.Mixer):
   """x_BTD -> y_BTD for one kind of layer ('F', 'W' or 'N')."""
 
   name = 'attention'
@@ -70,7 +67,7 @@ class Attention(nnx.Module):
   def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
     self.config, self.kind, self.layout = config, kind, layout
     d, n = config.d_model, config.num_heads
-    k, h = num_kv_heads(config), head_dim(config)
+    k, h = num_kv_heads(config), config.head_width
     make, std = parameter.matrix, config.init_std
     self.query = make(rngs, (d, n, h), ('embed', 'heads', 'head_dim'), std=std)
     self.key = make(rngs, (d, k, h), ('embed', 'kv_heads', 'head_dim'), std=std)
@@ -100,25 +97,6 @@ class Attention(nnx.Module):
       self.query_norm = parameter.vector(q_shape, q_axes, fill)
       self.key_norm = parameter.vector(k_shape, k_axes, fill)
 
-  def _project(self, x, names, out):
-    """One gather of x serves all `names`; the layout of each is in `out`."""
-    weights = [getattr(self, name) for name in names]
-    outs = project.project(
-      x,
-      RESIDUAL,
-      [
-        ('BTD,DNH->BTNH', w[...], w.get_metadata('axes'), axes)
-        for w, axes in zip(weights, out, strict=True)
-      ],
-      ring='qkv' in self.layout.rings,
-    )
-    if self.config.attention_bias:
-      outs = [
-        (y + getattr(self, f'{name}_bias')[...]).astype(x.dtype)
-        for name, y in zip(names, outs, strict=True)
-      ]
-    return outs
-
   def _normalise(self, x_BTNH, scale, names):
     config = self.config
     if config.qk_norm == 'none':
@@ -136,24 +114,28 @@ class Attention(nnx.Module):
   def __call__(self, x_BTD, see, state=None):
     """-> (y_BTD, state); state is (k_BSKH, v_BSKH) slots or None."""
     config = self.config
-    names, axes = ('query', 'key', 'value'), (QUERIES, KEYS, KEYS)
-    q, k, v = (
-      checkpoint_name(x, name)
-      for x, name in zip(self._project(x_BTD, names, axes), names, strict=True)
+    names = ('query', 'key', 'value')
+    outs = parameter.multiply(
+      self,
+      x_BTD,
+      RESIDUAL,
+      [
+        (name, 'BTD,DNH->BTNH', axes)
+        for name, axes in zip(names, (QUERIES, KEYS, KEYS), strict=True)
+      ],
+      'qkv',
+      biased=True,
     )
+    q, k, v = map(checkpoint_name, outs, names)
     q = self._normalise(q, getattr(self, 'query_norm', None), QUERIES)
     k = self._normalise(k, getattr(self, 'key_norm', None), KEYS)
-    if config.position == 'rope' and self.kind != 'N':
+    if config.position == 'rope' and mixers.TABLE[self.kind].rotary:
       cos, sin = see.rotations[self.kind]
       q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
     o, state = self._attend(q, k, v, see, state)
     # P is the head width: sorted after N, XLA need not copy the matrix.
-    w, letters = self.output, 'BTNP,NPD->BTD'
-    (y,) = project.project(
-      o,
-      QUERIES,
-      [(letters, w[...], w.get_metadata('axes'), RESIDUAL)],
-      ring='output' in self.layout.rings,
+    (y,) = parameter.multiply(
+      self, o, QUERIES, [('output', 'BTNP,NPD->BTD', RESIDUAL)], 'output'
     )
     y = checkpoint_name(y, 'output')
     if config.attention_output_bias:
@@ -196,7 +178,7 @@ class Attention(nnx.Module):
 
   def init_state(self, batch, slots, dtype):
     """Empty slots: (k_BSKH, v_BSKH)."""
-    shape = (batch, slots, num_kv_heads(self.config), head_dim(self.config))
+    shape = batch, slots, num_kv_heads(self.config), self.config.head_width
     return tuple(mixer.state(KEYS, *shape, dtype=dtype) for _ in range(2))
 
   def grow(self, state, slots):
@@ -206,26 +188,22 @@ class Attention(nnx.Module):
   @staticmethod
   def check(config):
     """UserError if the fields of a schema.Model contradict each other."""
-    h = head_dim(config)
+    h = config.head_width
     if config.position == 'rope' and h % 2:
       raise errors.UserError(
-        f'model.head_dim={h} is odd: rotary positions turn pairs.'
+        f'model.head_dim={h} is odd: rotary positions rotate pairs.'
       )
 
   @staticmethod
-  def check_context(config, length):
-    """Nothing: sharding.sequence.attention.check looks at heads and lengths."""
-
-  @staticmethod
   def mixing_flops(config, kind, length):
-    """Scores and weighted values of what a causal row of tokens sees."""
-    window = config.window if kind == 'W' else length
+    """Scores and weighted values of the keys that each token sees."""
+    window = config.window if mixers.TABLE[kind].windowed else length
     seen = sum(min(t + 1, window) for t in range(length))
-    return 4 * seen * config.num_heads * head_dim(config)
+    return 4 * seen * config.num_heads * config.head_width
 
 
 def slot_ids(see):
-  """What says which slots a query sees; laid out by SLOT_NAMES."""
+  """The arrays that decide which slots a query sees, as SLOT_NAMES says."""
   ids = see.segments, see.slot_segments, see.positions, see.slot_positions
   return see.slot, *ids
 
@@ -239,14 +217,14 @@ def _attend_slots(mask, q, k, v, *ids, impl):
 def attend_range(mask, q, k, v, *ids):
   """One query a row over the slots of its document -> o_B1NH.
 
-  Token p of a document is p slots behind its first one, so the query in `slot`
-  at position p sees slots slot - p .. slot. If the first of them is not where
-  the document begins, the slots are in another order: NaN.
+  Token p of a document is p slots after its first one, so the query in `slot`
+  at position p sees slots slot - p .. slot. If the document does not begin at
+  the first of them, the slots are in another order, and the result is NaN.
 
   Args:
     mask: attention_op.Mask.
     q, k, v: (B, 1, N, H), (B, S, K, H), (B, S, K, V).
-    ids: what `slot_ids` gives.
+    ids: from `slot_ids`.
   """
   slot, segments, in_slots, positions, places = ids
   begin_B1, valid = jnp.maximum(slot - positions, 0), segments > 0
@@ -260,41 +238,35 @@ def attend_range(mask, q, k, v, *ids):
   return jnp.where(sound[..., None, None], o, jnp.nan)
 
 
-def mask_of(config, kind):
-  """attention_op.Mask of a layer of that kind."""
+def mask_of(config, kind) -> attention_op.Mask:
+  """The mask of a layer of that kind."""
   return attention_op.Mask(
     causal=True,
-    window=config.window if kind == 'W' else 0,
+    window=config.window if mixers.TABLE[kind].windowed else 0,
     softcap=config.attention_softcap,
-    scale=config.attention_scale or head_dim(config) ** -0.5,
+    scale=config.attention_scale or config.head_width**-0.5,
     block=config.attention_block,
   )
 
 
 def _on_heads(x_BSKH):
-  """k or v laid out as the query heads, so that a shard holds what it reads.
+  """k or v sharded as the query heads are, so a shard holds what it reads.
 
-  Fewer kv heads than shards of query heads: every shard computed all of them;
-  they are repeated to the least number that divides, and each takes its own.
+  Where kv heads are fewer than the shards of query heads, every shard has
+  computed all of them; they are repeated to the least multiple of the shards.
+  In a region each shard then sums its gradients into the kv heads before
+  shards are summed, instead of gathering the gradients of every copy.
   """
   shards = annotate.shards('heads')
   if annotate.shards('kv_heads') == shards:
     return x_BSKH
-  heads = x_BSKH.shape[2]
-  run = functools.partial(_own_heads, copies=shards // math.gcd(heads, shards))
-  # In a region: the gradients of a shard are added up to `heads` and summed
-  # over shards, instead of gathering those of every copy.
+  heads = math.lcm(x_BSKH.shape[2], shards)
+  run = functools.partial(mixer.repeat_heads, heads=heads)
   return annotate.region(run, (KEYS,), (QUERIES,), single=True)(x_BSKH)
 
 
-def _own_heads(x_BSKH, copies):
-  b, s, k, h = x_BSKH.shape
-  x = jnp.broadcast_to(x_BSKH[:, :, :, None], (b, s, k, copies, h))
-  return annotate.take(x.reshape(b, s, k * copies, h), QUERIES, 2)
-
-
 def rotations(config, kinds, positions_BT, dtype):
-  """{layer kind: (cos, sin)} of all kinds that rotate, made once a step.
+  """{mixer's letter: (cos, sin)} of all that rotate, computed once a step.
 
   The barrier keeps XLA from folding the cosines into every layer's loops, where
   they would be computed again for each head, forward and backward.
@@ -302,20 +274,21 @@ def rotations(config, kinds, positions_BT, dtype):
   if config.position != 'rope':
     return {}
   out = {}
-  for kind in sorted({kind[0] for kind in kinds} & {'F', 'W', 'A'}):
-    latent = kind == 'A'  # has the factor in its scores (latent_attention.py)
-    width = config.latent.rope_dim if latent else head_dim(config)
-    f, factor = rope.frequencies(config, width, kind == 'W')
-    factor = 1.0 if latent else factor
-    out[kind] = rope.angles(positions_BT, f, factor, dtype)
+  for letter in sorted({kind[0] for kind in kinds}):
+    kind = mixers.TABLE[letter]
+    if kind.rotary:
+      width = kind.rotary(config)
+      f, factor = rope.frequencies(config, width, kind.windowed)
+      factor = 1.0 if kind.scales_scores else factor
+      out[letter] = rope.angles(positions_BT, f, factor, dtype)
   return jax.lax.optimization_barrier(out)
 
 
 def write(state, new, slot):
   """Caches (B, S, K, H) with `new` (B, T, K, H) in the slots from `slot` on.
 
-  One token is written in a loop of one turn: XLA on CPU fuses a bare update
-  into whatever reads the cache, which costs three copies of it per layer.
+  A single token is written in a loop of one iteration: XLA on CPU fuses a bare
+  update into the cache's readers, which costs three copies of it per layer.
   """
 
   def put(slot, caches):
@@ -329,11 +302,6 @@ def write(state, new, slot):
   return jax.lax.fori_loop(slot, slot + 1, put, tuple(state))
 
 
-def head_dim(config):
-  """Width of a head."""
-  return config.head_dim or config.d_model // config.num_heads
-
-
-def num_kv_heads(config):
-  """Key/value heads."""
+def num_kv_heads(config) -> int:
+  """Key/value heads of a schema.Model."""
   return config.num_kv_heads or config.num_heads

@@ -3,17 +3,16 @@
     S_t = diag(a_t) S_(t-1) + k_t v_t^T       a_t = sigmoid(W2 W1 x + b)^(1/c)
     o_t = S_t^T q_t / sqrt(K)                 y = (rms(o) * silu(W_r x)) W_o
 
-per head, K keys and V values wide (section 4; c = gate_normaliser). Trained in
-chunks (pallas_kernels/scans/gated.py), decoded with S alone: K V numbers a
-head, whatever the length. Cost: 4 T K V flops a head beyond the projections,
-and as much within chunks. With conv_width q, k and v pass a short causal
-convolution (not in the paper).
+per head, with keys of width K and values of width V (section 4; c =
+gate_normaliser). Training runs in chunks (pallas_kernels/scans/gated.py);
+decoding keeps S alone: K V numbers a head at any length. Cost: 4 T K V flops a
+head beyond the projections, and as much within chunks. With conv_width q, k and
+v pass a short causal convolution (not in the paper).
 
 Legend: B rows, T tokens, D model, N heads, H head width (K of q and k, V of v),
 R rank of the decays, W taps.
 """
 
-from flax import nnx
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
@@ -23,9 +22,8 @@ from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.models.mixers import protocol as mixer
 from paraxis.models.mixers import recurrence
-from paraxis.sharding.tensor import project
 
-LOW = ('batch', 'residual_length', None)
+INPUTS = ('query', 'key', 'value')
 
 
 def sizes(config):
@@ -36,7 +34,7 @@ def sizes(config):
   return heads, wide(own.key_expand), wide(own.value_expand)
 
 
-class GatedLinear(nnx.Module):
+class GatedLinear(mixer.Mixer):
   """x_BTD -> y_BTD; state: S_BNKV and the tails of the convolutions."""
 
   name = 'gated_linear'
@@ -72,69 +70,60 @@ class GatedLinear(nnx.Module):
         setattr(self, f'{name}_conv', taps)
 
   def __call__(self, x_BTD, see, state=None):
-    q, k, v, r = self._project(
-      x_BTD, ('query', 'key', 'value', 'output_gate'), 'qkv'
+    outs = parameter.multiply(
+      self,
+      x_BTD,
+      mixer.RESIDUAL,
+      [
+        (name, 'BTD,DNH->BTNH', mixer.HEADS)
+        for name in (*INPUTS, 'output_gate')
+      ],
+      'qkv',
     )
+    *inputs, r = map(checkpoint_name, outs, (*INPUTS, 'gate'))
     decay = self._log_decay(x_BTD)
     memory, tails = state or (None, (None,) * 3)
-    tails = list(tails)
     if self.config.gated_linear.conv_width:
-      for i, name in enumerate(('query', 'key', 'value')):
-        y, tails[i] = recurrence.conv(
-          (q, k, v)[i], getattr(self, f'{name}_conv')[...], mixer.HEADS, see,
-          self.layout, tails[i],
-        )  # fmt: skip
-        y = jax.nn.silu(y)
-        q, k, v = (*(q, k, v)[:i], y, *(q, k, v)[i + 1 :])
+      inputs, tails = self._convolve(inputs, see, tails)
+    q, k, v = inputs
     scale = jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
     o, memory = recurrence.gated_scan(
       q * scale, k, v, decay, see, self.layout, memory, self.config.scan
     )
     o = checkpoint_name(o, 'scan')
     o = norm.rms(o, self.output_norm[...], self.config.norm_epsilon)
-    y = self._output(o * jax.nn.silu(r))
+    (y,) = parameter.multiply(
+      self, o * jax.nn.silu(r), mixer.HEADS,
+      [('output', 'BTNP,NPD->BTD', mixer.RESIDUAL)], 'output',
+    )  # fmt: skip
+    y = checkpoint_name(y, 'output')
     return y, None if state is None else (memory, tuple(tails))
 
-  def _project(self, x, names, ring):
-    weights = [getattr(self, name) for name in names]
-    outs = project.project(
-      x,
-      mixer.RESIDUAL,
-      [
-        ('BTD,DNH->BTNH', w[...], w.get_metadata('axes'), mixer.HEADS)
-        for w in weights
-      ],
-      ring=ring in self.layout.rings,
-    )
-    shown = ('query', 'key', 'value', 'gate')
-    return [checkpoint_name(y, n) for y, n in zip(outs, shown, strict=True)]
+  def _convolve(self, inputs, see, tails):
+    """silu(convolution) of q, k and v -> (those, tails)."""
+    pairs = [
+      recurrence.conv(
+        x, getattr(self, f'{name}_conv')[...], mixer.HEADS, see, self.layout,
+        tail,
+      )
+      for name, x, tail in zip(INPUTS, inputs, tails, strict=True)
+    ]  # fmt: skip
+    return [jax.nn.silu(y) for y, _ in pairs], [tail for _, tail in pairs]
 
   def _log_decay(self, x):
     """log a_BTNK <= 0, in at least float32: small decays must not round."""
-    down, up = self.decay_down, self.decay_up
-    low = project.einsum(
-      'BTD,DR->BTR', x, mixer.RESIDUAL, down[...], down.get_metadata('axes'),
-      LOW,
-    )  # fmt: skip
+    (low,) = parameter.multiply(
+      self, x, mixer.RESIDUAL, [('decay_down', 'BTD,DR->BTR', mixer.LOW)]
+    )
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    z = project.einsum(
-      'BTR,RNH->BTNH', low, LOW, up[...], up.get_metadata('axes'),
-      mixer.HEADS, dtype=wide,
+    (z,) = parameter.multiply(
+      self, low, mixer.LOW, [('decay_up', 'BTR,RNH->BTNH', mixer.HEADS)],
+      dtype=wide,
     )  # fmt: skip
     bias = self.decay_bias[...].astype(wide)
     return (
       jax.nn.log_sigmoid(z + bias) / self.config.gated_linear.gate_normaliser
     )
-
-  def _output(self, o):
-    w = self.output
-    (y,) = project.project(
-      o,
-      mixer.HEADS,
-      [('BTNP,NPD->BTD', w[...], w.get_metadata('axes'), mixer.RESIDUAL)],
-      ring='output' in self.layout.rings,
-    )
-    return checkpoint_name(y, 'output')
 
   def init_state(self, batch, slots, dtype):
     """(S_BNKV in at least float32, last inputs of the convolutions)."""
@@ -145,17 +134,11 @@ class GatedLinear(nnx.Module):
     keep = self.config.gated_linear.conv_width - 1
     tails = (None,) * 3
     if keep >= 0:
-      names = ('batch', None, 'heads', 'head_dim')
       tails = tuple(
-        mixer.state(names, batch, keep, n, width, dtype=dtype)
+        mixer.state(mixer.TAIL, batch, keep, n, width, dtype=dtype)
         for width in (k, k, v)
       )
     return memory, tails
-
-  def grow(self, state, slots):
-    """The state as it is: its size is that of one token."""
-    del slots
-    return state
 
   @staticmethod
   def check(config):
@@ -172,11 +155,7 @@ class GatedLinear(nnx.Module):
         )
 
   @staticmethod
-  def check_context(config, length):
-    """Nothing: any share of the length will do."""
-
-  @staticmethod
   def mixing_flops(config, kind, length):
-    """The state written and read once a token; work within chunks left out."""
+    """The state, written and read once a token; without work within chunks."""
     n, k, v = sizes(config)
     return 4 * length * n * k * v

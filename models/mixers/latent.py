@@ -12,33 +12,34 @@ them (absorbed form):
 
     s = q_nope W_uk^T . c + q_rope . k_rope      o = (softmax(s) c) W_uv
 
-2 N (2 R + P) flops a token seen instead of making its keys and values again.
-YaRN's correction multiplies all scores, its square, as DeepSeek-V3 has it.
+2 N (2 R + P) flops a token seen instead of recomputing its keys and values.
+YaRN's factor enters squared, on all scores, as in DeepSeek-V3.
 
-groups > 1: decoding holds the latent in parts, each with its own copy of the
-rotated key, on the shards of `heads` (TPLA, arXiv:2508.15881). Every shard has
-all heads of its parts, so a device reads (R / groups + P) numbers a token.
+groups > 1: decoding shards the latent over the shards of `heads`, each latent
+shard with its own copy of the rotated key (TPLA, arXiv:2508.15881). A device
+has all heads of its latent shards and reads (R / groups + P) numbers a token.
 
-    scores=summed  the parts' scores are added before the softmax: exact; one
-                   more sum over shards, of a score for each head and token
+    scores=summed  scores are summed over latent shards before the softmax:
+                   exact; one more sum over devices, of a score for each head
+                   and token
     scores=own     o = sum_i softmax(q_i . c_i + q_rope . k_rope) c_i W_uv_i,
-                   and a part is normalised by alpha_i |c_i|^2 / R, not |c|^2:
-                   the paper's, and not exact. Prefill of a whole prompt is.
+                   and a latent shard is normalised by alpha_i |c_i|^2 / R
+                   instead of |c|^2 / R: the paper's form, not exact, except in
+                   the prefill of a whole prompt
 
 models/mixers/latent_rotation.py changes the basis of the latent, exactly, so
-that the parts suit `own`, and measures `shares`: of a part with the share f of
-the latent's square alpha is 1 / f. The paper's factors on scores (mu) are 1
-here. Not done: shards that share out heads and parts at once (more shards than
-parts).
+that its shards suit `own`, and measures `shares`: a latent shard with the share
+f of the latent's square has alpha = 1 / f. The paper's factors on scores (mu)
+are 1 here. Not supported: sharding heads and latents at once (more devices than
+latent shards).
 
 Legend: B rows, T query tokens, S cache slots, D model, N heads, H width of a
 key without position, P of the rotated key, V of a value, R of the latent, G
-parts of the latent, E = R / G + P.
+latent shards, E = R / G + P.
 """
 
 import functools
 
-from flax import nnx
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
@@ -54,19 +55,17 @@ from paraxis.pallas_kernels.attention import op as attention_op
 from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.sharding import annotate
 from paraxis.sharding.sequence import attention as context
-from paraxis.sharding.tensor import project
 
-# Made where the residual stream lies; a latent is cheaper to send than x.
-LOW = ('batch', 'residual_length', None)
+LOW = mixer.LOW
 SHARED = ('batch', 'length', None, None)  # the rotated key
 HEADS = mixer.HEADS
-# A latent is to its products what the residual stream is to others: their
-# matrices are sharded by its width.
+# Matrices that read a latent are sharded by its width, as those that read the
+# residual stream are by d_model.
 UP = ('embed', 'heads', 'head_dim')
 DOWN = ('embed', None)
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(mixer.Mixer):
   """x_BTD -> y_BTD; state: (latents and rotated keys _BSGE,)."""
 
   name = 'latent_attention'
@@ -104,7 +103,7 @@ class LatentAttention(nnx.Module):
       return self._output(self._attend_all(q, latent, k_rope, see)), None
     new = self._cached(low, latent, k_rope)
     (slots,) = state = attention.write(state, (new,), see.slot)
-    if x_BTD.shape[1] == slots.shape[1]:  # all that there is to see is here
+    if x_BTD.shape[1] == slots.shape[1]:  # no older tokens in the cache
       o = self._attend_slots(q, latent, k_rope, see)
     elif x_BTD.shape[1] > 1:
       o = self._attend_slots(q, *self._uncached(slots.astype(q.dtype)), see)
@@ -115,14 +114,9 @@ class LatentAttention(nnx.Module):
   def _norm(self, x, scale):
     return norm.rms(x, scale[...], self.config.norm_epsilon)
 
-  def _project(self, x, x_names, letters, names, out, ring=''):
-    weights = [getattr(self, name) for name in names]
-    return project.project(
-      x,
-      x_names,
-      [(letters, w[...], w.get_metadata('axes'), out) for w in weights],
-      ring=ring in self.layout.rings,
-    )
+  def _project(self, x, x_names, equation, names, out, ring=''):
+    products = [(name, equation, out) for name in names]
+    return parameter.multiply(self, x, x_names, products, ring)
 
   def _inputs(self, x, see):
     """(latent_BTR before its norm, k_rope_BT1P, q_BTNH with P behind H)."""
@@ -143,8 +137,8 @@ class LatentAttention(nnx.Module):
     if config.position == 'rope':
       cos, sin = see.rotations[self.kind]
       k = rope.rotate(k, cos, sin)
-      nope, turned = q[..., : own.nope_dim], q[..., own.nope_dim :]
-      q = jnp.concatenate([nope, rope.rotate(turned, cos, sin)], -1)
+      nope, rotated = q[..., : own.nope_dim], q[..., own.nope_dim :]
+      q = jnp.concatenate([nope, rope.rotate(rotated, cos, sin)], -1)
     return low, k, q
 
   def _expand(self, latent_BSR, k_rope_BS1P):
@@ -153,7 +147,7 @@ class LatentAttention(nnx.Module):
       latent_BSR, LOW, 'BTR,RNH->BTNH', ['key', 'value'], HEADS, 'qkv'
     )
     k, v = checkpoint_name(k, 'key'), checkpoint_name(v, 'value')
-    # In a region: a shard adds up the gradients of its heads, then all do.
+    # In a region a shard sums the gradients of its heads before shards do.
     join = annotate.region(_join, (HEADS, SHARED), (HEADS,), single=True)
     return join(k, k_rope_BS1P), v
 
@@ -183,12 +177,12 @@ class LatentAttention(nnx.Module):
     )[0]  # fmt: skip
 
   def _parts(self):
-    """Logical names of (B, S, G, E): only parts can be on shards."""
+    """Logical names of a cache (B, S, G, E)."""
     over = 'heads' if self.config.latent.groups > 1 else None
     return ('batch', None, over, None)
 
   def _cached(self, low, latent, k_rope):
-    """What is kept of a token, in parts: _BTGE."""
+    """The cached form of a token, in latent shards: _BTGE."""
     own = self.config.latent
     cut = lambda x: x.reshape(*x.shape[:-1], own.groups, -1)
     parts = cut(latent)
@@ -211,34 +205,30 @@ class LatentAttention(nnx.Module):
     own = self.config.latent
     g, each = own.groups, own.rank // own.groups
     q_rope = q[..., own.nope_dim :]
-    w, names = self.key, ('batch', 'length', 'heads', None)
-    q = project.einsum(
-      'BTNH,RNH->BTNR', q[..., : own.nope_dim], HEADS, w[...],
-      w.get_metadata('axes'), names,
-    )  # fmt: skip
+    names = ('batch', 'length', 'heads', None)
+    (q,) = self._project(
+      q[..., : own.nope_dim], HEADS, 'BTNH,RNH->BTNR', ['key'], names
+    )
     queries, kept = ('batch', 'length', None, *names[2:]), self._parts()
     summed = g > 1 and not _apart(own)
-    if summed:  # every part has a copy of the rotated key
+    if summed:  # every latent shard has a copy of the rotated key
       q_rope = q_rope / g
     if g > 1:
       queries = ('batch', 'length', 'heads', None, None)
     q = q.reshape(*q.shape[:3], g, each).swapaxes(2, 3)
     q_rope = jnp.broadcast_to(q_rope[:, :, None], (*q.shape[:4], own.rope_dim))
     q = annotate.put(jnp.concatenate([q, q_rope], -1), queries)
-    # To a mesh: heads go for parts.
+    # The mesh axes of `heads` now shard the latent instead.
     attend = functools.partial(
       _summed if summed else _own, mask_of(self.config)
     )
     names_in = (queries, kept, *attention.SLOT_NAMES)
     run = annotate.region(attend, names_in, (queries,), single=True)
     o = run(q, slots_BSGE, *attention.slot_ids(see))[..., :each]
-    # Parts for heads, then one latent for each head.
+    # Sharded over heads again, with one whole latent for each head.
     o = annotate.put(o, ('batch', 'length', None, *names[2:])).swapaxes(2, 3)
-    w = self.value
-    return project.einsum(
-      'BTNR,RNV->BTNV', o.reshape(*o.shape[:3], own.rank), names, w[...],
-      w.get_metadata('axes'), HEADS,
-    )  # fmt: skip
+    o = o.reshape(*o.shape[:3], own.rank)
+    return self._project(o, names, 'BTNR,RNV->BTNV', ['value'], HEADS)[0]
 
   def _output(self, o):
     (y,) = self._project(
@@ -247,14 +237,14 @@ class LatentAttention(nnx.Module):
     return checkpoint_name(y, 'output')
 
   def init_state(self, batch, slots, dtype):
-    """Empty slots (B, S, G, E); UserError: shards do not divide the parts."""
+    """Empty slots (B, S, G, E); UserError if devices do not divide G."""
     own = self.config.latent
     shards = annotate.shards('heads')
     if own.groups > 1 and own.groups % shards:
       raise errors.UserError(
-        f'model.latent.groups={own.groups} parts of a latent do not divide '
-        f'over {shards} shards of heads (mesh.tensor); take a multiple of '
-        f'{shards}, or 1: every shard holds the whole latent.'
+        f'model.latent.groups={own.groups} latent shards do not divide over '
+        f'{shards} shards of heads (mesh.tensor); take a multiple of {shards}, '
+        'or 1: every device holds the whole latent.'
       )
     shape = batch, slots, own.groups, own.rank // own.groups + own.rope_dim
     return (mixer.state(self._parts(), *shape, dtype=dtype),)
@@ -269,7 +259,7 @@ class LatentAttention(nnx.Module):
     own = config.latent
     if config.position == 'rope' and own.rope_dim % 2:
       raise errors.UserError(
-        f'model.latent.rope_dim={own.rope_dim} is odd: rotary positions turn '
+        f'model.latent.rope_dim={own.rope_dim} is odd: rotary positions rotate '
         'pairs.'
       )
     if own.rank % own.groups:
@@ -285,10 +275,6 @@ class LatentAttention(nnx.Module):
       )
 
   @staticmethod
-  def check_context(config, length):
-    """Nothing: sharding.sequence.attention.check looks at heads and lengths."""
-
-  @staticmethod
   def mixing_flops(config, kind, length):
     """Scores and weighted values of a causal row, in the explicit form."""
     own, seen = config.latent, length * (length + 1) // 2
@@ -296,8 +282,8 @@ class LatentAttention(nnx.Module):
     return 2 * seen * config.num_heads * widths
 
 
-def mask_of(config):
-  """attention_op.Mask; the square of YaRN's factor is in its scale."""
+def mask_of(config) -> attention_op.Mask:
+  """The mask; its scale has the square of YaRN's factor."""
   own = config.latent
   scale = config.attention_scale or (own.nope_dim + own.rope_dim) ** -0.5
   if config.position == 'rope':
@@ -311,19 +297,19 @@ def mask_of(config):
 
 
 def _apart(own):
-  """Does each part of a mixer_schema.Latent go by scores of its own?"""
+  """Does each latent shard of a mixers.Latent have its own softmax?"""
   return own.groups > 1 and own.scores == 'own'
 
 
 def _join(x_BSNH, shared_BS1P):
-  """The rotated key behind every head, or part: (B, S, N, H + P)."""
+  """Every head, or latent shard, and the rotated key: (B, S, N, H + P)."""
   shape = (*x_BSNH.shape[:3], shared_BS1P.shape[-1])
   shared = jnp.broadcast_to(shared_BS1P, shape).astype(x_BSNH.dtype)
   return jnp.concatenate([x_BSNH, shared], -1)
 
 
 def _own(mask, q_BTGNE, slots_BSGE, *ids):
-  """Parts that know nothing of one another, as kv heads. One part: exact."""
+  """Latent shards attend as independent kv heads. Exact if there is one."""
   b, t, g, n, e = q_BTGNE.shape
   q = q_BTGNE.reshape(b, t, g * n, e)
   o = attention.attend_range(mask, q, slots_BSGE, slots_BSGE, *ids)
@@ -333,8 +319,8 @@ def _own(mask, q_BTGNE, slots_BSGE, *ids):
 def _summed(
   mask, q_BTGNE, slots_BSGE, slot, segments, slot_segments, order, slot_order
 ):
-  """The scores of all parts are added up before the softmax."""
-  del slot  # goes by segments and positions
+  """Scores are summed over all latent shards before the softmax."""
+  del slot  # segments and positions decide what is visible
   wide = jnp.result_type(q_BTGNE, slots_BSGE, jnp.float32)
   dot = functools.partial(jnp.einsum, preferred_element_type=wide)
   s = dot('btgne,bsge->btns', q_BTGNE, slots_BSGE)
@@ -344,7 +330,7 @@ def _summed(
   if mask.softcap:
     s = mask.softcap * jnp.tanh(s / mask.softcap)
   both = (segments, slot_segments), (order, slot_order)
-  ok = attention_xla.visible(mask, *both)[:, 0, 0, :, None]
+  ok = attention_xla.visible(mask, *both)[:, :, None]
   s = jnp.where(ok, s, varying.NEG)
   p = jnp.exp(s - jnp.maximum(s.max(-1, keepdims=True), varying.FLOOR))
   total = p.sum(-1, keepdims=True)

@@ -1,23 +1,23 @@
-"""Another basis for the latents of latent attention, and the same model.
+"""A change of basis of latent attention's latents that keeps the model.
 
-    n = (x W_dkv) / rms(x W_dkv),  c = gamma n         (models/latent_attention)
+    n = (x W_dkv) / rms(x W_dkv),  c = gamma n         (models/mixers/latent.py)
     W_dkv' = W_dkv U,  W_uk' = U^T diag(gamma) W_uk,  W_uv' alike,  gamma' = 1
 
-for any orthogonal U: the mean square of x W_dkv U is that of x W_dkv. It
-matters once decoding cuts the latent into parts, each with a softmax of its own
+for any orthogonal U: x W_dkv U and x W_dkv have the same mean square. The basis
+matters once decoding shards the latent and each shard has its own softmax
 (model.latent.scores=own; TPLA, arXiv:2508.15881, section 3):
 
-    hadamard   H / sqrt(R) with random signs: parts of equal square
+    hadamard   H / sqrt(R) with random signs: shards of equal square
     pca        eigenvectors of the latents' covariance on some text, the largest
-               first: one part has nearly all that decides on scores
+               first: one shard has nearly all of the variance
 
-`own` normalises a part c_i by alpha_i |c_i|^2 / R in place of |c|^2 / R, so
-alpha_i = 1 / f_i, f_i the share of the part in the mean square: 1 / G, or as
-measured. (The paper prints alpha both as f and as 1 / f; only the second fits
-its condition.) Cost: once, on the host, in float64.
+`own` normalises a latent shard c_i by alpha_i |c_i|^2 / R instead of |c|^2 / R,
+so alpha_i = 1 / f_i, where f_i is the shard's share of the mean square: 1 / G,
+or as measured. (The paper prints alpha both as f and as 1 / f; only the second
+fits its condition.) Cost: once, on the host, in float64.
 
-Legend: D model, R width of the latent, N heads, H head width, G parts, B rows,
-S slots.
+Legend: D model, R width of the latent, N heads, H head width, G latent shards,
+B rows, S slots.
 """
 
 import jax
@@ -28,15 +28,14 @@ from paraxis.configs.base import errors
 PARAMETERS = ('down', 'latent_norm', 'key', 'value')
 
 
-def hadamard(rank, seed=0):
+def hadamard(rank: int, seed=0) -> np.ndarray:
   """(R, R) orthogonal: Sylvester's matrix, its rows with random signs.
 
   UserError if R is no power of two.
   """
   if rank & (rank - 1):
     raise errors.UserError(
-      f'a Hadamard matrix of {rank} (model.latent.rank) rows: a power of two '
-      'is needed.'
+      f'a Hadamard matrix needs a power of two, and model.latent.rank={rank}.'
     )
   h = np.ones((1, 1))
   while len(h) < rank:
@@ -45,20 +44,20 @@ def hadamard(rank, seed=0):
   return signs[:, None] * h / rank**0.5
 
 
-def principal(covariance_RR):
+def principal(covariance_RR) -> np.ndarray:
   """(R, R): eigenvectors of a covariance in columns, the largest first."""
   _, vectors = np.linalg.eigh(covariance_RR)
   return vectors[:, ::-1]
 
 
 def shares(covariance_RR, u_RR, groups):
-  """(G,): share of each part in the mean square of latents n U."""
+  """(G,): share of each latent shard in the mean square of latents n U."""
   square = np.einsum('rs,rt,ts->s', u_RR, covariance_RR, u_RR)
   return square.reshape(groups, -1).sum(1) / square.sum()
 
 
 def rotate(values, u_RR):
-  """The four PARAMETERS of one layer with latents n U.
+  """The four PARAMETERS of one layer for latents n U.
 
   Args:
     values: {name: array}: down (D, R), latent_norm (R,), key (R, N, H), value
@@ -71,20 +70,20 @@ def rotate(values, u_RR):
   down, scale, key, value = (
     np.asarray(values[name], np.float64) for name in PARAMETERS
   )
-  turn = lambda w: np.einsum('rs,r,rnh->snh', u_RR, scale, w)
+  rotated = lambda w: np.einsum('rs,r,rnh->snh', u_RR, scale, w)
   return dict(
-    down=down @ u_RR, latent_norm=np.ones_like(scale), key=turn(key),
-    value=turn(value),
+    down=down @ u_RR, latent_norm=np.ones_like(scale), key=rotated(key),
+    value=rotated(value),
   )  # fmt: skip
 
 
 def covariance(slots_BSGE, segments_BS, scale_R):
-  """(R, R) of the latents n that a cache holds, of all tokens in it.
+  """(R, R): covariance of the latents n of all tokens in a cache.
 
   Args:
     slots_BSGE: a layer's state, written with model.latent.scores=summed.
     segments_BS: 0: an empty slot.
-    scale_R: the layer's latent_norm; n where it is 0 counts as 0.
+    scale_R: the layer's latent_norm; n is taken as 0 where it is 0.
   """
   scale = np.asarray(scale_R, np.float64)
   slots = np.asarray(slots_BSGE, np.float64)[np.asarray(segments_BS) > 0]
@@ -102,15 +101,15 @@ def rotated(params, config, cache=None):
       groups=1 or more.
     config: schema.Model to decode with.
     cache: decoder.Cache after a prefill of some text (scores=summed or
-      groups=1) with `params`, to measure latents by; pca needs it.
+      groups=1) with `params`, from which latents are measured; pca needs it.
 
   Returns:
-    {path: array}, laid out as before, of the same model; with scores=own also
-    its `shares`.
+    {path: array} of the same model, with the same shardings; with scores=own
+    also its `shares`.
 
   Raises:
-    UserError: pca without a cache, or with fewer tokens than the latent is
-      wide; hadamard of no power of two.
+    UserError: pca without a cache, or with fewer tokens than the width of the
+      latent; hadamard with a width that is no power of two.
   """
   own, out = config.latent, dict(params)
   if own.rotation == 'pca' or cache is not None:
@@ -138,7 +137,7 @@ def rotated(params, config, cache=None):
 
 
 def _like(old, value):
-  """value in the dtype, and where it is a jax.Array the layout, of `old`."""
+  """value in the dtype of `old`, and in its sharding if it is a jax.Array."""
   value = np.asarray(value, old.dtype)
   if not isinstance(old, jax.Array):
     return value
@@ -149,7 +148,6 @@ def _check_calibration(cache, rank):
   tokens = 0 if cache is None else int((np.asarray(cache.segments) > 0).sum())
   if tokens < rank:
     raise errors.UserError(
-      f'{tokens} tokens to find the covariance of {rank} numbers '
-      '(model.latent.rank) by (model.latent.rotation); prefill at least as '
-      'many.'
+      f'model.latent.rotation measures a covariance of {rank} numbers '
+      f'(model.latent.rank) on {tokens} tokens; prefill at least {rank}.'
     )

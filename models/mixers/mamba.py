@@ -19,9 +19,9 @@ with dt through a map of low rank. h is read in chunks of tokens as it passes
 (pallas_kernels/scans/selective.py): memory is O(T F + sqrt(T) F S), in
 float32, gradients with it.
 
-Decoding keeps the state and the last inputs of the convolutions, whatever the
-length. A group of Mamba-2 may have heads on several tensor shards; B, C and the
-squares of the norm are gathered, for they are small.
+Decoding keeps the state and the last inputs of the convolutions, at any length.
+A group of Mamba-2 may have heads on several tensor shards; B, C and the squares
+of the norm are small and are gathered.
 
 Legend: B rows, T tokens, D model, N heads, P head width, G groups, S numbers of
 the state, F inner width, R rank of the steps, W taps, C 2: B and C.
@@ -41,14 +41,12 @@ from paraxis.models import parameter
 from paraxis.models.mixers import protocol as mixer
 from paraxis.models.mixers import recurrence
 from paraxis.sharding import annotate
-from paraxis.sharding.tensor import project
 
 PER_HEAD = mixer.HEADS[:3]
 # B and C: as they are projected, and as the heads of a shard read them.
 SHARED = ('batch', 'residual_length', None, None, None)
 SHARED_ROWS = ('batch', 'length', None, None, None)
-WIDE = recurrence.WIDE
-LOW = ('batch', 'residual_length', None)
+WIDE = mixer.WIDE
 
 
 def inner(config):
@@ -67,7 +65,7 @@ def step_rank(config):
 
 
 def _drawn(value, axes):
-  """A parameter that is drawn, and not decayed: kind 'vector'."""
+  """A parameter with random values and no weight decay: kind 'vector'."""
   return nnx.Param(value, axes=axes, kind='vector', inputs=0)
 
 
@@ -79,28 +77,17 @@ def _step_bias(rngs, config, shape, axes):
 
 
 def _taps(rngs, config, shape, axes):
-  """Taps of a convolution: by Adam and decayed, but no matrix to Muon."""
+  """Taps of a convolution: by Adam, with weight decay, never by Muon."""
   width = config.mamba.conv_width
   return parameter.embedding(rngs, (width, *shape), (None, *axes), width**-0.5)
 
 
-class _Mamba(nnx.Module):
-  """What both have in common."""
+class _Mamba(mixer.Mixer):
+  """The convolutions, step sizes and rates of both."""
 
   capabilities = mixer.RECURRENT
-
-  def _project(self, x, x_names, names, outs, letters, ring=''):
-    """Products of x with the parameters `names`."""
-    weights = [getattr(self, name) for name in names]
-    return project.project(
-      x,
-      x_names,
-      [
-        (equation, w[...], w.get_metadata('axes'), out)
-        for equation, w, out in zip(letters, weights, outs, strict=True)
-      ],
-      ring=ring in self.layout.rings,
-    )
+  step_bias: nnx.Param
+  a_log: nnx.Param
 
   def _conv(self, name, x, names, see, tail):
     """silu(convolution + bias) -> (x, tail)."""
@@ -116,15 +103,6 @@ class _Mamba(nnx.Module):
   def _rate(self, dtype):
     """A < 0."""
     return -jnp.exp(self.a_log[...].astype(dtype))
-
-  def grow(self, state, slots):
-    """The state as it is: its size is that of one token."""
-    del slots
-    return state
-
-  @staticmethod
-  def check_context(config, length):
-    """Nothing: any share of the length will do."""
 
 
 class Mamba2(_Mamba):
@@ -159,13 +137,19 @@ class Mamba2(_Mamba):
     )  # fmt: skip
 
   def __call__(self, x_BTD, see, state=None):
-    x, z, dt = self._project(
-      x_BTD, mixer.RESIDUAL, ('value', 'gate', 'step'),
-      (mixer.HEADS, mixer.HEADS, PER_HEAD),
-      ('BTD,DNP->BTNP', 'BTD,DNP->BTNP', 'BTD,DN->BTN'), 'qkv',
-    )  # fmt: skip
-    (shared,) = self._project(
-      x_BTD, mixer.RESIDUAL, ('shared',), (SHARED,), ('BTD,DCGS->BTCGS',)
+    x, z, dt = parameter.multiply(
+      self,
+      x_BTD,
+      mixer.RESIDUAL,
+      [
+        ('value', 'BTD,DNP->BTNP', mixer.HEADS),
+        ('gate', 'BTD,DNP->BTNP', mixer.HEADS),
+        ('step', 'BTD,DN->BTN', PER_HEAD),
+      ],
+      'qkv',
+    )
+    (shared,) = parameter.multiply(
+      self, x_BTD, mixer.RESIDUAL, [('shared', 'BTD,DCGS->BTCGS', SHARED)]
     )
     shared = annotate.move(shared, SHARED, SHARED_ROWS)
     x, z = checkpoint_name(x, 'value'), checkpoint_name(z, 'gate')
@@ -182,18 +166,18 @@ class Mamba2(_Mamba):
     o = checkpoint_name(o, 'scan')
     o = o + (self.skip[...][:, None] * x).astype(o.dtype)
     o = self._normalise(o * jax.nn.silu(z))
-    (y,) = self._project(
-      o, mixer.HEADS, ('output',), (mixer.RESIDUAL,), ('BTNP,NPD->BTD',),
+    (y,) = parameter.multiply(
+      self, o, mixer.HEADS, [('output', 'BTNP,NPD->BTD', mixer.RESIDUAL)],
       'output',
     )  # fmt: skip
     y = checkpoint_name(y, 'output')
     return y, None if state is None else (memory, (tail, other))
 
   def _on_heads(self, x_BTGS):
-    """What groups share, as often as shards of heads need; each its own."""
+    """B or C of the groups, repeated so that shards of heads divide them."""
     heads, groups = num_heads(self.config), self.config.mamba.groups
     shared = math.gcd(heads // annotate.shards('heads'), heads // groups)
-    run = functools.partial(_own_heads, heads=heads // shared)
+    run = functools.partial(mixer.repeat_heads, heads=heads // shared)
     return annotate.region(
       run, (SHARED_ROWS[:4],), (mixer.HEADS,), single=True
     )(x_BTGS)
@@ -206,7 +190,7 @@ class Mamba2(_Mamba):
     def of_groups(square_BTN):
       x = annotate.move(square_BTN, PER_HEAD, (*mixer.ROWS, None))
       x = x.reshape(*x.shape[:2], groups, -1).mean(-1)
-      return _own_heads(x[..., None], heads)
+      return mixer.repeat_heads(x[..., None], heads)
 
     square = annotate.region(of_groups, (PER_HEAD,), (mixer.HEADS,), True)(
       jnp.mean(y * y, -1)
@@ -221,8 +205,7 @@ class Mamba2(_Mamba):
     n, p = num_heads(self.config), own.head_dim
     wide = jnp.promote_types(dtype, jnp.float32)
     memory = mixer.state(mixer.STATE, batch, n, own.state, p, dtype=wide)
-    names = ('batch', None, 'heads', 'head_dim')
-    tail = mixer.state(names, batch, keep, n, p, dtype=dtype)
+    tail = mixer.state(mixer.TAIL, batch, keep, n, p, dtype=dtype)
     names = ('batch', *[None] * 4)
     shape = (batch, keep, 2, own.groups, own.state)
     return memory, (tail, mixer.state(names, *shape, dtype=dtype))
@@ -247,15 +230,8 @@ class Mamba2(_Mamba):
 
   @staticmethod
   def mixing_flops(config, kind, length):
-    """The state written and read once a token; work within chunks left out."""
+    """The state, written and read once a token; without work within chunks."""
     return 4 * length * inner(config) * config.mamba.state
-
-
-def _own_heads(x_BTGS, heads):
-  """(B, T, G, S) -> (B, T, heads of this shard, S)."""
-  b, t, g, s = x_BTGS.shape
-  x = jnp.broadcast_to(x_BTGS[:, :, :, None], (b, t, g, heads // g, s))
-  return annotate.take(x.reshape(b, t, heads, s), mixer.HEADS, 2)
 
 
 def _check_steps(own):
@@ -297,9 +273,9 @@ class Mamba(_Mamba):
     )  # fmt: skip
 
   def __call__(self, x_BTD, see, state=None):
-    x, z = self._project(
-      x_BTD, mixer.RESIDUAL, ('value', 'gate'), (WIDE, WIDE),
-      ('BTD,DF->BTF',) * 2, 'qkv',
+    x, z = parameter.multiply(
+      self, x_BTD, mixer.RESIDUAL,
+      [(name, 'BTD,DF->BTF', WIDE) for name in ('value', 'gate')], 'qkv',
     )  # fmt: skip
     x, z = checkpoint_name(x, 'value'), checkpoint_name(z, 'gate')
     memory, tail = state or (None, None)
@@ -307,24 +283,30 @@ class Mamba(_Mamba):
     dt, shared = self._steps_and_shared(x)
     o, memory = self._scan(x, dt, shared, see, memory)
     o = checkpoint_name(o, 'scan') * jax.nn.silu(z)
-    (y,) = self._project(
-      o, WIDE, ('output',), (mixer.RESIDUAL,), ('BTF,FD->BTD',), 'output'
+    (y,) = parameter.multiply(
+      self, o, WIDE, [('output', 'BTF,FD->BTD', mixer.RESIDUAL)], 'output'
     )
     y = checkpoint_name(y, 'output')
     return y, None if state is None else (memory, tail)
 
   def _steps_and_shared(self, x_BTF):
     """(dt_BTF in at least float32, B and C of every token: BTCS)."""
-    parts = (LOW, SHARED[:4])
-    low, shared = self._project(
-      x_BTF, WIDE, ('step_down', 'shared'), parts,
-      ('BTF,FR->BTR', 'BTF,FCS->BTCS'),
-    )  # fmt: skip
+    low, shared = parameter.multiply(
+      self,
+      x_BTF,
+      WIDE,
+      [
+        ('step_down', 'BTF,FR->BTR', mixer.LOW),
+        ('shared', 'BTF,FCS->BTCS', SHARED[:4]),
+      ],
+    )
     if self.config.mamba.inner_norm:
       eps = self.config.norm_epsilon
       low = norm.rms(low, self.step_norm[...], eps)
       shared = norm.rms(shared, self.shared_norm[...], eps)
-    (dt,) = self._project(low, LOW, ('step_up',), (WIDE,), ('BTR,RF->BTF',))
+    (dt,) = parameter.multiply(
+      self, low, mixer.LOW, [('step_up', 'BTR,RF->BTF', WIDE)]
+    )
     dt = self._steps(checkpoint_name(dt, 'key'))
     return dt, annotate.move(shared, SHARED[:4], SHARED_ROWS[:4])
 
@@ -343,8 +325,7 @@ class Mamba(_Mamba):
     del slots
     own, f = self.config.mamba, inner(self.config)
     wide = jnp.promote_types(dtype, jnp.float32)
-    names = ('batch', 'mlp', None)
-    memory = mixer.state(names, batch, f, own.state, dtype=wide)
+    memory = mixer.state(recurrence.CHANNELS, batch, f, own.state, dtype=wide)
     names = ('batch', None, 'mlp')
     shape = (batch, own.conv_width - 1, f)
     return memory, mixer.state(names, *shape, dtype=dtype)

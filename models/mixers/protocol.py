@@ -1,53 +1,49 @@
-"""What mixes the tokens of a layer: one protocol for attention and recurrences.
+"""Token mixers: one protocol for attention and recurrences.
 
-A mixer is a Flax module with
+A mixer is a subclass of `Mixer`, a row of configs/base/mixers.py and a line of
+models/layer.py.
 
-    name                    under which a layer holds its parameters
-    capabilities            what its state allows (`Capabilities`)
-    __init__(config, rngs, kind, layout)
-    __call__(x_BTD, see, state=None) -> (y_BTD, state)
-    init_state(batch, slots, dtype) -> state     for decoding
-    grow(state, slots) -> state                  with room for `slots` tokens
-    check(config), check_context(config, T)      UserError, static: T tokens of
-                                                 a shard of the length
-    mixing_flops(config, kind, T)                static: of a forward pass over
-                                                 a row, projections left out
+x is a packed row: `see.segments` (0: padding) is the document of each token,
+`see.positions` its position there. A recurrence forgets its state where a
+document begins (`resets`), and a padding token is the identity map on the
+state, so neither slots nor short rows have to be cleared. With a state, a row
+has its tokens first and its padding behind. Before single-token decoding
+`shift_slots` moves that padding to the front of the cache, because such a token
+sees the slots right before its own.
 
-x is a packed row: `see.segments` (0: padding) says which document a token is
-of, `see.positions` where it stands there. A recurrence forgets where a document
-begins, `resets`, and a padding token is the identity map on its state, so a
-slot needs no clearing and short rows no care. A row that is called with a state
-has its tokens first and its padding behind. Who goes on from there with one
-token a row moves the padding to the front of the slots first (`shift_slots`):
-what such a token sees are the slots right before its own.
-
-The length may be split over the mesh axis `context`: what crosses shards is in
-sharding/sequence/attention.py for attention, for recurrences in
+The length may be sharded over the mesh axis `context`: attention then crosses
+shards in sharding/sequence/attention.py, a recurrence in
 models/mixers/recurrence.py and sharding/sequence/scan.py.
 
 Legend: B rows, T tokens, D model, N heads, K key width, V value width.
 """
 
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from paraxis.models import parameter
 from paraxis.sharding import annotate
 
 ROWS = ('batch', 'length')
 RESIDUAL = ('batch', 'residual_length', 'hidden')
+LOW = ('batch', 'residual_length', None)  # narrow, cheaper to gather than x
 HEADS = ('batch', 'length', 'heads', 'head_dim')
+WIDE = ('batch', 'length', 'mlp')
 STATE = ('batch', 'heads', None, None)
+# Last inputs of a convolution, by heads.
+TAIL = ('batch', None, 'heads', 'head_dim')
 
 
 class Capabilities(NamedTuple):
   """What decoding may ask of the state of a mixer.
 
-  slots: it grows with the tokens (else it has one size). tree: tokens may share
-  a prefix and not see one another. random_write: a token may be written again.
-  bidirectional: a token may see those after it. exact: prefill and steps give
-  what the whole sequence gives.
+  slots: the state grows with the tokens (else it has one size). tree: tokens
+  may share a prefix and not see one another. random_write: a token may be
+  written again. bidirectional: a token may see later tokens. exact: prefill and
+  single-token steps equal one pass over the whole sequence.
   """
 
   slots: bool
@@ -59,6 +55,49 @@ class Capabilities(NamedTuple):
 
 SLOTS = Capabilities(True, True, True, True)
 RECURRENT = Capabilities(False, False, False, False)
+
+
+class Mixer(nnx.Module):
+  """x_BTD -> y_BTD; the defaults here suit a state of one size.
+
+  name: under which a layer holds its parameters.
+  capabilities: what decoding may ask of its state.
+  """
+
+  name: ClassVar[str]
+  capabilities: Capabilities
+  config: Any
+  layout: parameter.Layout
+
+  def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
+    """config: schema.Model. kind: its letter."""
+    raise NotImplementedError
+
+  def __call__(self, x_BTD, see, state=None) -> tuple[jax.Array, Any]:
+    """(y_BTD, state); see: attention.Visibility. Without a state: None."""
+    raise NotImplementedError
+
+  def init_state(self, batch: int, slots: int, dtype) -> Any:
+    """The empty state of `batch` rows of at most `slots` tokens."""
+    raise NotImplementedError
+
+  def grow(self, state, slots: int) -> Any:
+    """`state` with room for `slots` tokens; one of one size stays as it is."""
+    del slots
+    return state
+
+  @staticmethod
+  def check(config) -> None:
+    """UserError if the fields of a schema.Model contradict each other."""
+
+  @staticmethod
+  def check_context(config, length: int) -> None:
+    """UserError if a row cannot be sharded into runs of `length` tokens."""
+
+  @staticmethod
+  def mixing_flops(config, kind: str, length: int) -> int:
+    """Of a forward pass over a row of `length`, projections left out."""
+    raise NotImplementedError
 
 
 def valid(see):
@@ -84,7 +123,7 @@ def more_slots(x, slots):
 
 
 def shift_slots(x, by_B):
-  """x (B, S, ...) with row b moved by_B slots on, its last slots in front."""
+  """x (B, S, ...) with row b rotated by_B slots to the right."""
   roll = jax.vmap(lambda x_S, by: jnp.roll(x_S, by, 0))
   if annotate.mode() != 'explicit' or not annotate.sizes():
     return roll(x, by_B)
@@ -92,3 +131,14 @@ def shift_slots(x, by_B):
   return jax.shard_map(
     roll, in_specs=(laid(x), laid(by_B)), out_specs=laid(x), check_vma=False
   )(x, by_B)
+
+
+def repeat_heads(x_BSGH, heads):
+  """(B, S, G, H) -> (B, S, heads of this shard, H), each G repeated in order.
+
+  heads: of the whole model, or of the least number of copies that shards
+    divide; a multiple of G.
+  """
+  b, s, g, h = x_BSGH.shape
+  x = jnp.broadcast_to(x_BSGH[:, :, :, None], (b, s, g, heads // g, h))
+  return annotate.take(x.reshape(b, s, heads, h), HEADS, 2)

@@ -1,8 +1,8 @@
-"""The recurrences of mixers on packed rows, whatever the layout.
+"""The recurrences of mixers on packed rows, in every layout.
 
-What a mixer needs of the ops in pallas_kernels/ beyond the arrays: padding that
-changes nothing, a fresh start where a document begins, one manual region around
-the op, and the way across shards of the length (sharding/sequence/scan.py).
+Each wraps an op of pallas_kernels/: padding leaves the state unchanged, the
+state is reset where a document begins, the op runs in one manual region, and
+the state crosses shards of the length (sharding/sequence/scan.py).
 
 Legend: B rows, T tokens, N heads, K key width, V value width, W taps, S or M
 numbers a channel, D or F channels, U inputs of a cell.
@@ -18,15 +18,15 @@ from paraxis.models.mixers import protocol as mixer
 from paraxis.sharding import annotate
 from paraxis.sharding.sequence import scan
 
-WIDE = ('batch', 'length', 'mlp')
+WIDE = mixer.WIDE
 CHANNELS = ('batch', 'mlp', None)
 RATES = ('mlp', None)
-SHARED = ('batch', 'length', None, None)  # what all channels of a token read
+SHARED = ('batch', 'length', None, None)  # read by all channels of a token
 
 FEW = 8  # tokens: fewer are scanned one by one
-# What a solve adds to its counter: 1, iterations, residual, done in sequence.
+# A solve adds to its counter: 1, iterations, residual, sequential fallbacks.
 COUNTS = 4
-LARGE = 1e30  # a residual that is not finite, as it is counted
+LARGE = 1e30  # stands for an infinite residual in that counter
 
 
 def gated_scan(q, k, v, log_decay, see, layout, state=None, impl='auto'):
@@ -36,7 +36,7 @@ def gated_scan(q, k, v, log_decay, see, layout, state=None, impl='auto'):
     q, k: (B, T, G, K), G divides N. v: (B, T, N, V). log_decay: (B, T, N, K)
       or (B, T, N). Laid out as HEADS.
     see: attention.Visibility. layout: parameter.Layout.
-    state: (B, N, K, V), or None: zeros. impl: of the op, schema.Model.scan.
+    state: (B, N, K, V), or None: zeros. impl: schema.Model.scan.
 
   Returns:
     (o_BTNV, state), laid out as HEADS and STATE.
@@ -46,8 +46,7 @@ def gated_scan(q, k, v, log_decay, see, layout, state=None, impl='auto'):
   # A few tokens cost less one by one.
   impl = 'loop' if q.shape[1] < FEW and impl == 'auto' else impl
 
-  def run(q, k, v, log_decay, reset, *state):
-    first = state[0] if state else None
+  def run(q, k, v, log_decay, reset, first=None):
     return scan.gated(q, k, v, log_decay, reset, first, layout.scan, impl=impl)
 
   decays = mixer.HEADS[: log_decay.ndim]
@@ -66,7 +65,7 @@ def conv(x, w, names, see, layout, tail=None, dilation=1):
     tail: (B, (W - 1) dilation, ...) tokens before the row, or None: zeros.
 
   Returns:
-    (y, tail): as x, and the last tokens that count.
+    (y, tail): as x, and the last valid tokens.
   """
   w_names, tail_names = (None, *names[2:]), (names[0], None, *names[2:])
   if tail is None:
@@ -81,8 +80,9 @@ def conv(x, w, names, see, layout, tail=None, dilation=1):
     return y.reshape(x.shape), last.reshape(tail.shape).astype(tail.dtype)
 
   rows = (names, w_names, mixer.ROWS, mixer.ROWS, tail_names)
-  run = annotate.region(run, rows, (names, tail_names))
-  return run(x, w, see.positions, mixer.valid(see), tail)
+  return annotate.region(run, rows, (names, tail_names))(
+    x, w, see.positions, mixer.valid(see), tail
+  )
 
 
 def selective_scan(x, dt, shared, rate, see, layout, state=None):
@@ -90,7 +90,8 @@ def selective_scan(x, dt, shared, rate, see, layout, state=None):
 
   Args:
     x, dt: (B, T, F), laid out as WIDE. shared: (B, T, 2, S), B and C, laid out
-      as SHARED. rate: (F, S), A, laid out as RATES. In the dtype to sum in.
+      as SHARED. rate: (F, S), A, laid out as RATES. All in the dtype of the
+      sums.
     see: attention.Visibility. layout: parameter.Layout.
     state: (B, F, S), or None: zeros.
 
@@ -99,8 +100,7 @@ def selective_scan(x, dt, shared, rate, see, layout, state=None):
   """
   dt = _where(mixer.valid(see), dt)  # a step of 0 changes nothing
 
-  def run(x, dt, shared, rate, reset, *state):
-    first = state[0] if state else None
+  def run(x, dt, shared, rate, reset, first=None):
     return scan.selective(x, dt, shared, rate, reset, first, layout.scan)
 
   names = [WIDE, WIDE, SHARED, RATES, mixer.ROWS]
@@ -118,14 +118,15 @@ def newton_scan(cell, params, inputs, see, module, state=None):
     params: (recurrent weights a_GNH, counter), Flax variables.
     inputs: U arrays (B, T, N, H), laid out as HEADS.
     see: attention.Visibility.
-    module: of the mixer; its config, layout and `numbers` M.
+    module: the recurrent.Recurrent; its config, layout and `numbers` M are
+      read.
     state: (B, M, N, H) or None: zeros.
 
   Returns:
     (h_BTNH, the last of the M numbers; state), laid out as HEADS and the state.
   """
   own, layout = module.config.recurrent, module.layout
-  names = ('batch', None, 'heads', 'head_dim')
+  names = mixer.TAIL  # of the state, too
   few = inputs[0].shape[1] < FEW and layout.scan is None
   options = dict(
     tol=own.tolerance, cap=own.iterations, bound=own.bound,
@@ -153,8 +154,9 @@ def newton_scan(cell, params, inputs, see, module, state=None):
   rows = [p.get_metadata('axes') for p in params]
   rows += [mixer.ROWS, mixer.ROWS, names, *[mixer.HEADS] * len(inputs)]
   arrays = [*(p[...] for p in params), mixer.resets(see), mixer.valid(see)]
-  run = annotate.region(run, rows, (mixer.HEADS, names))
-  return run(*arrays, state, *inputs)
+  return annotate.region(run, rows, (mixer.HEADS, names))(
+    *arrays, state, *inputs
+  )
 
 
 def _sequential(cell, a, u_BTUD, reset_BT, first_BMD, valid_BT):

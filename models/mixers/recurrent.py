@@ -7,18 +7,22 @@ ParaLSTM (kind L), two numbers (c, h) a channel:
     f = sigmoid(a_f h + p_f c + u_f)     c' = f c + (1 - f) tanh(a_c h + u_c)
     o = sigmoid(a_o h + p_o c' + u_o)    h' = o tanh(c')
 with diagonal recurrent weights a, p and u = B x + b, B block-diagonal over
-heads. That keeps channels apart, so Newton's method solves a whole sequence
-with scans (pallas_kernels/scans/newton.py). Around the cell, as in Mamba:
+heads. So the channels of a cell are independent, and Newton's method solves a
+whole sequence with scans (pallas_kernels/scans/newton.py). Around the cell, as
+in Mamba:
 
     y = (rms(h silu(g)) W_o),   x -> (W_x x, W_g x), W_x x through a short
                                 causal convolution and silu
 
-What the solver took leaves a layer through its gradient (models/ffn/router.py,
-`attach`) and becomes the metrics newton/iterations, residual and fallbacks.
+The solver's iterations, residual and fallbacks leave a layer through its
+gradient (models/ffn/router.py, `attach`) and become the metrics newton/*.
 
 Legend: B rows, T tokens, D model, N heads, H head width, M numbers a channel,
 W taps.
 """
+
+from collections.abc import Callable
+from typing import ClassVar
 
 from flax import nnx
 import jax
@@ -30,11 +34,8 @@ from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.models.mixers import protocol as mixer
 from paraxis.models.mixers import recurrence
-from paraxis.sharding.tensor import project
 
 HEADS = ('embed', 'heads', 'head_dim')
-STATE = ('batch', None, 'heads', 'head_dim')
-TAIL = ('batch', None, 'heads', 'head_dim')
 
 
 def gru(params, h_MD, u_3D):
@@ -55,17 +56,17 @@ def lstm(params, h_MD, u_3D):
   return jnp.stack([c, o * jnp.tanh(c)], -2)
 
 
-class Recurrent(nnx.Module):
+class Recurrent(mixer.Mixer):
   """x_BTD -> y_BTD; state: (h_BMNH, last inputs of the convolution).
 
-  A cell of one's own: a subclass with `cell`, of any M, `numbers` M and `gates`
-  (rows of recurrent weights). `cell` works channel by channel on any leading
+  A new cell is a subclass with `cell`, of any M, `numbers` M and `gates` (rows
+  of recurrent weights). `cell` works channel by channel on any leading
   dimensions; its Jacobian is taken by M directional derivatives.
   """
 
   name = 'recurrent'
   capabilities = mixer.RECURRENT
-  cell = None
+  cell: ClassVar[Callable]
   numbers = 1
   gates = 3
 
@@ -77,7 +78,7 @@ class Recurrent(nnx.Module):
     h = d // n
     self.input = parameter.matrix(rngs, (d, n, h), HEADS, std=std)
     self.output_gate = parameter.matrix(rngs, (d, n, h), HEADS, std=std)
-    # Neither is one matrix: rows of separate channels, and of heads.
+    # Neither is one matrix: they hold rows of separate channels, and of heads.
     self.taps = parameter.embedding(
       rngs, (own.conv_width, n, h), (None, *HEADS[1:]), own.conv_width**-0.5
     )
@@ -104,7 +105,17 @@ class Recurrent(nnx.Module):
     )  # fmt: skip
 
   def __call__(self, x_BTD, see, state=None):
-    x, gate = self._into(x_BTD)
+    outs = parameter.multiply(
+      self,
+      x_BTD,
+      mixer.RESIDUAL,
+      [
+        (name, 'BTD,DNH->BTNH', mixer.HEADS)
+        for name in ('input', 'output_gate')
+      ],
+      'qkv',
+    )
+    x, gate = map(checkpoint_name, outs, ('query', 'gate'))
     memory, tail = state or (None, None)
     x, tail = recurrence.conv(
       x, self.taps[...], mixer.HEADS, see, self.layout, tail
@@ -123,43 +134,21 @@ class Recurrent(nnx.Module):
       h * jax.nn.silu(gate), self.norm[...], self.config.norm_epsilon,
       axis=(-2, -1), name='heads',
     )  # fmt: skip
-    w = self.output
-    (y,) = project.project(
-      h,
-      mixer.HEADS,
-      [('BTNP,NPD->BTD', w[...], w.get_metadata('axes'), mixer.RESIDUAL)],
-      ring='output' in self.layout.rings,
-    )
+    (y,) = parameter.multiply(
+      self, h, mixer.HEADS, [('output', 'BTNP,NPD->BTD', mixer.RESIDUAL)],
+      'output',
+    )  # fmt: skip
     y = checkpoint_name(y, 'output')
     return y, None if state is None else (memory, tail)
 
-  def _into(self, x):
-    weights = (self.input, self.output_gate)
-    outs = project.project(
-      x,
-      mixer.RESIDUAL,
-      [
-        ('BTD,DNH->BTNH', w[...], w.get_metadata('axes'), mixer.HEADS)
-        for w in weights
-      ],
-      ring='qkv' in self.layout.rings,
-    )
-    shown = zip(outs, ('query', 'gate'), strict=True)
-    return [checkpoint_name(y, name) for y, name in shown]
-
   def _inputs(self, x):
     """[u_BTNH of each of three gates], in at least float32."""
-    weights = [getattr(self, f'block_{i}') for i in range(3)]
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    outs = project.project(
-      x,
-      mixer.HEADS,
-      [
-        ('BTNH,NHP->BTNP', w[...], w.get_metadata('axes'), mixer.HEADS)
-        for w in weights
-      ],
+    outs = parameter.multiply(
+      self, x, mixer.HEADS,
+      [(f'block_{i}', 'BTNH,NHP->BTNP', mixer.HEADS) for i in range(3)],
       dtype=wide,
-    )
+    )  # fmt: skip
     bias = self.bias[...].astype(wide)
     return [u + bias[i] for i, u in enumerate(outs)]
 
@@ -169,14 +158,9 @@ class Recurrent(nnx.Module):
     own, d = self.config.recurrent, self.config.d_model
     n, h = own.heads, d // own.heads
     wide = jnp.promote_types(dtype, jnp.float32)
-    memory = mixer.state(STATE, batch, self.numbers, n, h, dtype=wide)
-    tail = mixer.state(TAIL, batch, own.conv_width - 1, n, h, dtype=dtype)
+    memory = mixer.state(mixer.TAIL, batch, self.numbers, n, h, dtype=wide)
+    tail = mixer.state(mixer.TAIL, batch, own.conv_width - 1, n, h, dtype=dtype)
     return memory, tail
-
-  def grow(self, state, slots):
-    """The state as it is: its size is that of one token."""
-    del slots
-    return state
 
   @staticmethod
   def check(config):
@@ -190,11 +174,11 @@ class Recurrent(nnx.Module):
 
   @staticmethod
   def check_context(config, length):
-    """UserError: what cannot be solved over shards of the length."""
+    """UserError if the solver cannot cross shards of the length."""
     if config.recurrent.solver == 'sequential':
       raise errors.UserError(
-        "model.recurrent.solver='sequential' goes token by token, and "
-        "mesh.context splits the length: take 'newton'."
+        "model.recurrent.solver='sequential' solves token by token, and "
+        "mesh.context shards the length: take 'newton'."
       )
 
   @staticmethod

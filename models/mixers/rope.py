@@ -22,8 +22,8 @@ def frequencies(config, head_dim, local=False):
   Args:
     config: configs.schema.Model.
     head_dim: width of a head.
-    local: of a sliding-window layer, which may have its own base and is then
-      not scaled (Gemma 3).
+    local: of a sliding-window layer, which may have its own base; its
+      frequencies are then not scaled (Gemma 3).
   """
   theta = config.rope_theta
   if local and config.rope_local_theta:

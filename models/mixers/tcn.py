@@ -1,9 +1,9 @@
 """Dilated convolutions, then attention in chunks (TCNCA, arXiv:2312.05605).
 
-What the paper says: in MEGA (arXiv:2209.10655) a causal temporal convolution
-network takes the place of the moving average; gates and a single head of
-attention, confined to chunks, stay, so the cost is linear in the length. Its
-abstract gives no widths. With u the input (the layer's norm is outside) ours is
+The paper: in MEGA (arXiv:2209.10655) a causal temporal convolution network
+replaces the moving average; the gates and a single head of attention, confined
+to chunks, stay, so the cost is linear in the length. Its abstract gives no
+widths. With u the input (the layer's norm is outside) our layer is
 
     h = u W_in;   h <- h + silu(conv_i(h)), dilation^i, i = 0 .. depth - 1
     x' = h W_out
@@ -16,16 +16,16 @@ abstract gives no widths. With u the input (the layer's norm is outside) ours is
 From z on these are MEGA's equations. Our reading: depthwise convolutions
 between two products, each with a residual (arXiv:1803.01271); no positions in
 the scores (the convolutions give the order); no bias on keys, which a softmax
-does not see; the layer's residual takes the place of MEGA's (1 - p) u.
+cancels; the layer's residual replaces MEGA's (1 - p) u.
 
 The chunk of a token is position // chunk, counted in its document, so packing
-changes nothing: the attention op sees a chunk as a document. Where the length
-is split over shards, a chunk may lie on several of them: it runs through
+changes nothing: to the attention op a chunk is a document. Where the length is
+sharded, a chunk may be on several shards: it runs through
 sharding/sequence/attention.py with a window of one chunk, which ends a ring
 early.
 
-Decoding keeps the last inputs of every convolution, and keys and values of the
-chunk that is being written: one size, whatever the length.
+Decoding keeps the last inputs of every convolution, and the keys and values of
+the current chunk: one size at any length.
 Cost of a token: 10 D^2 + 2 D Z products (value_expand = 2), depth kernel D
 taps, chunk (Z + V) in attention.
 
@@ -35,7 +35,6 @@ tokens of a chunk, S keys of a step (C + T).
 
 import functools
 
-from flax import nnx
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
@@ -48,31 +47,29 @@ from paraxis.pallas_kernels.attention import op as attention_op
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.sharding import annotate
 from paraxis.sharding.sequence import attention as context
-from paraxis.sharding.tensor import project
 
-WIDE = ('batch', 'length', 'mlp')
-LOW = ('batch', 'residual_length', None)
+WIDE = mixer.WIDE
 KEYS = ('batch', 'length', None, None)
 VALUES = ('batch', 'length', None, 'mlp')  # a shard has some of each value
 SLOTS = (('batch', None, None), ('batch', None, 'mlp'))
 
 
 def dilations(own):
-  """Of the convolutions of a mixer_schema.Tcn."""
+  """Dilations of the convolutions of a mixers.Tcn."""
   return [own.dilation**i for i in range(own.depth)]
 
 
-def receptive_field(own):
+def receptive_field(own) -> int:
   """Tokens that one output of the convolutions depends on, itself included."""
   return 1 + (own.kernel - 1) * sum(dilations(own))
 
 
-def value_dim(config):
+def value_dim(config) -> int:
   """Width of a value of a schema.Model."""
   return round(config.d_model * config.tcn.value_expand)
 
 
-class ConvolutionAttention(nnx.Module):
+class ConvolutionAttention(mixer.Mixer):
   """x_BTD -> y_BTD; state: tails of the convolutions, (k_BCZ, v_BCV)."""
 
   name = 'tcn'
@@ -87,7 +84,7 @@ class ConvolutionAttention(nnx.Module):
     down = dict(gain=(2 * config.num_layers) ** -0.5)
     self.channels = make((d, d), ('embed', 'mlp'))
     for i in range(own.depth):
-      # By Adam and decayed, but no matrix to Muon.
+      # Updated by Adam, with weight decay, never by Muon.
       taps = parameter.embedding(
         rngs, (own.kernel, d), (None, 'mlp'), own.kernel**-0.5
       )
@@ -115,13 +112,13 @@ class ConvolutionAttention(nnx.Module):
     )
     h, tails = self._convolve(h, see, tails)
     (mixed,) = self._project(h, WIDE, ['mixed'], mixer.RESIDUAL, 'output')
-    (z,) = self._project(mixed, mixer.RESIDUAL, ['shared'], LOW)
+    (z,) = self._project(mixed, mixer.RESIDUAL, ['shared'], mixer.LOW)
     (reset,) = self._project(mixed, mixer.RESIDUAL, ['reset'], WIDE, 'qkv')
     update, hidden = self._project(
       mixed, mixer.RESIDUAL, ['update', 'hidden'], mixer.RESIDUAL
     )
     value = jax.nn.silu(checkpoint_name(value, 'value'))
-    z = annotate.move(jax.nn.silu(z), LOW, KEYS[:3])
+    z = annotate.move(jax.nn.silu(z), mixer.LOW, KEYS[:3])
     q = z * self.query_scale[...] + self.query_bias[...]
     q, k = (
       checkpoint_name(y.astype(z.dtype), name)[:, :, None]
@@ -135,18 +132,9 @@ class ConvolutionAttention(nnx.Module):
     return y, None if state is None else (tails, slots)
 
   def _project(self, x, x_names, names, out, ring=''):
-    """Products and their biases, where there are some."""
-    weights = [getattr(self, name) for name in names]
-    outs = project.project(
-      x,
-      x_names,
-      [('BTD,DE->BTE', w[...], w.get_metadata('axes'), out) for w in weights],
-      ring=ring in self.layout.rings,
-    )
-    for i, name in enumerate(names):
-      if hasattr(self, f'{name}_bias'):
-        outs[i] = (outs[i] + getattr(self, f'{name}_bias')[...]).astype(x.dtype)
-    return outs
+    """Products with several matrices, and their biases."""
+    products = [(name, 'BTD,DE->BTE', out) for name in names]
+    return parameter.multiply(self, x, x_names, products, ring, biased=True)
 
   def _convolve(self, h, see, tails):
     kept = []
@@ -171,19 +159,26 @@ class ConvolutionAttention(nnx.Module):
       attention_op.attention, mask=mask, impl=config.attention
     )
     rows = KEYS, KEYS, VALUES, mixer.ROWS, mixer.ROWS
+    arrays = q_BT1Z, k_BT1Z, v, see.segments, see.positions
     if slots is not None:
-      run = functools.partial(_step, whole)
+      step = functools.partial(_step, whole)
       if q_BT1Z.shape[1] == 1:
-        run = functools.partial(_one, mask)
-      run = annotate.region(run, (*rows, *SLOTS), (VALUES, *SLOTS))
-      o, *slots = run(q_BT1Z, k_BT1Z, v, see.segments, see.positions, *slots)
+        step = functools.partial(_one, mask)
+
+      def run(q, k, v, segments, positions, *kept):
+        o, kept = step(q, (k, v), kept, segments, positions)
+        return o, *kept
+
+      o, *slots = annotate.region(run, (*rows, *SLOTS), (VALUES, *SLOTS))(
+        *arrays, *slots
+      )
       return o[:, :, 0], tuple(slots)
     plan = self.layout.context if annotate.carriers('length') else None
-    run = functools.partial(_shard, mask, plan)
-    if plan is None:
-      run = functools.partial(_whole, whole, chunk)
-    run = annotate.region(run, rows, (VALUES,), single=True)
-    return run(q_BT1Z, k_BT1Z, v, see.segments, see.positions)[:, :, 0], None
+    attend = functools.partial(_whole, whole, chunk)
+    if plan is not None:
+      attend = functools.partial(_shard, mask, plan)
+    o = annotate.region(attend, rows, (VALUES,), single=True)(*arrays)
+    return o[:, :, 0], None
 
   def init_state(self, batch, slots, dtype):
     """(a tail for every convolution, (k_BCZ, v_BCV))."""
@@ -199,11 +194,6 @@ class ConvolutionAttention(nnx.Module):
       for names, width in zip(SLOTS, widths, strict=True)
     )
 
-  def grow(self, state, slots):
-    """The state as it is: its size is that of one chunk."""
-    del slots
-    return state
-
   @staticmethod
   def check(config):
     """UserError if a value has no width."""
@@ -214,12 +204,8 @@ class ConvolutionAttention(nnx.Module):
       )
 
   @staticmethod
-  def check_context(config, length):
-    """Nothing: convolutions and chunks may reach over several shards."""
-
-  @staticmethod
   def mixing_flops(config, kind, length):
-    """Taps, and scores and weighted values of what is seen within chunks."""
+    """Taps, and scores and weighted values of the keys seen within chunks."""
     own, whole = config.tcn, length // config.tcn.chunk
     sizes = [own.chunk] * whole + [length % own.chunk]
     seen = sum(n * (n + 1) // 2 for n in sizes)
@@ -228,7 +214,7 @@ class ConvolutionAttention(nnx.Module):
 
 
 def _check_form(plan):
-  """UserError if heads would be exchanged: there is one."""
+  """UserError if the form of context parallelism exchanges heads."""
   if plan is not None and plan.form in ('ulysses', 'usp'):
     raise errors.UserError(
       f'mesh.context_form={plan.form} exchanges heads, and a C layer '
@@ -237,10 +223,10 @@ def _check_form(plan):
 
 
 def chunks(segments_BT, positions_BT, chunk, first=0):
-  """(B, T) ids that agree where document and chunk do; 0: padding.
+  """(B, T) ids, equal within a chunk of a document; 0: padding.
 
-  Where the chunk began in the row, whose first token has the index `first`: so
-  ids rise along a row as segments do, and blocks can be left out.
+  An id is the index where the chunk began in the row, whose first token has the
+  index `first`. So ids rise along a row, and the op can leave out blocks.
   """
   began = first + jnp.arange(segments_BT.shape[1]) - positions_BT % chunk
   # A chunk may have begun before the row: with a state.
@@ -260,42 +246,47 @@ def _shard(mask, plan, q, k, v, segments, positions):
   return context.attention(q, k, v, positions, ids, mask, plan)[0]
 
 
-def _one(mask, q_B11Z, k_B11Z, v_B11V, segments, positions, k_BCZ, v_BCV):
+def _one(mask, q_B11Z, new, kept, segments, positions):
   """`_step` of one token a row: its chunk fills the first slots."""
-  chunk = k_BCZ.shape[1]
+  chunk = kept[0].shape[1]
   at, valid = positions % chunk, segments > 0
   here = ((jnp.arange(chunk) == at) & valid)[..., None]
-  kept = k_BCZ, v_BCV = [
-    jnp.where(here, new[:, :, 0].astype(old.dtype), old)
-    for old, new in ((k_BCZ, k_B11Z), (v_BCV, v_B11V))
+  kept = [
+    jnp.where(here, x[:, :, 0].astype(old.dtype), old)
+    for old, x in zip(kept, new, strict=True)
   ]
   k, v = (x[:, :, None].astype(q_B11Z.dtype) for x in kept)
   lengths_B = jnp.where(valid, at + 1, 0)[:, 0]
   o, _ = decode_attention.ragged(q_B11Z, k, v, mask, lengths_B)
-  return o, *kept
+  return o, kept
 
 
-def _step(attend, q_BT1Z, k_BT1Z, v_BT1V, segments, positions, k_BCZ, v_BCV):
-  """(o_BT1V, k_BCZ, v_BCV): slot j holds the chunk's token j."""
-  chunk = k_BCZ.shape[1]
+def _step(attend, q_BT1Z, new, kept, segments, positions):
+  """(o_BT1V, kept): slot j of the state holds the chunk's token j.
+
+  Args:
+    attend: the attention op with its mask.
+    q_BT1Z: queries. new: (k_BT1Z, v_BT1V). kept: (k_BCZ, v_BCV), the state.
+    segments, positions: (B, T).
+  """
+  chunk = kept[0].shape[1]
   slot = jnp.arange(chunk)
   ids = chunks(segments, positions, chunk)
-  written = slot < positions[:, :1] % chunk  # by those before the first token
+  written = slot < positions[:, :1] % chunk  # by tokens before the first one
   before = positions[:, :1] - positions[:, :1] % chunk + slot
   ids_S = jnp.concatenate([jnp.where(written, ids[:, :1], 0), ids], 1)
   order_S = jnp.concatenate([before, positions], 1)
-  k_BSZ, v_BSV = (
-    jnp.concatenate([old, new[:, :, 0].astype(old.dtype)], 1)
-    for old, new in ((k_BCZ, k_BT1Z), (v_BCV, v_BT1V))
-  )
+  every = [  # k_BSZ, v_BSV
+    jnp.concatenate([old, x[:, :, 0].astype(old.dtype)], 1)
+    for old, x in zip(kept, new, strict=True)
+  ]
   o, _ = attend(
-    q_BT1Z, *(x[:, :, None].astype(q_BT1Z.dtype) for x in (k_BSZ, v_BSV)),
+    q_BT1Z, *(x[:, :, None].astype(q_BT1Z.dtype) for x in every),
     segments=(ids, ids_S), order=(positions, order_S),
   )  # fmt: skip
-  # The last token's chunk: what is there of it in the row, and slots before.
+  # The last token's chunk: its tokens in the row, and slots before them.
   count = (segments > 0).sum(1, keepdims=True)
   last = jnp.take_along_axis(positions, jnp.maximum(count - 1, 0), 1) % chunk
   source = chunk + count - 1 - last + slot
   source = jnp.where((slot <= last) & (source >= chunk), source, slot)
-  kept = (jnp.take_along_axis(x, source[:, :, None], 1) for x in (k_BSZ, v_BSV))
-  return o, *kept
+  return o, [jnp.take_along_axis(x, source[:, :, None], 1) for x in every]

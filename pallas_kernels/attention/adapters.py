@@ -1,18 +1,20 @@
-"""Attention kernels of others, behind the same contract: forward passes.
+"""Third-party attention kernels behind the same contract: forward passes.
 
   splash  jax's splash attention for TPU
   cudnn   cuDNN's fused attention, for GPUs
 
-They are yardsticks and second opinions, never chosen by 'auto'. Each gives
-(o, lse) and has no backward pass here: theirs take o, not delta = sum o do -
-dlse, so they cannot carry the gradient of lse or of sinks; the backward pass is
-one of ours (attention.choose). What one cannot do, its `supports` says.
+They are baselines and second opinions, never chosen by 'auto'. Each returns
+(o, lse) and has no backward pass here: their backward passes take o, not
+delta = sum o do - dlse, so they cannot carry the gradient of lse or of sinks;
+the backward pass is one of ours (op.choose). `supports` reports their limits.
 
-A third, tokamax, is optional and has its own file (tokamax_adapter.py).
+A third, tokamax, is optional: ../tokamax_adapter.py.
 
 Legend: B batch, T query length, S key length, N query heads, K kv heads, H head
 size.
 """
+
+from typing import Any
 
 import jax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -27,11 +29,11 @@ LANES = 128
 
 
 def _unfit(spec, dtypes):
-  """What neither can do, as one line, or None."""
+  """Why neither kernel can run, in one line, or None."""
   if spec.dtype not in dtypes:
     return f'takes {" and ".join(dtypes)}, not {spec.dtype}'
   if spec.sharded:
-    return 'arrays are spread over a mesh: call it in a manual region'
+    return registry.SPREAD
   if spec.order:
     return 'takes no order: queries and keys are 0, 1, 2, ...'
   if spec.mask.window and not spec.mask.causal:
@@ -86,7 +88,7 @@ def splash(
     )
   arrays = map(heads_first, (q, k_BSKH, v_BSKH))
   o, (lse,) = jax.vmap(kernel)(*arrays, ids)
-  # Where a row sees nothing it averages what is hidden.
+  # In a row that sees nothing splash averages the hidden values.
   some = lse > blocks.FLOOR
   o = jnp.where(some[..., None], o, 0).astype(v_BSKH.dtype)
   lse = jnp.where(some, lse, blocks.NEG)
@@ -116,7 +118,7 @@ def cudnn_attention(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
   """
   del segments, order  # see supports
   kind = cudnn.MaskType.CAUSAL if mask.causal else cudnn.MaskType.NO_MASK
-  o, lse = cudnn.dot_product_attention(
+  out: Any = cudnn.dot_product_attention(
     q_BTNH,
     k_BSKH,
     v_BSKH,
@@ -125,6 +127,7 @@ def cudnn_attention(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
     sliding_window_length=mask.window or None,
     return_residual=True,
   )
+  o, lse = out
   return o, lse.astype(jnp.float32).transpose(0, 2, 1)
 
 

@@ -1,22 +1,22 @@
 """Block sizes of kernels that were searched for: data, by kind of device.
 
-block_table.json is a list of rows. A row says for which calls it is,
+block_table.json is a list of rows. A row names the calls that it is for,
 
   op, pass      'attention'; 'forward', 'dq' or 'dkv'
   device        device_kind, as jax prints it
   head, dtype   the larger head size, and the dtype of q
   mask          'full': no block needs a mask; 'partial': some may
 
-which block (queries, keys) was best among those tried, what it costs (`figure`,
-and `default` of the kernel's own default, in `unit`), and how that is known:
+the best block (queries, keys) among those tried, its cost and that of the
+kernel's default (`figure` and `default`, in `unit`), and the source of both:
 
-  static        bundles of instructions in programs compiled for the device,
-                which was not there; not measured
+  static        instruction bundles of programs compiled ahead of time for the
+                device; not measured
   measured      time on such a device
 
 A call without a row takes the kernel's default. `paraxis bench kernels
 --tune=FILE` writes such a file. With PARAXIS_BLOCKS=FILE in the environment its
-rows go before those of the package; both are read once in a process.
+rows take precedence over those of the package; both are read once a process.
 """
 
 import functools
@@ -34,7 +34,7 @@ MASKS = ('full', 'partial')
 
 
 class Key(NamedTuple):
-  """What a row is looked up by."""
+  """Key of a row: the calls that it is for."""
 
   op: str
   which: str
@@ -44,8 +44,8 @@ class Key(NamedTuple):
   mask: str
 
 
-class Row(NamedTuple):
-  """One choice. figure, default: None, or its cost and that of the default."""
+class TunedBlock(NamedTuple):
+  """One row. figure, default: None, or its cost and that of the default."""
 
   key: Key
   block: tuple[int, int]
@@ -54,7 +54,7 @@ class Row(NamedTuple):
   figure: float | None = None
   default: float | None = None
 
-  def told(self):
+  def report(self):
     """'static: 2.1e+05 bundles, 2.4e+05 with the default'."""
     if self.figure is None:
       return self.source
@@ -65,11 +65,11 @@ class Row(NamedTuple):
 
 
 def _row(given):
-  """dict -> Row; ValueError, KeyError or TypeError where it is none."""
+  """dict -> TunedBlock; ValueError, KeyError or TypeError if it is invalid."""
   given = dict(given)
   names = ('op', 'pass', 'device', 'head', 'dtype', 'mask')
   key = Key(*(given.pop(name) for name in names))
-  row = Row(key, tuple(given.pop('block')), **given)
+  row = TunedBlock(key, tuple(given.pop('block')), **given)
   if row.source not in SOURCES or key.mask not in MASKS:
     raise ValueError(f'source {row.source!r}, mask {key.mask!r}')
   if len(row.block) != 2 or not all(
@@ -80,10 +80,10 @@ def _row(given):
 
 
 def read(path):
-  """{Key: Row} of a file.
+  """{Key: TunedBlock} of a file.
 
   Raises:
-    errors.UserError: it cannot be read, or a row is none, with its number.
+    errors.UserError: the file cannot be read, or a row (its number) is invalid.
   """
   number = 0
   try:
@@ -107,7 +107,7 @@ def write(path, rows):
   """Writes rows, one to a line, sorted.
 
   Raises:
-    errors.UserError: the folder is not there or cannot be written to.
+    errors.UserError: the folder does not exist or cannot be written to.
   """
   lines = []
   for row in sorted(rows, key=lambda r: r.key):
@@ -128,10 +128,10 @@ def _rows(path):
 
 
 def rows():
-  """{Key: Row} in use."""
+  """{Key: TunedBlock} in use."""
   return _rows(os.environ.get(VARIABLE, ''))
 
 
 def find(key):
-  """The Row of a Key, or None."""
+  """The TunedBlock of a Key, or None."""
   return rows().get(key)

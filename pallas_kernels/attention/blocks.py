@@ -1,7 +1,7 @@
 """Blocks of scores: which exist, which need a mask, and the arithmetic in them.
 
-What the two attention kernels (attention_tpu.py, attention_gpu.py) share. The
-T x S scores are cut into blocks; from the least and greatest segment and order
+Shared by the two attention kernels (tpu.py, gpu.py). The T x S scores are cut
+into blocks; from the least and greatest segment and order
 number on each side a block is
 
     0 invisible   never visited
@@ -71,7 +71,7 @@ DEFAULT = Launch()
 
 
 class Call(NamedTuple):
-  """What the size of a block depends on.
+  """The properties of a call that the size of a block depends on.
 
   head: the larger head size. masked: may a block need a mask? device: kind of
   device; None: the current target's.
@@ -83,7 +83,7 @@ class Call(NamedTuple):
   device: str | None = None
 
 
-class Choice(NamedTuple):
+class BlockChoice(NamedTuple):
   """block: most queries and keys. source: 'static', 'measured', 'default'."""
 
   block: tuple[int, int]
@@ -92,14 +92,14 @@ class Choice(NamedTuple):
 
 
 def call_of(q_BTNH, v_BSKV, segments, mask):
-  """`Call` of some arrays."""
+  """`Call` of an attention with these arrays."""
   masked = mask.causal or mask.window > 0 or segments is not None
   head = max(q_BTNH.shape[-1], v_BSKV.shape[-1])
   return Call(head, str(jnp.dtype(q_BTNH.dtype)), bool(masked))
 
 
 def choose(platform, which, call):
-  """`Choice` for a pass: of the table, else of BLOCKS, and why.
+  """`BlockChoice` for a pass: from the table, else from BLOCKS, and why.
 
   Args:
     platform: key of BLOCKS. which: pass. call: Call.
@@ -109,9 +109,9 @@ def choose(platform, which, call):
   key = block_table.Key('attention', which, kind, call.head, call.dtype, mask)
   row = block_table.find(key)
   if row is not None:
-    return Choice(row.block, row.source, row.told())
+    return BlockChoice(row.block, row.source, row.report())
   reason = f'no row for {kind}, head size {call.head}, {call.dtype}, {mask}'
-  return Choice(BLOCKS[platform][which], 'default', reason)
+  return BlockChoice(BLOCKS[platform][which], 'default', reason)
 
 
 def split(length, bound, unit):
@@ -121,7 +121,7 @@ def split(length, bound, unit):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BlockPlan:
   """One call cut into blocks.
 
   q_info, k_info: (B, 2, padded T | S) int32 rows segment, order. A token that
@@ -156,7 +156,7 @@ class Plan:
 
 
 def plan(shape, segments, order, mask, blocks):
-  """`Plan` of (T, S), cut into blocks of (queries, keys) tokens."""
+  """`BlockPlan` of (T, S), cut into blocks of (queries, keys) tokens."""
   (t, s), (bq, bk) = shape, blocks
   if not (mask.causal or mask.window):
     order = None  # nothing reads it
@@ -170,7 +170,7 @@ def plan(shape, segments, order, mask, blocks):
       alone = _info(t, tp, None, None, 0), _info(s, sp, None, None, 1)
       bound = block_kinds(mask, *alone, bq, bk)
   visits = lambda x: int(np.maximum(1, (x[0] > 0).sum(-1)).sum())
-  return Plan(
+  return BlockPlan(
     mask,
     bq,
     bk,
@@ -208,7 +208,7 @@ def block_kinds(mask, q_info, k_info, block_q, block_k):
   static = isinstance(q_info, np.ndarray) and isinstance(k_info, np.ndarray)
   xp = np if static else jnp
 
-  def bounds(info, block):
+  def bounds(info, block) -> Any:
     x = info.reshape(info.shape[0], 2, -1, block)
     live = x[:, 0] > 0
     low = lambda x: xp.where(live, x, _FAR).min(-1)
@@ -248,7 +248,7 @@ def flat(kinds, bound):
   most entries of a batch entry; a shorter list ends with entries that do
   nothing, on the blocks that are loaded already. `bound`: P if it is data.
   """
-  xp = np if isinstance(kinds, np.ndarray) else jnp
+  xp: Any = np if isinstance(kinds, np.ndarray) else jnp
   b, r, c = kinds.shape
   none = kinds.max(-1, keepdims=True) == 0
   live = (kinds > 0) | (none & (np.arange(c) == 0))
@@ -324,13 +324,6 @@ def base2(lse):
 
 
 # ------------------------------------------------------------------- the call
-
-
-def result(like, shape, dtype):
-  """A result that varies over the same manual mesh axes as `like`."""
-  return jax.ShapeDtypeStruct(
-    shape, dtype, manual_axis_type=jax.typeof(like).mat
-  )
 
 
 def pad(x, length, axis, fill=0.0):

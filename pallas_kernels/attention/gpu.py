@@ -22,12 +22,15 @@ G = N / K, H head size of q and k, V of v; q, s tokens of a block.
 
 import functools
 import math
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import blocks
 
 DTYPES = ('bfloat16', 'float16', 'float32')
@@ -36,16 +39,11 @@ MOST_NUMBERS = 2**31 - 1  # offsets are 32-bit
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernels cannot run."""
-  if target.platform != 'gpu':
-    return f'needs a GPU, target is {target.device_kind}'
-  if spec is None:
-    return None
+  """None, or the reason in one line why the kernels cannot run."""
+  reason = registry.unfit(spec, target, 'gpu', DTYPES)
+  if reason or spec is None:
+    return reason
   sizes = {spec.q[-1], spec.v[-1] if spec.v else spec.k[-1]}
-  if spec.dtype not in DTYPES:
-    return f'computes in float32, takes {", ".join(DTYPES)}, not {spec.dtype}'
-  if spec.sharded:
-    return 'arrays are spread over a mesh: call it in a manual region'
   if any(h & (h - 1) or not LEAST <= h <= MOST_HEAD_SIZE for h in sizes):
     return (
       f'head size {max(sizes)}: takes powers of two from {LEAST} to '
@@ -74,11 +72,11 @@ def _scores(plan, q, k, q_info, k_info, partial):
   return s, slope
 
 
-def _column(info, at=slice(None)):
+def _column(info, at: Any = slice(None)):
   return info[0, at][:, None], info[1, at][:, None]
 
 
-def _row(info, at=slice(None)):
+def _row(info, at: Any = slice(None)):
   return info[0, at][None], info[1, at][None]
 
 
@@ -183,7 +181,7 @@ def _specs(plan, by_key):
   return infos, listed
 
 
-def _launch(which, plan, q, v, launch):
+def _launch(which, plan, q, v, launch) -> dict[str, Any]:
   """Arguments of pl.pallas_call beside the kernel, the grid and the arrays."""
   warps = 8 if which == 'forward' and plan.block_q >= 128 else 4
   return dict(
@@ -218,7 +216,7 @@ def _by_query(which, kernel, plan, arrays, launch):
     grid=(tp // plan.block_q, n, b),
     in_specs=[rows(h), whole(h), whole(width), *infos, *back, *listed],
     out_specs=out_specs,
-    out_shape=[blocks.result(q, *x) for x in out_shape],
+    out_shape=[varying.result(q, *x) for x in out_shape],
     **_launch(which, plan, q, v, launch),
   )(q, k, v, *_infos(plan), *rest, *blocks.lists(plan.kinds))
 
@@ -245,7 +243,7 @@ def _by_key(kernel, plan, arrays, launch):
     grid=(sp // plan.block_k, kv, b),
     in_specs=[*specs, *listed],
     out_specs=[own(h), own(width)],
-    out_shape=[blocks.result(q, x.shape, x.dtype) for x in (k, v)],
+    out_shape=[varying.result(q, x.shape, x.dtype) for x in (k, v)],
     **_launch('dkv', plan, q, v, launch),
   )(*inputs, *blocks.lists(plan.kinds.swapaxes(1, 2)))
 
@@ -262,7 +260,7 @@ def _line(x_BTN, length, fill=0.0):
 def forward(
   q_BTNH, k_BSKH, v_BSKV, segments, order, mask, launch=blocks.DEFAULT
 ):
-  """-> (o_BTNV in v's dtype, lse_BTN float32); see attention.py."""
+  """-> (o_BTNV in v's dtype, lse_BTN float32); see op.py."""
   t = q_BTNH.shape[1]
   arrays = q_BTNH, k_BSKH, v_BSKV
   plan = _plan('forward', arrays, segments, order, mask, launch)
@@ -287,7 +285,7 @@ def backward(
     tp, sp = plan.padded
     q, do_ = (blocks.pad(x, tp, 1) for x in (q_BTNH, do))
     k, v = (blocks.pad(x, sp, 1) for x in (k_BSKH, v_BSKV))
-    # Nothing comes from rows past the end.
+    # Rows past the end contribute nothing.
     lines = _line(blocks.base2(lse), tp, -blocks.NEG), _line(delta, tp)
     return plan, (q, k, v, do_, *lines)
 

@@ -21,11 +21,11 @@ lives here and in no kernel:
 The kernels' p = e^(s - lse') is then the weight that includes the sink.
 
 Implementations, in order of preference (registry.py; `paraxis doctor` prints
-which runs and why not the others):
-  pallas_tpu  attention_tpu.py; pallas_gpu  attention_gpu.py: kernels of ours
-  xla         attention_xla.py: every device, every dtype
-  splash, cudnn, tokamax  attention_adapters.py: forward passes of others,
-              never chosen by 'auto'
+which one runs and why the others do not):
+  pallas_tpu  tpu.py; pallas_gpu  gpu.py: our kernels
+  xla         xla.py: every device, every dtype
+  splash, cudnn, tokamax  adapters.py: third-party forward passes, never chosen
+              by 'auto'
 
 Legend: B batch, T query length, S key length, N query heads, K kv heads,
 G = N / K, H head size.
@@ -33,6 +33,7 @@ G = N / K, H head size.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -46,6 +47,7 @@ from paraxis.pallas_kernels.attention import gpu as attention_gpu
 from paraxis.pallas_kernels.attention import tpu as attention_tpu
 from paraxis.pallas_kernels.attention import xla as attention_xla
 
+Pair = tuple[jax.Array, jax.Array]  # of the queries (B, T), of the keys (B, S)
 NEG = varying.NEG  # the lse of a row that sees nothing; finite
 
 
@@ -62,7 +64,7 @@ class Mask:
   softcap: float = 0.0  # s -> softcap tanh(s / softcap); 0 = off
   scale: float = 1.0  # multiplies q.k
   # Tokens per block of the XLA form, a bound on the scores held at once. The
-  # kernels' blocks are fitted to the chip (attention_blocks.choose).
+  # kernels' blocks are fitted to the chip (blocks.choose).
   block: int = 256
 
   def __post_init__(self):
@@ -79,11 +81,11 @@ class Mask:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
-  """What an implementation may look at when it says if it can run.
+class AttentionSpec:
+  """Properties of a call that decide whether an implementation can run.
 
-  sharded: the arrays may be spread over devices by the compiler; a kernel
-  cannot be, it runs in a manual region (annotate.region) on local arrays.
+  sharded: the compiler may spread the arrays over devices. A kernel cannot be
+  spread: it runs in a manual region (annotate.region) on local arrays.
   """
 
   q: tuple[int, ...]  # B, T, N, H
@@ -133,11 +135,8 @@ def check_sinks(op, q_BTNH, sinks_N):
 
 
 def spec_of(q, k, mask, segments, order, v=None):
-  """The Spec of one call; v: None if its head size is that of k."""
-  mesh = jax.typeof(q).sharding.mesh
-  manual = jax.sharding.AxisType.Manual
-  kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-  return Spec(
+  """The AttentionSpec of one call; v: None if its head size is that of k."""
+  return AttentionSpec(
     q.shape,
     k.shape,
     str(q.dtype),
@@ -145,7 +144,7 @@ def spec_of(q, k, mask, segments, order, v=None):
     segments is not None,
     order is not None,
     (k if v is None else v).shape,
-    any(size > 1 and kind != manual for size, kind in kinds),
+    registry.spread(q),
   )
 
 
@@ -153,10 +152,10 @@ def choose(impl='auto', spec=None, target=None):
   """(implementation of the forward pass, of the backward pass).
 
   Args:
-    impl: 'auto', a name, or 'FORWARD/BACKWARD', each 'auto' or a name. One name
-      stands for both passes; where it has no backward pass (the adapters),
-      the backward pass is chosen as by 'auto'.
-    spec: Spec, or None to ask about the target alone.
+    impl: 'auto', a name, or 'FORWARD/BACKWARD', each 'auto' or a name. A single
+      name selects both passes; if it has no backward pass (the adapters), the
+      backward pass is chosen as by 'auto'.
+    spec: AttentionSpec, or None to ask about the target alone.
     target: registry.Target; default the current one.
 
   Raises:
@@ -176,15 +175,15 @@ def choose(impl='auto', spec=None, target=None):
 
 
 def attention(
-  q_BTNH,
-  k_BSKH,
-  v_BSKH,
-  mask,
-  segments=None,
-  order=None,
-  impl='auto',
-  sinks_N=None,
-):
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  mask: Mask,
+  segments: Pair | None = None,
+  order: Pair | None = None,
+  impl: str = 'auto',
+  sinks_N: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Attention of q over k and v -> (o_BTNH, lse_BTN).
 
   Args:
@@ -228,7 +227,7 @@ def with_sinks(o_BTNH, lse_BTN, sinks_N):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(chosen, mask, q, k, v, segments, order, sinks):
+def _attention(chosen, mask, q, k, v, segments, order, sinks) -> Any:
   return _forward(chosen, mask, q, k, v, segments, order, sinks)[0]
 
 
@@ -260,23 +259,8 @@ _attention.defvjp(_forward, _backward)
 
 registry.register(
   'attention',
-  registry.Implementation(
-    'pallas_tpu',
-    attention_tpu.forward,
-    attention_tpu.backward,
-    attention_tpu.supports,
-  ),
-  registry.Implementation(
-    'pallas_gpu',
-    attention_gpu.forward,
-    attention_gpu.backward,
-    attention_gpu.supports,
-  ),
-  registry.Implementation(
-    'xla',
-    attention_xla.forward,
-    attention_xla.backward,
-    lambda spec, target: None,
-  ),
+  registry.of_module('pallas_tpu', attention_tpu),
+  registry.of_module('pallas_gpu', attention_gpu),
+  registry.Implementation('xla', attention_xla.forward, attention_xla.backward),
   *attention_adapters.IMPLEMENTATIONS,
 )

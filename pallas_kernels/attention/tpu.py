@@ -7,9 +7,9 @@
 
 (FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; blocks skipped by a
 table as in jax's splash attention.) The grid walks (batch, head, visible
-blocks): one packed integer per step, prefetched, says which row and column it
-is, whether it is the first or last of its row, and whether it needs a mask
-(attention_blocks.flat). If the mask is data the number of steps is too. A step
+blocks): one packed, prefetched integer per step encodes the block's row and
+column, whether it is the first or last of its row, and whether it needs a mask
+(blocks.flat). If the mask is data the number of steps is too. A step
 runs one of two branches, full or partial; a branch that cannot occur is not
 compiled. Scores are transposed, keys along sublanes: a row's maximum and sum
 are reductions over sublanes, and m, l, lse, delta are rows (1, queries), not
@@ -25,11 +25,14 @@ G = N / K, H head size of q and k, V of v, P list entries per batch entry.
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import blocks
 
 DTYPES = ('bfloat16', 'float32')
@@ -40,18 +43,11 @@ MOST_ENTRIES = 3 * 2**16
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernels cannot run."""
-  if target.platform != 'tpu':
-    return f'needs a TPU, target is {target.device_kind}'
-  if spec is None:
-    return None
+  """None, or the reason in one line why the kernels cannot run."""
+  reason = registry.unfit(spec, target, 'tpu', DTYPES)
+  if reason or spec is None:
+    return reason
   sizes = {spec.q[-1], spec.v[-1] if spec.v else spec.k[-1]}
-  if spec.dtype not in DTYPES:
-    return (
-      f'computes in float32, takes {" and ".join(DTYPES)}, not {spec.dtype}'
-    )
-  if spec.sharded:
-    return 'arrays are spread over a mesh: call it in a manual region'
   if max(sizes) > MOST_HEAD_SIZE or any(h % 8 for h in sizes):
     return (
       f'head size {max(sizes)}: takes multiples of 8 up to {MOST_HEAD_SIZE}'
@@ -174,7 +170,7 @@ class _Grid:
         out_specs=[spec for *_, spec in results],
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
       ),
-      out_shape=[blocks.result(q, s, dtype) for s, dtype, _ in results],
+      out_shape=[varying.result(q, s, dtype) for s, dtype, _ in results],
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=('parallel', 'parallel', *arbitrary)
       ),
@@ -225,18 +221,34 @@ def _forward_kernel(grid, table, *refs):
     o[0, 0] = (o_s[...] / total).T.astype(o.dtype)
 
 
-def _slopes(grid, values, refs, partial):
-  """(p, ds), each (keys, queries), of a block in a backward pass."""
-  q, k, v, do = values
-  q_info, k_info, _, lse, delta = refs
-  s, slope = _scores(grid, q, k, q_info, k_info, partial)
-  p = jnp.exp2(s - lse[0, 0])
-  ds = p * (blocks.dot(v, do, blocks.NT) - delta[0, 0])
-  return p, ds if slope is None else ds * slope
+class _Inputs(NamedTuple):
+  """References to the blocks that a backward kernel reads in one step."""
+
+  q: Any
+  k: Any
+  v: Any
+  q_info: Any
+  k_info: Any
+  do: Any
+  lse: Any
+  delta: Any
+
+
+def _slopes(grid, x, partial):
+  """(p, ds), each (keys, queries), and the blocks (q, k, do) they are made of.
+
+  Args:
+    x: _Inputs. partial: may some pairs of the block be hidden?
+  """
+  q, k, v, do = x.q[0, 0], x.k[0, 0], x.v[0, 0], x.do[0, 0]
+  s, slope = _scores(grid, q, k, x.q_info, x.k_info, partial)
+  p = jnp.exp2(s - x.lse[0, 0])
+  ds = p * (blocks.dot(v, do, blocks.NT) - x.delta[0, 0])
+  return p, ds if slope is None else ds * slope, (q, k, do)
 
 
 def _dq_kernel(grid, table, *refs):
-  q, k, v, *rest, dq, dq_s = refs
+  *inputs, dq, dq_s = refs
   entry = grid.entry(table)
 
   @pl.when(blocks.FIRST(entry))
@@ -244,9 +256,7 @@ def _dq_kernel(grid, table, *refs):
     dq_s[...] = jnp.zeros_like(dq_s)
 
   def step(partial):
-    kj = k[0, 0]
-    values = q[0, 0], kj, v[0, 0], rest[2][0, 0]
-    _, ds = _slopes(grid, values, rest, partial)
+    _, ds, (_, kj, _) = _slopes(grid, _Inputs(*inputs), partial)
     dq_s[...] += blocks.dot(ds.astype(kj.dtype), kj, blocks.TN)
 
   grid.branches(entry, step)
@@ -257,7 +267,7 @@ def _dq_kernel(grid, table, *refs):
 
 
 def _dkv_kernel(grid, table, *refs):
-  q, k, v, *rest, dk, dv, dk_s, dv_s = refs
+  *inputs, dk, dv, dk_s, dv_s = refs
   entry, head = grid.entry(table), pl.program_id(3)
 
   @pl.when(blocks.FIRST(entry) & (head == 0))
@@ -266,9 +276,7 @@ def _dkv_kernel(grid, table, *refs):
     dv_s[...] = jnp.zeros_like(dv_s)
 
   def step(partial):
-    qi, do = q[0, 0], rest[2][0, 0]  # read once, used twice
-    values = qi, k[0, 0], v[0, 0], do
-    p, ds = _slopes(grid, values, rest, partial)
+    p, ds, (qi, _, do) = _slopes(grid, _Inputs(*inputs), partial)
     dv_s[...] += blocks.dot(p.astype(do.dtype), do, blocks.NN)
     dk_s[...] += blocks.dot(ds.astype(qi.dtype), qi, blocks.NN)
 
@@ -307,7 +315,7 @@ def _tokens_first(x_BNTH, length):
 def forward(
   q_BTNH, k_BSKH, v_BSKV, segments, order, mask, launch=blocks.DEFAULT
 ):
-  """-> (o_BTNV in v's dtype, lse_BTN float32); see attention.py."""
+  """-> (o_BTNV in v's dtype, lse_BTN float32); see op.py."""
   t, arrays = q_BTNH.shape[1], (q_BTNH, k_BSKH, v_BSKV)
   plan = _plan('forward', arrays, segments, order, mask, launch)
   grid = _Grid('forward', plan, q_BTNH, v_BSKV)
@@ -338,7 +346,7 @@ def backward(
     tp, sp = plan.padded
     q, do_first = _heads_first(q_BTNH, tp), _heads_first(do, tp)
     k, v = _heads_first(k_BSKH, sp), _heads_first(v_BSKV, sp)
-    # Nothing comes from rows past the end.
+    # Rows past the end contribute nothing.
     lines = _line(blocks.base2(lse), tp, -blocks.NEG), _line(delta, tp)
     h, width = q.shape[-1], v.shape[-1]
     if which == 'dq':

@@ -71,25 +71,27 @@ def _pad(x, length):
   return jnp.pad(x, [(0, 0), (0, n)] + [(0, 0)] * (x.ndim - 2))
 
 
-def _cut(x, i, n, axis):
+def cut(x, i, n, axis):
+  """Block i of n numbers along an axis."""
   return jax.lax.dynamic_slice_in_dim(x, i * n, n, axis)
 
 
-def _paste(x, y, i, n, axis):
+def paste(x, y, i, n, axis):
+  """x with y in place of its block i of n numbers along an axis."""
   return jax.lax.dynamic_update_slice_in_dim(x, y, i * n, axis)
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-  """Which block pairs are computed, and what is visible in them.
+  """Which block pairs are computed, and which entries of them are visible.
 
   pairs: (P, 2) int32 of (row block, column block). NumPy: all are computed.
     Traced: (-1, -1) is no pair, and a pair of blocks that share no document is
     skipped at run time (this needs `segments`).
   block_q, block_k: tokens per block; they divide T and S.
-  segments, order: None or int pairs (x_BT, x_BS), as in attention.py. Without
-    order a token's place in its array counts.
-  length: keys that exist, S or less; only read without segments.
+  segments, order: None or int pairs (x_BT, x_BS), as in op.py. Without order a
+    token's index in its array counts.
+  length: number of keys that exist, at most S; only read without segments.
   static: pairs was NumPy (set by `tied`).
   """
 
@@ -115,17 +117,17 @@ class Walk:
     )
 
   def row(self, x_BKGT, i):
-    return _cut(x_BKGT, i, self.block_q, 3)
+    return cut(x_BKGT, i, self.block_q, 3)
 
   def col(self, x_BKS, j):
-    return _cut(x_BKS, j, self.block_k, 2)
+    return cut(x_BKS, j, self.block_k, 2)
 
   def both(self, pair, i, j):
     """Blocks (x_Bq, x_Bs) of (x_BT, x_BS)."""
-    return _cut(pair[0], i, self.block_q, 1), _cut(pair[1], j, self.block_k, 1)
+    return cut(pair[0], i, self.block_q, 1), cut(pair[1], j, self.block_k, 1)
 
   def visible(self, mask, i, j):
-    """Bool, broadcasts to (B, K, G, q, s); None if everything is visible."""
+    """(B or 1, q, s) bool; None if everything is visible."""
     iota = lambda n, at: at * n + jnp.arange(n, dtype=jnp.int32)[None]
     order = iota(self.block_q, i), iota(self.block_k, j)
     length, segments = None, None
@@ -155,14 +157,14 @@ class Walk:
       i, j = ij[0], ij[1]
       rows, cols = (i, self.block_q, 3), (j, self.block_k, 2)
       at = [rows if side == 'q' else cols for side in sides]
-      old = tuple(_cut(x, *a) for x, a in zip(carry, at, strict=True))
+      old = tuple(cut(x, *a) for x, a in zip(carry, at, strict=True))
       if self.static:
         new = work(i, j, old)
       else:
         on = (i >= 0) & self.meets(i, j)
         new = jax.lax.cond(on, lambda: work(i, j, old), lambda: old)
       blocks = zip(carry, new, at, strict=True)
-      return tuple(_paste(x, y, *a) for x, y, a in blocks), None
+      return tuple(paste(x, y, *a) for x, y, a in blocks), None
 
     if len(self.pairs) == 1:  # one pair needs no loop
       return step(carry, self.pairs[0])[0]
@@ -170,7 +172,7 @@ class Walk:
 
 
 def visible(mask, segments, order, exists=None):
-  """Bool, broadcasts to (B, K, G, q, s); None if everything is visible.
+  """(B or 1, q, s) bool; None if everything is visible.
 
   segments: None or (x_Bq, x_Bs); order: (x_Bq, x_Bs); exists: None or bool_Bs.
   """
@@ -186,17 +188,19 @@ def visible(mask, segments, order, exists=None):
     rules.append(row - col < mask.window)
   if not rules:
     return None
-  return functools.reduce(jnp.logical_and, rules)[:, None, None]
+  return functools.reduce(jnp.logical_and, rules)
 
 
-def scores(q_BKGqH, k_BKsH, ok, mask):
+def scores(q_BKGqH, k_BKsH, ok_Bqs, mask):
   """Scores (B, K, G, q, s), NEG where not ok, and the softcap's slope."""
   s = varying.dot('bkgqh,bksh->bkgqs', q_BKGqH, k_BKsH) * mask.scale
   slope = None
   if mask.softcap:
     tanh = jnp.tanh(s / mask.softcap)
     s, slope = mask.softcap * tanh, 1 - tanh * tanh
-  return (s if ok is None else jnp.where(ok, s, varying.NEG)), slope
+  if ok_Bqs is not None:
+    s = jnp.where(ok_Bqs[:, None, None], s, varying.NEG)
+  return s, slope
 
 
 def accumulate(q_BKGTH, k_BKSH, v_BKSH, walk, mask):
@@ -305,7 +309,7 @@ def _plan(t, s, segments, order, mask):
 
 
 def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
-  """-> (o_BTNH in v's dtype, lse_BTN); see attention.py for the contract."""
+  """-> (o_BTNH in v's dtype, lse_BTN); see op.py for the contract."""
   t, (s, kv) = q_BTNH.shape[1], k_BSKH.shape[1:3]
   tp, sp, walk = _plan(t, s, segments, order, mask)
   q = to_rows(q_BTNH, kv, tp)

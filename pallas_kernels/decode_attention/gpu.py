@@ -1,12 +1,12 @@
 """Decode attention on GPU (Triton): one query a row, ragged rows, many workers.
 
 The grid is (workers, kv heads). A program walks the pieces of its worker
-(decode_schedule.py) and in each the tiles: whole tiles first, without a mask;
-then the first and the last tile of the row if they have slots outside of its
-range, which are not loaded. The
-N / K queries of a kv head are the rows of its products, filled up to 16, the
-fewest that the matrix unit takes. The cache is read as the models keep it,
-(B, S, K, H), nothing is copied, no atomics: the same bits every time.
+(schedule.py) and in each the tiles: whole tiles first, without a mask; then the
+first and the last tile of the row if they have slots outside of its range,
+which are not loaded. The N / K queries of a kv head are the rows of its
+products, filled up to 16, the fewest that the matrix unit takes. The cache is
+read in the models' layout, (B, S, K, H), without copies; no atomics, so a run
+repeats bit for bit.
 
 float32 inside. Cost: every valid slot of k and v read once; 4 N S H operations
 a row; partial results (B + W) N (H + 1) in float32.
@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
+from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 
@@ -38,13 +39,10 @@ MOST_ELEMENTS = 2**31  # of a cache: an address is counted in 32 bits
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernel cannot run."""
-  if target.platform != 'gpu':
-    return f'needs a GPU, target is {target.device_kind}'
-  if spec is None:
-    return None
-  if spec.dtype not in DTYPES:
-    return f'computes in float32, takes {", ".join(DTYPES)}, not {spec.dtype}'
+  """None, or the reason in one line why the kernel cannot run."""
+  reason = registry.unfit(spec, target, 'gpu', DTYPES)
+  if reason or spec is None:
+    return reason
   for h in (spec.k[-1], spec.v[-1]):
     if h < 16 or h & (h - 1):
       return f'head size {h}: takes powers of two from 16 on'
@@ -141,7 +139,7 @@ def _kernel(*refs, mask, tile):
 
 
 def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):
-  """-> (o_BNH, lse_BN), float32; see decode_attention.py.
+  """-> (o_BNH, lse_BN), float32; see op.py.
 
   options: tile: slots of a tile; workers: W; interpret: as of pallas_call, for
   tests.
@@ -174,9 +172,7 @@ def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):
       pl.BlockSpec((pieces, None, rows), lambda w, k: (0, k, 0)),
     ],
     out_shape=[
-      jax.ShapeDtypeStruct(
-        shape, jnp.float32, manual_axis_type=jax.typeof(q).mat
-      )
+      varying.result(q, shape, jnp.float32)
       for shape in ((pieces, kv, rows, hv), (pieces, kv, rows))
     ],
     compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),

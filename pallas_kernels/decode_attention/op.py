@@ -9,13 +9,12 @@ the middle of (B, S, K, H)); with few queries it is cheaper to read the cache as
 a matrix (S, K H) and to spread each query over the columns of its kv head, zero
 elsewhere: K times the flops, one pass, no copy. With many queries, or heads
 sharded over a mesh, the batched dot is used. Cost: B S K H (k and v) read once;
-memory B T N S scores. No gradient: training uses attention.py.
+memory B T N S scores. No gradient: training uses attention/op.py.
 
-The kernels (decode_attention_tpu.py, decode_attention_gpu.py) take one query a
-row and rows whose valid slots follow each other (`ragged`). They share the
-slots that are valid evenly out over workers, however unequal the rows are
-(decode_schedule.py), and read the cache (B, S, K, H) in place too. A window is
-a range that begins later.
+The kernels (tpu.py, gpu.py) take one query a row and rows whose valid slots are
+contiguous (`ragged`). They divide the valid slots evenly over workers, however
+unequal the rows are (schedule.py), and read the cache (B, S, K, H) in place
+too. A window is a range that begins later.
 
 Legend: B batch, T queries (few), S slots, N query heads, K kv heads, G = N / K,
 H head size, E = K H, R = T N.
@@ -30,6 +29,7 @@ from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import op as attention
+from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.pallas_kernels.decode_attention import gpu as decode_attention_gpu
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 from paraxis.pallas_kernels.decode_attention import tpu as decode_attention_tpu
@@ -41,22 +41,22 @@ MAX_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec(attention.Spec):
-  """What an implementation may look at when it says if it can run."""
+class DecodeAttentionSpec(attention.AttentionSpec):
+  """Properties of a call that decide whether an implementation can run."""
 
-  cache: tuple[str, str] = ()  # dtypes of k and v
+  cache: tuple[str, ...] = ()  # dtypes of k and v
 
 
 def decode_attention(
-  q_BTNH,
-  k_BSKH,
-  v_BSKH,
-  mask,
-  segments=None,
-  order=None,
-  impl='auto',
-  sinks_N=None,
-):
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  mask: attention.Mask,
+  segments: attention.Pair | None = None,
+  order: attention.Pair | None = None,
+  impl: str = 'auto',
+  sinks_N: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Attention of q over the slots of a cache -> (o_BTNH, lse_BTN).
 
   Args:
@@ -68,7 +68,7 @@ def decode_attention(
     order: None (both are 0, 1, 2, ...) or int arrays (q_BT, k_BS).
     impl: 'auto' or the name of a registered implementation.
     sinks_N: None, or one logit per query head that every row of the head sees
-      beside the slots (attention.py).
+      beside the slots (attention/op.py).
 
   Returns:
     o in v's dtype, lse in promote_types(dtype, float32), the sink included; a
@@ -83,28 +83,28 @@ def decode_attention(
 
 
 def ragged(
-  q_BTNH,
-  k_BSKH,
-  v_BSKH,
-  mask,
-  lengths_B,
-  impl='auto',
-  sinks_N=None,
-  begins_B=None,
-):
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  mask: attention.Mask,
+  lengths_B: jax.Array,
+  impl: str = 'auto',
+  sinks_N: jax.Array | None = None,
+  begins_B: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Attention of a row's last tokens over a range of its slots -> (o, lse).
 
   Slot begin + s of a row holds its token s, and the queries are the last T of
   them: the causal mask and the window are those of a sequence of length_b
-  tokens. What is in other slots does not matter (to the XLA form as long as it
-  is finite).
+  tokens. The content of other slots does not matter (for the XLA form it must
+  be finite).
 
   Args:
     lengths_B: int32 tokens in each row, its queries included: T (or 0, then a
-      row sees nothing) .. S. The caller must see to it; they are data.
+      row sees nothing) .. S. They are data: the caller must ensure the range.
     begins_B: None (0), or int32 slot of each row's token 0; 0 .. S - length
       where the length is not 0.
-    others: as for `decode_attention`, which says what comes back and is raised.
+    others: as for `decode_attention`, as are results and errors.
   """
   b, t, s = *q_BTNH.shape[:2], k_BSKH.shape[1]
   if begins_B is None:
@@ -128,18 +128,25 @@ def _run(arrays, mask, segments, order, impl, sinks_N, ranges=None):
   q, k, v = arrays
   attention.check_sinks(OP, q, sinks_N)
   spec = attention.spec_of(q, k, mask, segments, order, v)
-  spec = Spec(**vars(spec), cache=(str(k.dtype), str(v.dtype)))
+  spec = DecodeAttentionSpec(**vars(spec), cache=(str(k.dtype), str(v.dtype)))
   chosen = registry.resolve(OP, impl, spec)
   o, lse = chosen.forward(q, k, v, segments, order, mask, ranges)
   return (o, lse) if sinks_N is None else attention.with_sinks(o, lse, sinks_N)
 
 
-def shared_prefix(q_B1NH, prefix, own, mask, lengths_B, impl='auto'):
-  """`ragged` of rows that start alike; what they share is read once for all.
+def shared_prefix(
+  q_B1NH: jax.Array,
+  prefix: attention.Pair,
+  own: attention.Pair,
+  mask: attention.Mask,
+  lengths_B: jax.Array,
+  impl: str = 'auto',
+) -> tuple[jax.Array, jax.Array]:
+  """`ragged` of rows with a shared prefix, which is read once for all rows.
 
   The queries of all rows attend to the prefix as one sequence of queries
-  (attention.py), each to its own slots as usual, and both parts are merged by
-  lse (cascade inference; FlashInfer, arXiv:2501.01005, section 3).
+  (attention/op.py), each query to its own slots as usual, and both parts are
+  merged by lse (cascade inference; FlashInfer, arXiv:2501.01005, section 3).
 
   Args:
     q_B1NH: one query a row.
@@ -193,25 +200,6 @@ def _whole_heads(x):
   return not auto and all(axis is None for axis in sharding.spec[2:3])
 
 
-def _visible(mask, segments, order, t, s):
-  """(B or 1, T, 1, S) bool, or None if every slot is visible."""
-  rules = []
-  if segments is not None:
-    rules += [segments[0][:, :, None] == segments[1][:, None, :]]
-    rules += [segments[0][:, :, None] > 0]
-  row, col = jnp.arange(t)[None, :, None], jnp.arange(s)[None, None, :]
-  if order is not None:
-    row, col = order[0][:, :, None], order[1][:, None, :]
-  if mask.causal:
-    rules.append(col <= row)
-  if mask.window:
-    rules.append(row - col < mask.window)
-  ok = None
-  for rule in rules:
-    ok = rule if ok is None else ok & rule
-  return None if ok is None else ok[:, :, None, :]
-
-
 def _spread(q_BTNH, kv):
   """Rows over all kv heads, zero outside their own: (B, R, E)."""
   b, t, n, h = q_BTNH.shape
@@ -249,12 +237,13 @@ def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, ranges=None):
   z = z * mask.scale
   if mask.softcap:
     z = mask.softcap * jnp.tanh(z / mask.softcap)
-  ok = _visible(mask, segments, order, t, s)
+  order = order or (jnp.arange(t)[None], jnp.arange(s)[None])
+  filled = None
   if ranges is not None:
     begin, end = (x[:, None] for x in ranges)
-    filled = ((order[1] >= begin) & (order[1] < end))[:, None, None]
-    ok = filled if ok is None else ok & filled
-  z = z if ok is None else jnp.where(ok, z, varying.NEG)
+    filled = (order[1] >= begin) & (order[1] < end)
+  ok = attention_xla.visible(mask, segments, order, filled)
+  z = z if ok is None else jnp.where(ok[:, :, None], z, varying.NEG)
   top = z.max(-1)
   p = jnp.exp(z - jnp.maximum(top, varying.FLOOR)[..., None])
   total = p.sum(-1)
@@ -285,7 +274,7 @@ def _kernel(run):
 
 
 def _rows_of_one_query(supports):
-  """`supports` of a kernel, after what no kernel takes."""
+  """`supports` of a kernel, after the limits of both kernels."""
 
   def both(spec, target):
     if reason := supports(None, target):
@@ -299,7 +288,7 @@ def _rows_of_one_query(supports):
     if spec.mask.window:
       return f'takes no window, this is one of {spec.mask.window}'
     if spec.sharded:
-      return 'arrays are spread over a mesh: call it in a manual region'
+      return registry.SPREAD
     if set(spec.cache) != {spec.dtype}:
       return f'takes one dtype, q is {spec.dtype}, k and v are {spec.cache}'
     return supports(spec, target)
@@ -318,5 +307,5 @@ registry.register(
       ('pallas_gpu', decode_attention_gpu),
     )
   ),
-  registry.Implementation('xla', forward, None, lambda spec, target: None),
+  registry.Implementation('xla', forward),
 )

@@ -31,8 +31,8 @@ from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import xla as attention_xla
 
 
-class Schedule(NamedTuple):
-  """Who takes which tile; all int32, tiles counted along the line.
+class TileSchedule(NamedTuple):
+  """Which worker takes which tile; all int32, tiles counted along the line.
 
   worker: (W + 1,) first tile of each worker, and n.
   worker_piece: (W + 1,) first piece of each worker, and of nobody.
@@ -52,10 +52,10 @@ class Schedule(NamedTuple):
 
 
 def make(ends_B, slots, tile, workers, begins_B=None):
-  """`Schedule` of rows whose slots from begins_B up to ends_B are read.
+  """`TileSchedule` of rows whose slots from begins_B up to ends_B are read.
 
   Args:
-    ends_B: int32, 0 .. slots each; outside of it nothing is promised.
+    ends_B: int32, 0 .. slots each; not checked.
     begins_B: int32, 0 .. end; None: 0. A row that ends there is not read.
     slots: S, the most that a row can hold. tile: slots of a tile.
     workers: W, at most 2**15; B * ceil(S / tile) must stay below 2**31.
@@ -82,13 +82,13 @@ def make(ends_B, slots, tile, workers, begins_B=None):
   piece = xp.clip(find(first, line, 'right') - 1, 0, len(first) - 1)
   pieces = find(first, worker, 'left')
   origin = start - skipped
-  return Schedule(worker, pieces, first, end, row, origin[row], piece)
+  return TileSchedule(worker, pieces, first, end, row, origin[row], piece)
 
 
 def merge_pieces(o_PNH, lse_PN, schedule, rows):
   """Partial results of pieces -> (o_BNH, lse_BN), float32.
 
-  The slot of an empty piece may hold anything, also NaN. A row without tiles
+  The slot of an empty piece may hold any value, even NaN. A row without tiles
   gets o = 0, lse = attention.NEG.
   """
   full = (schedule.end > schedule.first)[:, None]

@@ -1,11 +1,11 @@
 """Decode attention on TPU: one query a row, ragged rows, any number of workers.
 
-A worker walks its tiles (decode_schedule.py) in the grid's second dimension,
-whose bound is data: the longest share of a worker. Scalars say of each tile the
-piece, row and column, so that the next tile is on its way before this one is
+A worker walks its tiles (schedule.py) in the grid's second dimension,
+whose bound is data: the longest share of a worker. Prefetched scalars give each
+tile's piece, row and column, so the next tile is fetched before this one is
 done, across the border of two rows too.
 
-The cache is read as the models keep it, (B, S, K, H), seen as rows (B, S K, H):
+The cache is read in the models' layout, (B, S, K, H), as rows (B, S K, H):
 row s K + k is slot s of kv head k. One product gives the scores of all N query
 heads with all rows of a tile, and rows of another head are masked. That is K
 times the products that are needed, but the matrix unit loads a tile once in any
@@ -46,15 +46,10 @@ MOST_TILES = 2**17  # their table is held in scalar memory
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernel cannot run."""
-  if target.platform != 'tpu':
-    return f'needs a TPU, target is {target.device_kind}'
-  if spec is None:
-    return None
-  if spec.dtype not in DTYPES:
-    return (
-      f'computes in float32, takes {" and ".join(DTYPES)}, not {spec.dtype}'
-    )
+  """None, or the reason in one line why the kernel cannot run."""
+  reason = registry.unfit(spec, target, 'tpu', DTYPES)
+  if reason or spec is None:
+    return reason
   b, s, kv, h = spec.k
   if spec.q[2] > MOST_HEADS:
     return f'{spec.q[2]} query heads, at most {MOST_HEADS} fit'
@@ -174,7 +169,7 @@ def _kernel(*refs, mask, kv, group, tile):
 
 
 def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):
-  """-> (o_BNH, lse_BN), float32; see decode_attention.py.
+  """-> (o_BNH, lse_BN), float32; see op.py.
 
   options: tile: slots of a tile; workers: W; interpret: as of pallas_call, for
   tests.
@@ -212,11 +207,7 @@ def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):
       **_blocks((padded, h, hv), tile * kv, lambda w: pieces + w),
     ),
     out_shape=[
-      jax.ShapeDtypeStruct(
-        (pieces + w, padded, width),
-        jnp.float32,
-        manual_axis_type=jax.typeof(q).mat,
-      )
+      varying.result(q, (pieces + w, padded, width), jnp.float32)
       for width in (hv, 1)
     ],
     compiler_params=pltpu.CompilerParams(

@@ -20,6 +20,7 @@ Legend: T tokens, D model, V vocabulary (rows of w), C rows of a chunk.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,16 @@ LANES = 128
 
 
 def linear_cross_entropy(
-  x, w_VD, targets, weights=None, *, softcap=0.0, chunk=0, vocab=None,
-  impl='auto',
-):  # fmt: skip
+  x: jax.Array,
+  w_VD: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array | None = None,
+  *,
+  softcap: float = 0.0,
+  chunk: int = 0,
+  vocab: int | None = None,
+  impl: str = 'auto',
+) -> tuple[jax.Array, jax.Array]:
   """Nats of each target under softcap(x w^T) -> (nll, lse).
 
   Args:
@@ -62,7 +70,8 @@ def linear_cross_entropy(
   options = softcap, chunk or chunk_of(len(rows), len(w_VD)), vocab
   chosen = registry.resolve(OP, impl)
   arrays = rows, w_VD, targets.reshape(-1)
-  lse, picked = _parts(chosen, options, *varying.same(arrays))
+  parts: Any = _parts(chosen, options, *varying.same(arrays))
+  lse, picked = parts
   nll, lse = (a.reshape(targets.shape) for a in (lse - picked, lse))
   return (nll if weights is None else nll * weights), lse
 
@@ -142,7 +151,7 @@ def forward(x_TD, w_VD, targets_T, softcap=0.0, chunk=0, vocab=None):
 
   A pure function without autodiff, for parts of a vocabulary: see `backward`.
   """
-  chunk = chunk or chunk_of(*x_TD.shape[:1], len(w_VD))
+  chunk = chunk or chunk_of(len(x_TD), len(w_VD))
   wide = jnp.result_type(x_TD, w_VD, jnp.float32)
 
   def work(at, count, carry):
@@ -159,7 +168,7 @@ def forward(x_TD, w_VD, targets_T, softcap=0.0, chunk=0, vocab=None):
   carry = fill(varying.NEG), fill(0), fill(0)
   carry = varying.same((x_TD, *carry))[1:]
   m, total, picked = _walk(len(w_VD), chunk, work, carry)
-  # Only padding: lse = NEG, a part without a say.
+  # Only padding: lse = NEG, a part of weight 0.
   return m + jnp.log(jnp.where(total == 0, 1, total)), picked
 
 
@@ -175,7 +184,7 @@ def backward(x_TD, w_VD, targets_T, lse_T, dlse_T, dpicked_T, options):
     options: (softcap, chunk, vocab) as for `forward`.
   """
   softcap, chunk, vocab = options
-  chunk = chunk or chunk_of(*x_TD.shape[:1], len(w_VD))
+  chunk = chunk or chunk_of(len(x_TD), len(w_VD))
   wide = jnp.result_type(x_TD, w_VD, jnp.float32)
 
   def work(at, count, carry):
@@ -198,5 +207,5 @@ def backward(x_TD, w_VD, targets_T, lse_T, dlse_T, dpicked_T, options):
 
 registry.register(
   OP,
-  registry.Implementation('xla', forward, backward, lambda spec, target: None),
+  registry.Implementation('xla', forward, backward),
 )

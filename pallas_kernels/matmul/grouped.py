@@ -5,12 +5,12 @@
 Groups are runs of rows whose lengths are data (MegaBlocks, arXiv:2211.15841,
 section 4). `blocks` takes runs whose lengths are multiples of a block: every
 block then has one matrix, and a scan over blocks costs S D F, whatever the
-number of groups; a block of zeros costs nothing but looking at it. `ragged` is
+number of groups; a block of zeros costs only the test for zeros. `ragged` is
 jax.lax.ragged_dot, a kernel on TPU; elsewhere XLA multiplies all rows with all
 matrices (on CPU 4 to 11 times the time of `blocks` at E = 8 to 16, measured;
-on GPU seen in the program compiled for H200). `even` is a batched product for
-runs of equal length. Kernels of others, never chosen by 'auto': `megablox` of
-jax, for TPU, and `tokamax` where it is installed (tokamax_adapter.py).
+on GPU read from the program compiled for H200). `even` is a batched product of
+runs of equal length. Third-party kernels, never chosen by 'auto': `megablox` of
+jax, for TPU, and `tokamax` where it is installed (../tokamax_adapter.py).
 
 Legend: S rows, E groups, D input width, F output width, G blocks, N rows of a
 block.
@@ -34,8 +34,8 @@ megablox = importlib.import_module(
 )
 
 
-class Spec(NamedTuple):
-  """What an implementation may look at when it says if it can run."""
+class GroupedSpec(NamedTuple):
+  """Properties of a call that decide whether an implementation can run."""
 
   rows: int
   dtype: str
@@ -53,7 +53,7 @@ def block(rows, groups, impl='auto'):
 
 
 def capacity(rows, groups, size):
-  """S that holds `rows` rows in runs rounded up to blocks, however they lie."""
+  """S that always holds `rows` rows in runs rounded up to whole blocks."""
   return (-(-rows // size) + (groups if size > 1 else 0)) * size
 
 
@@ -147,7 +147,7 @@ def _tokamax_gradient(x_SD, g_SF, sizes_E, size, dtype):
 
 
 def _chosen(x_SD, impl):
-  spec = Spec(len(x_SD), str(jnp.dtype(x_SD.dtype)))
+  spec = GroupedSpec(len(x_SD), str(jnp.dtype(x_SD.dtype)))
   return registry.resolve(OP, impl, spec)
 
 
@@ -193,9 +193,7 @@ def _on_tpu(spec, target):
 registry.register(
   OP,
   registry.Implementation('ragged', _ragged, _ragged_gradient, _on_tpu),
-  registry.Implementation(
-    'blocks', _blocks, _blocks_gradient, lambda spec, target: None
-  ),
+  registry.Implementation('blocks', _blocks, _blocks_gradient),
   registry.Implementation(
     'megablox', _megablox, _megablox_gradient, _megablox_supports
   ),

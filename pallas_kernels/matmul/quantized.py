@@ -14,7 +14,7 @@ rounding). Two forms of the same integers:
 
 Cost: D F / 2 bytes and 4 D F / 128 of scales, where bfloat16 reads 2 D F: what
 decoding waits for. XLA on TPU unpacks to memory first (16 rows, 4096 x 14336:
-hundreds of MiB); the kernel (quantized_matmul_tpu.py) unpacks on the chip. No
+hundreds of MiB); the kernel (quantized_tpu.py) unpacks on the chip. No
 gradient: weights of 4 bits are read, not trained.
 
 Legend: T tokens, D inputs, F outputs, G = D / 128 groups.
@@ -36,8 +36,8 @@ ROWS = {'int4': 1, 'uint8': 2}  # of the matrix, to one of q
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
-  """What an implementation may look at when it says if it can run."""
+class QuantizedSpec:
+  """Properties of a call that decide whether an implementation can run."""
 
   x: tuple[int, ...]  # T, D
   features: int  # F
@@ -90,7 +90,9 @@ def dequantize(q, scale_GF, dtype=None):
   return w.reshape(q.shape).astype(dtype or wide)
 
 
-def quantized_matmul(x, q, scale_GF, impl='auto'):
+def quantized_matmul(
+  x: jax.Array, q: jax.Array, scale_GF: jax.Array, impl: str = 'auto'
+) -> jax.Array:
   """y = x w -> (..., F) in x's dtype.
 
   Args:
@@ -113,11 +115,8 @@ def quantized_matmul(x, q, scale_GF, impl='auto'):
       f'fit (..., D), (D, F) or packed (D / 2, F), (D / {GROUP}, F)'
     )
   rows = x.reshape(-1, d)
-  mesh = jax.typeof(x).sharding.mesh
-  manual = jax.sharding.AxisType.Manual
-  kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-  sharded = any(size > 1 and kind != manual for size, kind in kinds)
-  spec = Spec(rows.shape, q.shape[1], x.dtype.name, form, sharded)
+  sharded = registry.spread(x)
+  spec = QuantizedSpec(rows.shape, q.shape[1], x.dtype.name, form, sharded)
   y = registry.resolve(OP, impl, spec).forward(rows, q, scale_GF)
   return y.reshape(*x.shape[:-1], -1)
 
@@ -145,5 +144,5 @@ registry.register(
     None,
     quantized_matmul_tpu.supports,
   ),
-  registry.Implementation('xla', forward, None, lambda spec, target: None),
+  registry.Implementation('xla', forward),
 )

@@ -2,8 +2,8 @@
 
 The grid is (tokens, outputs, inputs), inputs innermost; a step adds up its
 groups of 128 inputs,  y += (x_g q_g) s_g,  in float32. An integer below 8 is
-exact in bfloat16, and scales multiply sums, not weights, so nothing is lost
-that x did not lose before.
+exact in bfloat16, and scales multiply sums, not weights, so the only rounding
+is that of x.
 
 Both forms are taken. int4 is converted by the chip; the halves of uint8 are
 shifted out on the vector unit, which then, not memory, sets the pace (static,
@@ -22,6 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels import varying
+
 GROUP = 128
 LANES = 128
 DTYPES = 'bfloat16', 'float32'
@@ -35,19 +38,12 @@ def halves(packed):
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernel cannot run."""
-  if target.platform != 'tpu':
-    return f'needs a TPU, target is {target.device_kind}'
-  if spec is None:
-    return None
-  if spec.dtype not in DTYPES:
-    return (
-      f'computes in float32, takes {" and ".join(DTYPES)}, not {spec.dtype}'
-    )
+  """None, or the reason in one line why the kernel cannot run."""
+  reason = registry.unfit(spec, target, 'tpu', DTYPES)
+  if reason or spec is None:
+    return reason
   if spec.features % LANES:
     return f'{spec.features} outputs: takes multiples of {LANES}'
-  if spec.sharded:
-    return 'arrays are spread over a mesh: call it in a manual region'
   return None
 
 
@@ -103,9 +99,7 @@ def forward(x_TD, q, scale_GF, interpret=False):
       pl.BlockSpec((None, bd // GROUP, bf), lambda i, j, k: (k, 0, j)),
     ],
     out_specs=pl.BlockSpec((bt, bf), lambda i, j, k: (i, j)),
-    out_shape=jax.ShapeDtypeStruct(
-      (t, f), x_TD.dtype, manual_axis_type=jax.typeof(x_TD).mat
-    ),
+    out_shape=varying.result(x_TD, (t, f), x_TD.dtype),
     scratch_shapes=[pltpu.VMEM((bt, bf), jnp.float32)],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'parallel', 'arbitrary')

@@ -1,9 +1,9 @@
 """Recurrences h_t = J_t h_{t-1} + b_t whose J couples M numbers of a channel.
 
-  J_BTMMD: an M x M block per channel (M = 1: diagonal, linear_scan.py).
+  J_BTMMD: an M x M block per channel (M = 1: diagonal, linear.py).
   (J2, b2) after (J1, b1) = (J2 J1, J2 b1 + b2)
 
-The backward pass is the transposed scan turned round (arXiv:2510.21450):
+The backward pass is the transposed scan in reverse order (arXiv:2510.21450):
 
   l_t = g_t + J_{t+1}^T l_{t+1}
   db = l,  dJ_t = l_t h_{t-1}^T,  dh_0 = J_1^T l_1
@@ -53,11 +53,17 @@ def total(j_BTMMD, b_BTMD):
   return maps[0][:, 0], maps[1][:, 0]
 
 
-def affine_scan(j_BTMMD, b_BTMD, state_BMD, *, impl='auto'):
+def affine_scan(
+  j_BTMMD: jax.Array,
+  b_BTMD: jax.Array,
+  state_BMD: jax.Array,
+  *,
+  impl: str = 'auto',
+) -> jax.Array:
   """h_BTMD; arguments have one float dtype, state is before the first token.
 
   impl: 'auto' or the name of an implementation of 'linear_scan' (M = 1) or
-  'affine_scan'. Raises errors.UserError: it cannot run here.
+  'affine_scan'. Raises errors.UserError if it cannot run here.
   """
   if b_BTMD.shape[2] == 1:
     a, b, state = j_BTMMD[:, :, 0, 0], b_BTMD[:, :, 0], state_BMD[:, 0]
@@ -129,7 +135,5 @@ registry.register(
   registry.Implementation(
     'loop', _loop_forward, _loop_backward, linear_scan.loop_supports
   ),
-  registry.Implementation(
-    'xla', _xla_forward, _xla_backward, lambda spec, target: None
-  ),
+  registry.Implementation('xla', _xla_forward, _xla_backward),
 )

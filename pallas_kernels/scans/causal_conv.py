@@ -14,6 +14,9 @@ reads, which XLA fuses into one pass. Plain jax, so gradients are its own.
 Legend: B batch, T length, W taps, D channels, R = (W - 1) dilation.
 """
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from paraxis.configs.base import errors
@@ -45,8 +48,14 @@ def check(x_BTD, w_WD, tail_BRD, dilation):
 
 
 def causal_conv(
-  x_BTD, w_WD, positions_BT, tail_BRD=None, *, valid_BT=None, dilation=1
-):
+  x_BTD: jax.Array,
+  w_WD: jax.Array,
+  positions_BT: jax.Array,
+  tail_BRD: jax.Array | None = None,
+  *,
+  valid_BT: jax.Array | None = None,
+  dilation: int = 1,
+) -> tuple[jax.Array, jax.Array]:
   """Convolution of every token with its document's past -> (y_BTD, tail_BRD).
 
   Args:
@@ -71,7 +80,7 @@ def causal_conv(
     longer = jnp.pad(x_BTD, ((0, 0), (r, 0), (0, 0)))
   else:
     longer = jnp.concatenate([tail_BRD.astype(x_BTD.dtype), x_BTD], 1)
-  y = 0
+  y: Any = 0
   for j, w_D in enumerate(w_WD.astype(jnp.result_type(w_WD, jnp.float32))):
     far = j * dilation
     past = longer[:, r - far : r - far + t]

@@ -24,6 +24,7 @@ size, V value size.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -52,8 +53,8 @@ ALL_LOST = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
-  """What an implementation may look at when it says if it can run."""
+class GatedScanSpec:
+  """Properties of a call that decide whether an implementation can run."""
 
   q: tuple[int, ...]  # B, T, G, K
   values: int  # V
@@ -106,9 +107,16 @@ def check(q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk):
 
 
 def gated_scan(
-  q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT=None, state_BHKV=None, *,
-  chunk=0, impl='auto',
-):  # fmt: skip
+  q_BTGK: jax.Array,
+  k_BTGK: jax.Array,
+  v_BTHV: jax.Array,
+  log_decay: jax.Array,
+  reset_BT: jax.Array | None = None,
+  state_BHKV: jax.Array | None = None,
+  *,
+  chunk: int = 0,
+  impl: str = 'auto',
+) -> tuple[jax.Array, jax.Array]:
   """A gated scan -> (o_BTHV, state_BHKV after the last token).
 
   Args:
@@ -138,7 +146,7 @@ def gated_scan(
   check(q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk)
   (B, T, H, V), K = v_BTHV.shape, q_BTGK.shape[3]
   scalar = log_decay.ndim == 3
-  spec = Spec(q_BTGK.shape, V, str(q_BTGK.dtype), scalar, chunk)
+  spec = GatedScanSpec(q_BTGK.shape, V, str(q_BTGK.dtype), scalar, chunk)
   chosen = registry.resolve(OP, impl, spec)
   chunk = _chunk_of(chosen.name, chunk, T)
   if reset_BT is None:
@@ -151,9 +159,10 @@ def gated_scan(
   arrays = q_BTGK, k_BTGK, v_BTHV, g, reset_BT
   *arrays, reset_BT = (_pad(x, -T % chunk) for x in arrays)
   count = jnp.cumsum(reset_BT.reshape(B, -1, chunk).astype(jnp.int32), -1)
-  tokens = gated_chunk.Tokens(*arrays, count.reshape(B, -1))
+  tokens = gated_chunk.GatedTokens(*arrays, segment=count.reshape(B, -1))
   tokens, state = varying.same((tokens, state_BHKV.astype(wide)))
-  o, state = _gated_scan(chosen, chunk, tokens, state)
+  scanned: Any = _gated_scan(chosen, chunk, tokens, state)
+  o, state = scanned
   return o[:, :T], state
 
 
@@ -190,7 +199,7 @@ def _forward(chosen, chunk, tokens, state):
 def _backward(chosen, chunk, residuals, cotangents):
   tokens, starts = residuals
   *gradients, d_state = chosen.backward(tokens, starts, cotangents, chunk)
-  return gated_chunk.Tokens(*gradients, None), d_state
+  return gated_chunk.GatedTokens(*gradients, segment=None), d_state
 
 
 _gated_scan.defvjp(_forward, _backward)
@@ -247,23 +256,10 @@ def _wide(x):
 
 registry.register(
   OP,
+  registry.of_module('pallas_tpu', gated_scan_tpu),
+  registry.of_module('pallas_gpu', gated_scan_gpu),
   registry.Implementation(
-    'pallas_tpu',
-    gated_scan_tpu.forward,
-    gated_scan_tpu.backward,
-    gated_scan_tpu.supports,
-  ),
-  registry.Implementation(
-    'pallas_gpu',
-    gated_scan_gpu.forward,
-    gated_scan_gpu.backward,
-    gated_scan_gpu.supports,
-  ),
-  registry.Implementation(
-    'xla',
-    gated_scan_xla.forward,
-    gated_scan_xla.backward,
-    lambda spec, target: None,
+    'xla', gated_scan_xla.forward, gated_scan_xla.backward
   ),
   registry.Implementation(
     'loop',

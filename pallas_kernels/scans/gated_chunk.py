@@ -30,7 +30,6 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
@@ -38,7 +37,7 @@ import jax.numpy as jnp
 _NN, _NT, _TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))
 
 
-class Tokens(NamedTuple):
+class GatedTokens(NamedTuple):
   """Inputs of a scan, of a whole one (B, T, H, ..) or of one chunk (C, ..).
 
   q, k: (B, T, G, K), (C, K); head h reads group h // (H / G). v: (B, T, H, V),
@@ -101,7 +100,7 @@ def _row(x):
 
 
 class _Borders(NamedTuple):
-  """What ties a chunk to its two ends; decays are all <= 1."""
+  """Decays between the tokens of a chunk and its two ends, all <= 1."""
 
   enter: Any  # (C, K | 1): from the start through i; 0 after a reset
   leave: Any  # (C, K | 1): after j to the end; 0 before the last reset
@@ -192,7 +191,7 @@ def forward(x, state, precision):
   """One chunk: (o_CV, state_KV at its end).
 
   Args:
-    x: Tokens of one chunk, in one float dtype; C a power of two.
+    x: GatedTokens of one chunk, in one float dtype; C a power of two.
     state: (K, V) at the start.
     precision: Precision.
   """
@@ -206,8 +205,8 @@ def backward(x, state, do, d_state, precision):
   """Cotangents of one chunk: (dq, dk, dv, dg, d_state at its start).
 
   state: at the chunk's start. d_state: of the state at its end. The decay's
-  gradient needs no product of its own: dg_t sums p_ij over the pairs that g_t
-  lies between, i >= t > j, where p_ij is pair (i, j)'s part of q dq and of k dk
+  gradient needs no product of its own: dg_t sums p_ij over the pairs on both
+  sides of g_t, i >= t > j, where p_ij is pair (i, j)'s part of q dq and of k dk
   alike; so dg is a sum of q dq - k dk over i >= t within the chunk, of k dk
   over j < t to the chunk's end, and of what passes through the whole chunk.
   """
@@ -241,7 +240,7 @@ def _decay_gradient(x, same, sums, precision):
   return sums + jnp.sum(through, 0, keepdims=True)
 
 
-def precision_of(dtype, full=lax.Precision.HIGHEST):
+def precision_of(dtype, full: Any = lax.Precision.HIGHEST) -> Precision:
   """`Precision` for inputs of a dtype; of float32 it is full on a TPU too.
 
   full: what the target calls float32.
@@ -251,7 +250,7 @@ def precision_of(dtype, full=lax.Precision.HIGHEST):
 
 
 def cost(x, chunk, gradient=False):
-  """pl.CostEstimate of one pass in chunks over Tokens (or their shapes).
+  """pl.CostEstimate of one pass in chunks over GatedTokens (or their shapes).
 
   FLOPs: 2 per multiplication in a matrix product, sums of decays included.
   Bytes: each input and output once, the states between chunks too.
@@ -279,8 +278,3 @@ def cost(x, chunk, gradient=False):
     transcendentals=chunks * powers,
     bytes_accessed=(1 + gradient) * tokens + states + 4 * B * T,
   )
-
-
-def shape_like(x, shape, dtype):
-  """Type of a kernel's output that varies over the mesh axes that x does."""
-  return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).mat)

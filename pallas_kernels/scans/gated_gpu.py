@@ -19,9 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 import jax.numpy as jnp
 
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.scans import gated_chunk
 
 CHUNK = 32
+_DTYPES = 'bfloat16', 'float16', 'float32'
 _CHUNKS = 16, 32
 _SIZES = 16, 32, 64, 128  # of K and V
 _COLUMNS = 64
@@ -29,13 +32,10 @@ _FULL = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 
 def supports(spec, target):
-  """Why the kernel cannot run, or None."""
-  if target.platform != 'gpu':
-    return f'a Triton kernel, the target is {target.platform}'
-  if spec is None:
-    return None
-  if spec.dtype not in ('float32', 'bfloat16', 'float16'):
-    return f'sums in float32, inputs are {spec.dtype}'
+  """None, or the reason in one line why the kernels cannot run."""
+  reason = registry.unfit(spec, target, 'gpu', _DTYPES)
+  if reason or spec is None:
+    return reason
   for name, size in (('key size', spec.q[3]), ('value size', spec.values)):
     if size not in _SIZES:
       return f'{name} {size} is not one of {_SIZES}'
@@ -48,7 +48,7 @@ def _load(refs, at):
   """Tokens of the chunk at tokens `at`, one per head as a row."""
   q, k, v, g, segment = (r[at] if len(r.shape) == 1 else r[at, :] for r in refs)
   x = q, k, v, g if g.ndim == 2 else g[None, :], segment[None, :]
-  return gated_chunk.Tokens(*(y.astype(jnp.float32) for y in x))
+  return gated_chunk.GatedTokens(*(y.astype(jnp.float32) for y in x))
 
 
 def _forward_kernel(*refs, chunk, precision):
@@ -145,14 +145,14 @@ def forward(x, state, chunk, save, interpret=False):
   """o_BTHV, state_BHKV, and the state at each chunk's start (None: not save).
 
   Args:
-    x: gated_chunk.Tokens, not float64; T a multiple of chunk.
+    x: gated_chunk.GatedTokens, not float64; T a multiple of chunk.
     state: (B, H, K, V) float32.
     interpret: of pallas_call, for tests without a GPU.
   """
   (B, T, H, V), K = x.v.shape, x.q.shape[3]
   N, W = T // chunk, min(V, _COLUMNS)
   arrays, specs = _inputs(x)
-  shape = functools.partial(gated_chunk.shape_like, x.q)
+  shape = functools.partial(varying.result, x.q)
   out_specs = [_columns(T, W), _columns(K, W)]
   out_shape = [shape((B, H, T, V), x.v.dtype), shape(state.shape, jnp.float32)]
   if save:
@@ -172,7 +172,7 @@ def backward(x, starts, cotangents, chunk, interpret=False):
   N, W = T // chunk, min(V, _COLUMNS)
   M = V // W
   arrays, specs = _inputs(x)
-  shape = functools.partial(gated_chunk.shape_like, x.q, dtype=jnp.float32)
+  shape = functools.partial(varying.result, x.q, dtype=jnp.float32)
   g = (T,) if x.g.ndim == 3 else (T, K)
   parts = [(T, K), (T, K), g]
   *parts_specs, g_spec = (_part(*size) for size in parts)

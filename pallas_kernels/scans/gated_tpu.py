@@ -16,20 +16,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.scans import gated_chunk
 
 CHUNK = 64
-_MOST = 256  # of K, V and C: what VMEM and the compiler take without thought
+_DTYPES = 'bfloat16', 'float32'
+_MOST = 256  # of K, V and C: fits VMEM and compiles
 
 
 def supports(spec, target):
-  """Why the kernel cannot run, or None."""
-  if target.platform != 'tpu':
-    return f'a TPU kernel, the target is {target.platform}'
-  if spec is None:
-    return None
-  if spec.dtype not in ('float32', 'bfloat16'):
-    return f'sums in float32, inputs are {spec.dtype}'
+  """None, or the reason in one line why the kernels cannot run."""
+  reason = registry.unfit(spec, target, 'tpu', _DTYPES)
+  if reason or spec is None:
+    return reason
   for name, size in (
     ('key size', spec.q[3]), ('value size', spec.values), ('chunk', spec.chunk)
   ):  # fmt: skip
@@ -40,7 +40,7 @@ def supports(spec, target):
 
 def _load(q_ref, k_ref, v_ref, g_ref, segment_ref):
   refs = q_ref, k_ref, v_ref, g_ref, segment_ref
-  return gated_chunk.Tokens(*(r[...].astype(jnp.float32) for r in refs))
+  return gated_chunk.GatedTokens(*(r[...].astype(jnp.float32) for r in refs))
 
 
 def _forward_kernel(*refs, precision):
@@ -143,13 +143,13 @@ def forward(x, state, chunk, save, interpret=False):
   """o_BTHV, state_BHKV, and the state at each chunk's start (None: not save).
 
   Args:
-    x: gated_chunk.Tokens, float32 or bfloat16; T a multiple of chunk.
+    x: gated_chunk.GatedTokens, float32 or bfloat16; T a multiple of chunk.
     state: (B, H, K, V) float32.
     interpret: of pallas_call, for tests without a TPU.
   """
   (B, T, H, V), K = x.v.shape, x.q.shape[3]
   inputs, tokens, starts, one = _specs(x, chunk, lambda i: i)
-  shape = functools.partial(gated_chunk.shape_like, x.q)
+  shape = functools.partial(varying.result, x.q)
   out_specs = [tokens, one]
   out_shape = [shape((B, H, T, V), x.v.dtype), shape(state.shape, jnp.float32)]
   if save:
@@ -168,7 +168,7 @@ def backward(x, starts, cotangents, chunk, interpret=False):
   (B, T, H, _), K = x.v.shape, x.q.shape[3]
   inputs, tokens, start, one = _specs(x, chunk, lambda i: T // chunk - 1 - i)
   arrays = _arrays(x, chunk)
-  like = functools.partial(gated_chunk.shape_like, x.q)
+  like = functools.partial(varying.result, x.q)
   # Of every head; those of a group are then summed, in float32.
   shared = x.q.dtype if x.q.shape[2] == H else jnp.float32
   out_shape = [like((B, H, T, K), shared)] * 2

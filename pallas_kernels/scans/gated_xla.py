@@ -32,8 +32,10 @@ def _over_heads(function, x, *others):
   """
   split = lambda y: y.reshape(*x.q.shape[:2], -1, *y.shape[2:])
   rest = [0] * len(others)
-  run = jax.vmap(function, (gated_chunk.Tokens(None, None, 0, 0, None), *rest))
-  run = jax.vmap(run, (gated_chunk.Tokens(0, 0, 0, 0, None), *rest))
+  run = jax.vmap(
+    function, (gated_chunk.GatedTokens(None, None, 0, 0, None), *rest)
+  )
+  run = jax.vmap(run, (gated_chunk.GatedTokens(0, 0, 0, 0, None), *rest))
   out = jax.vmap(run)(
     x._replace(v=split(x.v), g=split(x.g)), *map(split, others)
   )
@@ -59,14 +61,14 @@ def _chunks(x, chunk, dtype):
   if g.ndim == 4:  # one per head
     g = g[..., None, :]
   segment = x.segment.astype(dtype).reshape(len(x.segment), -1, 1, chunk)
-  return gated_chunk.Tokens(q, k, v, g, jnp.moveaxis(segment, 1, 0))
+  return gated_chunk.GatedTokens(q, k, v, g, jnp.moveaxis(segment, 1, 0))
 
 
 def forward(x, state, chunk, save):
   """o_BTHV, state_BHKV, and the state at each chunk's start (None: not save).
 
   Args:
-    x: gated_chunk.Tokens; T a multiple of chunk.
+    x: gated_chunk.GatedTokens; T a multiple of chunk.
     state: (B, H, K, V), in the dtype to compute in.
   """
   precision = gated_chunk.precision_of(x.q.dtype)
@@ -84,7 +86,7 @@ def backward(x, starts, cotangents, chunk):
   """(dq, dk, dv, dg, d_state) from those of o and of the last state."""
   do, d_state = cotangents
   precision = gated_chunk.precision_of(x.q.dtype)
-  body = lambda *args: gated_chunk.backward(*args, precision)
+  body = lambda *args: gated_chunk.backward(*args, precision=precision)
 
   def step(d_state, args):
     *gradients, before = _over_heads(body, *args, d_state)

@@ -2,7 +2,7 @@
 
   h_t = a_t h_{t-1} + b_t        (h_{t-1} := 0 where reset_t)
 
-The backward pass is the same scan turned round, and nothing else:
+The backward pass is the same scan in reverse order:
 
   l_t = g_t + a_{t+1} l_{t+1};   db = l,  da_t = l_t h_{t-1},  dh_0 = a_1 l_1
 
@@ -27,7 +27,6 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
@@ -39,11 +38,11 @@ OP = 'linear_scan'
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
-  """What an implementation may look at when it says if it can run.
+class LinearScanSpec:
+  """Properties of a call that decide whether an implementation can run.
 
-  sharded: the arrays may be spread over devices by the compiler; a kernel
-  cannot be, it runs in a manual region (annotate.region) on local arrays.
+  sharded: the compiler may spread the arrays over devices. A kernel cannot be
+  spread: it runs in a manual region (annotate.region) on local arrays.
   """
 
   shape: tuple[int, ...]  # B, T, D
@@ -52,11 +51,9 @@ class Spec:
 
 
 def spec_of(*arrays):
-  """The Spec of one call; the last array has the shape."""
-  mesh = jax.typeof(arrays[-1]).sharding.mesh
-  kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-  spread = any(size > 1 and kind != AxisType.Manual for size, kind in kinds)
-  return Spec(arrays[-1].shape, str(jnp.result_type(*arrays)), spread)
+  """The LinearScanSpec of one call; the last array has the shape."""
+  x, dtype = arrays[-1], str(jnp.result_type(*arrays))
+  return LinearScanSpec(x.shape, dtype, registry.spread(x))
 
 
 def check(op, b_BTD, reset_BT, state_BD):
@@ -73,7 +70,14 @@ def check(op, b_BTD, reset_BT, state_BD):
     )
 
 
-def linear_scan(a_BTD, b_BTD, reset_BT=None, state_BD=None, *, impl='auto'):
+def linear_scan(
+  a_BTD: jax.Array,
+  b_BTD: jax.Array,
+  reset_BT: jax.Array | None = None,
+  state_BD: jax.Array | None = None,
+  *,
+  impl: str = 'auto',
+) -> tuple[jax.Array, jax.Array]:
   """h_t = a_t h_{t-1} + b_t along T -> (h_BTD, state_BD).
 
   Args:
@@ -143,7 +147,7 @@ def loop_forward(a_BTD, b_BTD, state_BD):
 
 
 def loop_backward(a_BTD, g_BTD, dstate_BD):
-  """l in dstate's dtype; what is carried is a_t l_t, so nothing is shifted."""
+  """l in dstate's dtype; the carry is a_t l_t, so no array is shifted."""
 
   def step(c, ag):
     l = ag[1] + c
@@ -186,7 +190,7 @@ def xla_backward(a_BTD, g_BTD, dstate_BD):
 
 
 def loop_supports(spec, target):
-  """On CPU; elsewhere every step is a launch."""
+  """The loop runs on CPU; on other devices every token is a launch."""
   del spec
   if target.platform == 'cpu':
     return None
@@ -195,20 +199,8 @@ def loop_supports(spec, target):
 
 registry.register(
   OP,
-  registry.Implementation(
-    'pallas_tpu',
-    linear_scan_tpu.forward,
-    linear_scan_tpu.backward,
-    linear_scan_tpu.supports,
-  ),
-  registry.Implementation(
-    'pallas_gpu',
-    linear_scan_gpu.forward,
-    linear_scan_gpu.backward,
-    linear_scan_gpu.supports,
-  ),
+  registry.of_module('pallas_tpu', linear_scan_tpu),
+  registry.of_module('pallas_gpu', linear_scan_gpu),
   registry.Implementation('loop', loop_forward, loop_backward, loop_supports),
-  registry.Implementation(
-    'xla', xla_forward, xla_backward, lambda spec, target: None
-  ),
+  registry.Implementation('xla', xla_forward, xla_backward),
 )

@@ -4,9 +4,9 @@
                                                        m_t = a_t l_t
 
 A program has one row of the batch and `LANES` neighbouring channels, one each
-thread, and walks the tokens, backwards in the backward pass. What limits it is
-waiting for memory, so the rows of `UNROLL` tokens are all asked for before the
-first is used. B D / 32 programs: a small batch leaves processors idle, and then
+thread, and walks the tokens, in reverse in the backward pass. Memory latency
+limits it, so the rows of `UNROLL` tokens are all requested before the first is
+used. B D / 32 programs: a small batch leaves processors idle, and then
 XLA's associative scan may win; impl='xla' chooses it.
 
 float32 inside. Cost: a and b (or g) read once, h (or l) written once; 2 flops
@@ -17,11 +17,13 @@ Legend: B batch, T length, D channels.
 
 import functools
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
+
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels import varying
 
 LANES, UNROLL, WARPS, STAGES = 32, 16, 1, 1
 DTYPES = 'bfloat16', 'float16', 'float32'
@@ -29,15 +31,10 @@ MOST_ELEMENTS = 2**31  # an address is counted in 32 bits
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernel cannot run."""
-  if target.platform != 'gpu':
-    return f'needs a GPU, target is {target.device_kind}'
-  if spec is None:
-    return None
-  if spec.dtype not in DTYPES:
-    return f'computes in float32, takes {", ".join(DTYPES)}, not {spec.dtype}'
-  if spec.sharded:
-    return 'arrays are spread over a mesh: call it in a manual region'
+  """None, or the reason in one line why the kernel cannot run."""
+  reason = registry.unfit(spec, target, 'gpu', DTYPES)
+  if reason or spec is None:
+    return reason
   b, t, d = spec.shape
   if b * t * d >= MOST_ELEMENTS:
     return f'{b * t * d} elements, addresses fewer than {MOST_ELEMENTS}'
@@ -85,11 +82,11 @@ def _kernel(a_ref, b_ref, start_ref, out_ref, *end_ref, size, unroll, reverse):
 def _call(a, b, start, reverse, unroll, interpret):
   """(out_BTD, end_BD or None)."""
   n, t, d = b.shape
-  result = lambda shape, dtype: jax.ShapeDtypeStruct(
-    shape, dtype, manual_axis_type=jax.typeof(b).mat
-  )
   dtype = jnp.float32 if reverse else b.dtype
-  shapes = [result(b.shape, dtype), result(start.shape, jnp.float32)]
+  shapes = [
+    varying.result(b, b.shape, dtype),
+    varying.result(b, start.shape, jnp.float32),
+  ]
   shapes = shapes[: 1 if reverse else 2]
   whole = lambda s: pl.BlockSpec(s, lambda *_: (0,) * len(s))
   moved = a.nbytes + b.nbytes + b.size * jnp.dtype(dtype).itemsize
@@ -112,7 +109,7 @@ def _call(a, b, start, reverse, unroll, interpret):
 
 
 def forward(a_BTD, b_BTD, state_BD, unroll=UNROLL, interpret=False):
-  """-> (h_BTD in b's dtype, state after it); see linear_scan.py."""
+  """-> (h_BTD in b's dtype, state after it); see linear.py."""
   return _call(a_BTD, b_BTD, state_BD, False, unroll, interpret)
 
 

@@ -4,8 +4,8 @@
                                                        m_t = a_t l_t
 
 The grid walks (row of the batch, channels, blocks of tokens), the last in
-order, turned round in the backward pass, where m is what is carried: so a is
-read as it lies. A block is taken in tiles of 8 tokens (16 of bfloat16), scanned
+order, reversed in the backward pass. There the carry is m, so that a needs no
+shift. A block is processed in tiles of 8 tokens (16 of bfloat16), scanned
 in registers by log2 of that many rotations along sublanes; only the last token
 of a tile waits for the tile before.
 
@@ -18,29 +18,21 @@ Legend: B batch, T length, D channels.
 
 import functools
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels import varying
 
 LANES, MOST_LANES, MOST_ROWS = 128, 512, 256
 DTYPES = 'bfloat16', 'float32'
 
 
 def supports(spec, target):
-  """None, or one line that says why the kernel cannot run."""
-  if target.platform != 'tpu':
-    return f'needs a TPU, target is {target.device_kind}'
-  if spec is None:
-    return None
-  if spec.dtype not in DTYPES:
-    return (
-      f'computes in float32, takes {" and ".join(DTYPES)}, not {spec.dtype}'
-    )
-  if spec.sharded:
-    return 'arrays are spread over a mesh: call it in a manual region'
-  return None
+  """None, or the reason in one line why the kernel cannot run."""
+  return registry.unfit(spec, target, 'tpu', DTYPES)
 
 
 def _tile_scan(a, b, reverse):
@@ -112,11 +104,11 @@ def _call(a, b, start, reverse, interpret):
   at = (lambda i: last - i) if reverse else (lambda i: i)
   block = pl.BlockSpec((None, rows, lanes), lambda n, d, i: (n, at(i), d))
   state = pl.BlockSpec((None, 1, lanes), lambda n, d, i: (n, 0, d))
-  result = lambda shape, dtype: jax.ShapeDtypeStruct(
-    shape, dtype, manual_axis_type=jax.typeof(b).mat
-  )
   dtype = jnp.float32 if reverse else b.dtype
-  shapes = [result(b.shape, dtype), result(start.shape, jnp.float32)]
+  shapes = [
+    varying.result(b, b.shape, dtype),
+    varying.result(b, start.shape, jnp.float32),
+  ]
   count = 1 if reverse else 2
   moved = a.nbytes + b.nbytes + b.size * jnp.dtype(dtype).itemsize
   out, *end = pl.pallas_call(
@@ -139,7 +131,7 @@ def _call(a, b, start, reverse, interpret):
 
 
 def forward(a_BTD, b_BTD, state_BD, interpret=False):
-  """-> (h_BTD in b's dtype, state after it); see linear_scan.py."""
+  """-> (h_BTD in b's dtype, state after it); see linear.py."""
   return _call(a_BTD, b_BTD, state_BD, False, interpret)
 
 

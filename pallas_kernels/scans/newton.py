@@ -4,9 +4,9 @@ From a guess h, with r_t = cell(h_{t-1}, x_t) - h_t and J_t the Jacobian there,
 
   d_t = J_t d_{t-1} + r_t,   d_0 = 0;   h <- h + d      until max |r| <= tol
 
-Each iteration is one affine scan (affine_scan.py), of depth log2 T. It solves a
-linear cell at once and makes at least one more token exact whatever the cell,
-so it ends; how soon depends on the strength of the recurrence. Iterations to
+Each iteration is one affine scan (affine.py), of depth log2 T. It solves a
+linear cell at once and makes at least one more token exact for any cell, so it
+terminates; how soon depends on the strength of the recurrence. Iterations to
 1e-6 at T = 512, D = 32, medians of nine seeds:
 
   standard deviation of the recurrent weights   0.02  0.3  1   2   3
@@ -14,9 +14,9 @@ so it ends; how soon depends on the strength of the recurrence. Iterations to
   LSTM with peepholes                           3     4    7   > 60
 
 The published code takes three, unconditionally: at 1, T = 512, D = 64 its
-gradients are wrong by 0.4% to 180%, depending on the seed. Here iterations go
-on to a tolerance, and what does not converge within `cap` is computed step by
-step and says so.
+gradients are wrong by 0.4% to 180%, depending on the seed. Here iterations
+continue to a tolerance; a solve that does not converge within `cap` is computed
+step by step and reported (Info.fell_back).
 
 The gradient needs no iteration: with l_t = g_t + J_{t+1}^T l_{t+1}, one
 transposed scan, parameters, inputs and the initial state get l_t times the
@@ -37,6 +37,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+from jax import core
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ TYPICAL = 4
 
 
 class Info(NamedTuple):
-  """What became of a solve; arrays without dimensions, meant as metrics.
+  """Result of a solve as scalar arrays, meant as metrics.
 
   iterations: int32. residual: the last max |cell(h_{t-1}, x_t) - h_t| of the
   iterates, inf if one is not finite. fell_back: bool, whether the result was
@@ -65,26 +66,26 @@ class Info(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-  """How tokens that are all here belong together.
+  """Links between tokens of a row that is whole on this device.
 
-  sharding/sequence/scan.py has the same for a row that is split over a mesh
+  sharding/sequence/scan.py has the links of a row that is sharded over a mesh
   axis.
   """
 
   rounds = 1  # of the loop, until its result is right everywhere
 
   def before(self, last_BMD, state_BMD):
-    """State before the first token here; last: the one after the last."""
+    """State before the first local token; last: state after the last one."""
     del last_BMD
     return state_BMD
 
   def enter(self, j_BTMMD, b_BTMD):
-    """What the maps of earlier tokens, applied to 0, bring to the first."""
+    """State before the first token: maps of earlier tokens, applied to 0."""
     del j_BTMMD
     return jnp.zeros_like(b_BTMD[:, 0])
 
   def largest(self, x):
-    """Maximum over everybody who must take the same decision."""
+    """Maximum over all devices that must take the same decision."""
     return x
 
 
@@ -164,8 +165,9 @@ def newton_scan(cell, params, x, reset_BT, state_BMD, valid_BT=None, **options):
       f'newton_scan: the cell makes {out.shape} of a state {state.shape}; they '
       f'must be equal'
     )
-  h, info = _newton(cell, options, params, x, state, marks)
-  if options.unsolved == 'error' and not isinstance(h, jax.core.Tracer):
+  solved: Any = _newton(cell, options, params, x, state, marks)
+  h, info = solved
+  if options.unsolved == 'error' and not isinstance(h, core.Tracer):
     check_solved(info, options)
   return h, info
 
@@ -279,13 +281,14 @@ def _newton(cell, options, params, x, state, marks):
   if options.unsolved != 'loop':
     return h, Info(n, size, jnp.zeros_like(failed))
   again = functools.partial(_loop, step, options, x, state, marks)
-  with jax.named_scope('turns_0_of_1'):  # who counts, counts it as not taken
+  with jax.named_scope('turns_0_of_1'):  # counted as not taken
     h = lax.cond(failed, again, lambda: h)
   return h, Info(n, size, failed)
 
 
 def _forward(cell, options, params, x, state, marks):
-  h, info = _newton(cell, options, params, x, state, marks)
+  solved: Any = _newton(cell, options, params, x, state, marks)
+  h, info = solved
   h = checkpoint_name(h, 'scan')  # a policy that keeps it solves once
   return (h, info), (params, x, state, marks, h)
 
@@ -296,8 +299,8 @@ def _backward(cell, options, residuals, cotangents):
   step = functools.partial(_step, cell)
   at = _before(options, h, state)
   _, j = _blocks(lambda before: step(params, before, x, marks), at)
-  # The solve is linear in b: its transpose is the scan turned round, the
-  # hand-over between shards included.
+  # The solve is linear in b: its transpose is the scan in reverse order,
+  # including the hand-over between shards.
   _, transpose = jax.vjp(lambda b: _solve(options, j, b), g)
 
   def again(params, x, state):

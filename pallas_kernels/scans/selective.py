@@ -1,18 +1,18 @@
-"""The scan of Mamba: S states a channel, read as they pass and not kept.
+"""The scan of Mamba: S states a channel, read out at once and not stored.
 
     h_tfs = e^(dt_tf A_fs) h_(t-1)fs + dt_tf x_tf B_ts
     y_tf = sum_s C_ts h_tfs
 
 (arXiv:2312.00752, section 3.2), h_(t-1) := 0 where a document starts. Decays,
-inputs and states are S times what comes in and goes out, so they exist for one
-chunk of tokens at a time: a loop over chunks of C hands the state on, forward
-keeps the states between chunks, and backward works a chunk out again from its
-first (section 3.3, there by token in the kernel). Memory, in numbers:
+inputs and states are S times as large as x and y, so they exist for one chunk
+of tokens at a time: a loop over chunks of C carries the state, forward keeps
+the states between chunks, and backward recomputes a chunk from its first state
+(section 3.3, there by token in the kernel). Memory, in numbers:
 
     O(T F) + (T / C) F S + O(C F S)          C about sqrt(T): the least
 
 and one more forward pass of work in the backward pass. Within a chunk it is the
-linear scan (linear_scan.py) of S F channels, by whatever kernel runs there.
+linear scan (linear.py) of S F channels, by the kernel that runs on the target.
 
 A length that is split over devices: each runs the op from a zero state, `decay`
 and the final state compose over devices, and `correction` adds what the true
@@ -39,7 +39,7 @@ OP = 'selective_scan'
 MIN_CHUNK = 16
 
 
-class Tokens(NamedTuple):
+class SelectiveTokens(NamedTuple):
   """Of a whole scan, (B, T, ..), or of its chunks, (N, B, C, ..).
 
   x, dt: (.., F). shared: (.., U, S), B before C. reset: (..) bool.
@@ -52,9 +52,16 @@ class Tokens(NamedTuple):
 
 
 def selective_scan(
-  x_BTF, dt_BTF, shared_BTUS, rate_FS, reset_BT=None, state_BFS=None, *,
-  chunk=0, impl='auto',
-):  # fmt: skip
+  x_BTF: jax.Array,
+  dt_BTF: jax.Array,
+  shared_BTUS: jax.Array,
+  rate_FS: jax.Array,
+  reset_BT: jax.Array | None = None,
+  state_BFS: jax.Array | None = None,
+  *,
+  chunk: int = 0,
+  impl: str = 'auto',
+) -> tuple[jax.Array, jax.Array]:
   """The scan of Mamba -> (y_BTF, state_BFS after the last token).
 
   Args:
@@ -91,7 +98,7 @@ def selective_scan(
   if reset_BT is None:
     reset_BT = jnp.zeros((B, T), bool)
   chunk = min(chunk or chunk_of(T), T)
-  tokens = _split(Tokens(x, dt, shared, reset_BT), chunk)
+  tokens = _split(SelectiveTokens(x, dt, shared, reset_BT), chunk)
   arrays = tokens, _turn(rate), _turn(state_BFS).astype(wide)
   y, state = _scan(impl, *varying.same(arrays))
   return _join(y)[:, :T], _turn(state)
@@ -141,7 +148,7 @@ def _run(impl, tokens, rate, state):
   """(y_NBCF, last state, states at the starts of chunks)."""
 
   def step(state, x):
-    y, after = _chunk(impl, x.reset, *x[:3], rate, state)
+    y, after = _chunk(impl, x.reset, x.x, x.dt, x.shared, rate, state)
     return after, (y, state)
 
   last, (y, starts) = lax.scan(step, state, tokens)
@@ -169,7 +176,7 @@ def _backward(impl, residuals, cotangents):
 
   first = d_last, jnp.zeros_like(rate)
   first, gradients = lax.scan(step, first, (tokens, starts, dy), reverse=True)
-  return Tokens(*gradients, None), first[1], first[0]
+  return SelectiveTokens(*gradients, reset=None), first[1], first[0]
 
 
 _scan = jax.custom_vjp(lambda *args: _run(*args)[:2], nondiff_argnums=(0,))

@@ -8,18 +8,20 @@ t(i) two hashes of the global index i:
 
 Integer sums are exact in any order, so the result is the same on every mesh,
 sharding and process count. f is a bijection: a change of one element (any bit
-flip) always changes both words. Other damage, such as elements that change
-places, goes unseen with probability 2**-64. This finds accidents; it is no
-defence against somebody who builds a collision.
+flip) always changes both words. Other damage, such as exchanged elements, is
+missed with probability 2**-64. This detects accidents; it does not resist a
+constructed collision.
 
 Source: the 32-bit finaliser of MurmurHash3 (public domain). A plain weighted
-sum of bits, the usual choice, cannot see x and -x change places: that is why f
-is not linear. Cost: one pass over memory, about 20 integer operations per 32
-bits (5 GB per CPU-second); three words per leaf leave the device.
+sum of bits, the usual choice, does not detect that x and -x are exchanged;
+hence f is not linear. Cost: one pass over memory, about 20 integer operations
+per 32 bits (5 GB per CPU-second); three words per leaf leave the device.
 """
 
+from collections.abc import Mapping
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +100,9 @@ def _supported(name, x):
     raise errors.UserError(f'{name} is {kind}: no fingerprint of that type.')
 
 
-def measure(tree):
+def measure(
+  tree: Mapping[str, jax.Array | np.ndarray],
+) -> tuple[dict[str, str], list[str]]:
   """Fingerprints and the names of leaves that hold NaN or infinity.
 
   One compiled pass over all leaves. Every process must call it.
@@ -133,7 +137,7 @@ def measure(tree):
   return prints, bad
 
 
-def fingerprint(tree):
+def fingerprint(tree: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:
   """{name: array} -> {name: 16 hex digits}; equal bits, equal digits.
 
   See `measure` for what a leaf may be. The type and the shape are not part of
@@ -142,7 +146,7 @@ def fingerprint(tree):
   return measure(tree)[0]
 
 
-def nbytes(tree):
+def nbytes(tree: Mapping[str, Any]) -> int:
   """Bytes of all leaves of {name: array or ShapeDtypeStruct}, unsharded."""
   return sum(
     math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in tree.values()

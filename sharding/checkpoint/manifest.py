@@ -1,8 +1,8 @@
-"""The manifest: the JSON that says what a saved state is.
+"""The manifest: JSON that describes a saved state.
 
-Format and step of the checkpoint, and canonical path, shape, type, logical axes
-and fingerprint of every leaf; the whole sealed by a sha256. It is read as data,
-capped in size, and nothing of it is trusted before the seal is checked.
+It holds format and step of the checkpoint, and canonical path, shape, type,
+logical axes and fingerprint of every leaf, sealed by a sha256. It is read as
+data, capped in size, and not trusted before the seal is checked.
 """
 
 import functools
@@ -46,7 +46,7 @@ def check_paths(paths):
 
 
 def nest(tree):
-  """{'a/b': x} -> {'a': {'b': x}}; empty leaves, which Orbax refuses, go."""
+  """{'a/b': x} -> {'a': {'b': x}} without empty leaves, which Orbax refuses."""
   out = {}
   for path, x in tree.items():
     if 0 not in x.shape:
@@ -59,7 +59,7 @@ def nest(tree):
 
 
 def flatten(nested, like):
-  """Undoes nest: an array for every path of `like`, empty ones made anew."""
+  """Inverse of nest: an array for every path of `like`, empty ones created."""
   tree = {}
   for path, x in like.items():
     if 0 in x.shape:

@@ -1,11 +1,12 @@
-"""Arrays of a checkpoint, read by Orbax: a tree, or what is wrong in one line.
+"""Arrays of a checkpoint, read by Orbax: a tree, or the fault in one line.
 
-Orbax reads all leaves at once and gives up at the first that fails; what the
-others report afterwards is not news and is kept from the user's screen.
+Orbax reads all leaves at once and stops at the first that fails; later reports
+of the other reads carry no information and are filtered out.
 """
 
 import inspect
 import logging
+import pathlib
 import sys
 
 import orbax.checkpoint as ocp
@@ -40,8 +41,8 @@ def _without_abandoned(hook):
   return filtered
 
 
-def read(folder, wanted):
-  """Restored tree and None, or None and what is wrong with the files.
+def read(folder: pathlib.Path, wanted) -> tuple[dict, str | None]:
+  """(restored tree, None), or ({}, the fault of the files).
 
   Reads the item itself: a Checkpointer ends in a barrier, where the others
   would wait for a process that met a damaged file.
@@ -59,8 +60,8 @@ def read(folder, wanted):
     # With shapes already compared, lack of memory is not damage.
     if isinstance(e, MemoryError) or 'Out of memory' in str(e):
       raise
-    # Both filters stay: nothing tells when the last abandoned read has ended.
+    # Both filters stay: the end of the last abandoned read is not observable.
     logging.getLogger('asyncio').addFilter(_NO_ORBAX_TRACE)
-    return None, f'its files do not read: {first_line(e)}'
+    return {}, f'its files do not read: {first_line(e)}'
   sys.unraisablehook = hook
   return tree, None

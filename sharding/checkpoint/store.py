@@ -5,19 +5,21 @@
                                type, logical axes, fingerprint; `meta` (of the
                                caller: config, data cursor); its own SHA-256
 
-A leaf has a canonical path ('params/layers/attention/query') that knows no
-mesh, sharding or process. A step counts if its manifest reads and fits its
-hash; it is used if the fingerprint of every restored leaf, taken on the
-devices, is the stored one: Orbax and TensorStore do not sum array data, so a
-flipped bit on disk restores silently as a wrong number. Nothing is executed.
+A leaf has a canonical path ('params/layers/attention/query') that depends on no
+mesh, sharding or process. A step is committed if its manifest reads and matches
+its hash; it is used if the fingerprint of every restored leaf, computed on the
+devices, is the stored one: Orbax and TensorStore have no checksum of array
+data, so a flipped bit on disk restores silently as a wrong number. Reading a
+checkpoint executes no code.
 
 Cost: `save` blocks for one pass over the state on the devices (fingerprint,
-finiteness) and the copy to the host; the writing goes on behind it.
+finiteness) and the copy to the host; writing continues in the background.
 Source: Orbax (orbax.readthedocs.io), imported only here and in saved_arrays.py;
 not its Manager, which counts any folder with a number as a step and, after a
 full disk, none at all.
 """
 
+from collections.abc import Mapping
 import logging
 import pathlib
 import re
@@ -34,6 +36,7 @@ from paraxis.sharding.checkpoint import fingerprint
 from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import saved_arrays
 
+Tree = Mapping[str, jax.Array]  # canonical path -> leaf
 SPACE = 1.3  # free disk needed, in sizes of the state
 _STEP = re.compile(r'0|[1-9][0-9]{0,17}')
 _TMP = '.orbax-checkpoint-tmp'
@@ -88,7 +91,7 @@ class Store:
     self._first = jax.process_index() == 0
     self._say = say if self._first else lambda line: None
     self._bad = set()  # steps whose arrays did not verify
-    self._pending = None  # (step, bytes) handed to Orbax, not known to be there
+    self._pending = None  # (step, bytes) handed to Orbax, not yet committed
     self._orbax = _open()
     if not read_only:
       self._prepare()
@@ -131,7 +134,7 @@ class Store:
   def _folder(self, step):
     return self.directory / str(step)
 
-  def steps(self):
+  def steps(self) -> list[int]:
     """Committed steps, newest last: their manifests read. Arrays: not read."""
     good = []
     for step in self._candidates():
@@ -142,7 +145,7 @@ class Store:
       good.append(step)
     return good[::-1]
 
-  def read_manifest(self, step=None):
+  def read_manifest(self, step: int | None = None) -> dict:
     """The manifest of a step (default: newest committed), no array loaded.
 
     Raises:
@@ -169,7 +172,7 @@ class Store:
         f'{size}), the disk has {free}. Free some or use another directory.'
       )
 
-  def save(self, step, tree, axes, meta):
+  def save(self, step: int, tree: Tree, axes: Mapping, meta: dict) -> None:
     """Starts a checkpoint, after the one before; then `tree` may be donated.
 
     Args:
@@ -249,7 +252,7 @@ class Store:
       self._failed(e)
     self._prune()
     if self._pending:
-      self._failed(RuntimeError('the folder is not there after the save'))
+      self._failed(RuntimeError('the folder does not exist after the save'))
 
   def _failed(self, error):
     """Cleans up after a failed save and raises; older steps are untouched."""
@@ -306,7 +309,9 @@ class Store:
       raise manifest_lib.damaged(self._folder(step), problem)
     return tree
 
-  def restore(self, step, like, under=''):
+  def restore(
+    self, step: int, like: Mapping, under: str = ''
+  ) -> tuple[Tree, dict]:
     """(tree, meta) of one step, verified, on the shardings of `like`.
 
     Only leaves whose path starts with `under` are compared and read.
@@ -321,11 +326,13 @@ class Store:
     manifest_lib.compare(manifest['leaves'], like, self._folder(step), under)
     return self._load(step, manifest, like), manifest['meta']
 
-  def restore_latest_good(self, like, under=''):
+  def restore_latest_good(
+    self, like: Mapping, under: str = ''
+  ) -> tuple[int, Tree, dict] | None:
     """(step, tree, meta) of the newest step that verifies, or None.
 
-    None: the directory holds nothing that looks like a checkpoint. A damaged
-    step is said in one line and passed over. `under`: as in `restore`.
+    None: the directory holds no folder named like a step. A damaged step is
+    reported in one line and skipped. `under`: as in `restore`.
 
     Raises:
       UserError: the newest readable step has other leaves than `like`.
@@ -338,7 +345,6 @@ class Store:
       try:
         return step, *self.restore(step, like, under)
       except errors.IntegrityError as e:
-        self._bad.add(step)
         self._say(f'{e} Trying an older one.')
     if not candidates:
       return None

@@ -1,19 +1,20 @@
-"""Experts shared out over mesh axes: tokens travel to them and come back.
+"""Experts sharded over mesh axes: tokens are sent to them and come back.
 
     y_n = sum_k mix_nk f_e(x_n),  e = ids_nk
 
-The devices of a region (any tuple of mesh axes, whatever attention uses them
-for: MoE Parallel Folding, arXiv:2504.14960) hold E / r experts each; rank i of
+The devices of a region (any tuple of mesh axes, independently of attention: MoE
+Parallel Folding, arXiv:2504.14960) hold E / r experts each; rank i of
 the region holds experts i E / r and following. An exchange is one of
 
   local    one device holds all experts. Rows are sorted by expert.
   padded   all_to_all of C slots per (expert, source device). C = N, the tokens
-           of a device, always suffices; it costs E / K times the bytes of the
-           assignments, and as many products where those of empty blocks are not
-           skipped (pallas_kernels/matmul/grouped.py: all but TPU). With a
-           capacity C = ceil(N K / E factor): tokens are served in their order
-           on their own device, and what finds no slot is dropped and counted.
-           So which tokens are dropped depends on the layout.
+           of a device, always suffices; it sends E / K times the bytes of the
+           assignments, and does as many times the products where empty blocks
+           are not skipped (on TPU; pallas_kernels/matmul/grouped.py skips them
+           elsewhere). With a capacity C = ceil(N K / E factor): tokens are
+           served in their order on their own device, and assignments without a
+           slot are dropped and counted. So which tokens are dropped depends on
+           the layout.
   ragged   ragged_all_to_all of the assignments alone, sorted by expert (TPU and
            GPU; XLA on CPU has no such collective). Buffers hold the worst case,
            r N min(K, E / r) rows.
@@ -23,7 +24,26 @@ one axis after the other (DeepSpeed-MoE, arXiv:2201.05596, section 5.3; SE-MoE,
 arXiv:2205.10034): the same bits arrive in sum_a (r_a - 1) messages, each
 r / r_a times as large, not in r - 1. `hot` experts (Hecate, arXiv:2502.02581)
 are gathered by every device of the region: their tokens stay at home (a padded
-exchange keeps its slots; what they then spare is the work of the busiest).
+exchange keeps its slots; then only the work of the busiest device shrinks).
+
+An example, 4 experts on 2 ranks, top-1, one token a row:
+
+    rank 0: ids  2 0 2 1        rank 1: ids  3 2 0 3
+    `_rank`     (place of each among those of its expert; counts of experts)
+            0 0 1 0; 1 1 2 0            0 0 0 1; 1 0 1 2
+    `_places`   (slot of each token; token in each slot), sorted by expert
+            2 0 3 1; 1 3 0 2            2 1 0 3; 2 1 0 3
+    ragged: counts_RE = [[1 1 2 0], [1 0 1 2]]; rank 0 sends its slots 0, 1 to
+            itself and 2, 3 to rank 1, where runs are sorted by expert, then by
+            source:
+
+    at rank 0   expert 0: r0 r1   expert 1: r0
+    at rank 1   expert 2: r0 r0 r1   expert 3: r1 r1
+
+    `offsets` of rank 0 (block 1), a number for each expert; on the way back for
+    each (source rank, own expert)
+            there   start 0 1 2 4   count 1 1 2 0   target 0 2 0 3
+            back    start 0 2 1 3   count 1 1 1 0   target 0 1 0 1
 
 Functions of axis names, for a fully manual region with check_vma=False, or for
 one device (region ()). No activation is summed under differentiation.
@@ -33,10 +53,11 @@ model, F width, S slots, C slots of an expert for one source, R ranks of the
 region.
 """
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -50,19 +71,19 @@ _range = functools.partial(jnp.arange, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """What is static of a dispatch.
+class DispatchPlan:
+  """The static options of a dispatch.
 
-  experts: of the layer. region: mesh axes that share them out. gather: mesh
-  axes over which the width of the matrices is split (fsdp). factor: capacity
-  factor, 0: nothing is dropped. hierarchical: axis after axis. exchange:
-  'padded', 'ragged', or 'auto': ragged where the target has it and nothing is
-  dropped.
+  experts: number of the layer's experts. region: mesh axes that shard them.
+  gather: mesh axes that shard the width of the matrices (fsdp). factor:
+  capacity factor, 0: nothing is dropped. hierarchical: exchange axis by axis.
+  exchange: 'padded', 'ragged', or 'auto': ragged if the target has it and
+  nothing is dropped.
   """
 
   experts: int
-  region: tuple = ()
-  gather: tuple = ()
+  region: tuple[str, ...] = ()
+  gather: tuple[str, ...] = ()
   factor: float = 0.0
   hierarchical: bool = False
   exchange: str = 'auto'
@@ -75,12 +96,12 @@ class _Runs(NamedTuple):
   block: int
 
 
-def size(region):
+def size(region: tuple[str, ...]) -> int:
   """Devices of a region."""
   return math.prod(map(lax.axis_size, region))
 
 
-def slots(plan, tokens, choices):
+def slots(plan: DispatchPlan, tokens: int, choices: int) -> int:
   """Capacity of an expert for one device's tokens; 0: unlimited."""
   return math.ceil(tokens * choices / plan.experts * plan.factor)
 
@@ -92,7 +113,16 @@ def _resolve(plan):
   return 'padded' if on_cpu or plan.factor or plan.hierarchical else 'ragged'
 
 
-def dispatch(run, weights, x_ND, ids_NK, mix_NK, valid_N, plan, hot=None):
+def dispatch(
+  run: Callable,
+  weights: Sequence[Any],
+  x_ND: jax.Array,
+  ids_NK: jax.Array,
+  mix_NK: jax.Array,
+  valid_N: jax.Array,
+  plan: DispatchPlan,
+  hot: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Sum over each token's experts of mix times the expert's output.
 
   Args:
@@ -139,7 +169,10 @@ def dispatch(run, weights, x_ND, ids_NK, mix_NK, valid_N, plan, hot=None):
 
 
 def _rank(ids_NK, keep_NK, experts):
-  """(place of each assignment among the kept ones of its expert; counts_E)."""
+  """(place of each assignment among the kept ones of its expert; counts_E).
+
+  The module's docstring has an example.
+  """
   flat = jnp.where(keep_NK, ids_NK, experts).reshape(-1)
   order = jnp.argsort(flat, stable=True)
   counts = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)
@@ -149,7 +182,10 @@ def _rank(ids_NK, keep_NK, experts):
 
 
 def _places(first_E, position_NK, ids_NK, keep_NK, total):
-  """(slot of each assignment, `total`: none; what is in each slot, A: none)."""
+  """(slot of each assignment, `total`: none; assignment in each slot, A: none).
+
+  The module's docstring has an example.
+  """
   slot_NK = jnp.where(keep_NK, first_E[ids_NK] + position_NK, total)
   empty = jnp.full(total, ids_NK.size, jnp.int32)
   source_S = empty.at[slot_NK.reshape(-1)].set(_range(ids_NK.size), mode='drop')
@@ -267,7 +303,8 @@ def offsets(counts_RE, me, block=1):
   """(`Offsets` to the experts, and back) of rank `me`; lengths of its runs.
 
   At home rows are sorted by expert; at the experts they are sorted by expert,
-  whose run starts at a multiple of `block`, and then by source.
+  whose run starts at a multiple of `block`, and then by source. The module's
+  docstring has an example.
 
   Args:
     counts_RE: rows that each rank sends to each expert.
@@ -331,11 +368,11 @@ def _ragged(run, weights, x_ND, ids_NK, mix_NK, keep_NK, plan):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def materialise(w_EDF, hot, region):
-  """w[hot] of experts shared out over `region`, on each of its devices.
+  """w[hot] of experts sharded over `region`, on each of its devices.
 
-  A sparse all-gather: owners add their rows, the others zeros, which has an
-  all-reduce's volume, 2 h |w| (r - 1) / r, against E |w| (r - 1) / r for all
-  experts. Its transpose returns gradients to the owners at the same cost.
+  A sparse all-gather: owners contribute their rows, other devices zeros, with
+  the volume of an all-reduce, 2 h |w| (r - 1) / r, against E |w| (r - 1) / r
+  for all experts. Its transpose returns gradients to the owners at that cost.
 
   Args:
     w_EDF: this device's experts. hot: int (h,), the same on all devices.
@@ -345,7 +382,7 @@ def materialise(w_EDF, hot, region):
 
 
 def _owned(w_EDF, hot, region):
-  """Local index of each hot expert; past the end: another device has it."""
+  """Local index of each hot expert; past the end: another device holds it."""
   local = hot - lax.axis_index(region) * len(w_EDF) if region else hot
   mine = (local >= 0) & (local < len(w_EDF))
   return jnp.where(mine, local, len(w_EDF))

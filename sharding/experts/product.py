@@ -14,7 +14,7 @@ def multiplier(gather, runs):
   """multiply(x_SD, w_EDF, dim) -> y_SF: every row with its expert's matrix.
 
   Args:
-    gather: mesh axes that split `dim` of w, an array or narrow.Narrow.
+    gather: mesh axes that shard `dim` of w, an array or narrow.Narrow.
     runs: how rows are grouped: rows of each expert, and of a block.
   """
   how = lambda w, dim: _Product(gather, dim, runs.block, narrow.own_dtype(w))

@@ -1,4 +1,4 @@
-"""What a program sends, keeps and computes, counted without running it.
+"""Bytes sent, memory and work of a program, counted without running it.
 
 traced.py reads a jaxpr (predict.py, liveness.py and flops.py count in it),
 compiled.py a compiled program (hlo.py and traffic.py count in it); aot.py

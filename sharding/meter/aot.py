@@ -1,10 +1,10 @@
-"""Compilation for accelerators that are not there.
+"""Ahead-of-time compilation for a TPU or GPU topology you do not have.
 
 libtpu and XLA's CUDA compiler work without a device: a topology gives devices
 to make a mesh of, shapes with shardings on that mesh are traced and compiled,
-and the program tells its memory, its collectives and its work. Everything that
-asks which device it runs on must see the topology's: use `Topology.context`
-around tracing. Nothing is run, so no time can be measured.
+and the program gives its memory, collectives and work. Code that asks for the
+current device must see the topology's: use `Topology.context` around tracing.
+Nothing is run, so no time can be measured.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import re
 from typing import Any, NamedTuple
 
 import jax
+from jax import core
 from jax.experimental import topologies
 
 from paraxis.configs.base import errors
@@ -30,7 +31,7 @@ COMPILERS = {
     "the CUDA wheels of jax are not installed: pip install 'jax[cuda13]'",
   ),
 }
-# Before libtpu is loaded: no lock on the machine's TPU, no questions to it.
+# Set before libtpu is loaded: it neither locks nor queries the host's TPU.
 _ENVIRONMENT = dict(
   ALLOW_MULTIPLE_LIBTPU_LOAD='1',
   TPU_SKIP_MDS_QUERY='1',
@@ -44,7 +45,7 @@ class Topology:
   """Devices to compile for.
 
   Attributes:
-    name: as asked for. kind, chip: of target.CHIPS. slices: of the mesh.
+    name: as given. kind, chip: of target.CHIPS. slices: of the mesh.
     devices: jax devices; they compile and never run.
     cores: devices that share one chip (2 on v4 and tpu7x).
   """
@@ -66,23 +67,23 @@ class Topology:
     return jax.default_device(self.devices[0])
 
 
-def missing(platform):
-  """One line that says what to install to compile for it, or None."""
+def missing(platform: str) -> str | None:
+  """What to install to compile for a platform, in one line, or None."""
   modules, line = COMPILERS[platform]
   return None if any(map(importlib.util.find_spec, modules)) else line
 
 
-def topology(name, num_slices=1):
+def topology(name: str, num_slices: int = 1) -> Topology:
   """`Topology` of a name such as 'v5p:8x8x8' or 'h200:256' (target.py).
 
   Raises:
-    UserError: no such topology, or what compiles for it is not installed.
+    UserError: no such topology, or its compiler is not installed.
   """
   kind, chip, sizes = target.parse(name, num_slices)
   lacking = missing(chip.platform)
   if lacking:
     raise errors.UserError(f'--topology={name}: {lacking}')
-  options = {}
+  options: dict[str, Any] = {}
   if chip.platform == 'cuda':
     options = dict(
       target_config=target.cuda_text(kind), topology='x'.join(map(str, sizes))
@@ -130,8 +131,9 @@ def compile_for(topology, name, traced):
 
 @contextlib.contextmanager
 def _no_cache():
-  """A program for devices that are not here cannot be read from the cache."""
-  before = jax.config.jax_enable_compilation_cache
+  """No compile cache: it cannot load a program for devices of a topology."""
+  config: Any = jax.config  # type checkers do not know its options
+  before = config.jax_enable_compilation_cache
   jax.config.update('jax_enable_compilation_cache', False)
   try:
     yield
@@ -152,7 +154,7 @@ _STACK = re.compile(
 
 
 def out_of_memory(text, jaxpr):
-  """The compiler's report on what did not fit, as one line.
+  """The compiler's report on an allocation that did not fit, as one line.
 
   On-chip memory: the array, or the kernel and its result, and both sizes. HBM:
   what the program needs and what there is; the compiler names no array, so the
@@ -192,7 +194,7 @@ def largest(jaxpr):
 
 
 def _shard_bytes(aval):
-  if not isinstance(aval, jax.core.ShapedArray):
+  if not isinstance(aval, core.ShapedArray):
     return 0
   sizes = dict(aval.sharding.mesh.shape)
   shards = flops.mesh_axes(aval.sharding.spec.partitions)
@@ -221,12 +223,12 @@ class Memory(NamedTuple):
   peak: int
 
 
-def memory(compiled):
+def memory(compiled: jax.stages.Compiled) -> Memory:
   """`Memory` of a jax.stages.Compiled.
 
   Where the compiler reports no peak (CUDA), all temporaries count at once.
   """
-  m = compiled.memory_analysis()
+  m: Any = compiled.memory_analysis()
   parts = (
     m.argument_size_in_bytes,
     m.output_size_in_bytes,

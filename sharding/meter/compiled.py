@@ -1,4 +1,4 @@
-"""A compiled program read from its text: what runs, and how often.
+"""A compiled program read from its text: instructions and their executions.
 
 `compiled.as_text()` is the optimised HLO of one device. Work done in a loop is
 printed once, so every instruction gets a number of executions: the product of
@@ -8,8 +8,8 @@ solved from the loop's condition:
 
     trips = ceil((limit - start) / step)    while index < limit, index += step
 
-start from the loop's initial tuple, step from its body. What cannot be solved
-is an error, never a guess. Of a conditional one branch runs: the larger counts.
+start from the loop's initial tuple, step from its body. A trip count without a
+solution is an error, never a guess. Of a conditional the larger branch counts.
 Cost: one pass over the text, about 0.2 s per MB.
 """
 
@@ -35,14 +35,14 @@ _BRANCHES = re.compile(
   r'(?:branch_computations|true_computation|false_computation)='
   r'(\{[^}]*\}|%[\w.\-]+)'
 )
-# What passes a value on unchanged, as far as an integer is concerned.
+# Opcodes that pass an integer on unchanged.
 _SAME = frozenset(
   'copy bitcast convert reshape copy-start copy-done '
   'optimization-barrier'.split()
 )
 # Comparisons that bound a loop, and the same with the sides exchanged.
 _FLIPPED = dict(LT='GT', GT='LT', LE='GE', GE='LE', NE='NE')
-# What runs a computation as it stands; all others fuse it or apply it.
+# Opcodes that run a computation as it is; all others fuse it or apply it.
 _INLINE = ('call', 'async-start', 'conditional')
 _MAX_LINKS = 1000  # of a chain of definitions; more is a cycle
 
@@ -60,7 +60,7 @@ class Array:
     """Of one element."""
     if self.dtype in ('token', 'opaque'):
       return 0
-    return 8 if self.dtype == 'pred' else int(re.search(r'\d+', self.dtype)[0])
+    return 8 if self.dtype == 'pred' else int(re.findall(r'\d+', self.dtype)[0])
 
   @property
   def bytes(self):
@@ -125,15 +125,15 @@ def _names(pattern, text):
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-  """An instruction and how often it runs. fused: inside a fusion."""
+class Execution:
+  """An instruction and its number of executions. fused: inside a fusion."""
 
   instruction: Instruction
   times: int
   fused: bool
 
 
-class Program:
+class CompiledProgram:
   """Computations of a compiled text.
 
   Attributes:
@@ -144,7 +144,7 @@ class Program:
   """
 
   def __init__(self, text):
-    """Reads `compiled.as_text()`; ValueError if it is nothing of the kind."""
+    """Reads `compiled.as_text()`; ValueError if it is another text."""
     self.computations, self.roots, self.entry = {}, {}, None
     head = text.partition('\n')[0]
     found = re.search(r'num_partitions=(\d+)', head)
@@ -174,13 +174,12 @@ class Program:
     return [a for name in i.operands for a in home[name].results]
 
   def runs(self, weigh):
-    """[Run] of everything that runs, loops multiplied out.
+    """[Execution] of everything that runs, loops multiplied out.
 
     Args:
-      weigh: [Run] -> number; the branch of a conditional that counts is the
-        one that weighs most, and a loop without a known trip count is an error
-        only if its body weighs anything.
-    """
+      weigh: [Execution] -> number; the branch of a conditional that counts is
+        the one that weighs most, and a loop without a known trip count is an
+        error only if its body weighs anything."""
     return self._runs(self.entry, 1, False, weigh)
 
   def _runs(self, name, times, fused, weigh):
@@ -189,7 +188,7 @@ class Program:
       if i.opcode == 'while':
         out += self._loop(i, times, weigh)
         continue
-      out.append(Run(i, times, fused))
+      out.append(Execution(i, times, fused))
       if i.branches:
         taken = turns.times(times, turns.share(i.where))
         sides = [self._runs(b, taken, fused, weigh) for b in i.branches]
@@ -230,7 +229,7 @@ class Program:
     end = _integer(limit)
     if end is None and self._step(loop, limit.slot) == 0:  # carried along
       end = self._start(loop, limit.slot)
-    if None in (start, end, step):
+    if start is None or end is None or step is None:
       return None
     if direction in ('GT', 'GE'):
       start, end, step = -start, -end, -step
@@ -296,7 +295,7 @@ class Program:
 
 
 class _Value(NamedTuple):
-  """What makes a value. slot: of a loop's state, if it is one."""
+  """The instruction that makes a value. slot: its slot of a loop's state."""
 
   instruction: Instruction
   scope: dict

@@ -30,7 +30,7 @@ from paraxis.sharding import turns
 
 
 class Flops(NamedTuple):
-  """Floating-point operations: useful over all devices, executed by one."""
+  """Floating-point operations: of all devices together, and of one device."""
 
   total: float
   per_device: float
@@ -45,12 +45,12 @@ class Flops(NamedTuple):
 _NONE = Flops(0, 0)
 
 
-def count(function, *args, **kwargs):
+def count(function, *args, **kwargs) -> Flops:
   """`Flops` of function(*args, **kwargs); args may be ShapeDtypeStructs."""
   return of_jaxpr(jax.make_jaxpr(function)(*args, **kwargs))
 
 
-def of_jaxpr(jaxpr):
+def of_jaxpr(jaxpr) -> Flops:
   """`Flops` of a ClosedJaxpr or Jaxpr, such as `jax.jit(f).trace(x).jaxpr`.
 
   Raises:
@@ -92,7 +92,7 @@ def _equation(e):
       )
     return _NONE
   if name == 'shard_map':
-    # Each device along the axes that turn manual here runs the body.
+    # Each device along the axes that become manual here runs the body.
     local = of_jaxpr(params['jaxpr'])
     sizes = dict(params['mesh'].shape)
     times = math.prod(sizes[a] for a in params['newly_manual_axes'])

@@ -72,7 +72,7 @@ class Collective:
     return self.bytes * self.count
 
 
-def collectives(text, mesh):
+def collectives(text: str, mesh) -> list[Collective]:
   """[Collective] of a compiled program, in the order of its schedule.
 
   Args:
@@ -84,7 +84,7 @@ def collectives(text, mesh):
     ValueError: the program is for another number of devices, or a collective
       stands in a loop whose trip count depends on data.
   """
-  program = compiled.Program(text)
+  program = compiled.CompiledProgram(text)
   places = replica_groups.Places(mesh)
   if program.partitions != places.partitions:
     raise ValueError(
@@ -116,7 +116,7 @@ def _read(program, runs, places):
 
 
 def _collective(program, run, places):
-  """`Collective` of a compiled.Run, or None if it is none."""
+  """`Collective` of a compiled.Execution, or None if it is none."""
   i = run.instruction
   kind = i.opcode.removesuffix('-start')
   operands = program.operand_arrays(i)
@@ -180,12 +180,12 @@ def _sliced(program, reduce):
   return bool(slices) and kept * n == sum(a.bytes for a in reduce.results)
 
 
-def by_axis(found):
+def by_axis(found: list[Collective]) -> dict[str, int]:
   """{'fsdp': bytes, 'data,fsdp': bytes}: received per device and run."""
   return _sum(found, lambda c: ','.join(c.axes))
 
 
-def by_kind(found):
+def by_kind(found: list[Collective]) -> dict[str, int]:
   """{kind: bytes} received per device and run."""
   return _sum(found, lambda c: c.kind)
 
@@ -207,7 +207,7 @@ def rows(found):
   return [(kind, ','.join(axes), *both) for (kind, axes), both in order]
 
 
-def table(found):
+def table(found: list[Collective]) -> str:
   """`rows` as text, with the sum of the bytes below."""
   lines = [
     f'{"collective":20} {"mesh axes":24} {"times":>7} {"MB received":>12}'
@@ -227,7 +227,7 @@ def overlapped(text):
     every asynchronous collective that has a start and an end.
   """
   out = []
-  for home in compiled.Program(text).computations.values():
+  for home in compiled.CompiledProgram(text).computations.values():
     listed = list(home.values())
     for at, i in enumerate(listed):
       kind = i.opcode.removesuffix('-start')

@@ -1,4 +1,4 @@
-"""What a traced step keeps in memory: an estimate, read without devices.
+"""Memory of a traced step: an estimate, made without devices.
 
     kept   arrays that the forward pass makes and the backward pass reads
     peak   most bytes of all arrays that are alive at once
@@ -33,10 +33,10 @@ _LOOPS, _ONCE = ('scan', 'while'), ('cond', 'shard_map')
 _IN_PLACE = ('dynamic_update_slice', 'scatter-add', 'scatter_add', 'scatter')
 
 
-class Kept(NamedTuple):
+class Residual(NamedTuple):
   """An array saved for the backward pass; bytes of one device's share.
 
-  what: 'f32[80,1024@data,64]'. where: the line that made it. host: offloaded.
+  what: type, as 'f32[80,1024@data,64]'. where: source line. host: offloaded.
   """
 
   what: str
@@ -45,8 +45,8 @@ class Kept(NamedTuple):
   host: bool
 
 
-class Memory(NamedTuple):
-  """kept: [Kept], most bytes first.
+class MemoryEstimate(NamedTuple):
+  """kept: [Residual], most bytes first.
 
   peak: bytes on one device at the worst moment, results and what is kept
   included, arguments not.
@@ -66,10 +66,10 @@ class Memory(NamedTuple):
     return sum(k.bytes for k in self.kept if k.host)
 
 
-def estimate(body):
-  """`Memory` of a traced step (traced.Body)."""
+def estimate(body: traced.Body) -> MemoryEstimate:
+  """`MemoryEstimate` of a traced step (traced.Body)."""
   kept = sorted(_saved(body), key=lambda k: -k.bytes)
-  return Memory(kept, _Liveness(body).peak())
+  return MemoryEstimate(kept, _Liveness(body).peak())
 
 
 def _bytes(value):
@@ -78,7 +78,7 @@ def _bytes(value):
 
 
 def _saved(body):
-  """[Kept] of the body in which the forward pass turns back."""
+  """[Residual] of the body in which the backward pass begins."""
   phases = [op.phase != traced.FORWARD for op in body.ops]
   if True not in phases or phases.index(True) == 0:
     inner = [_saved(b) for op in body.ops for b in op.bodies]
@@ -86,7 +86,7 @@ def _saved(body):
   live, turn = _Liveness(body), phases.index(True)
   made = {v: i for i, op in enumerate(body.ops) for v in op.outs}
   return [
-    Kept(str(v), live.maker[v].where, v.bytes, v.host)
+    Residual(str(v), live.maker[v].where, v.bytes, v.host)
     for v, last in live.last.items()
     if live.made(v) and made[v] < turn <= last
   ]
@@ -122,7 +122,7 @@ class _Liveness:
         self.buffers.update(op.outs)
 
   def _write(self, values):
-    """What is fused has to be written if something else reads it."""
+    """A fused value has to be written if another operation reads it."""
     for root in map(self.root, values):
       if root in self.maker and not self._constant(root):
         self.buffers.add(root)

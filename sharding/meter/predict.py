@@ -1,8 +1,8 @@
-"""What a layout sends, read from types: a prediction, made without devices.
+"""Messages of a layout, read from types: a prediction, made without devices.
 
-Every array of a traced program has its layout (sharding/meter/traced.py), so
-each operation says what it must receive. Explicit collectives and reshards are
-taken as written; for the rest this is what XLA's partitioner does:
+Every array of a traced program has its layout (traced.py), which determines
+what each operation receives. Explicit collectives and reshards are counted as
+written; for other operations this is what XLA's partitioner does:
   product, contracted dimension sharded     sum over its axes, scattered where
                                             the result carries the axis
   product, an operand sharded otherwise     that operand is gathered
@@ -21,11 +21,13 @@ matmul). On CPU it never scatters a sum and adds over one dimension's axes at a
 time.
 """
 
+from collections.abc import Mapping
 import math
 from typing import NamedTuple
 
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import turns
+from paraxis.sharding.meter import traced
 
 _REDUCTIONS = (
   'reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and',
@@ -44,7 +46,7 @@ _MANUAL = {
   'ragged_all_to_all': ('all-to-all', 'axis_name'),
   'ppermute': ('collective-permute', 'axis_name'),
 }
-# These take from the neighbours if they work along a sharded dimension.
+# These receive from neighbours if they work along a sharded dimension.
 _ALONG = (
   'slice', 'dynamic_slice', 'dynamic_update_slice', 'split', 'pad', 'rev',
   'concatenate', 'sort', 'top_k', 'cumsum', 'cumprod', 'cummax', 'cummin',
@@ -54,7 +56,7 @@ _ROWS = ('gather', 'scatter-add', 'scatter_add')
 SLICE = 'slice'  # a reshard that keeps a part: nothing is sent
 
 
-class Collective(NamedTuple):
+class Message(NamedTuple):
   """One kind of message. bytes: received by a device, each time.
 
   kind: as in HLO ('all-gather', ...), or 'slice' with 0 bytes. axes: of the
@@ -86,8 +88,10 @@ def received(kind, whole, n):
   return 2 * part if kind == 'all-reduce' else part
 
 
-def collectives(body, sizes):
-  """All messages of a program -> ([Collective], [what could not be predicted]).
+def collectives(
+  body: traced.Body, sizes: Mapping[str, int]
+) -> tuple[list[Message], list[str]]:
+  """All messages of a program -> ([Message], [lines that are not predicted]).
 
   Args:
     body: traced.Body.
@@ -113,7 +117,7 @@ def _places(value):
 
 
 class _Walk:
-  """Visits every operation; `found` and `unknown` are what it saw."""
+  """Visits every operation; `found`: messages, `unknown`: not predicted."""
 
   def __init__(self, sizes):
     self.sizes, self.found, self.unknown = sizes, [], []
@@ -173,7 +177,7 @@ class _Walk:
     size = received(kind, whole, n) if kind != SLICE else 0
     manual = op.name in _MANUAL
     self.found.append(
-      Collective(kind, axes, size, times, op.where, op.phase, what, manual)
+      Message(kind, axes, size, times, op.where, op.phase, what, manual)
     )
 
   def _size(self, axes):
@@ -204,7 +208,7 @@ class _Walk:
       self._emit(op, SLICE, cut, held, times, what)
 
   def _product(self, op, times):
-    """A product that no type says how to compute: see the module's table."""
+    """A product whose collectives the types leave open: the module's table."""
     x, w, y = *op.ins, op.outs[0]
     (cx, cw), (bx, bw) = op.params['dimension_numbers']
     to_x, to_w = {}, {}  # dimension of an operand -> of y
@@ -292,13 +296,13 @@ class _Walk:
       self._emit(op, kind, axes, whole, times, f'{x} -> {y}', n)
 
   def _island(self, op):
-    """Inside auto_axes only what keeps its layout is understood."""
+    """Inside auto_axes only operations that keep their layout are predicted."""
     held = {a for v in op.ins for axes in v.layout for a in axes}
     if held - {a for v in op.outs for axes in v.layout for a in axes}:
       self.unknown.append(f'{op.where}: the compiler lays out this island')
 
   def _along(self, op):
-    """Says which operation on a sharded dimension is not understood."""
+    """Reports an operation along a sharded dimension as not predicted."""
     y = op.outs[0]
     whole = op.name in ('sort', 'top_k', 'rev') or op.name.startswith('cum')
     for x in op.ins:

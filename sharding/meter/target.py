@@ -1,4 +1,4 @@
-"""Accelerators by name: what a chip can do, and which slices there are.
+"""Accelerators by name: peak figures of a chip, and sizes of slices.
 
     v5p:8x8x8        512 TPU v5p chips in one slice
     h200:256         256 H200 GPUs, eight to a host
@@ -65,7 +65,7 @@ EXAMPLES = (
 )
 
 
-def parse(name, num_slices=1):
+def parse(name: str, num_slices: int = 1) -> tuple[str, Chip, tuple[int, ...]]:
   """'v5p:8x8x8' -> (kind, Chip, sizes): sizes of the torus of one slice.
 
   Of a GPU: (slices, hosts, GPUs of a host).
@@ -120,8 +120,8 @@ def _gpus(name, sizes):
   )
 
 
-# What the compiler must know of a GPU that is not there; facts that a driver
-# would report (Hopper: 132 processors with 64 Ki registers and 228 KiB each).
+# Properties of a GPU that ahead-of-time compilation needs and a driver would
+# report (Hopper: 132 processors with 64 Ki registers and 228 KiB each).
 _HOPPER = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32

@@ -1,8 +1,8 @@
 """A traced program as one device sees it: operations on local arrays.
 
-jax traces to a jaxpr of nested calls in which every array has its layout in its
-type. Here the calls are unfolded and only loops, branches and manual regions
-stay nested; every array becomes a `Value` with the mesh axes of each dimension
+A jaxpr has nested calls, and every array has its layout in its type. Here the
+calls are inlined and only loops, branches and manual regions stay nested; every
+array becomes a `Value` with the mesh axes of each dimension
 and the bytes that one device holds. Nothing is run and no device is needed, so
 that a layout can be checked (sharding/meter/predict.py counts what it sends,
 sharding/meter/liveness.py what it keeps).
@@ -12,7 +12,9 @@ in a manual region shapes are local already; inside jax.sharding.auto_axes the
 compiler chooses, and here a layout is carried through operations that keep it.
 """
 
+from collections.abc import Mapping
 import copy
+import fractions
 import math
 import os
 import pathlib
@@ -27,10 +29,10 @@ from jax.sharding import AxisType
 from paraxis.sharding import turns
 
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
-# Not ours: above our folder, or in an environment that lies inside it.
+# Not ours: outside our folder, or in an environment inside it.
 _FOREIGN = re.compile(r'\.\.|.*\bsite-packages\b')
-_TENSOR = ('tensor/lookup', 'tensor/project', 'tensor/tape', 'tensor/rings')
-# Frames of these say how an operation was annotated, not whose it is.
+_TENSOR = [f'tensor/{n}' for n in 'lookup project rings tape worlds'.split()]
+# Frames of these files annotate an operation; its owner is further up.
 _PASSED = tuple(f'sharding/{name}.py' for name in ('annotate', *_TENSOR))
 _CALLS = (
   'jit', 'pjit', 'closed_call', 'core_call', 'remat', 'remat2', 'checkpoint',
@@ -95,7 +97,7 @@ class Op(NamedTuple):
   backward.
   bodies: `Body` of each branch of a cond, or the one of a loop or region.
   times: how often a body runs, below 1 for a branch that is not always taken,
-    or None where only the run can say.
+    or None if that depends on data.
   """
 
   name: str
@@ -105,7 +107,7 @@ class Op(NamedTuple):
   where: str
   phase: str
   bodies: tuple = ()
-  times: int | None = 1
+  times: int | fractions.Fraction | None = 1
 
 
 class Body(NamedTuple):
@@ -120,7 +122,7 @@ def _axes(part):
   return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
-def _spec(aval):
+def _spec(aval) -> tuple[Any, tuple]:
   sharding = getattr(aval, 'sharding', None)
   if sharding is None or sharding.mesh.empty:
     return None, ()
@@ -346,7 +348,7 @@ def gathered(table, ids, numbers):
   return tuple(out)
 
 
-def read(closed, sizes):
+def read(closed: core.ClosedJaxpr, sizes: Mapping[str, int]) -> Body:
   """The program of a jaxpr on a mesh.
 
   Args:
@@ -363,7 +365,7 @@ def read(closed, sizes):
   return Body(ins, outs, _used(ops, outs))
 
 
-def trace(function, sizes, *shapes):
+def trace(function, sizes: Mapping[str, int], *shapes) -> tuple[Body, Any]:
   """Traces function(*shapes) under the mesh in force, and reads it.
 
   Args:

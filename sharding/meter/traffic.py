@@ -1,11 +1,11 @@
 """Bytes that a compiled program moves between a chip and its memory.
 
-What is counted: every instruction of the schedule reads its operands and writes
-its results once, times its executions (compiled.py). A fusion is one such
-instruction: what happens inside stays on the chip. Of an array that is only
-sliced, looked up or updated in place, the part that is touched counts. Arrays
-that the compiler keeps on the chip (memory spaces other than 0) are free, and
-so is everything that moves no data.
+Every instruction of the schedule counts its operands and results once, times
+its executions (compiled.py). A fusion is one such instruction: its inner values
+stay on the chip. Of an array that is only sliced, looked up or updated in
+place, the accessed part counts. Arrays that the compiler keeps on the chip
+(memory spaces other than 0) are free, and so are instructions that move no
+data.
 
 It is a lower bound: kernels that the compiler cannot see into count their
 operands and results once, and the padding of layouts is left out. Used with a
@@ -24,7 +24,7 @@ _VIEWS = ('bitcast', 'copy')
 _PARTIAL = ('dynamic-slice', 'gather', 'slice')  # read what they give
 
 
-def hbm_bytes(text):
+def hbm_bytes(text: str) -> int:
   """Bytes read and written per device in one run of a compiled program.
 
   Args:
@@ -33,7 +33,7 @@ def hbm_bytes(text):
   Raises:
     ValueError: a loop has a trip count that depends on data.
   """
-  program = compiled.Program(text)
+  program = compiled.CompiledProgram(text)
   weigh = lambda runs: sum(
     moved(program, run.instruction) * run.times for run in runs if not run.fused
   )

@@ -37,13 +37,14 @@ class Calls(NamedTuple):
     only the first stage has a cotangent that is not zero.
   loss(ends, y_BTD, i) -> () of this shard's tokens, the same on all stages;
     y is zero but on the last stage.
-  see(i) -> what layers need of a microbatch besides x, such as angles of its
-    positions: a pytree, made once for a phase, outside of its branch.
-  forward(values, x, seen, on) -> (y_BTD, kept): a chunk of layers. kept: a
-    pytree that `backward` reads, () to recompute it.
-  backward(values, x, kept, g_BTD, seen, on) -> (gx_BTD, gradients, tapes): the
-    gradients of `values`, or of some of them; tapes: a pytree from which
-    `weights` makes the others, () if there are none.
+  context_of(i) -> what layers need of a microbatch besides x, such as angles of
+    its positions: a pytree, made once for a phase, outside of its branch.
+  forward(values, x, layer_context, layer_mask) -> (y_BTD, kept): a chunk of
+    layers; layer_mask: (layers,) bool, which rows hold one, or None: all.
+    kept: a pytree that `backward` reads, () to recompute it.
+  backward(values, x, kept, g_BTD, layer_context, layer_mask) -> (gx_BTD,
+    gradients, tapes): the gradients of `values`, or of some of them; tapes: a
+    pytree from which `weights` makes the others, () if there are none.
   weights(tapes) -> gradients.
   gather(rows) -> values: {path: rows of a chunk} whole, once for a phase.
   scatter(gradients) -> the same in the layout in which sums are kept.
@@ -51,7 +52,7 @@ class Calls(NamedTuple):
 
   embed: Any
   loss: Any
-  see: Any
+  context_of: Any
   forward: Any
   backward: Any
   weights: Any
@@ -59,7 +60,7 @@ class Calls(NamedTuple):
   scatter: Any
 
 
-def gradients(schedule, calls, ends, stack, on=None):
+def gradients(schedule, calls, ends, stack, mask=None):
   """Loss and gradients of all microbatches of a schedule, of this shard.
 
   Args:
@@ -68,33 +69,33 @@ def gradients(schedule, calls, ends, stack, on=None):
     ends: parameters of embedding, last norm and head, whole, the vocabulary
       spread over all stages.
     stack: {path: (chunks x layers that have it, ...)}, layers of this stage.
-    on: (stages, chunks, layers) bool: which rows hold a layer; None: all.
+    mask: (stages, chunks, layers) bool: which rows hold a layer; None: all.
 
   Returns:
     (loss, gradients of ends, gradients of the stack): sums over microbatches of
     this shard's terms, in at least float32; the caller adds them up over the
     mesh axes that a parameter's layout lacks.
   """
-  run = pipeline_ticks.Executor(schedule, calls, ends, stack, on)
+  run = pipeline_ticks.Executor(schedule, calls, ends, stack, mask)
   carry = run.scan(run.tick, run.start())
   return carry.loss, carry.ends, carry.stack
 
 
-def forward(schedule, calls, ends, stack, on=None):
-  """Forward phases alone: the loss, and sums of what they keep.
+def total(schedule, calls, ends, stack, mask=None):
+  """The loss of `gradients`: forward phases alone, which keep nothing."""
+  args = schedule, calls, ends, stack, mask
+  run = pipeline_ticks.Executor(*args, forward=True)
+  return run.scan(run.forward_tick, run.start_forward(counted=False)).loss
 
-  Args: as `gradients`. What calls.forward keeps is added up if it is a dict,
-  {path: (layers of a chunk, ...)}, and dropped otherwise.
+
+def counts(schedule, calls, ends, stack, mask=None):
+  """Sums over microbatches of what forward phases keep.
+
+  Args: as `gradients`; calls.forward keeps {path: (layers of a chunk, ...)}.
 
   Returns:
-    (loss, {path: (chunks x layers, ...)}), of this shard.
+    {path: (chunks x layers, ...)}, of this shard.
   """
-  args = schedule, calls, ends, stack, on
+  args = schedule, calls, ends, stack, mask
   run = pipeline_ticks.Executor(*args, forward=True)
-  _, _, loss, sums = run.scan(run.forward_tick, run.start_forward())
-  return loss, sums
-
-
-def total(schedule, calls, ends, stack, on=None):
-  """The loss alone, of this shard."""
-  return forward(schedule, calls, ends, stack, on)[0]
+  return run.scan(run.forward_tick, run.start_forward(counted=True)).counts

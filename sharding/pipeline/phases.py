@@ -40,12 +40,14 @@ class Phase:
 class Phases:
   """Those of a model on the parameters of this device; traced when asked for.
 
+  A phase that reads what another gives is traced after it, with its shapes.
+
   Attributes:
-    embed(i) -> x. forward(chunk, x, seen) -> (y, kept).
+    embed(i) -> x. forward(chunk, x, layer_context) -> (y, kept).
     loss(y, i) -> (loss, gradients of the ends, cotangent of y).
     only_loss(y, i) -> loss.
-    backward(chunk, x, kept, g, seen) -> (gx, gradients as they are kept,
-      tapes).
+    backward(chunk, x, kept, g, layer_context) -> (gx, gradients as they are
+      kept, tapes).
     weights(tapes) -> gradients as they are kept.
     embed_back(g, i) -> gradients of the ends.
   """
@@ -62,16 +64,16 @@ class Phases:
     return Phase(lambda i: self._calls.embed(self._ends, i), INDEX)
 
   @functools.cached_property
-  def _seen(self):
-    return jax.eval_shape(self._calls.see, INDEX)
+  def _context(self):
+    return jax.eval_shape(self._calls.context_of, INDEX)
 
   @functools.cached_property
   def forward(self):
-    def run(chunk, x, seen):
-      values, on = self._values(chunk)
-      return self._calls.forward(values, x, seen, on)
+    def run(chunk, x, context):
+      values, mask = self._values(chunk)
+      return self._calls.forward(values, x, context, mask)
 
-    phase = Phase(run, INDEX, self.embed.shapes, self._seen)
+    phase = Phase(run, INDEX, self.embed.shapes, self._context)
     uniform.check(phase.jaxpr, what='a layer in a pipeline stage')
     return phase
 
@@ -91,13 +93,13 @@ class Phases:
 
   @functools.cached_property
   def backward(self):
-    def run(chunk, x, kept, g, seen):
-      values, on = self._values(chunk)
-      gx, made, tapes = self._calls.backward(values, x, kept, g, seen, on)
+    def run(chunk, x, kept, g, context):
+      values, mask = self._values(chunk)
+      gx, made, tapes = self._calls.backward(values, x, kept, g, context, mask)
       return gx, self._calls.scatter(made), tapes
 
     x, kept = self.forward.shapes
-    return Phase(run, INDEX, x, kept, x, self._seen)
+    return Phase(run, INDEX, x, kept, x, self._context)
 
   @functools.cached_property
   def weights(self):

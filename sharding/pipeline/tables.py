@@ -22,37 +22,71 @@ Legend: T ticks, P devices, L links.
 import dataclasses
 import functools
 import heapq
+from typing import Any, NamedTuple
 
 import numpy as np
 
 
+class Rows(NamedTuple):
+  """What each device does, tick by tick; int32, flags bool.
+
+  f_on, f_microbatch, f_chunk, f_slot: (T, P). The slot is the row of inputs
+    that F reads; where f_first, F writes the embedded microbatch there.
+  f_first, f_last: (T, P), the chunk is the first, last of the path.
+  f_receive: (T, P, L), row of inputs for what arrives after this tick.
+  b_on, b_microbatch, b_chunk, b_slot: (T, P), as for F; B only reads.
+  b_first: (T, P), the chunk is the first of the path.
+  b_cotangent: (T, P), row of cotangents that B reads.
+  b_store: (T, P), row of stores that B writes; trash where W is not apart.
+  b_receive: (T, P, L), row of cotangents for what arrives after this tick.
+  w_on, w_chunk, w_slot: (T, P). The slot is the row of stores that W reads.
+
+  embed: (T,), microbatch whose first F is in this tick, or -1.
+  loss: (T,), microbatch whose last F is in this tick, or -1.
+  loss_device: (T,), its device, 0 if none. loss_slot: (T,), row of cotangents
+    on that device into which the loss's gradient goes, trash if none.
+  embed_back: (T,), microbatch whose last B is in this tick, or -1.
+  any_f, any_b, any_w: (T,), some device has that phase.
+  """
+
+  f_on: Any
+  f_microbatch: Any
+  f_chunk: Any
+  f_slot: Any
+  f_first: Any
+  f_last: Any
+  f_receive: Any
+  b_on: Any
+  b_microbatch: Any
+  b_chunk: Any
+  b_slot: Any
+  b_first: Any
+  b_cotangent: Any
+  b_store: Any
+  b_receive: Any
+  w_on: Any
+  w_chunk: Any
+  w_slot: Any
+  embed: Any
+  loss: Any
+  loss_device: Any
+  loss_slot: Any
+  embed_back: Any
+  any_f: Any
+  any_b: Any
+  any_w: Any
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tables:
-  """What the executor reads. int32, flags bool.
+  """What the executor reads.
 
   Attributes:
     links: shifts of the device number, mod P, that messages of F take; those of
       B take -shift, in the same order. () where no message is ever sent.
     inputs, cotangents, stores: rows of the three buffers, without the trash.
     visited: (P, chunks), microbatches that pass each chunk.
-
-    f_on, f_microbatch, f_chunk, f_slot: (T, P). The slot is the row of inputs
-      that F reads; where f_first, F writes the embedded microbatch there.
-    f_first, f_last: (T, P), the chunk is the first, last of the path.
-    f_receive: (T, P, L), row of inputs for what arrives after this tick.
-    b_on, b_microbatch, b_chunk, b_slot: (T, P), as for F; B only reads.
-    b_first: (T, P), the chunk is the first of the path.
-    b_cotangent: (T, P), row of cotangents that B reads.
-    b_store: (T, P), row of stores that B writes; trash where W is not apart.
-    b_receive: (T, P, L), row of cotangents for what arrives after this tick.
-    w_on, w_chunk, w_slot: (T, P). The slot is the row of stores that W reads.
-
-    embed: (T,), microbatch whose first F is in this tick, or -1.
-    loss: (T,), microbatch whose last F is in this tick, or -1.
-    loss_device: (T,), its device, 0 if none. loss_slot: (T,), row of cotangents
-      on that device into which the loss's gradient goes, trash if none.
-    embed_back: (T,), microbatch whose last B is in this tick, or -1.
-    any_f, any_b, any_w: (T,), some device has that phase.
+    rows: NumPy arrays.
   """
 
   links: tuple
@@ -60,41 +94,7 @@ class Tables:
   cotangents: int
   stores: int
   visited: np.ndarray
-  f_on: np.ndarray
-  f_microbatch: np.ndarray
-  f_chunk: np.ndarray
-  f_slot: np.ndarray
-  f_first: np.ndarray
-  f_last: np.ndarray
-  f_receive: np.ndarray
-  b_on: np.ndarray
-  b_microbatch: np.ndarray
-  b_chunk: np.ndarray
-  b_slot: np.ndarray
-  b_first: np.ndarray
-  b_cotangent: np.ndarray
-  b_store: np.ndarray
-  b_receive: np.ndarray
-  w_on: np.ndarray
-  w_chunk: np.ndarray
-  w_slot: np.ndarray
-  embed: np.ndarray
-  loss: np.ndarray
-  loss_device: np.ndarray
-  loss_slot: np.ndarray
-  embed_back: np.ndarray
-  any_f: np.ndarray
-  any_b: np.ndarray
-  any_w: np.ndarray
-
-  def rows(self):
-    """{name: array} of all arrays that have a row for each tick."""
-    found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    return {
-      name: x
-      for name, x in found.items()
-      if isinstance(x, np.ndarray) and name != 'visited'
-    }
+  rows: Rows
 
 
 def tables(schedule):
@@ -108,15 +108,13 @@ def tables(schedule):
     raise ValueError(f'{schedule.name}: {found[0]}, {len(found)} faults in all')
   slots, sizes = _all_slots(schedule)
   links = _links(schedule)
-  return Tables(
-    links=links,
-    visited=_visited(schedule),
-    **sizes,
+  rows = Rows(
     **_forward(schedule, links, slots, sizes),
     **_backward(schedule, links, slots, sizes),
     **_weight(schedule, slots, sizes),
     **_shared(schedule, slots, sizes),
   )
+  return Tables(links=links, visited=_visited(schedule), rows=rows, **sizes)
 
 
 def colour(spans, device):
@@ -191,7 +189,7 @@ def _phase(table):
   return table[..., 0] >= 0, *np.maximum(table, 0).transpose(2, 0, 1)
 
 
-def _fill(schedule, shape=(), fill=0, dtype=np.int32):
+def _fill(schedule, shape=(), fill=0, dtype: type = np.int32):
   return np.full((schedule.ticks, schedule.stages, *shape), fill, dtype)
 
 

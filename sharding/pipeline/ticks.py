@@ -42,6 +42,22 @@ class _Carry(NamedTuple):
   stack: Any
 
 
+class _Ahead(NamedTuple):
+  """Rows of inputs that F and B of the next tick read."""
+
+  f_slot: Any
+  b_slot: Any
+
+
+class _ForwardCarry(NamedTuple):
+  """As `_Carry`; counts: sums of what forward phases keep, {} to drop it."""
+
+  inputs: Any
+  x_f: Any
+  loss: Any
+  counts: Any
+
+
 def _wide(x):
   """In which a sum of x is kept."""
   return jnp.promote_types(x.dtype, jnp.float32)
@@ -90,35 +106,36 @@ def _rows(shapes, n):
 class Executor:
   """The phases of a tick, on the arrays of this device."""
 
-  def __init__(self, schedule, calls, ends, stack, on, forward=False):
-    """on: (stages, chunks, layers) bool, which rows hold a layer, or None.
+  def __init__(self, schedule, calls, ends, stack, mask, forward=False):
+    """mask: (stages, chunks, layers) bool, which rows hold a layer, or None.
 
     forward: as many ticks as F takes.
     """
     self.schedule, self.calls = schedule, calls
     self.tables = schedule_tables.tables(schedule)
-    table = self.tables.rows()
-    last = np.flatnonzero(table['any_f'])[-1] if forward else schedule.ticks
-    self.rows = {name: x[: last + 1] for name, x in table.items()}
+    table = self.tables.rows
+    last = np.flatnonzero(table.any_f)[-1] if forward else schedule.ticks
+    self.rows = jax.tree.map(lambda x: x[: last + 1], table)
     self.ends, self.stack = ends, stack
     self.me = lax.axis_index(AXIS)
-    self._on = on if on is None else jnp.asarray(on)[self.me]
+    self._mask = None if mask is None else jnp.asarray(mask)[self.me]
     self.phases = pipeline_phases.Phases(calls, ends, self.values)
 
   def columns(self):
     """The tables as arrays, made in here: a region closes over none."""
-    return {name: jnp.asarray(x) for name, x in self.rows.items()}
+    return jax.tree.map(jnp.asarray, self.rows)
 
   def scan(self, tick, start):
-    """What is carried after the last tick."""
+    """What is carried after the last of tick(carry, (row, slots ahead))."""
     columns = self.columns()
-    for name in ('f_slot', 'b_slot'):
-      columns[f'next_{name}'] = jnp.roll(columns[name], -1, axis=0)
-    return lax.scan(tick, start, columns)[0]
+    ahead = _Ahead(
+      jnp.roll(columns.f_slot, -1, axis=0), jnp.roll(columns.b_slot, -1, axis=0)
+    )
+    return lax.scan(tick, start, (columns, ahead))[0]
 
   def mine(self, row):
-    """A row of the table, its columns of this device picked."""
-    return {n: x[self.me] if x.ndim else x for n, x in row.items()}
+    """Rows of tables, their columns of this device picked."""
+    return jax.tree.map(lambda x: x[self.me] if x.ndim else x, row)
 
   def _chunk(self, tree, chunk):
     """Rows of a chunk of every stack; of v chunks each has as many."""
@@ -132,8 +149,8 @@ class Executor:
 
   def values(self, chunk):
     """Whole parameters of a chunk, and which of its layers there are."""
-    on = None if self._on is None else self._on[chunk]
-    return self.calls.gather(self._chunk(self.stack, chunk)), on
+    mask = None if self._mask is None else self._mask[chunk]
+    return self.calls.gather(self._chunk(self.stack, chunk)), mask
 
   def of_chunks(self, like):
     """Zeros for sums over a stack, given those of one chunk."""
@@ -157,33 +174,33 @@ class Executor:
 
   def embed(self, row):
     """x of the microbatch that enters now."""
-    i, phase = row['embed'], self.phases.embed
+    i, phase = row.embed, self.phases.embed
     run = lambda: phase(jnp.maximum(i, 0))
-    return _when('embed', self.rows['embed'] >= 0, i >= 0, run, phase.zeros)
+    return _when('embed', self.rows.embed >= 0, i >= 0, run, phase.zeros)
 
   def forward(self, row, x_f, entering):
     """-> (x, y, kept) of the chunk that runs forward."""
-    phase, any_f = self.phases.forward, self.rows['any_f']
-    x = jnp.where(row['f_first'], entering, x_f)
+    phase, any_f = self.phases.forward, self.rows.any_f
+    x = jnp.where(row.f_first, entering, x_f)
     # Arrays: in the branch, XLA would compute angles once for every head.
-    seen = self.calls.see(row['f_microbatch'])
-    run = lambda: phase(row['f_chunk'], x, seen)
-    return x, *_when('forward', any_f, row['any_f'], run, phase.zeros)
+    context = self.calls.context_of(row.f_microbatch)
+    run = lambda: phase(row.f_chunk, x, context)
+    return x, *_when('forward', any_f, row.any_f, run, phase.zeros)
 
   def _of_loss(self, row, y):
     """Arguments of the phases that give the loss."""
-    last = self.me == row['loss_device']
-    return _select(last, y), jnp.maximum(row['loss'], 0)
+    last = self.me == row.loss_device
+    return _select(last, y), jnp.maximum(row.loss, 0)
 
   def loss_alone(self, row, y):
     """The loss of the microbatch whose last chunk ran."""
-    phase, flags = self.phases.only_loss, self.rows['loss'] >= 0
+    phase, flags = self.phases.only_loss, self.rows.loss >= 0
     run = lambda: phase(*self._of_loss(row, y))
-    return _when('loss', flags, row['loss'] >= 0, run, phase.zeros)
+    return _when('loss', flags, row.loss >= 0, run, phase.zeros)
 
   def loss(self, row, y, ends):
     """-> (loss, sums of the ends, cotangent of y)."""
-    phase, flags = self.phases.loss, self.rows['loss'] >= 0
+    phase, flags = self.phases.loss, self.rows.loss >= 0
 
     def run(ends):
       loss, made, gy = phase(*self._of_loss(row, y))
@@ -193,42 +210,42 @@ class Executor:
       loss, _, gy = phase.zeros()
       return loss, ends, gy
 
-    return _when('loss', flags, row['loss'] >= 0, run, otherwise, ends)
+    return _when('loss', flags, row.loss >= 0, run, otherwise, ends)
 
   def backward(self, row, carry):
     """-> (gx, sums of the stack, tapes) of the chunk that returns."""
-    phase, any_b = self.phases.backward, self.rows['any_b']
-    seen = self.calls.see(row['b_microbatch'])
+    phase, any_b = self.phases.backward, self.rows.any_b
+    context = self.calls.context_of(row.b_microbatch)
 
     def run(stack):
-      kept = _read(carry.kept, row['b_slot'])
-      g = _read(carry.cotangents, row['b_cotangent'])
-      gx, made, tapes = phase(row['b_chunk'], carry.x_b, kept, g, seen)
-      gx, made = _select(row['b_on'], (gx, made))
-      return gx, self.add(stack, made, row['b_chunk']), tapes
+      kept = _read(carry.kept, row.b_slot)
+      g = _read(carry.cotangents, row.b_cotangent)
+      gx, made, tapes = phase(row.b_chunk, carry.x_b, kept, g, context)
+      gx, made = _select(row.b_on, (gx, made))
+      return gx, self.add(stack, made, row.b_chunk), tapes
 
     def otherwise(stack):
       gx, _, tapes = phase.zeros()
       return gx, stack, tapes
 
-    return _when('backward', any_b, row['any_b'], run, otherwise, carry.stack)
+    return _when('backward', any_b, row.any_b, run, otherwise, carry.stack)
 
   def weights(self, row, tapes, stack):
     """Sums of the stack with the chunk whose W it is."""
-    phase, any_w = self.phases.weights, self.rows['any_w']
+    phase, any_w = self.phases.weights, self.rows.any_w
 
     def run(stack):
-      made = _select(row['w_on'], phase(_read(tapes, row['w_slot'])))
-      return self.add(stack, made, row['w_chunk'])
+      made = _select(row.w_on, phase(_read(tapes, row.w_slot)))
+      return self.add(stack, made, row.w_chunk)
 
-    return _when('weights', any_w, row['any_w'], run, lambda x: x, stack)
+    return _when('weights', any_w, row.any_w, run, lambda x: x, stack)
 
   def embed_back(self, row, gx, ends):
     """Sums of the ends with the microbatch that leaves."""
-    i, phase = row['embed_back'], self.phases.embed_back
-    mine = _select(row['b_first'], gx)
+    i, phase = row.embed_back, self.phases.embed_back
+    mine = _select(row.b_first, gx)
     run = lambda ends: _add(ends, phase(mine, jnp.maximum(i, 0)))
-    flags = self.rows['embed_back'] >= 0
+    flags = self.rows.embed_back >= 0
     return _when('embed_back', flags, i >= 0, run, lambda x: x, ends)
 
   def send(self, x, link):
@@ -239,39 +256,39 @@ class Executor:
     pairs = [(d, (d + link) % n) for d in range(n)]
     return lax.ppermute(x, AXIS, pairs)
 
-  def tick(self, carry, row):
+  def tick(self, carry, turn):
     """All phases of one tick."""
     tables = self.tables
-    row = self.mine(row)
+    row, ahead = self.mine(turn)
     x, y, kept = self.forward(row, carry.x_f, self.embed(row))
-    entered = jnp.where(row['f_first'], row['f_slot'], tables.inputs)
+    entered = jnp.where(row.f_first, row.f_slot, tables.inputs)
     carry = carry._replace(
       inputs=_write(carry.inputs, entered, x),
       # A path of one chunk returns in the tick in which it enters.
-      x_b=jnp.where(row['b_slot'] == entered, x, carry.x_b),
-      kept=_write(carry.kept, row['f_slot'], kept),
+      x_b=jnp.where(row.b_slot == entered, x, carry.x_b),
+      kept=_write(carry.kept, row.f_slot, kept),
     )
 
     loss, ends, gy = self.loss(row, y, carry.ends)
-    mine = (self.me == row['loss_device']) & (row['loss'] >= 0)
-    slot = jnp.where(mine, row['loss_slot'], tables.cotangents)
+    mine = (self.me == row.loss_device) & (row.loss >= 0)
+    slot = jnp.where(mine, row.loss_slot, tables.cotangents)
     carry = carry._replace(cotangents=_write(carry.cotangents, slot, gy))
 
     gx, stack, tapes = self.backward(row, carry)
-    carry = carry._replace(tapes=_write(carry.tapes, row['b_store'], tapes))
+    carry = carry._replace(tapes=_write(carry.tapes, row.b_store, tapes))
     if jax.tree.leaves(carry.tapes):
       stack = self.weights(row, carry.tapes, stack)
     ends = self.embed_back(row, gx, ends)
 
     inputs, cotangents = carry.inputs, carry.cotangents
     for k, link in enumerate(tables.links):
-      inputs = _write(inputs, row['f_receive'][k], self.send(y, link))
+      inputs = _write(inputs, row.f_receive[k], self.send(y, link))
       back = self.send(gx, -link)
-      cotangents = _write(cotangents, row['b_receive'][k], back)
+      cotangents = _write(cotangents, row.b_receive[k], back)
     return carry._replace(
       inputs=inputs,
-      x_f=_read(inputs, row['next_f_slot']),
-      x_b=_read(inputs, row['next_b_slot']),
+      x_f=_read(inputs, ahead.f_slot),
+      x_b=_read(inputs, ahead.b_slot),
       cotangents=cotangents,
       loss=carry.loss + loss,
       ends=ends,
@@ -298,26 +315,30 @@ class Executor:
       jax.tree.map(self.of_chunks, sums),
     )
 
-  def forward_tick(self, carry, row):
+  def forward_tick(self, carry, turn):
     """The phases of one tick that lead to the loss."""
-    inputs, x_f, loss, sums = carry
-    row = self.mine(row)
+    inputs, x_f, loss, counts = carry
+    row, ahead = self.mine(turn)
     x, y, kept = self.forward(row, x_f, self.embed(row))
-    if sums:
-      sums = self.add(sums, _select(row['f_on'], kept), row['f_chunk'])
-    slot = jnp.where(row['f_first'], row['f_slot'], self.tables.inputs)
+    if counts:
+      counts = self.add(counts, _select(row.f_on, kept), row.f_chunk)
+    slot = jnp.where(row.f_first, row.f_slot, self.tables.inputs)
     inputs = _write(inputs, slot, x)
     loss = loss + self.loss_alone(row, y)
     for k, link in enumerate(self.tables.links):
-      inputs = _write(inputs, row['f_receive'][k], self.send(y, link))
-    return (inputs, _read(inputs, row['next_f_slot']), loss, sums), None
+      inputs = _write(inputs, row.f_receive[k], self.send(y, link))
+    x_f = _read(inputs, ahead.f_slot)
+    return _ForwardCarry(inputs, x_f, loss, counts), None
 
-  def start_forward(self):
-    """What `forward_tick` carries before the first tick."""
+  def start_forward(self, counted):
+    """The carry of `forward_tick` before the first tick.
+
+    counted: what the forward phases keep, {path: rows}, is added up.
+    """
     x, kept = self.phases.forward.shapes
-    return (
+    return _ForwardCarry(
       _rows(x, self.tables.inputs),
       jnp.zeros(x.shape, x.dtype),
       self.phases.only_loss.zeros(),
-      jax.tree.map(self.of_chunks, kept if isinstance(kept, dict) else {}),
+      jax.tree.map(self.of_chunks, kept) if counted else {},
     )

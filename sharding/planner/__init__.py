@@ -1,8 +1,8 @@
-"""Choosing: what a schedule or a layout would cost before it is built.
+"""Cost of a schedule or a layout before it is built.
 
 From outside: simulate.py (time of a pipeline schedule). conversions.py,
-signatures.py and auto_rules.py are used by claims only: an algebra of layouts
-and rules made from shapes, beside the ones that training uses.
+signatures.py and auto_rules.py are used by claims only: training uses
+sharding/annotate.py and sharding/rules.py instead.
 
 Read first: simulate.py.
 """

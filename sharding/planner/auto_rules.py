@@ -8,7 +8,8 @@ Redco's two rules pick the one dimension of each matrix that is split:
     other       alternates: not the dimension of the matrix before it
 
 so that each pair is (column, row): Megatron's layout, with two all-reduces
-forward and two backward in a layer. Where that dimension does not divide, the
+forward and two backward in a layer. Used by claims only; training takes the
+tables of sharding/rules.py. Where that dimension does not divide, the
 matrix's other side is split; where neither does, Redco keeps the matrix whole
 on every device, and here it is an error. Vectors stay whole, as in Redco, also
 those that Megatron splits (the bias of a column, the scale of all heads).

@@ -1,4 +1,6 @@
-"""Where a tensor's values are, as a value; moving them; what that costs.
+"""SBP layouts of tensors, conversions between them, and their cost.
+
+Used by claims only; training moves arrays with sharding/annotate.py.
 
     on one mesh axis    each rank holds        the tensor is
     S(d)  split         a block of dim d       their concatenation
@@ -6,9 +8,8 @@
     P     partial       a term                 their sum
 
 (OneFlow's SBP signatures, arXiv:2110.15032, section 3.) `convert` takes a
-tensor from one layout to another by the steps below, `cost` says before
-anything runs what they move: bytes received by each device, with T bytes on it
-before the step and p ranks.
+tensor from one layout to another by the steps below; `cost` predicts their
+bytes, received by each device, with T bytes on it before the step and p ranks.
 
     S -> B      all-gather     (p - 1) T       B -> S  slice                0
     S(i)->S(j)  all-to-all     (p - 1) T / p   S -> P  zeros elsewhere      0
@@ -32,7 +33,7 @@ import heapq
 import itertools
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ class Partial:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class SbpLayout:
   """Placement of one tensor on every mesh axis; made by `of` or `parse`.
 
   Axes that are not named broadcast. Equal layouts are equal values.
@@ -80,8 +81,8 @@ class Layout:
     partial: mesh axes over which the values are terms, sorted.
   """
 
-  splits: tuple = ()
-  partial: tuple = ()
+  splits: tuple[tuple[int, tuple[str, ...]], ...] = ()
+  partial: tuple[str, ...] = ()
 
   def __getitem__(self, axis):
     """The placement on one mesh axis."""
@@ -128,11 +129,11 @@ class Layout:
 
 def _make(splits, partial=()):
   splits = tuple((d, axes) for d, axes in sorted(splits.items()) if axes)
-  return Layout(splits, tuple(sorted(partial)))
+  return SbpLayout(splits, tuple(sorted(partial)))
 
 
 def of(placements):
-  """{mesh axis: placement} -> Layout; axes of one dimension major first.
+  """{mesh axis: placement} -> SbpLayout; axes of one dimension major first.
 
   Raises:
     ValueError: an axis that no mesh has.
@@ -149,7 +150,7 @@ def of(placements):
 
 
 def parse(text):
-  """'data:S(0) tensor:P', as str() of a Layout says it -> Layout."""
+  """'data:S(0) tensor:P', the str() of an SbpLayout -> that SbpLayout."""
   placements = {}
   for part in [] if text == 'B' else text.split():
     match = re.fullmatch(r'(\w+):(?:(B)|(P)|S\((\d+)\))', part)
@@ -161,7 +162,7 @@ def parse(text):
   return of(placements)
 
 
-class Step(NamedTuple):
+class ConversionStep(NamedTuple):
   """One collective or local operation of a conversion.
 
   dims: (dimension,), or (from, to) of an all-to-all. bytes: received by each
@@ -172,11 +173,11 @@ class Step(NamedTuple):
   axes: tuple
   dims: tuple
   bytes: int
-  result: Layout
+  result: SbpLayout
 
 
 def _steps(at, shape, itemsize, sizes, goal):
-  """Yields every `Step` from the layout `at`."""
+  """Yields every `ConversionStep` from the layout `at`."""
   local, splits = at.local(shape, sizes), dict(at.splits)
   here = math.prod(local) * itemsize
   share = lambda p: -(-(p - 1) * here // p)  # rounded up to whole bytes
@@ -184,16 +185,18 @@ def _steps(at, shape, itemsize, sizes, goal):
   for d, axes in at.splits:
     last, p = axes[-1:], sizes[axes[-1]]
     rest = {**splits, d: axes[:-1]}
-    yield Step('all_gather', last, (d,), (p - 1) * here, make(rest))
+    yield ConversionStep('all_gather', last, (d,), (p - 1) * here, make(rest))
     for j, n in enumerate(local):
       if j != d and n % p == 0:
         to = make({**rest, j: splits.get(j, ()) + last})
-        yield Step('all_to_all', last, (d, j), share(p), to)
+        yield ConversionStep('all_to_all', last, (d, j), share(p), to)
     if last[0] in goal.partial:
-      yield Step('pad', last, (d,), 0, _make(rest, at.partial + last))
+      yield ConversionStep('pad', last, (d,), 0, _make(rest, at.partial + last))
     for order in itertools.permutations(axes):
       if order != axes:
-        yield Step('permute', axes, (d,), here, make({**splits, d: order}))
+        yield ConversionStep(
+          'permute', axes, (d,), here, make({**splits, d: order})
+        )
   for axis, p in sizes.items():
     if isinstance(at[axis], Split):
       continue
@@ -202,22 +205,23 @@ def _steps(at, shape, itemsize, sizes, goal):
       if n % p == 0:
         kind, moved = ('reduce_scatter', share(p)) if term else ('slice', 0)
         to = _make({**splits, d: splits.get(d, ()) + (axis,)}, left)
-        yield Step(kind, (axis,), (d,), moved, to)
+        yield ConversionStep(kind, (axis,), (d,), moved, to)
     if axis in goal.partial and not term:
       more = _make(splits, at.partial + (axis,))
-      yield Step('keep', (axis,), (), 0, more)
+      yield ConversionStep('keep', (axis,), (), 0, more)
   alone = [(a,) for a in at.partial]
   for axes in dict.fromkeys(alone + [at.partial] if alone else []):
     n = math.prod(sizes[a] for a in axes)
     to = _make(splits, [a for a in at.partial if a not in axes])
-    yield Step('all_reduce', axes, (), 2 * share(n), to)
+    yield ConversionStep('all_reduce', axes, (), 2 * share(n), to)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(shape, itemsize, source, target, sizes):
   """Cheapest in bytes, then in steps; ties fall alike in every process."""
   sizes, count = dict(sizes), itertools.count()
-  queue, done = [(0, 0, next(count), source, ())], set()
+  queue: list[tuple] = [(0, 0, next(count), source, ())]
+  done = set()
   while True:
     total, n, _, at, path = heapq.heappop(queue)
     if at == target:
@@ -243,11 +247,11 @@ def plan(shape, dtype, source, target, sizes):
 
   Args:
     shape: global shape of the tensor. dtype: its dtype.
-    source, target: `Layout`s.
+    source, target: `SbpLayout`s.
     sizes: mesh axis -> size.
 
   Returns:
-    A tuple of `Step`, those that move the fewest bytes.
+    A tuple of `ConversionStep`, those that move the fewest bytes.
 
   Raises:
     UserError: source or target does not divide the shape.
@@ -291,7 +295,7 @@ def convert(tree, source, target):
 
   Args:
     tree: local arrays.
-    source, target: `Layout`, or trees of them like `tree`.
+    source, target: `SbpLayout`, or trees of them like `tree`.
 
   Raises:
     UserError: a layout does not divide a tensor.
@@ -314,7 +318,7 @@ def convert(tree, source, target):
 
 def _map(function, tree, source, target):
   whole = lambda t: (
-    jax.tree.map(lambda _: t, tree) if isinstance(t, Layout) else t
+    jax.tree.map(lambda _: t, tree) if isinstance(t, SbpLayout) else t
   )
   return jax.tree.map(function, tree, whole(source), whole(target))
 
@@ -322,7 +326,7 @@ def _map(function, tree, source, target):
 def _apply(step, x, sizes):
   """One step on a local block."""
   axis, p = step.axes[0], sizes[step.axes[0]]
-  d = step.dims[0] if step.dims else None
+  d: Any = step.dims[0] if step.dims else None
   if step.kind == 'all_gather':
     return jax.lax.all_gather(x, axis, axis=d, tiled=True)
   if step.kind == 'all_to_all':
@@ -374,7 +378,7 @@ def on_mesh(tree, source, target):
   """
 
   def one(x, source, target):
-    stacked = lambda t: PartitionSpec(t.partial, *Layout(t.splits).spec(n))
+    stacked = lambda t: PartitionSpec(t.partial, *SbpLayout(t.splits).spec(n))
     n = x.ndim - bool(source.partial)
     spec = lambda t: stacked(t) if t.partial else t.spec(n)
 

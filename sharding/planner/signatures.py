@@ -1,4 +1,6 @@
-"""Which layouts an einsum takes, what it gives, and the cheapest choice.
+"""SBP layouts that an einsum takes and gives, and the cheapest choice.
+
+Used by claims only; training annotates einsums with sharding/annotate.py.
 
 On one mesh axis a two-operand einsum runs on local blocks, without moving
 anything, in these signatures (OneFlow's table 1 for matrix products,
@@ -27,19 +29,19 @@ B, P = layout_lib.Broadcast(), layout_lib.Partial()
 
 
 class Signature(NamedTuple):
-  """Placements of x, w and y on one mesh axis, or `Layout`s on all of them."""
+  """Placements of x, w and y on one mesh axis, or their `SbpLayout`s on all."""
 
   x: object
   w: object
   y: object
 
 
-class Choice(NamedTuple):
+class EinsumChoice(NamedTuple):
   """One way to run an einsum.
 
   bytes: received per device to bring operands, and y if its layout is given,
     to where they are needed. work: multiply-adds per device.
-  layouts: `Signature` of Layouts that the local einsum runs in.
+  layouts: `Signature` of SbpLayouts that the local einsum runs in.
   """
 
   bytes: float
@@ -79,7 +81,7 @@ def infer(equation, x, w):
 
   Args:
     equation: as jnp.einsum, two operands.
-    x, w: `Layout` of each.
+    x, w: `SbpLayout` of each.
   """
   axes = [a for t in (x, w) for _, split in t.splits for a in split]
   axes = list(dict.fromkeys([*axes, *x.partial, *w.partial]))
@@ -99,13 +101,13 @@ def choices(equation, shapes, layouts, dtype, sizes):
   Args:
     equation: as jnp.einsum, two operands.
     shapes: global shapes of x and w.
-    layouts: `Signature` of the Layouts that x and w have and y is to have; y
+    layouts: `Signature` of the SbpLayouts that x and w have and y is to have; y
       None: any.
     dtype: of operands and result. sizes: mesh axis -> size.
 
   Returns:
-    A list of `Choice`, fewest bytes first, then least work; ways that do not
-    divide are left out.
+    A list of `EinsumChoice`, fewest bytes first, then least work; ways that do
+    not divide are left out.
   """
   names = letters(equation)
   size = {
@@ -125,7 +127,7 @@ def choices(equation, shapes, layouts, dtype, sizes):
   for to in found:
     if _divides(to, shapes, sizes):
       moved = _bytes(layouts, to, shapes, dtype, sizes)
-      out.append(Choice(moved, _work(names, size, to, sizes), to))
+      out.append(EinsumChoice(moved, _work(names, size, to, sizes), to))
   return sorted(out, key=lambda choice: choice[:2])
 
 

@@ -1,6 +1,6 @@
 """Time of a pipeline schedule under given costs: exact, deterministic.
 
-Two machines:
+Used by the pipeline report of certify and by claims. Two models of execution:
 
 lock_step      what a phased SPMD program does. Devices wait for each other at
                every message, so a tick takes the sum over its phases of the
@@ -63,7 +63,7 @@ class Costs:
   delays: Any = None
 
 
-class Result(NamedTuple):
+class SimulationResult(NamedTuple):
   """What a run took.
 
   time: of the whole. ideal: all work / devices. bubble: time / ideal - 1.
@@ -77,7 +77,7 @@ class Result(NamedTuple):
   peak: tuple
 
 
-def run(schedule, model='asynchronous', **costs):
+def run(schedule, model: str = 'asynchronous', **costs) -> SimulationResult:
   """Simulates a schedules.Schedule.
 
   Args:
@@ -94,7 +94,9 @@ def run(schedule, model='asynchronous', **costs):
   time = max(end for _, end in when.values())
   busy = _Work(schedule, Costs(**costs)).busy()
   ideal = sum(busy) / schedule.stages
-  return Result(time, ideal, time / ideal - 1, busy, schedule.in_flight())
+  return SimulationResult(
+    time, ideal, time / ideal - 1, busy, schedule.in_flight()
+  )
 
 
 def timeline(schedule, model='asynchronous', **costs):

@@ -6,8 +6,8 @@ Any partition of the (query shard, key shard) pairs gives the same answer:
     dq, dk, dv    added over pairs, once the row's final lse and
                   delta = sum(o do) - dlse are known (ds = p (dp - delta))
 
-So a form is only a choreography (sharding/sequence/forms.py), which side
-travels and how results come home, and one custom_vjp serves all forms.
+So a form is only a choreography (forms.py): which side travels and how results
+return. One custom_vjp serves all forms.
 Residuals are the local q, k, v, o, lse.
 
 n ranks with T = L / n tokens each, N query heads, K kv heads. A rank receives,
@@ -22,8 +22,8 @@ in units of T H elements (one head's rows), and in the backward pass on top:
     usp         ulysses in groups of I ranks, then a ring of n / I groups
 
 and two int32 a token beside k, v (or q) that travel. K' = lcm(K, I): kv heads
-are repeated until they divide (ulysses: I = n). What is a sum (o, dq, dk, dv)
-travels in promote_types(dtype, float32), what is not (q, k, v, do) in its own
+are repeated until they divide (ulysses: I = n). Sums (o, dq, dk, dv) travel in
+promote_types(dtype, float32), the other arrays (q, k, v, do) in their own
 dtype. Memory is O(L / n), except that all_gather holds k and v of all ranks,
 and rsa its scores, T x L. A window on contiguous shards ends ring, rsa and
 token_ring after the hops that it needs.
@@ -39,6 +39,7 @@ Legend: B batch, T local length, N query heads, K kv heads, H head size.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 from jax import lax
@@ -46,20 +47,17 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.configs.base import errors
+from paraxis.pallas_kernels.attention import op as attention_op
 from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.sharding.sequence import forms as context_forms
 from paraxis.sharding.sequence import order as context_order
 
 FORMS = ('all_gather', 'ring', 'ulysses', 'usp', 'token_ring', 'rsa')
 
-order = context_order.order
-permutation = context_order.permutation
-resolve_order = context_order.resolve_order
-
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """What is static of one call.
+class ContextPlan:
+  """The static options of one call.
 
   form: one of FORMS. axis: the mesh axis that carries the length. n: its size.
   layout: 'zigzag', 'contiguous' or 'striped'. inner: (usp) ranks that exchange
@@ -73,7 +71,7 @@ class Plan:
   inner: int = 0
 
 
-def resolve_inner(form, n, heads, inner=0):
+def resolve_inner(form: str, n: int, heads: int, inner: int = 0) -> int:
   """Ranks that exchange heads; the n ranks are a ring of n / inner such groups.
 
   usp, inner = 0: the most that divide n and heads and leave a ring, or n if
@@ -88,15 +86,23 @@ def resolve_inner(form, n, heads, inner=0):
 
 
 def _inner_sizes(n, heads):
-  """What divides both, rising."""
+  """Common divisors of n and heads, ascending."""
   return [i for i in range(1, n + 1) if n % i == heads % i == 0]
 
 
-def check(form, n, heads, kv_heads, length, layout, inner=0):
+def check(
+  form: str,
+  n: int,
+  heads: int,
+  kv_heads: int,
+  length: int,
+  layout: str,
+  inner: int = 0,
+) -> None:
   """Raises errors.UserError if this form cannot run on these shapes.
 
   Args:
-    form, layout, inner: as in Plan; layout already resolved.
+    form, layout, inner: as in ContextPlan; layout already resolved.
     n: size of the mesh axis `context`.
     heads, kv_heads: of one tensor shard.
     length: tokens of a whole row.
@@ -115,7 +121,7 @@ def check(form, n, heads, kv_heads, length, layout, inner=0):
       f'mesh.context_inner={inner} is for mesh.context_form=usp, not {form}; '
       f'set it to 0.'
     )
-  order(layout, n, length)
+  context_order.order(layout, n, length)
   size, fits = resolve_inner(form, n, heads, inner), _inner_sizes(n, heads)
   if form == 'usp' and n % size:
     raise errors.UserError(
@@ -188,7 +194,15 @@ def _unpad(x_BT, count, t):
   return x.reshape(b, t, *rest)
 
 
-def attention(q_BTNH, k_BTKH, v_BTKH, positions_BT, segments_BT, mask, plan):
+def attention(
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  positions_BT: jax.Array,
+  segments_BT: jax.Array,
+  mask: attention_op.Mask,
+  plan: ContextPlan,
+) -> tuple[jax.Array, jax.Array]:
   """Attention of a shard's queries over the keys of all shards.
 
   Args:
@@ -197,8 +211,8 @@ def attention(q_BTNH, k_BTKH, v_BTKH, positions_BT, segments_BT, mask, plan):
       neighbours in the global order.
     segments_BT: int; 0 is padding: it sees nothing and nothing sees it.
     mask: pallas_kernels.attention.op.Mask; `block` bounds the blocks of a
-    shard.
-    plan: Plan.
+      shard.
+    plan: ContextPlan.
 
   Returns:
     o_BTNH in v's dtype and lse_BTN in promote_types(dtype, float32), both
@@ -212,7 +226,9 @@ def attention(q_BTNH, k_BTKH, v_BTKH, positions_BT, segments_BT, mask, plan):
   check(plan.form, n, heads, kv, length, layout, plan.inner)
   inner = resolve_inner(plan.form, n, heads, plan.inner)
   form = 'ring' if plan.form in ('ulysses', 'usp') else plan.form
-  job = context_forms.Job(form, plan.axis, n, layout, inner, length, mask)
+  job = context_forms.ContextCall(
+    form, plan.axis, n, layout, inner, length, mask
+  )
   pad = lambda x: _pad(x, context_order.runs(layout), job.blocks.run)
   q, k, v = pad(q_BTNH), pad(k_BTKH), pad(v_BTKH)
   info = jnp.stack([pad(positions_BT), pad(segments_BT)], 1).astype(jnp.int32)
@@ -224,7 +240,8 @@ def attention(q_BTNH, k_BTKH, v_BTKH, positions_BT, segments_BT, mask, plan):
     )
   q = attention_xla.to_rows(q, k.shape[2])
   k, v = attention_xla.to_cols(k), attention_xla.to_cols(v)
-  out = [attention_xla.from_rows(x) for x in _core(job, q, k, v, info)]
+  parts: Any = _core(job, q, k, v, info)
+  out = [attention_xla.from_rows(x) for x in parts]
   if inner > 1:
     out = [_exchange(job, x, 1, 2) for x in out]
   return tuple(_unpad(x, context_order.runs(layout), t) for x in out)

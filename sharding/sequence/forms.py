@@ -1,8 +1,7 @@
 """The choreographies of context parallel attention, written once, run twice.
 
-A form gets all (q shard, k shard) pairs computed and joined. It takes a pair
-function and a join, and knows neither which pass it serves nor what is in the
-two sides:
+A form computes and joins all (q shard, k shard) pairs. It takes a pair function
+and a join, and depends neither on the pass nor on the content of the two sides:
 
     rows, columns        pytrees of the q shard and of the k shard
     pair(job, pairs, rows, columns) -> (a part for rows, a part for columns)
@@ -23,6 +22,7 @@ heads, K kv heads, G = N / K, H head size; q_BKGTH, k_BKSH, v_BKSH, info_B2T
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -36,8 +36,8 @@ from paraxis.sharding.sequence import order as context_order
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-  """A Plan with all that is static: rank = group * inner + place in it."""
+class ContextCall:
+  """A ContextPlan and the static shapes: rank = group * inner + place in it."""
 
   form: str
   axis: str
@@ -133,14 +133,14 @@ def _tour(job, pair, still, moving, join, start=None):
 
   Args:
     pair: (hop, still, moving) -> (a part for `still`, a part for `moving`).
-    still, moving: pytrees; `moving` goes on by one shard per hop.
+    still, moving: pytrees; `moving` advances by one shard per hop.
     join: folds the parts for `still`, beginning with `start`.
 
   Returns:
-    (joined parts for `still`, summed parts for `moving`, which came home).
+    (joined parts for `still`, summed parts for `moving`, back at its shard).
 
-  No send waits for the pair that is being computed: `moving` leaves before it,
-  the sums of the pair before it leave with it. The barrier ends those sends
+  No send waits for the pair that is being computed: `moving` is sent before it,
+  together with the sums of the previous pair. The barrier ends those sends
   where the pair ends; without it the TPU scheduler hides them behind the one
   small fusion of the join, with it behind the loop over blocks. (For that, a
   pair must end in its loop: sums leave it raw, scaled and normalised later.)
@@ -165,7 +165,7 @@ def _tour(job, pair, still, moving, join, start=None):
 
 
 def ring(job, pair, rows, columns, join):
-  """k, v and what belongs to them go round."""
+  """k, v and their gradients travel round the ring."""
   me, n = job.place(), job.ring
 
   def hop(r, rows, columns):
@@ -175,9 +175,10 @@ def ring(job, pair, rows, columns, join):
 
 
 def token_ring(job, pair, rows, columns, join, pack=None):
-  """q goes round the other way, partial results straight home, a hop later.
+  """q travels in the other direction; partial results return directly, a hop
+  later.
 
-  pack: makes what is sent home and joined out of a part.
+  pack: turns a part into the arrays that are sent back and joined.
   """
   me, n, hops = job.place(), job.ring, job.blocks.hops
   total = sums = late = None
@@ -196,7 +197,9 @@ def all_gather(job, pair, rows, columns, join):
   del join  # one part only
   pairs, count = job.pairs(job.place(), slice(None)), job.blocks.count
   # Column blocks of shard i begin at i * count.
-  first = np.arange(job.n, dtype=np.int32)[:, None, None] * np.int32([0, count])
+  first = np.arange(job.n, dtype=np.int32)[:, None, None] * np.array(
+    [0, count], np.int32
+  )
   pairs = jnp.where(pairs < 0, -1, pairs + first).reshape(-1, 2)
   whole = jax.tree.map(
     lambda x: lax.all_gather(x, job.axis, axis=2, tiled=True), columns
@@ -211,15 +214,10 @@ def all_gather(job, pair, rows, columns, join):
 # ------------------------------------------------------ Ring Self-Attention --
 
 
-def _take(rows_BKGTS, shard, t):
-  """Columns of one shard."""
-  return lax.dynamic_slice_in_dim(rows_BKGTS, shard * t, t, 4)
-
-
 def _put(rows_BKGTS, part):
+  """The rows with the columns (shard, x_BKGTt) in their place."""
   shard, new = part
-  at = shard * new.shape[4]
-  return lax.dynamic_update_slice_in_dim(rows_BKGTS, new, at, 4)
+  return attention_xla.paste(rows_BKGTS, new, shard, new.shape[4], 4)
 
 
 def _tile(job, q, k, q_info, k_info):
@@ -242,7 +240,7 @@ def rsa_forward(job, rows, columns):
     return ((me - r) % n, _tile(job, q, moving[0], q_info, moving[1])[0]), ()
 
   def value(r, p, v):
-    part = _take(p, (me - r) % n, t)
+    part = attention_xla.cut(p, (me - r) % n, t, 4)
     return varying.dot('bkgts,bksh->bkgth', part, v), ()
 
   s = jnp.full((*q.shape[:-1], n * t), varying.NEG, wide)
@@ -259,20 +257,22 @@ def rsa_backward(job, p, rows, columns):
   (q, q_info, _, delta, do), (k, v, k_info) = rows, columns
   me, n, t = job.place(), job.n, k.shape[2]
   dot = varying.dot
-  # Else XLA for TPU lays p out, from its making on, as one rank's part of it
-  # likes best: with few tokens a rank that pads it to 16 times its bytes.
+  # Else XLA for TPU chooses p's layout for one rank's part of it: with few
+  # tokens a rank that pads p to 16 times its bytes.
   p = lax.optimization_barrier(p)
 
   def value(r, p, v):
     shard = (me - r) % n
     dp = dot('bkgth,bksh->bkgts', do, v)
-    return (shard, dp), dot('bkgts,bkgth->bksh', _take(p, shard, t), do)
+    part = attention_xla.cut(p, shard, t, 4)
+    return (shard, dp), dot('bkgts,bkgth->bksh', part, do)
 
   def key(r, ds, moving):
     k, k_info = moving
-    part = _take(ds, (me - r) % n, t)
+    part = attention_xla.cut(ds, (me - r) % n, t, 4)
     if job.mask.softcap:  # its slope is made again, not kept
-      part = part * _tile(job, q, k, q_info, k_info)[1].astype(part.dtype)
+      slope: Any = _tile(job, q, k, q_info, k_info)[1]
+      part = part * slope.astype(part.dtype)
     dk = dot('bkgts,bkgth->bksh', part, q)
     return dot('bkgts,bksh->bkgth', part, k), dk
 
@@ -288,7 +288,7 @@ _FORMS = {'ring': ring, 'token_ring': token_ring, 'all_gather': all_gather}
 
 
 def forward(job, rows, columns):
-  """rows (q, info), columns (k, v, info) -> (o, lse), what backward needs."""
+  """rows (q, info), columns (k, v, info) -> (o, lse), residual of backward."""
   if job.form == 'rsa':
     return rsa_forward(job, rows, columns)
   if job.form == 'token_ring':

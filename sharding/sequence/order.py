@@ -26,17 +26,17 @@ from paraxis.configs.base import errors
 LAYOUTS = ('zigzag', 'contiguous', 'striped')
 
 
-def runs(layout):
+def runs(layout: str) -> int:
   """Runs of consecutive tokens in a shard."""
   return 2 if layout == 'zigzag' else 1
 
 
-def divisor(layout, n):
+def divisor(layout: str, n: int) -> int:
   """What must divide the length."""
   return n * runs(layout)
 
 
-def order(layout, n, length):
+def order(layout: str, n: int, length: int) -> np.ndarray:
   """(n, T) int: the global index of each local token of each rank.
 
   Raises:
@@ -61,7 +61,7 @@ def order(layout, n, length):
   return ids.reshape(-1, n).T if layout == 'striped' else ids.reshape(n, -1)
 
 
-def permutation(layout, n, length):
+def permutation(layout: str, n: int, length: int) -> np.ndarray:
   """(length,) int: row[:, permutation] is what the host puts on the mesh."""
   return order(layout, n, length).reshape(-1)
 
@@ -86,8 +86,8 @@ class Blocks:
   run: tokens of one run once it is padded to whole blocks. block: tokens of a
   block, a divisor of run. count: blocks of a shard. table: (X, P, 2) int32, the
   different lists of pairs, -1 padded. which: (shards, shards) int32, the list
-  of each (q shard, k shard). hops: a ring needs to turn, own shard included;
-  k shards further behind hold nothing that any q shard sees.
+  of each (q shard, k shard). hops: steps of a ring, its own shard included; no
+  q shard sees a k shard further behind.
   """
 
   run: int
@@ -107,11 +107,11 @@ def padded_run(layout, n, length, bound):
 
 
 @functools.lru_cache(maxsize=64)
-def blocks(layout, n, length, mask, shards):
+def blocks(layout: str, n: int, length: int, mask, shards: int) -> Blocks:
   """-> Blocks. The n ranks, in order, make up `shards` equal shards.
 
   A pair is listed if one of its tokens may see one of the other by order and
-  mask alone; documents are data and are looked at when it runs.
+  mask alone; documents are data and are compared at run time.
   """
   run, block = padded_run(layout, n, length, mask.block)
   ids = order(layout, n, length).reshape(n, runs(layout), -1)

@@ -1,14 +1,14 @@
-"""Recurrences and causal convolutions over a sequence split on one mesh axis.
+"""Recurrences and causal convolutions over a sequence sharded on one mesh axis.
 
 A shard of tokens is an affine map of the state that enters it,
 
     h_out = P h_in + S          P: what its decays leave, S: its state from 0
 
 and maps compose: (P2, S2) after (P1, S1) = (P2 P1, P2 S1 + S2). So a shard
-works out (P, S) alone, the n shards agree on the state that enters each, and
-the shard adds what that state contributes. What travels is as large as a state
-and does not grow with the length. Two forms, n ranks, bytes of P and S that a
-rank receives (forward; the backward pass sends as much again):
+computes (P, S) alone, the n shards exchange maps to find the state that enters
+each, and the shard adds that state's contribution. A message is as large as a
+state and does not grow with the length. There are two forms. Of n ranks each
+receives these bytes of P and S (forward; the backward pass sends as much):
 
     gather    everybody gets all maps        (n - 1) (P + S)
     permute   prefix by doubling distances   L S + (L - 1) P, L = ceil(log2 n),
@@ -18,16 +18,16 @@ rank receives (forward; the backward pass sends as much again):
 the bytes at n = 8. The state after the row, where it is used, costs `permute`
 an all-reduce of S. Sums travel in promote_types(dtype, float32).
 
-Tokens must lie in contiguous order: rank r holds tokens r T .. (r + 1) T - 1.
-The other orders of context_order.py balance attention and have no recurrence; a
-model that mixes both uses mesh.context_order=contiguous.
+Tokens must be in contiguous order: rank r holds tokens r T .. (r + 1) T - 1.
+The other orders of order.py balance attention and allow no recurrence; a model
+that mixes both uses mesh.context_order=contiguous.
 
-A document that starts cuts P to 0 (and a convolution's taps by its positions),
-so packed rows need nothing more. A Newton scan exchanges the maps of every
-iteration, and the last state of every shard, and all ranks of the region agree
-when to stop. Gradients are plain differentiation around the local ops; in a
-manual region those of the parameters and of the initial state are partial sums
-over the axis, as everywhere.
+The start of a document sets P to 0 (and its positions mask a convolution's
+taps), so packed rows need nothing more. A Newton scan exchanges the maps of
+every iteration, and the last state of every shard, and all ranks of the region
+agree when to stop. Gradients are plain differentiation around the local ops; in
+a manual region those of the parameters and of the initial state are partial
+sums over the axis, as everywhere.
 
 Source: prefix sums over processors, Blelloch 1990; for scans, LASP-2
 (arXiv:2502.07563, gather) and the code of RecurrentGemma (arXiv:2404.07839).
@@ -58,8 +58,8 @@ FORMS = ('gather', 'permute')
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """What is static of one call.
+class ScanPlan:
+  """The static options of one call.
 
   form: of FORMS. axis: the mesh axis that carries the length. sync: mesh axes
   whose ranks stop a Newton scan together; None: all of the region, which its
@@ -77,7 +77,7 @@ class Plan:
       )
 
 
-def received(form, n, decay, state):
+def received(form: str, n: int, decay: int, state: int) -> int:
   """Bytes that a rank receives to learn the state that enters it.
 
   Args:
@@ -90,7 +90,7 @@ def received(form, n, decay, state):
 
 
 def _send(x, axis, by):
-  """What the rank `by` before this one holds; zeros where there is none."""
+  """x of the rank `by` before this one; zeros if there is no such rank."""
   n = lax.axis_size(axis)
   if by >= n:
     return jax.tree.map(jnp.zeros_like, x)
@@ -98,7 +98,7 @@ def _send(x, axis, by):
 
 
 def _from_last(x, axis):
-  """What the last rank holds, on all ranks; not sent where it is not used."""
+  """x of the last rank, on all ranks; XLA drops the sum if it is unused."""
   last = lax.axis_index(axis) == lax.axis_size(axis) - 1
   return lax.psum(jnp.where(last, x, jnp.zeros_like(x)), axis)
 
@@ -158,12 +158,12 @@ def _check_state(op, state, own):
 def gated(
   q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, plan, **options
 ):
-  """pallas_kernels.gated_scan of a split row -> (o_BTHV, state_BHKV).
+  """gated_scan (scans/gated.py) of a sharded row -> (o_BTHV, state_BHKV).
 
   Args:
     q_BTGK .. reset_BT: this shard's tokens, as in gated_scan.
     state_BHKV: before the first token of the row (rank 0's counts), or None.
-    plan: Plan, or None: the row is not split.
+    plan: ScanPlan, or None: the row is not sharded.
     **options: chunk and impl of gated_scan.
 
   Returns:
@@ -186,9 +186,9 @@ def gated(
 def selective(
   x_BTF, dt_BTF, shared_BTUS, rate_FS, reset_BT, state_BFS, plan, *, impl='auto'
 ):
-  """linear_scan_selective.selective_scan of a split row -> (y_BTF, state_BFS).
+  """selective_scan (scans/selective.py) of a sharded row -> (y_BTF, state_BFS).
 
-  Arguments and results as in selective_scan and `gated`; reset_BT is no None.
+  Arguments and results as in selective_scan and `gated`; reset_BT is not None.
   """
   op = functools.partial(linear_scan_selective.selective_scan, impl=impl)
   if plan is None:
@@ -209,9 +209,9 @@ def selective(
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-  """newton_scan.Whole of a row that is split; see there."""
+  """newton.Whole of a sharded row; see there."""
 
-  plan: Plan
+  plan: ScanPlan
   rounds: int
 
   def before(self, last_BMD, state_BMD):
@@ -230,10 +230,10 @@ class _Split:
 
 
 def newton(cell, params, x, reset_BT, state_BMD, valid_BT, plan, **options):
-  """pallas_kernels.newton_scan of a split row -> (h_BTMD, state_BMD, Info).
+  """newton_scan (scans/newton.py), sharded row -> (h_BTMD, state_BMD, Info).
 
   Arguments as in newton_scan and `gated`; Info is the same on all ranks of
-  plan.sync. Step by step, should it come to that, n ranks take n turns of T.
+  plan.sync. The fallback, token by token, takes n rounds of T steps on n ranks.
   """
   if plan is None:
     h, info = newton_scan.newton_scan(
@@ -250,11 +250,11 @@ def newton(cell, params, x, reset_BT, state_BMD, valid_BT, plan, **options):
 def causal_conv(
   x_BTD, w_WD, positions_BT, tail_BRD, valid_BT, plan, *, dilation=1
 ):
-  """pallas_kernels.causal_conv of a split row -> (y_BTD, tail_BRD).
+  """causal_conv (scans/causal_conv.py) of a sharded row -> (y_BTD, tail_BRD).
 
   A rank receives R inputs, from as many ranks before it as hold them. Arguments
   and results as in causal_conv and `gated`; the tail after the row, which costs
-  n R inputs, is only sent where it is used.
+  n R inputs, is sent only if it is used.
   """
   if plan is None:
     return conv_op.causal_conv(
@@ -272,7 +272,7 @@ def causal_conv(
 
 
 def _halo(x_BTD, tail_BRD, axis):
-  """The R inputs before this shard; of the tail what no rank holds."""
+  """The R inputs before this shard; from the tail those that no rank holds."""
   (_, t, _), r = x_BTD.shape, tail_BRD.shape[1]
   parts = []
   for by in reversed(range(1, -(-r // t) + 1)):

@@ -25,7 +25,7 @@ class Narrow:
   sink: Any
 
   def __getitem__(self, index):
-    if index is Ellipsis:  # the same array: a tape knows it by identity
+    if index is Ellipsis:  # all of it: nothing to compute
       return self
     return Narrow(self.value[index], self.sink[index])
 

@@ -89,13 +89,17 @@ def spec(axes, unreduced=()):
   return PartitionSpec(*parts)
 
 
-def of(names):
-  """[Layout] of the products; ValueError if they want x in different ones."""
-  groups = zip(names.equations, names.weights, names.outs, strict=True)
-  ways = [_layout(e, names.x, w, out) for e, w, out in groups]
+def of(equations, x, weights, outs):
+  """Layouts of products that share x, by the logical names of each array.
+
+  Raises:
+    ValueError: they need x in different layouts.
+  """
+  groups = zip(equations, weights, outs, strict=True)
+  ways = tuple(_layout(e, x, w, out) for e, w, out in groups)
   if len({way.x_whole for way in ways}) > 1:
     raise ValueError(
-      f'products {names.equations} share {names.x}, but need it laid out '
+      f'products {equations} share {x}, but need it laid out '
       f'differently: {[way.x_whole for way in ways]}.'
     )
   return ways

@@ -13,9 +13,11 @@ together take the operations of the joint backward pass.
     taped = Taped(zeros)        differentiated with respect to those zeros
     taped = Taped(zeros, True)  x as it came, to lie until B gathers it: `whole`
 
-Works inside a scan: a Taped function returns its records as values.
+Works inside a scan: a Taped function returns its records as values. `Tapes` is
+what one phase hands to the other, a pytree.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -23,17 +25,18 @@ import jax
 import jax.numpy as jnp
 
 from paraxis.sharding.tensor import narrow
-from paraxis.sharding.tensor import product_layouts
 from paraxis.sharding.tensor import project
+
+SCANNED = 0  # the part whose arrays have one more axis: units of a scan
 
 
 class Record(NamedTuple):
   """What is static of one group of products.
 
-  names: of project. owners: of each weight, what `own` called it.
+  owners: (path, row of it in a unit) of each weight (project.Owned).
   """
 
-  names: Any
+  group: project.Group
   owners: tuple
 
 
@@ -48,27 +51,25 @@ class Tape:
   def __init__(self, zeros, as_it_came=False):
     self._zeros = None if zeros is None else iter(zeros)
     self._as_it_came = as_it_came
-    self._owners, self.static, self.arrays = {}, [], []
+    self.static, self.arrays = [], []
 
-  def own(self, values, name):
-    """Says what {path: parameter} are: name(path)."""
-    # The parameters are kept: an id is one object's only while it lives.
-    read = {p: narrow.read(v) for p, v in values.items()}
-    self._owners |= {id(v): (name(p), v) for p, v in read.items()}
-
-  def product(self, names, x, weights):
-    """project.project, recorded; never as a ring."""
-    names = names._replace(ring=False)
+  def product(self, group, x, weights, owners):
+    """The outputs of project.project, recorded; never as a ring."""
+    if None in owners:
+      raise ValueError(
+        f'products {group.equations}: a weight names no owner, so that its '
+        'gradient cannot be taken apart from the backward pass; hand it to '
+        'project as models/parameter.py: operand gives it.'
+      )
     weights = tuple(map(narrow.read, weights))
-    owners = tuple(self._owners[id(w)][0] for w in weights)
-    self.static.append(Record(names, owners))
+    self.static.append(Record(group, tuple(owners)))
     if self._zeros is None:
-      shapes = jax.eval_shape(functools.partial(_shapes, names), x, weights)
+      shapes = jax.eval_shape(functools.partial(_shapes, group), x, weights)
       zeros = tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)
-      outs, whole = _product(names, x.dtype, x, zeros, *weights)
+      outs, whole = _product(group, x.dtype, x, zeros, *weights)
       self.arrays.append((whole, zeros))
     else:
-      outs, whole = _product(names, x.dtype, x, next(self._zeros), *weights)
+      outs, whole = _product(group, x.dtype, x, next(self._zeros), *weights)
       self.arrays.append(x if self._as_it_came else whole)
     return outs
 
@@ -94,40 +95,31 @@ class Taped:
     return y, tape.arrays
 
 
-def own(values, name):
-  """Tells the tape in force, if any, what parameters are."""
-  tape = project.tape()
-  if tape is not None:
-    tape.own(values, name)
-
-
-def _shapes(names, x, weights):
+def _shapes(group, x, weights):
   """g of each product, gathered as the product of its weight needs it."""
-  layouts = product_layouts.of(names)
-  whole = project.gathered_input(layouts, x)
+  whole = project.gathered_input(group, x)
+  weights = project.gathered_weights(group, weights, x.dtype)
   return [
-    jnp.einsum(e, whole, project.gathered_weight(w, x.dtype, way))
-    for e, w, way in zip(names.equations, weights, layouts, strict=True)
+    jnp.einsum(e, whole, w)
+    for e, w in zip(group.equations, weights, strict=True)
   ]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(names, dtype, x, zeros, *weights):
+def _product(group, dtype, x, zeros, *weights):
   """dtype: of x, and so of dx and of both factors on the tape."""
-  return _product_forward(names, dtype, x, zeros, *weights)[0]
+  return _product_forward(group, dtype, x, zeros, *weights)[0]
 
 
-def _product_forward(names, dtype, x, zeros, *weights):
+def _product_forward(group, dtype, x, zeros, *weights):
   del dtype, zeros
-  outs, _ = project.forward(names, x, *weights)
-  whole = project.gathered_input(product_layouts.of(names), x)
-  return (outs, whole), weights
+  outs, _ = project.forward(group, x, *weights)
+  return (outs, project.gathered_input(group, x)), weights
 
 
-def _product_backward(names, dtype, weights, cotangents):
+def _product_backward(group, dtype, weights, cotangents):
   gs, _ = cotangents
-  layouts = product_layouts.of(names)
-  dx, gathered = project.back(names, layouts, dtype, weights, gs)
+  dx, gathered = project.input_gradient(group, dtype, weights, gs)
   return dx, tuple(gathered), *[None] * len(weights)
 
 
@@ -136,18 +128,56 @@ _product.defvjp(_product_forward, _product_backward)
 
 def whole(record, x):
   """x of one Record, kept as it came, as `weight_gradients` needs it."""
-  return project.gathered_input(product_layouts.of(record.names), x)
+  return project.gathered_input(record.group, x)
 
 
 def weight_gradients(record, x, gs):
   """[dw] of one Record from the arrays of its tape, in the dtypes of w."""
-  return [
-    project.weight_gradient(e, x, g, dtype, way)
-    for e, g, dtype, way in zip(
-      record.names.equations,
-      gs,
-      record.names.dtypes,
-      product_layouts.of(record.names),
-      strict=True,
+  return project.weight_gradients(record.group, x, gs)
+
+
+def _each(function, record, part):
+  """function(record, ...) over the units of what is scanned."""
+  run = functools.partial(function, record)
+  return jax.vmap(run) if part == SCANNED else run
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tapes:
+  """Both factors of every product of a function whose parts are `Taped`.
+
+  xs, gs: for each part a list, an entry for each Record; None: no such part.
+  records: for each part a tuple of them, static.
+  """
+
+  xs: Any
+  gs: Any
+  records: tuple = dataclasses.field(metadata=dict(static=True))
+
+  def gathered(self):
+    """The same; xs, kept as they came, gathered as the products need them."""
+    xs = tuple(
+      [
+        _each(whole, record, part)(x)
+        for record, x in zip(records, self.xs[part] or (), strict=True)
+      ]
+      for part, records in enumerate(self.records)
     )
-  ]
+    return dataclasses.replace(self, xs=xs)
+
+  def weight_gradients(self):
+    """{path: (layers, ...)} of every weight, rows in order."""
+    rows = {}  # path -> arrays (layers, ...), in order
+    for part, records in enumerate(self.records):
+      slots = {}
+      factors = self.xs[part] or (), self.gs[part] or ()
+      for record, x, g in zip(records, *factors, strict=True):
+        made = _each(weight_gradients, record, part)(x, g)
+        for (path, slot), dw in zip(record.owners, made, strict=True):
+          slots.setdefault(path, {})[slot] = dw if part == SCANNED else dw[None]
+      for path, found in slots.items():
+        stacked = jnp.stack([found[s] for s in sorted(found)], 1)
+        flat = stacked.reshape(-1, *stacked.shape[2:])
+        rows.setdefault(path, []).append(flat)
+    return {path: jnp.concatenate(found) for path, found in rows.items()}

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
@@ -59,9 +60,8 @@ def test_an_integer_is_a_float():
   ],
 )
 def test_a_wrong_value(name, value, words):
-  with pytest.raises(errors.UserError, match='^[^\n]*$') as caught:
+  with support.refused(words):
     schema.view(_with(name, value))
-  assert words in str(caught.value)
 
 
 def test_an_unknown_section():

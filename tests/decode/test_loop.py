@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
@@ -138,8 +139,7 @@ def test_cached_logits_are_uncached_ones(name):
       assert np.isfinite(row[:n]).all() and np.isnan(row[n]).all()
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(aot.missing('tpu') is not None, reason='no libtpu')
+@support.compiles('tpu')
 def test_a_step_for_a_tpu_runs_the_kernel_in_every_layer():
   """Full, windowed, latent attention and that within chunks."""
   config = schema.view(

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 from jax.sharding import PartitionSpec as P
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
@@ -42,20 +43,15 @@ def config(rules='fsdp_tensor', mesh=(), length=256, memory='', **fields):
   ],
 )  # fmt: skip
 def test_a_model_that_contradicts_itself(fields, words):
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(*words):
     build.build(config(**fields))
-  assert '\n' not in str(e.value)
-  for word in words:
-    assert word in str(e.value)
 
 
 def test_a_position_table_bounds_the_length():
   model = schema.Model(**SMALL, position='learned', max_positions=16)
   model_checks.check_length(model, 16, 'data.sequence_length')
-  with pytest.raises(errors.UserError) as e:
+  with support.refused('data.sequence_length is 17', 'model.max_positions=16'):
     model_checks.check_length(model, 17, 'data.sequence_length')
-  for word in ('data.sequence_length is 17', 'model.max_positions=16'):
-    assert word in str(e.value)
   model_checks.check_length(schema.Model(**SMALL), 10**6, 'anything')
 
 
@@ -75,11 +71,8 @@ def test_a_position_table_bounds_the_length():
   ],
 )  # fmt: skip
 def test_a_size_that_its_mesh_axes_do_not_divide(mesh, fields, words):
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(*words):
     build.build(config(**fields), mesh)
-  assert '\n' not in str(e.value)
-  for word in words:
-    assert word in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -93,19 +86,17 @@ def test_a_size_that_its_mesh_axes_do_not_divide(mesh, fields, words):
   ],
 )
 def test_a_mesh_that_does_not_fit(mesh, rules, words):
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(*words):
     build.build(config(rules), mesh)
-  for word in words:
-    assert word in str(e.value)
 
 
 def test_rows_are_spread_over_the_batch_shards():
   built = build.build(config(), 'data=2,fsdp=2,tensor=2')
   build.check_rows(8, built, 'train.batch_size')
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(
+    'train.batch_size', "'batch' has size 6", 'data=2 x fsdp=2'
+  ):
     build.check_rows(6, built, 'train.batch_size')
-  for word in ('train.batch_size', "'batch' has size 6", 'data=2 x fsdp=2'):
-    assert word in str(e.value)
 
 
 def test_tokens_are_spread_over_the_length_shards():
@@ -113,10 +104,10 @@ def test_tokens_are_spread_over_the_length_shards():
   mesh = 'data=2,context=2,tensor=2'
   built = build.build(config(), mesh)
   build.check_tokens(8, built, 'data.sequence_length=8')
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(
+    'data.sequence_length=6', 'context=2 x tensor=2', '4 shards'
+  ):
     build.check_tokens(6, built, 'data.sequence_length=6')
-  for word in ('data.sequence_length=6', 'context=2 x tensor=2', '4 shards'):
-    assert word in str(e.value)
   whole = build.build(config(mesh=dict(sequence=False)), mesh)
   build.check_tokens(6, whole, 'data.sequence_length=6')
   with pytest.raises(errors.UserError, match="'length' has size 7"):
@@ -238,11 +229,8 @@ def test_a_layout_that_cannot_be(mesh, rules, choices, words):
     rules, choices, num_heads=4, num_kv_heads=4, d_model=20, head_dim=2,
     d_ff=24,
   )  # fmt: skip
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(*words):
     build.build(given, mesh)
-  assert '\n' not in str(e.value)
-  for word in words:
-    assert word in str(e.value), str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -255,11 +243,8 @@ def test_a_layout_that_cannot_be(mesh, rules, choices, words):
 )
 def test_a_row_that_the_context_does_not_divide(order, length, words):
   choices = dict(context_order=order)
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(*words):
     build.build(config('data', choices, length), 'context=8')
-  assert '\n' not in str(e.value)
-  for word in words:
-    assert word in str(e.value), str(e.value)
   build.build(config('data', choices, 32), 'context=8')
 
 
@@ -293,9 +278,8 @@ def test_the_command_line_mesh_replaces_the_whole_section():
   ],
 )
 def test_what_would_fail_later(fields, text):
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(text):
     model_checks.check_model(schema.Model(**fields))
-  assert text in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -324,11 +308,8 @@ def test_what_would_fail_later(fields, text):
 def test_a_pipeline_that_does_not_fit(mesh, pipeline, fields, words):
   made = config(**fields)
   made = dataclasses.replace(made, pipeline=schema.Pipeline(**pipeline))
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(*words):
     build.build(made, mesh)
-  assert '\n' not in str(e.value)
-  for word in words:
-    assert word in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -352,8 +333,5 @@ def test_a_pipeline_that_does_not_fit(mesh, pipeline, fields, words):
   ],
 )  # fmt: skip
 def test_experts_that_do_not_fit(mesh, fields, words):
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(*words):
     build.build(config(experts=model_schema.Experts(**fields)), mesh)
-  assert '\n' not in str(e.value)
-  for word in words:
-    assert word in str(e.value)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.models import batch
@@ -20,15 +21,16 @@ from paraxis.models import decoder
 from paraxis.models import memory
 from paraxis.models.mixers import rope
 from paraxis.sharding import annotate
-from paraxis.sharding.sequence import attention as context
+from paraxis.sharding.sequence import order as context_order
 from paraxis.sharding.tensor import project
 from paraxis.train import loss
 from paraxis.train import step
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 # No two sizes agree, so that a shape in compiled text names its array.
 B, T, V, D, F = 24, 10, 64, 16, 32
 LONG = 40  # tokens, where shards of the length must divide them
-QUICK = {'xla_backend_optimization_level': 0}  # to compile
 TINY = dict(
   vocab_size=V, d_model=D, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=F,
   num_layers=2, window=4, dtype='float64', param_dtype='float64',
@@ -36,12 +38,6 @@ TINY = dict(
 )  # fmt: skip
 # Heads for up to 8 shards.
 WIDE = TINY | dict(num_heads=16, num_kv_heads=8, head_dim=2)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def rows(rows=B, length=T, seed=0):
@@ -80,7 +76,7 @@ def randomised(model, seed=0):
 def evaluate(model, params, data):
   """Loss and gradients."""
   run = jax.value_and_grad(functools.partial(loss.next_token, model))
-  return jax.jit(run, compiler_options=QUICK)(params, data)
+  return support.jit(run)(params, data)
 
 
 def assert_close(actual, expected, bound):
@@ -354,14 +350,16 @@ def placed(mesh, kitchen, **choices):
   build.check_rows(B, built, 'batch')
   with build.layout(built):
     run = jax.jit(step.make(built, None, 0.0).grads)
-    return built, run.lower(built.params, put_rows(built)).compile(QUICK)
+    return built, run.lower(built.params, put_rows(built)).compile(
+      support.QUICK
+    )
 
 
 def put_rows(built):
   """The batch on the mesh, its tokens in the order of the context axis."""
   plan, order = built.model.layout.context, slice(None)
   if plan is not None:
-    order = context.permutation(plan.layout, plan.n, LONG)
+    order = context_order.permutation(plan.layout, plan.n, LONG)
   with build.layout(built):
     spec = annotate.spec(('batch', 'length'))
   put = lambda x, s: jax.device_put(x, jax.NamedSharding(built.mesh, s))
@@ -402,8 +400,9 @@ def test_a_dropped_partial_sum_is_seen(monkeypatch):
   whole = project.project
 
   def partial(x, x_names, weights, *rest, **options):
+    missing = np.arange(F)[:, None] < F // 8
     weights = [
-      (e, jnp.where(np.arange(F)[:, None] < F // 8, 0, w), *names)
+      (e, w._replace(value=jnp.where(missing, 0, w.value)), *names)
       if e == 'BTF,FD->BTD'
       else (e, w, *names)
       for e, w, *names in weights

@@ -11,6 +11,7 @@ V vocabulary, L layers.
 
 import functools
 
+import hf_peer
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,27 +24,12 @@ from paraxis.models import decoder
 from paraxis.models.mixers import attention
 from paraxis.train import loss
 
-pytestmark = pytest.mark.hf
-torch = pytest.importorskip('torch', reason='the peer needs torch')
-transformers = pytest.importorskip(
-  'transformers', reason='the peer needs transformers'
-)
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
+torch, transformers = hf_peer.torch, hf_peer.transformers
 
 B, T, V = 2, 24, 48
 D, N, K, H, F = 16, 4, 2, 8, 24
 TOLERANCE = 1e-9
-
-
-class Wide(torch.overrides.TorchFunctionMode):
-  """Within it torch's float32 means float64."""
-
-  def __torch_function__(self, function, types, args=(), kwargs=None):
-    swap = lambda x: torch.float64 if x is torch.float32 else x
-    if function is torch.Tensor.float:
-      function = torch.Tensor.double
-    args = tuple(map(swap, args))
-    kwargs = {k: swap(v) for k, v in (kwargs or {}).items()}
-    return function(*args, **kwargs)
 
 
 SHAPE = dict(
@@ -265,7 +251,7 @@ def peer(name):
   before = torch.get_default_dtype()
   torch.set_default_dtype(torch.float64)
   try:
-    with Wide():
+    with hf_peer.Wide():
       torch.manual_seed(0)
       model = make(config).double().eval()
       with torch.no_grad():  # also scales and biases, or they hide mistakes
@@ -312,12 +298,6 @@ def distance(a, b, scale=None):
   largest = np.abs(b if scale is None else scale).max()
   assert np.isfinite(a).all() and largest > 0
   return np.abs(a - b).max() / largest
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 @pytest.mark.parametrize('name', SHAPES)

@@ -3,14 +3,13 @@
 Legend: T tokens, D model, F mlp, L layers.
 """
 
-import functools
-
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
@@ -18,6 +17,8 @@ from paraxis.models import batch as batch_lib
 from paraxis.models import decoder
 from paraxis.models import memory
 from paraxis.sharding.meter import aot
+
+pytestmark = pytest.mark.usefixtures('float64')
 
 T, D, F, L = 8, 4, 12, 3
 POLICIES = [
@@ -28,18 +29,6 @@ POLICIES = [
   ('full', 'residual=offload,attention=offload'),  # MEMO's
   ('dots', 'up=offload,gate=offload,query=recompute'),
 ]
-
-
-# LLVM's optimisations take half of the time and change no number here.
-jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
-)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def layer(x_TD, w):
@@ -81,22 +70,14 @@ def gradients(w, x, remat, text):
 
 @pytest.fixture(scope='module')
 def expected():
-  with jax.enable_x64(True):
-    run = jit(lambda w, x: gradients(w, x, 'none', ''))
-    return jax.device_get(run(*arrays()))
-
-
-def compare(found, expected):
-  for a, b in zip(
-    jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
-  ):
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.abs(b).max())
+  run = support.jit(lambda w, x: gradients(w, x, 'none', ''))
+  return jax.device_get(run(*arrays()))
 
 
 @pytest.mark.parametrize('remat, text', POLICIES)
 def test_gradients_on_one_device(remat, text, expected):
-  run = jit(lambda w, x: gradients(w, x, remat, text))
-  compare(run(*arrays()), expected)
+  run = support.jit(lambda w, x: gradients(w, x, remat, text))
+  support.close(run(*arrays()), expected)
 
 
 @pytest.mark.parametrize('remat, text', POLICIES[-2:])
@@ -118,7 +99,7 @@ def test_gradients_on_eight_devices(remat, text, manual, expected):
       run = jax.shard_map(
         region, in_specs=specs, out_specs=specs, check_vma=False
       )
-    compare(jax.device_get(jit(run)(*args)), expected)
+    support.close(jax.device_get(support.jit(run)(*args)), expected)
 
 
 def counted(remat, text, layer=layer):
@@ -230,9 +211,8 @@ def test_actions_of_all_names():
   ],
 )
 def test_a_wrong_table(text, words):
-  with pytest.raises(errors.UserError, match='^[^\n]*$') as e:
+  with support.refused(words, f'train.memory={text!r}'):
     memory.policy('full', text)
-  assert words in str(e.value) and f'train.memory={text!r}' in str(e.value)
 
 
 def test_no_host_memory(monkeypatch):
@@ -244,8 +224,7 @@ def test_no_host_memory(monkeypatch):
   memory.policy('full', 'gate=save')  # nothing to offload, nothing to miss
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(bool(aot.missing('tpu')), reason=aot.missing('tpu') or '')
+@support.compiles('tpu')
 def test_host_memory_of_a_tpu():
   """Bytes of the compiled program: L x T x D leave the device, exactly."""
   topology = aot.topology('v5p:2x2x1')

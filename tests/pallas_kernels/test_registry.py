@@ -1,6 +1,7 @@
 """The choice of an implementation: preference, reasons, target."""
 
 import jax
+import kernel_cases
 import pytest
 
 from paraxis.configs.base import errors
@@ -8,8 +9,7 @@ from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
 
-CPU = registry.Target('cpu', 'cpu')
-TPU = registry.Target('tpu', 'TPU v5 lite')
+CPU, TPU = kernel_cases.CPU, kernel_cases.TPU
 
 
 def only(platform):

@@ -8,6 +8,7 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -17,21 +18,16 @@ from paraxis.pallas_kernels import tokamax_adapter
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
-from paraxis.sharding.meter import aot
 
 THERE = importlib.util.find_spec('tokamax') is not None
 needs_tokamax = pytest.mark.skipif(not THERE, reason=tokamax_adapter.MISSING)
-needs_tpu = pytest.mark.skipif(
-  bool(aot.missing('tpu')), reason=str(aot.missing('tpu'))
-)
-CPU = registry.Target('cpu', 'cpu')
-TPU = registry.Target('tpu', 'TPU v5 lite')
+CPU, TPU = kernel_cases.CPU, kernel_cases.TPU
 
 
 def spec(T=1024, dtype='bfloat16', segments=False, **mask):
   x = (1, T, 2, 128)
   mask = attention.Mask(**mask)
-  return attention.Spec(x, x, dtype, mask, segments, False)
+  return attention.AttentionSpec(x, x, dtype, mask, segments, False)
 
 
 @pytest.mark.parametrize('op', ['attention', 'grouped_matmul'])
@@ -126,18 +122,12 @@ def test_grouped_products_are_the_same():
 
 
 @needs_tokamax
-@needs_tpu
-@pytest.mark.aot
+@kernel_cases.compiles('tpu')
 def test_its_kernel_is_in_a_program_for_tpu():
-  topology = aot.topology('v5e:1x1')
-  one = jax.sharding.SingleDeviceSharding(topology.devices[0])
-  make = lambda n: jax.ShapeDtypeStruct(
-    (1, 256, n, 128), 'bfloat16', sharding=one
-  )
+  make = lambda n: jax.ShapeDtypeStruct((1, 256, n, 128), 'bfloat16')
   call = lambda *x: attention.attention(
     *x, attention.Mask(), impl='tokamax/xla'
   )
-  with topology.context():
-    traced = jax.jit(call).trace(make(4), make(2), make(2))
-  text = aot.compile_for(topology, 'tokamax', traced).as_text()
-  assert text.count('custom_call_target="tpu_custom_call"') == 1
+  shapes = make(4), make(2), make(2)
+  program, _ = kernel_cases.compile_on('v5e:1x1', call, *shapes)
+  assert program.as_text().count(kernel_cases.TPU_CALL) == 1

@@ -17,18 +17,14 @@ from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D, N, H = 4, 8, 6, 4, 2
 MESH = 'data=2,context=2,tensor=2'
 RESIDUAL = ('batch', 'residual_length', 'hidden')
 ROWS, WHOLE = ('batch', 'length', 'hidden'), ('batch', None, 'hidden')
 HEADS = ('batch', 'length', 'heads', 'head_dim')
 ALL_HEADS = ('batch', 'length', None, 'head_dim')
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 @pytest.fixture
@@ -101,6 +97,20 @@ def test_use_is_undone():
     assert annotate._rules.get() is rules_lib.preset('data')
     raise KeyError
   assert annotate._rules.get() is before
+
+
+def test_a_mesh_without_rules_is_an_error(cube):
+  """Not a layout that nobody asked for; without a mesh there is none."""
+  x = array(B, T, D)
+  with annotate.use(None):
+    for run in (
+      lambda: annotate.put(x, ROWS),
+      lambda: annotate.carriers('batch'),
+      lambda: annotate.shards('heads'),
+      lambda: annotate.stored(x, RESIDUAL, rules_lib.OPTIMIZER),
+    ):
+      with pytest.raises(LookupError, match=r'annotate\.use\(rules\)'):
+        run()
 
 
 def test_put_and_move_lay_out(cube):

@@ -3,6 +3,7 @@
 import jax
 from jax.sharding import AxisType
 import pytest
+import support
 
 from paraxis.configs.base import errors
 from paraxis.sharding import mesh
@@ -23,11 +24,8 @@ def test_parse():
   ],
 )
 def test_parse_errors(text, words):
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(f'--mesh={text}', *words):
     mesh.parse(text)
-  assert '\n' not in str(e.value)
-  for word in [f'--mesh={text}', *words]:
-    assert word in str(e.value)
 
 
 def test_resolve_names_all_axes_in_order():
@@ -55,10 +53,8 @@ def test_resolve_names_all_axes_in_order():
   ],
 )  # fmt: skip
 def test_resolve_errors(sizes, devices, words):
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(*words):
     mesh.resolve(sizes, devices)
-  for word in words:
-    assert word in str(e.value)
 
 
 def test_factorisations_are_the_most_even_first():
@@ -104,8 +100,5 @@ def test_abstract_needs_no_devices():
   ],
 )
 def test_abstract_fills_nothing_in(sizes, words):
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(*words):
     mesh.abstract(sizes)
-  assert '\n' not in str(e.value)
-  for word in words:
-    assert word in str(e.value)

@@ -3,16 +3,13 @@
 import types
 
 import jax
+import kernel_cases
 import numpy as np
 import pytest
 
 from paraxis.configs.base import errors
 from paraxis.sharding import placement
 from paraxis.sharding.meter import aot
-
-needs_tpu = pytest.mark.skipif(
-  aot.missing('tpu') is not None, reason=f'{aot.missing("tpu")}'
-)
 
 
 def test_one_slice_uses_every_device():
@@ -30,8 +27,7 @@ def test_crosses():
   assert not crosses(1) and not crosses(1, 2) and not crosses()
 
 
-@pytest.mark.aot
-@needs_tpu
+@kernel_cases.compiles('tpu')
 @pytest.mark.parametrize(
   'sizes, across',
   [
@@ -49,8 +45,7 @@ def test_slices_are_divided_among_the_first_axes(sizes, across):
     assert crosses == (axis in across), axis
 
 
-@pytest.mark.aot
-@needs_tpu
+@kernel_cases.compiles('tpu')
 def test_slices_that_do_not_divide():
   devices = aot.topology('v5e:2x2', 3).devices
   with pytest.raises(errors.UserError, match='3 slices: .*data=4,tensor=3'):

@@ -108,7 +108,7 @@ def test_numbers_are_places_in_the_mesh_not_device_ids():
     sharding=jax.NamedSharding(mesh, jax.P(('data', 'tensor'))),
   )
   with jax.set_mesh(mesh):
-    program = compiled.Program(jax.jit(f).lower(x).compile().as_text())
+    program = compiled.CompiledProgram(jax.jit(f).lower(x).compile().as_text())
   (i,) = [
     r.instruction
     for r in program.runs(len)

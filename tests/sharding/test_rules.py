@@ -4,6 +4,7 @@ import math
 
 from jax.sharding import PartitionSpec as P
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
@@ -46,10 +47,8 @@ def test_axes_of_size_one_are_dropped():
 
 
 def test_an_unknown_preset_is_an_error():
-  with pytest.raises(errors.UserError) as e:
+  with support.refused('fsdp_tensor', "Did you mean 'tensor'?"):
     rules.preset('tensr')
-  assert 'fsdp_tensor' in str(e.value)
-  assert "Did you mean 'tensor'?" in str(e.value)
 
 
 def test_an_unknown_logical_axis_is_an_error():
@@ -84,10 +83,8 @@ def test_one_mesh_axis_serves_one_dimension():
   ):
     rules.spec(('heads', 'mlp'), None, rules.preset('tensor'), SIZES)
   twice = rules.preset('fsdp_tensor mlp=fsdp')
-  with pytest.raises(errors.UserError) as e:
+  with support.refused('layers/mlp/up', "'fsdp' serves both 'embed' and 'mlp'"):
     rules.spec(MATRIX, (8, 8), twice, SIZES, 'layers/mlp/up')
-  for word in ('layers/mlp/up', "'fsdp' serves both 'embed' and 'mlp'"):
-    assert word in str(e.value)
   rules.spec(MATRIX, (8, 8), twice, SIZES | dict(fsdp=1))
 
 
@@ -96,9 +93,8 @@ def test_an_idle_mesh_axis_is_an_error():
     ('data', dict(data=4, tensor=2), 'tensor=2'),
     ('fsdp_tensor layers= vocab=tensor', dict(data=4, stage=2), 'stage=2'),
   ):
-    with pytest.raises(errors.UserError) as e:
+    with support.refused(f'mesh axis {axis}', repr(name)):
       rules.preset(name).check_used(sizes)
-    assert f'mesh axis {axis}' in str(e.value) and repr(name) in str(e.value)
   rules.preset('fsdp_tensor').check_used(SIZES)
   rules.preset('replicated').check_used(dict(data=8))  # asked for by name
 
@@ -126,11 +122,8 @@ def test_a_preset_may_be_changed():
   ],
 )  # fmt: skip
 def test_a_change_that_names_no_axis(text, words):
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(f'mesh.rules={text!r}', *words):
     rules.preset(text)
-  assert '\n' not in str(e.value)
-  for word in [f'mesh.rules={text!r}', *words]:
-    assert word in str(e.value)
 
 
 def of(kv_heads=8, sizes=SIZES, **mesh):
@@ -183,18 +176,16 @@ def test_only_stage_3_shards_parameters_over_data(zero):
 
 @pytest.mark.parametrize('name', ['data', 'tensor', 'replicated'])
 def test_stage_3_needs_rules_that_shard_the_width(name):
-  with pytest.raises(errors.UserError) as e:
+  with support.refused('mesh.zero=3', repr(name)):
     of(rules=name, zero=3)
-  text = str(e.value)
-  assert '\n' not in text and 'mesh.zero=3' in text and repr(name) in text
   assert of(rules=name, zero=2).zero == 2
 
 
 def test_stage_3_says_what_does_not_divide():
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(
+    "'embed' has size 6", 'fsdp=2 x data=2', '4 shards', 'is 3.'
+  ):
     rules.spec(MATRIX, (6, 8), of(zero=3), SIZES, 'layers/mlp/up')
-  for word in ("'embed' has size 6", 'fsdp=2 x data=2', '4 shards', 'is 3.'):
-    assert word in str(e.value)
 
 
 STACK = ('layers', 'embed', 'mlp')

@@ -32,7 +32,7 @@ def test_a_branch_counts_as_often_as_its_name_says(name, taken):
   x = jnp.eye(N)
   assert flops.count(program(name), x).total == taken * 2 * N**3
   text = jax.jit(program(name)).lower(x).compile().as_text()
-  runs = compiled.Program(text).runs(weigh=len)
+  runs = compiled.CompiledProgram(text).runs(weigh=len)
   found = [r.times for r in runs if r.instruction.opcode == 'dot']
   assert sum(found) == taken
 
@@ -55,7 +55,7 @@ def test_a_loop_over_data_counts_as_its_name_says():
   x = jnp.eye(N)
   assert flops.count(until_small('about_4_trips'), x).total == 4 * 2 * N**3
   text = jax.jit(until_small('about_4_trips')).lower(x).compile().as_text()
-  runs = compiled.Program(text).runs(weigh=len)
+  runs = compiled.CompiledProgram(text).runs(weigh=len)
   assert sum(r.times for r in runs if r.instruction.opcode == 'dot') == 4
   with pytest.raises(ValueError, match='trip count depends on data'):
     flops.count(until_small('x'), x)

@@ -115,3 +115,14 @@ def losses():
     return out
 
   return read
+
+
+@pytest.fixture(scope='module')
+def quick_to_compile():
+  """Runs of few steps: most of their time is LLVM's."""
+  from paraxis.train.certify import trial
+  from paraxis.train.run import compiling
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(compiling, 'options', trial.quick_options)
+    yield

@@ -89,7 +89,7 @@ FLAGS = {
     ["train.remat='ful'", "Did you mean 'full'?"],
   ),
   'unknown flag': (['--wrokdir=x'], ['wrokdir']),
-  'extra argument': (['more'], ["'more'"]),
+  'extra argument': (['more'], ["unexpected argument 'more'"]),
   'mesh product': (
     ['--mesh=data=3'],
     ['data=3 has 3 places for 8 devices', 'these fit: data=8'],

@@ -66,7 +66,7 @@ def gathers(jaxpr):
 def measured(config):
   """((loss, {path: gradient}), `gathers` of the step)."""
   sizes = dataclasses.astuple(config.mesh)[:6]
-  side = trial.Side(config, jax.devices()[: int(np.prod(sizes))])
+  side = trial.Runner(config, jax.devices()[: int(np.prod(sizes))])
   reference = trial.reference(config, True, jax.devices()[0])
   state = side.start(reference.params)
   with side.job.context():

@@ -9,6 +9,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
@@ -20,29 +21,14 @@ from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
 from paraxis.train.certify import trial
-from paraxis.train.run import compiling
-from paraxis.train.run import metrics
 
-MODEL = dict(
-  vocab_size=32, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24,
-  attention_block=8, dtype='float64', param_dtype='float64',
-)  # fmt: skip
-
-
-def config_of(mesh, layers=2, pipeline=None, **train):
-  return schema.Config(
-    mesh=schema.Mesh(**mesh),
-    pipeline=schema.Pipeline(**pipeline or {}),
-    model=schema.Model(**MODEL, num_layers=layers),
-    data=schema.Data(sequence_length=16),
-    train=schema.Train(batch_size=8, **train),
-  )
+pytestmark = pytest.mark.usefixtures('quick_to_compile')
 
 
 def on_devices(config):
-  """(trial.Side, its state, trial.Reference)."""
+  """(trial.Runner, its state, trial.Reference)."""
   sizes = dataclasses.astuple(config.mesh)[:6]
-  side = trial.Side(config, jax.devices()[: int(np.prod(sizes))])
+  side = trial.Runner(config, jax.devices()[: int(np.prod(sizes))])
   reference = trial.reference(config, True, jax.devices()[0])
   return side, side.start(reference.params), reference
 
@@ -82,8 +68,8 @@ def in_order(side, gradients):
 def test_stored_activations_equal_those_computed_again(double, pipeline, remat):
   found = []
   for activations in ('recompute', 'store'):
-    config = config_of(
-      dict(stage=2, tensor=2), 5, pipeline | dict(activations=activations),
+    config = support.piped(
+      dict(stage=2, tensor=2), pipeline | dict(activations=activations), 5,
       remat=remat,
     )  # fmt: skip
     side, state, reference = on_devices(config)
@@ -103,14 +89,14 @@ def test_what_is_stored_holds_no_parameter(double, schedule, unroll):
   kept = []
 
   class Spy(pipeline_step.Pipeline):
-    def forward(self, values, x, i, on):
-      y, rows = super().forward(values, x, i, on)
+    def forward(self, values, x, context, mask):
+      y, rows = super().forward(values, x, context, mask)
       whole = {v.shape for v in values.values()}
-      kept.append((rows, whole | {shape[1:] for shape in whole}))
+      kept.append((rows.arrays, whole | {shape[1:] for shape in whole}))
       return y, rows
 
-  config = config_of(
-    dict(stage=2), 4, dict(activations='store', schedule=schedule)
+  config = support.piped(
+    dict(stage=2), dict(activations='store', schedule=schedule)
   )
   model = dataclasses.replace(config.model, unroll=unroll)
   config = dataclasses.replace(config, model=model)
@@ -141,7 +127,7 @@ def test_what_is_stored_holds_no_parameter(double, schedule, unroll):
 )
 def test_evaluation_equals_one_device(double, pipeline, layers):
   side, state, reference = on_devices(
-    config_of(dict(stage=2, data=2), layers, pipeline)
+    support.piped(dict(stage=2, data=2), pipeline, layers)
   )
   # An evaluation takes the rows of one microbatch.
   rows = side.job.config.microbatch_rows
@@ -152,16 +138,16 @@ def test_evaluation_equals_one_device(double, pipeline, layers):
     side.job.config, mesh=schema.Mesh(), pipeline=schema.Pipeline(),
     train=dataclasses.replace(side.job.config.train, batch_size=rows),
   )  # fmt: skip
-  one = trial.Side(plain, jax.devices()[:1])
+  one = trial.Runner(plain, jax.devices()[:1])
   wanted = one.evaluate(one.start(reference.params), batch)
   assert abs(side.evaluate(state, batch) / wanted - 1) < 1e-12
-  other = batch._replace(tokens=(batch.tokens + 1) % MODEL['vocab_size'])
+  other = batch._replace(tokens=(batch.tokens + 1) % 32)
   assert abs(side.evaluate(state, other) / wanted - 1) > 1e-6
 
 
 def test_one_microbatch_on_stages_equals_one_device(double):
   """Its batch has no axis of microbatches."""
-  config = config_of(dict(stage=2), pipeline=dict(microbatches=1))
+  config = support.piped(dict(stage=2), dict(microbatches=1), 2)
   side, state, reference = on_devices(config)
   loss, gradients = side.gradients(state, reference.batches[0])
   assert float(loss) == pytest.approx(reference.loss, rel=1e-12)
@@ -226,18 +212,11 @@ def test_a_sum_that_is_left_out_shows_in_its_leaf_alone(
   double, monkeypatch, path
 ):
   monkeypatch.setattr(step_lib._PerShard, 'final', without_sum(path))
-  assert differing(*on_devices(config_of(CUBE))) == ({path} if path else set())
+  found = differing(*on_devices(support.piped(CUBE, layers=2)))
+  assert found == ({path} if path else set())
 
 
 # ---------------------------------------------------------------- whole runs
-
-
-@pytest.fixture(autouse=True, scope='module')
-def quick_to_compile():
-  """Runs of few steps: most of their time is LLVM's."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(compiling, 'options', trial.quick_options)
-    yield
 
 
 STAGES, DATA, ONE = dict(stage=2, data=2), dict(data=4), dict(data=1)
@@ -262,8 +241,7 @@ def train(tiny, workdir, mesh, said):
     run_config(tiny, mesh), workdir, say=said.append,
     devices=devices_of(mesh),
   )  # fmt: skip
-  rows = metrics.read(workdir)
-  return {s: r['train/loss'] for s, r in rows.items() if 'train/loss' in r}
+  return support.losses(workdir)
 
 
 @pytest.fixture(scope='module')
@@ -312,24 +290,23 @@ def fingerprints(store, step):
 def read_and_save(tiny, source, mesh, target):
   """A checkpoint read on a mesh and saved from there: its fingerprints."""
   job = job_lib.of_shapes(run_config(tiny, mesh), '', devices_of(mesh))
-  with job.context(), store_lib.Store(source, asynchronous=False) as store:
+  open_ = lambda run: store_lib.Store(run / 'checkpoints', asynchronous=False)
+  with job.context(), open_(source) as store:
     shapes = state_lib.flatten(job.state)
     like = state_lib.in_order(shapes, job.model)
     step, tree, meta = store.restore_latest_good(like)
     flat = state_lib.on_stages(tree, shapes, job.model)
     state = state_lib.unflatten(job.state, flat)
     assert all(flat[p].shape == shapes[p].shape for p in shapes)
-    with store_lib.Store(target, asynchronous=False) as other:
+    with open_(target) as other:
       tree = state_lib.in_order(state_lib.flatten(state), job.model)
       other.save(step, tree, state_lib.axes(state, job.model), meta)
-      return fingerprints(other, step)
+  return support.fingerprints(target, step)
 
 
 def test_the_state_is_bitwise_the_same_on_any_mesh(tiny, on_stages, tmp_path):
-  first = on_stages[0] / 'checkpoints'
-  with store_lib.Store(first, read_only=True) as store:
-    wanted = fingerprints(store, 3)
+  wanted = support.fingerprints(on_stages[0], 3)
   there, back = tmp_path / 'there', tmp_path / 'back'
-  assert read_and_save(tiny, first, DATA, there) == wanted
+  assert read_and_save(tiny, on_stages[0], DATA, there) == wanted
   assert read_and_save(tiny, there, STAGES, back) == wanted
   assert len(set(wanted.values())) > 20  # leaves differ, so orders would show

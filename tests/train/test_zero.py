@@ -20,6 +20,7 @@ import re
 import jax
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
@@ -31,8 +32,8 @@ from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
 
-QUICK = {'xla_backend_optimization_level': 0}  # to compile
-jit = functools.partial(jax.jit, compiler_options=QUICK)
+pytestmark = pytest.mark.usefixtures('float64')
+
 A, B, T, D, V, L, STEPS = 2, 16, 24, 16, 64, 2, 3
 MODEL = dict(
   vocab_size=V, d_model=D, num_layers=L, num_heads=4, num_kv_heads=2, d_ff=40,
@@ -47,12 +48,6 @@ CASES = [
 ]  # fmt: skip
 MUON = [(WIDE, 'annotated', 1), (CUBE, 'explicit', 1), (CUBE, 'annotated', 2),
         (CUBE, 'explicit', 3)]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def batch(step):
@@ -106,7 +101,7 @@ def gradient(mesh, collectives='annotated', zero=0):
   """Compiled gradients of a layout: they do not know the optimizer."""
   job = job_of(mesh, collectives=collectives, zero=zero)
   with job.context():
-    run = jit(step_lib.make(job.built, job.optimizer, 1.0).grads)
+    run = support.jit(step_lib.make(job.built, job.optimizer, 1.0).grads)
     return run.lower(job.built.params, job.put(batch(0))).compile()
 
 
@@ -117,11 +112,11 @@ def trained(mesh, collectives='annotated', zero=0, optimizer='adamw'):
   run = gradient(mesh, collectives, zero)
   with job.context():
     params = on_mesh(job)
-    inner = jit(job.optimizer.init)(params)
+    inner = support.jit(job.optimizer.init)(params)
     everywhere = jax.NamedSharding(job.mesh, jax.P())
     zeros = [jax.device_put(np.int32(0), everywhere) for _ in range(3)]
     first = state = state_lib.State(params, inner, *zeros)
-    update = jit(step_lib.make(job.built, job.optimizer, 1.0).update)
+    update = support.jit(step_lib.make(job.built, job.optimizer, 1.0).update)
     losses = []
     for i in range(STEPS):
       loss, grads = run(state.params, job.put(batch(i)))

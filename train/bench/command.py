@@ -1,9 +1,9 @@
-"""The bench command: paraxis against minimal plain JAX, in one interleaved run.
+"""The bench command: paraxis against minimal plain JAX, interleaved.
 
     paraxis bench step
 
-It compares CPU-seconds, not wall time, and says how far a ratio is from its
-target. It measures and never tests: nothing fails when a target is missed.
+It compares CPU-seconds, not wall time, and prints each ratio beside its target.
+A missed target is no failure.
 Nothing here imports jax or NumPy before the arguments are read.
 """
 
@@ -12,59 +12,39 @@ import os
 import subprocess
 import sys
 
-from absl import flags
-
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.train.bench import measure
 
-# name -> (module, function, virtual CPU devices in the process)
+# name, also of the function -> (module, virtual CPU devices, help)
 BENCHES = {
-  'step': ('train', 'step', 1),
-  'attention': ('train', 'attention', 1),
-  'layouts': ('train', 'layouts', 8),
-  'context': ('context', 'context', 8),
-  'pipeline': ('pipeline', 'pipeline', 8),
-  'kernels': ('kernels', 'kernels', 1),
-  'decode': ('decode', 'decode', 1),
-  'data': ('data', 'data', 1),
-  'startup': ('startup', 'startup', 1),
-}
-
-HELP = """\
-paraxis bench NAME [flags]
-
-Measures paraxis beside a minimal plain-JAX program in one interleaved run
-(A B A B ...) and prints min, median and max of both, of their ratio within a
-round, and the target. Figures are CPU-seconds of the process, which a shared
-machine disturbs little; on an accelerator, device time. Nothing fails when a
-target is missed.
-
-  step       one training step, and compiling it, one device: plain JAX
-  attention  forward and backward at length 4096: jax.nn.dot_product_attention
-  layouts    a step on 8 virtual CPU devices: the same on one
-  context    attention over a sequence on 8 virtual CPU devices, every form
-  pipeline   a step on stages, every schedule: the same work without stages
-  kernels    every op: what XLA makes of its definition; TPU schedules: splash
-  decode     tokens one by one, batch 1: the time to read the parameters
-  data       packing documents into rows: grain's first-fit
-  startup    process start to first step done: a plain JAX program
-  all        all of them, each in a process of its own
-
-  --rounds=N   measured rounds (default 5), after one that is not
-  --quick      tiny sizes, to see that it runs; no target is judged
-  --json       one JSON document on stdout instead of the table
-  --markdown   one line per target, as a Markdown table
-  --tune=FILE  kernels only: search block sizes, write them to FILE
-"""
-
-
-def _define(values):
-  flags.DEFINE_integer('rounds', 5, '', lower_bound=1, flag_values=values)
-  for name in ('quick', 'json', 'markdown'):
-    flags.DEFINE_boolean(name, False, '', flag_values=values)
-  flags.DEFINE_string('tune', None, '', flag_values=values)
+  'step': ('train', 1, 'a training step and its compilation: plain JAX'),
+  'attention': (
+    'train', 1,
+    'forward and backward at length 4096: jax.nn.dot_product_attention',
+  ),
+  'layouts': ('train', 8, 'a step on 8 virtual CPU devices: one device'),
+  'context': (
+    'context', 8,
+    'every form of context parallel attention on 8 virtual CPU devices',
+  ),
+  'pipeline': (
+    'pipeline', 8,
+    'a step on pipeline stages, every schedule: the same without stages',
+  ),
+  'kernels': (
+    'kernels', 1,
+    "every op: XLA's compilation of its definition; TPU schedules: splash",
+  ),
+  'decode': (
+    'decode', 1, 'tokens one by one, batch 1: the time to read the parameters'
+  ),
+  'data': ('data', 1, "packing documents into rows: grain's first-fit"),
+  'startup': (
+    'startup', 1, 'process start to the end of the first step: plain JAX'
+  ),
+}  # fmt: skip
 
 
 def _say(line):
@@ -84,7 +64,7 @@ def _devices(count):
 
 
 def _load():
-  """' load 0.52' of the machine over the last minute, where it tells."""
+  """', load 0.52', the load average of the last minute, where available."""
   try:
     return f', load {os.getloadavg()[0]:.1f}'
   except OSError:
@@ -92,14 +72,12 @@ def _load():
 
 
 def run(name, rounds, quick):
-  """One bench in this process -> measure.Report."""
-  module, function, count = BENCHES[name]
+  """One bench in this process -> measure.BenchReport."""
+  module, count, _ = BENCHES[name]
   _devices(count)
   before = _load()
   bench = importlib.import_module(f'paraxis.train.bench.{module}')
-  report = getattr(bench, function)(
-    rounds, quick, lambda s: _say(f'{name}: {s}')
-  )
+  report = getattr(bench, name)(rounds, quick, lambda s: _say(f'{name}: {s}'))
   import jax
 
   report.notes.append(
@@ -138,12 +116,7 @@ def _tune(name, path, rounds):
   return errors.EXIT_OK
 
 
-def main(argv):
-  """Runs the command; argv: arguments after its name. -> exit code."""
-  if any(arg in ('--help', '-help', '-h') for arg in argv):
-    print(HELP, end='')
-    return errors.EXIT_OK
-  values, _, names = command_line.parse(argv, _define)
+def _bench(values, _, names):
   known = (*BENCHES, 'all')
   if len(names) != 1 or names[0] not in known:
     given = ' '.join(names)
@@ -161,12 +134,40 @@ def main(argv):
   if values.json:
     print(measure.to_json(reports))
   elif values.markdown:
-    command = ' '.join(['paraxis bench', *argv])
-    print(measure.summary(reports, command))
+    command = f'paraxis bench {name} --markdown --rounds={rounds}'
+    print(measure.summary(reports, command + ' --quick' * quick))
   else:
     print('\n\n'.join(measure.text(r) for r in reports))
   return errors.EXIT_OK
 
+
+COMMAND = command_line.Command(
+  _bench,
+  'bench',
+  'NAME | all',
+  'measure CPU-seconds, or device time, beside plain JAX',
+  (
+    (
+      'positive',
+      'rounds=N',
+      5,
+      'measured rounds, after one warm-up round',
+    ),
+    (bool, 'quick', False, 'tiny sizes, to see that it runs; no verdicts'),
+    (bool, 'json', False, 'print one JSON document instead of the table'),
+    (bool, 'markdown', False, 'print one Markdown table row per target'),
+    (str, 'tune=FILE', None, 'kernels: search block sizes, write them to FILE'),
+  ),
+  words=None,
+  notes=(
+    'Benches, and what each is compared with in interleaved rounds:',
+    *(f'  {name:9}  {text}' for name, (*_, text) in BENCHES.items()),
+    '  all        all benches, each in its own process',
+    'The table has min, median and max of both, of their ratio within a round,',
+    'and its target. A missed target does not change the exit code.',
+  ),
+)
+main = COMMAND
 
 if __name__ == '__main__':
   sys.exit(command_line.run(main, sys.argv[1:]))

@@ -121,11 +121,12 @@ def data(rounds, quick, say):
   """Tokens packed per CPU-second, shuffled, rows assembled."""
   now = time.process_time
   made = corpus(lengths(200 if quick else 4000))
-  report = measure.Report(
+  report = measure.BenchReport(
     'data',
     f"{len(made.held)} documents with lengths of the fixture's, "
     f'{len(made.tokens):,} tokens; grain with {BINS} bins',
     measure.CPU,
+    not quick,
   )
   for length in (256,) if quick else (1024, 2048):
     speeds, fills = {}, {}
@@ -162,13 +163,11 @@ def data(rounds, quick, say):
         f'T{length}: speed of {name} / {grain_name}',
         measure.ratios(speeds[name], speeds[grain_name]),
         5.0,
-        judged=not quick,
       )
     report.check(
       f'T{length}: fill of ours first_fit',
       [fills['ours first_fit']],
       FILL,
-      judged=not quick,
     )
     report.notes.append(
       f'T{length} fill: ' + ', '.join(f'{k} {v:.1%}' for k, v in fills.items())

@@ -127,12 +127,13 @@ def decode(rounds, quick, say):
   made = {k: _twice(f, now) for k, f in made.items()}
   times = measure.interleave(made, rounds, now, say)
   m = c.model
-  report = measure.Report(
+  report = measure.BenchReport(
     'decode',
     f'V{m.vocab_size} D{m.d_model} N{m.num_heads} L{m.num_layers} '
     f'F{m.d_ff}, float32, greedy, batch 1, {new} tokens after {PROMPT}, '
     f'{size / 1e6:.1f} MB read per token',
     label,
+    not quick,
   )
   for suffix in ('', ' (wall)'):
     speeds = {
@@ -154,7 +155,6 @@ def decode(rounds, quick, say):
       f'speed of ours / byte limit{suffix}',
       measure.ratios(speeds[f'ours{suffix}'], limit),
       0.8,
-      judged=not quick,
     )
     report.notes.append(
       f'plain JAX / byte limit{suffix}: '

@@ -21,7 +21,7 @@ Legend: B rows, T tokens, N heads, H head size.
 
 import functools
 import time
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 from jax.experimental.pallas.ops.tpu import splash_attention
@@ -76,8 +76,9 @@ def _splash(q, k, v, mask):
     head_shards=1,
     q_seq_shards=1,
   )
-  q, k, v = ((x).transpose(0, 2, 1, 3) for x in (q * mask.scale, k, v))
-  return jax.vmap(kernel)(q.astype(k.dtype), k, v).transpose(0, 2, 1, 3)
+  q, k, v = (x.transpose(0, 2, 1, 3) for x in (q * mask.scale, k, v))
+  o = cast(jax.Array, jax.vmap(kernel)(q.astype(k.dtype), k, v))
+  return o.transpose(0, 2, 1, 3)
 
 
 def _cudnn(q, k, v, mask):
@@ -90,7 +91,7 @@ def _tokamax(q, k, v, mask):
   form = tokamax_adapter.form(registry.current_target())
   return tokamax_adapter.load().dot_product_attention(
     q, k, v, scale=mask.scale, is_causal=True,
-    implementation=form.partition('_')[0],
+    implementation=(form or '').partition('_')[0],
   )  # fmt: skip
 
 
@@ -196,7 +197,7 @@ def kernels(rounds, quick, say, sizes=None):
   mask = attention.Mask(scale=h**-0.5)
   spec = attention.spec_of(*arrays[:2], mask, None, None)
   found, refused = steps(mask, spec)
-  report = measure.Report(
+  report = measure.BenchReport(
     'kernels',
     f'attention B{b} T{t} N{n} H{h}, causal, bfloat16, '
     f'{registry.current_target()}',
@@ -217,6 +218,6 @@ def kernels(rounds, quick, say, sizes=None):
   ours = attention.choose(spec=spec)[0].name
   against(report, times, ours, judged=not quick)
   report.notes += [
-    f'{name} is not here: {why}' for name, why in refused.items()
+    f'{name} is not available: {why}' for name, why in refused.items()
   ]
   return report

@@ -1,13 +1,13 @@
-"""`paraxis doctor --kernels`: every op, compiled for chips that are not there.
+"""`paraxis doctor --kernels`: all ops, compiled ahead of time for TPU and GPU.
 
 One line per (op, implementation, chip): compiled, with how many kernels the
 program calls and the most memory it has in use; refused, with the reason of the
-implementation (registry.py); failed, which is a fault of ours; or not tried,
-where what compiles for the chip is not installed. Nothing is run.
+implementation (registry.py); failed, which is a bug of paraxis; or not tried,
+because the compiler for the chip is not installed. Nothing is run.
 
 A program is the op with its gradients (where it has any) at one small shape, in
 the dtype that it is used in. Custom calls are counted in the compiled text, so
-that a kernel which is not there cannot be missed: an XLA form calls none.
+that a missing kernel is noticed: an XLA form calls none.
 
 Legend: B rows, T tokens, N query heads, K kv heads, H head size, D model,
 E groups, F outputs, V vocabulary.
@@ -50,7 +50,7 @@ KERNELS = (
 _FAULTS = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
 
-class Row(NamedTuple):
+class KernelRow(NamedTuple):
   """One line of the matrix.
 
   state: 'compiled', 'refused', 'failed' or 'not tried', all but the first with
@@ -180,7 +180,7 @@ def trace(op, implementation, topology):
 
 
 def _reason(op, implementation, error):
-  """What the registry says of one implementation, without what is around."""
+  """The registry's reason for one implementation, cut out of its message."""
   found = re.search(
     rf'{op}: cannot run on .*?: {implementation}: (.*); use', error
   )
@@ -188,8 +188,8 @@ def _reason(op, implementation, error):
 
 
 def row(op, implementation, name, topology):
-  """`Row` of one program; `name` is what the chip is called in it."""
-  make = functools.partial(Row, op, implementation, name)
+  """`KernelRow` of one program; `name` is what the chip is called in it."""
+  make = functools.partial(KernelRow, op, implementation, name)
   try:
     traced = trace(op, implementation, topology)
   except errors.UserError as error:
@@ -198,12 +198,12 @@ def row(op, implementation, name, topology):
     compiled = aot.compile_for(topology, op, traced)
   except (errors.UserError, *_FAULTS) as error:
     return make('failed', ' '.join(str(error).split())[:200])
-  kernels = len(KERNEL.findall(compiled.as_text()))
+  kernels = len(KERNEL.findall(compiled.as_text() or ''))
   return make('compiled', '', kernels, aot.memory(compiled).peak)
 
 
 def rows(targets=TARGETS, ops=None):
-  """`Row`s of all implementations of `ops` (default: all) for all targets.
+  """`KernelRow`s of all implementations of `ops` (default: all) on `targets`.
 
   Args:
     targets: names of topologies (target.py), one device of each is used.
@@ -216,22 +216,22 @@ def rows(targets=TARGETS, ops=None):
     for op in ops or PROGRAMS:
       for implementation, _, _ in registry.explain(op):
         if lacking:
-          yield Row(op, implementation, kind, 'not tried', lacking)
+          yield KernelRow(op, implementation, kind, 'not tried', lacking)
         else:
           yield row(op, implementation, kind, topology)
 
 
 def line(found):
-  """`Row` as text."""
-  told = f'{found.state}: {found.reason}'
+  """`KernelRow` as text."""
+  text = f'{found.state}: {found.reason}'
   if found.state == 'compiled':
-    told = (
+    text = (
       f'compiled, {found.kernels} kernels, peak {found.peak / 2**20:.1f} MiB'
     )
-  return f'{found.op:16} {found.implementation:10} {found.target:5} {told}'
+  return f'{found.op:16} {found.implementation:10} {found.target:5} {text}'
 
 
-# Kinds of device whose blocks are told, as jax prints them, by platform.
+# Kinds of device whose blocks are printed, (platform, jax's device_kind).
 KINDS = (
   ('tpu', 'TPU v5 lite'), ('tpu', 'TPU v5'), ('tpu', 'TPU v6 lite'),
   ('tpu', 'TPU7x'), ('gpu', 'NVIDIA H100 80GB HBM3'),
@@ -247,14 +247,14 @@ def block_lines(kinds=KINDS, heads=(64, 128)):
   for platform, kind in kinds:
     for head in heads:
       call = attention_blocks.Call(head, 'bfloat16', True, kind)
-      told = []
+      shown = []
       for which in ('forward', 'dq', 'dkv'):
         found = attention_blocks.choose(platform, which, call)
         size = 'x'.join(map(str, found.block))
-        told.append(f'{which} {size} ({found.source})')
-      yield f'blocks of attention, {kind}, head size {head}: {", ".join(told)}'
+        shown.append(f'{which} {size} ({found.source})')
+      yield f'blocks of attention, {kind}, head size {head}: {", ".join(shown)}'
   for row in block_table.rows().values():
-    yield f'{" ".join(map(str, row.key))}: {row.told()}'
+    yield f'{" ".join(map(str, row.key))}: {row.report()}'
 
 
 def run(targets=TARGETS, say=print):

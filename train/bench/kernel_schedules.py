@@ -1,4 +1,4 @@
-"""Static schedules of the attention kernels for TPU, beside jax's splash.
+"""Static TPU schedules of the attention kernels, compared with jax's splash.
 
 libtpu writes, for each kernel, the bundles of instructions that it made and
 which units each of them uses (a TPU core issues one bundle a cycle, if nothing
@@ -7,8 +7,8 @@ matrix units' slots in use, and registers stored because there were too few.
 
 These are static figures of a compiled program, not measurements: waiting for
 memory is not in them, and what runs once is counted like what runs always. Of
-ours the full and the partial blocks are compiled apart (a visit runs one of
-them; a program that has both would count both). Splash has one kind, with a
+ours the full and the partial blocks are compiled separately (a visit runs one
+of them; a program with both would count both). Splash has one kind, with a
 mask; block sizes are equal.
 
 The options must be in the environment before libtpu is loaded, so programs are
@@ -25,7 +25,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from typing import NamedTuple
+from typing import NamedTuple, cast
+from unittest import mock
 
 import jax
 from jax.experimental.pallas.ops.tpu import splash_attention
@@ -45,8 +46,8 @@ _FILE = re.compile(
 _OPTIONS = '--xla_jf_dump_to={} --xla_jf_dump_llo_text=true'
 
 
-class Schedule(NamedTuple):
-  """Of one kernel. mxu: share of the matrix units' slots. spills: stores."""
+class StaticSchedule(NamedTuple):
+  """Of a kernel. mxu: share of the matrix units' slots; spills: stores."""
 
   bundles: int
   mxu: float
@@ -54,7 +55,7 @@ class Schedule(NamedTuple):
 
 
 def read(text):
-  """`Schedule` of the compiler's table of units per bundle.
+  """`StaticSchedule` of the compiler's table of units per bundle.
 
   Raises:
     ValueError: the text is not such a table.
@@ -70,22 +71,19 @@ def read(text):
   rows = [line.split() for line in found['rows'].splitlines() if line.strip()]
   column = lambda name: sum(int(row[names.index(name)]) for row in rows)
   share = column('MXU') / (most['MXU'] * len(rows))
-  return Schedule(len(rows), share, column('VSTORE:SPILL'))
+  return StaticSchedule(len(rows), share, column('VSTORE:SPILL'))
 
 
-@contextlib.contextmanager
 def _one_branch(kind):
-  """Our kernels with the branch for one kind of block: to look at, not to run.
+  """Context: our kernels compile the branch for one kind of block alone.
 
-  A causal mask has both kinds, so a kernel for it has both branches.
+  A causal mask has both kinds, so a kernel for it has both branches. Such a
+  program gives wrong results: it is compiled, never run.
   """
-  present = attention_blocks.Plan.present
-  if kind is not None:
-    attention_blocks.Plan.present = lambda plan: (kind,)
-  try:
-    yield
-  finally:
-    attention_blocks.Plan.present = present
+  if kind is None:
+    return contextlib.nullcontext()
+  present = lambda plan: (kind,)
+  return mock.patch.object(attention_blocks.BlockPlan, 'present', present)
 
 
 def _ours(block, width):
@@ -121,7 +119,8 @@ def _splash(block, length, heads):
       q_seq_shards=1,
     )
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
-    return jax.vmap(kernel)(q, k, v).transpose(0, 2, 1, 3)
+    o = cast(jax.Array, jax.vmap(kernel)(q, k, v))
+    return o.transpose(0, 2, 1, 3)
 
   def call(q, k, v, do):
     o, back = jax.vjp(attend, q, k, v)
@@ -131,7 +130,7 @@ def _splash(block, length, heads):
 
 
 def compile_all(name, block, folder, width=128, forms=tuple(KINDS)):
-  """Compiles forms of the kernels -> {form: {pass: Schedule}}.
+  """Compiles forms of the kernels -> {form: {pass: StaticSchedule}}.
 
   libtpu must have been loaded with `folder` in its options.
 
@@ -194,7 +193,7 @@ def measure(name, block, width=128, forms=tuple(KINDS)):
     raise RuntimeError(f'schedules for {name}: {(lines or ["no message"])[-1]}')
   found = json.loads(done.stdout.splitlines()[-1])
   return {
-    form: {which: Schedule(*x) for which, x in passes.items()}
+    form: {which: StaticSchedule(*x) for which, x in passes.items()}
     for form, passes in found.items()
   }
 

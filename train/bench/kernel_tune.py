@@ -3,8 +3,8 @@
 A small grid of (queries, keys) per pass, at one head size and dtype, for calls
 without a mask ('full') and with one ('partial'). On an accelerator the figure
 is device time, and the table is for that kind of device (source 'measured').
-Without one it is static, for TPUs that are not here: bundles of a visit of a
-full and of a partial block (kernel_schedules.py), times how many of each there
+Without one it is static, compiled ahead of time: bundles of a visit of a full
+and of a partial block (kernel_schedules.py), times how many of each there
 are in a causal mask of LENGTH tokens, or in none. Waiting for memory is not in
 it, and what a kernel does once a row is counted at every visit; a choice made
 by it is a guess about time, and its rows say 'static'. A block that does not
@@ -75,7 +75,9 @@ def best(setting, mask, figures, source, unit):
     default = found.get(attention_blocks.BLOCKS[setting.platform][which])
     block = min(found, key=found.get)
     figure = found[block]
-    out.append(block_table.Row(key, block, source, unit, figure, default))
+    out.append(
+      block_table.TunedBlock(key, block, source, unit, figure, default)
+    )
   return out
 
 
@@ -91,7 +93,7 @@ def visits(block, mask):
 
 
 def static_figures(schedules, mask):
-  """{pass: {block: bundles}} from {block: {form: {pass: Schedule}}}."""
+  """{pass: {block: bundles}} from {block: {form: {pass: StaticSchedule}}}."""
   out = {which: {} for which in PASSES}
   for block, forms in schedules.items():
     full, partial = visits(block, mask)
@@ -127,7 +129,7 @@ def fits(topology, block, head):
 
 
 def static(name, head, say, grid=None):
-  """Rows for a TPU that is not here. name: topology.
+  """Rows for a TPU, compiled ahead of time. name: topology.
 
   Raises:
     errors.UserError: libtpu is missing, or no block compiles.
@@ -166,7 +168,7 @@ def steps(kernels, mask, block):
   def back(q, k, v, *rows):
     return kernels.backward(q, k, v, None, None, mask, rows, launch)
 
-  # What is not returned is not run.
+  # The compiler removes computations whose results are not returned.
   dq = lambda q, *rest: like(back(q, *rest)[0], q)
   dkv = lambda q, *rest: like(sum(back(q, *rest)[1:]), q)
   return dict(forward=forward, dq=dq, dkv=dkv)
@@ -233,4 +235,4 @@ def line(row):
   """A row as text."""
   size = 'x'.join(map(str, row.block))
   what = ' '.join(map(str, row.key[1:]))
-  return f'{what}: {size}, {row.told()}'
+  return f'{what}: {size}, {row.report()}'

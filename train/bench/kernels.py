@@ -8,14 +8,14 @@ an accelerator is, its time instead of both (kernel_device.py).
 
 A ratio below 1.5 on shared cores is no difference. The targets are what kernels
 and forms must keep; where the plain form is cheaper on a CPU and takes more
-memory, the target says how much dearer ours may be.
+memory, the target bounds how much slower ours may be.
 
 Legend: B rows, T tokens, S slots, N query heads, K kv heads, H head size,
 D model, F outputs, V vocabulary.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +37,12 @@ SCHEDULES = (('v5e:1x1', 512),)
 BOUNDS = dict(full=0.95, partial=1.25)
 
 
-class Pair(NamedTuple):
-  """One op in two forms, of the same arrays. target: of plain / ours."""
+class Comparison(NamedTuple):
+  """One op, two forms (plain, ours), the same arrays; target: plain / ours."""
 
   op: str
-  names: tuple  # plain, ours
-  plain: Any
-  ours: Any
+  names: tuple[str, str]
+  forms: tuple
   arrays: tuple
   target: float
 
@@ -68,20 +67,19 @@ def _attention(length, target):
   dense = functools.partial(jax.nn.dot_product_attention, is_causal=True)
   ours = lambda q, k, v: attention.attention(q, k, v, mask)[0]
   arrays = _draw(*[(1, length, 4, 64)] * 3)
-  return Pair(
+  return Comparison(
     f'attention T{length}, gradients', ('jax.nn', 'blocks'),
-    _gradients(dense), _gradients(ours), arrays, target,
+    (_gradients(dense), _gradients(ours)), arrays, target,
   )  # fmt: skip
 
 
 def _gated_scan(length):
-  def form(impl, *arrays):
-    *inputs, g = arrays
-    return gated_scan.gated_scan(*inputs, -jax.nn.softplus(g) / 16, impl=impl)
+  def form(impl, q, k, v, g):
+    return gated_scan.gated_scan(q, k, v, -jax.nn.softplus(g) / 16, impl=impl)
 
-  return Pair(
+  return Comparison(
     f'gated scan T{length}, gradients', ('loop', 'chunks'),
-    *(_gradients(functools.partial(form, i)) for i in ('loop', 'xla')),
+    tuple(_gradients(functools.partial(form, i)) for i in ('loop', 'xla')),
     _draw(*[(1, length, 4, 64)] * 4), 4.0,
   )  # fmt: skip
 
@@ -90,9 +88,9 @@ def _linear_scan(length):
   def form(impl, a, b):
     return linear_scan.linear_scan(jax.nn.sigmoid(a), b, impl=impl)
 
-  return Pair(
+  return Comparison(
     f'linear scan T{length}, gradients', ('associative', 'loop'),
-    *(_gradients(functools.partial(form, i)) for i in ('xla', 'loop')),
+    tuple(_gradients(functools.partial(form, i)) for i in ('xla', 'loop')),
     _draw(*[(4, length, 256)] * 2), 1.5,
   )  # fmt: skip
 
@@ -110,9 +108,9 @@ def _decode_attention(slots):
     return decode_attention.ragged(q, k, v, mask, lengths)[0]
 
   cache = (4, slots, 2, 64)
-  return Pair(
+  return Comparison(
     f'decode attention S{slots}', ('jax.nn', 'ours'),
-    plain, ours, _draw((4, 1, 8, 64), cache, cache), 1.0,
+    (plain, ours), _draw((4, 1, 8, 64), cache, cache), 1.0,
   )  # fmt: skip
 
 
@@ -128,9 +126,9 @@ def _cross_entropy(tokens, vocab):
     return cross_entropy.linear_cross_entropy(x, w, targets)[0]
 
   x, w = _draw((tokens, 128), (vocab, 128))
-  return Pair(
+  return Comparison(
     f'cross-entropy T{tokens} V{vocab}, gradients', ('dense', 'chunks'),
-    _gradients(plain), _gradients(ours), (x, w / 8), 0.8,
+    (_gradients(plain), _gradients(ours)), (x, w / 8), 0.8,
   )  # fmt: skip
 
 
@@ -139,14 +137,14 @@ def _quantized_matmul(width, features):
   q, scale = quantized_matmul.quantize(w)
   w = quantized_matmul.dequantize(q, scale)
   ours = lambda x, w, q, scale: quantized_matmul.quantized_matmul(x, q, scale)
-  return Pair(
+  return Comparison(
     f'int4 product {width} x {features}', ('float32', 'int4'),
-    lambda x, w, q, scale: x @ w, ours, (x, w, q, scale), 0.4,
+    (lambda x, w, q, scale: x @ w, ours), (x, w, q, scale), 0.4,
   )  # fmt: skip
 
 
-def pairs(quick):
-  """Every `Pair`, made one at a time."""
+def comparisons(quick):
+  """Every `Comparison`, made one at a time."""
   yield _attention(128 if quick else 1024, 2.0)
   yield _attention(256 if quick else 4096, 4.0)
   yield _gated_scan(64 if quick else 2048)
@@ -171,15 +169,14 @@ def _run(call, arrays):
 def on_cpu(report, rounds, quick, say):
   """Adds every pair: CPU-seconds, temporary memory, ratio, difference."""
   gaps = {}
-  for pair in pairs(quick):
+  for pair in comparisons(quick):
     made, results = {}, []
-    for name, form in zip(pair.names, (pair.plain, pair.ours), strict=True):
+    for name, form in zip(pair.names, pair.forms, strict=True):
       row = f'{pair.op}: {name}'
       call = jax.jit(form).lower(*pair.arrays).compile()
       results.append(call(*pair.arrays))
       made[row] = functools.partial(_run, call, pair.arrays)
-      size = call.memory_analysis().temp_size_in_bytes / 2**20
-      report.add({f'{row}, temporaries': [size]}, 'MiB')
+      report.add({f'{row}, temporaries': measure.temporary(call)}, 'MiB')
     gaps[pair.op] = largest_gap(*results)
     times = measure.interleave(made, rounds, measure.settled)
     report.add(times)
@@ -187,11 +184,10 @@ def on_cpu(report, rounds, quick, say):
       f'{pair.op}: {" / ".join(pair.names)}',
       measure.ratios(*times.values()),
       pair.target,
-      judged=not quick,
     )
     say(f'{pair.op}: {rounds} rounds')
-  op = max(gaps, key=gaps.get)
-  report.notes.append(f'largest difference of results: {gaps[op]:.1e}, {op}')
+  gap, op = max((gap, op) for op, gap in gaps.items())
+  report.notes.append(f'largest difference of results: {gap:.1e}, {op}')
 
 
 def static(report, say):
@@ -215,7 +211,7 @@ def static(report, say):
           what = f'{row} / splash, bundles, static'
           report.check(what, ratio, BOUNDS[form], least=False)
   report.notes.append(
-    'static: schedules compiled for a TPU that is not here; not measured'
+    'static: schedules compiled ahead of time for a TPU; not measured'
   )
 
 
@@ -224,10 +220,11 @@ def kernels(rounds, quick, say):
   jax.config.update('jax_enable_compilation_cache', False)
   if jax.default_backend() != 'cpu':
     return kernel_device.kernels(rounds, quick, say)
-  report = measure.Report(
+  report = measure.BenchReport(
     'kernels',
     'XLA forms in float32, outputs and where named gradients; TPU schedules',
     f'{measure.CPU}; rows of unit "static" are no times',
+    not quick,
   )
   on_cpu(report, rounds, quick, say)
   if quick:

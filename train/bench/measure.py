@@ -1,4 +1,4 @@
-"""Interleaved measurements and what is made of them: spreads, ratios, targets.
+"""Interleaved measurements: spreads, ratios, targets.
 
 Candidates run in turn, A B C A B C ..., so that what else the machine does
 falls on all of them; a ratio is taken within a round. The clock counts
@@ -59,35 +59,37 @@ class Check(NamedTuple):
 
 
 @dataclasses.dataclass
-class Report:
+class BenchReport:
   """What one bench found.
 
-  name: of the bench. setup: sizes, in words. clock: what its seconds are.
-  rows: {what: (unit, values)}, values one per round. checks: targets.
-  notes: lines of text.
+  name: of the bench. setup: sizes, in words. clock: what its seconds measure.
+  judged: whether these are the sizes that the targets are for. rows: {what:
+  (unit, values)}, values one per round. checks: targets. notes: lines of text.
   """
 
   name: str
   setup: str
   clock: str
+  judged: bool = True
   rows: dict = dataclasses.field(default_factory=dict)
   checks: list = dataclasses.field(default_factory=list)
   notes: list = dataclasses.field(default_factory=list)
 
   def add(self, times, unit='s'):
-    """Rows from {what: values}."""
-    self.rows.update({what: (unit, list(v)) for what, v in times.items()})
+    """Rows from {what: values}; without values there is no row."""
+    self.rows.update({w: (unit, list(v)) for w, v in times.items() if v})
 
-  def check(self, what, values, target, least=True, judged=True):
+  def check(self, what, values, target, least=True, judged=None):
     """A target, judged by the median of `values`."""
+    judged = self.judged if judged is None else judged
     self.checks.append(Check(what, list(values), target, least, judged))
 
 
 def settled(clock=time.process_time, sleep=time.sleep, pause=0.004):
   """CPU-seconds, read once the process has done nothing for three pauses.
 
-  Threads of XLA work on after the results are there (freeing 2 GiB takes a
-  third of a second): that time belongs to who caused it, not to who is next.
+  Threads of XLA continue after the results are ready (freeing 2 GiB takes a
+  third of a second): that time belongs to the candidate that caused it.
   """
   before, idle = clock(), 0
   while idle < 3:
@@ -126,13 +128,19 @@ def interleave(candidates, rounds, clock=time.process_time, say=None):
   return times
 
 
+def temporary(compiled):
+  """[MiB of temporary memory] of a jax.stages.Compiled; [] where unknown."""
+  memory = compiled.memory_analysis()
+  return [memory.temp_size_in_bytes / 2**20] if memory else []
+
+
 def ratios(over, under):
   """over / under, round by round."""
   return [a / b for a, b in zip(over, under, strict=True)]
 
 
 def number(x):
-  """Three digits that matter: 0.0123, 1.23, 123, 1.23e+09."""
+  """Three significant digits: 0.0123, 1.23, 123, 1.23e+09."""
   if x and not 1e-3 <= abs(x) < 1e6:
     return f'{x:.2e}'
   digits = 3 if abs(x) < 1 else 2 if abs(x) < 100 else 0
@@ -142,7 +150,7 @@ def number(x):
 def text(report):
   """A report as aligned lines."""
   lines = [f'{report.name}: {report.setup}', f'  clock: {report.clock}', '']
-  body = [('', 'unit', 'min', 'median', 'max', '', '')]
+  body: list[tuple[str, ...]] = [('', 'unit', 'min', 'median', 'max', '', '')]
   for what, (unit, values) in report.rows.items():
     body.append((what, unit, *map(number, spread(values)), '', ''))
   for c in report.checks:
@@ -174,8 +182,8 @@ def to_json(reports):
 
 
 def from_json(text):
-  """List of Report."""
-  reports = [Report(**fields) for fields in json.loads(text)]
+  """List of BenchReport."""
+  reports = [BenchReport(**fields) for fields in json.loads(text)]
   for report in reports:
     report.rows = {
       what: (row['unit'], row['values']) for what, row in report.rows.items()

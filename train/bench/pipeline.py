@@ -1,4 +1,4 @@
-"""Bench of pipelines: what the executor runs, and what a step costs with it.
+"""Bench of pipelines: phases that the executor runs, and the cost of a step.
 
 Two things are compared with the lock-step simulator
 (sharding/planner/simulate.py):
@@ -9,9 +9,9 @@ time     the gradient of a step on stage=4,data=2, against the same rows and
          layers on data=8. Both keep the inputs of layers and compute the rest
          again; zero_bubble and v_half keep those of chunks, of one layer here
 
-On virtual CPU devices an idle stage works as hard as a busy one, on numbers
-that are not kept, so a step should cost (time / ideal) times the one without a
-pipeline; what is above that is the executor's own: the target is 1.1 of it.
+On virtual CPU devices an idle stage computes as much as a busy one and discards
+the results, so a step should cost (time / ideal) times the step without a
+pipeline; the rest is overhead of the executor: the target is 1.1 times that.
 """
 
 import collections
@@ -52,22 +52,22 @@ TARGET = 1.1
 
 
 def _make(name, microbatches):
-  skips = dict(fraction=0.25) if name == 'skip' else {}
-  return schedules.make(name, STAGES, microbatches, CHUNKS[name], **skips)
+  fraction = 0.25 if name == 'skip' else 0.0
+  return schedules.make(name, STAGES, microbatches, CHUNKS[name], fraction)
 
 
 def _toy(schedule, counts):
-  """pipeline.Calls of one product a chunk, which count what is entered."""
+  """pipeline.Calls of one product a chunk, which count the phases entered."""
   split = schedule.weight is not None
 
   def count(phase):
     jax.debug.callback(lambda: counts.update([phase]))
 
-  def forward(values, x, seen, on):
+  def forward(values, x, context, mask):
     count('F')
     return x @ values['w'][0], ()
 
-  def backward(values, x, kept, g, seen, on):
+  def backward(values, x, kept, g, context, mask):
     count('B')
     gw = jnp.outer(x, g)[None]
     gx = g @ values['w'][0].T
@@ -80,7 +80,7 @@ def _toy(schedule, counts):
   return pipeline_lib.Calls(
     embed=lambda ends, i: ends['e'][i],
     loss=lambda ends, y, i: lax.psum(y, pipeline_lib.AXIS).sum(),
-    see=lambda i: (),
+    context_of=lambda i: (),
     forward=forward,
     backward=backward,
     weights=weights,
@@ -137,7 +137,7 @@ class Gradient:
     self._job = job_lib.Program(c, built, optimizer)
     cut = lambda x: x.reshape(c.microbatches, -1, x.shape[-1])
     *rows, denominator = bench_train.batch(c)
-    batch = batch_lib.Batch(*map(cut, rows), denominator)
+    batch = batch_lib.Batch._make([*map(cut, rows), denominator])
     with self._job.context():
       self._inputs = self._job.initial_state().params, self._job.put(batch)
       self._function = step_lib.make(built, optimizer, c.optimizer.clip_norm)
@@ -170,7 +170,7 @@ def config(quick, microbatches, name=''):
   if quick:
     sizes = dict(vocab_size=256, d_model=64, d_ff=64, num_layers=8)
   train = dict(batch_size=DATA * microbatches, remat='full')
-  sections = dict(mesh=dict(stage=STAGES, data=DATA))
+  sections: dict[str, dict] = dict(mesh=dict(stage=STAGES, data=DATA))
   if name:
     chunks = CHUNKS[name]
     apart = _make(name, microbatches).weight is not None
@@ -179,9 +179,8 @@ def config(quick, microbatches, name=''):
       chunks=chunks,
       microbatches=microbatches,
       activations='recompute' if apart else 'store',
+      skip_fraction=0.25 if name == 'skip' else 0.0,
     )
-    if name == 'skip':
-      sections['pipeline']['skip_fraction'] = 0.25
   else:
     sections['mesh'] = dict(data=STAGES * DATA, collectives='explicit')
     train['microbatches'] = microbatches // STAGES
@@ -202,11 +201,12 @@ def pipeline(rounds, quick, say):
   microbatches = 8 if quick else 16
   plain = f'data={STAGES * DATA}'
   base = config(quick, microbatches)
-  report = measure.Report(
+  report = measure.BenchReport(
     'pipeline',
     f'{bench_train.describe(base)}, {microbatches} microbatches on '
     f'stage={STAGES},data={DATA} and on {plain}',
     label,
+    not quick and label == measure.CPU,
   )
   compiled, made = {}, {}
   for name in ('', *CHUNKS):
@@ -232,7 +232,6 @@ def pipeline(rounds, quick, say):
       [r / expected for r in ratio],
       TARGET,
       least=False,
-      judged=not quick and label == measure.CPU,
     )
     ours, theirs = executed(schedule), simulated(schedule)
     phases = ', '.join(

@@ -183,10 +183,11 @@ def startup(rounds, quick, say):
 
   model = QUICK if quick else BENCH
   sizes = ' '.join(f'{k}={v}' for k, v in model.items())
-  report = measure.Report(
+  report = measure.BenchReport(
     'startup',
     f'{sizes}, T{LENGTH} B{ROWS}, one device, AdamW',
     'CPU-seconds of a fresh process',
+    not quick,
   )
   with tempfile.TemporaryDirectory() as root:
     starts = _Starts(root, model)
@@ -206,7 +207,6 @@ def startup(rounds, quick, say):
         measure.ratios(times[a], times[b]),
         1.3,
         least=False,
-        judged=not quick,
       )
     for name, run in made.items():
       report.notes.append(f'{name}: {starts.line(run.key)}')

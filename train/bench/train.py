@@ -41,7 +41,7 @@ LAYOUTS = {  # name -> (mesh, choices, most CPU-seconds of 8 devices / of one)
 
 
 def clock():
-  """(function -> seconds, what they are) for the devices at hand."""
+  """(function -> seconds, what they measure) for the devices present."""
   if jax.default_backend() == 'cpu':
     return measure.settled, measure.CPU
   return time.perf_counter, measure.WALL
@@ -196,8 +196,11 @@ def step(rounds, quick, say):
     'ours, unrolled': Ours(config(quick, unroll='full'), 'data=1', now),
   }
   plain, scan, default, unrolled = made
-  report = measure.Report(
-    'step', f'{describe(c)}, one {jax.default_backend()} device', label
+  report = measure.BenchReport(
+    'step',
+    f'{describe(c)}, one {jax.default_backend()} device',
+    label,
+    not quick,
   )
   steps = measure.interleave(
     {k: m.run for k, m in made.items()}, rounds, now, say
@@ -213,7 +216,6 @@ def step(rounds, quick, say):
       f'step: speed of {name} / {plain}',
       measure.ratios(steps[plain], steps[name]),
       1.0,
-      judged=not quick,
     )
   for name in (default, unrolled):
     report.check(
@@ -221,7 +223,6 @@ def step(rounds, quick, say):
       measure.ratios(builds[name], builds[scan]),
       1.2,
       least=False,
-      judged=not quick,
     )
   return report
 
@@ -237,8 +238,11 @@ def layouts(rounds, quick, say):
     before = now()
     made[name] = Ours(config(quick, 8, choices=choices), mesh, now)
     builds[f'compile, {name}'] = [now() - before]
-  report = measure.Report(
-    'layouts', f'{describe(c)}, unroll={c.model.unroll}, 1 and 8 devices', label
+  report = measure.BenchReport(
+    'layouts',
+    f'{describe(c)}, unroll={c.model.unroll}, 1 and 8 devices',
+    label,
+    not quick,
   )
   times = measure.interleave(
     {name: ours.run for name, ours in made.items()}, rounds, now, say
@@ -251,7 +255,6 @@ def layouts(rounds, quick, say):
       measure.ratios(times[name], times['data=1']),
       target,
       least=False,
-      judged=not quick,
     )
   return report
 
@@ -269,8 +272,11 @@ def attention(rounds, quick, say):
     ),
     'ours': lambda q, k, v: attention_lib.attention(q, k, v, mask)[0],
   }
-  report = measure.Report(
-    'attention', f'B{b} T{t} N{n} H{h}, causal, forward + backward', label
+  report = measure.BenchReport(
+    'attention',
+    f'B{b} T{t} N{n} H{h}, causal, forward + backward',
+    label,
+    not quick,
   )
   made, temporary, outputs = {}, {}, []
   for name, form in forms.items():
@@ -279,19 +285,15 @@ def attention(rounds, quick, say):
     compiled = jax.jit(both).lower(*inputs).compile()
     made[name] = lambda f=compiled: jax.block_until_ready(f(*inputs)) and None
     outputs.append(compiled(*inputs)[1])
-    memory = compiled.memory_analysis()
-    temporary[name] = [memory.temp_size_in_bytes / 2**20] if memory else []
+    temporary[f'temporary memory, {name}'] = measure.temporary(compiled)
   times = measure.interleave(made, rounds, now, say)
   report.add(times)
-  report.add(
-    {f'temporary memory, {k}': v for k, v in temporary.items() if v}, 'MiB'
-  )
+  report.add(temporary, 'MiB')
   dense, ours = forms
   report.check(
     'speed of ours / dot_product_attention',
     measure.ratios(times[dense], times[ours]),
     6.0,
-    judged=not quick,
   )
   gap = max(float(jnp.abs(x - y).max()) for x, y in zip(*outputs, strict=True))
   report.notes.append(f'largest difference of the two gradients: {gap:.1e}')

@@ -60,10 +60,10 @@ class Report(NamedTuple):
   """What `paraxis check` prints; bytes are per chip.
 
   mesh: axis -> size. parameters: of the whole model. held: {class: bytes}.
-  memory: liveness.Memory of the gradient. peak: bytes at its worst moment, all
-  told. sharded: [(logical axis, size, mesh axes, shards)]. messages: list of
-  predict.Collective, those of the update with that phase. unknown: what could
-  not be predicted.
+  memory: liveness.MemoryEstimate of the gradient. peak: bytes at its worst
+  moment, all told. sharded: [(logical axis, size, mesh axes, shards)].
+  messages: list of predict.Message, those of the update with that phase.
+  unknown: what could not be predicted.
   """
 
   mesh: dict

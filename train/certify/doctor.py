@@ -1,8 +1,8 @@
-"""`paraxis doctor`: what this machine has, what would run, what is known bad.
+"""`paraxis doctor`: versions, devices, mesh, kernels, incompatible versions.
 
 Prints versions, devices, the mesh, which implementation of every op runs here
-and why the others do not, the cache folders, and the version pairs known to
-fail. Exit code 2 if such a pair is installed or the mesh is impossible.
+and why the others do not, the cache folders, and known incompatible versions.
+Exit code 2 if such versions are installed or the mesh is impossible.
 """
 
 import contextlib
@@ -46,46 +46,48 @@ _ORDER = {
 }
 
 
-class Pair(NamedTuple):
-  """Versions that do not go together. where: {package: '>=1.2,<2'}."""
+class Incompatibility(NamedTuple):
+  """Versions that fail together. where: {package: '>=1.2,<2'}."""
 
   where: dict
   reason: str
 
 
 BAD = (
-  Pair({'jax': '<0.10.2'}, 'paraxis needs jax 0.10.2: sharding in types'),
-  Pair(
+  Incompatibility(
+    {'jax': '<0.10.2'}, 'paraxis needs jax 0.10.2: sharding in types'
+  ),
+  Incompatibility(
     {'python': '<3.12', 'jax': '>=0.11'},
     'jax 0.11 dropped Python 3.11, which ends at jax 0.10.2 and flax 0.12.8',
   ),
-  Pair(
+  Incompatibility(
     {'python': '<3.12', 'flax': '>=0.12.12'},
     'flax 0.12.12 needs Python 3.12: take flax 0.12.8',
   ),
-  Pair(
+  Incompatibility(
     {'flax': '>=0.12.12', 'jax': '<0.11.1'},
     'flax 0.12.12 needs jax 0.11.1: take flax 0.12.8',
   ),
 )
-# True here and harmless, because paraxis is written around them.
+# Known problems of these versions that paraxis avoids.
 NOTES = (
-  Pair(
+  Incompatibility(
     {'jax': '<0.12'},
     'a partial-manual shard_map replicates the Explicit axes at its boundary: '
     'results are right, every shard is gathered; paraxis uses fully manual '
     'regions',
   ),
-  Pair(
+  Incompatibility(
     {'orbax-checkpoint': '>=0', 'tensorstore': '>=0'},
     'checkpoints on disk have no checksum of the data: paraxis writes and '
     'checks its own fingerprints',
   ),
-  Pair(
+  Incompatibility(
     {'clu': '>=0'},
     'clu needs TensorFlow: paraxis does not use it',
   ),
-  Pair(
+  Incompatibility(
     {'jax': '>=0.10.2', 'ringattention': '<=0.1.2'},
     'ringattention 0.1.2 does not import on this jax (jax.lib.xla_bridge)',
   ),
@@ -103,19 +105,16 @@ def numbers(version):
 
 def fits(version, condition):
   """Whether '0.10.2' meets '>=0.10,<0.11'."""
-  for part in condition.split(','):
-    sign, bound = re.fullmatch(r'([<>=]+)(.+)', part).groups()
-    if not _ORDER[sign](numbers(version), numbers(bound)):
-      return False
-  return True
+  parts = re.findall('([<>=]+)([^,]+)', condition)
+  return all(_ORDER[s](numbers(version), numbers(bound)) for s, bound in parts)
 
 
 def found(pairs, versions):
   """The pairs whose every condition the versions meet.
 
   Args:
-    pairs: `Pair`s.
-    versions: {package: version}; a package that is not there meets nothing.
+    pairs: `Incompatibility`s.
+    versions: {package: version}; no condition holds for a missing package.
   """
   return [
     pair
@@ -127,7 +126,7 @@ def found(pairs, versions):
 
 
 def versions():
-  """{package: version} of Python and of what is installed of interest."""
+  """{package: version} of Python and of the installed packages named here."""
   out = {'python': platform.python_version()}
   named = {n for pair in BAD + NOTES for n in pair.where} - {'python'}
   for name in (*PACKAGES, *sorted(named - set(PACKAGES))):
@@ -221,7 +220,7 @@ def _print(title, lines):
 
 
 def run(config=None, mesh_text=''):
-  """Prints the report -> exit code: 2 if a known-bad pair is installed.
+  """Prints the report -> exit code: 2 if incompatible versions are installed.
 
   Args:
     config: schema.Config whose model and mesh are tried, or None.
@@ -235,11 +234,12 @@ def run(config=None, mesh_text=''):
   _print('devices', _devices())
   _print('kernels', _kernels())
   _print('cache', _caches())
-  told = lambda pairs: [
+  lines = lambda pairs: [
     f'{", ".join(f"{n} {have[n]}" for n in p.where)}: {p.reason}' for p in pairs
   ]
-  _print('known and avoided', told(found(NOTES, have)) or ['nothing'])
+  _print('known and avoided', lines(found(NOTES, have)) or ['none'])
   bad = found(BAD, have)
-  _print('KNOWN BAD' if bad else 'known bad', told(bad) or ['nothing'])
+  title = 'INCOMPATIBLE VERSIONS' if bad else 'incompatible versions'
+  _print(title, lines(bad) or ['none'])
   _print('mesh', _mesh(config, mesh_text))
   return errors.EXIT_USER if bad else errors.EXIT_OK

@@ -1,4 +1,4 @@
-"""What `paraxis compile` says of stages: idle work, and what is computed twice.
+"""Lines of `paraxis compile` on stages: idle work, repeated forward passes.
 
 pipeline: one_f_one_b, 4 stages, 16 microbatches: idle stages add 18.8% ...
 """
@@ -41,7 +41,7 @@ def lines(built, config):
     ]
   layers = len(built.model.depth.kinds)
   if not (again and layers > 1 and train.remat == 'full' and not train.memory):
-    return found  # of one layer, nobody reads what the first run makes
+    return found  # with one layer, the compiler drops the first forward
   size = layers * _inputs(config, schedule)
   return [
     *found,

@@ -1,8 +1,8 @@
 """What `paraxis verify` compares, property by property, with one device.
 
-Every function here takes a `Run` and yields one or more `Row`s. `PROPERTIES`
-names them all; a name that is not asked for costs nothing. To add a property,
-add a function.
+Every function here takes a `Certification` and yields one or more `Verdict`s.
+`PROPERTIES` names them all; a name that is not asked for costs nothing. To add
+a property, add a function.
 
     difference of a leaf = max |a - b| / max |b|        (b: one device)
 
@@ -25,7 +25,6 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
-from paraxis.models import depth
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.checkpoint import store as store_lib
@@ -54,8 +53,8 @@ MEMORY = (
 ELSEWHERE = ('data=2,fsdp=2,tensor=2', 'fsdp=8', 'data=1')
 
 
-class Row(NamedTuple):
-  """One property. bound, measured: floats; worst: where it differs most."""
+class Verdict(NamedTuple):
+  """On one property. bound, measured: floats; worst: the leaf furthest off."""
 
   name: str
   bound: float
@@ -64,58 +63,46 @@ class Row(NamedTuple):
   worst: str
 
 
-class Run:
-  """One certification: the side under test and what is known of it.
+Row = Verdict  # its old name
+
+
+class Certification:
+  """A layout under test, its reference, and what both gave so far.
 
   Attributes:
-    reference: trial.Reference. side: trial.Side, in the layout under test.
+    runner: trial.Runner in the layout under test. config, devices: of it.
+    reference: trial.Reference.
   """
 
-  def __init__(self, config, devices, packed):
-    """config: schema.Config on a mesh of `devices`. packed: trial.batches."""
-    self.config, self.devices, self.packed = config, devices, packed
-    self.loss_bound, self.bound = BOUNDS[config.model.dtype]
-    self.reference = trial.reference(config, packed, devices[0])
-    self.side = trial.Side(config, devices)
+  def __init__(self, runner, packed):
+    """packed: as for trial.batches."""
+    self.runner, self.packed = runner, packed
+    self.config, self.devices = runner.config, runner.devices
+    self.loss_bound, self.bound = BOUNDS[self.config.model.dtype]
+    self.reference = trial.reference(self.config, packed, self.devices[0])
 
   @functools.cached_property
   def state(self):
     """On the mesh, before the first step."""
-    return self.side.start(self.reference.params)
+    return self.runner.start(self.reference.params)
 
   @functools.cached_property
   def gradients(self):
     """(loss, gradients) of batch 0, on the mesh."""
-    return self.side.gradients(self.state, self.reference.batches[0])
+    return self.runner.gradients(self.state, self.reference.batches[0])
 
   @functools.cached_property
   def updated(self):
     """{path: leaf} of the state after one update from identical gradients."""
     loss, own = self.gradients
-    same = {
-      path: jax.device_put(
-        depth.from_order(self.reference.gradients[path], self.rows.get(path)),
-        g.sharding,
-      )
-      for path, g in own.items()
-    }
-    return state_lib.flatten(self.side.update(self.state, loss, same))
+    same = self.runner.job.on_mesh(self.reference.gradients, own)
+    return state_lib.flatten(self.runner.update(self.state, loss, same))
 
-  @property
-  def rows(self):
-    """Layer of each row of the stacks that stages hold (models/depth.py)."""
-    return self.side.job.model.rows
-
-  def in_order(self, params):
-    """{path: NumPy array} of parameters, or gradients, in order of layers."""
-    found = jax.device_get(params)
-    return {p: depth.to_order(x, self.rows.get(p)) for p, x in found.items()}
-
-  def row(self, name, difference, bound=None):
-    """Row of a (difference, leaf) against a bound."""
+  def verdict(self, name, difference, bound=None):
+    """`Verdict` on a (difference, leaf) against a bound."""
     measured, where = difference
     bound = self.bound if bound is None else bound
-    return Row(name, bound, measured, measured <= bound, where)
+    return Verdict(name, bound, measured, measured <= bound, where)
 
   def loss_difference(self, loss, reference=None):
     """Of batch 0; infinite if it is not finite."""
@@ -126,8 +113,8 @@ class Run:
   def gradient_difference(self, gradients, reference=None):
     """(difference, leaf) of batch 0."""
     wanted = (reference or self.reference).gradients
-    found = self.in_order(gradients)
-    model = self.side.job.model
+    found = self.runner.job.in_order(gradients)
+    model = self.runner.job.model
     learned = functools.partial(expert_counts.without, model)
     counts = expert_counts.paths(model)
     pick = lambda tree: {p: tree[p] for p in counts}
@@ -138,35 +125,35 @@ class Run:
     return max(parts)
 
   def variant(self, name, **train):
-    """Row of loss and gradients where fields of config.train are others."""
+    """`Verdict` on loss and gradients with other fields of config.train."""
     train = dataclasses.replace(self.config.train, **train)
     config = dataclasses.replace(self.config, train=train)
-    side = trial.Side(config, self.devices)
+    runner = trial.Runner(config, self.devices)
     one = trial.reference(config, self.packed, self.devices[0])
-    state = side.start(one.params)
-    loss, gradients = side.gradients(state, one.batches[0])
+    state = runner.start(one.params)
+    loss, gradients = runner.gradients(state, one.batches[0])
     gap = self.loss_difference(loss, one)
     if gap > self.loss_bound:
-      return self.row(name, (gap, 'the loss'), self.loss_bound)
-    return self.row(name, self.gradient_difference(gradients, one))
+      return self.verdict(name, (gap, 'the loss'), self.loss_bound)
+    return self.verdict(name, self.gradient_difference(gradients, one))
 
 
 def _loss(run):
   gap = run.loss_difference(run.gradients[0])
-  yield run.row('loss', (gap, ''), run.loss_bound)
+  yield run.verdict('loss', (gap, ''), run.loss_bound)
 
 
 def _every_gradient(run):
   count = len(run.reference.gradients)
   found = run.gradient_difference(run.gradients[1])
-  yield run.row(f'gradients, every one of {count} leaves', found)
+  yield run.verdict(f'gradients, every one of {count} leaves', found)
 
 
 def _one_update(run):
-  job = run.side.job
+  job = run.runner.job
   with job.context():
     updated = jax.device_get(state_lib.in_order(run.updated, job.model))
-  yield run.row(
+  yield run.verdict(
     'one update, identical gradients, whole state',
     trial.worst(updated, run.reference.updated),
     BOUNDS[run.config.model.param_dtype][1],
@@ -174,9 +161,9 @@ def _one_update(run):
 
 
 def _layout(run):
-  """Gradients and state lie as the rules say: nothing is replicated on the
-  quiet, which no number would show."""
-  built = run.side.job.built
+  """Gradients and state are laid out as the rules say: nothing is silently
+  replicated, which no number would show."""
+  built = run.runner.job.built
   sizes, model = dict(built.mesh.shape), built.model
   stages = {'gradients': rules_lib.GRADIENTS, 'optimizer': rules_lib.OPTIMIZER}
   leaves = {f'gradients/{p}': g for p, g in run.gradients[1].items()}
@@ -190,7 +177,7 @@ def _layout(run):
     wanted = jax.NamedSharding(built.mesh, spec)
     if not x.sharding.is_equivalent_to(wanted, x.ndim):
       moved.append(path)
-  yield run.row(
+  yield run.verdict(
     f'layout, {len(leaves)} leaves of gradients and state',
     (float(len(moved)), ', '.join(moved[:1])),
     0.0,
@@ -201,21 +188,21 @@ def _steps(run):
   if run.config.model.dtype == 'bfloat16':
     return
   reference = run.reference
-  state = run.side.steps(reference.params, reference.batches)
-  found, wanted = run.in_order(state.params), reference.stepped
-  learned = expert_counts.without(run.side.job.model, reference.gradients)
+  state = run.runner.steps(reference.params, reference.batches)
+  found, wanted = run.runner.job.in_order(state.params), reference.stepped
+  learned = expert_counts.without(run.runner.job.model, reference.gradients)
   top = {p: np.abs(g).max() for p, g in learned.items()}
   gaps = {
     p: float(np.abs(found[p] - x).max())
     for p, x in wanted.items()
     if top.get(p, 0) > ROUNDING * max(top.values())
   }
-  where = max(gaps, key=gaps.get)
-  rates = run.side.job.optimizer.rates
+  where = max(gaps, key=lambda path: gaps[path])
+  rates = run.runner.job.optimizer.rates
   total = sum(
     float(max(rates(np.int32(t)).values())) for t in range(trial.STEPS)
   )
-  yield run.row(
+  yield run.verdict(
     f'parameters after {trial.STEPS} own steps (0.05 lr a step)',
     (gaps[where], where),
     0.05 * total,
@@ -248,28 +235,28 @@ def _packing(run):
     return
   batch, vocabulary = run.reference.batches[0], run.config.model.vocab_size
   arrays = trial.change_one_document(batch, vocabulary)
-  side, model = run.side, run.config.model
+  runner, model = run.runner, run.config.model
   if model.experts.count:
     # Loads and what balances them are of all documents together.
     alone = dataclasses.replace(model.experts, balance=0.0, router_z=0.0)
     model = dataclasses.replace(model, experts=alone)
     config = dataclasses.replace(run.config, model=model)
-    side = trial.Side(config, run.devices)
-  before, after, seen = (side.gradients(run.state, b) for b in arrays)
-  learned = lambda tree: expert_counts.without(side.job.model, tree)
+    runner = trial.Runner(config, run.devices)
+  before, after, seen = (runner.gradients(run.state, b) for b in arrays)
+  learned = lambda tree: expert_counts.without(runner.job.model, tree)
   as_tree = lambda found: jax.device_get(
     learned(found[1]) | {'the loss': found[0]}
   )
   found = trial.worst(as_tree(after), as_tree(before))
-  if float(seen[0]) == float(side.gradients(run.state, batch)[0]):
+  if float(seen[0]) == float(runner.gradients(run.state, batch)[0]):
     found = math.inf, 'nor did the document itself'
   # Of an expert's tokens, a change moves others to other places of a sum.
   bound = run.bound if model.experts.count else 0.0
-  yield run.row('packing: others do not see one change', found, bound)
+  yield run.verdict('packing: others do not see one change', found, bound)
 
 
 def _elsewhere(config, devices):
-  """(mesh text, a Side on it): a layout unlike that of `config`."""
+  """(mesh text, a Runner on it): a layout unlike that of `config`."""
   here = mesh_lib.describe(dataclasses.asdict(config.mesh))
   for text in ELSEWHERE:
     n = math.prod(mesh_lib.parse(text).values())
@@ -281,22 +268,22 @@ def _elsewhere(config, devices):
       config, mesh=mesh, train=train, pipeline=schema.Pipeline()
     )
     try:
-      return text, trial.Side(other, devices[:n])
+      return text, trial.Runner(other, devices[:n])
     except errors.UserError:  # this many kv heads, say, on such a mesh
       continue
   raise AssertionError('one device always fits')
 
 
 def _resume(run):
-  """Save, read in another layout, go on there."""
-  side, batch = run.side, run.reference.batches[1]
-  state = side.update(run.state, *run.gradients)
+  """Save, restore in another layout, resume there."""
+  runner, batch = run.runner, run.reference.batches[1]
+  state = runner.update(run.state, *run.gradients)
   text, other = _elsewhere(run.config, run.devices)
   with tempfile.TemporaryDirectory() as folder:
     with store_lib.Store(folder, asynchronous=False) as store:
-      with side.job.context():
-        tree = state_lib.in_order(state_lib.flatten(state), side.job.model)
-        store.save(1, tree, state_lib.axes(state, side.job.model), {})
+      with runner.job.context():
+        tree = state_lib.in_order(state_lib.flatten(state), runner.job.model)
+        store.save(1, tree, state_lib.axes(state, runner.job.model), {})
       like = other.start(run.reference.params)
       with other.job.context():
         read, _ = store.restore(1, state_lib.flatten(like))
@@ -304,14 +291,14 @@ def _resume(run):
   changed = [
     p for p, x in jax.device_get(read).items() if (x != saved[p]).any()
   ]
-  yield run.row(
+  yield run.verdict(
     f'state read on {text}, bitwise',
     (float(len(changed)), ', '.join(changed[:1])),
     0.0,
   )
-  here = float(side.gradients(state, batch)[0])
+  here = float(runner.gradients(state, batch)[0])
   there = other.evaluate(state_lib.unflatten(like, read), batch)
-  yield run.row(
+  yield run.verdict(
     f'next loss on {text}',
     (abs(there - here) / abs(here), ''),
     run.loss_bound,

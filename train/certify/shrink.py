@@ -1,11 +1,11 @@
-"""A configuration and a mesh, made small enough to be certified on a laptop.
+"""Shrinks a configuration and its mesh until a laptop can certify them.
 
-What decides how numbers flow is kept: layer pattern, which mesh axes are used,
-query heads per kv head and whether kv heads are fewer than their shards, norms,
-biases, positions, windows shorter than a row, tied tables, optimizer, layout.
-Sizes shrink: widths, depth, vocabulary, length, batch, and the mesh to the
-devices there are. Every small size is a multiple of the devices, so that it
-divides wherever the full one does; whether that does is checked first.
+The structure is kept: layer pattern, mesh axes in use, query heads per kv head
+and whether kv heads are fewer than their shards, norms, biases, positions,
+windows shorter than a row, tied tables, optimizer, layout. The sizes shrink:
+widths, depth, vocabulary, length, batch, and the mesh to the available devices.
+Every small size is a multiple of the devices, so that it divides wherever the
+full one does; `check_divides` checks the full one first.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import math
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.configs.base import mixers
 from paraxis.models import depth
 from paraxis.models import layer
 from paraxis.models.mixers import attention
@@ -28,10 +29,6 @@ FIELDS = {
   'embed': 'model.d_model',
   'residual_length': 'data.sequence_length',
 }
-# Section of the model -> kinds of layers that read it.
-MIXERS = dict(
-  gated_linear='G', mamba='MS', recurrent='RL', tcn='C', latent='A'
-)  # fmt: skip
 
 
 def mesh(sizes, devices):
@@ -39,7 +36,7 @@ def mesh(sizes, devices):
 
   Args:
     sizes: axis -> size, all positive.
-    devices: how many there are.
+    devices: number of devices.
 
   Raises:
     UserError: the axes in use need more devices, even at their smallest.
@@ -63,8 +60,8 @@ def mesh(sizes, devices):
     ]
     if not grow:
       return small
-    # The smallest first; of equals the last, which is tensor.
-    a = min(reversed(grow), key=small.get)
+    # The smallest axis first; among equals the last one, tensor.
+    a = min(reversed(grow), key=lambda a: small[a])
     small[a] *= 2
 
 
@@ -76,7 +73,7 @@ def check_divides(config, sizes):
     sizes: mesh axis -> size, as the user gave it.
   """
   stages, chunks = sizes.get('stage', 1), config.pipeline.chunks
-  if stages > 1:  # that every chunk has layers, and of the same kinds
+  if stages > 1:  # every chunk needs layers, of the same kinds
     unit, kinds = layer.kinds_of(config.model)
     each = np.arange(stages * chunks).reshape(stages, chunks)
     depth.share_out(kinds, each, len(unit))
@@ -85,7 +82,7 @@ def check_divides(config, sizes):
   for logical, field in FIELDS.items():
     axes = [a for a in rules.axes(logical) if sizes.get(a, 1) > 1]
     if logical == 'heads' and config.mesh.context_form == 'ulysses':
-      axes += ['context']  # heads and length change places
+      axes += ['context']  # which shards heads instead of the length
     shards = math.prod(sizes[a] for a in axes)
     section, name = field.split('.')
     value = getattr(getattr(config, section), name)
@@ -102,7 +99,7 @@ def _up(value, multiple):
 
 
 def _size(full, target, multiple):
-  """The full size if it is small already, else about `target`."""
+  """The full size if it is small and a multiple, else about `target`."""
   fits = full <= target and full % multiple == 0
   return full if fits else _up(target, multiple)
 
@@ -117,7 +114,7 @@ def _heads(full, model, sizes, asked):
   if full.mesh.context_form in ('ulysses', 'usp'):
     need *= sizes.get('context', 1)
   whole = k % shards(asked) == 0
-  few = min(n, 4), min(k, 2)  # with one head many mistakes do not show
+  few = min(n, 4), min(k, 2)  # one head would hide many mistakes
   for f in range(math.gcd(n, k), 1, -1):
     heads, kv_heads = n // f, k // f
     fits = n % f == k % f == heads % need == 0
@@ -133,10 +130,11 @@ def _parts(full, sizes):
 
 
 def _microbatches(full, sizes, asked):
-  """Of a pipeline: fewer, as many, or more than stages, as they were."""
+  """Microbatches of a pipeline: fewer than, equal to or more than its stages,
+  as in the full configuration."""
   m, stages = full.pipeline.microbatches, sizes['stage']
   if asked['stage'] == 1:
-    return min(m, 2)  # slices of a step, as train.microbatches are
+    return min(m, 2)  # accumulation slices, like train.microbatches
   if m in (0, asked['stage']):
     return min(m, stages)
   return 2 * stages if m > asked['stage'] else min(m, max(stages - 1, 1))
@@ -147,7 +145,7 @@ def _model(full, sizes, asked):
   length = _size(full.data.sequence_length, 64, 2 * devices)
   heads, kv_heads = _heads(full, model, sizes, asked)
   unit = len(layer.kinds_of(model)[0])
-  # Uneven where it was; two units to scan over where stages leave them.
+  # Uneven if the full depth is; two units to scan over where stages allow.
   uneven = model.num_layers % (unit * _parts(full, asked)) > 0
   layers = unit * max(_parts(full, sizes), 2) + uneven
   windowed = 0 < model.window < full.data.sequence_length
@@ -169,47 +167,20 @@ def _model(full, sizes, asked):
 
 
 def _mixers(model, devices):
-  """Sections of the mixers in use that are not attention: narrow."""
+  """{section: its small form} of the mixers in use, by their table rows."""
   few = lambda n, target: _size(n, target, devices) if n else 0
-  change = dataclasses.replace
-  linear, mamba, tcn = model.gated_linear, model.mamba, model.tcn
-  latent, recurrent = model.latent, model.recurrent
-  made = dict(
-    gated_linear=change(
-      linear,
-      heads=few(linear.heads or model.num_heads, 4),
-      gate_rank=min(linear.gate_rank, 4),
-    ),
-    mamba=change(
-      mamba,
-      head_dim=min(mamba.head_dim, 4),
-      state=min(mamba.state, 8),
-      groups=min(mamba.groups, 2),
-      dt_rank=min(mamba.dt_rank, 4),
-    ),
-    # Of what is solved by iteration: on to where float64 ends.
-    recurrent=change(
-      recurrent, heads=few(recurrent.heads, 4), tolerance=1e-13
-    ),
-    tcn=change(
-      tcn, kernel=min(tcn.kernel, 3), depth=min(tcn.depth, 2),
-      chunk=min(tcn.chunk, 4),
-    ),
-    latent=change(
-      latent,
-      rank=few(latent.rank, 16),
-      query_rank=few(latent.query_rank, 16),
-      nope_dim=min(latent.nope_dim, 4),
-      rope_dim=min(latent.rope_dim, 4),
-      value_dim=min(latent.value_dim, 4),
-    ),
-  )  # fmt: skip
-  letters = set(layer.mixers(model.pattern)[0])
-  return {name: made[name] for name, of in MIXERS.items() if letters & set(of)}
+  sections = {}
+  for letter in layer.mixers(model.pattern)[0]:
+    kind = mixers.TABLE[letter]
+    if kind.shrink:
+      own = getattr(model, kind.section)
+      small = dataclasses.replace(own, **kind.shrink(model, few))
+      sections[kind.section] = small
+  return sections
 
 
 def _experts(experts, devices):
-  """Few experts; nothing is dropped, for what is depends on the layout."""
+  """Few experts; none dropped, because the layout decides which would be."""
   if not experts.count:
     return experts
   count = _size(experts.count, 16, math.lcm(devices, experts.groups))
@@ -225,12 +196,12 @@ def _experts(experts, devices):
 
 
 def config(full, sizes, asked, dtype):
-  """The small configuration, its mesh `sizes`.
+  """The small schema.Config, on a mesh of `sizes`.
 
   Args:
-    full: schema.Config, of which `check_divides` holds for `asked`.
-    sizes, asked: mesh axis -> size, here and as the user gave it.
-    dtype: 'float64', 'float32' or 'bfloat16', of the arithmetic; parameters
+    full: schema.Config that passed `check_divides` for `asked`.
+    sizes, asked: mesh axis -> size, small and as the user gave it.
+    dtype: of the arithmetic, 'float64', 'float32' or 'bfloat16'; parameters
       are float64 or float32.
   """
   devices = math.prod(sizes.values())
@@ -239,7 +210,7 @@ def config(full, sizes, asked, dtype):
   stages = sizes['stage']
   in_pipeline = _microbatches(full, sizes, asked)
   shards = math.prod(sizes.get(a, 1) for a in ('replica', 'data', 'fsdp'))
-  # Twice as many slices must divide it too: accumulation is compared.
+  # Accumulation is compared with twice as many slices: they must divide too.
   least = 2 * (in_pipeline or stages) * shards
   return dataclasses.replace(
     full,
@@ -253,9 +224,9 @@ def config(full, sizes, asked, dtype):
       full.data,
       sequence_length=_size(full.data.sequence_length, 64, 2 * devices),
     ),
-    # At the first step of a warm-up a wrong direction moves nothing.
+    # In the first step of a warm-up a wrong update would change nothing.
     optimizer=dataclasses.replace(full.optimizer, warmup_steps=0),
-    # What is skipped changes the numbers; nothing skipped must not.
+    # Skipping changes the numbers; a schedule that skips nothing must not.
     pipeline=dataclasses.replace(
       full.pipeline, microbatches=in_pipeline, skip_fraction=0.0
     ),

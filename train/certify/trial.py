@@ -1,6 +1,6 @@
-"""A configuration tried on some devices: its step on synthetic batches.
+"""Runs the step of a config on given devices, on synthetic batches.
 
-`Side` compiles the functions of the step in one layout; `reference` is what
+`Runner` compiles the functions of the step in one layout; `reference` is what
 they give on one device with nothing sharded, kept for all layouts that share
 it; `worst` compares two trees:
 
@@ -21,10 +21,7 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
-from paraxis.models import build
-from paraxis.models import depth
 from paraxis.train import expert_counts
-from paraxis.train import optimizers
 from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
@@ -54,24 +51,28 @@ def quick_options():
   return known
 
 
-class Side:
-  """A configuration on some devices; its functions compile once, on demand."""
+class Runner:
+  """Runs one config on given devices; its functions compile once, on demand.
+
+  Attributes:
+    job: program.Program. config, devices: of it.
+  """
 
   def __init__(self, config, devices):
-    built = build.build(config, '', config.train.remat, devices)
-    optimizer = optimizers.Optimizer(
-      config.optimizer, config.train.steps, built.model
+    """config: schema.Config, its mesh of as many devices as given."""
+    self.config, self.devices = config, devices
+    self.job = job_lib.on_devices(config, devices=devices)
+    step = step_lib.make(
+      self.job.built, self.job.optimizer, config.optimizer.clip_norm
     )
-    step = step_lib.make(built, optimizer, config.optimizer.clip_norm)
-    self.job = job_lib.Job(config, built, optimizer, *[None] * 5)
     jit = functools.partial(jax.jit, compiler_options=quick_options())
     self._grads, self._update = jit(step.grads), jit(step.update)
     self._evaluate = jit(step.evaluate)
-    self._init = jit(optimizer.init)
+    self._init = jit(self.job.optimizer.init)
 
   def put(self, batch):
     """A batch of NumPy arrays (B, T), in microbatches, on the mesh."""
-    A = self.job.config.microbatches
+    A = self.config.microbatches
     if A > 1:
       fold = lambda x: x.reshape(A, -1, x.shape[-1]) if np.ndim(x) else x
       batch = type(batch)(*map(fold, batch))
@@ -80,13 +81,7 @@ class Side:
   def start(self, params):
     """The State before the first step, with these NumPy parameters."""
     with self.job.context():
-      rows = self.job.model.rows
-      params = {
-        path: jax.device_put(
-          depth.from_order(params[path], rows.get(path)), leaf.sharding
-        )
-        for path, leaf in self.job.built.params.items()
-      }
+      params = self.job.on_mesh(params, self.job.built.params)
       everywhere = jax.NamedSharding(self.job.mesh, jax.P())
       zeros = [jax.device_put(np.int32(0), everywhere) for _ in range(3)]
       return state_lib.State(params, self._init(params), *zeros)
@@ -168,7 +163,7 @@ def change_one_document(batch, vocabulary):
   return before, before._replace(tokens=tokens), batch._replace(tokens=tokens)
 
 
-def _parameters(side, seed=0):
+def _parameters(runner, seed=0):
   """Random NumPy parameters: at their initial 1 and 0, scales and biases hide
   mistakes."""
   rng = np.random.default_rng(seed)
@@ -179,10 +174,10 @@ def _parameters(side, seed=0):
     expert_counts.SOLVER: np.zeros,
   }
   plain = lambda shape: rng.normal(0, 0.3, shape)
-  kinds = side.job.model.kinds
+  kinds = runner.job.model.kinds
   return {
     path: draw.get(kinds[path], plain)(leaf.shape).astype(leaf.dtype)
-    for path, leaf in sorted(side.job.built.params.items())
+    for path, leaf in sorted(runner.job.built.params.items())
   }
 
 
@@ -195,7 +190,7 @@ class Reference:
   """
 
   def __init__(self, config, packed, device):
-    self._side = _one_device(config, device)
+    self._runner = _one_device(config, device)
     # Neither depends on the optimizer: those that differ in it share them.
     plain = dataclasses.replace(config, optimizer=schema.Optimizer())
     found = _gradients(plain, packed, device)
@@ -204,26 +199,29 @@ class Reference:
   @functools.cached_property
   def updated(self):
     """{path: leaf} of the state after one update from `gradients`."""
-    state = self._side.start(self.params)
-    state = self._side.update(state, self.loss, self.gradients)
+    state = self._runner.start(self.params)
+    state = self._runner.update(state, self.loss, self.gradients)
     return jax.device_get(state_lib.flatten(state))
 
   @functools.cached_property
   def stepped(self):
     """Parameters after a step on each batch."""
-    return jax.device_get(self._side.steps(self.params, self.batches).params)
+    return jax.device_get(self._runner.steps(self.params, self.batches).params)
+
+
+Side = Runner  # its old name
 
 
 @functools.lru_cache(maxsize=64)
 def _one_device(config, device):
-  return Side(config, [device])
+  return Runner(config, [device])
 
 
 @functools.lru_cache(maxsize=64)
 def _gradients(config, packed, device):
-  side = _one_device(config, device)
-  params, made = _parameters(side), batches(config, packed)
-  loss, gradients = side.gradients(side.start(params), made[0])
+  runner = _one_device(config, device)
+  params, made = _parameters(runner), batches(config, packed)
+  loss, gradients = runner.gradients(runner.start(params), made[0])
   return params, made, float(loss), jax.device_get(gradients)
 
 
@@ -273,5 +271,5 @@ def worst(found, wanted, floor=0.0):
     scale = max(top[path], least)
     value = gap / scale if scale else gap and math.inf
     out[path] = value if math.isfinite(value) else math.inf
-  path = max(out, key=out.get)
+  path = max(out, key=lambda path: out[path])
   return out[path], path

@@ -2,9 +2,9 @@
 
 The configuration is shrunk (train/certify/shrink.py) and run on virtual devices
 in the layout asked for, and on one device with nothing sharded, from the same
-parameters and packed batches. A row of the table is a property
-(train/certify/properties.py), its bound, what was measured, the verdict, and
-the leaf that differs most:
+parameters and packed batches. A row of the table holds the verdict on a
+property (train/certify/properties.py), its bound, what was measured, and the
+leaf that differs most:
 
     difference of a leaf = max |a - b| / max |b|        (b: one device)
 
@@ -12,11 +12,12 @@ Exit code 1 if anything differs. Cost: about 20 CPU-seconds, nearly all of it
 compiling.
 """
 
+from collections.abc import Sequence
 import dataclasses
+import functools
 import json
 import math
 import textwrap
-from typing import Any, NamedTuple
 
 import jax
 
@@ -26,13 +27,15 @@ from paraxis.models import build
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.train.certify import properties as properties_lib
 from paraxis.train.certify import shrink
+from paraxis.train.certify import trial
 from paraxis.train.run import workdir as workdir_lib
 
 ALL = tuple(properties_lib.PROPERTIES)
 
 
-class Subject(NamedTuple):
-  """What is certified.
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """Config and devices under test.
 
   config: schema.Config, shrunk, its mesh the one to run on.
   devices: as many as the mesh has.
@@ -40,20 +43,33 @@ class Subject(NamedTuple):
   notes: texts that say what was changed.
   """
 
-  config: Any
-  devices: Any
+  config: schema.Config
+  devices: Sequence[jax.Device]
   packed: bool = True
-  notes: tuple = ()
+  notes: tuple[str, ...] = ()
+
+  @functools.cached_property
+  def runner(self) -> trial.Runner:
+    """The config built on the devices; UserError if it does not fit."""
+    with self.precision():
+      return trial.Runner(self.config, self.devices)
+
+  def precision(self):
+    """A context in which float64 is that, where parameters are float64."""
+    return jax.enable_x64(self.config.model.param_dtype == 'float64')
+
+
+Subject = Case  # its old name
 
 
 def prepare(config, mesh_text='', dtype='float64', packed=True, devices=None):
-  """`Subject` for a schema.Config.
+  """`Case` for a schema.Config.
 
   Args:
     config: schema.Config of any size.
     mesh_text: --mesh=; replaces the axes of config.mesh.
     dtype: of the arithmetic: 'float64', 'float32' or 'bfloat16'.
-    packed: see `Subject`.
+    packed: see `Case`.
     devices: those to use; default all.
 
   Raises:
@@ -83,28 +99,28 @@ def prepare(config, mesh_text='', dtype='float64', packed=True, devices=None):
   if sizes != asked:
     was, now = mesh_lib.describe(asked), mesh_lib.describe(sizes)
     notes.insert(0, f'mesh {was} -> {now}, which uses the same axes')
-  with jax.enable_x64(dtype == 'float64'):
-    build.build(small, '', small.train.remat, devices)
-  return Subject(small, devices, packed, tuple(notes))
+  case = Case(small, devices, packed, tuple(notes))
+  _ = case.runner  # built here: what does not fit ends here
+  return case
 
 
-def certify(subject, properties=ALL, report=None):
-  """Rows of a `Subject`, one or more a property.
+def certify(case, properties=ALL, report=None):
+  """Verdicts on a `Case`, one or more a property.
 
   Args:
-    subject: of `prepare`.
+    case: of `prepare`.
     properties: names in properties.PROPERTIES, in order.
-    report: called with each properties.Row as it is known.
+    report: called with each properties.Verdict as it is known.
   """
-  model, rows = subject.config.model, []
-  with jax.enable_x64(model.param_dtype == 'float64'):
-    run = properties_lib.Run(*subject[:3])
+  verdicts = []
+  with case.precision():
+    run = properties_lib.Certification(case.runner, case.packed)
     for name in properties:
-      for row in properties_lib.PROPERTIES[name](run):
-        rows.append(row)
+      for verdict in properties_lib.PROPERTIES[name](run):
+        verdicts.append(verdict)
         if report:
-          report(row)
-  return rows
+          report(verdict)
+  return verdicts
 
 
 def _title(config):
@@ -120,25 +136,25 @@ def _title(config):
 
 
 def _line(row):
-  """A Row as a line of the table."""
-  verdict = 'PASS' if row.passed else 'FAIL'
-  text = f'{verdict}  {row.name:46} {row.bound:7.0e} {row.measured:8.1e}'
+  """A Verdict as a line of the table."""
+  word = 'PASS' if row.passed else 'FAIL'
+  text = f'{word}  {row.name:46} {row.bound:7.0e} {row.measured:8.1e}'
   return f'{text}  {row.worst}'.rstrip() if row.measured else text
 
 
-def _json(subject, rows, title):
+def _json(case, rows, title):
   """One JSON document; a measured value that is not finite is null."""
   finite = lambda x: x if math.isfinite(x) else None
   return json.dumps(
     dict(
       layout=title,
-      dtype=subject.config.model.dtype,
-      devices=len(subject.devices),
+      dtype=case.config.model.dtype,
+      devices=len(case.devices),
       jax=jax.__version__,
       passed=all(row.passed for row in rows),
       rows=[r._asdict() | dict(measured=finite(r.measured)) for r in rows],
-      notes=subject.notes,
-      config=dataclasses.asdict(subject.config),
+      notes=case.notes,
+      config=dataclasses.asdict(case.config),
     ),
     indent=1,
   )
@@ -155,20 +171,20 @@ def run(config, mesh_text='', as_json=False, dtype='float64', say=print):
   Raises:
     UserError: as `prepare`.
   """
-  subject = prepare(config, mesh_text, dtype)
-  title = _title(subject.config)
+  case = prepare(config, mesh_text, dtype)
+  title = _title(case.config)
   tell = (lambda text: None) if as_json else say
   tell(
-    f'{title}: {len(subject.devices)} {subject.devices[0].platform} devices '
+    f'{title}: {len(case.devices)} {case.devices[0].platform} devices '
     f'against one, {dtype}, jax {jax.__version__}'
   )
-  notes = '; '.join(subject.notes) or 'nothing'
+  notes = '; '.join(case.notes) or 'nothing'
   tell(textwrap.fill(f'shrunk: {notes}', 80))
   tell(f'      {"property":46} {"bound":>7} {"measured":>8}  most in')
-  rows = certify(subject, report=lambda row: tell(_line(row)))
+  rows = certify(case, report=lambda row: tell(_line(row)))
   failed = sum(not row.passed for row in rows)
   if as_json:
-    say(_json(subject, rows, title))
+    say(_json(case, rows, title))
   elif failed:
     tell(f'{failed} of {len(rows)} properties DIFFER')
   else:

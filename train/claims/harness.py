@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
   passed: bool
 
 
-def finish(config, folder, say, **how) -> evaluate.Result:
+def finish(config, folder, say, **how) -> evaluate.Evaluation:
   """Trains, or resumes, the run of a folder to its end.
 
   Args:
@@ -59,7 +59,7 @@ class Run:
     self.config, self.workdir, self.say = config, pathlib.Path(workdir), say
     self._trained = self._baselines = None
 
-  def trained(self) -> evaluate.Result:
+  def trained(self) -> evaluate.Evaluation:
     """Of the finished run in the workdir; trains if need be.
 
     Raises:
@@ -100,7 +100,7 @@ def domain_table(evaluation, base):
   """Model against gzip -9, domain by domain, in bits per byte: text.
 
   Args:
-    evaluation: evaluate.Result.
+    evaluation: evaluate.Evaluation.
     base: baselines.Baselines; xz lines are left out where it did not run.
   """
   rows = [

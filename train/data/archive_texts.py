@@ -35,10 +35,8 @@ def _bible(text: str) -> Texts:
   """
   calls = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call))
   call = next(n for n in calls if any(isinstance(a, ast.Dict) for a in n.args))
-  book = max(
-    (a.value for a in call.args if isinstance(getattr(a, 'value', 0), str)),
-    key=len,
-  )
+  constants = (a.value for a in call.args if isinstance(a, ast.Constant))
+  book = max((x for x in constants if isinstance(x, str)), key=len)
   verses = next(a for a in call.args if isinstance(a, ast.Dict))
   starts: dict[int, int] = {}
   for verse, offset in ast.literal_eval(verses).items():
@@ -124,6 +122,11 @@ def deb_data(path: pathlib.Path) -> tarfile.TarFile:
   raise errors.IntegrityError(f'{path} has no data archive')
 
 
+def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+  file = tar.extractfile(member)
+  return file.read() if file else b''
+
+
 def members(path: pathlib.Path) -> typing.Iterator[tuple[str, typing.Any]]:
   """(name, function that returns its bytes) of the plain files inside."""
   if path.suffix in ('.zip', '.whl'):
@@ -135,5 +138,7 @@ def members(path: pathlib.Path) -> typing.Iterator[tuple[str, typing.Any]]:
   with deb_data(path) if path.suffix == '.deb' else tarfile.open(path) as tar:
     for member in tar:
       if member.isfile():
-        name = member.name.removeprefix('./')
-        yield name, lambda m=member: tar.extractfile(m).read()
+        yield (
+          member.name.removeprefix('./'),
+          functools.partial(_read, tar, member),
+        )

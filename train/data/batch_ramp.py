@@ -5,10 +5,10 @@
 Megatron-Turing NLG 530B (arXiv:2201.11990, section 4.2) grows its batch from 32
 to 1,920 rows by 32. The rows of a step, and how many came before it, are pure
 functions of its number: a resumed run reads what the uninterrupted one reads.
-Where a step has microbatches (of a pipeline or accumulated) they keep their
-rows, and there are more of them; a single one grows itself. Every size of batch
-is a program of its own, on stages with its own schedule, compiled when a step
-first needs it. Learning rates go by steps.
+With microbatches (of a pipeline or accumulation) their size is fixed and their
+number grows; a single microbatch grows itself. Every batch size is a program of
+its own, on stages with its own schedule, compiled when a step first needs it.
+Learning rates depend on the step.
 """
 
 from typing import NamedTuple

@@ -36,7 +36,7 @@ class Batches:
   """The training batches of a run. Indexable by any step, in any order.
 
   Attributes:
-    plan: packing.Plan of all rows; a row id is an index into it.
+    plan: packing.PackingPlan of all rows; a row id is an index into it.
     batch_size, microbatches, sequence_length: B, A, T.
     rows: rows an epoch draws from; with a mixture, of all its domains.
     domains: ((name, weight, rows), ...) of a mixture, else ().
@@ -126,8 +126,8 @@ class Batches:
     if not self.ramp:
       return np.asarray(self._order[t], np.int64)
     first = self.ramp.before(t)
-    found = [self._order[first + i] for i in range(self.ramp.rows(t))]
-    return np.concatenate(found).astype(np.int64)
+    at = range(first, first + self.ramp.rows(t))
+    return np.concatenate([np.asarray(self._order[i], np.int64) for i in at])
 
   def batch_at(self, t, lo=0, hi=None):
     """The batch of step t, or the rows lo..hi of it.
@@ -160,7 +160,7 @@ class Batches:
     """Yields (t, batch_at(t, lo, hi)) for t = start, start + 1, ... for ever.
 
     share: rows of a microbatch -> (lo, hi).
-    `data.prefetch` batches are made ahead, in one thread of grain's, which
+    `data.prefetch` batches are prepared ahead, in one thread of grain's, which
     ends when the generator is closed or collected.
     """
     import grain  # imports jax
@@ -193,7 +193,7 @@ class Batches:
 
 
 class HeldOut:
-  """Held-out batches of one domain; documents apart, each from its start.
+  """Held-out batches of one domain; documents are packed separately.
 
   bits per byte = sum over batches of (sum of weighted nll) / ln 2 / n_bytes.
   The end-of-document tokens are predicted too and add no byte. A document
@@ -201,7 +201,7 @@ class HeldOut:
 
   Attributes:
     domain: its name.
-    plan: packing.Plan of all its held-out documents.
+    plan: packing.PackingPlan of all its held-out documents.
     exact: every row is used. Else evenly spaced rows are, and n_bytes is the
       domain's bytes times the share of its tokens that they hold.
     n_bytes: UTF-8 bytes of the text in these batches.

@@ -141,7 +141,7 @@ def read(files, path):
     raise errors.UserError(
       f'data.path={str(path)!r}: 0 documents in {len(files)} files.'
     )
-  # A name seen before gets a number: names decide what is held out.
+  # A repeated name gets a number: names decide which documents are held out.
   seen, out = {}, []
   for domain, id_, part, text in rows:
     times = seen[domain, id_] = seen.get((domain, id_), 0) + 1

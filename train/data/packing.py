@@ -28,7 +28,7 @@ from paraxis.models import batch as batch_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PackingPlan:
   """Where every piece is. Pieces are sorted by row, then by slot.
 
   length:      S, pair slots of a row.
@@ -72,7 +72,7 @@ def concat_split(starts, lengths, S, order):
     order: permutation of (a part of) range(D).
 
   Returns:
-    A Plan. All rows are full except the last.
+    A PackingPlan. All rows are full except the last.
   """
   order = np.asarray(order, np.int64)
   first = np.asarray(starts, np.int64)[order]
@@ -202,7 +202,7 @@ def _count_cut(document):
 
 
 def _plan(S, row, tokens, lengths, cut):
-  """Sorts pieces by row (keeping their order) and completes the Plan."""
+  """Sorts pieces by row (keeping their order) and completes the PackingPlan."""
   if np.any(row[1:] < row[:-1]):
     by_row = np.argsort(row, kind='stable')
     row, tokens, lengths = row[by_row], tokens[by_row], lengths[by_row]
@@ -210,7 +210,7 @@ def _plan(S, row, tokens, lengths, cut):
   per_row = np.bincount(row, minlength=rows)
   row_starts = np.concatenate([[0], np.cumsum(per_row)]).astype(np.int64)
   fill = np.bincount(row, weights=lengths, minlength=rows)
-  return Plan(
+  return PackingPlan(
     length=S,
     row_starts=row_starts,
     tokens=tokens.astype(np.int64),
@@ -227,7 +227,7 @@ def concatenate(plans):
     raise ValueError('plans have rows of different lengths')
   join = lambda name: np.concatenate([getattr(p, name) for p in plans])
   per_row = np.concatenate([np.diff(p.row_starts) for p in plans])
-  return Plan(
+  return PackingPlan(
     length=plans[0].length,
     row_starts=np.concatenate([[0], np.cumsum(per_row)]).astype(np.int64),
     tokens=join('tokens'),
@@ -242,7 +242,7 @@ def assemble(plan, tokens, rows, pad_id=0):
   """The arrays of some rows.
 
   Args:
-    plan: Plan with S slots a row.
+    plan: PackingPlan with S slots a row.
     tokens: (N,) unsigned integers, all documents; may be memory-mapped.
     rows: (B,) row ids; -1 gives an empty row.
     pad_id: token and target of slots without a pair.
@@ -262,7 +262,7 @@ def assemble(plan, tokens, rows, pad_id=0):
   first, lengths = plan.tokens[piece], plan.lengths[piece]
   segment = plan.segments[piece]
   full = int(fill.sum(dtype=np.int64)) == S * len(rows)
-  if not full:  # what is left of a row is one more piece, of segment 0
+  if not full:  # the rest of a row is one more piece, of segment 0
     at = np.cumsum(per_row)
     lengths = np.insert(lengths, at, S - fill)
     first, segment = np.insert(first, at, 0), np.insert(segment, at, 0)
@@ -286,7 +286,6 @@ def assemble(plan, tokens, rows, pad_id=0):
     inputs[empty] = targets[empty] = pad_id
     positions[empty] = 0
   arrays = inputs, targets, segments, positions, weights
-  return batch_lib.Batch(
-    *(x.reshape(len(rows), S) for x in arrays),
-    np.float32(fill.sum(dtype=np.int64)),
-  )
+  shaped = [x.reshape(len(rows), S) for x in arrays]
+  denominator = np.float32(fill.sum(dtype=np.int64))
+  return batch_lib.Batch._make([*shaped, denominator])

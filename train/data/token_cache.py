@@ -5,7 +5,7 @@ other. The cache is a folder: tokens.bin, four .npy arrays, ids.json and
 meta.json with a fingerprint of the text and the tokenizer and a checksum of
 every file. It is built beside its place and renamed into it, so a reader never
 sees half a cache and builders may race. A cache that does not match its
-checksums or its source is rebuilt and said so.
+checksums or its source is rebuilt, with a message.
 
 Cost: tokenizing once; then text and tokens are hashed at every start, about
 one second per GB.

@@ -1,67 +1,19 @@
-"""The plot command: what a run learned, or what a pipeline does when.
+"""The plot commands: curves of a run, and the timeline of a pipeline schedule.
 
 Nothing that draws, and no jax, is imported before the arguments are read.
 """
 
 import pathlib
 
-from absl import flags
-
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 
-HELP = """\
-usage: paraxis plot --workdir=RUN [-o loss.png]
-       paraxis plot schedule NAME --stages=4 --microbatches=8 [-o NAME.png]
 
-Draws the loss of a run, or of several overlaid, and experts.png in the folder
-of each run that has experts: their loads over training:
-
-  --workdir=RUN        folder of a run; given again: overlaid
-  --output=FILE, -o    PNG to write; default loss.png in the first workdir
-
-or a pipeline schedule, prints it as a table, and says what it costs:
-
-  --stages=N           devices of the pipeline (default 4)
-  --microbatches=N     of a step (default 8)
-  --chunks=N           runs of layers on each stage; default: the fewest
-  --skip_fraction=F    schedule skip: share of the stages left out (default 0)
-  --output=FILE, -o    PNG to write; default NAME.png in this folder
-
-Schedules: gpipe, one_f_one_b, interleaved, zero_bubble, v_half, skip.
-"""
-
-
-def _output(values):
-  flags.DEFINE_string('output', '', '', flag_values=values, short_name='o')
-
-
-def _run_flags(values):
-  flags.DEFINE_multi_string('workdir', [], '', flag_values=values)
-  _output(values)
-
-
-def _schedule_flags(values):
-  for name, default in (('stages', 4), ('microbatches', 8), ('chunks', 0)):
-    flags.DEFINE_integer(name, default, '', lower_bound=0, flag_values=values)
-  flags.DEFINE_float('skip_fraction', 0.0, '', flag_values=values)
-  _output(values)
-
-
-def _parse(argv, define):
-  """command_line.parse of a command that reads no --config."""
-  values, config, left = command_line.parse(argv, define)
-  if config is not None:
-    raise errors.UserError('--config: this command does not read it.')
-  return values, left
-
-
-def _run(argv):
-  values, left = _parse(argv, _run_flags)
-  if left:
-    hint = schema.suggest(left[0], ('schedule',))
-    raise errors.UserError(f'write --workdir={left[0]}.{hint}')
+def _run(values, _, words):
+  if words:
+    hint = schema.suggest(words[0], ('schedule',))
+    raise errors.UserError(f'write --workdir={words[0]}.{hint}')
   from paraxis.train.plot import losses as plot
 
   print(f'wrote {plot.draw(values.workdir, values.output)}')
@@ -80,20 +32,17 @@ def _experts(workdirs, names):
       print(f'wrote {plot_experts.draw(rows, path, name)}')
 
 
-def _schedule(argv):
-  values, left = _parse(argv, _schedule_flags)
+def _schedule(values, _, words):
   from paraxis.sharding.pipeline import schedules
 
-  if not left:
+  if not words:
     raise errors.UserError(
       f'plot which schedule? There are {", ".join(schedules.NAMES)}.'
     )
-  if len(left) > 1:
-    raise errors.UserError(f'unexpected argument {left[1]!r}.')
   from paraxis.train.plot import schedule as draw_schedule
 
   path, schedule = draw_schedule.draw(
-    left[0],
+    words[0],
     values.stages,
     values.microbatches,
     values.chunks,
@@ -105,13 +54,33 @@ def _schedule(argv):
   print(f'wrote {path}')
 
 
-def main(argv):
-  """Runs the command; argv: arguments after its name. -> exit code."""
-  if any(arg in ('--help', '-help', '-h') for arg in argv):
-    print(HELP, end='')
-    return errors.EXIT_OK
-  if argv[:1] == ['schedule']:
-    _schedule(argv[1:])
-  else:
-    _run(argv)
-  return errors.EXIT_OK
+COMMANDS = (
+  command_line.Command(
+    _run,
+    'plot',
+    '--workdir=RUN [-o loss.png]',
+    "draw the loss of runs, and experts' loads (RUN/experts.png)",
+    (
+      ('several', 'workdir=RUN', [], 'run directory; repeated: overlaid'),
+      (str, 'output=FILE', '', 'PNG; empty: loss.png in the first RUN', 'o'),
+    ),
+    words=None,
+  ),
+  command_line.Command(
+    _schedule,
+    'plot schedule',
+    'NAME --stages=4 --microbatches=8 [-o NAME.png]',
+    'draw a pipeline schedule, print it as a table, and its cost',
+    (
+      ('count', 'stages=N', 4, 'pipeline stages, one device each'),
+      ('count', 'microbatches=N', 8, 'microbatches in a step'),
+      ('count', 'chunks=N', 0, 'chunks of layers per stage; 0: the fewest'),
+      (float, 'skip_fraction=F', 0.0, 'schedule skip: share of stages skipped'),
+      (str, 'output=FILE', '', 'PNG; empty: NAME.png in this folder', 'o'),
+    ),
+    words=1,
+    notes=(
+      'Schedules: gpipe, one_f_one_b, interleaved, zero_bubble, v_half, skip.',
+    ),
+  ),
+)

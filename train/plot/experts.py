@@ -1,17 +1,16 @@
-"""Pictures of experts: their loads over training, and what each domain uses.
+"""Plots of experts: loads over training, and which experts each domain uses.
 
 Above, a map for each layer (for more than 6, the mean over those with as many
 experts): steps to the right, experts down, the colour the share of assignments
 over an even share, so that 1, white, is an expert that gets what it should.
 Below: the busiest expert over the mean, the share of assignments dropped, the
-entropy of the router. Loads are written every train.print_every steps.
+entropy of the router. Loads are logged every train.print_every steps.
 """
-
-import pathlib
 
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.train.plot import figures
 from paraxis.train.plot import losses as plot
 
 NAME = 'experts.png'
@@ -75,23 +74,6 @@ def _bar(fig, image, axes, label):
   bar.outline.set_visible(False)
 
 
-def _figure(*args, **kwargs):
-  from matplotlib import figure
-  from matplotlib.backends import backend_agg  # no display, no global state
-
-  fig = figure.Figure(*args, layout='constrained', **kwargs)
-  backend_agg.FigureCanvasAgg(fig)
-  return fig
-
-
-def _save(fig, path):
-  try:
-    fig.savefig(path, dpi=150)
-  except (OSError, ValueError) as e:
-    raise errors.UserError(f'{path}: cannot be written ({e}).') from e
-  return path
-
-
 def draw(rows, path, title=''):
   """Draws the loads of one run -> path of the PNG.
 
@@ -105,13 +87,10 @@ def draw(rows, path, title=''):
   maps = panels(rows)
   if not maps:
     raise errors.UserError(f'{path}: the run has no experts, or no loads yet.')
-  lines = [
-    (name, *plot.curve(rows, name))
-    for name in LINES
-    if plot.curve(rows, name).size
-  ]
+  curves = {name: plot.curve(rows, name) for name in LINES}
+  lines = [(name, curve) for name, curve in curves.items() if curve.size]
   heights = [1.5] * len(maps) + [0.9] * len(lines)
-  fig = _figure(figsize=(8.5, 1 + sum(heights)))
+  fig = figures.make(8.5, 1 + sum(heights))
   all_axes = fig.subplots(
     len(heights), 1, sharex=True, squeeze=False, height_ratios=heights
   )[:, 0]
@@ -127,19 +106,19 @@ def draw(rows, path, title=''):
     ax.set_yticks(range(0, len(even), max(1, len(even) // 4)))
     ax.spines[:].set_visible(False)
   _bar(fig, image, list(all_axes[: len(maps)]), 'load / even load')
-  for ax, line, colour in zip(
+  for ax, (name, curve), colour in zip(
     all_axes[len(maps) :], lines, plot.COLOURS, strict=False
   ):
-    _line(ax, *line, colour)
+    _line(ax, name, curve, colour)
   all_axes[-1].set_xlabel('step')
   fig.suptitle(title, fontweight='bold')
   fig.align_ylabels(all_axes)
-  return _save(fig, pathlib.Path(path))
+  return figures.save(fig, path)
 
 
-def _line(ax, name, steps, values, colour):
+def _line(ax, name, curve, colour):
   """One metric; a thin line where it would be ideal."""
-  label, ideal = LINES[name]
+  (label, ideal), (steps, values) = LINES[name], curve
   ax.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
   ax.plot(steps, plot.smooth(values), color=colour, linewidth=1.8)
   if ideal is not None:
@@ -167,7 +146,7 @@ def draw_domains(runs, path):
   shares = {t: x / x.sum(-1, keepdims=True) for t, x in shares.items()}
   domains = list(next(iter(runs.values())))
   layers = next(iter(shares.values())).shape[1]
-  fig = _figure(figsize=(1.6 + 2.1 * layers, 0.6 + 1.7 * len(runs)))
+  fig = figures.make(1.6 + 2.1 * layers, 0.6 + 1.7 * len(runs))
   axes = fig.subplots(
     len(runs), layers, sharex=True, sharey=True, squeeze=False
   )
@@ -184,4 +163,4 @@ def draw_domains(runs, path):
       if ax in axes[-1]:
         ax.set_xlabel('expert')
   _bar(fig, image, axes, 'share of the domain / even share')
-  return _save(fig, pathlib.Path(path))
+  return figures.save(fig, path)

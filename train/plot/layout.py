@@ -1,4 +1,4 @@
-"""Drawings of a layout: which device holds what, what it costs, equal losses.
+"""Drawings of a layout: the shard of each device, memory and traffic, losses.
 
 `grid` draws arrays as squares, cut as their shardings cut them. A part that one
 device holds has its colour and number; a part that several hold is grey and
@@ -9,6 +9,8 @@ context order (zigzag, striped) shows.
 import io
 import math
 from typing import Any, NamedTuple
+
+from paraxis.train.plot import figures
 
 SURFACE = '#eef0f2'  # of a part with several holders
 DEVICES = (
@@ -128,15 +130,6 @@ def _rectangle(box, colour, line):
   )  # fmt: skip
 
 
-def _figure(width, height):
-  from matplotlib import figure  # no display, no global state
-  from matplotlib.backends import backend_agg
-
-  fig = figure.Figure((width, height), dpi=160, layout='constrained')
-  backend_agg.FigureCanvasAgg(fig)
-  return fig
-
-
 def png(fig):
   """A Figure as the bytes of a PNG."""
   out = io.BytesIO()
@@ -151,7 +144,7 @@ def grid(rows):
     rows: {label: [Picture]}, all rows with the same titles.
   """
   columns = max(map(len, rows.values()))
-  fig = _figure(1.75 * columns, 1.6 * len(rows))
+  fig = figures.make(1.75 * columns, 1.6 * len(rows), dpi=160)
   axes = fig.subplots(len(rows), columns, squeeze=False)
   for line, (label, pictures) in zip(axes, rows.items(), strict=True):
     for ax, picture in zip(line, pictures, strict=True):
@@ -172,7 +165,7 @@ def costs(held, received):
     held: {layout: {class: bytes}}.
     received: {layout: [(kind, mesh axes, bytes)]}.
   """
-  fig = _figure(8.75, 0.45 * len(held) + 1.4)
+  fig = figures.make(8.75, 0.45 * len(held) + 1.4, dpi=160)
   left, right = fig.subplots(1, 2, sharey=True, width_ratios=(1, 1.8))
   classes = {k: [(a, '', b) for a, b in row.items()] for k, row in held.items()}
   _bars(left, classes)
@@ -216,7 +209,7 @@ def losses(curves, one):
     curves: {layout: losses of the steps}.
     one: those of one device, the same steps.
   """
-  fig = _figure(8.75, 2.9)
+  fig = figures.make(8.75, 2.9, dpi=160)
   left, right = fig.subplots(1, 2)
   steps = range(1, len(one) + 1)
   left.plot(steps, one, color='#c8ccd2', linewidth=9, label='one device')

@@ -11,6 +11,7 @@ import pathlib
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.train.plot import figures
 from paraxis.train.run import metrics
 
 NAME = 'loss.png'
@@ -38,7 +39,7 @@ def smooth(values):
 
 
 def labels(workdirs):
-  """The shortest ends of the paths that tell the runs apart."""
+  """The shortest path suffixes that distinguish the runs."""
   parts = [pathlib.Path(w).resolve().parts for w in workdirs]
   for count in range(1, max(map(len, parts)) + 1):
     names = ['/'.join(p[-count:]) for p in parts]
@@ -121,11 +122,7 @@ def draw(workdirs, output=None):
   runs = [_read(w) for w in workdirs]
   if not runs:
     raise errors.UserError('--workdir is missing: which run is to be drawn?')
-  from matplotlib import figure
-  from matplotlib.backends import backend_agg  # no display, no global state
-
-  fig = figure.Figure(figsize=(8.5, 5.4), layout='constrained')
-  backend_agg.FigureCanvasAgg(fig)
+  fig = figures.make(8.5, 5.4)
   loss, rate = fig.subplots(2, 1, sharex=True, height_ratios=(5, 1))
   bits = loss.twinx()
   names, alone = labels(workdirs), len(runs) == 1
@@ -145,12 +142,7 @@ def draw(workdirs, output=None):
   elif points:
     bits.plot([], [], 'o-', color='#666666', linewidth=1, label='held-out text')
   _finish(fig, loss, bits, rate, points)
-  path = pathlib.Path(output) if output else pathlib.Path(workdirs[0]) / NAME
-  try:
-    fig.savefig(path, dpi=150)
-  except (OSError, ValueError) as e:
-    raise errors.UserError(f'--output={path}: cannot be written ({e}).') from e
-  return path
+  return figures.save(fig, output or pathlib.Path(workdirs[0]) / NAME)
 
 
 def _finish(fig, loss, bits, rate, points):

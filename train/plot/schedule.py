@@ -7,12 +7,12 @@ equal to 1; where the schedule does not split W off, B takes 2. Gaps are
 waiting.
 """
 
-import pathlib
 from typing import NamedTuple
 
 from paraxis.configs.base import errors
 from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.planner import simulate
+from paraxis.train.plot import figures
 
 COLOURS = {'F': '#1f5fa8', 'B': '#d1602b', 'W': '#2f8f5b'}
 PHASES = {'F': 'forward', 'B': 'backward', 'W': 'weight gradient'}
@@ -46,7 +46,7 @@ def boxes(schedule):
 
 
 def summary(schedule):
-  """Two lines: what it is; time against ideal, what each device holds."""
+  """Two lines: stages, microbatches; time / ideal, inputs held per device."""
   result = simulate.run(schedule, 'lock_step')
   ratio, held = float(result.time / result.ideal), result.peak
   chunks = f' of {schedule.chunks} chunks' if schedule.chunks > 1 else ''
@@ -62,9 +62,9 @@ def _shade(phase, chunk, chunks):
   """Colour of a phase, the lighter the later the chunk."""
   from matplotlib import colors
 
-  base = colors.to_rgb(COLOURS[phase])
   light = 0.62 * chunk / max(chunks - 1, 1)
-  return tuple(c + (1 - c) * light for c in base)
+  r, g, b = (c + (1 - c) * light for c in colors.to_rgb(COLOURS[phase]))
+  return r, g, b
 
 
 def _ink(colour):
@@ -85,15 +85,11 @@ def chart(schedule):
       f'{schedule.name}: {count:,} operations do not fit a picture, at most '
       f'{MOST_BOXES:,} do: fewer microbatches show the same pattern.'
     )
-  from matplotlib import figure
-  from matplotlib.backends import backend_agg  # no display, no global state
-
   shown = boxes(schedule)
   end = max(b.start + b.width for b in shown)
   width = min(max(WIDTH[0], 1.2 + UNIT * end), WIDTH[1])
   height = 1.5 + ROW * schedule.stages
-  fig = figure.Figure(figsize=(width, height), layout='constrained')
-  backend_agg.FigureCanvasAgg(fig)
+  fig = figures.make(width, height)
   ax = fig.subplots()
   digits = len(str(schedule.microbatches - 1))
   narrowest = min(b.width for b in shown) * 72 * (width - 1.2) / end  # points
@@ -177,9 +173,4 @@ def draw(name, stages, microbatches, chunks=0, output='', fraction=0.0):
     name, stages, microbatches, chunks or least, fraction
   )
   fig = chart(schedule)
-  path = pathlib.Path(output or f'{name}.png')
-  try:
-    fig.savefig(path, dpi=150)
-  except (OSError, ValueError) as e:
-    raise errors.UserError(f'--output={path}: cannot be written ({e}).') from e
-  return path, schedule
+  return figures.save(fig, output or f'{name}.png'), schedule

@@ -14,7 +14,7 @@ import jax
 from paraxis.train.run import compiling
 
 
-class Result(NamedTuple):
+class Evaluation(NamedTuple):
   """bits_per_byte: over all domains. domains: {name: bits per byte}."""
 
   bits_per_byte: float
@@ -58,4 +58,4 @@ class Evaluator:
       nats = math.fsum(float(s) for s in jax.device_get(sums))
       domains[held.domain] = nats / math.log(2) / held.n_bytes
       nats_all, bytes_all = nats_all + nats, bytes_all + held.n_bytes
-    return Result(nats_all / math.log(2) / bytes_all, domains, bytes_all)
+    return Evaluation(nats_all / math.log(2) / bytes_all, domains, bytes_all)

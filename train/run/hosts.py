@@ -1,7 +1,7 @@
-"""Joining the processes of a run on several hosts, and leaving at once.
+"""Joining the processes of a run on several hosts, and exiting immediately.
 
-One process that fails ends without jax's exit barrier: its peers then fail
-within a second instead of hanging until their heartbeats stop.
+A failing process exits without jax's exit barrier: its peers then fail within
+a second instead of hanging until their heartbeats stop.
 """
 
 import os
@@ -21,7 +21,7 @@ _connected = False  # to other processes
 
 
 def check(address, num_processes, process_id):
-  """Whether several hosts are asked for; UserError if they make no sense."""
+  """Whether flags ask for several hosts; UserError if they are inconsistent."""
   if not address and not num_processes and process_id < 0:
     return False
   host, _, port = address.rpartition(':')
@@ -41,10 +41,10 @@ def check(address, num_processes, process_id):
 def connect(address, num_processes, process_id, patience=JOIN_SECONDS):
   """Joins the processes of a run; before anything else starts jax.
 
-  jax waits for minutes and then aborts when nobody listens, so the others look
-  for process 0 first. Process 0 listens on the given address alone, not on all
-  interfaces. One process that fails ends at once, without jax's exit barrier:
-  its peers then fail within a second instead of hanging.
+  If process 0 does not listen, jax waits for minutes and then aborts, so the
+  other processes look for it first. Process 0 listens on the given address
+  alone, not on all interfaces. A failing process exits without jax's exit
+  barrier, so its peers fail within a second instead of hanging.
   """
   global _connected
   if process_id:

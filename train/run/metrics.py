@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl always, a terminal, other loggers.
+"""Logging of a run: metrics.jsonl always, the terminal, other loggers.
 
 A line of metrics.jsonl is {"step": n, "train/loss": x, ...}. A resumed run
 appends; where a step occurs twice, the last value counts (`read` does so).
@@ -12,6 +12,7 @@ import os
 import pathlib
 import resource
 import sys
+from typing import Any
 
 import jax
 
@@ -60,30 +61,26 @@ class Writers:
 
   def __init__(self, workdir, train, config):
     """train: schema.Train; config: schema.Config. Process 0 writes."""
-    self._active = jax.process_index() == 0
     self._file = self._board = self._wandb = None
-    if not self._active:
+    if jax.process_index():
       return
     path = os.path.join(workdir, FILE)
     self._file = open(path, 'a', encoding='utf-8')  # noqa: SIM115
     if self._file.tell() and not _ends_with_newline(path):
       self._file.write('\n')  # a kill cut the last line short
     if train.tensorboard:
-      import tensorboardX
-
-      self._board = tensorboardX.SummaryWriter(workdir)
+      board = importlib.import_module('tensorboardX')
+      self._board = board.SummaryWriter(workdir)
     if train.wandb:
-      import wandb
-
-      self._wandb = wandb.init(
+      self._wandb = importlib.import_module('wandb').init(
         project=train.wandb, dir=workdir, config=dataclasses.asdict(config)
       )
 
   def write(self, step, values):
     """One row; numbers that are not finite become null in the file."""
-    if not self._active:
+    if self._file is None:
       return
-    row = {'step': int(step)}
+    row: dict[str, Any] = {'step': int(step)}
     for name, v in values.items():
       plain = isinstance(v, int | list) or math.isfinite(v)
       row[name] = v if plain else None

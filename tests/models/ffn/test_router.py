@@ -14,13 +14,9 @@ import pytest
 from paraxis.configs.base import model as model_schema
 from paraxis.models.ffn import router
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, E = 2, 8, 12
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def logits():

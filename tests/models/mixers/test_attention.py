@@ -18,6 +18,8 @@ from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D, N, K, H = 2, 7, 6, 4, 2, 4
 BASE = dict(
   d_model=D, num_heads=N, num_kv_heads=K, head_dim=H, num_layers=1, window=3,
@@ -34,12 +36,6 @@ CASES = {
   'learned': ('F', dict(position='learned', max_positions=T)),
   'local': ('W', dict(rope_local_theta=5.0)),
 }
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def make(kind, **fields):
@@ -159,10 +155,10 @@ def test_a_cache_gives_the_same_as_the_whole(kind):
 
 def test_widths_have_defaults():
   config = schema.Model(d_model=12, num_heads=3)
-  assert attention.head_dim(config) == 4
+  assert config.head_width == 4
   assert attention.num_kv_heads(config) == 3
   config = schema.Model(**BASE)
-  assert attention.head_dim(config) == H
+  assert config.head_width == H
   assert attention.num_kv_heads(config) == K
 
 

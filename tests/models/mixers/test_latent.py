@@ -1,4 +1,4 @@
-"""Latent attention against dense loops; its two forms, its parts, its layouts.
+"""Latent attention against dense loops: two forms, latent shards, layouts.
 
 Legend: B rows, T tokens, D model, N heads, H width of a key without position,
 P of the rotated key, U of a value, R of the latent, V vocabulary.
@@ -8,9 +8,9 @@ import dataclasses
 import functools
 import math
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
+import mixer_cases
 import numpy as np
 import pytest
 
@@ -26,6 +26,8 @@ from paraxis.models.mixers import attention
 from paraxis.models.mixers import latent as latent_attention
 from paraxis.sharding import annotate
 from paraxis.train.certify import verify
+
+pytestmark = pytest.mark.usefixtures('float64')
 
 B, T, D, N, V = 3, 11, 8, 4, 32
 H, P, U, R = 3, 4, 5, 8
@@ -51,12 +53,7 @@ CASES = {
   'unrotated': ({}, dict(position='none', attention_scale=0.7)),
 }
 jit = functools.partial(jax.jit, compiler_options=QUICK)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
+close = mixer_cases.close
 
 
 def config_of(own, **fields):
@@ -70,32 +67,12 @@ def module(name):
   config = config_of(own, **fields)
   model_checks.check_model(config)
   kind = latent_attention.LatentAttention
-  graph, state = nnx.split(
-    nnx.eval_shape(lambda: kind(config, nnx.Rngs(0), 'A'))
-  )
-  flat = nnx.to_flat_state(state)
-  rng = np.random.default_rng(0)
-  values = {p[0]: rng.normal(0, 0.5, v.shape) for p, v in flat}
-
-  def run(values, x, see):
-    given = [(p, v.replace(values[p[0]])) for p, v in flat]
-    turned = attention.rotations(config, 'A', see.positions, x.dtype)
-    own = nnx.merge(graph, nnx.from_flat_state(given))
-    return own(x, see._replace(rotations=turned))[0]
-
-  return config, run, values
+  run, values = mixer_cases.module(kind, config, 'A', 0.5)
+  return config, lambda *given: run(*given)[0], values
 
 
 def see_of(lengths, length=T):
-  """Visibility of rows of documents of those lengths, padding behind."""
-  segments = np.zeros((len(lengths), length), np.int32)
-  positions = np.zeros_like(segments)
-  for b, row in enumerate(lengths):
-    t = 0
-    for i, n in enumerate(row):
-      segments[b, t : t + n], positions[b, t : t + n] = i + 1, np.arange(n)
-      t += n
-  return attention.Visibility(segments, positions)
+  return mixer_cases.see_of(lengths, length)
 
 
 PACKED = ((4, 1, 5), (11,), (2, 7))
@@ -133,7 +110,7 @@ def dense(config, w, x, see):
   f, factor = yarn(config)
   a = see.positions[..., None] * np.array(f)
 
-  def turn(y):  # (B, T, P)
+  def rotate(y):  # (B, T, P)
     if config.position != 'rope':
       return y
     one, two = y[..., : P // 2], y[..., P // 2 :]
@@ -142,7 +119,7 @@ def dense(config, w, x, see):
     )
 
   c = rms(x @ w['down'], w['latent_norm'])
-  shared = turn(x @ w['shared_key'])
+  shared = rotate(x @ w['shared_key'])
   source = x
   if own.query_rank:
     source = rms(x @ w['query_down'], w['query_norm'])
@@ -157,7 +134,7 @@ def dense(config, w, x, see):
     q = source @ w['query'][:, n]
     k = c @ w['key'][:, n]
     s = jnp.einsum('bth,bsh->bts', q[..., :H], k)
-    s = s + jnp.einsum('btp,bsp->bts', turn(q[..., H:]), shared)
+    s = s + jnp.einsum('btp,bsp->bts', rotate(q[..., H:]), shared)
     s = s * scale * factor
     if config.attention_softcap:
       s = config.attention_softcap * jnp.tanh(s / config.attention_softcap)
@@ -165,14 +142,6 @@ def dense(config, w, x, see):
     p = e / jnp.maximum(e.sum(-1, keepdims=True), 1e-30)
     y = y + p @ (c @ w['value'][:, n]) @ w['output'][n]
   return y
-
-
-def close(a, b, bound):
-  """Largest difference, relative to the largest value."""
-  a, b = np.asarray(a), np.asarray(b)
-  assert a.shape == b.shape and a.dtype == b.dtype == np.float64
-  assert np.abs(b).max() > 0
-  return np.abs(a - b).max() <= bound * np.abs(b).max()
 
 
 def gradients(run, values, see):
@@ -215,7 +184,7 @@ def test_another_factor_of_yarn_is_seen():
 
 @functools.cache
 def random_of(layers=2, shares=()):
-  """{path: array} of a decoder, the same whatever the parts of the latent."""
+  """{path: array} of a decoder, the same for any number of latent shards."""
   model = decoder.Decoder(config_of({}, num_layers=layers))
   rng = np.random.default_rng(0)
   shapes = jax.eval_shape(model.init, jax.random.key(0))
@@ -314,8 +283,8 @@ def test_parts_with_scores_of_their_own_are_another_model():
   assert not model._mixer('A').capabilities.exact
 
 
-def test_parts_equal_a_loop_over_parts():
-  """One layer's step: the paper's equations, one head and part at a time."""
+def test_latent_shards_equal_a_loop_over_them():
+  """One layer's step: the paper's equations, one head and shard at a time."""
   own, g = dict(groups=2, scores='own'), 2
   config = config_of(own, num_layers=1, norm_epsilon=0.0)
   model, rng = decoder.Decoder(config), np.random.default_rng(4)
@@ -329,8 +298,8 @@ def test_parts_equal_a_loop_over_parts():
 
   @jit
   def one(x, see, state):
-    turned = attention.rotations(config, 'A', see.positions, x.dtype)
-    see = see._replace(rotations=turned)
+    rotations = attention.rotations(config, 'A', see.positions, x.dtype)
+    see = see._replace(rotations=rotations)
     return model._module('A', values).mixer(x, see, state)
 
   state, out = model.init_cache(1, T).states[0], []
@@ -344,15 +313,15 @@ def test_parts_equal_a_loop_over_parts():
     y, state = one(x[:, here], see, state)
     out.append(y[0, 0])
   each, a = R // g, np.arange(T)[:, None] * np.array(yarn(config)[0])
-  turn = lambda y: np.concatenate([
+  rotate = lambda y: np.concatenate([
     y[..., :2] * np.cos(a) - y[..., 2:] * np.sin(a),
     y[..., 2:] * np.cos(a) + y[..., :2] * np.sin(a),
   ], -1)  # fmt: skip
-  low, shared = x[0] @ w['down'], turn(x[0] @ w['shared_key'])
+  low, shared = x[0] @ w['down'], rotate(x[0] @ w['shared_key'])
   want = np.zeros((T, D))
   for n in range(N):
     q = x[0] @ w['query'][:, n]
-    rotated = turn(q[:, H:]) @ shared.T
+    rotated = rotate(q[:, H:]) @ shared.T
     for i in range(g):
       here = slice(i * each, (i + 1) * each)
       c = low[:, here]
@@ -489,7 +458,7 @@ def test_fields_that_contradict(own, text):
     model_checks.check_model(config_of(own))
 
 
-def test_fewer_parts_than_shards_are_refused():
+def test_fewer_latent_shards_than_devices_are_refused():
   config = schema.Config(
     mesh=schema.Mesh(tensor=4, data=2, sequence=False),
     model=config_of(dict(groups=2)),
@@ -497,6 +466,6 @@ def test_fewer_parts_than_shards_are_refused():
   built = build.build(config)
   with (
     build.layout(built),
-    pytest.raises(errors.UserError, match='groups=2 parts .* 4 shards'),
+    pytest.raises(errors.UserError, match='groups=2 latent shards .* 4 shards'),
   ):
     built.model.init_cache(4, T)

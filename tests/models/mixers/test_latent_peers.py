@@ -1,8 +1,8 @@
 """Latent attention of DeepSeek-V3 of `transformers`: whole models, and steps.
 
 Random tiny models in float64 with the same weights (dense layers only: experts
-are in test_moe_peers.py): logits within 1e-9 of the largest. HF turns pairs of
-neighbours, we halves: columns of rotated keys and queries change places.
+are in test_moe_peers.py): logits within 1e-9 of the largest. HF rotates pairs
+of neighbours, we rotate halves: columns of rotated keys and queries differ.
 
 Legend: B rows, T tokens, D model, F hidden width, V vocabulary, N heads, H key
 without position, P rotated key, U value, R latent.
@@ -10,6 +10,7 @@ without position, P rotated key, U value, R latent.
 
 import functools
 
+import hf_peer
 import jax
 import numpy as np
 import pytest
@@ -21,11 +22,8 @@ from paraxis.models import batch
 from paraxis.models import checks as model_checks
 from paraxis.models import decoder
 
-pytestmark = pytest.mark.hf
-torch = pytest.importorskip('torch', reason='the peer needs torch')
-transformers = pytest.importorskip(
-  'transformers', reason='the peer needs transformers'
-)
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
+torch, transformers = hf_peer.torch, hf_peer.transformers
 
 B, T, D, F, V, N = 2, 12, 16, 24, 32, 4
 H, P, U, R, LAYERS = 6, 4, 5, 8, 2
@@ -50,24 +48,6 @@ PEERS = {
 jit = functools.partial(
   jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
 )
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
-
-
-class Wide(torch.overrides.TorchFunctionMode):
-  """Within it torch's float32 means float64: HF turns by float32 angles."""
-
-  def __torch_function__(self, function, types, args=(), kwargs=None):
-    swap = lambda x: torch.float64 if x is torch.float32 else x
-    if function is torch.Tensor.float:
-      function = torch.Tensor.double
-    args = tuple(map(swap, args))
-    kwargs = {k: swap(v) for k, v in (kwargs or {}).items()}
-    return function(*args, **kwargs)
 
 
 def config_of(name, **changes):
@@ -98,7 +78,7 @@ def peer(name):
   before = torch.get_default_dtype()
   torch.set_default_dtype(torch.float64)
   try:
-    with Wide():
+    with hf_peer.Wide():
       out = transformers.DeepseekV3ForCausalLM(config).double().eval()
   finally:
     torch.set_default_dtype(before)
@@ -109,7 +89,7 @@ def peer(name):
 
 
 def halves(w):
-  """Columns of P: (0, 1), (2, 3), .. turn together -> first and second half."""
+  """Columns of P: pairs (0, 1), (2, 3), .. -> first and second half."""
   return np.concatenate([w[..., 0::2], w[..., 1::2]], -1)
 
 
@@ -159,7 +139,7 @@ IDS = np.random.default_rng(1).integers(0, V, (B, T)).astype(np.int32)
 
 @functools.cache
 def theirs(name):
-  with Wide(), torch.no_grad():
+  with hf_peer.Wide(), torch.no_grad():
     ids = torch.tensor(IDS.astype(np.int64))
     return peer(name)(input_ids=ids, use_cache=False).logits.numpy()
 

@@ -1,6 +1,6 @@
-"""Another basis of the latents: the same model, and better parts.
+"""A change of basis of the latents: the same model, and better shards.
 
-Legend: B rows, T tokens, D model, R width of the latent, G parts.
+Legend: B rows, T tokens, D model, R width of the latent, G latent shards.
 """
 
 import functools
@@ -18,15 +18,11 @@ from paraxis.models import batch
 from paraxis.models import decoder
 from paraxis.models.mixers import latent_rotation
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D, R, V = 4, 24, 16, 16, 32
 QUICK = {'xla_backend_optimization_level': 0}  # to compile
 jit = functools.partial(jax.jit, compiler_options=QUICK)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def model_of(**own):
@@ -105,7 +101,7 @@ def test_a_rotation_changes_no_number(rotation, groups):
 
 
 def test_principal_parts_err_least():
-  """Each part with a softmax of its own: TPLA's comparison."""
+  """Each latent shard has its own softmax: TPLA's comparison."""
   error = {}
   for rotation in ('none', 'hadamard', 'pca'):
     model = model_of(rotation=rotation, groups=2, scores='own')
@@ -161,9 +157,9 @@ def test_orthogonal_matrices():
 
 
 def test_what_cannot_be_rotated():
-  with pytest.raises(errors.UserError, match='of 12 .* rows'):
+  with pytest.raises(errors.UserError, match='model.latent.rank=12'):
     latent_rotation.hadamard(12)
   model = model_of(rotation='pca')
-  with pytest.raises(errors.UserError, match='0 tokens .* of 16 numbers'):
+  with pytest.raises(errors.UserError, match='of 16 numbers .* on 0 tokens'):
     latent_rotation.rotated(params(), model.config)
   assert latent_rotation.rotated(params(), model_of().config) == params()

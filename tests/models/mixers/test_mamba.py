@@ -9,6 +9,7 @@ import functools
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import mixer_cases
 import numpy as np
 import pytest
 
@@ -21,6 +22,8 @@ from paraxis.models.mixers import attention
 from paraxis.models.mixers import mamba
 from paraxis.models.mixers import recurrence
 from paraxis.train.certify import verify
+
+pytestmark = pytest.mark.usefixtures('float64')
 
 B, T, D, V = 3, 13, 8, 32
 N, P, S, W, R = 4, 4, 3, 4, 2
@@ -37,12 +40,7 @@ KINDS = {
   'S normed': (mamba.Mamba, dict(inner_norm=True)),
 }
 jit = functools.partial(jax.jit, compiler_options=QUICK)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
+close = mixer_cases.close
 
 
 def config_of(own, **fields):
@@ -55,33 +53,11 @@ def module(name):
   kind, own = KINDS[name]
   config = config_of(own)
   kind.check(config)
-  graph, state = nnx.split(
-    nnx.eval_shape(lambda: kind(config, nnx.Rngs(0), name[0]))
-  )
-  flat = nnx.to_flat_state(state)
-  rng = np.random.default_rng(0)
-  values = {p[0]: rng.normal(0, 0.4, v.shape) for p, v in flat}
-
-  def run(values, x, see, state=None):
-    given = [(p, v.replace(values[p[0]])) for p, v in flat]
-    own = nnx.merge(graph, nnx.from_flat_state(given))
-    if state == 'empty':
-      state = own.init_state(len(x), 0, x.dtype)
-    return own(x, see, state)
-
-  return config, run, values
+  return config, *mixer_cases.module(kind, config, name[0], 0.4)
 
 
 def see_of(lengths, length=T):
-  """Visibility of rows of documents of those lengths, padding behind."""
-  segments = np.zeros((len(lengths), length), np.int32)
-  positions = np.zeros_like(segments)
-  for b, row in enumerate(lengths):
-    t = 0
-    for i, n in enumerate(row):
-      segments[b, t : t + n], positions[b, t : t + n] = i + 1, np.arange(n)
-      t += n
-  return attention.Visibility(segments, positions)
+  return mixer_cases.see_of(lengths, length)
 
 
 PACKED = ((4, 1, 6), (13,), (2, 9))
@@ -168,14 +144,6 @@ def loop(name, w, x, see, config):
   rows = x.swapaxes(0, 1), (see.positions == 0).T, (see.segments > 0).T
   carry, out = jax.lax.scan(token, carry, rows)
   return out.swapaxes(0, 1), carry
-
-
-def close(a, b, bound):
-  """Largest difference, relative to the largest value."""
-  a, b = np.asarray(a), np.asarray(b)
-  assert a.shape == b.shape and a.dtype == b.dtype == np.float64
-  assert np.abs(b).max() > 0
-  return np.abs(a - b).max() <= bound * np.abs(b).max()
 
 
 def gradients(run, values, see, seed=2):
@@ -355,7 +323,7 @@ def test_a_dropped_hand_over_is_seen(pattern, op, monkeypatch):
   whole = getattr(scan, op)
 
   def alone(*args, **options):
-    local = lambda x: None if isinstance(x, scan.Plan) else x
+    local = lambda x: None if isinstance(x, scan.ScanPlan) else x
     return whole(*map(local, args), **options)
 
   monkeypatch.setattr(scan, op, alone)

@@ -10,6 +10,7 @@ the state, F inner width, R rank of the steps, W taps, V vocabulary.
 
 import functools
 
+import hf_peer
 import jax
 import numpy as np
 import pytest
@@ -21,28 +22,13 @@ from paraxis.models import checks as model_checks
 from paraxis.models import decoder
 from paraxis.train import loss
 
-pytestmark = pytest.mark.hf
-torch = pytest.importorskip('torch', reason='the peer needs torch')
-transformers = pytest.importorskip(
-  'transformers', reason='the peer needs transformers'
-)
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
+torch, transformers = hf_peer.torch, hf_peer.transformers
 
 B, T, V = 2, 19, 32
 D, N, P, G, S, W, R = 16, 8, 4, 2, 6, 4, 3
 F, HEAD = 2 * D, 4
 TOLERANCE = 1e-9
-
-
-class Wide(torch.overrides.TorchFunctionMode):
-  """Within it torch's float32 means float64."""
-
-  def __torch_function__(self, function, types, args=(), kwargs=None):
-    swap = lambda x: torch.float64 if x is torch.float32 else x
-    if function is torch.Tensor.float:
-      function = torch.Tensor.double
-    args = tuple(map(swap, args))
-    kwargs = {k: swap(v) for k, v in (kwargs or {}).items()}
-    return function(*args, **kwargs)
 
 
 # LLVM's optimisations take half of the time and change no number here.
@@ -84,12 +70,6 @@ PEERS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
-
-
 def rows():
   """A batch of one document a row."""
   ids = np.random.default_rng(1).integers(0, V, (B, T + 1)).astype(np.int32)
@@ -108,7 +88,7 @@ def peer(name):
   before = torch.get_default_dtype()
   torch.set_default_dtype(torch.float64)
   try:
-    with Wide():
+    with hf_peer.Wide():
       torch.manual_seed(0)
       model = make(config).double().eval()
       with torch.no_grad():  # also scales and biases, or they hide mistakes

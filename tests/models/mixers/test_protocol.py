@@ -20,18 +20,14 @@ from paraxis.models import decoder
 from paraxis.models import layer
 from paraxis.models.mixers import protocol as mixer
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 V, T, B = 32, 20, 2
 BOUND = 1e-11
 QUICK = {'xla_backend_optimization_level': 0}  # to compile
 LETTERS = ''.join(k for k in layer.MIXERS if k not in 'WN')  # F, masked
 # C goes by positions alone.
 RECURRENT = 'GMSRL'
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def fields(pattern, **more):

@@ -14,15 +14,10 @@ from paraxis.configs.base import mixers as mixer_schema
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import recurrent
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 D, N, T, W = 8, 2, 8, 3
 QUICK = {'xla_backend_optimization_level': 0}  # to compile
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
-
 
 SEGMENTS = np.array([1] * 3 + [2] * 4 + [0], np.int32)
 POSITIONS = np.array([*range(3), *range(4), 0], np.int32)

@@ -24,7 +24,7 @@ def test_frequencies_by_hand():
 
 
 def test_rotation_is_a_complex_product():
-  """Dimension i and i + H / 2 are the parts of one number, turned by m f_i."""
+  """Dimensions i and i + H / 2 are one complex number, rotated by m f_i."""
   rng = np.random.default_rng(0)
   x = rng.normal(size=(2, 5, 3, 4))
   positions = rng.integers(0, 1000, (2, 5)).astype(np.int32)

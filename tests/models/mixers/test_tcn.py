@@ -9,6 +9,7 @@ import functools
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import mixer_cases
 import numpy as np
 import pytest
 
@@ -25,6 +26,8 @@ from paraxis.models.mixers import tcn
 from paraxis.sharding import annotate
 from paraxis.train.certify import verify
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D, Z, U, V = 3, 15, 6, 4, 9, 32
 W, C = 3, 4
 QUICK = {'xla_backend_optimization_level': 0}  # to compile
@@ -36,12 +39,7 @@ OWN = dict(
   kernel=W, dilation=2, depth=2, chunk=C, key_dim=Z, value_expand=U / D
 )
 jit = functools.partial(jax.jit, compiler_options=QUICK)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
+close = mixer_cases.close
 
 
 def config_of(own=(), **fields):
@@ -54,33 +52,11 @@ def module(**own):
   """(config, run(values, x, see, state) -> (y, state), random values)."""
   config, kind = config_of(own), tcn.ConvolutionAttention
   model_checks.check_model(config)
-  graph, state = nnx.split(
-    nnx.eval_shape(lambda: kind(config, nnx.Rngs(0), 'C'))
-  )
-  flat = nnx.to_flat_state(state)
-  rng = np.random.default_rng(0)
-  values = {p[0]: rng.normal(0, 0.5, v.shape) for p, v in flat}
-
-  def run(values, x, see, state=None):
-    given = [(p, v.replace(values[p[0]])) for p, v in flat]
-    own = nnx.merge(graph, nnx.from_flat_state(given))
-    if state == 'empty':
-      state = own.init_state(len(x), 0, x.dtype)
-    return own(x, see, state)
-
-  return config, run, values
+  return config, *mixer_cases.module(kind, config, 'C', 0.5)
 
 
 def see_of(lengths, length=T):
-  """Visibility of rows of documents of those lengths, padding behind."""
-  segments = np.zeros((len(lengths), length), np.int32)
-  positions = np.zeros_like(segments)
-  for b, row in enumerate(lengths):
-    t = 0
-    for i, n in enumerate(row):
-      segments[b, t : t + n], positions[b, t : t + n] = i + 1, np.arange(n)
-      t += n
-  return attention.Visibility(segments, positions)
+  return mixer_cases.see_of(lengths, length)
 
 
 PACKED = ((6, 1, 7), (15,), (2, 9))
@@ -117,14 +93,6 @@ def dense(own, w, x, see):
   update = 1 / (1 + jnp.exp(-(mixed @ w['update'] + w['update_bias'])))
   new = mixed @ w['hidden'] + w['hidden_bias'] + (reset * o) @ w['output']
   return update * (silu(new) - x)
-
-
-def close(a, b, bound):
-  """Largest difference, relative to the largest value."""
-  a, b = np.asarray(a), np.asarray(b)
-  assert a.shape == b.shape and a.dtype == b.dtype == np.float64
-  assert np.abs(b).max() > 0
-  return np.abs(a - b).max() <= bound * np.abs(b).max()
 
 
 def gradients(run, values, see):
@@ -302,7 +270,7 @@ MORE = [
   ids=str,
 )
 def test_a_layout_equals_one_device(pattern, mesh):
-  """A chunk of 6 tokens lies on three shards of 4."""
+  """A chunk of 6 tokens is on three shards of 4."""
   rows = certified(mesh, pattern)
   assert len(rows) == 2 and all(row.passed for row in rows), rows
 

@@ -15,7 +15,7 @@ from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.attention import tpu as attention_tpu
 
 KEY = block_table.Key('attention', 'dq', 'TPU v9', 128, 'bfloat16', 'partial')
-ROW = block_table.Row(KEY, (256, 384), 'static', 'bundles', 9e3, 1e4)
+ROW = block_table.TunedBlock(KEY, (256, 384), 'static', 'bundles', 9e3, 1e4)
 CALL = attention_blocks.Call(128, 'bfloat16', True, 'TPU v9')
 
 
@@ -31,7 +31,7 @@ def table(monkeypatch, tmp_path):
 def test_what_is_written_is_read(table):
   assert block_table.read(table) == {KEY: ROW}
   assert block_table.find(KEY) == ROW
-  assert ROW.told() == 'static: 9e+03 bundles, 1e+04 with the default'
+  assert ROW.report() == 'static: 9e+03 bundles, 1e+04 with the default'
 
 
 def test_the_rows_of_the_package_are_rows():
@@ -78,7 +78,7 @@ def test_a_file_that_is_not_there():
 
 def test_a_row_is_chosen_for_what_it_is_for_alone(table):
   found = attention_blocks.choose('tpu', 'dq', CALL)
-  assert found == ((256, 384), 'static', ROW.told())
+  assert found == ((256, 384), 'static', ROW.report())
   for other in (
     CALL._replace(head=64),
     CALL._replace(dtype='float32'),
@@ -104,7 +104,9 @@ def test_the_kernels_take_the_row(table, monkeypatch):
   plan = attention_gpu._plan('dq', *given)
   assert (plan.block_q, plan.block_k) == (256, 384)
   x = jax.ShapeDtypeStruct((1, 2**20, 1, 128), 'bfloat16')
-  spec = attention.Spec(x.shape, x.shape, 'bfloat16', attention.Mask(), 0, 1)
+  spec = attention.AttentionSpec(
+    x.shape, x.shape, 'bfloat16', attention.Mask(), 0, 1
+  )
   # 2048 x 2048 blocks of 512, but 4096 x 2731 of the row's.
   reason = attention_tpu.supports(spec, target)
   assert 'blocks to list' in reason

@@ -4,10 +4,12 @@ Compiled ahead of time for TPUs and GPUs that are not there: a kernel that the
 interpreter runs may still be refused.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -20,9 +22,7 @@ from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.sharding.meter import aot
 
-CPU = registry.Target('cpu', 'cpu')
-TPU = registry.Target('tpu', 'TPU v5 lite')
-GPU = registry.Target('gpu', 'NVIDIA H200 141GB HBM3e')
+CPU, TPU, GPU = kernel_cases.CPU, kernel_cases.TPU, kernel_cases.GPU
 
 
 # ------------------------------------------------------------------- choice --
@@ -32,7 +32,7 @@ def spec(H=128, dtype='bfloat16', T=1024, mask=None, **given):
   x = (1, T, 2, H)
   mask = mask or attention.Mask()
   options = {'segments': False, 'order': False, **given}
-  return attention.Spec(x, x, dtype, mask, **options)
+  return attention.AttentionSpec(x, x, dtype, mask, **options)
 
 
 def names(impl, target, spec=None):
@@ -209,8 +209,8 @@ def test_splash_gives_the_same_output_and_lse():
   launch = attention_blocks.Launch((128, 128), True)
   args = q, k, v, (ids, ids), None, mask
   actual = attention_adapters.splash(*args, launch)
-  for a, b in zip(actual, attention_xla.forward(*args), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+  wanted = attention_xla.forward(*args)
+  chex.assert_trees_all_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
 # ----------------------------------------------------------------- compiled --
@@ -218,8 +218,7 @@ def test_splash_gives_the_same_output_and_lse():
 
 def program(topology, impl, packed):
   """Gradients of attention, compiled: (text, Memory, bytes of q)."""
-  one = jax.sharding.SingleDeviceSharding(topology.devices[0])
-  make = lambda *s, t='bfloat16': jax.ShapeDtypeStruct(s, t, sharding=one)
+  make = lambda *s, t='bfloat16': jax.ShapeDtypeStruct(s, t)
   T = 1000 if packed else 1024
   q, k, rows = make(2, T, 8, 128), make(2, T, 2, 128), make(2, T, t='int32')
   options = dict(window=300, softcap=5.0) if packed else {}
@@ -232,9 +231,8 @@ def program(topology, impl, packed):
     return o.astype(jnp.float32).sum() + jnp.where(lse > -1e9, lse, 0).sum()
 
   grads = jax.grad(loss, (0, 1, 2, 3))
-  with topology.context():
-    traced = jax.jit(grads).trace(q, k, k, make(8, t='float32'), rows)
-  compiled = aot.compile_for(topology, 'attention', traced)
+  shapes = q, k, k, make(8, t='float32'), rows
+  compiled, _ = kernel_cases.compile_on(topology, grads, *shapes)
   return compiled.as_text(), aot.memory(compiled), 2 * T * 8 * 128 * 2
 
 
@@ -248,25 +246,22 @@ def check(topology, impl, call, packed, calls):
 TPUS = 'v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'tpu7x:2x2x1'
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(bool(aot.missing('tpu')), reason=str(aot.missing('tpu')))
+@kernel_cases.compiles('tpu')
 @pytest.mark.parametrize('packed', [False, True])
 @pytest.mark.parametrize('name', TPUS)
 def test_compiles_for_tpu(name, packed):
-  check(aot.topology(name), 'auto', 'tpu_custom_call', packed, 3)
+  check(name, 'auto', 'tpu_custom_call', packed, 3)
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(bool(aot.missing('tpu')), reason=str(aot.missing('tpu')))
+@kernel_cases.compiles('tpu')
 def test_the_check_would_find_that_no_kernel_is_there():
   with pytest.raises(AssertionError):
-    check(aot.topology('v5e:2x2'), 'xla', 'tpu_custom_call', False, 3)
-  text, *_ = program(aot.topology('v5e:2x2'), 'splash/xla', False)
+    check('v5e:2x2', 'xla', 'tpu_custom_call', False, 3)
+  text, *_ = program('v5e:2x2', 'splash/xla', False)
   assert text.count('tpu_custom_call') == 1
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(bool(aot.missing('tpu')), reason=str(aot.missing('tpu')))
+@kernel_cases.compiles('tpu')
 @pytest.mark.parametrize('manual', [True, False])
 def test_on_a_mesh_of_tpus(manual):
   """In a manual region the kernel runs; else XLA, which can be spread."""
@@ -292,17 +287,15 @@ def test_on_a_mesh_of_tpus(manual):
   assert text.count('tpu_custom_call') == (3 if manual else 0)
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(bool(aot.missing('cuda')), reason=str(aot.missing('cuda')))
+@kernel_cases.compiles('cuda')
 @pytest.mark.parametrize('packed', [False, True])
-@pytest.mark.parametrize('name', ['h100:1', 'h200:1'])
+@pytest.mark.parametrize('name', kernel_cases.ONE_GPU)
 def test_compiles_for_gpu(name, packed):
-  check(aot.topology(name), 'auto', '__gpu$xla.gpu.triton', packed, 3)
+  check(name, 'auto', '__gpu$xla.gpu.triton', packed, 3)
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(bool(aot.missing('cuda')), reason=str(aot.missing('cuda')))
+@kernel_cases.compiles('cuda')
 def test_compiles_with_cudnn():
-  text, *_ = program(aot.topology('h200:1'), 'cudnn', False)
+  text, *_ = program('h200:1', 'cudnn', False)
   assert '__cudnn$fmhaSoftmax' in text
   assert text.count('__gpu$xla.gpu.triton') == 2

@@ -6,12 +6,14 @@ compiler finds is in test_attention_compiled.py.
 
 import functools
 
+import chex
 import jax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -31,12 +33,7 @@ def interpreted(block=(16, 32), interpret=True):
   """Implementations 'tpu' and 'gpu' that run here, in small blocks."""
   launch = attention_blocks.Launch(block, interpret)
   return [
-    registry.Implementation(
-      name,
-      functools.partial(module.forward, launch=launch),
-      functools.partial(module.backward, launch=launch),
-      lambda spec, target: None,
-    )
+    kernel_cases.with_options(name, module, launch=launch)
     for name, module in KERNELS.items()
   ]
 
@@ -209,8 +206,8 @@ def tiny(interpret, gradients):
 @pytest.mark.parametrize('gradients', [False, True])
 def test_no_race_and_nothing_read_before_it_is_written(gradients):
   params = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
-  for a, b in zip(*tiny(params, gradients), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+  actual, wanted = tiny(params, gradients)
+  chex.assert_trees_all_close(actual, wanted, rtol=1e-5, atol=1e-5)
   assert not interpret_pallas_call.races.races_found
 
 

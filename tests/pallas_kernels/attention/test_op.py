@@ -3,6 +3,7 @@
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -337,10 +338,7 @@ def _sharded_case(mesh):
   return grads, args, placed, specs
 
 
-def _close(a, b):
-  leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-  for x, y in leaves:
-    np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
+close = functools.partial(chex.assert_trees_all_close, rtol=1e-12, atol=1e-12)
 
 
 def test_explicit_mesh_equals_one_device_without_gathering(mesh):
@@ -352,7 +350,7 @@ def test_explicit_mesh_equals_one_device_without_gathering(mesh):
       actual = program(*placed)
       whole = jax.jit(lambda q: jax.reshard(q, P()))
       gathers = whole.lower(placed[0]).compile().as_text()
-    _close(actual, expected)
+    close(actual, expected)
   assert 'all-gather' in gathers  # what the check below looks for exists
   assert {x.sharding.spec for x in jax.tree.leaves(actual)} == {HEADS}
   text = program.as_text()
@@ -367,7 +365,7 @@ def test_manual_region_equals_one_device(mesh):
     out = ((HEADS,) * 3, HEADS)
     with jax.set_mesh(mesh):
       local = jax.shard_map(grads, mesh=mesh, in_specs=specs, out_specs=out)
-      _close(jax.jit(local)(*placed), expected)
+      close(jax.jit(local)(*placed), expected)
 
 
 def test_keys_that_do_not_vary_get_the_sum_of_their_gradients(mesh):
@@ -390,7 +388,7 @@ def test_keys_that_do_not_vary_get_the_sum_of_their_gradients(mesh):
       local = jax.shard_map(
         grads, mesh=mesh, in_specs=specs, out_specs=(P(), P())
       )
-      _close(jax.jit(local)(*placed), expected)
+      close(jax.jit(local)(*placed), expected)
 
 
 # ------------------------------------------------------------------ errors --

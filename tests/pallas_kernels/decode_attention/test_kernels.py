@@ -1,8 +1,10 @@
 """The kernels of decode attention: interpreted, and compiled ahead of time."""
 
+import chex
 import jax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -49,8 +51,9 @@ def wanted(q, k, v, ranges, mask):
 
 
 def check(found, expected, ranges, tolerance=2e-6):
-  for a, b in zip(found, expected, strict=True):
-    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+  chex.assert_trees_all_close(
+    [*found], [*expected], rtol=tolerance, atol=tolerance
+  )
   o, lse = (np.asarray(x)[ranges[0] == ranges[1]] for x in found)
   assert not o.any() and (lse == np.float32(attention.NEG)).all()
 
@@ -134,7 +137,7 @@ def test_a_tile_is_about_a_mebibyte():
 
 
 def test_what_the_tpu_kernel_takes():
-  tpu = registry.Target('tpu', 'TPU v5 lite')
+  tpu = kernel_cases.TPU
   x = jax.ShapeDtypeStruct((1, 1, 2, 8), 'float32')
   plain = attention.Mask()
   names = lambda spec: [
@@ -146,7 +149,7 @@ def test_what_the_tpu_kernel_takes():
   def spec(q=x, mask=plain, segments=None, **given):
     base = vars(attention.spec_of(q, x, mask, segments, None, x))
     base |= dict(cache=(given.pop('cache', str(q.dtype)),) * 2) | given
-    return decode_attention.Spec(**base)
+    return decode_attention.DecodeAttentionSpec(**base)
 
   two = jax.ShapeDtypeStruct((1, 2, 2, 8), 'float32')
   double = jax.ShapeDtypeStruct((1, 1, 2, 8), 'float16')
@@ -170,13 +173,14 @@ def test_what_the_tpu_kernel_takes():
 
 
 def test_what_the_gpu_kernel_takes():
-  gpu = registry.Target('gpu', 'NVIDIA H200')
 
-  def reason(k=(1, 64, 2, 16), q=(1, 1, 2, 16), dtype='float32', target=gpu):
-    spec = decode_attention.Spec(
+  def reason(
+    k=(1, 64, 2, 16), q=(1, 1, 2, 16), dtype='float32', at=kernel_cases.GPU
+  ):
+    spec = decode_attention.DecodeAttentionSpec(
       q, k, dtype, attention.Mask(), False, False, k, cache=(dtype, dtype)
     )
-    rows = registry.explain('decode_attention', target, spec)
+    rows = registry.explain('decode_attention', at, spec)
     return {name: reason for name, _, reason in rows}['pallas_gpu']
 
   assert reason() == '' and reason(dtype='float16') == ''
@@ -184,44 +188,37 @@ def test_what_the_gpu_kernel_takes():
   assert 'head size 48' in reason(k=(1, 64, 2, 48))
   assert 'not float64' in reason(dtype='float64')
   assert 'addresses fewer' in reason(k=(64, 2**17, 8, 128))
-  assert 'needs a GPU' in reason(target=registry.Target('cpu', 'cpu'))
+  assert 'needs a GPU' in reason(at=kernel_cases.CPU)
   assert GPU.workers(8) * 8 <= GPU.PROGRAMS
   assert GPU.workers(1000) == 1
 
 
 def compiled(topology, slots, mask):
   """The program that `auto` makes of rows of up to `slots` slots."""
-  t = aot.topology(topology)
-  one = jax.sharding.SingleDeviceSharding(t.devices[0])
   shapes = (4, 1, 32, 128), (4, slots, 8, 128), (4, slots, 8, 128)
-  args = [jax.ShapeDtypeStruct(s, 'bfloat16', sharding=one) for s in shapes]
-  args.append(jax.ShapeDtypeStruct((4,), 'int32', sharding=one))
+  args = [jax.ShapeDtypeStruct(s, 'bfloat16') for s in shapes]
+  args.append(jax.ShapeDtypeStruct((4,), 'int32'))
   decode = lambda q, k, v, n: decode_attention.ragged(q, k, v, mask, n)
-  with t.context():
-    traced = jax.jit(decode).trace(*args)
-  return aot.compile_for(t, 'decode', traced)
+  return kernel_cases.compile_on(topology, decode, *args)[0]
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(aot.missing('tpu') is not None, reason='no libtpu')
-@pytest.mark.parametrize(
-  'name', ['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1']
-)
+@kernel_cases.compiles('tpu')
+@pytest.mark.parametrize('name', kernel_cases.ONE_TPU)
 def test_a_program_for_a_tpu_holds_no_copy_of_the_cache(name):
   program = compiled(name, 4096, attention.Mask(scale=0.1))
   text, memory = program.as_text(), aot.memory(program)
-  assert text.count('custom_call_target="tpu_custom_call"') == 1
+  assert text.count(kernel_cases.TPU_CALL) == 1
   assert memory.arguments > 64 * 2**20 and memory.temporaries < 2**20
   work = program.cost_analysis()['flops']
   assert work >= 4 * 4 * 4096 * 8 * 32 * 128  # K-fold, as the kernel says
 
 
-@pytest.mark.skipif(aot.missing('cuda') is not None, reason='no CUDA wheels')
-@pytest.mark.parametrize('name', ['h100:1', 'h200:1'])
+@kernel_cases.compiles('cuda')
+@pytest.mark.parametrize('name', kernel_cases.ONE_GPU)
 @pytest.mark.parametrize('softcap', [0.0, 5.0])
 def test_a_program_for_a_gpu_holds_no_copy_of_the_cache(name, softcap):
   mask = attention.Mask(scale=0.1, softcap=softcap)
   program = compiled(name, 4000, mask)
   memory = aot.memory(program)
-  assert program.as_text().count('__gpu$xla.gpu.triton') == 1
+  assert program.as_text().count(kernel_cases.GPU_CALL) == 1
   assert memory.arguments > 60 * 2**20 and memory.temporaries < 4 * 2**20

@@ -1,5 +1,6 @@
 """decode_attention against its definition; the cache is read in place."""
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -34,8 +35,9 @@ def decode(mask):
 
 
 def close(actual, expected, tolerance=1e-12):
-  for a, b in zip(actual, expected, strict=True):
-    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+  chex.assert_trees_all_close(
+    [*actual], [*expected], rtol=tolerance, atol=tolerance
+  )
 
 
 @pytest.mark.parametrize(

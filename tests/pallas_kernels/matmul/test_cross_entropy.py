@@ -1,5 +1,6 @@
 """Cross-entropy without logits against its definition, with every gradient."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,8 +37,9 @@ def both(run, x, w, weights, cotangents):
 
 
 def close(actual, expected, tolerance):
-  for a, b in zip(actual, expected, strict=True):
-    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+  chex.assert_trees_all_close(
+    [*actual], [*expected], rtol=tolerance, atol=tolerance
+  )
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Legend: S rows, E groups, D input width, F output width.
 
 import jax
 import jax.numpy as jnp
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -12,17 +13,13 @@ from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 S, E, D, F, SIZE = 40, 4, 3, 5, 8
-CPU = registry.Target('cpu', 'cpu')
+CPU = kernel_cases.CPU
 # `ragged` is asked for by its functions: on CPU it must not be chosen. Kernels
 # of others are in float32: below, and in test_tokamax_adapter.py.
 BY_NAME = {i.name: i for i in registry._OPS[grouped_matmul.OP]}
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def arrays(sizes):
@@ -88,8 +85,8 @@ def test_megablox_is_the_same():
 def test_what_megablox_does_not_take():
   tpu = registry.Target('tpu', 'TPU v5')
   for spec, words in (
-    (grouped_matmul.Spec(40, 'bfloat16'), '40 rows'),
-    (grouped_matmul.Spec(256, 'float64'), 'not float64'),
+    (grouped_matmul.GroupedSpec(40, 'bfloat16'), '40 rows'),
+    (grouped_matmul.GroupedSpec(256, 'float64'), 'not float64'),
   ):
     with pytest.raises(errors.UserError, match=words):
       registry.resolve('grouped_matmul', 'megablox', spec, tpu)

@@ -6,6 +6,7 @@ import jax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -14,8 +15,6 @@ from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
 from paraxis.pallas_kernels.matmul import quantized_tpu as quantized_matmul_tpu
 from paraxis.sharding.meter import aot
-
-TPU = registry.Target('tpu', 'TPU v5 lite')
 
 
 def weights(D=384, F=256, dtype='f4'):
@@ -122,11 +121,11 @@ def test_no_race_and_nothing_read_before_it_is_written():
 
 
 def test_what_the_kernel_takes():
-  spec = lambda **given: quantized_matmul.Spec(
+  spec = lambda **given: quantized_matmul.QuantizedSpec(
     **dict(x=(16, 256), features=256, dtype='bfloat16', form='int4') | given
   )
-  reason = lambda target=TPU, **given: quantized_matmul_tpu.supports(
-    spec(**given), target
+  reason = lambda target=kernel_cases.TPU, **given: (
+    quantized_matmul_tpu.supports(spec(**given), target)
   )
   assert reason() is None
   assert '200 outputs' in reason(features=200)
@@ -161,25 +160,21 @@ def test_what_does_not_fit(change, words):
 
 
 def compiled(name, form, impl):
-  t = aot.topology(name)
-  one = jax.sharding.SingleDeviceSharding(t.devices[0])
-  given = lambda s, d: jax.ShapeDtypeStruct(s, d, sharding=one)
   T, D, F = 16, 4096, 14336
   rows = D if form == 'int4' else D // 2
-  args = given((T, D), 'bfloat16'), given((rows, F), form)
+  shapes = (
+    jax.ShapeDtypeStruct((T, D), 'bfloat16'),
+    jax.ShapeDtypeStruct((rows, F), form),
+    jax.ShapeDtypeStruct((D // 128, F), 'float32'),
+  )
   run = lambda *a: quantized_matmul.quantized_matmul(*a, impl=impl)
-  with t.context():
-    traced = jax.jit(run).trace(*args, given((D // 128, F), 'float32'))
-  program = aot.compile_for(t, 'int4', traced)
-  custom = program.as_text().count('custom_call_target="tpu_custom_call"')
+  program, _ = kernel_cases.compile_on(name, run, *shapes)
+  custom = program.as_text().count(kernel_cases.TPU_CALL)
   return custom, aot.memory(program).temporaries
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(aot.missing('tpu') is not None, reason='no libtpu')
-@pytest.mark.parametrize(
-  'name', ['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1']
-)
+@kernel_cases.compiles('tpu')
+@pytest.mark.parametrize('name', kernel_cases.ONE_TPU)
 def test_compiles_and_unpacks_on_the_chip(name):
   """`auto` takes the kernel: no temporaries; XLA alone: the whole matrix."""
   for form in ('int4', 'uint8'):

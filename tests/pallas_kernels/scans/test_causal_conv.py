@@ -10,13 +10,9 @@ import pytest
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels.scans import causal_conv
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, D = 2, 3
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def reads(x, w, positions, dilation):

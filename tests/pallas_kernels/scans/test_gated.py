@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -96,15 +97,7 @@ def both(fn, inputs, cotangents, dtype='f8'):
   return run(*arrays, state, reset, tuple(cast(cotangents, dtype)))
 
 
-def faults(actual, expected):
-  """{name: largest error over the largest entry}; not finite: infinite."""
-  found = {}
-  for name, a, b in zip(NAMES, actual, expected, strict=True):
-    a, b = np.asarray(a, 'f8'), np.asarray(b, 'f8')
-    assert a.shape == b.shape, name
-    error = np.abs(a - b).max() / np.abs(b).max()
-    found[name] = error if np.isfinite(a).all() else np.inf
-  return found
+faults = functools.partial(kernel_cases.errors_of, NAMES)
 
 
 def close(actual, expected, tolerance):
@@ -274,7 +267,7 @@ def test_pieces_of_the_length_compose(scalar):
 def test_the_cost_counts_the_products_of_the_program(scalar, gradient):
   B, T, H, K, V, C = 2, 64, 3, 8, 16, 16
   shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
-  x = gated_chunk.Tokens(
+  x = gated_chunk.GatedTokens(
     shape(C, K), shape(C, K), shape(C, V),
     shape(1, C) if scalar else shape(C, K), shape(1, C),
   )  # fmt: skip
@@ -286,7 +279,7 @@ def test_the_cost_counts_the_products_of_the_program(scalar, gradient):
   else:
     run = lambda x, s: gated_chunk.forward(x, s, precision)
     counted = flops.count(run, x, state)
-  whole = gated_chunk.Tokens(
+  whole = gated_chunk.GatedTokens(
     shape(B, T, H, K), shape(B, T, H, K), shape(B, T, H, V),
     shape(B, T, H) if scalar else shape(B, T, H, K), shape(B, T),
   )  # fmt: skip

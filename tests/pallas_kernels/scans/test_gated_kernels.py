@@ -6,12 +6,12 @@ compares with the definition.
 Legend: B batch, T tokens, H heads, K key size, V value size.
 """
 
-import functools
 import re
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -32,13 +32,7 @@ def interpreted(monkeypatch):
   """Registers a module's kernels as implementation 'kernel', interpreted."""
 
   def use(module, how=True):
-    forward, backward = (
-      functools.partial(f, interpret=how)
-      for f in (module.forward, module.backward)
-    )
-    kernel = registry.Implementation(
-      'kernel', forward, backward, lambda spec, target: None
-    )
+    kernel = kernel_cases.with_options('kernel', module, interpret=how)
     known = registry._OPS['gated_scan']
     monkeypatch.setitem(registry._OPS, 'gated_scan', (kernel, *known))
     monkeypatch.setitem(gated_scan.CHUNKS, 'kernel', 16)
@@ -80,13 +74,7 @@ def faults(actual, inputs, cotangents):
     wide = lambda x: x if x.dtype == bool else np.asarray(x, 'f8')
     inputs, cotangents = (tuple(map(wide, x)) for x in (inputs, cotangents))
     expected = both(inputs, cotangents, impl='xla', chunk=16)
-  found = {}
-  for name, a, b in zip(NAMES, actual, expected, strict=True):
-    a, b = np.asarray(a, 'f8'), np.asarray(b)
-    assert a.shape == b.shape, name
-    error = np.abs(a - b).max() / np.abs(b).max()
-    found[name] = error if np.isfinite(a).all() else np.inf
-  return found
+  return kernel_cases.errors_of(NAMES, actual, expected)
 
 
 @pytest.mark.parametrize('name', KERNELS)
@@ -157,7 +145,7 @@ def test_a_manual_region_types_the_outputs(name):
   rows = jax.P('data')
 
   def run(q, k, v, g, reset, state):
-    tokens = gated_scan.gated_chunk.Tokens(q, k, v, g, reset.astype('i4'))
+    tokens = gated_scan.gated_chunk.GatedTokens(q, k, v, g, reset.astype('i4'))
     o, last, starts = module.forward(tokens, state, 16, True)
     return o, last, *module.backward(tokens, starts, (o, last), 16)
 
@@ -172,11 +160,11 @@ def test_a_manual_region_types_the_outputs(name):
 
 # ---------------------------------------------------------------- choosing --
 
-TPU, GPU = registry.Target('tpu', 'TPU v5'), registry.Target('gpu', 'H200')
+TPU, GPU = kernel_cases.TPU, kernel_cases.GPU
 
 
 def chosen(target, K=64, V=64, dtype='bfloat16', chunk=0):
-  spec = gated_scan.Spec((1, 256, 2, K), V, dtype, False, chunk)
+  spec = gated_scan.GatedScanSpec((1, 256, 2, K), V, dtype, False, chunk)
   rows = registry.explain('gated_scan', target, spec)
   (name,) = (name for name, yes, _ in rows if yes)
   return name, {name: reason for name, _, reason in rows}
@@ -185,10 +173,10 @@ def chosen(target, K=64, V=64, dtype='bfloat16', chunk=0):
 def test_which_runs_where_and_why_not():
   assert chosen(TPU)[0] == 'pallas_tpu' and chosen(GPU)[0] == 'pallas_gpu'
   for target, options, reason in (
-    (TPU, dict(dtype='float64'), 'sums in float32, inputs are float64'),
+    (TPU, dict(dtype='float64'), 'computes in float32, takes'),
     (TPU, dict(K=512), 'key size 512 is above 256'),
     (TPU, dict(chunk=512), 'chunk 512 is above 256'),
-    (GPU, dict(dtype='float64'), 'sums in float32, inputs are float64'),
+    (GPU, dict(dtype='float64'), 'computes in float32, takes'),
     (GPU, dict(V=96), 'value size 96 is not one of'),
     (GPU, dict(chunk=64), 'chunk 64 is not one of .*shared memory'),
   ):
@@ -196,7 +184,7 @@ def test_which_runs_where_and_why_not():
     own = 'pallas_' + target.platform
     assert name == 'xla' and re.search(reason, reasons[own])
   x = np.ones((1, 8, 1, 16), 'f4')
-  with pytest.raises(errors.UserError, match='a TPU kernel, the target is cpu'):
+  with pytest.raises(errors.UserError, match='needs a TPU, target is cpu'):
     gated_scan.gated_scan(x, x, x, -x, impl='pallas_tpu')
 
 
@@ -208,9 +196,7 @@ MIB = 2**20
 
 def compiled(name, scalar=False, dtype=jnp.bfloat16, **options):
   """(program, its FLOPs) of value and gradients on a device of a topology."""
-  t = aot.topology(name)
-  one = jax.sharding.SingleDeviceSharding(t.devices[0])
-  shape = lambda *s, d=dtype: jax.ShapeDtypeStruct(s, d, sharding=one)
+  shape = lambda *s, d=dtype: jax.ShapeDtypeStruct(s, d)
   g = shape(B, T, H, *[K] * (not scalar), d=jnp.float32)
   args = (
     shape(B, T, H, K), shape(B, T, H, K), shape(B, T, H, V), g,
@@ -222,9 +208,8 @@ def compiled(name, scalar=False, dtype=jnp.bfloat16, **options):
     (o, last), back = jax.vjp(fn, q, k, v, g, state)
     return o, last, *back((o, last))
 
-  with t.context():
-    traced = jax.jit(run).trace(*args)
-  return aot.compile_for(t, 'gated_scan', traced), flops.of_jaxpr(traced.jaxpr)
+  program, traced = kernel_cases.compile_on(name, run, *args)
+  return program, flops.of_jaxpr(traced.jaxpr)
 
 
 # Without a kernel's own temporaries: inputs and outputs, gradients, their
@@ -232,8 +217,7 @@ def compiled(name, scalar=False, dtype=jnp.bfloat16, **options):
 BUDGET = 500 * MIB
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(aot.missing('tpu') is not None, reason='no libtpu')
+@kernel_cases.compiles('tpu')
 @pytest.mark.parametrize(
   'name, options',
   [
@@ -246,26 +230,24 @@ BUDGET = 500 * MIB
 def test_tpu_compiles(name, options):
   program, work = compiled(name, **options)
   text = program.as_text()
-  assert text.count('custom_call_target="tpu_custom_call"') == 2
+  assert text.count(kernel_cases.TPU_CALL) == 2
   for kernel in ('gated_scan_forward_chunks', 'gated_scan_backward_chunks'):
     assert kernel in text
   assert aot.memory(program).peak < BUDGET
   assert work.total > 4 * 2 * B * T * H * K * V
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(aot.missing('tpu') is not None, reason='no libtpu')
+@kernel_cases.compiles('tpu')
 def test_the_tpu_check_would_find_a_fallback():
   program, _ = compiled('v5e:2x2', impl='xla', scalar=True)
   assert 'tpu_custom_call' not in program.as_text()
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(aot.missing('cuda') is not None, reason='no CUDA wheels')
-@pytest.mark.parametrize('name', ['h100:1', 'h200:1'])
+@kernel_cases.compiles('cuda')
+@pytest.mark.parametrize('name', kernel_cases.ONE_GPU)
 @pytest.mark.parametrize('scalar', [False, True])
 def test_gpu_compiles(name, scalar):
   program, work = compiled(name, scalar)
-  assert program.as_text().count('__gpu$xla.gpu.triton') == 2
+  assert program.as_text().count(kernel_cases.GPU_CALL) == 2
   assert aot.memory(program).peak < 2 * BUDGET
   assert work.total > 4 * 2 * B * T * H * K * V

@@ -1,7 +1,7 @@
 """The diagonal scan against a loop over tokens: values, gradients, state.
 
 The kernels run in the interpreter here, inside the op and its custom_vjp, and
-are compiled for TPUs and GPUs that are not there.
+are compiled ahead of time for TPUs and GPUs.
 
 Legend: B batch, T length, D channels.
 """
@@ -12,6 +12,7 @@ import jax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -22,13 +23,10 @@ from paraxis.pallas_kernels.scans import linear_gpu as linear_scan_gpu
 from paraxis.pallas_kernels.scans import linear_tpu as linear_scan_tpu
 from paraxis.sharding.meter import aot
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 NAMES = ('h', 'state', 'da', 'db', 'dstate')
 IMPLS = ('loop', 'xla')
-# Less time to compile, the same arithmetic.
-FAST = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
 KERNELS = {'tpu': linear_scan_tpu, 'gpu': linear_scan_gpu}
 
 
@@ -76,20 +74,10 @@ def both(impl, arrays, reset, cotangents):
     out, back = jax.vjp(run, *arrays)
     return *out, *back(cotangents)
 
-  return jax.jit(all_of, compiler_options=FAST)(arrays, cotangents)
+  return jax.jit(all_of)(arrays, cotangents)
 
 
-def wrong(actual, wanted, tolerance):
-  """Names of what differs; as a negation: a NaN is wrong."""
-  far = lambda x, y: np.abs(np.float64(x) - y).max() / max(1, np.abs(y).max())
-  rows = zip(NAMES, actual, wanted, strict=True)
-  return [n for n, x, y in rows if not far(x, y) <= tolerance]
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
+wrong = functools.partial(kernel_cases.wrong, NAMES, least=1.0)
 
 
 @pytest.mark.parametrize('impl', IMPLS)
@@ -175,11 +163,10 @@ def test_what_does_not_fit_is_an_error():
 
 
 def interpreted(kernel, how=True):
-  module = KERNELS[kernel]
-  passes = module.forward, module.backward
   less = {'unroll': 3} if kernel == 'gpu' else {}
-  passes = (functools.partial(f, interpret=how, **less) for f in passes)
-  return registry.Implementation(kernel, *passes, lambda *_: None)
+  return kernel_cases.with_options(
+    kernel, KERNELS[kernel], interpret=how, **less
+  )
 
 
 @pytest.mark.parametrize('kernel', KERNELS)
@@ -238,12 +225,10 @@ def test_kernels_in_a_manual_region_with_checked_types(kernel):
 
 
 def compiled(name, dtype):
-  """The op with all gradients, B2 T4096 D2048, for a device not here."""
-  t = aot.topology(name)
-  one = jax.sharding.SingleDeviceSharding(t.devices[0])
-  row = jax.ShapeDtypeStruct((2, 4096, 2048), dtype, sharding=one)
-  reset = jax.ShapeDtypeStruct((2, 4096), 'bool', sharding=one)
-  state = jax.ShapeDtypeStruct((2, 2048), 'float32', sharding=one)
+  """The op with all gradients, B2 T4096 D2048, for a device of a topology."""
+  row = jax.ShapeDtypeStruct((2, 4096, 2048), dtype)
+  reset = jax.ShapeDtypeStruct((2, 4096), 'bool')
+  state = jax.ShapeDtypeStruct((2, 2048), 'float32')
 
   def run(a, b, reset, state, g):
     scan = lambda a, b, s: linear_scan.linear_scan(a, b, reset, s)
@@ -251,20 +236,16 @@ def compiled(name, dtype):
     return out, back((g, out[1]))
 
   with jax.enable_x64(False):
-    with t.context():
-      traced = jax.jit(run).trace(row, row, reset, state, row)
-    return aot.compile_for(t, 'scan', traced)
+    shapes = row, row, reset, state, row
+    return kernel_cases.compile_on(name, run, *shapes)[0]
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(aot.missing('tpu') is not None, reason='no libtpu')
-@pytest.mark.parametrize(
-  'name', ['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1']
-)
+@kernel_cases.compiles('tpu')
+@pytest.mark.parametrize('name', kernel_cases.ONE_TPU)
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_compiles_for_tpu(name, dtype):
   found = compiled(name, dtype)
-  assert found.as_text().count('custom_call_target="tpu_custom_call"') == 2
+  assert found.as_text().count(kernel_cases.TPU_CALL) == 2
   assert found.cost_analysis()['flops'] >= 2 * 2 * 2 * 4096 * 2048
   # Of float32 nothing is copied; of bfloat16, l is a float32 array.
   size = 4 * 2 * 4096 * 2048
@@ -272,20 +253,19 @@ def test_compiles_for_tpu(name, dtype):
   assert aot.memory(found).temporaries < most
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(aot.missing('cuda') is not None, reason='no CUDA wheels')
-@pytest.mark.parametrize('name', ['h100:1', 'h200:1'])
+@kernel_cases.compiles('cuda')
+@pytest.mark.parametrize('name', kernel_cases.ONE_GPU)
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_compiles_for_gpu(name, dtype):
   found = compiled(name, dtype)
-  assert found.as_text().count('__gpu$xla.gpu.triton') == 2
+  assert found.as_text().count(kernel_cases.GPU_CALL) == 2
   most = 2**20 if dtype == 'float32' else 4 * 2 * 4096 * 2048 + 2**20
   assert aot.memory(found).temporaries < most
 
 
 def test_which_runs_where():
   def name(dtype, *target, sharded=False):
-    spec = linear_scan.Spec((1, 8, 128), dtype, sharded)
+    spec = linear_scan.LinearScanSpec((1, 8, 128), dtype, sharded)
     where = registry.Target(*target)
     return registry.resolve(linear_scan.OP, spec=spec, target=where).name
 
@@ -301,9 +281,9 @@ def test_which_runs_where():
     ('pallas_tpu', 'float32', 'needs a TPU, target is NVIDIA H200'),
     ('pallas_gpu', 'float64', 'takes bfloat16, float16, float32, not float64'),
   ):
-    spec = linear_scan.Spec((1, 8, 128), dtype)
+    spec = linear_scan.LinearScanSpec((1, 8, 128), dtype)
     with pytest.raises(errors.UserError, match=text):
       registry.resolve(linear_scan.OP, impl, spec, registry.Target(*gpu))
-  huge = linear_scan.Spec((64, 2**17, 512), 'float32')
+  huge = linear_scan.LinearScanSpec((64, 2**17, 512), 'float32')
   where = registry.Target(*gpu)
   assert registry.resolve(linear_scan.OP, spec=huge, target=where).name == 'xla'

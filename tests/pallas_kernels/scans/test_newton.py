@@ -15,20 +15,10 @@ from paraxis.configs.base import errors
 from paraxis.pallas_kernels.scans import affine as affine_scan
 from paraxis.pallas_kernels.scans import newton as newton_scan
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, D = 2, 48, 5
-# A third of the time to compile, the same arithmetic.
-FAST = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
-jit = functools.partial(jax.jit, compiler_options=FAST)
 TIGHT = dict(tol=1e-12, cap=40)
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def gru(params, h_MD, x):
@@ -107,7 +97,7 @@ def compare(name, std, options, **more):
     size=(*marks[0].shape, *arrays[2].shape[1:])
   )
 
-  @jit
+  @jax.jit
   def both(arrays):
     h, back, info = jax.vjp(
       functools.partial(solve, cell, marks, options), *arrays, has_aux=True
@@ -167,7 +157,7 @@ def test_a_linear_cell_takes_one_iteration(m):
   x, state = {'u': rng.normal(size=(B, T, m, D))}, rng.normal(size=(B, m, D))
   _, _, (reset, valid) = problem('gru', 1.0)
   run = functools.partial(solve, linear, (reset, valid), dict(tol=1e-9))
-  h, info = jit(run)(params, x, state)
+  h, info = jax.jit(run)(params, x, state)
   assert info.iterations == 1 and not info.fell_back
   assert far(h, by_hand(linear, (reset, valid), params, x, state))[0] < 1e-9
 
@@ -179,7 +169,7 @@ def test_after_k_iterations_the_first_k_tokens_are_exact():
   exact = np.asarray(by_hand(cell, marks, *arrays))
   for k in (1, 7):
     fixed = dict(tol=0, cap=k, unsolved='keep')
-    h, _ = jit(functools.partial(solve, cell, marks, fixed))(*arrays)
+    h, _ = jax.jit(functools.partial(solve, cell, marks, fixed))(*arrays)
     error = np.abs(h - exact).max((0, 2, 3))
     assert error[:k].max() < 1e-12 < 1e-3 < error.max()
 
@@ -189,7 +179,7 @@ def test_documents_are_as_if_alone():
   x = jax.tree.map(lambda v: v[:1], x)
   cuts = (0, 7, 8, 30)
   reset, valid = np.isin(np.arange(T), cuts[:3])[None], np.arange(T)[None] < 30
-  run = jit(functools.partial(solve, cell, options=TIGHT))
+  run = jax.jit(functools.partial(solve, cell, options=TIGHT))
   h, _ = run((reset, valid), params=params, x=x, state=state[:1])
   marks = np.zeros((1, T), bool), np.ones((1, T), bool)
   for a, b in zip(cuts, cuts[1:], strict=False):
@@ -204,7 +194,7 @@ def test_strict_raises_or_gives_nan():
   strict = dict(tol=1e-12, cap=4, unsolved='error')
   with pytest.raises(errors.UserError, match='residual .* after 4 iterations'):
     solve(cell, marks, strict, *arrays)
-  h, info = jit(functools.partial(solve, cell, marks, strict))(*arrays)
+  h, info = jax.jit(functools.partial(solve, cell, marks, strict))(*arrays)
   assert np.isnan(h).all() and not info.fell_back
   with pytest.raises(errors.UserError, match='tol=1.0e-12; raise cap=4'):
     newton_scan.check_solved(info, newton_scan.Options(**strict))
@@ -216,9 +206,9 @@ def test_a_nan_stays_where_the_loop_has_it():
   marks[0][1, 20] = True
   x['u'][1, 13] = np.nan
   run = functools.partial(solve, cell, marks, {**TIGHT, 'cap': 5})
-  h, info = jit(run)(params, x, state)
+  h, info = jax.jit(run)(params, x, state)
   exact = np.asarray(
-    jit(functools.partial(by_hand, cell, marks))(params, x, state)
+    jax.jit(functools.partial(by_hand, cell, marks))(params, x, state)
   )
   assert info.fell_back and np.isinf(info.residual)
   np.testing.assert_allclose(h, exact, rtol=0, atol=1e-14)
@@ -229,7 +219,7 @@ def test_bfloat16_is_solved_in_float32():
   cell, arrays, marks = problem('gru', 0.3)
   low = jax.tree.map(lambda v: v.astype(jnp.bfloat16), arrays)
   run = lambda *a: solve(cell, marks, dict(tol=1e-5), *a)
-  h, info = jit(run)(*low)
+  h, info = jax.jit(run)(*low)
   assert h.dtype == jnp.float32 and not info.fell_back
   total = lambda *a: run(*a)[0].sum()
   grads = jax.eval_shape(jax.grad(total, (0, 1, 2)), *low)
@@ -243,9 +233,9 @@ def test_iterations_grow_with_the_recurrence():
     problem('gru', s, i, (1, 256, 8))[1] for s in stds for i in range(seeds)
   ]
   batch = jax.tree.map(lambda *v: np.stack(v), *found)
-  count = jit(functools.partial(newton_scan.iterations, gru, tol=1e-6, cap=60))(
-    *batch
-  )
+  count = jax.jit(
+    functools.partial(newton_scan.iterations, gru, tol=1e-6, cap=60)
+  )(*batch)
   medians = np.median(np.asarray(count).reshape(len(stds), seeds), 1)
   assert medians[0] <= 3 and 3 <= medians[1] <= 5 and 4 <= medians[2] <= 12
   assert (np.diff(medians) > 0).all()

@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -14,7 +15,6 @@ from paraxis.configs.base import errors
 from paraxis.pallas_kernels.scans import selective
 
 NAMES = ('y', 'state', 'dx', 'ddt', 'dshared', 'drate', 'dstate')
-QUICK = {'xla_backend_optimization_level': 0}
 
 
 def loop(x, dt, shared, rate, reset, state):
@@ -49,16 +49,10 @@ def both(run, arrays, reset, cotangents):
     out, back = jax.vjp(given, x, dt, shared, rate, state)
     return *out, *back(cotangents)
 
-  run_all = jax.jit(all_of, compiler_options=QUICK)
-  return run_all(arrays, reset, cotangents)
+  return jax.jit(all_of)(arrays, reset, cotangents)
 
 
-def wrong(found, wanted, small):
-  return [
-    name
-    for name, a, b in zip(NAMES, found, wanted, strict=True)
-    if not np.abs(a - b).max() <= small * np.abs(b).max()
-  ]
+wrong = functools.partial(kernel_cases.wrong, NAMES)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -17,22 +18,12 @@ from paraxis.sharding.experts import dispatch as expert
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import hlo
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 N, K, E, D, F = 48, 2, 8, 4, 6
 AXES = ('data', 'context', 'tensor')
 MESH = 'data=2,context=2,tensor=2'
 NAMES = ('y', 'dropped', 'up', 'down', 'x', 'mix')
-
-
-# LLVM's optimisations take half of the time and change no number here.
-jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
-)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 @functools.cache
@@ -114,11 +105,11 @@ def program(plan, mesh, gradients=True):
     )
 
   if mesh is None:
-    return jit(local)
+    return jax.jit(local)
   rows = P(mesh.axis_names)
   ins = (*specs, *5 * [rows])
   outs = (rows, P(), *specs, rows, rows) if gradients else rows
-  return jit(
+  return jax.jit(
     lambda *a: jax.shard_map(
       local,
       mesh=mesh,
@@ -179,12 +170,12 @@ REGIONS = [('tensor',), ('context', 'tensor'), ('data', 'tensor'), AXES]
 
 
 PLANS = [
-  *[expert.Plan(E, region) for region in REGIONS],
-  expert.Plan(E, ('context', 'tensor'), exchange='ragged'),
-  expert.Plan(E, AXES, exchange='ragged'),
-  expert.Plan(E, ('data', 'tensor'), hierarchical=True),
-  expert.Plan(E, ('tensor',), gather=('data',)),
-  expert.Plan(E, (), gather=('data', 'context')),
+  *[expert.DispatchPlan(E, region) for region in REGIONS],
+  expert.DispatchPlan(E, ('context', 'tensor'), exchange='ragged'),
+  expert.DispatchPlan(E, AXES, exchange='ragged'),
+  expert.DispatchPlan(E, ('data', 'tensor'), hierarchical=True),
+  expert.DispatchPlan(E, ('tensor',), gather=('data',)),
+  expert.DispatchPlan(E, (), gather=('data', 'context')),
 ]
 
 
@@ -196,7 +187,7 @@ def test_equal_to_a_loop(plan, monkeypatch):
 
 @pytest.mark.parametrize('factor', [0.0, 0.8])
 def test_one_device(factor):
-  found = evaluate(expert.Plan(E, factor=factor))
+  found = evaluate(expert.DispatchPlan(E, factor=factor))
   capacity = math.ceil(N * K / E * factor)
   expected = reference(capacity, 1)
   assert not wrong(found, expected) and (expected['dropped'] > 0) == bool(
@@ -207,7 +198,7 @@ def test_one_device(factor):
 @pytest.mark.parametrize('hot', [None, (1, 5)])
 def test_capacity(hot):
   """Drops are those of a loop over each device's tokens, hot experts or not."""
-  plan = expert.Plan(E, ('context', 'tensor'), factor=1.3)
+  plan = expert.DispatchPlan(E, ('context', 'tensor'), factor=1.3)
   capacity = math.ceil(N // 8 * K / E * 1.3)
   expected = reference(capacity)
   assert capacity == 2 and expected['dropped'] > 5
@@ -218,7 +209,7 @@ def test_capacity(hot):
 
 def test_axis_by_axis_gives_the_same_bits():
   flat, steps = (
-    evaluate(expert.Plan(E, AXES, hierarchical=h), grid())
+    evaluate(expert.DispatchPlan(E, AXES, hierarchical=h), grid())
     for h in (False, True)
   )
   for name in NAMES:
@@ -228,9 +219,9 @@ def test_axis_by_axis_gives_the_same_bits():
 @pytest.mark.parametrize(
   'plan',
   [
-    expert.Plan(E, AXES),
-    expert.Plan(E, ('data', 'tensor'), gather=('context',)),
-    expert.Plan(E, ('context',), exchange='ragged'),
+    expert.DispatchPlan(E, AXES),
+    expert.DispatchPlan(E, ('data', 'tensor'), gather=('context',)),
+    expert.DispatchPlan(E, ('context',), exchange='ragged'),
   ],
   ids=str,
 )
@@ -276,7 +267,7 @@ def _break(monkeypatch, what):
 )
 def test_a_broken_exchange_is_found(what, hot, output_is_right, monkeypatch):
   _break(monkeypatch, what)
-  plan = expert.Plan(E, ('context', 'tensor'))
+  plan = expert.DispatchPlan(E, ('context', 'tensor'))
   found = wrong(evaluate(plan, grid(), hot), reference())
   assert ('y' not in found) == output_is_right and {'up', 'down'} <= found
 
@@ -335,7 +326,7 @@ BUFFER = E * 8 * D * 8  # bytes of 8 slots an expert: 6 tokens, blocks of 8
 
 
 def test_two_exchanges_forward_and_two_backward():
-  plan = expert.Plan(E, ('context', 'tensor'))
+  plan = expert.DispatchPlan(E, ('context', 'tensor'))
   one = ('all-to-all', ('context', 'tensor'), BUFFER * 3 // 4)
   assert collectives(plan, gradients=False) == [one] * 2
   found = collectives(plan, gradients=True)
@@ -346,7 +337,7 @@ def test_two_exchanges_forward_and_two_backward():
 
 
 def test_capacity_bounds_the_bytes():
-  plan = expert.Plan(E, ('context', 'tensor'), factor=1.3)
+  plan = expert.DispatchPlan(E, ('context', 'tensor'), factor=1.3)
   bytes_ = E * 2 * D * 8 * 3 // 4  # 2 slots an expert
   one = ('all-to-all', ('context', 'tensor'), bytes_)
   assert collectives(plan, gradients=False) == [one] * 2
@@ -354,7 +345,7 @@ def test_capacity_bounds_the_bytes():
 
 def test_axis_by_axis_each_link_carries_half():
   """Bytes (r_a - 1) / r_a of the buffer over each axis, nearest first."""
-  plan = expert.Plan(E, ('context', 'tensor'), hierarchical=True)
+  plan = expert.DispatchPlan(E, ('context', 'tensor'), hierarchical=True)
   found = collectives(plan, gradients=False)
   half = BUFFER // 2
   steps = [('all-to-all', (a,), half) for a in ('tensor', 'context')]
@@ -362,7 +353,7 @@ def test_axis_by_axis_each_link_carries_half():
 
 
 def test_hot_experts_cost_an_all_reduce_of_their_matrices():
-  plan, hot = expert.Plan(E, ('context', 'tensor')), (1, 3)
+  plan, hot = expert.DispatchPlan(E, ('context', 'tensor')), (1, 3)
   found = collectives(plan, False, hot)
   extra = [c for c in found if c[0] != 'all-to-all']
   assert {c[:2] for c in extra} == {('all-reduce', ('context', 'tensor'))}
@@ -381,10 +372,10 @@ def test_bfloat16_tokens_and_float32_gradients():
   ones, valid = jnp.ones((n, 1), jnp.float32), jnp.ones(n, bool)
   only = lambda rows, weights, multiply: multiply(rows, weights[0], 1)
   f = lambda w: expert.dispatch(
-    only, (w,), x, ids, ones, valid, expert.Plan(2)
+    only, (w,), x, ids, ones, valid, expert.DispatchPlan(2)
   )[0]
 
-  @jit
+  @jax.jit
   def run(w):
     y, vjp = jax.vjp(f, w)
     return y, vjp(jnp.ones_like(y))[0]
@@ -400,23 +391,20 @@ def test_bfloat16_tokens_and_float32_gradients():
 
 def test_what_a_ragged_exchange_cannot():
   for plan in (
-    expert.Plan(E, ('tensor',), factor=1.0, exchange='ragged'),
-    expert.Plan(E, AXES, hierarchical=True, exchange='ragged'),
+    expert.DispatchPlan(E, ('tensor',), factor=1.0, exchange='ragged'),
+    expert.DispatchPlan(E, AXES, hierarchical=True, exchange='ragged'),
   ):
     with pytest.raises(ValueError, match='no capacity and no axis order'):
       evaluate(plan, grid())
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(
-  aot.missing('tpu') is not None, reason=f'{aot.missing("tpu")}'
-)
+@kernel_cases.compiles('tpu')
 def test_compiles_for_a_tpu():
   """There 'auto' is ragged: rows travel by ragged_all_to_all alone."""
   topology = aot.topology('v5e:2x4')
   mesh = mesh_lib.make(MESH, topology.devices)
   region = ('context', 'tensor')
-  plan, rows = expert.Plan(E, region), P(AXES)
+  plan, rows = expert.DispatchPlan(E, region), P(AXES)
   n, d, f = 8 * 64, 128, 256
 
   def shape(sizes, dtype, spec):

@@ -5,19 +5,13 @@ import importlib.util
 import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
+import kernel_cases
 import pytest
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import target
-
-needs_tpu = pytest.mark.skipif(
-  aot.missing('tpu') is not None, reason=f'{aot.missing("tpu")}'
-)
-needs_cuda = pytest.mark.skipif(
-  aot.missing('cuda') is not None, reason=f'{aot.missing("cuda")}'
-)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +102,7 @@ def test_memory_of_a_program_without_a_peak():
   assert found.peak >= found.arguments + found.results
 
 
-@pytest.mark.aot
-@needs_tpu
+@kernel_cases.compiles('tpu')
 @pytest.mark.parametrize(
   'name, slices, count, cores, kind',
   [
@@ -131,8 +124,7 @@ def test_tpu_topologies(name, slices, count, cores, kind):
     assert registry.current_target() == registry.Target('tpu', kind)
 
 
-@pytest.mark.aot
-@needs_tpu
+@kernel_cases.compiles('tpu')
 def test_sizes_that_no_slice_has():
   with pytest.raises(errors.UserError, match='not divisible .*known are'):
     aot.topology('v5p:3x3x3')
@@ -147,16 +139,14 @@ def compile_on_tpu(f, *shapes):
   return aot.compile_for(t, 'the program', program)
 
 
-@pytest.mark.aot
-@needs_tpu
+@kernel_cases.compiles('tpu')
 def test_compile_for_tpu():
   found = aot.memory(compile_on_tpu(jnp.dot, (256, 512), (512, 128)))
   assert found.arguments == 4 * (256 * 512 + 512 * 128)
   assert found.peak >= found.arguments + found.results and found.code > 0
 
 
-@pytest.mark.aot
-@needs_tpu
+@kernel_cases.compiles('tpu')
 def test_too_large_for_hbm():
   with pytest.raises(errors.UserError) as e:
     compile_on_tpu(lambda x: x * 2, (65536, 65536))
@@ -164,8 +154,7 @@ def test_too_large_for_hbm():
     assert part in str(e.value)
 
 
-@pytest.mark.aot
-@needs_tpu
+@kernel_cases.compiles('tpu')
 @pytest.mark.parametrize(
   'block, parts',
   [
@@ -191,8 +180,7 @@ def test_too_large_for_the_chip(block, parts):
   assert 'on-chip memory' in str(e.value)
 
 
-@pytest.mark.aot
-@needs_cuda
+@kernel_cases.compiles('cuda')
 def test_cuda_topology():
   t = aot.topology('h200:256')
   assert len(t.devices) == 256 and t.cores == 1

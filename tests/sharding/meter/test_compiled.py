@@ -60,7 +60,7 @@ def program(**changes):
   text = LOOP
   for name, value in (DEFAULT | changes).items():
     text = text.replace(name, value)
-  return compiled.Program(text)
+  return compiled.CompiledProgram(text)
 
 
 def trips(p):
@@ -117,7 +117,7 @@ def test_instruction_parts():
   loop = p.computations['main.1']['loop.3']
   assert [a.bytes for a in loop.results] == [4, 32, 4]
   with pytest.raises(ValueError, match='no ENTRY'):
-    compiled.Program('module @jit_f {}')
+    compiled.CompiledProgram('module @jit_f {}')
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_the_larger_branch_of_a_conditional_counts():
     )
 
   text = jax.jit(f).lower(jnp.ones(8), jnp.ones(1000)).compile().as_text()
-  p = compiled.Program(text)
+  p = compiled.CompiledProgram(text)
   sines = lambda runs: sum(r.instruction.opcode == 'sine' for r in runs)
   negations = lambda runs: sum(r.instruction.opcode == 'negate' for r in runs)
   assert 'conditional(' in text
@@ -160,5 +160,5 @@ def test_scan_of_a_real_program():
     return jax.lax.scan(outer, x, length=5)[0]
 
   text = jax.jit(f).lower(jnp.ones((8, 8))).compile().as_text()
-  runs = compiled.Program(text).runs(len)
+  runs = compiled.CompiledProgram(text).runs(len)
   assert {r.times for r in runs if r.instruction.opcode == 'tanh'} == {15}

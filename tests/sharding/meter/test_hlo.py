@@ -10,6 +10,7 @@ import re
 import jax
 from jax import lax
 import jax.numpy as jnp
+import kernel_cases
 import numpy as np
 import pytest
 
@@ -21,9 +22,6 @@ from paraxis.sharding.meter import hlo
 
 ROWS = jax.P(('data', 'fsdp', 'tensor'))
 HELD = 128 * 256 * 4  # bytes of one shard
-needs_tpu = pytest.mark.skipif(
-  aot.missing('tpu') is not None, reason=f'{aot.missing("tpu")}'
-)
 
 
 def text_of(mesh, f):
@@ -132,7 +130,7 @@ def test_held_bytes_and_place():
 
 
 def test_a_count_that_ignores_loops_is_wrong(monkeypatch):
-  monkeypatch.setattr(compiled.Program, 'trips', lambda self, loop: 1)
+  monkeypatch.setattr(compiled.CompiledProgram, 'trips', lambda self, loop: 1)
   found = hlo.collectives(cpu_text('loops'), cpu_mesh())
   assert brief(found) != sorted(ALL['loops'][1])
   assert [c.count for c in found] == [1, 1]
@@ -334,8 +332,7 @@ source_target_pairs={{0,4},{4,0}}
 # --- Programs for TPU --------------------------------------------------------
 
 
-@pytest.mark.aot
-@needs_tpu
+@kernel_cases.compiles('tpu')
 @pytest.mark.parametrize('name', ['tuple', 'reduce-scatter', 'loops', 'half'])
 def test_tpu_equals_cpu(name):
   devices = aot.topology('v5p:2x2x2').devices
@@ -344,8 +341,7 @@ def test_tpu_equals_cpu(name):
   assert brief(found) == sorted(ALL[name][1])
 
 
-@pytest.mark.aot
-@needs_tpu
+@kernel_cases.compiles('tpu')
 def test_tpu_zero_gradient():
   """Weights sharded over fsdp, scanned: gathered and scattered once a layer.
 
@@ -376,8 +372,7 @@ def test_tpu_zero_gradient():
   assert set(rows) == {'reduce-scatter', 'all-gather'}
 
 
-@pytest.mark.aot
-@needs_tpu
+@kernel_cases.compiles('tpu')
 def test_tpu_slices():
   """What crosses slices leaves the program through the hosts."""
   devices = aot.topology('v5e:2x2', 2).devices

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
+import support
 
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import hlo
@@ -25,19 +26,11 @@ from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.pipeline import tables as schedule_tables
 from paraxis.sharding.pipeline import ticks as pipeline_ticks
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 R, D, K, IDS = 2, 4, 2, 3  # IDS: rows of the embedding on a stage
 ENDS = dict(table=P('stage'), head=P(None, 'stage'), gain=P())
 STACK = dict(weight=P('stage', 'fsdp'), bias=P('stage'))
-
-jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
-)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def arrays(stages, microbatches, layers, rows=R, width=D):
@@ -110,20 +103,18 @@ class Toy:
     # The same on all stages; each differentiates its own columns.
     return part + lax.stop_gradient(lax.psum(part, 'stage') - part)
 
-  def see(self, i):
+  def context_of(self, i):
     return self._pick('shift', i)
 
   def forward(self, values, x, shift, on):
     run = lambda values, x: layers_of(values, x, shift, on)[0]
     if not self.store:
       return run(values, x), ()
-    y, back = jax.vjp(run, values, x)
-    leaves, self._tree = jax.tree.flatten(back)
-    return y, leaves
+    return jax.vjp(run, values, x)
 
   def backward(self, values, x, kept, g, shift, on):
     if self.store:
-      gradients, gx = jax.tree.unflatten(self._tree, kept)(g)
+      gradients, gx = kept(g)
       return gx, gradients, ()
     run = functools.partial(layers_of, shift=shift, on=on)
     if not self.split:
@@ -156,7 +147,7 @@ class Toy:
 
   def calls(self):
     return pipeline.Calls(
-      self.embed, self.loss, self.see, self.forward, self.backward,
+      self.embed, self.loss, self.context_of, self.forward, self.backward,
       self.weights, self.gather, self.scatter,
     )  # fmt: skip
 
@@ -225,7 +216,7 @@ class Program:
     def local(ends, stack, data):
       on = None if self.even else self.rows >= 0
       calls = self.toy(data).calls()
-      return pipeline.forward(self.schedule, calls, ends, stack, on)[0]
+      return pipeline.total(self.schedule, calls, ends, stack, on)
 
     return jax.shard_map(
       local, in_specs=(ENDS, STACK, P()), out_specs=P(), check_vma=False
@@ -233,12 +224,12 @@ class Program:
 
   def compiled(self, name='run'):
     with jax.set_mesh(self.mesh):
-      return jit(getattr(self, name)).lower(*self.arguments).compile()
+      return support.jit(getattr(self, name)).lower(*self.arguments).compile()
 
   def numbers(self):
     """(loss, gradients of ends, of layers in order), in NumPy."""
     with jax.set_mesh(self.mesh):
-      return self.in_order(jit(self.run)(*self.arguments))
+      return self.in_order(support.jit(self.run)(*self.arguments))
 
   def in_order(self, found):
     loss, ends, stack = jax.device_get(found)
@@ -311,7 +302,7 @@ def test_the_loss_alone(name):
   program = Program(schedules.make(name, 2, 4, 2), 5)
   loss, *_ = reference(program)
   with jax.set_mesh(program.mesh):
-    total = jit(program.total)(*program.arguments)
+    total = support.jit(program.total)(*program.arguments)
   np.testing.assert_allclose(float(total), loss, rtol=1e-13)
 
 
@@ -343,7 +334,7 @@ SIZES = {
 
 def changed(tables, field, at):
   """The field with one entry wrong, but within range."""
-  x = getattr(tables, field).copy()
+  x = getattr(tables.rows, field).copy()
   if field in SIZES:
     # Another row, the trash if there is one only: F leaves its x there too.
     n = getattr(tables, SIZES[field])
@@ -360,16 +351,16 @@ def changed(tables, field, at):
 def entries(tables, split):
   """(field, index) of what decides: active entries, and what receives."""
   for field, on in (READ | (APART if split else {})).items():
-    read = getattr(tables, on)
+    read = getattr(tables.rows, on)
     if field == 'b_first':  # where a microbatch leaves
-      read = read & (tables.embed_back >= 0)[:, None]
+      read = read & (tables.rows.embed_back >= 0)[:, None]
     for at in np.argwhere(read):
       yield field, tuple(at)
   for field in ('f_receive', 'b_receive', 'loss_slot'):
-    kept = getattr(tables, field) != getattr(tables, SIZES[field])
+    kept = getattr(tables.rows, field) != getattr(tables, SIZES[field])
     for at in np.argwhere(kept):
       yield field, tuple(at)
-  for at in np.argwhere(tables.loss >= 0):
+  for at in np.argwhere(tables.rows.loss >= 0):
     yield 'loss_device', tuple(at)
 
 
@@ -383,16 +374,16 @@ def test_every_entry_of_the_table_counts(monkeypatch, name):
   program = Program(schedule, 4)
   wanted, tables = reference(program), schedule_tables.tables(schedule)
   with jax.set_mesh(program.mesh):
-    arguments, call = program.arguments, jit(program.run)
+    arguments, call = program.arguments, support.jit(program.run)
     numbers = lambda table: differences(
       program.in_order(call(*arguments, table)), wanted
     )
-    right = numbers(tables.rows())
+    right = numbers(tables.rows)
     assert max(right.values()) < 1e-12, right
     seen = list(entries(tables, schedule.weight is not None))
     blind = []
     for field, at in seen:
-      wrong = tables.rows() | {field: changed(tables, field, at)}
+      wrong = tables.rows._replace(**{field: changed(tables, field, at)})
       found = numbers(wrong)
       if max(found.values()) < 1e-6:
         blind.append((field, at))
@@ -443,7 +434,7 @@ def test_messages_and_nothing_at_the_boundary(arguments, links):
   assert [(c.operand_bytes, c.axes) for c in gathers] == 2 * [
     (share, ('fsdp',))
   ]
-  table = schedule_tables.tables(program.schedule)
+  table = schedule_tables.tables(program.schedule).rows
   assert [c.count for c in gathers] == [table.any_f.sum(), table.any_b.sum()]
   # Of stages: what embedding and loss sum, in each direction, and `gain`.
   over = lambda axis: [
@@ -477,9 +468,9 @@ def test_no_tick_copies_a_buffer(monkeypatch, arguments, late):
   if late:
     Executor, right = pipeline_ticks.Executor, pipeline_ticks.Executor.tick
 
-    def tick(self, carry, row):
-      slot = self.mine(row)['b_slot']
-      wrong = right(self, carry, row)[0]
+    def tick(self, carry, turn):
+      slot = self.mine(turn)[0].b_slot
+      wrong = right(self, carry, turn)[0]
       return wrong._replace(x_b=carry.inputs[slot]), None
 
     monkeypatch.setattr(Executor, 'tick', tick)

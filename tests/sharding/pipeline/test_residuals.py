@@ -1,5 +1,7 @@
 """What goes from one phase to another: all that is read, no parameter."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,10 +27,9 @@ def phase(values, x):
 
 @jax.jit
 def forward(values, x):
-  made = residuals.Kept(phase, values, x)
-  y, arrays = made.run(values, x)
-  back = made.again(values, arrays)
-  return y, arrays, back(jnp.ones_like(y)), phase(values, x)[1](y * 0 + 1)
+  y, kept = residuals.keep(phase, values, x)
+  back = kept.again(values)
+  return y, kept.arrays, back(jnp.ones_like(y)), phase(values, x)[1](y * 0 + 1)
 
 
 def test_the_other_phase_reads_what_the_first_made():
@@ -48,10 +49,9 @@ def test_an_array_is_kept_once():
     h = jnp.sin(x)
     return h, (h, values['b'] * 2, h, 3.0, x)
 
-  made = residuals.Kept(twice, VALUES, X)
-  y, arrays = made.run(VALUES, X)
-  assert len(arrays) == 2
-  read = made.again(VALUES, arrays)
+  y, kept = residuals.keep(twice, VALUES, X)
+  assert len(kept.arrays) == 2
+  read = kept.again(VALUES)
   for a, b in zip(read, (y, VALUES['b'] * 2, y, 3.0, X), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-6)
 
@@ -61,16 +61,13 @@ def test_what_is_closed_over_is_kept_if_it_is_traced():
   table = jnp.arange(5.0)[:, None]
 
   def phases(outer):
-    made = []
-
     def first(values, x):
       run = lambda values, x: (x, (x * outer, table * 2, values['b'] + outer))
-      made.append(residuals.Kept(run, values, x))
-      return made[0].run(values, x)[1]
+      return residuals.keep(run, values, x)[1]
 
-    arrays = jax.jit(first)(VALUES, X)
-    assert len(arrays) == 2  # not the table
-    return jax.jit(made[0].again)(VALUES, arrays)
+    kept = jax.jit(first)(VALUES, X)
+    assert len(kept.arrays) == 2  # not the table
+    return jax.jit(lambda kept, values: kept.again(values))(kept, VALUES)
 
   read = jax.jit(phases)(2.0)
   wanted = X * 2, table * 2, VALUES['b'] + 2
@@ -87,12 +84,10 @@ def test_a_collective_is_kept_and_not_repeated():
 
   def local(b):
     run = lambda values, x: (x, jax.lax.psum(values, 'a') * x)
-    made = residuals.Kept(run, b, b)
-    _, arrays = made.run(b, b)
-    assert len(arrays) == 1
-    again = jax.make_jaxpr(made.again)(b, arrays)
-    assert 'psum' not in str(again)
-    return made.again(b, arrays)
+    _, kept = residuals.keep(run, b, b)
+    assert len(kept.arrays) == 1
+    assert 'psum' not in str(jax.make_jaxpr(kept.again)(b))
+    return kept.again(b)
 
   run = jax.shard_map(
     local, mesh=mesh, in_specs=P('a'), out_specs=P('a'), check_vma=False
@@ -102,8 +97,8 @@ def test_a_collective_is_kept_and_not_repeated():
 
 @pytest.mark.parametrize('wrong', ['fewer', 'more'])
 def test_other_arrays_than_those_kept_are_seen(wrong):
-  made = residuals.Kept(phase, VALUES, X)
-  _, arrays = made.run(VALUES, X)
+  _, kept = residuals.keep(phase, VALUES, X)
+  arrays = kept.arrays
   arrays = arrays[:-1] if wrong == 'fewer' else [*arrays, arrays[0]]
   with pytest.raises(ValueError, match='kept'):
-    made.again(VALUES, arrays)
+    dataclasses.replace(kept, arrays=arrays).again(VALUES)

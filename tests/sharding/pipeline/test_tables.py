@@ -40,7 +40,8 @@ class Interpreter:
 
   def __init__(self, schedule, t):
     p = schedule.stages
-    self.schedule, self.t, self.devices = schedule, t, range(p)
+    self.schedule, self.t, self.devices = schedule, t.rows, range(p)
+    self.links = t.links
     self.inputs = Buffer(p, t.inputs)
     self.cotangents = Buffer(p, t.cotangents)
     self.stores = Buffer(p, t.stores)
@@ -128,7 +129,7 @@ class Interpreter:
   def send(self, k, outputs, gradients):
     """Every link, in every tick; a device that is idle sends nothing."""
     t = self.t
-    for n, shift in enumerate(t.links):
+    for n, shift in enumerate(self.links):
       for d in self.devices:
         source, back = (d - shift) % len(outputs), (d + shift) % len(outputs)
         self.inputs.write(d, t.f_receive[k, d, n], outputs[source])
@@ -161,7 +162,7 @@ def test_every_read_is_right():
     assert counts == {'F': work, 'B': work, 'W': split}, arguments
     assert tables.inputs == max(schedule.in_flight()), arguments
     assert (tables.visited == schedule.microbatches).all()
-    for name, x in tables.rows().items():
+    for name, x in tables.rows._asdict().items():
       assert x.dtype in (np.int32, bool) and len(x) == schedule.ticks, name
 
 
@@ -216,7 +217,7 @@ def _corruptions(tables):
     b_store=tables.stores,
     w_slot=tables.stores,
   )
-  for name, x in tables.rows().items():
+  for name, x in tables.rows._asdict().items():
     y = x.copy()
     if name in sizes:
       at = tuple(np.argwhere(x < sizes[name])[-1])
@@ -225,14 +226,17 @@ def _corruptions(tables):
       at = tuple(np.argwhere(x)[-1])
       y[at] = False
     elif name == 'loss_device':
-      at = tuple(np.argwhere(tables.loss >= 0)[-1])
-      y[at] = (x[at] + 1) % tables.f_on.shape[1]
+      at = tuple(np.argwhere(tables.rows.loss >= 0)[-1])
+      y[at] = (x[at] + 1) % tables.rows.f_on.shape[1]
     elif name in ('embed', 'loss', 'embed_back'):
       y[tuple(np.argwhere(x >= 0)[-1])] = -1
     else:
-      at = tuple(np.argwhere(getattr(tables, f'{name[0]}_on'))[-1])
+      at = tuple(np.argwhere(getattr(tables.rows, f'{name[0]}_on'))[-1])
       y[at] = 0 if x[at] else 1
-    yield name, dataclasses.replace(tables, **{name: y})
+    yield (
+      name,
+      dataclasses.replace(tables, rows=tables.rows._replace(**{name: y})),
+    )
 
 
 @pytest.mark.parametrize(
@@ -252,7 +256,7 @@ def test_one_wrong_entry_is_found(arguments):
       work = schedule.microbatches * schedule.virtual_stages
       assert counts != {'F': work, 'B': work, 'W': work}, name
       names.append(name)
-  assert names == list(tables.rows())
+  assert names == list(tables.rows._asdict())
 
 
 def test_a_row_given_out_too_early_is_found(monkeypatch):

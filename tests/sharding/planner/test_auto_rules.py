@@ -25,6 +25,8 @@ from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.planner import auto_rules
 from paraxis.train import loss
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, V = 2, 8, 48
 D, N, K, H, F = 16, 4, 2, 8, 24
 TOLERANCE = 1e-9
@@ -52,12 +54,6 @@ FAMILIES = dict(
     attention_output_bias=True,
   ),
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def model(name):

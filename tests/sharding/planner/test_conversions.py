@@ -21,16 +21,12 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import hlo
 from paraxis.sharding.planner import conversions as layout
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 SHAPE = (16, 8)
 PLACEMENTS = ('S(0)', 'S(1)', 'B', 'P')
 SIZES = dict(data=2, tensor=4)
 CUBE = dict(data=2, fsdp=2, tensor=2)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 @contextlib.contextmanager
@@ -43,7 +39,7 @@ def on(sizes):
 
 def spec(at, ndim):
   """PartitionSpec of the host's array: terms on a first dimension."""
-  own = layout.Layout(at.splits).spec(ndim)
+  own = layout.SbpLayout(at.splits).spec(ndim)
   return P(at.partial, *own) if at.partial else own
 
 

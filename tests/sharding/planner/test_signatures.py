@@ -15,15 +15,11 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.planner import conversions as layout
 from paraxis.sharding.planner import signatures
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 SIZES = dict(data=2, tensor=4)
 PAIR = signatures.Signature
 at = layout.parse
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def on_devices(equation, x, w, ways):
@@ -44,7 +40,7 @@ def on_devices(equation, x, w, ways):
       jax.device_put(v, jax.NamedSharding(mesh, s))
       for v, s in zip((x, w), specs, strict=True)
     ]
-    whole = P(y_at.partial, *layout.Layout(y_at.splits).spec(ndim))
+    whole = P(y_at.partial, *layout.SbpLayout(y_at.splits).spec(ndim))
     stack = lambda x, w: run(x, w)[None]
     f = jax.shard_map(stack, in_specs=specs, out_specs=whole, check_vma=False)
     return np.asarray(jax.jit(f)(*args)).sum(0)

@@ -21,13 +21,9 @@ from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.sequence import attention as context
 from paraxis.sharding.sequence import forms as context_forms
+from paraxis.sharding.sequence import order as context_order
 
 B, NAMES = 2, ('o', 'lse', 'dq', 'dk', 'dv')
-# Half the time to compile, the same arithmetic.
-FAST = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
 
 
 def documents(length, tail):
@@ -86,7 +82,7 @@ def expected(name):
     return attention_op.attention(q, k, v, mask, (segments, segments))
 
   with jax.enable_x64(True):
-    run = jax.jit(functools.partial(both, attend), compiler_options=FAST)
+    run = jax.jit(functools.partial(both, attend))
     return [np.asarray(x) for x in run(*arrays)]
 
 
@@ -96,7 +92,7 @@ def sharded(name, form, inner=0):
   mask, arrays, rows = problem(name)
   mesh = mesh_lib.make(where)
   n, heads = mesh.shape['context'], 'tensor' if 'tensor' in where else None
-  plan = context.Plan(form, 'context', n, layout, inner)
+  plan = context.ContextPlan(form, 'context', n, layout, inner)
 
   def local(q, k, v, do, dlse, segments, positions):
     def attend(q, k, v):
@@ -106,14 +102,14 @@ def sharded(name, form, inner=0):
 
   wide, row = P(None, 'context', heads), P(None, 'context')
   specs = (wide,) * 5 + (row,) * 2
-  there = context.permutation(layout, n, length)
+  there = context_order.permutation(layout, n, length)
   with jax.enable_x64(True), jax.set_mesh(mesh):
     placed = [
       jax.device_put(np.asarray(x)[:, there], NamedSharding(mesh, s))
       for x, s in zip((*arrays, *rows), specs, strict=True)
     ]
     run = jax.shard_map(local, in_specs=specs, out_specs=wide, check_vma=False)
-    out = jax.jit(run, compiler_options=FAST)(*placed)
+    out = jax.jit(run)(*placed)
     return [np.asarray(x)[:, np.argsort(there)] for x in out]
 
 
@@ -154,12 +150,12 @@ def test_the_cases_hold_what_they_are_about():
 
 def lost(monkeypatch, keep):
   """Sends for which keep(by, ring) is false do not happen."""
-  send = context_forms.Job.shift
+  send = context_forms.ContextCall.shift
 
   def shift(job, tree, by=1):
     return send(job, tree, by) if keep(by, job.ring) else tree
 
-  monkeypatch.setattr(context_forms.Job, 'shift', shift)
+  monkeypatch.setattr(context_forms.ContextCall, 'shift', shift)
 
 
 @pytest.mark.parametrize('form', ['ring', 'token_ring', 'rsa'])
@@ -199,7 +195,7 @@ def test_a_merge_without_weights_is_found(monkeypatch):
 def local_shapes(form, dtype, n=8, t=16):
   """Shapes of o, lse, dq, dk, dv of a rank (nothing is compiled)."""
   mask = attention_op.Mask(block=4, softcap=2.0)
-  plan = context.Plan(form, 'context', n, 'zigzag')
+  plan = context.ContextPlan(form, 'context', n, 'zigzag')
   mesh = mesh_lib.make({'context': n}, jax.devices()[:n])
 
   def local(q, k, v, rows):
@@ -272,7 +268,7 @@ def test_what_does_not_fit_is_an_error_with_both_numbers(arguments, texts):
 
 
 def test_attention_checks_its_shapes_while_it_is_traced():
-  plan = context.Plan('ulysses', 'context', 8, 'zigzag')
+  plan = context.ContextPlan('ulysses', 'context', 8, 'zigzag')
   q = jax.ShapeDtypeStruct((1, 16, 4, 8), jnp.float32)
   row = jax.ShapeDtypeStruct((1, 16), jnp.int32)
   attend = functools.partial(

@@ -38,7 +38,7 @@ def compiled(form, inner=0, layout='zigzag', window=0):
   """Texts of the forward and of the backward program."""
   mesh = jax.make_mesh((N,), ('context',))
   mask = attention_op.Mask(block=4, window=window)
-  plan = context.Plan(form, 'context', N, layout, inner)
+  plan = context.ContextPlan(form, 'context', N, layout, inner)
 
   def forward(q, k, v, rows):
     attend = lambda q, k, v: context.attention(q, k, v, rows, rows, mask, plan)
@@ -183,7 +183,7 @@ def test_a_window_on_contiguous_shards_sends_less():
 def permutes_traced(policy):
   """Sends in the traced gradient of a ring under a rematerialisation policy."""
   mesh = jax.make_mesh((N,), ('context',))
-  plan = context.Plan('ring', 'context', N, 'zigzag')
+  plan = context.ContextPlan('ring', 'context', N, 'zigzag')
 
   def loss(q, k, rows):
     mask = attention_op.Mask(block=4)
@@ -229,7 +229,7 @@ def scheduled(devices):
   mesh = Mesh(np.array(devices), ('context',))
   n, length = len(devices), 2048
   mask = attention_op.Mask(block=128)
-  plan = context.Plan('ring', 'context', n, 'zigzag')
+  plan = context.ContextPlan('ring', 'context', n, 'zigzag')
 
   def both(q, k, v, do, rows):
     attend = lambda q, k, v: context.attention(q, k, v, rows, rows, mask, plan)

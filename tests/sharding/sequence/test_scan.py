@@ -22,18 +22,10 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import hlo
 from paraxis.sharding.sequence import scan
 
+pytestmark = pytest.mark.usefixtures('float64')
+
 B, T, N = 2, 64, 8
-FAST = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
 ROW, ALL = P(None, 'context'), P()
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def marks(t=T):
@@ -148,15 +140,13 @@ def both(run, args, seed=1):
 @functools.cache
 def expected(name):
   run = functools.partial(CASES[name][0], None)
-  found = jax.jit(functools.partial(both, run), compiler_options=FAST)(
-    arguments(name)
-  )
+  found = jax.jit(functools.partial(both, run))(arguments(name))
   return [np.asarray(x) for x in found]
 
 
 def sharded(name, form, where='context=8'):
   """The same of a row that is split over the mesh; channels over `tensor`."""
-  mesh, plan = mesh_lib.make(where), scan.Plan(form, 'context')
+  mesh, plan = mesh_lib.make(where), scan.ScanPlan(form, 'context')
   split, out = specs(name), (ROW, ALL)
   if 'tensor' in where:  # channels come last
     last = lambda s, x: P(*s, *[None] * (x.ndim - len(s) - 1), 'tensor')
@@ -173,7 +163,7 @@ def sharded(name, form, where='context=8'):
       out_specs=out,
       check_vma=False,
     )
-    found = jax.jit(functools.partial(both, run), compiler_options=FAST)(placed)
+    found = jax.jit(functools.partial(both, run))(placed)
     return [np.asarray(x) for x in found]
 
 
@@ -203,7 +193,7 @@ def test_equals_one_device(name, form):
 )
 def test_gradients_taken_inside_a_region_are_partial_sums(name, form):
   """As a pipeline takes them: of rows as they are, the rest summed once."""
-  mesh, plan = mesh_lib.make('context=8'), scan.Plan(form, 'context')
+  mesh, plan = mesh_lib.make('context=8'), scan.ScanPlan(form, 'context')
   g = np.random.default_rng(1).normal(size=expected(name)[0].shape)
   first = lambda plan, *a: CASES[name][0](plan, *a)[0]
 
@@ -216,7 +206,7 @@ def test_gradients_taken_inside_a_region_are_partial_sums(name, form):
   def alone(g, *args):
     return jax.vjp(functools.partial(first, None), *args)[1](g)
 
-  wanted = jax.jit(alone, compiler_options=FAST)(g, *arguments(name))
+  wanted = jax.jit(alone)(g, *arguments(name))
   with jax.set_mesh(mesh):
     placed = [
       jax.device_put(x, NamedSharding(mesh, s))
@@ -226,7 +216,7 @@ def test_gradients_taken_inside_a_region_are_partial_sums(name, form):
       local, in_specs=(ROW, *specs(name)), out_specs=specs(name),
       check_vma=False,
     )  # fmt: skip
-    found = jax.jit(run, compiler_options=FAST)(*placed)
+    found = jax.jit(run)(*placed)
     found = [np.asarray(x) for x in found]
   assert max(errors_of(found, [np.asarray(x) for x in wanted])) < 1e-9
 
@@ -289,7 +279,7 @@ def sent(name, form, length, gradients):
   """{kind: bytes that a device receives} of a compiled program."""
   op, shapes = CASES[name]
   shapes = [(length, *s[1:]) if s and s[0] == T else s for s in shapes]
-  mesh, plan = mesh_lib.make('context=8'), scan.Plan(form, 'context')
+  mesh, plan = mesh_lib.make('context=8'), scan.ScanPlan(form, 'context')
   first = lambda *a: op(plan, *a)[0]
 
   def local(*a):
@@ -366,4 +356,4 @@ def test_an_unknown_form_is_an_error():
   with pytest.raises(
     errors.UserError, match='context_scan=ring .* gather, permute'
   ):
-    scan.Plan('ring', 'context')
+    scan.ScanPlan('ring', 'context')

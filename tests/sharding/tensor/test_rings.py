@@ -3,7 +3,6 @@
 Legend: B rows, T tokens, D model, F mlp, N heads, H head width, V vocabulary.
 """
 
-import functools
 import re
 
 import jax
@@ -12,10 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
+import support
 
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.tensor import rings as tensor
 from paraxis.sharding.tensor import vocabulary
+
+pytestmark = pytest.mark.usefixtures('float64')
 
 B, T, D, F, N, H, V = 2, 16, 6, 8, 8, 2, 24
 NAMES = ('table', 'up', 'query', 'down', 'head')
@@ -29,18 +31,6 @@ SPECS = dict(
   down=P('tensor', None),
   head=P('tensor', None),
 )
-
-
-# LLVM's optimisations take half of the time and change no number here.
-jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
-)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-  with jax.enable_x64(True):
-    yield
 
 
 def arrays():
@@ -129,21 +119,15 @@ def evaluate(mesh_text, where, **options):
         out_specs=(P(), of_nll, SPECS),
         check_vma=False,
       )
-    loss, nll, grads = jit(run)(params, *batch)
+    loss, nll, grads = support.jit(run)(params, *batch)
   return [np.asarray(x) for x in (loss, nll, *(grads[k] for k in NAMES))]
 
 
 @pytest.fixture(scope='module')
 def expected():
-  with jax.enable_x64(True):
-    run = jax.jit(jax.value_and_grad(plain, has_aux=True))
-    (loss, nll), grads = run(*arrays())
-    return [np.asarray(x) for x in (loss, nll, *(grads[k] for k in NAMES))]
-
-
-def compare(found, expected):
-  for a, b in zip(found, expected, strict=True):
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.abs(b).max())
+  run = jax.jit(jax.value_and_grad(plain, has_aux=True))
+  (loss, nll), grads = run(*arrays())
+  return [np.asarray(x) for x in (loss, nll, *(grads[k] for k in NAMES))]
 
 
 def wrong(found, expected):
@@ -165,19 +149,19 @@ def wrong(found, expected):
   ],
 )
 def test_equal_to_one_device(mesh, ways, expected):
-  compare(evaluate(mesh, 'inside', ways=ways), expected)
+  support.close(evaluate(mesh, 'inside', ways=ways), expected)
 
 
 @pytest.mark.parametrize('where', ['inside', 'outside'])
 def test_scattered_nll(where, expected):
   """One of the two forms that may also be differentiated from outside."""
-  compare(evaluate('context=2,tensor=2', where, scatter=1), expected)
+  support.close(evaluate('context=2,tensor=2', where, scatter=1), expected)
 
 
 def test_replicated_nll_differentiated_from_outside_is_divided(expected):
   """shard_map's rule for replicated results: why `scatter` exists."""
   loss, nll, *grads = evaluate('tensor=2', 'outside')
-  compare([loss, nll, *(2 * g for g in grads)], expected)
+  support.close([loss, nll, *(2 * g for g in grads)], expected)
 
 
 def _break(monkeypatch, what):
@@ -356,7 +340,7 @@ def test_bfloat16_products_and_float32_sums():
     P('tensor'),
   )
   run = in_region(run, n, *specs)
-  y, dx, dw, z, dg, dv, wide = jit(run)(x, w, g, v)
+  y, dx, dw, z, dg, dv, wide = support.jit(run)(x, w, g, v)
   assert {a.dtype for a in (y, dx, z, dg)} == {jnp.dtype(jnp.bfloat16)}
   assert {a.dtype for a in (dw, dv, wide)} == {jnp.dtype(jnp.float32)}
   messages = re.findall(
@@ -396,7 +380,7 @@ def nll(z, targets, scatter=None):
     out_specs=(P(axes), columns),
     check_vma=False,
   )
-  out, dz = jit(run)(z, targets)
+  out, dz = support.jit(run)(z, targets)
   assert all((out[0] == one).all() for one in out)  # every rank has the same
   return out[0], dz, seed
 
@@ -436,7 +420,7 @@ def test_ids_outside_the_vocabulary():
 
   table = np.arange(1.0, 17).reshape(8, 2)
   ids = np.array([[-1, 7, 8, 0]])
-  rows = jit(in_region(run, 2, P('tensor'), P()))(table, ids)
+  rows = support.jit(in_region(run, 2, P('tensor'), P()))(table, ids)
   rows = np.concatenate(list(np.asarray(rows)), 1)[0]
   np.testing.assert_array_equal(rows, [[0, 0], [15, 16], [0, 0], [1, 2]])
 

@@ -13,6 +13,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.sharding import annotate
@@ -33,10 +34,6 @@ NAMES = dict(
 )  # fmt: skip
 WORLDS = ('plain', 'tensor=2')
 
-jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
-)
-
 
 @pytest.fixture(autouse=True)
 def _double():
@@ -56,12 +53,12 @@ def arrays(dtype=np.float64):
 
 
 def layer(values, x):
-  tape.own(values, lambda path: f'layers/{path}')
+  own = lambda path: project.Owned(values[path], f'layers/{path}')
   h = x * values['scale'].astype(x.dtype)
-  rows = [('BTD,DF->BTF', values[n], UP, WIDE) for n in ('up', 'gate')]
+  rows = [('BTD,DF->BTF', own(n), UP, WIDE) for n in ('up', 'gate')]
   up, gate = project.project(h, RESIDUAL, rows, ring=True)
   return x + project.einsum(
-    'BTF,FD->BTD', jnp.tanh(gate) * up, WIDE, values['down'], DOWN, RESIDUAL
+    'BTF,FD->BTD', jnp.tanh(gate) * up, WIDE, own('down'), DOWN, RESIDUAL
   )
 
 
@@ -172,11 +169,15 @@ def evaluate(world, function):
   """{leaf: NumPy array} of gx and every gradient."""
   if world == 'plain':
     # A function of its own: jit would keep what it compiled before a patch.
-    gx, gradients = jax.device_get(jit(lambda *a: function(*a))(*arrays()))
+    gx, gradients = jax.device_get(
+      support.jit(lambda *a: function(*a))(*arrays())
+    )
   else:
     mesh = mesh_of(world)
     with jax.set_mesh(mesh):
-      gx, gradients = jit(in_region(whole(function), NAMES))(*placed(mesh))
+      gx, gradients = support.jit(in_region(whole(function), NAMES))(
+        *placed(mesh)
+      )
       gx, gradients = jax.device_get((gx, gradients))
   return {'x': gx} | gradients
 
@@ -231,13 +232,13 @@ def test_a_dropped_factor_shows_in_its_leaf(monkeypatch, world, leaf):
 def test_a_product_that_no_tape_records_stays_in_the_backward_pass(monkeypatch):
   right = tape.Tape.product
 
-  def some(self, names, x, weights):
-    if names.equations != ('BTF,FD->BTD',):
-      return right(self, names, x, weights)
+  def some(self, group, x, weights, owners):
+    if group.equations != ('BTF,FD->BTD',):
+      return right(self, group, x, weights, owners)
     with project.taped(None):
       (w,) = weights
-      out = project.einsum(names.equations[0], x, names.x, w, *names.weights,
-                           *names.outs)  # fmt: skip
+      out = project.einsum(group.equations[0], x, group.x, w, *group.weights,
+                           *group.outs)  # fmt: skip
     return [out]
 
   monkeypatch.setattr(tape.Tape, 'product', some)
@@ -299,7 +300,7 @@ def test_w_sends_nothing():
       ('b', in_region(b), args),
       ('w', every, (tapes,)),
     ):
-      text = jit(function).lower(*inputs).compile().as_text()
+      text = support.jit(function).lower(*inputs).compile().as_text()
       assert 'dot' in text
       sent[name] = hlo.by_kind(hlo.collectives(text, mesh))
   assert sent['w'] == {}
@@ -320,19 +321,19 @@ def test_gradients_keep_the_dtypes_of_their_weights():
     records.append(made)
     return gx, tapes, weights(made, tapes)
 
-  gx, tapes, late = jit(both)(stacks, x, g)
+  gx, tapes, late = support.jit(both)(stacks, x, g)
   assert {a.dtype for a in jax.tree.leaves(tapes)} == {jnp.dtype(jnp.bfloat16)}
-  gx_joint, whole = jit(joint)(stacks, x, g)
+  gx_joint, whole = support.jit(joint)(stacks, x, g)
   assert gx.dtype == gx_joint.dtype == jnp.bfloat16
   for path, found in late.items():
     assert found.dtype == whole[path].dtype == jnp.float32
     np.testing.assert_allclose(found, whole[path], rtol=1e-5, atol=1e-5)
-  assert not any(r.names.ring for rows in records[0].values() for r in rows)
+  assert not any(r.group.ring for rows in records[0].values() for r in rows)
 
 
 def test_an_unknown_weight_is_an_error():
   x, w = jnp.ones((B, T, D)), jnp.ones((D, F))
   run = lambda x: project.einsum('BTD,DF->BTF', x, RESIDUAL, w, UP, WIDE)
-  with pytest.raises(KeyError):
+  with pytest.raises(ValueError, match='names no owner'):
     tape.Taped().run(0, run, x, None)
   assert project.tape() is None  # put back

@@ -90,7 +90,7 @@ def test_verdict_is_by_the_median(values, target, least, verdict):
 
 
 def _report():
-  report = measure.Report('step', 'a setup', measure.CPU)
+  report = measure.BenchReport('step', 'a setup', measure.CPU)
   report.add({'ours': [1.0, 2.0, 3.0], 'plain': [2.0, 2.0, 2.0]})
   report.check('plain / ours', [2.0, 1.0, 0.67], 1.0)
   report.check('ours / plain', [0.5, 1.3, 1.5], 1.2, least=False)
@@ -267,7 +267,7 @@ def test_startup_arguments_are_those_of_train(tmp_path):
   argv = bench_startup.train_arguments(
     bench_startup.QUICK, tmp_path / 'tokens', tmp_path / 'run'
   )
-  values, config, left = command_line.parse(argv, cli._train_flags)
+  values, config, left = command_line.parse(argv, cli.COMMANDS['train'].flags)
   assert not left and values.devices == 1 and config.train.steps == 1
   for name, value in bench_startup.QUICK.items():
     assert config.model[name] == value
@@ -297,6 +297,6 @@ def test_startup_names_a_child_that_fails():
 
 def test_modules_of_all_benches_exist():
   folder = pathlib.Path(bench.__file__).parent
-  for module, function, _ in bench.BENCHES.values():
+  for name, (module, *_) in bench.BENCHES.items():
     text = (folder / f'{module}.py').read_text(encoding='utf-8')
-    assert f'\ndef {function}(rounds, quick, say)' in text
+    assert f'\ndef {name}(rounds, quick, say)' in text

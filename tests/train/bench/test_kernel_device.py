@@ -33,7 +33,7 @@ def test_a_candidate_warms_up_repeats_and_divides(monkeypatch):
 
 
 def report(times):
-  out = measure.Report('kernels', '', '')
+  out = measure.BenchReport('kernels', '', '')
   device.rates(out, times, SIZES)
   return out
 
@@ -69,7 +69,7 @@ def test_a_rate_above_its_ceiling_is_called_wrong():
 
 
 def test_ratios_are_within_a_round():
-  out = measure.Report('kernels', '', '')
+  out = measure.BenchReport('kernels', '', '')
   times = {
     f'{n} {device.FORWARD}': s for n, s in (('a', [1, 2]), ('b', [3, 4]))
   }
@@ -89,7 +89,7 @@ def test_the_whole_of_it_on_a_cpu(monkeypatch):
   ours = {'xla forward', 'xla with gradients'}
   assert set(seconds) == ours | {'product', 'copy'}
   assert all(len(v) == 2 and min(v) > 0 for v in seconds.values())
-  assert 'cudnn is not here: needs an NVIDIA GPU' in found.notes
+  assert 'cudnn is not available: needs an NVIDIA GPU' in found.notes
   assert {c.what.split(' / ')[0] for c in found.checks} == ours
   assert 'cpu' in found.setup
 

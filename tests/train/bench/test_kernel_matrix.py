@@ -4,6 +4,7 @@ import importlib
 import pkgutil
 
 import pytest
+import support
 
 from paraxis import pallas_kernels
 from paraxis.pallas_kernels import registry
@@ -12,12 +13,6 @@ from paraxis.sharding.meter import aot
 from paraxis.train import cli
 from paraxis.train.bench import kernel_matrix as matrix
 
-needs_tpu = pytest.mark.skipif(
-  bool(aot.missing('tpu')), reason=str(aot.missing('tpu'))
-)
-needs_cuda = pytest.mark.skipif(
-  bool(aot.missing('cuda')), reason=str(aot.missing('cuda'))
-)
 # Custom calls of a program with its gradients, and MiB at its worst moment:
 # arguments, results, and what a kernel may keep besides. For tpu7x the compiler
 # reports a peak above the sum of all that it lists.
@@ -71,8 +66,7 @@ def check(found):
         assert 0 < r.peak <= MOST.get(r.op, 64) * 2**20, r
 
 
-@pytest.mark.aot
-@needs_tpu
+@support.compiles('tpu')
 def test_all_of_it_on_one_tpu():
   found = list(matrix.rows(['v5e:1x1']))
   assert lines(found) == expected()
@@ -85,16 +79,14 @@ def test_all_of_it_on_one_tpu():
   assert 'needs a GPU' in state['attention', 'pallas_gpu'].reason
 
 
-@pytest.mark.aot
-@needs_tpu
+@support.compiles('tpu')
 def test_kernels_on_another_tpu():
   topology = aot.topology('tpu7x:1x1x1')
   ours = [op for op in KERNELS if op != 'grouped_matmul']
   check(matrix.row(op, 'pallas_tpu', 'tpu7x', topology) for op in ours)
 
 
-@pytest.mark.aot
-@needs_cuda
+@support.compiles('cuda')
 @pytest.mark.parametrize('name', ['h100:1', 'h200:1'])
 def test_all_of_it_on_gpus(name):
   found = list(matrix.rows([name]))
@@ -102,8 +94,7 @@ def test_all_of_it_on_gpus(name):
   check(found)
 
 
-@pytest.mark.aot
-@needs_tpu
+@support.compiles('tpu')
 def test_a_kernel_that_is_not_there_is_a_failure(monkeypatch, capsys):
   real = matrix.PROGRAMS['quantized_matmul']
   monkeypatch.setattr(
@@ -113,8 +104,7 @@ def test_a_kernel_that_is_not_there_is_a_failure(monkeypatch, capsys):
   assert '1 failed' in capsys.readouterr().out
 
 
-@pytest.mark.aot
-@needs_tpu
+@support.compiles('tpu')
 def test_what_does_not_compile_is_a_line(monkeypatch):
   def refuse(topology, name, traced):
     raise NotImplementedError('no such\n instruction')
@@ -137,5 +127,5 @@ def test_blocks_are_told_with_their_source():
 def test_the_command(monkeypatch):
   called = []
   monkeypatch.setattr(matrix, 'run', lambda: called.append(1) or 0)
-  assert cli.COMMANDS['doctor'].run(['--kernels', '--devices=8']) == 0
+  assert cli.COMMANDS['doctor'](['--kernels', '--devices=8']) == 0
   assert called

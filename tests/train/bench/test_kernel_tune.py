@@ -25,7 +25,7 @@ def test_visits_are_those_of_a_causal_mask():
 
 def schedules(full, partial):
   row = lambda n: dict.fromkeys(
-    tune.PASSES, kernel_schedules.Schedule(n, 0.5, 0)
+    tune.PASSES, kernel_schedules.StaticSchedule(n, 0.5, 0)
   )
   return dict(full=row(full), partial=row(partial))
 
@@ -95,7 +95,7 @@ def test_measured_on_a_cpu_by_what_stands_in(monkeypatch):
 
 def test_the_table_goes_where_it_was_asked_to(monkeypatch, tmp_path):
   key = block_table.Key('attention', 'dq', 'TPU', 8, 'bfloat16', 'full')
-  row = block_table.Row(key, (1, 2), 'static')
+  row = block_table.TunedBlock(key, (1, 2), 'static')
   before = block_table.OWN.read_bytes()
   monkeypatch.setattr(tune, 'TOPOLOGIES', ('v5e:1x1',))
   monkeypatch.setattr(tune, 'HEADS', (8,))

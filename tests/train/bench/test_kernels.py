@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+import support
 
 from paraxis.pallas_kernels.attention import blocks as attention_blocks
 from paraxis.sharding.meter import aot
@@ -56,11 +57,11 @@ def test_files_of_kernels(name, which):
 
 
 def test_one_branch_and_back():
-  plan = attention_blocks.Plan.present
+  plan = attention_blocks.BlockPlan.present
   with pytest.raises(KeyError), kernel_schedules._one_branch(1):
-    assert attention_blocks.Plan.present(None) == (1,)
+    assert attention_blocks.BlockPlan.present(None) == (1,)
     raise KeyError
-  assert attention_blocks.Plan.present is plan
+  assert attention_blocks.BlockPlan.present is plan
 
 
 def test_a_process_that_fails_is_named():
@@ -68,8 +69,7 @@ def test_a_process_that_fails_is_named():
     kernel_schedules.measure('v5x:1x1', 128)
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(bool(aot.missing('tpu')), reason=str(aot.missing('tpu')))
+@support.compiles('tpu')
 def test_schedules_of_small_blocks():
   found = kernel_schedules.measure('v5e:1x1', 128)
   assert set(found) == set(kernel_schedules.KINDS)
@@ -83,13 +83,13 @@ def test_schedules_of_small_blocks():
 
 
 def schedules(full):
-  one = lambda n: kernel_schedules.Schedule(n, 0.5, 7)
+  one = lambda n: kernel_schedules.StaticSchedule(n, 0.5, 7)
   row = lambda n: dict.fromkeys(('forward', 'dq', 'dkv'), one(n))
   return dict(full=row(full), partial=row(120), splash=row(100))
 
 
 def static(monkeypatch, full):
-  report = measure.Report('kernels', '', '')
+  report = measure.BenchReport('kernels', '', '')
   monkeypatch.setattr(aot, 'missing', lambda platform: None)
   monkeypatch.setattr(
     kernel_schedules, 'measure', lambda name, block: schedules(full)
@@ -110,7 +110,7 @@ def test_schedules_are_judged_and_labelled(monkeypatch):
 
 def test_without_libtpu_it_says_so(monkeypatch):
   monkeypatch.setattr(aot, 'missing', lambda platform: 'libtpu is not there')
-  report = measure.Report('kernels', '', '')
+  report = measure.BenchReport('kernels', '', '')
   bench_kernels.static(report, SILENT)
   assert report.notes == ['no static schedules: libtpu is not there']
 
@@ -118,7 +118,7 @@ def test_without_libtpu_it_says_so(monkeypatch):
 def test_both_forms_of_every_op_give_the_same():
   with jax.enable_x64(False):
     report = bench_kernels.kernels(1, True, SILENT)
-  ops = [pair.op for pair in bench_kernels.pairs(True)]
+  ops = [pair.op for pair in bench_kernels.comparisons(True)]
   assert len(report.checks) == len(ops) == 7
   assert all(c.verdict == '-' and min(c.values) > 0 for c in report.checks)
   assert len(report.rows) == 4 * len(ops)

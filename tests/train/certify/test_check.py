@@ -5,6 +5,7 @@ import math
 import os
 
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
@@ -143,9 +144,8 @@ def test_fewer_kv_heads_than_shards_are_possible():
   ],
 )
 def test_an_impossible_layout_is_one_line(mesh, fields, words):
-  with pytest.raises(errors.UserError, match='^[^\n]*$') as caught:
+  with support.refused(words):
     check.run(_config(**fields), mesh)
-  assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(

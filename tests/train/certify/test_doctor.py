@@ -46,7 +46,7 @@ def test_known_bad_pairs(have, words):
 
 
 def test_a_package_that_is_missing_is_not_bad():
-  pair = doctor.Pair({'clu': '>=0'}, 'reason')
+  pair = doctor.Incompatibility({'clu': '>=0'}, 'reason')
   assert not doctor.found([pair], GOOD)
   assert doctor.found([pair], GOOD | dict(clu='0.0.12')) == [pair]
 
@@ -68,7 +68,7 @@ def test_the_report(capsys, tmp_path, monkeypatch):
     assert f'  {name} ' in shown
   assert '8 x cpu (cpu)' in shown and 'process 0 of 1' in shown
   assert 'tokens             3.0 MiB' in shown
-  assert 'known bad\n  nothing' in shown and 'mesh\n  data=8' in shown
+  assert 'incompatible versions\n  none' in shown and 'mesh\n  data=8' in shown
   kernels = [line.split() for line in shown.splitlines() if ' runs' in line]
   assert {'attention', 'decode_attention'} <= {row[0] for row in kernels}
 
@@ -98,4 +98,7 @@ def test_a_bad_pair_ends_with_2(capsys, monkeypatch):
   have = doctor.versions() | dict(jax='0.9.0')
   monkeypatch.setattr(doctor, 'versions', lambda: have)
   assert doctor.run() == errors.EXIT_USER
-  assert 'KNOWN BAD\n  jax 0.9.0: paraxis needs' in capsys.readouterr().out
+  assert (
+    'INCOMPATIBLE VERSIONS\n  jax 0.9.0: paraxis needs'
+    in capsys.readouterr().out
+  )

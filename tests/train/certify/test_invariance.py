@@ -15,13 +15,13 @@ import covering
 import jax
 import jax.numpy as jnp
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models import build
 from paraxis.sharding import rules
 from paraxis.sharding.pipeline import schedules
-from paraxis.train.certify import verify
 
 AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
 # A little of everything that a layer may have, in three models.
@@ -44,9 +44,9 @@ REMAT = {
 REMAT['offload'] = dict(
   remat='full', memory='residual=offload,attention=offload'
 )
-# Layers: for a pipeline of 2 to 12 chunks, shared out evenly and not; as many
-# without one, so that both are compared with the same run on one device.
-DEPTH = {'llama': 13, 'gpt': 26, 'gemma': 12}
+# Layers on pipelines of 1 to 4 chunks (1: no pipeline), and of 6 to 12: evenly
+# shared and not. Two depths, so that few runs on one device serve all cases.
+DEPTH = {'llama': (5, 13), 'gpt': (10, 26), 'gemma': (4, 12)}
 FACTORS = dict(
   replica=(1, 2),
   stage=(1, 2, 4),
@@ -124,6 +124,7 @@ def cases():
 def config_of(case):
   """schema.Config of a case: 8 heads, 16 rows of 32 tokens."""
   crossing, piped = case['context'] > 1, case['stage'] > 1
+  deep = case['stage'] * case['chunks'] > 4
   pipeline = schema.Pipeline()
   if piped:
     pipeline = schema.Pipeline(
@@ -144,7 +145,7 @@ def config_of(case):
     pipeline=pipeline,
     model=schema.Model(
       vocab_size=64, d_model=32, num_heads=8, head_dim=4, d_ff=64,
-      num_layers=DEPTH[case['model']],
+      num_layers=DEPTH[case['model']][deep],
       num_kv_heads=case['kv_heads'], attention_block=8,
       dtype='float64', param_dtype='float64',
       **MODELS[case['model']],
@@ -155,11 +156,6 @@ def config_of(case):
       batch_size=16, microbatches=case['microbatches'], **REMAT[case['remat']]
     ),
   )  # fmt: skip
-
-
-def certify(config, packed=True, properties=('loss', 'gradients', 'update')):
-  subject = verify.Subject(config, jax.devices(), packed, ())
-  return verify.certify(subject, properties)
 
 
 def name_of(case):
@@ -179,20 +175,16 @@ def name_of(case):
   return '.'.join(parts)
 
 
-def by_reference():
-  """Cases, grouped by what one device is asked: a worker runs a group."""
-  group = lambda case: f'{case["model"]}{case["kv_heads"]}'
-  return [
-    pytest.param(
-      case, id=name_of(case), marks=pytest.mark.xdist_group(group(case))
-    )
-    for case in sorted(cases(), key=group)
-  ]
+def reference_of(case):
+  return f'{case["model"]}{case["kv_heads"]}'
 
 
-@pytest.mark.parametrize('case', by_reference())
+@pytest.mark.array(14, 24)
+@pytest.mark.parametrize(
+  'case', covering.params(cases(), name_of, reference_of)
+)
 def test_equals_one_device(case):
-  rows = certify(config_of(case), case['packed'])
+  rows = support.certify(config_of(case), case['packed'])
   assert len(rows) == 3 and all(row.passed for row in rows), rows
 
 
@@ -225,7 +217,7 @@ def text_of(fields):
 @pytest.mark.xdist_group('broken')
 @pytest.mark.parametrize('fields', ALONE, ids=text_of)
 def test_one_axis_over_all_devices(fields):
-  rows = certify(layout(**fields))
+  rows = support.certify(layout(**fields))
   assert len(rows) == 3 and all(row.passed for row in rows), rows
 
 
@@ -401,7 +393,7 @@ def test_a_broken_collective_is_seen(
   monkeypatch, kind, where, fields, loss_holds
 ):
   monkeypatch.setattr(jax.lax, kind, broken(kind, where))
-  rows = certify(layout(**fields), properties=('loss', 'gradients'))
+  rows = support.certify(layout(**fields), properties=('loss', 'gradients'))
   loss, gradients = (row.passed for row in rows)
   assert not gradients and loss == loss_holds, rows
 
@@ -414,16 +406,16 @@ def test_a_broken_collective_is_seen(
 def test_a_dropped_reshard_of_a_partial_sum_is_refused(monkeypatch):
   monkeypatch.setattr(jax, 'reshard', lambda x, *a, **k: x)
   with pytest.raises(ValueError, match='tensor'):
-    certify(layout(tensor=8), properties=('loss',))
+    support.certify(layout(tensor=8), properties=('loss',))
 
 
 @pytest.mark.xdist_group('broken')
 def test_a_dropped_reshard_of_a_whole_value_shows_in_the_layout(monkeypatch):
   config = layout(data=8, zero=1)
-  (right,) = certify(config, properties=('layout',))
+  (right,) = support.certify(config, properties=('layout',))
   assert right.passed and right.measured == 0, right
   monkeypatch.setattr(jax, 'reshard', lambda x, *a, **k: x)
-  *numbers, wrong = certify(config, properties=('gradients', 'layout'))
+  *numbers, wrong = support.certify(config, properties=('gradients', 'layout'))
   assert all(row.passed for row in numbers) and not wrong.passed
 
 
@@ -442,7 +434,7 @@ def test_a_wrong_out_spec_is_refused(monkeypatch):
 
   monkeypatch.setattr(jax, 'shard_map', wrong)
   with pytest.raises((ValueError, TypeError), match='data.*fsdp|fsdp.*data'):
-    certify(layout(data=2, fsdp=2, context=2), properties=('loss',))
+    support.certify(layout(data=2, fsdp=2, context=2), properties=('loss',))
 
 
 @pytest.mark.xdist_group('broken')
@@ -451,5 +443,5 @@ def test_a_wrong_out_spec_at_the_end_of_our_own_region_is_seen(monkeypatch):
   right = rules.stored
   monkeypatch.setattr(rules, 'stored', lambda *a: exchanged(right(*a)))
   config = layout(data=4, fsdp=2, zero=3, **EXPLICIT)
-  loss, gradients = certify(config, properties=('loss', 'gradients'))
+  loss, gradients = support.certify(config, properties=('loss', 'gradients'))
   assert loss.passed and not gradients.passed, gradients

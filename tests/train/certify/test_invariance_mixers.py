@@ -8,11 +8,13 @@ and one update agree within 1e-9. Rows are packed, documents cross shards.
 
 import dataclasses
 import functools
+import operator
 
 import covering
 import jax
 import jax.numpy as jnp
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
@@ -21,7 +23,6 @@ from paraxis.models import build
 from paraxis.models import layer
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.sequence import scan
-from paraxis.train.certify import verify
 
 FACTORS = dict(
   pattern=('GM', 'SR', 'LC', 'A-M'),
@@ -104,28 +105,17 @@ def config_of(case):
   )  # fmt: skip
 
 
-def certify(config):
-  subject = verify.Subject(config, jax.devices(), True, ())
-  return verify.certify(subject, ('loss', 'gradients', 'update'))
-
-
 def name_of(case):
   shown = {n: v for n, v in case.items() if v not in (True, 'none')}
   return '.'.join(f'{n}={v}' for n, v in shown.items())
 
 
-def by_reference():
-  return [
-    pytest.param(
-      case, id=name_of(case), marks=pytest.mark.xdist_group(case['pattern'])
-    )
-    for case in sorted(cases(), key=lambda case: case['pattern'])
-  ]
-
-
-@pytest.mark.parametrize('case', by_reference())
+@pytest.mark.array(5, 17)
+@pytest.mark.parametrize(
+  'case', covering.params(cases(), name_of, operator.itemgetter('pattern'))
+)
 def test_equals_one_device(case):
-  rows = certify(config_of(case))
+  rows = support.certify(config_of(case))
   assert len(rows) == 3 and all(row.passed for row in rows), rows
 
 
@@ -148,7 +138,7 @@ BROKEN = dict(
 def test_a_state_that_is_not_handed_over_shows(pattern, monkeypatch):
   lost = lambda x, axis, by: jax.tree.map(jnp.zeros_like, x)
   monkeypatch.setattr(scan, '_send', lost)
-  rows = certify(config_of(BROKEN | dict(pattern=pattern)))
+  rows = support.certify(config_of(BROKEN | dict(pattern=pattern)))
   assert [row.passed for row in rows[:2]] == [False, False]
 
 

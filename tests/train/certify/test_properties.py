@@ -33,7 +33,8 @@ def certify(*names, zero=0):
   mesh = dataclasses.replace(CONFIG.mesh, zero=zero)
   config = dataclasses.replace(CONFIG, mesh=mesh)
   with jax.enable_x64(True):
-    run = properties.Run(config, jax.devices()[:2], True)
+    runner = trial.Runner(config, jax.devices()[:2])
+    run = properties.Certification(runner, True)
     return [row for n in names for row in properties.PROPERTIES[n](run)]
 
 
@@ -148,7 +149,7 @@ def test_going_on_elsewhere(monkeypatch):
 
     return evaluate
 
-  wrapped(monkeypatch, trial.Side, 'evaluate', change)
+  wrapped(monkeypatch, trial.Runner, 'evaluate', change)
   rows = certify('resume')
   assert [row.passed for row in rows] == [True, False], rows
 

@@ -6,6 +6,7 @@ skipped. To write them again: UPDATE_GOLDEN=1 pytest -m aot THIS_FILE -k golden.
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
@@ -14,10 +15,10 @@ import pathlib
 
 import jax
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
-from paraxis.configs.base import errors
 from paraxis.models import build
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import flops
@@ -39,12 +40,8 @@ TINY = dict(
   train=dict(batch_size=4),
   data=dict(sequence_length=256),
 )
-needs_tpu = pytest.mark.skipif(
-  aot.missing('tpu') is not None, reason=f'{aot.missing("tpu")}'
-)
-needs_cuda = pytest.mark.skipif(
-  aot.missing('cuda') is not None, reason=f'{aot.missing("cuda")}'
-)
+
+on_tpu = functools.partial(pytest.param, marks=support.needs('tpu'))
 
 
 def tiny(**sections):
@@ -124,8 +121,7 @@ def report():
   return target_compile.compile_config(config, 'fsdp=2,tensor=2', 'v5e:2x2')
 
 
-@pytest.mark.aot
-@needs_tpu
+@support.compiles('tpu')
 def test_memory(report):
   """Classes add up to the peak; the known ones are the arrays' own bytes."""
   for name in target_compile.PROGRAMS:
@@ -150,8 +146,7 @@ def test_memory(report):
   assert 'DOES NOT FIT' in target_compile.text(small)
 
 
-@pytest.mark.aot
-@needs_tpu
+@support.compiles('tpu')
 def test_collectives(report):
   """Each layer's weights are gathered twice and their gradients scattered."""
   gradient = report.programs['gradient'].collectives
@@ -168,8 +163,7 @@ def test_collectives(report):
   assert gathered >= 2 * 2 * layer // 2  # layers, passes, half of it each
 
 
-@pytest.mark.aot
-@needs_tpu
+@support.compiles('tpu')
 def test_a_pipeline_holds_the_slots_of_its_schedule_and_no_more():
   """1F1B keeps 2 p - 1 inputs for any number of microbatches, GPipe all.
 
@@ -199,8 +193,7 @@ def test_a_pipeline_holds_the_slots_of_its_schedule_and_no_more():
   assert grown >= (16 - 7) * 16, grown
 
 
-@pytest.mark.aot
-@needs_tpu
+@support.compiles('tpu')
 def test_json(report):
   found = json.loads(json.dumps(target_compile.to_json(report)))
   assert found['topology'] == 'v5e:2x2' and found['devices'] == 4
@@ -217,8 +210,7 @@ def test_json(report):
   assert seconds['compute'] == pytest.approx(work['per_device'] / chip.flops)
 
 
-@pytest.mark.aot
-@needs_tpu
+@support.compiles('tpu')
 def test_text(report):
   text = target_compile.text(report)
   assert 'a model, not measured' in text
@@ -234,49 +226,26 @@ def test_text(report):
     (tiny(), 'data=4', 'v9:2x2', 1, ('v9:2x2', 'v5p:8x8x8')),
     (tiny(), 'data=4', '', 1, ('--topology=:', 'v5p:8x8x8')),
     (tiny(), 'data=4', 'v5e:2x2', 0, ('--slices=0',)),
-    pytest.param(
-      tiny(), 'data=8', 'v5e:2x2', 1, ('data=8', '4 devices'), marks=needs_tpu
-    ),
-    pytest.param(tiny(), 'rows=4', 'v5e:2x2', 1, ("'rows'",), marks=needs_tpu),
-    pytest.param(
-      tiny(train=dict(batch_size=6)),
-      'data=4',
-      'v5e:2x2',
-      1,
-      ('train.batch_size=6', 'data=4'),
-      marks=needs_tpu,
-    ),
-    pytest.param(
-      tiny(train=dict(batch_size=4, microbatches=3)),
-      'data=4',
-      'v5e:2x2',
-      1,
-      ('train.batch_size=4', 'train.microbatches=3'),
-      marks=needs_tpu,
-    ),
-    pytest.param(
-      tiny(model=dict(num_heads=2, head_dim=64)),
-      'tensor=4',
-      'v5e:2x2',
-      1,
-      ("'heads' has size 2", 'tensor=4'),
-      marks=needs_tpu,
-    ),
+    on_tpu(tiny(), 'data=8', 'v5e:2x2', 1, ('data=8', '4 devices')),
+    on_tpu(tiny(), 'rows=4', 'v5e:2x2', 1, ("'rows'",)),
+    on_tpu(tiny(train=dict(batch_size=6)), 'data=4', 'v5e:2x2', 1,
+           ('train.batch_size=6', 'data=4')),
+    on_tpu(tiny(train=dict(batch_size=4, microbatches=3)), 'data=4', 'v5e:2x2',
+           1, ('train.batch_size=4', 'train.microbatches=3')),
+    on_tpu(tiny(model=dict(num_heads=2, head_dim=64)), 'tensor=4', 'v5e:2x2', 1,
+           ("'heads' has size 2", 'tensor=4')),
   ],
-)
+)  # fmt: skip
 def test_bad_input_before_compiling(
   monkeypatch, config, mesh, topology, slices, words
 ):
   never = lambda *_: pytest.fail('compiled')
   monkeypatch.setattr(aot, 'compile_for', never)
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(*words):
     target_compile.run(config, mesh, topology, slices)
-  assert all(w in str(e.value) for w in words), e.value
-  assert '\n' not in str(e.value)
 
 
-@pytest.mark.aot
-@needs_cuda
+@support.compiles('cuda')
 def test_gpus():
   config = tiny(train=dict(batch_size=8), model=dict(num_heads=8))
   printed = []
@@ -327,8 +296,7 @@ def test_a_difference_is_found():
   assert len(list(close(near | other, golden))) == 1
 
 
-@pytest.mark.aot
-@needs_tpu
+@support.compiles('tpu')
 @pytest.mark.parametrize('name', LARGE)
 def test_golden(name):
   """40 CPU-seconds each, in less than 3 GB of memory."""

@@ -53,8 +53,8 @@ def test_everything_is_certified():
 
 
 def test_json_and_exit_codes(monkeypatch):
-  row = properties.Row('loss', 1e-9, 2e-16, True, '')
-  lost = properties.Row('gradients', 1e-9, float('inf'), False, 'embedding')
+  row = properties.Verdict('loss', 1e-9, 2e-16, True, '')
+  lost = properties.Verdict('gradients', 1e-9, float('inf'), False, 'embedding')
   for rows, code in (([row], 0), ([row, lost], errors.EXIT_DIFFERENT)):
 
     def certified(subject, report=None, rows=rows):

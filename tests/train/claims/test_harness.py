@@ -107,7 +107,7 @@ BASE = baselines.Baselines(
 
 def _trained(run, bits, translation=2.0):
   domains = {'drama': 2.4, 'translation': translation}
-  run._trained = evaluate.Result(bits, domains, 1000)
+  run._trained = evaluate.Evaluation(bits, domains, 1000)
   run._baselines = BASE
   return run
 
@@ -198,7 +198,7 @@ def test_the_table_of_claims():
 def test_reproduce(tmp_path, monkeypatch, capsys, bound, code):
   path = tmp_path / 'mine.py'
   path.write_text(CLAIM % bound)
-  found = evaluate.Result(2.3, {'drama': 2.3}, 10)
+  found = evaluate.Evaluation(2.3, {'drama': 2.3}, 10)
   monkeypatch.setattr(claims.Run, 'trained', lambda run: found)
   assert claims.reproduce(str(path), tmp_path / 'run') == code
   shown = capsys.readouterr().out

@@ -9,34 +9,18 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import support
 
-from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models import batch as batch_lib
 from paraxis.models import depth
-from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.sharding.pipeline import schedules
 from paraxis.train import loop
 from paraxis.train import program as job_lib
 from paraxis.train.certify import trial
 from paraxis.train.data import batch_ramp
-from paraxis.train.run import compiling
-from paraxis.train.run import metrics
 
-MODEL = dict(
-  vocab_size=32, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24,
-  attention_block=8, dtype='float64', param_dtype='float64',
-)  # fmt: skip
-
-
-def config_of(stages=1, pipeline=None, layers=4, **train):
-  return schema.Config(
-    mesh=schema.Mesh(stage=stages),
-    pipeline=schema.Pipeline(**pipeline or {}),
-    model=schema.Model(**MODEL, num_layers=layers),
-    data=schema.Data(sequence_length=16),
-    train=schema.Train(**dict(batch_size=8) | train),
-  )
+pytestmark = pytest.mark.usefixtures('quick_to_compile')
 
 
 @pytest.mark.parametrize('every', [1, 3])
@@ -62,14 +46,14 @@ def test_rows_before_a_step_are_their_sum(start, increment, final, every):
   ],
 )
 def test_a_ramp_that_cannot_be(text, microbatches, words):
-  config = config_of(batch_ramp=text, microbatches=microbatches)
+  config = support.piped(batch_ramp=text, microbatches=microbatches)
   with pytest.raises(errors.UserError, match=words):
     batch_ramp.of(config)
 
 
 def test_microbatches_keep_their_rows_and_a_single_one_grows():
   split = lambda **train: [
-    batch_ramp.of(config_of(batch_ramp='2:2:1', **train)).split(rows)
+    batch_ramp.of(support.piped(batch_ramp='2:2:1', **train)).split(rows)
     for rows in (2, 4, 6, 8)
   ]
   assert split(microbatches=4) == [(1, 2), (2, 2), (3, 2), (4, 2)]
@@ -78,7 +62,7 @@ def test_microbatches_keep_their_rows_and_a_single_one_grows():
 
 def test_a_size_that_the_schedule_does_not_take():
   pipeline = dict(schedule='interleaved', chunks=2, microbatches=4)
-  config = config_of(2, pipeline, batch_ramp='2:2:1')
+  config = support.piped(dict(stage=2), pipeline, batch_ramp='2:2:1')
   fits = dataclasses.replace(config.train, batch_ramp='4:4:1')
   fits = dataclasses.replace(config, train=fits)
   devices = jax.devices()[:2]
@@ -111,7 +95,7 @@ def test_the_schedule_of_fewer_microbatches(name):
 def test_fewer_microbatches_equal_one_device(pipeline, parts):
   """Loss and every gradient; four microbatches are what the config says."""
   with jax.enable_x64(True):
-    config = config_of(2, pipeline | dict(microbatches=4))
+    config = support.piped(dict(stage=2), pipeline | dict(microbatches=4))
     rows = 2 * parts
     small = dataclasses.replace(config.train, batch_size=rows)
     one = dataclasses.replace(config, train=small)
@@ -141,27 +125,6 @@ def test_fewer_microbatches_equal_one_device(pipeline, parts):
 # ---------------------------------------------------------------- whole runs
 
 
-@pytest.fixture(autouse=True, scope='module')
-def quick_to_compile():
-  """Runs of few steps: most of their time is LLVM's."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(compiling, 'options', trial.quick_options)
-    yield
-
-
-class _KilledError(Exception):
-  pass
-
-
-def _crash_at(step):
-  def callback(now, values, job):
-    del values, job
-    if now == step:
-      raise _KilledError
-
-  return callback
-
-
 def _train(tiny, workdir, mesh, **options):
   """4, 4, 8 rows: on stages 1, 1, 2 microbatches."""
   sizes = dict(stage=1, data=1, fsdp=1, tensor=1) | mesh
@@ -174,29 +137,18 @@ def _train(tiny, workdir, mesh, **options):
   loop.run(config, workdir, say=lambda _: None, devices=devices, **options)
 
 
-def _losses(workdir):
-  rows = metrics.read(workdir)
-  return {s: r['train/loss'] for s, r in rows.items() if 'train/loss' in r}
-
-
-def _fingerprints(workdir, step):
-  with store_lib.Store(workdir / 'checkpoints', read_only=True) as store:
-    leaves = store.read_manifest(step)['leaves']
-  return {path: leaf['fingerprint'] for path, leaf in leaves.items()}
-
-
 def test_a_run_on_stages_equals_one_device_and_is_resumed(tiny, tmp_path):
   stages = dict(stage=2, data=2)
   paths = [tmp_path / name for name in ('one', 'straight', 'stopped')]
   one, straight, stopped = paths
   _train(tiny, one, {})
   _train(tiny, straight, stages)
-  wanted, found = _losses(one), _losses(straight)
+  wanted, found = support.losses(one), support.losses(straight)
   assert list(wanted) == list(found) == [1, 2, 3]
   for step, loss in wanted.items():
     assert abs(found[step] / loss - 1) < 1e-5
-  with pytest.raises(_KilledError):
-    _train(tiny, stopped, stages, callbacks=[_crash_at(2)])
+  with pytest.raises(support.KilledError):
+    _train(tiny, stopped, stages, callbacks=[support.crash_at(2)])
   _train(tiny, stopped, stages)
-  assert _fingerprints(straight, 3) == _fingerprints(stopped, 3)
-  assert _losses(stopped)[3] == found[3] != found[2]
+  assert support.fingerprints(straight, 3) == support.fingerprints(stopped, 3)
+  assert support.losses(stopped)[3] == found[3] != found[2]

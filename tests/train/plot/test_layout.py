@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from paraxis.sharding import mesh as mesh_lib
-from paraxis.sharding.sequence import attention as context
+from paraxis.sharding.sequence import order as context_order
 from paraxis.train.plot import layout as draw_layout
 
 
@@ -63,7 +63,7 @@ def test_another_layout_is_drawn_otherwise():
 
 @pytest.mark.parametrize('layout', ['zigzag', 'striped', 'contiguous'])
 def test_tokens_are_drawn_in_the_order_of_the_text(layout):
-  order = context.permutation(layout, 8, 32)
+  order = context_order.permutation(layout, 8, 32)
   drawn = picture(
     jax.P(None, 'context', None),
     (4, 32, 5),

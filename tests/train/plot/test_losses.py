@@ -1,10 +1,10 @@
 """The loss plot: what is drawn, and that it is a picture."""
 
 import json
-import struct
 
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs.base import errors
 from paraxis.train.plot import losses as plot
@@ -23,16 +23,10 @@ def _run(path, steps=60, held=True, offset=0.0):
   return path
 
 
-def _size(path):
-  head = path.read_bytes()[:24]
-  assert head[:8] == b'\x89PNG\r\n\x1a\n'
-  return struct.unpack('>II', head[16:])
-
-
 def test_a_plot_is_a_picture(tmp_path):
   run = _run(tmp_path / 'run')
   assert plot.draw([run]) == run / 'loss.png'
-  assert min(_size(run / 'loss.png')) > 600
+  assert min(support.png_size(run / 'loss.png')) > 600
 
 
 def test_several_runs_into_another_file(tmp_path):
@@ -43,11 +37,14 @@ def test_several_runs_into_another_file(tmp_path):
   one, both = tmp_path / 'one.png', tmp_path / 'both.png'
   assert plot.draw(runs, str(both)) == both
   plot.draw(runs[:1], one)
-  assert _size(both) == _size(one) and both.read_bytes() != one.read_bytes()
+  assert (
+    support.png_size(both) == support.png_size(one)
+    and both.read_bytes() != one.read_bytes()
+  )
 
 
 def test_one_point(tmp_path):
-  _size(plot.draw([_run(tmp_path / 'run', steps=1)]))
+  support.png_size(plot.draw([_run(tmp_path / 'run', steps=1)]))
 
 
 def test_a_skipped_step_is_left_out():

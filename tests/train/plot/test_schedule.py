@@ -1,11 +1,10 @@
 """The chart of a schedule: its boxes are the operations; bad input."""
 
 import collections
-import struct
 
-from absl import flags
 from matplotlib import patches
 import pytest
+import support
 
 from paraxis.configs.base import errors
 from paraxis.sharding.pipeline import schedules
@@ -13,12 +12,6 @@ from paraxis.sharding.planner import simulate
 from paraxis.train import cli
 from paraxis.train.plot import command as plot_command
 from paraxis.train.plot import schedule as draw_schedule
-
-
-def _size(path):
-  head = path.read_bytes()[:24]
-  assert head[:8] == b'\x89PNG\r\n\x1a\n'
-  return struct.unpack('>II', head[16:])
 
 
 def _drawn(fig):
@@ -96,12 +89,12 @@ def test_the_command(tmp_path, capsys, monkeypatch):
   monkeypatch.chdir(tmp_path)
   argv = ['plot', 'schedule', 'interleaved', '--stages=4', '--microbatches=8']
   assert cli.main([*argv, '--chunks=2', '-o', 'x.png']) == 0
-  assert min(_size(tmp_path / 'x.png')) > 300
+  assert min(support.png_size(tmp_path / 'x.png')) > 300
   shown = capsys.readouterr().out
   assert 'F0.1' in shown and '1.1875' in shown and 'wrote x.png' in shown
   assert max(map(len, shown.splitlines())) <= 80
   assert cli.main(['plot', 'schedule', 'v_half']) == 0
-  assert min(_size(tmp_path / 'v_half.png')) > 300
+  assert min(support.png_size(tmp_path / 'v_half.png')) > 300
 
 
 @pytest.mark.parametrize(
@@ -135,14 +128,8 @@ def test_help_names_what_there_is(capsys):
   listed = shown.split('Schedules: ')[1].strip(' .\n').split(', ')
   assert listed == list(schedules.NAMES)
   assert max(map(len, shown.splitlines())) <= 80
-  values = flags.FlagValues()
-  plot_command._run_flags(values)
-  for name in values:
-    assert len(name) == 1 or f'--{name}=' in shown
-  values = flags.FlagValues()
-  plot_command._schedule_flags(values)
-  for name in values:
-    assert len(name) == 1 or f'--{name}=' in shown
+  for command in plot_command.COMMANDS:
+    assert all(f'--{name}' in shown for _, name, *_ in command.flags)
 
 
 def test_a_run_is_still_drawn(tmp_path, capsys):

@@ -126,7 +126,7 @@ def test_microbatches_change_no_bit_of_meaning(tiny, corpus, plain):
 
 
 def test_what_it_says():
-  result = evaluate.Result(2.0, {'land': 3.0, 'sea': 1.5}, 10)
+  result = evaluate.Evaluation(2.0, {'land': 3.0, 'sea': 1.5}, 10)
   assert result.values() == {
     'eval/bits_per_byte': 2.0,
     'eval/land/bits_per_byte': 3.0,

@@ -3,7 +3,7 @@
 Two processes with four virtual devices each, through the real command line.
 """
 
-import dataclasses
+import shutil
 import signal
 import socket
 import time
@@ -72,58 +72,76 @@ def _losses(workdir):
   return np.array([rows[s]['train/loss'] for s in rows])
 
 
-def test_two_processes_equal_one(tiny, tmp_path):
-  config = tiny.config()
-  loop.run(config, tmp_path / 'one', say=lambda line: None)
-  ended = _finish(_start_two(tiny, tmp_path / 'two'))
-  assert [code for code, _ in ended] == [0, 0], ended
-  one, two = _losses(tmp_path / 'one'), _losses(tmp_path / 'two')
-  assert len(two) == 6 and np.abs(two / one - 1).max() < 1e-6
+def _run_until(config, workdir, step):
+  """One process; a signal to itself after `step`. -> what it said."""
+  stop = lambda at, values, job: (
+    at == step and signal.raise_signal(signal.SIGTERM)
+  )
+  said = []
+  loop.run(config, workdir, callbacks=[stop], say=said.append)
+  return said
+
+
+LONG = {'train.steps': 2000, 'checkpoint.every': 500}
+FLAGS = [f'--config.{name}={value}' for name, value in LONG.items()]
+
+
+@pytest.fixture(scope='module')
+def stopped(tiny, tmp_path_factory):
+  """A run of two, process 1 was sent a signal: (workdir, `_finish`)."""
+  workdir = tmp_path_factory.mktemp('stopped')
+  both = _start_two(tiny, workdir, *FLAGS)
+  _wait_for_step(both, workdir, 3)
+  both[1].send_signal(signal.SIGTERM)
+  return workdir, _finish(both)
+
+
+@pytest.mark.xdist_group('stopped')
+def test_two_processes_equal_one(tiny, stopped, tmp_path):
+  two, ended = stopped
+  last, config = max(metrics.read(two)), tiny.config(LONG)
+  _run_until(config, tmp_path, 3)
+  one = _losses(tmp_path)
+  assert len(one) >= 3 and len(_losses(two)) == last >= 3
+  same = min(last, len(one))
+  assert np.abs(_losses(two)[:same] / one[:same] - 1).max() < 1e-6
   # One process speaks, and one wrote.
-  assert 'step 6/6  loss' in ended[0][1] and 'loss' not in ended[1][1]
-  lines = (tmp_path / 'two' / 'metrics.jsonl').read_text().splitlines()
-  assert sum('train/loss' in line for line in lines) == 6
-  # A checkpoint of two goes on in one.
-  longer = dataclasses.replace(config.train, steps=8)
-  config, said = dataclasses.replace(config, train=longer), []
-  loop.run(config, tmp_path / 'two', say=said.append)
-  assert 'resumed from step 6, every leaf verified' in said
-  assert len(_losses(tmp_path / 'two')) == 8
+  assert 'step 1/2000  loss' in ended[0][1] and 'loss' not in ended[1][1]
+  lines = (two / 'metrics.jsonl').read_text().splitlines()
+  assert sum('train/loss' in line for line in lines) == last
+  # One process resumes from a checkpoint of two.
+  workdir = shutil.copytree(two, tmp_path / 'two')
+  said = _run_until(config, workdir, last + 1)
+  assert f'resumed from step {last}, every leaf verified' in said
+  assert len(_losses(workdir)) > last
+
+
+@pytest.mark.xdist_group('stopped')
+def test_a_signal_to_one_stops_both_at_one_step(stopped):
+  workdir, ended = stopped
+  assert [c for c, _ in ended] == [errors.EXIT_PREEMPTED] * 2, ended
+  steps = [p.name for p in (workdir / 'checkpoints').iterdir()]
+  assert len(steps) == 1 and 3 <= int(steps[0]) < 2000
+  text = f'stopped by a signal to another process after step {steps[0]}'
+  assert text in ended[0][1]
+  assert max(metrics.read(workdir)) == int(steps[0])
 
 
 def test_a_checkpoint_of_one_goes_on_in_two(tiny, tmp_path):
-  loop.run(tiny.config(), tmp_path / 'once', say=lambda line: None)
-  stop = lambda step, values, job: (
-    step == 3 and signal.raise_signal(signal.SIGTERM)
-  )
   config = tiny.config()
-  loop.run(config, tmp_path, callbacks=[stop], say=lambda line: None)
+  loop.run(config, tmp_path / 'once', say=lambda line: None)
+  _run_until(config, tmp_path, 3)
   ended = _finish(_start_two(tiny, tmp_path))
   assert [code for code, _ in ended] == [0, 0], ended
   assert 'resumed from step 4, every leaf verified' in ended[0][1]
+  assert 'step 6/6  loss' in ended[0][1] and 'loss' not in ended[1][1]
   one, two = _losses(tmp_path / 'once'), _losses(tmp_path)
   assert len(two) == 6 and np.abs(two / one - 1).max() < 1e-6
 
 
-LONG = ('--config.train.steps=2000', '--config.checkpoint.every=500')
-
-
-def test_a_signal_to_one_stops_both_at_one_step(tiny, tmp_path):
-  both = _start_two(tiny, tmp_path, *LONG)
-  _wait_for_step(both, tmp_path, 3)
-  both[1].send_signal(signal.SIGTERM)
-  ended = _finish(both)
-  assert [c for c, _ in ended] == [errors.EXIT_PREEMPTED] * 2, ended
-  steps = [p.name for p in (tmp_path / 'checkpoints').iterdir()]
-  assert len(steps) == 1 and 3 <= int(steps[0]) < 2000
-  text = f'stopped by a signal to another process after step {steps[0]}'
-  assert text in ended[0][1]
-  assert max(metrics.read(tmp_path)) == int(steps[0])
-
-
 @pytest.mark.parametrize('victim', [0, 1])
 def test_when_one_is_killed_the_other_ends(tiny, tmp_path, victim):
-  both = _start_two(tiny, tmp_path, *LONG)
+  both = _start_two(tiny, tmp_path, *FLAGS)
   _wait_for_step(both, tmp_path, 3)
   both[victim].kill()
   ended = _finish(both, 60)  # not the minutes of jax's exit barrier

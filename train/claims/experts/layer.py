@@ -19,7 +19,6 @@ import numpy as np
 from paraxis.configs import schema
 from paraxis.models import build
 from paraxis.models.ffn import router
-from paraxis.models.mixers import attention
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.experts import dispatch as expert
 from paraxis.train import expert_counts
@@ -137,7 +136,9 @@ def axis_by_axis_is_bitwise(run, *, meshes, tokens):
     drawn = _drawn(tokens * math.prod(sizes.values()))
     arrays = [a if a.dtype == np.int32 else a.astype('f') for a in drawn]
     flat, stepwise = (
-      _dispatched(mesh, expert.Plan(8, tuple(sizes), hierarchical=how), arrays)
+      _dispatched(
+        mesh, expert.DispatchPlan(8, tuple(sizes), hierarchical=how), arrays
+      )
       for how in (False, True)
     )
     equal = all(map(np.array_equal, flat, stepwise))
@@ -175,7 +176,7 @@ def drops_are_counted(run, *, mesh, region, factors, tokens):
   w, x, ids, mix = drawn = _drawn(n * tokens)
   worst, told, right = 0.0, [], True
   for factor in factors:
-    plan = expert.Plan(len(w), axes, factor=factor)
+    plan = expert.DispatchPlan(len(w), axes, factor=factor)
     slots = expert.slots(plan, tokens, ids.shape[1])
     served = np.concatenate([
       _served(part, slots) for part in ids.reshape(n, tokens, -1)
@@ -235,7 +236,7 @@ def parameter_counts(run, *, cases, within):
 def _formula(model):
   """Parameters of a GPT with experts (gelu, learned positions, tied)."""
   e, D, F = model.experts, model.d_model, model.d_ff
-  heads = model.num_heads * attention.head_dim(model)
+  heads = model.num_heads * model.head_width
   every = 4 * D * heads + 2 * D  # projections, two RMSNorms
   mlp, total = 2 * D * F, 0
   for i in range(model.num_layers):

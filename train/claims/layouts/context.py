@@ -79,7 +79,7 @@ def sends(text, mesh):
   Raises:
     ValueError: a permute whose ranks do not all send equally far.
   """
-  program, n = compiled.Program(text), mesh.size
+  program, n = compiled.CompiledProgram(text), mesh.size
   moves = ('collective-permute', 'collective-permute-start')
   weigh = lambda runs: sum(r.instruction.opcode in moves for r in runs)
   far, messages = collections.Counter(), 0
@@ -123,7 +123,7 @@ def _texts(form, shape, mesh):
   What is kept for the second leaves the first with a dimension of ranks.
   """
   n, t, heads, kv, width = shape
-  plan = context.Plan(form, 'context', n, 'zigzag')
+  plan = context.ContextPlan(form, 'context', n, 'zigzag')
   mask = attention_lib.Mask(scale=width**-0.5)
 
   def forward(q, k, v, rows):

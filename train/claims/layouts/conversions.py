@@ -51,7 +51,7 @@ def _conversion(mesh, shape, source, target):
     start = rng.normal(size=(n, *shape))
     start[-1] = x - start[:-1].sum(0)
     spec = PartitionSpec(
-      source.partial, *layout.Layout(source.splits).spec(ndim)
+      source.partial, *layout.SbpLayout(source.splits).spec(ndim)
     )
   with jax.enable_x64(True), jax.set_mesh(mesh):
     run = jax.jit(lambda x: layout.on_mesh(x, source, target))
@@ -173,7 +173,9 @@ def _block(x_BTD, weights, defer):
   a = jnp.einsum('BTNP,NPD->BTD', o_BTNP, output)
   h = jax.nn.gelu(jnp.einsum('BTD,DF->BTF', x_BTD, up))
   m = jnp.einsum('BTF,FD->BTD', h, down)
-  whole = lambda y: layout.convert(y, layout.parse('tensor:P'), layout.Layout())
+  whole = lambda y: layout.convert(
+    y, layout.parse('tensor:P'), layout.SbpLayout()
+  )
   return x_BTD + (whole(a + m) if defer else whole(a) + whole(m))
 
 

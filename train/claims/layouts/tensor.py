@@ -208,7 +208,7 @@ def schedule(text):
     A number per collective of the program's main computation; 0 for one that
     is not asynchronous. A fusion with a product in it is a product.
   """
-  program = compiled.Program(text)
+  program = compiled.CompiledProgram(text)
 
   def is_product(i):
     return i.opcode in _PRODUCTS or any(

@@ -161,7 +161,7 @@ def chunks_cost(run, *, lengths, shape, rounds, at_least):
 def _across(form, n, length, shape):
   """[hlo.Collective] of a gated scan, forward, of a row over n devices."""
   mesh = mesh_lib.make({'context': n}, jax.devices()[:n])
-  plan = scan.Plan(form, 'context')
+  plan = scan.ScanPlan(form, 'context')
   spec = jax.P(None, 'context')
 
   def local(q, k, v, g, reset):

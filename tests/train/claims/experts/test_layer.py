@@ -57,7 +57,7 @@ def test_a_wrong_exchange_is_found(monkeypatch):
   wrong = lambda x, plan: jax.numpy.roll(swap(x, plan), 1, 0)
   monkeypatch.setattr(expert, '_swap', wrong)
   with jax.enable_x64(True):
-    plan = expert.Plan(8, ('tensor',))
+    plan = expert.DispatchPlan(8, ('tensor',))
     y, *_ = claims_experts._dispatched('tensor=2', plan, _drawn())
     w, x, ids, mix = _drawn()
   wanted = np.einsum('NK,ND,NKDF->NF', mix, x, w[ids])

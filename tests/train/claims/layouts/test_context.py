@@ -76,9 +76,9 @@ def test_a_wrong_formula_is_found(monkeypatch):
 
 def test_a_detour_is_found(monkeypatch):
   """The right rank gets it, but over its neighbour."""
-  shift, counted = context_forms.Job.shift, claims_context._counted
+  shift, counted = context_forms.ContextCall.shift, claims_context._counted
   detour = lambda job, tree, by=1: shift(job, shift(job, tree, by - 1), 1)
-  monkeypatch.setattr(context_forms.Job, 'shift', detour)
+  monkeypatch.setattr(context_forms.ContextCall, 'shift', detour)
   monkeypatch.setattr(claims_context, '_counted', counted.__wrapped__)
   outcome = claims_context.sends_equal_formulas(
     None, form='token_ring', shape=dict(SHAPE, kv_heads=2)

@@ -1,0 +1,147 @@
+"""The three worlds of a product: no mesh, Explicit axes, a manual region.
+
+               gather      multiply              reduce        add_terms
+    Plain      -           einsum                -             add
+    Explicit   reshard     einsum, out_sharding  - (by XLA)    add, reshard
+    Manual     all_gather  einsum                psum_scatter  add, psum_scatter
+
+`current` picks the object once for each product; project.py asks for no mode.
+Layouts are tuples of mesh axes, one tuple for each dimension
+(sharding/tensor/product_layouts.py).
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from paraxis.pallas_kernels import registry
+from paraxis.sharding import annotate
+from paraxis.sharding.tensor import product_layouts as layouts
+
+
+def current(region=False):
+  """The world of the mesh in force; region: inside `annotate.region`."""
+  if not annotate.sizes():
+    return Plain()
+  if region or annotate.mode() == 'manual':
+    return Manual(annotate.deferred())
+  return Explicit()
+
+
+def _operands(equation, a, b, dtype):
+  """(a, b), widened where XLA cannot accumulate their product in `dtype`."""
+  ins, out = equation.split('->')
+  batched = set.intersection(*map(set, (*ins.split(','), out)))
+  wider = jnp.dtype(dtype).itemsize > a.dtype.itemsize
+  if batched and wider and registry.current_target().platform == 'cpu':
+    # XLA has no such product of narrow numbers with a wide result on CPU.
+    return a.astype(dtype), b.astype(dtype)
+  return a, b
+
+
+def _add(terms):
+  return functools.reduce(jnp.add, terms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+  """Every array is whole: no mesh, or a mesh of one device."""
+
+  def gather(self, x, split, whole):
+    """x from the layout `split` to the layout `whole`."""
+    del split, whole
+    return x
+
+  def multiply(self, equation, a, b, dtype, axes, summed=()):
+    """einsum accumulated in `dtype`, laid out over `axes`.
+
+    summed: mesh axes over which the result stays a partial sum.
+    """
+    del axes, summed
+    a, b = _operands(equation, a, b, dtype)
+    return jnp.einsum(equation, a, b, preferred_element_type=dtype)
+
+  def reduce(self, y, split, axes, summed=(), what=''):
+    """The sum of y, laid out by `split` and partial over `summed`, in `axes`.
+
+    Raises:
+      ValueError: a sum over mesh axes that no dimension of y takes; `what` is
+        the product.
+    """
+    del split, axes, summed, what
+    return y
+
+  def add_terms(self, ways, partial, whole, what):
+    """dx in x's layout from its terms, partial over the same axes or whole."""
+    del ways, what
+    return _add(partial + whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explicit(Plain):
+  """Partial sums are jax's `unreduced` values; XLA chooses the collectives."""
+
+  def gather(self, x, split, whole):
+    if layouts.extra(split, whole):
+      return jax.reshard(x, layouts.spec(whole))
+    return x
+
+  def multiply(self, equation, a, b, dtype, axes, summed=()):
+    a, b = _operands(equation, a, b, dtype)
+    # Without `summed` the sum is made at once, and `reduce` does nothing: a
+    # remat policy may keep what a product makes, and a scan over layers cannot
+    # stack partial sums.
+    return jnp.einsum(
+      equation, a, b, preferred_element_type=dtype,
+      out_sharding=layouts.spec(axes, summed),
+    )  # fmt: skip
+
+  def add_terms(self, ways, partial, whole, what):
+    del what
+    way, terms = _widest(ways), []
+    if partial:
+      terms.append(jax.reshard(_add(partial), layouts.spec(way.x)))
+    if whole:
+      # What was gathered forward is split again.
+      dx, gathered = _add(whole), layouts.extra(way.x, way.x_whole)
+      terms.append(jax.reshard(dx, layouts.spec(way.x)) if gathered else dx)
+    return _add(terms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Manual(Plain):
+  """Collectives are ours; deferred: axes that `annotate.defer` named."""
+
+  deferred: tuple = ()
+
+  def gather(self, x, split, whole):
+    for i, axes in layouts.extra(split, whole):
+      x = jax.lax.all_gather(x, axes, axis=i, tiled=True)
+    return x
+
+  def reduce(self, y, split, axes, summed=(), what=''):
+    left = [a for a in summed if a not in self.deferred]
+    for i, extra in layouts.extra(axes, split):
+      y = jax.lax.psum_scatter(y, extra, scatter_dimension=i, tiled=True)
+      left = [a for a in left if a not in extra]
+    if left:
+      raise ValueError(
+        f'einsum {what}: a sum over {left} that no dimension of the result '
+        'takes (in a manual region residuals are sharded over tensor: '
+        'mesh.sequence).'
+      )
+    return y
+
+  def add_terms(self, ways, partial, whole, what):
+    way = _widest(ways)
+    # A result that every shard computes whole (few kv heads) is read by each in
+    # part, so its term of dx is partial too.
+    gathered = (a for _, e in layouts.extra(way.x, way.x_whole) for a in e)
+    summed = {*way.summed_back, *gathered}
+    return self.reduce(_add(partial + whole), way.x_whole, way.x, summed, what)
+
+
+def _widest(ways):
+  return max(ways, key=lambda way: len(way.summed_back))

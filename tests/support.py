@@ -1,0 +1,115 @@
+"""What test files share: `import support`.
+
+Configurations, programs that compile quickly, comparisons, what a run left.
+"""
+
+import contextlib
+import functools
+import struct
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.sharding.meter import aot
+from paraxis.train.run import metrics
+
+# XLA's optimisations take half of the time and change no number in a test.
+QUICK = {'xla_backend_optimization_level': 0}
+jit = functools.partial(jax.jit, compiler_options=QUICK)
+
+
+def needs(platform):
+  """Mark of a test that is skipped where 'tpu' or 'cuda' has no compiler."""
+  missing = aot.missing(platform)
+  return pytest.mark.skipif(missing is not None, reason=f'{missing}')
+
+
+def compiles(platform):
+  """Decorator of a test that compiles ahead of time for `needs(platform)`."""
+  return lambda test: pytest.mark.aot(needs(platform)(test))
+
+
+def piped(mesh=(), pipeline=(), layers=4, **train):
+  """schema.Config in float64 of a small model; by default on one device."""
+  return schema.Config(
+    mesh=schema.Mesh(**dict(mesh)),
+    pipeline=schema.Pipeline(**dict(pipeline)),
+    model=schema.Model(
+      vocab_size=32, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24,
+      attention_block=8, dtype='float64', param_dtype='float64',
+      num_layers=layers,
+    ),
+    data=schema.Data(sequence_length=16),
+    train=schema.Train(**dict(batch_size=8) | train),
+  )  # fmt: skip
+
+
+def certify(config, packed=True, properties=('loss', 'gradients', 'update')):
+  """properties.Row of a config on all devices against one."""
+  from paraxis.train.certify import verify  # starts slowly
+
+  subject = verify.Subject(config, jax.devices(), packed, ())
+  return verify.certify(subject, properties)
+
+
+def close(found, wanted, tolerance=1e-12):
+  """Asserts that trees are alike and differ, leaf by leaf, by no more than
+  tolerance * max |wanted|."""
+  chex.assert_trees_all_equal_structs(found, wanted)
+  chex.assert_trees_all_equal_shapes(found, wanted)
+  for (path, b), a in zip(
+    jax.tree.leaves_with_path(wanted), jax.tree.leaves(found), strict=True
+  ):
+    a, b = np.asarray(a, 'f8'), np.asarray(b, 'f8')
+    np.testing.assert_allclose(
+      a, b, rtol=0, atol=tolerance * np.abs(b).max(), err_msg=str(path)
+    )
+
+
+@contextlib.contextmanager
+def refused(*words):
+  """Asserts that its block raises a UserError of one line with these words."""
+  with pytest.raises(errors.UserError) as caught:
+    yield
+  text = str(caught.value)
+  assert '\n' not in text and all(word in text for word in words), text
+
+
+class KilledError(Exception):
+  """Of `crash_at`."""
+
+
+def crash_at(last):
+  """A callback of loop.run that raises KilledError after step `last`."""
+
+  def callback(step, values, job):
+    if step == last:
+      raise KilledError
+
+  return callback
+
+
+def losses(workdir):
+  """{step: loss} of a run; the last one of a step that ran twice."""
+  rows = metrics.read(workdir)
+  return {s: r['train/loss'] for s, r in rows.items() if 'train/loss' in r}
+
+
+def fingerprints(workdir, step):
+  """{path: fingerprint} in the manifest of a run's checkpoint."""
+  from paraxis.sharding.checkpoint import store as store_lib  # so does Orbax
+
+  with store_lib.Store(workdir / 'checkpoints', read_only=True) as store:
+    leaves = store.read_manifest(step)['leaves']
+  return {path: leaf['fingerprint'] for path, leaf in leaves.items()}
+
+
+def png_size(path):
+  """(width, height) of a picture."""
+  head = path.read_bytes()[:24]
+  assert head[:8] == b'\x89PNG\r\n\x1a\n'
+  return struct.unpack('>II', head[16:])
