@@ -1,11 +1,12 @@
 """The index of papers and what a well-formed claim is."""
 
-import textwrap
 import types
 
 import pytest
 
 from paraxis.configs.base import errors
+from paraxis.train.claims import experiment
+from paraxis.train.claims import harness
 from paraxis.train.claims import papers
 
 GOOD = '''
@@ -86,26 +87,45 @@ def test_the_shipped_index(capsys):
     papers.run('quikstart')
 
 
-def test_checks_are_found_without_importing_them():
-  found = papers.checks()
-  assert found['claims.equals_one_device'] == ['mesh', 'within']
-  assert found['claims.held_out_below_gzip'] == []
-  assert not [name for name in found if 'reproduce' in name or '._' in name]
-
-
 def _claims(*rows):
   module = types.SimpleNamespace(claims=lambda: list(rows))
   return papers.claims(module, 'mine.py')
 
 
-EQ = dict(check='claims.equals_one_device', mesh='data=2', within=1e-9)
+CASES = [dict(mesh='data=2')]
+EQ = dict(check=experiment.equals_one_device, cases=CASES, within=1e-9)
 
 
 def test_a_claim_is_taken_apart():
   (claim,) = _claims(('same', 'EQ', EQ, 1.5))
-  assert claim.check == 'claims.equals_one_device' and claim.paper == 1.5
-  assert claim.parameters == dict(mesh='data=2', within=1e-9)
+  assert claim.check is experiment.equals_one_device and claim.paper == 1.5
+  assert claim.parameters == dict(cases=CASES, within=1e-9)
   assert 'check' in EQ  # the config's own dict is left alone
+
+
+@pytest.mark.parametrize(
+  'name, given',
+  [
+    ('claims.equals_one_device', dict(mesh='data=2')),
+    ('claims_experts.equals_one_device', dict(cases=CASES)),
+    ('claims_pipeline_step.equals_one_device', dict(cases=CASES)),
+  ],
+)
+def test_names_of_before_are_found(name, given):
+  """For one release; three checks of equality have become one."""
+  old = dict(check=name, within=1e-9, **given)
+  kept = dict(old)
+  (claim,) = _claims(('same', 'EQ', old, None))
+  assert claim.check is experiment.equals_one_device and old == kept
+  assert claim.parameters == dict(cases=CASES, within=1e-9)
+  bound = dict(check='claims.held_out_at_most', bits_per_byte=2.0)
+  (claim,) = _claims(('held out', 'LEARN', bound, None))
+  assert claim.check is harness.held_out_at_most
+
+
+def test_every_name_of_before_has_its_file():
+  for file in papers._FILES:
+    assert papers._named(f'{file}.nothing', {}) == (None, {})
 
 
 @pytest.mark.parametrize(
@@ -115,11 +135,11 @@ def test_a_claim_is_taken_apart():
     (['same', 'EQ', EQ, None], 'is not a tuple'),
     (('same', 'LERN', EQ, None), "Did you mean 'LEARN'"),
     (('same', 'EQ', 2.4, None), 'expected must be a dict'),
-    (('same', 'EQ', {'mesh': 'data=2'}, None), 'expected must be a dict'),
+    (('same', 'EQ', {'within': 1e-9}, None), 'expected must be a dict'),
     (('same', 'EQ', EQ | {'check': 'claims.equal'}, None), 'no check'),
     (('same', 'EQ', EQ | {'check': 'os.remove'}, None), 'no check'),
-    (('same', 'EQ', EQ | {'axis': 1}, None), "takes ['mesh', 'within']"),
-    (('same', 'EQ', {'check': EQ['check']}, None), "takes ['mesh', 'within']"),
+    (('same', 'EQ', EQ | {'axis': 1}, None), "takes ['cases', 'within']"),
+    (('same', 'EQ', {'check': EQ['check']}, None), "takes ['cases', 'within']"),
     (('same', 'EQ', EQ | {'within': print}, None), 'more than names and plain'),
     (('same', 'EQ', EQ, {1, 2}), 'more than names and plain'),
   ],
@@ -137,13 +157,16 @@ def test_no_claims():
     papers.claims(types.SimpleNamespace(), 'mine.py')
 
 
-def test_a_helper_with_other_arguments_is_no_check(tmp_path, monkeypatch):
-  text = """
-    def good(run, *, bound): ...
-    def _private(run): ...
-    def helper(x): ...
-    def two(run, x): ...
-  """
-  (tmp_path / 'claims_new.py').write_text(textwrap.dedent(text))
-  monkeypatch.setattr(papers, '_FOLDER', tmp_path)
-  assert papers.checks() == {'claims_new.good': ['bound']}
+def test_a_helper_with_other_arguments_is_no_check(monkeypatch):
+  def good(run, *, bound): ...
+  def _private(run): ...
+  def helper(x): ...
+  def two(run, x): ...
+
+  checks = good, _private, helper, two
+  assert all(papers.parameters(check) is None for check in checks)  # of a test
+  for check in checks:
+    monkeypatch.setattr(check, '__module__', harness.__name__)
+  found = list(map(papers.parameters, checks))
+  assert found == [['bound'], None, None, None]
+  assert papers.parameters(harness.Run) is papers.parameters('good') is None

@@ -1,4 +1,4 @@
-"""Checks of parted latents hold, and fail where what they check is broken."""
+"""Checks of sharded latents hold, and fail where what they check is broken."""
 
 import dataclasses
 
@@ -11,9 +11,9 @@ from paraxis.configs.base import mixers as mixer_schema
 from paraxis.models import decoder
 from paraxis.models.mixers import latent as latent_attention
 from paraxis.models.mixers import latent_rotation
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims.attention import latent as claims_latent
-from paraxis.train.claims.experts import training as claims_expert_training
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def exact(run, **case):
   )
 
 
-def test_turned_and_parted_is_exact_until_a_matrix_is_not(run, monkeypatch):
+def test_rotated_and_sharded_is_exact_until_a_matrix_is_not(run, monkeypatch):
   assert exact(run, rotation='hadamard', groups=2).passed
   wrong = lambda rank: np.eye(rank) + 1e-3
   monkeypatch.setattr(latent_rotation, 'hadamard', wrong)
@@ -69,9 +69,9 @@ class Trained:
     return 8.0, self, self.model.init(jax.random.key(0))
 
 
-def test_bits_of_parts_are_told(run, tiny, monkeypatch):
+def test_bits_of_parts_are_reported(run, tiny, monkeypatch):
   trained = Trained(tiny.config())
-  monkeypatch.setattr(claims_expert_training, 'train', trained)
+  monkeypatch.setattr(experiment, 'train', trained)
   run.config = trained.config
   check = lambda order: claims_latent.parts_of_their_own(
     run, rows=2, prompt=8, order=order, at_most=1,

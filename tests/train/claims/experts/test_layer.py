@@ -10,7 +10,6 @@ from paraxis.configs import hecate
 from paraxis.configs import moe_parallel_folding
 from paraxis.configs import schema
 from paraxis.configs import se_moe
-from paraxis.configs.base import errors
 from paraxis.sharding.experts import dispatch as expert
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import papers
@@ -32,7 +31,7 @@ def run_of(module, folder='nowhere'):
 def given(module, check, nth=0):
   """Parameters of a config's claim by its check."""
   found = [
-    c.parameters for c in papers.claims(module, '') if c.check.endswith(check)
+    c.parameters for c in papers.claims(module, '') if c.check.__name__ == check
   ]
   return found[nth]
 
@@ -42,14 +41,6 @@ def test_the_configs_are_well_formed(module):
   found = papers.claims(module, module.__name__)
   assert len(found) >= 4 and found[0].kind == 'EQ'
   schema.view(module.get_config())
-
-
-def test_folded_experts_equal_one_device():
-  case = dict(mesh='data=2,tensor=2', region='data+tensor', num_layers=1)
-  outcome = claims_experts.equals_one_device(
-    run_of(moe_parallel_folding), cases=[case], within=1e-9
-  )
-  assert outcome.passed and 'region=data+tensor' in outcome.caveat
 
 
 def test_a_wrong_exchange_is_found(monkeypatch):
@@ -207,10 +198,3 @@ def test_mutual_information():
   entropy = -p * np.log2(p) - (1 - p) * np.log2(1 - p)
   both = {'a': [[3, 1], [4, 0]], 'b': [[1, 3], [0, 4]]}
   assert found(both) == pytest.approx((1 - entropy + 1) / 2)
-
-
-def test_too_few_devices():
-  with pytest.raises(errors.UserError, match='16 places for 8 devices'):
-    claims_experts.equals_one_device(
-      run_of(se_moe), cases=[dict(mesh='tensor=16')], within=1
-    )

@@ -9,9 +9,9 @@ from paraxis.configs.base import errors
 from paraxis.sharding import rules
 from paraxis.sharding.meter import aot
 from paraxis.train.certify import check as check_lib
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims.layouts import memory as claims_memory
-from paraxis.train.claims.layouts import step as claims_layouts
 
 needs_libtpu = pytest.mark.skipif(
   bool(aot.missing('tpu')), reason=aot.missing('tpu') or ''
@@ -48,8 +48,8 @@ def test_bytes_held_by_stage():
 def test_sums_that_stay_whole_are_seen(monkeypatch):
   monkeypatch.setattr(rules, 'SUMS', 3)
   run = run_of('zero', d_ff=32)
-  config = claims_layouts.changed(run.config, microbatches=2)  # stage 2
-  row, _ = claims_memory._held(*claims_layouts.on(config, 'data=4'))
+  parts = {'train.microbatches': 2}  # stage 2
+  row, _ = claims_memory._held(*experiment.on(run.config, 'data=4', parts))
   scalar = 4  # the loss is summed too
   assert row['sums'] == row['parameters'] + scalar == 4 * row['gradients'] + 4
 
@@ -82,6 +82,7 @@ def test_the_papers_table_in_small():
 @needs_libtpu
 def test_what_a_tpu_holds():
   model = dict(d_model=256, d_ff=512, num_heads=2, num_layers=3)
+  model = {f'model.{name}': value for name, value in model.items()}
   check = lambda within: claims_memory.zero_compiled(
     run_of('zero'), model=model, topologies=['v5p:2x2x1'], within=within
   )
@@ -90,13 +91,14 @@ def test_what_a_tpu_holds():
   assert not check(1e-6).passed  # norms are whole at stage 3
 
 
-BASE = dict(data=4, batch_size=64, zero=0)
+BASE = {'mesh.data': 4, 'train.batch_size': 64, 'mesh.zero': 0}
+HALVES = {'mesh.data': 2, 'mesh.tensor': 2}
 
 
 def ratios(steps, **found):
   return claims_memory.predicted_ratios(
     run_of('frontier'),
-    models={'small': {}, 'wide': dict(d_ff=128)},
+    models={'small': {}, 'wide': {'model.d_ff': 128}},
     base=BASE,
     steps=steps,
     ratios=found,
@@ -105,21 +107,23 @@ def ratios(steps, **found):
 
 
 def test_predicted_ratios():
-  steps = [dict(zero=1), dict(data=2, tensor=2)]
+  steps = [{'mesh.zero': 1}, HALVES]
   right = ratios(steps, optimizer=[1 / 4, 1 / 2], parameters=[1, 1 / 2])
   assert right.passed and 'small optimizer' in right.caveat
-  assert 'wide optimizer' in right.caveat and '-> zero=1 ->' in right.caveat
+  assert (
+    'wide optimizer' in right.caveat and '-> mesh.zero=1 ->' in right.caveat
+  )
   assert not ratios(steps, optimizer=[1 / 4, 1 / 4]).passed
   assert not ratios(steps, parameters=[1 / 4, 1 / 2]).passed
   # Received over data: half the parameters, and half as much.
-  assert ratios([dict(data=2, tensor=2)], data=[1 / 3]).passed
+  assert ratios([HALVES], data=[1 / 3]).passed
 
 
 def test_predicted_at_most():
   check = lambda ratio: claims_memory.predicted_at_most(
     run_of('frontier'),
-    base=BASE | dict(remat='none'),
-    step=dict(remat='full'),
+    base=BASE | {'train.remat': 'none'},
+    step={'train.remat': 'full'},
     quantity='activations',
     ratio=ratio,
   )
@@ -132,7 +136,7 @@ def test_predicted_fits():
   check = lambda **fits: claims_memory.predicted_fits(
     run_of('frontier'),
     models={'small': {}, 'large': frontier.MODELS['1T']},
-    layouts=[dict(data=8, zero=stage) for stage in (0, 3)],
+    layouts=[{'mesh.data': 8, 'mesh.zero': stage} for stage in (0, 3)],
     memory=5e12,
     fits=fits,
   )
@@ -147,9 +151,11 @@ def test_nothing_is_claimed_of_what_cannot_be_predicted(monkeypatch):
   monkeypatch.setattr(
     check_lib, 'check', lambda c: real(c)._replace(unknown=['a sort'])
   )
-  monkeypatch.setitem(BASE, 'batch_size', 128)  # not the report that is kept
+  monkeypatch.setitem(
+    BASE, 'train.batch_size', 128
+  )  # not the report that is kept
   with pytest.raises(errors.UserError, match='a sort: not predicted'):
-    ratios([dict(zero=1)], optimizer=[1 / 4])
+    ratios([{'mesh.zero': 1}], optimizer=[1 / 4])
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """Claims about the layouts of a step hold, and fail when something is wrong."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
-from paraxis.configs.base import errors
 from paraxis.sharding import rules
 from paraxis.train import loss
 from paraxis.train.certify import properties
@@ -39,17 +36,6 @@ def test_the_configs_are_well_formed(name):
   assert all(
     'tbd' not in field for field in papers.header(path).fields.values()
   )
-
-
-def test_fields_go_to_their_sections():
-  old = schema.Config()
-  new = claims_layouts.changed(old, zero=2, d_model=8, batch_size=3)
-  assert (new.mesh.zero, new.model.d_model, new.train.batch_size) == (2, 8, 3)
-  assert dataclasses.replace(new, mesh=old.mesh, model=old.model) != old
-  with pytest.raises(ValueError, match='depth'):
-    claims_layouts.changed(old, depth=3)
-  with pytest.raises(errors.UserError, match='16 places for 8 devices'):
-    claims_layouts.on(old, 'data=16')
 
 
 def test_volumes_of_zero():

@@ -22,15 +22,15 @@ def run():
 
 def test_shares_of_the_ends():
   case = dict(mesh='stage=4,tensor=2')
-  check = lambda **fields: claims_vocabulary.head_shares(
+  check = lambda fields: claims_vocabulary.head_shares(
     run(), cases=[case | fields]
   )
-  right = check()
+  right = check({})
   # Embedding and head of 64 x 32 numbers of 4 bytes, on 8 devices.
   assert right.passed and '2 x V h / 8, 2,048 bytes' in right.caveat
-  assert check(tied_embedding=True).passed
+  assert check({'model.tied_embedding': True}).passed
   # A table that stages do not share: each holds four times as much.
-  wrong = check(rules='fsdp_tensor vocab=tensor')
+  wrong = check({'mesh.rules': 'fsdp_tensor vocab=tensor'})
   assert not wrong.passed and '8,192 bytes' in wrong.caveat
 
 
@@ -59,7 +59,7 @@ def test_memory_is_balanced(monkeypatch):
 
   monkeypatch.setattr(claims_vocabulary, '_compiled', compiled)
   check = lambda: claims_vocabulary.balanced_memory(
-    run(), mesh='stage=4', topology='v5p:2x2x1', model=dict(d_model=1024),
+    run(), mesh='stage=4', topology='v5p:2x2x1', model={'model.d_model': 1024},
     vocabularies=VOCABULARIES, within=0.05,
   )  # fmt: skip
   grown, held = 1, [100] * 4

@@ -3,21 +3,11 @@
 import pytest
 
 from paraxis.configs.base import errors
-from paraxis.train.claims import papers
 from paraxis.train.claims.pipeline import schedules as claims_pipeline
 
 GRID = [[4, 8, 1], [8, 16, 1]]
 SHAPE = dict(layers=32, hidden=3072, sequence=2048)
 VOCABULARIES = [32768, 262144]
-
-
-def test_papers_find_them():
-  found = papers.checks()
-  assert found['claims_pipeline.bubbles'] == [
-    'schedule', 'cases', 'share', 'model'
-  ]  # fmt: skip
-  names = [n for n in found if n.startswith('claims_pipeline.')]
-  assert len(names) == 6
 
 
 @pytest.mark.parametrize(

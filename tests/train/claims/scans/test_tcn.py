@@ -12,8 +12,8 @@ from paraxis.configs import schema
 from paraxis.configs.base import mixers as mixer_schema
 from paraxis.models.mixers import recurrence
 from paraxis.models.mixers import tcn
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
-from paraxis.train.claims.experts import training as claims_expert_training
 from paraxis.train.claims.scans import tcn as claims_tcn
 from paraxis.train.plot import losses as plot
 
@@ -91,7 +91,7 @@ def trained(monkeypatch):
     seen.append(config)
     return bits[name], types.SimpleNamespace(state=state), None
 
-  monkeypatch.setattr(claims_expert_training, 'train', train)
+  monkeypatch.setattr(experiment, 'train', train)
   monkeypatch.setattr(plot, 'draw', lambda folders, path: path)
   return seen
 
@@ -99,7 +99,7 @@ def trained(monkeypatch):
 WAYS = dict(variants={'a': {}, 'b': dict(depth=1)}, pair=['a', 'b'])
 
 
-def test_bits_are_told_by_reach(run, trained):
+def test_bits_are_reported_by_reach(run, trained):
   check = lambda apart: claims_tcn.bits_by_reach(run, apart=apart, **WAYS)
   found = check(0.4)
   assert found.passed and found.measured == '0.500'
@@ -112,7 +112,7 @@ def test_bits_are_told_by_reach(run, trained):
 def test_words_are_repeated(run, trained):
   found = claims_tcn.repetition_in_reach(
     run, text=dict(period=5, symbols=4, documents=3), steps=7, apart=0.5,
-    model=dict(d_model=8, tcn=dict(chunk=2)), **WAYS,
+    model={'model.d_model': 8, 'model.tcn.chunk': 2}, **WAYS,
   )  # fmt: skip
   assert found.passed and '2 bits a letter' in found.caveat
   config = trained[1]

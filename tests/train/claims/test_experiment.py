@@ -1,0 +1,162 @@
+"""What claims share: fields by full name, devices, certificates, trainings."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.train import program as job_lib
+from paraxis.train import step as step_lib
+from paraxis.train.certify import properties
+from paraxis.train.certify import verify
+from paraxis.train.claims import experiment
+from paraxis.train.claims import harness as claims
+from paraxis.train.run import evaluate
+
+
+def test_fields_have_full_names():
+  old = schema.Config()
+  new = experiment.fields(
+    old,
+    {'pipeline.microbatches': 4, 'model.pattern': 'W', 'mesh.zero': 1},
+    {'model.experts.pattern': 'DE', 'mesh.zero': 2, 'optimizer.b1': 0},
+  )
+  assert (new.pipeline.microbatches, new.train.microbatches) == (4, 1)
+  assert (new.model.pattern, new.model.experts.pattern) == ('W', 'DE')
+  assert new.mesh.zero == 2 and type(new.optimizer.b1) is float
+  assert old == schema.Config() == experiment.fields(old)
+
+
+@pytest.mark.parametrize(
+  'name, value, words',
+  [
+    ('microbatches', 4, 'Full names: pipeline.microbatches, train.microb'),
+    ('pattern', 'W', 'Full names: model.pattern, model.experts.pattern'),
+    ('model.d_modl', 8, "Did you mean 'model.d_model'"),
+    ('mesh.zero', 4, 'mesh.zero=4 is above its highest valid value 3'),
+    ('pipeline.schedule', 'gpip', "Did you mean 'gpipe'"),
+    ('model.d_model', '8', 'model.d_model must be int'),
+  ],
+)
+def test_a_wrong_field_is_refused(name, value, words):
+  with pytest.raises(errors.UserError) as caught:
+    experiment.fields(schema.Config(), {name: value})
+  assert words in str(caught.value)
+
+
+def test_a_mesh_and_its_devices():
+  config = experiment.fields(schema.Config(), {'mesh.data': 8, 'mesh.zero': 1})
+  case = {'mesh': 'stage=2,context=2', 'train.batch_size': 4}
+  config, devices = experiment.on_case(config, case)
+  assert (config.mesh.data, config.mesh.stage, config.mesh.context) == (1, 2, 2)
+  assert config.mesh.zero == 1 and config.train.batch_size == 4
+  assert devices == tuple(jax.devices()[:4])
+  assert experiment.case_text(case) == 'stage=2,context=2 train.batch_size=4'
+  with pytest.raises(errors.UserError, match='16 places for 8 devices'):
+    experiment.on(config, 'data=16')
+
+
+def test_differences():
+  gap = experiment.gap(np.array([1.0, -3.0]), np.array([1.0, -4.0]))
+  assert gap == 0.25
+  within = lambda x: experiment.equal({'a': x, 'b': 0.0}, 1e-9, '').passed
+  assert within(1e-9) and not within(2e-9) and not within(math.nan)
+  assert not within(math.inf)
+
+
+CASE = {'mesh': 'data=2', 'train.batch_size': 4}
+
+
+def equals(run, cases=(CASE,)):
+  return experiment.equals_one_device(run, cases=cases, within=1e-9)
+
+
+@pytest.fixture
+def run(tmp_path):
+  return claims.Run(schema.Config(), tmp_path, say=lambda line: None)
+
+
+def test_certificates_are_judged(run, monkeypatch):
+  """Each case in float64, the first in float32 too, by `paraxis verify`."""
+  seen, gaps, holds = [], {'float64': 1e-15, 'float32': 1e-6}, True
+
+  def certify(subject, names):
+    config = subject.config
+    seen.append((config.model.dtype, len(subject.devices), names))
+    return [properties.Row(names[0], 1.0, gaps[config.model.dtype], holds, '')]
+
+  monkeypatch.setattr(verify, 'certify', certify)
+  right = equals(run, [CASE, {'mesh': 'fsdp=4'}])
+  assert right.passed and right.measured == '1.0e-15'
+  assert 'data=2 train.batch_size=4: 1e-15; fsdp=4: 1e-15' in right.caveat
+  assert 'the first in float32: 1e-06' in right.caveat
+  every = ('loss', 'gradients', 'update', 'layout')
+  assert [(*s[:2], s[2] == every) for s in seen] == [
+    ('float64', 2, True), ('float64', 4, True), ('float32', 2, False)
+  ]  # fmt: skip
+  assert not run.workdir.joinpath('config.json').exists()
+  gaps['float64'] = 1e-8  # below verify's bound, above the claim's
+  assert not equals(run).passed
+  gaps['float64'], holds = 0.0, False
+  assert not equals(run).passed
+  gaps['float64'], holds = math.inf, True
+  assert not equals(run).passed
+
+
+def test_a_wrong_gradient_on_the_mesh_is_found(run, monkeypatch):
+  make = step_lib.make
+
+  def wrong(*given):
+    made = make(*given)
+
+    def grads(params, batch):
+      loss, gradient = made.grads(params, batch)
+      if jax.sharding.get_abstract_mesh().size > 1:
+        path = next(p for p in gradient if p.endswith('mlp/up'))
+        gradient[path] = gradient[path] * (1 + 1e-6)
+      return loss, gradient
+
+    return made._replace(grads=grads)
+
+  monkeypatch.setattr(step_lib, 'make', wrong)
+  small = {'model.num_layers': 1, 'model.d_model': 16, 'model.num_heads': 2}
+  config, devices = experiment.shrunk(run.config, 'data=2', CASE_SMALL | small)
+  subject = verify.Subject(config, devices)
+  rows = verify.certify(subject, ('gradients',))
+  worst = max(rows, key=lambda row: row.measured)
+  assert worst.measured == pytest.approx(1e-6, rel=0.01)
+  assert worst.worst.endswith('mlp/up') and not worst.passed
+
+
+CASE_SMALL = {'model.mlp': 'gelu', 'model.d_ff': 32, 'train.batch_size': 4}
+
+
+@pytest.mark.parametrize(
+  'mesh, count', [('context=2', 2), ('stage=2,data=2', 4), ('tensor=4', 4)]
+)
+def test_a_training_takes_the_devices_of_every_axis(
+  run, monkeypatch, mesh, count
+):
+  config, _ = experiment.on(run.config, mesh, {'train.microbatches': 2})
+  config = experiment.fields(config, {'pipeline.microbatches': 8})
+  result, jobs = evaluate.Result(2.5, {}, 10), []
+  used = []
+
+  def finish(config, folder, say, make_step, devices):
+    used.append((folder, make_step, devices))
+    return result
+
+  monkeypatch.setattr(claims, 'finish', finish)
+  make = lambda wide, text, devices, say: jobs.append((wide, devices))
+  monkeypatch.setattr(job_lib, 'make', make)
+  monkeypatch.setattr(experiment, 'restored', lambda job, folder: folder)
+  bits, _, params = experiment.train(run, 'one', config)
+  assert (bits, params) == (2.5, run.workdir / 'one')
+  devices = tuple(jax.devices()[:count])
+  assert used == [(run.workdir / 'one', step_lib.make, devices)]
+  ((wide, devices_of_job),) = jobs
+  assert devices_of_job == devices and wide.train.microbatches == 1
+  assert wide.microbatches == config.mesh.stage
