@@ -397,7 +397,7 @@ def test_a_layout_equals_one_device(mesh, choices, kitchen):
 
 def test_a_dropped_partial_sum_is_seen(monkeypatch):
   """One device's term is missing from the sum over the hidden width."""
-  whole = project.project
+  whole, wanted = project.project, one_device('rope')
 
   def partial(x, x_names, weights, *rest, **options):
     missing = np.arange(F)[:, None] < F // 8
@@ -413,7 +413,7 @@ def test_a_dropped_partial_sum_is_seen(monkeypatch):
   built, compiled = placed.__wrapped__('tensor=8', 'rope', rules='tensor')
   found = run_placed(built, compiled)
   with pytest.raises(AssertionError):
-    assert_close(found, one_device('rope'), 1e-3)
+    assert_close(found, wanted, 1e-3)
 
 
 def test_a_denominator_of_each_shard_is_seen():
