@@ -38,16 +38,16 @@ def scopes_agree(run, *, equal, other, within, apart):
   """
   gaps = []
   with jax.enable_x64(True):
-    parted = lambda scope, parts: {
+    scoped = lambda scope, parts: {
       'model.experts.balance_scope': scope,
       'train.microbatches': parts,
     }
     config, devices = experiment.shrunk(run.config, 'data=1')
-    config = experiment.fields(config, parted('microbatch', 1))
+    config = experiment.fields(config, scoped('microbatch', 1))
     whole = trial.reference(config, True, devices[0])
     wanted = whole.gradients | {'loss': np.asarray(whole.loss)}
     for scope, parts in (*equal, other):
-      mine = experiment.fields(config, parted(scope, parts))
+      mine = experiment.fields(config, scoped(scope, parts))
       side = trial.Side(mine, devices)
       start = side.start(whole.params)
       loss, gradients = side.gradients(start, whole.batches[0])
