@@ -135,7 +135,7 @@ class Decoder:
     """The norm after the last layer."""
     return self._ends.module(params).norm(x_BTD)
 
-  def _lookup(self, table, ids, dtype):
+  def _lookup(self, table, ids, dtype) -> Any:
     names = table.get_metadata('axes')
     return lookup.lookup(table[...], names, ids, RESIDUAL, dtype)
 

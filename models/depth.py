@@ -26,7 +26,7 @@ class Depth(NamedTuple):
   kinds: kind of every layer of a chunk.
   """
 
-  rows: object
+  rows: np.ndarray | None
   kinds: tuple
 
   @property
@@ -69,7 +69,7 @@ def share_out(kinds, placement, unit=1):
   rows = np.full((stages, chunks, height), -1)
   for d, c in np.ndindex(stages, chunks):
     s = placement[d, c]
-    rows[d, c, : sizes[s]] = np.arange(starts[s], starts[s + 1])
+    rows[d, c, : sizes[s]] = starts[s] + np.arange(sizes[s])
   first = tuple(kinds[:height])
   for d, c, l in np.ndindex(rows.shape):
     if rows[d, c, l] >= 0 and kinds[rows[d, c, l]] != first[l]:

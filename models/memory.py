@@ -19,6 +19,8 @@ what goes into a nonlinearity or a norm, not what comes out, else the product is
 repeated although its result is there (the tests count products).
 """
 
+from typing import Any
+
 import jax
 
 from paraxis.configs import schema
@@ -122,7 +124,8 @@ def policy(remat, text=''):
 
 def _memories():
   """(device, kinds of memory) that the program is built for."""
-  device = jax.config.jax_default_device
+  settings: Any = jax.config
+  device = settings.jax_default_device
   if isinstance(device, str):  # the option also takes a platform's name
     device = jax.devices(device)[0]
   device = device or jax.devices()[0]

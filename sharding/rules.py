@@ -251,7 +251,7 @@ def stored(
   shape: Sequence[int],
   rules: Rules,
   sizes: Mapping[str, int],
-  stage: int,
+  stage: float,
   where: str = '',
 ) -> PartitionSpec:
   """PartitionSpec of a parameter's gradient or optimizer state.

@@ -52,7 +52,7 @@ def certify(config, packed=True, properties=('loss', 'gradients', 'update')):
   """properties.Row of a config on all devices against one."""
   from paraxis.train.certify import verify  # starts slowly
 
-  subject = verify.Subject(config, jax.devices(), packed, ())
+  subject = verify.Case(config, jax.devices(), packed, ())
   return verify.certify(subject, properties)
 
 

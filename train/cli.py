@@ -6,6 +6,7 @@ anything is compiled or written. Exit codes: configs/base/errors.py.
 """
 
 import sys
+from typing import Any
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
@@ -48,7 +49,7 @@ def _train(values, config, _):
   from paraxis.train.run import compiling
 
   compiling.use_cache()
-  result = loop.run(config, values.workdir, values.mesh)
+  result: Any = loop.run(config, values.workdir, values.mesh)
   if result['stopped']:
     return errors.EXIT_PREEMPTED
   if not values.process_id > 0:

@@ -11,6 +11,8 @@ its own part, so, unlike the others, it depends on the layout.
 Legend: L layers that have the parameter, E experts.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from paraxis.models import depth
@@ -71,7 +73,8 @@ def metrics(model, grads):
 def _solver(counts):
   """Of the solves of a step, every layer and shard: their mean iterations and
   residual, and the share that had to be done again in sequence."""
-  solves, iterations, residual, again = sum(c.sum(0) for c in counts)
+  total: Any = sum(c.sum(0) for c in counts)
+  solves, iterations, residual, again = total
   of = lambda x: x / jnp.maximum(solves, 1)
   return {
     'newton/iterations': of(iterations),

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+from typing import Any
 import zlib
 
 import jax
@@ -314,7 +315,8 @@ class _Training:
     if first >= settings.steps:
       say(f'all {settings.steps} steps are done')
       return
-    saved, update = first, None
+    saved = first
+    update: Any = None
     gradients = {}  # rows of a step -> its compiled gradient
     share = functools.cache(job.local_rows)
     with contextlib.closing(job.batches.iterate(first, share)) as batches:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -98,6 +99,7 @@ class Program:
     held = [
       index[0].indices(rows)[:2]
       for index in sharding.addressable_devices_indices_map(shape).values()
+      if index is not None
     ]
     return min(lo for lo, _ in held), max(hi for _, hi in held)
 
@@ -247,7 +249,7 @@ def of_shapes(
   if config.microbatches > 1:
     what += f' in {config.microbatches} microbatches'
   build.check_rows(config.microbatch_rows, built, what)
-  ramp = batch_ramp.of(config)
+  ramp: Any = batch_ramp.of(config)
   for size in ramp.sizes(train.steps) if ramp else ():
     step = f'train.batch_ramp={train.batch_ramp!r}: {size} rows a step'
     parts, rows = ramp.split(size)

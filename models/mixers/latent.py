@@ -330,8 +330,9 @@ def _summed(
   if mask.softcap:
     s = mask.softcap * jnp.tanh(s / mask.softcap)
   both = (segments, slot_segments), (order, slot_order)
-  ok = attention_xla.visible(mask, *both)[:, :, None]
-  s = jnp.where(ok, s, varying.NEG)
+  ok = attention_xla.visible(mask, *both)
+  if ok is not None:
+    s = jnp.where(ok[:, :, None], s, varying.NEG)
   p = jnp.exp(s - jnp.maximum(s.max(-1, keepdims=True), varying.FLOOR))
   total = p.sum(-1, keepdims=True)
   p = (p / jnp.where(total == 0, 1, total)).astype(slots_BSGE.dtype)

@@ -31,6 +31,7 @@ Legend: B batch, T query length, S key length, N query heads, K kv heads,
 G = N / K, H head size.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -38,6 +39,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
@@ -47,7 +49,8 @@ from paraxis.pallas_kernels.attention import gpu as attention_gpu
 from paraxis.pallas_kernels.attention import tpu as attention_tpu
 from paraxis.pallas_kernels.attention import xla as attention_xla
 
-Pair = tuple[jax.Array, jax.Array]  # of the queries (B, T), of the keys (B, S)
+Array = jax.Array | np.ndarray  # on a device or on the host
+Pair = Sequence[Array]  # of the queries (B, T), of the keys (B, S)
 NEG = varying.NEG  # the lse of a row that sees nothing; finite
 
 
@@ -175,9 +178,9 @@ def choose(impl='auto', spec=None, target=None):
 
 
 def attention(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
+  q_BTNH: Array,
+  k_BSKH: Array,
+  v_BSKH: Array,
   mask: Mask,
   segments: Pair | None = None,
   order: Pair | None = None,

@@ -83,14 +83,14 @@ def decode_attention(
 
 
 def ragged(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
+  q_BTNH: attention.Array,
+  k_BSKH: attention.Array,
+  v_BSKH: attention.Array,
   mask: attention.Mask,
-  lengths_B: jax.Array,
+  lengths_B: attention.Array,
   impl: str = 'auto',
-  sinks_N: jax.Array | None = None,
-  begins_B: jax.Array | None = None,
+  sinks_N: attention.Array | None = None,
+  begins_B: attention.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention of a row's last tokens over a range of its slots -> (o, lse).
 
@@ -135,11 +135,11 @@ def _run(arrays, mask, segments, order, impl, sinks_N, ranges=None):
 
 
 def shared_prefix(
-  q_B1NH: jax.Array,
+  q_B1NH: attention.Array,
   prefix: attention.Pair,
   own: attention.Pair,
   mask: attention.Mask,
-  lengths_B: jax.Array,
+  lengths_B: attention.Array,
   impl: str = 'auto',
 ) -> tuple[jax.Array, jax.Array]:
   """`ragged` of rows with a shared prefix, which is read once for all rows.
@@ -180,7 +180,7 @@ def shared_prefix(
     .swapaxes(1, 2)
     .reshape(b, 1, n, *x.shape[3:])
   )
-  rest = ragged(q_B1NH, *own, mask, lengths_B, impl)
+  rest = ragged(q_B1NH, own[0], own[1], mask, lengths_B, impl)
   o, lse = decode_schedule.merge(rest, (back(o), back(lse)))
   return o.astype(own[1].dtype), lse
 

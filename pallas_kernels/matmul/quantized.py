@@ -24,11 +24,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.matmul import quantized_tpu as quantized_matmul_tpu
 
+Array = jax.Array | np.ndarray  # on a device or on the host
 OP = 'quantized_matmul'
 GROUP = quantized_matmul_tpu.GROUP
 MOST = 7  # -8 is not used: symmetric
@@ -91,7 +93,7 @@ def dequantize(q, scale_GF, dtype=None):
 
 
 def quantized_matmul(
-  x: jax.Array, q: jax.Array, scale_GF: jax.Array, impl: str = 'auto'
+  x: Array, q: Array, scale_GF: Array, impl: str = 'auto'
 ) -> jax.Array:
   """y = x w -> (..., F) in x's dtype.
 

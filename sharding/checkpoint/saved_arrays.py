@@ -8,6 +8,7 @@ import inspect
 import logging
 import pathlib
 import sys
+from typing import Any
 
 import orbax.checkpoint as ocp
 
@@ -54,7 +55,8 @@ def read(folder: pathlib.Path, wanted) -> tuple[dict, str | None]:
     target = manifest_lib.nest(wanted)
     each = ocp.checkpoint_utils.construct_restore_args(target)
     args = ocp.args.PyTreeRestore(target, each, partial_restore=True)
-    nested = ocp.PyTreeCheckpointHandler().restore(folder / 'state', args=args)
+    path: Any = folder / 'state'  # Orbax asks for etils' own kind of path
+    nested = ocp.PyTreeCheckpointHandler().restore(path, args=args)
     tree = manifest_lib.flatten(nested, wanted)
   except Exception as e:  # Orbax raises many kinds for damaged files
     # With shapes already compared, lack of memory is not damage.

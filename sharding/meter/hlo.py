@@ -72,7 +72,7 @@ class Collective:
     return self.bytes * self.count
 
 
-def collectives(text: str, mesh) -> list[Collective]:
+def collectives(text: str | None, mesh) -> list[Collective]:
   """[Collective] of a compiled program, in the order of its schedule.
 
   Args:
@@ -81,9 +81,11 @@ def collectives(text: str, mesh) -> list[Collective]:
       program is the k-th of mesh.devices.flat, whatever its id.
 
   Raises:
-    ValueError: the program is for another number of devices, or a collective
-      stands in a loop whose trip count depends on data.
+    ValueError: the program has no text, is for another number of devices, or a
+      collective stands in a loop whose trip count depends on data.
   """
+  if text is None:
+    raise ValueError('the compiler gives no text of this program.')
   program = compiled.CompiledProgram(text)
   places = replica_groups.Places(mesh)
   if program.partitions != places.partitions:

@@ -65,7 +65,9 @@ def replaced(text: str, reports, date: str) -> str:
 
 def main(argv: list[str]) -> None:
   """argv: the Markdown file; reads the JSON of `paraxis bench --json`."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(
+    description='BENCHMARKS.md, from the JSON of `paraxis bench --json`'
+  )
   parser.add_argument('file', type=pathlib.Path)
   path = parser.parse_args(argv).file
   reports = measure.from_json(sys.stdin.read())

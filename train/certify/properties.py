@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 import tempfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -263,7 +263,8 @@ def _elsewhere(config, devices):
     if text == here or n > len(devices):
       continue
     train = dataclasses.replace(config.train, microbatches=1)
-    mesh = schema.Mesh(**mesh_lib.parse(text))
+    sizes: dict[str, Any] = mesh_lib.parse(text)
+    mesh = schema.Mesh(**sizes)
     other = dataclasses.replace(
       config, mesh=mesh, train=train, pipeline=schema.Pipeline()
     )

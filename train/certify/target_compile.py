@@ -134,7 +134,8 @@ def run(config, mesh_text, topology, slices=1, as_json=False, say=print):
 def compile_config(config, mesh_text, topology, slices=1):
   """`Report` of a schema.Config on a topology; arguments as of `run`."""
   started = time.process_time()
-  if not jax.config.jax_platforms:  # this machine's own are left alone
+  settings: Any = jax.config
+  if not settings.jax_platforms:  # this machine's own are left alone
     jax.config.update('jax_platforms', 'cpu')
   target = aot.topology(topology, slices)
   with target.context():

@@ -209,9 +209,6 @@ class Reference:
     return jax.device_get(self._runner.steps(self.params, self.batches).params)
 
 
-Side = Runner  # its old name
-
-
 @functools.lru_cache(maxsize=64)
 def _one_device(config, device):
   return Runner(config, [device])

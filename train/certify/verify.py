@@ -18,6 +18,7 @@ import functools
 import json
 import math
 import textwrap
+from typing import Any
 
 import jax
 
@@ -44,7 +45,7 @@ class Case:
   """
 
   config: schema.Config
-  devices: Sequence[jax.Device]
+  devices: Sequence[Any]
   packed: bool = True
   notes: tuple[str, ...] = ()
 
@@ -57,9 +58,6 @@ class Case:
   def precision(self):
     """A context in which float64 is that, where parameters are float64."""
     return jax.enable_x64(self.config.model.param_dtype == 'float64')
-
-
-Subject = Case  # its old name
 
 
 def prepare(config, mesh_text='', dtype='float64', packed=True, devices=None):

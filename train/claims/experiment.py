@@ -167,7 +167,8 @@ def equals_one_device(run, *, cases, within):
 def shrunk(config: schema.Config, mesh: str, changes=()):
   """(config, devices) of `on`, in float64, sizes shrunk as by verify."""
   config, devices = on(config, mesh, changes)
-  return verify.prepare(config, '', devices=devices)[:2]
+  case = verify.prepare(config, '', devices=devices)
+  return case.config, case.devices
 
 
 def train(run: claims.Run, name: str, config, make_step=step_lib.make):

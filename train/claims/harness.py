@@ -10,7 +10,7 @@ the verdict; one failed claim makes the exit code 1.
 import math
 import pathlib
 import textwrap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
@@ -19,7 +19,6 @@ from paraxis.train import loop
 from paraxis.train.claims import papers
 from paraxis.train.data import baselines as baselines_lib
 from paraxis.train.plot import losses as plot
-from paraxis.train.run import evaluate
 from paraxis.train.run import workdir as workdir_lib
 
 
@@ -32,7 +31,7 @@ class Outcome(NamedTuple):
   passed: bool
 
 
-def finish(config, folder, say, **how) -> evaluate.Evaluation:
+def finish(config, folder, say, **how) -> Any:
   """Trains, or resumes, the run of a folder to its end.
 
   Args:
@@ -59,8 +58,8 @@ class Run:
     self.config, self.workdir, self.say = config, pathlib.Path(workdir), say
     self._trained = self._baselines = None
 
-  def trained(self) -> evaluate.Evaluation:
-    """Of the finished run in the workdir; trains if need be.
+  def trained(self) -> Any:
+    """evaluate.Evaluation of the run in the workdir; trains if need be.
 
     Raises:
       UserError: the folder holds a run of another configuration.

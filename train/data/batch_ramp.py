@@ -52,7 +52,7 @@ class Ramp(NamedTuple):
     return sorted({self.rows(s) for s in last if s < steps})
 
 
-def of(config):
+def of(config) -> 'Ramp | None':
   """`Ramp` of a schema.Config, or None.
 
   Raises:

@@ -4,6 +4,7 @@ import atexit
 import itertools
 import os
 import time
+from typing import Any
 
 import jax
 
@@ -20,7 +21,8 @@ def use_cache():
   if not _hits:
     _hits.append(0)
     jax.monitoring.register_event_listener(_count)
-  if jax.config.jax_compilation_cache_dir:
+  settings: Any = jax.config
+  if settings.jax_compilation_cache_dir:
     return
   overlay = compile_store.Overlay(corpus.cache_root() / 'compiled')
   atexit.register(overlay.close)
@@ -34,7 +36,7 @@ def _count(event, **_):
     _hits[0] += 1
 
 
-def options():
+def options() -> Any:
   """XLA options of every program that a run compiles, or None.
 
   On CPU, LLVM's first optimisation level: the step's programs are the same

@@ -349,7 +349,7 @@ def certified(mesh, pattern='A', **own):
     optimizer=schema.Optimizer(warmup_steps=0),
     train=schema.Train(batch_size=8),
   )
-  subject = verify.Subject(config, jax.devices(), True, ())
+  subject = verify.Case(config, jax.devices(), True, ())
   return verify.certify(subject, ('loss', 'gradients'))
 
 

@@ -278,7 +278,7 @@ def certified(pattern, mesh, **own):
     optimizer=schema.Optimizer(name='adamw', warmup_steps=0),
     train=schema.Train(batch_size=8),
   )  # fmt: skip
-  subject = verify.Subject(config, jax.devices(), True, ())
+  subject = verify.Case(config, jax.devices(), True, ())
   return verify.certify(subject, ('loss', 'gradients'))
 
 

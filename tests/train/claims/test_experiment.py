@@ -124,7 +124,7 @@ def test_a_wrong_gradient_on_the_mesh_is_found(run, monkeypatch):
   monkeypatch.setattr(step_lib, 'make', wrong)
   small = {'model.num_layers': 1, 'model.d_model': 16, 'model.num_heads': 2}
   config, devices = experiment.shrunk(run.config, 'data=2', CASE_SMALL | small)
-  subject = verify.Subject(config, devices)
+  subject = verify.Case(config, devices)
   rows = verify.certify(subject, ('gradients',))
   worst = max(rows, key=lambda row: row.measured)
   assert worst.measured == pytest.approx(1e-6, rel=0.01)

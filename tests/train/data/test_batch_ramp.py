@@ -100,7 +100,7 @@ def test_fewer_microbatches_equal_one_device(pipeline, parts):
     small = dataclasses.replace(config.train, batch_size=rows)
     one = dataclasses.replace(config, train=small)
     reference = trial.reference(one, True, jax.devices()[0])
-    side = trial.Side(config, jax.devices()[:2])
+    side = trial.Runner(config, jax.devices()[:2])
     state = side.start(reference.params)
 
     def run(batch):

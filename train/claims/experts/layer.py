@@ -42,7 +42,7 @@ def any_hot_set(run, *, mesh, hot, sets, within):
     config = experiment.fields(config, hots(hot))
     plain = experiment.fields(config, hots(0))
     wanted = trial.reference(plain, True, devices[0])
-    side = trial.Side(config, devices)
+    side = trial.Runner(config, devices)
     step = step_lib.make(side.job.built, side.job.optimizer, 0.0)
     programs, worst, chosen = [], [], set()
 

@@ -48,7 +48,7 @@ def scopes_agree(run, *, equal, other, within, apart):
     wanted = whole.gradients | {'loss': np.asarray(whole.loss)}
     for scope, parts in (*equal, other):
       mine = experiment.fields(config, scoped(scope, parts))
-      side = trial.Side(mine, devices)
+      side = trial.Runner(mine, devices)
       start = side.start(whole.params)
       loss, gradients = side.gradients(start, whole.batches[0])
       found = jax.device_get(gradients | {'loss': loss})

@@ -68,7 +68,7 @@ def _held(config, devices):
   peak: of the gradient, its arguments not counted (an estimate). paths: of
   parameters that stay whole.
   """
-  side, times = trial.Side(config, devices), config.train.microbatches
+  side, times = trial.Runner(config, devices), config.train.microbatches
   job, rng = side.job, np.random.default_rng(0)
   params = {
     p: rng.normal(size=x.shape).astype(x.dtype)

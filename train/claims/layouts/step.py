@@ -96,10 +96,10 @@ def zero_trajectories(run, *, mesh, stages, steps, within):
       after = jax.device_get(side.steps(start, batches[:steps]).params)
       return {path: x - start[path] for path, x in after.items()}
 
-    wanted = moved(trial.Side(one, devices[:1]))
+    wanted = moved(trial.Runner(one, devices[:1]))
     for stage in stages:
       zero = experiment.fields(config, {'mesh.zero': stage})
-      found = moved(trial.Side(zero, devices))
+      found = moved(trial.Runner(zero, devices))
       worst.append(trial.worst(found, wanted)[0])
   least = min(float(np.abs(x).max()) for x in wanted.values())
   return claims.Outcome(
@@ -150,7 +150,7 @@ def _passes(built, batch):
 
 def _pass_messages(config, devices):
   """[[hlo.Collective] of the forward pass, of the backward pass]."""
-  side = trial.Side(config, devices)
+  side = trial.Runner(config, devices)
   job = side.job
   laid_out = lambda x: jax.ShapeDtypeStruct(
     x.shape,

@@ -149,7 +149,7 @@ def equals_pipeline(run, *, mesh, fractions, within):
 
 def _on_stages(config, devices, params, batch):
   """(loss, {path: gradient, layers in order}) of a pipeline, in NumPy."""
-  side = trial.Side(config, devices)
+  side = trial.Runner(config, devices)
   loss, gradients = side.gradients(side.start(params), batch)
   rows = side.job.model.rows
   return np.asarray(loss), {
@@ -168,7 +168,7 @@ def _alone(config):
 def _on_one(config, device, paths, params, batch):
   """{path: gradient, 'loss': loss} of one device, microbatches on paths."""
   layers = layers_of(paths, config.mesh.stage, config.model.num_layers)
-  side = trial.Side(_alone(config), [device])
+  side = trial.Runner(_alone(config), [device])
   step = make_step(layers)(side.job.built, side.job.optimizer, 0.0)
   state = side.start(params)
   with side.job.context():

@@ -156,7 +156,7 @@ def chunks_over_shards(run, *, mesh, length, chunks, within):
       {'data.sequence_length': length, 'model.tcn.chunk': chunk},
       {'optimizer.warmup_steps': 0, 'train.batch_size': 8},
     )
-    subject = verify.Subject(config, jax.devices(), True, ())
+    subject = verify.Case(config, jax.devices(), True, ())
     rows = verify.certify(subject, ('loss', 'gradients'))
     found[chunk] = max(row.measured for row in rows)
   return experiment.equal(

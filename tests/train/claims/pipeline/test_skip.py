@@ -55,7 +55,7 @@ def test_layers_that_are_left_out_have_no_gradient():
     train=dataclasses.replace(config.train, batch_size=4),
     data=dataclasses.replace(config.data, sequence_length=8),
   )
-  side = trial.Side(config, jax.devices()[:1])
+  side = trial.Runner(config, jax.devices()[:1])
   model = side.job.model
   reference = trial.reference(config, True, jax.devices()[0])
   params, batch = reference.params, reference.batches[0]
