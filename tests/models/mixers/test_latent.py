@@ -261,7 +261,7 @@ def test_absorbed_equals_explicit(own):
       assert close(z[b, 0], want[b, n + i], 1e-12)
   g = own.get('groups', 1)
   assert cache.states[0][0].shape == (B, T, g, R // g + P)
-  assert model._mixer('A').capabilities.exact
+  assert model.stack.mixer('A').capabilities.exact
 
 
 def test_a_prompt_in_chunks_equals_the_prompt():
@@ -280,7 +280,7 @@ def test_parts_with_scores_of_their_own_are_another_model():
   (start, first, _), _ = decoded(model, model.unstack(params), tokens, [6] * B)
   assert close(start, want[:, :6], 1e-12)
   assert not close(first[:, 0], want[:, 6], 1e-2)
-  assert not model._mixer('A').capabilities.exact
+  assert not model.stack.mixer('A').capabilities.exact
 
 
 def test_latent_shards_equal_a_loop_over_them():
@@ -294,13 +294,13 @@ def test_latent_shards_equal_a_loop_over_them():
     p.removeprefix(prefix): v for p, v in params.items() if p.startswith(prefix)
   }
   x = rng.normal(size=(1, T, D))
-  values = {p: params[f'layers/0/{p}'] for p in model._graphs['A'][2]}
+  values = {p: params[f'layers/0/{p}'] for p in model.stack._kinds['A'].leaves}
 
   @jit
   def one(x, see, state):
     rotations = attention.rotations(config, 'A', see.positions, x.dtype)
     see = see._replace(rotations=rotations)
-    return model._module('A', values).mixer(x, see, state)
+    return model.stack._kinds['A'].module(values).mixer(x, see, state)
 
   state, out = model.init_cache(1, T).states[0], []
   order = np.arange(T, dtype=np.int32)[None]

@@ -142,7 +142,7 @@ def test_a_training_takes_the_devices_of_every_axis(
 ):
   config, _ = experiment.on(run.config, mesh, {'train.microbatches': 2})
   config = experiment.fields(config, {'pipeline.microbatches': 8})
-  result, jobs = evaluate.Result(2.5, {}, 10), []
+  result, jobs = evaluate.Evaluation(2.5, {}, 10), []
   used = []
 
   def finish(config, folder, say, make_step, devices):

@@ -82,7 +82,7 @@ def test_the_domain_table(run):
 
 def test_training_happens_once_and_is_drawn(run, monkeypatch):
   """That a finished run is evaluated again is tested in test_loop.py."""
-  result, ran, said = evaluate.Result(2.3, {'song': 2.3}, 10), [], []
+  result, ran, said = evaluate.Evaluation(2.3, {'song': 2.3}, 10), [], []
 
   def train(config, workdir, say):
     ran.append((config, workdir))
