@@ -21,8 +21,8 @@ from paraxis.train.certify import trial
 from paraxis.train.certify import verify
 
 ROOT = pathlib.Path(loop.__file__).resolve().parents[1]
-# 15 is the target; sharding/tensor and the mixer have 6 of these.
-FRAMES = 18
+# Of these 11 lead to the mixer, 1 is the mixer's, the rest are the product's.
+FRAMES = 15
 FILES = 9
 QUERY = 'BTD,DNH->BTNH'
 CONFIG = schema.Config(
@@ -41,6 +41,8 @@ class _ArrivedError(Exception):
 
 def ours(path):
   """Its path in the repository, if it is a file of ours, else None."""
+  if path.startswith('<'):  # made by a library, such as a dataclass's __init__
+    return None
   path = pathlib.Path(path).resolve()
   if not path.is_relative_to(ROOT) or 'site-packages' in path.parts:
     return None
@@ -80,8 +82,8 @@ def test_few_frames_lie_between_the_loop_and_a_product(walk):
   """The count is that of a plain run: scanned layers, no remat."""
   names = [name for _, name in walk]
   assert '__call__' in names and names[0] == 'run'
-  assert walk[-1][0] == 'sharding/tensor/project.py'
-  assert len(walk) <= FRAMES, walk
+  assert walk[-1][0] == 'sharding/tensor/worlds.py'
+  assert len(walk) <= FRAMES, '\n'.join(map(str, walk))
 
 
 def test_few_files_are_entered_from_a_certification(monkeypatch):

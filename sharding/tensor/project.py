@@ -135,32 +135,30 @@ def einsum(equation, x, x_names, w, w_names, out, dtype=None):
   return project(x, x_names, [(equation, w, w_names, out)], dtype)[0]
 
 
-def _project(group, x, *weights) -> tuple:
-  return forward(group, x, *weights)[0]
-
-
-def forward(group, x, *weights):
-  """(outputs, what `_backward` keeps): x and weights as they came."""
-  weights = tuple(map(narrow.read, weights))
-  whole = gathered_weights(group, weights, x.dtype)
+def _products(group, x, *weights) -> tuple:
+  """Outputs; weights may be narrow.Narrow."""
+  whole = gathered_weights(group, map(narrow.read, weights), x.dtype)
   gather, scatter = _moves(group)
   if gather:
     dim, axis = gather
     products = list(zip(group.equations, whole, strict=True))
-    outs = rings.gather_matmul(x, products, axis, dim, group.dtype)
-    return tuple(outs), (x, *weights)
+    return tuple(rings.gather_matmul(x, products, axis, dim, group.dtype))
   if scatter:
     dim, axis = scatter
-    outs = [
+    return tuple(
       rings.matmul_scatter(e, x, w, axis, dim, group.dtype)
       for e, w in zip(group.equations, whole, strict=True)
-    ]
-    return tuple(outs), (x, *weights)
+    )
   x_whole, world, outs = gathered_input(group, x), group.world, []
   for e, w, way in zip(group.equations, whole, group.ways, strict=True):
     y = world.multiply(e, x_whole, w, group.dtype, way.y)
     outs.append(world.reduce(y, way.y_partial, way.y, way.summed, e))
-  return tuple(outs), (x, *weights)
+  return tuple(outs)
+
+
+def forward(group, x, *weights):
+  """(outputs, what `_backward` keeps): x and weights as they came."""
+  return _products(group, x, *weights), (x, *map(narrow.read, weights))
 
 
 def _moves(group):
@@ -258,5 +256,5 @@ def _ring_gradients(group, x, weights, cotangents):
   ]
 
 
-_differentiable: Any = jax.custom_vjp(_project, nondiff_argnums=(0,))
+_differentiable: Any = jax.custom_vjp(_products, nondiff_argnums=(0,))
 _differentiable.defvjp(forward, _backward)
