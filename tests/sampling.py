@@ -260,6 +260,7 @@ class Recorder:
 
   def __init__(self):
     self.costs, self.executed, self._file = {}, {}, None
+    self.failed = set()  # files; known where reports arrive, not in workers
     self._noted = sys.modules.get('sitecustomize')
     if not hasattr(self._noted, 'ran'):
       self._noted = None
@@ -301,8 +302,11 @@ def _spent():
   return sum(u.ru_utime + u.ru_stime for u in used)
 
 
-def write(costs, executed, root=HERE.parent):
-  """Writes both tables from {node id: CPU-seconds}, {file: modules}."""
+def write(costs, executed, failed=(), root=HERE.parent):
+  """Writes both tables from {node id: CPU-seconds}, {file: modules}.
+
+  failed: files, to be kept whole until they pass.
+  """
   by_function = {}
   for nodeid, cost in costs.items():
     by_function.setdefault(nodeid.split('[')[0], []).append(cost)
@@ -312,7 +316,8 @@ def write(costs, executed, root=HERE.parent):
     if sum(v) / len(v) >= RECORDED
   }
   files = sorted({name.split('::')[0] for name in costs})
-  ledger = dict(costs=rows, files={f: digest(root / f) for f in files})
+  hashes = {f: digest(root / f) for f in files if f not in failed}
+  ledger = dict(costs=rows, files=hashes)
   _save(LEDGER, ledger)
   if executed:
     modules = sorted(set().union(*executed.values()))
@@ -341,6 +346,7 @@ def _save(path, made):
 # --------------------------------------------------------------------- pytest
 
 _SAMPLE, _RECORDER = pytest.StashKey(), pytest.StashKey()
+_RECORDING = []  # the session's Recorder, for hooks that get no config
 
 
 def pytest_addoption(parser):
@@ -359,7 +365,8 @@ def pytest_configure(config):
   config.addinivalue_line('markers', 'array(P, N): greedy prefix, blocks')
   config.stash[_SAMPLE] = Sample(config)
   if config.getoption('record'):
-    config.stash[_RECORDER] = Recorder()
+    config.stash[_RECORDER] = recorder = Recorder()
+    _RECORDING[:] = [recorder]
 
 
 def pytest_report_header(config):
@@ -408,6 +415,11 @@ def pytest_testnodedown(node, error):
       recorder.executed.setdefault(name, set()).update(ran)
 
 
+def pytest_runtest_logreport(report):
+  if report.failed and _RECORDING:
+    _RECORDING[0].failed.add(report.nodeid.split('::')[0])
+
+
 def pytest_sessionfinish(session, exitstatus):
   config = session.config
   sample = config.stash[_SAMPLE]
@@ -415,8 +427,8 @@ def pytest_sessionfinish(session, exitstatus):
   if hasattr(config, 'workeroutput'):
     config.workeroutput.update(counts=sample.counts, notes=sample.notes)
     config.workeroutput.update(recorder.output() if recorder else {})
-  elif recorder and int(exitstatus) == 0:
-    write(recorder.costs, recorder.executed)
+  elif recorder and int(exitstatus) in (0, 1):
+    write(recorder.costs, recorder.executed, recorder.failed)
 
 
 def pytest_terminal_summary(terminalreporter, config):

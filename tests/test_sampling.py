@@ -281,10 +281,13 @@ def test_tables_are_readable_json(tmp_path, monkeypatch):
   (tmp_path / 'test_a.py').write_text('')
   costs = {'test_a.py::test_b[0]': 1.0, 'test_a.py::test_b[1]': 2.04}
   costs['test_a.py::test_c'] = 0.01
-  sampling.write(costs, {'test_a.py': {'paraxis.b', 'paraxis.a'}}, tmp_path)
+  ran = {'test_a.py': {'paraxis.b', 'paraxis.a'}}
+  sampling.write(costs, ran, root=tmp_path)
   ledger = json.loads(sampling.LEDGER.read_text())
   assert ledger['costs'] == {'test_a.py::test_b': [1.5, 2]}
   assert len(ledger['files']['test_a.py']) == 16
+  sampling.write(costs, ran, {'test_a.py'}, tmp_path)
+  assert not json.loads(sampling.LEDGER.read_text())['files']
   executed = json.loads(sampling.EXECUTED.read_text())
   assert executed['modules'] == ['paraxis.a', 'paraxis.b']
   assert executed['files'] == {'test_a.py': [0, 1]}
