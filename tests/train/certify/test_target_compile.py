@@ -25,7 +25,7 @@ from paraxis.sharding.meter import flops
 from paraxis.train import program as job_lib
 from paraxis.train.certify import target_compile
 
-GOLDEN = pathlib.Path(__file__).resolve().parent.parent / 'golden'
+GOLDEN = pathlib.Path(__file__).resolve().parents[2] / 'golden'
 TINY = dict(
   model=dict(
     vocab_size=512,
