@@ -12,8 +12,8 @@ import textwrap
 import pytest
 import sampling
 
-# CPU-seconds of a turn by the ledger, which is measured with programs cached;
-# compiled afresh, half as much again, and cheaper tests: 8 minutes on two cores.
+# CPU-seconds of a turn by the ledger, which was measured with programs cached:
+# compiled afresh, and with cheaper tests, 8 minutes on two cores.
 DEAREST_TURN = 450.0
 DEAR_CASES = 60  # of one file; more are a covering array, or another file
 
