@@ -92,7 +92,7 @@ test: $(STAMP)
 
 # The recorder of executed modules reaches the processes that tests start too.
 test-all: $(STAMP)
-	PARAXIS_EXECUTED=. PYTHONPATH=tests/executed $(PYTEST) --all --record $(ARGS)
+	PARAXIS_EXECUTED=on PYTHONPATH=tests/executed $(PYTEST) --all --record $(ARGS)
 
 test-changed: $(STAMP)
 	$(PYTEST) --changed=$(BASE) $(ARGS)

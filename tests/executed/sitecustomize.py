@@ -24,8 +24,8 @@ def ran(module):
   if module in seen:
     return
   seen.add(module)
-  folder = os.environ.get(VARIABLE)
-  if folder:
+  folder = os.environ.get(VARIABLE, '')
+  if os.path.isdir(folder):  # `make test-all` begins with none
     with open(os.path.join(folder, str(os.getpid())), 'a') as file:
       file.write(module + '\n')
 
