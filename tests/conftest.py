@@ -29,6 +29,9 @@ _FLAGS = [
   '--xla_backend_optimization_level=0',
   '--xla_llvm_disable_expensive_passes=true',
   '--xla_cpu_parallel_codegen_split_count=1',
+  # XLA aborts the process when a device waits 40 s for the others, as devices
+  # of a busy machine do that are not stuck.
+  '--xla_cpu_collective_call_terminate_timeout_seconds=300',
 ]
 if importlib.metadata.version('jaxlib').startswith('0.10.'):
   # Newer ones do not know it, and stop at a flag that they do not know.
