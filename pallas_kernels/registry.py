@@ -43,11 +43,6 @@ class Implementation:
   supports: Callable[[Any, Target], str | None] = lambda spec, target: None
 
 
-def of_module(name: str, module) -> Implementation:
-  """The `Implementation` of a module with forward, backward and supports."""
-  return Implementation(name, module.forward, module.backward, module.supports)
-
-
 SPREAD = 'arrays are spread over a mesh: call it in a manual region'
 
 
@@ -59,22 +54,32 @@ def spread(x) -> bool:
   return any(size > 1 and kind != manual for size, kind in kinds)
 
 
-def unfit(
-  spec, target: Target, platform: str, dtypes: tuple[str, ...]
-) -> str | None:
-  """Why a kernel for `platform` cannot run, in one line; None if it may.
+def kernel(platform: str, module) -> Implementation:
+  """The `Implementation` 'pallas_tpu' or 'pallas_gpu' of a kernel's module.
 
-  What every kernel refuses: another platform, a dtype that is not one of
-  `dtypes`, arrays that are spread over a mesh. `spec`: as in Implementation.
+  It refuses another platform, a dtype that is not one of module.DTYPES, arrays
+  that are spread over a mesh, and what module.limits(spec, target) says: the
+  reason in one line, or None. A module may have neither `limits` nor `backward`
+  (no gradient).
   """
-  if target.platform != platform:
-    return f'needs a {platform.upper()}, target is {target.device_kind}'
-  if spec is None:
-    return None
-  if spec.dtype not in dtypes:
-    joint = ' and ' if len(dtypes) == 2 else ', '
-    return f'computes in float32, takes {joint.join(dtypes)}, not {spec.dtype}'
-  return SPREAD if getattr(spec, 'sharded', False) else None
+  limits = getattr(module, 'limits', lambda spec, target: None)
+
+  def supports(spec, target):
+    if target.platform != platform:
+      return f'needs a {platform.upper()}, target is {target.device_kind}'
+    if spec is None:
+      return None
+    if spec.dtype not in module.DTYPES:
+      takes = (' and ' if len(module.DTYPES) == 2 else ', ').join(module.DTYPES)
+      return f'computes in float32, takes {takes}, not {spec.dtype}'
+    if getattr(spec, 'sharded', False):
+      return SPREAD
+    return limits(spec, target)
+
+  backward = getattr(module, 'backward', None)
+  return Implementation(
+    f'pallas_{platform}', module.forward, backward, supports
+  )
 
 
 _CONFIG: Any = jax.config  # type checkers do not know its options

@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from paraxis.pallas_kernels import registry
 
 MISSING = 'tokamax is not installed: pip install tokamax'
-LANES = 128
 _DTYPES = {
   'mosaic_tpu': ('bfloat16', 'float32'),
   'mosaic_gpu': ('bfloat16', 'float16'),
@@ -49,15 +48,15 @@ def form(target):
   return 'xla' if target.platform == 'cpu' else None
 
 
-def _unfit(dtype, target):
-  """Why no kernel of tokamax runs on a target, or None. dtype: or None."""
+def unfit(spec, target):
+  """Why no kernel of tokamax runs a call on a target, or None."""
   if importlib.util.find_spec('tokamax') is None:
     return MISSING
   name = form(target)
   if name is None:
     return f'tokamax has no kernel for {target.device_kind}'
-  if dtype is not None and dtype not in _DTYPES[name]:
-    return f'{name} takes {" and ".join(_DTYPES[name])}, not {dtype}'
+  if spec is not None and spec.dtype not in _DTYPES[name]:
+    return f'{name} takes {" and ".join(_DTYPES[name])}, not {spec.dtype}'
   return None
 
 
@@ -75,28 +74,6 @@ def load(name='tokamax'):
 
 def _ops(name):
   return load(f'tokamax._src.ops.{name}')
-
-
-def attention_supports(spec, target):
-  """None, or the reason in one line why tokamax's attention cannot run."""
-  reason = _unfit(spec and spec.dtype, target)
-  if reason or spec is None:
-    return reason
-  if spec.sharded:
-    return registry.SPREAD
-  if spec.segments or spec.order:
-    return 'takes neither segments nor an order without a T x S mask'
-  if spec.v and spec.v[-1] != spec.k[-1]:
-    return f'takes one head size, not {spec.k[-1]} and {spec.v[-1]}'
-  if spec.mask.window and not spec.mask.causal:
-    return 'takes a window only together with a causal mask'
-  if target.platform == 'tpu':
-    if spec.mask.window:
-      return 'has no window on TPU'
-    for length in (spec.q[1], spec.k[1]):
-      if length % LANES:
-        return f'length {length} is not a multiple of {LANES}'
-  return None
 
 
 def attention(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
@@ -120,30 +97,16 @@ def attention(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
   return o.astype(v_BSKH.dtype), lse.astype(jnp.float32).swapaxes(1, 2)
 
 
-def product_supports(spec, target):
-  """None, or the reason in one line why its grouped product cannot run."""
-  return _unfit(spec and spec.dtype, target)
+def product(a_SD, b, sizes_E, size, dtype, **dimensions):
+  """y_SF, or dW_EDF with the numbers of its dimensions; see matmul/grouped.py.
 
-
-def _product(a, b, sizes_E, dtype, dimensions):
-  api = _ops('ragged_dot.api')
-  options = {}
-  if dimensions is not None:
-    options = dict(ragged_dot_dimension_numbers=dimensions)
-  call = api.ragged_dot if dimensions is None else api.ragged_dot_general
-  return call(
-    jnp.asarray(a), jnp.asarray(b), group_sizes=sizes_E,
-    preferred_element_type=dtype,
-    implementation=form(registry.current_target()), **options,
-  )  # fmt: skip
-
-
-def product(x_SD, w_EDF, sizes_E, size, dtype):
-  """y_SF by tokamax; see matmul/grouped.py."""
+  dimensions: ragged_dot_dimension_numbers of the product over rows, or none.
+  """
   del size
-  return _product(x_SD, w_EDF, sizes_E, dtype, None)
-
-
-def gradient(x_SD, g_SF, sizes_E, dtype, dimensions):
-  """dW_EDF by tokamax. dimensions: of the product over rows."""
-  return _product(x_SD, g_SF, sizes_E, dtype, dimensions)
+  api = _ops('ragged_dot.api')
+  call = api.ragged_dot_general if dimensions else api.ragged_dot
+  return call(
+    jnp.asarray(a_SD), jnp.asarray(b), group_sizes=sizes_E,
+    preferred_element_type=dtype,
+    implementation=form(registry.current_target()), **dimensions,
+  )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Shared by the ops: the score of a hidden pair, varying mesh axes of arrays.
+"""Shared by the ops: scores of hidden pairs, padding, varying mesh axes.
 
 In shard_map with check_vma jax tracks over which mesh axes a value differs
 between devices; operands and the carry of a scan must agree on them. Outside of
@@ -33,6 +33,15 @@ def vary(x: jax.Array, axes: frozenset) -> jax.Array:
 def like(x: jax.Array, fill, dtype) -> jax.Array:
   """A constant with x's shape, sharding and varying axes (a scan carry)."""
   return vary(jnp.full_like(x, fill, dtype=dtype), jax.typeof(x).mat.varying)
+
+
+def pad(x: jax.Array, length: int, axis: int = 1, fill: float = 0) -> jax.Array:
+  """Appends `fill` on an axis up to `length`."""
+  if x.shape[axis] == length:
+    return x
+  width = [(0, 0)] * x.ndim
+  width[axis] = 0, length - x.shape[axis]
+  return jnp.pad(x, width, constant_values=fill)
 
 
 def result(x: jax.Array, shape: Iterable[int], dtype) -> jax.ShapeDtypeStruct:

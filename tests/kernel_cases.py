@@ -1,46 +1,66 @@
-"""What tests of kernels share: targets, errors, interpreters, compilers."""
+"""What tests of kernels share: targets, gradients, regions, errors."""
 
 import functools
 
 import jax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
 import numpy as np
-import pytest
 
 from paraxis.pallas_kernels import registry
-from paraxis.sharding.meter import aot
+from paraxis.sharding.meter import hlo
 
 CPU = registry.Target('cpu', 'cpu')
 TPU = registry.Target('tpu', 'TPU v5 lite')
 GPU = registry.Target('gpu', 'NVIDIA H200 141GB HBM3e')
-ONE_TPU = 'v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1'
-ONE_GPU = 'h100:1', 'h200:1'
-# How often a compiled text calls kernels of ours.
+# What a compiled text has once for every kernel that it calls on a TPU.
 TPU_CALL = 'custom_call_target="tpu_custom_call"'
-GPU_CALL = '__gpu$xla.gpu.triton'
+# A TPU's semantics: memory starts as NaN; reads and writes must not race.
+STRICT = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
 
 
-def compiles(platform):
-  """Decorator of a test that compiles for 'tpu' or 'cuda'."""
-  lacking = aot.missing(platform)
-  skip = pytest.mark.skipif(bool(lacking), reason=str(lacking))
-  return lambda test: pytest.mark.aot(skip(test))
+def races():
+  """Whether a kernel that was interpreted with STRICT had a race."""
+  return interpret_pallas_call.races.races_found
 
 
-def compile_on(name, function, *shapes):
-  """function, compiled ahead of time for one device of a topology.
+def with_gradients(run, arrays, cotangents):
+  """(*results, *gradients of arrays) of run(*arrays), one program."""
+
+  @jax.jit
+  def both(arrays, cotangents):
+    out, back = jax.vjp(run, *arrays)
+    return *out, *back(cotangents)
+
+  return both(tuple(arrays), tuple(cotangents))
+
+
+def on_mesh(run, mesh, args, specs, out=None):
+  """Results of run(*args) on a mesh, whose devices exchange nothing.
 
   Args:
-    shapes: pytrees of jax.ShapeDtypeStruct without sharding.
-
-  Returns:
-    (jax.stages.Compiled, jax.stages.Traced).
+    specs: PartitionSpecs of args. out: those of the results of a manual region;
+      None: there is none, and axes are Explicit.
   """
-  topology = aot.topology(name)
-  one = jax.sharding.SingleDeviceSharding(topology.devices[0])
-  put = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)
-  with topology.context():
-    traced = jax.jit(function).trace(*jax.tree.map(put, shapes))
-  return aot.compile_for(topology, 'kernel', traced), traced
+  with jax.set_mesh(mesh):
+    if out is not None:
+      run = jax.shard_map(run, in_specs=specs, out_specs=out)
+    placed = jax.device_put(args, specs)
+    program = jax.jit(run).lower(*placed).compile()
+    assert hlo.collectives(program.as_text(), mesh) == []
+    return program(*placed)
+
+
+def shapes_in_region(run, *arrays):
+  """Shapes of run's results where four devices have the rows of all arrays.
+
+  Traced with checked types: every result varies over devices as the arrays do.
+  """
+  rows = jax.P('data')
+  with jax.set_mesh(jax.make_mesh((4,), ('data',), devices=jax.devices()[:4])):
+    local = jax.shard_map(run, in_specs=rows, out_specs=rows)
+    found = jax.eval_shape(local, *jax.device_put(arrays, rows))
+  return [x.shape for x in found]
 
 
 def with_options(name, module, **options):

@@ -28,18 +28,20 @@ from paraxis.pallas_kernels.attention import blocks
 LANES = 128
 
 
-def _unfit(spec, dtypes):
-  """Why neither kernel can run, in one line, or None."""
-  if spec.dtype not in dtypes:
-    return f'takes {" and ".join(dtypes)}, not {spec.dtype}'
+def _unfit(spec, target):
+  """What none of them takes, in one line, or None."""
   if spec.sharded:
     return registry.SPREAD
   if spec.order:
     return 'takes no order: queries and keys are 0, 1, 2, ...'
   if spec.mask.window and not spec.mask.causal:
     return 'takes a window only together with a causal mask'
-  if spec.v and spec.v[-1] != spec.k[-1]:
-    return f'takes one head size, not {spec.k[-1]} and {spec.v[-1]}'
+  if len({*spec.heads}) > 1:
+    return f'takes one head size, not {spec.heads[0]} and {spec.heads[1]}'
+  if target.platform == 'tpu':
+    for length in (spec.q[1], spec.k[1]):
+      if length % LANES:
+        return f'length {length} is not a multiple of {LANES}'
   return None
 
 
@@ -49,10 +51,9 @@ def splash_supports(spec, target):
     return f'needs a TPU, target is {target.device_kind}'
   if spec is None:
     return None
-  for length in (spec.q[1], spec.k[1]):
-    if length % LANES:
-      return f'length {length} is not a multiple of {LANES}'
-  return _unfit(spec, ('bfloat16', 'float32'))
+  if spec.dtype not in ('bfloat16', 'float32'):
+    return f'takes bfloat16 and float32, not {spec.dtype}'
+  return _unfit(spec, target)
 
 
 def splash(
@@ -101,13 +102,15 @@ def cudnn_supports(spec, target):
     return f'needs an NVIDIA GPU, target is {target.device_kind}'
   if spec is None:
     return None
+  if spec.dtype not in ('bfloat16', 'float16'):
+    return f'takes bfloat16 and float16, not {spec.dtype}'
   if spec.segments:
     return 'takes no segments as an array'
   if spec.mask.softcap:
     return 'has no softcap'
   if spec.q[-1] % 8 or spec.q[-1] > 128:
     return f'head size {spec.q[-1]}: takes multiples of 8 up to 128'
-  return _unfit(spec, ('bfloat16', 'float16'))
+  return _unfit(spec, target)
 
 
 def cudnn_attention(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
@@ -131,13 +134,22 @@ def cudnn_attention(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
   return o, lse.astype(jnp.float32).transpose(0, 2, 1)
 
 
+def tokamax_supports(spec, target):
+  """None, or one line that says why tokamax's attention cannot run."""
+  reason = tokamax_adapter.unfit(spec, target)
+  if reason or spec is None:
+    return reason
+  if spec.segments or spec.order:
+    return 'takes neither segments nor an order without a T x S mask'
+  if target.platform == 'tpu' and spec.mask.window:
+    return 'has no window on TPU'
+  return _unfit(spec, target)
+
+
 IMPLEMENTATIONS = (
   registry.Implementation('splash', splash, None, splash_supports),
   registry.Implementation('cudnn', cudnn_attention, None, cudnn_supports),
   registry.Implementation(
-    'tokamax',
-    tokamax_adapter.attention,
-    None,
-    tokamax_adapter.attention_supports,
+    'tokamax', tokamax_adapter.attention, None, tokamax_supports
   ),
 )

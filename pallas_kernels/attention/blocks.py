@@ -70,6 +70,14 @@ class Launch(NamedTuple):
 DEFAULT = Launch()
 
 
+class QueryRows(NamedTuple):
+  """Of every query, for the backward pass: lse_BTN, delta_BTN, do_BTNV."""
+
+  lse: Any
+  delta: Any
+  do: Any
+
+
 class Call(NamedTuple):
   """The properties of a call that the size of a block depends on.
 
@@ -326,13 +334,9 @@ def base2(lse):
 # ------------------------------------------------------------------- the call
 
 
-def pad(x, length, axis, fill=0.0):
-  """Appends `fill` on an axis up to `length`."""
-  if x.shape[axis] == length:
-    return x
-  width = [(0, 0)] * x.ndim
-  width[axis] = 0, length - x.shape[axis]
-  return jnp.pad(x, width, constant_values=fill)
+def line(x_BTN, length, fill=0.0):
+  """(B, N, padded T)."""
+  return varying.pad(x_BTN.transpose(0, 2, 1), length, 2, fill)
 
 
 def cost(which, plan_, q_BTNH, v_BSKV):

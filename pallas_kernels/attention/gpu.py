@@ -29,7 +29,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
-from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import blocks
 
@@ -38,15 +37,12 @@ LEAST, MOST_HEAD_SIZE = 16, 128  # powers of two; larger ones spill registers
 MOST_NUMBERS = 2**31 - 1  # offsets are 32-bit
 
 
-def supports(spec, target):
-  """None, or the reason in one line why the kernels cannot run."""
-  reason = registry.unfit(spec, target, 'gpu', DTYPES)
-  if reason or spec is None:
-    return reason
-  sizes = {spec.q[-1], spec.v[-1] if spec.v else spec.k[-1]}
-  if any(h & (h - 1) or not LEAST <= h <= MOST_HEAD_SIZE for h in sizes):
+def limits(spec, target):
+  """None, or what else the kernels cannot take (registry.kernel)."""
+  del target
+  if any(h & (h - 1) or not LEAST <= h <= MOST_HEAD_SIZE for h in spec.heads):
     return (
-      f'head size {max(sizes)}: takes powers of two from {LEAST} to '
+      f'head size {max(spec.heads)}: takes powers of two from {LEAST} to '
       f'{MOST_HEAD_SIZE}'
     )
   if max(math.prod(spec.q), math.prod(spec.k)) > MOST_NUMBERS:
@@ -221,9 +217,8 @@ def _by_query(which, kernel, plan, arrays, launch):
   )(q, k, v, *_infos(plan), *rest, *blocks.lists(plan.kinds))
 
 
-def _by_key(kernel, plan, arrays, launch):
-  """dkv: arrays are q, k, v, do, lse, delta."""
-  q, k, v, do, lse, delta = arrays
+def _by_key(plan, launch, q, k, v, do, lse, delta):
+  """dkv."""
   (b, tp, n, h), (_, sp, kv, width) = q.shape, v.shape
   groups = n // kv
   own = lambda size: pl.BlockSpec(
@@ -239,7 +234,7 @@ def _by_key(kernel, plan, arrays, launch):
   specs = [whole(h), own(h), own(width), *infos, whole(width), lines, lines]
   inputs = (heads(q), k, v, *_infos(plan), heads(do), rows(lse), rows(delta))
   return pl.pallas_call(
-    functools.partial(kernel, plan),
+    functools.partial(_dkv_kernel, plan),
     grid=(sp // plan.block_k, kv, b),
     in_specs=[*specs, *listed],
     out_specs=[own(h), own(width)],
@@ -252,11 +247,6 @@ def _infos(plan):
   return jnp.asarray(plan.q_info), jnp.asarray(plan.k_info)
 
 
-def _line(x_BTN, length, fill=0.0):
-  """(B, N, padded T)."""
-  return blocks.pad(x_BTN.transpose(0, 2, 1), length, 2, fill)
-
-
 def forward(
   q_BTNH, k_BSKH, v_BSKV, segments, order, mask, launch=blocks.DEFAULT
 ):
@@ -266,7 +256,7 @@ def forward(
   plan = _plan('forward', arrays, segments, order, mask, launch)
   tp, sp = plan.padded
   q, k, v = (
-    blocks.pad(x, n, 1) for x, n in ((q_BTNH, tp), (k_BSKH, sp), (v_BSKV, sp))
+    varying.pad(x, n, 1) for x, n in ((q_BTNH, tp), (k_BSKH, sp), (v_BSKV, sp))
   )
   o, lse = _by_query('forward', _forward_kernel, plan, (q, k, v), launch)
   return o[:, :t], lse[:, :, :t].transpose(0, 2, 1)
@@ -275,20 +265,20 @@ def forward(
 def backward(
   q_BTNH, k_BSKH, v_BSKV, segments, order, mask, rows, launch=blocks.DEFAULT
 ):
-  """-> (dq, dk, dv) from rows = (lse_BTN, delta_BTN, do_BTNV)."""
-  lse, delta, do = rows
+  """-> (dq, dk, dv); rows: blocks.QueryRows."""
   t, s = q_BTNH.shape[1], k_BSKH.shape[1]
 
   def prepare(which):
     arrays = q_BTNH, k_BSKH, v_BSKV
     plan = _plan(which, arrays, segments, order, mask, launch)
     tp, sp = plan.padded
-    q, do_ = (blocks.pad(x, tp, 1) for x in (q_BTNH, do))
-    k, v = (blocks.pad(x, sp, 1) for x in (k_BSKH, v_BSKV))
+    q, do = (varying.pad(x, tp, 1) for x in (q_BTNH, rows.do))
+    k, v = (varying.pad(x, sp, 1) for x in (k_BSKH, v_BSKV))
     # Rows past the end contribute nothing.
-    lines = _line(blocks.base2(lse), tp, -blocks.NEG), _line(delta, tp)
-    return plan, (q, k, v, do_, *lines)
+    lse = blocks.line(blocks.base2(rows.lse), tp, -blocks.NEG)
+    return plan, (q, k, v, do, lse, blocks.line(rows.delta, tp))
 
   (dq,) = _by_query('dq', _dq_kernel, *prepare('dq'), launch)
-  dk, dv = _by_key(_dkv_kernel, *prepare('dkv'), launch)
+  plan, arrays = prepare('dkv')
+  dk, dv = _by_key(plan, launch, *arrays)
   return dq[:, :t], dk[:, :s], dv[:, :s]

@@ -5,8 +5,8 @@
 
 An implementation is two pure functions, without autodiff:
   forward(q, k, v, segments, order, mask) -> (o, lse)
-  backward(q, k, v, segments, order, mask, (lse, delta, do)) -> (dq, dk, dv)
-    with p = e^(s - lse), ds = p (do.v - delta)
+  backward(q, k, v, segments, order, mask, QueryRows(lse, delta, do)) ->
+    (dq, dk, dv), with p = e^(s - lse), ds = p (do.v - delta)
 The op owns the one rule that joins them, delta = sum_h o do - dlse, so that no
 kernel needs code for the gradient of lse (FlashAttention-2, arXiv:2307.08691,
 section 3.1; the dlse term follows from d lse / d s = p). Residuals: q, k, v, o,
@@ -45,6 +45,7 @@ from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import adapters as attention_adapters
+from paraxis.pallas_kernels.attention import blocks as attention_blocks
 from paraxis.pallas_kernels.attention import gpu as attention_gpu
 from paraxis.pallas_kernels.attention import tpu as attention_tpu
 from paraxis.pallas_kernels.attention import xla as attention_xla
@@ -100,8 +101,13 @@ class AttentionSpec:
   v: tuple[int, ...] = ()  # B, S, K, head size of values; () = as k
   sharded: bool = False
 
+  @property
+  def heads(self):
+    """Head sizes (of q and k, of v)."""
+    return self.k[-1], (self.v or self.k)[-1]
 
-def check(op, q_BTNH, k_BSKH, v_BSKH, mask, segments, order):
+
+def check(op, q_BTNH, k_BSKH, v_BSKH, mask, segments, order, sinks_N=None):
   """Raises errors.UserError, with both numbers, if the shapes do not fit."""
   b, t, n, h = q_BTNH.shape
   s, kv = k_BSKH.shape[1:3]
@@ -126,14 +132,10 @@ def check(op, q_BTNH, k_BSKH, v_BSKH, mask, segments, order):
         f'{op}: {name} have shapes {pair[0].shape} and {pair[1].shape}, '
         f'expected {(b, t)} and {(b, s)}'
       )
-
-
-def check_sinks(op, q_BTNH, sinks_N):
-  """Raises errors.UserError unless there is one sink per query head."""
-  if sinks_N is not None and sinks_N.shape != q_BTNH.shape[2:3]:
+  if sinks_N is not None and sinks_N.shape != (n,):
     raise errors.UserError(
       f'{op}: sinks have shape {sinks_N.shape}, expected one for each of the '
-      f'{q_BTNH.shape[2]} query heads'
+      f'{n} query heads'
     )
 
 
@@ -212,8 +214,7 @@ def attention(
     errors.UserError: shapes that do not fit, or an implementation that cannot
       run here.
   """
-  check('attention', q_BTNH, k_BSKH, v_BSKH, mask, segments, order)
-  check_sinks('attention', q_BTNH, sinks_N)
+  check('attention', q_BTNH, k_BSKH, v_BSKH, mask, segments, order, sinks_N)
   spec = spec_of(q_BTNH, k_BSKH, mask, segments, order, v_BSKH)
   chosen = choose(impl, spec)
   arrays = varying.same((q_BTNH, k_BSKH, v_BSKH, segments, order, sinks_N))
@@ -221,7 +222,9 @@ def attention(
 
 
 def with_sinks(o_BTNH, lse_BTN, sinks_N):
-  """(o, lse) of rows that also see their head's sink."""
+  """(o, lse) of rows that also see their head's sink; None: as they are."""
+  if sinks_N is None:
+    return o_BTNH, lse_BTN
   sinks = sinks_N.astype(lse_BTN.dtype)
   # A row that sees nothing: o is 0, whatever e^(NEG - lse') is.
   lse = jnp.logaddexp(lse_BTN, sinks)
@@ -235,22 +238,21 @@ def _attention(chosen, mask, q, k, v, segments, order, sinks) -> Any:
 
 
 def _forward(chosen, mask, q, k, v, segments, order, sinks):
-  o, lse = chosen[0].forward(q, k, v, segments, order, mask)
-  if sinks is not None:
-    o, lse = with_sinks(o, lse, sinks)
+  out = chosen[0].forward(q, k, v, segments, order, mask)
+  out = with_sinks(*out, sinks)
   # Named here, where they are residuals: a policy that keeps them never runs
   # the forward kernel again.
-  o, lse = (checkpoint_name(x, 'attention') for x in (o, lse))
-  return (o, lse), (q, k, v, segments, order, sinks, o, lse)
+  o, lse = (checkpoint_name(x, 'attention') for x in out)
+  return (o, lse), ((q, k, v, segments, order), sinks, o, lse)
 
 
 def _backward(chosen, mask, residuals, cotangents):
-  q, k, v, segments, order, sinks, o, lse = residuals
+  given, sinks, o, lse = residuals
   do, dlse = cotangents
   wide = lse.dtype
   delta = (o.astype(wide) * do.astype(wide)).sum(-1) - dlse
-  rows = lse, delta, do
-  grads = chosen[1].backward(q, k, v, segments, order, mask, rows)
+  rows = attention_blocks.QueryRows(lse, delta, do)
+  grads = chosen[1].backward(*given, mask, rows)
   dsinks = None
   if sinks is not None:
     p = jnp.exp(sinks.astype(wide) - lse)  # the sink's weight in each row
@@ -262,8 +264,8 @@ _attention.defvjp(_forward, _backward)
 
 registry.register(
   'attention',
-  registry.of_module('pallas_tpu', attention_tpu),
-  registry.of_module('pallas_gpu', attention_gpu),
+  registry.kernel('tpu', attention_tpu),
+  registry.kernel('gpu', attention_gpu),
   registry.Implementation('xla', attention_xla.forward, attention_xla.backward),
   *attention_adapters.IMPLEMENTATIONS,
 )

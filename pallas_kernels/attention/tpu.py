@@ -31,7 +31,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import blocks
 
@@ -42,19 +41,14 @@ MOST_HEAD_SIZE = 256
 MOST_ENTRIES = 3 * 2**16
 
 
-def supports(spec, target):
-  """None, or the reason in one line why the kernels cannot run."""
-  reason = registry.unfit(spec, target, 'tpu', DTYPES)
-  if reason or spec is None:
-    return reason
-  sizes = {spec.q[-1], spec.v[-1] if spec.v else spec.k[-1]}
-  if max(sizes) > MOST_HEAD_SIZE or any(h % 8 for h in sizes):
-    return (
-      f'head size {max(sizes)}: takes multiples of 8 up to {MOST_HEAD_SIZE}'
-    )
+def limits(spec, target):
+  """None, or what else the kernels cannot take (registry.kernel)."""
+  head = max(spec.heads)
+  if head > MOST_HEAD_SIZE or any(h % 8 for h in spec.heads):
+    return f'head size {head}: takes multiples of 8 up to {MOST_HEAD_SIZE}'
   mask = spec.mask
   masked = bool(mask.causal or mask.window > 0 or spec.segments)
-  call = blocks.Call(max(sizes), spec.dtype, masked, target.device_kind)
+  call = blocks.Call(head, spec.dtype, masked, target.device_kind)
   for which in ('forward', 'dq', 'dkv'):
     entries, side = _entries(spec, blocks.choose('tpu', which, call).block)
     if side >= blocks.MOST_COLUMNS or entries > MOST_ENTRIES:
@@ -233,18 +227,16 @@ class _Inputs(NamedTuple):
   lse: Any
   delta: Any
 
+  def slopes(self, grid, partial):
+    """(p, ds), each (keys, queries), of the blocks (q, k, do), which follow.
 
-def _slopes(grid, x, partial):
-  """(p, ds), each (keys, queries), and the blocks (q, k, do) they are made of.
-
-  Args:
-    x: _Inputs. partial: may some pairs of the block be hidden?
-  """
-  q, k, v, do = x.q[0, 0], x.k[0, 0], x.v[0, 0], x.do[0, 0]
-  s, slope = _scores(grid, q, k, x.q_info, x.k_info, partial)
-  p = jnp.exp2(s - x.lse[0, 0])
-  ds = p * (blocks.dot(v, do, blocks.NT) - x.delta[0, 0])
-  return p, ds if slope is None else ds * slope, (q, k, do)
+    partial: may some pairs of the block be hidden?
+    """
+    q, k, v, do = (ref[0, 0] for ref in (self.q, self.k, self.v, self.do))
+    s, slope = _scores(grid, q, k, self.q_info, self.k_info, partial)
+    p = jnp.exp2(s - self.lse[0, 0])
+    ds = p * (blocks.dot(v, do, blocks.NT) - self.delta[0, 0])
+    return p, ds if slope is None else ds * slope, (q, k, do)
 
 
 def _dq_kernel(grid, table, *refs):
@@ -256,7 +248,7 @@ def _dq_kernel(grid, table, *refs):
     dq_s[...] = jnp.zeros_like(dq_s)
 
   def step(partial):
-    _, ds, (_, kj, _) = _slopes(grid, _Inputs(*inputs), partial)
+    _, ds, (_, kj, _) = _Inputs(*inputs).slopes(grid, partial)
     dq_s[...] += blocks.dot(ds.astype(kj.dtype), kj, blocks.TN)
 
   grid.branches(entry, step)
@@ -276,7 +268,7 @@ def _dkv_kernel(grid, table, *refs):
     dv_s[...] = jnp.zeros_like(dv_s)
 
   def step(partial):
-    p, ds, (qi, _, do) = _slopes(grid, _Inputs(*inputs), partial)
+    p, ds, (qi, _, do) = _Inputs(*inputs).slopes(grid, partial)
     dv_s[...] += blocks.dot(p.astype(do.dtype), do, blocks.NN)
     dk_s[...] += blocks.dot(ds.astype(qi.dtype), qi, blocks.NN)
 
@@ -300,12 +292,7 @@ def _plan(which, arrays, segments, order, mask, launch):
 
 
 def _heads_first(x_BTNH, length):
-  return blocks.pad(x_BTNH.transpose(0, 2, 1, 3), length, 2)
-
-
-def _line(x_BTN, length, fill=0.0):
-  """(B, N, 1, padded T)."""
-  return blocks.pad(x_BTN.transpose(0, 2, 1), length, 2, fill)[:, :, None]
+  return varying.pad(x_BTNH.transpose(0, 2, 1, 3), length, 2)
 
 
 def _tokens_first(x_BNTH, length):
@@ -335,8 +322,7 @@ def forward(
 def backward(
   q_BTNH, k_BSKH, v_BSKV, segments, order, mask, rows, launch=blocks.DEFAULT
 ):
-  """-> (dq, dk, dv) from rows = (lse_BTN, delta_BTN, do_BTNV)."""
-  lse, delta, do = rows
+  """-> (dq, dk, dv); rows: blocks.QueryRows."""
   t, s = q_BTNH.shape[1], k_BSKH.shape[1]
 
   def gradients(which, kernel):
@@ -344,10 +330,11 @@ def backward(
     plan = _plan(which, arrays, segments, order, mask, launch)
     grid = _Grid(which, plan, q_BTNH, v_BSKV)
     tp, sp = plan.padded
-    q, do_first = _heads_first(q_BTNH, tp), _heads_first(do, tp)
+    q, do_first = _heads_first(q_BTNH, tp), _heads_first(rows.do, tp)
     k, v = _heads_first(k_BSKH, sp), _heads_first(v_BSKV, sp)
     # Rows past the end contribute nothing.
-    lines = _line(blocks.base2(lse), tp, -blocks.NEG), _line(delta, tp)
+    lse = blocks.line(blocks.base2(rows.lse), tp, -blocks.NEG)
+    delta = blocks.line(rows.delta, tp)
     h, width = q.shape[-1], v.shape[-1]
     if which == 'dq':
       results = [(q.shape, q.dtype, grid.rows(h))]
@@ -358,7 +345,7 @@ def backward(
         (v.shape, v.dtype, grid.columns(width)),
       ]
       scratch = [(plan.block_k, h), (plan.block_k, width)]
-    arrays = (q, k, v, do_first, *lines)
+    arrays = (q, k, v, do_first, lse[:, :, None], delta[:, :, None])
     return grid.run(kernel, arrays, results, scratch, launch)
 
   (dq,) = gradients('dq', _dq_kernel)

@@ -63,14 +63,6 @@ def visible_pairs(mask, count_q, count_k, block, aligned):
   return np.array(out, np.int32)
 
 
-def _pad(x, length):
-  """Appends zeros on axis 1 up to `length`."""
-  n = length - x.shape[1]
-  if n == 0:
-    return x
-  return jnp.pad(x, [(0, 0), (0, n)] + [(0, 0)] * (x.ndim - 2))
-
-
 def cut(x, i, n, axis):
   """Block i of n numbers along an axis."""
   return jax.lax.dynamic_slice_in_dim(x, i * n, n, axis)
@@ -278,7 +270,7 @@ def to_rows(x, kv_heads, length=None):
   """(B, T, N, ...) -> (B, K, G, T, ...), zeros appended up to `length`."""
   b, t, n, *rest = x.shape
   x = x.reshape(b, t, kv_heads, n // kv_heads, *rest)
-  return _pad(x, length or t).transpose(0, 2, 3, 1, *range(4, x.ndim))
+  return varying.pad(x, length or t).transpose(0, 2, 3, 1, *range(4, x.ndim))
 
 
 def from_rows(x, length=None):
@@ -290,7 +282,7 @@ def from_rows(x, length=None):
 
 def to_cols(x_BSKH, length=None):
   """(B, S, K, H) -> (B, K, S, H), zeros appended up to `length`."""
-  return _pad(x_BSKH, length or x_BSKH.shape[1]).transpose(0, 2, 1, 3)
+  return varying.pad(x_BSKH, length or x_BSKH.shape[1]).transpose(0, 2, 1, 3)
 
 
 def from_cols(x_BKSH, length=None):
@@ -302,7 +294,7 @@ def _plan(t, s, segments, order, mask):
   """-> (padded T, padded S, Walk) of a call on one device."""
   (bq, nq), (bk, nk) = (block_size(n, mask.block) for n in (t, s))
   tp, sp = bq * nq, bk * nk
-  pad = lambda x: x and (_pad(x[0], tp), _pad(x[1], sp))
+  pad = lambda x: x and (varying.pad(x[0], tp), varying.pad(x[1], sp))
   pairs = visible_pairs(mask, nq, nk, bq, order is None)
   length = None if s == sp else s
   return tp, sp, Walk(pairs, bq, bk, pad(segments), pad(order), length)

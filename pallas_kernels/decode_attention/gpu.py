@@ -17,17 +17,17 @@ size, P = B + W pieces, W workers.
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
-from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
+from paraxis.pallas_kernels.attention import blocks
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 
-LOG2E = math.log2(math.e)
 TILE = 64  # slots
 WARPS, STAGES = 4, 3
 # Programs that a processor runs at once, times processors (132 on Hopper).
@@ -38,12 +38,10 @@ DTYPES = 'bfloat16', 'float16', 'float32'
 MOST_ELEMENTS = 2**31  # of a cache: an address is counted in 32 bits
 
 
-def supports(spec, target):
-  """None, or the reason in one line why the kernel cannot run."""
-  reason = registry.unfit(spec, target, 'gpu', DTYPES)
-  if reason or spec is None:
-    return reason
-  for h in (spec.k[-1], spec.v[-1]):
+def limits(spec, target):
+  """None, or what else the kernel cannot take (registry.kernel)."""
+  del target
+  for h in spec.heads:
     if h < 16 or h & (h - 1):
       return f'head size {h}: takes powers of two from 16 on'
   size = max(math.prod(spec.k), math.prod(spec.v))
@@ -57,81 +55,75 @@ def workers(kv_heads):
   return max(1, PROGRAMS // kv_heads)
 
 
-def _dot(x, y):
-  """In whole float32 if that is what they are in."""
-  high = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-  return jnp.dot(x, y, precision=high, preferred_element_type=jnp.float32)
+class _Row(NamedTuple):
+  """One row of the cache: references to k and v, its number and its queries."""
 
+  k: Any
+  v: Any
+  number: Any
+  q: Any
+  mask: Any
+  tile: int
 
-def _rows(group):
-  return max(16, pl.next_power_of_2(group))
+  def fold(self, j, carry, valid=None):
+    """(o, maximum, sum) with tile j; valid: None or (begin, end) of slots."""
+    acc, m, total = carry
+    ok = None
+    if valid is not None:
+      slot = j * self.tile + jnp.arange(self.tile)
+      ok = (slot >= valid[0]) & (slot < valid[1])
 
+    def load(ref):
+      here = ref.at[self.number, pl.ds(j * self.tile, self.tile), :]
+      if ok is None:
+        return plgpu.load(here)
+      return plgpu.load(here, mask=ok[:, None], other=0.0)
 
-def _fold(refs, row, q, j, carry, *, mask, tile, valid=None):
-  """Tile j of a row; valid: (begin, end) of slots, None if all are."""
-  acc, m, total = carry
-  ok = None
-  if valid is not None:
-    slot = j * tile + jnp.arange(tile)
-    ok = (slot >= valid[0]) & (slot < valid[1])
-
-  def load(ref):
-    here = ref.at[row, pl.ds(j * tile, tile), :]
-    if ok is None:
-      return plgpu.load(here)
-    return plgpu.load(here, mask=ok[:, None], other=0.0)
-
-  k_ref, v_ref = refs
-  s = _dot(q, load(k_ref).T)
-  if mask.softcap:
-    cap = mask.softcap
-    s = (cap * LOG2E) * jnp.tanh(s * (mask.scale / cap))
-  else:
-    s = s * (mask.scale * LOG2E)
-  if ok is not None:
-    s = jnp.where(ok[None], s, varying.NEG)
-  new = jnp.maximum(m, s.max(1))
-  p, scale = jnp.exp2(s - new[:, None]), jnp.exp2(m - new)
-  v = load(v_ref)
-  acc = acc * scale[:, None] + _dot(p.astype(v.dtype), v)
-  return acc, new, total * scale + p.sum(1)
+    s = blocks.dot(self.q, load(self.k).T, blocks.NN)
+    s, _ = blocks.logits(self.mask, s)
+    if ok is not None:
+      s = jnp.where(ok[None], s, blocks.NEG)
+    new = jnp.maximum(m, s.max(1))
+    p, scale = jnp.exp2(s - new[:, None]), jnp.exp2(m - new)
+    v = load(self.v)
+    acc = acc * scale[:, None]
+    acc += blocks.dot(p.astype(v.dtype), v, blocks.NN)
+    return acc, new, total * scale + p.sum(1)
 
 
 def _kernel(*refs, mask, tile):
   piece, first, end, row, origin, begins, ends, *refs = refs
   q_ref, k_ref, v_ref, o_ref, lse_ref = refs
   w = pl.program_id(0)
-  fold = functools.partial(_fold, (k_ref, v_ref), mask=mask, tile=tile)
 
   def one(p, token):
     r = row[p]
-    valid, q = (begins[r], ends[r]), q_ref[r]
+    valid = begins[r], ends[r]
+    one_row = _Row(k_ref, v_ref, r, q_ref[r], mask, tile)
     begin, stop = first[p] - origin[p], end[p] - origin[p]
     # Is the first tile not whole, and the last if it is another?
     count = lambda x: x.astype(jnp.int32)
     head = count((begin < stop) & (begin * tile < valid[0]))
     tail = count((begin + head < stop) & (stop * tile > valid[1]))
-    rows = q.shape[0]
+    rows = one_row.q.shape[0]
     carry = (
       jnp.zeros((rows, v_ref.shape[-1]), jnp.float32),
-      jnp.full((rows,), varying.FLOOR, jnp.float32),
+      jnp.full((rows,), blocks.FLOOR, jnp.float32),
       jnp.zeros((rows,), jnp.float32),
     )
-    carry = jax.lax.fori_loop(
-      begin + head, stop - tail, lambda j, c: fold(r, q, j, c), carry
-    )
+    carry = jax.lax.fori_loop(begin + head, stop - tail, one_row.fold, carry)
     edge = lambda i: jnp.where(i == 0, begin, stop - 1)
     acc, m, total = jax.lax.fori_loop(
       1 - head,
       1 + tail,
-      lambda i, c: fold(r, q, edge(i), c, valid=valid),
+      lambda i, c: one_row.fold(edge(i), c, valid),
       carry,
     )
 
     @pl.when(stop > begin)
     def _():
       o_ref[p] = acc / total[:, None]
-      lse_ref[p] = m / LOG2E + jnp.log(total)
+      lse_ref[p] = m / blocks.LOG2E + jnp.log(total)
 
     return token  # a literal would be no value of Triton's loop
 
@@ -150,7 +142,7 @@ def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):
   w = options.get('workers') or workers(kv)
   plan = decode_schedule.make(ends_B, s, tile, w, begins_B)
   pieces, group = b + w, n // kv
-  rows = _rows(group)
+  rows = max(16, pl.next_power_of_2(group))
   q = q_BNH.reshape(b, kv, group, h)
   q = jnp.pad(q, [(0, 0), (0, 0), (0, rows - group), (0, 0)])
   whole = lambda n: pl.BlockSpec((n,), lambda w, k: (0,))

@@ -78,8 +78,10 @@ def decode_attention(
     errors.UserError: shapes that do not fit, or an implementation that cannot
       run here.
   """
-  attention.check(OP, q_BTNH, k_BSKH, v_BSKH, mask, segments, order)
-  return _run((q_BTNH, k_BSKH, v_BSKH), mask, segments, order, impl, sinks_N)
+  arrays = q_BTNH, k_BSKH, v_BSKH
+  attention.check(OP, *arrays, mask, segments, order, sinks_N)
+  o, lse = _run(*arrays, mask, impl, segments, order)
+  return attention.with_sinks(o, lse, sinks_N)
 
 
 def ragged(
@@ -116,22 +118,21 @@ def ragged(
         'rows'
       )
   arrays, ends_B = (q_BTNH, k_BSKH, v_BSKH), begins_B + lengths_B
-  attention.check(OP, *arrays, mask, None, _orders(ends_B, t, s))
+  attention.check(OP, *arrays, mask, None, _orders(ends_B, t, s), sinks_N)
   if t == 1 and mask.causal:  # the range is all that there is to the mask
     if mask.window:
       begins_B = jnp.maximum(begins_B, ends_B - mask.window)
     mask = dataclasses.replace(mask, causal=False, window=0)
-  return _run(arrays, mask, None, None, impl, sinks_N, (begins_B, ends_B))
+  o, lse = _run(*arrays, mask, impl, ranges=(begins_B, ends_B))
+  return attention.with_sinks(o, lse, sinks_N)
 
 
-def _run(arrays, mask, segments, order, impl, sinks_N, ranges=None):
-  q, k, v = arrays
-  attention.check_sinks(OP, q, sinks_N)
+def _run(q, k, v, mask, impl, segments=None, order=None, ranges=None):
+  """(o, lse) of a checked call, without sinks."""
   spec = attention.spec_of(q, k, mask, segments, order, v)
   spec = DecodeAttentionSpec(**vars(spec), cache=(str(k.dtype), str(v.dtype)))
   chosen = registry.resolve(OP, impl, spec)
-  o, lse = chosen.forward(q, k, v, segments, order, mask, ranges)
-  return (o, lse) if sinks_N is None else attention.with_sinks(o, lse, sinks_N)
+  return chosen.forward(q, k, v, segments, order, mask, ranges)
 
 
 def shared_prefix(
@@ -258,54 +259,39 @@ def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, ranges=None):
   return o.astype(v_BSKH.dtype), top + jnp.log(total)
 
 
-def _kernel(run):
-  """A kernel for one query a row as an implementation of the op."""
+def _kernel(platform, module):
+  """The implementation of the op by a kernel for one query a row."""
+  kernel = registry.kernel(platform, module)
 
-  def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, ranges=None):
-    del segments, order  # such calls are refused by `supports`
+  def run(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, ranges=None):
+    del segments, order  # see supports
     if ranges is None:
       b, s = k_BSKH.shape[:2]
       ranges = jnp.zeros(b, jnp.int32), jnp.full(b, s, jnp.int32)
     arrays = q_BTNH[:, 0], k_BSKH, v_BSKH, *ranges
-    o, lse = run(*varying.same(arrays), mask)
+    o, lse = kernel.forward(*varying.same(arrays), mask)
     return o[:, None].astype(v_BSKH.dtype), lse[:, None]
 
-  return forward
-
-
-def _rows_of_one_query(supports):
-  """`supports` of a kernel, after the limits of both kernels."""
-
-  def both(spec, target):
-    if reason := supports(None, target):
+  def supports(spec, target):
+    reason = kernel.supports(None, target)
+    if reason or spec is None:
       return reason
-    if spec is None:
-      return None
     if spec.q[1] != 1:
       return f'takes one query a row, these are {spec.q[1]}'
     if spec.segments or spec.order:
       return 'takes rows by their lengths (ragged), not segments and order'
     if spec.mask.window:
       return f'takes no window, this is one of {spec.mask.window}'
-    if spec.sharded:
-      return registry.SPREAD
     if set(spec.cache) != {spec.dtype}:
       return f'takes one dtype, q is {spec.dtype}, k and v are {spec.cache}'
-    return supports(spec, target)
+    return kernel.supports(spec, target)
 
-  return both
+  return registry.Implementation(kernel.name, run, None, supports)
 
 
 registry.register(
   OP,
-  *(
-    registry.Implementation(
-      name, _kernel(file.forward), None, _rows_of_one_query(file.supports)
-    )
-    for name, file in (
-      ('pallas_tpu', decode_attention_tpu),
-      ('pallas_gpu', decode_attention_gpu),
-    )
-  ),
+  _kernel('tpu', decode_attention_tpu),
+  _kernel('gpu', decode_attention_gpu),
   registry.Implementation('xla', forward),
 )

@@ -9,7 +9,7 @@ line of n; worker w of W takes tiles
 whatever rows they belong to, so that no worker has more than one tile over
 another (LeanAttention, arXiv:2405.10480, section 4; stream-K,
 arXiv:2301.03598). The starts of rows and of workers cut the line into at most
-B + W pieces: tiles of one row that one worker takes in one go. A piece gives a
+B + W pieces: consecutive tiles of one row on one worker. A piece gives a
 partial (o, lse) in a slot of its own, nothing is added up by two workers, and
 `merge_pieces` joins the slots of a row:
 

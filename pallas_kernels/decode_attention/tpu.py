@@ -23,6 +23,7 @@ heads, H head size, R = tile K rows of a tile, P = B + W pieces, W workers.
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
@@ -31,36 +32,27 @@ import jax.numpy as jnp
 
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
+from paraxis.pallas_kernels.attention import blocks
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 
-LOG2E = math.log2(math.e)
 TILE_BYTES = 2**20  # of k, and again of v; both are held twice
 SCORES = 2**16  # of all heads with some rows, made at once: 256 KiB
-NT = (((1,), (1,)), ((), ()))  # x_ac, y_bc -> z_ab
-NN = (((1,), (0,)), ((), ()))
-
-
 DTYPES = 'bfloat16', 'float32'
 MOST_HEADS = 1024  # query heads; their scores with 64 rows must fit
 MOST_TILES = 2**17  # their table is held in scalar memory
 
 
-def supports(spec, target):
-  """None, or the reason in one line why the kernel cannot run."""
-  reason = registry.unfit(spec, target, 'tpu', DTYPES)
-  if reason or spec is None:
-    return reason
-  b, s, kv, h = spec.k
+def limits(spec, target):
+  """None, or what else the kernel cannot take (registry.kernel)."""
+  del target
+  b, s, kv, _ = spec.k
   if spec.q[2] > MOST_HEADS:
     return f'{spec.q[2]} query heads, at most {MOST_HEADS} fit'
-  tiles = b * -(-s // tile_of(s, kv, max(h, spec.v[-1]), _itemsize(spec)))
+  itemsize = jnp.dtype(spec.dtype).itemsize
+  tiles = b * -(-s // tile_of(s, kv, max(spec.heads), itemsize))
   if tiles > MOST_TILES:
     return f'{tiles} tiles to list, at most {MOST_TILES} fit'
   return None
-
-
-def _itemsize(spec):
-  return jnp.dtype(spec.dtype).itemsize
 
 
 def tile_of(slots, kv_heads, head_size, itemsize):
@@ -75,65 +67,60 @@ def workers(device_kind):
   return 2 if device_kind in ('TPU v4', 'TPU v5') else 1
 
 
-def _scores(q, k, mask):
-  """In base 2: exp2 is what the chip has."""
-  high = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-  s = jax.lax.dot_general(
-    q, k, NT, precision=high, preferred_element_type=jnp.float32
-  )
-  if mask.softcap:
-    cap = mask.softcap
-    return (cap * LOG2E) * jnp.tanh(s * (mask.scale / cap))
-  return s * (mask.scale * LOG2E)
+class _Refs(NamedTuple):
+  """References of a step: inputs, mask of other heads, running softmax."""
 
+  q: Any
+  k: Any
+  v: Any
+  other: Any
+  m: Any
+  total: Any
+  acc: Any
 
-def _fold(refs, scratch, rows, at, valid, mask):
-  """One step of online softmax over `rows` rows of the tile from `at` on.
+  def fold(self, mask, rows, at, valid=None):
+    """One step of online softmax over `rows` rows of the tile from `at` on.
 
-  valid: (first, end) of the rows of the tile that are; None: all.
-  """
-  q_ref, k_ref, v_ref = refs
-  other_ref, m_ref, l_ref, acc_ref = scratch
-  here = pl.ds(at, rows)
-  q, v = q_ref[0], v_ref[0, here, :]
-  s = _scores(q, k_ref[0, here, :], mask) + other_ref[:, :rows]
-  if valid is not None:
+    valid: (first, end) of the rows of the tile that are; None: all.
+    """
+    here = pl.ds(at, rows)
+    q, v = self.q[0], self.v[0, here, :]
+    s = blocks.dot(q, self.k[0, here, :], blocks.NT)
+    s = blocks.logits(mask, s)[0] + self.other[:, :rows]
+    if valid is not None:
 
-    def ok(shape, axis):
-      row = at + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-      return (row >= valid[0]) & (row < valid[1])
+      def ok(shape, axis):
+        row = at + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+        return (row >= valid[0]) & (row < valid[1])
 
-    s = jnp.where(ok(s.shape, 1), s, varying.NEG)
-    v = jnp.where(ok((rows, 1), 0), v, jnp.zeros_like(v))
-  m = m_ref[...]
-  new = jnp.maximum(m, s.max(-1, keepdims=True))
-  p, scale = jnp.exp2(s - new), jnp.exp2(m - new)
-  m_ref[...] = new
-  l_ref[...] = l_ref[...] * scale + p.sum(-1, keepdims=True)
-  high = jax.lax.Precision.HIGHEST if v.dtype == jnp.float32 else None
-  acc_ref[...] = acc_ref[...] * scale + jax.lax.dot_general(
-    p.astype(v.dtype), v, NN, precision=high, preferred_element_type=jnp.float32
-  )
+      s = jnp.where(ok(s.shape, 1), s, blocks.NEG)
+      v = jnp.where(ok((rows, 1), 0), v, jnp.zeros_like(v))
+    m = self.m[...]
+    new = jnp.maximum(m, s.max(-1, keepdims=True))
+    p, scale = jnp.exp2(s - new), jnp.exp2(m - new)
+    self.m[...] = new
+    self.total[...] = self.total[...] * scale + p.sum(-1, keepdims=True)
+    acc = self.acc[...] * scale
+    self.acc[...] = acc + blocks.dot(p.astype(v.dtype), v, blocks.NN)
 
 
 def _kernel(*refs, mask, kv, group, tile):
   worker, piece, first, end, row, origin, begins, ends, *refs = refs
-  *inputs, o_ref, lse_ref, other_ref, m_ref, l_ref, acc_ref = refs
-  scratch = other_ref, m_ref, l_ref, acc_ref
+  *inputs, o_ref, lse_ref = refs[:5]
+  tile_refs = _Refs(*inputs, *refs[5:])
   w = pl.program_id(0)
   t = worker[w] + pl.program_id(1)
-  rows = inputs[1].shape[1]
-  step = other_ref.shape[1]
+  rows = tile_refs.k.shape[1]
+  step = tile_refs.other.shape[1]
 
   @pl.when(pl.program_id(1) == 0)
   def _():
     """Which rows belong to another head: the same in every step."""
-    iota = lambda axis: jax.lax.broadcasted_iota(
-      jnp.int32, other_ref.shape, axis
-    )
+    other = tile_refs.other
+    iota = lambda axis: jax.lax.broadcasted_iota(jnp.int32, other.shape, axis)
     head = jnp.minimum(iota(0) // group, kv - 1)
     own = jax.lax.rem(iota(1), kv) == head
-    other_ref[...] = jnp.where(own, 0.0, varying.NEG)
+    other[...] = jnp.where(own, 0.0, blocks.NEG)
 
   @pl.when(t < worker[w + 1])
   def _():
@@ -144,14 +131,14 @@ def _kernel(*refs, mask, kv, group, tile):
 
     @pl.when(t == first[p])
     def _():
-      m_ref[...] = jnp.full_like(m_ref, varying.FLOOR)
-      l_ref[...] = jnp.zeros_like(l_ref)
-      acc_ref[...] = jnp.zeros_like(acc_ref)
+      tile_refs.m[...] = jnp.full_like(tile_refs.m, blocks.FLOOR)
+      for ref in (tile_refs.total, tile_refs.acc):
+        ref[...] = jnp.zeros_like(ref)
 
     @pl.when(whole)
     def _():
       for at in range(0, rows, step):
-        _fold(inputs, scratch, min(step, rows - at), at, None, mask)
+        tile_refs.fold(mask, min(step, rows - at), at)
 
     @pl.when(~whole)
     def _():
@@ -160,12 +147,13 @@ def _kernel(*refs, mask, kv, group, tile):
 
         @pl.when((at + step > valid[0]) & (at < valid[1]))
         def _(at=at):
-          _fold(inputs, scratch, min(step, rows - at), at, valid, mask)
+          tile_refs.fold(mask, min(step, rows - at), at, valid)
 
     @pl.when(t + 1 == end[p])
     def _():
-      o_ref[0] = acc_ref[...] / l_ref[...]
-      lse_ref[0] = m_ref[...] / LOG2E + jnp.log(l_ref[...])
+      m, total, acc = tile_refs[4:]
+      o_ref[0] = acc[...] / total[...]
+      lse_ref[0] = m[...] / blocks.LOG2E + jnp.log(total[...])
 
 
 def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):

@@ -20,7 +20,7 @@ Legend: T tokens, D model, V vocabulary (rows of w), C rows of a chunk.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +34,20 @@ LOGITS = 2**24  # T C that is held at once, unless C is given
 LANES = 128
 
 
+class LossOptions(NamedTuple):
+  """How the logits are made; fields as in `linear_cross_entropy`."""
+
+  softcap: float = 0.0
+  chunk: int = 0
+
+
 def linear_cross_entropy(
   x: jax.Array,
   w_VD: jax.Array,
   targets: jax.Array,
-  weights: jax.Array | None = None,
   *,
   softcap: float = 0.0,
   chunk: int = 0,
-  vocab: int | None = None,
   impl: str = 'auto',
 ) -> tuple[jax.Array, jax.Array]:
   """Nats of each target under softcap(x w^T) -> (nll, lse).
@@ -52,40 +57,33 @@ def linear_cross_entropy(
     w_VD: one row a word, x's dtype or another float.
     targets: (...) int, rows of w. The host must have checked them: an id
       outside finds no logit and gives nll = lse.
-    weights: None or (...), multiplies nll.
     softcap: z -> softcap tanh(z / softcap); 0 = off.
     chunk: rows of w at a time, 0: as many as keep T C at 2**24 or below.
-    vocab: None, or from which row on w only pads the vocabulary.
     impl: 'auto' or the name of a registered implementation.
 
   Returns:
-    nll and lse, both (...) in promote_types(dtype, float32); both are
-    differentiable in x and w, nll also in weights.
+    nll and lse, both (...) in promote_types(dtype, float32) and differentiable
+    in x and w.
 
   Raises:
     errors.UserError: shapes or options that do not fit.
   """
-  _check(x, w_VD, targets, weights, softcap, chunk)
+  _check(x, w_VD, targets, softcap, chunk)
   rows = x.reshape(-1, x.shape[-1])
-  options = softcap, chunk or chunk_of(len(rows), len(w_VD)), vocab
+  options = LossOptions(softcap, chunk)
   chosen = registry.resolve(OP, impl)
   arrays = rows, w_VD, targets.reshape(-1)
   parts: Any = _parts(chosen, options, *varying.same(arrays))
   lse, picked = parts
   nll, lse = (a.reshape(targets.shape) for a in (lse - picked, lse))
-  return (nll if weights is None else nll * weights), lse
+  return nll, lse
 
 
-def _check(x, w_VD, targets, weights, softcap, chunk):
+def _check(x, w_VD, targets, softcap, chunk):
   if x.shape[-1] != w_VD.shape[1] or targets.shape != x.shape[:-1]:
     raise errors.UserError(
       f'{OP}: x {x.shape}, w {w_VD.shape}, targets {targets.shape} do not fit '
       '(..., D), (V, D), (...)'
-    )
-  if weights is not None and weights.shape != targets.shape:
-    raise errors.UserError(
-      f'{OP}: weights have shape {weights.shape}, targets {targets.shape}; '
-      'they must be the same'
     )
   if softcap < 0 or chunk < 0:
     raise errors.UserError(
@@ -102,11 +100,11 @@ def chunk_of(tokens, vocab):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _parts(chosen, options, x_TD, w_VD, targets_T):
-  return chosen.forward(x_TD, w_VD, targets_T, *options)
+  return chosen.forward(x_TD, w_VD, targets_T, options)
 
 
 def _forward(chosen, options, x_TD, w_VD, targets_T):
-  lse, picked = chosen.forward(x_TD, w_VD, targets_T, *options)
+  lse, picked = chosen.forward(x_TD, w_VD, targets_T, options)
   return (lse, picked), (x_TD, w_VD, targets_T, lse)
 
 
@@ -129,35 +127,31 @@ def _walk(rows, chunk, work, carry):
   return carry
 
 
-def _logits(x_TD, w_CD, at, softcap, vocab):
-  """(z_TC, softcap'): the rows of w from `at` on; padding gets NEG."""
+def _logits(x_TD, w_CD, softcap):
+  """(z_TC, softcap')."""
   z = varying.dot('td,cd->tc', x_TD, w_CD)
-  slope = 1.0
-  if softcap:
-    tanh = jnp.tanh(z / softcap)
-    z, slope = softcap * tanh, 1 - tanh * tanh
-  if vocab is not None:
-    real = at + jnp.arange(z.shape[1]) < vocab
-    z = jnp.where(real, z, varying.NEG)
-  return z, slope
+  if not softcap:
+    return z, 1.0
+  tanh = jnp.tanh(z / softcap)
+  return softcap * tanh, 1 - tanh * tanh
 
 
 def _hit(targets_T, at, count):
   return targets_T[:, None] == at + jnp.arange(count)
 
 
-def forward(x_TD, w_VD, targets_T, softcap=0.0, chunk=0, vocab=None):
+def forward(x_TD, w_VD, targets_T, options):
   """-> (lse_T, z of the target_T); a target outside of w has logit 0.
 
   A pure function without autodiff, for parts of a vocabulary: see `backward`.
   """
-  chunk = chunk or chunk_of(len(x_TD), len(w_VD))
+  chunk = options.chunk or chunk_of(len(x_TD), len(w_VD))
   wide = jnp.result_type(x_TD, w_VD, jnp.float32)
 
   def work(at, count, carry):
     m, total, picked = carry
     w = jax.lax.dynamic_slice_in_dim(w_VD, at, count)
-    z, _ = _logits(x_TD, w, at, softcap, vocab)
+    z, _ = _logits(x_TD, w, options.softcap)
     new = jnp.maximum(m, z.max(1))
     e = jnp.exp(z - jnp.maximum(new, varying.FLOOR)[:, None])
     total = total * jnp.exp(m - new) + e.sum(1)
@@ -168,8 +162,7 @@ def forward(x_TD, w_VD, targets_T, softcap=0.0, chunk=0, vocab=None):
   carry = fill(varying.NEG), fill(0), fill(0)
   carry = varying.same((x_TD, *carry))[1:]
   m, total, picked = _walk(len(w_VD), chunk, work, carry)
-  # Only padding: lse = NEG, a part of weight 0.
-  return m + jnp.log(jnp.where(total == 0, 1, total)), picked
+  return m + jnp.log(total), picked
 
 
 def backward(x_TD, w_VD, targets_T, lse_T, dlse_T, dpicked_T, options):
@@ -179,18 +172,14 @@ def backward(x_TD, w_VD, targets_T, lse_T, dlse_T, dpicked_T, options):
 
   With the lse of a whole vocabulary, w may be a part of it (and targets_T
   counted from its first row): the dx of the parts add up, dw is that of w.
-
-  Args:
-    options: (softcap, chunk, vocab) as for `forward`.
   """
-  softcap, chunk, vocab = options
-  chunk = chunk or chunk_of(len(x_TD), len(w_VD))
+  chunk = options.chunk or chunk_of(len(x_TD), len(w_VD))
   wide = jnp.result_type(x_TD, w_VD, jnp.float32)
 
   def work(at, count, carry):
     dx, dw = carry
     w = jax.lax.dynamic_slice_in_dim(w_VD, at, count)
-    z, slope = _logits(x_TD, w, at, softcap, vocab)
+    z, slope = _logits(x_TD, w, options.softcap)
     p = jnp.exp(z - lse_T[:, None])
     dz = dlse_T[:, None] * p
     dz += jnp.where(_hit(targets_T, at, count), dpicked_T[:, None], 0)

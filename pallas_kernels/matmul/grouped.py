@@ -16,9 +16,9 @@ Legend: S rows, E groups, D input width, F output width, G blocks, N rows of a
 block.
 """
 
+import dataclasses
 import functools
 import importlib
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,8 @@ megablox = importlib.import_module(
 )
 
 
-class GroupedSpec(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class GroupedSpec:
   """Properties of a call that decide whether an implementation can run."""
 
   rows: int
@@ -141,11 +142,6 @@ def _megablox_supports(spec, target):
   return None
 
 
-def _tokamax_gradient(x_SD, g_SF, sizes_E, size, dtype):
-  del size
-  return tokamax_adapter.gradient(x_SD, g_SF, sizes_E, dtype, _BY_ROWS)
-
-
 def _chosen(x_SD, impl):
   spec = GroupedSpec(len(x_SD), str(jnp.dtype(x_SD.dtype)))
   return registry.resolve(OP, impl, spec)
@@ -200,7 +196,9 @@ registry.register(
   registry.Implementation(
     'tokamax',
     tokamax_adapter.product,
-    _tokamax_gradient,
-    tokamax_adapter.product_supports,
+    functools.partial(
+      tokamax_adapter.product, ragged_dot_dimension_numbers=_BY_ROWS
+    ),
+    tokamax_adapter.unfit,
   ),
 )

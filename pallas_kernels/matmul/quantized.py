@@ -140,11 +140,6 @@ def bytes_of(d, f, form='int4', scale_bytes=4):
 
 registry.register(
   OP,
-  registry.Implementation(
-    'pallas_tpu',
-    quantized_matmul_tpu.forward,
-    None,
-    quantized_matmul_tpu.supports,
-  ),
+  registry.kernel('tpu', quantized_matmul_tpu),
   registry.Implementation('xla', forward),
 )

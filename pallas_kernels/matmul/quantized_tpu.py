@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 
 GROUP = 128
@@ -37,11 +36,9 @@ def halves(packed):
   return wide << 28 >> 28, wide << 24 >> 28
 
 
-def supports(spec, target):
-  """None, or the reason in one line why the kernel cannot run."""
-  reason = registry.unfit(spec, target, 'tpu', DTYPES)
-  if reason or spec is None:
-    return reason
+def limits(spec, target):
+  """None, or what else the kernel cannot take (registry.kernel)."""
+  del target
   if spec.features % LANES:
     return f'{spec.features} outputs: takes multiples of {LANES}'
   return None

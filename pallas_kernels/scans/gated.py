@@ -157,7 +157,7 @@ def gated_scan(
   restart = reset_BT.reshape(B, T, *[1] * (log_decay.ndim - 2))
   g = jnp.where(restart, 0, _finite(log_decay))
   arrays = q_BTGK, k_BTGK, v_BTHV, g, reset_BT
-  *arrays, reset_BT = (_pad(x, -T % chunk) for x in arrays)
+  *arrays, reset_BT = (varying.pad(x, T + -T % chunk) for x in arrays)
   count = jnp.cumsum(reset_BT.reshape(B, -1, chunk).astype(jnp.int32), -1)
   tokens = gated_chunk.GatedTokens(*arrays, segment=count.reshape(B, -1))
   tokens, state = varying.same((tokens, state_BHKV.astype(wide)))
@@ -176,11 +176,6 @@ def _finite(log_decay):
   """ALL_LOST, or the least of the dtype, instead of what is below."""
   least = max(ALL_LOST, float(jnp.finfo(log_decay.dtype).min))
   return jnp.where(log_decay < least, least, log_decay)
-
-
-def _pad(x, count):
-  pad = [(0, count if axis == 1 else 0) for axis in range(x.ndim)]
-  return jnp.pad(x, pad) if count else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -256,8 +251,8 @@ def _wide(x):
 
 registry.register(
   OP,
-  registry.of_module('pallas_tpu', gated_scan_tpu),
-  registry.of_module('pallas_gpu', gated_scan_gpu),
+  registry.kernel('tpu', gated_scan_tpu),
+  registry.kernel('gpu', gated_scan_gpu),
   registry.Implementation(
     'xla', gated_scan_xla.forward, gated_scan_xla.backward
   ),

@@ -60,7 +60,7 @@ class Precision(NamedTuple):
   sums: Any
 
 
-def of_groups(d_BTHK, like):
+def _of_groups(d_BTHK, like):
   """Gradients of what heads read, summed over those of a group of `like`."""
   *_, g, _ = like.shape
   b, t, h, k = d_BTHK.shape
@@ -68,6 +68,16 @@ def of_groups(d_BTHK, like):
     return d_BTHK
   wide = d_BTHK.astype(jnp.promote_types(d_BTHK.dtype, jnp.float32))
   return wide.reshape(b, t, g, -1, k).sum(3)
+
+
+def gradients_of(x, gradients, time):
+  """(dq, dk, dv, dg) of every head -> as x has them, in x's dtypes.
+
+  time: their axis of tokens, which becomes the second one.
+  """
+  dq, dk, dv, dg = (jnp.moveaxis(d, time, 1) for d in gradients)
+  out = _of_groups(dq, x.q), _of_groups(dk, x.k), dv, dg
+  return [d.astype(y.dtype) for d, y in zip(out, x[:4], strict=True)]
 
 
 def _dot(a, b, dims=_NN, precision=None):

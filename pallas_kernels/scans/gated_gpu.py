@@ -19,23 +19,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 import jax.numpy as jnp
 
-from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.scans import gated_chunk
 
 CHUNK = 32
-_DTYPES = 'bfloat16', 'float16', 'float32'
+DTYPES = 'bfloat16', 'float16', 'float32'
 _CHUNKS = 16, 32
 _SIZES = 16, 32, 64, 128  # of K and V
 _COLUMNS = 64
 _FULL = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 
-def supports(spec, target):
-  """None, or the reason in one line why the kernels cannot run."""
-  reason = registry.unfit(spec, target, 'gpu', _DTYPES)
-  if reason or spec is None:
-    return reason
+def limits(spec, target):
+  """None, or what else the kernels cannot take (registry.kernel)."""
+  del target
   for name, size in (('key size', spec.q[3]), ('value size', spec.values)):
     if size not in _SIZES:
       return f'{name} {size} is not one of {_SIZES}'
@@ -142,13 +139,7 @@ def _inputs(x):
 
 
 def forward(x, state, chunk, save, interpret=False):
-  """o_BTHV, state_BHKV, and the state at each chunk's start (None: not save).
-
-  Args:
-    x: gated_chunk.GatedTokens, not float64; T a multiple of chunk.
-    state: (B, H, K, V) float32.
-    interpret: of pallas_call, for tests without a GPU.
-  """
+  """As of gated_xla.py, for not float64; interpret: of pallas_call."""
   (B, T, H, V), K = x.v.shape, x.q.shape[3]
   N, W = T // chunk, min(V, _COLUMNS)
   arrays, specs = _inputs(x)
@@ -186,7 +177,4 @@ def backward(x, starts, cotangents, chunk, interpret=False):
     out_shape=[*parts_shape, g_shape, shape(d_state.shape)],
   )(*arrays, starts, jnp.moveaxis(do, 2, 1), d_state)  # fmt: skip
   gradients = dq.sum(0), dk.sum(0), dv, dg.sum(0)
-  back = [jnp.moveaxis(d, 2, 1) for d in gradients]
-  back[:2] = (gated_chunk.of_groups(d, x.q) for d in back[:2])
-  back = (d.astype(y.dtype) for d, y in zip(back, x[:4], strict=True))
-  return *back, first
+  return *gated_chunk.gradients_of(x, gradients, 2), first

@@ -16,20 +16,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.scans import gated_chunk
 
 CHUNK = 64
-_DTYPES = 'bfloat16', 'float32'
+DTYPES = 'bfloat16', 'float32'
 _MOST = 256  # of K, V and C: fits VMEM and compiles
 
 
-def supports(spec, target):
-  """None, or the reason in one line why the kernels cannot run."""
-  reason = registry.unfit(spec, target, 'tpu', _DTYPES)
-  if reason or spec is None:
-    return reason
+def limits(spec, target):
+  """None, or what else the kernels cannot take (registry.kernel)."""
+  del target
   for name, size in (
     ('key size', spec.q[3]), ('value size', spec.values), ('chunk', spec.chunk)
   ):  # fmt: skip
@@ -140,13 +137,7 @@ def _call(kernel, x, chunk, interpret, **options):
 
 
 def forward(x, state, chunk, save, interpret=False):
-  """o_BTHV, state_BHKV, and the state at each chunk's start (None: not save).
-
-  Args:
-    x: gated_chunk.GatedTokens, float32 or bfloat16; T a multiple of chunk.
-    state: (B, H, K, V) float32.
-    interpret: of pallas_call, for tests without a TPU.
-  """
+  """As of gated_xla.py, for float32 or bfloat16; interpret: of pallas_call."""
   (B, T, H, V), K = x.v.shape, x.q.shape[3]
   inputs, tokens, starts, one = _specs(x, chunk, lambda i: i)
   shape = functools.partial(varying.result, x.q)
@@ -184,8 +175,4 @@ def backward(x, starts, cotangents, chunk, interpret=False):
   )(*arrays, starts, jnp.moveaxis(do, 2, 1), d_state)  # fmt: skip
   if x.g.ndim == 3:
     gradients[3] = gradients[3].reshape(B, H, T)
-  gradients = [jnp.moveaxis(y, 2, 1) for y in gradients]
-  gradients[:2] = (
-    gated_chunk.of_groups(y, x.q).astype(x.q.dtype) for y in gradients[:2]
-  )
-  return *gradients, first
+  return *gated_chunk.gradients_of(x, gradients, 2), first

@@ -169,9 +169,7 @@ def loop_backward(x, starts, cotangents, chunk):
   wide = d_state.dtype
   scanned = _tokens(x, wide), starts, jnp.moveaxis(do.astype(wide), 1, 0)
   first, gradients = jax.lax.scan(step, d_state, scanned, reverse=True)
-  back = [jnp.moveaxis(d, 0, 1) for d in gradients]
-  back[:2] = (gated_chunk.of_groups(d, x.q) for d in back[:2])
-  return *_like(back, x), first
+  return *gated_chunk.gradients_of(x, gradients, 0), first
 
 
 def _dot_of(dtype):

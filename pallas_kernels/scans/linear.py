@@ -39,15 +39,11 @@ OP = 'linear_scan'
 
 @dataclasses.dataclass(frozen=True)
 class LinearScanSpec:
-  """Properties of a call that decide whether an implementation can run.
-
-  sharded: the compiler may spread the arrays over devices. A kernel cannot be
-  spread: it runs in a manual region (annotate.region) on local arrays.
-  """
+  """Properties of a call that decide whether an implementation can run."""
 
   shape: tuple[int, ...]  # B, T, D
   dtype: str  # of a and b together
-  sharded: bool = False
+  sharded: bool = False  # as in attention/op.py
 
 
 def spec_of(*arrays):
@@ -199,8 +195,8 @@ def loop_supports(spec, target):
 
 registry.register(
   OP,
-  registry.of_module('pallas_tpu', linear_scan_tpu),
-  registry.of_module('pallas_gpu', linear_scan_gpu),
+  registry.kernel('tpu', linear_scan_tpu),
+  registry.kernel('gpu', linear_scan_gpu),
   registry.Implementation('loop', loop_forward, loop_backward, loop_supports),
   registry.Implementation('xla', xla_forward, xla_backward),
 )

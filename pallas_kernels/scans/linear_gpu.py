@@ -16,13 +16,14 @@ Legend: B batch, T length, D channels.
 """
 
 import functools
+import math
+from typing import NamedTuple
 
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
-from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 
 LANES, UNROLL, WARPS, STAGES = 32, 16, 1, 1
@@ -30,22 +31,28 @@ DTYPES = 'bfloat16', 'float16', 'float32'
 MOST_ELEMENTS = 2**31  # an address is counted in 32 bits
 
 
-def supports(spec, target):
-  """None, or the reason in one line why the kernel cannot run."""
-  reason = registry.unfit(spec, target, 'gpu', DTYPES)
-  if reason or spec is None:
-    return reason
-  b, t, d = spec.shape
-  if b * t * d >= MOST_ELEMENTS:
-    return f'{b * t * d} elements, addresses fewer than {MOST_ELEMENTS}'
+def limits(spec, target):
+  """None, or what else the kernel cannot take (registry.kernel)."""
+  del target
+  size = math.prod(spec.shape)
+  if size >= MOST_ELEMENTS:
+    return f'{size} elements, addresses fewer than {MOST_ELEMENTS}'
   return None
 
 
-def _kernel(a_ref, b_ref, start_ref, out_ref, *end_ref, size, unroll, reverse):
-  """size: (tokens, channels), without any padding."""
-  tokens, channels = size
+class _RowWalk(NamedTuple):
+  """Tokens and channels of a row without padding, and how it is walked."""
+
+  tokens: int
+  channels: int
+  unroll: int
+  reverse: bool
+
+
+def _kernel(a_ref, b_ref, start_ref, out_ref, *end_ref, walk):
+  tokens, unroll, reverse = walk.tokens, walk.unroll, walk.reverse
   lane = pl.program_id(1) * LANES + jnp.arange(LANES)
-  live = lane < channels
+  live = lane < walk.channels
   row = pl.program_id(0)
 
   def load(ref, t):
@@ -91,9 +98,7 @@ def _call(a, b, start, reverse, unroll, interpret):
   whole = lambda s: pl.BlockSpec(s, lambda *_: (0,) * len(s))
   moved = a.nbytes + b.nbytes + b.size * jnp.dtype(dtype).itemsize
   out, *end = pl.pallas_call(
-    functools.partial(
-      _kernel, size=(t, d), unroll=min(unroll, t), reverse=reverse
-    ),
+    functools.partial(_kernel, walk=_RowWalk(t, d, min(unroll, t), reverse)),
     name=f'linear_scan_gpu_{"backward" if reverse else "forward"}',
     grid=(n, pl.cdiv(d, LANES)),
     in_specs=[whole(a.shape), whole(b.shape), whole(start.shape)],

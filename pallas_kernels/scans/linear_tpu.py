@@ -23,16 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 
 LANES, MOST_LANES, MOST_ROWS = 128, 512, 256
 DTYPES = 'bfloat16', 'float32'
-
-
-def supports(spec, target):
-  """None, or the reason in one line why the kernel cannot run."""
-  return registry.unfit(spec, target, 'tpu', DTYPES)
 
 
 def _tile_scan(a, b, reverse):

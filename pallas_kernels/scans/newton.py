@@ -90,7 +90,7 @@ class Whole:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class NewtonOptions:
   """How to solve.
 
   tol: largest residual of a solution, in the unit of h; 0: exactly `cap`
@@ -138,7 +138,7 @@ def newton_scan(cell, params, x, reset_BT, state_BMD, valid_BT=None, **options):
     reset_BT: None or bool; where True the token's h_{t-1} is 0.
     state_BMD: before the first token, differentiated.
     valid_BT: None or bool; where False h_t = h_{t-1} (padding).
-    **options: the fields of Options.
+    **options: the fields of NewtonOptions.
 
   Returns:
     h in promote_types(state's dtype, float32); h[:, -1] is the final state.
@@ -148,7 +148,7 @@ def newton_scan(cell, params, x, reset_BT, state_BMD, valid_BT=None, **options):
     errors.UserError: shapes that do not fit, options out of range; with
       unsolved='error', no convergence (not under jit; see `check_solved`).
   """
-  options = Options(**options)
+  options = NewtonOptions(**options)
   rows = jax.tree.leaves(x)[0]
   linear_scan.check('newton_scan', rows, reset_BT, None)
   if state_BMD.ndim != 3 or len(state_BMD) != len(rows):
@@ -319,8 +319,8 @@ def iterations(cell, params, x, state_BMD, **options):
   Args:
     cell: as in newton_scan. params, x, state_BMD: with a leading dimension S,
       one problem (a seed, say) each.
-    **options: the fields of Options; `unsolved` is 'keep', so a solve that
-      does not converge counts `cap`.
+    **options: the fields of NewtonOptions; `unsolved` is 'keep', so a solve
+      that does not converge counts `cap`.
   """
   options = {**options, 'unsolved': 'keep'}
   one = lambda *args: newton_scan(

@@ -14,9 +14,7 @@ the states between chunks, and backward recomputes a chunk from its first state
 and one more forward pass of work in the backward pass. Within a chunk it is the
 linear scan (linear.py) of S F channels, by the kernel that runs on the target.
 
-A length that is split over devices: each runs the op from a zero state, `decay`
-and the final state compose over devices, and `correction` adds what the true
-initial state contributes.
+`decay` and `correction` are for a length that is split over devices: gated.py.
 
 Legend: B rows, T tokens, F channels, S numbers of the state, C tokens of a
 chunk, N = T / C, U 2: B and C.
@@ -59,7 +57,6 @@ def selective_scan(
   reset_BT: jax.Array | None = None,
   state_BFS: jax.Array | None = None,
   *,
-  chunk: int = 0,
   impl: str = 'auto',
 ) -> tuple[jax.Array, jax.Array]:
   """The scan of Mamba -> (y_BTF, state_BFS after the last token).
@@ -69,8 +66,6 @@ def selective_scan(
     shared_BTUS: B, which writes, and C, which reads. rate_FS: A <= 0.
     reset_BT: None or bool; where True the state before the token is forgotten.
     state_BFS: before the first token. None: zeros.
-    chunk: tokens of a chunk; 0: about the root of their number. Changes
-      nothing but memory.
     impl: of linear_scan, 'auto' or the name of an implementation.
 
   Returns:
@@ -97,8 +92,7 @@ def selective_scan(
     state_BFS = jnp.zeros((B, F, S), wide)
   if reset_BT is None:
     reset_BT = jnp.zeros((B, T), bool)
-  chunk = min(chunk or chunk_of(T), T)
-  tokens = _split(SelectiveTokens(x, dt, shared, reset_BT), chunk)
+  tokens = _split(SelectiveTokens(x, dt, shared, reset_BT))
   arrays = tokens, _turn(rate), _turn(state_BFS).astype(wide)
   y, state = _scan(impl, *varying.same(arrays))
   return _join(y)[:, :T], _turn(state)
@@ -114,12 +108,13 @@ def _turn(x_FS):
   return jnp.swapaxes(x_FS, -1, -2)
 
 
-def _split(tree, chunk):
+def _split(tree):
   """(B, T, ..) -> (N, B, C, ..); what is added at the end changes nothing."""
 
   def one(x):
-    more = [(0, -x.shape[1] % chunk if i == 1 else 0) for i in range(x.ndim)]
-    x = jnp.pad(x, more) if more[1][1] else x
+    length = x.shape[1]
+    chunk = min(chunk_of(length), length)
+    x = varying.pad(x, -(-length // chunk) * chunk)
     return jnp.moveaxis(x.reshape(len(x), -1, chunk, *x.shape[2:]), 1, 0)
 
   return jax.tree.map(one, tree)
@@ -213,6 +208,5 @@ def correction(dt_BTF, c_BTS, rate_FS, reset_BT, state_BFS):
     reach = jnp.exp(total[:, :, None] * rate) * state[:, None]
     return (reach * c[..., None]).sum(2)
 
-  length = dt_BTF.shape[1]
-  rows = _split((jnp.cumsum(dt_BTF, 1), c_BTS), min(chunk_of(length), length))
-  return _join(lax.map(one, rows))[:, :length]
+  rows = _split((jnp.cumsum(dt_BTF, 1), c_BTS))
+  return _join(lax.map(one, rows))[:, : dt_BTF.shape[1]]

@@ -7,14 +7,15 @@ Legend: B rows, T tokens or slots, N heads, H head size, D channels.
 """
 
 import os
+import pathlib
 import subprocess
 import sys
 
+TESTS = pathlib.Path(__file__).parent.parent
 PROGRAM = """
 import functools
 import jax
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from jax.experimental.pallas import tpu as pltpu
+import kernel_cases
 import numpy as np
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.attention import blocks as attention_blocks
@@ -28,7 +29,7 @@ from paraxis.pallas_kernels.scans import linear as linear_scan
 from paraxis.pallas_kernels.scans import linear_tpu as linear_scan_tpu
 from paraxis.pallas_kernels import registry
 
-how = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
+how = kernel_cases.STRICT
 rng = np.random.default_rng(0)
 draw = lambda *shape: rng.normal(size=shape).astype('f4')
 mesh = jax.make_mesh((4,), ('data',))
@@ -37,27 +38,18 @@ mesh = jax.make_mesh((4,), ('data',))
 def equal(name, kernel, wanted, arrays):
   rows = jax.P('data')
   with jax.set_mesh(mesh):
-    place = jax.NamedSharding(mesh, rows)
-    put = [jax.device_put(x, place) for x in arrays]
-    run = jax.shard_map(
-      kernel, in_specs=(rows,) * len(put), out_specs=rows, check_vma=False
-    )
+    put = jax.device_put(arrays, rows)
+    run = jax.shard_map(kernel, in_specs=rows, out_specs=rows, check_vma=False)
     found = jax.tree.map(np.asarray, jax.jit(run)(*put))
   for a, b in zip(found, jax.jit(wanted)(*arrays), strict=True):
     assert np.abs(a - b).max() < 1e-5 * np.abs(b).max(), name
-  assert not interpret_pallas_call.races.races_found, name
+  assert not kernel_cases.races(), name
   print(name, 'equal on', len(mesh.devices), 'devices')
 
 
 def passes(op, module, arrays):
   # Outputs and gradients, the op's own derivative around the kernel.
-  forward, backward = (
-    functools.partial(f, interpret=how)
-    for f in (module.forward, module.backward)
-  )
-  kernel = registry.Implementation(
-    'kernel', forward, backward, lambda spec, target: None
-  )
+  kernel = kernel_cases.with_options('kernel', module, interpret=how)
   name = op.__name__
   registry.register(name, kernel, *registry._OPS[name])
 
@@ -65,18 +57,15 @@ def passes(op, module, arrays):
     out, back = jax.vjp(lambda *x: op(*x, impl=impl)[0], *x[:-1])
     return out, *back(x[-1])
 
-  equal(
-    name, functools.partial(run, 'kernel'), functools.partial(run, 'xla'),
-    arrays,
-  )
+  both = (functools.partial(run, impl) for impl in ('kernel', 'xla'))
+  equal(name, *both, arrays)
 
 
 gated_scan.CHUNKS['kernel'] = 8
-q, k, v, g, do = (draw(4, 10, 1, 8) for _ in range(5))
+q, k, v, g, do = (draw(4, 10, 2, 8) for _ in range(5))
 passes(gated_scan.gated_scan, gated_scan_tpu, (q, k, v, -np.abs(g), do))
-passes(
-  linear_scan.linear_scan, linear_scan_tpu, [draw(4, 10, 3) for _ in range(3)]
-)
+rows = [draw(8, 37, 3) for _ in range(3)]
+passes(linear_scan.linear_scan, linear_scan_tpu, rows)
 causal = attention.Mask(), attention_blocks.Launch((8, 8), how)
 q, k, v = (draw(4, 16, n, 8) for n in (2, 1, 1))
 equal(
@@ -103,7 +92,8 @@ equal(
 
 def test_every_kernel():
   env = dict(
-    os.environ, NPROC='32', PJRT_NPROC='32', JAX_PLATFORMS='cpu',
+    os.environ, PYTHONPATH=str(TESTS), NPROC='32', PJRT_NPROC='32',
+    JAX_PLATFORMS='cpu',
     XLA_FLAGS='--xla_force_host_platform_device_count=4',
   )  # fmt: skip
   done = subprocess.run(

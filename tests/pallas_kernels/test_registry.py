@@ -1,15 +1,23 @@
 """The choice of an implementation: preference, reasons, target."""
 
+import dataclasses
+
 import jax
 import kernel_cases
+import numpy as np
 import pytest
+import support
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
+from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
+from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
+from paraxis.pallas_kernels.scans import gated as gated_scan
+from paraxis.pallas_kernels.scans import linear as linear_scan
 
-CPU, TPU = kernel_cases.CPU, kernel_cases.TPU
+CPU, TPU, GPU = kernel_cases.CPU, kernel_cases.TPU, kernel_cases.GPU
 
 
 def only(platform):
@@ -30,22 +38,6 @@ def op(monkeypatch):
     registry.Implementation('plain', min, None, lambda spec, target: None),
   )
   return 'toy'
-
-
-def test_auto_takes_the_first_that_can_run(op):
-  assert registry.resolve(op, target=CPU).name == 'plain'
-  assert registry.resolve(op, target=TPU).name == 'fast'
-  assert registry.resolve(op, spec=3, target=TPU).name == 'plain'
-
-
-def test_a_named_one_that_cannot_run_says_why(op):
-  assert registry.resolve(op, 'plain', target=TPU).name == 'plain'
-  with pytest.raises(errors.UserError, match='needs a tpu, target is cpu'):
-    registry.resolve(op, 'fast', target=CPU)
-  with pytest.raises(errors.UserError, match='size 3 is odd'):
-    registry.resolve(op, 'fast', spec=3, target=TPU)
-  with pytest.raises(errors.UserError, match="'quick'; have auto, fast, plain"):
-    registry.resolve(op, 'quick', target=TPU)
 
 
 def test_nothing_that_can_run_is_an_error_with_all_reasons(op):
@@ -82,15 +74,162 @@ def test_an_abstract_mesh_names_a_device_that_is_not_here():
     assert str(registry.current_target()) == 'tpu (TPU v5 lite)'
 
 
-def test_the_ops_of_this_package_run_everywhere():
-  assert attention.NEG < 0 and decode_attention.MAX_ROWS
-  for name in ('attention', 'decode_attention'):
-    assert name in registry.ops()
-    for target in (CPU, TPU):
-      assert any(chosen for _, chosen, _ in registry.explain(name, target))
+# ------------------------------------------------------------ of our kernels --
+
+X, CACHE = (1, 1024, 2, 128), (1, 64, 2, 16)
+MASK = attention.Mask()
+# A call of every op that all its kernels take.
+SPECS = dict(
+  attention=attention.AttentionSpec(X, X, 'bfloat16', MASK, False, False),
+  decode_attention=decode_attention.DecodeAttentionSpec(
+    (1, 1, 2, 16), CACHE, 'float32', MASK, False, False, CACHE, False,
+    ('float32', 'float32'),
+  ),
+  gated_scan=gated_scan.GatedScanSpec(
+    (1, 256, 2, 64), 64, 'bfloat16', False, 0
+  ),
+  linear_scan=linear_scan.LinearScanSpec((1, 8, 128), 'float32'),
+  quantized_matmul=quantized_matmul.QuantizedSpec(
+    (16, 256), 256, 'bfloat16', 'int4'
+  ),
+  grouped_matmul=grouped_matmul.GroupedSpec(256, 'bfloat16'),
+)  # fmt: skip
+KERNELS = 'pallas_tpu', 'pallas_gpu'
+CHOSEN = dict(  # on a CPU, a TPU, a GPU
+  attention=('xla', *KERNELS),
+  decode_attention=('xla', *KERNELS),
+  gated_scan=('xla', *KERNELS),
+  linear_scan=('loop', *KERNELS),
+  quantized_matmul=('xla', 'pallas_tpu', 'xla'),
+  grouped_matmul=('blocks', 'ragged', 'blocks'),
+)
 
 
-def test_an_unknown_implementation_of_attention_is_a_user_error():
-  x = jax.numpy.ones((1, 4, 2, 8))
-  with pytest.raises(errors.UserError, match="no implementation 'flash4'"):
-    attention.attention(x, x, x, attention.Mask(), impl='flash4')
+@pytest.mark.parametrize('name', SPECS)
+def test_which_runs_where(name):
+  for spec in (None, SPECS[name]):
+    found = [
+      registry.resolve(name, spec=spec, target=t).name for t in (CPU, TPU, GPU)
+    ]
+    assert found == [*CHOSEN[name]]
+
+
+def both(T=1024, H=128):
+  """Shapes of q and k."""
+  return dict.fromkeys('qk', (1, T, 2, H))
+
+
+def cached(*shape):
+  return dict.fromkeys('kv', shape)
+
+
+def in_dtype(name):
+  return dict(dtype=name, cache=(name, name))
+
+
+def test_kernels_on_gpu_take_float16():
+  for op, half in dict(
+    linear_scan=dict(dtype='float16'), decode_attention=in_dtype('float16')
+  ).items():
+    spec = dataclasses.replace(SPECS[op], **half)
+    assert registry.resolve(op, spec=spec, target=GPU).name == 'pallas_gpu'
+
+
+TWO = dict(q=(1, 2, 2, 16)), 'takes one query a row, these are 2'
+TWO_SIDED = attention.Mask(causal=False, window=4)
+REFUSED = dict(
+  attention=[
+    ('pallas_tpu', dict(dtype='float64'), 'not float64'),
+    ('pallas_tpu', both(H=100), 'head size 100'),
+    ('pallas_tpu', both(H=512), 'head size 512'),
+    ('pallas_tpu', dict(sharded=True), 'manual region'),
+    ('pallas_tpu', both(T=2**19) | dict(order=True), 'blocks to list'),
+    ('pallas_gpu', dict(dtype='float64'), 'not float64'),
+    ('pallas_gpu', both(H=96), 'head size 96'),
+    ('pallas_gpu', both(H=256), 'head size 256'),
+    ('pallas_gpu', dict(sharded=True), 'manual region'),
+    ('pallas_gpu', both(T=2**24), 'more than 2147483647'),
+    ('splash', dict(order=True), 'takes no order'),
+    ('splash', both(T=100), 'length 100 is not'),
+    ('cudnn', dict(segments=True), 'takes no segments'),
+    ('cudnn', dict(mask=attention.Mask(softcap=2.0)), 'no softcap'),
+    ('cudnn', dict(mask=TWO_SIDED), 'only together with a causal'),
+  ],
+  decode_attention=[
+    ('pallas_tpu', *TWO),
+    ('pallas_gpu', *TWO),
+    ('pallas_tpu', dict(segments=True), 'by their lengths'),
+    ('pallas_tpu', dict(mask=attention.Mask(window=4)), 'no window'),
+    ('pallas_tpu', dict(sharded=True), 'manual region'),
+    ('pallas_tpu', dict(cache=('bfloat16',) * 2), 'takes one dtype'),
+    ('pallas_tpu', in_dtype('float16'), 'not float16'),
+    ('pallas_tpu', dict(q=(1, 1, 2048, 16)), 'query heads'),
+    ('pallas_tpu', cached(4096, 2**20, 8, 128), 'tiles to list'),
+    ('pallas_gpu', cached(1, 64, 2, 48), 'head size 48'),
+    ('pallas_gpu', in_dtype('float64'), 'not float64'),
+    ('pallas_gpu', cached(64, 2**17, 8, 128), 'addresses fewer'),
+  ],
+  gated_scan=[
+    ('pallas_tpu', dict(dtype='float64'), 'computes in float32, takes'),
+    ('pallas_tpu', dict(q=(1, 256, 2, 512)), 'key size 512 is above 256'),
+    ('pallas_tpu', dict(chunk=512), 'chunk 512 is above 256'),
+    ('pallas_gpu', dict(dtype='float64'), 'computes in float32, takes'),
+    ('pallas_gpu', dict(values=96), 'value size 96 is not one of'),
+    ('pallas_gpu', dict(chunk=64), 'chunk 64 is not one of (16, 32): shared'),
+  ],
+  linear_scan=[
+    ('pallas_tpu', dict(dtype='float64'), 'bfloat16 and float32, not float64'),
+    ('pallas_tpu', dict(dtype='float16'), 'not float16'),
+    ('pallas_tpu', dict(sharded=True), 'manual region'),
+    ('pallas_gpu', dict(dtype='float64'), 'float16, float32, not float64'),
+    ('pallas_gpu', dict(shape=(64, 2**17, 512)), 'addresses fewer'),
+  ],
+  quantized_matmul=[
+    ('pallas_tpu', dict(features=200), '200 outputs'),
+    ('pallas_tpu', dict(dtype='float64'), 'not float64'),
+    ('pallas_tpu', dict(sharded=True), 'manual region'),
+  ],
+  grouped_matmul=[
+    ('megablox', dict(rows=40), '40 rows'),
+    ('megablox', dict(dtype='float64'), 'not float64'),
+  ],
+)
+
+
+@pytest.mark.parametrize(
+  'op, name, change, words',
+  [(op, *row) for op, rows in REFUSED.items() for row in rows],
+)
+def test_what_a_kernel_does_not_take(op, name, change, words):
+  spec = dataclasses.replace(SPECS[op], **change)
+  target = GPU if name in ('pallas_gpu', 'cudnn') else TPU
+  with support.refused(words):
+    registry.resolve(op, name, spec, target)
+  if name in KERNELS:
+    assert registry.resolve(op, spec=spec, target=target).name == 'xla'
+
+
+@pytest.mark.parametrize(
+  'op, name, target, words',
+  [
+    ('attention', 'pallas_tpu', CPU, 'needs a TPU, target is cpu'),
+    ('decode_attention', 'pallas_tpu', GPU, 'needs a TPU, target is NVIDIA'),
+    ('decode_attention', 'pallas_gpu', CPU, 'needs a GPU, target is cpu'),
+    ('linear_scan', 'loop', GPU, 'launch for every token'),
+    ('linear_scan', 'pallas_tpu', GPU, 'needs a TPU, target is NVIDIA H200'),
+    ('quantized_matmul', 'pallas_tpu', GPU, 'needs a TPU'),
+    ('grouped_matmul', 'megablox', CPU, 'needs a TPU'),
+    ('grouped_matmul', 'ragged', CPU, 'all rows with all matrices'),
+  ],
+)
+def test_where_an_implementation_does_not_run(op, name, target, words):
+  with support.refused(words):
+    registry.resolve(op, name, SPECS[op], target)
+
+
+def test_an_op_refuses_what_the_registry_refuses():
+  x = np.ones((1, 8, 1, 16), 'f4')
+  with support.refused("no implementation 'flash4'; have auto, pallas_tpu"):
+    attention.attention(x, x, x, MASK, impl='flash4')
+  with support.refused('needs a TPU, target is cpu'):
+    gated_scan.gated_scan(x, x, x, -x, impl='pallas_tpu')

@@ -1,4 +1,4 @@
-"""tokamax behind our contracts: reasons everywhere, numbers where it is there.
+"""tokamax behind our contracts: reasons, and numbers where it is installed.
 
 Legend: B batch, T query length, N query heads, K kv heads, H head size, S rows,
 E groups, D input width, F output width.
@@ -11,13 +11,16 @@ import jax.numpy as jnp
 import kernel_cases
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import tokamax_adapter
+from paraxis.pallas_kernels.attention import adapters
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
+from paraxis.train.claims import experiment
 
 THERE = importlib.util.find_spec('tokamax') is not None
 needs_tokamax = pytest.mark.skipif(not THERE, reason=tokamax_adapter.MISSING)
@@ -78,7 +81,7 @@ def test_the_form_for_a_target(kind, name):
 )
 def test_what_it_does_not_take(target, given, reason, monkeypatch):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: name)
-  found = tokamax_adapter.attention_supports(spec(**given), target)
+  found = adapters.tokamax_supports(spec(**given), target)
   assert reason in found
 
 
@@ -122,12 +125,12 @@ def test_grouped_products_are_the_same():
 
 
 @needs_tokamax
-@kernel_cases.compiles('tpu')
+@support.compiles('tpu')
 def test_its_kernel_is_in_a_program_for_tpu():
   make = lambda n: jax.ShapeDtypeStruct((1, 256, n, 128), 'bfloat16')
   call = lambda *x: attention.attention(
     *x, attention.Mask(), impl='tokamax/xla'
   )
   shapes = make(4), make(2), make(2)
-  program, _ = kernel_cases.compile_on('v5e:1x1', call, *shapes)
+  program = experiment.for_chip('v5e:1x1', 'kernel', call, shapes)
   assert program.as_text().count(kernel_cases.TPU_CALL) == 1

@@ -108,5 +108,5 @@ def test_the_kernels_take_the_row(table, monkeypatch):
     x.shape, x.shape, 'bfloat16', attention.Mask(), 0, 1
   )
   # 2048 x 2048 blocks of 512, but 4096 x 2731 of the row's.
-  reason = attention_tpu.supports(spec, target)
+  reason = registry.kernel('tpu', attention_tpu).supports(spec, target)
   assert 'blocks to list' in reason

@@ -3,13 +3,12 @@
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+import kernel_cases
 import numpy as np
 import pytest
+import support
 
-from paraxis.configs.base import errors
 from paraxis.pallas_kernels import reference
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
@@ -60,37 +59,8 @@ def test_equals_the_definition_in_float64(sizes, options):
     wrong = reference.attention_ref(*arrays, mask, None, order)
     with pytest.raises(AssertionError):  # the masks do matter here
       close(actual, wrong, 1e-6)
-
-
-def test_no_mask_at_all():
-  with jax.enable_x64(True):
-    arrays, *_ = cache(T=3)
-    mask = attention.Mask(causal=False)
-    actual = decode_attention.decode_attention(*arrays, mask)
-    close(actual, reference.attention_ref(*arrays, mask))
-
-
-def test_equals_training_attention_row_by_row():
-  """Token t decoded over the first t slots is row t of one full pass."""
-  rng = np.random.default_rng(1)
-  q, k, v = (rng.normal(size=(1, 12, n, 8)).astype('f4') for n in (4, 2, 2))
-  mask = attention.Mask(scale=0.3, window=5)
-  o, lse = jax.jit(lambda *x: attention.attention(*x, mask))(q, k, v)
-  run = decode(mask)
-  slots = np.arange(12, dtype=np.int32)[None]
-  for t in range(12):
-    segments = np.ones((1, 1), np.int32), (slots <= t).astype(np.int32)
-    one = run(q[:, t : t + 1], k, v, segments, (slots[:, t : t + 1], slots))
-    close(one, (o[:, t : t + 1], lse[:, t : t + 1]), 1e-5)
-
-
-def test_a_query_that_sees_nothing():
-  arrays, (queries, slots), order = cache(dtype='f4')
-  mask = attention.Mask()
-  o, lse = decode_attention.decode_attention(
-    *arrays, mask, (queries, 0 * slots), order
-  )
-  assert not o.any() and (lse == np.float32(attention.NEG)).all()
+    free = attention.Mask(causal=False)  # no mask at all
+    close(decode(free)(*arrays), reference.attention_ref(*arrays, free))
 
 
 def _temporary(run, *args):
@@ -107,24 +77,13 @@ def test_the_cache_is_not_copied():
 
 
 def test_heads_and_batch_sharded_equal_one_device():
-  kinds = (AxisType.Explicit,) * 2
-  mesh = jax.make_mesh((2, 2), ('data', 'tensor'), axis_types=kinds)
-  mask = attention.Mask(scale=0.3)
-  run = decode(mask)
+  mesh = jax.make_mesh((2, 2), ('data', 'tensor'))
+  run = decode(attention.Mask(scale=0.3))
+  heads, rows = P('data', None, 'tensor'), P('data')
   with jax.enable_x64(True):
     arrays, segments, order = cache(T=2)
-    expected = run(*arrays, segments, order)
-    heads = NamedSharding(mesh, P('data', None, 'tensor'))
-    rows = NamedSharding(mesh, P('data'))
-    args = (
-      *jax.device_put(arrays, heads),
-      *jax.device_put((segments, order), rows),
-    )
-    with jax.set_mesh(mesh):
-      program = run.lower(*args).compile()
-      close(program(*args), expected)
-  for moved in ('all-gather', 'all-reduce', 'all-to-all'):
-    assert moved not in program.as_text()
+    args, specs = (*arrays, segments, order), (heads, heads, heads, rows, rows)
+    close(kernel_cases.on_mesh(run, mesh, args, specs), run(*args))
 
 
 def test_low_precision_cache():
@@ -137,95 +96,57 @@ def test_low_precision_cache():
   close((o.astype('f4'), lse), expected, 0.03)
 
 
-def test_a_causal_mask_needs_the_order():
-  arrays, segments, _ = cache()
-  with pytest.raises(errors.UserError, match='1 queries and 40 keys'):
-    decode_attention.decode_attention(*arrays, attention.Mask(), segments)
-
-
-def rows_of(lengths, t, s):
-  """segments and order that say what `ragged` says by lengths."""
-  slots = np.arange(s, dtype=np.int32)
-  filled = (slots < lengths[:, None]).astype(np.int32)
-  last = lengths[:, None] - t + np.arange(t, dtype=np.int32)
-  segments = np.ones((len(lengths), t), np.int32), filled
+def rows_of(begins, lengths, t, s):
+  """segments and order that say what `ragged` says by ranges of slots."""
+  slots, ends = np.arange(s, dtype=np.int32), (begins + lengths)[:, None]
+  filled = (slots >= begins[:, None]) & (slots < ends)
+  last = ends - t + np.arange(t, dtype=np.int32)
+  segments = np.ones((len(lengths), t), np.int32), filled.astype(np.int32)
   return segments, (last, np.broadcast_to(slots, filled.shape))
 
 
-@pytest.mark.parametrize('window', [0, 6])
-def test_rows_that_begin_later(window):
-  """What is in front of a range is as invisible as what is behind it."""
-  begins = np.array([7, 0, 23, 39], np.int32)
-  lengths = np.array([0, 40, 9, 1], np.int32)
-  mask = attention.Mask(scale=0.3, window=window)
-  with jax.enable_x64(True):
-    arrays, *_ = cache(B=4)
-    run = jax.jit(
-      lambda *x: decode_attention.ragged(*x[:3], mask, x[3], begins_B=x[4])
-    )
-
-    def wanted(begins):
-      segments, order = rows_of(begins + lengths, 1, 40)
-      segments[1][order[1] < begins[:, None]] = 0
-      return reference.attention_ref(*arrays, mask, segments, order)
-
-    close(run(*arrays, lengths, begins), wanted(begins))
-    with pytest.raises(AssertionError):
-      one = (lengths == 1).astype(np.int32)  # a slot more in front
-      close(run(*arrays, lengths + one, begins - one), wanted(begins))
-  with pytest.raises(errors.UserError, match='begins have shape'):
-    decode_attention.ragged(*arrays, mask, lengths, begins_B=begins[:1])
+LENGTHS = np.array([0, 40, 9, 3], np.int32)
 
 
 @pytest.mark.parametrize('T, window', [(1, 0), (1, 5), (3, 0), (3, 7)])
-def test_rows_of_unequal_length(T, window):
-  lengths = np.array([0, 3, 17, 40], np.int32)
+@pytest.mark.parametrize('begins', [(0, 0, 0, 1), (7, 0, 23, 37)])
+def test_rows_of_unequal_length(begins, T, window):
+  begins, lengths = np.array(begins, np.int32), LENGTHS
   mask = attention.Mask(scale=0.3, window=window)
-  sinks = np.array([-1.0, 0.0, 1.0, 2.0])
   with jax.enable_x64(True):
+    sinks = jnp.array([-1.0, 0.0, 1.0, 2.0])
     arrays, *_ = cache(B=4, T=T)
-    run = lambda *x: decode_attention.ragged(*x[:3], mask, *x[3:])
-    expected = reference.attention_ref(*arrays, mask, *rows_of(lengths, T, 40))
-    close(jax.jit(run)(*arrays, lengths), expected)
-    short = rows_of(np.maximum(lengths - 1, 0), T, 40)
-    with pytest.raises(AssertionError):
-      close(
-        jax.jit(run)(*arrays, lengths),
-        reference.attention_ref(*arrays, mask, *short),
-      )
-    found = decode_attention.ragged(
-      *arrays, mask, lengths, sinks_N=jnp.asarray(sinks)
+
+    def wanted(begins, lengths, *sinks):
+      rows = rows_of(begins, lengths, T, 40)
+      return reference.attention_ref(*arrays, mask, *rows, *sinks)
+
+    run = lambda *x, **given: decode_attention.ragged(
+      *x[:3], mask, x[3], begins_B=x[4], **given
     )
-    expected = reference.attention_ref(
-      *arrays, mask, *rows_of(lengths, T, 40), jnp.asarray(sinks)
+    found = jax.jit(run)(*arrays, lengths, begins)
+    close(found, wanted(begins, lengths))
+    close(
+      run(*arrays, lengths, begins, sinks_N=sinks),
+      wanted(begins, lengths, sinks),
     )
-    close(found, expected)
+    # A slot less behind, or one more in front, matters.
+    one = (lengths == 3).astype(np.int32)
+    for wrong in ((begins, lengths - one), (begins - one, lengths + one)):
+      with pytest.raises(AssertionError):
+        close(found, wanted(*wrong))
 
 
-def test_a_shared_prefix_equals_the_whole():
-  rng, P, S = np.random.default_rng(0), 24, 40
-  lengths = np.array([0, 1, 17, 40], np.int32)
-  mask = attention.Mask(scale=0.3, softcap=2.0)
-  with jax.enable_x64(True):
-    (q, k, v), *_ = cache(B=4, S=S)
-    prefix = [rng.normal(size=(P, 2, 8)) for _ in range(2)]
-    run = lambda q, *x: decode_attention.shared_prefix(
-      q, x[:2], x[2:4], mask, x[4]
-    )
-    found = jax.jit(run)(q, *prefix, k, v, lengths)
-    whole = [
-      np.concatenate([np.broadcast_to(a, (4, P, 2, 8)), b], 1)
-      for a, b in zip(prefix, (k, v), strict=True)
-    ]
-    expected = reference.attention_ref(
-      q, *whole, mask, *rows_of(lengths + P, 1, P + S)
-    )
-    close(found, expected)
-    with pytest.raises(errors.UserError, match='2 queries, window 0'):
-      run(np.concatenate([q, q], 1), *prefix, k, v, lengths)
-
-
-def test_lengths_of_other_rows_are_refused():
-  arrays, *_ = cache()
-  with pytest.raises(errors.UserError, match=r'\(3,\).* each of the 2 rows'):
-    decode_attention.ragged(*arrays, attention.Mask(), np.zeros(3, np.int32))
+def test_what_does_not_fit_is_refused():
+  arrays, segments, _ = cache()
+  mask = attention.Mask()
+  with support.refused('1 queries and 40 keys'):
+    decode_attention.decode_attention(*arrays, mask, segments)
+  with support.refused('(3,)', 'each of the 2 rows'):
+    decode_attention.ragged(*arrays, mask, np.zeros(3, np.int32))
+  with support.refused('begins have shape'):
+    decode_attention.ragged(*arrays, mask, np.ones(2), begins_B=np.ones(3))
+  (q, k, v), *_ = cache(T=2)
+  with support.refused('2 queries, window 0'):
+    prefix = k[0], v[0]
+    decode_attention.shared_prefix(q, prefix, (k, v), mask, np.ones(2, int))

@@ -1,112 +1,87 @@
 """Cross-entropy without logits against its definition, with every gradient."""
 
-import chex
+import functools
+
 import jax
 import jax.numpy as jnp
+import kernel_cases
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.matmul import cross_entropy
 
 
-def arrays(T=7, D=5, V=37, vocab=None, dtype='f8'):
-  """(x_TD, w_VD), targets_T, weights_T and cotangents of (nll, lse)."""
+def arrays(T=7, D=5, V=37, dtype='f8'):
+  """(x_TD, w_VD), targets_T and cotangents of (nll, lse)."""
   rng = np.random.default_rng(0)
   x, w = 2 * rng.normal(size=(T, D)), rng.normal(size=(V, D))
-  targets = rng.integers(0, vocab or V, T).astype(np.int32)
-  weights, g, h = rng.normal(size=(3, T))
+  targets = rng.integers(0, V, T).astype(np.int32)
   cast = lambda *a: [np.asarray(b, dtype) for b in a]
-  return cast(x, w), targets, *cast(weights), cast(g, h)
+  return cast(x, w), targets, cast(*rng.normal(size=(2, T)))
 
 
-def dense(x, w, targets, weights, softcap=0.0, vocab=None):
+def dense(x, w, targets, softcap=0.0):
   """The definition, with all logits."""
-  z = x @ w[:vocab].T
+  z = x @ w.T
   z = softcap * jnp.tanh(z / softcap) if softcap else z
   lse = jax.nn.logsumexp(z, -1)
-  nll = lse - jnp.take_along_axis(z, targets[:, None], 1)[:, 0]
-  return nll * weights, lse
+  return lse - jnp.take_along_axis(z, targets[:, None], 1)[:, 0], lse
 
 
-def both(run, x, w, weights, cotangents):
-  """((nll, lse), gradients of x, w and weights)."""
-  out, back = jax.vjp(run, x, w, weights)
-  return jax.tree.leaves((out, back(tuple(cotangents))))
+def both(fn, arrays, targets, cotangents, **options):
+  """nll, lse, and gradients of x and w."""
+  run = lambda x, w: fn(x, w, targets, **options)
+  return kernel_cases.with_gradients(run, arrays, cotangents)
 
 
-def close(actual, expected, tolerance):
-  chex.assert_trees_all_close(
-    [*actual], [*expected], rtol=tolerance, atol=tolerance
-  )
+op = cross_entropy.linear_cross_entropy
 
 
 @pytest.mark.parametrize(
-  'chunk, options',
-  [
-    (0, dict()),  # all at once
-    (37, dict(softcap=1.5)),
-    (8, dict()),  # four chunks and a shorter one
-    (12, dict(softcap=1.5, vocab=30)),
-    (5, dict(vocab=9)),  # chunks of padding alone
-  ],
+  'chunk, softcap',
+  [(0, 0.0), (37, 1.5), (8, 0.0), (12, 1.5)],  # 8: four and a shorter one
 )
-def test_equals_the_definition_in_float64(chunk, options):
+def test_equals_the_definition_in_float64(chunk, softcap):
   with jax.enable_x64(True):
-    (x, w), targets, weights, cotangents = arrays(vocab=options.get('vocab'))
-    op = lambda x, w, weights: cross_entropy.linear_cross_entropy(
-      x, w, targets, weights, chunk=chunk, **options
-    )
-    ref = lambda x, w, weights: dense(x, w, targets, weights, **options)
-    run = jax.jit(lambda *a: both(op, *a))
-    actual = run(x, w, weights, cotangents)
-    close(actual, both(ref, x, w, weights, cotangents), 1e-12)
+    case = arrays()
+    actual = both(op, *case, softcap=softcap, chunk=chunk)
+    support.close(actual, both(dense, *case, softcap=softcap))
     assert {a.dtype for a in actual} == {np.dtype('f8')}
-    wrong = lambda x, w, weights: dense(x, w, targets, weights, 0.7)
     with pytest.raises(AssertionError):
-      close(actual, both(wrong, x, w, weights, cotangents), 1e-3)
+      support.close(actual, both(dense, *case, softcap=0.7), 1e-3)
 
 
-def test_shapes_of_batches_and_no_weights():
+def test_shapes_of_batches():
   with jax.enable_x64(True):
-    (x, w), targets, _, _ = arrays(T=6)
-    found = cross_entropy.linear_cross_entropy(
-      x.reshape(2, 3, 5), w, targets.reshape(2, 3), chunk=10
-    )
+    (x, w), targets, _ = arrays(T=6)
+    found = op(x.reshape(2, 3, 5), w, targets.reshape(2, 3), chunk=10)
     assert [a.shape for a in found] == [(2, 3), (2, 3)]
-    expected = dense(x, w, targets, 1.0)
-    close([a.ravel() for a in found], expected, 1e-12)
+    support.close(tuple(a.ravel() for a in found), dense(x, w, targets))
 
 
 def test_a_target_outside_finds_no_logit():
-  (x, w), targets, _, _ = arrays(dtype='f4')
-  nll, lse = cross_entropy.linear_cross_entropy(x, w, targets + 1000, chunk=8)
+  (x, w), targets, _ = arrays(dtype='f4')
+  nll, lse = op(x, w, targets + 1000, chunk=8)
   np.testing.assert_array_equal(nll, lse)
 
 
 def test_large_logits_do_not_overflow():
-  (x, w), targets, weights, cotangents = arrays(dtype='f4')
-  op = lambda x, w, weights: cross_entropy.linear_cross_entropy(
-    1000 * x, w, targets, weights, chunk=8
-  )
-  actual = both(op, x, w, weights, cotangents)
+  (x, w), *rest = arrays(dtype='f4')
+  actual = both(op, (1000 * x, w), *rest, chunk=8)
   assert all(np.isfinite(a).all() for a in actual)
 
 
 def test_low_precision():
-  (x, w), targets, weights, cotangents = arrays(dtype='f4')
-  low = lambda a: jnp.asarray(a, jnp.bfloat16)
-  op = lambda x, w, weights: cross_entropy.linear_cross_entropy(
-    x, w, targets, weights, chunk=8
-  )
-  actual = both(op, low(x), low(w), weights, cotangents)
+  given, *rest = arrays(dtype='f4')
+  low = [jnp.asarray(a, jnp.bfloat16) for a in given]
+  actual = both(op, low, *rest, chunk=8)
   names = [a.dtype.name for a in actual]
-  assert names == ['float32'] * 2 + ['bfloat16'] * 2 + ['float32']
-  exact = [np.asarray(low(a), 'f4') for a in (x, w)]
-  ref = lambda x, w, weights: dense(x, w, targets, weights)
-  expected = both(ref, *exact, weights, cotangents)
-  close([np.asarray(a, 'f4') for a in actual], expected, 0.05)
+  assert names == ['float32'] * 2 + ['bfloat16'] * 2
+  expected = both(dense, [np.asarray(a, 'f4') for a in low], *rest)
+  support.close(actual, expected, 0.05)
 
 
 def temporary(V, run):
@@ -120,14 +95,11 @@ def temporary(V, run):
 
 
 def test_memory_does_not_grow_with_the_vocabulary():
-  op = lambda x, w, targets: cross_entropy.linear_cross_entropy(
-    x, w, targets, chunk=128
-  )
-  small, large = temporary(1024, op), temporary(8192, op)
+  run = functools.partial(op, chunk=128)
+  small, large = temporary(1024, run), temporary(8192, run)
   logits = 256 * 8192 * 4
   assert large <= small + 4096 and large < logits / 8
-  plain = lambda x, w, targets: dense(x, w, targets, 1.0)
-  assert temporary(8192, plain) >= logits
+  assert temporary(8192, dense) >= logits
 
 
 def test_how_many_rows_at_a_time():
@@ -142,12 +114,11 @@ def test_how_many_rows_at_a_time():
   [
     (dict(x=np.ones((7, 4))), r'x \(7, 4\), w \(37, 5\)'),
     (dict(targets=np.ones(6, int)), r'targets \(6,\) do not fit'),
-    (dict(weights=np.ones(6)), r'\(6,\), targets \(7,\)'),
     (dict(softcap=-1.0), 'softcap is -1.0'),
   ],
 )
 def test_what_does_not_fit(change, words):
-  (x, w), targets, _, _ = arrays()
+  (x, w), targets, _ = arrays()
   given = dict(x=x, w_VD=w, targets=targets) | change
   with pytest.raises(errors.UserError, match=words):
-    cross_entropy.linear_cross_entropy(**given)
+    op(**given)

@@ -9,7 +9,6 @@ import kernel_cases
 import numpy as np
 import pytest
 
-from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
 
@@ -59,14 +58,6 @@ def test_even_runs():
   np.testing.assert_allclose(dw, expected, rtol=0, atol=1e-12)
 
 
-def test_which_runs_where():
-  gpu, tpu = registry.Target('gpu', 'H200'), registry.Target('tpu', 'TPU v5')
-  name = lambda target: registry.resolve('grouped_matmul', target=target).name
-  assert [name(t) for t in (CPU, gpu, tpu)] == ['blocks', 'blocks', 'ragged']
-  with pytest.raises(errors.UserError, match='all rows with all matrices'):
-    grouped_matmul.product(*arrays((8, 8, 8, 8))[:2], 0, SIZE, 'f8', 'ragged')
-
-
 def test_megablox_is_the_same():
   rng = np.random.default_rng(0)
   draw = lambda *s: jnp.asarray(rng.normal(size=s), jnp.float32)
@@ -80,17 +71,6 @@ def test_megablox_is_the_same():
       found = call(x, b, sizes, 32, jnp.float32, interpret=True)
     expected = ours(x, b, sizes, 32, jnp.float32)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
-
-
-def test_what_megablox_does_not_take():
-  tpu = registry.Target('tpu', 'TPU v5')
-  for spec, words in (
-    (grouped_matmul.GroupedSpec(40, 'bfloat16'), '40 rows'),
-    (grouped_matmul.GroupedSpec(256, 'float64'), 'not float64'),
-  ):
-    with pytest.raises(errors.UserError, match=words):
-      registry.resolve('grouped_matmul', 'megablox', spec, tpu)
-  assert 'needs a TPU' in BY_NAME['megablox'].supports(None, CPU)
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,14 @@
 import hypothesis
 from hypothesis import strategies
 import jax
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import kernel_cases
 import numpy as np
 import pytest
 
 from paraxis.configs.base import errors
-from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
 from paraxis.pallas_kernels.matmul import quantized_tpu as quantized_matmul_tpu
-from paraxis.sharding.meter import aot
 
 
 def weights(D=384, F=256, dtype='f4'):
@@ -114,32 +110,10 @@ def test_no_race_and_nothing_read_before_it_is_written():
   w = weights(D=256, F=256)
   x = np.random.default_rng(1).normal(size=(20, 256)).astype('f4')
   q, scale = quantized_matmul.quantize(w)
-  params = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
-  y = product(x, quantized_matmul.pack(q), scale, interpret=params)
+  packed, how = quantized_matmul.pack(q), kernel_cases.STRICT
+  y = product(x, packed, scale, interpret=how)
   np.testing.assert_allclose(y, loop(x, q, scale), rtol=1e-4, atol=1e-4)
-  assert not interpret_pallas_call.races.races_found
-
-
-def test_what_the_kernel_takes():
-  spec = lambda **given: quantized_matmul.QuantizedSpec(
-    **dict(x=(16, 256), features=256, dtype='bfloat16', form='int4') | given
-  )
-  reason = lambda target=kernel_cases.TPU, **given: (
-    quantized_matmul_tpu.supports(spec(**given), target)
-  )
-  assert reason() is None
-  assert '200 outputs' in reason(features=200)
-  assert 'not float64' in reason(dtype='float64')
-  assert 'manual region' in reason(sharded=True)
-  assert 'needs a TPU' in reason(registry.Target('gpu', 'H200'))
-  assert registry.resolve('quantized_matmul').name == 'xla'
-
-
-def test_bytes_of_a_matrix():
-  of = quantized_matmul.bytes_of
-  assert of(4096, 14336, 'bfloat16') == 2 * 4096 * 14336
-  assert of(4096, 14336) == 4096 * 14336 // 2 + 32 * 14336 * 4
-  assert of(4096, 14336, scale_bytes=2) * 8 / (4096 * 14336) == 4.125
+  assert not kernel_cases.races()
 
 
 @pytest.mark.parametrize(
@@ -157,27 +131,3 @@ def test_what_does_not_fit(change, words):
     quantized_matmul.quantized_matmul(**given)
   with pytest.raises(errors.UserError, match='200 inputs'):
     quantized_matmul.quantize(np.ones((200, 8)))
-
-
-def compiled(name, form, impl):
-  T, D, F = 16, 4096, 14336
-  rows = D if form == 'int4' else D // 2
-  shapes = (
-    jax.ShapeDtypeStruct((T, D), 'bfloat16'),
-    jax.ShapeDtypeStruct((rows, F), form),
-    jax.ShapeDtypeStruct((D // 128, F), 'float32'),
-  )
-  run = lambda *a: quantized_matmul.quantized_matmul(*a, impl=impl)
-  program, _ = kernel_cases.compile_on(name, run, *shapes)
-  custom = program.as_text().count(kernel_cases.TPU_CALL)
-  return custom, aot.memory(program).temporaries
-
-
-@kernel_cases.compiles('tpu')
-@pytest.mark.parametrize('name', kernel_cases.ONE_TPU)
-def test_compiles_and_unpacks_on_the_chip(name):
-  """`auto` takes the kernel: no temporaries; XLA alone: the whole matrix."""
-  for form in ('int4', 'uint8'):
-    assert compiled(name, form, 'auto') == (1, 0)
-  custom, temporaries = compiled(name, 'uint8', 'xla')
-  assert custom == 0 and temporaries >= 2 * 4096 * 14336

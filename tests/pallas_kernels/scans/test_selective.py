@@ -43,20 +43,15 @@ def problem(T, B=2, F=3, S=4, dtype='f8'):
 
 
 def both(run, arrays, reset, cotangents):
-  def all_of(arrays, reset, cotangents):
-    x, dt, shared, rate, state = arrays
-    given = lambda *a: run(*a[:4], reset, a[4])
-    out, back = jax.vjp(given, x, dt, shared, rate, state)
-    return *out, *back(cotangents)
-
-  return jax.jit(all_of)(arrays, reset, cotangents)
+  given = lambda *a: run(*a[:4], reset, a[4])
+  return kernel_cases.with_gradients(given, arrays, cotangents)
 
 
 wrong = functools.partial(kernel_cases.wrong, NAMES)
 
 
 @pytest.mark.parametrize(
-  'T, options', [(37, {}), (21, dict(chunk=4, impl='xla')), (1, {})]
+  'T, options', [(37, {}), (21, dict(impl='xla')), (1, {})]
 )
 def test_equals_a_loop_over_tokens(T, options):
   with jax.enable_x64(True):
