@@ -1,10 +1,9 @@
-"""Parallelism that knows no model: layouts, collectives, schedules,
-checkpoints.
+"""Parallelism of any model: layouts, collectives, schedules, checkpoints.
 
-The files here are what every room needs: the one mesh (mesh.py), the rules from
-logical names to its axes (rules.py), and the verbs that place and move arrays
-by name (annotate.py). Only mesh.py, rules.py and the rooms' operators are
-imported by models and training; nothing here knows a model.
+The modules of this folder serve all of its packages: the one mesh (mesh.py),
+the rules from logical names to mesh axes (rules.py), and the functions that
+shard and reshard arrays by logical names (annotate.py). Nothing here depends on
+a model.
 
 Read first: mesh.py, rules.py, annotate.py.
 """

@@ -1,21 +1,21 @@
-"""Every annotation of a layout, by logical names, in all three worlds.
+"""Shards and reshards arrays by logical names, in all three worlds.
 
               no mesh   Explicit mesh              manual region
     move      x         reshard to `target`        all_gather to `target`; to
                                                    scatter is an error
-    put       x         reshard to `names`         x: how it came is not known
+    put       x         reshard to `names`         x: its layout is not known
     stored    x         reshard as rules.stored    x
     part      x         reshard to `target`        the shard's slice of x, which
                                                    is not differentiated
     take      x         reshard to `names`         the shard's slice of x along
-                                                   one dimension, whole before
+                                                   one dimension that was whole
     mean      jnp.mean  jnp.mean                   pmean over the axes of `name`
     region    function  shard_map of the function  function
-    like      constant  constant                   constant, cast to vary as x
 
-So one model code runs under jit and inside a fully manual shard_map. Products
+So the same model code runs under jit and in a fully manual shard_map. Products
 with parameters, and their collectives, are in sharding/tensor/project.py. On a
-mesh, names mean nothing outside of `use`: that is an error.
+mesh, logical names need the rules that `use` sets; without them they are an
+error.
 """
 
 import contextlib
@@ -33,19 +33,24 @@ _rules: contextvars.ContextVar[rules_lib.Rules | None] = contextvars.ContextVar(
 )
 
 
-# Mesh axes over which the caller sums what a manual region's backward pass
-# leaves partial: a pipeline's stages, for the ends of the model.
+# Mesh axes over which the caller adds up what the backward pass of a manual
+# region leaves as partial sums: a pipeline's stages, for embedding and head.
 _deferred = contextvars.ContextVar('deferred', default=())
 
 
 @contextlib.contextmanager
+def within(variable, value):
+  """A contextvars.ContextVar has a value until this context ends."""
+  token = variable.set(value)
+  try:
+    yield value
+  finally:
+    variable.reset(token)
+
+
 def defer(axes):
   """Within this context partial sums over `axes` are left to the caller."""
-  token = _deferred.set(tuple(axes))
-  try:
-    yield
-  finally:
-    _deferred.reset(token)
+  return within(_deferred, tuple(axes))
 
 
 def deferred():
@@ -53,14 +58,9 @@ def deferred():
   return _deferred.get()
 
 
-@contextlib.contextmanager
 def use(rules):
   """Within this context logical names mean what `rules` says."""
-  token = _rules.set(rules)
-  try:
-    yield rules
-  finally:
-    _rules.reset(token)
+  return within(_rules, rules)
 
 
 def _in_force():
@@ -75,8 +75,7 @@ def _in_force():
   if sizes():
     raise LookupError(
       f'a mesh of {sizes()} and no rules that say what logical names mean on '
-      'it: enter annotate.use(rules), or build.layout(built), which enters '
-      'both.'
+      'it: enter annotate.use(rules), or build.use(built), which enters both.'
     )
   return rules_lib.PRESETS['fsdp_tensor']  # names are checked, nothing is moved
 
@@ -158,11 +157,7 @@ def part(x, source, target):
     old, new = carriers(a), carriers(b)
     if new[: len(old)] != old:
       raise ValueError(f'part {source} -> {target}: {old} is not within {new}.')
-    more = new[len(old) :]
-    if more:
-      size = x.shape[i] // math.prod(map(jax.lax.axis_size, more))
-      first = jax.lax.axis_index(more) * size
-      x = jax.lax.dynamic_slice_in_dim(x, first, size, i)
+    x = own(x, new[len(old) :], i)
   return x
 
 
@@ -170,9 +165,15 @@ def take(x, names, dimension):
   """x, which every shard holds whole, laid out by `names` on one dimension."""
   if mode() != 'manual':
     return put(x, names)
-  axes = carriers(names[dimension])
-  size = x.shape[dimension] // shards(names[dimension])
-  first = jax.lax.axis_index(axes) * size if axes else 0
+  return own(x, carriers(names[dimension]), dimension)
+
+
+def own(x, axes, dimension):
+  """This shard's slice of x, one of equal ones over mesh axes, in a region."""
+  if not axes:
+    return x
+  size = x.shape[dimension] // math.prod(map(jax.lax.axis_size, axes))
+  first = jax.lax.axis_index(axes) * size
   return jax.lax.dynamic_slice_in_dim(x, first, size, dimension)
 
 
@@ -204,12 +205,3 @@ def region(function, names, out_names, single=False):
     out_specs=specs(out_names)[0] if single else specs(out_names),
     check_vma=False,
   )
-
-
-def like(x, fill, dtype=None):
-  """A constant with x's shape, sharding and varying axes (scan carries)."""
-  y = jnp.full_like(x, fill, dtype=dtype)
-  if mode() != 'manual':
-    return y
-  missing = tuple(jax.typeof(x).mat.varying - jax.typeof(y).mat.varying)
-  return jax.lax.pcast(y, missing, to='varying') if missing else y

@@ -18,6 +18,7 @@ from paraxis.configs.base import errors
 from paraxis.sharding import placement
 
 AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
+_EXPLICIT = (jax.sharding.AxisType.Explicit,) * len(AXES)
 
 
 def parse(text: str) -> dict[str, int]:
@@ -54,8 +55,8 @@ def describe(sizes: Mapping[str, int]) -> str:
   return ','.join(shown) or 'data=1'
 
 
-def factorisations(n: int, axes: Sequence[str], most: int = 6) -> list[str]:
-  """Ways to spread n devices over `axes`, most even first, as texts."""
+def factorisations(n: int, axes: Sequence[str]) -> list[str]:
+  """Six ways to spread n devices over `axes`, most even first, as texts."""
 
   def spread(n, axes):
     if len(axes) == 1:
@@ -67,7 +68,7 @@ def factorisations(n: int, axes: Sequence[str], most: int = 6) -> list[str]:
           yield {axes[0]: d, **rest}
 
   found = sorted(spread(n, list(axes)), key=lambda s: max(s.values()))
-  return [describe(s) for s in found[:most]]
+  return [describe(s) for s in found[:6]]
 
 
 def resolve(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
@@ -118,8 +119,7 @@ def make(sizes: str | Mapping[str, int], devices=None) -> jax.sharding.Mesh:
   devices = jax.devices() if devices is None else devices
   sizes = parse(sizes) if isinstance(sizes, str) else sizes
   placed = placement.place(resolve(sizes, len(devices)), devices)
-  explicit = (jax.sharding.AxisType.Explicit,) * len(AXES)
-  return jax.sharding.Mesh(placed, AXES, axis_types=explicit)
+  return jax.sharding.Mesh(placed, AXES, axis_types=_EXPLICIT)
 
 
 def abstract(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
@@ -134,7 +134,6 @@ def abstract(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
     raise errors.UserError(
       f'mesh {",".join(bad)}: without devices every size must be given.'
     )
-  explicit = (jax.sharding.AxisType.Explicit,) * len(AXES)
   return jax.sharding.AbstractMesh(
-    tuple(full.values()), AXES, axis_types=explicit
+    tuple(full.values()), AXES, axis_types=_EXPLICIT
   )

@@ -39,6 +39,7 @@ def place(sizes: Mapping[str, int], devices) -> np.ndarray:
     UserError: the leading axes cannot be divided among the slices.
   """
   shape = tuple(sizes.values())
+  asked = ','.join(f'{a}={n}' for a, n in sizes.items() if n > 1)
   slices = len({slice_of(d) for d in devices})
   # A torus axis may have to be split to serve two mesh axes.
   options = dict(allow_split_physical_axes=True)
@@ -46,7 +47,6 @@ def place(sizes: Mapping[str, int], devices) -> np.ndarray:
     try:
       return mesh_utils.create_device_mesh(shape, devices, **options)
     except (NotImplementedError, TypeError) as e:  # both, by its version
-      asked = ','.join(f'{a}={n}' for a, n in sizes.items() if n > 1)
       raise errors.UserError(
         f'the mesh axes {asked} have no place on the torus of {len(devices)} '
         'devices: take sizes that its sides are made of.'
@@ -57,9 +57,8 @@ def place(sizes: Mapping[str, int], devices) -> np.ndarray:
     left //= across[-1]
   if left > 1:
     raise errors.UserError(
-      f'{slices} slices: the mesh axes '
-      f'{",".join(f"{a}={n}" for a, n in sizes.items() if n > 1)} cannot be '
-      f'divided among them; give data a multiple of {slices}.'
+      f'{slices} slices: the mesh axes {asked} cannot be divided among them; '
+      f'give data a multiple of {slices}.'
     )
   within = [n // a for n, a in zip(shape, across, strict=True)]
   return mesh_utils.create_hybrid_device_mesh(

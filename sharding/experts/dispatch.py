@@ -23,7 +23,7 @@ Either way two exchanges forward and two backward. `hierarchical` exchanges over
 one axis after the other (DeepSpeed-MoE, arXiv:2201.05596, section 5.3; SE-MoE,
 arXiv:2205.10034): the same bits arrive in sum_a (r_a - 1) messages, each
 r / r_a times as large, not in r - 1. `hot` experts (Hecate, arXiv:2502.02581)
-are gathered by every device of the region: their tokens stay at home (a padded
+are gathered by every device of the region: their tokens are not sent (a padded
 exchange keeps its slots; then only the work of the busiest device shrinks).
 
 An example, 4 experts on 2 ranks, top-1, one token a row:
@@ -87,13 +87,6 @@ class DispatchPlan:
   factor: float = 0.0
   hierarchical: bool = False
   exchange: str = 'auto'
-
-
-class _Runs(NamedTuple):
-  """How rows are grouped: `sizes` of the runs (None: even), rows of a block."""
-
-  sizes: object
-  block: int
 
 
 def size(region: tuple[str, ...]) -> int:
@@ -248,7 +241,7 @@ def _local(run, weights, x_ND, ids_NK, mix_NK, keep_NK, gather):
   sizes_E = -(-counts_E // block) * block
   first_E = jnp.cumsum(sizes_E) - sizes_E
   slot, source = _places(first_E, position_NK, ids_NK, keep_NK, total)
-  multiply = expert_product.multiplier(gather, _Runs(sizes_E, block))
+  multiply = expert_product.multiplier(gather, sizes_E, block)
   y_SD = run(_spread(x_ND, slot, source), weights, multiply)
   return _collect(y_SD, mix_NK, slot, source)
 
@@ -268,7 +261,7 @@ def _padded(run, weights, x_ND, ids_NK, mix_NK, keep_NK, plan):
   slot, source = _places(first_E, position_NK, ids_NK, keep_NK, experts * count)
   rows = _spread(x_ND, slot, source).reshape(ranks, -1, count, x_ND.shape[1])
   rows = jnp.moveaxis(_swap(rows, plan), 0, 1)  # (E / r, source, C, D)
-  multiply = expert_product.multiplier(plan.gather, _Runs(runs, block))
+  multiply = expert_product.multiplier(plan.gather, runs, block)
   y = run(rows.reshape(-1, rows.shape[-1]), weights, multiply)
   y = _swap(jnp.moveaxis(y.reshape(rows.shape), 1, 0), plan)
   return _collect(y.reshape(-1, y.shape[-1]), mix_NK, slot, source)
@@ -353,9 +346,8 @@ def _ragged(run, weights, x_ND, ids_NK, mix_NK, keep_NK, plan):
   there, back, sizes = offsets(counts_RE, me, block)
   rows = _spread(x_ND, slot, source)
   rows = _send(plan.region, total, ids_NK.size, rows, there, back)
-  y = run(
-    rows, weights, expert_product.multiplier(plan.gather, _Runs(sizes, block))
-  )
+  multiply = expert_product.multiplier(plan.gather, sizes, block)
+  y = run(rows, weights, multiply)
   y = _send(plan.region, ids_NK.size, total, y, back, there)
   return _collect(y, mix_NK, slot, source)
 

@@ -10,15 +10,16 @@ from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
 from paraxis.sharding.tensor import narrow
 
 
-def multiplier(gather, runs):
+def multiplier(gather, sizes_E, block):
   """multiply(x_SD, w_EDF, dim) -> y_SF: every row with its expert's matrix.
 
   Args:
     gather: mesh axes that shard `dim` of w, an array or narrow.Narrow.
-    runs: how rows are grouped: rows of each expert, and of a block.
+    sizes_E: rows of each expert, sorted by expert; None: as many of each.
+    block: rows of a block, all of one expert.
   """
-  how = lambda w, dim: _Product(gather, dim, runs.block, narrow.own_dtype(w))
-  return lambda x, w, dim: _multiply(how(w, dim), x, w, runs.sizes)
+  how = lambda w, dim: _Product(gather, dim, block, narrow.own_dtype(w))
+  return lambda x, w, dim: _multiply(how(w, dim), x, w, sizes_E)
 
 
 class _Product(NamedTuple):

@@ -3,7 +3,8 @@
 libtpu and XLA's CUDA compiler work without a device: a topology gives devices
 to make a mesh of, shapes with shardings on that mesh are traced and compiled,
 and the program gives its memory, collectives and work. Code that asks for the
-current device must see the topology's: use `Topology.context` around tracing.
+current device must see the topology's: use `Topology.context` around tracing
+(`trace_on` does, for one device).
 Nothing is run, so no time can be measured.
 """
 
@@ -16,12 +17,13 @@ import re
 from typing import Any, NamedTuple
 
 import jax
-from jax import core
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+from jax.extend import core
 
 from paraxis.configs.base import errors
-from paraxis.sharding.meter import flops
 from paraxis.sharding.meter import target
+from paraxis.sharding.meter import traced as traced_lib
 
 # platform -> (modules, one of which compiles for it; how to get one)
 COMPILERS = {
@@ -108,6 +110,18 @@ def topology(name: str, num_slices: int = 1) -> Topology:
   return Topology(name, kind, chip, num_slices, devices, cores)
 
 
+def trace_on(topology: Topology, function, *shapes) -> jax.stages.Traced:
+  """Traces a function for one device of a topology.
+
+  Args:
+    shapes: pytrees of jax.ShapeDtypeStruct, without sharding.
+  """
+  one = jax.sharding.SingleDeviceSharding(topology.devices[0])
+  placed = jax.tree.map(lambda x: x.update(sharding=one), shapes)
+  with topology.context():
+    return jax.jit(function).trace(*placed)
+
+
 def compile_for(topology, name, traced):
   """Compiles a traced program (`jax.jit(f).trace(*shapes)`).
 
@@ -120,7 +134,7 @@ def compile_for(topology, name, traced):
     UserError: it does not fit on the chip; names the array and the sizes.
   """
   try:
-    with topology.context(), _no_cache():
+    with topology.context(), uncached():
       return traced.lower().compile()
   except jax.errors.JaxRuntimeError as e:
     if 'RESOURCE_EXHAUSTED' not in str(e):
@@ -130,15 +144,18 @@ def compile_for(topology, name, traced):
 
 
 @contextlib.contextmanager
-def _no_cache():
+def uncached():
   """No compile cache: it cannot load a program for devices of a topology."""
   config: Any = jax.config  # type checkers do not know its options
   before = config.jax_enable_compilation_cache
   jax.config.update('jax_enable_compilation_cache', False)
+  # jax asks once in a process whether there is a cache, and again after this.
+  compilation_cache.reset_cache()
   try:
     yield
   finally:
     jax.config.update('jax_enable_compilation_cache', before)
+    compilation_cache.reset_cache()
 
 
 # How the compiler reports on-chip memory: one array, or all of a kernel's.
@@ -187,19 +204,12 @@ def largest(jaxpr):
   """
   best = ('none', 0)
   for e in jaxpr.eqns:
-    found = [(v.aval.str_short(), _shard_bytes(v.aval)) for v in e.outvars]
-    found += map(largest, flops.inner(e))
+    found = [
+      (v.aval.str_short(), traced_lib.shard(v.aval).bytes) for v in e.outvars
+    ]
+    found += map(largest, core.jaxprs_in_params(e.params))
     best = max([best, *found], key=lambda item: item[1])
   return best
-
-
-def _shard_bytes(aval):
-  if not isinstance(aval, core.ShapedArray):
-    return 0
-  sizes = dict(aval.sharding.mesh.shape)
-  shards = flops.mesh_axes(aval.sharding.spec.partitions)
-  whole = math.prod(aval.shape) * aval.dtype.itemsize
-  return whole // math.prod(sizes[a] for a in shards)
 
 
 def _line(error):

@@ -240,13 +240,10 @@ class CompiledProgram:
 
   def _start(self, loop, slot):
     """Integer with which slot `slot` of a loop's state starts, or None."""
-    state = self._follow(loop.operands[0], loop.home, {})
-    if slot is None or state.instruction.opcode != 'tuple':
+    state, scope, _ = self._follow(loop.operands[0], loop.home, {})
+    if slot is None or state.opcode != 'tuple':
       return None
-    operands = state.instruction.operands
-    return _integer(
-      self._follow(operands[slot], state.instruction.home, state.scope)
-    )
+    return _integer(self._follow(state.operands[slot], state.home, scope))
 
   def _step(self, loop, slot):
     """What one turn adds to slot `slot`, or None if that is no constant."""

@@ -27,6 +27,7 @@ import jax
 from jax.extend import core
 
 from paraxis.sharding import turns
+from paraxis.sharding.meter import traced
 
 
 class Flops(NamedTuple):
@@ -60,15 +61,6 @@ def of_jaxpr(jaxpr) -> Flops:
   return sum(map(_equation, jaxpr.eqns), _NONE)
 
 
-def inner(equation):
-  """The jaxprs in an equation's parameters."""
-  found = []
-  for value in equation.params.values():
-    values = value if isinstance(value, list | tuple) else (value,)
-    found += [v for v in values if isinstance(v, core.ClosedJaxpr | core.Jaxpr)]
-  return found
-
-
 def _equation(e):
   name, params = e.primitive.name, e.params
   if name in _PRODUCTS:
@@ -80,7 +72,7 @@ def _equation(e):
     most = max(map(of_jaxpr, params['branches']), key=lambda f: f.per_device)
     return most * float(turns.share(e.source_info.name_stack))
   if name == 'while':
-    work = sum(map(of_jaxpr, inner(e)), _NONE)
+    work = sum(map(of_jaxpr, core.jaxprs_in_params(params)), _NONE)
     trips = turns.trips(e.source_info.name_stack)
     if trips is not None:
       return work * trips
@@ -99,7 +91,7 @@ def _equation(e):
     return Flops(local.total * times, local.per_device)
   if name == 'pallas_call':
     return _kernel(params)
-  return sum(map(of_jaxpr, inner(e)), _NONE)
+  return sum(map(of_jaxpr, core.jaxprs_in_params(params)), _NONE)
 
 
 def _kernel(params):
@@ -144,27 +136,13 @@ _PRODUCTS = dict(
 
 def _shards(e):
   """Devices that share a product, from the layouts in its types."""
-  sharding = e.outvars[0].aval.sharding
-  axes = mesh_axes(sharding.spec.partitions)
+  out = e.outvars[0].aval
+  axes = set().union(*traced.shard(out).layout)
   if e.primitive.name == 'dot_general':
     (left, right), _ = e.params['dimension_numbers']
-    specs = [_padded(v.aval) for v in e.invars[:2]]
+    x, w = (traced.shard(v.aval).layout for v in e.invars)
     for a, b in zip(left, right, strict=True):
-      if specs[0][a] == specs[1][b]:
-        axes |= mesh_axes([specs[0][a]])
-  sizes = dict(sharding.mesh.shape)
+      if x[a] == w[b]:
+        axes.update(x[a])
+  sizes = dict(out.sharding.mesh.shape)
   return math.prod(sizes[a] for a in axes)
-
-
-def _padded(aval):
-  spec = aval.sharding.spec.partitions
-  return spec + (None,) * (len(aval.shape) - len(spec))
-
-
-def mesh_axes(spec):
-  """Mesh axes in a PartitionSpec or in a list of its entries."""
-  out = set()
-  for entry in spec:
-    if entry is not None:
-      out |= set(entry) if isinstance(entry, tuple) else {entry}
-  return out

@@ -82,7 +82,7 @@ def collectives(text: str | None, mesh) -> list[Collective]:
 
   Raises:
     ValueError: the program has no text, is for another number of devices, or a
-      collective stands in a loop whose trip count depends on data.
+      collective is in a loop whose trip count depends on data.
   """
   if text is None:
     raise ValueError('the compiler gives no text of this program.')
@@ -145,24 +145,21 @@ def _collective(program, run, places):
   permute = kind == 'collective-permute'
   group = places.span(axes) if permute else rows.shape[1]
   held = sum(a.bytes for a in operands)
-  received, result = _volume(kind, held, group)
-  return Collective(
-    kind, axes, group, received, run.times, held, result, i.where
-  )
+  sizes = {'all-gather': held * group, 'reduce-scatter': held // group}
+  result = sizes.get(kind, held)
+  size = received(kind, max(held, result), group)
+  return Collective(kind, axes, group, size, run.times, held, result, i.where)
 
 
-def _volume(kind, held, n):
-  """(bytes received, bytes of the result) per device; see the module."""
-  part = -(-held * (n - 1) // n)  # rounded up to whole bytes
-  return {
-    'all-gather': (held * (n - 1), held * n),
-    'reduce-scatter': (part, held // n),
-    'all-reduce': (2 * part, held),
-    'all-to-all': (part, held),
-    'ragged-all-to-all': (part, held),
-    'collective-permute': (held if n > 1 else 0, held),
-    'collective-broadcast': (held if n > 1 else 0, held),
-  }[kind]
+def received(kind: str, whole: int, n: int) -> int:
+  """Bytes that one of n devices receives; whole: bytes of the larger side.
+
+  The module's table: an all-gather's larger side is its result, n O.
+  """
+  if kind in ('collective-permute', 'collective-broadcast'):
+    return whole if n > 1 else 0
+  part = -(-whole * (n - 1) // n)  # rounded up to whole bytes
+  return 2 * part if kind == 'all-reduce' else part
 
 
 def _sliced(program, reduce):
@@ -219,26 +216,3 @@ def table(found: list[Collective]) -> str:
   total = sum(c.total for c in found)
   lines.append(f'{"all":20} {"":24} {"":7} {total / 1e6:12,.3f}')
   return '\n'.join(lines)
-
-
-def overlapped(text):
-  """What runs while a collective is under way.
-
-  Returns:
-    [(kind, [opcodes between its start and its end, in schedule order])] of
-    every asynchronous collective that has a start and an end.
-  """
-  out = []
-  for home in compiled.CompiledProgram(text).computations.values():
-    listed = list(home.values())
-    for at, i in enumerate(listed):
-      kind = i.opcode.removesuffix('-start')
-      if i.opcode == kind or kind not in KINDS:
-        continue
-      between = []
-      for other in listed[at + 1 :]:
-        if i.name in other.operands and other.opcode == f'{kind}-done':
-          out.append((kind, between))
-          break
-        between.append(other.opcode)
-  return out

@@ -8,17 +8,13 @@ written; for other operations this is what XLA's partitioner does:
   product, an operand sharded otherwise     that operand is gathered
   sum or maximum over a sharded dimension   all-reduce of the result
   rows of a table whose rows are sharded    masked rows, all-reduced
-Bytes are what one device receives, once, with n devices in a group:
-  all-gather, reduce-scatter, all-to-all    (n - 1) / n of the larger side
-  all-reduce                                twice that (scatter, then gather)
-  collective-permute                        all of it
-A scan counts its length, a cond its costliest branch, the same gather in one
-loop body once (XLA merges them). It is a prediction: sharding/meter/hlo.py
-counts what a compiled program did. Of a 7B step for 512 TPU v5p all bytes per
-kind and mesh axes were as predicted, but for a sixth of the reduce-scatters,
-which the compiler made rings of permutes with more bytes (its collective
-matmul). On CPU it never scatters a sum and adds over one dimension's axes at a
-time.
+Bytes are what one device receives, once (hlo.received). A scan counts its
+length, a cond its costliest branch, the same gather in one loop body once (XLA
+merges them). It is a prediction: sharding/meter/hlo.py counts what a compiled
+program did. Of a 7B step for 512 TPU v5p all bytes per kind and mesh axes were
+as predicted, but for a sixth of the reduce-scatters, which the compiler made
+rings of permutes with more bytes (its collective matmul). On CPU it never
+scatters a sum and adds over one dimension's axes at a time.
 """
 
 from collections.abc import Mapping
@@ -27,6 +23,7 @@ from typing import NamedTuple
 
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import turns
+from paraxis.sharding.meter import hlo
 from paraxis.sharding.meter import traced
 
 _REDUCTIONS = (
@@ -80,14 +77,6 @@ class Message(NamedTuple):
     return self.bytes * self.count
 
 
-def received(kind, whole, n):
-  """Bytes that one of n devices receives; whole: bytes of the larger side."""
-  if kind == 'collective-permute':
-    return whole
-  part = -(-whole * (n - 1) // n)  # rounded up to whole bytes
-  return 2 * part if kind == 'all-reduce' else part
-
-
 def collectives(
   body: traced.Body, sizes: Mapping[str, int]
 ) -> tuple[list[Message], list[str]]:
@@ -123,15 +112,15 @@ class _Walk:
     self.sizes, self.found, self.unknown = sizes, [], []
 
   def body(self, body, times):
-    self.seen = set()  # what was gathered in this body
+    self.gathered = set()  # (Value, *axes) in this body
     for op in body.ops:
       self._visit(op, times)
 
   def _visit(self, op, times):
     if op.bodies:
-      seen = self.seen
+      gathered = self.gathered
       self._nested(op, times)
-      self.seen = seen
+      self.gathered = gathered
     elif op.name == 'reshard':
       self._move(op, op.ins[0], op.outs[0], times)
     elif any(v.auto for v in op.outs) and op.name not in _ROWS:
@@ -174,7 +163,7 @@ class _Walk:
     if n == 1:
       return
     axes = tuple(a for a in mesh_lib.AXES if a in axes and self.sizes[a] > 1)
-    size = received(kind, whole, n) if kind != SLICE else 0
+    size = hlo.received(kind, whole, n) if kind != SLICE else 0
     manual = op.name in _MANUAL
     self.found.append(
       Message(kind, axes, size, times, op.where, op.phase, what, manual)
@@ -237,10 +226,10 @@ class _Walk:
         if a in pw and to_w.get(pw[a], -1) != py.get(a, -2):
           from_w.append(a)
     for v, axes in ((x, from_x), (w, from_w)):
-      if (v, *axes) not in self.seen:
+      if (v, *axes) not in self.gathered:
         whole = v.bytes * self._size(axes)
         self._emit(op, 'all-gather', axes, whole, times, f'{v} gathered')
-      self.seen.add((v, *axes))
+      self.gathered.add((v, *axes))
     summed = [a for a in summed if a not in y.partial]
     scattered = [a for a in summed if a in py]
     held = y.bytes * self._size(scattered)
@@ -263,9 +252,7 @@ class _Walk:
     table, ids, y = *op.ins[:2], op.outs[0]
     numbers = op.params['dimension_numbers']
     rows = [a for i in numbers.collapsed_slice_dims for a in table.layout[i]]
-    used = {*rows, *_places(ids)}
-    width = [a for i, axes in enumerate(table.layout) for a in axes]
-    width = [a for a in width if a not in rows and a in used]
+    width = [a for a in _places(table) if a not in rows and a in _places(ids)]
     whole = table.bytes * self._size(width)
     self._emit(op, 'all-gather', width, whole, times, f'{table} gathered')
     self._emit(op, 'all-reduce', rows, y.bytes, times, f'{table} -> rows {y}')
@@ -297,8 +284,8 @@ class _Walk:
 
   def _island(self, op):
     """Inside auto_axes only operations that keep their layout are predicted."""
-    held = {a for v in op.ins for axes in v.layout for a in axes}
-    if held - {a for v in op.outs for axes in v.layout for a in axes}:
+    axes_of = lambda values: {a for v in values for a in _places(v)}
+    if axes_of(op.ins) - axes_of(op.outs):
       self.unknown.append(f'{op.where}: the compiler lays out this island')
 
   def _along(self, op):

@@ -28,9 +28,9 @@ class Chip:
   """One kind of chip.
 
   hbm: bytes. flops: bfloat16 per second. hbm_bandwidth: bytes per second. link:
-  bytes per second of one link, one way. links: per chip (of a GPU: one, to its
-  host's switch). network: bytes per second beyond the slice, or beyond the host
-  of a GPU, one way. dimensions: of its torus. most: chips in the largest slice.
+  bytes per second of one link, one way (of a GPU: to its host's switch).
+  network: bytes per second beyond the slice, or beyond the host of a GPU, one
+  way. dimensions: of its torus. most: chips in the largest slice.
   """
 
   platform: str
@@ -38,7 +38,6 @@ class Chip:
   flops: float
   hbm_bandwidth: float
   link: float
-  links: int
   network: float
   dimensions: int
   most: int
@@ -46,13 +45,13 @@ class Chip:
 
 _GIB = 2**30
 CHIPS = {
-  'v4': Chip('tpu', 32 * _GIB, 275e12, 1.2e12, 50e9, 6, 6.25e9, 3, 4096),
-  'v5e': Chip('tpu', 16 * _GIB, 197e12, 819e9, 50e9, 4, 3.125e9, 2, 256),
-  'v5p': Chip('tpu', 95 * _GIB, 459e12, 2765e9, 100e9, 6, 6.25e9, 3, 8960),
-  'v6e': Chip('tpu', 32 * _GIB, 918e12, 1638e9, 100e9, 4, 12.5e9, 2, 256),
-  'tpu7x': Chip('tpu', 192 * _GIB, 2307e12, 7380e9, 100e9, 6, 12.5e9, 3, 9216),
-  'h100': Chip('cuda', 80 * 10**9, 989e12, 3.35e12, 450e9, 1, 50e9, 0, 16384),
-  'h200': Chip('cuda', 141 * 10**9, 989e12, 4.8e12, 450e9, 1, 50e9, 0, 16384),
+  'v4': Chip('tpu', 32 * _GIB, 275e12, 1.2e12, 50e9, 6.25e9, 3, 4096),
+  'v5e': Chip('tpu', 16 * _GIB, 197e12, 819e9, 50e9, 3.125e9, 2, 256),
+  'v5p': Chip('tpu', 95 * _GIB, 459e12, 2765e9, 100e9, 6.25e9, 3, 8960),
+  'v6e': Chip('tpu', 32 * _GIB, 918e12, 1638e9, 100e9, 12.5e9, 2, 256),
+  'tpu7x': Chip('tpu', 192 * _GIB, 2307e12, 7380e9, 100e9, 12.5e9, 3, 9216),
+  'h100': Chip('cuda', 80 * 10**9, 989e12, 3.35e12, 450e9, 50e9, 0, 16384),
+  'h200': Chip('cuda', 141 * 10**9, 989e12, 4.8e12, 450e9, 50e9, 0, 16384),
 }
 EXAMPLES = (
   'v4:4x4x4',

@@ -2,9 +2,9 @@
 
 A jaxpr has nested calls, and every array has its layout in its type. Here the
 calls are inlined and only loops, branches and manual regions stay nested; every
-array becomes a `Value` with the mesh axes of each dimension
-and the bytes that one device holds. Nothing is run and no device is needed, so
-that a layout can be checked (sharding/meter/predict.py counts what it sends,
+array becomes a `Value` with the mesh axes of each dimension and the bytes that
+one device holds. Nothing is run and no device is needed, so that a layout can
+be checked (sharding/meter/predict.py counts what it sends,
 sharding/meter/liveness.py what it keeps).
 
 Three worlds, as in sharding/annotate.py: on Explicit axes layouts are in types;
@@ -79,8 +79,11 @@ class Value:
 
   def measure(self, sizes):
     """Sets `bytes` from the layout."""
-    width = getattr(self.dtype, 'itemsize', 0)
-    self.bytes = width * math.prod(local_shape(self, sizes))
+    local = (
+      -(-n // math.prod(sizes[a] for a in axes))
+      for n, axes in zip(self.shape, self.layout, strict=True)
+    )
+    self.bytes = getattr(self.dtype, 'itemsize', 0) * math.prod(local)
 
   def __repr__(self):
     dims = (
@@ -88,6 +91,12 @@ class Value:
       for n, axes in zip(self.shape, self.layout, strict=True)
     )
     return f'{_SHORT.get(str(self.dtype), self.dtype)}[{",".join(dims)}]'
+
+
+def shard(aval) -> Value:
+  """The `Value` of a jaxpr's type, on the mesh that the type names."""
+  sharding = getattr(aval, 'sharding', None)
+  return Value(aval, dict(sharding.mesh.shape) if sharding else {})
 
 
 class Op(NamedTuple):
@@ -129,14 +138,6 @@ def _spec(aval) -> tuple[Any, tuple]:
   return sharding.spec, sharding.mesh.axis_types
 
 
-def local_shape(value, sizes):
-  """Shape on one device (in a manual region shapes are local)."""
-  return tuple(
-    -(-n // math.prod(sizes[a] for a in axes))
-    for n, axes in zip(value.shape, value.layout, strict=True)
-  )
-
-
 class Origin(NamedTuple):
   """where: 'models/ffn/mlp.py:40 BTD,DF->BTF'. phase: of the step."""
 
@@ -173,18 +174,6 @@ def _origin(source, outer):
   return Origin(where, phase)
 
 
-def _jaxprs(params):
-  """[(jaxpr, constants)] found in the parameters of an equation."""
-  found = []
-  for value in params.values():
-    for one in value if isinstance(value, tuple | list) else (value,):
-      if isinstance(one, core.ClosedJaxpr):
-        found.append((one.jaxpr, one.consts))
-      elif isinstance(one, core.Jaxpr):
-        found.append((one, ()))
-  return found
-
-
 class _Reader:
   """Unfolds jaxprs for a mesh of `sizes`.
 
@@ -199,18 +188,18 @@ class _Reader:
   def value(self, aval, guess=None):
     return Value(aval, self.sizes, guess)
 
-  def body(self, jaxpr, constants, outer, origin):
+  def body(self, jaxpr, outer, origin):
     """`Body` of a nested jaxpr; `outer`: Values whose layouts it takes on."""
     ins = tuple(
       self.value(v.aval, _tail(o.layout, len(v.aval.shape)))
       for v, o in zip(jaxpr.invars, outer, strict=True)
     )
     ops, known, self.known = [], self.known, {}
-    outs = self.unfold(jaxpr, constants, ins, ops, origin)
+    outs = self.unfold(jaxpr, ins, ops, origin)
     self.known = known
     return Body(ins, outs, _used(ops, outs))
 
-  def unfold(self, jaxpr, constants, ins, ops, origin):
+  def unfold(self, jaxpr, ins, ops, origin):
     """Appends the operations of `jaxpr` on the Values `ins` -> its outputs."""
     table = dict(zip(jaxpr.invars, ins, strict=True))
     for var in jaxpr.constvars:
@@ -232,13 +221,14 @@ class _Reader:
     """Appends one equation, or what it calls -> its output Values."""
     name, params = equation.primitive.name, equation.params
     origin = _origin(equation.source_info, outer)
-    jaxprs = _jaxprs(params) if name in (*_CALLS, *_NESTING) else []
+    jaxprs = []
+    if name in (*_CALLS, *_NESTING):
+      jaxprs = list(core.jaxprs_in_params(params))
     if name in _CALLS:
-      (jaxpr, constants), *_ = jaxprs
       if params.get('prevent_cse'):
         before, ins = ins, tuple(map(copy.copy, ins))
         ops.append(Op('optimization_barrier', before, ins, {}, *origin))
-      return self.unfold(jaxpr, constants, ins, ops, origin)
+      return self.unfold(jaxprs[0], ins, ops, origin)
     key = _key(name, ins, params, equation.effects)
     if key in self.known:
       return self.known[key]
@@ -265,7 +255,7 @@ class _Reader:
       ins = ins[params['cond_nconsts'] :]
     elif name == 'cond':
       times, ins = turns.share(names), ins[1:]
-    return tuple(self.body(j, c, ins, origin) for j, c in jaxprs), times
+    return tuple(self.body(j, ins, origin) for j in jaxprs), times
 
   def settle(self, value, target, ops):
     """A sum of rows that the compiler lays out takes what it becomes.
@@ -348,25 +338,8 @@ def gathered(table, ids, numbers):
   return tuple(out)
 
 
-def read(closed: core.ClosedJaxpr, sizes: Mapping[str, int]) -> Body:
-  """The program of a jaxpr on a mesh.
-
-  Args:
-    closed: jax.make_jaxpr(f)(*shapes), traced under an Explicit mesh.
-    sizes: mesh axis -> size.
-
-  Returns:
-    `Body`; what is nested in it is in the bodies of its operations.
-  """
-  reader, ops = _Reader(dict(sizes)), []
-  jaxpr = closed.jaxpr
-  ins = tuple(reader.value(v.aval) for v in jaxpr.invars)
-  outs = reader.unfold(jaxpr, closed.consts, ins, ops, Origin())
-  return Body(ins, outs, _used(ops, outs))
-
-
 def trace(function, sizes: Mapping[str, int], *shapes) -> tuple[Body, Any]:
-  """Traces function(*shapes) under the mesh in force, and reads it.
+  """Traces function(*shapes) under the Explicit mesh in force, and reads it.
 
   Args:
     function: of arrays; not run.
@@ -374,7 +347,10 @@ def trace(function, sizes: Mapping[str, int], *shapes) -> tuple[Body, Any]:
     shapes: pytrees of jax.ShapeDtypeStruct with their shardings.
 
   Returns:
-    (`Body`, the shapes of the results).
+    (`Body`, the shapes of the results); nested bodies are in its operations.
   """
   closed, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
-  return read(closed, sizes), out
+  reader, ops = _Reader(dict(sizes)), []
+  ins = tuple(reader.value(v.aval) for v in closed.jaxpr.invars)
+  outs = reader.unfold(closed.jaxpr, ins, ops, Origin())
+  return Body(ins, outs, _used(ops, outs)), out

@@ -1,15 +1,15 @@
-"""What makes a pipeline schedule right, checked on the finished table.
+"""Validity of a pipeline schedule, checked on its finished tables.
 
-Every schedule, whoever made it, must hold all of it; the executor relies on it:
-placement    the virtual stages, each once
-once         each microbatch passes each stage of its path once in F, once in B,
-             once in W, and no other stage
-order        F after the F before it, B after the B behind it, in later ticks
-             because messages travel between ticks; B of the last stage with its
-             F or later; W with its B or later
+The executor relies on all of it:
+placement    every virtual stage is one chunk of one device
+once         a microbatch has one F, one B and, where W is split off, one W in
+             each virtual stage of its path, and none in any other
+order        F is in a later tick than F of the stage before it, B than B of the
+             stage after it, because messages travel between ticks; B of a last
+             stage is in the tick of its F or later, W in that of its B or later
 together     in a tick at most one microbatch is embedded, at most one reaches
-             its loss, at most one comes back to its embedding: all devices work
-             on these
+             its loss, at most one its embedding's backward pass: all devices
+             work on these together
 """
 
 import collections
@@ -18,13 +18,13 @@ import numpy as np
 
 
 def faults(schedule):
-  """[text] of what a schedules.Schedule breaks."""
+  """[text] of the rules above that a schedules.Schedule breaks."""
   shape = schedule.ticks, schedule.stages, 2
   wrong = [n for n, t in schedule.phases.items() if t.shape != shape]
   if wrong:
     return [f'{", ".join(wrong)}: not of shape {shape}']
   found = _placement(schedule)
-  # With a wrong placement or a cell out of range nothing has a meaning.
+  # Each check needs the one before it: it indexes by placement and cells.
   found = found or _cells(schedule)
   found = found or _once(schedule)
   return found or [*_order(schedule), *_together(schedule)]
@@ -60,23 +60,24 @@ def _cells(schedule):
 
 
 def _once(schedule):
-  wanted = {(i, s) for i, path in enumerate(schedule.paths) for s in path}
+  expected = {(i, s) for i, path in enumerate(schedule.paths) for s in path}
   found = [
     f'the path {path} of microbatch {i} visits a stage twice, or none'
     for i, path in enumerate(schedule.paths)
     if not path or len(set(path)) < len(path)
   ]
   for phase, table in schedule.phases.items():
-    on = table[..., 0] >= 0
-    device = np.broadcast_to(np.arange(schedule.stages), on.shape)[on]
-    stage = schedule.placement[device, table[on][:, 1]]
-    seen = zip(table[on][:, 0].tolist(), stage.tolist(), strict=True)
-    counts = collections.Counter(seen)
-    for i, s in sorted(wanted | counts.keys()):
-      if counts[i, s] != ((i, s) in wanted):
+    _, device = np.nonzero(table[..., 0] >= 0)
+    microbatch, chunk = table[table[..., 0] >= 0].T
+    stage = schedule.placement[device, chunk]
+    counts = collections.Counter(
+      zip(microbatch.tolist(), stage.tolist(), strict=True)
+    )
+    for i, s in sorted(expected | counts.keys()):
+      if counts[i, s] != ((i, s) in expected):
         found.append(
           f'{phase} of microbatch {i} through virtual stage {s}: '
-          f'{counts[i, s]} times, not {int((i, s) in wanted)}'
+          f'{counts[i, s]} times, not {int((i, s) in expected)}'
         )
   return found
 
@@ -86,11 +87,11 @@ def _order(schedule):
   F, B, W = when['F'], when['B'], when.get('W')
   found = []
 
-  def expect(what, at, earliest, i, s):
-    if at < earliest:
+  def expect(phase, tick, earliest, i, s):
+    if tick < earliest:
       found.append(
-        f'{what} of microbatch {i} through virtual stage {s} is at tick {at}, '
-        f'possible only from tick {earliest}'
+        f'{phase} of microbatch {i} through virtual stage {s} is at tick '
+        f'{tick}, possible only from tick {earliest}'
       )
 
   for i, before, s, after in schedule.visits():
@@ -104,15 +105,12 @@ def _order(schedule):
 
 
 def _together(schedule):
-  F, B = schedule.when['F'], schedule.when['B']
-  ends = {
-    'embedded': [F[i, p[0]] for i, p in enumerate(schedule.paths)],
-    'at the loss': [F[i, p[-1]] for i, p in enumerate(schedule.paths)],
-    'back at the embedding': [B[i, p[0]] for i, p in enumerate(schedule.paths)],
-  }
+  words = dict(
+    embed='embedded', loss='at the loss', embed_back='back at the embedding'
+  )
   return [
-    f'{n} microbatches are {what} at tick {tick}'
-    for what, ticks in ends.items()
+    f'{n} microbatches are {words[end]} at tick {tick}'
+    for end, ticks in schedule.ends().items()
     for tick, n in sorted(collections.Counter(ticks).items())
     if n > 1
   ]

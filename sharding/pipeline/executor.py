@@ -4,17 +4,17 @@
 
 Every device runs the same program on its own column of the tables
 (sharding/pipeline/tables.py). A phase is entered by a condition on which all
-devices agree (some stage is active), so that collectives may stand inside it;
-what an idle stage computes there is *selected* away, never multiplied by zero,
-and written to a trash row. Messages are one ppermute a link and direction at
+devices agree (some stage is active), so that collectives may be inside it; what
+an idle stage computes there is *selected* away, never multiplied by zero, and
+written to a trash row. Messages are one ppermute for each link and direction at
 the end of a tick. Buffers have as many rows as the schedule has inputs in
 flight: memory does not grow with the number of microbatches.
 
 The embedding and the loss are spread over all stages (vocabulary parallelism,
-arXiv:2411.05288): a microbatch passes them in the tick in which the first, or
-last, stage needs it. Functions of local arrays, for a fully manual region with
-check_vma=False; what is differentiated in here sums nothing over devices but
-what `Calls` does, and the caller adds up gradients once, after the last tick.
+arXiv:2411.05288): they run in the tick in which the first, or last, stage needs
+them. Functions of local arrays, for a fully manual region with check_vma=False;
+the only sums over devices are those of `Calls`, and the caller adds up
+gradients once, after the last tick.
 
 Sources: PipeDream-Flush / Megatron-LM (arXiv:1909.08053, 2104.04473), GPipe
 (1811.06965), zero bubble (2401.10241). Cost: ticks of the schedule; F and B of
@@ -39,15 +39,14 @@ class Calls(NamedTuple):
     y is zero but on the last stage.
   context_of(i) -> what layers need of a microbatch besides x, such as angles of
     its positions: a pytree, made once for a phase, outside of its branch.
-  forward(values, x, layer_context, layer_mask) -> (y_BTD, kept): a chunk of
-    layers; layer_mask: (layers,) bool, which rows hold one, or None: all.
+  forward(rows, x, layer_context, layer_mask) -> (y_BTD, kept): a chunk of
+    layers. rows: {path: rows of the chunk} as this device stores them.
+    layer_mask: (layers,) bool, which rows hold a layer, or None: all.
     kept: a pytree that `backward` reads, () to recompute it.
-  backward(values, x, kept, g_BTD, layer_context, layer_mask) -> (gx_BTD,
-    gradients, tapes): the gradients of `values`, or of some of them; tapes: a
-    pytree from which `weights` makes the others, () if there are none.
-  weights(tapes) -> gradients.
-  gather(rows) -> values: {path: rows of a chunk} whole, once for a phase.
-  scatter(gradients) -> the same in the layout in which sums are kept.
+  backward(rows, x, kept, g_BTD, layer_context, layer_mask) -> (gx_BTD,
+    gradients, tapes): the gradients of `rows`, in their layout, or of some of
+    them; tapes: a pytree from which `weights` makes the others, () if none.
+  weights(tapes) -> gradients, likewise.
   """
 
   embed: Any
@@ -56,8 +55,6 @@ class Calls(NamedTuple):
   forward: Any
   backward: Any
   weights: Any
-  gather: Any
-  scatter: Any
 
 
 def gradients(schedule, calls, ends, stack, mask=None):
@@ -72,8 +69,8 @@ def gradients(schedule, calls, ends, stack, mask=None):
     mask: (stages, chunks, layers) bool: which rows hold a layer; None: all.
 
   Returns:
-    (loss, gradients of ends, gradients of the stack): sums over microbatches of
-    this shard's terms, in at least float32; the caller adds them up over the
+    (loss, gradients of ends, gradients of the stack): this shard's terms summed
+    over microbatches, in at least float32; the caller adds them up over the
     mesh axes that a parameter's layout lacks.
   """
   run = pipeline_ticks.Executor(schedule, calls, ends, stack, mask)
@@ -81,21 +78,16 @@ def gradients(schedule, calls, ends, stack, mask=None):
   return carry.loss, carry.ends, carry.stack
 
 
-def total(schedule, calls, ends, stack, mask=None):
-  """The loss of `gradients`: forward phases alone, which keep nothing."""
-  args = schedule, calls, ends, stack, mask
-  run = pipeline_ticks.Executor(*args, forward=True)
-  return run.scan(run.forward_tick, run.start_forward(counted=False)).loss
+def forward(schedule, calls, ends, stack, mask=None, counted=False):
+  """The forward phases alone.
 
-
-def counts(schedule, calls, ends, stack, mask=None):
-  """Sums over microbatches of what forward phases keep.
-
-  Args: as `gradients`; calls.forward keeps {path: (layers of a chunk, ...)}.
+  Args: as `gradients`; counted: calls.forward keeps {path: (layers of a chunk,
+    ...)}, which is added up over microbatches; else what it keeps is dropped.
 
   Returns:
-    {path: (chunks x layers, ...)}, of this shard.
+    (the loss of `gradients`, {path: (chunks x layers, ...)}), of this shard.
   """
   args = schedule, calls, ends, stack, mask
   run = pipeline_ticks.Executor(*args, forward=True)
-  return run.scan(run.forward_tick, run.start_forward(counted=True)).counts
+  carry = run.scan(run.forward_tick, run.start_forward(counted))
+  return carry.loss, carry.counts

@@ -12,10 +12,10 @@ in one tick, because those phases run on all devices together. For full paths it
 gives 1F1B tick for tick.
 
 Source: SkipPipe, arXiv:2502.19913, section 4: the first stage is never left
-out, every stage serves a balanced number of microbatches, and only neighbours
-change places. The paper searches its paths by conflict (one agent for each
-microbatch) because its nodes and links differ in speed; stages here are equal,
-and a list is enough. Cost: O(ticks x microbatches) on the host.
+out, and every stage serves a balanced number of microbatches. The paper also
+exchanges neighbouring stages, and searches its paths by conflict (one agent for
+each microbatch), because its nodes and links differ in speed; stages here are
+equal, and a list is enough. Cost: O(ticks x microbatches) on the host.
 """
 
 import numpy as np
@@ -23,26 +23,23 @@ import numpy as np
 from paraxis.configs.base import errors
 
 
-def skip_paths(
-  stages, microbatches, fraction, seed=0, swaps=0, keep_last=False
-):
+def skip_paths(stages, microbatches, fraction, seed=0):
   """Draws a path for each microbatch; the same for the same arguments.
 
   Args:
     fraction: share of the stages that each microbatch leaves out, a whole
       number of them (to a twentieth: 0.33 of 3 is one).
     seed: of the choice.
-    swaps: pairs of neighbouring visits that change places in every path.
-    keep_last: the last stage is never left out either.
 
   Returns:
-    Tuple of paths. Stage 0 comes first in all. Stages that may be left
-    out differ by at most one in the number of microbatches that visit them.
+    Tuple of paths, each in the order of the stages. Stage 0 is in all of them;
+    the others differ by at most one in the number of microbatches that visit
+    them.
 
   Raises:
-    UserError: more is left out, or swapped, than there is.
+    UserError: the fraction is no number of stages, or too many of them.
   """
-  optional = np.arange(1, stages - 1 if keep_last else stages)
+  optional = np.arange(1, stages)
   left_out = round(fraction * stages)
   whole = abs(fraction * stages - left_out) <= 0.05
   if not whole or not 0 <= left_out <= len(optional):
@@ -53,12 +50,6 @@ def skip_paths(
       f'{stages} stages; it must be a whole number, at most {len(optional)}. '
       f'The nearest that are: {", ".join(f"{f:.3g}" for f in sorted(nearest))}.'
     )
-  most = (stages - left_out - 1) // 2
-  if not 0 <= swaps <= most:
-    raise errors.UserError(
-      f'{swaps} swaps: a path over {stages - left_out} stages, the first of '
-      f'them fixed, has room for {most}.'
-    )
   random = np.random.default_rng(seed)
   skipped = np.zeros(stages, int)
   paths = []
@@ -66,30 +57,15 @@ def skip_paths(
     order = random.permutation(optional)
     order = order[np.argsort(skipped[order], kind='stable')][:left_out]
     skipped[order] += 1
-    path = [s for s in range(stages) if s not in order]
-    paths.append(_swapped(path, swaps, random))
+    paths.append(tuple(s for s in range(stages) if s not in order))
   return tuple(paths)
 
 
-def _swapped(path, swaps, random):
-  """`path` with that many disjoint pairs of neighbours exchanged."""
-  # Pairs (1 + gap, 2 + gap, ...): choosing among the places that are left once
-  # each pair is one place makes every set of disjoint pairs possible.
-  places = len(path) - 1 - swaps
-  chosen = np.sort(random.choice(places, swaps, replace=False))
-  out = list(path)
-  for k, place in enumerate(chosen):
-    at = 1 + int(place) + k
-    out[at], out[at + 1] = out[at + 1], out[at]
-  return tuple(out)
-
-
-def place(paths, device):
+def place(paths):
   """Ticks of every visit, by age.
 
   Args:
-    paths: tuple of paths, none empty.
-    device: virtual stage -> device.
+    paths: tuple of paths, none empty; every stage has a device of its own.
 
   Returns:
     Two dicts {(microbatch, virtual stage): tick}, forward and backward.
@@ -101,21 +77,21 @@ def place(paths, device):
   ready_b: list[int | None] = [None] * len(paths)
   tick = 0
   while any(back):
-    for i in _chosen(ahead, ready_f, tick, paths, device, forwards=True):
+    for i in _chosen(ahead, ready_f, tick, paths, forwards=True):
       forward[i, ahead[i].pop(0)] = tick
       ready_f[i] = tick + 1
       if not ahead[i]:
         ready_b[i] = tick  # the loss runs between F and B of one tick
-    for i in _chosen(back, ready_b, tick, paths, device, forwards=False):
+    for i in _chosen(back, ready_b, tick, paths, forwards=False):
       backward[i, back[i].pop()] = tick
       ready_b[i] = tick + 1
     tick += 1
   return forward, backward
 
 
-def _chosen(todo, ready, tick, paths, device, forwards):
+def _chosen(todo, ready, tick, paths, forwards):
   """Microbatches that move in a phase of a tick, the oldest first."""
-  devices, ends, out = set(), set(), []
+  stages, ends, out = set(), set(), []
   for i, visits in enumerate(todo):
     if not visits or ready[i] is None or ready[i] > tick:
       continue
@@ -124,9 +100,9 @@ def _chosen(todo, ready, tick, paths, device, forwards):
     # What all devices do together happens once in a tick.
     shared = {('first', first)} if first else set()
     shared |= {('last', last)} if last and forwards else set()
-    if device(stage) in devices or shared & ends:
+    if stage in stages or shared & ends:
       continue
-    devices.add(device(stage))
+    stages.add(stage)
     ends |= shared
     out.append(i)
   return out

@@ -21,7 +21,7 @@ class Phase:
   """A function of arrays, traced here.
 
   Attributes:
-    jaxpr: ClosedJaxpr. shapes: of what it gives.
+    jaxpr: ClosedJaxpr. shapes: of its results.
   """
 
   def __init__(self, function, *args):
@@ -33,31 +33,30 @@ class Phase:
     return jax.tree.unflatten(jax.tree.structure(self.shapes), leaves)
 
   def zeros(self):
-    """Zeros like what it gives."""
+    """Zeros like its results."""
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.shapes)
 
 
 class Phases:
-  """Those of a model on the parameters of this device; traced when asked for.
+  """Phases of a model on the parameters of this device, traced on first use.
 
-  A phase that reads what another gives is traced after it, with its shapes.
+  A phase that reads the results of another is traced with their shapes.
 
   Attributes:
     embed(i) -> x. forward(chunk, x, layer_context) -> (y, kept).
     loss(y, i) -> (loss, gradients of the ends, cotangent of y).
     only_loss(y, i) -> loss.
-    backward(chunk, x, kept, g, layer_context) -> (gx, gradients as they are
-      kept, tapes).
-    weights(tapes) -> gradients as they are kept.
+    backward(chunk, x, kept, g, layer_context) -> (gx, gradients, tapes).
+    weights(tapes) -> gradients.
     embed_back(g, i) -> gradients of the ends.
   """
 
-  def __init__(self, calls, ends, values):
-    """calls: pipeline.Calls. ends: see pipeline.gradients.
+  def __init__(self, calls, ends, rows):
+    """calls: executor.Calls. ends: as for executor.gradients.
 
-    values(chunk) -> (its parameters whole, which of its layers there are).
+    rows(chunk) -> (its rows of the parameters, layer_mask), as Calls takes it.
     """
-    self._calls, self._ends, self._values = calls, ends, values
+    self._calls, self._ends, self._rows = calls, ends, rows
 
   @functools.cached_property
   def embed(self):
@@ -70,8 +69,8 @@ class Phases:
   @functools.cached_property
   def forward(self):
     def run(chunk, x, context):
-      values, mask = self._values(chunk)
-      return self._calls.forward(values, x, context, mask)
+      rows, mask = self._rows(chunk)
+      return self._calls.forward(rows, x, context, mask)
 
     phase = Phase(run, INDEX, self.embed.shapes, self._context)
     uniform.check(phase.jaxpr, what='a layer in a pipeline stage')
@@ -94,17 +93,15 @@ class Phases:
   @functools.cached_property
   def backward(self):
     def run(chunk, x, kept, g, context):
-      values, mask = self._values(chunk)
-      gx, made, tapes = self._calls.backward(values, x, kept, g, context, mask)
-      return gx, self._calls.scatter(made), tapes
+      rows, mask = self._rows(chunk)
+      return self._calls.backward(rows, x, kept, g, context, mask)
 
     x, kept = self.forward.shapes
     return Phase(run, INDEX, x, kept, x, self._context)
 
   @functools.cached_property
   def weights(self):
-    run = lambda tapes: self._calls.scatter(self._calls.weights(tapes))
-    return Phase(run, self.backward.shapes[2])
+    return Phase(self._calls.weights, self.backward.shapes[2])
 
   @functools.cached_property
   def embed_back(self):

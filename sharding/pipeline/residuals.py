@@ -1,15 +1,15 @@
-"""What a forward phase keeps for its backward phase, without the parameters.
+"""Residuals that a forward phase keeps for its backward phase, but parameters.
 
-jax.vjp keeps whatever the backward pass reads, parameters and slices of them
-among it. Between two phases of a pipeline all of it would lie in a slot for
-every microbatch in flight. The parameters are there in the backward phase too:
-what follows from them alone is made again there, the same array is kept once.
+jax.vjp keeps whatever the backward pass reads, also parameters and slices of
+them. Between two phases of a pipeline all of it would take a slot for every
+microbatch in flight. The backward phase has the parameters too: it recomputes
+what depends on them alone, and an array that is read twice is kept once.
 
-    y, kept = keep(function, values, *args)   the forward phase
-    kept.again(values)                        what is read, in the other phase
+    y, kept = keep(function, values, *args)   in the forward phase
+    kept.again(values)                        the residuals, in the backward one
 
-function -> (y, what is read). Both calls belong to one trace, or to two in the
-same region; `Kept` is a pytree, and may travel through buffers between them.
+function -> (y, residuals). Both calls are in one trace, or in two of the same
+region; `Kept` is a pytree, and may travel through buffers between them.
 """
 
 import dataclasses
@@ -22,31 +22,31 @@ from jax.extend import core
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Recipe:
-  """How what is read follows from parameters and from the arrays kept.
+  """How residuals follow from parameters and from the arrays kept.
 
-  repeat: ClosedJaxpr of the parameters alone. places: of each leaf of what is
-  read its place among the arrays kept; None: `repeat` makes it.
+  repeat: ClosedJaxpr of the parameters alone. places: for each leaf of the
+  residuals its place among the arrays kept; None: `repeat` makes it.
   """
 
   repeat: core.ClosedJaxpr
   places: list
-  read: Any
+  residuals: Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Kept:
-  """What a function read, but for what follows from its parameters.
+  """Residuals of a function, without those that its parameters determine.
 
-  arrays: in a slot between the phases. recipe: the same for all that one trace
-  of a phase gives.
+  arrays: in a slot between the phases. recipe: the same for every `Kept` of one
+  trace of a phase.
   """
 
   arrays: list
   recipe: _Recipe = dataclasses.field(metadata=dict(static=True))
 
   def again(self, values):
-    """What the function gave second, given its parameters once more."""
+    """The residuals, given the function's parameters once more."""
     places = self.recipe.places
     count = len({p for p in places if p is not None})
     if len(self.arrays) != count:
@@ -54,21 +54,21 @@ class Kept:
     leaves = jax.tree.leaves(values)
     made = iter(core.jaxpr_as_fun(self.recipe.repeat)(*leaves))
     leaves = [next(made) if p is None else self.arrays[p] for p in places]
-    return jax.tree.unflatten(self.recipe.read, leaves)
+    return jax.tree.unflatten(self.recipe.residuals, leaves)
 
 
 def keep(function, values, *args):
-  """-> (what the function gave first, `Kept`).
+  """-> (the function's first result, `Kept`).
 
   Args:
-    function: (values, *args) -> (pytree, pytree of arrays that are read later).
-    values: pytree of the arrays that are there later as well.
+    function: (values, *args) -> (pytree, pytree of residuals).
+    values: pytree of the parameters, which the backward phase has as well.
   """
   traced, shapes = jax.make_jaxpr(function, return_shape=True)(values, *args)
   result, read = map(jax.tree.structure, shapes)
   jaxpr, count = traced.jaxpr, len(jax.tree.leaves(values))
   given = jaxpr.invars[:count]
-  # A constant of this trace may be a tracer of it; no other may read that.
+  # A constant may be a tracer of this trace, which no other trace may read.
   fixed = [
     (v, c)
     for v, c in zip(jaxpr.constvars, traced.consts, strict=True)

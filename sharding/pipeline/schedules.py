@@ -1,7 +1,7 @@
 """Pipeline schedules as values: which microbatch runs where at which tick.
 
 A schedule of p stages (devices), v chunks on each, m microbatches is a table
-of phased ticks. In a tick every device does at most one forward F, then one
+of phased ticks. In a tick every device runs at most one forward F, then one
 backward B, then one weight gradient W; messages travel at the end of it.
 Virtual stage s of S = p v holds the s-th run of layers. With g = i // p and
 r = i % p, microbatch i is at virtual stage s at tick
@@ -14,16 +14,16 @@ r = i % p, microbatch i is at virtual stage s at tick
                   chunk 1 of device d is stage 2 p - 1 - d; W on all at once
     skip          paths that leave stages out (schedule_paths.py)
 
-Without gpipe, F of the last stage and its B share a tick, the loss between
-them. A tick has F and B, not one of them, because devices wait for each other
-at every message: taking turns would pair the forward of one device with the
-backward of the next, and every tick would cost the dearer of the two.
+But for gpipe, F and B of the last stage share a tick, with the loss between
+them. A tick has both F and B, because devices synchronise at every message:
+with one of them a tick, the forward of a device would share a tick with the
+backward of its neighbour, and every tick would cost the dearer of the two.
 
-Time over ideal time is 1 + (p - 1) / (v m); with W apart and all three equal it
-is 1 + (2/3) (p - 1) / (v m), for v_half 1 + (2/3) (p - 1) / m. A device holds
-up to m v inputs of chunks in gpipe, 2 (p - 1) + (v - 1) p + 1 in the others,
-and 2 p, each of half a stage, in v_half: all devices as many, about half of the
-2 p - 1 whole ones of one_f_one_b (which are p where nobody waits).
+Time over ideal time is 1 + (p - 1) / (v m); with W split off and F = B = W it
+is 1 + (2/3) (p - 1) / (v m), for v_half 1 + (2/3) (p - 1) / m. Inputs of chunks
+in flight on a device are up to m v in gpipe, 2 (p - 1) + (v - 1) p + 1 in the
+others, and 2 p on every device in v_half, each of half a stage: about half of
+the 2 p - 1 whole ones of one_f_one_b (p in 1F1B without synchronous ticks).
 
 Sources: GPipe arXiv:1811.06965; 1F1B and interleaving arXiv:2104.04473, section
 2.2; the split backward pass arXiv:2401.10241; the V placement arXiv:2405.15362;
@@ -117,6 +117,20 @@ class Schedule:
       for before, stage, after in around:
         yield i, before, stage, after
 
+  def ends(self):
+    """{'embed' | 'loss' | 'embed_back': tick of each microbatch}.
+
+    What all devices do together: before the first F, after the last F, and
+    after the last B of a microbatch.
+    """
+    F, B = self.when['F'], self.when['B']
+    paths = list(enumerate(self.paths))
+    return {
+      'embed': [F[i, path[0]] for i, path in paths],
+      'loss': [F[i, path[-1]] for i, path in paths],
+      'embed_back': [B[i, path[0]] for i, path in paths],
+    }
+
   def spans(self):
     """{(microbatch, stage): (first, last tick that its input is held)}.
 
@@ -139,60 +153,54 @@ class Schedule:
     return tuple(int(n) for n in change.cumsum(0).max(0))
 
   def faults(self):
-    """[text] of what this breaks of what a schedule must hold; [] if right."""
+    """[text] of the rules of checks.py that this breaks; [] if it is valid."""
     return schedule_check.faults(self)
 
   def text(self, width=80, rows=64):
     """A table, a line for each tick and a column for each device.
 
-    F3.1: forward of microbatch 3 through the device's chunk 1. Devices that
-    `width` and ticks that `rows` leave no room for are cut, and the last line
-    says how many.
+    F3.1: forward of microbatch 3 through the device's chunk 1. The table is
+    cut to `width` columns of text and `rows` ticks; then the last line says how
+    many devices and ticks are missing.
     """
-    cell = self._cell()
-    size = max(len(cell(0, 0, True)), len(f'device {self.stages - 1}')) + 2
+    size = max(len(self._cell(0, 0)), len(f'device {self.stages - 1}')) + 2
     devices = min(self.stages, max(1, (width - 5) // size))
-    lines = [
-      'tick ' + ''.join(f'{f"device {d}":{size}}' for d in range(devices))
-    ]
-    lines[0] = lines[0].rstrip()
+    head = ''.join(f'{f"device {d}":{size}}' for d in range(devices))
+    lines = [f'tick {head}'.rstrip()]
     for tick in range(min(self.ticks, rows)):
-      cells = ''.join(f'{cell(tick, d):{size}}' for d in range(devices))
+      cells = ''.join(f'{self._cell(tick, d):{size}}' for d in range(devices))
       lines.append(f'{tick:4} {cells}'.rstrip())
     cut = []
     if devices < self.stages:
       cut.append(f'{self.stages - devices} more devices')
     if self.ticks > rows:
       cut.append(f'{self.ticks - rows} more ticks')
-    return '\n'.join(
-      [*lines, f'(not shown: {", ".join(cut)})'] if cut else lines
-    )
+    if cut:
+      lines.append(f'(not shown: {", ".join(cut)})')
+    return '\n'.join(lines)
 
-  def _cell(self):
-    """(tick, device, widest) -> text of a cell, or of the widest there is."""
-    number = len(str(self.microbatches - 1))
-    chunk_size = len(str(self.chunks - 1))
+  def _cell(self, tick, device):
+    """Text of a cell; all are equally wide."""
 
-    def cell(tick, device, widest=False):
-      parts = []
-      for phase, table in self.phases.items():
-        microbatch, chunk = table[tick, device]
-        part = f'{phase}{microbatch}' + (f'.{chunk}' if self.chunks > 1 else '')
-        size = 1 + number + (1 + chunk_size if self.chunks > 1 else 0)
-        on = microbatch >= 0
-        parts.append(f'{part if on else "-" if widest else ".":{size}}')
-      return ' '.join(parts)
+    def text(phase, microbatch, chunk):
+      return f'{phase}{microbatch}' + f'.{chunk}' * (self.chunks > 1)
 
-    return cell
+    size = len(text('F', self.microbatches - 1, self.chunks - 1))
+    parts = []
+    for phase, table in self.phases.items():
+      active = table[tick, device, 0] >= 0
+      part = text(phase, *table[tick, device]) if active else '.'
+      parts.append(f'{part:{size}}')
+    return ' '.join(parts)
 
 
-def make(name, stages, microbatches, chunks=1, fraction=0.0, seed=0, swaps=0):
+def make(name, stages, microbatches, chunks=1, fraction=0.0, seed=0):
   """A schedule by name.
 
   Args:
     name: of NAMES.
     stages, microbatches, chunks: p, m, v.
-    fraction, seed, swaps: skip only: schedule_paths.skip_paths says what.
+    fraction, seed: of the schedule skip, as for schedule_paths.skip_paths.
 
   Raises:
     UserError: no such schedule, or numbers that do not fit it.
@@ -204,14 +212,12 @@ def make(name, stages, microbatches, chunks=1, fraction=0.0, seed=0, swaps=0):
     )
   _check(name, stages, microbatches, chunks)
   if name == 'skip':
-    paths = schedule_paths.skip_paths(
-      stages, microbatches, fraction, seed, swaps
-    )
+    paths = schedule_paths.skip_paths(stages, microbatches, fraction, seed)
     return dataclasses.replace(from_paths(stages, paths), name='skip')
-  if fraction or swaps:
+  if fraction:
     raise errors.UserError(
-      f'{name} leaves no stage out: a skip fraction of {fraction:g} and '
-      f'{swaps} swaps are for the schedule skip.'
+      f'{name} leaves no stage out: a skip fraction of {fraction:g} is for the '
+      'schedule skip.'
     )
   forward, backward, weight = _closed_form(name, stages, microbatches, chunks)
   paths = (tuple(range(stages * chunks)),) * microbatches
@@ -226,7 +232,7 @@ def make(name, stages, microbatches, chunks=1, fraction=0.0, seed=0, swaps=0):
 def of_size(schedule, microbatches):
   """The same schedule for another number of microbatches.
 
-  Of paths that differ the first ones are kept: there must be as many.
+  If paths differ, the first ones are kept: there must be enough of them.
 
   Raises:
     UserError: as `make`.
@@ -240,7 +246,7 @@ def of_size(schedule, microbatches):
 
 
 def check_size(schedule, microbatches, what):
-  """UserError, which begins with `what`, if it is not for that many."""
+  """UserError, which begins with `what`, if that many do not fit it."""
   if schedule.name in CHUNKS:
     try:
       _check(schedule.name, schedule.stages, microbatches, schedule.chunks)
@@ -255,7 +261,7 @@ def from_paths(stages, paths):
     paths: for each microbatch the stages it visits, in order, none twice.
 
   Raises:
-    UserError: a path is empty, visits a stage twice or one that is not there.
+    UserError: a path is empty, visits a stage twice or one beyond `stages`.
   """
   if not paths:
     raise errors.UserError('there is no path: a schedule needs a microbatch.')
@@ -267,7 +273,7 @@ def from_paths(stages, paths):
         f'the stages 0..{stages - 1}, and none twice.'
       )
   paths = tuple(tuple(int(s) for s in path) for path in paths)
-  ticks = schedule_paths.place(paths, lambda stage: stage)
+  ticks = schedule_paths.place(paths)
   return _build('paths', _placement('paths', stages, 1), paths, *ticks, None)
 
 
@@ -297,7 +303,7 @@ def _check(name, stages, microbatches, chunks):
 
 
 def _placement(name, p, v):
-  """(p, v) virtual stages: round and round, or down and back up."""
+  """(p, v) virtual stages: cyclic, or V-shaped."""
   d, c = np.arange(p)[:, None], np.arange(v)[None]
   place = np.where(c == 0, d, 2 * p - 1 - d) if name == 'v_half' else c * p + d
   return place.astype(np.int32)
@@ -309,9 +315,9 @@ def _closed_form(name, p, m, v):
   if name == 'v_half':
 
     def weight(i, s):
-      # Chunk 0 of device d comes back d ticks before device 0's, chunk 1 d
-      # ticks after. Delayed so, W falls on one parity of ticks for each chunk,
-      # the same on all devices.
+      # B of chunk 0 is on device d d ticks before it is on device 0, B of chunk
+      # 1 d ticks after. With these delays W of a chunk is on one parity of
+      # ticks, the same on all devices.
       d = min(s, last - s)
       delay = d if s < p else p - 1 + (p % 2 == 0) - d
       return backward(i, s) + delay
@@ -321,7 +327,8 @@ def _closed_form(name, p, m, v):
     return forward, backward, weight
   start = lambda i: i // p * p * v + i % p
   forward = lambda i, s: start(i) + s
-  # GPipe turns round after the last microbatch, the others after the first.
+  # Backward passes start after the last microbatch in GPipe, after the first
+  # one in the others.
   turn = start(m - 1) + last + 1 if name == 'gpipe' else last
   backward = lambda i, s: turn + start(i) + last - s
   if name != 'zero_bubble':
@@ -335,20 +342,24 @@ def _build(name, placement, paths, forward, backward, weight):
   homes = {int(s): at for at, s in np.ndenumerate(placement)}
   phases = [forward, backward, weight]
   ticks = 1 + max(t for phase in phases if phase for t in phase.values())
-  tables = []
-  for phase in phases:
-    if phase is None:
-      tables.append(None)
-      continue
-    table = np.full((ticks, stages, 2), -1, np.int32)
+
+  def table(phase):
+    out = np.full((ticks, stages, 2), -1, np.int32)
     for (i, stage), tick in phase.items():
       device, chunk = homes[stage]
-      if table[tick, device, 0] >= 0:
+      if out[tick, device, 0] >= 0:
         raise AssertionError(f'{name}: two at tick {tick}, device {device}')
-      table[tick, device] = i, chunk
-    tables.append(table)
-  forward, backward, weight = tables
-  count = len(paths)
+      out[tick, device] = i, chunk
+    return out
+
   return Schedule(
-    name, stages, chunks, count, placement, forward, backward, weight, paths
+    name,
+    stages,
+    chunks,
+    len(paths),
+    placement,
+    table(forward),
+    table(backward),
+    None if weight is None else table(weight),
+    paths,
   )

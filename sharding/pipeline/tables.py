@@ -1,12 +1,12 @@
 """A schedule as the arrays that an executor reads, tick by tick.
 
 Each device keeps three buffers: inputs of chunks, cotangents of their outputs,
-and what a weight gradient needs. An entry lives in one row ("slot") from when
-it arrives until it is last read. Rows are given out by interval colouring:
-by arrival, the row that was freed last; that takes as many rows as entries
-ever live at once, which is the least there can be. One more row, index n of a
-buffer of n rows, is the trash: idle devices read and write it. No slot is ever
--1, which would mean the last row.
+and what a weight gradient needs. An entry occupies one row ("slot") from when
+it arrives until it is last read. Rows are assigned by interval colouring: in
+order of arrival, the row that was freed last; that takes as many rows as the
+most entries alive at once, the minimum. One more row, index n of a buffer of n
+rows, is the trash: idle devices read and write it. No slot is ever -1, which
+would mean the last row.
 
 Order within a tick: embed, F, loss, B, embed_back, W, then the messages. So a
 row that B read may take a message of the same tick, a row that B read may not
@@ -14,13 +14,12 @@ take the loss of the same tick.
 
 A message of F goes from device a to device b over the link (b - a) mod p, that
 of B back over the opposite one. An SPMD program sends on every link in every
-tick; the tables say where what arrives is kept, and most of it is trash.
+tick; the tables say in which row each message is kept, most in the trash.
 
 Legend: T ticks, P devices, L links.
 """
 
 import dataclasses
-import functools
 import heapq
 from typing import Any, NamedTuple
 
@@ -32,12 +31,12 @@ class Rows(NamedTuple):
 
   f_on, f_microbatch, f_chunk, f_slot: (T, P). The slot is the row of inputs
     that F reads; where f_first, F writes the embedded microbatch there.
-  f_first, f_last: (T, P), the chunk is the first, last of the path.
+  f_first: (T, P), the chunk is the first of the path.
   f_receive: (T, P, L), row of inputs for what arrives after this tick.
   b_on, b_microbatch, b_chunk, b_slot: (T, P), as for F; B only reads.
   b_first: (T, P), the chunk is the first of the path.
   b_cotangent: (T, P), row of cotangents that B reads.
-  b_store: (T, P), row of stores that B writes; trash where W is not apart.
+  b_store: (T, P), row of stores that B writes; trash where W is not split off.
   b_receive: (T, P, L), row of cotangents for what arrives after this tick.
   w_on, w_chunk, w_slot: (T, P). The slot is the row of stores that W reads.
 
@@ -54,7 +53,6 @@ class Rows(NamedTuple):
   f_chunk: Any
   f_slot: Any
   f_first: Any
-  f_last: Any
   f_receive: Any
   b_on: Any
   b_microbatch: Any
@@ -85,7 +83,6 @@ class Tables:
     links: shifts of the device number, mod P, that messages of F take; those of
       B take -shift, in the same order. () where no message is ever sent.
     inputs, cotangents, stores: rows of the three buffers, without the trash.
-    visited: (P, chunks), microbatches that pass each chunk.
     rows: NumPy arrays.
   """
 
@@ -93,7 +90,6 @@ class Tables:
   inputs: int
   cotangents: int
   stores: int
-  visited: np.ndarray
   rows: Rows
 
 
@@ -108,17 +104,12 @@ def tables(schedule):
     raise ValueError(f'{schedule.name}: {found[0]}, {len(found)} faults in all')
   slots, sizes = _all_slots(schedule)
   links = _links(schedule)
-  rows = Rows(
-    **_forward(schedule, links, slots, sizes),
-    **_backward(schedule, links, slots, sizes),
-    **_weight(schedule, slots, sizes),
-    **_shared(schedule, slots, sizes),
-  )
-  return Tables(links=links, visited=_visited(schedule), rows=rows, **sizes)
+  rows = _rows(schedule, links, slots, sizes)
+  return Tables(links=links, rows=rows, **sizes)
 
 
 def colour(spans, device):
-  """Rows for entries that live over spans of ticks.
+  """Rows for entries that are alive over spans of ticks.
 
   Args:
     spans: {(microbatch, stage): (first, last tick)}, both included.
@@ -177,11 +168,27 @@ def _links(schedule):
   return tuple(sorted(found, key=lambda k: (k == 0, min(k, p - k), k)))
 
 
-def _visited(schedule):
-  count = np.zeros((schedule.stages, schedule.chunks), np.int32)
-  for _, _, stage, _ in schedule.visits():
-    count[schedule.device_of(stage)] += 1
-  return count
+def _rows(schedule, links, slots, sizes):
+  """`Rows` of a schedule."""
+  at = lambda phase, buffer: _at(schedule, phase, slots[buffer], sizes[buffer])
+  moving = lambda phase, buffer: _moving(
+    schedule, phase, links, slots[buffer], sizes[buffer]
+  )
+  idle = np.full_like(schedule.forward, -1)
+  w_on, _, w_chunk = _phase(schedule.phases.get('W', idle))
+  return Rows(
+    **moving('F', 'inputs'),
+    f_slot=at('F', 'inputs'),
+    **moving('B', 'cotangents'),
+    b_slot=at('B', 'inputs'),
+    b_cotangent=at('B', 'cotangents'),
+    b_store=at('B', 'stores'),
+    w_on=w_on,
+    w_chunk=w_chunk,
+    w_slot=at('W', 'stores'),
+    any_w=w_on.any(1),
+    **_ends(schedule, slots['cotangents'], sizes['cotangents']),
+  )
 
 
 def _phase(table):
@@ -196,91 +203,50 @@ def _fill(schedule, shape=(), fill=0, dtype: type = np.int32):
 def _at(schedule, phase, slots, trash):
   """(T, P) rows of each (microbatch, stage) at its tick in a phase."""
   out = _fill(schedule, fill=trash)
-  for (i, stage), tick in schedule.when[phase].items():
-    out[tick, schedule.device_of(stage)[0]] = slots[i, stage]
+  for key, tick in schedule.when.get(phase, {}).items():
+    out[tick, schedule.device_of(key[1])[0]] = slots.get(key, trash)
   return out
 
 
-def _forward(schedule, links, slots, sizes):
-  F = schedule.when['F']
-  first, last = _fill(schedule, dtype=bool), _fill(schedule, dtype=bool)
-  receive = _fill(schedule, (len(links),), sizes['inputs'])
-  for i, before, stage, after in schedule.visits():
-    device, _ = schedule.device_of(stage)
-    first[F[i, stage], device] = before is None
-    last[F[i, stage], device] = after is None
-    if before is not None:
-      link = links.index(_shift(schedule, before, stage))
-      receive[F[i, before], device, link] = slots['inputs'][i, stage]
-  on, microbatch, chunk = _phase(schedule.forward)
-  return dict(
-    f_on=on,
-    f_microbatch=microbatch,
-    f_chunk=chunk,
-    f_slot=_at(schedule, 'F', slots['inputs'], sizes['inputs']),
-    f_first=first,
-    f_last=last,
-    f_receive=receive,
-  )
+def _moving(schedule, phase, links, slots, trash):
+  """{name: array} of what F and B have in common.
 
-
-def _backward(schedule, links, slots, sizes):
-  B = schedule.when['B']
+  slots, trash: of the buffer into which the phase's messages go.
+  """
+  when = schedule.when[phase]
   first = _fill(schedule, dtype=bool)
-  receive = _fill(schedule, (len(links),), sizes['cotangents'])
+  receive = _fill(schedule, (len(links),), trash)
   for i, before, stage, after in schedule.visits():
     device, _ = schedule.device_of(stage)
-    first[B[i, stage], device] = before is None
-    if after is not None:
-      link = links.index(_shift(schedule, stage, after))
-      receive[B[i, after], device, link] = slots['cotangents'][i, stage]
-  at = functools.partial(_at, schedule, 'B')
-  on, microbatch, chunk = _phase(schedule.backward)
-  store = _fill(schedule, fill=sizes['stores'])
-  if schedule.weight is not None:
-    store = at(slots['stores'], sizes['stores'])
-  return dict(
-    b_on=on,
-    b_microbatch=microbatch,
-    b_chunk=chunk,
-    b_slot=at(slots['inputs'], sizes['inputs']),
-    b_first=first,
-    b_cotangent=at(slots['cotangents'], sizes['cotangents']),
-    b_store=store,
-    b_receive=receive,
-  )
-
-
-def _weight(schedule, slots, sizes):
-  if schedule.weight is None:
-    off = _fill(schedule)
-    return dict(w_on=off.astype(bool), w_chunk=off, w_slot=off)
-  on, _, chunk = _phase(schedule.weight)
-  slot = _at(schedule, 'W', slots['stores'], sizes['stores'])
-  return dict(w_on=on, w_chunk=chunk, w_slot=slot)
-
-
-def _shared(schedule, slots, sizes):
-  """What is the same on all devices."""
-  F, B = schedule.when['F'], schedule.when['B']
-  rows = lambda fill: np.full(schedule.ticks, fill, np.int32)
-  embed, loss, back, device = rows(-1), rows(-1), rows(-1), rows(0)
-  slot = rows(sizes['cotangents'])
-  for i, path in enumerate(schedule.paths):
-    embed[F[i, path[0]]] = back[B[i, path[0]]] = i
-    tick = F[i, path[-1]]
-    loss[tick] = i
-    device[tick], _ = schedule.device_of(path[-1])
-    slot[tick] = slots['cotangents'][i, path[-1]]
-  active = {
-    f'any_{phase.lower()}': (table[..., 0] >= 0).any(1)
-    for phase, table in schedule.phases.items()
+    first[when[i, stage], device] = before is None
+    sender, link = before, (before, stage)
+    if phase == 'B':
+      sender, link = after, (stage, after)
+    if sender is not None:
+      k = links.index(_shift(schedule, *link))
+      receive[when[i, sender], device, k] = slots[i, stage]
+  on, microbatch, chunk = _phase(schedule.phases[phase])
+  p = phase.lower()
+  return {
+    f'{p}_on': on,
+    f'{p}_microbatch': microbatch,
+    f'{p}_chunk': chunk,
+    f'{p}_first': first,
+    f'{p}_receive': receive,
+    f'any_{p}': on.any(1),
   }
-  return dict(
-    embed=embed,
-    loss=loss,
-    loss_device=device,
-    loss_slot=slot,
-    embed_back=back,
-    **{'any_w': rows(0).astype(bool)} | active,
-  )
+
+
+def _ends(schedule, slots, trash):
+  """What all devices do together; slots, trash: of cotangents."""
+  rows = lambda fill: np.full(schedule.ticks, fill, np.int32)
+  found = {}
+  for end, ticks in schedule.ends().items():
+    found[end] = rows(-1)
+    found[end][ticks] = np.arange(schedule.microbatches)
+  device, slot = rows(0), rows(trash)
+  for i, tick in enumerate(schedule.ends()['loss']):
+    stage = schedule.paths[i][-1]
+    device[tick], _ = schedule.device_of(stage)
+    slot[tick] = slots[i, stage]
+  return dict(loss_device=device, loss_slot=slot, **found)

@@ -1,13 +1,13 @@
 """A tick of a pipeline on one device: its phases, its buffers, its messages.
 
-What one device does of sharding/pipeline/executor.py, for every schedule: its
+One device's part of sharding/pipeline/executor.py, for every schedule: its
 column of the tables says which microbatch, chunk and slot a phase is for.
 
-Two rules keep buffers where they lie. A row of inputs is read at the end of the
-tick before: a buffer that is read and then written in one turn of a loop is
-copied whole, as nothing orders the two. Sums of gradients go through the branch
-that adds to them: a tick without the phase would add zeros, as many as there
-are parameters.
+Two rules let XLA update buffers in place. A row of inputs is read at the end of
+the tick before: a buffer that is read and then written in one iteration of a
+loop is copied whole, as nothing orders the two. Sums of gradients go through
+the branch that adds to them: a tick without the phase would add zeros, as many
+as there are parameters.
 """
 
 from typing import Any, NamedTuple
@@ -59,24 +59,8 @@ class _ForwardCarry(NamedTuple):
 
 
 def _wide(x):
-  """In which a sum of x is kept."""
+  """Dtype of a sum of arrays like x."""
   return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def _when(name, flags, predicate, phase, otherwise, *sums):
-  """phase(*sums) where a predicate equal on all devices holds, or otherwise.
-
-  Args:
-    flags: (ticks,) bool on the host, what the predicate is in each tick.
-    otherwise: like `phase`, without it.
-  """
-
-  def run(*sums):
-    with jax.named_scope(name):
-      return phase(*sums)
-
-  with turns.scope(int(np.sum(flags)), len(flags)):
-    return lax.cond(predicate, run, otherwise, *sums)
 
 
 def _add(sums, more):
@@ -119,14 +103,14 @@ class Executor:
     self.ends, self.stack = ends, stack
     self.me = lax.axis_index(AXIS)
     self._mask = None if mask is None else jnp.asarray(mask)[self.me]
-    self.phases = pipeline_phases.Phases(calls, ends, self.values)
+    self.phases = pipeline_phases.Phases(calls, ends, self.rows_of)
 
   def columns(self):
-    """The tables as arrays, made in here: a region closes over none."""
+    """The tables as arrays, made in this region: it may close over none."""
     return jax.tree.map(jnp.asarray, self.rows)
 
   def scan(self, tick, start):
-    """What is carried after the last of tick(carry, (row, slots ahead))."""
+    """The carry after the last tick; tick(carry, (row, slots ahead))."""
     columns = self.columns()
     ahead = _Ahead(
       jnp.roll(columns.f_slot, -1, axis=0), jnp.roll(columns.b_slot, -1, axis=0)
@@ -137,20 +121,19 @@ class Executor:
     """Rows of tables, their columns of this device picked."""
     return jax.tree.map(lambda x: x[self.me] if x.ndim else x, row)
 
-  def _chunk(self, tree, chunk):
-    """Rows of a chunk of every stack; of v chunks each has as many."""
+  def rows_of(self, chunk):
+    """(rows of every stack that are a chunk's, its layer_mask).
+
+    Of v chunks each has as many rows.
+    """
     v = self.schedule.chunks
 
     def pick(x):
       size = x.shape[0] // v
       return x if v == 1 else lax.dynamic_slice_in_dim(x, chunk * size, size)
 
-    return jax.tree.map(pick, tree)
-
-  def values(self, chunk):
-    """Whole parameters of a chunk, and which of its layers there are."""
     mask = None if self._mask is None else self._mask[chunk]
-    return self.calls.gather(self._chunk(self.stack, chunk)), mask
+    return jax.tree.map(pick, self.stack), mask
 
   def of_chunks(self, like):
     """Zeros for sums over a stack, given those of one chunk."""
@@ -172,20 +155,37 @@ class Executor:
       )
     return out
 
+  def _when(self, name, row, field, phase, otherwise, *sums):
+    """phase(*sums) in ticks in which `field` of the tables is active.
+
+    Args:
+      field: equal on all devices: a flag, or a microbatch, -1 for none.
+      otherwise: the results of a tick that leaves the phase out.
+    """
+    active = lambda x: x if x.dtype == bool else x >= 0
+    flags = active(getattr(self.rows, field))
+
+    def run(*sums):
+      with jax.named_scope(name):
+        return phase(*sums)
+
+    with turns.scope(int(np.sum(flags)), len(flags)):
+      return lax.cond(active(getattr(row, field)), run, otherwise, *sums)
+
   def embed(self, row):
     """x of the microbatch that enters now."""
-    i, phase = row.embed, self.phases.embed
-    run = lambda: phase(jnp.maximum(i, 0))
-    return _when('embed', self.rows.embed >= 0, i >= 0, run, phase.zeros)
+    phase = self.phases.embed
+    run = lambda: phase(jnp.maximum(row.embed, 0))
+    return self._when('embed', row, 'embed', run, phase.zeros)
 
   def forward(self, row, x_f, entering):
     """-> (x, y, kept) of the chunk that runs forward."""
-    phase, any_f = self.phases.forward, self.rows.any_f
+    phase = self.phases.forward
     x = jnp.where(row.f_first, entering, x_f)
     # Arrays: in the branch, XLA would compute angles once for every head.
     context = self.calls.context_of(row.f_microbatch)
     run = lambda: phase(row.f_chunk, x, context)
-    return x, *_when('forward', any_f, row.any_f, run, phase.zeros)
+    return x, *self._when('forward', row, 'any_f', run, phase.zeros)
 
   def _of_loss(self, row, y):
     """Arguments of the phases that give the loss."""
@@ -194,13 +194,13 @@ class Executor:
 
   def loss_alone(self, row, y):
     """The loss of the microbatch whose last chunk ran."""
-    phase, flags = self.phases.only_loss, self.rows.loss >= 0
+    phase = self.phases.only_loss
     run = lambda: phase(*self._of_loss(row, y))
-    return _when('loss', flags, row.loss >= 0, run, phase.zeros)
+    return self._when('loss', row, 'loss', run, phase.zeros)
 
   def loss(self, row, y, ends):
     """-> (loss, sums of the ends, cotangent of y)."""
-    phase, flags = self.phases.loss, self.rows.loss >= 0
+    phase = self.phases.loss
 
     def run(ends):
       loss, made, gy = phase(*self._of_loss(row, y))
@@ -210,11 +210,11 @@ class Executor:
       loss, _, gy = phase.zeros()
       return loss, ends, gy
 
-    return _when('loss', flags, row.loss >= 0, run, otherwise, ends)
+    return self._when('loss', row, 'loss', run, otherwise, ends)
 
   def backward(self, row, carry):
     """-> (gx, sums of the stack, tapes) of the chunk that returns."""
-    phase, any_b = self.phases.backward, self.rows.any_b
+    phase = self.phases.backward
     context = self.calls.context_of(row.b_microbatch)
 
     def run(stack):
@@ -228,25 +228,22 @@ class Executor:
       gx, _, tapes = phase.zeros()
       return gx, stack, tapes
 
-    return _when('backward', any_b, row.any_b, run, otherwise, carry.stack)
+    return self._when('backward', row, 'any_b', run, otherwise, carry.stack)
 
   def weights(self, row, tapes, stack):
     """Sums of the stack with the chunk whose W it is."""
-    phase, any_w = self.phases.weights, self.rows.any_w
 
     def run(stack):
-      made = _select(row.w_on, phase(_read(tapes, row.w_slot)))
-      return self.add(stack, made, row.w_chunk)
+      made = self.phases.weights(_read(tapes, row.w_slot))
+      return self.add(stack, _select(row.w_on, made), row.w_chunk)
 
-    return _when('weights', any_w, row.any_w, run, lambda x: x, stack)
+    return self._when('weights', row, 'any_w', run, lambda x: x, stack)
 
   def embed_back(self, row, gx, ends):
     """Sums of the ends with the microbatch that leaves."""
-    i, phase = row.embed_back, self.phases.embed_back
-    mine = _select(row.b_first, gx)
-    run = lambda ends: _add(ends, phase(mine, jnp.maximum(i, 0)))
-    flags = self.rows.embed_back >= 0
-    return _when('embed_back', flags, i >= 0, run, lambda x: x, ends)
+    phase, mine = self.phases.embed_back, _select(row.b_first, gx)
+    run = lambda ends: _add(ends, phase(mine, jnp.maximum(row.embed_back, 0)))
+    return self._when('embed_back', row, 'embed_back', run, lambda x: x, ends)
 
   def send(self, x, link):
     """x of the device `link` places before this one."""

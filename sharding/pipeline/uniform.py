@@ -2,9 +2,9 @@
 
 A device that takes another branch, or leaves a loop earlier, does not send what
 the others wait for: on accelerators the program hangs, on CPU it is aborted
-after a while. In a region with check_vma=False jax does not look, so this does:
-what is the same on all devices (constants, counters of loops, full sums) is
-followed through the traced program, all else may differ.
+after a while. In a region with check_vma=False jax does not check this; here
+values that are equal on all devices (constants, loop counters, full sums) are
+followed through the traced program, all others may differ.
 """
 
 from jax.extend import core
@@ -32,18 +32,8 @@ def check(jaxpr, what):
   _walk(jaxpr.jaxpr, [False] * len(jaxpr.jaxpr.invars), what)
 
 
-def _inner(value):
-  if isinstance(value, core.ClosedJaxpr):
-    return [value.jaxpr]
-  if isinstance(value, core.Jaxpr):
-    return [value]
-  if isinstance(value, tuple | list):
-    return [j for v in value for j in _inner(v)]
-  return []
-
-
 def _bodies(equation):
-  return [j for v in equation.params.values() for j in _inner(v)]
+  return list(core.jaxprs_in_params(equation.params))
 
 
 def _sent(jaxpr):
@@ -72,7 +62,7 @@ def _refuse(equation, what, how):
 
 
 def _walk(jaxpr, same, what):
-  """Whether each result is the same on all devices; same: each input."""
+  """[whether a result is the same on all devices]; same: so of each input."""
   known = dict(zip(jaxpr.invars, same, strict=True))
   of = lambda v: isinstance(v, core.Literal) or known.get(v, False)
   for equation in jaxpr.eqns:

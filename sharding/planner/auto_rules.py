@@ -40,12 +40,11 @@ class Decision(NamedTuple):
   """What is split of one parameter.
 
   kind: COLUMN (outputs), ROW (inputs), TABLE (rows) or VECTOR (nothing).
-  dim: the dimension, None for a vector. why: in words.
+  dim: the dimension, None for a vector.
   """
 
   kind: str
   dim: int | None
-  why: str
 
 
 def _depth(path):
@@ -91,26 +90,21 @@ def decide(shapes, size):
     alike.setdefault(re.sub(r'/\d+(?=/)', '', path), []).append(path)
   out, before = {}, None
   for _, paths in sorted(alike.items()):
-    depth, kind = _depth(paths[0]), _kind(paths[0])
-    if kind == VECTOR or len(shape[paths[0]]) - depth < 2:
-      out |= dict.fromkeys(paths, Decision(VECTOR, None, 'a vector is whole'))
+    depth, named = _depth(paths[0]), _kind(paths[0])
+    if named == VECTOR or len(shape[paths[0]]) - depth < 2:
+      out |= dict.fromkeys(paths, Decision(VECTOR, None))
       continue
-    why = 'its name'
-    if not kind:
-      kind = ROW if before == COLUMN else COLUMN
-      why = f'after a {before}' if before else 'the first without a known name'
+    kind = named or (ROW if before == COLUMN else COLUMN)
     last = len(shape[paths[0]]) - 1
     wanted, other = (depth + 1, depth) if kind == COLUMN else (depth, last)
     fits = lambda d, paths=paths: all(shape[p][d] % size == 0 for p in paths)
     if not fits(wanted) and not fits(other):
       raise _stuck(paths[0], shape[paths[0]], (wanted, other), size)
     if not fits(wanted):
-      turned = {COLUMN: ROW, ROW: COLUMN, TABLE: COLUMN}[kind]
-      why = f'a {kind} by {why}, but {size} does not divide dimension {wanted}'
-      wanted, kind = other, turned
-    if not _kind(paths[0]):
+      wanted, kind = other, ROW if kind == COLUMN else COLUMN
+    if not named:
       before = kind
-    out |= dict.fromkeys(paths, Decision(kind, wanted, why))
+    out |= dict.fromkeys(paths, Decision(kind, wanted))
   return {path: out[path] for path in shapes}
 
 
@@ -122,61 +116,47 @@ def _stuck(path, shape, dims, size):
   )
 
 
-def specs(shapes, size, axis='tensor'):
-  """{path: PartitionSpec} of the decisions.
+def specs(shapes, size):
+  """{path: PartitionSpec} of the decisions, over the mesh axis 'tensor'.
 
-  Args, Raises: as `decide`; axis: the mesh axis with `size` devices.
+  Args, Raises: as `decide`.
   """
   out = {}
   for path, decision in decide(shapes, size).items():
     ndim = len(getattr(shapes[path], 'shape', shapes[path]))
-    split = [axis if d == decision.dim else None for d in range(ndim)]
+    split = ['tensor' if d == decision.dim else None for d in range(ndim)]
     out[path] = PartitionSpec(*split)
   return out
 
 
-def rules(shapes, axes, size, axis='tensor'):
+def rules(shapes, axes, size):
   """The decisions as a table of logical axes, for a model that names them.
 
   Args:
-    shapes, size, axis: as `specs`.
+    shapes, size: as `decide`.
     axes: {path: logical names of the dimensions}.
 
   Returns:
-    rules.Rules 'redco'; batch and length as the preset 'tensor' has them.
-    Vectors follow their logical axes.
+    rules.Rules 'redco'; batch and length as in the preset 'tensor'. Vectors
+    follow their logical axes.
 
   Raises:
     UserError: as `decide`; a logical axis that is split in one matrix and whole
-      in another, so that no table says it (`specs` does).
+      in another, which no table can express (`specs` does).
   """
-  said = {}  # logical axis -> (split?, the first path that says so)
+  seen = {}  # logical axis -> (split?, the first path that decides it)
   for path, decision in decide(shapes, size).items():
     if decision.kind == VECTOR:
       continue
     for d, logical in enumerate(axes[path]):
       split = d == decision.dim
-      old, first = said.setdefault(logical, (split, path))
+      old, first = seen.setdefault(logical, (split, path))
       if old != split:
         whole, cut = (path, first) if old else (first, path)
         raise errors.UserError(
-          f'redco over {axis}={size}: {logical!r} is split in {cut} and whole '
+          f'redco over tensor={size}: {logical!r} is split in {cut} and whole '
           f'in {whole}; no table of logical axes says that, take the specs.'
         )
   table = dict(rules_lib.PRESETS['data'].table)
-  table |= {a: (axis,) for a, (split, _) in said.items() if split}
+  table |= {a: ('tensor',) for a, (split, _) in seen.items() if split}
   return rules_lib.Rules('redco', table)
-
-
-def table(shapes, size):
-  """The decisions as text, a line for each matrix."""
-  rows = [
-    (path, 'x'.join(map(str, getattr(shapes[path], 'shape', shapes[path]))), d)
-    for path, d in decide(shapes, size).items()
-    if d.kind != VECTOR
-  ]
-  wide = [max(len(row[i]) for row in rows) for i in range(2)]
-  return '\n'.join(
-    f'{path:{wide[0]}}  {shape:{wide[1]}}  {d.kind:6} {d.dim}  {d.why}'
-    for path, shape, d in rows
-  )

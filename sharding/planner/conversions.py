@@ -45,36 +45,11 @@ from paraxis.sharding import mesh as mesh_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
-  """Each rank holds a block of one dimension."""
-
-  dim: int
-
-  def __str__(self):
-    return f'S({self.dim})'
-
-
-@dataclasses.dataclass(frozen=True)
-class Broadcast:
-  """Each rank holds the whole tensor."""
-
-  def __str__(self):
-    return 'B'
-
-
-@dataclasses.dataclass(frozen=True)
-class Partial:
-  """Each rank holds a term of a sum."""
-
-  def __str__(self):
-    return 'P'
-
-
-@dataclasses.dataclass(frozen=True)
 class SbpLayout:
   """Placement of one tensor on every mesh axis; made by `of` or `parse`.
 
-  Axes that are not named broadcast. Equal layouts are equal values.
+  Placements are written 'S(0)', 'B' and 'P'. Axes that are not named broadcast.
+  Equal layouts are equal values.
 
   Attributes:
     splits: ((dimension, mesh axes, major first), ...), by dimension.
@@ -87,9 +62,8 @@ class SbpLayout:
   def __getitem__(self, axis):
     """The placement on one mesh axis."""
     if axis in self.partial:
-      return Partial()
-    held = [Split(d) for d, axes in self.splits if axis in axes]
-    return held[0] if held else Broadcast()
+      return 'P'
+    return next((f'S({d})' for d, axes in self.splits if axis in axes), 'B')
 
   def __str__(self):
     named = [a for _, axes in self.splits for a in axes] + list(self.partial)
@@ -100,11 +74,14 @@ class SbpLayout:
     return dict(self.splits).get(dim, ())
 
   def spec(self, ndim):
-    """The same as a PartitionSpec, in which P is called `unreduced`."""
+    """PartitionSpec of the global array of a tensor of `ndim` dimensions.
+
+    With partial axes the array is the stack of the terms: a first dimension
+    more, which those axes split.
+    """
     parts = [self.axes(d) for d in range(ndim)]
-    parts = [a[0] if len(a) == 1 else a or None for a in parts]
-    terms = dict(unreduced=frozenset(self.partial)) if self.partial else {}
-    return PartitionSpec(*parts, **terms)
+    parts = [self.partial, *parts] if self.partial else parts
+    return PartitionSpec(*(a[0] if len(a) == 1 else a or None for a in parts))
 
   def local(self, shape, sizes):
     """Shape on one device; UserError, with both numbers, if it is uneven."""
@@ -136,15 +113,19 @@ def of(placements):
   """{mesh axis: placement} -> SbpLayout; axes of one dimension major first.
 
   Raises:
-    ValueError: an axis that no mesh has.
+    ValueError: an axis that no mesh has, or what is no placement.
   """
   splits, partial = {}, []
   for axis, placement in placements.items():
     if axis not in mesh_lib.AXES:
       raise ValueError(f'{axis!r} is not a mesh axis {mesh_lib.AXES}.')
-    if isinstance(placement, Split):
-      splits[placement.dim] = (*splits.get(placement.dim, ()), axis)
-    elif isinstance(placement, Partial):
+    match = re.fullmatch(r'B|P|S\((\d+)\)', placement)
+    if not match:
+      raise ValueError(f'{axis}:{placement} is not {axis}:S(0), :B or :P.')
+    if match[1]:
+      dim = int(match[1])
+      splits[dim] = (*splits.get(dim, ()), axis)
+    elif placement == 'P':
       partial.append(axis)
   return _make(splits, partial)
 
@@ -153,12 +134,10 @@ def parse(text):
   """'data:S(0) tensor:P', the str() of an SbpLayout -> that SbpLayout."""
   placements = {}
   for part in [] if text == 'B' else text.split():
-    match = re.fullmatch(r'(\w+):(?:(B)|(P)|S\((\d+)\))', part)
-    if not match or match[1] in placements:
-      raise ValueError(f'{text!r}: {part!r} is not one AXIS:S(0), :B or :P.')
-    axis, whole, term, dim = match.groups()
-    split = Broadcast() if whole else Partial() if term else Split(int(dim))
-    placements[axis] = split
+    axis, _, placement = part.partition(':')
+    if axis in placements:
+      raise ValueError(f'{text!r}: {axis} twice.')
+    placements[axis] = placement
   return of(placements)
 
 
@@ -198,7 +177,7 @@ def _steps(at, shape, itemsize, sizes, goal):
           'permute', axes, (d,), here, make({**splits, d: order})
         )
   for axis, p in sizes.items():
-    if isinstance(at[axis], Split):
+    if at[axis].startswith('S'):
       continue
     term, left = axis in at.partial, [a for a in at.partial if a != axis]
     for d, n in enumerate(local):
@@ -258,8 +237,8 @@ def plan(shape, dtype, source, target, sizes):
   """
   for layout in (source, target):
     layout.local(shape, sizes)
-  # An axis that stays B, or P, lends no links: only those that change move.
-  moves = lambda a: isinstance(source[a], Split) or source[a] != target[a]
+  # An axis that stays B, or P, takes part in no step.
+  moves = lambda a: source[a].startswith('S') or source[a] != target[a]
   sizes = {a: n for a, n in sizes.items() if n > 1 and moves(a)}
   source, target = _fit(source, sizes), _fit(target, sizes)
   itemsize = jnp.dtype(dtype).itemsize
@@ -285,8 +264,8 @@ def cost(shape, dtype, source, target, sizes):
   return out
 
 
-def convert(tree, source, target):
-  """A tensor, or a tree of them, from one layout to another.
+def convert(x, source, target):
+  """A tensor from one layout to another.
 
   For use inside a fully manual shard_map, on local blocks (without a mesh there
   is nothing to do). Terms are added in their own dtype, so that what moves is
@@ -294,8 +273,8 @@ def convert(tree, source, target):
   matters.
 
   Args:
-    tree: local arrays.
-    source, target: `SbpLayout`, or trees of them like `tree`.
+    x: local array.
+    source, target: `SbpLayout`s.
 
   Raises:
     UserError: a layout does not divide a tensor.
@@ -304,23 +283,12 @@ def convert(tree, source, target):
   sizes = annotate.sizes()
   if sizes and annotate.mode() != 'manual':
     raise ValueError('layout.convert works in shard_map; else use `on_mesh`.')
-
-  def one(x, source, target):
-    at = _fit(source, sizes)
-    blocks = lambda d: math.prod(sizes[a] for a in at.axes(d))
-    shape = [n * blocks(d) for d, n in enumerate(x.shape)]
-    for step in plan(shape, x.dtype, source, target, sizes):
-      x = _apply(step, x, sizes)
-    return x
-
-  return _map(one, tree, source, target)
-
-
-def _map(function, tree, source, target):
-  whole = lambda t: (
-    jax.tree.map(lambda _: t, tree) if isinstance(t, SbpLayout) else t
-  )
-  return jax.tree.map(function, tree, whole(source), whole(target))
+  at = _fit(source, sizes)
+  blocks = lambda d: math.prod(sizes[a] for a in at.axes(d))
+  shape = [n * blocks(d) for d, n in enumerate(x.shape)]
+  for step in plan(shape, x.dtype, source, target, sizes):
+    x = _apply(step, x, sizes)
+  return x
 
 
 def _apply(step, x, sizes):
@@ -367,27 +335,23 @@ def _order(old, new, sizes):
   return [(holds[_number(place, new, sizes)], place) for place in places]
 
 
-def on_mesh(tree, source, target):
-  """`convert` for global arrays, under the mesh in force (jax.set_mesh).
+def on_mesh(x, source, target):
+  """`convert` for a global array, under the mesh in force (jax.set_mesh).
 
-  Arrays must be laid out by `source`. One with partial axes has no global
-  value yet: it is the stack of its terms, on a first dimension that those axes
-  split, in `source` and in `target`.
+  The array must be laid out by `source`. With partial axes it has no global
+  value yet: it is the stack of its terms (SbpLayout.spec), before or after.
 
   Args, Raises: as `convert`.
   """
+  ndim = x.ndim - bool(source.partial)
 
-  def one(x, source, target):
-    stacked = lambda t: PartitionSpec(t.partial, *SbpLayout(t.splits).spec(n))
-    n = x.ndim - bool(source.partial)
-    spec = lambda t: stacked(t) if t.partial else t.spec(n)
+  def move(x):
+    y = convert(x[0] if source.partial else x, source, target)
+    return y[None] if target.partial else y
 
-    def move(x):
-      y = convert(x[0] if source.partial else x, source, target)
-      return y[None] if target.partial else y
-
-    return jax.shard_map(
-      move, in_specs=spec(source), out_specs=spec(target), check_vma=False
-    )(x)
-
-  return _map(one, tree, source, target)
+  return jax.shard_map(
+    move,
+    in_specs=source.spec(ndim),
+    out_specs=target.spec(ndim),
+    check_vma=False,
+  )(x)

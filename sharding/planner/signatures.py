@@ -25,8 +25,6 @@ from typing import NamedTuple
 
 from paraxis.sharding.planner import conversions as layout_lib
 
-B, P = layout_lib.Broadcast(), layout_lib.Partial()
-
 
 class Signature(NamedTuple):
   """Placements of x, w and y on one mesh axis, or their `SbpLayout`s on all."""
@@ -66,33 +64,17 @@ def letters(equation):
 def signatures(equation):
   """All `Signature`s of an einsum on one mesh axis, as a list."""
   x, w, y = letters(equation)
-  at = lambda held, l, absent: (
-    layout_lib.Split(held.index(l)) if l in held else absent
-  )
+  at = lambda held, l, absent: f'S({held.index(l)})' if l in held else absent
   split = [
-    Signature(at(x, l, B), at(w, l, B), at(y, l, P))
+    Signature(at(x, l, 'B'), at(w, l, 'B'), at(y, l, 'P'))
     for l in dict.fromkeys(x + w)
   ]
-  return [*split, Signature(P, B, P), Signature(B, P, P), Signature(B, B, B)]
-
-
-def infer(equation, x, w):
-  """Layout of the local einsum's result, or None if something must move first.
-
-  Args:
-    equation: as jnp.einsum, two operands.
-    x, w: `SbpLayout` of each.
-  """
-  axes = [a for t in (x, w) for _, split in t.splits for a in split]
-  axes = list(dict.fromkeys([*axes, *x.partial, *w.partial]))
-  table = {(s.x, s.w): s.y for s in signatures(equation)}
-  if any((x[a], w[a]) not in table for a in axes):
-    return None
-  held = letters(equation)
-  for letter in {*held[0]} & {*held[1]}:
-    if x.axes(held[0].index(letter)) != w.axes(held[1].index(letter)):
-      return None
-  return layout_lib.of({a: table[x[a], w[a]] for a in axes})
+  return [
+    *split,
+    Signature('P', 'B', 'P'),
+    Signature('B', 'P', 'P'),
+    Signature('B', 'B', 'B'),
+  ]
 
 
 def choices(equation, shapes, layouts, dtype, sizes):

@@ -47,20 +47,17 @@ class Costs:
       sequence is each virtual stage's own. Where a schedule does not split W
       off, B costs backward + weight.
     head: projection and loss, forward; their backward costs twice as much.
-    embed: embedding, forward; its backward costs the same.
-    vocabulary: 'last', head on the device of the last stage and embedding on
-      that of the first; 'spread', both on all devices, 1 / p on each.
-    send: a message between two devices. delays: (p, p) instead, [from][to].
+    vocabulary: 'last', head on the device of the last stage; 'spread', on all
+      devices, 1 / p on each.
+    send: a message between two devices.
   """
 
   forward: Any = 1
   backward: Any = 1
   weight: Any = 1
   head: float = 0
-  embed: float = 0
   vocabulary: str = 'last'
   send: float = 0
-  delays: Any = None
 
 
 class SimulationResult(NamedTuple):
@@ -84,9 +81,6 @@ def run(schedule, model: str = 'asynchronous', **costs) -> SimulationResult:
     model: of MODELS.
     **costs: the fields of `Costs`.
 
-  Returns:
-    Result.
-
   Raises:
     UserError: no such model, or costs that do not fit the schedule.
   """
@@ -100,10 +94,10 @@ def run(schedule, model: str = 'asynchronous', **costs) -> SimulationResult:
 
 
 def timeline(schedule, model='asynchronous', **costs):
-  """The same run -> {operation: (start, end)}.
+  """{operation: (start, end)} of the same run.
 
   An operation is (phase, microbatch, virtual stage), or with the vocabulary
-  spread also ('loss' | 'embed' | 'embed_back', microbatch, device).
+  spread also ('loss', microbatch, device).
   """
   if model not in MODELS:
     raise errors.UserError(
@@ -123,28 +117,19 @@ class _Work:
       raise errors.UserError(
         f'vocabulary={costs.vocabulary!r} is not one of {", ".join(HEADS)}.'
       )
-    p = schedule.stages
-    if costs.delays is not None and np.shape(costs.delays) != (p, p):
-      raise errors.UserError(
-        f'delays are {np.shape(costs.delays)}, not ({p}, {p}): one for each '
-        'pair of stages.'
-      )
     self.stage = {
-      phase: self._per_stage(phase, name)
+      phase: self._per_stage(name)
       for phase, name in (('F', 'forward'), ('B', 'backward'), ('W', 'weight'))
     }
     self.spread = costs.vocabulary == 'spread'
-    # Forward and backward of the head are one phase when it is spread.
-    whole = dict(embed=costs.embed, loss=3 * costs.head, embed_back=costs.embed)
-    self.shared = {
-      name: cost / p for name, cost in whole.items() if self.spread and cost
-    }
+    # Forward and backward of a spread head are one phase, 'loss'; its cost on
+    # each device, 0: there is no such phase.
+    self.loss = 3 * costs.head / schedule.stages if self.spread else 0
 
-  def _per_stage(self, phase, name):
-    given, schedule = getattr(self.costs, name), self.schedule
-    S = schedule.virtual_stages
+  def _per_stage(self, name):
+    given, S = getattr(self.costs, name), self.schedule.virtual_stages
     if np.ndim(given) == 0:
-      return [given / schedule.chunks] * S
+      return [given / self.schedule.chunks] * S
     if len(given) != S:
       raise errors.UserError(
         f'{name}: {len(given)} costs for {S} virtual stages.'
@@ -156,36 +141,18 @@ class _Work:
     cost = self.stage[phase][stage]
     if phase == 'B' and self.schedule.weight is None:
       cost += self.stage['W'][stage]
-    path = self.schedule.paths[i]
-    if self.spread or phase == 'W':
+    if self.spread or phase == 'W' or stage != self.schedule.paths[i][-1]:
       return cost
-    if stage == path[0]:
-      cost += self.costs.embed
-    if stage == path[-1]:
-      cost += self.costs.head * (1 if phase == 'F' else 2)
-    return cost
+    return cost + self.costs.head * (1 if phase == 'F' else 2)
 
   def link(self, a, b):
     """Time of a message from device a to b."""
-    if a == b:
-      return 0
-    delays = self.costs.delays
-    return self.costs.send if delays is None else delays[a][b]
+    return 0 if a == b else self.costs.send
 
   def message(self, a, b):
     """Time from virtual stage a to b."""
     homes = (self.schedule.device_of(s)[0] for s in (a, b))
     return self.link(*homes)
-
-  def ends(self):
-    """{'embed' | 'loss' | 'embed_back': {microbatch: tick}}."""
-    F, B = self.schedule.when['F'], self.schedule.when['B']
-    paths = list(enumerate(self.schedule.paths))
-    return {
-      'embed': {i: F[i, path[0]] for i, path in paths},
-      'loss': {i: F[i, path[-1]] for i, path in paths},
-      'embed_back': {i: B[i, path[0]] for i, path in paths},
-    }
 
   def busy(self):
     """Time at work of each device."""
@@ -193,12 +160,11 @@ class _Work:
     for phase, ticks in self.schedule.when.items():
       for i, stage in ticks:
         total[self.schedule.device_of(stage)[0]] += self.of(phase, i, stage)
-    each = sum(self.shared.values()) * self.schedule.microbatches
-    return tuple(t + each for t in total)
+    return tuple(t + self.loss * self.schedule.microbatches for t in total)
 
 
 def _lock_step(work):
-  """Each phase of a tick begins together and lasts as long as its dearest."""
+  """A phase starts on all devices when the one before has ended on all."""
   schedule = work.schedule
   F, B = schedule.when['F'], schedule.when['B']
   send = {}  # (tick, 'F' | 'B') -> the dearest message
@@ -225,7 +191,7 @@ def _lock_step(work):
 
 
 def _asynchronous(work):
-  """The longest way through what waits for what."""
+  """The longest path through the dependencies of operations."""
   schedule = work.schedule
   neighbours = {(i, s): (a, b) for i, a, s, b in schedule.visits()}
   todo = _orders(work)
@@ -236,25 +202,20 @@ def _asynchronous(work):
   def needs(operation, device):
     """[(operation, its message's time)] to wait for."""
     phase, i, stage = operation
-    path = schedule.paths[i]
-    first, last = (schedule.device_of(s)[0] for s in (path[0], path[-1]))
-    # What is spread is done by all devices for one, or after one.
-    parts = lambda name: [
-      ((name, i, d), work.link(d, device)) for d in range(schedule.stages)
-    ]
     if phase == 'loss':
-      return [(('F', i, path[-1]), work.link(last, device))]
-    if phase == 'embed_back':
-      return [(('B', i, path[0]), work.link(first, device))]
-    if phase in ('embed', 'W'):
+      last = schedule.paths[i][-1]
+      return [(('F', i, last), work.link(schedule.device_of(last)[0], device))]
+    if phase == 'W':
       return []
     before, after = neighbours[i, stage]
-    if phase == 'F' and before is not None:
+    if phase == 'F':
+      if before is None:
+        return []
       return [(('F', i, before), work.message(before, stage))]
-    if phase == 'B' and after is not None:
+    if after is not None:
       return [(('B', i, after), work.message(after, stage))]
-    name = 'embed' if phase == 'F' else 'loss'
-    return parts(name) if name in work.shared else []
+    devices = range(schedule.stages) if work.loss else ()
+    return [(('loss', i, d), work.link(d, device)) for d in devices]
 
   while any(at[d] < len(todo[d]) for d in range(schedule.stages)):
     moved = False
@@ -277,19 +238,15 @@ def _asynchronous(work):
 def _orders(work):
   """For each device, in order: [(tick, phase rank, (operation, cost))]."""
   schedule = work.schedule
-  rank = {
-    n: k for k, n in enumerate(('embed', 'F', 'loss', 'B', 'embed_back', 'W'))
-  }
+  rank = {phase: k for k, phase in enumerate(('F', 'loss', 'B', 'W'))}
   rows = [[] for _ in range(schedule.stages)]
   for phase, ticks in schedule.when.items():
     for (i, stage), tick in ticks.items():
       device = schedule.device_of(stage)[0]
       entry = (phase, i, stage), work.of(phase, i, stage)
       rows[device].append((tick, rank[phase], entry))
-  ends = work.ends()
-  for name, cost in work.shared.items():
-    for i, tick in ends[name].items():
-      for device in range(schedule.stages):
-        entry = (name, i, device), cost
-        rows[device].append((tick, rank[name], entry))
+  if work.loss:
+    for i, tick in enumerate(schedule.ends()['loss']):
+      for device, row in enumerate(rows):
+        row.append((tick, rank['loss'], (('loss', i, device), work.loss)))
   return [sorted(row) for row in rows]

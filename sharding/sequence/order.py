@@ -98,14 +98,6 @@ class Blocks:
   hops: int
 
 
-def padded_run(layout, n, length, bound):
-  """(tokens of a run in whole blocks, tokens of a block <= bound)."""
-  run = length // divisor(layout, n)
-  count = math.ceil(run / bound)
-  block = math.ceil(run / count)
-  return count * block, block
-
-
 @functools.lru_cache(maxsize=64)
 def blocks(layout: str, n: int, length: int, mask, shards: int) -> Blocks:
   """-> Blocks. The n ranks, in order, make up `shards` equal shards.
@@ -113,7 +105,10 @@ def blocks(layout: str, n: int, length: int, mask, shards: int) -> Blocks:
   A pair is listed if one of its tokens may see one of the other by order and
   mask alone; documents are data and are compared at run time.
   """
-  run, block = padded_run(layout, n, length, mask.block)
+  tokens = length // divisor(layout, n)  # of a run
+  count = math.ceil(tokens / mask.block)
+  block = math.ceil(tokens / count)
+  run = count * block
   ids = order(layout, n, length).reshape(n, runs(layout), -1)
   tail = ((0, 0), (0, 0), (0, run - ids.shape[2]))
   # A run's padding repeats its last token, which changes no bound.

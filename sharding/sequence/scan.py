@@ -139,20 +139,25 @@ def _permuted(maps, axis, after, run):
   return _send(maps[1], axis, 1), _from_last(maps[1], axis)
 
 
-def _forget(state, reset_BT):
-  """The state, or 0 where the first token starts a document."""
-  if reset_BT is None:
-    return state
-  first = reset_BT[:, 0].reshape(-1, *[1] * (state.ndim - 1))
-  return jnp.where(first, 0, state)
+def _through(op, left, own, state, reset_BT, plan):
+  """`_enter` of a linear recurrence's state, 0 where a document starts.
 
-
-def _check_state(op, state, own):
+  Args:
+    op: name of the op, for the error. left, own: P and S of this shard.
+    state: before the first token of the row, or None.
+  """
+  if state is None:
+    state = jnp.zeros_like(own)
   if state.shape != own.shape:
     raise errors.UserError(
       f'{op}: the state is {state.shape}, these inputs need {own.shape}; it '
       f'belongs to another model or batch'
     )
+  state = state.astype(own.dtype)
+  if reset_BT is not None:
+    first = reset_BT[:, 0].reshape(-1, *[1] * (state.ndim - 1))
+    state = jnp.where(first, 0, state)
+  return _enter((left, own), state, plan, linear_scan.after)
 
 
 def gated(
@@ -175,10 +180,7 @@ def gated(
     return op(q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV)
   o, own = op(q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT)
   left = gated_scan.decay(log_decay, reset_BT)[..., None].astype(own.dtype)
-  state = jnp.zeros_like(own) if state_BHKV is None else state_BHKV
-  _check_state('gated_scan', state, own)
-  state = _forget(state.astype(own.dtype), reset_BT)
-  state, last = _enter((left, own), state, plan, linear_scan.after)
+  state, last = _through('gated_scan', left, own, state_BHKV, reset_BT, plan)
   more = gated_scan.correction(q_BTGK, log_decay, reset_BT, state)
   return (o + more).astype(o.dtype), last
 
@@ -196,11 +198,7 @@ def selective(
   y, own = op(x_BTF, dt_BTF, shared_BTUS, rate_FS, reset_BT)
   dt, shared, rate = (z.astype(y.dtype) for z in (dt_BTF, shared_BTUS, rate_FS))
   left = linear_scan_selective.decay(dt, rate, reset_BT)
-  if state_BFS is None:
-    state_BFS = jnp.zeros_like(own)
-  _check_state('selective_scan', state_BFS, own)
-  state = _forget(state_BFS.astype(own.dtype), reset_BT)
-  state, last = _enter((left, own), state, plan, linear_scan.after)
+  state, last = _through('selective_scan', left, own, state_BFS, reset_BT, plan)
   more = linear_scan_selective.correction(
     dt, shared[:, :, 1], rate, reset_BT, state
   )

@@ -1,9 +1,9 @@
 """Products of activations and parameters with the collectives they need.
 
 From outside: project.py (every product of a model), lookup.py and vocabulary.py
-(tables), tape.py (weight gradients taken apart), narrow.py (parameters that
-travel in the dtype of their products). worlds.py writes the collectives of each
-kind of mesh, rings.py overlaps them with products.
+(tables), tape.py (weight gradients apart from the backward pass), narrow.py
+(parameters gathered in the dtype of their products). worlds.py writes the
+collectives of each kind of mesh, rings.py overlaps them with products.
 
 Read first: project.py, then worlds.py.
 """

@@ -5,7 +5,6 @@ table is gathered (sharding/tensor/vocabulary.py).
 """
 
 import functools
-import math
 
 import jax
 
@@ -49,14 +48,10 @@ def _lookup(table_names, out, dtype, table, ids):
     table = jax.lax.all_gather(table, width, axis=1, tiled=True)
   shared = tuple(a for a in rows if a in annotate.deferred())
   if rows and rows == shared + scattered:
-    return vocabulary.embedding(table, ids, rows, 1, dtype, shared)
+    return vocabulary.embedding(table, ids, rows, dtype, shared)
   if rows:
     raise ValueError(
       f'lookup: the rows of the table are laid out over {rows}, {out[1]!r} '
       f'over {scattered} beyond ids; in a manual region they must be the same.'
     )
-  if scattered:  # a shard looks up its own part of the ids
-    size = ids.shape[1] // math.prod(map(jax.lax.axis_size, scattered))
-    first = jax.lax.axis_index(scattered) * size
-    ids = jax.lax.dynamic_slice_in_dim(ids, first, size, 1)
-  return table[ids].astype(dtype)
+  return table[annotate.own(ids, scattered, 1)].astype(dtype)

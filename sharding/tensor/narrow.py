@@ -1,12 +1,12 @@
-"""A parameter cast before it travels, whose gradient is not.
+"""A parameter that is cast before it is gathered, and its gradient is not.
 
     value   in the dtype of the products: half the bytes of a gather, and of
-            what lies gathered
-    sink    zeros in the parameter's own dtype, never read: what is
-            differentiated, so that sums of gradients stay as wide as without
+            the gathered parameter
+    sink    zeros in the parameter's own dtype, never read: derivatives are
+            taken with respect to it, so gradients are summed in that dtype
 
-A cast outside of what is differentiated would round the gradient with the
-parameter. XLA drops arrays that nothing reads: sinks take no memory.
+Differentiating with respect to `value` would round the gradient as well. XLA
+drops arrays that nothing reads: sinks take no memory.
 """
 
 import dataclasses
@@ -46,17 +46,17 @@ def read(w):
 
 
 def sink(w):
-  """What a parameter is differentiated by: itself, unless it is Narrow."""
+  """The array with respect to which a parameter is differentiated."""
   return w.sink if isinstance(w, Narrow) else w
 
 
 def replace(w, sink):
-  """The parameter with another array to differentiate it by."""
+  """The parameter with another `sink`."""
   return Narrow(w.value, sink) if isinstance(w, Narrow) else sink
 
 
 def own_dtype(w):
-  """In which the gradient of a parameter is summed."""
+  """Dtype in which the gradient of a parameter is summed."""
   return sink(w).dtype
 
 

@@ -1,8 +1,8 @@
 """Layouts of a product of an activation and a parameter, letter by letter.
 
-Logical names of the operands and of the result say over which mesh axes each
-letter of the equation is split; what has to move follows from them. Rules and
-words: sharding/tensor/project.py.
+Logical names of the operands and of the result give the mesh axes over which
+each letter of the equation is sharded; the collectives follow from them. Rules
+and terms: sharding/tensor/project.py.
 """
 
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec
 from paraxis.sharding import annotate
 
 
-class Layout(NamedTuple):
+class ProductLayout(NamedTuple):
   """Mesh axes of every dimension of one product.
 
-  x, x_whole: as it comes, and gathered for the product. w, w_whole: likewise.
-  y, y_partial: as it is wanted, and with the scatter undone.
+  x, x_whole: as given, and gathered for the product. w, w_whole: likewise.
+  y, y_partial: of the result, and before it is scattered.
   summed, summed_back: axes over which y, and dx, are partial sums.
   """
 
@@ -60,7 +60,7 @@ def _layout(equation, x_names, w_names, out):
     w_whole[a] = target
   back = sum((w_whole[a] for a in letters_w if a not in x), ())
   row = lambda table, letters: tuple(table[a] for a in letters)
-  return Layout(
+  return ProductLayout(
     row(x, letters_x), row(x_whole, letters_x), row(w, letters_w),
     row(w_whole, letters_w), row(y, result), row(y_partial, result),
     summed, back,
@@ -74,6 +74,17 @@ def _check(equation, letter, want, have, summed, out):
       f'einsum {equation}: {letter!r} is laid out over {have}, and {out} says '
       f'{want}; move the operand first.'
     )
+
+
+def transposes(equation):
+  """Equations (of dx from g and w, of dw from x and g) of a product y = x w.
+
+  x comes first in dw: with g first XLA on CPU transposes g, the larger of the
+  two, and takes twice the time.
+  """
+  ins, out = equation.split('->')
+  a, b = ins.split(',')
+  return f'{out},{b}->{a}', f'{a},{out}->{b}'
 
 
 def extra(split, whole):

@@ -10,17 +10,16 @@ Layouts decide what moves, letter by letter of the equation. A letter that
 and the backward pass mirrors each. Several weights share one x: it is gathered
 once, and the partial dx are added before they are reduced, which makes two
 reductions per layer and direction (Megatron-LM, arXiv:2104.04473, section 2.3;
-the scattered form: arXiv:2205.05198). x is kept as it came, gathered again in
-the backward pass, and so are weights (ZeRO stage 3's 3 Psi; in layers that are
-unrolled, not scanned, XLA merges the two gathers and keeps what they make).
+the scattered form: arXiv:2205.05198). x and the weights are kept sharded and
+gathered again in the backward pass (ZeRO stage 3's 3 Psi; in layers that are
+unrolled, not scanned, XLA merges the two gathers and keeps their result).
 
-One object per world (sharding/tensor/worlds.py) writes both. On Explicit axes
-XLA chooses the collectives; in a manual region they are ours, and a sum that no
-letter of y takes is an error: an activation may not be summed there under
-differentiation.
+An object per world (sharding/tensor/worlds.py) writes both passes. On Explicit
+axes XLA chooses the collectives; in a manual region they are ours, and a sum
+that no letter of y takes is an error: an activation may not be summed there
+under differentiation.
 """
 
-import contextlib
 import contextvars
 import functools
 from typing import Any, NamedTuple
@@ -33,27 +32,22 @@ from paraxis.sharding.tensor import product_layouts as layouts
 from paraxis.sharding.tensor import rings
 from paraxis.sharding.tensor import worlds
 
-# Set while the weight gradients are taken apart (sharding/tensor/tape.py).
+# Set while products are recorded (sharding/tensor/tape.py).
 _tape: contextvars.ContextVar = contextvars.ContextVar('tape', default=None)
 
 
 def tape():
-  """The tape.Tape that takes weight gradients apart, or None."""
+  """The tape.Tape that records products, or None."""
   return _tape.get()
 
 
-@contextlib.contextmanager
 def taped(tape):
   """Within this context products are recorded by a tape.Tape."""
-  token = _tape.set(tape)
-  try:
-    yield
-  finally:
-    _tape.reset(token)
+  return annotate.within(_tape, tape)
 
 
 class Owned(NamedTuple):
-  """A weight of a product and whose it is, for a tape.
+  """A weight of a product and its owner, for a tape.
 
   value: array or narrow.Narrow. owner: hashable, such as (path, row of it).
   """
@@ -63,16 +57,14 @@ class Owned(NamedTuple):
 
 
 class Group(NamedTuple):
-  """What is static of products that share x: equations, logical names, layouts.
+  """What is static of products that share x.
 
   dtype: in which products are accumulated. dtypes: of the gradient of each
-  weight. ways: product_layouts.Layout of each. world: worlds.current().
+  weight. ring: as in `project`. ways: product_layouts.ProductLayout of each
+  product. world: worlds.current().
   """
 
   equations: tuple
-  x: tuple
-  weights: tuple
-  outs: tuple
   dtype: Any
   dtypes: tuple
   ring: bool
@@ -117,11 +109,10 @@ def project(x, x_names, weights, dtype=None, ring=False):
   held = [w if isinstance(w, Owned) else Owned(w, None) for w in held]
   arrays = [w.value for w in held]
   ring = ring and tape() is None
-  group = Group(
-    equations, x_names, names, outs, dtype or x.dtype,
-    tuple(map(narrow.own_dtype, arrays)), ring,
-    layouts.of(equations, x_names, names, outs), worlds.current(region=ring),
-  )  # fmt: skip
+  dtypes = tuple(map(narrow.own_dtype, arrays))
+  ways = layouts.of(equations, x_names, names, outs)
+  world = worlds.current(region=ring)
+  group = Group(equations, dtype or x.dtype, dtypes, ring, ways, world)
   if tape() is not None:
     return list(tape().product(group, x, arrays, [w.owner for w in held]))
   run = functools.partial(_differentiable, group)
@@ -157,35 +148,34 @@ def _products(group, x, *weights) -> tuple:
 
 
 def forward(group, x, *weights):
-  """(outputs, what `_backward` keeps): x and weights as they came."""
+  """(outputs, residuals of `_backward`): x and weights, sharded."""
   return _products(group, x, *weights), (x, *map(narrow.read, weights))
 
 
 def _moves(group):
   """((dimension of x, axis) that a ring gathers, (.. of y) that one scatters).
 
-  None where there is no such step, or where it is not one axis.
+  None where there is no such step, or where it is not one over one axis.
   """
   if not group.ring:
     return None, None
-  found = (
-    {move for way in group.ways for move in layouts.extra(way.x, way.x_whole)},
-    {
-      move for way in group.ways for move in layouts.extra(way.y, way.y_partial)
-    },
-  )
-  one = lambda moves: next(iter(moves)) if len(moves) == 1 else None
-  gather, scatter = map(one, found)
-  name = lambda move: (move[0], *move[1]) if move else None
-  return name(gather), name(scatter)
+  gathered, scattered = set(), set()
+  for way in group.ways:
+    gathered.update(layouts.extra(way.x, way.x_whole))
+    scattered.update(layouts.extra(way.y, way.y_partial))
+  return _single(gathered), _single(scattered)
+
+
+def _single(moves):
+  """(dimension, axis) of the only move, if it is over one axis, or None."""
+  found = [(dim, *axes) for dim, axes in moves]
+  return found[0] if len(found) == 1 and len(found[0]) == 2 else None
 
 
 def _backward(group, residuals, cotangents):
   """dx and dw in the layouts of x and w; dw is summed in w's dtype.
 
-  dw has x first: with g first XLA on CPU transposes g, the larger of the two,
-  and takes twice the time. g takes x's dtype: products of bfloat16 are
-  bfloat16, their sums are not.
+  g takes x's dtype: products of bfloat16 are bfloat16, their sums are not.
   """
   x, *weights = residuals
   if any(_moves(group)):
@@ -203,11 +193,9 @@ def input_gradient(group, dtype, weights, cotangents):
   for equation, w, g, way in zip(
     group.equations, weights, cotangents, group.ways, strict=True
   ):
-    ins, out = equation.split('->')
-    a, b = ins.split(',')
     g = world.gather(g.astype(dtype), way.y, way.y_partial)
     w = world.gather(w.astype(dtype), way.w, way.w_whole)
-    back = f'{out},{b}->{a}'
+    back, _ = layouts.transposes(equation)
     dx = world.multiply(back, g, w, dtype, way.x_whole, way.summed_back)
     (partial if way.summed_back else whole).append(dx)
     gathered.append(g)
@@ -224,9 +212,8 @@ def weight_gradients(group, x, cotangents):
   for equation, g, dtype, way in zip(
     group.equations, cotangents, group.dtypes, group.ways, strict=True
   ):
-    ins, out = equation.split('->')
-    a, b = ins.split(',')
-    dw = group.world.multiply(f'{a},{out}->{b}', x, g, dtype, way.w)
+    _, back = layouts.transposes(equation)
+    dw = group.world.multiply(back, x, g, dtype, way.w)
     dws.append(group.world.reduce(dw, way.w_whole, way.w))
   return dws
 
@@ -243,7 +230,7 @@ def _ring_gradients(group, x, weights, cotangents):
       x, products, cotangents, axis, dim, dtype
     )
   else:
-    assert scatter  # `_backward` asks for rings where there is one of the two
+    assert scatter  # `_backward` calls this where one of the two is given
     dim, axis = scatter
     terms = [
       rings.matmul_scatter_gradients(e, x, w, g, axis, dim, dtype)

@@ -3,27 +3,31 @@
     gather_matmul    y = einsum(all_gather(x), w)       column parallel
     matmul_scatter   y = reduce_scatter(einsum(x, w))   row parallel
 
-They are the pair of collectives of sequence-sharded tensor parallelism
-(Megatron-LM, arXiv:2205.05198, section 4.2.2) taken apart into one product and
-one send per shard: the software form of T3 (arXiv:2401.16677, section 4). In a
-gather, a chunk is sent on before it is multiplied; in a scatter, each rank
-first makes the chunk that has the longest way to go. Either way no send waits
-for the product next to it, so the compiler can overlap the two. With n ranks:
+These are the two collectives of sequence-sharded tensor parallelism
+(Megatron-LM, arXiv:2205.05198, section 4.2.2), each decomposed into one product
+and one send per shard: the software form of T3 (arXiv:2401.16677, section 4). A
+gather forwards a chunk before it multiplies the chunk; a scatter makes the
+chunk of the farthest rank first. Either way no send waits for the product next
+to it, so the compiler can overlap the two. Chunks travel in both directions at
+once, half of them each way. With n ranks:
 
     forward   n - 1 permutes of a chunk (1 / n of the gathered side), n products
-    backward  gather_matmul 2 (n - 1), matmul_scatter n - 1 (one ring, two uses)
+    backward  gather_matmul 2 (n - 1), matmul_scatter n - 1 (dx and dw read the
+              same ring)
 
-All functions take names of mesh axes and run in a fully manual shard_map with
-check_vma=False. What they keep for the backward pass is local.
+A function and its `_gradients` are the two passes of one derivative, which
+sharding/tensor/project.py declares. All take names of mesh axes and run in a
+fully manual shard_map with check_vma=False.
 Legend: B rows, T tokens, D model, F mlp; x_BTD and the like name
 logical dimensions, of which a rank holds its share.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from paraxis.sharding.tensor import product_layouts as layouts
 
 
 def _send(x, axis, step):
@@ -32,25 +36,25 @@ def _send(x, axis, step):
   return jax.lax.ppermute(x, axis, [(i, (i + step) % n) for i in range(n)])
 
 
-def _hops(axis, ways):
-  """(direction, farthest distance) of each ring; distances add up to n - 1."""
+def _hops(axis):
+  """(direction, farthest distance) of both rings; distances sum to n - 1."""
   n = jax.lax.axis_size(axis)
-  return ((1, n // 2), (-1, (n - 1) // 2)) if ways == 2 else ((1, n - 1),)
+  return (1, n // 2), (-1, (n - 1) // 2)
 
 
-def _arrivals(x, axis, ways):
+def _arrivals(x, axis):
   """Yields (rank, its chunk) for every rank: x itself, then what arrives."""
   n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-  rings = {direction: x for direction, _ in _hops(axis, ways)}
+  rings = {direction: x for direction, _ in _hops(axis)}
   yield me, x
   for k in range(1, n):
-    for direction, farthest in _hops(axis, ways):
+    for direction, farthest in _hops(axis):
       if k <= farthest:
         rings[direction] = _send(rings[direction], axis, direction)
         yield (me - direction * k) % n, rings[direction]
 
 
-def _reduced(part, axis, dtype, ways):
+def _reduced(part, axis, dtype):
   """Sum over ranks of part(rank of the owner); messages have `dtype`.
 
   `part` gives the local share of an owner's chunk. It is made from the farthest
@@ -60,7 +64,7 @@ def _reduced(part, axis, dtype, ways):
   # An addition fused into the product would make it wait for the message.
   apart = lambda rank: jax.lax.optimization_barrier(part(rank))
   arrived = []
-  for direction, farthest in _hops(axis, ways):
+  for direction, farthest in _hops(axis):
     carry = None
     for k in range(farthest, 0, -1):
       share = apart((me + direction * k) % n)
@@ -77,7 +81,7 @@ def _take(x, rank, n, dim):
 
 
 def _put(whole, chunk, rank, n, dim):
-  """`whole` (None: nothing yet) with the chunk of `rank` in its place."""
+  """`whole` (None: all zeros) with the chunk of `rank` in its place."""
   if whole is None:
     shape = list(chunk.shape)
     shape[dim] *= n
@@ -96,18 +100,12 @@ def _product(equation, x, w, dtype):
   )
 
 
-def _transposes(equation):
-  """(of dx from g and w, of dw from x and g).
-
-  x comes first in dw: with g first, XLA on CPU transposes g (project.py).
-  """
-  ins, out = equation.split('->')
-  a, b = ins.split(',')
-  return f'{out},{b}->{a}', f'{a},{out}->{b}'
-
-
 def _place(equation, letter):
-  """Dimensions of a letter in the first operand and in the output."""
+  """Dimensions of a letter in the first operand and in the output.
+
+  Raises:
+    ValueError: it is not in both, or it is in the second operand too.
+  """
   ins, out = equation.split('->')
   a, b = ins.split(',')
   if letter in b or letter not in a or letter not in out:
@@ -118,17 +116,7 @@ def _place(equation, letter):
   return a.index(letter), out.index(letter)
 
 
-def _check(what, size, axis):
-  n = jax.lax.axis_size(axis)
-  if size % n:
-    raise ValueError(
-      f'{what} has size {size}, which {n} ranks of {axis!r} do not divide.'
-    )
-
-
-def gather_matmul(
-  x, products, axis, dim, dtype=None, ways=2
-) -> tuple[jax.Array, ...]:
+def gather_matmul(x, products, axis, dim, dtype=None) -> tuple[jax.Array, ...]:
   """Products of several weights with x gathered once, in one ring.
 
   Args:
@@ -139,66 +127,34 @@ def gather_matmul(
     axis: name of a mesh axis.
     dim: dimension of x to gather.
     dtype: of the outputs; default x's.
-    ways: 2: two rings, half of the chunks each way, for links that carry both
-      directions at once; 1: one ring.
 
   Returns:
     A tuple of arrays einsum(equation, all_gather(x), w), whole along `dim`.
-    Gradients: dx in x's dtype, as a reduce-scatter (each message is rounded to
-    it), dw summed over the chunks in promote_types(w.dtype, float32).
   """
-  equations = tuple(equation for equation, _ in products)
-  for equation in equations:
-    _place(equation, equation[dim])
-  how = axis, dim, ways
-  weights = tuple(w for _, w in products)
-  return _differentiable_gather(equations, how, dtype, x, weights)
-
-
-def _gather_matmul(equations, how, dtype, x, weights):
-  axis, dim, ways = how
   n = jax.lax.axis_size(axis)
-  out: list[Any] = [None] * len(weights)
-  for rank, chunk in _arrivals(x, axis, ways):
-    for i, (equation, w) in enumerate(zip(equations, weights, strict=True)):
+  places = [_place(equation, equation[dim])[1] for equation, _ in products]
+  outs: list[Any] = [None] * len(products)
+  for rank, chunk in _arrivals(x, axis):
+    for i, (equation, w) in enumerate(products):
       y = _product(equation, chunk, w, dtype)
-      out[i] = _put(out[i], y, rank, n, _place(equation, equation[dim])[1])
-  return tuple(out)
+      outs[i] = _put(outs[i], y, rank, n, places[i])
+  return tuple(outs)
 
 
-def _gather_matmul_forward(equations, how, dtype, x, weights):
-  return _gather_matmul(equations, how, dtype, x, weights), (x, weights)
+def gather_matmul_gradients(x, products, cotangents, axis, dim, dtype=None):
+  """(dx, tuple of dw) of `gather_matmul`.
 
-
-def _gather_matmul_backward(equations, how, dtype, kept, cotangents):
-  del dtype
-  axis, dim, ways = how
-  x, weights = kept
-  products = tuple(zip(equations, weights, strict=True))
-  return gather_matmul_gradients(x, products, cotangents, axis, dim, ways=ways)
-
-
-_differentiable_gather: Any = jax.custom_vjp(
-  _gather_matmul, nondiff_argnums=(0, 1, 2)
-)
-_differentiable_gather.defvjp(_gather_matmul_forward, _gather_matmul_backward)
-
-
-def gather_matmul_gradients(
-  x, products, cotangents, axis, dim, dtype=None, ways=2
-):
-  """(dx, tuple of dw) of `gather_matmul`, for a backward pass of one's own.
-
-  dx: partial sums travel to their owners. dw: x travels once more.
+  dx: partial sums travel to their owners, in x's dtype. dw: x travels once
+  more; the sum over its chunks is made in promote_types(dtype, float32).
 
   Args:
-    x, products, axis, dim, ways: as in `gather_matmul`.
+    x, products, axis, dim: as in `gather_matmul`.
     cotangents: of its outputs; multiplied in x's dtype.
     dtype: of every dw; default that of its weight.
   """
   n, wide = jax.lax.axis_size(axis), _wide(x.dtype)
   terms = [
-    (g.astype(x.dtype), w, _place(e, e[dim])[1], *_transposes(e))
+    (g.astype(x.dtype), w, _place(e, e[dim])[1], *layouts.transposes(e))
     for g, (e, w) in zip(cotangents, products, strict=True)
   ]
 
@@ -209,17 +165,17 @@ def gather_matmul_gradients(
     )
 
   dws: list[Any] = [0] * len(terms)
-  for rank, chunk in _arrivals(x, axis, ways):
+  for rank, chunk in _arrivals(x, axis):
     for i, (g, w, place, _, to_dw) in enumerate(terms):
       g = _take(g, rank, n, place)
       dws[i] += _product(to_dw, chunk, g, _wide(dtype or w.dtype))
-  return _reduced(share, axis, x.dtype, ways), tuple(
+  return _reduced(share, axis, x.dtype), tuple(
     dw.astype(dtype or w.dtype)
     for dw, (_, w) in zip(dws, products, strict=True)
   )
 
 
-def matmul_scatter(equation, x, w, axis, dim, dtype=None, ways=2):
+def matmul_scatter(equation, x, w, axis, dim, dtype=None):
   """einsum(equation, x, w) summed over `axis`, scattered along `dim`.
 
   Args:
@@ -231,7 +187,6 @@ def matmul_scatter(equation, x, w, axis, dim, dtype=None, ways=2):
     dim: dimension of the output to scatter.
     dtype: of the output and of the messages; default x's. Between messages the
       sum is made in promote_types(dtype, float32).
-    ways: as in `gather_matmul`.
 
   Returns:
     The chunk of this rank.
@@ -239,54 +194,37 @@ def matmul_scatter(equation, x, w, axis, dim, dtype=None, ways=2):
   Raises:
     ValueError: the size of axis does not divide that dimension.
   """
+  n, dtype = jax.lax.axis_size(axis), dtype or x.dtype
   letter = equation.split('->')[1][dim]
-  size = x.shape[_place(equation, letter)[0]]
-  _check(f'matmul_scatter {equation}: {letter!r}', size, axis)
-  return _matmul_scatter(equation, (axis, dim, ways), dtype or x.dtype, x, w)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _matmul_scatter(equation, how, dtype, x, w):
-  axis, dim, ways = how
-  n = jax.lax.axis_size(axis)
-  place = _place(equation, equation.split('->')[1][dim])[0]
+  place = _place(equation, letter)[0]
+  if x.shape[place] % n:
+    raise ValueError(
+      f'matmul_scatter {equation}: {letter!r} has size {x.shape[place]}, which '
+      f'{n} ranks of {axis!r} do not divide.'
+    )
 
   def share(rank):
     return _product(equation, _take(x, rank, n, place), w, _wide(dtype))
 
-  return _reduced(share, axis, dtype, ways)
+  return _reduced(share, axis, dtype)
 
 
-def _matmul_scatter_forward(equation, how, dtype, x, w):
-  return _matmul_scatter(equation, how, dtype, x, w), (x, w)
+def matmul_scatter_gradients(equation, x, w, g, axis, dim, dtype=None):
+  """(dx, dw) of `matmul_scatter`.
 
-
-def _matmul_scatter_backward(equation, how, dtype, kept, g):
-  del dtype
-  axis, dim, ways = how
-  x, w = kept
-  return matmul_scatter_gradients(equation, x, w, g, axis, dim, ways=ways)
-
-
-_matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
-
-
-def matmul_scatter_gradients(equation, x, w, g, axis, dim, dtype=None, ways=2):
-  """(dx, dw) of `matmul_scatter`, for a backward pass of one's own.
-
-  One ring of g serves both: dx puts its chunks together, dw adds them up.
+  One ring of g gives both: its chunks are parts of dx and terms of dw.
 
   Args:
-    equation, x, w, axis, dim, ways: as in `matmul_scatter`.
+    equation, x, w, axis, dim: as in `matmul_scatter`.
     g: cotangent of its output; sent and multiplied in x's dtype.
     dtype: of dw; default w's.
   """
   n, dtype = jax.lax.axis_size(axis), dtype or w.dtype
   place = _place(equation, equation.split('->')[1][dim])[0]
-  to_dx, to_dw = _transposes(equation)
+  to_dx, to_dw = layouts.transposes(equation)
   dx: Any = None
   dw: Any = 0
-  for rank, chunk in _arrivals(g.astype(x.dtype), axis, ways):
+  for rank, chunk in _arrivals(g.astype(x.dtype), axis):
     dx = _put(dx, _product(to_dx, chunk, w, x.dtype), rank, n, place)
     dw += _product(to_dw, _take(x, rank, n, place), chunk, _wide(dtype))
   return dx, dw.astype(dtype)

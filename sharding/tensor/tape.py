@@ -11,7 +11,7 @@ together take the operations of the joint backward pass.
 
     taped = Taped()             traced once, for the shapes of x and g
     taped = Taped(zeros)        differentiated with respect to those zeros
-    taped = Taped(zeros, True)  x as it came, to lie until B gathers it: `whole`
+    taped = Taped(zeros, True)  x kept sharded until B gathers it: `whole`
 
 Works inside a scan: a Taped function returns its records as values. `Tapes` is
 what one phase hands to the other, a pytree.

@@ -1,13 +1,14 @@
-"""A vocabulary sharded over mesh axes: its embedding and its loss.
+"""Embedding and loss of a vocabulary that is sharded over mesh axes.
 
     nll = log sum_v e^z_v - z_target      x = sum over ranks of own rows
 
-Neither gathers a table or logits (Megatron-LM, arXiv:1909.08053, section 3): of
-the logits a maximum, a sum and one value per token are reduced, the embedding's
-rows are summed by one reduce-scatter along the length. Functions of axis names,
-for a manual region (check_vma=False), each with its backward pass written out;
-but `linear_nll`, which makes the logits too, a chunk of them at a time, takes
-logical names, in any world (annotate.py), as products do (project.py).
+No table and no logits are gathered (Megatron-LM, arXiv:1909.08053, section 3):
+of the logits a maximum, a sum and the target's value are reduced for each
+token; the embedding's rows are summed by one reduce-scatter along the length.
+`nll` and `embedding` take names of mesh axes, for a manual region with
+check_vma=False. `linear_nll`, which also makes the logits, a chunk at a time,
+takes logical names and runs in any world (annotate.py), as products do
+(project.py). Each has its backward pass written out.
 
 Legend: B rows, T tokens, D model, V vocabulary (of one shard).
 """
@@ -25,10 +26,9 @@ from paraxis.sharding import annotate
 ROWS = ('batch', 'length')
 
 
-def nll(z_BTV, targets_BT, axis, scatter=None):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def nll(z_BTV, targets_BT, axis):
   """Nats of each target under logits whose vocabulary is sharded over `axis`.
-
-  Per token a maximum, a sum and the target's logit are reduced; logits are not.
 
   Args:
     z_BTV: local columns, rank r holding r * V .. (r + 1) * V - 1 of the whole
@@ -36,43 +36,13 @@ def nll(z_BTV, targets_BT, axis, scatter=None):
     targets_BT: global ids, the same on every rank. The host must have checked
       them: an id outside the vocabulary finds no logit and gives log sum exp z.
     axis: mesh axis or tuple of axes.
-    scatter: None: every rank gets all of nll. Then the gradient must be taken
-      inside the region, every rank seeding the same cotangent, which counts
-      once. (A shard_map that is differentiated from outside divides the
-      cotangent of a replicated output by the size of `axis`.) Dimension 0 or 1:
-      every rank gets its chunk of it, and both ways of differentiating agree.
 
   Returns:
-    nll_BT in promote_types(z's dtype, float32), whole or a chunk.
-
-  Raises:
-    ValueError: the ranks do not divide the dimension to scatter.
+    nll_BT in promote_types(z's dtype, float32), the same on every rank. The
+    gradient must be taken inside the region, where every rank seeds the same
+    cotangent, which counts once.
   """
-  _check_scatter(targets_BT, axis, scatter)
-  return _nll(axis, scatter, z_BTV, targets_BT)
-
-
-def _check_scatter(targets_BT, axis, scatter):
-  n = jax.lax.axis_size(axis)
-  if scatter is not None and targets_BT.shape[scatter] % n:
-    raise ValueError(
-      f'nll: dimension {scatter} has size {targets_BT.shape[scatter]}, which '
-      f'{n} ranks of {axis!r} do not divide.'
-    )
-
-
-def _chunk_of(nll, axis, scatter):
-  """This rank's part of dimension `scatter`; None: all."""
-  if scatter is None:
-    return nll
-  n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-  size = nll.shape[scatter] // n
-  return jax.lax.dynamic_slice_in_dim(nll, me * size, size, scatter)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _nll(axis, scatter, z_BTV, targets_BT):
-  return _nll_forward(axis, scatter, z_BTV, targets_BT)[0]
+  return _nll_forward(z_BTV, targets_BT, axis)[0]
 
 
 def _hit(z_BTV, targets_BT, axis):
@@ -82,32 +52,32 @@ def _hit(z_BTV, targets_BT, axis):
   return columns == local[..., None]
 
 
-def _nll_forward(axis, scatter, z_BTV, targets_BT):
+def _nll_forward(z_BTV, targets_BT, axis):
   z = z_BTV.astype(jnp.promote_types(z_BTV.dtype, jnp.float32))
   highest = jax.lax.pmax(z.max(-1), axis)
   mass = jnp.exp(z - highest[..., None]).sum(-1)
   picked = jnp.where(_hit(z, targets_BT, axis), z, 0).sum(-1)
   mass, picked = jax.lax.psum((mass, picked), axis)
   total = highest + jnp.log(mass)
-  nll = _chunk_of(total - picked, axis, scatter)
-  return nll, (z_BTV, targets_BT, total)
+  return total - picked, (z_BTV, targets_BT, total)
 
 
-def _nll_backward(axis, scatter, kept, g):
+def _nll_backward(axis, kept, g):
   """dz = g (softmax z - onehot target): local, nothing to sum over ranks."""
   z_BTV, targets_BT, total = kept
-  if scatter is not None:
-    g = jax.lax.all_gather(g, axis, axis=scatter, tiled=True)
   p = jnp.exp(z_BTV.astype(total.dtype) - total[..., None])
   dz = g[..., None] * (p - _hit(z_BTV, targets_BT, axis))
   return dz.astype(z_BTV.dtype), None
 
 
-_nll.defvjp(_nll_forward, _nll_backward)
+nll.defvjp(_nll_forward, _nll_backward)
 
 
 class _Head(NamedTuple):
-  """Static: names of x and w, softcap, rows of w at a time, implementation."""
+  """What is static of `linear_nll`.
+
+  x, w: logical names. softcap, chunk: as there. chosen: the implementation.
+  """
 
   x: tuple
   w: tuple
@@ -119,10 +89,10 @@ class _Head(NamedTuple):
 def linear_nll(x_BTD, x_names, w_VD, w_names, targets_BT, softcap=0.0, chunk=0):
   """Nats of each target under softcap(x w^T), whose logits are never whole.
 
-  A chunk of the logits is made, and made again in the backward pass
-  (pallas_kernels/matmul/cross_entropy.py), by each shard of the vocabulary on
-  its own; of them three numbers per token are reduced. x and w are gathered as
-  they are for logits, in both passes, and their gradients are summed alike.
+  Each shard of the vocabulary makes its logits chunk by chunk, in the forward
+  and again in the backward pass (pallas_kernels/matmul/cross_entropy.py); three
+  numbers per token are reduced over the shards. x and w are gathered, and their
+  gradients summed, as for a product that makes all logits (project.py).
 
   Args:
     x_BTD: laid out by `x_names`, whose width is whole.
@@ -159,7 +129,7 @@ def _linear_forward(head, x_BTD, w_VD, targets_BT):
 
 
 def _linear_backward(head, kept, g):
-  outside = annotate.mode() == 'manual'  # who sums over tokens is outside too
+  outside = annotate.mode() == 'manual'  # the caller sums dw over tokens
   run = functools.partial(_backward_part, head, outside)
   names = head.x, head.w, ROWS, ROWS, ROWS
   run = annotate.region(run, names, (head.x, head.w))
@@ -177,7 +147,7 @@ def _whole(head):
 
 
 def _operands(head, x, w, targets):
-  """(x_TD, w_VD, targets_T counted from this shard's first row), its axes."""
+  """(x_TD, w_VD, targets_T less this shard's first id), axes of the ids."""
   x_whole, w_whole = _whole(head)
   x = annotate.move(x, head.x, x_whole)
   w = annotate.move(w.astype(x.dtype), head.w, w_whole)
@@ -187,9 +157,10 @@ def _operands(head, x, w, targets):
 
 
 def _forward_part(head, x, w, targets):
-  """(nll, lse) of the tokens of a shard, of the whole vocabulary."""
+  """(nll, log sum exp of all logits) of a shard's tokens."""
   rows, axes = _operands(head, x, w, targets)
-  total, picked = head.chosen.forward(*rows, head.softcap, head.chunk)
+  options = cross_entropy.LossOptions(head.softcap, head.chunk)
+  total, picked = head.chosen.forward(*rows, options)
   if axes:
     highest = jax.lax.pmax(total, axes)
     mass = jnp.exp(total - highest)
@@ -202,7 +173,7 @@ def _backward_part(head, outside, x, w, targets, total, g):
   """(dx, dw) in the layouts of x and w."""
   rows, axes = _operands(head, x, w, targets)
   flat = total.ravel(), g.ravel(), -g.ravel()
-  options = head.softcap, head.chunk, None
+  options = cross_entropy.LossOptions(head.softcap, head.chunk)
   dx, dw = head.chosen.backward(*rows, *flat, options)
   dx = dx.reshape(*targets.shape, -1)
   tokens = sum(map(annotate.carriers, ROWS), ())
@@ -222,26 +193,42 @@ def _backward_part(head, outside, x, w, targets, total, g):
 
 
 def _scattered(y, whole, names, summed):
-  """y from the layout `whole` to `names`, and of the axes over which it is a
-  partial sum those that this leaves."""
+  """(y in the layout `names`, mesh axes over which it still is a partial sum).
+
+  y comes in the layout `whole`, a partial sum over the mesh axes `summed`.
+  """
   left = list(summed)
   for i, (a, b) in enumerate(zip(whole, names, strict=True)):
     for axis in annotate.carriers(b)[len(annotate.carriers(a)) :]:
       if axis in left:
         y = jax.lax.psum_scatter(y, axis, scatter_dimension=i, tiled=True)
         left.remove(axis)
-      else:  # the same on all of its ranks
-        size = y.shape[i] // jax.lax.axis_size(axis)
-        first = jax.lax.axis_index(axis) * size
-        y = jax.lax.dynamic_slice_in_dim(y, first, size, i)
+      else:  # y is the same on all ranks of the axis
+        y = annotate.own(y, (axis,), i)
   return y, tuple(left)
 
 
-def embedding(table_VD, ids_BT, axis, dim=1, dtype=None, shared=()):
+class _Table(NamedTuple):
+  """What is static of `embedding`.
+
+  axes: over which rows are sharded; shared, scattered: those over which the
+  result is whole, and split along the length. shape, dtype: of the table.
+  result: dtype of the result.
+  """
+
+  axes: tuple
+  shared: tuple
+  scattered: tuple
+  shape: tuple
+  dtype: Any
+  result: Any
+
+
+def embedding(table_VD, ids_BT, axis, dtype=None, shared=()):
   """Rows of a table whose rows are sharded over `axis`; tokens are scattered.
 
-  Every rank looks up the ids that it holds, and one reduce-scatter along `dim`
-  hands out the sums. Its transpose is an all-gather, so the gradient of the
+  Every rank looks up the ids whose rows it holds, and one reduce-scatter along
+  the length sums them. Its transpose is an all-gather, so the gradient of the
   table is local; it is summed in the table's dtype.
 
   Args:
@@ -249,55 +236,53 @@ def embedding(table_VD, ids_BT, axis, dim=1, dtype=None, shared=()):
     ids_BT: global ids, the same on every rank. The host must have checked them:
       an id outside the table gives a row of zeros.
     axis: mesh axis or tuple of axes.
-    dim: dimension of the result (B, T, D) to scatter, divisible by the ranks.
     dtype: of the result; default the table's.
-    shared: the first mesh axes of `axis` that do not scatter: all their ranks
-      get the sum. The cotangents that they come back with are added up.
+    shared: the first mesh axes of `axis`, over which the result is not split:
+      all their ranks get the sum, and their cotangents are added up.
+
+  Returns:
+    (B, T / ranks that split it, D).
   """
   dtype = jnp.dtype(dtype or table_VD.dtype)
-  axis = (axis,) if isinstance(axis, str) else tuple(axis)
-  axes = axis, tuple(shared), axis[len(shared) :]
-  table = table_VD.shape, table_VD.dtype
-  return _embedding(axes, dim, dtype, table, table_VD, ids_BT)
+  axes = (axis,) if isinstance(axis, str) else tuple(axis)
+  scattered = axes[len(shared) :]
+  how = _Table(
+    axes, tuple(shared), scattered, table_VD.shape, table_VD.dtype, dtype
+  )
+  return _embedding(how, table_VD, ids_BT)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _embedding(axes, dim, dtype, table, table_VD, ids_BT):
-  """axes: of the rows, those that share the result, those that scatter it.
-  table: (shape, dtype) of table_VD; the backward pass needs nothing else."""
-  axis, shared, scatter = axes
-  local, mine = _own_rows(axis, table, ids_BT)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _embedding(how, table_VD, ids_BT):
+  local, mine = _own_rows(how, ids_BT)
   found = table_VD.at[local].get(mode='promise_in_bounds')
-  found = jnp.where(mine, found, 0).astype(dtype)
-  if scatter:
+  found = jnp.where(mine, found, 0).astype(how.result)
+  if how.scattered:
     found = jax.lax.psum_scatter(
-      found, scatter, scatter_dimension=dim, tiled=True
+      found, how.scattered, scatter_dimension=1, tiled=True
     )
-  return jax.lax.psum(found, shared) if shared else found
+  return jax.lax.psum(found, how.shared) if how.shared else found
 
 
-def _own_rows(axis, table, ids_BT):
+def _own_rows(how, ids_BT):
   """(local ids, which of them this rank holds); the others point to row 0."""
-  (rows, _), _ = table
-  local = ids_BT - jax.lax.axis_index(axis) * rows
+  rows = how.shape[0]
+  local = ids_BT - jax.lax.axis_index(how.axes) * rows
   mine = (local >= 0) & (local < rows)
   return jnp.where(mine, local, 0), mine[..., None]
 
 
-def _embedding_forward(axes, dim, dtype, table, table_VD, ids_BT):
-  return _embedding(axes, dim, dtype, table, table_VD, ids_BT), ids_BT
+def _embedding_forward(how, table_VD, ids_BT):
+  return _embedding(how, table_VD, ids_BT), ids_BT
 
 
-def _embedding_backward(axes, dim, dtype, table, ids_BT, g):
-  del dtype
-  axis, shared, scatter = axes
-  shape, wide = table
-  g = jax.lax.psum(g, shared) if shared else g
-  if scatter:
-    g = jax.lax.all_gather(g, scatter, axis=dim, tiled=True)
-  g = g.astype(wide)
-  local, mine = _own_rows(axis, table, ids_BT)
-  zeros = jnp.zeros(shape, wide)
+def _embedding_backward(how, ids_BT, g):
+  g = jax.lax.psum(g, how.shared) if how.shared else g
+  if how.scattered:
+    g = jax.lax.all_gather(g, how.scattered, axis=1, tiled=True)
+  g = g.astype(how.dtype)
+  local, mine = _own_rows(how, ids_BT)
+  zeros = jnp.zeros(how.shape, how.dtype)
   return zeros.at[local].add(jnp.where(mine, g, 0)), None
 
 

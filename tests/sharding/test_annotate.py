@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
+import support
 
-from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.pallas_kernels import varying
 from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
@@ -29,10 +30,8 @@ ALL_HEADS = ('batch', 'length', None, 'head_dim')
 
 @pytest.fixture
 def cube():
-  made = mesh_lib.make(MESH)
-  rules = rules_lib.of(schema.Mesh(zero=1), dict(made.shape), N)
-  with annotate.use(rules), jax.set_mesh(made):
-    yield made
+  with support.laid_out(MESH, N, zero=1):
+    yield
 
 
 def array(*shape):
@@ -40,18 +39,12 @@ def array(*shape):
 
 
 def placed(x, names):
-  sharding = jax.NamedSharding(jax.sharding.get_mesh(), annotate.spec(names))
-  return jax.device_put(x, sharding)
+  return jax.device_put(x, annotate.spec(names))
 
 
 def in_region(function, names, out, x):
   """function(local x) in a manual region; x and the result by their names."""
-  run = jax.shard_map(
-    function,
-    in_specs=annotate.spec(names),
-    out_specs=annotate.spec(out),
-    check_vma=False,
-  )
+  run = annotate.region(function, (names,), (out,), single=True)
   return jax.jit(run)(placed(x, names))
 
 
@@ -78,14 +71,6 @@ def test_modes_and_sizes(cube):
   assert annotate.spec(RESIDUAL, (B, T, D)) == P(
     'data', ('context', 'tensor'), None
   )
-  seen = []
-  in_region(
-    lambda x: seen.append((annotate.mode(), annotate.shards('heads'))) or x,
-    ROWS,
-    ROWS,
-    array(B, T, D),
-  )
-  assert seen == [('manual', 2)]
   with jax.set_mesh(mesh_lib.make({}, jax.devices()[:1])):
     assert annotate.mode() == 'explicit' and annotate.sizes() == {}
     assert annotate.shards('batch') == 1
@@ -145,16 +130,6 @@ def test_move_refuses_to_scatter_in_a_region(cube):
       in_region(move, source, source, array(B, T, D))
 
 
-def test_put_does_nothing_in_a_region(cube):
-  """It has no way to know what the array is; move and take do."""
-  in_region(
-    lambda x: x if annotate.put(x, RESIDUAL) is x else pytest.fail('moved'),
-    WHOLE,
-    WHOLE,
-    array(B, T, D),
-  )
-
-
 def test_take_is_each_shards_own(cube):
   """All heads on every shard -> each has its own; gradients go back to all."""
   x, weights = array(B, T, N, H), array(B, T, N, H) + 1
@@ -187,13 +162,8 @@ def test_mean_over_heads_that_are_split(cube):
   mean = x.mean((-2, -1), keepdims=True)
   both = np.broadcast_to(np.sin(mean), (B, T, N, 1))
   dx = np.broadcast_to(np.cos(mean) * N / (N * H), x.shape)
-  region = jax.shard_map(
-    functools.partial(_mean, 'heads'),
-    in_specs=annotate.spec(HEADS),
-    out_specs=(annotate.spec(HEADS),) * 2,
-    check_vma=False,
-  )
-  for run in (region, functools.partial(_mean, 'heads')):
+  explicit = functools.partial(_mean, 'heads')
+  for run in (explicit, annotate.region(explicit, (HEADS,), (HEADS, HEADS))):
     found = jax.jit(run)(placed(x, HEADS))
     np.testing.assert_allclose(found[0], both, rtol=1e-12)
     np.testing.assert_allclose(found[1], dx, rtol=1e-12)
@@ -206,7 +176,8 @@ def test_a_region_is_entered_once(cube):
   """Functions of axis names run under Explicit axes and inside a region."""
 
   def halo(x, y):
-    assert annotate.mode() == 'manual'
+    assert annotate.mode() == 'manual' and annotate.shards('heads') == 2
+    assert annotate.put(x, RESIDUAL) is x  # its layout is not known here
     return jax.lax.psum_scatter(
       x + y, 'tensor', scatter_dimension=1, tiled=True
     )
@@ -243,11 +214,11 @@ def test_what_is_stored_is_sharded_over_data(cube):
 
 def test_like_varies_as_its_pattern(cube):
   x = placed(array(B, T, D), ROWS)
-  y = annotate.like(x, 3, jnp.int32)
+  y = varying.like(x, 3, jnp.int32)
   assert y.dtype == jnp.int32 and y.sharding == x.sharding and (y == 3).all()
 
   def run(x):
-    start = annotate.like(x, 0)
+    start = varying.like(x, 0, x.dtype)
     assert jax.typeof(start).mat.varying == jax.typeof(x).mat.varying
     return jax.lax.scan(lambda c, _: (c + x, None), start, None, 2)[0]
 

@@ -14,47 +14,11 @@ def test_parse():
   assert mesh.parse('') == {}
 
 
-@pytest.mark.parametrize(
-  'text, words',
-  [
-    ('tensr=2', ["'tensr' is not a mesh axis", "Did you mean 'tensor'?"]),
-    ('data=2,data=4', ["'data' is given twice"]),
-    ('data=two', ["size of 'data' is 'two', not a number"]),
-    ('data', ["size of 'data' is '', not a number"]),
-  ],
-)
-def test_parse_errors(text, words):
-  with support.refused(f'--mesh={text}', *words):
-    mesh.parse(text)
-
-
 def test_resolve_names_all_axes_in_order():
   sizes = mesh.resolve({'tensor': 2, 'data': -1}, 8)
   assert list(sizes) == list(mesh.AXES)
   assert sizes == dict(replica=1, stage=1, data=4, fsdp=1, context=1, tensor=2)
   assert set(mesh.resolve({}, 1).values()) == {1}
-
-
-@pytest.mark.parametrize(
-  'sizes, devices, words',
-  [
-    (
-      dict(data=3, tensor=2),
-      8,
-      ['mesh data=3,tensor=2 has 6 places for 8 devices', '--devices=6',
-       'data=2,tensor=4 | data=4,tensor=2'],
-    ),
-    (dict(), 8, ['mesh data=1 has 1 places for 8 devices', 'fit: data=8.']),
-    (dict(data=3, fsdp=-1), 8, ['data=3,fsdp=-1', 'data=2,fsdp=4']),
-    (dict(data=16), 8, ['data=16 has 16 places for 8', 'fit: data=8.']),
-    (dict(data=-1, fsdp=-1), 8, ['at most one may be -1']),
-    (dict(data=0), 8, ['mesh data=0: sizes must be positive']),
-    (dict(data=-2), 8, ['mesh data=-2: sizes must be positive']),
-  ],
-)  # fmt: skip
-def test_resolve_errors(sizes, devices, words):
-  with support.refused(*words):
-    mesh.resolve(sizes, devices)
 
 
 def test_factorisations_are_the_most_even_first():
@@ -92,13 +56,33 @@ def test_abstract_needs_no_devices():
 
 
 @pytest.mark.parametrize(
-  'sizes, words',
+  'function, given, words',
   [
-    (dict(data=-1, tensor=4), ['mesh data=-1: ', 'every size must be given']),
-    (dict(data=0), ['mesh data=0']),
-    (dict(data=0, fsdp=-2), ['mesh data=0,fsdp=-2']),
+    (mesh.parse, ('tensr=2',),
+     ['--mesh=tensr=2', "'tensr' is not a mesh axis", "mean 'tensor'?"]),
+    (mesh.parse, ('data=2,data=4',),
+     ['--mesh=data=2,data=4', "'data' is given twice"]),
+    (mesh.parse, ('data=two',), ["size of 'data' is 'two', not a number"]),
+    (mesh.parse, ('data',), ['--mesh=data', "of 'data' is '', not a number"]),
+    (mesh.resolve, (dict(data=3, tensor=2), 8),
+     ['mesh data=3,tensor=2 has 6 places for 8 devices', '--devices=6',
+      'data=2,tensor=4 | data=4,tensor=2']),
+    (mesh.resolve, ({}, 8),
+     ['mesh data=1 has 1 places for 8 devices', 'fit: data=8.']),
+    (mesh.resolve, (dict(data=3, fsdp=-1), 8),
+     ['data=3,fsdp=-1', 'data=2,fsdp=4']),
+    (mesh.resolve, (dict(data=16), 8),
+     ['data=16 has 16 places for 8', 'fit: data=8.']),
+    (mesh.resolve, (dict(data=-1, fsdp=-1), 8), ['at most one may be -1']),
+    (mesh.resolve, (dict(data=0), 8),
+     ['mesh data=0: sizes must be positive']),
+    (mesh.resolve, (dict(data=-2), 8),
+     ['mesh data=-2: sizes must be positive']),
+    (mesh.abstract, (dict(data=-1, tensor=4),),
+     ['mesh data=-1: ', 'every size must be given']),
+    (mesh.abstract, (dict(data=0, fsdp=-2),), ['mesh data=0,fsdp=-2']),
   ],
-)
-def test_abstract_fills_nothing_in(sizes, words):
+)  # fmt: skip
+def test_what_is_no_mesh_is_an_error(function, given, words):
   with support.refused(*words):
-    mesh.abstract(sizes)
+    function(*given)

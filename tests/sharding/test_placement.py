@@ -1,22 +1,14 @@
-"""Devices in a mesh: neighbours last, slices first."""
+"""Devices in a mesh: slices first (one slice: test_mesh.py)."""
 
 import types
 
-import jax
-import kernel_cases
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs.base import errors
 from paraxis.sharding import placement
 from paraxis.sharding.meter import aot
-
-
-def test_one_slice_uses_every_device():
-  devices = jax.devices()[:8]
-  placed = placement.place(dict(data=2, fsdp=1, tensor=4), devices)
-  assert placed.shape == (2, 1, 4)
-  assert {d.id for d in placed.flat} == {d.id for d in devices}
 
 
 def test_crosses():
@@ -27,7 +19,7 @@ def test_crosses():
   assert not crosses(1) and not crosses(1, 2) and not crosses()
 
 
-@kernel_cases.compiles('tpu')
+@support.compiles('tpu')
 @pytest.mark.parametrize(
   'sizes, across',
   [
@@ -45,7 +37,7 @@ def test_slices_are_divided_among_the_first_axes(sizes, across):
     assert crosses == (axis in across), axis
 
 
-@kernel_cases.compiles('tpu')
+@support.compiles('tpu')
 def test_slices_that_do_not_divide():
   devices = aot.topology('v5e:2x2', 3).devices
   with pytest.raises(errors.UserError, match='3 slices: .*data=4,tensor=3'):

@@ -90,11 +90,8 @@ def test_axes(rows, expected):
 
 def test_numbers_are_places_in_the_mesh_not_device_ids():
   """On a mesh of permuted devices; ids would give the other axis."""
-  devices = np.array(jax.devices()[:8]).reshape(2, 4).T.reshape(8)
-  explicit = (jax.sharding.AxisType.Explicit,) * 2
-  mesh = jax.sharding.Mesh(
-    devices.reshape(2, 4), ('data', 'tensor'), axis_types=explicit
-  )
+  devices = np.array(jax.devices()[:8]).reshape(2, 4).T.reshape(2, 4)
+  mesh = jax.sharding.Mesh(devices, ('data', 'tensor'))
   f = jax.shard_map(
     lambda x: jax.lax.psum(x, 'tensor'),
     mesh=mesh,
@@ -102,22 +99,12 @@ def test_numbers_are_places_in_the_mesh_not_device_ids():
     out_specs=jax.P('data'),
     check_vma=False,
   )
-  x = jax.ShapeDtypeStruct(
-    (8,),
-    np.float32,
-    sharding=jax.NamedSharding(mesh, jax.P(('data', 'tensor'))),
-  )
-  with jax.set_mesh(mesh):
-    program = compiled.CompiledProgram(jax.jit(f).lower(x).compile().as_text())
-  (i,) = [
-    r.instruction
-    for r in program.runs(len)
-    if r.instruction.opcode == 'all-reduce'
-  ]
-  rows = replica_groups.groups(i, 8)
+  text = jax.jit(f).lower(np.zeros(8, np.float32)).compile().as_text()
+  runs = compiled.CompiledProgram(text).runs(len)
+  found = [r.instruction for r in runs if r.instruction.opcode == 'all-reduce']
+  rows = replica_groups.groups(*found, 8)
   assert replica_groups.Places(mesh).axes(rows) == ('tensor',)
-  by_id = replica_groups.Places(mesh).axes_of_ids(rows)
-  assert by_id != ('tensor',)
+  assert replica_groups.Places(mesh).axes_of_ids(rows) != ('tensor',)
 
 
 def _two_slices():

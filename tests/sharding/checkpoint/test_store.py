@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from paraxis.configs.base import errors
+from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.checkpoint import fingerprint
 from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import store
 
-EXPLICIT = (jax.sharding.AxisType.Explicit,) * 2
 AXES = {
   'params/layers/query': ('layers', 'embed', 'heads'),
   'params/embedding': ('vocab', 'embed'),
@@ -36,10 +36,8 @@ AXES = {
 
 
 def mesh(data, tensor):
-  devices = jax.devices()[: data * tensor]
-  return jax.make_mesh(
-    (data, tensor), ('data', 'tensor'), EXPLICIT, devices=devices
-  )
+  sizes = dict(data=data, tensor=tensor)
+  return mesh_lib.make(sizes, jax.devices()[: data * tensor])
 
 
 def layouts():
@@ -76,10 +74,6 @@ def host(seed=0):
   return dict(zip(AXES, values, strict=True))
 
 
-def put(tree, layout):
-  return {path: jax.device_put(x, layout[path]) for path, x in tree.items()}
-
-
 def like_of(layout, tree=None):
   return {
     path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout[path])
@@ -108,7 +102,9 @@ def two(tmp_path, said):
   """A directory with good steps 1 and 2."""
   with store.Store(tmp_path / 'ck', say=said.append) as s:
     for step in (1, 2):
-      s.save(step, put(host(step), LAYOUT), AXES, {'cursor': step * 8})
+      s.save(
+        step, jax.device_put(host(step), LAYOUT), AXES, {'cursor': step * 8}
+      )
   return tmp_path / 'ck'
 
 
@@ -125,7 +121,7 @@ def test_any_layout_to_any_layout_is_bitwise(tmp_path):
   all_layouts, prints = layouts(), set()
   for name, layout in all_layouts.items():
     with store.Store(tmp_path / name) as s:
-      s.save(3, put(host(3), layout), AXES, {'from': name})
+      s.save(3, jax.device_put(host(3), layout), AXES, {'from': name})
   for a, b in itertools.product(all_layouts, all_layouts):
     with store.Store(tmp_path / a, read_only=True) as s:
       step, tree, meta = s.restore_latest_good(like_of(all_layouts[b]))
@@ -141,25 +137,11 @@ def test_any_layout_to_any_layout_is_bitwise(tmp_path):
   assert not same(host(4), host(3))  # `same` can fail
 
 
-def test_save_restore_save_is_a_fixpoint_inside_a_mesh(tmp_path):
-  other = layouts()['data2tensor2']
-  with store.Store(tmp_path / 'a') as a, store.Store(tmp_path / 'b') as b:
-    with jax.set_mesh(mesh(4, 2)):
-      a.save(1, put(host(), LAYOUT), AXES, {})
-    with jax.set_mesh(mesh(2, 2)):
-      _, tree, _ = a.restore_latest_good(like_of(other))
-      b.save(1, tree, AXES, {})
-    b.wait()
-    assert a.read_manifest() == b.read_manifest()
-    tree, _ = b.restore(1, like_of(LAYOUT))
-  assert same(tree, host())
-
-
 def test_manifest_and_donation(tmp_path):
   meta = {'config': {'lr': 0.1 + 0.2}, 'cursor': 2**60 + 1, 'name': 'é'}
   with store.Store(tmp_path / 'ck') as s:
     assert s.restore_latest_good(like_of(LAYOUT)) is None
-    tree = put(host(5), LAYOUT)
+    tree = jax.device_put(host(5), LAYOUT)
     s.save(5, tree, AXES, meta)
     change = jax.jit(
       lambda t: jax.tree.map(lambda x: x * 0, t), donate_argnums=0
@@ -167,12 +149,8 @@ def test_manifest_and_donation(tmp_path):
     jax.block_until_ready(change(tree))  # the saved buffers are reused
     s.wait()
     got = s.read_manifest()
-    assert (got['format'], got['version'], got['step']) == (
-      'paraxis-checkpoint',
-      1,
-      5,
-    )
-    assert got['meta'] == meta
+    assert (got['format'], got['version']) == ('paraxis-checkpoint', 1)
+    assert (got['step'], got['meta']) == (5, meta)
     leaf = got['leaves']['optimizer/mu/embedding']
     assert leaf['shape'] == [512, 64] and leaf['dtype'] == 'bfloat16'
     assert leaf['axes'] == ['vocab', 'embed']
@@ -217,45 +195,37 @@ def test_every_bit_flip_falls_back(two, said):
     assert unseen.seen > 0
 
 
+def count_on(manifest):
+  text = manifest.read_text()
+  assert text.count('"cursor": 16') == 1
+  manifest.write_text(text.replace('"cursor": 16', '"cursor": 17'))
+
+
+def link(path):
+  path.symlink_to(path.rename(path.with_name('elsewhere')))
+
+
+MANIFEST = 'manifest/metadata'
+DAMAGE = {  # kind -> (what of a step, '': its largest file; what happens to it)
+  'truncated': ('', lambda path: os.truncate(path, path.stat().st_size // 2)),
+  'zeros': ('', lambda path: path.write_bytes(bytes(path.stat().st_size))),
+  'missing': ('', os.unlink),
+  'symbolic link': ('', link),
+  'tree metadata': ('state/_METADATA', lambda path: path.write_text('{"a"')),
+  'half copied': ('manifest', shutil.rmtree),
+  'one digit of the manifest': (MANIFEST, count_on),
+  'manifest no json': (MANIFEST, lambda path: path.write_bytes(b'\xff\x00')),
+  'manifest empty': (MANIFEST, lambda path: path.write_text('')),
+  'deep manifest': (MANIFEST, lambda path: path.write_text('[' * 100_000)),
+}
+
+
 def damage(kind, folder):
-  path = data_file(folder)
-  manifest = folder / 'manifest' / 'metadata'
-  if kind == 'truncated':
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-  elif kind == 'zeros':
-    path.write_bytes(bytes(path.stat().st_size))
-  elif kind == 'missing':
-    path.unlink()
-  elif kind == 'tree metadata':
-    (folder / 'state' / '_METADATA').write_text('{"a"')
-  elif kind == 'half copied':
-    shutil.rmtree(folder / 'manifest')
-  elif kind == 'one digit of the manifest':
-    text = manifest.read_text()
-    assert text.count('"cursor": 16') == 1
-    manifest.write_text(text.replace('"cursor": 16', '"cursor": 17'))
-  elif kind == 'manifest no json':
-    manifest.write_bytes(b'\xff\x00')
-  elif kind == 'manifest empty':
-    manifest.write_text('')
-  elif kind == 'deep manifest':
-    manifest.write_text('[' * 100_000)
-  elif kind == 'symbolic link':
-    outside = folder.parent.parent / 'outside'
-    path.rename(outside)
-    path.symlink_to(outside)
-  else:
-    raise ValueError(kind)
+  name, happens = DAMAGE[kind]
+  happens(folder / name if name else data_file(folder))
 
 
-KINDS = [
-  'truncated', 'zeros', 'missing', 'tree metadata', 'half copied',
-  'one digit of the manifest', 'manifest no json', 'manifest empty',
-  'deep manifest', 'symbolic link',
-]  # fmt: skip
-
-
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', DAMAGE)
 def test_damaged_files_fall_back_with_one_line(two, said, kind):
   damage(kind, two / '2')
   with reopened(two, said) as s:
@@ -266,7 +236,7 @@ def test_damaged_files_fall_back_with_one_line(two, said, kind):
     with pytest.raises(errors.IntegrityError, match='is damaged'):
       s.restore(2, like_of(LAYOUT))
     # Training goes on from 1 and reaches 2 again: the damaged one is kept.
-    s.save(2, put(host(22), LAYOUT), AXES, {})
+    s.save(2, jax.device_put(host(22), LAYOUT), AXES, {})
     s.wait()
     assert s.steps() == [1, 2]
     assert same(s.restore(2, like_of(LAYOUT))[0], host(22))
@@ -371,7 +341,7 @@ def test_part_of_a_tree(two, said):
 
 
 def test_refused_saves_leave_everything_as_it_was(two, said, monkeypatch):
-  tree = put(host(), LAYOUT)
+  tree = jax.device_put(host(), LAYOUT)
   with reopened(two, said) as s:
     files = sorted(p for p in two.rglob('*'))
     with pytest.raises(errors.UserError, match='step 2 is already saved'):
@@ -379,21 +349,20 @@ def test_refused_saves_leave_everything_as_it_was(two, said, monkeypatch):
     bad = host()
     bad['params/embedding'][3, 3] = np.nan
     with pytest.raises(errors.IntegrityError, match='params/embedding'):
-      s.save(3, put(bad, LAYOUT), AXES, {})
-    for path in ['../evil', 'a/../../b', '/etc/x', 'a\\b', 'a//b', '', 'a.b']:
-      with pytest.raises(errors.UserError, match='leaf path'):
-        s.save(3, {path: tree['step']}, {path: ()}, {})
-    with pytest.raises(errors.UserError, match='is below the leaf'):
-      s.save(3, {'a': tree['step'], 'a/b': tree['step']}, {}, {})
-    with pytest.raises(errors.UserError, match='not an array'):
-      s.save(3, dict(tree, step=np.int32(3)), AXES, {})
-    with pytest.raises(errors.UserError, match='axes'):
-      s.save(3, tree, dict(AXES, step=('embed',)), {})
-    with pytest.raises(errors.UserError, match='differ in step'):
-      s.save(3, tree, {k: v for k, v in AXES.items() if k != 'step'}, {})
-    for meta in [{'x': {1, 2}}, {'x': float('nan')}]:
-      with pytest.raises(errors.UserError, match='JSON'):
-        s.save(3, tree, AXES, meta)
+      s.save(3, jax.device_put(bad, LAYOUT), AXES, {})
+    step = tree['step']
+    paths = ['../evil', 'a/../../b', '/etc/x', 'a\\b', 'a//b', '', 'a.b']
+    for words, leaves, axes, meta in [
+      *[('leaf path', {path: step}, {path: ()}, {}) for path in paths],
+      ('is below the leaf', {'a': step, 'a/b': step}, {}, {}),
+      ('not an array', dict(tree, step=np.int32(3)), AXES, {}),
+      ('axes', tree, dict(AXES, step=('embed',)), {}),
+      ('differ in step', tree, {p: AXES[p] for p in AXES if p != 'step'}, {}),
+      ('JSON', tree, AXES, {'x': {1, 2}}),
+      ('JSON', tree, AXES, {'x': float('nan')}),
+    ]:
+      with pytest.raises(errors.UserError, match=words):
+        s.save(3, leaves, axes, meta)
     usage = shutil.disk_usage(two)._replace(free=1000)
     with monkeypatch.context() as patch:
       patch.setattr(shutil, 'disk_usage', lambda path: usage)
@@ -441,12 +410,12 @@ def test_unwritable_and_relative_directories(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   with store.Store('runs/../here') as s:
     assert s.directory == tmp_path / 'here'
-    s.save(0, put(host(), LAYOUT), AXES, {})
+    s.save(0, jax.device_put(host(), LAYOUT), AXES, {})
   assert (tmp_path / 'here' / '0').is_dir()
 
 
 def test_keep_counts_good_steps_only(tmp_path, said):
-  tree = put(host(), LAYOUT)
+  tree = jax.device_put(host(), LAYOUT)
   with store.Store(tmp_path, keep=2, asynchronous=False, say=said.append) as s:
     for step in range(1, 5):
       s.save(step, tree, AXES, {})
@@ -460,7 +429,7 @@ def test_keep_counts_good_steps_only(tmp_path, said):
 
 def test_failed_write_is_reported_and_the_older_step_stays(two, said):
   with reopened(two, said) as s:
-    s.save(3, put(host(3), LAYOUT), AXES, {})
+    s.save(3, jax.device_put(host(3), LAYOUT), AXES, {})
     s.wait()
 
     def fail(*args, **kwargs):
@@ -469,7 +438,7 @@ def test_failed_write_is_reported_and_the_older_step_stays(two, said):
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(s._orbax, 'wait_until_finished', fail)
       with pytest.raises(errors.UserError, match='disk is full'):
-        s.save(4, put(host(4), LAYOUT), AXES, {})
+        s.save(4, jax.device_put(host(4), LAYOUT), AXES, {})
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(
         s._orbax, 'check_for_errors', lambda: (_ for _ in ()).throw(OSError(5))
@@ -477,7 +446,7 @@ def test_failed_write_is_reported_and_the_older_step_stays(two, said):
       with pytest.raises(RuntimeError, match='was not written'):
         s.check()
     s.check()
-    s.save(4, put(host(4), LAYOUT), AXES, {})  # a new writer
+    s.save(4, jax.device_put(host(4), LAYOUT), AXES, {})  # a new writer
     s.wait()
     assert s.steps() == [2, 3, 4]
 

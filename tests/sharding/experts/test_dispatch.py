@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import kernel_cases
 import numpy as np
 import pytest
+import support
 
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.experts import dispatch as expert
@@ -24,6 +25,7 @@ N, K, E, D, F = 48, 2, 8, 4, 6
 AXES = ('data', 'context', 'tensor')
 MESH = 'data=2,context=2,tensor=2'
 NAMES = ('y', 'dropped', 'up', 'down', 'x', 'mix')
+DROPPED = NAMES.index('dropped')
 
 
 @functools.cache
@@ -58,7 +60,7 @@ def kept(capacity=0, devices=8):
 
 
 def reference(capacity=0, devices=8):
-  """{name: array}: a loop over tokens and their experts."""
+  """NAMES in order: a loop over tokens and their experts."""
   up, down, x, mix, ids, valid, u = arrays()
   keep = kept(capacity, devices)
   y, dup, ddown = np.zeros_like(x), np.zeros_like(up), np.zeros_like(down)
@@ -73,11 +75,10 @@ def reference(capacity=0, devices=8):
     dup[e] += np.outer(x[n], dz)
     dx[n] += up[e] @ dz
   dropped = (valid[:, None] & ~keep).sum()
-  out = (y, dropped, dup, ddown, dx, dmix)
-  return dict(zip(NAMES, out, strict=True))
+  return y, dropped, dup, ddown, dx, dmix
 
 
-def program(plan, mesh, gradients=True):
+def program(plan, mesh):
   """jitted (up, down, x, mix, ids, valid, u[, hot]) -> NAMES; on one device
   without a mesh."""
   specs = 2 * [P(plan.region or None, plan.gather or None)]
@@ -90,25 +91,17 @@ def program(plan, mesh, gradients=True):
     f = lambda up, down, x, mix: expert.dispatch(
       run, (up, down), x, ids, mix, valid, plan, hot
     )
-    if not gradients:
-      return f(up, down, x, mix)[0]
     y, vjp, dropped = jax.vjp(f, up, down, x, mix, has_aux=True)
     dup, ddown, dx, dmix = vjp(u)
     dup, ddown = total((dup, ddown), missing)
-    return (
-      y,
-      total(dropped, mesh.axis_names if mesh else ()),
-      dup,
-      ddown,
-      dx,
-      dmix,
-    )
+    dropped = total(dropped, mesh.axis_names if mesh else ())
+    return y, dropped, dup, ddown, dx, dmix
 
   if mesh is None:
     return jax.jit(local)
   rows = P(mesh.axis_names)
   ins = (*specs, *5 * [rows])
-  outs = (rows, P(), *specs, rows, rows) if gradients else rows
+  outs = (rows, P(), *specs, rows, rows)
   return jax.jit(
     lambda *a: jax.shard_map(
       local,
@@ -120,24 +113,16 @@ def program(plan, mesh, gradients=True):
   )
 
 
-def grid(shape=(2, 2, 2), axes=AXES):
-  devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-  return jax.sharding.Mesh(devices, axes)
+def grid():
+  return jax.sharding.Mesh(np.reshape(jax.devices(), (2, 2, 2)), AXES)
 
 
 def evaluate(plan, mesh=None, hot=None):
   more = () if hot is None else (np.array(hot, np.int32),)
-  out = program(plan, mesh)(*arrays(), *more)
-  return dict(zip(NAMES, map(np.asarray, out), strict=True))
+  return jax.device_get(program(plan, mesh)(*arrays(), *more))
 
 
-def wrong(found, expected):
-  """Names of what differs."""
-  return {
-    name
-    for name, b in expected.items()
-    if not np.abs(found[name] - b).max() <= 1e-12 * (1 + np.abs(b).max())
-  }
+wrong = functools.partial(kernel_cases.wrong, NAMES, tolerance=1e-12, least=1.0)
 
 
 def ragged_all_to_all(
@@ -167,32 +152,31 @@ def ragged_all_to_all(
 
 
 REGIONS = [('tensor',), ('context', 'tensor'), ('data', 'tensor'), AXES]
-
-
-PLANS = [
-  *[expert.DispatchPlan(E, region) for region in REGIONS],
-  expert.DispatchPlan(E, ('context', 'tensor'), exchange='ragged'),
-  expert.DispatchPlan(E, AXES, exchange='ragged'),
-  expert.DispatchPlan(E, ('data', 'tensor'), hierarchical=True),
-  expert.DispatchPlan(E, ('tensor',), gather=('data',)),
-  expert.DispatchPlan(E, (), gather=('data', 'context')),
+CASES = [  # plan, hot experts
+  *[(expert.DispatchPlan(E, region), None) for region in REGIONS],
+  (expert.DispatchPlan(E, ('context', 'tensor'), exchange='ragged'), None),
+  (expert.DispatchPlan(E, AXES, exchange='ragged'), None),
+  (expert.DispatchPlan(E, ('data', 'tensor'), hierarchical=True), None),
+  (expert.DispatchPlan(E, ('tensor',), gather=('data',)), None),
+  (expert.DispatchPlan(E, (), gather=('data', 'context')), None),
+  (expert.DispatchPlan(E, AXES), (1, 3, 0)),
+  (expert.DispatchPlan(E, ('data', 'tensor'), gather=('context',)), (5, 7, 2)),
+  (expert.DispatchPlan(E, ('context',), exchange='ragged'), (1, 3, 0)),
 ]
 
 
-@pytest.mark.parametrize('plan', PLANS, ids=str)
-def test_equal_to_a_loop(plan, monkeypatch):
+@pytest.mark.parametrize('plan, hot', CASES, ids=str)
+def test_equal_to_a_loop(plan, hot, monkeypatch):
   monkeypatch.setattr(jax.lax, 'ragged_all_to_all', ragged_all_to_all)
-  assert not wrong(evaluate(plan, grid()), reference())
+  assert not wrong(evaluate(plan, grid(), hot), reference())
 
 
 @pytest.mark.parametrize('factor', [0.0, 0.8])
 def test_one_device(factor):
   found = evaluate(expert.DispatchPlan(E, factor=factor))
-  capacity = math.ceil(N * K / E * factor)
-  expected = reference(capacity, 1)
-  assert not wrong(found, expected) and (expected['dropped'] > 0) == bool(
-    factor
-  )
+  expected = reference(math.ceil(N * K / E * factor), 1)
+  assert not wrong(found, expected)
+  assert (expected[DROPPED] > 0) == bool(factor)
 
 
 @pytest.mark.parametrize('hot', [None, (1, 5)])
@@ -201,74 +185,34 @@ def test_capacity(hot):
   plan = expert.DispatchPlan(E, ('context', 'tensor'), factor=1.3)
   capacity = math.ceil(N // 8 * K / E * 1.3)
   expected = reference(capacity)
-  assert capacity == 2 and expected['dropped'] > 5
+  assert capacity == 2 and expected[DROPPED] > 5
   assert not wrong(evaluate(plan, grid(), hot), expected)
   # Other devices, other drops: a capacity depends on the layout.
-  assert reference(capacity * 8, 1)['dropped'] != expected['dropped']
+  assert reference(capacity * 8, 1)[DROPPED] != expected[DROPPED]
 
 
-def test_axis_by_axis_gives_the_same_bits():
-  flat, steps = (
-    evaluate(expert.DispatchPlan(E, AXES, hierarchical=h), grid())
-    for h in (False, True)
-  )
-  for name in NAMES:
-    np.testing.assert_array_equal(flat[name], steps[name])
+ALL_TO_ALL, AXIS_INDEX = jax.lax.all_to_all, jax.lax.axis_index
+BREAKS = {  # what: (hot experts, whether y is right, owner, name, instead)
+  'tokens stay at home': (
+    None, False, jax.lax, 'all_to_all', lambda x, *a, **k: x),
+  'experts in another order': (
+    None, False, jax.lax, 'all_to_all',
+    lambda x, axes, *a, **k: ALL_TO_ALL(x, axes[::-1], *a, **k)),
+  'hot experts of another rank': (
+    (1, 2), False, jax.lax, 'axis_index', lambda axes: AXIS_INDEX(axes) + 1),
+  'hot gradients stay': (
+    (1, 2), True, expert.materialise, 'bwd',
+    lambda region, kept, g: expert._materialise_backward((), (
+      kept[0], kept[1] - AXIS_INDEX(region) * len(kept[0])), g)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-  'plan',
-  [
-    expert.DispatchPlan(E, AXES),
-    expert.DispatchPlan(E, ('data', 'tensor'), gather=('context',)),
-    expert.DispatchPlan(E, ('context',), exchange='ragged'),
-  ],
-  ids=str,
-)
-def test_hot_experts_change_nothing(plan, monkeypatch):
-  """Whichever they are; and which they are is data: one compile."""
-  monkeypatch.setattr(jax.lax, 'ragged_all_to_all', ragged_all_to_all)
-  expected, f = reference(), program(plan, grid())
-  for hot in ((1, 3, 0), (5, 7, 2)):
-    out = f(*arrays(), np.array(hot, np.int32))
-    assert not wrong(
-      dict(zip(NAMES, map(np.asarray, out), strict=True)), expected
-    )
-  assert f._cache_size() == 1
-
-
-def _break(monkeypatch, what):
-  all_to_all, axis_index = jax.lax.all_to_all, jax.lax.axis_index
-  patches = {
-    'tokens stay at home': (jax.lax, 'all_to_all', lambda x, *a, **k: x),
-    'experts in another order': (
-      jax.lax, 'all_to_all',
-      lambda x, axes, *a, **k: all_to_all(x, axes[::-1], *a, **k)),
-    'slots of a neighbour': (
-      expert, '_rows', lambda x, i: x.at[i - 1].get(mode='fill', fill_value=0)),
-    'hot experts of another rank': (
-      jax.lax, 'axis_index', lambda axes: axis_index(axes) + 1),
-    'hot gradients stay': (
-      expert.materialise, 'bwd',
-      lambda region, kept, g: expert._materialise_backward((), (
-        kept[0], kept[1] - axis_index(region) * len(kept[0])), g)),
-  }  # fmt: skip
-  monkeypatch.setattr(*patches[what])
-
-
-@pytest.mark.parametrize(
-  'what, hot, output_is_right',
-  [
-    ('tokens stay at home', None, False),
-    ('experts in another order', None, False),
-    ('hot experts of another rank', (1, 2), False),
-    ('hot gradients stay', (1, 2), True),
-  ],
-)
-def test_a_broken_exchange_is_found(what, hot, output_is_right, monkeypatch):
-  _break(monkeypatch, what)
+@pytest.mark.parametrize('what', BREAKS)
+def test_a_broken_exchange_is_found(what, monkeypatch):
+  hot, output_is_right, *patch = BREAKS[what]
+  monkeypatch.setattr(*patch)
   plan = expert.DispatchPlan(E, ('context', 'tensor'))
-  found = wrong(evaluate(plan, grid(), hot), reference())
+  found = set(wrong(evaluate(plan, grid(), hot), reference()))
   assert ('y' not in found) == output_is_right and {'up', 'down'} <= found
 
 
@@ -312,54 +256,16 @@ def test_offsets_sort_by_expert_and_then_by_source(block):
   assert [[rows[i] for i in range(len(rows))] for rows in back] == home
 
 
-def collectives(plan, gradients, hot=None):
-  """[(kind, axes, bytes received)] of one compiled program."""
-  more = () if hot is None else (np.array(hot, np.int32),)
-  mesh = grid()
-  lowered = program(plan, mesh, gradients).lower(*arrays(), *more)
-  found = hlo.collectives(lowered.compile().as_text(), mesh)
-  assert all(c.count == 1 for c in found)
-  return [(c.kind, c.axes, c.bytes) for c in found]
-
-
-BUFFER = E * 8 * D * 8  # bytes of 8 slots an expert: 6 tokens, blocks of 8
-
-
-def test_two_exchanges_forward_and_two_backward():
-  plan = expert.DispatchPlan(E, ('context', 'tensor'))
-  one = ('all-to-all', ('context', 'tensor'), BUFFER * 3 // 4)
-  assert collectives(plan, gradients=False) == [one] * 2
-  found = collectives(plan, gradients=True)
-  exchanges = [c for c in found if c[0] == 'all-to-all']
-  assert exchanges == [one] * 4
-  # Gradients of the experts over data, the count of what was dropped.
-  assert {c[0] for c in found if c not in exchanges} == {'all-reduce'}
-
-
 def test_capacity_bounds_the_bytes():
-  plan = expert.DispatchPlan(E, ('context', 'tensor'), factor=1.3)
-  bytes_ = E * 2 * D * 8 * 3 // 4  # 2 slots an expert
-  one = ('all-to-all', ('context', 'tensor'), bytes_)
-  assert collectives(plan, gradients=False) == [one] * 2
-
-
-def test_axis_by_axis_each_link_carries_half():
-  """Bytes (r_a - 1) / r_a of the buffer over each axis, nearest first."""
-  plan = expert.DispatchPlan(E, ('context', 'tensor'), hierarchical=True)
-  found = collectives(plan, gradients=False)
-  half = BUFFER // 2
-  steps = [('all-to-all', (a,), half) for a in ('tensor', 'context')]
-  assert found == steps * 2
-
-
-def test_hot_experts_cost_an_all_reduce_of_their_matrices():
-  plan, hot = expert.DispatchPlan(E, ('context', 'tensor')), (1, 3)
-  found = collectives(plan, False, hot)
-  extra = [c for c in found if c[0] != 'all-to-all']
-  assert {c[:2] for c in extra} == {('all-reduce', ('context', 'tensor'))}
-  matrices = len(hot) * 2 * D * F * 8
-  assert sum(c[2] for c in extra) == 2 * 3 * matrices // 4
-  assert len(found) - len(extra) == 2
+  """Of two exchanges forward and two backward: 2 slots an expert."""
+  plan, mesh = expert.DispatchPlan(E, AXES[1:], factor=1.3), grid()
+  text = program(plan, mesh).lower(*arrays()).compile().as_text()
+  sent = hlo.collectives(text, mesh)
+  found = [c for c in sent if c.kind == 'all-to-all']
+  one = AXES[1:], E * 2 * D * 8 * 3 // 4, 1
+  assert [(c.axes, c.bytes, c.count) for c in found] == 4 * [one]
+  # Gradients of the experts over data, the count of what was dropped.
+  assert {c.kind for c in sent if c not in found} == {'all-reduce'}
 
 
 def test_bfloat16_tokens_and_float32_gradients():
@@ -398,7 +304,7 @@ def test_what_a_ragged_exchange_cannot():
       evaluate(plan, grid())
 
 
-@kernel_cases.compiles('tpu')
+@support.compiles('tpu')
 def test_compiles_for_a_tpu():
   """There 'auto' is ragged: rows travel by ragged_all_to_all alone."""
   topology = aot.topology('v5e:2x4')

@@ -4,14 +4,16 @@ import importlib.util
 
 import jax
 from jax.experimental import pallas as pl
+from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
-import kernel_cases
 import pytest
+import support
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import target
+from paraxis.train.claims import experiment
 
 
 @pytest.mark.parametrize(
@@ -19,19 +21,13 @@ from paraxis.sharding.meter import target
   [
     ('v5e:2x2', "libtpu is not installed: pip install 'jax[tpu]'"),
     ('h200:8', "not installed: pip install 'jax[cuda13]'"),
+    ('v9:2x2', 'not CHIP:SIZES'),  # names are checked before anything else
   ],
 )
 def test_what_is_missing(monkeypatch, name, line):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-  with pytest.raises(errors.UserError) as e:
+  with support.refused(line):
     aot.topology(name)
-  assert line in str(e.value) and '\n' not in str(e.value)
-
-
-def test_names_are_checked_before_anything_else(monkeypatch):
-  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-  with pytest.raises(errors.UserError, match='not CHIP:SIZES'):
-    aot.topology('v9:2x2')
 
 
 def traced(f, *args):
@@ -79,17 +75,14 @@ HBM = (
 
 def test_out_of_memory_is_one_line_with_array_and_sizes():
   jaxpr = traced(lambda x: x * 2, jnp.ones((3, 5))).jaxpr
-  line = aot.out_of_memory(VMEM, jaxpr)
-  for part in ('f32[8192,8192]', 'input window', '256.0M of 128.0M'):
-    assert part in line
-  line = aot.out_of_memory(STACK, jaxpr)
-  for part in ('flash.1', 'f32[8192,64]', '64.00M of 16.00M'):
-    assert part in line
-  assert '\n' not in line
-  line = aot.out_of_memory(HBM, jaxpr)
-  for part in ('(22.55G) exceeds', '(15.75G)', 'float32[3,5], takes'):
-    assert part in line
-  assert '\n' not in line and 'RESOURCE_EXHAUSTED' not in line
+  for text, parts in (
+    (VMEM, ('f32[8192,8192]', 'input window', '256.0M of 128.0M')),
+    (STACK, ('flash.1', 'f32[8192,64]', '64.00M of 16.00M')),
+    (HBM, ('(22.55G) exceeds', '(15.75G)', 'float32[3,5], takes')),
+  ):
+    line = aot.out_of_memory(text, jaxpr)
+    assert all(part in line for part in parts), line
+    assert '\n' not in line and 'RESOURCE_EXHAUSTED' not in line
 
 
 def test_memory_of_a_program_without_a_peak():
@@ -102,7 +95,7 @@ def test_memory_of_a_program_without_a_peak():
   assert found.peak >= found.arguments + found.results
 
 
-@kernel_cases.compiles('tpu')
+@support.compiles('tpu')
 @pytest.mark.parametrize(
   'name, slices, count, cores, kind',
   [
@@ -124,37 +117,32 @@ def test_tpu_topologies(name, slices, count, cores, kind):
     assert registry.current_target() == registry.Target('tpu', kind)
 
 
-@kernel_cases.compiles('tpu')
+@support.compiles('tpu')
 def test_sizes_that_no_slice_has():
   with pytest.raises(errors.UserError, match='not divisible .*known are'):
     aot.topology('v5p:3x3x3')
 
 
 def compile_on_tpu(f, *shapes):
-  t = aot.topology('v5e:2x2')
-  one = jax.sharding.SingleDeviceSharding(t.devices[0])
-  args = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=one) for s in shapes]
-  with t.context():
-    program = traced(f, *args)
-  return aot.compile_for(t, 'the program', program)
+  args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+  return experiment.for_chip('v5e:2x2', 'kernel', f, args)
 
 
-@kernel_cases.compiles('tpu')
+@support.compiles('tpu')
 def test_compile_for_tpu():
   found = aot.memory(compile_on_tpu(jnp.dot, (256, 512), (512, 128)))
   assert found.arguments == 4 * (256 * 512 + 512 * 128)
   assert found.peak >= found.arguments + found.results and found.code > 0
 
 
-@kernel_cases.compiles('tpu')
+@support.compiles('tpu')
 def test_too_large_for_hbm():
-  with pytest.raises(errors.UserError) as e:
+  words = 'kernel on v5e:2x2', '(32.00G)', 'float32[65536,65536]'
+  with support.refused(*words):
     compile_on_tpu(lambda x: x * 2, (65536, 65536))
-  for part in ('the program on v5e:2x2', '(32.00G)', 'float32[65536,65536]'):
-    assert part in str(e.value)
 
 
-@kernel_cases.compiles('tpu')
+@support.compiles('tpu')
 @pytest.mark.parametrize(
   'block, parts',
   [
@@ -174,16 +162,42 @@ def test_too_large_for_the_chip(block, parts):
       name='doubled',
     )(x)  # fmt: skip
 
-  with pytest.raises(errors.UserError) as e:
+  with support.refused('on-chip memory', *parts):
     compile_on_tpu(double, (8192, 8192))
-  assert all(part in str(e.value) for part in parts), e.value
-  assert 'on-chip memory' in str(e.value)
 
 
-@kernel_cases.compiles('cuda')
+@support.compiles('cuda')
 def test_cuda_topology():
   t = aot.topology('h200:256')
   assert len(t.devices) == 256 and t.cores == 1
   assert len({d.process_index for d in t.devices}) == 32
   with t.context():
     assert registry.current_target().platform == 'gpu'
+
+
+def test_no_program_for_a_topology_is_cached(tmp_path):
+  """Also in a process that has used the cache, which is used again after."""
+  written = lambda: len(list(tmp_path.glob('*-cache')))
+  compiled = lambda n: jax.jit(lambda x: x * n).lower(1.0).compile()
+  here = dict(
+    jax_compilation_cache_dir=str(tmp_path),
+    jax_persistent_cache_min_compile_time_secs=0,
+  )
+  before = {name: getattr(jax.config, name) for name in here}
+
+  def use(settings):
+    for name, value in settings.items():
+      jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+  use(here)
+  try:
+    compiled(2)
+    assert written() == 1
+    with aot.uncached():
+      compiled(3)
+    assert written() == 1
+    compiled(4)
+    assert written() == 2
+  finally:
+    use(before)

@@ -151,14 +151,3 @@ def test_the_larger_branch_of_a_conditional_counts():
   assert 'conditional(' in text
   assert sines(p.runs(sines)) > 0 == negations(p.runs(sines))
   assert negations(p.runs(negations)) > 0 == sines(p.runs(negations))
-
-
-def test_scan_of_a_real_program():
-  def f(x):
-    step = lambda x, _: (jnp.tanh(x @ x), None)
-    outer = lambda x, _: (jax.lax.scan(step, x, length=3)[0] + 1, None)
-    return jax.lax.scan(outer, x, length=5)[0]
-
-  text = jax.jit(f).lower(jnp.ones((8, 8))).compile().as_text()
-  runs = compiled.CompiledProgram(text).runs(len)
-  assert {r.times for r in runs if r.instruction.opcode == 'tanh'} == {15}

@@ -34,14 +34,10 @@ def total(f, *args):
 def test_training_is_six_per_weight_and_row(f):
   assert total(f, WEIGHTS, INPUT) == FORWARD
   # The gradient of the input too: three products for each of the forward pass.
-  assert total(jax.grad(f, (0, 1)), WEIGHTS, INPUT) == 3 * FORWARD
+  gradient = jax.jit(jax.grad(f, (0, 1)))
+  assert total(gradient, WEIGHTS, INPUT) == 3 * FORWARD
   again = jax.checkpoint(f)
   assert total(jax.grad(again, (0, 1)), WEIGHTS, INPUT) == 4 * FORWARD
-
-
-def test_scan_within_two_percent_of_unrolled():
-  gradient = lambda f: total(jax.jit(jax.grad(f, (0, 1))), WEIGHTS, INPUT)
-  assert gradient(scanned) == pytest.approx(gradient(unrolled), rel=0.02)
 
 
 def test_a_walk_that_counts_a_body_once_is_wrong():

@@ -10,12 +10,10 @@ import re
 import jax
 from jax import lax
 import jax.numpy as jnp
-import kernel_cases
-import numpy as np
 import pytest
+import support
 
 from paraxis.sharding import mesh as mesh_lib
-from paraxis.sharding import placement
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import compiled
 from paraxis.sharding.meter import hlo
@@ -202,25 +200,19 @@ calls=%all-reduce-scatter.1, metadata={op_name="grad/dot"}
 """
 
 
-def test_a_fused_all_reduce_and_slice_is_a_reduce_scatter():
-  text = FUSED.replace('WIDTH', '8')
-  (c,) = hlo.collectives(text, cpu_mesh())
+def fused(width):
+  """The one collective of FUSED."""
+  found = hlo.collectives(FUSED.replace('WIDTH', f'{width}'), cpu_mesh())
+  return brief(found)
+
+
+def test_a_fused_all_reduce_and_slice_is_a_reduce_scatter(monkeypatch):
   held = (8 * 16 + 4) * 4
-  assert brief([c]) == [('reduce-scatter', ('fsdp',), 2, held // 2, 1)]
-  assert len(re.findall(r' all-reduce\(', text)) == 1  # what a search finds
-
-
-def test_a_slice_that_keeps_more_is_still_an_all_reduce():
-  (c,) = hlo.collectives(FUSED.replace('WIDTH', '12'), cpu_mesh())
-  assert (c.kind, c.bytes) == ('all-reduce', (8 * 16 + 4) * 4)
-
-
-def test_without_the_rule_it_would_count_twice_the_bytes(monkeypatch):
-  right = hlo.collectives(FUSED.replace('WIDTH', '8'), cpu_mesh())
+  reduced = [('all-reduce', ('fsdp',), 2, held, 1)]
+  assert fused(8) == [('reduce-scatter', ('fsdp',), 2, held // 2, 1)]
+  assert fused(12) == reduced  # a slice that keeps more than its share
   monkeypatch.setattr(hlo, '_sliced', lambda program, reduce: False)
-  wrong = hlo.collectives(FUSED.replace('WIDTH', '8'), cpu_mesh())
-  assert wrong[0].kind == 'all-reduce'
-  assert wrong[0].bytes == 2 * right[0].bytes
+  assert fused(8) == reduced  # without the rule
 
 
 STEP = """
@@ -266,6 +258,15 @@ def test_the_steps_of_an_asynchronous_chain_are_one_collective():
   assert sum(c.count for c in apart) == 8  # 1 + 6 + 1
 
 
+def one_line(line):
+  """[Collective] of a program of one instruction on x."""
+  text = (
+    'HloModule m, num_partitions=8\nENTRY %main (x: f32[8]) -> f32[8] {\n'
+    f'  %x = f32[8]{{0}} parameter(0)\n  ROOT %y = {line}\n}}\n'
+  )
+  return hlo.collectives(text, cpu_mesh())
+
+
 @pytest.mark.parametrize(
   'line, expected',
   [
@@ -297,42 +298,18 @@ def test_the_steps_of_an_asynchronous_chain_are_one_collective():
   ],
 )
 def test_single_lines(line, expected):
-  text = (
-    'HloModule m, num_partitions=8\nENTRY %main (x: f32[8]) -> f32[8] {\n'
-    f'  %x = f32[8]{{0}} parameter(0)\n  ROOT %y = {line}\n}}\n'
-  )
-  found = hlo.collectives(text, cpu_mesh())
-  assert brief(found) == ([expected] if expected else [])
+  assert brief(one_line(line)) == ([expected] if expected else [])
 
 
 def test_sends_between_devices_are_not_passed_over():
-  text = (
-    'HloModule m, num_partitions=8\nENTRY %main (x: f32[8]) -> f32[8] {\n'
-    '  %x = f32[8]{0} parameter(0)\n'
-    '  ROOT %y = (f32[8]{0}, u32[]) send(%x), channel_id=1\n}\n'
-  )
   with pytest.raises(ValueError, match='send between devices is not counted'):
-    hlo.collectives(text, cpu_mesh())
-
-
-def test_overlapped():
-  text = """HloModule m, num_partitions=8
-ENTRY %main (x: f32[8]) -> f32[8] {
-  %x = f32[8]{0} parameter(0)
-  %s = (f32[8]{0}, f32[8]{0}) collective-permute-start(%x), \
-source_target_pairs={{0,4},{4,0}}
-  %z = f32[8]{0} negate(%x)
-  %d = f32[8]{0} collective-permute-done(%s)
-  ROOT %y = f32[8]{0} add(%d, %z)
-}
-"""
-  assert hlo.overlapped(text) == [('collective-permute', ['negate'])]
+    one_line('(f32[8]{0}, u32[]) send(%x), channel_id=1')
 
 
 # --- Programs for TPU --------------------------------------------------------
 
 
-@kernel_cases.compiles('tpu')
+@support.compiles('tpu')
 @pytest.mark.parametrize('name', ['tuple', 'reduce-scatter', 'loops', 'half'])
 def test_tpu_equals_cpu(name):
   devices = aot.topology('v5p:2x2x2').devices
@@ -341,7 +318,7 @@ def test_tpu_equals_cpu(name):
   assert brief(found) == sorted(ALL[name][1])
 
 
-@kernel_cases.compiles('tpu')
+@support.compiles('tpu')
 def test_tpu_zero_gradient():
   """Weights sharded over fsdp, scanned: gathered and scattered once a layer.
 
@@ -372,15 +349,11 @@ def test_tpu_zero_gradient():
   assert set(rows) == {'reduce-scatter', 'all-gather'}
 
 
-@kernel_cases.compiles('tpu')
+@support.compiles('tpu')
 def test_tpu_slices():
   """What crosses slices leaves the program through the hosts."""
   devices = aot.topology('v5e:2x2', 2).devices
-  sizes = dict(zip(mesh_lib.AXES, (1, 1, 2, 2, 1, 2), strict=True))
-  explicit = (jax.sharding.AxisType.Explicit,) * 6
-  mesh = jax.sharding.Mesh(
-    placement.place(sizes, devices), mesh_lib.AXES, axis_types=explicit
-  )
+  mesh = mesh_lib.make('data=2,fsdp=2,tensor=2', devices)
   f = lambda x: lax.psum(x, ('data', 'fsdp'))
   found = hlo.collectives(text_of(mesh, f), mesh)
   assert brief(found) == [
@@ -391,4 +364,3 @@ def test_tpu_slices():
   swap = lambda x: lax.ppermute(x, 'data', [(0, 1), (1, 0)])
   found = hlo.collectives(text_of(mesh, swap), mesh)
   assert brief(found) == [('collective-permute', ('data',), 2, HELD, 1)]
-  assert np.prod(list(sizes.values())) == len(devices)

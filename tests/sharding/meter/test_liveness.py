@@ -6,11 +6,11 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import liveness
 from paraxis.sharding.meter import traced
-from paraxis.train import loss as loss_lib
-from paraxis.train import program as job_lib
 from paraxis.train.certify import check
+from paraxis.train.claims import experiment
 
 P = jax.P
 MESH = mesh_lib.abstract({'data': 4, 'tensor': 2})
@@ -111,18 +111,9 @@ def test_policies_differ_by_what_the_compiler_says():
 
   def bytes_of(remat):
     config = _decoder(remat)
-    job = job_lib.of_shapes(config, 'data=1', jax.devices()[:1])
-    built = job.built
-    objective = lambda params, batch: loss_lib.next_token(
-      built.model, params, batch
-    )
-    grads = jax.grad(objective)
-    with job.context():
-      batch = job.batch_shapes()
-      body, _ = traced.trace(grads, dict(built.mesh.shape), built.params, batch)
-      compiled = jax.jit(grads).lower(built.params, batch).compile()
-    temporary = compiled.memory_analysis().temp_size_in_bytes
-    return liveness.estimate(body).saved, temporary
+    program, _ = experiment.step_program(config, tuple(jax.devices()[:1]))
+    saved = check.check(config, 'data=1').memory.saved
+    return saved, aot.memory(program).temporaries
 
   (none, compiled_none), (full, compiled_full) = map(bytes_of, ('none', 'full'))
   assert none > 2 * full

@@ -4,7 +4,6 @@ Legend: B rows, T tokens, D, F widths, V rows of a table.
 """
 
 import collections
-import dataclasses
 import math
 
 import jax
@@ -16,9 +15,8 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import hlo
 from paraxis.sharding.meter import predict
 from paraxis.sharding.meter import traced
-from paraxis.train import program as job_lib
-from paraxis.train import step as step_lib
 from paraxis.train.certify import check
+from paraxis.train.claims import experiment
 
 P = jax.P
 SIZES = mesh_lib.abstract({'data': 4, 'fsdp': 2, 'tensor': 8})
@@ -257,44 +255,28 @@ def test_a_message_says_where_it_comes_from():
 # ------------------------------------------- whole steps, against HLO text --
 
 
-def _config(mesh, **changes):
-  config = schema.default()
-  config.model.update(
-    vocab_size=128, d_model=32, num_heads=8, d_ff=64, num_layers=2,
-    tied_embedding=False,
-  )  # fmt: skip
-  config.data.sequence_length = 32
-  config.train.batch_size = 16
-  for name, value in changes.items():
-    section = 'train' if name == 'remat' else 'mesh'
-    config[section][name] = value
-  config.mesh.update(mesh_lib.parse(mesh))
-  return schema.view(config)
+MODEL = dict(
+  vocab_size=128, d_model=32, num_heads=8, d_ff=64, num_layers=2,
+  tied_embedding=False,
+)  # fmt: skip
 
 
-def _both(mesh, **changes):
-  """Gradient step: (predicted, compiled): {(kind, axes): bytes received}."""
-  config = _config(mesh, **changes)
-  job = job_lib.of_shapes(config)
-  built, state = job.built, job.state
-  sizes = dict(built.mesh.shape)
-  grads = step_lib.make(built, job.optimizer, 1.0).grads
-  with job.context():
-    batch = job.batch_shapes()
-    body, _ = traced.trace(grads, sizes, state.params, batch)
-    params = {
-      p: jax.ShapeDtypeStruct(
-        x.shape,
-        x.dtype,
-        sharding=jax.NamedSharding(built.mesh, x.sharding.spec),
-      )
-      for p, x in state.params.items()
-    }
-    compiled = jax.jit(grads).lower(params, batch).compile()
-  found, unknown = predict.collectives(body, sizes)
-  assert not unknown
-  real = hlo.collectives(compiled.as_text(), built.mesh)
-  return _sums(_on_cpu(found, sizes)), _sums(real)
+def _config(mesh, remat='none', **choices):
+  return schema.view(
+    dict(
+      model=MODEL,
+      data=dict(sequence_length=32),
+      train=dict(batch_size=16, remat=remat),
+      mesh=mesh_lib.parse(mesh) | choices,
+    )
+  )
+
+
+def _predicted(config):
+  """[predict.Message] of the gradient of a step."""
+  report = check.check(config)
+  assert not report.unknown
+  return [c for c in report.messages if c.phase != 'update']
 
 
 def _sums(found):
@@ -319,9 +301,8 @@ def _on_cpu(found, sizes):
     rows = tuple(a for a in c.axes if a in ('data', 'fsdp'))
     rest = tuple(a for a in c.axes if a not in rows)
     for axes in filter(None, (rows, rest)):
-      part = predict.received(
-        'all-reduce', whole, math.prod(sizes[a] for a in axes)
-      )
+      n = math.prod(sizes[a] for a in axes)
+      part = hlo.received('all-reduce', whole, n)
       yield c._replace(kind='all-reduce', axes=axes, bytes=part)
 
 
@@ -336,14 +317,16 @@ def _on_cpu(found, sizes):
   ],
 )
 def test_a_gradient_step_is_predicted_to_the_byte(mesh, changes):
-  predicted, compiled = _both(mesh, **changes)
+  config = _config(mesh, **changes)
+  devices = tuple(jax.devices())
+  compiled = _sums(experiment.step_collectives(config, devices))
+  sizes = mesh_lib.parse(mesh)
+  predicted = _sums(_on_cpu(_predicted(config), sizes))
   assert predicted == compiled
   assert sum(predicted.values()) > 0
 
 
 def test_another_layout_is_not_the_one_compiled():
   """Such a comparison fails if the prediction is for something else."""
-  config = _config('fsdp=8')
-  report = check.check(dataclasses.replace(config))
-  other = check.check(_config('data=8'))
-  assert _sums(report.messages) != _sums(other.messages)
+  one, other = (_sums(_predicted(_config(m))) for m in ('fsdp=8', 'data=8'))
+  assert one != other

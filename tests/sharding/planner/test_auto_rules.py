@@ -10,27 +10,27 @@ width, F mlp, L layers.
 import functools
 
 import jax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
-from paraxis.configs.base import errors
-from paraxis.models import batch
 from paraxis.models import decoder
 from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.planner import auto_rules
 from paraxis.train import loss
+from paraxis.train.certify import trial
+from paraxis.train.claims.layouts import auto_rules as claims_auto_rules
 
 pytestmark = pytest.mark.usefixtures('float64')
 
 B, T, V = 2, 8, 48
 D, N, K, H, F = 16, 4, 2, 8, 24
 TOLERANCE = 1e-9
-QUICK = {'xla_backend_optimization_level': 0}  # to compile
+
+
 FIELDS = dict(
   vocab_size=V, d_model=D, num_heads=N, num_kv_heads=K, head_dim=H, d_ff=F,
   num_layers=2, dtype='float64', param_dtype='float64', attention_block=8,
@@ -56,32 +56,20 @@ FAMILIES = dict(
 )  # fmt: skip
 
 
-def model(name):
-  return decoder.Decoder(schema.Model(**FIELDS | FAMILIES[name]))
-
-
-def shapes(made):
-  return jax.eval_shape(made.init, jax.random.key(0))
-
-
-def by_hand(made, size):
-  """Specs of the preset 'tensor'."""
-  return {
-    p: rules_lib.spec(
-      made.axes[p], x.shape, rules_lib.PRESETS['tensor'], {'tensor': size}, p
-    )
-    for p, x in shapes(made).items()
-  }
-
-
-def rows():
-  """A batch of one document a row."""
-  ids = np.random.default_rng(1).integers(0, V, (B, T + 1)).astype(np.int32)
-  ones = np.ones((B, T), np.int32)
-  positions = np.arange(T, dtype=np.int32) * ones
-  return batch.Batch(
-    ids[:, :-1], ids[:, 1:], ones, positions, ones * 1.0, ones.sum() * 1.0
+def config(name):
+  return schema.Config(
+    model=schema.Model(**FIELDS | FAMILIES[name]),
+    data=schema.Data(sequence_length=T),
+    train=schema.Train(batch_size=B),
   )
+
+
+def model(name):
+  return decoder.Decoder(config(name).model)
+
+
+def shapes(name):
+  return jax.eval_shape(model(name).init, jax.random.key(0))
 
 
 @functools.cache
@@ -89,38 +77,27 @@ def parameters(name):
   """Random ones, biases and scales too, on the host."""
   rng = np.random.default_rng(0)
   draw = lambda x: rng.normal(0, 0.3, x.shape)
-  return {p: draw(x) for p, x in shapes(model(name)).items()}
+  return {p: draw(x) for p, x in shapes(name).items()}
 
 
 @functools.cache
-def reference(name):
-  """(loss, gradients) of one device."""
-  made, params = model(name), parameters(name)
-  run = jax.jit(jax.value_and_grad(lambda p: loss.next_token(made, p, rows())))
-  return jax.device_get(run.lower(params).compile(QUICK)(params))
+def program(name, size):
+  """(compiled loss and gradients laid out by redco's specs, mesh, specs)."""
+  specs = auto_rules.specs(shapes(name), size)
+  text = f'tensor={size}'
+  return *claims_auto_rules._from_specs(config(name), specs, text), specs
 
 
-@functools.cache
-def from_specs(name, size):
-  """Loss and gradients laid out by redco's specs: (compiled, mesh, specs)."""
-  made = model(name)
-  specs = auto_rules.specs(shapes(made), size)
-  devices = mesh_lib.make({'tensor': size}, jax.devices()[:size]).devices
-  mesh = jax.sharding.Mesh(
-    devices, mesh_lib.AXES, axis_types=(AxisType.Auto,) * devices.ndim
-  )
-  layout = {p: jax.NamedSharding(mesh, s) for p, s in specs.items()}
-  step = jax.jit(
-    jax.value_and_grad(lambda p: loss.next_token(made, p, rows())),
-    in_shardings=(layout,),
-    out_shardings=(jax.NamedSharding(mesh, P()), layout),
-  )
-  return step.lower(shapes(made)).compile(QUICK), mesh, specs
+def run(name, size, params):
+  """(loss, gradients) of `program`, on its devices."""
+  step, *_ = program(name, size)
+  data = trial.batches(config(name), False)[0]
+  return step(*jax.device_put((params, data), step.input_shardings[0]))
 
 
 def check(name, value, grads):
   """Equal to one device, relative to each leaf's maximum."""
-  expected, by_path = reference(name)
+  expected, by_path = jax.device_get(run(name, 1, parameters(name)))
   assert abs(value - expected) < TOLERANCE * expected
   assert set(grads) == set(by_path)
   for path, g in grads.items():
@@ -133,16 +110,16 @@ def check(name, value, grads):
 @pytest.mark.parametrize('name', FAMILIES)
 @pytest.mark.parametrize('size', [2, 4])
 def test_specs_are_legal_and_pairs_are_column_and_row(name, size):
-  made = model(name)
-  found, held = auto_rules.decide(shapes(made), size), shapes(made)
+  kinds, held = model(name).kinds, shapes(name)
+  found = auto_rules.decide(held, size)
   specs = auto_rules.specs(held, size)
   assert list(found) == list(held) == list(specs)
-  for path, (kind, dim, _) in found.items():
+  for path, (kind, dim) in found.items():
     where = [d for d, a in enumerate(specs[path]) if a == 'tensor']
     assert where == ([] if dim is None else [dim])
     assert dim is None or held[path].shape[dim] % size == 0
     assert not (path.startswith('layers/') and dim == 0)
-    assert (kind == auto_rules.VECTOR) == (made.kinds[path] == 'vector')
+    assert (kind == auto_rules.VECTOR) == (kinds[path] == 'vector')
   mlp = {p.split('/')[-1]: found[p].kind for p in held if '/mlp/' in p}
   assert mlp.pop('down') == auto_rules.ROW
   assert {v for k, v in mlp.items() if 'bias' not in k} == {auto_rules.COLUMN}
@@ -154,7 +131,8 @@ def test_specs_are_legal_and_pairs_are_column_and_row(name, size):
 def test_matrices_are_laid_out_as_megatron_does(name):
   """But for learned positions: their rows are split as Redco splits them."""
   made = model(name)
-  ours, hand = auto_rules.specs(shapes(made), 2), by_hand(made, 2)
+  ours = auto_rules.specs(shapes(name), 2)
+  hand = claims_auto_rules._megatron(made, 2)
   differ = {p for p in ours if tuple(ours[p]) != tuple(hand[p])}
   matrices = {p for p in differ if made.kinds[p] != 'vector'}
   assert matrices == ({'positions'} if name == 'gpt2' else set())
@@ -166,8 +144,7 @@ def test_matrices_are_laid_out_as_megatron_does(name):
 
 @pytest.mark.parametrize('name', FAMILIES)
 def test_as_a_table_of_logical_axes(name):
-  made = model(name)
-  found = auto_rules.rules(shapes(made), made.axes, 2).table
+  found = auto_rules.rules(shapes(name), model(name).axes, 2).table
   expected = dict(rules_lib.PRESETS['tensor'].table)
   expected['vocab'] = ('tensor',)  # of pipelines the paper says nothing
   if name == 'gpt2':
@@ -175,13 +152,28 @@ def test_as_a_table_of_logical_axes(name):
   assert found == expected
 
 
+def test_the_table_drives_the_annotated_model():
+  """On Explicit axes the same layout comes from the logical table."""
+  made, params = model('gpt2'), parameters('gpt2')
+  rules = auto_rules.rules(shapes('gpt2'), made.axes, 2)
+  mesh = mesh_lib.make('data=2,tensor=2', jax.devices()[:4])
+  with annotate.use(rules), jax.set_mesh(mesh):
+    specs = {p: annotate.spec(made.axes[p]) for p in params}
+    args = jax.device_put(params, specs)
+    spec = lambda x: annotate.spec(('batch', 'length')[: np.ndim(x)])
+    data = trial.batches(config('gpt2'), False)[0]
+    data = jax.device_put(data, jax.tree.map(spec, data))
+    step = jax.value_and_grad(lambda p, b: loss.next_token(made, p, b))
+    value, grads = jax.jit(step)(args, data)
+  check('gpt2', value, grads)
+
+
 @pytest.mark.parametrize(
   'name, size', [('llama', 4), ('olmo2', 2), ('gpt2', 2)]
 )
 def test_specs_alone_give_one_devices_numbers(name, size):
-  step, mesh, specs = from_specs(name, size)
-  params = jax.device_put(parameters(name), step.input_shardings[0][0])
-  value, grads = step(params)
+  _, mesh, specs = program(name, size)
+  value, grads = run(name, size, parameters(name))
   check(name, value, grads)
   for path, g in grads.items():
     layout = jax.NamedSharding(mesh, specs[path])
@@ -190,39 +182,20 @@ def test_specs_alone_give_one_devices_numbers(name, size):
 
 def test_other_parameters_are_seen():
   """The negative: the comparison can fail."""
-  step, _, _ = from_specs('llama', 4)
   path = 'layers/attention/query'
   params = parameters('llama') | {path: parameters('llama')[path][..., ::-1]}
-  value, grads = step(jax.device_put(params, step.input_shardings[0][0]))
+  value, grads = run('llama', 4, params)
   with pytest.raises(AssertionError):
     check('llama', value, grads)
 
 
 def test_fewer_kv_heads_than_shards():
   """Then k and v take their other side, which is no table of logical axes."""
-  made = model('llama')
-  found = auto_rules.decide(shapes(made), 4)
+  found = auto_rules.decide(shapes('llama'), 4)
   for name in ('key', 'value'):
-    kind, dim, why = found[f'layers/attention/{name}']
-    assert (kind, dim) == (auto_rules.ROW, 1) and '4 does not divide' in why
-  with pytest.raises(errors.UserError, match="'embed' is split in layers/at"):
-    auto_rules.rules(shapes(made), made.axes, 4)
-
-
-def test_the_table_drives_the_annotated_model():
-  """On Explicit axes the same layout comes from the logical table."""
-  made, params = model('gpt2'), parameters('gpt2')
-  rules = auto_rules.rules(shapes(made), made.axes, 2)
-  mesh = mesh_lib.make('data=2,tensor=2', jax.devices()[:4])
-  with annotate.use(rules), jax.set_mesh(mesh):
-    on = lambda names: jax.NamedSharding(mesh, annotate.spec(names))
-    layout = {p: on(made.axes[p]) for p in params}
-    args = jax.device_put(params, layout)
-    put = lambda x: jax.device_put(x, on(('batch', 'length')[: np.ndim(x)]))
-    data = jax.tree.map(put, rows())
-    run = jax.value_and_grad(lambda p, b: loss.next_token(made, p, b))
-    value, grads = jax.jit(run).lower(args, data).compile(QUICK)(args, data)
-  check('gpt2', value, grads)
+    assert found[f'layers/attention/{name}'] == (auto_rules.ROW, 1)
+  with support.refused("'embed' is split in layers/at"):
+    auto_rules.rules(shapes('llama'), model('llama').axes, 4)
 
 
 def test_names_of_other_trees():
@@ -264,12 +237,5 @@ def test_the_depth_is_never_split():
 
 
 def test_what_no_side_divides_is_refused():
-  with pytest.raises(errors.UserError, match=r'neither 7 nor 6; .* do are 3'):
+  with support.refused('neither 7 nor 6;', 'do are 3'):
     auto_rules.decide({'mlp/up': (6, 7)}, 4)
-
-
-def test_the_decisions_as_text():
-  lines = auto_rules.table(shapes(model('llama')), 4).splitlines()
-  assert len(lines) == 9 and not any('norm' in line for line in lines)
-  (key,) = [line for line in lines if '/key' in line]
-  assert '2x16x2x8' in key and 'row    1' in key

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels.attention import op as attention_op
@@ -104,12 +105,9 @@ def sharded(name, form, inner=0):
   specs = (wide,) * 5 + (row,) * 2
   there = context_order.permutation(layout, n, length)
   with jax.enable_x64(True), jax.set_mesh(mesh):
-    placed = [
-      jax.device_put(np.asarray(x)[:, there], NamedSharding(mesh, s))
-      for x, s in zip((*arrays, *rows), specs, strict=True)
-    ]
+    ordered = tuple(x[:, there] for x in (*arrays, *rows))
     run = jax.shard_map(local, in_specs=specs, out_specs=wide, check_vma=False)
-    out = jax.jit(run)(*placed)
+    out = jax.jit(run)(*jax.device_put(ordered, specs))
     return [np.asarray(x)[:, np.argsort(there)] for x in out]
 
 
@@ -260,11 +258,8 @@ def test_one_rank_is_a_ring_of_one(form):
   ],
 )
 def test_what_does_not_fit_is_an_error_with_both_numbers(arguments, texts):
-  with pytest.raises(errors.UserError) as caught:
+  with support.refused(*texts):
     context.check(*arguments)
-  assert '\n' not in str(caught.value)
-  for text in texts:
-    assert text in str(caught.value)
 
 
 def test_attention_checks_its_shapes_while_it_is_traced():

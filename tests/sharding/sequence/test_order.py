@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from paraxis.configs.base import errors
 from paraxis.pallas_kernels import reference
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.sharding.sequence import order as context_order
@@ -33,12 +32,6 @@ def test_every_token_has_one_place(layout, n):
   assert sorted(there) == list(range(length))
   row = np.arange(length) * 10
   np.testing.assert_array_equal(row[there].reshape(n, 6), row[order])
-
-
-def test_a_length_that_does_not_divide_is_an_error():
-  with pytest.raises(errors.UserError, match='=36 .* 8 equal .* 32 and 40'):
-    context_order.order('zigzag', 4, 36)
-  assert context_order.order('contiguous', 4, 36).shape == (4, 9)
 
 
 def test_auto_is_contiguous_only_if_every_layer_has_a_window():
@@ -90,20 +83,6 @@ def test_pairs_hold_every_visible_entry(layout, mask, length, shards):
     if some:
       least = max(least, (q - k) % shards)
   assert blocks.hops == least + 1
-
-
-@pytest.mark.parametrize(
-  'layout, mask, hops',
-  [
-    ('contiguous', 'window', 3),  # 8 tokens a rank: ceil((11 - 1) / 8) + 1
-    ('zigzag', 'window', 8),
-    ('contiguous', 'causal', 8),
-    ('contiguous', 'full', 8),
-  ],
-)
-def test_a_window_ends_the_ring_on_contiguous_shards(layout, mask, hops):
-  blocks = context_order.blocks(layout, 8, 64, MASKS[mask], 8)
-  assert blocks.hops == hops
 
 
 def test_zigzag_and_striped_give_every_rank_the_same():

@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 import support
 
-from paraxis.configs import schema
 from paraxis.sharding import annotate
-from paraxis.sharding import mesh as mesh_lib
-from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.tensor import lookup
 from paraxis.sharding.tensor import project
+from paraxis.sharding.tensor import rings as rings_lib
 from paraxis.sharding.tensor import vocabulary
 from paraxis.sharding.tensor import worlds
 
@@ -131,26 +129,18 @@ def manual(group, rings, share=lambda cs: cs):
   )
 
 
-def enter(stack, text, kv_heads=K, **mesh):
-  """A mesh and its rules are in force within `stack`."""
-  made = mesh_lib.make(text)
-  rules = rules_lib.of(schema.Mesh(**mesh), dict(made.shape), kv_heads)
-  stack.enter_context(annotate.use(rules))
-  stack.enter_context(jax.set_mesh(made))
-  return made
-
-
 @pytest.fixture
-def stack():
+def enter():
+  """enter(mesh, kv_heads, **fields): support.laid_out until the test ends."""
   with contextlib.ExitStack() as stack:
-    yield stack
+    yield lambda mesh, kv_heads=K, **fields: stack.enter_context(
+      support.laid_out(mesh, kv_heads, **fields)
+    )
 
 
 def place(tree, names):
   """NumPy arrays on the mesh in force."""
-  mesh = jax.sharding.get_mesh()
-  put = lambda x, s: jax.device_put(x, jax.NamedSharding(mesh, s))
-  return jax.tree.map(put, tree, spec_tree(names))
+  return jax.device_put(tree, spec_tree(names))
 
 
 def evaluate(world, rings=(), groups=tuple(GROUPS)):
@@ -162,16 +152,12 @@ def evaluate(world, rings=(), groups=tuple(GROUPS)):
     for g in groups
   }
   args = {g: place(arrays()[g], names_of(g)) for g in groups}
-  return support.jit(lambda args: {g: run[g](*args[g]) for g in groups})(args)
+  return jax.jit(lambda args: {g: run[g](*args[g]) for g in groups})(args)
 
 
 def compare(found):
-  def near(path, a, b):
-    bound = 1e-12 * np.abs(b).max()
-    np.testing.assert_allclose(a, b, rtol=0, atol=bound, err_msg=str(path))
-
   found = {g: (list(ys), dx, list(dws)) for g, (ys, dx, dws) in found.items()}
-  jax.tree.map_with_path(near, found, {g: expected()[g] for g in found})
+  support.close(found, {g: expected()[g] for g in found})
 
 
 def test_without_a_mesh():
@@ -190,8 +176,8 @@ def test_without_a_mesh():
     ('context=2,tensor=4', {}, ('qkv', 'down')),
   ],
 )
-def test_equal_to_numpy(stack, mesh, choices, rings, world):
-  enter(stack, mesh, **choices)
+def test_equal_to_numpy(enter, mesh, choices, rings, world):
+  enter(mesh, **choices)
   found = evaluate(world, rings)
   compare(found)
   # Everything is laid out by its names.
@@ -202,15 +188,15 @@ def test_equal_to_numpy(stack, mesh, choices, rings, world):
       assert y.sharding.is_equivalent_to(want, y.ndim), (group, n)
 
 
-def test_whole_residuals_are_summed_by_the_compiler(stack):
+def test_whole_residuals_are_summed_by_the_compiler(enter):
   """mesh.sequence=False, under Explicit axes."""
-  enter(stack, CUBE, sequence=False)
+  enter(CUBE, sequence=False)
   compare(evaluate('explicit'))
 
 
-def test_few_kv_heads_are_whole_on_every_shard(stack):
+def test_few_kv_heads_are_whole_on_every_shard(enter):
   """Their cotangent is: each shard has what it read, the others zero."""
-  enter(stack, 'data=2,tensor=4', kv_heads=2)
+  enter('data=2,tensor=4', kv_heads=2)
   assert annotate.carriers('kv_heads') == ()
   compare(evaluate('explicit', groups=('qkv',)))
 
@@ -220,7 +206,7 @@ def test_few_kv_heads_are_whole_on_every_shard(stack):
 
   args = place(arrays()['qkv'], names_of('qkv'))
   for rings in ((), ('qkv',)):
-    compare({'qkv': support.jit(manual('qkv', rings, read))(*args)})
+    compare({'qkv': jax.jit(manual('qkv', rings, read))(*args)})
 
 
 def primitives(group, rings=()):
@@ -231,9 +217,9 @@ def primitives(group, rings=()):
   return tuple(text.count(f'= {p}[') for p in names)
 
 
-def test_what_moves_in_a_region(stack):
+def test_what_moves_in_a_region(enter):
   """x once for all weights of a group, once more backward; dx once."""
-  enter(stack, 'tensor=8')
+  enter('tensor=8')
   assert primitives('qkv') == primitives('gate_up') == (2, 1, 0)
   assert primitives('down') == primitives('output') == (1, 1, 0)
   # As rings: x on 7 hops; backward it travels again, dx the other way.
@@ -241,46 +227,39 @@ def test_what_moves_in_a_region(stack):
   assert primitives('down', ('down',)) == (0, 0, 7 + 7)
 
 
-def test_what_moves_of_the_weights(stack):
+def test_what_moves_of_the_weights(enter):
   """ZeRO stage 3: each gathered twice, each gradient scattered once."""
-  enter(stack, 'data=8', zero=3)
+  enter('data=8', zero=3)
   assert primitives('qkv') == (6, 3, 0) and primitives('down') == (2, 1, 0)
 
 
-BREAKS = {
+REDUCED = rings_lib._reduced
+BREAKS = {  # what: (group, whether it is a ring, owner, name, instead)
   'a sum is one shard alone': (
-    jax.lax, 'psum_scatter',
-    lambda x, axes, scatter_dimension, tiled: own_part(
+    'down', False, jax.lax, 'psum_scatter',
+    lambda x, axes, scatter_dimension, tiled: annotate.own(
       x, axes, scatter_dimension)),
   'a gather repeats what a shard has': (
-    jax.lax, 'all_gather',
+    'gate_up', False, jax.lax, 'all_gather',
     lambda x, axes, axis, tiled: jnp.repeat(x, jax.lax.axis_size(axes), axis)),
   'terms of dx are not added': (
-    worlds.Manual, 'add_terms',
+    'gate_up', False, worlds.Manual, 'add_terms',
     lambda self, ways, partial, whole, what: self.reduce(
       partial[0], ways[0].x_whole, ways[0].x, ways[0].summed_back, 'x')),
+  'a send of a ring does nothing': (
+    'gate_up', True, rings_lib, '_send', lambda x, *_: x),
+  'sums of a ring go to a neighbour': (
+    'down', True, rings_lib, '_reduced',
+    lambda part, *how: REDUCED(lambda rank: part((rank + 1) % 2), *how)),
 }  # fmt: skip
 
 
-def own_part(x, axes, dim):
-  """This shard's part of its own term: a scatter that adds nothing."""
-  size = x.shape[dim] // jax.lax.axis_size(axes)
-  start = jax.lax.axis_index(axes) * size
-  return jax.lax.dynamic_slice_in_dim(x, start, size, dim)
-
-
-@pytest.mark.parametrize(
-  'what, wrong',
-  [
-    ('a sum is one shard alone', 'down'),
-    ('a gather repeats what a shard has', 'gate_up'),
-    ('terms of dx are not added', 'gate_up'),
-  ],
-)
-def test_a_broken_collective_is_seen(stack, monkeypatch, what, wrong):
-  enter(stack, CUBE)
-  monkeypatch.setattr(*BREAKS[what])
-  found = evaluate('manual', groups=(wrong,))
+@pytest.mark.parametrize('what', BREAKS)
+def test_a_broken_collective_is_seen(enter, monkeypatch, what):
+  enter(CUBE)
+  group, ring, *patch = BREAKS[what]
+  monkeypatch.setattr(*patch)
+  found = evaluate('manual', (group,) * ring, (group,))
   with pytest.raises(AssertionError):
     compare(found)
 
@@ -295,9 +274,8 @@ def refused(equation, x_names, w_names, out, world='manual'):
 
   if world == 'manual':
     run = jax.shard_map(run, in_specs=specs, out_specs=jax.P(), check_vma=False)
-  mesh = jax.sharding.get_mesh()
   args = [
-    jax.ShapeDtypeStruct(shape(a), 'f8', sharding=jax.NamedSharding(mesh, s))
+    jax.ShapeDtypeStruct(shape(a), 'f8', sharding=s)
     for a, s in zip(parts(equation)[:2], specs, strict=True)
   ]
   with pytest.raises(ValueError) as e:
@@ -325,32 +303,32 @@ ONE = ('batch', None, 'hidden')
   ],
 )  # fmt: skip
 def test_a_region_refuses_what_would_be_silently_wrong(
-  stack, equation, x, w, out, words
+  enter, equation, x, w, out, words
 ):
-  enter(stack, CUBE)
+  enter(CUBE)
   assert words in refused(equation, x, w, out)
 
 
 @pytest.mark.parametrize('world', ['explicit', 'manual'])
-def test_one_mesh_axis_on_two_dimensions(stack, world):
+def test_one_mesh_axis_on_two_dimensions(enter, world):
   """Every shard would hold other tokens of other columns."""
-  enter(stack, 'tensor=8')
+  enter('tensor=8')
   out = ('batch', 'residual_length', 'mlp')
   text = refused('BTD,DF->BTF', RESIDUAL, UP, out, world)
   assert 'tensor' in text
 
 
-def test_a_backward_sum_with_nowhere_to_go(stack):
+def test_a_backward_sum_with_nowhere_to_go(enter):
   """Forward nothing is summed; backward dx is."""
-  enter(stack, 'tensor=8', sequence=False)
+  enter('tensor=8', sequence=False)
   with pytest.raises(ValueError) as e:
     primitives('gate_up')
   assert '(backward)' in str(e.value) and 'mesh.sequence' in str(e.value)
 
 
-def test_products_of_a_group_gather_x_alike(stack):
+def test_products_of_a_group_gather_x_alike(enter):
   """One gather serves all: a product that wants x otherwise is refused."""
-  enter(stack, 'tensor=8')
+  enter('tensor=8')
   whole = ('BTD,DF->BTF', UP, WIDE)
   split = ('BTD,DF->BTF', ('embed', None), ('batch', 'residual_length', None))
   x, (w, _), _ = arrays()['gate_up']
@@ -360,15 +338,10 @@ def test_products_of_a_group_gather_x_alike(stack):
     return tuple(project.project(x, RESIDUAL, rows))
 
   for pair in ((whole, split), (split, whole)):
-    names = [RESIDUAL, *(n for _, n, _ in pair)]
-    region = jax.shard_map(
-      run,
-      in_specs=tuple(map(annotate.spec, names)),
-      out_specs=tuple(annotate.spec(y) for *_, y in pair),
-      check_vma=False,
-    )
+    names = RESIDUAL, *(n for _, n, _ in pair)
+    region = annotate.region(run, names, [y for *_, y in pair])
     try:
-      found = support.jit(region)(*place((x, w, w), tuple(names)))
+      found = jax.jit(region)(*place((x, w, w), names))
     except ValueError:
       continue
     for y in found:
@@ -386,8 +359,8 @@ TABLES = [
 ]
 
 
-def lookup_case(names, world):
-  """(y, gradient of the table) of sum(lookup * weights)."""
+def check_lookup(names, world):
+  """Rows and gradient of the table, of sum(lookup * weights), against numpy."""
   rng = np.random.default_rng(0)
   table, ids = rng.normal(size=(V, D)), rng.integers(0, V, (B, T))
   ids[:, ::3] = 7  # often the same row
@@ -400,50 +373,44 @@ def lookup_case(names, world):
     return y, sum_once(grad, names) if world == 'manual' else grad
 
   if world == 'manual':
-    ins = tuple(map(annotate.spec, (names, ROWS, RESIDUAL)))
-    run = jax.shard_map(
-      run, in_specs=ins, out_specs=(ins[2], ins[0]), check_vma=False
-    )
+    run = annotate.region(run, (names, ROWS, RESIDUAL), (RESIDUAL, names))
   args = place((table, ids, weights), (names, ROWS, RESIDUAL))
   want = np.zeros_like(table)
   np.add.at(want, ids, weights)
-  return support.jit(run)(*args), (table[ids], want)
+  y, grad = jax.jit(run)(*args)
+  np.testing.assert_allclose(y, table[ids], rtol=1e-12)
+  np.testing.assert_allclose(grad, want, rtol=1e-12, atol=1e-12)
+  assert y.sharding.spec == annotate.spec(RESIDUAL)
+  layout = jax.NamedSharding(jax.sharding.get_mesh(), annotate.spec(names))
+  assert grad.sharding.is_equivalent_to(layout, 2)
 
 
 @pytest.mark.parametrize('world', ['explicit', 'manual'])
 @pytest.mark.parametrize('mesh, choices, names', TABLES)
-def test_lookup(stack, mesh, choices, names, world):
-  enter(stack, mesh, **choices)
-  (y, grad), (rows, want) = lookup_case(names, world)
-  assert y.sharding.spec == annotate.spec(RESIDUAL)
-  assert grad.sharding.is_equivalent_to(
-    jax.NamedSharding(jax.sharding.get_mesh(), annotate.spec(names)), 2
-  )
-  np.testing.assert_allclose(y, rows, rtol=1e-12)
-  np.testing.assert_allclose(grad, want, rtol=1e-12, atol=1e-12)
+def test_lookup(enter, mesh, choices, names, world):
+  enter(mesh, **choices)
+  check_lookup(names, world)
 
 
-def test_lookup_with_whole_residuals(stack):
+def test_lookup_with_whole_residuals(enter):
   """mesh.sequence=False: the rows stay where they are."""
-  enter(stack, CUBE, sequence=False)
-  (y, grad), (rows, want) = lookup_case(TABLE, 'explicit')
-  np.testing.assert_allclose(y, rows, rtol=1e-12)
-  np.testing.assert_allclose(grad, want, rtol=1e-12, atol=1e-12)
+  enter(CUBE, sequence=False)
+  check_lookup(TABLE, 'explicit')
   with pytest.raises(ValueError, match='they must be the same'):
-    lookup_case(TABLE, 'manual')
+    check_lookup(TABLE, 'manual')
 
 
-def test_a_lookup_that_is_not_summed_is_seen(stack, monkeypatch):
-  enter(stack, CUBE)
+def test_a_lookup_that_is_not_summed_is_seen(enter, monkeypatch):
+  enter(CUBE)
   monkeypatch.setattr(
     vocabulary,
     'embedding',
-    lambda table, ids, rows, dim, dtype, shared: own_part(
-      table[ids % len(table)].astype(dtype), rows, dim
+    lambda table, ids, rows, dtype, shared: annotate.own(
+      table[ids % len(table)].astype(dtype), rows, 1
     ),
   )
-  (y, _), (rows, _) = lookup_case(TABLE, 'manual')
-  assert np.abs(y - rows).max() > 0.1
+  with pytest.raises(AssertionError, match='Not equal to tolerance'):
+    check_lookup(TABLE, 'manual')
 
 
 # --- bfloat16
@@ -466,32 +433,24 @@ def test_the_weight_gradient_of_bfloat16_is_summed_in_float32():
   assert error(dw.astype(jnp.bfloat16)) > 1e-3  # what rounding would cost
 
 
-def test_wide_outputs_of_narrow_products(stack):
+def test_wide_outputs_of_narrow_products(enter):
   """Logits in float32 from bfloat16; dx goes back in bfloat16."""
-  enter(stack, 'data=2,tensor=4')
+  enter('data=2,tensor=4')
   x, (w,), (c,) = arrays()['logits']
   x = place(np.asarray(x, jnp.bfloat16), RESIDUAL)
   w, c = place((w.astype('f4'), c.astype('f4')), (TABLE, LOGITS))
 
   def run(x, w, c):
-    y, vjp = jax.vjp(
-      lambda x, w: project.einsum(
-        'BTD,VD->BTV', x, RESIDUAL, w, TABLE, LOGITS, jnp.float32
-      ),
-      x,
-      w,
+    product = lambda x, w: project.einsum(
+      'BTD,VD->BTV', x, RESIDUAL, w, TABLE, LOGITS, jnp.float32
     )
+    y, vjp = jax.vjp(product, x, w)
     return y, *vjp(c)
 
-  y, dx, dw = support.jit(run)(x, w, c)
-  assert (y.dtype, dx.dtype, dw.dtype) == (
-    jnp.float32,
-    jnp.bfloat16,
-    jnp.float32,
-  )
-  want = np.einsum(
-    'btd,vd->btv', np.asarray(x, 'f8'), np.asarray(w.astype(x.dtype), 'f8')
-  )
+  y, dx, dw = jax.jit(run)(x, w, c)
+  assert [a.dtype.name for a in (y, dw, dx)] == 2 * ['float32'] + ['bfloat16']
+  x, w = (np.asarray(a.astype(jnp.bfloat16), 'f8') for a in (x, w))
+  want = np.einsum('btd,vd->btv', x, w)
   np.testing.assert_allclose(y, want, atol=1e-4)
 
 
@@ -508,7 +467,7 @@ def test_blocks_of_heads_in_bfloat16(wide):
     y = project.einsum('BTNH,NHP->BTNP', x, QUERIES, w, names, QUERIES, wide)
     return (y * g).astype(jnp.float32).sum(), y
 
-  (_, y), (dx, dw) = support.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(
+  (_, y), (dx, dw) = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(
     x, w
   )
   assert (y.dtype, dx.dtype, dw.dtype) == (wide, jnp.bfloat16, jnp.float32)
@@ -522,10 +481,10 @@ def test_blocks_of_heads_in_bfloat16(wide):
 
 
 @pytest.mark.parametrize('mesh', ['', 'tensor=8', 'fsdp=8'])
-def test_the_gradient_of_a_table_is_summed_in_its_own_dtype(stack, mesh):
+def test_the_gradient_of_a_table_is_summed_in_its_own_dtype(enter, mesh):
   """A token of 1024 in a batch: in bfloat16 its sum stops at 256."""
   if mesh:
-    enter(stack, mesh)
+    enter(mesh)
   ids = np.zeros((8, 1024), np.int32)
   table = np.ones((16, 8), np.float32)
   if mesh:
@@ -536,7 +495,7 @@ def test_the_gradient_of_a_table_is_summed_in_its_own_dtype(stack, mesh):
     y, vjp = jax.vjp(look, table)
     return y, vjp(jnp.ones_like(y))[0]
 
-  y, grad = support.jit(run)(table, ids)
+  y, grad = jax.jit(run)(table, ids)
   assert (y.dtype, grad.dtype) == (jnp.bfloat16, jnp.float32)
   grad = np.asarray(grad)
   assert (grad[0] == 8 * 1024).all() and not grad[1:].any(), grad[:2]
