@@ -6,8 +6,6 @@ how decoding shards them; this module converts the parameters. Only pca reads
 text: one prefill gives the latents of at least as many tokens as a latent is
 wide. Without pca the shards are assumed to have equal variance, as hadamard
 makes them.
-
-Legend: R rows of text, T tokens.
 """
 
 import dataclasses
@@ -20,7 +18,6 @@ from paraxis.decode import step
 from paraxis.models import build
 from paraxis.models import decoder
 from paraxis.models.mixers import latent_rotation
-from paraxis.sharding import annotate
 
 MOST = 2**15  # tokens of text that pca reads
 PREFIX = 'layers/latent_attention/'
@@ -65,7 +62,7 @@ def rotated(params, built, ids=(), length=512, say=print):
   whole = decoder.Decoder(
     dataclasses.replace(config, latent=own), layout=built.model.layout
   )
-  with build.layout(built):
+  with build.use(built):
     loose = jax.jit(whole.unstack)(params)
     if config.latent.rotation == 'pca':
       cache = _calibrate(whole, built, loose, _rows(ids, length, own.rank, say))
@@ -90,30 +87,22 @@ def _rows(ids, length, rank, say):
     for row in ids
     for first in range(0, len(row), length)
   ]
-  there = sum(map(len, rows))
-  if there < rank:
+  count = sum(map(len, rows))
+  if count < rank:
     raise errors.UserError(
-      f'model.latent.rotation=pca: {there} tokens of text to find the '
+      f'model.latent.rotation=pca: {count} tokens of text to find the '
       f'covariance of {rank} numbers (model.latent.rank) by; give at least as '
       'many (--calibration_file=).'
     )
   while sum(map(len, rows[:-1])) >= max(MOST, rank):
     rows.pop()
   used = sum(map(len, rows))
-  say(f'latents are measured on {used} tokens of {there} of text')
+  say(f'latents are measured on {used} tokens of {count} of text')
   return rows
 
 
 def _calibrate(model, built, params, rows):
   """decoder.Cache of the rows."""
-  shards, length = annotate.shards('batch'), max(map(len, rows))
-  count = -(-len(rows) // shards) * shards
-  tokens_RT = np.zeros((count, length), np.int32)
-  lengths_R = np.zeros(count, np.int32)
-  for i, row in enumerate(rows):
-    tokens_RT[i, : len(row)], lengths_R[i] = row, len(row)
-  put = lambda x: jax.device_put(
-    x, jax.NamedSharding(built.mesh, annotate.spec(('batch', None)[: x.ndim]))
-  )
+  length = max(map(len, rows))
   run = jax.jit(lambda p, t, n: step.prefill(model, p, t, n, length)[1])
-  return run(params, put(tokens_RT), put(lengths_R))
+  return run(params, *step.place(rows, length, built.mesh))

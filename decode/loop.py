@@ -33,7 +33,6 @@ from paraxis.models import checks as model_checks
 from paraxis.sharding import annotate
 
 CHUNK = 16  # tokens between two looks of the host
-ROWS = ('batch',)
 
 
 class DecodeState(NamedTuple):
@@ -99,7 +98,7 @@ class Generator:
         'together.'
       )
     self._end_id = _end_id(tokenizer)
-    with build.layout(built):
+    with build.use(built):
       self._params = jax.jit(self._prepare)(params)
     self._start = jax.jit(self._begin, static_argnames=('form', 'slots', 'new'))
     self._run = jax.jit(
@@ -209,8 +208,8 @@ class Generator:
       transcript.Transcript(self.tokenizer, self._end_id, limit, stop)
       for _ in prompts
     ]
-    with build.layout(self.built):
-      tokens_BT, lengths_B, put = self._place(ids, length)
+    with build.use(self.built):
+      tokens_BT, lengths_B = self._place(ids, length)
       new = min(bucket(limit), slots - length)
       state, seen = self._start(
         self._params, tokens_BT, lengths_B, values, form, slots, new
@@ -225,7 +224,7 @@ class Generator:
           state,
           values,
           np.int32(min(limit, made + chunk)),
-          put(np.array(ended)),
+          step.put(np.array(ended), self.built.mesh),
           form,
         )
         made = _read(seen, rows, made, on_text)
@@ -284,24 +283,15 @@ class Generator:
     return min(length + bucket(new), most), length
 
   def _place(self, ids, length):
-    """Padded prompts and lengths on the mesh, and what puts (B,) arrays."""
-    shards = annotate.shards('batch')
-    rows = -(-len(ids) // shards) * shards
-    if rows > len(ids):
+    """As step.place; reports the empty rows."""
+    tokens_BT, lengths_B = step.place(ids, length, self.built.mesh)
+    empty = len(lengths_B) - len(ids)
+    if empty:
       self._say(
-        f'{shards} batch shards, prompts: {len(ids)}, empty rows added: '
-        f'{rows - len(ids)}'
+        f'{annotate.shards("batch")} batch shards, prompts: {len(ids)}, empty '
+        f'rows added: {empty}'
       )
-    tokens = np.zeros((rows, length), np.int32)
-    lengths = np.zeros(rows, np.int32)
-    for i, row in enumerate(ids):
-      tokens[i, : len(row)], lengths[i] = row, len(row)
-
-    def put(x):
-      spec = annotate.spec(ROWS + (None,) * (x.ndim - 1), x.shape)
-      return jax.device_put(x, jax.NamedSharding(self.built.mesh, spec))
-
-    return put(tokens), put(lengths), put
+    return tokens_BT, lengths_B
 
 
 def _for_host(state):

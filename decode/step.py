@@ -7,7 +7,7 @@ slot T - 1 and every step writes the same slot of all rows:
     prompt   a b c . .        cache   . . a b c | d e
              f g h i j                f g h i j | k l
 
-So a row's tokens lie in one range of slots, which ends with the newest one, and
+So a row's tokens fill one range of slots, which ends with the newest one, and
 a kernel need not read others (pallas_kernels/decode_attention/op.py). A row
 that has ended continues to write empty slots. A row's numbers do not depend on
 other rows.
@@ -17,11 +17,36 @@ Legend: B rows, T prompt tokens (padded), S cache slots, D model, V vocabulary.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paraxis.models import batch as batch_lib
 from paraxis.models import layer
 from paraxis.models.mixers import protocol as mixer
 from paraxis.sharding import annotate
+
+
+def place(ids, length, mesh):
+  """Prompts on a mesh whose rules are in force, with as few empty rows behind
+  them as make the batch shards divide B.
+
+  Args:
+    ids: lists of at most `length` token ids.
+
+  Returns:
+    (tokens_BT, 0 behind each prompt; lengths_B), int32.
+  """
+  shards = annotate.shards('batch')
+  rows = -(-len(ids) // shards) * shards
+  tokens, lengths = np.zeros((rows, length), np.int32), np.zeros(rows, np.int32)
+  for i, row in enumerate(ids):
+    tokens[i, : len(row)], lengths[i] = row, len(row)
+  return put(tokens, mesh), put(lengths, mesh)
+
+
+def put(x, mesh):
+  """x (B, ...) with its rows sharded by the rules in force."""
+  spec = annotate.spec(('batch',) + (None,) * (x.ndim - 1), x.shape)
+  return jax.device_put(x, jax.NamedSharding(mesh, spec))
 
 
 def _batch(tokens, segments, positions):
@@ -50,22 +75,22 @@ def prefill(model, params, tokens_BT, lengths_B, slots):
   cache = model.init_cache(rows, length)
   batch = _batch(tokens_BT, segments, positions)
   x_BTD, cache = model(params, batch, cache)
-  cache = _turn(cache, model.pattern, length - lengths_B)
+  cache = _shift(cache, model.pattern, length - lengths_B)
   return x_BTD, model.grow_cache(cache, slots)
 
 
-def _turn(cache, pattern, empty_B):
+def _shift(cache, pattern, empty_B):
   """The cache with the last empty_B slots of each row in front."""
-  turn = lambda x: mixer.shift_slots(x, empty_B)
+  shift = lambda x: mixer.shift_slots(x, empty_B)
   grows = lambda kind: layer.MIXERS[kind[0]].capabilities.slots
   states = tuple(
-    jax.tree.map(turn, state) if grows(kind) else state
+    jax.tree.map(shift, state) if grows(kind) else state
     for kind, state in zip(pattern, cache.states, strict=True)
   )
   return cache._replace(
     states=states,
-    segments=turn(cache.segments),
-    positions=turn(cache.positions),
+    segments=shift(cache.segments),
+    positions=shift(cache.positions),
   )
 
 

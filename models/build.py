@@ -1,8 +1,7 @@
-"""From a checked configuration to mesh, rules and model: before any compiling.
+"""A configuration becomes mesh, rules and model, checked before any compiling.
 
-Every way in which the numbers of a model, a mesh and a batch cannot fit
-together is found here (of a model alone: model_checks.py), in plain integers,
-and reported with both numbers.
+Sizes of the model, the mesh and the batch that do not fit together are reported
+with both numbers; those of the model alone in checks.py.
 """
 
 import contextlib
@@ -281,8 +280,8 @@ def check_tokens(length, built, what):
 
 
 @contextlib.contextmanager
-def layout(built):
-  """Context: the rules and the mesh of a `Built` are in force."""
+def use(built):
+  """Within this context the rules and the mesh of a `Built` are in force."""
   abstract = isinstance(built.mesh, jax.sharding.AbstractMesh)
   enter = jax.sharding.use_abstract_mesh if abstract else jax.set_mesh
   with annotate.use(built.rules), enter(built.mesh):

@@ -19,7 +19,7 @@ from paraxis.sharding import annotate
 
 
 class Depth(NamedTuple):
-  """Where layers lie.
+  """Which layer each row of the stacks holds.
 
   rows: layer of every row, -1 for an empty one; (stages, chunks, layers of a
     chunk) int, or None: one stage, all layers in order.

@@ -17,14 +17,13 @@ from paraxis.sharding.tensor import project
 
 
 class Layout(NamedTuple):
-  """What a module is told of the layout: choices, never mesh axes.
+  """The choices of a layout that modules read; never mesh axes.
 
   rings: products that run as collective matmuls: 'qkv', 'output', 'gate_up',
   'down'. context: sharding.sequence.attention.ContextPlan, or None. placement:
   virtual stage of every chunk of every pipeline stage (stages, chunks), or
-  None: one stage.
-  scan: sharding.sequence.scan.ScanPlan, how states of recurrences cross it, or
-  None.
+  None: one stage. scan: sharding.sequence.scan.ScanPlan, how states of
+  recurrences cross shards of the length, or None.
   """
 
   rings: tuple = ()

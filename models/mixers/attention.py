@@ -65,35 +65,28 @@ class Attention(mixer.Mixer):
   capabilities = mixer.SLOTS
 
   def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
-    self.config, self.kind, self.layout = config, kind, layout
+    super().__init__(config, rngs, kind, layout)
     d, n = config.d_model, config.num_heads
     k, h = num_kv_heads(config), config.head_width
-    make, std = parameter.matrix, config.init_std
-    self.query = make(rngs, (d, n, h), ('embed', 'heads', 'head_dim'), std=std)
-    self.key = make(rngs, (d, k, h), ('embed', 'kv_heads', 'head_dim'), std=std)
-    self.value = make(
-      rngs, (d, k, h), ('embed', 'kv_heads', 'head_dim'), std=std
-    )
-    self.output = make(
-      rngs,
-      (n, h, d),
-      ('heads', 'head_dim', 'embed'),
-      inputs=2,
-      std=std,
-      gain=(2 * config.num_layers) ** -0.5,
-    )
+    heads, kv_heads = QUERIES[2:], KEYS[2:]
+    make = functools.partial(parameter.matrix, rngs, std=config.init_std)
+    self.query = make((d, n, h), ('embed', *heads))
+    self.key = make((d, k, h), ('embed', *kv_heads))
+    self.value = make((d, k, h), ('embed', *kv_heads))
+    gain = (2 * config.num_layers) ** -0.5
+    self.output = make((n, h, d), (*heads, 'embed'), inputs=2, gain=gain)
     if config.attention_bias:
-      self.query_bias = parameter.vector((n, h), ('heads', 'head_dim'))
-      self.key_bias = parameter.vector((k, h), ('kv_heads', 'head_dim'))
-      self.value_bias = parameter.vector((k, h), ('kv_heads', 'head_dim'))
+      self.query_bias = parameter.vector((n, h), heads)
+      self.key_bias = parameter.vector((k, h), kv_heads)
+      self.value_bias = parameter.vector((k, h), kv_heads)
     if config.attention_output_bias:
       self.output_bias = parameter.vector((d,), ('norm',))
     if config.qk_norm != 'none':
       fill = 0.0 if config.norm_zero_centered else 1.0
       whole = config.qk_norm == 'all'
       q_shape, k_shape = ((n, h), (k, h)) if whole else ((h,), (h,))
-      q_axes = ('heads', 'head_dim') if whole else ('norm',)
-      k_axes = ('kv_heads', 'head_dim') if whole else ('norm',)
+      q_axes = heads if whole else ('norm',)
+      k_axes = kv_heads if whole else ('norm',)
       self.query_norm = parameter.vector(q_shape, q_axes, fill)
       self.key_norm = parameter.vector(k_shape, k_axes, fill)
 
@@ -134,10 +127,7 @@ class Attention(mixer.Mixer):
       q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
     o, state = self._attend(q, k, v, see, state)
     # P is the head width: sorted after N, XLA need not copy the matrix.
-    (y,) = parameter.multiply(
-      self, o, QUERIES, [('output', 'BTNP,NPD->BTD', RESIDUAL)], 'output'
-    )
-    y = checkpoint_name(y, 'output')
+    y = self._output(o, QUERIES, 'BTNP,NPD->BTD')
     if config.attention_output_bias:
       y = (y + self.output_bias[...]).astype(y.dtype)
     return y, state
@@ -181,10 +171,6 @@ class Attention(mixer.Mixer):
     shape = batch, slots, num_kv_heads(self.config), self.config.head_width
     return tuple(mixer.state(KEYS, *shape, dtype=dtype) for _ in range(2))
 
-  def grow(self, state, slots):
-    """`state` with room for `slots` tokens."""
-    return tuple(mixer.more_slots(x, slots) for x in state)
-
   @staticmethod
   def check(config):
     """UserError if the fields of a schema.Model contradict each other."""
@@ -202,16 +188,27 @@ class Attention(mixer.Mixer):
     return 4 * seen * config.num_heads * config.head_width
 
 
+class SlotIds(NamedTuple):
+  """What decides which slots a query sees; dimensions as in SLOT_NAMES."""
+
+  slot: Any
+  segments: Any
+  slot_segments: Any
+  positions: Any
+  slot_positions: Any
+
+
 def slot_ids(see):
-  """The arrays that decide which slots a query sees, as SLOT_NAMES says."""
-  ids = see.segments, see.slot_segments, see.positions, see.slot_positions
-  return see.slot, *ids
+  """`SlotIds` of a batch."""
+  return SlotIds(*(getattr(see, name) for name in SlotIds._fields))
 
 
 def _attend_slots(mask, q, k, v, *ids, impl):
   """Many queries a row; arguments as of `attend_range`."""
-  ids, order = ids[1:3], ids[3:]
-  return attention_op.attention(q, k, v, mask, ids, order, impl=impl)[0]
+  ids = SlotIds(*ids)
+  segments = ids.segments, ids.slot_segments
+  order = ids.positions, ids.slot_positions
+  return attention_op.attention(q, k, v, mask, segments, order, impl=impl)[0]
 
 
 def attend_range(mask, q, k, v, *ids):
@@ -224,17 +221,18 @@ def attend_range(mask, q, k, v, *ids):
   Args:
     mask: attention_op.Mask.
     q, k, v: (B, 1, N, H), (B, S, K, H), (B, S, K, V).
-    ids: from `slot_ids`.
+    ids: the fields of `SlotIds`.
   """
-  slot, segments, in_slots, positions, places = ids
-  begin_B1, valid = jnp.maximum(slot - positions, 0), segments > 0
+  ids = SlotIds(*ids)
+  begin_B1, valid = jnp.maximum(ids.slot - ids.positions, 0), ids.segments > 0
   at_begin = lambda x: jnp.take_along_axis(x, begin_B1, 1)
-  lengths_B = jnp.where(valid, slot + 1 - begin_B1, 0)[:, 0]
+  lengths_B = jnp.where(valid, ids.slot + 1 - begin_B1, 0)[:, 0]
   o, _ = decode_attention.ragged(
     q, k, v, mask, lengths_B, begins_B=begin_B1[:, 0]
   )
-  sound = (positions <= slot) & (at_begin(in_slots) == segments)
-  sound = (sound & (at_begin(places) == 0)) | ~valid
+  sound = at_begin(ids.slot_segments) == ids.segments
+  sound &= (ids.positions <= ids.slot) & (at_begin(ids.slot_positions) == 0)
+  sound |= ~valid
   return jnp.where(sound[..., None, None], o, jnp.nan)
 
 

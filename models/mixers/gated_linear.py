@@ -13,6 +13,8 @@ Legend: B rows, T tokens, D model, N heads, H head width (K of q and k, V of v),
 R rank of the decays, W taps.
 """
 
+import functools
+
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
@@ -41,45 +43,35 @@ class GatedLinear(mixer.Mixer):
   capabilities = mixer.RECURRENT
 
   def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
-    del kind
-    self.config, self.layout = config, layout
-    own, d, std = config.gated_linear, config.d_model, config.init_std
+    super().__init__(config, rngs, kind, layout)
+    own, d, heads = config.gated_linear, config.d_model, mixer.HEADS[2:]
     n, k, v = sizes(config)
-    heads = ('embed', 'heads', 'head_dim')
-    make = parameter.matrix
-    self.query = make(rngs, (d, n, k), heads, std=std)
-    self.key = make(rngs, (d, n, k), heads, std=std)
-    self.value = make(rngs, (d, n, v), heads, std=std)
-    self.output_gate = make(rngs, (d, n, v), heads, std=std)
+    make = functools.partial(parameter.matrix, rngs, std=config.init_std)
+    self.query = make((d, n, k), ('embed', *heads))
+    self.key = make((d, n, k), ('embed', *heads))
+    self.value = make((d, n, v), ('embed', *heads))
+    self.output_gate = make((d, n, v), ('embed', *heads))
     r = own.gate_rank
-    self.decay_down = make(rngs, (d, r), ('embed', None), std=std)
-    self.decay_up = make(rngs, (r, n, k), (None, *heads[1:]), std=std)
-    self.decay_bias = parameter.vector((n, k), heads[1:])
+    self.decay_down = make((d, r), ('embed', None))
+    self.decay_up = make((r, n, k), (None, *heads))
+    self.decay_bias = parameter.vector((n, k), heads)
     self.output_norm = parameter.vector((v,), ('norm',), 1.0)
-    self.output = make(
-      rngs, (n, v, d), (*heads[1:], 'embed'), inputs=2, std=std,
-      gain=(2 * config.num_layers) ** -0.5,
-    )  # fmt: skip
+    gain = (2 * config.num_layers) ** -0.5
+    self.output = make((n, v, d), (*heads, 'embed'), inputs=2, gain=gain)
     if own.conv_width:
       for name, wide in (('query', k), ('key', k), ('value', v)):
         # No matrix: its taps are those of separate channels.
         taps = parameter.embedding(
-          rngs, (own.conv_width, n, wide), (None, *heads[1:]),
+          rngs, (own.conv_width, n, wide), (None, *heads),
           own.conv_width**-0.5,
         )  # fmt: skip
         setattr(self, f'{name}_conv', taps)
 
   def __call__(self, x_BTD, see, state=None):
-    outs = parameter.multiply(
-      self,
-      x_BTD,
-      mixer.RESIDUAL,
-      [
-        (name, 'BTD,DNH->BTNH', mixer.HEADS)
-        for name in (*INPUTS, 'output_gate')
-      ],
-      'qkv',
-    )
+    outs = self._project(
+      x_BTD, mixer.RESIDUAL, 'BTD,DNH->BTNH', (*INPUTS, 'output_gate'),
+      mixer.HEADS, 'qkv',
+    )  # fmt: skip
     *inputs, r = map(checkpoint_name, outs, (*INPUTS, 'gate'))
     decay = self._log_decay(x_BTD)
     memory, tails = state or (None, (None,) * 3)
@@ -92,11 +84,7 @@ class GatedLinear(mixer.Mixer):
     )
     o = checkpoint_name(o, 'scan')
     o = norm.rms(o, self.output_norm[...], self.config.norm_epsilon)
-    (y,) = parameter.multiply(
-      self, o * jax.nn.silu(r), mixer.HEADS,
-      [('output', 'BTNP,NPD->BTD', mixer.RESIDUAL)], 'output',
-    )  # fmt: skip
-    y = checkpoint_name(y, 'output')
+    y = self._output(o * jax.nn.silu(r), mixer.HEADS, 'BTNP,NPD->BTD')
     return y, None if state is None else (memory, tuple(tails))
 
   def _convolve(self, inputs, see, tails):
@@ -112,14 +100,13 @@ class GatedLinear(mixer.Mixer):
 
   def _log_decay(self, x):
     """log a_BTNK <= 0, in at least float32: small decays must not round."""
-    (low,) = parameter.multiply(
-      self, x, mixer.RESIDUAL, [('decay_down', 'BTD,DR->BTR', mixer.LOW)]
+    (low,) = self._project(
+      x, mixer.RESIDUAL, 'BTD,DR->BTR', ['decay_down'], mixer.LOW
     )
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    (z,) = parameter.multiply(
-      self, low, mixer.LOW, [('decay_up', 'BTR,RNH->BTNH', mixer.HEADS)],
-      dtype=wide,
-    )  # fmt: skip
+    (z,) = self._project(
+      low, mixer.LOW, 'BTR,RNH->BTNH', ['decay_up'], mixer.HEADS, dtype=wide
+    )
     bias = self.decay_bias[...].astype(wide)
     return (
       jax.nn.log_sigmoid(z + bias) / self.config.gated_linear.gate_normaliser

@@ -72,7 +72,7 @@ class LatentAttention(mixer.Mixer):
   capabilities = mixer.SLOTS
 
   def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
-    self.config, self.kind, self.layout = config, kind, layout
+    super().__init__(config, rngs, kind, layout)
     own, d, n = config.latent, config.d_model, config.num_heads
     if _apart(own):
       self.capabilities = mixer.SLOTS._replace(exact=False)
@@ -100,7 +100,8 @@ class LatentAttention(mixer.Mixer):
     low, k_rope, q = self._inputs(x_BTD, see)
     latent = self._norm(low, self.latent_norm)
     if state is None:
-      return self._output(self._attend_all(q, latent, k_rope, see)), None
+      o = self._attend_all(q, latent, k_rope, see)
+      return self._output(o, HEADS, 'BTNP,NPD->BTD'), None
     new = self._cached(low, latent, k_rope)
     (slots,) = state = attention.write(state, (new,), see.slot)
     if x_BTD.shape[1] == slots.shape[1]:  # no older tokens in the cache
@@ -109,14 +110,10 @@ class LatentAttention(mixer.Mixer):
       o = self._attend_slots(q, *self._uncached(slots.astype(q.dtype)), see)
     else:
       o = self._attend_absorbed(q, slots.astype(q.dtype), see)
-    return self._output(o), state
+    return self._output(o, HEADS, 'BTNP,NPD->BTD'), state
 
   def _norm(self, x, scale):
     return norm.rms(x, scale[...], self.config.norm_epsilon)
-
-  def _project(self, x, x_names, equation, names, out, ring=''):
-    products = [(name, equation, out) for name in names]
-    return parameter.multiply(self, x, x_names, products, ring)
 
   def _inputs(self, x, see):
     """(latent_BTR before its norm, k_rope_BT1P, q_BTNH with P behind H)."""
@@ -230,12 +227,6 @@ class LatentAttention(mixer.Mixer):
     o = o.reshape(*o.shape[:3], own.rank)
     return self._project(o, names, 'BTNR,RNV->BTNV', ['value'], HEADS)[0]
 
-  def _output(self, o):
-    (y,) = self._project(
-      o, HEADS, 'BTNP,NPD->BTD', ['output'], mixer.RESIDUAL, 'output'
-    )
-    return checkpoint_name(y, 'output')
-
   def init_state(self, batch, slots, dtype):
     """Empty slots (B, S, G, E); UserError if devices do not divide G."""
     own = self.config.latent
@@ -248,10 +239,6 @@ class LatentAttention(mixer.Mixer):
       )
     shape = batch, slots, own.groups, own.rank // own.groups + own.rope_dim
     return (mixer.state(self._parts(), *shape, dtype=dtype),)
-
-  def grow(self, state, slots):
-    """`state` with room for `slots` tokens."""
-    return tuple(mixer.more_slots(x, slots) for x in state)
 
   @staticmethod
   def check(config):

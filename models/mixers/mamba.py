@@ -111,17 +111,16 @@ class Mamba2(_Mamba):
   name = 'mamba2'
 
   def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
-    del kind
-    self.config, self.layout = config, layout
-    own, d, std = config.mamba, config.d_model, config.init_std
+    super().__init__(config, rngs, kind, layout)
+    own, d, heads = config.mamba, config.d_model, mixer.HEADS[2:]
     p, g, s = own.head_dim, own.groups, own.state
     n = num_heads(config)
-    make, heads = parameter.matrix, ('heads', 'head_dim')
-    self.gate = make(rngs, (d, n, p), ('embed', *heads), std=std)
-    self.value = make(rngs, (d, n, p), ('embed', *heads), std=std)
-    self.step = make(rngs, (d, n), ('embed', 'heads'), std=std)
+    make = functools.partial(parameter.matrix, rngs, std=config.init_std)
+    self.gate = make((d, n, p), ('embed', *heads))
+    self.value = make((d, n, p), ('embed', *heads))
+    self.step = make((d, n), ('embed', 'heads'))
     shared = (None, None, None)
-    self.shared = make(rngs, (d, 2, g, s), ('embed', *shared), std=std)
+    self.shared = make((d, 2, g, s), ('embed', *shared))
     self.value_conv = _taps(rngs, config, (n, p), heads)
     self.shared_conv = _taps(rngs, config, (2, g, s), shared)
     self.value_bias = parameter.vector((n, p), heads)
@@ -131,10 +130,8 @@ class Mamba2(_Mamba):
     self.a_log = _drawn(jnp.log(rates), ('heads',))
     self.skip = parameter.vector((n,), ('heads',), 1.0)
     self.norm = parameter.vector((n, p), heads, 1.0)
-    self.output = make(
-      rngs, (n, p, d), (*heads, 'embed'), inputs=2, std=std,
-      gain=(2 * config.num_layers) ** -0.5,
-    )  # fmt: skip
+    gain = (2 * config.num_layers) ** -0.5
+    self.output = make((n, p, d), (*heads, 'embed'), inputs=2, gain=gain)
 
   def __call__(self, x_BTD, see, state=None):
     x, z, dt = parameter.multiply(
@@ -148,8 +145,8 @@ class Mamba2(_Mamba):
       ],
       'qkv',
     )
-    (shared,) = parameter.multiply(
-      self, x_BTD, mixer.RESIDUAL, [('shared', 'BTD,DCGS->BTCGS', SHARED)]
+    (shared,) = self._project(
+      x_BTD, mixer.RESIDUAL, 'BTD,DCGS->BTCGS', ['shared'], SHARED
     )
     shared = annotate.move(shared, SHARED, SHARED_ROWS)
     x, z = checkpoint_name(x, 'value'), checkpoint_name(z, 'gate')
@@ -166,11 +163,7 @@ class Mamba2(_Mamba):
     o = checkpoint_name(o, 'scan')
     o = o + (self.skip[...][:, None] * x).astype(o.dtype)
     o = self._normalise(o * jax.nn.silu(z))
-    (y,) = parameter.multiply(
-      self, o, mixer.HEADS, [('output', 'BTNP,NPD->BTD', mixer.RESIDUAL)],
-      'output',
-    )  # fmt: skip
-    y = checkpoint_name(y, 'output')
+    y = self._output(o, mixer.HEADS, 'BTNP,NPD->BTD')
     return y, None if state is None else (memory, (tail, other))
 
   def _on_heads(self, x_BTGS):
@@ -248,45 +241,38 @@ class Mamba(_Mamba):
   name = 'mamba'
 
   def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
-    del kind
-    self.config, self.layout = config, layout
-    own, d, std = config.mamba, config.d_model, config.init_std
+    super().__init__(config, rngs, kind, layout)
+    own, d = config.mamba, config.d_model
     f, r, s = inner(config), step_rank(config), own.state
-    make = parameter.matrix
-    self.gate = make(rngs, (d, f), ('embed', 'mlp'), std=std)
-    self.value = make(rngs, (d, f), ('embed', 'mlp'), std=std)
+    make = functools.partial(parameter.matrix, rngs, std=config.init_std)
+    self.gate = make((d, f), ('embed', 'mlp'))
+    self.value = make((d, f), ('embed', 'mlp'))
     self.value_conv = _taps(rngs, config, (f,), ('mlp',))
     self.value_bias = parameter.vector((f,), ('mlp',))
-    self.step_down = make(rngs, (f, r), ('mlp', None), std=std)
-    self.step_up = make(rngs, (r, f), (None, 'mlp'))
+    self.step_down = make((f, r), ('mlp', None))
+    self.step_up = parameter.matrix(rngs, (r, f), (None, 'mlp'))
     self.step_bias = _step_bias(rngs, config, (f,), ('mlp',))
-    self.shared = make(rngs, (f, 2, s), ('mlp', None, None), std=std)
+    self.shared = make((f, 2, s), ('mlp', None, None))
     rates = jnp.broadcast_to(jnp.arange(1.0, s + 1), (f, s))
     self.a_log = _drawn(jnp.log(rates), ('mlp', None))
     self.skip = parameter.vector((f,), ('mlp',), 1.0)
     if own.inner_norm:
       self.step_norm = parameter.vector((r,), ('norm',), 1.0)
       self.shared_norm = parameter.vector((2, s), (None, 'norm'), 1.0)
-    self.output = make(
-      rngs, (f, d), ('mlp', 'embed'), std=std,
-      gain=(2 * config.num_layers) ** -0.5,
-    )  # fmt: skip
+    gain = (2 * config.num_layers) ** -0.5
+    self.output = make((f, d), ('mlp', 'embed'), gain=gain)
 
   def __call__(self, x_BTD, see, state=None):
-    x, z = parameter.multiply(
-      self, x_BTD, mixer.RESIDUAL,
-      [(name, 'BTD,DF->BTF', WIDE) for name in ('value', 'gate')], 'qkv',
-    )  # fmt: skip
+    x, z = self._project(
+      x_BTD, mixer.RESIDUAL, 'BTD,DF->BTF', ('value', 'gate'), WIDE, 'qkv'
+    )
     x, z = checkpoint_name(x, 'value'), checkpoint_name(z, 'gate')
     memory, tail = state or (None, None)
     x, tail = self._conv('value', x, WIDE, see, tail)
     dt, shared = self._steps_and_shared(x)
     o, memory = self._scan(x, dt, shared, see, memory)
     o = checkpoint_name(o, 'scan') * jax.nn.silu(z)
-    (y,) = parameter.multiply(
-      self, o, WIDE, [('output', 'BTF,FD->BTD', mixer.RESIDUAL)], 'output'
-    )
-    y = checkpoint_name(y, 'output')
+    y = self._output(o, WIDE, 'BTF,FD->BTD')
     return y, None if state is None else (memory, tail)
 
   def _steps_and_shared(self, x_BTF):
@@ -304,9 +290,7 @@ class Mamba(_Mamba):
       eps = self.config.norm_epsilon
       low = norm.rms(low, self.step_norm[...], eps)
       shared = norm.rms(shared, self.shared_norm[...], eps)
-    (dt,) = parameter.multiply(
-      self, low, mixer.LOW, [('step_up', 'BTR,RF->BTF', WIDE)]
-    )
+    (dt,) = self._project(low, mixer.LOW, 'BTR,RF->BTF', ['step_up'], WIDE)
     dt = self._steps(checkpoint_name(dt, 'key'))
     return dt, annotate.move(shared, SHARED[:4], SHARED_ROWS[:4])
 

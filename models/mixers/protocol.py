@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from flax import nnx
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.models import parameter
@@ -40,21 +41,16 @@ TAIL = ('batch', None, 'heads', 'head_dim')
 class Capabilities(NamedTuple):
   """What decoding may ask of the state of a mixer.
 
-  slots: the state grows with the tokens (else it has one size). tree: tokens
-  may share a prefix and not see one another. random_write: a token may be
-  written again. bidirectional: a token may see later tokens. exact: prefill and
-  single-token steps equal one pass over the whole sequence.
+  slots: the state grows with the tokens (else it has one size). exact: prefill
+  and single-token steps equal one pass over the whole sequence.
   """
 
   slots: bool
-  tree: bool
-  random_write: bool
-  bidirectional: bool
   exact: bool = True
 
 
-SLOTS = Capabilities(True, True, True, True)
-RECURRENT = Capabilities(False, False, False, False)
+SLOTS = Capabilities(slots=True)
+RECURRENT = Capabilities(slots=False)
 
 
 class Mixer(nnx.Module):
@@ -66,12 +62,11 @@ class Mixer(nnx.Module):
 
   name: ClassVar[str]
   capabilities: Capabilities
-  config: Any
-  layout: parameter.Layout
 
   def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
-    """config: schema.Model. kind: its letter."""
-    raise NotImplementedError
+    """config: schema.Model. kind: its letter. Subclasses add parameters."""
+    del rngs
+    self.config, self.kind, self.layout = config, kind, layout
 
   def __call__(self, x_BTD, see, state=None) -> tuple[jax.Array, Any]:
     """(y_BTD, state); see: attention.Visibility. Without a state: None."""
@@ -83,8 +78,9 @@ class Mixer(nnx.Module):
 
   def grow(self, state, slots: int) -> Any:
     """`state` with room for `slots` tokens; one of one size stays as it is."""
-    del slots
-    return state
+    if not self.capabilities.slots:
+      return state
+    return tuple(more_slots(x, slots) for x in state)
 
   @staticmethod
   def check(config) -> None:
@@ -98,6 +94,19 @@ class Mixer(nnx.Module):
   def mixing_flops(config, kind: str, length: int) -> int:
     """Of a forward pass over a row of `length`, projections left out."""
     raise NotImplementedError
+
+  def _project(self, x, x_names, equation, names, out, ring='', **options):
+    """[product of x with each parameter named, by one einsum equation].
+
+    out: logical names of each product. The rest: as of parameter.multiply.
+    """
+    products = [(name, equation, out) for name in names]
+    return parameter.multiply(self, x, x_names, products, ring, **options)
+
+  def _output(self, x, x_names, equation):
+    """The product with the parameter `output`, for the residual stream."""
+    (y,) = self._project(x, x_names, equation, ['output'], RESIDUAL, 'output')
+    return checkpoint_name(y, 'output')
 
 
 def valid(see):

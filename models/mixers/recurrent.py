@@ -71,8 +71,7 @@ class Recurrent(mixer.Mixer):
   gates = 3
 
   def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
-    del kind
-    self.config, self.layout = config, layout
+    super().__init__(config, rngs, kind, layout)
     own, d, std = config.recurrent, config.d_model, config.init_std
     n = own.heads
     h = d // n
@@ -105,16 +104,10 @@ class Recurrent(mixer.Mixer):
     )  # fmt: skip
 
   def __call__(self, x_BTD, see, state=None):
-    outs = parameter.multiply(
-      self,
-      x_BTD,
-      mixer.RESIDUAL,
-      [
-        (name, 'BTD,DNH->BTNH', mixer.HEADS)
-        for name in ('input', 'output_gate')
-      ],
-      'qkv',
-    )
+    outs = self._project(
+      x_BTD, mixer.RESIDUAL, 'BTD,DNH->BTNH', ('input', 'output_gate'),
+      mixer.HEADS, 'qkv',
+    )  # fmt: skip
     x, gate = map(checkpoint_name, outs, ('query', 'gate'))
     memory, tail = state or (None, None)
     x, tail = recurrence.conv(
@@ -134,21 +127,16 @@ class Recurrent(mixer.Mixer):
       h * jax.nn.silu(gate), self.norm[...], self.config.norm_epsilon,
       axis=(-2, -1), name='heads',
     )  # fmt: skip
-    (y,) = parameter.multiply(
-      self, h, mixer.HEADS, [('output', 'BTNP,NPD->BTD', mixer.RESIDUAL)],
-      'output',
-    )  # fmt: skip
-    y = checkpoint_name(y, 'output')
+    y = self._output(h, mixer.HEADS, 'BTNP,NPD->BTD')
     return y, None if state is None else (memory, tail)
 
   def _inputs(self, x):
     """[u_BTNH of each of three gates], in at least float32."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    outs = parameter.multiply(
-      self, x, mixer.HEADS,
-      [(f'block_{i}', 'BTNH,NHP->BTNP', mixer.HEADS) for i in range(3)],
-      dtype=wide,
-    )  # fmt: skip
+    blocks = [f'block_{i}' for i in range(3)]
+    outs = self._project(
+      x, mixer.HEADS, 'BTNH,NHP->BTNP', blocks, mixer.HEADS, dtype=wide
+    )
     bias = self.bias[...].astype(wide)
     return [u + bias[i] for i, u in enumerate(outs)]
 

@@ -76,9 +76,8 @@ class ConvolutionAttention(mixer.Mixer):
   capabilities = mixer.RECURRENT
 
   def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
-    del kind
     _check_form(layout.context)
-    self.config, self.layout = config, layout
+    super().__init__(config, rngs, kind, layout)
     own, d, v = config.tcn, config.d_model, value_dim(config)
     make = functools.partial(parameter.matrix, rngs, std=config.init_std)
     down = dict(gain=(2 * config.num_layers) ** -0.5)
@@ -107,14 +106,14 @@ class ConvolutionAttention(mixer.Mixer):
 
   def __call__(self, x_BTD, see, state=None):
     tails, slots = state or (None, None)
-    h, value = self._project(
+    h, value = self._affine(
       x_BTD, mixer.RESIDUAL, ['channels', 'value'], WIDE, 'qkv'
     )
     h, tails = self._convolve(h, see, tails)
-    (mixed,) = self._project(h, WIDE, ['mixed'], mixer.RESIDUAL, 'output')
-    (z,) = self._project(mixed, mixer.RESIDUAL, ['shared'], mixer.LOW)
-    (reset,) = self._project(mixed, mixer.RESIDUAL, ['reset'], WIDE, 'qkv')
-    update, hidden = self._project(
+    (mixed,) = self._affine(h, WIDE, ['mixed'], mixer.RESIDUAL, 'output')
+    (z,) = self._affine(mixed, mixer.RESIDUAL, ['shared'], mixer.LOW)
+    (reset,) = self._affine(mixed, mixer.RESIDUAL, ['reset'], WIDE, 'qkv')
+    update, hidden = self._affine(
       mixed, mixer.RESIDUAL, ['update', 'hidden'], mixer.RESIDUAL
     )
     value = jax.nn.silu(checkpoint_name(value, 'value'))
@@ -126,15 +125,16 @@ class ConvolutionAttention(mixer.Mixer):
     )
     o, slots = self._attend(q, k, value, see, slots)
     o = o * jax.nn.silu(checkpoint_name(reset, 'gate'))
-    (more,) = self._project(o, WIDE, ['output'], mixer.RESIDUAL, 'output')
+    (more,) = self._affine(o, WIDE, ['output'], mixer.RESIDUAL, 'output')
     hidden = jax.nn.silu(checkpoint_name(hidden + more, 'output'))
     y = jax.nn.sigmoid(update) * (hidden - x_BTD)
     return y, None if state is None else (tails, slots)
 
-  def _project(self, x, x_names, names, out, ring=''):
+  def _affine(self, x, x_names, names, out, ring=''):
     """Products with several matrices, and their biases."""
-    products = [(name, 'BTD,DE->BTE', out) for name in names]
-    return parameter.multiply(self, x, x_names, products, ring, biased=True)
+    return self._project(
+      x, x_names, 'BTD,DE->BTE', names, out, ring, biased=True
+    )
 
   def _convolve(self, h, see, tails):
     kept = []

@@ -1,4 +1,4 @@
-"""Latents of a checkpoint are parted and turned as decoding asks for."""
+"""Latents of a checkpoint are sharded and rotated as decoding asks for."""
 
 import dataclasses
 import json
@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
@@ -14,8 +15,6 @@ from paraxis.decode import __main__ as command
 from paraxis.decode import latents
 from paraxis.decode import load
 from paraxis.models import build
-from paraxis.models.text import tokenizer
-from paraxis.sharding.checkpoint import store
 
 LATENT = dict(rank=8, nope_dim=4, rope_dim=4, value_dim=4)
 TINY = dict(
@@ -48,19 +47,11 @@ def save(path, **latent):
   params[f'{name}latent_norm'] += rng.uniform(-0.3, 0.3, 8)
   if latent:
     params[f'{name}shares'] /= latent['groups']
-  tree = {
-    f'params/{p}': jax.device_put(
-      v.astype(np.float32), built.params[p].sharding
-    )
+  params = {
+    p: jax.device_put(v.astype(np.float32), built.params[p].sharding)
     for p, v in params.items()
   }
-  axes = {f'params/{p}': built.model.axes[p] for p in params}
-  meta = dict(
-    config=schema.to_json(config), tokenizer=tokenizer.Bytes().fingerprint
-  )
-  with store.Store(path / 'checkpoints', asynchronous=False) as s:
-    s.save(1, tree, axes, meta)
-  return path
+  return support.save_run(path, config, built, params)
 
 
 @pytest.fixture(scope='module')
@@ -95,11 +86,11 @@ def test_another_basis_is_the_same_model(workdir, exact):
   assert found['tokens'] == exact[0]
   np.testing.assert_allclose(found['logprobs'], exact[1], atol=1e-5)
   scale = made._params['layers/1/latent_attention/latent_norm']
-  np.testing.assert_array_equal(scale, np.ones(8))  # it was turned
+  np.testing.assert_array_equal(scale, np.ones(8))  # it was rotated
   assert 'layers/1/latent_attention/shares' not in made._params
 
 
-def test_parts_with_scores_of_their_own_are_another_model(workdir, exact):
+def test_shards_with_scores_of_their_own_are_another_model(workdir, exact):
   """After the prompt, which they do not change; on a mesh as on one device."""
   found = {
     rotation: continued(workdir, rotation=rotation, **OWN)[1]
@@ -125,7 +116,7 @@ def test_shares_are_measured_on_text(workdir):
   np.testing.assert_allclose(share, 0.5)
 
 
-def test_a_run_that_was_trained_in_parts(workdir, tmp_path):
+def test_a_run_that_was_trained_with_latent_shards(workdir, tmp_path):
   """Its checkpoint holds shares; whole latents have none."""
   path = save(tmp_path, **OWN)
   found, want = generator(path, groups=1)._params, generator(workdir)._params
@@ -163,7 +154,7 @@ def test_the_command_asks_for_it(workdir, tmp_path, capsys, exact):
   assert (code, out) == (2, '') and 'rank=8 is not divisible' in err
 
 
-def test_more_text_than_is_read_is_said(monkeypatch):
+def test_more_text_than_is_read_is_reported(monkeypatch):
   monkeypatch.setattr(latents, 'MOST', 16)
   said = []
   rows = latents._rows([range(20), range(30)], 8, 4, said.append)

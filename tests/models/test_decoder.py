@@ -1,4 +1,4 @@
-"""The decoder against plain loops, and every layout against one device.
+"""The decoder against plain loops; presets of rules, and their collectives.
 
 Legend: B rows, T tokens, D model, N heads, K kv heads, H head width, F mlp,
 V vocabulary, L layers.
@@ -10,16 +10,15 @@ import re
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+import module_cases
 import numpy as np
 import pytest
-import support
 
 from paraxis.configs import schema
 from paraxis.models import batch
 from paraxis.models import build
 from paraxis.models import decoder
 from paraxis.models import memory
-from paraxis.models.mixers import rope
 from paraxis.sharding import annotate
 from paraxis.sharding.sequence import order as context_order
 from paraxis.sharding.tensor import project
@@ -63,20 +62,13 @@ def model_of(remat='none', **fields):
   return decoder.Decoder(schema.Model(**TINY | fields), memory.policy(remat))
 
 
-def randomised(model, seed=0):
-  """NumPy parameters; scales and biases random too, or they hide mistakes."""
-  rng = np.random.default_rng(seed)
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  return {
-    p: rng.normal(0, 0.3, s.shape).astype(s.dtype)
-    for p, s in sorted(shapes.items())
-  }
+randomised = functools.partial(module_cases.parameters, spread=0.3)
 
 
 def evaluate(model, params, data):
   """Loss and gradients."""
   run = jax.value_and_grad(functools.partial(loss.next_token, model))
-  return support.jit(run)(params, data)
+  return jax.jit(run)(params, data)
 
 
 def assert_close(actual, expected, bound):
@@ -162,21 +154,11 @@ def test_another_order_of_layers_is_seen():
   assert abs(wrong - right) > 1e-6 * right
 
 
-@pytest.mark.parametrize('remat', ['attention', 'dots', 'full'])
-def test_remat_keeps_the_gradients(remat):
-  model = model_of(remat)
-  found = evaluate(model, randomised(model), rows(3))
-  assert_close(found, kept_gradients(), 1e-12)
-
-
-@functools.cache
-def kept_gradients():
-  model = model_of()
-  return evaluate(model, randomised(model), rows(3))
-
-
 def test_full_remat_saves_memory():
-  """Bytes of temporaries in the compiled gradient, eight layers."""
+  """Bytes of temporaries in the compiled gradient, eight layers.
+
+  That it keeps the gradients: tests/train/certify/test_verify.py.
+  """
   found = {}
   for remat in ('none', 'attention', 'full'):
     model = model_of(remat, num_layers=8, d_ff=256)
@@ -186,49 +168,6 @@ def test_full_remat_saves_memory():
     found[remat] = compiled.memory_analysis().temp_size_in_bytes
   assert found['full'] < 0.5 * found['none'], found
   assert found['full'] < found['attention'] < found['none'], found
-
-
-def features(model):
-  return jax.jit(lambda params, data: model(params, data)[0])
-
-
-def changed(run, params, data, row, at):
-  """(B, T) bool: features that differ when token (row, at) does."""
-  tokens = data.tokens.copy()
-  tokens[row, at] = (tokens[row, at] + 1) % V
-  before, after = (run(params, d) for d in (data, data._replace(tokens=tokens)))
-  assert np.isfinite(before).all()
-  return np.asarray(before != after).any(-1)
-
-
-def test_documents_of_a_row_are_isolated():
-  model, data = model_of(pattern='WF'), rows(2)
-  data.segments[1], data.positions[1] = (
-    [1] * 4 + [2] * 6,
-    [*range(4), *range(6)],
-  )
-  run, params = features(model), randomised(model)
-  for at in (0, 2, 5):
-    seen = changed(run, params, data, 1, at)
-    expected = np.zeros_like(seen)
-    expected[1, at : 4 if at < 4 else T] = True
-    np.testing.assert_array_equal(seen, expected)
-  one = data._replace(segments=np.ones_like(data.segments))
-  assert changed(run, params, one, 1, 2)[1, 4:].all()
-
-
-def test_a_window_limits_what_is_seen():
-  """One layer sees `window` tokens, n layers n (window - 1) + 1."""
-  data = rows(1, 16)
-  data = data._replace(
-    segments=np.ones_like(data.segments),
-    positions=np.arange(16, dtype=np.int32)[None],
-  )
-  for pattern, reach in (('W', 2 * 3), ('WF', 16)):
-    model = model_of(pattern=pattern, num_layers=2)
-    seen = changed(features(model), randomised(model), data, 0, 5)[0]
-    t = np.arange(16)
-    np.testing.assert_array_equal(seen, (t >= 5) & (t <= 5 + reach))
 
 
 def test_bfloat16_arithmetic_stays_close():
@@ -257,7 +196,7 @@ def test_a_tied_gradient_is_the_sum_of_both_ends():
   tied, free = model_of(), model_of(tied_embedding=False)
   params, data = randomised(tied), rows(3)
   assert 'head' not in params
-  found, grads = kept_gradients()
+  found, grads = evaluate(tied, params, data)
   both = params | dict(head=params['embedding'])
   expected, ends = evaluate(free, both, data)
   np.testing.assert_allclose(found, expected, rtol=1e-12)
@@ -281,7 +220,8 @@ def test_logits_are_capped():
 def test_padding_rows_stay_finite():
   model, data = model_of(), rows(2)
   data = data._replace(segments=np.zeros_like(data.segments))
-  assert np.isfinite(features(model)(randomised(model), data)).all()
+  run = jax.jit(lambda params: model(params, data)[0])
+  assert np.isfinite(run(randomised(model))).all()
 
 
 def test_init_is_the_same_under_a_layout():
@@ -316,25 +256,42 @@ KITCHENS = {
 }  # fmt: skip
 EXPLICIT = dict(collectives='explicit')
 WHOLE = dict(rules='tensor', sequence=False)
-LAYOUTS = [
-  ('data=8', dict(rules='data'), 'rope'),
-  ('data=8', EXPLICIT | dict(zero=3), 'learned'),
-  ('fsdp=8', dict(rules='fsdp'), 'learned'),
-  ('fsdp=8', EXPLICIT, 'rope'),
-  ('tensor=8', WHOLE, 'learned'),
-  ('data=2,tensor=4', dict(rules='tensor'), 'learned'),
-  ('tensor=8', EXPLICIT, 'rope'),
-  ('data=2,fsdp=2,tensor=2', {}, 'rope'),
-  ('replica=2,fsdp=2,tensor=2', EXPLICIT | dict(zero=2), 'learned'),
-  ('context=4,tensor=2', dict(collective_matmul='all'), 'rope'),
-  ('data=1', dict(rules='replicated'), 'rope'),
+# Presets other than the one of tests/train/certify/test_invariance.py.
+PRESETS = [
+  ('rope', dict(rules='data', data=8)),
+  ('learned', dict(rules='fsdp', fsdp=8)),
+  ('learned', WHOLE | dict(tensor=8)),
+  ('learned', dict(rules='tensor', data=2, tensor=4)),
 ]
 
 
-@functools.cache
-def one_device(kitchen):
-  model = model_of(**WIDE | KITCHENS[kitchen])
-  return evaluate(model, randomised(model), rows(B, LONG))
+def certified(kitchen, mesh):
+  model = schema.Model(**WIDE | KITCHENS[kitchen])
+  return module_cases.certified(model, **mesh)
+
+
+@pytest.mark.parametrize('kitchen, mesh', PRESETS)
+def test_a_preset_equals_one_device(kitchen, mesh):
+  rows = certified(kitchen, mesh)
+  assert len(rows) == 2 and all(row.passed for row in rows), rows
+
+
+def test_a_dropped_partial_sum_is_seen(monkeypatch):
+  """One device's term is missing from the sum over the hidden width."""
+  whole = project.project
+
+  def partial(x, x_names, weights, *rest, **options):
+    missing = np.arange(F)[:, None] < (F // 8 if annotate.sizes() else 0)
+    weights = [
+      (e, w._replace(value=jnp.where(missing, 0, w.value)), *names)
+      if e == 'BTF,FD->BTD'
+      else (e, w, *names)
+      for e, w, *names in weights
+    ]
+    return whole(x, x_names, weights, *rest, **options)
+
+  monkeypatch.setattr(project, 'project', partial)
+  assert not any(row.passed for row in certified('learned', PRESETS[2][1]))
 
 
 @functools.cache
@@ -345,14 +302,11 @@ def placed(mesh, kitchen, **choices):
     model=schema.Model(**WIDE | KITCHENS[kitchen]),
     data=schema.Data(sequence_length=LONG),
   )
-  devices = jax.devices()[: 1 if mesh == 'data=1' else 8]
-  built = build.build(config, mesh, devices=devices)
+  built = build.build(config, mesh)
   build.check_rows(B, built, 'batch')
-  with build.layout(built):
+  with build.use(built):
     run = jax.jit(step.make(built, None, 0.0).grads)
-    return built, run.lower(built.params, put_rows(built)).compile(
-      support.QUICK
-    )
+    return built, run.lower(built.params, put_rows(built)).compile()
 
 
 def put_rows(built):
@@ -360,60 +314,13 @@ def put_rows(built):
   plan, order = built.model.layout.context, slice(None)
   if plan is not None:
     order = context_order.permutation(plan.layout, plan.n, LONG)
-  with build.layout(built):
+  with build.use(built):
     spec = annotate.spec(('batch', 'length'))
   put = lambda x, s: jax.device_put(x, jax.NamedSharding(built.mesh, s))
   return jax.tree.map(
     lambda x: put(x[:, order], spec) if np.ndim(x) else put(x, P()),
     rows(B, LONG),
   )
-
-
-def run_placed(built, compiled):
-  params = {
-    p: jax.device_put(v, built.params[p].sharding)
-    for p, v in randomised(built.model).items()
-  }
-  return compiled(params, put_rows(built))
-
-
-@pytest.mark.parametrize('mesh, choices, kitchen', LAYOUTS)
-def test_a_layout_equals_one_device(mesh, choices, kitchen):
-  built, compiled = placed(mesh, kitchen, **choices)
-  value, grads = run_placed(built, compiled)
-  assert_close((value, grads), one_device(kitchen), 1e-9)
-  for path, g in grads.items():
-    if choices.get('zero', 0) < 1:  # else tests/train/test_zero.py
-      assert g.sharding.is_equivalent_to(built.params[path].sharding, g.ndim)
-    local = g.addressable_shards[0].data.size
-    spec = built.params[path].sharding.spec
-    parts = np.prod([
-      built.mesh.shape[a]
-      for axes in spec if axes
-      for a in (axes if isinstance(axes, tuple) else (axes,))
-    ])  # fmt: skip
-    assert local * parts <= g.size, path
-
-
-def test_a_dropped_partial_sum_is_seen(monkeypatch):
-  """One device's term is missing from the sum over the hidden width."""
-  whole, wanted = project.project, one_device('rope')
-
-  def partial(x, x_names, weights, *rest, **options):
-    missing = np.arange(F)[:, None] < F // 8
-    weights = [
-      (e, w._replace(value=jnp.where(missing, 0, w.value)), *names)
-      if e == 'BTF,FD->BTD'
-      else (e, w, *names)
-      for e, w, *names in weights
-    ]
-    return whole(x, x_names, weights, *rest, **options)
-
-  monkeypatch.setattr(project, 'project', partial)
-  built, compiled = placed.__wrapped__('tensor=8', 'rope', rules='tensor')
-  found = run_placed(built, compiled)
-  with pytest.raises(AssertionError):
-    assert_close(found, wanted, 1e-3)
 
 
 def test_a_denominator_of_each_shard_is_seen():
@@ -478,6 +385,9 @@ def test_fsdp_gathers_weights_and_never_rows(kitchen, choices):
     if 'fsdp' in value.sharding.spec:
       stacked = path.startswith('layers/')
       sizes.add(int(np.prod(value.shape[1 if stacked else 0 :])))
+  _, laid_out = compiled.output_shardings
+  for path, value in built.params.items():
+    assert laid_out[path].is_equivalent_to(value.sharding, value.ndim), path
   assert gathered
   for shape in gathered:
     assert B not in shape and B * LONG not in shape, shape
@@ -487,18 +397,3 @@ def test_fsdp_gathers_weights_and_never_rows(kitchen, choices):
     assert {int(np.prod(s)) * 8 for s in scattered} == sizes
     reduced = collectives(compiled, 'all-reduce')
     assert not [s for s in reduced if int(np.prod(s)) in sizes], reduced
-
-
-def test_rope_turns_by_position_not_by_slot():
-  """Positions restart in a document: its features do not know its place."""
-  model, data = model_of(), rows(1)
-  params = randomised(model)
-  run = features(model)
-  data.segments[0] = [1] * 5 + [2] * 5
-  data.tokens[0, 5:] = data.tokens[0, :5]
-  data.positions[0] = [*range(5), *range(5)]
-  x = run(params, data)[0]
-  np.testing.assert_allclose(x[5:], x[:5], rtol=1e-12)
-  far = data._replace(positions=data.positions * 2)
-  assert np.abs(run(params, far)[0] - x).max() > 1e-6
-  assert rope.frequencies(model.config, 2)[1] == 1.0

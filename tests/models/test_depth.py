@@ -1,4 +1,4 @@
-"""Which layer lies where: `share_out` against a plain loop, and the way back.
+"""Layers of each stage: `share_out` against a plain loop, and its inverse.
 
 Legend: L layers, D features.
 """

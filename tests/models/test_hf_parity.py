@@ -12,25 +12,18 @@ V vocabulary, L layers.
 import functools
 
 import hf_peer
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from paraxis.configs import schema
-from paraxis.models import batch
-from paraxis.models import checks as model_checks
-from paraxis.models import decoder
 from paraxis.models.mixers import attention
-from paraxis.train import loss
 
 pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
-torch, transformers = hf_peer.torch, hf_peer.transformers
+transformers = hf_peer.transformers
 
 B, T, V = 2, 24, 48
 D, N, K, H, F = 16, 4, 2, 8, 24
-TOLERANCE = 1e-9
-
+TOLERANCE, distance = hf_peer.TOLERANCE, hf_peer.distance
 
 SHAPE = dict(
   vocab_size=V, hidden_size=D, intermediate_size=F, num_attention_heads=N,
@@ -152,34 +145,30 @@ NORMS = {
     post_feedforward_layernorm='mlp_post_norm',
   ),
 }
+GPT2_ENDS = {
+  'embedding': 'transformer.wte.weight',
+  'positions': 'transformer.wpe.weight',
+  'norm/scale': 'transformer.ln_f.weight',
+  'norm/bias': 'transformer.ln_f.bias',
+}
 
 
-def layer_of_llama(hf, prefix, config):
-  """One layer's tensors (torch: (out, in)) by our paths and layouts."""
-  out = {}
-  for ours, theirs in (('query', 'q'), ('key', 'k'), ('value', 'v')):
-    w = hf(f'{prefix}.self_attn.{theirs}_proj.weight')
-    out[f'attention/{ours}'] = w.T.reshape(D, -1, H)
-    if config.attention_bias:
-      b = hf(f'{prefix}.self_attn.{theirs}_proj.bias')
-      out[f'attention/{ours}_bias'] = b.reshape(-1, H)
-  w = hf(f'{prefix}.self_attn.o_proj.weight')
-  out['attention/output'] = w.T.reshape(N, H, D)
-  if config.qk_norm != 'none':
-    shape = (-1, H) if config.qk_norm == 'all' else (H,)
-    for ours, theirs in (('query', 'q'), ('key', 'k')):
-      w = hf(f'{prefix}.self_attn.{theirs}_norm.weight')
-      out[f'attention/{ours}_norm'] = w.reshape(shape)
-  for name in ('gate', 'up', 'down'):
-    out[f'mlp/{name}'] = hf(f'{prefix}.mlp.{name}_proj.weight').T
-  for theirs, ours in NORMS[config.norm_placement].items():
-    out[f'{ours}/scale'] = hf(f'{prefix}.{theirs}.weight')
-  return out
+def layer_of_llama(hf, i, config):
+  """Layer i by our paths."""
+  at = f'model.layers.{i}'
+  norms = NORMS[config.norm_placement].items()
+  return (
+    hf_peer.within(
+      'attention', hf_peer.attention_of(hf, f'{at}.self_attn', config)
+    )
+    | hf_peer.within('mlp', hf_peer.mlp_of(hf, f'{at}.mlp'))
+    | {f'{ours}/scale': hf(f'{at}.{theirs}.weight') for theirs, ours in norms}
+  )
 
 
-def layer_of_gpt2(hf, prefix):
+def layer_of_gpt2(hf, i):
   """GPT-2 keeps (in, out), and q, k, v in one matrix."""
-  out, h = {}, D // N
+  prefix, out, h = f'transformer.h.{i}', {}, D // N
   w = hf(f'{prefix}.attn.c_attn.weight').reshape(D, 3, N, h)
   b = hf(f'{prefix}.attn.c_attn.bias').reshape(3, N, h)
   for i, name in enumerate(('query', 'key', 'value')):
@@ -197,44 +186,17 @@ def layer_of_gpt2(hf, prefix):
 
 
 def translate(tensors, config):
-  """HF's {name: array} (weights or gradients) -> ours; every one is used."""
-  unused = set(tensors)
-
-  def hf(name):
-    unused.remove(name)
-    return tensors[name]
-
+  """HF's {name: array} (weights or gradients) by our paths."""
+  layer = functools.partial(layer_of_llama, config=config)
+  ends = dict(hf_peer.ENDS)
+  if config.tied_embedding:
+    del ends['head']
   if config.position == 'learned':
-    out = {
-      'embedding': hf('transformer.wte.weight'),
-      'positions': hf('transformer.wpe.weight'),
-      'norm/scale': hf('transformer.ln_f.weight'),
-      'norm/bias': hf('transformer.ln_f.bias'),
-    }
-    layer = lambda i: layer_of_gpt2(hf, f'transformer.h.{i}')
-  else:
-    out = {
-      'embedding': hf('model.embed_tokens.weight'),
-      'norm/scale': hf('model.norm.weight'),
-    }
-    if not config.tied_embedding:
-      out['head'] = hf('lm_head.weight')
-    layer = lambda i: layer_of_llama(hf, f'model.layers.{i}', config)
-  layers = [layer(i) for i in range(config.num_layers)]
-  for path in layers[0]:
-    out[f'layers/{path}'] = np.stack([x[path] for x in layers])
-  assert not unused
-  return out
+    layer, ends = layer_of_gpt2, GPT2_ENDS
+  return hf_peer.translate(tensors, config, ends, layer)
 
 
-def rows():
-  """A batch of one document a row."""
-  ids = np.random.default_rng(1).integers(0, V, (B, T + 1)).astype(np.int32)
-  ones = np.ones((B, T), np.int32)
-  positions = np.arange(T, dtype=np.int32) * ones
-  return batch.Batch(
-    ids[:, :-1], ids[:, 1:], ones, positions, ones * 1.0, ones.sum() * 1.0
-  )
+DATA = hf_peer.rows(V, (B, T))
 
 
 @functools.cache
@@ -248,68 +210,26 @@ def peer(name):
   config = getattr(transformers, f'{family}Config')(**settings)
   head = 'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'
   make = getattr(transformers, family.removesuffix('Text') + head)
-  before = torch.get_default_dtype()
-  torch.set_default_dtype(torch.float64)
-  try:
-    with hf_peer.Wide():
-      torch.manual_seed(0)
-      model = make(config).double().eval()
-      with torch.no_grad():  # also scales and biases, or they hide mistakes
-        for p in model.parameters():
-          p.normal_(0, 0.3)
-      data = rows()
-      tokens, targets = (torch.tensor(x).long() for x in data[:2])
-      logits = model(input_ids=tokens, use_cache=False).logits
-      torch.nn.functional.cross_entropy(
-        logits.reshape(-1, V), targets.reshape(-1)
-      ).backward()
-  finally:
-    torch.set_default_dtype(before)
-  values = dict(model.named_parameters())
-  weights = {k: v.detach().numpy() for k, v in values.items()}
-  grads = {k: v.grad.numpy() for k, v in values.items()}
-  return logits.detach().numpy(), weights, grads
+  model = hf_peer.randomised(lambda: make(config), 0.3)
+  return hf_peer.gradients_of(model, DATA)
 
 
 def ours(name, **changes):
   """(logits, gradients, HF's gradients by our paths)."""
   config = schema.Model(**FIELDS | SHAPES[name][2] | changes)
-  model_checks.check_model(config)
   _, weights, grads = peer(name)
-  model, data = decoder.Decoder(config), rows()
-  params = translate(weights, config)
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  assert {p: v.shape for p, v in params.items()} == {
-    p: v.shape for p, v in shapes.items()
-  }
-
-  def mean(params):
-    z = model.logits(params, model(params, data)[0])
-    return loss.negative_log_likelihood(z, data.targets).mean(), z
-
-  found, logits = jax.jit(jax.grad(mean, has_aux=True))(params)
-  return logits, found, translate(grads, config)
-
-
-def distance(a, b, scale=None):
-  """Largest difference, relative to the largest value of `scale` or b."""
-  a, b = np.asarray(a), np.asarray(b)
-  assert a.dtype == b.dtype == np.float64 and a.shape == b.shape
-  largest = np.abs(b if scale is None else scale).max()
-  assert np.isfinite(a).all() and largest > 0
-  return np.abs(a - b).max() / largest
+  found = hf_peer.ours(config, translate(weights, config), DATA)
+  return *found, translate(grads, config)
 
 
 @pytest.mark.parametrize('name', SHAPES)
 def test_logits_and_gradients_equal(name):
   logits, grads, expected = ours(name)
   assert distance(logits, peer(name)[0]) < TOLERANCE
-  assert set(grads) == set(expected)
   # Without rotation a key bias shifts all scores of a query alike: its gradient
   # is rounding around 0, so it is measured by the query bias's.
   scale = {p: expected[p.replace('key_bias', 'query_bias')] for p in expected}
-  far = {p: distance(g, expected[p], scale[p]) for p, g in grads.items()}
-  assert not {p: d for p, d in far.items() if not d < TOLERANCE}
+  assert not hf_peer.far(grads, expected, scale)
 
 
 def interleaved(x_BTNH, cos, sin):
@@ -344,12 +264,5 @@ def test_another_rotation_is_seen(monkeypatch):
   ],
 )
 def test_a_wrong_field_is_seen(name, change):
-  config = schema.Model(**FIELDS | SHAPES[name][2] | change)
-  model, data = decoder.Decoder(config), rows()
-  params = translate(peer(name)[1], config)
-
-  @jax.jit
-  def run(params):
-    return model.logits(params, model(params, data)[0])
-
-  assert distance(run(params), peer(name)[0]) > 100 * TOLERANCE
+  logits, *_ = ours(name, **change)
+  assert distance(logits, peer(name)[0]) > 100 * TOLERANCE

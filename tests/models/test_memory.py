@@ -64,42 +64,17 @@ def loss(w, x, remat, text):
   return (jnp.sin(y) * y).sum()
 
 
-def gradients(w, x, remat, text):
-  return jax.grad(loss, (0, 1))(w, x, remat, text)
+gradients = jax.jit(jax.grad(loss, (0, 1)), static_argnums=(2, 3))
 
 
 @pytest.fixture(scope='module')
 def expected():
-  run = support.jit(lambda w, x: gradients(w, x, 'none', ''))
-  return jax.device_get(run(*arrays()))
+  return jax.device_get(gradients(*arrays(), 'none', ''))
 
 
 @pytest.mark.parametrize('remat, text', POLICIES)
 def test_gradients_on_one_device(remat, text, expected):
-  run = support.jit(lambda w, x: gradients(w, x, remat, text))
-  support.close(run(*arrays()), expected)
-
-
-@pytest.mark.parametrize('remat, text', POLICIES[-2:])
-@pytest.mark.parametrize('manual', [False, True])
-def test_gradients_on_eight_devices(remat, text, manual, expected):
-  """Explicit axes, and a fully manual region with one sum at the end."""
-
-  def region(w, x):
-    dw, dx = gradients(w, x, remat, text)
-    return jax.tree.map(lambda g: jax.lax.psum(g, 'data'), dw), dx
-
-  specs = P(), P('data')
-  mesh = jax.make_mesh((8,), ('data',))
-  with jax.set_mesh(mesh):
-    shardings = [jax.NamedSharding(mesh, s) for s in specs]
-    args = map(jax.device_put, arrays(), shardings)
-    run = lambda w, x: gradients(w, x, remat, text)
-    if manual:
-      run = jax.shard_map(
-        region, in_specs=specs, out_specs=specs, check_vma=False
-      )
-    support.close(jax.device_get(support.jit(run)(*args)), expected)
+  support.close(gradients(*arrays(), remat, text), expected)
 
 
 def counted(remat, text, layer=layer):

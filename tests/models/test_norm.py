@@ -1,4 +1,4 @@
-"""Norms: hand values, plain formulas, precision."""
+"""Norms: plain formulas, precision. Shards: tests/models/mixers/."""
 
 import jax
 import jax.numpy as jnp
@@ -7,22 +7,6 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.models import norm
-from paraxis.sharding import annotate
-from paraxis.sharding import mesh as mesh_lib
-from paraxis.sharding import rules as rules_lib
-
-
-def test_rms_by_hand():
-  """[3, 4]: mean square 12.5, so y = x / sqrt(12.5 + eps) * scale."""
-  x, scale = jnp.array([[3.0, 4.0]]), jnp.array([1.0, 2.0])
-  np.testing.assert_allclose(
-    norm.rms(x, scale, 0.0), [[3 / 12.5**0.5, 8 / 12.5**0.5]], rtol=1e-6
-  )
-  # epsilon stands inside the root: 12.5 + 3.5 = 16
-  np.testing.assert_allclose(norm.rms(x, scale, 3.5), [[0.75, 2.0]], rtol=1e-6)
-  np.testing.assert_allclose(
-    norm.rms(x, scale, 3.5, zero_centered=True), [[1.5, 3.0]], rtol=1e-6
-  )
 
 
 @pytest.mark.parametrize('kind', ['rmsnorm', 'layernorm'])
@@ -63,40 +47,3 @@ def test_bfloat16_input_is_squared_in_float32():
   for v in np.asarray(x[0], 'f4') ** 2:
     coarse = float(jnp.bfloat16(coarse + v))
   assert abs(coarse / 300 - mean) > 0.05 * mean
-
-
-def test_a_norm_over_heads_of_all_shards():
-  """In a manual region too, forward and backward; unnamed it is another."""
-  rng = np.random.default_rng(0)
-  x, c = rng.normal(size=(2, 2, 4, 8, 3))
-  scale = rng.normal(size=(8, 3))
-  heads = ('batch', 'length', 'heads', 'head_dim')
-
-  def differentiate(name, x, scale, c):
-    run = lambda x, s: norm.rms(x, s, 0.1, axis=(-2, -1), name=name)
-    y, vjp = jax.vjp(run, x, scale)
-    return y, *vjp(c)
-
-  with jax.enable_x64(True):
-    wanted = jax.tree.map(
-      np.asarray, jax.jit(differentiate, static_argnums=0)(None, x, scale, c)
-    )
-    square = (x * x).mean((-2, -1), keepdims=True)
-    by_hand = x / np.sqrt(square + 0.1) * scale
-    np.testing.assert_allclose(wanted[0], by_hand, rtol=1e-12)
-    rules = rules_lib.preset('fsdp_tensor')
-    made = mesh_lib.make('tensor=8')
-    with annotate.use(rules), jax.set_mesh(made):
-      specs = annotate.spec(heads), annotate.spec(heads[2:])
-      put = lambda x, s: jax.device_put(x, jax.NamedSharding(made, s))
-      args = put(x, specs[0]), put(scale, specs[1]), put(c, specs[0])
-      for name, equal in (('heads', True), (None, False)):
-        run = jax.shard_map(
-          lambda *a, name=name: differentiate(name, *a),
-          in_specs=(*specs, specs[0]),
-          out_specs=(specs[0], *specs),
-          check_vma=False,
-        )
-        found = jax.tree.map(np.asarray, jax.jit(run)(*args))
-        for a, b in zip(found, wanted, strict=True):
-          assert (np.abs(a - b).max() < 1e-12) == equal

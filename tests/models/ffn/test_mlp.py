@@ -3,16 +3,16 @@
 import functools
 import math
 
-from flax import nnx
 import jax
-import jax.numpy as jnp
+import module_cases
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.models import parameter
+from paraxis.models import stack
 from paraxis.models.ffn import mlp
-from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 
@@ -28,21 +28,20 @@ def gelu(x):
   return x / 2 * (1 + math.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
+def skeleton_of(layout=parameter.PLAIN, **fields):
+  """stack.Skeleton of an mlp; fields of schema.Model."""
+  config = schema.Model(**dict(d_model=D, d_ff=F) | fields)
+  return stack.Skeleton(lambda rngs: mlp.Mlp(config, rngs, layout))
+
+
 @pytest.mark.parametrize('bias', [False, True])
 @pytest.mark.parametrize('form', ['swiglu', 'geglu', 'gelu'])
 def test_mlp_equals_a_loop(form, bias):
-  config = schema.Model(d_model=D, d_ff=F, mlp=form, mlp_bias=bias)
-  rng = np.random.default_rng(0)
+  skeleton = skeleton_of(mlp=form, mlp_bias=bias)
+  w = module_cases.randomised(skeleton, 1.0)
+  x = np.random.default_rng(1).normal(size=(2, 3, D))
   with jax.enable_x64(True):
-    module = mlp.Mlp(config, nnx.Rngs(0))
-    names = ['up', 'down'] + ['gate'] * (form != 'gelu')
-    names += [f'{n}_bias' for n in names] * bias
-    w = {}
-    for name in names:
-      w[name] = rng.normal(size=getattr(module, name)[...].shape)
-      getattr(module, name)[...] = jnp.asarray(w[name])
-    x = rng.normal(size=(2, 3, D))
-    found = module(jnp.asarray(x))
+    found = skeleton.module(w)(x)
   b = lambda name: w.get(f'{name}_bias', np.zeros(1))
   for i in np.ndindex(2, 3):
     up = x[i] @ w['up'] + b('up')
@@ -57,106 +56,58 @@ def test_mlp_equals_a_loop(form, bias):
 
 
 def test_what_a_form_owns():
-  has = lambda form, bias: {
-    p[0]
-    for p, _ in nnx.to_flat_state(
-      nnx.state(
-        mlp.Mlp(
-          schema.Model(d_model=D, d_ff=F, mlp=form, mlp_bias=bias), nnx.Rngs(0)
-        )
-      )
-    )
-  }
+  has = lambda form, bias: set(skeleton_of(mlp=form, mlp_bias=bias).leaves)
   assert has('gelu', False) == {'up', 'down'}
   assert has('swiglu', False) == {'up', 'gate', 'down'}
   assert has('gelu', True) == {'up', 'down', 'up_bias', 'down_bias'}
-  module = mlp.Mlp(schema.Model(d_model=D, d_ff=F), nnx.Rngs(0))
-  assert parameter.metadata(module.up) == (('embed', 'mlp'), 'matrix', 1)
-  assert parameter.metadata(module.down) == (('mlp', 'embed'), 'matrix', 1)
+  leaves = skeleton_of().leaves
+  assert leaves['up'][2:] == (('embed', 'mlp'), 'matrix', 1)
+  assert leaves['down'][2:] == (('mlp', 'embed'), 'matrix', 1)
 
 
-WIDE = schema.Model(
-  d_model=8, d_ff=24, mlp='geglu', mlp_bias=True, dtype='float64'
-)
+WIDE = dict(d_model=8, d_ff=24, mlp='geglu', mlp_bias=True, dtype='float64')
 
 
-def differentiate(module, w, x, c):
-  """(y, {name: dw}, dx); the parameters are arguments."""
-  graph, _ = nnx.split(module)
-  names = {k: getattr(module, k) for k in w}
-
-  def run(w, x):
-    flat = [((k,), v.replace(w[k])) for k, v in names.items()]
-    return nnx.merge(graph, nnx.from_flat_state(flat))(x)
-
-  y, vjp = jax.vjp(run, w, x)
-  return y, *vjp(c)
+def run_of(skeleton):
+  return lambda values, x: skeleton.module(values)(x)
 
 
 @functools.cache
 def plain():
-  """(arguments of `differentiate`, its results on one device)."""
-  module = mlp.Mlp(WIDE, nnx.Rngs(0))
-  rng = np.random.default_rng(0)
-  w = {
-    path[0]: rng.normal(size=v[...].shape)
-    for path, v in nnx.to_flat_state(nnx.state(module, nnx.Param))
-  }
-  x, c = rng.normal(size=(2, 8, 8, 8))
-  run = jax.jit(functools.partial(differentiate, module))
-  return (w, x, c), jax.tree.map(np.asarray, run(w, x, c))
+  """(arguments of `module_cases.differentiate`, its results)."""
+  skeleton = skeleton_of(**WIDE)
+  x, c = np.random.default_rng(1).normal(size=(2, 8, 8, 8))
+  args = module_cases.randomised(skeleton, 1.0), x, c
+  run = functools.partial(module_cases.differentiate, run_of(skeleton))
+  return args, jax.tree.map(np.asarray, jax.jit(run)(*args))
 
 
-def on_mesh(world, choices, rings=()):
+def on_mesh(manual, rings, choices):
   made = mesh_lib.make('data=2,fsdp=2,tensor=2')
   rules = rules_lib.of(choices, dict(made.shape), 8)
-  module = mlp.Mlp(WIDE, nnx.Rngs(0), parameter.Layout(rings))
-  args, _ = plain()
-  axes = {k: getattr(module, k).get_metadata('axes') for k in args[0]}
-
-  def inside(*args):
-    y, dw, dx = differentiate(module, *args)
-    held = lambda k: {a for n in axes[k] for a in annotate.carriers(n)}
-    left = lambda k: tuple(a for a in annotate.sizes() if a not in held(k))
-    add = lambda k, d: jax.lax.psum(d, left(k)) if left(k) else d
-    return y, {k: add(k, d) for k, d in dw.items()}, dx
-
-  with annotate.use(rules), jax.set_mesh(made):
-    weights = {k: annotate.spec(a) for k, a in axes.items()}
-    rows = annotate.spec(mlp.RESIDUAL)
-    put = lambda x, s: jax.device_put(x, jax.NamedSharding(made, s))
-    args = jax.tree.map(put, args, (weights, rows, rows))
-    run = functools.partial(differentiate, module)
-    if world == 'manual':
-      run = jax.shard_map(
-        inside,
-        in_specs=(weights, rows, rows),
-        out_specs=(rows, weights, rows),
-        check_vma=False,
-      )
-    return jax.tree.map(np.asarray, jax.jit(run)(*args))
+  skeleton = skeleton_of(parameter.Layout(rings), **WIDE)
+  axes = {name: leaf.axes for name, leaf in skeleton.leaves.items()}
+  return module_cases.on_mesh(
+    run_of(skeleton), axes, plain()[0], made, rules, manual
+  )
 
 
 @pytest.mark.parametrize(
-  'world, rings, choices',
+  'manual, rings, choices',
   [
-    ('explicit', (), schema.Mesh(sequence=False)),
-    ('explicit', ('gate_up',), schema.Mesh(zero=3)),
-    ('manual', ('gate_up', 'down'), schema.Mesh()),
-    # Tokens alone are split, inside too.
-    ('manual', (), schema.Mesh(
+    (False, (), schema.Mesh(sequence=False)),
+    (False, ('gate_up',), schema.Mesh(zero=3)),
+    (True, ('gate_up', 'down'), schema.Mesh()),
+    # Tokens alone are sharded, inside too.
+    (True, (), schema.Mesh(
       rules='fsdp length=tensor residual_length=tensor')),
   ],
 )  # fmt: skip
-def test_any_layout_is_one_device(world, rings, choices):
+def test_any_layout_is_one_device(manual, rings, choices):
   with jax.enable_x64(True):
-    found, (_, wanted) = on_mesh(world, choices, rings), plain()
-  near = lambda a, b: np.testing.assert_allclose(
-    a, b, rtol=0, atol=1e-12 * np.abs(b).max()
-  )
-  jax.tree.map(near, found, wanted)
+    support.close(on_mesh(manual, rings, choices), plain()[1])
 
 
 def test_a_region_refuses_partial_sums():
   with jax.enable_x64(True), pytest.raises(ValueError, match='mesh.sequence'):
-    on_mesh('manual', schema.Mesh(sequence=False))
+    on_mesh(True, (), schema.Mesh(sequence=False))

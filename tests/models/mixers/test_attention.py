@@ -1,4 +1,4 @@
-"""The attention module against a loop over rows, heads and tokens; its cache.
+"""The attention module against a loop over rows, heads and tokens.
 
 Legend: B rows, T tokens, D model, N heads, K kv heads, H head width.
 """
@@ -9,10 +9,12 @@ import math
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import module_cases
 import numpy as np
 import pytest
 
 from paraxis.configs import schema
+from paraxis.models import stack
 from paraxis.models.mixers import attention
 from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
@@ -38,30 +40,14 @@ CASES = {
 }
 
 
+SEE = module_cases.see_of(((3, 4), (5,)), T)
+X = np.random.default_rng(1).normal(size=(B, T, D))
+
+
 def make(kind, **fields):
-  """(module with random parameters, {name: array})."""
-  module = attention.Attention(schema.Model(**BASE | fields), nnx.Rngs(0), kind)
-  rng, w = np.random.default_rng(0), {}
-  for (name,), v in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-    w[name] = rng.normal(size=v[...].shape)
-    getattr(module, name)[...] = jnp.asarray(w[name])
-  return module, w
-
-
-def visibility(module, segments, positions, **slots):
-  segments, positions = jnp.asarray(segments), jnp.asarray(positions)
-  rotations = attention.rotations(
-    module.config, module.kind, positions, jnp.float64
-  )
-  return attention.Visibility(segments, positions, rotations=rotations, **slots)
-
-
-def inputs():
-  rng = np.random.default_rng(1)
-  x = rng.normal(size=(B, T, D))
-  segments = np.array([[1] * 3 + [2] * 4, [1] * 5 + [0] * 2], np.int32)
-  positions = np.array([[0, 1, 2, 0, 1, 2, 3], [*range(5), 0, 0]], np.int32)
-  return x, segments, positions
+  """(config, run(values, x, see) -> (y, state), {name: random values})."""
+  config = schema.Model(**BASE | fields)
+  return config, *module_cases.module(attention.Attention, config, kind, 1.0)
 
 
 def reference(config, kind, w, x, segments, positions):
@@ -114,65 +100,22 @@ def reference(config, kind, w, x, segments, positions):
 @pytest.mark.parametrize('case', CASES)
 def test_attention_equals_a_loop(case):
   kind, fields = CASES[case]
-  module, w = make(kind, **fields)
-  x, segments, positions = inputs()
-  see = visibility(module, segments, positions)
-  y, state = jax.jit(module.__call__)(jnp.asarray(x), see)
+  config, run, w = make(kind, **fields)
+  y, state = jax.jit(run)(w, X, SEE)
   assert state is None and y.dtype == np.float64
-  for b in range(B):
-    want = reference(module.config, kind, w, x[b], segments[b], positions[b])
+  for b, row in enumerate(zip(X, SEE.segments, SEE.positions, strict=True)):
+    want = reference(config, kind, w, *row)
     np.testing.assert_allclose(y[b], want, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize('kind', ['F', 'W'])
-def test_a_cache_gives_the_same_as_the_whole(kind):
-  """Five tokens at once, then one at a time, into eight slots."""
-  module, _ = make(kind, qk_norm='head')
-  x, segments, _ = inputs()
-  segments = np.ones_like(segments)
-  positions = np.tile(np.arange(T, dtype=np.int32), (B, 1))
-  see = visibility(module, segments, positions)
-  run = jax.jit(module.__call__)
-  whole, _ = run(jnp.asarray(x), see)
-  state = module.init_state(B, 8, jnp.float64)
-  assert [s.shape for s in state] == [(B, 8, K, H)] * 2
-  slot = np.zeros((2, B, 8), np.int32)
-  found = []
-  for first, last in ((0, 5), (5, 6), (6, 7)):
-    part = slice(first, last)
-    slot[0, :, part], slot[1, :, part] = segments[:, part], positions[:, part]
-    see = visibility(
-      module, segments[:, part], positions[:, part], slot=jnp.int32(first),
-      slot_segments=jnp.asarray(slot[0]), slot_positions=jnp.asarray(slot[1]),
-    )  # fmt: skip
-    y, state = run(jnp.asarray(x[:, part]), see, state)
-    found.append(y)
-  np.testing.assert_allclose(
-    jnp.concatenate(found, 1), whole, rtol=1e-10, atol=1e-10
-  )
-  assert not np.asarray(state[0])[:, T:].any()
-
-
-def test_widths_have_defaults():
-  config = schema.Model(d_model=12, num_heads=3)
-  assert config.head_width == 4
-  assert attention.num_kv_heads(config) == 3
-  config = schema.Model(**BASE)
-  assert config.head_width == H
-  assert attention.num_kv_heads(config) == K
-
-
 def test_a_missing_rotation_is_no_silent_identity():
-  module, _ = make('F')
-  x, segments, positions = inputs()
-  see = visibility(module, segments, positions)._replace(rotations={})
+  module = attention.Attention(schema.Model(**BASE), nnx.Rngs(0), 'F')
   with pytest.raises(KeyError):
-    module(jnp.asarray(x), see)
+    module(X, SEE._replace(rotations={}))
 
 
 # --- fewer kv heads than shards: every shard computes all, and reads its own
 
-QUICK = {'xla_backend_optimization_level': 0}  # to compile
 ROWS, LONG = 4, 8
 # Mesh, query heads, kv heads: 2 and 4 shards a kv head; 3 on 2 shards.
 FEW = [
@@ -184,70 +127,33 @@ FEW = [
 
 @functools.cache
 def few(heads, kv_heads):
-  """(module, {name: array}, x, segments, positions, cotangent of y)."""
-  module, w = make(
+  """(run(values, x, segments, positions), axes of values, arguments of
+  `module_cases.differentiate`)."""
+  config, run, values = make(
     'F', num_heads=heads, num_kv_heads=kv_heads, qk_norm='all',
     attention_bias=True,
   )  # fmt: skip
-  rng = np.random.default_rng(2)
-  x, c = rng.normal(size=(2, ROWS, LONG, D))
-  segments = np.array([[1] * 3 + [2] * 4 + [0]] * ROWS, np.int32)
-  positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0]] * ROWS, np.int32)
-  return module, w, x, segments, positions, c
-
-
-def differentiate(module, w, x, segments, positions, c):
-  """(y, dx, {name: dw}); the parameters are arguments."""
-  graph, _ = nnx.split(module)
-  names = {k: getattr(module, k) for k in w}
-
-  def run(w, x):
-    flat = [((k,), v.replace(w[k])) for k, v in names.items()]
-    merged = nnx.merge(graph, nnx.from_flat_state(flat))
-    return merged(x, visibility(module, segments, positions))[0]
-
-  y, vjp = jax.vjp(run, w, x)
-  dw, dx = vjp(c)
-  return y, dx, dw
+  skeleton = stack.Skeleton(lambda rngs: attention.Attention(config, rngs, 'F'))
+  axes = {name: leaf.axes for name, leaf in skeleton.leaves.items()}
+  x, c = np.random.default_rng(2).normal(size=(2, ROWS, LONG, D))
+  see = module_cases.see_of([(3, 4)] * ROWS, LONG)
+  outputs = lambda w, x, *see: run(w, x, attention.Visibility(*see))[0]
+  return outputs, axes, (values, x, c, see.segments, see.positions)
 
 
 @functools.cache
 def one_device(heads, kv_heads):
-  module, *args = few(heads, kv_heads)
-  run = functools.partial(differentiate, module)
-  return jax.tree.map(np.asarray, jax.jit(run, compiler_options=QUICK)(*args))
+  run, _, args = few(heads, kv_heads)
+  run = functools.partial(module_cases.differentiate, run)
+  return jax.tree.map(np.asarray, jax.jit(run)(*args))
 
 
-def on_mesh(mesh, heads, kv_heads, world):
-  module, w, *rows = few(heads, kv_heads)
+def on_mesh(mesh, heads, kv_heads, manual):
   made = mesh_lib.make(mesh)
   rules = rules_lib.of(schema.Mesh(), dict(made.shape), kv_heads)
-  axes = {k: getattr(module, k).get_metadata('axes') for k in w}
-
-  def inside(*args):
-    y, dx, dw = differentiate(module, *args)
-    held = lambda k: {a for n in axes[k] for a in annotate.carriers(n)}
-    left = lambda k: tuple(a for a in annotate.sizes() if a not in held(k))
-    return y, dx, {k: jax.lax.psum(d, left(k)) for k, d in dw.items()}
-
-  with annotate.use(rules), jax.set_mesh(made):
-    assert annotate.carriers('kv_heads') == ()
-    weights = {k: annotate.spec(a) for k, a in axes.items()}
-    residual = annotate.spec(attention.RESIDUAL)
-    ids = annotate.spec(attention.ROWS)
-    specs = (weights, residual, ids, ids, residual)
-    put = lambda x, s: jax.device_put(x, jax.NamedSharding(made, s))
-    args = jax.tree.map(put, (w, *rows), specs)
-    run = functools.partial(differentiate, module)
-    if world == 'manual':
-      run = jax.shard_map(
-        inside,
-        in_specs=specs,
-        out_specs=(residual, residual, weights),
-        check_vma=False,
-      )
-    run = jax.jit(run, compiler_options=QUICK)
-    return jax.tree.map(np.asarray, run(*args))
+  assert rules.axes('kv_heads') == ()
+  run, axes, args = few(heads, kv_heads)
+  return module_cases.on_mesh(run, axes, args, made, rules, manual)
 
 
 def assert_near(found, wanted):
@@ -260,10 +166,10 @@ def assert_near(found, wanted):
   jax.tree.map_with_path(near, found, wanted)
 
 
-@pytest.mark.parametrize('world', ['explicit', 'manual'])
+@pytest.mark.parametrize('manual', [False, True])
 @pytest.mark.parametrize('mesh, heads, kv_heads', FEW)
-def test_few_kv_heads(mesh, heads, kv_heads, world):
-  found = on_mesh(mesh, heads, kv_heads, world)
+def test_few_kv_heads(mesh, heads, kv_heads, manual):
+  found = on_mesh(mesh, heads, kv_heads, manual)
   assert_near(found, one_device(heads, kv_heads))
 
 
@@ -274,22 +180,9 @@ def test_another_shards_heads_are_seen(monkeypatch):
     return jnp.roll(take(x, names, dimension), 1, 1)
 
   monkeypatch.setattr(annotate, 'take', next_one)
-  found = on_mesh(*FEW[0], 'manual')
+  found = on_mesh(*FEW[0], True)
   with pytest.raises(AssertionError):
     assert_near(found, one_device(*FEW[0][1:]))
-
-
-def test_kv_heads_on_query_shards():
-  """Head n of N reads kv head n K / N, whatever the number of shards."""
-  x = np.arange(3.0)[None, None, :, None] + np.zeros((4, 1, 3, 2))
-  made = mesh_lib.make('data=4,tensor=2')
-  rules = rules_lib.of(schema.Mesh(), dict(made.shape), 3)
-  with annotate.use(rules), jax.set_mesh(made):
-    sharding = jax.NamedSharding(made, annotate.spec(attention.KEYS))
-    got = attention._on_heads(jax.device_put(x, sharding))
-    got = np.asarray(got)[0, 0, :, 0]
-  assert got.tolist() == [0, 0, 1, 1, 2, 2]
-  assert attention._on_heads(x) is x  # no mesh: nothing to repeat for
 
 
 def test_kv_heads_are_whole_where_query_heads_are():

@@ -1,8 +1,9 @@
 """Latent attention of DeepSeek-V3 of `transformers`: whole models, and steps.
 
 Random tiny models in float64 with the same weights (dense layers only: experts
-are in test_moe_peers.py): logits within 1e-9 of the largest. HF rotates pairs
-of neighbours, we rotate halves: columns of rotated keys and queries differ.
+are in test_moe_peers.py): logits and gradients within 1e-9 of the largest. HF
+rotates pairs of neighbours, we rotate halves: columns of rotated keys and
+queries differ.
 
 Legend: B rows, T tokens, D model, F hidden width, V vocabulary, N heads, H key
 without position, P rotated key, U value, R latent.
@@ -11,23 +12,20 @@ without position, P rotated key, U value, R latent.
 import functools
 
 import hf_peer
-import jax
+import module_cases
 import numpy as np
 import pytest
 
 from paraxis.configs.base import mixers as mixer_schema
 from paraxis.configs.base import model as model_schema
-from paraxis.decode import step
-from paraxis.models import batch
-from paraxis.models import checks as model_checks
 from paraxis.models import decoder
 
 pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
-torch, transformers = hf_peer.torch, hf_peer.transformers
+transformers = hf_peer.transformers
 
 B, T, D, F, V, N = 2, 12, 16, 24, 32, 4
 H, P, U, R, LAYERS = 6, 4, 5, 8, 2
-TOLERANCE = 1e-9
+TOLERANCE, distance = hf_peer.TOLERANCE, hf_peer.distance
 FACTOR, LENGTH = 8.0, 16
 # name -> (HF's rope_parameters and query rank, fields of schema.Model)
 PEERS = {
@@ -45,9 +43,7 @@ PEERS = {
     ),
   ),
 }  # fmt: skip
-jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
-)
+DATA = hf_peer.rows(V, (B, T))
 
 
 def config_of(name, **changes):
@@ -64,6 +60,7 @@ def config_of(name, **changes):
 
 @functools.cache
 def peer(name):
+  """(logits, {name: weight}, {name: gradient}) of HF's model, float64."""
   rope, query_rank, _ = PEERS[name]
   config = transformers.DeepseekV3Config(
     vocab_size=V, hidden_size=D, intermediate_size=F, num_hidden_layers=LAYERS,
@@ -74,18 +71,10 @@ def peer(name):
     tie_word_embeddings=False, attn_implementation='eager', pad_token_id=None,
     bos_token_id=1, eos_token_id=2,
   )  # fmt: skip
-  torch.manual_seed(0)
-  before = torch.get_default_dtype()
-  torch.set_default_dtype(torch.float64)
-  try:
-    with hf_peer.Wide():
-      out = transformers.DeepseekV3ForCausalLM(config).double().eval()
-  finally:
-    torch.set_default_dtype(before)
-  with torch.no_grad():
-    for p in out.parameters():
-      p.normal_(0, 0.4)
-  return out
+  model = hf_peer.randomised(
+    lambda: transformers.DeepseekV3ForCausalLM(config), 0.4
+  )
+  return hf_peer.gradients_of(model, DATA)
 
 
 def halves(w):
@@ -93,88 +82,59 @@ def halves(w):
   return np.concatenate([w[..., 0::2], w[..., 1::2]], -1)
 
 
-def translate(name):
-  """HF's model by our paths; every tensor is used."""
-  values = dict(peer(name).named_parameters())
-  take = lambda key: values.pop(key).detach().numpy()
-  out = {
-    'embedding': take('model.embed_tokens.weight'),
-    'norm/scale': take('model.norm.weight'),
-    'head': take('lm_head.weight'),
-  }
-  layers = []
-  for i in range(LAYERS):
-    p = f'model.layers.{i}.'
-    a, mine = f'{p}self_attn.', {}
-    down = take(f'{a}kv_a_proj_with_mqa.weight').T
-    mine['down'], mine['shared_key'] = down[:, :R], halves(down[:, R:])
-    mine['latent_norm'] = take(f'{a}kv_a_layernorm.weight')
-    up = take(f'{a}kv_b_proj.weight').T.reshape(R, N, H + U)
-    mine['key'], mine['value'] = up[..., :H], up[..., H:]
-    if PEERS[name][1]:
-      mine['query_down'] = take(f'{a}q_a_proj.weight').T
-      mine['query_norm'] = take(f'{a}q_a_layernorm.weight')
-      q = take(f'{a}q_b_proj.weight').T
-    else:
-      q = take(f'{a}q_proj.weight').T
-    q = q.reshape(len(q), N, H + P)
-    mine['query'] = np.concatenate([q[..., :H], halves(q[..., H:])], -1)
-    mine['output'] = take(f'{a}o_proj.weight').T.reshape(N, U, D)
-    layer = {f'latent_attention/{k}': v for k, v in mine.items()}
-    for ours, theirs in (
-      ('latent_attention_norm', 'input'), ('mlp_norm', 'post_attention'),
-    ):  # fmt: skip
-      layer[f'{ours}/scale'] = take(f'{p}{theirs}_layernorm.weight')
-    for ours in ('gate', 'up', 'down'):
-      layer[f'mlp/{ours}'] = take(f'{p}mlp.{ours}_proj.weight').T
-    layers.append(layer)
-  assert not values, values.keys()
-  for path in layers[0]:
-    out[f'layers/{path}'] = np.stack([x[path] for x in layers])
-  return out
+def layer_of(hf, i, query_rank):
+  """{our path in layer i: array}."""
+  at, own = f'model.layers.{i}', {}
+  a = f'{at}.self_attn'
+  down = hf(f'{a}.kv_a_proj_with_mqa.weight').T
+  own['down'], own['shared_key'] = down[:, :R], halves(down[:, R:])
+  own['latent_norm'] = hf(f'{a}.kv_a_layernorm.weight')
+  up = hf(f'{a}.kv_b_proj.weight').T.reshape(R, N, H + U)
+  own['key'], own['value'] = up[..., :H], up[..., H:]
+  if query_rank:
+    own['query_down'] = hf(f'{a}.q_a_proj.weight').T
+    own['query_norm'] = hf(f'{a}.q_a_layernorm.weight')
+  q = hf(f'{a}.q_b_proj.weight' if query_rank else f'{a}.q_proj.weight').T
+  q = q.reshape(len(q), N, H + P)
+  own['query'] = np.concatenate([q[..., :H], halves(q[..., H:])], -1)
+  own['output'] = hf(f'{a}.o_proj.weight').T.reshape(N, U, D)
+  norm = lambda name: hf(f'{at}.{name}_layernorm.weight')
+  return (
+    hf_peer.within('latent_attention', own)
+    | hf_peer.within('mlp', hf_peer.mlp_of(hf, f'{at}.mlp'))
+    | {'latent_attention_norm/scale': norm('input')}
+    | {'mlp_norm/scale': norm('post_attention')}
+  )
 
 
-IDS = np.random.default_rng(1).integers(0, V, (B, T)).astype(np.int32)
-
-
-@functools.cache
-def theirs(name):
-  with hf_peer.Wide(), torch.no_grad():
-    ids = torch.tensor(IDS.astype(np.int64))
-    return peer(name)(input_ids=ids, use_cache=False).logits.numpy()
+def translate(tensors, name):
+  """HF's {name: array} (weights or gradients) by our paths."""
+  layer = functools.partial(layer_of, query_rank=PEERS[name][1])
+  return hf_peer.translate(tensors, config_of(name), hf_peer.ENDS, layer)
 
 
 def ours(name, **changes):
-  model = decoder.Decoder(config_of(name, **changes))
-  model_checks.check_model(model.config)
-  ones = np.ones_like(IDS)
-  order = np.arange(T, dtype=np.int32) * ones
-  data = batch.Batch(IDS, None, ones, order, None, None)
-  run = lambda params: model.logits(params, model(params, data)[0])
-  return jit(run)(translate(name))
-
-
-def distance(a, b):
-  a, b = np.asarray(a), np.asarray(b)
-  assert a.dtype == b.dtype == np.float64 and a.shape == b.shape
-  return np.abs(a - b).max() / np.abs(b).max()
+  """(logits, gradients)."""
+  params = translate(peer(name)[1], name)
+  return hf_peer.ours(config_of(name, **changes), params, DATA)
 
 
 @pytest.mark.parametrize('name', PEERS)
-def test_logits_of_whole_models_equal(name):
-  assert distance(ours(name), theirs(name)) < TOLERANCE
+def test_logits_and_gradients_equal(name):
+  logits, grads = ours(name)
+  assert distance(logits, peer(name)[0]) < TOLERANCE
+  assert not hf_peer.far(grads, translate(peer(name)[2], name))
 
 
 def test_a_step_of_decoding_equals():
   """The absorbed form against HF's whole rows."""
   model = decoder.Decoder(config_of('yarn'))
-  params = model.unstack(translate('yarn'))
-  lengths = np.full(B, T - 1)
-  start = jit(lambda p, x: step.prefill(model, p, x, lengths, T)[1])
-  cache = start(params, IDS[:, :-1])
-  advance = jit(functools.partial(step.advance, model))
-  z, _ = advance(params, cache, IDS[:, -1], lengths, np.ones(B, bool))
-  assert distance(z, theirs('yarn')[:, -1]) < TOLERANCE
+  logits, weights, _ = peer('yarn')
+  (_, z), _ = module_cases.decoded(
+    model, model.unstack(translate(weights, 'yarn')), DATA.tokens, [T - 1] * B,
+    1,
+  )  # fmt: skip
+  assert distance(z, logits[:, -1]) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -182,4 +142,4 @@ def test_a_step_of_decoding_equals():
   [('plain', dict(attention_scale=H**-0.5)), ('yarn', dict(rope_factor=4.0))],
 )
 def test_a_wrong_field_is_seen(name, change):
-  assert distance(ours(name, **change), theirs(name)) > 1e-4
+  assert distance(ours(name, **change)[0], peer(name)[0]) > 1e-4

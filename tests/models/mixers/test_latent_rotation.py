@@ -5,24 +5,19 @@ Legend: B rows, T tokens, D model, R width of the latent, G latent shards.
 
 import functools
 
-import jax
-import jax.numpy as jnp
+import module_cases
 import numpy as np
 import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers as mixer_schema
-from paraxis.decode import step
-from paraxis.models import batch
 from paraxis.models import decoder
 from paraxis.models.mixers import latent_rotation
 
 pytestmark = pytest.mark.usefixtures('float64')
 
 B, T, D, R, V = 4, 24, 16, 16, 32
-QUICK = {'xla_backend_optimization_level': 0}  # to compile
-jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def model_of(**own):
@@ -38,8 +33,7 @@ def model_of(**own):
 def params():
   """Latents of a few directions in any basis; gamma is not 1."""
   model, rng = model_of(), np.random.default_rng(0)
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  out = {p: rng.normal(0, 0.4, s.shape) for p, s in shapes.items()}
+  out = module_cases.parameters(model, 0.4)
   basis, _ = np.linalg.qr(rng.normal(size=(2, R, R)))
   out['layers/latent_attention/down'] = (
     rng.normal(size=(2, D, R)) * 0.6 ** np.arange(R) @ basis
@@ -55,23 +49,19 @@ def tokens(seed=1):
 
 
 def prefill(model, values, ids):
-  lengths = jnp.full(B, ids.shape[1])
-  run = jit(lambda p, x: step.prefill(model, p, x, lengths, T))
-  return run(values, ids)
+  """(logits of the last token, the cache)."""
+  (z,), cache = module_cases.decoded(model, values, ids, [T] * B, 0)
+  return z[:, -1], cache
 
 
 def last(model, values):
-  """Features of the last token, decoded after all others."""
-  ids = tokens()
-  _, cache = prefill(model, values, ids[:, :-1])
-  one = np.ones((B, 1), np.int32)
-  data = batch.Batch(ids[:, -1:], None, one, one * (T - 1), None, None)
-  return np.asarray(jit(lambda p, c: model(p, data, c)[0])(values, cache)[:, 0])
+  """Logits of the last token, decoded after all others."""
+  return module_cases.decoded(model, values, tokens(), [T - 1] * B, 1)[0][1]
 
 
 @functools.cache
 def exact():
-  return np.asarray(prefill(model_of(), params(), tokens())[0][:, -1])
+  return prefill(model_of(), params(), tokens())[0]
 
 
 @functools.cache
@@ -100,7 +90,7 @@ def test_a_rotation_changes_no_number(rotation, groups):
   assert distance(last(model, wrong), exact()) > 1e-3
 
 
-def test_principal_parts_err_least():
+def test_principal_shards_err_least():
   """Each latent shard has its own softmax: TPLA's comparison."""
   error = {}
   for rotation in ('none', 'hadamard', 'pca'):
@@ -110,8 +100,8 @@ def test_principal_parts_err_least():
   assert 1e-6 < error['pca'] < 0.5 * min(error['none'], error['hadamard'])
 
 
-def test_shares_undo_what_a_parts_own_norm_does():
-  """Without them the lesser part is as large as the other one."""
+def test_shares_undo_the_norm_of_each_shard():
+  """Without them the smaller shard is as large as the other one."""
   model = model_of(rotation='pca', groups=2, scores='own')
   new = latent_rotation.rotated(params(), model.config, calibration())
   names = [f'layers/{i}/latent_attention/shares' for i in range(2)]
@@ -123,8 +113,7 @@ def test_shares_undo_what_a_parts_own_norm_does():
     last(model, new), exact()
   )
   # Prefill does not read them.
-  found = prefill(model, alike, tokens())[0][:, -1]
-  assert distance(np.asarray(found), exact()) < 1e-12
+  assert distance(prefill(model, alike, tokens())[0], exact()) < 1e-12
 
 
 def test_the_covariance_is_that_of_latents():

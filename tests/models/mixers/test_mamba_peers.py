@@ -11,30 +11,19 @@ the state, F inner width, R rank of the steps, W taps, V vocabulary.
 import functools
 
 import hf_peer
-import jax
 import numpy as np
 import pytest
 
 from paraxis.configs.base import mixers as mixer_schema
 from paraxis.configs.base import model as model_schema
-from paraxis.models import batch
-from paraxis.models import checks as model_checks
-from paraxis.models import decoder
-from paraxis.train import loss
 
 pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
-torch, transformers = hf_peer.torch, hf_peer.transformers
+transformers = hf_peer.transformers
 
 B, T, V = 2, 19, 32
 D, N, P, G, S, W, R = 16, 8, 4, 2, 6, 4, 3
-F, HEAD = 2 * D, 4
-TOLERANCE = 1e-9
-
-
-# LLVM's optimisations take half of the time and change no number here.
-jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': '0'}
-)
+F = 2 * D
+TOLERANCE, distance = hf_peer.TOLERANCE, hf_peer.distance
 
 SHAPE = dict(
   vocab_size=V, hidden_size=D, num_hidden_layers=2, state_size=S,
@@ -42,7 +31,7 @@ SHAPE = dict(
   bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 FIELDS = dict(
-  vocab_size=V, d_model=D, num_layers=2, num_heads=4, head_dim=HEAD, d_ff=24,
+  vocab_size=V, d_model=D, num_layers=2, num_heads=4, head_dim=4, d_ff=24,
   dtype='float64', param_dtype='float64', attention_block=8, position='none',
 )  # fmt: skip
 OWN = dict(head_dim=P, groups=G, state=S, conv_width=W, dt_rank=R)
@@ -70,14 +59,7 @@ PEERS = {
 }  # fmt: skip
 
 
-def rows():
-  """A batch of one document a row."""
-  ids = np.random.default_rng(1).integers(0, V, (B, T + 1)).astype(np.int32)
-  ones = np.ones((B, T), np.int32)
-  positions = np.arange(T, dtype=np.int32) * ones
-  return batch.Batch(
-    ids[:, :-1], ids[:, 1:], ones, positions, ones * 1.0, ones.sum() * 1.0
-  )
+DATA = hf_peer.rows(V, (B, T))
 
 
 @functools.cache
@@ -85,26 +67,8 @@ def peer(name):
   """(logits, {name: weight}, {name: gradient}) of HF's model, float64."""
   config = getattr(transformers, f'{name}Config')(**PEERS[name][0])
   make = getattr(transformers, f'{name}ForCausalLM')
-  before = torch.get_default_dtype()
-  torch.set_default_dtype(torch.float64)
-  try:
-    with hf_peer.Wide():
-      torch.manual_seed(0)
-      model = make(config).double().eval()
-      with torch.no_grad():  # also scales and biases, or they hide mistakes
-        for p in model.parameters():
-          p.normal_(0, 0.3)
-      tokens, targets = (torch.tensor(x).long() for x in rows()[:2])
-      logits = model(input_ids=tokens, use_cache=False).logits
-      torch.nn.functional.cross_entropy(
-        logits.reshape(-1, V), targets.reshape(-1)
-      ).backward()
-  finally:
-    torch.set_default_dtype(before)
-  values = dict(model.named_parameters())
-  weights = {k: v.detach().numpy() for k, v in values.items()}
-  grads = {k: v.grad.numpy() for k, v in values.items()}
-  return logits.detach().numpy(), weights, grads
+  model = hf_peer.randomised(lambda: make(config), 0.3)
+  return hf_peer.gradients_of(model, DATA)
 
 
 def taps(hf, name):
@@ -154,106 +118,58 @@ def mamba2_of(hf, name):
   )  # fmt: skip
 
 
-def attention_of(hf, name):
-  wide = lambda x: hf(f'{name}.{x}_proj.weight').T.reshape(D, -1, HEAD)
-  return dict(
-    query=wide('q'), key=wide('k'), value=wide('v'),
-    output=hf(f'{name}.o_proj.weight').T.reshape(-1, HEAD, D),
-  )  # fmt: skip
-
-
-def mlp_of(hf, name):
-  return {x: hf(f'{name}.{x}_proj.weight').T for x in ('gate', 'up', 'down')}
-
-
 def layer_of(hf, i, name, config):
-  """{our path in a layer: array}."""
-  if name != 'Jamba':
-    at, own = f'backbone.layers.{i}', 'mamba2' if name == 'Mamba2' else 'mamba'
-    read = mamba2_of if name == 'Mamba2' else mamba_of
-    parts = {own: read(hf, f'{at}.mixer')}
-    norms = {own: 'norm'}
-  else:
+  """{our path in layer i: array}."""
+  if name == 'Jamba':
     at, mixes = f'model.layers.{i}', config.pattern[i] == 'S'
     own = 'mamba' if mixes else 'attention'
-    parts = (
-      {own: jamba_of(hf, f'{at}.mamba')}
+    parts = {
+      own: jamba_of(hf, f'{at}.mamba')
       if mixes
-      else {own: attention_of(hf, f'{at}.self_attn')}
-    )
-    parts['mlp'] = mlp_of(hf, f'{at}.feed_forward')
+      else hf_peer.attention_of(hf, f'{at}.self_attn', config),
+      'mlp': hf_peer.mlp_of(hf, f'{at}.feed_forward'),
+    }
     norms = {own: 'input_layernorm', 'mlp': 'pre_ff_layernorm'}
-  out = {f'{p}/{k}': v for p, part in parts.items() for k, v in part.items()}
-  return out | {
-    f'{p}_norm/scale': hf(f'{at}.{n}.weight') for p, n in norms.items()
-  }
+  else:
+    at, own = f'backbone.layers.{i}', name.lower()
+    read = mamba2_of if name == 'Mamba2' else mamba_of
+    parts, norms = {own: read(hf, f'{at}.mixer')}, {own: 'norm'}
+  out = {f'{p}_norm/scale': hf(f'{at}.{n}.weight') for p, n in norms.items()}
+  for part, values in parts.items():
+    out |= hf_peer.within(part, values)
+  return out
 
 
 def translate(values, name, config):
-  """{our path: array}; every array of HF's is used."""
-  unused = set(values)
-
-  def hf(key):
-    unused.discard(key)
-    return values[key]
-
-  home, last = 'backbone', 'norm_f'
-  embedding = 'backbone.embeddings.weight'
-  if name == 'Jamba':
-    home, last, embedding = 'model', 'final_layernorm', None
-  out = {
-    'embedding': hf(embedding or 'model.embed_tokens.weight'),
-    'norm/scale': hf(f'{home}.{last}.weight'),
+  """HF's {name: array} by our paths."""
+  ends = {
+    'embedding': 'backbone.embeddings.weight',
+    'norm/scale': 'backbone.norm_f.weight',
   }
-  if not config.tied_embedding:
-    out['head'] = hf('lm_head.weight')
-  stacks = {}
-  for i in range(config.num_layers):
-    for path, value in layer_of(hf, i, name, config).items():
-      stacks.setdefault(f'layers/{path}', []).append(value)
-  assert not unused, unused
-  return out | {p: np.stack(v) for p, v in stacks.items()}
+  if name == 'Jamba':
+    ends = hf_peer.ENDS | {'norm/scale': 'model.final_layernorm.weight'}
+  elif not config.tied_embedding:
+    ends['head'] = 'lm_head.weight'
+  layer = functools.partial(layer_of, name=name, config=config)
+  return hf_peer.translate(values, config, ends, layer)
 
 
-def ours(name, own=(), **changes):
+def ours(name, **changes):
   """(logits, gradients, HF's gradients by our paths)."""
   _, fields, mamba = PEERS[name]
   config = model_schema.Model(
-    **FIELDS | fields | changes,
-    mamba=mixer_schema.Mamba(**OWN | mamba | dict(own)),
+    **FIELDS | fields | changes, mamba=mixer_schema.Mamba(**OWN | mamba)
   )
-  model_checks.check_model(config)
   _, weights, grads = peer(name)
-  model, data = decoder.Decoder(config), rows()
-  params = translate(weights, name, config)
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  assert {p: v.shape for p, v in params.items()} == {
-    p: v.shape for p, v in shapes.items()
-  }
-
-  def mean(params):
-    z = model.logits(params, model(params, data)[0])
-    return loss.negative_log_likelihood(z, data.targets).mean(), z
-
-  found, logits = jit(jax.grad(mean, has_aux=True))(params)
-  return logits, found, translate(grads, name, config)
-
-
-def distance(a, b):
-  """Largest difference, relative to the largest value."""
-  a, b = np.asarray(a), np.asarray(b)
-  assert a.dtype == b.dtype == np.float64 and a.shape == b.shape
-  assert np.isfinite(a).all() and np.abs(b).max() > 0
-  return np.abs(a - b).max() / np.abs(b).max()
+  found = hf_peer.ours(config, translate(weights, name, config), DATA)
+  return *found, translate(grads, name, config)
 
 
 @pytest.mark.parametrize('name', PEERS)
 def test_logits_and_gradients_equal(name):
   logits, grads, expected = ours(name)
   assert distance(logits, peer(name)[0]) < TOLERANCE
-  assert set(grads) == set(expected)
-  far = {p: distance(g, expected[p]) for p, g in grads.items()}
-  assert not {p: d for p, d in far.items() if not d < TOLERANCE}
+  assert not hf_peer.far(grads, expected)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ Legend: B rows, T tokens, V vocabulary.
 
 import jax
 import jax.numpy as jnp
+import module_cases
 import numpy as np
 import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
-from paraxis.decode import step
 from paraxis.models import batch as batch_lib
 from paraxis.models import checks as model_checks
 from paraxis.models import decoder
@@ -22,9 +22,8 @@ from paraxis.models.mixers import protocol as mixer
 
 pytestmark = pytest.mark.usefixtures('float64')
 
-V, T, B = 32, 20, 2
+V, T = 32, 20
 BOUND = 1e-11
-QUICK = {'xla_backend_optimization_level': 0}  # to compile
 LETTERS = ''.join(k for k in layer.MIXERS if k not in 'WN')  # F, masked
 # C goes by positions alone.
 RECURRENT = 'GMSRL'
@@ -39,10 +38,10 @@ def fields(pattern, **more):
   model = schema.Model(**own | more)
   small = dict(
     gated_linear=dict(gate_rank=3, conv_width=3),
-    mamba=dict(head_dim=4, state=4, dt_rank=2),
+    mamba=dict(head_dim=4, state=4, dt_rank=2, groups=2),
     recurrent=dict(tolerance=1e-13),
     tcn=dict(kernel=3, depth=2, chunk=6),
-    latent=dict(rank=6, nope_dim=4, rope_dim=4, value_dim=6),
+    latent=dict(rank=6, nope_dim=4, rope_dim=4, value_dim=6, groups=2),
   )
   sections = {
     name: type(getattr(model, name))(**values) for name, values in small.items()
@@ -51,40 +50,17 @@ def fields(pattern, **more):
 
 
 def made(pattern, **more):
-  """(Decoder, random parameters: at their initial 0 and 1 mistakes hide)."""
+  """(Decoder, random parameters)."""
   model = decoder.Decoder(fields(pattern, **more))
-  rng = np.random.default_rng(0)
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  draw = lambda path, shape: (
-    rng.normal(0.5, 0.3, shape)
-    if model.kinds[path] == 'vector'
-    else rng.normal(0, 0.3, shape)
-  )
-  return model, {
-    p: jnp.asarray(draw(p, s.shape), s.dtype) for p, s in sorted(shapes.items())
-  }
+  return model, jax.tree.map(jnp.asarray, module_cases.parameters(model, 0.5))
 
 
-def batch(tokens, segments, positions):
-  cast = lambda x: jnp.asarray(x, jnp.int32)
-  return batch_lib.Batch(
-    cast(tokens), None, cast(segments), cast(positions), None, None
-  )
+def batch(tokens, see):
+  return batch_lib.Batch(tokens, None, *see[:2], None, None)
 
 
-def documents(lengths, width=T):
-  """(segments, positions), both (1, T): documents in a row, padding behind."""
-  segments, positions = np.zeros((2, 1, width), np.int32)
-  first = 0
-  for i, n in enumerate(lengths):
-    segments[0, first : first + n] = i + 1
-    positions[0, first : first + n] = np.arange(n)
-    first += n
-  return segments, positions
-
-
-def tokens(rows=B, seed=0):
-  return np.random.default_rng(seed).integers(0, V, (rows, T))
+def tokens(rows):
+  return np.random.default_rng(0).integers(0, V, (rows, T)).astype(np.int32)
 
 
 def farthest(a, b):
@@ -93,14 +69,14 @@ def farthest(a, b):
 
 def packed_gap(model, params):
   """The largest difference of a packed document from the document alone."""
-  run = jax.jit(lambda batch: model(params, batch)[0], compiler_options=QUICK)
+  run = jax.jit(lambda batch: model(params, batch)[0])
   ids, lengths = tokens(1), (7, 1, 9)
-  rows = run(batch(ids, *documents(lengths)))
+  rows = run(batch(ids, module_cases.see_of((lengths,), T)))
   gaps, first = [], 0
   for n in lengths:
     alone = np.zeros_like(ids)  # padding holds any token
     alone[0, :n] = ids[0, first : first + n]
-    found = run(batch(alone, *documents((n,))))
+    found = run(batch(alone, module_cases.see_of(((n,),), T)))
     gaps.append(farthest(rows[:, first : first + n], found[:, :n]))
     first += n
   return max(gaps)
@@ -121,67 +97,58 @@ def test_a_recurrence_that_is_not_reset_shows(kind, monkeypatch):
 @pytest.mark.parametrize('kind', LETTERS)
 def test_no_token_sees_what_follows_or_another_document(kind):
   model, params = made(kind)
-  ids, marks = tokens(1), documents((8, 10))
+  ids, see = tokens(1), module_cases.see_of(((8, 10),), T)
   table = params['embedding'][ids]  # as a leaf of its own
 
   def others(x):
-    inside = model.visibility(batch(ids, *marks))
+    inside = model.visibility(batch(ids, see))
     y = model.run(model.pattern, params, x, inside)
     return (y[:, 8:13] ** 2).sum()
 
-  g = jnp.abs(jax.jit(jax.grad(others), compiler_options=QUICK)(table)).max(
-    (0, 2)
-  )
+  g = jnp.abs(jax.jit(jax.grad(others))(table)).max((0, 2))
   assert (g[:8] == 0).all() and (g[13:] == 0).all()
   assert (g[8:13] > 0).all()  # and each of its own past
 
 
 @pytest.mark.parametrize('kind', LETTERS)
 def test_prefill_and_steps_are_one_pass(kind):
-  """Rows of unequal length: what pads a prompt leaves no trace."""
+  """Rows of unequal length, one empty: what pads a prompt leaves no trace."""
   model, params = made(kind)
-  ids, lengths, n = tokens(), np.array([17, 11]), 3
-  rows = [np.repeat(x, B, 0) for x in documents((T,))]
-  whole = jax.jit(lambda batch: model(params, batch)[0], compiler_options=QUICK)
-  full = whole(batch(ids, *rows))
-  loose = model.unstack(params)
-  prompt = jnp.asarray(ids[:, :17], jnp.int32)
-  start = jax.jit(
-    lambda lengths: step.prefill(model, loose, prompt, lengths, 17 + n),
-    compiler_options=QUICK,
+  lengths, ids = [17, 11, 0], tokens(3)
+  full = module_cases.logits(model, params, ids)
+  (start, *steps), _ = module_cases.decoded(
+    model, model.unstack(params), ids, lengths, 3
   )
-  x, cache = start(lengths)
-  for b, length in enumerate(lengths):
-    assert farthest(x[b, :length], full[b, :length]) <= BOUND
-  one = jax.jit(
-    lambda cache, *row: model(loose, batch(*row), cache), compiler_options=QUICK
-  )
-  for t in range(n):
-    at = lengths + t
-    row = ids[np.arange(B), at], np.ones(B), at
-    x, cache = one(cache, *(a[:, None] for a in row))
-    for b in range(B):
-      assert farthest(x[b, 0], full[b, at[b]]) <= BOUND, (t, b)
+  for b, n in enumerate(lengths):
+    assert not n or farthest(start[b, :n], full[b, :n]) <= BOUND
+    for t, z in enumerate(steps):
+      assert farthest(z[b], full[b, n + t]) <= BOUND, (t, b)
 
 
-@pytest.mark.parametrize('kind', LETTERS)
+@pytest.mark.parametrize('kind', LETTERS + 'W')
 def test_prefill_in_chunks_is_one_pass(kind):
+  """Documents begin within chunks; every array of the states is needed."""
   model, params = made(kind)
-  loose, ids = model.unstack(params), tokens()
-  segments, positions = (np.repeat(x, B, 0) for x in documents((T,)))
-
-  def whole_and_parts(rows):
-    full = model(params, batch(*rows))[0]
-    cache, found = model.init_cache(B, T), []
-    for first, last in ((0, 9), (9, 10), (10, T)):
-      part = [x[:, first:last] for x in rows]
-      x, cache = model(loose, batch(*part), cache)
-      found.append(x)
-    return jnp.concatenate(found, 1), full
-
-  rows = ids, segments, positions
-  found = jax.jit(whole_and_parts, compiler_options=QUICK)(rows)
-  assert farthest(*found) <= BOUND
+  loose, ids = model.unstack(params), tokens(3)
+  see = module_cases.see_of(((4, 16), (9, 11), (13, 7)), T)
+  full = jax.jit(lambda: model(params, batch(ids, see))[0])()
+  run = jax.jit(lambda cache, batch: model(loose, batch, cache))
+  parts = [
+    batch(ids[:, first:last], [x[:, first:last] for x in see[:2]])
+    for first, last in ((0, 9), (9, 10), (10, T))
+  ]
+  found, caches = [], [model.init_cache(3, T)]
+  for part in parts:
+    x, cache = run(caches[-1], part)
+    found.append(x)
+    caches.append(cache)
+  assert farthest(jnp.concatenate(found, 1), full) <= BOUND
+  leaves, tree = jax.tree.flatten(caches[1].states)
+  for i, lost in enumerate(leaves):
+    kept = [*leaves[:i], jnp.zeros_like(lost), *leaves[i + 1 :]]
+    states = jax.tree.unflatten(tree, kept)
+    x, _ = run(caches[1]._replace(states=states), parts[1])
+    assert farthest(x, found[1]) > 1e-4
 
 
 @pytest.mark.parametrize('kind', LETTERS)
@@ -190,7 +157,7 @@ def test_the_state_grows_with_the_tokens_or_not_at_all(kind):
   size = lambda slots: sum(
     x.size
     for x in jax.tree.leaves(
-      jax.eval_shape(lambda: model.init_cache(B, slots)).states
+      jax.eval_shape(lambda: model.init_cache(2, slots)).states
     )
   )
   grows = layer.MIXERS[kind].capabilities.slots
@@ -211,10 +178,8 @@ def test_kinds_are_read_from_a_pattern():
 @pytest.mark.parametrize(
   'change, text',
   [
-    (dict(pattern='GX'), "'X' is no mixer"),
     (dict(pattern='-G'), "'-' is an mlp that follows no mixer"),
     (dict(pattern='G--'), 'follows no mixer'),
-    (dict(pattern=''), 'name at least one layer kind'),
     (dict(pattern='G-', mlp='none'), "asks for an mlp, and model.mlp='none'"),
     (dict(pattern='G', d_model=20, num_heads=4), 'which 4 heads'),
   ],

@@ -1,72 +1,35 @@
 """ParaGRU and ParaLSTM against their definition, token by token."""
 
-import dataclasses
-
-from flax import nnx
 import jax
 import jax.numpy as jnp
+import module_cases
 import numpy as np
 import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers as mixer_schema
-from paraxis.models.mixers import attention
 from paraxis.models.mixers import recurrent
 
 pytestmark = pytest.mark.usefixtures('float64')
 
 D, N, T, W = 8, 2, 8, 3
-QUICK = {'xla_backend_optimization_level': 0}  # to compile
 
-SEGMENTS = np.array([1] * 3 + [2] * 4 + [0], np.int32)
-POSITIONS = np.array([*range(3), *range(4), 0], np.int32)
+SEE = module_cases.see_of(((3, 4),), T)
 
 
-def module(kind, scale, **own):
-  own = dict(heads=N, conv_width=W, tolerance=1e-13) | own
-  config = schema.Model(
-    d_model=D, num_layers=1, recurrent=mixer_schema.Recurrent(**own)
-  )
-  made = kind(config, nnx.Rngs(0), '')
-  graph, state = nnx.split(made, nnx.Param)
-  rng = np.random.default_rng(0)
-  flat = {
-    path: jnp.asarray(rng.normal(0.2, 0.5, leaf.shape))
-    for path, leaf in nnx.to_flat_state(state)
-  }
-  flat['recurrent',] = flat['recurrent',] * scale
-  return config, graph, flat
-
-
-def call(graph, flat, x):
-  made = nnx.merge(graph, nnx.from_flat_state(list(flat.items())))
-  return made(x, attention.Visibility(SEGMENTS[None], POSITIONS[None]))[0]
-
-
-def reference(cell, numbers, config, flat, x):
-  w = {path[0]: value for path, value in flat.items()}
+def reference(cell, numbers, config, w, x):
+  (segments,), (positions,) = SEE.segments, SEE.positions
   x, g = (jnp.einsum('td,dnh->tnh', x, w[n]) for n in ('input', 'output_gate'))
-  x = jax.nn.silu(
-    jnp.stack(
-      [
-        sum(w['taps'][j] * x[t - j] for j in range(W) if j <= POSITIONS[t])
-        for t in range(T)
-      ]
-    )
-  )
-  u = jnp.stack(
-    [
-      jnp.einsum('tnh,nhp->tnp', x, w[f'block_{i}']) + w['bias'][i]
-      for i in range(3)
-    ]
-  )
+  x = module_cases.convolved(w['taps'], x, positions)
+  blocks = jnp.stack([w[f'block_{i}'] for i in range(3)])
+  u = jnp.einsum('tnh,inhp->itnp', x, blocks) + w['bias'][:, None]
   h, out = jnp.zeros((numbers, N, D // N)), []
   for t in range(T):
-    if SEGMENTS[t] == 0:
+    if segments[t] == 0:
       out.append(jnp.zeros(D))
       continue
-    h = jnp.where(POSITIONS[t] == 0, 0, h)
+    h = jnp.where(positions[t] == 0, 0, h)
     h = cell(w['recurrent'], h, u[:, t])
     y = h[-1] * jax.nn.silu(g[t])
     y = y / jnp.sqrt((y * y).mean() + config.norm_epsilon) * w['norm']
@@ -90,38 +53,34 @@ def lstm(a, h, u):
 
 
 CELLS = {
-  'gru': (recurrent.ParaGRU, gru, 1),
-  'lstm': (recurrent.ParaLSTM, lstm, 2),
+  'R': (recurrent.ParaGRU, gru, 1),
+  'L': (recurrent.ParaLSTM, lstm, 2),
 }
 
 
-def compare(name, scale=1.0, **own):
-  """(largest relative difference, gradient of the solver's counter)."""
+def both(name, scale=1.0, **own):
+  """(gradients of the module, of the loop, counts of the solver)."""
   kind, cell, numbers = CELLS[name]
-  config, graph, flat = module(kind, scale, **own)
-  rng = np.random.default_rng(1)
-  x, weight = (jnp.asarray(rng.normal(size=(T, D))) for _ in range(2))
-  weight = weight * (SEGMENTS > 0)[:, None]
-  ours = lambda flat, x: (call(graph, flat, x[None])[0] * weight).sum()
-  plain = lambda flat, x: (
-    reference(cell, numbers, config, flat, x) * weight
-  ).sum()
-  got = jax.jit(jax.value_and_grad(ours, (0, 1)), compiler_options=QUICK)(
-    flat, x
+  own = dict(heads=N, conv_width=W, tolerance=1e-13) | own
+  config = schema.Model(
+    d_model=D, num_layers=1, recurrent=mixer_schema.Recurrent(**own)
   )
-  want = jax.jit(jax.value_and_grad(plain, (0, 1)), compiler_options=QUICK)(
-    flat, x
+  run, values = module_cases.module(kind, config, name, 0.5)
+  values['recurrent'] *= scale
+  x = np.random.default_rng(1).normal(size=(1, T, D))
+  loop = lambda w, x: reference(cell, numbers, config, w, x[0])[None]
+  found, wanted = (
+    module_cases.gradients(f, values, x, SEE.segments > 0)
+    for f in (lambda w, x: run(w, x, SEE)[0], loop)
   )
-  took = got[1][0].pop(('solver',))
-  want[1][0].pop(('solver',))
-  gap = lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max())
-  return max(jax.tree.leaves(jax.tree.map(gap, got, want))), took
+  counts, _ = (result[2].pop('solver') for result in (found, wanted))
+  return found, wanted, counts
 
 
 @pytest.mark.parametrize('name', CELLS)
 def test_output_and_every_gradient_are_those_of_the_loop(name):
-  gap, (solves, iterations, residual, again) = compare(name)
-  assert gap <= 1e-11
+  found, wanted, (solves, iterations, residual, again) = both(name)
+  module_cases.assert_same(found, wanted, 1e-11)
   assert solves == 1 and 2 <= iterations <= 20
   assert residual <= 1e-13 and again == 0
 
@@ -129,25 +88,23 @@ def test_output_and_every_gradient_are_those_of_the_loop(name):
 @pytest.mark.parametrize('name', CELLS)
 def test_what_newton_does_not_solve_is_run_in_sequence(name):
   """And is counted, so that a run can say so."""
-  gap, (solves, iterations, _, again) = compare(name, 3.0, iterations=1)
-  assert gap <= 1e-11 and (solves, iterations, again) == (1, 1, 1)
+  found, wanted, (solves, iterations, _, again) = both(name, 3.0, iterations=1)
+  module_cases.assert_same(found, wanted, 1e-11)
+  assert (solves, iterations, again) == (1, 1, 1)
 
 
 def test_a_strict_solver_poisons_what_it_does_not_solve():
-  gap, _ = compare('gru', 3.0, iterations=1, strict=True)
-  assert np.isnan(gap)
+  (y, *_), *_ = both('R', 3.0, iterations=1, strict=True)
+  assert np.isnan(y).any()
 
 
 def test_in_sequence_when_asked():
-  gap, took = compare('gru', solver='sequential')
-  assert gap <= 1e-11 and (took == 0).all()
+  found, wanted, counts = both('R', solver='sequential')
+  module_cases.assert_same(found, wanted, 1e-11)
+  assert (counts == 0).all()
 
 
 def test_bad_input():
   config = schema.Model(d_model=10, recurrent=mixer_schema.Recurrent(heads=4))
   with pytest.raises(errors.UserError, match='d_model=10 is not divisible by'):
     recurrent.ParaGRU.check(config)
-  own = dataclasses.replace(config.recurrent, solver='sequential')
-  config = dataclasses.replace(config, recurrent=own)
-  with pytest.raises(errors.UserError, match="take 'newton'"):
-    recurrent.ParaGRU.check_context(config, 64)
