@@ -1,11 +1,11 @@
-"""What layers count, on its way through the gradient (models/ffn/router.py).
+"""Counts of a step that layers return as gradients (models/ffn/router.py).
 
-The "gradient" of a parameter of kind 'statistic' is counts of the step: the
-assignments to each expert, those dropped, the router's entropy. It is stored,
-not stepped along, so that the state holds the counts of the step before. That
-of kind 'balance', a router's bias, is the assignments; the bias moves towards
-experts that got fewer than the mean (arXiv:2408.15664). That of kind 'solver'
-is what Newton's method took (models/mixers/recurrent.py): every shard solves
+The "gradient" of a parameter of kind 'statistic' holds the assignments to each
+expert, those dropped and the router's entropy. It replaces the parameter, so
+that the state holds the counts of the previous step. That of kind 'balance', a
+router's bias, is the assignments; the bias moves towards experts that got fewer
+than the mean (arXiv:2408.15664). That of kind 'solver' is iterations and
+residuals of Newton's method (models/mixers/recurrent.py): every shard solves
 its own part, so, unlike the others, it depends on the layout.
 
 Legend: L layers that have the parameter, E experts.
@@ -29,20 +29,20 @@ def paths(model, kinds=KINDS):
 
 
 def whole_step(model):
-  """Parameters that are to hold the counts of the step that is going on."""
+  """Parameters that need the counts of the current step, not the previous."""
   experts = model.config.experts
   asked = experts.balance and experts.balance_scope == 'step'
   return paths(model, (LOAD,)) if asked else []
 
 
 def without(model, tree):
-  """{path: leaf} of what is learned."""
+  """{path: leaf} of learned parameters."""
   counted = set(paths(model, (*KINDS, SOLVER)))
   return {p: x for p, x in tree.items() if p not in counted}
 
 
 def update(model, grads, params):
-  """{path: new value} of the parameters that count."""
+  """{path: new value} of the parameters that hold counts."""
   out = {}
   for path in paths(model, (*KINDS, SOLVER)):
     count, old = grads[path], params[path]

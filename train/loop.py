@@ -97,9 +97,8 @@ class _Recorder:
 
   def later(self, step, numbers, tokens):
     """Keeps a step's numbers on the device and records those before it."""
-    previous, self._pending = self._pending, (step, numbers, tokens)
-    if previous:
-      self._record(*previous)
+    self.flush()
+    self._pending = step, numbers, tokens
 
   def flush(self):
     """Records the step whose numbers are still on the device."""
@@ -140,10 +139,8 @@ class _Recorder:
 
   def _not_finite(self, step, numbers):
     """Names the tensors and the batch of a skipped step; stops after K."""
-    row, most = (
-      int(numbers['skipped_in_a_row']),
-      self._train.max_nonfinite_steps,
-    )
+    row = int(numbers['skipped_in_a_row'])
+    most = self._train.max_nonfinite_steps
     bad = [
       p
       for p, s in zip(self._paths, numbers['squares'], strict=True)
@@ -172,7 +169,7 @@ def run(
   say=print,
   devices=None,
 ):
-  """Trains, or continues, the run of a workdir.
+  """Trains, or resumes, the run of a workdir.
 
   Args:
     config: schema.Config.
@@ -187,7 +184,7 @@ def run(
   Returns:
     dict: step, stopped ('' or the signal's name), loss, evaluation.
 
-  Several processes make the same call; process 0 writes the folder and speaks.
+  Several processes make the same call; process 0 writes the folder and reports.
 
   Raises:
     UserError, IntegrityError: see configs/base/errors.py.

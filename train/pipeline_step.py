@@ -1,6 +1,6 @@
 """The gradient of a step on pipeline stages: a model as a pipeline's calls.
 
-    chunk of layers, parameters whole over fsdp      Calls.forward, backward
+    chunk of layers, gathered over fsdp              Calls.forward, backward
     embedding, over the vocabulary of all stages     Calls.embed
     last norm, head and loss, likewise               Calls.loss
 
@@ -146,8 +146,9 @@ class Pipeline:
     kinds = self.model.depth.kinds
     return self.model.run(kinds, values, x, context, mask, taped)
 
-  def forward(self, values, x, context, mask):
+  def forward(self, rows, x, context, mask):
     """pipeline.Calls.forward; keeps what backward reads, or nothing."""
+    values = self.gather(rows)
     if not self._stored:
       return self._layers(context, mask, values, x), ()
 
@@ -196,20 +197,23 @@ class Pipeline:
     y, back, xs = jax.vjp(run, _sinks(rest), x, zeros, has_aux=True)
     return y, back, tape.Tapes(xs, (), records)
 
-  def backward(self, values, x, kept, g, context, mask):
+  def backward(self, rows, x, kept, g, context, mask):
     """pipeline.Calls.backward: the chunk again, or what F kept of it."""
+    values = self.gather(rows)
     if self._stored:
       back, tapes = kept.again(values)
     else:
       _, back, tapes = self._vjp(values, x, context, mask)
     gradients, gx, *gs = back(g)
     if tapes is None:
-      return gx, gradients, ()
+      return gx, self.scatter(gradients), ()
     tapes = tapes.gathered() if self._stored else tapes
-    return gx, gradients, dataclasses.replace(tapes, gs=gs[0])
+    tapes = dataclasses.replace(tapes, gs=gs[0])
+    return gx, self.scatter(gradients), tapes
 
-  def count(self, values, x, context, mask):
+  def count(self, rows, x, context, mask):
     """As `forward`; kept is what experts count (models/ffn/router.py)."""
+    values = self.gather(rows)
     paths = expert_counts.paths(self.model, (expert_counts.LOAD,))
     run = lambda loads: self._layers(context, mask, values | loads, x)
     y, back = jax.vjp(run, {p: values[p] for p in paths if p in values})
@@ -218,10 +222,10 @@ class Pipeline:
 
   def weights(self, tapes):
     """pipeline.Calls.weights: products of what B kept."""
-    return tapes.weight_gradients()
+    return self.scatter(tapes.weight_gradients())
 
   def scatter(self, gradients):
-    """pipeline.Calls.scatter."""
+    """Gradients of what `gather` gives, in the layout of the parameters."""
     return {p: self._scatter(p, g) for p, g in gradients.items()}
 
   @contextlib.contextmanager
@@ -238,5 +242,5 @@ class Pipeline:
     """pipeline.Calls."""
     return pipeline.Calls(
       self.embed, self.loss, self.context_of, self.forward, self.backward,
-      self.weights, self.gather, self.scatter,
+      self.weights,
     )  # fmt: skip

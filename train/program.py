@@ -71,7 +71,7 @@ class Program:
 
   def context(self) -> contextlib.AbstractContextManager:
     """The rules and the mesh, in force within a `with` statement."""
-    return build.layout(self.built)
+    return build.use(self.built)
 
   def batch_sharding(self, ndim: int) -> jax.NamedSharding:
     """NamedSharding of a batch array (..., rows, tokens)."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paraxis.pallas_kernels import varying
 from paraxis.sharding import annotate
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.pipeline import executor as pipeline
@@ -195,7 +196,7 @@ def _accumulate(model, params, batch, each, of=None):
 
   def zero(p):
     x = wanted[p]
-    like = annotate.like(x, 0, jnp.promote_types(x.dtype, jnp.float32))
+    like = varying.like(x, 0, jnp.promote_types(x.dtype, jnp.float32))
     if annotate.mode() != 'manual':
       return each(p, like)
     kept = jax.eval_shape(functools.partial(each, p), like)
@@ -290,7 +291,9 @@ def _pipeline_gradients(built, layouts, params, batch):
     calls = run.calls()._replace(forward=run.count)
     ends, stack = _ends_and_layers(params)
     with run.context():
-      return pipeline.counts(schedule, calls, run.gather(ends), stack, on)
+      return pipeline.forward(
+        schedule, calls, run.gather(ends), stack, on, counted=True
+      )[1]
 
   params = _with_loads(model, layouts, params, batch, count)
   ends, stack = _ends_and_layers(params)
@@ -311,7 +314,9 @@ def _pipeline_total(built, params, batch):
     ends, stack = _ends_and_layers(params)
     run = pipeline_step.Pipeline(built, batch, None)
     with run.context():
-      total = pipeline.total(schedule, run.calls(), run.gather(ends), stack, on)
+      total, _ = pipeline.forward(
+        schedule, run.calls(), run.gather(ends), stack, on
+      )
     return _over_tokens(total)
 
   total = jax.shard_map(

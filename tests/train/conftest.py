@@ -1,18 +1,20 @@
 """A run small enough for a test: 40 kB of text, 34 thousand parameters."""
 
-import json
+import math
 import os
 import random
 import subprocess
 import sys
 import textwrap
+import time
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.train.run import metrics
 
 WORDS = 'sea wind rock salt gull and over under storm calm sail north'.split()
 CONFIG = """
@@ -60,69 +62,63 @@ class Tiny:
     config.update_from_flattened_dict(changes or {})
     return schema.view(config)
 
+  def job(self, changes=None, mesh='', say=lambda line: None):
+    """program.Job of `config(changes)`, on as many devices as `mesh` has."""
+    from paraxis.train import program  # starts slowly, as does the loop
+
+    return program.make(self.config(changes), mesh, _devices(mesh), say)
+
+  def run(self, workdir, changes=None, mesh='', **options):
+    """Trains in this process: (what loop.run returns, [lines that it said])."""
+    from paraxis.train import loop
+
+    said, config = [], self.config(changes)
+    options = dict(devices=_devices(mesh), say=said.append) | options
+    return loop.run(config, workdir, mesh, **options), said
+
   def start(self, workdir, *flags, **options):
     """`paraxis train` in a process of its own: subprocess.Popen."""
     command = [sys.executable, '-m', 'paraxis.train', f'--config={self.file}']
-    environment = dict(os.environ, PARAXIS_CACHE=str(self.folder / 'cache'))
-    if 'JAX_COMPILATION_CACHE_DIR' not in environment:
-      environment['JAX_COMPILATION_CACHE_DIR'] = str(self.folder / 'compiled')
-      environment['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
     return subprocess.Popen(
       [*command, f'--workdir={workdir}', *flags],
-      env=environment,
+      env=dict(os.environ, PARAXIS_CACHE=str(self.folder / 'cache')),
       text=True,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       **options,
     )
 
-
-@pytest.fixture(scope='session')
-def _shared(tmp_path_factory):
-  return Tiny(tmp_path_factory.mktemp('tiny'))
-
-
-@pytest.fixture(scope='module')
-def tiny(_shared):
-  """Tiny; without an outer cache jax keeps in its folder what it compiled."""
-  if 'JAX_COMPILATION_CACHE_DIR' in os.environ:
-    yield _shared
-    return
-  new = dict(
-    jax_compilation_cache_dir=str(_shared.folder / 'compiled'),
-    jax_persistent_cache_min_compile_time_secs=0.2,
-  )
-  old = {name: getattr(jax.config, name) for name in new}
-  compilation_cache.reset_cache()
-  for name, value in new.items():
-    jax.config.update(name, value)
-  yield _shared
-  for name, value in old.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
+  def wait(self, processes, workdir, step, seconds=300):
+    """Until all of the processes have done the step."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+      if any(process.poll() is not None for process in processes):
+        break
+      file = workdir / metrics.FILE
+      if file.exists() and max(metrics.read(workdir), default=0) >= step:
+        return
+      time.sleep(0.02)
+    for process in processes:
+      process.kill()
+    raise AssertionError([process.communicate()[0] for process in processes])
 
 
-@pytest.fixture(scope='session')
-def losses():
-  """losses(workdir): {step: list of its losses as hex, replayed ones too}."""
-
-  def read(workdir):
-    out = {}
-    for line in (workdir / 'metrics.jsonl').read_text().splitlines():
-      row = json.loads(line)
-      if 'train/loss' in row:
-        out.setdefault(row['step'], []).append(row['train/loss'].hex())
-    return out
-
-  return read
+def _devices(mesh):
+  """As many devices as a mesh text has places; None: all."""
+  places = math.prod(mesh_lib.parse(mesh).values())
+  return jax.devices()[:places] if mesh and places > 0 else None
 
 
-@pytest.fixture(scope='module')
-def quick_to_compile():
-  """Runs of few steps: most of their time is LLVM's."""
-  from paraxis.train.certify import trial
+@pytest.fixture
+def settings_stay(tmp_path, monkeypatch):
+  """What a command sets in its process is undone; its caches are empty."""
   from paraxis.train.run import compiling
 
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(compiling, 'options', trial.quick_options)
-    yield
+  monkeypatch.setattr(compiling, 'use_cache', lambda: None)
+  monkeypatch.setenv('XLA_FLAGS', os.environ['XLA_FLAGS'])
+  monkeypatch.setenv('PARAXIS_CACHE', str(tmp_path / 'user_cache'))
+
+
+@pytest.fixture(scope='session')
+def tiny(tmp_path_factory):
+  return Tiny(tmp_path_factory.mktemp('tiny'))

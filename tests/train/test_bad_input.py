@@ -10,8 +10,6 @@ import jax
 import pytest
 
 from paraxis.train import cli
-from paraxis.train import program as job_lib
-from paraxis.train.run import compiling
 from paraxis.train.run import workdir as workdir_lib
 
 _compiled = []
@@ -31,11 +29,8 @@ def _tree(folder):
 
 
 @pytest.fixture
-def refused(tiny, tmp_path, capsys, monkeypatch):
+def refused(tiny, tmp_path, capsys, settings_stay):
   """refused(argv, *words): the command fails as it should, saying words."""
-  monkeypatch.setenv('XLA_FLAGS', os.environ['XLA_FLAGS'])
-  monkeypatch.setenv('PARAXIS_CACHE', str(tmp_path / 'user_cache'))
-  monkeypatch.setattr(compiling, 'use_cache', lambda: None)
 
   def check(argv, *words, workdir=tmp_path / 'run', code=2, lines=1):
     before, count = _tree(workdir), len(_compiled)
@@ -68,192 +63,171 @@ def test_nothing_compiled_is_no_empty_promise():
   assert len(_compiled) > before
 
 
+# Flags of a run of the tiny config, without dashes; what the line says.
 FLAGS = {
-  'unknown key': (
-    ['--config.train.stesp=3'],
-    ['unknown config key train.stesp', "Did you mean 'train.steps'?"],
-  ),
-  'unknown section': (['--config.tain.steps=3'], ["'train.steps'?"]),
-  'section': (['--config.train=3'], ['train is a section']),
-  'no integer': (['--config.train.steps=many'], ['train.steps', 'many']),
-  'fraction': (['--config.train.steps=1.5'], ['train.steps', '1.5']),
-  'no boolean': (['--config.train.tensorboard=7'], ['train.tensorboard', '7']),
-  'too small': (['--config.train.steps=0'], ['train.steps=0', 'value 1']),
-  'too large': (
-    ['--config.data.held_out_fraction=1.5'],
-    ['held_out_fraction=1.5', '0.9'],
-  ),
-  'nan': (['--config.optimizer.learning_rate=nan'], ['learning_rate=nan']),
-  'no choice': (
-    ['--config.train.remat=ful'],
-    ["train.remat='ful'", "Did you mean 'full'?"],
-  ),
-  'unknown flag': (['--wrokdir=x'], ['wrokdir']),
-  'extra argument': (['more'], ["unexpected argument 'more'"]),
-  'mesh product': (
-    ['--mesh=data=3'],
-    ['data=3 has 3 places for 8 devices', 'these fit: data=8'],
-  ),
-  'mesh of two axes': (
-    ['--mesh=data=3,tensor=2'],
-    ['6 places for 8 devices', 'data=2,tensor=4', 'data=4,tensor=2'],
-  ),
-  'mesh of the config': (
-    ['--config.mesh.data=4'],
-    ['data=4,fsdp=2,tensor=2', '16 places for 8 devices', 'data=2,fsdp=2'],
-  ),
-  'mesh axis': (['--mesh=modle=8'], ["'modle'"]),
-  'mesh rest': (['--mesh=data=-1,fsdp=3'], ['3 places for 8 devices']),
-  'mesh rules': (
-    ['--config.mesh.rules=fdsp'],
-    ["mesh.rules='fdsp'", "Did you mean 'fsdp'?"],
-  ),
-  'batch': (
-    ['--config.train.batch_size=6'],
-    ['train.batch_size=6', 'size 6', 'data=2 x fsdp=2', '(4 shards)'],
-  ),
-  'microbatches': (
-    ['--config.train.microbatches=3'],
-    ['train.batch_size=8', 'train.microbatches=3'],
-  ),
-  'microbatch rows': (
-    ['--config.train.microbatches=4'],
-    ['train.batch_size=8 in 4 microbatches', 'size 2', '(4 shards)'],
-  ),
-  'heads': (
-    ['--config.model.num_heads=2', '--mesh=tensor=4,data=2'],
-    ["heads' has size 2", 'tensor=4'],
-  ),
-  'mesh rules twice': (
-    ['--config.mesh.rules=fsdp_tensor mlp=fsdp'],
-    ["mesh axis 'fsdp' serves both", "'fsdp_tensor mlp=fsdp'"],
-  ),
-  'mesh rules of tokens twice': (
-    ['--mesh=data=8', '--config.mesh.rules=data mlp=data'],
-    ["mesh axis 'data' serves both", "'data mlp=data'"],
-  ),
-  'mesh rules logical': (
-    ['--config.mesh.rules=fsdp_tensor vocb=tensor'],
-    ["'vocb' is not a logical axis", "Did you mean 'vocab'?"],
-  ),
-  'mesh rules axis': (
-    ['--config.mesh.rules=fsdp_tensor vocab=tensr'],
-    ["'tensr' is not a mesh axis", "Did you mean 'tensor'?"],
-  ),
-  'zero': (['--config.mesh.zero=4'], ['mesh.zero=4', 'highest valid value 3']),
-  'zero without a width': (
-    ['--mesh=data=8', '--config.mesh.rules=data', '--config.mesh.zero=3'],
-    ['mesh.zero=3', "the rules 'data'", 'fsdp_tensor'],
-  ),
-  'zero and width': (
-    ['--mesh=data=8', '--config.mesh.zero=3', '--config.model.d_model=36']
-    + ['--config.model.num_heads=2'],
-    ["'embed' has size 36", 'data=8', 'nearest that does is 6'],
-  ),
-  'rings': (
-    ['--config.mesh.collective_matmul=gate'],
-    ["mesh.collective_matmul='gate'", "Did you mean 'gate_up'?"],
-  ),
-  'rings of nothing': (
-    ['--mesh=data=8', '--config.mesh.collective_matmul=all'],
-    ["mesh.collective_matmul='all'", 'tensor=1', 'mesh.sequence=True'],
-  ),
-  'collectives': (
-    ['--config.mesh.collectives=explict'],
-    ["mesh.collectives='explict'", "Did you mean 'explicit'?"],
-  ),
-  'explicit sums': (
-    ['--config.mesh.collectives=explicit', '--config.mesh.sequence=False'],
-    ["mesh.collectives='explicit'", 'tensor=2', 'mesh.sequence=True'],
-  ),
-  'context form': (
-    ['--mesh=context=8', '--config.mesh.context_form=ulyses'],
-    ["mesh.context_form='ulyses'", "Did you mean 'ulysses'?"],
-  ),
-  'context heads': (
-    ['--mesh=context=8', '--config.mesh.context_form=ulysses'],
-    ['4 heads', 'mesh.context=8', 'mesh.context_form=ring'],
-  ),
-  'context and tensor heads': (
-    ['--mesh=context=4,tensor=2', '--config.mesh.context_form=ulysses'],
-    ['2 heads of a tensor shard', 'mesh.context=4'],
-  ),
-  'heads and key heads': (
-    ['--config.model.num_kv_heads=3'],
-    ['model.num_heads=4', 'model.num_kv_heads=3'],
-  ),
-  'heads and width': (
-    ['--config.model.num_heads=3'],
-    ['model.d_model=32', 'model.num_heads=3'],
-  ),
-  'd_model': (
-    ['--mesh=fsdp=8', '--config.model.d_model=36']
-    + ['--config.model.num_heads=2'],
-    ["'embed' has size 36", 'fsdp=8', 'nearest that does is 6'],
-  ),
-  'd_ff': (['--config.model.d_ff=63'], ["'mlp' has size 63", 'tensor=2']),
-  'vocab': (
-    ['--config.model.vocab_size=261'],
-    ["'vocab' has size 261", 'tensor=2'],
-  ),
-  'sequence': (
-    ['--mesh=data=4,tensor=2', '--config.data.sequence_length=63'],
-    ['data.sequence_length=63', "'residual_length' has size 63", 'tensor=2'],
-  ),
-  'sequence and context': (
-    ['--mesh=context=4,tensor=2', '--config.data.sequence_length=60']
-    + ['--config.mesh.context_order=contiguous'],
-    ['data.sequence_length=60', 'context=4 x tensor=2', '(8 shards)'],
-  ),
-  'sequence and zigzag': (
-    ['--mesh=data=2,context=4', '--config.data.sequence_length=60'],
-    ['data.sequence_length=60', 'mesh.context=4', 'zigzag', '56 and 64'],
-  ),
-  'stages': (
-    ['--mesh=stage=8'],
-    ['model.num_layers=2', 'mesh.stage=8 x pipeline.chunks=1'],
-  ),
-  'positions': (
-    ['--config.model.position=learned', '--config.model.max_positions=32'],
-    ['data.sequence_length is 64', 'model.max_positions=32'],
-  ),
-  'small vocabulary': (
-    ['--config.model.vocab_size=256'],
-    ['ids up to 258', 'model.vocab_size is 256', 'at least 259'],
-  ),
-  'another tokenizer': (
-    ['--config.data.tokenizer=bpe2048'],
-    ['ids up to 2047', 'model.vocab_size is 264'],
-  ),
-  'no tokenizer': (
-    ['--config.data.tokenizer=byte'],
-    ["'byte'", "Did you mean 'bytes'?"],
-  ),
-  'no data': (
-    ['--config.data.path=no/such.txt'],
-    ["data.path='no/such.txt'", 'no such file'],
-  ),
-  'no corpus': (['--config.data.path=corpus'], ['paraxis data fetch']),
-  'small data': (
-    ['--config.data.sequence_length=8192'],
-    ['packs into ', 'fewer than train.batch_size=8'],
-  ),
-  'nothing held out': (
-    ['--config.data.held_out_fraction=0'],
-    ['are held out', 'held_out_fraction=0.0'],
-  ),
-  'mixture': (
-    ['--config.data.mixture=sonk=2'],
-    ["'sonk'", 'song', "Did you mean 'song'?"],
-  ),
+  'train.stesp=3': [
+    'unknown config key train.stesp',
+    "Did you mean 'train.steps'?",
+  ],
+  'tain.steps=3': ["'train.steps'?"],
+  'train.steps=many': ['train.steps', 'many'],
+  'train.steps=1.5': ['train.steps', '1.5'],
+  'train.tensorboard=7': ['train.tensorboard', '7'],
+  'train.steps=0': ['train.steps=0', 'value 1'],
+  'data.held_out_fraction=1.5': ['held_out_fraction=1.5', '0.9'],
+  'optimizer.learning_rate=nan': ['learning_rate=nan'],
+  'train.remat=ful': ["train.remat='ful'", "Did you mean 'full'?"],
+  'mesh=data=3': ['data=3 has 3 places for 8 devices', 'these fit: data=8'],
+  'mesh=data=3,tensor=2': [
+    '6 places for 8 devices',
+    'data=2,tensor=4',
+    'data=4,tensor=2',
+  ],
+  'mesh.data=4': [
+    'data=4,fsdp=2,tensor=2',
+    '16 places for 8 devices',
+    'data=2,fsdp=2',
+  ],
+  'mesh=modle=8': ["'modle'"],
+  'mesh=data=-1,fsdp=3': ['3 places for 8 devices'],
+  'mesh.rules=fdsp': ["mesh.rules='fdsp'", "Did you mean 'fsdp'?"],
+  'train.batch_size=6': [
+    'train.batch_size=6',
+    'size 6',
+    'data=2 x fsdp=2',
+    '(4 shards)',
+  ],
+  'train.microbatches=3': ['train.batch_size=8', 'train.microbatches=3'],
+  'train.microbatches=4': [
+    'train.batch_size=8 in 4 microbatches',
+    'size 2',
+    '(4 shards)',
+  ],
+  'model.num_heads=2, mesh=tensor=4,data=2': [
+    'layers/attention/',
+    "heads' has size 2",
+    'tensor=4',
+    '4 shards',
+  ],
+  'mesh.rules=fsdp_tensor mlp=fsdp': [
+    "mesh axis 'fsdp' serves both",
+    "'fsdp_tensor mlp=fsdp'",
+  ],
+  'mesh=data=8, mesh.rules=data mlp=data': [
+    "mesh axis 'data' serves both",
+    "'data mlp=data'",
+  ],
+  'mesh.rules=fsdp_tensor vocb=tensor': [
+    "'vocb' is not a logical axis",
+    "Did you mean 'vocab'?",
+  ],
+  'mesh.rules=fsdp_tensor vocab=tensr': [
+    "'tensr' is not a mesh axis",
+    "Did you mean 'tensor'?",
+  ],
+  'mesh.zero=4': ['mesh.zero=4', 'highest valid value 3'],
+  'mesh=data=8, mesh.rules=data, mesh.zero=3': [
+    'mesh.zero=3',
+    "the rules 'data'",
+    'fsdp_tensor',
+  ],
+  'mesh=data=8, mesh.zero=3, model.d_model=36, model.num_heads=2': [
+    "'embed' has size 36",
+    'data=8',
+    'nearest that does is 6',
+  ],
+  'mesh.collective_matmul=gate': [
+    "mesh.collective_matmul='gate'",
+    "Did you mean 'gate_up'?",
+  ],
+  'mesh=data=8, mesh.collective_matmul=all': [
+    "mesh.collective_matmul='all'",
+    'tensor=1',
+    'mesh.sequence=True',
+  ],
+  'mesh.collectives=explict': [
+    "mesh.collectives='explict'",
+    "Did you mean 'explicit'?",
+  ],
+  'mesh.collectives=explicit, mesh.sequence=False': [
+    "mesh.collectives='explicit'",
+    'tensor=2',
+    'mesh.sequence=True',
+  ],
+  'mesh=context=8, mesh.context_form=ulyses': [
+    "mesh.context_form='ulyses'",
+    "Did you mean 'ulysses'?",
+  ],
+  'mesh=context=8, mesh.context_form=ulysses': [
+    '4 heads',
+    'mesh.context=8',
+    'mesh.context_form=ring',
+  ],
+  'mesh=context=4,tensor=2, mesh.context_form=ulysses': [
+    '2 heads of a tensor shard',
+    'mesh.context=4',
+  ],
+  'model.num_kv_heads=3': ['model.num_heads=4', 'model.num_kv_heads=3'],
+  'model.num_heads=3': [
+    'model.d_model=32',
+    'model.num_heads=3',
+    'model.head_dim',
+  ],
+  'mesh=fsdp=8, model.d_model=36, model.num_heads=2': [
+    "'embed' has size 36",
+    'fsdp=8',
+    'nearest that does is 6',
+  ],
+  'model.d_ff=63': ['layers/mlp/', "'mlp' has size 63", 'tensor=2'],
+  'model.vocab_size=261': ["embedding: 'vocab' has size 261", 'tensor=2'],
+  'mesh=data=4,tensor=2, data.sequence_length=63': [
+    'data.sequence_length=63',
+    "'residual_length' has size 63",
+    'tensor=2',
+  ],
+  'mesh=context=4,tensor=2, mesh.context_order=contiguous, '
+  'data.sequence_length=60': [
+    'data.sequence_length=60',
+    'context=4 x tensor=2',
+    '(8 shards)',
+  ],
+  'mesh=data=2,context=4, data.sequence_length=60': [
+    'data.sequence_length=60',
+    'mesh.context=4',
+    'zigzag',
+    '56 and 64',
+  ],
+  'mesh=stage=8': ['model.num_layers=2', 'mesh.stage=8 x pipeline.chunks=1'],
+  'model.position=learned, model.max_positions=32': [
+    'data.sequence_length is 64',
+    'model.max_positions=32',
+  ],
+  'model.vocab_size=256': [
+    'ids up to 258',
+    'model.vocab_size is 256',
+    'at least 259',
+  ],
+  'data.tokenizer=bpe2048': ['ids up to 2047', 'model.vocab_size is 264'],
+  'model.pattern=W': ['W layers', 'window=0'],
+  'mesh.rules=data': ["'data'", 'tensor=2'],
+  'data.tokenizer=byte': ["'byte'", "Did you mean 'bytes'?"],
+  'data.path=no/such.txt': ["data.path='no/such.txt'", 'no such file'],
+  'data.path=corpus': ['paraxis data fetch'],
+  'data.sequence_length=8192': ['packs into ', 'fewer than train.batch_size=8'],
+  'data.held_out_fraction=0': ['are held out', 'held_out_fraction=0.0'],
+  'data.mixture=sonk=2': ["'sonk'", 'song', "Did you mean 'song'?"],
 }
 
 
-@pytest.mark.parametrize('what', FLAGS)
-def test_flags(refused, train, tmp_path, what):
-  flags, words = FLAGS[what]
-  refused(train(*flags), *words)
+@pytest.mark.parametrize('text', FLAGS)
+def test_flags(refused, train, tmp_path, text):
+  dashes = lambda name: '--config.' if '.' in name else '--'
+  flags = [dashes(f.partition('=')[0]) + f for f in text.split(', ')]
+  refused(train(*flags), *FLAGS[text])
   assert not (tmp_path / 'run').exists()
+
+
+QUICK = ['train', '--config=quickstart']
 
 
 @pytest.mark.parametrize(
@@ -261,7 +235,10 @@ def test_flags(refused, train, tmp_path, what):
   [
     (['trian'], ["'trian' is not a command", "Did you mean 'train'?"]),
     (['train'], ['--config is missing']),
-    (['train', '--config=quickstart'], ['--workdir is missing']),
+    (QUICK, ['--workdir is missing']),
+    ([*QUICK, '--workdir=W', '--wrokdir=x'], ['wrokdir']),
+    ([*QUICK, '--workdir=W', 'more'], ["unexpected argument 'more'"]),
+    ([*QUICK, '--workdir=W', '--config.train=3'], ['train is a section']),
     (
       ['train', '--config.train.steps=3', '--workdir=W'],
       ['--config.x.y=value needs --config=FILE'],
@@ -274,10 +251,26 @@ def test_flags(refused, train, tmp_path, what):
       ['train', '--config=quikstart', '--workdir=W'],
       ["Did you mean 'quickstart'?"],
     ),
+    ([*QUICK, '--workdir=W', '--mesh=dta=2'], ["Did you mean 'data'?"]),
+    ([*QUICK, '--workdir=W', '--mesh=data=x'], ["is 'x', not a number"]),
+    ([*QUICK, '--workdir=W', '--devices=-1'], ['devices']),
+    ([*QUICK, '--workdir=W', '--process_id=1'], ['not HOST:PORT']),
+    (['reproduce'], ['reproduce what?']),
+    (['reproduce', 'quikstart'], ["Did you mean 'quickstart'?"]),
+    (['reproduce', 'quickstart', '--config=quickstart'], ['does not read it']),
+    (['plot'], ['--workdir is missing']),
+    (['plot', 'W'], ['write --workdir=W']),
+    (['plot', '--workdir=W'], ['metrics.jsonl does not exist']),
+    (['data'], ['paraxis data fetch']),
+    (['data', 'fetsh'], ["Did you mean 'fetch'?"]),
+    (['data', 'fetch', '--skip=nothing'], ['--skip=nothing']),
+    (['papers', 'zebra'], ["no paper mentions 'zebra'"]),
+    (['doctor', '--mesh=data=3'], ['has 3 places for 8 devices']),
   ],
 )
-def test_commands(refused, argv, words):
-  refused(argv, *words)
+def test_commands(refused, tmp_path, argv, words):
+  refused([a.replace('=W', f'={tmp_path / "run"}') for a in argv], *words)
+  assert not (tmp_path / 'run').exists()
 
 
 @pytest.mark.parametrize(
@@ -306,42 +299,6 @@ def test_config_files(refused, train, tmp_path, text, words):
   assert not (tmp_path / 'run').exists()
 
 
-def _text(tmp_path, **files):
-  folder = tmp_path / 'text'
-  folder.mkdir()
-  for name, text in files.items():
-    (folder / name.replace('_', '.')).write_text(text)
-  return folder
-
-
-@pytest.mark.parametrize(
-  'files, words',
-  [
-    ({}, ['0 .jsonl and .txt files']),
-    (dict(a_txt=''), ['0 documents in 1 files']),
-    (dict(a_jsonl='{"text": 3}\n'), ['a.jsonl:1', '"text"']),
-    (dict(a_jsonl='{"text": "x"\n'), ['a.jsonl:1', 'not JSON']),
-    (dict(a_jsonl='{"text": "x", "split": "tset"}\n'), ["'tset'", 'train']),
-    (
-      dict(a_jsonl='{"text": "sea", "split": "held"}\n'),
-      ["0 of 1 documents are in split 'train'"],
-    ),
-    (
-      dict(a_jsonl='{"text": "sea", "split": "train"}\n' * 99),
-      ['packs into 7 rows of 64 tokens', 'train.batch_size=8'],
-    ),
-    (
-      dict(a_jsonl='{"text": "sea", "split": "train"}\n' * 999),
-      ['0 of 999 documents are held out'],
-    ),
-  ],
-)
-def test_texts(refused, train, tmp_path, files, words):
-  folder = _text(tmp_path, **files)
-  refused(train(f'--config.data.path={folder}'), *words)
-  assert not (tmp_path / 'run').exists()
-
-
 def test_a_token_id_beyond_the_vocabulary(refused, train, tmp_path):
   """A tokenizer of few entries, one of them far out."""
   tokenizers = pytest.importorskip('tokenizers')
@@ -356,13 +313,14 @@ def test_a_token_id_beyond_the_vocabulary(refused, train, tmp_path):
   refused(train(f'--config.data.tokenizer={file}'), str(file), *words)
 
 
+@pytest.mark.parametrize('name', ['file', 'file/run'])
 def test_a_workdir_that_cannot_be_written(
-  refused, train, tmp_path, monkeypatch
+  refused, train, tmp_path, monkeypatch, name
 ):
   (tmp_path / 'file').write_text('')
   monkeypatch.chdir(tmp_path)
-  where = str(tmp_path / 'file' / 'run')  # a relative one is resolved
-  refused(train(workdir='file/run'), '--workdir=file/run', where)
+  where = str(tmp_path / name)  # a relative one is resolved
+  refused(train(workdir=name), f'--workdir={name}:', where)
 
 
 def test_two_runs_in_one_workdir(refused, train, tmp_path):
@@ -375,9 +333,7 @@ def test_two_runs_in_one_workdir(refused, train, tmp_path):
 def finished(tiny, tmp_path_factory):
   """The workdir of a whole run."""
   workdir = tmp_path_factory.mktemp('finished') / 'run'
-  from paraxis.train import loop
-
-  loop.run(tiny.config(), workdir, say=lambda line: None)
+  tiny.run(workdir)
   return workdir
 
 
@@ -426,27 +382,10 @@ def test_a_damaged_config(refused, train, finished):
   config.write_bytes(held)
 
 
-def test_a_corrupt_token_cache_is_built_again_and_said(tiny, tmp_path):
-  config = tiny.config({'data.cache_dir': str(tmp_path)})
-  job_lib.make(config, say=lambda line: None)
-  (file,) = tmp_path.rglob('tokens.bin')
-  good = file.read_bytes()
-  bad = bytearray(good)
-  bad[1000] ^= 4
-  file.write_bytes(bad)
-  said = []
-  job_lib.make(config, say=said.append)
-  assert 'tokens.bin does not match its checksum): building' in said[0]
-  assert file.read_bytes() == good
-  said.clear()
-  job_lib.make(config, say=said.append)
-  assert not [line for line in said if 'token cache' in line]
-
-
 @pytest.mark.parametrize('packing', ['concat_split', 'first_fit'])
 def test_documents_longer_than_a_row_are_cut_and_counted(tiny, packing):
   said = []
-  job = job_lib.make(tiny.config({'data.packing': packing}), say=said.append)
+  job = tiny.job({'data.packing': packing}, say=said.append)
   lengths = job.corpus.lengths[~job.corpus.held]
   assert (lengths > 65).all()
   text = f'data: {len(lengths)} documents are cut between rows of 64 tokens; '

@@ -1,10 +1,8 @@
-"""The loop: trains, stops, goes on bit for bit, and never saves a NaN."""
+"""The loop: trains, stops, resumes bit for bit, and never saves a NaN."""
 
 import os
 import signal
-import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,8 +12,6 @@ from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.decode import load
-from paraxis.train import loop
-from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.run import metrics
 from paraxis.train.run import stop as stop_lib
@@ -24,19 +20,24 @@ from paraxis.train.run import workdir as workdir_lib
 
 @pytest.fixture(scope='module')
 def whole(tiny, tmp_path_factory):
-  """(workdir, result, said) of an uninterrupted run of 6 steps."""
-  workdir, said = tmp_path_factory.mktemp('whole') / 'run', []
-  result = loop.run(tiny.config(), workdir, say=said.append)
-  return workdir, result, said
-
-
-def _quiet(config, workdir, **options):
-  return loop.run(config, workdir, say=lambda line: None, **options)
+  """(workdir, result, said, values by step) of an unbroken run of 6 steps."""
+  workdir, seen = tmp_path_factory.mktemp('whole') / 'run', {}
+  see = lambda step, values, job: seen.update({step: values})
+  return workdir, *tiny.run(workdir, callbacks=[see]), seen
 
 
 def _values(workdir, name='train/loss'):
   rows = metrics.read(workdir)
   return np.array([rows[s][name] for s in rows if name in rows[s]])
+
+
+def _assert_same_run(resumed, straight, steps):
+  """Every loss, of a step that ran twice too, and the last checkpoint."""
+  once, often = support.all_losses(straight), support.all_losses(resumed)
+  assert list(once) == list(often) == list(range(1, steps + 1))
+  assert all(set(often[s]) == set(once[s]) for s in once)
+  found, wanted = (support.fingerprints(w, steps) for w in (resumed, straight))
+  assert found == wanted
 
 
 def _steps(workdir):
@@ -46,10 +47,13 @@ def _steps(workdir):
 
 @pytest.mark.smoke
 def test_a_run(whole, tiny):
-  workdir, result, said = whole
+  workdir, result, said, seen = whole
   assert result['step'] == 6 and result['stopped'] == ''
   rows = metrics.read(workdir)
   assert list(rows) == [1, 2, 3, 4, 5, 6]
+  assert {step: v['train/loss'] for step, v in seen.items()} == support.losses(
+    workdir
+  )
   assert rows[6]['train/loss'] == result['loss'] < rows[1]['train/loss']
   assert abs(rows[1]['train/loss'] - np.log(264)) < 0.2
   assert rows[6]['eval/bits_per_byte'] == result['evaluation'].bits_per_byte
@@ -67,58 +71,51 @@ def test_a_run(whole, tiny):
 
 
 @pytest.mark.smoke
-def test_resume_is_bitwise(whole, tiny, tmp_path, losses):
+def test_resume_is_bitwise(whole, tiny, tmp_path):
   """Killed after the checkpoint of step 4 and again later: as if it was not."""
-  straight, _, _ = whole
+  straight, *_ = whole
   for last in (3, 5):
     with pytest.raises(support.KilledError):
-      _quiet(tiny.config(), tmp_path, callbacks=[support.crash_at(last)])
-  said = []
-  result = loop.run(tiny.config(), tmp_path, say=said.append)
+      tiny.run(tmp_path, callbacks=[support.crash_at(last)])
+  result, said = tiny.run(tmp_path)
   assert 'resumed from step 4, every leaf verified' in said
   assert result['step'] == 6
-  once, often = losses(straight), losses(tmp_path)
-  assert list(once) == list(often)
-  assert all(set(often[s]) == set(once[s]) for s in once)
+  _assert_same_run(tmp_path, straight, 6)
+  often = support.all_losses(tmp_path)
   assert any(len(values) > 1 for values in often.values())  # replayed
-  assert support.fingerprints(straight, 6) == support.fingerprints(tmp_path, 6)
 
 
-def test_a_batch_that_grows_is_resumed_bitwise(tiny, tmp_path, losses):
+def test_a_batch_that_grows_is_resumed_bitwise(tiny, tmp_path):
   """8, 8, 16, 16, 24, 24 rows; stopped within the second size."""
-  config = tiny.config({'train.batch_size': 24, 'train.batch_ramp': '8:8:2'})
+  changes = {'train.batch_size': 24, 'train.batch_ramp': '8:8:2'}
   straight, stopped = tmp_path / 'straight', tmp_path / 'stopped'
-  _quiet(config, straight)
+  tiny.run(straight, changes)
   with pytest.raises(support.KilledError):
-    _quiet(config, stopped, callbacks=[support.crash_at(3)])
-  _quiet(config, stopped)
-  assert support.fingerprints(straight, 6) == support.fingerprints(stopped, 6)
-  assert losses(straight)[6] == losses(stopped)[6]
+    tiny.run(stopped, changes, callbacks=[support.crash_at(3)])
+  tiny.run(stopped, changes)
+  _assert_same_run(stopped, straight, 6)
 
 
-def test_another_seed_is_another_run(whole, tiny, tmp_path, losses):
+def test_another_seed_is_another_run(whole, tiny, tmp_path):
   """The comparison of two runs can fail."""
-  straight, _, _ = whole
-  _quiet(tiny.config({'train.seed': 1}), tmp_path)
-  assert losses(tmp_path)[1] != losses(straight)[1]
+  tiny.run(tmp_path, {'train.seed': 1})
+  assert support.all_losses(tmp_path)[1] != support.all_losses(whole[0])[1]
 
 
-def test_a_finished_run(whole, tiny, losses):
-  """Starting it again evaluates, and writes no step; more steps go on."""
-  workdir, result, _ = whole
-  before = losses(workdir)
-  said = []
-  again = loop.run(tiny.config(), workdir, say=said.append)
+def test_a_finished_run(whole, tiny):
+  """Starting it again evaluates, and writes no step."""
+  workdir, result, *_ = whole
+  before = support.all_losses(workdir)
+  again, said = tiny.run(workdir)
   assert 'all 6 steps are done' in said
   assert again['evaluation'] == result['evaluation']
-  assert losses(workdir) == before and _steps(workdir) == [2, 4, 6]
+  assert support.all_losses(workdir) == before and _steps(workdir) == [2, 4, 6]
 
 
 def test_more_steps(tiny, tmp_path):
-  _quiet(tiny.config({'train.steps': 2}), tmp_path)
-  said = []
-  config = tiny.config({'train.steps': 3})
-  assert loop.run(config, tmp_path, say=said.append)['step'] == 3
+  tiny.run(tmp_path, {'train.steps': 2})
+  result, said = tiny.run(tmp_path, {'train.steps': 3})
+  assert result['step'] == 3
   assert (
     'config: train.steps was 2, is now 3; the schedule is stretched' in said
   )
@@ -127,21 +124,8 @@ def test_more_steps(tiny, tmp_path):
   assert workdir_lib.read_config(tmp_path).train.steps == 3
 
 
-def test_callbacks_see_every_step_with_its_own_numbers(tiny, tmp_path):
-  seen = {}
-  _quiet(
-    tiny.config(),
-    tmp_path,
-    callbacks=[lambda step, values, job: seen.update({step: values})],
-  )
-  rows = metrics.read(tmp_path)
-  assert list(seen) == [1, 2, 3, 4, 5, 6]
-  assert all(seen[s]['train/loss'] == rows[s]['train/loss'] for s in rows)
-
-
 def test_evaluation_on_the_way(tiny, tmp_path):
-  config = tiny.config({'train.eval_every': 3})
-  result = _quiet(config, tmp_path)
+  result, _ = tiny.run(tmp_path, {'train.eval_every': 3})
   found = _values(tmp_path, 'eval/bits_per_byte')
   assert len(found) == 2 and found[1] < found[0]
   assert found[1] == result['evaluation'].bits_per_byte
@@ -165,14 +149,10 @@ def _poisoned(leaf, steps):
 
 @pytest.mark.parametrize('leaf', ['norm/scale', 'layers/mlp/up'])
 def test_a_nan_is_skipped_counted_and_named(tiny, tmp_path, leaf):
-  said = []
-  config = tiny.config()
-  result = loop.run(
-    config, tmp_path, make_step=_poisoned(leaf, [2]), say=said.append
-  )
+  result, said = tiny.run(tmp_path, make_step=_poisoned(leaf, [2]))
   lines = [line for line in said if 'is skipped' in line]
   assert len(lines) == 1
-  names = job_lib.make(config, say=lambda line: None).batches.documents_at(2)
+  names = tiny.job().batches.documents_at(2)
   assert lines[0].startswith('step 3 is skipped (1 in a row, 1 in all): loss ')
   assert f'1 gradients not finite: {leaf}; batch 2: row ' in lines[0]
   assert names[0][0] in lines[0]
@@ -183,11 +163,11 @@ def test_a_nan_is_skipped_counted_and_named(tiny, tmp_path, leaf):
 
 
 def test_too_many_nan_end_the_run(tiny, tmp_path, capsys):
-  config = tiny.config({'train.max_nonfinite_steps': 2, 'checkpoint.every': 1})
+  changes = {'train.max_nonfinite_steps': 2, 'checkpoint.every': 1}
   make_step = _poisoned('embedding', [2, 4, 5])
   for _ in range(2):  # to start again does not help, and does no harm
     code = command_line.run(
-      lambda argv: _quiet(config, tmp_path, make_step=make_step), []
+      lambda argv: tiny.run(tmp_path, changes, make_step=make_step), []
     )
     assert code == errors.EXIT_INTEGRITY
     shown = capsys.readouterr().err
@@ -195,12 +175,11 @@ def test_too_many_nan_end_the_run(tiny, tmp_path, capsys):
     assert 'embedding' in shown and shown.count('\n') == 1
     assert max(_steps(tmp_path)) <= 6
   # The last checkpoint is finite: without the fault the run ends well.
-  assert np.isfinite(_quiet(config, tmp_path)['loss'])
+  assert np.isfinite(tiny.run(tmp_path, changes)[0]['loss'])
 
 
 def test_damaged_checkpoints_are_never_overwritten(tiny, tmp_path, capsys):
-  config = tiny.config()
-  _quiet(config, tmp_path)
+  tiny.run(tmp_path)
   folder = tmp_path / 'checkpoints'
   for file in folder.rglob('d/*'):
     data = bytearray(file.read_bytes())
@@ -212,41 +191,30 @@ def test_damaged_checkpoints_are_never_overwritten(tiny, tmp_path, capsys):
     if p.is_file()
   }
   before, rows = held(), metrics.read(tmp_path)
-  code = command_line.run(lambda argv: _quiet(config, tmp_path), [])
+  code = command_line.run(lambda argv: tiny.run(tmp_path), [])
   assert code == errors.EXIT_INTEGRITY
   shown = capsys.readouterr().err
   assert 'all 3 checkpoints' in shown and shown.count('\n') == 1
   assert held() == before and metrics.read(tmp_path) == rows
 
 
-def test_a_damaged_checkpoint_is_passed_over(tiny, tmp_path, losses):
-  config = tiny.config()
-  _quiet(config, tmp_path)
-  os.unlink(tmp_path / 'checkpoints' / '6' / 'manifest' / 'metadata')
-  said = []
-  loop.run(config, tmp_path, say=said.append)
-  assert 'resumed from step 4, every leaf verified' in said
-  assert all(len(set(values)) == 1 for values in losses(tmp_path).values())
-  assert len(losses(tmp_path)[6]) == 2
-
-
 def test_a_changed_text_is_refused(tiny, tmp_path):
   text = tmp_path / 'song.txt'
   text.write_text(tiny.text.read_text())
-  config = tiny.config({'data.path': str(text)})
-  _quiet(config, tmp_path / 'run')
+  changes = {'data.path': str(text)}
+  tiny.run(tmp_path / 'run', changes)
   text.write_text(tiny.text.read_text() + 'another line\n')
   with pytest.raises(errors.IntegrityError, match='the corpus changed'):
-    _quiet(config, tmp_path / 'run')
+    tiny.run(tmp_path / 'run', changes)
 
 
 EXPLICIT = {'mesh.collectives': 'explicit'}
 MESHES = [
-  ('data=8', EXPLICIT | {'mesh.zero': 2}),
-  ('fsdp=8', {}),
+  ('data=4', EXPLICIT | {'mesh.zero': 2, 'train.microbatches': 2}),
+  ('fsdp=8', {'train.remat': 'full'}),
   ('data=2,tensor=4', {'mesh.zero': 1, 'mesh.collective_matmul': 'all'}),
   ('data=2,context=4', EXPLICIT | {'mesh.zero': 3}),
-  ('one device', {}),
+  ('data=1', {}),
 ]
 
 
@@ -254,17 +222,14 @@ MESHES = [
 def ten(tiny, tmp_path_factory):
   """Losses of ten steps on data=2,fsdp=2,tensor=2."""
   workdir = tmp_path_factory.mktemp('ten')
-  _quiet(tiny.config({'train.steps': 10}), workdir)
+  tiny.run(workdir, {'train.steps': 10})
   return _values(workdir)
 
 
 @pytest.mark.parametrize('mesh, changes', MESHES)
 def test_any_mesh_gives_the_same_losses(tiny, ten, tmp_path, mesh, changes):
-  devices = None
-  if mesh == 'one device':
-    mesh, devices = 'data=1', jax.devices()[:1]
-  config = tiny.config({'train.steps': 10, **changes})
-  _quiet(config, tmp_path, mesh_text=mesh, devices=devices)
+  """Nor do other microbatches or remat change them."""
+  tiny.run(tmp_path, {'train.steps': 10, **changes}, mesh)
   assert np.abs(_values(tmp_path) - ten).max() < 1e-5
   # The workdir says what was used, not what the config file says.
   used = workdir_lib.read_config(tmp_path).mesh
@@ -276,13 +241,11 @@ def test_any_mesh_gives_the_same_losses(tiny, ten, tmp_path, mesh, changes):
 
 def test_a_run_moves_to_another_layout(tiny, ten, tmp_path):
   """Another mesh and ZeRO stage; then text from what it saved."""
-  config = tiny.config({'train.steps': 10})
+  steps = {'train.steps': 10}
   with pytest.raises(support.KilledError):
-    _quiet(config, tmp_path, callbacks=[support.crash_at(6)])
-  said = []
-  changes = {'train.steps': 10, 'mesh.zero': 3, **EXPLICIT}
-  mesh = 'data=2,context=2,tensor=2'
-  loop.run(tiny.config(changes), tmp_path, mesh, say=said.append)
+    tiny.run(tmp_path, steps, callbacks=[support.crash_at(6)])
+  changes = steps | EXPLICIT | {'mesh.zero': 3}
+  _, said = tiny.run(tmp_path, changes, 'data=2,context=2,tensor=2')
   for line in (
     'config: mesh.fsdp was 2, is now 1',
     'config: mesh.context was 1, is now 2',
@@ -302,21 +265,9 @@ def test_a_run_moves_to_another_layout(tiny, ten, tmp_path):
   assert len(found['tokens']) == 4
 
 
-def test_remat_changes_no_loss(whole, tiny, tmp_path):
-  """Every policy's gradients: tests/train/certify/test_invariance.py."""
-  _quiet(tiny.config({'train.remat': 'full'}), tmp_path)
-  assert np.abs(_values(tmp_path) - _values(whole[0])).max() < 1e-6
-
-
-def test_microbatches_change_no_loss(whole, tiny, tmp_path):
-  changes = {'train.microbatches': 2}
-  _quiet(tiny.config(changes), tmp_path)
-  assert np.abs(_values(tmp_path) - _values(whole[0])).max() < 1e-5
-
-
 def test_bfloat16(whole, tiny, tmp_path):
   """Compute in bfloat16; the state stays float32."""
-  _quiet(tiny.config({'model.dtype': 'bfloat16'}), tmp_path)
+  tiny.run(tmp_path, {'model.dtype': 'bfloat16'})
   off = np.abs(_values(tmp_path) - _values(whole[0]))
   assert 1e-6 < off.max() < 0.05
   from paraxis.sharding.checkpoint import store as store_lib
@@ -327,8 +278,7 @@ def test_bfloat16(whole, tiny, tmp_path):
 
 
 def test_tensorboard(tiny, tmp_path):
-  changes = {'train.tensorboard': True}
-  _quiet(tiny.config(changes), tmp_path)
+  tiny.run(tmp_path, {'train.tensorboard': True})
   events = list(tmp_path.glob('events.out.tfevents.*'))
   assert len(events) == 1 and b'train/loss' in events[0].read_bytes()
 
@@ -347,7 +297,7 @@ def test_a_failed_save_is_reported_at_the_next_step(
 
   monkeypatch.setattr(store_lib.Store, 'check', check)
   with pytest.raises(errors.UserError, match='the disk is full'):
-    _quiet(tiny.config(), tmp_path)
+    tiny.run(tmp_path)
   assert len(calls) == 3
 
 
@@ -365,67 +315,47 @@ def test_stop_keeps_the_second_signal_for_an_exit_at_once(monkeypatch, capfd):
   assert 'SIGTERM: saving after this step' in capfd.readouterr().err
 
 
-def test_a_signal_saves_and_the_run_goes_on(whole, tiny, tmp_path, losses):
+def test_a_signal_saves_and_the_run_resumes(whole, tiny, tmp_path):
   stop = lambda step, values, job: (
     step == 2 and os.kill(os.getpid(), signal.SIGINT)
   )
-  said = []
-  result = loop.run(tiny.config(), tmp_path, callbacks=[stop], say=said.append)
+  result, said = tiny.run(tmp_path, callbacks=[stop])
   assert result['stopped'] == 'SIGINT' and result['evaluation'] is None
   assert result['step'] == _steps(tmp_path)[-1] == 3
   assert said[-1] == 'stopped by SIGINT after step 3, saved 3'
-  _quiet(tiny.config(), tmp_path)
-  assert losses(tmp_path) == losses(whole[0])
+  tiny.run(tmp_path)
+  assert support.all_losses(tmp_path) == support.all_losses(whole[0])
 
 
-def _wait_for_step(process, workdir, step, seconds=300):
-  """Until `step` is in the metrics of a process that still runs."""
-  until = time.monotonic() + seconds
-  while time.monotonic() < until and process.poll() is None:
-    if (workdir / 'metrics.jsonl').exists():
-      if max(metrics.read(workdir), default=0) >= step:
-        return
-    time.sleep(0.02)
-  raise AssertionError(f'step {step} was not reached: {process.communicate()}')
-
-
-def test_sigterm_and_sigkill(tiny, tmp_path, losses):
+def test_sigterm_and_sigkill(tiny, tmp_path):
   """Both at any moment; the curve is that of the uninterrupted run."""
   flags = ['--config.train.steps=120', '--config.checkpoint.every=5']
   workdir = tmp_path / 'often'
   process = tiny.start(workdir, *flags)
-  _wait_for_step(process, workdir, 5)
+  tiny.wait([process], workdir, 5)
   process.send_signal(signal.SIGTERM)
   said, _ = process.communicate(timeout=100)
   assert process.returncode == errors.EXIT_PREEMPTED, said
   saved = _steps(workdir)[-1]
   assert f'stopped by SIGTERM after step {saved}, saved {saved}' in said
   process = tiny.start(workdir, *flags)
-  _wait_for_step(process, workdir, saved + 12)
+  tiny.wait([process], workdir, saved + 12)
   process.kill()
   said, _ = process.communicate(timeout=100)
   assert process.returncode == -signal.SIGKILL, said
-  assert 5 < max(losses(workdir)) < 120
+  assert 5 < max(support.all_losses(workdir)) < 120
   process = tiny.start(workdir, *flags)
   said, _ = process.communicate(timeout=300)
   assert process.returncode == 0 and 'resumed from step ' in said, said
-  changes = {'train.steps': 120, 'checkpoint.every': 5}
-  _quiet(tiny.config(changes), tmp_path / 'once')
-  once, often = losses(tmp_path / 'once'), losses(workdir)
-  assert list(once) == list(often) == list(range(1, 121))
-  assert all(set(often[s]) == set(once[s]) for s in once)
-  assert support.fingerprints(workdir, 120) == support.fingerprints(
-    tmp_path / 'once', 120
-  )
+  tiny.run(tmp_path / 'once', {'train.steps': 120, 'checkpoint.every': 5})
+  _assert_same_run(workdir, tmp_path / 'once', 120)
 
 
 def test_the_checkpoint_itself_knows_its_run(tiny, tmp_path):
   """Without config.json the checkpoint still refuses another seed."""
-  loop.run(tiny.config({'train.steps': 2}), tmp_path, say=lambda line: None)
+  tiny.run(tmp_path, {'train.steps': 2})
   (tmp_path / 'config.json').unlink()
-  other = tiny.config({'train.steps': 3, 'train.seed': 5})
-  with pytest.raises(errors.UserError, match='train.seed was 0, is now 5'):
-    loop.run(other, tmp_path, say=lambda line: None)
-  fewer = tiny.config({'train.steps': 1})
-  with pytest.raises(errors.UserError, match='at step 2, beyond train.steps=1'):
-    loop.run(fewer, tmp_path, say=lambda line: None)
+  with support.refused('train.seed was 0, is now 5'):
+    tiny.run(tmp_path, {'train.steps': 3, 'train.seed': 5})
+  with support.refused('at step 2, beyond train.steps=1'):
+    tiny.run(tmp_path, {'train.steps': 1})

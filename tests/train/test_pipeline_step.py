@@ -3,32 +3,32 @@
 That every schedule gives the gradients of one device is in test_invariance.py.
 """
 
+import collections
 import dataclasses
 import shutil
 
 import jax
+from jax.extend import core
 import numpy as np
 import pytest
 import support
 
 from paraxis.configs import schema
+from paraxis.configs.base import mixers as mixer_schema
 from paraxis.models import batch as batch_lib
 from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.sharding.pipeline import schedules
 from paraxis.train import loop
 from paraxis.train import pipeline_step
-from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
 from paraxis.train.certify import trial
-
-pytestmark = pytest.mark.usefixtures('quick_to_compile')
+from paraxis.train.claims import experiment
 
 
 def on_devices(config):
   """(trial.Runner, its state, trial.Reference)."""
-  sizes = dataclasses.astuple(config.mesh)[:6]
-  side = trial.Runner(config, jax.devices()[: int(np.prod(sizes))])
+  side = trial.Runner(config, experiment.devices_of(config))
   reference = trial.reference(config, True, jax.devices()[0])
   return side, side.start(reference.params), reference
 
@@ -39,53 +39,13 @@ def double():
     yield
 
 
-def in_order(side, gradients):
-  model = side.job.model
-  with side.job.context():
-    # As checkpoints hold them; `params/` is how a state names parameters.
-    flat = {f'params/{p}': g for p, g in gradients.items()}
-    return jax.device_get(state_lib.in_order(flat, model))
-
-
 # ------------------------------------------------------------ stored, or not
-
-
-@pytest.mark.parametrize(
-  'pipeline, remat',
-  [
-    (dict(), 'none'),
-    (dict(schedule='interleaved', chunks=2), 'full'),
-    (dict(schedule='zero_bubble'), 'none'),
-    (dict(schedule='zero_bubble', chunks=2), 'none'),
-    (dict(schedule='v_half', chunks=2), 'full'),
-  ],
-  ids=lambda x: (
-    f'{x.get("schedule", "")}{x.get("chunks", "")}'
-    if isinstance(x, dict)
-    else x
-  ),
-)
-def test_stored_activations_equal_those_computed_again(double, pipeline, remat):
-  found = []
-  for activations in ('recompute', 'store'):
-    config = support.piped(
-      dict(stage=2, tensor=2), pipeline | dict(activations=activations), 5,
-      remat=remat,
-    )  # fmt: skip
-    side, state, reference = on_devices(config)
-    loss, gradients = side.gradients(state, reference.batches[0])
-    found.append((float(loss), jax.device_get(gradients)))
-  (loss, one), (stored_loss, other) = found
-  assert abs(stored_loss / loss - 1) < 1e-13 and one.keys() == other.keys()
-  for path, g in one.items():
-    gap = np.abs(g - other[path]).max()
-    assert gap <= 1e-12 * np.abs(g).max(), path
 
 
 @pytest.mark.parametrize('unroll', [1, 8], ids=['scanned', 'unrolled'])
 @pytest.mark.parametrize('schedule', ['one_f_one_b', 'zero_bubble'])
 def test_what_is_stored_holds_no_parameter(double, schedule, unroll):
-  """They are read where they lie: kept rows grow with tokens alone."""
+  """Phases read parameters in place: kept rows grow with tokens alone."""
   kept = []
 
   class Spy(pipeline_step.Pipeline):
@@ -98,8 +58,7 @@ def test_what_is_stored_holds_no_parameter(double, schedule, unroll):
   config = support.piped(
     dict(stage=2), dict(activations='store', schedule=schedule)
   )
-  model = dataclasses.replace(config.model, unroll=unroll)
-  config = dataclasses.replace(config, model=model)
+  config = experiment.fields(config, {'model.unroll': unroll})
   side, state, reference = on_devices(config)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(pipeline_step, 'Pipeline', Spy)
@@ -145,16 +104,11 @@ def test_evaluation_equals_one_device(double, pipeline, layers):
   assert abs(side.evaluate(state, other) / wanted - 1) > 1e-6
 
 
-def test_one_microbatch_on_stages_equals_one_device(double):
+def test_one_microbatch_on_stages_equals_one_device():
   """Its batch has no axis of microbatches."""
-  config = support.piped(dict(stage=2), dict(microbatches=1), 2)
-  side, state, reference = on_devices(config)
-  loss, gradients = side.gradients(state, reference.batches[0])
-  assert float(loss) == pytest.approx(reference.loss, rel=1e-12)
-  found = {
-    p.removeprefix('params/'): g for p, g in in_order(side, gradients).items()
-  }
-  assert trial.worst(found, reference.gradients)[0] < 1e-9
+  config = support.piped(dict(stage=2, data=4), dict(microbatches=1), 2)
+  rows = support.certify(config)
+  assert len(rows) == 3 and all(row.passed for row in rows), rows
 
 
 @pytest.mark.parametrize('name', [n for n in schedules.NAMES if n != 'skip'])
@@ -190,11 +144,11 @@ def without_sum(path):
 def differing(side, state, reference):
   """Paths of gradients that are not those of one device."""
   found = side.gradients(state, reference.batches[0])[1]
-  found = in_order(side, found)
+  found = side.job.in_order(found)
   return {
     path
     for path, g in reference.gradients.items()
-    if np.abs(found[f'params/{path}'] - g).max() > 1e-9 * np.abs(g).max()
+    if np.abs(found[path] - g).max() > 1e-9 * np.abs(g).max()
   }
 
 
@@ -216,97 +170,171 @@ def test_a_sum_that_is_left_out_shows_in_its_leaf_alone(
   assert found == ({path} if path else set())
 
 
+# ------------------------------------ gathers in the dtype of the products
+#
+# A cast commutes with a gather: loss and every gradient are, bit for bit, those
+# of a pipeline that gathers parameters in their own dtype.
+
+# Parameters in float32, products in bfloat16.
+NARROW = schema.Config(
+  model=schema.Model(
+    vocab_size=32, d_model=16, num_heads=4, head_dim=4, d_ff=24, num_layers=4,
+    attention_block=16, dtype='bfloat16', param_dtype='float32',
+    gated_linear=mixer_schema.GatedLinear(heads=4, gate_rank=2, conv_width=3),
+    mamba=mixer_schema.Mamba(head_dim=4, state=4, dt_rank=2, groups=2),
+    recurrent=mixer_schema.Recurrent(heads=4),
+    tcn=mixer_schema.Tcn(kernel=3, depth=2, chunk=4),
+    latent=mixer_schema.Latent(
+      rank=8, query_rank=8, nope_dim=2, rope_dim=2, value_dim=2
+    ),
+  ),
+  data=schema.Data(sequence_length=16),
+  train=schema.Train(batch_size=8),
+)  # fmt: skip
+STORE = {'pipeline.activations': 'store'}
+APART = {'pipeline.schedule': 'zero_bubble'}
+EXPERTS = {
+  'model.experts.count': 4, 'model.experts.top_k': 2, 'model.experts.d_ff': 16,
+  'model.experts.region': 'data',
+}  # fmt: skip
+
+
+def gathers(jaxpr):
+  """{(name of the dtype, shape): times} of every all_gather in it."""
+  found = collections.Counter()
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == 'all_gather':
+      x = eqn.invars[0].aval
+      found[x.dtype.name, x.shape] += 1
+    for inner in core.jaxprs_in_params(eqn.params):
+      found += gathers(inner)
+  return found
+
+
+def measured(config):
+  """((loss, {path: gradient}), `gathers` of the step)."""
+  side, state, reference = on_devices(config)
+  with side.job.context():
+    batch = side.put(reference.batches[0])
+    traced = side._grads.trace(state.params, batch)
+    results = traced.lower().compile()(state.params, batch)
+  return jax.device_get(results), gathers(traced.jaxpr.jaxpr)
+
+
+def wide(config):
+  """`measured` with every parameter gathered in its own dtype."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      pipeline_step.Pipeline, '_gathered_dtype', lambda self, path, own: own
+    )
+    return measured(config)
+
+
+@pytest.mark.parametrize(
+  'mesh, changes',
+  [
+    ('stage=2,fsdp=2', {'model.num_layers': 5}),
+    ('stage=2,fsdp=2', STORE | {'model.num_layers': 5}),
+    (
+      'stage=2,fsdp=2',
+      {'pipeline.schedule': 'interleaved', 'pipeline.chunks': 2}
+      | {'train.remat': 'full'},
+    ),
+    ('stage=2,fsdp=2,tensor=2', APART),
+    ('stage=2,fsdp=2', APART | {'model.pattern': 'GM'}),
+    ('stage=2,fsdp=2', APART | {'model.pattern': 'SR'}),
+    (
+      'stage=2,fsdp=2',
+      {'pipeline.schedule': 'v_half', 'pipeline.chunks': 2}
+      | {'model.pattern': 'R'},
+    ),
+    ('stage=2,fsdp=2', STORE | {'model.pattern': 'LC'}),
+    ('stage=2,fsdp=2', {'model.pattern': 'A-M'}),
+    ('stage=2,data=2,fsdp=2', EXPERTS),
+    ('stage=2,data=2,fsdp=2', EXPERTS | APART),
+  ],
+  ids=lambda x: x if isinstance(x, str) else '.'.join(map(str, x.values())),
+)
+def test_parameters_travel_in_the_dtype_of_products(mesh, changes):
+  config, _ = experiment.on(NARROW, mesh, changes)
+  (loss, gradients), narrow_ = measured(config)
+  (same_loss, same), wide_ = wide(config)
+  # The table of the vocabulary travels once a step, in float32.
+  tables = {(d, shape) for d, shape in narrow_ if d == 'float32'}
+  assert len(tables) <= 1, tables
+  count = lambda found: collections.Counter(
+    {s: sum(n for (_, t), n in found.items() if t == s) for _, s in found}
+  )
+  assert count(narrow_) == count(wide_)  # no more and no fewer
+  assert sum(n for (d, _), n in wide_.items() if d == 'float32') > 10
+  assert loss == same_loss
+  for path, g in gradients.items():
+    assert g.dtype == np.float32
+    np.testing.assert_array_equal(g, same[path], err_msg=path)
+
+
 # ---------------------------------------------------------------- whole runs
 
-
-STAGES, DATA, ONE = dict(stage=2, data=2), dict(data=4), dict(data=1)
-
-
-def run_config(tiny, mesh):
-  sizes = dict(stage=1, data=1, fsdp=1, tensor=1) | mesh
-  return tiny.config({
-    'train.steps': 3, 'train.batch_size': 8, 'checkpoint.every': 1,
-    'checkpoint.keep': 5, 'model.num_layers': 3,
-    **{f'mesh.{axis}': n for axis, n in sizes.items()},
-  })  # fmt: skip
-
-
-def devices_of(mesh):
-  return jax.devices()[: int(np.prod(list(mesh.values())))]
-
-
-def train(tiny, workdir, mesh, said):
-  """Steps up to the third on some devices -> {step: loss}."""
-  loop.run(
-    run_config(tiny, mesh), workdir, say=said.append,
-    devices=devices_of(mesh),
-  )  # fmt: skip
-  return support.losses(workdir)
+STAGES, DATA = 'stage=2,data=2', 'data=4'
+CHANGES = {
+  'train.steps': 3, 'train.batch_size': 8, 'checkpoint.every': 1,
+  'checkpoint.keep': 5, 'model.num_layers': 5,
+  'pipeline.schedule': 'interleaved', 'pipeline.chunks': 2,
+}  # fmt: skip
 
 
 @pytest.fixture(scope='module')
 def on_stages(tiny, tmp_path_factory):
-  """(workdir, losses) of a run of 3 steps on two stages."""
+  """The workdir of a run of 3 steps: 5 layers in 2 chunks on each of 2 stages.
+
+  That a run on stages equals one on one device: data/test_batch_ramp.py.
+  """
   workdir = tmp_path_factory.mktemp('stages') / 'run'
-  return workdir, train(tiny, workdir, STAGES, [])
+  tiny.run(workdir, CHANGES, STAGES)
+  return workdir
 
 
 def forget(workdir, after):
+  """Removes the checkpoints of later steps."""
   for folder in (workdir / 'checkpoints').iterdir():
     if folder.name.isdigit() and int(folder.name) > after:
       shutil.rmtree(folder)
 
 
-def test_a_run_equals_one_device(tiny, on_stages, tmp_path):
-  _, losses = on_stages
-  plain = train(tiny, tmp_path / 'run', ONE, [])
-  assert list(plain) == list(losses) == [1, 2, 3]
-  for step, loss in plain.items():
-    assert abs(losses[step] / loss - 1) < 1e-5
-  assert plain[3] < plain[1]  # it learns
-
-
-def test_a_run_goes_on_elsewhere_and_comes_back(tiny, on_stages, tmp_path):
-  workdir, losses = on_stages
-  here = tmp_path / 'run'
-  shutil.copytree(workdir, here)
-  forget(here, after=1)
-  said = []
-  there = train(tiny, here, DATA, said)
-  forget(here, after=2)
-  back = train(tiny, here, STAGES, said)
-  resumed = [line for line in said if 'resumed from step' in line]
-  assert [line.split()[3] for line in resumed] == ['1,', '2,']
-  for found in (there, back):
+def test_a_run_resumes_on_other_meshes(tiny, on_stages, tmp_path):
+  losses = support.losses(on_stages)
+  assert losses[3] < losses[1]
+  here = shutil.copytree(on_stages, tmp_path / 'run')
+  for last, mesh in ((1, DATA), (2, STAGES)):
+    forget(here, after=last)
+    _, said = tiny.run(here, CHANGES, mesh)
+    assert f'resumed from step {last}, every leaf verified' in said
+    found = support.losses(here)
     for step in (2, 3):
       assert abs(found[step] / losses[step] - 1) < 1e-5
 
 
-def fingerprints(store, step):
-  leaves = store.read_manifest(step)['leaves']
-  return {path: leaf['fingerprint'] for path, leaf in leaves.items()}
-
-
 def read_and_save(tiny, source, mesh, target):
   """A checkpoint read on a mesh and saved from there: its fingerprints."""
-  job = job_lib.of_shapes(run_config(tiny, mesh), '', devices_of(mesh))
+  job = tiny.job(CHANGES, mesh)
   open_ = lambda run: store_lib.Store(run / 'checkpoints', asynchronous=False)
-  with job.context(), open_(source) as store:
-    shapes = state_lib.flatten(job.state)
-    like = state_lib.in_order(shapes, job.model)
-    step, tree, meta = store.restore_latest_good(like)
-    flat = state_lib.on_stages(tree, shapes, job.model)
-    state = state_lib.unflatten(job.state, flat)
-    assert all(flat[p].shape == shapes[p].shape for p in shapes)
-    with open_(target) as other:
-      tree = state_lib.in_order(state_lib.flatten(state), job.model)
-      other.save(step, tree, state_lib.axes(state, job.model), meta)
+  with job.context(), open_(source) as store, open_(target) as other:
+    state, step = loop._start(job, store, lambda line: None)
+    tree = state_lib.in_order(state_lib.flatten(state), job.model)
+    axes = state_lib.axes(state, job.model)
+    other.save(step, tree, axes, loop._meta(job, step))
   return support.fingerprints(target, step)
 
 
-def test_the_state_is_bitwise_the_same_on_any_mesh(tiny, on_stages, tmp_path):
-  wanted = support.fingerprints(on_stages[0], 3)
+def test_the_state_is_bitwise_the_same_on_any_mesh(
+  tiny, on_stages, tmp_path, monkeypatch
+):
+  wanted = support.fingerprints(on_stages, 3)
   there, back = tmp_path / 'there', tmp_path / 'back'
-  assert read_and_save(tiny, on_stages[0], DATA, there) == wanted
+  assert read_and_save(tiny, on_stages, DATA, there) == wanted
   assert read_and_save(tiny, there, STAGES, back) == wanted
-  assert len(set(wanted.values())) > 20  # leaves differ, so orders would show
+  # Layers in another order are seen.
+  right = state_lib._staged_again
+  reverse = lambda x, *layout: right(x[::-1], *layout)
+  monkeypatch.setattr(state_lib, '_staged_again', reverse)
+  assert read_and_save(tiny, there, STAGES, tmp_path / 'wrong') != wanted

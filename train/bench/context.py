@@ -76,27 +76,24 @@ def _inputs(shapes):
   ]
 
 
-class TimedForm:
-  """One form at one shape, compiled and with inputs in place."""
+class CompiledForm:
+  """One form at one shape, with its inputs in place."""
 
   def __init__(self, form, length, shape, now):
-    self._now = now
-    self._program, self._shapes = program(form, length, *shape)
+    whole, shapes = program(form, length, *shape)
     before = now()
-    self._call = self._program.lower(*self._shapes).compile()
+    self._call = whole.lower(*shapes).compile()
     self.compile_seconds = now() - before
     self.temporary = measure.temporary(self._call)
-    self._inputs = _inputs(self._shapes)
+    self._inputs = _inputs(shapes)
 
   def run(self):
-    """One call -> {'': seconds}."""
-    before = self._now()
+    """One call, which measure.interleave times."""
     jax.block_until_ready(self._call(*self._inputs))
-    return {'': self._now() - before}
 
 
 def candidates(length, now, say):
-  """({row: TimedForm} of the forms that run, notes on those that do not)."""
+  """({row: CompiledForm} of the forms that run, notes on those that do not)."""
   made, notes = {}, []
   n = len(jax.devices())
   for name, shape in SHAPES.items():
@@ -107,7 +104,7 @@ def candidates(length, now, say):
         continue
       say(f'compiling {row}')
       try:
-        made[row] = TimedForm(form, length, shape, now)
+        made[row] = CompiledForm(form, length, shape, now)
       except errors.UserError as error:
         notes.append(f'{row}: left out: {error}')
   return made, notes
@@ -116,16 +113,14 @@ def candidates(length, now, say):
 def context(rounds, quick, say):
   """Context parallel attention on 8 devices, forward and backward."""
   jax.config.update('jax_enable_compilation_cache', False)
-  now, label = bench_train.clock()
   lengths = (256,) if quick else tuple(TARGETS)
-  n = len(jax.devices())
-  report = measure.BenchReport(
+  now, report = bench_train.begin(
     'context',
-    f'B1 N4 H64 float32, causal, zigzag over {n} devices, lengths '
-    f'{", ".join(map(str, lengths))}',
-    label,
-    not quick and label == measure.CPU,
+    f'B1 N4 H64 float32, causal, zigzag over {len(jax.devices())} devices, '
+    f'lengths {", ".join(map(str, lengths))}',
+    quick,
   )
+  report.judged &= report.clock == measure.CPU
   for length in lengths:
     made, notes = candidates(length, now, say)
     report.notes += notes

@@ -7,6 +7,7 @@ the row length, outside its time. 'packing' is train/data/packing.py alone;
 'ours' adds the order of rows, which grain's random access makes, row by row.
 """
 
+import functools
 import pathlib
 import time
 
@@ -53,7 +54,10 @@ def lengths(count):
 
 
 def packed(made, length, packing, now):
-  """One epoch of packing alone: plan, rows in a shuffled order."""
+  """One epoch of packing alone: plan, rows in a shuffled order.
+
+  -> (seconds, tokens used, fill), as the other candidates.
+  """
   pack = getattr(packing_lib, packing)
   before = now()
   random = np.random.default_rng(0)
@@ -69,10 +73,7 @@ def packed(made, length, packing, now):
 
 
 def ours(made, length, packing, now):
-  """One epoch of train/data/batches.py: plan, grain's order, rows.
-
-  -> (seconds, tokens used, fill), as the other candidates.
-  """
+  """One epoch of train/data/batches.py: plan, grain's order, rows."""
   config = schema.view(
     dict(
       data=dict(sequence_length=length, packing=packing),
@@ -82,16 +83,13 @@ def ours(made, length, packing, now):
   )
   before = now()
   batches = data_lib.Batches(config, made)
-  used = rows = 0
-  for t in range(batches.rows // ROWS):
-    batch = batches.batch_at(t)
-    used += int(batch.denominator)
-    rows += ROWS
-  return now() - before, used, used / (rows * length)
+  count = batches.rows // ROWS
+  used = sum(int(batches.batch_at(t).denominator) for t in range(count))
+  return now() - before, used, used / (count * ROWS * length)
 
 
 def grains(made, length, now):
-  """One epoch of grain's first-fit -> (seconds, fill)."""
+  """One epoch of grain's first-fit -> (seconds, tokens used, fill)."""
   import grain
   from grain import experimental
 
@@ -117,9 +115,45 @@ def grains(made, length, now):
   return now() - before, used, used / (rows * length)
 
 
+def _length(report, made, length, rounds, say):
+  """Adds rows, targets and a note of all candidates at one row length."""
+  now, found = time.process_time, {}
+  forms = {
+    'grain first-fit': lambda: grains(made, length, now),
+    'ours first_fit': lambda: ours(made, length, 'first_fit', now),
+    'ours concat_split': lambda: ours(made, length, 'concat_split', now),
+    'packing first_fit': lambda: packed(made, length, 'first_fit', now),
+    'packing concat_split': lambda: packed(made, length, 'concat_split', now),
+  }
+
+  def run(name):
+    seconds, *found[name] = forms[name]()
+    return {'': seconds}
+
+  candidates = {name: functools.partial(run, name) for name in forms}
+  times = measure.interleave(candidates, rounds, now, say)
+  speeds = {k: [found[k][0] / t for t in times[k]] for k in forms}
+  fills = {k: fill for k, (_, fill) in found.items()}
+  report.add(
+    {f'T{length}, {k}': [x / 1e6 for x in v] for k, v in speeds.items()},
+    'Mtokens/s',
+  )
+  grain_name, *names = forms
+  for name in names:
+    report.check(
+      f'T{length}: speed of {name} / {grain_name}',
+      measure.ratios(speeds[name], speeds[grain_name]),
+      5.0,
+    )
+  fill = [fills['ours first_fit']]
+  report.check(f'T{length}: fill of ours first_fit', fill, FILL)
+  report.notes.append(
+    f'T{length} fill: ' + ', '.join(f'{k} {v:.1%}' for k, v in fills.items())
+  )
+
+
 def data(rounds, quick, say):
   """Tokens packed per CPU-second, shuffled, rows assembled."""
-  now = time.process_time
   made = corpus(lengths(200 if quick else 4000))
   report = measure.BenchReport(
     'data',
@@ -129,47 +163,5 @@ def data(rounds, quick, say):
     not quick,
   )
   for length in (256,) if quick else (1024, 2048):
-    speeds, fills = {}, {}
-    forms = {
-      'grain first-fit': lambda n=length: grains(made, n, now),
-      'ours first_fit': lambda n=length: ours(made, n, 'first_fit', now),
-      'ours concat_split': lambda n=length: ours(made, n, 'concat_split', now),
-      'packing first_fit': lambda n=length: packed(made, n, 'first_fit', now),
-      'packing concat_split': lambda n=length: packed(
-        made, n, 'concat_split', now
-      ),
-    }
-
-    def candidate(name, form, speeds=speeds, fills=fills):
-      def run():
-        seconds, used, fill = form()
-        speeds.setdefault(name, []).append(used / seconds)
-        fills[name] = fill
-        return {'': seconds}
-
-      return run
-
-    measure.interleave(
-      {k: candidate(k, f) for k, f in forms.items()}, rounds, now, say
-    )
-    speeds = {k: v[1:] for k, v in speeds.items()}  # the first is the warm-up
-    report.add(
-      {f'T{length}, {k}': [x / 1e6 for x in v] for k, v in speeds.items()},
-      'Mtokens/s',
-    )
-    grain_name, *names = forms
-    for name in names:
-      report.check(
-        f'T{length}: speed of {name} / {grain_name}',
-        measure.ratios(speeds[name], speeds[grain_name]),
-        5.0,
-      )
-    report.check(
-      f'T{length}: fill of ours first_fit',
-      [fills['ours first_fit']],
-      FILL,
-    )
-    report.notes.append(
-      f'T{length} fill: ' + ', '.join(f'{k} {v:.1%}' for k, v in fills.items())
-    )
+    _length(report, made, length, rounds, say)
   return report

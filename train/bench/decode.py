@@ -70,7 +70,7 @@ def plain(m, new):
 def ours(c, new):
   """-> (() that makes `new` greedy tokens, bytes read per token)."""
   built = build.build(c, 'data=1', devices=jax.devices()[:1])
-  with build.layout(built):
+  with build.use(built):
     params = jax.jit(built.model.init)(jax.random.key(0))
   maker = loop.Generator(
     built, params, _Numbers(c.model.vocab_size), c.decode, say=lambda _: None
@@ -114,27 +114,25 @@ def _twice(function, now):
 
 def decode(rounds, quick, say):
   """Tokens per second, batch 1, one device, against reading the parameters."""
-  now, label = bench_train.clock()
   c = bench_train.config(quick)
   c = schema.view(
     dict(model=dataclasses.asdict(c.model), decode=dict(cache_length=512))
   )
   new = 16 if quick else 256
   say('compiling')
-  run, size = ours(c, new)
-  reads = readers(size)
-  made = {'plain JAX': plain(c.model, new), 'ours': run, **reads}
-  made = {k: _twice(f, now) for k, f in made.items()}
-  times = measure.interleave(made, rounds, now, say)
   m = c.model
-  report = measure.BenchReport(
+  run, size = ours(c, new)
+  now, report = bench_train.begin(
     'decode',
     f'V{m.vocab_size} D{m.d_model} N{m.num_heads} L{m.num_layers} '
     f'F{m.d_ff}, float32, greedy, batch 1, {new} tokens after {PROMPT}, '
     f'{size / 1e6:.1f} MB read per token',
-    label,
-    not quick,
+    quick,
   )
+  reads = readers(size)
+  made = {'plain JAX': plain(m, new), 'ours': run, **reads}
+  made = {k: _twice(f, now) for k, f in made.items()}
+  times = measure.interleave(made, rounds, now, say)
   for suffix in ('', ' (wall)'):
     speeds = {
       f'{k}{suffix}': [new / t for t in times[f'{k}{suffix}']]
@@ -156,13 +154,7 @@ def decode(rounds, quick, say):
       measure.ratios(speeds[f'ours{suffix}'], limit),
       0.8,
     )
-    report.notes.append(
-      f'plain JAX / byte limit{suffix}: '
-      + ' '.join(
-        f'{x:.2f}'
-        for x in measure.spread(
-          measure.ratios(speeds[f'plain JAX{suffix}'], limit)
-        )
-      )
-    )
+    share = measure.spread(measure.ratios(speeds[f'plain JAX{suffix}'], limit))
+    shown = ' '.join(f'{x:.2f}' for x in share)
+    report.notes.append(f'plain JAX / byte limit{suffix}: {shown}')
   return report

@@ -69,16 +69,25 @@ def timed(step, arrays, repeats=REPEATS, clock=time.perf_counter):
   return run
 
 
-def _splash(q, k, v, mask):
+def splash(q, k, v, sizes=None):
+  """jax's splash attention, causal; it scales nothing.
+
+  sizes: splash_attention.BlockSizes; None: its own.
+  """
   one = splash_attention.CausalMask((q.shape[1], k.shape[1]))
   kernel = splash_attention.make_splash_mha(
     splash_attention.MultiHeadMask([one] * q.shape[2]),
+    block_sizes=sizes,
     head_shards=1,
     q_seq_shards=1,
   )
-  q, k, v = (x.transpose(0, 2, 1, 3) for x in (q * mask.scale, k, v))
+  q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
   o = cast(jax.Array, jax.vmap(kernel)(q.astype(k.dtype), k, v))
   return o.transpose(0, 2, 1, 3)
+
+
+def _splash(q, k, v, mask):
+  return splash(q * mask.scale, k, v)
 
 
 def _cudnn(q, k, v, mask):

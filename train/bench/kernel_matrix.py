@@ -166,19 +166,6 @@ PROGRAMS = dict(
 )
 
 
-def trace(op, implementation, topology):
-  """jax.stages.Traced of the program of an op on one device of a topology.
-
-  Raises:
-    errors.UserError: the implementation cannot run there, with its reason.
-  """
-  function, shapes = PROGRAMS[op](implementation)
-  one = jax.sharding.SingleDeviceSharding(topology.devices[0])
-  arrays = [jax.ShapeDtypeStruct(*s, sharding=one) for s in shapes]
-  with topology.context():
-    return jax.jit(function).trace(*arrays)
-
-
 def _reason(op, implementation, error):
   """The registry's reason for one implementation, cut out of its message."""
   found = re.search(
@@ -190,8 +177,10 @@ def _reason(op, implementation, error):
 def row(op, implementation, name, topology):
   """`KernelRow` of one program; `name` is what the chip is called in it."""
   make = functools.partial(KernelRow, op, implementation, name)
+  function, shapes = PROGRAMS[op](implementation)
+  arrays = [jax.ShapeDtypeStruct(*s) for s in shapes]
   try:
-    traced = trace(op, implementation, topology)
+    traced = aot.trace_on(topology, function, *arrays)
   except errors.UserError as error:
     return make('refused', _reason(op, implementation, str(error)))
   try:
@@ -202,18 +191,16 @@ def row(op, implementation, name, topology):
   return make('compiled', '', kernels, aot.memory(compiled).peak)
 
 
-def rows(targets=TARGETS, ops=None):
-  """`KernelRow`s of all implementations of `ops` (default: all) on `targets`.
+def rows(targets=TARGETS):
+  """`KernelRow`s of all implementations of all ops on `targets`.
 
-  Args:
-    targets: names of topologies (target.py), one device of each is used.
-    ops: names of ops, keys of PROGRAMS.
+  targets: names of topologies (target.py), one device of each is used.
   """
   for name in targets:
     kind = name.partition(':')[0]
     lacking = aot.missing(target_lib.CHIPS[kind].platform)
     topology = None if lacking else aot.topology(name)
-    for op in ops or PROGRAMS:
+    for op in PROGRAMS:
       for implementation, _, _ in registry.explain(op):
         if lacking:
           yield KernelRow(op, implementation, kind, 'not tried', lacking)

@@ -18,6 +18,7 @@ Legend: B rows, T tokens, N heads, H head size.
 """
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -25,7 +26,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from typing import NamedTuple, cast
+from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -36,6 +37,7 @@ from paraxis.pallas_kernels.attention import blocks as attention_blocks
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.attention import tpu as attention_tpu
 from paraxis.sharding.meter import aot
+from paraxis.train.bench import kernel_device
 
 PASSES = {'fwd': 'forward', 'forward': 'forward', 'dq': 'dq', 'dkv': 'dkv'}
 KINDS = dict(full=2, partial=1, splash=None)  # of attention_blocks.py
@@ -95,14 +97,14 @@ def _ours(block, width):
     given = q, k, v, None, None, mask
     o, lse = attention_tpu.forward(*given, launch)
     delta = (o.astype(jnp.float32) * do.astype(jnp.float32)).sum(-1)
-    return o, attention_tpu.backward(*given, (lse, delta, do), launch)
+    rows = attention_blocks.QueryRows(lse, delta, do)
+    return o, attention_tpu.backward(*given, rows, launch)
 
   return call
 
 
-def _splash(block, length, heads):
+def _splash(block):
   """The same by jax's splash attention."""
-  one = splash_attention.CausalMask((length, length))
   (bq, bk), names = block, ('block_q', 'block_q_dkv', 'block_q_dq')
   sizes = splash_attention.BlockSizes(
     **dict.fromkeys(names, bq),
@@ -110,17 +112,7 @@ def _splash(block, length, heads):
     block_kv_compute=bk,
     block_kv_dkv_compute=bk,
   )
-
-  def attend(q, k, v):
-    kernel = splash_attention.make_splash_mha(
-      splash_attention.MultiHeadMask([one] * heads),
-      block_sizes=sizes,
-      head_shards=1,
-      q_seq_shards=1,
-    )
-    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
-    o = cast(jax.Array, jax.vmap(kernel)(q, k, v))
-    return o.transpose(0, 2, 1, 3)
+  attend = functools.partial(kernel_device.splash, sizes=sizes)
 
   def call(q, k, v, do):
     o, back = jax.vjp(attend, q, k, v)
@@ -129,7 +121,7 @@ def _splash(block, length, heads):
   return call
 
 
-def compile_all(name, block, folder, width=128, forms=tuple(KINDS)):
+def compile_all(name, block, folder, width, forms):
   """Compiles forms of the kernels -> {form: {pass: StaticSchedule}}.
 
   libtpu must have been loaded with `folder` in its options.
@@ -139,15 +131,13 @@ def compile_all(name, block, folder, width=128, forms=tuple(KINDS)):
     forms: of KINDS.
   """
   machine, out = aot.topology(name), {}
-  one = jax.sharding.SingleDeviceSharding(machine.devices[0])
   folder = pathlib.Path(folder)
-  length, heads = 4 * max(block), 8
-  x = jax.ShapeDtypeStruct((2, length, heads, width), 'bfloat16', sharding=one)
+  x = jax.ShapeDtypeStruct((2, 4 * max(block), 8, width), 'bfloat16')
   for form in forms:
     before, kind = set(folder.iterdir()), KINDS[form]
-    with machine.context(), _one_branch(kind):
-      call = _ours(block, width) if kind else _splash(block, length, heads)
-      traced = jax.jit(call).trace(x, x, x, x)
+    call = _ours(block, width) if kind else _splash(block)
+    with _one_branch(kind):
+      traced = aot.trace_on(machine, call, x, x, x, x)
     aot.compile_for(machine, form, traced)
     out[form] = {}
     for path in set(folder.iterdir()) - before:
@@ -171,17 +161,10 @@ def measure(name, block, width=128, forms=tuple(KINDS)):
   """
   with tempfile.TemporaryDirectory() as folder:
     sizes = [block] * 2 if isinstance(block, int) else block
-    arguments = [
-      name,
-      'x'.join(map(str, sizes)),
-      folder,
-      width,
-      ','.join(forms),
-    ]
+    arguments = json.dumps([name, sizes, folder, width, forms])
     options = os.environ.get('LIBTPU_INIT_ARGS', ''), _OPTIONS.format(folder)
     done = subprocess.run(
-      [sys.executable, '-m', 'paraxis.train.bench.kernel_schedules',
-       *map(str, arguments)],
+      [sys.executable, '-m', 'paraxis.train.bench.kernel_schedules', arguments],
       env=os.environ
       | dict(JAX_PLATFORMS='cpu', LIBTPU_INIT_ARGS=' '.join(options).strip()),
       capture_output=True,
@@ -198,11 +181,6 @@ def measure(name, block, width=128, forms=tuple(KINDS)):
   }
 
 
-def _main(name, block, folder, width, forms):
-  sizes = tuple(map(int, block.split('x')))
-  found = compile_all(name, sizes, folder, int(width), forms.split(','))
-  print(json.dumps(found))
-
-
 if __name__ == '__main__':
-  _main(*sys.argv[1:])
+  topology_name, sizes, *arguments = json.loads(sys.argv[1])
+  print(json.dumps(compile_all(topology_name, tuple(sizes), *arguments)))

@@ -106,8 +106,7 @@ def static_figures(schedules, mask):
 
 def fits(topology, block, head):
   """Whether a block compiles with both kinds and every option of a mask."""
-  one = jax.sharding.SingleDeviceSharding(topology.devices[0])
-  make = lambda *s, t='bfloat16': jax.ShapeDtypeStruct(s, t, sharding=one)
+  make = lambda *s, t='bfloat16': jax.ShapeDtypeStruct(s, t)
   length = 2 * max(block)
   x, rows = make(2, length, 2, head), make(2, length, t='int32')
   line = make(2, length, 2, t='float32')
@@ -116,11 +115,11 @@ def fits(topology, block, head):
 
   def call(q, k, v, rows, lse, delta, do):
     given = q, k, v, (rows, rows), None, mask
-    back = attention_tpu.backward(*given, (lse, delta, do), launch)
+    side = attention_blocks.QueryRows(lse, delta, do)
+    back = attention_tpu.backward(*given, side, launch)
     return attention_tpu.forward(*given, launch), back
 
-  with topology.context():
-    traced = jax.jit(call).trace(x, x, x, rows, line, line, x)
+  traced = aot.trace_on(topology, call, x, x, x, rows, line, line, x)
   try:
     aot.compile_for(topology, f'blocks {block}', traced)
   except (errors.UserError, jax.errors.JaxRuntimeError):
@@ -166,7 +165,8 @@ def steps(kernels, mask, block):
     return like(kernels.forward(q, k, v, None, None, mask, launch)[0], q)
 
   def back(q, k, v, *rows):
-    return kernels.backward(q, k, v, None, None, mask, rows, launch)
+    side = attention_blocks.QueryRows(*rows)
+    return kernels.backward(q, k, v, None, None, mask, side, launch)
 
   # The compiler removes computations whose results are not returned.
   dq = lambda q, *rest: like(back(q, *rest)[0], q)

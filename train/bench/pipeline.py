@@ -24,13 +24,11 @@ from jax.sharding import PartitionSpec as P
 
 from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
-from paraxis.models import build
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import flops
 from paraxis.sharding.pipeline import executor as pipeline_lib
 from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.planner import simulate
-from paraxis.train import optimizers
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.bench import measure
@@ -84,8 +82,6 @@ def _toy(schedule, counts):
     forward=forward,
     backward=backward,
     weights=weights,
-    gather=lambda rows: rows,
-    scatter=lambda gradients: gradients,
   )
 
 
@@ -132,15 +128,17 @@ class Gradient:
   """The gradient of a step, with its inputs in place."""
 
   def __init__(self, c, mesh):
-    built = build.build(c, mesh, c.train.remat, jax.devices()[: STAGES * DATA])
-    optimizer = optimizers.Optimizer(c.optimizer, c.train.steps, built.model)
-    self._job = job_lib.Program(c, built, optimizer)
+    self._job = job = job_lib.on_devices(
+      c, mesh, jax.devices()[: STAGES * DATA]
+    )
     cut = lambda x: x.reshape(c.microbatches, -1, x.shape[-1])
     *rows, denominator = bench_train.batch(c)
     batch = batch_lib.Batch._make([*map(cut, rows), denominator])
-    with self._job.context():
-      self._inputs = self._job.initial_state().params, self._job.put(batch)
-      self._function = step_lib.make(built, optimizer, c.optimizer.clip_norm)
+    with job.context():
+      self._inputs = job.initial_state().params, job.put(batch)
+      self._function = step_lib.make(
+        job.built, job.optimizer, c.optimizer.clip_norm
+      )
 
   def operations(self):
     """Floating-point operations of a device (sharding/meter/flops.py)."""
@@ -197,17 +195,16 @@ def config(quick, microbatches, name=''):
 def pipeline(rounds, quick, say):
   """Every schedule on stage=4,data=2 against data=8, and the simulator."""
   jax.config.update('jax_enable_compilation_cache', False)
-  now, label = bench_train.clock()
   microbatches = 8 if quick else 16
   plain = f'data={STAGES * DATA}'
   base = config(quick, microbatches)
-  report = measure.BenchReport(
+  now, report = bench_train.begin(
     'pipeline',
     f'{bench_train.describe(base)}, {microbatches} microbatches on '
     f'stage={STAGES},data={DATA} and on {plain}',
-    label,
-    not quick and label == measure.CPU,
+    quick,
   )
+  report.judged &= report.clock == measure.CPU
   compiled, made = {}, {}
   for name in ('', *CHUNKS):
     say(f'compiling {name or plain}')

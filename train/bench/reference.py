@@ -14,16 +14,9 @@ import optax
 
 def init(m, key, scan):
   """Parameters of a schema.Model `m`: nested dicts; layers stacked if scan."""
-  h = m.d_model // m.num_heads
-  shapes = dict(
-    q=(m.d_model, m.num_heads * h),
-    k=(m.d_model, m.num_heads * h),
-    v=(m.d_model, m.num_heads * h),
-    o=(m.num_heads * h, m.d_model),
-    gate=(m.d_model, m.d_ff),
-    up=(m.d_model, m.d_ff),
-    down=(m.d_ff, m.d_model),
-  )
+  square, wide = (m.d_model, m.d_model), (m.d_model, m.d_ff)
+  shapes = dict.fromkeys('qkvo', square)
+  shapes |= dict(gate=wide, up=wide, down=wide[::-1])
 
   def layer(key):
     keys = jax.random.split(key, len(shapes))
@@ -63,19 +56,29 @@ def rotate(x, positions):
   return jnp.concatenate([x1 * c - x2 * s, x2 * c + x1 * s], -1)
 
 
-def layer(m, x, p):
-  """One layer on (B, T, D)."""
-  b, t, d = x.shape
-  h = d // m.num_heads
+def heads(m, x, p, positions):
+  """Rotated queries and keys, and values, (..., T, N, H), of x (..., T, D)."""
   y = rms(x, p['n1'])
-  q, k, v = ((y @ p[n]).reshape(b, t, m.num_heads, h) for n in 'qkv')
-  q, k = rotate(q, jnp.arange(t)), rotate(k, jnp.arange(t))
-  s = jnp.einsum('btnh,bsnh->bnts', q, k) * h**-0.5
-  s = jnp.where(jnp.tril(jnp.ones((t, t), bool)), s, -1e30)
-  o = jnp.einsum('bnts,bsnh->btnh', jax.nn.softmax(s), v)
-  x = x + o.reshape(b, t, d) @ p['o']
+  shape = *x.shape[:-1], m.num_heads, m.d_model // m.num_heads
+  q, k, v = ((y @ p[n]).reshape(shape) for n in 'qkv')
+  return rotate(q, positions), rotate(k, positions), v
+
+
+def after_attention(x, o, p):
+  """A layer's output from its input x and the result o of its attention."""
+  x = x + o.reshape(x.shape) @ p['o']
   y = rms(x, p['n2'])
   return x + (jax.nn.silu(y @ p['gate']) * (y @ p['up'])) @ p['down']
+
+
+def layer(m, x, p):
+  """One layer on (B, T, D)."""
+  t = x.shape[1]
+  q, k, v = heads(m, x, p, jnp.arange(t))
+  s = jnp.einsum('btnh,bsnh->bnts', q, k) * q.shape[-1] ** -0.5
+  s = jnp.where(jnp.tril(jnp.ones((t, t), bool)), s, -1e30)
+  o = jnp.einsum('bnts,bsnh->btnh', jax.nn.softmax(s), v)
+  return after_attention(x, o, p)
 
 
 def loss(m, params, tokens, targets):
@@ -113,18 +116,14 @@ def make_step(m):
 def decode_step(m, params, cache, token, position):
   """One token for one row: -> (logits (V,), cache). cache: list of (k, v)."""
   x = params['embedding'][token][None]
-  h, new = m.d_model // m.num_heads, []
+  new = []
   for p, (keys, values) in zip(params['layers'], cache, strict=True):
-    y = rms(x, p['n1'])
-    q, k, v = ((y @ p[n]).reshape(1, m.num_heads, h) for n in 'qkv')
-    q, k = rotate(q, position[None]), rotate(k, position[None])
+    q, k, v = heads(m, x, p, position[None])
     write = jax.lax.dynamic_update_slice_in_dim
     keys, values = write(keys, k, position, 0), write(values, v, position, 0)
-    s = jnp.einsum('tnh,snh->nts', q, keys) * h**-0.5
+    s = jnp.einsum('tnh,snh->nts', q, keys) * q.shape[-1] ** -0.5
     s = jnp.where(jnp.arange(keys.shape[0]) <= position, s, -1e30)
     o = jnp.einsum('nts,snh->tnh', jax.nn.softmax(s), values)
-    x = x + o.reshape(1, -1) @ p['o']
-    y = rms(x, p['n2'])
-    x = x + (jax.nn.silu(y @ p['gate']) * (y @ p['up'])) @ p['down']
+    x = after_attention(x, o, p)
     new.append((keys, values))
   return (rms(x, params['norm']) @ params['head'].T)[0], new

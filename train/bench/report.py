@@ -3,7 +3,7 @@
     paraxis bench all --json |
       python -m paraxis.train.bench.report BENCHMARKS.md
 
-A table stands between `<!-- bench NAME -->` and `<!-- /bench NAME -->`. The
+A table is between `<!-- bench NAME -->` and `<!-- /bench NAME -->`. The
 tables of the benches in the input are replaced, all other text stays. Each
 names its bench, date and machine. Standard library only.
 """
@@ -48,14 +48,14 @@ def table(report, date: str) -> str:
 
 
 def replaced(text: str, reports, date: str) -> str:
-  """`text` with the tables of `reports`; UserError where a marker lacks."""
+  """`text` with the tables of `reports`; UserError: a marker is missing."""
   for report in reports:
     begin = f'<!-- bench {report.name} -->'
     end = f'<!-- /bench {report.name} -->'
     if text.count(begin) != 1 or text.count(end) != 1:
       raise errors.UserError(
         f'bench {report.name}: the file has {text.count(begin)} times {begin} '
-        f'and {text.count(end)} times {end}; each must stand there once.'
+        f'and {text.count(end)} times {end}; each must occur once.'
       )
     before, _, rest = text.partition(begin)
     after = rest.partition(end)[2]

@@ -76,7 +76,7 @@ def our_child(argv):
   timed(compiling, 'compile_step', 'compile')
   first = lambda *_: _end(phases)
   loop.run = functools.partial(loop.run, callbacks=(first,))
-  # As a user starts it: the bench stands below the command line.
+  # As a user starts it: the bench may not import the command line.
   sys.argv[1:] = argv
   runpy.run_module('paraxis.train', run_name='__main__')
 
@@ -131,50 +131,33 @@ def train_arguments(model, tokens, workdir):
   ]
 
 
-class _Starts:
-  """Runs children below one temporary folder and keeps their phases."""
+# row -> (form, may use what was compiled before, and what was tokenized)
+STARTS = {
+  'plain JAX, nothing cached': ('plain', False, False),
+  'ours, programs not cached': ('ours', False, True),
+  'plain JAX, programs cached': ('plain', True, False),
+  'ours, programs cached': ('ours', True, True),
+  'ours, text not tokenized yet': ('ours', False, False),
+}
 
-  def __init__(self, root, model):
-    self._root, self._model, self._count = pathlib.Path(root), model, 0
-    self.phases = {}
 
-  def candidate(self, form, compiled, tokens):
-    """-> () that runs one child.
+def start(root, model, form, compiled, tokens):
+  """Runs one child below the folder `root` -> (CPU-seconds, its phases).
 
-    compiled, tokens: whether it may use what earlier ones compiled and
-    tokenized.
-    """
-    name = f'{form} {compiled} {tokens}'
-
-    def run():
-      self._count += 1
-      fresh = self._root / str(self._count)
-      cache = self._root / f'shared {form}' if compiled else fresh
-      environment = dict(PARAXIS_CACHE=str(cache))
-      if form == 'plain':
-        argument = self._model
-        environment |= dict(
-          JAX_COMPILATION_CACHE_DIR=str(cache),
-          JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0.5',
-        )
-      else:
-        kept = (self._root if tokens else fresh) / 'tokens'
-        argument = train_arguments(self._model, kept, fresh / 'run')
-        environment['JAX_COMPILATION_CACHE_DIR'] = ''
-      seconds, phases = child(form, argument, environment)
-      self.phases.setdefault(name, []).append(phases)
-      return {'': seconds}
-
-    run.key = name
-    return run
-
-  def line(self, key):
-    """Median CPU-seconds of each phase after the warm-up."""
-    import statistics
-
-    runs = self.phases[key][1:]
-    median = lambda p: statistics.median(r.get(p, 0) for r in runs)
-    return ', '.join(f'{p} {median(p):.2f}' for p in runs[0])
+  model: {field: value}. form, compiled, tokens: as in STARTS.
+  """
+  root, fresh = pathlib.Path(root), pathlib.Path(tempfile.mkdtemp(dir=root))
+  cache = root / f'shared {form}' if compiled else fresh
+  environment = dict(PARAXIS_CACHE=str(cache))
+  if form == 'plain':
+    environment |= dict(
+      JAX_COMPILATION_CACHE_DIR=str(cache),
+      JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0.5',
+    )
+    return child(form, model, environment)
+  kept = (root if tokens else fresh) / 'tokens'
+  environment['JAX_COMPILATION_CACHE_DIR'] = ''
+  return child(form, train_arguments(model, kept, fresh / 'run'), environment)
 
 
 def startup(rounds, quick, say):
@@ -189,27 +172,29 @@ def startup(rounds, quick, say):
     'CPU-seconds of a fresh process',
     not quick,
   )
+  phases = {name: [] for name in STARTS}
   with tempfile.TemporaryDirectory() as root:
-    starts = _Starts(root, model)
-    made = {
-      'plain JAX, nothing cached': starts.candidate('plain', False, False),
-      'ours, programs not cached': starts.candidate('ours', False, True),
-      'plain JAX, programs cached': starts.candidate('plain', True, False),
-      'ours, programs cached': starts.candidate('ours', True, True),
-      'ours, text not tokenized yet': starts.candidate('ours', False, False),
-    }
+
+    def run(name):
+      seconds, found = start(root, model, *STARTS[name])
+      phases[name].append(found)
+      return {'': seconds}
+
+    made = {name: functools.partial(run, name) for name in STARTS}
     times = measure.interleave(made, rounds, say=say)
-    report.add(times)
-    plain, ours, plain_cached, ours_cached, _ = made
-    for a, b in ((ours, plain), (ours_cached, plain_cached)):
-      report.check(
-        f'time of {a} / {b}',
-        measure.ratios(times[a], times[b]),
-        1.3,
-        least=False,
-      )
-    for name, run in made.items():
-      report.notes.append(f'{name}: {starts.line(run.key)}')
+  report.add(times)
+  plain, ours, plain_cached, ours_cached, _ = STARTS
+  for a, b in ((ours, plain), (ours_cached, plain_cached)):
+    report.check(
+      f'time of {a} / {b}',
+      measure.ratios(times[a], times[b]),
+      1.3,
+      least=False,
+    )
+  for name, (_, *runs) in phases.items():  # the first is the warm-up
+    median = lambda p, runs=runs: measure.spread([r.get(p, 0) for r in runs])[1]
+    shown = ', '.join(f'{p} {median(p):.2f}' for p in runs[0])
+    report.notes.append(f'{name}: {shown}')
   return report
 
 

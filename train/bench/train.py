@@ -15,9 +15,7 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
-from paraxis.models import build
 from paraxis.pallas_kernels.attention import op as attention_lib
-from paraxis.train import optimizers
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.bench import measure
@@ -40,23 +38,22 @@ LAYOUTS = {  # name -> (mesh, choices, most CPU-seconds of 8 devices / of one)
 }  # fmt: skip
 
 
-def clock():
-  """(function -> seconds, what they measure) for the devices present."""
+def begin(name, setup, quick):
+  """(clock of the devices present: function -> seconds, empty BenchReport)."""
+  now, label = time.perf_counter, measure.WALL
   if jax.default_backend() == 'cpu':
-    return measure.settled, measure.CPU
-  return time.perf_counter, measure.WALL
+    now, label = measure.settled, measure.CPU
+  return now, measure.BenchReport(name, setup, label, not quick)
 
 
-def config(quick, heads=6, unroll=None, choices=()):
+def config(quick, heads=6, unrolled=False, choices=()):
   """schema.Config of the bench: 17M parameters, or a tiny one."""
   sizes = dict(vocab_size=8192, d_model=384, num_layers=6, d_ff=1024)
   if quick:
     sizes = dict(vocab_size=256, d_model=96, num_layers=2, d_ff=128)
   model = dict(**sizes, num_heads=heads, tied_embedding=False)
-  if unroll == 'full':
+  if unrolled:
     model['unroll'] = sizes['num_layers']
-  elif unroll:
-    model['unroll'] = unroll
   return schema.view(
     dict(
       model=model,
@@ -93,7 +90,7 @@ def batch(c):
   )
 
 
-class Plain:
+class PlainJax:
   """The reference: one program for the whole step."""
 
   def __init__(self, c, scan, now):
@@ -105,13 +102,11 @@ class Plain:
     self._state = params, jax.jit(start)(params)
     host = batch(c)
     self._batch = jnp.asarray(host.tokens), jnp.asarray(host.targets)
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    self._shapes = jax.tree.map(shape, (*self._state, *self._batch))
     self._step = self._compile()
 
   def _compile(self):
     _, step = reference.make_step(self._c.model)
-    return step.lower(*self._shapes).compile()
+    return step.lower(*self._state, *self._batch).compile()
 
   def compile(self):
     """Compiles anew -> {'': seconds}."""
@@ -130,22 +125,19 @@ class Ours:
 
   def __init__(self, c, mesh, now):
     devices = jax.devices()[: 1 if mesh == 'data=1' else 8]
-    built = build.build(c, mesh, devices=devices)
-    optimizer = optimizers.Optimizer(c.optimizer, c.train.steps, built.model)
-    self._job = job_lib.Program(c, built, optimizer)
-    self._now, self._clip = now, c.optimizer.clip_norm
+    self._job, self._now = job_lib.on_devices(c, mesh, devices), now
     with self._job.context():
       self._state = self._job.initial_state()
       self._batch = self._job.put(batch(c))
-      self._shapes = jax.tree.map(_shape, self._state)
       self._grads, self._update = self._compile()
     jax.block_until_ready((self._state, self._batch))
 
   def _compile(self):
     job = self._job
-    made = step_lib.make(job.built, job.optimizer, self._clip)
+    clip = job.config.optimizer.clip_norm
+    made = step_lib.make(job.built, job.optimizer, clip)
     grads = compiling.compile_step(
-      'gradient', made.grads, self._shapes.params, self._batch
+      'gradient', made.grads, job.state.params, self._batch
     )
     return grads, job.compile_update(made.update, grads)
 
@@ -171,10 +163,6 @@ class Ours:
     }
 
 
-def _shape(x):
-  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
 def _timed(function, now):
   """Seconds of a compilation that finds nothing in any cache."""
   jax.clear_caches()
@@ -186,22 +174,17 @@ def _timed(function, now):
 def step(rounds, quick, say):
   """A step and its compilation on one device, against plain JAX."""
   jax.config.update('jax_enable_compilation_cache', False)
-  now, label = clock()
   c = config(quick)
+  setup = f'{describe(c)}, one {jax.default_backend()} device'
+  now, report = begin('step', setup, quick)
   say('compiling')
   made = {
-    'plain JAX, unrolled': Plain(c, False, now),
-    'plain JAX, scan': Plain(c, True, now),
+    'plain JAX, unrolled': PlainJax(c, False, now),
+    'plain JAX, scan': PlainJax(c, True, now),
     f'ours, default (unroll={c.model.unroll})': Ours(c, 'data=1', now),
-    'ours, unrolled': Ours(config(quick, unroll='full'), 'data=1', now),
+    'ours, unrolled': Ours(config(quick, unrolled=True), 'data=1', now),
   }
   plain, scan, default, unrolled = made
-  report = measure.BenchReport(
-    'step',
-    f'{describe(c)}, one {jax.default_backend()} device',
-    label,
-    not quick,
-  )
   steps = measure.interleave(
     {k: m.run for k, m in made.items()}, rounds, now, say
   )
@@ -230,20 +213,15 @@ def step(rounds, quick, say):
 def layouts(rounds, quick, say):
   """The same model and step on 8 virtual devices and on one."""
   jax.config.update('jax_enable_compilation_cache', False)
-  now, label = clock()
   c = config(quick, heads=8)
+  setup = f'{describe(c)}, unroll={c.model.unroll}, 1 and 8 devices'
+  now, report = begin('layouts', setup, quick)
   made, builds = {'data=1': Ours(c, 'data=1', now)}, {}
   for name, (mesh, choices, _) in LAYOUTS.items():
     say(f'compiling {name}')
     before = now()
     made[name] = Ours(config(quick, 8, choices=choices), mesh, now)
     builds[f'compile, {name}'] = [now() - before]
-  report = measure.BenchReport(
-    'layouts',
-    f'{describe(c)}, unroll={c.model.unroll}, 1 and 8 devices',
-    label,
-    not quick,
-  )
   times = measure.interleave(
     {name: ours.run for name, ours in made.items()}, rounds, now, say
   )
@@ -261,8 +239,9 @@ def layouts(rounds, quick, say):
 
 def attention(rounds, quick, say):
   """Causal attention forward and backward against dense attention."""
-  now, label = clock()
   b, t, n, h = (1, 256, 2, 16) if quick else (1, 4096, 8, 64)
+  setup = f'B{b} T{t} N{n} H{h}, causal, forward + backward'
+  now, report = begin('attention', setup, quick)
   keys = jax.random.split(jax.random.key(0), 4)
   *inputs, weight = (jax.random.normal(k, (b, t, n, h)) for k in keys)
   mask = attention_lib.Mask(scale=h**-0.5)
@@ -272,12 +251,6 @@ def attention(rounds, quick, say):
     ),
     'ours': lambda q, k, v: attention_lib.attention(q, k, v, mask)[0],
   }
-  report = measure.BenchReport(
-    'attention',
-    f'B{b} T{t} N{n} H{h}, causal, forward + backward',
-    label,
-    not quick,
-  )
   made, temporary, outputs = {}, {}, []
   for name, form in forms.items():
     loss = lambda q, k, v, form=form: (form(q, k, v) * weight).sum()

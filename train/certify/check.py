@@ -3,13 +3,14 @@
     paraxis check --config=llama_70b --mesh=data=64,fsdp=8,tensor=8
 
 The gradient and the update of a step are traced from shapes alone on a mesh
-that has no devices (jax.sharding.AbstractMesh): every layout is type-checked,
-and the types say what each chip holds and receives (sharding/meter/predict.py,
-sharding/meter/liveness.py). Printed: parameters, bytes per chip by class, every
-message by the line that causes it, messages per mesh axis. Bytes of activations
-are estimates and messages are predictions; `paraxis compile` counts them in a
-compiled program. What does not divide is said first, all of it, with the
-nearest that would (exit code 2). Cost: below a second for 70B on 4096 chips.
+without devices (jax.sharding.AbstractMesh): every layout is type-checked, and
+the types give what each chip holds (sharding/meter/liveness.py) and receives
+(sharding/meter/predict.py). Printed: parameters, bytes per chip by class, every
+collective by the line that causes it, bytes received per mesh axis. Activations
+are estimated and collectives predicted; `paraxis compile` counts both in a
+compiled program. Sizes that their mesh axes do not divide are reported first,
+all of them, with the nearest that divide (exit code 2). Cost: below a second
+for 70B parameters on 4096 chips.
 """
 
 import json
@@ -40,8 +41,8 @@ CLASSES = ('parameters', 'gradients', 'optimizer', 'activations')
 class Problem(NamedTuple):
   """A logical axis that its mesh axes do not divide.
 
-  where: what has it. mesh: axis -> size. nearest: the most shards below that
-  divide it.
+  where: a parameter or field with this axis. mesh: axis -> size. nearest: the
+  largest smaller number of shards that divides it.
   """
 
   axis: str
@@ -56,14 +57,14 @@ class Problem(NamedTuple):
     return f'{what} over {over} (nearest {self.nearest})'
 
 
-class Report(NamedTuple):
+class Prediction(NamedTuple):
   """What `paraxis check` prints; bytes are per chip.
 
   mesh: axis -> size. parameters: of the whole model. held: {class: bytes}.
-  memory: liveness.MemoryEstimate of the gradient. peak: bytes at its worst
-  moment, all told. sharded: [(logical axis, size, mesh axes, shards)].
-  messages: list of predict.Message, those of the update with that phase.
-  unknown: what could not be predicted.
+  memory: liveness.MemoryEstimate of the gradient. peak: most bytes in use at a
+  time, state and batch included. sharded: [(logical axis, size, mesh axes,
+  shards)]. messages: list of predict.Message; phase 'update': of the update.
+  unknown: operations whose collectives could not be predicted.
   """
 
   mesh: dict
@@ -88,8 +89,8 @@ def run(config, mesh_text='', as_json=False, say=print):
     say: prints a text.
 
   Raises:
-    UserError: an impossible layout (as_json: only one that is not a matter of
-      dividing), in one line.
+    UserError: an impossible layout, in one line (as_json: sizes that do not
+      divide are in the document instead).
   """
   found, fits = problems(config, mesh_text)
   if found and as_json:
@@ -126,7 +127,7 @@ def problems(config, mesh_text=''):
 
   Returns:
     ([Problem], {mesh axis: nearest sizes}): with one of these sizes, the other
-    axes as they are, all that this axis splits divides.
+    axes unchanged, this axis divides every dimension that it shards.
   """
   sizes = dict(mesh_lib.abstract(build.mesh_sizes(config, mesh_text)).shape)
   dimensions = _dimensions(config)
@@ -158,7 +159,7 @@ def problems(config, mesh_text=''):
 
 
 def _dimensions(config):
-  """{(logical axis, size): where it was met} of parameters and batch."""
+  """{(logical axis, size): the parameter or field that has it}, with batch."""
   model, shapes = _shapes(config)
   out = {}
   for path, shape in shapes.items():
@@ -177,7 +178,7 @@ def _dimensions(config):
 
 
 def check(config, mesh_text=''):
-  """`Report` of a schema.Config; UserError if it cannot be."""
+  """`Prediction` of a schema.Config; UserError: an impossible layout."""
   job = job_lib.of_shapes(config, mesh_text, abstract=True)
   built, state = job.built, job.state
   made = step_lib.make(built, job.optimizer, config.optimizer.clip_norm)
@@ -194,7 +195,7 @@ def check(config, mesh_text=''):
   )
   trees = state.params, grads, state.optimizer
   classes = dict(zip(CLASSES, map(held, trees), strict=False))
-  return Report(
+  return Prediction(
     sizes,
     built.rules.name,
     config.train.remat,
@@ -220,7 +221,7 @@ def _sharded(config, built):
 
 
 def to_json(report):
-  """A `Report` as plain data; every number of `text` is in it."""
+  """A `Prediction` as plain data; every number of `text` is in it."""
   keys = 'axis', 'size', 'mesh', 'shards'
   return {
     'mesh': report.mesh,
@@ -244,11 +245,12 @@ def to_json(report):
 
 
 def _sent(report):
+  """Messages without slices, which send nothing."""
   return [c for c in report.messages if c.kind != predict.SLICE]
 
 
 def text(report):
-  """A `Report` as text of at most 80 columns."""
+  """A `Prediction` as text of at most 80 columns."""
   chips = math.prod(report.mesh.values())
   mesh = mesh_lib.describe(report.mesh)
   lines = [
@@ -264,7 +266,7 @@ def text(report):
     lines.append(f'  {"offloaded":12} {offloaded}  to the host')
   peak = _size(report.peak)
   lines += [
-    f'  {"at most":12} {peak}  during the gradient, all told (estimate)',
+    f'  {"at most":12} {peak}  during the gradient, in total (estimate)',
     '',
     'most of the activations',
   ]
@@ -286,7 +288,7 @@ def text(report):
 
 
 def _wrapped(line, indent):
-  """Lines of 80 columns, the first indented so, the others by 12."""
+  """Lines of 80 columns, the first indented by `indent`, the others by 12."""
   return textwrap.wrap(
     line,
     80,
@@ -298,7 +300,7 @@ def _wrapped(line, indent):
 
 
 def _by_place(messages):
-  """[(message, phases)], most bytes first; in several phases: one row."""
+  """[(message, phases)], most bytes first; one row for all its phases."""
   groups = {}
   for c in messages:
     groups.setdefault(c._replace(count=0, phase=''), []).append(c)

@@ -150,13 +150,10 @@ def _devices():
   for device in jax.devices():
     kinds.setdefault((device.platform, device.device_kind), []).append(device)
   for (name, kind), devices in kinds.items():
-    stats = (
-      devices[0].memory_stats() or {}
-      if devices[0].process_index == (jax.process_index())
-      else {}
-    )
-    memory = stats.get('bytes_limit')
-    memory = f', {_size(memory)} each' if memory else ''
+    own = devices[0].process_index == jax.process_index()
+    stats = devices[0].memory_stats() if own else None
+    limit = (stats or {}).get('bytes_limit')
+    memory = f', {_size(limit)} each' if limit else ''
     yield f'{len(devices)} x {kind} ({name}){memory}'
   yield f'process {jax.process_index()} of {jax.process_count()}'
 
@@ -196,9 +193,7 @@ def _kernels():
 def _caches():
   """Lines on what paraxis keeps between runs."""
   root = pathlib.Path(corpus.cache_root())
-  folders = (
-    sorted(p for p in root.iterdir() if p.is_dir()) if (root.is_dir()) else []
-  )
+  folders = sorted(p for p in root.glob('*') if p.is_dir())
   yield f'{root}{"" if folders else " (empty)"}'
   for folder in folders:
     yield f'  {folder.name:18} {_size(_bytes_below(folder))}'

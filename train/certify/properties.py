@@ -63,9 +63,6 @@ class Verdict(NamedTuple):
   worst: str
 
 
-Row = Verdict  # its old name
-
-
 class Certification:
   """A layout under test, its reference, and what both gave so far.
 

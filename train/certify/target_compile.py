@@ -1,4 +1,4 @@
-"""`paraxis compile`: a run's two programs, compiled for a machine not at hand.
+"""`paraxis compile`: a step compiled ahead of time for a TPU or GPU topology.
 
     paraxis compile --config=llama_7b --topology=v5p:8x8x8 \\
       --mesh=data=16,fsdp=8,tensor=4
@@ -6,25 +6,23 @@
 Gradient and update are traced from shapes alone (no text, no tokenizer, no
 weights) and compiled for the topology (sharding/meter/aot.py). Printed: memory
 per device by class, collectives with their bytes per mesh axis
-(sharding/meter/hlo.py), floating-point operations by our own count
-(sharding/meter/flops.py) beside those of the model, and a roofline, which is a
+(sharding/meter/hlo.py), floating-point operations counted in the program
+(sharding/meter/flops.py) and by the model's formula, and a roofline, which is a
 model and not a measurement (sharding/meter/roofline.py). Exit code 1 if the
-step needs more memory than there is.
+step needs more memory than a device has.
 
-The optimizer's state is no argument of the gradient program, but it is there
-while that runs: it is added to its peak.
+The optimizer's state is no argument of the gradient program but stays in memory
+while it runs: it is added to its peak.
 
     operations of the model = 3 (2 N tokens + 4 pairs x heads x head width)
 
-N: parameters of matrices and of the head; pairs: of tokens that attention lets
-see each other, one document to a row.
+N: parameters of matrices and of the head; pairs: of a query and a key that the
+mask admits, one document to a row.
 """
 
 import dataclasses
 import json
 import math
-import resource
-import sys
 import time
 from typing import Any
 
@@ -42,14 +40,15 @@ from paraxis.train import loss as loss_lib
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.certify import pipeline_report
+from paraxis.train.run import metrics
 
 PROGRAMS = ('gradient', 'update')
 CLASSES = ('parameters', 'optimizer', 'gradients', 'temporaries', 'code')
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-  """One compiled program, per device.
+class CompiledStep:
+  """What one compiled program costs a device.
 
   memory: aot.Memory. collectives: list of hlo.Collective. flops: flops.Flops.
   hbm_bytes: moved to and from memory. times: roofline.Times.
@@ -67,8 +66,8 @@ class Report:
   """What `paraxis compile` prints.
 
   parameters: of the model. held: {class: bytes on one device} of parameters,
-  optimizer, gradients. programs: {name: Program}. loss: its form, and why.
-  pipeline: lines on its stages. model_flops: of a step.
+  optimizer, gradients. programs: {name: CompiledStep}. loss: its form, and
+  why. pipeline: lines of pipeline_report. model_flops: of a step.
   cpu_seconds, peak_rss: of this process, compiling included.
   """
 
@@ -85,7 +84,7 @@ class Report:
   peak_rss: int
 
   def peak(self, name):
-    """Bytes in use on a device at the worst moment of a program, all told."""
+    """Most bytes in use on a device at a time while a program runs."""
     code = sum(p.memory.code for p in self.programs.values())
     waiting = self.held['optimizer'] if name == 'gradient' else 0
     return self.programs[name].memory.peak + waiting + code
@@ -93,7 +92,7 @@ class Report:
   def classes(self, name):
     """{class: bytes} whose sum is `peak(name)`.
 
-    temporaries: activations, buffers, the batch, padding: all the rest.
+    temporaries: the rest: activations, buffers, the batch, padding.
     """
     code = sum(p.memory.code for p in self.programs.values())
     known = dict(self.held, code=code)
@@ -135,7 +134,7 @@ def compile_config(config, mesh_text, topology, slices=1):
   """`Report` of a schema.Config on a topology; arguments as of `run`."""
   started = time.process_time()
   settings: Any = jax.config
-  if not settings.jax_platforms:  # this machine's own are left alone
+  if not settings.jax_platforms:  # no accelerator of this machine is started
     jax.config.update('jax_platforms', 'cpu')
   target = aot.topology(topology, slices)
   with target.context():
@@ -148,9 +147,9 @@ def compile_config(config, mesh_text, topology, slices=1):
   programs = {n: _program(job, target, n, t) for n, t in traces.items()}
   gradients = traces['gradient'].out_info[1]
   held = {
-    'parameters': _bytes(job.state.params),
-    'optimizer': _bytes(job.state.optimizer),
-    'gradients': _bytes(job_lib.with_layouts(job.mesh, gradients)),
+    'parameters': device_bytes(job.state.params),
+    'optimizer': device_bytes(job.state.optimizer),
+    'gradients': device_bytes(job_lib.with_layouts(job.mesh, gradients)),
   }
   return Report(
     job.config,
@@ -163,14 +162,8 @@ def compile_config(config, mesh_text, topology, slices=1):
     pipeline,
     model_flops(job.config, job.built),
     time.process_time() - started,
-    _peak_rss(),
+    metrics.peak_resident_bytes(),
   )
-
-
-def _peak_rss():
-  """Most bytes that this process has had in memory."""
-  unit = 1 if sys.platform == 'darwin' else 1024
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def trace(job):
@@ -184,7 +177,7 @@ def trace(job):
 
 
 def _program(job, target, name, traced):
-  """`Program` of a jax.stages.Traced."""
+  """`CompiledStep` of a jax.stages.Traced."""
   with job.context():
     compiled = aot.compile_for(target, name, traced)
   text = compiled.as_text()
@@ -192,10 +185,10 @@ def _program(job, target, name, traced):
   work = flops_lib.of_jaxpr(traced.jaxpr)
   moved = traffic.hbm_bytes(text)
   times = roofline.times(target, job.mesh, work.per_device, moved, found)
-  return Program(aot.memory(compiled), found, work, moved, times)
+  return CompiledStep(aot.memory(compiled), found, work, moved, times)
 
 
-def _bytes(tree):
+def device_bytes(tree):
   """Bytes of a tree of ShapeDtypeStructs on one device."""
   return sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -171,20 +171,20 @@ def run(config, mesh_text='', as_json=False, dtype='float64', say=print):
   """
   case = prepare(config, mesh_text, dtype)
   title = _title(case.config)
-  tell = (lambda text: None) if as_json else say
-  tell(
+  show = (lambda text: None) if as_json else say
+  show(
     f'{title}: {len(case.devices)} {case.devices[0].platform} devices '
     f'against one, {dtype}, jax {jax.__version__}'
   )
   notes = '; '.join(case.notes) or 'nothing'
-  tell(textwrap.fill(f'shrunk: {notes}', 80))
-  tell(f'      {"property":46} {"bound":>7} {"measured":>8}  most in')
-  rows = certify(case, report=lambda row: tell(_line(row)))
+  show(textwrap.fill(f'shrunk: {notes}', 80))
+  show(f'      {"property":46} {"bound":>7} {"measured":>8}  most in')
+  rows = certify(case, report=lambda row: show(_line(row)))
   failed = sum(not row.passed for row in rows)
   if as_json:
     say(_json(case, rows, title))
   elif failed:
-    tell(f'{failed} of {len(rows)} properties DIFFER')
+    show(f'{failed} of {len(rows)} properties DIFFER')
   else:
-    tell(f'all {len(rows)} properties hold')
+    show(f'all {len(rows)} properties hold')
   return errors.EXIT_DIFFERENT if failed else errors.EXIT_OK

@@ -1,15 +1,17 @@
-"""What claims share: fields of a config, certificates, trainings, decoding.
+"""What claims share: configs, compiled programs, verdicts, trainings, decoding.
 
-    fields, on               a config with fields set by full name, on a mesh
-    certified, equal, gap    the differences that an EQ claim judges
-    train, restored          a finished training and its parameters
-    rows_of, stepped         decoding, one token a row
+    fields, under, on           a config with fields set by full name, on a mesh
+    step_program, for_chip      compiled programs, and what they send and hold
+    gap, equal, near, at_most   differences, and the Outcome that follows
+    train, restored             a finished training and its parameters
+    rows_of, stepped            decoding, one token a row
 
 Claims import this file and no other claim.
 
 Legend: B rows, T tokens, D model.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -23,9 +25,11 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models import batch as batch_lib
 from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import hlo
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
+from paraxis.train.certify import target_compile
 from paraxis.train.certify import trial
 from paraxis.train.certify import verify
 from paraxis.train.claims import harness as claims
@@ -56,6 +60,20 @@ def fields(config: schema.Config, *changes: dict) -> schema.Config:
   return schema.view(data)
 
 
+def under(section: str, values: dict) -> dict:
+  """{'section.field': value} of {'field': value}; sections may be nested."""
+  found = {}
+  for name, value in values.items():
+    path = f'{section}.{name}'
+    found |= under(path, value) if isinstance(value, dict) else {path: value}
+  return found
+
+
+def laid_out(config: schema.Config, mesh: str, *changes: dict):
+  """`fields` of a config on the mesh axes of a text as for --mesh alone."""
+  return fields(config, ONE | under('mesh', mesh_lib.parse(mesh)), *changes)
+
+
 def on(config: schema.Config, mesh: str, changes=()):
   """(config on the mesh axes of a text alone, tuple of its devices).
 
@@ -66,8 +84,7 @@ def on(config: schema.Config, mesh: str, changes=()):
   Raises:
     UserError: too few devices; as `fields`.
   """
-  sizes = {f'mesh.{axis}': n for axis, n in mesh_lib.parse(mesh).items()}
-  config = fields(config, ONE | sizes, dict(changes))
+  config = laid_out(config, mesh, dict(changes))
   return config, devices_of(config)
 
 
@@ -82,6 +99,16 @@ def devices_of(config: schema.Config) -> tuple:
   devices = tuple(jax.devices()[: math.prod(sizes.values())])
   mesh_lib.resolve(sizes, len(devices))
   return devices
+
+
+def mesh_of(mesh: str | dict) -> jax.sharding.Mesh:
+  """A text as for --mesh, or {axis: size}, on the first devices.
+
+  Raises:
+    UserError: too few devices.
+  """
+  sizes = mesh_lib.parse(mesh) if isinstance(mesh, str) else mesh
+  return mesh_lib.make(sizes, jax.devices()[: math.prod(sizes.values())])
 
 
 def case_text(case: dict) -> str:
@@ -101,11 +128,64 @@ def collectives(traced, mesh) -> list:
   return hlo.collectives(compiled(traced).as_text() or '', mesh)
 
 
-def temporaries(program: jax.stages.Compiled) -> int:
-  """Bytes of a compiled program's temporary arrays on a device."""
-  memory = program.memory_analysis()
-  assert memory is not None
-  return memory.temp_size_in_bytes
+@functools.lru_cache(maxsize=8)
+def _traced(config, devices):
+  """(program.Program, {'gradient', 'update': jax.stages.Traced})."""
+  job = job_lib.of_shapes(config, '', devices)
+  return job, target_compile.trace(job)
+
+
+@functools.lru_cache(maxsize=32)
+def step_program(config: schema.Config, devices: tuple, name='gradient'):
+  """(program of a step, compiled here; program.Program).
+
+  name: 'gradient', 'update', or 'forward': the loss without its gradient.
+  """
+  job, traces = _traced(config, devices)
+  with job.context():
+    if name == 'forward':
+      evaluate = step_lib.make(job.built, job.optimizer, 0.0).evaluate
+      traced = jax.jit(evaluate).trace(job.state.params, job.batch_shapes())
+    else:
+      traced = traces[name]
+    return compiled(traced), job
+
+
+@functools.lru_cache(maxsize=64)
+def step_collectives(config, devices, name='gradient') -> list:
+  """[hlo.Collective] of `step_program`."""
+  program, job = step_program(config, devices, name)
+  return hlo.collectives(program.as_text() or '', job.mesh)
+
+
+@functools.lru_cache(maxsize=16)
+def step_memory(config: schema.Config, topology: str, name='gradient'):
+  """(aot.Memory of a program of a step on a real machine, program.Program)."""
+  target = aot.topology(topology)
+  with target.context():
+    job = job_lib.of_shapes(config, '', target.devices)
+    traced = target_compile.trace(job)[name]
+  with job.context():
+    return aot.memory(aot.compile_for(target, name, traced)), job
+
+
+def for_chip(topology: str, name: str, function, arrays) -> jax.stages.Compiled:
+  """A function compiled ahead of time for one device of a topology.
+
+  Args:
+    name: of the program, for errors. arrays: jax.ShapeDtypeStruct of arguments.
+  """
+  target = aot.topology(topology)
+  return aot.compile_for(target, name, aot.trace_on(target, function, *arrays))
+
+
+def bytes_by_device(tree) -> list[int]:
+  """Bytes that each device holds of a tree of arrays."""
+  held = collections.Counter()
+  for x in jax.tree.leaves(tree):
+    for shard in x.addressable_shards:
+      held[shard.device.id] += shard.data.nbytes
+  return [held[device] for device in sorted(held)]
 
 
 def gap(found, wanted) -> float:
@@ -114,12 +194,44 @@ def gap(found, wanted) -> float:
   return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-def equal(found: dict, within: float, caveat: str) -> claims.Outcome:
-  """Outcome of EQ: the largest of {name: difference} is at most `within`."""
-  worst = max(found.values())
+def equal(found, within: float, caveat: str, also=True) -> claims.Outcome:
+  """Outcome of EQ: the largest of some differences is at most `within`.
+
+  Args:
+    found: a difference, several, or {name: difference}; a NaN is the largest.
+    also: whether all else that the claim needs holds.
+  """
+  values = list(found.values()) if isinstance(found, dict) else found
+  worst = float(np.max(values))
+  passed = worst <= within and bool(also)
+  return claims.Outcome(f'<= {within:.0e}', f'{worst:.1e}', caveat, passed)
+
+
+def close(found, wanted, within: float) -> bool:
+  """Whether numbers in pairs differ by `within` at most."""
+  return all(abs(a - b) <= within for a, b in zip(found, wanted, strict=True))
+
+
+def near(found, wanted, within: float, caveat: str) -> claims.Outcome:
+  """Outcome: numbers in pairs differ by `within` at most."""
   return claims.Outcome(
-    f'<= {within:.0e}', f'{worst:.1e}', caveat, bool(worst <= within)
+    f'{numbers(wanted, ".2f")} +-{within:.2f}',
+    numbers(found, '.2f'),
+    caveat,
+    close(found, wanted, within),
   )
+
+
+def at_most(ratio: float, bound: float, caveat: str) -> claims.Outcome:
+  """Outcome: a ratio is at most a bound."""
+  return claims.Outcome(
+    f'<= {bound:.2f}', f'{ratio:.3f}', caveat, bool(ratio <= bound)
+  )
+
+
+def numbers(values, form='') -> str:
+  """'1.00 2.50' of [1, 2.5] in the format '.2f'."""
+  return ' '.join(f'{value:{form}}' for value in values)
 
 
 def listed(found: dict) -> str:
@@ -145,7 +257,6 @@ def equals_one_device(run, *, cases, within):
 
   Args:
     cases: list of {'mesh': text, 'section.field': value, ...}.
-    within: largest difference allowed, relative to each leaf's maximum.
   """
   made = {case_text(c): on_case(run.config, c) for c in cases}
   found = {k: _certified(*v, 'float64', CERTIFIED) for k, v in made.items()}
@@ -153,15 +264,14 @@ def equals_one_device(run, *, cases, within):
     *made[case_text(cases[0])], 'float32', ('loss', 'gradients')
   )
   gaps = {text: worst for text, (worst, _) in found.items()}
-  outcome = equal(
+  return equal(
     gaps,
     within,
     'loss, all gradients, one update and layouts, float64, shrunk, packed '
     f'rows; {"; ".join(f"{k}: {v:.0e}" for k, v in gaps.items())}; the first '
     f'in float32: {narrow:.0e}',
+    all(passed for _, passed in found.values()),
   )
-  right = outcome.passed and all(passed for _, passed in found.values())
-  return outcome._replace(passed=right)
 
 
 def shrunk(config: schema.Config, mesh: str, changes=()):
@@ -169,6 +279,15 @@ def shrunk(config: schema.Config, mesh: str, changes=()):
   config, devices = on(config, mesh, changes)
   case = verify.prepare(config, '', devices=devices)
   return case.config, case.devices
+
+
+def on_layouts(*cases: str | dict, within: float = 1e-9) -> dict:
+  """What a config's claims() expects of `equals_one_device`.
+
+  cases: a mesh as text, or {'mesh': text, 'section.field': value, ...}.
+  """
+  each = [dict(mesh=c) if isinstance(c, str) else c for c in cases]
+  return dict(check=equals_one_device, cases=each, within=within)
 
 
 def train(run: claims.Run, name: str, config, make_step=step_lib.make):
@@ -204,6 +323,25 @@ def restored(job, folder) -> dict:
   with store_lib.Store(folder, read_only=True) as store:
     found: Any = store.restore_latest_good(like, PARAMS)
   return {p.removeprefix(PARAMS): x for p, x in found[1].items()}
+
+
+def random_parameters(model) -> dict:
+  """{path: array} of a decoder.Decoder: at their initial 0 and 1 scales and
+  biases hide mistakes."""
+  rng = np.random.default_rng(0)
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  mean = lambda path: 0.5 if model.kinds[path] == 'vector' else 0.0
+  return {
+    path: jnp.asarray(rng.normal(mean(path), 0.3, x.shape), x.dtype)
+    for path, x in sorted(shapes.items())
+  }
+
+
+def documents(rows: int, length: int, vocabulary: int) -> batch_lib.Batch:
+  """Rows of random tokens, one document each, without targets."""
+  ones = np.ones((rows, length), np.int32)
+  ids = np.random.default_rng(1).integers(0, vocabulary, ones.shape)
+  return rows_of(ids, ones, np.cumsum(ones, 1) - 1)
 
 
 def rows_of(tokens_BT, segments_BT, positions_BT) -> batch_lib.Batch:

@@ -12,17 +12,12 @@ import jax
 
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.plot import figures
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import metrics
 from paraxis.train.run import workdir as workdir_lib
 
 PICTURE = 'families.png'
-
-
-def tokens(config):
-  """Tokens that a training reads, padding included."""
-  train = config.train
-  return train.steps * train.batch_size * config.data.sequence_length
 
 
 def train(configs, workdir, say=print):
@@ -51,13 +46,9 @@ def train(configs, workdir, say=print):
 
 def _draw(found, rows, path):
   """Smoothed losses of all families, and held-out bits per byte as bars."""
-  from matplotlib import figure
-  from matplotlib.backends import backend_agg  # no display, no global state
-
-  fig = figure.Figure(figsize=(9.5, 3.8), layout='constrained')
-  backend_agg.FigureCanvasAgg(fig)
+  fig = figures.make(9.5, 3.8)
   loss, bars = fig.subplots(1, 2, width_ratios=(3, 2))
-  colours = dict(zip(found, itertools.cycle(plot.COLOURS), strict=False))
+  colours = dict(zip(found, itertools.cycle(figures.COLOURS), strict=False))
   for name, row in rows.items():
     steps, values = plot.curve(row, 'train/loss')
     loss.plot(steps, plot.smooth(values), color=colours[name], label=name)
@@ -73,12 +64,9 @@ def _draw(found, rows, path):
   loss.set_xlabel('step')
   loss.set_ylabel('training loss (nats per token)')
   loss.legend(frameon=False)
-  loss.grid(color='#dddddd', linewidth=0.7)
-  for ax in (loss, bars):
-    ax.set_axisbelow(True)
-    ax.spines[['top', 'right']].set_visible(False)
-  fig.savefig(path, dpi=150)
-  return path
+  figures.tidy(loss)
+  bars.spines[['top', 'right']].set_visible(False)
+  return figures.save(fig, path)
 
 
 def learn(run, *, families, fields, at_most, better):
@@ -93,16 +81,18 @@ def learn(run, *, families, fields, at_most, better):
     n: experiment.fields(run.config, fields, f) for n, f in families.items()
   }
   found = train(configs, run.workdir, run.say)
-  read = {n: f'{tokens(c):,}' for n, c in configs.items()}
-  same = len(set(read.values())) == 1
+  read = [
+    f'{c.train.steps * c.train.batch_size * c.data.sequence_length:,}'
+    for c in configs.values()
+  ]
+  text = read[0] if len(set(read)) == 1 else ', '.join(read)
   best_first = sorted(found, key=lambda name: found[name])
-  text = ', '.join(read.values() if not same else set(read.values()))
   return claims.Outcome(
     '; '.join(
       ['<= ' + ' '.join(f'{at_most[n]:.2f}' for n in families)]
       + [f'{a} below {b} by {by:g}' for a, b, by in better]
     ),
-    ' '.join(f'{found[n]:.3f}' for n in families),
+    experiment.numbers([found[n] for n in families], '.3f'),
     f'bits per byte of held-out text after {text} tokens, one seed '
     f'({run.config.train.seed}), best first: '
     + ', '.join(f'{n} {found[n]:.4f}' for n in best_first),

@@ -5,6 +5,18 @@ config can name (train/claims/papers.py); its other arguments are the data that
 the config gives. It returns an `Outcome`. A row of the table is the claim, its
 kind, what is expected, the paper's number, what was measured, the caveat and
 the verdict; one failed claim makes the exit code 1.
+
+Some arguments mean the same in every check, which then does not explain them:
+
+    run                    Run: the config, the workdir; many checks ignore it
+    mesh                   text as for --mesh; axes that it leaves out are 1
+    topology, topologies   of real machines, as for sharding/meter/aot.py
+    length, lengths        tokens of a row
+    within                 how far a number may be from what is expected; of an
+                           EQ claim: the largest difference, relative to the
+                           maximum of each array
+    at_most, at_least      bounds on what is measured
+    rounds                 of measurements of CPU-seconds, in turn
 """
 
 import math

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.configs.base import moved
 
 FIELDS = ('paper', 'mechanism', 'test', 'run', 'expect', 'differs')
 FILES = ('mechanism', 'test')  # fields that name files of the repository
@@ -134,53 +135,23 @@ def table(papers, full):
   return '\n\n'.join(blocks)
 
 
-# Checks were named by strings, 'claims_<file>.<function>', until 0.1: configs
-# of users that do so keep working for one release.
-_FILES = {
-  'claims': 'harness',
-  'claims_attention': 'attention.kernels',
-  'claims_attention_parts': 'attention.parts',
-  'claims_auto_rules': 'layouts.auto_rules',
-  'claims_check': 'layouts.check',
-  'claims_context': 'layouts.context',
-  'claims_decode_attention': 'attention.decode',
-  'claims_expert_loads': 'experts.loads',
-  'claims_expert_messages': 'experts.messages',
-  'claims_expert_training': 'experts.training',
-  'claims_experts': 'experts.layer',
-  'claims_families': 'families',
-  'claims_hybrid': 'scans.hybrid',
-  'claims_latent': 'attention.latent',
-  'claims_layout': 'layouts.conversions',
-  'claims_layouts': 'layouts.step',
-  'claims_memory': 'layouts.memory',
-  'claims_pipeline': 'pipeline.schedules',
-  'claims_pipeline_step': 'pipeline.step',
-  'claims_quantized': 'decode.quantized',
-  'claims_recall': 'scans.recall',
-  'claims_scans': 'scans.sharded',
-  'claims_skip': 'pipeline.skip',
-  'claims_tcn': 'scans.tcn',
-  'claims_tensor': 'layouts.tensor',
-  'claims_vocabulary': 'layouts.vocabulary',
-}
-
-
 def _named(name: str, given: dict) -> tuple[Any, dict]:
   """(the function that 'claims_<file>.<function>' names, its parameters).
 
-  None in the place of the function: there is none.
+  Checks were named so until 0.1: configs of users that still do keep working
+  for one release. None in the place of the function: there is none.
   """
   file, _, function = name.partition('.')
-  if file not in _FILES:
+  module = moved.table().get(f'train.{file}', '')
+  if not f'paraxis.{module}'.startswith(_CLAIMS):
     return None, given
   if function == 'equals_one_device':  # three functions until 0.1, one now
-    file = 'experiment'
+    module = 'train.claims.experiment'
     if 'mesh' in given:
       given = {**given, 'cases': [dict(mesh=given['mesh'])]}
       del given['mesh']
-  where = f'paraxis.train.claims.{_FILES.get(file, file)}'
-  return getattr(importlib.import_module(where), function, None), given
+  found = importlib.import_module(f'paraxis.{module}')
+  return getattr(found, function, None), given
 
 
 def parameters(check: Any) -> list[str] | None:

@@ -39,16 +39,14 @@ class Batches:
     plan: packing.PackingPlan of all rows; a row id is an index into it.
     batch_size, microbatches, sequence_length: B, A, T.
     rows: rows an epoch draws from; with a mixture, of all its domains.
-    domains: ((name, weight, rows), ...) of a mixture, else ().
   """
 
-  def __init__(self, config, corpus, split='train'):
-    """Packs the documents of `split`.
+  def __init__(self, config, corpus):
+    """Packs the training documents.
 
     Args:
       config: schema.Config; reads `data`, `train` and model.vocab_size.
       corpus: token_cache.Corpus.
-      split: 'train' or 'held'.
 
     Raises:
       UserError: batch_size not a multiple of microbatches, no documents, fewer
@@ -61,16 +59,16 @@ class Batches:
     self.sequence_length = config.data.sequence_length
     _check(config, corpus)
     weights = mixture(config.data.mixture, corpus)
-    parts = [(None, 1.0)] if not weights else list(weights.items())
+    parts = list(weights.items()) or [(None, 1.0)]
     plans = [
-      self._pack(config, corpus.select(split, domain), n)
+      self._pack(config, corpus.select('train', domain), n)
       for n, (domain, _) in enumerate(parts)
     ]
     for (domain, _), plan in zip(parts, plans, strict=True):
       if not plan.rows:
         raise errors.UserError(
           f'data.path={corpus.path!r}: 0 of {len(corpus.held)} documents '
-          f'are in split {split!r}'
+          "are in split 'train'"
           + (f' of domain {domain!r}.' if domain else '.')
         )
     self.plan = packing.concatenate(plans)
@@ -81,11 +79,6 @@ class Batches:
         f'{self.sequence_length} tokens, fewer than train.batch_size='
         f'{self.batch_size}: use a smaller batch, shorter rows or more text.'
       )
-    self.domains = tuple(
-      (name, weight, plan.rows)
-      for (name, weight), plan in zip(parts, plans, strict=True)
-      if weights
-    )
     self.ramp = batch_ramp.of(config)
     self._order = _order(
       [plan.rows for plan in plans],
@@ -157,7 +150,7 @@ class Batches:
     return type(batch)(*map(fold, batch))
 
   def iterate(self, start=0, share=lambda rows: (0, None)):
-    """Yields (t, batch_at(t, lo, hi)) for t = start, start + 1, ... for ever.
+    """Yields (t, batch_at(t, lo, hi)) for t = start, start + 1, ... (no end).
 
     share: rows of a microbatch -> (lo, hi).
     `data.prefetch` batches are prepared ahead, in one thread of grain's, which
@@ -202,10 +195,10 @@ class HeldOut:
   Attributes:
     domain: its name.
     plan: packing.PackingPlan of all its held-out documents.
-    exact: every row is used. Else evenly spaced rows are, and n_bytes is the
-      domain's bytes times the share of its tokens that they hold.
-    n_bytes: UTF-8 bytes of the text in these batches.
-    n_documents, n_pairs: documents of the domain; tokens predicted here.
+    n_bytes: UTF-8 bytes of the text in these batches. Where eval_batches leaves
+      rows out, evenly spaced ones are used, and n_bytes is the domain's bytes
+      times the share of its tokens that they hold.
+    n_pairs: tokens predicted here.
   """
 
   def __init__(self, corpus, domain, config):
@@ -217,11 +210,9 @@ class HeldOut:
       corpus.starts[:-1], corpus.lengths, config.data.sequence_length, chosen
     )
     limit = config.train.eval_batches * self._width
-    self.exact = not 0 < limit < self.plan.rows
     self._rows = np.arange(self.plan.rows)
-    if not self.exact:
+    if 0 < limit < self.plan.rows:
       self._rows = np.arange(limit) * self.plan.rows // limit
-    self.n_documents = len(chosen)
     self.n_pairs = int(self.plan.fill[self._rows].sum(dtype=np.int64))
     total = int(corpus.n_bytes[chosen].sum())
     self.n_bytes = round(total * (self.n_pairs / self.plan.pairs))
@@ -244,9 +235,6 @@ class HeldOut:
       self.plan, self._corpus.tokens, rows[lo:hi], self._corpus.pad_id
     )
     return batch._replace(denominator=np.float32(total))
-
-  def __iter__(self):
-    return (self.batch_at(i) for i in range(len(self)))
 
 
 def evaluation(config, corpus):
@@ -300,7 +288,7 @@ def mixture(text, corpus):
 
 
 def _check(config, corpus):
-  """Errors of a config that no packing can mend."""
+  """UserError: rows or the vocabulary do not fit, whatever the packing."""
   _ = config.microbatch_rows  # a UserError where rows do not divide
   if corpus.vocab_size > config.model.vocab_size:
     raise errors.UserError(

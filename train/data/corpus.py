@@ -45,10 +45,14 @@ def cache_root():
   """Folder of everything paraxis keeps between runs (not created here)."""
   if os.environ.get('PARAXIS_CACHE'):
     return pathlib.Path(os.environ['PARAXIS_CACHE'])
-  base = os.environ.get('XDG_CACHE_HOME')
-  return (pathlib.Path(base) if base else pathlib.Path.home() / '.cache') / (
-    'paraxis'
-  )
+  base = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+  return pathlib.Path(base, 'paraxis')
+
+
+def sha256(path):
+  """Hexadecimal sha256 of a file."""
+  with open(path, 'rb') as file:
+    return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
 def source_folder(path):
@@ -188,19 +192,19 @@ def _read_txt(file, domain):
     text = file.read_bytes().decode()
   except UnicodeDecodeError as error:
     raise errors.UserError(f'{file}: not UTF-8: {error}.') from error
-  rows, lines, size = [], [], 0
+  texts, lines, size = [], [], 0
   for line in text.splitlines(keepends=True):
     lines.append(line)
     size += len(line)
     blank = not line.strip()
     if size >= _TEXT_DOCUMENT and (blank or size >= 2 * _TEXT_DOCUMENT):
-      rows.append(
-        (domain, f'{file.stem}/{len(rows):05d}', None, ''.join(lines))
-      )
+      texts.append(''.join(lines))
       lines, size = [], 0
   if lines:
-    rows.append((domain, f'{file.stem}/{len(rows):05d}', None, ''.join(lines)))
-  return rows
+    texts.append(''.join(lines))
+  return [
+    (domain, f'{file.stem}/{n:05d}', None, text) for n, text in enumerate(texts)
+  ]
 
 
 def split(rows, held_out_fraction):

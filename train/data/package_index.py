@@ -12,7 +12,6 @@ Cost: two short pip processes, then one page and one file a package.
 
 import ast
 import base64
-import hashlib
 import html.parser
 import http.client
 import importlib.machinery
@@ -31,6 +30,7 @@ import urllib.parse
 import urllib.request
 
 from paraxis.configs.base import errors
+from paraxis.train.data import corpus
 
 _ATTEMPTS = 3
 _JSON = 'application/vnd.pypi.simple.v1+json'
@@ -223,11 +223,6 @@ def locate(source: dict, index: Index) -> str:
   )
 
 
-def _sha256(path: pathlib.Path) -> str:
-  with open(path, 'rb') as file:
-    return hashlib.file_digest(file, 'sha256').hexdigest()
-
-
 def _transfer(url: str, part: pathlib.Path, index: Index) -> None:
   have = part.stat().st_size if part.exists() else 0
   with index.open(url, {'Range': f'bytes={have}-'} if have else {}) as reply:
@@ -247,13 +242,10 @@ def download(source: dict, folder: pathlib.Path, index: Index) -> str:
   Raises UserError (no file or no connection), IntegrityError (other bytes).
   """
   path, want = folder / source['file'], source['sha256']
-  if path.exists() and _sha256(path) == want:
+  if path.exists() and corpus.sha256(path) == want:
     return 'cached'
-  url, part, fault = (
-    locate(source, index),
-    path.with_name(path.name + '.part'),
-    '',
-  )
+  url, fault = locate(source, index), ''
+  part = path.with_name(path.name + '.part')
   how = 'resumed' if part.exists() else 'new'
   for _ in range(_ATTEMPTS):
     started_at = part.stat().st_size if part.exists() else 0
@@ -266,7 +258,7 @@ def download(source: dict, folder: pathlib.Path, index: Index) -> str:
         continue
       if code != 416:  # 416: the part is whole already, or bad
         break
-    got = _sha256(part)
+    got = corpus.sha256(part)
     if got == want:
       os.replace(part, path)
       return how
@@ -327,7 +319,7 @@ def debian_sources(packages: list[str]) -> dict[str, dict]:
 def apt_download(source: dict, folder: pathlib.Path) -> str:
   """As `download`, through apt-get; returns 'cached' or 'new'."""
   path = folder / source['file']
-  if path.exists() and _sha256(path) == source['sha256']:
+  if path.exists() and corpus.sha256(path) == source['sha256']:
     return 'cached'
   package = source['package']
   with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -340,9 +332,9 @@ def apt_download(source: dict, folder: pathlib.Path) -> str:
         f'package {package}: apt-get download: {reason}; where its lists are '
         'old, run "apt-get update" as root, then the same command again'
       )
-    if _sha256(got[0]) != source['sha256']:
+    if corpus.sha256(got[0]) != source['sha256']:
       raise errors.IntegrityError(
-        f'package {package}: {got[0].name} has sha256 {_sha256(got[0])}, '
+        f'package {package}: {got[0].name} has sha256 {corpus.sha256(got[0])}, '
         f'apt-cache says {source["sha256"]}: refused'
       )
     os.replace(got[0], path)

@@ -79,7 +79,7 @@ def concat_split(starts, lengths, S, order):
   pairs = np.maximum(np.asarray(lengths, np.int64)[order] - 1, 0)
   first, pairs = first[pairs > 0], pairs[pairs > 0]
   ends = np.cumsum(pairs)
-  total = int(ends[-1]) if len(ends) else 0
+  total = int(pairs.sum())
   cuts = np.arange(0, total, S)
   # A piece begins where a document or a row begins.
   begin = np.sort(np.concatenate([ends - pairs, cuts]), kind='stable')
@@ -91,7 +91,7 @@ def concat_split(starts, lengths, S, order):
     row=begin // S,
     tokens=first[document] + begin - (ends - pairs)[document],
     lengths=piece_lengths,
-    cut=_count_cut(document),
+    cut=int((np.bincount(document) > 1).sum()),
   )
 
 
@@ -106,9 +106,7 @@ def first_fit(starts, lengths, S, order):
   pairs = np.maximum(np.asarray(lengths, np.int64)[order] - 1, 0)
   pieces = -(-pairs // S)
   document = np.repeat(np.arange(len(order)), pieces)
-  within = np.arange(len(document)) - np.repeat(
-    np.cumsum(pieces) - pieces, pieces
-  )
+  within = _ranges(pieces)
   tokens = first[document] + within * S
   piece_lengths = np.minimum(pairs[document] - within * S, S)
   by_length = np.argsort(-piece_lengths, kind='stable')
@@ -191,14 +189,8 @@ def _expand(placed):
 
 def _ranges(counts):
   """[3, 2] -> [0, 1, 2, 0, 1]."""
-  ends = np.cumsum(counts)
-  total = int(ends[-1]) if len(ends) else 0
-  return np.arange(total) - np.repeat(ends - counts, counts)
-
-
-def _count_cut(document):
-  """How many values occur more than once in a sorted array."""
-  return int((np.bincount(document) > 1).sum()) if len(document) else 0
+  begins = np.cumsum(counts) - counts
+  return np.arange(counts.sum()) - np.repeat(begins, counts)
 
 
 def _plan(S, row, tokens, lengths, cut):

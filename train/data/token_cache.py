@@ -149,11 +149,7 @@ def _fingerprint(files, tokenizer, held_out_fraction):
   digest = hashlib.sha256(f'{FORMAT}|{held_out_fraction!r}'.encode())
   digest.update(tokenizer.fingerprint.encode())
   for file, domain in files:
-    content = hashlib.sha256()
-    with open(file, 'rb') as f:
-      while block := f.read(1 << 20):
-        content.update(block)
-    digest.update(f'|{domain}|{file.name}|{content.hexdigest()}'.encode())
+    digest.update(f'|{domain}|{file.name}|{corpus.sha256(file)}'.encode())
   return digest.hexdigest()
 
 
@@ -163,11 +159,6 @@ def _others(root, stem, folder):
     return []
   named = [p for p in root.iterdir() if p.name.startswith(f'{stem}-')]
   return [p for p in named if p != folder and (p / 'meta.json').is_file()]
-
-
-def _sha256(path):
-  with open(path, 'rb') as f:
-    return hashlib.file_digest(f, 'sha256').hexdigest()
 
 
 def _seal(meta):
@@ -185,7 +176,7 @@ def _problem(folder, print_):
     if meta['fingerprint'] != print_:
       return 'another fingerprint'
     for name, checksum in meta['files'].items():
-      if _sha256(folder / name) != checksum:
+      if corpus.sha256(folder / name) != checksum:
         return f'{name} does not match its checksum'
   except (OSError, ValueError, KeyError, TypeError) as error:
     return f'{type(error).__name__}: {error}'
@@ -226,15 +217,14 @@ def _write(folder, docs, print_, tokenizer):
         lengths.append(len(ids))
         f.write(np.asarray(ids, kind).tobytes())
   index = {domain: i for i, domain in enumerate(domains)}
-  np.save(folder / 'starts.npy', np.cumsum([0, *lengths], dtype=np.int64))
-  np.save(
-    folder / 'domain_ids.npy',
-    np.asarray([index[d.domain] for d in docs], np.int32),
+  arrays = dict(
+    starts=np.cumsum([0, *lengths], dtype=np.int64),
+    domain_ids=np.asarray([index[d.domain] for d in docs], np.int32),
+    n_bytes=np.asarray([d.n_bytes for d in docs], np.int64),
+    held=np.asarray([d.held for d in docs], bool),
   )
-  np.save(
-    folder / 'n_bytes.npy', np.asarray([d.n_bytes for d in docs], np.int64)
-  )
-  np.save(folder / 'held.npy', np.asarray([d.held for d in docs], bool))
+  for name, array in arrays.items():
+    np.save(folder / f'{name}.npy', array)
   (folder / 'ids.json').write_text(
     json.dumps([d.id for d in docs]), encoding='utf-8'
   )
@@ -245,7 +235,7 @@ def _write(folder, docs, print_, tokenizer):
     vocab_size=tokenizer.vocab_size,
     pad_id=tokenizer.pad_id,
     dtype=np.dtype(kind).name,
-    files={p.name: _sha256(p) for p in sorted(folder.iterdir())},
+    files={p.name: corpus.sha256(p) for p in sorted(folder.iterdir())},
   )
   meta['seal'] = _seal(meta)
   (folder / 'meta.json').write_text(json.dumps(meta, indent=1), 'utf-8')

@@ -45,9 +45,8 @@ def panels(rows):
   for _, steps, even in layers:
     groups.setdefault((len(even), tuple(steps)), []).append(even)
   return [
-    (f'mean of {len(found)} layers of {count} experts', list(steps), mean)
-    for (count, steps), found in groups.items()
-    for mean in [np.mean(found, 0)]
+    (f'mean of {len(same)} layers of {n} experts', [*steps], np.mean(same, 0))
+    for (n, steps), same in groups.items()
   ]
 
 
@@ -107,7 +106,7 @@ def draw(rows, path, title=''):
     ax.spines[:].set_visible(False)
   _bar(fig, image, list(all_axes[: len(maps)]), 'load / even load')
   for ax, (name, curve), colour in zip(
-    all_axes[len(maps) :], lines, plot.COLOURS, strict=False
+    all_axes[len(maps) :], lines, figures.COLOURS, strict=False
   ):
     _line(ax, name, curve, colour)
   all_axes[-1].set_xlabel('step')
@@ -124,11 +123,9 @@ def _line(ax, name, curve, colour):
   if ideal is not None:
     ax.axhline(ideal, color='#666666', linewidth=0.8, linestyle=':')
   top = max(float(np.max(values)), (ideal or 0) + 0.01)
-  ax.set_ylim(min(ideal, 0) if ideal == 0 else None, top * 1.05)
+  ax.set_ylim(0 if ideal == 0 else None, top * 1.05)
   ax.set_ylabel(label)
-  ax.grid(color='#dddddd', linewidth=0.7)
-  ax.set_axisbelow(True)
-  ax.spines[['top', 'right']].set_visible(False)
+  figures.tidy(ax)
   ax.margins(x=0.0)
 
 

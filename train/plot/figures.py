@@ -1,9 +1,11 @@
-"""A matplotlib figure without a display or global state, and its PNG file."""
+"""matplotlib figures without a display or global state, and their PNG files."""
 
 import os
 import pathlib
 
 from paraxis.configs.base import errors
+
+COLOURS = ('#1f5fa8', '#d1602b', '#2f8f5b', '#8a4fae', '#b03060', '#5f6b7a')
 
 
 def make(width, height, **options):
@@ -11,6 +13,29 @@ def make(width, height, **options):
   from matplotlib import figure
 
   return figure.Figure((width, height), layout='constrained', **options)
+
+
+def tidy(ax):
+  """A grey grid behind the data; no frame above and on the right."""
+  ax.grid(color='#dddddd', linewidth=0.7)
+  ax.set_axisbelow(True)
+  ax.spines[['top', 'right']].set_visible(False)
+
+
+def lines(curves, xlabel, ylabel, **legend):
+  """A line with points for each curve -> (Figure, its axes).
+
+  Args:
+    curves: {label: (x values, y values)}. legend: options of Axes.legend.
+  """
+  fig = make(6.4, 4.4)
+  ax = fig.subplots()
+  for (label, points), colour in zip(curves.items(), COLOURS, strict=False):
+    ax.plot(*points, 'o-', color=colour, label=label)
+  ax.set(xlabel=xlabel, ylabel=ylabel)
+  ax.legend(frameon=False, **legend)
+  tidy(ax)
+  return fig, ax
 
 
 def save(fig, path: str | os.PathLike) -> pathlib.Path:

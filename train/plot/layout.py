@@ -73,7 +73,7 @@ def holders(picture):
 
 
 def _runs(span, order):
-  """Stretches [first, last) of the text that lie at [first, last) of a mesh."""
+  """Spans [first, last) of the text that one span of the mesh's order holds."""
   if order is None:
     return [span]
   places = sorted(int(p) for p in order[slice(*span)])
@@ -226,8 +226,6 @@ def losses(curves, one):
   for ax in (left, right):
     ax.set_xticks(steps)
     ax.set_xlabel('step')
-    ax.grid(color='#e6e6e6', linewidth=0.7)
-    ax.set_axisbelow(True)
-    ax.spines[['top', 'right']].set_visible(False)
+    figures.tidy(ax)
   left.legend(fontsize=7, frameon=False)
   return fig

@@ -15,7 +15,6 @@ from paraxis.train.plot import figures
 from paraxis.train.run import metrics
 
 NAME = 'loss.png'
-COLOURS = ('#1f5fa8', '#d1602b', '#2f8f5b', '#8a4fae', '#b03060', '#5f6b7a')
 
 
 def curve(rows, name):
@@ -85,7 +84,8 @@ def _draw_run(axes, rows, label, colour, alone):
       zorder=5,
       clip_on=False,
     )
-    last = bits.annotate(
+    halo = patheffects.withStroke(linewidth=4, foreground='white')
+    bits.annotate(
       f'{points[-1]:.3f}',
       (held[-1], points[-1]),
       xytext=(0, 10),
@@ -95,9 +95,8 @@ def _draw_run(axes, rows, label, colour, alone):
       fontsize=10,
       fontweight='bold',
       zorder=6,
+      path_effects=[halo],
     )
-    halo = patheffects.withStroke(linewidth=4, foreground='white')
-    last.set_path_effects([halo])
   rate.plot(*curve(rows, 'train/learning_rate'), color=colour, linewidth=1.4)
   return values, points
 
@@ -128,7 +127,7 @@ def draw(workdirs, output=None):
   names, alone = labels(workdirs), len(runs) == 1
   losses, points = [], []
   for i, (rows, name) in enumerate(zip(runs, names, strict=True)):
-    colour = COLOURS[i % len(COLOURS)]
+    colour = figures.COLOURS[i % len(figures.COLOURS)]
     shown = _draw_run((loss, bits, rate), rows, name, colour, alone)
     losses.extend(shown[0])
     points.extend(shown[1])
@@ -148,9 +147,7 @@ def draw(workdirs, output=None):
 def _finish(fig, loss, bits, rate, points):
   """Grid, spines, the right axis and one legend for both axes."""
   for ax in (loss, rate):
-    ax.grid(color='#dddddd', linewidth=0.7)
-    ax.set_axisbelow(True)
-    ax.spines[['top', 'right']].set_visible(False)
+    figures.tidy(ax)
     ax.margins(x=0.01)
   bits.spines[['top', 'left', 'bottom']].set_visible(False)
   if points:

@@ -35,10 +35,9 @@ class Evaluation(NamedTuple):
 class Evaluator:
   """Compiles once, then evaluates parameters on every held-out document."""
 
-  def __init__(self, job, function, say=None):
+  def __init__(self, job, function):
     """function: step.Step.evaluate, (params, batch) -> sum of nats."""
-    self._job, self._function, self._say = job, function, say
-    self._compiled = None
+    self._job, self._function, self._compiled = job, function, None
 
   def __call__(self, params):
     job, domains, nats_all, bytes_all = self._job, {}, 0.0, 0

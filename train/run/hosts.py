@@ -1,7 +1,7 @@
 """Joining the processes of a run on several hosts, and exiting immediately.
 
-A failing process exits without jax's exit barrier: its peers then fail within
-a second instead of hanging until their heartbeats stop.
+A failing process exits without jax's exit barrier, so that its peers fail
+within a second instead of hanging until their heartbeats stop.
 """
 
 import os
@@ -43,8 +43,7 @@ def connect(address, num_processes, process_id, patience=JOIN_SECONDS):
 
   If process 0 does not listen, jax waits for minutes and then aborts, so the
   other processes look for it first. Process 0 listens on the given address
-  alone, not on all interfaces. A failing process exits without jax's exit
-  barrier, so its peers fail within a second instead of hanging.
+  alone, not on all interfaces.
   """
   global _connected
   if process_id:

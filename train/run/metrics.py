@@ -4,6 +4,7 @@ A line of metrics.jsonl is {"step": n, "train/loss": x, ...}. A resumed run
 appends; where a step occurs twice, the last value counts (`read` does so).
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -49,11 +50,16 @@ def memory_bytes():
   stats = jax.local_devices()[0].memory_stats() or {}
   if 'peak_bytes_in_use' in stats:
     return stats['peak_bytes_in_use']
+  return peak_resident_bytes()
+
+
+def peak_resident_bytes():
+  """Most bytes that this process has had in memory."""
   unit = 1 if sys.platform == 'darwin' else 1024
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class Writers:
+class Writers(contextlib.AbstractContextManager):
   """Writes rows of numbers to every logger that the configuration asks for.
 
   Lists go to the file alone.
@@ -93,13 +99,7 @@ class Writers:
     if self._wandb:
       self._wandb.log(values, step=step)
 
-  def __enter__(self):
-    return self
-
   def __exit__(self, *error):
-    self.close()
-
-  def close(self):
     """Flushes and closes every logger."""
     for writer in (self._file, self._board):
       if writer:
@@ -114,7 +114,7 @@ def _ends_with_newline(path):
     return f.read(1) == b'\n'
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager):
   """One live line on a terminal, plain lines elsewhere."""
 
   def __init__(self, steps, print_every, say=print):
@@ -153,13 +153,7 @@ class Progress:
     elif jax.process_index() == 0:
       self._say(text)
 
-  def __enter__(self):
-    return self
-
   def __exit__(self, *error):
-    self.close()
-
-  def close(self):
     """Ends the live line."""
     if self._live:
       self._live.stop()

@@ -1,6 +1,6 @@
-"""The bench of a device, run where there is none: XLA's form stands in.
+"""The bench of an accelerator, run on a CPU with XLA's form of attention.
 
-Never its times: what is measured, counted, compared and refused.
+What is measured, counted, compared and refused; never its times.
 """
 
 import itertools

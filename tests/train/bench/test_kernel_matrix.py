@@ -116,7 +116,7 @@ def test_what_does_not_compile_is_a_line(monkeypatch):
   assert (found.state, found.reason) == ('failed', 'no such instruction')
 
 
-def test_blocks_are_told_with_their_source():
+def test_blocks_are_printed_with_their_source():
   found = list(matrix.block_lines([('tpu', 'TPU v9')], [128]))
   assert found[0] == (
     'blocks of attention, TPU v9, head size 128: forward 512x512 (default), '

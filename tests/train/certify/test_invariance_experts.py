@@ -82,9 +82,8 @@ def cases():
 def config_of(case):
   """schema.Config of a case: 8 experts of width 16, 16 rows of 32 tokens."""
   interleaved = case['schedule'] == 'interleaved'
-  piped = case['schedule'] != 'none'
   pipeline = schema.Pipeline()
-  if piped:
+  if case['schedule'] != 'none':
     pipeline = schema.Pipeline(
       schedule=case['schedule'], chunks=1 + interleaved
     )

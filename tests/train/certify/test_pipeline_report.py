@@ -1,4 +1,4 @@
-"""What is said of stages before anything is compiled."""
+"""Lines on pipeline stages, before anything is compiled."""
 
 import jax
 import pytest
@@ -9,7 +9,7 @@ from paraxis.train import program as job_lib
 from paraxis.train.certify import pipeline_report
 
 
-def said(mesh='stage=2,data=2,tensor=2', remat='full', **pipeline):
+def report(mesh='stage=2,data=2,tensor=2', remat='full', **pipeline):
   config = schema.view(
     dict(
       model=dict(num_layers=8, d_model=1024, num_heads=8, vocab_size=64),
@@ -24,7 +24,7 @@ def said(mesh='stage=2,data=2,tensor=2', remat='full', **pipeline):
 
 
 def test_layers_run_twice():
-  lines, job = said()
+  lines, job = report()
   assert lines[0] == (
     'pipeline: one_f_one_b, 2 stages, 4 microbatches: idle stages add 25.0% '
     'to the layers'
@@ -46,13 +46,13 @@ def test_layers_run_twice():
   ],
 )
 def test_layers_run_once(how):
-  lines, _ = said(**how)
+  lines, _ = report(**how)
   assert len(lines) == 1 and 'idle stages add' in lines[0]
 
 
 @pytest.mark.parametrize('activations', ['recompute', 'store'])
 def test_recomputing_layers_has_no_effect_on_tapes(activations):
-  lines, _ = said(schedule='zero_bubble', activations=activations)
+  lines, _ = report(schedule='zero_bubble', activations=activations)
   assert len(lines) == 2
   assert 'train.remat=full has no effect: zero_bubble keeps all' in lines[1]
 
@@ -61,11 +61,11 @@ def test_recomputing_layers_has_no_effect_on_tapes(activations):
 def test_idle_stages_of_equal_phases_add_what_the_paper_says(chunks):
   """Zero bubble (arXiv:2401.10241): 2/3 (p - 1) / (m v) where F = B = W."""
   how = dict(schedule='zero_bubble', chunks=chunks, remat='none')
-  (line,) = said(**how, activations='store')[0]
+  (line,) = report(**how, activations='store')[0]
   assert f'idle stages add {2 / 3 / (4 * chunks):.1%} to' in line
-  (longer,) = said(**how)[0]  # B runs its layers forward: one phase of three
+  (longer,) = report(**how)[0]  # B runs its layers forward: one phase of three
   assert f'idle stages add {3 / 4 / (4 * chunks):.1%} to' in longer
 
 
 def test_without_stages_there_is_nothing_to_say():
-  assert said('data=8', microbatches=0)[0] == []
+  assert report('data=8', microbatches=0)[0] == []

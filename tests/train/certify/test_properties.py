@@ -142,7 +142,7 @@ def test_a_restored_bit(monkeypatch):
   assert rows[0].worst == 'params/embedding' and rows[0].measured == 1
 
 
-def test_going_on_elsewhere(monkeypatch):
+def test_a_resumed_run_on_another_mesh(monkeypatch):
   def change(right):
     def evaluate(self, *args):
       return right(self, *args) * (1 + 1e-8)

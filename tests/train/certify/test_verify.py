@@ -11,7 +11,6 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
-from paraxis.models import build
 from paraxis.train.certify import properties
 from paraxis.train.certify import verify
 
@@ -96,12 +95,9 @@ def test_narrow_types_have_their_own_bounds(dtype):
   'mesh, dtype, text',
   [
     ('tensor=8', 'float64', 'num_heads=4 .*--config.model.num_heads=8'),
-    ('data=64,tensor=3', 'float64', 'num_heads=4 .*num_heads=6'),
     ('data=2,fsdp=2,context=2,tensor=2', 'float64', '16 devices, there are 8'),
     ('data=8', 'float16', "--dtype=float16 .* Did you mean 'bfloat16'"),
     ('date=8', 'float64', "Did you mean 'data'"),
-    ('data=0', 'float64', 'must be positive'),
-    ('data=3,tensor=-1', 'float64', '3 places for 8 devices'),
     ('stage=8', 'float64', 'mesh.stage=8 x pipeline.chunks=1'),
   ],
 )
@@ -114,5 +110,3 @@ def test_the_rest_of_the_devices():
   subject = verify.prepare(FULL, 'data=2,tensor=-1')
   assert subject.config.mesh.tensor == 4 and len(subject.devices) == 8
   assert len(verify.prepare(FULL, 'data=2').devices) == 2
-  built = build.build(FULL, 'data=2', 'none', subject.devices[:2])
-  assert built.mesh.size == 2

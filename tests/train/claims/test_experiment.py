@@ -2,6 +2,7 @@
 
 import math
 
+import claim_cases
 import jax
 import numpy as np
 import pytest
@@ -55,16 +56,22 @@ def test_a_mesh_and_its_devices():
   assert config.mesh.zero == 1 and config.train.batch_size == 4
   assert devices == tuple(jax.devices()[:4])
   assert experiment.case_text(case) == 'stage=2,context=2 train.batch_size=4'
-  with pytest.raises(errors.UserError, match='16 places for 8 devices'):
-    experiment.on(config, 'data=16')
+  for few in (lambda mesh: experiment.on(config, mesh), experiment.mesh_of):
+    with pytest.raises(errors.UserError, match='16 places for 8 devices'):
+      few('data=16')
 
 
 def test_differences():
   gap = experiment.gap(np.array([1.0, -3.0]), np.array([1.0, -4.0]))
   assert gap == 0.25
-  within = lambda x: experiment.equal({'a': x, 'b': 0.0}, 1e-9, '').passed
-  assert within(1e-9) and not within(2e-9) and not within(math.nan)
-  assert not within(math.inf)
+  within = lambda *found: experiment.equal(found, 1e-9, '').passed
+  assert within(1e-9, 0.0) and not within(0.0, 2e-9) and not within(math.inf)
+  assert not within(math.nan, 0.0) and not within(0.0, math.nan)
+  assert not experiment.equal({'a': 0.0}, 1e-9, '', also=False).passed
+  near = lambda found: experiment.near(found, [1.0, 2.0], 0.1, '')
+  assert near([1.05, 2.0]).measured == '1.05 2.00'
+  assert near([1.05, 2.0]).passed and not near([1.0, 2.2]).passed
+  assert not near([1.0, math.nan]).passed
 
 
 CASE = {'mesh': 'data=2', 'train.batch_size': 4}
@@ -76,7 +83,7 @@ def equals(run, cases=(CASE,)):
 
 @pytest.fixture
 def run(tmp_path):
-  return claims.Run(schema.Config(), tmp_path, say=lambda line: None)
+  return claim_cases.run_of(folder=tmp_path)
 
 
 def test_certificates_are_judged(run, monkeypatch):
@@ -86,7 +93,8 @@ def test_certificates_are_judged(run, monkeypatch):
   def certify(subject, names):
     config = subject.config
     seen.append((config.model.dtype, len(subject.devices), names))
-    return [properties.Row(names[0], 1.0, gaps[config.model.dtype], holds, '')]
+    gap = gaps[config.model.dtype]
+    return [properties.Verdict(names[0], 1.0, gap, holds, '')]
 
   monkeypatch.setattr(verify, 'certify', certify)
   right = equals(run, [CASE, {'mesh': 'fsdp=4'}])

@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.train import loop
 from paraxis.train.claims import harness as claims
@@ -16,28 +15,9 @@ from paraxis.train.run import evaluate
 from paraxis.train.run import workdir as workdir_lib
 
 
-def _config(tmp_path):
-  text = '\n\n'.join(
-    f'verse {i}: the sea, the sea, the sea.' for i in range(999)
-  )
-  (tmp_path / 'song.txt').write_text(text)
-  config = schema.default()
-  config.model.update(
-    vocab_size=260, d_model=8, d_ff=16, num_layers=1, num_heads=2
-  )
-  config.data.update(
-    path=str(tmp_path / 'song.txt'),
-    tokenizer='bytes',
-    sequence_length=16,
-    cache_dir=str(tmp_path / 'cache'),
-    prefetch=0,
-  )
-  return schema.view(config)
-
-
 @pytest.fixture
-def run(tmp_path):
-  return claims.Run(_config(tmp_path), tmp_path / 'run', say=lambda text: None)
+def run(tiny, tmp_path):
+  return claims.Run(tiny.config(), tmp_path / 'run', say=lambda text: None)
 
 
 BASE = baselines.Baselines(

@@ -123,11 +123,6 @@ def test_names_of_before_are_found(name, given):
   assert claim.check is harness.held_out_at_most
 
 
-def test_every_name_of_before_has_its_file():
-  for file in papers._FILES:
-    assert papers._named(f'{file}.nothing', {}) == (None, {})
-
-
 @pytest.mark.parametrize(
   'row, words',
   [

@@ -1,10 +1,11 @@
 """Batches that grow: their rows, their microbatches, and whole runs on stages.
 
-That the rows are read one after the other is in test_data.py; that a run
+That the rows are read one after the other is in test_batches.py; that a run
 without stages is resumed bit for bit, in test_loop.py.
 """
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -13,14 +14,10 @@ import support
 
 from paraxis.configs.base import errors
 from paraxis.models import batch as batch_lib
-from paraxis.models import depth
 from paraxis.sharding.pipeline import schedules
-from paraxis.train import loop
 from paraxis.train import program as job_lib
 from paraxis.train.certify import trial
 from paraxis.train.data import batch_ramp
-
-pytestmark = pytest.mark.usefixtures('quick_to_compile')
 
 
 @pytest.mark.parametrize('every', [1, 3])
@@ -62,14 +59,14 @@ def test_microbatches_keep_their_rows_and_a_single_one_grows():
 
 def test_a_size_that_the_schedule_does_not_take():
   pipeline = dict(schedule='interleaved', chunks=2, microbatches=4)
-  config = support.piped(dict(stage=2), pipeline, batch_ramp='2:2:1')
-  fits = dataclasses.replace(config.train, batch_ramp='4:4:1')
-  fits = dataclasses.replace(config, train=fits)
-  devices = jax.devices()[:2]
+  of_ramp = lambda ramp: job_lib.of_shapes(
+    support.piped(dict(stage=2), pipeline, batch_ramp=ramp),
+    devices=jax.devices()[:2],
+  )
   with jax.enable_x64(True):
-    with pytest.raises(errors.UserError, match='2 rows a step: interleaved'):
-      job_lib.of_shapes(config, '', devices)
-    assert job_lib.of_shapes(fits, '', devices)
+    with support.refused('2 rows a step: interleaved'):
+      of_ramp('2:2:1')
+    assert of_ramp('4:4:1')
 
 
 @pytest.mark.parametrize('name', schedules.NAMES)
@@ -113,10 +110,7 @@ def test_fewer_microbatches_equal_one_device(pipeline, parts):
     batch = reference.batches[0]
     loss, gradients = run(batch)
     assert abs(float(loss) / reference.loss - 1) < 1e-12
-    found = {
-      path: depth.to_order(x, side.job.model.rows.get(path))
-      for path, x in jax.device_get(gradients).items()
-    }
+    found = side.job.in_order(gradients)
     assert trial.worst(found, reference.gradients)[0] < 1e-9
     other = batch._replace(denominator=batch.denominator + 1)
     assert abs(float(run(other)[0]) / reference.loss - 1) > 1e-4
@@ -125,30 +119,25 @@ def test_fewer_microbatches_equal_one_device(pipeline, parts):
 # ---------------------------------------------------------------- whole runs
 
 
-def _train(tiny, workdir, mesh, **options):
-  """4, 4, 8 rows: on stages 1, 1, 2 microbatches."""
-  sizes = dict(stage=1, data=1, fsdp=1, tensor=1) | mesh
-  config = tiny.config({
-    'train.steps': 3, 'train.batch_size': 8, 'train.batch_ramp': '4:4:2',
-    'checkpoint.every': 1, 'checkpoint.keep': 5,
-    **{f'mesh.{axis}': n for axis, n in sizes.items()},
-  })  # fmt: skip
-  devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-  loop.run(config, workdir, say=lambda _: None, devices=devices, **options)
+CHANGES = {
+  'train.steps': 3, 'train.batch_size': 8, 'train.batch_ramp': '4:4:2',
+  'checkpoint.every': 1, 'checkpoint.keep': 5,
+}  # fmt: skip
 
 
 def test_a_run_on_stages_equals_one_device_and_is_resumed(tiny, tmp_path):
-  stages = dict(stage=2, data=2)
+  """4, 4, 8 rows: on stages 1, 1, 2 microbatches."""
+  run = functools.partial(tiny.run, changes=CHANGES, mesh='stage=2,data=2')
   paths = [tmp_path / name for name in ('one', 'straight', 'stopped')]
   one, straight, stopped = paths
-  _train(tiny, one, {})
-  _train(tiny, straight, stages)
+  run(one, mesh='data=1')
+  run(straight)
   wanted, found = support.losses(one), support.losses(straight)
   assert list(wanted) == list(found) == [1, 2, 3]
   for step, loss in wanted.items():
     assert abs(found[step] / loss - 1) < 1e-5
   with pytest.raises(support.KilledError):
-    _train(tiny, stopped, stages, callbacks=[support.crash_at(2)])
-  _train(tiny, stopped, stages)
+    run(stopped, callbacks=[support.crash_at(2)])
+  run(stopped)
   assert support.fingerprints(straight, 3) == support.fingerprints(stopped, 3)
   assert support.losses(stopped)[3] == found[3] != found[2]

@@ -9,9 +9,9 @@ import threading
 
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
-from paraxis.configs.base import errors
 from paraxis.models.text import tokenizer
 from paraxis.train.data import batches as data
 from paraxis.train.data import token_cache
@@ -158,8 +158,7 @@ def test_an_epoch_is_every_training_document_once(folder, packing):
 
 def test_mixture_proportions(folder):
   batches = make(folder, mixture='alpha=1, gamma=3')
-  assert [d[:2] for d in batches.domains] == [('alpha', 1.0), ('gamma', 3.0)]
-  boundary = batches.domains[0][2]
+  boundary = make(folder, mixture='alpha=1').rows
   rows = np.concatenate([batches.rows_at(t) for t in range(50)])
   assert (rows >= boundary).mean() == pytest.approx(0.75, abs=0.01)
   # gamma repeats, evenly; beta is absent.
@@ -196,10 +195,8 @@ def test_evaluation_covers_the_held_out_text(folder):
   assert [h.domain for h in found] == sorted(SIZES)
   for held in found:
     documents = corpus.select('held', held.domain)
-    assert held.exact and held.n_documents == len(documents)
     assert held.n_bytes == corpus.n_bytes[documents].sum()
-    batches = list(held)
-    assert len(batches) == len(held)
+    batches = [held.batch_at(i) for i in range(len(held))]
     assert all(b.tokens.shape == (4, 32) for b in batches)
     assert [b.denominator for b in batches] == [
       b.weights.sum() for b in batches
@@ -230,7 +227,7 @@ def test_evaluation_covers_the_held_out_text(folder):
 def test_evaluation_of_a_few_batches(folder):
   config = make_config(folder, {'eval_batches': 1, 'batch_size': 4})
   alpha = data.evaluation(config, load(config))[0]
-  assert len(alpha) == 1 and not alpha.exact
+  assert len(alpha) == 1
   share = alpha.n_pairs / alpha.plan.pairs
   whole = data.evaluation(make_config(folder), load(config))[0]
   assert alpha.n_bytes == round(whole.n_bytes * share) < whole.n_bytes
@@ -241,39 +238,24 @@ def test_evaluation_of_a_few_batches(folder):
 
 
 @pytest.mark.parametrize(
-  'train, fields, message',
+  'mixture, words',
   [
-    ({'microbatches': 3}, {}, 'batch_size=8 is not divisible by .*=3'),
-    (
-      {'batch_size': 10_000},
-      {},
-      r'packs into \d+ rows of 32.*batch_size=10000',
-    ),
-    (
-      {},
-      {'mixture': 'alpa=1'},
-      "no domain 'alpa'.*alpha, beta, gamma.*'alpha'",
-    ),
-    ({}, {'mixture': 'alpha'}, "'alpha' is not 'domain=weight'"),
-    ({}, {'mixture': 'alpha=-1'}, 'weight above 0'),
-    ({}, {'mixture': 'alpha=nan'}, 'weight above 0'),
-    ({}, {'mixture': 'alpha=1,alpha=2'}, "names 'alpha' twice"),
+    ('alpha', ["'alpha' is not 'domain=weight'"]),
+    ('alpha=-1', ['weight above 0']),
+    ('alpha=nan', ['weight above 0']),
+    ('alpha=1,alpha=2', ["names 'alpha' twice"]),
   ],
 )
-def test_bad_config(folder, train, fields, message):
-  with pytest.raises(errors.UserError, match=message) as caught:
-    make(folder, train, **fields)
-  assert '\n' not in str(caught.value)
+def test_bad_mixtures(folder, mixture, words):
+  with support.refused(*words):
+    make(folder, mixture=mixture)
 
 
-def test_splits_without_documents(folder, tmp_path):
-  config = make_config(folder, held_out_fraction=0.0)
-  with pytest.raises(errors.UserError, match='0 of 100 documents are held out'):
-    data.evaluation(config, load(config))
+def test_no_documents_to_train_on(tmp_path):
   row = json.dumps({'text': 'abc', 'split': 'held'})
   (tmp_path / 'x.jsonl').write_text(row + '\n')
   config = make_config(tmp_path)
-  with pytest.raises(errors.UserError, match="0 of 1 .*in split 'train'"):
+  with support.refused('0 of 1 ', "in split 'train'"):
     data.Batches(config, load(config))
 
 
@@ -282,7 +264,7 @@ def test_tokens_beyond_the_model(folder):
   corpus = load(config)
   small = dataclasses.replace(config, model=schema.Model(vocab_size=200))
   for call in (data.Batches, data.evaluation):
-    with pytest.raises(errors.UserError, match='up to 258, .* is 200'):
+    with support.refused('up to 258, ', ' is 200'):
       call(small, corpus)
 
 
@@ -290,8 +272,8 @@ def test_tokens_beyond_the_model(folder):
 def test_data_modules_do_not_start_jax():
   code = (
     'import sys\n'
-    'from paraxis.models import tokenizer\n'
-    'from paraxis.train import baselines, corpus, data, packing, token_cache\n'
+    'from paraxis.models.text import tokenizer\n'
+    'from paraxis.train.data import baselines, batches, token_cache\n'
     "sys.exit('jax' in sys.modules or 'grain' in sys.modules)"
   )
   assert subprocess.run([sys.executable, '-c', code]).returncode == 0

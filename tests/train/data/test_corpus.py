@@ -8,9 +8,9 @@ import pathlib
 
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
-from paraxis.configs.base import errors
 from paraxis.models.text import tokenizer
 from paraxis.train.data import corpus
 from paraxis.train.data import token_cache
@@ -104,7 +104,7 @@ def test_held_out_is_a_fixed_share_of_every_domain(tmp_path):
 
 def test_corpus_is_in_the_user_cache(tmp_path, monkeypatch):
   monkeypatch.setenv('PARAXIS_CACHE', str(tmp_path))
-  with pytest.raises(errors.UserError, match='paraxis data fetch'):
+  with support.refused('paraxis data fetch'):
     corpus.documents('corpus')
   (tmp_path / 'corpus').mkdir()
   write_jsonl(tmp_path / 'corpus' / 'code.jsonl', numbered(3))
@@ -136,26 +136,23 @@ def test_cache_root(monkeypatch):
 def test_bad_lines_name_file_and_line(tmp_path, line, message):
   path = tmp_path / 'x.jsonl'
   path.write_bytes(b'{"text": "fine"}\n' + line + b'\n')
-  with pytest.raises(errors.UserError, match=message) as caught:
+  with support.refused(message):
     corpus.documents(path)
-  assert '\n' not in str(caught.value)
 
 
-def test_bad_sources(tmp_path):
-  bad = lambda path, message: pytest.raises(errors.UserError, match=message)
-  with bad(None, 'no such file or folder'):
-    corpus.documents(tmp_path / 'absent')
-  with bad(None, r'0 \.jsonl and \.txt files'):
-    corpus.documents(tmp_path)
-  (tmp_path / 'x.jsonl').write_text('\n\n')
-  with bad(None, '0 documents in 1 files'):
-    corpus.documents(tmp_path)
-  (tmp_path / 'x.csv').write_text('a')
-  with bad(None, "ends in '.csv'"):
-    corpus.documents(tmp_path / 'x.csv')
-  (tmp_path / 'y.txt').write_bytes(b'\xff\xfe\xff')
-  with bad(None, 'y.txt: not UTF-8'):
-    corpus.documents(tmp_path / 'y.txt')
+@pytest.mark.parametrize(
+  'name, content, path, words',
+  [
+    ('other', b'', '', '0 .jsonl and .txt files'),
+    ('x.jsonl', b'\n\n', '', '0 documents in 1 files'),
+    ('x.csv', b'a', 'x.csv', "ends in '.csv'"),
+    ('y.txt', b'\xff\xfe\xff', 'y.txt', 'y.txt: not UTF-8'),
+  ],
+)
+def test_bad_sources(tmp_path, name, content, path, words):
+  (tmp_path / name).write_bytes(content)
+  with support.refused(words):
+    corpus.documents(tmp_path / path)
 
 
 # Token cache
@@ -178,7 +175,7 @@ def test_tokens_are_bos_text_end(tmp_path):
   assert made.select('train').tolist() == [0, 1, 2, 3, 4]
   assert made.select('held').tolist() == [5, 6, 7, 8]
   assert made.select('held', 'a').tolist() == []
-  with pytest.raises(errors.UserError, match="no domain 'c'.*has a, b"):
+  with support.refused("no domain 'c'", 'has a, b'):
     made.select('train', 'c')
 
 
@@ -297,9 +294,7 @@ def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):
     return scandir(path)
 
   monkeypatch.setattr(os, 'scandir', closed)
-  with pytest.raises(
-    errors.UserError, match='closed cannot be read: Perm.*; let'
-  ):
+  with support.refused('closed cannot be read: Perm', '; let'):
     corpus.source_files(str(tmp_path))
 
 
@@ -314,18 +309,10 @@ def test_a_failed_build_leaves_nothing(tmp_path):
   assert not list((tmp_path / 'cache').iterdir())
 
 
-def test_tokenizer_larger_than_the_model(tmp_path):
-  write_jsonl(tmp_path / 'a.jsonl', numbered(5))
-  with pytest.raises(
-    errors.UserError, match='ids up to 258, model.vocab_size is 256'
-  ):
-    build(tmp_path, tmp_path / 'cache', vocab_size=256)
-
-
 def test_unwritable_cache(tmp_path):
   write_jsonl(tmp_path / 'a.jsonl', numbered(5))
   (tmp_path / 'file').write_text('')
-  with pytest.raises(errors.UserError, match='cannot be written.*cache_dir'):
+  with support.refused('cannot be written', 'cache_dir'):
     build(tmp_path, tmp_path / 'file')
 
 

@@ -132,8 +132,6 @@ def test_help_names_what_there_is(capsys):
     assert all(f'--{name}' in shown for _, name, *_ in command.flags)
 
 
-def test_a_run_is_still_drawn(tmp_path, capsys):
+def test_a_misspelt_schedule_is_no_run(capsys):
   assert cli.main(['plot', 'schedul']) == errors.EXIT_USER
   assert "Did you mean 'schedule'?" in capsys.readouterr().err
-  assert cli.main(['plot', f'--workdir={tmp_path}']) == errors.EXIT_USER
-  assert 'metrics.jsonl does not exist' in capsys.readouterr().err

@@ -6,27 +6,89 @@ Two processes with four virtual devices each, through the real command line.
 import shutil
 import signal
 import socket
-import time
+import subprocess
+import sys
+import textwrap
 import types
 
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs.base import errors
 from paraxis.train import loop
-from paraxis.train import program as job_lib
+from paraxis.train.run import hosts
 from paraxis.train.run import metrics
 from paraxis.train.run import workdir as workdir_lib
 
 EXIT_ABORT = -signal.SIGABRT
 
 
-def _start_two(tiny, workdir, *flags, other=()):
-  """Two processes of one run; `other`: flags that only process 1 gets."""
+@pytest.mark.parametrize(
+  'address, processes, process, words',
+  [
+    ('', 2, 0, 'not HOST:PORT'),
+    ('host', 2, 0, 'not HOST:PORT'),
+    ('host:http', 2, 0, 'not HOST:PORT'),
+    ('host:70000', 2, 0, 'not HOST:PORT'),
+    ('host:1234', 2, 2, '--process_id=2 is not in 0 .. 1'),
+    ('host:1234', 0, 0, 'of --num_processes=0'),
+    ('host:1234', 2, -1, '--process_id=-1'),
+  ],
+)
+def test_wrong_hosts(address, processes, process, words):
+  with support.refused(words):
+    hosts.check(address, processes, process)
+
+
+def test_right_hosts():
+  assert hosts.check('host:1234', 2, 1) and hosts.check('[::1]:1', 1, 0)
+  assert not hosts.check('', 0, -1)
+
+
+def test_nobody_listens():
+  """A worker without process 0 says so, before jax could abort."""
+  with pytest.raises(errors.UserError, match='was not to be reached for 0 s'):
+    hosts.connect('127.0.0.1:9', 2, 1, patience=0)
+
+
+def _address():
+  """Of a port that is free."""
   with socket.socket() as free:
     free.bind(('127.0.0.1', 0))
-    address = f'127.0.0.1:{free.getsockname()[1]}'
-  several = (f'--coordinator_address={address}', '--num_processes=2')
+    return f'127.0.0.1:{free.getsockname()[1]}'
+
+
+def test_two_processes_and_one_fails():
+  """An uncaught exception on one process ends the other within seconds."""
+  code = """
+    import sys
+    from paraxis.train.run import hosts
+    from paraxis.configs.base import command_line
+    command_line.prepare_devices(1)
+    address, process = sys.argv[1:]
+    hosts.connect(address, 2, int(process))
+    import jax
+    assert jax.process_count() == 2 and len(jax.devices()) == 2
+    if process == '1':
+      raise RuntimeError('one of two')
+    from jax.experimental import multihost_utils
+    for _ in range(10**6):
+      multihost_utils.process_allgather(jax.numpy.ones(()))
+  """
+  arguments = [sys.executable, '-c', textwrap.dedent(code), _address()]
+  both = [
+    subprocess.Popen([*arguments, p], stderr=subprocess.PIPE, text=True)
+    for p in '01'
+  ]
+  said = [process.communicate(timeout=100)[1] for process in both]
+  assert both[1].returncode == errors.EXIT_CRASH and 'one of two' in said[1]
+  assert both[0].returncode != 0
+
+
+def _start_two(tiny, workdir, *flags, other=()):
+  """Two processes of one run; `other`: flags that only process 1 gets."""
+  several = (f'--coordinator_address={_address()}', '--num_processes=2')
   return [
     tiny.start(
       workdir,
@@ -53,33 +115,16 @@ def _finish(processes, seconds=240):
   return out
 
 
-def _wait_for_step(processes, workdir, step, seconds=240):
-  until = time.monotonic() + seconds
-  while time.monotonic() < until:
-    if any(process.poll() is not None for process in processes):
-      break
-    file = workdir / 'metrics.jsonl'
-    if file.exists() and max(metrics.read(workdir), default=0) >= step:
-      return
-    time.sleep(0.02)
-  for process in processes:
-    process.kill()
-  raise AssertionError([process.communicate()[0] for process in processes])
-
-
 def _losses(workdir):
-  rows = metrics.read(workdir)
-  return np.array([rows[s]['train/loss'] for s in rows])
+  return np.array(list(support.losses(workdir).values()))
 
 
-def _run_until(config, workdir, step):
+def _run_until(tiny, workdir, step, changes=None):
   """One process; a signal to itself after `step`. -> what it said."""
   stop = lambda at, values, job: (
     at == step and signal.raise_signal(signal.SIGTERM)
   )
-  said = []
-  loop.run(config, workdir, callbacks=[stop], say=said.append)
-  return said
+  return tiny.run(workdir, changes, callbacks=[stop])[1]
 
 
 LONG = {'train.steps': 2000, 'checkpoint.every': 500}
@@ -91,7 +136,7 @@ def stopped(tiny, tmp_path_factory):
   """A run of two, process 1 was sent a signal: (workdir, `_finish`)."""
   workdir = tmp_path_factory.mktemp('stopped')
   both = _start_two(tiny, workdir, *FLAGS)
-  _wait_for_step(both, workdir, 3)
+  tiny.wait(both, workdir, 3)
   both[1].send_signal(signal.SIGTERM)
   return workdir, _finish(both)
 
@@ -99,19 +144,19 @@ def stopped(tiny, tmp_path_factory):
 @pytest.mark.xdist_group('stopped')
 def test_two_processes_equal_one(tiny, stopped, tmp_path):
   two, ended = stopped
-  last, config = max(metrics.read(two)), tiny.config(LONG)
-  _run_until(config, tmp_path, 3)
+  last = max(metrics.read(two))
+  _run_until(tiny, tmp_path, 3, LONG)
   one = _losses(tmp_path)
   assert len(one) >= 3 and len(_losses(two)) == last >= 3
   same = min(last, len(one))
   assert np.abs(_losses(two)[:same] / one[:same] - 1).max() < 1e-6
-  # One process speaks, and one wrote.
+  # Process 0 alone prints and writes.
   assert 'step 1/2000  loss' in ended[0][1] and 'loss' not in ended[1][1]
   lines = (two / 'metrics.jsonl').read_text().splitlines()
   assert sum('train/loss' in line for line in lines) == last
   # One process resumes from a checkpoint of two.
   workdir = shutil.copytree(two, tmp_path / 'two')
-  said = _run_until(config, workdir, last + 1)
+  said = _run_until(tiny, workdir, last + 1, LONG)
   assert f'resumed from step {last}, every leaf verified' in said
   assert len(_losses(workdir)) > last
 
@@ -127,10 +172,9 @@ def test_a_signal_to_one_stops_both_at_one_step(stopped):
   assert max(metrics.read(workdir)) == int(steps[0])
 
 
-def test_a_checkpoint_of_one_goes_on_in_two(tiny, tmp_path):
-  config = tiny.config()
-  loop.run(config, tmp_path / 'once', say=lambda line: None)
-  _run_until(config, tmp_path, 3)
+def test_two_resume_from_a_checkpoint_of_one(tiny, tmp_path):
+  tiny.run(tmp_path / 'once')
+  _run_until(tiny, tmp_path, 3)
   ended = _finish(_start_two(tiny, tmp_path))
   assert [code for code, _ in ended] == [0, 0], ended
   assert 'resumed from step 4, every leaf verified' in ended[0][1]
@@ -142,7 +186,7 @@ def test_a_checkpoint_of_one_goes_on_in_two(tiny, tmp_path):
 @pytest.mark.parametrize('victim', [0, 1])
 def test_when_one_is_killed_the_other_ends(tiny, tmp_path, victim):
   both = _start_two(tiny, tmp_path, *FLAGS)
-  _wait_for_step(both, tmp_path, 3)
+  tiny.wait(both, tmp_path, 3)
   both[victim].kill()
   ended = _finish(both, 60)  # not the minutes of jax's exit barrier
   assert ended[victim][0] == -signal.SIGKILL
@@ -161,7 +205,7 @@ def test_processes_of_different_runs_are_refused(tiny, tmp_path):
 
 @pytest.fixture
 def job(tiny):
-  return job_lib.make(tiny.config(), say=lambda line: None)
+  return tiny.job()
 
 
 def _as_process(monkeypatch, number, gathered):

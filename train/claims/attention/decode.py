@@ -25,6 +25,7 @@ from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 from paraxis.sharding.meter import aot
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 
 
@@ -125,9 +126,8 @@ def makespans(run, *, against, sizes, machine, at_least, none_below):
   Args:
     against: 'row' or 'fixed'. sizes: list of [longest row, rows of a batch].
     machine: {'heads', 'tile', 'workers', 'part'}.
-    at_least: the mean over sizes and kinds of batches. none_below: each.
+    at_least: of the mean over sizes and kinds of batches. none_below: of each.
   """
-  del run
   found = _ratios(against, sizes, **machine)
   kinds = dict.fromkeys(name for *_, name in found)
   mean = {
@@ -162,7 +162,6 @@ def balance(run, *, draws, rows, longest, tile, workers):
     draws: batches at random, a fifth of the rows empty. rows, longest, tile: of
       a batch. workers: numbers of them that are tried.
   """
-  del run
   rng, worst, fixed = np.random.default_rng(0), 0, 0
   for _ in range(draws):
     lengths = rng.integers(0, longest + 1, rows) * (rng.random(rows) > 0.2)
@@ -177,7 +176,7 @@ def balance(run, *, draws, rows, longest, tile, workers):
     '<= 1',
     str(worst),
     f'{draws} batches of {rows} rows of 0 to {longest} slots, tiles of {tile}, '
-    f'{" ".join(map(str, workers))} workers; one worker a row differs by up to '
+    f'{experiment.numbers(workers)} workers; one worker a row differs by up to '
     f'{fixed}',
     worst <= 1 < fixed,
   )
@@ -215,32 +214,31 @@ def _piecewise(drawn, lengths, plan, tile, mask):
 def any_division(run, *, lengths, tile, workers, within):
   """EQ: pieces of any even division, merged, against the whole in one go.
 
-  o and lse, float64. Args: lengths: of rows. tile: slots. workers: numbers of
-  them. within: largest difference allowed.
+  o and lse, float64.
+
+  Args:
+    lengths: of rows. tile: slots. workers: numbers of them.
   """
-  del run
   mask = attention.Mask(scale=0.25, causal=False)
   with jax.enable_x64(True):
     lengths = np.array(lengths, np.int32)
     slots = -(-int(lengths.max()) // tile) * tile
     drawn = _drawn(lengths, slots, heads=4, kv_heads=2, width=16)
     wanted = decode_attention.ragged(*drawn, mask=mask, lengths_B=lengths)
-    worst, pieces = 0.0, []
+    gaps, pieces = [], []
     for w in workers:
       plan = decode_schedule.make(lengths, slots, tile, w)
-      parts = _piecewise(drawn, lengths, plan, tile, mask)
-      o, lse = parts
+      o, lse = _piecewise(drawn, lengths, plan, tile, mask)
       found = decode_schedule.merge_pieces(o, lse, plan, len(lengths))
       for a, b in zip(found, wanted, strict=True):
-        worst = max(worst, float(np.abs(a - b[:, 0]).max()))
+        gaps.append(np.abs(a - b[:, 0]).max())
       pieces.append(int((plan.end > plan.first).sum()))
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{worst:.1e}',
-    f'o and lse, float64, {" ".join(map(str, lengths))} slots in a row, '
-    f'tiles of {tile}; {" ".join(map(str, workers))} workers: '
-    f'{" ".join(map(str, pieces))} pieces',
-    worst <= within,
+  return experiment.equal(
+    gaps,
+    within,
+    f'o and lse, float64, {experiment.numbers(lengths)} slots in a row, '
+    f'tiles of {tile}; {experiment.numbers(workers)} workers: '
+    f'{experiment.numbers(pieces)} pieces',
   )
 
 
@@ -249,9 +247,7 @@ def shared_prefix(run, *, prefix, lengths, within):
 
   Args:
     prefix: slots that all rows share. lengths: of the rows after it.
-    within: largest difference allowed, float64.
   """
-  del run
   mask = attention.Mask(scale=0.25)
   lengths, rows = np.array(lengths, np.int32), len(lengths)
   with jax.enable_x64(True):
@@ -264,17 +260,14 @@ def shared_prefix(run, *, prefix, lengths, within):
     ]
     k, v = whole
     wanted = decode_attention.ragged(q, k, v, mask, lengths + prefix)
-    gaps = [
-      float(np.abs(a - b).max()) for a, b in zip(found, wanted, strict=True)
-    ]
+    gaps = [np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)]
   apart = rows * prefix + int(lengths.sum())
   once = prefix + int(lengths.sum())
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{max(gaps):.1e}',
+  return experiment.equal(
+    gaps,
+    within,
     f'o and lse, float64, {rows} rows after {prefix} slots; slots read: {once} '
     f'instead of {apart}',
-    max(gaps) <= within,
   )
 
 
@@ -282,33 +275,28 @@ def compiled(run, *, topologies, rows, slots, within):
   """AOT: the kernel is in the program, and the cache is not copied.
 
   Args:
-    topologies: of one chip each. rows, slots: of the cache, 32 query and 8 kv
-      heads of 128, bfloat16. within: temporaries over the bytes of the cache.
+    rows, slots: of the cache, 32 query and 8 kv heads of 128, bfloat16.
+    within: temporaries over the bytes of the cache.
   """
-  del run
   mask = attention.Mask(scale=128**-0.5)
-  told, right = [], True
+  shares, right = [], True
+  shapes = (rows, 1, 32, 128), *[(rows, slots, 8, 128)] * 2
+  args = [jax.ShapeDtypeStruct(s, 'bfloat16') for s in shapes]
+  args.append(jax.ShapeDtypeStruct((rows,), 'int32'))
+  decode = lambda q, k, v, n: decode_attention.ragged(q, k, v, mask, n)
   for name in topologies:
-    t = aot.topology(name)
-    one = jax.sharding.SingleDeviceSharding(t.devices[0])
-    shapes = (rows, 1, 32, 128), *[(rows, slots, 8, 128)] * 2
-    args = [jax.ShapeDtypeStruct(s, 'bfloat16', sharding=one) for s in shapes]
-    args.append(jax.ShapeDtypeStruct((rows,), 'int32', sharding=one))
-    decode = lambda q, k, v, n: decode_attention.ragged(q, k, v, mask, n)
-    with t.context():
-      traced = jax.jit(decode).trace(*args)
-    program = aot.compile_for(t, 'decode attention', traced)
+    program = experiment.for_chip(name, 'decode attention', decode, args)
     share = aot.memory(program).temporaries / sum(
       2 * math.prod(s) for s in shapes[1:]
     )
     text = program.as_text() or ''
     kernel = 'tpu_custom_call' in text or '__gpu$xla.gpu.triton' in text
     right &= kernel and share <= within
-    told.append(f'{name} {share:.2%}{"" if kernel else " WITHOUT a kernel"}')
+    shares.append(f'{name} {share:.2%}{"" if kernel else " WITHOUT a kernel"}')
   return claims.Outcome(
     f'<= {within:.0%}',
-    told[-1].split()[1],
+    shares[-1].split()[1],
     f'temporaries over the cache, {rows} rows of {slots} slots, bfloat16: '
-    + ', '.join(told),
+    + ', '.join(shares),
     right,
   )

@@ -14,10 +14,10 @@ blocks, and a window of w tokens (FlashAttention-2, arXiv:2307.08691, 3.1):
 (a window of T or more: R (R + 1) / 2, half of all for many rows); 14 backward
 in two kernels that both make the scores.
 
-Legend: B rows, T tokens, N query heads, K kv heads, H head width.
+Legend: B rows, T tokens, N query heads, K kv heads, H head width. The argument
+`shape` of a claim is [N, K, H].
 """
 
-import functools
 import math
 from typing import Any
 
@@ -41,9 +41,9 @@ _KERNELS = dict(pallas_tpu=attention_tpu, pallas_gpu=attention_gpu)
 _NAMES = 'o', 'lse', 'dq', 'dk', 'dv'
 
 
-def _problem(length, shape, packed, seed=0):
+def _problem(length, shape, packed):
   """(q, k, v, do, dlse) float64 of two rows, and segments or None."""
-  (n, kv, h), rng = shape, np.random.default_rng(seed)
+  (n, kv, h), rng = shape, np.random.default_rng(0)
   sizes = [(n, h), (kv, h), (kv, h), (n, h), (n,)]
   arrays = [rng.normal(size=(2, length, *s)) for s in sizes]
   ids = np.sort(rng.integers(0, 4, (2, length)), 1).astype(np.int32)
@@ -72,7 +72,8 @@ def _form(impl, mask, segments, block):
 
   def run(q, k, v, do, dlse):
     o, lse = module.forward(q, k, v, *given, launch)
-    rows = lse, (o * do).sum(-1) - dlse, do
+    delta = (o * do).sum(-1) - dlse
+    rows = attention_blocks.QueryRows(lse, delta, do)
     return o, lse, *module.backward(q, k, v, *given, rows, launch)
 
   return run
@@ -87,11 +88,8 @@ def equals_dense(run, *, impl, cases, shape, within):
     impl: 'xla', 'pallas_tpu' or 'pallas_gpu'.
     cases: list of {'length', 'block': a number (xla) or [queries, keys],
       'packed', and fields of attention.Mask}.
-    shape: [query heads, kv heads, head width]. within: largest difference
-      allowed, relative to each array's maximum.
   """
-  del run
-  worst = dict.fromkeys(_NAMES, 0.0)
+  worst = dict.fromkeys(_NAMES, 0.0)  # np.maximum: a NaN stays
   dtype = np.float32 if impl in _KERNELS else np.float64
   for given in cases:
     given = dict(given)
@@ -114,7 +112,8 @@ def equals_dense(run, *, impl, cases, shape, within):
       (x[0], np.where(seen, x[1], 0), *x[2:]) for x in (right, found)
     )
     for name, a, b in zip(_NAMES, found, right, strict=True):
-      worst[name] = max(worst[name], experiment.gap(a, b) if same else math.inf)
+      gap = experiment.gap(a, b) if same else math.inf
+      worst[name] = float(np.maximum(worst[name], gap))
   return experiment.equal(
     worst,
     within,
@@ -145,12 +144,10 @@ def _gradients(attend, shape, window=0):
   return both
 
 
-def _shapes(length, shape, dtype, packed=False, sharding=None):
+def _shapes(length, shape, dtype):
   n, kv, h = shape
-  array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
   sizes = [(1, length, heads, h) for heads in (n, kv, kv, n)]
-  rows = [array((1, length), jnp.int32)] if packed else []
-  return [array(s, dtype) for s in sizes] + rows
+  return [jax.ShapeDtypeStruct(s, dtype) for s in sizes]
 
 
 def largest(text):
@@ -164,30 +161,28 @@ def temporaries(run, *, lengths, shape, within, dense_at_least):
   """HLO: temporary memory with gradients, doubling with the length, on CPU.
 
   Args:
-    lengths: each twice the one before.
-    shape: [query heads, kv heads, head width].
-    within: how far growth may be above 2. dense_at_least: growth of
-      jax.nn.dot_product_attention, or the claim would say nothing.
+    lengths: each twice the one before. within: how far growth may be above 2.
+    dense_at_least: growth of jax.nn.dot_product_attention, or the claim would
+      say nothing.
   """
-  del run
-  grows, told, square = {}, [], True
+  grows, held, square = {}, [], True
   for name, attend in (('ours', _ours), ('dense', _dense)):
     sizes = []
     for t in lengths:
       program = jax.jit(_gradients(attend, shape))
       program = program.lower(*_shapes(t, shape, jnp.float32)).compile()
-      sizes.append(experiment.temporaries(program))
+      sizes.append(aot.memory(program).temporaries)
       found, array = largest(program.as_text() or '')
       square &= (found >= t * t) == (name == 'dense')
     grows[name] = [b / a for a, b in zip(sizes, sizes[1:], strict=False)]
-    mib = ' '.join(f'{x / 2**20:.1f}' for x in sizes)
-    told.append(f'{name} {mib} MiB, largest array {array}')
+    mib = experiment.numbers([x / 2**20 for x in sizes], '.1f')
+    held.append(f'{name} {mib} MiB, largest array {array}')
   most, least = max(grows['ours']), min(grows['dense'])
   return claims.Outcome(
     f'<= {2 + within:g} a doubling',
     f'{most:.2f}',
-    f'B1, N, K, H {shape}, float32, causal, T {" ".join(map(str, lengths))}, '
-    f'compiled for CPU: {"; ".join(told)}; dense grows by {least:.2f}; '
+    f'B1, N, K, H {shape}, float32, causal, T {experiment.numbers(lengths)}, '
+    f'compiled for CPU: {"; ".join(held)}; dense grows by {least:.2f}; '
     f'{"only dense" if square else "NOT only dense"} holds T x T numbers',
     most <= 2 + within and least >= dense_at_least and square,
   )
@@ -200,35 +195,31 @@ def compiled_is_linear(run, *, topologies, lengths, shape, window, at_most):
   places, in the kernel. The kernels must be there, one forward, two backward.
 
   Args:
-    topologies: names as for sharding/meter/aot.py. lengths: T.
-    shape: [query heads, kv heads, head width]. window: 0 or tokens.
+    window: 0 or tokens.
     at_most: peak memory over arguments and results, at every length.
   """
-  del run
-  right, ratios, told = True, [], []
+  right, ratios, held = True, [], []
+  attend = _gradients(_ours, shape, window)
   for name in topologies:
-    machine, peaks = aot.topology(name), []
-    one = jax.sharding.SingleDeviceSharding(machine.devices[0])
+    peaks = []
     for t in lengths:
-      with machine.context():
-        traced = jax.jit(_gradients(_ours, shape, window)).trace(
-          *_shapes(t, shape, jnp.bfloat16, True, one)
-        )
-      program = aot.compile_for(machine, 'attention', traced)
+      rows = jax.ShapeDtypeStruct((1, t), jnp.int32)
+      arrays = [*_shapes(t, shape, jnp.bfloat16), rows]
+      program = experiment.for_chip(name, 'attention', attend, arrays)
       text = program.as_text() or ''
       found, array = largest(text)
       right &= found < t * t and text.count('tpu_custom_call"') == 3
       memory = aot.memory(program)
       peaks.append(memory.peak)
       ratios.append(memory.peak / (memory.arguments + memory.results))
-    mib = ' '.join(f'{x / 2**20:.0f}' for x in peaks)
-    told.append(f'{name} {mib} MiB, largest {array}')
+    mib = experiment.numbers([x / 2**20 for x in peaks], '.0f')
+    held.append(f'{name} {mib} MiB, largest {array}')
   return claims.Outcome(
     f'no T x T, <= {at_most:g}',
     f'{"none" if right else "FOUND"}, {max(ratios):.2f}',
     f'B1, N, K, H {shape}, bfloat16, packed, window {window}, T '
-    f'{" ".join(map(str, lengths))}; peak memory with gradients, over that of '
-    f'arguments and results: {"; ".join(told)}; largest arrays at the last T',
+    f'{experiment.numbers(lengths)}; peak memory with gradients, over that of '
+    f'arguments and results: {"; ".join(held)}; largest arrays at the last T',
     right and max(ratios) <= at_most,
   )
 
@@ -243,12 +234,11 @@ def blocks_visited(run, *, length, block, windows, shape):
   """HLO: blocks in the list and operations in the program equal the formula.
 
   Args:
-    length: T, a multiple of `block`; block: tokens.
-    windows: [0 (none) or tokens, ...]. shape: [query heads, kv heads, width].
+    length: a multiple of `block`. block: tokens.
+    windows: [0 (none) or tokens, ...].
   """
-  del run
   n, _, h = shape
-  pairs, found, right, told = [], [], True, []
+  pairs, found, right, counts = [], [], True, []
   arrays = _shapes(length, shape, jnp.float32)
   rows = jax.ShapeDtypeStruct((1, length, n), jnp.float32)
   for window in windows:
@@ -257,7 +247,7 @@ def blocks_visited(run, *, length, block, windows, shape):
     kinds = attention_blocks.plan(*sizes).kinds
     pairs.append(visited(length, block, window))
     found.append(int((kinds > 0).sum()))
-    told.append(
+    counts.append(
       f'window {window or "none"}: {found[-1]} of {kinds.size}, '
       f'{(kinds == 1).sum()} with a mask'
     )
@@ -266,9 +256,9 @@ def blocks_visited(run, *, length, block, windows, shape):
       work = flops.count(form, *arrays, rows).total
       right &= work == both * pairs[-1] * block**2 * n * h
   return claims.Outcome(
-    ' '.join(map(str, pairs)),
-    ' '.join(map(str, found)),
-    f'T={length} in blocks of {block}, causal; {"; ".join(told)}. Operations '
+    experiment.numbers(pairs),
+    experiment.numbers(found),
+    f'T={length} in blocks of {block}, causal; {"; ".join(counts)}. Operations '
     f'in the program {"are" if right else "ARE NOT"} b^2 H for each block and '
     'head times 4 + 10 in XLA, 4 + 14 with kernels (two, each makes the scores '
     'again; FlashAttention-2 counts 10)',
@@ -280,12 +270,9 @@ def cost(run, *, lengths, shape, rounds, at_least):
   """CPU: CPU-seconds of jax.nn.dot_product_attention over ours.
 
   Args:
-    lengths: tokens. shape: [query heads, kv heads, head width].
-    rounds: measured. at_least: the median ratio at the last length, with
-      gradients.
+    at_least: the median ratio at the last length, with gradients.
   """
-  del run
-  medians, told = [], []
+  medians, spreads = [], []
   for t in lengths:
     rng = np.random.default_rng(0)
     arrays = [
@@ -299,15 +286,15 @@ def cost(run, *, lengths, shape, rounds, at_least):
         jax.block_until_ready(call(*arrays)) and None
       )
     times = bench_measure.interleave(ways, rounds, bench_measure.settled)
-    low, median, high = bench_measure.spread(
+    spread = bench_measure.spread(
       bench_measure.ratios(times['dense'], times['ours'])
     )
-    medians.append(median)
-    told.append(f'T={t}: {low:.1f} {median:.1f} {high:.1f}')
+    medians.append(spread.median)
+    spreads.append(f'T={t}: {experiment.numbers(spread, ".1f")}')
   return claims.Outcome(
     f'>= {at_least:g}',
-    ' '.join(f'{m:.1f}' for m in medians),
+    experiment.numbers(medians, '.1f'),
     f'B1, N, K, H {shape}, float32, causal, o and all gradients, {rounds} '
-    f'rounds in turn; least, median, most: {"; ".join(told)}',
+    f'rounds in turn; least, median, most: {"; ".join(spreads)}',
     medians[-1] >= at_least,
   )

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.configs import schema
-from paraxis.configs.base import mixers as mixer_schema
 from paraxis.models import build
 from paraxis.models import decoder
 from paraxis.models.mixers import latent_rotation
@@ -36,15 +35,10 @@ TINY = {
 }  # fmt: skip
 
 
-def _with(model: schema.Model, **latent) -> schema.Model:
-  """The model with fields of its mixer_schema.Latent replaced."""
-  own = dataclasses.replace(model.latent, **latent)
-  return dataclasses.replace(model, latent=own)
-
-
 def _rotated(model, params, text, **latent):
   """(Decoder, parameters) with such latents; text: rows to measure them on."""
-  config = _with(model.config, **latent)
+  own = dataclasses.replace(model.config.latent, **latent)
+  config = dataclasses.replace(model.config, latent=own)
   loose, cache = jax.jit(model.unstack)(params), None
   if text is not None:
     empty = model.init_cache(*text.tokens.shape)
@@ -57,19 +51,12 @@ def decoding_is_exact(run, *, cases, length, within):
 
   Args:
     cases: list of fields of mixer_schema.Latent; scores are summed.
-    length: tokens of a row. within: largest difference allowed.
   """
-  del run
-  found, rng = {}, np.random.default_rng(0)
+  found = {}
   with jax.enable_x64(True):
     model = decoder.Decoder(experiment.fields(schema.Config(), TINY).model)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    draw = lambda p, s: rng.normal(model.kinds[p] == 'vector', 0.3, s)
-    params = {p: jnp.asarray(draw(p, x.shape)) for p, x in shapes.items()}
-    ones = np.ones((2, length), np.int32)
-    order = np.cumsum(ones, 1) - 1
-    ids = rng.integers(0, VOCABULARY, ones.shape)
-    rows = experiment.rows_of(ids, ones, order)
+    params = experiment.random_parameters(model)
+    rows = experiment.documents(2, length, VOCABULARY)
     want = jax.jit(lambda p: model(p, rows)[0])(params)
     for case in cases:
       changed, rotated = _rotated(model, params, rows, **case)
@@ -92,38 +79,36 @@ def cache_bytes(run, *, model, parts, numbers):
     parts: [1, ...]: latents in as many parts, on as many tensor shards.
     numbers: expected, for each; the whole latent is measured on two shards.
   """
-  latent = mixer_schema.Latent(**model['latent'])
-  base = schema.Model(**model | dict(latent=latent, pattern='A'))
+  own = experiment.under('model', model) | {
+    'model.pattern': 'A',
+    'mesh.sequence': False,
+  }
   found, slots, copies = [], 8, True
   for g in parts:
-    shards = max(g, 2)
-    config = dataclasses.replace(
-      run.config,
-      model=_with(base, groups=g),
-      mesh=schema.Mesh(tensor=shards, sequence=False),
+    config, devices = experiment.on(
+      schema.Config(), f'tensor={max(g, 2)}', own | {'model.latent.groups': g}
     )
-    built = build.build(config, devices=jax.devices()[:shards])
-    with build.layout(built):
+    built = build.build(config, devices=devices)
+    with build.use(built):
       (x,) = jax.jit(lambda b=built: b.model.init_cache(1, slots))().states[0]
-    held = {s.data.nbytes for s in x.addressable_shards}
-    copies &= len(held) == 1
+    held = experiment.bytes_by_device(x)
+    copies &= len(set(held)) == 1
     found.append(max(held) / x.dtype.itemsize / slots)
+  heads, latent = config.model.num_heads, config.model.latent
   whole = latent.rank + latent.rope_dim
-  heads = 2 * base.num_heads * latent.value_dim
-  text = lambda row: ' '.join(f'{n:g}' for n in row)
   return claims.Outcome(
-    text(numbers),
-    text(found),
-    f'{text(parts)} parts, the same on every device; a latent of '
+    experiment.numbers(numbers, 'g'),
+    experiment.numbers(found, 'g'),
+    f'{experiment.numbers(parts)} parts, the same on every device; a latent of '
     f'{latent.rank} and a rotated key of {latent.rope_dim}. Whole latents are '
     f'repeated on every shard, {whole} numbers; keys and values of '
-    f'{base.num_heads} heads would be {heads:,} over all shards',
+    f'{heads} heads would be {2 * heads * latent.value_dim:,} over all shards',
     found == list(numbers) and copies,
   )
 
 
 def _text(config, rows):
-  """(job.Job, rows of training text, of held-out text, bytes of the latter).
+  """(rows of training text, of held-out text, bytes of the latter).
 
   Held-out rows: as many of every domain, evenly spaced.
   """
@@ -135,7 +120,7 @@ def _text(config, rows):
     lambda *x: np.concatenate(x) if np.ndim(x[0]) else np.float32(1), *held
   )
   size = sum(h.n_bytes for h in job.held_out)
-  return job, job.batches.batch_at(0), joined, size
+  return job.batches.batch_at(0), joined, size
 
 
 def _bits(model, params, held, size, first):
@@ -158,18 +143,13 @@ def _bits(model, params, held, size, first):
   return nats / math.log(2) / (size * share)
 
 
-def parts_of_their_own(run, *, rows, variants, prompt, order, at_most):
-  """LEARN: held-out bits per byte, each latent shard with its own softmax.
+def _bits_of_variants(run, rows, variants, prompt):
+  """({name: [bits read one by one, after an exact prefill]}, rows that is of).
 
-  Args:
-    rows: of training text to measure latents on, and of each domain to read.
-    variants: {name: {'rotation', 'groups', 'measured': are shares}}.
-    prompt: tokens that a prefill reads, in the second comparison.
-    order: names from the fewest to the most bits; 'exact' are whole latents.
-    at_most: bits that the second of them may lose.
+  Of a trained model, with whole latents ('exact') and as the variants say.
   """
   _, trained, params = experiment.train(run, 'whole', run.config)
-  job, text, held, size = _text(run.config, rows)
+  text, held, size = _text(run.config, rows)
   model = decoder.Decoder(trained.model.config)
   params = {p: np.asarray(x) for p, x in params.items()}
   text = experiment.rows_of(text.tokens, text.segments, text.positions)
@@ -182,14 +162,28 @@ def parts_of_their_own(run, *, rows, variants, prompt, order, at_most):
     name: [_bits(*pair, held, size, first) for first in (0, prompt)]
     for name, pair in made.items()
   }
+  return bits, len(held.tokens)
+
+
+def parts_of_their_own(run, *, rows, variants, prompt, order, at_most):
+  """LEARN: held-out bits per byte, each latent shard with its own softmax.
+
+  Args:
+    rows: of training text to measure latents on, and of each domain to read.
+    variants: {name: {'rotation', 'groups', 'measured': are shares}}.
+    prompt: tokens that a prefill reads, in the second comparison.
+    order: names from the fewest to the most bits; 'exact' are whole latents.
+    at_most: bits that the second of them may lose.
+  """
+  bits, count = _bits_of_variants(run, rows, variants, prompt)
   of = lambda i: ', '.join(f'{n} {b[i]:.3f}' for n, b in bits.items())
   lost = bits[order[1]][0] - bits['exact'][0]
   row = [bits[name][0] for name in order]
   return claims.Outcome(
     ' < '.join(order),
-    ' '.join(f'{b:.3f}' for b in row),
-    f'{job.config.train.steps} steps, one seed; {len(held.tokens)} rows of '
-    f'{job.config.data.sequence_length} held-out tokens, read one by one: '
+    experiment.numbers(row, '.3f'),
+    f'{run.config.train.steps} steps, one seed; {count} rows of '
+    f'{run.config.data.sequence_length} held-out tokens, read one by one: '
     f'{of(0)}. After an exact prefill of {prompt}, the rest: {of(1)}. '
     f'{order[1]} loses {lost:.3f} (at most {at_most:g})',
     row == sorted(row) and lost <= at_most,

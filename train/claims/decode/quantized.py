@@ -11,6 +11,7 @@ Legend: T tokens, D inputs, F outputs, L layers.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -72,12 +73,7 @@ def rounded(params):
 
 
 def forms_agree(run, *, tokens, inputs, outputs, within):
-  """EQ: both forms against a loop over groups, float64; packing is undone.
-
-  Args:
-    tokens, inputs, outputs: T, D, F. within: largest difference, relative.
-  """
-  del run
+  """EQ: both forms against a loop over groups, float64; packing is undone."""
   rng = np.random.default_rng(0)
   x, w = rng.normal(size=(tokens, inputs)), rng.normal(size=(inputs, outputs))
   with jax.enable_x64(True):
@@ -88,17 +84,16 @@ def forms_agree(run, *, tokens, inputs, outputs, within):
     for g in range(inputs // quantized_matmul.GROUP):
       at = slice(*(quantized_matmul.GROUP * np.array([g, g + 1])))
       wanted = wanted + (x[:, at] @ np.asarray(q[at], float)) * scale[g]
-    gaps = []
-    for form in (q, packed):
-      y = quantized_matmul.quantized_matmul(x, form, scale)
-      gaps.append(float(np.abs(y - wanted).max()))
-  gap = max(gaps) / float(np.abs(wanted).max())
-  return claims.Outcome(
-    f'<= {within:.0e}, packing undone',
-    f'{gap:.0e}, {"undone" if same else "NOT undone"}',
+    gaps = [
+      experiment.gap(quantized_matmul.quantized_matmul(x, form, scale), wanted)
+      for form in (q, packed)
+    ]
+  return experiment.equal(
+    gaps,
+    within,
     f'{tokens} tokens, {inputs} x {outputs}, int4 and uint8 against a loop '
-    'over groups, float64',
-    same and gap <= within,
+    f'over groups, float64; packing {"undone" if same else "NOT undone"}',
+    same,
   )
 
 
@@ -108,7 +103,7 @@ def rounding(run, *, within):
   Args: within: what the arithmetic of float32 may add.
   """
   job = job_lib.of_shapes(run.config, '', jax.devices()[:1])
-  worst, mean, count = 0.0, 0.0, 0
+  worst, total, count = [], 0.0, 0
   with job.context():
     params = job.initial_state().params
   for _, w_LDF in _matrices(params):
@@ -116,14 +111,16 @@ def rounding(run, *, within):
       q, scale = quantized_matmul.quantize(w)
       step = jnp.repeat(scale, quantized_matmul.GROUP, 0)
       off = jnp.abs(quantized_matmul.dequantize(q, scale) - w) / step
-      worst = max(worst, float(off.max()))
-      mean, count = mean + float(off.sum()), count + w.size
+      worst.append(float(off.max()))
+      total, count = total + float(off.sum()), count + w.size
+  most = np.max(worst)  # NaN if one is
   return claims.Outcome(
     '<= 0.5 steps',
-    f'{worst:.3f} steps',
-    f'{count} weights of the model as it starts; {mean / count:.3f} on average '
-    '(0.25 if evenly spread); a step is a seventh of the largest of 128',
-    0.4 < worst <= 0.5 + within,
+    f'{most:.3f} steps',
+    f'{count} weights of the model as it starts; {total / count:.3f} on '
+    'average (0.25 if evenly spread); a step is a seventh of the largest of '
+    '128',
+    bool(0.4 < most <= 0.5 + within),
   )
 
 
@@ -133,10 +130,8 @@ def read_bytes(run, *, tokens, inputs, outputs, expected, within):
   Tokens in and out are bfloat16 in both, scales 2 bytes.
 
   Args:
-    tokens: list of T. inputs, outputs: D, F.
-    expected: for the first of `tokens`. within: difference allowed.
+    tokens: list of T. expected: for the first of them.
   """
-  del run
   of = quantized_matmul.bytes_of
   ratios = []
   for t in tokens:
@@ -160,9 +155,7 @@ def model_bytes(run, *, model, at_least):
   Args:
     model: {'d_model', 'd_ff', 'num_layers', 'vocab_size'}; three matrices in
       the mlp, four of d_model x d_model in attention, a head in bfloat16.
-    at_least: the ratio.
   """
-  del run
   d, f, layers = model['d_model'], model['d_ff'], model['num_layers']
   sizes = [(d, d)] * 4 + [(d, f)] * 2 + [(f, d)]
   of = quantized_matmul.bytes_of
@@ -179,40 +172,31 @@ def model_bytes(run, *, model, at_least):
 
 
 def compiled(run, *, topologies, tokens, inputs, outputs):
-  """AOT: temporaries of the kernel, none, against those of XLA's form.
-
-  Args:
-    topologies: of one chip each. tokens, inputs, outputs: T, D, F, bfloat16.
-  """
-  del run
-  told, right = [], True
+  """AOT: temporaries of the kernel, none, against those of XLA's form."""
+  temporaries, right = [], True
   for name in topologies:
-    t = aot.topology(name)
-    one = jax.sharding.SingleDeviceSharding(t.devices[0])
-    given = lambda s, d, one=one: jax.ShapeDtypeStruct(s, d, sharding=one)
     sizes = {}
     for impl, form in (('auto', 'int4'), ('auto', 'uint8'), ('xla', 'uint8')):
       rows = inputs if form == 'int4' else inputs // 2
-      multiply = lambda *a, impl=impl: quantized_matmul.quantized_matmul(
-        *a, impl=impl
-      )
-      with t.context():
-        traced = jax.jit(multiply).trace(
-          given((tokens, inputs), 'bfloat16'),
-          given((rows, outputs), form),
-          given((inputs // quantized_matmul.GROUP, outputs), 'float32'),
-        )
-      program = aot.compile_for(t, '4-bit product', traced)
+      multiply = functools.partial(quantized_matmul.quantized_matmul, impl=impl)
+      arrays = [
+        jax.ShapeDtypeStruct((tokens, inputs), 'bfloat16'),
+        jax.ShapeDtypeStruct((rows, outputs), form),
+        jax.ShapeDtypeStruct(
+          (inputs // quantized_matmul.GROUP, outputs), 'float32'
+        ),
+      ]
+      program = experiment.for_chip(name, '4-bit product', multiply, arrays)
       sizes[impl, form] = aot.memory(program).temporaries
       right &= impl == 'xla' or 'tpu_custom_call' in (program.as_text() or '')
     *ours, xla = sizes.values()
     right &= not any(ours) and xla > 0
-    told.append(f'{name} {max(ours)} against {xla / 2**20:.0f} MiB')
+    temporaries.append(f'{name} {max(ours)} against {xla / 2**20:.0f} MiB')
   return claims.Outcome(
     'none',
     'none' if right else 'some',
     f'{tokens} x {inputs} x {outputs}, int4 and uint8 on the kernel against '
-    f'uint8 in XLA: {"; ".join(told)}',
+    f'uint8 in XLA: {"; ".join(temporaries)}',
     right,
   )
 

@@ -28,23 +28,16 @@ from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 
 
-def any_hot_set(run, *, mesh, hot, sets, within):
-  """EQ: loss and gradients whichever experts are hot, with one program.
-
-  Args:
-    mesh: text as for --mesh. hot: experts that every device gathers.
-    sets: how many times they are drawn at random, for every layer.
-    within: largest difference allowed, relative to each leaf's maximum.
-  """
+def _hot_sets(config, mesh, hot, sets):
+  """(experts, differences of losses and gradients, programs, {hot experts})."""
   with jax.enable_x64(True):
-    hots = lambda n: {'model.experts.hot': n}
-    config, devices = experiment.shrunk(run.config, mesh)
-    config = experiment.fields(config, hots(hot))
-    plain = experiment.fields(config, hots(0))
+    config, devices = experiment.shrunk(config, mesh)
+    config = experiment.fields(config, {'model.experts.hot': hot})
+    plain = experiment.fields(config, {'model.experts.hot': 0})
     wanted = trial.reference(plain, True, devices[0])
     side = trial.Runner(config, devices)
     step = step_lib.make(side.job.built, side.job.optimizer, 0.0)
-    programs, worst, chosen = [], [], set()
+    programs, gaps, chosen = [], [], set()
 
     def grads(params, batch):
       programs.append('traced')
@@ -58,15 +51,26 @@ def any_hot_set(run, *, mesh, hot, sets, within):
       with side.job.context():
         batch = side.put(wanted.batches[0])
         loss, found = jax.device_get(compiled(state.params, batch))
-      worst.append(trial.worst(found, wanted.gradients, 1e-6)[0])
-      worst.append(float(abs(loss - wanted.loss) / abs(wanted.loss)))
-  return claims.Outcome(
-    f'<= {within:.0e}, 1 program',
-    f'{max(worst):.1e}, {len(programs)} program{"s" * (len(programs) > 1)}',
-    f'{mesh}, {config.model.experts.count} experts of which {hot} hot; '
-    f'{sets} draws, {len(chosen)} different sets; against one device without '
-    'hot experts, float64, shrunk',
-    max(worst) <= within and len(programs) == 1 and len(chosen) > 1,
+      gaps.append(trial.worst(found, wanted.gradients, 1e-6)[0])
+      gaps.append(float(abs(loss - wanted.loss) / abs(wanted.loss)))
+  return config.model.experts.count, gaps, len(programs), chosen
+
+
+def any_hot_set(run, *, mesh, hot, sets, within):
+  """EQ: loss and gradients whichever experts are hot, with one program.
+
+  Args:
+    hot: experts that every device gathers.
+    sets: how many times they are drawn at random, for every layer.
+  """
+  count, gaps, programs, chosen = _hot_sets(run.config, mesh, hot, sets)
+  return experiment.equal(
+    gaps,
+    within,
+    f'{mesh}, {count} experts of which {hot} hot; programs: {programs} (must '
+    f'be 1); {sets} draws, {len(chosen)} different sets; against one device '
+    'without hot experts, float64, shrunk',
+    programs == 1 and len(chosen) > 1,
   )
 
 
@@ -96,8 +100,7 @@ def _dispatched(mesh, plan, arrays):
 
   An expert is one matrix; gradients are of sum(y sin(x)).
   """
-  devices = jax.devices()[: math.prod(mesh_lib.parse(mesh).values())]
-  placed, axes = mesh_lib.make(mesh, devices), plan.region
+  placed, axes = experiment.mesh_of(mesh), plan.region
 
   def local(w, x, ids, mix):
     def sent(w, x, mix):
@@ -126,11 +129,10 @@ def axis_by_axis_is_bitwise(run, *, meshes, tokens):
   Output and all gradients of one dispatch, float32.
 
   Args:
-    meshes: list of texts as for --mesh; experts are over all their axes.
+    meshes: list of them; experts are over all their axes.
     tokens: of each device.
   """
-  del run
-  told, same = [], True
+  verdicts, same = [], True
   for mesh in meshes:
     sizes = mesh_lib.parse(mesh)
     drawn = _drawn(tokens * math.prod(sizes.values()))
@@ -143,11 +145,11 @@ def axis_by_axis_is_bitwise(run, *, meshes, tokens):
     )
     equal = all(map(np.array_equal, flat, stepwise))
     same &= equal and all(np.abs(a).max() > 0 for a in flat[2:])
-    told.append(f'{mesh} {"equal" if equal else "NOT equal"}')
+    verdicts.append(f'{mesh} {"equal" if equal else "NOT equal"}')
   return claims.Outcome(
     'the same bits',
     'the same bits' if same else 'other bits',
-    f'output, gradients of tokens, weights and experts: {"; ".join(told)}',
+    f'output, gradients of tokens, weights and experts: {"; ".join(verdicts)}',
     same,
   )
 
@@ -171,10 +173,9 @@ def drops_are_counted(run, *, mesh, region, factors, tokens):
     mesh, region: of the exchange; the mesh has no other axes.
     factors: capacity factors. tokens: of each device.
   """
-  del run
   n, axes = math.prod(mesh_lib.parse(mesh).values()), tuple(region.split('+'))
   w, x, ids, mix = drawn = _drawn(n * tokens)
-  worst, told, right = 0.0, [], True
+  gaps, losses, right = [], [], True
   for factor in factors:
     plan = expert.DispatchPlan(len(w), axes, factor=factor)
     slots = expert.slots(plan, tokens, ids.shape[1])
@@ -184,16 +185,17 @@ def drops_are_counted(run, *, mesh, region, factors, tokens):
     wanted = np.einsum('NK,ND,NKDF->NF', mix * served, x, w[ids])
     with jax.enable_x64(True):
       y, dropped, *_ = _dispatched(mesh, plan, drawn)
-    worst = max(worst, float(np.abs(y - wanted).max() / np.abs(wanted).max()))
+    gaps.append(experiment.gap(y, wanted))
     right &= int(dropped) == (~served).sum()
-    told.append(f'{factor:g}: {int(dropped)} ({(~served).mean():.1%})')
-  return claims.Outcome(
-    'counts equal, <= 1e-12',
-    f'counts {"equal" if right else "DIFFER"}, {worst:.0e}',
-    f'{mesh}, {len(w)} experts, top-{ids.shape[1]}, {tokens} tokens a device '
+    losses.append(f'{factor:g}: {int(dropped)} ({(~served).mean():.1%})')
+  return experiment.equal(
+    gaps,
+    1e-12,
+    f'counts {"equal" if right else "DIFFER"}; {mesh}, {len(w)} experts, '
+    f'top-{ids.shape[1]}, {tokens} tokens a device '
     'whose odds of expert i are 1 / i; assignments dropped, by capacity '
-    f'factor: {"; ".join(told)} of {ids.size}',
-    right and worst <= 1e-12,
+    f'factor: {"; ".join(losses)} of {ids.size}',
+    right,
   )
 
 
@@ -207,29 +209,28 @@ def parameter_counts(run, *, cases, within):
       'experts': fields of schema.Experts}.
     within: relative difference allowed from what was published.
   """
-  told, worst, exact = [], 0.0, True
+  off, counts, exact = [], [], True
+  plain = dataclasses.replace(run.config, mesh=schema.Mesh())
   for name, case in cases.items():
-    experts = dataclasses.replace(
-      run.config.model.experts, **case.get('experts', {})
+    config = experiment.fields(
+      plain,
+      experiment.under('model', case['model']),
+      experiment.under('model.experts', case.get('experts', {})),
     )
-    model = dataclasses.replace(
-      run.config.model, experts=experts, **case['model']
-    )
-    config = dataclasses.replace(run.config, model=model, mesh=schema.Mesh())
     built = build.build(config, abstract=True)
     counted = set(expert_counts.paths(built.model))
     sizes = {
       p: math.prod(x.shape) for p, x in built.params.items() if p not in counted
     }
     ours = sum(sizes.values())
-    exact &= ours == _formula(model)
-    worst = max(worst, abs(ours / case['published'] - 1))
-    told.append(f'{name} {ours:,}')
+    exact &= ours == _formula(config.model)
+    off.append(abs(ours / case['published'] - 1))
+    counts.append(f'{name} {ours:,}')
   return claims.Outcome(
     f'the formula; +-{within:.0%} of the paper',
-    f'{"equal" if exact else "NOT equal"}; {worst:.1%} off',
-    'built without arrays, counters left out: ' + '; '.join(told),
-    exact and worst <= within,
+    f'{"equal" if exact else "NOT equal"}; {max(off):.1%} off',
+    'built without arrays, counters left out: ' + '; '.join(counts),
+    exact and max(off) <= within,
   )
 
 

@@ -24,6 +24,31 @@ from paraxis.train.plot import experts as plot_experts
 from paraxis.train.run import metrics
 
 
+def _scope_gaps(config, cases):
+  """Largest difference of loss and gradients from one microbatch, of each case.
+
+  cases: [scope, microbatches] on one device.
+  """
+  gaps = []
+  with jax.enable_x64(True):
+    scoped = lambda scope, parts: {
+      'model.experts.balance_scope': scope,
+      'train.microbatches': parts,
+    }
+    config, devices = experiment.shrunk(config, 'data=1')
+    config = experiment.fields(config, scoped('microbatch', 1))
+    whole = trial.reference(config, True, devices[0])
+    wanted = whole.gradients | {'loss': np.asarray(whole.loss)}
+    for scope, parts in cases:
+      mine = experiment.fields(config, scoped(scope, parts))
+      side = trial.Runner(mine, devices)
+      start = side.start(whole.params)
+      loss, gradients = side.gradients(start, whole.batches[0])
+      found = jax.device_get(gradients | {'loss': loss})
+      gaps.append(trial.worst(found, wanted)[0])
+  return gaps
+
+
 def scopes_agree(run, *, equal, other, within, apart):
   """EQ: balance_scope on one device, against a batch in one microbatch.
 
@@ -36,25 +61,10 @@ def scopes_agree(run, *, equal, other, within, apart):
     other: [scope, microbatches] that does not.
     within: largest difference of what is equal. apart: least of the other.
   """
-  gaps = []
-  with jax.enable_x64(True):
-    scoped = lambda scope, parts: {
-      'model.experts.balance_scope': scope,
-      'train.microbatches': parts,
-    }
-    config, devices = experiment.shrunk(run.config, 'data=1')
-    config = experiment.fields(config, scoped('microbatch', 1))
-    whole = trial.reference(config, True, devices[0])
-    wanted = whole.gradients | {'loss': np.asarray(whole.loss)}
-    for scope, parts in (*equal, other):
-      mine = experiment.fields(config, scoped(scope, parts))
-      side = trial.Runner(mine, devices)
-      start = side.start(whole.params)
-      loss, gradients = side.gradients(start, whole.batches[0])
-      found = jax.device_get(gradients | {'loss': loss})
-      gaps.append(trial.worst(found, wanted)[0])
+  cases = [*equal, other]
+  gaps = _scope_gaps(run.config, cases)
   *same, last = gaps
-  names = [f'{scope} of {parts}' for scope, parts in (*equal, other)]
+  names = [f'{scope} of {parts}' for scope, parts in cases]
   return claims.Outcome(
     f'<= {within:.0e}; > {apart:.0e}',
     f'{max(same):.1e}; {last:.1e}',
@@ -89,9 +99,8 @@ def zipf_stragglers(run, *, experts, ranks, hots, draws, table, within):
   Args:
     experts, ranks: E and r. hots: numbers of hot experts.
     draws: orders of the experts, at random, that are averaged.
-    table: {s as text: expected for each of hots}. within: difference allowed.
+    table: {s as text: expected for each of hots}.
   """
-  del run
   found = {}
   for s in table:
     loads = np.arange(1, experts + 1.0) ** -float(s)
@@ -105,7 +114,7 @@ def zipf_stragglers(run, *, experts, ranks, hots, draws, table, within):
     f's={s} {row[0]:.2f} -> {row[-1]:.2f}' for s, row in rows.items()
   )
   every = '; '.join(
-    f's={s} {" ".join(f"{v:.2f}" for v in row)}, the work of the busiest falls '
+    f's={s} {experiment.numbers(row, ".2f")}, the work of the busiest falls '
     f'{row[0] / row[-1]:.2f} x'
     for s, row in found.items()
   )
@@ -113,13 +122,9 @@ def zipf_stragglers(run, *, experts, ranks, hots, draws, table, within):
     f'{ends(table)} +-{within:g}',
     ends(found),
     f'{experts} experts on {ranks} ranks, mean of {draws} orders; hot '
-    f'{" ".join(map(str, hots))}: {every}. Gathering costs bytes, and all '
+    f'{experiment.numbers(hots)}: {every}. Gathering costs bytes, and all '
     'ranks are taken to hold as many hot tokens',
-    all(
-      abs(a - b) <= within
-      for s in table
-      for a, b in zip(found[s], table[s], strict=True)
-    ),
+    all(experiment.close(found[s], table[s], within) for s in table),
   )
 
 
@@ -159,12 +164,12 @@ def recorded_stragglers(run, *, steps, ranks, hots, falls):
     for row, value in zip((found, oracle), np.mean(judged, 0), strict=True):
       row.append(float(value))
   fall = found[0] / found[-1]
-  text = lambda row: ' '.join(f'{v:.2f}' for v in row)
+  text = lambda row: experiment.numbers(row, '.2f')
   return claims.Outcome(
     f'falls >= {falls:g} x',
     f'{text(found)}: {fall:.2f} x',
     f'busiest over mean, {loads.shape[2]} experts on {ranks} ranks, hot '
-    f'{" ".join(map(str, hots))}, by the loads of the step before, mean of '
+    f'{experiment.numbers(hots)}, by the loads of the step before, mean of '
     f'{loads.shape[0]} layers and steps 2 to {steps}; by those of the same '
     f'step {text(oracle)}; worst step without hot experts '
     f'{max(busiest(x, ranks) for layer in loads for x in layer):.2f}',
@@ -195,15 +200,15 @@ def elastic_tasks(run, *, cases, draws):
       'times': expected ratio of the slowest, even over ours}.
     draws: random cases that are compared with every way to share out.
   """
-  del run
-  told, right = [], True
+  shares, ratios, right = [], [], True
   for case in cases:
     loads, n = case['loads'], case['devices']
     ours = share_devices(loads, n)
     even = max(loads) / (n / len(loads))
     ratio = even / max(a / b for a, b in zip(loads, ours, strict=True))
     right &= ours == case['shares'] and abs(ratio - case['times']) < 0.005
-    told.append(f'loads {loads} on {n}: {ours}, {ratio:.2f} x')
+    ratios.append(f'{ratio:.2f} x')
+    shares.append(f'loads {loads} on {n}: {ours}, {ratios[-1]}')
   rng, best = np.random.default_rng(0), 0
   for _ in range(draws):
     tasks = int(rng.integers(2, 5))
@@ -214,9 +219,9 @@ def elastic_tasks(run, *, cases, draws):
     best += slowest(share_devices(loads, n)) == least
   return claims.Outcome(
     '; '.join(f'{c["times"]:.2f} x' for c in cases) + f', best in {draws}',
-    '; '.join(t.rsplit(', ', 1)[1] for t in told) + f', best in {best}',
-    f'{"; ".join(told)}: how much shorter the slowest takes than with as many '
-    f'devices each; none of all ways to share out is better in {best} of '
+    f'{"; ".join(ratios)}, best in {best}',
+    f'{"; ".join(shares)}: how much shorter the slowest takes than with as '
+    f'many devices each; none of all ways to share out is better in {best} of '
     f'{draws} random cases',
     right and best == draws,
   )

@@ -15,10 +15,8 @@ region, n devices, w bytes of a number.
 """
 
 import collections
-import functools
 import math
 
-import jax
 import numpy as np
 
 from paraxis.configs.base import errors
@@ -27,8 +25,6 @@ from paraxis.models import layer
 from paraxis.models.ffn import moe
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import hlo
-from paraxis.train import program as job_lib
-from paraxis.train import step as step_lib
 from paraxis.train.certify import target_compile
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
@@ -36,22 +32,6 @@ from paraxis.train.claims import harness as claims
 EXCHANGES = ('all-to-all', 'ragged-all-to-all')
 REGION, COUNT = 'model.experts.region', 'model.experts.count'
 CAPACITY = 'model.experts.capacity_factor'
-
-
-@functools.lru_cache(maxsize=32)
-def _messages(config, devices, name='gradient'):
-  """[hlo.Collective] of 'gradient', or of 'forward': the loss alone."""
-  job = job_lib.of_shapes(config, '', devices)
-  if name == 'gradient':
-    traced = target_compile.trace(job)['gradient']
-  else:
-    step = step_lib.make(job.built, job.optimizer, 0.0)
-    with job.context():
-      traced = jax.jit(step.evaluate).trace(
-        job.state.params, job.batch_shapes()
-      )
-  with job.context():
-    return experiment.collectives(traced, job.mesh)
 
 
 def _exchanges(found):
@@ -62,7 +42,7 @@ def exchanges_per_layer(run, *, mesh, regions, forward, backward):
   """HLO: all-to-alls of a layer in each pass, and over which axes.
 
   Args:
-    mesh: text as for --mesh. regions: list of model.experts.region.
+    regions: list of model.experts.region.
     forward, backward: how many of a layer.
   """
   found, right = {}, True
@@ -72,7 +52,7 @@ def exchanges_per_layer(run, *, mesh, regions, forward, backward):
     )
     layers, both = config.model.num_layers, []
     for name in ('forward', 'gradient'):
-      sent = _exchanges(_messages(config, devices, name))
+      sent = _exchanges(experiment.step_collectives(config, devices, name))
       right &= {c.axes for c in sent} == {tuple(region.split('+'))}
       both.append(sum(c.count for c in sent) / layers)
     found[region] = both[0], both[1] - both[0]
@@ -93,44 +73,39 @@ def folded_bytes(run, *, mesh, regions, counts, ratios, within):
   The whole gradient is counted: attention and the other parameters too.
 
   Args:
-    mesh: text as for --mesh, with a data axis.
     regions: list of model.experts.region, the first unfolded.
     counts: of experts. ratios: for each count, of each region after the first.
-    within: how far from them.
   """
-  found, told = [], []
+  found, received = [], []
   for count in counts:
     rows = []
     for region in regions:
       config, devices = experiment.on(
         run.config, mesh, {REGION: region, COUNT: count, CAPACITY: 1.0}
       )
-      sent = _messages(config, devices)
+      sent = experiment.step_collectives(config, devices)
       far = [c for c in sent if 'data' in c.axes]
       rows.append(
         [sum(c.total for c in part) for part in (sent, _exchanges(sent), far)]
       )
     found.append([row[0] / rows[0][0] for row in rows[1:]])
-    told.append(
+    received.append(
       f'E={count} '
       + ', '.join(' '.join(f'{n / 1e3:,.0f}' for n in row) for row in rows)
     )
-  text = lambda table: '; '.join(
-    ' '.join(f'{v:.2f}' for v in row) for row in table
-  )
+  text = lambda table: '; '.join(experiment.numbers(r, '.2f') for r in table)
   tokens = config.train.batch_size * config.data.sequence_length
   return claims.Outcome(
     f'{text(ratios)} +-{within:.2f}',
     text(found),
     f'{mesh}, experts over {", ".join(regions)}; KB a device receives, '
-    f'exchanges alone, and of all what crosses data: {"; ".join(told)}. '
+    f'exchanges alone, and of all what crosses data: {"; ".join(received)}. '
     'Exchanges over more devices cost more, gradients of experts that fewer '
     f'devices share less; {tokens // len(devices)} tokens a device here: the '
     'more, the smaller the gain',
     all(
-      abs(a - b) <= within
+      experiment.close(row, wanted, within)
       for row, wanted in zip(found, ratios, strict=True)
-      for a, b in zip(row, wanted, strict=True)
     ),
   )
 
@@ -211,7 +186,7 @@ def axis_by_axis(run, *, mesh, region):
   r_a - 1 gets 1 / r_a.
 
   Args:
-    mesh: text as for --mesh. region: model.experts.region, two axes or more.
+    region: model.experts.region, two axes or more.
   """
   found, right = {}, True
   axes, sizes = tuple(region.split('+')), mesh_lib.parse(mesh)
@@ -222,7 +197,7 @@ def axis_by_axis(run, *, mesh, region):
     )
     held, layers = _slots(config, len(devices))
     bytes_of, times = collections.Counter(), collections.Counter()
-    for c in _exchanges(_messages(config, devices)):
+    for c in _exchanges(experiment.step_collectives(config, devices)):
       bytes_of[c.axes] += c.total
       times[c.axes] += c.count
     steps = [(a,) for a in axes] if hierarchical else [axes]
@@ -234,15 +209,15 @@ def axis_by_axis(run, *, mesh, region):
     found[hierarchical] = bytes_of
   peers = lambda steps: sum(math.prod(sizes[a] for a in s) - 1 for s in steps)
   both = peers([axes]), peers([(a,) for a in axes])
-  tell = lambda row: ', '.join(
+  kbytes = lambda row: ', '.join(
     f'{"+".join(a)} {n / 1e3:,.0f}' for a, n in row.items()
   )
   return claims.Outcome(
     'the formulas',
     'the formulas' if right else 'DIFFERENT',
     f'{mesh}, experts over {region}: peers {both[0]} -> {both[1]} an exchange; '
-    f'KB a device receives in a step, at once {tell(found[False])}; axis by '
-    f'axis {tell(found[True])}, the last axis being the nearest',
+    f'KB a device receives in a step, at once {kbytes(found[False])}; axis by '
+    f'axis {kbytes(found[True])}, the last axis being the nearest',
     right,
   )
 
@@ -254,16 +229,16 @@ def hot_bytes(run, *, mesh, hots):
   experts would be E |expert| (r - 1) / r, and a scatter as much.
 
   Args:
-    mesh: text as for --mesh. hots: how many, the first 0.
+    hots: how many, the first 0.
   """
-  totals, right = {}, True
+  totals = {}
   for hot in hots:
     config, devices = experiment.on(
       run.config, mesh, {'model.experts.hot': hot}
     )
     axes = tuple(config.model.experts.region.split('+'))
-    sent = [c for c in _messages(config, devices) if c.kind == 'all-reduce']
-    totals[hot] = sum(c.total for c in sent)
+    sent = experiment.step_collectives(config, devices)
+    totals[hot] = sum(c.total for c in sent if c.kind == 'all-reduce')
   model = config.model
   matrices = 2 if model.mlp == 'gelu' else 3
   size = matrices * model.d_model * moe.width(model)
@@ -290,12 +265,11 @@ def compiled(run, *, fields, mesh, topology, regions, most):
 
   Args:
     fields: {'section.field': value} beyond the config's.
-    mesh, topology: as for `paraxis compile`.
     regions: list of model.experts.region.
     most: for each region, {axes: most bytes a device may receive}, in GB, and
       {'peak': most GiB}.
   """
-  told, right = [], True
+  reports, right = [], True
   for region, limits in zip(regions, most, strict=True):
     config = experiment.fields(run.config, fields, {REGION: region})
     report = target_compile.compile_config(config, mesh, topology)
@@ -307,18 +281,18 @@ def compiled(run, *, fields, mesh, topology, regions, most):
     )
     right &= bool(report.fits)
     right &= all(found.get(k, 0) <= v for k, v in limits.items())
-    told.append((region, report, found))
+    reports.append((region, report, found))
   lines = [
     f'{region}: {found["peak"]:.1f} GiB, {found["all"]:.1f} GB ('
     + ', '.join(
       f'{a} {n:.2f}' for a, n in found.items() if a not in ('peak', 'all')
     )
     + f'), {report.cpu_seconds:.0f} CPU-seconds'
-    for region, report, found in told
+    for region, report, found in reports
   ]
   return claims.Outcome(
     'fits, and below the bounds',
-    ' | '.join(f'{f["peak"]:.1f} GiB {f["all"]:.1f} GB' for *_, f in told),
+    ' | '.join(f'{f["peak"]:.1f} GiB {f["all"]:.1f} GB' for *_, f in reports),
     f'{topology}, {mesh}, {report.parameters / 1e9:.1f}B parameters; memory, '
     f'received by a device in a step, compiled in: {"; ".join(lines)}',
     right,

@@ -131,7 +131,7 @@ def specialise(run, *, variants, seeds, more, times):
   ratios = [a / b for a, b in zip(*(found[n] for n in more), strict=True)]
   return claims.Outcome(
     f'>= {times:g} x in every seed',
-    ' '.join(f'{r:.3g}' for r in ratios),
+    experiment.numbers(ratios, '.3g'),
     f'{" over ".join(more)}, mutual information of domain and expert on '
     f'held-out text, in bits: {_table(found)}; {_seeds(seeds)} '
     f'(lowest to highest), {run.config.train.steps} steps',
@@ -154,7 +154,7 @@ def learn_better(run, *, variants, seeds, better, by):
   wins = [sum(a < b for a, b in pair) for pair in pairs]
   return claims.Outcome(
     '; '.join(f'{a} below {b}' for a, b in better),
-    ' '.join(f'{gain:.4f}' for gain in gains),
+    experiment.numbers(gains, '.4f'),
     f'bits per byte of held-out text, {_seeds(seeds)}: {_table(found)}; better '
     f'in {", ".join(f"{w} of {len(seeds)}" for w in wins)}; '
     f'{run.config.train.steps} steps',

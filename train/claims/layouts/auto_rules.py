@@ -2,13 +2,12 @@
 
 Programs here are laid out by parameter specs alone, as Redco's are: no mesh is
 in force, no array is annotated, XLA propagates. Bytes are those that one device
-receives, counted in the compiled program by sharding/meter/hlo.py.
+receives, counted in the compiled program by sharding/meter/hlo.py. The argument
+`size` of a claim is the number of devices along tensor.
 """
 
-import dataclasses
 import functools
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from paraxis.models import batch as batch_lib
 from paraxis.models import decoder
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
@@ -24,6 +22,7 @@ from paraxis.sharding.meter import hlo
 from paraxis.sharding.planner import auto_rules
 from paraxis.train import loss as loss_lib
 from paraxis.train.certify import trial
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.run import compiling
 
@@ -45,13 +44,12 @@ def specs_are_megatrons(run, *, size, families):
   """EQ: matrices of every family are split as the hand-written rules do.
 
   Args:
-    size: devices along tensor.
     families: {name: fields of schema.Model beyond the config's}.
   """
   same, matrices, others = 0, 0, []
   for name, fields in families.items():
-    config = dataclasses.replace(run.config.model, **fields)
-    model = decoder.Decoder(config)
+    own = experiment.under('model', fields)
+    model = decoder.Decoder(experiment.fields(run.config, own).model)
     ours, hand = auto_rules.specs(_shapes(model), size), _megatron(model, size)
     for path in ours:
       if model.kinds[path] != 'vector':
@@ -69,27 +67,14 @@ def specs_are_megatrons(run, *, size, families):
   )
 
 
-def _batch(config):
-  """Random tokens, one document a row."""
-  rows, length = config.train.batch_size, config.data.sequence_length
-  rng = np.random.default_rng(config.train.seed)
-  ids = rng.integers(0, config.model.vocab_size, (rows, length + 1))
-  ids, ones = ids.astype(np.int32), np.ones((rows, length), np.int32)
-  positions = np.arange(length, dtype=np.int32) * ones
-  return batch_lib.Batch(
-    ids[:, :-1], ids[:, 1:], ones, positions, ones * 1.0, ones.sum() * 1.0
-  )
-
-
 def _from_specs(config, specs, mesh_text, gradients=True):
   """(compiled(params, batch), mesh): laid out by the specs, rows over data."""
-  sizes = mesh_lib.parse(mesh_text)
-  devices = jax.devices()[: math.prod(sizes.values())]
-  made, model = mesh_lib.make(sizes, devices), decoder.Decoder(config.model)
+  made = experiment.mesh_of(mesh_text)
+  model = decoder.Decoder(config.model)
   auto = (AxisType.Auto,) * len(mesh_lib.AXES)
   mesh = jax.sharding.Mesh(made.devices, mesh_lib.AXES, axis_types=auto)
   on = lambda spec: jax.NamedSharding(mesh, spec)
-  data = _batch(config)
+  data = trial.batches(config, False)[0]
   rows = jax.tree.map(
     lambda x: on(PartitionSpec('data') if np.ndim(x) else PartitionSpec()), data
   )
@@ -111,18 +96,12 @@ def _sent(config, specs, mesh_text, gradients):
 
 
 def specs_equal_one_device(run, *, mesh, within):
-  """EQ: loss and gradients, laid out by the specs alone, equal one device.
-
-  Args:
-    mesh: text as for --mesh: data and tensor.
-    within: largest difference allowed, relative to each leaf's maximum.
-  """
-  wide = dict(dtype='float64', param_dtype='float64')
-  config = dataclasses.replace(
-    run.config, model=dataclasses.replace(run.config.model, **wide)
-  )
+  """EQ: loss and gradients, laid out by the specs alone, equal one device."""
+  wide = {'model.dtype': 'float64', 'model.param_dtype': 'float64'}
+  config = experiment.fields(run.config, wide)
   with jax.enable_x64(True):
-    model, data = decoder.Decoder(config.model), _batch(config)
+    model = decoder.Decoder(config.model)
+    data = trial.batches(config, False)[0]
     params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
     shapes = _shapes(model)
     results = []
@@ -133,28 +112,23 @@ def specs_equal_one_device(run, *, mesh, within):
       loss, gradients = jax.device_get(step(*args))
       results.append({**gradients, 'the loss': loss})
   worst, leaf = trial.worst(results[1], results[0])
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{worst:.1e}',
+  return experiment.equal(
+    worst,
+    within,
     f'{mesh}; float64, initial weights, random tokens, no annotation; most in '
     f'{leaf}',
-    worst <= within,
   )
 
 
 def reductions_per_layer(run, *, size, forward, step):
-  """HLO: all-reduces of a layer, by Redco's specs and by the hand-written.
-
-  Args:
-    size: devices along tensor. forward, step: how many are expected.
-  """
+  """HLO: all-reduces of a layer, forward and in a step, by Redco's specs and by
+  the hand-written."""
   found, others = {}, set()
   for rule, gradients in itertools.product(('redco', 'hand'), (False, True)):
     count = []
     for layers in (1, 2):
-      model = dataclasses.replace(run.config.model, num_layers=layers)
-      config = dataclasses.replace(run.config, model=model)
-      made = decoder.Decoder(model)
+      config = experiment.fields(run.config, {'model.num_layers': layers})
+      made = decoder.Decoder(config.model)
       specs = _megatron(made, size)
       if rule == 'redco':
         specs = auto_rules.specs(_shapes(made), size)
@@ -197,12 +171,10 @@ def fewest_bytes(run, *, size, worst_at_least):
   Redco's and the hand-written one move the fewest bytes.
 
   Args:
-    size: devices along tensor.
     worst_at_least: how many times the bytes the worst of them moves.
   """
-  model = dataclasses.replace(run.config.model, num_layers=1)
-  config = dataclasses.replace(run.config, model=model)
-  made = decoder.Decoder(model)
+  config = experiment.fields(run.config, {'model.num_layers': 1})
+  made = decoder.Decoder(config.model)
   shapes = _shapes(made)
   decisions = auto_rules.decide(shapes, size)
 

@@ -37,17 +37,16 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
-from paraxis.models import batch as batch_lib
-from paraxis.models import build
 from paraxis.pallas_kernels.attention import op as attention_lib
-from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import replica_groups
-from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import compiled
 from paraxis.sharding.meter import hlo
 from paraxis.sharding.sequence import attention as context
+from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
+from paraxis.train.certify import target_compile
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 
 
@@ -156,7 +155,7 @@ def _texts(form, shape, mesh):
 @functools.lru_cache(maxsize=16)
 def _counted(form, shape):
   """`Sends` of the forward and of the backward program, compiled here."""
-  mesh = mesh_lib.make({'context': shape.ranks}, jax.devices()[: shape.ranks])
+  mesh = experiment.mesh_of({'context': shape.ranks})
   return tuple(sends(text, mesh) for text in _texts(form, shape, mesh))
 
 
@@ -177,7 +176,6 @@ def sends_equal_formulas(run, *, form, shape):
     form: 'ring', 'rsa' or 'token_ring'.
     shape: fields of `Shape`.
   """
-  del run
   shape = Shape(**shape)
   found, right = _counted(form, shape), formulas(form, shape)
   count = lambda parts: ' + '.join(str(p.messages) for p in parts)
@@ -216,9 +214,7 @@ def bytes_against_ring(run, *, form, shape, ratios, within):
   Args:
     form: as above. shape: fields of `Shape` without kv_heads.
     ratios: [[query heads per kv head, expected ratio], ...], the first for 1.
-    within: how far a ratio may be from what is expected.
   """
-  del run
   found, same, lines = [], True, []
   for group, _ in ratios:
     one = Shape(**shape, kv_heads=shape['heads'] // group)
@@ -231,13 +227,12 @@ def bytes_against_ring(run, *, form, shape, ratios, within):
     lines.append(f'at {group} query heads per kv head {each}')
   say = lambda values: ', '.join(f'{x:.2f}x' for x in values)
   right = [ratio for _, ratio in ratios]
-  close = (abs(a - b) <= within for a, b in zip(found, right, strict=True))
   return claims.Outcome(
     f'{say(right)} +-{within:g}',
     say(found),
     f'{"; ".join(lines)}; even at {1 / found[0]:.2f}; {shape["ranks"]} ranks, '
     f'width {shape["width"]}; {"as" if same else "NOT as"} the formulas',
-    same and all(close),
+    same and experiment.close(found, right, within),
   )
 
 
@@ -257,26 +252,9 @@ def _config(base, model, mesh, rows, tokens):
   """schema.Config of a step of `rows` rows of `tokens` tokens."""
   if model.get('position') == 'learned':
     model = {**model, 'max_positions': tokens}
-  return dataclasses.replace(
-    base,
-    model=dataclasses.replace(base.model, **model),
-    mesh=mesh,
-    data=dataclasses.replace(base.data, sequence_length=tokens),
-    train=dataclasses.replace(base.train, batch_size=rows),
-  )
-
-
-def _batch(config, built):
-  """The shapes of a step's batch, laid out."""
-  names, sizes = ('batch', 'length'), dict(built.mesh.shape)
-  shape = config.train.batch_size, config.data.sequence_length
-  place = lambda shape, dtype, spec: jax.ShapeDtypeStruct(
-    shape, dtype, sharding=jax.NamedSharding(built.mesh, spec)
-  )
-  spec = rules_lib.spec(names, shape, built.rules, sizes, 'the batch')
-  ids, weights = (place(shape, d, spec) for d in (jnp.int32, jnp.float32))
-  one = place((), jnp.float32, P())
-  return batch_lib.Batch(ids, ids, ids, ids, weights, one)
+  sizes = {'data.sequence_length': tokens, 'train.batch_size': rows}
+  config = experiment.fields(base, experiment.under('model', model), sizes)
+  return dataclasses.replace(config, mesh=mesh)
 
 
 def needed(config, topology):
@@ -290,16 +268,15 @@ def needed(config, topology):
     inf if the compiler finds that it does not fit.
   """
   with topology.context():
-    built = build.build(config, '', config.train.remat, topology.devices)
-    grads = step_lib.make(built, None, 0.0).grads
-    with build.layout(built), _quickly():
-      traced = jax.jit(grads).trace(built.params, _batch(config, built))
+    job = job_lib.of_shapes(config, '', topology.devices)
+    grads = step_lib.make(job.built, None, 0.0).grads
+    with job.context(), _quickly():
+      traced = jax.jit(grads).trace(job.built.params, job.batch_shapes())
       try:
         memory = aot.memory(aot.compile_for(topology, 'gradient', traced))
       except errors.UserError:
         return math.inf
-  size = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-  optimizer = 2 * sum(map(size, built.params.values()))
+  optimizer = 2 * target_compile.device_bytes(job.built.params)
   return memory.peak + memory.code + optimizer
 
 

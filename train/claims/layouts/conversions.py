@@ -18,24 +18,28 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from paraxis.pallas_kernels.attention import op as attention_op
-from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import hlo
 from paraxis.sharding.planner import conversions as layout
 from paraxis.sharding.planner import signatures
 from paraxis.train.certify import trial
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 
 _COLUMNS, _ROWS = 'tensor:S(1)', 'tensor:S(0)'  # of a weight (in, out)
 
 
-def _mesh(text):
-  """The mesh of `text` on the first devices; UserError if they are too few."""
-  sizes = mesh_lib.parse(text)
-  return mesh_lib.make(sizes, jax.devices()[: math.prod(sizes.values())])
-
-
 def _pair(text):
   return tuple(layout.parse(side) for side in text.split(' -> '))
+
+
+def _terms(x, at, sizes, rng):
+  """x as the host holds it in the layout `at`: its terms, or x itself."""
+  if not at.partial:
+    return x
+  count = math.prod(sizes[a] for a in at.partial)
+  parts = rng.normal(size=(count, *x.shape))
+  parts[-1] = x - parts[:-1].sum(0)
+  return parts
 
 
 def _conversion(mesh, shape, source, target):
@@ -43,16 +47,9 @@ def _conversion(mesh, shape, source, target):
 
   Terms are stacked on a first dimension, as layout.on_mesh wants them.
   """
-  rng, ndim = np.random.default_rng(0), len(shape)
+  rng = np.random.default_rng(0)
   x = rng.normal(size=shape)
-  start, spec = x, source.spec(ndim)
-  if source.partial:
-    n = math.prod(mesh.shape[a] for a in source.partial)
-    start = rng.normal(size=(n, *shape))
-    start[-1] = x - start[:-1].sum(0)
-    spec = PartitionSpec(
-      source.partial, *layout.SbpLayout(source.splits).spec(ndim)
-    )
+  start, spec = _terms(x, source, mesh.shape, rng), source.spec(len(shape))
   with jax.enable_x64(True), jax.set_mesh(mesh):
     run = jax.jit(lambda x: layout.on_mesh(x, source, target))
     args = jax.device_put(start, jax.NamedSharding(mesh, spec))
@@ -69,19 +66,18 @@ def conversion_totals(run, *, size, shape, totals):
     size: devices. shape: of a float64 tensor T.
     totals: {'S(0) -> B': bytes of all devices, in tensors T}.
   """
-  del run
-  mesh = _mesh(f'tensor={size}')
-  whole, right, told = math.prod(shape) * 8, 0, []
+  mesh = experiment.mesh_of({'tensor': size})
+  whole, right, moved = math.prod(shape) * 8, 0, []
   for text, expected in totals.items():
     a, b = (f'tensor:{side}' for side in text.split(' -> '))
     counted, _ = _conversion(mesh, shape, layout.parse(a), layout.parse(b))
     found = sum(counted.values()) * size / whole
     right += found == expected
-    told.append(f'{text} {found:g}')
+    moved.append(f'{text} {found:g}')
   return claims.Outcome(
     f'{len(totals)} of {len(totals)}',
     f'{right} of {len(totals)}',
-    f'on {size} devices, in tensors: {", ".join(told)}',
+    f'on {size} devices, in tensors: {", ".join(moved)}',
     right == len(totals),
   )
 
@@ -90,11 +86,10 @@ def conversions_declared(run, *, mesh, shape, conversions):
   """HLO: bytes declared before running are those counted, axis by axis.
 
   Args:
-    mesh: text as for --mesh. shape: of a float64 tensor.
+    shape: of a float64 tensor.
     conversions: 'data:S(0) tensor:P -> B', ... (layout.parse).
   """
-  del run
-  made, right, moved = _mesh(mesh), 0, 0
+  made, right, moved = experiment.mesh_of(mesh), 0, 0
   for text in conversions:
     a, b = _pair(text)
     declared = layout.cost(shape, 'float64', a, b, dict(made.shape))
@@ -113,18 +108,15 @@ def conversions_equal(run, *, mesh, shape, conversions, within):
   """EQ: converted tensors are the tensors (sums of terms: within rounding).
 
   Args:
-    mesh, shape, conversions: as `conversions_declared`.
-    within: largest difference allowed, of values of order one, in float64.
+    shape, conversions: as `conversions_declared`; values are of order one.
   """
-  del run
-  made = _mesh(mesh)
-  worst = max(_conversion(made, shape, *_pair(t))[1] for t in conversions)
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{worst:.1e}',
+  made = experiment.mesh_of(mesh)
+  errors = [_conversion(made, shape, *_pair(t))[1] for t in conversions]
+  return experiment.equal(
+    errors,
+    within,
     f'{len(conversions)} conversions on {mesh}, against NumPy; gradients are '
     'in tests/sharding/planner/test_conversions.py',
-    worst <= within,
   )
 
 
@@ -150,12 +142,12 @@ def cheapest_pair(run, *, size, rows):
     ]
     found[f'{a["tensor"]},{b["tensor"]}'] = min(ways)
   best = min(found, key=lambda pair: found[pair])
-  told = ', '.join(f'{pair} {n:,}' for pair, n in found.items())
+  declared = ', '.join(f'{pair} {n:,}' for pair, n in found.items())
   return claims.Outcome(
     'S(1),S(0)',
     best,
-    f'bytes declared per device: {told}; '
-    f'{rows} rows, {d} x {f}, {size} devices',
+    f'bytes declared per device: {declared}; {rows} rows, '
+    f'{d} x {f}, {size} devices',
     best == 'S(1),S(0)' and list(found.values()).count(found[best]) == 1,
   )
 
@@ -219,12 +211,8 @@ def _block_program(config, mesh, defer, differentiate):
 
 
 def deferred_sums(run, *, mesh):
-  """HLO: a block of attention beside an mlp needs one all-reduce, not two.
-
-  Args:
-    mesh: text as for --mesh, a tensor axis.
-  """
-  made, found = _mesh(mesh), {}
+  """HLO: a block of attention beside an mlp needs one all-reduce, not two."""
+  made, found = experiment.mesh_of(mesh), {}
   # The CPU compiler would send both sums in one message: no fewer bytes.
   apart: Any = {'xla_disable_hlo_passes': 'cpu-all-reduce-combiner'}
   with jax.enable_x64(True), jax.set_mesh(made):
@@ -244,13 +232,8 @@ def deferred_sums(run, *, mesh):
 
 
 def deferred_sums_equal(run, *, mesh, within):
-  """EQ: that block and all its gradients equal one device, in float64.
-
-  Args:
-    mesh: text as for --mesh, a tensor axis.
-    within: largest difference allowed, relative to each leaf's maximum.
-  """
-  made, worst = _mesh(mesh), 0.0
+  """EQ: that block and all its gradients equal one device, in float64."""
+  made, gaps = experiment.mesh_of(mesh), []
   with jax.enable_x64(True):
     program, args = _block_program(run.config, None, False, True)
     expected = jax.tree.leaves(jax.device_get(program(*args)))
@@ -259,10 +242,7 @@ def deferred_sums_equal(run, *, mesh, within):
         program, args = _block_program(run.config, made, defer, True)
         found = jax.tree.leaves(jax.device_get(program(*args)))
       found, wanted = (dict(enumerate(t)) for t in (found, expected))
-      worst = max(worst, trial.worst(found, wanted)[0])
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{worst:.1e}',
-    f'{mesh}; loss, dx and six weights, deferred and not',
-    worst <= within,
+      gaps.append(trial.worst(found, wanted)[0])
+  return experiment.equal(
+    gaps, within, f'{mesh}; loss, dx and six weights, deferred and not'
   )

@@ -27,26 +27,13 @@ from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import hlo
 from paraxis.sharding.meter import liveness
 from paraxis.sharding.meter import traced
-from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.certify import check
-from paraxis.train.certify import target_compile
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 
 STAGES = range(4)
-
-
-def _whole(params):
-  """Paths of parameters that every device holds whole."""
-  return [p for p, x in params.items() if not any(x.sharding.spec)]
-
-
-def _shard_bytes(tree):
-  """Bytes that the first device holds of a tree of arrays."""
-  leaves = jax.tree.leaves(tree)
-  return sum(x.addressable_shards[0].data.nbytes for x in leaves)
 
 
 def _sums(body, times):
@@ -80,23 +67,21 @@ def _held(config, devices):
     batch = side.put(trial.batches(config, False)[0])
     found = side.gradients(state, trial.batches(config, False)[0])[1]
     body, _ = traced.trace(grads, dict(job.mesh.shape), state.params, batch)
+  held = lambda tree: experiment.bytes_by_device(tree)[0]
+  whole = [p for p, x in state.params.items() if not any(x.sharding.spec)]
   return {
-    'parameters': _shard_bytes(state.params),
+    'parameters': held(state.params),
     'sums': _sums(body, times),
-    'gradients': _shard_bytes(found),
-    'optimizer': _shard_bytes(state.optimizer),
+    'gradients': held(found),
+    'optimizer': held(state.optimizer),
     'peak': liveness.estimate(body).peak,
-  }, _whole(state.params)
+  }, whole
 
 
 def zero_memory(run, *, mesh, bytes_per_parameter, within):
   """HLO: bytes a device holds at ZeRO stages 0 to 3, from real arrays.
 
   Parameters, sums of gradients over 2 microbatches, optimizer state.
-
-  Args:
-    mesh: text as for --mesh, a data axis.
-    bytes_per_parameter: of each stage. within: how far ours may be from it.
   """
   how = {'mesh.collectives': 'explicit', 'train.microbatches': 2}
   held, whole = [], []
@@ -106,24 +91,22 @@ def zero_memory(run, *, mesh, bytes_per_parameter, within):
     )
     held.append(row)
   count = held[0]['parameters'] / 4  # float32, and whole at stage 0
-  per = lambda name: ' '.join(f'{row[name] / count:.2f}' for row in held)
+  per = lambda name: experiment.numbers(
+    [row[name] / count for row in held], '.2f'
+  )
   total = [
     (row['parameters'] + row['sums'] + row['optimizer']) / count for row in held
   ]
-  text = lambda row: ' '.join(f'{v:.2f}' for v in row)
-  return claims.Outcome(
-    f'{text(bytes_per_parameter)} +-{within:.2f}',
-    text(total),
+  return experiment.near(
+    total,
+    bytes_per_parameter,
+    within,
     f'{mesh}, float32, bytes a parameter: parameters {per("parameters")}; sums '
     f'over microbatches {per("sums")}; optimizer {per("optimizer")}. '
     f'Gradients leave the step as {per("gradients")}. Whole at stage 3: '
     f'{", ".join(whole)}. Below stage 3 the gradient of one microbatch is '
     'whole until it is scattered: beside the parameters the gradient takes, '
     f'activations included, {per("peak")} (estimate)',
-    all(
-      abs(a - b) <= within
-      for a, b in zip(total, bytes_per_parameter, strict=True)
-    ),
   )
 
 
@@ -134,21 +117,13 @@ def _counts(config, stage):
   sizes = dict(built.mesh.shape)
 
   def held(first):
-    specs = {
-      p: rules_lib.stored(
-        built.model.axes[p], x.shape, built.rules, sizes, first
-      )
-      for p, x in built.params.items()
-    }
-    shards = lambda spec: math.prod(
-      sizes[a]
-      for axes in spec
-      for a in (axes if isinstance(axes, tuple) else (axes,))
-      if a
-    )
-    return sum(
-      math.prod(x.shape) // shards(specs[p]) for p, x in built.params.items()
-    )
+    total = 0
+    for p, x in built.params.items():
+      axes = built.model.axes[p]
+      spec = rules_lib.stored(axes, x.shape, built.rules, sizes, first)
+      shard = jax.NamedSharding(built.mesh, spec).shard_shape(x.shape)
+      total += math.prod(shard)
+    return total
 
   own = math.inf  # a stage from which nothing more is sharded
   return tuple(map(held, (own, rules_lib.SUMS, rules_lib.OPTIMIZER)))
@@ -161,7 +136,7 @@ def zero_published(run, *, model, devices, widths, gigabytes, within):
     model: {'section.field': value} beyond the config's.
     devices: on the data axis.
     widths: bytes of a parameter, of its gradient, of its optimizer state.
-    gigabytes: of each stage. within: relative difference allowed.
+    gigabytes: of each stage. within: relative difference.
   """
   sizes = experiment.ONE | {'mesh.data': devices}
   config = experiment.fields(run.config, sizes, model)
@@ -169,7 +144,7 @@ def zero_published(run, *, model, devices, widths, gigabytes, within):
   table = lambda widths: [
     sum(n * w for n, w in zip(row, widths, strict=True)) / 1e9 for row in counts
   ]
-  text = lambda row: ' '.join(f'{v:.3g}' for v in row)
+  text = lambda row: experiment.numbers(row, '.3g')
   found = table(widths)
   return claims.Outcome(
     f'{text(gigabytes)} +-{within:.1%}',
@@ -183,18 +158,6 @@ def zero_published(run, *, model, devices, widths, gigabytes, within):
   )
 
 
-@functools.lru_cache(maxsize=16)
-def _update_memory(config, topology):
-  """(aot.Memory of the update of a step, number of parameters)."""
-  target = aot.topology(topology)
-  with target.context():
-    job = job_lib.of_shapes(config, '', target.devices)
-    update = target_compile.trace(job)['update']
-  with job.context():
-    memory = aot.memory(aot.compile_for(target, 'update', update))
-  return memory, sum(math.prod(p.shape) for p in job.state.params.values())
-
-
 def zero_compiled(run, *, model, topologies, within):
   """AOT: what the update of a step holds on real machines, stages 0, 1, 3.
 
@@ -203,10 +166,10 @@ def zero_compiled(run, *, model, topologies, within):
 
   Args:
     model: {'section.field': value} beyond the config's.
-    topologies: names as for sharding/meter/aot.py; data spans the devices.
-    within: relative difference allowed from the formula.
+    topologies: data spans the devices of each.
+    within: relative difference from the formula.
   """
-  worst, told = 0.0, []
+  off, held = [], []
   for name in topologies:
     n, row = len(aot.topology(name).devices), []
     for stage, least in ((0, 16), (1, 4 + 12 / n), (3, 16 / n)):
@@ -217,17 +180,18 @@ def zero_compiled(run, *, model, topologies, within):
         'train.microbatches': 1,
       }
       config = experiment.fields(run.config, layout, model)
-      memory, count = _update_memory(config, name)
-      worst = max(worst, abs(memory.arguments / (count * least) - 1))
+      memory, job = experiment.step_memory(config, name, 'update')
+      count = sum(math.prod(p.shape) for p in job.state.params.values())
+      off.append(abs(memory.arguments / (count * least) - 1))
       row.append(f'{memory.arguments / 1e9:.2f} ({memory.peak / 1e9:.2f})')
-    told.append(f'{name} {", ".join(row)}')
+    held.append(f'{name} {", ".join(row)}')
   return claims.Outcome(
     f'<= {within:.1%} off',
-    f'{worst:.1%} off',
+    f'{max(off):.1%} off',
     f'{count / 1e9:.2f}B parameters in float32; 16, 4 + 12 / N, 16 / N bytes '
     'each. GB, and at the worst moment of the update, when parameters are '
-    f'gathered: {"; ".join(told)}',
-    worst <= within,
+    f'gathered: {"; ".join(held)}',
+    max(off) <= within,
   )
 
 
@@ -265,7 +229,7 @@ def predicted_ratios(run, *, models, base, steps, ratios, within):
       mesh axis, over which bytes are received.
     within: relative difference allowed.
   """
-  worst, told = 0.0, []
+  off, predicted = [], []
   for name, fields in models.items():
     rows = [_predicted(run.config, fields | base | s) for s in ({}, *steps)]
     parts = []
@@ -273,18 +237,17 @@ def predicted_ratios(run, *, models, base, steps, ratios, within):
       values = [row.get(quantity, 0) for row in rows]
       parts.append(f'{quantity} {" ".join(map(_gigabytes, values))}')
       for value, ratio in zip(values[1:], wanted, strict=True):
-        worst = max(worst, abs(value / values[0] / ratio - 1))
-    told.append(f'{name} {", ".join(parts)}')
+        off.append(abs(value / values[0] / ratio - 1))
+    predicted.append(f'{name} {", ".join(parts)}')
   wanted = '; '.join(
-    f'{name} {" ".join(f"{r:.3g}" for r in row)}'
-    for name, row in ratios.items()
+    f'{name} {experiment.numbers(row, ".3g")}' for name, row in ratios.items()
   )
   return claims.Outcome(
     f'{wanted}; +-{within:.0%}',
-    f'{worst:.1%} off',
-    f'predicted GB a chip: {"; ".join(told)}; '
+    f'{max(off):.1%} off',
+    f'predicted GB a chip: {"; ".join(predicted)}; '
     f'{" -> ".join(map(_fields, (base, *steps)))}',
-    worst <= within,
+    max(off) <= within,
   )
 
 
@@ -302,12 +265,11 @@ def predicted_at_most(run, *, base, step, quantity, ratio):
   before, after = (
     _predicted(run.config, base | fields)[quantity] for fields in ({}, step)
   )
-  return claims.Outcome(
-    f'{quantity} <= {ratio:g}',
-    f'{after / before:.3g}',
-    f'predicted GB a chip: {_gigabytes(before)} -> {_gigabytes(after)}; '
-    f'{_fields(base)} -> {_fields(step)}',
-    after <= ratio * before,
+  return experiment.at_most(
+    after / before,
+    ratio,
+    f'predicted GB a chip, {quantity}: {_gigabytes(before)} -> '
+    f'{_gigabytes(after)}; {_fields(base)} -> {_fields(step)}',
   )
 
 
@@ -320,11 +282,11 @@ def predicted_fits(run, *, models, layouts, memory, fits):
     memory: of a chip, in bytes.
     fits: {name: whether each of the layouts fits}.
   """
-  found, told = {}, []
+  found, predicted = {}, []
   for name, fields in models.items():
     peaks = [_predicted(run.config, fields | l)['peak'] for l in layouts]
     found[name] = [bool(peak <= memory) for peak in peaks]
-    told.append(f'{name} {" ".join(map(_gigabytes, peaks))}')
+    predicted.append(f'{name} {" ".join(map(_gigabytes, peaks))}')
   say = lambda table: '; '.join(
     f'{name} {" ".join("no yes".split()[fit] for fit in row)}'
     for name, row in table.items()
@@ -333,7 +295,7 @@ def predicted_fits(run, *, models, layouts, memory, fits):
     say(fits),
     say(found),
     f'predicted GB at the worst moment, of {memory / 1e9:g}: '
-    f'{"; ".join(told)}; layouts {"; ".join(map(_fields, layouts))}. No '
+    f'{"; ".join(predicted)}; layouts {"; ".join(map(_fields, layouts))}. No '
     'throughput is claimed',
     found == fits,
   )
@@ -349,14 +311,13 @@ def axis_within_host(run, *, axis, chips, host, sizes, crosses):
     host: chips of one. sizes: of the axis.
     crosses: for each, hosts that one group of the axis spans.
   """
-  del run
   found = []
   for n in sizes:
     shape = [{'data': chips // n, axis: n}.get(a, 1) for a in mesh_lib.AXES]
     place = np.arange(chips).reshape(shape) // host
     rows = np.moveaxis(place, mesh_lib.AXES.index(axis), -1).reshape(-1, n)
     found.append(max(len(set(row)) for row in rows.tolist()))
-  text = lambda row: ' '.join(map(str, row))
+  text = experiment.numbers
   return claims.Outcome(
     text(crosses),
     text(found),

@@ -24,31 +24,14 @@ from paraxis.train import loss as loss_lib
 from paraxis.train import program as job_lib
 from paraxis.train.certify import target_compile
 from paraxis.train.certify import trial
-from paraxis.train.certify import verify
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 
 EXPLICIT = {'mesh.collectives': 'explicit'}
 
 
-@functools.lru_cache(maxsize=16)
-def _step_messages(config, devices, programs=target_compile.PROGRAMS):
-  """([hlo.Collective] of programs of a step, job.Job)."""
-  job, found = job_lib.of_shapes(config, '', devices), []
-  traces = target_compile.trace(job)
-  for name in programs:
-    with job.context():
-      found += experiment.collectives(traces[name], job.mesh)
-  return found, job
-
-
 def zero_volume(run, *, mesh, volumes, within):
-  """HLO: bytes of a step at ZeRO stages 0 to 3, with explicit collectives.
-
-  Args:
-    mesh: text as for --mesh, a data axis.
-    volumes: of each stage, in the unit above. within: how far from them.
-  """
+  """HLO: bytes of a step at ZeRO stages 0 to 3, each in the unit above."""
   found = {1: [], 2: []}
   for microbatches, stage in itertools.product(found, range(len(volumes))):
     config, devices = experiment.on(
@@ -56,20 +39,25 @@ def zero_volume(run, *, mesh, volumes, within):
       mesh,
       EXPLICIT | {'mesh.zero': stage, 'train.microbatches': microbatches},
     )
-    sent, job = _step_messages(config, devices)
-    params, n = job.state.params, len(devices)
+    params = experiment.step_program(config, devices)[1].state.params
+    received = sum(
+      c.total
+      for name in target_compile.PROGRAMS
+      for c in experiment.step_collectives(config, devices, name)
+    )
+    n = len(devices)
     size = sum(math.prod(p.shape) * p.dtype.itemsize for p in params.values())
-    found[microbatches].append(sum(c.total for c in sent) / size * n / (n - 1))
+    found[microbatches].append(received / size * n / (n - 1))
   whole = [p for p, x in params.items() if not any(x.sharding.spec)]
-  text = lambda row: ' '.join(f'{v:.2f}' for v in row)
-  return claims.Outcome(
-    f'{text(volumes)} +-{within:.2f}',
-    text(found[1]),
+  return experiment.near(
+    found[1],
+    volumes,
+    within,
     f'{mesh}, gradient and update, in parameters; at stage 3 the tables, which '
     'no loop gathers again, and what stays whole ('
-    f'{", ".join(whole)}) move 2. With two microbatches {text(found[2])}: '
-    'stage 2 scatters, stage 3 gathers and scatters, for each',
-    all(abs(a - b) <= within for a, b in zip(found[1], volumes, strict=True)),
+    f'{", ".join(whole)}) move 2. With two microbatches '
+    f'{experiment.numbers(found[2], ".2f")}: stage 2 scatters, stage 3 gathers '
+    'and scatters, for each',
   )
 
 
@@ -77,15 +65,14 @@ def zero_trajectories(run, *, mesh, stages, steps, within):
   """EQ: parameters after some steps of ZeRO equal those of one device.
 
   Args:
-    mesh: text as for --mesh, a data axis. stages: of ZeRO.
+    stages: of ZeRO.
     steps: updates, each from own gradients of the stage, in 2 microbatches.
-    within: largest difference allowed of what the steps changed, relative to
-      the largest change of each leaf.
+    within: of what the steps changed, relative to the largest change of a leaf.
   """
   config, devices = experiment.shrunk(
     run.config, mesh, EXPLICIT | {'train.microbatches': 2}
   )
-  worst = []
+  worst = {}
   seeds = range(math.ceil(steps / trial.STEPS))
   batches = [b for seed in seeds for b in trial.batches(config, True, seed)]
   with jax.enable_x64(True):
@@ -100,16 +87,14 @@ def zero_trajectories(run, *, mesh, stages, steps, within):
     for stage in stages:
       zero = experiment.fields(config, {'mesh.zero': stage})
       found = moved(trial.Runner(zero, devices))
-      worst.append(trial.worst(found, wanted)[0])
+      worst[f'stage {stage}:'] = trial.worst(found, wanted)[0]
   least = min(float(np.abs(x).max()) for x in wanted.values())
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{max(worst):.1e}',
+  return experiment.equal(
+    worst,
+    within,
     f'{mesh}, float64, shrunk: how far {steps} steps of '
     f'{config.optimizer.name} moved parameters (every leaf by {least:.0e} or '
-    f'more), stages '
-    f'{", ".join(map(str, stages))}: {", ".join(f"{w:.0e}" for w in worst)}',
-    max(worst) <= within,
+    f'more), {experiment.listed(worst)}',
   )
 
 
@@ -152,18 +137,11 @@ def _pass_messages(config, devices):
   """[[hlo.Collective] of the forward pass, of the backward pass]."""
   side = trial.Runner(config, devices)
   job = side.job
-  laid_out = lambda x: jax.ShapeDtypeStruct(
-    x.shape,
-    x.dtype,
-    sharding=jax.NamedSharding(
-      job.mesh, x.sharding.spec if x.sharding else jax.P()
-    ),
-  )
   with job.context():
     batch = side.put(trial.batches(config, False)[0])
     forward, backward = _passes(job.built, batch)
     first = jax.jit(forward).trace(job.built.params, batch)
-    loss, saved = jax.tree.map(laid_out, first.out_info)
+    loss, saved = job_lib.with_layouts(job.mesh, first.out_info)
     second = jax.jit(backward).trace(saved, loss)
     return [experiment.collectives(t, job.mesh) for t in (first, second)]
 
@@ -205,13 +183,12 @@ def messages_per_layer(run, *, mesh, sequence, forward, backward):
   """HLO: collectives of a layer in each pass, and nothing besides.
 
   Args:
-    mesh: text as for --mesh, a tensor axis.
-    sequence: whether residuals are sharded over it (mesh.sequence).
+    sequence: whether residuals are sharded over `tensor` (mesh.sequence).
     forward, backward: {kind: count}; each moves one activation (B, T, D).
   """
   config, devices = _tensor_parallel(run.config, mesh, sequence)
   found, expected = _per_layer(config, devices), (forward, backward)
-  whole, right = _activation(config), True
+  whole, right, tallies = _activation(config), True, []
   for count, wanted in zip(found, expected, strict=True):
     kinds = collections.Counter()
     for (kind, held, _), times in count.items():
@@ -219,17 +196,15 @@ def messages_per_layer(run, *, mesh, sequence, forward, backward):
       right &= held * (len(devices) if kind == 'all-gather' else 1) == whole
       kinds[kind] += times
     right &= dict(kinds) == wanted
+    tallies.append(kinds)
   say = lambda rows: ' | '.join(
     ', '.join(f'{n} {kind}' for kind, n in sorted(row.items())) for row in rows
   )
-  names = [
-    collections.Counter({k: n for (k, *_), n in row.items()}) for row in found
-  ]
   moved = [_received(row) / whole for row in found]
   n = len(devices)
   return claims.Outcome(
     say(expected),
-    say(names),
+    say(tallies),
     f'{mesh}, forward | backward, each of {whole:,} bytes (B T D); received '
     f'per device {moved[0]:.3g} + {moved[1]:.3g} of that; 8 (t - 1) / t is '
     f'{8 * (n - 1) / n:.3g}',
@@ -242,21 +217,15 @@ def _received(count):
 
 
 def sequence_volume(run, *, mesh, forward, backward):
-  """HLO: bytes of a layer with sequence-sharded residuals, over those without.
-
-  Args:
-    mesh: text as for --mesh, a tensor axis.
-    forward, backward: ratios expected.
-  """
+  """HLO: bytes of a layer, residuals sharded by the sequence over whole."""
   scattered, reduced = (
     [_received(c) for c in _per_layer(*_tensor_parallel(run.config, mesh, s))]
     for s in (True, False)
   )
   ratios = [a / b for a, b in zip(scattered, reduced, strict=True)]
-  text = lambda row: ' and '.join(f'{r:g}' for r in row)
   return claims.Outcome(
-    text((forward, backward)),
-    text(ratios),
+    experiment.numbers((forward, backward), 'g'),
+    experiment.numbers(ratios, 'g'),
     f'{mesh}, forward and backward; inputs of both sublayers are kept as '
     'shards and gathered again in the backward pass, two gathers more (the '
     'paper overlaps them with a product). Gradients of norms, 2 D numbers a '
@@ -266,21 +235,16 @@ def sequence_volume(run, *, mesh, forward, backward):
 
 
 def logits_stay(run, *, mesh):
-  """HLO: no collective of the gradient holds as much as a shard of the logits.
-
-  Args:
-    mesh: text as for --mesh, a tensor axis.
-  """
+  """HLO: collectives of the gradient are smaller than a shard of the logits."""
   config, devices = experiment.on(run.config, mesh)
   whole = _activation(config) * config.model.vocab_size // config.model.d_model
   shard, most = whole // config.mesh.tensor, {}
-  ways = itertools.product((False, True), ('annotated', 'explicit'))
+  ways = (False, 'annotated'), (True, 'annotated'), (True, 'explicit')
   for sequence, how in ways:
-    if sequence or how == 'annotated':
-      layout = experiment.fields(config, _layout(sequence, how))
-      sent, _ = _step_messages(layout, devices, ('gradient',))
-      largest = max(sent, key=lambda c: c.result_bytes)
-      most[f'{how}{", sequence" * sequence}'] = largest.result_bytes
+    layout = experiment.fields(config, _layout(sequence, how))
+    sent = experiment.step_collectives(layout, devices)
+    largest = max(c.result_bytes for c in sent)
+    most[f'{how}{", sequence" * sequence}'] = largest
   return claims.Outcome(
     f'< {shard:,} bytes',
     f'{max(most.values()):,} bytes',
@@ -288,41 +252,4 @@ def logits_stay(run, *, mesh):
     f'{_activation(config):,}; largest message of '
     + '; '.join(f'{name}: {size:,}' for name, size in most.items()),
     max(most.values()) < shard,
-  )
-
-
-def options_equal(run, *, devices, zero, within):
-  """EQ: {data, tensor, zero, remat}, each on or off, against one device.
-
-  Loss, every gradient, one update from identical gradients, and that state and
-  gradients are sharded as the rules say; shrunk, packed rows, float64.
-
-  Args:
-    devices: of a layout with data or tensor on; both on: tensor=2.
-    zero: stage when on. within: largest difference allowed.
-  """
-  properties, rows, failed = ('loss', 'gradients', 'update', 'layout'), {}, []
-  for case in itertools.product((False, True), repeat=4):
-    data, tensor, sharded, remat = case
-    shards = (2 if data else devices) if tensor else 1
-    mesh = f'data={devices // shards if data else 1},tensor={shards}'
-    options = {
-      'mesh.zero': zero * sharded,
-      'train.remat': 'full' if remat else 'none',
-    }
-    config, used = experiment.on(run.config, mesh, options)
-    subject = verify.prepare(config, '', devices=used)
-    rows[case] = verify.certify(subject, properties)
-    if not all(row.measured <= min(row.bound, within) for row in rows[case]):
-      names = ('data', 'tensor', 'zero', 'remat')
-      chosen = [n for n, on in zip(names, case, strict=True) if on]
-      failed.append(' '.join(chosen) or 'all off')
-  worst = max(row.measured for case in rows.values() for row in case)
-  one_by_one = f'differ: {", ".join(failed)}' if failed else 'all equal'
-  return claims.Outcome(
-    f'16 of 16 <= {within:.0e}',
-    f'{16 - len(failed)} of 16, {worst:.0e}',
-    f'{one_by_one}; {devices} devices, both on: tensor=2; ZeRO {zero} without '
-    'data shards nothing; data and tensor off is one device against itself',
-    not failed,
   )

@@ -13,14 +13,11 @@ Legend: p stages, t tensor shards, m microbatches, V vocabulary, h width, L
 layers, s tokens of a row.
 """
 
-import functools
 import math
 
 import jax
 import numpy as np
 
-from paraxis.sharding import mesh as mesh_lib
-from paraxis.sharding.meter import aot
 from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.planner import simulate
 from paraxis.train import program as job_lib
@@ -37,7 +34,7 @@ def head_shares(run, *, cases):
   Args:
     cases: list of {'mesh': text, 'section.field': value, ...}.
   """
-  right, told, shares = True, [], []
+  right, sizes, shares = True, [], []
   for case in cases:
     config, devices = experiment.on_case(run.config, case)
     mesh, model = config.mesh, config.model
@@ -47,12 +44,12 @@ def head_shares(run, *, cases):
     ends = [state.params[p] for p in ENDS if p in state.params]
     share = mesh.stage * mesh.tensor * mesh.fsdp
     whole = len(ends) * model.vocab_size * model.d_model * 4
-    held = _by_device(ends)
+    held = experiment.bytes_by_device(ends)
     right &= len(ends) == 2 - model.tied_embedding
     right &= set(held) == {whole // share} and len(held) == len(devices)
-    every = _by_device(jax.tree.leaves(state))
+    every = experiment.bytes_by_device(state)
     shares.append(max(every) / (sum(every) / len(every)))
-    told.append(
+    sizes.append(
       f'{experiment.case_text(case)}: {len(ends)} x V h / {share}, '
       f'{held[0]:,} bytes, all state {min(every):,} to {max(every):,}'
     )
@@ -61,19 +58,9 @@ def head_shares(run, *, cases):
     f'{"V h / (p t)" if right else "NOT V h / (p t)"}, max/mean '
     f'{max(shares):g}',
     f'parameters, and with the state of the optimizer, in float32: '
-    f'{"; ".join(told)}',
+    f'{"; ".join(sizes)}',
     right and max(shares) == 1,
   )
-
-
-def _by_device(arrays):
-  """[bytes that each device holds of some arrays]."""
-  total = {}
-  for x in arrays:
-    for shard in x.addressable_shards:
-      key = shard.device.id
-      total[key] = total.get(key, 0) + shard.data.nbytes
-  return [total[d] for d in sorted(total)]
 
 
 def imbalance(run, *, shape, stages, microbatches, vocabularies):
@@ -82,7 +69,6 @@ def imbalance(run, *, shape, stages, microbatches, vocabularies):
   Args:
     shape: {'layers', 'hidden', 'sequence'}. vocabularies: [V, ...].
   """
-  del run
   layers, h, s = (shape[k] for k in ('layers', 'hidden', 'sequence'))
   schedule = schedules.make('one_f_one_b', stages, microbatches)
   found, right = {}, True
@@ -96,39 +82,29 @@ def imbalance(run, *, shape, stages, microbatches, vocabularies):
       last = (layers / stages + head) / ((layers + head) / stages)
       right &= math.isclose(ratio, 1 if where == 'spread' else last)
       found[where].append(ratio)
-  say = lambda row: ' '.join(f'{x:.2f}' for x in row)
+  say = lambda where: experiment.numbers(found[where], '.2f')
   return claims.Outcome(
     '1.00 for all V',
-    say(found['spread']),
+    say('spread'),
     f'V = {", ".join(f"{v // 1024}k" for v in vocabularies)}, {stages} stages, '
     f'{layers} layers of {h}; with the head on the last stage '
-    f'{say(found["last"])}, as (L l / p + x) / ((L l + x) / p)',
+    f'{say("last")}, as (L l / p + x) / ((L l + x) / p)',
     right,
   )
 
 
-@functools.lru_cache(maxsize=16)
 def _compiled(config, topology):
   """(bytes of a device at the worst moment, [bytes of state of each device]).
 
   Of the gradient, with the optimizer's state added.
   """
-  target = aot.topology(topology)
-  with target.context():
-    job = job_lib.of_shapes(config, '', target.devices)
-    traced = target_compile.trace(job)['gradient']
-  with job.context():
-    memory = aot.memory(aot.compile_for(target, 'gradient', traced))
-  state = jax.tree.leaves(job.state)
-  held = dict.fromkeys(target.devices, 0)
-  for x in state:
+  memory, job = experiment.step_memory(config, topology)
+  held = dict.fromkeys(job.mesh.devices.flat, 0)
+  for x in jax.tree.leaves(job.state):
     for device, index in x.sharding.devices_indices_map(x.shape).items():
       sides = (len(range(n)[i]) for n, i in zip(x.shape, index, strict=True))
       held[device] += math.prod(sides) * x.dtype.itemsize
-  optimizer = sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(job.state.optimizer)
-  )
+  optimizer = target_compile.device_bytes(job.state.optimizer)
   return memory.peak + memory.code + optimizer, list(held.values())
 
 
@@ -144,15 +120,13 @@ def balanced_memory(run, *, mesh, topology, model, vocabularies, within):
   each, logits, p times as large there, not counted.
 
   Args:
-    mesh: text, stages alone. topology: name as for sharding/meter/aot.py.
     model: {'section.field': value} beyond the config's.
     vocabularies: [V, ...], rising. within: (most - least) / most allowed.
   """
   ours, apart, whole = [], [], []
-  sizes = {f'mesh.{axis}': n for axis, n in mesh_lib.parse(mesh).items()}
   for vocabulary in vocabularies:
     size = {'model.vocab_size': vocabulary}
-    config = experiment.fields(run.config, experiment.ONE | sizes, model, size)
+    config = experiment.laid_out(run.config, mesh, model, size)
     peak, held = _compiled(config, topology)
     ours.append(peak)
     apart.append(1 - min(held) / max(held))

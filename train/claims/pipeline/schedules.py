@@ -17,6 +17,7 @@ import itertools
 from paraxis.configs.base import errors
 from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.planner import simulate
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 
 LOCK_STEP, ASYNCHRONOUS = simulate.MODELS
@@ -32,7 +33,6 @@ def bubbles(run, *, schedule, cases, share, model):
     schedule: of schedules.NAMES. cases: [[p, m, v], ...].
     share: of the bubble of 1F1B. model: of simulate.MODELS.
   """
-  del run
   rows, worst = [], 0.0
   for p, m, v in cases:
     result = simulate.run(schedules.make(schedule, p, m, v), model)
@@ -53,12 +53,7 @@ def bubbles(run, *, schedule, cases, share, model):
 
 
 def bubble_share(run, *, schedule, per_stage, stages, at_most):
-  """SIM: with m = per_stage p microbatches, devices wait a share of the time.
-
-  Args:
-    stages: [p, ...]. at_most: largest share of the whole time.
-  """
-  del run
+  """SIM: share of the time that devices wait, m = per_stage p microbatches."""
   shares = {}
   for p in stages:
     result = simulate.run(schedules.make(schedule, p, per_stage * p))
@@ -80,7 +75,6 @@ def trend(run, *, schedule, cases, expected, within):
       at most `within` above the smallest; or 'falls', and in the end no case
       gains `within` over the one before.
   """
-  del run
   found = [
     1 + simulate.run(schedules.make(schedule, p, m)).bubble for p, m in cases
   ]
@@ -97,7 +91,7 @@ def trend(run, *, schedule, cases, expected, within):
     )
   return claims.Outcome(
     expected,
-    ' '.join(f'{x:.3f}' for x in found),
+    experiment.numbers(found, '.3f'),
     f'{PHASED}{schedule}, time over ideal time; (p, m): '
     f'{", ".join(f"({p}, {m})" for p, m in cases)}; no throughput is claimed',
     right[expected],
@@ -110,17 +104,16 @@ def inputs_held(run, *, schedule, cases, balanced):
   Args:
     cases: [[p, m, v, inputs], ...]. balanced: all devices hold as many.
   """
-  del run
   found, right, even = [], True, True
   for p, m, v, inputs in cases:
     held = schedules.make(schedule, p, m, v).in_flight()
     right &= max(held) == inputs
     even &= len(set(held)) == 1
-    found.append(f'{max(held)}')
+    found.append(max(held))
   shape = ', '.join(f'({p}, {m}, {v})' for p, m, v, _ in cases)
   return claims.Outcome(
-    ' '.join(str(inputs) for *_, inputs in cases),
-    ' '.join(found),
+    experiment.numbers(inputs for *_, inputs in cases),
+    experiment.numbers(found),
     f'(p, m, v) = {shape}; an input of a chunk is 1 / v of a stage; '
     + ('all devices hold as many' if even else 'later devices hold fewer')
     + '; phased 1F1B holds 2 p - 1 where classic 1F1B holds p',
@@ -150,7 +143,6 @@ def vocabulary_speedup(
       moved away from the last stage as whole ones allow.
     speedups: expected, [one for each V], within 0.005.
   """
-  del run
   if against not in ('even', 'redistributed'):
     raise errors.UserError(f'against={against!r}: even or redistributed.')
   layers, h, s = (shape[k] for k in ('layers', 'hidden', 'sequence'))
@@ -174,16 +166,16 @@ def vocabulary_speedup(
       ).time
     )
     found.append(time(counts, 'last') / time([even] * stages, 'spread'))
-  off = max(abs(a - b) for a, b in zip(found, speedups, strict=True))
   rising = all(a < b for a, b in itertools.pairwise(found))
   return claims.Outcome(
-    ' '.join(f'{x:.2f}' for x in speedups),
-    ' '.join(f'{x:.2f}' for x in found),
+    experiment.numbers(speedups, '.2f'),
+    experiment.numbers(found, '.2f'),
     f'V = {", ".join(f"{v // 1024}k" for v in vocabularies)}, {stages} stages, '
     f'{microbatches} microbatches, {layers} layers of {h}, {s} tokens; against '
     f'{against} layers; operations alone, so all-reduces are free and small '
     'matrices are as fast as large ones',
-    off <= 0.005 and (rising or against == 'redistributed'),
+    experiment.close(found, speedups, 0.005)
+    and (rising or against == 'redistributed'),
   )
 
 
@@ -200,9 +192,8 @@ def skip_makespan(run, *, stages, microbatches, fraction, send, at_most):
 
   Args:
     fraction: share of stages left out. send: time of a message; F, B and W of
-      a stage take 1 each. at_most: largest ratio, devices on their own.
+      a stage take 1 each. at_most: of devices on their own.
   """
-  del run
   full = schedules.make('one_f_one_b', stages, microbatches)
   skip = schedules.make('skip', stages, microbatches, fraction=fraction)
   ratio = {}
@@ -214,13 +205,12 @@ def skip_makespan(run, *, stages, microbatches, fraction, send, at_most):
     ratio[model] = even / base, fair / base
   even, fair = ratio[ASYNCHRONOUS]
   locked = min(ratio[LOCK_STEP])
-  return claims.Outcome(
-    f'<= {at_most:.2f}',
-    f'{fair:.3f}',
+  return experiment.at_most(
+    fair,
+    at_most,
     f'{stages} stages, {microbatches} microbatches, {fraction:.0%} left out, '
     f'messages {send:g}; the first stage, which is never left out, given the '
     f'smaller share of the layers, else {even:.3f}; paths are drawn, not '
     'searched, on equal devices and links. In lock step, as our executor runs, '
     f'a tick costs as much however few devices work: {locked:.3f} at best',
-    fair <= at_most,
   )

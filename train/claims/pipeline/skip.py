@@ -30,6 +30,7 @@ from paraxis.train import step as step_lib
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.plot import figures
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import compiling
 from paraxis.train.run import workdir as workdir_lib
@@ -117,12 +118,8 @@ def make_step(layers):
 def equals_pipeline(run, *, mesh, fractions, within):
   """EQ: the pipeline with `skip` against picked layers on one device.
 
-  Loss and every gradient, float64; at fraction 0 also against 1F1B, bit for
-  bit.
-
-  Args:
-    mesh: text as for --mesh, with stages. fractions: of stages left out.
-    within: largest difference allowed.
+  Loss and every gradient, float64, with fractions of the stages left out; at
+  fraction 0 also against 1F1B, bit for bit.
   """
   found = {}
   with jax.enable_x64(True):
@@ -134,16 +131,15 @@ def equals_pipeline(run, *, mesh, fractions, within):
       paths = training_paths(config, config.mesh.stage)
       one = _on_one(config, devices[0], paths, params, batch)
       gap, _ = trial.worst(gradients | {'loss': loss}, one)
-      found[fraction] = gap
+      found[f'{fraction:.0%}'] = gap
     exact = 0 not in fractions or _bitwise(config, devices, params, batch)
-  return claims.Outcome(
-    f'<= {within:.0e}',
-    f'{max(found.values()):.1e}',
+  return experiment.equal(
+    found,
+    within,
     f'{mesh}, shrunk, packed rows; stages left out: '
-    + ', '.join(f'{f:.0%} {gap:.0e}' for f, gap in found.items())
-    + f'; with none left out {"equal" if exact else "NOT equal"} to 1F1B bit '
-    'for bit',
-    exact and max(found.values()) <= within,
+    f'{experiment.listed(found)}; with none left out '
+    f'{"equal" if exact else "NOT equal"} to 1F1B bit for bit',
+    exact,
   )
 
 
@@ -188,12 +184,8 @@ def _bitwise(config, devices, params, batch):
 
 
 def balanced(run, *, stages, microbatches, fractions):
-  """SIM: paths leave out a share of the stages, all but the first as often.
-
-  Args:
-    stages, microbatches: of the schedule. fractions: of stages left out.
-  """
-  told, right = [], True
+  """SIM: paths leave out so much, all stages but the first equally often."""
+  counts, right = [], True
   for fraction in fractions:
     made = schedules.make(
       'skip', stages, microbatches, fraction=fraction,
@@ -204,12 +196,12 @@ def balanced(run, *, stages, microbatches, fractions):
     right &= not made.faults() and visits[0] == microbatches
     right &= lengths == {round(stages * (1 - fraction))}
     right &= max(visits[1:]) - min(visits[1:]) <= 1
-    told.append(f'{fraction:.0%} {" ".join(map(str, visits))}')
+    counts.append(f'{fraction:.0%} {experiment.numbers(visits)}')
   return claims.Outcome(
     'differ by <= 1',
     'balanced' if right else 'NOT balanced',
     f'{microbatches} microbatches; how many visit each of {stages} stages: '
-    f'{"; ".join(told)}. The first is never left out, none meet on a device',
+    f'{"; ".join(counts)}. The first is never left out, none meet on a device',
     right,
   )
 
@@ -243,7 +235,7 @@ def perplexity(job, params, layers):
 
 @functools.lru_cache(maxsize=4)
 def _perplexities(run, stages, fractions, removed, paths):
-  """{share left out in training: {share left out when asked: perplexity}}."""
+  """{share left out in training: {in evaluation: perplexity}}."""
   found = {}
   for fraction in fractions:
     job, params = _trained(run, stages, fraction)
@@ -255,40 +247,28 @@ def _perplexities(run, stages, fractions, removed, paths):
       layers = layers_of(ways, stages, job.config.model.num_layers)
       row[share] = perplexity(job, params, layers)
       run.say(
-        f'trained with {fraction:.0%} left out, asked with {share:.0%}: '
+        f'trained with {fraction:.0%} left out, evaluated with {share:.0%}: '
         f'perplexity {row[share]:.2f}'
       )
-  run.say(f'wrote {_draw(found, run.workdir)}')
+  run.say(f'wrote {_draw(found, workdir_lib.resolve(run.workdir) / PICTURE)}')
   folders = [run.workdir / f'skip{round(100 * f)}' for f in fractions]
   run.say(f'wrote {plot.draw(folders, run.workdir / plot.NAME)}')
   return found
 
 
-def _draw(found, folder):
-  """Perplexity against the share left out when asked, a line a training."""
-  from matplotlib import figure
-  from matplotlib.backends import backend_agg  # no display, no global state
-
-  fig = figure.Figure(figsize=(6.4, 4.4), layout='constrained')
-  backend_agg.FigureCanvasAgg(fig)
-  ax = fig.subplots()
-  for (fraction, row), colour in zip(found.items(), plot.COLOURS, strict=False):
-    ax.plot(
-      [100 * share for share in row],
-      list(row.values()),
-      'o-',
-      color=colour,
-      label=f'{fraction:.0%} of the stages',
-    )
-  ax.set_xlabel('stages left out when the model is asked (%)')
-  ax.set_ylabel('held-out perplexity per token')
-  ax.legend(title='left out in training', frameon=False)
-  ax.grid(color='#dddddd', linewidth=0.7)
-  ax.set_axisbelow(True)
-  ax.spines[['top', 'right']].set_visible(False)
-  path = workdir_lib.resolve(folder) / PICTURE
-  fig.savefig(path, dpi=150)
-  return path
+def _draw(found, path):
+  """Perplexity against the share left out in evaluation, a line a training."""
+  curves = {
+    f'{fraction:.0%} of the stages': ([100 * s for s in row], [*row.values()])
+    for fraction, row in found.items()
+  }
+  fig, _ = figures.lines(
+    curves,
+    'stages left out when the model is evaluated (%)',
+    'held-out perplexity per token',
+    title='left out in training',
+  )
+  return figures.save(fig, path)
 
 
 def _table(found):
@@ -305,19 +285,18 @@ def robust(run, *, training, trained, share, at_most):
 
   Args:
     training: {'stages', 'fractions': left out in training, of one model each,
-      'removed': left out when asked, 'paths': over which to take the mean}.
-    trained, share: the model, and what is left out of it. at_most: the ratio.
+      'removed': left out in evaluation, 'paths': over which to take the mean}.
+    trained, share: the model, and what is left out of it.
   """
   found = _perplexities(run, **_hashable(training))
   ratio = found[trained][share] / found[trained][0]
-  return claims.Outcome(
-    f'<= {at_most:.2f}',
-    f'{ratio:.3f}',
+  return experiment.at_most(
+    ratio,
+    at_most,
     f'perplexity per token when {share:.0%} is left out of the model trained '
     f'with {trained:.0%} left out, over its own with nothing left out; '
     f'{training["paths"]} paths, one seed ({run.config.train.seed}), '
     f'{run.config.train.steps} steps. {_table(found)}',
-    ratio <= at_most,
   )
 
 
@@ -330,13 +309,12 @@ def against_full(run, *, training, trained, share, at_most):
   found = _perplexities(run, **_hashable(training))
   ratio = found[trained][share] / found[0][share]
   whole = found[trained][0] / found[0][0]
-  return claims.Outcome(
-    f'<= {at_most:.2f}',
-    f'{ratio:.3f}',
+  return experiment.at_most(
+    ratio,
+    at_most,
     f'both without {share:.0%} of the stages, {found[trained][share]:.1f} and '
     f'{found[0][share]:.1f}; the price: with all stages '
     f'{found[trained][0]:.1f} and {found[0][0]:.1f}, {whole:.2f} times',
-    ratio <= at_most,
   )
 
 

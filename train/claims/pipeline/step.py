@@ -11,24 +11,13 @@ Every tick sends one forward and one backward, whether a stage is busy or not:
 Legend: p stages, v chunks, m microbatches, t tensor shards.
 """
 
-import functools
-
 import numpy as np
 
+from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import hlo
-from paraxis.train import program as job_lib
 from paraxis.train.certify import target_compile
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
-
-
-@functools.lru_cache(maxsize=32)
-def _gradient(config, devices):
-  """(job.Job, compiled gradient of a step)."""
-  job = job_lib.of_shapes(config, '', devices)
-  traced = target_compile.trace(job)['gradient']
-  with job.context():
-    return job, experiment.compiled(traced)
 
 
 def _input_bytes(config):
@@ -51,15 +40,15 @@ def _on(run, mesh, microbatches, rows, changes):
 def _temporary(run, mesh, microbatches, rows, changes):
   """(temporary bytes of the gradient, bytes of the input of a chunk)."""
   config, devices = _on(run, mesh, microbatches, rows, changes)
-  _, compiled = _gradient(config, devices)
-  return np.array([experiment.temporaries(compiled), _input_bytes(config)])
+  gradient, _ = experiment.step_program(config, devices)
+  return np.array([aot.memory(gradient).temporaries, _input_bytes(config)])
 
 
 def temporaries(run, *, mesh, rows, microbatches, grows):
   """HLO: how temporary memory of the gradient grows with microbatches.
 
   Args:
-    mesh: text as for --mesh. rows: of a microbatch, all devices together.
+    rows: of a microbatch, all devices together.
     microbatches: [m, ...], rising, all above what 1F1B holds in flight.
     grows: {schedule: whether a microbatch more costs at least one more input
       of a chunk; else it must cost nothing}.
@@ -71,7 +60,7 @@ def temporaries(run, *, mesh, rows, microbatches, grows):
     held = [size / unit for size, unit in sizes]
     steps = np.diff(held) / np.diff(microbatches)
     slopes[name] = min(steps), max(steps)
-    texts.append(f'{name} {" ".join(f"{x:.0f}" for x in held)}')
+    texts.append(f'{name} {experiment.numbers(held, ".0f")}')
   return claims.Outcome(
     ', '.join(f'{n} {">= 1" if up else "0"}' for n, up in grows.items()),
     ', '.join(f'{n} {slopes[n][1]:.2g}' for n in grows),
@@ -87,25 +76,19 @@ def temporaries(run, *, mesh, rows, microbatches, grows):
 
 
 def rematerialised(run, *, mesh, rows, microbatches, schedule, at_most):
-  """HLO: temporary memory when B recomputes, over that when F stores.
-
-  Args:
-    mesh, rows, microbatches, schedule: of the one step that is compiled.
-    at_most: largest ratio.
-  """
+  """HLO: temporary memory when B recomputes, over that when F stores."""
   held = {}
   for how in ('recompute', 'store'):
     changes = {'pipeline.schedule': schedule, 'pipeline.activations': how}
     size, unit = _temporary(run, mesh, microbatches, rows, changes)
     held[how] = size / unit
   ratio = held['recompute'] / held['store']
-  return claims.Outcome(
-    f'<= {at_most:.2f}',
-    f'{ratio:.3f}',
+  return experiment.at_most(
+    ratio,
+    at_most,
     f'{mesh}, {schedule}, {microbatches} microbatches, compiled for CPU; '
     + ', '.join(f'{how} {x:.0f}' for how, x in held.items())
     + ' inputs of a chunk',
-    ratio <= at_most,
   )
 
 
@@ -113,20 +96,19 @@ def messages(run, *, mesh, rows, microbatches, chunks, times):
   """HLO: what the pipeline sends: bytes of a message, number of messages.
 
   Args:
-    mesh: text as for --mesh, with stages. rows: of a microbatch, all devices
-      together. microbatches: m, a multiple of p.
+    rows: of a microbatch, all devices together.
+    microbatches: m, a multiple of p.
     chunks: [v, ...], 1F1B for one and interleaved above.
     times: messages of each, over those of the first.
   """
-  found, right, told = [], True, []
+  found, right, counts = [], True, []
   for v in chunks:
     schedule = 'interleaved' if v > 1 else 'one_f_one_b'
     changes = {'pipeline.chunks': v, 'pipeline.schedule': schedule}
     config, devices = _on(run, mesh, microbatches, rows, changes)
-    job, compiled = _gradient(config, devices)
     sent = [
       c
-      for c in hlo.collectives(compiled.as_text(), job.mesh)
+      for c in experiment.step_collectives(config, devices)
       if c.kind == 'collective-permute'
     ]
     p, m = config.mesh.stage, microbatches
@@ -134,13 +116,13 @@ def messages(run, *, mesh, rows, microbatches, chunks, times):
     size = _input_bytes(config)
     right &= {(c.axes, c.operand_bytes) for c in sent} == {(('stage',), size)}
     right &= found[-1] == 2 * (m * v + p * v + p - 2)
-    told.append(f'v={v} {found[-1]}, {2 * m * v} of them of use at most')
+    counts.append(f'v={v} {found[-1]}, {2 * m * v} of them of use at most')
   ratios = [n / found[0] for n in found]
   return claims.Outcome(
-    ' '.join(f'{x:g}' for x in times),
-    ' '.join(f'{x:g}' for x in ratios),
+    experiment.numbers(times, 'g'),
+    experiment.numbers(ratios, 'g'),
     f'{mesh}, m={microbatches}: messages a device sends in a step: '
-    f'{"; ".join(told)}. Each is b s h / t, {size:,} bytes; no scatter or '
+    f'{"; ".join(counts)}. Each is b s h / t, {size:,} bytes; no scatter or '
     'gather is needed: residuals are sharded so. A tick sends whether or not a '
     'stage is busy',
     right and ratios == list(times),
@@ -151,11 +133,10 @@ def compiled_fits(run, *, mesh, topology, cases, fits):
   """AOT: memory of a chip for a real machine, and bytes over each mesh axis.
 
   Args:
-    mesh, topology: texts as for `paraxis compile`.
     cases: {name: {'section.field': value}}.
     fits: {name: whether a chip holds it}.
   """
-  found, told = {}, []
+  found, memory = {}, []
   for name, changes in cases.items():
     config = experiment.fields(run.config, changes)
     report = target_compile.compile_config(config, mesh, topology)
@@ -164,7 +145,7 @@ def compiled_fits(run, *, mesh, topology, cases, fits):
       [c for p in report.programs.values() for c in p.collectives]
     )
     classes = report.classes(report.worst)
-    told.append(
+    memory.append(
       f'{name}: {report.peak(report.worst) / 2**30:.1f} GiB of '
       f'{report.topology.hbm / 2**30:.0f} ('
       + ', '.join(f'{k} {v / 2**30:.1f}' for k, v in classes.items())
@@ -178,6 +159,6 @@ def compiled_fits(run, *, mesh, topology, cases, fits):
     answers(fits),
     answers(found),
     f'{topology}, {mesh}, {report.parameters / 1e9:.0f}B parameters; '
-    + '; '.join(told),
+    + '; '.join(memory),
     found == fits,
   )

@@ -23,14 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.models import batch as batch_lib
-from paraxis.models import decoder
 from paraxis.models import layer
 from paraxis.models.mixers import protocol as mixer
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
+from paraxis.train.certify import check
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
-from paraxis.train.plot import losses as plot
+from paraxis.train.plot import figures
 from paraxis.train.run import compiling
 from paraxis.train.run import workdir as workdir_lib
 
@@ -181,15 +181,8 @@ def _config(run, task, pattern, layers, fields):
   return experiment.fields(run.config, SMALL, own, fields)
 
 
-def _sizes(config):
-  """Parameters of a model."""
-  model = decoder.Decoder(config.model)
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  return sum(model.sizes(shapes).values())
-
-
 def recall(run, *, task, models, steps, rows, more, picture, fields):
-  """LEARN: who answers more of what it was told; draws all curves.
+  """LEARN: which model answers more questions; draws all curves.
 
   Args:
     task: fields of `Task`. models: {name: [pattern, layers]}.
@@ -204,7 +197,7 @@ def recall(run, *, task, models, steps, rows, more, picture, fields):
   curves, sizes = {}, {}
   for name, (pattern, layers) in models.items():
     config = _config(run, task, pattern, layers, given)
-    sizes[name] = _sizes(config)
+    sizes[name] = check.parameters(config)
     run.say(f'{name}: {pattern}, {layers} layers, {sizes[name]:,} parameters')
     curves[name] = train(config, task, max(steps // 10, 1), run.say)
   run.say(f'wrote {_draw(curves, task, run.workdir, picture)}')
@@ -224,25 +217,20 @@ def recall(run, *, task, models, steps, rows, more, picture, fields):
 
 def _draw(curves, task, folder, picture):
   """Accuracy over steps, a line a model -> path of the PNG."""
-  from matplotlib import figure
-  from matplotlib.backends import backend_agg  # no display, no global state
-
-  fig = figure.Figure(figsize=(6.4, 4.0), layout='constrained')
-  backend_agg.FigureCanvasAgg(fig)
-  ax = fig.subplots()
-  for (name, curve), colour in zip(curves.items(), plot.COLOURS, strict=False):
-    steps, found = zip(*curve, strict=True)
-    ax.plot(steps, [100 * x for x in found], 'o-', color=colour, label=name)
-  ax.axhline(100 / task.pairs, color='#888888', linestyle=':', linewidth=1)
-  ax.annotate('one of the values told', (0, 100 / task.pairs + 1), color='#555')
-  ax.set_xlabel('step')
-  ax.set_ylabel(f'right answers of {task.pairs} (%)')
+  curves = {
+    name: ([step for step, _ in curve], [100 * right for _, right in curve])
+    for name, curve in curves.items()
+  }
+  fig, ax = figures.lines(
+    curves,
+    'step',
+    f'right answers of {task.pairs} (%)',
+    loc='center right',
+  )
+  guess = 100 / task.pairs
+  ax.axhline(guess, color='#888888', linestyle=':', linewidth=1)
+  ax.annotate('one of the values of the row', (0, guess + 1), color='#555')
   ax.set_ylim(0, 104)
-  ax.legend(frameon=False, loc='center right')
-  ax.grid(color='#dddddd', linewidth=0.7)
-  ax.set_axisbelow(True)
-  ax.spines[['top', 'right']].set_visible(False)
   path = workdir_lib.resolve(folder) / picture
   path.parent.mkdir(parents=True, exist_ok=True)
-  fig.savefig(path, dpi=150)
-  return path
+  return figures.save(fig, path)

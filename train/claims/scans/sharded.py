@@ -6,7 +6,7 @@ counted; what crosses devices is counted in the compiled program; costs are
 process CPU-seconds, the candidates in turn, a ratio within a round.
 
 Legend: B rows, T tokens, H heads, K key width, V value width, M numbers a
-channel, D channels.
+channel, D channels. The argument `shape` of a claim is [H, K, V].
 """
 
 import functools
@@ -20,7 +20,6 @@ from paraxis.models.mixers import recurrent
 from paraxis.pallas_kernels.scans import affine as affine_scan
 from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.pallas_kernels.scans import newton as newton_scan
-from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.sequence import scan
 from paraxis.train.bench import measure as bench_measure
 from paraxis.train.certify import trial
@@ -41,9 +40,9 @@ SMALL = {
 }  # fmt: skip
 
 
-def _rows(length, shape, dtype, seed=0):
+def _rows(length, shape, dtype):
   """(q, k, v, log decay, reset, state) of one packed row; shape: (H, K, V)."""
-  rng, (h, k, v) = np.random.default_rng(seed), shape
+  rng, (h, k, v) = np.random.default_rng(0), shape
   draw = lambda *s: jnp.asarray(rng.normal(size=s), dtype)
   decay = -np.logaddexp(0, -rng.normal(size=(1, length, h, k))) / 16
   reset = jnp.asarray(rng.uniform(size=(1, length)) < 4 / length)
@@ -68,10 +67,8 @@ def chunks_equal_the_loop(run, *, length, shape, chunks, within):
   """EQ: outputs, final state and all gradients, in chunks and in two halves.
 
   Args:
-    length: tokens. shape: [heads, key width, value width]. chunks: sizes.
-    within: largest difference allowed, relative to each array's maximum.
+    chunks: their sizes.
   """
-  del run
   found = {}
   with jax.enable_x64(True):
     arrays = _rows(length, shape, jnp.float64)
@@ -90,7 +87,7 @@ def chunks_equal_the_loop(run, *, length, shape, chunks, within):
     ways = {f'C={c}': form(impl='xla', chunk=c) for c in chunks}
     for name, way in (ways | {'in two parts': halves}).items():
       gaps = jax.tree.map(experiment.gap, once(way), loop)
-      found[name] = max(jax.tree.leaves(gaps))
+      found[name] = np.max(jax.tree.leaves(gaps))
   return experiment.equal(
     found,
     within,
@@ -122,11 +119,9 @@ def chunks_cost(run, *, lengths, shape, rounds, at_least):
   """CPU: CPU-seconds of a step-by-step scan over those in chunks.
 
   Args:
-    lengths: tokens. shape: [heads, key width, value width]. rounds: measured.
     at_least: the median ratio, with gradients.
   """
-  del run
-  medians, told = [], []
+  medians, spreads = [], []
   for length in lengths:
     arrays, ways = _rows(length, shape, jnp.float32), {}
     forms = {
@@ -142,17 +137,17 @@ def chunks_cost(run, *, lengths, shape, rounds, at_least):
       bench_measure.ratios(times[f'{name}{part}'], times[f'xla{part}'])
     )
     medians.append(ratio('plain').median)
-    said = lambda r: ' '.join(f'{x:.1f}' for x in r)
-    told.append(
-      f'T={length}: {said(ratio("plain"))} (least, median, most), our loop, '
-      f'whose gradient is explicit, {said(ratio("loop"))}; forward alone '
+    text = lambda name, ratio=ratio: experiment.numbers(ratio(name), '.1f')
+    spreads.append(
+      f'T={length}: {text("plain")} (least, median, most), our loop, whose '
+      f'gradient is explicit, {text("loop")}; forward alone '
       f'{ratio("plain", " forward").median:.2f}'
     )
   return claims.Outcome(
     f'>= {at_least:g}',
-    ' '.join(f'{m:.1f}' for m in medians),
+    experiment.numbers(medians, '.1f'),
     f'B1, heads, keys, values {shape}, float32, {rounds} rounds in turn, with '
-    f'gradients, a scan over tokens over chunks. {"; ".join(told)}. Without '
+    f'gradients, a scan over tokens over chunks. {"; ".join(spreads)}. Without '
     'gradients a loop is cheaper on a CPU: decoding takes it',
     min(medians) >= at_least,
   )
@@ -160,7 +155,7 @@ def chunks_cost(run, *, lengths, shape, rounds, at_least):
 
 def _across(form, n, length, shape):
   """[hlo.Collective] of a gated scan, forward, of a row over n devices."""
-  mesh = mesh_lib.make({'context': n}, jax.devices()[:n])
+  mesh = experiment.mesh_of({'context': n})
   plan = scan.ScanPlan(form, 'context')
   spec = jax.P(None, 'context')
 
@@ -182,12 +177,10 @@ def state_crosses(run, *, devices, lengths, shape):
   """HLO: bytes received to hand states over, by formula, at every length.
 
   Args:
-    devices: on the context axis. lengths: tokens of a row.
-    shape: [heads, key width, value width].
+    devices: on the context axis.
   """
-  del run
   h, k, v = shape
-  told, right = [], True
+  received, right = [], True
   for form in scan.FORMS:
     want = scan.received(form, devices, 4 * h * k, 4 * h * k * v)
     found = set()
@@ -195,13 +188,13 @@ def state_crosses(run, *, devices, lengths, shape):
       moved = _across(form, devices, length, shape)
       found.add(sum(c.total for c in moved))
     right &= found == {want}
-    told.append(f'{form} {want:,}, counted {", ".join(map(str, found))}')
+    received.append(f'{form} {want:,}, counted {", ".join(map(str, found))}')
   keys = 4 * (devices - 1) * lengths[-1] // devices * h * (k + v)
   return claims.Outcome(
     'equal, any length',
     'equal' if right else 'NOT equal',
     f'bytes a device receives, forward, float32, {devices} devices, T '
-    f'{" and ".join(map(str, lengths))}: {"; ".join(told)}. A ring of '
+    f'{" and ".join(map(str, lengths))}: {"; ".join(received)}. A ring of '
     f'attention with heads as wide receives {keys:,} at T={lengths[-1]}',
     right,
   )
@@ -225,8 +218,7 @@ def iterations(run, *, cell, problem, deviations, tolerance, cap, at_most):
     deviations: of the recurrent weights. tolerance: residual of a solution.
     cap: iterations at most. at_most: a bound on the median at each deviation.
   """
-  del run
-  medians, told = [], []
+  medians, ranges = [], []
   with jax.enable_x64(True):
     for deviation in deviations:
       function, *arrays = _problems(cell, deviation, **problem)
@@ -235,16 +227,16 @@ def iterations(run, *, cell, problem, deviations, tolerance, cap, at_most):
       )
       counts = np.asarray(jax.jit(solve)(*arrays))
       medians.append(int(np.median(counts)))
-      told.append(f'{deviation:g}: {counts.min()} to {counts.max()}')
+      ranges.append(f'{deviation:g}: {counts.min()} to {counts.max()}')
   right = all(m <= most for m, most in zip(medians, at_most, strict=True))
   return claims.Outcome(
-    '<= ' + ' '.join(map(str, at_most)),
-    ' '.join(map(str, medians)),
+    f'<= {experiment.numbers(at_most)}',
+    experiment.numbers(medians),
     f'{cell}, {problem["channels"]} channels, {problem["tokens"]} tokens, '
     f'float64, residual <= {tolerance:g}, medians over {problem["seeds"]} '
-    'seeds by the standard deviation of '
-    f'the recurrent weights ({"; ".join(told)}); cap {cap}. The published code '
-    'takes 3, whatever the weights',
+    'seeds by the standard deviation of the recurrent weights '
+    f'({"; ".join(ranges)}); cap {cap}. The published code takes 3, whatever '
+    'the weights',
     right,
   )
 
@@ -272,9 +264,8 @@ def depth_of_solve(run, *, lengths, channels, numbers):
   """SIM: the longest chain of operations of one Newton step's solve.
 
   Args:
-    lengths: tokens, each twice the one before. channels, numbers: of a cell.
+    lengths: each twice the one before. channels, numbers: of a cell.
   """
-  del run
   chains = {}
   for impl in ('xla', 'loop'):
     row = chains[impl] = []
@@ -292,8 +283,8 @@ def depth_of_solve(run, *, lengths, channels, numbers):
     'grows by a constant',
     f'by {least} to {most} a doubling' if least < most else f'by {most}',
     f'{numbers}x{numbers} blocks; operations in a row for T '
-    f'{" ".join(map(str, lengths))}: {" ".join(map(str, chains["xla"]))}; step '
-    f'by step {" ".join(map(str, chains["loop"]))}',
+    f'{experiment.numbers(lengths)}: {experiment.numbers(chains["xla"])}; step '
+    f'by step {experiment.numbers(chains["loop"])}',
     most <= 2 * least and chains['loop'][-1] > 4 * chains['xla'][-1],
   )
 
@@ -302,14 +293,14 @@ def newton_equals_sequence(run, *, cases, within):
   """EQ: loss and every gradient of the model, solved and in sequence.
 
   Args:
-    cases: list of fields of schema.Model. within: largest difference allowed.
+    cases: list of fields of schema.Model.
   """
   found = {}
   with jax.enable_x64(True):
     for fields in cases:
       both = []
       for solver in ('newton', 'sequential'):
-        own = {f'model.{name}': value for name, value in fields.items()}
+        own = experiment.under('model', fields)
         config = experiment.fields(
           run.config, SMALL, {'model.recurrent.solver': solver}, own
         )

@@ -45,34 +45,22 @@ def _tiny(*changes):
 
 def _tcn(own):
   """{'section.field': value} of fields of mixer_schema.Tcn."""
-  return {f'model.tcn.{name}': value for name, value in own.items()}
+  return experiment.under('model.tcn', own)
 
 
 def _random(*changes):
   """(Decoder, random parameters) of TINY with fields changed."""
   model = decoder.Decoder(_tiny(*changes).model)
-  rng = np.random.default_rng(0)
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  draw = lambda p, s: (
-    abs(rng.normal(0.5, 0.3, s))
-    if 'taps' in p
-    else rng.normal(model.kinds[p] == 'vector', 0.3, s)
-  )
-  return model, {p: jnp.asarray(draw(p, x.shape)) for p, x in shapes.items()}
-
-
-def _documents(length, rows=1):
-  """Random rows of one document each."""
-  ones = np.ones((rows, length), np.int32)
-  ids = np.random.default_rng(1).integers(0, VOCABULARY, ones.shape)
-  return experiment.rows_of(ids, ones, np.cumsum(ones, 1) - 1)
+  taps = lambda path, x: abs(0.5 + x) if 'taps' in path else x
+  params = experiment.random_parameters(model)
+  return model, {path: taps(path, x) for path, x in params.items()}
 
 
 def _reached(own, length, at):
   """(first, last) token of a row whose numbers change with those of one."""
   alone = {'model.num_layers': 1, 'model.mlp': 'none', 'model.tcn.chunk': 1}
   model, params = _random(_tcn(own), alone)
-  rows = _documents(length)
+  rows = experiment.documents(1, length, VOCABULARY)
   see = model.visibility(rows)
   run = jax.jit(lambda x: model.run(model.pattern, params, x, see))
   x: jax.Array = model.embed(params, rows)
@@ -88,7 +76,6 @@ def field_is_the_formula(run, *, cases):
     cases: list of fields of mixer_schema.Tcn: kernel, dilation, depth. Chunks
       are of one token, so that nothing else reaches on.
   """
-  del run
   want, found = [], []
   with jax.enable_x64(True):
     for case in cases:
@@ -98,15 +85,12 @@ def field_is_the_formula(run, *, cases):
       first, last = _reached(case, want[-1] + 10, 5)
       found.append(last - 4 if first == 5 else first - 5)
       assert tcn.receptive_field(own) == want[-1]
-  text = lambda row: ' '.join(map(str, row))
-  told = ', '.join(
-    ' '.join(f'{k} {v}' for k, v in case.items()) for case in cases
-  )
+  texts = [' '.join(f'{k} {v}' for k, v in case.items()) for case in cases]
   return claims.Outcome(
-    text(want),
-    text(found),
+    experiment.numbers(want),
+    experiment.numbers(found),
     f'tokens from the one that is changed to the last that differs at all, '
-    f'float64, random weights; {told}',
+    f'float64, random weights; {", ".join(texts)}',
     want == found,
   )
 
@@ -115,15 +99,14 @@ def streams_as_a_whole(run, *, own, length, prompts, within):
   """EQ: a prefill and steps that keep tails and a chunk equal one pass.
 
   Args:
-    own: fields of mixer_schema.Tcn. length: tokens of a row.
-    prompts: tokens that a prefill reads, in each case. within: largest
-      difference allowed.
+    own: fields of mixer_schema.Tcn.
+    prompts: tokens that a prefill reads, in each case.
   """
-  del run
   found, sizes = {}, set()
   with jax.enable_x64(True):
     model, params = _random(_tcn(own))
-    rows, loose = _documents(length, 2), model.unstack(params)
+    rows = experiment.documents(2, length, VOCABULARY)
+    loose = model.unstack(params)
     want = jax.jit(lambda p: model(p, rows)[0])(params)
     for first in prompts:
       steps = functools.partial(experiment.stepped, model, first=first)
@@ -131,24 +114,22 @@ def streams_as_a_whole(run, *, own, length, prompts, within):
     for slots in (length, 16 * length):
       cache = jax.eval_shape(lambda s=slots: model.init_cache(1, s)).states
       sizes.add(sum(x.size for x in jax.tree.leaves(cache)))
-  outcome = experiment.equal(
+  return experiment.equal(
     found,
     within,
     f'{length} tokens, float64, tokens in a prefill: '
     f'{experiment.listed(found)}; the state holds '
     f'{" or ".join(map(str, sizes))} numbers a row, whatever the length',
+    len(sizes) == 1,
   )
-  return outcome._replace(passed=outcome.passed and len(sizes) == 1)
 
 
 def chunks_over_shards(run, *, mesh, length, chunks, within):
   """EQ: loss and gradients, chunks longer than a shard's part of the row.
 
   Args:
-    mesh: axis -> size. length: tokens of a row. chunks: tokens of a chunk.
-    within: largest difference allowed.
+    mesh: axis -> size. chunks: tokens of a chunk.
   """
-  del run
   found = {}
   for chunk in chunks:
     config = _tiny(
@@ -158,7 +139,7 @@ def chunks_over_shards(run, *, mesh, length, chunks, within):
     )
     subject = verify.Case(config, jax.devices(), True, ())
     rows = verify.certify(subject, ('loss', 'gradients'))
-    found[chunk] = max(row.measured for row in rows)
+    found[chunk] = np.max([row.measured for row in rows])
   return experiment.equal(
     found,
     within,
@@ -181,49 +162,25 @@ def cost_of_a_token(run, *, lengths, at_most):
   """SIM: operations a token, from the shortest to the longest row.
 
   Args:
-    lengths: tokens. at_most: the ratio with attention in chunks; with causal
-      attention over the whole row it must be above.
+    at_most: the ratio with attention in chunks; with causal attention over the
+      whole row it must be above.
   """
-  grows, told = {}, []
+  grows, costs = {}, []
   for kind, name in (('C', 'in chunks'), ('F', 'over the row')):
     model = dataclasses.replace(run.config.model, pattern=kind)
     row = [_products(model, t) for t in lengths]
     grows[name] = row[-1] / row[0]
-    told.append(f'{name} {" ".join(f"{x / 1e3:,.0f}" for x in row)}')
+    thousands = experiment.numbers([x / 1e3 for x in row], ',.0f')
+    costs.append(f'{name} {thousands}')
   own = run.config.model.tcn
   taps = 2 * own.kernel * own.depth * run.config.model.d_model
   return claims.Outcome(
     f'<= {at_most:g}, and above',
-    ' '.join(f'{x:.2f}' for x in grows.values()),
+    experiment.numbers(grows.values(), '.2f'),
     f'thousands a token and forward pass, T = '
-    f'{" ".join(map(str, lengths))}: {"; ".join(told)}. Besides, '
+    f'{experiment.numbers(lengths)}: {"; ".join(costs)}. Besides, '
     f'{taps * run.config.model.num_layers / 1e3:,.0f} of taps',
     grows['in chunks'] <= at_most < grows['over the row'],
-  )
-
-
-def _by_reach(run, config, variants, pair, apart):
-  """Outcome of training a config with fields of its mixer_schema.Tcn replaced.
-
-  pair: two names; the second must have at least `apart` bits more.
-  """
-  bits, told, folders = {}, [], []
-  for name, fields in variants.items():
-    changed = experiment.fields(config, _tcn(fields))
-    bits[name], job, _ = experiment.train(run, name, changed)
-    size = sum(x.size for x in job.state.params.values())
-    reach = tcn.receptive_field(changed.model.tcn)
-    told.append(f'{name} (reach {reach}) {bits[name]:.3f}, {size:,} parameters')
-    folders.append(run.workdir / name)
-  run.say(f'wrote {plot.draw(folders, run.workdir / plot.NAME)}')
-  fewer, more = pair
-  gap = bits[more] - bits[fewer]
-  return claims.Outcome(
-    f'>= {apart:g}',
-    f'{gap:.3f}',
-    f'bits per held-out byte, {more} less {fewer}, {config.train.steps} steps, '
-    f'one seed, chunks of {config.model.tcn.chunk}: {"; ".join(told)}',
-    gap >= apart,
   )
 
 
@@ -234,7 +191,27 @@ def bits_by_reach(run, *, variants, pair, apart):
     variants: {name: fields of mixer_schema.Tcn that differ}.
     pair: two of the names; the second has more bits. apart: how many at least.
   """
-  return _by_reach(run, run.config, variants, pair, apart)
+  bits, results, folders = {}, [], []
+  for name, fields in variants.items():
+    changed = experiment.fields(run.config, _tcn(fields))
+    bits[name], job, _ = experiment.train(run, name, changed)
+    size = sum(x.size for x in job.state.params.values())
+    reach = tcn.receptive_field(changed.model.tcn)
+    results.append(
+      f'{name} (reach {reach}) {bits[name]:.3f}, {size:,} parameters'
+    )
+    folders.append(run.workdir / name)
+  run.say(f'wrote {plot.draw(folders, run.workdir / plot.NAME)}')
+  fewer, more = pair
+  gap = bits[more] - bits[fewer]
+  return claims.Outcome(
+    f'>= {apart:g}',
+    f'{gap:.3f}',
+    f'bits per held-out byte, {more} less {fewer}, {run.config.train.steps} '
+    f'steps, one seed, chunks of {run.config.model.tcn.chunk}: '
+    f'{"; ".join(results)}',
+    gap >= apart,
+  )
 
 
 def repeated(path, period, symbols, documents, length):
@@ -265,7 +242,8 @@ def repetition_in_reach(run, *, text, model, steps, variants, pair, apart):
   config = experiment.fields(
     run.config, model, {'data.path': str(path), 'train.steps': steps}
   )
-  found = _by_reach(run, config, variants, pair, apart)
+  own = claims.Run(config, run.workdir, run.say)
+  found = bits_by_reach(own, variants=variants, pair=pair, apart=apart)
   bits, p = np.log2(text['symbols']), text['period']
   return found._replace(
     caveat=f'words of {p} of {text["symbols"]} letters, over and over; '

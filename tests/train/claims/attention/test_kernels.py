@@ -1,57 +1,54 @@
 """Checks of attention in blocks hold, and fail where what they check breaks."""
 
+import claim_cases
 import jax.numpy as jnp
 import numpy as np
-import pytest
+import support
 
 from paraxis.pallas_kernels.attention import blocks as attention_blocks
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.attention import tpu as attention_tpu
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
-from paraxis.sharding.meter import aot
+from paraxis.train.bench import measure as bench_measure
 from paraxis.train.claims.attention import kernels as claims_attention
 from paraxis.train.claims.attention import parts as claims_attention_parts
 
 SHAPE = [2, 1, 8]
 TINY = dict(length=40, block=16, packed=True, window=9)
-needs_tpu = pytest.mark.skipif(
-  bool(aot.missing('tpu')), reason=str(aot.missing('tpu'))
-)
 
 
-def equal(impl, **given):
-  return claims_attention.equals_dense(
-    None, impl=impl, cases=[TINY | given], shape=SHAPE, within=1e-5
-  )
+EQUAL = dict(shape=SHAPE, within=1e-5)
 
 
-def test_the_xla_form_equals_dense_until_lse_is_wrong(monkeypatch):
-  found = equal('xla')
-  assert found.passed and float(found.measured) < 1e-12
+def test_the_xla_form_equals_dense_until_lse_is_wrong():
   real = attention.attention
 
   def shifted(*arrays, **how):
     o, lse = real(*arrays, **how)
     return o, jnp.where(lse > -1e29, lse + 1e-3, lse)
 
-  monkeypatch.setattr(attention, 'attention', shifted)
-  assert not equal('xla').passed
+  right, _ = claim_cases.holds_until(
+    attention, 'attention', shifted, claims_attention.equals_dense,
+    impl='xla', cases=[TINY], **EQUAL,
+  )  # fmt: skip
+  assert float(right.measured) < 1e-12
 
 
-@pytest.mark.parametrize('impl', ['pallas_tpu', 'pallas_gpu'])
-def test_a_kernel_equals_dense(impl):
-  assert equal(impl, block=[16, 32]).passed
-
-
-def test_a_kernel_that_hides_a_block_is_found(monkeypatch):
+def test_kernels_equal_dense_until_one_hides_a_block():
   real = attention_blocks.block_kinds
 
   def hides(mask, *infos):
     kinds = real(mask, *infos)
     return kinds * (np.arange(kinds.shape[1])[:, None] != 1)
 
-  monkeypatch.setattr(attention_blocks, 'block_kinds', hides)
-  assert not equal('pallas_tpu', block=[16, 32], packed=False).passed
+  case = TINY | dict(block=[16, 32])
+  assert claims_attention.equals_dense(
+    None, impl='pallas_gpu', cases=[case], **EQUAL
+  ).passed
+  claim_cases.holds_until(
+    attention_blocks, 'block_kinds', hides, claims_attention.equals_dense,
+    impl='pallas_tpu', cases=[case], **EQUAL,
+  )  # fmt: skip
 
 
 def temporaries(dense_at_least=3.0):
@@ -80,14 +77,6 @@ def visited(windows):
   )
 
 
-def test_blocks_are_counted_by_hand():
-  count = claims_attention.visited
-  assert count(256, 32, 0) == count(256, 32, 256) == 36
-  assert count(256, 32, 1) == 8  # a token sees itself
-  assert count(256, 32, 2) == count(256, 32, 33) == 15
-  assert count(256, 32, 34) == 21
-
-
 def test_blocks_visited_are_those_of_the_formula(monkeypatch):
   found = visited([0, 1, 33, 34])
   assert found.passed and found.measured == '36 8 15 21'
@@ -98,11 +87,14 @@ def test_blocks_visited_are_those_of_the_formula(monkeypatch):
   assert found.measured == '36' and not found.passed
 
 
-def test_cost_is_a_ratio():
-  found = claims_attention.cost(
-    None, lengths=[64], shape=[1, 1, 8], rounds=1, at_least=0
+def test_cost_is_a_ratio(monkeypatch):
+  times = lambda *given: {'dense': [2.0, 9.0, 5.0], 'ours': [1.0, 1.0, 2.0]}
+  monkeypatch.setattr(bench_measure, 'interleave', times)
+  check = lambda at_least: claims_attention.cost(
+    None, lengths=[64], shape=[1, 1, 8], rounds=3, at_least=at_least
   )
-  assert found.passed and float(found.measured) > 0
+  assert check(2.5).passed and 'T=64: 2.0 2.5 9.0' in check(2.5).caveat
+  assert not check(2.6).passed
 
 
 def tiles(blocks):
@@ -118,22 +110,16 @@ def test_tiles_of_a_mask_are_slices(monkeypatch):
   assert tiles([[8, 8]]).measured == '6 differ'
 
 
-def host(within=1e-12):
-  return claims_attention_parts.host_part(
-    None, slots=20, on_host=[1, 19], rows=2, shape=[4, 2, 8], within=within
-  )
-
-
-def test_parts_of_a_row_merge_by_lse(monkeypatch):
-  found = host()
-  assert found.passed and '136 numbers cross' in found.caveat
+def test_parts_of_a_row_merge_by_lse():
   first = lambda a, b: tuple(map(jnp.asarray, a))
-  monkeypatch.setattr(decode_schedule, 'merge', first)
-  assert not host().passed
+  right, _ = claim_cases.holds_until(
+    decode_schedule, 'merge', first, claims_attention_parts.host_part,
+    slots=20, on_host=[1, 19], rows=2, shape=[4, 2, 8], within=1e-12,
+  )  # fmt: skip
+  assert '136 numbers cross' in right.caveat
 
 
-@pytest.mark.aot
-@needs_tpu
+@support.compiles('tpu')
 def test_no_square_is_compiled_for_a_tpu(monkeypatch):
   check = lambda at_most: claims_attention.compiled_is_linear(
     None, topologies=['v5e:1x1'], lengths=[1024], shape=[2, 1, 128], window=0,

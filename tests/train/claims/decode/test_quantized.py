@@ -1,48 +1,53 @@
 """Claims about weights of 4 bits hold, and fail when they are broken."""
 
+import contextlib
+import types
+
+import claim_cases
 import jax
 import numpy as np
 import pytest
+import support
 
-from paraxis.configs import schema
-from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
 from paraxis.train import program as job_lib
-from paraxis.train.claims import harness as claims
+from paraxis.train import step as step_lib
+from paraxis.train.claims import experiment
 from paraxis.train.claims.decode import quantized as claims_quantized
+from paraxis.train.run import evaluate
 
-SMALL = dict(d_model=128, d_ff=128, num_layers=2, num_heads=2)
-
-
-def run(**fields):
-  """claims.Run of the config, shrunk."""
-  config = command_line.load('marlin')
-  config.model.update(SMALL | fields)
-  return claims.Run(schema.view(config), '', say=lambda text: None)
+SMALL = {
+  'model.d_model': 128, 'model.d_ff': 128, 'model.num_layers': 2,
+  'model.num_heads': 2,
+}  # fmt: skip
 
 
-def test_forms_agree(monkeypatch):
-  ask = lambda: claims_quantized.forms_agree(
-    None, tokens=3, inputs=256, outputs=8, within=1e-12
-  )
-  assert ask().passed and 'int4 and uint8' in ask().caveat
+def run():
+  return claim_cases.run_of('marlin', SMALL)
+
+
+def test_forms_agree():
   unpack = quantized_matmul.unpack
-  monkeypatch.setattr(quantized_matmul, 'unpack', lambda p: unpack(p)[::-1])
-  assert not ask().passed and 'NOT' in ask().measured
+  right, wrong = claim_cases.holds_until(
+    quantized_matmul, 'unpack', lambda packed: unpack(packed)[::-1],
+    claims_quantized.forms_agree, tokens=3, inputs=256, outputs=8, within=1e-12,
+  )  # fmt: skip
+  assert 'int4 and uint8' in right.caveat and 'NOT' in wrong.caveat
 
 
-def test_rounding(monkeypatch):
-  ask = lambda: claims_quantized.rounding(run(), within=1e-4)
-  assert ask().passed and float(ask().measured.split()[0]) > 0.49
+def test_rounding():
   quantize = quantized_matmul.quantize
 
   def down(w):
     q, scale = quantize(w)
     return (q.astype('int8') - 1).astype(q.dtype), scale
 
-  monkeypatch.setattr(quantized_matmul, 'quantize', down)
-  assert not ask().passed
+  right, _ = claim_cases.holds_until(
+    quantized_matmul, 'quantize', down, claims_quantized.rounding, run(),
+    within=1e-4,
+  )  # fmt: skip
+  assert float(right.measured.split()[0]) > 0.49
 
 
 def test_bytes():
@@ -82,28 +87,41 @@ def test_what_is_rounded():
     claims_quantized.rounded({'embedding': np.ones((4, 4))})
 
 
-@pytest.mark.aot
-def test_compiled():
-  from paraxis.sharding.meter import aot
+CHIP = dict(topologies=['v5e:1x1'], tokens=16, inputs=4096, outputs=14336)
 
-  if aot.missing('tpu'):
-    pytest.skip(aot.missing('tpu'))
-  found = claims_quantized.compiled(
-    None, topologies=['v5e:1x1'], tokens=16, inputs=4096, outputs=14336
-  )
+
+@support.compiles('tpu')
+def test_compiled():
+  found = claims_quantized.compiled(None, **CHIP)
   assert found.passed and 'v5e:1x1 0 against' in found.caveat
 
 
-def test_perplexity(tiny, tmp_path):
-  """A model is trained, rounded and asked twice."""
-  config = tiny.config({
-    'model.d_model': 128, 'model.d_ff': 128, 'model.num_heads': 2,
-    'model.head_dim': 64, 'train.steps': 2, 'train.batch_size': 4,
-  })  # fmt: skip
-  ask = lambda at_most: claims_quantized.perplexity(
-    claims.Run(config, tmp_path, lambda text: None), at_most=at_most
+def test_a_kernel_with_temporaries_is_found(monkeypatch):
+  claim_cases.compiled_to(monkeypatch, 'tpu_custom_call', temporaries=2**20)
+  found = claims_quantized.compiled(None, **CHIP)
+  assert not found.passed and '1048576 against 1 MiB' in found.caveat
+
+
+def test_perplexity(monkeypatch):
+  """800 bytes in 400 tokens: a bit per byte is two per token."""
+  before, after = {'mlp/up': np.zeros(10)}, {'mlp/up': np.ones(10)}
+  bits = {0.0: 2.0, 1.0: 2.05}  # by weights
+  job = types.SimpleNamespace(
+    built=None, optimizer=None, held_out=[types.SimpleNamespace(n_pairs=400)],
+    context=contextlib.nullcontext,
+  )  # fmt: skip
+  measure = lambda params: evaluate.Evaluation(
+    bits[float(params['mlp/up'][0])], {}, 800
   )
-  found = ask(2)
-  assert 'parameters in 4 bits' in found.caveat
-  assert 0.9 < float(found.measured) < 1.1
-  assert not ask(0.5).passed
+  step = types.SimpleNamespace(evaluate=None)
+  monkeypatch.setattr(experiment, 'train', lambda *given: (2.0, job, before))
+  monkeypatch.setattr(step_lib, 'make', lambda *given: step)
+  monkeypatch.setattr(evaluate, 'Evaluator', lambda *given: measure)
+  monkeypatch.setattr(claims_quantized, 'rounded', lambda params: (after, 10))
+  ask = lambda at_most: claims_quantized.perplexity(run(), at_most=at_most)
+  found = ask(1.1)
+  assert found.passed and found.measured == f'{2**0.1:.4f}'
+  assert '10 of 10 parameters in 4 bits' in found.caveat
+  assert not ask(1.05).passed
+  bits[1.0] = 2.0  # nothing was rounded
+  assert not ask(1.1).passed

@@ -1,5 +1,9 @@
 """Claims about experts: they hold, measure what they say, and can fail."""
 
+import dataclasses
+import types
+
+import claim_cases
 import jax
 import numpy as np
 import pytest
@@ -8,66 +12,36 @@ from paraxis.configs import deepspeed_moe
 from paraxis.configs import demons_lbl
 from paraxis.configs import hecate
 from paraxis.configs import moe_parallel_folding
-from paraxis.configs import schema
 from paraxis.configs import se_moe
 from paraxis.sharding.experts import dispatch as expert
-from paraxis.train.claims import harness as claims
+from paraxis.train.certify import target_compile
+from paraxis.train.claims import experiment
 from paraxis.train.claims import papers
 from paraxis.train.claims.experts import layer as claims_experts
 from paraxis.train.claims.experts import loads as claims_expert_loads
 from paraxis.train.claims.experts import messages as claims_expert_messages
 from paraxis.train.claims.experts import training as claims_expert_training
+from paraxis.train.plot import experts as plot_experts
+from paraxis.train.run import metrics
 
-CONFIGS = (
-  deepspeed_moe, demons_lbl, hecate, moe_parallel_folding, se_moe
-)  # fmt: skip
 CUBE = 'data=2,context=2,tensor=2'
+run_of = claim_cases.run_of
 
 
-def run_of(module, folder='nowhere'):
-  return claims.Run(schema.view(module.get_config()), folder, lambda line: None)
+def given(module, check):
+  """Parameters of a config's first claim by its check."""
+  found = [c for c in papers.claims(module, '') if c.check.__name__ == check]
+  return found[0].parameters
 
 
-def given(module, check, nth=0):
-  """Parameters of a config's claim by its check."""
-  found = [
-    c.parameters for c in papers.claims(module, '') if c.check.__name__ == check
-  ]
-  return found[nth]
-
-
-@pytest.mark.parametrize('module', CONFIGS, ids=lambda m: m.__name__)
-def test_the_configs_are_well_formed(module):
-  found = papers.claims(module, module.__name__)
-  assert len(found) >= 4 and found[0].kind == 'EQ'
-  schema.view(module.get_config())
-
-
-def test_a_wrong_exchange_is_found(monkeypatch):
-  swap = expert._swap
-  wrong = lambda x, plan: jax.numpy.roll(swap(x, plan), 1, 0)
-  monkeypatch.setattr(expert, '_swap', wrong)
-  with jax.enable_x64(True):
-    plan = expert.DispatchPlan(8, ('tensor',))
-    y, *_ = claims_experts._dispatched('tensor=2', plan, _drawn())
-    w, x, ids, mix = _drawn()
-  wanted = np.einsum('NK,ND,NKDF->NF', mix, x, w[ids])
-  assert np.abs(y - wanted).max() > 0.1
-
-
-def _drawn():
-  return claims_experts._drawn(8)
-
-
-def test_axis_by_axis_is_bitwise():
-  outcome = claims_experts.axis_by_axis_is_bitwise(
-    None, meshes=['data=2,context=2,tensor=2'], tokens=4
+def test_axis_by_axis_is_bitwise(monkeypatch):
+  check = lambda mesh: claims_experts.axis_by_axis_is_bitwise(
+    None, meshes=[mesh], tokens=4
   )
-  assert outcome.passed
+  assert check(CUBE).passed
 
-
-def test_axis_by_axis_that_leaves_one_out_is_found(monkeypatch):
   def swap(x, plan):
+    """Axis by axis, all but the first are left out."""
     axes = plan.region[:1] if plan.hierarchical else plan.region
     return jax.lax.all_to_all(
       x.reshape(jax.lax.axis_size(axes), -1, *x.shape[1:]), axes, 0, 0,
@@ -75,25 +49,27 @@ def test_axis_by_axis_that_leaves_one_out_is_found(monkeypatch):
     ).reshape(x.shape)  # fmt: skip
 
   monkeypatch.setattr(expert, '_swap', swap)
-  outcome = claims_experts.axis_by_axis_is_bitwise(
-    None, meshes=['context=2,tensor=2'], tokens=4
-  )
-  assert not outcome.passed and 'NOT equal' in outcome.caveat
+  wrong = check('context=2,tensor=2')
+  assert not wrong.passed and 'NOT equal' in wrong.caveat
 
 
-def test_drops_are_counted(monkeypatch):
-  how = dict(mesh='tensor=2', region='tensor', factors=[0.5], tokens=16)
-  assert claims_experts.drops_are_counted(None, **how).passed
-  slots = expert.slots
-  # A dispatch with another capacity than the one it is told.
-  monkeypatch.setattr(claims_experts.expert, 'slots', lambda *a: slots(*a) + 1)
-  monkeypatch.setattr(claims_experts, '_served', lambda ids, n: ids >= 0)
-  assert not claims_experts.drops_are_counted(None, **how).passed
+@pytest.mark.parametrize('wrong', ['exchange', 'capacity'])
+def test_drops_are_counted(wrong):
+  swap = expert._swap
+  if wrong == 'exchange':
+    rolled = lambda x, plan: jax.numpy.roll(swap(x, plan), 1, 0)
+    patch = expert, '_swap', rolled
+  else:  # of the loop, in which all assignments find a slot
+    patch = claims_experts, '_served', lambda ids, slots: ids >= 0
+  claim_cases.holds_until(
+    *patch, claims_experts.drops_are_counted,
+    mesh='tensor=2', region='tensor', factors=[0.5], tokens=16,
+  )  # fmt: skip
 
 
 def test_parameters_are_those_of_the_paper():
   how = given(deepspeed_moe, 'parameter_counts')
-  run = run_of(deepspeed_moe)
+  run = run_of('deepspeed_moe')
   outcome = claims_experts.parameter_counts(run, **how)
   assert outcome.passed and '4,115,145,728' in outcome.caveat
   one = {'350M+PR-MoE-32/64': how['cases']['350M+PR-MoE-32/64']}
@@ -105,34 +81,65 @@ def test_parameters_are_those_of_the_paper():
   assert not outcome.passed and outcome.measured.startswith('equal')
 
 
-def test_any_hot_set_and_one_program():
-  outcome = claims_experts.any_hot_set(
-    run_of(hecate), mesh='data=2,tensor=2', hot=2, sets=3, within=1e-9
+@pytest.mark.parametrize(
+  'gaps, programs, chosen, passed',
+  [
+    ([1e-15, 2e-15], 1, {(0, 1), (1, 2)}, True),
+    ([1e-15, 1e-6], 1, {(0, 1), (1, 2)}, False),
+    ([1e-15, np.nan], 1, {(0, 1), (1, 2)}, False),
+    ([1e-15, 2e-15], 2, {(0, 1), (1, 2)}, False),
+    ([1e-15, 2e-15], 1, {(0, 1)}, False),
+  ],
+)
+def test_any_hot_set_and_one_program(
+  monkeypatch, gaps, programs, chosen, passed
+):
+  measured = lambda *given: (8, gaps, programs, chosen)
+  monkeypatch.setattr(claims_experts, '_hot_sets', measured)
+  found = claims_experts.any_hot_set(
+    run_of('hecate'), mesh='data=2', hot=2, sets=2, within=1e-9
   )
-  assert outcome.passed and outcome.measured.endswith('1 program')
+  assert found.passed == passed and '8 experts of which 2 hot' in found.caveat
+  assert f'programs: {programs} (' in found.caveat
 
 
-def test_exchanges_are_counted():
-  run = run_of(moe_parallel_folding)
-  how = dict(mesh=CUBE, regions=['data+tensor'], forward=2)
-  outcome = claims_expert_messages.exchanges_per_layer(run, backward=2, **how)
-  assert outcome.passed
-  outcome = claims_expert_messages.exchanges_per_layer(run, backward=1, **how)
-  assert not outcome.passed and outcome.measured == '2 + 2'
+def test_exchanges_are_counted(monkeypatch):
+  check = lambda backward: claims_expert_messages.exchanges_per_layer(
+    run_of('moe_parallel_folding'), mesh=CUBE, regions=['data+tensor'],
+    forward=2, backward=backward,
+  )  # fmt: skip
+  assert check(2).passed
+  wrong = check(1)
+  assert not wrong.passed and wrong.measured == '2 + 2'
+  real = experiment.step_collectives
+  elsewhere = lambda *given: [
+    dataclasses.replace(c, axes=('data',)) for c in real(*given)
+  ]
+  monkeypatch.setattr(experiment, 'step_collectives', elsewhere)
+  assert not check(2).passed
 
 
-def test_folded_experts_receive_fewer_bytes():
-  how = dict(mesh=CUBE, regions=['data', 'data+context+tensor'], counts=[16])
-  run = run_of(moe_parallel_folding)
-  folded = claims_expert_messages.folded_bytes
-  assert folded(run, ratios=[[0.32]], within=0.01, **how).passed
-  assert not folded(run, ratios=[[0.4]], within=0.01, **how).passed
+def test_folded_experts_receive_fewer_bytes(monkeypatch):
+  def sent(config, devices):
+    folded = config.model.experts.region != 'data'
+    totals = [200, 120] if folded else [100, 900]
+    return [
+      types.SimpleNamespace(kind=kind, axes=('data',), total=total)
+      for kind, total in zip(['all-to-all', 'all-reduce'], totals, strict=True)
+    ]
+
+  monkeypatch.setattr(experiment, 'step_collectives', sent)
+  check = lambda ratio: claims_expert_messages.folded_bytes(
+    run_of('moe_parallel_folding'), mesh=CUBE, counts=[16], ratios=[[ratio]],
+    regions=['data', 'data+context+tensor'], within=0.01,
+  )  # fmt: skip
+  assert check(0.32).passed and not check(0.4).passed
 
 
 def test_fewest_devices():
   how = given(moe_parallel_folding, 'least_devices')
   how |= dict(cases=how['cases'][:2], devices=how['devices'][:2])
-  run = run_of(moe_parallel_folding)
+  run = run_of('moe_parallel_folding')
   assert claims_expert_messages.least_devices(run, **how).passed
   how['devices'] = [[32, 8], [512, 64]]
   outcome = claims_expert_messages.least_devices(run, **how)
@@ -140,25 +147,38 @@ def test_fewest_devices():
 
 
 def test_axis_by_axis_sends_what_the_formula_says():
-  run = run_of(se_moe)
-  outcome = claims_expert_messages.axis_by_axis(
-    run, mesh='data=2,tensor=4', region='data+tensor'
+  slots = claims_expert_messages._slots
+  more = lambda *given: (slots(*given)[0] + 8, slots(*given)[1])
+  right, _ = claim_cases.holds_until(
+    claims_expert_messages, '_slots', more,
+    claims_expert_messages.axis_by_axis, run_of('se_moe'),
+    mesh='data=2,tensor=4', region='data+tensor',
+  )  # fmt: skip
+  assert 'peers 7 -> 4' in right.caveat
+
+
+def test_hot_experts_cost_what_the_formula_says():
+  claim_cases.holds_until(
+    claims_expert_messages.moe, 'width', lambda config: 65,
+    claims_expert_messages.hot_bytes, run_of('hecate'),
+    mesh='data=2,tensor=4', hots=[0, 1],
+  )  # fmt: skip
+
+
+def test_scopes_agree(monkeypatch):
+  asked = given(demons_lbl, 'scopes_agree') | dict(
+    equal=[['step', 4]], other=['microbatch', 4], within=1e-9, apart=1e-3
   )
-  assert outcome.passed and 'peers 7 -> 4' in outcome.caveat
-
-
-def test_hot_experts_cost_what_the_formula_says(monkeypatch):
-  how = dict(mesh='data=2,tensor=4', hots=[0, 1])
-  run = run_of(hecate)
-  assert claims_expert_messages.hot_bytes(run, **how).passed
-  monkeypatch.setattr(claims_expert_messages.moe, 'width', lambda config: 65)
-  assert not claims_expert_messages.hot_bytes(run, **how).passed
-
-
-def test_scopes_agree():
-  how = given(demons_lbl, 'scopes_agree') | dict(equal=[['step', 4]])
-  outcome = claims_expert_loads.scopes_agree(run_of(demons_lbl), **how)
-  assert outcome.passed and 'step of 4' in outcome.caveat
+  for gaps, right in [
+    ([1e-15, 0.1], True),
+    ([1e-8, 0.1], False),  # what should be the same is not
+    ([1e-15, 1e-4], False),  # what should differ does not
+  ]:
+    monkeypatch.setattr(
+      claims_expert_loads, '_scope_gaps', lambda config, cases, g=gaps: g
+    )
+    found = claims_expert_loads.scopes_agree(run_of('demons_lbl'), **asked)
+    assert found.passed == right and 'step of 4' in found.caveat
 
 
 def test_the_busiest_rank():
@@ -175,17 +195,14 @@ def test_zipf_stragglers():
   assert not claims_expert_loads.zipf_stragglers(None, **how).passed
 
 
-def test_devices_of_tasks():
+def test_devices_of_tasks(monkeypatch):
   how = given(se_moe, 'elastic_tasks')
   assert claims_expert_loads.elastic_tasks(None, **how).passed
   with pytest.raises(ValueError, match='2 devices for 3 tasks'):
     claims_expert_loads.share_devices([1, 2, 3], 2)
-
-
-def test_greedy_shares_that_are_not_best_are_found(monkeypatch):
+  # Shares that are not the best.
   first = lambda loads, n: [n - len(loads) + 1] + [1] * (len(loads) - 1)
   monkeypatch.setattr(claims_expert_loads, 'share_devices', first)
-  how = given(se_moe, 'elastic_tasks')
   assert not claims_expert_loads.elastic_tasks(None, **how).passed
 
 
@@ -198,3 +215,49 @@ def test_mutual_information():
   entropy = -p * np.log2(p) - (1 - p) * np.log2(1 - p)
   both = {'a': [[3, 1], [4, 0]], 'b': [[1, 3], [0, 4]]}
   assert found(both) == pytest.approx((1 - entropy + 1) / 2)
+
+
+def test_variants_are_compared(monkeypatch):
+  trained = {'a': [(2.0, None, None), (2.2, None, None)]}
+  trained['b'] = [(2.3, None, None), (2.4, None, None)]  # 0.25 more on average
+  shared = {'a': [0.4, 0.6], 'b': [0.1, 0.2]}  # 4 and 3 times
+  monkeypatch.setattr(claims_expert_training, '_trained', lambda *_: trained)
+  monkeypatch.setattr(claims_expert_training, '_shared_bits', lambda *_: shared)
+  given = dict(run=run_of('demons_lbl'), variants={}, seeds=[0, 1])
+  better = lambda by: claims_expert_training.learn_better(
+    better=[['a', 'b']], by=by, **given
+  )
+  assert better(0.2).passed and '2 of 2' in better(0.2).caveat
+  assert not better(0.3).passed
+  more = lambda times: claims_expert_training.specialise(
+    more=['a', 'b'], times=times, **given
+  )
+  assert more(2.9).passed and not more(3.5).passed
+
+
+def test_recorded_stragglers(monkeypatch):
+  rows = {step: {'experts/load/a': [[6, 0, 1, 1]]} for step in (1, 2)}
+  monkeypatch.setattr(experiment, 'train', lambda *given: None)
+  monkeypatch.setattr(metrics, 'read', lambda folder: rows)
+  monkeypatch.setattr(plot_experts, 'draw', lambda rows, path, title: path)
+  check = lambda falls: claims_expert_loads.recorded_stragglers(
+    run_of('hecate'), steps=2, ranks=2, hots=[0, 1], falls=falls
+  )
+  assert check(1.19).passed and check(1.19).measured == '1.50 1.25: 1.20 x'
+  assert not check(1.21).passed
+
+
+def test_a_compiled_step_is_judged(monkeypatch):
+  report = types.SimpleNamespace(
+    programs={}, peak=lambda name: 3 * 2**30, worst='gradient', fits=True,
+    parameters=2e9, cpu_seconds=1,
+  )  # fmt: skip
+  monkeypatch.setattr(target_compile, 'compile_config', lambda *given: report)
+  check = lambda peak: claims_expert_messages.compiled(
+    run_of('se_moe'), fields={}, mesh='data=8', topology='v5p:2x2x1',
+    regions=['data'], most=[{'peak': peak}],
+  )  # fmt: skip
+  assert check(3).passed and check(3).measured == '3.0 GiB 0.0 GB'
+  assert not check(2.9).passed
+  report.fits = False
+  assert not check(3).passed

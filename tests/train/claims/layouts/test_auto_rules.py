@@ -1,64 +1,41 @@
 """Claims about Redco's rules hold, and fail when a rule is another."""
 
-from typing import NamedTuple
+import types
 
+import claim_cases
 import jax
 from jax.sharding import PartitionSpec as P
 import pytest
 
-from paraxis.configs import schema
-from paraxis.configs.base import command_line
 from paraxis.sharding.planner import auto_rules
-from paraxis.train.claims import harness as claims
 from paraxis.train.claims.layouts import auto_rules as claims_auto_rules
 
 DOWN = 'layers/mlp/down'
 
 
-class Sent(NamedTuple):
-  total: int
-
-
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(monkeypatch):
   quick = {'xla_backend_optimization_level': 0}  # to compile
   monkeypatch.setattr(claims_auto_rules.compiling, 'options', lambda: quick)
-  config = command_line.load('redco')
-  config.model.update(vocab_size=32, d_model=16, d_ff=32, num_heads=4)
-  config.model.num_layers = 1
-  config.data.sequence_length = 8
-  return claims.Run(schema.view(config), tmp_path, say=lambda text: None)
+  return claim_cases.small('redco', num_layers=1)
 
 
-@pytest.fixture
-def rows_of_down_whole(monkeypatch):
+def test_specs_are_megatrons_until_one_is_another(run):
   """The second of the mlp's pair by columns too."""
   specs = auto_rules.specs
-
-  def wrong(shapes, size):
-    return specs(shapes, size) | {DOWN: P(None, None, 'tensor')}
-
-  monkeypatch.setattr(auto_rules, 'specs', wrong)
-
-
-def families(run):
-  return claims_auto_rules.specs_are_megatrons(
+  wrong = lambda *given: specs(*given) | {DOWN: P(None, None, 'tensor')}
+  right, found = claim_cases.holds_until(
+    auto_rules,
+    'specs',
+    wrong,
+    claims_auto_rules.specs_are_megatrons,
     run,
     size=2,
     families=dict(plain={}, gpt2=dict(position='learned', max_positions=8)),
   )
-
-
-def test_specs_are_megatrons(run):
-  found = families(run)
-  assert found.passed and found.measured == 'all but 1 of 19'
-  assert '(gpt2 positions)' in found.caveat
-
-
-def test_another_spec_is_seen(run, rows_of_down_whole):
-  found = families(run)
-  assert not found.passed and found.measured == 'all but 3 of 19'
-  assert f'plain {DOWN}' in found.caveat
+  assert right.measured == 'all but 1 of 19'
+  assert '(gpt2 positions)' in right.caveat
+  assert found.measured == 'all but 3 of 19' and f'plain {DOWN}' in found.caveat
 
 
 def test_one_device(run):
@@ -88,7 +65,8 @@ def test_fewest_bytes(run, monkeypatch):
     assert config.model.num_layers == 1 and gradients
     tried.append(specs)
     turned = [n for n in price if dict(specs)[f'layers/{n}'][-1] == 'tensor']
-    return [Sent(100 + sum(price[n] for n in turned))]
+    total = 100 + sum(price[n] for n in turned)
+    return [types.SimpleNamespace(total=total)]
 
   monkeypatch.setattr(claims_auto_rules, '_sent', sent)
   check = lambda worst: claims_auto_rules.fewest_bytes(

@@ -4,37 +4,23 @@ import itertools
 import math
 import types
 
+import claim_cases
 import jax
 import pytest
+import support
 
-from paraxis.configs import ring_self_attention
 from paraxis.configs import schema
-from paraxis.configs import token_ring
-from paraxis.configs.base import command_line
-from paraxis.configs.base import errors
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import aot
 from paraxis.sharding.sequence import forms as context_forms
-from paraxis.train.claims import harness as claims
-from paraxis.train.claims import papers
 from paraxis.train.claims.layouts import context as claims_context
 
 SHAPE = dict(ranks=4, tokens=4, heads=4, width=8)
-needs_libtpu = pytest.mark.skipif(
-  bool(aot.missing('tpu')), reason=aot.missing('tpu') or ''
-)
 
 
 @pytest.fixture
-def run(tmp_path):
-  config = schema.view(command_line.load('ring_self_attention'))
-  return claims.Run(config, tmp_path, say=lambda text: None)
-
-
-def test_the_configs_are_well_formed():
-  kinds = lambda module: [c.kind for c in papers.claims(module, 'x')]
-  assert kinds(ring_self_attention) == ['EQ', 'HLO', 'AOT', 'AOT', 'AOT']
-  assert kinds(token_ring) == ['EQ', 'HLO', 'HLO', 'HLO']
+def run():
+  return claim_cases.run_of('ring_self_attention')
 
 
 # --------------------------------------------------------------------- sends --
@@ -50,19 +36,6 @@ def test_sends_are_counted(form):
   assert outcome.passed and outcome.measured == right
 
 
-def test_formulas_by_hand():
-  """One head of 8 numbers, 4 tokens a rank, 3 ranks: 128 bytes a head."""
-  shape = claims_context.Shape(3, 4, 2, 1, 8)
-  forward, backward = claims_context.formulas('rsa', shape)
-  assert forward == ({1: 2 * (2 * 128 + 32)}, 4, 0)  # k and v, int32 pairs
-  assert backward == ({1: 2 * (2 * 128 + 32) + 3 * 2 * 128}, 10, 0)
-  forward, backward = claims_context.formulas('token_ring', shape)
-  home = 2 * (128 + 16)  # o and lse of both heads
-  assert forward == ({1: home, 2: home + 2 * (2 * 128 + 32)}, 6, 0)
-  sent = 2 * (2 * (128 + 128 + 16 + 16) + 32)  # q, do, lse, delta; positions
-  assert backward == ({1: 2 * 128, 2: 2 * 128 + sent}, 10, 0)
-
-
 def test_a_wrong_formula_is_found(monkeypatch):
   formulas = claims_context.formulas
   wrong = lambda form, shape: formulas('ring', shape)
@@ -70,8 +43,12 @@ def test_a_wrong_formula_is_found(monkeypatch):
   check = claims_context.sends_equal_formulas
   shape = dict(SHAPE, kv_heads=2)
   assert check(None, form='rsa', shape=shape).passed
-  outcome = check(None, form='token_ring', shape=shape)
-  assert not outcome.passed and 'NOT as' in outcome.caveat
+  found = (
+    check(None, form='token_ring', shape=shape),
+    against([[1, 0.81]], 0.01),
+  )
+  for outcome in found:
+    assert not outcome.passed and 'NOT as' in outcome.caveat
 
 
 def test_a_detour_is_found(monkeypatch):
@@ -106,14 +83,6 @@ def test_bytes_against_the_ring():
   assert not against(right, 0.005).passed
 
 
-def test_bytes_with_wrong_counts_fail(monkeypatch):
-  formulas = claims_context.formulas
-  wrong = lambda form, shape: formulas('ring', shape)
-  monkeypatch.setattr(claims_context, 'formulas', wrong)
-  outcome = against([[1, 0.81]], 0.01)
-  assert not outcome.passed and 'NOT as' in outcome.caveat
-
-
 TEXT = """HloModule m, is_scheduled=true, num_partitions=3
 
 ENTRY %main (p: f32[4,4]) -> f32[12,4] {
@@ -132,13 +101,6 @@ def test_sends_of_a_text():
   assert found == ({1: 12, 2: 64}, 1, 2 * 64)
   with pytest.raises(ValueError, match=r'a sends by \[1, 2\]'):
     claims_context.sends(TEXT.replace('{0,2},{1,0}', '{0,1},{1,0}'), mesh)
-
-
-def test_too_few_devices():
-  with pytest.raises(errors.UserError, match='64 places for 8 devices'):
-    claims_context.sends_equal_formulas(
-      None, form='rsa', shape=dict(SHAPE, kv_heads=4, ranks=64)
-    )
 
 
 # ----------------------------------------------------------------- what fits --
@@ -233,13 +195,6 @@ def test_a_layout_that_never_fits_proves_nothing(run, chips):
   assert not outcome.passed and 'wide 0 ' in outcome.caveat
 
 
-def test_without_libtpu_one_line_says_what_to_install(run, monkeypatch):
-  monkeypatch.setattr(aot, 'missing', lambda platform: 'pip install it')
-  claim = papers.claims(ring_self_attention, 'x')[2]
-  with pytest.raises(errors.UserError, match='v5e:8x8: pip install it'):
-    claims_context.most_that_fits(run, **claim.parameters)
-
-
 def test_settings_of_the_compiler_come_back():
   level = jax.config.jax_optimization_level
   with pytest.raises(KeyError), claims_context._quickly():
@@ -254,8 +209,7 @@ MODEL = dict(
 )  # fmt: skip
 
 
-@pytest.mark.aot
-@needs_libtpu
+@support.compiles('tpu')
 def test_scores_are_kept_by_one_form_and_not_by_the_other(run):
   topology = aot.topology('v5e:2x2')
 

@@ -2,40 +2,27 @@
 
 import math
 
+import claim_cases
 import jax
 import pytest
+import support
 
 from paraxis.configs import t3
-from paraxis.configs.base import errors
-from paraxis.sharding.meter import aot
 from paraxis.sharding.tensor import rings as tensor
-from paraxis.train.claims import papers
 from paraxis.train.claims.layouts import tensor as claims_tensor
 
-needs_libtpu = pytest.mark.skipif(
-  bool(aot.missing('tpu')), reason=aot.missing('tpu') or ''
-)
 
-
-def test_the_config_is_well_formed():
-  found = papers.claims(t3, 't3.py')
-  assert {c.kind for c in found} == {'EQ', 'HLO', 'AOT', 'SIM'}
-
-
-def test_rings_equal_products():
-  outcome = claims_tensor.rings_equal_products(None, shards=4, within=1e-12)
-  assert outcome.passed and '4 shards' in outcome.caveat
-  assert not jax.config.jax_enable_x64  # as before
-
-
-def test_a_ring_that_adds_a_neighbours_chunk_is_found(monkeypatch):
+def test_rings_equal_products_until_a_ring_adds_a_neighbours_chunk():
   put = tensor._put
-  wrong = lambda whole, chunk, rank, n, dim: put(
+  next_rank = lambda whole, chunk, rank, n, dim: put(
     whole, chunk, (rank + 1) % n, n, dim
   )
-  monkeypatch.setattr(tensor, '_put', wrong)
-  outcome = claims_tensor.rings_equal_products(None, shards=2, within=1e-12)
-  assert not outcome.passed and float(outcome.measured) > 0.1
+  right, wrong = claim_cases.holds_until(
+    tensor, '_put', next_rank, claims_tensor.rings_equal_products,
+    shards=2, within=1e-12,
+  )  # fmt: skip
+  assert '2 shards' in right.caveat and float(wrong.measured) > 0.1
+  assert not jax.config.jax_enable_x64  # as before
 
 
 def test_messages_are_counted(monkeypatch):
@@ -48,11 +35,6 @@ def test_messages_are_counted(monkeypatch):
   monkeypatch.setattr(tensor, '_send', back)  # right, and three times the way
   outcome = claims_tensor.ring_messages(None, shards=2)
   assert not outcome.passed and 'DIFFER' in outcome.caveat
-
-
-def test_too_few_devices():
-  with pytest.raises(errors.UserError, match='64 shards and 8 devices'):
-    claims_tensor.ring_messages(None, shards=64)
 
 
 TEXT = """HloModule m, is_scheduled=true, num_partitions=4
@@ -92,8 +74,7 @@ def test_products_between_start_and_end():
 SMALL = dict(topology='v5p:2x2x1', tokens=256, width=256, mlp=512)
 
 
-@pytest.mark.aot
-@needs_libtpu
+@support.compiles('tpu')
 def test_messages_enclose_products_on_a_tpu(monkeypatch):
   check = claims_tensor.messages_enclose_products
   outcome = check(None, **SMALL)

@@ -2,10 +2,9 @@
 
 import types
 
-from paraxis.configs import schema
-from paraxis.configs.base import command_line
+import claim_cases
+
 from paraxis.sharding.planner import simulate
-from paraxis.train.claims import harness as claims
 from paraxis.train.claims.layouts import vocabulary as claims_vocabulary
 
 SHAPE = dict(layers=32, hidden=3072, sequence=2048)
@@ -13,11 +12,7 @@ VOCABULARIES = [32768, 262144]
 
 
 def run():
-  """claims.Run of the config, shrunk."""
-  config = command_line.load('vocab_parallelism')
-  config.model.update(d_model=32, d_ff=64, vocab_size=64)
-  config.data.sequence_length = 16
-  return claims.Run(schema.view(config), '', say=lambda text: None)
+  return claim_cases.small('vocab_parallelism', num_layers=4)
 
 
 def test_shares_of_the_ends():
@@ -34,21 +29,19 @@ def test_shares_of_the_ends():
   assert not wrong.passed and '8,192 bytes' in wrong.caveat
 
 
-def test_work_is_even(monkeypatch):
-  check = lambda: claims_vocabulary.imbalance(
-    None, shape=SHAPE, stages=8, microbatches=8, vocabularies=VOCABULARIES
-  )
-  right = check()
-  assert right.passed and right.measured == '1.00 1.00'
-  layer = 24 * 3072**2 + 4 * 2048 * 3072
-  head = 2 * 3072 * VOCABULARIES[1] / layer
-  assert f'{(4 + head) / (4 + head / 8):.2f}, as' in right.caveat
+def test_work_is_even():
   last = lambda *args, **costs: simulate.run(
     *args, **costs | dict(vocabulary='last')
   )
   broken = types.SimpleNamespace(HEADS=simulate.HEADS, run=last)
-  monkeypatch.setattr(claims_vocabulary, 'simulate', broken)
-  assert not check().passed
+  right, _ = claim_cases.holds_until(
+    claims_vocabulary, 'simulate', broken, claims_vocabulary.imbalance,
+    shape=SHAPE, stages=8, microbatches=8, vocabularies=VOCABULARIES,
+  )  # fmt: skip
+  assert right.measured == '1.00 1.00'
+  layer = 24 * 3072**2 + 4 * 2048 * 3072
+  head = 2 * 3072 * VOCABULARIES[1] / layer
+  assert f'{(4 + head) / (4 + head / 8):.2f}, as' in right.caveat
 
 
 def test_memory_is_balanced(monkeypatch):

@@ -1,28 +1,26 @@
 """Claims about skipped stages hold, fail when broken, and train models."""
 
+import contextlib
 import dataclasses
+import types
 
-import jax
+import claim_cases
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paraxis.configs import schema
-from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
-from paraxis.train.certify import trial
-from paraxis.train.claims import harness as claims
 from paraxis.train.claims.pipeline import skip as claims_skip
+from paraxis.train.plot import losses as plot
 
 TRAINING = dict(stages=2, fractions=[0, 0.5], removed=[0, 0.5], paths=2)
 
 
-def run(**fields):
+def run(folder='nowhere', **fields):
   """claims.Run of the config, shrunk."""
-  config = command_line.load('skippipe')
-  config.model.update(dict(num_layers=4) | fields)
-  config.pipeline.microbatches = 4
-  return claims.Run(schema.view(config), '', say=lambda text: None)
+  own = {f'model.{name}': value for name, value in fields.items()}
+  sizes = {'model.num_layers': 4, 'pipeline.microbatches': 4}
+  return claim_cases.run_of('skippipe', sizes | own, folder)
 
 
 def test_layers_of_paths():
@@ -44,50 +42,6 @@ def test_a_pipeline_equals_layers_on_paths(monkeypatch):
   monkeypatch.setattr(claims_skip, 'training_paths', turned)
   wrong = check([0.5])  # the right paths, of the wrong microbatches
   assert not wrong.passed and float(wrong.measured) > 1e-3
-
-
-def test_layers_that_are_left_out_have_no_gradient():
-  """And the others those of a plain loop over microbatches and layers."""
-  config = run(d_model=16, d_ff=32, num_heads=2, vocab_size=16).config
-  config = claims_skip._alone(config)
-  config = dataclasses.replace(
-    config,
-    train=dataclasses.replace(config.train, batch_size=4),
-    data=dataclasses.replace(config.data, sequence_length=8),
-  )
-  side = trial.Runner(config, jax.devices()[:1])
-  model = side.job.model
-  reference = trial.reference(config, True, jax.devices()[0])
-  params, batch = reference.params, reference.batches[0]
-  layers = np.array([[0, 3], [0, 1], [3, 0], [1, 3]])
-  step = claims_skip.make_step(layers)(side.job.built, side.job.optimizer, 0.0)
-
-  def slowly(params):
-    total = 0.0
-    for i, row in enumerate(layers):
-      parts = [x[i : i + 1] for x in batch[:-1]]
-      mine = type(batch)(*parts, batch.denominator)
-      x, see = model.embed(params, mine), model.visibility(mine)
-      for l in row:
-        one = {
-          p: v[l : l + 1] for p, v in params.items() if p.startswith('layers/')
-        }
-        x = model.run(model.pattern[:1], one, x, see)
-      z = model.logits(params, model.normalise(params, x))
-      picked = jnp.take_along_axis(z, mine.targets[..., None], -1)[..., 0]
-      nats = jax.nn.logsumexp(z, -1) - picked
-      total += (nats * mine.weights).sum() / batch.denominator
-    return total
-
-  with side.job.context():
-    put = side.start(params).params
-    loss, found = jax.jit(step.grads)(put, side.put(batch))
-    wanted = jax.jit(jax.value_and_grad(slowly))(put)
-  assert float(loss) == pytest.approx(float(wanted[0]), rel=1e-6)
-  assert trial.worst(jax.device_get(found), jax.device_get(wanted[1]))[0] < 1e-5
-  for path, g in found.items():
-    if path.startswith('layers/'):
-      assert not np.any(g[2]) and np.any(g[1]) and np.any(g[3])
 
 
 def test_paths_are_balanced(monkeypatch):
@@ -119,22 +73,38 @@ def test_ratios(monkeypatch):
   assert '1.25 times' in full(0.7).caveat
 
 
-def test_training(tiny, tmp_path):
-  """Two models are trained, asked with all stages and with half, and drawn."""
-  config = tiny.config(
-    {'pipeline.microbatches': 2, 'train.steps': 2, 'train.batch_size': 4}
+def test_models_are_evaluated_without_stages_and_drawn(tmp_path, monkeypatch):
+  """Two models, each with all stages and with half of them."""
+  job = types.SimpleNamespace(config=run().config)
+  trained = lambda run, stages, fraction: (job, 10 * fraction)
+  monkeypatch.setattr(claims_skip, '_trained', trained)
+  left = lambda job, params, layers: 100 + params + layers.size
+  monkeypatch.setattr(claims_skip, 'perplexity', left)
+  monkeypatch.setattr(plot, 'draw', lambda folders, path: path)
+  asked, said = run(tmp_path), []
+  asked.say = said.append
+  found = claims_skip.robust(
+    asked, training=TRAINING, trained=0.5, share=0.5, at_most=1
   )
-  said = []
-  outcome = claims_skip.robust(
-    claims.Run(config, tmp_path, said.append),
-    training=TRAINING, trained=0.5, share=0.5, at_most=10,
-  )  # fmt: skip
-  assert outcome.passed and 0.5 < float(outcome.measured) < 2
-  asked = [line for line in said if line.startswith('trained with')]
-  assert len(asked) == 4 and 'asked with 50%' in asked[-1]
-  values = [float(line.split()[-1]) for line in asked]
-  assert len(set(values)) == 4 and all(100 < v < 400 for v in values)
+  # 105 and all four layers; two paths of two layers.
+  assert found.passed and found.measured == '1.000'
+  assert said[:2] == [
+    'trained with 0% left out, evaluated with 0%: perplexity 104.00',
+    'trained with 0% left out, evaluated with 50%: perplexity 104.00',
+  ]
   assert (tmp_path / claims_skip.PICTURE).exists()
-  for name in ('skip0', 'skip50'):
-    made = (tmp_path / name / 'config.json').read_text()
-    assert '"schedule": "skip"' in made
+
+
+def test_perplexity_is_a_mean_over_paths_and_text(monkeypatch):
+  class Held(list):
+    n_pairs = 4
+    batch_at = list.__getitem__
+
+  job = types.SimpleNamespace(
+    model=None, held_out=[Held([1.0, 2.0]), Held([3.0])],
+    put=jnp.float32, context=contextlib.nullcontext,
+  )  # fmt: skip
+  nats = lambda model, params, batch, row: params * batch * row.sum()
+  monkeypatch.setattr(claims_skip, 'nats', nats)
+  found = claims_skip.perplexity(job, 0.5, [[0, 1], [1, 2]])  # mean of 1 and 3
+  assert found == pytest.approx(np.exp(0.5 * 2 * (1 + 2 + 3) / 8))

@@ -2,33 +2,25 @@
 
 import types
 
-from paraxis.configs import schema
-from paraxis.configs.base import command_line
+import claim_cases
+
 from paraxis.train.certify import target_compile
-from paraxis.train.claims import harness as claims
 from paraxis.train.claims.pipeline import step as claims_pipeline_step
 
-
-def small(name='gpipe', **fields):
-  """claims.Run of a config, as small as its claims allow."""
-  config = command_line.load(name)
-  config.model.update(d_model=32, d_ff=64, num_heads=4, vocab_size=64)
-  config.data.sequence_length = 16
-  config.model.update(fields)
-  return claims.Run(schema.view(config), '', say=lambda text: None)
+small = claim_cases.small
 
 
 def test_temporaries():
   given = dict(mesh='stage=2', rows=2, microbatches=[4, 8, 12])
   check = lambda **grows: claims_pipeline_step.temporaries(
-    small(num_layers=2), grows=grows, **given
+    small('gpipe'), grows=grows, **given
   )
   assert check(gpipe=True, one_f_one_b=False).passed
   assert not check(gpipe=False).passed
   assert not check(one_f_one_b=True).passed
   ratio = lambda at_most: claims_pipeline_step.rematerialised(
-    small(num_layers=2), mesh='stage=2', rows=2, microbatches=12,
-    schedule='gpipe', at_most=at_most,
+    small('gpipe'), mesh='stage=2', rows=2, microbatches=12, schedule='gpipe',
+    at_most=at_most,
   )  # fmt: skip
   found = float(ratio(0.5).measured)
   assert found < 0.5 and ratio(0.5).passed
@@ -65,7 +57,7 @@ def test_compiled_fits(monkeypatch):
 
   monkeypatch.setattr(target_compile, 'compile_config', report)
   check = lambda **fits: claims_pipeline_step.compiled_fits(
-    small(), mesh='stage=2', topology='v5p:2x2x1', fits=fits,
+    small('gpipe'), mesh='stage=2', topology='v5p:2x2x1', fits=fits,
     cases={name: {'mesh.zero': int(name[-1])} for name in fits},
   )  # fmt: skip
   right = check(ZeRO1=True, ZeRO0=False)

@@ -2,17 +2,18 @@
 
 import dataclasses
 
+import claim_cases
 import jax
 import numpy as np
 import pytest
 
-from paraxis.configs import schema
 from paraxis.models.mixers import mamba
-from paraxis.pallas_kernels.attention import op as attention
 from paraxis.train.claims import families as claims_families
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims.scans import hybrid as claims_hybrid
 from paraxis.train.claims.scans import recall as claims_recall
+from paraxis.train.run import evaluate
+from paraxis.train.run import metrics
 
 TASK = claims_recall.Task(
   pairs=4, words=2, digits=2, choices=4, values=5, unseen=4, mix=(2, 4)
@@ -21,28 +22,20 @@ TASK = claims_recall.Task(
 
 @pytest.fixture
 def run(tmp_path):
-  config = schema.Config()
-  model = dataclasses.replace(config.model, position='none')
-  config = dataclasses.replace(config, model=model)
-  return claims.Run(config, tmp_path, say=lambda line: None)
+  return claim_cases.run_of('', {'model.position': 'none'}, tmp_path)
 
 
-def decoded(run):
-  return claims_hybrid.decoding_equals_one_pass(
-    run, cases={'hybrid': dict(pattern='M*', num_layers=2, mlp='none')},
-    lengths=[7, 5, 9], prompts=[3, 5, 2], within=1e-9,
-  )  # fmt: skip
-
-
-def test_decoded_equals_alone_until_a_state_is_lost(run, monkeypatch):
-  assert decoded(run).passed
+def test_decoded_equals_alone_until_a_state_is_lost(run):
   real = mamba.Mamba2.grow
   lost = lambda self, state, slots: jax.tree.map(
     lambda x: 0 * x, real(self, state, slots)
   )
-  monkeypatch.setattr(mamba.Mamba2, 'grow', lost)
-  wrong = decoded(run)
-  assert not wrong.passed and float(wrong.measured) > 1e-3
+  _, wrong = claim_cases.holds_until(
+    mamba.Mamba2, 'grow', lost, claims_hybrid.decoding_equals_one_pass, run,
+    cases={'hybrid': dict(pattern='M*', num_layers=2, mlp='none')},
+    lengths=[7, 5, 9], prompts=[3, 5, 2], within=1e-9,
+  )  # fmt: skip
+  assert float(wrong.measured) > 1e-3
 
 
 def test_bytes_of_a_cache_are_those_of_the_formula(run):
@@ -59,20 +52,6 @@ def test_bytes_of_a_cache_are_those_of_the_formula(run):
   assert not ask([2.0, 2.0]).passed
 
 
-def banded(run):
-  return claims_hybrid.banded_equals_masked(
-    run, length=24, windows=[5], blocks=[8], within=1e-12
-  )
-
-
-def test_banded_equals_masked_until_a_band_is_wider(run, monkeypatch):
-  assert banded(run).passed
-  real = attention.Mask
-  wide = lambda window, **how: real(window=window + 1, **how)
-  monkeypatch.setattr(claims_hybrid.attention, 'Mask', wide)
-  assert not banded(run).passed
-
-
 def test_bands_save_work_where_rows_are_long(run):
   ask = lambda at_most: claims_hybrid.banded_work(
     run, lengths=[512, 64], window=32, block=32, head=[2, 8], at_most=at_most
@@ -84,23 +63,23 @@ def test_bands_save_work_where_rows_are_long(run):
 
 
 def answers(batch, row):
-  """[(name, number), ...] as they are told, and as they are asked."""
+  """[(name, number), ...] as they are bound, and as they are asked."""
   entries = batch.tokens[row].reshape(-1, 4)
   entries = [(tuple(e[:2]), tuple(e[2:])) for e in entries]
   return entries[: len(entries) // 2], entries[len(entries) // 2 :]
 
 
-def test_what_is_asked_was_told_once(run):
+def test_what_is_asked_was_bound_once(run):
   held = claims_recall.draw(TASK, 6, 0, held_out=True)
   seen = claims_recall.draw(TASK, 6, 0)
   kept = {tuple(n) for n in TASK.names(True)}
   for row in range(6):
-    told, asked = answers(held, row)
-    assert len(dict(told)) == 4 and sorted(told) == sorted(asked)
-    assert set(dict(told)) <= kept
+    bound, asked = answers(held, row)
+    assert len(dict(bound)) == 4 and sorted(bound) == sorted(asked)
+    assert set(dict(bound)) <= kept
     if row >= 3:  # the other half are two documents of two bindings
-      told, asked = answers(seen, row)
-      assert sorted(told) == sorted(asked) and not set(dict(told)) & kept
+      bound, asked = answers(seen, row)
+      assert sorted(bound) == sorted(asked) and not set(dict(bound)) & kept
   assert seen.segments[0].tolist() == [1] * 16 + [2] * 16
   assert seen.positions[0].tolist() == 2 * list(range(16))
   assert held.weights.sum() == held.denominator == 6 * 4 * 2
@@ -125,13 +104,13 @@ def test_recall_trains_measures_and_draws(run, monkeypatch):
   assert found.passed and 'chance 4.0%' in found.caveat
   assert (run.workdir / 'recall.png').exists()
 
-  def told(config, *rest):
+  def curve(config, *rest):
     attends = config.model.pattern == 'F'
     assert config.model.position == ('rope' if attends else 'none')
     assert config.model.d_model == 32 and config.train.steps == 2
     return [(2, 0.1 if attends else 0.9)]
 
-  monkeypatch.setattr(claims_recall, 'train', told)
+  monkeypatch.setattr(claims_recall, 'train', curve)
   both = {'a': ['F', 1], 'b': ['M', 1]}
   assert not recalled(run, both, [['a', 'b', 0.0]]).passed
   assert recalled(run, both, [['b', 'a', 0.7]]).passed
@@ -154,21 +133,28 @@ def test_an_answer_is_right_when_all_its_digits_are():
   assert float(found) == pytest.approx(7 / 8)
 
 
-def test_families_are_trained_alike(tiny, tmp_path):
-  run = claims.Run(tiny.config(), tmp_path, say=lambda line: None)
+def test_families_are_trained_alike(run, monkeypatch):
+  bits, seen = {'F': 2.0, 'W': 2.5}, []
+
+  def finish(config, folder, say, devices):
+    seen.append(config)
+    return evaluate.Evaluation(bits[config.model.pattern], {}, 10)
+
+  rows = {step: {'train/loss': 7 / step} for step in (1, 2, 3)}
+  monkeypatch.setattr(claims, 'finish', finish)
+  monkeypatch.setattr(metrics, 'read', lambda folder: rows)
   ask = lambda bound, better=(): claims_families.learn(
     run, families={'full': {}, 'band': {'model.pattern': 'W'}},
-    fields={'model.window': 8, 'train.steps': 2, 'mesh.data': 1,
-            'mesh.fsdp': 1, 'mesh.tensor': 1},
-    at_most={'full': bound, 'band': 9.0}, better=better,
+    fields={'train.steps': 2, 'train.batch_size': 8}, better=better,
+    at_most={'full': bound, 'band': 9.0},
   )  # fmt: skip
-  found = ask(9.0)
-  assert found.passed and f'after {2 * 8 * 64:,} tokens' in found.caveat
-  assert (tmp_path / claims_families.PICTURE).exists()
-  full, band = map(float, found.measured.split())
-  assert 5 < full < 9 and full != band
-  # Of the finished runs:
-  assert not ask(1.0).passed
-  better = ['full', 'band'] if full < band else ['band', 'full']
-  assert ask(9.0, [[*better, 0.0]]).passed
-  assert not ask(9.0, [[*better, 1.0]]).passed
+  found = ask(2.0)
+  length = run.config.data.sequence_length
+  assert found.passed and f'after {2 * 8 * length:,} tokens' in found.caveat
+  assert found.measured == '2.000 2.500'
+  assert [c.train.steps for c in seen] == [2, 2]
+  assert (run.workdir / claims_families.PICTURE).exists()
+  assert not ask(1.9).passed
+  assert ask(9.0, [['full', 'band', 0.5]]).passed
+  assert not ask(9.0, [['full', 'band', 0.6]]).passed
+  assert not ask(9.0, [['band', 'full', 0.0]]).passed

@@ -1,32 +1,33 @@
 """Checks of convolutions hold, and fail where what they check is broken."""
 
-import dataclasses
 import json
 import pathlib
 import types
 
+import claim_cases
 import jax.numpy as jnp
 import pytest
 
-from paraxis.configs import schema
 from paraxis.configs.base import mixers as mixer_schema
 from paraxis.models.mixers import recurrence
 from paraxis.models.mixers import tcn
 from paraxis.train.claims import experiment
-from paraxis.train.claims import harness as claims
 from paraxis.train.claims.scans import tcn as claims_tcn
 from paraxis.train.plot import losses as plot
 
 
 @pytest.fixture
 def run(tmp_path):
-  model = schema.Model(
-    vocab_size=64, d_model=16, num_layers=1, num_heads=2, d_ff=16,
-    attention_block=8, position='none', pattern='C',
-    tcn=mixer_schema.Tcn(kernel=3, depth=2, chunk=8, key_dim=4),
+  return claim_cases.run_of(
+    '',
+    {
+      'model.vocab_size': 64, 'model.d_model': 16, 'model.num_layers': 1,
+      'model.num_heads': 2, 'model.d_ff': 16, 'model.attention_block': 8,
+      'model.position': 'none', 'model.pattern': 'C', 'model.tcn.kernel': 3,
+      'model.tcn.depth': 2, 'model.tcn.chunk': 8, 'model.tcn.key_dim': 4,
+    },
+    tmp_path,
   )  # fmt: skip
-  config = dataclasses.replace(schema.Config(), model=model)
-  return claims.Run(config, tmp_path, say=lambda line: None)
 
 
 def field(run):
@@ -43,32 +44,26 @@ def test_a_field_is_found_by_changing_a_token(run, monkeypatch):
   assert field(run).measured == '9'
 
 
-def streams(run):
-  return claims_tcn.streams_as_a_whole(
-    run, own=dict(chunk=4), length=10, prompts=[5], within=1e-11
-  )
-
-
-def test_steps_equal_a_pass_until_a_tail_is_lost(run, monkeypatch):
-  assert streams(run).passed
+def test_steps_equal_a_pass_until_a_tail_is_lost(run):
   real = recurrence.conv
 
   def forgets(*given):
     y, tail = real(*given)
     return y, jnp.zeros_like(tail)
 
-  monkeypatch.setattr(recurrence, 'conv', forgets)
-  assert not streams(run).passed
+  claim_cases.holds_until(
+    recurrence, 'conv', forgets, claims_tcn.streams_as_a_whole, run,
+    own=dict(chunk=4), length=10, prompts=[5], within=1e-11,
+  )  # fmt: skip
 
 
-def test_chunks_over_shards_until_each_counts_alone(run, monkeypatch):
-  check = lambda: claims_tcn.chunks_over_shards(
-    run, mesh=dict(context=8), length=32, chunks=[6], within=1e-9
-  )
-  assert check().passed
+def test_chunks_over_shards_until_each_counts_alone(run):
   chunks = tcn.chunks
-  monkeypatch.setattr(tcn, 'chunks', lambda *given: chunks(*given[:3]))
-  assert not check().passed
+  alone = lambda *given: chunks(*given[:3])
+  claim_cases.holds_until(
+    tcn, 'chunks', alone, claims_tcn.chunks_over_shards, run,
+    mesh=dict(context=8), length=32, chunks=[6], within=1e-9,
+  )  # fmt: skip
 
 
 def test_costs_grow_with_the_row_or_not(run):

@@ -1,0 +1,54 @@
+"""What the tests of claims share: `import claim_cases`."""
+
+import types
+
+import pytest
+
+from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.sharding.meter import aot
+from paraxis.train.claims import experiment
+from paraxis.train.claims import harness as claims
+
+
+def run_of(name='', changes=(), folder='nowhere'):
+  """claims.Run of a config that ships with paraxis, or of the defaults.
+
+  Args:
+    changes: {'section.field': value}. folder: the workdir.
+  """
+  config = schema.view(command_line.load(name)) if name else schema.Config()
+  config = experiment.fields(config, dict(changes))
+  return claims.Run(config, folder, say=lambda line: None)
+
+
+def small(name, **model):
+  """`run_of` a config whose sizes are small; model: fields of schema.Model."""
+  sizes = dict(d_model=32, d_ff=64, num_heads=4, num_layers=2, vocab_size=64)
+  step = {
+    'data.sequence_length': 16, 'train.batch_size': 8, 'train.microbatches': 1
+  }  # fmt: skip
+  return run_of(name, experiment.under('model', sizes | model) | step)
+
+
+def holds_until(module, name, wrong, claim, run=None, **given):
+  """Asserts that a claim holds, and fails once `module.name` is `wrong`.
+
+  Returns:
+    The two harness.Outcomes.
+  """
+  right = claim(run, **given)
+  assert right.passed, right
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(module, name, wrong)
+    found = claim(run, **given)
+  assert not found.passed, found
+  return right, found
+
+
+def compiled_to(monkeypatch, text, **memory):
+  """Programs of experiment.for_chip have this text and this aot.Memory."""
+  program = types.SimpleNamespace(as_text=lambda: text)
+  held = types.SimpleNamespace(**memory)
+  monkeypatch.setattr(experiment, 'for_chip', lambda *given: program)
+  monkeypatch.setattr(aot, 'memory', lambda program: held)
