@@ -1,10 +1,10 @@
 """Experiments, one file each; `paraxis papers` lists them.
 
-schema.py documents every field and is what a user's own config imports; base/
-holds what the schema and the command line are made of. Configs are data: they
-import ml_collections and the schema, and claims in the body of claims() only.
+schema.py documents every field, presets.py has what most configs begin with: a
+user's own config imports either. base/ holds what the schema and the command
+line are made of. Configs are data: claims are imported in the body of claims().
 
-Read first: quickstart.py, then schema.py.
+Read first: quickstart.py, then schema.py and presets.py.
 """
 
 from paraxis.configs.base import moved

@@ -17,7 +17,7 @@ differs: one seed and 200 steps of a tiny model, so the order of the trainings
   inference, throughput.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 # Depth, width, heads of the paper's base models (350M and 1.3B).
 SHAPES = {'350M': (24, 1024, 16), '1.3B': (24, 2048, 16)}
@@ -25,27 +25,16 @@ SHAPES = {'350M': (24, 1024, 16), '1.3B': (24, 2048, 16)}
 
 def get_config():
   """PR-MoE: 8 experts in 3 layers, 16 in the last, one a token, and an mlp."""
-  config = schema.default()
-  model = config.model
-  model.vocab_size = 2048
-  model.d_model, model.d_ff = 64, 192
-  model.num_layers, model.num_heads = 4, 4
-  model.qk_norm = 'head'
-  model.embedding_scale = 64**0.5
-  model.attention_scale = 3 * 16**-0.5
-  experts = model.experts
-  experts.count, experts.top_k, experts.d_ff = 8, 1, 96
-  experts.pattern, experts.residual = 'EEEP', True
+  config = presets.small_text(d_model=64, d_ff=192, qk_norm='head')
+  experts = config.model.experts
+  experts.update(count=8, top_k=1, d_ff=96, pattern='EEEP', residual=True)
   # With one expert a token, weights that add up to 1 would teach no router.
   experts.normalise = False
   experts.region = 'data+tensor'
-
   config.data.sequence_length = 128
-  config.optimizer.name = 'muon'
-  config.train.steps = 200
-  config.train.batch_size = 16
+  config.optimizer.warmup_steps = 40
+  config.train.update(steps=200, batch_size=16, print_every=10)
   config.checkpoint.every = 200
-  config.train.print_every = 10
   return config
 
 
@@ -88,10 +77,9 @@ def claims():
     },
   )  # fmt: skip
   mesh = 'data=2,fsdp=2,tensor=2'
-  equal = dict(
-    check=experiment.equals_one_device, within=1e-9,
-    cases=[dict(mesh=mesh), {'mesh': mesh, 'model.experts.hierarchical': True}],
-  )  # fmt: skip
+  equal = experiment.on_layouts(
+    mesh, {'mesh': mesh, 'model.experts.hierarchical': True}
+  )
   bitwise = dict(
     check=layer.axis_by_axis_is_bitwise, tokens=16,
     meshes=['context=2,tensor=4', 'data=2,context=2,tensor=2'],

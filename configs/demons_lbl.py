@@ -18,30 +18,19 @@ differs: 0.2M active parameters in layers of 64, 200 steps of 2,048 tokens, six
   pass counts all of them, or `running` counts the step before.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 
 def get_config():
   """8 experts, top-2; rows of 128 tokens, which are nearly always of one of
   the six domains, 16 to a batch."""
-  config = schema.default()
-  model = config.model
-  model.vocab_size = 2048
-  model.d_model, model.d_ff = 64, 96
-  model.num_layers, model.num_heads = 4, 4
-  model.qk_norm = 'head'
-  model.embedding_scale = 64**0.5
-  model.attention_scale = 3 * 16**-0.5
-  model.experts.count, model.experts.top_k = 8, 2
-  model.experts.balance = 0.05
-  model.experts.balance_scope = 'step'
-
+  config = presets.small_text(d_model=64, d_ff=96, qk_norm='head')
+  experts = config.model.experts
+  experts.update(count=8, top_k=2, balance=0.05, balance_scope='step')
   config.data.sequence_length = 128
-  config.optimizer.name = 'muon'
-  config.train.steps = 200
-  config.train.batch_size = 16
+  config.optimizer.warmup_steps = 40
+  config.train.update(steps=200, batch_size=16, print_every=10)
   config.checkpoint.every = 200
-  config.train.print_every = 10
   return config
 
 
@@ -73,13 +62,9 @@ def claims():
     equal=[['device', 1], ['step', 1], ['step', 4]], other=['microbatch', 4],
     within=1e-9, apart=1e-3,
   )  # fmt: skip
-  meshes = dict(
-    check=experiment.equals_one_device,
-    cases=[
-      {'mesh': 'data=2,fsdp=2,tensor=2', 'train.microbatches': 2},
-      dict(mesh='stage=2,data=2,tensor=2'),
-    ],
-    within=1e-9,
+  meshes = experiment.on_layouts(
+    {'mesh': 'data=2,fsdp=2,tensor=2', 'train.microbatches': 2},
+    'stage=2,data=2,tensor=2',
   )
   return [
     ('scopes on one device, and of one batch', 'EQ', scopes, None),

@@ -21,21 +21,13 @@ differs: the paper's kernels are for Ascend NPUs and Volta GPUs and its results
   nothing overlaps it with the device.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 
 def get_config():
   """A small decoder on tensor=8, its output projections rings."""
-  config = schema.default()
-  config.mesh.tensor = 8
-  config.mesh.collective_matmul = 'all'
-  model = config.model
-  model.vocab_size = 256
-  model.d_model, model.d_ff = 64, 128
-  model.num_layers, model.num_heads = 2, 8
-  config.data.tokenizer = 'bytes'
-  config.data.sequence_length = 64
-  config.train.batch_size = 4
+  config = presets.tiny(vocab_size=256, num_heads=8)
+  config.mesh.update(tensor=8, collective_matmul='all')
   return config
 
 
@@ -46,33 +38,28 @@ def claims():
   from paraxis.train.claims.attention import parts
   from paraxis.train.claims.layouts import tensor
 
-  check = lambda check, **given: dict(check=check, **given)
-  tiles = lambda impl, within, blocks: check(
-    kernels.equals_dense,
+  tiles = lambda impl, within, blocks: dict(
+    check=kernels.equals_dense,
     impl=impl, shape=[4, 2, 16], within=within,
     cases=[dict(length=130, block=b, packed=True) for b in blocks],
   )  # fmt: skip
   sizes = [[16, 64], [64, 16], [64, 64]]
-  mask = check(
-    parts.mask_is_a_slice,
+  mask = dict(
+    check=parts.mask_is_a_slice,
     length=192, blocks=[[16, 16], *sizes, [48, 32]],
   )  # fmt: skip
-  machines = check(
-    kernels.compiled_is_linear,
+  machines = dict(
+    check=kernels.compiled_is_linear,
     topologies=['v5e:1x1', 'tpu7x:1x1x1'],
     lengths=[4096, 8192], shape=[8, 2, 128], window=1000, at_most=2,
   )  # fmt: skip
-  host = check(
-    parts.host_part,
+  host = dict(
+    check=parts.host_part,
     slots=1000, on_host=[1, 500, 999], rows=4, shape=[8, 2, 64], within=1e-12,
   )  # fmt: skip
-  rings = check(tensor.rings_equal_products, shards=8, within=1e-12)
-  sent = check(tensor.ring_messages, shards=8)
-  layouts = check(
-    experiment.equals_one_device,
-    cases=[dict(mesh='tensor=8'), dict(mesh='context=2,tensor=4')],
-    within=1e-9,
-  )  # fmt: skip
+  rings = dict(check=tensor.rings_equal_products, shards=8, within=1e-12)
+  sent = dict(check=tensor.ring_messages, shards=8)
+  layouts = experiment.on_layouts('tensor=8', 'context=2,tensor=4')
   return [
     ('tiles of any size, XLA', 'EQ', tiles('xla', 1e-12, [16, 40, 64]), None),
     ('tiles of any size, TPU', 'EQ', tiles('pallas_tpu', 1e-5, sizes), None),

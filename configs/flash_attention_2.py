@@ -27,13 +27,8 @@ from paraxis.configs import schema
 def get_config():
   """A small decoder with two query heads to a kv head."""
   config = schema.default()
-  model = config.model
-  model.vocab_size = 2048
-  model.d_model, model.d_ff = 256, 688
-  model.num_layers, model.num_heads, model.num_kv_heads = 4, 8, 4
-  config.data.tokenizer = 'bpe2048'
+  config.model.update(d_model=256, d_ff=688, num_heads=8, num_kv_heads=4)
   config.data.sequence_length = 512
-  config.train.batch_size = 8
   return config
 
 
@@ -42,10 +37,9 @@ def claims():
   from paraxis.train.claims import experiment
   from paraxis.train.claims.attention import kernels
 
-  check = lambda check, **given: dict(check=check, **given)
   shape = [4, 2, 16]  # query heads, kv heads, head width
-  equal = lambda impl, within, block: check(
-    kernels.equals_dense, impl=impl, shape=shape, within=within,
+  equal = lambda impl, within, block: dict(
+    check=kernels.equals_dense, impl=impl, shape=shape, within=within,
     cases=[
       dict(length=130, block=block),
       dict(length=200, block=block, packed=True, window=50, softcap=3.0),
@@ -53,31 +47,29 @@ def claims():
     ],
   )  # fmt: skip
   kernel = lambda impl: equal(impl, 1e-5, [32, 64])
-  memory = check(
-    kernels.temporaries,
+  memory = dict(
+    check=kernels.temporaries,
     lengths=[1024, 2048, 4096], shape=[4, 4, 64], within=0.1,
     dense_at_least=3.5,
   )  # fmt: skip
-  machines = check(
-    kernels.compiled_is_linear,
+  machines = dict(
+    check=kernels.compiled_is_linear,
     topologies=['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1'],
     lengths=[4096, 16384], shape=[8, 2, 128], window=0, at_most=2,
   )  # fmt: skip
-  blocks = check(
-    kernels.blocks_visited,
+  blocks = dict(
+    check=kernels.blocks_visited,
     length=16384, block=512, windows=[0, 4096, 1000], shape=[8, 2, 128],
   )  # fmt: skip
-  cost = check(
-    kernels.cost, lengths=[1024, 4096], shape=[4, 4, 64], rounds=5, at_least=4
+  cost = dict(
+    check=kernels.cost,
+    lengths=[1024, 4096],
+    shape=[4, 4, 64],
+    rounds=5,
+    at_least=4,
   )
-  layouts = dict(
-    check=experiment.equals_one_device,
-    cases=[
-      dict(mesh='context=4,tensor=2'),
-      dict(mesh='data=2,fsdp=2,tensor=2'),
-      dict(mesh='stage=2,context=2'),
-    ],
-    within=1e-9,
+  layouts = experiment.on_layouts(
+    'context=4,tensor=2', 'data=2,fsdp=2,tensor=2', 'stage=2,context=2'
   )
   return [
     ('XLA form equals dense', 'EQ', equal('xla', 1e-12, 32), None),

@@ -18,27 +18,12 @@ differs: no two-level chunks: within a chunk every pair of halves meets at its
   GPU are compiled and interpreted, not run.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 
 def get_config():
   """The quickstart's size and data, gated linear attention in every layer."""
-  config = schema.default()
-  model = config.model
-  model.vocab_size = 2048
-  model.d_model, model.d_ff = 160, 432
-  model.num_layers, model.num_heads = 4, 4
-  model.pattern = 'G'
-  model.position = 'none'
-  model.embedding_scale = 160**0.5
-  config.data.tokenizer = 'bpe2048'
-  config.data.sequence_length = 256
-  config.optimizer.update(
-    name='muon', learning_rate=3e-3, muon_learning_rate=0.02, warmup_steps=30
-  )
-  config.train.steps = 300
-  config.train.batch_size = 8
-  return config
+  return presets.small_text(pattern='G', position='none')
 
 
 def claims():
@@ -46,30 +31,26 @@ def claims():
   from paraxis.train.claims import experiment
   from paraxis.train.claims.scans import sharded
 
-  check = lambda check, **given: dict(check=check, **given)
   shape = [4, 64, 64]  # heads, key width, value width
-  equal = check(
-    sharded.chunks_equal_the_loop,
+  equal = dict(
+    check=sharded.chunks_equal_the_loop,
     length=200, shape=[2, 8, 16], chunks=[16, 64, 256], within=1e-12,
   )  # fmt: skip
-  cost = check(
-    sharded.chunks_cost,
+  cost = dict(
+    check=sharded.chunks_cost,
     lengths=[4096, 16384],
     shape=shape,
     rounds=5,
     at_least=4,
   )
-  crosses = check(
-    sharded.state_crosses, devices=8, lengths=[512, 1024], shape=[2, 8, 16]
+  crosses = dict(
+    check=sharded.state_crosses,
+    devices=8,
+    lengths=[512, 1024],
+    shape=[2, 8, 16],
   )
-  layouts = dict(
-    check=experiment.equals_one_device,
-    cases=[
-      dict(mesh='context=8'),
-      dict(mesh='context=2,tensor=2,fsdp=2'),
-      dict(mesh='stage=2,context=2'),
-    ],
-    within=1e-9,
+  layouts = experiment.on_layouts(
+    'context=8', 'context=2,tensor=2,fsdp=2', 'stage=2,context=2'
   )
   return [
     ('chunks equal the loop', 'EQ', equal, None),

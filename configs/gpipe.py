@@ -17,23 +17,14 @@ differs: every stage holds the same number of layers, or one fewer; costs of
   compiled for CPU. No AmoebaNet, no translation.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 
 def get_config():
   """A small decoder on stage=4,data=2, eight microbatches."""
-  config = schema.default()
-  config.mesh.stage, config.mesh.data = 4, 2
-  config.pipeline.schedule = 'gpipe'
-  config.pipeline.microbatches = 8
-
-  model = config.model
-  model.vocab_size = 264  # bytes, and room to divide by 4
-  model.d_model, model.d_ff = 64, 256
-  model.num_layers, model.num_heads = 4, 4
-
-  config.data.tokenizer = 'bytes'
-  config.data.sequence_length = 64
+  config = presets.tiny(d_ff=256, num_layers=4)
+  config.mesh.update(stage=4, data=2)
+  config.pipeline.update(schedule='gpipe', microbatches=8)
   config.train.batch_size = 16
   return config
 
@@ -46,14 +37,10 @@ def claims():
 
   table = lambda check, **given: dict(check=check, schedule='gpipe', **given)
   stored = {'pipeline.activations': 'store'}
-  equal = dict(
-    check=experiment.equals_one_device,
-    cases=[
-      dict(mesh='stage=4,data=2'),
-      {'mesh': 'stage=2,data=2,tensor=2'} | stored,
-      {'mesh': 'stage=4', 'model.num_layers': 6},
-    ],
-    within=1e-9,
+  equal = experiment.on_layouts(
+    'stage=4,data=2',
+    {'mesh': 'stage=2,data=2,tensor=2'} | stored,
+    {'mesh': 'stage=4', 'model.num_layers': 6},
   )
   grid = [[p, m, 1] for p in (2, 4, 8) for m in (8, 32, 128)]
   bubble = table(schedules.bubbles, cases=grid, share=1, model='asynchronous')

@@ -19,30 +19,18 @@ differs: work of the busiest rank is counted, no time is measured. One set of
   a gather of all would be cheaper.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 
 def get_config():
   """16 experts on data=2,tensor=4, the two busiest of a layer gathered."""
-  config = schema.default()
-  config.mesh.data, config.mesh.tensor = 2, 4
-
-  model = config.model
-  model.vocab_size = 2048
-  model.d_model, model.d_ff = 64, 64
-  model.num_layers, model.num_heads = 4, 4
-  model.qk_norm = 'head'
-  model.embedding_scale = 64**0.5
-  model.attention_scale = 3 * 16**-0.5
-  experts = model.experts
-  experts.count, experts.top_k, experts.hot = 16, 2, 2
-  experts.region = 'data+tensor'
-  experts.balance = 0.001
-
+  config = presets.small_text(d_model=64, d_ff=64, qk_norm='head')
+  config.mesh.update(data=2, tensor=4)
+  experts = config.model.experts
+  experts.update(count=16, top_k=2, hot=2, region='data+tensor', balance=0.001)
   config.data.sequence_length = 128
-  config.optimizer.name = 'muon'
-  config.train.batch_size = 16
-  config.train.steps = 200
+  config.optimizer.warmup_steps = 40
+  config.train.update(steps=200, batch_size=16)
   return config
 
 

@@ -26,11 +26,7 @@ from paraxis.configs import schema
 def get_config():
   """A small decoder with four query heads to a kv head."""
   config = schema.default()
-  model = config.model
-  model.vocab_size = 2048
-  model.d_model, model.d_ff = 256, 688
-  model.num_layers, model.num_heads, model.num_kv_heads = 4, 8, 2
-  model.mlp = 'swiglu'
+  config.model.update(d_model=256, d_ff=688, num_heads=8, num_kv_heads=2)
   config.data.sequence_length = 1024
   return config
 
@@ -39,26 +35,29 @@ def claims():
   """What `paraxis reproduce lean_attention` checks."""
   from paraxis.train.claims.attention import decode
 
-  check = lambda check, **given: dict(check=check, **given)
-  division = check(
-    decode.any_division,
+  division = dict(
+    check=decode.any_division,
     lengths=[0, 1, 5, 63, 64, 65, 129, 256, 511, 512], tile=64,
     workers=[1, 2, 5, 33], within=1e-12,
   )  # fmt: skip
-  prefix = check(
-    decode.shared_prefix, prefix=200, lengths=[0, 1, 64, 129], within=1e-12
+  prefix = dict(
+    check=decode.shared_prefix,
+    prefix=200,
+    lengths=[0, 1, 64, 129],
+    within=1e-12,
   )
-  balance = check(
-    decode.balance, draws=200, rows=16, longest=8192, tile=64,
+  balance = dict(
+    check=decode.balance, draws=200, rows=16, longest=8192, tile=64,
     workers=[1, 2, 7, 33, 132],
   )  # fmt: skip
-  times = lambda against, at_least, none_below: check(
-    decode.makespans, against=against, at_least=at_least, none_below=none_below,
+  times = lambda against, at_least, none_below: dict(
+    check=decode.makespans,
+    against=against, at_least=at_least, none_below=none_below,
     sizes=[[2**n, rows] for n in (12, 14, 16, 18, 19) for rows in (1, 4, 16)],
     machine=dict(heads=32, tile=256, workers=264, part=0.5),
   )  # fmt: skip
-  machines = check(
-    decode.compiled,
+  machines = dict(
+    check=decode.compiled,
     topologies=['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1'],
     rows=4, slots=4096, within=0.02,
   )  # fmt: skip

@@ -11,34 +11,16 @@ differs: a shape, not a recipe (arXiv:2407.21783 has one): check and compile
   tokens.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 
 def get_config():
   """Batch 1,024 x 4,096 on data=64,fsdp=8,tensor=8: 4,096 devices."""
-  config = schema.default()
-  config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 64, 8, 8
-
-  model = config.model
-  model.vocab_size = 128256
-  model.d_model = 8192
-  model.num_layers = 80
-  model.num_heads = 64
-  model.num_kv_heads = 8
-  model.d_ff = 28672
-  model.norm_epsilon = 1e-5
-  model.rope_theta = 5e5
-  model.tied_embedding = False
-  model.dtype = 'bfloat16'
-  model.attention_block = 512
-
-  config.data.sequence_length = 4096
+  config = presets.llama(vocab_size=128256, rope_theta=5e5)
+  config.model.update(d_model=8192, d_ff=28672, num_layers=80)
+  config.model.update(num_heads=64, num_kv_heads=8)
+  config.mesh.update(data=64, fsdp=8, tensor=8)
   config.optimizer.learning_rate = 1.5e-4
-  config.optimizer.warmup_steps = 2000
-  config.optimizer.final_fraction = 0.1
-  config.train.batch_size = 1024
-  config.train.steps = 500_000
-  config.train.remat = 'full'
   return config
 
 

@@ -11,33 +11,15 @@ differs: a shape, not a recipe (arXiv:2307.09288 has one): check and compile
   tokens.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 
 def get_config():
   """Batch 1,024 x 4,096 on data=16,fsdp=8,tensor=4: 512 devices."""
-  config = schema.default()
-  config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 16, 8, 4
-
-  model = config.model
-  model.vocab_size = 32000
-  model.d_model = 4096
-  model.num_layers = 32
-  model.num_heads = 32
-  model.d_ff = 11008
-  model.norm_epsilon = 1e-5
-  model.rope_theta = 1e4
-  model.tied_embedding = False
-  model.dtype = 'bfloat16'
-  model.attention_block = 512
-
-  config.data.sequence_length = 4096
+  config = presets.llama(vocab_size=32000)
+  config.model.update(d_model=4096, d_ff=11008, num_layers=32, num_heads=32)
+  config.mesh.update(data=16, fsdp=8, tensor=4)
   config.optimizer.learning_rate = 3e-4
-  config.optimizer.warmup_steps = 2000
-  config.optimizer.final_fraction = 0.1
-  config.train.batch_size = 1024
-  config.train.steps = 500_000
-  config.train.remat = 'full'
   return config
 
 

@@ -20,7 +20,7 @@ differs: generation up to 8 times faster is the paper's forecast; here bytes are
   seed; families: too few tokens for a ranking.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 PATTERN = 'M-M-M-*-M-M-M-'  # 43% Mamba-2, 7% attention, 50% mlp
 FAMILIES = {
@@ -39,22 +39,10 @@ NARROW = {
 
 def get_config():
   """One unit of the pattern of the 8B model, at the quickstart's width."""
-  config = schema.default()
-  model = config.model
-  model.vocab_size = 2048
-  model.d_model, model.d_ff = 160, 432
-  model.num_layers, model.num_heads, model.num_kv_heads = 7, 4, 2
-  model.pattern = PATTERN
-  model.position = 'none'
-  model.qk_norm = 'head'
-  model.attention_scale = 3 * 40**-0.5  # as in quickstart
-  model.embedding_scale = 160**0.5
-  model.mamba.update(head_dim=40, state=32)
-  config.data.update(tokenizer='bpe2048', sequence_length=256)
-  config.optimizer.update(
-    name='muon', learning_rate=3e-3, muon_learning_rate=0.02, warmup_steps=20
-  )
-  config.train.update(steps=300, batch_size=8)
+  config = presets.small_text(num_layers=7, num_kv_heads=2, qk_norm='head')
+  config.model.update(pattern=PATTERN, position='none')
+  config.model.mamba.update(head_dim=40, state=32)
+  config.optimizer.warmup_steps = 20
   return config
 
 
@@ -73,8 +61,7 @@ def claims():
   small = {'model.pattern': 'M-*-', 'model.num_layers': 2}
   deep = {'mesh': 'stage=2,context=2', 'model.num_layers': 4}
   meshes = dict(mesh='context=8'), dict(mesh='context=2,tensor=2,fsdp=2'), deep
-  cases = [small | mesh for mesh in meshes]
-  layouts = dict(check=experiment.equals_one_device, cases=cases, within=1e-9)
+  layouts = experiment.on_layouts(*(small | mesh for mesh in meshes))
   shape = dict(
     d_model=4096, num_heads=32, num_kv_heads=8, d_ff=16384, mlp='gelu',
     vocab_size=256000, tied_embedding=False, mamba=dict(state=128, groups=8),

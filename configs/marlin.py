@@ -19,30 +19,13 @@ differs: plain rounding, not GPTQ; the kernel is for TPU, elsewhere XLA unpacks
   the op.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 
 def get_config():
   """A small decoder whose matrices have whole groups of 128 inputs."""
-  config = schema.default()
-  model = config.model
-  model.vocab_size = 2048
-  model.d_model, model.d_ff = 128, 384
-  model.num_layers, model.num_heads = 4, 4
-  model.mlp = 'swiglu'
-  model.qk_norm = 'head'
-  model.rope_theta = 1e4
-  model.embedding_scale = 128**0.5
-  model.attention_scale = 3 * 32**-0.5  # as in quickstart
-
-  config.data.tokenizer = 'bpe2048'
-  config.data.sequence_length = 256
-
-  config.optimizer.update(
-    name='muon', learning_rate=3e-3, muon_learning_rate=0.02, warmup_steps=30
-  )
+  config = presets.small_text(d_model=128, d_ff=384, qk_norm='head')
   config.train.steps = 200
-  config.train.batch_size = 8
   return config
 
 
@@ -50,23 +33,26 @@ def claims():
   """What `paraxis reproduce marlin` checks."""
   from paraxis.train.claims.decode import quantized
 
-  check = lambda check, **given: dict(check=check, **given)
-  forms = check(
-    quantized.forms_agree, tokens=16, inputs=512, outputs=384, within=1e-12
+  forms = dict(
+    check=quantized.forms_agree,
+    tokens=16,
+    inputs=512,
+    outputs=384,
+    within=1e-12,
   )
-  rounding = check(quantized.rounding, within=1e-4)
-  read = check(
-    quantized.read_bytes, tokens=[16, 1, 64, 128], inputs=18432, outputs=73728,
-    expected=3.87, within=0.01,
+  rounding = dict(check=quantized.rounding, within=1e-4)
+  read = dict(
+    check=quantized.read_bytes, tokens=[16, 1, 64, 128],
+    inputs=18432, outputs=73728, expected=3.87, within=0.01,
   )  # fmt: skip
   llama = dict(d_model=4096, d_ff=11008, num_layers=32, vocab_size=32000)
-  whole = check(quantized.model_bytes, model=llama, at_least=3.4)
-  machines = check(
-    quantized.compiled,
+  whole = dict(check=quantized.model_bytes, model=llama, at_least=3.4)
+  machines = dict(
+    check=quantized.compiled,
     topologies=['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1'],
     tokens=16, inputs=4096, outputs=14336,
   )  # fmt: skip
-  learned = check(quantized.perplexity, at_most=1.03)
+  learned = dict(check=quantized.perplexity, at_most=1.03)
   return [
     ('both forms against a loop', 'EQ', forms, None),
     ('error of a weight', 'EQ', rounding, None),

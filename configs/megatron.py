@@ -21,26 +21,17 @@ differs: the sequence part is arXiv:2205.05198, which counts 4 gathers and 4
   rotary positions, no biases, no dropout; messages compiled for CPU.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 
 def get_config():
   """A small GPT on tensor=8, residuals sharded along the length."""
-  config = schema.default()
+  config = presets.tiny(
+    vocab_size=1024, d_ff=256, num_layers=4, num_heads=8, mlp='gelu'
+  )
   config.mesh.tensor = 8
   # With stages, as in --mesh=stage=2,data=2,tensor=2: a layer in each chunk.
-  config.pipeline.schedule = 'interleaved'
-  config.pipeline.chunks = 2
-
-  model = config.model
-  model.vocab_size = 1024
-  model.d_model, model.d_ff = 64, 256
-  model.num_layers, model.num_heads = 4, 8
-  model.mlp = 'gelu'
-
-  config.data.tokenizer = 'bytes'
-  config.data.sequence_length = 64
-  config.train.batch_size = 4
+  config.pipeline.update(schedule='interleaved', chunks=2)
   return config
 
 
@@ -52,8 +43,7 @@ def claims():
   from paraxis.train.claims.pipeline import step
 
   on = dict(mesh='tensor=8')
-  equals = dict(check=experiment.equals_one_device, within=1e-9)
-  alone = equals | dict(cases=[on])
+  alone = experiment.on_layouts('tensor=8')
   layer = on | dict(check=layouts.messages_per_layer)
   reduced = layer | dict(
     sequence=False, forward={'all-reduce': 2}, backward={'all-reduce': 2}
@@ -68,7 +58,7 @@ def claims():
   cube = dict(mesh='stage=2,data=2,tensor=2')
   small = cube | {'train.batch_size': 16, 'pipeline.microbatches': 4}
   one = {'pipeline.schedule': 'one_f_one_b', 'pipeline.chunks': 1}
-  equal = equals | dict(cases=[small, small | one])
+  equal = experiment.on_layouts(small, small | one)
   table = lambda check, schedule, **given: dict(
     check=check, schedule=schedule, **given
   )

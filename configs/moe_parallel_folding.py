@@ -20,7 +20,7 @@ differs: bytes and memory, no throughput. The unfolded baseline shards experts
   slot as sent.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 # The shape of Qwen2-57B-A14B.
 QWEN = {
@@ -38,18 +38,9 @@ QWEN = {
 
 def get_config():
   """A small model on data=2,context=2,tensor=2, its 8 experts on all."""
-  config = schema.default()
-  config.mesh.data = config.mesh.context = config.mesh.tensor = 2
-
-  model = config.model
-  model.vocab_size = 264
-  model.d_model, model.d_ff = 64, 128
-  model.num_layers, model.num_heads = 2, 4
-  model.experts.count, model.experts.top_k = 8, 2
-  model.experts.region = 'data+context+tensor'
-
-  config.data.tokenizer = 'bytes'
-  config.data.sequence_length = 64
+  config = presets.tiny()
+  config.mesh.update(data=2, context=2, tensor=2)
+  config.model.experts.update(count=8, top_k=2, region='data+context+tensor')
   config.train.batch_size = 8
   return config
 
@@ -62,14 +53,10 @@ def claims():
   mesh = 'data=2,context=2,tensor=2'
   regions = ['data', 'context+tensor', 'data+context+tensor']
   on = lambda mesh, region: {'mesh': mesh, 'model.experts.region': region}
-  equal = dict(
-    check=experiment.equals_one_device,
-    cases=[
-      *(on(mesh, region) for region in (*regions, 'tensor')),
-      on('data=2,fsdp=2,tensor=2', 'fsdp+tensor'),
-      on('stage=2,data=2,tensor=2', 'data+tensor'),
-    ],
-    within=1e-9,
+  equal = experiment.on_layouts(
+    *(on(mesh, region) for region in (*regions, 'tensor')),
+    on('data=2,fsdp=2,tensor=2', 'fsdp+tensor'),
+    on('stage=2,data=2,tensor=2', 'data+tensor'),
   )
   calls = dict(
     check=messages.exchanges_per_layer,

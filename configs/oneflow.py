@@ -24,9 +24,7 @@ def get_config():
   """A small decoder; the claims use its widths."""
   config = schema.default()
   config.mesh.tensor = 8
-  model = config.model
-  model.d_model, model.d_ff, model.num_heads = 128, 512, 8
-  model.num_layers = 2
+  config.model.update(d_model=128, d_ff=512, num_heads=8, num_layers=2)
   config.data.sequence_length = 64
   config.train.batch_size = 2
   return config

@@ -20,27 +20,12 @@ differs: Newton iterates to a residual of 1e-6, at most 20 times; a sequence
   GPU; on a CPU a loop is cheaper.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 
 def get_config():
   """The quickstart's size and data, ParaGRU and ParaLSTM in turn."""
-  config = schema.default()
-  model = config.model
-  model.vocab_size = 2048
-  model.d_model, model.d_ff = 160, 432
-  model.num_layers, model.num_heads = 4, 4
-  model.pattern = 'RL'
-  model.position = 'none'
-  model.embedding_scale = 160**0.5
-  config.data.tokenizer = 'bpe2048'
-  config.data.sequence_length = 256
-  config.optimizer.update(
-    name='muon', learning_rate=3e-3, muon_learning_rate=0.02, warmup_steps=30
-  )
-  config.train.steps = 300
-  config.train.batch_size = 8
-  return config
+  return presets.small_text(pattern='RL', position='none')
 
 
 def claims():
@@ -48,30 +33,23 @@ def claims():
   from paraxis.train.claims import experiment
   from paraxis.train.claims.scans import sharded
 
-  check = lambda check, **given: dict(check=check, **given)
-  took = lambda cell, at_most: check(
-    sharded.iterations,
+  took = lambda cell, at_most: dict(
+    check=sharded.iterations,
     cell=cell, problem=dict(tokens=512, channels=32, seeds=9),
     deviations=[0.02, 0.3, 1.0, 2.0], tolerance=1e-6, cap=60, at_most=at_most,
   )  # fmt: skip
-  depth = check(
-    sharded.depth_of_solve,
+  depth = dict(
+    check=sharded.depth_of_solve,
     lengths=[256, 512, 1024, 2048],
     channels=1,
     numbers=2,
   )
-  equal = check(
-    sharded.newton_equals_sequence,
+  equal = dict(
+    check=sharded.newton_equals_sequence,
     cases=[dict(pattern='R'), dict(pattern='L')], within=1e-9,
   )  # fmt: skip
-  layouts = dict(
-    check=experiment.equals_one_device,
-    cases=[
-      dict(mesh='context=8'),
-      dict(mesh='context=2,tensor=2,fsdp=2'),
-      dict(mesh='stage=2,context=2'),
-    ],
-    within=1e-9,
+  layouts = experiment.on_layouts(
+    'context=8', 'context=2,tensor=2,fsdp=2', 'stage=2,context=2'
   )
   return [
     ('solved equals in sequence', 'EQ', equal, None),

@@ -61,11 +61,7 @@ def claims():
   from paraxis.train.claims import experiment
   from paraxis.train.claims import harness
 
-  equal = dict(
-    check=experiment.equals_one_device,
-    cases=[dict(mesh='data=2,fsdp=2,tensor=2')],
-    within=1e-9,
-  )
+  equal = experiment.on_layouts('data=2,fsdp=2,tensor=2')
   bound = dict(check=harness.held_out_at_most, bits_per_byte=2.40)
   below = dict(check=harness.held_out_below_gzip)
   return [

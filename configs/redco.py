@@ -18,22 +18,13 @@ differs: the paper has no such counts (it reports up to 66B parameters without a
   from the preset 'tensor'; Redco's trainer interface is not here.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 
 def get_config():
   """A small llama shape; its layout is the table that Redco's rules give."""
-  config = schema.default()
-  config.mesh.rules = 'tensor'
-  config.mesh.tensor = 8
-  model = config.model
-  model.vocab_size = 264  # bytes, and room to divide by 8
-  model.d_model, model.d_ff, model.num_heads = 64, 192, 8
-  model.num_layers = 2
-  model.tied_embedding = False
-  config.data.tokenizer = 'bytes'
-  config.data.sequence_length = 64
-  config.train.batch_size = 4
+  config = presets.tiny(d_ff=192, num_heads=8, tied_embedding=False)
+  config.mesh.update(rules='tensor', tensor=8)
   return config
 
 
@@ -58,13 +49,16 @@ def claims():
       mlp_bias=True, attention_bias=True, attention_output_bias=True,
     ),
   )  # fmt: skip
-  check = lambda check, **given: dict(check=check, **given)
-  megatron = check(auto_rules.specs_are_megatrons, size=4, families=families)
-  equal = check(
-    auto_rules.specs_equal_one_device, mesh='data=2,tensor=4', within=1e-9
+  megatron = dict(
+    check=auto_rules.specs_are_megatrons, size=4, families=families
   )
-  layers = check(auto_rules.reductions_per_layer, size=8, forward=2, step=4)
-  fewest = check(auto_rules.fewest_bytes, size=8, worst_at_least=1.5)
+  equal = dict(
+    check=auto_rules.specs_equal_one_device, mesh='data=2,tensor=4', within=1e-9
+  )
+  layers = dict(
+    check=auto_rules.reductions_per_layer, size=8, forward=2, step=4
+  )
+  fewest = dict(check=auto_rules.fewest_bytes, size=8, worst_at_least=1.5)
   return [
     ("specs are Megatron's", 'EQ', megatron, None),
     ('loss, gradients: one device', 'EQ', equal, None),

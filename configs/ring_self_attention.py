@@ -22,7 +22,7 @@ differs: 64 chips against 12, as in the paper: 12 heads allow no more tensor
   at XLA's lowest effort, where programs hold more.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 # BERT-Base, its vocabulary padded to a multiple of 64 and of 12.
 BERT = dict(
@@ -47,20 +47,8 @@ LAYOUTS = {
 
 def get_config():
   """A small model on context=8."""
-  config = schema.default()
-  config.mesh.context = 8
-  config.mesh.context_form = 'rsa'
-
-  config.model.vocab_size = 264  # bytes, and room to divide by 8
-  config.model.d_model = 64
-  config.model.num_layers = 2
-  config.model.num_heads = 4
-  config.model.num_kv_heads = 2
-  config.model.d_ff = 128
-
-  config.data.tokenizer = 'bytes'
-  config.data.sequence_length = 64
-  config.train.batch_size = 4
+  config = presets.tiny(num_kv_heads=2)
+  config.mesh.update(context=8, context_form='rsa')
   return config
 
 
@@ -69,11 +57,7 @@ def claims():
   from paraxis.train.claims import experiment
   from paraxis.train.claims.layouts import context
 
-  equal = dict(
-    check=experiment.equals_one_device,
-    cases=[dict(mesh='context=8')],
-    within=1e-9,
-  )
+  equal = experiment.on_layouts('context=8')
   sent = dict(
     check=context.sends_equal_formulas,
     form='rsa',

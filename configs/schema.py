@@ -260,11 +260,8 @@ class Config:
   @property
   def microbatch_rows(self):
     """Rows of a microbatch; UserError if they do not divide."""
-    rows, parts, slices = (
-      self.train.batch_size,
-      self.microbatches,
-      self.train.microbatches,
-    )
+    rows, slices = self.train.batch_size, self.train.microbatches
+    parts = self.microbatches
     if rows % parts:
       what = f'train.microbatches={slices}'
       if parts > slices:

@@ -16,25 +16,16 @@ differs: built here: the exchange axis by axis, vocabulary tables sharded over
   throughput.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 
 def get_config():
   """8 experts on data=2,context=2,tensor=2, exchanged axis by axis."""
-  config = schema.default()
-  config.mesh.data = config.mesh.context = config.mesh.tensor = 2
-
-  model = config.model
-  model.vocab_size = 264
-  model.d_model, model.d_ff = 64, 128
-  model.num_layers, model.num_heads = 2, 4
-  model.experts.count, model.experts.top_k = 8, 1
-  model.experts.normalise = False
-  model.experts.region = 'data+context+tensor'
-  model.experts.hierarchical = True
-
-  config.data.tokenizer = 'bytes'
-  config.data.sequence_length = 64
+  config = presets.tiny()
+  config.mesh.update(data=2, context=2, tensor=2)
+  experts = config.model.experts
+  experts.update(count=8, top_k=1, normalise=False)
+  experts.update(region='data+context+tensor', hierarchical=True)
   config.train.batch_size = 8
   return config
 
@@ -47,10 +38,7 @@ def claims():
   from paraxis.train.claims.experts import messages
 
   mesh = 'data=2,context=2,tensor=2'
-  equal = dict(
-    check=experiment.equals_one_device,
-    cases=[dict(mesh=mesh)], within=1e-9,
-  )  # fmt: skip
+  equal = experiment.on_layouts(mesh)
   bitwise = dict(check=layer.axis_by_axis_is_bitwise, meshes=[mesh], tokens=16)
   sent = dict(
     check=messages.axis_by_axis,

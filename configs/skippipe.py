@@ -20,37 +20,19 @@ differs: 1.8M parameters in 8 layers, 1M tokens, one seed: with so little
   equal by the first claim.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 STAGES = 8
 
 
 def get_config():
   """A small decoder, a layer on each of 8 stages, half of them left out."""
-  config = schema.default()
-  config.mesh.stage = STAGES
-  config.pipeline.schedule = 'skip'
-  config.pipeline.microbatches = 8
-  config.pipeline.skip_fraction = 0.5
-
-  model = config.model
-  model.vocab_size = 2048
-  model.d_model, model.d_ff = 128, 344
-  model.num_layers, model.num_heads = 8, 4
-  model.mlp = 'swiglu'
-  model.qk_norm = 'head'
-  model.rope_theta = 1e4
-  model.embedding_scale = 128**0.5
-  model.attention_scale = 3 * 32**-0.5  # as in quickstart
-
-  config.data.tokenizer = 'bpe2048'
-  config.data.sequence_length = 256
-
-  config.optimizer.update(
-    name='muon', learning_rate=3e-3, muon_learning_rate=0.02, warmup_steps=30
+  config = presets.small_text(
+    d_model=128, d_ff=344, num_layers=8, qk_norm='head'
   )
-  config.train.steps = 240
-  config.train.batch_size = 16
+  config.mesh.stage = STAGES
+  config.pipeline.update(schedule='skip', microbatches=8, skip_fraction=0.5)
+  config.train.update(steps=240, batch_size=16)
   config.checkpoint.every = 60
   return config
 
@@ -60,15 +42,14 @@ def claims():
   from paraxis.train.claims.pipeline import schedules
   from paraxis.train.claims.pipeline import skip
 
-  check = lambda check, **given: dict(check=check, **given)
-  equal = check(
-    skip.equals_pipeline,
+  equal = dict(
+    check=skip.equals_pipeline,
     mesh='stage=8',
     fractions=[0, 0.25, 0.5],
     within=1e-9,
   )
-  paths = check(
-    skip.balanced, stages=STAGES, microbatches=8, fractions=[0.25, 0.5]
+  paths = dict(
+    check=skip.balanced, stages=STAGES, microbatches=8, fractions=[0.25, 0.5]
   )
   time = lambda fraction, at_most: dict(
     check=schedules.skip_makespan, stages=STAGES, microbatches=32,
@@ -77,15 +58,15 @@ def claims():
   training = dict(
     stages=STAGES, fractions=[0, 0.25, 0.5], removed=[0, 0.25, 0.5], paths=4
   )
-  robust = lambda trained, at_most: check(
-    skip.robust,
+  robust = lambda trained, at_most: dict(
+    check=skip.robust,
     training=training,
     trained=trained,
     share=0.5,
     at_most=at_most,
   )
-  full = check(
-    skip.against_full,
+  full = dict(
+    check=skip.against_full,
     training=training,
     trained=0.5,
     share=0.5,

@@ -36,14 +36,8 @@ LARGE = {
 def get_config():
   """A small model on tensor=8, every projection a ring."""
   config = schema.default()
-  config.mesh.tensor = 8
-  config.mesh.collective_matmul = 'all'
-
-  config.model.d_model = 64
-  config.model.num_layers = 2
-  config.model.num_heads = 8
-  config.model.d_ff = 128
-
+  config.mesh.update(tensor=8, collective_matmul='all')
+  config.model.update(d_model=64, num_layers=2, num_heads=8, d_ff=128)
   config.data.sequence_length = 64
   config.train.batch_size = 4
   return config
@@ -55,11 +49,7 @@ def claims():
   from paraxis.train.claims.layouts import tensor
 
   rings = dict(check=tensor.rings_equal_products, shards=8)
-  model = dict(
-    check=experiment.equals_one_device,
-    cases=[dict(mesh='tensor=8')],
-    within=1e-9,
-  )
+  model = experiment.on_layouts('tensor=8')
   sent = dict(check=tensor.ring_messages, shards=8)
   order = dict(
     check=tensor.messages_enclose_products,

@@ -21,27 +21,18 @@ differs: of the paper we know the abstract: widths, the order of products and
   by formula, 2% of them.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 
 def get_config():
   """A model of bytes; 17 taps four times, a receptive field of 241."""
-  config = schema.default()
+  config = presets.small_text(vocab_size=264, d_model=128, d_ff=192)
   model = config.model
-  model.vocab_size = 264
-  model.d_model, model.d_ff = 128, 192
-  model.num_layers, model.num_heads = 4, 4
-  model.pattern = 'C'
-  model.position = 'none'
-  model.embedding_scale = 128**0.5
+  model.update(pattern='C', position='none')
   model.tcn.update(kernel=17, dilation=2, depth=4, chunk=64, key_dim=64)
-  config.data.tokenizer = 'bytes'
-  config.data.sequence_length = 512
-  config.optimizer.update(
-    name='muon', learning_rate=3e-3, muon_learning_rate=0.02, warmup_steps=20
-  )
-  config.train.steps = 160
-  config.train.batch_size = 4
+  config.data.update(tokenizer='bytes', sequence_length=512)
+  config.optimizer.warmup_steps = 20
+  config.train.update(steps=160, batch_size=4)
   return config
 
 
@@ -50,35 +41,30 @@ def claims():
   from paraxis.train.claims import experiment
   from paraxis.train.claims.scans import tcn
 
-  check = lambda check, **given: dict(check=check, **given)
-  field = check(
-    tcn.field_is_the_formula,
+  field = dict(
+    check=tcn.field_is_the_formula,
     cases=[
       dict(kernel=17, dilation=2, depth=4), dict(kernel=3, dilation=3, depth=3),
       dict(kernel=2, dilation=1, depth=5), dict(kernel=4, dilation=2, depth=1),
     ],
   )  # fmt: skip
-  streams = check(
-    tcn.streams_as_a_whole, own=dict(kernel=4, depth=3, chunk=6), length=40,
-    prompts=[0, 7, 24], within=1e-11,
+  streams = dict(
+    check=tcn.streams_as_a_whole, own=dict(kernel=4, depth=3, chunk=6),
+    length=40, prompts=[0, 7, 24], within=1e-11,
   )  # fmt: skip
-  across = check(
-    tcn.chunks_over_shards, mesh=dict(context=8), length=32, chunks=[6, 12],
-    within=1e-9,
+  across = dict(
+    check=tcn.chunks_over_shards, mesh=dict(context=8), length=32,
+    chunks=[6, 12], within=1e-9,
   )  # fmt: skip
-  layouts = dict(
-    check=experiment.equals_one_device,
-    cases=[
-      dict(mesh='context=8'),
-      dict(mesh='context=2,tensor=2,fsdp=2'),
-      dict(mesh='stage=2,context=2'),
-    ],
-    within=1e-9,
+  layouts = experiment.on_layouts(
+    'context=8', 'context=2,tensor=2,fsdp=2', 'stage=2,context=2'
   )
-  cost = check(tcn.cost_of_a_token, lengths=[2048, 4096, 8192], at_most=1.05)
+  cost = dict(
+    check=tcn.cost_of_a_token, lengths=[2048, 4096, 8192], at_most=1.05
+  )
   short = dict(near=dict(depth=1), two=dict(depth=1, kernel=2))
-  reach = check(
-    tcn.repetition_in_reach,
+  reach = dict(
+    check=tcn.repetition_in_reach,
     text=dict(period=65, symbols=16, documents=700),
     model={
       'model.num_layers': 2, 'model.d_model': 64, 'model.d_ff': 64,
@@ -87,8 +73,8 @@ def claims():
     steps=120, variants={'repeated far': {}, 'repeated near': short['near']},
     pair=['repeated far', 'repeated near'], apart=1.5,
   )  # fmt: skip
-  text = check(
-    tcn.bits_by_reach, variants={'far': {}} | short, pair=['two', 'far'],
+  text = dict(
+    check=tcn.bits_by_reach, variants={'far': {}} | short, pair=['two', 'far'],
     apart=0.1,
   )  # fmt: skip
   return [

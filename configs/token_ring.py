@@ -17,7 +17,7 @@ differs: the paper gives times on fully connected GPUs, where the gain is on the
   stay, q travels with do, and dq returns to its rank.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 # Of one attention: 8 ranks of 8 tokens, heads of 16 numbers.
 SHAPE = dict(ranks=8, tokens=8, heads=8, width=16)
@@ -25,20 +25,8 @@ SHAPE = dict(ranks=8, tokens=8, heads=8, width=16)
 
 def get_config():
   """A small model on context=8."""
-  config = schema.default()
-  config.mesh.context = 8
-  config.mesh.context_form = 'token_ring'
-
-  config.model.vocab_size = 264  # bytes, and room to divide by 8
-  config.model.d_model = 64
-  config.model.num_layers = 2
-  config.model.num_heads = 4
-  config.model.num_kv_heads = 2
-  config.model.d_ff = 128
-
-  config.data.tokenizer = 'bytes'
-  config.data.sequence_length = 64
-  config.train.batch_size = 4
+  config = presets.tiny(num_kv_heads=2)
+  config.mesh.update(context=8, context_form='token_ring')
   return config
 
 
@@ -47,11 +35,7 @@ def claims():
   from paraxis.train.claims import experiment
   from paraxis.train.claims.layouts import context
 
-  equal = dict(
-    check=experiment.equals_one_device,
-    cases=[dict(mesh='context=8')],
-    within=1e-9,
-  )
+  equal = experiment.on_layouts('context=8')
   sent = lambda form: dict(
     check=context.sends_equal_formulas,
     form=form,

@@ -23,26 +23,16 @@ differs: 870,000 parameters, 240 steps and a latent of 64, so that all errors
   than shards of the latent; no speed.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 
 def get_config():
   """A small model with latent attention, trained with whole latents."""
-  config = schema.default()
-  model = config.model
-  model.vocab_size = 2048
-  model.d_model, model.d_ff = 128, 352
-  model.num_layers, model.num_heads = 3, 4
-  model.pattern = 'A'
-  model.embedding_scale = 128**0.5
-  model.latent.update(rank=64, nope_dim=32, rope_dim=16, value_dim=32)
-  config.data.tokenizer = 'bpe2048'
-  config.data.sequence_length = 256
-  config.optimizer.update(
-    name='muon', learning_rate=3e-3, muon_learning_rate=0.02, warmup_steps=20
-  )
+  config = presets.small_text(d_model=128, d_ff=352, num_layers=3, pattern='A')
+  latent = config.model.latent
+  latent.update(rank=64, nope_dim=32, rope_dim=16, value_dim=32)
+  config.optimizer.warmup_steps = 20
   config.train.steps = 240
-  config.train.batch_size = 8
   return config
 
 
@@ -51,35 +41,28 @@ def claims():
   from paraxis.train.claims import experiment
   from paraxis.train.claims.attention import latent
 
-  check = lambda check, **given: dict(check=check, **given)
   parts = [dict(groups=g) for g in (1, 2, 4)]
   bases = [
     dict(rotation=r, groups=g) for r in ('hadamard', 'pca') for g in (1, 4)
   ]
   same = dict(check=latent.decoding_is_exact, length=24, within=1e-11)
   exact, rotated = same | dict(cases=parts), same | dict(cases=bases)
-  layouts = dict(
-    check=experiment.equals_one_device,
-    cases=[
-      dict(mesh='context=8'),
-      dict(mesh='context=2,tensor=2,fsdp=2'),
-      dict(mesh='stage=2,context=2'),
-    ],
-    within=1e-9,
+  layouts = experiment.on_layouts(
+    'context=8', 'context=2,tensor=2,fsdp=2', 'stage=2,context=2'
   )
   deepseek = dict(
     d_model=512, num_heads=128, num_layers=1,
     latent=dict(rank=512, rope_dim=64, nope_dim=128, value_dim=128),
   )  # fmt: skip
-  held = check(
-    latent.cache_bytes, model=deepseek, parts=[1, 2, 4, 8],
+  held = dict(
+    check=latent.cache_bytes, model=deepseek, parts=[1, 2, 4, 8],
     numbers=[576, 320, 192, 128],
   )  # fmt: skip
   own = lambda rotation, measured=True, groups=2: dict(
     rotation=rotation, measured=measured, groups=groups
   )
-  learned = check(
-    latent.parts_of_their_own, rows=16, prompt=128,
+  learned = dict(
+    check=latent.parts_of_their_own, rows=16, prompt=128,
     variants={
       'identity': own('none'), 'identity, alike': own('none', False),
       'hadamard': own('hadamard', False), 'pca': own('pca'),

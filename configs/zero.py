@@ -21,7 +21,7 @@ differs: float32, 4 + 4 + 8 bytes a parameter and not 2 + 2 + 12; gradients
   throughput.
 """
 
-from paraxis.configs import schema
+from paraxis.configs import presets
 
 # Depth, width, heads, vocabulary; the first is of arXiv:2104.04473 (table 1).
 SHAPES = {'7.5B': (36, 4096, 32, 51200), '1.3B': (24, 2048, 16, 32768)}
@@ -29,19 +29,10 @@ SHAPES = {'7.5B': (36, 4096, 32, 51200), '1.3B': (24, 2048, 16, 32768)}
 
 def get_config():
   """A small GPT on data=8, optimizer state and gradients sharded (stage 2)."""
-  config = schema.default()
-  config.mesh.data = 8
-  config.mesh.zero = 2
-  config.mesh.collectives = 'explicit'
-
-  config.model.update(
-    vocab_size=256, d_model=128, d_ff=512, num_layers=8, num_heads=4,
-    mlp='gelu', tied_embedding=False,
-  )  # fmt: skip
-  config.data.tokenizer = 'bytes'
-  config.data.sequence_length = 64
-  config.train.batch_size = 16
-  config.train.microbatches = 2
+  config = presets.tiny(vocab_size=256, d_model=128, d_ff=512, num_layers=8)
+  config.model.update(mlp='gelu', tied_embedding=False)
+  config.mesh.update(data=8, zero=2, collectives='explicit')
+  config.train.update(batch_size=16, microbatches=2)
   return config
 
 
@@ -58,26 +49,25 @@ def claims():
     }
     for name, (layers, d, heads, vocabulary) in SHAPES.items()
   }  # fmt: skip
-  check = lambda check, **given: dict(check=check, **given)
-  equal = check(
-    step.zero_trajectories,
+  equal = dict(
+    check=step.zero_trajectories,
     mesh='data=8', stages=[0, 1, 2, 3], steps=4, within=1e-9,
   )  # fmt: skip
-  held = check(
-    memory.zero_memory,
+  held = dict(
+    check=memory.zero_memory,
     mesh='data=8', bytes_per_parameter=[16, 9, 5.5, 2], within=0.02,
   )  # fmt: skip
-  volume = check(
-    step.zero_volume,
+  volume = dict(
+    check=step.zero_volume,
     mesh='data=8', volumes=[2, 2, 2, 3], within=0.05,
   )  # fmt: skip
-  table = check(
-    memory.zero_published,
+  table = dict(
+    check=memory.zero_published,
     model=shapes['7.5B'], devices=64, widths=[2, 2, 12],
     gigabytes=[120, 31.4, 16.6, 1.88], within=0.015,
   )  # fmt: skip
-  machines = check(
-    memory.zero_compiled,
+  machines = dict(
+    check=memory.zero_compiled,
     model=shapes['1.3B'], topologies=['v5p:2x2x2', 'v5p:4x4x4'], within=0.01,
   )  # fmt: skip
   return [

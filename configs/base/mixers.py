@@ -132,16 +132,20 @@ class Sections:
   latent: Latent = Latent()
 
 
+def _at_most(section, **sizes):
+  """{field: its value in a section, or the given size if that is less}."""
+  return {name: min(getattr(section, name), n) for name, n in sizes.items()}
+
+
 def _small_gated_linear(model, few):
   own = model.gated_linear
   heads = few(own.heads or model.num_heads, 4)
-  return dict(heads=heads, gate_rank=min(own.gate_rank, 4))
+  return dict(heads=heads) | _at_most(own, gate_rank=4)
 
 
 def _small_mamba(model, few):
   del few
-  own, most = model.mamba, dict(head_dim=4, state=8, groups=2, dt_rank=4)
-  return {name: min(getattr(own, name), size) for name, size in most.items()}
+  return _at_most(model.mamba, head_dim=4, state=8, groups=2, dt_rank=4)
 
 
 def _small_recurrent(model, few):
@@ -151,15 +155,13 @@ def _small_recurrent(model, few):
 
 def _small_tcn(model, few):
   del few
-  own, most = model.tcn, dict(kernel=3, depth=2, chunk=4)
-  return {name: min(getattr(own, name), size) for name, size in most.items()}
+  return _at_most(model.tcn, kernel=3, depth=2, chunk=4)
 
 
 def _small_latent(model, few):
-  own, most = model.latent, dict(nope_dim=4, rope_dim=4, value_dim=4)
-  small = {name: min(getattr(own, name), size) for name, size in most.items()}
+  own = model.latent
   ranks = dict(rank=few(own.rank, 16), query_rank=few(own.query_rank, 16))
-  return ranks | small
+  return ranks | _at_most(own, nope_dim=4, rope_dim=4, value_dim=4)
 
 
 class MixerKind(NamedTuple):

@@ -103,17 +103,6 @@ ROOMS = {
   'train.claims.decode': 'claims_quantized=quantized',
   'train': 'job=program',
 }
-# Modules whose old name is now the name of a room.
-ROOM_NAMES = {
-  'pallas_kernels.attention': 'pallas_kernels.attention.op',
-  'pallas_kernels.decode_attention': 'pallas_kernels.decode_attention.op',
-  'sharding.pipeline': 'sharding.pipeline.executor',
-  'sharding.tensor': 'sharding.tensor.rings',
-  'train.bench': 'train.bench.command',
-  'train.claims': 'train.claims.harness',
-  'train.data': 'train.data.batches',
-  'train.plot': 'train.plot.losses',
-}
 
 
 def table():
@@ -146,8 +135,9 @@ def names_of(package):
     if new is not None:
       _warn(f'{package}.{name}', f'paraxis.{new}')
       return importlib.import_module(f'paraxis.{new}')
-    if folder in ROOM_NAMES:
-      module = importlib.import_module(f'paraxis.{ROOM_NAMES[folder]}')
+    own = table().get(folder)  # the module whose name this room took
+    if own is not None:
+      module = importlib.import_module(f'paraxis.{own}')
       if hasattr(module, name):
         _warn(f'{package}.{name}', f'{module.__name__}.{name}')
         return getattr(module, name)

@@ -14,10 +14,6 @@ CONFIGS = command_line.papers()
 each = pytest.mark.parametrize('path', CONFIGS, ids=lambda p: p.stem)
 
 
-def test_there_are_configs():
-  assert 'quickstart' in [p.stem for p in CONFIGS]
-
-
 @each
 def test_the_header_is_complete(path, tree):
   paper = papers.header(path)

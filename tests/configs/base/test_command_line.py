@@ -53,26 +53,22 @@ def test_a_wrong_argument_is_one_line(argv, words):
     _parse(*argv)
 
 
+MINE = """
+from paraxis.configs import schema
+
+def get_config():
+  config = schema.default()
+  {}
+  return config
+"""
+
+
 @pytest.mark.parametrize(
   'text, words',
   [
     ('import no_such_module\n', 'ModuleNotFoundError'),
-    (
-      'from paraxis.configs import schema\n'
-      'def get_config():\n'
-      '  config = schema.default()\n'
-      '  config.train.stesp = 3\n'
-      '  return config\n',
-      'stesp',
-    ),
-    (
-      'from paraxis.configs import schema\n'
-      'def get_config():\n'
-      '  config = schema.default()\n'
-      '  config.train.steps = 0\n'
-      '  return config\n',
-      'train.steps=0 is below',
-    ),
+    (MINE.format('config.train.stesp = 3'), 'stesp'),
+    (MINE.format('config.train.steps = 0'), 'train.steps=0 is below'),
   ],
 )
 def test_a_wrong_config_file_is_one_line(tmp_path, text, words):

@@ -3,14 +3,12 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
+import module_cases
 import numpy as np
 import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import mixers
-from paraxis.decode import step
-from paraxis.models import batch as batch_lib
 from paraxis.models import decoder
 from paraxis.models import layer
 from paraxis.models import parameter
@@ -93,19 +91,11 @@ def test_a_new_mixer_decodes():
     model = decoder.Decoder(config_of().model)
     params = model.init(jax.random.key(0))
     ids = np.random.default_rng(0).integers(0, 32, (1, 8), np.int32)
-    positions = np.arange(8, dtype=np.int32)[None]
-
-    def batch(part):
-      rows = ids[:, part], None, np.ones_like(ids[:, part]), positions[:, part]
-      return batch_lib.Batch(*rows, None, None)
-
-    whole = model(params, batch(slice(8)))[0]
+    see = module_cases.see_of([[8]], 8)
+    whole = module_cases.logits(model, params, ids, see)
     loose = model.unstack(params)
-    x, cache = step.prefill(
-      model, loose, jnp.asarray(ids[:, :7]), jnp.array([7]), 8
-    )
-    last, _ = model(loose, batch(slice(7, 8)), cache)
-    found = jnp.concatenate([x, last], 1)
+    (start, last), _ = module_cases.decoded(model, loose, ids, [7], 1)
+    found = np.concatenate([start, last[:, None]], 1)
     np.testing.assert_allclose(found, whole, rtol=1e-11, atol=1e-11)
 
 

@@ -1,0 +1,81 @@
+"""What most configs begin with: three whole configs, and GPT-2's layers.
+
+A preset takes fields of the model and sets what its docstring lists; the rest
+is schema.default(). get_config() then edits what is its paper's own:
+
+    config = presets.tiny(num_layers=4, mlp='gelu')
+    config.mesh.update(stage=4, data=2)
+
+quickstart.py uses none: it spells every choice out.
+"""
+
+from paraxis.configs import schema
+
+# Fields of the model; max_positions is the paper's own.
+GPT2 = dict(
+  norm='layernorm',
+  norm_epsilon=1e-5,
+  mlp='gelu',
+  mlp_bias=True,
+  attention_bias=True,
+  attention_output_bias=True,
+  position='learned',
+)
+
+
+def tiny(**model):
+  """2 layers of width 64 on bytes: compared with one device in seconds.
+
+  264 vocabulary rows (256 bytes, special tokens, divisible by 8), 4 heads, an
+  mlp of 128, 4 rows of 64 tokens.
+  """
+  config = schema.default()
+  config.model.update(
+    vocab_size=264, d_model=64, d_ff=128, num_layers=2, num_heads=4
+  )
+  config.model.update(model)
+  config.data.update(tokenizer='bytes', sequence_length=64)
+  config.train.batch_size = 4
+  return config
+
+
+def small_text(**model):
+  """The quickstart's model, text and learning rates, for 300 steps: minutes.
+
+  4 layers of width 160 with 4 heads and an mlp of 432, BPE of 2,048 entries, 8
+  rows of 256 tokens, muon with 30 steps of warm-up. Embeddings are scaled by
+  sqrt(d_model); with qk_norm='head' (not the default) scores are sharpened, as
+  in quickstart.py.
+  """
+  config = schema.default()
+  config.model.update(
+    vocab_size=2048, d_model=160, d_ff=432, num_layers=4, num_heads=4
+  )
+  config.model.update(model)
+  config.model.embedding_scale = config.model.d_model**0.5
+  if config.model.qk_norm == 'head':
+    width = config.model.d_model // config.model.num_heads
+    config.model.attention_scale = 3 * width**-0.5
+  config.data.update(tokenizer='bpe2048', sequence_length=256)
+  config.optimizer.update(
+    name='muon', learning_rate=3e-3, muon_learning_rate=0.02, warmup_steps=30
+  )
+  config.train.update(steps=300, batch_size=8)
+  return config
+
+
+def llama(**model):
+  """A Llama's training in bfloat16, without its sizes and learning rate.
+
+  An untied head, 1,024 rows of 4,096 tokens for 500,000 steps, 2,000 of them
+  warm-up, a cosine to a tenth, blocks of 512 in attention, full
+  rematerialization.
+  """
+  config = schema.default()
+  config.model.update(norm_epsilon=1e-5, tied_embedding=False)
+  config.model.update(dtype='bfloat16', attention_block=512)
+  config.model.update(model)
+  config.data.sequence_length = 4096
+  config.optimizer.update(warmup_steps=2000, final_fraction=0.1)
+  config.train.update(batch_size=1024, steps=500_000, remat='full')
+  return config
