@@ -5,18 +5,18 @@
       --mesh=data=1 --devices=1
     python notebooks/draw_quickstart.py runs/quickstart runs/one_device
 
-Left: the loss of every step on both meshes, and below how far they are apart.
-Both compute the same numbers in another order of summation, in float32; as in
-any training, rounding grows along the way. Right: held-out bits per byte.
+Left: the training loss on both meshes, and below it their absolute difference.
+Both sum the same float32 numbers in a different order; rounding differences
+grow with the steps, as in any training. Right: held-out bits per byte.
 """
 
 import pathlib
 import sys
 
-from matplotlib import figure
 import numpy as np
 
 from paraxis.train.data import baselines
+from paraxis.train.plot import figures
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import metrics
 
@@ -47,7 +47,7 @@ def draw_losses(above, below, mesh, one):
 
 
 def draw_bits(ax, mesh, one):
-  """Held-out bits per byte of both runs and of general compressors."""
+  """Held-out bits per byte of both runs and of gzip and xz."""
   base = baselines.text_baselines()
   last = lambda rows: plot.curve(rows, 'eval/bits_per_byte')[1][-1]
   bars = [
@@ -68,18 +68,16 @@ def draw_bits(ax, mesh, one):
 def main(mesh, one):
   """mesh, one: workdirs of the run on 8 devices and of that on one."""
   mesh, one = metrics.read(mesh), metrics.read(one)
-  fig = figure.Figure(figsize=(10, 3.9), layout='constrained')
+  fig = figures.make(10, 3.9)
   left, right = fig.subfigures(1, 2, width_ratios=(1.6, 1))
   above, below = left.subplots(2, 1, sharex=True, height_ratios=(3, 1))
   draw_losses(above, below, mesh, one)
   bits = right.subplots()
   draw_bits(bits, mesh, one)
   for ax in (above, below, bits):
-    ax.spines[['top', 'right']].set_visible(False)
+    figures.tidy(ax)
     ax.margins(x=0.01)
-  for ax in (above, below):
-    ax.grid(color='#e6e6e6', linewidth=0.7)
-    ax.set_axisbelow(True)
+  bits.grid(False)
   left.align_ylabels([above, below])
   fig.savefig(OUTPUT, dpi=120)
   print(f'wrote {OUTPUT}, {OUTPUT.stat().st_size:,} bytes')

@@ -11,6 +11,7 @@ late, so that reading it never starts jax. Read by ast; standard library only.
 
 import ast
 import collections
+import graphlib
 import pathlib
 import re
 import sys
@@ -88,23 +89,12 @@ def room(file, folder):
 def chain(nodes, arrows):
   """(length of the longest chain, a circle or ())."""
   below = {n: sorted(b for a, b in arrows if a == n) for n in nodes}
-  depth, path = {}, []
-
-  def climb(node):
-    if node in path:
-      return tuple(path[path.index(node) :])
-    if node not in depth:
-      path.append(node)
-      for other in below[node]:
-        if circle := climb(other):
-          return circle
-      path.pop()
+  depth = {}
+  try:
+    for node in graphlib.TopologicalSorter(below).static_order():
       depth[node] = 1 + max((depth[b] for b in below[node]), default=0)
-    return ()
-
-  for node in sorted(nodes):
-    if circle := climb(node):
-      return 0, circle
+  except graphlib.CycleError as e:
+    return 0, tuple(e.args[1][1:])
   return max(depth.values(), default=0), ()
 
 

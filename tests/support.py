@@ -1,10 +1,11 @@
 """What test files share: `import support`.
 
-Configurations, programs that compile quickly, comparisons, what a run left.
+Configurations, comparisons, what a run left.
 """
 
 import contextlib
-import functools
+import json
+import math
 import struct
 
 import chex
@@ -14,12 +15,11 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.sharding import annotate
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.meter import aot
 from paraxis.train.run import metrics
-
-# XLA's optimisations take half of the time and change no number in a test.
-QUICK = {'xla_backend_optimization_level': 0}
-jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def needs(platform):
@@ -49,11 +49,22 @@ def piped(mesh=(), pipeline=(), layers=4, **train):
 
 
 def certify(config, packed=True, properties=('loss', 'gradients', 'update')):
-  """properties.Row of a config on all devices against one."""
+  """properties.Verdicts on a config on all devices against one."""
   from paraxis.train.certify import verify  # starts slowly
 
   subject = verify.Case(config, jax.devices(), packed, ())
   return verify.certify(subject, properties)
+
+
+@contextlib.contextmanager
+def laid_out(sizes, kv_heads=1, **fields):
+  """The mesh 'data=2,tensor=2' on the first devices, in force with the rules of
+  schema.Mesh(**fields) for a model with these kv heads."""
+  count = math.prod(mesh_lib.parse(sizes).values())
+  mesh = mesh_lib.make(sizes, jax.devices()[:count])
+  rules = rules_lib.of(schema.Mesh(**fields), dict(mesh.shape), kv_heads)
+  with annotate.use(rules), jax.set_mesh(mesh):
+    yield mesh
 
 
 def close(found, wanted, tolerance=1e-12):
@@ -79,6 +90,23 @@ def refused(*words):
   assert '\n' not in text and all(word in text for word in words), text
 
 
+def save_run(path, config, built, params, steps=(1,)):
+  """Checkpoints in a workdir, as a run of the config leaves them; its path."""
+  from paraxis.models.text import tokenizer
+  from paraxis.sharding.checkpoint import store as store_lib
+
+  tree = {f'params/{p}': v for p, v in params.items()}
+  axes = {f'params/{p}': built.model.axes[p] for p in params}
+  # A checkpoint of training holds more, which decoding must not need.
+  tree['optimizer/mu'], axes['optimizer/mu'] = params['norm/scale'], ('norm',)
+  fingerprint = tokenizer.load(config.data.tokenizer).fingerprint
+  meta = dict(config=schema.to_json(config), tokenizer=fingerprint)
+  with store_lib.Store(path / 'checkpoints', asynchronous=False) as store:
+    for step in steps:
+      store.save(step, tree, axes, meta)
+  return path
+
+
 class KilledError(Exception):
   """Of `crash_at`."""
 
@@ -97,6 +125,16 @@ def losses(workdir):
   """{step: loss} of a run; the last one of a step that ran twice."""
   rows = metrics.read(workdir)
   return {s: r['train/loss'] for s, r in rows.items() if 'train/loss' in r}
+
+
+def all_losses(workdir):
+  """{step: list of its losses as hex, replayed ones too} of a run."""
+  out = {}
+  for line in (workdir / metrics.FILE).read_text().splitlines():
+    row = json.loads(line)
+    if 'train/loss' in row:
+      out.setdefault(row['step'], []).append(row['train/loss'].hex())
+  return out
 
 
 def fingerprints(workdir, step):

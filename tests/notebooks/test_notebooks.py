@@ -12,9 +12,7 @@ import nbclient
 import nbformat
 import pytest
 
-NOTEBOOKS = sorted(
-  (pathlib.Path(__file__).resolve().parents[2] / 'notebooks').glob('*.ipynb')
-)
+NOTEBOOKS = pathlib.Path(__file__).resolve().parents[2] / 'notebooks'
 SECONDS = 600  # of one cell, before the kernel counts as hung
 
 
@@ -32,10 +30,11 @@ def execute(notebook, folder):
   ).execute()
 
 
-def shown(notebook):
-  """(all text that was printed or displayed, number of pictures)."""
+def shown(folder, name):
+  """Runs a notebook -> (all text that it shows, number of pictures)."""
+  notebook = nbformat.read(NOTEBOOKS / f'{name}.ipynb', as_version=4)
   text, pictures = [], 0
-  for cell in notebook.cells:
+  for cell in execute(notebook, folder).cells:
     for output in cell.get('outputs', ()):
       data = output.get('data', {})
       text += [output.get('text', ''), data.get('text/plain', '')]
@@ -55,14 +54,14 @@ def few_steps(monkeypatch, tmp_path):
   return tmp_path
 
 
-def test_there_are_notebooks():
-  assert NOTEBOOKS
+def test_every_notebook_has_a_test():
+  tests = pathlib.Path(__file__).read_text(encoding='utf-8')
+  for path in NOTEBOOKS.glob('*.ipynb'):
+    assert f"'{path.stem}'" in tests, path.name
 
 
 def test_first_run(few_steps):
-  (path,) = [p for p in NOTEBOOKS if p.stem == '00_first_run']
-  made = execute(nbformat.read(path, as_version=4), few_steps)
-  text, pictures = shown(made)
+  text, pictures = shown(few_steps, '00_first_run')
   assert pictures == 2
   for part in (
     "('tensor', 'fsdp')",  # the embedding's layout, drawn
@@ -73,25 +72,22 @@ def test_first_run(few_steps):
   ):
     assert part in text, part
   samples = text[text.index('=== scripture') :].split('=== ')[1:]
-  assert [s.split('\n')[0] for s in samples] == [
-    'scripture',
-    'drama',
-    'code',
-    'manual',
-    'dictionary',
-    'translation',
-  ]
-  prompts = ('And it', '[Enter', 'def', 'The', 'house', 'en: Delete')
-  for sample, prompt in zip(samples, prompts, strict=True):
-    body = sample.split('\n', 1)[1]
-    assert body.startswith(prompt)
-    assert len(body.strip()) > len(prompt) + 5  # it goes on
+  prompts = {
+    'scripture': 'And it',
+    'drama': '[Enter',
+    'code': 'def',
+    'manual': 'The',
+    'dictionary': 'house',
+    'translation': 'en: Delete',
+  }
+  for sample, (domain, prompt) in zip(samples, prompts.items(), strict=True):
+    assert sample.startswith(f'{domain}\n{prompt}')
+    # Tokens follow the prompt.
+    assert len(sample.strip()) > len(f'{domain}\n{prompt}') + 5
 
 
 def test_meshes_and_layouts(few_steps):
-  (path,) = [p for p in NOTEBOOKS if p.stem == '01_meshes_and_layouts']
-  made = execute(nbformat.read(path, as_version=4), few_steps)
-  text, pictures = shown(made)
+  text, pictures = shown(few_steps, '01_meshes_and_layouts')
   assert pictures == 3  # who holds what, what it costs, the losses
   for part in (
     "'replica': 1, 'stage': 1, 'data': 2, 'fsdp': 2, 'context': 1, 'tensor': 2",
@@ -131,9 +127,7 @@ def test_meshes_and_layouts(few_steps):
 
 
 def test_pipelines(few_steps):
-  (path,) = [p for p in NOTEBOOKS if p.stem == '02_pipelines']
-  made = execute(nbformat.read(path, as_version=4), few_steps)
-  text, pictures = shown(made)
+  text, pictures = shown(few_steps, '02_pipelines')
   names = (
     'gpipe', 'one_f_one_b', 'interleaved', 'zero_bubble', 'v_half', 'skip'
   )  # fmt: skip
@@ -165,9 +159,7 @@ def test_a_cell_that_fails_is_seen(tmp_path):
 
 
 def test_mixers(few_steps):
-  (path,) = [p for p in NOTEBOOKS if p.stem == '03_mixers']
-  made = execute(nbformat.read(path, as_version=4), few_steps)
-  text, pictures = shown(made)
+  text, pictures = shown(few_steps, '03_mixers')
   assert pictures == 1
   for part in (
     'M: 43% of the sublayers',
