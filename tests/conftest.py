@@ -13,7 +13,6 @@ import json
 import os
 import pathlib
 import subprocess
-import sys
 import types
 
 import pytest
@@ -29,9 +28,6 @@ _FLAGS = [
   '--xla_backend_optimization_level=0',
   '--xla_llvm_disable_expensive_passes=true',
   '--xla_cpu_parallel_codegen_split_count=1',
-  # XLA aborts the process when a device waits 40 s for the others, as devices
-  # of a busy machine do that are not stuck.
-  '--xla_cpu_collective_call_terminate_timeout_seconds=300',
 ]
 if importlib.metadata.version('jaxlib').startswith('0.10.'):
   # Newer ones do not know it, and stop at a flag that they do not know.
@@ -74,9 +70,11 @@ def pytest_configure(config):
   overlay = config.stash[_OVERLAY] = compile_store.Overlay(root)
   settings = overlay.settings(seconds=0.05)
   os.environ.update({k.upper(): str(v) for k, v in settings.items()})
-  if 'jax' in sys.modules:  # a conftest of a file that was named imported it
-    for name, value in settings.items():
-      sys.modules['jax'].config.update(name, value)
+  import jax  # a conftest of a file that was named may have, before
+
+  for name, value in settings.items():
+    jax.config.update(name, value)
+  compile_store.guard(overlay.folder)
 
 
 def pytest_unconfigure(config):

@@ -14,6 +14,9 @@ another, and jax's key does not hold what the processor can do. The key does
 hold the folder's own path unless jax_persistent_cache_enable_xla_caches is
 'none' (xla_gpu_per_fusion_autotune_cache_dir, on CPU too): without that setting
 no overlay would find anything, nor would a store that was moved.
+
+Programs of several CPU devices that have a loop or a branch are not kept: read
+back, they may hang (`may_hang`).
 """
 
 import fcntl
@@ -21,10 +24,20 @@ import hashlib
 import os
 import pathlib
 import platform
+import re
 import shutil
 import tempfile
 
 SUFFIX = '-cache'  # of an entry's file (jax/_src/lru_cache.py)
+OVERLAYS = 'overlays'
+# jax records these events before it reads an entry and before it writes one.
+_READS = '/jax/compilation_cache/compile_requests_use_cache'
+_WRITES = '/jax/compilation_cache/cache_misses'
+# Opcodes in a serialized HLO module: a string, field 2 of an instruction.
+_COLLECTIVE = re.compile(
+  rb'\x12[\x00-\x7f](all-|reduce-scatter|collective-|ragged-all)'
+)
+_NESTED = re.compile(rb'\x12(\x05while|\x0bconditional|\x04call)')
 
 
 def processor():
@@ -34,7 +47,8 @@ def processor():
   if cpuinfo.exists():
     lines = cpuinfo.read_text(encoding='utf-8').splitlines()
     text = next((x for x in lines if x.startswith(('flags', 'Features'))), text)
-  digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+  # 2: without programs that may hang.
+  digest = hashlib.sha256(f'2 {text}'.encode()).hexdigest()[:12]
   return f'{platform.machine()}-{digest}'
 
 
@@ -49,7 +63,7 @@ class Overlay:
   def __init__(self, root):
     """root: folder of the stores; one per processor is made in it."""
     self.store = pathlib.Path(root) / processor()
-    around = self.store / 'overlays'
+    around = self.store / OVERLAYS
     around.mkdir(parents=True, exist_ok=True)
     _sweep(around)
     self.folder = pathlib.Path(tempfile.mkdtemp(dir=around))
@@ -83,7 +97,7 @@ class Overlay:
       return
     for entry in os.scandir(self.folder):
       if entry.name.endswith(SUFFIX) and entry.name not in self._known:
-        if whole(entry.path):
+        if whole(entry.path) and not may_hang(entry.path):
           size = entry.stat().st_size
           _link(entry.path, self.store / f'{entry.name}.{size}')
           self._known.add(entry.name)
@@ -98,15 +112,60 @@ class Overlay:
     self._lock = None
 
 
-def whole(path):
-  """Whether jax can read an entry to its end."""
+def _content(path):
+  """Bytes of an entry, None if jax cannot read it to its end."""
   from jax._src import compilation_cache  # no public function decompresses
 
   try:
-    compilation_cache.decompress_executable(pathlib.Path(path).read_bytes())
+    data = pathlib.Path(path).read_bytes()
+    return compilation_cache.decompress_executable(data)
   except Exception:  # zlib's or zstd's, by what is installed
-    return False
-  return True
+    return None
+
+
+def whole(path):
+  """Whether jax can read an entry to its end."""
+  return _content(path) is not None
+
+
+def may_hang(path):
+  """Whether an entry's devices, on a CPU, may wait for each other for ever.
+
+  XLA runs the operations of a program in any order that their buffers allow,
+  and keeps collectives in one order on all devices by a resource that they
+  share. In a program that is read back every loop, branch and call has a
+  resource of its own (xla/backends/cpu/runtime/thunk_proto_serdes.cc, jaxlib
+  0.10): of two with collectives, whose buffers do not meet, one device may
+  enter the first and another the second. Seen in one run of five of a pipeline
+  (v_half on 4 stages: the loss and the gradients of weights).
+  """
+  import jax  # loaded by whoever compiles
+
+  data = _content(path) if jax.default_backend() == 'cpu' else None
+  return bool(data and _COLLECTIVE.search(data) and _NESTED.search(data))
+
+
+def guard(folder):
+  """Removes entries that may hang from an overlay before this process, or one
+  that it starts, reads them."""
+  import jax
+
+  known, written = set(), True
+
+  def before(event, **_):
+    nonlocal written
+    written |= event == _WRITES
+    if event != _READS or not written or not folder.exists():
+      return
+    written = False
+    for entry in os.scandir(folder):
+      if entry.name.endswith(SUFFIX) and entry.name not in known:
+        known.add(entry.name)
+        # What has a second link is in the store, or comes from there.
+        if entry.stat().st_nlink == 1 and may_hang(entry.path):
+          pathlib.Path(entry.path).unlink(missing_ok=True)
+
+  jax.monitoring.register_event_listener(before)
 
 
 def _link(source, target):

@@ -3,6 +3,7 @@
 import atexit
 import itertools
 import os
+import pathlib
 import time
 from typing import Any
 
@@ -23,8 +24,12 @@ def use_cache():
     jax.monitoring.register_event_listener(_count)
   settings: Any = jax.config
   if settings.jax_compilation_cache_dir:
+    given = pathlib.Path(settings.jax_compilation_cache_dir)
+    if given.parent.name == compile_store.OVERLAYS:  # of the process above
+      compile_store.guard(given)
     return
   overlay = compile_store.Overlay(corpus.cache_root() / 'compiled')
+  compile_store.guard(overlay.folder)
   atexit.register(overlay.close)
   _overlays.append(overlay)
   for name, value in overlay.settings(seconds=0.5).items():

@@ -26,7 +26,21 @@ if 'killed' in sys.argv:
       file.flush()
       os._exit(9)
   lru_cache.LRUCache.put = put
-jax.jit(lambda x: x * 2 + 1)(jax.numpy.arange(1000.0)).block_until_ready()
+if 'unguarded' not in sys.argv:
+  compile_store.guard(overlay.folder)
+x = jax.numpy.arange(1000.0)
+x.block_until_ready()
+jax.jit(lambda x: x * 2 + 1)(x).block_until_ready()
+if 'looped' in sys.argv:
+  mesh = jax.make_mesh((2,), ('data',))
+  x = jax.device_put(x, jax.NamedSharding(mesh, jax.P('data')))
+  for send in (lambda x: x + 1, lambda x: jax.lax.psum(x, 'data')) * 2:
+    def looped(x):
+      return jax.lax.fori_loop(0, 3, lambda i, x: send(x), x)
+    run = jax.jit(jax.shard_map(
+      looped, mesh=mesh, out_specs=jax.P('data'), check_vma=False))
+    run(x).block_until_ready()
+    print(len(hits), end=' ')
 if 'unclean' in sys.argv:
   os._exit(0)
 overlay.close()
@@ -38,6 +52,7 @@ def run(root, *arguments):
   """One process with an overlay; -W error: a torn entry that is read raises."""
   environment = {k: v for k, v in os.environ.items() if k[:4] != 'JAX_'}
   environment['JAX_PLATFORMS'] = 'cpu'
+  environment['XLA_FLAGS'] = '--xla_force_host_platform_device_count=2'
   return subprocess.run(
     [sys.executable, '-W', 'error', '-c', PROGRAM, str(root), *arguments],
     env=environment,
@@ -103,3 +118,14 @@ def test_processors_do_not_share_code(tmp_path, monkeypatch):
   other = compile_store.Overlay(tmp_path)
   assert not list(other.folder.glob('*-cache'))
   other.close()
+
+
+def test_no_loop_of_several_cpu_devices_is_read_back(tmp_path):
+  """Nor in the process that wrote it; a loop that sends nothing is."""
+  looped = lambda root, *words: run(root, 'looped', *words).stdout.split()
+  assert looped(tmp_path / 'a')[:4] == ['0', '0', '1', '1']
+  counts = [int(n) for n in looped(tmp_path / 'a')[:4]]
+  assert counts[1] == counts[0] and counts[3] == counts[2] == counts[0] + 1
+  names = [p.name for p in entries(tmp_path / 'a')]
+  assert sum('looped' in name for name in names) == 1
+  assert looped(tmp_path / 'b', 'unguarded')[:4] == ['0', '0', '1', '2']
