@@ -19,6 +19,7 @@ Programs of several CPU devices that have a loop or a branch are not kept: read
 back, they may hang (`may_hang`).
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -30,9 +31,8 @@ import tempfile
 
 SUFFIX = '-cache'  # of an entry's file (jax/_src/lru_cache.py)
 OVERLAYS = 'overlays'
-# jax records these events before it reads an entry and before it writes one.
+# What jax records before it looks for an entry.
 _READS = '/jax/compilation_cache/compile_requests_use_cache'
-_WRITES = '/jax/compilation_cache/cache_misses'
 # Opcodes in a serialized HLO module: a string, field 2 of an instruction.
 _COLLECTIVE = re.compile(
   rb'\x12[\x00-\x7f](all-|reduce-scatter|collective-|ragged-all)'
@@ -97,7 +97,8 @@ class Overlay:
       return
     for entry in os.scandir(self.folder):
       if entry.name.endswith(SUFFIX) and entry.name not in self._known:
-        if whole(entry.path) and not may_hang(entry.path):
+        data = content(entry.path)
+        if data is not None and not may_hang(data):
           size = entry.stat().st_size
           _link(entry.path, self.store / f'{entry.name}.{size}')
           self._known.add(entry.name)
@@ -112,8 +113,8 @@ class Overlay:
     self._lock = None
 
 
-def _content(path):
-  """Bytes of an entry, None if jax cannot read it to its end."""
+def content(path):
+  """Bytes of an entry; None if jax cannot read it to its end."""
   from jax._src import compilation_cache  # no public function decompresses
 
   try:
@@ -123,13 +124,8 @@ def _content(path):
     return None
 
 
-def whole(path):
-  """Whether jax can read an entry to its end."""
-  return _content(path) is not None
-
-
-def may_hang(path):
-  """Whether an entry's devices, on a CPU, may wait for each other for ever.
+def may_hang(data):
+  """Whether devices of an entry, on a CPU, may wait for each other for ever.
 
   XLA runs the operations of a program in any order that their buffers allow,
   and keeps collectives in one order on all devices by a resource that they
@@ -141,29 +137,34 @@ def may_hang(path):
   """
   import jax  # loaded by whoever compiles
 
-  data = _content(path) if jax.default_backend() == 'cpu' else None
-  return bool(data and _COLLECTIVE.search(data) and _NESTED.search(data))
+  cpu = jax.default_backend() == 'cpu'
+  return bool(cpu and _COLLECTIVE.search(data) and _NESTED.search(data))
 
 
 def guard(folder):
   """Removes entries that may hang from an overlay before this process, or one
-  that it starts, reads them."""
+  that shares it, reads them."""
   import jax
 
-  known, written = set(), True
+  known, seen = set(), 0
 
   def before(event, **_):
-    nonlocal written
-    written |= event == _WRITES
-    if event != _READS or not written or not folder.exists():
+    nonlocal seen
+    if event != _READS or not folder.exists():
       return
-    written = False
+    changed = folder.stat().st_mtime_ns
+    if changed == seen:
+      return
+    seen = changed
     for entry in os.scandir(folder):
       if entry.name.endswith(SUFFIX) and entry.name not in known:
-        known.add(entry.name)
         # What has a second link is in the store, or comes from there.
-        if entry.stat().st_nlink == 1 and may_hang(entry.path):
-          pathlib.Path(entry.path).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # others remove some, too
+          data = content(entry.path) if entry.stat().st_nlink == 1 else b''
+          if data is not None:  # else it is being written
+            known.add(entry.name)
+            if may_hang(data):
+              os.unlink(entry.path)
 
   jax.monitoring.register_event_listener(before)
 

@@ -70,7 +70,7 @@ def test_a_kill_leaves_the_store_whole_and_a_moved_store_is_read(tmp_path):
   root = tmp_path / 'a'
   assert run(root, 'killed').returncode == 9
   (torn,) = root.glob('*/overlays/*/*-cache')
-  assert not compile_store.whole(torn) and not entries(root)
+  assert compile_store.content(torn) is None and not entries(root)
   second = run(root)
   assert 'hits 0' in second.stdout, second.stderr
   assert entries(root) and not torn.exists()
@@ -90,7 +90,7 @@ def test_a_torn_entry_in_the_store_is_made_again(tmp_path):
   again = run(tmp_path)
   assert again.returncode == 0 and 'hits 0' in again.stdout, again.stderr
   assert [p.name for p in entries(tmp_path)] == before
-  assert all(compile_store.whole(p) for p in entries(tmp_path))
+  assert None not in map(compile_store.content, entries(tmp_path))
 
 
 def test_a_torn_entry_of_a_child_is_not_published(tmp_path):
