@@ -158,15 +158,3 @@ def float64():
 
   with jax.enable_x64(True):
     yield
-
-
-@pytest.fixture(autouse=True)
-def _uncached(request):
-  """Tests that compile for a topology: no cache can load its programs."""
-  if not request.node.get_closest_marker('aot'):
-    yield
-    return
-  from paraxis.sharding.meter import aot
-
-  with aot.uncached():
-    yield

@@ -328,19 +328,7 @@ def write(costs, executed, failed=(), root=HERE.parent):
 
 def _save(path, made):
   """JSON with one line for each entry, so that a diff can be read."""
-  lines = []
-  for part, rows in made.items():
-    pairs = (
-      rows.items() if isinstance(rows, dict) else ((None, r) for r in rows)
-    )
-    text = [
-      (f'{json.dumps(k)}: ' if k is not None else '') + json.dumps(v)
-      for k, v in pairs
-    ]
-    ends = '{}' if isinstance(rows, dict) else '[]'
-    body = ',\n'.join(text)
-    lines.append(f'"{part}": {ends[0]}\n{body}\n{ends[1]}')
-  path.write_text('{' + ',\n'.join(lines) + '}\n')
+  path.write_text(json.dumps(made).replace(', "', ',\n"') + '\n')
 
 
 # --------------------------------------------------------------------- pytest

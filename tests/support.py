@@ -30,7 +30,7 @@ def needs(platform):
 
 def compiles(platform):
   """Decorator of a test that compiles ahead of time for `needs(platform)`."""
-  return lambda test: pytest.mark.aot(needs(platform)(test))
+  return lambda test: pytest.mark.aot(needs(platform)(aot.uncached()(test)))
 
 
 def piped(mesh=(), pipeline=(), layers=4, **train):

@@ -145,7 +145,7 @@ def compile_for(topology, name, traced):
 
 @contextlib.contextmanager
 def uncached():
-  """No compile cache: it cannot load a program for devices of a topology."""
+  """No compile cache, which cannot load a program for devices of a topology."""
   config: Any = jax.config  # type checkers do not know its options
   before = config.jax_enable_compilation_cache
   jax.config.update('jax_enable_compilation_cache', False)

@@ -63,167 +63,94 @@ def test_nothing_compiled_is_no_empty_promise():
   assert len(_compiled) > before
 
 
-# Flags of a run of the tiny config, without dashes; what the line says.
-FLAGS = {
-  'train.stesp=3': [
-    'unknown config key train.stesp',
-    "Did you mean 'train.steps'?",
-  ],
-  'tain.steps=3': ["'train.steps'?"],
-  'train.steps=many': ['train.steps', 'many'],
-  'train.steps=1.5': ['train.steps', '1.5'],
-  'train.tensorboard=7': ['train.tensorboard', '7'],
-  'train.steps=0': ['train.steps=0', 'value 1'],
-  'data.held_out_fraction=1.5': ['held_out_fraction=1.5', '0.9'],
-  'optimizer.learning_rate=nan': ['learning_rate=nan'],
-  'train.remat=ful': ["train.remat='ful'", "Did you mean 'full'?"],
-  'mesh=data=3': ['data=3 has 3 places for 8 devices', 'these fit: data=8'],
-  'mesh=data=3,tensor=2': [
-    '6 places for 8 devices',
-    'data=2,tensor=4',
-    'data=4,tensor=2',
-  ],
-  'mesh.data=4': [
-    'data=4,fsdp=2,tensor=2',
-    '16 places for 8 devices',
-    'data=2,fsdp=2',
-  ],
-  'mesh=modle=8': ["'modle'"],
-  'mesh=data=-1,fsdp=3': ['3 places for 8 devices'],
-  'mesh.rules=fdsp': ["mesh.rules='fdsp'", "Did you mean 'fsdp'?"],
-  'train.batch_size=6': [
-    'train.batch_size=6',
-    'size 6',
-    'data=2 x fsdp=2',
-    '(4 shards)',
-  ],
-  'train.microbatches=3': ['train.batch_size=8', 'train.microbatches=3'],
-  'train.microbatches=4': [
-    'train.batch_size=8 in 4 microbatches',
-    'size 2',
-    '(4 shards)',
-  ],
-  'model.num_heads=2, mesh=tensor=4,data=2': [
-    'layers/attention/',
-    "heads' has size 2",
-    'tensor=4',
-    '4 shards',
-  ],
-  'mesh.rules=fsdp_tensor mlp=fsdp': [
-    "mesh axis 'fsdp' serves both",
-    "'fsdp_tensor mlp=fsdp'",
-  ],
-  'mesh=data=8, mesh.rules=data mlp=data': [
-    "mesh axis 'data' serves both",
-    "'data mlp=data'",
-  ],
-  'mesh.rules=fsdp_tensor vocb=tensor': [
-    "'vocb' is not a logical axis",
-    "Did you mean 'vocab'?",
-  ],
-  'mesh.rules=fsdp_tensor vocab=tensr': [
-    "'tensr' is not a mesh axis",
-    "Did you mean 'tensor'?",
-  ],
-  'mesh.zero=4': ['mesh.zero=4', 'highest valid value 3'],
-  'mesh=data=8, mesh.rules=data, mesh.zero=3': [
-    'mesh.zero=3',
-    "the rules 'data'",
-    'fsdp_tensor',
-  ],
-  'mesh=data=8, mesh.zero=3, model.d_model=36, model.num_heads=2': [
-    "'embed' has size 36",
-    'data=8',
-    'nearest that does is 6',
-  ],
-  'mesh.collective_matmul=gate': [
-    "mesh.collective_matmul='gate'",
-    "Did you mean 'gate_up'?",
-  ],
-  'mesh=data=8, mesh.collective_matmul=all': [
-    "mesh.collective_matmul='all'",
-    'tensor=1',
-    'mesh.sequence=True',
-  ],
-  'mesh.collectives=explict': [
-    "mesh.collectives='explict'",
-    "Did you mean 'explicit'?",
-  ],
-  'mesh.collectives=explicit, mesh.sequence=False': [
-    "mesh.collectives='explicit'",
-    'tensor=2',
-    'mesh.sequence=True',
-  ],
-  'mesh=context=8, mesh.context_form=ulyses': [
-    "mesh.context_form='ulyses'",
-    "Did you mean 'ulysses'?",
-  ],
-  'mesh=context=8, mesh.context_form=ulysses': [
-    '4 heads',
-    'mesh.context=8',
-    'mesh.context_form=ring',
-  ],
-  'mesh=context=4,tensor=2, mesh.context_form=ulysses': [
-    '2 heads of a tensor shard',
-    'mesh.context=4',
-  ],
-  'model.num_kv_heads=3': ['model.num_heads=4', 'model.num_kv_heads=3'],
-  'model.num_heads=3': [
-    'model.d_model=32',
-    'model.num_heads=3',
-    'model.head_dim',
-  ],
-  'mesh=fsdp=8, model.d_model=36, model.num_heads=2': [
-    "'embed' has size 36",
-    'fsdp=8',
-    'nearest that does is 6',
-  ],
-  'model.d_ff=63': ['layers/mlp/', "'mlp' has size 63", 'tensor=2'],
-  'model.vocab_size=261': ["embedding: 'vocab' has size 261", 'tensor=2'],
-  'mesh=data=4,tensor=2, data.sequence_length=63': [
-    'data.sequence_length=63',
-    "'residual_length' has size 63",
-    'tensor=2',
-  ],
-  'mesh=context=4,tensor=2, mesh.context_order=contiguous, '
-  'data.sequence_length=60': [
-    'data.sequence_length=60',
-    'context=4 x tensor=2',
-    '(8 shards)',
-  ],
-  'mesh=data=2,context=4, data.sequence_length=60': [
-    'data.sequence_length=60',
-    'mesh.context=4',
-    'zigzag',
-    '56 and 64',
-  ],
-  'mesh=stage=8': ['model.num_layers=2', 'mesh.stage=8 x pipeline.chunks=1'],
-  'model.position=learned, model.max_positions=32': [
-    'data.sequence_length is 64',
-    'model.max_positions=32',
-  ],
-  'model.vocab_size=256': [
-    'ids up to 258',
-    'model.vocab_size is 256',
-    'at least 259',
-  ],
-  'data.tokenizer=bpe2048': ['ids up to 2047', 'model.vocab_size is 264'],
-  'model.pattern=W': ['W layers', 'window=0'],
-  'mesh.rules=data': ["'data'", 'tensor=2'],
-  'data.tokenizer=byte': ["'byte'", "Did you mean 'bytes'?"],
-  'data.path=no/such.txt': ["data.path='no/such.txt'", 'no such file'],
-  'data.path=corpus': ['paraxis data fetch'],
-  'data.sequence_length=8192': ['packs into ', 'fewer than train.batch_size=8'],
-  'data.held_out_fraction=0': ['are held out', 'held_out_fraction=0.0'],
-  'data.mixture=sonk=2': ["'sonk'", 'song', "Did you mean 'song'?"],
-}
+# Flags of a run of the tiny config, without dashes | words of the line | ...
+FLAGS = """\
+train.stesp=3 | unknown config key train.stesp | Did you mean 'train.steps'?
+tain.steps=3 | 'train.steps'?
+train.steps=many | train.steps | many
+train.steps=1.5 | train.steps | 1.5
+train.tensorboard=7 | train.tensorboard | 7
+train.steps=0 | train.steps=0 | value 1
+data.held_out_fraction=1.5 | held_out_fraction=1.5 | 0.9
+optimizer.learning_rate=nan | learning_rate=nan
+train.remat=ful | train.remat='ful' | Did you mean 'full'?
+mesh=data=3 | data=3 has 3 places for 8 devices | these fit: data=8
+mesh=data=3,tensor=2 | 6 places for 8 devices | data=2,tensor=4
+    | data=4,tensor=2
+mesh.data=4 | data=4,fsdp=2,tensor=2 | 16 places for 8 devices | data=2,fsdp=2
+mesh=modle=8 | 'modle'
+mesh=data=-1,fsdp=3 | 3 places for 8 devices
+mesh.rules=fdsp | mesh.rules='fdsp' | Did you mean 'fsdp'?
+train.batch_size=6 | train.batch_size=6 | size 6 | data=2 x fsdp=2 | (4 shards)
+train.microbatches=3 | train.batch_size=8 | train.microbatches=3
+train.microbatches=4 | train.batch_size=8 in 4 microbatches | size 2
+    | (4 shards)
+model.num_heads=2, mesh=tensor=4,data=2 | layers/attention/ | heads' has size 2
+    | tensor=4 | 4 shards
+mesh.rules=fsdp_tensor mlp=fsdp | mesh axis 'fsdp' serves both
+    | 'fsdp_tensor mlp=fsdp'
+mesh=data=8, mesh.rules=data mlp=data | mesh axis 'data' serves both
+    | 'data mlp=data'
+mesh.rules=fsdp_tensor vocb=tensor | 'vocb' is not a logical axis
+    | Did you mean 'vocab'?
+mesh.rules=fsdp_tensor vocab=tensr | 'tensr' is not a mesh axis
+    | Did you mean 'tensor'?
+mesh.zero=4 | mesh.zero=4 | highest valid value 3
+mesh=data=8, mesh.rules=data, mesh.zero=3 | mesh.zero=3 | the rules 'data'
+    | fsdp_tensor
+mesh=data=8, mesh.zero=3, model.d_model=36, model.num_heads=2
+    | 'embed' has size 36 | data=8 | nearest that does is 6
+mesh.collective_matmul=gate | mesh.collective_matmul='gate'
+    | Did you mean 'gate_up'?
+mesh=data=8, mesh.collective_matmul=all | mesh.collective_matmul='all'
+    | tensor=1 | mesh.sequence=True
+mesh.collectives=explict | mesh.collectives='explict' | Did you mean 'explicit'?
+mesh.collectives=explicit, mesh.sequence=False | mesh.collectives='explicit'
+    | tensor=2 | mesh.sequence=True
+mesh=context=8, mesh.context_form=ulyses | mesh.context_form='ulyses'
+    | Did you mean 'ulysses'?
+mesh=context=8, mesh.context_form=ulysses | 4 heads | mesh.context=8
+    | mesh.context_form=ring
+mesh=context=4,tensor=2, mesh.context_form=ulysses | 2 heads of a tensor shard
+    | mesh.context=4
+model.num_kv_heads=3 | model.num_heads=4 | model.num_kv_heads=3
+model.num_heads=3 | model.d_model=32 | model.num_heads=3 | model.head_dim
+mesh=fsdp=8, model.d_model=36, model.num_heads=2 | 'embed' has size 36 | fsdp=8
+    | nearest that does is 6
+model.d_ff=63 | layers/mlp/ | 'mlp' has size 63 | tensor=2
+model.vocab_size=261 | embedding: 'vocab' has size 261 | tensor=2
+mesh=data=4,tensor=2, data.sequence_length=63 | data.sequence_length=63
+    | 'residual_length' has size 63 | tensor=2
+mesh=context=4,tensor=2, mesh.context_order=contiguous, data.sequence_length=60
+    | data.sequence_length=60 | context=4 x tensor=2 | (8 shards)
+mesh=data=2,context=4, data.sequence_length=60 | data.sequence_length=60
+    | mesh.context=4 | zigzag | 56 and 64
+mesh=stage=8 | model.num_layers=2 | mesh.stage=8 x pipeline.chunks=1
+model.position=learned, model.max_positions=32 | data.sequence_length is 64
+    | model.max_positions=32
+model.vocab_size=256 | ids up to 258 | model.vocab_size is 256 | at least 259
+data.tokenizer=bpe2048 | ids up to 2047 | model.vocab_size is 264
+model.pattern=W | W layers | window=0
+mesh.rules=data | 'data' | tensor=2
+data.tokenizer=byte | 'byte' | Did you mean 'bytes'?
+data.path=no/such.txt | data.path='no/such.txt' | no such file
+data.path=corpus | paraxis data fetch
+data.sequence_length=8192 | packs into | fewer than train.batch_size=8
+data.held_out_fraction=0 | are held out | held_out_fraction=0.0
+data.mixture=sonk=2 | 'sonk' | song | Did you mean 'song'?
+"""
 
 
-@pytest.mark.parametrize('text', FLAGS)
-def test_flags(refused, train, tmp_path, text):
+@pytest.mark.parametrize(
+  'row',
+  FLAGS.replace('\n    |', ' |').splitlines(),
+  ids=lambda row: row.split(' | ')[0],
+)
+def test_flags(refused, train, tmp_path, row):
+  text, *words = row.split(' | ')
   dashes = lambda name: '--config.' if '.' in name else '--'
   flags = [dashes(f.partition('=')[0]) + f for f in text.split(', ')]
-  refused(train(*flags), *FLAGS[text])
+  refused(train(*flags), *words)
   assert not (tmp_path / 'run').exists()
 
 

@@ -77,8 +77,12 @@ def run(name, rounds, quick):
   _devices(count)
   before = _load()
   bench = importlib.import_module(f'paraxis.train.bench.{module}')
-  report = getattr(bench, name)(rounds, quick, lambda s: _say(f'{name}: {s}'))
   import jax
+
+  from paraxis.sharding.meter import aot
+
+  with aot.uncached():  # what is compiled is timed
+    report = getattr(bench, name)(rounds, quick, lambda s: _say(f'{name}: {s}'))
 
   report.notes.append(
     f'jax {jax.__version__}, {os.cpu_count()} cores, {rounds} rounds'

@@ -112,7 +112,6 @@ def candidates(length, now, say):
 
 def context(rounds, quick, say):
   """Context parallel attention on 8 devices, forward and backward."""
-  jax.config.update('jax_enable_compilation_cache', False)
   lengths = (256,) if quick else tuple(TARGETS)
   now, report = bench_train.begin(
     'context',

@@ -217,7 +217,6 @@ def static(report, say):
 
 def kernels(rounds, quick, say):
   """The ops of pallas_kernels: see the top of the file."""
-  jax.config.update('jax_enable_compilation_cache', False)
   if jax.default_backend() != 'cpu':
     return kernel_device.kernels(rounds, quick, say)
   report = measure.BenchReport(

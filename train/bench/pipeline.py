@@ -194,7 +194,6 @@ def config(quick, microbatches, name=''):
 
 def pipeline(rounds, quick, say):
   """Every schedule on stage=4,data=2 against data=8, and the simulator."""
-  jax.config.update('jax_enable_compilation_cache', False)
   microbatches = 8 if quick else 16
   plain = f'data={STAGES * DATA}'
   base = config(quick, microbatches)

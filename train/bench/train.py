@@ -173,7 +173,6 @@ def _timed(function, now):
 
 def step(rounds, quick, say):
   """A step and its compilation on one device, against plain JAX."""
-  jax.config.update('jax_enable_compilation_cache', False)
   c = config(quick)
   setup = f'{describe(c)}, one {jax.default_backend()} device'
   now, report = begin('step', setup, quick)
@@ -212,7 +211,6 @@ def step(rounds, quick, say):
 
 def layouts(rounds, quick, say):
   """The same model and step on 8 virtual devices and on one."""
-  jax.config.update('jax_enable_compilation_cache', False)
   c = config(quick, heads=8)
   setup = f'{describe(c)}, unroll={c.model.unroll}, 1 and 8 devices'
   now, report = begin('layouts', setup, quick)

@@ -6,7 +6,7 @@ transfer stopped, and accepted only with its pinned sha256. Debian packages
 come through `apt-get download` (no root, nothing is installed).
 `pip download` is no substitute: for the pinned files, source distributions, it
 runs their build code to read metadata, and data must never run code here.
-Source: index pages of PEP 503 (HTML), PEP 691 (JSON), PEP 592 (yanked).
+Source: index pages of PEP 503 (HTML, which every index has), PEP 592 (yanked).
 Cost: two short pip processes, then one page and one file a package.
 """
 
@@ -16,7 +16,6 @@ import html.parser
 import http.client
 import importlib.machinery
 import importlib.util
-import json
 import os
 import pathlib
 import re
@@ -33,7 +32,6 @@ from paraxis.configs.base import errors
 from paraxis.train.data import corpus
 
 _ATTEMPTS = 3
-_JSON = 'application/vnd.pypi.simple.v1+json'
 _PIP_DEFAULTS = (
   'from pip._internal.models.index import PyPI\n'
   'from pip._vendor import certifi\n'
@@ -163,27 +161,6 @@ class _Anchors(html.parser.HTMLParser):
       self.links.append(Link(name, url, sha and sha[1], yanked))
 
 
-def parse_index(body: bytes, kind: str, base: str) -> list[Link]:
-  """Files on an index page; an index may answer HTML when asked for JSON."""
-  if 'json' not in kind:
-    page = _Anchors(base)
-    page.feed(body.decode('utf-8', 'replace'))
-    return page.links
-  links = []
-  for row in json.loads(body)['files']:
-    yanked = row.get('yanked', False)
-    reason = yanked if isinstance(yanked, str) else ''
-    links.append(
-      Link(
-        row['filename'],
-        urllib.parse.urljoin(base, row['url']),
-        row.get('hashes', {}).get('sha256'),
-        None if yanked is False else reason,
-      )
-    )
-  return links
-
-
 def locate(source: dict, index: Index) -> str:
   """URL of the exact pinned file; UserError names the package and why not."""
   package, file = source['package'], source['file']
@@ -198,16 +175,16 @@ def locate(source: dict, index: Index) -> str:
     schemes = ('http', 'https', 'file')[: 3 if local else 2]
     url = f'{base}/{name}/' + ('index.html' if local else '')
     try:
-      with index.open(url, {'Accept': f'{_JSON}, text/html;q=0.5'}) as reply:
-        kind = reply.headers.get_content_type()
-        links = parse_index(reply.read(), kind, reply.url)
-    except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+      with index.open(url, {'Accept': 'text/html'}) as reply:
+        page = _Anchors(reply.url)
+        page.feed(reply.read().decode('utf-8', 'replace'))
+    except (OSError, ValueError, http.client.HTTPException) as error:
       reason = getattr(error, 'reason', error)
       absent = isinstance(reason, FileNotFoundError)
       if not absent and getattr(error, 'code', None) != 404:
         notes.append(f'{_host_login(base)[0] or "an index"}: {reason}')
       continue
-    for link in links:
+    for link in page.links:
       if link.name.lower() != file.lower():
         continue
       if link.yanked is not None:

@@ -12,15 +12,6 @@ from paraxis.train.bench import kernels as bench_kernels
 from paraxis.train.bench import measure
 
 SILENT = lambda _: None
-
-
-@pytest.fixture(autouse=True)
-def _compiled_programs_are_cached_again():
-  before = jax.config.jax_enable_compilation_cache
-  yield
-  jax.config.update('jax_enable_compilation_cache', before)
-
-
 TABLE = """\
 == CAPACTIY:
 MXU, XLU, VSTORE, VSTORE:SPILL

@@ -100,24 +100,16 @@ def index(tmp_path, monkeypatch):
   """The server's state; pip and the cache are pointed at it."""
   server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
   state = types.SimpleNamespace(
-    body=PKG, sha=sha(PKG), listed=True, kind='html', yanked=None
+    body=PKG, sha=sha(PKG), listed=True, yanked=None
   )
   state.asked, state.logins, state.cut = [], [], None
 
   def page():
-    if state.kind == 'html':
-      mark = '' if state.yanked is None else f' data-yanked="{state.yanked}"'
-      return 'text/html', (
-        '<a href="../../files/some_pkg-0.tar.gz">old</a><a href="../../files/'
-        f'some_pkg-1.tar.gz#sha256={state.sha}"{mark}>x</a>'
-      ).encode()
-    row = {
-      'filename': 'some_pkg-1.tar.gz',
-      'url': '../../files/some_pkg-1.tar.gz',
-      'hashes': {'sha256': state.sha},
-      'yanked': False if state.yanked is None else state.yanked,
-    }
-    return package_index._JSON, json.dumps({'files': [row]}).encode()
+    mark = '' if state.yanked is None else f' data-yanked="{state.yanked}"'
+    return 'text/html', (
+      '<a href="../../files/some_pkg-0.tar.gz">old</a><a href="../../files/'
+      f'some_pkg-1.tar.gz#sha256={state.sha}"{mark}>x</a>'
+    ).encode()
 
   state.page = page
   state.port = server.server_port
@@ -152,9 +144,7 @@ def documents(folder, domain):
   return {r['id']: r['text'] for r in map(json.loads, lines)}
 
 
-@pytest.mark.parametrize('kind', ['html', 'json'])
-def test_fetch_reads_only_what_it_should(index, tmp_path, kind):
-  index.kind = kind
+def test_fetch_reads_only_what_it_should(index, tmp_path):
   said = []
   result = fetch.fetch(say=said.append)
   out = tmp_path / 'cache' / 'corpus'
@@ -250,8 +240,6 @@ def test_no_such_file_is_one_line(index, quick, tmp_path):
     return str(caught.value)
 
   index.yanked = 'broken wheel'
-  assert 'yanked by its authors broken wheel' in fault()
-  index.kind = 'json'
   assert 'yanked by its authors broken wheel' in fault()
   index.yanked, index.sha = None, '0' * 64
   assert f'sha256 {"0" * 64}' in fault()
