@@ -152,10 +152,9 @@ def guard(folder):
     nonlocal seen
     if event != _READS or not folder.exists():
       return
-    changed = folder.stat().st_mtime_ns
-    if changed == seen:
+    earlier, seen = seen, folder.stat().st_mtime_ns
+    if earlier == seen:
       return
-    seen = changed
     for entry in os.scandir(folder):
       if entry.name.endswith(SUFFIX) and entry.name not in known:
         # What has a second link is in the store, or comes from there.

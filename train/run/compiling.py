@@ -18,7 +18,11 @@ _overlays = []  # compile_store.Overlay of this process, once there is one
 
 
 def use_cache():
-  """Persistent compilation cache: jax's setting, else in the user's cache."""
+  """Persistent compilation cache: jax's setting, else in the user's cache.
+
+  What jax's setting names is used as it is, programs that may hang with it
+  (compile_store.may_hang).
+  """
   if not _hits:
     _hits.append(0)
     jax.monitoring.register_event_listener(_count)
