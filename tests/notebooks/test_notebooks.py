@@ -49,6 +49,8 @@ def few_steps(monkeypatch, tmp_path):
   absolute = os.pathsep.join(os.path.abspath(p) for p in given if p)
   monkeypatch.setenv('PYTHONPATH', absolute)
   monkeypatch.setenv('PARAXIS_STEPS', '4')
+  # A kernel has no guard against programs that may hang (compile_store.py).
+  monkeypatch.setenv('JAX_ENABLE_COMPILATION_CACHE', 'false')
   monkeypatch.setenv('PARAXIS_CACHE', str(tmp_path / 'cache'))
   monkeypatch.setenv('TMPDIR', str(tmp_path))
   return tmp_path
