@@ -130,10 +130,11 @@ def may_hang(data):
   XLA runs the operations of a program in any order that their buffers allow,
   and keeps collectives in one order on all devices by a resource that they
   share. In a program that is read back every loop, branch and call has a
-  resource of its own (xla/backends/cpu/runtime/thunk_proto_serdes.cc, jaxlib
-  0.10): of two with collectives, whose buffers do not meet, one device may
-  enter the first and another the second. Seen in one run of five of a pipeline
-  (v_half on 4 stages: the loss and the gradients of weights).
+  resource of its own (xla/backends/cpu/runtime/thunk_proto_serdes.cc; jaxlib
+  0.10 and 0.12): of two with collectives, whose buffers do not meet, one device
+  may enter the first and another the second. Seen in one run of five of a
+  pipeline (v_half on 4 stages: the loss and the gradients of weights); XLA
+  shows the order with TF_CPP_VMODULE=thunk_executor=6.
   """
   import jax  # loaded by whoever compiles
 
