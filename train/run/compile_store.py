@@ -15,8 +15,8 @@ hold the folder's own path unless jax_persistent_cache_enable_xla_caches is
 'none' (xla_gpu_per_fusion_autotune_cache_dir, on CPU too): without that setting
 no overlay would find anything, nor would a store that was moved.
 
-Programs of several CPU devices that have a loop or a branch are not kept: read
-back, they may hang (`may_hang`).
+Programs of several CPU devices that have collectives, and a loop or a branch,
+are not kept: read back, they may hang (`may_hang`).
 """
 
 import contextlib
@@ -153,6 +153,8 @@ def guard(folder):
     nonlocal seen
     if event != _READS or not folder.exists():
       return
+    if jax.default_backend() != 'cpu' or jax.device_count() == 1:
+      return  # none may
     earlier, seen = seen, folder.stat().st_mtime_ns
     if earlier == seen:
       return
