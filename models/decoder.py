@@ -46,7 +46,8 @@ class Decoder:
 
   Attributes:
     axes: path -> logical axes.
-    kinds: path -> 'matrix', 'embedding', 'vector' or what a layer counts.
+    kinds: path -> 'matrix', 'embedding', 'vector', or, not learned,
+      'statistic', 'balance' (models/ffn/moe.py).
     inputs: path -> contracted dimensions of a matrix, without 'layers'.
     stack: models.stack.Stack, the layers; its pattern, depth, rows.
   """
@@ -81,7 +82,10 @@ class Decoder:
     return self.stack.unstack(params)
 
   def run(self, kinds, stacks, x_BTD, see, on=None, taped=None):
-    """Consecutive layers: `Stack.run`, or, with a tape.Taped, `run_taped`."""
+    """Consecutive layers -> (x_BTD, aux.Aux): `Stack.run`.
+
+    With a tape.Taped as `Stack.run_taped`, which returns its arrays, too.
+    """
     if taped is not None:
       return self.stack.run_taped(taped, kinds, stacks, x_BTD, see, on)
     return self.stack.run(kinds, stacks, x_BTD, see, on)
@@ -97,12 +101,17 @@ class Decoder:
     Returns:
       (x_BTD in config.dtype, after the final norm; the cache after the step).
     """
-    x, see = self.embed(params, batch), self.visibility(batch)
     if cache is None:
-      x = self.stack.run(self.pattern, params, x, see)
-    else:
-      x, cache = self._step(params, x, batch, cache, see)
+      return self.features(params, batch)[0], None
+    x, see = self.embed(params, batch), self.visibility(batch)
+    x, cache = self._step(params, x, batch, cache, see)
     return self.normalise(params, x), cache
+
+  def features(self, params, batch):
+    """(x_BTD as of a call without a cache; aux.Aux of all layers)."""
+    x, see = self.embed(params, batch), self.visibility(batch)
+    x, aux = self.stack.run(self.pattern, params, x, see)
+    return self.normalise(params, x), aux
 
   def embed(self, params, batch):
     """x_BTD before the first layer."""

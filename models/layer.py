@@ -10,6 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from paraxis.configs.base import errors
+from paraxis.models import aux as aux_lib
 from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.models.ffn import mlp
@@ -119,17 +120,22 @@ class Layer(nnx.Module):
     return getattr(self, f'{name}_post_norm')(y) if placed else y
 
   def __call__(self, x_BTD, see, state=None):
-    """-> (x_BTD, the mixer's state); see: attention.Visibility."""
+    """-> (x_BTD, the mixer's state, aux.Aux); see: attention.Visibility."""
     x, mix = checkpoint_name(x_BTD, 'residual'), self.mixer
-    y, state = mix(self._before(mix.name, x), see, state)
+    y, state, aux = mix(self._before(mix.name, x), see, state)
     x = x + self._after(mix.name, y)
     if self.kind[1:] != '.':
-      x = x + self._after('mlp', self._transform(self._before('mlp', x), see))
-    return x, state
+      y, more = self._transform(self._before('mlp', x), see)
+      x, aux = x + self._after('mlp', y), aux_lib.add(aux, more)
+    return x, state, aux
 
   def _transform(self, x, see):
-    experts = {'E': 'moe', 'P': 'wide_moe'}.get(self.kind[1:])
-    return getattr(self, experts)(x, see) if experts else self.mlp(x)
+    name = {'E': 'moe', 'P': 'wide_moe'}.get(self.kind[1:])
+    if name is None:
+      return self.mlp(x), aux_lib.NOTHING
+    y, aux = getattr(self, name)(x, see)
+    counts = {f'layers/{name}/{path}': n for path, n in aux.counts.items()}
+    return y, aux._replace(counts=counts)
 
 
 class Ends(nnx.Module):

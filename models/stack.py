@@ -20,6 +20,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from paraxis.models import aux as aux_lib
 from paraxis.models import depth
 from paraxis.models import layer as layer_lib
 from paraxis.models import parameter
@@ -31,8 +32,9 @@ SCANNED, REST = range(2)  # parts of a run, as a tape numbers them
 class Leaf(NamedTuple):
   """A parameter of a module: its Flax path and variable, and its metadata.
 
-  axes: logical axes. kind: 'matrix', 'embedding', 'vector' or what a layer
-  counts (models/ffn/router.py). inputs: contracted dimensions of a matrix.
+  axes: logical axes. kind: 'matrix', 'embedding', 'vector', or what a layer
+  reads and does not learn (models/ffn/moe.py). inputs: contracted dimensions of
+  a matrix.
   """
 
   path: tuple
@@ -189,37 +191,44 @@ class Stack:
         nothing. None: all.
 
     Returns:
-      x_BTD.
+      (x_BTD, aux.Aux of the layers together).
     """
-    units = self._units(kinds)
+    units, aux = self._units(kinds), aux_lib.NOTHING
     if units:
       body = functools.partial(self._run_unit, self.unit, see)
       xs = self._scanned(units, stacks, on)
-      x_BTD, _ = jax.lax.scan(body, x_BTD, xs, unroll=self.config.unroll)
+      x_BTD, found = jax.lax.scan(body, x_BTD, xs, unroll=self.config.unroll)
+      aux = aux_lib.of_units(found)
     left = kinds[units * len(self.unit) :]
-    return self._run_unit(left, see, x_BTD, self._rest(units, stacks, on))[0]
+    rest = self._rest(units, stacks, on)
+    x_BTD, more = self._run_unit(left, see, x_BTD, rest)
+    return x_BTD, aux_lib.whole(aux_lib.joined(aux, more))
 
   def run_taped(self, taped, kinds, stacks, x_BTD, see, on=None):
     """`run`, its products recorded by a tape.Taped.
 
     Returns:
-      (x_BTD, (arrays of the tape of what is scanned, of the rest)).
+      (x_BTD, aux.Aux, (arrays of the tape of what is scanned, of the rest)).
     """
 
     def body(part, kinds, x, row):
       *row, zeros = row
-      call = lambda x: self._run_unit(kinds, see, x, row)[0]
-      return taped.run(part, call, x, zeros)
+      call = lambda x: self._run_unit(kinds, see, x, row)
+      (x, aux), arrays = taped.run(part, call, x, zeros)
+      return x, (aux, arrays)
 
-    units, scanned = self._units(kinds), None
+    units, aux, scanned = self._units(kinds), aux_lib.NOTHING, None
     if units:
       xs = (*self._scanned(units, stacks, on), taped.zeros.get(SCANNED))
       run = functools.partial(body, SCANNED, self.unit)
-      x_BTD, scanned = jax.lax.scan(run, x_BTD, xs, unroll=self.config.unroll)
+      x_BTD, (found, scanned) = jax.lax.scan(
+        run, x_BTD, xs, unroll=self.config.unroll
+      )
+      aux = aux_lib.of_units(found)
     left = kinds[units * len(self.unit) :]
     row = (*self._rest(units, stacks, on), taped.zeros.get(REST))
-    x_BTD, rest = body(REST, left, x_BTD, row)
-    return x_BTD, (scanned, rest)
+    x_BTD, (more, rest) = body(REST, left, x_BTD, row)
+    return x_BTD, aux_lib.whole(aux_lib.joined(aux, more)), (scanned, rest)
 
   def _units(self, kinds):
     """How many units of these layers are scanned; 0: all are unrolled."""
@@ -246,13 +255,13 @@ class Stack:
     return values, None if on is None else on[units * len(self.unit) :]
 
   def _run_unit(self, kinds, see, x, row):
-    """Consecutive layers, as the body of a scan -> (x, None).
+    """Consecutive layers, as the body of a scan -> (x, aux.Aux, in parts).
 
     row: (values, on). values: path -> (layers of `kinds` that have it, ...).
     on: (layers of `kinds`,) bool: the rows that hold a layer, or None.
     """
     values, on = row
-    seen = {}
+    seen, found = {}, []
     for i, kind in enumerate(kinds):
       slots = {p: seen.get(p, 0) for p in self._kinds[kind].leaves}
       seen |= {p: slot + 1 for p, slot in slots.items()}
@@ -262,18 +271,21 @@ class Stack:
         layer = jax.checkpoint(layer, policy=self._policy)
       mine = {p: values[p] for p in slots}
       if on is None:
-        x = layer(x, see, mine)
-        continue
-      # An empty row has no valid tokens, so that its experts count none.
-      valid = see.valid & on[i]
-      x = jnp.where(on[i], layer(x, see._replace(valid=valid), mine), x)
-    return x, None
+        x, aux = layer(x, see, mine)
+      else:
+        # An empty row has no valid tokens: none waits for its experts.
+        valid = see.valid & on[i]
+        y, aux = layer(x, see._replace(valid=valid), mine)
+        x, aux = jnp.where(on[i], y, x), aux_lib.select(on[i], aux)
+      found.append(aux)
+    return x, aux_lib.stacked(found)
 
   def _run_layer(self, kind, slots, x, see, values):
     # Picked in here: what the backward pass keeps is the unit, not a copy.
     mine = {p: values[p][slot] for p, slot in slots.items()}
     owners = {p: (f'layers/{p}', slot) for p, slot in slots.items()}
-    return self._kinds[kind].module(mine, owners)(x, see, None)[0]
+    y, _, aux = self._kinds[kind].module(mine, owners)(x, see, None)
+    return y, aux
 
   def step(self, params, x_BTD, see, states):
     """One pass of all layers with a cache.
@@ -290,7 +302,7 @@ class Stack:
     for i, kind in enumerate(self.pattern):
       skeleton = self._kinds[kind]
       mine = {p: params[f'layers/{i}/{p}'] for p in skeleton.leaves}
-      x_BTD, state = skeleton.module(mine)(x_BTD, see, states[i])
+      x_BTD, state, _ = skeleton.module(mine)(x_BTD, see, states[i])
       new.append(state)
     return x_BTD, tuple(new)
 

@@ -193,15 +193,22 @@ def region(function, names, out_names, single=False):
 
   Args:
     function: of local arrays, by mesh axis names.
-    names: logical names of each argument. out_names: of each result.
+    names: logical names of each argument. out_names: of each result, or a
+      PartitionSpec (`everywhere`), for all arrays of a pytree.
     single: the function returns one array, not a tuple.
   """
   if mode() != 'explicit' or not sizes():
     return function
-  specs = lambda rows: tuple(spec(row) for row in rows)
+  of = lambda row: row if isinstance(row, jax.P) else spec(row)
+  specs = lambda rows: tuple(map(of, rows))
   return jax.shard_map(
     function,
     in_specs=specs(names),
     out_specs=specs(out_names)[0] if single else specs(out_names),
     check_vma=False,
   )
+
+
+def everywhere():
+  """PartitionSpec of parts along axis 0, one of each device of the mesh."""
+  return jax.P(tuple(sizes()) or None)

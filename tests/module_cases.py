@@ -24,7 +24,7 @@ from paraxis.sharding import annotate
 
 
 def module(kind, config, letter, spread):
-  """(run(values, x, see, state=None) -> (y, state), {name: random values}).
+  """(run(values, x, see, state=None) -> (y, state, aux), {name: values}).
 
   Args:
     kind: class of a mixer. config: schema.Model. letter: of the mixer.
@@ -140,18 +140,21 @@ def assert_equal(run, loop, values, x, valid=True, **bounds):
   assert_same(found, wanted, **bounds)
 
 
-def on_mesh(run, axes, args, mesh, rules, manual, rows=mixer.ROWS):
+def on_mesh(
+  run, axes, args, mesh, rules, manual, rows=mixer.ROWS, by=differentiate
+):
   """`differentiate` on a mesh: NumPy (y, dx, {name: dw}).
 
   Args:
     run: of (values, x, *rest). axes: {name: logical axes of a value}.
+    by: differentiates run; what else it gives beside dw has axes, too.
     args: (values, x, c, *rest); x and c are laid out as residuals, the rest as
       `rows`.
     mesh: jax Mesh. rules: rules.Rules.
     manual: differentiate in one manual region, and sum there what every device
       has of a gradient.
   """
-  plain = functools.partial(differentiate, run)
+  plain = functools.partial(by, run)
 
   def summed(*args):
     y, dx, dw = plain(*args)
@@ -163,7 +166,8 @@ def on_mesh(run, axes, args, mesh, rules, manual, rows=mixer.ROWS):
   with annotate.use(rules), jax.set_mesh(mesh):
     weights = {k: annotate.spec(a) for k, a in axes.items()}
     residual, row = annotate.spec(mixer.RESIDUAL), annotate.spec(rows)
-    specs = weights, residual, residual, *[row] * len(args[3:])
+    own = {k: weights[k] for k in args[0]}
+    specs = own, residual, residual, *[row] * len(args[3:])
     put = lambda x, s: jax.device_put(x, jax.NamedSharding(mesh, s))
     args = jax.tree.map(put, args, specs)
     region = jax.shard_map(

@@ -26,8 +26,8 @@ ROOMS = {
     'planner',
   ),
   'models': (
-    'parameter', 'batch', 'norm', 'depth', 'memory', 'ffn', 'mixers', 'text',
-    '',
+    'parameter', 'aux', 'batch', 'norm', 'depth', 'memory', 'ffn', 'mixers',
+    'text', '',
   ),
   'decode': ('',),
   'train': (

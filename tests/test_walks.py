@@ -16,6 +16,7 @@ from jax import numpy as jnp
 import pytest
 
 from paraxis.configs import schema
+from paraxis.models import aux
 from paraxis.train import loop
 from paraxis.train.certify import trial
 from paraxis.train.certify import verify
@@ -99,7 +100,9 @@ def test_few_files_are_entered_from_a_certification(monkeypatch):
         entered.add(name_of(frame.f_code.co_filename))
 
   # Nothing is compiled: the numbers do not matter here.
-  monkeypatch.setattr(trial.Runner, 'gradients', lambda *_: (1.0, {}))
+  monkeypatch.setattr(
+    trial.Runner, 'gradients', lambda *_: (1.0, {}, aux.NOTHING)
+  )
   one = functools.partial(verify.certify, properties=('loss',))
   monkeypatch.setattr(verify, 'certify', one)
   sys.setprofile(record)

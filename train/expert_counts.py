@@ -1,17 +1,14 @@
-"""Counts of a step that layers return as gradients (models/ffn/router.py).
+"""What a run keeps, and reports, of what layers count (models/aux.py).
 
-The "gradient" of a parameter of kind 'statistic' holds the assignments to each
-expert, those dropped and the router's entropy. It replaces the parameter, so
-that the state holds the counts of the previous step. That of kind 'balance', a
-router's bias, is the assignments; the bias moves towards experts that got fewer
-than the mean (arXiv:2408.15664). That of kind 'solver' is iterations and
-residuals of Newton's method (models/mixers/recurrent.py): every shard solves
-its own part, so, unlike the others, it depends on the layout.
+A parameter of kind 'statistic' is read and not learned: it holds the counts of
+the previous step, assignments to each expert, those dropped and the router's
+entropy. One of kind 'balance', a router's bias, moves towards experts that got
+fewer assignments than the mean (arXiv:2408.15664). The tally of Newton's method
+(models/mixers/recurrent.py) is only reported: every shard solves its own part,
+so, unlike the counts, it depends on the layout.
 
 Legend: L layers that have the parameter, E experts.
 """
-
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -19,12 +16,12 @@ from paraxis.models import depth
 from paraxis.models.ffn import router
 
 KINDS = ('statistic', 'balance')
+TERMS = ('balance_loss', 'z_loss')
 LOAD, BIAS = KINDS
-SOLVER = 'solver'
 
 
 def paths(model, kinds=KINDS):
-  """Parameters whose gradient counts."""
+  """Parameters that are read and not learned."""
   return [p for p, kind in model.kinds.items() if kind in kinds]
 
 
@@ -37,44 +34,45 @@ def whole_step(model):
 
 def without(model, tree):
   """{path: leaf} of learned parameters."""
-  counted = set(paths(model, (*KINDS, SOLVER)))
-  return {p: x for p, x in tree.items() if p not in counted}
+  kept = set(paths(model))
+  return {p: x for p, x in tree.items() if p not in kept}
 
 
-def update(model, grads, params):
-  """{path: new value} of the parameters that hold counts."""
-  out = {}
-  for path in paths(model, (*KINDS, SOLVER)):
-    count, old = grads[path], params[path]
-    if model.kinds[path] != BIAS:
-      out[path] = count.astype(old.dtype)
-    else:
-      under = jnp.sign(count.mean(-1, keepdims=True) - count)
-      rate = model.config.experts.bias_rate
-      out[path] = old + rate * under.astype(old.dtype)
+def update(model, aux, params):
+  """{path: new value} of the parameters that are not learned."""
+  out = {
+    p: aux.counts[p].astype(params[p].dtype) for p in paths(model, (LOAD,))
+  }
+  for path in paths(model, (BIAS,)):
+    load = aux.counts[path.removesuffix('bias') + 'load']
+    count, old = load[:, : -router.EXTRA], params[path]
+    under = jnp.sign(count.mean(-1, keepdims=True) - count)
+    rate = model.config.experts.bias_rate
+    out[path] = old + rate * under.astype(old.dtype)
   return out
 
 
-def metrics(model, grads):
+def metrics(model, aux):
   """{name: number or array} of a step; {} without experts and solvers.
 
+  balance_loss, z_loss: terms of the loss, summed over layers, coefficients
+  included.
   experts/imbalance: assignments of the busiest expert / mean, the mean over
   layers. experts/dropped: share of all assignments. experts/dropped_count: how
   many. experts/entropy: of the router, nats per token. experts/load: {path:
   (L, E), share of the layer's assignments that each expert got}.
   newton/: see `_solver`.
   """
-  loads = {p: grads[p] for p in paths(model, (LOAD,))}
-  solved = [grads[p] for p in paths(model, (SOLVER,))]
-  found = _solver(solved) if solved else {}
-  return found | (_experts(model, loads) if loads else {})
+  found = {f'{t}_loss': x for t, x in aux.terms.items() if t != 'nats'}
+  if 'newton' in aux.tallies:
+    found |= _solver(aux.tallies['newton'])
+  return found | (_experts(model, aux.counts) if aux.counts else {})
 
 
-def _solver(counts):
+def _solver(tally):
   """Of the solves of a step, every layer and shard: their mean iterations and
   residual, and the share that had to be done again in sequence."""
-  total: Any = sum(c.sum(0) for c in counts)
-  solves, iterations, residual, again = total
+  solves, iterations, residual, again = tally
   of = lambda x: x / jnp.maximum(solves, 1)
   return {
     'newton/iterations': of(iterations),
@@ -116,7 +114,8 @@ def values(model, numbers, loads):
   ours = ('experts/', 'newton/')
   found = {k: v for k, v in numbers.items() if k.startswith(ours)}
   shares = found.pop('experts/load', {})
-  out = {name: float(v) for name, v in found.items()}
+  terms = {f'train/{k}': numbers[k] for k in TERMS if k in numbers}
+  out = {name: float(v) for name, v in (terms | found).items()}
   if loads:
     for path, v in shares.items():
       in_order = depth.to_order(v, model.rows.get(path))

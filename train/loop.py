@@ -330,9 +330,9 @@ class _Training:
               self._functions.update, gradients[size], say
             )
           recorder.restart_clock()
-        loss, gradient = gradients[size](self.state.params, batch)
-        self.state, numbers = update(self.state, loss, gradient)
-        del gradient
+        found = gradients[size](self.state.params, batch)
+        self.state, numbers = update(self.state, *found)
+        del found
         self.step = t + 1
         recorder.later(self.step, numbers, int(host_batch.denominator))
         if self.step == first + 1:

@@ -1,6 +1,7 @@
 """Next-token cross-entropy over a vocabulary that may be sharded.
 
-    nll = logsumexp(z) - z[target],   loss = sum(nll * weight) / denominator
+    nll = logsumexp(z) - z[target],   nats = sum(nll * weight) / denominator
+    loss = nats + terms of layers (models/aux.py)
 
 The target's logit is picked by comparison, not by a gather, so that logits stay
 sharded over the vocabulary (Megatron-LM, arXiv:1909.08053, section 3). The
@@ -21,6 +22,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from paraxis.models import aux as aux_lib
 from paraxis.pallas_kernels.matmul import cross_entropy
 from paraxis.sharding import annotate
 from paraxis.sharding.tensor import vocabulary
@@ -82,7 +84,21 @@ def of_layers(model, params, x_BTD, batch):
   return _of_features(model, params, model.normalise(params, x_BTD), batch)
 
 
+def objective(model, params, batch, others=None):
+  """The loss, as it is minimised: (its value, (nats, aux.Aux)).
+
+  Nats per target of the whole step (this batch's share of them), and terms of
+  layers: scalars. In a manual region: of this shard's tokens.
+
+  Args:
+    params: {path: array}. others: those that `params` lacks, or None.
+  """
+  params = params if others is None else others | params
+  x_BTD, aux = model.features(params, batch)
+  nats = _of_features(model, params, x_BTD, batch) / batch.denominator
+  return nats + aux_lib.total(aux, nats.dtype), (nats, aux)
+
+
 def next_token(model, params, batch):
-  """Nats per target of the whole step (this batch's share of it): scalar."""
-  x_BTD, _ = model(params, batch)
-  return _of_features(model, params, x_BTD, batch) / batch.denominator
+  """The loss of a batch (B, T), terms of layers included: scalar."""
+  return objective(model, params, batch)[0]

@@ -99,7 +99,7 @@ class Optimizer:
 
   def init(self, params):
     """Optimizer state: {group: optax state}."""
-    params = self._stored(params)
+    params = self._stored(expert_counts.without(self.model, params))
     return {
       g: self._rule(g).init({p: params[p] for p in paths})
       for g, paths in self.groups.items()
@@ -117,10 +117,12 @@ class Optimizer:
   def update(self, grads, state, params, step):
     """-> (params, state) after one step with (clipped) gradients.
 
+    Parameters without a gradient stay as they are.
     Each shard updates what it holds state for; new parameters are gathered.
     """
     new_params, new_state = {}, {}
-    grads, own, params = self._stored(grads), params, self._stored(params)
+    own, params = params, self._stored({p: params[p] for p in grads})
+    grads = self._stored(grads)
     for group, rate in self.rates(step).items():
       paths = self.groups[group]
       pick = lambda tree, paths=paths: {p: tree[p] for p in paths}
@@ -132,9 +134,9 @@ class Optimizer:
       )
       for p, d in direction.items():
         new_params[p] = params[p] - rate.astype(d.dtype) * d
-    new_params |= expert_counts.update(self.model, grads, params)
     axes = self.model.axes
-    return {p: annotate.put(new_params[p], axes[p]) for p in own}, new_state
+    put = lambda p: annotate.put(new_params[p], axes[p])
+    return own | {p: put(p) for p in new_params}, new_state
 
 
 def _aspect(shape, dims):

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paraxis.models import aux as aux_lib
 from paraxis.sharding import annotate
 from paraxis.sharding.pipeline import executor as pipeline
 from paraxis.sharding.pipeline import residuals
@@ -75,18 +76,28 @@ def schedule_of(built, batch):
   return schedules.of_size(built.schedule, microbatches)
 
 
+def _found(aux):
+  return pipeline.Found((aux.terms, aux.tallies), aux.counts)
+
+
+def aux_of(found):
+  """aux.Aux of this shard from what the executor added up."""
+  return aux_lib.Aux(*found.totals, found.rows)
+
+
 class Pipeline:
   """A built model and a batch as pipeline.Calls, in a manual region."""
 
-  def __init__(self, built, batch, scatter):
+  def __init__(self, built, batch, scatter=None, cotangent=1.0):
     """batch: (A, B, T), or (B, T), one microbatch. scatter(path, gradient):
-    from the layout of `gather` to the one in which sums are kept."""
+    from the layout of `gather` to the one in which sums are kept. cotangent: ()
+    of the loss."""
     if batch.tokens.ndim == 2:
       batch = jax.tree.map(lambda x: x[None] if x.ndim else x, batch)
     self.built, self.model, self.batch = built, built.model, batch
     self.rules = whole_rules(built.rules)
     self._axes = self.model.axes
-    self._scatter = scatter
+    self._scatter, self._cotangent = scatter, cotangent
     self._stored = built.pipeline.activations == 'store'
     self._splits_weight_gradients = built.schedule.weight is not None
 
@@ -142,40 +153,47 @@ class Pipeline:
     return self.model.visibility(self.microbatch(i))
 
   def _layers(self, context, mask, values, x, taped=None):
-    """A chunk of layers."""
+    """A chunk of layers -> ((y, () the sum of its terms), aux.Aux, ...)."""
     kinds = self.model.depth.kinds
-    return self.model.run(kinds, values, x, context, mask, taped)
+    y, aux, *arrays = self.model.run(kinds, values, x, context, mask, taped)
+    wide = jnp.promote_types(y.dtype, jnp.float32)
+    return (y, aux_lib.total(aux, wide)), aux, *arrays
 
   def forward(self, rows, x, context, mask):
     """pipeline.Calls.forward; keeps what backward reads, or nothing."""
     values = self.gather(rows)
     if not self._stored:
-      return self._layers(context, mask, values, x), ()
+      (y, _), aux = self._layers(context, mask, values, x)
+      return y, _found(aux), ()
 
     def run(*args):
-      y, *read = self._vjp(*args)
-      return y, read
+      y, aux, *read = self._vjp(*args)
+      return (y, aux), read
 
-    return residuals.keep(run, values, x, context, mask)
+    (y, aux), kept = residuals.keep(run, values, x, context, mask)
+    return y, _found(aux), kept
 
   def _vjp(self, values, x, context, mask):
-    """(y, function of its cotangent, tape.Tapes without cotangents, or None).
+    """-> (y, aux.Aux, function of cotangents, tape.Tapes without any, or None).
 
-    The function gives gradients of parameters, that of x, and, if those of
-    products are left to W, the cotangents of products.
+    The function takes the cotangents of y and of the sum of the terms. It gives
+    gradients of parameters, that of x, and, if those of products are left to W,
+    the cotangents of products.
     """
+    learned = expert_counts.without(self.model, values)
     if self._splits_weight_gradients:
-      return self._vjp_without_weights(values, x, context, mask)
+      return self._vjp_without_weights(values, learned, x, context, mask)
 
     def run(sinks, x):
-      return self._layers(context, mask, _with_sinks(values, sinks), x)
+      return self._layers(context, mask, values | _with_sinks(values, sinks), x)
 
-    return *jax.vjp(run, _sinks(values), x), None
+    (y, _), back, aux = jax.vjp(run, _sinks(learned), x, has_aux=True)
+    return y, aux, back, None
 
-  def _vjp_without_weights(self, values, x, context, mask):
+  def _vjp_without_weights(self, values, learned, x, context, mask):
     """`_vjp` without the gradients of products."""
     first = tape.Taped()
-    arrays = lambda: self._layers(context, mask, values, x, first)[1]
+    arrays = lambda: self._layers(context, mask, values, x, first)[2]
     shapes = jax.eval_shape(arrays)
     parts = range(len(shapes))
     records = tuple(tuple(first.static.get(part, ())) for part in parts)
@@ -187,15 +205,16 @@ class Pipeline:
       for part, found in enumerate(shapes)
     }
     owned = {path for part in records for r in part for path, _ in r.owners}
-    rest = {p: v for p, v in values.items() if p not in owned}
+    rest = {p: v for p, v in learned.items() if p not in owned}
 
     def run(sinks, x, zeros):
       own = values | _with_sinks(rest, sinks)
       taped = tape.Taped(zeros, as_it_came=self._stored)
-      return self._layers(context, mask, own, x, taped)
+      out, *found = self._layers(context, mask, own, x, taped)
+      return out, found
 
-    y, back, xs = jax.vjp(run, _sinks(rest), x, zeros, has_aux=True)
-    return y, back, tape.Tapes(xs, (), records)
+    (y, _), back, (aux, xs) = jax.vjp(run, _sinks(rest), x, zeros, has_aux=True)
+    return y, aux, back, tape.Tapes(xs, (), records)
 
   def backward(self, rows, x, kept, g, context, mask):
     """pipeline.Calls.backward: the chunk again, or what F kept of it."""
@@ -203,22 +222,14 @@ class Pipeline:
     if self._stored:
       back, tapes = kept.again(values)
     else:
-      _, back, tapes = self._vjp(values, x, context, mask)
-    gradients, gx, *gs = back(g)
+      _, _, back, tapes = self._vjp(values, x, context, mask)
+    wide = jnp.promote_types(g.dtype, jnp.float32)
+    gradients, gx, *gs = back((g, jnp.asarray(self._cotangent, wide)))
     if tapes is None:
       return gx, self.scatter(gradients), ()
     tapes = tapes.gathered() if self._stored else tapes
     tapes = dataclasses.replace(tapes, gs=gs[0])
     return gx, self.scatter(gradients), tapes
-
-  def count(self, rows, x, context, mask):
-    """As `forward`; kept is what experts count (models/ffn/router.py)."""
-    values = self.gather(rows)
-    paths = expert_counts.paths(self.model, (expert_counts.LOAD,))
-    run = lambda loads: self._layers(context, mask, values | loads, x)
-    y, back = jax.vjp(run, {p: values[p] for p in paths if p in values})
-    (counts,) = back(jnp.zeros_like(y))  # whatever the cotangent of y
-    return y, counts
 
   def weights(self, tapes):
     """pipeline.Calls.weights: products of what B kept."""
@@ -242,5 +253,5 @@ class Pipeline:
     """pipeline.Calls."""
     return pipeline.Calls(
       self.embed, self.loss, self.context_of, self.forward, self.backward,
-      self.weights,
+      self.weights, self._cotangent,
     )  # fmt: skip

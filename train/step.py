@@ -2,7 +2,9 @@
 
 Outer algorithms, snapshots and offloading sit between the halves. The gradient
 of a step is the same for any number of microbatches, because the loss of each
-is divided by the denominator of the whole step. A loss or gradient that is not
+is divided by the denominator of the whole step. It is the gradient of the loss
+that is returned, terms of layers included (models/aux.py), for any cotangent.
+A loss or gradient that is not
 finite leaves the state as it was; the step is counted and the tensors named.
 """
 
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paraxis.models import aux as aux_lib
 from paraxis.pallas_kernels import varying
 from paraxis.sharding import annotate
 from paraxis.sharding import rules as rules_lib
@@ -25,10 +28,12 @@ from paraxis.train import state as state_lib
 class Step(NamedTuple):
   """Functions of a step, to be jitted by the loop; papers replace them.
 
-  grads(params, batch) -> (loss, {path: gradient}).
-  update(state, loss, grads) -> (state, metrics): loss, grad_norm, squares (sum
-    of squares of each learned gradient, sorted by path), skipped,
-    skipped_in_a_row, learning_rate_<group>, experts/<what experts count>.
+  grads(params, batch, cotangent=1.0) -> (loss, {path: gradient}, aux.Aux). The
+    loss is the sum of aux.terms, 'nats' among them; the gradient is that of
+    cotangent x loss, of what is learned.
+  update(state, loss, grads, aux) -> (state, metrics): loss (nats alone),
+    grad_norm, squares (sum of squares of each gradient, sorted by path),
+    skipped, skipped_in_a_row, learning_rate_<group>, expert_counts.metrics.
   evaluate(params, batch) -> () sum of nats over the weighted targets.
   """
 
@@ -55,18 +60,16 @@ def make(built, optimizer, clip_norm):
   else:
     grads = functools.partial(_gradients, built, _Annotated(model))
 
-  def update(state, loss, grads):
-    learned = expert_counts.without(model, grads)
-    squares = jnp.stack(
-      [jnp.sum(jnp.square(grads[p])) for p in sorted(learned)]
-    )
+  def update(state, loss, grads, aux):
+    squares = jnp.stack([jnp.sum(jnp.square(grads[p])) for p in sorted(grads)])
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     clip = jnp.minimum(1.0, clip_norm / norm) if clip_norm else 1.0
 
     def move(params, inner):
-      clipped = grads | {p: g * clip for p, g in learned.items()}
-      return optimizer.update(clipped, inner, params, state.step)
+      clipped = {p: g * clip for p, g in grads.items()}
+      moved, inner = optimizer.update(clipped, inner, params, state.step)
+      return moved | expert_counts.update(model, aux, params), inner
 
     # A branch, not a select: selecting reads everything twice, and the update
     # of 17M parameters then takes 3 times as long on CPU.
@@ -82,7 +85,7 @@ def make(built, optimizer, clip_norm):
       (state.skipped_in_a_row + 1) * skip,
     )
     metrics = dict(
-      loss=loss,
+      loss=aux.terms['nats'],
       grad_norm=norm,
       squares=squares,
       skipped=new.skipped,
@@ -90,7 +93,7 @@ def make(built, optimizer, clip_norm):
       **{
         f'learning_rate_{g}': r for g, r in optimizer.rates(state.step).items()
       },
-      **expert_counts.metrics(model, grads),
+      **expert_counts.metrics(model, aux),
     )
     return new, metrics
 
@@ -109,7 +112,11 @@ class _Annotated:
 
   def counts(self, path, count):
     """What experts of all shards counted."""
-    return self.sums(path, count)
+    return annotate.put(count, self._axes[path])
+
+  def whole(self, nats, aux):
+    """(nats, aux.Aux) of all tokens."""
+    return nats, aux
 
   def final(self, path, total):
     """A sum over microbatches -> the gradient of the step."""
@@ -147,64 +154,95 @@ class _PerShard:
     """What experts of this shard counted -> what all did."""
     return _all_reduce(count, self.own[path])
 
+  def whole(self, nats, aux):
+    """(nats, aux.Aux) of this shard's tokens (and layers) -> of all shards.
+
+    Nats are summed over the axes of tokens, the others over all: layers may
+    shard the length further (mesh.sequence).
+    """
+    total = lambda x: _all_reduce(x, jax.P())
+    terms, tallies = jax.tree.map(total, (aux.terms, aux.tallies))
+    counts = {p: self.counts(p, n) for p, n in aux.counts.items()}
+    return _over_tokens(nats), aux_lib.Aux(terms, tallies, counts)
+
   def final(self, path, total):
     """A sum of this shard over microbatches -> the gradient of the step."""
     after = self.of_step[path]
     return _all_reduce(_scatter(total, self.kept[path], after), after)
 
 
-def _gradients(built, layouts, params, batch):
-  """(loss, gradients) of a batch (B, T) or (A, B, T).
+def _gradients(built, layouts, params, batch, cotangent=1.0):
+  """Step.grads of a batch (B, T) or (A, B, T).
 
-  In a manual region the loss is that of this shard's tokens.
+  In a manual region every shard differentiates the loss of its own tokens.
 
   Args:
     built: models.build.Built.
     layouts: `_Annotated` or `_PerShard`.
+    params, batch, cotangent: as of Step.grads.
   """
   model = built.model
-  count = lambda paths: _accumulate(
-    model, params, batch, lambda path, gradient: gradient, paths
-  )[1]
+  count = functools.partial(_count, model, params, batch)
   params = _with_loads(model, layouts, params, batch, count)
+  learned = expert_counts.without(model, params)
+  of = lambda share: functools.partial(
+    loss_lib.objective, model, batch=share, others=params
+  )
+  pull = functools.partial(_pulled, layouts, cotangent)
   if batch.tokens.ndim == 2:
-    objective = functools.partial(loss_lib.next_token, model)
-    loss, grads = jax.value_and_grad(objective)(params, batch)
-    grads = {p: layouts.sums(p, g) for p, g in grads.items()}
+    nats, aux, grads = pull(*jax.vjp(of(batch), learned, has_aux=True))
   else:
-    loss, grads = _accumulate(model, params, batch, layouts.sums)
-  return loss, {p: layouts.final(p, g) for p, g in grads.items()}
+    one = lambda share: pull(*jax.vjp(of(share), learned, has_aux=True))
+    zeros = {p: _zero(layouts, p, x) for p, x in learned.items()}
+    nats, aux, grads = _sum_of_microbatches(one, batch, zeros)
+  return _of_step(layouts, nats, aux, grads)
 
 
-def _accumulate(model, params, batch, each, of=None):
-  """(loss, gradients): sums over the microbatches of a batch (A, B, T).
+def _of_step(layouts, nats, aux, grads):
+  """What Step.grads returns, from the sums of a shard over microbatches."""
+  nats, aux = layouts.whole(nats, aux)
+  loss = nats + aux_lib.total(aux, nats.dtype)
+  grads = {p: layouts.final(p, g) for p, g in grads.items()}
+  return loss, grads, aux._replace(terms={'nats': nats} | aux.terms)
 
-  In a manual region: of this shard's tokens alone.
 
-  Args:
-    each: (path, gradient): the layout in which sums of a microbatch are kept.
-    of: paths to differentiate with respect to; default all.
+def _pulled(layouts, cotangent, loss, back, found):
+  """(nats, aux.Aux, gradients as sums are kept) from what jax.vjp gives."""
+  (grads,) = back(jnp.asarray(cotangent, loss.dtype))
+  return *found, {p: layouts.sums(p, g) for p, g in grads.items()}
+
+
+def _zero(layouts, path, x):
+  """The sum of no gradients of a parameter."""
+  like = varying.like(x, 0, jnp.promote_types(x.dtype, jnp.float32))
+  if annotate.mode() != 'manual':
+    return layouts.sums(path, like)
+  kept = jax.eval_shape(functools.partial(layouts.sums, path), like)
+  return jnp.zeros(kept.shape, kept.dtype)  # no message for zeros
+
+
+def _sum_of_microbatches(one, batch, zeros):
+  """Sums of one(batch (B, T)) -> (nats, aux, gradients) over (A, B, T).
+
+  In a manual region: of this shard's tokens alone. zeros: of the gradients.
   """
-  wanted = params if of is None else {p: params[p] for p in of}
 
   def add(total, arrays):
-    share = type(batch)(*arrays, batch.denominator)
-    objective = lambda w: loss_lib.next_token(model, params | w, share)
-    loss, grads = jax.value_and_grad(objective)(wanted)
-    grads = {p: each(p, g) for p, g in grads.items()}
-    return jax.tree.map(jnp.add, total, (loss, grads)), ()
+    *found, grads = one(type(batch)(*arrays, batch.denominator))
+    return jax.tree.map(jnp.add, total, grads), found
 
-  def zero(p):
-    x = wanted[p]
-    like = varying.like(x, 0, jnp.promote_types(x.dtype, jnp.float32))
-    if annotate.mode() != 'manual':
-      return each(p, like)
-    kept = jax.eval_shape(functools.partial(each, p), like)
-    return jnp.zeros(kept.shape, kept.dtype)  # no message for zeros
+  # Scalars and counts are stacked and added after: no shapes are needed first.
+  grads, found = jax.lax.scan(add, zeros, tuple(batch[:-1]))
+  return *jax.tree.map(lambda x: x.sum(0), found), grads
 
-  scalar = jnp.zeros((), jnp.promote_types(model.config.dtype, jnp.float32))
-  start = scalar, {p: zero(p) for p in wanted}
-  return jax.lax.scan(add, start, tuple(batch[:-1]))[0]
+
+def _count(model, params, batch):
+  """{path: counts} of a batch (A, B, T), of this shard in a manual region."""
+
+  def one(batch):
+    return (), model.features(params, batch)[1].counts, ()
+
+  return _sum_of_microbatches(one, batch, ())[1]
 
 
 def _with_loads(model, layouts, params, batch, count):
@@ -214,40 +252,41 @@ def _with_loads(model, layouts, params, batch, count):
   each expert is counted over all microbatches, in a forward pass of its own,
   before gradients are taken. Of one microbatch they count themselves.
 
-  count(paths) -> {path: what this shard, or, annotated, every shard counted}.
+  count() -> {path: what this shard, or, annotated, every shard counted}.
   """
   paths = expert_counts.whole_step(model)
   if not paths:
     return params
   if batch.tokens.ndim == 2:
     return params | {p: jnp.zeros_like(params[p]) for p in paths}
-  found = {p: layouts.counts(p, n) for p, n in count(paths).items()}
+  found = {p: layouts.counts(p, n) for p, n in count().items()}
   return params | {p: n.astype(params[p].dtype) for p, n in found.items()}
 
 
-def _region_gradients(built, of_shard, params, batch):
-  """(loss, gradients) with collectives of our own, in one manual region.
+def _region_gradients(built, of_shard, params, batch, cotangent=1.0):
+  """Step.grads with collectives of our own, in one manual region.
 
   Every shard differentiates the loss of its own tokens (and layers).
 
   Args:
     built: models.build.Built.
-    of_shard: (built, layouts, params, batch) -> (loss of this shard,
-      gradients); `_gradients` or `_pipeline_gradients`.
-    params, batch: of the step.
+    of_shard: (built, layouts, params, batch, cotangent) -> as Step.grads;
+      `_gradients` or `_pipeline_gradients`.
+    params, batch, cotangent: as of Step.grads.
   """
-  layouts = _PerShard(built, params)
-
-  def body(params, batch):
-    loss, grads = of_shard(built, layouts, params, batch)
-    return _over_tokens(loss), grads
-
+  layouts, model = _PerShard(built, params), built.model
+  loads = expert_counts.paths(model, (expert_counts.LOAD,))
+  counts = {p: layouts.own[p] for p in loads}
   return jax.shard_map(
-    body,
-    in_specs=(layouts.own, _batch_specs(batch)),
-    out_specs=(jax.P(), layouts.of_step),
+    functools.partial(of_shard, built, layouts),
+    in_specs=(layouts.own, _batch_specs(batch), jax.P()),
+    out_specs=(
+      jax.P(),
+      expert_counts.without(model, layouts.of_step),
+      aux_lib.Aux(jax.P(), jax.P(), counts),
+    ),
     check_vma=False,
-  )(params, batch)
+  )(params, batch, jnp.asarray(cotangent))
 
 
 def _over_tokens(x):
@@ -276,33 +315,31 @@ def _rows_with_layers(built):
   return None if depth.even else depth.rows >= 0
 
 
-def _pipeline_gradients(built, layouts, params, batch):
-  """(loss, gradients) of this shard's tokens and stage, by the schedule."""
+def _pipeline_gradients(built, layouts, params, batch, cotangent):
+  """As `_gradients`, of this shard's tokens and stage, by the schedule."""
   model = built.model
   with annotate.use(pipeline_step.whole_rules(built.rules)):
     whole = {p: annotate.spec(model.axes[p]) for p in params}
   scatter = lambda p, g: _scatter(g, whole[p], layouts.kept[p])
-  run = pipeline_step.Pipeline(built, batch, scatter)
+  run = pipeline_step.Pipeline(built, batch, scatter, cotangent)
   schedule = pipeline_step.schedule_of(built, batch)
   on = _rows_with_layers(built)
 
-  def count(paths):
-    del paths
-    calls = run.calls()._replace(forward=run.count)
+  def count():
     ends, stack = _ends_and_layers(params)
     with run.context():
       return pipeline.forward(
-        schedule, calls, run.gather(ends), stack, on, counted=True
-      )[1]
+        schedule, run.calls(), run.gather(ends), stack, on
+      )[1].rows
 
   params = _with_loads(model, layouts, params, batch, count)
   ends, stack = _ends_and_layers(params)
   with run.context():
-    loss, of_ends, of_stack = pipeline.gradients(
+    nats, found, of_ends, of_stack = pipeline.gradients(
       schedule, run.calls(), run.gather(ends), stack, on
     )
   grads = run.scatter(of_ends) | of_stack
-  return loss, {p: layouts.final(p, g) for p, g in grads.items()}
+  return _of_step(layouts, nats, pipeline_step.aux_of(found), grads)
 
 
 def _pipeline_total(built, params, batch):
@@ -312,7 +349,7 @@ def _pipeline_total(built, params, batch):
 
   def body(params, batch):
     ends, stack = _ends_and_layers(params)
-    run = pipeline_step.Pipeline(built, batch, None)
+    run = pipeline_step.Pipeline(built, batch)
     with run.context():
       total, _ = pipeline.forward(
         schedule, run.calls(), run.gather(ends), stack, on

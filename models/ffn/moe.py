@@ -12,10 +12,11 @@ the length is sharded over it (mesh.sequence), and they are sent once each way
 (sharding/experts/dispatch.py). Tokens that several devices hold are sent by
 each, and count a fraction.
 
-Terms of the loss and counts leave through the gradient (models/ffn/router.py):
-`load` holds the previous step's assignments to each expert, those dropped, and
-the router's entropy summed over tokens; `bias` gets the same counts. With a
-cache nothing is dropped: a request's result must not depend on its neighbours.
+Terms of the loss and counts leave beside y (models/aux.py): assignments to each
+expert, those dropped, and the router's entropy summed over tokens. `load` and
+`bias` are read like parameters and not learned: `load` holds the counts of the
+previous step, `bias` follows them (train/expert_counts.py). With a cache
+nothing is dropped: a request's result must not depend on its neighbours.
 
 Legend: B rows, T tokens, D model, F hidden width, E experts, K choices, S rows
 sorted by expert.
@@ -31,6 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.configs.base import errors
+from paraxis.models import aux as aux_lib
 from paraxis.models import parameter
 from paraxis.models.ffn import mlp
 from paraxis.models.ffn import router
@@ -49,7 +51,7 @@ def width(config) -> int:
 
 
 class Moe(nnx.Module):
-  """x_BTD -> y_BTD; wide: twice as many experts (pyramid)."""
+  """x_BTD -> (y_BTD, aux.Aux); wide: twice as many experts (pyramid)."""
 
   def __init__(self, config, rngs, layout=parameter.PLAIN, wide=False):
     experts = config.experts
@@ -64,9 +66,9 @@ class Moe(nnx.Module):
     self.up = up()
     gain = (2 * config.num_layers) ** -0.5
     self.down = make((e, f, d), DOWN, std=std or f**-0.5, gain=gain)
-    self.load = _counter('statistic', e + router.EXTRA)
+    self.load = _not_learned('statistic', e + router.EXTRA)
     if experts.bias_rate:
-      self.bias = _counter('balance', e)
+      self.bias = _not_learned('balance', e)
     times = experts.shared or int(experts.residual)
     if times:
       beside = dataclasses.replace(config, d_ff=times * f, mlp_bias=False)
@@ -77,7 +79,11 @@ class Moe(nnx.Module):
       self.mix = make((d, 2), ('norm', None), std=std)
 
   def __call__(self, x_BTD, see):
-    y = checkpoint_name(self._routed(x_BTD, see), 'down')
+    y, terms, count = self._routed(x_BTD, see)
+    y = self._with_beside(x_BTD, checkpoint_name(y, 'down'))
+    return y, aux_lib.Aux(terms, {}, {'load': count})
+
+  def _with_beside(self, x_BTD, y):
     experts = self.config.experts
     if experts.residual:
       c = jax.nn.softmax(self._small(x_BTD, 'mix'), -1).astype(x_BTD.dtype)
@@ -127,7 +133,7 @@ class Moe(nnx.Module):
     )
 
   def _routed(self, x_BTD, see):
-    """The routed part, in one region."""
+    """The routed part, in one region -> (y, terms, count), parts of devices."""
     params = {
       name: getattr(self, name)
       for name in ('router', 'load', 'bias', 'up', 'down', 'gate')
@@ -144,15 +150,15 @@ class Moe(nnx.Module):
       own = dict(zip(params, arrays, strict=True))
       return self._inside(plan, x, valid, denominator, own)
 
+    parts = annotate.everywhere()
     run = annotate.region(
-      inside, (RESIDUAL, ROWS, (), *axes), (RESIDUAL,), single=True
+      inside, (RESIDUAL, ROWS, (), *axes), (RESIDUAL, parts, parts)
     )
     return run(x_BTD, valid, denominator, *(p[...] for p in params.values()))
 
   def _inside(self, plan, x, valid, denominator, own):
     """On one device; own: {name: the device's share of a parameter}."""
     experts = self.config.experts
-    counters = [own[name] for name in ('load', 'bias') if name in own]
     weights = [own[name] for name in ('up', 'down', 'gate') if name in own]
     wide = jnp.promote_types(x.dtype, jnp.float32)
     logits = x.astype(wide) @ own['router'].astype(wide)
@@ -167,23 +173,18 @@ class Moe(nnx.Module):
     )  # fmt: skip
     p = router.probabilities(s, experts.scores)
     count = router.counts(ids, valid, self.count)
-    term = 0.0
-    if experts.balance:
-      f = router.shares(count, experts.balance_scope, _axes(), load)
-      term = experts.balance * router.balance(p, f, valid)
-    if experts.router_z:
-      term = term + experts.router_z * router.z(logits, valid)
-    count = count.sum(0).astype(wide)
-    extra = jnp.stack([dropped.astype(wide), router.entropy(p, valid)])
-    counted = [jnp.concatenate([count, extra]), count][: len(counters)]
     # Devices that hold the same tokens count a fraction each.
     share = 1 / _copies()
-    return router.attach(
-      y.reshape(x.shape),
-      jnp.asarray(term * share, wide) / denominator.astype(wide),
-      counters,
-      jax.tree.map(lambda c: c * share, counted),
-    )
+    mean = lambda x: jnp.asarray(x * share, wide) / denominator.astype(wide)
+    terms = {}
+    if experts.balance:
+      f = router.shares(count, experts.balance_scope, _axes(), load)
+      terms['balance'] = mean(experts.balance * router.balance(p, f, valid))
+    if experts.router_z:
+      terms['z'] = mean(experts.router_z * router.z(logits, valid))
+    extra = jnp.stack([dropped.astype(wide), router.entropy(p, valid)])
+    count = jnp.concatenate([count.sum(0).astype(wide), extra]) * share
+    return y.reshape(x.shape), *aux_lib.part((terms, count))
 
   def _experts(self, x_SD, weights, multiply):
     """Rows through their experts; multiply(rows, w, dimension of the width)."""
@@ -195,8 +196,8 @@ class Moe(nnx.Module):
     return multiply(mlp.activate(self.config.mlp, *products), down, 2)
 
 
-def _counter(kind, size):
-  """A parameter whose gradient is a count."""
+def _not_learned(kind, size):
+  """State that a layer reads like a parameter."""
   return nnx.Param(jnp.zeros(size), axes=(None,), kind=kind, inputs=0)
 
 

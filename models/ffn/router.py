@@ -15,12 +15,7 @@ experts have the highest sum of s + bias (DeepSeek-V3, arXiv:2412.19437, section
 f has no gradient, so it may be counted over more tokens than P (balance_scope;
 arXiv:2501.11873: over the whole batch, so that experts may specialise). Both
 terms are divided by the loss's own denominator, so sums over shards and
-microbatches are the terms of the whole step.
-
-`attach` adds a layer's terms and counts to the gradient without returning them:
-the cotangent of a term is 1, and that of a counter is the count. So they
-survive scans, recomputation and pipelines, and are summed over devices and
-microbatches as gradients are.
+microbatches are the terms of the whole step (models/aux.py).
 
 Legend: B rows, T tokens, E experts, K choices.
 """
@@ -123,29 +118,3 @@ def entropy(p_BTE, valid_BT):
   p = jax.lax.stop_gradient(p_BTE)
   per_token = -jax.scipy.special.xlogy(p, p).sum(-1)
   return jnp.where(valid_BT, per_token, 0).sum()
-
-
-@jax.custom_vjp
-def attach(y, term, counters, counted):
-  """y, with terms and counts that its layer adds to the gradient.
-
-  Args:
-    y: any array.
-    term: (), added to the objective: its cotangent is 1, whatever y's is.
-    counters: pytree of parameters. counted: the same tree; what their
-      "gradients" are.
-  """
-  del term, counters, counted
-  return y
-
-
-def _attach_forward(y, term, counters, counted):
-  cast = lambda c, x: x.astype(c.dtype)
-  return y, (jnp.ones_like(term), jax.tree.map(cast, counters, counted))
-
-
-def _attach_backward(kept, g):
-  return g, *kept, None
-
-
-attach.defvjp(_attach_forward, _attach_backward)

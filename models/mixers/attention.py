@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers
+from paraxis.models import aux as aux_lib
 from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.models.mixers import protocol as mixer
@@ -105,7 +106,7 @@ class Attention(mixer.Mixer):
     )
 
   def __call__(self, x_BTD, see, state=None):
-    """-> (y_BTD, state); state is (k_BSKH, v_BSKH) slots or None."""
+    """-> (y_BTD, state, no aux); state is (k_BSKH, v_BSKH) slots or None."""
     config = self.config
     names = ('query', 'key', 'value')
     outs = parameter.multiply(
@@ -130,7 +131,7 @@ class Attention(mixer.Mixer):
     y = self._output(o, QUERIES, 'BTNP,NPD->BTD')
     if config.attention_output_bias:
       y = (y + self.output_bias[...]).astype(y.dtype)
-    return y, state
+    return y, state, aux_lib.NOTHING
 
   def _attend(self, q, k, v, see, state):
     config, mask = self.config, mask_of(self.config, self.kind)

@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.configs.base import errors
+from paraxis.models import aux as aux_lib
 from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.models.mixers import protocol as mixer
@@ -85,7 +86,8 @@ class GatedLinear(mixer.Mixer):
     o = checkpoint_name(o, 'scan')
     o = norm.rms(o, self.output_norm[...], self.config.norm_epsilon)
     y = self._output(o * jax.nn.silu(r), mixer.HEADS, 'BTNP,NPD->BTD')
-    return y, None if state is None else (memory, tuple(tails))
+    state = None if state is None else (memory, tuple(tails))
+    return y, state, aux_lib.NOTHING
 
   def _convolve(self, inputs, see, tails):
     """silu(convolution) of q, k and v -> (those, tails)."""

@@ -45,6 +45,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.configs.base import errors
+from paraxis.models import aux as aux_lib
 from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.models.mixers import attention
@@ -101,7 +102,7 @@ class LatentAttention(mixer.Mixer):
     latent = self._norm(low, self.latent_norm)
     if state is None:
       o = self._attend_all(q, latent, k_rope, see)
-      return self._output(o, HEADS, 'BTNP,NPD->BTD'), None
+      return self._output(o, HEADS, 'BTNP,NPD->BTD'), None, aux_lib.NOTHING
     new = self._cached(low, latent, k_rope)
     (slots,) = state = attention.write(state, (new,), see.slot)
     if x_BTD.shape[1] == slots.shape[1]:  # no older tokens in the cache
@@ -110,7 +111,7 @@ class LatentAttention(mixer.Mixer):
       o = self._attend_slots(q, *self._uncached(slots.astype(q.dtype)), see)
     else:
       o = self._attend_absorbed(q, slots.astype(q.dtype), see)
-    return self._output(o, HEADS, 'BTNP,NPD->BTD'), state
+    return self._output(o, HEADS, 'BTNP,NPD->BTD'), state, aux_lib.NOTHING
 
   def _norm(self, x, scale):
     return norm.rms(x, scale[...], self.config.norm_epsilon)

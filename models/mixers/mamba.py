@@ -36,6 +36,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.configs.base import errors
+from paraxis.models import aux as aux_lib
 from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.models.mixers import protocol as mixer
@@ -164,7 +165,8 @@ class Mamba2(_Mamba):
     o = o + (self.skip[...][:, None] * x).astype(o.dtype)
     o = self._normalise(o * jax.nn.silu(z))
     y = self._output(o, mixer.HEADS, 'BTNP,NPD->BTD')
-    return y, None if state is None else (memory, (tail, other))
+    state = None if state is None else (memory, (tail, other))
+    return y, state, aux_lib.NOTHING
 
   def _on_heads(self, x_BTGS):
     """B or C of the groups, repeated so that shards of heads divide them."""
@@ -273,7 +275,8 @@ class Mamba(_Mamba):
     o, memory = self._scan(x, dt, shared, see, memory)
     o = checkpoint_name(o, 'scan') * jax.nn.silu(z)
     y = self._output(o, WIDE, 'BTF,FD->BTD')
-    return y, None if state is None else (memory, tail)
+    state = None if state is None else (memory, tail)
+    return y, state, aux_lib.NOTHING
 
   def _steps_and_shared(self, x_BTF):
     """(dt_BTF in at least float32, B and C of every token: BTCS)."""

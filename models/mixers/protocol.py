@@ -68,8 +68,11 @@ class Mixer(nnx.Module):
     del rngs
     self.config, self.kind, self.layout = config, kind, layout
 
-  def __call__(self, x_BTD, see, state=None) -> tuple[jax.Array, Any]:
-    """(y_BTD, state); see: attention.Visibility. Without a state: None."""
+  def __call__(self, x_BTD, see, state=None) -> tuple[jax.Array, Any, Any]:
+    """(y_BTD, state, aux.Aux); see: attention.Visibility.
+
+    Without a state the second is None.
+    """
     raise NotImplementedError
 
   def init_state(self, batch: int, slots: int, dtype) -> Any:

@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from paraxis.models.ffn import router
+from paraxis.models import aux as aux_lib
 from paraxis.models.mixers import protocol as mixer
 from paraxis.sharding import annotate
 from paraxis.sharding.sequence import scan
@@ -24,9 +24,9 @@ RATES = ('mlp', None)
 SHARED = ('batch', 'length', None, None)  # read by all channels of a token
 
 FEW = 8  # tokens: fewer are scanned one by one
-# A solve adds to its counter: 1, iterations, residual, sequential fallbacks.
+# Of a solve: 1, iterations, residual, sequential fallbacks.
 COUNTS = 4
-LARGE = 1e30  # stands for an infinite residual in that counter
+LARGE = 1e30  # stands for an infinite residual there
 
 
 def gated_scan(q, k, v, log_decay, see, layout, state=None, impl='auto'):
@@ -110,12 +110,12 @@ def selective_scan(x, dt, shared, rate, see, layout, state=None):
   return annotate.region(run, names, (WIDE, CHANNELS))(*arrays)
 
 
-def newton_scan(cell, params, inputs, see, module, state=None):
+def newton_scan(cell, weights, inputs, see, module, state=None):
   """A nonlinear recurrence on packed rows (pallas_kernels/scans/newton.py).
 
   Args:
     cell: (a_GD, h_..MD, u_..UD) -> h_..MD, a function of a module.
-    params: (recurrent weights a_GNH, counter), Flax variables.
+    weights: recurrent weights a_GNH, a Flax variable.
     inputs: U arrays (B, T, N, H), laid out as HEADS.
     see: attention.Visibility.
     module: the recurrent.Recurrent; its config, layout and `numbers` M are
@@ -123,7 +123,8 @@ def newton_scan(cell, params, inputs, see, module, state=None):
     state: (B, M, N, H) or None: zeros.
 
   Returns:
-    (h_BTNH, the last of the M numbers; state), laid out as HEADS and the state.
+    (h_BTNH, the last of the M numbers; state), laid out as HEADS and the
+    state; and a part of COUNTS of every device.
   """
   own, layout = module.config.recurrent, module.layout
   names = mixer.TAIL  # of the state, too
@@ -136,26 +137,27 @@ def newton_scan(cell, params, inputs, see, module, state=None):
     shape = inputs[0].shape[0], module.numbers, *inputs[0].shape[2:]
     state = mixer.state(names, *shape, dtype=inputs[0].dtype)
 
-  def run(a, counter, reset, ok, first, *inputs):
+  def run(a, reset, ok, first, *inputs):
     u, wide = jnp.stack([_flat(x) for x in inputs], 2), inputs[0].dtype
     a = _flat(a, 1).astype(wide)
     rows = (a, u, reset, _flat(first).astype(wide), ok)
     if few or own.solver == 'sequential':
       h = _sequential(cell, *rows)
-      last = h[:, -1]
+      last, took = h[:, -1], jnp.zeros(COUNTS, wide)
     else:
       h, last, took = scan.newton(cell, *rows, layout.scan, **options)
       worst = jnp.minimum(took.residual, LARGE)  # NaN stays
       took = 1, took.iterations, worst, took.fell_back
       took = jnp.stack([jnp.asarray(x, wide) for x in took])
-      h = router.attach(h, jnp.zeros((), wide), [counter], [took])
-    return h[:, :, -1].reshape(inputs[0].shape), last.reshape(first.shape)
+    h = h[:, :, -1].reshape(inputs[0].shape)
+    took = aux_lib.part(jax.lax.stop_gradient(took))
+    return h, last.reshape(first.shape), took
 
-  rows = [p.get_metadata('axes') for p in params]
-  rows += [mixer.ROWS, mixer.ROWS, names, *[mixer.HEADS] * len(inputs)]
-  arrays = [*(p[...] for p in params), mixer.resets(see), mixer.valid(see)]
-  return annotate.region(run, rows, (mixer.HEADS, names))(
-    *arrays, state, *inputs
+  rows = [weights.get_metadata('axes'), mixer.ROWS, mixer.ROWS, names]
+  rows += [mixer.HEADS] * len(inputs)
+  outs = mixer.HEADS, names, annotate.everywhere()
+  return annotate.region(run, rows, outs)(
+    weights[...], mixer.resets(see), mixer.valid(see), state, *inputs
   )
 
 

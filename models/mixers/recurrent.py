@@ -14,8 +14,8 @@ in Mamba:
     y = (rms(h silu(g)) W_o),   x -> (W_x x, W_g x), W_x x through a short
                                 causal convolution and silu
 
-The solver's iterations, residual and fallbacks leave a layer through its
-gradient (models/ffn/router.py, `attach`) and become the metrics newton/*.
+The solver's iterations, residual and fallbacks leave a layer beside y
+(models/aux.py) and become the metrics newton/*.
 
 Legend: B rows, T tokens, D model, N heads, H head width, M numbers a channel,
 W taps.
@@ -30,6 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.configs.base import errors
+from paraxis.models import aux as aux_lib
 from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.models.mixers import protocol as mixer
@@ -94,9 +95,6 @@ class Recurrent(mixer.Mixer):
     self.recurrent = parameter.diagonal(
       rngs, (self.gates, n, h), axes, own.init_std or 2 * (5 * d) ** -0.5
     )
-    self.solver = nnx.Param(
-      jnp.zeros(recurrence.COUNTS), axes=(None,), kind='solver', inputs=0
-    )
     self.norm = parameter.vector((n, h), HEADS[1:], 1.0)
     self.output = parameter.matrix(
       rngs, (n, h, d), (*HEADS[1:], 'embed'), inputs=2, std=std,
@@ -114,9 +112,9 @@ class Recurrent(mixer.Mixer):
       x, self.taps[...], mixer.HEADS, see, self.layout, tail
     )
     x = jax.nn.silu(x)
-    h, memory = recurrence.newton_scan(
+    h, memory, took = recurrence.newton_scan(
       type(self).cell,
-      (self.recurrent, self.solver),
+      self.recurrent,
       self._inputs(x),
       see,
       self,
@@ -128,7 +126,8 @@ class Recurrent(mixer.Mixer):
       axis=(-2, -1), name='heads',
     )  # fmt: skip
     y = self._output(h, mixer.HEADS, 'BTNP,NPD->BTD')
-    return y, None if state is None else (memory, tail)
+    aux = aux_lib.NOTHING._replace(tallies={'newton': took})
+    return y, None if state is None else (memory, tail), aux
 
   def _inputs(self, x):
     """[u_BTNH of each of three gates], in at least float32."""

@@ -40,6 +40,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from paraxis.configs.base import errors
+from paraxis.models import aux as aux_lib
 from paraxis.models import parameter
 from paraxis.models.mixers import protocol as mixer
 from paraxis.models.mixers import recurrence
@@ -128,7 +129,8 @@ class ConvolutionAttention(mixer.Mixer):
     (more,) = self._affine(o, WIDE, ['output'], mixer.RESIDUAL, 'output')
     hidden = jax.nn.silu(checkpoint_name(hidden + more, 'output'))
     y = jax.nn.sigmoid(update) * (hidden - x_BTD)
-    return y, None if state is None else (tails, slots)
+    state = None if state is None else (tails, slots)
+    return y, state, aux_lib.NOTHING
 
   def _affine(self, x, x_names, names, out, ring=''):
     """Products with several matrices, and their biases."""

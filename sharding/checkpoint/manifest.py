@@ -20,6 +20,8 @@ FORMAT = 'paraxis-checkpoint'
 VERSION = 1
 _MAX_MANIFEST = 64 * 2**20  # bytes read before anything is parsed
 _MAX_LISTED = 40  # differing leaves in one message
+# Leaves of earlier states that held numbers of a step: counts of solvers.
+GONE = ('solver',)
 _PART = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_-]*')
 
 
@@ -93,7 +95,7 @@ def describe(tree, axes, prints):
 def compare(saved, like, where, under=''):
   """UserError listing every leaf in which `saved` and `like` differ.
 
-  Nothing is ever cast, filled in or dropped.
+  Nothing is ever cast, filled in or dropped, but leaves named in `GONE`.
 
   Args:
     saved: what `describe` returned.
@@ -101,7 +103,12 @@ def compare(saved, like, where, under=''):
     where: what the message calls the checkpoint.
     under: saved leaves whose path does not start with this do not count.
   """
-  saved = {path: x for path, x in saved.items() if path.startswith(under)}
+  gone = lambda path: path not in like and path.split('/')[-1] in GONE
+  saved = {
+    path: x
+    for path, x in saved.items()
+    if path.startswith(under) and not gone(path)
+  }
   lines = []
   for path in sorted(set(saved) | set(like)):
     have = want = 'missing'

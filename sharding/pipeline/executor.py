@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from paraxis.sharding.pipeline import ticks as pipeline_ticks
 
 AXIS = pipeline_ticks.AXIS
+Found = pipeline_ticks.Found
 
 
 class Calls(NamedTuple):
@@ -39,14 +40,17 @@ class Calls(NamedTuple):
     y is zero but on the last stage.
   context_of(i) -> what layers need of a microbatch besides x, such as angles of
     its positions: a pytree, made once for a phase, outside of its branch.
-  forward(rows, x, layer_context, layer_mask) -> (y_BTD, kept): a chunk of
-    layers. rows: {path: rows of the chunk} as this device stores them.
+  forward(rows, x, layer_context, layer_mask) -> (y_BTD, found, kept): a chunk
+    of layers. rows: {path: rows of the chunk} as this device stores them.
     layer_mask: (layers,) bool, which rows hold a layer, or None: all.
+    found: `Found`, of this shard's tokens.
     kept: a pytree that `backward` reads, () to recompute it.
   backward(rows, x, kept, g_BTD, layer_context, layer_mask) -> (gx_BTD,
     gradients, tapes): the gradients of `rows`, in their layout, or of some of
     them; tapes: a pytree from which `weights` makes the others, () if none.
+    The backward pass of terms that `forward` found is its own affair.
   weights(tapes) -> gradients, likewise.
+  cotangent: () of the loss.
   """
 
   embed: Any
@@ -55,6 +59,7 @@ class Calls(NamedTuple):
   forward: Any
   backward: Any
   weights: Any
+  cotangent: Any = 1.0
 
 
 def gradients(schedule, calls, ends, stack, mask=None):
@@ -69,25 +74,23 @@ def gradients(schedule, calls, ends, stack, mask=None):
     mask: (stages, chunks, layers) bool: which rows hold a layer; None: all.
 
   Returns:
-    (loss, gradients of ends, gradients of the stack): this shard's terms summed
-    over microbatches, in at least float32; the caller adds them up over the
-    mesh axes that a parameter's layout lacks.
+    (loss, found, gradients of ends, gradients of the stack): this shard's terms
+    summed over microbatches, in at least float32; the caller adds them up over
+    summed over microbatches, in at least float32; the caller adds them up over
+    the mesh axes that a parameter's layout lacks. found: `Found` of all chunks.
   """
   run = pipeline_ticks.Executor(schedule, calls, ends, stack, mask)
   carry = run.scan(run.tick, run.start())
-  return carry.loss, carry.ends, carry.stack
+  return carry.loss, carry.found, carry.ends, carry.stack
 
 
-def forward(schedule, calls, ends, stack, mask=None, counted=False):
-  """The forward phases alone.
-
-  Args: as `gradients`; counted: calls.forward keeps {path: (layers of a chunk,
-    ...)}, which is added up over microbatches; else what it keeps is dropped.
+def forward(schedule, calls, ends, stack, mask=None):
+  """The forward phases alone; arguments as of `gradients`.
 
   Returns:
-    (the loss of `gradients`, {path: (chunks x layers, ...)}), of this shard.
+    (loss, found) as of `gradients`.
   """
   args = schedule, calls, ends, stack, mask
   run = pipeline_ticks.Executor(*args, forward=True)
-  carry = run.scan(run.forward_tick, run.start_forward(counted))
-  return carry.loss, carry.counts
+  carry = run.scan(run.forward_tick, run.start_forward())
+  return carry.loss, carry.found

@@ -43,7 +43,7 @@ class Phases:
   A phase that reads the results of another is traced with their shapes.
 
   Attributes:
-    embed(i) -> x. forward(chunk, x, layer_context) -> (y, kept).
+    embed(i) -> x. forward(chunk, x, layer_context) -> (y, found, kept).
     loss(y, i) -> (loss, gradients of the ends, cotangent of y).
     only_loss(y, i) -> loss.
     backward(chunk, x, kept, g, layer_context) -> (gx, gradients, tapes).
@@ -81,7 +81,7 @@ class Phases:
     def run(y, i):
       of = lambda ends, y: self._calls.loss(ends, y, i)
       loss, back = jax.vjp(of, self._ends, y)
-      return loss, *back(jnp.ones((), loss.dtype))
+      return loss, *back(jnp.asarray(self._calls.cotangent, loss.dtype))
 
     return Phase(run, self.embed.shapes, INDEX)
 
@@ -96,7 +96,7 @@ class Phases:
       rows, mask = self._rows(chunk)
       return self._calls.backward(rows, x, kept, g, context, mask)
 
-    x, kept = self.forward.shapes
+    x, _, kept = self.forward.shapes
     return Phase(run, INDEX, x, kept, x, self._context)
 
   @functools.cached_property

@@ -24,11 +24,22 @@ from paraxis.sharding.pipeline import tables as schedule_tables
 AXIS = 'stage'
 
 
+class Found(NamedTuple):
+  """What a chunk of layers gives besides its output.
+
+  totals: pytree, summed over chunks and microbatches. rows: {path: (layers of
+  the chunk that have it, ...)}, summed over microbatches.
+  """
+
+  totals: Any
+  rows: Any
+
+
 class _Carry(NamedTuple):
   """inputs, kept: a row for each chunk input in flight, and a trash row.
 
   x_f, x_b: the rows of inputs that F and B of this tick read. cotangents: as
-  inputs. tapes: from B to W. loss, ends, stack: sums.
+  inputs. tapes: from B to W. loss, found, ends, stack: sums.
   """
 
   inputs: Any
@@ -38,6 +49,7 @@ class _Carry(NamedTuple):
   cotangents: Any
   tapes: Any
   loss: Any
+  found: Any
   ends: Any
   stack: Any
 
@@ -50,12 +62,12 @@ class _Ahead(NamedTuple):
 
 
 class _ForwardCarry(NamedTuple):
-  """As `_Carry`; counts: sums of what forward phases keep, {} to drop it."""
+  """As `_Carry`."""
 
   inputs: Any
   x_f: Any
   loss: Any
-  counts: Any
+  found: Any
 
 
 def _wide(x):
@@ -155,6 +167,19 @@ class Executor:
       )
     return out
 
+  def add_found(self, sums, row, found):
+    """Sums of `Found` with that of the chunk that runs forward, if one does."""
+    found = _select(row.f_on, found)
+    rows = self.add(sums.rows, found.rows, row.f_chunk)
+    return Found(_add(sums.totals, found.totals), rows)
+
+  def no_found(self):
+    """Sums of `Found` before the first tick."""
+    totals, rows = self.phases.forward.shapes[1]
+    zeros = lambda x: jnp.zeros(x.shape, _wide(x))
+    totals = jax.tree.map(zeros, totals)
+    return Found(totals, jax.tree.map(self.of_chunks, rows))
+
   def _when(self, name, row, field, phase, otherwise, *sums):
     """phase(*sums) in ticks in which `field` of the tables is active.
 
@@ -179,7 +204,7 @@ class Executor:
     return self._when('embed', row, 'embed', run, phase.zeros)
 
   def forward(self, row, x_f, entering):
-    """-> (x, y, kept) of the chunk that runs forward."""
+    """-> (x, y, found, kept) of the chunk that runs forward."""
     phase = self.phases.forward
     x = jnp.where(row.f_first, entering, x_f)
     # Arrays: in the branch, XLA would compute angles once for every head.
@@ -257,7 +282,7 @@ class Executor:
     """All phases of one tick."""
     tables = self.tables
     row, ahead = self.mine(turn)
-    x, y, kept = self.forward(row, carry.x_f, self.embed(row))
+    x, y, found, kept = self.forward(row, carry.x_f, self.embed(row))
     entered = jnp.where(row.f_first, row.f_slot, tables.inputs)
     carry = carry._replace(
       inputs=_write(carry.inputs, entered, x),
@@ -288,6 +313,7 @@ class Executor:
       x_b=_read(inputs, ahead.b_slot),
       cotangents=cotangents,
       loss=carry.loss + loss,
+      found=self.add_found(carry.found, row, found),
       ends=ends,
       stack=stack,
     ), None
@@ -295,7 +321,7 @@ class Executor:
   def start(self):
     """The carry before the first tick."""
     tables = self.tables
-    x, kept = self.phases.forward.shapes
+    x, _, kept = self.phases.forward.shapes
     _, sums, tapes = self.phases.backward.shapes
     if jax.tree.leaves(tapes):
       sums = sums | self.phases.weights.shapes
@@ -308,34 +334,31 @@ class Executor:
       _rows(x, tables.cotangents),
       _rows(tapes, tables.stores),
       self.phases.loss.zeros()[0],
+      self.no_found(),
       jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x)), self.ends),
       jax.tree.map(self.of_chunks, sums),
     )
 
   def forward_tick(self, carry, turn):
     """The phases of one tick that lead to the loss."""
-    inputs, x_f, loss, counts = carry
+    inputs, x_f, loss, sums = carry
     row, ahead = self.mine(turn)
-    x, y, kept = self.forward(row, x_f, self.embed(row))
-    if counts:
-      counts = self.add(counts, _select(row.f_on, kept), row.f_chunk)
+    x, y, found, _ = self.forward(row, x_f, self.embed(row))
+    sums = self.add_found(sums, row, found)
     slot = jnp.where(row.f_first, row.f_slot, self.tables.inputs)
     inputs = _write(inputs, slot, x)
     loss = loss + self.loss_alone(row, y)
     for k, link in enumerate(self.tables.links):
       inputs = _write(inputs, row.f_receive[k], self.send(y, link))
     x_f = _read(inputs, ahead.f_slot)
-    return _ForwardCarry(inputs, x_f, loss, counts), None
+    return _ForwardCarry(inputs, x_f, loss, sums), None
 
-  def start_forward(self, counted):
-    """The carry of `forward_tick` before the first tick.
-
-    counted: what the forward phases keep, {path: rows}, is added up.
-    """
-    x, kept = self.phases.forward.shapes
+  def start_forward(self):
+    """The carry of `forward_tick` before the first tick."""
+    x = self.phases.forward.shapes[0]
     return _ForwardCarry(
       _rows(x, self.tables.inputs),
       jnp.zeros(x.shape, x.dtype),
       self.phases.only_loss.zeros(),
-      jax.tree.map(self.of_chunks, kept) if counted else {},
+      self.no_found(),
     )

@@ -385,7 +385,7 @@ def test_fsdp_gathers_weights_and_never_rows(kitchen, choices):
     if 'fsdp' in value.sharding.spec:
       stacked = path.startswith('layers/')
       sizes.add(int(np.prod(value.shape[1 if stacked else 0 :])))
-  _, laid_out = compiled.output_shardings
+  _, laid_out, _ = compiled.output_shardings
   for path, value in built.params.items():
     assert laid_out[path].is_equivalent_to(value.sharding, value.ndim), path
   assert gathered

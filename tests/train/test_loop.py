@@ -13,6 +13,7 @@ from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.decode import load
 from paraxis.train import step as step_lib
+from paraxis.train.claims import experiment
 from paraxis.train.run import metrics
 from paraxis.train.run import stop as stop_lib
 from paraxis.train.run import workdir as workdir_lib
@@ -68,6 +69,17 @@ def test_a_run(whole, tiny):
   for part in ('gradient: trace', 'update: trace', 'first step after'):
     assert text.count(part) == 1
   assert 'step 3/6  loss ' in text
+
+
+def test_what_experts_add_to_the_loss_is_logged(tiny, tmp_path):
+  """Of two layers; at the start p is nearly 1 / E, and every target valid."""
+  experts = dict(count=4, d_ff=8, balance=0.1, router_z=0.01)
+  fields = experiment.under('model.experts', experts) | {'model.init_std': 1e-3}
+  tiny.run(tmp_path, fields | {'train.steps': 1, 'train.eval_batches': 0})
+  (row,) = metrics.read(tmp_path).values()
+  assert row['train/balance_loss'] == pytest.approx(2 * 0.1, rel=0.1)
+  assert row['train/z_loss'] == pytest.approx(2 * 0.01 * np.log(4) ** 2, 0.1)
+  assert abs(row['train/loss'] - np.log(264)) < 0.2  # nats alone
 
 
 @pytest.mark.smoke
@@ -137,10 +149,10 @@ def _poisoned(leaf, steps):
   def make(built, optimizer, clip_norm):
     made = step_lib.make(built, optimizer, clip_norm)
 
-    def update(state, loss, grads):
+    def update(state, loss, grads, aux):
       bad = jnp.isin(state.step, jnp.array(steps))
       poisoned = grads[leaf] * jnp.where(bad, jnp.nan, 1)
-      return made.update(state, loss, {**grads, leaf: poisoned})
+      return made.update(state, loss, {**grads, leaf: poisoned}, aux)
 
     return made._replace(update=update)
 

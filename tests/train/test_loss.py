@@ -14,6 +14,7 @@ import pytest
 import support
 
 from paraxis.configs import schema
+from paraxis.models import aux
 from paraxis.models import batch as batch_lib
 from paraxis.models import decoder
 from paraxis.pallas_kernels.matmul import cross_entropy
@@ -62,6 +63,9 @@ class _Table:
 
   def __call__(self, params, batch):
     return params, None
+
+  def features(self, params, batch):
+    return params, aux.NOTHING
 
   def logits(self, params, x):
     return x

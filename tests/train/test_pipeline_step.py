@@ -50,10 +50,10 @@ def test_what_is_stored_holds_no_parameter(double, schedule, unroll):
 
   class Spy(pipeline_step.Pipeline):
     def forward(self, values, x, context, mask):
-      y, rows = super().forward(values, x, context, mask)
+      y, found, rows = super().forward(values, x, context, mask)
       whole = {v.shape for v in values.values()}
       kept.append((rows.arrays, whole | {shape[1:] for shape in whole}))
-      return y, rows
+      return y, found, rows
 
   config = support.piped(
     dict(stage=2), dict(activations='store', schedule=schedule)
@@ -257,8 +257,8 @@ def wide(config):
 )
 def test_parameters_travel_in_the_dtype_of_products(mesh, changes):
   config, _ = experiment.on(NARROW, mesh, changes)
-  (loss, gradients), narrow_ = measured(config)
-  (same_loss, same), wide_ = wide(config)
+  (loss, gradients, _), narrow_ = measured(config)
+  (same_loss, same, _), wide_ = wide(config)
   # The table of the vocabulary travels once a step, in float32.
   tables = {(d, shape) for d, shape in narrow_ if d == 'float32'}
   assert len(tables) <= 1, tables

@@ -63,7 +63,7 @@ def _toy(schedule, counts):
 
   def forward(values, x, context, mask):
     count('F')
-    return x @ values['w'][0], ()
+    return x @ values['w'][0], pipeline_lib.Found((), {}), ()
 
   def backward(values, x, kept, g, context, mask):
     count('B')

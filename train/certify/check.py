@@ -185,15 +185,15 @@ def check(config, mesh_text=''):
   sizes = dict(built.mesh.shape)
   with job.context():
     arguments = state.params, job.batch_shapes()
-    gradient, (loss, grads) = traced.trace(made.grads, sizes, *arguments)
-    update, _ = traced.trace(made.update, sizes, state, loss, grads)
+    gradient, found = traced.trace(made.grads, sizes, *arguments)
+    update, _ = traced.trace(made.update, sizes, state, *found)
   memory = liveness.estimate(gradient)
   messages, unknown = predict.collectives(gradient, sizes)
   updates, more = predict.collectives(update, sizes)
   held = lambda tree: sum(
     traced.Value(x, sizes).bytes for x in jax.tree.leaves(tree)
   )
-  trees = state.params, grads, state.optimizer
+  trees = state.params, found[1], state.optimizer
   classes = dict(zip(CLASSES, map(held, trees), strict=False))
   return Prediction(
     sizes,

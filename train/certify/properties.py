@@ -28,7 +28,6 @@ from paraxis.configs.base import errors
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.checkpoint import store as store_lib
-from paraxis.train import expert_counts
 from paraxis.train import state as state_lib
 from paraxis.train.certify import trial
 
@@ -85,15 +84,15 @@ class Certification:
 
   @functools.cached_property
   def gradients(self):
-    """(loss, gradients) of batch 0, on the mesh."""
+    """(loss, gradients, aux.Aux) of batch 0, on the mesh."""
     return self.runner.gradients(self.state, self.reference.batches[0])
 
   @functools.cached_property
   def updated(self):
     """{path: leaf} of the state after one update from identical gradients."""
-    loss, own = self.gradients
+    loss, own, aux = self.gradients
     same = self.runner.job.on_mesh(self.reference.gradients, own)
-    return state_lib.flatten(self.runner.update(self.state, loss, same))
+    return state_lib.flatten(self.runner.update(self.state, loss, same, aux))
 
   def verdict(self, name, difference, bound=None):
     """`Verdict` on a (difference, leaf) against a bound."""
@@ -107,18 +106,16 @@ class Certification:
     gap = abs(float(loss) - wanted) / abs(wanted)
     return gap if math.isfinite(gap) else math.inf
 
-  def gradient_difference(self, gradients, reference=None):
-    """(difference, leaf) of batch 0."""
-    wanted = (reference or self.reference).gradients
-    found = self.runner.job.in_order(gradients)
-    model = self.runner.job.model
-    learned = functools.partial(expert_counts.without, model)
-    counts = expert_counts.paths(model)
-    pick = lambda tree: {p: tree[p] for p in counts}
-    # Counts are hundreds: they would make every other leaf look small.
-    parts = [trial.worst(learned(found), learned(wanted), FLOOR)]
-    if counts:
-      parts.append(trial.worst(pick(found), pick(wanted)))
+  def gradient_difference(self, gradients, aux, reference=None):
+    """(difference, leaf) of batch 0: gradients, terms of the loss, counts."""
+    wanted, in_order = reference or self.reference, self.runner.job.in_order
+    parts = [trial.worst(in_order(gradients), wanted.gradients, FLOOR)]
+    # Apart: counts are hundreds, any gradient would look small beside them.
+    for found, of_one in (
+      (aux.terms, wanted.aux.terms), (aux.counts, wanted.aux.counts),
+    ):  # fmt: skip
+      if of_one:
+        parts.append(trial.worst(in_order(found), of_one))
     return max(parts)
 
   def variant(self, name, **train):
@@ -128,11 +125,11 @@ class Certification:
     runner = trial.Runner(config, self.devices)
     one = trial.reference(config, self.packed, self.devices[0])
     state = runner.start(one.params)
-    loss, gradients = runner.gradients(state, one.batches[0])
+    loss, *found = runner.gradients(state, one.batches[0])
     gap = self.loss_difference(loss, one)
     if gap > self.loss_bound:
       return self.verdict(name, (gap, 'the loss'), self.loss_bound)
-    return self.verdict(name, self.gradient_difference(gradients, one))
+    return self.verdict(name, self.gradient_difference(*found, one))
 
 
 def _loss(run):
@@ -142,7 +139,7 @@ def _loss(run):
 
 def _every_gradient(run):
   count = len(run.reference.gradients)
-  found = run.gradient_difference(run.gradients[1])
+  found = run.gradient_difference(*run.gradients[1:])
   yield run.verdict(f'gradients, every one of {count} leaves', found)
 
 
@@ -187,8 +184,7 @@ def _steps(run):
   reference = run.reference
   state = run.runner.steps(reference.params, reference.batches)
   found, wanted = run.runner.job.in_order(state.params), reference.stepped
-  learned = expert_counts.without(run.runner.job.model, reference.gradients)
-  top = {p: np.abs(g).max() for p, g in learned.items()}
+  top = {p: np.abs(g).max() for p, g in reference.gradients.items()}
   gaps = {
     p: float(np.abs(found[p] - x).max())
     for p, x in wanted.items()
@@ -240,10 +236,7 @@ def _packing(run):
     config = dataclasses.replace(run.config, model=model)
     runner = trial.Runner(config, run.devices)
   before, after, seen = (runner.gradients(run.state, b) for b in arrays)
-  learned = lambda tree: expert_counts.without(runner.job.model, tree)
-  as_tree = lambda found: jax.device_get(
-    learned(found[1]) | {'the loss': found[0]}
-  )
+  as_tree = lambda found: jax.device_get(found[1] | {'the loss': found[0]})
   found = trial.worst(as_tree(after), as_tree(before))
   if float(seen[0]) == float(runner.gradients(run.state, batch)[0]):
     found = math.inf, 'nor did the document itself'

@@ -171,9 +171,9 @@ def trace(job):
   made = step_lib.make(job.built, job.optimizer, job.config.optimizer.clip_norm)
   with job.context():
     gradient = jax.jit(made.grads).trace(job.state.params, job.batch_shapes())
-    loss, grads = job_lib.with_layouts(job.mesh, gradient.out_info)
+    found = job_lib.with_layouts(job.mesh, gradient.out_info)
     update = jax.jit(made.update, donate_argnums=0)
-    return dict(gradient=gradient, update=update.trace(job.state, loss, grads))
+    return dict(gradient=gradient, update=update.trace(job.state, *found))
 
 
 def _program(job, target, name, traced):

@@ -87,14 +87,14 @@ class Runner:
       return state_lib.State(params, self._init(params), *zeros)
 
   def gradients(self, state, batch):
-    """(loss, {path: gradient}) on the mesh."""
+    """(loss, {path: gradient}, aux.Aux) on the mesh."""
     with self.job.context():
       return self._grads(state.params, self.put(batch))
 
-  def update(self, state, loss, gradients):
+  def update(self, state, loss, gradients, aux):
     """The State after one update."""
     with self.job.context():
-      return self._update(state, loss, gradients)[0]
+      return self._update(state, loss, gradients, aux)[0]
 
   def evaluate(self, state, batch):
     """Nats per target: float."""
@@ -171,7 +171,6 @@ def _parameters(runner, seed=0):
     'vector': lambda shape: rng.normal(0.5, 0.3, shape),
     expert_counts.LOAD: lambda shape: rng.integers(1, 9, shape),
     expert_counts.BIAS: lambda shape: rng.normal(0, 0.01, shape),
-    expert_counts.SOLVER: np.zeros,
   }
   plain = lambda shape: rng.normal(0, 0.3, shape)
   kinds = runner.job.model.kinds
@@ -186,7 +185,7 @@ class Reference:
 
   Attributes:
     params: {path: array}. batches: STEPS of them.
-    loss, gradients: of batch 0.
+    loss, gradients, aux: of batch 0.
   """
 
   def __init__(self, config, packed, device):
@@ -194,13 +193,13 @@ class Reference:
     # Neither depends on the optimizer: those that differ in it share them.
     plain = dataclasses.replace(config, optimizer=schema.Optimizer())
     found = _gradients(plain, packed, device)
-    self.params, self.batches, self.loss, self.gradients = found
+    self.params, self.batches, self.loss, self.gradients, self.aux = found
 
   @functools.cached_property
   def updated(self):
     """{path: leaf} of the state after one update from `gradients`."""
     state = self._runner.start(self.params)
-    state = self._runner.update(state, self.loss, self.gradients)
+    state = self._runner.update(state, self.loss, self.gradients, self.aux)
     return jax.device_get(state_lib.flatten(state))
 
   @functools.cached_property
@@ -218,8 +217,8 @@ def _one_device(config, device):
 def _gradients(config, packed, device):
   runner = _one_device(config, device)
   params, made = _parameters(runner), batches(config, packed)
-  loss, gradients = runner.gradients(runner.start(params), made[0])
-  return params, made, float(loss), jax.device_get(gradients)
+  loss, *found = runner.gradients(runner.start(params), made[0])
+  return params, made, float(loss), *jax.device_get(found)
 
 
 @functools.lru_cache(maxsize=64)

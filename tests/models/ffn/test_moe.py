@@ -1,7 +1,7 @@
 """Experts on one device and on meshes against a loop over experts and tokens.
 
-Output, gradients of x and of every parameter, the terms of the loss, and the
-counts that come as gradients of `load` and `bias`, in float64.
+Output, gradients of x and of every parameter with the terms of the loss, the
+terms and the counts themselves, in float64.
 
 Legend: B rows, T tokens, D model, F hidden width, E experts, K choices.
 """
@@ -19,6 +19,7 @@ import pytest
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import model as model_schema
+from paraxis.models import aux as aux_lib
 from paraxis.models import stack
 from paraxis.models.ffn import moe
 from paraxis.sharding import annotate
@@ -66,17 +67,29 @@ def arrays(c, load=False, wide=False):
 
 
 def layer(c, params, x, valid, wide=False):
+  """-> (y, aux.Aux of this device, or of all)."""
   module = skeleton_of(c, wide).module(params)
-  return module(x, See(valid, jnp.float64(DENOMINATOR)))
+  y, aux = module(x, See(valid, jnp.float64(DENOMINATOR)))
+  return y, aux_lib.whole(aux_lib.stacked([aux]))
+
+
+def differentiate(run, params, x, u, valid):
+  """(y, dx, {name: gradient, term or count}) of sum(y u) + terms."""
+
+  def of(params, x):
+    y, aux = run(params, x, valid)
+    return (y * u).sum() + aux_lib.total(aux, y.dtype), (y, aux)
+
+  (dw, dx), (y, aux) = jax.grad(of, (0, 1), has_aux=True)(params, x)
+  return y, dx, dw | aux.terms | {'load': aux.counts['load'][0]}
 
 
 def ours(c, mesh_text='', inside=False, sequence=True, wide=False):
-  """{name: array}: y, gradients of sum(y u) + terms by x and parameters."""
+  """{name: array}: y, gradients of sum(y u) + terms, the terms, the counts."""
   params, x, valid, u = arrays(c, wide=wide)
   run, args = functools.partial(layer, c, wide=wide), (params, x, u, valid)
   if not mesh_text:
-    run = functools.partial(module_cases.differentiate, run)
-    y, dx, grads = jax.jit(run)(*args)
+    y, dx, grads = jax.jit(functools.partial(differentiate, run))(*args)
     return {'y': y, 'x': dx, **grads}
   sizes = mesh_lib.parse(mesh_text)
   mesh = mesh_lib.make(mesh_text, jax.devices()[: math.prod(sizes.values())])
@@ -84,8 +97,10 @@ def ours(c, mesh_text='', inside=False, sequence=True, wide=False):
     schema.Mesh(sequence=sequence), sizes, 1, c.experts.region
   )
   axes = {p: leaf.axes for p, leaf in skeleton_of(c, wide).leaves.items()}
+  terms = {'balance': c.experts.balance, 'z': c.experts.router_z}
+  axes |= {name: () for name, factor in terms.items() if factor}
   y, dx, grads = module_cases.on_mesh(
-    run, axes, args, mesh, rules, inside, moe.ROWS
+    run, axes, args, mesh, rules, inside, moe.ROWS, differentiate
   )
   return {'y': y, 'x': dx, **grads}
 
@@ -129,9 +144,10 @@ def reference(c, wide=False, load=False):
     stacks = {k: params[k] for k in ('up', 'down', 'gate') if k in params}
     every = jax.vmap(lambda one: mlp(c.mlp, x, **one))(stacks)
     y = jnp.einsum('EBTD,BTE->BTD', every, mix)
-    per_token = e.balance * count * (f[:, None] * p).sum(-1)
-    per_token += e.router_z * jax.nn.logsumexp(logits, -1) ** 2
-    term = (valid * per_token).sum()
+    per_token = {'balance': e.balance * count * (f[:, None] * p).sum(-1)}
+    per_token['z'] = e.router_z * jax.nn.logsumexp(logits, -1) ** 2
+    mean = lambda x: (valid * x).sum() / DENOMINATOR
+    terms = {name: mean(x) for name, x in per_token.items()}
     if e.shared or e.residual:
       names = ('up', 'down', 'gate')
       one = {n: params[f'beside/{n}'] for n in names if n in params}
@@ -143,14 +159,14 @@ def reference(c, wide=False, load=False):
       y = y + jax.nn.sigmoid(x @ params['shared_gate']) * beside
     elif e.shared:
       y = y + beside
-    return (y * u).sum() + term / DENOMINATOR, (y, p)
+    return (y * u).sum() + sum(terms.values()), (y, p, terms)
 
-  grads, (y, p) = jax.jit(jax.grad(objective, (0, 1), has_aux=True))(params, x)
+  differentiated = jax.jit(jax.grad(objective, (0, 1), has_aux=True))
+  grads, (y, p, terms) = differentiated(params, x)
   entropy = -(np.asarray(p) * np.log(p)).sum(-1)[valid].sum()
   grads[0]['load'] = np.array([*counts.sum(0), 0, entropy])
-  if 'bias' in params:
-    grads[0]['bias'] = counts.sum(0)
-  return {'y': y, 'x': grads[1], **grads[0]}
+  terms = {name: x for name, x in terms.items() if x}
+  return {'y': y, 'x': grads[1], **grads[0], **terms}
 
 
 def far(found, expected):
@@ -215,8 +231,12 @@ def test_tokens_that_several_devices_hold():
   'patch, fields, names',
   [
     # Loads of one device in place of all: the loss's term is another.
-    ((jax.lax, 'psum', lambda x, axes: x), {}, {'router', 'x'}),
-    ((moe, '_copies', lambda: 1), HELD_TWICE, {'router', 'x', 'load', 'bias'}),
+    ((jax.lax, 'psum', lambda x, axes: x), {}, {'router', 'x', 'balance'}),
+    (
+      (moe, '_copies', lambda: 1),
+      HELD_TWICE,
+      {'router', 'x', 'load', 'balance', 'z'},
+    ),
   ],
 )
 def test_a_missing_sum_is_seen(patch, fields, names, monkeypatch):
@@ -242,7 +262,7 @@ def of_loads(load):
   c = config(balance_scope='step')
   params, x, valid, u = arrays(c, load)
   run = functools.partial(layer, c)
-  f = jax.jit(functools.partial(module_cases.differentiate, run))
+  f = jax.jit(functools.partial(differentiate, run))
   halves = [
     f(params, *(a[i : i + 2] for a in (x, u, valid)))[2] for i in (0, 2)
   ]
@@ -256,13 +276,14 @@ def test_loads_of_a_whole_step():
   whole, total, expected = of_loads(True)
   assert not far(whole, expected) and not far(total, expected)
   whole, total, expected = of_loads(False)
-  assert not far(whole, expected) and set(far(total, expected)) == {'router'}
+  assert not far(whole, expected)
+  assert set(far(total, expected)) == {'router', 'balance'}
 
 
 def test_nothing_is_dropped_with_a_cache(monkeypatch):
   c = config(capacity_factor=0.6, balance=0.0, router_z=0.0)
   monkeypatch.setattr(See.__new__, '__defaults__', (0,))
-  y = jax.jit(lambda p, x, v: layer(c, p, x, v))(*arrays(c)[:3])
+  y, _ = jax.jit(lambda p, x, v: layer(c, p, x, v))(*arrays(c)[:3])
   expected = reference(config(balance=0.0, router_z=0.0))['y']
   np.testing.assert_allclose(y, expected, rtol=0, atol=1e-10)
 

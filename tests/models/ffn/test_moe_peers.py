@@ -140,7 +140,7 @@ def compare(name):
 
   @jax.jit
   def run(x):
-    out, vjp = jax.vjp(lambda x: ours(x, see), x)
+    out, vjp = jax.vjp(lambda x: ours(x, see)[0], x)
     s = router.scores(x @ ours.router[...], ours.config.experts.scores)
     bias = ours.bias[...] if name == 'deepseek' else None
     return (

@@ -45,7 +45,7 @@ X = np.random.default_rng(1).normal(size=(B, T, D))
 
 
 def make(kind, **fields):
-  """(config, run(values, x, see) -> (y, state), {name: random values})."""
+  """(config, run(values, x, see) -> (y, state, aux), {name: values})."""
   config = schema.Model(**BASE | fields)
   return config, *module_cases.module(attention.Attention, config, kind, 1.0)
 
@@ -101,7 +101,7 @@ def reference(config, kind, w, x, segments, positions):
 def test_attention_equals_a_loop(case):
   kind, fields = CASES[case]
   config, run, w = make(kind, **fields)
-  y, state = jax.jit(run)(w, X, SEE)
+  y, state, _ = jax.jit(run)(w, X, SEE)
   assert state is None and y.dtype == np.float64
   for b, row in enumerate(zip(X, SEE.segments, SEE.positions, strict=True)):
     want = reference(config, kind, w, *row)

@@ -198,7 +198,7 @@ def test_latent_shards_equal_a_loop_over_them():
       np.ones((1, 1), np.int32), order[:, here], jnp.int32(t),
       (order <= t).astype(np.int32), order,
     )  # fmt: skip
-    y, state = run(x[:, here], see, state)
+    y, state, _ = run(x[:, here], see, state)
     out.append(y[0, 0])
   each, a = R // g, np.arange(T)[:, None] * rope.frequencies(config, P)[0]
   rotate = lambda y: np.concatenate([

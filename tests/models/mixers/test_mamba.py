@@ -42,7 +42,7 @@ def config_of(own, **fields):
 
 @functools.cache
 def module(name):
-  """(config, run(values, x, see, state) -> (y, state), random values)."""
+  """(config, run(values, x, see, state) -> (y, state, aux), values)."""
   kind, own = KINDS[name]
   config = config_of(own)
   kind.check(config)
@@ -134,7 +134,7 @@ def test_narrow_arithmetic_keeps_wide_states(name):
   exact = jax.jit(functools.partial(loop, name))(values, X)
   cast = lambda tree, dtype: jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
   run = jax.jit(functools.partial(run, see=SEE, state='empty'))
-  y, (memory, tails) = run(cast(values, 'f4'), cast(X, jnp.bfloat16))
+  y, (memory, tails), _ = run(cast(values, 'f4'), cast(X, jnp.bfloat16))
   assert y.dtype == jnp.bfloat16 and memory.dtype == jnp.float32
   assert {t.dtype for t in jax.tree.leaves(tails)} == {jnp.dtype('bfloat16')}
   here = (SEE.segments > 0)[..., None]

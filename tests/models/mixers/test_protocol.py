@@ -102,7 +102,7 @@ def test_no_token_sees_what_follows_or_another_document(kind):
 
   def others(x):
     inside = model.visibility(batch(ids, see))
-    y = model.run(model.pattern, params, x, inside)
+    y, _ = model.run(model.pattern, params, x, inside)
     return (y[:, 8:13] ** 2).sum()
 
   g = jnp.abs(jax.jit(jax.grad(others))(table)).max((0, 2))

@@ -42,7 +42,7 @@ def config_of(own=(), **fields):
 
 @functools.cache
 def module(**own):
-  """(config, run(values, x, see, state) -> (y, state), random values)."""
+  """(config, run(values, x, see, state) -> (y, state, aux), values)."""
   config, kind = config_of(own), tcn.ConvolutionAttention
   model_checks.check_model(config)
   return config, *module_cases.module(kind, config, 'C', 0.5)
@@ -118,14 +118,14 @@ def test_padding_changes_no_state():
   _, run, values = module()
   see = module_cases.see_of(((T,),) * B, T)
   first, run = jax.jit(functools.partial(run, state='empty')), jax.jit(run)
-  _, state = first(values, X[:, :6], cut(see, 0, 6))
+  _, state, _ = first(values, X[:, :6], cut(see, 0, 6))
   lengths = np.array([3, 0, 1])
   valid = np.arange(4) < lengths[:, None]
   short = (np.where(valid, x, 0) for x in cut(see, 6, 10)[:2])
-  _, state = run(values, X[:, 6:10], attention.Visibility(*short), state)
+  _, state, _ = run(values, X[:, 6:10], attention.Visibility(*short), state)
   for b, n in enumerate(6 + lengths):
     row = cut(see, 0, n, slice(b, b + 1))
-    _, want = first(values, X[b : b + 1, :n], row)
+    _, want, _ = first(values, X[b : b + 1, :n], row)
     tails, slots = state
     for got, kept in zip(tails, want[0], strict=True):
       assert close(got[b : b + 1], kept, 1e-12)

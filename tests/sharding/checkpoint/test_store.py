@@ -302,6 +302,17 @@ def test_nothing_good_is_never_from_scratch(two, said):
     s.restore_latest_good(like_of(LAYOUT))
 
 
+def test_counts_of_a_solver_in_an_old_checkpoint_are_left_unread():
+  """Such leaves were numbers of one step; any other extra leaf is refused."""
+  leaf = dict(shape=[4], dtype='float32')
+  old = {'params/layers/gru/bias': leaf, 'params/layers/gru/solver': leaf}
+  like = {'params/layers/gru/bias': jax.ShapeDtypeStruct((4,), jnp.float32)}
+  manifest_lib.compare(old, like, 'here')
+  other = old | {'params/layers/gru/solvers': leaf}
+  with pytest.raises(errors.UserError, match='1 of 2 leaves(.|\n)*solvers'):
+    manifest_lib.compare(other, like, 'here')
+
+
 def test_mismatch_lists_every_leaf(two, said):
   wanted = like_of(LAYOUT)
 

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures('float64')
 R, D, K, IDS = 2, 4, 2, 3  # IDS: rows of the embedding on a stage
 ENDS = dict(table=P('stage'), head=P(None, 'stage'), gain=P())
 STACK = dict(weight=P('stage', 'fsdp'), bias=P('stage'))
+FOUND = dict(total=P()), dict(count=P('stage'))  # beside gradients
 
 
 def arrays(stages, microbatches, layers):
@@ -85,7 +86,11 @@ class Toy:
     return self.data['shift'][i]
 
   def forward(self, rows, x, shift, layer_mask):
-    return layers_of(self.gather(rows), x, shift, layer_mask)[0], ()
+    y, inputs = layers_of(self.gather(rows), x, shift, layer_mask)
+    if layer_mask is not None:
+      inputs = jnp.where(layer_mask[:, None, None], inputs, 0)
+    counts = (inputs**2).sum(1)
+    return y, pipeline.Found(counts.sum(), {'count': counts}), ()
 
   def backward(self, rows, x, kept, g, shift, layer_mask):
     values = self.gather(rows)
@@ -155,23 +160,24 @@ class Program:
     return jax.device_put((ends, held, data), specs)
 
   def run(self, ends, stack, data, table=None):
-    """(loss, gradients of ends, of the stack), to be jitted."""
+    """(loss, gradients of ends, of the stack), found beside them; for jit."""
 
     def local(ends, stack, data, table):
       if table is not None:
         pipeline_ticks.Executor.columns = lambda *_: table
       calls = self.toy(data).calls()
-      loss, of_ends, of_stack = pipeline.gradients(
+      loss, found, of_ends, of_stack = pipeline.gradients(
         self.schedule, calls, ends, stack, self.mask
       )
       # Of ends, what is not split over stages is summed over them once.
       of_ends['gain'] = lax.psum(of_ends['gain'], 'stage')
-      return loss, of_ends, of_stack
+      of_ends['total'] = lax.psum(found.totals, 'stage')
+      return loss, of_ends, of_stack | found.rows
 
     return jax.shard_map(
       local,
       in_specs=(ENDS, STACK, P(), P()),
-      out_specs=(P(), ENDS, STACK),
+      out_specs=(P(), ENDS | FOUND[0], STACK | FOUND[1]),
       check_vma=False,
     )(ends, stack, data, table)
 
@@ -207,19 +213,22 @@ def reference(program):
   ends, stack, data = program.plain
 
   def loss(ends, stack):
-    total = 0.0
+    total, counts = 0.0, jnp.zeros_like(stack['bias'])
     for i, path in enumerate(program.schedule.paths):
       mine = np.concatenate([program.parts[stage] for stage in path])
       x = ends['table'][data['ids'][i]] * ends['gain']
       values = {p: v[mine] for p, v in stack.items()}
-      y, _ = layers_of(values, x, data['shift'][i])
+      y, inputs = layers_of(values, x, data['shift'][i])
+      counts = counts.at[mine].add((inputs**2).sum(1))
       z = (y * ends['gain']) @ ends['head'] - data['targets'][i]
       total += jnp.square(z).sum()
-    return total
+    return total, counts
 
-  found = jax.value_and_grad(loss, (0, 1))(ends, stack)
-  value, gradients = jax.device_get(found)
-  return value, *gradients
+  differentiated = jax.value_and_grad(loss, (0, 1), has_aux=True)
+  found = jax.device_get(differentiated(ends, stack))
+  (value, counts), (of_ends, of_stack) = found
+  of_ends |= {'total': counts.sum()}
+  return value, of_ends, of_stack | {'count': counts}
 
 
 # ----------------------------------------------------------------- equality
@@ -256,14 +265,17 @@ def test_the_loss_alone():
 
   def local(ends, stack, data):
     args = program.toy(data).calls(), ends, stack, program.mask
-    return pipeline.forward(program.schedule, *args)[0]
+    loss, found = pipeline.forward(program.schedule, *args)
+    return loss, lax.psum(found.totals, 'stage')
 
   run = jax.shard_map(
-    local, in_specs=(ENDS, STACK, P()), out_specs=P(), check_vma=False
+    local, in_specs=(ENDS, STACK, P()), out_specs=(P(), P()), check_vma=False
   )
   with jax.set_mesh(program.mesh):
-    loss = jax.jit(run)(*program.arguments)
-  np.testing.assert_allclose(loss, reference(program)[0], rtol=1e-13)
+    loss, total = jax.jit(run)(*program.arguments)
+  wanted, ends, _ = reference(program)
+  np.testing.assert_allclose(loss, wanted, rtol=1e-13)
+  np.testing.assert_allclose(total, ends['total'], rtol=1e-13)
 
 
 def test_idle_work_multiplied_away_is_seen(monkeypatch):

@@ -1,8 +1,8 @@
 """The invariance test for mixtures of experts: no layout changes the numbers.
 
 Every pair of options of meshes, regions, routers, balancing and schedules, on 8
-virtual devices against one, in float64: loss, every gradient (the counts of the
-experts among them) and one update agree within 1e-9.
+virtual devices against one, in float64: loss and its terms, every gradient,
+counts of the experts and one update agree within 1e-9.
 """
 
 import functools

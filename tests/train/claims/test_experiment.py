@@ -121,11 +121,11 @@ def test_a_wrong_gradient_on_the_mesh_is_found(run, monkeypatch):
     made = make(*given)
 
     def grads(params, batch):
-      loss, gradient = made.grads(params, batch)
+      loss, gradient, aux = made.grads(params, batch)
       if jax.sharding.get_abstract_mesh().size > 1:
         path = next(p for p in gradient if p.endswith('mlp/up'))
         gradient[path] = gradient[path] * (1 + 1e-6)
-      return loss, gradient
+      return loss, gradient, aux
 
     return made._replace(grads=grads)
 

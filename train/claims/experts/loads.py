@@ -43,7 +43,7 @@ def _scope_gaps(config, cases):
       mine = experiment.fields(config, scoped(scope, parts))
       side = trial.Runner(mine, devices)
       start = side.start(whole.params)
-      loss, gradients = side.gradients(start, whole.batches[0])
+      loss, gradients, _ = side.gradients(start, whole.batches[0])
       found = jax.device_get(gradients | {'loss': loss})
       gaps.append(trial.worst(found, wanted)[0])
   return gaps

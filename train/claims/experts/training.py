@@ -10,8 +10,7 @@ held-out text, with all domains as likely, in bits, the mean over layers:
     I = mean over domains of sum_e p(e | domain) log2 (p(e | domain) / p(e))
 
 0: every domain uses all experts alike; at most log2 of the experts, or of the
-domains. Assignments are counted as in training, through the gradient of the
-parameters `load` (models/ffn/router.py).
+domains. Assignments are counted as in training (models/aux.py).
 
 Legend: L layers, E experts.
 """
@@ -24,7 +23,6 @@ import numpy as np
 
 from paraxis.models import depth
 from paraxis.train import expert_counts
-from paraxis.train import loss as loss_lib
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.plot import experts as plot_experts
@@ -44,8 +42,7 @@ def domain_loads(job, params):
   paths = expert_counts.paths(model, (expert_counts.LOAD,))
 
   def count(params, batch):
-    of = lambda mine: loss_lib.next_token(model, params | mine, batch)
-    return jax.grad(of)({p: params[p] for p in paths})
+    return model.features(params, batch)[1].counts
 
   out = {}
   with job.context():

@@ -22,6 +22,7 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.models import aux as aux_lib
 from paraxis.models import depth
 from paraxis.sharding.pipeline import paths as schedule_paths
 from paraxis.sharding.pipeline import schedules
@@ -85,7 +86,7 @@ def nats(model, params, batch, layers):
     p: x[layers] if p.startswith('layers/') else x for p, x in params.items()
   }
   x, see = model.embed(params, batch), model.visibility(batch)
-  x = model.run(model.pattern[: len(layers)], picked, x, see)
+  x, _ = model.run(model.pattern[: len(layers)], picked, x, see)
   return loss_lib.of_layers(model, picked, x, batch)
 
 
@@ -108,7 +109,8 @@ def make_step(layers):
       wide = jnp.promote_types(model.config.dtype, jnp.float32)
       zeros = jnp.zeros((), wide), jax.tree.map(jnp.zeros_like, params)
       rows = (*batch[:-1], jnp.asarray(layers))
-      return jax.lax.scan(add, zeros, rows)[0]
+      loss, gradients = jax.lax.scan(add, zeros, rows)[0]
+      return loss, gradients, aux_lib.of_loss(loss)
 
     return step_lib.make(built, optimizer, clip_norm)._replace(grads=grads)
 
@@ -146,7 +148,7 @@ def equals_pipeline(run, *, mesh, fractions, within):
 def _on_stages(config, devices, params, batch):
   """(loss, {path: gradient, layers in order}) of a pipeline, in NumPy."""
   side = trial.Runner(config, devices)
-  loss, gradients = side.gradients(side.start(params), batch)
+  loss, gradients, _ = side.gradients(side.start(params), batch)
   rows = side.job.model.rows
   return np.asarray(loss), {
     p: depth.to_order(np.asarray(g), rows.get(p)) for p, g in gradients.items()
@@ -168,7 +170,7 @@ def _on_one(config, device, paths, params, batch):
   step = make_step(layers)(side.job.built, side.job.optimizer, 0.0)
   state = side.start(params)
   with side.job.context():
-    loss, gradients = jax.jit(step.grads)(state.params, side.put(batch))
+    loss, gradients, _ = jax.jit(step.grads)(state.params, side.put(batch))
   return jax.device_get(gradients | {'loss': loss})
 
 

@@ -62,7 +62,7 @@ def _reached(own, length, at):
   model, params = _random(_tcn(own), alone)
   rows = experiment.documents(1, length, VOCABULARY)
   see = model.visibility(rows)
-  run = jax.jit(lambda x: model.run(model.pattern, params, x, see))
+  run = jax.jit(lambda x: model.run(model.pattern, params, x, see)[0])
   x: jax.Array = model.embed(params, rows)
   change = run(x.at[0, at].multiply(1.5)) - run(x)
   seen = np.flatnonzero(np.asarray(jnp.abs(change).max(-1))[0])
