@@ -26,14 +26,19 @@ from jax.extend import core
 from jax.extend import source_info_util
 from jax.sharding import AxisType
 
+from paraxis.sharding import annotate
 from paraxis.sharding import turns
+from paraxis.sharding.tensor import lookup
+from paraxis.sharding.tensor import project
+from paraxis.sharding.tensor import rings
+from paraxis.sharding.tensor import tape
+from paraxis.sharding.tensor import worlds
 
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 # Not ours: outside our folder, or in an environment inside it.
 _FOREIGN = re.compile(r'\.\.|.*\bsite-packages\b')
-_TENSOR = [f'tensor/{n}' for n in 'lookup project rings tape worlds'.split()]
 # Frames of these files annotate an operation; its owner is further up.
-_PASSED = tuple(f'sharding/{name}.py' for name in ('annotate', *_TENSOR))
+_PASSED = {m.__file__ for m in (annotate, lookup, project, rings, tape, worlds)}
 _CALLS = (
   'jit', 'pjit', 'closed_call', 'core_call', 'remat', 'remat2', 'checkpoint',
   'custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr', 'custom_lin',
@@ -149,7 +154,7 @@ def line(source):
   """'models/ffn/mlp.py:40' of a source_info; '' if the line is not ours."""
   for frame in source.traceback.frames if source.traceback else ():
     name = os.path.relpath(frame.file_name, _ROOT)
-    if not _FOREIGN.match(name) and name not in _PASSED:
+    if not _FOREIGN.match(name) and frame.file_name not in _PASSED:
       return f'{name}:{frame.line_num}'
   return ''
 
