@@ -29,3 +29,8 @@ def claims():
 
   count = dict(check=check.parameters, expected=6_738_415_616)
   return [('parameters as published', 'EQ', count, 6_738_415_616)]
+
+
+def knockouts():
+  """One parameter more than was published."""
+  return [('one_less', 'parameters as published', {'expected': 6_738_415_617})]

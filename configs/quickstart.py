@@ -69,3 +69,9 @@ def claims():
     ('held-out text in bits per byte', 'LEARN', bound, None),
     ('held-out text against gzip -9', 'LEARN', below, None),
   ]
+
+
+def knockouts():
+  """A bound that no arithmetic meets: the comparison does see differences."""
+  exact = {'within': 0.0}
+  return [('rounding', 'loss and all gradients equal one device', exact)]

@@ -91,7 +91,13 @@ def _reproduce(values, _, words):
   from paraxis.train.run import compiling
 
   compiling.use_cache()
-  return claims.reproduce(words[0], values.workdir)
+  if values.knockout is not None:
+    from paraxis.train.claims import knockouts
+
+    return knockouts.reproduce(
+      words[0], values.knockout, values.workdir, values.json
+    )
+  return claims.reproduce(words[0], values.workdir, values.json)
 
 
 def _data_fetch(values, *_):
@@ -205,6 +211,14 @@ _ALL = (
     "run a config's claims; exit code 1 if one fails",
     (
       (str, 'workdir=RUN', '', 'run directory of training; empty: runs/NAME'),
+      (
+        'maybe',
+        'knockout[=NAME]',
+        None,
+        'switch off what the claims prove, all of it or what NAME says: exit '
+        'code 0 if each claim fails',
+      ),
+      _JSON,
       _DEVICES,
     ),
     words=1,

@@ -15,6 +15,7 @@ import glob
 import importlib.util
 import os
 import pathlib
+import re
 import sys
 import textwrap
 import traceback
@@ -128,12 +129,26 @@ def _check_keys(argv):
     )
 
 
+class _Maybe(flags.ArgumentParser):
+  """--flag, --flag=VALUE or neither: ALL, VALUE, None."""
+
+  def parse(self, argument):
+    return {'true': ALL, 'false': None}.get(argument, argument)
+
+
+def _define_maybe(name, default, text, flag_values, short_name):
+  row = _Maybe(), None, name, default, text, short_name
+  flags.DEFINE_flag(flags.Flag(*row, boolean=True), flag_values)
+
+
+ALL = '*'  # value of a 'maybe' flag that is given without one
 _KINDS: dict[Any, Callable] = {
   str: flags.DEFINE_string,
   int: flags.DEFINE_integer,
   float: flags.DEFINE_float,
   bool: flags.DEFINE_bool,
   list: flags.DEFINE_list,  # values separated by commas
+  'maybe': _define_maybe,  # --flag or --flag=VALUE
   'several': flags.DEFINE_multi_string,  # the flag may be repeated
   'count': functools.partial(flags.DEFINE_integer, lower_bound=0),
   'positive': functools.partial(flags.DEFINE_integer, lower_bound=1),
@@ -163,7 +178,7 @@ def parse(argv, rows=(), config=None):
   for row in rows:
     if not isinstance(row, str):
       kind, name, default, text, *short = row
-      name = name.partition('=')[0]
+      name = re.match(r'\w+', name)[0]
       _KINDS[kind](
         name, default, text, flag_values=values, short_name=(*short, None)[0]
       )

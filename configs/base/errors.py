@@ -18,5 +18,9 @@ class UserError(ValueError):
   """Bad input: one line with fault, place, both numbers, remedy."""
 
 
+class MissingError(UserError):
+  """What is needed is not installed: what, and how to get it."""
+
+
 class IntegrityError(RuntimeError):
   """Data or a checkpoint on disk is damaged, or training is not finite."""

@@ -79,12 +79,13 @@ def topology(name: str, num_slices: int = 1) -> Topology:
   """`Topology` of a name such as 'v5p:8x8x8' or 'h200:256' (target.py).
 
   Raises:
-    UserError: no such topology, or its compiler is not installed.
+    UserError: no such topology.
+    errors.MissingError: its compiler is not installed.
   """
   kind, chip, sizes = target.parse(name, num_slices)
   lacking = missing(chip.platform)
   if lacking:
-    raise errors.UserError(f'--topology={name}: {lacking}')
+    raise errors.MissingError(f'--topology={name}: {lacking}')
   options: dict[str, Any] = {}
   if chip.platform == 'cuda':
     options = dict(

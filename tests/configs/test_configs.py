@@ -9,7 +9,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.train.claims import papers
 
-MOST_LINES = 120
+MOST_LINES = 140
 CONFIGS = command_line.papers()
 each = pytest.mark.parametrize('path', CONFIGS, ids=lambda p: p.stem)
 
@@ -61,4 +61,4 @@ def test_a_config_is_data_not_a_program():
   for path in map(pathlib.Path, CONFIGS):
     module = ast.parse(path.read_text())
     names = {n.name for n in module.body if isinstance(n, ast.FunctionDef)}
-    assert names <= {'get_config', 'claims'}, path.name
+    assert names <= {'get_config', 'claims', 'knockouts'}, path.name

@@ -24,6 +24,7 @@ from paraxis.configs.base import errors
 from paraxis.models import build
 from paraxis.pallas_kernels import registry
 from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.meter import aot
 from paraxis.train.data import corpus
 
 PACKAGES = (
@@ -190,6 +191,12 @@ def _kernels():
       yield f'{op:18} {name:10} {state}'
 
 
+def _compilers():
+  """Lines on what `paraxis compile` and AOT claims can compile for here."""
+  for platform_name in aot.COMPILERS:
+    yield f'{platform_name:18} {aot.missing(platform_name) or "can compile"}'
+
+
 def _caches():
   """Lines on what paraxis keeps between runs."""
   root = pathlib.Path(corpus.cache_root())
@@ -229,6 +236,7 @@ def run(config=None, mesh_text=''):
   _print('versions', [f'{n:18} {v}' for n, v in have.items()])
   _print('devices', _devices())
   _print('kernels', _kernels())
+  _print('ahead of time', _compilers())
   _print('cache', _caches())
   lines = lambda pairs: [
     f'{", ".join(f"{n} {have[n]}" for n in p.where)}: {p.reason}' for p in pairs

@@ -3,8 +3,9 @@
 Every public function below whose first argument is `run` is a check that a
 config can name (train/claims/papers.py); its other arguments are the data that
 the config gives. It returns an `Outcome`. A row of the table is the claim, its
-kind, what is expected, the paper's number, what was measured, the caveat and
-the verdict; one failed claim makes the exit code 1.
+kind, what is expected, the paper's number, what was measured, the verdict in
+words and the caveat; one failed claim makes the exit code 1. A claim that needs
+what is not installed (errors.MissingError) is SKIPPED, with the reason.
 
 Some arguments mean the same in every check, which then does not explain them:
 
@@ -19,8 +20,11 @@ Some arguments mean the same in every check, which then does not explain them:
     rounds                 of measurements of CPU-seconds, in turn
 """
 
+import functools
+import json
 import math
 import pathlib
+import sys
 import textwrap
 from typing import Any, NamedTuple
 
@@ -33,14 +37,52 @@ from paraxis.train.data import baselines as baselines_lib
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import workdir as workdir_lib
 
+VERDICTS = ('reproduced', 'direction only', 'not reproduced', 'opposite')
+ENOUGH_SEEDS = 3  # with fewer a trained claim's verdict says how many
+
 
 class Outcome(NamedTuple):
-  """expected, measured, caveat: texts for the table."""
+  """What a check found.
+
+  Attributes:
+    expected, measured, caveat: texts for the table.
+    passed: whether the claim holds; None: it could not be checked, the caveat
+      says why.
+    verdict: one of VERDICTS; '': 'reproduced' if passed, else 'not reproduced'.
+    seeds: of the trainings behind a LEARN claim.
+  """
 
   expected: str
   measured: str
   caveat: str
-  passed: bool
+  passed: bool | None
+  verdict: str = ''
+  seeds: int = 1
+
+
+def verdict(claim, outcome) -> str:
+  """The verdict in words.
+
+  Raises:
+    ValueError: the check gave another word, or calls a failure reproduced.
+  """
+  if outcome.passed is None:
+    return f'SKIPPED ({outcome.caveat})'
+  word = outcome.verdict or VERDICTS[0 if outcome.passed else 2]
+  if word not in VERDICTS or (word == VERDICTS[0] and not outcome.passed):
+    raise ValueError(f'{claim.name}: {word!r} of {outcome.passed=}')
+  if claim.kind != 'LEARN' or outcome.seeds >= ENOUGH_SEEDS:
+    return word
+  return f'{word}, {"one seed" if outcome.seeds == 1 else "two seeds"}'
+
+
+def outcome_of(run, claim) -> Outcome:
+  """What a papers.Claim finds; skipped: it needs what is not installed."""
+  try:
+    found = claim.check(run, **claim.parameters)
+  except errors.MissingError as e:
+    return Outcome('', 'SKIPPED', str(e), None)
+  return found._replace(passed=bool(found.passed))
 
 
 def finish(config, folder, say, **how) -> Any:
@@ -171,12 +213,15 @@ def held_out_below_gzip(run):
   )
 
 
+_STATES = {True: 'PASS', False: 'FAIL', None: 'SKIP'}
+
+
 def table(rows):
   """(Claim, Outcome) rows as text of 80 columns, each caveat below its row."""
   head = ('', 'claim', 'kind', 'expected', 'paper', 'measured')
   cells = [
     (
-      'PASS' if outcome.passed else 'FAIL',
+      _STATES[outcome.passed],
       textwrap.shorten(claim.name, 39, placeholder='...'),
       claim.kind,
       outcome.expected,
@@ -188,24 +233,43 @@ def table(rows):
   wide = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
   line = lambda row: '  '.join(map(str.ljust, row, wide)).rstrip()
   lines = [line(head), '-' * 80]
-  for row, (_, outcome) in zip(cells, rows, strict=True):
+  for row, (claim, outcome) in zip(cells, rows, strict=True):
     indent = ' ' * (wide[0] + 2)
+    text = verdict(claim, outcome)
+    if outcome.passed is not None:
+      text += f': {outcome.caveat}'
     lines += [
       line(row),
-      textwrap.fill(
-        outcome.caveat, 80, initial_indent=indent, subsequent_indent=indent
-      ),
+      textwrap.fill(text, 80, initial_indent=indent, subsequent_indent=indent),
     ]
   return '\n'.join(lines)
 
 
-def reproduce(name, workdir='', say=print):
-  """Runs every claim of a config -> exit code 0, or 1 if one fails.
+def row(claim, outcome) -> dict:
+  """A claim and its outcome as JSON can hold them."""
+  about = dict(claim=claim.name, kind=claim.kind, paper=claim.paper)
+  return about | outcome._asdict() | dict(verdict=verdict(claim, outcome))
+
+
+def speaker(as_json: bool):
+  """Prints a line; to stderr where stdout carries a JSON document."""
+  return functools.partial(print, file=sys.stderr) if as_json else print
+
+
+def print_json(name: str, what: str, rows: list):
+  """One JSON document of a config's `row`s."""
+  print(json.dumps({'config': name, what: rows}, indent=2))
+
+
+def reproduce(name, workdir='', as_json=False):
+  """Runs every claim of a config -> exit code.
+
+  0: all hold that could be checked here; 1: one fails; 2: none could be.
 
   Args:
     name: a config that ships with paraxis, or a file.
     workdir: of the training that LEARN claims need; '': runs/NAME.
-    say: prints one line.
+    as_json: print one JSON document instead of the table.
 
   Raises:
     UserError: no such config, a malformed claim, too few devices.
@@ -214,15 +278,29 @@ def reproduce(name, workdir='', say=print):
   module = command_line.load_module(name)
   claims = papers.claims(module, path)
   config = schema.view(command_line.load(name))
+  say = speaker(as_json)
   run = Run(config, workdir or pathlib.Path('runs') / path.stem, say)
   rows = []
   for claim in claims:
     say(f'{claim.kind}: {claim.name}')
-    rows.append((claim, claim.check(run, **claim.parameters)))
-  say(table(rows))
-  failed = [claim.name for claim, outcome in rows if not outcome.passed]
+    rows.append((claim, outcome_of(run, claim)))
+  if as_json:
+    print_json(path.stem, 'claims', [row(*pair) for pair in rows])
+  else:
+    say(table(rows))
+  text, code = summary(rows)
+  say(text)
+  return code
+
+
+def summary(rows):
+  """(last line, exit code) of (Claim, Outcome) rows."""
+  names = lambda passed: [c.name for c, o in rows if o.passed is passed]
+  failed, skipped = names(False), names(None)
+  note = f'; {len(skipped)} SKIPPED: {"; ".join(skipped)}' if skipped else ''
   if failed:
-    say(f'{len(failed)} of {len(rows)} claims FAILED: {"; ".join(failed)}')
-    return errors.EXIT_DIFFERENT
-  say(f'all {len(rows)} claims hold')
-  return errors.EXIT_OK
+    text = f'{len(failed)} of {len(rows)} claims FAILED: {"; ".join(failed)}'
+    return text + note, errors.EXIT_DIFFERENT
+  if len(skipped) == len(rows):
+    return f'no claim could be checked{note}', errors.EXIT_USER
+  return f'all {len(rows) - len(skipped)} claims hold{note}', errors.EXIT_OK

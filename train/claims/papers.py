@@ -10,7 +10,11 @@ what makes a claim well formed; train/claims/harness.py runs them.
 
 A check is a public function of a module in train/claims/ whose first argument
 is `run` and whose other arguments, keyword-only, are the parameters: plain
-data. A config imports it in the body of claims(), so that reading a header or
+data. What must make a claim fail stands beside the claims:
+
+    knockouts() -> [(name, claim's name, change), ...]
+
+A config imports checks in the bodies of both, so that reading a header or
 get_config() never starts jax. A new check is one more function there; nothing
 lists them by hand.
 """
@@ -42,6 +46,20 @@ KINDS = {
   'TIME': 'device clock, on an accelerator',
 }
 _CLAIMS = 'paraxis.train.claims.'
+
+
+class Knockout(NamedTuple):
+  """What switches a mechanism off, and the claim that must then fail.
+
+  Attributes:
+    name: for --knockout=. claim: a claim's name.
+    change: {'section.field' of the config, or a parameter of the claim's check:
+      value}, or a function without arguments: the context manager to check in.
+  """
+
+  name: str
+  claim: str
+  change: dict | Callable
 
 
 class Paper(NamedTuple):
@@ -217,6 +235,56 @@ def claims(module, where):
   if not out:
     raise errors.UserError(f'{where}: claims() is empty: nothing to run.')
   return out
+
+
+def knockouts(module, where):
+  """[Knockout] of a loaded config module; UserError says what is malformed."""
+  if not hasattr(module, 'knockouts'):
+    raise errors.UserError(f'{where}: defines no knockouts().')
+  known = {claim.name: claim for claim in claims(module, where)}
+  found = []
+  for number, row in enumerate(module.knockouts()):
+    at = f'{where}: knock-out {number}'
+    if not (isinstance(row, tuple) and len(row) == 3):
+      raise errors.UserError(
+        f"{at} is not a tuple (name, claim's name, change)."
+      )
+    name, claim, change = row
+    if not (isinstance(name, str) and re.fullmatch(r'[a-z][a-z0-9_]*', name)):
+      raise errors.UserError(f'{at}: {name!r} is no name: a-z, 0-9 and _ only.')
+    if name in (knockout.name for knockout in found):
+      raise errors.UserError(f'{at}: {name!r} is there twice.')
+    if claim not in known:
+      raise errors.UserError(
+        f'{at}: no claim is named {claim!r}; there are {", ".join(known)}.'
+        + schema.suggest(str(claim), known)
+      )
+    _check_change(at, change, known[claim])
+    found.append(Knockout(name, claim, change))
+  if not found:
+    raise errors.UserError(f'{where}: knockouts() is empty.')
+  return found
+
+
+def _check_change(at, change, claim):
+  if callable(change):
+    if inspect.signature(change).parameters:
+      raise errors.UserError(f'{at}: {change.__name__} takes arguments.')
+    return
+  if not (isinstance(change, dict) and change and _plain(change)):
+    raise errors.UserError(
+      f'{at}: the change is neither a function nor plain data by name.'
+    )
+  names = [n for n, _ in schema.fields()]
+  for name, value in change.items():
+    known = names if '.' in name else list(claim.parameters)
+    if name not in known:
+      raise errors.UserError(
+        f'{at}: {name!r} is neither a config field nor one of the parameters '
+        f'{list(claim.parameters)}.' + schema.suggest(name, known)
+      )
+    if '.' not in name and value == claim.parameters[name]:
+      raise errors.UserError(f'{at}: {name}={value!r} changes nothing.')
 
 
 def run(word):

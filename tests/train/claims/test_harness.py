@@ -125,3 +125,53 @@ def test_reproduce(tmp_path, monkeypatch, capsys, bound, code):
   words = ['held out', 'LEARN', f'<= {bound}0', '1.25', '2.3000']
   words += ['all 1 claims hold', 'PASS'] if code == 0 else ['FAILED', 'FAIL']
   assert all(word in shown for word in words)
+
+
+def _verdict(kind='EQ', **outcome):
+  claim = papers.Claim('a', kind, print, {}, None)
+  return claims.verdict(claim, claims.Outcome('1', '2', 'why', **outcome))
+
+
+def test_verdicts_in_words():
+  assert _verdict(passed=True) == 'reproduced'
+  assert _verdict(passed=False) == 'not reproduced'
+  assert _verdict(passed=True, verdict='direction only') == 'direction only'
+  assert _verdict(passed=None) == 'SKIPPED (why)'
+  for wrong in (
+    dict(passed=True, verdict='fine'),
+    dict(passed=False, verdict='reproduced'),
+  ):
+    with pytest.raises(ValueError, match='a: '):
+      _verdict(**wrong)
+
+
+def test_few_seeds_are_said():
+  learn = lambda seeds: _verdict('LEARN', passed=True, seeds=seeds)
+  assert learn(1) == 'reproduced, one seed'
+  assert learn(2) == 'reproduced, two seeds' and learn(3) == 'reproduced'
+
+
+def test_what_is_not_installed_is_skipped_and_the_rest_shown():
+  def lacking(run):
+    raise errors.MissingError('no libtpu here')
+
+  good = lambda run: claims.Outcome('1', '1', 'why', True)
+  bad = lambda run: claims.Outcome('1', '2', 'why', False)
+  rows = lambda *checks: [
+    (claim, claims.outcome_of(None, claim))
+    for claim in (papers.Claim(c.__name__, 'AOT', c, {}, 1) for c in checks)
+  ]
+  text = claims.table(rows(lacking, good))
+  assert 'SKIP  lacking' in text and 'SKIPPED (no libtpu here)' in text
+  assert 'reproduced: why' in text
+  text, code = claims.summary(rows(lacking, good))
+  assert code == 0 and 'all 1 claims hold; 1 SKIPPED: lacking' in text
+  assert claims.summary(rows(lacking))[1] == errors.EXIT_USER
+  text, code = claims.summary(rows(lacking, good, bad))
+  assert code == 1 and '1 of 3 claims FAILED' in text and '1 SKIPPED' in text
+
+  def wrong(run):
+    raise errors.UserError('too few devices')
+
+  with pytest.raises(errors.UserError):
+    rows(wrong)

@@ -1,0 +1,200 @@
+"""Knock-outs: what is well formed, what is switched off, how they end."""
+
+import contextlib
+import functools
+import json
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
+from paraxis.train import cli
+from paraxis.train.claims import experiment
+from paraxis.train.claims import harness
+from paraxis.train.claims import knockouts
+from paraxis.train.claims import papers
+
+# A check's __module__ is of claims (papers.parameters).
+STUB = """
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.train.claims import harness
+from paraxis.train.claims import knockouts as lib
+get_config = schema.default
+MECHANISM = {'on': True}
+
+def check(run, *, least):
+  layers = run.config.model.num_layers
+  if layers == 7:
+    raise errors.MissingError('nothing to compile with')
+  if layers == 8:
+    raise errors.UserError('8 layers are too many')
+  if layers == 9:
+    raise RuntimeError('a crash')
+  found = layers if MECHANISM['on'] else 0
+  return harness.Outcome(f'>= {least}', str(found), 'of a stub', found >= least)
+
+check.__module__ = 'paraxis.train.claims.stub'
+
+def claims():
+  return [('layers', 'EQ', dict(check=check, least=4), None)]
+
+def off():
+  return lib.patched(MECHANISM, 'on', False)
+
+def knockouts():
+  return ROWS
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+  """Writes a config whose knock-outs are the given text -> its path."""
+
+  def write(rows):
+    path = tmp_path / 'mine.py'
+    path.write_text(STUB.replace('ROWS', rows))
+    return str(path)
+
+  return write
+
+
+ALL = (
+  "[('field', 'layers', {'model.num_layers': 1}),"
+  " ('bound', 'layers', {'least': 99}), ('context', 'layers', off)]"
+)
+
+
+def test_every_kind_of_change_makes_the_claim_fail(config, capsys):
+  path = config(ALL)
+  assert knockouts.reproduce(path) == errors.EXIT_OK
+  shown = capsys.readouterr().out
+  for name in ('field', 'bound', 'context'):
+    assert f'FAILS without {name}: as it must' in shown
+  assert 'expected >= 99, measured 4' in shown
+  assert '3 of 3 claims fail without their mechanism\n' in shown
+  assert harness.reproduce(path) == errors.EXIT_OK  # all is on again
+
+
+def test_a_claim_that_still_holds_is_told(config, capsys):
+  path = config("[('none', 'layers', {'model.num_layers': 5})]")
+  assert knockouts.reproduce(path) == errors.EXIT_DIFFERENT
+  assert 'STILL HOLDS: the claim proves nothing' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  'layers, code, words',
+  [
+    (7, errors.EXIT_USER, 'SKIPPED (nothing to compile with)'),
+    (8, errors.EXIT_USER, '8 layers are too many'),
+    (9, errors.EXIT_CRASH, 'a crash'),
+  ],
+)
+@pytest.mark.filterwarnings('ignore')
+def test_an_error_is_no_failure(config, capsys, layers, code, words):
+  path = config(f"[('more', 'layers', {{'model.num_layers': {layers}}})]")
+  assert cli.main(['reproduce', path, '--knockout']) == code
+  shown = capsys.readouterr()
+  assert words in shown.out + shown.err and 'as it must' not in shown.out
+
+
+def test_one_is_chosen_by_name(config, capsys):
+  path = config(ALL)
+  assert cli.main(['reproduce', path, '--knockout=bound']) == errors.EXIT_OK
+  assert '1 of 1 claims' in capsys.readouterr().out
+  for wrong in ('bond', ''):
+    code = cli.main(['reproduce', path, f'--knockout={wrong}'])
+    assert code == errors.EXIT_USER
+    assert 'there are field, bound, context' in capsys.readouterr().err
+
+
+def test_json(config, capsys):
+  path = config(ALL)
+  command = ['reproduce', path, '--json']
+  assert cli.main([*command, '--knockout']) == errors.EXIT_OK
+  rows = json.loads(capsys.readouterr().out)['knockouts']
+  assert [row['passed'] for row in rows] == [False] * 3
+  assert rows[0]['result'] == 'FAILS without field: as it must'
+  assert cli.main(command) == errors.EXIT_OK
+  (row,) = json.loads(capsys.readouterr().out)['claims']
+  assert row['passed'] and row['verdict'] == 'reproduced'
+
+
+def test_a_change_that_changes_nothing_is_refused(config):
+  path = config("[('same', 'layers', {'model.num_layers': 4})]")
+  with pytest.raises(errors.UserError, match='has .* already'):
+    knockouts.reproduce(path)
+
+
+EQ = dict(check=experiment.equals_one_device, cases=[], within=1e-9)
+CLAIM = [('same', 'EQ', EQ, None)]
+
+
+@pytest.mark.parametrize(
+  'rows, words',
+  [
+    ([('a', 'same')], 'is not a tuple'),
+    ([('A b', 'same', {'within': 0})], 'is no name'),
+    ([('a', 'same', {'within': 0})] * 2, "'a' is there twice"),
+    ([('a', 'sane', {'within': 0})], "Did you mean 'same'"),
+    ([('a', 'same', {'withn': 0})], "Did you mean 'within'"),
+    ([('a', 'same', {'model.layers': 0})], 'neither a config field nor'),
+    ([('a', 'same', {'within': 1e-9})], 'changes nothing'),
+    ([('a', 'same', {})], 'neither a function nor plain data'),
+    ([('a', 'same', {'within': print})], 'neither a function nor plain data'),
+    ([('a', 'same', lambda x: x)], 'takes arguments'),
+    ([], 'is empty'),
+  ],
+)
+def test_a_malformed_knockout(rows, words):
+  module = types.SimpleNamespace(claims=lambda: CLAIM, knockouts=lambda: rows)
+  with pytest.raises(errors.UserError, match='^[^\n]*$') as caught:
+    papers.knockouts(module, 'mine.py')
+  assert words in str(caught.value) and 'mine.py' in str(caught.value)
+
+
+def test_none_at_all():
+  module = types.SimpleNamespace(claims=lambda: CLAIM)
+  with pytest.raises(errors.UserError, match='defines no knockouts'):
+    papers.knockouts(module, 'mine.py')
+
+
+def test_patched_uses_nothing_kept_before_or_within(monkeypatch):
+  module = types.ModuleType('paraxis.stub')
+  module.double = lambda x: 2 * x
+  module.run = jax.jit(lambda x: module.double(x))
+  module.kept = functools.lru_cache(lambda x: float(module.run(jnp.float32(x))))
+  monkeypatch.setitem(sys.modules, 'paraxis.stub', module)
+  assert module.kept(3) == 6
+  before = module.double
+  with (
+    contextlib.suppress(KeyError),
+    knockouts.patched(module, 'double', lambda x: 3 * x),
+  ):
+    assert module.kept(3) == 9
+    raise KeyError  # it is undone all the same
+  assert module.kept(3) == 6 and module.double is before
+  with (
+    pytest.raises(errors.UserError, match="'triple', which is gone"),
+    knockouts.patched(module, 'triple', None),
+  ):
+    pass
+
+
+def test_a_training_without_the_mechanism_has_its_own_folder(tmp_path):
+  folders = []
+
+  def check(run):
+    folders.append(run.workdir)
+    return harness.Outcome('', '', '', False)
+
+  run = harness.Run(None, tmp_path / 'mine')
+  run.config = command_line.schema.Config()
+  claim = papers.Claim('a', 'LEARN', check, {}, None)
+  off = papers.Knockout('gate', 'a', contextlib.nullcontext)
+  assert not knockouts.without(run, off, claim).passed
+  assert folders == [tmp_path / 'mine-gate']

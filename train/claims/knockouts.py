@@ -1,0 +1,163 @@
+"""`paraxis reproduce NAME --knockout`: without its mechanism a claim must fail.
+
+A proof that cannot be lost proves nothing. A config names beside its claims how
+to switch a mechanism off, or how to replace it by what it improves on, and the
+claim that must then FAIL by its own verdict:
+
+    knockouts() -> [(name, claim's name, change), ...]
+
+    {'model.experts.hot': 0}    a field of the config that the check is given
+    {'bits_per_byte': 1.0}      a parameter of the claim's check
+    a function                  without arguments: the context manager in which
+                                the claim is checked; `patched` makes most
+
+papers.knockouts says what is well formed. Such functions stand beside the
+claim's check (train/claims/<mechanism>/). A check that stops with an error has
+not failed: the error is shown, and ends the command with its own exit code.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import pathlib
+import sys
+from typing import Any
+
+import jax
+
+from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
+from paraxis.train.claims import experiment
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims import papers
+
+
+def forget():
+  """Drops programs and results that caches of jax and of paraxis keep."""
+  jax.clear_caches()
+  for name, module in list(sys.modules.items()):
+    if name.startswith('paraxis.'):
+      for value in list(vars(module).values()):
+        if hasattr(value, 'cache_clear') and hasattr(value, 'cache_info'):
+          value.cache_clear()
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+  """`owner.name` (of a dict: owner[name]) is another object for a while.
+
+  Nothing that was compiled or kept before is used within, nothing that was
+  compiled or kept within is used afterwards. Only what is looked up in `owner`
+  when it is used is replaced.
+
+  Raises:
+    UserError: there is nothing of that name to replace.
+  """
+  held = owner if isinstance(owner, dict) else vars(owner)
+  if name not in held:
+    raise errors.UserError(f'a knock-out replaces {name!r}, which is gone.')
+  before = held[name]
+  put = lambda value: (
+    owner.__setitem__(name, value)
+    if isinstance(owner, dict)
+    else setattr(owner, name, value)
+  )
+  forget()
+  put(replacement)
+  try:
+    yield
+  finally:
+    put(before)
+    forget()
+
+
+def without(run: claims.Run, knockout: papers.Knockout, claim: papers.Claim):
+  """harness.Outcome of the claim, its mechanism switched off.
+
+  What it trains lies in a folder of its own, beside the run's.
+
+  Raises:
+    UserError: the change changes no field; what the check raises.
+  """
+  change = knockout.change if isinstance(knockout.change, dict) else {}
+  fields = {name: x for name, x in change.items() if '.' in name}
+  given = {name: x for name, x in change.items() if '.' not in name}
+  config = experiment.fields(run.config, fields)
+  if fields and config == run.config:
+    raise errors.UserError(
+      f'knock-out {knockout.name}: the config has {fields} already.'
+    )
+  folder = run.workdir.with_name(f'{run.workdir.name}-{knockout.name}')
+  other = claims.Run(config, folder, run.say)
+  off = contextlib.nullcontext if change else knockout.change
+  with off():
+    return claims.outcome_of(
+      other, claim._replace(parameters=claim.parameters | given)
+    )
+
+
+def chosen(found: list, name: str, where: str) -> list:
+  """The knock-outs of that name, or all; UserError: there is none."""
+  if name == command_line.ALL:
+    return found
+  names = [knockout.name for knockout in found]
+  if name not in names:
+    raise errors.UserError(
+      f'{where} has no knock-out {name!r}; there are {", ".join(names)}.'
+      + schema.suggest(name, names)
+    )
+  return [found[names.index(name)]]
+
+
+def sentence(name: str, outcome: claims.Outcome) -> str:
+  """Whether the claim fell, in words."""
+  if outcome.passed is None:
+    return f'SKIPPED ({outcome.caveat})'
+  if outcome.passed:
+    return 'STILL HOLDS: the claim proves nothing'
+  return f'FAILS without {name}: as it must'
+
+
+def reproduce(name, which=command_line.ALL, workdir='', as_json=False):
+  """Runs a config's knock-outs -> exit code 0 if every claim of theirs fails.
+
+  1: one still holds; 2: none does, but one could not be checked here.
+
+  Args:
+    name: a config that ships with paraxis, or a file.
+    which: a knock-out's name, or command_line.ALL.
+    workdir: as for harness.reproduce. as_json: print one JSON document.
+
+  Raises:
+    UserError: no such config or knock-out; one that is malformed.
+  """
+  path = command_line.find_config(name)
+  module = command_line.load_module(name)
+  known = {claim.name: claim for claim in papers.claims(module, path)}
+  rows = chosen(papers.knockouts(module, path), which, path.name)
+  say = claims.speaker(as_json)
+  config = schema.view(command_line.load(name))
+  run = claims.Run(config, workdir or pathlib.Path('runs') / path.stem, say)
+  shown, found = [], []
+  for knockout in rows:
+    claim = known[knockout.claim]
+    say(f'without {knockout.name}: {claim.kind}: {claim.name}')
+    outcome = without(run, knockout, claim)
+    words = sentence(knockout.name, outcome)
+    say(f'  expected {outcome.expected}, measured {outcome.measured}')
+    say(f'  {words}')
+    found.append(outcome.passed)
+    shown.append(
+      dict(knockout=knockout.name, result=words) | claims.row(claim, outcome)
+    )
+  if as_json:
+    claims.print_json(path.stem, 'knockouts', shown)
+  held, skipped = found.count(True), found.count(None)
+  say(
+    f'{found.count(False)} of {len(found)} claims fail without their mechanism'
+    + (f', {held} STILL HOLD' if held else '')
+    + (f', {skipped} SKIPPED' if skipped else '')
+  )
+  if held:
+    return errors.EXIT_DIFFERENT
+  return errors.EXIT_USER if skipped else errors.EXIT_OK
