@@ -104,9 +104,13 @@ def _decode(options, overrides, _):
 
   if live:
     print(prompts[0], end='', flush=True)
-  results = made.generate(
-    prompts, domains, options.stop, show if live else None, **chosen
-  )
+  try:
+    results = made.generate(
+      prompts, domains, options.stop, show if live else None, **chosen
+    )
+  finally:
+    if live:
+      print()
   if options.json:
     keys = ('prompt', 'text', 'tokens', 'finish')
     samples = [
@@ -114,9 +118,7 @@ def _decode(options, overrides, _):
       for r, d in zip(results, domains, strict=True)
     ]
     print(json.dumps(dict(step=step, samples=samples), ensure_ascii=False))
-  elif live:
-    print()
-  else:
+  elif not live:
     _print(results, domains, prompts)
   return errors.EXIT_OK
 
@@ -166,6 +168,8 @@ COMMAND = command_line.Command(
     *((str, f'config.{name}=VALUE', f.default, f.metadata['doc'])
       for name, f in schema.fields()
       if name.startswith('decode.')),
+    'Exit codes: 0 done, 2 bad input, 14 a damaged checkpoint, or logits that '
+    'are\n  not finite: one line names the row and the step',
   ),
 )  # fmt: skip
 main = COMMAND

@@ -8,7 +8,9 @@
 The loop returns to the host every `CHUNK` tokens when streaming or looking for
 stop strings, else once. `limit` and the sampling values are arguments: all
 chunks, seeds and temperatures run the same program. Prompt lengths and token
-counts are rounded up to buckets, so few programs are compiled.
+counts are rounded up to buckets, so few programs are compiled. A row whose
+logits are not finite ends there, and the host raises an error for it: a token
+drawn from NaN would look like any other.
 
 Cost: each token reads every parameter and the row's cache once.
 Legend: B rows, T prompt tokens, S cache slots, M new tokens, V vocabulary.
@@ -39,14 +41,17 @@ class DecodeState(NamedTuple):
   """The loop's carry.
 
   cache: decoder.Cache. token, position: (B,) int32, last tokens, which are not
-  yet in the cache. done: (B,) rows that have ended. made: () tokens made per
-  row. tokens: (B, M) int32, -1 where a row had ended. logprobs: (B, M) float32.
+  yet in the cache. done: (B,) rows that have ended. broken: (B,) int32, number
+  of the new token whose logits were not finite, -1: none. made: () tokens made
+  per row. tokens: (B, M) int32, -1 where a row had ended. logprobs: (B, M)
+  float32.
   """
 
   cache: Any
   token: Any
   position: Any
   done: Any
+  broken: Any
   made: Any
   tokens: Any
   logprobs: Any
@@ -127,6 +132,7 @@ class Generator:
       jnp.zeros_like(lengths_B),
       lengths_B - 1,
       lengths_B == 0,
+      jnp.full_like(lengths_B, -1),
       jnp.int32(0),
       fill(-1, jnp.int32),
       fill(0, jnp.float32),
@@ -136,17 +142,21 @@ class Generator:
 
   def _take(self, state, logits_BV, values, form):
     """Draws every row's next token and writes it down."""
-    token, logprob = sampling.sample(logits_BV, form, values, state.made)
+    z = annotate.put(logits_BV, sampling.ROWS)
+    bad = ~state.done & ~jnp.all(jnp.isfinite(z), -1)
+    token, logprob = sampling.sample(z, form, values, state.made)
+    done = state.done | bad
     write = functools.partial(
       jax.lax.dynamic_update_slice_in_dim, start_index=state.made, axis=1
     )
-    kept = jnp.where(state.done, -1, token)
-    logprob = jnp.where(state.done, 0, logprob)
+    kept = jnp.where(done, -1, token)
+    logprob = jnp.where(done, 0, logprob)
     return DecodeState(
       state.cache,
-      jnp.where(state.done, 0, token),
+      jnp.where(done, 0, token),
       state.position + 1,
-      state.done | (token == self._end_id),
+      done | (token == self._end_id),
+      jnp.where(bad, state.made, state.broken),
       state.made + 1,
       write(state.tokens, kept[:, None]),
       write(state.logprobs, logprob[:, None]),
@@ -194,6 +204,8 @@ class Generator:
     Raises:
       UserError: an option out of range, an unknown domain, an id outside the
         vocabulary, or more tokens than the cache may hold; before compiling.
+      IntegrityError: logits of a row are not finite; on_text was called with
+        the text up to there.
     """
     config = schema.view(
       {'decode': dataclasses.asdict(self.config) | options}
@@ -295,17 +307,32 @@ class Generator:
 
 
 def _for_host(state):
-  """Copies that every process can read: tokens, log probabilities, made."""
-  whole = lambda x: annotate.put(x, (None, None))
-  return whole(state.tokens), whole(state.logprobs), state.made
+  """Copies that every process can read: tokens, logprobs, broken, made."""
+  whole = lambda x: annotate.put(x, (None,) * x.ndim)
+  return *map(whole, (state.tokens, state.logprobs, state.broken)), state.made
 
 
 def _read(seen, rows, before, on_text):
-  """Gives the rows their tokens from number `before` on; -> tokens made."""
-  tokens_BM, logprobs_BM, made = jax.device_get(seen)
+  """Gives the rows their tokens from number `before` on; -> tokens made.
+
+  IntegrityError, after that, if a row's logits were not finite before it ended.
+  """
+  tokens_BM, logprobs_BM, broken_B, made = jax.device_get(seen)
+  bad = []
   for i, row in enumerate(rows):
     if not row.finish:
-      row.extend(tokens_BM[i, before:made], logprobs_BM[i, before:made])
+      end = made if broken_B[i] < 0 else broken_B[i]
+      row.extend(tokens_BM[i, before:end], logprobs_BM[i, before:end])
+      if end < made and not row.finish:
+        row.finish = 'broken'
+        bad.append((int(end), i))
       if on_text and (piece := row.fresh()):
         on_text(i, piece)
+  if bad:
+    at, row = min(bad)
+    raise errors.IntegrityError(
+      f'decoding: the logits of row {row} at step {at} are not finite (rows '
+      f'and new tokens count from 0; {len(bad)} of {len(rows)} rows): the '
+      'parameters are damaged, or numbers overflow in model.dtype.'
+    )
   return int(made)

@@ -156,6 +156,9 @@ class Decoder:
     see = see._replace(
       slot=cache.length, slot_segments=segments, slot_positions=positions
     )
+    mixers = (layer_lib.MIXERS[kind[0]] for kind in self.pattern)
+    if batch.tokens.shape[1] == 1 and any(m.capabilities.slots for m in mixers):
+      attention.check_order(see)
     x, states = self.stack.step(params, x, see, cache.states)
     length = cache.length + batch.tokens.shape[1]
     return x, Cache(states, segments, positions, length)

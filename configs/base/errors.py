@@ -23,4 +23,4 @@ class MissingError(UserError):
 
 
 class IntegrityError(RuntimeError):
-  """Data or a checkpoint on disk is damaged, or training is not finite."""
+  """Data or a checkpoint is damaged, or numbers of a run are not finite."""

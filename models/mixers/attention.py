@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers
@@ -42,7 +43,8 @@ class Visibility(NamedTuple):
   segments, positions: (B, T) of the queries; segment 0 is padding.
   slot: first cache slot that this step writes, or None without a cache. If it
     writes one token a row, the tokens before it in its document must be in the
-    slots right before, in order (decode/step.py; else the result is NaN).
+    slots right before, in order (decode/step.py; else the result is NaN, or,
+    where arrays have values, an error: `check_order`).
   slot_segments, slot_positions: (B, S) of the cache, this step included.
   rotations: layer kind -> (cos, sin) of the positions, (B, T, 1, H / 2).
   valid: (B, T) bool, a token and no padding, sharded as residuals are.
@@ -212,6 +214,34 @@ def _attend_slots(mask, q, k, v, *ids, impl):
   return attention_op.attention(q, k, v, mask, segments, order, impl=impl)[0]
 
 
+def check_order(see):
+  """UserError if a step's slots are not as `attend_range` needs them.
+
+  Only where the arrays have values: while a step is traced they have none, and
+  its result is NaN, which decode/loop.py reports.
+  """
+  ids = slot_ids(see)
+  if any(isinstance(x, jax.core.Tracer) for x in ids):
+    return
+  for row in np.argwhere(~np.asarray(_ordered(ids))[:, 0])[:, 0]:
+    position, slot = int(ids.positions[row, 0]), int(ids.slot)
+    raise errors.UserError(
+      f'row {row}: its token at position {position} is written to cache slot '
+      f'{slot}, but slot {slot - position} does not hold the first token of '
+      'its document: a document must fill consecutive slots, in order '
+      '(decode/step.py prefill lays them out so).'
+    )
+
+
+def _ordered(ids):
+  """Whether the slots of each row (B, 1) hold its document, in order."""
+  begin_B1 = jnp.maximum(ids.slot - ids.positions, 0)
+  at_begin = lambda x: jnp.take_along_axis(x, begin_B1, 1)
+  sound = at_begin(ids.slot_segments) == ids.segments
+  sound &= (ids.positions <= ids.slot) & (at_begin(ids.slot_positions) == 0)
+  return sound | (ids.segments <= 0)
+
+
 def attend_range(mask, q, k, v, *ids):
   """One query a row over the slots of its document -> o_B1NH.
 
@@ -225,16 +255,12 @@ def attend_range(mask, q, k, v, *ids):
     ids: the fields of `SlotIds`.
   """
   ids = SlotIds(*ids)
-  begin_B1, valid = jnp.maximum(ids.slot - ids.positions, 0), ids.segments > 0
-  at_begin = lambda x: jnp.take_along_axis(x, begin_B1, 1)
-  lengths_B = jnp.where(valid, ids.slot + 1 - begin_B1, 0)[:, 0]
+  begin_B1 = jnp.maximum(ids.slot - ids.positions, 0)
+  lengths_B = jnp.where(ids.segments > 0, ids.slot + 1 - begin_B1, 0)[:, 0]
   o, _ = decode_attention.ragged(
     q, k, v, mask, lengths_B, begins_B=begin_B1[:, 0]
   )
-  sound = at_begin(ids.slot_segments) == ids.segments
-  sound &= (ids.positions <= ids.slot) & (at_begin(ids.slot_positions) == 0)
-  sound |= ~valid
-  return jnp.where(sound[..., None, None], o, jnp.nan)
+  return jnp.where(_ordered(ids)[..., None, None], o, jnp.nan)
 
 
 def mask_of(config, kind) -> attention_op.Mask:

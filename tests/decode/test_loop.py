@@ -6,6 +6,7 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import module_cases
 import numpy as np
 import pytest
@@ -93,6 +94,25 @@ def test_cached_logits_are_uncached_ones(name):
     np.testing.assert_allclose(found, want[b, n : n + 11], atol=1e-10)
   # Positions that leave the empty slots out of account are seen.
   assert np.isnan(off).all()
+
+
+def test_slots_in_another_order_are_an_error_where_arrays_have_values():
+  model = decoder.Decoder(schema.Model(**TINY | dict(num_layers=1)))
+  params = model.unstack(module_cases.parameters(model, 0.3))
+  ids = np.arange(24, dtype=np.int32).reshape(2, 12)
+  _, cache = module_cases.decoded(model, params, ids, (8, 3), 0)
+  tokens, live = np.zeros(2, np.int32), np.ones(2, bool)
+  advance = functools.partial(step.advance, model, params)
+  z, _ = advance(cache, tokens, np.array([8, 3]), live)
+  assert np.isfinite(z).all()
+  # Row 1 counts the slots of row 0: its document begins elsewhere.
+  words = 'row 1', 'position 8', 'cache slot 8', 'slot 0 does not hold'
+  with support.refused(*words):
+    advance(cache, tokens, np.array([8, 8]), live)
+  # A row that has ended may be at any position.
+  advance(cache, tokens, np.array([8, 8]), np.array([True, False]))
+  with support.refused('row 0', 'position 9'):
+    advance(cache, tokens, np.array([9, 3]), live)
 
 
 @support.compiles('tpu')
@@ -213,6 +233,46 @@ def test_stop_strings_end_and_limit(one):
     n = full.index(ending._end_id) if ending._end_id in full else 20
     assert a['tokens'] == full[:n]
     assert a['logprobs'] == b['logprobs'][:n]
+
+
+@pytest.mark.parametrize('mesh, devices', [('', 1), (MESH, 8)])
+def test_logits_that_are_not_finite_end_the_decoding(
+  monkeypatch, mesh, devices
+):
+  """A row that reads a poisoned embedding is named, and its text is kept."""
+  built, params = made(mesh, devices, num_kv_heads=2)
+  fields = dict(max_new_tokens=20, temperature=0.0)
+  sound = generator(built, params, **fields).generate(PROMPTS)
+  read = [
+    {*p.encode(), *r['tokens']} for p, r in zip(PROMPTS, sound, strict=True)
+  ]
+  mine = sound[1]['tokens']
+  bad = next(t for t in mine if t not in read[0] | read[2] | {*b'x'})
+  step = mine.index(bad) + 1  # the step that reads it
+  assert 0 < step < 20
+  rows, laid = np.array(params['embedding']), params['embedding'].sharding
+  rows[bad] = np.nan
+  poisoned = params | {'embedding': jax.device_put(rows, laid)}
+  pieces = [''] * 3
+
+  def show(row, piece):
+    pieces[row] += piece
+
+  broken = generator(built, poisoned, **fields)
+  for on_text in (None, show):
+    with pytest.raises(errors.IntegrityError) as e:
+      broken.generate(PROMPTS, on_text=on_text)
+    assert f'row 1 at step {step} ' in str(e.value) and '\n' not in str(e.value)
+    assert '1 of 3 rows' in str(e.value)
+  assert pieces[1] == tokenizer.Bytes().decode(mine[:step])
+  # Where rows end before that, nothing is wrong.
+  fine = broken.generate(PROMPTS, max_new_tokens=step)
+  assert tokens(fine) == [t[:step] for t in tokens(sound)]
+  # Where nobody looks, NaN is a text of zeros.
+  monkeypatch.setattr(loop.jnp, 'isfinite', lambda z: jnp.ones(z.shape, bool))
+  unseen = generator(built, poisoned, **fields).generate(PROMPTS)
+  assert unseen[1]['tokens'][step:] == [0] * (20 - step)
+  assert tokens(unseen)[::2] == tokens(sound)[::2]
 
 
 def test_one_program_for_every_length_seed_and_temperature(one):

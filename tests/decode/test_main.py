@@ -14,6 +14,7 @@ import support
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.decode import __main__ as command
+from paraxis.decode import loop
 from paraxis.models import build
 from paraxis.models.text import tokenizer
 
@@ -138,6 +139,29 @@ def test_text_and_streaming_are_the_same(run, monkeypatch):
   assert code == 0 and out.startswith('The') and out.endswith('\n')
   monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
   assert run(*flags)[1] == out
+
+
+def test_logits_that_are_not_finite_exit_with_14(run, monkeypatch):
+  """What was streamed stays; one line names row and step."""
+  flags = ('--prompt=The', '--temperature=0', '--max_new_tokens=20')
+  (sample,) = json.loads(run(*flags, '--json')[1])['samples']
+  ids, text = sample['tokens'], tokenizer.load('bpe2048')
+  bad = next(t for t in ids if t not in text.encode('The'))
+  step = ids.index(bad) + 1
+  prepare = loop.Generator._prepare
+
+  def poisoned(self, params):
+    out = prepare(self, params)
+    return out | {'embedding': out['embedding'].at[bad].set(float('nan'))}
+
+  monkeypatch.setattr(loop.Generator, '_prepare', poisoned)
+  code, out, err = run(*flags, '--json')
+  assert (code, out) == (14, '') and f'row 0 at step {step} ' in err[-1]
+  monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
+  code, out, err = run(*flags)
+  assert code == 14 and out == f'The{text.decode(ids[:step])}\n'
+  assert f'row 0 at step {step} are not finite' in err[-1]
+  assert 'Traceback' not in '\n'.join(err)
 
 
 def test_any_folder_of_a_run(run, workdir):
