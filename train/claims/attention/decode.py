@@ -27,6 +27,7 @@ from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 from paraxis.sharding.meter import aot
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 
 
 def _tiles(lengths, tile):
@@ -83,24 +84,43 @@ def even(lengths, tile, workers, part):
   return float((np.diff(plan.worker) + part * pieces).max())
 
 
+def whole_rows():
+  """Knock-out: an even division that cuts no row; tables of shares alone."""
+  real = decode_schedule.make
+
+  def make(*given):
+    plan = real(*given)
+    line = np.append(np.unique(plan.origin), plan.worker[-1])  # of the rows
+    at = np.searchsorted(line, plan.worker)
+    return plan._replace(
+      worker=line[at], worker_piece=at, first=line[:-1], end=line[1:]
+    )
+
+  return knockouts.patched(decode_schedule, 'make', make)
+
+
 POLICIES = dict(row=by_row, fixed=fixed_split, even=even)
+RAGGED = 'at random'  # of `batches`
 
 
 def batches(longest, rows, draws):
   """{name: [lengths]} : equal rows, one long row, and rows at random.
 
   Args:
-    longest: slots of the longest row. rows: in a batch.
+    longest: slots of the longest row. rows: in a batch; all batches of one row
+      are the same and count once.
     draws: batches at random: lengths between 1/64 of the longest and all of it,
       as likely in every octave; the longest is always there.
   """
+  if rows == 1:
+    return {'one row': [[longest]]}
   rng = np.random.default_rng(0)
   short = max(1, longest // 64)
   spread = short * (longest / short) ** rng.random((draws, rows))
   return {
     'equal': [[longest] * rows],
     'one long': [[longest] + [short] * (rows - 1)],
-    'spread': [[longest, *map(int, x[1:])] for x in spread],
+    RAGGED: [[longest, *map(int, x[1:])] for x in spread],
   }
 
 
@@ -120,38 +140,40 @@ def _ratios(against, sizes, heads, tile, workers, part):
   return found
 
 
-def makespans(run, *, against, sizes, machine, at_least, none_below):
+def makespans(run, *, against, sizes, machine, part, swept, at_least):
   """SIM: makespan of another division over that of the even one.
 
   Args:
     against: 'row' or 'fixed'. sizes: list of [longest row, rows of a batch].
-    machine: {'heads', 'tile', 'workers', 'part'}.
-    at_least: of the mean over sizes and kinds of batches. none_below: of each.
+    machine: {'heads', 'tile', 'workers'}.
+    part: what a part costs, in tiles. swept: other such costs.
+    at_least: of the mean over the batches of rows at random, at `part`.
   """
-  found = _ratios(against, sizes, **machine)
-  kinds = dict.fromkeys(name for *_, name in found)
+  ragged = lambda found: float(
+    np.mean([v for k, v in found.items() if k[2] == RAGGED])
+  )
+  found = _ratios(against, sizes, part=part, **machine)
+  others = [ragged(_ratios(against, sizes, part=p, **machine)) for p in swept]
   mean = {
     kind: np.mean([v for k, v in found.items() if k[2] == kind])
-    for kind in kinds
+    for kind in dict.fromkeys(name for *_, name in found)
   }
-  whole, (where, most) = (
-    float(np.mean(list(found.values()))),
-    max(found.items(), key=lambda item: item[1]),
+  (where, most), (last, least) = (
+    pick(found.items(), key=lambda item: item[1]) for pick in (max, min)
   )
-  least = min(found.values())
-  longest = max(n for n, _ in sizes)
-  last = [v for (n, *_), v in found.items() if n == longest]
+  text = lambda at: f'({at[1]} rows up to {at[0] // 1024}k, {at[2]})'
   return claims.Outcome(
     f'>= {at_least:g} x',
-    f'{whole:.2f} x',
-    f'{machine["heads"]} heads, {machine["workers"]} workers, tiles of '
-    f'{machine["tile"]}, a part costs {machine["part"]:g} tiles more; mean of '
-    f'{len(found)} cases, by batch: '
+    f'{mean[RAGGED]:.2f} x',
+    f'batches of random lengths; {machine["heads"]} heads, '
+    f'{machine["workers"]} workers, tiles of {machine["tile"]}, a part costs '
+    f'{part:g} tiles more, which is assumed: at '
+    f'{experiment.numbers(swept, "g")} tiles '
+    f'{experiment.numbers(others, ".2f")}. All {len(found)} cases '
+    f'{np.mean(list(found.values())):.2f}, by batch: '
     + ', '.join(f'{kind} {v:.2f}' for kind, v in mean.items())
-    + f'; at {longest // 1024}k {min(last):.2f} to {max(last):.2f}; most '
-    f'{most:.2f} ({where[1]} rows up to {where[0] // 1024}k, {where[2]}), '
-    f'least {least:.2f}',
-    whole >= at_least and least >= none_below,
+    + f'; most {most:.2f} {text(where)}, least {least:.2f} {text(last)}',
+    bool(mean[RAGGED] >= at_least),
   )
 
 

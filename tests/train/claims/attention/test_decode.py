@@ -7,7 +7,7 @@ import support
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 from paraxis.train.claims.attention import decode as claims
 
-MACHINE = dict(heads=2, tile=64, workers=8, part=0.5)
+MACHINE = dict(heads=2, tile=64, workers=8)
 
 
 def test_in_order():
@@ -31,15 +31,18 @@ def test_makespans():
   ask = lambda **given: claims.makespans(
     None,
     **dict(
-      against='row', sizes=[[4096, 1], [4096, 4]], machine=MACHINE,
-      at_least=1.5, none_below=0.9,
+      against='row', sizes=[[4096, 1], [4096, 4]], machine=MACHINE, part=0.5,
+      swept=[0, 4], at_least=1.05,
     ) | given,
   )  # fmt: skip
   found = ask()
-  assert found.passed and 'one long' in found.caveat
+  assert found.passed and 'All 4 cases' in found.caveat
+  assert 'at 0 4 tiles' in found.caveat and 'one row' in found.caveat
   assert not ask(at_least=100).passed
-  assert not ask(none_below=1.5).passed
-  assert not ask(against='even', at_least=1.01).passed
+  assert not ask(against='even').passed
+  # Shared out without cutting rows, nothing is gained.
+  with claims.whole_rows():
+    assert float(ask().measured.split()[0]) <= 1
 
 
 def test_balance():
@@ -56,6 +59,14 @@ def test_balance():
     draws=5, rows=4, longest=640, tile=64, workers=[1, 3, 8],
   )  # fmt: skip
   assert right.measured == '1'
+
+
+def test_whole_rows_by_hand():
+  with claims.whole_rows():
+    # Of 12 tiles 3 each, up to the next row: 10, none, 1 and 1.
+    plan = decode_schedule.make(np.array([640, 64, 0, 64]), 640, 64, 4)
+    assert np.diff(plan.worker).tolist() == [10, 0, 0, 2]
+    assert claims.even([640, 64, 0, 64], 64, 4, 0.5) == 10.5
 
 
 def test_any_division():
@@ -99,7 +110,8 @@ def test_batches():
   drawn = claims.batches(4096, 4, 3)
   assert drawn['equal'] == [[4096] * 4]
   assert drawn['one long'] == [[4096, 64, 64, 64]]
-  assert len(drawn['spread']) == 3
-  assert all(x[0] == max(x) and min(x) >= 64 for x in drawn['spread'])
-  assert len({tuple(x) for x in drawn['spread']}) == 3
-  assert np.all(np.array(drawn['spread']) <= 4096)
+  assert len(drawn[claims.RAGGED]) == 3
+  assert all(x[0] == max(x) and min(x) >= 64 for x in drawn[claims.RAGGED])
+  assert len({tuple(x) for x in drawn[claims.RAGGED]}) == 3
+  assert np.all(np.array(drawn[claims.RAGGED]) <= 4096)
+  assert claims.batches(4096, 1, 3) == {'one row': [[4096]]}  # counted once
