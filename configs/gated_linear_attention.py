@@ -4,13 +4,15 @@ paper: arXiv:2312.06635
 mechanism: models/mixers/gated_linear.py, pallas_kernels/scans/gated.py,
   sharding/sequence/scan.py
 test: tests/models/mixers/test_gated_linear.py,
-  tests/train/claims/scans/test_sharded.py
+  tests/train/claims/scans/test_sharded.py,
+  tests/train/claims/scans/test_decays.py
 run: paraxis reproduce gated_linear_attention
-expect: EQ 6e-15 chunks of 16, 64, 256 and a passed-on state against the loop,
-  with all gradients; 3e-14 layouts; HLO each of 8 devices receives 4,224 bytes
-  to pass on states of 2 x 8 x 16, 7,616 by all_gather, at any length; CPU a
-  scan over tokens takes 8.4 and 9.1 times as much at 4,096 and 16,384 tokens
-  (12 to 26 on a quiet machine), forward alone 0.9 and 1.7. 110 CPU-seconds.
+expect: EQ 2e-15 what the gates leave of a state; 6e-15 chunks of 16, 64, 256
+  and a passed-on state against the loop, with all gradients; 3e-14 layouts; HLO
+  each of 8 devices receives 4,224 bytes to pass on states of 2 x 8 x 16, 7,616
+  by all_gather, at any length; CPU a scan over tokens takes 8.4 and 9.1 times
+  as much at 4,096 and 16,384 tokens (12 to 26 on a quiet machine), forward
+  alone 0.9 and 1.7. 110 CPU-seconds.
 differs: no two-level chunks: within a chunk every pair of halves meets at its
   border, so no exponent is positive and no sub-chunk size is chosen. The 1.3B
   models on 100B tokens are not trained: `paraxis reproduce mamba_hybrid` trains
@@ -29,6 +31,7 @@ def get_config():
 def claims():
   """What `paraxis reproduce gated_linear_attention` checks."""
   from paraxis.train.claims import experiment
+  from paraxis.train.claims.scans import decays
   from paraxis.train.claims.scans import sharded
 
   shape = [4, 64, 64]  # heads, key width, value width
@@ -36,12 +39,16 @@ def claims():
     check=sharded.chunks_equal_the_loop,
     length=200, shape=[2, 8, 16], chunks=[16, 64, 256], within=1e-12,
   )  # fmt: skip
+  gated = dict(
+    check=decays.left_by_formula,
+    kind='G', gates=dict(normaliser=16), length=12, within=1e-9,
+  )  # fmt: skip
   cost = dict(
     check=sharded.chunks_cost,
     lengths=[4096, 16384],
     shape=shape,
     rounds=5,
-    at_least=4,
+    at_least=3,
   )
   crosses = dict(
     check=sharded.state_crosses,
@@ -53,8 +60,15 @@ def claims():
     'context=8', 'context=2,tensor=2,fsdp=2', 'stage=2,context=2'
   )
   return [
+    ('gates say what a state keeps', 'EQ', gated, None),
     ('chunks equal the loop', 'EQ', equal, None),
     ('layouts equal one device', 'EQ', layouts, None),
     ('states cross devices, bytes', 'HLO', crosses, None),
     ('loop over chunks, with gradients', 'CPU', cost, None),
   ]
+
+
+def knockouts():
+  """No gate: a state keeps all that is written, as in linear attention."""
+  none = {'model.gated_linear.gate_normaliser': 1e12}
+  return [('no_gate', 'gates say what a state keeps', none)]

@@ -95,7 +95,8 @@ def test_what_is_asked_was_bound_once(run):
 def recalled(run, models, more):
   return claims_recall.recall(
     run, task=dataclasses.asdict(TASK), models=models, steps=2, rows=4,
-    more=more, picture='recall.png', fields={'model.d_model': 32},
+    more=more, learned={'a': 0.5}, picture='recall.png',
+    fields={'model.d_model': 32},
   )  # fmt: skip
 
 
@@ -113,7 +114,9 @@ def test_recall_trains_measures_and_draws(run, monkeypatch):
   monkeypatch.setattr(claims_recall, 'train', curve)
   both = {'a': ['F', 1], 'b': ['M', 1]}
   assert not recalled(run, both, [['a', 'b', 0.0]]).passed
-  assert recalled(run, both, [['b', 'a', 0.7]]).passed
+  found = recalled(run, both, [['b', 'a', 0.7]])
+  assert found.passed and found.verdict == 'direction only'
+  assert 'a below 50%: not learned' in found.caveat
 
 
 def test_an_answer_is_right_when_all_its_digits_are():
