@@ -17,8 +17,8 @@ differs: the paper's kernels are for Ascend NPUs and Volta GPUs and its results
   Tiles of the mask are computed, not read from a matrix of 2M x 2M, whose
   slices they are shown to be; the two levels are the block in on-chip memory
   and the compiler's own tiles. The all-reduce of the projection is a ring of
-  pieces, cut by tokens. The host attends in NumPy to keys that it keeps;
-  nothing overlaps it with the device.
+  pieces, cut by tokens. Attention on the host is in claims only: NumPy, over
+  keys that it keeps, beside nothing of the device's work.
 """
 
 from paraxis.configs import presets
@@ -69,4 +69,14 @@ def claims():
     ('projection in pieces equals whole', 'EQ', rings, None),
     ('messages of the pieces', 'HLO', sent, None),
     ('layouts equal one device', 'EQ', layouts, None),
+  ]
+
+
+def knockouts():
+  """Tiles without a mask, parts without their lse."""
+  from paraxis.train.claims.attention import parts
+
+  return [
+    ('no_mask', 'tiles of the mask', parts.no_mask),
+    ('no_lse', 'keys on the host, merged by lse', parts.mean_of_parts),
   ]

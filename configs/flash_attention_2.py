@@ -81,3 +81,13 @@ def claims():
     ('no T x T in a TPU program', 'AOT', machines, 'linear'),
     ('dense over blocks, with gradients', 'CPU', cost, None),
   ]
+
+
+def knockouts():
+  """Scores all at once; blocks that a mask hides are computed, too."""
+  from paraxis.train.claims.attention import kernels
+
+  return [
+    ('dense', 'temporaries, a doubling of T', kernels.dense),
+    ('every_block', 'blocks that are visited', kernels.every_block),
+  ]

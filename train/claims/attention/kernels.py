@@ -36,6 +36,7 @@ from paraxis.sharding.meter import flops
 from paraxis.train.bench import measure as bench_measure
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 
 _KERNELS = dict(pallas_tpu=attention_tpu, pallas_gpu=attention_gpu)
 _NAMES = 'o', 'lse', 'dq', 'dk', 'dv'
@@ -148,6 +149,24 @@ def _shapes(length, shape, dtype):
   n, kv, h = shape
   sizes = [(1, length, heads, h) for heads in (n, kv, kv, n)]
   return [jax.ShapeDtypeStruct(s, dtype) for s in sizes]
+
+
+def dense():
+  """Knock-out: attention as its definition says, all scores at once."""
+
+  def whole(q, k, v, mask, segments=None, order=None, impl=''):
+    del impl
+    o, lse = reference.attention_ref(q, k, v, mask, segments, order)
+    return o.astype(v.dtype), lse
+
+  return knockouts.patched(attention, 'attention', whole)
+
+
+def every_block():
+  """Knock-out: no block of scores is left out."""
+  real = attention_blocks.block_kinds
+  some = lambda *given: np.maximum(real(*given), 1)
+  return knockouts.patched(attention_blocks, 'block_kinds', some)
 
 
 def largest(text):

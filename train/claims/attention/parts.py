@@ -16,6 +16,7 @@ from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 
 
 def mask_is_a_slice(run, *, length, blocks):
@@ -55,6 +56,13 @@ def mask_is_a_slice(run, *, length, blocks):
     'rest visible or skipped',
     wrong == 0,
   )
+
+
+def no_mask():
+  """Knock-out: every tile counts as visible."""
+  real = attention_blocks.block_kinds
+  full = lambda *given: np.full_like(real(*given), 2)
+  return knockouts.patched(attention_blocks, 'block_kinds', full)
 
 
 def _on_host(q_B1NH, k_BSKH, v_BSKH, scale):
@@ -103,3 +111,9 @@ def host_part(run, *, slots, on_host, rows, shape, within):
     f'{slots} slots on the host: o and lse; {crossing:,} numbers cross a token '
     f'and layer, {kept:,} of keys and values stay',
   )
+
+
+def mean_of_parts():
+  """Knock-out: parts of a row join without their lse."""
+  mean = lambda a, b: tuple((x + y) / 2 for x, y in zip(a, b, strict=True))
+  return knockouts.patched(decode_schedule, 'merge', mean)

@@ -8,7 +8,6 @@ import support
 from paraxis.pallas_kernels.attention import blocks as attention_blocks
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.attention import tpu as attention_tpu
-from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 from paraxis.train.bench import measure as bench_measure
 from paraxis.train.claims.attention import kernels as claims_attention
 from paraxis.train.claims.attention import parts as claims_attention_parts
@@ -58,11 +57,11 @@ def temporaries(dense_at_least=3.0):
   )  # fmt: skip
 
 
-def test_temporaries_are_linear_until_ours_is_dense(monkeypatch):
+def test_temporaries_are_linear_until_ours_is_dense():
   assert temporaries().passed
   assert not temporaries(dense_at_least=5).passed
-  monkeypatch.setattr(claims_attention, '_ours', claims_attention._dense)
-  found = temporaries()
+  with claims_attention.dense():
+    found = temporaries()
   assert not found.passed and 'NOT only dense' in found.caveat
 
 
@@ -80,6 +79,9 @@ def visited(windows):
 def test_blocks_visited_are_those_of_the_formula(monkeypatch):
   found = visited([0, 1, 33, 34])
   assert found.passed and found.measured == '36 8 15 21'
+  with claims_attention.every_block():
+    found = visited([0])
+  assert not found.passed and found.measured == '64'
   cost = attention_blocks.cost
   half = lambda *given: cost('forward', *given[1:])
   monkeypatch.setattr(attention_tpu.blocks, 'cost', half)
@@ -110,27 +112,28 @@ def test_tiles_of_a_mask_are_slices(monkeypatch):
   assert tiles([[8, 8]]).measured == '6 differ'
 
 
+def test_tiles_without_a_mask_are_seen():
+  with claims_attention_parts.no_mask():
+    assert tiles([[8, 8]]).measured == '21 differ'
+
+
 def test_parts_of_a_row_merge_by_lse():
-  first = lambda a, b: tuple(map(jnp.asarray, a))
-  right, _ = claim_cases.holds_until(
-    decode_schedule, 'merge', first, claims_attention_parts.host_part,
-    slots=20, on_host=[1, 19], rows=2, shape=[4, 2, 8], within=1e-12,
-  )  # fmt: skip
-  assert '136 numbers cross' in right.caveat
+  ask = lambda: claims_attention_parts.host_part(
+    None, slots=20, on_host=[1, 19], rows=2, shape=[4, 2, 8], within=1e-12
+  )
+  right = ask()
+  assert right.passed and '136 numbers cross' in right.caveat
+  with claims_attention_parts.mean_of_parts():
+    assert not ask().passed
 
 
 @support.compiles('tpu')
-def test_no_square_is_compiled_for_a_tpu(monkeypatch):
+def test_no_square_is_compiled_for_a_tpu():
   check = lambda at_most: claims_attention.compiled_is_linear(
     None, topologies=['v5e:1x1'], lengths=[1024], shape=[2, 1, 128], window=0,
     at_most=at_most,
   )  # fmt: skip
   assert check(2).passed
-
-  def dense(q, k, v, mask, rows):
-    del rows
-    return claims_attention._dense(q, k, v, mask)
-
-  monkeypatch.setattr(claims_attention, '_ours', dense)
-  found = check(100)
+  with claims_attention.dense():
+    found = check(100)
   assert not found.passed and found.measured.startswith('FOUND')
