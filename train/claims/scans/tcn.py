@@ -26,6 +26,7 @@ from paraxis.sharding.meter import flops
 from paraxis.train.certify import verify
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import workdir as workdir_lib
 
@@ -76,7 +77,7 @@ def field_is_the_formula(run, *, cases):
     cases: list of fields of mixer_schema.Tcn: kernel, dilation, depth. Chunks
       are of one token, so that nothing else reaches on.
   """
-  want, found = [], []
+  want, found, counted = [], [], []
   with jax.enable_x64(True):
     for case in cases:
       own = mixer_schema.Tcn(**case)
@@ -84,15 +85,21 @@ def field_is_the_formula(run, *, cases):
       want.append(1 + (own.kernel - 1) * sum(far))
       first, last = _reached(case, want[-1] + 10, 5)
       found.append(last - 4 if first == 5 else first - 5)
-      assert tcn.receptive_field(own) == want[-1]
+      counted.append(tcn.receptive_field(own))
   texts = [' '.join(f'{k} {v}' for k, v in case.items()) for case in cases]
   return claims.Outcome(
     experiment.numbers(want),
     experiment.numbers(found),
     f'tokens from the one that is changed to the last that differs at all, '
     f'float64, random weights; {", ".join(texts)}',
-    want == found,
+    want == found == counted,
   )
+
+
+def no_dilation():
+  """Knock-out: convolutions of neighbours, however many."""
+  near = lambda own: [1] * own.depth
+  return knockouts.patched(tcn, 'dilations', near)
 
 
 def streams_as_a_whole(run, *, own, length, prompts, within):
@@ -184,12 +191,13 @@ def cost_of_a_token(run, *, lengths, at_most):
   )
 
 
-def bits_by_reach(run, *, variants, pair, apart):
+def bits_by_reach(run, *, variants, pair, apart, verdict):
   """LEARN: held-out bits per byte of text by the reach of convolutions.
 
   Args:
     variants: {name: fields of mixer_schema.Tcn that differ}.
     pair: two of the names; the second has more bits. apart: how many at least.
+    verdict: of harness.VERDICTS, what it means for the paper if that holds.
   """
   bits, results, folders = {}, [], []
   for name, fields in variants.items():
@@ -211,6 +219,7 @@ def bits_by_reach(run, *, variants, pair, apart):
     f'steps, one seed, chunks of {run.config.model.tcn.chunk}: '
     f'{"; ".join(results)}',
     gap >= apart,
+    verdict if gap >= apart else '',
   )
 
 
@@ -234,7 +243,7 @@ def repetition_in_reach(run, *, text, model, steps, variants, pair, apart):
   Args:
     text: {'period', 'symbols', 'documents'}; a document fills a row.
     model: {'section.field': value} that differs. steps: of training.
-    variants, pair, apart: as for `bits_by_reach`.
+    variants, pair, apart: as for `bits_by_reach`; it is what the paper says.
   """
   path = workdir_lib.resolve(run.workdir) / 'repeated.jsonl'
   length = run.config.data.sequence_length - 1
@@ -243,7 +252,9 @@ def repetition_in_reach(run, *, text, model, steps, variants, pair, apart):
     run.config, model, {'data.path': str(path), 'train.steps': steps}
   )
   own = claims.Run(config, run.workdir, run.say)
-  found = bits_by_reach(own, variants=variants, pair=pair, apart=apart)
+  found = bits_by_reach(
+    own, variants=variants, pair=pair, apart=apart, verdict='reproduced'
+  )
   bits, p = np.log2(text['symbols']), text['period']
   return found._replace(
     caveat=f'words of {p} of {text["symbols"]} letters, over and over; '

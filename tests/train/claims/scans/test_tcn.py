@@ -39,6 +39,9 @@ def field(run):
 def test_a_field_is_found_by_changing_a_token(run, monkeypatch):
   found = field(run)
   assert found.passed and found.measured == '7'
+  with claims_tcn.no_dilation():
+    found = field(run)
+  assert not found.passed and found.measured == '5'
   monkeypatch.setattr(tcn, 'dilations', lambda own: [1, 3])
   monkeypatch.setattr(tcn, 'receptive_field', lambda own: 7)
   assert field(run).measured == '9'
@@ -95,9 +98,12 @@ WAYS = dict(variants={'a': {}, 'b': dict(depth=1)}, pair=['a', 'b'])
 
 
 def test_bits_are_reported_by_reach(run, trained):
-  check = lambda apart: claims_tcn.bits_by_reach(run, apart=apart, **WAYS)
+  check = lambda apart: claims_tcn.bits_by_reach(
+    run, apart=apart, verdict='opposite', **WAYS
+  )
   found = check(0.4)
   assert found.passed and found.measured == '0.500'
+  assert found.verdict == 'opposite' and not check(0.6).verdict
   assert 'a (reach 7) 2.000' in found.caveat
   assert 'b (reach 3) 2.500' in found.caveat
   assert [c.model.tcn.depth for c in trained] == [2, 1]
