@@ -25,6 +25,15 @@ differs: 870,000 parameters, 240 steps and a latent of 64, so that all errors
 
 from paraxis.configs import presets
 
+TWO = dict(groups=2, measured=True)
+VARIANTS = {
+  'identity': TWO | dict(rotation='none'),
+  'identity, alike': dict(rotation='none', groups=2, measured=False),
+  'hadamard': dict(rotation='hadamard', groups=2, measured=False),
+  'pca': TWO | dict(rotation='pca'),
+  'pca in 4': dict(rotation='pca', groups=4, measured=True),
+}
+
 
 def get_config():
   """A small model with latent attention, trained with whole latents."""
@@ -58,16 +67,8 @@ def claims():
     check=latent.cache_bytes, model=deepseek, parts=[1, 2, 4, 8],
     numbers=[576, 320, 192, 128],
   )  # fmt: skip
-  own = lambda rotation, measured=True, groups=2: dict(
-    rotation=rotation, measured=measured, groups=groups
-  )
   learned = dict(
-    check=latent.parts_of_their_own, rows=16, prompt=128,
-    variants={
-      'identity': own('none'), 'identity, alike': own('none', False),
-      'hadamard': own('hadamard', False), 'pca': own('pca'),
-      'pca in 4': own('pca', groups=4),
-    },
+    check=latent.parts_of_their_own, rows=16, prompt=128, variants=VARIANTS,
     order=['exact', 'pca', 'identity'], at_most=0.1,
   )  # fmt: skip
   return [
@@ -76,4 +77,17 @@ def claims():
     ('layouts equal one device', 'EQ', layouts, None),
     ('numbers a token and device', 'HLO', held, '576 320'),
     ('held-out bits, scores of their own', 'LEARN', learned, None),
+  ]
+
+
+def knockouts():
+  """A softmax each, all latents everywhere, the basis that was trained."""
+  from paraxis.train.claims.attention import latent
+
+  each = {'cases': [dict(groups=2, scores='own')]}
+  trained = {'variants': VARIANTS | {'pca': VARIANTS['identity']}}
+  return [
+    ('softmax_each', 'summed scores are exact', each),
+    ('whole_latents', 'numbers a token and device', latent.whole_latents),
+    ('no_rotation', 'held-out bits, scores of their own', trained),
   ]

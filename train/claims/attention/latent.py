@@ -11,6 +11,7 @@ Legend: B rows, T tokens, R width of a latent, P of the rotated key.
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -20,10 +21,12 @@ import numpy as np
 from paraxis.configs import schema
 from paraxis.models import build
 from paraxis.models import decoder
+from paraxis.models.mixers import latent as latent_attention
 from paraxis.models.mixers import latent_rotation
 from paraxis.train import program as job_lib
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 
 VOCABULARY = 64
 TINY = {
@@ -172,7 +175,8 @@ def parts_of_their_own(run, *, rows, variants, prompt, order, at_most):
     rows: of training text to measure latents on, and of each domain to read.
     variants: {name: {'rotation', 'groups', 'measured': are shares}}.
     prompt: tokens that a prefill reads, in the second comparison.
-    order: names from the fewest to the most bits; 'exact' are whole latents.
+    order: names from the fewest to the most bits, no two alike; 'exact' are
+      whole latents.
     at_most: bits that the second of them may lose.
   """
   bits, count = _bits_of_variants(run, rows, variants, prompt)
@@ -186,5 +190,12 @@ def parts_of_their_own(run, *, rows, variants, prompt, order, at_most):
     f'{run.config.data.sequence_length} held-out tokens, read one by one: '
     f'{of(0)}. After an exact prefill of {prompt}, the rest: {of(1)}. '
     f'{order[1]} loses {lost:.3f} (at most {at_most:g})',
-    row == sorted(row) and lost <= at_most,
+    all(a < b for a, b in itertools.pairwise(row)) and lost <= at_most,
   )
+
+
+def whole_latents():
+  """Knock-out: every device holds all latent shards."""
+  everywhere = lambda self: ('batch', None, None, None)
+  mixer = latent_attention.LatentAttention
+  return knockouts.patched(mixer, '_parts', everywhere)

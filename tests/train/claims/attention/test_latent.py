@@ -3,7 +3,6 @@
 import claim_cases
 import numpy as np
 
-from paraxis.models.mixers import latent as latent_attention
 from paraxis.models.mixers import latent_rotation
 from paraxis.train.claims.attention import latent as claims_latent
 
@@ -16,7 +15,7 @@ def test_rotated_and_sharded_is_exact_until_a_matrix_is_not():
   )  # fmt: skip
 
 
-def test_numbers_of_a_cache_are_counted(monkeypatch):
+def test_numbers_of_a_cache_are_counted():
   model = dict(
     d_model=16, num_heads=4, num_layers=1,
     latent=dict(rank=16, rope_dim=4, nope_dim=4, value_dim=4),
@@ -27,9 +26,8 @@ def test_numbers_of_a_cache_are_counted(monkeypatch):
   found = check([20, 8])
   assert found.passed and '20 numbers' in found.caveat
   assert not check([20, 9]).passed
-  whole = lambda self: ('batch', None, None, None)
-  monkeypatch.setattr(latent_attention.LatentAttention, '_parts', whole)
-  assert check([20, 8]).measured == '20 32'  # 4 keys, on every device
+  with claims_latent.whole_latents():
+    assert check([20, 8]).measured == '20 32'  # 4 keys, on every device
 
 
 def test_bits_of_parts_are_reported(monkeypatch):
@@ -44,3 +42,12 @@ def test_bits_of_parts_are_reported(monkeypatch):
   assert 'After an exact prefill of 8, the rest: exact 2.100' in found.caveat
   assert not check(at_most=0.04).passed
   assert not check(order=('exact', 'identity', 'pca')).passed
+  bits['pca'] = bits['identity']  # as if there were no rotation
+  assert not check(at_most=1).passed
+
+
+def test_a_softmax_each_is_not_exact():
+  ask = lambda **own: claims_latent.decoding_is_exact(
+    None, cases=[dict(groups=2, **own)], length=9, within=1e-11
+  )
+  assert ask().passed and not ask(scores='own').passed
