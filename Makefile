@@ -8,6 +8,7 @@
 #                                    make test ARGS="tests/train -k resume"
 #   make test-all      every test; writes what each cost and which modules it
 #                      executed (tests/ledger.json, tests/executed.json)
+#   make knockouts     every claim's mechanism switched off: it must fail
 #   make test-changed  tests that execute what differs from BASE (HEAD)
 #   make lint     ruff check, ruff format --check
 #   make types    basedpyright
@@ -29,7 +30,7 @@ RUN := runs/quickstart
 # Python output that a pipe or a log file gets line by line.
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test test-all test-changed lint types format lock clean install
+.PHONY: demo test test-all test-changed knockouts lint types format lock clean install
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -96,6 +97,17 @@ test-all: $(STAMP)
 
 test-changed: $(STAMP)
 	$(PYTEST) --changed=$(BASE) $(ARGS)
+
+# A process for each config: what one switches off, no other sees.
+NAMES = 'from paraxis.configs.base import command_line as c; \
+  print(*(p.stem for p in c.papers()))'
+
+knockouts: $(STAMP)
+	@failed=; for name in $$("$(BIN)/python" -c $(NAMES)); do \
+	  echo "=== $$name"; \
+	  "$(BIN)/paraxis" reproduce $$name --knockout || failed="$$failed $$name"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "not as they must:$$failed" >&2; exit 1; fi
 
 lint: $(STAMP)
 	"$(BIN)/python" -m ruff check .

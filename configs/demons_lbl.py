@@ -72,3 +72,13 @@ def claims():
     ('domain and expert, the batch over a row', 'LEARN', special, 'yes'),
     ('held-out text, the wider the better', 'LEARN', better, 'lower'),
   ]
+
+
+def knockouts():
+  """No loss that balances."""
+  off = {'model.experts.balance': 0.0}
+  return [
+    ('a_balance_loss', 'scopes on one device, and of one batch', off),
+    ('balancing', 'domain and expert, the batch over a row', off),
+    ('wide_balancing', 'held-out text, the wider the better', off),
+  ]

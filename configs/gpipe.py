@@ -71,3 +71,19 @@ def claims():
     ('memory for each microbatch more', 'HLO', memory, None),
     ('recomputing over storing', 'HLO', kept, None),
   ]
+
+
+def knockouts():
+  """A batch that is not split, 1F1B in GPipe's place, memory without remat."""
+  from paraxis.train.claims.pipeline import schedules
+
+  split = schedules.one_microbatch
+  return [
+    ('microbatches', 'share of the time at M = 4 K', split),
+    ('splitting', 'bubble over ideal time', split),
+    (
+      'all_forwards_first',
+      'inputs of stages held at once',
+      {'schedule': 'one_f_one_b'},
+    ),
+  ]

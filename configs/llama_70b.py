@@ -30,3 +30,8 @@ def claims():
 
   count = dict(check=check.parameters, expected=70_553_706_496)
   return [('parameters as published', 'EQ', count, 70_553_706_496)]
+
+
+def knockouts():
+  """One parameter more than was published."""
+  return [('one_less', 'parameters as published', {'expected': 70_553_706_497})]

@@ -92,3 +92,22 @@ def claims():
     ('inputs of chunks held at once', 'SIM', held, '2(p-1)+(v-1)p+1'),
     ('messages of stages, times', 'HLO', sent, 'v'),
   ]
+
+
+def knockouts():
+  """Layers, residuals, chunks and the loss as they were before Megatron."""
+  from paraxis.train.claims.layouts import step
+  from paraxis.train.claims.pipeline import schedules
+
+  whole = {'mesh.rules': 'fsdp_tensor heads= kv_heads= mlp='}
+  return [
+    ('chunks', 'bubble, v chunks', schedules.one_chunk),
+    ('tensor_parallel_layers', 'tensor parallel: messages a layer', whole),
+    (
+      'sequence_parallelism',
+      'sequence parallel: messages a layer',
+      {'sequence': False},
+    ),
+    ('parallel_loss', 'logits are never gathered', step.gathered_logits),
+    ('more_chunks', 'messages of stages, times', {'chunks': [1, 1]}),
+  ]

@@ -72,3 +72,17 @@ def claims():
     ('all-reduces of a parallel block', 'HLO', sums, None),
     ('that block, and its gradients', 'EQ', sums_equal, None),
   ]
+
+
+def knockouts():
+  """Conversions through the whole tensor; sums where they arise."""
+  from paraxis.train.claims.layouts import conversions
+
+  return [
+    ('direct_conversions', 'bytes of 14 conversions', conversions.by_broadcast),
+    (
+      'deferred_sums',
+      'all-reduces of a parallel block',
+      conversions.sums_at_once,
+    ),
+  ]

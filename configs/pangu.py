@@ -90,3 +90,23 @@ def claims():
     ('memory of 2.6B: data=8, then ZeRO-1', 'SIM', by_zero, None),
     ('memory of 2.6B: remat', 'SIM', by_remat, None),
   ]
+
+
+def knockouts():
+  """Nothing sharded over data, over tensor; everything kept."""
+  from paraxis.train.claims.layouts import memory
+
+  whole = {'mesh.rules': 'fsdp_tensor heads= kv_heads= mlp='}
+  return [
+    (
+      'optimizer_parallelism',
+      'memory of 2.6B: data=8, then ZeRO-1',
+      memory.zero_off,
+    ),
+    ('tensor_parallelism', 'memory of 2.6B: tensor=8', whole),
+    (
+      'recomputation',
+      'memory of 2.6B: remat',
+      {'step': {'train.remat': 'none'}},
+    ),
+  ]

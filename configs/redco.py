@@ -65,3 +65,14 @@ def claims():
     ('all-reduces: forward, step', 'HLO', layers, None),
     ('bytes: rank of 16, worst', 'HLO', fewest, None),
   ]
+
+
+def knockouts():
+  """Every matrix split by its outputs: no pair of column and row."""
+  from paraxis.train.claims.layouts import auto_rules
+
+  return [
+    ('pairs', "specs are Megatron's", auto_rules.columns),
+    ('rows', 'all-reduces: forward, step', auto_rules.columns),
+    ('column_row', 'bytes: rank of 16, worst', auto_rules.columns),
+  ]

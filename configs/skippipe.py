@@ -81,3 +81,19 @@ def claims():
     ('half over all, trained with 1/2 out', 'LEARN', robust(0.5, 1.07), '1.07'),
     ('half of it over half of a plain one', 'LEARN', full, None),
   ]
+
+
+def knockouts():
+  """Microbatches that visit all stages, or skip the same; plain training."""
+  from paraxis.train.claims.pipeline import skip
+
+  return [
+    ('skipping', 'pipeline equals layers on paths', skip.all_stages),
+    ('shorter_paths', 'time of a step, 1/2 left out', {'fraction': 0}),
+    ('balance', 'paths share the stages out', skip.same_stages),
+    (
+      'skipping_in_training',
+      'half over all, trained with 1/2 out',
+      {'trained': 0},
+    ),
+  ]

@@ -54,3 +54,13 @@ def claims():
     ('the KV ring by direction', 'HLO', sent('ring'), None),
     ('bytes against the KV ring', 'HLO', against, None),
   ]
+
+
+def knockouts():
+  """The ring of k and v under TokenRing's name."""
+  from paraxis.train.claims.layouts import context
+
+  return [
+    ('moving_queries', 'TokenRing by direction', context.kv_ring),
+    ('direct_results', 'bytes against the KV ring', context.kv_ring),
+  ]

@@ -89,3 +89,16 @@ def claims():
     ('faster than layers moved', 'SIM', moved, '1.05 to 1.51'),
     ('memory of all stages', 'AOT', memory, 'balanced'),
   ]
+
+
+def knockouts():
+  """The head on the last stage; ends that no stage shares."""
+  from paraxis.train.claims.pipeline import schedules
+
+  whole = {'mesh.rules': 'fsdp_tensor vocab=tensor'}
+  return [
+    ('spread_head', 'work of the busiest stage', schedules.head_last),
+    ('shared_work', 'faster than even layers', schedules.head_last),
+    ('shared_ends', 'bytes of the ends by device', whole),
+    ('shared_memory', 'memory of all stages', whole),
+  ]

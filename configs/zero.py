@@ -77,3 +77,14 @@ def claims():
     ('GB of 7.5B parameters on 64', 'SIM', table, '120 31.4 16.6 1.9'),
     ('GB of 1.3B on TPUs', 'AOT', machines, None),
   ]
+
+
+def knockouts():
+  """Nothing but parameters is sharded."""
+  from paraxis.train.claims.layouts import memory
+
+  off = memory.zero_off
+  return [
+    ('sharded_state', 'GB of 7.5B parameters on 64', off),
+    ('sharded_arrays', 'bytes held by stage, real arrays', off),
+  ]

@@ -229,6 +229,22 @@ def at_most(ratio: float, bound: float, caveat: str) -> claims.Outcome:
   )
 
 
+def _error(differences) -> float:
+  """Standard error of the mean; 0 of one number."""
+  count = len(differences)
+  return float(np.std(differences, ddof=1)) / count**0.5 if count > 1 else 0.0
+
+
+def above(differences, bound: float) -> bool:
+  """Whether the mean over seeds is above a bound, by 2 standard errors."""
+  return bool(np.mean(differences) > bound + 2 * _error(differences))
+
+
+def paired(differences) -> str:
+  """'0.0201 +-0.0032': the mean over seeds and its standard error."""
+  return f'{np.mean(differences):.4f} +-{_error(differences):.4f}'
+
+
 def numbers(values, form='') -> str:
   """'1.00 2.50' of [1, 2.5] in the format '.2f'."""
   return ' '.join(f'{value:{form}}' for value in values)

@@ -185,6 +185,31 @@ def test_patched_uses_nothing_kept_before_or_within(monkeypatch):
     pass
 
 
+CHEAP = ('EQ', 'HLO', 'SIM')  # neither trained nor compiled for a machine
+CONFIGS = command_line.papers()
+
+
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda p: p.stem)
+def test_every_config_has_a_knockout(path):
+  assert papers.knockouts(command_line.load_module(str(path)), path.name)
+
+
+@pytest.mark.sampled(len(CONFIGS) // 2)
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda p: p.stem)
+def test_without_its_mechanism_a_claim_fails(path, tmp_path):
+  """The first cheap one of a config; `make knockouts` runs all."""
+  module = command_line.load_module(str(path))
+  known = {claim.name: claim for claim in papers.claims(module, path.name)}
+  found = papers.knockouts(module, path.name)
+  cheap = [k for k in found if known[k.claim].kind in CHEAP]
+  if not cheap:
+    pytest.skip(f'all knock-outs of {path.stem} train or compile')
+  config = command_line.schema.view(command_line.load(str(path)))
+  run = harness.Run(config, tmp_path / 'run', say=lambda line: None)
+  outcome = knockouts.without(run, cheap[0], known[cheap[0].claim])
+  assert outcome.passed is False, (cheap[0].name, outcome)
+
+
 def test_a_training_without_the_mechanism_has_its_own_folder(tmp_path):
   folders = []
 

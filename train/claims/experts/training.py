@@ -133,6 +133,7 @@ def specialise(run, *, variants, seeds, more, times):
     f'held-out text, in bits: {_table(found)}; {_seeds(seeds)} '
     f'(lowest to highest), {run.config.train.steps} steps',
     min(ratios) >= times,
+    seeds=len(seeds),
   )
 
 
@@ -142,18 +143,19 @@ def learn_better(run, *, variants, seeds, better, by):
   Args:
     variants, seeds: as for `specialise`.
     better: list of [name, name]: the mean of the first is below the second's
-      by at least `by` bits per byte.
+      by more than `by` bits per byte (experiment.above).
   """
   trained = _trained(run, json.dumps(variants), tuple(seeds))
   found = {n: [bits for bits, *_ in rows] for n, rows in trained.items()}
   pairs = [list(zip(found[a], found[b], strict=True)) for a, b in better]
-  gains = [float(np.mean([b - a for a, b in pair])) for pair in pairs]
+  gains = [np.array([b - a for a, b in pair]) for pair in pairs]
   wins = [sum(a < b for a, b in pair) for pair in pairs]
   return claims.Outcome(
     '; '.join(f'{a} below {b}' for a, b in better),
-    experiment.numbers(gains, '.4f'),
+    ', '.join(map(experiment.paired, gains)),
     f'bits per byte of held-out text, {_seeds(seeds)}: {_table(found)}; better '
     f'in {", ".join(f"{w} of {len(seeds)}" for w in wins)}; '
     f'{run.config.train.steps} steps',
-    min(gains) >= by,
+    all(experiment.above(gain, by) for gain in gains),
+    seeds=len(seeds),
   )

@@ -24,6 +24,7 @@ from paraxis.train import loss as loss_lib
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 from paraxis.train.run import compiling
 
 
@@ -38,6 +39,21 @@ def _megatron(model, size):
     p: rules_lib.spec(model.axes[p], x.shape, preset, sizes, p)
     for p, x in _shapes(model).items()
   }
+
+
+def columns():
+  """Knock-out: every matrix is split by its outputs, no pair of two."""
+  decide = auto_rules.decide
+
+  def outputs(shapes, size):
+    found = decide(shapes, size)
+    last = lambda path: len(getattr(shapes[path], 'shape', shapes[path])) - 1
+    for path, decision in found.items():
+      if decision.kind == auto_rules.ROW:
+        found[path] = auto_rules.Decision(auto_rules.COLUMN, last(path))
+    return found
+
+  return knockouts.patched(auto_rules, 'decide', outputs)
 
 
 def specs_are_megatrons(run, *, size, families):

@@ -10,6 +10,7 @@ Legend: B rows, T tokens, D model, N heads, P head width, F mlp.
 import functools
 import itertools
 import math
+import sys
 from typing import Any
 
 import jax
@@ -24,6 +25,29 @@ from paraxis.sharding.planner import signatures
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
+
+
+def by_broadcast():
+  """Knock-out: every conversion gathers or sums the whole tensor first."""
+  plan = layout.plan
+
+  def detour(shape, dtype, source, target, sizes):
+    if source == target:
+      return ()
+    whole = layout.SbpLayout()
+    first = plan(shape, dtype, source, whole, sizes)
+    return (*first, *plan(shape, dtype, whole, target, sizes))
+
+  return knockouts.patched(layout, 'plan', detour)
+
+
+def sums_at_once():
+  """Knock-out: no sum is deferred."""
+  block = _block
+  at_once = lambda x, weights, defer: block(x, weights, False)
+  return knockouts.patched(sys.modules[__name__], '_block', at_once)
+
 
 _COLUMNS, _ROWS = 'tensor:S(1)', 'tensor:S(0)'  # of a weight (in, out)
 

@@ -32,8 +32,17 @@ from paraxis.train.certify import check
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 
 STAGES = range(4)
+
+
+def zero_off():
+  """Knock-out: gradients and optimizer state are laid out as parameters are."""
+  own = lambda names, shape, rules, sizes, stage, where='': rules_lib.spec(
+    names, shape, rules, sizes, where
+  )
+  return knockouts.patched(rules_lib, 'stored', own)
 
 
 def _sums(body, times):

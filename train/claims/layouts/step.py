@@ -17,17 +17,32 @@ import itertools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from paraxis.configs import schema
+from paraxis.sharding import annotate
 from paraxis.train import loss as loss_lib
 from paraxis.train import program as job_lib
 from paraxis.train.certify import target_compile
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 
 EXPLICIT = {'mesh.collectives': 'explicit'}
+
+
+def gathered_logits():
+  """Knock-out: every device gets the logits of the whole vocabulary."""
+
+  def nll(z_BTV, targets_BT):
+    names = 'batch', 'length', 'vocab'
+    z = annotate.move(z_BTV, names, (*names[:2], None))
+    picked = jnp.take_along_axis(z, targets_BT[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(z, -1) - picked
+
+  return knockouts.patched(loss_lib, 'negative_log_likelihood', nll)
 
 
 def zero_volume(run, *, mesh, volumes, within):

@@ -1,22 +1,15 @@
-"""Claims about collective matmuls: equal, overlapped, and what that can gain.
+"""Claims about collective matmuls: equal to plain products, and overlapped.
 
 The rings of sharding/tensor/rings.py against collectives and plain products
 (EQ), their messages counted in the compiled program (HLO), the order in which a
-TPU runs messages and products (AOT), and a deterministic model of T3
-(arXiv:2401.16677) that knows only products, links and bytes (SIM). With n
-devices, a product that takes g and a message that takes s:
-
-    sequential   t = g + (n - 1) s + gather
-    overlapped   message k leaves when its chunk is made and the sum it joins
-                 has arrived:  done_k = max(done_{k-1}, (k + 1) g / n) + s
-                 t = max(done_{n-2}, g) + gather,   gather = (n - 1) s
+TPU runs messages and products (AOT). What overlap can gain: overlap.py.
 
 Legend: B rows, T tokens, D model, F mlp, N heads, H head width.
 """
 
 import collections
+import contextlib
 import functools
-import statistics
 from typing import NamedTuple
 
 import jax
@@ -30,14 +23,12 @@ from paraxis.sharding.meter import hlo
 from paraxis.sharding.tensor import rings as tensor
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 
 _AXIS = 'tensor'
 _COLUMNS = ('BTD,DF->BTF', 'BTD,DNH->BTNH')
 _ROWS = 'BTF,FD->BTD'
 _PRODUCTS = ('dot', 'convolution')
-_BYTES = 2  # of a number on the machine of the model
-# Sublayers that end in a reduce-scatter: contracted width / hidden size.
-_SUBLAYERS = {'OP': 1, 'FC-2': 4, 'FC-1 backward': 4, 'IP backward': 3}
 
 
 def _gather(x, *weights):
@@ -69,6 +60,25 @@ def _scatter_backward(args, cotangents):
 def _scatter_last(h, w):
   y = jnp.einsum(_ROWS, h, w)
   return (jax.lax.psum_scatter(y, _AXIS, scatter_dimension=1, tiled=True),)
+
+
+@contextlib.contextmanager
+def collectives_apart():
+  """Knock-out: no ring, a collective before or after one whole product."""
+
+  def gather(x, products, axis, dim):
+    x = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+    return tuple(jnp.einsum(equation, x, w) for equation, w in products)
+
+  def scatter(equation, x, w, axis, dim):
+    y = jnp.einsum(equation, x, w)
+    return jax.lax.psum_scatter(y, axis, scatter_dimension=dim, tiled=True)
+
+  with (
+    knockouts.patched(tensor, 'gather_matmul', gather),
+    knockouts.patched(tensor, 'matmul_scatter', scatter),
+  ):
+    yield
 
 
 class _Pair(NamedTuple):
@@ -255,111 +265,4 @@ def messages_enclose_products(run, *, topology, tokens, width, mlp):
     f'backward; collectives apart: {sum(plain)} of {len(plain)}; the '
     "compiler's schedule, no time measured",
     bool(rings) and all(rings) and sum(plain) < sum(rings),
-  )
-
-
-class _Sublayer(NamedTuple):
-  """One product of (tokens, inner) and (inner, hidden) on each of n devices."""
-
-  name: str
-  tokens: int
-  inner: int
-  hidden: int
-  n: int
-
-
-def _sublayers(models):
-  """Of {name: [hidden size, tokens, [shards, ...]]}."""
-  for name, (hidden, tokens, shards) in models.items():
-    for n in shards:
-      for part, factor in _SUBLAYERS.items():
-        yield _Sublayer(
-          f'{name} {part} on {n}', tokens, factor * hidden // n, hidden, n
-        )
-
-
-def _times(layer, machine):
-  """Seconds of (the product, one message) of a sublayer on a machine."""
-  m, k, h = layer.tokens, layer.inner, layer.hidden
-  moved = _BYTES * (m * k + k * h + m * h)
-  product = max(2 * m * k * h / machine['flops'], moved / machine['memory'])
-  chunk = _BYTES * m * h / layer.n
-  return product, chunk / machine['link'] + machine['latency']
-
-
-def speedup(layer, machine):
-  """Sequential over overlapped time of a sublayer, all-gather included."""
-  n, (product, send) = layer.n, _times(layer, machine)
-  done = 0.0
-  for k in range(n - 1):
-    done = max(done, (k + 1) * product / n) + send
-  gather = (n - 1) * send
-  return (product + 2 * gather) / (max(done, product) + gather)
-
-
-def overlap_gain(run, *, machine, models, geomean, most, within):
-  """SIM: speedup of sublayers from overlapping products with their ring.
-
-  Args:
-    machine: {'flops': 1 / s, 'memory': B / s, 'link': B / s from one device to
-      the next, 'latency': s of a message}.
-    models: {name: [hidden size, tokens, [shards, ...]]}.
-    geomean, most: the paper's.
-  """
-  layers = list(_sublayers(models))
-  gains = [speedup(layer, machine) for layer in layers]
-  slow = {**machine, 'link': machine['link'] / 2}
-  mean, top = statistics.geometric_mean(gains), max(gains)
-  best = layers[gains.index(top)].name
-  half = statistics.geometric_mean([speedup(layer, slow) for layer in layers])
-  return claims.Outcome(
-    f'{geomean:.2f}, max {most:.2f}; each +-{within:.2f}',
-    f'{mean:.2f}, max {top:.2f}',
-    f'model, not measured: {len(layers)} sublayers, most in {best}; no '
-    f'contention for memory; with half the link {half:.2f}',
-    abs(mean - geomean) <= within and abs(top - most) <= within,
-  )
-
-
-def moved_bytes(layer, fused):
-  """{part: bytes through one device's memory} of a sublayer, without a cache.
-
-  In chunks of the output, n on each device: the product reads its inputs and
-  writes n. The ring sends n - 1 (read) and receives n - 1 (written); it adds n
-  - 1 times (reads both, writes the sum, which the next message reads). Fused,
-  the first chunk goes to the neighbour as it is made, and what arrives is added
-  in memory: n - 1 written by the product, n - 1 arrive, n - 2 are read to send.
-  The all-gather is the same in both.
-  """
-  m, k, h, n = layer.tokens, layer.inner, layer.hidden, layer.n
-  chunk = _BYTES * m * h // n
-  return {
-    'inputs': _BYTES * (m * k + k * h),
-    'product writes': chunk * (n - 1 if fused else n),
-    'ring reads': chunk * (n - 2 if fused else 2 * n - 1),
-    'ring writes': chunk * (n - 1 if fused else n),
-    'gather': chunk * 2 * (n - 1),
-  }
-
-
-def movement_saved(run, *, models, geomean, within):
-  """SIM: share of memory traffic that fusion and adding in memory save.
-
-  Args:
-    models: as in `overlap_gain`. geomean: the paper's share.
-  """
-  left, reads = [], collections.defaultdict(set)
-  for layer in _sublayers(models):
-    fused, apart = moved_bytes(layer, True), moved_bytes(layer, False)
-    left.append(sum(fused.values()) / sum(apart.values()))
-    reads[layer.n].add(round(apart['ring reads'] / fused['ring reads'], 1))
-  saved = 1 - statistics.geometric_mean(left)
-  rings = '; '.join(f'{n}: {max(r)}x' for n, r in reads.items())
-  return claims.Outcome(
-    f'{geomean:.2f} +-{within:.2f}',
-    f'{saved:.2f}, max {1 - min(left):.2f}',
-    f'model, not measured: fewer reads of the ring by shards {rings} (the '
-    "paper's 2.5x on 8, 2.2x on 16); no cache here, while the paper's largest "
-    'saving, 0.36, has inputs that stay in it',
-    abs(saved - geomean) <= within,
   )

@@ -19,11 +19,33 @@ from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.planner import simulate
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 
 LOCK_STEP, ASYNCHRONOUS = simulate.MODELS
 PHASED = (
   'simulated with F, B and W of equal cost and messages that cost nothing; '
 )
+
+
+def one_microbatch():
+  """Knock-out: a batch is not split, whatever number is asked for."""
+  make = schedules.make
+  whole = lambda name, p, m, *rest, **how: make(name, p, 1, *rest, **how)
+  return knockouts.patched(schedules, 'make', whole)
+
+
+def one_chunk():
+  """Knock-out: a stage is one chunk of layers, so 1F1B is not interleaved."""
+  make = schedules.make
+  plain = lambda name, p, m, *rest: make('one_f_one_b', p, m)
+  return knockouts.patched(schedules, 'make', plain)
+
+
+def head_last():
+  """Knock-out: the head stands on the last stage."""
+  run = simulate.run
+  last = lambda *given, **costs: run(*given, **costs | {'vocabulary': 'last'})
+  return knockouts.patched(simulate, 'run', last)
 
 
 def bubbles(run, *, schedule, cases, share, model):

@@ -31,6 +31,7 @@ from paraxis.train import step as step_lib
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 from paraxis.train.plot import figures
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import compiling
@@ -46,6 +47,24 @@ SMALL = {
 
 def _skip(fraction, schedule='skip'):
   return {'pipeline.schedule': schedule, 'pipeline.skip_fraction': fraction}
+
+
+def all_stages():
+  """Knock-out: no microbatch leaves a stage out."""
+  draw = schedule_paths.skip_paths
+  whole = lambda stages, microbatches, fraction, *seed: draw(
+    stages, microbatches, 0
+  )
+  return knockouts.patched(schedule_paths, 'skip_paths', whole)
+
+
+def same_stages():
+  """Knock-out: all microbatches leave the same stages out."""
+  draw = schedule_paths.skip_paths
+  first = lambda stages, microbatches, *how: (
+    draw(stages, 1, *how) * microbatches
+  )
+  return knockouts.patched(schedule_paths, 'skip_paths', first)
 
 
 def layers_of(paths, stages, layers):
@@ -120,10 +139,10 @@ def make_step(layers):
 def equals_pipeline(run, *, mesh, fractions, within):
   """EQ: the pipeline with `skip` against picked layers on one device.
 
-  Loss and every gradient, float64, with fractions of the stages left out; at
-  fraction 0 also against 1F1B, bit for bit.
+  Loss and every gradient, float64, with fractions of the stages left out by
+  each microbatch; at fraction 0 also against 1F1B, bit for bit.
   """
-  found = {}
+  found, passed = {}, True
   with jax.enable_x64(True):
     for fraction in fractions:
       config, devices = experiment.on(run.config, mesh, SMALL | _skip(fraction))
@@ -131,6 +150,8 @@ def equals_pipeline(run, *, mesh, fractions, within):
       params, batch = reference.params, reference.batches[0]
       loss, gradients = _on_stages(config, devices, params, batch)
       paths = training_paths(config, config.mesh.stage)
+      left = round(config.mesh.stage * (1 - fraction))
+      passed &= {len(path) for path in paths} == {left}
       one = _on_one(config, devices[0], paths, params, batch)
       gap, _ = trial.worst(gradients | {'loss': loss}, one)
       found[f'{fraction:.0%}'] = gap
@@ -140,8 +161,9 @@ def equals_pipeline(run, *, mesh, fractions, within):
     within,
     f'{mesh}, shrunk, packed rows; stages left out: '
     f'{experiment.listed(found)}; with none left out '
-    f'{"equal" if exact else "NOT equal"} to 1F1B bit for bit',
-    exact,
+    f'{"equal" if exact else "NOT equal"} to 1F1B bit for bit'
+    + ('' if passed else '; paths do NOT leave out so much'),
+    exact and passed,
   )
 
 
