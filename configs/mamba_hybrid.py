@@ -95,9 +95,12 @@ def claims():
   more = [[name, 'Mamba-2', 0.3] for name in ('attention', 'hybrid')]
   recalled = lambda layers, rows, steps, picture, **task: dict(
     check=recall.recall,
-    task=dict(pairs=16, mix=[2, 4, 8, 16]) | task, steps=steps, rows=rows,
+    task=dict(pairs=16, mix=[2, 4, 8, 16]) | task,
     models={'attention': ['F', layers], **OTHERS}, picture=picture,
-    fields={'model.d_model': 512, 'model.num_heads': 16},
+    fields={
+      'model.d_model': 512, 'model.num_heads': 16,
+      'train.steps': steps, 'train.batch_size': rows,
+    },
     more=more + [['hybrid', 'attention', -0.02]], learned={'attention': 0.95},
   )  # fmt: skip
   keys = dict(words=1, digits=1, choices=64, values=64)

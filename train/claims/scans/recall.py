@@ -181,27 +181,27 @@ def _config(run, task, pattern, layers, fields):
   return experiment.fields(run.config, SMALL, own, fields)
 
 
-def recall(run, *, task, models, steps, rows, more, learned, picture, fields):
+def recall(run, *, task, models, more, learned, picture, fields):
   """LEARN: which model answers more questions; draws all curves.
 
   Args:
     task: fields of `Task`. models: {name: [pattern, layers]}.
-    steps, rows: of a training; it is measured ten times.
     more: list of [name, name, margin]: the first is right at least so much
       more often than the second, at the end; a margin may be below 0.
     learned: {name: share of right answers} of a model that has learned the
       task; where it has not, a comparison shows a direction only.
     picture: name of the PNG in the workdir.
-    fields: {dotted name: value} of all models, before those of SMALL.
+    fields: {dotted name: value} of all models and trainings, before those of
+      SMALL; a training is measured ten times.
   """
   task = Task(**task)
-  given = fields | {'train.steps': steps, 'train.batch_size': rows}
   curves, sizes = {}, {}
   for name, (pattern, layers) in models.items():
-    config = _config(run, task, pattern, layers, given)
+    config = _config(run, task, pattern, layers, fields)
     sizes[name] = check.parameters(config)
     run.say(f'{name}: {pattern}, {layers} layers, {sizes[name]:,} parameters')
-    curves[name] = train(config, task, max(steps // 10, 1), run.say)
+    own = config.train
+    curves[name] = train(config, task, max(own.steps // 10, 1), run.say)
   run.say(f'wrote {_draw(curves, task, run.workdir, picture)}')
   last = {name: curve[-1][1] for name, curve in curves.items()}
   passed = all(last[a] >= last[b] + margin for a, b, margin in more)
@@ -210,8 +210,8 @@ def recall(run, *, task, models, steps, rows, more, learned, picture, fields):
     '; '.join(f'{a} >= {b} {m:+.0%}' for a, b, m in more),
     ', '.join(f'{n} {x:.1%}' for n, x in last.items()),
     f'answers right on new rows of {task.pairs} bindings, chance '
-    f'{task.values**-task.digits:.1%}; {steps} steps of {rows} rows of '
-    f'{task.length} tokens, one seed ({config.train.seed}); parameters '
+    f'{task.values**-task.digits:.1%}; {own.steps} steps of {own.batch_size} '
+    f'rows of {task.length} tokens, one seed ({own.seed}); parameters '
     + ', '.join(f'{n} {x:,}' for n, x in sizes.items())
     + f', state of Mamba-2 {config.model.mamba.state}'
     + ''.join(f'; {text}: not learned' for text in weak),

@@ -16,6 +16,7 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
+from paraxis.configs.base import errors
 from paraxis.models.mixers import recurrent
 from paraxis.pallas_kernels.scans import affine as affine_scan
 from paraxis.pallas_kernels.scans import gated as gated_scan
@@ -228,9 +229,14 @@ def iterations(
     tolerance: residual of a solution. cap: iterations at most; as many as there
       are tokens solve any cell.
     at_most: a bound on the median at each of `deviations`.
+
+  Raises:
+    UserError: a bound that no measurement can pass.
   """
   if at_most >= cap:
-    raise ValueError(f'a bound of {at_most} cannot fail under a cap of {cap}')
+    raise errors.UserError(
+      f'at_most={at_most} iterations cannot fail under cap={cap}: raise cap.'
+    )
   medians, ranges = [], []
   with jax.enable_x64(True):
     for deviation in (*deviations, *stronger):

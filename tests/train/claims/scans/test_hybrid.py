@@ -94,9 +94,9 @@ def test_what_is_asked_was_bound_once(run):
 
 def recalled(run, models, more):
   return claims_recall.recall(
-    run, task=dataclasses.asdict(TASK), models=models, steps=2, rows=4,
+    run, task=dataclasses.asdict(TASK), models=models,
     more=more, learned={'a': 0.5}, picture='recall.png',
-    fields={'model.d_model': 32},
+    fields={'model.d_model': 32, 'train.steps': 2, 'train.batch_size': 4},
   )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from paraxis.configs.base import errors
 from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.sharding.sequence import scan
 from paraxis.train.bench import measure as bench_measure
@@ -67,7 +68,7 @@ def test_iterations_are_few_until_there_are_no_jacobians():
   assert 'at 1 ' in found.caveat
   with claims_scans.picard():
     assert int(solve().measured) > 3 * few
-  with pytest.raises(ValueError, match='64 cannot fail under a cap of 64'):
+  with pytest.raises(errors.UserError, match='=64 .* cannot fail .* cap=64'):
     solve(64)
 
 
