@@ -28,6 +28,9 @@ def get_config():
   config.mesh.update(data=2, tensor=4)
   experts = config.model.experts
   experts.update(count=16, top_k=2, hot=2, region='data+tensor', balance=0.001)
+  # The hot ones are chosen by the loads of the step before, which a layer does
+  # not see where loads are counted over the whole step.
+  experts.balance_scope = 'microbatch'
   config.data.sequence_length = 128
   config.optimizer.warmup_steps = 40
   config.train.update(steps=200, batch_size=16)

@@ -296,6 +296,20 @@ def value(config, name):
   return functools.reduce(getattr, name.split('.'), config)
 
 
+def with_value(config, name, new):
+  """A `Config`, or a section of one, with another value of a dotted field."""
+  head, _, rest = name.partition('.')
+  inner = with_value(getattr(config, head), rest, new) if rest else new
+  return dataclasses.replace(config, **{head: inner})
+
+
+def with_values(config, values):
+  """A `Config` with {dotted field: value} set, unchecked."""
+  for name, new in values.items():
+    config = with_value(config, name, new)
+  return config
+
+
 def suggest(name, valid):
   """' Did you mean X?' when something close to `name` is in `valid`."""
   close = difflib.get_close_matches(name, list(valid), 1, 0.5)

@@ -195,6 +195,7 @@ def run(
 
   started = time.perf_counter()
   say = say if jax.process_index() == 0 else lambda line: None
+  config = workdir_lib.resumed(workdir, config, say)
   job = job_lib.make(config, mesh_text, devices, say)
   config, settings = job.config, job.config.train
   path, lock = _claim(job, workdir, say)

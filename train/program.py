@@ -27,6 +27,7 @@ from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.sequence import order as context_order
+from paraxis.train import expert_counts
 from paraxis.train import optimizers
 from paraxis.train import state as state_lib
 from paraxis.train.data import batch_ramp
@@ -292,6 +293,11 @@ def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
     config, data=dataclasses.replace(config.data, **places)
   )
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
+  if config.microbatches > 1 and expert_counts.whole_step(program.model):
+    say(
+      "experts: model.experts.balance_scope='step' counts loads in one more "
+      f'forward pass of the {config.microbatches} microbatches of a step.'
+    )
   corpus = token_cache.tokens(config, tokenizer, say)
   batches = data.Batches(config, corpus)
   if batches.plan.cut:

@@ -49,10 +49,10 @@ class Experts:
   )
   balance: float = field(0.01, 'weight of the load-balancing loss', low=0.0)
   balance_scope: str = field(
-    'microbatch',
-    'tokens over which loads are counted: a sequence, one device, a '
-    'microbatch, a whole step (one more forward pass if the step has several '
-    'microbatches); running: the previous step',
+    'step',
+    'tokens over which loads are counted: a whole step (one more forward pass '
+    'if it has several microbatches), or a sequence; running: the step before. '
+    'What one device or one microbatch counts depends on the layout',
     ('sequence', 'device', 'microbatch', 'step', 'running'),
   )
   router_z: float = field(0.0, 'weight of the router z-loss', low=0.0)

@@ -125,9 +125,14 @@ def test_a_finished_run(whole, tiny):
 
 
 def test_more_steps(tiny, tmp_path):
-  tiny.run(tmp_path, {'train.steps': 2})
+  # A run of once: its config.json holds the defaults of then, unused or not.
+  scope = 'model.experts.balance_scope'
+  old = {scope: workdir_lib.FORMER[scope]}
+  tiny.run(tmp_path, {'train.steps': 2} | old)
   result, said = tiny.run(tmp_path, {'train.steps': 3})
   assert result['step'] == 3
+  kept = workdir_lib.read_config(tmp_path).model.experts.balance_scope
+  assert kept == old[scope] != schema.Config().model.experts.balance_scope
   assert (
     'config: train.steps was 2, is now 3; the schedule is stretched' in said
   )

@@ -226,28 +226,25 @@ def _reference(config, packed, device):
   return Reference(config, packed, device)
 
 
+def plain(config):
+  """A schema.Config on one device: a whole batch at once, nothing moved."""
+  train = dataclasses.replace(
+    config.train, remat='none', memory='', microbatches=1
+  )
+  return dataclasses.replace(
+    config, mesh=schema.Mesh(), pipeline=schema.Pipeline(), train=train
+  )
+
+
 def reference(config, packed, device):
   """`Reference` of a schema.Config whatever its layout; kept and shared.
 
   Args:
-    config: layout, remat and microbatches are left out of it.
+    config: see `plain`.
     packed: see `batches`.
     device: the one to use.
   """
-  experts = config.model.experts
-  counted = experts.count and experts.balance
-  by_microbatch = counted and experts.balance_scope == 'microbatch'
-  train = dataclasses.replace(
-    config.train,
-    remat='none',
-    memory='',
-    # Loads counted over a microbatch are of the method, not of the layout.
-    microbatches=config.microbatches if by_microbatch else 1,
-  )
-  plain = dataclasses.replace(
-    config, mesh=schema.Mesh(), pipeline=schema.Pipeline(), train=train
-  )
-  return _reference(plain, packed, device)
+  return _reference(plain(config), packed, device)
 
 
 def worst(found, wanted, floor=0.0):

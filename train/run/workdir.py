@@ -19,6 +19,9 @@ except ImportError:  # not a POSIX system: no lock
 
 CONFIG = 'config.json'
 CHECKPOINTS = 'checkpoints'
+# Defaults of once. A run that began with one keeps it, because config.json
+# holds every field, also those that nobody set.
+FORMER = {'model.experts.balance_scope': 'microbatch'}
 # Fields that a resumed run may change: none changes the trajectory, except that
 # train.steps stretches the schedule, which is reported.
 FREE = (
@@ -133,6 +136,31 @@ def check_config(path, config, say):
   """
   if (path / CONFIG).exists():
     compare(path, read_config(path), config, say)
+
+
+def resumed(workdir, config, say):
+  """The config with which a folder's run resumes: its former defaults stay.
+
+  Args:
+    workdir: folder, of a run or not. config: schema.Config as asked for.
+    say: prints one line.
+  """
+  path = resolve(workdir)
+  if not (path / CONFIG).exists():
+    return config
+  old = read_config(path)
+  for name, former in FORMER.items():
+    default = schema.value(schema.Config(), name)
+    if schema.value(old, name) != former:
+      continue
+    if schema.value(config, name) == default:
+      config = schema.with_value(config, name, former)
+      if config.model.experts.count:
+        say(
+          f'config: {name} stays {former!r}, as this run began; the default is '
+          f'now {default!r}'
+        )
+  return config
 
 
 def compare(where, old, new, say=lambda line: None):

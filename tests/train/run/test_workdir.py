@@ -105,6 +105,46 @@ def test_hard_fields_are_refused(tmp_path, name):
   assert 'eval_every' not in text and str(tmp_path) in text
 
 
+# What a run of before wrote, of the fields that matter here.
+OLD = '{{"model": {{"experts": {{"count": {}, "balance_scope": "{}"}}}}}}'
+
+
+@pytest.mark.parametrize(
+  'count, was, asked, kept, lines',
+  [
+    (8, 'microbatch', 'step', 'microbatch', 1),
+    (0, 'microbatch', 'step', 'microbatch', 0),  # it has no experts
+    (8, 'microbatch', 'sequence', 'sequence', 0),  # not a default
+    (8, 'running', 'step', 'step', 0),
+    (8, 'step', 'step', 'step', 0),
+  ],
+)
+def test_an_old_run_keeps_its_former_default(
+  tmp_path, count, was, asked, kept, lines
+):
+  name, said = 'model.experts.balance_scope', []
+  (tmp_path / workdir.CONFIG).write_text(OLD.format(count, was))
+  config = experiment.fields(
+    schema.Config(), {name: asked, 'model.experts.count': count}
+  )
+  found = workdir.resumed(tmp_path, config, said.append)
+  assert schema.value(found, name) == kept and len(said) == lines
+  assert workdir.differences(found, config) == (
+    [] if kept == asked else [(name, kept, asked)]
+  )
+  if was == kept:
+    workdir.check_config(tmp_path, found, pytest.fail)
+  else:
+    with pytest.raises(errors.UserError, match=f"{name} was '{was}'"):
+      workdir.check_config(tmp_path, found, pytest.fail)
+
+
+def test_a_new_run_takes_the_default(tmp_path):
+  config = schema.Config()
+  assert workdir.resumed(tmp_path, config, pytest.fail) is config
+  assert set(workdir.FORMER) <= {name for name, _ in schema.fields()}
+
+
 def test_every_free_name_is_a_field():
   names = {name for name, _ in schema.fields()}
   sections = {f'{section}.' for section in schema.SECTIONS}
