@@ -149,8 +149,7 @@ def _small_mamba(model, few):
 
 
 def _small_recurrent(model, few):
-  # Newton's method has to converge as far as float64 allows.
-  return dict(heads=few(model.recurrent.heads, 4), tolerance=1e-13)
+  return dict(heads=few(model.recurrent.heads, 4))
 
 
 def _small_tcn(model, few):

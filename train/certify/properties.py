@@ -30,6 +30,7 @@ from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.train import state as state_lib
 from paraxis.train.certify import trial
+from paraxis.train.data import batch_ramp
 
 # dtype -> relative bound on (the loss, gradients). Devices sum in another order
 # than one does: over all forms and layouts float64 gave 1e-15 and 2e-14,
@@ -39,6 +40,7 @@ BOUNDS = {
   'float32': (1e-5, 1e-5),
   'bfloat16': (2e-3, 1e-1),
 }
+CHANGES, NOT_CERTIFIED = 'CHANGES THE NUMBERS', 'NOT CERTIFIED'
 FLOOR = 1e-2
 ROUNDING = 1e-5
 # Of schema.Train, remat and memory. The last is MEMO (arXiv:2407.12117).
@@ -53,13 +55,24 @@ ELSEWHERE = ('data=2,fsdp=2,tensor=2', 'fsdp=8', 'data=1')
 
 
 class Verdict(NamedTuple):
-  """On one property. bound, measured: floats; worst: the leaf furthest off."""
+  """On one property. bound, measured: floats; worst: the leaf furthest off.
+
+  word: PASS, FAIL, or, with a reason why, CHANGES THE NUMBERS, or, if nothing
+  was measured, NOT CERTIFIED.
+  """
 
   name: str
   bound: float
   measured: float
   passed: bool
   worst: str
+  why: str = ''
+
+  @property
+  def word(self):
+    if self.passed:
+      return 'PASS'
+    return (CHANGES if self.measured else NOT_CERTIFIED) if self.why else 'FAIL'
 
 
 class Certification:
@@ -118,18 +131,35 @@ class Certification:
         parts.append(trial.worst(in_order(found), of_one))
     return max(parts)
 
+  def changed(self, change):
+    """`Verdict` on loss and gradients with what a changes.Change names."""
+    name = f'{change.field}={change.value}'
+    if not change.tried:
+      return Verdict(name, 0.0, 0.0, False, '', change.why)
+    config = schema.with_values(self.config, change.tried)
+    return self._compared(name, config, change.bound)._replace(why=change.why)
+
   def variant(self, name, **train):
     """`Verdict` on loss and gradients with other fields of config.train."""
     train = dataclasses.replace(self.config.train, **train)
-    config = dataclasses.replace(self.config, train=train)
+    return self._compared(name, dataclasses.replace(self.config, train=train))
+
+  def _compared(self, name, config, least=0.0):
+    """`Verdict` on loss and gradients of a schema.Config on these devices.
+
+    least: of the bounds.
+    """
+    of_loss, of_gradients = (max(b, least) for b in BOUNDS[config.model.dtype])
     runner = trial.Runner(config, self.devices)
     one = trial.reference(config, self.packed, self.devices[0])
     state = runner.start(one.params)
     loss, *found = runner.gradients(state, one.batches[0])
     gap = self.loss_difference(loss, one)
-    if gap > self.loss_bound:
-      return self.verdict(name, (gap, 'the loss'), self.loss_bound)
-    return self.verdict(name, self.gradient_difference(*found, one))
+    found = self.gradient_difference(*found, one)
+    gradient = self.verdict(name, found, of_gradients)
+    if gradient.passed and gap > of_loss:
+      return self.verdict(name, (gap, 'the loss'), of_loss)
+    return gradient
 
 
 def _loss(run):
@@ -210,6 +240,23 @@ def _accumulation(run):
   )
 
 
+def _ramp(run):
+  """A step of a batch that still grows: fewer rows, or fewer microbatches."""
+  ramp = batch_ramp.of(run.config)
+  if ramp is None:
+    return
+  few = schema.with_value(run.config, 'train.batch_size', ramp.start)
+  one = trial.reference(few, run.packed, run.devices[0])
+  parts, rows = ramp.split(ramp.start)
+  loss, *found = run.runner.gradients(run.state, one.batches[0], parts)
+  gap = run.loss_difference(loss, one), 'the loss'
+  found = max(gap, run.gradient_difference(*found, one))
+  name = (
+    f'a smaller step: {parts} x {rows} rows of {run.config.train.batch_size}'
+  )
+  yield run.verdict(name, found)
+
+
 def _remat(run):
   train = run.config.train
   for remat, memory in MEMORY:
@@ -242,7 +289,10 @@ def _packing(run):
     found = math.inf, 'nor did the document itself'
   # Of an expert's tokens, a change moves others to other places of a sum.
   bound = run.bound if model.experts.count else 0.0
-  yield run.verdict('packing: others do not see one change', found, bound)
+  name = 'packing: others do not see one change'
+  if model.experts.count:
+    name += ' (no balance)'
+  yield run.verdict(name, found, bound)
 
 
 def _elsewhere(config, devices):
@@ -303,6 +353,7 @@ PROPERTIES = {
   'layout': _layout,
   'steps': _steps,
   'accumulation': _accumulation,
+  'ramp': _ramp,
   'remat': _remat,
   'packing': _packing,
   'resume': _resume,

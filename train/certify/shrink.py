@@ -21,6 +21,8 @@ from paraxis.models.mixers import attention
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 
+# What a note adds where a smaller size is not all.
+NOTES = {'optimizer.warmup_steps': ' (of its first step no update shows)'}
 # Logical axis -> the field that sets its size.
 FIELDS = {
   'heads': 'model.num_heads',
@@ -180,18 +182,16 @@ def _mixers(model, devices):
 
 
 def _experts(experts, devices):
-  """Few experts; none dropped, because the layout decides which would be."""
+  """Few experts, and of those some hot, if any are."""
   if not experts.count:
     return experts
-  count = _size(experts.count, 16, math.lcm(devices, experts.groups))
-  scope = experts.balance_scope
+  few = max(16, 2 * experts.top_k)
+  count = _size(experts.count, few, math.lcm(devices, experts.groups))
   return dataclasses.replace(
     experts,
     count=count,
     d_ff=min(experts.d_ff, 32),
-    hot=min(experts.hot, count // 4),
-    capacity_factor=0.0,
-    balance_scope='microbatch' if scope == 'device' else scope,
+    hot=min(experts.hot, max(count // 4, 1)),
   )
 
 
@@ -212,6 +212,10 @@ def config(full, sizes, asked, dtype):
   shards = math.prod(sizes.get(a, 1) for a in ('replica', 'data', 'fsdp'))
   # Accumulation is compared with twice as many slices: they must divide too.
   least = 2 * (in_pipeline or stages) * shards
+  rows, ramp = _up(max(2 * devices, 8), least), full.train.batch_ramp
+  parts = microbatches * (in_pipeline or stages)
+  fewer = (parts - 1) // stages * stages or parts // 2
+  start = rows // parts * fewer or rows // 2
   return dataclasses.replace(
     full,
     mesh=dataclasses.replace(full.mesh, **sizes),
@@ -224,15 +228,12 @@ def config(full, sizes, asked, dtype):
       full.data,
       sequence_length=_size(full.data.sequence_length, 64, 2 * devices),
     ),
-    # In the first step of a warm-up a wrong update would change nothing.
     optimizer=dataclasses.replace(full.optimizer, warmup_steps=0),
-    # Skipping changes the numbers; a schedule that skips nothing must not.
-    pipeline=dataclasses.replace(
-      full.pipeline, microbatches=in_pipeline, skip_fraction=0.0
-    ),
+    pipeline=dataclasses.replace(full.pipeline, microbatches=in_pipeline),
     train=dataclasses.replace(
       full.train,
-      batch_size=_up(max(2 * devices, 8), least),
+      batch_size=rows,
       microbatches=microbatches,
+      batch_ramp=ramp and f'{start}:{start}:1',
     ),
   )

@@ -70,13 +70,16 @@ class Runner:
     self._evaluate = jit(step.evaluate)
     self._init = jit(self.job.optimizer.init)
 
-  def put(self, batch):
-    """A batch of NumPy arrays (B, T), in microbatches, on the mesh."""
-    A = self.config.microbatches
+  def put(self, batch, parts=0):
+    """A batch of NumPy arrays (B, T) on the mesh, in microbatches.
+
+    parts: their number; 0: that of the config.
+    """
+    A = parts or self.config.microbatches
     if A > 1:
       fold = lambda x: x.reshape(A, -1, x.shape[-1]) if np.ndim(x) else x
       batch = type(batch)(*map(fold, batch))
-    return self.job.put(batch)
+    return self.job.put(batch, rows=batch.tokens.shape[-2])
 
   def start(self, params):
     """The State before the first step, with these NumPy parameters."""
@@ -86,10 +89,10 @@ class Runner:
       zeros = [jax.device_put(np.int32(0), everywhere) for _ in range(3)]
       return state_lib.State(params, self._init(params), *zeros)
 
-  def gradients(self, state, batch):
-    """(loss, {path: gradient}, aux.Aux) on the mesh."""
+  def gradients(self, state, batch, parts=0):
+    """(loss, {path: gradient}, aux.Aux) on the mesh; arguments as of `put`."""
     with self.job.context():
-      return self._grads(state.params, self.put(batch))
+      return self._grads(state.params, self.put(batch, parts))
 
   def update(self, state, loss, gradients, aux):
     """The State after one update."""
@@ -229,7 +232,7 @@ def _reference(config, packed, device):
 def plain(config):
   """A schema.Config on one device: a whole batch at once, nothing moved."""
   train = dataclasses.replace(
-    config.train, remat='none', memory='', microbatches=1
+    config.train, remat='none', memory='', microbatches=1, batch_ramp=''
   )
   return dataclasses.replace(
     config, mesh=schema.Mesh(), pipeline=schema.Pipeline(), train=train

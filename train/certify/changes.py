@@ -1,0 +1,105 @@
+"""Fields of a configuration with which the layout changes the numbers.
+
+They are legal. `paraxis verify` certifies the configuration without them, then
+says for each:
+
+    CHANGES THE NUMBERS   how much it alone does, against one device and one
+                          microbatch
+    NOT CERTIFIED         it decides, with the layout, what is computed at all
+
+A tolerance of the configuration is certified too, to itself.
+"""
+
+from typing import NamedTuple
+
+from paraxis.configs import schema
+from paraxis.models import layer
+
+SCOPE = 'model.experts.balance_scope'
+CAPACITY = 'model.experts.capacity_factor'
+TOLERANCE = 'model.recurrent.tolerance'
+EXACT = 1e-13  # a residual that float64 reaches
+_OWN_LOADS = 'a microbatch counts its own loads, and the layout makes them'
+# balance_scope -> (the scope to try, why it changes the numbers).
+_SCOPES = {
+  'microbatch': ('microbatch', _OWN_LOADS),
+  'device': (
+    'device',
+    'a device counts the loads of its own tokens, which the layout gives it',
+  ),
+  'running': (
+    'microbatch',
+    f'in the first step, which has no step before it, {_OWN_LOADS}',
+  ),
+}
+
+
+class Change(NamedTuple):
+  """A field without which the other properties are certified.
+
+  field: dotted name. value: of the configuration. instead: what it is for the
+  other properties. why: a sentence without its end.
+  tried: {field: value} that shows the change; empty: not certified.
+  bound: of the difference that it may make; 0: that of the arithmetic.
+  """
+
+  field: str
+  value: object
+  instead: object
+  why: str
+  tried: dict = {}  # noqa: RUF012
+  bound: float = 0.0
+
+
+def _balance(config):
+  """Loads that are counted over less than a step."""
+  experts = config.model.experts
+  scope = experts.balance_scope
+  if not (experts.count and experts.balance and scope in _SCOPES):
+    return
+  as_tried, why = _SCOPES[scope]
+  tried, parts = {SCOPE: as_tried}, config.microbatches
+  if parts == 1:  # verify accumulates too, and claims the same
+    tried['train.microbatches'] = parts = 2
+  instead = scope if scope == 'running' else 'step'
+  why += f' (tried: {parts} microbatches)'
+  yield Change(SCOPE, scope, instead, why, tried)
+
+
+def _capacity(config):
+  """Assignments to experts that may find no slot."""
+  experts = config.model.experts
+  most = experts.count * (2 if 'P' in experts.pattern else 1) / experts.top_k
+  if experts.count and 0 < experts.capacity_factor < most:
+    why = (
+      'a device drops what is beyond the slots of its own tokens, so the '
+      f'layout decides which assignments; from {most:g} on, or with 0, none '
+      'is dropped'
+    )
+    yield Change(CAPACITY, experts.capacity_factor, 0.0, why)
+
+
+def _skipped(config):
+  """Stages that a microbatch leaves out."""
+  fraction = config.pipeline.skip_fraction
+  if fraction:
+    why = 'one device has no stages to leave out'
+    yield Change('pipeline.skip_fraction', fraction, 0.0, why)
+
+
+def _tolerance(config):
+  """Solutions that end at a residual; float64 alone would see it."""
+  own = config.model.recurrent
+  solved = set('RL').intersection(layer.mixers(config.model.pattern)[0])
+  double = config.model.dtype == 'float64'
+  if solved and double and own.tolerance > EXACT and own.solver == 'newton':
+    why, tried = 'shards stop at other residuals', {TOLERANCE: own.tolerance}
+    yield Change(TOLERANCE, own.tolerance, EXACT, why, tried, own.tolerance)
+
+
+def find(config):
+  """(the schema.Config to certify, the `Change`s of it)."""
+  kinds = (_balance, _capacity, _skipped, _tolerance)
+  found = tuple(change for kind in kinds for change in kind(config))
+  instead = {change.field: change.instead for change in found}
+  return schema.with_values(config, instead), found
