@@ -205,7 +205,9 @@ class Train:
   eval_every: int = field(
     0, 'steps between evaluations; 0: only at the end', low=0
   )
-  eval_batches: int = field(0, 'evaluation batches per domain; 0: all', low=0)
+  eval_batches: int = field(
+    0, 'evaluation batches of batch_size rows per domain; 0: all', low=0
+  )
   print_every: int = field(20, 'steps between printed lines', low=1)
   max_nonfinite_steps: int = field(
     5, 'consecutive non-finite (skipped) steps before an error', low=1

@@ -295,6 +295,26 @@ def _packing(run):
   yield run.verdict(name, found, bound)
 
 
+def _evaluate(run):
+  """Held-out text and its nats, as a training run reads and reports them."""
+  text, found = run.runner.evaluated(run.state)
+  wanted_text, wanted = run.reference.evaluated
+  moved = (text - wanted_text) + (wanted_text - text)
+  targets = sum(map(len, wanted_text.elements()))
+  yield run.verdict(
+    f'evaluation: the same {targets} targets of text',
+    (float(moved.total()), 'rows of text'),
+    0.0,
+  )
+  gaps = {
+    name: abs(bits - wanted.values()[name]) / wanted.values()[name]
+    for name, bits in found.values().items()
+  }
+  where = max(gaps, key=lambda name: gaps[name])
+  gap = gaps[where] if math.isfinite(gaps[where]) else math.inf
+  yield run.verdict('evaluation: bits per byte', (gap, where), run.loss_bound)
+
+
 def _elsewhere(config, devices):
   """(mesh text, a Runner on it): a layout unlike that of `config`."""
   here = mesh_lib.describe(dataclasses.asdict(config.mesh))
@@ -356,5 +376,6 @@ PROPERTIES = {
   'ramp': _ramp,
   'remat': _remat,
   'packing': _packing,
+  'evaluate': _evaluate,
   'resume': _resume,
 }

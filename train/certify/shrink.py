@@ -234,6 +234,7 @@ def config(full, sizes, asked, dtype):
       full.train,
       batch_size=rows,
       microbatches=microbatches,
+      eval_batches=min(full.train.eval_batches, 1),
       batch_ramp=ramp and f'{start}:{start}:1',
     ),
   )

@@ -12,9 +12,11 @@ two layouts through NumPy. Needs neither text nor tokenizer.
 Legend: B rows, T tokens, A microbatches.
 """
 
+import collections
 import dataclasses
 import functools
 import math
+import pathlib
 
 import jax
 import numpy as np
@@ -25,6 +27,9 @@ from paraxis.train import expert_counts
 from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
+from paraxis.train.data import batches as data
+from paraxis.train.data import token_cache
+from paraxis.train.run import evaluate
 
 STEPS = 2  # batches and independent updates
 
@@ -105,6 +110,28 @@ class Runner:
       total = self._evaluate(state.params, self.job.put(batch))
     return float(total) / float(batch.denominator)
 
+  def evaluated(self, state):
+    """(Counter of the rows of held-out text read, evaluate.Evaluation of it).
+
+    A row is its sorted slots: (document, position, token, target).
+    """
+    seen = collections.Counter()
+
+    def run(params, batch):
+      ids, weights = jax.device_get((batch[:4], batch.weights))
+      tokens, targets, segments, positions = ids
+      slots = np.stack([segments, positions, tokens, targets], -1)
+      for row, weight in zip(slots, weights, strict=True):
+        seen[tuple(sorted(map(tuple, row[weight > 0].tolist())))] += 1
+      return self._evaluate(params, batch)
+
+    held_out = data.evaluation(self.config, corpus(self.config))
+    measure = evaluate.Evaluator(self.job, None, held_out, run)
+    with self.job.context():
+      found = measure(state.params)
+    seen.pop((), None)  # rows without text, which fill the last batch
+    return seen, found
+
   def steps(self, params, batches):
     """The State after one independent step on each batch."""
     state = self.start(params)
@@ -147,6 +174,33 @@ def batches(config, packed, seed=0):
       )
     )
   return made
+
+
+def corpus(config, seed=0):
+  """token_cache.Corpus of random tokens, all held out: two domains.
+
+  One is longer than two steps, so that train.eval_batches leaves text out, the
+  other shorter than one; documents are shorter and longer than a row.
+  """
+  rng = np.random.default_rng(seed)
+  B, T = config.train.batch_size, config.data.sequence_length
+  counts = 4 * B, 3
+  lengths = rng.integers(3, T + T // 2, sum(counts))
+  starts = np.append(0, np.cumsum(lengths))
+  tokens = rng.integers(0, config.model.vocab_size, starts[-1], np.int32)
+  return token_cache.Corpus(
+    tokens=tokens,
+    starts=starts,
+    domain_ids=np.repeat(np.arange(2), counts),
+    n_bytes=lengths,
+    held=np.ones(len(lengths), bool),
+    domains=('long', 'short'),
+    fingerprint='',
+    vocab_size=config.model.vocab_size,
+    pad_id=0,
+    path='random tokens',
+    folder=pathlib.Path(),
+  )
 
 
 def change_one_document(batch, vocabulary):
@@ -204,6 +258,11 @@ class Reference:
     state = self._runner.start(self.params)
     state = self._runner.update(state, self.loss, self.gradients, self.aux)
     return jax.device_get(state_lib.flatten(state))
+
+  @functools.cached_property
+  def evaluated(self):
+    """`Runner.evaluated` of these parameters."""
+    return self._runner.evaluated(self._runner.start(self.params))
 
   @functools.cached_property
   def stepped(self):

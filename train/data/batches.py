@@ -195,9 +195,10 @@ class HeldOut:
   Attributes:
     domain: its name.
     plan: packing.PackingPlan of all its held-out documents.
-    n_bytes: UTF-8 bytes of the text in these batches. Where eval_batches leaves
-      rows out, evenly spaced ones are used, and n_bytes is the domain's bytes
-      times the share of its tokens that they hold.
+    n_bytes: UTF-8 bytes of the text in these batches. Where eval_batches, of
+      train.batch_size rows, leaves rows out, evenly spaced ones are used, the
+      same in any layout, and n_bytes is the domain's bytes times the share of
+      its tokens that they hold.
     n_pairs: tokens predicted here.
   """
 
@@ -209,7 +210,7 @@ class HeldOut:
     self.plan = packing.first_fit(
       corpus.starts[:-1], corpus.lengths, config.data.sequence_length, chosen
     )
-    limit = config.train.eval_batches * self._width
+    limit = config.train.eval_batches * config.train.batch_size
     self._rows = np.arange(self.plan.rows)
     if 0 < limit < self.plan.rows:
       self._rows = np.arange(limit) * self.plan.rows // limit
@@ -240,8 +241,8 @@ class HeldOut:
 def evaluation(config, corpus):
   """Held-out batches per domain: a list of HeldOut, domains in sorted order.
 
-  All batches have the shape of a microbatch, (B / A, T); at most
-  train.eval_batches a domain, 0: all.
+  All batches have the shape of a microbatch, (B / A, T); a domain has the rows
+  of at most train.eval_batches steps, (B, T), 0: all.
 
   Raises:
     UserError: nothing is held out; as Batches.

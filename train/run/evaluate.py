@@ -35,14 +35,21 @@ class Evaluation(NamedTuple):
 class Evaluator:
   """Compiles once, then evaluates parameters on every held-out document."""
 
-  def __init__(self, job, function):
-    """function: step.Step.evaluate, (params, batch) -> sum of nats."""
-    self._job, self._function, self._compiled = job, function, None
+  def __init__(self, job, function, held_out=None, compiled=None):
+    """Args:
+
+    job: program.Job; a program.Program, if held_out is given.
+    function: step.Step.evaluate, (params, batch) -> sum of nats.
+    held_out: list of data.HeldOut; default the job's.
+    compiled: the function, compiled already.
+    """
+    self._job, self._function, self._compiled = job, function, compiled
+    self._held_out = job.held_out if held_out is None else held_out
 
   def __call__(self, params):
     job, domains, nats_all, bytes_all = self._job, {}, 0.0, 0
     lo, hi = job.local_rows(job.config.microbatch_rows)
-    for held in job.held_out:
+    for held in self._held_out:
       sums = []
       for i in range(len(held)):
         batch = job.put(held.batch_at(i, lo, hi), lo)

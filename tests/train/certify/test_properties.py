@@ -12,10 +12,12 @@ from paraxis.configs import schema
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.sharding import annotate
 from paraxis.sharding.checkpoint import store
+from paraxis.train import loss
 from paraxis.train import optimizers
 from paraxis.train import step
 from paraxis.train.certify import properties
 from paraxis.train.certify import trial
+from paraxis.train.data import batches as data
 
 CONFIG = schema.Config(
   mesh=schema.Mesh(data=2),
@@ -29,9 +31,10 @@ CONFIG = schema.Config(
 )  # fmt: skip
 
 
-def certify(*names, zero=0):
+def certify(*names, zero=0, **train):
   mesh = dataclasses.replace(CONFIG.mesh, zero=zero)
-  config = dataclasses.replace(CONFIG, mesh=mesh)
+  train = dataclasses.replace(CONFIG.train, **train)
+  config = dataclasses.replace(CONFIG, mesh=mesh, train=train)
   with jax.enable_x64(True):
     runner = trial.Runner(config, jax.devices()[:2])
     run = properties.Certification(runner, True)
@@ -121,6 +124,34 @@ def test_a_change_that_nothing_shows_proves_nothing(monkeypatch):
   )
   (row,) = certify('packing')
   assert not row.passed and 'nor did' in row.worst
+
+
+def test_evaluation_of_other_text(monkeypatch):
+  """Counted in rows of a microbatch, as it was, it is less text."""
+  how = dict(microbatches=2, eval_batches=1)
+  rows = certify('evaluate', **how)
+  assert [row.passed for row in rows] == [True, True], rows
+
+  def change(right):
+    def make(self, corpus, domain, config):
+      right(self, corpus, domain, config)
+      self._rows = self._rows[:: config.microbatches]
+
+    return make
+
+  wrapped(monkeypatch, data.HeldOut, '__init__', change)
+  rows = certify('evaluate', **how)
+  assert [row.passed for row in rows] == [False, False], rows
+  assert rows[0].measured >= 4
+
+
+def test_nats_of_another_denominator(monkeypatch):
+  def change(right):
+    return lambda *args: right(*args) * (1 + 1e-8 * bool(annotate.sizes()))
+
+  wrapped(monkeypatch, loss, 'total', change)
+  rows = certify('loss', 'evaluate')
+  assert [row.passed for row in rows] == [True, True, False], rows
 
 
 def test_a_restored_bit(monkeypatch):

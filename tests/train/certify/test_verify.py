@@ -38,13 +38,14 @@ def test_everything_is_certified():
   assert code == errors.EXIT_OK, lines
   text = '\n'.join(lines)
   assert lines[0].startswith('data=2,context=2,tensor=2 zero=2: 8 cpu devices')
-  assert 'model.d_model 128 -> 32' in text and 'all 13 properties hold' in text
+  assert 'model.d_model 128 -> 32' in text and 'all 15 properties hold' in text
   rows = [line.split() for line in lines if line.startswith('PASS')]
-  assert len(rows) == 13
+  assert len(rows) == 15
   for words in (
     'loss', 'gradients, every one of', 'one update', 'layout', '0.05 lr',
     'accumulation: 1 microbatches instead of 2', 'remat none', 'remat dots',
     'remat attention', 'remat full with offload', 'packing', 'bitwise',
+    'evaluation: the same', 'evaluation: bits per byte',
     'next loss on data=2,fsdp=2,tensor=2',
   ):  # fmt: skip
     assert words in text, words

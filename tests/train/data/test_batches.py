@@ -234,6 +234,28 @@ def test_evaluation_of_a_few_batches(folder):
   assert len(set(alpha.rows_at(0))) == 4
 
 
+@pytest.mark.parametrize(
+  'stage, microbatches, width', [(1, 1, 4), (1, 2, 2), (4, 1, 1)]
+)
+def test_a_few_batches_are_the_same_text_in_any_layout(
+  folder, stage, microbatches, width
+):
+  """One batch of 4 rows, whatever a microbatch holds."""
+  few = {'eval_batches': 1, 'batch_size': 4}
+  one = data.evaluation(make_config(folder, few), load(make_config(folder)))
+  config = make_config(folder, few | {'microbatches': microbatches})
+  config = dataclasses.replace(config, mesh=schema.Mesh(stage=stage))
+  for held, wanted in zip(
+    data.evaluation(config, load(config)), one, strict=True
+  ):
+    batches = [held.batch_at(i) for i in range(len(held))]
+    assert all(len(b.tokens) == width for b in batches)
+    rows = np.concatenate([held.rows_at(i) for i in range(len(held))])
+    same = wanted.rows_at(0)
+    assert rows[rows >= 0].tolist() == same[same >= 0].tolist()
+    assert (held.n_pairs, held.n_bytes) == (wanted.n_pairs, wanted.n_bytes)
+
+
 # Bad input
 
 
