@@ -29,6 +29,7 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.train import state as state_lib
+from paraxis.train.certify import declared
 from paraxis.train.certify import trial
 from paraxis.train.data import batch_ramp
 
@@ -185,8 +186,8 @@ def _one_update(run):
 
 
 def _layout(run):
-  """Gradients and state are laid out as the rules say: nothing is silently
-  replicated, which no number would show."""
+  """Gradients and state are laid out as the rules say, and are as small as the
+  README says: nothing is silently replicated, which no number would show."""
   built = run.runner.job.built
   sizes, model = dict(built.mesh.shape), built.model
   stages = {'gradients': rules_lib.GRADIENTS, 'optimizer': rules_lib.OPTIMIZER}
@@ -199,7 +200,9 @@ def _layout(run):
     stage = stages.get(path.split('/')[0], math.inf)
     spec = rules_lib.stored(axes[path], x.shape, built.rules, sizes, stage)
     wanted = jax.NamedSharding(built.mesh, spec)
-    if not x.sharding.is_equivalent_to(wanted, x.ndim):
+    count = declared.elements(axes[path], x.shape, run.config, stage)
+    as_small = math.prod(x.sharding.shard_shape(x.shape)) == count
+    if not (as_small and x.sharding.is_equivalent_to(wanted, x.ndim)):
       moved.append(path)
   yield run.verdict(
     f'layout, {len(leaves)} leaves of gradients and state',

@@ -143,9 +143,10 @@ class Runner:
 def batches(config, packed, seed=0):
   """STEPS batches (B, T) of random tokens, in NumPy.
 
-  Packed: two or more documents a row, then padding; the last row is empty and
-  the one before holds 5 tokens, so that with the length sharded some devices
-  see only padding. Not packed: one document fills each row.
+  Packed: two or more documents a row, then padding; but one document fills the
+  first row, so that states cross every border of shards, the last row is empty
+  and the one before holds 5 tokens, so that with the length sharded some
+  devices see only padding. Not packed: one document fills each row.
   """
   rng = np.random.default_rng(seed)
   B, T = config.train.batch_size, config.data.sequence_length
@@ -154,7 +155,7 @@ def batches(config, packed, seed=0):
     segments, positions = np.zeros((2, B, T), np.int32)
     for row in range(B):
       lengths = [T]
-      if packed:  # two of at most half a row always fit, a third may not
+      if packed and row:  # two of at most half always fit, a third may not
         lengths = rng.integers(3, T // 2 + 1, 3)
         lengths = [[5], []][row - B + 2] if row >= B - 2 else lengths
       end = 0
@@ -220,9 +221,24 @@ def change_one_document(batch, vocabulary):
   return before, before._replace(tokens=tokens), batch._replace(tokens=tokens)
 
 
+def _of_first_gate(shift):
+  return np.array([shift, 0, 0])[:, None, None]
+
+
+# End of a path -> what is added to a parameter, so that a state outlives the
+# shards of a row: decays near 1, gates that let little in.
+LASTING = {
+  '/mamba2/a_log': -4.0,
+  '/mamba/a_log': -4.0,
+  '/gated_linear/decay_bias': 3.0,
+  '/gru/bias': _of_first_gate(-4.0),
+  '/lstm/bias': _of_first_gate(4.0),
+}
+
+
 def _parameters(runner, seed=0):
   """Random NumPy parameters: at their initial 1 and 0, scales and biases hide
-  mistakes."""
+  mistakes; states would be forgotten before they cross two shards."""
   rng = np.random.default_rng(seed)
   draw = {
     'vector': lambda shape: rng.normal(0.5, 0.3, shape),
@@ -231,10 +247,12 @@ def _parameters(runner, seed=0):
   }
   plain = lambda shape: rng.normal(0, 0.3, shape)
   kinds = runner.job.model.kinds
-  return {
-    path: draw.get(kinds[path], plain)(leaf.shape).astype(leaf.dtype)
-    for path, leaf in sorted(runner.job.built.params.items())
-  }
+  out = {}
+  for path, leaf in sorted(runner.job.built.params.items()):
+    value = draw.get(kinds[path], plain)(leaf.shape)
+    shift = sum(x for end, x in LASTING.items() if path.endswith(end))
+    out[path] = (value + shift).astype(leaf.dtype)
+  return out
 
 
 class Reference:
@@ -288,14 +306,27 @@ def _reference(config, packed, device):
   return Reference(config, packed, device)
 
 
+# One device has no use for these, and the plainest value of each: a whole batch
+# at once, nothing recomputed, no expert served apart, token after token.
+PLAIN = {
+  'mesh': schema.Mesh(),
+  'pipeline': schema.Pipeline(),
+  'train.remat': 'none',
+  'train.memory': '',
+  'train.microbatches': 1,
+  'train.batch_ramp': '',
+  'model.unroll': 1,
+  'model.loss': 'logits',
+  'model.experts.hot': 0,
+  'model.experts.region': '',
+  'model.experts.hierarchical': False,
+  'model.recurrent.solver': 'sequential',
+}
+
+
 def plain(config):
-  """A schema.Config on one device: a whole batch at once, nothing moved."""
-  train = dataclasses.replace(
-    config.train, remat='none', memory='', microbatches=1, batch_ramp=''
-  )
-  return dataclasses.replace(
-    config, mesh=schema.Mesh(), pipeline=schema.Pipeline(), train=train
-  )
+  """A schema.Config on one device, without any shortcut."""
+  return schema.with_values(config, PLAIN)
 
 
 def reference(config, packed, device):

@@ -5,13 +5,17 @@ tests/train/certify/test_invariance.py.
 """
 
 import dataclasses
+import inspect
 
 import jax
 
 from paraxis.configs import schema
+from paraxis.configs.base import model as model_schema
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.sharding import annotate
+from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.checkpoint import store
+from paraxis.sharding.experts import dispatch
 from paraxis.train import loss
 from paraxis.train import optimizers
 from paraxis.train import step
@@ -31,10 +35,14 @@ CONFIG = schema.Config(
 )  # fmt: skip
 
 
-def certify(*names, zero=0, **train):
-  mesh = dataclasses.replace(CONFIG.mesh, zero=zero)
-  train = dataclasses.replace(CONFIG.train, **train)
-  config = dataclasses.replace(CONFIG, mesh=mesh, train=train)
+def certify(*names, zero=0, model=(), mesh=(), **train):
+  """Verdicts on CONFIG with other fields, on two devices."""
+  config = dataclasses.replace(
+    CONFIG,
+    mesh=dataclasses.replace(CONFIG.mesh, zero=zero, **dict(mesh)),
+    model=dataclasses.replace(CONFIG.model, **dict(model)),
+    train=dataclasses.replace(CONFIG.train, **train),
+  )
   with jax.enable_x64(True):
     runner = trial.Runner(config, jax.devices()[:2])
     run = properties.Certification(runner, True)
@@ -182,6 +190,38 @@ def test_a_resumed_run_on_another_mesh(monkeypatch):
   wrapped(monkeypatch, trial.Runner, 'evaluate', change)
   rows = certify('resume')
   assert [row.passed for row in rows] == [True, False], rows
+
+
+def test_hot_experts_that_are_served_twice(monkeypatch):
+  """By the device of a token, and by their owners: one device has none."""
+  experts = model_schema.Experts(count=4, d_ff=8, hot=2, region='data')
+  own = dict(model=dict(experts=experts))
+  text = inspect.getsource(dispatch.dispatch)
+  assert text.count('keep_NK & ~stays') == 1
+  space = dict(vars(dispatch))
+  exec(text.replace('keep_NK & ~stays', 'keep_NK'), space)  # noqa: S102
+  monkeypatch.setattr(dispatch, 'dispatch', space['dispatch'])
+  (row,) = certify('gradients', **own)
+  assert not row.passed and row.measured > 1e-3, row
+
+
+def test_kv_heads_that_every_device_holds(monkeypatch):
+  """Right numbers by a rule of our own that is wrong: two shards of two."""
+  own = dict(
+    mesh=dict(data=1, tensor=2), model=dict(num_heads=4, num_kv_heads=2)
+  )
+
+  def change(right):
+    def of(*args):
+      rules = right(*args)
+      return dataclasses.replace(rules, table=rules.table | {'kv_heads': ()})
+
+    return of
+
+  wrapped(monkeypatch, rules_lib, 'of', change)
+  rows = certify('gradients', 'layout', **own)
+  assert [row.passed for row in rows] == [True, False], rows
+  assert 'attention/key' in rows[1].worst
 
 
 def test_a_layout_that_is_not_the_declared_one(monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.train.certify import trial
+from paraxis.train.run import workdir
 
 CONFIG = schema.Config(
   model=schema.Model(
@@ -41,7 +42,8 @@ def test_packed_batches():
   for batch in made:
     for row in range(6):
       parts = documents(batch, row)
-      assert 2 <= len(parts) <= 3
+      # The first crosses every border of shards.
+      assert parts == [[0, 16]] if row == 0 else 2 <= len(parts) <= 3
       for n, (start, length) in enumerate(parts, 1):
         cut = slice(start, start + length)
         assert (batch.segments[row, cut] == n).all()
@@ -82,6 +84,39 @@ def test_one_document_is_changed():
   assert np.array_equal(seen.weights, batch.weights)
   assert np.array_equal(seen.tokens, after.tokens)
   assert after.tokens.max() < 16 and after.denominator == batch.denominator
+
+
+def test_the_one_device_side_takes_no_shortcut():
+  """Whatever the layout or a shortcut decides, it has the plain value."""
+  hot = dataclasses.replace(
+    CONFIG.model.experts, count=4, hot=2, region='data', hierarchical=True
+  )
+  solver = dataclasses.replace(CONFIG.model.recurrent, solver='newton')
+  model = dataclasses.replace(
+    CONFIG.model, experts=hot, recurrent=solver, unroll=2, loss='chunked'
+  )
+  train = dataclasses.replace(
+    CONFIG.train, microbatches=2, remat='full', memory='gate=save',
+    batch_ramp='4:4:1',
+  )  # fmt: skip
+  config = dataclasses.replace(
+    CONFIG,
+    model=model,
+    train=train,
+    mesh=schema.Mesh(stage=2, tensor=2, rules='tensor'),
+    pipeline=schema.Pipeline('gpipe', 1, 4),
+  )
+  plain = trial.plain(config)
+  changed = {name for name, *_ in workdir.differences(config, plain)}
+  assert changed == {
+    'mesh.stage', 'mesh.tensor', 'mesh.rules', 'pipeline.schedule',
+    'pipeline.microbatches', 'train.microbatches', 'train.remat',
+    'train.memory', 'train.batch_ramp', 'model.unroll', 'model.loss',
+    'model.experts.hot', 'model.experts.region', 'model.experts.hierarchical',
+    'model.recurrent.solver',
+  }  # fmt: skip
+  assert plain.microbatches == 1 and not plain.model.experts.hot
+  assert plain.model.recurrent.solver == 'sequential'
 
 
 def test_the_worst_leaf():
