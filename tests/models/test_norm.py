@@ -47,3 +47,17 @@ def test_bfloat16_input_is_squared_in_float32():
   for v in np.asarray(x[0], 'f4') ** 2:
     coarse = float(jnp.bfloat16(coarse + v))
   assert abs(coarse / 300 - mean) > 0.05 * mean
+
+
+def test_layernorm_of_bfloat16_is_computed_in_float32():
+  """Far from zero, where bfloat16 has no digits for what the mean leaves."""
+  module = norm.Norm(schema.Model(d_model=300, norm='layernorm'))
+  x = jnp.arange(300, dtype=jnp.bfloat16) / 64 + 16  # steps of 1/64 round
+  y = module(x[None])
+  assert y.dtype == jnp.bfloat16
+  v = np.asarray(x, float)
+  v = (v - v.mean()) / np.sqrt(v.var() + module.config.norm_epsilon)
+  np.testing.assert_allclose(np.asarray(y[0], float), v, rtol=2**-8, atol=1e-6)
+  # In bfloat16 the mean alone is off by more than that.
+  mean = np.asarray(jnp.mean(x), float)
+  assert abs(mean - np.asarray(x, float).mean()) > 2**-8

@@ -73,11 +73,11 @@ def test_a_run(whole, tiny):
 
 def test_what_experts_add_to_the_loss_is_logged(tiny, tmp_path):
   """Of two layers; at the start p is nearly 1 / E, and every target valid."""
-  experts = dict(count=4, d_ff=8, balance=0.1, router_z=0.01)
+  experts = dict(count=4, d_ff=8, balance=1.0, router_z=0.01)
   fields = experiment.under('model.experts', experts) | {'model.init_std': 1e-3}
   tiny.run(tmp_path, fields | {'train.steps': 1, 'train.eval_batches': 0})
   (row,) = metrics.read(tmp_path).values()
-  assert row['train/balance_loss'] == pytest.approx(2 * 0.1, rel=0.1)
+  assert row['train/balance_loss'] == pytest.approx(2 * 1.0, rel=0.1)
   assert row['train/z_loss'] == pytest.approx(2 * 0.01 * np.log(4) ** 2, 0.1)
   assert abs(row['train/loss'] - np.log(264)) < 0.2  # nats alone
 

@@ -71,6 +71,16 @@ def test_what_is_stored_holds_no_parameter(double, schedule, unroll):
     assert row.shape not in parameters, row.shape
 
 
+def test_a_row_that_holds_no_layer_counts_nothing(double):
+  """Three layers on two stages: one of four rows is empty."""
+  config = support.piped(dict(stage=2), dict(microbatches=2), 3)
+  recurrent = {'model.pattern': 'R', 'model.recurrent.heads': 2}
+  side, state, reference = on_devices(experiment.fields(config, recurrent))
+  with side.job.context():
+    *_, aux = side._grads(state.params, side.put(reference.batches[0]))
+  assert aux.tallies['newton'][0] == 3 * 2  # layers x microbatches
+
+
 # ---------------------------------------------------------------- evaluation
 
 

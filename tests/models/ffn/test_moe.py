@@ -22,6 +22,7 @@ from paraxis.configs.base import model as model_schema
 from paraxis.models import aux as aux_lib
 from paraxis.models import stack
 from paraxis.models.ffn import moe
+from paraxis.models.ffn import router
 from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
@@ -343,3 +344,19 @@ def test_layouts_that_do_not_fit(count, rules, words):
     with pytest.raises(errors.UserError) as e:
       layer(c, params, x, valid)
   assert all(word in str(e.value) for word in words)
+
+
+def test_hot_experts_are_the_busiest_of_the_step_before(monkeypatch):
+  """The result does not depend on which are hot, so nothing else shows it."""
+  given, right = [], moe.expert.dispatch
+
+  def dispatch(*args):
+    given.append(args[-1])
+    return right(*args)
+
+  monkeypatch.setattr(moe.expert, 'dispatch', dispatch)
+  c = config(hot=3)
+  params, x, valid, _ = jax.tree.map(jnp.asarray, arrays(c))
+  counts = jnp.array([4, 1, 9, 2, 8, 3, 7, 5, *[99.0] * router.EXTRA])
+  layer(c, params | {'load': counts}, x, valid)
+  assert sorted(map(int, given[0])) == [2, 4, 6]

@@ -10,7 +10,7 @@ from paraxis.sharding.sequence import order as context_order
 MASKS = {
   'causal': attention.Mask(block=4),
   'window': attention.Mask(block=4, window=11),
-  'past': attention.Mask(block=4, window=11, causal=False),
+  'past': attention.Mask(block=4, window=10, causal=False),
   'full': attention.Mask(block=4, causal=False),
 }
 
