@@ -10,6 +10,9 @@
 #                      executed (tests/ledger.json, tests/executed.json)
 #   make knockouts     every claim's mechanism switched off: it must fail
 #   make test-changed  tests that execute what differs from BASE (HEAD)
+#   make mutants       breaks one line at a time: a check must see each break
+#                      (an hour on two cores, resumable)
+#                                    make mutants ARGS=--only=ring_direction
 #   make lint     ruff check, ruff format --check
 #   make types    basedpyright
 #   make format   the repairs that ruff can make by itself
@@ -30,7 +33,8 @@ RUN := runs/quickstart
 # Python output that a pipe or a log file gets line by line.
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test test-all test-changed knockouts lint types format lock clean install
+.PHONY: demo test test-all test-changed knockouts mutants lint types format \
+  lock clean install
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -108,6 +112,9 @@ knockouts: $(STAMP)
 	  "$(BIN)/paraxis" reproduce $$name --knockout || failed="$$failed $$name"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "not as they must:$$failed" >&2; exit 1; fi
+
+mutants: $(STAMP)
+	"$(BIN)/python" tests/mutate.py --jobs=$(WORKERS) $(ARGS)
 
 lint: $(STAMP)
 	"$(BIN)/python" -m ruff check .

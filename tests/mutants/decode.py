@@ -1,0 +1,38 @@
+"""Mutations of decoding."""
+
+from mutants.mutation import Mutation
+
+TABLE = [
+  Mutation(
+    'cache_position',
+    'decode/loop.py',
+    'state.position + 1,',
+    'state.position,',
+    "all new tokens have the position of the prompt's last",
+    'tests/decode/test_loop.py::test_a_row_is_what_it_is_alone',
+  ),
+  Mutation(
+    'cache_slots',
+    'decode/step.py',
+    'cache = _shift(cache, model.pattern, length - lengths_B)',
+    'cache = _shift(cache, model.pattern, lengths_B)',
+    'prompts do not end in the slot before the first new token',
+    'tests/decode/test_loop.py::test_a_row_is_what_it_is_alone',
+  ),
+  Mutation(
+    'nucleus',
+    'decode/sampling.py',
+    'return jnp.where(got >= need, higher, t)',
+    'return jnp.where(got > need, higher, t)',
+    'top-k keeps one token more',
+    'tests/decode/test_sampling.py::test_filters_are_their_definitions',
+  ),
+  Mutation(
+    'min_p',
+    'decode/sampling.py',
+    'jnp.where(z_BV >= best + jnp.log(p), z_BV, -jnp.inf)',
+    'jnp.where(z_BV >= best + p, z_BV, -jnp.inf)',
+    'min-p is compared as a logit',
+    'tests/decode/test_sampling.py::test_filters_are_their_definitions',
+  ),
+]

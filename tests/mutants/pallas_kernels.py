@@ -1,0 +1,143 @@
+"""Mutations of kernels."""
+
+from mutants.mutation import Mutation
+
+_ATTENTION = 'tests/pallas_kernels/attention/'
+_SCANS = 'tests/pallas_kernels/scans/'
+
+TABLE = [
+  Mutation(
+    'lse_correction',
+    'pallas_kernels/attention/xla.py',
+    'new, total * a + e.sum(-1)',
+    'new, total + e.sum(-1)',
+    'the sum of a row is not rescaled when its maximum grows',
+    _ATTENTION + 'test_op.py::test_equals_the_definition_in_float64[odd]',
+  ),
+  Mutation(
+    'causal_blocks',
+    'pallas_kernels/attention/xla.py',
+    'hidden = mask.causal and j > i',
+    'hidden = mask.causal and j >= i',
+    'the blocks on the diagonal are taken for hidden',
+    _ATTENTION + 'test_op.py::'
+    'test_static_pairs_are_exactly_those_that_hold_a_visible_entry',
+  ),
+  Mutation(
+    'causal_blocks_of_kernels',
+    'pallas_kernels/attention/blocks.py',
+    'full = full & (q1 - k0 < mask.window)',
+    'full = full & (q0 - k0 < mask.window)',
+    'a block that a window cuts is computed without a mask',
+    _ATTENTION + 'test_blocks.py::test_kinds_are_true_of_every_pair',
+  ),
+  Mutation(
+    'window_edge',
+    'pallas_kernels/attention/xla.py',
+    'rules.append(row - col < mask.window)',
+    'rules.append(row - col <= mask.window)',
+    'a window holds one token more',
+    _ATTENTION + 'test_op.py::test_equals_the_definition_in_float64[window]',
+  ),
+  Mutation(
+    'documents_meet',
+    'pallas_kernels/attention/xla.py',
+    'rules += [x == y, x > 0]',
+    'rules += [x > 0]',
+    'a token attends to the documents before its own',
+    _ATTENTION + 'test_op.py::test_equals_the_definition_in_float64[packed]',
+  ),
+  Mutation(
+    'softcap_slope',
+    'pallas_kernels/attention/xla.py',
+    's, slope = mask.softcap * tanh, 1 - tanh * tanh',
+    's, slope = mask.softcap * tanh, 1 - tanh',
+    'the derivative of the softcap',
+    _ATTENTION + 'test_op.py::test_equals_the_definition_in_float64[softcap]',
+  ),
+  Mutation(
+    'decode_begin',
+    'pallas_kernels/decode_attention/op.py',
+    'filled = (order[1] >= begin) & (order[1] < end)',
+    'filled = order[1] < end',
+    'decoding reads the slots before a document',
+    'tests/pallas_kernels/decode_attention/test_op.py::'
+    'test_rows_of_unequal_length',
+  ),
+  Mutation(
+    'gated_decay',
+    'pallas_kernels/scans/gated_chunk.py',
+    'leave = _pick(col > row, g, precision)',
+    'leave = _pick(col >= row, g, precision)',
+    'a token decays its own key on the way out of a chunk',
+    _SCANS + 'test_gated.py::test_equals_the_loop_in_float64',
+  ),
+  Mutation(
+    'scan_adjoint',
+    'pallas_kernels/scans/linear.py',
+    'before = jnp.concatenate([state[:, None], h[:, :-1]], 1)',
+    'before = h',
+    'the gradient of a factor takes the state after its token',
+    _SCANS + 'test_linear.py::test_equals_the_loop[shape0-xla]',
+  ),
+  Mutation(
+    'newton_bound',
+    'pallas_kernels/scans/newton.py',
+    'return h if bound == math.inf else jnp.clip(h, -bound, bound)',
+    'return h',
+    'iterates are not held within the bound',
+    _SCANS + 'test_newton.py::test_a_bound_that_cuts_the_solution_is_noticed',
+  ),
+  Mutation(
+    'newton_adjoint',
+    'pallas_kernels/scans/newton.py',
+    'return *pull(transpose(g)[0]), None',
+    'return *pull(g), None',
+    'the gradient of a solved state forgets the tokens behind it',
+    _SCANS + 'test_newton.py::test_equals_the_loop[gru-auto]',
+  ),
+  Mutation(
+    'conv_document',
+    'pallas_kernels/scans/causal_conv.py',
+    'jnp.where((positions_BT >= far)[..., None], past, 0)',
+    'past',
+    'a convolution reads the document before its own',
+    _SCANS + 'test_causal_conv.py::test_equals_the_loop[17-4-1]',
+  ),
+  Mutation(
+    'quantized_scale',
+    'pallas_kernels/matmul/quantized.py',
+    'scale = (jnp.abs(w).max(1) / MOST).astype(dtype)',
+    'scale = (jnp.abs(w).max(1) / (MOST + 1)).astype(dtype)',
+    'the largest weight of a group is clipped',
+    'tests/pallas_kernels/matmul/test_quantized.py::'
+    'test_rounding_is_off_by_half_a_step_at_most',
+  ),
+  Mutation(
+    'chunked_loss_sign',
+    'pallas_kernels/matmul/cross_entropy.py',
+    'dz = (dz * slope).astype(x_TD.dtype)',
+    'dz = dz.astype(x_TD.dtype)',
+    'the chunked loss leaves the softcap out of its gradient',
+    'tests/pallas_kernels/matmul/test_cross_entropy.py::'
+    'test_equals_the_definition_in_float64',
+  ),
+  Mutation(
+    'newton_unused',
+    'pallas_kernels/scans/newton.py',
+    'failed = ~(size <= options.tol)',
+    'failed = size <= jnp.inf',
+    "what Newton's method has solved is computed token by token again",
+    _SCANS + 'test_newton.py::test_equals_the_loop[gru-auto]',
+  ),
+  Mutation(
+    'one_scale_a_column',
+    'pallas_kernels/matmul/quantized.py',
+    'q = jnp.round(w / scale.astype(wide)[:, None])',
+    'scale = jnp.broadcast_to(scale.max(0), scale.shape)\n'
+    '  q = jnp.round(w / scale.astype(wide)[:, None])',
+    'all groups of a column have the scale of the largest',
+    'tests/pallas_kernels/matmul/test_quantized.py::'
+    'test_rounding_is_off_by_half_a_step_at_most',
+  ),
+]

@@ -1,0 +1,226 @@
+"""Mutations of layouts: tensor, sequence, experts, stages, checkpoints."""
+
+from mutants.mutation import Mutation
+
+_SEQUENCE = 'tests/sharding/sequence/'
+_EXECUTOR = 'tests/sharding/pipeline/test_executor.py::'
+
+TABLE = [
+  Mutation(
+    'ring_direction',
+    'sharding/sequence/forms.py',
+    'return pair(job, job.pairs(me, (me - r) % n), rows, columns)',
+    'return pair(job, job.pairs(me, (me + r) % n), rows, columns)',
+    'a hop of the ring takes the blocks of a shard from the other side',
+    _SEQUENCE + 'test_attention.py::test_equals_one_device[causal-ring]',
+  ),
+  Mutation(
+    'lse_merge',
+    'sharding/sequence/forms.py',
+    'x, y = (jnp.exp(part[1] - lse)[..., None] for part in (a, b))',
+    'x, y = (jnp.exp(part[1] - part[1])[..., None] for part in (a, b))',
+    'parts of a row are joined without their weights',
+    _SEQUENCE + 'test_attention.py::test_equals_one_device[causal-token_ring]',
+  ),
+  Mutation(
+    'lse_cotangent',
+    'sharding/sequence/attention.py',
+    '(o.astype(wide) * do.astype(wide)).sum(-1) - dlse',
+    '(o.astype(wide) * do.astype(wide)).sum(-1) + dlse',
+    'the sign of the cotangent of lse',
+    _SEQUENCE + 'test_attention.py::test_equals_one_device[causal-ring]',
+  ),
+  Mutation(
+    'token_ring_home',
+    'sharding/sequence/forms.py',
+    'home = job.shift(late, r - 1)',
+    'home = job.shift(late, r)',
+    'partial results return to the neighbour',
+    _SEQUENCE + 'test_attention.py::test_equals_one_device[causal-token_ring]',
+  ),
+  Mutation(
+    'window_hop',
+    'sharding/sequence/order.py',
+    'return Blocks(run, block, ids.shape[1], table, which, far + 1)',
+    'return Blocks(run, block, ids.shape[1], table, which, max(far, 1))',
+    'the last hop of a ring is left out',
+    _SEQUENCE + 'test_attention.py::test_equals_one_device[window-ring]',
+  ),
+  Mutation(
+    'zigzag',
+    'sharding/sequence/order.py',
+    'return np.concatenate([cut[:n], cut[::-1][:n]], 1)',
+    'return np.concatenate([cut[:n], cut[n:]], 1)',
+    'the last rank has the most work',
+    _SEQUENCE
+    + 'test_order.py::test_zigzag_and_striped_give_every_rank_the_same',
+  ),
+  Mutation(
+    'ulysses_heads',
+    'sharding/sequence/attention.py',
+    'jnp.repeat(x, math.lcm(kv, inner) // kv, 2)',
+    'jnp.tile(x, (1, 1, math.lcm(kv, inner) // kv, 1))',
+    'query heads read the keys of other groups',
+    _SEQUENCE + 'test_attention.py::test_equals_one_device[two_axes-ulysses]',
+  ),
+  Mutation(
+    'scan_permute',
+    'sharding/sequence/scan.py',
+    'pick = functools.partial(jnp.where, me >= by)',
+    'pick = functools.partial(jnp.where, me > by)',
+    'what passes through a rank is dropped',
+    _SEQUENCE + 'test_scan.py::test_equals_one_device[gated-permute]',
+  ),
+  Mutation(
+    'conv_halo',
+    'sharding/sequence/scan.py',
+    'parts.append(_send(x_BTD[:, t - size :], axis, by))',
+    'parts.append(_send(x_BTD[:, :size], axis, by))',
+    'a rank gets the first inputs of the one before it, not the last',
+    _SEQUENCE + 'test_scan.py::test_equals_one_device[conv-permute]',
+  ),
+  Mutation(
+    'matmul_ring_direction',
+    'sharding/tensor/rings.py',
+    'yield (me - direction * k) % n, rings[direction]',
+    'yield (me + direction * k) % n, rings[direction]',
+    'chunks of a collective product land in the place of others',
+    'tests/sharding/tensor/test_project.py::test_equal_to_numpy',
+  ),
+  Mutation(
+    'dw_bf16',
+    'sharding/tensor/project.py',
+    'dw = group.world.multiply(back, x, g, dtype, way.w)',
+    'dw = group.world.multiply(back, x, g, x.dtype, way.w).astype(dtype)',
+    'weight gradients are summed in bfloat16',
+    'tests/sharding/tensor/test_project.py::'
+    'test_the_weight_gradient_of_bfloat16_is_summed_in_float32',
+  ),
+  Mutation(
+    'kv_replicated',
+    'sharding/rules.py',
+    "if kv_heads % shards or over('kv_heads') != over('heads'):",
+    "if 'kv_heads' in table:",
+    'every shard computes all key and value heads',
+    'tests/sharding/test_rules.py::'
+    'test_kv_heads_that_do_not_divide_are_on_every_shard',
+  ),
+  Mutation(
+    'zero_axes',
+    'train/step.py',
+    'return _all_reduce(_scatter(total, self.kept[path], after), after)',
+    'return _all_reduce(_scatter(total, self.kept[path], after), '
+    'self.kept[path])',
+    'ZeRO sums what it has scattered over data once more',
+    'paraxis verify --config=configs/quickstart.py '
+    '--mesh=data=2,fsdp=1,tensor=1 --config.mesh.zero=1 '
+    '--config.mesh.collectives=explicit',
+  ),
+  Mutation(
+    'vocabulary_maximum',
+    'sharding/tensor/vocabulary.py',
+    'highest = jax.lax.pmax(z.max(-1), axis)',
+    'highest = z.max(-1)',
+    'shards of the vocabulary add sums with maxima of their own',
+    'tests/sharding/tensor/test_vocabulary.py::'
+    'test_columns_that_pad_the_vocabulary_have_no_share',
+  ),
+  Mutation(
+    'vocabulary_rows',
+    'sharding/tensor/vocabulary.py',
+    'return zeros.at[local].add(jnp.where(mine, g, 0)), None',
+    'return zeros.at[local].add(g), None',
+    "ids of other shards add to the first row's gradient",
+    'tests/sharding/tensor/test_project.py::test_lookup',
+  ),
+  Mutation(
+    'hot_twice',
+    'sharding/experts/dispatch.py',
+    'keep_NK = keep_NK & ~stays',
+    'keep_NK = keep_NK | stays',
+    'hot experts are served twice',
+    'tests/sharding/experts/test_dispatch.py::test_capacity[hot1]',
+  ),
+  Mutation(
+    'drop_order',
+    'sharding/experts/dispatch.py',
+    'position, _ = _rank(ids_NK, keep_NK, plan.experts)\n    fits',
+    'position = _rank(ids_NK[::-1], keep_NK[::-1], plan.experts)[0][::-1]\n'
+    '    fits',
+    'an expert without room drops its first tokens, not its last',
+    'tests/sharding/experts/test_dispatch.py::test_capacity[None]',
+  ),
+  Mutation(
+    'hot_gradients',
+    'sharding/experts/dispatch.py',
+    'g = lax.psum(g, region) if region else g',
+    'g = g * 1.0',
+    'gradients of hot experts stay where they were made',
+    'tests/sharding/experts/test_dispatch.py::test_capacity[hot1]',
+  ),
+  Mutation(
+    'microbatch_index',
+    'sharding/pipeline/ticks.py',
+    'context = self.calls.context_of(row.b_microbatch)',
+    'context = self.calls.context_of(row.f_microbatch)',
+    'B sees the documents of the microbatch that F has',
+    _EXECUTOR + "test_equal_to_a_plain_loop[('one_f_one_b', 2, 5)-3]",
+  ),
+  Mutation(
+    'buffer_rows',
+    'sharding/pipeline/tables.py',
+    'while held and held[0][0] < first:',
+    'while held and held[0][0] <= first:',
+    'a row of a buffer is given out in the tick that reads it last',
+    'tests/sharding/pipeline/test_tables.py::test_every_read_is_right',
+  ),
+  Mutation(
+    'tied_stage_part',
+    'sharding/pipeline/ticks.py',
+    'mine = self.phases.embed_back, _select(row.b_first, gx)',
+    'mine = self.phases.embed_back, _select(row.f_first, gx)',
+    'the embedding gets its gradient from another stage',
+    _EXECUTOR + "test_equal_to_a_plain_loop[('one_f_one_b', 2, 5)-3]",
+  ),
+  Mutation(
+    'idle_stages',
+    'sharding/pipeline/ticks.py',
+    'gx, made = _select(row.b_on, (gx, made))',
+    'gx, made = gx, made',
+    'B of a stage that has none adds what lies in the trash row',
+    _EXECUTOR + "test_equal_to_a_plain_loop[('one_f_one_b', 2, 5)-3]",
+  ),
+  Mutation(
+    'chunk_of_w',
+    'sharding/pipeline/ticks.py',
+    'return self.add(stack, _select(row.w_on, made), row.w_chunk)',
+    'return self.add(stack, _select(row.w_on, made), row.b_chunk)',
+    "W adds its gradients to the layers of B's chunk",
+    _EXECUTOR + "test_equal_to_a_plain_loop[('v_half', 2, 3, 2)-5]",
+  ),
+  Mutation(
+    'fingerprint_places',
+    'sharding/checkpoint/fingerprint.py',
+    'h = _mix(u ^ s)',
+    'h = _mix(u)',
+    'one word of two does not see elements that change places',
+    'tests/sharding/checkpoint/test_fingerprint.py::'
+    'test_equal_to_the_equation_on_every_mesh',
+  ),
+  Mutation(
+    'manifest_extra',
+    'sharding/checkpoint/manifest.py',
+    'if have != want:',
+    'if path in like and have != want:',
+    'leaves of a checkpoint that the model lacks are dropped in silence',
+    'tests/sharding/checkpoint/test_store.py::test_mismatch_lists_every_leaf',
+  ),
+  Mutation(
+    'window_block',
+    'sharding/sequence/order.py',
+    'ok &= np.subtract.outer(low[q], high[k]) < mask.window',
+    'ok &= np.subtract.outer(low[q], high[k]) < mask.window - 1',
+    'the block in which a window ends is left out',
+    _SEQUENCE + 'test_order.py::test_pairs_hold_every_visible_entry',
+  ),
+]
