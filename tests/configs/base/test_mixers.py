@@ -9,6 +9,7 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import mixers
+from paraxis.models import aux
 from paraxis.models import decoder
 from paraxis.models import layer
 from paraxis.models import parameter
@@ -46,7 +47,7 @@ class Toy(mixer.Mixer):
     (y,) = parameter.multiply(
       self, h, mixer.WIDE, [('output', 'BTF,FD->BTD', mixer.RESIDUAL)]
     )
-    return y, None if state is None else tail
+    return y, None if state is None else tail, aux.NOTHING
 
   def init_state(self, batch, slots, dtype):
     keep, names = self.config.tcn.kernel - 1, ('batch', None, 'mlp')
