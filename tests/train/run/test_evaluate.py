@@ -36,6 +36,8 @@ def corpus(tiny):
 
 def _job(tiny, corpus, mesh, microbatches=1):
   changes = {'train.eval_batches': 0, 'train.microbatches': microbatches}
+  if 'stage' in mesh:
+    changes['pipeline.microbatches'] = 2
   return tiny.job({'data.path': corpus, **changes}, mesh)
 
 
@@ -82,7 +84,7 @@ def plain(tiny, corpus):
 @pytest.mark.parametrize(
   'mesh',
   ['data=1', 'data=8', 'data=2,fsdp=2,tensor=2', 'context=8']
-  + ['data=2,context=2,tensor=2'],
+  + ['data=2,context=2,tensor=2', 'stage=2', 'stage=2,data=2,tensor=2'],
 )
 def test_equals_a_plain_loop_on_any_mesh(tiny, corpus, plain, mesh):
   params, nats = plain
@@ -106,6 +108,22 @@ def test_tokens_in_another_order_are_seen(tiny, corpus, plain, monkeypatch):
   result = _evaluate(_job(tiny, corpus, 'context=8'), params)
   want = sum(nats.values()) / math.log(2) / result.n_bytes
   assert abs(result.bits_per_byte - want) > 1e-4 * want
+
+
+def test_a_mean_instead_of_a_sum_on_stages_is_seen(
+  tiny, corpus, plain, monkeypatch
+):
+  """The pipeline's total is of losses, which are divided by the targets."""
+  params, nats = plain
+  right = step_lib._pipeline_total
+
+  def wrong(built, params, batch):
+    return right(built, params, batch) / batch.denominator
+
+  monkeypatch.setattr(step_lib, '_pipeline_total', wrong)
+  result = _evaluate(_job(tiny, corpus, 'stage=2'), params)
+  want = sum(nats.values()) / math.log(2) / result.n_bytes
+  assert abs(result.bits_per_byte - want) > 1e-2 * want
 
 
 def test_microbatches_change_no_bit_of_meaning(tiny, corpus, plain):
