@@ -31,6 +31,18 @@ LEAVES = {
     'matrix',
     2,
   ),
+  'layers/moe/up': (
+    (2, 3, 16, 12),
+    ('layers', 'experts', 'embed', 'mlp'),
+    'matrix',
+    1,
+  ),
+  'layers/moe/down': (
+    (2, 3, 12, 16),
+    ('layers', 'experts', 'mlp', 'embed'),
+    'matrix',
+    1,
+  ),
 }
 MODEL = types.SimpleNamespace(
   axes={p: leaf[1] for p, leaf in LEAVES.items()},
@@ -129,8 +141,9 @@ def _newton_schulz(x):
 def _muon(path, c):
   """Nesterov momentum with the bias corrections of optax, layer by layer."""
   shape, _, _, inputs = LEAVES[path]
-  fan_in = int(np.prod(shape[1 : 1 + inputs]))
-  fan_out = int(np.prod(shape[1 + inputs :]))
+  stacked = 2 if 'moe' in path else 1  # layers, and the experts of each
+  fan_in = int(np.prod(shape[stacked : stacked + inputs]))
+  fan_out = int(np.prod(shape[stacked + inputs :]))
   p = _arrays(0)[path].astype(float)
   b, m = c.muon_momentum, np.zeros_like(p)
   for step in range(STEPS):
@@ -138,11 +151,11 @@ def _muon(path, c):
     m = b * m + (1 - b) * g
     ahead = b * m / (1 - b ** (step + 2)) + (1 - b) * g / (1 - b ** (step + 1))
     rate = c.muon_learning_rate * _share(step, c)
-    for layer in range(shape[0]):
-      matrix = _newton_schulz(ahead[layer].reshape(fan_in, fan_out))
+    for at in np.ndindex(shape[:stacked]):
+      matrix = _newton_schulz(ahead[at].reshape(fan_in, fan_out))
       matrix = matrix * max(1, fan_out / fan_in) ** 0.5
-      decay = c.weight_decay * p[layer]
-      p[layer] -= rate * (matrix.reshape(shape[1:]) + decay)
+      decay = c.weight_decay * p[at]
+      p[at] -= rate * (matrix.reshape(shape[stacked:]) + decay)
   return p, m
 
 
@@ -154,7 +167,8 @@ def muon():
 
 @pytest.mark.parametrize('path', [p for p in LEAVES if 'layers' in p])
 def test_muon_equals_a_numpy_loop(muon, path):
-  """A stack is two matrices; (embed, heads, head_dim) is one of 16 x 24."""
+  """A stack is two matrices, of experts six; (embed, heads, head_dim) is one
+  of 16 x 24."""
   c, (params, state) = muon
   p, m = _muon(path, c)
   np.testing.assert_allclose(params[path], p, rtol=1e-4, atol=2e-5)
@@ -178,6 +192,23 @@ def test_a_head_is_not_a_matrix_of_its_own(muon):
   wrong, _ = _run(optimizers.Optimizer(c, STEPS, heads))
   path = 'layers/attention/query'
   assert np.abs(wrong[path] - params[path]).max() > 1e-3
+
+
+@pytest.mark.parametrize('path', ['layers/moe/up', 'layers/moe/down'])
+def test_experts_are_no_matrix_together(muon, path, monkeypatch):
+  """Orthogonalising the experts of a layer as one is seen."""
+  right = optimizers.Optimizer._dimensions
+
+  def wrong(self, path):
+    d = right(self, path)
+    if 'moe' not in path:
+      return d
+    return d._replace(reduction_axis=(1, *d.reduction_axis))
+
+  monkeypatch.setattr(optimizers.Optimizer, '_dimensions', wrong)
+  c, _ = muon
+  params, _ = _run(optimizers.Optimizer(c, STEPS, MODEL))
+  assert np.abs(params[path] - _muon(path, c)[0]).max() > 1e-3
 
 
 @pytest.mark.parametrize(
