@@ -37,8 +37,10 @@ from paraxis.train.data import baselines as baselines_lib
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import workdir as workdir_lib
 
+RESULTS = 'results'  # folder of what `paraxis reproduce` finds
+LAST = 'last.json'  # what it found last, in a folder for each config
 VERDICTS = ('reproduced', 'direction only', 'not reproduced', 'opposite')
-ENOUGH_SEEDS = 3  # with fewer a trained claim's verdict says how many
+ENOUGH_SEEDS = 3  # with fewer a trained claim shows a direction at most
 
 
 class Outcome(NamedTuple):
@@ -48,7 +50,8 @@ class Outcome(NamedTuple):
     expected, measured, caveat: texts for the table.
     passed: whether the claim holds; None: it could not be checked, the caveat
       says why.
-    verdict: one of VERDICTS; '': 'reproduced' if passed, else 'not reproduced'.
+    verdict: one of VERDICTS; '': 'not reproduced' if it failed, else the best
+      that its kind and its seeds allow.
     seeds: of the trainings behind a LEARN claim.
   """
 
@@ -64,16 +67,22 @@ def verdict(claim, outcome) -> str:
   """The verdict in words.
 
   Raises:
-    ValueError: the check gave another word, or calls a failure reproduced.
+    ValueError: the check gave another word, or says reproduced of a failure or
+      of a training with too few seeds.
   """
   if outcome.passed is None:
     return f'SKIPPED ({outcome.caveat})'
-  word = outcome.verdict or VERDICTS[0 if outcome.passed else 2]
-  if word not in VERDICTS or (word == VERDICTS[0] and not outcome.passed):
-    raise ValueError(f'{claim.name}: {word!r} of {outcome.passed=}')
-  if claim.kind != 'LEARN' or outcome.seeds >= ENOUGH_SEEDS:
-    return word
-  return f'{word}, {"one seed" if outcome.seeds == 1 else "two seeds"}'
+  few = claim.kind == 'LEARN' and outcome.seeds < ENOUGH_SEEDS
+  best = VERDICTS[1 if few else 0]
+  word = outcome.verdict or (best if outcome.passed else VERDICTS[2])
+  if word not in VERDICTS or (
+    word == VERDICTS[0] and (few or not outcome.passed)
+  ):
+    raise ValueError(
+      f'{claim.name}: {word!r} of {outcome.passed=}, {outcome.seeds=}'
+    )
+  seeds = {1: ', one seed', 2: ', two seeds'}
+  return word + (seeds[outcome.seeds] if few else '')
 
 
 def outcome_of(run, claim) -> Outcome:
@@ -106,11 +115,28 @@ class Run:
 
   Attributes:
     config: schema.Config. workdir: folder of the training run.
+    results: folder of the trainings that train/claims/ablation.py compares.
+    mechanism: files and folders that the config's header names as such.
+    fresh: whether trainings of other code or another config are removed there.
   """
 
-  def __init__(self, config, workdir, say=print):
+  mechanism: tuple = ()
+  fresh = False
+
+  def __init__(self, config, workdir, say=print, results=None):
+    """results: None: the workdir."""
     self.config, self.workdir, self.say = config, pathlib.Path(workdir), say
+    self.results = pathlib.Path(results or workdir)
     self._trained = self._baselines = None
+
+  def other(self, config, name=''):
+    """A Run of another config; name: with folders of its own, beside these."""
+    beside = lambda path: path.with_name(f'{path.name}-{name}')
+    folders = self.workdir, self.results
+    workdir, results = map(beside, folders) if name else folders
+    run = Run(config, workdir, self.say, results)
+    run.mechanism, run.fresh = self.mechanism, self.fresh
+    return run
 
   def trained(self) -> Any:
     """evaluate.Evaluation of the run in the workdir; trains if need be.
@@ -123,7 +149,8 @@ class Run:
       self._check_workdir()
       self._trained = finish(self.config, self.workdir, self.say)
       self.say(domain_table(self._trained, self.baselines()))
-      self.say(f'wrote {plot.draw([self.workdir])}')
+      path = workdir_lib.prepare(self.results) / plot.NAME
+      self.say(f'wrote {plot.draw([self.workdir], path)}')
     return self._trained
 
   def _check_workdir(self):
@@ -261,31 +288,53 @@ def print_json(name: str, what: str, rows: list):
   print(json.dumps({'config': name, what: rows}, indent=2))
 
 
-def reproduce(name, workdir='', as_json=False):
-  """Runs every claim of a config -> exit code.
+def keep(folder, name: str, rows: list):
+  """Writes a config's `row`s into a folder, for `paraxis papers --html`."""
+  text = json.dumps({'config': name, 'claims': rows}, indent=2)
+  (workdir_lib.prepare(folder) / LAST).write_text(text, encoding='utf-8')
+
+
+def run_of(name, workdir='', say=print, fresh=False) -> Run:
+  """`Run` of a config by name or file.
+
+  Args:
+    workdir: of all trainings; '': runs/NAME for the config's own, as `paraxis
+      train` would, and results/NAME for those that are compared.
+    fresh: as for `Run`.
+  """
+  path = command_line.find_config(name)
+  config = schema.view(command_line.load(name))
+  own = workdir or pathlib.Path('runs') / path.stem
+  run = Run(config, own, say, workdir or pathlib.Path(RESULTS) / path.stem)
+  run.mechanism, run.fresh = papers.mechanism(path), fresh
+  return run
+
+
+def reproduce(name, workdir='', as_json=False, fresh=False):
+  """Runs every claim of a config -> exit code; writes `LAST` in run.results.
 
   0: all hold that could be checked here; 1: one fails; 2: none could be.
 
   Args:
     name: a config that ships with paraxis, or a file.
-    workdir: of the training that LEARN claims need; '': runs/NAME.
+    workdir, fresh: as for `run_of`.
     as_json: print one JSON document instead of the table.
 
   Raises:
     UserError: no such config, a malformed claim, too few devices.
   """
   path = command_line.find_config(name)
-  module = command_line.load_module(name)
-  claims = papers.claims(module, path)
-  config = schema.view(command_line.load(name))
+  claims = papers.claims(command_line.load_module(name), path)
   say = speaker(as_json)
-  run = Run(config, workdir or pathlib.Path('runs') / path.stem, say)
+  run = run_of(name, workdir, say, fresh)
   rows = []
   for claim in claims:
     say(f'{claim.kind}: {claim.name}')
     rows.append((claim, outcome_of(run, claim)))
+  shown = [row(*pair) for pair in rows]
+  keep(run.results, path.stem, shown)
   if as_json:
-    print_json(path.stem, 'claims', [row(*pair) for pair in rows])
+    print_json(path.stem, 'claims', shown)
   else:
     say(table(rows))
   text, code = summary(rows)

@@ -18,7 +18,6 @@ not failed: the error is shown, and ends the command with its own exit code.
 
 from collections.abc import Iterator
 import contextlib
-import pathlib
 import sys
 from typing import Any
 
@@ -87,8 +86,7 @@ def without(run: claims.Run, knockout: papers.Knockout, claim: papers.Claim):
     raise errors.UserError(
       f'knock-out {knockout.name}: the config has {fields} already.'
     )
-  folder = run.workdir.with_name(f'{run.workdir.name}-{knockout.name}')
-  other = claims.Run(config, folder, run.say)
+  other = run.other(config, knockout.name)
   off = contextlib.nullcontext if change else knockout.change
   with off():
     return claims.outcome_of(
@@ -118,7 +116,9 @@ def sentence(name: str, outcome: claims.Outcome) -> str:
   return f'FAILS without {name}: as it must'
 
 
-def reproduce(name, which=command_line.ALL, workdir='', as_json=False):
+def reproduce(
+  name, which=command_line.ALL, workdir='', as_json=False, fresh=False
+):
   """Runs a config's knock-outs -> exit code 0 if every claim of theirs fails.
 
   1: one still holds; 2: none does, but one could not be checked here.
@@ -126,7 +126,8 @@ def reproduce(name, which=command_line.ALL, workdir='', as_json=False):
   Args:
     name: a config that ships with paraxis, or a file.
     which: a knock-out's name, or command_line.ALL.
-    workdir: as for harness.reproduce. as_json: print one JSON document.
+    workdir, fresh: as for harness.run_of.
+    as_json: print one JSON document.
 
   Raises:
     UserError: no such config or knock-out; one that is malformed.
@@ -136,8 +137,7 @@ def reproduce(name, which=command_line.ALL, workdir='', as_json=False):
   known = {claim.name: claim for claim in papers.claims(module, path)}
   rows = chosen(papers.knockouts(module, path), which, path.name)
   say = claims.speaker(as_json)
-  config = schema.view(command_line.load(name))
-  run = claims.Run(config, workdir or pathlib.Path('runs') / path.stem, say)
+  run = claims.run_of(name, workdir, say, fresh)
   shown, found = [], []
   for knockout in rows:
     claim = known[knockout.claim]

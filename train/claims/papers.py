@@ -127,6 +127,18 @@ def files(paper):
   return [n.strip() for n in names]
 
 
+def mechanism(path) -> tuple:
+  """Files and folders that a config's header names as its mechanism.
+
+  (): it has no header, as a config of one's own may.
+  """
+  try:
+    names = header(path).fields['mechanism']
+  except errors.UserError:
+    return ()
+  return tuple(name.strip() for name in names.split(','))
+
+
 def table(papers, full):
   """The papers as text: a line for each, or with `full` all their fields."""
   if not full:

@@ -9,13 +9,10 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
-from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.certify import properties
 from paraxis.train.certify import verify
 from paraxis.train.claims import experiment
-from paraxis.train.claims import harness as claims
-from paraxis.train.run import evaluate
 
 
 def test_a_difference_counts_at_two_standard_errors():
@@ -149,31 +146,3 @@ def test_a_wrong_gradient_on_the_mesh_is_found(run, monkeypatch):
 
 
 CASE_SMALL = {'model.mlp': 'gelu', 'model.d_ff': 32, 'train.batch_size': 4}
-
-
-@pytest.mark.parametrize(
-  'mesh, count', [('context=2', 2), ('stage=2,data=2', 4), ('tensor=4', 4)]
-)
-def test_a_training_takes_the_devices_of_every_axis(
-  run, monkeypatch, mesh, count
-):
-  config, _ = experiment.on(run.config, mesh, {'train.microbatches': 2})
-  config = experiment.fields(config, {'pipeline.microbatches': 8})
-  result, jobs = evaluate.Evaluation(2.5, {}, 10), []
-  used = []
-
-  def finish(config, folder, say, make_step, devices):
-    used.append((folder, make_step, devices))
-    return result
-
-  monkeypatch.setattr(claims, 'finish', finish)
-  make = lambda wide, text, devices, say: jobs.append((wide, devices))
-  monkeypatch.setattr(job_lib, 'make', make)
-  monkeypatch.setattr(experiment, 'restored', lambda job, folder: folder)
-  bits, _, params = experiment.train(run, 'one', config)
-  assert (bits, params) == (2.5, run.workdir / 'one')
-  devices = tuple(jax.devices()[:count])
-  assert used == [(run.workdir / 'one', step_lib.make, devices)]
-  ((wide, devices_of_job),) = jobs
-  assert devices_of_job == devices and wide.train.microbatches == 1
-  assert wide.microbatches == config.mesh.stage

@@ -69,7 +69,7 @@ def test_training_happens_once_and_is_drawn(run, monkeypatch):
     return dict(stopped='', evaluation=result)
 
   monkeypatch.setattr(loop, 'run', train)
-  monkeypatch.setattr(plot, 'draw', lambda folders: folders[0] / plot.NAME)
+  monkeypatch.setattr(plot, 'draw', lambda folders, path: path)
   run.say = said.append
   assert run.trained() is run.trained() is result
   assert ran == [(run.config, run.workdir)]
@@ -147,8 +147,8 @@ def test_verdicts_in_words():
 
 def test_few_seeds_are_said():
   learn = lambda seeds: _verdict('LEARN', passed=True, seeds=seeds)
-  assert learn(1) == 'reproduced, one seed'
-  assert learn(2) == 'reproduced, two seeds' and learn(3) == 'reproduced'
+  assert learn(1) == 'direction only, one seed'
+  assert learn(2) == 'direction only, two seeds' and learn(3) == 'reproduced'
 
 
 def test_what_is_not_installed_is_skipped_and_the_rest_shown():
