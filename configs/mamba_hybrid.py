@@ -90,13 +90,14 @@ def claims():
   learned = dict(
     check=families.learn,
     families={n: place(p) | {'model.pattern': p} for n, p in FAMILIES.items()},
-    fields=NARROW, at_most=dict.fromkeys(FAMILIES, 3.2), better=[],
+    fields=NARROW, seeds=[0], at_most=dict.fromkeys(FAMILIES, 3.2), better=[],
   )  # fmt: skip
   more = [[name, 'Mamba-2', 0.3] for name in ('attention', 'hybrid')]
   recalled = lambda layers, rows, steps, picture, **task: dict(
     check=recall.recall,
     task=dict(pairs=16, mix=[2, 4, 8, 16]) | task,
     models={'attention': ['F', layers], **OTHERS}, picture=picture,
+    seeds=[0],
     fields={
       'model.d_model': 512, 'model.num_heads': 16,
       'train.steps': steps, 'train.batch_size': rows,

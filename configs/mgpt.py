@@ -67,6 +67,7 @@ def claims():
       },
     },
     fields={'model.num_layers': 2, 'checkpoint.every': 80},
+    seeds=[0],
     at_most={'bpe2048': 3.2, 'bytes': 4.0},
     better=[['bpe2048', 'bytes', 0.3]],
   )

@@ -56,7 +56,11 @@ def claims():
     fraction=fraction, send=1, at_most=at_most,
   )  # fmt: skip
   training = dict(
-    stages=STAGES, fractions=[0, 0.25, 0.5], removed=[0, 0.25, 0.5], paths=4
+    stages=STAGES,
+    seeds=[0],
+    fractions=[0, 0.25, 0.5],
+    removed=[0, 0.25, 0.5],
+    paths=4,
   )
   robust = lambda trained, at_most: dict(
     check=skip.robust,

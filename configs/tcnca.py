@@ -71,12 +71,12 @@ def claims():
       'model.num_layers': 2, 'model.d_model': 64, 'model.d_ff': 64,
       'model.embedding_scale': 8.0, 'model.tcn.chunk': 16,
     },
-    steps=120, variants={'repeated far': {}, 'repeated near': short['near']},
-    pair=['repeated far', 'repeated near'], apart=1.5,
+    variants={'repeated far': {}, 'repeated near': short['near']},
+    steps=120, seeds=[0], pair=['repeated far', 'repeated near'], apart=1.5,
   )  # fmt: skip
   text = dict(
     check=tcn.bits_by_reach, variants={'far': {}} | short, pair=['two', 'far'],
-    apart=0.1, verdict='opposite',
+    seeds=[0], apart=0.1, verdict='opposite',
   )  # fmt: skip
   return [
     ('receptive field', 'EQ', field, None),

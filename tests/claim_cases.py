@@ -9,6 +9,8 @@ from paraxis.configs.base import command_line
 from paraxis.sharding.meter import aot
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.plot import losses as plot
+from paraxis.train.run import evaluate
 
 
 def run_of(name='', changes=(), folder='nowhere'):
@@ -29,6 +31,23 @@ def small(name, **model):
     'data.sequence_length': 16, 'train.batch_size': 8, 'train.microbatches': 1
   }  # fmt: skip
   return run_of(name, experiment.under('model', sizes | model) | step)
+
+
+def trains_to(monkeypatch, bits):
+  """Trainings end at once -> list that their configurations are added to.
+
+  Args:
+    bits: {folder's name: held-out bits per byte}; 'VARIANT-SEED'.
+  """
+  seen = []
+
+  def finish(config, folder, say, **how):
+    seen.append(config)
+    return evaluate.Evaluation(bits[folder.name], {}, 10)
+
+  monkeypatch.setattr(claims, 'finish', finish)
+  monkeypatch.setattr(plot, 'draw', lambda folders, path: path)
+  return seen
 
 
 def holds_until(module, name, wrong, claim, run=None, **given):

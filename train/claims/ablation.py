@@ -45,7 +45,6 @@ from paraxis.train import step as step_lib
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.data import corpus
-from paraxis.train.run import workdir as workdir_lib
 
 RECORD = 'training.json'
 LIMIT = 1800  # CPU-seconds of a training, beyond which it shows a direction
@@ -80,13 +79,15 @@ def _sources(names) -> dict:
   return found
 
 
-def key(config: schema.Config, mechanism=()) -> dict:
+def key(config: schema.Config, mechanism=(), task=None) -> dict:
   """What the numbers of a training depend on: {part: {name: value}}.
 
   Args:
     mechanism: files and folders of the repository, besides `FILES`.
+    task: {name: JSON data} that the config does not say.
   """
   parts = {
+    'task': task or {},
     'config': {
       name: schema.value(config, name)
       for name, _ in schema.fields()
@@ -212,13 +213,16 @@ def by_loop(config, folder, say, make_step=step_lib.make) -> dict:
   return {'bits_per_byte': found.bits_per_byte}
 
 
-def trained(run: claims.Run, variants: dict, seeds, learn=by_loop) -> dict:
+def trained(
+  run: claims.Run, variants: dict, seeds, learn=by_loop, task=None
+) -> dict:
   """{variant: [Training of each seed, finished]}.
 
   Args:
     variants: {name: schema.Config}; the seed replaces train.seed.
     learn: function (config, folder, say) that trains, resumes what lies in the
       folder, and returns {name: number, or other JSON data}.
+    task: what else the trainings depend on, as for `key`.
 
   Raises:
     UserError: a folder holds another training; with run.fresh it is removed.
@@ -229,7 +233,8 @@ def trained(run: claims.Run, variants: dict, seeds, learn=by_loop) -> dict:
     for name, config in variants.items():
       config = experiment.fields(config, {'train.seed': seed})
       label = re.sub(r'[^\w.+-]+', '_', f'{name}-{seed}')
-      one = _training(run, config, workdir_lib.resolve(run.results) / label)
+      parts = key(config, run.mechanism, task)
+      one = _training(run, config, label, parts)
       kept = one.record['finished']
       run.say(f'{label}: {"kept" if kept else "training"}')
       one.finish(learn, run.say)
@@ -237,8 +242,8 @@ def trained(run: claims.Run, variants: dict, seeds, learn=by_loop) -> dict:
   return found
 
 
-def _training(run, config, folder):
-  parts = key(config, run.mechanism)
+def _training(run, config, label, parts):
+  folder = run.results / label
   try:
     return Training(config, folder, parts)
   except errors.UserError:

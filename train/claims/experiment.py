@@ -1,12 +1,12 @@
-"""What claims share: configs, compiled programs, verdicts, trainings, decoding.
+"""What claims share: configs, compiled programs, verdicts, decoding.
 
     fields, under, on           a config with fields set by full name, on a mesh
     step_program, for_chip      compiled programs, and what they send and hold
     gap, equal, near, at_most   differences, and the Outcome that follows
-    train, restored             a finished training and its parameters
+    restored                    parameters of a checkpoint
     rows_of, stepped            decoding, one token a row
 
-Claims import this file and no other claim.
+Claims import this file, harness.py and ablation.py (trainings), and no claim.
 
 Legend: B rows, T tokens, D model.
 """
@@ -229,22 +229,6 @@ def at_most(ratio: float, bound: float, caveat: str) -> claims.Outcome:
   )
 
 
-def _error(differences) -> float:
-  """Standard error of the mean; 0 of one number."""
-  count = len(differences)
-  return float(np.std(differences, ddof=1)) / count**0.5 if count > 1 else 0.0
-
-
-def above(differences, bound: float) -> bool:
-  """Whether the mean over seeds is above a bound, by 2 standard errors."""
-  return bool(np.mean(differences) > bound + 2 * _error(differences))
-
-
-def paired(differences) -> str:
-  """'0.0201 +-0.0032': the mean over seeds and its standard error."""
-  return f'{np.mean(differences):.4f} +-{_error(differences):.4f}'
-
-
 def numbers(values, form='') -> str:
   """'1.00 2.50' of [1, 2.5] in the format '.2f'."""
   return ' '.join(f'{value:{form}}' for value in values)
@@ -306,29 +290,6 @@ def on_layouts(*cases: str | dict, within: float = 1e-9) -> dict:
   """
   each = [dict(mesh=c) if isinstance(c, str) else c for c in cases]
   return dict(check=equals_one_device, cases=each, within=within)
-
-
-def train(run: claims.Run, name: str, config, make_step=step_lib.make):
-  """(held-out bits per byte, job.Job, parameters) of a finished training.
-
-  The job reads whole rows of held-out text, not a microbatch at a time.
-
-  Args:
-    run: the training's folder is `name`, in run's.
-    config: schema.Config, on the first devices.
-    make_step: as for loop.run.
-
-  Raises:
-    SystemExit: with 75, a signal stopped it.
-  """
-  devices, folder = devices_of(config), run.workdir / name
-  run.say(f'training {name}')
-  result = claims.finish(
-    config, folder, run.say, make_step=make_step, devices=devices
-  )
-  wide = fields(config, {'train.microbatches': 1, 'pipeline.microbatches': 0})
-  job = job_lib.make(wide, '', devices, say=lambda line: None)
-  return result.bits_per_byte, job, restored(job, folder)
 
 
 def restored(job, folder) -> dict:

@@ -126,7 +126,7 @@ class Run:
   def __init__(self, config, workdir, say=print, results=None):
     """results: None: the workdir."""
     self.config, self.workdir, self.say = config, pathlib.Path(workdir), say
-    self.results = pathlib.Path(results or workdir)
+    self.results = workdir_lib.resolve(results or workdir)
     self._trained = self._baselines = None
 
   def other(self, config, name=''):
@@ -149,7 +149,8 @@ class Run:
       self._check_workdir()
       self._trained = finish(self.config, self.workdir, self.say)
       self.say(domain_table(self._trained, self.baselines()))
-      path = workdir_lib.prepare(self.results) / plot.NAME
+      self.results.mkdir(parents=True, exist_ok=True)
+      path = self.results / plot.NAME
       self.say(f'wrote {plot.draw([self.workdir], path)}')
     return self._trained
 

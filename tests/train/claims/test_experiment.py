@@ -15,15 +15,6 @@ from paraxis.train.certify import verify
 from paraxis.train.claims import experiment
 
 
-def test_a_difference_counts_at_two_standard_errors():
-  assert experiment.above([0.3, 0.2, 0.25], 0.19)  # 0.25 +- 0.0289
-  assert not experiment.above([0.3, 0.2, 0.25], 0.2)
-  assert not experiment.above([0.9, -0.1, 0.1], 0.0)  # 0.3 +- 0.31
-  assert experiment.above([0.1], 0.0) and not experiment.above([0.0], 0.0)
-  assert not experiment.above([math.nan, 1.0], 0.0)
-  assert experiment.paired([0.3, 0.2, 0.25]) == '0.2500 +-0.0289'
-
-
 def test_fields_have_full_names():
   old = schema.Config()
   new = experiment.fields(

@@ -24,6 +24,7 @@ from paraxis.models import decoder
 from paraxis.models.mixers import latent as latent_attention
 from paraxis.models.mixers import latent_rotation
 from paraxis.train import program as job_lib
+from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import knockouts
@@ -151,7 +152,7 @@ def _bits_of_variants(run, rows, variants, prompt):
 
   Of a trained model, with whole latents ('exact') and as the variants say.
   """
-  _, trained, params = experiment.train(run, 'whole', run.config)
+  trained, params = ablation.one(run, 'whole', run.config).opened
   text, held, size = _text(run.config, rows)
   model = decoder.Decoder(trained.model.config)
   params = {p: np.asarray(x) for p, x in params.items()}

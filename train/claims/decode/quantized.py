@@ -24,6 +24,7 @@ from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
 from paraxis.sharding.meter import aot
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
+from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.run import evaluate
@@ -207,7 +208,7 @@ def perplexity(run, *, at_most):
   Args: at_most: the ratio; it must also be above 1, or nothing was rounded.
   """
   config = dataclasses.replace(run.config, mesh=schema.Mesh())
-  _, job, params = experiment.train(run, 'float', config)
+  job, params = ablation.one(run, 'float', config).opened
   step = step_lib.make(job.built, job.optimizer, 0.0)
   measure = evaluate.Evaluator(job, step.evaluate)
   tokens = sum(held.n_pairs for held in job.held_out)

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from paraxis.train.certify import trial
+from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.plot import experts as plot_experts
@@ -140,9 +141,8 @@ def recorded_stragglers(run, *, steps, ranks, hots, falls):
   how = {f'train.{name}': 1 for name in ('print_every', 'eval_batches')}
   how |= {'model.experts.hot': 0, 'train.steps': steps}
   config, _ = experiment.on(run.config, 'data=1', how)
-  experiment.train(run, 'loads', config)
-  rows = metrics.read(run.workdir / 'loads')
-  path = run.workdir / 'loads' / plot_experts.NAME
+  folder = ablation.one(run, 'loads', config).folder
+  rows, path = metrics.read(folder), run.results / plot_experts.NAME
   run.say(f'wrote {plot_experts.draw(rows, path, "loads")}')
   loads = np.concatenate(
     [

@@ -1,8 +1,8 @@
 """Claims about experts that were trained: what they cost, and learn, and take.
 
 Small models on the shipped text of six domains, several seeds; the claims of
-one config share the runs, which are folders of the workdir and are resumed
-where they stopped. Held-out loss is reported in bits per byte.
+one config share the trainings (train/claims/ablation.py). Held-out loss is
+reported in bits per byte.
 
 How far experts specialise is the mutual information of domain and expert on
 held-out text, with all domains as likely, in bits, the mean over layers:
@@ -15,20 +15,16 @@ domains. Assignments are counted as in training (models/aux.py).
 Legend: L layers, E experts.
 """
 
-import functools
-import json
-
 import jax
 import numpy as np
 
 from paraxis.models import depth
 from paraxis.train import expert_counts
+from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
-from paraxis.train.claims import harness as claims
 from paraxis.train.plot import experts as plot_experts
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import compiling
-from paraxis.train.run import workdir as workdir_lib
 
 PICTURE = 'domains.png'
 
@@ -69,50 +65,19 @@ def mutual_information(loads):
   return float(bits.sum(-1).mean())
 
 
-@functools.lru_cache(maxsize=4)
-def _trained(run, text, seeds):
-  """{variant: [(bits per byte, job.Job, parameters) of each seed]}.
-
-  text: JSON of {variant: {'section.field': value}}. Losses are drawn.
-  """
-  variants, folders = json.loads(text), []
-  found = {name: [] for name in variants}
-  for seed in seeds:
-    for name, fields in variants.items():
-      config = experiment.fields(run.config, {'train.seed': seed}, fields)
-      folder = f'{name.replace(" ", "_")}{seed}'
-      found[name].append(experiment.train(run, folder, config))
-      folders.append(run.workdir / folder)
-      run.say(f'{name}, seed {seed}: {found[name][-1][0]:.4f} bits per byte')
-  run.say(f'wrote {plot.draw(folders, run.workdir / plot.NAME)}')
-  return found
-
-
-@functools.lru_cache(maxsize=4)
-def _shared_bits(run, text, seeds):
-  """{variant: [mutual information of each seed]}; draws the last seed."""
-  loads = {
-    name: [domain_loads(job, params) for _, job, params in rows]
-    for name, rows in _trained(run, text, seeds).items()
+def _loads(job, params):
+  return {
+    name: load.tolist() for name, load in domain_loads(job, params).items()
   }
-  path = workdir_lib.resolve(run.workdir) / PICTURE
-  last = {name: rows[-1] for name, rows in loads.items()}
-  run.say(f'wrote {plot_experts.draw_domains(last, path)}')
-  return {n: list(map(mutual_information, rows)) for n, rows in loads.items()}
 
 
-def _table(found):
-  """'name mean (lowest to highest)' of {name: numbers}."""
-
-  def one(name, row):
-    spread = f' ({min(row):.4f} to {max(row):.4f})' if len(row) > 1 else ''
-    return f'{name} {np.mean(row):.4f}{spread}'
-
-  return '; '.join(one(name, row) for name, row in found.items())
-
-
-def _seeds(seeds):
-  return 'one seed' if len(seeds) == 1 else f'mean of {len(seeds)} seeds'
+def _trained(run, variants, seeds):
+  """{variant: [ablation.Training of each seed]}; losses are drawn."""
+  configs = {n: experiment.fields(run.config, f) for n, f in variants.items()}
+  found = ablation.trained(run, configs, seeds)
+  folders = [t.folder for row in found.values() for t in row]
+  run.say(f'wrote {plot.draw(folders, run.results / plot.NAME)}')
+  return found
 
 
 def specialise(run, *, variants, seeds, more, times):
@@ -121,19 +86,34 @@ def specialise(run, *, variants, seeds, more, times):
   Args:
     variants: {name: {'section.field': value}}.
     seeds: of the trainings.
-    more: [name, name]: the mutual information of the first is at least `times`
-      that of the second, in every seed.
+    more: [name, name]: the mutual information of the first is above `times`
+      that of the second.
   """
-  found = _shared_bits(run, json.dumps(variants), tuple(seeds))
-  ratios = [a / b for a, b in zip(*(found[n] for n in more), strict=True)]
-  return claims.Outcome(
-    f'>= {times:g} x in every seed',
-    experiment.numbers(ratios, '.3g'),
-    f'{" over ".join(more)}, mutual information of domain and expert on '
-    f'held-out text, in bits: {_table(found)}; {_seeds(seeds)} '
-    f'(lowest to highest), {run.config.train.steps} steps',
-    min(ratios) >= times,
-    seeds=len(seeds),
+  trainings = _trained(run, variants, seeds)
+  seconds = ablation.cpu_seconds(trainings)
+  loads = {
+    name: [t.measured('domain loads', _loads) for t in row]
+    for name, row in trainings.items()
+  }
+  path = run.results / PICTURE
+  last = {
+    name: {domain: np.array(load) for domain, load in row[-1].items()}
+    for name, row in loads.items()
+  }
+  run.say(f'wrote {plot_experts.draw_domains(last, path)}')
+  found = {n: list(map(mutual_information, row)) for n, row in loads.items()}
+  ratios = np.divide(*(found[n] for n in more))
+  # As often: neither specialises more.
+  text = f'{" over ".join(more)} above {times:g} x'
+  finding = ablation.judged(text, ratios - 1, times - 1, seconds)
+  return ablation.outcome(
+    run,
+    found,
+    [finding],
+    'bits of domain and expert',
+    f'mutual information on held-out text; times as much: '
+    f'{experiment.numbers(ratios, ".3g")}; {run.config.train.steps} steps',
+    seconds,
   )
 
 
@@ -142,20 +122,17 @@ def learn_better(run, *, variants, seeds, better, by):
 
   Args:
     variants, seeds: as for `specialise`.
-    better: list of [name, name]: the mean of the first is below the second's
-      by more than `by` bits per byte (experiment.above).
+    better: list of [name, name]: the first has fewer than the second, by more
+      than `by`.
   """
-  trained = _trained(run, json.dumps(variants), tuple(seeds))
-  found = {n: [bits for bits, *_ in rows] for n, rows in trained.items()}
-  pairs = [list(zip(found[a], found[b], strict=True)) for a, b in better]
-  gains = [np.array([b - a for a, b in pair]) for pair in pairs]
-  wins = [sum(a < b for a, b in pair) for pair in pairs]
-  return claims.Outcome(
-    '; '.join(f'{a} below {b}' for a, b in better),
-    ', '.join(map(experiment.paired, gains)),
-    f'bits per byte of held-out text, {_seeds(seeds)}: {_table(found)}; better '
-    f'in {", ".join(f"{w} of {len(seeds)}" for w in wins)}; '
-    f'{run.config.train.steps} steps',
-    all(experiment.above(gain, by) for gain in gains),
-    seeds=len(seeds),
+  trainings = _trained(run, variants, seeds)
+  seconds = ablation.cpu_seconds(trainings)
+  found = ablation.numbers(trainings, 'bits_per_byte')
+  return ablation.outcome(
+    run,
+    found,
+    [ablation.less(found, a, b, by, seconds) for a, b in better],
+    'bits per byte',
+    f'of held-out text; {run.config.train.steps} steps',
+    seconds,
   )

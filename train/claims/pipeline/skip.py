@@ -29,13 +29,13 @@ from paraxis.sharding.pipeline import schedules
 from paraxis.train import loss as loss_lib
 from paraxis.train import step as step_lib
 from paraxis.train.certify import trial
+from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import knockouts
 from paraxis.train.plot import figures
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import compiling
-from paraxis.train.run import workdir as workdir_lib
 
 PICTURE = 'perplexity.png'
 SMALL = {
@@ -230,12 +230,11 @@ def balanced(run, *, stages, microbatches, fractions):
   )
 
 
-def _trained(run, stages, fraction):
-  """(job.Job, {path: parameter}) of a finished training, on one device."""
-  config = experiment.fields(_alone(run.config), _skip(fraction))
+def _learn(stages, config, folder, say):
+  """ablation.by_loop, microbatches on the paths that the pipeline draws."""
   paths = training_paths(config, stages)
   make = make_step(layers_of(paths, stages, config.model.num_layers))
-  return experiment.train(run, f'skip{round(100 * fraction)}', config, make)[1:]
+  return ablation.by_loop(config, folder, say, make)
 
 
 def perplexity(job, params, layers):
@@ -257,35 +256,53 @@ def perplexity(job, params, layers):
   return math.exp(math.fsum(map(float, jax.device_get(total))) / tokens)
 
 
-@functools.lru_cache(maxsize=4)
-def _perplexities(run, stages, fractions, removed, paths):
-  """{share left out in training: {in evaluation: perplexity}}."""
-  found = {}
-  for fraction in fractions:
-    job, params = _trained(run, stages, fraction)
-    row = found[fraction] = {}
-    for share in removed:
-      ways = schedule_paths.skip_paths(
-        stages, paths if share else 1, share, run.config.train.seed + 1
-      )
-      layers = layers_of(ways, stages, job.config.model.num_layers)
-      row[share] = perplexity(job, params, layers)
-      run.say(
-        f'trained with {fraction:.0%} left out, evaluated with {share:.0%}: '
-        f'perplexity {row[share]:.2f}'
-      )
-  run.say(f'wrote {_draw(found, workdir_lib.resolve(run.workdir) / PICTURE)}')
-  folders = [run.workdir / f'skip{round(100 * f)}' for f in fractions]
-  run.say(f'wrote {plot.draw(folders, run.workdir / plot.NAME)}')
-  return found
+def _perplexities(run, *, stages, seeds, fractions, removed, paths):
+  """({share left out in training: {in evaluation: [of each seed]}}, seconds).
+
+  seconds: CPU-seconds of the longest training.
+  """
+  plain = _alone(run.config)
+  variants = {
+    f'skip {round(100 * f)}': experiment.fields(plain, _skip(f))
+    for f in fractions
+  }
+  made = ablation.trained(
+    run, variants, seeds, functools.partial(_learn, stages), {'stages': stages}
+  )
+  found = {
+    fraction: {
+      share: [_left_out(t, stages, share, paths) for t in row]
+      for share in removed
+    }
+    for fraction, row in zip(fractions, made.values(), strict=True)
+  }
+  run.say(f'wrote {_draw(found, run.results / PICTURE)}')
+  folders = [t.folder for row in made.values() for t in row]
+  run.say(f'wrote {plot.draw(folders, run.results / plot.NAME)}')
+  return found, ablation.cpu_seconds(made)
+
+
+def _left_out(training, stages, share, paths):
+  """Perplexity of a training on paths that leave out a share of the stages."""
+  config = training.config
+  ways = schedule_paths.skip_paths(
+    stages, paths if share else 1, share, config.train.seed + 1
+  )
+  layers = layers_of(ways, stages, config.model.num_layers)
+  return training.measured(
+    f'perplexity, {share:.0%} left out, {len(ways)} paths',
+    lambda job, params: perplexity(job, params, layers),
+  )
 
 
 def _draw(found, path):
   """Perplexity against the share left out in evaluation, a line a training."""
   curves = {
-    f'{fraction:.0%} of the stages': ([100 * s for s in row], [*row.values()])
+    f'{fraction:.0%} of the stages': (
+      [100 * s for s in row], [np.mean(p) for p in row.values()]
+    )
     for fraction, row in found.items()
-  }
+  }  # fmt: skip
   fig, _ = figures.lines(
     curves,
     'stages left out when the model is evaluated (%)',
@@ -295,32 +312,33 @@ def _draw(found, path):
   return figures.save(fig, path)
 
 
-def _table(found):
-  """All perplexities as text."""
-  return '; '.join(
-    f'trained with {f:.0%} left out: '
-    + ', '.join(f'{share:.0%} {p:.1f}' for share, p in row.items())
+def _named(found):
+  """{'trained with 50% left out, without 0%': [perplexity of each seed]}."""
+  return {
+    f'trained with {f:.0%} left out, without {share:.0%}': values
     for f, row in found.items()
-  )
+    for share, values in row.items()
+  }
 
 
 def robust(run, *, training, trained, share, at_most):
   """LEARN: perplexity without a share of the stages, over that with all.
 
   Args:
-    training: {'stages', 'fractions': left out in training, of one model each,
-      'removed': left out in evaluation, 'paths': over which to take the mean}.
+    training: {'stages', 'seeds', 'fractions': left out in training, of one
+      model each, 'removed': left out in evaluation, 'paths': over which to take
+      the mean}.
     trained, share: the model, and what is left out of it.
   """
-  found = _perplexities(run, **_hashable(training))
-  ratio = found[trained][share] / found[trained][0]
-  return experiment.at_most(
-    ratio,
-    at_most,
-    f'perplexity per token when {share:.0%} is left out of the model trained '
-    f'with {trained:.0%} left out, over its own with nothing left out; '
-    f'{training["paths"]} paths, one seed ({run.config.train.seed}), '
-    f'{run.config.train.steps} steps. {_table(found)}',
+  found, seconds = _perplexities(run, **training)
+  ratios = np.divide(found[trained][share], found[trained][0])
+  text = f'without {share:.0%} over all, trained with {trained:.0%} left out'
+  return _outcome(
+    run,
+    found,
+    ablation.at_most(text, ratios, at_most, seconds),
+    ratios,
+    seconds,
   )
 
 
@@ -330,19 +348,23 @@ def against_full(run, *, training, trained, share, at_most):
   Args: as for `robust`; the plain model, trained with 0 left out, loses as
     many stages.
   """
-  found = _perplexities(run, **_hashable(training))
-  ratio = found[trained][share] / found[0][share]
-  whole = found[trained][0] / found[0][0]
-  return experiment.at_most(
-    ratio,
-    at_most,
-    f'both without {share:.0%} of the stages, {found[trained][share]:.1f} and '
-    f'{found[0][share]:.1f}; the price: with all stages '
-    f'{found[trained][0]:.1f} and {found[0][0]:.1f}, {whole:.2f} times',
+  found, seconds = _perplexities(run, **training)
+  ratios = np.divide(found[trained][share], found[0][share])
+  text = f'trained with {trained:.0%} left out over plain, without {share:.0%}'
+  # As much: nothing is gained.
+  finding = ablation.judged(
+    f'{text}, below {at_most:g}', 1 - ratios, 1 - at_most, seconds
   )
+  return _outcome(run, found, finding, ratios, seconds)
 
 
-def _hashable(training):
-  return {
-    k: tuple(v) if isinstance(v, list) else v for k, v in training.items()
-  }
+def _outcome(run, found, finding, ratios, seconds):
+  return ablation.outcome(
+    run,
+    _named(found),
+    [finding],
+    'perplexity per token',
+    f'mean over paths drawn anew; ratios {experiment.numbers(ratios, ".3f")}; '
+    f'{run.config.train.steps} steps',
+    seconds,
+  )

@@ -17,6 +17,7 @@ Legend: B rows, T tokens, N bindings of a row, W words of a name, V of a value.
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,10 @@ from paraxis.models import batch as batch_lib
 from paraxis.models import layer
 from paraxis.models.mixers import protocol as mixer
 from paraxis.train import program as job_lib
+from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
 from paraxis.train.certify import check
+from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.plot import figures
@@ -139,32 +142,49 @@ def right(model, task, params, batch):
   return asked.all(-1).mean()
 
 
-def train(config, task, every, say):
-  """[(step, accuracy on new rows), ...] of a training from the start.
+def train(config, task, every, folder, say):
+  """[[step, accuracy on new rows], ...] of a training.
 
   Args:
     config: schema.Config; its vocabulary and length are those of the task.
     task: `Task`. every: steps between measurements.
+    folder: pathlib.Path; a training resumes from the last measurement there.
   """
+  # Orbax starts slowly.
+  from paraxis.sharding.checkpoint import store as store_lib
+
   rows = config.train.batch_size
   job = job_lib.of_shapes(config, '', jax.devices()[:1])
   made = step_lib.make(job.built, job.optimizer, config.optimizer.clip_norm)
   jit = functools.partial(jax.jit, compiler_options=compiling.options())
   grads, update = jit(made.grads), jit(made.update, donate_argnums=0)
   measure = jit(functools.partial(right, job.model, task))
-  state, curve = job.initial_state(), []
-  with job.context():
+  path = folder / workdir_lib.CHECKPOINTS
+  with job.context(), store_lib.Store(path, 1, False, say=say) as store:
+    state, curve = _resumed(job, store, say)
     held = [job.put(draw(task, rows, seed, True)) for seed in range(4)]
-    for t in range(config.train.steps):
+    for t in range(curve[-1][0] if curve else 0, config.train.steps):
       batch = job.put(draw(task, rows, config.train.seed + 1000 + t))
       state, numbers = update(state, *grads(state.params, batch))
       if (t + 1) % every == 0 or t + 1 == config.train.steps:
         found = float(
           jnp.stack([measure(state.params, b) for b in held]).mean()
         )
-        curve.append((t + 1, found))
+        curve.append([t + 1, found])
+        axes = state_lib.axes(job.state, job.model)
+        store.save(t + 1, state_lib.flatten(state), axes, dict(curve=curve))
         say(f'step {t + 1}: loss {float(numbers["loss"]):.3f}, {found:.1%}')
   return curve
+
+
+def _resumed(job, store, say):
+  """(state, curve) of the newest checkpoint, or of the start."""
+  found = store.restore_latest_good(state_lib.flatten(job.state))
+  if found is None:
+    return job.initial_state(), []
+  step, tree, meta = found
+  say(f'resumed from step {step}')
+  return state_lib.unflatten(job.state, tree), meta['curve']
 
 
 def _config(run, task, pattern, layers, fields):
@@ -181,50 +201,69 @@ def _config(run, task, pattern, layers, fields):
   return experiment.fields(run.config, SMALL, own, fields)
 
 
-def recall(run, *, task, models, more, learned, picture, fields):
+def recall(run, *, task, models, seeds, more, learned, picture, fields):
   """LEARN: which model answers more questions; draws all curves.
 
   Args:
     task: fields of `Task`. models: {name: [pattern, layers]}.
-    more: list of [name, name, margin]: the first is right at least so much
-      more often than the second, at the end; a margin may be below 0.
+    seeds: of the trainings.
+    more: list of [name, name, margin]: the share of answers that the first has
+      right is above the second's by more, at the end; a margin may be below 0.
     learned: {name: share of right answers} of a model that has learned the
       task; where it has not, a comparison shows a direction only.
-    picture: name of the PNG in the workdir.
+    picture: name of the PNG in the results.
     fields: {dotted name: value} of all models and trainings, before those of
       SMALL; a training is measured ten times.
   """
   task = Task(**task)
-  curves, sizes = {}, {}
-  for name, (pattern, layers) in models.items():
-    config = _config(run, task, pattern, layers, fields)
-    sizes[name] = check.parameters(config)
-    run.say(f'{name}: {pattern}, {layers} layers, {sizes[name]:,} parameters')
-    own = config.train
-    curves[name] = train(config, task, max(own.steps // 10, 1), run.say)
-  run.say(f'wrote {_draw(curves, task, run.workdir, picture)}')
-  last = {name: curve[-1][1] for name, curve in curves.items()}
-  passed = all(last[a] >= last[b] + margin for a, b, margin in more)
-  weak = [f'{n} below {x:.0%}' for n, x in learned.items() if last[n] < x]
-  return claims.Outcome(
-    '; '.join(f'{a} >= {b} {m:+.0%}' for a, b, m in more),
-    ', '.join(f'{n} {x:.1%}' for n, x in last.items()),
-    f'answers right on new rows of {task.pairs} bindings, chance '
+  configs = {
+    name: _config(run, task, *model, fields) for name, model in models.items()
+  }
+  shared = next(iter(configs.values()))
+  own = shared.train
+  curves, seconds = _curves(run, task, configs, seeds, picture)
+  run.say(f'wrote {_draw(curves, task, run.results, picture)}')
+  last = {name: [c[-1][1] for c in row] for name, row in curves.items()}
+  sizes = {name: check.parameters(c) for name, c in configs.items()}
+  weak = [n for n, share in learned.items() if np.mean(last[n]) < share]
+  found = ablation.outcome(
+    run,
+    last,
+    [ablation.more(last, a, b, margin, seconds) for a, b, margin in more],
+    'share of answers right',
+    f'on new rows of {task.pairs} bindings, chance '
     f'{task.values**-task.digits:.1%}; {own.steps} steps of {own.batch_size} '
-    f'rows of {task.length} tokens, one seed ({own.seed}); parameters '
+    f'rows of {task.length} tokens; parameters '
     + ', '.join(f'{n} {x:,}' for n, x in sizes.items())
-    + f', state of Mamba-2 {config.model.mamba.state}'
-    + ''.join(f'; {text}: not learned' for text in weak),
-    passed,
-    'direction only' if passed and weak else '',
+    + f', state of Mamba-2 {shared.model.mamba.state}'
+    + ''.join(f'; {n} below {learned[n]:.0%}: not learned' for n in weak),
+    seconds,
   )
+  reproduced = found.verdict == claims.VERDICTS[0]
+  if reproduced and weak:
+    return found._replace(verdict=claims.VERDICTS[1])
+  return found
+
+
+def _curves(run, task, configs, seeds, picture):
+  """({name: [what `train` returns, of each seed]}, most CPU-seconds)."""
+  stem = pathlib.Path(picture).stem
+  every = max(next(iter(configs.values())).train.steps // 10, 1)
+
+  def learn(config, folder, say):
+    return {'curve': train(config, task, every, folder, say)}
+
+  variants = {f'{stem} {name}': config for name, config in configs.items()}
+  also = dict(rows=dataclasses.asdict(task), every=every)
+  made = ablation.trained(run, variants, seeds, learn, also)
+  curves = ablation.numbers(made, 'curve').values()
+  return dict(zip(configs, curves, strict=True)), ablation.cpu_seconds(made)
 
 
 def _draw(curves, task, folder, picture):
-  """Accuracy over steps, a line a model -> path of the PNG."""
+  """Accuracy over steps, its mean over seeds -> path of the PNG."""
   curves = {
-    name: ([step for step, _ in curve], [100 * right for _, right in curve])
-    for name, curve in curves.items()
+    name: np.mean(row, 0).T * [[1], [100]] for name, row in curves.items()
   }
   fig, ax = figures.lines(
     curves,

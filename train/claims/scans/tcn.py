@@ -23,12 +23,13 @@ from paraxis.models import batch as batch_lib
 from paraxis.models import decoder
 from paraxis.models.mixers import tcn
 from paraxis.sharding.meter import flops
+from paraxis.train.certify import check
 from paraxis.train.certify import verify
+from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import knockouts
 from paraxis.train.plot import losses as plot
-from paraxis.train.run import workdir as workdir_lib
 
 VOCABULARY = 64
 TINY = {
@@ -191,36 +192,42 @@ def cost_of_a_token(run, *, lengths, at_most):
   )
 
 
-def bits_by_reach(run, *, variants, pair, apart, verdict):
+def bits_by_reach(run, *, variants, seeds, pair, apart, verdict):
   """LEARN: held-out bits per byte of text by the reach of convolutions.
 
   Args:
     variants: {name: fields of mixer_schema.Tcn that differ}.
-    pair: two of the names; the second has more bits. apart: how many at least.
-    verdict: of harness.VERDICTS, what it means for the paper if that holds.
+    seeds: of the trainings.
+    pair: two of the names; the second has more bits, by more than `apart`.
+    verdict: what it means for the paper if that holds: 'reproduced' at best, or
+      'opposite'.
   """
-  bits, results, folders = {}, [], []
-  for name, fields in variants.items():
-    changed = experiment.fields(run.config, _tcn(fields))
-    bits[name], job, _ = experiment.train(run, name, changed)
-    size = sum(x.size for x in job.state.params.values())
-    reach = tcn.receptive_field(changed.model.tcn)
-    results.append(
-      f'{name} (reach {reach}) {bits[name]:.3f}, {size:,} parameters'
-    )
-    folders.append(run.workdir / name)
-  run.say(f'wrote {plot.draw(folders, run.workdir / plot.NAME)}')
-  fewer, more = pair
-  gap = bits[more] - bits[fewer]
-  return claims.Outcome(
-    f'>= {apart:g}',
-    f'{gap:.3f}',
-    f'bits per held-out byte, {more} less {fewer}, {run.config.train.steps} '
-    f'steps, one seed, chunks of {run.config.model.tcn.chunk}: '
-    f'{"; ".join(results)}',
-    gap >= apart,
-    verdict if gap >= apart else '',
+  configs = {
+    n: experiment.fields(run.config, _tcn(f)) for n, f in variants.items()
+  }
+  trainings = ablation.trained(run, configs, seeds)
+  found = ablation.numbers(trainings, 'bits_per_byte')
+  seconds = ablation.cpu_seconds(trainings)
+  folders = [t.folder for row in trainings.values() for t in row]
+  run.say(f'wrote {plot.draw(folders, run.results / plot.NAME)}')
+  sizes = [
+    f'{name} (reach {tcn.receptive_field(c.model.tcn)}), '
+    f'{check.parameters(c):,} parameters'
+    for name, c in configs.items()
+  ]
+  out = ablation.outcome(
+    run,
+    found,
+    [ablation.less(found, *pair, apart, seconds)],
+    'bits per byte',
+    f'{run.config.train.steps} steps, chunks of {run.config.model.tcn.chunk}: '
+    f'{"; ".join(sizes)}',
+    seconds,
   )
+  if not out.passed or verdict == claims.VERDICTS[0]:
+    return out
+  enough = out.seeds >= claims.ENOUGH_SEEDS
+  return out._replace(verdict=verdict if enough else claims.VERDICTS[2])
 
 
 def repeated(path, period, symbols, documents, length):
@@ -237,24 +244,27 @@ def repeated(path, period, symbols, documents, length):
   path.write_text('\n'.join(lines), 'utf-8')
 
 
-def repetition_in_reach(run, *, text, model, steps, variants, pair, apart):
+def repetition_in_reach(
+  run, *, text, model, steps, variants, seeds, pair, apart
+):
   """LEARN: bits a byte of random words that repeat, in reach or out of it.
 
   Args:
     text: {'period', 'symbols', 'documents'}; a document fills a row.
     model: {'section.field': value} that differs. steps: of training.
-    variants, pair, apart: as for `bits_by_reach`; it is what the paper says.
+    variants, seeds, pair, apart: as for `bits_by_reach`; it is what the paper
+      says.
   """
-  path = workdir_lib.resolve(run.workdir) / 'repeated.jsonl'
+  path = run.results / 'repeated.jsonl'
   length = run.config.data.sequence_length - 1
   repeated(path, length=length, **text)
   config = experiment.fields(
     run.config, model, {'data.path': str(path), 'train.steps': steps}
   )
-  own = claims.Run(config, run.workdir, run.say)
   found = bits_by_reach(
-    own, variants=variants, pair=pair, apart=apart, verdict='reproduced'
-  )
+    run.other(config), variants=variants, seeds=seeds, pair=pair, apart=apart,
+    verdict=claims.VERDICTS[0],
+  )  # fmt: skip
   bits, p = np.log2(text['symbols']), text['period']
   return found._replace(
     caveat=f'words of {p} of {text["symbols"]} letters, over and over; '

@@ -15,6 +15,7 @@ from paraxis.configs import moe_parallel_folding
 from paraxis.configs import se_moe
 from paraxis.sharding.experts import dispatch as expert
 from paraxis.train.certify import target_compile
+from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import papers
 from paraxis.train.claims.experts import layer as claims_experts
@@ -217,29 +218,48 @@ def test_mutual_information():
   assert found(both) == pytest.approx((1 - entropy + 1) / 2)
 
 
-def test_variants_are_compared(monkeypatch):
-  trained = {'a': [(2.0, None, None), (2.2, None, None)]}
-  trained['b'] = [(2.3, None, None), (2.4, None, None)]  # 0.25 more on average
-  shared = {'a': [0.4, 0.6], 'b': [0.1, 0.2]}  # 4 and 3 times
-  monkeypatch.setattr(claims_expert_training, '_trained', lambda *_: trained)
-  monkeypatch.setattr(claims_expert_training, '_shared_bits', lambda *_: shared)
-  given = dict(run=run_of('demons_lbl'), variants={}, seeds=[0, 1])
-  better = lambda by: claims_expert_training.learn_better(
-    better=[['a', 'b']], by=by, **given
+def test_variants_are_compared(monkeypatch, tmp_path):
+  bits = {'a-0': 2.0, 'a-1': 2.2, 'a-2': 2.1}
+  bits |= {'b-0': 2.3, 'b-1': 2.4, 'b-2': 2.35}  # 0.25 +-0.029 more
+  claim_cases.trains_to(monkeypatch, bits)
+  run = run_of('demons_lbl', folder=tmp_path)
+  given = dict(variants={'a': {}, 'b': {}}, seeds=[0, 1, 2])
+  better = lambda *pair, by=0.0: claims_expert_training.learn_better(
+    run, better=[pair], by=by, **given
   )
-  assert better(0.1).passed and '2 of 2' in better(0.1).caveat
-  assert not better(0.2).passed  # 0.25 +- 0.05: by less than two errors
-  trained['a'] = trained['b']
-  assert not better(0.0).passed  # what does nothing is not better
-  more = lambda times: claims_expert_training.specialise(
-    more=['a', 'b'], times=times, **given
+  assert better('a', 'b', by=0.19).verdict == 'reproduced'
+  assert not better('a', 'b', by=0.2).passed
+  assert better('b', 'a').verdict == 'opposite'
+  assert not better('a', 'a').passed  # equal to the bit
+
+
+def test_experts_specialise_more_or_less(monkeypatch, tmp_path):
+  both = {name: 2.0 for name in ('a-0', 'a-1', 'a-2', 'b-0', 'b-1', 'b-2')}
+  claim_cases.trains_to(monkeypatch, both)
+  apart = {'x': [[9, 1]], 'y': [[1, 9]]}
+  alike = {'x': [[6, 4]], 'y': [[4, 6]]}
+  loads = iter([apart] * 3 + [alike] * 3)  # 0.531 and 0.029 bits
+  monkeypatch.setattr(
+    claims_expert_training, 'domain_loads',
+    lambda *given: {d: np.array(x) for d, x in next(loads).items()},
+  )  # fmt: skip
+  monkeypatch.setattr(ablation.Training, 'opened', (None, None))
+  run = run_of('demons_lbl', folder=tmp_path)
+  check = lambda times, *pair: claims_expert_training.specialise(
+    run, variants={'a': {}, 'b': {}}, seeds=[0, 1, 2], more=pair, times=times
   )
-  assert more(2.9).passed and not more(3.5).passed
+  found = check(18, 'a', 'b')
+  assert found.passed and found.verdict == 'reproduced'
+  assert '18.3 18.3 18.3' in found.caveat and 'a 0.5310' in found.caveat
+  assert check(19, 'a', 'b').verdict == 'direction only'
+  assert check(1, 'b', 'a').verdict == 'opposite'
+  assert (tmp_path / claims_expert_training.PICTURE).exists()
 
 
 def test_recorded_stragglers(monkeypatch):
   rows = {step: {'experts/load/a': [[6, 0, 1, 1]]} for step in (1, 2)}
-  monkeypatch.setattr(experiment, 'train', lambda *given: None)
+  training = types.SimpleNamespace(folder=None)
+  monkeypatch.setattr(ablation, 'one', lambda *given: training)
   monkeypatch.setattr(metrics, 'read', lambda folder: rows)
   monkeypatch.setattr(plot_experts, 'draw', lambda rows, path, title: path)
   check = lambda falls: claims_expert_loads.recorded_stragglers(

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from paraxis.configs.base import errors
+from paraxis.train.claims import ablation
 from paraxis.train.claims.pipeline import skip as claims_skip
-from paraxis.train.plot import losses as plot
 
-TRAINING = dict(stages=2, fractions=[0, 0.5], removed=[0, 0.5], paths=2)
+TRAINING = dict(
+  stages=2, seeds=[0, 1], fractions=[0, 0.5], removed=[0, 0.5], paths=2
+)
 
 
 def run(folder='nowhere', **fields):
@@ -58,40 +60,49 @@ def test_paths_are_balanced(monkeypatch):
 
 
 def test_ratios(monkeypatch):
-  found = {0: {0: 80.0, 0.5: 160.0}, 0.5: {0: 100.0, 0.5: 110.0}}
-  monkeypatch.setattr(claims_skip, '_perplexities', lambda *a, **k: found)
+  found = {
+    0: {0: [80.0] * 3, 0.5: [160.0, 150.0, 170.0]},
+    0.5: {0: [100.0] * 3, 0.5: [110.0, 109.0, 111.0]},
+  }
+  monkeypatch.setattr(claims_skip, '_perplexities', lambda *a, **k: (found, 9))
   ask = dict(training=TRAINING, share=0.5)
-  robust = lambda trained: claims_skip.robust(
-    run(), trained=trained, at_most=1.2, **ask
+  robust = lambda trained, at_most=1.12: claims_skip.robust(
+    run(), trained=trained, at_most=at_most, **ask
   )
-  assert robust(0.5).passed and robust(0.5).measured == '1.100'
-  assert not robust(0).passed and '0% 80.0, 50% 160.0' in robust(0).caveat
+  assert robust(0.5).verdict == 'reproduced' and robust(0.5).seeds == 3
+  assert '1.100 1.090 1.110' in robust(0.5).caveat  # 1.1 +-0.006
+  assert not robust(0.5, 1.11).passed and not robust(0).passed
+  assert 'trained with 0% left out, without 50% 160.0' in robust(0).caveat
   full = lambda at_most: claims_skip.against_full(
     run(), trained=0.5, at_most=at_most, **ask
   )
-  assert full(0.7).passed and not full(0.6).passed  # 110 / 160
-  assert '1.25 times' in full(0.7).caveat
+  assert full(0.8).verdict == 'reproduced'  # 0.689 +-0.021
+  assert full(0.7).verdict == 'direction only'
+  found[0.5][0.5] = [190.0, 180.0, 200.0]
+  assert full(0.8).verdict == 'opposite'
 
 
 def test_models_are_evaluated_without_stages_and_drawn(tmp_path, monkeypatch):
   """Two models, each with all stages and with half of them."""
-  job = types.SimpleNamespace(config=run().config)
-  trained = lambda run, stages, fraction: (job, 10 * fraction)
-  monkeypatch.setattr(claims_skip, '_trained', trained)
-  left = lambda job, params, layers: 100 + params + layers.size
+  names = {f'skip_{share}-{seed}': 2.0 for share in (0, 50) for seed in (0, 1)}
+  seen = claim_cases.trains_to(monkeypatch, names)
+  monkeypatch.setattr(ablation.Training, 'opened', property(lambda t: (0, t)))
+  skipped = lambda t: 10 * t.config.pipeline.skip_fraction
+  left = lambda job, t, layers: 100 + skipped(t) + layers.size
   monkeypatch.setattr(claims_skip, 'perplexity', left)
-  monkeypatch.setattr(plot, 'draw', lambda folders, path: path)
-  asked, said = run(tmp_path), []
-  asked.say = said.append
+  asked = run(tmp_path)
   found = claims_skip.robust(
-    asked, training=TRAINING, trained=0.5, share=0.5, at_most=1
+    asked, training=TRAINING, trained=0.5, share=0.5, at_most=1.1
   )
   # 105 and all four layers; two paths of two layers.
-  assert found.passed and found.measured == '1.000'
-  assert said[:2] == [
-    'trained with 0% left out, evaluated with 0%: perplexity 104.00',
-    'trained with 0% left out, evaluated with 50%: perplexity 104.00',
-  ]
+  assert found.passed and found.verdict == 'direction only'
+  assert (
+    'ratios 1.000 1.000' in found.caveat and 'without 0% 109' in found.caveat
+  )
+  assert {(c.pipeline.skip_fraction, c.train.seed) for c in seen} == {
+    (0.0, 0), (0.0, 1), (0.5, 0), (0.5, 1)
+  }  # fmt: skip
+  assert all(c.mesh.stage == 1 for c in seen)
   assert (tmp_path / claims_skip.PICTURE).exists()
 
 

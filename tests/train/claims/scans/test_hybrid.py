@@ -9,10 +9,8 @@ import pytest
 
 from paraxis.models.mixers import mamba
 from paraxis.train.claims import families as claims_families
-from paraxis.train.claims import harness as claims
 from paraxis.train.claims.scans import hybrid as claims_hybrid
 from paraxis.train.claims.scans import recall as claims_recall
-from paraxis.train.run import evaluate
 from paraxis.train.run import metrics
 
 TASK = claims_recall.Task(
@@ -92,31 +90,56 @@ def test_what_is_asked_was_bound_once(run):
   assert (other.tokens != held.tokens).any()
 
 
-def recalled(run, models, more):
+def recalled(run, models, more, seeds=(0, 1, 2)):
   return claims_recall.recall(
     run, task=dataclasses.asdict(TASK), models=models,
-    more=more, learned={'a': 0.5}, picture='recall.png',
+    seeds=seeds, more=more, learned={'a': 0.5}, picture='recall.png',
     fields={'model.d_model': 32, 'train.steps': 2, 'train.batch_size': 4},
   )  # fmt: skip
 
 
 def test_recall_trains_measures_and_draws(run, monkeypatch):
-  found = recalled(run, {'a': ['F', 1]}, [['a', 'a', 0.0]])
-  assert found.passed and 'chance 4.0%' in found.caveat
-  assert (run.workdir / 'recall.png').exists()
+  own, again = run.other(run.config, 'own'), []
+  own.say = again.append
+  for _ in range(2):
+    found = recalled(own, {'a': ['F', 1]}, [['a', 'a', -0.1]], [0])
+    assert found.passed and 'chance 4.0%' in found.caveat
+    assert (own.results / 'recall.png').exists()
+  assert again.count('recall_a-0: training') == 1
+  assert again.count('recall_a-0: kept') == 1
 
   def curve(config, *rest):
     attends = config.model.pattern == 'F'
     assert config.model.position == ('rope' if attends else 'none')
     assert config.model.d_model == 32 and config.train.steps == 2
-    return [(2, 0.1 if attends else 0.9)]
+    return [[2, (0.1 if attends else 0.9) + config.train.seed / 100]]
 
   monkeypatch.setattr(claims_recall, 'train', curve)
   both = {'a': ['F', 1], 'b': ['M', 1]}
-  assert not recalled(run, both, [['a', 'b', 0.0]]).passed
+  assert recalled(run, both, [['a', 'b', 0.0]]).verdict == 'opposite'
+  assert not recalled(run, both, [['a', 'a', 0.0]]).passed
   found = recalled(run, both, [['b', 'a', 0.7]])
   assert found.passed and found.verdict == 'direction only'
   assert 'a below 50%: not learned' in found.caveat
+
+
+def test_recall_resumes_where_it_stopped(run, tmp_path):
+  config = claims_recall._config(
+    run, TASK, 'F', 1,
+    {'model.d_model': 32, 'train.steps': 4, 'train.batch_size': 4},
+  )  # fmt: skip
+  train = lambda folder, say: claims_recall.train(config, TASK, 2, folder, say)
+  whole, said = train(tmp_path / 'whole', lambda line: None), []
+
+  def stop(line):
+    if line.startswith('step 2'):
+      raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    train(tmp_path / 'half', stop)
+  assert train(tmp_path / 'half', said.append) == whole
+  assert [step for step, _ in whole] == [2, 4]
+  assert said[0] == 'resumed from step 2' and said[1].startswith('step 4')
 
 
 def test_an_answer_is_right_when_all_its_digits_are():
@@ -137,27 +160,24 @@ def test_an_answer_is_right_when_all_its_digits_are():
 
 
 def test_families_are_trained_alike(run, monkeypatch):
-  bits, seen = {'F': 2.0, 'W': 2.5}, []
-
-  def finish(config, folder, say, devices):
-    seen.append(config)
-    return evaluate.Evaluation(bits[config.model.pattern], {}, 10)
-
+  bits = {'full-0': 2.0, 'full-1': 2.1, 'full-2': 2.2}
+  bits |= {'band-0': 2.5, 'band-1': 2.6, 'band-2': 2.7}
+  seen = claim_cases.trains_to(monkeypatch, bits)
   rows = {step: {'train/loss': 7 / step} for step in (1, 2, 3)}
-  monkeypatch.setattr(claims, 'finish', finish)
   monkeypatch.setattr(metrics, 'read', lambda folder: rows)
   ask = lambda bound, better=(): claims_families.learn(
     run, families={'full': {}, 'band': {'model.pattern': 'W'}},
-    fields={'train.steps': 2, 'train.batch_size': 8}, better=better,
-    at_most={'full': bound, 'band': 9.0},
+    fields={'train.steps': 2, 'train.batch_size': 8}, seeds=[0, 1, 2],
+    better=better, at_most={'full': bound, 'band': 9.0},
   )  # fmt: skip
-  found = ask(2.0)
+  found = ask(2.3)  # 2.1 +-0.058
   length = run.config.data.sequence_length
   assert found.passed and f'after {2 * 8 * length:,} tokens' in found.caveat
-  assert found.measured == '2.000 2.500'
-  assert [c.train.steps for c in seen] == [2, 2]
-  assert (run.workdir / claims_families.PICTURE).exists()
-  assert not ask(1.9).passed
-  assert ask(9.0, [['full', 'band', 0.5]]).passed
+  assert found.verdict == 'reproduced' and 'band 2.6000' in found.caveat
+  assert [c.train.steps for c in seen] == [2] * 6
+  assert [c.train.seed for c in seen] == [0, 0, 1, 1, 2, 2]
+  assert (run.results / claims_families.PICTURE).exists()
+  assert ask(2.1).verdict == 'not reproduced' and not ask(2.1).passed
+  assert ask(9.0, [['full', 'band', 0.4]]).passed
   assert not ask(9.0, [['full', 'band', 0.6]]).passed
-  assert not ask(9.0, [['band', 'full', 0.0]]).passed
+  assert ask(9.0, [['band', 'full', 0.0]]).verdict == 'opposite'

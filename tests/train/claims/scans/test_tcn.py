@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import types
 
 import claim_cases
 import jax.numpy as jnp
@@ -11,9 +10,7 @@ import pytest
 from paraxis.configs.base import mixers as mixer_schema
 from paraxis.models.mixers import recurrence
 from paraxis.models.mixers import tcn
-from paraxis.train.claims import experiment
 from paraxis.train.claims.scans import tcn as claims_tcn
-from paraxis.train.plot import losses as plot
 
 
 @pytest.fixture
@@ -79,40 +76,37 @@ def test_costs_grow_with_the_row_or_not(run):
   assert not check(inside - 0.01).passed and not check(whole).passed
 
 
+BITS = {'a-0': 2.0, 'a-1': 2.1, 'a-2': 2.2, 'b-0': 2.5, 'b-1': 2.7, 'b-2': 2.6}
+
+
 @pytest.fixture
 def trained(monkeypatch):
-  """Configurations that would be trained; bits by name."""
-  state = types.SimpleNamespace(params=dict(x=jnp.zeros(3)))
-  bits, seen = {'a': 2.0, 'b': 2.5}, []
-
-  def train(run, name, config):
-    seen.append(config)
-    return bits[name], types.SimpleNamespace(state=state), None
-
-  monkeypatch.setattr(experiment, 'train', train)
-  monkeypatch.setattr(plot, 'draw', lambda folders, path: path)
-  return seen
+  return claim_cases.trains_to(monkeypatch, BITS)
 
 
 WAYS = dict(variants={'a': {}, 'b': dict(depth=1)}, pair=['a', 'b'])
 
 
 def test_bits_are_reported_by_reach(run, trained):
-  check = lambda apart: claims_tcn.bits_by_reach(
-    run, apart=apart, verdict='opposite', **WAYS
+  check = lambda apart, seeds=(0, 1, 2), word='opposite': (
+    claims_tcn.bits_by_reach(
+      run, apart=apart, verdict=word, seeds=seeds, **WAYS
+    )
   )
-  found = check(0.4)
-  assert found.passed and found.measured == '0.500'
-  assert found.verdict == 'opposite' and not check(0.6).verdict
-  assert 'a (reach 7) 2.000' in found.caveat
-  assert 'b (reach 3) 2.500' in found.caveat
-  assert [c.model.tcn.depth for c in trained] == [2, 1]
-  assert not check(0.6).passed
+  found = check(0.3)  # 0.5 +-0.058
+  assert found.passed and found.measured == '0.5000 +-0.0577'
+  assert found.verdict == 'opposite' and found.seeds == 3
+  assert check(0.3, word='reproduced').verdict == 'reproduced'
+  assert check(0.3, [0]).verdict == 'not reproduced' and check(0.3, [0]).passed
+  assert 'a 2.1000' in found.caveat and 'b (reach 3)' in found.caveat
+  assert [c.model.tcn.depth for c in trained] == [2, 1] * 3
+  assert not check(0.4).passed and check(0.4).verdict == 'direction only'
 
 
 def test_words_are_repeated(run, trained):
   found = claims_tcn.repetition_in_reach(
-    run, text=dict(period=5, symbols=4, documents=3), steps=7, apart=0.5,
+    run, text=dict(period=5, symbols=4, documents=3), steps=7, apart=0.4,
+    seeds=[0],
     model={'model.d_model': 8, 'model.tcn.chunk': 2}, **WAYS,
   )  # fmt: skip
   assert found.passed and '2 bits a letter' in found.caveat
