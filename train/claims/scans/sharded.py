@@ -254,7 +254,7 @@ def iterations(
     f'{cell}, {problem["channels"]} channels, {problem["tokens"]} tokens, '
     f'float64, residual <= {tolerance:g}, medians over {problem["seeds"]} '
     'seeds by the standard deviation of the recurrent weights; at '
-    f'{experiment.numbers(stronger)} {experiment.numbers(rest)} '
+    f'{experiment.numbers(stronger, "g")}: {experiment.numbers(rest)} '
     f'({"; ".join(ranges)}; cap {cap}), where the published code takes '
     f'{at_most} all the same',
     max(first) <= at_most,

@@ -65,7 +65,7 @@ def test_iterations_are_few_until_there_are_no_jacobians():
   found = solve()
   few = int(found.measured)
   assert found.passed and not solve(few - 1).passed
-  assert 'at 1 ' in found.caveat
+  assert 'at 1: ' in found.caveat
   with claims_scans.picard():
     assert int(solve().measured) > 3 * few
   with pytest.raises(errors.UserError, match='=64 .* cannot fail .* cap=64'):
