@@ -4,10 +4,11 @@ paper: arXiv:2201.05596
 mechanism: models/ffn/moe.py, models/layer.py, sharding/experts/dispatch.py
 test: tests/train/claims/experts/test_layer.py
 run: paraxis reproduce deepspeed_moe
+cost: 360 CPU-seconds
 expect: EQ 2e-15, and the same bits axis by axis; HLO bytes by formula, 7 -> 4
   peers; every dropped assignment counted; SIM 13.1, 52.5, 4.1, 31.4B parameters
   (the paper: 13, 52, 4, 31); LEARN, one seed: 3.022 bits per byte dense, 3.015
-  top-1, 3.011 residual, 3.013 PR-MoE, 3.007 top-2. 6 minutes of CPU time.
+  top-1, 3.011 residual, 3.013 PR-MoE, 3.007 top-2.
 differs: one seed and 200 steps of a tiny model, so the order of the trainings
   is one instance, not a finding; top-2 was best, and the pyramid no better than
   8 experts (the paper: residual as good as top-2, pyramid better). Parameters

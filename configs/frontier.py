@@ -6,13 +6,14 @@ mechanism: sharding/meter/predict.py, sharding/pipeline/schedules.py,
 test: tests/train/claims/layouts/test_memory.py,
   tests/train/claims/pipeline/test_schedules.py
 run: paraxis reproduce frontier
+cost: 40 CPU-seconds
 expect: SIM, 22B and 175B on 512 chips: bytes over tensor grow as tensor - 1 at
   a fixed batch (26.8 to 402 GB a step for 22B), those over data shrink as 1 /
   tensor; ZeRO-1 divides optimizer state by data (22.1 to 0.345 GB); rows of a
   microbatch cost activations, not messages; accumulation costs none over data,
   but over fsdp as many as microbatches. With stages 175B and 1T fit 64 GB by
   ZeRO-1; time over ideal rises with stages (1.02 to 1.48), not with 4
-  microbatches for each (1.19 to 1.25). 40 CPU-seconds, no device.
+  microbatches for each (1.19 to 1.25). No device.
 differs: predictions of paraxis check with explicit collectives, state in
   float32; times by the schedule, with free messages; no search. No throughput
   is claimed: the paper reached 38.38% of peak for 22B, 36.14% for 175B, 31.96%

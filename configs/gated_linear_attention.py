@@ -7,12 +7,13 @@ test: tests/models/mixers/test_gated_linear.py,
   tests/train/claims/scans/test_sharded.py,
   tests/train/claims/scans/test_decays.py
 run: paraxis reproduce gated_linear_attention
+cost: 110 CPU-seconds
 expect: EQ 2e-15 what the gates leave of a state; 6e-15 chunks of 16, 64, 256
   and a passed-on state against the loop, with all gradients; 3e-14 layouts; HLO
   each of 8 devices receives 4,224 bytes to pass on states of 2 x 8 x 16, 7,616
   by all_gather, at any length; CPU our loop over tokens takes 3.4 times as much
   at 4,096 and 16,384 tokens, with gradients, a scan that jax differentiates 9.6
-  and 8.9 times; forward alone the loop takes 0.35 and 0.72. 110 CPU-seconds.
+  and 8.9 times; forward alone the loop takes 0.35 and 0.72.
 differs: no two-level chunks: within a chunk every pair of halves meets at its
   border, so no exponent is positive and no sub-chunk size is chosen. The 1.3B
   models on 100B tokens are not trained: `paraxis reproduce mamba_hybrid` trains

@@ -6,10 +6,11 @@ mechanism: sharding/pipeline/schedules.py, sharding/pipeline/executor.py,
 test: tests/train/claims/pipeline/test_schedules.py,
   tests/train/claims/pipeline/test_step.py
 run: paraxis reproduce gpipe
+cost: 35 CPU-seconds
 expect: EQ 4e-15; SIM a bubble of (K - 1) / M over ideal time, which is (K - 1)
   / (M + K - 1) of all of it, exactly, in lock step too; 19% of the time at M =
   4 K; M inputs held; HLO three inputs of a stage more for each microbatch, and
-  none in 1F1B; recomputing takes 0.10 of what storing takes. 35 CPU-seconds.
+  none in 1F1B; recomputing takes 0.10 of what storing takes.
 differs: every stage holds the same number of layers, or one fewer; costs of
   cells are not searched over. No batch norm. The forward and the backward pass
   of a microbatch are phases of one program on all stages, idle or not, so no

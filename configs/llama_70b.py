@@ -4,8 +4,9 @@ paper: none
 mechanism: train/certify/check.py, sharding/meter/predict.py
 test: tests/train/certify/test_check.py, tests/sharding/meter/test_predict.py
 run: paraxis reproduce llama_70b
-expect: EQ 70,553,706,496 parameters, as published; 2 CPU-seconds. Without a
-  device: paraxis check --config=llama_70b --mesh=data=64,fsdp=8,tensor=8
+cost: 2 CPU-seconds
+expect: EQ 70,553,706,496 parameters, as published. Without a device: paraxis
+  check --config=llama_70b --mesh=data=64,fsdp=8,tensor=8
 differs: a shape, not a recipe (arXiv:2407.21783 has one): check and compile
   read no text. To train it, name text, and a tokenizer of at most 128,256
   tokens.

@@ -4,8 +4,9 @@ paper: none
 mechanism: train/certify/check.py, sharding/meter/predict.py
 test: tests/train/certify/test_check.py, tests/sharding/meter/test_predict.py
 run: paraxis reproduce llama_7b
-expect: EQ 6,738,415,616 parameters, as published; 2 CPU-seconds. Without a
-  device: paraxis check --config=llama_7b --mesh=data=16,fsdp=8,tensor=4
+cost: 2 CPU-seconds
+expect: EQ 6,738,415,616 parameters, as published. Without a device: paraxis
+  check --config=llama_7b --mesh=data=16,fsdp=8,tensor=4
 differs: a shape, not a recipe (arXiv:2307.09288 has one): check and compile
   read no text. To train it, name text, and a tokenizer of at most 32,000
   tokens.

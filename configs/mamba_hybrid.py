@@ -7,6 +7,7 @@ test: tests/models/mixers/test_mamba.py,
   tests/train/claims/scans/test_hybrid.py,
   tests/train/claims/scans/test_decays.py
 run: paraxis reproduce mamba_hybrid
+cost: 1,900 CPU-seconds
 expect: EQ 2e-15 what decays leave of a state, decoded and packed 3e-16, layouts
   4e-15; SIM the cache of attention is 1.13, 3.17, 6.72 and 7.64 times that of
   the hybrid, 8B, at 1k, 4k, 32k and 128k tokens (limit: 8); LEARN bits per byte
@@ -14,7 +15,6 @@ expect: EQ 2e-15 what decays leave of a state, decoded and packed 3e-16, layouts
   2.997, attention 2.999, Mamba-2 3.009; recall of 16 keys: attention and hybrid
   100.0%, Mamba-2 23.7%; of 16 unseen names: hybrid 97.1%, attention 58.7%,
   Mamba-2 18.7%: a direction only, since attention has not learned them (95%).
-  1,900 CPU-seconds.
 differs: generation up to 8 times faster is the paper's forecast; here bytes are
   counted: with parameters, 32 rows read 6.3 times fewer at 128k. States are
   float32, keys bfloat16. Recall: 2.2 to 3.3 million parameters, a state of 8,

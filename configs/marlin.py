@@ -6,11 +6,12 @@ mechanism: pallas_kernels/matmul/quantized.py,
 test: tests/pallas_kernels/matmul/test_quantized.py,
   tests/train/claims/decode/test_quantized.py
 run: paraxis reproduce marlin
+cost: 100 CPU-seconds
 expect: EQ 6e-16 against a loop over groups, no weight error above half a step;
   SIM 3.87 x fewer bytes at 16 tokens (the paper: 3.87 x, measured), 3.67 x for
   7B with a bfloat16 head; AOT no temporaries on four TPUs where XLA needs 336
-  MiB; LEARN perplexity 1.010 of the float model's (140.8 -> 142.2). 100
-  CPU-seconds; AOT needs libtpu.
+  MiB; LEARN perplexity 1.010 of the float model's (140.8 -> 142.2). AOT needs
+  libtpu.
 differs: plain rounding, not GPTQ; the kernel is for TPU, elsewhere XLA unpacks
   the weights first; bytes are counted, no time is measured. Scales are float32
   in the kernel's tests and 2 bytes in the counts. No 2:4 sparsity. The model

@@ -7,12 +7,13 @@ test: tests/sharding/tensor/test_project.py,
   tests/train/claims/layouts/test_step.py,
   tests/train/claims/pipeline/test_step.py
 run: paraxis reproduce megatron
+cost: 30 CPU-seconds
 expect: EQ 1e-15, on stages too; HLO 2 all-reduces forward and 2 backward a
   layer, 8 (t - 1) / t activations in all; sharded along the sequence 2 + 2
   gathers and scatters forward, 4 + 2 backward: the same bytes forward, 1.5
-  times backward; largest message of a step 1 / 16 of the logits. SIM bubbles
-  (p - 1) / (v m), 2 (p - 1) + (v - 1) p + 1 inputs held; HLO v times the
-  messages between stages, b s h / t each. 30 CPU-seconds.
+  times backward; largest message of a step 1 / 16 of the logits. SIM bubbles (p
+  - 1) / (v m), 2 (p - 1) + (v - 1) p + 1 inputs held; HLO v times the messages
+  between stages, b s h / t each.
 differs: the sequence part is arXiv:2205.05198, which counts 4 gathers and 4
   scatters a layer, and besides gathers inputs again in the backward pass,
   overlapped; here they are counted. A tick of the pipeline has a forward and a

@@ -6,10 +6,10 @@ mechanism: sharding/rules.py, sharding/pipeline/executor.py,
 test: tests/train/claims/pipeline/test_step.py,
   tests/train/claims/layouts/test_memory.py
 run: paraxis reproduce megatron_turing
+cost: 100 CPU-seconds
 expect: EQ 1e-15 of 2 x 2 x 2; SIM bubbles of 14, 18 and 21% on 280, 350 and 420
   nodes of eight; 530B predicted to take 41 GB of 80 on 2,240 chips, 28 by
-  ZeRO-1; AOT, which needs libtpu, 64 GiB of 95 on 1,024 chips of v5p. 100
-  CPU-seconds.
+  ZeRO-1; AOT, which needs libtpu, 64 GiB of 95 on 1,024 chips of v5p.
 differs: the learning rate and the batch ramp (32 rows every 100 steps) follow
   steps, not tokens; warm-up and decay are the defaults. Compiled with 16
   stages, because 35 fill no torus of this topology: 105 layers leave 7 of 112

@@ -4,12 +4,13 @@ paper: arXiv:2504.14960
 mechanism: sharding/experts/dispatch.py, models/ffn/moe.py, sharding/rules.py
 test: tests/train/claims/experts/test_layer.py
 run: paraxis reproduce moe_parallel_folding
+cost: 360 CPU-seconds
 expect: EQ 2e-15; HLO 2 + 2 exchanges a layer in every folding; 0.50, 0.32,
   0.19, 0.11 of the bytes with E = 8 to 64 experts sharded over all 8 devices
   instead of over data alone; SIM 64 -> 8 and up to 1,024 -> 64 devices; AOT
   57.4B parameters of 64 experts on v5p:8x8x8: 71.7 -> 15.1 GiB a chip, 180 ->
-  128 GB received, experts on 8 -> 64 chips. 2 minutes of CPU time, and 4 for
-  AOT, which needs libtpu.
+  128 GB received, experts on 8 -> 64 chips. Two thirds of the time are for AOT,
+  which needs libtpu.
 differs: bytes and memory, no throughput. The unfolded baseline shards experts
   over data (or fsdp) alone, each whole on the devices of tensor and context;
   the paper also splits the width of an expert over tensor, which is not built.

@@ -6,10 +6,11 @@ test: tests/sharding/planner/test_conversions.py,
   tests/sharding/planner/test_signatures.py,
   tests/train/claims/layouts/test_conversions.py
 run: paraxis reproduce oneflow
+cost: 8 CPU-seconds
 expect: 14 of 14 conversions move what table 2 says, 12 of 12 over two axes what
   was declared; values within 3e-15; (column, row) declares the fewest bytes of
   the 4 pairs; 2 -> 1 all-reduces, equal to one device within 2e-15 in float64
-  (bounds 1e-12, 1e-9). 8 CPU-seconds on 2 cores and 8 virtual devices.
+  (bounds 1e-12, 1e-9).
 differs: layouts are chosen per product by the caller, not by a compiler for a
   whole graph; the cheapest is chosen by bytes, links weigh the same. The
   parallel block is a function of the claim, counted forward. No actors: the

@@ -6,10 +6,11 @@ test: tests/train/claims/test_experiment.py,
   tests/train/claims/layouts/test_memory.py,
   tests/train/claims/pipeline/test_step.py
 run: paraxis reproduce pangu
+cost: 75 CPU-seconds
 expect: EQ 2e-15 in all 16 combinations, and in 8 on two stages; SIM memory of
   2.6B: 8 times less of activations by data=8, of all classes by tensor=8, of
   parameters and optimizer state by stage=8, of optimizer state by ZeRO-1; 0.057
-  of the activations by remat. 75 CPU-seconds.
+  of the activations by remat.
 differs: layouts are given by rules, not searched for; the query layer is
   missing. The matrix runs shrunk to 2 layers in float64; data=8 or tensor=8
   alone, data=4,tensor=2 together; on stages remat is on in every other of the

@@ -7,12 +7,13 @@ test: tests/models/mixers/test_recurrent.py,
   tests/pallas_kernels/scans/test_newton.py,
   tests/train/claims/scans/test_sharded.py
 run: paraxis reproduce pararnn
+cost: 100 CPU-seconds
 expect: EQ Newton, without a fallback, against the sequential loop 1e-15,
   layouts 2e-15; SIM iterations to 1e-6, median, at weights of standard
   deviation 0.02 and 0.112, as they are initialised: GRU 2 3, LSTM 3 3 (the
   paper: 3; 26 and more without Jacobians); at 0.3, 1, 2: GRU 4 6 25, LSTM 4 7
   37. A solve is 13 operations deeper per doubling of the length, 148 at 2,048
-  tokens against 8,194 in sequence. 100 CPU-seconds.
+  tokens against 8,194 in sequence.
 differs: Newton iterates to a residual of 1e-6, at most 20 times; a sequence
   that does not converge is run step by step and counted (newton/fallbacks). At
   deviation 1, three iterations leave gradients up to 180% wrong. Seeds differ

@@ -5,11 +5,11 @@ mechanism: sharding/planner/auto_rules.py
 test: tests/sharding/planner/test_auto_rules.py,
   tests/train/claims/layouts/test_auto_rules.py
 run: paraxis reproduce redco
+cost: 40 CPU-seconds
 expect: EQ 2e-15 in float64 (bound 1e-9); specs equal the hand-written ones
   except for GPT-2's learned positions; 2 all-reduces forward and 4 a step in a
   layer, as in the hand-written layout; of the 16 rules that split every matrix
-  on one side it moves the fewest bytes, the worst 2.17 times as many. 40
-  CPU-seconds on 2 cores and 8 virtual devices.
+  on one side it moves the fewest bytes, the worst 2.17 times as many.
 differs: the paper has no such counts (it reports up to 66B parameters without a
   config). A side of two dimensions is split by whole heads; within heads, as
   the letter of the rule says, 1.5 times the bytes. A dimension that does not

@@ -5,12 +5,12 @@ mechanism: sharding/sequence/forms.py, sharding/sequence/attention.py
 test: tests/sharding/sequence/test_attention.py,
   tests/train/claims/layouts/test_context.py
 run: paraxis reproduce ring_self_attention
+cost: 240 CPU-seconds
 expect: EQ 1e-15; HLO 14 permutes forward and 30 backward on 8 ranks, with the
   bytes of the formulas; AOT, at 16 GiB a chip: 1,024 rows of 512 tokens against
   99 (10.3 times, at least 8) and 3,584 tokens in each of 64 rows against 768
   (4.7, at least 3.5); one row of 468,928 tokens in the online ring against
-  129,600 (3.6, at least 3), where this form holds 36,416. Four minutes of CPU
-  time; AOT needs libtpu.
+  129,600 (3.6, at least 3), where this form holds 36,416. AOT needs libtpu.
 differs: 64 chips against 12, as in the paper: 12 heads allow no more tensor
   shards. On all 64, data=16,tensor=4 holds 976 rows of 512 tokens, and 64 rows
   of 7,808: this form is for fewer rows than chips, and there the online ring,

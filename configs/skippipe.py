@@ -6,11 +6,12 @@ mechanism: sharding/pipeline/paths.py, sharding/pipeline/schedules.py,
 test: tests/sharding/pipeline/test_paths.py,
   tests/train/claims/pipeline/test_skip.py
 run: paraxis reproduce skippipe
+cost: 650 CPU-seconds
 expect: EQ 3e-15 against layers on paths, and 1F1B bit for bit when nothing is
   skipped; SIM a step takes 0.79 of the time when half is skipped, 0.92 for a
   quarter; LEARN perplexity of half the model over that of all of it: 0.94 when
   trained with half skipped (104 over 111), 1.13 with a quarter (109 over 96),
-  1.68 with none (141 over 84); the paper: 1.07. 650 CPU-seconds.
+  1.68 with none (141 over 84); the paper: 1.07.
 differs: 1.8M parameters in 8 layers, 1M tokens, one seed: with so little
   training, skipping costs: perplexity 96 and 111 with all stages against 84.
   Half a model is the mean over 4 balanced paths drawn anew. In training, paths

@@ -5,10 +5,11 @@ mechanism: sharding/sequence/forms.py, sharding/sequence/attention.py
 test: tests/sharding/sequence/test_attention.py,
   tests/train/claims/layouts/test_context.py
 run: paraxis reproduce token_ring
+cost: 30 CPU-seconds
 expect: EQ 1e-15; HLO 21 + 35 permutes against the ring's 14 + 30, with the
   bytes of the formulas; 0.83 of the ring's bytes with as many kv heads as query
   heads (1.03 forward, 0.73 backward, where dk and dv need not travel), 3.26 at
-  4 query heads per kv head, even at 1.21. Half a minute of CPU time.
+  4 query heads per kv head, even at 1.21.
 differs: the paper gives times on fully connected GPUs, where the gain is on the
   busiest link: 0.55 of the ring's bytes. On a ring of links every result
   crosses all links in between: 1.25 times the ring's bytes times links. Heads

@@ -6,13 +6,14 @@ mechanism: sharding/rules.py, sharding/tensor/vocabulary.py,
 test: tests/train/claims/layouts/test_vocabulary.py,
   tests/train/claims/pipeline/test_schedules.py
 run: paraxis reproduce vocab_parallelism
+cost: 310 CPU-seconds
 expect: EQ 2e-15, tied or not; HLO every device holds V h / (p t) numbers of the
   embedding and head, and equal state; SIM the busiest stage does the mean, for
   any V, and is 1.16 to 2.12 times as fast as even layers with the head on the
   last stage, 1.11 to 1.33 as layers moved away from it (the paper: 1.05 to
   1.51); AOT, which needs libtpu, 10.4 to 13.7 GiB on every device of 8, where
-  an unsharded embedding and head would make stages differ by 13 to 53%. 310
-  CPU-seconds, 285 of them for AOT.
+  an unsharded embedding and head would make stages differ by 13 to 53%. Nearly
+  all of the time is for AOT.
 differs: one all-reduce of statistics and one of gradients for each microbatch,
   the loss between F and B of one tick; the paper delays them by one tick. All
   devices run one program, so the compiler reports one peak; memory with an

@@ -5,11 +5,11 @@ mechanism: sharding/rules.py, train/step.py, train/optimizers.py
 test: tests/train/claims/layouts/test_step.py,
   tests/train/claims/layouts/test_memory.py
 run: paraxis reproduce zero
-expect: EQ 5e-14 after 4 steps; HLO 16, 9, 5.5, 2 bytes a parameter on 8
-  devices and 2, 2, 2, 2.96 Psi sent (the paper: 3; tables are gathered once);
-  SIM 119, 31.2, 16.5, 1.87 GB of 7.5B on 64 (the paper: 120, 31.4, 16.6, 1.9);
-  AOT 0.1% off the formula for 1.3B on 8 and 64 chips, which needs libtpu.
-  60 CPU-seconds.
+cost: 60 CPU-seconds
+expect: EQ 5e-14 after 4 steps; HLO 16, 9, 5.5, 2 bytes a parameter on 8 devices
+  and 2, 2, 2, 2.96 Psi sent (the paper: 3; tables are gathered once); SIM 119,
+  31.2, 16.5, 1.87 GB of 7.5B on 64 (the paper: 120, 31.4, 16.6, 1.9); AOT 0.1%
+  off the formula for 1.3B on 8 and 64 chips, which needs libtpu.
 differs: float32, 4 + 4 + 8 bytes a parameter and not 2 + 2 + 12; gradients
   leave the step sharded from stage 1 on, their sums over microbatches are whole
   until stage 2; no buckets: below stage 3 the gradient of one microbatch is

@@ -2,11 +2,13 @@
 
 import ast
 import pathlib
+import re
 
 import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
+from paraxis.train.claims import harness
 from paraxis.train.claims import papers
 
 MOST_LINES = 140
@@ -21,6 +23,43 @@ def test_the_header_is_complete(path, tree):
   for name in papers.files(paper):
     assert (tree.root / name).is_file(), f'{path.name} names {name}'
   assert 'TODO' not in path.read_text()
+
+
+@each
+def test_the_header_says_what_it_costs(path):
+  assert papers.cost(papers.header(path)) > 0
+
+
+@each
+def test_few_seeds_are_not_called_reproduced(path):
+  """What is trained with fewer than three seeds shows a direction at most."""
+  assert not _claims_too_much(path.read_text(), _seeds(path))
+
+
+def _seeds(path):
+  """Seeds of each claim of the kind LEARN; one where none are named."""
+  claims = papers.claims(command_line.load_module(str(path)), path.name)
+  told = lambda given: (
+    given.get('seeds') or given.get('training', given).get('seeds', [0])
+  )
+  return [len(told(c.parameters)) for c in claims if c.kind == 'LEARN']
+
+
+def _claims_too_much(text, seeds):
+  said = re.findall(
+    r'(?<!not )\breproduced\b', ast.get_docstring(ast.parse(text))
+  )
+  return any(n < harness.ENOUGH_SEEDS for n in seeds) and bool(said)
+
+
+def test_a_header_that_claims_too_much_is_found():
+  text = '"""A\n\nexpect: LEARN 2.1 against 2.2, %s, one seed\n"""'
+  assert _claims_too_much(text % 'reproduced', [1])
+  assert _claims_too_much(text % 'reproduced', [3, 2])
+  assert not _claims_too_much(text % 'reproduced', [3])
+  assert not _claims_too_much(text % 'NOT REPRODUCED; not reproduced', [1])
+  assert _seeds(command_line.find_config('demons_lbl')) == [3, 3]
+  assert _seeds(command_line.find_config('skippipe')) == [1, 1, 1]
 
 
 @each

@@ -34,7 +34,8 @@ from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.configs.base import moved
 
-FIELDS = ('paper', 'mechanism', 'test', 'run', 'expect', 'differs')
+FIELDS = ('paper', 'mechanism', 'test', 'run', 'cost', 'expect', 'differs')
+OPTIONAL = ('cost',)  # those that ship have it: tests/configs/test_configs.py
 FILES = ('mechanism', 'test')  # fields that name files of the repository
 KINDS = {
   'EQ': 'equal to a reference',
@@ -102,13 +103,32 @@ def header(path):
       found[field] = match[2].strip()
     elif line.strip() and field:
       found[field] += ' ' + line.strip()
-  missing = [f for f in FIELDS if not found.get(f)]
+  missing = [f for f in FIELDS if not found.get(f) and f not in OPTIONAL]
   if missing or not title.strip():
     raise errors.UserError(
       f'{path}: the docstring lacks {", ".join(missing) or "a title"}; it is a '
       f'title and then a line for each of {", ".join(FIELDS)}.'
     )
-  return Paper(path.stem, title.strip().rstrip('.'), found)
+  paper = Paper(path.stem, title.strip().rstrip('.'), found)
+  if 'cost' in found:
+    cost(paper)
+  return paper
+
+
+def cost(paper) -> int:
+  """CPU-seconds that the claims of a header take on a small machine.
+
+  Raises:
+    UserError: the header does not say, or not as '1,900 CPU-seconds'.
+  """
+  text = paper.fields.get('cost', '')
+  match = re.fullmatch(r'(\d[\d,]*) CPU-seconds', text)
+  if not match:
+    raise errors.UserError(
+      f'{paper.name}: cost: {text or "is missing"}: a number of CPU-seconds, '
+      'as in cost: 390 CPU-seconds'
+    )
+  return int(match[1].replace(',', ''))
 
 
 def index(word='', paths=None):
@@ -152,9 +172,9 @@ def table(papers, full):
   blocks = []
   for p in papers:
     lines = [f'{p.name}: {p.title}']
-    for field in FIELDS:
+    for field, text in p.fields.items():
       lines += textwrap.wrap(
-        p.fields[field],
+        text,
         initial_indent=f'  {field:10} ',
         subsequent_indent=' ' * 13,
         width=80,
@@ -299,8 +319,8 @@ def _check_change(at, change, claim):
       raise errors.UserError(f'{at}: {name}={value!r} changes nothing.')
 
 
-def run(word):
-  """Prints the index; UserError if no header has the word."""
+def mentioning(word):
+  """`index` of a word; UserError if no header has it."""
   found = index(word)
   if not found:
     names = [p.name for p in index()]
@@ -308,4 +328,9 @@ def run(word):
       f'no paper mentions {word!r}; there are {", ".join(names)}.'
       + schema.suggest(word, names)
     )
-  print(table(found, full=bool(word)))
+  return found
+
+
+def run(word):
+  """Prints the index; UserError if no header has the word."""
+  print(table(mentioning(word), full=bool(word)))

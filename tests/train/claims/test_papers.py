@@ -52,6 +52,9 @@ def test_a_header_is_read_without_running_the_file(tmp_path):
     ('differs: nothing', 'paper: again', "'paper' is there twice"),
     ('"""Ring attention', '"""', 'lacks paper'),
     ('"""', '#', 'lacks paper'),
+    ('run: ', 'cost: two minutes\nrun: ', '390 CPU-seconds'),
+    ('run: ', 'cost: 20 seconds\nrun: ', 'ring: cost: 20 seconds'),
+    ('run: ', 'cost: -1 CPU-seconds\nrun: ', 'a number of CPU-seconds'),
     ('raise', 'rase this', 'invalid syntax'),
   ],
 )
@@ -62,7 +65,23 @@ def test_a_wrong_header(tmp_path, old, new, words):
   path = _config(tmp_path, text)
   with pytest.raises(errors.UserError, match='^[^\n]*$') as caught:
     papers.header(path)
-  assert words in str(caught.value) and str(path) in str(caught.value)
+  assert words in str(caught.value) and path.stem in str(caught.value)
+
+
+def test_a_cost_is_in_cpu_seconds(tmp_path):
+  read = lambda text: papers.cost(
+    papers.header(_config(tmp_path, GOOD.replace('run: ', text + 'run: ')))
+  )
+  assert read('cost: 390 CPU-seconds\n') == 390
+  assert read('cost: 1,900 CPU-seconds\n') == 1900
+  with pytest.raises(errors.UserError, match='ring: cost: is missing'):
+    read('')  # a config of one's own may lack it, until it is asked for
+
+
+def test_the_mechanism_of_a_header(tmp_path):
+  path = _config(tmp_path, GOOD.replace('.py\ntest', '.py,\n  models\ntest'))
+  assert papers.mechanism(path) == ('sharding/sequence/attention.py', 'models')
+  assert papers.mechanism(_config(tmp_path, 'x = 1')) == ()
 
 
 def test_the_index_is_searched_in_every_field(tmp_path):
