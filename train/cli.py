@@ -76,15 +76,27 @@ def _against_gzip(config, evaluation):
   return claims.domain_table(evaluation, base)
 
 
-def _papers(_, config, words):
+def _papers(values, config, words):
   from paraxis.train.claims import papers
 
-  papers.run(words[0] if words else '')
+  word = words[0] if words else ''
+  if values.html is None:
+    return papers.run(word)
+  command_line.prepare_devices(1)
+  from paraxis.train.claims import page
+
+  file = '' if values.html == command_line.ALL else values.html
+  print(f'wrote {page.write(word, file)}')
+  return errors.EXIT_OK
 
 
 def _reproduce(values, _, words):
+  if values.all:
+    return _reproduce_all(values, words)
   if not words:
     raise errors.UserError('reproduce what? `paraxis papers` lists the names.')
+  if values.budget:
+    raise errors.UserError('--budget is how much of --all fits: add --all.')
   command_line.find_config(words[0])
   command_line.prepare_devices(values.devices)
   from paraxis.train.claims import harness as claims
@@ -95,9 +107,32 @@ def _reproduce(values, _, words):
     from paraxis.train.claims import knockouts
 
     return knockouts.reproduce(
-      words[0], values.knockout, values.workdir, values.json
+      words[0], values.knockout, values.workdir, values.json, values.fresh
     )
-  return claims.reproduce(words[0], values.workdir, values.json)
+  return claims.reproduce(words[0], values.workdir, values.json, values.fresh)
+
+
+def _reproduce_all(values, words):
+  given = [
+    text
+    for text, there in (
+      (' '.join(words), words),
+      ('--workdir', values.workdir),
+      ('--knockout', values.knockout is not None),
+      ('--json', values.json),
+    )
+    if there
+  ]
+  if given:
+    raise errors.UserError(
+      f'--all runs the claims of every config: leave out {", ".join(given)}.'
+    )
+  command_line.prepare_devices(values.devices)
+  from paraxis.train.claims import budget
+  from paraxis.train.run import compiling
+
+  compiling.use_cache()
+  return budget.reproduce(values.budget, values.fresh)
 
 
 def _data_fetch(values, *_):
@@ -200,17 +235,47 @@ _ALL = (
   command_line.Command(
     _papers,
     'papers',
-    '[WORD]',
+    '[WORD] [--html]',
     'list the configs, or those that mention a word',
+    (
+      (
+        'maybe',
+        'html[=FILE]',
+        None,
+        'write one page of claims, verdicts and plots, from what `reproduce` '
+        'found last: results/papers.html',
+      ),
+    ),
     words=1,
   ),
   command_line.Command(
     _reproduce,
     'reproduce',
-    'NAME',
+    'NAME | --all --budget=30m',
     "run a config's claims; exit code 1 if one fails",
     (
-      (str, 'workdir=RUN', '', 'run directory of training; empty: runs/NAME'),
+      (
+        str,
+        'workdir=RUN',
+        '',
+        'folder of all trainings and results; empty: runs/NAME for the run of '
+        'the config itself, results/NAME for those that are compared',
+      ),
+      (
+        bool,
+        'fresh',
+        False,
+        'remove compared trainings of other code, versions or configuration, '
+        'which are refused otherwise, and train them again',
+      ),
+      (bool, 'all', False, 'the claims of every config, the cheapest first'),
+      (
+        str,
+        'budget=TIME',
+        '',
+        'with --all: CPU time, as 90s, 30m or 2h; what does not fit by the '
+        'cost in its header is left out, and named',
+      ),
       (
         'maybe',
         'knockout[=NAME]',

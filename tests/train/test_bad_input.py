@@ -183,6 +183,17 @@ QUICK = ['train', '--config=quickstart']
     ([*QUICK, '--workdir=W', '--devices=-1'], ['devices']),
     ([*QUICK, '--workdir=W', '--process_id=1'], ['not HOST:PORT']),
     (['reproduce'], ['reproduce what?']),
+    (['reproduce', 'gpipe', '--budget=3m'], ['add --all']),
+    (
+      ['reproduce', '--all', '--budget=soon'],
+      ['--budget=soon', '--budget=30m'],
+    ),
+    (['reproduce', '--all', '--budget=1s'], ['1 CPU-seconds', 'takes 2']),
+    (['reproduce', 'gpipe', '--all'], ['every config: leave out gpipe']),
+    (
+      ['reproduce', '--all', '--json', '--workdir=here', '--knockout'],
+      ['leave out --workdir, --knockout, --json'],
+    ),
     (['reproduce', 'quikstart'], ["Did you mean 'quickstart'?"]),
     (['reproduce', 'quickstart', '--config=quickstart'], ['does not read it']),
     (['plot'], ['--workdir is missing']),
