@@ -60,7 +60,7 @@ def _left(skeleton, values, x, positions, at_once):
       part = slice(t, t + at_once)
       ids = positions[:, part]
       see = attention.Visibility(np.ones_like(ids), ids)
-      _, state = own(x[:, part], see, state)
+      _, state, _ = own(x[:, part], see, state)
     return state[0]
 
   run = jax.jit(after)
