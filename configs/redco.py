@@ -10,12 +10,14 @@ expect: EQ 2e-15 in float64 (bound 1e-9); specs equal the hand-written ones
   except for GPT-2's learned positions; 2 all-reduces forward and 4 a step in a
   layer, as in the hand-written layout; of the 16 rules that split every matrix
   on one side it moves the fewest bytes, the worst 2.17 times as many.
+partial: the rules are in claims only; training takes the preset 'tensor', which
+  is the layout that they give.
 differs: the paper has no such counts (it reports up to 66B parameters without a
   config). A side of two dimensions is split by whole heads; within heads, as
   the letter of the rule says, 1.5 times the bytes. A dimension that does not
   divide is an error, not replicated. Only layers vary among the 16; one layer
-  is counted. Small shapes, random tokens. `paraxis train` takes the same layout
-  from the preset 'tensor'; Redco's trainer interface is not here.
+  is counted. Small shapes, random tokens. Redco's trainer interface is not
+  here.
 """
 
 from paraxis.configs import presets

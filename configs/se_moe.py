@@ -8,6 +8,7 @@ cost: 20 CPU-seconds
 expect: EQ 3e-15, and the same bits as a single exchange; HLO bytes of each axis
   by formula, 7 -> 3 peers; SIM the slowest task 2 and 1.25 times as fast with
   devices by load (the paper: +64% throughput of one such case).
+partial: devices by load of tasks are in claims only, as a count.
 differs: built here: the exchange axis by axis, vocabulary tables sharded over
   devices (sharding/tensor/lookup.py, as in any model), and devices by load of
   tasks, as a count only: no training places tasks so. Not built: prefetching of

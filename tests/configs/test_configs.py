@@ -4,6 +4,7 @@ import ast
 import pathlib
 import re
 
+import house
 import pytest
 
 from paraxis.configs import schema
@@ -34,6 +35,41 @@ def test_the_header_says_what_it_costs(path):
 def test_few_seeds_are_not_called_reproduced(path):
   """What is trained with fewer than three seeds shows a direction at most."""
   assert not _claims_too_much(path.read_text(), _seeds(path))
+
+
+@pytest.fixture(scope='module')
+def used(tree):
+  """(file) -> whether more than claims, benches and its own room needs it."""
+  importers, ends = {}, ('tests/', 'configs/', 'train/claims/', 'train/bench/')
+  for file, code in tree.code.items():
+    if not file.startswith(ends):
+      for name in house.imports(code):
+        importers.setdefault(name, set()).add(file)
+
+  def check(file, seen=frozenset()):
+    room = file.rpartition('/')[0]
+    module = 'paraxis.' + file.removesuffix('.py').replace('/', '.')
+    others = importers.get(module, set()) - seen - {file}
+    return any(
+      other.rpartition('/')[0] != room or check(other, seen | {file})
+      for other in others
+    )
+
+  return check
+
+
+@each
+def test_what_only_claims_run_is_called_partial(path, used):
+  """A file of the mechanism has a user, or the header says that it has none."""
+  files = [f for f in papers.mechanism(path) if not f.startswith('train/')]
+  unused = [f for f in files if f.endswith('.py') and not used(f)]
+  assert not unused or 'partial' in papers.header(path).fields, unused
+
+
+def test_a_mechanism_without_a_user_is_found(used):
+  assert not used('sharding/planner/conversions.py')
+  assert not used('pallas_kernels/matmul/quantized_tpu.py')
+  assert used('sharding/tensor/rings.py')
 
 
 def _seeds(path):

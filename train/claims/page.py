@@ -133,7 +133,7 @@ def page(found: list, results: pathlib.Path) -> str:
     _cells(
       [
         f'<a href="#{p.name}">{p.name}</a>', html.escape(p.title),
-        html.escape(p.fields['paper']), _coloured(r[0]['verdict']),
+        html.escape(papers.source(p)), _coloured(r[0]['verdict']),
       ]
     )
     for p, r in ordered

@@ -34,8 +34,12 @@ from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.configs.base import moved
 
-FIELDS = ('paper', 'mechanism', 'test', 'run', 'cost', 'expect', 'differs')
-OPTIONAL = ('cost',)  # those that ship have it: tests/configs/test_configs.py
+FIELDS = (
+  'paper', 'mechanism', 'test', 'run', 'cost', 'expect', 'partial', 'differs',
+)  # fmt: skip
+# cost: configs that ship have it (tests/configs/test_configs.py). partial: what
+# of the paper is in claims only, for no training or decoding uses it.
+OPTIONAL = ('cost', 'partial')
 FILES = ('mechanism', 'test')  # fields that name files of the repository
 KINDS = {
   'EQ': 'equal to a reference',
@@ -159,13 +163,17 @@ def mechanism(path) -> tuple:
   return tuple(name.strip() for name in names.split(','))
 
 
+def source(paper) -> str:
+  """The paper's number, and whether a part of it is in claims only."""
+  number = paper.fields['paper']
+  return f'{number}, partial' if 'partial' in paper.fields else number
+
+
 def table(papers, full):
   """The papers as text: a line for each, or with `full` all their fields."""
   if not full:
     width = max(len(p.name) for p in papers)
-    lines = [
-      f'{p.name:{width}}  {p.title} [{p.fields["paper"]}]' for p in papers
-    ]
+    lines = [f'{p.name:{width}}  {p.title} [{source(p)}]' for p in papers]
     return '\n'.join(
       [*lines, '', 'paraxis papers WORD shows what mentions WORD.']
     )
