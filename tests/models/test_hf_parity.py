@@ -2,8 +2,9 @@
 
 Random tiny models of `transformers` in float64 against models/decoder.py with
 the same weights: logits, and the gradient of the loss by every parameter, both
-within 1e-9 of the largest. HF computes norms, angles and soft-max in float32
-whatever the dtype; `Wide` makes those float64 too.
+within 1e-9 of the largest; without torch, some of both (peers.py). HF computes
+norms, angles and soft-max in float32 whatever the dtype; `Wide` makes those
+float64 too.
 
 Legend: B rows, T tokens, D model, N heads, K kv heads, H head width, F mlp,
 V vocabulary, L layers.
@@ -11,19 +12,19 @@ V vocabulary, L layers.
 
 import functools
 
-import hf_peer
 import jax.numpy as jnp
+import peers
 import pytest
 
 from paraxis.configs import schema
+from paraxis.models import layer
 from paraxis.models.mixers import attention
 
-pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
-transformers = hf_peer.transformers
+pytestmark = pytest.mark.usefixtures('float64')
 
 B, T, V = 2, 24, 48
 D, N, K, H, F = 16, 4, 2, 8, 24
-TOLERANCE, distance = hf_peer.TOLERANCE, hf_peer.distance
+TOLERANCE, distance = peers.TOLERANCE, peers.distance
 
 SHAPE = dict(
   vocab_size=V, hidden_size=D, intermediate_size=F, num_attention_heads=N,
@@ -158,10 +159,8 @@ def layer_of_llama(hf, i, config):
   at = f'model.layers.{i}'
   norms = NORMS[config.norm_placement].items()
   return (
-    hf_peer.within(
-      'attention', hf_peer.attention_of(hf, f'{at}.self_attn', config)
-    )
-    | hf_peer.within('mlp', hf_peer.mlp_of(hf, f'{at}.mlp'))
+    peers.within('attention', peers.attention_of(hf, f'{at}.self_attn', config))
+    | peers.within('mlp', peers.mlp_of(hf, f'{at}.mlp'))
     | {f'{ours}/scale': hf(f'{at}.{theirs}.weight') for theirs, ours in norms}
   )
 
@@ -185,23 +184,31 @@ def layer_of_gpt2(hf, i):
   return out
 
 
-def translate(tensors, config):
+def config_of(name, **changes):
+  return schema.Model(**FIELDS | SHAPES[name][2] | changes)
+
+
+def translate(tensors, name):
   """HF's {name: array} (weights or gradients) by our paths."""
+  config = config_of(name)
   layer = functools.partial(layer_of_llama, config=config)
-  ends = dict(hf_peer.ENDS)
+  ends = dict(peers.ENDS)
   if config.tied_embedding:
     del ends['head']
   if config.position == 'learned':
     layer, ends = layer_of_gpt2, GPT2_ENDS
-  return hf_peer.translate(tensors, config, ends, layer)
+  return peers.translate(tensors, config, ends, layer)
 
 
-DATA = hf_peer.rows(V, (B, T))
+DATA = peers.rows(V, (B, T))
 
 
 @functools.cache
 def peer(name):
   """(logits, {name: weight}, {name: gradient}) of HF's model, float64."""
+  import hf_peer  # skips without torch
+
+  transformers = hf_peer.transformers
   family, extra, _ = SHAPES[name]
   shape = {} if family == 'GPT2' else SHAPE
   settings = dict(vocab_size=V, attn_implementation='eager') | shape | extra
@@ -210,18 +217,50 @@ def peer(name):
   config = getattr(transformers, f'{family}Config')(**settings)
   head = 'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'
   make = getattr(transformers, family.removesuffix('Text') + head)
-  model = hf_peer.randomised(lambda: make(config), 0.3)
+  model = hf_peer.randomised(lambda: make(config), FAMILY.spread)
   return hf_peer.gradients_of(model, DATA)
+
+
+FAMILY = peers.Family(SHAPES, 0.3, peer, config_of, translate, DATA)
 
 
 def ours(name, **changes):
   """(logits, gradients, HF's gradients by our paths)."""
-  config = schema.Model(**FIELDS | SHAPES[name][2] | changes)
   _, weights, grads = peer(name)
-  found = hf_peer.ours(config, translate(weights, config), DATA)
-  return *found, translate(grads, config)
+  found = peers.ours(config_of(name, **changes), translate(weights, name), DATA)
+  return *found, translate(grads, name)
 
 
+@pytest.mark.parametrize('name', SHAPES)
+def test_logits_and_gradients_are_golden(name):
+  """What `transformers` computed once: runs without it."""
+  logits, far = peers.against_golden(FAMILY, name)
+  assert logits < TOLERANCE and not far
+
+
+@pytest.mark.parametrize(
+  'name, change',
+  [
+    ('gemma2', dict(embedding_scale=1.0)),
+    ('llama', dict(norm_epsilon=1e-5)),
+    ('olmo2', dict(rope_theta=9e3)),
+  ],
+)
+def test_a_wrong_field_is_not_golden(name, change):
+  logits, far = peers.against_golden(FAMILY, name, config_of(name, **change))
+  assert logits > 100 * TOLERANCE and far
+
+
+def test_norms_in_another_place_are_not_golden(monkeypatch):
+  """Those behind a part of a layer, moved in front of it."""
+  after = layer.Layer._after
+  monkeypatch.setattr(layer.Layer, '_before', after)
+  monkeypatch.setattr(layer.Layer, '_after', lambda self, name, y: y)
+  logits, far = peers.against_golden(FAMILY, 'olmo2')
+  assert logits > 100 * TOLERANCE and far
+
+
+@pytest.mark.hf
 @pytest.mark.parametrize('name', SHAPES)
 def test_logits_and_gradients_equal(name):
   logits, grads, expected = ours(name)
@@ -229,7 +268,7 @@ def test_logits_and_gradients_equal(name):
   # Without rotation a key bias shifts all scores of a query alike: its gradient
   # is rounding around 0, so it is measured by the query bias's.
   scale = {p: expected[p.replace('key_bias', 'query_bias')] for p in expected}
-  assert not hf_peer.far(grads, expected, scale)
+  assert not peers.far(grads, expected, scale)
 
 
 def interleaved(x_BTNH, cos, sin):
@@ -244,6 +283,7 @@ def interleaved(x_BTNH, cos, sin):
   return y.reshape(x_BTNH.shape)
 
 
+@pytest.mark.hf
 def test_another_rotation_is_seen(monkeypatch):
   monkeypatch.setattr(attention.rope, 'rotate', interleaved)
   logits, grads, expected = ours('llama')
@@ -252,6 +292,7 @@ def test_another_rotation_is_seen(monkeypatch):
   assert distance(grads[path], expected[path]) > 1e-3
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize(
   'name, change',
   [

@@ -9,13 +9,14 @@ Legend: B rows, T tokens, D model, F hidden width, E experts, K choices,
 V vocabulary, N heads, H head width.
 """
 
+import dataclasses
 import functools
 import importlib
 
-import hf_peer
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peers
 import pytest
 
 from paraxis.configs.base import model as model_schema
@@ -24,11 +25,10 @@ from paraxis.models.ffn import moe
 from paraxis.models.ffn import router
 from paraxis.models.mixers import attention
 
-pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
-torch, transformers = hf_peer.torch, hf_peer.transformers
+pytestmark = pytest.mark.usefixtures('float64')
 
 B, T, D, F, E, K, V, N, H = 2, 12, 16, 8, 8, 3, 32, 4, 4
-TOLERANCE, distance = hf_peer.TOLERANCE, hf_peer.distance
+TOLERANCE, distance = peers.TOLERANCE, peers.distance
 
 SHAPE = dict(
   vocab_size=V, hidden_size=D, num_hidden_layers=2, num_attention_heads=N,
@@ -85,15 +85,19 @@ def config(name, **changes):
 
 
 def module(name):
+  """The file of `transformers` with the block; skips without torch."""
+  pytest.importorskip('torch', reason='the peer needs torch')
   home = PEERS[name][0]
   return importlib.import_module(f'transformers.models.{home}.modeling_{home}')
 
 
 def their_config(name):
   home, _, extra, _ = PEERS[name]
+  import hf_peer  # skips without torch
+
   family = {'qwen3_moe': 'Qwen3Moe', 'deepseek_v3': 'DeepseekV3'}
   kind = f'{family.get(home, home.capitalize())}Config'
-  config = getattr(transformers, kind)(**SHAPE | extra)
+  config = getattr(hf_peer.transformers, kind)(**SHAPE | extra)
   config._experts_implementation = 'eager'
   return config
 
@@ -111,14 +115,18 @@ def experts_of(hf, prefix=''):
 
 def block(name):
   """(our module with the peer's weights, the peer)."""
+  import hf_peer  # skips without torch
+
   cls = getattr(module(name), PEERS[name][1])
   peer = hf_peer.randomised(lambda: cls(their_config(name)), 0.5)
   tensors, values = hf_peer.weights_of(peer), {}
   if name == 'deepseek':
-    bias = peer.gate.e_score_correction_bias.normal_(0, 0.2)
-    values['bias'] = bias.numpy()
-    beside = hf_peer.mlp_of(tensors.pop, 'shared_experts')
-    values |= hf_peer.within('beside', beside)
+    values['bias'] = peers.weight('bias', (E,), 0.2)
+    peer.gate.e_score_correction_bias.copy_(
+      hf_peer.torch.tensor(values['bias'])
+    )
+    beside = peers.mlp_of(tensors.pop, 'shared_experts')
+    values |= peers.within('beside', beside)
   values |= experts_of(tensors.pop)
   assert not tensors
   skeleton = stack.Skeleton(lambda rngs: moe.Moe(config(name), rngs))
@@ -129,6 +137,9 @@ def block(name):
 
 def compare(name):
   """(distance of outputs, of gradients of x, share of equal sets of ids)."""
+  import hf_peer  # skips without torch
+
+  torch = hf_peer.torch
   ours, peer = block(name)
   x, u = np.random.default_rng(0).normal(size=(2, B, T, D))
   theirs = torch.tensor(x, requires_grad=True)
@@ -155,12 +166,14 @@ def compare(name):
   return distance(out, y.detach()), distance(dx, theirs.grad), equal
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize('name', PEERS)
 def test_blocks_equal(name):
   outputs, gradients, ids = compare(name)
   assert outputs < TOLERANCE and gradients < TOLERANCE and ids == 1
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize(
   'name, change',
   [
@@ -183,31 +196,71 @@ def layer_of(hf, i, config):
   at = f'model.layers.{i}'
   norm = lambda name: hf(f'{at}.{name}_layernorm.weight')
   return (
-    hf_peer.within('moe', experts_of(hf, f'{at}.mlp.'))
-    | {'moe/load': np.zeros(E + router.EXTRA)}
-    | hf_peer.within(
-      'attention', hf_peer.attention_of(hf, f'{at}.self_attn', config)
+    peers.within('moe', experts_of(hf, f'{at}.mlp.'))
+    | peers.within(
+      'attention', peers.attention_of(hf, f'{at}.self_attn', config)
     )
     | {'attention_norm/scale': norm('input')}
     | {'mlp_norm/scale': norm('post_attention')}
   )
 
 
-@pytest.mark.parametrize(
-  'name, family, fields',
-  [
-    ('mixtral', 'Mixtral', dict(rope_theta=1e6)),
-    ('olmoe', 'Olmoe', dict(qk_norm='all')),
-    ('qwen3', 'Qwen3Moe', dict(qk_norm='head')),
-  ],
-)
-def test_logits_of_whole_models_equal(name, family, fields):
-  ours, data = config(name, **fields), hf_peer.rows(V, (B, T))
-  make = getattr(transformers, f'{family}ForCausalLM')
-  peer = hf_peer.randomised(lambda: make(their_config(name)), 0.5)
-  params = hf_peer.translate(
-    hf_peer.weights_of(peer), ours, hf_peer.ENDS,
-    functools.partial(layer_of, config=ours),
-  )  # fmt: skip
-  wanted = hf_peer.logits_of(peer, data).detach()
-  assert distance(hf_peer.ours(ours, params, data)[0], wanted) < TOLERANCE
+# name of a whole model -> (peer, HF family, our fields beyond its own)
+WHOLE = {
+  'mixtral': ('mixtral', 'Mixtral', dict(rope_theta=1e6)),
+  'olmoe': ('olmoe', 'Olmoe', dict(qk_norm='all')),
+  'qwen3_moe': ('qwen3', 'Qwen3Moe', dict(qk_norm='head')),
+}
+DATA = peers.rows(V, (B, T))
+
+
+def config_of(name, **changes):
+  own, _, fields = WHOLE[name]
+  return config(own, **fields | changes)
+
+
+def translate(tensors, name):
+  """HF's {name: array} (weights or gradients) by our paths."""
+  ours = config_of(name)
+  layer = functools.partial(layer_of, config=ours)
+  return peers.translate(tensors, ours, peers.ENDS, layer)
+
+
+@functools.cache
+def peer(name):
+  """(logits, {name: weight}, {name: gradient}) of HF's model, float64."""
+  import hf_peer  # skips without torch
+
+  own, family, _ = WHOLE[name]
+  make = getattr(hf_peer.transformers, f'{family}ForCausalLM')
+  model = hf_peer.randomised(lambda: make(their_config(own)), FAMILY.spread)
+  return hf_peer.gradients_of(model, DATA)
+
+
+FAMILY = peers.Family(WHOLE, 0.5, peer, config_of, translate, DATA)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize('name', WHOLE)
+def test_whole_models_equal(name):
+  logits, weights, grads = peer(name)
+  params = translate(weights, name)
+  found, ours = peers.ours(config_of(name), params, DATA)
+  assert distance(found, logits) < TOLERANCE
+  learned = {p: ours[p] for p in params}
+  assert not peers.far(learned, translate(grads, name))
+
+
+@pytest.mark.parametrize('name', WHOLE)
+def test_logits_and_gradients_are_golden(name):
+  """What `transformers` computed once: runs without it."""
+  logits, far = peers.against_golden(FAMILY, name)
+  assert logits < TOLERANCE and not far
+
+
+def test_a_wrong_field_is_not_golden():
+  wrong = config_of('mixtral')
+  experts = dataclasses.replace(wrong.experts, normalise=False)
+  wrong = dataclasses.replace(wrong, experts=experts)
+  logits, far = peers.against_golden(FAMILY, 'mixtral', wrong)
+  assert logits > 100 * TOLERANCE and far

@@ -11,26 +11,25 @@ without position, P rotated key, U value, R latent.
 
 import functools
 
-import hf_peer
 import module_cases
 import numpy as np
+import peers
 import pytest
 
 from paraxis.configs.base import mixers as mixer_schema
 from paraxis.configs.base import model as model_schema
 from paraxis.models import decoder
 
-pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
-transformers = hf_peer.transformers
+pytestmark = pytest.mark.usefixtures('float64')
 
 B, T, D, F, V, N = 2, 12, 16, 24, 32, 4
 H, P, U, R, LAYERS = 6, 4, 5, 8, 2
-TOLERANCE, distance = hf_peer.TOLERANCE, hf_peer.distance
+TOLERANCE, distance = peers.TOLERANCE, peers.distance
 FACTOR, LENGTH = 8.0, 16
 # name -> (HF's rope_parameters and query rank, fields of schema.Model)
 PEERS = {
-  'plain': (dict(rope_type='default', rope_theta=100.0), None, {}),
-  'yarn': (
+  'deepseek': (dict(rope_type='default', rope_theta=100.0), None, {}),
+  'deepseek_yarn': (
     dict(
       rope_type='yarn', rope_theta=100.0, factor=FACTOR, beta_fast=32.0,
       beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
@@ -43,7 +42,7 @@ PEERS = {
     ),
   ),
 }  # fmt: skip
-DATA = hf_peer.rows(V, (B, T))
+DATA = peers.rows(V, (B, T))
 
 
 def config_of(name, **changes):
@@ -61,6 +60,9 @@ def config_of(name, **changes):
 @functools.cache
 def peer(name):
   """(logits, {name: weight}, {name: gradient}) of HF's model, float64."""
+  import hf_peer  # skips without torch
+
+  transformers = hf_peer.transformers
   rope, query_rank, _ = PEERS[name]
   config = transformers.DeepseekV3Config(
     vocab_size=V, hidden_size=D, intermediate_size=F, num_hidden_layers=LAYERS,
@@ -72,7 +74,7 @@ def peer(name):
     bos_token_id=1, eos_token_id=2,
   )  # fmt: skip
   model = hf_peer.randomised(
-    lambda: transformers.DeepseekV3ForCausalLM(config), 0.4
+    lambda: transformers.DeepseekV3ForCausalLM(config), FAMILY.spread
   )
   return hf_peer.gradients_of(model, DATA)
 
@@ -100,8 +102,8 @@ def layer_of(hf, i, query_rank):
   own['output'] = hf(f'{a}.o_proj.weight').T.reshape(N, U, D)
   norm = lambda name: hf(f'{at}.{name}_layernorm.weight')
   return (
-    hf_peer.within('latent_attention', own)
-    | hf_peer.within('mlp', hf_peer.mlp_of(hf, f'{at}.mlp'))
+    peers.within('latent_attention', own)
+    | peers.within('mlp', peers.mlp_of(hf, f'{at}.mlp'))
     | {'latent_attention_norm/scale': norm('input')}
     | {'mlp_norm/scale': norm('post_attention')}
   )
@@ -110,36 +112,56 @@ def layer_of(hf, i, query_rank):
 def translate(tensors, name):
   """HF's {name: array} (weights or gradients) by our paths."""
   layer = functools.partial(layer_of, query_rank=PEERS[name][1])
-  return hf_peer.translate(tensors, config_of(name), hf_peer.ENDS, layer)
+  return peers.translate(tensors, config_of(name), peers.ENDS, layer)
+
+
+FAMILY = peers.Family(PEERS, 0.4, peer, config_of, translate, DATA)
 
 
 def ours(name, **changes):
   """(logits, gradients)."""
   params = translate(peer(name)[1], name)
-  return hf_peer.ours(config_of(name, **changes), params, DATA)
+  return peers.ours(config_of(name, **changes), params, DATA)
 
 
+@pytest.mark.parametrize('name', PEERS)
+def test_logits_and_gradients_are_golden(name):
+  """What `transformers` computed once: runs without it."""
+  logits, far = peers.against_golden(FAMILY, name)
+  assert logits < TOLERANCE and not far
+
+
+def test_a_wrong_field_is_not_golden():
+  wrong = config_of('deepseek_yarn', rope_factor=4.0)
+  logits, far = peers.against_golden(FAMILY, 'deepseek_yarn', wrong)
+  assert logits > 100 * TOLERANCE and far
+
+
+@pytest.mark.hf
 @pytest.mark.parametrize('name', PEERS)
 def test_logits_and_gradients_equal(name):
   logits, grads = ours(name)
   assert distance(logits, peer(name)[0]) < TOLERANCE
-  assert not hf_peer.far(grads, translate(peer(name)[2], name))
+  assert not peers.far(grads, translate(peer(name)[2], name))
 
 
+@pytest.mark.hf
 def test_a_step_of_decoding_equals():
   """The absorbed form against HF's whole rows."""
-  model = decoder.Decoder(config_of('yarn'))
-  logits, weights, _ = peer('yarn')
-  (_, z), _ = module_cases.decoded(
-    model, model.unstack(translate(weights, 'yarn')), DATA.tokens, [T - 1] * B,
-    1,
-  )  # fmt: skip
+  model = decoder.Decoder(config_of('deepseek_yarn'))
+  logits, weights, _ = peer('deepseek_yarn')
+  params = model.unstack(translate(weights, 'deepseek_yarn'))
+  (_, z), _ = module_cases.decoded(model, params, DATA.tokens, [T - 1] * B, 1)
   assert distance(z, logits[:, -1]) < TOLERANCE
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize(
   'name, change',
-  [('plain', dict(attention_scale=H**-0.5)), ('yarn', dict(rope_factor=4.0))],
+  [
+    ('deepseek', dict(attention_scale=H**-0.5)),
+    ('deepseek_yarn', dict(rope_factor=4.0)),
+  ],
 )
 def test_a_wrong_field_is_seen(name, change):
   assert distance(ours(name, **change)[0], peer(name)[0]) > 1e-4

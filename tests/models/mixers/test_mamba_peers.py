@@ -10,20 +10,19 @@ the state, F inner width, R rank of the steps, W taps, V vocabulary.
 
 import functools
 
-import hf_peer
 import numpy as np
+import peers
 import pytest
 
 from paraxis.configs.base import mixers as mixer_schema
 from paraxis.configs.base import model as model_schema
 
-pytestmark = [pytest.mark.hf, pytest.mark.usefixtures('float64')]
-transformers = hf_peer.transformers
+pytestmark = pytest.mark.usefixtures('float64')
 
 B, T, V = 2, 19, 32
 D, N, P, G, S, W, R = 16, 8, 4, 2, 6, 4, 3
 F = 2 * D
-TOLERANCE, distance = hf_peer.TOLERANCE, hf_peer.distance
+TOLERANCE, distance = peers.TOLERANCE, peers.distance
 
 SHAPE = dict(
   vocab_size=V, hidden_size=D, num_hidden_layers=2, state_size=S,
@@ -59,15 +58,18 @@ PEERS = {
 }  # fmt: skip
 
 
-DATA = hf_peer.rows(V, (B, T))
+DATA = peers.rows(V, (B, T))
 
 
 @functools.cache
 def peer(name):
   """(logits, {name: weight}, {name: gradient}) of HF's model, float64."""
+  import hf_peer  # skips without torch
+
+  transformers = hf_peer.transformers
   config = getattr(transformers, f'{name}Config')(**PEERS[name][0])
   make = getattr(transformers, f'{name}ForCausalLM')
-  model = hf_peer.randomised(lambda: make(config), 0.3)
+  model = hf_peer.randomised(lambda: make(config), FAMILY.spread)
   return hf_peer.gradients_of(model, DATA)
 
 
@@ -126,8 +128,8 @@ def layer_of(hf, i, name, config):
     parts = {
       own: jamba_of(hf, f'{at}.mamba')
       if mixes
-      else hf_peer.attention_of(hf, f'{at}.self_attn', config),
-      'mlp': hf_peer.mlp_of(hf, f'{at}.feed_forward'),
+      else peers.attention_of(hf, f'{at}.self_attn', config),
+      'mlp': peers.mlp_of(hf, f'{at}.feed_forward'),
     }
     norms = {own: 'input_layernorm', 'mlp': 'pre_ff_layernorm'}
   else:
@@ -136,42 +138,64 @@ def layer_of(hf, i, name, config):
     parts, norms = {own: read(hf, f'{at}.mixer')}, {own: 'norm'}
   out = {f'{p}_norm/scale': hf(f'{at}.{n}.weight') for p, n in norms.items()}
   for part, values in parts.items():
-    out |= hf_peer.within(part, values)
+    out |= peers.within(part, values)
   return out
 
 
-def translate(values, name, config):
+def config_of(name, **changes):
+  _, fields, mamba = PEERS[name]
+  return model_schema.Model(
+    **FIELDS | fields | changes, mamba=mixer_schema.Mamba(**OWN | mamba)
+  )
+
+
+def translate(values, name):
   """HF's {name: array} by our paths."""
+  config = config_of(name)
   ends = {
     'embedding': 'backbone.embeddings.weight',
     'norm/scale': 'backbone.norm_f.weight',
   }
   if name == 'Jamba':
-    ends = hf_peer.ENDS | {'norm/scale': 'model.final_layernorm.weight'}
+    ends = peers.ENDS | {'norm/scale': 'model.final_layernorm.weight'}
   elif not config.tied_embedding:
     ends['head'] = 'lm_head.weight'
   layer = functools.partial(layer_of, name=name, config=config)
-  return hf_peer.translate(values, config, ends, layer)
+  return peers.translate(values, config, ends, layer)
+
+
+FAMILY = peers.Family(PEERS, 0.3, peer, config_of, translate, DATA)
 
 
 def ours(name, **changes):
   """(logits, gradients, HF's gradients by our paths)."""
-  _, fields, mamba = PEERS[name]
-  config = model_schema.Model(
-    **FIELDS | fields | changes, mamba=mixer_schema.Mamba(**OWN | mamba)
-  )
   _, weights, grads = peer(name)
-  found = hf_peer.ours(config, translate(weights, name, config), DATA)
-  return *found, translate(grads, name, config)
+  found = peers.ours(config_of(name, **changes), translate(weights, name), DATA)
+  return *found, translate(grads, name)
 
 
+@pytest.mark.parametrize('name', PEERS)
+def test_logits_and_gradients_are_golden(name):
+  """What `transformers` computed once: runs without it."""
+  logits, far = peers.against_golden(FAMILY, name)
+  assert logits < TOLERANCE and not far
+
+
+def test_a_wrong_field_is_not_golden():
+  wrong = config_of('Mamba2', norm_epsilon=1e-3)
+  logits, far = peers.against_golden(FAMILY, 'Mamba2', wrong)
+  assert logits > 100 * TOLERANCE and far
+
+
+@pytest.mark.hf
 @pytest.mark.parametrize('name', PEERS)
 def test_logits_and_gradients_equal(name):
   logits, grads, expected = ours(name)
   assert distance(logits, peer(name)[0]) < TOLERANCE
-  assert not hf_peer.far(grads, expected)
+  assert not peers.far(grads, expected)
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize(
   'name, change', [('Mamba2', dict(norm_epsilon=1e-3)), ('Jamba', {})]
 )
