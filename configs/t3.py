@@ -90,6 +90,11 @@ def knockouts():
 
   return [
     ('rings', 'messages of a ring', tensor.collectives_apart),
+    (
+      'products_under_way',
+      'messages with a product under way',
+      tensor.collectives_apart,
+    ),
     ('overlap', 'speedup of sublayers', overlap.sequential),
     ('adding_in_memory', 'memory traffic saved', overlap.not_fused),
   ]
