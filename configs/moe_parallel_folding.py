@@ -92,3 +92,14 @@ def claims():
     ('fewest devices', 'SIM', least, '64 -> 8'),
     ('64 experts on 512 chips', 'AOT', machine, None),
   ]
+
+
+def knockouts():
+  """Experts on the devices of data alone, as they are without folding."""
+  from paraxis.train.claims.experts import messages
+
+  return [
+    ('unfolded', 'exchanges of a layer', messages.unfolded),
+    ('unfolded_bytes', 'bytes, folded over unfolded', messages.unfolded),
+    ('unfolded_devices', 'fewest devices', {'folded': ['data']}),
+  ]

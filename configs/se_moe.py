@@ -11,10 +11,10 @@ expect: EQ 3e-15, and the same bits as a single exchange; HLO bytes of each axis
 partial: devices by load of tasks are in claims only, as a count.
 differs: built here: the exchange axis by axis, vocabulary tables sharded over
   devices (sharding/tensor/lookup.py, as in any model), and devices by load of
-  tasks, as a count only: no training places tasks so. Not built: prefetching of
-  experts in two dimensions, with SSDs and a cache of the busiest; one flat
-  buffer for the parameters of a layer; inference in a ring of slots. No
-  throughput.
+  tasks, as a count and in claims only: no training places tasks so. Not built:
+  prefetching of experts in two dimensions, with SSDs and a cache of the
+  busiest; one flat buffer for the parameters of a layer; inference in a ring of
+  slots. No throughput.
 """
 
 from paraxis.configs import presets
@@ -61,4 +61,15 @@ def claims():
     ('axis by axis equals at once', 'EQ', bitwise, None),
     ('bytes axis by axis', 'HLO', sent, None),
     ('devices of tasks by load', 'SIM', tasks, '+64% throughput'),
+  ]
+
+
+def knockouts():
+  """One exchange over all axes; as many devices for each task."""
+  from paraxis.train.claims.experts import loads
+  from paraxis.train.claims.experts import messages
+
+  return [
+    ('at_once', 'bytes axis by axis', messages.at_once),
+    ('evenly', 'devices of tasks by load', loads.evenly),
   ]

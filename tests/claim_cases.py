@@ -9,6 +9,8 @@ from paraxis.configs.base import command_line
 from paraxis.sharding.meter import aot
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
+from paraxis.train.claims import papers
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import evaluate
 
@@ -63,6 +65,26 @@ def holds_until(module, name, wrong, claim, run=None, **given):
     found = claim(run, **given)
   assert not found.passed, found
   return right, found
+
+
+def falls(name, knockout, changes=(), **given):
+  """Asserts that a claim of a config holds, and fails by its knock-out.
+
+  Args:
+    changes: as for `run_of`. given: parameters in place of the claim's.
+
+  Returns:
+    The two harness.Outcomes.
+  """
+  module, run = command_line.load_module(name), run_of(name, changes)
+  found = {k.name: k for k in papers.knockouts(module, name)}[knockout]
+  claim = {c.name: c for c in papers.claims(module, name)}[found.claim]
+  claim = claim._replace(parameters=claim.parameters | given)
+  right = claims.outcome_of(run, claim)
+  assert right.passed, right
+  wrong = knockouts.without(run, found, claim)
+  assert wrong.passed is False, wrong
+  return right, wrong
 
 
 def compiled_to(monkeypatch, text, **memory):

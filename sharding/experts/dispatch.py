@@ -352,6 +352,14 @@ def _ragged(run, weights, x_ND, ids_NK, mix_NK, keep_NK, plan):
   return _collect(y, mix_NK, slot, source)
 
 
+def hottest(load_E: jax.Array, count: int) -> jax.Array:
+  """Ids of the `count` experts with the most assignments, best first.
+
+  Those to gather, so that their owners do not make all others wait.
+  """
+  return lax.top_k(load_E, count)[1]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def materialise(w_EDF, hot, region):
   """w[hot] of experts sharded over `region`, on each of its devices.

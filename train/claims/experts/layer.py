@@ -9,8 +9,10 @@ Legend: N tokens, K choices, E experts, D width, F width of an expert, L layers.
 """
 
 import collections
+import contextlib
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.models import build
+from paraxis.models import decoder
 from paraxis.models.ffn import router
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.experts import dispatch as expert
@@ -26,10 +29,59 @@ from paraxis.train import step as step_lib
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
+
+
+@contextlib.contextmanager
+def _watched():
+  """({sorted ids of experts that devices gather}, their tokens that are sent).
+
+  Of all exchanges with slots within; the second is a set of counts.
+  """
+  gathered, sent, hots = set(), set(), []
+  dispatch, exchange = expert.dispatch, expert._padded
+
+  def dispatched(*given):
+    hots.append(given[-1])
+    return dispatch(*given)
+
+  def exchanged(run, weights, x_ND, ids_NK, mix_NK, keep_NK, plan):
+    again = keep_NK[..., None] & (ids_NK[..., None] == hots[-1])
+    jax.debug.callback(note, hots[-1], again.sum())
+    return exchange(run, weights, x_ND, ids_NK, mix_NK, keep_NK, plan)
+
+  def note(hot, count):
+    gathered.add(_ids(hot))
+    sent.add(int(count))
+
+  with (
+    knockouts.patched(expert, 'dispatch', dispatched),
+    knockouts.patched(expert, '_padded', exchanged),
+  ):
+    yield gathered, sent
+    jax.effects_barrier()
+
+
+def _ids(row):
+  return tuple(np.sort(row).tolist())
+
+
+class _Hot(NamedTuple):
+  """What `_hot_sets` finds; chosen, gathered: sets of ids of experts.
+
+  sent: counts of tokens that go to other devices for experts that are hot.
+  """
+
+  experts: int
+  gaps: list
+  programs: int
+  chosen: set
+  gathered: set
+  sent: set
 
 
 def _hot_sets(config, mesh, hot, sets):
-  """(experts, differences of losses and gradients, programs, {hot experts})."""
+  """`_Hot` of losses and gradients, as loads are drawn."""
   with jax.enable_x64(True):
     config, devices = experiment.shrunk(config, mesh)
     config = experiment.fields(config, {'model.experts.hot': hot})
@@ -44,33 +96,42 @@ def _hot_sets(config, mesh, hot, sets):
       return step.grads(params, batch)
 
     compiled = jax.jit(grads, compiler_options=trial.quick_options())
-    for seed in range(sets):
-      loads, ids = _random_loads(side.job.model, wanted.params, hot, seed)
-      chosen |= ids
-      state = side.start(wanted.params | loads)
-      with side.job.context():
-        batch = side.put(wanted.batches[0])
-        loss, found, _ = jax.device_get(compiled(state.params, batch))
-      gaps.append(trial.worst(found, wanted.gradients, 1e-6)[0])
-      gaps.append(float(abs(loss - wanted.loss) / abs(wanted.loss)))
-  return config.model.experts.count, gaps, len(programs), chosen
+    with _watched() as (gathered, sent):
+      for seed in range(sets):
+        loads, ids = _random_loads(side.job.model, wanted.params, hot, seed)
+        chosen |= ids
+        state = side.start(wanted.params | loads)
+        with side.job.context():
+          batch = side.put(wanted.batches[0])
+          loss, found, _ = jax.device_get(compiled(state.params, batch))
+        gaps.append(trial.worst(found, wanted.gradients, 1e-6)[0])
+        gaps.append(float(abs(loss - wanted.loss) / abs(wanted.loss)))
+  count = config.model.experts.count
+  return _Hot(count, gaps, len(programs), chosen, gathered, sent)
 
 
 def any_hot_set(run, *, mesh, hot, sets, within):
   """EQ: loss and gradients whichever experts are hot, with one program.
 
+  Those that devices gather are those with the most assignments before, and
+  none of their tokens is sent.
+
   Args:
     hot: experts that every device gathers.
     sets: how many times they are drawn at random, for every layer.
   """
-  count, gaps, programs, chosen = _hot_sets(run.config, mesh, hot, sets)
+  found = _hot_sets(run.config, mesh, hot, sets)
+  count, gaps, programs, chosen, gathered, sent = found
+  right, stay = gathered == chosen, sent == {0}
   return experiment.equal(
     gaps,
     within,
     f'{mesh}, {count} experts of which {hot} hot; programs: {programs} (must '
-    f'be 1); {sets} draws, {len(chosen)} different sets; against one device '
-    'without hot experts, float64, shrunk',
-    programs == 1 and len(chosen) > 1,
+    f'be 1); {sets} draws, {len(chosen)} different sets, those gathered '
+    f'{"are" if right else "are NOT"} the busiest, their tokens '
+    f'{"stay" if stay else "are SENT"}; against one device without hot '
+    'experts, float64, shrunk',
+    programs == 1 and len(chosen) > 1 and right and stay,
   )
 
 
@@ -81,7 +142,7 @@ def _random_loads(model, params, hot, seed):
     rows, columns = params[path].shape
     x = rng.permuted(np.tile(np.arange(1.0, columns + 1), (rows, 1)), axis=1)
     busiest = np.argsort(-x[:, : -router.EXTRA], 1)[:, :hot]
-    chosen |= set(map(tuple, np.sort(busiest, 1).tolist()))
+    chosen |= set(map(_ids, busiest))
     loads[path] = x.astype(params[path].dtype)
   return loads, chosen
 
@@ -151,6 +212,58 @@ def axis_by_axis_is_bitwise(run, *, meshes, tokens):
     'the same bits' if same else 'other bits',
     f'output, gradients of tokens, weights and experts: {"; ".join(verdicts)}',
     same,
+  )
+
+
+def mlp_beside_experts(run, *, tokens, within):
+  """EQ: with c = 1/2 for both, the residual layers are shared experts, halved.
+
+    y = c_0 sum_k mix_k f_k(x) + c_1 g(x),  c = softmax(x C),  C = 0
+
+  Logits and all gradients but C's, against layers y = sum_k mix_k f_k + g whose
+  f and g end in half the matrix; float64.
+
+  Args:
+    tokens: of each of two rows.
+  """
+  shared = {'model.experts.residual': False, 'model.experts.shared': 1}
+  with jax.enable_x64(True):
+    config, _ = experiment.shrunk(run.config, 'data=1')
+    batch = experiment.documents(2, tokens, config.model.vocab_size)
+    ours, other = (
+      decoder.Decoder(experiment.fields(config, changes).model)
+      for changes in ({}, shared)
+    )
+    params = experiment.random_parameters(other)
+    zeros = {
+      p: jnp.zeros(x.shape, x.dtype)
+      for p, x in jax.eval_shape(ours.init, jax.random.key(0)).items()
+      if p not in params
+    }
+
+    def logits(model, params):
+      return model.logits(params, model(params, batch)[0])
+
+    def both(run):
+      def call(params):
+        y, back = jax.vjp(run, params)
+        return {'logits': y, **back(jnp.sin(y))[0]}
+
+      return jax.jit(call, compiler_options=trial.quick_options())(params)
+
+    ends = lambda path: 'moe/' in path and path.endswith('/down')
+    half = lambda path: 0.5 if ends(path) else 1.0
+    halved = lambda params: {p: x * half(p) for p, x in params.items()}
+    found = both(lambda params: logits(ours, params | zeros))
+    wanted = both(lambda params: logits(other, halved(params)))
+  gaps = {p: experiment.gap(found[p], x) for p, x in wanted.items() if x.any()}
+  return experiment.equal(
+    gaps,
+    within,
+    f'{config.model.experts.pattern}, top-{config.model.experts.top_k}, '
+    f'{len(gaps) - 1} gradients, logits {gaps["logits"]:.0e}; shrunk, random '
+    'weights, float64',
+    any('beside' in path for path in gaps),
   )
 
 

@@ -15,8 +15,10 @@ region, n devices, w bytes of a number.
 """
 
 import collections
+import functools
 import math
 
+import jax
 import numpy as np
 
 from paraxis.configs.base import errors
@@ -24,10 +26,13 @@ from paraxis.models import build
 from paraxis.models import layer
 from paraxis.models.ffn import moe
 from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import rules as rules_lib
+from paraxis.sharding.experts import dispatch as expert
 from paraxis.sharding.meter import hlo
 from paraxis.train.certify import target_compile
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 
 EXCHANGES = ('all-to-all', 'ragged-all-to-all')
 REGION, COUNT = 'model.experts.region', 'model.experts.count'
@@ -36,6 +41,19 @@ CAPACITY = 'model.experts.capacity_factor'
 
 def _exchanges(found):
   return [c for c in found if c.kind in EXCHANGES]
+
+
+def at_once():
+  """Knock-out: a single exchange over all axes, where one after the other is
+  asked for."""
+  swap = lambda x, plan: jax.lax.all_to_all(x, plan.region, 0, 0, tiled=True)
+  return knockouts.patched(expert, '_swap', swap)
+
+
+def unfolded():
+  """Knock-out: experts are sharded over data alone, whatever is asked for."""
+  over = functools.partial(rules_lib.region, 'data')
+  return knockouts.patched(rules_lib, 'region', lambda text, sizes: over(sizes))
 
 
 def exchanges_per_layer(run, *, mesh, regions, forward, backward):
@@ -60,8 +78,8 @@ def exchanges_per_layer(run, *, mesh, regions, forward, backward):
   return claims.Outcome(
     f'{forward} + {backward}',
     '; '.join(f'{a:g} + {b:g}' for a, b in values),
-    f'{mesh}; forward + backward, over just the axes of the region: '
-    f'{", ".join(found)}',
+    f'{mesh}; forward + backward, {"just" if right else "NOT just"} over the '
+    f'axes of the region: {", ".join(found)}',
     right and values == [(forward, backward)],
   )
 
