@@ -13,6 +13,7 @@ are those of `paraxis check` (train/certify/check.py), and no time follows from
 them.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -22,6 +23,7 @@ import numpy as np
 from paraxis.configs.base import errors
 from paraxis.models import build
 from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding import placement
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import hlo
@@ -310,27 +312,53 @@ def predicted_fits(run, *, models, layouts, memory, fits):
   )
 
 
-def axis_within_host(run, *, axis, chips, host, sizes, crosses):
-  """SIM: which sizes of a mesh axis keep its messages inside a host.
+@dataclasses.dataclass(frozen=True)
+class _Chip:
+  """What sharding/placement.py asks of a device; hosts hold them in turn."""
 
-  Devices are placed on the mesh in their order, the last axis fastest.
+  id: int
+  process_index: int
+  platform: str = 'gpu'
+  device_kind: str = 'any'
+
+
+def tensor_outermost():
+  """Knock-out: neighbours on the mesh axis `tensor` are far apart."""
+  real = placement.place
+
+  def place(sizes, devices):
+    turned = {'tensor': sizes['tensor']} | dict(sizes)
+    first = [*turned].index('tensor')
+    placed = real({'tensor': turned.pop('tensor')} | turned, devices)
+    return np.moveaxis(placed, first, [*sizes].index('tensor'))
+
+  return knockouts.patched(placement, 'place', place)
+
+
+def axis_within_host(run, *, axis, host, meshes, crosses):
+  """SIM: hosts that one group of a mesh axis spans, as devices are placed.
+
+  By `placement.place`, for devices that are listed host by host, without a
+  torus.
 
   Args:
-    axis: of the mesh. chips: all of them; data takes what the axis leaves.
-    host: chips of one. sizes: of the axis.
-    crosses: for each, hosts that one group of the axis spans.
+    axis: of the mesh. host: chips of one.
+    meshes: list of them. crosses: for each, hosts.
   """
   found = []
-  for n in sizes:
-    shape = [{'data': chips // n, axis: n}.get(a, 1) for a in mesh_lib.AXES]
-    place = np.arange(chips).reshape(shape) // host
-    rows = np.moveaxis(place, mesh_lib.AXES.index(axis), -1).reshape(-1, n)
-    found.append(max(len(set(row)) for row in rows.tolist()))
+  for mesh in meshes:
+    asked = mesh_lib.parse(mesh)
+    count = math.prod(asked.values())
+    chips = [_Chip(i, i // host) for i in range(count)]
+    placed = placement.place(mesh_lib.resolve(asked, count), chips)
+    rows = np.moveaxis(placed, mesh_lib.AXES.index(axis), -1)
+    groups = rows.reshape(-1, asked[axis])
+    found.append(max(len(set(map(placement.host_of, g))) for g in groups))
   text = experiment.numbers
   return claims.Outcome(
     text(crosses),
     text(found),
-    f'hosts that a group of {axis} spans, at {axis}={text(sizes)} on {chips} '
-    f'chips, {host} to a host; the order is that of the mesh axes',
+    f'hosts of {host} chips that a group of {axis} spans, as sharding/'
+    f'placement.py places {"; ".join(meshes)}',
     found == list(crosses),
   )

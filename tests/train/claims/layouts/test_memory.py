@@ -141,7 +141,12 @@ def test_nothing_is_claimed_of_what_cannot_be_predicted(monkeypatch):
 
 
 def test_hosts_of_an_axis():
-  check = lambda crosses: claims_memory.axis_within_host(
-    None, axis='tensor', chips=16, host=4, sizes=[2, 4, 8], crosses=crosses
+  meshes = ['data=8,tensor=2', 'stage=2,data=2,tensor=4', 'data=2,tensor=8']
+  check = lambda crosses, axis='tensor': claims_memory.axis_within_host(
+    None, axis=axis, host=4, meshes=meshes, crosses=crosses
   )
   assert check([1, 1, 2]).passed and not check([1, 1, 1]).passed
+  assert check([4, 2, 4], 'data').passed
+  with claims_memory.tensor_outermost():
+    found = check([1, 1, 2])
+  assert not found.passed and found.measured == '2 4 4'
