@@ -3,14 +3,16 @@
 paper: arXiv:2105.13120
 mechanism: sharding/sequence/forms.py, sharding/sequence/attention.py
 test: tests/sharding/sequence/test_attention.py,
-  tests/train/claims/layouts/test_context.py
+  tests/train/claims/layouts/test_context.py,
+  tests/train/claims/layouts/test_fits.py
 run: paraxis reproduce ring_self_attention
 cost: 240 CPU-seconds
 expect: EQ 1e-15; HLO 14 permutes forward and 30 backward on 8 ranks, with the
-  bytes of the formulas; AOT, at 16 GiB a chip: 1,024 rows of 512 tokens against
-  99 (10.3 times, at least 8) and 3,584 tokens in each of 64 rows against 768
-  (4.7, at least 3.5); one row of 468,928 tokens in the online ring against
-  129,600 (3.6, at least 3), where this form holds 36,416. AOT needs libtpu.
+  bytes of the formulas, and L x L / n scores a head kept where the online ring
+  keeps none; AOT, at 16 GiB a chip: 1,024 rows of 512 tokens against 99 (10.3
+  times, at least 8) and 3,584 tokens in each of 64 rows against 768 (4.7, at
+  least 3.5); one row of 468,928 tokens in the online ring against 129,600 (3.6,
+  at least 3), where this form holds 36,416. AOT needs libtpu.
 differs: 64 chips against 12, as in the paper: 12 heads allow no more tensor
   shards. On all 64, data=16,tensor=4 holds 976 rows of 512 tokens, and 64 rows
   of 7,808: this form is for fewer rows than chips, and there the online ring,
@@ -56,15 +58,14 @@ def claims():
   """What `paraxis reproduce ring_self_attention` checks."""
   from paraxis.train.claims import experiment
   from paraxis.train.claims.layouts import context
+  from paraxis.train.claims.layouts import fits
 
   equal = experiment.on_layouts('context=8')
-  sent = dict(
-    check=context.sends_equal_formulas,
-    form='rsa',
-    shape=dict(ranks=8, tokens=8, heads=8, kv_heads=8, width=16),
-  )
+  shape = dict(ranks=8, tokens=8, heads=8, kv_heads=8, width=16)
+  sent = dict(check=context.sends_equal_formulas, form='rsa', shape=shape)
+  kept = dict(check=context.scores_are_kept, shape=shape)
   most = lambda vary, given, start, at_least, names: dict(
-    check=context.most_that_fits,
+    check=fits.most_that_fits,
     vary=vary,
     given=given,
     start=start,
@@ -81,7 +82,20 @@ def claims():
   return [
     ('loss and all gradients equal one device', 'EQ', equal, None),
     ('permutes and bytes', 'HLO', sent, None),
+    ('whole rows of scores are kept', 'HLO', kept, 'L x L / n a head'),
     ('largest batch against tensor', 'AOT', batch, '13.7x'),
     ('longest rows against tensor, 64 rows', 'AOT', length, '3.0x'),
     ('longest row, ring against tensor', 'AOT', row, None),
+  ]
+
+
+def knockouts():
+  """The online ring, which keeps no scores; a ring that sends nothing."""
+  from paraxis.train.claims.layouts import context
+
+  equal = 'loss and all gradients equal one device'
+  online = {'mesh.context_form': 'ring'}
+  return [
+    ('online_ring', 'whole rows of scores are kept', online),
+    ('nothing_travels', equal, context.nothing_travels),
   ]

@@ -1,4 +1,4 @@
-"""Claims about context parallel attention: what is sent where, what fits.
+"""Claims about context parallel attention: what is sent where, what is kept.
 
 Sends are read from compiled programs, forward and backward as two programs (in
 one, XLA merges a backward send with an equal forward one), by the distance that
@@ -14,38 +14,24 @@ and document of a token):
                 and results: forward N (u + l), backward N u, at each distance
                 1 .. n-1 (n-1 is -1)
 
-What fits is searched for by compiling ahead of time for a topology
-(sharding/meter/aot.py): the gradient program of a step, and the optimizer's
-state. A polynomial through the memory of the sizes tried says which to try
-next; the answer fits, and a size at most `close` larger does not.
-
 Legend: B rows, T tokens of a rank, N query heads, K kv heads, H head width.
 """
 
 import collections
-import contextlib
-import dataclasses
 import functools
 import itertools
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-import numpy as np
 
-from paraxis.configs import schema
-from paraxis.configs.base import errors
 from paraxis.pallas_kernels.attention import op as attention_lib
 from paraxis.sharding import replica_groups
-from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import compiled
 from paraxis.sharding.meter import hlo
 from paraxis.sharding.sequence import attention as context
-from paraxis.train import program as job_lib
-from paraxis.train import step as step_lib
-from paraxis.train.certify import target_compile
+from paraxis.sharding.sequence import forms as context_forms
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import knockouts
@@ -124,8 +110,8 @@ def formulas(form, shape):
   return tuple(out)
 
 
-def _texts(form, shape, mesh):
-  """Compiled texts of attention's forward and of its backward program.
+def _passes(form, shape, mesh):
+  """(jitted forward pass, its arguments as shapes, jitted backward pass).
 
   What is kept for the second leaves the first with a dimension of ranks.
   """
@@ -134,9 +120,7 @@ def _texts(form, shape, mesh):
   mask = attention_lib.Mask(scale=width**-0.5)
 
   def forward(q, k, v, rows):
-    attend = lambda q, k, v: context.attention(q, k, v, rows, rows, mask, plan)[
-      0
-    ]
+    attend = lambda *x: context.attention(*x, rows, rows, mask, plan)[0]
     o, back = jax.vjp(attend, q, k, v)
     return o, jax.tree.map(lambda x: x[None], back)
 
@@ -150,21 +134,52 @@ def _texts(form, shape, mesh):
   manual = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
   q, k = place(jnp.float32, heads, width), place(jnp.float32, kv, width)
   run = jax.jit(manual(forward, out_specs=(spec, P('context'))))
-  first = run.lower(q, k, k, place(jnp.int32)).compile()
-  o, back = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    first.out_info,
-    first.output_shardings,
-  )
-  second = jax.jit(manual(backward, out_specs=spec)).lower(back, o).compile()
-  return first.as_text(), second.as_text()
+  given = q, k, k, place(jnp.int32)
+  return run, given, jax.jit(manual(backward, out_specs=spec))
 
 
 @functools.lru_cache(maxsize=16)
 def _counted(form, shape):
   """`Sends` of the forward and of the backward program, compiled here."""
   mesh = experiment.mesh_of({'context': shape.ranks})
-  return tuple(sends(text, mesh) for text in _texts(form, shape, mesh))
+  run, given, after = _passes(form, shape, mesh)
+  first = run.lower(*given).compile()
+  shapes = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    first.out_info,
+    first.output_shardings,
+  )
+  second = after.lower(*reversed(shapes)).compile()
+  return tuple(sends(part.as_text(), mesh) for part in (first, second))
+
+
+def nothing_travels():
+  """Knock-out: what a rank would send round the ring stays where it is."""
+  stay = lambda job, tree, by=1: tree
+  return knockouts.patched(context_forms.ContextCall, 'shift', stay)
+
+
+def scores_are_kept(run, *, shape):
+  """HLO: the config's form keeps whole rows of scores for the backward pass.
+
+  Bytes that a rank keeps for it, less those of the online ring: 4 N T n T.
+
+  Args: shape: fields of `Shape`.
+  """
+  one, form = Shape(**shape), run.config.mesh.context_form
+  mesh, kept = experiment.mesh_of({'context': one.ranks}), []
+  for name in (form, 'ring'):
+    forward, given, _ = _passes(name, one, mesh)
+    arrays = jax.tree.leaves(forward.lower(*given).out_info[1])
+    kept.append(sum(x.size * x.dtype.itemsize for x in arrays) // one.ranks)
+  scores = 4 * one.heads * one.tokens * one.ranks * one.tokens
+  return claims.Outcome(
+    f'{scores:,} bytes',
+    f'{kept[0] - kept[1]:,} bytes',
+    f'{form} keeps {kept[0]:,} on a rank, the online ring {kept[1]:,}; '
+    f'{one.ranks} ranks of {one.tokens} tokens, {one.heads} heads, float32',
+    kept[0] - kept[1] == scores,
+  )
 
 
 def _by_distance(far, n):
@@ -241,137 +256,4 @@ def bytes_against_ring(run, *, form, shape, ratios, within):
     f'{"; ".join(lines)}; even at {1 / found[0]:.2f}; {shape["ranks"]} ranks, '
     f'width {shape["width"]}; {"as" if same else "NOT as"} the formulas',
     same and experiment.close(found, right, within),
-  )
-
-
-@contextlib.contextmanager
-def _quickly():
-  """XLA's lowest level: a quarter of the time, up to a fifth more memory."""
-  config: Any = jax.config
-  before = config.jax_optimization_level
-  try:
-    jax.config.update('jax_optimization_level', 'O0')
-    yield
-  finally:
-    jax.config.update('jax_optimization_level', before)
-
-
-def _config(base, model, mesh, rows, tokens):
-  """schema.Config of a step of `rows` rows of `tokens` tokens."""
-  if model.get('position') == 'learned':
-    model = {**model, 'max_positions': tokens}
-  sizes = {'data.sequence_length': tokens, 'train.batch_size': rows}
-  config = experiment.fields(base, experiment.under('model', model), sizes)
-  return dataclasses.replace(config, mesh=mesh)
-
-
-def needed(config, topology):
-  """Bytes of a device in a step's gradient program and for the optimizer.
-
-  Args:
-    config: schema.Config; with adamw, which keeps two numbers a parameter.
-    topology: aot.Topology.
-
-  Returns:
-    inf if the compiler finds that it does not fit.
-  """
-  with topology.context():
-    job = job_lib.of_shapes(config, '', topology.devices)
-    grads = step_lib.make(job.built, None, 0.0).grads
-    with job.context(), _quickly():
-      traced = jax.jit(grads).trace(job.built.params, job.batch_shapes())
-      try:
-        memory = aot.memory(aot.compile_for(topology, 'gradient', traced))
-      except errors.UserError:
-        return math.inf
-  optimizer = 2 * target_compile.device_bytes(job.built.params)
-  return memory.peak + memory.code + optimizer
-
-
-def most(need, have, start, step, close):
-  """(largest multiple of `step` that fits, or 0; smallest that does not).
-
-  Args:
-    need: size -> bytes, which grow with it; inf: it does not fit, and how much
-      is missing is not known.
-    have: bytes there are.
-    start: the first that is tried, a multiple of `step`.
-    step, close: how far apart the two sizes may be: one step, or this share.
-  """
-  known, good, bad, size = {}, 0, math.inf, start
-  while True:
-    known[size] = need(size)
-    if known[size] <= have:
-      good = max(good, size)
-    else:
-      bad = min(bad, size)
-    gap = max(1, int(good * close) // step) * step
-    if bad - good <= gap:
-      return good, bad
-    size = _guess(known, have) // step * step
-    if size < good + 2 * gap:  # as good as found: see whether the next fails
-      size = good + gap
-    if size >= bad:
-      size = (good + bad) // 2 // step * step
-
-
-def _guess(known, have):
-  """Where a polynomial through the largest known sizes reaches `have`."""
-  points = sorted((x, y) for x, y in known.items() if math.isfinite(y))[-3:]
-  if not points:
-    return min(known) // 2
-  x, y = np.transpose([(0, 0), *points] if len(points) == 1 else points)
-  line = np.polyfit(x / x[-1], y / have, len(x) - 1)
-  roots = np.roots(line - np.eye(len(line))[-1])
-  ahead = [r.real for r in roots if abs(r.imag) < 1e-9 and r.real > 0]
-  return int(min([*ahead, 4]) * x[-1])  # no further than 4 times what is known
-
-
-def _largest(base, model, layout, vary, given, start, close):
-  """(largest that fits, bytes of its device, devices) of one layout."""
-  topology = aot.topology(layout['topology'])
-  mesh, found = schema.Mesh(**layout['mesh']), {}
-
-  def need(size):
-    rows, tokens = (size, given) if vary == 'rows' else (given, size)
-    config = _config(base, model, mesh, rows, tokens)
-    found[size] = needed(config, topology)
-    return found[size]
-
-  step = mesh.data
-  if vary == 'tokens':
-    step = math.lcm(64, mesh.context * (mesh.tensor if mesh.sequence else 1))
-  start = math.ceil(start / step) * step
-  fits, _ = most(need, topology.hbm, start, step, close)
-  return fits, found.get(fits, math.inf), len(topology.devices)
-
-
-def most_that_fits(run, *, vary, given, start, model, layouts, at_least, close):
-  """AOT: the largest step of the first layout against that of the second.
-
-  Args:
-    vary: 'rows' or 'tokens' of a row; the other is `given`.
-    given, start: numbers; `start`: the first that is tried.
-    model: fields of schema.Model beyond the config's.
-    layouts: {name: {'topology': for sharding/meter/aot.py, 'mesh': fields of
-      schema.Mesh}}; those after the second are only reported.
-    at_least: the first, divided by the second. close: see `most`.
-  """
-  found = {
-    name: _largest(run.config, model, layout, vary, given, start, close)
-    for name, layout in layouts.items()
-  }
-  (first, *_), (second, *_), *_ = found.values()
-  lines = [
-    f'{name} {size:,} ({devices} chips, {memory / 2**30:.1f} GiB on each)'
-    for name, (size, memory, devices) in found.items()
-  ]
-  other = {'rows': 'tokens', 'tokens': 'rows'}[vary]
-  return claims.Outcome(
-    f'>= {at_least:g}x',
-    f'{first / max(1, second):.1f}x',
-    f'{vary} at {given:,} {other}: {"; ".join(lines)}; each to {close:.0%}; '
-    'gradient program and optimizer, compiled at the lowest effort, nothing '
-    'run',
-    first >= at_least * second > 0,
   )
