@@ -131,13 +131,6 @@ def forward(x_TD, q, scale_GF):
   return y.astype(x_TD.dtype)
 
 
-def bytes_of(d, f, form='int4', scale_bytes=4):
-  """Bytes of a D x F matrix: 'int4' or 'uint8', or of a float dtype."""
-  if form in ROWS:
-    return d * f // 2 + d // GROUP * f * scale_bytes
-  return d * f * jnp.dtype(form).itemsize
-
-
 registry.register(
   OP,
   registry.kernel('tpu', quantized_matmul_tpu),

@@ -27,6 +27,7 @@ from paraxis.train import step as step_lib
 from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 from paraxis.train.run import evaluate
 
 # Matrices of a layer -> how many of their dimensions, after L, are inputs.
@@ -98,48 +99,72 @@ def forms_agree(run, *, tokens, inputs, outputs, within):
   )
 
 
-def rounding(run, *, within):
+def one_scale_a_column():
+  """Knock-out: a scale for a whole column, written down for each group."""
+
+  def quantize(w_DF, dtype=jnp.float32):
+    scale_F = jnp.abs(w_DF).max(0) / quantized_matmul.MOST
+    q = jnp.round(w_DF / scale_F).astype(jnp.int4)
+    groups = len(w_DF) // quantized_matmul.GROUP
+    return q, jnp.tile(scale_F, (groups, 1)).astype(dtype)
+
+  return knockouts.patched(quantized_matmul, 'quantize', quantize)
+
+
+def _off(w_DF, group):
+  """|s q - w| of every weight, in steps: max |w| / 7 of a group of a column."""
+  w = np.asarray(w_DF)
+  parts = np.abs(w).reshape(-1, group, w.shape[1])
+  steps = np.repeat(parts.max(1) / 7, group, 0)
+  return np.abs(np.asarray(_round(w_DF)) - w) / np.where(steps == 0, 1, steps)
+
+
+def rounding(run, *, group, within):
   """EQ: error of every weight of the model over its step: half at most.
 
-  Args: within: what the arithmetic of float32 may add.
+  Args:
+    group: inputs of an output that share a step.
+    within: what the arithmetic of float32 may add.
   """
   job = job_lib.of_shapes(run.config, '', jax.devices()[:1])
-  worst, total, count = [], 0.0, 0
   with job.context():
     params = job.initial_state().params
-  for _, w_LDF in _matrices(params):
-    for w in w_LDF:
-      q, scale = quantized_matmul.quantize(w)
-      step = jnp.repeat(scale, quantized_matmul.GROUP, 0)
-      off = jnp.abs(quantized_matmul.dequantize(q, scale) - w) / step
-      worst.append(float(off.max()))
-      total, count = total + float(off.sum()), count + w.size
-  most = np.max(worst)  # NaN if one is
+    off = [_off(w, group) for _, w_LDF in _matrices(params) for w in w_LDF]
+  most, count = max(np.max(x) for x in off), sum(x.size for x in off)
+  mean = sum(x.sum() for x in off) / count
+  deep = sum(len(x) > group for x in off)
   return claims.Outcome(
     '<= 0.5 steps',
     f'{most:.3f} steps',
-    f'{count} weights of the model as it starts; {total / count:.3f} on '
-    'average (0.25 if evenly spread); a step is a seventh of the largest of '
-    '128',
-    bool(0.4 < most <= 0.5 + within),
+    f'{count} weights of the model as it starts; {mean:.3f} on average (0.25 '
+    f'if evenly spread); a step is a seventh of the largest of {group}; {deep} '
+    f'of {len(off)} matrices have several groups in a column',
+    bool(0.4 < most <= 0.5 + within) and deep > 0,
   )
+
+
+def _bytes(inputs, outputs):
+  """Bytes that a product reads: (of a 4-bit matrix with its scales, in
+  bfloat16)."""
+  w = jax.ShapeDtypeStruct((inputs, outputs), jnp.bfloat16)
+  q, scale = jax.eval_shape(lambda w: quantized_matmul.quantize(w, w.dtype), w)
+  kept = jax.eval_shape(quantized_matmul.pack, q), scale
+  return sum(x.size * x.dtype.itemsize for x in kept), 2 * inputs * outputs
 
 
 def read_bytes(run, *, tokens, inputs, outputs, expected, within):
   """SIM: bytes of a product in bfloat16 over those with 4-bit weights.
 
-  Tokens in and out are bfloat16 in both, scales 2 bytes.
+  Tokens in and out and scales are bfloat16.
 
   Args:
     tokens: list of T. expected: for the first of them.
   """
-  of = quantized_matmul.bytes_of
-  ratios = []
+  ratios, (small, plain) = [], _bytes(inputs, outputs)
   for t in tokens:
     ends = 2 * t * (inputs + outputs)
-    small = of(inputs, outputs, scale_bytes=2) + ends
-    ratios.append((of(inputs, outputs, 'bfloat16') + ends) / small)
-  bits = 8 * of(inputs, outputs, scale_bytes=2) / (inputs * outputs)
+    ratios.append((plain + ends) / (small + ends))
+  bits = 8 * small / (inputs * outputs)
   return claims.Outcome(
     f'{expected:g} x +-{within:g}',
     f'{ratios[0]:.2f} x',
@@ -158,11 +183,10 @@ def model_bytes(run, *, model, at_least):
       the mlp, four of d_model x d_model in attention, a head in bfloat16.
   """
   d, f, layers = model['d_model'], model['d_ff'], model['num_layers']
-  sizes = [(d, d)] * 4 + [(d, f)] * 2 + [(f, d)]
-  of = quantized_matmul.bytes_of
+  each = [(d, d)] * 4 + [(d, f)] * 2 + [(f, d)]
   head = 2 * d * model['vocab_size']
-  plain = layers * sum(of(*s, 'bfloat16') for s in sizes) + head
-  small = layers * sum(of(*s, scale_bytes=2) for s in sizes) + head
+  sizes = zip(*(_bytes(*size) for size in each), strict=True)
+  small, plain = (layers * sum(part) + head for part in sizes)
   return claims.Outcome(
     f'>= {at_least:g} x',
     f'{plain / small:.2f} x',

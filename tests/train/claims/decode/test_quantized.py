@@ -18,7 +18,7 @@ from paraxis.train.claims.decode import quantized as claims_quantized
 from paraxis.train.run import evaluate
 
 SMALL = {
-  'model.d_model': 128, 'model.d_ff': 128, 'model.num_layers': 2,
+  'model.d_model': 128, 'model.d_ff': 256, 'model.num_layers': 2,
   'model.num_heads': 2,
 }  # fmt: skip
 
@@ -45,9 +45,14 @@ def test_rounding():
 
   right, _ = claim_cases.holds_until(
     quantized_matmul, 'quantize', down, claims_quantized.rounding, run(),
-    within=1e-4,
+    group=128, within=1e-4,
   )  # fmt: skip
   assert float(right.measured.split()[0]) > 0.49
+  assert '2 of 14 matrices have several groups' in right.caveat
+
+
+def test_one_scale_a_column_is_not_enough():
+  claim_cases.falls('marlin', 'one_scale_a_column', SMALL)
 
 
 def test_bytes():
