@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from paraxis.models.mixers import mamba
+from paraxis.train.claims import experiment
 from paraxis.train.claims import families as claims_families
+from paraxis.train.claims import knockouts
 from paraxis.train.claims.scans import hybrid as claims_hybrid
 from paraxis.train.claims.scans import recall as claims_recall
 from paraxis.train.run import metrics
@@ -51,6 +53,7 @@ def test_bytes_of_a_cache_are_those_of_the_formula(run):
 
 
 def test_bands_save_work_where_rows_are_long(run):
+  run.config = experiment.fields(run.config, {'model.pattern': 'FW'})
   ask = lambda at_most: claims_hybrid.banded_work(
     run, lengths=[512, 64], window=32, block=32, head=[2, 8], at_most=at_most
   )
@@ -58,6 +61,24 @@ def test_bands_save_work_where_rows_are_long(run):
   long, short = map(float, found.measured.split())
   assert found.passed and 0.5 < long < short <= 1
   assert not ask([0.5, 1.0]).passed
+  with claims_hybrid.no_windows():
+    assert ask([0.7, 1.0]).measured == '1.000 1.000'
+
+
+def test_layers_see_their_band(run):
+  changes = {'model.pattern': 'WF', 'model.window': 5}
+  run.config = experiment.fields(run.config, changes)
+  ask = lambda *sees: claims_hybrid.layers_see(run, length=12, sees=sees)
+  assert ask(5, 12).passed and not ask(6, 12).passed
+  with claims_hybrid.no_windows():
+    found = ask(5, 12)
+  assert not found.passed and found.measured == '12 12'
+  # One token more, and not the last: that is no band.
+  real = claims_hybrid._seen
+  hole = lambda *given: real(*given) & ~np.eye(12, k=-2, dtype=bool)
+  with knockouts.patched(claims_hybrid, '_seen', hole):
+    found = ask(5, 12)
+  assert not found.passed and 'NOT in the band' in found.caveat
 
 
 def answers(batch, row):
