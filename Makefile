@@ -17,7 +17,7 @@
 #   make types    basedpyright
 #   make format   the repairs that ruff can make by itself
 #   make lock     requirements.in -> requirements.txt                 (needs uv)
-#   make clean    remove .venv, builds and caches; runs/ is yours and stays
+#   make clean    remove .venv, builds and caches; runs/ and results/ stay
 #
 # Another interpreter, beside the first: make test PYTHON=python3.12 VENV=.venv312
 
