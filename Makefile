@@ -11,7 +11,7 @@
 #   make knockouts     every claim's mechanism switched off: it must fail
 #   make test-changed  tests that execute what differs from BASE (HEAD)
 #   make mutants       breaks one line at a time: a check must see each break
-#                      (an hour on two cores, resumable)
+#                      (15 minutes on two cores, resumable)
 #                                    make mutants ARGS=--only=ring_direction
 #   make lint     ruff check, ruff format --check
 #   make types    basedpyright

@@ -35,4 +35,21 @@ TABLE = [
     'min-p is compared as a logit',
     'tests/decode/test_sampling.py::test_filters_are_their_definitions',
   ),
+  Mutation(
+    'nan_unseen',
+    'decode/loop.py',
+    'bad = ~state.done & ~jnp.all(jnp.isfinite(z), -1)',
+    'bad = state.done & ~jnp.all(jnp.isfinite(z), -1)',
+    'a token is drawn from logits that are not finite',
+    'tests/decode/test_loop.py::'
+    'test_logits_that_are_not_finite_end_the_decoding',
+  ),
+  Mutation(
+    'row_keys',
+    'decode/sampling.py',
+    'return jax.vmap(jax.random.fold_in, (0, None))(one, index)',
+    'return one',
+    'every token of a row is drawn with the same noise',
+    'tests/decode/test_sampling.py::test_draws_have_the_exact_probabilities',
+  ),
 ]

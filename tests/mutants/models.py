@@ -21,7 +21,8 @@ TABLE = [
     'x = x + self._after(mix.name, y)',
     'x = self._after(mix.name, x + y)',
     'the norm after a part takes the residual too',
-    'tests/models/test_decoder.py::test_scanned_and_unrolled_equal_a_loop',
+    'tests/models/test_hf_parity.py::'
+    'test_logits_and_gradients_are_golden[olmo2]',
   ),
   Mutation(
     'embedding_scale',
@@ -29,7 +30,8 @@ TABLE = [
     'x = x * jnp.asarray(config.embedding_scale, dtype)',
     'x = x + 0 * jnp.asarray(config.embedding_scale, dtype)',
     'the embedding is not scaled',
-    'tests/models/test_decoder.py::test_scanned_and_unrolled_equal_a_loop',
+    'tests/models/test_hf_parity.py::'
+    'test_logits_and_gradients_are_golden[gemma2]',
   ),
   Mutation(
     'logit_softcap',
@@ -161,5 +163,22 @@ TABLE = [
     'return y',
     'a norm over heads has the mean of one shard',
     'tests/sharding/test_annotate.py::test_mean_over_heads_that_are_split',
+  ),
+  Mutation(
+    'learned_positions',
+    'models/decoder.py',
+    'x = x + self._lookup(ends.positions, batch.positions, dtype)',
+    'x = x + self._lookup(ends.positions, 0 * batch.positions, dtype)',
+    'every token has the first position',
+    'tests/models/test_hf_parity.py::'
+    'test_logits_and_gradients_are_golden[gpt2]',
+  ),
+  Mutation(
+    'local_base',
+    'models/mixers/rope.py',
+    'if local and config.rope_local_theta:\n    theta',
+    'if config.rope_local_theta:\n    theta',
+    'layers without a window rotate at the base of those with one',
+    'tests/models/mixers/test_rope.py::test_a_local_base_is_never_scaled[yarn]',
   ),
 ]

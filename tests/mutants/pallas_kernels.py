@@ -140,4 +140,29 @@ TABLE = [
     'tests/pallas_kernels/matmul/test_quantized.py::'
     'test_rounding_is_off_by_half_a_step_at_most',
   ),
+  Mutation(
+    'merged_lse',
+    'pallas_kernels/decode_attention/schedule.py',
+    'return attention_xla.finish(x + y, top, wx + wy)',
+    'return attention_xla.finish(x + y, top, wx)',
+    'a merged row is divided by the weight of one part',
+    'tests/pallas_kernels/decode_attention/test_schedule.py::'
+    'test_parts_merge_to_attention_over_the_keys_of_both',
+  ),
+  Mutation(
+    'group_of_block',
+    'pallas_kernels/matmul/grouped.py',
+    "found = jnp.searchsorted(last, jnp.arange(count), side='right')",
+    "found = jnp.searchsorted(last, jnp.arange(count), side='left')",
+    'the first block of a run is multiplied by the matrix before its own',
+    'tests/pallas_kernels/matmul/test_grouped.py::test_equal_to_a_loop',
+  ),
+  Mutation(
+    'affine_order',
+    'pallas_kernels/scans/affine.py',
+    'product = (j2[..., :, :, None, :] * j1[..., None, :, :, :]).sum(-3)',
+    'product = (j1[..., :, :, None, :] * j2[..., None, :, :, :]).sum(-3)',
+    'affine maps are composed in the other order',
+    _SCANS + 'test_newton.py::test_equals_the_loop[lstm-xla]',
+  ),
 ]

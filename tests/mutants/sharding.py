@@ -72,6 +72,15 @@ TABLE = [
     _SEQUENCE + 'test_scan.py::test_equals_one_device[gated-permute]',
   ),
   Mutation(
+    'scan_permute_verified',
+    'sharding/sequence/scan.py',
+    'pick = functools.partial(jnp.where, me >= by)',
+    'pick = functools.partial(jnp.where, me > by)',
+    'the same; verify sees it too',
+    'paraxis verify --config=configs/quickstart.py --mesh=context=4 '
+    '--config.model.pattern=M --config.mesh.context_scan=permute',
+  ),
+  Mutation(
     'conv_halo',
     'sharding/sequence/scan.py',
     'parts.append(_send(x_BTD[:, t - size :], axis, by))',
@@ -222,5 +231,40 @@ TABLE = [
     'ok &= np.subtract.outer(low[q], high[k]) < mask.window - 1',
     'the block in which a window ends is left out',
     _SEQUENCE + 'test_order.py::test_pairs_hold_every_visible_entry',
+  ),
+  Mutation(
+    'path_of_one_chunk',
+    'sharding/pipeline/ticks.py',
+    'x_b=jnp.where(row.b_slot == entered, x, carry.x_b),',
+    'x_b=carry.x_b,',
+    'B of a path of one stage reads what was there before',
+    'tests/train/test_gradient_of_loss.py::test_it_is[skip]',
+  ),
+  Mutation(
+    'layers_of_a_unit',
+    'sharding/tensor/tape.py',
+    'stacked = jnp.stack([found[s] for s in sorted(found)], 1)',
+    'stacked = jnp.stack([found[s] for s in sorted(found)][::-1], 1)',
+    'W gives the layers of a unit the gradients of each other',
+    'tests/sharding/tensor/test_tape.py::'
+    'test_layers_of_a_unit_keep_their_order',
+  ),
+  Mutation(
+    'ragged_target',
+    'sharding/experts/dispatch.py',
+    'there_RE = before(runs, 1).reshape(-1) + before(counts_RE, 0)',
+    'there_RE = before(runs, 1).reshape(-1) + before(counts_RE, 1)',
+    'tokens of several devices land on each other at an expert',
+    'tests/sharding/experts/test_dispatch.py::'
+    'test_offsets_sort_by_expert_and_then_by_source',
+  ),
+  Mutation(
+    'seal',
+    'sharding/checkpoint/manifest.py',
+    "if manifest.get('sha256') != _sha256(manifest):",
+    "if 'sha256' not in manifest:",
+    'a manifest that was changed is believed',
+    'tests/sharding/checkpoint/test_store.py::'
+    'test_damaged_files_fall_back_with_one_line',
   ),
 ]

@@ -11,7 +11,8 @@ TABLE = [
     'under = jnp.sign(count.mean(-1, keepdims=True) - count)',
     'under = jnp.sign(count - count.mean(-1, keepdims=True))',
     'biases move towards experts that are busy already',
-    'tests/models/ffn/test_moe.py::test_one_device',
+    'tests/train/test_expert_counts.py::'
+    'test_a_bias_falls_where_an_expert_has_too_much',
   ),
   Mutation(
     'muon_experts',
@@ -192,5 +193,55 @@ TABLE = [
     'decayed = {p: True for p in paths}',
     'norms and biases decay',
     'tests/train/test_optimizers.py::test_adamw_equals_a_numpy_loop',
+  ),
+  Mutation(
+    'expert_metrics',
+    'train/expert_counts.py',
+    'busiest = ratio(experts.max(-1), total / experts.shape[-1])',
+    'busiest = ratio(experts.max(-1), total)',
+    'the imbalance of experts is a share',
+    'tests/train/test_expert_counts.py::test_what_is_logged_of_experts',
+  ),
+  Mutation(
+    'evaluated_rows',
+    'train/data/batches.py',
+    'limit = config.train.eval_batches * config.train.batch_size',
+    'limit = config.train.eval_batches * self._width',
+    'which text is held out depends on the number of microbatches',
+    'tests/train/data/test_batches.py::test_evaluation_of_a_few_batches',
+  ),
+  Mutation(
+    'layers_on_disk',
+    'train/state.py',
+    'return depth.to_order(jax.reshard(x, spec), np.array(rows))',
+    'return depth.from_order(jax.reshard(x, spec), np.array(rows))',
+    'checkpoints hold layers in the order of the stages',
+    'tests/train/test_pipeline_step.py::'
+    'test_the_state_is_bitwise_the_same_on_any_mesh',
+  ),
+  Mutation(
+    'reference_microbatches',
+    'train/certify/trial.py',
+    "  'train.microbatches': 1,\n",
+    '\n',
+    "the one-device side of verify takes the layout's microbatches",
+    'tests/train/certify/test_changes.py::'
+    'test_the_reference_has_one_microbatch_whatever_the_scope',
+  ),
+  Mutation(
+    'drops_certified',
+    'train/certify/changes.py',
+    'if experts.count and 0 < experts.capacity_factor < most:',
+    'if experts.count and 0 < experts.capacity_factor < 1:',
+    'verify certifies experts that may drop tokens',
+    'tests/train/certify/test_changes.py::test_slots_that_may_not_suffice',
+  ),
+  Mutation(
+    'short_documents',
+    'train/certify/trial.py',
+    'if packed and row:',
+    'if packed:',
+    'no document of what verify runs crosses two borders of shards',
+    'tests/train/certify/test_trial.py::test_packed_batches',
   ),
 ]
