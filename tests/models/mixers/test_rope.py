@@ -94,6 +94,9 @@ def test_a_local_base_is_never_scaled(scaling):
   assert factor == 1.0
   wide, _ = rope.frequencies(c, 4)
   assert abs(wide[1] - 0.1) > 1e-3
+  # Other layers do not see it.
+  others, _ = rope.frequencies(config(**fields), 4)
+  np.testing.assert_array_equal(wide, others)
   # Without a base of its own a window layer is like the others.
   same, _ = rope.frequencies(config(**fields), 4, local=True)
   np.testing.assert_array_equal(same, rope.frequencies(config(**fields), 4)[0])

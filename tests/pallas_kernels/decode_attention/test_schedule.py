@@ -76,6 +76,20 @@ def test_numpy_and_traced_agree(workers):
     np.testing.assert_array_equal(a, b)
 
 
+def test_parts_merge_to_attention_over_the_keys_of_both():
+  rng = np.random.default_rng(0)
+  z, v = 3 * rng.normal(size=(4, 9)), rng.normal(size=(9, 2))
+
+  def of(keys):
+    p = np.exp(z[:, keys])
+    o = p @ v[keys] / p.sum(1, keepdims=True)
+    return jnp.asarray(o), jnp.asarray(np.log(p.sum(1)))
+
+  found = decode_schedule.merge(of(slice(0, 6)), of(slice(6, 9)))
+  for a, b in zip(found, of(slice(0, 9)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
 def test_parts_without_a_key_merge_to_nothing():
   none = jnp.zeros((3, 4)), jnp.full(3, attention.NEG)
   o, lse = decode_schedule.merge(none, none)

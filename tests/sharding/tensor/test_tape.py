@@ -52,8 +52,8 @@ def arrays(dtype=np.float64):
   return stacks, jnp.asarray(x), jnp.asarray(g)
 
 
-def layer(values, x):
-  own = lambda path: project.Owned(values[path], (path, 0))
+def layer(values, x, slot=0):
+  own = lambda path: project.Owned(values[path], (path, slot))
   h = x * values['scale'].astype(x.dtype)
   rows = [('BTD,DF->BTF', own(n), UP, WIDE) for n in ('up', 'gate')]
   up, gate = project.project(h, RESIDUAL, rows, ring=True)
@@ -183,6 +183,31 @@ def test_apart_equals_joint(world):
   assert wanted().keys() == {'x', 'up', 'gate', 'down', 'scale'}
   assert not wrong(evaluate(world, joint))
   assert not wrong(evaluate(world, split))
+
+
+def units(stacks, x, taped):
+  """As `chain`, with two layers to a unit of the scan, of which it has one."""
+
+  def body(x, row):
+    values, zeros = row
+
+    def unit(x):
+      for slot in range(2):
+        x = layer({p: v[slot] for p, v in values.items()}, x, slot)
+      return x
+
+    return taped.run(0, unit, x, zeros)
+
+  some = {p: v[None, :2] for p, v in stacks.items()}
+  last = {p: v[2] for p, v in stacks.items()}
+  x, scanned = lax.scan(body, x, (some, taped.zeros.get(0)))
+  x, rest = taped.run(1, lambda x: layer(last, x), x, taped.zeros.get(1))
+  return x, (scanned, rest)
+
+
+def test_layers_of_a_unit_keep_their_order(monkeypatch):
+  monkeypatch.setitem(globals(), 'chain', units)
+  assert not wrong(evaluate('plain', split))
 
 
 @pytest.mark.parametrize('world', WORLDS)
