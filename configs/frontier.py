@@ -45,6 +45,8 @@ STAGED = [
   on(8 * p) | mesh(stage=p, tensor=8, zero=1) | train(microbatches=n)
   for p, n in ((8, 2), (32, 8), (64, 16))
 ]
+LARGE = [False, False, True]
+LESS, LAST = [1 / 2, 1 / 4, 1 / 8], train(microbatches=16)
 
 
 def get_config():
@@ -70,10 +72,9 @@ def claims():
     check=memory.predicted_ratios, models=both, base=base,
     steps=list(steps), ratios=found, within=within,
   )  # fmt: skip
-  less = [1 / 2, 1 / 4, 1 / 8]
   tensor = ratios(
     base | on(2), on(4), on(8), on(16),
-    tensor=[3, 7, 15], data=less, parameters=less,
+    tensor=[3, 7, 15], data=LESS, parameters=LESS,
   )  # fmt: skip
   inside = dict(
     check=memory.axis_within_host, axis='tensor', host=8,
@@ -85,21 +86,20 @@ def claims():
     base | stages[0], *stages[1:],
     optimizer=[1 / 64] * 3, parameters=[1, 1, 1 / 64], tensor=[1, 1, 1],
   )  # fmt: skip
-  more = train(microbatches=2), train(microbatches=1)
-  rows = ratios(base, *more, activations=[2, 4], tensor=[1, 1], within=0.08)
+  fewer = [train(microbatches=n) for n in (2, 1)]
+  rows = ratios(base, *fewer, activations=[2, 4], tensor=[1, 1], within=0.08)
   one, *more = (train(batch_size=64 * n, microbatches=n) for n in (1, 4, 16))
   accumulated = ratios(base | one, *more, data=[1, 1], tensor=[4, 16])
   fsdp = base | one | mesh(fsdp=64, data=1, zero=0)
   gathered = ratios(fsdp, *more, fsdp=[4, 16], tensor=[4, 16])
-  last, large = train(microbatches=16), [False, False, True]
   fits = dict(
     check=memory.predicted_fits, models=MODELS, memory=64e9,
-    layouts=[on(8) | last | stages[i] for i in (0, 1, 3)],
-    fits={'22B': [True] * 3, '175B': large, '1T': large},
+    layouts=[on(8) | LAST | stages[i] for i in (0, 1, 3)],
+    fits={'22B': [True] * 3, '175B': LARGE, '1T': LARGE},
   )  # fmt: skip
   staged = fits | dict(
-    models={name: MODELS[name] for name in ('175B', '1T')}, layouts=STAGED,
-    fits={'175B': [True] * 3, '1T': [False, False, True]},
+    models={n: MODELS[n] for n in ('175B', '1T')}, layouts=STAGED,
+    fits={'175B': [True] * 3, '1T': LARGE},
   )  # fmt: skip
   # 1 + (p - 1) / m: with m = 4 p from 1.125 at p = 2 to less than 1.25.
   times = lambda expected, *cases, within=0.05: dict(

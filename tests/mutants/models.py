@@ -91,9 +91,9 @@ TABLE = [
   ),
   Mutation(
     'coldest_experts',
-    'models/ffn/moe.py',
-    'jax.lax.top_k(load, experts.hot)[1]',
-    'jax.lax.top_k(-load, experts.hot)[1]',
+    'sharding/experts/dispatch.py',
+    'return lax.top_k(load_E, count)[1]',
+    'return lax.top_k(-load_E, count)[1]',
     'the experts that every device gathers are the coldest',
     'tests/models/ffn/test_moe.py::'
     'test_hot_experts_are_the_busiest_of_the_step_before',
