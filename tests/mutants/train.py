@@ -208,7 +208,8 @@ TABLE = [
     'limit = config.train.eval_batches * config.train.batch_size',
     'limit = config.train.eval_batches * self._width',
     'which text is held out depends on the number of microbatches',
-    'tests/train/data/test_batches.py::test_evaluation_of_a_few_batches',
+    'tests/train/data/test_batches.py::'
+    'test_a_few_batches_are_the_same_text_in_any_layout',
   ),
   Mutation(
     'layers_on_disk',
