@@ -18,6 +18,7 @@ Norms, biases and experts have their gradients in B.
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +83,8 @@ def _found(aux):
 
 def aux_of(found):
   """aux.Aux of this shard from what the executor added up."""
-  return aux_lib.Aux(*found.totals, found.rows)
+  terms, tallies = found.totals
+  return aux_lib.Aux(terms, tallies, found.rows)
 
 
 class Pipeline:
@@ -97,7 +99,8 @@ class Pipeline:
     self.built, self.model, self.batch = built, built.model, batch
     self.rules = whole_rules(built.rules)
     self._axes = self.model.axes
-    self._scatter, self._cotangent = scatter, cotangent
+    self._scatter: Any = scatter
+    self._cotangent = cotangent
     self._stored = built.pipeline.activations == 'store'
     self._splits_weight_gradients = built.schedule.weight is not None
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 

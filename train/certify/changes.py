@@ -58,12 +58,12 @@ def _balance(config):
   if not (experts.count and experts.balance and scope in _SCOPES):
     return
   as_tried, why = _SCOPES[scope]
-  tried, parts = {SCOPE: as_tried}, config.microbatches
+  parts, more = config.microbatches, {}
   if parts == 1:  # verify accumulates too, and claims the same
-    tried['train.microbatches'] = parts = 2
+    parts, more = 2, {'train.microbatches': 2}
   instead = scope if scope == 'running' else 'step'
   why += f' (tried: {parts} microbatches)'
-  yield Change(SCOPE, scope, instead, why, tried)
+  yield Change(SCOPE, scope, instead, why, {SCOPE: as_tried} | more)
 
 
 def _capacity(config):

@@ -32,7 +32,9 @@ def axes(config):
   mesh = config.mesh
   preset, *changes = mesh.rules.split()
   used = _USED[preset]
-  table = {name: ('tensor',) for name in _TENSOR if 'tensor' in used}
+  table: dict[str, tuple[str, ...]] = {
+    name: ('tensor',) for name in _TENSOR if 'tensor' in used
+  }
   if 'stage' in used:
     table |= {'layers': ('stage',), 'vocab': ('stage', *table.get('vocab', ()))}
   table['embed'] = ('fsdp',) if 'fsdp' in used else ()

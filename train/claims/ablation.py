@@ -134,7 +134,7 @@ class Training:
   def __init__(self, config: schema.Config, folder: pathlib.Path, parts: dict):
     """parts: its `key`; UserError: the folder holds anything else."""
     self.config, self.folder = config, folder
-    self.record = dict(
+    self.record: dict[str, Any] = dict(
       key=digest(parts), parts=parts, finished=False, cpu_seconds=0.0,
       numbers={},
     )  # fmt: skip

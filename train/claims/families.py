@@ -73,7 +73,7 @@ def learn(run, *, families, fields, seeds, at_most, better):
     run,
     found,
     [ablation.at_most(n, found[n], at_most[n], seconds) for n in families]
-    + [ablation.less(found, *pair, seconds) for pair in better],
+    + [ablation.less(found, a, b, by, seconds) for a, b, by in better],
     'bits per byte',
     f'of held-out text after {", ".join(sorted(read))} tokens',
     seconds,

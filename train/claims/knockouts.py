@@ -87,7 +87,7 @@ def without(run: claims.Run, knockout: papers.Knockout, claim: papers.Claim):
       f'knock-out {knockout.name}: the config has {fields} already.'
     )
   other = run.other(config, knockout.name)
-  off = contextlib.nullcontext if change else knockout.change
+  off: Any = contextlib.nullcontext if change else knockout.change
   with off():
     return claims.outcome_of(
       other, claim._replace(parameters=claim.parameters | given)

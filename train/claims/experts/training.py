@@ -102,7 +102,7 @@ def specialise(run, *, variants, seeds, more, times):
   }
   run.say(f'wrote {plot_experts.draw_domains(last, path)}')
   found = {n: list(map(mutual_information, row)) for n, row in loads.items()}
-  ratios = np.divide(*(found[n] for n in more))
+  ratios = np.divide(found[more[0]], found[more[1]])
   # As often: neither specialises more.
   text = f'{" over ".join(more)} above {times:g} x'
   finding = ablation.judged(text, ratios - 1, times - 1, seconds)

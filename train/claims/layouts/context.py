@@ -120,7 +120,9 @@ def _passes(form, shape, mesh):
   mask = attention_lib.Mask(scale=width**-0.5)
 
   def forward(q, k, v, rows):
-    attend = lambda *x: context.attention(*x, rows, rows, mask, plan)[0]
+    attend = lambda q, k, v: context.attention(q, k, v, rows, rows, mask, plan)[
+      0
+    ]
     o, back = jax.vjp(attend, q, k, v)
     return o, jax.tree.map(lambda x: x[None], back)
 

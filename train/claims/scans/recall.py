@@ -217,7 +217,8 @@ def recall(run, *, task, models, seeds, more, learned, picture, fields):
   """
   task = Task(**task)
   configs = {
-    name: _config(run, task, *model, fields) for name, model in models.items()
+    name: _config(run, task, pattern, layers, fields)
+    for name, (pattern, layers) in models.items()
   }
   shared = next(iter(configs.values()))
   own = shared.train

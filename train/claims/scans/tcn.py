@@ -218,7 +218,7 @@ def bits_by_reach(run, *, variants, seeds, pair, apart, verdict):
   out = ablation.outcome(
     run,
     found,
-    [ablation.less(found, *pair, apart, seconds)],
+    [ablation.less(found, pair[0], pair[1], apart, seconds)],
     'bits per byte',
     f'{run.config.train.steps} steps, chunks of {run.config.model.tcn.chunk}: '
     f'{"; ".join(sizes)}',
