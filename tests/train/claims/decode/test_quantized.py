@@ -13,7 +13,7 @@ from paraxis.configs.base import errors
 from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
-from paraxis.train.claims import experiment
+from paraxis.train.claims import ablation
 from paraxis.train.claims.decode import quantized as claims_quantized
 from paraxis.train.run import evaluate
 
@@ -119,7 +119,8 @@ def test_perplexity(monkeypatch):
     bits[float(params['mlp/up'][0])], {}, 800
   )
   step = types.SimpleNamespace(evaluate=None)
-  monkeypatch.setattr(experiment, 'train', lambda *given: (2.0, job, before))
+  trained = types.SimpleNamespace(opened=(job, before))
+  monkeypatch.setattr(ablation, 'one', lambda *given: trained)
   monkeypatch.setattr(step_lib, 'make', lambda *given: step)
   monkeypatch.setattr(evaluate, 'Evaluator', lambda *given: measure)
   monkeypatch.setattr(claims_quantized, 'rounded', lambda params: (after, 10))

@@ -207,7 +207,7 @@ def test_zipf_stragglers():
   assert not claims_expert_loads.zipf_stragglers(None, **how).passed
 
 
-def test_what_is_gathered_and_sent_is_seen(monkeypatch):
+def test_what_is_gathered_and_sent_is_seen(monkeypatch, float64):
   w, x, ids, mix = claims_experts._drawn(6)
   plan = expert.DispatchPlan(8, ('tensor',))
   run = lambda rows, weights, multiply: multiply(rows, weights[0], 1)
@@ -217,13 +217,14 @@ def test_what_is_gathered_and_sent_is_seen(monkeypatch):
     return expert.dispatch(run, *given, hot)[0]
 
   def watched(*hots):
-    with claims_experts._watched() as found:
+    mesh, split = experiment.mesh_of('tensor=2'), jax.P('tensor')
+    with claims_experts._watched() as found, jax.set_mesh(mesh):
       call = jax.shard_map(
-        local, mesh=experiment.mesh_of('tensor=2'), check_vma=False,
-        in_specs=(jax.P('tensor'), jax.P()), out_specs=jax.P('tensor'),
-      )  # fmt: skip
+        local, in_specs=(split, jax.P()), out_specs=split, check_vma=False
+      )
+      mine = jax.device_put(w, jax.NamedSharding(mesh, split))
       for hot in hots:
-        jax.block_until_ready(jax.jit(call)(w, jnp.array(hot)))
+        jax.block_until_ready(jax.jit(call)(mine, jnp.array(hot)))
     return found
 
   assert watched([2, 0], [1, 3]) == ({(0, 2), (1, 3)}, {0})
