@@ -49,7 +49,7 @@ def piped(mesh=(), pipeline=(), layers=4, **train):
 
 
 def certify(config, packed=True, properties=('loss', 'gradients', 'update')):
-  """properties.Verdicts on a config on all devices against one."""
+  """certification.Verdicts on a config on all devices against one."""
   from paraxis.train.certify import verify  # starts slowly
 
   subject = verify.Case(config, jax.devices(), packed, ())

@@ -166,7 +166,19 @@ def _check(values, config, _):
 
 
 def _verify(values, config, _):
+  drawn = values.random > 0
+  if drawn and (config is not None or values.mesh or values.json):
+    raise errors.UserError(
+      f'--random={values.random} draws configurations and meshes and prints a '
+      'line for each: leave out --config, --mesh and --json.'
+    )
+  if not drawn and config is None:
+    raise errors.UserError('--config is missing: --config=configs/FILE.py.')
   command_line.prepare_devices(values.devices or 8)
+  if drawn:
+    from paraxis.train.certify import random_layouts
+
+    return random_layouts.run(values.random, values.seed, values.dtype)
   from paraxis.train.certify import verify
 
   return verify.run(config, values.mesh, values.json, values.dtype)
@@ -216,8 +228,10 @@ _ALL = (
       ('count', 'devices=N', 8, 'virtual CPU devices; larger meshes shrink'),
       _JSON,
       (str, 'dtype=NAME', 'float64', 'float64 (to 1e-9), float32 or bfloat16'),
+      ('count', 'random=N', 0, 'N random configurations on random meshes'),
+      ('count', 'seed=N', 1, 'of --random: the same N again'),
     ),
-    'required',
+    'optional',
   ),
   command_line.Command(
     _compile,

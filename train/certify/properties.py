@@ -1,24 +1,15 @@
 """What `paraxis verify` compares, property by property, with one device.
 
-Every function here takes a `Certification` and yields one or more `Verdict`s.
-`PROPERTIES` names them all; a name that is not asked for costs nothing. To add
-a property, add a function.
-
-    difference of a leaf = max |a - b| / max |b|        (b: one device)
-
-A leaf of the gradient counts as at least FLOOR of the largest gradient: where
-positions are learned, the bias of keys has a gradient of rounding alone. Adam
-divides gradients by their root, so that rounding moves a parameter as far as
-anything else does: one update is compared from identical gradients, and
-parameters after independent steps only within 0.05 x learning rate x steps,
-without leaves whose gradient is rounding, and not in bfloat16.
+Every function here takes a `Certification` and yields one or more `Verdict`s
+(certification.py: how far apart numbers are, and may be). `PROPERTIES` names
+them all; a name that is not asked for costs nothing. To add a property, add a
+function.
 """
 
 import dataclasses
-import functools
 import math
 import tempfile
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,20 +20,12 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.train import state as state_lib
+from paraxis.train.certify import certification
 from paraxis.train.certify import declared
+from paraxis.train.certify import dtypes
 from paraxis.train.certify import trial
 from paraxis.train.data import batch_ramp
 
-# dtype -> relative bound on (the loss, gradients). Devices sum in another order
-# than one does: over all forms and layouts float64 gave 1e-15 and 2e-14,
-# float32 6e-7 and 3e-6, bfloat16 3e-4 and 8e-2.
-BOUNDS = {
-  'float64': (1e-9, 1e-9),
-  'float32': (1e-5, 1e-5),
-  'bfloat16': (2e-3, 1e-1),
-}
-CHANGES, NOT_CERTIFIED = 'CHANGES THE NUMBERS', 'NOT CERTIFIED'
-FLOOR = 1e-2
 ROUNDING = 1e-5
 # Of schema.Train, remat and memory. The last is MEMO (arXiv:2407.12117).
 MEMORY = (
@@ -55,117 +38,9 @@ MEMORY = (
 ELSEWHERE = ('data=2,fsdp=2,tensor=2', 'fsdp=8', 'data=1')
 
 
-class Verdict(NamedTuple):
-  """On one property. bound, measured: floats; worst: the leaf furthest off.
-
-  word: PASS, FAIL, or, with a reason why, CHANGES THE NUMBERS, or, if nothing
-  was measured, NOT CERTIFIED.
-  """
-
-  name: str
-  bound: float
-  measured: float
-  passed: bool
-  worst: str
-  why: str = ''
-
-  @property
-  def word(self):
-    if self.passed:
-      return 'PASS'
-    return (CHANGES if self.measured else NOT_CERTIFIED) if self.why else 'FAIL'
-
-
-class Certification:
-  """A layout under test, its reference, and what both gave so far.
-
-  Attributes:
-    runner: trial.Runner in the layout under test. config, devices: of it.
-    reference: trial.Reference.
-  """
-
-  def __init__(self, runner, packed):
-    """packed: as for trial.batches."""
-    self.runner, self.packed = runner, packed
-    self.config, self.devices = runner.config, runner.devices
-    self.loss_bound, self.bound = BOUNDS[self.config.model.dtype]
-    self.reference = trial.reference(self.config, packed, self.devices[0])
-
-  @functools.cached_property
-  def state(self):
-    """On the mesh, before the first step."""
-    return self.runner.start(self.reference.params)
-
-  @functools.cached_property
-  def gradients(self):
-    """(loss, gradients, aux.Aux) of batch 0, on the mesh."""
-    return self.runner.gradients(self.state, self.reference.batches[0])
-
-  @functools.cached_property
-  def updated(self):
-    """{path: leaf} of the state after one update from identical gradients."""
-    loss, own, aux = self.gradients
-    same = self.runner.job.on_mesh(self.reference.gradients, own)
-    return state_lib.flatten(self.runner.update(self.state, loss, same, aux))
-
-  def verdict(self, name, difference, bound=None):
-    """`Verdict` on a (difference, leaf) against a bound."""
-    measured, where = difference
-    bound = self.bound if bound is None else bound
-    return Verdict(name, bound, measured, measured <= bound, where)
-
-  def loss_difference(self, loss, reference=None):
-    """Of batch 0; infinite if it is not finite."""
-    wanted = (reference or self.reference).loss
-    gap = abs(float(loss) - wanted) / abs(wanted)
-    return gap if math.isfinite(gap) else math.inf
-
-  def gradient_difference(self, gradients, aux, reference=None):
-    """(difference, leaf) of batch 0: gradients, terms of the loss, counts."""
-    wanted, in_order = reference or self.reference, self.runner.job.in_order
-    parts = [trial.worst(in_order(gradients), wanted.gradients, FLOOR)]
-    # Apart: counts are hundreds, any gradient would look small beside them.
-    for found, of_one in (
-      (aux.terms, wanted.aux.terms), (aux.counts, wanted.aux.counts),
-    ):  # fmt: skip
-      if of_one:
-        parts.append(trial.worst(in_order(found), of_one))
-    return max(parts)
-
-  def changed(self, change):
-    """`Verdict` on loss and gradients with what a changes.Change names."""
-    name = f'{change.field}={change.value}'
-    if not change.tried:
-      return Verdict(name, 0.0, 0.0, False, '', change.why)
-    config = schema.with_values(self.config, change.tried)
-    return self._compared(name, config, change.bound)._replace(why=change.why)
-
-  def variant(self, name, **train):
-    """`Verdict` on loss and gradients with other fields of config.train."""
-    train = dataclasses.replace(self.config.train, **train)
-    return self._compared(name, dataclasses.replace(self.config, train=train))
-
-  def _compared(self, name, config, least=0.0):
-    """`Verdict` on loss and gradients of a schema.Config on these devices.
-
-    least: of the bounds.
-    """
-    of_loss, of_gradients = (max(b, least) for b in BOUNDS[config.model.dtype])
-    runner = trial.Runner(config, self.devices)
-    one = trial.reference(config, self.packed, self.devices[0])
-    state = runner.start(one.params)
-    loss, *found = runner.gradients(state, one.batches[0])
-    gap = self.loss_difference(loss, one)
-    found = self.gradient_difference(*found, one)
-    gradient = self.verdict(name, found, of_gradients)
-    if gradient.passed and gap > of_loss:
-      return self.verdict(name, (gap, 'the loss'), of_loss)
-    return gradient
-
-
 def _loss(run):
   gap = run.loss_difference(run.gradients[0])
-  yield run.verdict('loss', (gap, ''), run.loss_bound)
+  yield run.verdict('loss', (gap, ''), run.bounds[0])
 
 
 def _every_gradient(run):
@@ -181,7 +56,7 @@ def _one_update(run):
   yield run.verdict(
     'one update, identical gradients, whole state',
     trial.worst(updated, run.reference.updated),
-    BOUNDS[run.config.model.param_dtype][1],
+    certification.BOUNDS[run.config.model.param_dtype][1],
   )
 
 
@@ -232,6 +107,23 @@ def _steps(run):
     f'parameters after {trial.STEPS} own steps (0.05 lr a step)',
     (gaps[where], where),
     0.05 * total,
+  )
+
+
+def _dtypes(run):
+  """Nothing that a gradient adds up is narrow; of several microbatches too."""
+  if not run.narrow:
+    return
+  runner = run.runner
+  if run.config.microbatches == 1:
+    more = schema.with_value(run.config, 'train.microbatches', 2)
+    runner = trial.Runner(more, run.devices)
+  traced = runner.traced(run.state, run.reference.batches[0])
+  found, count = dtypes.narrow_sums(*traced)
+  yield run.verdict(
+    f'sums in float32: {count} of gradients, statistics',
+    (float(len(found)), ' '.join(found[0]) if found else ''),
+    0.0,
   )
 
 
@@ -291,7 +183,7 @@ def _packing(run):
   if float(seen[0]) == float(runner.gradients(run.state, batch)[0]):
     found = math.inf, 'nor did the document itself'
   # Of an expert's tokens, a change moves others to other places of a sum.
-  bound = run.bound if model.experts.count else 0.0
+  bound = run.again[1] if model.experts.count else 0.0
   name = 'packing: others do not see one change'
   if model.experts.count:
     name += ' (no balance)'
@@ -315,7 +207,7 @@ def _evaluate(run):
   }
   where = max(gaps, key=lambda name: gaps[name])
   gap = gaps[where] if math.isfinite(gaps[where]) else math.inf
-  yield run.verdict('evaluation: bits per byte', (gap, where), run.loss_bound)
+  yield run.verdict('evaluation: bits per byte', (gap, where), run.again[0])
 
 
 def _elsewhere(config, devices):
@@ -365,7 +257,7 @@ def _resume(run):
   yield run.verdict(
     f'next loss on {text}',
     (abs(there - here) / abs(here), ''),
-    run.loss_bound,
+    run.again[0],
   )
 
 
@@ -374,6 +266,7 @@ PROPERTIES = {
   'gradients': _every_gradient,
   'update': _one_update,
   'layout': _layout,
+  'dtypes': _dtypes,
   'steps': _steps,
   'accumulation': _accumulation,
   'ramp': _ramp,

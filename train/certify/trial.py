@@ -16,22 +16,22 @@ import collections
 import dataclasses
 import functools
 import math
-import pathlib
 
 import jax
 import numpy as np
 
 from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
-from paraxis.train import expert_counts
 from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
+from paraxis.train.certify import inputs
 from paraxis.train.data import batches as data
-from paraxis.train.data import token_cache
 from paraxis.train.run import evaluate
 
 STEPS = 2  # batches and independent updates
+ROUNDING = 2.0**-9  # of a number to the 8 bits of bfloat16
+FLOOR = 1e-2  # of the largest leaf, as which every leaf counts at least
 
 
 @functools.cache
@@ -99,6 +99,16 @@ class Runner:
     with self.job.context():
       return self._grads(state.params, self.put(batch, parts))
 
+  def traced(self, state, batch):
+    """(jaxpr of `gradients`, indexes of the gradients among its outputs)."""
+    with self.job.context():
+      program = self._grads.trace(state.params, self.put(batch))
+    outputs = jax.tree.leaves_with_path(program.out_info)
+    of_gradients = [
+      i for i, (path, _) in enumerate(outputs) if path[0].idx == 1
+    ]
+    return program.jaxpr.jaxpr, of_gradients
+
   def update(self, state, loss, gradients, aux):
     """The State after one update."""
     with self.job.context():
@@ -125,7 +135,7 @@ class Runner:
         seen[tuple(sorted(map(tuple, row[weight > 0].tolist())))] += 1
       return self._evaluate(params, batch)
 
-    held_out = data.evaluation(self.config, corpus(self.config))
+    held_out = data.evaluation(self.config, inputs.corpus(self.config))
     measure = evaluate.Evaluator(self.job, None, held_out, run)
     with self.job.context():
       found = measure(state.params)
@@ -177,33 +187,6 @@ def batches(config, packed, seed=0):
   return made
 
 
-def corpus(config, seed=0):
-  """token_cache.Corpus of random tokens, all held out: two domains.
-
-  One is longer than two steps, so that train.eval_batches leaves text out, the
-  other shorter than one; documents are shorter and longer than a row.
-  """
-  rng = np.random.default_rng(seed)
-  B, T = config.train.batch_size, config.data.sequence_length
-  counts = 4 * B, 3
-  lengths = rng.integers(3, T + T // 2, sum(counts))
-  starts = np.append(0, np.cumsum(lengths))
-  tokens = rng.integers(0, config.model.vocab_size, starts[-1], np.int32)
-  return token_cache.Corpus(
-    tokens=tokens,
-    starts=starts,
-    domain_ids=np.repeat(np.arange(2), counts),
-    n_bytes=lengths,
-    held=np.ones(len(lengths), bool),
-    domains=('long', 'short'),
-    fingerprint='',
-    vocab_size=config.model.vocab_size,
-    pad_id=0,
-    path='random tokens',
-    folder=pathlib.Path(),
-  )
-
-
 def change_one_document(batch, vocabulary):
   """Batches that differ in one document a row, which no weight counts.
 
@@ -221,40 +204,6 @@ def change_one_document(batch, vocabulary):
   return before, before._replace(tokens=tokens), batch._replace(tokens=tokens)
 
 
-def _of_first_gate(shift):
-  return np.array([shift, 0, 0])[:, None, None]
-
-
-# End of a path -> what is added to a parameter, so that a state outlives the
-# shards of a row: decays near 1, gates that let little in.
-LASTING = {
-  '/mamba2/a_log': -4.0,
-  '/mamba/a_log': -4.0,
-  '/gated_linear/decay_bias': 3.0,
-  '/gru/bias': _of_first_gate(-4.0),
-  '/lstm/bias': _of_first_gate(4.0),
-}
-
-
-def _parameters(runner, seed=0):
-  """Random NumPy parameters: at their initial 1 and 0, scales and biases hide
-  mistakes; states would be forgotten before they cross two shards."""
-  rng = np.random.default_rng(seed)
-  draw = {
-    'vector': lambda shape: rng.normal(0.5, 0.3, shape),
-    expert_counts.LOAD: lambda shape: rng.integers(1, 9, shape),
-    expert_counts.BIAS: lambda shape: rng.normal(0, 0.01, shape),
-  }
-  plain = lambda shape: rng.normal(0, 0.3, shape)
-  kinds = runner.job.model.kinds
-  out = {}
-  for path, leaf in sorted(runner.job.built.params.items()):
-    value = draw.get(kinds[path], plain)(leaf.shape)
-    shift = sum(x for end, x in LASTING.items() if path.endswith(end))
-    out[path] = (value + shift).astype(leaf.dtype)
-  return out
-
-
 class Reference:
   """What one device gives, in NumPy; each part is made when it is asked for.
 
@@ -269,6 +218,14 @@ class Reference:
     plain = dataclasses.replace(config, optimizer=schema.Optimizer())
     found = _gradients(plain, packed, device)
     self.params, self.batches, self.loss, self.gradients, self.aux = found
+
+  @functools.cached_property
+  def exact(self):
+    """(loss, gradients, aux.Aux) of the same parameters in float32."""
+    config = schema.with_value(self._runner.config, 'model.dtype', 'float32')
+    runner = _one_device(config, self._runner.devices[0])
+    loss, *found = runner.gradients(runner.start(self.params), self.batches[0])
+    return float(loss), *jax.device_get(found)
 
   @functools.cached_property
   def updated(self):
@@ -296,7 +253,7 @@ def _one_device(config, device):
 @functools.lru_cache(maxsize=64)
 def _gradients(config, packed, device):
   runner = _one_device(config, device)
-  params, made = _parameters(runner), batches(config, packed)
+  params, made = inputs.parameters(runner), batches(config, packed)
   loss, *found = runner.gradients(runner.start(params), made[0])
   return params, made, float(loss), *jax.device_get(found)
 
@@ -338,6 +295,37 @@ def reference(config, packed, device):
     device: the one to use.
   """
   return _reference(plain(config), packed, device)
+
+
+def _rms(x):
+  return float(np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))))
+
+
+def excess(found, own, exact, rounding=ROUNDING):
+  """(error / one device's own error, path) of the leaf where that is largest.
+
+    error of a leaf = rms(x - exact), of one device at least
+                      rounding * max(rms(exact), FLOOR * that of the largest)
+
+  So a leaf of rounding alone, or one that happens to round well, may be a
+  rounding off.
+
+  Args:
+    found: {path: array} in bfloat16 of a layout. own: the same of one device.
+    exact: the same in float32. rounding: relative, of every value.
+  """
+  if not set(found) == set(own) == set(exact):
+    return math.inf, ', '.join(sorted(set(found) ^ set(exact)))
+  sizes = {path: _rms(x) for path, x in exact.items()}
+  least = FLOOR * max(sizes.values())
+  out = {}
+  for path, x in exact.items():
+    error, mine = (_rms(np.asarray(y[path]) - x) for y in (found, own))
+    mine = max(mine, rounding * max(sizes[path], least))
+    value = error / mine if mine else error and math.inf
+    out[path] = value if math.isfinite(value) else math.inf
+  path = max(out, key=lambda path: out[path])
+  return out[path], path
 
 
 def worst(found, wanted, floor=0.0):

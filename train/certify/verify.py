@@ -27,6 +27,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models import build
 from paraxis.sharding import mesh as mesh_lib
+from paraxis.train.certify import certification
 from paraxis.train.certify import changes as changes_lib
 from paraxis.train.certify import properties as properties_lib
 from paraxis.train.certify import shrink
@@ -78,7 +79,7 @@ def prepare(config, mesh_text='', dtype='float64', packed=True, devices=None):
     UserError: a size that does not divide, with the field to change; a mesh
       that cannot be shrunk to the devices; anything that `build` finds.
   """
-  known = tuple(properties_lib.BOUNDS)
+  known = tuple(certification.BOUNDS)
   if dtype not in known:
     raise errors.UserError(
       f'--dtype={dtype} is not one of {", ".join(known)}.'
@@ -114,7 +115,7 @@ def certify(case, properties=ALL, report=None):
   Args:
     case: of `prepare`.
     properties: names in properties.PROPERTIES, in order.
-    report: called with each properties.Verdict as it is known.
+    report: called with each certification.Verdict as it is known.
   """
   verdicts = []
   with case.precision():
@@ -126,7 +127,7 @@ def certify(case, properties=ALL, report=None):
 
 
 def _verdicts(case, properties):
-  run = properties_lib.Certification(case.runner, case.packed)
+  run = certification.Certification(case.runner, case.packed)
   for name in properties:
     yield from properties_lib.PROPERTIES[name](run)
   yield from map(run.changed, case.changes)
@@ -144,7 +145,7 @@ def _title(config):
   return ' '.join([mesh_lib.describe(mesh), *choices])
 
 
-def _line(row):
+def line(row):
   """A Verdict as a line of the table."""
   if row.word not in ('PASS', 'FAIL'):
     text = f'{row.word}: {row.name}, {row.why}'
@@ -207,7 +208,7 @@ def run(config, mesh_text='', as_json=False, dtype='float64', say=print):
   notes = '; '.join(case.notes) or 'nothing'
   show(textwrap.fill(f'shrunk: {notes}', 80))
   show(f'      {"property":46} {"bound":>7} {"measured":>8}  most in')
-  rows = certify(case, report=lambda row: show(_line(row)))
+  rows = certify(case, report=lambda row: show(line(row)))
   if as_json:
     say(_json(case, rows, title))
   show(_summary(rows))

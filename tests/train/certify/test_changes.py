@@ -8,8 +8,8 @@ import pytest
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import model as model_schema
+from paraxis.train.certify import certification
 from paraxis.train.certify import changes
-from paraxis.train.certify import properties
 from paraxis.train.certify import trial
 from paraxis.train.certify import verify
 from paraxis.train.run import workdir
@@ -64,13 +64,13 @@ def test_a_scope_that_the_layout_changes(scope, mesh):
   """That nothing else does: tests/train/certify/test_invariance_experts.py."""
   case = verify.prepare(config_of(dict(balance_scope=scope)), mesh)
   (row,) = verify.certify(case, ())
-  assert row.word == properties.CHANGES
+  assert row.word == certification.CHANGES
   assert row.name == f'model.experts.balance_scope={scope}'
   assert 1e-4 < row.measured < 1 and 'microbatch' in row.why
 
 
 def test_run_says_it_and_ends_with_1(monkeypatch):
-  row = properties.Verdict('f=1', 1e-9, 0.25, False, 'norm', 'because')
+  row = certification.Verdict('f=1', 1e-9, 0.25, False, 'norm', 'because')
   monkeypatch.setattr(
     verify, 'certify', lambda case, report: report(row) or [row]
   )
@@ -143,8 +143,10 @@ def test_what_is_replaced_is_not_certified(field):
   assert not any(field in note for note in case.notes)
   (row,) = verify.certify(case, (), lines.append)
   assert lines == [row] and not row.passed
-  assert row.word == properties.NOT_CERTIFIED and row.name == f'{field}={value}'
-  text = verify._line(row).replace('\n     ', '')
+  assert (
+    row.word == certification.NOT_CERTIFIED and row.name == f'{field}={value}'
+  )
+  text = verify.line(row).replace('\n     ', '')
   assert (
     text.startswith(f'NOT CERTIFIED: {field}={value}, ') and row.why in text
   )

@@ -19,6 +19,7 @@ from paraxis.sharding.experts import dispatch
 from paraxis.train import loss
 from paraxis.train import optimizers
 from paraxis.train import step
+from paraxis.train.certify import certification
 from paraxis.train.certify import properties
 from paraxis.train.certify import trial
 from paraxis.train.data import batches as data
@@ -45,7 +46,7 @@ def certify(*names, zero=0, model=(), mesh=(), **train):
   )
   with jax.enable_x64(True):
     runner = trial.Runner(config, jax.devices()[:2])
-    run = properties.Certification(runner, True)
+    run = certification.Certification(runner, True)
     return [row for n in names for row in properties.PROPERTIES[n](run)]
 
 

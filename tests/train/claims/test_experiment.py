@@ -10,7 +10,7 @@ import pytest
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.train import step as step_lib
-from paraxis.train.certify import properties
+from paraxis.train.certify import certification
 from paraxis.train.certify import verify
 from paraxis.train.claims import experiment
 
@@ -91,7 +91,7 @@ def test_certificates_are_judged(run, monkeypatch):
     config = subject.config
     seen.append((config.model.dtype, len(subject.devices), names))
     gap = gaps[config.model.dtype]
-    return [properties.Verdict(names[0], 1.0, gap, holds, '')]
+    return [certification.Verdict(names[0], 1.0, gap, holds, '')]
 
   monkeypatch.setattr(verify, 'certify', certify)
   right = equals(run, [CASE, {'mesh': 'fsdp=4'}])

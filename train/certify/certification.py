@@ -1,0 +1,165 @@
+"""A layout under test against one device: what both gave, and how far apart.
+
+    difference of a leaf = max |a - b| / max |b|        (b: one device)
+
+A leaf of the gradient counts as at least FLOOR of the largest gradient: where
+positions are learned, the bias of keys has a gradient of rounding alone. Adam
+divides gradients by their root, so that rounding moves a parameter as far as
+anything else does: one update is compared from identical gradients, and
+parameters after independent steps only within 0.05 x learning rate x steps,
+without leaves whose gradient is rounding, and not in bfloat16.
+
+bfloat16 rounds each product, so one device is as far from the truth as a
+layout. There the truth is float32, from the same parameters, and
+
+    difference of a leaf = its error / one device's own      (trial.excess)
+
+may be 2. A sum in bfloat16 that both have is read off the program (dtypes.py).
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+from paraxis.configs import schema
+from paraxis.train import state as state_lib
+from paraxis.train.certify import inputs
+from paraxis.train.certify import trial
+
+# dtype -> relative bound on (the loss, gradients). Devices sum in another order
+# than one does: over all forms and layouts float64 gave 1e-15 and 2e-14,
+# float32 6e-7 and 3e-6. Of bfloat16 these are one rounding, and four: for
+# numbers that the same layout computes again.
+BOUNDS = {
+  'float64': (1e-9, 1e-9),
+  'float32': (1e-5, 1e-5),
+  inputs.NARROW: (2.0**-9, 2.0**-7),
+}
+EXCESS = 2.0  # error of a layout in bfloat16 over that of one device
+CHANGES, NOT_CERTIFIED = 'CHANGES THE NUMBERS', 'NOT CERTIFIED'
+
+
+class Verdict(NamedTuple):
+  """On one property. bound, measured: floats; worst: the leaf furthest off.
+
+  word: PASS, FAIL, or, with a reason why, CHANGES THE NUMBERS, or, if nothing
+  was measured, NOT CERTIFIED.
+  """
+
+  name: str
+  bound: float
+  measured: float
+  passed: bool
+  worst: str
+  why: str = ''
+
+  @property
+  def word(self):
+    if self.passed:
+      return 'PASS'
+    return (CHANGES if self.measured else NOT_CERTIFIED) if self.why else 'FAIL'
+
+
+class Certification:
+  """A layout under test, its reference, and what both gave so far.
+
+  Attributes:
+    runner: trial.Runner in the layout under test. config, devices: of it.
+    reference: trial.Reference.
+  """
+
+  def __init__(self, runner, packed):
+    """packed: as for trial.batches."""
+    self.runner, self.packed = runner, packed
+    self.config, self.devices = runner.config, runner.devices
+    self.again = BOUNDS[self.config.model.dtype]
+    self.narrow = self.config.model.dtype == inputs.NARROW
+    self.bounds = (EXCESS, EXCESS) if self.narrow else self.again
+    self.reference = trial.reference(self.config, packed, self.devices[0])
+
+  @functools.cached_property
+  def state(self):
+    """On the mesh, before the first step."""
+    return self.runner.start(self.reference.params)
+
+  @functools.cached_property
+  def gradients(self):
+    """(loss, gradients, aux.Aux) of batch 0, on the mesh."""
+    return self.runner.gradients(self.state, self.reference.batches[0])
+
+  @functools.cached_property
+  def updated(self):
+    """{path: leaf} of the state after one update from identical gradients.
+
+    And from identical counts: in bfloat16 a token between two experts may go to
+    the other one.
+    """
+    loss, own, aux = self.gradients
+    on_mesh, one = self.runner.job.on_mesh, self.reference
+    same = on_mesh(one.gradients, own)
+    aux = aux._replace(counts=on_mesh(one.aux.counts, aux.counts))
+    return state_lib.flatten(self.runner.update(self.state, loss, same, aux))
+
+  def verdict(self, name, difference, bound=None):
+    """`Verdict` on a (difference, leaf) against a bound."""
+    measured, where = difference
+    bound = self.bounds[1] if bound is None else bound
+    return Verdict(name, bound, measured, measured <= bound, where)
+
+  def loss_difference(self, loss, reference=None):
+    """Of batch 0; infinite if it is not finite."""
+    one = reference or self.reference
+    wanted = one.loss
+    if self.narrow:
+      found, own, exact = ({'': float(x)} for x in (loss, wanted, one.exact[0]))
+      # Of a mean of independent errors four deviations.
+      targets = float(one.batches[0].denominator)
+      floor = 4 * trial.ROUNDING / targets**0.5
+      return trial.excess(found, own, exact, floor)[0]
+    gap = abs(float(loss) - wanted) / abs(wanted)
+    return gap if math.isfinite(gap) else math.inf
+
+  def gradient_difference(self, gradients, aux, reference=None):
+    """(difference, leaf) of batch 0: gradients, terms of the loss, counts."""
+    one = reference or self.reference
+    trees = lambda gradients, aux: (gradients, aux.terms, aux.counts)
+    found, own = trees(gradients, aux), trees(one.gradients, one.aux)
+    found = [self.runner.job.in_order(tree) for tree in found]
+    # Apart: counts are hundreds, any gradient would look small beside them.
+    floors = trial.FLOOR, 0.0, 0.0
+    parts = list(zip(found, own, floors, strict=True))
+    if self.narrow:
+      parts = list(zip(found, own, trees(*one.exact[1:]), strict=True))
+    compare = trial.excess if self.narrow else trial.worst
+    return max(compare(*part) for part in parts if part[1])
+
+  def changed(self, change):
+    """`Verdict` on loss and gradients with what a changes.Change names."""
+    name = f'{change.field}={change.value}'
+    if not change.tried:
+      return Verdict(name, 0.0, 0.0, False, '', change.why)
+    config = schema.with_values(self.config, change.tried)
+    return self._compared(name, config, change.bound)._replace(why=change.why)
+
+  def variant(self, name, **train):
+    """`Verdict` on loss and gradients with other fields of config.train."""
+    train = dataclasses.replace(self.config.train, **train)
+    return self._compared(name, dataclasses.replace(self.config, train=train))
+
+  def _compared(self, name, config, least=0.0):
+    """`Verdict` on loss and gradients of a schema.Config on these devices.
+
+    least: of the bounds.
+    """
+    of_loss, of_gradients = (max(b, least) for b in self.bounds)
+    runner = trial.Runner(config, self.devices)
+    one = trial.reference(config, self.packed, self.devices[0])
+    state = runner.start(one.params)
+    loss, *found = runner.gradients(state, one.batches[0])
+    gap = self.loss_difference(loss, one)
+    found = self.gradient_difference(*found, one)
+    gradient = self.verdict(name, found, of_gradients)
+    if gradient.passed and gap > of_loss:
+      return self.verdict(name, (gap, 'the loss'), of_loss)
+    return gradient
