@@ -48,6 +48,20 @@ def _draw(found, rows, path):
   return figures.save(fig, path)
 
 
+def train(run, configs, seeds):
+  """({family: [bits per byte of each seed]}, most CPU-seconds), drawn.
+
+  Args:
+    run: harness.Run; the trainings and PICTURE lie in its results.
+    configs: {name: schema.Config}. seeds: of the trainings.
+  """
+  trainings = ablation.trained(run, configs, seeds)
+  found = ablation.numbers(trainings, 'bits_per_byte')
+  rows = {n: metrics.read(t[-1].folder) for n, t in trainings.items()}
+  run.say(f'wrote {_draw(found, rows, run.results / PICTURE)}')
+  return found, ablation.cpu_seconds(trainings)
+
+
 def learn(run, *, families, fields, seeds, at_most, better):
   """LEARN: held-out bits per byte of each family after the same training.
 
@@ -60,11 +74,7 @@ def learn(run, *, families, fields, seeds, at_most, better):
   configs = {
     n: experiment.fields(run.config, fields, f) for n, f in families.items()
   }
-  trainings = ablation.trained(run, configs, seeds)
-  found = ablation.numbers(trainings, 'bits_per_byte')
-  seconds = ablation.cpu_seconds(trainings)
-  rows = {n: metrics.read(t[-1].folder) for n, t in trainings.items()}
-  run.say(f'wrote {_draw(found, rows, run.results / PICTURE)}')
+  found, seconds = train(run, configs, seeds)
   read = {
     f'{c.train.steps * c.train.batch_size * c.data.sequence_length:,}'
     for c in configs.values()

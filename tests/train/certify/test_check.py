@@ -179,8 +179,8 @@ def test_the_command(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize('name', ['llama_7b', 'llama_70b'])
-def test_the_shapes_are_the_published_ones(name):
-  assert claims.reproduce(name, say=lambda text: None) == errors.EXIT_OK
+def test_the_shapes_are_the_published_ones(name, tmp_path):
+  assert claims.reproduce(name, tmp_path) == errors.EXIT_OK
 
 
 def test_a_wrong_number_fails():

@@ -182,4 +182,4 @@ def test_what_cannot_be_split_is_refused(mesh, model, text):
     model=dataclasses.replace(config.model, **model),
   )
   with jax.enable_x64(True), pytest.raises(errors.UserError, match=text):
-    build.build(config)
+    build.build(config, devices=jax.devices()[:4])
