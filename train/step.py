@@ -250,7 +250,8 @@ def _with_loads(model, layouts, params, batch, count):
 
   model.experts.balance_scope='step' (arXiv:2501.11873, section 3): the share of
   each expert is counted over all microbatches, in a forward pass of its own,
-  before gradients are taken. Of one microbatch they count themselves.
+  before gradients are taken. Of one microbatch they count themselves; loads of
+  the previous step, which say what experts are hot, are then negative.
 
   count() -> {path: what this shard, or, annotated, every shard counted}.
   """
@@ -258,7 +259,7 @@ def _with_loads(model, layouts, params, batch, count):
   if not paths:
     return params
   if batch.tokens.ndim == 2:
-    return params | {p: jnp.zeros_like(params[p]) for p in paths}
+    return params | {p: -params[p] for p in paths}
   found = {p: layouts.counts(p, n) for p, n in count().items()}
   return params | {p: n.astype(params[p].dtype) for p, n in found.items()}
 

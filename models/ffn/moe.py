@@ -165,7 +165,7 @@ class Moe(nnx.Module):
     s = router.scores(logits, experts.scores)
     ids, mix = router.choose(s, experts, own.get('bias'))
     load = jax.lax.stop_gradient(own['load'])[: self.count]
-    hot = expert.hottest(load, experts.hot) if experts.hot else None
+    hot = expert.hottest(jnp.abs(load), experts.hot) if experts.hot else None
     flat = lambda a: a.reshape(-1, a.shape[-1])
     y, dropped = expert.dispatch(
       self._experts, weights, flat(x), flat(ids), flat(mix),

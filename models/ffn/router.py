@@ -78,8 +78,8 @@ def shares(count_BE, scope, axes, load_E: jax.Array | None = None):
     count_BE: assignments of this device.
     scope: schema.Experts.balance_scope.
     axes: mesh axes that (a row, the tokens) are sharded over.
-    load_E: counts of the step ('step', 'running'); while all are 0 the
-      microbatch's own counts are used.
+    load_E: counts of the step ('step', 'running'); where they are 0, or
+      negative, which is of another step, the microbatch's own are used.
   """
   of_row, of_tokens = axes
   total = lambda count, over: jax.lax.psum(count, over) if over else count

@@ -281,6 +281,24 @@ def test_loads_of_a_whole_step():
   assert set(far(total, expected)) == {'router', 'balance'}
 
 
+def test_loads_of_another_step_choose_hot_experts_and_nothing_else(monkeypatch):
+  """Negative: the balance is of the tokens here, hot are the busiest before."""
+  c, seen = config(balance_scope='step', hot=2), []
+  params, x, valid, _ = jax.tree.map(jnp.asarray, arrays(c, load=True))
+  right = moe.expert.hottest
+  watch = lambda load, n: seen.append(right(load, n)) or seen[-1]
+  monkeypatch.setattr(moe.expert, 'hottest', watch)
+  before = params | {'load': -params['load']}
+  _, aux = layer(c, before, x, valid)
+  (hot,) = map(np.asarray, seen)
+  loads = np.asarray(params['load'])[:E]
+  np.testing.assert_array_equal(loads[hot], np.sort(loads)[:-3:-1])
+  wanted = reference(c)['balance']
+  np.testing.assert_allclose(aux.terms['balance'], wanted, rtol=1e-12)
+  _, aux = layer(c, params, x, valid)
+  assert abs(aux.terms['balance'] / wanted - 1) > 1e-3
+
+
 def test_nothing_is_dropped_with_a_cache(monkeypatch):
   c = config(capacity_factor=0.6, balance=0.0, router_z=0.0)
   monkeypatch.setattr(See.__new__, '__defaults__', (0,))
