@@ -193,11 +193,12 @@ class Clone:
         cwd=self.folder, env=self._env, start_new_session=True, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1,
       )  # fmt: skip
-    print(json.dumps([str(log), command]), file=self._server.stdin)
-    answered, _, _ = select.select([self._server.stdout], [], [], SECONDS)
-    answer = self._server.stdout.readline() if answered else ''
+    server = self._server
+    print(json.dumps([str(log), command]), file=server.stdin)
+    answered, _, _ = select.select([server.stdout], [], [], SECONDS)
+    answer = server.stdout.readline() if answered else ''
     if not answer:
-      self._kill()
+      self.end()
     seconds, text = time.monotonic() - start, log.read_text(errors='replace')
     code = int(answer) if answer else None
     if code == 0 and _SKIPPED.search(text):
@@ -206,16 +207,18 @@ class Clone:
     said = said.group() if said else (text.strip().splitlines() or [''])[-1]
     return Outcome(code, seconds, said.strip()[:160])
 
-  def _kill(self):
+  def stop(self):
+    """Ends what another thread runs; its results mean nothing from then on."""
+    self.stopped, server = True, self._server
+    if server:
+      os.killpg(server.pid, signal.SIGKILL)
+
+  def end(self):
+    """Ends all processes; the next command starts them again."""
     server, self._server = self._server, None
     if server:
       os.killpg(server.pid, signal.SIGKILL)
       server.communicate()
-
-  def stop(self):
-    """Ends what runs; results from then on mean nothing."""
-    self.stopped = True
-    self._kill()
 
 
 # ----------------------------------------------------------------- mutations
@@ -329,9 +332,9 @@ def run(table, root=ROOT, only=(), jobs=1, say=print):
         raise UsageError(f'the clone does not import its own paraxis.{package}')
     try:
       _share(left, clones, add)
-    finally:  # Ctrl-C, too
+    finally:
       for clone in clones:
-        clone.stop()
+        clone.end()
   return report(table, lambda m: results.found.get(key(m, tree)), say)
 
 
@@ -346,8 +349,15 @@ def _share(left, clones, add):
   ]
   for thread in threads:
     thread.start()
-  for thread in threads:
-    thread.join()
+  try:
+    for thread in threads:
+      thread.join()
+  except BaseException:  # Ctrl-C, too
+    for clone in clones:
+      clone.stop()
+    for thread in threads:
+      thread.join()
+    raise
 
 
 def report(table, found, say):

@@ -7,6 +7,9 @@ import ast
 import json
 import os
 import subprocess
+import tempfile
+import threading
+import time
 
 from mutants.mutation import Mutation
 import mutate
@@ -121,6 +124,24 @@ def test_a_command_that_hangs_has_seen_nothing(toy, monkeypatch):
   monkeypatch.setattr(mutate, 'SECONDS', 5)
   code, said = run(toy, SIGN._replace(command='test_add.py::test_loop'))
   assert code == 1 and any(line.startswith('sign: HANGS') for line in said)
+
+
+def test_a_run_that_is_stopped_keeps_what_it_has(toy, tmp_path, monkeypatch):
+  monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+  loop = SIGN._replace(name='loop', command='test_add.py::test_loop')
+  join = threading.Thread.join
+
+  def interrupted(thread):
+    monkeypatch.setattr(threading.Thread, 'join', join)
+    while not (toy / '.cache' / 'mutants.json').exists():  # of the first
+      time.sleep(0.1)
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(threading.Thread, 'join', interrupted)
+  with pytest.raises(KeyboardInterrupt):
+    run(toy, SIGN, loop)
+  assert not list(tmp_path.glob('paraxis-mutants-*'))
+  assert run(toy, SIGN)[1][0].endswith('to try: 0, by 0 commands')
 
 
 def test_packages_of_the_original_are_refused(toy):
