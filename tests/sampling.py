@@ -2,7 +2,7 @@
 reaches.
 
 `make test` runs every cheap test and, of the dear ones, a sample. A test is
-dear if `make test-all` measured 0.6 CPU-seconds or more for its function; then
+dear if `make test-all` measured 0.4 CPU-seconds or more for its function; then
 one in N of its cases is kept, those with (crc32(node id) + turn) mod N == 0.
 The turn is the number of commits, so N commits in a row run every test;
 --turn=K repeats another one. Marks overrule what was measured:
@@ -41,7 +41,7 @@ import pytest
 HERE = pathlib.Path(__file__).resolve().parent
 LEDGER, EXECUTED = HERE / 'ledger.json', HERE / 'executed.json'
 # CPU-seconds a case from which one in N runs.
-BRACKETS = ((4.0, 10), (1.5, 8), (0.6, 5))
+BRACKETS = ((4.0, 10), (1.5, 8), (0.6, 5), (0.4, 3))
 RECORDED = 0.3  # cheaper functions are left out of the ledger
 WHOLE = 120.0  # CPU-seconds that changed files may add to a turn
 # A change of these reaches every test.
