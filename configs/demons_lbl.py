@@ -56,7 +56,7 @@ def claims():
   )  # fmt: skip
   better = trained | dict(
     check=training.learn_better,
-    better=[['4 rows', 'a row'], ['the batch', '4 rows']], by=0.0,
+    better=[['4 rows', 'a row'], ['the batch', '4 rows']], by=0.0, shares=[],
   )  # fmt: skip
   scopes = dict(
     check=loads.scopes_agree,

@@ -54,7 +54,7 @@ def claims():
   )  # fmt: skip
   recorded = dict(
     check=loads.recorded_stragglers,
-    steps=100, ranks=8, hots=[0, 1, 2, 4], falls=1.1,
+    seeds=[0, 1, 2], steps=100, ranks=8, hots=[0, 1, 2, 4], falls=1.1,
   )  # fmt: skip
   return [
     ('any hot experts, one program', 'EQ', equal, None),
@@ -73,5 +73,5 @@ def knockouts():
   return [
     ('coldest_gathered', names[0], loads.coldest),
     ('coldest', names[1], loads.coldest),
-    ('none_hot', trained, {'hots': [0, 0]}),
+    ('none_hot', trained, {'hots': [0, 0], 'seeds': [0]}),
   ]

@@ -53,7 +53,7 @@ def claims():
     topologies=['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1'],
     tokens=16, inputs=4096, outputs=14336,
   )  # fmt: skip
-  learned = dict(check=quantized.perplexity, at_most=1.03)
+  learned = dict(check=quantized.perplexity, seeds=[0, 1, 2], at_most=1.03)
   return [
     ('both forms against a loop', 'EQ', forms, None),
     ('error of a weight', 'EQ', rounding, None),

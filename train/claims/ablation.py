@@ -254,11 +254,6 @@ def _training(run, config, label, parts):
   return Training(config, folder, parts)
 
 
-def one(run: claims.Run, name: str, config: schema.Config) -> Training:
-  """`trained` of one variant with the seed of its config."""
-  return trained(run, {name: config}, [config.train.seed])[name][0]
-
-
 def numbers(trainings: dict, name: str) -> dict:
   """{variant: [a number that `learn` gave, of each seed]}."""
   return {

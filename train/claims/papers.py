@@ -8,6 +8,9 @@ what makes a claim well formed; train/claims/harness.py runs them.
     claims() -> [(name, kind, expected, paper's number), ...]
     expected = {'check': a function, parameter: value, ...}
 
+A paper's claim that does not hold here stays, with what the header admits of
+it: expected['admits'] is then the verdict, 'not reproduced' or 'opposite'.
+
 A check is a public function of a module in train/claims/ whose first argument
 is `run` and whose other arguments, keyword-only, are the parameters: plain
 data. What must make a claim fail stands beside the claims:
@@ -50,6 +53,8 @@ KINDS = {
   'CPU': 'CPU-seconds of the process, in turn, as a ratio',
   'TIME': 'device clock, on an accelerator',
 }
+VERDICTS = ('reproduced', 'direction only', 'not reproduced', 'opposite')
+ADMITTED = VERDICTS[2:]  # of a claim that fails
 _CLAIMS = 'paraxis.train.claims.'
 
 
@@ -76,13 +81,20 @@ class Paper(NamedTuple):
 
 
 class Claim(NamedTuple):
-  """One claim, taken apart. parameters: keyword arguments of the check."""
+  """One claim, taken apart.
+
+  Attributes:
+    parameters: keyword arguments of the check.
+    paper: its number. admits: the verdict, one of ADMITTED, that the header
+      tells; '': the claim holds.
+  """
 
   name: str
   kind: str
   check: Callable
   parameters: dict
   paper: Any
+  admits: str = ''
 
 
 def header(path):
@@ -257,6 +269,11 @@ def claims(module, where):
       )
     check, given = expected['check'], {**expected}
     del given['check']
+    admits = given.pop('admits', '')
+    if admits not in ('', *ADMITTED):
+      raise errors.UserError(
+        f'{at} admits {admits!r}, not one of {", ".join(ADMITTED)}.'
+      )
     if isinstance(check, str):
       check, given = _named(check, given)
     known = parameters(check)
@@ -271,7 +288,7 @@ def claims(module, where):
       )
     if not (isinstance(name, str) and _plain(given) and _plain(paper)):
       raise errors.UserError(f'{at} holds more than names and plain data.')
-    out.append(Claim(name, kind, check, given, paper))
+    out.append(Claim(name, kind, check, given, paper, admits))
   if not out:
     raise errors.UserError(f'{where}: claims() is empty: nothing to run.')
   return out
@@ -298,6 +315,10 @@ def knockouts(module, where):
       raise errors.UserError(
         f'{at}: no claim is named {claim!r}; there are {", ".join(known)}.'
         + schema.suggest(str(claim), known)
+      )
+    if known[claim].admits:
+      raise errors.UserError(
+        f'{at}: {claim!r} is {known[claim].admits} as it is: it cannot fall.'
       )
     _check_change(at, change, known[claim])
     found.append(Knockout(name, claim, change))

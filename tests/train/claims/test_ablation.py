@@ -290,7 +290,7 @@ def test_a_training_takes_the_devices_of_every_axis(
   make = lambda whole, text, devices, say: jobs.append((whole, devices))
   monkeypatch.setattr(job_lib, 'make', make)
   monkeypatch.setattr(experiment, 'restored', lambda job, folder: folder)
-  found = ablation.one(run, 'one', config)
+  found = ablation.trained(run, {'one': config}, [config.train.seed])['one'][0]
   folder, devices = run.results / 'one-0', tuple(jax.devices()[:count])
   assert found.record['numbers'] == {'bits_per_byte': 2.5}
   assert used == [(folder, step_lib.make, devices)]

@@ -151,6 +151,27 @@ def test_few_seeds_are_said():
   assert learn(2) == 'direction only, two seeds' and learn(3) == 'reproduced'
 
 
+def test_what_the_header_admits_is_a_miss():
+  row = lambda admits, word, passed=False: (
+    papers.Claim('a', 'LEARN', print, {}, 1, admits),
+    claims.Outcome('1', '2', 'why', passed, word, 3),
+  )
+  no, opposite = papers.ADMITTED
+  for admits, word, state in (
+    ('', '', 'FAIL'), (no, '', 'MISS'), (no, no, 'MISS'),
+    (no, 'direction only', 'MISS'), (no, opposite, 'FAIL'),
+    (opposite, opposite, 'MISS'), (opposite, no, 'MISS'),
+  ):  # fmt: skip
+    assert claims.state(*row(admits, word)) == state, (admits, word)
+  assert claims.state(*row(no, '', True)) == 'PASS'
+  assert claims.state(*row(no, '', None)) == 'SKIP'
+  text, code = claims.summary([row(no, ''), row('', '', True)])
+  assert code == 0 and 'all 1 claims hold; 1 NOT REPRODUCED, as' in text
+  assert claims.summary([row(no, opposite), row('', '', True)])[1] == 1
+  assert 'MISS' in claims.table([row(no, '')])
+  assert claims.row(*row(no, ''))['admits'] == no
+
+
 def test_what_is_not_installed_is_skipped_and_the_rest_shown():
   def lacking(run):
     raise errors.MissingError('no libtpu here')

@@ -131,7 +131,10 @@ def test_a_change_that_changes_nothing_is_refused(config):
 
 
 EQ = dict(check=experiment.equals_one_device, cases=[], within=1e-9)
-CLAIM = [('same', 'EQ', EQ, None)]
+CLAIM = [
+  ('same', 'EQ', EQ, None),
+  ('missed', 'EQ', EQ | {'admits': 'opposite'}, None),
+]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +150,7 @@ CLAIM = [('same', 'EQ', EQ, None)]
     ([('a', 'same', {})], 'neither a function nor plain data'),
     ([('a', 'same', {'within': print})], 'neither a function nor plain data'),
     ([('a', 'same', lambda x: x)], 'takes arguments'),
+    ([('a', 'missed', {'within': 0})], "'missed' is opposite as it is"),
     ([], 'is empty'),
   ],
 )

@@ -156,6 +156,7 @@ def test_names_of_before_are_found(name, given):
     (('same', 'EQ', {'check': EQ['check']}, None), "takes ['cases', 'within']"),
     (('same', 'EQ', EQ | {'within': print}, None), 'more than names and plain'),
     (('same', 'EQ', EQ, {1, 2}), 'more than names and plain'),
+    (('same', 'EQ', EQ | {'admits': 'reproduced'}, None), "admits 'reprod"),
   ],
 )
 def test_a_malformed_claim(row, words):

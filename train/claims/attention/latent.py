@@ -147,13 +147,13 @@ def _bits(model, params, held, size, first):
   return nats / math.log(2) / (size * share)
 
 
-def _bits_of_variants(run, rows, variants, prompt):
+def _bits_of_variants(training, rows, variants, prompt):
   """({name: [bits read one by one, after an exact prefill]}, rows that is of).
 
-  Of a trained model, with whole latents ('exact') and as the variants say.
+  Of an ablation.Training, with whole latents ('exact') and as variants say.
   """
-  trained, params = ablation.one(run, 'whole', run.config).opened
-  text, held, size = _text(run.config, rows)
+  trained, params = training.opened
+  text, held, size = _text(training.config, rows)
   model = decoder.Decoder(trained.model.config)
   params = {p: np.asarray(x) for p, x in params.items()}
   text = experiment.rows_of(text.tokens, text.segments, text.positions)
@@ -169,10 +169,11 @@ def _bits_of_variants(run, rows, variants, prompt):
   return bits, len(held.tokens)
 
 
-def parts_of_their_own(run, *, rows, variants, prompt, order, at_most):
+def parts_of_their_own(run, *, seeds, rows, variants, prompt, order, at_most):
   """LEARN: held-out bits per byte, each latent shard with its own softmax.
 
   Args:
+    seeds: of the trainings.
     rows: of training text to measure latents on, and of each domain to read.
     variants: {name: {'rotation', 'groups', 'measured': are shares}}.
     prompt: tokens that a prefill reads, in the second comparison.
@@ -180,18 +181,27 @@ def parts_of_their_own(run, *, rows, variants, prompt, order, at_most):
       whole latents.
     at_most: bits that the second of them may lose.
   """
-  bits, count = _bits_of_variants(run, rows, variants, prompt)
-  of = lambda i: ', '.join(f'{n} {b[i]:.3f}' for n, b in bits.items())
-  lost = bits[order[1]][0] - bits['exact'][0]
-  row = [bits[name][0] for name in order]
-  return claims.Outcome(
-    ' < '.join(order),
-    experiment.numbers(row, '.3f'),
-    f'{run.config.train.steps} steps, one seed; {count} rows of '
-    f'{run.config.data.sequence_length} held-out tokens, read one by one: '
-    f'{of(0)}. After an exact prefill of {prompt}, the rest: {of(1)}. '
-    f'{order[1]} loses {lost:.3f} (at most {at_most:g})',
-    all(a < b for a, b in itertools.pairwise(row)) and lost <= at_most,
+  trainings = ablation.trained(run, {'whole': run.config}, seeds)
+  seconds = ablation.cpu_seconds(trainings)
+  made = [
+    _bits_of_variants(t, rows, variants, prompt) for t in trainings['whole']
+  ]
+  read, after = (
+    {name: [bits[name][i] for bits, _ in made] for name in made[0][0]}
+    for i in (0, 1)
+  )
+  lost = np.subtract(read[order[1]], read['exact'])
+  pairs = itertools.pairwise(order)
+  return ablation.outcome(
+    run,
+    read,
+    [ablation.less(read, a, b, seconds=seconds) for a, b in pairs]
+    + [ablation.at_most(f'{order[1]} over exact', lost, at_most, seconds)],
+    'bits per byte',
+    f'{run.config.train.steps} steps; {made[0][1]} rows of '
+    f'{run.config.data.sequence_length} held-out tokens, read one by one. '
+    f'After an exact prefill of {prompt}, the rest: {ablation.spread(after)}',
+    seconds,
   )
 
 

@@ -226,29 +226,43 @@ def compiled(run, *, topologies, tokens, inputs, outputs):
   )
 
 
-def perplexity(run, *, at_most):
+def perplexity(run, *, seeds, at_most):
   """LEARN: perplexity with 4-bit weights over that with the trained ones.
 
-  Args: at_most: the ratio; it must also be above 1, or nothing was rounded.
+  Args:
+    seeds: of the trainings.
+    at_most: the ratio; it must also be above 1, or nothing was rounded.
   """
   config = dataclasses.replace(run.config, mesh=schema.Mesh())
-  job, params = ablation.one(run, 'float', config).opened
+  trainings = ablation.trained(run, {'float': config}, seeds)
+  seconds = ablation.cpu_seconds(trainings)
+  made = [_perplexities(training) for training in trainings['float']]
+  ratios = [after / before for before, after, _ in made]
+  count, whole = made[0][2]
+  found = ablation.outcome(
+    run,
+    {'4 bits over float': ratios},
+    [ablation.at_most('4 bits over float', ratios, at_most, seconds)],
+    'ratio of perplexities',
+    'per token, float -> 4 bits: '
+    + ', '.join(f'{a:.2f} -> {b:.2f}' for a, b, _ in made)
+    + f'; {count:,} of {whole:,} parameters in 4 bits, round to nearest; '
+    f'{run.config.train.steps} steps',
+    seconds,
+  )
+  rounded_any = min(ratios) > 1
+  return found if rounded_any else found._replace(passed=False, verdict='')
+
+
+def _perplexities(training):
+  """(perplexity as trained, in 4 bits, (parameters in 4 bits, of all))."""
+  job, params = training.opened
   step = step_lib.make(job.built, job.optimizer, 0.0)
   measure = evaluate.Evaluator(job, step.evaluate)
   tokens = sum(held.n_pairs for held in job.held_out)
   with job.context():
     small, count = rounded(params)
     before, after = measure(params), measure(small)
-  nats = lambda r: r.bits_per_byte * math.log(2) * r.n_bytes / tokens
-  ratio = math.exp(nats(after) - nats(before))
+  each = lambda r: math.exp(r.bits_per_byte * math.log(2) * r.n_bytes / tokens)
   whole = sum(x.size for x in params.values())
-  return claims.Outcome(
-    f'1 .. {at_most:.3f}',
-    f'{ratio:.4f}',
-    f'perplexity per token {math.exp(nats(before)):.2f} -> '
-    f'{math.exp(nats(after)):.2f}, bits per byte {before.bits_per_byte:.4f} -> '
-    f'{after.bits_per_byte:.4f}; {count:,} of {whole:,} parameters in 4 bits, '
-    f'round to nearest; one seed ({run.config.train.seed}), '
-    f'{run.config.train.steps} steps',
-    1 < ratio <= at_most,
-  )
+  return each(before), each(after), (count, whole)

@@ -144,10 +144,11 @@ def zipf_stragglers(run, *, experts, ranks, hots, draws, exponents, falls):
   )
 
 
-def recorded_stragglers(run, *, steps, ranks, hots, falls):
+def recorded_stragglers(run, *, seeds, steps, ranks, hots, falls):
   """LEARN: the same for loads of a training, hot by the step before.
 
   Args:
+    seeds: of the trainings.
     steps: to train, on one device; the first is not judged.
     ranks, hots: as for `zipf_stragglers`, the first of hots 0.
     falls: least ratio of the busiest without and with hots[-1] experts, mean
@@ -156,16 +157,47 @@ def recorded_stragglers(run, *, steps, ranks, hots, falls):
   how = {f'train.{name}': 1 for name in ('print_every', 'eval_batches')}
   how |= {'model.experts.hot': 0, 'train.steps': steps}
   config, _ = experiment.on(run.config, 'data=1', how)
-  folder = ablation.one(run, 'loads', config).folder
+  trainings = ablation.trained(run, {'loads': config}, seeds)
+  each = [_recorded(run, t.folder) for t in trainings['loads']]
+  made = [_stragglers(loads, ranks, hots) for loads in each]
+  found = {f'{h} hot': [f[i] for f, _ in made] for i, h in enumerate(hots)}
+  oracle = np.mean([o for _, o in made], 0)
+  worst = max(busiest(x, ranks) for loads in each for l in loads for x in l)
+  fall = np.divide([f[0] for f, _ in made], [f[-1] for f, _ in made])
+  seconds = ablation.cpu_seconds(trainings)
+  text = f'falls by more than {falls:g} x'
+  return ablation.outcome(
+    run,
+    found,
+    [ablation.judged(text, fall - 1, falls - 1, seconds)],
+    'busiest over mean',
+    f'falls {experiment.numbers(fall, ".2f")} x; {each[0].shape[2]} experts on '
+    f'{ranks} ranks, hot by the loads of the step before, mean of '
+    f'{each[0].shape[0]} layers and steps 2 to {steps}; by those of the same '
+    f'step {experiment.numbers(oracle, ".2f")}; worst step without hot experts '
+    f'{worst:.2f}',
+    seconds,
+  )
+
+
+def _recorded(run, folder):
+  """(L, S, E) loads of a training, drawn."""
   rows, path = metrics.read(folder), run.results / plot_experts.NAME
   run.say(f'wrote {plot_experts.draw(rows, path, "loads")}')
-  loads = np.concatenate(
+  return np.concatenate(
     [
       np.swapaxes([r[name] for r in rows.values()], 0, 1)
       for name in rows[1]
       if name.startswith(plot_experts.PREFIX)
     ]
-  )  # (L, S, E)
+  )
+
+
+def _stragglers(loads, ranks, hots):
+  """[busiest over mean for each of hots], by the step before and by itself.
+
+  loads: (L, S, E).
+  """
   found, oracle = [], []
   for hot in hots:
     judged = [
@@ -178,18 +210,7 @@ def recorded_stragglers(run, *, steps, ranks, hots, falls):
     ]
     for row, value in zip((found, oracle), np.mean(judged, 0), strict=True):
       row.append(float(value))
-  fall = found[0] / found[-1]
-  text = lambda row: experiment.numbers(row, '.2f')
-  return claims.Outcome(
-    f'falls >= {falls:g} x',
-    f'{text(found)}: {fall:.2f} x',
-    f'busiest over mean, {loads.shape[2]} experts on {ranks} ranks, hot '
-    f'{experiment.numbers(hots)}, by the loads of the step before, mean of '
-    f'{loads.shape[0]} layers and steps 2 to {steps}; by those of the same '
-    f'step {text(oracle)}; worst step without hot experts '
-    f'{max(busiest(x, ranks) for layer in loads for x in layer):.2f}',
-    fall >= falls,
-  )
+  return found, oracle
 
 
 def share_devices(loads, devices):

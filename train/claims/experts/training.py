@@ -117,21 +117,29 @@ def specialise(run, *, variants, seeds, more, times):
   )
 
 
-def learn_better(run, *, variants, seeds, better, by):
+def learn_better(run, *, variants, seeds, better, by, shares):
   """LEARN: held-out bits per byte of one variant are fewer than another's.
 
   Args:
     variants, seeds: as for `specialise`.
     better: list of [name, name]: the first has fewer than the second, by more
       than `by`.
+    shares: list of [name, low, high, share]: the first gains more than such a
+      share of what `high` gains over `low`.
   """
   trainings = _trained(run, variants, seeds)
   seconds = ablation.cpu_seconds(trainings)
   found = ablation.numbers(trainings, 'bits_per_byte')
+  findings = [ablation.less(found, a, b, by, seconds) for a, b in better]
+  for name, low, high, share in shares:
+    gains = np.subtract(found[low], found[name])
+    wanted = share * np.subtract(found[low], found[high])
+    text = f'{name} gains over {low} {share:g} of what {high} does'
+    findings.append(ablation.judged(text, gains - wanted, 0.0, seconds))
   return ablation.outcome(
     run,
     found,
-    [ablation.less(found, a, b, by, seconds) for a, b in better],
+    findings,
     'bits per byte',
     f'of held-out text; {run.config.train.steps} steps',
     seconds,

@@ -1,9 +1,12 @@
 """Checks of sharded latents hold, and fail where what they check is broken."""
 
+import types
+
 import claim_cases
 import numpy as np
 
 from paraxis.models.mixers import latent_rotation
+from paraxis.train.claims import ablation
 from paraxis.train.claims.attention import latent as claims_latent
 
 
@@ -33,13 +36,19 @@ def test_numbers_of_a_cache_are_counted():
 def test_bits_of_parts_are_reported(monkeypatch):
   bits = {'exact': [2.0, 2.1], 'pca': [2.05, 2.15], 'identity': [2.3, 2.2]}
   monkeypatch.setattr(claims_latent, '_bits_of_variants', lambda *_: (bits, 6))
+  training = types.SimpleNamespace(record=dict(cpu_seconds=1))
+  monkeypatch.setattr(
+    ablation, 'trained', lambda *given: {'whole': [training] * 3}
+  )
   run, ask = claim_cases.run_of(), claims_latent.parts_of_their_own
   check = lambda at_most=0.1, order=('exact', 'pca', 'identity'): ask(
-    run, rows=2, prompt=8, order=order, at_most=at_most, variants={}
-  )
+    run, seeds=[0] * 3, rows=2, prompt=8, order=order, at_most=at_most,
+    variants={},
+  )  # fmt: skip
   found = check()
-  assert found.passed and found.measured == '2.000 2.050 2.300'
-  assert 'After an exact prefill of 8, the rest: exact 2.100' in found.caveat
+  assert found.passed and found.verdict == 'reproduced'
+  assert 'exact 2.0000 (2.0000 to 2.0000); pca 2.0500' in found.caveat
+  assert 'After an exact prefill of 8, the rest: exact 2.1000' in found.caveat
   assert not check(at_most=0.04).passed
   assert not check(order=('exact', 'identity', 'pca')).passed
   bits['pca'] = bits['identity']  # as if there were no rotation

@@ -119,14 +119,21 @@ def test_perplexity(monkeypatch):
     bits[float(params['mlp/up'][0])], {}, 800
   )
   step = types.SimpleNamespace(evaluate=None)
-  trained = types.SimpleNamespace(opened=(job, before))
-  monkeypatch.setattr(ablation, 'one', lambda *given: trained)
+  trained = types.SimpleNamespace(
+    opened=(job, before), record=dict(cpu_seconds=1)
+  )
+  monkeypatch.setattr(
+    ablation, 'trained', lambda *given: {'float': [trained] * 3}
+  )
   monkeypatch.setattr(step_lib, 'make', lambda *given: step)
   monkeypatch.setattr(evaluate, 'Evaluator', lambda *given: measure)
   monkeypatch.setattr(claims_quantized, 'rounded', lambda params: (after, 10))
-  ask = lambda at_most: claims_quantized.perplexity(run(), at_most=at_most)
+  ask = lambda at_most: claims_quantized.perplexity(
+    run(), seeds=[0] * 3, at_most=at_most
+  )
   found = ask(1.1)
-  assert found.passed and found.measured == f'{2**0.1:.4f}'
+  assert found.passed and f'4 bits over float {2**0.1:.4f}' in found.caveat
+  assert found.verdict == 'reproduced'
   assert '10 of 10 parameters in 4 bits' in found.caveat
   assert not ask(1.05).passed
   bits[1.0] = 2.0  # nothing was rounded

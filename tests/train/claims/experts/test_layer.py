@@ -271,12 +271,30 @@ def test_variants_are_compared(monkeypatch, tmp_path):
   run = run_of('demons_lbl', folder=tmp_path)
   given = dict(variants={'a': {}, 'b': {}}, seeds=[0, 1, 2])
   better = lambda *pair, by=0.0: claims_expert_training.learn_better(
-    run, better=[pair], by=by, **given
+    run, better=[pair], by=by, shares=[], **given
   )
   assert better('a', 'b', by=0.19).verdict == 'reproduced'
   assert not better('a', 'b', by=0.2).passed
   assert better('b', 'a').verdict == 'opposite'
   assert not better('a', 'a').passed  # equal to the bit
+
+
+def test_a_share_of_a_gain_is_judged(monkeypatch, tmp_path):
+  """low - high is 0.4 in each seed, low - mine 0.3, 0.28 and 0.32."""
+  rows = {'low': [2.4, 2.5, 2.6], 'high': [2.0, 2.1, 2.2]}
+  rows['mine'] = [2.1, 2.22, 2.28]
+  bits = {f'{n}-{i}': x for n, row in rows.items() for i, x in enumerate(row)}
+  claim_cases.trains_to(monkeypatch, bits)
+  check = lambda share, *names: claims_expert_training.learn_better(
+    run_of('demons_lbl', folder=tmp_path),
+    variants={name: {} for name in rows}, seeds=[0, 1, 2], better=[], by=0.0,
+    shares=[[*names, share]],
+  )  # fmt: skip
+  found = check(0.5, 'mine', 'low', 'high')
+  assert found.passed and found.measured.startswith('0.1000 +-')
+  assert found.expected == 'mine gains over low 0.5 of what high does'
+  assert not check(0.75, 'mine', 'low', 'high').passed
+  assert not check(0.5, 'low', 'low', 'high').passed
 
 
 def test_experts_specialise_more_or_less(monkeypatch, tmp_path):
@@ -304,14 +322,19 @@ def test_experts_specialise_more_or_less(monkeypatch, tmp_path):
 
 def test_recorded_stragglers(monkeypatch):
   rows = {step: {'experts/load/a': [[6, 0, 1, 1]]} for step in (1, 2)}
-  training = types.SimpleNamespace(folder=None)
-  monkeypatch.setattr(ablation, 'one', lambda *given: training)
+  training = types.SimpleNamespace(folder=None, record=dict(cpu_seconds=1))
+  monkeypatch.setattr(
+    ablation, 'trained', lambda *given: {'loads': [training] * 3}
+  )
   monkeypatch.setattr(metrics, 'read', lambda folder: rows)
   monkeypatch.setattr(plot_experts, 'draw', lambda rows, path, title: path)
   check = lambda falls: claims_expert_loads.recorded_stragglers(
-    run_of('hecate'), steps=2, ranks=2, hots=[0, 1], falls=falls
+    run_of('hecate'), seeds=[0] * 3, steps=2, ranks=2, hots=[0, 1], falls=falls
   )
-  assert check(1.19).passed and check(1.19).measured == '1.50 1.25: 1.20 x'
+  found = check(1.19)
+  assert found.passed and found.verdict == 'reproduced'
+  assert '0 hot 1.5000' in found.caveat and '1 hot 1.2500' in found.caveat
+  assert 'falls 1.20 1.20 1.20 x' in found.caveat
   assert not check(1.21).passed
 
 
