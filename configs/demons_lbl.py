@@ -76,10 +76,12 @@ def claims():
 
 
 def knockouts():
-  """No loss that balances."""
+  """No loss that balances; loads that are counted in each microbatch."""
   off = {'model.experts.balance': 0.0}
+  narrow = {'model.experts.balance_scope': 'microbatch'}
   return [
     ('a_balance_loss', 'scopes on one device, and of one batch', off),
+    ('loads_of_a_step', 'loads of a step, in any layout', narrow),
     ('balancing', 'domain and expert, the batch over a row', off),
     ('wide_balancing', 'held-out text, the wider the better', off),
   ]
