@@ -2,8 +2,10 @@
 
 paper: arXiv:2410.16663
 mechanism: pallas_kernels/attention/blocks.py,
-  pallas_kernels/decode_attention/schedule.py, sharding/tensor/rings.py
-test: tests/train/claims/attention/test_kernels.py,
+  pallas_kernels/decode_attention/schedule.py,
+  pallas_kernels/decode_attention/host.py, sharding/tensor/rings.py
+test: tests/pallas_kernels/decode_attention/test_host.py,
+  tests/train/claims/attention/test_kernels.py,
   tests/train/claims/layouts/test_tensor.py
 run: paraxis reproduce fast_attention
 cost: 55 CPU-seconds
@@ -18,8 +20,8 @@ differs: the paper's kernels are for Ascend NPUs and Volta GPUs and its results
   Tiles of the mask are computed, not read from a matrix of 2M x 2M, whose
   slices they are shown to be; the two levels are the block in on-chip memory
   and the compiler's own tiles. The all-reduce of the projection is a ring of
-  pieces, cut by tokens. Attention on the host is in claims only: NumPy, over
-  keys that it keeps, beside nothing of the device's work.
+  pieces, cut by tokens. Attention on the host is NumPy over keys that it keeps,
+  beside nothing of the device's work; no cache is kept there yet.
 """
 
 from paraxis.configs import presets

@@ -12,6 +12,7 @@ import numpy as np
 
 from paraxis.pallas_kernels.attention import blocks as attention_blocks
 from paraxis.pallas_kernels.attention import op as attention
+from paraxis.pallas_kernels.decode_attention import host as decode_host
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 from paraxis.train.claims import experiment
@@ -65,18 +66,6 @@ def no_mask():
   return knockouts.patched(attention_blocks, 'block_kinds', full)
 
 
-def _on_host(q_B1NH, k_BSKH, v_BSKH, scale):
-  """Attention of one query a row in NumPy -> (o, lse)."""
-  groups = q_B1NH.shape[2] // k_BSKH.shape[2]
-  k, v = (np.repeat(x, groups, 2) for x in (k_BSKH, v_BSKH))
-  score = scale * np.einsum('btnh,bsnh->btns', q_B1NH, k)
-  top = score.max(-1, keepdims=True)
-  weight = np.exp(score - top)
-  total = weight.sum(-1, keepdims=True)
-  o = np.einsum('btns,bsnh->btnh', weight / total, v)
-  return o, (top + np.log(total))[..., 0]
-
-
 def host_part(run, *, slots, on_host, rows, shape, within):
   """EQ: slots that stay on the host, the rest on the device, merged by lse.
 
@@ -100,7 +89,7 @@ def host_part(run, *, slots, on_host, rows, shape, within):
 
     whole = device(0)
     for first in on_host:
-      host = _on_host(q, k[:, :first], v[:, :first], mask.scale)
+      host = decode_host.attend(q, k[:, :first], v[:, :first], mask.scale)
       both = decode_schedule.merge(host, device(first))
       gaps += map(experiment.gap, both, whole)
   crossing, kept = rows * n * (2 * h + 1), 2 * rows * max(on_host) * kv * h
