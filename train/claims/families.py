@@ -4,12 +4,21 @@ A family is what a few fields of the configuration say: a pattern of layers
 (models/layer.py), a tokenizer. All else is shared: width, depth, optimizer,
 batches. Held-out loss is reported in bits per byte and drawn beside the
 training losses. The number of parameters differs between families.
+
+What a family has to beat is `unigram`: guessing every held-out token by how
+often it is there, which no model without context does better.
 """
 
 import itertools
+import math
 
+import numpy as np
+
+from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
+from paraxis.train.data import batches
+from paraxis.train.data import token_cache
 from paraxis.train.plot import figures
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import metrics
@@ -62,18 +71,37 @@ def train(run, configs, seeds):
   return found, ablation.cpu_seconds(trainings)
 
 
-def learn(run, *, families, fields, seeds, at_most, better):
+def unigram(config) -> float:
+  """Bits per byte of the held-out text, its tokens' frequencies known.
+
+      sum_v -n_v log2(n_v / n) / bytes
+
+  n_v of all n targets that an evaluation of the config reads are token v.
+  """
+  tokenizer = tokenizer_lib.load(config.data.tokenizer)
+  corpus = token_cache.tokens(config, tokenizer, lambda line: None)
+  held_out = batches.evaluation(config, corpus)
+  read = [held.batch_at(i) for held in held_out for i in range(len(held))]
+  targets = np.concatenate([b.targets[b.weights > 0] for b in read])
+  count = np.unique(targets, return_counts=True)[1]
+  bits = math.fsum(-count * np.log2(count / count.sum()))
+  return bits / sum(held.n_bytes for held in held_out)
+
+
+def learn(run, *, families, fields, seeds, better):
   """LEARN: held-out bits per byte of each family after the same training.
+
+  All are below `unigram`, by their own tokens.
 
   Args:
     families: {name: {'section.field': value}}. fields: likewise, of all.
     seeds: of the trainings.
-    at_most: {name: bits per byte}.
     better: list of [name, name, by]: the first has fewer by more than so many.
   """
   configs = {
     n: experiment.fields(run.config, fields, f) for n, f in families.items()
   }
+  bounds = {n: round(unigram(c), 3) for n, c in configs.items()}
   found, seconds = train(run, configs, seeds)
   read = {
     f'{c.train.steps * c.train.batch_size * c.data.sequence_length:,}'
@@ -82,9 +110,10 @@ def learn(run, *, families, fields, seeds, at_most, better):
   return ablation.outcome(
     run,
     found,
-    [ablation.at_most(n, found[n], at_most[n], seconds) for n in families]
+    [ablation.at_most(n, found[n], bounds[n], seconds) for n in families]
     + [ablation.less(found, a, b, by, seconds) for a, b, by in better],
     'bits per byte',
-    f'of held-out text after {", ".join(sorted(read))} tokens',
+    f'of held-out text after {", ".join(sorted(read))} tokens; the bounds are '
+    'its tokens guessed by their frequency alone',
     seconds,
   )
