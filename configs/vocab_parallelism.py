@@ -6,20 +6,25 @@ mechanism: sharding/rules.py, sharding/tensor/vocabulary.py,
 test: tests/train/claims/layouts/test_vocabulary.py,
   tests/train/claims/pipeline/test_schedules.py
 run: paraxis reproduce vocab_parallelism
-cost: 310 CPU-seconds
+cost: 390 CPU-seconds
 expect: EQ 2e-15, tied or not; HLO every device holds V h / (p t) numbers of the
   embedding and head, and equal state; SIM the busiest stage does the mean, for
   any V, and is 1.16 to 2.12 times as fast as even layers with the head on the
   last stage, 1.11 to 1.33 as layers moved away from it (the paper: 1.05 to
-  1.51); AOT, which needs libtpu, 10.4 to 13.7 GiB on every device of 8, where
-  an unsharded embedding and head would make stages differ by 13 to 53%. Nearly
-  all of the time is for AOT.
+  1.51); AOT, which needs libtpu, from 32k to 256k words every stage of 8 grows
+  from 10.4 to 13.4 GiB, 1.000 of an even share of 18 bytes a number of both
+  ends; a stage with whole ends from 13.6 to 39.5, the others at 10.0, 27% and
+  75% less. Nearly all of the time is for AOT.
 differs: one all-reduce of statistics and one of gradients for each microbatch,
   the loss between F and B of one tick; the paper delays them by one tick. All
-  devices run one program, so the compiler reports one peak; memory with an
-  unsharded embedding and head is calculated, at 16 bytes a number and without
-  logits. Times count operations alone: all-reduces are free, small matrices as
-  fast as large ones. 1F1B in phased ticks holds 2 p - 1 inputs on every stage.
+  devices run one program, so the compiler reports one peak: an unequal stage is
+  one of a program whose stages all hold both ends (in the paper the embedding
+  is on the first, the head on the last), and one without any is extrapolated to
+  V = 0. 18 bytes as Megatron-LM counts them, 4 of the gradient, no logits; at
+  16 it is 1.125 of an even share. Whole ends as compiled grow by 25.8 GiB, with
+  logits, an even share of which is 3.2, not 3.0. Times count operations alone:
+  all-reduces are free, small matrices as fast as large ones. 1F1B in phased
+  ticks holds 2 p - 1 inputs on every stage.
 """
 
 from paraxis.configs import presets
@@ -65,7 +70,7 @@ def claims():
     speedups=list(speedups),
   )  # fmt: skip
   memory = dict(
-    check=vocabulary.balanced_memory,
+    check=vocabulary.growth,
     mesh=f'stage={STAGES}', topology='v5p:2x2x2',
     model={
       'model.d_model': 3072, 'model.d_ff': 12288, 'model.num_layers': 32,
@@ -74,7 +79,7 @@ def claims():
       'train.remat': 'full', 'train.batch_size': MICROBATCHES,
       'pipeline.microbatches': MICROBATCHES,
     },
-    vocabularies=VOCABULARIES, within=0.05,
+    vocabularies=[VOCABULARIES[0], VOCABULARIES[-1]], within=0.05,
   )  # fmt: skip
   moved = faster('redistributed', 1.16, 1.16, 1.11, 1.33)
   return [
@@ -88,18 +93,18 @@ def claims():
       '1.05 to 1.51',
     ),
     ('faster than layers moved', 'SIM', moved, '1.05 to 1.51'),
-    ('memory of all stages', 'AOT', memory, 'balanced'),
+    ('growth of a stage, 32k to 256k', 'AOT', memory, 'even'),
   ]
 
 
 def knockouts():
   """The head on the last stage; ends that no stage shares."""
+  from paraxis.train.claims.layouts import vocabulary
   from paraxis.train.claims.pipeline import schedules
 
-  whole = {'mesh.rules': 'fsdp_tensor vocab=tensor'}
   return [
     ('spread_head', 'work of the busiest stage', schedules.head_last),
     ('shared_work', 'faster than even layers', schedules.head_last),
-    ('shared_ends', 'bytes of the ends by device', whole),
-    ('shared_memory', 'memory of all stages', whole),
+    ('shared_ends', 'bytes of the ends by device', vocabulary.WHOLE),
+    ('shared_memory', 'growth of a stage, 32k to 256k', vocabulary.WHOLE),
   ]

@@ -4,6 +4,7 @@ Embedding and head are the same work and the same bytes on every device, p
 stages of t tensor shards each (vocabulary parallelism, arXiv:2411.05288):
 
     head on one device    V h / (p t) numbers
+    what V adds to one    1 / p of what it adds to a stage with both ends whole
     work of a stage       (L l + x) / p,  against  L l / p + x  of the last one
 
 where the head is x = 2 h V operations a token and a layer l = 24 h^2 + 4 s h
@@ -16,7 +17,6 @@ layers, s tokens of a row.
 import math
 
 import jax
-import numpy as np
 
 from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.planner import simulate
@@ -93,6 +93,9 @@ def imbalance(run, *, shape, stages, microbatches, vocabularies):
   )
 
 
+WHOLE = {'mesh.rules': 'fsdp_tensor vocab=tensor'}  # ends on every stage
+
+
 def _compiled(config, topology):
   """(bytes of a device at the worst moment, [bytes of state of each device]).
 
@@ -108,44 +111,53 @@ def _compiled(config, topology):
   return memory.peak + memory.code + optimizer, list(held.values())
 
 
-def balanced_memory(run, *, mesh, topology, model, vocabularies, within):
-  """AOT: memory of the devices of all stages, for vocabularies of any size.
+def growth(run, *, mesh, topology, model, vocabularies, within):
+  """AOT: what a larger vocabulary adds to a stage, the ends spread or on one.
 
-  All devices run one program, so the compiler reports one worst moment for all;
-  what they hold of the state is counted device by device. What V adds must be
-  about 1 / p of what both ends have: 16 bytes a number, with the gradient and
-  two numbers of Adam (and some for logits).
+  Unequal stages: one has both ends, whole. Spread over p stages, V must add to
+  each 1 / p of 18 bytes for every number of the ends (as Megatron-LM counts:
+  the parameter, its gradient, two numbers of Adam in float32 and a copy in
+  bfloat16 for products), without any logits. It may add no more than 1 / p of
+  what it adds to the unequal stage as compiled, and all must hold the same
+  bytes of the state, counted device by device.
 
-  For comparison, what whole ends on the first and the last stage would leave on
-  each, logits, p times as large there, not counted.
+  All devices run one program, for which the compiler reports one worst moment.
+  That of the unequal stage is of a program in which every stage holds whole
+  ends; a stage without any is what is left of an even one at V = 0, on the line
+  through both vocabularies.
 
   Args:
     model: {'section.field': value} beyond the config's.
-    vocabularies: [V, ...], rising. within: (most - least) / most allowed.
+    vocabularies: [V, larger V].
+    within: relative, of the growth; and of the state, (most - least) / most.
   """
-  ours, apart, whole = [], [], []
-  for vocabulary in vocabularies:
-    size = {'model.vocab_size': vocabulary}
-    config = experiment.laid_out(run.config, mesh, model, size)
-    peak, held = _compiled(config, topology)
-    ours.append(peak)
-    apart.append(1 - min(held) / max(held))
-    end = 16 * vocabulary * config.model.d_model
-    whole.append(peak - 2 * end / config.mesh.stage + np.array([end, 0]))
-  share = 32 * np.diff(vocabularies) * config.model.d_model / config.mesh.stage
-  grown = (np.diff(ours) / share).max()
-  gib = lambda x: f'{x / 2**30:.1f}'
+  peaks, apart = {}, []
+  for name, rules in dict(even={}, whole=WHOLE).items():
+    peaks[name] = []
+    for vocabulary in vocabularies:
+      size = {'model.vocab_size': vocabulary}
+      config = experiment.laid_out(run.config, mesh, model, rules, size)
+      peak, held = _compiled(config, topology)
+      peaks[name].append(peak)
+      apart.append(1 - min(held) / max(held))
+  (first, last), p = vocabularies, config.mesh.stage
+  even, whole = (high - low for low, high in peaks.values())
+  counted = 2 * 18 * (last - first) * config.model.d_model
+  share, least = p * even / counted, peaks['even'][0]
+  without = least - even * first / (last - first)
+  less = [f'{1 - without / x:.0%}' for x in peaks['whole']]
+  gib = lambda *sizes: experiment.numbers([x / 2**30 for x in sizes], '.1f')
   return claims.Outcome(
-    f'<= {within:.0%} apart',
-    f'{max(apart):.0%} apart',
-    f'{topology}, {mesh}, V = '
-    f'{", ".join(f"{v // 1024}k" for v in vocabularies)}: '
-    f'{", ".join(map(gib, ours))} GiB on every device, optimizer included, '
-    f'growing by {grown:.2f} of an even share of the ends at most. Whole ends '
-    'on two stages: '
-    + ', '.join(f'{gib(high)} and {gib(low)}' for high, low in whole)
-    + ' GiB, '
-    + ', '.join(f'{1 - low / high:.0%}' for high, low in whole)
-    + ' apart',
-    max(apart) <= within and grown <= 2,
+    f'1 +-{within:.2f} of an even share',
+    f'{share:.3f}',
+    f'{topology}, {mesh}, optimizer included, GiB at V = '
+    f'{" ".join(f"{v // 1024}k" for v in vocabularies)}: every stage, ends '
+    f'spread, {gib(*peaks["even"])}, state {max(apart):.0%} apart; a stage '
+    f'with whole ends {gib(*peaks["whole"])}, and {gib(without)} without '
+    f'(extrapolated), {" and ".join(less)} less. V adds {gib(even, whole)}, '
+    f'the first {p * even / whole:.3f} of an even share of the second, which '
+    f'has its logits; counted without, {gib(counted / p, counted)}',
+    abs(share - 1) <= within
+    and p * even <= (1 + within) * whole
+    and max(apart) <= within,
   )

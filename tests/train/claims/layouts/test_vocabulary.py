@@ -44,24 +44,31 @@ def test_work_is_even():
   assert f'{(4 + head) / (4 + head / 8):.2f}, as' in right.caveat
 
 
-def test_memory_is_balanced(monkeypatch):
+def test_a_vocabulary_adds_an_even_share_to_a_stage(monkeypatch):
   def compiled(config, topology):
     assert topology == 'v5p:2x2x1' and config.mesh.stage == 4
-    end = 16 * config.model.vocab_size * config.model.d_model
-    return 2**30 + grown * 2 * end // 4, held
+    end = 18 * config.model.vocab_size * config.model.d_model
+    whole = config.mesh.rules.endswith('vocab=tensor')
+    return 2**30 + (alone if whole else spread) * 2 * end, held
 
   monkeypatch.setattr(claims_vocabulary, '_compiled', compiled)
-  check = lambda: claims_vocabulary.balanced_memory(
-    run(), mesh='stage=4', topology='v5p:2x2x1', model={'model.d_model': 1024},
+  check = lambda rules='fsdp_tensor': claims_vocabulary.growth(
+    run(), mesh='stage=4', topology='v5p:2x2x1',
+    model={'model.d_model': 1024, 'mesh.rules': rules},
     vocabularies=VOCABULARIES, within=0.05,
   )  # fmt: skip
-  grown, held = 1, [100] * 4
+  alone, spread, held = 1.1, 0.26, [100] * 4
   right = check()
-  assert right.passed and 'growing by 1.00 of' in right.caveat
-  # 1 GiB, and of both ends, of 4 GiB each, a quarter: whole on two of four.
-  assert '3.0 GiB on every device' in right.caveat
-  assert '5.0 and 1.0 GiB, 33%, 80% apart' in right.caveat
+  assert right.passed and right.measured == '1.040'
+  # 1 GiB and of both ends, 1.125 GiB or 9, 0.26 or 1.1.
+  assert 'ends spread, 1.3 3.3, state 0% apart' in right.caveat
+  assert 'whole ends 2.2 10.9, and 1.0 without' in right.caveat
+  assert ', 55% and 91% less. V adds 2.0 8.7' in right.caveat
+  assert 'the first 0.945 of an even share' in right.caveat
+  assert not check('fsdp_tensor vocab=tensor').passed  # ends on every stage
   held = [100, 100, 100, 90]
-  assert not check().passed and check().measured == '10% apart'
-  grown, held = 4, [100] * 4  # whole on every stage
   assert not check().passed
+  alone, held = 0.9, [100] * 4  # the unequal stage grows by less
+  assert not check().passed
+  alone, spread = 1.1, 0.23
+  assert not check().passed and check().measured == '0.920'
