@@ -22,6 +22,22 @@ from paraxis.configs import presets
 from paraxis.configs import schema
 
 DEEP = 35  # stages of three layers, each on a node of eight
+# One device, and the shipped text, with the model's recipe.
+SMALL = {
+  'mesh.stage': 1, 'mesh.data': 1, 'mesh.tensor': 1, 'mesh.zero': 0,
+  'pipeline.schedule': 'gpipe', 'pipeline.microbatches': 0,
+  'model.d_model': 128, 'model.d_ff': 512, 'model.num_layers': 4,
+  'model.num_heads': 4, 'model.vocab_size': 2048, 'model.dtype': 'float32',
+  'model.max_positions': 256, 'data.tokenizer': 'bpe2048',
+  'data.sequence_length': 256, 'optimizer.learning_rate': 3e-3,
+  'optimizer.warmup_steps': 20, 'train.batch_size': 16,
+  'train.eval_batches': 4, 'train.remat': 'none', 'checkpoint.every': 200,
+}  # fmt: skip
+# 1,920 rows: 2 more every 20 steps from 2 on, and 16 from the start on.
+RAMPS = {
+  'ramp': {'train.batch_ramp': '2:2:20', 'train.steps': 190},
+  'constant': {'train.batch_ramp': '', 'train.steps': 120},
+}
 
 
 def get_config():
@@ -49,6 +65,7 @@ def get_config():
 def claims():
   """What `paraxis reproduce megatron_turing` checks."""
   from paraxis.train.claims import experiment
+  from paraxis.train.claims import families
   from paraxis.train.claims.layouts import memory
   from paraxis.train.claims.pipeline import schedules
   from paraxis.train.claims.pipeline import step
@@ -82,6 +99,10 @@ def claims():
     topology='v5p:8x8x16', cases={'ZeRO-1': {'model.vocab_size': 51200}},
     fits={'ZeRO-1': True},
   )  # fmt: skip
+  ramped = dict(
+    check=families.learn, families=RAMPS, fields=SMALL, seeds=[0, 1, 2],
+    better=[['ramp', 'constant', 0.0]],
+  )  # fmt: skip
   return [
     ('equal to one device', 'EQ', equal, None),
     ('bubble on 280, 350, 420 nodes', 'SIM', bubble, None),
@@ -89,6 +110,7 @@ def claims():
     ('hosts that a data group spans', 'SIM', host('data', 8), None),
     ('530B in 80 GB, ZeRO 0 and 1', 'SIM', fits, None),
     ('530B on 1,024 chips', 'AOT', compiled, None),
+    ('a growing batch, equal tokens', 'LEARN', ramped, None),
   ]
 
 
