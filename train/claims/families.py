@@ -17,6 +17,7 @@ import numpy as np
 from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
+from paraxis.train.data import batch_ramp
 from paraxis.train.data import batches
 from paraxis.train.data import token_cache
 from paraxis.train.plot import figures
@@ -88,6 +89,13 @@ def unigram(config) -> float:
   return bits / sum(held.n_bytes for held in held_out)
 
 
+def tokens(config) -> int:
+  """Tokens that a training reads."""
+  steps, ramp = config.train.steps, batch_ramp.of(config)
+  rows = ramp.before(steps) if ramp else steps * config.train.batch_size
+  return rows * config.data.sequence_length
+
+
 def learn(run, *, families, fields, seeds, better):
   """LEARN: held-out bits per byte of each family after the same training.
 
@@ -103,10 +111,7 @@ def learn(run, *, families, fields, seeds, better):
   }
   bounds = {n: round(unigram(c), 3) for n, c in configs.items()}
   found, seconds = train(run, configs, seeds)
-  read = {
-    f'{c.train.steps * c.train.batch_size * c.data.sequence_length:,}'
-    for c in configs.values()
-  }
+  read = {f'{tokens(c):,}' for c in configs.values()}
   return ablation.outcome(
     run,
     found,

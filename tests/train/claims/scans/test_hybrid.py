@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from paraxis.configs.base import command_line
 from paraxis.models.mixers import mamba
 from paraxis.train.claims import experiment
 from paraxis.train.claims import families as claims_families
@@ -196,6 +197,19 @@ def test_frequencies_alone_are_the_entropy_of_the_held_out_text(run, tmp_path):
   n = sum(count.values())
   bits = sum(k * math.log2(n / k) for k in count.values()) / len(held)
   assert claims_families.unigram(config) == pytest.approx(bits)
+
+
+def test_a_growing_batch_reads_as_much_as_the_constant_one():
+  config = claim_cases.run_of('megatron_turing').config
+  module = command_line.load_module('megatron_turing')
+  ramp, constant = (
+    experiment.fields(config, module.SMALL, f) for f in module.RAMPS.values()
+  )
+  read, steps = claims_families.tokens, ramp.train.steps
+  sizes = [min(16, 2 + 2 * (t // 20)) for t in range(steps)]
+  assert read(ramp) == read(constant) == sum(sizes) * 256
+  shorter = experiment.fields(ramp, {'train.steps': steps - 1})
+  assert read(shorter) == read(ramp) - 16 * 256
 
 
 def test_families_are_trained_alike(run, monkeypatch):
