@@ -135,7 +135,8 @@ def most_that_fits(run, *, vary, given, start, model, layouts, at_least, close):
     model: fields of schema.Model beyond the config's.
     layouts: {name: {'topology': for sharding/meter/aot.py, 'mesh': fields of
       schema.Mesh}}; those after the second are only reported.
-    at_least: the first, divided by the second. close: see `most`.
+    at_least: the first, divided by the second; while it is above 1, less than
+      this is `direction only`. close: see `most`.
   """
   found = {
     name: _largest(run.config, model, layout, vary, given, start, close)
@@ -153,5 +154,6 @@ def most_that_fits(run, *, vary, given, start, model, layouts, at_least, close):
     f'{vary} at {given:,} {other}: {"; ".join(lines)}; each to {close:.0%}; '
     'gradient program and optimizer, compiled at the lowest effort, nothing '
     'run',
-    first >= at_least * second > 0,
+    first > second > 0,
+    '' if first >= at_least * second else claims.VERDICTS[1],
   )

@@ -74,14 +74,15 @@ def chips(monkeypatch):
   return asked
 
 
-def fits(run, at_least, **given):
+def fits(run, at_least, wide_first=False, **given):
+  layouts = {
+    'long': dict(topology='8', mesh=dict(context=8, context_form='rsa')),
+    'wide': dict(topology='2', mesh=dict(tensor=2, sequence=False)),
+  }
   return claims_fits.most_that_fits(
     run,
     model=dict(position='learned', num_layers=3),
-    layouts={
-      'long': dict(topology='8', mesh=dict(context=8, context_form='rsa')),
-      'wide': dict(topology='2', mesh=dict(tensor=2, sequence=False)),
-    },
+    layouts=dict(reversed(layouts.items())) if wide_first else layouts,
     at_least=at_least,
     close=0.0,
     **given,
@@ -94,7 +95,10 @@ def test_layouts_are_compared(run, chips):
   assert outcome.passed and outcome.measured == '4.0x'  # 396 / 99
   assert 'long 396 (8 chips' in outcome.caveat
   assert 'wide 99 (2 chips' in outcome.caveat
-  assert not fits(run, 4.01, **rows).passed
+  found = fits(run, 4.01, **rows)
+  assert found.passed and found.verdict == 'direction only'
+  assert not outcome.verdict
+  assert not fits(run, 0.1, wide_first=True, **rows).passed
   tokens = dict(vary='tokens', given=1, start=64)
   outcome = fits(run, 4, **tokens)
   assert outcome.passed and outcome.measured == '4.1x'  # 3136 / 768, by 64
