@@ -2,10 +2,11 @@
 
 paper: arXiv:2406.07887
 mechanism: models/mixers/mamba.py, models/layer.py,
-  train/claims/scans/hybrid.py, train/claims/scans/recall.py
+  train/claims/scans/hybrid.py, train/claims/scans/recall.py,
+  train/claims/tasks.py
 test: tests/models/mixers/test_mamba.py,
   tests/train/claims/scans/test_hybrid.py,
-  tests/train/claims/scans/test_decays.py
+  tests/train/claims/scans/test_decays.py, tests/train/claims/test_tasks.py
 run: paraxis reproduce mamba_hybrid
 cost: 1,900 CPU-seconds
 expect: EQ 2e-15 what decays leave of a state, decoded and packed 3e-16, layouts

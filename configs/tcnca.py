@@ -73,11 +73,12 @@ def claims():
       'model.embedding_scale': 8.0, 'model.tcn.chunk': 16,
     },
     variants={'repeated far': {}, 'repeated near': short['near']},
-    steps=120, seeds=[0], pair=['repeated far', 'repeated near'], apart=1.5,
+    steps=120, seeds=[0, 1, 2], pair=['repeated far', 'repeated near'],
+    apart=1.5,
   )  # fmt: skip
   text = dict(
     check=tcn.bits_by_reach, variants={'far': {}} | short, pair=['two', 'far'],
-    seeds=[0], apart=0.1, verdict='opposite',
+    seeds=[0, 1, 2], apart=0.1, verdict='opposite',
   )  # fmt: skip
   return [
     ('receptive field', 'EQ', field, None),

@@ -15,11 +15,12 @@ from paraxis.models.mixers import mamba
 from paraxis.train.claims import experiment
 from paraxis.train.claims import families as claims_families
 from paraxis.train.claims import knockouts
+from paraxis.train.claims import tasks
 from paraxis.train.claims.scans import hybrid as claims_hybrid
 from paraxis.train.claims.scans import recall as claims_recall
 from paraxis.train.run import metrics
 
-TASK = claims_recall.Task(
+TASK = tasks.Recall(
   pairs=4, words=2, digits=2, choices=4, values=5, unseen=4, mix=(2, 4)
 )
 
@@ -93,8 +94,8 @@ def answers(batch, row):
 
 
 def test_what_is_asked_was_bound_once(run):
-  held = claims_recall.draw(TASK, 6, 0, held_out=True)
-  seen = claims_recall.draw(TASK, 6, 0)
+  held = tasks.draw(TASK, 6, 0, held_out=True)
+  seen = tasks.draw(TASK, 6, 0)
   kept = {tuple(n) for n in TASK.names(True)}
   for row in range(6):
     bound, asked = answers(held, row)
@@ -109,9 +110,9 @@ def test_what_is_asked_was_bound_once(run):
   where = np.flatnonzero(held.weights[0])
   assert (held.targets[0][where] == held.tokens[0][where + 1]).all()
   assert where.tolist() == [16 + 4 * n + i for n in range(4) for i in (1, 2)]
-  again = claims_recall.draw(TASK, 6, 0, held_out=True)
+  again = tasks.draw(TASK, 6, 0, held_out=True)
   assert (again.tokens == held.tokens).all()
-  other = claims_recall.draw(TASK, 6, 1, held_out=True)
+  other = tasks.draw(TASK, 6, 1, held_out=True)
   assert (other.tokens != held.tokens).any()
 
 
@@ -146,13 +147,35 @@ def test_recall_trains_measures_and_draws(run, monkeypatch):
   found = recalled(run, both, [['b', 'a', 0.7]])
   assert found.passed and found.verdict == 'direction only'
   assert 'a below 50%: not learned' in found.caveat
+  against = recalled(run, both, [['b', 'a', 0.7, 'not reproduced']])
+  assert against.passed and against.verdict == 'not reproduced'
+
+
+def test_a_model_has_fields_of_its_own_and_states_are_trained(run):
+  task = dict(kind='parity', length=16, mix=[4, 8])
+  found = claims_recall.recall(
+    run, task=task, seeds=[0], more=[['a', 'b', -1.0]], learned={},
+    models={'a': ['R', 1, {'model.recurrent.conv_width': 1}], 'b': ['M', 1]},
+    picture='parity.png',
+    fields={'model.d_model': 32, 'train.steps': 1, 'train.batch_size': 4},
+  )  # fmt: skip
+  assert found.passed and found.verdict == 'direction only'
+  assert 'after 9 to 16 bits' in found.caveat
+  assert 'up to 8 bits, the longest in training: a 0.' in found.caveat
+  names = [p.name for p in run.results.iterdir()]
+  assert {'parity_a-0', 'parity_b-0', 'parity.png'} <= set(names)
+  width = lambda *own: (
+    claims_recall._config(
+      run, tasks.make(**task), {}, 'R', 1, *own
+    ).model.recurrent.conv_width
+  )
+  assert width({'model.recurrent.conv_width': 1}) == 1
+  assert width() == run.config.model.recurrent.conv_width
 
 
 def test_recall_resumes_where_it_stopped(run, tmp_path):
-  config = claims_recall._config(
-    run, TASK, 'F', 1,
-    {'model.d_model': 32, 'train.steps': 4, 'train.batch_size': 4},
-  )  # fmt: skip
+  fields = {'model.d_model': 32, 'train.steps': 4, 'train.batch_size': 4}
+  config = claims_recall._config(run, TASK, fields, 'F', 1)
   train = lambda folder, say: claims_recall.train(config, TASK, 2, folder, say)
   whole, said = train(tmp_path / 'whole', lambda line: None), []
 
@@ -168,7 +191,7 @@ def test_recall_resumes_where_it_stopped(run, tmp_path):
 
 
 def test_an_answer_is_right_when_all_its_digits_are():
-  batch = claims_recall.draw(TASK, 2, 0, held_out=True)
+  batch = tasks.draw(TASK, 2, 0, held_out=True)
 
   class Model:
     """Says the target, but for the last digit of the first answer."""
@@ -181,7 +204,7 @@ def test_an_answer_is_right_when_all_its_digits_are():
       return z.at[0, 18].set(-z[0, 18])
 
   found = claims_recall.right(Model(), TASK, {}, batch)
-  assert float(found) == pytest.approx(7 / 8)
+  assert found.tolist() == pytest.approx([7 / 8])
 
 
 def test_frequencies_alone_are_the_entropy_of_the_held_out_text(run, tmp_path):
