@@ -34,7 +34,7 @@ FAMILIES = {
   'attention': 'F', 'gated linear': 'G', 'Mamba-2': 'M', 'hybrid': 'M-M-*-',
   'ParaGRU': 'R', 'ParaLSTM': 'L',
 }  # fmt: skip
-# The phone book: names of two words, each one of 128, and numbers of two digits.
+# The phone book: names of two words, each one of 128; numbers of two digits.
 BOOK = dict(
   pairs=16, mix=[2, 4, 8, 16], words=2, digits=2, choices=128, values=16,
   unseen=4,
