@@ -33,7 +33,8 @@ class Mesh:
   tensor: int = field(1, 'shards of heads, mlp and vocabulary')
   rules: str = field(
     'fsdp_tensor',
-    'preset in sharding/rules.py that maps logical to mesh axes',
+    'preset in sharding/rules.py that maps logical to mesh axes; auto: tensor '
+    'has what the program of the model lets it split',
   )
   zero: int = field(
     0,

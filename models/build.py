@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from paraxis.configs import schema
+from paraxis.models import batch as batch_lib
 from paraxis.models import checks as model_checks
 from paraxis.models import decoder
 from paraxis.models import layer
@@ -23,6 +24,8 @@ from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.pipeline import schedules
+from paraxis.sharding.planner import auto_rules
+from paraxis.sharding.planner import program_axes
 from paraxis.sharding.sequence import attention as context
 from paraxis.sharding.sequence import order as context_order
 from paraxis.sharding.sequence import scan
@@ -218,6 +221,40 @@ def _token_order(mesh, model, attending, letters):
   return 'contiguous'
 
 
+@functools.lru_cache(maxsize=16)
+def program_axes_of(model):
+  """(shapes of parameters, their logical names, program_axes.Axes).
+
+  model: schema.Model. It is traced for one CPU device, where no kernel hides a
+  product.
+  """
+  made = decoder.Decoder(
+    dataclasses.replace(model, attention='auto', scan='auto')
+  )
+  tokens = jax.ShapeDtypeStruct((2, 8), jax.numpy.int32)
+  number = jax.ShapeDtypeStruct((), jax.numpy.float32)
+  data = batch_lib.Batch(*[tokens] * 5, denominator=number)
+  with (
+    jax.default_device(jax.local_devices(backend='cpu')[0]),
+    jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),
+  ):
+    shapes = jax.eval_shape(made.init, jax.random.key(0))
+    found = program_axes.find(
+      lambda p, b: made.logits(p, made.features(p, b)[0]), shapes, data
+    )
+  return shapes, made.axes, found
+
+
+def _automatic(config, sizes):
+  """{logical axis: mesh axes} of mesh.rules=auto; None: it is not asked for."""
+  if config.mesh.rules != rules_lib.AUTO or sizes['tensor'] == 1:
+    return None
+  shapes, axes, found = program_axes_of(config.model)
+  table = auto_rules.table(shapes, axes, sizes['tensor'], found)
+  stages = rules_lib.PRESETS['data'].table  # over them, too: depth, vocabulary
+  return {a: (*stages.get(a, ()), *over) for a, over in table.items()}
+
+
 def build(config, mesh_text='', remat=None, devices=None, abstract=False):
   """`Built` for a schema.Config on `devices` (default: all).
 
@@ -243,6 +280,7 @@ def build(config, mesh_text='', remat=None, devices=None, abstract=False):
     sizes,
     attention.num_kv_heads(config.model),
     config.model.experts.region if config.model.experts.count else '',
+    _automatic(config, sizes),
   )
   rules.check_used(sizes)
   schedule = _schedule(config, sizes)

@@ -97,6 +97,7 @@ class Rules:
         )
 
 
+AUTO = 'auto'
 PRESETS = {
   r.name: r
   for r in (
@@ -105,6 +106,8 @@ PRESETS = {
     Rules('fsdp', _BATCH | _STAGE | _FSDP),
     Rules('tensor', _BATCH | _STAGE | _TENSOR),
     Rules('fsdp_tensor', _BATCH | _STAGE | _FSDP | _TENSOR),
+    # What a model has comes from its program (planner/auto_rules.py).
+    Rules(AUTO, _BATCH | _STAGE | _TENSOR),
   )
 }
 
@@ -120,6 +123,11 @@ def preset(text: str) -> Rules:
     raise errors.UserError(
       f'mesh.rules={text!r} is not one of {", ".join(PRESETS)}.'
       + schema.suggest(name, PRESETS)
+    )
+  if changes and name == AUTO:
+    raise errors.UserError(
+      f'mesh.rules={text!r}: auto takes no changes, it finds its axes in the '
+      "program; take 'tensor' with them."
     )
   table = dict(PRESETS[name].table)
   for change in changes:
@@ -158,6 +166,7 @@ def of(
   sizes: Mapping[str, int],
   kv_heads: int,
   experts: str = '',
+  found: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Rules:
   """The rules of a schema.Mesh whose axes have `sizes`, for a model.
 
@@ -167,9 +176,10 @@ def of(
     kv_heads: of the model. If the shards of the query heads do not divide them,
       every shard computes all of them and takes those it needs.
     experts: schema.Experts.region of the model.
+    found: table that auto_rules found, if the rules are 'auto'.
   """
   rules = preset(mesh.rules)
-  table = dict(rules.table)
+  table = dict(rules.table) | dict(found or {})
   tensor = table.get('mlp', ())
   if mesh.sequence and table:
     length = table.get('residual_length', ())

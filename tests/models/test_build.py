@@ -12,6 +12,7 @@ import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.configs.base import mixers
 from paraxis.configs.base import model as model_schema
 from paraxis.models import build
 from paraxis.models import checks as model_checks
@@ -255,3 +256,30 @@ def test_a_pipeline_that_does_not_fit(mesh, pipeline, fields, words):
 def test_experts_that_do_not_fit(mesh, fields, words):
   with support.refused(*words):
     build.build(config(experts=model_schema.Experts(**fields)), mesh)
+
+
+def test_automatic_rules_are_those_by_hand():
+  """In every mesh, for every name that the model has."""
+  for mesh in (dict(data=2, tensor=4), dict(stage=2, tensor=2, data=2)):
+    auto, hand = (
+      build.build(config(rules, mesh, pattern='FS', num_layers=4))
+      for rules in ('auto', 'tensor')
+    )
+    assert {p: x.sharding.spec for p, x in auto.params.items()} == {
+      p: x.sharding.spec for p, x in hand.params.items()
+    }
+
+
+def test_automatic_rules_see_through_kernels_of_another_machine():
+  """Which hide products from the trace."""
+  fields = config(pattern='FG', gated_linear=mixers.GatedLinear(heads=4)).model
+  named = dataclasses.replace(fields, attention='pallas_tpu', scan='pallas_tpu')
+  found = [build.program_axes_of(model)[2] for model in (fields, named)]
+  assert found[0] == found[1]
+
+
+def test_automatic_rules_refuse_before_anything_is_compiled():
+  with support.refused('mesh.rules=auto', 'by its 6', 'tensor=4'):
+    build.build(
+      config('auto', dict(data=2, tensor=4), num_heads=6, num_kv_heads=6)
+    )

@@ -234,3 +234,8 @@ def test_every_logical_axis_of_a_preset_exists():
     assert {a for axes in made.table.values() for a in axes} <= set(
       mesh_lib.AXES
     )
+
+
+def test_the_automatic_rules_take_no_changes():
+  with support.refused("mesh.rules='auto vocab='", 'takes no changes'):
+    rules.preset('auto vocab=')

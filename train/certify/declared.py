@@ -6,6 +6,8 @@
     fsdp      the width
     region    experts; fsdp their width, unless it is in the region
 
+With mesh.rules=auto tensor has the rows of learned positions, too.
+
 ZeRO adds data: stage 1 to optimizer state and gradients, stage 3 to the width.
 sharding/rules.py says the same; were it asked, a wrong rule would be its own
 proof. Only sizes are compared: the layout itself is checked against the rules.
@@ -24,6 +26,7 @@ _USED = {
   'fsdp': ('stage', 'fsdp'),
   'tensor': ('stage', 'tensor'),
   'fsdp_tensor': ('stage', 'fsdp', 'tensor'),
+  'auto': ('stage', 'tensor'),
 }
 
 
@@ -46,6 +49,8 @@ def axes(config):
   large = {a for a in mesh_lib.AXES if getattr(mesh, a) > 1}
   region = config.model.experts.region.replace(' ', '').split('+')
   table['experts'] = tuple(region) if used else ()
+  if preset == 'auto':  # another table, split by its rows
+    table['positions'] = ('tensor',)
   table = {n: tuple(a for a in v if a in large) for n, v in table.items()}
   table['expert_embed'] = tuple(
     a for a in table['embed'] if a not in table['experts']

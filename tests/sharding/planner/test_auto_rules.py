@@ -15,6 +15,9 @@ import pytest
 import support
 
 from paraxis.configs import schema
+from paraxis.configs.base import mixers
+from paraxis.configs.base.model import Experts
+from paraxis.models import build
 from paraxis.models import decoder
 from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
@@ -144,18 +147,19 @@ def test_matrices_are_laid_out_as_megatron_does(name):
 
 @pytest.mark.parametrize('name', FAMILIES)
 def test_as_a_table_of_logical_axes(name):
-  found = auto_rules.rules(shapes(name), model(name).axes, 2).table
-  expected = dict(rules_lib.PRESETS['tensor'].table)
-  expected['vocab'] = ('tensor',)  # of pipelines the paper says nothing
-  if name == 'gpt2':
-    expected['positions'] = ('tensor',)
-  assert found == expected
+  found = auto_rules.table(shapes(name), model(name).axes, 2)
+  split = {'heads', 'kv_heads', 'mlp', 'vocab'}
+  split |= {'positions'} if name == 'gpt2' else set()
+  assert {a for a, axes in found.items() if axes} == split
+  assert {found[a] for a in split} == {('tensor',)}
 
 
 def test_the_table_drives_the_annotated_model():
   """On Explicit axes the same layout comes from the logical table."""
   made, params = model('gpt2'), parameters('gpt2')
-  rules = auto_rules.rules(shapes('gpt2'), made.axes, 2)
+  batch = rules_lib.PRESETS['data'].table
+  table = auto_rules.table(shapes('gpt2'), made.axes, 2)
+  rules = rules_lib.Rules('redco', batch | table)
   mesh = mesh_lib.make('data=2,tensor=2', jax.devices()[:4])
   with annotate.use(rules), jax.set_mesh(mesh):
     specs = {p: annotate.spec(made.axes[p]) for p in params}
@@ -195,7 +199,7 @@ def test_fewer_kv_heads_than_shards():
   for name in ('key', 'value'):
     assert found[f'layers/attention/{name}'] == (auto_rules.ROW, 1)
   with support.refused("'embed' is split in layers/at"):
-    auto_rules.rules(shapes('llama'), model('llama').axes, 4)
+    auto_rules.table(shapes('llama'), model('llama').axes, 4)
 
 
 def test_names_of_other_trees():
@@ -239,3 +243,79 @@ def test_the_depth_is_never_split():
 def test_what_no_side_divides_is_refused():
   with support.refused('neither 7 nor 6;', 'do are 3'):
     auto_rules.decide({'mlp/up': (6, 7)}, 4)
+
+
+# Every mixer, and experts; sizes that 4 divides.
+KINDS = {letter: dict(pattern=letter) for letter in 'FWNAGMSRLC'} | dict(
+  few=dict(num_kv_heads=2),
+  one=dict(num_kv_heads=1),
+  queries=dict(pattern='A', latent=mixers.Latent(query_rank=6, rank=10)),
+  convolved=dict(pattern='G', gated_linear=mixers.GatedLinear(conv_width=3)),
+  normed=dict(pattern='S', mamba=mixers.Mamba(inner_norm=True)),
+  narrow=dict(pattern='C', tcn=mixers.Tcn(value_expand=1.0)),
+  hybrid=dict(pattern='M-M*', num_layers=4),
+  olmo2=FAMILIES['olmo2'],
+  experts=dict(experts=Experts(count=8, d_ff=12)),
+  dropped=dict(experts=Experts(count=8, capacity_factor=1.5, hot=2)),
+  beside=dict(experts=Experts(count=8, shared=1, shared_gate=True)),
+  pyramid=dict(experts=Experts(count=8, residual=True, pattern='EP')),
+)  # fmt: skip
+# Logical axes that are split; models name them, rules do not know them.
+SPLIT = {'heads', 'kv_heads', 'mlp', 'vocab', 'experts'}
+
+
+def of_kind(fields):
+  sizes = dict(
+    num_heads=8, num_kv_heads=4, window=5, dtype='float32',
+    param_dtype='float32', mamba=mixers.Mamba(head_dim=4, state=6),
+    recurrent=mixers.Recurrent(heads=4),
+  )  # fmt: skip
+  return schema.Model(**FIELDS | sizes | fields)
+
+
+@pytest.mark.parametrize('name', KINDS)
+def test_the_program_has_the_axes_that_every_model_names(name):
+  config = of_kind(KINDS[name])
+  held, axes, found = build.program_axes_of(config)
+  for path, spec in auto_rules.specs(held, 4, found).items():
+    cut = [d for d, a in enumerate(axes[path]) if a in SPLIT]
+    if config.num_kv_heads < 4:  # every shard has them all
+      cut = [d for d in cut if axes[path][d] != 'kv_heads']
+    assert [d for d, a in enumerate(spec) if a] == cut, path
+  auto_rules.table(held, axes, 4, found)  # which is a table
+
+
+def test_the_alphabet_does_not_know_them():
+  """The negative: by names alone matrices of recurrences differ."""
+  held, axes, _ = build.program_axes_of(of_kind(KINDS['G']))
+  by_name = auto_rules.specs(held, 4)
+  names = ('decay_down', 'decay_up', 'query')
+  for path in (f'layers/gated_linear/{name}' for name in names):
+    cut = [d for d, a in enumerate(axes[path]) if a in SPLIT]
+    assert [d for d, a in enumerate(by_name[path]) if a] != cut
+
+
+@pytest.mark.parametrize(
+  'fields, size, words',
+  [
+    (dict(num_heads=6, num_kv_heads=6), 4,
+     ['layers/attention/key of shape (2, 16, 6, 8)', 'by its 6',
+      'tensor=4', 'nearest that does is 3']),
+    (dict(pattern='R', recurrent=mixers.Recurrent(heads=2)), 4,
+     ['by its 2', 'tensor=4', 'is 2.']),
+    (dict(experts=Experts(count=6)), 4, ['layers/moe/', 'by its 6', 'is 3.']),
+    (dict(vocab_size=50), 4, ['embedding of shape (50, 16)', 'by its 50']),
+  ],
+)  # fmt: skip
+def test_what_the_mesh_does_not_divide_is_refused(fields, size, words):
+  held, axes, found = build.program_axes_of(of_kind(fields))
+  with support.refused('mesh.rules=auto', *words):
+    auto_rules.table(held, axes, size, found)
+
+
+def test_what_no_layer_computes_in_parts_is_refused():
+  held, axes, found = build.program_axes_of(of_kind({}))
+  wrong = axes | {p: ('layers', 'embed', None) for p in axes if 'mlp/' in p}
+  wrong['layers/mlp/down'] = ('layers', None, 'embed')
+  with support.refused('(2, 24, 16)', 'dimension 1 (None)', 'no layer'):
+    auto_rules.table(held, wrong, 4, found)

@@ -33,6 +33,7 @@ MESHES = [
   dict(data=2, tensor=2, rules='tensor'),
   dict(data=2, fsdp=2, rules='fsdp', zero=1),
   dict(data=2, tensor=2, rules='replicated'),
+  dict(data=2, stage=2, tensor=2, rules='auto', zero=1),
   dict(data=2, tensor=2, rules='fsdp_tensor vocab=tensor+data kv_heads='),
 ]
 
@@ -73,3 +74,10 @@ def test_it_does_not_ask_the_rules(monkeypatch):
   monkeypatch.setitem(rules.PRESETS, 'fsdp_tensor', nothing)
   assert by_rules(names, shape, config, math.inf) == math.prod(shape)
   assert declared.elements(names, shape, config, math.inf) == wanted
+
+
+def test_positions_of_the_automatic_rules_are_split_by_rows():
+  axes = lambda rules: declared.axes(
+    schema.Config(mesh=schema.Mesh(tensor=4, rules=rules))
+  )
+  assert axes('auto') == axes('tensor') | {'positions': ('tensor',)}

@@ -1,7 +1,8 @@
 """Claims about Redco's rules: whose layout they are, and what it sends.
 
-Programs here are laid out by parameter specs alone, as Redco's are: no mesh is
-in force, no array is annotated, XLA propagates. Bytes are those that one device
+Programs of the rules by name are laid out by parameter specs alone, as Redco's
+are: no mesh is in force, no array is annotated, XLA propagates. Those by the
+program drive the step, as mesh.rules=auto does. Bytes are those that one device
 receives, counted in the compiled program by sharding/meter/hlo.py. The argument
 `size` of a claim is the number of devices along tensor.
 """
@@ -15,7 +16,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.models import build
 from paraxis.models import decoder
+from paraxis.models.mixers import attention
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.meter import hlo
@@ -34,9 +39,15 @@ def _shapes(model):
 
 def _megatron(model, size):
   """Specs of the hand-written preset 'tensor'."""
-  preset, sizes = rules_lib.PRESETS['tensor'], {'tensor': size}
+  sizes = {'tensor': size}
+  hand = rules_lib.of(
+    schema.Mesh(rules='tensor'),
+    sizes,
+    attention.num_kv_heads(model.config),
+    'tensor',  # has the experts, whole ones
+  )
   return {
-    p: rules_lib.spec(model.axes[p], x.shape, preset, sizes, p)
+    p: rules_lib.spec(model.axes[p], x.shape, hand, sizes, p)
     for p, x in _shapes(model).items()
   }
 
@@ -79,6 +90,50 @@ def specs_are_megatrons(run, *, size, families):
     f'all but {matrices - same} of {matrices}',
     f'{", ".join(families)}; tensor={size}; learned positions are split by '
     f'rows, as every embedding ({", ".join(others)}); vectors stay whole',
+    others == learned,
+  )
+
+
+def alphabetical():
+  """Knock-out: mesh.rules=auto by names, others by turns in the alphabet."""
+  by_name = lambda shapes, size, found: auto_rules.decide(shapes, size)
+  return knockouts.patched(auto_rules, 'follow', by_name)
+
+
+def _by_name(shapes, size):
+  """{path: PartitionSpec} of the rules by name; nothing where they refuse."""
+  try:
+    return auto_rules.specs(shapes, size)
+  except errors.UserError:
+    return {}
+
+
+def as_by_hand(run, *, size, models):
+  """EQ: mesh.rules=auto splits every matrix as the hand-written rules do.
+
+  Args:
+    models: {name: fields of schema.Model beyond the config's}.
+  """
+  same, matrices, others, names = 0, 0, [], []
+  for name, fields in models.items():
+    config = experiment.fields(run.config, experiment.under('model', fields))
+    model = decoder.Decoder(config.model)
+    shapes, _, found = build.program_axes_of(config.model)
+    ours, hand = auto_rules.specs(shapes, size, found), _megatron(model, size)
+    kept = [p for p in shapes if model.kinds[p] in ('matrix', 'embedding')]
+    differ = [p for p in kept if ours[p] != hand[p]]
+    others += [f'{name} {p}' for p in differ]
+    matrices, same = matrices + len(kept), same + len(kept) - len(differ)
+    old = _by_name(shapes, size)
+    count = sum(old[p] != hand[p] for p in kept) if old else 'refused'
+    names += [f'{name} {count}'] if count else []
+  learned = [o for o in others if o.endswith(' positions')]
+  return claims.Outcome(
+    f'all but {len(learned)} of {matrices}',
+    f'all but {matrices - same} of {matrices}',
+    f'{", ".join(models)}; tensor={size}, the hand-written with the experts '
+    f'there; others: {", ".join(others) or "none"}. By names and the alphabet '
+    f'others are {", ".join(names) or "none"}',
     others == learned,
   )
 

@@ -81,3 +81,22 @@ def test_fewest_bytes(run, monkeypatch):
   price['mlp/down'] = -3
   found = check(1.0)
   assert not found.passed and found.measured.startswith('rank 9')
+
+
+def test_every_mixer_is_as_by_hand_until_pairs_follow_the_alphabet(run):
+  right, found = claim_cases.holds_until(
+    auto_rules,
+    'follow',
+    lambda shapes, size, _: auto_rules.decide(shapes, size),
+    claims_auto_rules.as_by_hand,
+    run,
+    size=2,
+    models=dict(
+      S=dict(pattern='S'),
+      experts=dict(experts=dict(count=4)),
+      gpt2=dict(position='learned', max_positions=8),
+    ),
+  )
+  assert right.measured == 'all but 1 of 32'
+  assert right.caveat.endswith('S 2, experts 3, gpt2 1')
+  assert found.measured == 'all but 6 of 32'
