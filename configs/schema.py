@@ -72,6 +72,11 @@ class Mesh:
     'one manual region (always with several stages)',
     ('annotated', 'explicit'),
   )
+  expert_order: str = field(
+    '',
+    "expert that each slot of the experts' stacks holds, '3,0,2,1', so that "
+    "the first of a region's devices has the first of them; '': in order",
+  )
   collective_matmul: str = field(
     '',
     "projections computed as rings that overlap communication: 'qkv', "

@@ -174,11 +174,11 @@ def _layout(config, rules, sizes, schedule):
     f'above 1 (tensor={sizes["tensor"]}) and mesh.sequence=True.',
   )
   _check_activations(mesh, rules, sizes)
-  placement = None
+  placement, experts = None, model_checks.expert_order(mesh, model)
   if schedule is not None:  # modules hold static data: no arrays
     placement = tuple(map(tuple, schedule.placement.tolist()))
   if not length('length'):
-    return parameter.Layout(rings, placement=placement)
+    return parameter.Layout(rings, placement=placement, experts=experts)
   letters = set(layer.mixers(model.pattern)[0])
   attending = [k for k in sorted(letters) if layer.MIXERS[k].capabilities.slots]
   order = _token_order(mesh, model, attending, letters)
@@ -200,7 +200,7 @@ def _layout(config, rules, sizes, schedule):
   for kind in sorted(letters):
     layer.MIXERS[kind].check_context(model, length // plan.n)
   across = scan.ScanPlan(mesh.context_scan, axis)
-  return parameter.Layout(rings, plan, placement, across)
+  return parameter.Layout(rings, plan, placement, across, experts)
 
 
 def _token_order(mesh, model, attending, letters):

@@ -134,6 +134,37 @@ def check_experts(model, rules, sizes):
   )
 
 
+def expert_order(mesh, model):
+  """Expert of every slot, of a schema.Mesh and Model; (): in order.
+
+  Raises:
+    UserError: mesh.expert_order is no permutation of the experts, or some of
+      them are not free to move.
+  """
+  text, count = mesh.expert_order, model.experts.count
+  if not text:
+    return ()
+  says = f'mesh.expert_order={text!r}'
+  parts = [p.strip() for p in text.split(',')]
+  order = tuple(int(p) for p in parts if p.isdecimal())
+  need(
+    len(order) == len(parts) and sorted(order) == list(range(count)),
+    f'{says} names {len(parts)} experts; it is to name each of 0 to '
+    f'{count - 1}, of model.experts.count={count}, once.',
+  )
+  need(
+    model.experts.groups == 1,
+    f'{says} would take experts out of their model.experts.groups='
+    f'{model.experts.groups}: leave it empty.',
+  )
+  need(
+    'P' not in model.experts.pattern,
+    f'{says} is of {count} experts, and layers of kind P have {2 * count} '
+    f'(model.experts.pattern={model.experts.pattern!r}): leave it empty.',
+  )
+  return () if order == tuple(range(count)) else order
+
+
 def check_length(model, length, what):
   """UserError if a learned position table is shorter than `length`."""
   if model.position == 'learned':

@@ -49,14 +49,14 @@ class Decoder:
     kinds: path -> 'matrix', 'embedding', 'vector', or, not learned,
       'statistic', 'balance' (models/ffn/moe.py).
     inputs: path -> contracted dimensions of a matrix, without 'layers'.
-    stack: models.stack.Stack, the layers; its pattern, depth, rows.
+    stack: models.stack.Stack, the layers; its pattern, depth, held.
   """
 
   def __init__(self, config, policy=None, layout=parameter.PLAIN):
     """config: schema.Model. policy: for jax.checkpoint (models/memory.py)."""
     self.config, self.layout = config, layout
     self.stack = stack = stack_lib.Stack(config, policy, layout)
-    self.pattern, self.depth, self.rows = stack.pattern, stack.depth, stack.rows
+    self.pattern, self.depth, self.held = stack.pattern, stack.depth, stack.held
     self._ends = stack_lib.Skeleton(functools.partial(layer_lib.Ends, config))
     leaves = self._ends.leaves | stack.leaves
     self.axes = {

@@ -6,6 +6,11 @@ chunks one after the other: row (d, c, l) is layer l of virtual stage
 placement[d, c]. Layers that do not share out evenly leave rows empty: zeros,
 masked out. A checkpoint holds the layers in order (`to_order`), whatever the
 stages.
+
+Experts may be stacked in an order of their own, so that those of one device are
+chosen ones (mesh.expert_order). All that is by expert is permuted alike, also a
+router's columns, its counts and biases: the step is the same program, and knows
+experts by their slots. A checkpoint holds them in order, too.
 """
 
 from typing import NamedTuple
@@ -16,6 +21,21 @@ import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.sharding import annotate
+
+
+class Held(NamedTuple):
+  """How memory holds the stack of one parameter; hashable.
+
+  rows: of `stack_rows`, as a tuple; None: layers in order. experts: the
+  dimension that counts experts, and the expert of every slot; None: in order.
+  """
+
+  rows: tuple | None = None
+  experts: tuple | None = None
+
+
+IN_ORDER = Held()
+BY_EXPERT = ('experts', 'choices')  # logical axes that count experts
 
 
 class Depth(NamedTuple):
@@ -104,25 +124,38 @@ def stack_rows(depth, owners):
   return np.array([slot.get(int(layer), -1) for layer in picked])
 
 
-def from_order(x, rows):
-  """A stack of layers in order -> as memory holds it (`rows` of stack_rows)."""
+def from_order(x, rows, experts=None):
+  """A stack of layers and experts in order -> as memory holds it (`Held`)."""
+  if experts is not None:
+    dim, order = experts
+    x = _pick(x, _slots(x, dim, order), dim)
   if rows is None:
     return x
+  rows = np.asarray(rows)
   xp = np if isinstance(x, np.ndarray) else jnp
   filled = (rows >= 0).reshape(-1, *[1] * (x.ndim - 1))
   return xp.where(filled, _pick(x, np.maximum(rows, 0)), xp.zeros((), x.dtype))
 
 
-def to_order(x, rows):
-  """The inverse: layers in order, empty rows left out."""
+def to_order(x, rows, experts=None):
+  """The inverse: layers and experts in order, empty rows left out."""
+  if experts is not None:
+    dim, order = experts
+    x = _pick(x, _slots(x, dim, np.argsort(order)), dim)
   if rows is None:
     return x
   back = {layer: row for row, layer in enumerate(rows) if layer >= 0}
   return _pick(x, np.array([back[i] for i in range(len(back))]))
 
 
-def _pick(x, rows):
-  """x[rows]; on a mesh, axis 0 must not be sharded."""
+def _slots(x, dim, order):
+  """Indices of all of a dimension; what follows the experts keeps its place."""
+  return np.array([*order, *range(len(order), x.shape[dim])])
+
+
+def _pick(x, rows, dim=0):
+  """x[rows] along a dimension, which on a mesh must not be sharded."""
+  at = (slice(None),) * dim + (rows,)
   if isinstance(x, np.ndarray) or not annotate.sizes():
-    return x[rows]
-  return x.at[rows].get(out_sharding=jax.typeof(x).sharding.spec)
+    return x[at]
+  return x.at[at].get(out_sharding=jax.typeof(x).sharding.spec)

@@ -23,13 +23,15 @@ class Layout(NamedTuple):
   'down'. context: sharding.sequence.attention.ContextPlan, or None. placement:
   virtual stage of every chunk of every pipeline stage (stages, chunks), or
   None: one stage. scan: sharding.sequence.scan.ScanPlan, how states of
-  recurrences cross shards of the length, or None.
+  recurrences cross shards of the length, or None. experts: expert of every slot
+  of their stacks, (): in order.
   """
 
   rings: tuple = ()
   context: Any = None
   placement: Any = None
   scan: Any = None
+  experts: tuple = ()
 
 
 PLAIN = Layout()

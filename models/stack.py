@@ -95,7 +95,7 @@ class Stack:
     unit, pattern: kinds of the layers of a unit, and of every layer.
     leaves: 'layers/...' -> `Leaf` of a layer, without the axis 'layers'.
     depth: depth.Depth, which layer each row of a stack holds.
-    rows: 'layers/...' -> depth.stack_rows.
+    held: 'layers/...' -> depth.Held, how memory holds the stack.
   """
 
   def __init__(self, config, policy=None, layout=parameter.PLAIN):
@@ -125,10 +125,18 @@ class Stack:
       path: sum(i < len(self.unit) for i in owners)
       for path, owners in self._owners.items()
     }
-    self.rows = {
-      f'layers/{path}': depth.stack_rows(self.depth, owners)
+    self.held = {
+      f'layers/{path}': self._held(path, owners, layout.experts)
       for path, owners in self._owners.items()
     }
+
+  def _held(self, path, owners, order):
+    """depth.Held of the stack of a parameter that layers `owners` have."""
+    rows = depth.stack_rows(self.depth, owners)
+    axes = self.leaves[f'layers/{path}'].axes
+    by_expert = [d for d, a in enumerate(axes, 1) if a in depth.BY_EXPERT]
+    experts = (by_expert[0], order) if order and by_expert else None
+    return depth.Held(None if rows is None else tuple(rows.tolist()), experts)
 
   def init(self, key: jax.Array) -> dict[str, jax.Array]:
     """{'layers/...': stack of new parameters}, rows as memory holds them."""
@@ -146,7 +154,7 @@ class Stack:
       value = jnp.concatenate([v for _, v in parts])
       value = value if len(parts) == 1 else value[order]
       path = f'layers/{path}'
-      out[path] = depth.from_order(value, self.rows[path])
+      out[path] = depth.from_order(value, *self.held[path])
     return out
 
   def sizes(self, params) -> dict[str, int]:
@@ -155,9 +163,9 @@ class Stack:
     params: {path: array, or jax.ShapeDtypeStruct}.
     """
     out = {path: math.prod(x.shape) for path, x in params.items()}
-    for path, rows in self.rows.items():
+    for path, (rows, _) in self.held.items():
       if rows is not None and path in out:
-        out[path] = round(out[path] * (rows >= 0).mean())
+        out[path] = round(out[path] * sum(r >= 0 for r in rows) / len(rows))
     return out
 
   def unstack(self, params):

@@ -42,6 +42,7 @@ LOGICAL = {
   'norm': 'scales and biases of norms',
   'positions': 'rows of a learned position table',
   'experts': 'experts of a layer',
+  'choices': 'experts as their router scores and counts them',
   'expert_embed': 'width of the model in matrices of experts',
   'expert_mlp': 'hidden width of an expert',
 }

@@ -118,7 +118,7 @@ def values(model, numbers, loads):
   out = {name: float(v) for name, v in (terms | found).items()}
   if loads:
     for path, v in shares.items():
-      in_order = depth.to_order(v, model.rows.get(path))
+      in_order = depth.to_order(v, *model.held[path])
       out[f'experts/load/{path}'] = in_order.tolist()
   return out
 

@@ -146,22 +146,22 @@ class Program:
   def on_mesh(self, params, like):
     """Parameters or gradients on the mesh.
 
-    params: {path: NumPy array}, layers in order. like: {path: array, or
-    jax.ShapeDtypeStruct with its layout}.
+    params: {path: NumPy array}, layers and experts in order. like: {path:
+    array, or jax.ShapeDtypeStruct with its layout}.
     """
-    rows = self.model.rows  # stages hold layers in an order of their own
+    held = lambda path: self.model.held.get(path, depth.IN_ORDER)
     return {
       path: jax.device_put(
-        depth.from_order(params[path], rows.get(path)), leaf.sharding
+        depth.from_order(params[path], *held(path)), leaf.sharding
       )
       for path, leaf in like.items()
     }
 
   def in_order(self, params):
-    """{path: NumPy array} of parameters or gradients, layers in order."""
+    """{path: NumPy array} of parameters or gradients, all in order."""
+    held = lambda path: self.model.held.get(path, depth.IN_ORDER)
     found = jax.device_get(params)
-    rows = self.model.rows
-    return {p: depth.to_order(x, rows.get(p)) for p, x in found.items()}
+    return {p: depth.to_order(x, *held(p)) for p, x in found.items()}
 
   def initial_state(self) -> state_lib.State:
     """The state before the first step, on the mesh."""

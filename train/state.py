@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from paraxis.models import depth
 from paraxis.sharding import annotate
@@ -84,55 +83,56 @@ def axes(state, model):
 
 
 def _staged(flat, model):
-  """Yields (path, leaf, axes, rows) of leaves that stages hold out of order."""
+  """Yields (path, leaf, axes, depth.Held) of leaves held out of order."""
   for path, leaf in flat.items():
     owner = _owner(path, leaf, model)
-    rows = model.rows.get(owner)
-    if rows is not None:
-      yield path, leaf, model.axes[owner], rows
+    held = model.held.get(owner, depth.IN_ORDER)
+    if held != depth.IN_ORDER:
+      yield path, leaf, model.axes[owner], held
 
 
 def in_order(flat, model):
-  """A flat tree as a checkpoint holds it: layers in order, whatever the stages.
+  """A flat tree as a checkpoint holds it: layers and experts in order.
 
   Args:
     flat: {canonical path: array, or jax.ShapeDtypeStruct with its sharding}.
     model: models.decoder.Decoder, its rules and mesh in force.
 
-  One leaf at a time passes through memory with its layers on every stage.
+  One leaf at a time passes through memory with its layers on every stage, and
+  with all experts on every device if they have an order of their own.
   """
   out = dict(flat)
-  for path, leaf, names, rows in _staged(flat, model):
-    layers = int(rows.max()) + 1
-    whole = (None, *names[1:])
+  for path, leaf, names, held in _staged(flat, model):
+    layers = leaf.shape[0] if held.rows is None else max(held.rows) + 1
+    moved = 0, held.experts and held.experts[0]
+    whole = [None if d in moved else name for d, name in enumerate(names)]
     mesh = leaf.sharding.mesh
     if isinstance(leaf, jax.ShapeDtypeStruct):
       shape = layers, *leaf.shape[1:]
       layout = jax.NamedSharding(mesh, annotate.spec(whole))
       out[path] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=layout)
       continue
-    found = _ordered(leaf, tuple(rows.tolist()), annotate.spec(whole))
+    found = _ordered(leaf, held, annotate.spec(whole))
     # Many programs with collectives at once can starve each other on CPU.
     out[path] = jax.block_until_ready(found)
   return out
 
 
-@functools.partial(jax.jit, static_argnames=('rows', 'spec'))
-def _ordered(x, rows, spec):
+@functools.partial(jax.jit, static_argnames=('held', 'spec'))
+def _ordered(x, held, spec):
   # One function for all leaves: those that are alike compile once in a run.
-  return depth.to_order(jax.reshard(x, spec), np.array(rows))
+  return depth.to_order(jax.reshard(x, spec), *held)
 
 
-@functools.partial(jax.jit, static_argnames=('rows', 'sharding'))
-def _staged_again(x, rows, sharding):
-  return jax.reshard(depth.from_order(x, np.array(rows)), sharding)
+@functools.partial(jax.jit, static_argnames=('held', 'sharding'))
+def _staged_again(x, held, sharding):
+  return jax.reshard(depth.from_order(x, *held), sharding)
 
 
 def on_stages(flat, like, model):
   """The inverse of `in_order`; like: flat tree of the layouts wanted."""
   out = dict(flat)
-  for path, leaf, _, rows in _staged(like, model):
-    rows = tuple(rows.tolist())
-    found = _staged_again(flat[path], rows, leaf.sharding)
+  for path, leaf, _, held in _staged(like, model):
+    found = _staged_again(flat[path], held, leaf.sharding)
     out[path] = jax.block_until_ready(found)
   return out

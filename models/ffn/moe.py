@@ -59,7 +59,7 @@ class Moe(nnx.Module):
     self.count = e = experts.count * (2 if wide else 1)
     d, f, std = config.d_model, width(config), config.init_std
     make = functools.partial(parameter.matrix, rngs)
-    self.router = make((d, e), ('norm', None), std=std)
+    self.router = make((d, e), ('norm', 'choices'), std=std)
     up = functools.partial(make, (e, d, f), WIDE, std=std or d**-0.5)
     if config.mlp != 'gelu':
       self.gate = up()
@@ -198,7 +198,7 @@ class Moe(nnx.Module):
 
 def _not_learned(kind, size):
   """State that a layer reads like a parameter."""
-  return nnx.Param(jnp.zeros(size), axes=(None,), kind=kind, inputs=0)
+  return nnx.Param(jnp.zeros(size), axes=('choices',), kind=kind, inputs=0)
 
 
 def _axes():

@@ -158,3 +158,20 @@ def test_layouts_on_a_mesh_are_kept():
   wanted = loop(x_LD, found, [*range(5)])
   np.testing.assert_array_equal(jax.device_get(held), wanted)
   np.testing.assert_array_equal(jax.device_get(back), x_LD)
+
+
+@pytest.mark.parametrize('xp', [np, jnp], ids=['numpy', 'jax'])
+def test_experts_out_of_order_and_back(xp):
+  """With layers out of order, and numbers behind those of the experts."""
+  order, rows = (2, 0, 3, 1), (1, -1, 0)
+  x = np.random.default_rng(0).normal(size=(2, 3, 6)).astype(np.float32)
+  held = np.asarray(depth.from_order(xp.asarray(x), rows, (2, order)))
+  for row, layer in enumerate(rows):
+    for slot, expert in enumerate((*order, 4, 5)):
+      wanted = x[layer, :, expert] if layer >= 0 else np.zeros(3)
+      np.testing.assert_array_equal(held[row, :, slot], wanted)
+  back = depth.to_order(xp.asarray(held), rows, (2, order))
+  np.testing.assert_array_equal(back, x)
+  alone = depth.from_order(xp.asarray(x), None, (2, order))
+  assert (np.asarray(alone) != x).any()
+  np.testing.assert_array_equal(depth.to_order(alone, None, (2, order)), x)

@@ -181,4 +181,21 @@ TABLE = [
     'layers without a window rotate at the base of those with one',
     'tests/models/mixers/test_rope.py::test_a_local_base_is_never_scaled[yarn]',
   ),
+  Mutation(
+    'router_in_order',
+    'models/depth.py',
+    "BY_EXPERT = ('experts', 'choices')",
+    "BY_EXPERT = ('experts',)",
+    "experts are stacked in another order, and their router's columns are not",
+    'tests/train/test_expert_order.py::'
+    'test_slots_hold_the_experts_that_are_named',
+  ),
+  Mutation(
+    'experts_back',
+    'models/depth.py',
+    '_slots(x, dim, np.argsort(order))',
+    '_slots(x, dim, order)',
+    'a checkpoint holds experts permuted twice instead of in order',
+    'tests/models/test_depth.py::test_experts_out_of_order_and_back[numpy]',
+  ),
 ]

@@ -267,4 +267,21 @@ TABLE = [
     'tests/sharding/checkpoint/test_store.py::'
     'test_damaged_files_fall_back_with_one_line',
   ),
+  Mutation(
+    'auto_rules_cost',
+    'sharding/planner/auto_rules.py',
+    'key=lambda a: (cost[a], min(members[a].items()))',
+    'key=lambda a: min(members[a].items())',
+    'mesh.rules=auto splits the axis that is first, not the cheapest',
+    'tests/sharding/planner/test_auto_rules.py::'
+    'test_the_program_has_the_axes_that_every_model_names[G]',
+  ),
+  Mutation(
+    'program_axes_contracted',
+    'sharding/planner/program_axes.py',
+    'for a, b in zip((*lc, *lb), (*rc, *rb), strict=True):',
+    'for a, b in zip(lb, rb, strict=True):',
+    'what a product contracts is not one axis',
+    'tests/sharding/planner/test_program_axes.py::test_an_mlp',
+  ),
 ]

@@ -181,6 +181,15 @@ def _mixers(model, devices):
   return sections
 
 
+def _expert_order(mesh, model):
+  """mesh.expert_order of fewer experts, or more, in the same relation."""
+  if not mesh.expert_order:
+    return ''
+  count = model.experts.count
+  kept = [int(e) for e in mesh.expert_order.split(',') if int(e) < count]
+  return ','.join(map(str, [*kept, *range(len(kept), count)]))
+
+
 def _experts(experts, devices):
   """Few experts, and of those some hot, if any are."""
   if not experts.count:
@@ -218,7 +227,9 @@ def config(full, sizes, asked, dtype):
   start = rows // parts * fewer or rows // 2
   return dataclasses.replace(
     full,
-    mesh=dataclasses.replace(full.mesh, **sizes),
+    mesh=dataclasses.replace(
+      full.mesh, **sizes, expert_order=_expert_order(full.mesh, model)
+    ),
     model=dataclasses.replace(
       model,
       dtype=dtype,

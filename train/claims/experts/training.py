@@ -48,9 +48,7 @@ def domain_loads(job, params):
         batch = job.put(held.batch_at(i))
         run = run or compiling.compile_step('loads', count, params, batch)
         found = jax.device_get(run(params, batch))
-        rows = [
-          depth.to_order(found[p], model.rows.get(p))[:, :-2] for p in paths
-        ]
+        rows = [depth.to_order(found[p], *model.held[p])[:, :-2] for p in paths]
         total = total + np.concatenate(rows).astype(float)
       out[held.domain] = total
   return out

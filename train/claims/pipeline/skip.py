@@ -23,7 +23,6 @@ import numpy as np
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models import aux as aux_lib
-from paraxis.models import depth
 from paraxis.sharding.pipeline import paths as schedule_paths
 from paraxis.sharding.pipeline import schedules
 from paraxis.train import loss as loss_lib
@@ -171,10 +170,7 @@ def _on_stages(config, devices, params, batch):
   """(loss, {path: gradient, layers in order}) of a pipeline, in NumPy."""
   side = trial.Runner(config, devices)
   loss, gradients, _ = side.gradients(side.start(params), batch)
-  rows = side.job.model.rows
-  return np.asarray(loss), {
-    p: depth.to_order(np.asarray(g), rows.get(p)) for p, g in gradients.items()
-  }
+  return np.asarray(loss), side.job.in_order(gradients)
 
 
 def _alone(config):
