@@ -274,7 +274,7 @@ TABLE = [
     'key=lambda a: min(members[a].items())',
     'mesh.rules=auto splits the axis that is first, not the cheapest',
     'tests/sharding/planner/test_auto_rules.py::'
-    'test_the_program_has_the_axes_that_every_model_names[G]',
+    'test_the_program_has_the_axes_that_every_model_names[A]',
   ),
   Mutation(
     'program_axes_contracted',
