@@ -5,22 +5,24 @@ mechanism: models/mixers/tcn.py, models/mixers/recurrence.py,
   pallas_kernels/scans/causal_conv.py
 test: tests/models/mixers/test_tcn.py, tests/train/claims/scans/test_tcn.py
 run: paraxis reproduce tcnca
-cost: 390 CPU-seconds
+cost: 540 CPU-seconds
 expect: EQ fields 241, 27, 6, 4 as by formula, 1e-14 token by token, 5e-15 for
   chunks that span several shards and 2e-15 for layouts; SIM 1.02 times the
   operations a token at 4 times the length (attention over the row 2.81). LEARN
-  words of 65 letters, repeated, 1.80 bits a letter with a reach of 241, 4.02
-  with 17 (4 if nothing is learned, 0.51 at best). Text: 3.55 bits per byte with
-  a reach of 241, 3.38 with 17, 3.18 with 2: at 328,000 bytes of training a
-  longer reach learns later, opposite to its purpose.
+  words of 65 letters, repeated, 3 seeds: 1.66 bits a letter with a reach of
+  241, 4.02 with 17 (4 if nothing is learned, 0.51 at best). Text, one seed:
+  3.55 bits per byte with a reach of 241, 3.38 with 17, 3.18 with 2: at 328,000
+  bytes of training a longer reach learns later, opposite to its purpose.
 differs: of the paper we know the abstract: widths, the order of products and
   convolutions, residuals and gates are our reading (models/mixers/tcn.py). Its
   numbers are speeds against MEGA (1.37 and 1.24 times), EnWik8 and the long
   range arena and are not here, nor is MEGA. Associative recall is NOT
-  REPRODUCED: it was not run. The first version claimed the opposite on text.
-  Smaller taps at the start changed nothing (3.55). One seed; learning rates
-  were not swept. Operations are matrix products, in whole blocks of attention;
-  taps are, by formula, 2% of them.
+  REPRODUCED, and no claim checks it yet: of 8 bindings in rows of 32 tokens 2
+  layers with chunks of 8 recalled 19%, with chunks of 32 32%, Mamba-2 22%,
+  attention 100%, after 200 steps, one seed.
+  The first version claimed the opposite on text. Smaller taps at the start
+  changed nothing (3.55). Learning rates were not swept. Operations are matrix
+  products, in whole blocks of attention; taps are, by formula, 2% of them.
 """
 
 from paraxis.configs import presets
@@ -78,7 +80,7 @@ def claims():
   )  # fmt: skip
   text = dict(
     check=tcn.bits_by_reach, variants={'far': {}} | short, pair=['two', 'far'],
-    seeds=[0, 1, 2], apart=0.1, verdict='opposite',
+    seeds=[0], apart=0.1, verdict='opposite',
   )  # fmt: skip
   return [
     ('receptive field', 'EQ', field, None),
