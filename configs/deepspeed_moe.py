@@ -52,17 +52,28 @@ VARIANTS = {
 }
 
 
-GPT = dict(mlp='gelu', position='learned', max_positions=2048, qk_norm='none')
-FLAT = dict(count=128, pattern='DE', residual=False)
-PYRAMID = dict(pattern='DE' * 10 + 'DPDP')
-
-
-def _case(name, published, **experts):
-  """A model of the paper; published: its parameters."""
-  layers, d, heads = SHAPES[name]
-  sizes = dict(num_layers=layers, d_model=d, d_ff=4 * d, num_heads=heads)
-  model = GPT | sizes | dict(vocab_size=51200)
-  return dict(model=model, published=published, experts=dict(d_ff=0) | experts)
+# Models of the paper, and their parameters as published.
+_GPT = dict(
+  mlp='gelu', position='learned', max_positions=2048, qk_norm='none',
+  vocab_size=51200,
+)  # fmt: skip
+_SIZES = {
+  name: dict(num_layers=layers, d_model=d, d_ff=4 * d, num_heads=heads)
+  for name, (layers, d, heads) in SHAPES.items()
+}
+_FLAT = dict(d_ff=0, count=128, pattern='DE', residual=False)
+_PYRAMID = dict(d_ff=0, pattern='DE' * 10 + 'DPDP')
+COUNTED = {
+  f'{name}+{how}': dict(
+    model=_GPT | _SIZES[name], published=published, experts=experts
+  )
+  for name, how, published, experts in (
+    ('350M', 'MoE-128', 13e9, _FLAT),
+    ('1.3B', 'MoE-128', 52e9, _FLAT),
+    ('350M', 'PR-MoE-32/64', 4e9, _PYRAMID | dict(count=32)),
+    ('1.3B', 'PR-MoE-64/128', 31e9, _PYRAMID | dict(count=64)),
+  )
+}
 
 
 def claims():
@@ -72,15 +83,7 @@ def claims():
   from paraxis.train.claims.experts import messages
   from paraxis.train.claims.experts import training
 
-  counts = dict(
-    check=layer.parameter_counts, within=0.03,
-    cases={
-      '350M+MoE-128': _case('350M', 13e9, **FLAT),
-      '1.3B+MoE-128': _case('1.3B', 52e9, **FLAT),
-      '350M+PR-MoE-32/64': _case('350M', 4e9, count=32, **PYRAMID),
-      '1.3B+PR-MoE-64/128': _case('1.3B', 31e9, count=64, **PYRAMID),
-    },
-  )  # fmt: skip
+  counts = dict(check=layer.parameter_counts, within=0.03, cases=COUNTED)
   mesh = 'data=2,fsdp=2,tensor=2'
   equal = experiment.on_layouts(
     mesh, {'mesh': mesh, 'model.experts.hierarchical': True}

@@ -252,10 +252,12 @@ def _resume(run):
     (float(len(changed)), ', '.join(changed[:1])),
     0.0,
   )
-  here = float(runner.gradients(state, batch)[0])
+  # An evaluation has no other terms of the loss.
+  *_, aux = runner.gradients(state, batch)
+  here = float(aux.terms['nats'])
   there = other.evaluate(state_lib.unflatten(like, read), batch)
   yield run.verdict(
-    f'next loss on {text}',
+    f'next nats a token on {text}',
     (abs(there - here) / abs(here), ''),
     run.again[0],
   )

@@ -193,6 +193,12 @@ def test_a_resumed_run_on_another_mesh(monkeypatch):
   assert [row.passed for row in rows] == [True, False], rows
 
 
+def test_a_resumed_run_of_experts_whose_balance_counts():
+  experts = model_schema.Experts(count=4, d_ff=8, balance=0.1)
+  rows = certify('resume', model=dict(experts=experts))
+  assert [row.passed for row in rows] == [True, True], rows
+
+
 def test_hot_experts_that_are_served_twice(monkeypatch):
   """By the device of a token, and by their owners: one device has none."""
   experts = model_schema.Experts(count=4, d_ff=8, hot=2, region='data')

@@ -46,7 +46,7 @@ def test_everything_is_certified():
     'accumulation: 1 microbatches instead of 2', 'remat none', 'remat dots',
     'remat attention', 'remat full with offload', 'packing', 'bitwise',
     'evaluation: the same', 'evaluation: bits per byte',
-    'next loss on data=2,fsdp=2,tensor=2',
+    'next nats a token on data=2,fsdp=2,tensor=2',
   ):  # fmt: skip
     assert words in text, words
   assert 'remat full ' not in text.replace('remat full with', '')
