@@ -13,10 +13,10 @@ expect: EQ 2e-15, the mlp beside the experts against a shared expert, and the
 differs: after 200 steps of a tiny model no variant is better than another by
   two standard errors (0.007), so neither the gain of experts nor residual as
   good as top-2 nor the pyramid shows; with one seed it had looked as if top-2
-  was best. Parameters are counted on shapes alone. Slots go to tokens in their order on a device,
-  not at random; experts of all layers are sharded over the same devices. Not
-  here: distillation into fewer layers (MoS), kernels and exchanges of
-  inference, throughput.
+  was best. Parameters are counted on shapes alone. Slots go to tokens in their
+  order on a device, not at random; experts of all layers are sharded over the
+  same devices. Not here: distillation into fewer layers (MoS), kernels and
+  exchanges of inference, throughput.
 """
 
 from paraxis.configs import presets
