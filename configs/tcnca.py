@@ -77,11 +77,11 @@ def claims():
     },
     variants={'repeated far': {}, 'repeated near': short['near']},
     steps=120, seeds=[0, 1, 2], pair=['repeated far', 'repeated near'],
-    apart=1.5,
+    apart=0.0,
   )  # fmt: skip
   text = dict(
     check=tcn.bits_by_reach, variants={'far': {}} | short, pair=['two', 'far'],
-    seeds=[0], apart=0.1, verdict='opposite',
+    seeds=[0], apart=0.0, verdict='opposite',
   )  # fmt: skip
   chunk = lambda n: ['C', 2, {'model.tcn.chunk': n}]  # of rows of 32 tokens
   names = dict(words=1, digits=1, choices=16, values=16)

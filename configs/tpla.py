@@ -70,7 +70,9 @@ def claims():
   )  # fmt: skip
   learned = dict(
     check=latent.parts_of_their_own, seeds=[0, 1, 2], rows=16, prompt=128,
-    variants=VARIANTS, order=['exact', 'pca', 'identity'], at_most=0.1,
+    variants=VARIANTS, order=['exact', 'pca', 'identity'],
+    # As much as a 7B loses, log2(7.24 / 6.31) bits, of 2.6 bytes a token.
+    at_most=0.076,
   )  # fmt: skip
   return [
     ('summed scores are exact', 'EQ', exact, None),
