@@ -92,7 +92,7 @@ def claims():
       'attention': ['F', 2], 'Mamba-2': ['M', 2], 'TCNCA': chunk(8),
       'one chunk': chunk(32),
     },
-    seeds=[0], learned={'attention': 0.95}, admits='opposite',
+    seeds=[0], learned={'attention': 0.95}, admits='not reproduced',
     more=[['TCNCA', 'attention', -0.02]],
     picture='recall.png',
     fields={

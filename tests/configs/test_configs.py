@@ -98,6 +98,25 @@ def test_a_header_that_claims_too_much_is_found():
   assert _seeds(command_line.find_config('skippipe')) == [3, 3, 3]
 
 
+def _untold(path):
+  """Claims that fail as the config admits, of which its header is silent."""
+  claims = papers.claims(command_line.load_module(str(path)), path.name)
+  said = ' '.join(papers.header(path).fields.values()).lower()
+  return [c.name for c in claims if c.admits and c.admits not in said]
+
+
+@each
+def test_what_is_admitted_is_told(path):
+  assert not _untold(path)
+
+
+def test_what_is_admitted_and_not_told_is_found(tmp_path):
+  path = tmp_path / 'mine.py'
+  text = command_line.find_config('deepspeed_moe').read_text()
+  path.write_text(text.replace('NOT REPRODUCED', 'well'))
+  assert len(_untold(path)) == 3
+
+
 @each
 def test_it_is_short(path):
   assert len(path.read_text().splitlines()) <= MOST_LINES
