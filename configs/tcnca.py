@@ -27,6 +27,21 @@ differs: of the paper we know the abstract: widths, the order of products and
 
 from paraxis.configs import presets
 
+# Recall of 8 bindings in rows of 32 tokens, 2 layers.
+BINDINGS = dict(
+  kind='recall', pairs=8, mix=[2, 4, 8], words=1, digits=1, choices=16,
+  values=16,
+)  # fmt: skip
+READERS = {
+  'attention': ['F', 2], 'Mamba-2': ['M', 2],
+  'TCNCA': ['C', 2, {'model.tcn.chunk': 8}],
+  'one chunk': ['C', 2, {'model.tcn.chunk': 32}],
+}  # fmt: skip
+READING = {
+  'model.tcn.kernel': 5, 'model.tcn.key_dim': 32,
+  'train.steps': 400, 'train.batch_size': 48,
+}  # fmt: skip
+
 
 def get_config():
   """A model of bytes; 17 taps four times, a receptive field of 241."""
@@ -83,22 +98,10 @@ def claims():
     check=tcn.bits_by_reach, variants={'far': {}} | short, pair=['two', 'far'],
     seeds=[0], apart=0.0, verdict='opposite',
   )  # fmt: skip
-  chunk = lambda n: ['C', 2, {'model.tcn.chunk': n}]  # of rows of 32 tokens
-  names = dict(words=1, digits=1, choices=16, values=16)
   answers = dict(
-    check=recall.recall,
-    task=dict(kind='recall', pairs=8, mix=[2, 4, 8]) | names,
-    models={
-      'attention': ['F', 2], 'Mamba-2': ['M', 2], 'TCNCA': chunk(8),
-      'one chunk': chunk(32),
-    },
-    seeds=[0], learned={'attention': 0.95}, admits='not reproduced',
-    more=[['TCNCA', 'attention', -0.02]],
-    picture='recall.png',
-    fields={
-      'model.tcn.kernel': 5, 'model.tcn.key_dim': 32,
-      'train.steps': 400, 'train.batch_size': 48,
-    },
+    check=recall.recall, task=BINDINGS, models=READERS, seeds=[0],
+    learned={'attention': 0.95}, admits='not reproduced',
+    more=[['TCNCA', 'attention', -0.02]], picture='recall.png', fields=READING,
   )  # fmt: skip
   return [
     ('receptive field', 'EQ', field, None),

@@ -16,6 +16,7 @@ import support
 
 from paraxis.configs.base import model as model_schema
 from paraxis.models import aux as aux_lib
+from paraxis.models import depth
 from paraxis.models.ffn import router
 from paraxis.train import expert_counts
 from paraxis.train import loss as loss_lib
@@ -65,7 +66,7 @@ def made(case):
   runner = trial.Runner(*experiment.on(config, mesh, change))
   rng, params = np.random.default_rng(0), {}
   for path, leaf in sorted(runner.job.built.params.items()):
-    rows = runner.job.model.rows.get(path)
+    rows, _ = runner.job.model.held.get(path, depth.IN_ORDER)
     layers = leaf.shape if rows is None else (max(rows) + 1, *leaf.shape[1:])
     draw = rng.integers(1, 9, layers) if path.endswith('load') else None
     params[path] = rng.normal(0, 0.3, layers) if draw is None else draw * 1.0
