@@ -8,23 +8,26 @@ test: tests/models/mixers/test_mamba.py,
   tests/train/claims/scans/test_hybrid.py,
   tests/train/claims/scans/test_decays.py, tests/train/claims/test_tasks.py
 run: paraxis reproduce mamba_hybrid
-cost: 1,900 CPU-seconds
+cost: 2,700 CPU-seconds
 expect: EQ 2e-15 what decays leave of a state, decoded and packed 3e-16, layouts
   4e-15; SIM the cache of attention is 1.13, 3.17, 6.72 and 7.64 times that of
   the hybrid, 8B, at 1k, 4k, 32k and 128k tokens (limit: 8); LEARN bits per byte
   after 205k tokens: ParaGRU 2.943, hybrid 2.992, ParaLSTM 2.996, gated linear
-  2.997, attention 2.999, Mamba-2 3.009; recall of 16 keys: attention and hybrid
-  100.0%, Mamba-2 23.7%; of 16 unseen names: hybrid 97.1%, attention 58.7%,
-  Mamba-2 18.7%: a direction only, since attention has not learned them (95%).
+  2.997, attention 2.999, Mamba-2 3.009; a phone book of 16 names never seen,
+  one seed: hybrid 72.9%, Mamba-2 40.6% after 500 steps, with a state of 128;
+  attention 94.3% after 1,500, so that a hybrid as good as attention is NOT
+  REPRODUCED.
 differs: generation up to 8 times faster is the paper's forecast; here bytes are
   counted: with parameters, 32 rows read 6.3 times fewer at 128k. States are
-  float32, keys bfloat16. Recall: 2.2 to 3.3 million parameters, a state of 8,
-  not the default of 128, and one layer of attention in two, not in seven;
-  training mixes documents of 2 to 16 bindings; otherwise attention needs
-  thousands of steps. At 50 thousand parameters, 3 layers of attention had not
-  learned to recall names after 300 steps (3%; hybrid 92%, Mamba-2 4%). One
-  seed; families: too few tokens for a ranking, all of them below
-  the 3.494 bits of tokens guessed by their frequency.
+  float32, keys bfloat16. Phone book: the paper's 43/7/50 in 7 layers of width
+  128, Mamba-2 with an mlp after each mixer, 1.3 million parameters; attention
+  has 3 layers of width 256, 0.86 million, and three times the steps, because it
+  begins later (9% after 500 that end its schedule). It comes near the 95% at
+  which it would count as learned (95.5% in between); names that share a word
+  mislead it (82% with 32 words instead of 128). Training mixes documents of 2
+  to 16 bindings; otherwise attention needs thousands of steps. Families: one
+  seed, too few tokens for a ranking, all of them below the 3.494 bits of tokens
+  guessed by their frequency.
 """
 
 from paraxis.configs import presets
@@ -49,7 +52,7 @@ _DEEP = {
 }  # fmt: skip
 READERS = {
   'attention': [
-    'F', 3, {'model.d_model': 256, 'model.num_heads': 8, 'train.steps': 1000}
+    'F', 3, {'model.d_model': 256, 'model.num_heads': 8, 'train.steps': 1500}
   ],
   'Mamba-2': ['M-', 7, _DEEP],
   'hybrid': [PATTERN, 7, _DEEP],
@@ -116,8 +119,11 @@ def claims():
   book = dict(
     check=recall.recall, task=BOOK, models=READERS, picture='phone_book.png',
     seeds=[0], fields=READING, learned={'attention': 0.95},
-    more=[['hybrid', 'Mamba-2', 0.0], ['hybrid', 'attention', -0.02]],
+    more=[['hybrid', 'Mamba-2', 0.0]],
   )  # fmt: skip
+  as_good = book | dict(
+    more=[['hybrid', 'attention', -0.02]], admits='not reproduced'
+  )
   return [
     ('decays say what a state keeps', 'EQ', forgets, None),
     ('decoded and packed equal alone', 'EQ', decoded, None),
@@ -125,6 +131,7 @@ def claims():
     ('cache of attention over hybrid, 8B', 'SIM', cache, '8'),
     ('families, held-out bits per byte', 'LEARN', learned, None),
     ('phone book, names never seen', 'LEARN', book, None),
+    ('phone book, hybrid as attention', 'LEARN', as_good, 'as good'),
   ]
 
 
