@@ -7,16 +7,17 @@ test: tests/models/mixers/test_latent.py,
   tests/models/mixers/test_latent_rotation.py, tests/decode/test_latents.py,
   tests/train/claims/attention/test_latent.py
 run: paraxis reproduce tpla
-cost: 180 CPU-seconds
+cost: 480 CPU-seconds
 expect: EQ 8e-15 for another basis, 3e-15 for summed scores in 1, 2, 4 shards
   and 2e-15 for layouts; HLO 576, 320, 192, 128 numbers a token and device in 1,
-  2, 4, 8 shards (the paper: 576, 320). LEARN, bits per byte read token by
-  token: whole 2.543, two shards with a softmax each 2.544 by pca, 2.550 by
-  hadamard and as trained; four shards by pca 2.550.
+  2, 4, 8 shards (the paper: 576, 320). LEARN, 3 seeds, bits per byte
+  read token by token: whole 2.5441, two shards with a softmax each 0.0014
+  +-0.0002 more by pca, as trained 0.0062 +-0.0011 more than that, hadamard
+  2.5514; four shards by pca 2.5505.
 differs: 870,000 parameters, 240 steps and a latent of 64, so that all errors
   are small; the paper's 7B models go from 6.31 to 7.24 in perplexity. After an
-  exact prefill of 128 tokens the loss is as small (2.555, pca 2.556, identity
-  2.563); in the paper it is gone. Hadamard is no better than the basis that was
+  exact prefill of 128 tokens the loss is as small (2.554, pca 2.555, identity
+  2.562); in the paper it is gone. Hadamard is no better than the basis that was
   trained, and measured shares no better than equal ones. Our reading: alpha is
   1 / share of a shard in the latent's square (the paper prints both ways), the
   factors on scores (mu) are 1, not fitted; nothing is trained afterwards.
