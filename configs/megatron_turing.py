@@ -6,16 +6,20 @@ mechanism: sharding/rules.py, sharding/pipeline/executor.py,
 test: tests/train/claims/pipeline/test_step.py,
   tests/train/claims/layouts/test_memory.py
 run: paraxis reproduce megatron_turing
-cost: 100 CPU-seconds
+cost: 700 CPU-seconds
 expect: EQ 1e-15 of 2 x 2 x 2; SIM bubbles of 14, 18 and 21% on 280, 350 and 420
   nodes of eight; as devices are placed, a tensor group is one node and a data
   group eight; 530B predicted to take 41 GB of 80 on 2,240 chips, 28 by ZeRO-1;
-  AOT, which needs libtpu, 64 GiB of 95 on 1,024 chips of v5p.
+  AOT, which needs libtpu, 64 GiB of 95 on 1,024 chips of v5p; LEARN, 3 seeds,
+  equal tokens: 3.110 bits per byte with a batch that grows from 2 to 16 rows,
+  3.186 with 16 throughout, 0.075 +-0.019 less.
 differs: the learning rate and the batch ramp (32 rows every 100 steps) follow
-  steps, not tokens, and what the ramp does to the loss is not claimed; warm-up
-  and decay are the defaults. Compiled with 16 stages, because 35 fill no torus
-  of this topology: 105 layers leave 7 of 112 places empty. State in float32. A
-  TPU compiler may undo our reduce-scatters (seen, not claimed). No throughput.
+  steps, not tokens. The growing batch is judged on a model of 1 million
+  parameters that takes 190 steps with it and 120 without, at one learning rate:
+  it may gain by its additional steps. Warm-up and decay are the defaults.
+  Compiled with 16 stages, because 35 fill no torus of this topology: 105 layers
+  leave 7 of 112 places empty. State in float32. A TPU compiler may undo our
+  reduce-scatters (seen, not claimed). No throughput.
 """
 
 from paraxis.configs import presets
