@@ -229,8 +229,12 @@ def draw(task, rows, seed, held_out=False):
   rng = np.random.default_rng([seed, held_out])
   sizes = (task.whole,) if held_out else task.mix or (task.whole,)
   parts = [_packed(task, rows // len(sizes), n, rng, held_out) for n in sizes]
-  *arrays, weights = map(np.concatenate, zip(*parts, strict=True))
-  return batch_lib.Batch(*arrays, weights, np.float32(weights.sum()))
+  tokens, targets, segments, positions, weights = map(
+    np.concatenate, zip(*parts, strict=True)
+  )
+  return batch_lib.Batch(
+    tokens, targets, segments, positions, weights, np.float32(weights.sum())
+  )
 
 
 def _packed(task, rows, size, rng, held_out):
