@@ -15,19 +15,20 @@ expect: EQ Newton, without a fallback, against the sequential loop 1e-15,
   paper: 3; 26 and more without Jacobians); at 0.3, 1, 2: GRU 4 6 25, LSTM 4 7
   37. A solve is 13 operations deeper per doubling of the length, 148 at 2,048
   tokens against 8,194 in sequence. LEARN parity after 33 to 128 bits, trained
-  on up to 32, 3 seeds: ParaGRU 100.0%, Mamba-2 50.3%, gated linear 50.0%;
-  up to 32 bits 100.0%, 65.2%, 64.6%.
+  on up to 32, 3 seeds: ParaGRU 100.0%, Mamba-2 50.3%, gated linear 50.0%; up to
+  32 bits 100.0%, 65.2%, 64.6%.
 differs: Newton iterates to a residual of 1e-6, at most 20 times; a sequence
   that does not converge is run step by step and counted (newton/fallbacks). At
   deviation 1, three iterations leave gradients up to 180% wrong. Seeds differ
   widely at deviation 2 (16 to 190). Parity: 1 layer of ParaGRU, 5,056
-  parameters, without its convolution, weights from deviation 2 (from 1 or 3,
-  at a learning rate of 3e-3, it took 200 steps or more), against 2 layers of
-  Mamba-2 and of gated linear attention, 15,788 and 10,528 parameters, with
-  convolutions, at 0.02 as ParaGRU (Mamba-2, 1 layer at 3e-3: 49.5%). ParaLSTM
-  is not trained on it, and nothing is on k-hop: train/claims/tasks.py draws it.
-  Input maps are drawn normal, not uniform. No fused kernel, no 7B model, no
-  speed: the paper's 665 times is of a GPU; on a CPU a loop is cheaper.
+  parameters, without its convolution, weights from deviation 2 (from 1 or 3, at
+  a learning rate of 3e-3, it took 200 steps or more), against 2 layers of
+  Mamba-2, with a state of 8, and of gated linear attention, 15,788 and 10,528
+  parameters, with convolutions, at 0.02 as ParaGRU (Mamba-2, 1 layer at 3e-3:
+  49.5%). ParaLSTM is not trained on it, and nothing is on k-hop:
+  train/claims/tasks.py draws it. Input maps are drawn normal, not uniform. No
+  fused kernel, no 7B model, no speed: the paper's 665 times is of a GPU; on a
+  CPU a loop is cheaper.
 """
 
 from paraxis.configs import presets

@@ -210,7 +210,7 @@ def _reduce(joined, eqn, ins):
 
 
 def _reshape(joined, eqn, ins):
-  """Dimensions of equal products meet; a split one goes on as its first."""
+  """Dimensions of equal products meet; a split one continues as its first."""
   x, out = ins[0], joined.new(eqn.outvars[0].aval.shape, ins[0].source)
   size = lambda dims: [i for i in dims if joined.size[i] != 1]
   left, right = size(x.dims), size(out.dims)
@@ -227,7 +227,7 @@ def _reshape(joined, eqn, ins):
 
 
 def _gather(joined, eqn, ins):
-  """Slices of x: whole dimensions go on, those picked by an index end."""
+  """Slices of x: whole dimensions stay, those picked by an index end."""
   x, shape = ins[0], eqn.outvars[0].aval.shape
   # One row for every index is an activation, the matrix of one a parameter.
   out = joined.new(shape, x.source if len(shape) < len(x.dims) else '')

@@ -123,12 +123,11 @@ def recall(run, *, task, models, seeds, more, learned, picture, fields):
     seeds: of the trainings.
     more: list of [name, name, margin]: the share of answers that the first has
       right is above the second's by more, at the end; a margin may be below 0.
-      [name, name, margin, verdict]: what that means for the paper, at best.
     learned: {name: share of right answers} of a model that has learned the
       task; where it has not, a comparison shows a direction only.
     picture: name of the PNG in the results.
     fields: {dotted name: value} of all models and trainings, before those of
-      SMALL; a training is measured ten times.
+      SMALL; the first model is measured ten times, all as often in steps.
   """
   made = tasks.make(**task)
   configs = {name: _config(run, made, fields, *m) for name, m in models.items()}
@@ -139,7 +138,7 @@ def recall(run, *, task, models, seeds, more, learned, picture, fields):
   found = ablation.outcome(
     run,
     last,
-    [_finding(last, seconds, *row) for row in more],
+    [ablation.more(last, a, b, margin, seconds) for a, b, margin in more],
     'share of answers right',
     _caveat(made, configs, curves)
     + ''.join(f'; {n} below {learned[n]:.0%}: not learned' for n in weak),
@@ -151,26 +150,21 @@ def recall(run, *, task, models, seeds, more, learned, picture, fields):
   return found
 
 
-def _finding(last, seconds, a, b, margin, best=claims.VERDICTS[0]):
-  """ablation.Finding that a is above b; best: its verdict, or a worse one."""
-  found = ablation.more(last, a, b, margin, seconds)
-  return found._replace(
-    verdict=max(found.verdict, best, key=claims.VERDICTS.index)
-  )
-
-
 def _caveat(task, configs, curves):
   """What was asked, of which models, and shares besides the one compared."""
   shared = next(iter(configs.values()))
   own = shared.train
   sizes = ', '.join(f'{n} {check.parameters(c):,}' for n, c in configs.items())
+  steps = {n: c.train.steps for n, c in configs.items()}
+  each = ', '.join(f'{n} {k:,}' for n, k in steps.items())
+  trained = f'{own.steps:,}' if len(set(steps.values())) == 1 else each
   ends = lambda at: {n: [c[-1][at] for c in row] for n, row in curves.items()}
   also = [
     f'; {what}: {ablation.spread(ends(at))}'
     for at, what in enumerate(task.also, 2)
   ]
   return (
-    f'{task.about}; {own.steps} steps of {own.batch_size} rows of '
+    f'{task.about}; {trained} steps of {own.batch_size} rows of '
     f'{task.length} tokens; parameters {sizes}, state of Mamba-2 '
     f'{shared.model.mamba.state}' + ''.join(also)
   )

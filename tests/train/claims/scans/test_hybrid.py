@@ -147,8 +147,15 @@ def test_recall_trains_measures_and_draws(run, monkeypatch):
   found = recalled(run, both, [['b', 'a', 0.7]])
   assert found.passed and found.verdict == 'direction only'
   assert 'a below 50%: not learned' in found.caveat
-  against = recalled(run, both, [['b', 'a', 0.7, 'not reproduced']])
-  assert against.passed and against.verdict == 'not reproduced'
+  assert '; 2 steps of 4 rows' in found.caveat
+
+
+def test_steps_that_differ_are_told(run, monkeypatch):
+  curve = lambda config, *rest: [[config.train.steps, 0.5]]
+  monkeypatch.setattr(claims_recall, 'train', curve)
+  longer = {'a': ['F', 1], 'b': ['F', 1, {'train.steps': 1500}]}
+  found = recalled(run, longer, [['a', 'b', -0.1]])
+  assert '; a 2, b 1,500 steps of 4 rows' in found.caveat
 
 
 def test_a_model_has_fields_of_its_own_and_states_are_trained(run):
