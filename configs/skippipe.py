@@ -25,6 +25,10 @@ differs: 1.8M parameters in 8 layers, 1M tokens, one seed: with so little
 from paraxis.configs import presets
 
 STAGES = 8
+TRAINING = dict(
+  stages=STAGES, seeds=[0, 1, 2], fractions=[0, 0.25, 0.5],
+  removed=[0, 0.25, 0.5], paths=4,
+)  # fmt: skip
 
 
 def get_config():
@@ -57,26 +61,15 @@ def claims():
     check=schedules.skip_makespan, stages=STAGES, microbatches=32,
     fraction=fraction, send=1, at_most=at_most,
   )  # fmt: skip
-  training = dict(
-    stages=STAGES,
-    seeds=[0],
-    fractions=[0, 0.25, 0.5],
-    removed=[0, 0.25, 0.5],
-    paths=4,
-  )
   robust = lambda trained, at_most: dict(
     check=skip.robust,
-    training=training,
+    training=TRAINING,
     trained=trained,
     share=0.5,
     at_most=at_most,
   )
   full = dict(
-    check=skip.against_full,
-    training=training,
-    trained=0.5,
-    share=0.5,
-    at_most=0.8,
+    check=skip.against_full, training=TRAINING, trained=0.5, share=0.5
   )
   return [
     ('pipeline equals layers on paths', 'EQ', equal, None),
@@ -110,6 +103,6 @@ def knockouts():
     (
       'skipping_in_training',
       'half over plain, trained with 1/2 out',
-      {'trained': 0},
+      {'trained': 0, 'training': TRAINING | {'seeds': [0]}},
     ),
   ]
