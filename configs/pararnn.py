@@ -23,7 +23,7 @@ differs: Newton iterates to a residual of 1e-6, at most 20 times; a sequence
   widely at deviation 2 (16 to 190). Parity: 1 layer of ParaGRU, 5,056
   parameters, without its convolution, weights from deviation 2 (from 1 or 3, at
   a learning rate of 3e-3, it took 200 steps or more), against 2 layers of
-  Mamba-2, with a state of 8, and of gated linear attention, 15,788 and 10,528
+  Mamba-2, with a state of 16, and of gated linear attention, 15,788 and 10,528
   parameters, with convolutions, at 0.02 as ParaGRU (Mamba-2, 1 layer at 3e-3:
   49.5%). ParaLSTM is not trained on it, and nothing is on k-hop:
   train/claims/tasks.py draws it. Input maps are drawn normal, not uniform. No

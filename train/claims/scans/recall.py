@@ -79,7 +79,7 @@ def train(config, task, every, folder, say):
     state, curve = _resumed(job, store, say)
     held = [job.put(tasks.draw(task, rows, seed, True)) for seed in range(4)]
     for t in range(curve[-1][0] if curve else 0, config.train.steps):
-      batch = job.put(tasks.draw(task, rows, config.train.seed + 1000 + t))
+      batch = job.put(trained_on(config, task, t))
       state, numbers = update(state, *grads(state.params, batch))
       if (t + 1) % every == 0 or t + 1 == config.train.steps:
         found = jnp.stack([measure(state.params, b) for b in held]).mean(0)
@@ -88,6 +88,12 @@ def train(config, task, every, folder, say):
         store.save(t + 1, state_lib.flatten(state), axes, dict(curve=curve))
         say(f'step {t + 1}: loss {float(numbers["loss"]):.3f}, {found[0]:.1%}')
   return curve
+
+
+def trained_on(config, task, t):
+  """batch.Batch of step t; no two seeds train on the same one."""
+  seed = 1_000_000 * config.train.seed + 1000 + t
+  return tasks.draw(task, config.train.batch_size, seed)
 
 
 def _resumed(job, store, say):
@@ -126,8 +132,8 @@ def recall(run, *, task, models, seeds, more, learned, picture, fields):
     learned: {name: share of right answers} of a model that has learned the
       task; where it has not, a comparison shows a direction only.
     picture: name of the PNG in the results.
-    fields: {dotted name: value} of all models and trainings, before those of
-      SMALL; the first model is measured ten times, all as often in steps.
+    fields: {dotted name: value} of all models and trainings, in place of those
+      of SMALL; the first model is measured ten times, all as often in steps.
   """
   made = tasks.make(**task)
   configs = {name: _config(run, made, fields, *m) for name, m in models.items()}

@@ -180,6 +180,15 @@ def test_a_model_has_fields_of_its_own_and_states_are_trained(run):
   assert width() == run.config.model.recurrent.conv_width
 
 
+def test_seeds_share_no_batch(run):
+  seeds = ({'train.seed': s, 'train.steps': 4} for s in range(3))
+  configs = [claims_recall._config(run, TASK, own, 'F', 1) for own in seeds]
+  made = [
+    claims_recall.trained_on(c, TASK, t) for c in configs for t in range(4)
+  ]
+  assert len({batch.tokens.tobytes() for batch in made}) == 12
+
+
 def test_recall_resumes_where_it_stopped(run, tmp_path):
   fields = {'model.d_model': 32, 'train.steps': 4, 'train.batch_size': 4}
   config = claims_recall._config(run, TASK, fields, 'F', 1)
