@@ -36,14 +36,14 @@ FAMILIES = {
   'attention': 'F', 'gated linear': 'G', 'Mamba-2': 'M', 'hybrid': 'M-M-*-',
   'ParaGRU': 'R', 'ParaLSTM': 'L',
 }  # fmt: skip
-# The phone book: names of two words, each one of 128; numbers of two digits.
+# The phone book: names of two words, each one of 192; numbers of two digits.
 BOOK = dict(pairs=16, mix=[2, 4, 8, 16], words=2, digits=2)
-BOOK |= dict(choices=128, values=16, unseen=4)
+BOOK |= dict(choices=192, values=16, unseen=4)
 READING = {'model.mamba.state': 128, 'train.batch_size': 16}
 READING |= {'optimizer.final_fraction': 0.02}
 _DEEP = {
   'model.d_model': 128, 'model.num_heads': 4, 'model.mlp': 'swiglu',
-  'model.d_ff': 128, 'train.steps': 500,
+  'model.d_ff': 128, 'train.steps': 800,
 }  # fmt: skip
 _WIDE = {'model.d_model': 256, 'model.num_heads': 8, 'train.steps': 1500}
 READERS = {
