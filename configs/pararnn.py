@@ -45,6 +45,13 @@ CELLS = {
   'ParaGRU': ['R', 1, FLIPS], 'Mamba-2': ['M', 2],
   'gated linear': ['G', 2, {'model.gated_linear.conv_width': 4}],
 }  # fmt: skip
+# The k-hop task, of cells as they come: each has its convolution.
+SMALL = {
+  'model.d_model': 64, 'model.num_heads': 2, 'model.embedding_scale': 8.0,
+  'model.mamba.state': 16, 'optimizer.learning_rate': 0.01,
+  'train.steps': 700, 'train.batch_size': 30,
+}  # fmt: skip
+DEEP = CELLS | {'ParaGRU': ['R', 2]}
 
 
 def get_config():
@@ -85,6 +92,12 @@ def claims():
     more=[['ParaGRU', name, 0.4] for name in ('Mamba-2', 'gated linear')],
     picture='parity.png', fields=TINY,
   )  # fmt: skip
+  hops = lambda name: dict(
+    check=recall.recall,
+    task=dict(kind='hops', length=64, symbols=8, hops=2, mix=[16, 32, 64]),
+    models=DEEP, seeds=[0, 1, 2], learned={'ParaGRU': 0.95},
+    more=[['ParaGRU', name, 0.0]], picture='hops.png', fields=SMALL,
+  )  # fmt: skip
   return [
     ('solved equals in sequence', 'EQ', equal, None),
     ('layouts equal one device', 'EQ', layouts, None),
@@ -92,6 +105,8 @@ def claims():
     ('iterations to 1e-6, LSTM', 'SIM', took('lstm'), '3'),
     ('depth of a solve', 'SIM', depth, 'O(log T)'),
     ('parity, at 4 times the length', 'LEARN', parity, None),
+    ('two hops back, above Mamba-2', 'LEARN', hops('Mamba-2'), None),
+    ('two hops back, above linear', 'LEARN', hops('gated linear'), None),
   ]
 
 
@@ -101,9 +116,11 @@ def knockouts():
 
   loop = {'model.recurrent.solver': 'sequential'}
   linear = {'models': CELLS | {'ParaGRU': ['G', 1]}, 'seeds': [0]}
+  selective = {'models': DEEP | {'ParaGRU': ['M', 2]}, 'seeds': [0]}
   return [
     ('never_newton', 'solved equals in sequence', loop),
     ('no_jacobian', 'iterations to 1e-6, GRU', sharded.picard),
     ('token_by_token', 'depth of a solve', sharded.in_turn),
     ('linear_cell', 'parity, at 4 times the length', linear),
+    ('selective_layers', 'two hops back, above Mamba-2', selective),
   ]
