@@ -43,7 +43,7 @@ READING = {'model.mamba.state': 128, 'train.batch_size': 16}
 READING |= {'optimizer.final_fraction': 0.02}
 _DEEP = {
   'model.d_model': 128, 'model.num_heads': 4, 'model.mlp': 'swiglu',
-  'model.d_ff': 128, 'train.steps': 800,
+  'model.d_ff': 128, 'train.steps': 600,
 }  # fmt: skip
 _WIDE = {'model.d_model': 256, 'model.num_heads': 8, 'train.steps': 1500}
 READERS = {
