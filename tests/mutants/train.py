@@ -238,6 +238,22 @@ TABLE = [
     'tests/train/certify/test_changes.py::test_slots_that_may_not_suffice',
   ),
   Mutation(
+    'drops_of_the_shrunk',
+    'train/certify/verify.py',
+    'changes_lib.find(config, small)',
+    'changes_lib.find(small, small)',
+    'verify judges the experts that it runs, not those of the configuration',
+    'tests/train/certify/test_changes.py::test_slots_are_judged_as_written',
+  ),
+  Mutation(
+    'slots_not_shrunk',
+    'train/certify/shrink.py',
+    'capacity_factor=experts.capacity_factor * count / experts.count,',
+    'capacity_factor=experts.capacity_factor,',
+    'verify may drop tokens where the configuration does not',
+    'tests/train/certify/test_changes.py::test_slots_are_judged_as_written',
+  ),
+  Mutation(
     'short_documents',
     'train/certify/trial.py',
     'if packed and row:',

@@ -7,7 +7,9 @@ says for each:
                           microbatch
     NOT CERTIFIED         it decides, with the layout, what is computed at all
 
-A tolerance of the configuration is certified too, to itself.
+A tolerance of the configuration is certified too, to itself. What is said is of
+the configuration as written: its shrunk form has other sizes, and so other
+limits.
 """
 
 from typing import NamedTuple
@@ -51,14 +53,14 @@ class Change(NamedTuple):
   bound: float = 0.0
 
 
-def _balance(config):
-  """Loads that are counted over less than a step."""
+def _balance(config, parts):
+  """Loads that are counted over less than a step, of `parts` microbatches."""
   experts = config.model.experts
   scope = experts.balance_scope
   if not (experts.count and experts.balance and scope in _SCOPES):
     return
   as_tried, why = _SCOPES[scope]
-  parts, more = config.microbatches, {}
+  more = {}
   if parts == 1:  # verify accumulates too, and claims the same
     parts, more = 2, {'train.microbatches': 2}
   instead = scope if scope == 'running' else 'step'
@@ -87,19 +89,28 @@ def _skipped(config):
     yield Change('pipeline.skip_fraction', fraction, 0.0, why)
 
 
-def _tolerance(config):
+def _tolerance(config, dtype):
   """Solutions that end at a residual; float64 alone would see it."""
   own = config.model.recurrent
   solved = set('RL').intersection(layer.mixers(config.model.pattern)[0])
-  double = config.model.dtype == 'float64'
-  if solved and double and own.tolerance > EXACT and own.solver == 'newton':
+  seen = dtype == 'float64' and own.tolerance > EXACT
+  if solved and seen and own.solver == 'newton':
     why, tried = 'shards stop at other residuals', {TOLERANCE: own.tolerance}
     yield Change(TOLERANCE, own.tolerance, EXACT, why, tried, own.tolerance)
 
 
-def find(config):
-  """(the schema.Config to certify, the `Change`s of it)."""
-  kinds = (_balance, _capacity, _skipped, _tolerance)
-  found = tuple(change for kind in kinds for change in kind(config))
+def find(config, small):
+  """(the schema.Config to certify, the `Change`s of it).
+
+  Args:
+    config: schema.Config as the user wrote it, which is judged.
+    small: the same shrunk, which runs: how many microbatches, in which dtype.
+  """
+  found = (
+    *_balance(config, small.microbatches),
+    *_capacity(config),
+    *_skipped(config),
+    *_tolerance(config, small.model.dtype),
+  )
   instead = {change.field: change.instead for change in found}
-  return schema.with_values(config, instead), found
+  return schema.with_values(small, instead), found

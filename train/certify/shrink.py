@@ -22,7 +22,10 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 
 # What a note adds where a smaller size is not all.
-NOTES = {'optimizer.warmup_steps': ' (of its first step no update shows)'}
+NOTES = {
+  'optimizer.warmup_steps': ' (of its first step no update shows)',
+  'model.experts.capacity_factor': ' (slots for the same share of the tokens)',
+}
 # Logical axis -> the field that sets its size.
 FIELDS = {
   'heads': 'model.num_heads',
@@ -191,7 +194,8 @@ def _expert_order(mesh, model):
 
 
 def _experts(experts, devices):
-  """Few experts, and of those some hot, if any are."""
+  """Few experts, and of those some hot, if any are; each with slots for the
+  same share of the tokens, so that what drops nothing still does not."""
   if not experts.count:
     return experts
   few = max(16, 2 * experts.top_k)
@@ -199,6 +203,7 @@ def _experts(experts, devices):
   return dataclasses.replace(
     experts,
     count=count,
+    capacity_factor=experts.capacity_factor * count / experts.count,
     d_ff=min(experts.d_ff, 32),
     hot=min(experts.hot, max(count // 4, 1)),
   )

@@ -93,7 +93,7 @@ def prepare(config, mesh_text='', dtype='float64', packed=True, devices=None):
   sizes = shrink.mesh(asked, len(devices))
   shrink.check_divides(config, asked)
   small = shrink.config(config, sizes, asked, dtype)
-  small, changes = changes_lib.find(small)
+  small, changes = changes_lib.find(config, small)
   apart = {change.field for change in changes}
   devices = devices[: math.prod(sizes.values())]
   notes = [

@@ -44,7 +44,7 @@ def config_of(experts=(), **sections):
 )
 def test_loads_of_less_than_a_step(experts, microbatches, instead, tried):
   config = config_of(experts, train=schema.Train(microbatches=microbatches))
-  certified, found = changes.find(config)
+  certified, found = changes.find(config, config)
   if instead is None:
     assert not found and certified is config
     return
@@ -111,13 +111,33 @@ def test_the_reference_has_one_microbatch_whatever_the_scope():
 )
 def test_slots_that_may_not_suffice(factor, pattern, certified):
   config = config_of(dict(capacity_factor=factor, pattern=pattern))
-  without, found = changes.find(config)
+  without, found = changes.find(config, config)
   if certified:
     assert not found and without is config
     return
   (change,) = found
   assert (change.field, change.value) == (changes.CAPACITY, factor)
   assert without.model.experts.capacity_factor == 0 and not change.tried
+
+
+@pytest.mark.parametrize(
+  'count, factor, limit',
+  [
+    (64, 10.0, 32),  # they may drop; 16 of them, which verify runs, would not
+    (12, 6.0, None),  # they may not; 16 of them would
+  ],
+)
+def test_slots_are_judged_as_written(count, factor, limit):
+  config = config_of(dict(count=count, capacity_factor=factor))
+  case = verify.prepare(config, 'data=8')
+  experts = case.config.model.experts
+  assert experts.count == 16
+  if limit is None:
+    assert not case.changes and experts.capacity_factor == factor * 16 / count
+    return
+  (change,) = case.changes
+  assert (change.field, change.value) == (changes.CAPACITY, factor)
+  assert f'from {limit} on' in change.why and experts.capacity_factor == 0
 
 
 CASES = {
