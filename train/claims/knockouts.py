@@ -12,8 +12,9 @@ claim that must then FAIL by its own verdict:
                                 the claim is checked; `patched` makes most
 
 papers.knockouts says what is well formed. Such functions stand beside the
-claim's check (train/claims/<mechanism>/). A check that stops with an error has
-not failed: the error is shown, and ends the command with its own exit code.
+claim's check (train/claims/<mechanism>/), that of experiment.py's check here. A
+check that stops with an error has not failed: the error is shown, and ends the
+command with its own exit code.
 """
 
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ import jax
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import papers
@@ -68,6 +70,20 @@ def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
   finally:
     put(before)
     forget()
+
+
+def one_parameter_wrong() -> contextlib.AbstractContextManager[None]:
+  """Knock-out of `experiment.equals_one_device`: on a mesh the first of the
+  parameters is a millionth too large; on one device it is right."""
+  right = trial.Runner.start
+
+  def start(runner, params):
+    if len(runner.devices) > 1:
+      first = min(params)
+      params = params | {first: params[first] * (1 + 1e-6)}
+    return right(runner, params)
+
+  return patched(trial.Runner, 'start', start)
 
 
 def without(run: claims.Run, knockout: papers.Knockout, claim: papers.Claim):
