@@ -9,7 +9,8 @@ claim that must then FAIL by its own verdict:
     {'model.experts.hot': 0}    a field of the config that the check is given
     {'bits_per_byte': 1.0}      a parameter of the claim's check
     a function                  without arguments: the context manager in which
-                                the claim is checked; `patched` makes most
+                                the claim is checked; `patched` makes most;
+                                a fourth entry may then be data as above
 
 papers.knockouts says what is well formed. Such functions stand beside the
 claim's check (train/claims/<mechanism>/), that of experiment.py's check here. A
@@ -20,6 +21,7 @@ command with its own exit code.
 from collections.abc import Iterator
 import contextlib
 import sys
+import textwrap
 from typing import Any
 
 import jax
@@ -94,7 +96,7 @@ def without(run: claims.Run, knockout: papers.Knockout, claim: papers.Claim):
   Raises:
     UserError: the change changes no field; what the check raises.
   """
-  change = knockout.change if isinstance(knockout.change, dict) else {}
+  change = knockout.change
   fields = {name: x for name, x in change.items() if '.' in name}
   given = {name: x for name, x in change.items() if '.' not in name}
   config = experiment.fields(run.config, fields)
@@ -103,8 +105,7 @@ def without(run: claims.Run, knockout: papers.Knockout, claim: papers.Claim):
       f'knock-out {knockout.name}: the config has {fields} already.'
     )
   other = run.other(config, knockout.name)
-  off: Any = contextlib.nullcontext if change else knockout.change
-  with off():
+  with knockout.off():
     return claims.outcome_of(
       other, claim._replace(parameters=claim.parameters | given)
     )
@@ -130,6 +131,13 @@ def sentence(name: str, outcome: claims.Outcome) -> str:
   if outcome.passed:
     return 'STILL HOLDS: the claim proves nothing'
   return f'FAILS without {name}: as it must'
+
+
+def unproven(found: list) -> str:
+  """papers.uncovered's claims in a few lines of 80 columns."""
+  names = '; '.join(f'{claim.kind} {claim.name}' for claim in found)
+  text = f'claims without a knock-out ({len(found)}): {names}'
+  return textwrap.fill(text, 80, subsequent_indent='  ')
 
 
 def reproduce(
@@ -174,6 +182,9 @@ def reproduce(
     + (f', {held} STILL HOLD' if held else '')
     + (f', {skipped} SKIPPED' if skipped else '')
   )
+  alone = papers.uncovered(module, path)
+  if alone:
+    say(unproven(alone))
   if held:
     return errors.EXIT_DIFFERENT
   return errors.EXIT_USER if skipped else errors.EXIT_OK

@@ -70,10 +70,13 @@ def last(folder: pathlib.Path) -> dict:
 def rows(paper: papers.Paper, folder: pathlib.Path) -> list[dict]:
   """A row for each claim of a config, negative ones first."""
   path = command_line.find_config(paper.name)
+  module = command_line.load_module(paper.name)
+  alone = {claim.name for claim in papers.uncovered(module, path)}
   found, out = last(folder), []
-  for claim in papers.claims(command_line.load_module(paper.name), path):
+  for claim in papers.claims(module, path):
     empty = dict(expected='', measured='', caveat='', verdict=NOT_RUN)
     about = dict(claim=claim.name, kind=claim.kind, paper=claim.paper)
+    about['knockout'] = claim.name not in alone
     out.append(empty | found.get(claim.name, {}) | about)
   return sorted(out, key=lambda row: rank(row['verdict']))
 
@@ -129,6 +132,7 @@ def page(found: list, results: pathlib.Path) -> str:
     ORDER[rank(row['verdict'])] for _, found_of in found for row in found_of
   )
   summary = ', '.join(f'{counts[w]} {w}' for w in ORDER if counts[w])
+  alone = sum(not row['knockout'] for _, found_of in found for row in found_of)
   index = ''.join(
     _cells(
       [
@@ -143,7 +147,8 @@ def page(found: list, results: pathlib.Path) -> str:
     '<!doctype html><html lang="en"><meta charset="utf-8">'
     f'<title>paraxis: papers</title><style>{STYLE}</style>'
     f'<h1>What paraxis reproduces</h1><p>{len(found)} configs, '
-    f'{counts.total()} claims: {summary}. What is negative comes first; '
+    f'{counts.total()} claims: {summary}; {alone} have no knock-out. What is '
+    'negative comes first; '
     '<code>paraxis reproduce NAME</code> runs the claims of a config.</p>'
     f'<table>{_cells(["config", "title", "paper", "worst"], "th")}{index}'
     f'</table>{sections}</html>\n'

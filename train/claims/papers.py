@@ -24,6 +24,7 @@ lists them by hand.
 
 import ast
 from collections.abc import Callable
+import contextlib
 import importlib
 import inspect
 import numbers
@@ -56,6 +57,7 @@ KINDS = {
 VERDICTS = ('reproduced', 'direction only', 'not reproduced', 'opposite')
 ADMITTED = VERDICTS[2:]  # of a claim that fails
 _CLAIMS = 'paraxis.train.claims.'
+_ROWS = [False], [True], [True, False]  # whether a row's changes are functions
 
 
 class Knockout(NamedTuple):
@@ -64,12 +66,14 @@ class Knockout(NamedTuple):
   Attributes:
     name: for --knockout=. claim: a claim's name.
     change: {'section.field' of the config, or a parameter of the claim's check:
-      value}, or a function without arguments: the context manager to check in.
+      value}.
+    off: a function without arguments: the context manager to check in.
   """
 
   name: str
   claim: str
-  change: dict | Callable
+  change: dict
+  off: Callable = contextlib.nullcontext
 
 
 class Paper(NamedTuple):
@@ -302,11 +306,12 @@ def knockouts(module, where):
   found = []
   for number, row in enumerate(module.knockouts()):
     at = f'{where}: knock-out {number}'
-    if not (isinstance(row, tuple) and len(row) == 3):
+    if not (isinstance(row, tuple) and list(map(callable, row[2:])) in _ROWS):
       raise errors.UserError(
-        f"{at} is not a tuple (name, claim's name, change)."
+        f"{at} is not a tuple (name, claim's name, change): plain data, a "
+        'function, or a function and then plain data.'
       )
-    name, claim, change = row
+    name, claim, *changes = row
     if not (isinstance(name, str) and re.fullmatch(r'[a-z][a-z0-9_]*', name)):
       raise errors.UserError(f'{at}: {name!r} is no name: a-z, 0-9 and _ only.')
     if name in (knockout.name for knockout in found):
@@ -320,11 +325,21 @@ def knockouts(module, where):
       raise errors.UserError(
         f'{at}: {claim!r} is {known[claim].admits} as it is: it cannot fall.'
       )
-    _check_change(at, change, known[claim])
-    found.append(Knockout(name, claim, change))
+    given: dict = dict(change={}, off=contextlib.nullcontext)
+    for change in changes:
+      _check_change(at, change, known[claim])
+      given['off' if callable(change) else 'change'] = change
+    found.append(Knockout(name, claim, **given))
   if not found:
     raise errors.UserError(f'{where}: knockouts() is empty.')
   return found
+
+
+def uncovered(module, where):
+  """[Claim] that hold and that no knock-out of a loaded config reaches."""
+  reached = {knockout.claim for knockout in knockouts(module, where)}
+  found = claims(module, where)
+  return [c for c in found if not c.admits and c.name not in reached]
 
 
 def _check_change(at, change, claim):

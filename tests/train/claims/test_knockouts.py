@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import pathlib
 import sys
 import types
 
@@ -52,8 +53,12 @@ def knockouts():
 
 
 @pytest.fixture
-def config(tmp_path):
-  """Writes a config whose knock-outs are the given text -> its path."""
+def config(tmp_path, monkeypatch):
+  """Writes a config whose knock-outs are the given text -> its path.
+
+  Results lie in the same folder.
+  """
+  monkeypatch.chdir(tmp_path)
 
   def write(rows):
     path = tmp_path / 'mine.py'
@@ -70,13 +75,14 @@ ALL = (
 
 
 def test_every_kind_of_change_makes_the_claim_fail(config, capsys):
-  path = config(ALL)
+  path = config(ALL[:-1] + ", ('both', 'layers', off, {'least': 1})]")
   assert knockouts.reproduce(path) == errors.EXIT_OK
   shown = capsys.readouterr().out
-  for name in ('field', 'bound', 'context'):
+  for name in ('field', 'bound', 'context', 'both'):
     assert f'FAILS without {name}: as it must' in shown
   assert 'expected >= 99, measured 4' in shown
-  assert '3 of 3 claims fail without their mechanism\n' in shown
+  assert 'expected >= 1, measured 0' in shown
+  assert shown.endswith('4 of 4 claims fail without their mechanism\n')
   assert harness.reproduce(path) == errors.EXIT_OK  # all is on again
 
 
@@ -84,6 +90,19 @@ def test_a_claim_that_still_holds_is_told(config, capsys):
   path = config("[('none', 'layers', {'model.num_layers': 5})]")
   assert knockouts.reproduce(path) == errors.EXIT_DIFFERENT
   assert 'STILL HOLDS: the claim proves nothing' in capsys.readouterr().out
+
+
+def test_claims_that_no_knockout_reaches_are_named(config, capsys):
+  path = pathlib.Path(config(ALL))
+  more = "('%s', 'SIM', dict(check=check, least=4), None)"
+  text = path.read_text().replace('None)]', f'None), {more}]')
+  path.write_text(text % 'second')
+  assert knockouts.reproduce(str(path)) == errors.EXIT_OK
+  words = 'claims without a knock-out (1): SIM second\n'
+  assert capsys.readouterr().out.endswith(words)
+  long = papers.Claim('a name ' * 9, 'EQ', print, {}, None)
+  lines = knockouts.unproven([long] * 3).splitlines()
+  assert len(lines) == 4 and max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(
@@ -141,6 +160,8 @@ CLAIM = [
   'rows, words',
   [
     ([('a', 'same')], 'is not a tuple'),
+    ([('a', 'same', {'within': 0}, {'cases': 0})], 'is not a tuple'),
+    ([('a', 'same', lambda: None, {})], 'neither a function nor plain data'),
     ([('A b', 'same', {'within': 0})], 'is no name'),
     ([('a', 'same', {'within': 0})] * 2, "'a' is there twice"),
     ([('a', 'sane', {'within': 0})], "Did you mean 'same'"),
@@ -159,6 +180,14 @@ def test_a_malformed_knockout(rows, words):
   with pytest.raises(errors.UserError, match='^[^\n]*$') as caught:
     papers.knockouts(module, 'mine.py')
   assert words in str(caught.value) and 'mine.py' in str(caught.value)
+
+
+def test_which_claims_have_none():
+  rows = [*CLAIM, ('alone', 'EQ', EQ, None)]
+  off = [('a', 'same', {'within': 0})]
+  module = types.SimpleNamespace(claims=lambda: rows, knockouts=lambda: off)
+  (alone,) = papers.uncovered(module, 'mine.py')
+  assert alone.name == 'alone'  # and not what is opposite as it is
 
 
 def test_none_at_all():
@@ -224,6 +253,6 @@ def test_a_training_without_the_mechanism_has_its_own_folder(tmp_path):
   run = harness.Run(None, tmp_path / 'mine')
   run.config = command_line.schema.Config()
   claim = papers.Claim('a', 'LEARN', check, {}, None)
-  off = papers.Knockout('gate', 'a', contextlib.nullcontext)
+  off = papers.Knockout('gate', 'a', {})
   assert not knockouts.without(run, off, claim).passed
   assert folders == [tmp_path / 'mine-gate']
