@@ -1,9 +1,8 @@
 """Mamba-2 hybrids: attention in one mixer of seven, a state in the others
 
 paper: arXiv:2406.07887
-mechanism: models/mixers/mamba.py, models/layer.py,
-  train/claims/scans/hybrid.py, train/claims/scans/recall.py,
-  train/claims/tasks.py
+mechanism: models/mixers/mamba.py, models/layer.py, train/claims/tasks.py,
+  train/claims/scans/hybrid.py, train/claims/scans/recall.py
 test: tests/models/mixers/test_mamba.py,
   tests/train/claims/scans/test_hybrid.py,
   tests/train/claims/scans/test_decays.py, tests/train/claims/test_tasks.py
@@ -55,17 +54,15 @@ SHAPE = dict(
   vocab_size=256000, tied_embedding=False, mamba=dict(state=128, groups=8),
 )  # fmt: skip
 PAPER = SHAPE | dict(num_layers=28, position='none')  # and 28 mlps: 56 layers
-MODELS = {
+MODELS = {  # of 8B parameters
   'attention': SHAPE | dict(pattern='F', num_layers=32),
-  'hybrid': PAPER | dict(pattern=PATTERN),
-  'Mamba-2': PAPER | dict(pattern='M'),
-}  # of 8B parameters
+  'hybrid': PAPER | dict(pattern=PATTERN), 'Mamba-2': PAPER | dict(pattern='M'),
+}  # fmt: skip
 NARROW = {
-  'model.d_model': 96, 'model.d_ff': 256, 'model.num_layers': 3,
-  'model.num_kv_heads': 4, 'model.attention_scale': 3 * 24**-0.5,
-  'model.embedding_scale': 96**0.5, 'model.mamba.head_dim': 24,
-  'train.steps': 200, 'train.batch_size': 4, 'train.eval_batches': 4,
-  'checkpoint.every': 100,
+  'model.d_model': 96, 'model.attention_scale': 3 * 24**-0.5,
+  'model.embedding_scale': 96**0.5, 'model.d_ff': 256, 'model.num_layers': 3,
+  'model.mamba.head_dim': 24, 'model.num_kv_heads': 4, 'train.steps': 200,
+  'train.batch_size': 4, 'train.eval_batches': 4, 'checkpoint.every': 100,
 }  # fmt: skip
 
 
@@ -129,11 +126,15 @@ def claims():
 
 
 def knockouts():
-  """A state that never forgets; attention in every layer of the hybrid."""
+  """No decay; attention in every layer or none; a training of one step."""
   from paraxis.train.claims.scans import decays
 
   attends = {'models': MODELS | {'hybrid': PAPER | dict(pattern='*-')}}
+  same = {'models': dict.fromkeys(['hybrid', 'Mamba-2'], READERS['Mamba-2'])}
+  short = NARROW | {'train.steps': 1}
   return [
     ('no_decay', 'decays say what a state keeps', decays.no_decay),
     ('attention_alone', 'cache of attention over hybrid, 8B', attends),
+    ('steps', 'families, held-out bits per byte', {'fields': short}),
+    ('no_attention', 'phone book, names never seen', same | {'learned': {}}),
   ]

@@ -65,8 +65,12 @@ def claims():
 
 
 def knockouts():
-  """One scale for a column of any length."""
+  """One scale for a column of any length; fewer bits."""
   from paraxis.train.claims.decode import quantized
 
-  column = quantized.one_scale_a_column
-  return [('one_scale_a_column', 'error of a weight', column)]
+  column, coarse = quantized.one_scale_a_column, quantized.two_bits
+  learned = 'perplexity, 4 bits over float'
+  return [
+    ('one_scale_a_column', 'error of a weight', column),
+    ('two_bits', learned, coarse, {'seeds': [0]}),
+  ]

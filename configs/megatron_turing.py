@@ -119,8 +119,12 @@ def claims():
 
 
 def knockouts():
-  """Neighbours on the axis tensor are far apart."""
+  """Neighbours on the axis tensor are far apart; the batch does not grow."""
   from paraxis.train.claims.layouts import memory
 
   spans = 'hosts that a tensor group spans'
-  return [('tensor_outermost', spans, memory.tensor_outermost)]
+  constant = {'families': RAMPS | {'ramp': RAMPS['constant']}, 'seeds': [0]}
+  return [
+    ('tensor_outermost', spans, memory.tensor_outermost),
+    ('growing', 'a growing batch, equal tokens', constant),
+  ]

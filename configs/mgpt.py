@@ -24,6 +24,15 @@ differs: the paper has 1.3B and 13B parameters, 60 languages and a vocabulary of
 
 from paraxis.configs import presets
 
+TOKENIZERS = {
+  'bpe2048': {'data.tokenizer': 'bpe2048'},
+  'bytes': {
+    'data.tokenizer': 'bytes',
+    'data.sequence_length': 672,
+    'model.vocab_size': 264,
+  },
+}
+
 
 def get_config():
   """A small GPT-2: learned positions, biases, LayerNorm, one table."""
@@ -64,14 +73,7 @@ def claims():
   )  # fmt: skip
   tokenizers = dict(
     check=families.learn,
-    families={
-      'bpe2048': {'data.tokenizer': 'bpe2048'},
-      'bytes': {
-        'data.tokenizer': 'bytes',
-        'data.sequence_length': 672,
-        'model.vocab_size': 264,
-      },
-    },
+    families=TOKENIZERS,
     fields={'model.num_layers': 2, 'checkpoint.every': 80},
     seeds=[0, 1, 2],
     better=[['bpe2048', 'bytes', 0.0]],
@@ -86,11 +88,14 @@ def claims():
 
 
 def knockouts():
-  """The model ignores its windows, or has none."""
+  """The model ignores its windows, or has none; a tokenizer against itself."""
   from paraxis.train.claims.scans import hybrid
 
+  same = TOKENIZERS | {'bytes': TOKENIZERS['bpe2048']}
+  alike = {'families': same, 'seeds': [0]}
   return [
     ('no_windows', 'dense and banded layers in turn', hybrid.no_windows),
     ('all_dense', 'dense and banded layers in turn', {'model.pattern': 'FF'}),
     ('no_windows_work', 'work of attention, over dense', hybrid.no_windows),
+    ('one_tokenizer', 'tokenizers, held-out bits per byte', alike),
   ]

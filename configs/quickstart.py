@@ -72,8 +72,12 @@ def claims():
 
 
 def knockouts():
-  """One parameter wrong on the mesh: the comparison sees it."""
+  """One parameter wrong on the mesh: the comparison sees it; no training."""
   from paraxis.train.claims import knockouts as lib
 
-  equal, *_ = (name for name, *_ in claims())
-  return [('right_parameters', equal, lib.one_parameter_wrong)]
+  equal, bound, below = (name for name, *_ in claims())
+  return [
+    ('right_parameters', equal, lib.one_parameter_wrong),
+    ('steps', bound, {'train.steps': 1}),
+    ('steps_for_gzip', below, {'train.steps': 1}),
+  ]

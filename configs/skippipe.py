@@ -96,13 +96,13 @@ def knockouts():
   """Microbatches that visit all stages, or skip the same; plain training."""
   from paraxis.train.claims.pipeline import skip
 
+  one = TRAINING | {'seeds': [0], 'fractions': [0]}
+  plain = {'trained': 0, 'training': one}
   return [
     ('skipping', 'pipeline equals layers on paths', skip.all_stages),
     ('shorter_paths', 'time of a step, 1/2 left out', {'fraction': 0}),
     ('balance', 'paths share the stages out', skip.same_stages),
-    (
-      'skipping_in_training',
-      'half over plain, trained with 1/2 out',
-      {'trained': 0, 'training': TRAINING | {'seeds': [0]}},
-    ),
+    ('quarter_in_training', 'half over plain, trained with 1/4 out', plain),
+    ('half_in_training', 'half over plain, trained with 1/2 out', plain),
+    ('skipping_in_training', 'half of it over half of a plain one', plain),
   ]

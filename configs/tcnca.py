@@ -116,11 +116,16 @@ def claims():
 
 
 def knockouts():
-  """Convolutions without dilation; attention over the row, not in chunks."""
+  """No dilation, no chunks, no reach beyond what it is compared with."""
   from paraxis.train.claims.scans import tcn
 
   whole = {'model.tcn.chunk': 8192}
+  alike = lambda names, own: {'variants': dict.fromkeys(names, own)}
+  words = alike(['repeated far', 'repeated near'], dict(depth=1))
+  text = alike(['far', 'two'], dict(depth=1, kernel=2))
   return [
     ('no_dilation', 'receptive field', tcn.no_dilation),
     ('one_chunk', 'operations a token by length', whole),
+    ('reach', 'what repeats, in reach or not', words | {'seeds': [0]}),
+    ('long_reach', 'text: a long reach learns later', text),
   ]

@@ -111,6 +111,11 @@ def one_scale_a_column():
   return knockouts.patched(quantized_matmul, 'quantize', quantize)
 
 
+def two_bits():
+  """Knock-out: integers in -1 .. 1, as two bits hold."""
+  return knockouts.patched(quantized_matmul, 'MOST', 1)
+
+
 def _off(w_DF, group):
   """|s q - w| of every weight, in steps: max |w| / 7 of a group of a column."""
   w = np.asarray(w_DF)
