@@ -117,10 +117,12 @@ def knockouts():
   loop = {'model.recurrent.solver': 'sequential'}
   linear = {'models': CELLS | {'ParaGRU': ['G', 1]}, 'seeds': [0]}
   selective = {'models': DEEP | {'ParaGRU': ['M', 2]}, 'seeds': [0]}
+  gated = {'models': DEEP | {'ParaGRU': DEEP['gated linear']}, 'seeds': [0]}
   return [
     ('never_newton', 'solved equals in sequence', loop),
     ('no_jacobian', 'iterations to 1e-6, GRU', sharded.picard),
     ('token_by_token', 'depth of a solve', sharded.in_turn),
     ('linear_cell', 'parity, at 4 times the length', linear),
     ('selective_layers', 'two hops back, above Mamba-2', selective),
+    ('linear_layers', 'two hops back, above linear', gated),
   ]

@@ -87,6 +87,26 @@ def falls(name, knockout, changes=(), **given):
   return right, wrong
 
 
+def switched_off(*kinds):
+  """[(path, knock-out, its claim)] of all configs' claims of these kinds."""
+  found = []
+  for path in command_line.papers():
+    module = command_line.load_module(str(path))
+    known = {c.name: c for c in papers.claims(module, path.name)}
+    found += [
+      pytest.param(path, off, known[off.claim], id=f'{path.stem}-{off.name}')
+      for off in papers.knockouts(module, path.name)
+      if known[off.claim].kind in kinds
+    ]
+  return found
+
+
+def loses(path, off, claim, folder):
+  """Asserts that a claim of a config fails by a papers.Knockout."""
+  outcome = knockouts.without(run_of(str(path), (), folder / 'run'), off, claim)
+  assert outcome.passed is False, (off.name, outcome)
+
+
 def compiled_to(monkeypatch, text, **memory):
   """Programs of experiment.for_chip have this text and this aot.Memory."""
   program = types.SimpleNamespace(as_text=lambda: text)
