@@ -9,13 +9,16 @@ run: paraxis reproduce gpipe
 cost: 35 CPU-seconds
 expect: EQ 4e-15; SIM a bubble of (K - 1) / M over ideal time, which is (K - 1)
   / (M + K - 1) of all of it, exactly, in lock step too; 19% of the time at M =
-  4 K; M inputs held; HLO three inputs of a stage more for each microbatch, and
-  none in 1F1B; recomputing takes 0.10 of what storing takes.
-differs: every stage holds the same number of layers, or one fewer; costs of
-  cells are not searched over. No batch norm. The forward and the backward pass
-  of a microbatch are phases of one program on all stages, idle or not, so no
-  time can be measured on virtual devices. Temporaries are those of a program
-  compiled for CPU. No AmoebaNet, no translation.
+  4 K, below 1 / 5 by the formula, direction only (the paper: negligible); M
+  inputs held; HLO three inputs of a stage more for each microbatch, and none in
+  1F1B; recomputing takes 0.10 of what storing takes.
+differs: negligible is taken as 5%, and recomputing is held to 0.15 of storing:
+  both bounds are ours, for the paper counts M inputs and the layers of a stage
+  without their sizes. Every stage holds the same number of layers, or one
+  fewer; costs of cells are not searched over. No batch norm. The forward and
+  the backward pass of a microbatch are phases of one program on all stages,
+  idle or not, so no time can be measured on virtual devices. Temporaries are
+  those of a program compiled for CPU. No AmoebaNet, no translation.
 """
 
 from paraxis.configs import presets
@@ -47,8 +50,9 @@ def claims():
   bubble = table(schedules.bubbles, cases=grid, share=1, model='asynchronous')
   locked = bubble | dict(model='lock_step')
   small = table(
-    schedules.bubble_share, per_stage=4, stages=[2, 4, 8, 16], at_most=0.2
-  )
+    schedules.bubble_share, per_stage=4, stages=[2, 4, 8, 16],
+    at_most=1 / 5, published=dict(at_most=0.05),
+  )  # fmt: skip
   held = table(
     schedules.inputs_held,
     cases=[[4, 8, 1, 8], [4, 32, 1, 32], [8, 64, 1, 64]],

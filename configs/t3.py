@@ -10,9 +10,9 @@ cost: 40 CPU-seconds
 expect: EQ 1e-15 for the rings and 1e-14 for a model whose projections are all
   rings; HLO 7 + 14 + 7 + 7 permutes on 8 shards with the bytes of the
   collectives; AOT 35 of 35 messages enclose a product on v5p:2x2x2; SIM 1.32
-  (max 1.48) for the paper's 1.30 (1.47), 1.30 (1.41) at 32 shards for 1.29
-  (1.35), and 0.21 of memory traffic saved (max 0.24) for 0.22 (0.36). AOT needs
-  libtpu.
+  (max 1.48) for the paper's 1.30 (1.47); direction only, for the largest are
+  not the paper's: 1.30 (1.41) at 32 shards for 1.29 (1.35), and 0.21 of memory
+  traffic saved (max 0.24) for 0.22 (0.36). AOT needs libtpu.
 differs: T3 is hardware: it tracks stores, adds in memory, triggers the copy of
   a finished chunk. Here the product is cut into one piece per shard, in the
   order in which T3 staggers them, and the compiler overlaps; nothing adds in
@@ -70,6 +70,7 @@ def claims():
     check=overlap.movement_saved,
     models=MODELS,
     geomean=0.22,
+    most=0.36,
     within=0.02,
   )
   return [

@@ -10,11 +10,11 @@ cost: 390 CPU-seconds
 expect: EQ 2e-15, tied or not; HLO every device holds V h / (p t) numbers of the
   embedding and head, and equal state; SIM the busiest stage does the mean, for
   any V, and is 1.16 to 2.12 times as fast as even layers with the head on the
-  last stage, 1.11 to 1.33 as layers moved away from it (the paper: 1.05 to
-  1.51); AOT, which needs libtpu, from 32k to 256k words every stage of 8 grows
-  from 10.4 to 13.4 GiB, 1.000 of an even share of 18 bytes a number of both
-  ends; a stage with whole ends from 13.6 to 39.5, the others at 10.0, 27% and
-  75% less. Nearly all of the time is for AOT.
+  last stage, direction only (the paper: 1.05 to 1.51), 1.11 to 1.33 as layers
+  moved away from it; AOT, which needs libtpu, from 32k to 256k words every
+  stage of 8 grows from 10.4 to 13.4 GiB, 1.000 of an even share of 18 bytes a
+  number of both ends; a stage with whole ends from 13.6 to 39.5, the others at
+  10.0, 27% and 75% less. Nearly all of the time is for AOT.
 differs: one all-reduce of statistics and one of gradients for each microbatch,
   the loss between F and B of one tick; the paper delays them by one tick. All
   devices run one program, so the compiler reports one peak: an unequal stage is
@@ -65,9 +65,10 @@ def claims():
     vocabularies=VOCABULARIES,
   )  # fmt: skip
   even = dict(check=vocabulary.imbalance, **sizes)
-  faster = lambda against, *speedups: sizes | dict(
-    check=schedules.vocabulary_speedup, against=against,
-    speedups=list(speedups),
+  # All there is to gain is what the other stages wait: p times at most.
+  faster = lambda against: sizes | dict(
+    check=schedules.vocabulary_speedup, against=against, between=[1, STAGES],
+    published=dict(between=[1.05, 1.51]),
   )  # fmt: skip
   memory = dict(
     check=vocabulary.growth,
@@ -81,18 +82,17 @@ def claims():
     },
     vocabularies=[VOCABULARIES[0], VOCABULARIES[-1]], within=0.05,
   )  # fmt: skip
-  moved = faster('redistributed', 1.16, 1.16, 1.11, 1.33)
   return [
     ('equal to one device', 'EQ', equal, None),
     ('bytes of the ends by device', 'HLO', held, 'V h / (p t)'),
     ('work of the busiest stage', 'SIM', even, None),
+    ('faster than even layers', 'SIM', faster('even'), '1.05 to 1.51'),
     (
-      'faster than even layers',
+      'faster than layers moved',
       'SIM',
-      faster('even', 1.16, 1.32, 1.61, 2.12),
+      faster('redistributed'),
       '1.05 to 1.51',
     ),
-    ('faster than layers moved', 'SIM', moved, '1.05 to 1.51'),
     ('growth of a stage, 32k to 256k', 'AOT', memory, 'even'),
   ]
 

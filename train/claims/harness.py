@@ -88,10 +88,15 @@ def verdict(claim, outcome) -> str:
 
 def outcome_of(run, claim) -> Outcome:
   """What a papers.Claim finds; skipped: it needs what is not installed."""
+  ask = lambda **more: claim.check(run, **claim.parameters | more)
   try:
-    found = claim.check(run, **claim.parameters)
+    found = ask()
+    met = not claim.published or ask(**claim.published).passed
   except errors.MissingError as e:
     return Outcome('', 'SKIPPED', str(e), None)
+  if found.passed and not met:
+    caveat = f"not the paper's {claim.paper}; {found.caveat}"
+    found = found._replace(verdict=VERDICTS[1], caveat=caveat)
   return found._replace(passed=bool(found.passed))
 
 
@@ -210,6 +215,19 @@ def held_out_at_most(run, *, bits_per_byte):
     f'one seed ({run.config.train.seed}), {run.config.train.steps} steps, '
     f'{measured.n_bytes:,} bytes of held-out text',
     measured.bits_per_byte <= bits_per_byte,
+  )
+
+
+def held_out_below_xz(run):
+  """LEARN: held-out bits per byte below xz -9e on the same text alone."""
+  measured, base = run.trained(), run.baselines()
+  return Outcome(
+    f'< {base.xz:.3f}',
+    f'{measured.bits_per_byte:.4f}',
+    f'one seed ({run.config.train.seed}), {run.config.train.steps} steps, '
+    f'{measured.n_bytes:,} bytes; xz given the training text too has '
+    f'{base.xz_given_training:.3f}',
+    measured.bits_per_byte < base.xz,
   )
 
 

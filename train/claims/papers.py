@@ -91,6 +91,8 @@ class Claim(NamedTuple):
     parameters: keyword arguments of the check.
     paper: its number. admits: the verdict, one of ADMITTED, that the header
       tells; '': the claim holds.
+    published: parameters with which the check asks for the paper's number; {}:
+      it does so as it is, or the paper has none.
   """
 
   name: str
@@ -99,6 +101,7 @@ class Claim(NamedTuple):
   parameters: dict
   paper: Any
   admits: str = ''
+  published: dict = {}
 
 
 def header(path):
@@ -274,6 +277,7 @@ def claims(module, where):
     check, given = expected['check'], {**expected}
     del given['check']
     admits = given.pop('admits', '')
+    published = given.pop('published', {})
     if admits not in ('', *ADMITTED):
       raise errors.UserError(
         f'{at} admits {admits!r}, not one of {", ".join(ADMITTED)}.'
@@ -290,9 +294,14 @@ def claims(module, where):
       raise errors.UserError(
         f'{at}: {check.__name__} takes {known}, not {sorted(given)}.'
       )
-    if not (isinstance(name, str) and _plain(given) and _plain(paper)):
+    if not set(published) <= set(known) or (published and paper is None):
+      raise errors.UserError(
+        f"{at}: published={published!r} asks for {paper!r}, the paper's, by "
+        f'parameters of {check.__name__}: {known}.'
+      )
+    if not (isinstance(name, str) and _plain([given, paper, published])):
       raise errors.UserError(f'{at} holds more than names and plain data.')
-    out.append(Claim(name, kind, check, given, paper, admits))
+    out.append(Claim(name, kind, check, given, paper, admits, published))
   if not out:
     raise errors.UserError(f'{where}: claims() is empty: nothing to run.')
   return out

@@ -45,6 +45,9 @@ def test_held_out_bounds(run):
   assert '2.363' in good.caveat and '2.002' in good.caveat
   won = claims.held_out_below_gzip(_trained(run, 2.5, 1.5))
   assert 'no domain is lost' in won.caveat and 'may lose' in won.caveat
+  good, bad = (claims.held_out_below_xz(_trained(run, b)) for b in (2.36, 2.37))
+  assert good.passed and not bad.passed and good.expected == '< 2.363'
+  assert '2.002' in good.caveat
   nan = claims.held_out_at_most(_trained(run, math.nan), bits_per_byte=9.0)
   assert not nan.passed
 
@@ -143,6 +146,24 @@ def test_verdicts_in_words():
   ):
     with pytest.raises(ValueError, match='a: '):
       _verdict(**wrong)
+
+
+def test_a_number_of_the_paper_that_is_missed_is_said():
+  def check(run, *, at_least):
+    return claims.Outcome(f'>= {at_least}', '2', 'why', at_least <= 2)
+
+  found = lambda ours, paper: claims.outcome_of(
+    None,
+    papers.Claim(
+      'a', 'SIM', check, dict(at_least=ours), paper, '', dict(at_least=paper)
+    ),
+  )
+  assert found(1, 2) == claims.Outcome('>= 1', '2', 'why', True)
+  missed = found(1, 3)
+  assert missed.passed and missed.verdict == 'direction only'
+  assert missed.caveat == "not the paper's 3; why"
+  failed = found(4, 3)
+  assert not failed.passed and not failed.verdict and failed.caveat == 'why'
 
 
 def test_few_seeds_are_said():

@@ -157,6 +157,8 @@ def test_names_of_before_are_found(name, given):
     (('same', 'EQ', EQ | {'within': print}, None), 'more than names and plain'),
     (('same', 'EQ', EQ, {1, 2}), 'more than names and plain'),
     (('same', 'EQ', EQ | {'admits': 'reproduced'}, None), "admits 'reprod"),
+    (('same', 'EQ', EQ | {'published': {'by': 1}}, 2), 'asks for 2, the pap'),
+    (('same', 'EQ', EQ | {'published': {'within': 1}}, None), 'asks for None'),
   ],
 )
 def test_a_malformed_claim(row, words):

@@ -67,6 +67,9 @@ def test_the_models_claims_can_fail():
   assert not gain(None, **small, **{**right, 'geomean': 1.2}).passed
   far = gain(None, **small, **{**right, 'most': 1.6})
   assert far.passed and far.verdict == 'direction only'
-  saved = overlap.movement_saved
-  assert saved(None, models=t3.MODELS, geomean=0.22, within=0.02).passed
-  assert not saved(None, models=t3.MODELS, geomean=0.36, within=0.02).passed
+  saved = lambda geomean, most: overlap.movement_saved(
+    None, models=t3.MODELS, geomean=geomean, most=most, within=0.02
+  )
+  assert saved(0.22, 0.25).passed and not saved(0.22, 0.25).verdict
+  assert saved(0.22, 0.36).verdict == 'direction only'
+  assert not saved(0.36, 0.25).passed and not saved(0.36, 0.25).verdict

@@ -68,18 +68,23 @@ def test_vocabulary_speedup():
   given = dict(
     shape=SHAPE, stages=8, microbatches=64, vocabularies=VOCABULARIES
   )
-  check = lambda against, speedups: claims_pipeline.vocabulary_speedup(
-    None, against=against, speedups=speedups, **given
+  check = lambda against, *between: claims_pipeline.vocabulary_speedup(
+    None, against=against, between=between, **given
   )
   layer = 24 * 3072**2 + 4 * 2048 * 3072
   heads = [2 * 3072 * v / layer for v in VOCABULARIES]
   even = [(4 * 71 + 64 * h) / (4 * 71 + 64 * h / 8) for h in heads]
-  assert check('even', even).passed
-  assert not check('even', even[::-1]).passed
-  found = [float(x) for x in check('redistributed', even).measured.split()]
-  assert all(1 < a <= b + 0.005 for a, b in zip(found, even, strict=True))
+  found = check('even', 1, 8)
+  assert found.passed
+  assert found.measured == ' '.join(f'{x:.2f}' for x in even) == '1.15 2.07'
+  assert not check('even', 1, 2).passed and not check('even', 1.2, 8).passed
+  found = check('redistributed', 1, 8)
+  assert found.passed and found.measured == '1.15 1.32'
+  for against in ('even', 'redistributed'):
+    with claims_pipeline.head_last():
+      assert not check(against, 1, 8).passed
   with pytest.raises(errors.UserError, match='even or redistributed'):
-    check('layers', even)
+    check('layers', 1, 8)
 
 
 def test_layers_are_all_redistributed():
@@ -91,6 +96,8 @@ def test_layers_are_all_redistributed():
 
 def test_skip_makespan():
   given = dict(stages=6, microbatches=24, fraction=0.5, send=0)
-  outcome = claims_pipeline.skip_makespan(None, at_most=0.75, **given)
+  outcome = claims_pipeline.skip_makespan(None, below=0.75, **given)
   assert outcome.passed and 'lock step' in outcome.caveat
-  assert not claims_pipeline.skip_makespan(None, at_most=0.7, **given).passed
+  assert not claims_pipeline.skip_makespan(None, below=0.7, **given).passed
+  given['fraction'] = 0
+  assert not claims_pipeline.skip_makespan(None, below=1, **given).passed
