@@ -8,10 +8,10 @@ cost: 180 CPU-seconds
 expect: EQ 2e-15 for 4 draws of hot experts with one program, those gathered the
   busiest; HLO bytes equal 4 h |expert| (r-1)/r; SIM the busiest of 8 ranks over
   the mean falls with every hot expert, none and 16 of 64: 1.38 -> 1.16, 2.33 ->
-  1.11, 3.82 -> 1.05 for loads i^-0.5, i^-1, i^-1.5 (3.63 x, at least the
-  paper's 3.54 x, which is of a step); LEARN on loads of trainings of 100 steps,
-  3 seeds, 16 experts on 8 ranks, none and 4 hot: 2.06 -> 1.53, 1.34 x less
-  +-0.02.
+  1.11, 3.82 -> 1.05 for loads i^-0.5, i^-1, i^-1.5, direction only (up to 3.63
+  x; the paper: up to 3.54 x, of a step); LEARN on loads of trainings of 100
+  steps, 3 seeds, 16 experts on 8 ranks, none and 4 hot: 2.06 -> 1.53, 1.34 x
+  less +-0.02, direction only.
 differs: work of the busiest rank is counted, no time is measured. One set of
   hot experts for all devices of a region, the same number in every layer,
   chosen by the loads of the step before; the paper chooses sets by device, and
@@ -51,11 +51,12 @@ def claims():
   zipf = dict(
     check=loads.zipf_stragglers,
     experts=64, ranks=8, hots=[0, 1, 2, 4, 8, 16], draws=200,
-    exponents=[0.5, 1.0, 1.5], falls=3.54,
+    exponents=[0.5, 1.0, 1.5], falls=1.0, published=dict(falls=3.54),
   )  # fmt: skip
   recorded = dict(
     check=loads.recorded_stragglers,
     seeds=[0, 1, 2], steps=100, ranks=8, hots=[0, 1, 2, 4], falls=1.0,
+    published=dict(falls=3.54),
   )  # fmt: skip
   return [
     ('any hot experts, one program', 'EQ', equal, None),

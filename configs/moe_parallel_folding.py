@@ -5,12 +5,12 @@ mechanism: sharding/experts/dispatch.py, models/ffn/moe.py, sharding/rules.py
 test: tests/train/claims/experts/test_layer.py
 run: paraxis reproduce moe_parallel_folding
 cost: 360 CPU-seconds
-expect: EQ 2e-15; HLO 2 + 2 exchanges a layer in every folding; 0.50, 0.32,
-  0.19, 0.11 of the bytes with E = 8 to 64 experts sharded over all 8 devices
-  instead of over data alone; SIM 64 -> 8 and up to 1,024 -> 64 devices; AOT
-  57.4B parameters of 64 experts on v5p:8x8x8: 71.7 -> 15.1 GiB a chip, 180 ->
-  128 GB received, experts on 8 -> 64 chips. Two thirds of the time are for AOT,
-  which needs libtpu.
+expect: EQ 2e-15; HLO 2 + 2 exchanges a layer in every folding; bytes by
+  formula, 0.50, 0.32, 0.19, 0.11 of them with E = 8 to 64 experts sharded over
+  all 8 devices instead of over data alone; SIM 64 -> 8 and up to 1,024 -> 64
+  devices; AOT 57.4B parameters of 64 experts on v5p:8x8x8: 71.7 -> 15.1 GiB a
+  chip, 180 -> 128 GB received, experts on 8 -> 64 chips. Two thirds of the time
+  are for AOT, which needs libtpu.
 differs: bytes and memory, no throughput. The unfolded baseline shards experts
   over data (or fsdp) alone, each whole on the devices of tensor and context;
   the paper also splits the width of an expert over tensor, which is not built.
@@ -66,8 +66,6 @@ def claims():
   sent = dict(
     check=messages.folded_bytes,
     mesh=mesh, regions=regions, counts=[8, 16, 32, 64],
-    ratios=[[0.66, 0.50], [0.55, 0.32], [0.46, 0.19], [0.40, 0.11]],
-    within=0.01,
   )  # fmt: skip
   least = dict(
     check=messages.least_devices,
@@ -83,7 +81,6 @@ def claims():
     check=messages.compiled, fields=QWEN, topology='v5p:8x8x8',
     mesh='data=8,fsdp=8,context=2,tensor=4',
     regions=['fsdp', 'fsdp+context+tensor'],  # on 8 chips, or on 64
-    most=[{'peak': 75, 'all': 190}, {'peak': 16, 'all': 135}],
   )  # fmt: skip
   return [
     ('experts over any axes equal one device', 'EQ', equal, None),
