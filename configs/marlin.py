@@ -17,7 +17,8 @@ differs: plain rounding, not GPTQ; the kernel is for TPU, elsewhere XLA unpacks
   the weights first; bytes are counted, no time is measured. Scales are float32
   in the kernel's tests and 2 bytes in the counts. No 2:4 sparsity. The model
   has 1.1M parameters after 0.4M tokens; larger and longer trained ones lose
-  more or less.
+  more or less. That perplexity is held to 1.03 of the float model's is our
+  bound.
 """
 
 from paraxis.configs import presets
@@ -47,7 +48,8 @@ def claims():
     inputs=18432, outputs=73728, expected=3.87, within=0.01,
   )  # fmt: skip
   llama = dict(d_model=4096, d_ff=11008, num_layers=32, vocab_size=32000)
-  whole = dict(check=quantized.model_bytes, model=llama, at_least=3.4)
+  # 4 bits, and 16 of a scale for 128 weights.
+  whole = dict(check=quantized.model_bytes, model=llama, bits=4 + 16 / 128)
   machines = dict(
     check=quantized.compiled,
     topologies=['v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1'],

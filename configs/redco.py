@@ -14,17 +14,19 @@ expect: by names, EQ 2e-15 in float64 (bound 1e-9); specs equal the hand-written
   the program, for every mixer and experts, all 170 matrices but the learned
   positions are split as by hand, so the step is the same program; EQ 2e-13 on 4
   devices, with fsdp and stages, too. By names and the alphabet 45 differ.
+partial: the paper's own rules, by names and turns in the alphabet, are in
+  claims only: mesh.rules=auto, which trains, reads which matrix feeds which
+  from the program.
 differs: the paper has no such counts (it reports up to 66B parameters without a
   config). Its rules speak of attention, mlp and embeddings, and of others by
-  turns in the alphabet; these run in claims only. mesh.rules=auto reads from
-  the program instead which matrix feeds which. Learned positions are split by
-  rows, as Redco's embeddings: up to 10% more bytes in a step of two layers of
-  width 64. A side of two dimensions is split by whole heads; within heads, as
-  the letter of the rule says, 1.5 times the bytes. A dimension that does not
-  divide is an error, not replicated (fewer heads of keys than shards are
-  whole); so is a layout that no layer computes. fsdp carries rows only. Only
-  layers vary among the 16; one layer is counted. Small shapes, random tokens.
-  Redco's trainer interface is not here.
+  turns in the alphabet. Learned positions are split by rows, as Redco's
+  embeddings: up to 10% more bytes in a step of two layers of width 64. A side
+  of two dimensions is split by whole heads; within heads, as the letter of the
+  rule says, 1.5 times the bytes. A dimension that does not divide is an error,
+  not replicated (fewer heads of keys than shards are whole); so is a layout
+  that no layer computes. fsdp carries rows only. Only layers vary among the 16;
+  one layer is counted. Small shapes, random tokens. Redco's trainer interface
+  is not here.
 """
 
 from paraxis.configs import presets
@@ -92,7 +94,7 @@ def claims():
     on('fsdp=2,tensor=2', pattern='GF'),
     on('stage=2,tensor=2', **families['gpt2']),
   )
-  fewest = dict(check=auto_rules.fewest_bytes, size=8, worst_at_least=1.5)
+  fewest = dict(check=auto_rules.fewest_bytes, size=8)
   return [
     ("specs are Megatron's", 'EQ', megatron, None),
     ('loss, gradients: one device', 'EQ', equal, None),

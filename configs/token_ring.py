@@ -46,8 +46,7 @@ def claims():
     check=context.bytes_against_ring,
     form='token_ring',
     shape=SHAPE,
-    ratios=[[1, 0.83], [4, 3.26]],
-    within=0.01,
+    groups=[1, 4],
   )
   return [
     ('loss and all gradients equal one device', 'EQ', equal, None),

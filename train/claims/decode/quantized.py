@@ -180,24 +180,29 @@ def read_bytes(run, *, tokens, inputs, outputs, expected, within):
   )
 
 
-def model_bytes(run, *, model, at_least):
+def model_bytes(run, *, model, bits):
   """SIM: bytes of a model's weights that a token reads, bfloat16 over 4 bits.
 
+    16 (P + V D) / (b P + 16 V D),  P = L (4 D^2 + 3 D F)
+
   Args:
-    model: {'d_model', 'd_ff', 'num_layers', 'vocab_size'}; three matrices in
-      the mlp, four of d_model x d_model in attention, a head in bfloat16.
+    model: {'d_model', 'd_ff', 'num_layers', 'vocab_size'}: D, F, L and V; three
+      matrices in the mlp, four of D x D in attention, a head in bfloat16.
+    bits: b of a weight, with its part of a scale.
   """
   d, f, layers = model['d_model'], model['d_ff'], model['num_layers']
   each = [(d, d)] * 4 + [(d, f)] * 2 + [(f, d)]
   head = 2 * d * model['vocab_size']
   sizes = zip(*(_bytes(*size) for size in each), strict=True)
   small, plain = (layers * sum(part) + head for part in sizes)
+  weights = layers * (4 * d**2 + 3 * d * f)
+  formula = 8 * plain / (bits * weights + 8 * head)
   return claims.Outcome(
-    f'>= {at_least:g} x',
+    f'{formula:.2f} x, at {bits:g} bits',
     f'{plain / small:.2f} x',
     f'{plain / 1e9:.2f} GB -> {small / 1e9:.2f} GB a token of one sequence '
     f'(without the cache); the head, {head / 1e9:.2f} GB, stays bfloat16',
-    plain / small >= at_least,
+    math.isclose(plain / small, formula) and plain == 2 * weights + head,
   )
 
 

@@ -63,11 +63,13 @@ def test_bytes():
   assert ask(3.87).passed and '4.125 bits' in ask(3.87).caveat
   assert not ask(4.0).passed
   model = dict(d_model=128, d_ff=256, num_layers=1, vocab_size=0)
-  whole = lambda at_least: claims_quantized.model_bytes(
-    None, model=model, at_least=at_least
+  whole = lambda bits, **fields: claims_quantized.model_bytes(
+    None, model=model | fields, bits=bits
   )
-  assert whole(3.85).passed and whole(3.85).measured == '3.88 x'
-  assert not whole(3.9).passed
+  assert whole(4.125).passed and whole(4.125).measured == '3.88 x'
+  assert whole(4.125, vocab_size=1280).measured == '1.59 x'
+  assert whole(4.125, vocab_size=1280).passed
+  assert not whole(4).passed and not whole(4.25).passed
 
 
 def test_what_is_rounded():

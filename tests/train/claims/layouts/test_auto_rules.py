@@ -69,18 +69,17 @@ def test_fewest_bytes(run, monkeypatch):
     return [types.SimpleNamespace(total=total)]
 
   monkeypatch.setattr(claims_auto_rules, '_sent', sent)
-  check = lambda worst: claims_auto_rules.fewest_bytes(
-    run, size=4, worst_at_least=worst
-  )
-  found = check(1.04)
+  found = claims_auto_rules.fewest_bytes(run, size=4)
   assert len(set(tried)) == 16 + 1  # the last splits heads within
   # 100 bytes in four rules: those that turn neither of the two.
   assert found.passed and found.measured == 'rank 1, 1.04x'
   assert 'next 100, worst 104' in found.caveat
-  assert not check(1.05).passed
   price['mlp/down'] = -3
-  found = check(1.0)
+  found = claims_auto_rules.fewest_bytes(run, size=4)
   assert not found.passed and found.measured.startswith('rank 9')
+  price.clear()  # all as many: the rules say nothing
+  found = claims_auto_rules.fewest_bytes(run, size=4)
+  assert not found.passed and found.measured == 'rank 1, 1.00x'
 
 
 def test_every_mixer_is_as_by_hand_until_pairs_follow_the_alphabet(run):

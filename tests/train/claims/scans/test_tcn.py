@@ -10,6 +10,7 @@ import pytest
 from paraxis.configs.base import mixers as mixer_schema
 from paraxis.models.mixers import recurrence
 from paraxis.models.mixers import tcn
+from paraxis.train.claims import experiment
 from paraxis.train.claims.scans import tcn as claims_tcn
 
 
@@ -67,13 +68,13 @@ def test_chunks_over_shards_until_each_counts_alone(run):
 
 
 def test_costs_grow_with_the_row_or_not(run):
-  check = lambda most: claims_tcn.cost_of_a_token(
-    run, lengths=[64, 128], at_most=most
-  )
-  found = check(1.1)
+  check = lambda: claims_tcn.cost_of_a_token(run, lengths=[64, 128, 256])
+  found = check()
   inside, whole = map(float, found.measured.split())
-  assert found.passed and 1 <= inside < 1.1 < whole
-  assert not check(inside - 0.01).passed and not check(whole).passed
+  assert found.passed and inside == 1 and whole > 1.01
+  row = {'model.tcn.chunk': 256}  # one chunk
+  run.config = experiment.fields(run.config, row)
+  assert not check().passed
 
 
 BITS = {'a-0': 2.0, 'a-1': 2.1, 'a-2': 2.2, 'b-0': 2.5, 'b-1': 2.7, 'b-2': 2.6}
