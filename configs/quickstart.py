@@ -60,11 +60,11 @@ def get_config():
 def claims():
   """What `paraxis reproduce quickstart` checks."""
   from paraxis.train.claims import experiment
-  from paraxis.train.claims import harness
+  from paraxis.train.claims import held_out
 
   equal = experiment.on_layouts('data=2,fsdp=2,tensor=2')
-  least = dict(check=harness.held_out_below_xz)
-  below = dict(check=harness.held_out_below_gzip)
+  least = dict(check=held_out.below_xz)
+  below = dict(check=held_out.below_gzip)
   return [
     ('loss and all gradients equal one device', 'EQ', equal, None),
     ('held-out text against xz -9e', 'LEARN', least, None),

@@ -16,8 +16,6 @@ from paraxis.train.bench import command as bench_command
 from paraxis.train.plot import command as plot_command
 from paraxis.train.run import hosts as hosts_lib
 
-# More held-out text than this is not compressed for comparison after a run.
-COMPARED_BYTES = 20_000_000
 _CONFIG = '--config=configs/quickstart.py'
 _MESH = (
   str, 'mesh=AXIS=N,...', '',
@@ -53,27 +51,11 @@ def _train(values, config, _):
   if result['stopped']:
     return errors.EXIT_PREEMPTED
   if not values.process_id > 0:
+    from paraxis.train.claims import held_out
+
     print(result['evaluation'].line())
-    print(_against_gzip(config, result['evaluation']))
+    print(held_out.against_gzip(config, result['evaluation']))
   return errors.EXIT_OK
-
-
-def _against_gzip(config, evaluation):
-  """The model and gzip -9 on the same held-out text, or why not."""
-  from paraxis.train.claims import harness as claims
-  from paraxis.train.data import baselines
-
-  if config.train.eval_batches:
-    return 'gzip -9: not compared, train.eval_batches leaves text out'
-  if evaluation.n_bytes > COMPARED_BYTES:
-    return (
-      f'gzip -9: not compared, {evaluation.n_bytes:,} bytes of held-out text '
-      f'are more than {COMPARED_BYTES:,}'
-    )
-  base = baselines.text_baselines(
-    config.data.path, config.data.held_out_fraction, xz=False
-  )
-  return claims.domain_table(evaluation, base)
 
 
 def _papers(values, config, words):
@@ -272,8 +254,7 @@ _ALL = (
         str,
         'workdir=RUN',
         '',
-        'folder of all trainings and results; empty: runs/NAME for the run of '
-        'the config itself, results/NAME for those that are compared',
+        'folder of all trainings and results; empty: results/NAME',
       ),
       (
         bool,

@@ -97,6 +97,7 @@ def test_one_process_prints(
   tiny, tmp_path, capsys, monkeypatch, process, lines
 ):
   from paraxis.train import loop
+  from paraxis.train.claims import held_out
   from paraxis.train.run import evaluate
 
   found = evaluate.Evaluation(1.5, {'song': 1.5}, 100)
@@ -107,7 +108,7 @@ def test_one_process_prints(
   if process >= 0:
     argv += ['--coordinator_address=localhost:1', '--num_processes=2']
     argv += [f'--process_id={process}']
-  monkeypatch.setattr(cli, '_against_gzip', lambda *a: 'table')
+  monkeypatch.setattr(held_out, 'against_gzip', lambda *a: 'table')
   assert cli.main(argv) == 0
   assert len(capsys.readouterr().out.splitlines()) == lines
 
@@ -119,18 +120,6 @@ def test_a_stopped_run_exits_75(tiny, tmp_path, monkeypatch):
   monkeypatch.setattr(loop, 'run', lambda *a: result)
   code = cli.main(['train', f'--config={tiny.file}', f'--workdir={tmp_path}'])
   assert code == errors.EXIT_PREEMPTED == 75
-
-
-def test_gzip_is_compared_only_on_the_same_text_of_a_bearable_size():
-  from paraxis.train.run import evaluate
-
-  config = schema.Config()
-  part = schema.Config(train=schema.Train(eval_batches=1))
-  small = evaluate.Evaluation(2.0, {'code': 2.0}, 100)
-  large = small._replace(n_bytes=cli.COMPARED_BYTES + 1)
-  assert 'leaves text out' in cli._against_gzip(part, small)
-  assert 'are more than 20,000,000' in cli._against_gzip(config, large)
-  assert 'code' in cli._against_gzip(config, small)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ Some arguments mean the same in every check, which then does not explain them:
 
 import functools
 import json
-import math
 import pathlib
 import sys
 import textwrap
@@ -34,8 +33,6 @@ from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.train import loop
 from paraxis.train.claims import papers
-from paraxis.train.data import baselines as baselines_lib
-from paraxis.train.plot import losses as plot
 from paraxis.train.run import workdir as workdir_lib
 
 RESULTS = 'results'  # folder of what `paraxis reproduce` finds
@@ -117,10 +114,10 @@ def finish(config, folder, say, **how) -> Any:
 
 
 class Run:
-  """What the checks of one config share; trains at most once.
+  """What the checks of one config share.
 
   Attributes:
-    config: schema.Config. workdir: folder of the training run.
+    config: schema.Config.
     results: folder of the trainings that train/claims/ablation.py compares.
     mechanism: files and folders that the config's header names as such.
     fresh: whether trainings of other code or another config are removed there.
@@ -129,135 +126,17 @@ class Run:
   mechanism: tuple = ()
   fresh = False
 
-  def __init__(self, config, workdir, say=print, results=None):
-    """results: None: the workdir."""
-    self.config, self.workdir, self.say = config, pathlib.Path(workdir), say
-    self.results = workdir_lib.resolve(results or workdir)
-    self._trained = self._baselines = None
+  def __init__(self, config, results, say=print):
+    self.config, self.say = config, say
+    self.results = workdir_lib.resolve(results)
 
   def other(self, config, name=''):
-    """A Run of another config; name: with folders of its own, beside these."""
-    beside = lambda path: path.with_name(f'{path.name}-{name}')
-    folders = self.workdir, self.results
-    workdir, results = map(beside, folders) if name else folders
-    run = Run(config, workdir, self.say, results)
+    """A Run of another config; name: with a folder of its own, beside this."""
+    path = self.results
+    path = path.with_name(f'{path.name}-{name}') if name else path
+    run = Run(config, path, self.say)
     run.mechanism, run.fresh = self.mechanism, self.fresh
     return run
-
-  def trained(self) -> Any:
-    """evaluate.Evaluation of the run in the workdir; trains if need be.
-
-    Raises:
-      UserError: the folder holds a run of another configuration.
-      SystemExit: with 75, a signal stopped the training.
-    """
-    if self._trained is None:
-      self._check_workdir()
-      self._trained = finish(self.config, self.workdir, self.say)
-      self.say(domain_table(self._trained, self.baselines()))
-      self.results.mkdir(parents=True, exist_ok=True)
-      path = self.results / plot.NAME
-      self.say(f'wrote {plot.draw([self.workdir], path)}')
-    return self._trained
-
-  def _check_workdir(self):
-    """A claim is about this config alone: not even train.steps may differ."""
-    path = self.workdir.expanduser().resolve()
-    if not (path / workdir_lib.CONFIG).exists():
-      return
-    old = workdir_lib.read_config(path)
-    for name, was, now in workdir_lib.differences(old, self.config):
-      if name in ('train.steps', 'train.eval_batches'):
-        raise errors.UserError(
-          f'{path} holds a run with {name}={was!r}, the claims are about '
-          f'{now!r}: take another --workdir.'
-        )
-
-  def baselines(self):
-    """baselines.Baselines of the held-out text, xz included."""
-    if self._baselines is None:
-      data = self.config.data
-      self._baselines = baselines_lib.text_baselines(
-        data.path, data.held_out_fraction
-      )
-    return self._baselines
-
-
-def domain_table(evaluation, base):
-  """Model against gzip -9, domain by domain, in bits per byte: text.
-
-  Args:
-    evaluation: evaluate.Evaluation.
-    base: baselines.Baselines; xz lines are left out where it did not run.
-  """
-  rows = [
-    (domain, bits, base.gzip_by_domain.get(domain, math.nan))
-    for domain, bits in evaluation.domains.items()
-  ]
-  rows.append(('all', evaluation.bits_per_byte, base.gzip))
-  width = max(len(name) for name, *_ in rows)
-  lines = [f'{"bits per byte":{width + 2}} {"model":>7} {"gzip -9":>8}']
-  for name, bits, gzip in rows:
-    note = '  gzip is better' if gzip < bits else ''
-    lines.append(f'  {name:{width}} {bits:7.3f} {gzip:8.3f}{note}')
-  if not math.isnan(base.xz):
-    lines.append(f'  xz -9e {base.xz:.3f}, given the training text too ')
-    lines[-1] += f'{base.xz_given_training:.3f}'
-  return '\n'.join(lines)
-
-
-def held_out_at_most(run, *, bits_per_byte):
-  """LEARN: held-out bits per byte after training, at most a bound."""
-  measured = run.trained()
-  return Outcome(
-    f'<= {bits_per_byte:.2f}',
-    f'{measured.bits_per_byte:.4f}',
-    f'one seed ({run.config.train.seed}), {run.config.train.steps} steps, '
-    f'{measured.n_bytes:,} bytes of held-out text',
-    measured.bits_per_byte <= bits_per_byte,
-  )
-
-
-def held_out_below_xz(run):
-  """LEARN: held-out bits per byte below xz -9e on the same text alone."""
-  measured, base = run.trained(), run.baselines()
-  return Outcome(
-    f'< {base.xz:.3f}',
-    f'{measured.bits_per_byte:.4f}',
-    f'one seed ({run.config.train.seed}), {run.config.train.steps} steps, '
-    f'{measured.n_bytes:,} bytes; xz given the training text too has '
-    f'{base.xz_given_training:.3f}',
-    measured.bits_per_byte < base.xz,
-  )
-
-
-def held_out_below_gzip(run):
-  """LEARN: held-out bits per byte below gzip -9 on the same text."""
-  measured, base = run.trained(), run.baselines()
-  lost = [
-    domain
-    for domain, bits in measured.domains.items()
-    if bits >= base.gzip_by_domain.get(domain, math.inf)
-  ]
-  caveat = (
-    f'xz -9e has {base.xz:.3f}, given the training text too '
-    f'{base.xz_given_training:.3f}; '
-  )
-  if lost:
-    caveat += f'gzip wins in {", ".join(lost)}'
-  else:
-    caveat += 'no domain is lost'
-  if 'translation' in measured.domains:
-    caveat += (
-      '; translation may lose: gzip copies the English strings that a document '
-      'repeats'
-    )
-  return Outcome(
-    f'< {base.gzip:.3f}',
-    f'{measured.bits_per_byte:.4f}',
-    caveat,
-    measured.bits_per_byte < base.gzip,
-  )
 
 
 def state(claim, outcome) -> str:
@@ -328,14 +207,12 @@ def run_of(name, workdir='', say=print, fresh=False) -> Run:
   """`Run` of a config by name or file.
 
   Args:
-    workdir: of all trainings; '': runs/NAME for the config's own, as `paraxis
-      train` would, and results/NAME for those that are compared.
+    workdir: of all trainings and results; '': results/NAME.
     fresh: as for `Run`.
   """
   path = command_line.find_config(name)
   config = schema.view(command_line.load(name))
-  own = workdir or pathlib.Path('runs') / path.stem
-  run = Run(config, own, say, workdir or pathlib.Path(RESULTS) / path.stem)
+  run = Run(config, workdir or pathlib.Path(RESULTS) / path.stem, say)
   run.mechanism, run.fresh = papers.mechanism(path), fresh
   return run
 

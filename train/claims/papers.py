@@ -227,6 +227,9 @@ def _named(name: str, given: dict) -> tuple[Any, dict]:
     if 'mesh' in given:
       given = {**given, 'cases': [dict(mesh=given['mesh'])]}
       del given['mesh']
+  if function.startswith('held_out_'):
+    module = 'train.claims.held_out'
+    function = function.removeprefix('held_out_')
   found = importlib.import_module(f'paraxis.{module}')
   return getattr(found, function, None), given
 

@@ -1,100 +1,13 @@
 """The harness: what it trains, tables and exits with; its checks can fail."""
 
-import dataclasses
-import math
-
 import pytest
 
 from paraxis.configs.base import errors
 from paraxis.train import loop
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import held_out
 from paraxis.train.claims import papers
-from paraxis.train.data import baselines
-from paraxis.train.plot import losses as plot
 from paraxis.train.run import evaluate
-from paraxis.train.run import workdir as workdir_lib
-
-
-@pytest.fixture
-def run(tiny, tmp_path):
-  return claims.Run(tiny.config(), tmp_path / 'run', say=lambda text: None)
-
-
-BASE = baselines.Baselines(
-  100, 2.587, 2.363, 2.002, {'drama': 3.463, 'translation': 1.770}
-)
-
-
-def _trained(run, bits, translation=2.0):
-  domains = {'drama': 2.4, 'translation': translation}
-  run._trained = evaluate.Evaluation(bits, domains, 1000)
-  run._baselines = BASE
-  return run
-
-
-def test_held_out_bounds(run):
-  good, bad = (
-    claims.held_out_at_most(_trained(run, b), bits_per_byte=2.40)
-    for b in (2.40, 2.41)
-  )
-  assert good.passed and not bad.passed
-  assert good.expected == '<= 2.40' and bad.measured == '2.4100'
-  good, bad = (claims.held_out_below_gzip(_trained(run, b)) for b in (2.5, 2.6))
-  assert good.passed and not bad.passed
-  assert 'gzip wins in translation' in good.caveat
-  assert '2.363' in good.caveat and '2.002' in good.caveat
-  won = claims.held_out_below_gzip(_trained(run, 2.5, 1.5))
-  assert 'no domain is lost' in won.caveat and 'may lose' in won.caveat
-  good, bad = (claims.held_out_below_xz(_trained(run, b)) for b in (2.36, 2.37))
-  assert good.passed and not bad.passed and good.expected == '< 2.363'
-  assert '2.002' in good.caveat
-  nan = claims.held_out_at_most(_trained(run, math.nan), bits_per_byte=9.0)
-  assert not nan.passed
-
-
-def test_the_domain_table(run):
-  text = claims.domain_table(_trained(run, 2.5)._trained, BASE)
-  lines = text.splitlines()
-  assert lines[1].split() == ['drama', '2.400', '3.463']
-  assert lines[2].endswith('1.770  gzip is better')
-  assert lines[3].split() == ['all', '2.500', '2.587']
-  assert '2.363' in lines[4] and '2.002' in lines[4]
-  without = BASE._replace(xz=math.nan)
-  assert 'xz' not in claims.domain_table(run._trained, without)
-
-
-def test_training_happens_once_and_is_drawn(run, monkeypatch):
-  """That a finished run is evaluated again is tested in test_loop.py."""
-  result, ran, said = evaluate.Evaluation(2.3, {'song': 2.3}, 10), [], []
-
-  def train(config, workdir, say):
-    ran.append((config, workdir))
-    return dict(stopped='', evaluation=result)
-
-  monkeypatch.setattr(loop, 'run', train)
-  monkeypatch.setattr(plot, 'draw', lambda folders, path: path)
-  run.say = said.append
-  assert run.trained() is run.trained() is result
-  assert ran == [(run.config, run.workdir)]
-  assert 'gzip -9' in '\n'.join(said) and 'xz -9e' in '\n'.join(said)
-  assert said[-1] == f'wrote {run.workdir / plot.NAME}'
-
-
-def test_a_run_of_other_steps_is_not_taken(run):
-  path = workdir_lib.prepare(run.workdir)
-  train = dataclasses.replace(run.config.train, steps=3)
-  workdir_lib.write_config(path, dataclasses.replace(run.config, train=train))
-  with pytest.raises(errors.UserError, match='holds a run with train.steps=3'):
-    run.trained()
-
-
-def test_a_signal_ends_the_claims_with_75(run, monkeypatch):
-  result = dict(step=1, stopped='SIGTERM', loss=1.0, evaluation=None)
-  monkeypatch.setattr(loop, 'run', lambda *a, **k: result)
-  with pytest.raises(SystemExit) as caught:
-    run.trained()
-  assert caught.value.code == errors.EXIT_PREEMPTED
-
 
 CLAIM = """
 from paraxis.configs import schema
@@ -103,6 +16,14 @@ def claims():
   bound = dict(check='claims.held_out_at_most', bits_per_byte=%s)
   return [('held out', 'LEARN', bound, 1.25)]
 """
+
+
+def test_a_signal_ends_the_claims_with_75(tiny, tmp_path, monkeypatch):
+  result = dict(step=1, stopped='SIGTERM', loss=1.0, evaluation=None)
+  monkeypatch.setattr(loop, 'run', lambda *a, **k: result)
+  with pytest.raises(SystemExit) as caught:
+    claims.finish(tiny.config(), tmp_path, print)
+  assert caught.value.code == errors.EXIT_PREEMPTED
 
 
 def test_the_table_of_claims():
@@ -122,7 +43,7 @@ def test_reproduce(tmp_path, monkeypatch, capsys, bound, code):
   path = tmp_path / 'mine.py'
   path.write_text(CLAIM % bound)
   found = evaluate.Evaluation(2.3, {'drama': 2.3}, 10)
-  monkeypatch.setattr(claims.Run, 'trained', lambda run: found)
+  monkeypatch.setattr(held_out, 'trained', lambda run: found)
   assert claims.reproduce(str(path), tmp_path / 'run') == code
   shown = capsys.readouterr().out
   words = ['held out', 'LEARN', f'<= {bound}0', '1.25', '2.3000']

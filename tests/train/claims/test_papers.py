@@ -7,6 +7,7 @@ import pytest
 from paraxis.configs.base import errors
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness
+from paraxis.train.claims import held_out
 from paraxis.train.claims import papers
 
 GOOD = '''
@@ -139,7 +140,7 @@ def test_names_of_before_are_found(name, given):
   assert claim.parameters == dict(cases=CASES, within=1e-9)
   bound = dict(check='claims.held_out_at_most', bits_per_byte=2.0)
   (claim,) = _claims(('held out', 'LEARN', bound, None))
-  assert claim.check is harness.held_out_at_most
+  assert claim.check is held_out.at_most
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""Claims about held-out text after the config's own training, and baselines.
+
+The training is one variant of train/claims/ablation.py, kept under the key of
+what it depends on: one of other code is not taken for it.
+"""
+
+import functools
+import math
+
+from paraxis.train.claims import ablation
+from paraxis.train.claims import experiment
+from paraxis.train.claims import harness as claims
+from paraxis.train.data import baselines as baselines_lib
+from paraxis.train.plot import losses as plot
+from paraxis.train.run import evaluate
+
+# More held-out text than this is not compressed for comparison after a run.
+COMPARED_BYTES = 20_000_000
+
+
+def _learn(config, folder, say):
+  devices = experiment.devices_of(config)
+  found = claims.finish(config, folder, say, devices=devices)
+  return {n: getattr(found, n) for n in ('bits_per_byte', 'domains', 'n_bytes')}
+
+
+def trained(run) -> evaluate.Evaluation:
+  """What the config's own training reaches; it is drawn, and tabled."""
+  variants, seeds = {'own': run.config}, [run.config.train.seed]
+  [one] = ablation.trained(run, variants, seeds, _learn)['own']
+  found = evaluate.Evaluation(**one.record['numbers'])
+  run.say(domain_table(found, baselines(run.config)))
+  run.say(f'wrote {plot.draw([one.folder], run.results / plot.NAME)}')
+  return found
+
+
+def baselines(config, xz=True) -> baselines_lib.Baselines:
+  """Of the config's held-out text; xz takes seconds a megabyte."""
+  return _baselines(config.data.path, config.data.held_out_fraction, xz)
+
+
+_baselines = functools.lru_cache(maxsize=2)(baselines_lib.text_baselines)
+
+
+def domain_table(evaluation, base):
+  """Model against gzip -9, domain by domain, in bits per byte: text.
+
+  Args:
+    evaluation: evaluate.Evaluation.
+    base: baselines.Baselines; xz lines are left out where it did not run.
+  """
+  rows = [
+    (domain, bits, base.gzip_by_domain.get(domain, math.nan))
+    for domain, bits in evaluation.domains.items()
+  ]
+  rows.append(('all', evaluation.bits_per_byte, base.gzip))
+  width = max(len(name) for name, *_ in rows)
+  lines = [f'{"bits per byte":{width + 2}} {"model":>7} {"gzip -9":>8}']
+  for name, bits, gzip in rows:
+    note = '  gzip is better' if gzip < bits else ''
+    lines.append(f'  {name:{width}} {bits:7.3f} {gzip:8.3f}{note}')
+  if not math.isnan(base.xz):
+    lines.append(f'  xz -9e {base.xz:.3f}, given the training text too ')
+    lines[-1] += f'{base.xz_given_training:.3f}'
+  return '\n'.join(lines)
+
+
+def against_gzip(config, evaluation):
+  """The model and gzip -9 on the same held-out text, or why not: text."""
+  if config.train.eval_batches:
+    return 'gzip -9: not compared, train.eval_batches leaves text out'
+  if evaluation.n_bytes > COMPARED_BYTES:
+    return (
+      f'gzip -9: not compared, {evaluation.n_bytes:,} bytes of held-out text '
+      f'are more than {COMPARED_BYTES:,}'
+    )
+  return domain_table(evaluation, baselines(config, xz=False))
+
+
+def at_most(run, *, bits_per_byte):
+  """LEARN: held-out bits per byte after training, at most a bound."""
+  measured = trained(run)
+  return claims.Outcome(
+    f'<= {bits_per_byte:.2f}',
+    f'{measured.bits_per_byte:.4f}',
+    f'{run.config.train.steps} steps, {measured.n_bytes:,} bytes of held-out '
+    'text',
+    measured.bits_per_byte <= bits_per_byte,
+  )
+
+
+def below_xz(run):
+  """LEARN: held-out bits per byte below xz -9e on the same text alone."""
+  measured, base = trained(run), baselines(run.config)
+  return claims.Outcome(
+    f'< {base.xz:.3f}',
+    f'{measured.bits_per_byte:.4f}',
+    f'{run.config.train.steps} steps, {measured.n_bytes:,} bytes; xz given the '
+    f'training text too has {base.xz_given_training:.3f}',
+    measured.bits_per_byte < base.xz,
+  )
+
+
+def below_gzip(run):
+  """LEARN: held-out bits per byte below gzip -9 on the same text."""
+  measured, base = trained(run), baselines(run.config)
+  lost = [
+    domain
+    for domain, bits in measured.domains.items()
+    if bits >= base.gzip_by_domain.get(domain, math.inf)
+  ]
+  caveat = (
+    f'xz -9e has {base.xz:.3f}, given the training text too '
+    f'{base.xz_given_training:.3f}; '
+  )
+  if lost:
+    caveat += f'gzip wins in {", ".join(lost)}'
+  else:
+    caveat += 'no domain is lost'
+  if 'translation' in measured.domains:
+    caveat += (
+      '; translation may lose: gzip copies the English strings that a document '
+      'repeats'
+    )
+  return claims.Outcome(
+    f'< {base.gzip:.3f}',
+    f'{measured.bits_per_byte:.4f}',
+    caveat,
+    measured.bits_per_byte < base.gzip,
+  )
