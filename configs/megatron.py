@@ -57,10 +57,8 @@ def claims():
     published={'backward': {'all-gather': 2, 'reduce-scatter': 2}},
   )
   # (4 + 2) / (2 + 2), as an all-reduce is a gather and a scatter.
-  volume = on | dict(
-    check=layouts.sequence_volume, forward=1.0, backward=1.5,
-    published={'backward': 1.0},
-  )  # fmt: skip
+  volume = on | dict(check=layouts.sequence_volume, forward=1.0, backward=1.5)
+  volume |= dict(published={'backward': 1.0})
   logits = on | dict(check=layouts.logits_stay)
   cube = dict(mesh='stage=2,data=2,tensor=2')
   small = cube | {'train.batch_size': 16, 'pipeline.microbatches': 4}
