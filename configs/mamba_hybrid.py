@@ -7,22 +7,21 @@ test: tests/models/mixers/test_mamba.py,
   tests/train/claims/scans/test_hybrid.py,
   tests/train/claims/scans/test_decays.py, tests/train/claims/test_tasks.py
 run: paraxis reproduce mamba_hybrid
-cost: 2,700 CPU-seconds
+cost: 3,200 CPU-seconds
 expect: EQ 2e-15 what decays leave of a state, decoded and packed 3e-16, layouts
   4e-15; SIM, direction only: attention's cache is 1.13, 3.17, 6.72, 7.64 times
   the hybrid's, 8B, at 1k, 4k, 32k, 128k tokens (limit: 8); LEARN bits per byte
   after 205k tokens: ParaGRU 2.943, hybrid 2.992, ParaLSTM 2.996, gated linear
   2.997, attention 2.999, Mamba-2 3.009; a phone book of 16 names never seen,
-  one seed: hybrid 72.9%, Mamba-2 40.6% after 500 steps, with a state of 128;
-  attention 94.3% after 1,500, so that a hybrid as good as attention is NOT
-  REPRODUCED.
+  one seed, direction only: attention 96.4%, hybrid 95.0%, Mamba-2 60.2%, with a
+  state of 128.
 differs: generation up to 8 times faster is the paper's forecast; here bytes are
   counted: with parameters, 32 rows read 6.3 times fewer at 128k. States are
   float32, keys bfloat16. Phone book: the paper's 43/7/50 in 7 layers of width
-  128, Mamba-2 with an mlp after each mixer, 1.3 million parameters; attention
-  has 3 layers of width 256, 0.86 million, and three times the steps, because it
-  begins later (9% after 500 that end its schedule). At 95% it would count as
-  learned; names that share a word mislead it (82% with 32 words, not 128).
+  128, Mamba-2 with an mlp after each mixer, 1.3 million parameters, 600 steps;
+  attention has 3 layers of width 256, 0.9 million, and 1,500 steps, because it
+  begins later; at 95% it counts as learned. As good is taken as 2 points less.
+  Names that share a word mislead attention: with fewer words it stays below.
   Training mixes documents of 2 to 16 bindings. Families: Mamba-2 with a state
   of 32, the hybrid M-M-*- (only the phone book trains 43/7/50 and a state of
   128), one seed, too few tokens for a ranking, all of them below the 3.494 bits
@@ -112,19 +111,15 @@ def claims():
   book = dict(
     check=recall.recall, task=BOOK, models=READERS, picture='phone_book.png',
     seeds=[0], fields=READING, learned={'attention': 0.95},
-    more=[['hybrid', 'Mamba-2', 0.0]],
+    more=[['hybrid', 'Mamba-2', 0.0], ['hybrid', 'attention', -0.02]],
   )  # fmt: skip
-  as_good = book | dict(
-    more=[['hybrid', 'attention', -0.02]], admits='not reproduced'
-  )
   return [
     ('decays say what a state keeps', 'EQ', forgets, None),
     ('decoded and packed equal alone', 'EQ', decoded, None),
     ('layouts equal one device', 'EQ', layouts, None),
     ('cache of attention over hybrid, 8B', 'SIM', cache, '8'),
     ('families, held-out bits per byte', 'LEARN', learned, None),
-    ('phone book, names never seen', 'LEARN', book, None),
-    ('phone book, hybrid as attention', 'LEARN', as_good, 'as good'),
+    ('phone book, names never seen', 'LEARN', book, 'as good'),
   ]
 
 
@@ -134,10 +129,11 @@ def knockouts():
 
   attends = {'models': MODELS | {'hybrid': PAPER | dict(pattern='*-')}}
   same = {'models': dict.fromkeys(['hybrid', 'Mamba-2'], READERS['Mamba-2'])}
+  same |= {'learned': {}, 'more': [['hybrid', 'Mamba-2', 0.0]]}
   short = NARROW | {'train.steps': 1}
   return [
     ('no_decay', 'decays say what a state keeps', decays.no_decay),
     ('attention_alone', 'cache of attention over hybrid, 8B', attends),
     ('steps', 'families, held-out bits per byte', {'fields': short}),
-    ('no_attention', 'phone book, names never seen', same | {'learned': {}}),
+    ('no_attention', 'phone book, names never seen', same),
   ]

@@ -258,7 +258,7 @@ def test_a_training_without_the_mechanism_has_its_own_folder(tmp_path):
   folders = []
 
   def check(run):
-    folders.append(run.workdir)
+    folders.append(run.results)
     return harness.Outcome('', '', '', False)
 
   run = harness.Run(None, tmp_path / 'mine')
