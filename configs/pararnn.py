@@ -8,7 +8,7 @@ test: tests/models/mixers/test_recurrent.py,
   tests/pallas_kernels/scans/test_newton.py,
   tests/train/claims/scans/test_sharded.py, tests/train/claims/test_tasks.py
 run: paraxis reproduce pararnn
-cost: 400 CPU-seconds
+cost: 900 CPU-seconds
 expect: EQ Newton, without a fallback, against the sequential loop 1e-15,
   layouts 2e-15; SIM iterations to 1e-6, median, at weights of standard
   deviation 0.02 and 0.112, as they are initialised: GRU 2 3, LSTM 3 3 (the
@@ -16,7 +16,8 @@ expect: EQ Newton, without a fallback, against the sequential loop 1e-15,
   37. A solve is 13 operations deeper per doubling of the length, 148 at 2,048
   tokens against 8,194 in sequence. LEARN parity after 33 to 128 bits, trained
   on up to 32, 3 seeds: ParaGRU 100.0%, Mamba-2 50.3%, gated linear 50.0%; up to
-  32 bits 100.0%, 65.2%, 64.6%.
+  32 bits 100.0%, 65.2%, 64.6%; two hops back in 64 tokens, 3 seeds, NOT
+  REPRODUCED: ParaGRU 89.6% (75 to 99), Mamba-2 83.3%, gated linear 99.0%.
 differs: Newton iterates to a residual of 1e-6, at most 20 times; a sequence
   that does not converge is run step by step and counted (newton/fallbacks). At
   deviation 1, three iterations leave gradients up to 180% wrong. Seeds differ
@@ -25,10 +26,12 @@ differs: Newton iterates to a residual of 1e-6, at most 20 times; a sequence
   a learning rate of 3e-3, it took 200 steps or more), against 2 layers of
   Mamba-2, with a state of 16, and of gated linear attention, 15,788 and 10,528
   parameters, with convolutions, at 0.02 as ParaGRU (Mamba-2, 1 layer at 3e-3:
-  49.5%). ParaLSTM is not trained on it, and nothing is on k-hop:
-  train/claims/tasks.py draws it. Input maps are drawn normal, not uniform. No
-  fused kernel, no 7B model, no speed: the paper's 665 times is of a GPU; on a
-  CPU a loop is cheaper.
+  49.5%). Hops: 2 layers each, all with convolutions, 700 steps; linear ones can
+  do it, and begin as early or earlier (of 1,200 steps, one seed: ParaGRU 99.8%,
+  Mamba-2 98.4%; gated linear without its convolution 64.5%). ParaLSTM is
+  trained on neither. Input maps are drawn normal, not uniform. No fused kernel,
+  no 7B model, no speed: the paper's 665 times is of a GPU; on a CPU a loop is
+  cheaper.
 """
 
 from paraxis.configs import presets
@@ -92,11 +95,12 @@ def claims():
     more=[['ParaGRU', name, 0.4] for name in ('Mamba-2', 'gated linear')],
     picture='parity.png', fields=TINY,
   )  # fmt: skip
-  hops = lambda name: dict(
+  hops = dict(
     check=recall.recall,
     task=dict(kind='hops', length=64, symbols=8, hops=2, mix=[16, 32, 64]),
     models=DEEP, seeds=[0, 1, 2], learned={'ParaGRU': 0.95},
-    more=[['ParaGRU', name, 0.0]], picture='hops.png', fields=SMALL,
+    more=[['ParaGRU', name, 0.0] for name in ('Mamba-2', 'gated linear')],
+    picture='hops.png', fields=SMALL, admits='not reproduced',
   )  # fmt: skip
   return [
     ('solved equals in sequence', 'EQ', equal, None),
@@ -105,8 +109,7 @@ def claims():
     ('iterations to 1e-6, LSTM', 'SIM', took('lstm'), '3'),
     ('depth of a solve', 'SIM', depth, 'O(log T)'),
     ('parity, at 4 times the length', 'LEARN', parity, None),
-    ('two hops back, above Mamba-2', 'LEARN', hops('Mamba-2'), None),
-    ('two hops back, above linear', 'LEARN', hops('gated linear'), None),
+    ('two hops back, of 8 symbols', 'LEARN', hops, None),
   ]
 
 
@@ -116,13 +119,9 @@ def knockouts():
 
   loop = {'model.recurrent.solver': 'sequential'}
   linear = {'models': CELLS | {'ParaGRU': ['G', 1]}, 'seeds': [0]}
-  selective = {'models': DEEP | {'ParaGRU': ['M', 2]}, 'seeds': [0]}
-  gated = {'models': DEEP | {'ParaGRU': DEEP['gated linear']}, 'seeds': [0]}
   return [
     ('never_newton', 'solved equals in sequence', loop),
     ('no_jacobian', 'iterations to 1e-6, GRU', sharded.picard),
     ('token_by_token', 'depth of a solve', sharded.in_turn),
     ('linear_cell', 'parity, at 4 times the length', linear),
-    ('selective_layers', 'two hops back, above Mamba-2', selective),
-    ('linear_layers', 'two hops back, above linear', gated),
   ]
