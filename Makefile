@@ -30,8 +30,6 @@ BASE ?= HEAD
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN := runs/quickstart
-# Python output that a pipe or a log file gets line by line.
-export PYTHONUNBUFFERED := 1
 
 .PHONY: demo test test-all test-changed knockouts mutants lint types format \
   lock clean install

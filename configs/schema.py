@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 from typing import Any
 
 import ml_collections
@@ -338,6 +339,8 @@ def _check(name, f, value):
       f'{name}={value!r} is not one of {", ".join(meta["choices"])}.'
       + suggest(value, meta['choices'])
     )
+  if kind is float and not math.isfinite(value):
+    raise UserError(f'{name}={value} is not a finite number.')
   low, high = meta['low'], meta['high']
   if low is not None and not value >= low:
     raise UserError(f'{name}={value} is below its lowest valid value {low}.')

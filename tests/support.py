@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import struct
+import time
 
 import chex
 import jax
@@ -119,6 +120,14 @@ def crash_at(last):
       raise KilledError
 
   return callback
+
+
+def until(holds, what='it does not happen', seconds=20):
+  """Waits for what another thread does."""
+  end = time.monotonic() + seconds
+  while not holds():
+    assert time.monotonic() < end, what
+    time.sleep(0.01)
 
 
 def losses(workdir):

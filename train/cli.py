@@ -5,6 +5,7 @@ papers and config printing never start jax. Wrong arguments are reported before
 anything is compiled or written. Exit codes: configs/base/errors.py.
 """
 
+import importlib.metadata
 import sys
 from typing import Any
 
@@ -328,6 +329,9 @@ def usage() -> str:
 
 
 def _dispatch(argv):
+  if argv[:1] in (['--version'], ['-V']):
+    print(f'paraxis {importlib.metadata.version("paraxis")}')
+    return errors.EXIT_OK
   if not argv or argv[0] == 'help' or command_line.asks_for_help(argv[:1]):
     print(usage())
     return errors.EXIT_OK
@@ -359,3 +363,7 @@ def main(argv=None):
   if hosts_lib.connected() and not stopped:
     hosts_lib.exit_now(code)
   return code
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -236,12 +236,24 @@ def run(
         # Perhaps a peer died: to finish a save would wait for it for minutes.
         stack.pop_all()
       raise
+  _check_skipped(recorder, settings.steps, training.stopped)
   return dict(
     step=training.step,
     stopped=training.stopped,
     loss=recorder.last.get('train/loss'),
     evaluation=training.evaluation,
   )
+
+
+def _check_skipped(recorder, steps, stopped):
+  """Raises if most steps of a finished run changed nothing."""
+  skipped = recorder.last.get('train/skipped', 0)
+  if 2 * skipped > steps and not stopped:
+    raise errors.IntegrityError(
+      f'{skipped} of {steps} steps were skipped, their gradients were not '
+      'finite: this run has learned next to nothing. A lower '
+      'optimizer.learning_rate or more optimizer.warmup_steps may help.'
+    )
 
 
 def _claim(job, workdir, say):
@@ -323,6 +335,7 @@ class _Training:
         _, rows = job.batches.split(size)
         batch = job.put(host_batch, share(rows)[0], rows)
         if size not in gradients:
+          stop.compiling = True
           gradients[size] = compiling.compile_step(
             'gradient', self._functions.grads, job.state.params, batch, say=say
           )
@@ -330,6 +343,7 @@ class _Training:
             update = job.compile_update(
               self._functions.update, gradients[size], say
             )
+          stop.compiling = False
           recorder.restart_clock()
         found = gradients[size](self.state.params, batch)
         self.state, numbers = update(self.state, *found)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import functools
 import glob
 import importlib.util
+import io
 import os
 import pathlib
 import re
@@ -276,7 +277,9 @@ class Command(NamedTuple):
     if config is not None and not self.config:
       raise errors.UserError('--config: this command does not read it.')
     if self.words is not None and len(words) > self.words:
-      raise errors.UserError(f'unexpected argument {words[self.words]!r}.')
+      raise errors.UserError(
+        f'unexpected argument {words[self.words]!r}.{self._meant(words[-1])}'
+      )
     if self.config == 'required' and config is None:
       raise errors.UserError('--config is missing: --config=configs/FILE.py.')
     if overrides:
@@ -284,6 +287,18 @@ class Command(NamedTuple):
     elif config is not None:
       config = schema.view(config)
     return self.run(values, config, words)
+
+  def _meant(self, word):
+    """What a stray argument may have been: a field, or a flag's value."""
+    name, equals, _ = word.partition('=')
+    if self.config and equals and name in dict(schema.fields()):
+      return f' Did you mean --config.{word}?'
+    own = [
+      re.match(r'\w+', r[1])[0] for r in self.flags if isinstance(r, tuple)
+    ]
+    if equals and name in own:
+      return f' Did you mean --{word}?'
+    return f' Did you mean --prompt={word}?' if 'prompt' in own else ''
 
 
 def asks_for_help(argv) -> bool:
@@ -316,6 +331,7 @@ def prepare_devices(count):
 
 def run(command, argv):
   """Runs command(argv) -> exit code; prints one clear line for every error."""
+  _line_by_line()
   try:
     return command(argv) or errors.EXIT_OK
   except errors.UserError as e:
@@ -325,15 +341,52 @@ def run(command, argv):
     print(f'paraxis: {e}', file=sys.stderr)
     return errors.EXIT_INTEGRITY
   except BrokenPipeError:  # the reader of a pipe, such as head, went away
-    sys.stderr.close()
-    return errors.EXIT_CRASH
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left goes nowhere
+    return errors.EXIT_PIPE
   except KeyboardInterrupt:
     print('paraxis: interrupted', file=sys.stderr)
     return errors.EXIT_INTERRUPTED
   except Exception as e:
+    outside = _outside(e)
+    if outside:
+      print(f'paraxis: {outside}', file=sys.stderr)
+      return errors.EXIT_USER
     traceback.print_exc()
     print(f'paraxis: crashed: {type(e).__name__}: {e}', file=sys.stderr)
     return errors.EXIT_CRASH
+
+
+def _line_by_line():
+  """Every printed line appears at once, in a pipe or a log too."""
+  for stream in (sys.stdout, sys.stderr):
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(line_buffering=True)
+
+
+def _outside(error):
+  """What outside of paraxis made a command fail, in one line; '': nothing."""
+  if isinstance(error, OSError) and _is_full(sys.stdout):
+    return f'stdout cannot be written: {error.strerror}.'
+  asked = os.environ.get('JAX_PLATFORMS')
+  frames = traceback.extract_tb(error.__traceback__)
+  starting = any(f.name == 'backends' and 'jax' in f.filename for f in frames)
+  if asked and starting:
+    return (
+      f'JAX_PLATFORMS={asked}: jax cannot start it here ({_one_line(error)}). '
+      'Unset it for what this machine has, or set it to cpu.'
+    )
+  return ''
+
+
+def _is_full(stream):
+  """Whether a stream refuses what is printed, as a full disk does."""
+  try:
+    stream.write('\n')
+    stream.flush()
+  except OSError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return True
+  return False
 
 
 def help_fields():

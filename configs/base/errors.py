@@ -12,6 +12,7 @@ EXIT_CRASH = 13  # an unexpected failure; starting again is safe
 EXIT_INTEGRITY = 14  # data or checkpoints are damaged; starting again is not
 EXIT_PREEMPTED = 75  # stopped by a signal after saving
 EXIT_INTERRUPTED = 130  # Ctrl-C before there was anything to save
+EXIT_PIPE = 141  # the reader of the output went away, as of `| head`
 
 
 class UserError(ValueError):

@@ -5,6 +5,9 @@ import dataclasses
 from paraxis.configs.base import mixers
 from paraxis.configs.base.field import field
 
+MOST_ROWS = 2**31 - 1  # a token is an int32
+MOST_LAYERS = 10_000
+
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
@@ -65,9 +68,11 @@ class Experts:
 class DecoderFields:
   """Fields of `Model` that belong to no mixer alone."""
 
-  vocab_size: int = field(2048, 'rows of the embedding table', low=2)
+  vocab_size: int = field(
+    2048, 'rows of the embedding table', low=2, high=MOST_ROWS
+  )
   d_model: int = field(160, 'width of the residual stream', low=1)
-  num_layers: int = field(4, 'layers', low=1)
+  num_layers: int = field(4, 'layers', low=1, high=MOST_LAYERS)
   num_heads: int = field(4, 'query heads', low=1)
   num_kv_heads: int = field(0, 'key/value heads; 0: num_heads', low=0)
   head_dim: int = field(0, 'width of a head; 0: d_model / num_heads', low=0)

@@ -165,6 +165,24 @@ QUICK = ['train', '--config=quickstart']
     (QUICK, ['--workdir is missing']),
     ([*QUICK, '--workdir=W', '--wrokdir=x'], ['wrokdir']),
     ([*QUICK, '--workdir=W', 'more'], ["unexpected argument 'more'"]),
+    (
+      [*QUICK, '--workdir=W', 'train.steps=5'],
+      ["argument 'train.steps=5'. Did you mean --config.train.steps=5?"],
+    ),
+    ([*QUICK, 'workdir=W'], ['Did you mean --workdir=']),
+    (['decode', '--checkpoint=W', 'wok'], ['Did you mean --prompt=wok?']),
+    (
+      [*QUICK, '--workdir=W', '--config.optimizer.learning_rate=inf'],
+      ['optimizer.learning_rate=inf is not a finite number'],
+    ),
+    (
+      ['check', '--config=quickstart', '--config.model.vocab_size=10000000000'],
+      ['10000000000 is above its highest valid value 2147483647'],
+    ),
+    (
+      ['check', '--config=quickstart', '--config.model.num_layers=100000000'],
+      ['model.num_layers=100000000 is above'],
+    ),
     ([*QUICK, '--workdir=W', '--config.train=3'], ['train is a section']),
     (
       ['train', '--config.train.steps=3', '--workdir=W'],

@@ -2,6 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +16,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.decode import load
+from paraxis.train import loop
 from paraxis.train import step as step_lib
 from paraxis.train.claims import experiment
 from paraxis.train.run import metrics
@@ -319,17 +324,55 @@ def test_a_failed_save_is_reported_at_the_next_step(
 
 
 def test_stop_keeps_the_second_signal_for_an_exit_at_once(monkeypatch, capfd):
-  ended = []
+  ended, said = [], []
   monkeypatch.setattr(os, '_exit', ended.append)
+
+  def heard():
+    said.append(capfd.readouterr().err)
+    return ''.join(said)
+
   before = signal.getsignal(signal.SIGTERM)
   with stop_lib.Stop(None) as stop:
     assert stop.agreed() == ''
     os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.agreed() == 'SIGTERM' and not ended
+    assert stop.agreed() == 'SIGTERM'
+    support.until(lambda: 'SIGTERM' in heard(), 'nothing is said at once')
+    assert not ended
     os.kill(os.getpid(), signal.SIGINT)
-    assert ended == [errors.EXIT_CRASH]
+    support.until(lambda: ended == [errors.EXIT_CRASH])
   assert signal.getsignal(signal.SIGTERM) is before
-  assert 'SIGTERM: saving after this step' in capfd.readouterr().err
+  assert 'SIGTERM: saving after this step' in heard()
+
+
+def test_a_signal_while_compiling_is_answered_at_once():
+  """The main thread is inside of one call that runs no Python handler."""
+  code = """
+    import hashlib
+    from paraxis.train.run import stop
+    with stop.Stop(None) as stop:
+      stop.compiling = True
+      print('ready', flush=True)
+      hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)  # minutes
+  """
+  command = [sys.executable, '-c', textwrap.dedent(code)]
+  pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  with subprocess.Popen(command, **pipes) as process:
+    assert process.stdout.readline() == 'ready\n'
+    process.send_signal(signal.SIGINT)
+    said = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == errors.EXIT_CRASH
+  assert said == (
+    'SIGINT: saving after compiling and one step; again to exit at once\n'
+  )
+
+
+def test_a_run_that_skipped_most_steps_fails(tiny):
+  recorder = types.SimpleNamespace(last={'train/skipped': 3})
+  with pytest.raises(errors.IntegrityError, match='3 of 5 steps were skipped'):
+    loop._check_skipped(recorder, 5, '')
+  loop._check_skipped(recorder, 6, '')
+  loop._check_skipped(recorder, 5, 'SIGTERM')
 
 
 def test_a_signal_saves_and_the_run_resumes(whole, tiny, tmp_path):

@@ -155,11 +155,13 @@ def cost(paper) -> int:
 
 
 def index(word='', paths=None):
-  """[Paper] of all configs, or of those with `word` anywhere in the header."""
+  """[Paper] of all configs, or of those whose header has `word` as a word."""
   paths = command_line.papers() if paths is None else paths
   found = [header(p) for p in paths]
+  # 'ring' is in 'ring_self_attention' and 'a ring of', not in 'during'.
+  whole = re.compile(rf'(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])', re.I)
   fits = lambda p: (
-    word.lower() in ' '.join([p.name, p.title, *p.fields.values()]).lower()
+    not word or whole.search('\n'.join([p.name, p.title, *p.fields.values()]))
   )
   return [p for p in found if fits(p)]
 

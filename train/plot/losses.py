@@ -54,7 +54,7 @@ def _read(workdir):
       f'--workdir={workdir}: {path / metrics.FILE} does not exist; has a run '
       'begun there?'
     )
-  rows = metrics.read(path)
+  rows = metrics.read(path, print)
   if not curve(rows, 'train/loss').size:
     raise errors.UserError(f'{path / metrics.FILE} holds no train/loss yet.')
   return rows

@@ -7,6 +7,7 @@ within a second instead of hanging until their heartbeats stop.
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 
@@ -16,6 +17,7 @@ from paraxis.configs.base import errors
 # minutes.
 JOIN_SECONDS = 120
 HEARTBEAT_SECONDS = 30
+SILENT_SECONDS = 3  # of waiting, before a process says for whom
 
 _connected = False  # to other processes
 
@@ -46,21 +48,36 @@ def connect(address, num_processes, process_id, patience=JOIN_SECONDS):
   alone, not on all interfaces.
   """
   global _connected
-  if process_id:
-    _wait_for(address, patience)
-  import jax
+  hosts = address, num_processes, process_id
+  waiting = threading.Timer(SILENT_SECONDS, _say_waiting, hosts)
+  waiting.daemon = True
+  waiting.start()
+  try:
+    if process_id:
+      _wait_for(address, patience)
+    import jax
 
-  sys.excepthook = _fail_at_once
-  jax.distributed.initialize(
-    address,
-    num_processes,
-    process_id,
-    initialization_timeout=patience,
-    heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-    shutdown_timeout_seconds=HEARTBEAT_SECONDS,
-    coordinator_bind_address=None if process_id else address,
-  )
+    sys.excepthook = _fail_at_once
+    jax.distributed.initialize(
+      *hosts,
+      initialization_timeout=patience,
+      heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+      shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+      coordinator_bind_address=None if process_id else address,
+    )
+  finally:
+    waiting.cancel()
   _connected = True
+
+
+def _say_waiting(address, num_processes, process_id):
+  absent = num_processes - 1
+  print(
+    f'process {process_id}: waiting for {"up to " if absent > 1 else ""}'
+    f'{absent} of {num_processes} processes at {address}',
+    file=sys.stderr,
+    flush=True,
+  )
 
 
 def _wait_for(address, patience):

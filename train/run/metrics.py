@@ -22,17 +22,35 @@ from paraxis.configs.base import errors
 FILE = 'metrics.jsonl'
 
 
-def read(workdir):
-  """{step: {name: value}} of a workdir, the last value of a step counting."""
-  out = {}
+def read(workdir, say=None):
+  """{step: {name: value}} of a workdir, the last value of a step counting.
+
+  A damaged line is left out: one that a kill cut short, whose step runs again,
+  or what a power cut left of a file. say: is called with how many, if any.
+  """
+  out, damaged = {}, 0
   path = pathlib.Path(workdir) / FILE
-  for line in path.read_text(encoding='utf-8').splitlines():
+  for line in path.read_bytes().splitlines():
     try:
       row = json.loads(line)
-    except json.JSONDecodeError:
-      continue  # a line that a kill cut short; its step is run again
-    out.setdefault(row.pop('step'), {}).update(row)
+      step = row.pop('step')
+      known = isinstance(step, int) and all(map(_plain, row.values()))
+    except (ValueError, TypeError, AttributeError, KeyError):
+      known = False
+    if known:
+      out.setdefault(step, {}).update(row)
+    elif line.strip():
+      damaged += 1
+  if damaged and say:
+    say(f'{path}: {damaged} damaged lines are left out')
   return dict(sorted(out.items()))
+
+
+def _plain(value):
+  """Whether it is what `Writers` writes: a number, null, or a list of them."""
+  if isinstance(value, list):
+    return all(map(_plain, value))
+  return value is None or isinstance(value, int | float)
 
 
 def check_loggers(train):

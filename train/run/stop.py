@@ -2,38 +2,65 @@
 
 import os
 import signal
+import threading
 
 import jax
 import numpy as np
 
 from paraxis.configs.base import errors
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 class Stop:
-  """Turns SIGTERM and Ctrl-C into 'finish this step, save, exit 75'."""
+  """Turns SIGTERM and Ctrl-C into 'finish this step, save, exit 75'.
+
+  Attributes:
+    asked: name of the signal that came; '': none.
+    compiling: whether the main thread compiles, for minutes perhaps. Python
+      runs a handler after that alone, so a thread of its own answers.
+  """
 
   def __init__(self, mesh):
-    self.asked, self._mesh, self._old = '', mesh, {}
+    self.asked, self.compiling, self._mesh, self._old = '', False, mesh, {}
     self._flags, self._sum = None, jax.jit(jax.numpy.sum)
+    self._pipe, self._before = (), -1
 
   def __enter__(self):
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
       try:
         self._old[number] = signal.signal(number, self._ask)
       except ValueError:  # not the main thread
-        break
+        return self
+    self._pipe = os.pipe()
+    os.set_blocking(self._pipe[1], False)
+    self._before = signal.set_wakeup_fd(self._pipe[1])
+    threading.Thread(target=self._answer, daemon=True).start()
     return self
 
   def __exit__(self, *error):
     for number, handler in self._old.items():
       signal.signal(number, handler)
+    if self._pipe:
+      signal.set_wakeup_fd(self._before)
+      os.close(self._pipe[1])  # ends the thread, which closes the other
 
   def _ask(self, number, _):
-    if self.asked:
-      os._exit(errors.EXIT_CRASH)  # asked twice: the last commit stands
-    self.asked = signal.Signals(number).name
-    text = f'{self.asked}: saving after this step; again to exit at once\n'
-    os.write(2, text.encode())  # print would fail inside an interrupted print
+    self.asked = self.asked or signal.Signals(number).name
+
+  def _answer(self):
+    """Says at once what a signal does; a second one exits."""
+    answered = False
+    while byte := os.read(self._pipe[0], 1):
+      if byte[0] not in SIGNALS:
+        continue
+      if answered:
+        os._exit(errors.EXIT_CRASH)  # asked twice: the last commit stands
+      answered = True
+      when = 'compiling and one step' if self.compiling else 'this step'
+      text = f'{signal.Signals(byte[0]).name}: saving after {when}; again to '
+      os.write(2, f'{text}exit at once\n'.encode())
+    os.close(self._pipe[0])
 
   def agreed(self):
     """Call after every step: why all processes stop now, or ''.

@@ -1,6 +1,10 @@
 """Flags, config files and exit codes."""
 
 import os
+import subprocess
+import sys
+import textwrap
+import types
 
 import pytest
 import support
@@ -102,6 +106,60 @@ def test_exit_codes(capsys, command, code, words):
   assert shown.endswith(words)
   # Only a crash shows a traceback.
   assert ('Traceback' in shown) == (code == 13)
+
+
+def _piped(code):
+  """A process whose command_line.run calls `command`, its output in a pipe."""
+  text = f"""
+    import os, sys, time
+    from paraxis.configs.base import command_line
+    {code}
+    sys.exit(command_line.run(command, []))
+  """
+  return subprocess.Popen(
+    [sys.executable, '-c', textwrap.dedent(text)],
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+  )  # fmt: skip
+
+
+def test_a_pipe_gets_each_line_as_it_is_printed():
+  with _piped('command = lambda argv: (print("a line"), time.sleep(99))') as p:
+    assert p.stdout.readline() == 'a line\n'
+    assert p.poll() is None  # it sleeps: nothing was flushed at its end
+    p.kill()
+
+
+def test_a_reader_that_goes_away_is_no_crash():
+  forever = 'command = lambda argv: [print(i) for i in range(10**9)]'
+  with _piped(forever) as p:
+    assert p.stdout.readline() == '0\n'
+    p.stdout.close()
+    assert p.stderr.read() == '' and p.wait() == errors.EXIT_PIPE
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no /dev/full')
+def test_a_full_disk_is_one_line():
+  full = 'os.dup2(os.open("/dev/full", os.O_WRONLY), 1); command = print'
+  with _piped(full) as p:
+    said = p.stderr.read()
+    assert p.wait() == errors.EXIT_USER
+  assert said == (
+    'paraxis: stdout cannot be written: No space left on device.\n'
+  )
+
+
+def test_a_backend_that_cannot_start_is_one_line(capsys, monkeypatch):
+  def backends():
+    raise RuntimeError('no such\n backend')
+
+  monkeypatch.setenv('JAX_PLATFORMS', 'garbage')
+  named = backends.__code__.replace(co_filename='jax/xla_bridge.py')
+  failing = types.FunctionType(named, {'RuntimeError': RuntimeError})
+  assert command_line.run(lambda argv: failing(), []) == errors.EXIT_USER
+  shown = capsys.readouterr().err
+  assert shown.count('\n') == 1 and 'JAX_PLATFORMS=garbage: jax cannot' in shown
+  monkeypatch.delenv('JAX_PLATFORMS')
+  assert command_line.run(lambda argv: failing(), []) == errors.EXIT_CRASH
 
 
 @pytest.mark.parametrize(

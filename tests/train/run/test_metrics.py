@@ -55,6 +55,24 @@ def test_a_line_that_was_cut_short(tmp_path, left):
   assert metrics.read(tmp_path) == {1: {'a': 1.0}, 2: {'a': 3.0}}
 
 
+@pytest.mark.parametrize(
+  'damaged',
+  [
+    b'[1, 2]', b'{"a": 2.0}', b'{"step": "1", "a": 2.0}', b'\xff\xfe\xff',
+    b'\0\0\0\0', b'{"step": 1, "a": "2"}', b'{"step": 1.5}', b'"step"', b'3',
+  ],
+)  # fmt: skip
+def test_a_damaged_line_is_left_out_and_counted(tmp_path, damaged):
+  _write(tmp_path, [(1, {'a': 1.0})])
+  with (tmp_path / metrics.FILE).open('ab') as file:
+    file.write(damaged + b'\n\n' + damaged + b'\n')
+  _write(tmp_path, [(2, {'a': 3.0, 'b': [1, None]})])
+  said = []
+  found = metrics.read(tmp_path, said.append)
+  assert found == {1: {'a': 1.0}, 2: {'a': 3.0, 'b': [1, None]}}
+  assert said == [f'{tmp_path / metrics.FILE}: 2 damaged lines are left out']
+
+
 @pytest.mark.parametrize('value', [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_is_null(tmp_path, value):
   _write(tmp_path, [(1, {'a': value, 'b': 2})])
