@@ -34,7 +34,7 @@ def _train(values, config, _):
   if values.print_config:
     print(schema.to_json(config), end='')
     return errors.EXIT_OK
-  if not values.workdir:
+  if not values.workdir and not values.dry_run:
     raise errors.UserError('--workdir is missing: name a run directory.')
   hosts = values.coordinator_address, values.num_processes, values.process_id
   several = hosts_lib.check(*hosts)
@@ -44,6 +44,8 @@ def _train(values, config, _):
   mesh.parse(values.mesh)
   if several:
     hosts_lib.connect(*hosts)
+  if values.dry_run:
+    return _dry_run(config, values)
   from paraxis.train import loop
   from paraxis.train.run import compiling
 
@@ -56,6 +58,18 @@ def _train(values, config, _):
 
     print(result['evaluation'].line())
     print(held_out.against_gzip(config, result['evaluation']))
+  return errors.EXIT_OK
+
+
+def _dry_run(config, values):
+  """Prints what a run would begin with, and the memory that it is to need."""
+  from paraxis.train import program
+  from paraxis.train.certify import check
+  from paraxis.train.run import header
+
+  job = program.make(config, values.mesh)
+  memory = check.check(config, values.mesh).peak
+  print(header.text(job, header.cost(config), values.workdir, memory))
   return errors.EXIT_OK
 
 
@@ -186,6 +200,7 @@ _ALL = (
       _MESH,
       _DEVICES,
       (bool, 'print_config', False, 'print the resolved config as JSON; exit'),
+      (bool, 'dry_run', False, 'print what a run begins with; exit'),
       (str, 'coordinator_address=HOST:PORT', '', 'several hosts: process 0'),
       (int, 'num_processes=N', 0, 'several hosts: how many processes'),
       (int, 'process_id=N', -1, 'several hosts: this process, from 0'),

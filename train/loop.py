@@ -26,7 +26,9 @@ from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
 from paraxis.train.run import compiling
 from paraxis.train.run import evaluate
+from paraxis.train.run import header
 from paraxis.train.run import metrics as metrics_lib
+from paraxis.train.run import rates as rates_lib
 from paraxis.train.run import stop as stop_lib
 from paraxis.train.run import workdir as workdir_lib
 
@@ -88,12 +90,12 @@ def _start(job, store, say):
 class _Recorder:
   """Reads a step's numbers late, writes them, and watches for NaN."""
 
-  def __init__(self, job, writers, progress, callbacks):
+  def __init__(self, job, writers, progress, callbacks, rates):
     self._job, self.writers, self.progress = job, writers, progress
+    self.rates = rates
     self._train, self._callbacks = job.config.train, callbacks
     self._paths = sorted(expert_counts.without(job.model, job.model.axes))
-    self._pending, self._before = None, time.perf_counter()
-    self.last = {}
+    self._pending, self.last = None, {}
 
   def later(self, step, numbers, tokens):
     """Keeps a step's numbers on the device and records those before it."""
@@ -106,14 +108,9 @@ class _Recorder:
     if previous:
       self._record(*previous)
 
-  def restart_clock(self):
-    """Leaves compiling or evaluating out of the time of a step."""
-    self._before = time.perf_counter()
-
   def _record(self, step, numbers, tokens):
     numbers, every = jax.device_get(numbers), self._train.print_every
-    now = time.perf_counter()
-    seconds, self._before = now - self._before, now
+    self.rates.step(tokens)
     rates = {
       k: float(v) for k, v in numbers.items() if k.startswith('learning_rate')
     }
@@ -122,13 +119,15 @@ class _Recorder:
       'train/grad_norm': float(numbers['grad_norm']),
       'train/learning_rate': max(rates.values()),
       'train/skipped': int(numbers['skipped']),
-      'perf/step_seconds': seconds,
-      'perf/tokens_per_second': tokens / seconds,
-      'perf/memory_bytes': metrics_lib.memory_bytes(),
       **expert_counts.values(self._job.model, numbers, step % every == 0),
     }
+    speed = self.rates.values(self._train.steps - step)
+    speed['perf/memory_bytes'] = metrics_lib.memory_bytes()
+    line = self.progress.step(step, values | speed)
+    if line:
+      self.rates.begin()
+      values |= speed
     self.writers.write(step, values)
-    self.progress.step(step, values)
     if step % every == 0:
       expert_counts.warn(self._job.model, step, values, self.progress.say)
     self.last = values
@@ -198,6 +197,7 @@ def run(
   config = workdir_lib.resumed(workdir, config, say)
   job = job_lib.make(config, mesh_text, devices, say)
   config, settings = job.config, job.config.train
+  cost = header.cost(config)
   path, lock = _claim(job, workdir, say)
   with (
     lock,
@@ -224,7 +224,9 @@ def run(
       progress = loggers.enter_context(
         metrics_lib.Progress(settings.steps, settings.print_every, say)
       )
-      recorder = _Recorder(job, writers, progress, callbacks)
+      say(header.text(job, cost, path))
+      rates = rates_lib.Rates(cost.flops, header.peak(job.mesh.devices.flat))
+      recorder = _Recorder(job, writers, progress, callbacks, rates)
       training = _Training(job, step, store, recorder, state, first)
       with stop_lib.Stop(job.mesh) as stop:
         training.run(stop, started)
@@ -336,15 +338,16 @@ class _Training:
         batch = job.put(host_batch, share(rows)[0], rows)
         if size not in gradients:
           stop.compiling = True
-          gradients[size] = compiling.compile_step(
-            'gradient', self._functions.grads, job.state.params, batch, say=say
-          )
-          if update is None:  # the same for batches of any size
-            update = job.compile_update(
-              self._functions.update, gradients[size], say
-            )
+          with recorder.rates.apart():
+            gradients[size] = compiling.compile_step(
+              'gradient', self._functions.grads, job.state.params, batch,
+              say=say,
+            )  # fmt: skip
+            if update is None:  # the same for batches of any size
+              update = job.compile_update(
+                self._functions.update, gradients[size], say
+              )
           stop.compiling = False
-          recorder.restart_clock()
         found = gradients[size](self.state.params, batch)
         self.state, numbers = update(self.state, *found)
         del found
@@ -363,7 +366,6 @@ class _Training:
           found = self.evaluate()
           say(found.line())
           self.evaluation = found if last else None
-          recorder.restart_clock()
         if last:
           break
     self._store.wait()
@@ -373,14 +375,15 @@ class _Training:
   def _save(self):
     """Writes a checkpoint -> its step."""
     self._recorder.flush()
-    tree = state_lib.in_order(state_lib.flatten(self.state), self._job.model)
-    self._store.save(self.step, tree, self._axes, _meta(self._job, self.step))
-    self._recorder.restart_clock()
+    with self._recorder.rates.apart('checkpoint'):
+      tree = state_lib.in_order(state_lib.flatten(self.state), self._job.model)
+      self._store.save(self.step, tree, self._axes, _meta(self._job, self.step))
     return self.step
 
   def evaluate(self):
     """evaluate.Evaluation of held-out text, which is written too."""
     self._recorder.flush()
-    found = self._evaluator(self.state.params)
+    with self._recorder.rates.apart('evaluation'):
+      found = self._evaluator(self.state.params)
     self._recorder.writers.write(self.step, found.values())
     return found

@@ -53,6 +53,12 @@ CHIPS = {
   'h100': Chip('cuda', 80 * 10**9, 989e12, 3.35e12, 450e9, 50e9, 0, 16384),
   'h200': Chip('cuda', 141 * 10**9, 989e12, 4.8e12, 450e9, 50e9, 0, 16384),
 }
+# What jax calls a device -> its kind; the longest that it begins with counts.
+KINDS = {
+  'TPU v4': 'v4', 'TPU v5 lite': 'v5e', 'TPU v5e': 'v5e', 'TPU v5': 'v5p',
+  'TPU v5p': 'v5p', 'TPU v6 lite': 'v6e', 'TPU v6e': 'v6e', 'TPU7x': 'tpu7x',
+  'NVIDIA H100': 'h100', 'NVIDIA H200': 'h200',
+}  # fmt: skip
 EXAMPLES = (
   'v4:4x4x4',
   'v5e:16x16',
@@ -62,6 +68,13 @@ EXAMPLES = (
   'h100:32',
   'h200:256',
 )
+
+
+def of_device(device) -> Chip | None:
+  """The `Chip` that a jax device is, by its device_kind; None: not known."""
+  kind = device.device_kind
+  fits = [name for name in KINDS if kind.startswith(name)]
+  return CHIPS[KINDS[max(fits, key=len)]] if fits else None
 
 
 def parse(name: str, num_slices: int = 1) -> tuple[str, Chip, tuple[int, ...]]:

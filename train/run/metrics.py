@@ -126,6 +126,13 @@ class Writers(contextlib.AbstractContextManager):
       self._wandb.finish()
 
 
+def _clock(seconds):
+  """3725.4 -> '1:02:05'."""
+  minutes, seconds = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f'{hours}:{minutes:02}:{seconds:02}'
+
+
 def _ends_with_newline(path):
   with open(path, 'rb') as f:
     f.seek(-1, os.SEEK_END)
@@ -145,7 +152,7 @@ class Progress(contextlib.AbstractContextManager):
       self._live.start()
 
   def text(self, step, values):
-    """One line: step, loss, speed, memory."""
+    """One line: step, loss, speed, memory, time left."""
     parts = [
       f'step {step}/{self._steps}',
       f'loss {values["train/loss"]:.4f}',
@@ -154,15 +161,21 @@ class Progress(contextlib.AbstractContextManager):
       f'{values["perf/tokens_per_second"]:,.0f} tokens/s',
       f'{values["perf/memory_bytes"] / 2**30:.2f} GiB',
     ]
+    if 'perf/mfu' in values:
+      parts.insert(5, f'MFU {values["perf/mfu"]:.1%}')
+    if step < self._steps:
+      parts.append(f'{_clock(values["perf/eta_seconds"])} left')
     return '  '.join(parts)
 
   def step(self, step, values):
-    """Shows a finished step."""
-    text = self.text(step, values)
+    """Shows a finished step -> whether by a line that stays."""
+    text, stays = self.text(step, values), step % self._every == 0
+    stays |= step == self._steps
     if self._live:
       self._live.update(text)
-    if step % self._every == 0 or step == self._steps:
+    if stays:
       self.say(text)
+    return stays
 
   def say(self, text):
     """A line that stays."""

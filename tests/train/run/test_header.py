@@ -1,0 +1,112 @@
+"""The first screen of a run, against counts by hand."""
+
+import math
+import types
+
+import jax
+import pytest
+
+from paraxis.configs import schema
+from paraxis.sharding.meter import target
+from paraxis.train import program
+from paraxis.train.run import header
+
+D, F, V, L, T, HEADS, KV, WIDE = 32, 48, 96, 2, 16, 4, 2, 8
+
+
+def _config(**model):
+  sizes = dict(
+    d_model=D, d_ff=F, vocab_size=V, num_layers=L, num_heads=HEADS,
+    num_kv_heads=KV, mlp='swiglu', tied_embedding=False,
+  )  # fmt: skip
+  plain = schema.Config()
+  return schema.with_values(
+    plain,
+    {f'model.{k}': v for k, v in (sizes | model).items()}
+    | {'data.sequence_length': T, 'data.tokenizer': 'bytes'},
+  )
+
+
+def _sizes(config):
+  made = program.on_devices(config, devices=jax.devices()[:1])
+  return header.sizes(made.model, made.state.params)
+
+
+ATTENTION = D * WIDE * (HEADS + KV + KV + HEADS)
+NORMS = (2 * L + 1) * D
+
+
+def test_parameters_by_hand():
+  found = _sizes(_config())
+  inner = L * (ATTENTION + 3 * D * F) + NORMS
+  assert found == (inner + 2 * V * D, inner, inner + 2 * V * D)
+  tied = _sizes(_config(tied_embedding=True))
+  assert tied == (inner + V * D, inner, inner + V * D)
+
+
+def test_a_token_meets_some_of_the_experts():
+  experts = {'experts.count': 8, 'experts.top_k': 2, 'experts.shared': 1}
+  found = _sizes(_config(**experts))
+  beside = L * (ATTENTION + D * 8 + 3 * D * F) + NORMS + 2 * V * D
+  assert found.total == beside + L * 8 * 3 * D * F
+  assert found.active == beside + L * 2 * 3 * D * F
+
+
+def test_operations_of_a_token_by_hand():
+  """Twice a weight forward, thrice that with the gradient; and attention."""
+  matrices = L * (ATTENTION + 3 * D * F) + V * D
+  attention = L * 4 * T * HEADS * WIDE  # q k and p v, all pairs of one block
+  assert header.cost(_config()).flops == 3 * (2 * matrices + attention)
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'mesh.data': 2, 'mesh.tensor': 4},
+    {'mesh.stage': 2, 'pipeline.microbatches': 4},
+    {'train.microbatches': 4, 'train.remat': 'full'},
+  ],
+)
+def test_layouts_do_not_change_the_operations(fields):
+  laid_out = schema.with_values(_config(), fields)
+  assert header.cost(laid_out) == header.cost(_config())
+
+
+def test_work_that_depends_on_data_is_not_counted(monkeypatch):
+  def refuse(jaxpr):
+    raise ValueError('a while loop')
+
+  monkeypatch.setattr(header.flops, 'of_jaxpr', refuse)
+  found = header.cost(_config())
+  assert math.isnan(found.flops) and found.why == 'a while loop'
+
+
+def test_the_peak_of_known_devices():
+  kind = lambda name: types.SimpleNamespace(device_kind=name)
+  h200, v5e = target.CHIPS['h200'].flops, target.CHIPS['v5e'].flops
+  assert header.peak([kind('NVIDIA H200')] * 2) == 2 * h200
+  assert header.peak([kind('TPU v5 lite')]) == v5e
+  assert header.peak([kind('TPU v5')]) == target.CHIPS['v5p'].flops
+  assert header.peak([kind('NVIDIA H100 80GB HBM3'), kind('cpu')]) is None
+
+
+def test_the_screen(tiny):
+  config = schema.with_values(
+    tiny.config(), {'train.steps': 6, 'checkpoint.every': 3}
+  )
+  job = program.make(config, say=lambda line: None)
+  cost = header.Cost(2.5e6)
+  lines = header.text(job, cost, 'runs/x', 3 * 2**30).splitlines()
+  shown = {line[:12].strip(): line[13:] for line in lines}
+  total = sum(math.prod(x.shape) for x in job.state.params.values())
+  assert shown['model'].startswith(f'{total:,} parameters, ')
+  assert '8 x cpu, virtual' in shown['devices']
+  rows, length = config.train.batch_size, config.data.sequence_length
+  assert f'{rows} rows of {length} tokens' in shown['step']
+  read = 6 * rows / job.batches.rows
+  assert f'read {read:.2f} times' in shown['data']
+  assert shown['compute'].startswith('2.5 MFLOP a token; no MFU')
+  assert shown['memory'] == '3.00 GiB a device, predicted'
+  assert shown['checkpoints'] == 'every 3 steps, the last 3 kept, in runs/x'
+  why = header.text(job, header.Cost(math.nan, 'a loop'))
+  assert 'not counted: a loop' in why and 'memory' not in why

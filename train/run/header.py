@@ -1,0 +1,197 @@
+"""What a run begins with: a screen that says what is trained, where, on what.
+
+    model        1,568,480 parameters, 1,240,800 besides embeddings
+    devices      data=8: 8 x cpu, 2 of the machine's processors
+    ...
+
+Operations of a token are those of the model alone: three times those of its
+forward pass (PaLM, arXiv:2204.02311, appendix B), counted in the traced program
+of one device, so that neither a layout, nor microbatches, nor recomputation
+changes them; a blockwise attention counts the blocks it walks. Model FLOPs
+utilisation (MFU) is their rate over the devices' bfloat16 peak.
+"""
+
+import collections
+import dataclasses
+import math
+import os
+from typing import NamedTuple
+
+import jax
+
+from paraxis.configs import schema
+from paraxis.models import layer
+from paraxis.models.mixers import attention
+from paraxis.pallas_kernels.attention import op as attention_op
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.meter import flops
+from paraxis.sharding.meter import target
+from paraxis.train import program as program_lib
+from paraxis.train import step as step_lib
+
+OUTER = (
+  'embedding',
+  'head',
+  'positions',
+)  # leaves that only look up or read out
+
+
+class Cost(NamedTuple):
+  """Operations of a token, forward and backward; why: they were not counted."""
+
+  flops: float
+  why: str = ''
+
+
+class Sizes(NamedTuple):
+  """Parameters: in all, besides embeddings, and those that a token meets."""
+
+  total: int
+  inner: int
+  active: int
+
+
+def sizes(model, shapes) -> Sizes:
+  """`Sizes` of a Decoder; shapes: {path: array}, of all it holds."""
+  learned = lambda path: model.kinds[path] not in ('statistic', 'balance')
+  count = {p: n for p, n in model.sizes(shapes).items() if learned(p)}
+  outer = sum(n for p, n in count.items() if p.split('/')[0] in OUTER)
+  idle = 0.0
+  for path, n in count.items():
+    axes = model.axes[path]
+    if 'experts' in axes:
+      experts = shapes[path].shape[axes.index('experts')]
+      idle += n * (1 - model.config.experts.top_k / experts)
+  total = sum(count.values())
+  return Sizes(total, total - outer, round(total - idle))
+
+
+def cost(config: schema.Config) -> Cost:
+  """`Cost` of a config's model, whatever its mesh."""
+  alone = dataclasses.replace(
+    config,
+    mesh=schema.Mesh(),
+    pipeline=schema.Pipeline(),
+    train=dataclasses.replace(config.train, batch_size=1, microbatches=1),
+  )
+  one = program_lib.on_devices(alone, abstract=True)
+  made = step_lib.make(one.built, one.optimizer, 0.0)
+  with one.context():
+    shapes = one.state.params, one.batch_shapes()
+    forward = jax.make_jaxpr(made.evaluate)(*shapes)
+  try:
+    found = flops.of_jaxpr(forward).total
+  except ValueError as e:  # a loop whose length depends on data
+    return Cost(math.nan, str(e))
+  return Cost(3 * found / config.data.sequence_length)
+
+
+def peak(devices) -> float | None:
+  """bfloat16 operations a second of all devices; None: no figure is known."""
+  chips = [target.of_device(device) for device in devices]
+  return sum(c.flops for c in chips if c) if all(chips) else None
+
+
+def text(job, found: Cost, workdir='', memory=None) -> str:
+  """The screen, of at most 80 columns where names allow it.
+
+  Args:
+    job: program.Job. found: its `cost`. workdir: of the run, or ''.
+    memory: bytes that a device is predicted to need, or None.
+  """
+  config = job.config
+  rows = [
+    ('model', _model(sizes(job.model, job.state.params))),
+    ('devices', _devices(job)),
+    ('numbers', _numbers(config)),
+    ('kernels', _kernels(config)),
+    ('step', _step(config)),
+    ('data', _data(job)),
+    ('compute', _compute(job, found)),
+  ]
+  if memory is not None:
+    rows.append(('memory', _memory(job, memory)))
+  if workdir:
+    every, keep = config.checkpoint.every, config.checkpoint.keep
+    saved = f'every {every} steps, the last {keep} kept, in {workdir}'
+    rows.append(('checkpoints', saved))
+  return '\n'.join(f'{name:12} {what}' for name, what in rows)
+
+
+def _model(found):
+  line = f'{found.total:,} parameters, {found.inner:,} besides embeddings'
+  if found.active != found.total:
+    line += f', {found.active:,} active for a token'
+  return line
+
+
+def _devices(job):
+  flat = job.mesh.devices.flat
+  kinds = collections.Counter(d.device_kind for d in flat)
+  line = ', '.join(f'{n} x {kind}' for kind, n in kinds.items())
+  if set(kinds) == {'cpu'} and job.mesh.size > 1:
+    line += f', virtual, on {os.cpu_count()} processors'
+  if jax.process_count() > 1:
+    line += f', of {jax.process_count()} processes'
+  return f'{mesh_lib.describe(dict(job.mesh.shape)) or "one device"}: {line}'
+
+
+def _numbers(config):
+  model = config.model
+  return f'parameters {model.param_dtype}, products {model.dtype}'
+
+
+def _kernels(config):
+  model, used = config.model, []
+  attend = {k for k, m in layer.MIXERS.items() if m is attention.Attention}
+  if attend & set(layer.mixers(model.pattern)[0]):
+    chosen = attention_op.choose(model.attention)
+    used.append(f'attention {"/".join(dict.fromkeys(i.name for i in chosen))}')
+  if model.scan != 'auto':
+    used.append(f'scans {model.scan}')
+  return ', '.join(used) or 'as chosen for this device'
+
+
+def _step(config):
+  train, length = config.train, config.data.sequence_length
+  line = (
+    f'{train.batch_size} rows of {length:,} tokens: '
+    f'{train.batch_size * length:,} tokens'
+  )
+  if train.batch_ramp:
+    line += f' at the end of the ramp {train.batch_ramp}'
+  if config.microbatches > 1:
+    line += f', in {config.microbatches} microbatches'
+  return f'{line}; {train.steps:,} steps'
+
+
+def _data(job):
+  batches, length = job.batches, job.config.data.sequence_length
+  read = sum(batches.size_at(t) for t in range(job.config.train.steps))
+  return (
+    f'{job.corpus.path}: {batches.rows * length:,} tokens in rows, read '
+    f'{read / batches.rows:.2f} times; tokenizer {job.tokenizer.name}'
+  )
+
+
+def _compute(job, found):
+  full = peak(job.mesh.devices.flat)
+  if found.why:
+    return f'not counted: {found.why}'
+  line = f'{_metric(found.flops)}FLOP a token'
+  if full is None:
+    kind = job.mesh.devices.flat[0].device_kind
+    return f'{line}; no MFU, the peak of {kind} is not known'
+  return f'{line}; MFU is of {_metric(full)}FLOP/s in bfloat16'
+
+
+def _memory(job, predicted):
+  line = f'{predicted / 2**30:.2f} GiB a device, predicted'
+  chip = target.of_device(job.mesh.devices.flat[0])
+  return f'{line}, of {chip.hbm / 2**30:.0f} GiB' if chip else line
+
+
+def _metric(number):
+  """1.2e9 -> '1.20 G'."""
+  power = max(0, min(int(math.log10(max(number, 1))) // 3, 6))
+  return f'{number / 1000**power:.3g} {" kMGTPE"[power].strip()}'

@@ -1,0 +1,61 @@
+"""How fast a run is: means since the last printed line, and what is left.
+
+    perf/step_seconds        wall time of a step
+    perf/tokens_per_second   tokens that carry loss
+    perf/mfu                 model FLOPs utilisation, where the devices' peak is
+                             known (train/run/header.py)
+    perf/eta_seconds         steps that are left, each as long
+    perf/checkpoint_seconds  in which no step ran because of a checkpoint
+    perf/evaluation_seconds  of held-out text
+    perf/memory_bytes        most on an accelerator, else of the process
+
+Compiling, saving and evaluating are no part of a step's time.
+"""
+
+import contextlib
+import math
+import time
+
+
+class Rates:
+  """Sums of steps since the last line."""
+
+  def __init__(self, flops: float = math.nan, peak: float | None = None):
+    """flops: of a token. peak: of all devices, a second; None: not known."""
+    self._flops, self._peak, self._before = flops, peak, time.perf_counter()
+    self.begin()
+
+  def begin(self):
+    """A line was printed: forgets the steps before it."""
+    self._steps = self._tokens = self._seconds = 0
+    self._apart = {}
+
+  def step(self, tokens: int):
+    """Counts a step that ended now."""
+    now = time.perf_counter()
+    self._steps, self._tokens = self._steps + 1, self._tokens + tokens
+    self._seconds, self._before = self._seconds + now - self._before, now
+
+  @contextlib.contextmanager
+  def apart(self, what: str = ''):
+    """Leaves out the time of a block; it is reported under a name, if any."""
+    began = time.perf_counter()
+    try:
+      yield
+    finally:
+      now = time.perf_counter()
+      self._before += now - began
+      if what:
+        self._apart[what] = self._apart.get(what, 0.0) + now - began
+
+  def values(self, left: int) -> dict[str, float]:
+    """The table's metrics, but for memory; left: steps still to come."""
+    each, rate = self._seconds / self._steps, self._tokens / self._seconds
+    found = {
+      'perf/step_seconds': each,
+      'perf/tokens_per_second': rate,
+      'perf/eta_seconds': left * each,
+    }
+    if self._peak and math.isfinite(self._flops):
+      found['perf/mfu'] = self._flops * rate / self._peak
+    return found | {f'perf/{n}_seconds': s for n, s in self._apart.items()}
