@@ -119,6 +119,8 @@ class _Recorder:
       'train/grad_norm': float(numbers['grad_norm']),
       'train/learning_rate': max(rates.values()),
       'train/skipped': int(numbers['skipped']),
+      'train/tokens': tokens,
+      **self.rates.work(tokens),
       **expert_counts.values(self._job.model, numbers, step % every == 0),
     }
     speed = self.rates.values(self._train.steps - step)

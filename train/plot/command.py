@@ -16,7 +16,12 @@ def _run(values, _, words):
     raise errors.UserError(f'write --workdir={words[0]}.{hint}')
   from paraxis.train.plot import losses as plot
 
-  print(f'wrote {plot.draw(values.workdir, values.output)}')
+  if values.x not in plot.AXES:
+    raise errors.UserError(
+      f'--x={values.x} is not one of {", ".join(plot.AXES)}.'
+      + schema.suggest(values.x, plot.AXES)
+    )
+  print(f'wrote {plot.draw(values.workdir, values.output, values.x)}')
   _experts(values.workdir, plot.labels(values.workdir))
 
 
@@ -63,6 +68,7 @@ COMMANDS = (
     (
       ('several', 'workdir=RUN', [], 'run directory; repeated: overlaid'),
       (str, 'output=FILE', '', 'PNG; empty: loss.png in the first RUN', 'o'),
+      (str, 'x=AXIS', 'step', 'step, tokens, or flops of the model'),
     ),
     words=None,
   ),

@@ -1,8 +1,9 @@
 """`paraxis plot`: the loss of one run, or of several overlaid, as a PNG.
 
-Above: training loss in nats per token, every step (faint) and smoothed, with
-held-out bits per byte as points on the right axis. Below, small: the learning
-rate. Smoothing is a centred mean over about 1/40 of the run; a step that was
+Above: training loss in nats per token, every step (faint) and smoothed, and
+held-out text on the same scale as points, each run's last with its bits per
+byte. Below, small: the learning rate, the norm of the gradient and tokens per
+second. Smoothing is a centred mean over about 1/40 of the run; a step that was
 skipped as not finite is left out.
 """
 
@@ -15,6 +16,16 @@ from paraxis.train.plot import figures
 from paraxis.train.run import metrics
 
 NAME = 'loss.png'
+AXES = {
+  'step': 'step',
+  'tokens': 'tokens that carried loss',
+  'flops': 'floating-point operations of the model',
+}
+PANELS = (
+  ('train/learning_rate', 'learning\nrate'),
+  ('train/grad_norm', 'gradient\nnorm'),
+  ('perf/tokens_per_second', 'tokens\nper second'),
+)
 
 
 def curve(rows, name):
@@ -60,60 +71,81 @@ def _read(workdir):
   return rows
 
 
-def _draw_run(axes, rows, label, colour, alone):
-  """One run's curves on (loss, bits per byte, learning rate) axes."""
+def along(rows, x):
+  """{step: where it is drawn}: itself, or the tokens or FLOPs up to it.
+
+  Raises:
+    UserError: the run was recorded without them.
+  """
+  if x == 'step':
+    return {step: step for step in rows}
+  name, total, out = f'train/{x}', 0.0, {}
+  for step, row in rows.items():
+    total += row.get(name) or 0.0
+    out[step] = total
+  if not total:
+    raise errors.UserError(
+      f'--x={x}: {metrics.FILE} holds no {name}; take --x=step.'
+    )
+  return out
+
+
+def _draw_run(axes, rows, where, label, colour, alone):
+  """One run's curves on axes (loss, *PANELS) -> its last held-out point."""
+  loss, *panels = axes
+  at = lambda steps: [where[int(s)] for s in steps]
+  steps, values = curve(rows, 'train/loss')
+  loss.plot(at(steps), values, color=colour, alpha=0.22, linewidth=0.8)
+  name = 'training loss' if alone else label
+  loss.plot(at(steps), smooth(values), color=colour, linewidth=2.0, label=name)
+  for ax, (name, _) in zip(panels, PANELS, strict=True):
+    steps, values = curve(rows, name)
+    ax.plot(at(steps), values, color=colour, linewidth=1.2)
+  held, points = curve(rows, 'eval/loss')
+  if not held.size:
+    return None
+  loss.plot(
+    at(held), points, 'o', color='#111111' if alone else colour, markersize=6,
+    markeredgecolor='white', zorder=5, clip_on=False,
+    label='held-out text' if alone else None,
+  )  # fmt: skip
+  bits = curve(rows, 'eval/bits_per_byte')[1]
+  text = f'{points[-1]:.3f}'
+  if bits.size:
+    text += f' ({bits[-1]:.3f} bits per byte)'
+  return at(held)[-1], points[-1], text, colour
+
+
+def spread(heights, gap):
+  """Heights at least `gap` apart, in the same order, moved upwards."""
+  order, out, last = np.argsort(heights, kind='stable'), {}, -np.inf
+  for i in order:
+    last = out[i] = max(heights[i], last + gap)
+  return [out[i] for i in range(len(heights))]
+
+
+def _annotate(ax, ends):
+  """The last held-out numbers of the runs, beside their points."""
   from matplotlib import patheffects
 
-  loss, bits, rate = axes
-  steps, values = curve(rows, 'train/loss')
-  loss.plot(steps, values, color=colour, alpha=0.22, linewidth=0.8)
-  name = 'training loss' if alone else label
-  loss.plot(steps, smooth(values), color=colour, linewidth=2.0, label=name)
-  held, points = curve(rows, 'eval/bits_per_byte')
-  if held.size:
-    dark = '#111111' if alone else colour
-    bits.plot(
-      held,
-      points,
-      'o-',
-      color=dark,
-      linewidth=1.0,
-      markersize=6,
-      markeredgecolor='white',
-      label='held-out text' if alone else None,
-      zorder=5,
-      clip_on=False,
-    )
-    halo = patheffects.withStroke(linewidth=4, foreground='white')
-    bits.annotate(
-      f'{points[-1]:.3f}',
-      (held[-1], points[-1]),
-      xytext=(0, 10),
-      textcoords='offset points',
-      ha='center',
-      color=dark,
-      fontsize=10,
-      fontweight='bold',
-      zorder=6,
-      path_effects=[halo],
-    )
-  rate.plot(*curve(rows, 'train/learning_rate'), color=colour, linewidth=1.4)
-  return values, points
+  low, high = ax.get_ylim()
+  # A line of text is about 1/18 of the panel.
+  heights = spread([y for _, y, *_ in ends], (high - low) / 18)
+  halo = patheffects.withStroke(linewidth=4, foreground='white')
+  for (x, y, text, colour), height in zip(ends, heights, strict=True):
+    ax.annotate(
+      text, (x, y), (x, height), ha='right', va='bottom', color=colour,
+      fontsize=10, fontweight='bold', zorder=6, path_effects=[halo],
+    )  # fmt: skip
 
 
-def _limits(ax, values):
-  """Room around values; a loss that starts high is not cut off."""
-  low, high = min(values), max(values)
-  pad = max(0.08 * (high - low), 0.02 * abs(high), 1e-9)
-  ax.set_ylim(low - pad, high + pad)
-
-
-def draw(workdirs, output=None):
+def draw(workdirs, output=None, x='step'):
   """Draws the runs -> path of the PNG.
 
   Args:
     workdirs: folders with a metrics.jsonl; several are overlaid with labels.
     output: file; default loss.png in the first folder.
+    x: one of AXES.
 
   Raises:
     UserError: no folder, no metrics in one, or the file cannot be written.
@@ -121,44 +153,30 @@ def draw(workdirs, output=None):
   runs = [_read(w) for w in workdirs]
   if not runs:
     raise errors.UserError('--workdir is missing: which run is to be drawn?')
-  fig = figures.make(8.5, 5.4)
-  loss, rate = fig.subplots(2, 1, sharex=True, height_ratios=(5, 1))
-  bits = loss.twinx()
-  names, alone = labels(workdirs), len(runs) == 1
-  losses, points = [], []
+  fig = figures.make(8.5, 7.0)
+  axes = fig.subplots(
+    1 + len(PANELS), 1, sharex=True, height_ratios=(5, 1, 1, 1)
+  )
+  names, alone, ends = labels(workdirs), len(runs) == 1, []
   for i, (rows, name) in enumerate(zip(runs, names, strict=True)):
     colour = figures.COLOURS[i % len(figures.COLOURS)]
-    shown = _draw_run((loss, bits, rate), rows, name, colour, alone)
-    losses.extend(shown[0])
-    points.extend(shown[1])
-  _limits(loss, losses)
-  loss.set_ylabel('training loss (nats per token)')
-  rate.set_ylabel('learning\nrate')
-  rate.set_xlabel('step')
-  rate.set_ylim(bottom=0)
+    ends.append(_draw_run(axes, rows, along(rows, x), name, colour, alone))
+  loss, *panels = axes
+  ends = [end for end in ends if end]
   if alone:
     loss.set_title(names[0], loc='left', fontweight='bold')
-  elif points:
-    bits.plot([], [], 'o-', color='#666666', linewidth=1, label='held-out text')
-  _finish(fig, loss, bits, rate, points)
-  return figures.save(fig, output or pathlib.Path(workdirs[0]) / NAME)
-
-
-def _finish(fig, loss, bits, rate, points):
-  """Grid, spines, the right axis and one legend for both axes."""
-  for ax in (loss, rate):
+  elif ends:
+    loss.plot([], [], 'o', color='#666666', label='held-out text')
+  for ax in axes:
     figures.tidy(ax)
     ax.margins(x=0.01)
-  bits.spines[['top', 'left', 'bottom']].set_visible(False)
-  if points:
-    bits.set_ylim(0.75 * min(points), 1.25 * max(points))  # no false zoom
-    bits.set_ylabel('held-out text (bits per byte)')
-  else:
-    bits.set_yticks([])
-    bits.spines['right'].set_visible(False)
-  handles = [
-    h for ax in (loss, bits) for h in ax.get_legend_handles_labels()[0]
-  ]
-  loss.legend(handles=handles, loc='upper right', frameon=False)
-  rate.ticklabel_format(axis='y', style='sci', scilimits=(-3, 3))
-  fig.align_ylabels([loss, rate])
+  loss.set_ylabel('loss (nats per token)')
+  loss.legend(loc='upper right', frameon=False)
+  _annotate(loss, ends)
+  for ax, (_, label) in zip(panels, PANELS, strict=True):
+    ax.set_ylabel(label)
+    ax.set_ylim(bottom=0)
+    ax.ticklabel_format(axis='y', style='sci', scilimits=(-3, 3))
+  panels[-1].set_xlabel(AXES[x])
+  fig.align_ylabels(axes)
+  return figures.save(fig, output or pathlib.Path(workdirs[0]) / NAME)

@@ -1,12 +1,15 @@
 """Held-out text in bits per byte, per domain: comparable across tokenizers.
 
     bits per byte = sum of nats over all held-out targets / ln 2 / bytes of text
+    loss          = the same sum / targets: nats a token, as the training loss
 
 Documents stand alone and a piece longer than a row loses its context, so the
 figure is pessimistic; the end of a document is predicted too and adds no byte.
 """
 
+from collections.abc import Mapping
 import math
+import types
 from typing import NamedTuple
 
 import jax
@@ -15,21 +18,31 @@ from paraxis.train.run import compiling
 
 
 class Evaluation(NamedTuple):
-  """bits_per_byte: over all domains. domains: {name: bits per byte}."""
+  """What held-out text costs.
+
+  Attributes:
+    bits_per_byte: over all domains. domains: {name: bits per byte}.
+    n_bytes: of the text. loss: nats a token, over all; losses: {name: of one}.
+  """
 
   bits_per_byte: float
   domains: dict
   n_bytes: int
+  loss: float = math.nan
+  losses: Mapping[str, float] = types.MappingProxyType({})
 
   def values(self):
-    """As metrics: 'eval/bits_per_byte', 'eval/<domain>/bits_per_byte'."""
+    """As metrics: 'eval/loss', 'eval/<domain>/bits_per_byte', and so on."""
     each = {f'eval/{d}/bits_per_byte': v for d, v in self.domains.items()}
-    return {'eval/bits_per_byte': self.bits_per_byte, **each}
+    each |= {f'eval/{d}/loss': v for d, v in self.losses.items()}
+    both = {'eval/loss': self.loss, 'eval/bits_per_byte': self.bits_per_byte}
+    return both | each
 
   def line(self):
     """One line of text."""
     each = ', '.join(f'{d} {v:.3f}' for d, v in self.domains.items())
-    return f'held-out bits per byte {self.bits_per_byte:.4f} ({each})'
+    loss = f', loss {self.loss:.4f}' if math.isfinite(self.loss) else ''
+    return f'held-out bits per byte {self.bits_per_byte:.4f} ({each}){loss}'
 
 
 class Evaluator:
@@ -47,7 +60,8 @@ class Evaluator:
     self._held_out = job.held_out if held_out is None else held_out
 
   def __call__(self, params):
-    job, domains, nats_all, bytes_all = self._job, {}, 0.0, 0
+    job, domains, losses = self._job, {}, {}
+    nats_all, bytes_all, tokens_all = 0.0, 0, 0
     lo, hi = job.local_rows(job.config.microbatch_rows)
     for held in self._held_out:
       sums = []
@@ -63,5 +77,8 @@ class Evaluator:
           jax.block_until_ready(sums[-1])
       nats = math.fsum(float(s) for s in jax.device_get(sums))
       domains[held.domain] = nats / math.log(2) / held.n_bytes
+      losses[held.domain] = nats / held.n_pairs
       nats_all, bytes_all = nats_all + nats, bytes_all + held.n_bytes
-    return Evaluation(nats_all / math.log(2) / bytes_all, domains, bytes_all)
+      tokens_all += held.n_pairs
+    bits = nats_all / math.log(2) / bytes_all
+    return Evaluation(bits, domains, bytes_all, nats_all / tokens_all, losses)

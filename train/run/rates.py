@@ -36,6 +36,11 @@ class Rates:
     self._steps, self._tokens = self._steps + 1, self._tokens + tokens
     self._seconds, self._before = self._seconds + now - self._before, now
 
+  def work(self, tokens: int) -> dict[str, float]:
+    """{'train/flops': of the model for so many tokens}, if they are counted."""
+    known = math.isfinite(self._flops)
+    return {'train/flops': self._flops * tokens} if known else {}
+
   @contextlib.contextmanager
   def apart(self, what: str = ''):
     """Leaves out the time of a block; it is reported under a name, if any."""

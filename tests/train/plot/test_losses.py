@@ -16,8 +16,10 @@ def _run(path, steps=60, held=True, offset=0.0):
   for step in range(1, steps + 1):
     loss = None if step == 7 else 7.6 * step**-0.2 + offset
     row = {'step': step, 'train/loss': loss, 'train/learning_rate': 0.01}
+    row |= {'train/grad_norm': 1.0, 'train/tokens': 64 + step}
     if held and step % 30 == 0:
       row['eval/bits_per_byte'] = 3 - step / 100
+      row['eval/loss'] = 7 - step / 20
     lines.append(json.dumps(row))
   (path / 'metrics.jsonl').write_text('\n'.join(lines) + '\n')
   return path
@@ -64,6 +66,37 @@ def test_smoothing_is_a_centred_mean(count):
   np.testing.assert_allclose(plot.smooth(values), wanted, atol=1e-12)
   if count > 2:
     assert np.abs(plot.smooth(values) - values).max() > 0.01
+
+
+def test_an_axis_of_tokens_adds_them_up(tmp_path):
+  rows = {1: {'train/tokens': 10}, 3: {'train/tokens': 5}, 4: {'a': 1}}
+  assert plot.along(rows, 'tokens') == {1: 10, 3: 15, 4: 15}
+  assert plot.along(rows, 'step') == {1: 1, 3: 3, 4: 4}
+  with support.refused('--x=flops', 'holds no train/flops; take --x=step'):
+    plot.along(rows, 'flops')
+  run = _run(tmp_path / 'run')
+  by_step = plot.draw([run]).read_bytes()
+  assert plot.draw([run], x='tokens').read_bytes() != by_step
+
+
+def test_labels_of_points_do_not_collide():
+  assert plot.spread([1.0, 3.0, 1.1], 0.5) == [1.0, 3.0, 1.5]
+  assert plot.spread([2.0, 2.0, 2.0], 1.0) == [2.0, 3.0, 4.0]
+  assert plot.spread([], 1.0) == []
+
+
+def test_held_out_text_is_on_the_scale_of_the_loss(tmp_path, monkeypatch):
+  """One axis: a point of loss 4 is drawn at 4."""
+  seen = []
+  monkeypatch.setattr(
+    plot, '_annotate', lambda ax, ends: seen.append((ax, ends))
+  )
+  plot.draw([_run(tmp_path / 'run')])
+  [(ax, [(x, y, text, _)])] = seen
+  assert (x, y, text) == (60, 4.0, '4.000 (2.400 bits per byte)')
+  drawn = [line.get_ydata() for line in ax.lines]
+  assert any(list(values) == [5.5, 4.0] for values in drawn)
+  assert len(ax.figure.axes) == 1 + len(plot.PANELS)
 
 
 def test_labels_tell_runs_apart(tmp_path):

@@ -94,7 +94,13 @@ def test_equals_a_plain_loop_on_any_mesh(tiny, corpus, plain, mesh):
   for domain, found in result.domains.items():
     want = nats[domain] / math.log(2) / sizes[domain]
     assert found == pytest.approx(want, rel=1e-5)
+    targets = sum(len(t.encode()) + 1 for t in TEXTS[domain])
+    assert result.losses[domain] == pytest.approx(
+      nats[domain] / targets, rel=1e-5
+    )
   assert result.n_bytes == sum(sizes.values())
+  targets = sum(len(t.encode()) + 1 for ts in TEXTS.values() for t in ts)
+  assert result.loss == pytest.approx(sum(nats.values()) / targets, rel=1e-5)
   want = sum(nats.values()) / math.log(2) / result.n_bytes
   assert result.bits_per_byte == pytest.approx(want, rel=1e-5)
   # Not the mean of the domains: they differ in size and in difficulty.
@@ -135,12 +141,16 @@ def test_microbatches_change_no_bit_of_meaning(tiny, corpus, plain):
 
 
 def test_what_it_says():
-  result = evaluate.Evaluation(2.0, {'land': 3.0, 'sea': 1.5}, 10)
+  bits = {'land': 3.0, 'sea': 1.5}
+  result = evaluate.Evaluation(2.0, bits, 10, 1.25, {'land': 2.0, 'sea': 1.0})
   assert result.values() == {
     'eval/bits_per_byte': 2.0,
     'eval/land/bits_per_byte': 3.0,
     'eval/sea/bits_per_byte': 1.5,
+    'eval/loss': 1.25,
+    'eval/land/loss': 2.0,
+    'eval/sea/loss': 1.0,
   }
   assert result.line() == (
-    'held-out bits per byte 2.0000 (land 3.000, sea 1.500)'
+    'held-out bits per byte 2.0000 (land 3.000, sea 1.500), loss 1.2500'
   )
