@@ -63,13 +63,14 @@ def _train(values, config, _):
 
 def _dry_run(config, values):
   """Prints what a run would begin with, and the memory that it is to need."""
+  from paraxis.train import loop
   from paraxis.train import program
   from paraxis.train.certify import check
   from paraxis.train.run import header
 
   job = program.make(config, values.mesh)
   memory = check.check(config, values.mesh).peak
-  print(header.text(job, header.cost(config), values.workdir, memory))
+  print(header.text(job, loop.cost(config), values.workdir, memory))
   return errors.EXIT_OK
 
 

@@ -12,10 +12,8 @@ import dataclasses
 import functools
 import time
 from typing import Any
-import zlib
 
 import jax
-from jax.experimental import multihost_utils
 import numpy as np
 
 from paraxis.configs import schema
@@ -27,6 +25,7 @@ from paraxis.train import step as step_lib
 from paraxis.train.run import compiling
 from paraxis.train.run import evaluate
 from paraxis.train.run import header
+from paraxis.train.run import hosts
 from paraxis.train.run import metrics as metrics_lib
 from paraxis.train.run import rates as rates_lib
 from paraxis.train.run import stop as stop_lib
@@ -161,6 +160,22 @@ class _Recorder:
       )
 
 
+def cost(config):
+  """header.Cost of a token in a config's model, whatever its layout."""
+  alone = dataclasses.replace(
+    config,
+    mesh=schema.Mesh(),
+    pipeline=schema.Pipeline(),
+    train=dataclasses.replace(config.train, batch_size=1, microbatches=1),
+  )
+  one = job_lib.on_devices(alone, abstract=True)
+  made = step_lib.make(one.built, one.optimizer, 0.0)
+  with one.context():
+    shapes = one.state.params, one.batch_shapes()
+    forward = jax.make_jaxpr(made.evaluate)(*shapes)
+  return header.cost(forward, config.data.sequence_length)
+
+
 def run(
   config,
   workdir,
@@ -199,7 +214,7 @@ def run(
   config = workdir_lib.resumed(workdir, config, say)
   job = job_lib.make(config, mesh_text, devices, say)
   config, settings = job.config, job.config.train
-  cost = header.cost(config)
+  token = cost(config)
   path, lock = _claim(job, workdir, say)
   with (
     lock,
@@ -226,8 +241,8 @@ def run(
       progress = loggers.enter_context(
         metrics_lib.Progress(settings.steps, settings.print_every, say)
       )
-      say(header.text(job, cost, path))
-      rates = rates_lib.Rates(cost.flops, header.peak(job.mesh.devices.flat))
+      say(header.text(job, token, path))
+      rates = rates_lib.Rates(token.flops, header.peak(job.mesh.devices.flat))
       recorder = _Recorder(job, writers, progress, callbacks, rates)
       training = _Training(job, step, store, recorder, state, first)
       with stop_lib.Stop(job.mesh) as stop:
@@ -287,18 +302,8 @@ def _differing(job, locked):
     job.config, data=dataclasses.replace(job.config.data, **local)
   )
   text = schema.to_json(config) + job.corpus.fingerprint
-  text += job.tokenizer.fingerprint
-  mine = np.asarray([locked, zlib.crc32(text.encode())], np.uint32)
-  all_ = np.asarray(multihost_utils.process_allgather(mine))
-  if not all_[0, 0]:
-    return errors.UserError('process 0 cannot start, and says why.')
-  other = np.flatnonzero(all_[:, 1] != all_[0, 1])
-  if other.size:
-    return errors.UserError(
-      f'processes {", ".join(map(str, other))} have another configuration, '
-      'text or tokenizer than process 0: start all with the same arguments.'
-    )
-  return None
+  why = hosts.disagreement(locked, text + job.tokenizer.fingerprint)
+  return errors.UserError(why) if why else None
 
 
 class _Training:

@@ -6,28 +6,24 @@
 
 Operations of a token are those of the model alone: three times those of its
 forward pass (PaLM, arXiv:2204.02311, appendix B), counted in the traced program
-of one device, so that neither a layout, nor microbatches, nor recomputation
-changes them; a blockwise attention counts the blocks it walks. Model FLOPs
-utilisation (MFU) is their rate over the devices' bfloat16 peak.
+of one device (loop.cost), so that neither a layout, nor microbatches, nor
+recomputation changes them; a blockwise attention counts the blocks it walks.
+Model FLOPs utilisation (MFU) is their rate over the devices' bfloat16 peak.
 """
 
 import collections
-import dataclasses
 import math
 import os
 from typing import NamedTuple
 
 import jax
 
-from paraxis.configs import schema
 from paraxis.models import layer
 from paraxis.models.mixers import attention
 from paraxis.pallas_kernels.attention import op as attention_op
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import flops
 from paraxis.sharding.meter import target
-from paraxis.train import program as program_lib
-from paraxis.train import step as step_lib
 
 OUTER = (
   'embedding',
@@ -66,24 +62,12 @@ def sizes(model, shapes) -> Sizes:
   return Sizes(total, total - outer, round(total - idle))
 
 
-def cost(config: schema.Config) -> Cost:
-  """`Cost` of a config's model, whatever its mesh."""
-  alone = dataclasses.replace(
-    config,
-    mesh=schema.Mesh(),
-    pipeline=schema.Pipeline(),
-    train=dataclasses.replace(config.train, batch_size=1, microbatches=1),
-  )
-  one = program_lib.on_devices(alone, abstract=True)
-  made = step_lib.make(one.built, one.optimizer, 0.0)
-  with one.context():
-    shapes = one.state.params, one.batch_shapes()
-    forward = jax.make_jaxpr(made.evaluate)(*shapes)
+def cost(forward, tokens: int) -> Cost:
+  """`Cost` of a model; forward: jaxpr of its evaluation, of so many tokens."""
   try:
-    found = flops.of_jaxpr(forward).total
+    return Cost(3 * flops.of_jaxpr(forward).total / tokens)
   except ValueError as e:  # a loop whose length depends on data
     return Cost(math.nan, str(e))
-  return Cost(3 * found / config.data.sequence_length)
 
 
 def peak(devices) -> float | None:

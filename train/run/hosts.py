@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 
 from paraxis.configs.base import errors
 
@@ -99,6 +100,28 @@ def _wait_for(address, patience):
 def _fail_at_once(kind, error, trace):
   traceback.print_exception(kind, error, trace)
   exit_now(errors.EXIT_CRASH)
+
+
+def disagreement(ready: bool, text: str) -> str:
+  """Why the processes cannot begin together, in one line; '': they can.
+
+  Args:
+    ready: of process 0, whether it can. text: what must be the same in all.
+  """
+  from jax.experimental import multihost_utils
+  import numpy as np
+
+  mine = np.asarray([ready, zlib.crc32(text.encode())], np.uint32)
+  all_ = np.asarray(multihost_utils.process_allgather(mine))
+  if not all_[0, 0]:
+    return 'process 0 cannot start, and says why.'
+  other = np.flatnonzero(all_[:, 1] != all_[0, 1])
+  if other.size:
+    return (
+      f'processes {", ".join(map(str, other))} have another configuration, '
+      'text or tokenizer than process 0: start all with the same arguments.'
+    )
+  return ''
 
 
 def exit_now(code):

@@ -8,6 +8,7 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.sharding.meter import target
+from paraxis.train import loop
 from paraxis.train import program
 from paraxis.train.run import header
 
@@ -56,7 +57,7 @@ def test_operations_of_a_token_by_hand():
   """Twice a weight forward, thrice that with the gradient; and attention."""
   matrices = L * (ATTENTION + 3 * D * F) + V * D
   attention = L * 4 * T * HEADS * WIDE  # q k and p v, all pairs of one block
-  assert header.cost(_config()).flops == 3 * (2 * matrices + attention)
+  assert loop.cost(_config()).flops == 3 * (2 * matrices + attention)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_operations_of_a_token_by_hand():
 )
 def test_layouts_do_not_change_the_operations(fields):
   laid_out = schema.with_values(_config(), fields)
-  assert header.cost(laid_out) == header.cost(_config())
+  assert loop.cost(laid_out) == loop.cost(_config())
 
 
 def test_work_that_depends_on_data_is_not_counted(monkeypatch):
@@ -77,7 +78,7 @@ def test_work_that_depends_on_data_is_not_counted(monkeypatch):
     raise ValueError('a while loop')
 
   monkeypatch.setattr(header.flops, 'of_jaxpr', refuse)
-  found = header.cost(_config())
+  found = loop.cost(_config())
   assert math.isnan(found.flops) and found.why == 'a while loop'
 
 

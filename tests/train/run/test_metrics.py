@@ -17,6 +17,7 @@ VALUES = {
   'train/learning_rate': 0.001,
   'perf/tokens_per_second': 12345.6,
   'perf/memory_bytes': 2**30,
+  'perf/eta_seconds': 3725.4,
 }
 
 
@@ -126,7 +127,11 @@ def test_plain_lines_off_a_terminal(capsys):
   assert [line.split()[1] for line in lines[:-1]] == ['4/10', '8/10', '10/10']
   assert lines[0] == (
     'step 4/10  loss 2.5000  grad 1.00  lr 1.00e-03  12,346 tokens/s  1.00 GiB'
+    '  1:02:05 left'
   )
+  assert lines[2].endswith('GiB')  # nothing is left
+  known = metrics.Progress(10, 4).text(1, VALUES | {'perf/mfu': 0.4321})
+  assert 'tokens/s  MFU 43.2%  1.00 GiB' in known
   assert lines[-1] == '[a line] that stays'
 
 
