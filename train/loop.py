@@ -241,7 +241,7 @@ def run(
       progress = loggers.enter_context(
         metrics_lib.Progress(settings.steps, settings.print_every, say)
       )
-      say(header.text(job, token, path))
+      say(header.text(job, token, str(path)))
       rates = rates_lib.Rates(token.flops, header.peak(job.mesh.devices.flat))
       recorder = _Recorder(job, writers, progress, callbacks, rates)
       training = _Training(job, step, store, recorder, state, first)

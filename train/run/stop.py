@@ -24,7 +24,8 @@ class Stop:
   def __init__(self, mesh):
     self.asked, self.compiling, self._mesh, self._old = '', False, mesh, {}
     self._flags, self._sum = None, jax.jit(jax.numpy.sum)
-    self._pipe, self._before = (), -1
+    self._pipe: tuple[int, ...] = ()
+    self._before = -1
 
   def __enter__(self):
     for number in SIGNALS:
