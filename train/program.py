@@ -37,6 +37,7 @@ from paraxis.train.run import compiling
 from paraxis.train.run import metrics
 
 ROWS = ('batch', 'length')
+IDLE = 0.05  # share of unread rows of an embedding that is worth a word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,6 +300,13 @@ def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
       f'forward pass of the {config.microbatches} microbatches of a step.'
     )
   corpus = token_cache.tokens(config, tokenizer, say)
+  idle = config.model.vocab_size - tokenizer.vocab_size
+  if idle > IDLE * config.model.vocab_size:
+    say(
+      f'model.vocab_size={config.model.vocab_size:,}: tokenizer '
+      f'{tokenizer.name} has {tokenizer.vocab_size:,} ids, {idle:,} rows of '
+      'the embedding are never read.'
+    )
   batches = data.Batches(config, corpus)
   if batches.plan.cut:
     say(

@@ -155,11 +155,11 @@ def cost(paper) -> int:
 
 
 def index(word='', paths=None):
-  """[Paper] of all configs, or of those whose header has `word` as a word."""
+  """[Paper] of all configs, or of those in whose header a word begins so."""
   paths = command_line.papers() if paths is None else paths
   found = [header(p) for p in paths]
   # 'ring' is in 'ring_self_attention' and 'a ring of', not in 'during'.
-  whole = re.compile(rf'(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])', re.I)
+  whole = re.compile(rf'(?<![a-z0-9]){re.escape(word)}', re.I)
   fits = lambda p: (
     not word or whole.search('\n'.join([p.name, p.title, *p.fields.values()]))
   )

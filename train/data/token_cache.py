@@ -30,7 +30,6 @@ from paraxis.train.data import corpus
 FORMAT = 1  # of the files in the folder
 _ARRAYS = ('starts', 'domain_ids', 'n_bytes', 'held')
 _CHUNK = 256  # documents tokenized at once
-IDLE = 0.05  # share of unread rows of an embedding that is worth a word
 log = logging.getLogger(__name__)
 
 
@@ -113,13 +112,6 @@ def tokens(config, tokenizer, say=log.warning):
       f'tokenizer {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, '
       f'model.vocab_size is {config.model.vocab_size}: set it to at least '
       f'{tokenizer.vocab_size}.'
-    )
-  idle = config.model.vocab_size - tokenizer.vocab_size
-  if idle > IDLE * config.model.vocab_size:
-    say(
-      f'model.vocab_size={config.model.vocab_size:,}: tokenizer '
-      f'{tokenizer.name} has {tokenizer.vocab_size:,} ids, {idle:,} rows of '
-      'the embedding are never read.'
     )
   data = config.data
   files = corpus.source_files(data.path)

@@ -302,10 +302,10 @@ def test_a_training_takes_the_devices_of_every_axis(
 
 
 def test_runs_of_a_config_and_of_a_knock_out_share_no_folder(run):
-  run.results = run.workdir.with_name('results')
+  run.results = run.results.with_name('results')
   same, off = run.other(run.config), run.other(run.config, 'off')
-  assert (same.workdir, same.results) == (run.workdir, run.results)
-  assert off.workdir.name == 'run-off' and off.results.name == 'results-off'
+  assert same.results == run.results
+  assert off.results.name == 'results-off'
   assert same.mechanism == off.mechanism == run.mechanism
 
 

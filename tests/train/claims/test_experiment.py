@@ -102,7 +102,7 @@ def test_certificates_are_judged(run, monkeypatch):
   assert [(*s[:2], s[2] == every) for s in seen] == [
     ('float64', 2, True), ('float64', 4, True), ('float32', 2, False)
   ]  # fmt: skip
-  assert not run.workdir.joinpath('config.json').exists()
+  assert not run.results.joinpath('config.json').exists()
   gaps['float64'] = 1e-8  # below verify's bound, above the claim's
   assert not equals(run).passed
   gaps['float64'], holds = 0.0, False

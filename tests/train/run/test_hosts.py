@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import textwrap
-import types
 
+from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 import support
@@ -212,8 +212,7 @@ def _as_process(monkeypatch, number, gathered):
   """This process believes to be `number` of 2; gathered(row) -> all rows."""
   monkeypatch.setattr(loop.jax, 'process_index', lambda: number)
   monkeypatch.setattr(loop.jax, 'process_count', lambda: 2)
-  fake = types.SimpleNamespace(process_allgather=gathered)
-  monkeypatch.setattr(loop, 'multihost_utils', fake)
+  monkeypatch.setattr(multihost_utils, 'process_allgather', gathered)
 
 
 def test_only_process_0_touches_the_folder(job, tmp_path, monkeypatch):
