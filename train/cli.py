@@ -50,7 +50,8 @@ def _train(values, config, _):
   from paraxis.train.run import compiling
 
   compiling.use_cache()
-  result: Any = loop.run(config, values.workdir, values.mesh)
+  how = dict(mesh_text=values.mesh, profile=values.profile)
+  result: Any = loop.run(config, values.workdir, **how)
   if result['stopped']:
     return errors.EXIT_PREEMPTED
   if not values.process_id > 0:
@@ -202,6 +203,7 @@ _ALL = (
       _DEVICES,
       (bool, 'print_config', False, 'print the resolved config as JSON; exit'),
       (bool, 'dry_run', False, 'print what a run begins with; exit'),
+      (str, 'profile=FIRST:LAST', '', 'trace these steps into RUN/profile'),
       (str, 'coordinator_address=HOST:PORT', '', 'several hosts: process 0'),
       (int, 'num_processes=N', 0, 'several hosts: how many processes'),
       (int, 'process_id=N', -1, 'several hosts: this process, from 0'),

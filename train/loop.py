@@ -27,6 +27,7 @@ from paraxis.train.run import evaluate
 from paraxis.train.run import header
 from paraxis.train.run import hosts
 from paraxis.train.run import metrics as metrics_lib
+from paraxis.train.run import profile as profile_lib
 from paraxis.train.run import rates as rates_lib
 from paraxis.train.run import stop as stop_lib
 from paraxis.train.run import workdir as workdir_lib
@@ -184,6 +185,7 @@ def run(
   callbacks=(),
   say=print,
   devices=None,
+  profile='',
 ):
   """Trains, or resumes, the run of a workdir.
 
@@ -196,6 +198,7 @@ def run(
       step are known: after the next one is dispatched.
     say: prints one line.
     devices: jax devices; default all.
+    profile: 'FIRST:LAST', steps that are traced (train/run/profile.py).
 
   Returns:
     dict: step, stopped ('' or the signal's name), loss, evaluation.
@@ -205,16 +208,14 @@ def run(
   Raises:
     UserError, IntegrityError: see configs/base/errors.py.
   """
-  from paraxis.sharding.checkpoint import (
-    store as store_lib,  # Orbax starts slowly
-  )
+  from paraxis.sharding.checkpoint import store as store_lib  # starts slowly
 
   started = time.perf_counter()
   say = say if jax.process_index() == 0 else lambda line: None
   config = workdir_lib.resumed(workdir, config, say)
   job = job_lib.make(config, mesh_text, devices, say)
   config, settings = job.config, job.config.train
-  token = cost(config)
+  token, traced = cost(config), profile_lib.parse(profile, settings.steps)
   path, lock = _claim(job, workdir, say)
   with (
     lock,
@@ -235,16 +236,17 @@ def run(
       state, first = _start(job, store, say)
       if jax.process_index() == 0:
         workdir_lib.write_config(path, config)
-      writers = loggers.enter_context(
-        metrics_lib.Writers(path, settings, config)
-      )
-      progress = loggers.enter_context(
+      about = header.text(job, token, str(path))
+      enter = loggers.enter_context
+      writers = enter(metrics_lib.Writers(path, settings, config, about))
+      progress = enter(
         metrics_lib.Progress(settings.steps, settings.print_every, say)
       )
-      say(header.text(job, token, str(path)))
+      say(about)
       rates = rates_lib.Rates(token.flops, header.peak(job.mesh.devices.flat))
       recorder = _Recorder(job, writers, progress, callbacks, rates)
-      training = _Training(job, step, store, recorder, state, first)
+      shown = profile_lib.Profile(traced, path, progress.say, rates.apart)
+      training = _Training(job, step, store, recorder, state, first, shown)
       with stop_lib.Stop(job.mesh) as stop:
         training.run(stop, started)
         if not training.stopped and not training.evaluation:
@@ -270,8 +272,7 @@ def _check_skipped(recorder, steps, stopped):
   if 2 * skipped > steps and not stopped:
     raise errors.IntegrityError(
       f'{skipped} of {steps} steps were skipped, their gradients were not '
-      'finite: this run has learned next to nothing. A lower '
-      'optimizer.learning_rate or more optimizer.warmup_steps may help.'
+      'finite: lower optimizer.learning_rate, or more optimizer.warmup_steps.'
     )
 
 
@@ -315,13 +316,13 @@ class _Training:
     stopped: why the run ended before its last step; '': it did not.
   """
 
-  def __init__(self, job, functions, store, recorder, state, step):
+  def __init__(self, job, functions, store, recorder, state, step, profile):
     """functions: step.Step. recorder: `_Recorder`. step: that `state` is of."""
     self._job, self._functions = job, functions
     self._store, self._recorder = store, recorder
     self._evaluator = evaluate.Evaluator(job, functions.evaluate)
     self._axes = state_lib.axes(job.state, job.model)
-    self.state, self.step = state, step
+    self.state, self.step, self._profile = state, step, profile
     self.evaluation, self.stopped = None, ''
 
   def run(self, stop, started):
@@ -338,7 +339,9 @@ class _Training:
     update: Any = None
     gradients = {}  # rows of a step -> its compiled gradient
     share = functools.cache(job.local_rows)
-    with contextlib.closing(job.batches.iterate(first, share)) as batches:
+    batches = job.batches.iterate(first, share)
+    batches = self._profile.over(batches, lambda: self.state)
+    with contextlib.closing(batches):
       for t, host_batch in batches:
         size = job.batches.size_at(t)
         _, rows = job.batches.split(size)
@@ -346,14 +349,15 @@ class _Training:
         if size not in gradients:
           stop.compiling = True
           with recorder.rates.apart():
+            arguments = job.state.params, batch
             gradients[size] = compiling.compile_step(
-              'gradient', self._functions.grads, job.state.params, batch,
-              say=say,
-            )  # fmt: skip
+              'gradient', self._functions.grads, *arguments, say=say
+            )
             if update is None:  # the same for batches of any size
               update = job.compile_update(
                 self._functions.update, gradients[size], say
               )
+            self._profile.programs += [gradients[size], update]
           stop.compiling = False
         found = gradients[size](self.state.params, batch)
         self.state, numbers = update(self.state, *found)

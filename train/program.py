@@ -293,6 +293,12 @@ def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
   config = dataclasses.replace(
     config, data=dataclasses.replace(config.data, **places)
   )
+  steps, warmup = config.train.steps, config.optimizer.warmup_steps
+  if warmup >= steps:
+    say(
+      f'optimizer.warmup_steps={warmup} of train.steps={steps}: the learning '
+      'rate never reaches its peak.'
+    )
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
   if config.microbatches > 1 and expert_counts.whole_step(program.model):
     say(

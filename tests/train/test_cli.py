@@ -102,7 +102,7 @@ def test_one_process_prints(
 
   found = evaluate.Evaluation(1.5, {'song': 1.5}, 100)
   result = dict(step=2, stopped='', loss=1.0, evaluation=found)
-  monkeypatch.setattr(loop, 'run', lambda *a: result)
+  monkeypatch.setattr(loop, 'run', lambda *a, **how: result)
   monkeypatch.setattr(hosts, 'connect', lambda *a: None)
   argv = ['train', f'--config={tiny.file}', f'--workdir={tmp_path}']
   if process >= 0:
@@ -117,7 +117,7 @@ def test_a_stopped_run_exits_75(tiny, tmp_path, monkeypatch):
   from paraxis.train import loop
 
   result = dict(step=1, stopped='SIGTERM', loss=1.0, evaluation=None)
-  monkeypatch.setattr(loop, 'run', lambda *a: result)
+  monkeypatch.setattr(loop, 'run', lambda *a, **how: result)
   code = cli.main(['train', f'--config={tiny.file}', f'--workdir={tmp_path}'])
   assert code == errors.EXIT_PREEMPTED == 75
 

@@ -16,6 +16,9 @@ def _run(values, _, words):
     raise errors.UserError(f'write --workdir={words[0]}.{hint}')
   from paraxis.train.plot import losses as plot
 
+  if values.profile:
+    _profile(values)
+    return
   if values.x not in plot.AXES:
     raise errors.UserError(
       f'--x={values.x} is not one of {", ".join(plot.AXES)}.'
@@ -23,6 +26,16 @@ def _run(values, _, words):
     )
   print(f'wrote {plot.draw(values.workdir, values.output, values.x)}')
   _experts(values.workdir, plot.labels(values.workdir))
+
+
+def _profile(values):
+  from paraxis.train.plot import profile as plot
+
+  if len(values.workdir) != 1:
+    raise errors.UserError(
+      f'--profile draws one run: {len(values.workdir)} --workdir are given.'
+    )
+  print(f'wrote {plot.draw(values.workdir[0], values.output)}')
 
 
 def _experts(workdirs, names):
@@ -69,6 +82,7 @@ COMMANDS = (
       ('several', 'workdir=RUN', [], 'run directory; repeated: overlaid'),
       (str, 'output=FILE', '', 'PNG; empty: loss.png in the first RUN', 'o'),
       (str, 'x=AXIS', 'step', 'step, tokens, or flops of the model'),
+      (bool, 'profile', False, 'draw what train --profile measured instead'),
     ),
     words=None,
   ),

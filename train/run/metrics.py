@@ -6,20 +6,25 @@ appends; where a step occurs twice, the last value counts (`read` does so).
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
 import os
 import pathlib
 import resource
+import subprocess
 import sys
 from typing import Any
+import uuid
 
 import jax
 
+from paraxis.configs import schema
 from paraxis.configs.base import errors
 
 FILE = 'metrics.jsonl'
+WANDB_ID = 'wandb_id'
 
 
 def read(workdir, say=None):
@@ -83,8 +88,13 @@ class Writers(contextlib.AbstractContextManager):
   Lists go to the file alone.
   """
 
-  def __init__(self, workdir, train, config):
-    """train: schema.Train; config: schema.Config. Process 0 writes."""
+  def __init__(self, workdir, train, config, about=''):
+    """Process 0 writes.
+
+    Args:
+      train: schema.Train. config: schema.Config.
+      about: the screen that the run began with.
+    """
     self._file = self._board = self._wandb = None
     if jax.process_index():
       return
@@ -95,9 +105,16 @@ class Writers(contextlib.AbstractContextManager):
     if train.tensorboard:
       board = importlib.import_module('tensorboardX')
       self._board = board.SummaryWriter(workdir)
+      self._board.add_text('run', f'<pre>{about}</pre>')
+      self._board.add_text('config', f'<pre>{schema.to_json(config)}</pre>')
     if train.wandb:
+      own = dict(about=about, source=source())
       self._wandb = importlib.import_module('wandb').init(
-        project=train.wandb, dir=workdir, config=dataclasses.asdict(config)
+        project=train.wandb,
+        dir=workdir,
+        config=dataclasses.asdict(config) | own,
+        id=_wandb_id(workdir),
+        resume='allow',
       )
 
   def write(self, step, values):
@@ -124,6 +141,28 @@ class Writers(contextlib.AbstractContextManager):
         writer.close()
     if self._wandb:
       self._wandb.finish()
+
+
+def source():
+  """{'commit', 'changed files'} of the checkout that runs; {}: it is none."""
+  root = pathlib.Path(__file__).resolve().parents[2]
+  git = functools.partial(
+    subprocess.run, cwd=root, capture_output=True, text=True, check=True
+  )
+  try:
+    commit = git(['git', 'rev-parse', 'HEAD']).stdout.strip()
+    changed = git(['git', 'status', '--porcelain']).stdout.splitlines()
+  except (OSError, subprocess.CalledProcessError):
+    return {}
+  return {'commit': commit, 'changed files': len(changed)}
+
+
+def _wandb_id(workdir):
+  """The same for every start of a run, so that W&B continues it."""
+  path = pathlib.Path(workdir) / WANDB_ID
+  if not path.exists():
+    path.write_text(uuid.uuid4().hex[:12], encoding='utf-8')
+  return path.read_text(encoding='utf-8').strip()
 
 
 def _clock(seconds):

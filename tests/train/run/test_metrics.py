@@ -1,7 +1,9 @@
 """metrics.jsonl, other loggers, and the progress line."""
 
+import importlib.util
 import json
 import math
+import subprocess
 import sys
 import types
 
@@ -101,17 +103,40 @@ def test_wandb_gets_the_config_and_every_row(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=init))
   config = schema.Config(train=schema.Train(wandb='sea'))
   _write(tmp_path, [(3, {'a': 1.0})], config)
-  given, *rest = seen
+  _write(tmp_path, [], config)
+  given, *rest, resumed, _ = seen
+  assert given['id'] == resumed['id'] and resumed['resume'] == 'allow'
+  assert set(given['config']) >= {'about', 'source'}
   assert given['project'] == 'sea' and given['dir'] == tmp_path
   assert given['config']['model']['d_model'] == config.model.d_model
   assert rest == [(3, {'a': 1.0}), 'finished']
+
+
+def test_the_source_is_the_checkout(tmp_path, monkeypatch):
+  git = lambda *words: subprocess.run(
+    ['git', '-c', 'user.name=a', '-c', 'user.email=a@b', *words],
+    cwd=tmp_path, check=True, capture_output=True, text=True,
+  ).stdout  # fmt: skip
+  file = tmp_path / 'train' / 'run' / 'metrics.py'
+  file.parent.mkdir(parents=True)
+  monkeypatch.setattr(metrics, '__file__', str(file))
+  monkeypatch.setenv('GIT_CEILING_DIRECTORIES', str(tmp_path.parent))
+  assert metrics.source() == {}
+  git('init', '-q')
+  git('commit', '-q', '--allow-empty', '-m', 'one')
+  commit = git('rev-parse', 'HEAD').strip()
+  assert metrics.source() == {'commit': commit, 'changed files': 0}
+  file.write_text('new')
+  assert metrics.source() == {'commit': commit, 'changed files': 1}
 
 
 @pytest.mark.parametrize(
   'field, package', [('tensorboard', 'tensorboardX'), ('wandb', 'wandb')]
 )
 def test_a_logger_that_is_not_installed(tiny, monkeypatch, field, package):
-  monkeypatch.setattr(metrics.importlib.util, 'find_spec', lambda name: None)
+  found = importlib.util.find_spec
+  missing = lambda name, *of: None if name == package else found(name, *of)
+  monkeypatch.setattr(importlib.util, 'find_spec', missing)
   metrics.check_loggers(schema.Train())
   value = dict(tensorboard=True, wandb='sea')[field]
   with support.refused(f'package {package}, which'):

@@ -1,0 +1,36 @@
+"""The picture of a profile."""
+
+import json
+
+import support
+
+from paraxis.train import cli
+from paraxis.train.plot import profile as plot
+from paraxis.train.run import profile
+
+ROWS = [
+  dict(name='dot', where='a.py:1', times=4, seconds=0.5),
+  dict(name='all-reduce', where='', times=2, seconds=0.25),
+]
+
+
+def test_bars(tmp_path, capsys):
+  kept = dict(first=5, last=6, rows=ROWS)
+  (tmp_path / profile.FILE).write_text(json.dumps(kept))
+  first, last, rows = plot.read(tmp_path)
+  assert (first, last) == (5, 6) and rows[0] == ('dot', 'a.py:1', 4, 0.5)
+  assert cli.main(['plot', f'--workdir={tmp_path}', '--profile']) == 0
+  assert f'wrote {tmp_path / plot.NAME}' in capsys.readouterr().out
+  assert min(support.png_size(tmp_path / plot.NAME)) > 400
+
+
+def test_no_profile_a_damaged_one_and_two_runs(tmp_path, capsys):
+  with support.refused('does not exist; train with --profile=5:8'):
+    plot.read(tmp_path)
+  for text in ('', '[]', '{"rows": [{}]}', '{"rows": []}'):
+    (tmp_path / profile.FILE).write_text(text)
+    with support.refused('is damaged; profile the run again'):
+      plot.read(tmp_path)
+  runs = [f'--workdir={tmp_path}'] * 2
+  assert cli.main(['plot', *runs, '--profile']) == 2
+  assert '--profile draws one run: 2 --workdir' in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""Profiles: which steps, whose time, and from which line of source."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+import support
+
+from paraxis.train.run import profile
+
+
+@pytest.mark.parametrize(
+  'text, wanted',
+  [('', None), ('5:8', (5, 8)), ('3', (3, 3)), ('1:10', (1, 10))],
+)
+def test_steps(text, wanted):
+  assert profile.parse(text, 10) == wanted
+
+
+@pytest.mark.parametrize('text', ['8:5', '0:2', '5:11', 'a:b', '5:', ':', '-1'])
+def test_wrong_steps(text):
+  with support.refused(f'--profile={text} is not FIRST:LAST', 'train.steps=10'):
+    profile.parse(text, 10)
+
+
+def _event(op, start, end, name='thunk'):
+  stats = {'hlo_op': op, 'hlo_module': 'jit_f'} if op else {}
+  return types.SimpleNamespace(
+    name=name, start_ns=start, end_ns=end, duration_ns=end - start,
+    stats=list(stats.items()),
+  )  # fmt: skip
+
+
+def _data(*threads):
+  lines = [types.SimpleNamespace(events=events) for events in threads]
+  return types.SimpleNamespace(planes=[types.SimpleNamespace(lines=lines)])
+
+
+def test_the_time_of_a_loop_is_without_what_it_holds():
+  one = [
+    _event('while.3', 0, 100),
+    _event('dot.1', 10, 40),
+    _event('all-reduce.2', 40, 60),
+    _event('', 0, 1000),  # of the host: no operation
+    _event('dot.7', 200, 210),
+  ]
+  two = [_event('dot.1', 50, 55), _event('dot.1', 55, 55)]
+  found = profile.rows(_data(one, two), {'dot.1': 'a.py:1'})
+  assert [
+    (r.name, r.where, r.times, round(r.seconds * 1e9)) for r in found
+  ] == [
+    ('while', '', 1, 50),
+    ('dot', 'a.py:1', 2, 35),
+    ('all-reduce', '', 1, 20),
+    ('dot', '', 1, 10),
+  ]
+  text = profile.table(found, 5, 8)
+  assert '0.000 device-seconds' in text and 'for them 17.4%' in text  # 20 / 115
+  assert '43.5%' in text.splitlines()[2] and text.splitlines()[3].endswith(
+    'a.py:1'
+  )
+  assert 'holds no operations' in profile.table([], 5, 8)
+
+
+@pytest.mark.parametrize(
+  'name, moves',
+  [('all-reduce', True), ('all-gather-start', True), ('all_to_all', False)]
+  + [('collective-permute-done', True), ('fusion', False), ('reduce', False)],
+)
+def test_collectives_by_name(name, moves):
+  assert profile.is_collective(name) == moves
+
+
+OLD = (
+  'ROOT %dot.1 = f32[] dot(%a), metadata={op_name="f" source_file="%s" '
+  'source_line=7}'
+)
+
+
+def test_lines_of_source():
+  """In both forms: in the instruction, and in tables at the head."""
+  here = f'{profile._ROOT}/models/norm.py'
+  lib = f'{profile._ROOT}/.venv/lib/site-packages/optax/a.py'
+  assert profile.sources(OLD.replace('%s', here)) == {
+    'dot.1': 'models/norm.py:7'
+  }
+  assert profile.sources(OLD.replace('%s', lib)) == {'dot.1': 'optax/a.py:7'}
+  tables = f"""
+FileNames
+1 "{lib}"
+2 "{here}"
+
+FunctionNames
+1 "f"
+
+FileLocations
+1 {{file_name_id=1 function_name_id=1 line=4 end_line=4 column=2}}
+2 {{file_name_id=2 function_name_id=1 line=9 end_line=9 column=2}}
+
+StackFrames
+1 {{file_location_id=2 parent_frame_id=1}}
+2 {{file_location_id=1 parent_frame_id=1}}
+
+  %add.5 = f32[] add(%a), metadata={{op_name="g" stack_frame_id=2}}
+  %none = f32[] add(%a), metadata={{op_name="g"}}
+"""
+  assert profile.sources(tables) == {'add.5': 'models/norm.py:9'}
+
+
+def test_a_real_program_names_its_line():
+  text = jax.jit(lambda a: jnp.sin(a) @ a).lower(jnp.ones((4, 4))).compile()
+  found = set(profile.sources(text.as_text()).values())
+  assert any(
+    where.startswith('tests/train/run/test_profile.py:') for where in found
+  )
+
+
+def test_a_run_is_traced(tiny, tmp_path):
+  """The steps that are asked for, the run's last among them, once."""
+  _, said = tiny.run(tmp_path / 'run', mesh='data=2', profile='5:6')
+  [text] = [line for line in said if line.startswith('profile of steps 5 to 6')]
+  assert (
+    'device-seconds' in text and len(text.splitlines()) == 2 + profile.SHOWN
+  )
+  kept = json.loads((tmp_path / 'run' / profile.FILE).read_text())
+  assert (kept['first'], kept['last']) == (5, 6)
+  rows = [profile.Row(**row) for row in kept['rows']]
+  assert any(profile.is_collective(row.name) for row in rows)
+  assert any(row.where.startswith('models/') for row in rows)
+  assert len(list((tmp_path / 'run').rglob('*.xplane.pb'))) == 1
+
+
+def test_a_run_that_ends_early_is_traced_to_its_end(tmp_path, monkeypatch):
+  said, traced = [], []
+  monkeypatch.setattr(jax.profiler, 'start_trace', traced.append)
+  monkeypatch.setattr(jax.profiler, 'stop_trace', lambda: traced.append('end'))
+  one = profile.Profile((2, 9), tmp_path, said.append)
+  monkeypatch.setattr(one, '_report', lambda: None)
+  batches = one.over(((t, t) for t in range(20)), lambda: 0)
+  for t, _ in batches:
+    if t == 4:
+      break
+  assert traced == [str(tmp_path / profile.FOLDER)]
+  batches.close()
+  assert traced[1:] == ['end']

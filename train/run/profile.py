@@ -1,0 +1,215 @@
+"""A trace of some steps, and which operations took their time.
+
+`paraxis train --profile=5:8` writes RUN/profile/, for TensorBoard or Perfetto,
+and RUN/profile.json, for `paraxis plot --profile`.
+
+An operation's time is its own: that of a loop is without those inside of it. A
+collective's holds the waiting for other devices. The line of source is from the
+compiled program; a fusion has that of its root.
+"""
+
+import collections
+import contextlib
+import json
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+import jax
+
+from paraxis.configs.base import errors
+
+FOLDER = 'profile'
+FILE = 'profile.json'
+SHOWN = 10
+COLLECTIVES = (
+  'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all',
+  'collective-permute', 'ragged-all-to-all', 'collective-broadcast',
+)  # fmt: skip
+_OP = re.compile(
+  r'^\s*(?:ROOT )?%?([\w.-]+) = .*?metadata={[^}]*?(?:stack_frame_id=(\d+)|'
+  r'source_file="([^"]*)"[^}]*?source_line=(\d+))',
+  re.M,
+)
+_FILE = re.compile(r'^(\d+) "(.*)"$', re.M)
+_PLACE = re.compile(r'^(\d+) {file_name_id=(\d+) .*?\bline=(\d+)', re.M)
+_FRAME = re.compile(
+  r'^(\d+) {file_location_id=(\d+)(?: parent_frame_id=(\d+))?', re.M
+)
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class Row(NamedTuple):
+  """Operations of one name and line: how often, seconds, of all devices."""
+
+  name: str
+  where: str
+  times: int
+  seconds: float
+
+
+def parse(text: str, steps: int) -> tuple[int, int] | None:
+  """'5:8' -> (5, 8), first and last step, '' -> None; UserError: neither."""
+  if not text:
+    return None
+  first, colon, last = text.partition(':')
+  found = [int(n) if n.isdecimal() else 0 for n in (first, last or first)]
+  if not 1 <= found[0] <= found[1] <= steps or colon and not last:
+    raise errors.UserError(
+      f'--profile={text} is not FIRST:LAST, steps 1 to train.steps={steps}.'
+    )
+  return found[0], found[1]
+
+
+class Profile:
+  """Traces steps first to last of a run into its folder.
+
+  Attributes:
+    programs: compiled programs of the steps, whose lines of source are shown.
+  """
+
+  def __init__(self, steps, workdir, say, apart: Any = contextlib.nullcontext):
+    """steps: what `parse` gives; None: nothing is traced.
+
+    apart: context manager in which time is no step's (rates.Rates.apart).
+    """
+    self._steps, self._path, self._say = steps, pathlib.Path(workdir), say
+    self._apart, self.programs = apart, []
+
+  def over(self, batches, state):
+    """Yields (t, batch) of batches, and traces while its steps are taken.
+
+    state: function without arguments: what the step that was dispatched last
+      returns; it is waited for before the trace begins and ends.
+    """
+    tracing = False
+    try:
+      for t, batch in batches:
+        if self._steps and t + 1 == self._steps[0]:
+          jax.block_until_ready(state())
+          with self._apart():
+            jax.profiler.start_trace(str(self._path / FOLDER))
+          tracing = True
+        yield t, batch
+        if tracing and t + 1 == self._steps[1]:
+          tracing = False
+          self._finish(state())
+    finally:
+      batches.close()
+      if tracing:  # the run ends with the last traced step, or before
+        self._finish(state())
+
+  def _finish(self, state):
+    jax.block_until_ready(state)
+    with self._apart():
+      jax.profiler.stop_trace()
+      if not jax.process_index():
+        self._report()
+
+  def _report(self):
+    lines = {}
+    for program in self.programs:
+      lines |= sources(program.as_text() or '')
+    files = sorted((self._path / FOLDER).rglob('*.xplane.pb'))
+    found = rows(jax.profiler.ProfileData.from_file(str(files[-1])), lines)
+    first, last = self._steps
+    kept = dict(first=first, last=last, rows=[r._asdict() for r in found])
+    (self._path / FILE).write_text(json.dumps(kept, indent=1), encoding='utf-8')
+    self._say(table(found, first, last))
+
+
+def sources(text: str) -> dict[str, str]:
+  """{instruction: 'file:line'} of a compiled program's text.
+
+  The line is the innermost of our own, else the innermost. Programs name it
+  themselves or, newer ones, by a frame of the tables in their head.
+  """
+  head = text.partition('FunctionNames')[0]
+  files = dict(_FILE.findall(head))
+  places = {n: (files.get(f, ''), at) for n, f, at in _PLACE.findall(text)}
+  frames = {n: (places[p], up) for n, p, up in _FRAME.findall(text)}
+  found = {}
+  for name, frame, file, line in _OP.findall(text):
+    stack = [(file, line)] if file else list(_stack(frame, frames))
+    if stack:
+      ours = (f'{_own_file(f)}:{n}' for f, n in stack if _own_file(f))
+      file, line = stack[0]
+      library = file.rpartition('site-packages/')[2]
+      found[name] = next(ours, f'{library}:{line}')
+  return found
+
+
+def _own_file(name):
+  """A file of paraxis, relative to its root; '': it is another's."""
+  path = pathlib.Path(name)
+  if 'site-packages' in path.parts[len(_ROOT.parts) :]:
+    return ''
+  own = path.is_relative_to(_ROOT)
+  return path.relative_to(_ROOT).as_posix() if own else ''
+
+
+def _stack(frame, frames):
+  """(file, line) of a frame and of those that called it."""
+  seen = set()
+  while frame in frames and frame not in seen:
+    seen.add(frame)
+    place, frame = frames[frame]
+    yield place
+
+
+def rows(data, lines=None) -> list[Row]:
+  """`Row`s of a jax.profiler.ProfileData, the costliest first.
+
+  lines: {operation: where it is from}.
+  """
+  lines = lines or {}
+  times, seconds = collections.Counter(), collections.defaultdict(float)
+  for plane in data.planes:
+    for line in plane.lines:
+      events = [e for e in line.events if 'hlo_op' in dict(e.stats)]
+      for event, own in _own([e for e in events if e.duration_ns]):
+        op = str(dict(event.stats)['hlo_op'])
+        kind = re.sub(r'[.\d]+$', '', op)
+        key = kind, lines.get(op, '')
+        times[key] += 1
+        seconds[key] += own / 1e9
+  made = [Row(*k, times=times[k], seconds=s) for k, s in seconds.items()]
+  return sorted(made, key=lambda row: -row.seconds)
+
+
+def _own(events):
+  """[(event, nanoseconds without the events inside of it)] of one thread."""
+  found, open_ = [], []
+  for event in sorted(events, key=lambda e: (e.start_ns, -e.duration_ns)):
+    while open_ and event.start_ns >= open_[-1][0].end_ns:
+      found.append(tuple(open_.pop()))
+    if open_:
+      open_[-1][1] -= event.duration_ns
+    open_.append([event, event.duration_ns])
+  return found + [tuple(pair) for pair in reversed(open_)]
+
+
+def is_collective(name: str) -> bool:
+  """Whether an operation moves data between devices; its start and end do."""
+  return name.startswith(COLLECTIVES)
+
+
+def table(found: list[Row], first: int, last: int) -> str:
+  """The costliest operations, and the share of collectives, as text."""
+  total = sum(row.seconds for row in found)
+  if not total:
+    return f'profile of steps {first} to {last}: the trace holds no operations'
+  sent = sum(row.seconds for row in found if is_collective(row.name))
+  lines = [
+    f'profile of steps {first} to {last}: {total:.3f} device-seconds, '
+    f'collectives and waiting for them {sent / total:.1%}',
+    f'{"share":>7} {"ms a step":>10} {"times":>7}  operation',
+  ]
+  steps = last - first + 1
+  for row in found[:SHOWN]:
+    each = 1e3 * row.seconds / steps
+    lines.append(
+      f'{row.seconds / total:7.1%} {each:10.2f} {row.times:7,}  '
+      f'{row.name}  {row.where}'.rstrip()
+    )
+  return '\n'.join(lines)
