@@ -27,7 +27,7 @@ ROOMS = {
   ),
   'models': (
     'parameter', 'aux', 'batch', 'norm', 'depth', 'memory', 'ffn', 'mixers',
-    'text', '',
+    'text', '', 'huggingface',
   ),
   'decode': ('',),
   'train': (

@@ -95,6 +95,10 @@ class _Base:
       return self._special[f'<|{self.domains[0]}|>']
     return self._find(_BOS, 'beginning-of-document')
 
+  def name_of(self, token):
+    """Text of a special token's id."""
+    return next(text for text, i in self._special.items() if i == token)
+
   def require_domain(self, domain):
     """`domain`, or a UserError when this vocabulary has no token for it."""
     if domain not in self.domains:
@@ -123,6 +127,7 @@ class Bytes(_Base):
     self._special = {'<|pad|>': 256, '<|end|>': 257, '<|bos|>': 258}
     self.vocab_size = 259
     self.fingerprint = hashlib.sha256(b'paraxis bytes 1').hexdigest()
+    self.text = ''  # of a tokenizer.json: none says this
 
   def encode(self, text):
     """UTF-8 bytes of `text`, list of int in [0, 256)."""
@@ -146,8 +151,9 @@ class Tokenizer(_Base):
     self.name = name or str(path)
     self.fingerprint = hashlib.sha256(content).hexdigest()
     try:
+      self.text = content.decode()
       self._spec = json.loads(content)
-      self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+      self._tokenizer = tokenizers.Tokenizer.from_str(self.text)
     except Exception as error:  # the library raises bare Exception
       raise errors.UserError(
         f'{path} is not a tokenizer.json: {str(error).splitlines()[0]}'

@@ -1,0 +1,23 @@
+"""Every model_type: rows of its config.json, and names of its tensors."""
+
+import difflib
+
+from paraxis.configs.base import errors
+from paraxis.models.huggingface import dense
+from paraxis.models.huggingface import expert
+from paraxis.models.huggingface import recurrent
+
+# The plainest first: config.from_model takes the first that fits.
+FAMILIES = dense.FAMILIES | expert.FAMILIES | recurrent.FAMILIES
+
+
+def find(model_type: str):
+  """kin.Family of a model_type; UserError with the nearest names."""
+  if model_type in FAMILIES:
+    return FAMILIES[model_type]
+  close = difflib.get_close_matches(model_type, FAMILIES, 3, 0.4)
+  hint = f' Near it: {", ".join(close)}.' if close else ''
+  raise errors.UserError(
+    f'config.json: model_type={model_type!r} is not one of the '
+    f'{len(FAMILIES)} known here.{hint}'
+  )

@@ -1,0 +1,168 @@
+"""Weights that other programs wrote: a folder of safetensors, or one GGUF file.
+
+Both are opened as `Files`: config.json's dict, names and shapes of tensors, and
+one tensor at a time, read when it is asked for. Nothing in them is executed: a
+folder that holds only pickles is refused.
+
+Source: the format of safetensors (huggingface.co/docs/safetensors), of GGUF:
+models/huggingface/gguf_file.py.
+"""
+
+import hashlib
+import json
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+
+from paraxis.configs.base import errors
+
+INDEX = 'model.safetensors.index.json'
+CONFIG = 'config.json'
+TOKENIZER = 'tokenizer.json'
+TOKENIZER_CONFIG = 'tokenizer_config.json'
+TEMPLATE = 'chat_template.jinja'
+PICKLES = ('.bin', '.pt', '.pth', '.ckpt', '.pkl')
+
+
+class Files:
+  """Weights on disk.
+
+  Attributes:
+    path: of the folder or file.
+    config: dict, as config.json has it.
+    shapes: {name: shape} of every tensor.
+    licence: what the files say of it; '': nothing.
+    template: the chat template; '': none.
+  """
+
+  path: pathlib.Path
+  config: dict
+  shapes: dict[str, tuple[int, ...]]
+  licence = ''
+  template = ''
+
+  def read(self, name: str) -> np.ndarray:
+    """The tensor of a name."""
+    raise NotImplementedError
+
+  def tokenizer(self) -> str:
+    """Text of a tokenizer.json; '': there is none."""
+    raise NotImplementedError
+
+  def fingerprint(self) -> str:
+    """sha256 of the names and sizes of all files and of the config."""
+    found = [self.path] if self.path.is_file() else self.path.iterdir()
+    text = [f'{p.name} {p.stat().st_size}' for p in sorted(found)]
+    text.append(json.dumps(self.config, sort_keys=True, default=str))
+    return hashlib.sha256('\n'.join(text).encode()).hexdigest()
+
+
+class Folder(Files):
+  """A folder of Hugging Face: config.json, safetensors whole or in shards."""
+
+  def __init__(self, path):
+    self.path, self._open = path, {}
+    if not path.is_dir():
+      raise errors.UserError(f'{path}: no such folder.')
+    self.config = _json(path / CONFIG)
+    self._file_of = self._files()
+    self.shapes = {
+      name: tuple(self._slice(name).get_shape()) for name in self._file_of
+    }
+    self.licence = _licence(path)
+    self.template = _template(path)
+
+  def _files(self):
+    """{tensor: its file}."""
+    if (self.path / INDEX).is_file():
+      table = _json(self.path / INDEX).get('weight_map')
+      if not isinstance(table, dict):
+        raise errors.UserError(f'{self.path / INDEX} has no weight_map.')
+      listed = {n: self._inside(file) for n, file in table.items()}
+      for file in sorted(set(listed.values())):
+        missing = [n for n, f in listed.items() if f == file]
+        missing = sorted(set(missing) - set(self._shard(file).keys()))
+        if missing:
+          raise errors.UserError(
+            f'{file} lacks {len(missing)} of the tensors that {INDEX} lists '
+            f'for it, {missing[0]} first: copy the folder again.'
+          )
+      return listed
+    found = sorted(self.path.glob('*.safetensors'))
+    if not found:
+      pickles = [p.name for p in self.path.iterdir() if p.suffix in PICKLES]
+      why = (
+        f'only {sorted(pickles)[0]}, a pickle, which runs code when it is '
+        'read; save it with save_pretrained(safe_serialization=True)'
+        if pickles
+        else 'no safetensors'
+      )
+      raise errors.UserError(f'{self.path} has {why}.')
+    if len(found) > 1:
+      raise errors.UserError(
+        f'{self.path} has {len(found)} safetensors files and no {INDEX}: '
+        'which belong together is not known.'
+      )
+    return dict.fromkeys(self._shard(found[0]).keys(), found[0])
+
+  def _inside(self, name):
+    """The path of a shard, which must lie in the folder."""
+    if pathlib.PurePath(name).name != name or name in ('', '.', '..'):
+      raise errors.UserError(f'{self.path / INDEX} names {name!r}.')
+    return self.path / name
+
+  def _shard(self, file) -> Any:
+    import safetensors  # numpy's view of a mapped file
+
+    if file not in self._open:
+      try:
+        self._open[file] = safetensors.safe_open(str(file), 'numpy')
+      except (OSError, safetensors.SafetensorError) as e:
+        raise errors.UserError(f'{file} does not read: {e}.') from e
+    return self._open[file]
+
+  def _slice(self, name):
+    return self._shard(self._file_of[name]).get_slice(name)
+
+  def read(self, name):
+    return self._shard(self._file_of[name]).get_tensor(name)
+
+  def tokenizer(self):
+    file = self.path / TOKENIZER
+    return file.read_text(encoding='utf-8') if file.is_file() else ''
+
+
+def _json(path) -> dict:
+  try:
+    found = json.loads(path.read_text(encoding='utf-8'))
+  except FileNotFoundError:
+    raise errors.UserError(f'{path} does not exist.') from None
+  except (OSError, ValueError) as e:
+    raise errors.UserError(f'{path} does not read: {e}.') from e
+  if not isinstance(found, dict):
+    raise errors.UserError(f'{path} is no JSON object.')
+  return found
+
+
+def _licence(path):
+  """Of the head of README.md, else the name of a licence file, else ''."""
+  readme = path / 'README.md'
+  if readme.is_file():
+    head = readme.read_text(encoding='utf-8', errors='replace')[:20_000]
+    found = re.match(r'---\n(?:.*\n)*?licen[cs]e: *(\S+)', head)
+    if found:
+      return found[1]
+  named = [p.name for p in sorted(path.glob('LICEN[CS]E*'))]
+  return f'see {named[0]}' if named else ''
+
+
+def _template(path):
+  """The chat template of a folder; '': it has none."""
+  if (path / TEMPLATE).is_file():
+    return (path / TEMPLATE).read_text(encoding='utf-8')
+  if not (path / TOKENIZER_CONFIG).is_file():
+    return ''
+  found = _json(path / TOKENIZER_CONFIG).get('chat_template')
+  return found if isinstance(found, str) else ''

@@ -1,0 +1,146 @@
+"""What families share: the names of Llama's tensors, the rows of its config.
+
+A family is these with changes: `names` by our words, without '.weight'.
+"""
+
+from typing import Any, NamedTuple
+
+from paraxis.models.huggingface import rows
+from paraxis.models.huggingface.rows import Choice
+from paraxis.models.huggingface.rows import Computed
+from paraxis.models.huggingface.rows import Same
+
+
+class Family(NamedTuple):
+  """A model_type.
+
+  architecture: class that files name. rows: of config.json (rows.py), later
+  ones win. names: our word -> theirs (parts.py). silent: fields of config.json
+  that do not matter to this family.
+  """
+
+  architecture: str
+  rows: tuple
+  names: dict[str, Any]
+  silent: tuple = ()
+
+
+NAMES = dict(
+  embedding='model.embed_tokens', norm='model.norm', head='lm_head',
+  layer='model.layers.{}', attention='self_attn', query='q_proj', key='k_proj',
+  value='v_proj', output='o_proj', query_norm='q_norm', key_norm='k_norm',
+  mlp='mlp', gate='gate_proj', up='up_proj', down='down_proj',
+  mixer_norm='input_layernorm', mlp_norm='post_attention_layernorm',
+  mixer_post_norm='post_attention_layernorm',
+  mlp_post_norm='post_feedforward_layernorm',
+)  # fmt: skip
+SANDWICH = dict(mlp_norm='pre_feedforward_layernorm')
+EXPERT_NAMES = dict(
+  router='gate', expert='experts.{}', expert_gate='gate_proj',
+  expert_up='up_proj', expert_down='down_proj', shared='shared_experts',
+  shared_gate='shared_expert_gate', router_bias='gate.e_score_correction_bias',
+)  # fmt: skip
+
+GATES = {
+  'silu': 'swiglu', 'swish': 'swiglu', 'gelu_pytorch_tanh': 'geglu',
+  'gelu_new': 'geglu', 'gelu_fast': 'geglu',
+}  # fmt: skip
+HEADS = Computed(
+  lambda config: {
+    'num_heads': config('num_attention_heads'),
+    'num_kv_heads': config('num_key_value_heads', 0),
+    'head_dim': config('head_dim', 0),
+  },
+  lambda model: {
+    'num_attention_heads': model.num_heads,
+    'num_key_value_heads': model.num_kv_heads or model.num_heads,
+    'head_dim': model.head_width,
+  },
+)
+DIMS = (
+  Same('vocab_size', 'vocab_size'),
+  Same('hidden_size', 'd_model'),
+  Same('num_hidden_layers', 'num_layers'),
+)
+WIDTH = Same('intermediate_size', 'd_ff')
+
+
+def llama(
+  theta=1e4, epsilon=1e-6, tied=False, act='hidden_act', gates=None,
+  default_act='silu', norm='rms_norm_eps', rotary=None,
+):  # fmt: skip
+  """Rows of Llama's config.json, without biases, layers and experts."""
+  return (
+    *DIMS, WIDTH, HEADS,
+    Same(norm, 'norm_epsilon', epsilon),
+    Same('tie_word_embeddings', 'tied_embedding', tied),
+    Choice(act, 'mlp', gates or GATES, default_act),
+    rotary or rows.rope(theta),
+  )  # fmt: skip
+
+
+def family(name, *all_rows, silent=(), **names):
+  """A family with Llama's names, but for `names`."""
+  flat = tuple(r for row in all_rows for r in _flat(row))
+  return Family(name, flat, NAMES | names, silent)
+
+
+def _flat(row):
+  return row if isinstance(row, tuple) else (row,)
+
+
+LAYERS = {'F': 'full_attention', 'W': 'sliding_attention'}
+
+
+def layers(default, words=None, window='sliding_window', none=False):
+  """Kinds of layers, by `layer_types`, and the window.
+
+  Args:
+    default: Reader -> the letters, where a file has no layer_types.
+    words: letter -> their word. window: their field; none: it may be null
+      where layers have one.
+  """
+  words = words or LAYERS
+  letters = {word: letter for letter, word in words.items()}
+
+  def read(config):
+    given = config('layer_types', None)
+    if given is None:
+      found = default(config)
+    elif set(given) - set(letters):
+      return config.refuse('layer_types', 'has kinds that layers here have not')
+    else:
+      found = ''.join(letters[word] for word in given)
+    out = {'pattern': rows.unit(found)}
+    width = config(window, 0) if window else 0
+    return out | ({'window': width} if 'W' in found else {})
+
+  def write(model):
+    every = pattern(model)
+    if not set(every) <= set(words):
+      return {}
+    out: dict[str, Any] = {'layer_types': [words[x] for x in every]}
+    if window:
+      out[window] = model.window if 'W' in every else None
+    return out
+
+  return Computed(read, write)
+
+
+def pattern(model):
+  """The letter of every layer."""
+  from paraxis.models import layer
+
+  return ''.join(kind[0] for kind in layer.kinds_of(model)[1])
+
+
+def every(letter):
+  """All layers of one kind."""
+  return lambda config: letter * config('num_hidden_layers')
+
+
+def periodic(unit):
+  """A unit that repeats."""
+  return lambda config: (unit * config('num_hidden_layers'))[
+    : config('num_hidden_layers')
+  ]

