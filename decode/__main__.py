@@ -77,15 +77,22 @@ def _print(results, domains, prompts):
 
 def _decode(options, overrides, _):
   """options: flags. overrides: {'section.field': value} of --config.x.y=."""
-  if not options.checkpoint:
-    raise errors.UserError('--checkpoint= is missing: name a workdir.')
+  if bool(options.checkpoint) == bool(options.weights):
+    raise errors.UserError(
+      'name a run with --checkpoint=, or with --weights= a folder or file of '
+      'another program: one of the two.'
+    )
   prompts = texts = _prompts(options)
   if options.calibration_file is not None:
     texts = [_text('calibration_file', options.calibration_file)]
   command_line.prepare_devices(options.devices)
   from paraxis.decode import load  # starts jax
 
-  with load.Checkpoint(options.checkpoint, options.step, _say) as checkpoint:
+  if options.weights:
+    opened = load.Weights(options.weights, _say)
+  else:
+    opened = load.Checkpoint(options.checkpoint, options.step, _say)
+  with opened as checkpoint:
     config = checkpoint.config()
     config.update_from_flattened_dict(overrides)
     config = schema.view(config)
@@ -132,6 +139,8 @@ COMMAND = command_line.Command(
     'Checkpoint',
     (str, 'checkpoint=PATH', None,
      "a workdir, its checkpoints folder, or one step's folder"),
+    (str, 'weights=PATH', None,
+     'instead: a folder of Hugging Face, a .gguf file, or smollm2'),
     (int, 'step=N', None, 'step to load; else the newest undamaged one'),
     'Prompts',
     ('several', 'prompt=TEXT', [],

@@ -7,6 +7,7 @@ tokenizer must be the one the model was trained with.
 
 import dataclasses
 import pathlib
+import tempfile
 
 import jax
 import ml_collections
@@ -16,6 +17,8 @@ from paraxis.configs.base import errors
 from paraxis.decode import latents
 from paraxis.decode import loop
 from paraxis.models import build
+from paraxis.models.huggingface import files as files_lib
+from paraxis.models.huggingface import source as source_lib
 from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
@@ -113,7 +116,24 @@ class Checkpoint:
     if latents.change(config.model) or latents.change(run.model):
       run = latents.as_trained(config, run)
       saved = build.build(run, mesh_text, devices=devices)
-    like = {PARAMS + path: leaf for path, leaf in saved.params.items()}
+    params, what = self._read(saved.params, tokenizer)
+    self._say(f'{what}, on {mesh_lib.describe(dict(built.mesh.shape))}')
+    if saved is not built:
+      ids = [[tokenizer.bos_id(None), *tokenizer.encode(t)] for t in texts]
+      length = config.data.sequence_length
+      params = latents.rotated(params, built, ids, length, self._say)
+    return loop.Generator(
+      built, params, tokenizer, config.decode, self._say, self._ends()
+    )
+
+  def _ends(self):
+    """Ids that end a text for the weights that the run began with."""
+    meta = self._store.read_manifest(self.step)['meta']
+    return (meta.get('origin') or {}).get('ends', ())
+
+  def _read(self, like, tokenizer):
+    """({path: array} of parameters, what they are in words)."""
+    like = {PARAMS + path: leaf for path, leaf in like.items()}
     if self.step is None:
       found = self._store.restore_latest_good(like, PARAMS)
       if found is None:
@@ -129,15 +149,7 @@ class Checkpoint:
         'the right one with --config.data.tokenizer=.'
       )
     params = {path.removeprefix(PARAMS): x for path, x in tree.items()}
-    self._say(
-      f'step {self.step} of {self._store.directory}, on '
-      f'{mesh_lib.describe(dict(built.mesh.shape))}'
-    )
-    if saved is not built:
-      ids = [[tokenizer.bos_id(None), *tokenizer.encode(t)] for t in texts]
-      length = config.data.sequence_length
-      params = latents.rotated(params, built, ids, length, self._say)
-    return loop.Generator(built, params, tokenizer, config.decode, self._say)
+    return params, f'step {self.step} of {self._store.directory}'
 
   def _mesh(self, config, text, rows):
     """(--mesh= text, devices): the run's mesh, or a reported substitute."""
@@ -169,3 +181,40 @@ class Checkpoint:
       'them (--mesh= names another)'
     )
     return f'data={shards}', devices[:shards]
+
+
+class Weights(Checkpoint):
+  """Weights of another program (models/huggingface), as a `Checkpoint`."""
+
+  def __init__(self, path, say=print):
+    """path: of a folder or file. say: prints one line per finding."""
+    self._source = source_lib.Source(path)
+    self._say, self.step = say, None
+    self._folder = tempfile.TemporaryDirectory()  # of the tokenizer
+
+  def __exit__(self, *error):
+    self._folder.cleanup()
+
+  def config(self):
+    """The default configuration with the model of the weights."""
+    files = self._source.files
+    config = schema.with_value(schema.Config(), 'model', self._source.model)
+    text = files.tokenizer()
+    if text:
+      file = pathlib.Path(self._folder.name, files_lib.TOKENIZER)
+      file.write_text(text, encoding='utf-8')
+      config = schema.with_value(config, 'data.tokenizer', str(file))
+    return ml_collections.ConfigDict(dataclasses.asdict(config)).lock()
+
+  def _read(self, like, tokenizer):
+    rows = self._source.model.vocab_size
+    if tokenizer.vocab_size > rows:
+      raise errors.UserError(
+        f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the '
+        f'weights {rows}: name theirs with --config.data.tokenizer=.'
+      )
+    params = {path: self._source.read(path, x) for path, x in like.items()}
+    return params, str(self._source.files.path)
+
+  def _ends(self):
+    return self._source.about['ends']

@@ -67,11 +67,11 @@ def _say(line):
   print(f'paraxis: {line}', file=sys.stderr)
 
 
-def _end_id(tokenizer):
+def _ends(tokenizer):
   try:
-    return tokenizer.end_id
+    return (tokenizer.end_id,)
   except errors.UserError:
-    return -1  # a vocabulary without an end token: rows run to their limit
+    return ()  # a vocabulary without an end token: rows run to their limit
 
 
 class Generator:
@@ -80,7 +80,7 @@ class Generator:
   A compiled program is kept per (rows, prompt bucket, token bucket, filters).
   """
 
-  def __init__(self, built, params, tokenizer, config, say=_say):
+  def __init__(self, built, params, tokenizer, config, say=_say, ends=()):
     """Lays the parameters out for decoding.
 
     Args:
@@ -89,6 +89,7 @@ class Generator:
       tokenizer: models.tokenizer; its ids must be below model.vocab_size.
       config: configs.schema.Decode, the defaults of `generate`.
       say: prints one line.
+      ends: ids that end a row, beside the tokenizer's end token.
 
     Raises:
       UserError: the tokenizer has more entries than the embedding.
@@ -102,7 +103,7 @@ class Generator:
         f'the model has model.vocab_size={vocab}: they do not belong '
         'together.'
       )
-    self._end_id = _end_id(tokenizer)
+    self._ends = (*_ends(tokenizer), *ends)
     with build.use(built):
       self._params = jax.jit(self._prepare)(params)
     self._start = jax.jit(self._begin, static_argnames=('form', 'slots', 'new'))
@@ -155,7 +156,7 @@ class Generator:
       state.cache,
       jnp.where(done, 0, token),
       state.position + 1,
-      done | (token == self._end_id),
+      done | jnp.isin(token, jnp.asarray(self._ends, jnp.int32)),
       jnp.where(bad, state.made, state.broken),
       state.made + 1,
       write(state.tokens, kept[:, None]),
@@ -217,7 +218,7 @@ class Generator:
     slots, length = self._fit(ids, config)
     limit = config.max_new_tokens
     rows = [
-      transcript.Transcript(self.tokenizer, self._end_id, limit, stop)
+      transcript.Transcript(self.tokenizer, self._ends, limit, stop)
       for _ in prompts
     ]
     with build.use(self.built):

@@ -12,10 +12,10 @@ UNFINISHED = '\ufffd'  # what decoding leaves of an incomplete character
 class Transcript:
   """Attributes: tokens, logprobs (lists), text, finish ('' while it runs)."""
 
-  def __init__(self, tokenizer, end_id, limit, stop=()):
-    """end_id: token that ends a row, -1: none. limit: most new tokens."""
+  def __init__(self, tokenizer, ends, limit, stop=()):
+    """ends: ids of tokens that end a row. limit: most new tokens."""
     self.tokens, self.logprobs, self.text, self.finish = [], [], '', ''
-    self._tokenizer, self._end_id, self._limit = tokenizer, end_id, limit
+    self._tokenizer, self._ends, self._limit = tokenizer, ends, limit
     self._stop, self._shown = tuple(stop), 0
 
   def extend(self, tokens, logprobs):
@@ -25,7 +25,7 @@ class Transcript:
     """
     before = len(self.tokens)
     for token, logprob in zip(tokens, logprobs, strict=True):
-      if token == self._end_id:
+      if token in self._ends:
         self.finish = 'end'
         break
       self.tokens.append(int(token))

@@ -7,12 +7,14 @@ anything is compiled or written. Exit codes: configs/base/errors.py.
 
 import importlib.metadata
 import sys
+import tempfile
 from typing import Any
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.decode import __main__ as decode_main
+from paraxis.train import exchange_command
 from paraxis.train.bench import command as bench_command
 from paraxis.train.plot import command as plot_command
 from paraxis.train.run import hosts as hosts_lib
@@ -44,14 +46,17 @@ def _train(values, config, _):
   mesh.parse(values.mesh)
   if several:
     hosts_lib.connect(*hosts)
+  from paraxis.train import start
+
+  source = start.open_(values.init_from, values.init_optimizer)
   if values.dry_run:
-    return _dry_run(config, values)
+    return _dry_run(config, values, source)
   from paraxis.train import loop
   from paraxis.train.run import compiling
 
   compiling.use_cache()
-  how = dict(mesh_text=values.mesh, profile=values.profile)
-  result: Any = loop.run(config, values.workdir, **how)
+  asked = loop.Options(values.profile, source)
+  result: Any = loop.run(config, values.workdir, values.mesh, options=asked)
   if result['stopped']:
     return errors.EXIT_PREEMPTED
   if not values.process_id > 0:
@@ -62,14 +67,17 @@ def _train(values, config, _):
   return errors.EXIT_OK
 
 
-def _dry_run(config, values):
+def _dry_run(config, values, source):
   """Prints what a run would begin with, and the memory that it is to need."""
   from paraxis.train import loop
   from paraxis.train import program
   from paraxis.train.certify import check
   from paraxis.train.run import header
 
-  job = program.make(config, values.mesh)
+  with tempfile.TemporaryDirectory() as folder:  # of a tokenizer
+    if source:
+      config = source.configured(config, folder, print)
+    job = program.make(config, values.mesh)
   memory = check.check(config, values.mesh).peak
   print(header.text(job, loop.cost(config), values.workdir, memory))
   return errors.EXIT_OK
@@ -203,6 +211,7 @@ _ALL = (
       _DEVICES,
       (bool, 'print_config', False, 'print the resolved config as JSON; exit'),
       (bool, 'dry_run', False, 'print what a run begins with; exit'),
+      *exchange_command.INIT,
       (str, 'profile=FIRST:LAST', '', 'trace these steps into RUN/profile'),
       (str, 'coordinator_address=HOST:PORT', '', 'several hosts: process 0'),
       (int, 'num_processes=N', 0, 'several hosts: how many processes'),
@@ -211,6 +220,7 @@ _ALL = (
     'required',
   ),
   decode_main.COMMAND,
+  *exchange_command.commands(_MESH, _DEVICES),
   command_line.Command(
     _check,
     'check',

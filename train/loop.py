@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.train import expert_counts
 from paraxis.train import program as job_lib
+from paraxis.train import start
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
 from paraxis.train.run import compiling
@@ -31,60 +32,6 @@ from paraxis.train.run import profile as profile_lib
 from paraxis.train.run import rates as rates_lib
 from paraxis.train.run import stop as stop_lib
 from paraxis.train.run import workdir as workdir_lib
-
-
-def _meta(job, step):
-  """Metadata of a checkpoint: config, data cursor, fingerprints, versions."""
-  import flax
-  import optax
-  import orbax.checkpoint
-
-  return dict(
-    config=schema.to_json(job.config),
-    cursor=dict(step=step, seed=job.config.train.seed),
-    corpus=job.corpus.fingerprint,
-    tokenizer=job.tokenizer.fingerprint,
-    versions=dict(
-      jax=jax.__version__,
-      flax=flax.__version__,
-      optax=optax.__version__,
-      orbax=orbax.checkpoint.__version__,
-    ),
-  )
-
-
-def _check_meta(job, step, meta, where):
-  """Raises unless a checkpoint is of the run that is to be resumed."""
-  for name, now in (
-    ('corpus', job.corpus.fingerprint),
-    ('tokenizer', job.tokenizer.fingerprint),
-  ):
-    if meta.get(name) != now:
-      raise errors.IntegrityError(
-        f'{where}: the {name} changed since the checkpoint (fingerprint '
-        f'{meta.get(name, "none")[:12]} then, {now[:12]} now): the batches '
-        'would differ. Restore the data, or start in another --workdir.'
-      )
-  workdir_lib.compare(where, schema.from_json(meta['config']), job.config)
-  steps = job.config.train.steps
-  if step > steps:
-    raise errors.UserError(
-      f'{where} is at step {step}, beyond train.steps={steps}: give at least '
-      f'{step}, or take another --workdir.'
-    )
-
-
-def _start(job, store, say):
-  """-> (state, step to begin with), from the newest good checkpoint or new."""
-  shapes = state_lib.flatten(job.state)
-  found = store.restore_latest_good(state_lib.in_order(shapes, job.model))
-  if found is None:
-    return job.initial_state(), 0
-  step, tree, meta = found
-  tree = state_lib.on_stages(tree, shapes, job.model)
-  _check_meta(job, step, meta, store.directory)
-  say(f'resumed from step {step}, every leaf verified')
-  return state_lib.unflatten(job.state, tree), step
 
 
 class _Recorder:
@@ -177,6 +124,20 @@ def cost(config):
   return header.cost(forward, config.data.sequence_length)
 
 
+class Options(NamedTuple):
+  """What a command may ask of `run`.
+
+  profile: 'FIRST:LAST', steps that are traced (train/run/profile.py).
+  source: whose parameters a new run begins with: what start.open_ gives.
+  """
+
+  profile: str = ''
+  source: start.Run | start.Foreign | None = None
+
+
+PLAIN = Options()
+
+
 def run(
   config,
   workdir,
@@ -185,7 +146,7 @@ def run(
   callbacks=(),
   say=print,
   devices=None,
-  profile='',
+  options=PLAIN,
 ):
   """Trains, or resumes, the run of a workdir.
 
@@ -198,7 +159,7 @@ def run(
       step are known: after the next one is dispatched.
     say: prints one line.
     devices: jax devices; default all.
-    profile: 'FIRST:LAST', steps that are traced (train/run/profile.py).
+    options: Options.
 
   Returns:
     dict: step, stopped ('' or the signal's name), loss, evaluation.
@@ -210,12 +171,18 @@ def run(
   """
   from paraxis.sharding.checkpoint import store as store_lib  # starts slowly
 
-  started = time.perf_counter()
+  started, source = time.perf_counter(), options.source
   say = say if jax.process_index() == 0 else lambda line: None
+  if source is not None:
+    workdir_lib.prepare(workdir)
+    config = source.configured(config, workdir, say)
   config = workdir_lib.resumed(workdir, config, say)
   job = job_lib.make(config, mesh_text, devices, say)
   config, settings = job.config, job.config.train
-  token, traced = cost(config), profile_lib.parse(profile, settings.steps)
+  token, traced = (
+    cost(config),
+    profile_lib.parse(options.profile, settings.steps),
+  )
   path, lock = _claim(job, workdir, say)
   with (
     lock,
@@ -233,7 +200,7 @@ def run(
       )
     )
     try:
-      state, first = _start(job, store, say)
+      state, first, origin = start.state(job, store, source, say)
       if jax.process_index() == 0:
         workdir_lib.write_config(path, config)
       about = header.text(job, token, str(path))
@@ -247,6 +214,7 @@ def run(
       recorder = _Recorder(job, writers, progress, callbacks, rates)
       shown = profile_lib.Profile(traced, path, progress.say, rates.apart)
       training = _Training(job, step, store, recorder, state, first, shown)
+      training.origin = origin
       with stop_lib.Stop(job.mesh) as stop:
         training.run(stop, started)
         if not training.stopped and not training.evaluation:
@@ -314,6 +282,7 @@ class _Training:
     state: train.state.State after `step` steps.
     evaluation: evaluate.Evaluation of that state, or None.
     stopped: why the run ended before its last step; '': it did not.
+    origin: of the first parameters, for manifests (train/start.py).
   """
 
   def __init__(self, job, functions, store, recorder, state, step, profile):
@@ -324,6 +293,7 @@ class _Training:
     self._axes = state_lib.axes(job.state, job.model)
     self.state, self.step, self._profile = state, step, profile
     self.evaluation, self.stopped = None, ''
+    self.origin: dict | None = None
 
   def run(self, stop, started):
     """Steps up to train.steps, or until a signal.
@@ -388,7 +358,8 @@ class _Training:
     self._recorder.flush()
     with self._recorder.rates.apart('checkpoint'):
       tree = state_lib.in_order(state_lib.flatten(self.state), self._job.model)
-      self._store.save(self.step, tree, self._axes, _meta(self._job, self.step))
+      meta = start.meta(self._job, self.step, self.origin)
+      self._store.save(self.step, tree, self._axes, meta)
     return self.step
 
   def evaluate(self):

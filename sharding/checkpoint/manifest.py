@@ -92,7 +92,7 @@ def describe(tree, axes, prints):
   return leaves
 
 
-def compare(saved, like, where, under=''):
+def compare(saved, like, where, under: str | tuple[str, ...] = ''):
   """UserError listing every leaf in which `saved` and `like` differ.
 
   Nothing is ever cast, filled in or dropped, but leaves named in `GONE`.
@@ -101,7 +101,8 @@ def compare(saved, like, where, under=''):
     saved: what `describe` returned.
     like: {path: anything with shape and dtype}.
     where: what the message calls the checkpoint.
-    under: saved leaves whose path does not start with this do not count.
+    under: saved leaves whose path does not start with this (one of it) do not
+      count.
   """
   gone = lambda path: path not in like and path.split('/')[-1] in GONE
   saved = {

@@ -310,11 +310,12 @@ class Store:
     return tree
 
   def restore(
-    self, step: int, like: Mapping, under: str = ''
+    self, step: int, like: Mapping, under: str | tuple[str, ...] = ''
   ) -> tuple[Tree, dict]:
     """(tree, meta) of one step, verified, on the shardings of `like`.
 
-    Only leaves whose path starts with `under` are compared and read.
+    Only leaves whose path starts with `under` (one of it) are compared and
+    read.
 
     Raises:
       UserError: no such step, or its leaves are not those of `like`.

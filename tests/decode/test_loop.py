@@ -225,12 +225,13 @@ def test_stop_strings_end_and_limit(one):
     assert a['text'] == (b['text'][:at] if at >= 0 else b['text'])
   assert cut[1]['finish'] == 'stop'
   ending = generator(one.built, made(num_kv_heads=2)[1], max_new_tokens=20)
-  ending._end_id = whole[1]['tokens'][6]
+  end = whole[1]['tokens'][6]
+  ending._ends = (end,)
   short = ending.generate(PROMPTS, **SAMPLED)
   assert short[1]['finish'] == 'end'
   for a, b in zip(short, whole, strict=True):
     full = b['tokens']
-    n = full.index(ending._end_id) if ending._end_id in full else 20
+    n = full.index(end) if end in full else 20
     assert a['tokens'] == full[:n]
     assert a['logprobs'] == b['logprobs'][:n]
 

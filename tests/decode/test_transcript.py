@@ -10,7 +10,7 @@ TEXT = 'a né–b. STOP here'
 
 def run(chunks, stop=(), limit=99):
   """Feeds chunks of ids; -> (row, pieces that were streamed)."""
-  row = transcript.Transcript(tokenizer.Bytes(), 257, limit, stop)
+  row = transcript.Transcript(tokenizer.Bytes(), (257,), limit, stop)
   pieces = []
   for chunk in chunks:
     if not row.finish:

@@ -68,11 +68,14 @@ class Tiny:
 
     return program.make(self.config(changes), mesh, _devices(mesh), say)
 
-  def run(self, workdir, changes=None, mesh='', **options):
+  def run(
+    self, workdir, changes=None, mesh='', source=None, profile='', **options
+  ):
     """Trains in this process: (what loop.run returns, [lines that it said])."""
     from paraxis.train import loop
 
     said, config = [], self.config(changes)
+    options['options'] = loop.Options(profile, source)
     options = dict(devices=_devices(mesh), say=said.append) | options
     return loop.run(config, workdir, mesh, **options), said
 

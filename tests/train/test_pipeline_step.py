@@ -18,8 +18,8 @@ from paraxis.configs.base import mixers as mixer_schema
 from paraxis.models import batch as batch_lib
 from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.sharding.pipeline import schedules
-from paraxis.train import loop
 from paraxis.train import pipeline_step
+from paraxis.train import start
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
 from paraxis.train.certify import trial
@@ -329,10 +329,10 @@ def read_and_save(tiny, source, mesh, target):
   job = tiny.job(CHANGES, mesh)
   open_ = lambda run: store_lib.Store(run / 'checkpoints', asynchronous=False)
   with job.context(), open_(source) as store, open_(target) as other:
-    state, step = loop._start(job, store, lambda line: None)
+    state, step, _ = start.state(job, store, None, lambda line: None)
     tree = state_lib.in_order(state_lib.flatten(state), job.model)
     axes = state_lib.axes(state, job.model)
-    other.save(step, tree, axes, loop._meta(job, step))
+    other.save(step, tree, axes, start.meta(job, step))
   return support.fingerprints(target, step)
 
 

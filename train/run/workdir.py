@@ -177,7 +177,8 @@ def compare(where, old, new, say=lambda line: None):
   if hard:
     raise errors.UserError(
       f'{where} holds a run with another configuration: {"; ".join(hard)}. '
-      'Take another --workdir, or give the old values.'
+      'Give the old values, or begin a new run in another --workdir with '
+      f'these weights: --init_from={where}.'
     )
 
 

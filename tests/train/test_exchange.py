@@ -1,0 +1,165 @@
+"""Weights to a folder of Hugging Face and back, bitwise."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors
+import support
+
+from paraxis.configs import schema
+from paraxis.decode import load
+from paraxis.models import build
+from paraxis.models.huggingface import files as files_lib
+from paraxis.models.huggingface import source
+from paraxis.models.text import tokenizer
+from paraxis.train import exchange
+from paraxis.train import start
+
+MODEL = dict(
+  vocab_size=2048, d_model=16, num_layers=3, num_heads=4, num_kv_heads=2,
+  d_ff=24, tied_embedding=False, embedding_init_std=1.0,
+)  # fmt: skip
+
+
+def quiet(line):
+  del line
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+  """(folder of a run on a mesh of stages, its parameters in order)."""
+  path = tmp_path_factory.mktemp('run')
+  config = schema.view({'model': MODEL, 'mesh': dict(fsdp=2, tensor=2)})
+  built = build.build(config, '', devices=jax.devices()[:4])
+  with build.use(built):
+    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  support.save_run(path, config, built, params, (1, 5))
+  return path, {p: np.asarray(x) for p, x in params.items()}
+
+
+@pytest.fixture(scope='module')
+def exported(run, tmp_path_factory):
+  out = tmp_path_factory.mktemp('out') / 'hf'
+  exchange.send(str(run[0]), out, say=quiet)
+  return out
+
+
+def test_round_trip_is_bitwise(run, exported, tmp_path):
+  _, wanted = run
+  exchange.bring(str(exported), tmp_path / 'a', say=quiet)
+  found = start.Run(str(tmp_path / 'a')).arrays(list(wanted))
+  for path, x in wanted.items():
+    np.testing.assert_array_equal(found[path], x)
+  exchange.send(str(tmp_path / 'a'), tmp_path / 'b', say=quiet)
+  first, second = (
+    safetensors.load_file(str(f / 'model.safetensors'))
+    for f in (exported, tmp_path / 'b')
+  )
+  assert set(first) == set(second)
+  assert all(np.array_equal(first[n], second[n]) for n in first)
+
+
+def test_what_is_written(run, exported):
+  config = json.loads((exported / 'config.json').read_text())
+  assert config['model_type'] == 'llama'
+  assert config['num_hidden_layers'] == 3 and config['hidden_size'] == 16
+  ours = tokenizer.load('bpe2048')
+  assert config['bos_token_id'] == ours.bos_id(None)
+  assert config['eos_token_id'] == ours.end_id
+  tensors = safetensors.load_file(str(exported / 'model.safetensors'))
+  up = run[1]['layers/mlp/up'][1]
+  np.testing.assert_array_equal(
+    tensors['model.layers.1.mlp.up_proj.weight'], up.T
+  )
+  modes = {p.stat().st_mode & 0o777 for p in exported.iterdir()}
+  assert modes == {0o644} and (exported.stat().st_mode & 0o777) == 0o755
+  text = (exported / files_lib.TOKENIZER).read_text()
+  assert text == ours.text
+
+
+def test_files_of_a_size(run, exported, tmp_path, monkeypatch):
+  """Several files hold the tensors of one, each in one of them."""
+  monkeypatch.setattr(exchange, 'SHARD', 2**14)
+  exchange.send(str(run[0]), tmp_path / 'hf', say=quiet)
+  found = sorted((tmp_path / 'hf').glob('*.safetensors'))
+  index = json.loads((tmp_path / 'hf' / files_lib.INDEX).read_text())
+  assert len(found) > 3
+  assert set(index['weight_map'].values()) == {p.name for p in found}
+  whole = safetensors.load_file(str(exported / 'model.safetensors'))
+  read = source.Source(tmp_path / 'hf').files
+  assert set(read.shapes) == set(whole)
+  for name, x in whole.items():
+    np.testing.assert_array_equal(read.read(name), x)
+  assert index['metadata']['total_size'] == sum(
+    x.nbytes for x in whole.values()
+  )
+
+
+def test_bfloat16_halves_it(run, exported, tmp_path):
+  exchange.send(str(run[0]), tmp_path / 'hf', 'bfloat16', say=quiet)
+  files = [f / 'model.safetensors' for f in (exported, tmp_path / 'hf')]
+  wide, narrow = (source.Source(f.parent).files for f in files)
+  for name in wide.shapes:
+    a, b = wide.read(name), narrow.read(name)
+    assert b.dtype.name == 'bfloat16'
+    np.testing.assert_allclose(a, b.astype('f4'), rtol=2**-8, atol=0)
+  sizes = [f.stat().st_size for f in files]
+  assert sizes[1] < 0.55 * sizes[0]
+
+
+@pytest.mark.parametrize('mesh', ['data=8', 'data=2,fsdp=4'])
+def test_decoding_of_either_is_the_same(run, exported, mesh):
+  """The run, and the folder that it became."""
+  texts = []
+  for opened in (
+    load.Checkpoint(str(run[0]), None, quiet),
+    load.Weights(str(exported), quiet),
+  ):
+    with opened as checkpoint:
+      config = schema.view(checkpoint.config())
+      made = checkpoint.generator(config, mesh)
+      texts.append(made.generate(['one', 'two'], max_new_tokens=6))
+  for a, b in zip(*texts, strict=True):
+    assert a['tokens'] == b['tokens']
+    np.testing.assert_allclose(a['logprobs'], b['logprobs'], atol=1e-5)
+
+
+def test_imported_weights_are_no_run_to_resume(tiny, exported, tmp_path):
+  exchange.bring(str(exported), tmp_path / 'a', say=quiet)
+  with support.refused('imported', '--init_from'):
+    tiny.run(tmp_path / 'a')
+  with support.refused('has checkpoints', '--workdir'):
+    exchange.bring(str(exported), tmp_path / 'a', say=quiet)
+
+
+def test_licence_and_origin_travel(run, exported, tmp_path):
+  """From a folder through an import to an export."""
+  folder = tmp_path / 'theirs'
+  folder.mkdir()
+  for file in exported.iterdir():
+    (folder / file.name).write_bytes(file.read_bytes())
+  (folder / 'README.md').write_text('---\nlicense: apache-2.0\n---\n')
+  config = json.loads((folder / 'config.json').read_text())
+  config['eos_token_id'] = 7
+  (folder / 'config.json').write_text(json.dumps(config))
+  (folder / files_lib.TEMPLATE).write_text('a template')
+  said = []
+  exchange.bring(str(folder), tmp_path / 'a', say=said.append)
+  assert any('apache-2.0' in line for line in said)
+  exchange.send(str(tmp_path / 'a'), tmp_path / 'b', say=quiet)
+  about = source.Source(tmp_path / 'b').about
+  assert about['licence'] == 'apache-2.0' and about['template'] == 'a template'
+  assert about['ends'] == [7, tokenizer.load('bpe2048').end_id]
+  assert str(folder) in (tmp_path / 'b' / 'README.md').read_text()
+
+
+def test_what_is_not_exported(run, exported, tmp_path):
+  with support.refused('--dtype=float8', 'bfloat16'):
+    exchange.send(str(run[0]), tmp_path / 'a', 'float8', say=quiet)
+  with support.refused('not empty'):
+    exchange.send(str(run[0]), exported, say=quiet)
+  with support.refused('gpt2'):
+    exchange.send(str(run[0]), tmp_path / 'a', model_type='gpt2', say=quiet)
+  assert not list(tmp_path.iterdir())

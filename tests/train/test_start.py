@@ -1,0 +1,172 @@
+"""A new run that begins with the parameters of another."""
+
+import jax
+import numpy as np
+import pytest
+import support
+
+from paraxis.configs.base import errors
+from paraxis.sharding.checkpoint import store as store_lib
+from paraxis.train import start
+from paraxis.train import state as state_lib
+
+QUICK = {'train.steps': 1, 'train.eval_batches': 0}
+STILL = QUICK | {'optimizer.learning_rate': 1e-30, 'optimizer.weight_decay': 0}
+MESH = 'data=2,fsdp=2,tensor=2'
+
+
+@pytest.fixture(scope='module')
+def first(tiny, tmp_path_factory):
+  """A run of 4 steps."""
+  path = tmp_path_factory.mktemp('first') / 'run'
+  tiny.run(path, {'train.steps': 4, 'train.eval_batches': 0})
+  return path
+
+
+def _leaves(path, step):
+  """({path: array}, meta) of a checkpoint."""
+  here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  with store_lib.Store(path / 'checkpoints', read_only=True) as store:
+    like = {
+      p: jax.ShapeDtypeStruct(tuple(x['shape']), x['dtype'], sharding=here)
+      for p, x in store.read_manifest(step)['leaves'].items()
+    }
+    tree, meta = store.restore(step, like)
+  return {p: np.asarray(x) for p, x in tree.items()}, meta
+
+
+def _opened(first, text='', **options):
+  said = []
+  found = start.open_(f'{first}{text}', say=said.append, **options)
+  return found, said
+
+
+def _parameters(tree):
+  return {p: x for p, x in tree.items() if p.startswith('params/')}
+
+
+@pytest.mark.parametrize(
+  'mesh, changes',
+  [
+    (MESH, {}),
+    # Another layout, and stages that hold layers in another order.
+    ('data=2,stage=2,tensor=2', {'train.microbatches': 2}),
+  ],
+)
+def test_every_parameter_of_a_step(tiny, first, tmp_path, mesh, changes):
+  source, _ = _opened(first, '/2')
+  tiny.run(tmp_path, STILL | changes, mesh, source=source)
+  found, meta = _leaves(tmp_path, 1)
+  wanted, _ = _leaves(first, 2)
+  later, _ = _leaves(first, 4)
+  for path, x in _parameters(wanted).items():
+    np.testing.assert_allclose(found[path], x, rtol=0, atol=1e-12)
+  assert any(  # of another step they are others
+    np.abs(found[p] - x).max() > 1e-4 for p, x in _parameters(later).items()
+  )
+  assert meta['origin']['source'] == str(first) and meta['origin']['step'] == 2
+  assert meta['cursor']['step'] == 1
+
+
+def test_the_newest_step_and_folders_within(first):
+  for text in ('', '/4', '/checkpoints', '/checkpoints/4'):
+    assert _opened(first, text)[0].about['step'] == 4
+
+
+def test_optimizer_afresh_unless_asked(tiny, first):
+  """Moments of the first state; a run's own step begins at 0."""
+  job = tiny.job(QUICK, MESH)
+  wanted, _ = _leaves(first, 4)
+  for asked in (False, True):
+    source, _ = _opened(first, optimizer=asked)
+    like = state_lib.in_order(state_lib.flatten(job.state), job.model)
+    made = start.begin(job, source, like, lambda line: None)
+    flat = {p: np.asarray(x) for p, x in state_lib.flatten(made).items()}
+    moments = [
+      p for p, x in wanted.items()
+      if p.startswith('optimizer/') and x.ndim > 1 and np.any(x)
+    ]  # fmt: skip
+    assert moments
+    for path in moments:
+      same = np.array_equal(flat[path], wanted[path])
+      assert same == asked and (asked or not np.any(flat[path]))
+
+
+def test_resumed_runs_keep_their_origin(tiny, first, tmp_path):
+  source, _ = _opened(first)
+  changes = QUICK | {'train.steps': 3, 'checkpoint.every': 1}
+  with pytest.raises(support.KilledError):
+    crash = support.crash_at(2)
+    tiny.run(tmp_path, changes, MESH, source=source, callbacks=[crash])
+  result, said = tiny.run(tmp_path, changes, MESH)  # without the flag
+  assert result['step'] == 3 and 'resumed from step 1' in '\n'.join(said)
+  assert _leaves(tmp_path, 3)[1]['origin']['source'] == str(first)
+  again, _ = _opened(first)
+  tiny.run(tmp_path, changes, MESH, source=again)  # with it: the same run
+  other, _ = _opened(tmp_path)
+  with support.refused('began with', str(first), '--workdir'):
+    tiny.run(tmp_path, changes, MESH, source=other)
+  assert other.about['began'] == str(first)
+
+
+def test_a_run_without_origin_is_not_overwritten(tiny, first, tmp_path):
+  tiny.run(tmp_path, QUICK, MESH)
+  source, _ = _opened(first)
+  with support.refused('new parameters', '--workdir'):
+    tiny.run(tmp_path, QUICK, MESH, source=source)
+
+
+def test_more_tokens(tiny, first, tmp_path):
+  """Old rows stay, the new are initialised, which is said."""
+  source, _ = _opened(first)
+  changes = STILL | {'model.vocab_size': 272}
+  _, said = tiny.run(tmp_path, changes, MESH, source=source)
+  text = '\n'.join(said)
+  assert '264 rows there, 272 here: the last 8 are initialised' in text
+  found, wanted = _leaves(tmp_path, 1)[0], _leaves(first, 4)[0]
+  rows = found['params/embedding']
+  np.testing.assert_allclose(
+    rows[:264], wanted['params/embedding'], rtol=0, atol=1e-12
+  )
+  assert rows.shape[0] == 272 and np.all(rows[264:].std(1) > 1e-3)
+
+
+def test_what_differs_is_printed_or_refused(tiny, first, tmp_path):
+  source, said = _opened(first)
+  longer = {
+    'data.sequence_length': 128, 'model.rope_scaling': 'linear',
+    'model.rope_factor': 2.0, 'optimizer.learning_rate': 1e-4,
+  }  # fmt: skip
+  result, lines = tiny.run(tmp_path / 'a', QUICK | longer, MESH, source=source)
+  assert result['step'] == 1
+  text = '\n'.join([*said, *lines])
+  assert "model.rope_scaling was 'none', is 'linear'" in text
+  deeper, _ = _opened(first)
+  more = QUICK | {'model.num_layers': 3}
+  leaf = r'layers/mlp/up: saved .*\(2, 32, 64\), wanted .*\(3, 32, 64\)'
+  with pytest.raises(errors.UserError, match=leaf):
+    tiny.run(tmp_path / 'b', more, MESH, source=deeper)
+  assert not list((tmp_path / 'b').glob('checkpoints/*/state'))
+
+
+@pytest.mark.parametrize('change', ['train.seed', 'train.batch_size'])
+def test_a_changed_run_is_told_the_way(tiny, first, change):
+  with support.refused('--init_from=', change.split('.')[1]):
+    value = {'train.seed': 3, 'train.batch_size': 16}[change]
+    tiny.run(first, {'train.steps': 4, change: value})
+
+
+@pytest.mark.parametrize(
+  'text, options, words',
+  [
+    ('/3', {}, ['step 3', '2, 4']),
+    ('x', {}, ['no folder', 'safetensors']),
+    ('smollm2', dict(optimizer=True), ['--init_optimizer', 'only a run']),
+    ('', dict(optimizer=True), ['--init_from=RUN']),
+  ],
+)
+def test_no_such_origin(first, text, options, words):
+  if text.startswith('/'):
+    text = f'{first}{text}'
+  with support.refused(*words):
+    start.open_(text, **options)

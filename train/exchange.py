@@ -1,0 +1,228 @@
+"""Weights of other programs to a checkpoint of ours, and back.
+
+    paraxis checkpoint import FOLDER --workdir=RUN
+    paraxis checkpoint export --checkpoint=RUN --out=FOLDER
+
+An import is step 0 of a folder without a run: `decode --checkpoint=` and `train
+--init_from=` read it. An export is config.json, safetensors, the tokenizer with
+its chat template, and a README with the licence; transformers opens it.
+"""
+
+import json
+import pathlib
+import shutil
+import tempfile
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.models import build
+from paraxis.models.huggingface import config as config_lib
+from paraxis.models.huggingface import files as files_lib
+from paraxis.models.huggingface import leaves as leaves_lib
+from paraxis.models.text import tokenizer as tokenizer_lib
+from paraxis.train import start
+from paraxis.train.run import workdir as workdir_lib
+
+SHARD = 4 * 2**30  # bytes of a file of an export
+DTYPES = {'float32': np.float32, 'bfloat16': ml_dtypes.bfloat16}
+
+
+def bring(text, workdir, mesh_text='', say=print) -> None:
+  """Saves weights of another program as step 0 of a folder.
+
+  Args:
+    text: folder, GGUF file or source.SMOLLM2.
+    workdir: folder, without checkpoints yet.
+    mesh_text: devices that hold them meanwhile; '': one.
+    say: prints one line.
+
+  Raises:
+    UserError: they do not read, or the folder holds a run.
+  """
+  from paraxis.sharding.checkpoint import store as store_lib  # starts slowly
+
+  source = start.Foreign(text)
+  path = workdir_lib.prepare(workdir)
+  if (path / workdir_lib.CHECKPOINTS).exists():
+    raise errors.UserError(f'{path} has checkpoints: take another --workdir.')
+  config = source.configured(schema.Config(), path, say)
+  devices = None if mesh_text else jax.devices()[:1]
+  built = build.build(config, mesh_text, devices=devices)
+  tokenizer = tokenizer_lib.load(config.data.tokenizer)
+  with build.use(built):
+    shapes = {f'{start.PARAMS}{p}': x for p, x in built.params.items()}
+    tree = source.read(None, shapes, say)
+    axes = {f'{start.PARAMS}{p}': a for p, a in built.model.axes.items()}
+    meta = start.common(config, tokenizer.fingerprint, source.about)
+    with store_lib.Store(path / workdir_lib.CHECKPOINTS, say=say) as store:
+      store.save(0, tree, axes, meta | {start.IMPORTED: True})
+  workdir_lib.write_config(path, config)
+  size = sum(x.nbytes for x in tree.values())
+  say(f'{len(tree)} leaves, {size:,} bytes, in {path}')
+
+
+def send(text, out, dtype='float32', model_type='', say=print) -> None:
+  """Writes a run's parameters as a folder that Hugging Face reads.
+
+  Args:
+    text: RUN, RUN/STEP. out: folder that does not exist, or is empty.
+    dtype: of DTYPES. model_type: of config.json; '': the plainest that fits.
+    say: prints one line.
+
+  Raises:
+    UserError: no family expresses the model, or the folder is not empty.
+  """
+  if dtype not in DTYPES:
+    raise errors.UserError(
+      f'--dtype={dtype} is not one of {", ".join(DTYPES)}.'
+      + schema.suggest(dtype, DTYPES)
+    )
+  run = start.Run(text, say=say)
+  config = run.config()
+  described = config_lib.from_model(
+    config.model, model_type or run.about['kind']
+  )
+  table = leaves_lib.table(config.model, described['model_type'])
+  out = pathlib.Path(out).expanduser().resolve()
+  if out.exists() and any(out.iterdir()):
+    raise errors.UserError(f'--out={out} is not empty: name another folder.')
+  out.parent.mkdir(parents=True, exist_ok=True)
+  made = pathlib.Path(tempfile.mkdtemp(prefix='export-', dir=out.parent))
+  try:
+    about = described | run.about
+    tokenizer = _write_tokenizer(made, config, about, say)
+    _write_json(
+      made / files_lib.CONFIG,
+      described | _ends(tokenizer, run.about['ends']) | dict(torch_dtype=dtype),
+    )
+    files = _write_tensors(made, run, table, DTYPES[dtype])
+    _write_readme(made, run.about)
+    made.chmod(0o755)
+    if out.exists():
+      out.rmdir()
+    made.rename(out)
+  finally:
+    shutil.rmtree(made, ignore_errors=True)
+  say(f'{described["model_type"]}, {files} files of tensors, in {out}')
+
+
+def _ends(tokenizer, before):
+  """Ids of config.json that say where a text begins and ends.
+
+  before: that end one for the weights that the run began with.
+  """
+  ends = list(dict.fromkeys([*before, tokenizer.end_id]))
+  return dict(
+    bos_token_id=tokenizer.bos_id(None),
+    eos_token_id=ends if ends[1:] else ends[0],
+  )
+
+
+def _write_json(path, content):
+  path.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+
+
+def _write_tokenizer(folder, config, about, say):
+  """tokenizer.json and its config, where there is one -> the tokenizer."""
+  tokenizer = tokenizer_lib.load(config.data.tokenizer)
+  if not tokenizer.text:
+    say('the tokenizer is bytes, which no tokenizer.json describes')
+    return tokenizer
+  (folder / files_lib.TOKENIZER).write_text(tokenizer.text, encoding='utf-8')
+  written = dict(
+    tokenizer_class='PreTrainedTokenizerFast',
+    bos_token=tokenizer.name_of(tokenizer.bos_id(None)),
+    eos_token=tokenizer.name_of((*about['ends'], tokenizer.end_id)[0]),
+  )
+  if 'max_position_embeddings' in about:
+    written['model_max_length'] = about['max_position_embeddings']
+  if about['template']:
+    written['chat_template'] = about['template']
+  _write_json(folder / files_lib.TOKENIZER_CONFIG, written)
+  return tokenizer
+
+
+def _together(table):
+  """[[path]]: paths whose tensors overlap, in the order of the table."""
+  group = {}  # tensor, and path -> the list of paths it is in
+  for leaf in table:
+    merged = group.get(leaf.path, [leaf.path])
+    for name in leaf.names:
+      other = group.get(name, merged)
+      if other is not merged:
+        merged += [p for p in other if p not in merged]
+        for key, value in group.items():
+          if value is other:
+            group[key] = merged
+      group[name] = merged
+    group[leaf.path] = merged
+  seen, out = set(), []
+  for leaf in table:
+    if leaf.path not in seen:
+      out.append(group[leaf.path])
+      seen |= set(group[leaf.path])
+  return out
+
+
+def _write_tensors(folder, run, table, dtype):
+  """Writes model*.safetensors, a shard at a time -> number of files."""
+  shards, tensors, where, total = [], {}, {}, 0
+
+  def flush():
+    from safetensors import numpy as files
+
+    name = f'{len(shards)}.safetensors'
+    files.save_file(tensors, str(folder / name), {'format': 'pt'})
+    where.update(dict.fromkeys(tensors, len(shards)))
+    shards.append(folder / name)
+    tensors.clear()
+
+  for paths in _together(table):
+    arrays = run.arrays(paths)
+    mine = [leaf for leaf in table if leaf.path in paths and leaf.names]
+    for layer in sorted({leaf.layer or 0 for leaf in mine}):
+      for leaf in (x for x in mine if (x.layer or 0) == layer):
+        x = arrays[leaf.path]
+        x = x if leaf.layer is None else x[layer]
+        leaves_lib.put(tensors, leaf, x.astype(dtype))
+      if sum(t.nbytes for t in tensors.values()) > SHARD:
+        total += sum(t.nbytes for t in tensors.values())
+        flush()
+  total += sum(t.nbytes for t in tensors.values())
+  if tensors:
+    flush()
+  names = ['model.safetensors']
+  if len(shards) > 1:
+    names = [
+      f'model-{i:05d}-of-{len(shards):05d}.safetensors'
+      for i in range(1, len(shards) + 1)
+    ]
+    _write_json(
+      folder / files_lib.INDEX,
+      dict(
+        metadata=dict(total_size=total),
+        weight_map={t: names[i] for t, i in sorted(where.items())},
+      ),
+    )
+  for shard, name in zip(shards, names, strict=True):
+    shard.chmod(0o644)  # the library makes it private
+    shard.rename(folder / name)
+  return len(shards)
+
+
+def _write_readme(folder, about):
+  """README.md: the licence in its head, and where the weights began."""
+  lines = []
+  if about['licence']:
+    lines = ['---', f'license: {about["licence"]}', '---', '']
+  lines += [
+    f'Exported by paraxis from step {about["step"]} of a run '
+    f'({about["sha256"][:16]}).'
+  ]
+  if about.get('began'):
+    lines += [f'The run began with the weights of {about["began"]}.']
+  (folder / 'README.md').write_text('\n'.join(lines) + '\n', encoding='utf-8')
