@@ -21,6 +21,25 @@ def _say(line):
   print(f'paraxis: {line}', file=sys.stderr)
 
 
+def require_one(checkpoint, weights):
+  """UserError unless one of --checkpoint= and --weights= is given."""
+  if bool(checkpoint) == bool(weights):
+    raise errors.UserError(
+      'name a run with --checkpoint=, or with --weights= a folder or file of '
+      'another program: one of the two.'
+    )
+
+
+def open_(checkpoint, weights, step=None):
+  """load.Checkpoint or load.Weights; UserError unless one of both is given."""
+  require_one(checkpoint, weights)
+  from paraxis.decode import load  # starts jax
+
+  if weights:
+    return load.Weights(weights, _say)
+  return load.Checkpoint(checkpoint, step, _say)
+
+
 def _text(flag, path):
   try:
     return pathlib.Path(path).read_text(encoding='utf-8')
@@ -77,22 +96,12 @@ def _print(results, domains, prompts):
 
 def _decode(options, overrides, _):
   """options: flags. overrides: {'section.field': value} of --config.x.y=."""
-  if bool(options.checkpoint) == bool(options.weights):
-    raise errors.UserError(
-      'name a run with --checkpoint=, or with --weights= a folder or file of '
-      'another program: one of the two.'
-    )
+  require_one(options.checkpoint, options.weights)
   prompts = texts = _prompts(options)
   if options.calibration_file is not None:
     texts = [_text('calibration_file', options.calibration_file)]
   command_line.prepare_devices(options.devices)
-  from paraxis.decode import load  # starts jax
-
-  if options.weights:
-    opened = load.Weights(options.weights, _say)
-  else:
-    opened = load.Checkpoint(options.checkpoint, options.step, _say)
-  with opened as checkpoint:
+  with open_(options.checkpoint, options.weights, options.step) as checkpoint:
     config = checkpoint.config()
     config.update_from_flattened_dict(overrides)
     config = schema.view(config)

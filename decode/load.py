@@ -26,6 +26,7 @@ from paraxis.sharding.checkpoint import store as store_lib
 
 CHECKPOINTS = 'checkpoints'  # a workdir's folder of steps
 PARAMS = 'params/'
+_POSITIONS = ('max_position_embeddings', 'n_positions')  # of config.json
 
 
 def locate(checkpoint, step=None):
@@ -93,7 +94,15 @@ class Checkpoint:
     return ml_collections.ConfigDict(config).lock()
 
   def generator(self, config, mesh_text='', rows=1, texts=()):
-    """A loop.Generator on a mesh, its parameters verified.
+    """A loop.Generator of `parts`, which has the arguments and errors."""
+    built, params, tokenizer, ends = self.parts(config, mesh_text, rows, texts)
+    return loop.Generator(
+      built, params, tokenizer, config.decode, self._say, ends
+    )
+
+  def parts(self, config, mesh_text='', rows=1, texts=()):
+    """(build.Built, its parameters, verified, on its mesh; the tokenizer; ids
+    that end a text, beside the tokenizer's end token).
 
     Args:
       config: schema.Config, as `config` gave it, perhaps with overrides.
@@ -122,9 +131,7 @@ class Checkpoint:
       ids = [[tokenizer.bos_id(None), *tokenizer.encode(t)] for t in texts]
       length = config.data.sequence_length
       params = latents.rotated(params, built, ids, length, self._say)
-    return loop.Generator(
-      built, params, tokenizer, config.decode, self._say, self._ends()
-    )
+    return built, params, tokenizer, self._ends()
 
   def _ends(self):
     """Ids that end a text for the weights that the run began with."""
@@ -196,9 +203,13 @@ class Weights(Checkpoint):
     self._folder.cleanup()
 
   def config(self):
-    """The default configuration with the model of the weights."""
+    """The default configuration with the model of the weights, and rows as
+    long as the positions that they say they know."""
     files = self._source.files
     config = schema.with_value(schema.Config(), 'model', self._source.model)
+    known = [files.config.get(name) for name in _POSITIONS]
+    if length := next(filter(None, known), 0):
+      config = schema.with_value(config, 'data.sequence_length', length)
     text = files.tokenizer()
     if text:
       file = pathlib.Path(self._folder.name, files_lib.TOKENIZER)

@@ -29,7 +29,7 @@ ROOMS = {
     'parameter', 'aux', 'batch', 'norm', 'depth', 'memory', 'ffn', 'mixers',
     'text', '', 'huggingface',
   ),
-  'decode': ('',),
+  'decode': ('', 'evaluate'),
   'train': (
     'data', 'run', '', 'plot', 'certify', 'bench', 'claims', 'cli', '__main__',
   ),

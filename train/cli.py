@@ -14,6 +14,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.decode import __main__ as decode_main
+from paraxis.decode.evaluate import command as evaluate_command
 from paraxis.train import exchange_command
 from paraxis.train.bench import command as bench_command
 from paraxis.train.plot import command as plot_command
@@ -220,6 +221,7 @@ _ALL = (
     'required',
   ),
   decode_main.COMMAND,
+  evaluate_command.COMMAND,
   *exchange_command.commands(_MESH, _DEVICES),
   command_line.Command(
     _check,

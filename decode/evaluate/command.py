@@ -1,0 +1,176 @@
+"""The evaluate command: figures of a model on files.
+
+    paraxis evaluate --checkpoint=RUN --tasks=quiz.jsonl,book.txt
+
+The table goes to stdout, everything else to stderr. Tasks are read and checked
+before jax starts.
+"""
+
+import json
+import pathlib
+import sys
+
+from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
+from paraxis.decode import __main__ as decode_main
+from paraxis.decode.evaluate import tasks as tasks_lib
+
+
+def _say(line):
+  print(f'paraxis: {line}', file=sys.stderr)
+
+
+def scorer(opened, overrides, mesh='', length=0, batch_size=8, say=_say):
+  """score.Scorer of a load.Checkpoint.
+
+  Args:
+    overrides: {'section.field': value} of its config. mesh: as --mesh=.
+    length: the most tokens of a row; 0: data.sequence_length.
+  """
+  from paraxis.decode import latents
+  from paraxis.decode.evaluate import score
+
+  config = opened.config()
+  # Experts that drop would make a row's numbers depend on others.
+  config.model.experts.capacity_factor = 0.0
+  config.update_from_flattened_dict(overrides)
+  config = schema.view(config)
+  if latents.change(config.model):
+    raise errors.UserError(
+      'model.latent.groups, scores and rotation convert parameters for '
+      'decoding; evaluation computes as training: leave them out '
+      '(--config.model.latent.rotation=none --config.model.latent.groups=1).'
+    )
+  parts = opened.parts(config, mesh, batch_size)
+  length = length or config.data.sequence_length
+  made = score.Scorer(parts, config.decode, length, batch_size, say)
+  say(f'{length} tokens a row, {made.rows} rows a batch')
+  return made
+
+
+def _evaluate(options, overrides, _):
+  if not options.tasks:
+    raise errors.UserError('evaluate on what? --tasks=FILE,...')
+  names = list(dict.fromkeys(options.tasks))
+  given = options.checkpoint, options.weights
+  decode_main.require_one(*given)
+  folder = pathlib.Path(options.json or '.').expanduser().parent
+  if not folder.is_dir():
+    raise errors.UserError(f'--json={options.json}: no folder {folder}.')
+  tasks = [tasks_lib.read(name, options.text_key) for name in names]
+  command_line.prepare_devices(options.devices)
+  results = []
+  with decode_main.open_(*given, options.step) as opened:
+    made = scorer(
+      opened, overrides, options.mesh, options.length, options.batch_size
+    )
+    if options.domain:
+      made.tokenizer.require_domain(options.domain)
+    for task in tasks:
+      found = tasks_lib.run(
+        task,
+        made,
+        options.domain,
+        options.max_new_tokens,
+        options.stop or ['\n'],
+      )
+      if found.cut:
+        _say(
+          f'{task.name}: {found.cut} of {len(task.rows)} prompts are longer '
+          f'than {made.length} tokens leave room for: cut from the left'
+        )
+      results.append(found)
+    step = opened.step
+  if options.json:
+    about = dict(
+      model=given[0] or given[1], step=step, sequence_length=made.length
+    )
+    _write(options.json, about, results)
+  print(table(results))
+  return errors.EXIT_OK
+
+
+def _write(file, about, results):
+  record = about | dict(
+    results={
+      r.task.name: dict(
+        kind=r.task.kind,
+        cut=r.cut,
+        metrics={k: dict(value=v, stderr=e) for k, (v, e) in r.metrics.items()},
+        examples=r.examples,
+      )
+      for r in results
+    }
+  )
+  text = json.dumps(record, ensure_ascii=False, indent=1)
+  try:
+    pathlib.Path(file).expanduser().write_text(f'{text}\n', encoding='utf-8')
+  except OSError as e:
+    raise errors.UserError(f'--json={file}: {e}') from None
+
+
+def table(results) -> str:
+  """A line for every metric of every task."""
+  lines = [('task', 'kind', 'examples', 'metric', 'value', 'stderr')]
+  for r in results:
+    for name, (value, error) in r.metrics.items():
+      lines.append(
+        (
+          r.task.name,
+          r.task.kind,
+          str(len(r.task.rows)),
+          name,
+          f'{value:.4f}',
+          '-' if error is None else f'{error:.4f}',
+        )
+      )
+  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+  pad = lambda cells: '  '.join(
+    f'{cell:{"<" if i in (0, 1, 3) else ">"}{w}}'
+    for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+  )
+  return '\n'.join(map(pad, lines))
+
+
+COMMAND = command_line.Command(
+  _evaluate,
+  'evaluate',
+  '--checkpoint=RUN --tasks=FILE,...',
+  'bits per byte, multiple choice and exact match of a model on files',
+  (
+    'Model',
+    (str, 'checkpoint=PATH', None,
+     "a workdir, its checkpoints folder, or one step's folder"),
+    (str, 'weights=PATH', None,
+     'instead: a folder of Hugging Face, a .gguf file, or smollm2'),
+    (int, 'step=N', None, 'step to load; else the newest undamaged one'),
+    'Tasks',
+    (list, 'tasks=FILE,...', [],
+     '.txt and .md: a document; .jsonl: rows of {"text"}, of {"prompt", '
+     '"choices", "answer": 0} or of {"prompt", "answer"} (prompt or question)'),
+    (str, 'text_key=NAME', 'text', 'key of the text in rows of .jsonl'),
+    (str, 'domain=NAME', None, 'kind of text of all tasks'),
+    ('count', 'length=N', 0,
+     'tokens a row reads; 0: data.sequence_length, of other weights the most '
+     'that they say. Longer documents are cut into windows, longer prompts '
+     'from the left'),
+    ('positive', 'max_new_tokens=N', 64, 'the most tokens of an exact match'),
+    ('several', 'stop=TEXT', [],
+     'an exact match ends before it; may be repeated; else at a line break'),
+    'Output and devices',
+    (str, 'json=FILE', None, 'write figures and every example'),
+    ('positive', 'batch_size=N', 8, 'rows of a forward pass'),
+    (str, 'mesh=AXIS=N,...', '',
+     "replaces the run's mesh, e.g. --mesh=data=2,fsdp=2"),
+    ('count', 'devices=N', 0,
+     'virtual CPU devices; 0: the accelerators present, else 8 virtual ones'),
+  ),
+  'overrides',
+  notes=(
+    "Fields of the run's config: --config.SECTION.FIELD=VALUE changes one, as",
+    (str, 'config.model.dtype=float32', '', 'activations; logits always are'),
+    'Exit codes: 0 done, 2 bad input, 14 a damaged checkpoint, or '
+    'log-likelihoods\n  that are not finite',
+  ),
+)  # fmt: skip

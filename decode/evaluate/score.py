@@ -1,0 +1,241 @@
+"""Log-likelihoods of tokens: one forward pass a row, without a cache.
+
+    log p(y | x) = sum_i log softmax(z_i)[y_i]
+
+Logits and their softmax are at least float32, whatever the model's dtype; sums
+over the tokens of a row are made on the host in float64. A row is padded to the
+bucket of its own length, and only rows of one bucket share a batch: neither the
+size of batches, nor other rows, nor the mesh change its numbers beyond
+rounding, and few programs are compiled.
+
+Legend: B rows, T tokens (padded), C of a chunk, D model, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from paraxis.configs.base import errors
+from paraxis.decode import loop
+from paraxis.decode import step
+from paraxis.models import batch as batch_lib
+from paraxis.models import build
+from paraxis.models import checks as model_checks
+from paraxis.sharding import annotate
+
+CHUNK = 64  # tokens of a row whose logits are there at a time
+
+
+class Score(NamedTuple):
+  """Of a continuation. nats: log p, at most 0. tokens: how many were scored.
+  greedy: each is the most likely one. cut: how many of the context's tokens,
+  the first ones, were left out."""
+
+  nats: float
+  tokens: int
+  greedy: bool
+  cut: int
+
+
+class Scorer:
+  """One model on one mesh, in batches of equal length.
+
+  Attributes:
+    tokenizer: models.text.tokenizer. length: the most tokens a row reads.
+    rows: of a batch, those asked for rounded up to the shards of the mesh.
+  """
+
+  def __init__(self, parts, config, length, batch_size=8, say=print):
+    """Args:
+
+    parts: build.Built, {path: array}, tokenizer and the ids that end a text, of
+      load.Checkpoint.parts.
+    config: schema.Decode, of generation.
+    length: the most tokens of a row; batch_size: rows of a forward pass.
+    """
+    self._built, self._params, self.tokenizer, self._ends = parts
+    self._config, self._say, self.length = config, say, length
+    model = self._built.model.config
+    model_checks.check_length(model, length, '--length')
+    if self.tokenizer.vocab_size > model.vocab_size:
+      raise errors.UserError(
+        f'tokenizer {self.tokenizer.name} has {self.tokenizer.vocab_size} '
+        f'entries, the model has model.vocab_size={model.vocab_size}: they do '
+        'not belong together.'
+      )
+    with build.use(self._built):
+      shards = annotate.shards('batch')
+    self.rows = -(-batch_size // shards) * shards
+    self._program = jax.jit(self._forward)
+
+  def continuations(self, texts, first, names=()):
+    """[Score] of (context, continuation) texts; names: as of `scores`.
+
+    As lm-eval: blanks at the end of the context belong to the continuation,
+    whose ids are those that it adds to the ids of the context.
+
+    Args:
+      first: [] or the id in front of every context, of the token that begins a
+        document; one without a token gets it in any case.
+    """
+    encode, pairs = self.tokenizer.encode, []
+    for context, continuation in texts:
+      head = encode(context.rstrip())
+      whole = encode(context + continuation)
+      head, rest = [*first, *head], whole[len(head) :]
+      pairs.append((head or [self.tokenizer.bos_id()], rest))
+    return self.scores(pairs, names)
+
+  def rolling(self, texts, first):
+    """[(nats, tokens)] of documents, every token predicted once.
+
+    Disjoint windows, as lm-eval's loglikelihood_rolling: each continues the one
+    token before it, the first one the id `first`, with the next `length`.
+    """
+    pairs, owner = [], []
+    for i, text in enumerate(texts):
+      ids = self.tokenizer.encode(text)
+      for a in range(0, len(ids), self.length):
+        before = ids[a - 1 : a] if a else [first]
+        pairs.append((before, ids[a : a + self.length]))
+        owner.append(i)
+    sums = [(0.0, 0)] * len(texts)
+    for i, found in zip(owner, self.scores(pairs), strict=True):
+      sums[i] = sums[i][0] + found.nats, sums[i][1] + found.tokens
+    return sums
+
+  def scores(self, pairs, names=()):
+    """[Score] of (context ids, continuation ids), cut from the left.
+
+    names: what errors call them.
+
+    Raises:
+      UserError: an empty context or continuation, or one continuation that is
+        longer than `length`.
+      IntegrityError: a log-likelihood that is not finite.
+    """
+    rows, names = [], names or [f'example {i}' for i in range(len(pairs))]
+    for name, (context, continuation) in zip(names, pairs, strict=True):
+      if not context or not continuation:
+        raise errors.UserError(
+          f'{name}: the {"continuation" if context else "context"} is empty (0 '
+          'tokens).'
+        )
+      if len(continuation) > self.length:
+        raise errors.UserError(
+          f'{name}: its continuation has {len(continuation)} tokens, a row '
+          f'{self.length} (--length=).'
+        )
+      rows.append([*context, *continuation][-self.length - 1 :])
+    out = {}
+    for members in self._batches([len(row) - 1 for row in rows]):
+      nats, best = self._batch([rows[i] for i in members])
+      for b, i in enumerate(members):
+        (context, continuation), end = pairs[i], len(rows[i]) - 1
+        seen = slice(end - len(continuation), end)
+        total = math.fsum(nats[b, seen])
+        if not math.isfinite(total):
+          raise errors.IntegrityError(
+            f'{names[i]}: its log-likelihood is {total}: the parameters are '
+            'damaged, or numbers overflow in model.dtype.'
+          )
+        cut = len(context) + len(continuation) - len(rows[i])
+        greedy = bool(best[b, seen].all())
+        out[i] = Score(total, len(continuation), greedy, cut)
+    return [out[i] for i in range(len(rows))]
+
+  def texts(self, prompts, new, stop):
+    """Greedy continuations of lists of ids: ([text], prompts that were cut).
+
+    Args:
+      new: the most tokens of a continuation; prompts are cut from the left to
+        length - new tokens. stop: texts that end one and are left out.
+    """
+    if new >= self.length:
+      raise errors.UserError(
+        f'max_new_tokens={new} leaves nothing of the {self.length} tokens of a '
+        'row (--length=) for the prompt.'
+      )
+    kept = [list(ids[new - self.length :]) for ids in prompts]
+    out = {}
+    for members in self._batches(list(map(len, kept))):
+      made = self._generator.generate(
+        self._padded([kept[i] for i in members]),
+        stop=stop,
+        max_new_tokens=new,
+        temperature=0.0,
+      )
+      out |= {i: row['text'] for i, row in zip(members, made, strict=False)}
+    cut = sum(len(a) < len(b) for a, b in zip(kept, prompts, strict=True))
+    return [out[i] for i in range(len(kept))], cut
+
+  @functools.cached_property
+  def _generator(self):
+    config = dataclasses.replace(self._config, cache_length=self.length)
+    return loop.Generator(
+      self._built, self._params, self.tokenizer, config, self._say, self._ends
+    )
+
+  def _batches(self, lengths):
+    """Yields lists of at most B indices whose lengths have one bucket."""
+    buckets = {}
+    for i, n in enumerate(lengths):
+      buckets.setdefault(loop.bucket(n), []).append(i)
+    for _, found in sorted(buckets.items()):
+      for a in range(0, len(found), self.rows):
+        yield found[a : a + self.rows]
+
+  def _padded(self, rows):
+    """B rows: the last one again for those that there are not."""
+    return rows + rows[-1:] * (self.rows - len(rows))
+
+  def _batch(self, rows):
+    """(log p (B, T) of the token after each, whether it is the likeliest)."""
+    rows = self._padded(rows)
+    length = loop.bucket(max(map(len, rows)) - 1)
+    mesh = self._built.mesh
+    with build.use(self._built):
+      tokens, lengths = step.place([row[:-1] for row in rows], length, mesh)
+      targets, _ = step.place([row[1:] for row in rows], length, mesh)
+      return jax.device_get(
+        self._program(self._params, tokens, targets, lengths)
+      )
+
+  def _forward(self, params, tokens_BT, targets_BT, lengths_B):
+    model, (rows, length) = self._built.model, tokens_BT.shape
+    order = jnp.arange(length, dtype=jnp.int32)
+    here = order < lengths_B[:, None]
+    weights = here.astype(jnp.float32)
+    x_BTD, _ = model.features(
+      params,
+      batch_lib.Batch(
+        tokens_BT,
+        targets_BT,
+        here.astype(jnp.int32),
+        jnp.where(here, order, 0),
+        weights,
+        weights.sum(),
+      ),
+    )
+    size = math.gcd(length, CHUNK)
+
+    def chunks(x):
+      split = x.reshape(rows, length // size, size, *x.shape[2:])
+      return jnp.moveaxis(split, 1, 0)
+
+    def score(both):
+      x_BCD, targets_BC = both
+      z = model.logits(params, x_BCD)
+      z_BCV = annotate.put(z, ('batch', None, None))
+      hit = jnp.arange(z.shape[-1], dtype=jnp.int32) == targets_BC[..., None]
+      chosen = jnp.sum(jnp.where(hit, z_BCV, 0), -1)
+      nats = chosen - jax.nn.logsumexp(z_BCV, -1)
+      return nats, jnp.argmax(z_BCV, -1) == targets_BC
+
+    found = jax.lax.map(score, (chunks(x_BTD), chunks(targets_BT)))
+    whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length)
+    return jax.tree.map(whole, found)
