@@ -94,7 +94,7 @@ def test_a_header_that_claims_too_much_is_found():
   assert _claims_too_much(text % 'reproduced', [3, 2])
   assert not _claims_too_much(text % 'reproduced', [3])
   assert not _claims_too_much(text % 'NOT REPRODUCED; not reproduced', [1])
-  assert _seeds(command_line.find_config('demons_lbl')) == [3, 3]
+  assert _seeds(command_line.find_config('demons_lbl')) == [6, 6]
   assert _seeds(command_line.find_config('skippipe')) == [3, 3, 3]
 
 
