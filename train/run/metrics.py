@@ -107,6 +107,7 @@ class Writers(contextlib.AbstractContextManager):
       self._board = board.SummaryWriter(workdir)
       self._board.add_text('run', f'<pre>{about}</pre>')
       self._board.add_text('config', f'<pre>{schema.to_json(config)}</pre>')
+      self._board.add_text('source', f'<pre>{json.dumps(source())}</pre>')
     if train.wandb:
       own = dict(about=about, source=source())
       self._wandb = importlib.import_module('wandb').init(

@@ -112,6 +112,25 @@ def test_wandb_gets_the_config_and_every_row(tmp_path, monkeypatch):
   assert rest == [(3, {'a': 1.0}), 'finished']
 
 
+@pytest.mark.smoke
+def test_wandb_without_a_network_keeps_one_run(tmp_path, monkeypatch):
+  pytest.importorskip('wandb', reason='the package wandb is not installed')
+  monkeypatch.setenv('WANDB_MODE', 'offline')
+  monkeypatch.setenv('WANDB_SILENT', 'true')
+  # A busy machine takes its time to start what writes.
+  for patience in ('WANDB__SERVICE_WAIT', 'WANDB_INIT_TIMEOUT'):
+    monkeypatch.setenv(patience, '300')
+  config = schema.Config(train=schema.Train(wandb='sea'))
+  for step in (1, 2):
+    _write(tmp_path, [(step, {'drift': 1.5})], config)
+  name = (tmp_path / metrics.WANDB_ID).read_text()
+  kept = sorted(tmp_path.glob('wandb/offline-run-*/*.wandb'))
+  assert [path.name for path in kept] == [f'run-{name}.wandb'] * 2
+  for path in kept:
+    data = path.read_bytes()
+    assert all(w in data for w in (b'drift', b'changed files', b'd_model'))
+
+
 def test_the_source_is_the_checkout(tmp_path, monkeypatch):
   git = lambda *words: subprocess.run(
     ['git', '-c', 'user.name=a', '-c', 'user.email=a@b', *words],
