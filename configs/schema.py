@@ -1,6 +1,6 @@
 """Every field of a run's configuration: meaning, unit, default, valid values.
 
-One frozen dataclass per section; the model's is in base/model.py.
+One frozen dataclass per section; base/model.py and base/data.py have theirs.
 `default()` gives the same fields as a locked `ConfigDict` (what a config file
 edits and `--config.section.field=` overrides), `view()` turns a ConfigDict back
 into the typed, checked `Config` that the code reads, and `to_json` /
@@ -17,6 +17,7 @@ from typing import Any
 
 import ml_collections
 
+from paraxis.configs.base.data import Data
 from paraxis.configs.base.errors import UserError
 from paraxis.configs.base.field import field
 from paraxis.configs.base.model import Model
@@ -110,40 +111,6 @@ class Pipeline:
     0.0, 'skip: share of the stages that a microbatch skips', low=0.0,
     high=0.9,
   )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-  """Documents -> tokens -> packed rows."""
-
-  path: str = field(
-    'fixture',
-    "'fixture' (shipped), 'corpus' (paraxis data fetch), or a .jsonl / .txt "
-    'file or a folder of them',
-  )
-  tokenizer: str = field(
-    'bpe2048', "'bpe2048' (shipped), 'bytes', or a tokenizer.json"
-  )
-  sequence_length: int = field(256, 'tokens in a row', low=1)
-  packing: str = field(
-    'concat_split',
-    'concat_split: documents end to end, cut every sequence_length tokens; '
-    'first_fit: documents whole if they fit in a row',
-    ('concat_split', 'first_fit'),
-  )
-  mixture: str = field(
-    '', "sampling weights of domains, 'code=2,drama=1'; empty: by size"
-  )
-  held_out_fraction: float = field(
-    0.1,
-    'share of documents held out if the data names no split',
-    low=0.0,
-    high=0.9,
-  )
-  cache_dir: str = field(
-    '', 'token cache; empty: a folder in the user cache directory'
-  )
-  prefetch: int = field(2, 'batches prepared ahead of the step', low=0)
 
 
 @dataclasses.dataclass(frozen=True)

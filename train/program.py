@@ -32,6 +32,7 @@ from paraxis.train import optimizers
 from paraxis.train import state as state_lib
 from paraxis.train.data import batch_ramp
 from paraxis.train.data import batches as data
+from paraxis.train.data import corpus as corpus_lib
 from paraxis.train.data import token_cache
 from paraxis.train.run import compiling
 from paraxis.train.run import metrics
@@ -269,6 +270,8 @@ def _absolute(name):
   """The name of a file or folder as an absolute path."""
   path = pathlib.Path(name).expanduser()
   shipped = name in ('fixture', 'corpus', 'bytes', 'bpe2048')
+  if corpus_lib.is_glob(name):
+    return str(path.absolute())
   return name if shipped or not path.exists() else str(path.resolve())
 
 

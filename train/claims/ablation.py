@@ -64,7 +64,7 @@ ROOT = command_line.FOLDER.parent
 @functools.lru_cache(maxsize=8)
 def _text(path: str) -> str:
   """sha256 of the text that data.path names: files' domains and contents."""
-  found = [(d, corpus.sha256(file)) for file, d in corpus.source_files(path)]
+  found = [(s.domain, corpus.fingerprint(s)) for s in corpus.source_files(path)]
   return hashlib.sha256(repr(found).encode()).hexdigest()
 
 

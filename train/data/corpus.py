@@ -1,30 +1,39 @@
 """Text -> documents with a fixed held-out split; the user's cache folder.
 
 Where text comes from: 'fixture' (shipped), 'corpus' (what `paraxis data fetch`
-brought), a .jsonl or .txt file, or a folder of them. A line of .jsonl is
-{"text": ..., "id": ..., "split": "train" | "held", "domain": ...}, all but
-"text" optional; the domain of a line without one is the file's stem. A .txt
-file is cut at blank lines into documents of about 8 kB; its domain is its
-folder below the given path, else its stem.
+brought), a file of a format of train/data/readers.py, a folder of them, or a
+glob ('web/**/*.parquet'). A row's domain is its own; else of a .txt or .md file
+its folder below the given path, else the file's name without suffix and shard.
+
+Of .parquet files and datasets in one folder, 'train' is trained on and
+'validation', 'valid', 'val', 'dev', 'eval' and 'test' are held out, where both
+kinds are there; their domain is the folder.
 
 Held out, where the data names no split: within each domain the documents with
 the lowest sha256 of "domain/id", until they hold `held_out_fraction` of the
 domain's bytes, never the domain's last document. The same documents on every
 machine; adding a document moves few others.
 
-Cost: the text is read into memory whole.
+Cost: `documents` has the text in memory whole, train/data/token_cache.py not.
 """
 
+import glob
 import hashlib
-import json
+import logging
 import os
 import pathlib
 from typing import NamedTuple
 
 from paraxis.configs.base import errors
+from paraxis.train.data import readers
+from paraxis.train.data import rows as rows_lib
+from paraxis.train.data import tables
 
 FIXTURE = pathlib.Path(__file__).resolve().parent / 'fixture' / 'data'
-_TEXT_DOCUMENT = 8192  # characters; a .txt file is cut at the next blank line
+FORMATS = '.txt, .md and .jsonl (also .gz, .zst), .parquet, datasets folders'
+HELD = ('validation', 'valid', 'val', 'dev', 'eval', 'test')
+_SPLITS = ('.parquet',)  # formats whose file names may say the split
+log = logging.getLogger(__name__)
 
 
 class Document(NamedTuple):
@@ -55,8 +64,32 @@ def sha256(path):
     return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
+def fingerprint(source) -> str:
+  """Hexadecimal sha256 of what decides the rows of a rows_lib.Source."""
+  if source.file.is_dir():
+    state = [source.file / tables.STATE, *tables.dataset_files(source.file)]
+    return hashlib.sha256('|'.join(map(sha256, state)).encode()).hexdigest()
+  if source.file.suffix not in ('.txt', '.md'):
+    return sha256(source.file)
+  digest, long = hashlib.sha256(), False
+  window = readers.LONG_LINE // 2
+  with open(source.file, 'rb') as file:
+    while chunk := file.read(32 * window):
+      digest.update(chunk)
+      # A line of two windows has one window of its own without an end.
+      starts = range(0, len(chunk) - window + 1, window)
+      long = long or any(chunk.find(b'\n', a, a + window) < 0 for a in starts)
+  # Text whose long lines are cut is other text than before that rule.
+  return digest.hexdigest() + ('|long lines are cut' if long else '')
+
+
+def is_glob(path) -> bool:
+  """Whether config.data.path is a pattern, not the name of something there."""
+  return glob.has_magic(str(path)) and not pathlib.Path(path).exists()
+
+
 def source_folder(path):
-  """The file or folder that config.data.path means. UserError if missing."""
+  """File, folder or glob that config.data.path means. UserError: missing."""
   if path == 'fixture':
     return FIXTURE
   if path == 'corpus':
@@ -68,39 +101,75 @@ def source_folder(path):
       )
     return folder
   found = pathlib.Path(path)
-  if not found.exists():
+  if not found.exists() and not is_glob(path):
     raise errors.UserError(
       f'data.path={path!r}: no such file or folder ({found.absolute()}); '
-      "use 'fixture', 'corpus', a .jsonl or .txt file or a folder of them."
+      f"use 'fixture', 'corpus', a file ({FORMATS}), a folder or a glob."
     )
   return found
 
 
-def source_files(path):
-  """[(file, domain)], sorted by path below the source. UserError if none."""
+def source_files(path) -> list[rows_lib.Source]:
+  """The sources of config.data.path, sorted by path. UserError if none."""
   root = source_folder(path)
-  if root.is_file():
-    if root.suffix not in ('.jsonl', '.txt'):
+  if is_glob(path):
+    parts = root.parts
+    fixed = next(n for n, part in enumerate(parts) if glob.has_magic(part))
+    matched = sorted(map(pathlib.Path, glob.glob(str(path), recursive=True)))
+    root = pathlib.Path(*parts[:fixed])
+    found = [file for match in matched for file in _sources(match)]
+    found = list(dict.fromkeys(found))
+  elif root.is_dir():
+    found = _sources(root)
+  else:
+    if not readers.kind(root):
       raise errors.UserError(
         f'data.path={str(path)!r} ends in {root.suffix!r}; '
-        'text is read from .jsonl and .txt files.'
+        f'text is read from {FORMATS}.'
       )
-    return [(root, root.stem)]
-  files = []
-  for file in sorted(_below(root)):
-    if file.suffix in ('.jsonl', '.txt') and file.is_file():
-      inside = file.parent != root and file.suffix == '.txt'
-      top = file.relative_to(root).parts[0]
-      files.append((file, top if inside else file.stem))
-  if not files:
+    return [rows_lib.Source(root, readers.stem(root))]
+  if not found:
     raise errors.UserError(
-      f'data.path={str(path)!r}: 0 .jsonl and .txt files in {root}.'
+      f'data.path={str(path)!r}: 0 sources of text in {root}, of {FORMATS}.'
     )
-  return files
+  return _named(found, root)
+
+
+def _named(files, root):
+  """Sources with their domains, and splits where names of files say them."""
+  sibling: dict[pathlib.Path, set] = {}
+  for file in files:
+    if _may_split(file):
+      sibling.setdefault(file.parent, set()).add(readers.stem(file))
+  out = []
+  for file in files:
+    name, beside = readers.stem(file), sibling.get(file.parent, set())
+    domain, part = name, None
+    splits = _may_split(file) and 'train' in beside and beside & {*HELD}
+    if splits and name in ('train', *HELD):
+      part = 'train' if name == 'train' else 'held'
+      domain = file.resolve().parent.name
+    elif readers.kind(file) == 'text' and file.parent != root:
+      domain = file.relative_to(root).parts[0]
+    out.append(rows_lib.Source(file, domain, part))
+  return out
+
+
+def _may_split(file):
+  return file.suffix in _SPLITS or file.is_dir()
+
+
+def _sources(path):
+  """Files and datasets folders at or below a path, sorted."""
+  if not path.is_dir():
+    return [path] if readers.kind(path) else []
+  if tables.is_dataset(path):
+    return [path]
+  return sorted(_below(path))
 
 
 def _below(root):
-  """Every file below a folder, which others may write to meanwhile.
+  """Every source below a folder, which others may write to meanwhile.
 
   A folder that goes while we walk is passed over (a cache below the text,
   built by another process: Path.rglob would fail); one that cannot be read
@@ -114,17 +183,24 @@ def _below(root):
         'let this user read it, or name a folder without it.'
       ) from error
 
-  for folder, _, names in os.walk(root, onerror=unread):
-    yield from (pathlib.Path(folder, name) for name in names)
+  for folder, inner, names in os.walk(root, onerror=unread):
+    here = pathlib.Path(folder)
+    data = {name for name in inner if tables.is_dataset(here / name)}
+    inner[:] = [name for name in inner if name not in data]
+    yield from (here / name for name in data)
+    for name in names:
+      if readers.kind(name) and (here / name).is_file():
+        yield here / name
 
 
-def documents(path, held_out_fraction=0.1):
+def documents(path, held_out_fraction=0.1, text_key='text'):
   """All documents of a source, in file order, each with its split.
 
   Args:
     path: as config.data.path.
     held_out_fraction: share of a domain's bytes to hold out, where its
       documents name no split themselves.
+    text_key: as config.data.text_key.
 
   Returns:
     Non-empty list of Document.
@@ -132,79 +208,23 @@ def documents(path, held_out_fraction=0.1):
   Raises:
     UserError: missing path, no document with text, or a bad line.
   """
-  return split(read(source_files(path), path), held_out_fraction)
+  return split(read(source_files(path), path, text_key), held_out_fraction)
 
 
-def read(files, path):
-  """[(domain, id, split or None, text)] of `source_files(path)`."""
-  rows = []
-  for file, domain in files:
-    reader = _read_jsonl if file.suffix == '.jsonl' else _read_txt
-    rows.extend(reader(file, domain))
+def read(sources, path, text_key='text', say=log.warning):
+  """[rows_lib.Row] of `source_files(path)`, no name twice."""
+  rows = [r for s in sources for r in readers.read(s, text_key, say)]
   if not rows:
     raise errors.UserError(
-      f'data.path={str(path)!r}: 0 documents in {len(files)} files.'
+      f'data.path={str(path)!r}: 0 documents in {len(sources)} files.'
     )
   # A repeated name gets a number: names decide which documents are held out.
   seen, out = {}, []
-  for domain, id_, part, text in rows:
-    times = seen[domain, id_] = seen.get((domain, id_), 0) + 1
-    name = id_ if times == 1 else f'{id_}#{times}'
-    out.append((domain, name, part, text))
+  for row in rows:
+    key = row.domain, row.id
+    times = seen[key] = seen.get(key, 0) + 1
+    out.append(row if times == 1 else row._replace(id=f'{row.id}#{times}'))
   return out
-
-
-def _read_jsonl(file, domain):
-  rows = []
-  with open(file, 'rb') as f:
-    for number, line in enumerate(f, 1):
-      if line.strip():
-        rows.append(_parse(line, f'{file}:{number}', domain, number))
-  return rows
-
-
-def _parse(line, where, domain, number):
-  try:
-    row = json.loads(line)
-  except ValueError as error:
-    raise errors.UserError(f'{where}: not JSON: {error}.') from error
-  if not isinstance(row, dict) or not isinstance(row.get('text'), str):
-    raise errors.UserError(f'{where}: needs an object with a string "text".')
-  part = row.get('split')
-  if part not in (None, 'train', 'held'):
-    raise errors.UserError(
-      f'{where}: "split" is {part!r}, must be "train" or "held".'
-    )
-  text = row['text']
-  if not text:
-    raise errors.UserError(f'{where}: "text" is empty (0 characters).')
-  try:
-    text.encode()
-  except UnicodeEncodeError as error:
-    raise errors.UserError(f'{where}: "text" is not Unicode: {error}.') from (
-      error
-    )
-  return str(row.get('domain', domain)), str(row.get('id', number)), part, text
-
-
-def _read_txt(file, domain):
-  try:
-    text = file.read_bytes().decode()
-  except UnicodeDecodeError as error:
-    raise errors.UserError(f'{file}: not UTF-8: {error}.') from error
-  texts, lines, size = [], [], 0
-  for line in text.splitlines(keepends=True):
-    lines.append(line)
-    size += len(line)
-    blank = not line.strip()
-    if size >= _TEXT_DOCUMENT and (blank or size >= 2 * _TEXT_DOCUMENT):
-      texts.append(''.join(lines))
-      lines, size = [], 0
-  if lines:
-    texts.append(''.join(lines))
-  return [
-    (domain, f'{file.stem}/{n:05d}', None, text) for n, text in enumerate(texts)
-  ]
 
 
 def split(rows, held_out_fraction):

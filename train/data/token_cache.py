@@ -115,7 +115,7 @@ def tokens(config, tokenizer, say=log.warning):
     )
   data = config.data
   files = corpus.source_files(data.path)
-  print_ = _fingerprint(files, tokenizer, data.held_out_fraction)
+  print_ = _fingerprint(files, tokenizer, data)
   where = (
     f'{corpus.source_folder(data.path).resolve()}|{data.held_out_fraction}'
   )
@@ -131,7 +131,8 @@ def tokens(config, tokenizer, say=log.warning):
     say(f'token cache {folder} is damaged ({problem}): building it again.')
   elif old:
     say(f'the text or tokenizer of {data.path} changed: tokenizing it again.')
-  docs = corpus.split(corpus.read(files, data.path), data.held_out_fraction)
+  rows = corpus.read(files, data.path, data.text_key, say)
+  docs = corpus.split(rows, data.held_out_fraction)
   try:
     _build(folder, docs, print_, tokenizer)
   except OSError as error:
@@ -144,12 +145,16 @@ def tokens(config, tokenizer, say=log.warning):
   return _open(folder, data.path)
 
 
-def _fingerprint(files, tokenizer, held_out_fraction):
+def _fingerprint(sources, tokenizer, data):
   """sha256 over everything that decides the tokens and the splits."""
-  digest = hashlib.sha256(f'{FORMAT}|{held_out_fraction!r}'.encode())
+  digest = hashlib.sha256(f'{FORMAT}|{data.held_out_fraction!r}'.encode())
   digest.update(tokenizer.fingerprint.encode())
-  for file, domain in files:
-    digest.update(f'|{domain}|{file.name}|{corpus.sha256(file)}'.encode())
+  if data.text_key != schema.Data().text_key:
+    digest.update(f'|text_key={data.text_key}'.encode())
+  for source in sources:
+    name, content = source.file.name, corpus.fingerprint(source)
+    digest.update(f'|{source.domain}|{name}|{content}'.encode())
+    digest.update(f'|{source.split}'.encode() if source.split else b'')
   return digest.hexdigest()
 
 

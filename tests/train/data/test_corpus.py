@@ -59,7 +59,7 @@ def test_folder_of_both_kinds(tmp_path):
   (tmp_path / 'poems').mkdir()
   (tmp_path / 'poems' / 'one.txt').write_text('rose')
   (tmp_path / 'note.txt').write_text('thorn')
-  (tmp_path / 'ignored.md').write_text('no')
+  (tmp_path / 'ignored.rst').write_text('no')
   write_jsonl(tmp_path / 'web.jsonl', numbered(2))
   found = corpus.documents(tmp_path)
   names = ['note/note/00000', 'poems/one/00000', 'web/d0', 'web/d1']
@@ -143,10 +143,10 @@ def test_bad_lines_name_file_and_line(tmp_path, line, message):
 @pytest.mark.parametrize(
   'name, content, path, words',
   [
-    ('other', b'', '', '0 .jsonl and .txt files'),
+    ('other', b'', '', '0 sources of text in'),
     ('x.jsonl', b'\n\n', '', '0 documents in 1 files'),
     ('x.csv', b'a', 'x.csv', "ends in '.csv'"),
-    ('y.txt', b'\xff\xfe\xff', 'y.txt', 'y.txt: not UTF-8'),
+    ('y.txt', b'\xff\xfe\xff', 'y.txt', 'y.txt:1: not UTF-8'),
   ],
 )
 def test_bad_sources(tmp_path, name, content, path, words):
@@ -279,7 +279,9 @@ def test_a_folder_may_go_while_it_is_searched(tmp_path, monkeypatch):
     return scandir(path)
 
   monkeypatch.setattr(os, 'scandir', gone)
-  assert corpus.source_files(str(tmp_path)) == [(tmp_path / 'a.jsonl', 'a')]
+  assert corpus.source_files(str(tmp_path)) == [
+    (tmp_path / 'a.jsonl', 'a', None)
+  ]
   assert not going.exists()
 
 

@@ -1,0 +1,43 @@
+"""The section `data` of a configuration."""
+
+import dataclasses
+
+from paraxis.configs.base.field import field
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """Documents -> tokens -> packed rows."""
+
+  path: str = field(
+    'fixture',
+    "'fixture' (shipped), 'corpus' (paraxis data fetch), or a file, a folder "
+    'or a glob of text: .txt, .md, .jsonl (also .gz, .zst), .parquet, folders '
+    'of Hugging Face datasets',
+  )
+  text_key: str = field(
+    'text', 'key or column of the text in tables and .jsonl'
+  )
+  tokenizer: str = field(
+    'bpe2048', "'bpe2048' (shipped), 'bytes', or a tokenizer.json"
+  )
+  sequence_length: int = field(256, 'tokens in a row', low=1)
+  packing: str = field(
+    'concat_split',
+    'concat_split: documents end to end, cut every sequence_length tokens; '
+    'first_fit: documents whole if they fit in a row',
+    ('concat_split', 'first_fit'),
+  )
+  mixture: str = field(
+    '', "sampling weights of domains, 'code=2,drama=1'; empty: by size"
+  )
+  held_out_fraction: float = field(
+    0.1,
+    'share of documents held out if the data names no split',
+    low=0.0,
+    high=0.9,
+  )
+  cache_dir: str = field(
+    '', 'token cache; empty: a folder in the user cache directory'
+  )
+  prefetch: int = field(2, 'batches prepared ahead of the step', low=0)

@@ -1,0 +1,267 @@
+"""Files of text -> blocks of rows, as a stream: one format a function.
+
+  .txt .md            cut at blank lines into documents of about 8 kB
+  .jsonl              a line is {"text": ..., "id": ..., "split": "train" |
+                      "held", "domain": ...}, all but the text optional
+  .parquet            columns of the same names (extra parquet)
+  a datasets folder   what Hugging Face's `save_to_disk` wrote: Arrow streams in
+                      the order of its state.json (extra parquet)
+
+The first two may end in .gz or .zst (extra zstd). `data.text_key` names the key
+or column of the text. Rows of tables without text are left out, counted, said.
+
+A line of text longer than 65,536 characters (text8 is one line) is cut after
+the last space of every 8,192 characters, or there if they hold none; so its
+documents have about 16 kB.
+
+Cost: a block of about 4 MB in memory, and one line of .jsonl.
+"""
+
+import codecs
+import gzip
+import io
+import json
+import logging
+import pathlib
+import re
+from typing import Any
+import zlib
+
+from paraxis.configs.base import errors
+from paraxis.train.data import rows
+from paraxis.train.data import tables
+
+LONG_LINE = 1 << 16  # characters; a longer line of text is cut
+PACKED = ('.gz', '.zst')
+_TEXT_DOCUMENT = 8192  # characters; text is cut at the next blank line
+_PIECE = 8192  # characters of a piece of a long line
+log = logging.getLogger(__name__)
+
+
+def kind(path) -> str:
+  """The format of a file by its name, 'text', 'jsonl', ...; '': not read."""
+  name = pathlib.Path(path).name.lower()
+  for end in PACKED:
+    name = name.removesuffix(end)
+  suffix = pathlib.Path(name).suffix
+  packed = pathlib.Path(path).suffix.lower() in PACKED
+  if packed and suffix not in ('.txt', '.md', '.jsonl'):
+    return ''
+  return {
+    '.txt': 'text', '.md': 'text', '.jsonl': 'jsonl', '.parquet': 'parquet',
+  }.get(suffix, '')  # fmt: skip
+
+
+def stem(path) -> str:
+  """Name of a file without what says its format or its shard."""
+  name = pathlib.Path(path).name
+  for end in PACKED:
+    name = name.removesuffix(end)
+  return re.sub(r'[-_.]\d{5}-of-\d{5}$', '', pathlib.Path(name).stem)
+
+
+def read(source, text_key='text', say=log.warning):
+  """Yields every Row of a Source, in order. UserError: file, line and what."""
+  for block in blocks(source, text_key, say):
+    yield from parse(block, text_key)
+
+
+def blocks(source, text_key='text', say=log.warning):
+  """Yields the Blocks of a Source; say: called with a line on what is cut."""
+  file = source.file
+  read = tables.dataset_blocks if file.is_dir() else _BLOCKS[kind(file)]
+  try:
+    yield from read(source, text_key, say)
+  except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    raise errors.UserError(f'{file}: damaged or cut off: {error}.') from error
+  except OSError as error:
+    why = error.strerror or str(error).splitlines()[0]
+    raise errors.UserError(f'{file}: cannot be read: {why}.') from error
+
+
+def parse(block, text_key='text') -> list[rows.Row]:
+  """The rows of a block."""
+  domain, split = block.source.domain, block.source.split
+  if block.lines is None:
+    return [rows.Row(*_named(row, domain, split)) for row in block.rows]
+  found = []
+  for number, line in enumerate(io.BytesIO(block.lines), block.first):
+    if line.strip():
+      where = f'{block.source.file}:{number}'
+      row = _of_line(line, where, number, text_key)
+      found.append(rows.Row(*_named(row, domain, split)))
+  return found
+
+
+def _named(row, domain, split):
+  id_, part, text, own = row
+  return domain if own is None else own, id_, part or split, text
+
+
+def open_bytes(file) -> Any:
+  """A file opened for reading, unpacked if its name says that it is packed."""
+  if file.suffix.lower() == '.gz':
+    return gzip.open(file, 'rb')
+  if file.suffix.lower() == '.zst':
+    return io.BufferedReader(_Zstandard(file), 1 << 16)
+  return open(file, 'rb')
+
+
+class _Zstandard(io.RawIOBase):
+  """Frames of Zstandard one after the other; EOFError where one is cut off."""
+
+  def __init__(self, file):
+    self._library = rows.needed('zstandard', 'zstd', file)
+    self._file = open(file, 'rb')
+    self._frame: Any = None
+    self._rest = self._out = b''
+
+  def readable(self):
+    return True
+
+  def close(self):
+    self._file.close()
+    super().close()
+
+  def readinto(self, buffer):
+    while not self._out:
+      raw = self._rest or self._file.read(1 << 14)
+      if not raw:
+        if self._frame is not None and not self._frame.eof:
+          raise EOFError('the last frame is not complete')
+        return 0
+      if self._frame is None or self._frame.eof:
+        self._frame = self._library.ZstdDecompressor().decompressobj()
+      try:
+        self._out = self._frame.decompress(raw)
+      except self._library.ZstdError as error:
+        raise EOFError(str(error)) from error
+      self._rest = self._frame.unused_data if self._frame.eof else b''
+    size = min(len(buffer), len(self._out))
+    buffer[:size] = self._out[:size]
+    self._out = self._out[size:]
+    return size
+
+
+def _jsonl_blocks(source, text_key, say):
+  del text_key, say
+  first = 1
+  with open_bytes(source.file) as file:
+    while lines := file.readlines(rows.BLOCK):
+      yield rows.Block(source, first, b''.join(lines), [])
+      first += len(lines)
+
+
+def _of_line(line, where, number, text_key):
+  try:
+    row = json.loads(line)
+  except ValueError as error:
+    raise errors.UserError(f'{where}: not JSON: {error}.') from error
+  except RecursionError as error:
+    raise errors.UserError(f'{where}: nested too deeply.') from error
+  if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
+    keys = ''
+    if isinstance(row, dict):
+      keys = f' (it has {", ".join(map(repr, list(row)[:8])) or "no key"})'
+    raise errors.UserError(
+      f'{where}: needs an object with a string "{text_key}"{keys}; '
+      'data.text_key names the key of the text.'
+    )
+  if not row[text_key]:
+    raise errors.UserError(f'{where}: "{text_key}" is empty (0 characters).')
+  return rows.checked(row, where, number, text_key)
+
+
+def _text_blocks(source, text_key, say):
+  del text_key
+  name, found, size, first = stem(source.file), [], 0, 0
+  for number, text in enumerate(_documents(source.file, say)):
+    found.append([f'{name}/{number:05d}', None, text, None])
+    size += len(text)
+    if size >= rows.BLOCK:
+      yield rows.Block(source, first, None, found)
+      found, size, first = [], 0, number + 1
+  if found:
+    yield rows.Block(source, first, None, found)
+
+
+def _documents(file, say):
+  """Texts of a file: lines up to a blank one after 8 kB, or up to 16 kB."""
+  lines, size = [], 0
+  for line in _lines(file, say):
+    lines.append(line)
+    size += len(line)
+    blank = not line.strip()
+    if size >= _TEXT_DOCUMENT and (blank or size >= 2 * _TEXT_DOCUMENT):
+      yield ''.join(lines)
+      lines, size = [], 0
+  if lines:
+    yield ''.join(lines)
+
+
+def _lines(file, say):
+  """Lines as str.splitlines has them, with their ends; long ones in pieces."""
+  decoder = codecs.getincrementaldecoder('utf-8')()
+  rest, ends, long, said = '', 0, False, False
+  with open_bytes(file) as opened:
+    while chunk := opened.read(1 << 20):
+      rest += _decoded(decoder, chunk, ends, file)
+      ends += chunk.count(b'\n')
+      *lines, rest = [*_split(rest)]
+      for line in lines:
+        yield from _pieces(line) if _is_long(line, long) else [line]
+        long = False
+      long = _is_long(rest, long)
+      if long:
+        *pieces, rest = _pieces(rest)
+        yield from pieces
+      if long and not said:
+        said = True
+        say(
+          f'{file}: lines longer than {LONG_LINE:,} characters are cut after a '
+          f'space into documents of about {2 * _TEXT_DOCUMENT:,}.'
+        )
+    rest += _decoded(decoder, b'', ends, file)
+    if rest:
+      yield from _pieces(rest) if _is_long(rest, long) else [rest]
+
+
+def _decoded(decoder: Any, chunk, ends, file):
+  try:
+    return decoder.decode(chunk, not chunk)
+  except UnicodeDecodeError as error:
+    line = 1 + ends + error.object[: error.start].count(b'\n')
+    raise errors.UserError(f'{file}:{line}: not UTF-8: {error}.') from error
+
+
+def _split(text):
+  """Lines, the last of which may go on: '' if none does."""
+  lines = text.splitlines(keepends=True)
+  # A '\r' at the end may be the first half of a '\r\n'.
+  if lines and (
+    lines[-1].endswith('\r') or lines[-1].splitlines() == [lines[-1]]
+  ):
+    return lines
+  return [*lines, '']
+
+
+def _is_long(line, begun):
+  return begun or len(line) > LONG_LINE
+
+
+def _pieces(line):
+  """A line in pieces of up to 8,192 characters, each up to its last space."""
+  at = 0
+  while len(line) - at > _PIECE:
+    end = 1 + line.rfind(' ', at, at + _PIECE)
+    end = end if end > at else at + _PIECE
+    yield line[at:end]
+    at = end
+  yield line[at:]
+
+
+_BLOCKS = {
+  'text': _text_blocks,
+  'jsonl': _jsonl_blocks,
+  'parquet': tables.parquet_blocks,
+}

@@ -1,0 +1,69 @@
+"""Rows of text: where they come from, blocks of them, what each may say."""
+
+import importlib
+import pathlib
+from typing import NamedTuple
+
+from paraxis.configs.base import errors
+
+BLOCK = 4 << 20  # bytes or characters of a block, about
+
+
+class Row(NamedTuple):
+  """One text; split is 'train', 'held' or None: the rule decides."""
+
+  domain: str
+  id: str
+  split: str | None
+  text: str
+
+
+class Source(NamedTuple):
+  """A file or datasets folder; what its rows take that name none themselves."""
+
+  file: pathlib.Path
+  domain: str
+  split: str | None = None
+
+
+class Block(NamedTuple):
+  """Consecutive rows of a source, read but not parsed.
+
+  source: Source. first: number of its first row, or line, from 1 (text: 0).
+  lines: bytes of .jsonl; else None.
+  rows: [[id, split, text, domain]] of other formats, checked.
+  """
+
+  source: Source
+  first: int
+  lines: bytes | None
+  rows: list
+
+
+def needed(package, extra, file):
+  """The package, or a UserError that names the extra that brings it."""
+  try:
+    return importlib.import_module(package)
+  except ImportError as error:
+    raise errors.UserError(
+      f'{file}: reading it takes the package {package.split(".")[0]}: '
+      f"pip install 'paraxis[{extra}]'."
+    ) from error
+
+
+def checked(row, where, number, text_key):
+  """[id, split, text, domain] of a row that has text."""
+  part = row.get('split')
+  if part not in (None, 'train', 'held'):
+    raise errors.UserError(
+      f'{where}: "split" is {part!r}, must be "train" or "held".'
+    )
+  text = row[text_key]
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    raise errors.UserError(
+      f'{where}: "{text_key}" is not Unicode: {error}.'
+    ) from error
+  own = str(row['domain']) if 'domain' in row else None
+  return [str(row.get('id', number)), part, text, own]
