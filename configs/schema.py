@@ -183,6 +183,13 @@ class Train:
     0, 'evaluation batches of batch_size rows per domain; 0: all', low=0
   )
   print_every: int = field(20, 'steps between printed lines', low=1)
+  log_every: int = field(
+    1,
+    'steps between rows of metrics.jsonl, TensorBoard and W&B; printed lines, '
+    'checkpoints and the end have one too; a row counts the tokens since the '
+    'one before',
+    low=1,
+  )
   max_nonfinite_steps: int = field(
     5, 'consecutive non-finite (skipped) steps before an error', low=1
   )

@@ -43,6 +43,7 @@ class _Recorder:
     self._train, self._callbacks = job.config.train, callbacks
     self._paths = sorted(expert_counts.without(job.model, job.model.axes))
     self._pending, self.last = None, {}
+    self._since, self._unwritten = {}, None  # sums, and the row of them
 
   def later(self, step, numbers, tokens):
     """Keeps a step's numbers on the device and records those before it."""
@@ -55,6 +56,19 @@ class _Recorder:
     if previous:
       self._record(*previous)
 
+  def write(self):
+    """Records what is pending and writes its row, due or not.
+
+    A checkpoint calls it, so that the rows of a resumed run miss no step.
+    """
+    self.flush()
+    self._row()
+
+  def _row(self):
+    if self._unwritten:
+      self.writers.write(*self._unwritten)
+    self._since, self._unwritten = {}, None
+
   def _record(self, step, numbers, tokens):
     numbers, every = jax.device_get(numbers), self._train.print_every
     self.rates.step(tokens)
@@ -66,8 +80,7 @@ class _Recorder:
       'train/grad_norm': float(numbers['grad_norm']),
       'train/learning_rate': max(rates.values()),
       'train/skipped': int(numbers['skipped']),
-      'train/tokens': tokens,
-      **self.rates.work(tokens),
+      **self._sums({'train/tokens': tokens, **self.rates.work(tokens)}),
       **expert_counts.values(self._job.model, numbers, step % every == 0),
     }
     speed = self.rates.values(self._train.steps - step)
@@ -76,7 +89,9 @@ class _Recorder:
     if line:
       self.rates.begin()
       values |= speed
-    self.writers.write(step, values)
+    self._unwritten = step, values
+    if line or step % self._train.log_every == 0:
+      self._row()
     if step % every == 0:
       expert_counts.warn(self._job.model, step, values, self.progress.say)
     self.last = values
@@ -84,6 +99,12 @@ class _Recorder:
       callback(step, values, self._job)
     if int(numbers['skipped_in_a_row']):
       self._not_finite(step, numbers)
+
+  def _sums(self, counts):
+    """Counts of a step, added to those of steps since the last row."""
+    counts = {k: n + self._since.get(k, 0) for k, n in counts.items()}
+    self._since = counts
+    return counts
 
   def _not_finite(self, step, numbers):
     """Names the tensors and the batch of a skipped step; stops after K."""
@@ -355,7 +376,7 @@ class _Training:
 
   def _save(self):
     """Writes a checkpoint -> its step."""
-    self._recorder.flush()
+    self._recorder.write()
     with self._recorder.rates.apart('checkpoint'):
       tree = state_lib.in_order(state_lib.flatten(self.state), self._job.model)
       meta = start.meta(self._job, self.step, self.origin)

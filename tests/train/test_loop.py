@@ -102,6 +102,23 @@ def test_resume_is_bitwise(whole, tiny, tmp_path):
   assert any(len(values) > 1 for values in often.values())  # replayed
 
 
+def test_rarer_rows_miss_no_token(whole, tiny, tmp_path):
+  """Due at 5, at the checkpoint of 3 and at the end; killed at 4."""
+  rare = {'train.log_every': 5, 'train.print_every': 20}
+  rare |= {'checkpoint.every': 3}
+  with pytest.raises(support.KilledError):
+    tiny.run(tmp_path, rare, callbacks=[support.crash_at(4)])
+  assert list(metrics.read(tmp_path)) == [3]
+  tiny.run(tmp_path, rare)
+  every, rows = metrics.read(whole[0]), metrics.read(tmp_path)
+  assert list(rows) == [3, 5, 6]
+  for name in ('train/tokens', 'train/flops'):
+    counts = [row[name] for row in every.values()]
+    wanted = [sum(counts[:3]), sum(counts[3:5]), counts[5]]
+    assert [row[name] for row in rows.values()] == wanted
+  assert all(rows[s]['train/loss'] == every[s]['train/loss'] for s in rows)
+
+
 def test_a_batch_that_grows_is_resumed_bitwise(tiny, tmp_path):
   """8, 8, 16, 16, 24, 24 rows; stopped within the second size."""
   changes = {'train.batch_size': 24, 'train.batch_ramp': '8:8:2'}

@@ -32,6 +32,7 @@ FREE = (
   'train.eval_every',
   'train.eval_batches',
   'train.print_every',
+  'train.log_every',
   'train.max_nonfinite_steps',
   'train.tensorboard',
   'train.wandb',
