@@ -91,7 +91,7 @@ def routed(choice, experts):
     choice: (E,) scores and biases. experts: schema.Experts.
   """
   size = len(choice) // experts.groups
-  value = np.sort(choice.reshape(-1, size), 1)[:, -2:].sum(1)
+  value = np.sort(choice.reshape(-1, size), 1)[:, -experts.group_best :].sum(1)
   held = np.argsort(-value)[: experts.top_groups]
   inside = [i for i in range(len(choice)) if i // size in held]
   return sorted(inside, key=lambda i: -choice[i])[: experts.top_k]

@@ -46,6 +46,12 @@ class Mamba:
   inner_norm: bool = field(
     False, 'S: RMSNorm on the low-rank step, B and C (Jamba)'
   )
+  inner_norm_scale: bool = field(
+    True, 'S: the inner norms have learned scales (Falcon-Mamba: none)'
+  )
+  norm_epsilon: float = field(
+    0.0, 'S: epsilon of the inner norms; 0: model.norm_epsilon', low=0.0
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +110,9 @@ class Latent:
   nope_dim: int = field(32, 'width of a key without position', low=1)
   rope_dim: int = field(16, 'width of the rotated key all heads share', low=2)
   value_dim: int = field(32, 'width of a value', low=1)
+  norm_epsilon: float = field(
+    0.0, 'epsilon of the norms of latents; 0: model.norm_epsilon', low=0.0
+  )
   groups: int = field(
     1, 'shards of the latent in decoding (TPLA); 1: not sharded', low=1
   )

@@ -34,6 +34,9 @@ class Experts:
   scale: float = field(1.0, 'multiplies the weights', low=0.0)
   groups: int = field(1, 'groups of experts that a token first chooses', low=1)
   top_groups: int = field(1, 'groups a token may be sent to', low=1)
+  group_best: int = field(
+    2, 'best scores of a group that are summed to choose it', low=1
+  )
   capacity_factor: float = field(
     0.0, 'slots of an expert / even share; 0: as many as needed', low=0.0
   )
@@ -93,8 +96,9 @@ class DecoderFields:
   norm_zero_centered: bool = field(False, 'scale is 1 + weight (Gemma)')
   qk_norm: str = field(
     'none',
-    'RMSNorm on queries and keys: per head, or over all heads at once',
-    ('none', 'head', 'all'),
+    'RMSNorm on queries and keys: per head, over all heads at once, or per '
+    'head after the rotation',
+    ('none', 'head', 'all', 'rotated'),
   )
   mlp: str = field(
     'swiglu', 'mlp form; none: no layer has one',
@@ -128,6 +132,14 @@ class DecoderFields:
   )
   rope_original_length: int = field(
     8192, 'tokens of context before the extension', low=1
+  )
+  rope_mscale: float = field(
+    1.0,
+    'yarn: scores are corrected by (0.1 x this x ln(factor) + 1)^2',
+    low=0.0,
+  )
+  rope_truncate: bool = field(
+    True, 'yarn: the ramp begins and ends at a whole dimension'
   )
   tied_embedding: bool = field(True, 'the head is the embedding, transposed')
   embedding_scale: float = field(1.0, 'multiplies the embeddings', low=0.0)

@@ -6,7 +6,7 @@
 The bias moves a choice and not its weight (balancing without a loss:
 arXiv:2408.15664). Groups: a token first chooses the groups whose two best
 experts have the highest sum of s + bias (DeepSeek-V3, arXiv:2412.19437, section
-2.1.2; DeepSeek-V2, arXiv:2405.04434, took the best one).
+2.1.2; DeepSeek-V2, arXiv:2405.04434, took the best one: group_best=1).
 
     balance   E sum_i f_i P_i,  f_i the share of assignments that expert i gets,
               P_i the mean over tokens of the probability p_i
@@ -40,7 +40,7 @@ def choose(s_BTE, config, bias_E=None):
   if bias_E is not None:
     choice = choice + jax.lax.stop_gradient(bias_E).astype(choice.dtype)
   if config.groups > 1:
-    choice = _in_groups(choice, config.groups, config.top_groups)
+    choice = _in_groups(choice, config)
   _, ids = jax.lax.top_k(choice, config.top_k)
   mix = jnp.take_along_axis(s_BTE, ids, -1)
   if config.normalise:
@@ -49,12 +49,12 @@ def choose(s_BTE, config, bias_E=None):
   return ids, mix * config.scale
 
 
-def _in_groups(choice_BTE, groups, top_groups):
+def _in_groups(choice_BTE, config):
   """-inf outside of each token's groups."""
-  split = choice_BTE.reshape(*choice_BTE.shape[:-1], groups, -1)
-  best, _ = jax.lax.top_k(split, min(2, split.shape[-1]))
-  _, chosen = jax.lax.top_k(best.sum(-1), top_groups)
-  open_ = (chosen[..., None] == jnp.arange(groups)).any(-2)
+  split = choice_BTE.reshape(*choice_BTE.shape[:-1], config.groups, -1)
+  best, _ = jax.lax.top_k(split, min(config.group_best, split.shape[-1]))
+  _, chosen = jax.lax.top_k(best.sum(-1), config.top_groups)
+  open_ = (chosen[..., None] == jnp.arange(config.groups)).any(-2)
   return jnp.where(open_[..., None], split, -jnp.inf).reshape(choice_BTE.shape)
 
 

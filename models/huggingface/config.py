@@ -144,6 +144,8 @@ def canonical(model) -> dict[str, Any]:
   if all(k[1:] == '.' for k in kinds):
     drop += ['mlp']
   out['experts.bias_rate'] = bool(out['experts.bias_rate'])
+  if model.experts.groups == 1:
+    drop += ['experts.top_groups', 'experts.group_best']
   drop += [] if 'W' in letters else ['window', 'rope_local_theta']
   if 'W' in letters and not model.rope_local_theta:
     out['rope_local_theta'] = 0.0
@@ -169,6 +171,8 @@ def _unread_scaling(model):
   if kind not in ('llama3', 'yarn'):
     drop += ['rope_low_frequency', 'rope_high_frequency']
     drop += ['rope_original_length']
+  if kind != 'yarn':
+    drop += ['rope_mscale', 'rope_truncate']
   return drop
 
 
@@ -185,6 +189,11 @@ def _unread_sections(model, letters, out):
     names += ['mamba.dt_rank', 'mamba.inner_norm']
   elif not model.mamba.dt_rank:
     out['mamba.dt_rank'] = -(-model.d_model // 16)
+  inner = 'S' in letters and model.mamba.inner_norm
+  names += [] if inner else ['mamba.inner_norm_scale', 'mamba.norm_epsilon']
+  for section in ('mamba', 'latent'):
+    name = f'{section}.norm_epsilon'
+    out[name] = out[name] or model.norm_epsilon
   return names
 
 

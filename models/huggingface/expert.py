@@ -5,6 +5,7 @@ from paraxis.models.huggingface import kin
 from paraxis.models.huggingface import rows
 from paraxis.models.huggingface.kin import family
 from paraxis.models.huggingface.kin import llama
+from paraxis.models.huggingface.rows import Choice
 from paraxis.models.huggingface.rows import Computed
 from paraxis.models.huggingface.rows import Fixed
 from paraxis.models.huggingface.rows import Ours
@@ -84,18 +85,110 @@ SHARED = Computed(
     * (model.experts.d_ff or model.d_ff)
   },
 )
+
+
+def _one_key_a_head(config):
+  heads = config('num_attention_heads')
+  if config('num_key_value_heads', heads) != heads:
+    config.refuse('num_key_value_heads', f'is not num_attention_heads={heads}')
+  return {}
+
+
 MLA_NAMES = dict(
-  latent_attention='self_attn', down='kv_a_proj_with_mqa',
+  latent_attention='self_attn', latent_down='kv_a_proj_with_mqa',
   latent_norm='kv_a_layernorm', latent_up='kv_b_proj', query_down='q_a_proj',
   query_norm='q_a_layernorm', latent_query='q_b_proj',
 )  # fmt: skip
 LATENT = (
+  *kin.DIMS, kin.WIDTH, Same('num_attention_heads', 'num_heads'),
+  Computed(_one_key_a_head, lambda m: {'num_key_value_heads': m.num_heads}),
+  Same('rms_norm_eps', 'norm_epsilon', 1e-6),
+  Same('tie_word_embeddings', 'tied_embedding', False),
+  Choice('hidden_act', 'mlp', kin.GATES, 'silu'),
+  rows.rope(latent=True),
   Same('kv_lora_rank', 'latent.rank'),
   Same('q_lora_rank', 'latent.query_rank', 0),
   Same('qk_nope_head_dim', 'latent.nope_dim'),
   Same('qk_rope_head_dim', 'latent.rope_dim'),
-  Same('v_head_dim', 'latent.value_dim'), Ours({'pattern': 'A'}),
+  Same('v_head_dim', 'latent.value_dim'),
+  # Their norms of latents have the default, whatever rms_norm_eps is.
+  Ours({'pattern': 'A', 'latent.norm_epsilon': 1e-6}),
+  Fixed('attention_bias', False),
 )  # fmt: skip
+LATENT_SILENT = ('head_dim', 'qk_head_dim', 'ep_size')
+ROUTED = (
+  Same('n_routed_experts', 'experts.count'), TOP,
+  Same('moe_intermediate_size', 'experts.d_ff'),
+  Same('n_shared_experts', 'experts.shared', 0),
+  Same('routed_scaling_factor', 'experts.scale', 1.0),
+  Same('n_group', 'experts.groups', 1),
+  Same('topk_group', 'experts.top_groups', 1),
+)  # fmt: skip
+# Balanced by a bias that moves choices alone (arXiv:2408.15664).
+BIASED = Ours({
+  'experts.scores': 'sigmoid', 'experts.bias_rate': 1e-3,
+  'experts.group_best': 2,
+})  # fmt: skip
+SIGMOID = (*ROUTED, BIASED, Same('norm_topk_prob', 'experts.normalise', True))
+LATER_SPARSE = places(
+  lambda config: ''.join(
+    {'dense': 'D', 'sparse': 'E'}[x]
+    for x in config(
+      'mlp_layer_types',
+      ['dense'] + ['sparse'] * (config('num_hidden_layers') - 1),
+    )
+  ),
+  lambda letters: {
+    'mlp_layer_types': ['dense' if x == 'D' else 'sparse' for x in letters]
+  },
+)
+
+
+def _best_of_groups(config):
+  """DeepSeek-V2 chooses groups by their best expert, or has none."""
+  method = config('topk_method', 'greedy')
+  if method == 'greedy':
+    return {'experts.groups': 1, 'experts.top_groups': 1}
+  if method != 'group_limited_greedy':
+    config.refuse('topk_method', 'is not greedy or group_limited_greedy')
+  return {'experts.group_best': 1}
+
+
+BEST_OF_GROUPS = Computed(
+  _best_of_groups,
+  lambda model: {
+    'topk_method': 'group_limited_greedy'
+    if model.experts.groups > 1
+    else 'greedy'
+  },
+)
+
+
+def _dots_layers(config):
+  """Layers from max_window_layers on have a window, if there is one."""
+  depth, window = config('num_hidden_layers'), config('sliding_window', 0)
+  return ''.join(
+    'W' if window and i >= config('max_window_layers', 62) else 'F'
+    for i in range(depth)
+  )
+
+
+def _no_mlp(given):
+  """Rows of a family all of whose layers have experts."""
+  return tuple(row for row in given if row is not kin.WIDTH)
+
+
+def _whole_number(name, ours):
+  """A field that other files have as a list with a number for each layer."""
+
+  def read(config):
+    if not isinstance(config(name), int):
+      config.refuse(name, 'is not one number for all layers')
+    return {ours: config(name)}
+
+  return Computed(read, lambda model: {name: rows.value(model, ours)})
+
+
 FAMILIES = {
   'mixtral': family(
     'MixtralForCausalLM', llama(theta=1e6, epsilon=1e-5), LOCAL, TOP,
@@ -115,5 +208,54 @@ FAMILIES = {
     'Qwen3MoeForCausalLM', llama(), QWEN, QWEN_PLACES, dense.BIAS,
     Ours({'qk_norm': 'head'}), dense._window_or_not(), dense.USES_WINDOW,
     **kin.EXPERT_NAMES,
+  ),
+  'flex_olmo': family(
+    'FlexOlmoForCausalLM', llama(theta=5e5), COUNT, TOP, NORMALISE, dense.BIAS,
+    dense.POST, Ours({'qk_norm': 'all'}), **kin.EXPERT_NAMES,
+  ),
+  'dots1': family(
+    'Dots1ForCausalLM', llama(), SIGMOID, DENSE_FIRST, dense.BIAS,
+    Ours({'qk_norm': 'head'}), kin.layers(_dots_layers), **kin.EXPERT_NAMES,
+  ),
+  'deepseek_v2': family(
+    'DeepseekV2ForCausalLM', LATENT, ROUTED, DENSE_FIRST, BEST_OF_GROUPS,
+    Ours({'experts.normalise': False}), Fixed('norm_topk_prob', False),
+    Fixed('mlp_bias', False), silent=LATENT_SILENT,
+    **kin.EXPERT_NAMES, **MLA_NAMES,
+  ),
+  'deepseek_v3': family(
+    'DeepseekV3ForCausalLM', LATENT, SIGMOID, DENSE_FIRST,
+    Fixed('rope_interleave', True),
+    silent=(*LATENT_SILENT, 'topk_method', 'scoring_func', 'moe_layer_freq'),
+    **kin.EXPERT_NAMES, **MLA_NAMES,
+  ),
+  'glm4_moe_lite': family(
+    'Glm4MoeLiteForCausalLM', LATENT, SIGMOID, LATER_SPARSE,
+    Same('rms_norm_eps', 'norm_epsilon', 1e-5), Fixed('rope_interleave', True),
+    silent=LATENT_SILENT, **kin.EXPERT_NAMES, **MLA_NAMES,
+  ),
+  'minimax_m2': family(
+    'MiniMaxM2ForCausalLM', llama(theta=5e6), LOCAL, TOP, BIASED,
+    Ours({'experts.normalise': True, 'qk_norm': 'all'}),
+    moe='block_sparse_moe', router='gate',
+    router_bias='e_score_correction_bias', expert='experts.{}',
+    expert_gate='w1', expert_up='w3', expert_down='w2',
+  ),
+  'solar_open': family(
+    'SolarOpenForCausalLM', _no_mlp(llama(theta=1e6, epsilon=1e-5)), SIGMOID,
+    Same('attention_bias', 'attention_bias', False), **kin.EXPERT_NAMES,
+  ),
+  'hunyuan_v1_moe': family(
+    'HunYuanMoEV1ForCausalLM', llama(epsilon=1e-5),
+    _whole_number('num_experts', 'experts.count'),
+    _whole_number('moe_topk', 'experts.top_k'), dense.BIAS,
+    Ours({
+      'experts.shared': 1, 'experts.normalise': True, 'qk_norm': 'rotated',
+    }),
+    silent=('eod_token_id',),
+    **kin.EXPERT_NAMES | dict(
+      router='gate.wg', shared='shared_mlp', query_norm='query_layernorm',
+      key_norm='key_layernorm',
+    ),
   ),
 }  # fmt: skip

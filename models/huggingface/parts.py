@@ -229,7 +229,7 @@ def latent(model, at, names):
   own, d, n = model.latent, model.d_model, model.num_heads
   r, q, p = own.rank, own.query_rank, own.rope_dim
   h, u = own.nope_dim, own.value_dim
-  both = (f'{at}.{names["down"]}.weight', (r + p, d))
+  both = (f'{at}.{names["latent_down"]}.weight', (r + p, d))
   cut = lambda view, *index: transforms.Cut(both[1], view, index)
   norm = lambda what: f'{at}.{names[what]}.weight'
   keep, matrix, pairs = transforms.kept, transforms.matrix, transforms.halves
@@ -283,7 +283,7 @@ def mamba(model, at, names):
     row('skip', f'{at}.D', keep((f,))),
     row('output', f'{at}.out_proj.weight', matrix((f, d))),
   ]  # fmt: skip
-  if own.inner_norm:
+  if own.inner_norm and own.inner_norm_scale:
     both_norms = tuple(f'{at}.{x}_layernorm.weight' for x in 'bc')
     out.append(row('step_norm', f'{at}.dt_layernorm.weight', keep((r,))))
     out.append(Row('shared_norm', both_norms, keep((s,)), stack=0))

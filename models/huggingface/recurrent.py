@@ -1,1 +1,158 @@
-FAMILIES = {}
+"""Families of state space models, and of those beside attention."""
+
+import math
+
+from paraxis.models.huggingface import expert
+from paraxis.models.huggingface import kin
+from paraxis.models.huggingface import rows
+from paraxis.models.huggingface.kin import family
+from paraxis.models.huggingface.rows import Computed
+from paraxis.models.huggingface.rows import Fixed
+from paraxis.models.huggingface.rows import Ours
+from paraxis.models.huggingface.rows import Same
+
+
+def _rank(name):
+  """Rank of the step sizes, 'auto': a sixteenth of the width."""
+  return Computed(
+    lambda config: {
+      'mamba.dt_rank': 0 if config(name, 'auto') == 'auto' else config(name)
+    },
+    lambda model: {name: model.mamba.dt_rank or 'auto'},
+  )
+
+
+def _only_mamba(letter):
+  """Layers of one mixer and nothing behind it."""
+  return (
+    *kin.DIMS,
+    Same('layer_norm_epsilon', 'norm_epsilon', 1e-5),
+    Same('state_size', 'mamba.state'), Same('expand', 'mamba.expand', 2),
+    Same('conv_kernel', 'mamba.conv_width', 4), Fixed('hidden_act', 'silu'),
+    Fixed('use_bias', False), Fixed('use_conv_bias', True),
+    Ours({'pattern': letter, 'mlp': 'none', 'position': 'none'}),
+  )  # fmt: skip
+
+
+def _heads(config):
+  """Heads of Mamba-2 share the inner width out."""
+  heads, width = config('num_heads'), config('head_dim')
+  inner = config('expand', 2) * config('hidden_size')
+  if heads * width != inner:
+    config.refuse(
+      'num_heads', f'x head_dim={width} is not expand x hidden_size={inner}'
+    )
+  return {'mamba.head_dim': width}
+
+
+MAMBA2_HEADS = Computed(
+  _heads,
+  lambda model: {
+    'num_heads': model.mamba.expand * model.d_model // model.mamba.head_dim,
+    'head_dim': model.mamba.head_dim,
+  },
+)
+
+
+def _unlimited(config):
+  low, high = config('time_step_limit', (0.0, math.inf))
+  if low > 0 or high not in (math.inf, {'__float__': 'Infinity'}):
+    config.refuse('time_step_limit', 'clips step sizes, which are not here')
+  return {}
+
+
+UNLIMITED = Computed(_unlimited, lambda model: {})
+NAMES = dict(
+  embedding='backbone.embeddings', norm='backbone.norm_f',
+  layer='backbone.layers.{}', mamba='mixer', mamba2='mixer', mixer_norm='norm',
+)  # fmt: skip
+TIED = Same('tie_word_embeddings', 'tied_embedding', True)
+ALONE_SILENT = ('intermediate_size', 'layer_types', 'fused_conv')
+
+
+def _periodic(period, offset, usual, letters):
+  """Fields that say: layers i with i % period == offset are the second letter.
+
+  usual: (period, offset) of files that say none.
+  """
+
+  def read(config):
+    every, first = config(period, usual[0]), config(offset, usual[1])
+    return ''.join(
+      letters[i % every == first] for i in range(config('num_hidden_layers'))
+    )
+
+  def write(found):
+    for every in range(1, len(found) + 1):
+      for first in range(every):
+        made = ''.join(letters[i % every == first] for i in range(len(found)))
+        if made == found:
+          return {period: every, offset: first}
+    if letters[1] in found:
+      return {}
+    return {period: len(found) + 1, offset: len(found)}
+
+  return read, write
+
+
+_MIXED = _periodic('attn_layer_period', 'attn_layer_offset', (8, 4), 'SF')
+_SPARSE = _periodic('expert_layer_period', 'expert_layer_offset', (2, 1), 'DE')
+
+
+def _jamba_experts(config):
+  """One expert is none."""
+  found = config('num_experts', 16)
+  if found == 1:
+    return {'experts.count': 0}
+  return {
+    'experts.count': found,
+    'experts.pattern': rows.unit(_SPARSE[0](config)),
+  }
+
+
+JAMBA = (
+  Computed(
+    lambda config: {'pattern': rows.unit(_MIXED[0](config))},
+    lambda model: _MIXED[1](kin.pattern(model)),
+  ),
+  Computed(
+    _jamba_experts,
+    lambda model: {'num_experts': model.experts.count or 1}
+    | (_SPARSE[1](expert.behind(model)) if model.experts.count else {}),
+  ),
+  Same('num_experts_per_tok', 'experts.top_k', 2),
+  Same('mamba_d_state', 'mamba.state', 16),
+  Same('mamba_d_conv', 'mamba.conv_width', 4),
+  Same('mamba_expand', 'mamba.expand', 2), _rank('mamba_dt_rank'),
+  Fixed('mamba_conv_bias', True), Fixed('mamba_proj_bias', False),
+  Ours({
+    'mamba.inner_norm': True, 'experts.normalise': False,
+  }),
+)  # fmt: skip
+NO_POSITION = Ours({'position': 'none'})
+FAMILIES = {
+  'mamba': family(
+    'MambaForCausalLM', _only_mamba('S'), _rank('time_step_rank'), TIED,
+    silent=ALONE_SILENT, **NAMES,
+  ),
+  'mamba2': family(
+    'Mamba2ForCausalLM', _only_mamba('M'), MAMBA2_HEADS, UNLIMITED,
+    Same('n_groups', 'mamba.groups', 8),
+    Same('tie_word_embeddings', 'tied_embedding', False),
+    silent=ALONE_SILENT, **NAMES,
+  ),
+  'falcon_mamba': family(
+    'FalconMambaForCausalLM', _only_mamba('S'), _rank('time_step_rank'), TIED,
+    Same('mixer_rms_eps', 'mamba.norm_epsilon', 1e-6),
+    Ours({'mamba.inner_norm': True, 'mamba.inner_norm_scale': False}),
+    silent=ALONE_SILENT, **NAMES,
+  ),
+  'jamba': family(
+    'JambaForCausalLM', kin.llama(rotary=NO_POSITION), JAMBA,
+    silent=('layer_types', 'expert_layer_period', 'expert_layer_offset'),
+    **kin.EXPERT_NAMES | dict(
+      mamba='mamba', mlp='feed_forward', mlp_norm='pre_ff_layernorm',
+      norm='model.final_layernorm', router='router',
+    ),
+  ),
+}  # fmt: skip

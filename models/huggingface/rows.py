@@ -6,6 +6,7 @@ found by reading it back (config.py).
 """
 
 import dataclasses
+import math
 from typing import Any
 
 from paraxis.configs.base import errors
@@ -156,7 +157,8 @@ def rope(theta=1e4, **options):
   return Computed(
     lambda config: _read_rope(config, theta, **options),
     lambda model: (
-      {'rope_parameters': written_rope(model)} | written_length(model)
+      {'rope_parameters': written_rope(model, **options)}
+      | written_length(model)
     ),
   )
 
@@ -174,8 +176,11 @@ def _read_rope(config, theta, **options):
   return scaling(config, name, rope, theta, **options)
 
 
-def scaling(config, name, rope, theta=1e4):
-  """Our fields of one dictionary of rotary parameters."""
+def scaling(config, name, rope, theta=1e4, latent=False):
+  """Our fields of one dictionary of rotary parameters.
+
+  latent: of latent attention, whose scores YaRN corrects, not cos and sin.
+  """
   kind = rope.get('rope_type', rope.get('type', 'default'))
   out = {'rope_theta': float(rope.get('rope_theta') or theta)}
   length = config('max_position_embeddings', 8192)
@@ -195,21 +200,42 @@ def scaling(config, name, rope, theta=1e4):
   if kind == 'yarn':
     out['rope_low_frequency'] = float(rope.get('beta_slow') or 1)
     out['rope_high_frequency'] = float(rope.get('beta_fast') or 32)
-    _refuse_attention_factor(config, name, rope)
+    out['rope_truncate'] = bool(rope.get('truncate', True))
+    scale = _latent_mscale if latent else _mscale
+    out['rope_mscale'] = scale(config, name, rope)
   return out
 
 
-def _refuse_attention_factor(config, name, rope):
+def _mscale(config, name, rope):
+  """rope_mscale of cos and sin: 1, or 0, which corrects nothing."""
   scale, every = rope.get('mscale'), rope.get('mscale_all_dim')
-  if rope.get('truncate', True) is not True:
-    config.refuse(name, 'has truncate=False: ends of the ramp are whole here')
-  if rope.get('attention_factor') is not None or (scale or 1) != (every or 1):
+  factor, usual = rope.get('attention_factor'), _usual(rope['factor'])
+  if factor is None:
+    if not (scale and every):
+      return 1.0
+    factor = _usual(rope['factor'], scale) / _usual(rope['factor'], every)
+  if factor not in (1.0, usual):
     config.refuse(
-      name, 'has an attention_factor or mscale; here it is 0.1 ln(factor) + 1'
+      name, f'corrects scores by {factor}; here it is 1, or {usual}'
     )
+  return float(factor == usual)
 
 
-def written_rope(model):
+def _usual(factor, mscale=1.0):
+  return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _latent_mscale(config, name, rope):
+  scale, every = rope.get('mscale'), rope.get('mscale_all_dim')
+  if rope.get('attention_factor') is not None or not every or scale != every:
+    config.refuse(
+      name, 'has an attention_factor, or an mscale other than mscale_all_dim, '
+      'which would correct rotated keys alone'
+    )  # fmt: skip
+  return float(every)
+
+
+def written_rope(model, latent=False):
   rope: dict[str, Any] = dict(rope_type='default', rope_theta=model.rope_theta)
   if model.rope_scaling == 'none':
     return rope
@@ -219,6 +245,12 @@ def written_rope(model):
     rope |= dict(low_freq_factor=low, high_freq_factor=high)
   if model.rope_scaling == 'yarn':
     rope |= dict(beta_slow=low, beta_fast=high)
+    if not model.rope_truncate:
+      rope['truncate'] = False
+    if latent:
+      rope |= dict.fromkeys(('mscale', 'mscale_all_dim'), model.rope_mscale)
+    elif not model.rope_mscale:
+      rope['attention_factor'] = 1.0
   if model.rope_scaling != 'linear':
     rope['original_max_position_embeddings'] = model.rope_original_length
   return rope

@@ -94,6 +94,13 @@ class Attention(mixer.Mixer):
       self.query_norm = parameter.vector(q_shape, q_axes, fill)
       self.key_norm = parameter.vector(k_shape, k_axes, fill)
 
+  def _normalised(self, q, k):
+    """Queries and keys after their norms, if they have some."""
+    return (
+      self._normalise(q, getattr(self, 'query_norm', None), QUERIES),
+      self._normalise(k, getattr(self, 'key_norm', None), KEYS),
+    )
+
   def _normalise(self, x_BTNH, scale, names):
     config = self.config
     if config.qk_norm == 'none':
@@ -124,11 +131,12 @@ class Attention(mixer.Mixer):
       biased=True,
     )
     q, k, v = map(checkpoint_name, outs, names)
-    q = self._normalise(q, getattr(self, 'query_norm', None), QUERIES)
-    k = self._normalise(k, getattr(self, 'key_norm', None), KEYS)
+    late = config.qk_norm == 'rotated'
+    q, k = (q, k) if late else self._normalised(q, k)
     if config.position == 'rope' and mixers.TABLE[self.kind].rotary:
       cos, sin = see.rotations[self.kind]
       q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+    q, k = self._normalised(q, k) if late else (q, k)
     o, state = self._attend(q, k, v, see, state)
     # P is the head width: sorted after N, XLA need not copy the matrix.
     y = self._output(o, QUERIES, 'BTNP,NPD->BTD')

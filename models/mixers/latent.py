@@ -114,7 +114,7 @@ class LatentAttention(mixer.Mixer):
     return self._output(o, HEADS, 'BTNP,NPD->BTD'), state, aux_lib.NOTHING
 
   def _norm(self, x, scale):
-    return norm.rms(x, scale[...], self.config.norm_epsilon)
+    return norm.rms(x, scale[...], _epsilon(self.config))
 
   def _inputs(self, x, see):
     """(latent_BTR before its norm, k_rope_BT1P, q_BTNH with P behind H)."""
@@ -187,7 +187,7 @@ class LatentAttention(mixer.Mixer):
     if _apart(own):  # alpha is 1 / share, and the mean is over R / G
       scale = cut(self.latent_norm[...])
       scale = scale * jnp.sqrt(own.groups * self.shares[...])[:, None]
-      parts = norm.rms(cut(low), scale, self.config.norm_epsilon)
+      parts = norm.rms(cut(low), scale, _epsilon(self.config))
     return annotate.put(_join(parts, k_rope), self._parts())
 
   def _uncached(self, slots_BSGE):
@@ -282,6 +282,11 @@ def mask_of(config) -> attention_op.Mask:
     scale=scale,
     block=config.attention_block,
   )
+
+
+def _epsilon(config):
+  """Of the norms of latents."""
+  return config.latent.norm_epsilon or config.norm_epsilon
 
 
 def _apart(own):

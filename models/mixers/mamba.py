@@ -258,7 +258,7 @@ class Mamba(_Mamba):
     rates = jnp.broadcast_to(jnp.arange(1.0, s + 1), (f, s))
     self.a_log = _drawn(jnp.log(rates), ('mlp', None))
     self.skip = parameter.vector((f,), ('mlp',), 1.0)
-    if own.inner_norm:
+    if own.inner_norm and own.inner_norm_scale:
       self.step_norm = parameter.vector((r,), ('norm',), 1.0)
       self.shared_norm = parameter.vector((2, s), (None, 'norm'), 1.0)
     gain = (2 * config.num_layers) ** -0.5
@@ -290,12 +290,16 @@ class Mamba(_Mamba):
       ],
     )
     if self.config.mamba.inner_norm:
-      eps = self.config.norm_epsilon
-      low = norm.rms(low, self.step_norm[...], eps)
-      shared = norm.rms(shared, self.shared_norm[...], eps)
+      low = self._inner_norm(low, 'step_norm')
+      shared = self._inner_norm(shared, 'shared_norm')
     (dt,) = self._project(low, mixer.LOW, 'BTR,RF->BTF', ['step_up'], WIDE)
     dt = self._steps(checkpoint_name(dt, 'key'))
     return dt, annotate.move(shared, SHARED[:4], SHARED_ROWS[:4])
+
+  def _inner_norm(self, x, name):
+    own = self.config.mamba
+    scale = getattr(self, name)[...] if own.inner_norm_scale else 1.0
+    return norm.rms(x, scale, own.norm_epsilon or self.config.norm_epsilon)
 
   def _scan(self, x_BTF, dt_BTF, shared_BTCS, see, memory):
     """(o_BTF, h_BFS)."""

@@ -7,7 +7,7 @@ Scalings of the frequencies for longer contexts:
     linear   f / factor                                     (arXiv:2306.15595)
     llama3   long wavelengths f / factor, short ones f, smooth between
     yarn     the same ramp over dimensions, and scores temperature-corrected
-             by 0.1 ln(factor) + 1                          (arXiv:2309.00071)
+             by 0.1 m ln(factor) + 1, m = rope_mscale       (arXiv:2309.00071)
 """
 
 import math
@@ -39,7 +39,8 @@ def frequencies(config, head_dim, local=False):
   if config.rope_scaling == 'llama3':
     keep = np.clip((turns - low) / (high - low), 0, 1)
     return f * keep + f / factor * (1 - keep), 1.0
-  return _yarn(f, theta, config), 0.1 * math.log(factor) + 1.0
+  scale = 0.1 * config.rope_mscale * math.log(factor) + 1.0
+  return _yarn(f, theta, config), scale
 
 
 def _yarn(f, theta, config):
@@ -50,8 +51,11 @@ def _yarn(f, theta, config):
     wavelength = config.rope_original_length / (2 * math.pi * rotations)
     return half * math.log(wavelength) / math.log(theta)
 
-  first = max(math.floor(dimension(config.rope_high_frequency)), 0)
-  last = min(math.ceil(dimension(config.rope_low_frequency)), 2 * half - 1)
+  first = dimension(config.rope_high_frequency)
+  last = dimension(config.rope_low_frequency)
+  if config.rope_truncate:
+    first, last = math.floor(first), math.ceil(last)
+  first, last = max(first, 0), min(last, 2 * half - 1)
   last = last if last > first else first + 1e-3
   ramp = np.clip((np.arange(half) - first) / (last - first), 0, 1)
   return f * (1 - ramp) + f / config.rope_factor * ramp

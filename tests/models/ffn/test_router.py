@@ -35,6 +35,7 @@ CASES = [
   dict(),
   dict(scores='sigmoid', normalise=False, scale=2.5),
   dict(top_k=3, groups=4, top_groups=2),
+  dict(top_k=3, groups=4, top_groups=2, group_best=1),
   dict(top_k=1, groups=12, top_groups=5, scores='sigmoid'),
 ]
 

@@ -33,6 +33,7 @@ CASES = {
   'unrotated': ('N', dict(attention_scale=0.3)),
   'biases': ('F', dict(attention_bias=True, attention_output_bias=True)),
   'norm_head': ('F', dict(qk_norm='head', norm_zero_centered=True)),
+  'norm_rotated': ('W', dict(qk_norm='rotated', norm_epsilon=0.1)),
   'norm_all': ('F', dict(qk_norm='all', norm_epsilon=0.1)),
   'norm_all_centered': ('W', dict(qk_norm='all', norm_zero_centered=True)),
   'learned': ('F', dict(position='learned', max_positions=T)),
@@ -55,6 +56,10 @@ def reference(config, kind, w, x, segments, positions):
 
   def project(name):
     y = np.einsum('td,dnh->tnh', x, w[name]) + w.get(f'{name}_bias', 0)
+    late = config.qk_norm == 'rotated'
+    return turn(normed(name, y)) if not late else normed(name, turn(y))
+
+  def normed(name, y):
     scale = w.get(f'{name}_norm')
     if scale is None:
       return y
@@ -78,7 +83,7 @@ def reference(config, kind, w, x, segments, positions):
       out[t, :, i], out[t, :, i + H // 2] = z.real, z.imag
     return out
 
-  q, k = turn(project('query')), turn(project('key'))
+  q, k = project('query'), project('key')
   v = np.einsum('td,dnh->tnh', x, w['value']) + w.get('value_bias', 0)
   out = np.zeros((T, N, H))
   scale = config.attention_scale or H**-0.5

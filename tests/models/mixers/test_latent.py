@@ -41,10 +41,11 @@ YARN = dict(
 CASES = {
   'plain': ({}, {}),
   'query latent': (
-    dict(query_rank=6),
+    dict(query_rank=6, norm_epsilon=0.3),
     dict(attention_softcap=2.0, norm_epsilon=0.1),
   ),
   'yarn': ({}, YARN),
+  'yarn, less': ({}, YARN | dict(rope_mscale=0.7)),
   'unrotated': ({}, dict(position='none', attention_scale=0.7)),
 }
 close = module_cases.close
@@ -72,9 +73,8 @@ X = np.random.default_rng(1).normal(size=(B, T, D))
 def dense(config, w, x):
   """Every head, query and key; keys and values are made."""
   own = config.latent
-  rms = lambda x, s: (
-    x / jnp.sqrt((x * x).mean(-1, keepdims=True) + config.norm_epsilon) * s
-  )
+  epsilon = own.norm_epsilon or config.norm_epsilon
+  rms = lambda x, s: x / jnp.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * s
   f, factor = rope.frequencies(config, P)
   a = SEE.positions[..., None] * f
 

@@ -33,6 +33,10 @@ KINDS = {
   'M': (mamba.Mamba2, dict(groups=2)),
   'S': (mamba.Mamba, {}),
   'S normed': (mamba.Mamba, dict(inner_norm=True)),
+  'S unscaled': (
+    mamba.Mamba,
+    dict(inner_norm=True, inner_norm_scale=False, norm_epsilon=0.1),
+  ),
 }
 
 
@@ -90,8 +94,10 @@ def step_mamba(w, config, carry, x, first):
   shared = jnp.einsum('bf,fcs->bcs', v, w['shared'])
   low = v @ w['step_down']
   if config.mamba.inner_norm:
-    shared = rms(shared, config) * w['shared_norm']
-    low = rms(low, config) * w['step_norm']
+    shared = rms(shared, config, config.mamba.norm_epsilon)
+    low = rms(low, config, config.mamba.norm_epsilon)
+    shared = shared * w.get('shared_norm', 1)
+    low = low * w.get('step_norm', 1)
   dt = jax.nn.softplus(low @ w['step_up'] + w['step_bias'])
   a = jnp.exp(-dt[:, :, None] * jnp.exp(w['a_log']))
   h = jnp.where(at, 0, h) * a + (dt * v)[:, :, None] * shared[:, 0, None]
@@ -99,8 +105,9 @@ def step_mamba(w, config, carry, x, first):
   return (past, h), (o * jax.nn.silu(x @ w['gate'])) @ w['output']
 
 
-def rms(x, config):
-  return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + config.norm_epsilon)
+def rms(x, config, epsilon=0.0):
+  epsilon = epsilon or config.norm_epsilon
+  return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + epsilon)
 
 
 def loop(name, w, x):
@@ -187,7 +194,10 @@ LAYOUTS = [
   ('M', dict(tensor=8) | EXPLICIT, dict(groups=1)),
   ('M', dict(tensor=8, sequence=False), dict(groups=2)),
   ('S', dict(tensor=8), {}),
-  ('S', dict(stage=2, tensor=4), dict(inner_norm=True)),
+  (
+    'S', dict(stage=2, tensor=4),
+    dict(inner_norm=True, inner_norm_scale=False, norm_epsilon=1e-3),
+  ),
   (
     'M-SF-', dict(context=2, tensor=2, fsdp=2),
     dict(groups=2, inner_norm=True),

@@ -64,20 +64,23 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones():
 
 
 # No dimension turns 128 times within 512 tokens: the ramp begins at the first.
+@pytest.mark.parametrize('whole', [True, False])
 @pytest.mark.parametrize('fast', [8.0, 128.0])
-def test_yarn_ramps_over_dimensions_and_scales_the_scores(fast):
+def test_yarn_ramps_over_dimensions_and_scales_the_scores(fast, whole):
   c = config(
     rope_theta=50.0, rope_scaling='yarn', rope_factor=4.0,
     rope_original_length=512, rope_high_frequency=fast,
+    rope_truncate=whole, rope_mscale=0.5 if whole else 0.0,
   )  # fmt: skip
   plain, _ = rope.frequencies(config(rope_theta=50.0), 16)
   f, factor = rope.frequencies(c, 16)
-  np.testing.assert_allclose(factor, 0.1 * math.log(4) + 1)
+  np.testing.assert_allclose(factor, 0.05 * math.log(4) + 1 if whole else 1)
   # Dimensions that turn so often and once within 512 tokens, rounded outward.
-  first = math.floor(8 * math.log(512 / (fast * 2 * math.pi)) / math.log(50))
+  down, up = (math.floor, math.ceil) if whole else (float, float)
+  first = down(8 * math.log(512 / (fast * 2 * math.pi)) / math.log(50))
   assert (first < 0) == (fast > 8)
   first = max(first, 0)
-  last = math.ceil(8 * math.log(512 / (2 * math.pi)) / math.log(50))
+  last = up(8 * math.log(512 / (2 * math.pi)) / math.log(50))
   assert first + 2 < last
   for i in range(8):
     ramp = min(max((i - first) / (last - first), 0), 1)
