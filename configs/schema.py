@@ -160,6 +160,11 @@ class Train:
     '100 steps up to batch_size; empty: batch_size from the first step on',
   )
   microbatches: int = field(1, 'gradient accumulation slices', low=1)
+  freeze: str = field(
+    '',
+    'parameters that stay as they are, by patterns of their paths: '
+    "'embedding,layers/mlp/*' (checkpoint metadata and errors list them)",
+  )
   seed: int = field(
     0, 'random seed of parameters and data order', low=0, high=2**31 - 1
   )

@@ -19,6 +19,7 @@ from paraxis.models import decoder
 from paraxis.models import layer
 from paraxis.models import memory
 from paraxis.models import parameter
+from paraxis.models import trained
 from paraxis.models.mixers import attention
 from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
@@ -287,7 +288,8 @@ def build(config, mesh_text='', remat=None, devices=None, abstract=False):
   layout = _layout(config, rules, sizes, schedule)
   model_checks.check_experts(config.model, rules, sizes)
   policy = remat and memory.policy(remat, config.train.memory)
-  model = decoder.Decoder(config.model, policy, layout)
+  learned = trained.of(config.train)
+  model = decoder.Decoder(config.model, policy, layout, learned)
   with (
     annotate.use(rules),
     jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from paraxis.models import layer as layer_lib
 from paraxis.models import parameter
 from paraxis.models import stack as stack_lib
+from paraxis.models import trained as trained_lib
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import protocol as mixer
 from paraxis.sharding import annotate
@@ -49,10 +50,17 @@ class Decoder:
     kinds: path -> 'matrix', 'embedding', 'vector', or, not learned,
       'statistic', 'balance' (models/ffn/moe.py).
     inputs: path -> contracted dimensions of a matrix, without 'layers'.
+    frozen: paths that a run does not learn (models/trained.py).
     stack: models.stack.Stack, the layers; its pattern, depth, held.
   """
 
-  def __init__(self, config, policy=None, layout=parameter.PLAIN):
+  def __init__(
+    self,
+    config,
+    policy=None,
+    layout=parameter.PLAIN,
+    trained=trained_lib.EVERYTHING,
+  ):
     """config: schema.Model. policy: for jax.checkpoint (models/memory.py)."""
     self.config, self.layout = config, layout
     self.stack = stack = stack_lib.Stack(config, policy, layout)
@@ -65,6 +73,7 @@ class Decoder:
     }
     self.kinds = {p: leaf.kind for p, leaf in leaves.items()}
     self.inputs = {p: leaf.inputs for p, leaf in leaves.items()}
+    self.frozen = trained_lib.frozen(trained, self.kinds)
 
   def init(self, key: jax.Array) -> dict[str, jax.Array]:
     """Parameters as {path: array}, laid out by the rules in force."""

@@ -34,7 +34,7 @@ def whole_step(model):
 
 def without(model, tree):
   """{path: leaf} of learned parameters."""
-  kept = set(paths(model))
+  kept = model.frozen.union(paths(model))
   return {p: x for p, x in tree.items() if p not in kept}
 
 
@@ -44,6 +44,8 @@ def update(model, aux, params):
     p: aux.counts[p].astype(params[p].dtype) for p in paths(model, (LOAD,))
   }
   for path in paths(model, (BIAS,)):
+    if path in model.frozen:
+      continue
     load = aux.counts[path.removesuffix('bias') + 'load']
     count, old = load[:, : -router.EXTRA], params[path]
     under = jnp.sign(count.mean(-1, keepdims=True) - count)

@@ -52,12 +52,12 @@ class Optimizer:
     """config: schema.Optimizer; steps: of the run; model: models.Decoder."""
     self.config, self.model = config, model
     self._share = schedule(config, steps)
+    rest = expert_counts.without(model, model.kinds)
     muon = [
       p
-      for p, kind in model.kinds.items()
+      for p, kind in rest.items()
       if kind == 'matrix' and config.name == 'muon'
     ]
-    rest = expert_counts.without(model, model.kinds)
     self.groups = {
       'adamw': [p for p in rest if p not in muon],
       'muon': muon,

@@ -18,6 +18,7 @@ Norms, biases and experts have their gradients in B.
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -141,13 +142,13 @@ class Pipeline:
       own, jnp.dtype(self.model.config.dtype), key=lambda d: d.itemsize
     )
 
-  def embed(self, ends, i):
-    """pipeline.Calls.embed."""
-    return self.model.embed(ends, self.microbatch(i))
+  def embed(self, fixed, ends, i):
+    """pipeline.Calls.embed; fixed: the ends that are not learned."""
+    return self.model.embed(fixed | ends, self.microbatch(i))
 
-  def loss(self, ends, y, i):
-    """pipeline.Calls.loss."""
-    batch = self.microbatch(i)
+  def loss(self, fixed, ends, y, i):
+    """pipeline.Calls.loss; fixed: as for `embed`."""
+    batch, ends = self.microbatch(i), fixed | ends
     y = jax.lax.psum(y, pipeline.AXIS)  # of all stages but one it is zero
     return loss_lib.of_layers(self.model, ends, y, batch) / batch.denominator
 
@@ -195,7 +196,8 @@ class Pipeline:
 
   def _vjp_without_weights(self, values, learned, x, context, mask):
     """`_vjp` without the gradients of products."""
-    first = tape.Taped()
+    frozen = self.model.frozen
+    first = tape.Taped(frozen=frozen)
     arrays = lambda: self._layers(context, mask, values, x, first)[2]
     shapes = jax.eval_shape(arrays)
     parts = range(len(shapes))
@@ -207,12 +209,13 @@ class Pipeline:
       ]
       for part, found in enumerate(shapes)
     }
-    owned = {path for part in records for r in part for path, _ in r.owners}
+    owners = {owner for part in records for r in part for owner in r.owners}
+    owned = {owner[0] for owner in owners if owner}
     rest = {p: v for p, v in learned.items() if p not in owned}
 
     def run(sinks, x, zeros):
       own = values | _with_sinks(rest, sinks)
-      taped = tape.Taped(zeros, as_it_came=self._stored)
+      taped = tape.Taped(zeros, self._stored, frozen)
       out, *found = self._layers(context, mask, own, x, taped)
       return out, found
 
@@ -252,9 +255,12 @@ class Pipeline:
     with annotate.use(self.rules), annotate.defer((pipeline.AXIS,)):
       yield
 
-  def calls(self):
-    """pipeline.Calls."""
+  def calls(self, fixed=()):
+    """pipeline.Calls of ends that lack the `fixed` ones, {path: parameter}."""
+    embed, loss = (
+      functools.partial(call, dict(fixed)) for call in (self.embed, self.loss)
+    )
     return pipeline.Calls(
-      self.embed, self.loss, self.context_of, self.forward, self.backward,
-      self.weights, self._cotangent,
+      embed, loss, self.context_of, self.forward, self.backward, self.weights,
+      self._cotangent,
     )  # fmt: skip

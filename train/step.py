@@ -336,8 +336,11 @@ def _pipeline_gradients(built, layouts, params, batch, cotangent):
   params = _with_loads(model, layouts, params, batch, count)
   ends, stack = _ends_and_layers(params)
   with run.context():
+    ends = run.gather(ends)
+    learned = expert_counts.without(model, ends)
+    fixed = {p: x for p, x in ends.items() if p not in learned}
     nats, found, of_ends, of_stack = pipeline.gradients(
-      schedule, run.calls(), run.gather(ends), stack, on
+      schedule, run.calls(fixed), learned, stack, on
     )
   grads = run.scatter(of_ends) | of_stack
   return _of_step(layouts, nats, pipeline_step.aux_of(found), grads)

@@ -113,8 +113,9 @@ def project(x, x_names, weights, dtype=None, ring=False):
   ways = layouts.of(equations, x_names, names, outs)
   world = worlds.current(region=ring)
   group = Group(equations, dtype or x.dtype, dtypes, ring, ways, world)
-  if tape() is not None:
-    return list(tape().product(group, x, arrays, [w.owner for w in held]))
+  owners = [w.owner for w in held]
+  if tape() is not None and tape().records(owners):
+    return list(tape().product(group, x, arrays, owners))
   run = functools.partial(_differentiable, group)
   if ring:
     run = annotate.region(run, (x_names, *names), outs)

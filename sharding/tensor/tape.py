@@ -33,7 +33,8 @@ SCANNED = 0  # the part whose arrays have one more axis: units of a scan
 class Record(NamedTuple):
   """What is static of one group of products.
 
-  owners: (path, row of it in a unit) of each weight (project.Owned).
+  owners: (path, row of it in a unit) of each weight (project.Owned); None of
+    one that is not learned.
   """
 
   group: project.Group
@@ -48,10 +49,17 @@ class Tape:
       given, [x whole], or [x] if it is kept as it came.
   """
 
-  def __init__(self, zeros, as_it_came=False):
+  def __init__(self, zeros, as_it_came=False, frozen=frozenset()):
     self._zeros = None if zeros is None else iter(zeros)
-    self._as_it_came = as_it_came
+    self._as_it_came, self._frozen = as_it_came, frozen
     self.static, self.arrays = [], []
+
+  def records(self, owners):
+    """A weight of these owners has a gradient."""
+    return any(owner is None or self._learns(owner) for owner in owners)
+
+  def _learns(self, owner):
+    return owner[0] not in self._frozen
 
   def product(self, group, x, weights, owners):
     """The outputs of project.project, recorded; never as a ring."""
@@ -62,7 +70,8 @@ class Tape:
         'project as models/parameter.py: operand gives it.'
       )
     weights = tuple(map(narrow.read, weights))
-    self.static.append(Record(group, tuple(owners)))
+    owners = tuple(owner if self._learns(owner) else None for owner in owners)
+    self.static.append(Record(group, owners))
     if self._zeros is None:
       shapes = jax.eval_shape(functools.partial(_shapes, group), x, weights)
       zeros = tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)
@@ -82,13 +91,14 @@ class Taped:
     static: {part: [Record]} once traced.
   """
 
-  def __init__(self, zeros=None, as_it_came=False):
+  def __init__(self, zeros=None, as_it_came=False, frozen=frozenset()):
+    """frozen: paths of weights without a gradient."""
     self.zeros, self.static = zeros or {}, {}
-    self._as_it_came = as_it_came
+    self._options = as_it_came, frozen
 
   def run(self, part, call, x, zeros):
     """call(x) -> (its result, arrays of its tape)."""
-    tape = Tape(zeros, self._as_it_came)
+    tape = Tape(zeros, *self._options)
     with project.taped(tape):
       y = call(x)
     self.static[part] = tape.static
@@ -174,8 +184,11 @@ class Tapes:
       factors = self.xs[part] or (), self.gs[part] or ()
       for record, x, g in zip(records, *factors, strict=True):
         made = _each(weight_gradients, record, part)(x, g)
-        for (path, slot), dw in zip(record.owners, made, strict=True):
-          slots.setdefault(path, {})[slot] = dw if part == SCANNED else dw[None]
+        for owner, dw in zip(record.owners, made, strict=True):
+          if owner is not None:
+            path, slot = owner
+            dw = dw if part == SCANNED else dw[None]
+            slots.setdefault(path, {})[slot] = dw
       for path, found in slots.items():
         stacked = jnp.stack([found[s] for s in sorted(found)], 1)
         flat = stacked.reshape(-1, *stacked.shape[2:])

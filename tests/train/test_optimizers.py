@@ -47,6 +47,7 @@ LEAVES = {
 MODEL = types.SimpleNamespace(
   axes={p: leaf[1] for p, leaf in LEAVES.items()},
   kinds={p: leaf[2] for p, leaf in LEAVES.items()},
+  frozen=frozenset(),
   inputs={p: leaf[3] for p, leaf in LEAVES.items()},
 )
 STEPS = 4

@@ -40,11 +40,13 @@ class Cost(NamedTuple):
 
 
 class Sizes(NamedTuple):
-  """Parameters: in all, besides embeddings, and those that a token meets."""
+  """Parameters: in all, besides embeddings, those that a token meets, and
+  those that are not learned (train.freeze)."""
 
   total: int
   inner: int
   active: int
+  frozen: int
 
 
 def sizes(model, shapes) -> Sizes:
@@ -59,7 +61,8 @@ def sizes(model, shapes) -> Sizes:
       experts = shapes[path].shape[axes.index('experts')]
       idle += n * (1 - model.config.experts.top_k / experts)
   total = sum(count.values())
-  return Sizes(total, total - outer, round(total - idle))
+  frozen = sum(n for p, n in count.items() if p in model.frozen)
+  return Sizes(total, total - outer, round(total - idle), frozen)
 
 
 def cost(forward, tokens: int) -> Cost:
@@ -106,6 +109,9 @@ def _model(found):
   line = f'{found.total:,} parameters, {found.inner:,} besides embeddings'
   if found.active != found.total:
     line += f', {found.active:,} active for a token'
+  if found.frozen:
+    learned = found.total - found.frozen
+    line += f'; {learned:,} learned, {found.frozen:,} frozen'
   return line
 
 

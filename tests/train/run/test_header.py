@@ -40,9 +40,12 @@ NORMS = (2 * L + 1) * D
 def test_parameters_by_hand():
   found = _sizes(_config())
   inner = L * (ATTENTION + 3 * D * F) + NORMS
-  assert found == (inner + 2 * V * D, inner, inner + 2 * V * D)
+  assert found == (inner + 2 * V * D, inner, inner + 2 * V * D, 0)
   tied = _sizes(_config(tied_embedding=True))
-  assert tied == (inner + V * D, inner, inner + V * D)
+  assert tied == (inner + V * D, inner, inner + V * D, 0)
+  frozen = _config()
+  frozen = schema.with_value(frozen, 'train.freeze', 'embedding,head')
+  assert _sizes(frozen) == (*found[:3], 2 * V * D)
 
 
 def test_a_token_meets_some_of_the_experts():
