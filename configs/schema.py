@@ -9,17 +9,18 @@ standard library and ml_collections: printing a config must not start jax.
 """
 
 import dataclasses
-import difflib
 import functools
 import json
-import math
 from typing import Any
 
 import ml_collections
 
+from paraxis.configs.base import extra as extra_lib
 from paraxis.configs.base.data import Data
 from paraxis.configs.base.errors import UserError
+from paraxis.configs.base.field import check
 from paraxis.configs.base.field import field
+from paraxis.configs.base.field import suggest
 from paraxis.configs.base.model import Model
 
 
@@ -240,6 +241,11 @@ class Config:
   decode: Decode = Decode()
 
   @property
+  def extra(self) -> Any:
+    """What the user's file declares (base/extra.py); models read it too."""
+    return self.model.extra
+
+  @property
   def microbatches(self):
     """Microbatches of a step: accumulation slices x pipeline microbatches."""
     per_slice = self.pipeline.microbatches or max(self.mesh.stage, 1)
@@ -265,18 +271,34 @@ SECTIONS: dict[str, Any] = {
 
 def default():
   """All fields at their defaults, as a locked ConfigDict."""
-  sections = {n: dataclasses.asdict(c()) for n, c in SECTIONS.items()}
+  sections = to_dict(Config()) | {extra_lib.NAME: extra_lib.defaults()}
   return ml_collections.ConfigDict(sections).lock()
 
 
-def fields(prefix: str = '', section: Any = Config):
+def declare_extra(config, given):
+  """A ConfigDict with the user's own hyperparameters in config.extra.
+
+  given: their defaults, as base/extra.py says: a dataclass, or a dict.
+  """
+  extra_lib.declare(given)
+  with config.unlocked(), config.ignore_type():
+    config[extra_lib.NAME] = ml_collections.ConfigDict(extra_lib.defaults())
+  return config.lock()
+
+
+def fields():
   """Yields (dotted name, dataclasses.Field), in the order of the file."""
+  yield from _fields('', Config)
+  yield from extra_lib.fields()
+
+
+def _fields(prefix, section):
   for f in dataclasses.fields(section):
     name = f'{prefix}{f.name}'
-    if dataclasses.is_dataclass(f.default):
-      yield from fields(f'{name}.', type(f.default))
-    else:
+    if not dataclasses.is_dataclass(f.default):
       yield name, f
+    elif f.name != extra_lib.NAME:
+      yield from _fields(f'{name}.', type(f.default))
 
 
 def value(config, name):
@@ -287,6 +309,8 @@ def value(config, name):
 def with_value(config, name, new):
   """A `Config`, or a section of one, with another value of a dotted field."""
   head, _, rest = name.partition('.')
+  if head == extra_lib.NAME and isinstance(config, Config):
+    return with_value(config, f'model.{name}', new)
   inner = with_value(getattr(config, head), rest, new) if rest else new
   return dataclasses.replace(config, **{head: inner})
 
@@ -298,50 +322,27 @@ def with_values(config, values):
   return config
 
 
-def suggest(name, valid):
-  """' Did you mean X?' when something close to `name` is in `valid`."""
-  close = difflib.get_close_matches(name, list(valid), 1, 0.5)
-  return f' Did you mean {close[0]!r}?' if close else ''
+def view(config, saved=False):
+  """ConfigDict or nested dict -> `Config`. UserError names the bad field.
 
-
-def _check(name, f, value):
-  kind = type(f.default)
-  if kind is float and type(value) is int:
-    value = float(value)
-  if type(value) is not kind:
-    raise UserError(
-      f'{name} must be {kind.__name__}, got {type(value).__name__} {value!r}.'
-    )
-  meta = f.metadata
-  if meta['choices'] and value not in meta['choices']:
-    raise UserError(
-      f'{name}={value!r} is not one of {", ".join(meta["choices"])}.'
-      + suggest(value, meta['choices'])
-    )
-  if kind is float and not math.isfinite(value):
-    raise UserError(f'{name}={value} is not a finite number.')
-  low, high = meta['low'], meta['high']
-  if low is not None and not value >= low:
-    raise UserError(f'{name}={value} is below its lowest valid value {low}.')
-  if high is not None and not value <= high:
-    raise UserError(f'{name}={value} is above its highest valid value {high}.')
-  return value
-
-
-def view(config):
-  """ConfigDict or nested dict -> `Config`. UserError names the bad field."""
+  saved: it is of a file: its `extra` is kept as it is.
+  """
   data = config.to_dict() if hasattr(config, 'to_dict') else dict(config)
+  extra = extra_lib.make(data.pop(extra_lib.NAME, {}), saved)
   for name in data:
     if name not in SECTIONS:
       raise UserError(
         f'unknown config section {name!r}.' + suggest(name, SECTIONS)
       )
-  return Config(**{n: _section(n, c, data) for n, c in SECTIONS.items()})
+  made = Config(**{n: _section(n, c, data) for n, c in SECTIONS.items()})
+  return with_value(made, f'model.{extra_lib.NAME}', extra)
 
 
 def _section(name: str, section, data) -> Any:
   """A dataclass of `Config` from its dict in `data`, which may lack it."""
-  valid = {f.name: f for f in dataclasses.fields(section)}
+  valid = {
+    f.name: f for f in dataclasses.fields(section) if f.name != extra_lib.NAME
+  }
   given, out = dict(data.get(name.split('.')[-1], {})), {}
   for key, new in given.items():
     path = f'{name}.{key}'
@@ -351,15 +352,21 @@ def _section(name: str, section, data) -> Any:
     if dataclasses.is_dataclass(inner):
       out[key] = _section(path, type(inner), given)
     else:
-      out[key] = _check(path, valid[key], new)
+      out[key] = check(path, valid[key], new)
   return section(**out)
+
+
+def to_dict(config):
+  """`Config` -> nested dict, as `view` takes it."""
+  data = dataclasses.asdict(config)
+  return data | {extra_lib.NAME: data['model'].pop(extra_lib.NAME)}
 
 
 def to_json(config):
   """`Config` -> text, one field a line."""
-  return json.dumps(dataclasses.asdict(config), indent=1) + '\n'
+  return json.dumps(to_dict(config), indent=1) + '\n'
 
 
 def from_json(text):
   """Text -> `Config`; fields that the text lacks take their defaults."""
-  return view(json.loads(text))
+  return view(json.loads(text), saved=True)

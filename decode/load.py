@@ -17,6 +17,7 @@ from paraxis.configs.base import errors
 from paraxis.decode import latents
 from paraxis.decode import loop
 from paraxis.models import build
+from paraxis.models import register
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source as source_lib
 from paraxis.models.text import tokenizer as tokenizer_lib
@@ -67,7 +68,7 @@ class Checkpoint:
   def __init__(self, checkpoint, step=None, say=print):
     """See `locate`. Nothing is written. say: prints one line per finding."""
     folder, self.step = locate(checkpoint, step)
-    self._say = say
+    self._say, self._known = say, False  # whether its own mixers are here
     self._store = store_lib.Store(folder, read_only=True, say=say)
 
   def __enter__(self):
@@ -90,7 +91,10 @@ class Checkpoint:
       raise errors.UserError(
         f'{store.directory}: the checkpoint carries no configuration.'
       )
-    config = dataclasses.asdict(schema.from_json(meta['config']))
+    if not self._known:
+      register.require(meta.get('own_mixers'), store.directory, self._say)
+    self._known = True
+    config = schema.to_dict(schema.from_json(meta['config']))
     return ml_collections.ConfigDict(config).lock()
 
   def generator(self, config, mesh_text='', rows=1, texts=()):
@@ -215,7 +219,7 @@ class Weights(Checkpoint):
       file = pathlib.Path(self._folder.name, files_lib.TOKENIZER)
       file.write_text(text, encoding='utf-8')
       config = schema.with_value(config, 'data.tokenizer', str(file))
-    return ml_collections.ConfigDict(dataclasses.asdict(config)).lock()
+    return ml_collections.ConfigDict(schema.to_dict(config)).lock()
 
   def _read(self, like, tokenizer):
     rows = self._source.model.vocab_size

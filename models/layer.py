@@ -10,6 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from paraxis.configs.base import errors
+from paraxis.configs.base import mixers as own
 from paraxis.models import aux as aux_lib
 from paraxis.models import norm
 from paraxis.models import parameter
@@ -81,6 +82,26 @@ def kinds_of(config):
   return tuple(unit), tuple((unit * repeats)[: config.num_layers])
 
 
+def _check_answer(mixer, x, found):
+  """UserError unless a user's mixer answers as protocol.Mixer says."""
+  says = f'{type(mixer).__name__}.__call__ (model.pattern: {mixer.kind})'
+  if not (isinstance(found, tuple) and len(found) == 3):
+    raise errors.UserError(
+      f'{says} returns {type(found).__name__}, not (y, state, aux.Aux).'
+    )
+  y, _, aux = found
+  if getattr(y, 'shape', None) != x.shape or y.dtype != x.dtype:
+    what = f'{y.dtype}{y.shape}' if hasattr(y, 'shape') else repr(y)
+    raise errors.UserError(
+      f'{says} returns y {what} for x {x.dtype}{x.shape}: both are to be equal.'
+    )
+  if not isinstance(aux, aux_lib.Aux):
+    raise errors.UserError(
+      f'{says} returns {type(aux).__name__} as the third; aux.NOTHING if there '
+      'is no loss of its own.'
+    )
+
+
 class Layer(nnx.Module):
   """x + mixer(norm x), then x + mlp(norm x), norms placed by config.
 
@@ -122,7 +143,10 @@ class Layer(nnx.Module):
   def __call__(self, x_BTD, see, state=None):
     """-> (x_BTD, the mixer's state, aux.Aux); see: attention.Visibility."""
     x, mix = checkpoint_name(x_BTD, 'residual'), self.mixer
-    y, state, aux = mix(self._before(mix.name, x), see, state)
+    found = mix(self._before(mix.name, x), see, state)
+    if self.kind[0] in own.OWN:
+      _check_answer(mix, x, found)
+    y, state, aux = found
     x = x + self._after(mix.name, y)
     if self.kind[1:] != '.':
       y, more = self._transform(self._before('mlp', x), see)

@@ -151,6 +151,34 @@ def tree():
   )
 
 
+@pytest.fixture
+def own_file(tmp_path):
+  """own_file(old, new): a user's config with a mixer Q (models/own_ema.py), a
+  text replaced; at the end nothing of it is registered."""
+  from paraxis.configs.base import extra
+  from paraxis.configs.base import mixers
+  from paraxis.configs.base import user_file
+  from paraxis.models import layer
+
+  tables = [
+    mixers.TABLE, mixers.OWN, layer.MIXERS, extra._own, extra._sections,
+    user_file._NAMES,
+  ]  # fmt: skip
+  before = [dict(table) for table in tables]
+
+  def write(old='', new=''):
+    text = (ROOT / 'tests/models/own_ema.py').read_text()
+    assert old in text
+    file = tmp_path / 'mine.py'
+    file.write_text(text.replace(old, new, 1) if old else text)
+    return file
+
+  yield write
+  for table, kept in zip(tables, before, strict=True):
+    table.clear()
+    table.update(kept)
+
+
 @pytest.fixture(scope='module')
 def float64():
   """A module's tests, and its fixtures, compute in float64."""

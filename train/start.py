@@ -17,11 +17,13 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.models import register
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source as source_lib
 from paraxis.train import state as state_lib
 from paraxis.train.run import workdir as workdir_lib
 
+OWN = 'own_mixers'  # in meta: the files they are from
 IMPORTED = 'imported'  # in meta: parameters alone, of another program
 PARAMS, OPTIMIZER = 'params/', 'optimizer/'
 GROWS = ('embedding', 'head')  # leaves that may have more rows than the origin
@@ -65,6 +67,7 @@ def common(config, tokenizer, origin=None) -> dict:
       orbax=orbax.checkpoint.__version__,
     ),
     **({'origin': origin} if origin else {}),
+    **({OWN: own} if (own := register.described(config.model.pattern)) else {}),
   )
 
 
@@ -81,6 +84,7 @@ def meta(job, step, origin=None) -> dict:
 
 def _check(job, step, found, where):
   """Raises unless a checkpoint is of the run that is to be resumed."""
+  register.require(found.get(OWN), where)
   for name, now in (
     ('corpus', job.corpus.fingerprint),
     ('tokenizer', job.tokenizer.fingerprint),
@@ -251,6 +255,7 @@ class Run:
 
     Arguments as of `begin`. UserError: other leaves differ, all listed.
     """
+    register.require(self._meta.get(OWN), self._path, say)
     if self._meta.get('tokenizer') != job.tokenizer.fingerprint:
       say('--init_from: its tokenizer was another, its ids may mean other text')
     like = {p: x for p, x in like.items() if p.startswith(self._under)}

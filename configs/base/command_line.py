@@ -28,6 +28,10 @@ from ml_collections import config_flags
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.configs.base import explain
+from paraxis.configs.base import extra as extra_lib
+from paraxis.configs.base import mixers
+from paraxis.configs.base import user_file
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1]
 
@@ -56,23 +60,30 @@ def papers():
   ]
 
 
-def _one_line(error):
-  return ' '.join(f'{type(error).__name__}: {error}'.split())
+def _fails(name, where, error):
+  """The UserError of a config that fails, with its line and what may be meant.
+
+  where: what is said if no line of the file is to blame.
+  """
+  text = user_file.one_line(error)
+  if isinstance(error, errors.UserError):
+    text = str(error)
+  elif key := re.search(r'Error: (?:Key )?["\']?(\w+)["\']?', text):
+    full = [n for n, _ in schema.fields() if n.split('.')[-1] == key[1]]
+    if full and isinstance(error, (AttributeError, KeyError)):
+      text += f' There is config.{" and config.".join(full[:3])}.'
+  place = user_file.place(error) or where
+  return errors.UserError(f'--config={name}: {place}: {text}')
 
 
 def load_module(name):
   """Executes a config file; UserError if it defines no get_config."""
   path = find_config(name)
-  spec = importlib.util.spec_from_file_location(path.stem, path)
-  if spec is None or spec.loader is None:
-    raise errors.UserError(f'--config={name}: {path} is not a Python file.')
-  module = importlib.util.module_from_spec(spec)
+  extra_lib.forget()
   try:
-    spec.loader.exec_module(module)
+    module = user_file.execute(path)
   except (Exception, SystemExit) as e:
-    raise errors.UserError(
-      f'--config={name}: {path} fails with {_one_line(e)}'
-    ) from e
+    raise _fails(name, path, e) from e
   if not hasattr(module, 'get_config'):
     raise errors.UserError(f'--config={name}: {path} defines no get_config().')
   return module
@@ -83,18 +94,19 @@ def load(name):
   module = load_module(name)
   try:
     config = module.get_config()
-  except errors.UserError:
-    raise
   except (Exception, SystemExit) as e:
-    raise errors.UserError(
-      f'--config={name}: get_config() fails with {_one_line(e)}'
-    ) from e
+    raise _fails(name, f'{module.__file__}, get_config()', e) from e
   if not isinstance(config, ml_collections.ConfigDict):
     raise errors.UserError(
       f'--config={name}: get_config() returns {type(config).__name__}, not '
       'a ConfigDict.'
     )
-  schema.view(config)
+  try:
+    schema.view(config)
+  except errors.UserError as e:
+    field = re.search(r'[a-z_]+(\.\w+)+', str(e))
+    place = user_file.assigned(find_config(name), field[0] if field else '')
+    raise errors.UserError(f'--config={name}: {place}: {e}') from e
   return config.lock()
 
 
@@ -121,7 +133,7 @@ def _check_keys(argv):
     key = head.removeprefix('config.')
     if not head.startswith('config.') or key in valid:
       continue
-    if key in schema.SECTIONS:
+    if key in (*schema.SECTIONS, extra_lib.NAME):
       raise errors.UserError(
         f'--config.{key} is a section; name a field of it.'
       )
@@ -160,14 +172,20 @@ CONFIG_FLAGS = (
   (bool, 'helpconfig', False, 'print every config field and exit'),
 )
 
+_OWN_FILE = (
+  str, 'config=FILE', '', 'of a run with mixers of its own: their file, which '
+  'is executed',
+)  # fmt: skip
 
-def parse(argv, rows=(), config=None):
+
+def parse(argv, rows=(), overrides=False):
   """Parses a command's arguments.
 
   Args:
     argv: arguments after the command's name.
     rows: the command's flags, as in `Command.flags`.
-    config: ConfigDict that --config.x.y= overrides; None: the one of --config=.
+    overrides: the configuration is a checkpoint's: --config.x.y= overrides its
+      fields, --config= is the file that its own mixers are from.
 
   Returns:
     (flags, config dictionary or None, positional arguments).
@@ -185,13 +203,15 @@ def parse(argv, rows=(), config=None):
       )
   own = [name for name in values if len(name) > 1]
   name, rest = _take_config(list(argv))
-  if name is not None and config is not None:
-    raise errors.UserError(
-      'the configuration is taken from the checkpoint, not from --config=; '
-      '--config.SECTION.FIELD= overrides a field.'
-    )
-  if name is not None:
-    config = load(name)
+  config = load(name) if name is not None else None
+  if overrides:
+    if name is not None and not mixers.OWN and not schema.default().extra:
+      raise errors.UserError(
+        'the configuration is taken from the checkpoint, not from --config=, '
+        f'and {name} has no mixer of its own; --config.SECTION.FIELD= '
+        'overrides a field.'
+      )
+    config = schema.default()
   if config is not None:
     _check_keys(rest)
     config = config.copy_and_resolve_references()
@@ -224,8 +244,9 @@ class Command(NamedTuple):
     flags: rows (kind of _KINDS, 'name=METAVAR', default, help, [letter]) in the
       order of the help, and strings, its headings.
     config: '': --config= is an error. 'optional': run gets a schema.Config or
-      None. 'required': a schema.Config. 'overrides': --config= is an error, run
-      gets {'section.field': value} of the --config.section.field= given.
+      None. 'required': a schema.Config. 'overrides': --config= names the file
+      of a run's own mixers, which is executed; run gets {'section.field':
+      value} of the --config.section.field= given.
     words: the most positional arguments; None: run checks them.
     notes: rows and headings that only the help shows, after the flags.
   """
@@ -244,6 +265,8 @@ class Command(NamedTuple):
     rows = [*self.flags, *self.notes]
     if self.config in ('optional', 'required'):
       rows += CONFIG_FLAGS
+    elif self.config:
+      rows.append(_OWN_FILE)
     lines = [f'usage: paraxis {self.name} {self.usage}', '', self.summary, '']
     for row in rows:
       if isinstance(row, str):
@@ -271,14 +294,13 @@ class Command(NamedTuple):
       print(help_fields())
       return errors.EXIT_OK
     overrides = self.config == 'overrides'
-    values, config, words = parse(
-      argv, self.flags, schema.default() if overrides else None
-    )
+    values, config, words = parse(argv, self.flags, overrides)
     if config is not None and not self.config:
       raise errors.UserError('--config: this command does not read it.')
     if self.words is not None and len(words) > self.words:
       raise errors.UserError(
-        f'unexpected argument {words[self.words]!r}.{self._meant(words[-1])}'
+        f'unexpected argument {words[self.words]!r}.'
+        + self._meant(words[self.words])
       )
     if self.config == 'required' and config is None:
       raise errors.UserError('--config is missing: --config=configs/FILE.py.')
@@ -316,6 +338,7 @@ def prepare_devices(count):
   """
   flag = '--xla_force_host_platform_device_count'
   given = os.environ.get('XLA_FLAGS', '')
+  before = os.environ.get('JAX_PLATFORMS')
   if count:
     os.environ['JAX_PLATFORMS'] = 'cpu'
     kept = [f for f in given.split() if not f.startswith(flag)]
@@ -326,6 +349,9 @@ def prepare_devices(count):
     # libtpu may be here to compile with; without a TPU it warns at length.
     if importlib.util.find_spec('libtpu'):
       os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+  platforms = os.environ.get('JAX_PLATFORMS')
+  if platforms != before and 'jax' in sys.modules:  # a config imported it
+    sys.modules['jax'].config.update('jax_platforms', platforms)
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 
@@ -347,8 +373,7 @@ def run(command, argv):
     print('paraxis: interrupted', file=sys.stderr)
     return errors.EXIT_INTERRUPTED
   except Exception as e:
-    outside = _outside(e)
-    if outside:
+    if outside := explain.outside(e):
       print(f'paraxis: {outside}', file=sys.stderr)
       return errors.EXIT_USER
     traceback.print_exc()
@@ -361,32 +386,6 @@ def _line_by_line():
   for stream in (sys.stdout, sys.stderr):
     if isinstance(stream, io.TextIOWrapper):
       stream.reconfigure(line_buffering=True)
-
-
-def _outside(error):
-  """What outside of paraxis made a command fail, in one line; '': nothing."""
-  if isinstance(error, OSError) and _is_full(sys.stdout):
-    return f'stdout cannot be written: {error.strerror}.'
-  asked = os.environ.get('JAX_PLATFORMS')
-  frames = traceback.extract_tb(error.__traceback__)
-  starting = any(f.name == 'backends' and 'jax' in f.filename for f in frames)
-  if asked and starting:
-    return (
-      f'JAX_PLATFORMS={asked}: jax cannot start it here ({_one_line(error)}). '
-      'Unset it for what this machine has, or set it to cpu.'
-    )
-  return ''
-
-
-def _is_full(stream):
-  """Whether a stream refuses what is printed, as a full disk does."""
-  try:
-    stream.write('\n')
-    stream.flush()
-  except OSError:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return True
-  return False
 
 
 def help_fields():

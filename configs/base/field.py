@@ -1,6 +1,10 @@
-"""How a field of the configuration is declared."""
+"""How a field of the configuration is declared, and its values checked."""
 
 import dataclasses
+import difflib
+import math
+
+from paraxis.configs.base.errors import UserError
 
 
 def field(default, doc, choices=None, low=None, high=None):
@@ -9,3 +13,37 @@ def field(default, doc, choices=None, low=None, high=None):
     default=default,
     metadata=dict(doc=doc, choices=choices, low=low, high=high),
   )
+
+
+def suggest(name, valid):
+  """' Did you mean X?' when something close to `name` is in `valid`."""
+  close = difflib.get_close_matches(name, list(valid), 1, 0.5)
+  return f' Did you mean {close[0]!r}?' if close else ''
+
+
+def check(name, f, value):
+  """`value` as the field's type; UserError if it is none of its valid values.
+
+  name: what a message calls it. f: dataclasses.Field that `field` made.
+  """
+  kind = type(f.default)
+  if kind is float and type(value) is int:
+    value = float(value)
+  if type(value) is not kind:
+    raise UserError(
+      f'{name} must be {kind.__name__}, got {type(value).__name__} {value!r}.'
+    )
+  meta = f.metadata
+  if meta['choices'] and value not in meta['choices']:
+    raise UserError(
+      f'{name}={value!r} is not one of {", ".join(meta["choices"])}.'
+      + suggest(value, meta['choices'])
+    )
+  if kind is float and not math.isfinite(value):
+    raise UserError(f'{name}={value} is not a finite number.')
+  low, high = meta['low'], meta['high']
+  if low is not None and not value >= low:
+    raise UserError(f'{name}={value} is below its lowest valid value {low}.')
+  if high is not None and not value <= high:
+    raise UserError(f'{name}={value} is above its highest valid value {high}.')
+  return value

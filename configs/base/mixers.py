@@ -193,6 +193,13 @@ class MixerKind(NamedTuple):
   scales_scores: bool = False
 
 
+class Origin(NamedTuple):
+  """The user's file that a mixer is from: its path, and sha256 of its code."""
+
+  file: str
+  sha256: str
+
+
 def _head_width(model):
   return model.head_width
 
@@ -214,6 +221,10 @@ TABLE = {
   'L': MixerKind('ParaLSTM', 'recurrent', _small_recurrent),
   'C': MixerKind('convolutions and attention in chunks', 'tcn', _small_tcn),
 }  # fmt: skip
+
+
+# Letter -> where it is from, of mixers that models/register.py added.
+OWN: dict[str, Origin] = {}
 
 
 def words():

@@ -1,7 +1,9 @@
 """Fields of the model, and of its experts: meaning, default, valid values."""
 
 import dataclasses
+from typing import Any
 
+from paraxis.configs.base import extra as extra_lib
 from paraxis.configs.base import mixers
 from paraxis.configs.base.field import field
 
@@ -190,4 +192,9 @@ class DecoderFields:
 
 @dataclasses.dataclass(frozen=True)
 class Model(mixers.Sections, DecoderFields):
-  """A decoder as data, which models/decoder.py builds."""
+  """A decoder as data, which models/decoder.py builds.
+
+  extra: of the whole configuration, config.extra (extra.py).
+  """
+
+  extra: Any = extra_lib.NOTHING

@@ -51,13 +51,14 @@ class Requests:
 
     Args:
       max_length: --length.
-      **options: batch_size, dtype (of activations), and what lm-eval passes to
-        every model: device and max_batch_size, which are not read.
+      **options: batch_size, dtype (of activations), config (of a run with
+        mixers of its own: their file), and what lm-eval passes to every model:
+        device and max_batch_size, which are not read.
     """
     super().__init__()
     options.pop('device', None)
     options.pop('max_batch_size', None)
-    dtype = options.pop('dtype', None)
+    dtype, file = options.pop('dtype', None), options.pop('config', None)
     size = options.pop('batch_size', None) or 8
     if options or not str(size).isdecimal():
       raise errors.UserError(
@@ -65,6 +66,8 @@ class Requests:
         "not known to the model 'paraxis'; batch_size is a number."
       )
     overrides = {'model.dtype': dtype} if dtype else {}
+    if file:
+      command_line.load(file)
     with decode_main.open_(checkpoint, weights, step) as opened:
       self.scorer = command.scorer(
         opened, overrides, mesh, int(max_length), int(size)

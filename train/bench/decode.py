@@ -9,7 +9,6 @@ one busy thread CPU-seconds and wall seconds agree on an idle machine, and on a
 shared one only CPU-seconds mean something.
 """
 
-import dataclasses
 import time
 
 import jax
@@ -116,7 +115,7 @@ def decode(rounds, quick, say):
   """Tokens per second, batch 1, one device, against reading the parameters."""
   c = bench_train.config(quick)
   c = schema.view(
-    dict(model=dataclasses.asdict(c.model), decode=dict(cache_length=512))
+    dict(model=schema.to_dict(c)['model'], decode=dict(cache_length=512))
   )
   new = 16 if quick else 256
   say('compiling')

@@ -13,6 +13,7 @@ import math
 
 import numpy as np
 
+from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers
 from paraxis.models import depth
@@ -154,7 +155,7 @@ def _model(full, sizes, asked):
   uneven = model.num_layers % (unit * _parts(full, asked)) > 0
   layers = unit * max(_parts(full, sizes), 2) + uneven
   windowed = 0 < model.window < full.data.sequence_length
-  return dataclasses.replace(
+  small = dataclasses.replace(
     model,
     vocab_size=_size(model.vocab_size, 64, devices),
     d_model=_size(model.d_model, 32, devices),
@@ -167,8 +168,8 @@ def _model(full, sizes, asked):
     max_positions=length if model.max_positions else 0,
     attention_block=min(model.attention_block, 16),
     experts=_experts(model.experts, devices),
-    **_mixers(model, devices),
   )
+  return schema.with_values(small, _mixers(model, devices))
 
 
 def _mixers(model, devices):
@@ -178,7 +179,7 @@ def _mixers(model, devices):
   for letter in layer.mixers(model.pattern)[0]:
     kind = mixers.TABLE[letter]
     if kind.shrink:
-      own = getattr(model, kind.section)
+      own = schema.value(model, kind.section)
       small = dataclasses.replace(own, **kind.shrink(model, few))
       sections[kind.section] = small
   return sections

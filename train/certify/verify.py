@@ -181,7 +181,7 @@ def _json(case, rows, title):
         for r in rows
       ],
       notes=case.notes,
-      config=dataclasses.asdict(case.config),
+      config=schema.to_dict(case.config),
     ),
     indent=1,
   )

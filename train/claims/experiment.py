@@ -12,7 +12,6 @@ Legend: B rows, T tokens, D model.
 """
 
 import collections
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -46,7 +45,7 @@ def fields(config: schema.Config, *changes: dict) -> schema.Config:
     UserError: no such field, with the full names that end in it or the nearest
       one; a value that the schema refuses.
   """
-  data, known = dataclasses.asdict(config), [n for n, _ in schema.fields()]
+  data, known = schema.to_dict(config), [n for n, _ in schema.fields()]
   for name, value in (item for change in changes for item in change.items()):
     if name not in known:
       full = [n for n in known if n.endswith(f'.{name}')]

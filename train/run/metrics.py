@@ -5,7 +5,6 @@ appends; where a step occurs twice, the last value counts (`read` does so).
 """
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -113,7 +112,7 @@ class Writers(contextlib.AbstractContextManager):
       self._wandb = importlib.import_module('wandb').init(
         project=train.wandb,
         dir=workdir,
-        config=dataclasses.asdict(config) | own,
+        config=schema.to_dict(config) | own,
         id=_wandb_id(workdir),
         resume='allow',
       )

@@ -11,6 +11,7 @@ import tempfile
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.configs.base import extra
 
 try:
   import fcntl
@@ -109,13 +110,18 @@ def is_free(name):
 
 
 def differences(old, new):
-  """[(dotted field, old value, new value)] of two schema.Config."""
-  out = []
-  for name, _ in schema.fields():
-    a, b = schema.value(old, name), schema.value(new, name)
-    if a != b:
-      out.append((name, a, b))
-  return out
+  """[(dotted field, old value, new value)] of two schema.Config.
+
+  None: one of them has no such field in its `extra`.
+  """
+  pairs = [
+    (name, schema.value(old, name), schema.value(new, name))
+    for name, _ in schema.fields()
+    if not name.startswith(f'{extra.NAME}.')
+  ]
+  was, now = extra.flat(old.extra), extra.flat(new.extra)
+  pairs += [(n, was.get(n), now.get(n)) for n in dict.fromkeys([*was, *now])]
+  return [(name, a, b) for name, a, b in pairs if a != b]
 
 
 def read_config(path):

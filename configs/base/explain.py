@@ -1,0 +1,40 @@
+"""Failures that no line of paraxis is to blame for, each in one line.
+
+The user's own file, a full disk, a backend that cannot start. Whatever else is
+raised is a crash of ours.
+"""
+
+import os
+import sys
+import traceback
+
+from paraxis.configs.base import user_file
+
+
+def outside(error):
+  """What outside of paraxis made a command fail, in one line; '': nothing."""
+  if place := user_file.place(error):
+    return f'{place}: {user_file.one_line(error)}'
+  if isinstance(error, OSError) and _is_full(sys.stdout):
+    return f'stdout cannot be written: {error.strerror}.'
+  asked = os.environ.get('JAX_PLATFORMS')
+  frames = traceback.extract_tb(error.__traceback__)
+  starting = any(f.name == 'backends' and 'jax' in f.filename for f in frames)
+  if asked and starting:
+    why = user_file.one_line(error)
+    return (
+      f'JAX_PLATFORMS={asked}: jax cannot start it here ({why}). '
+      'Unset it for what this machine has, or set it to cpu.'
+    )
+  return ''
+
+
+def _is_full(stream):
+  """Whether a stream refuses what is printed, as a full disk does."""
+  try:
+    stream.write('\n')
+    stream.flush()
+  except OSError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return True
+  return False

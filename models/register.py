@@ -1,0 +1,184 @@
+"""Mixers of a user's own config file: one call makes one of the table.
+
+    # mine.py, anywhere; paraxis train --config=mine.py --workdir=RUN
+    register.mixer('Q', Ema, section=EmaFields, shrink=small)
+
+The class follows the protocol of models/mixers/protocol.py. Its fields stand in
+config.extra under its name (configs/base/extra.py): config.extra.ema.width to
+the mixer, --config.extra.ema.width=8 on the command line. After the call the
+letter may stand in model.pattern, and every command knows it.
+
+No checkpoint is ever a source of code. Its manifest keeps the name of the file
+and a sha256 of its bytes; whoever resumes, decodes or evaluates the run names
+the file with --config=, and executes it by that.
+"""
+
+import inspect
+import re
+import sys
+
+from paraxis.configs.base import errors
+from paraxis.configs.base import extra
+from paraxis.configs.base import field
+from paraxis.configs.base import mixers
+from paraxis.configs.base import user_file
+from paraxis.models import layer
+from paraxis.models.mixers import protocol
+
+_REQUIRED = ('__call__', 'init_state', 'mixing_flops')
+_PARTS = ('mlp', 'moe', 'wide_moe')  # what a layer holds beside its mixer
+
+
+def mixer(letter, cls, section=None, shrink=None, word=''):
+  """Adds a mixer to those that model.pattern names.
+
+  Args:
+    letter: one capital that no other mixer has. A file that is executed again
+      replaces its own.
+    cls: subclass of protocol.Mixer; `name` is that of its parameters.
+    section: a frozen dataclass of fields (configs/base/field.py), or None.
+    shrink: (model, few) -> {field of the section: value in a small model}, for
+      `paraxis verify`; few(n, target) is about target, a multiple of the
+      devices. None: the section stays as it is.
+    word: for messages; '': the name of the class.
+
+  Raises:
+    UserError: in one line, with the file.
+  """
+  file = user_file.executing() or user_file.caller()
+  _check(letter, cls, section, shrink, file)
+  if section is not None:
+    extra.section(cls.name, section)
+  own = file or getattr(sys.modules.get(cls.__module__), '__file__', '') or ''
+  layer.MIXERS[letter] = cls
+  mixers.TABLE[letter] = mixers.MixerKind(
+    word or cls.__name__,
+    f'{extra.NAME}.{cls.name}' if section is not None else '',
+    shrink and _checked(shrink, cls.name),
+  )
+  mixers.OWN[letter] = mixers.Origin(own, _sha256(own, cls))
+  for path in _files(own, cls):
+    user_file.watch(path)
+
+
+def _checked(rule, name):
+  """A shrink rule whose answer is a part of the section, or a UserError."""
+
+  def shrink(model, few):
+    found, fields = rule(model, few), extra.declared()[name]
+    says = f'the shrink rule of {extra.NAME}.{name}'
+    if not isinstance(found, dict) or set(found) - set(fields):
+      raise errors.UserError(
+        f'{says} gives {found!r}: a dict of {", ".join(fields)} is needed.'
+      )
+    return {
+      key: field.check(f'{says}: {key}', fields[key], value)
+      for key, value in found.items()
+    }
+
+  return shrink
+
+
+def _files(file, cls):
+  """The file that registers a class, and that which defines it."""
+  defined = getattr(sys.modules.get(cls.__module__), '__file__', None)
+  return [path for path in dict.fromkeys([file, defined]) if path]
+
+
+def _sha256(file, cls):
+  return user_file.sha256(*_files(file, cls))
+
+
+def _check(letter, cls, section, shrink, file):
+  """UserError unless the arguments of `mixer` can be taken."""
+  says = f'register.mixer({letter!r}, {getattr(cls, "__name__", cls)})'
+
+  def need(condition, text):
+    if not condition:
+      raise errors.UserError(f'{says}: {text}.')
+
+  need(
+    isinstance(letter, str) and re.fullmatch('[A-Z]', letter),
+    'a letter of model.pattern is one capital, A to Z',
+  )
+  before = mixers.OWN.get(letter)
+  free = [c for c in map(chr, range(65, 91)) if c not in mixers.TABLE]
+  need(
+    letter not in mixers.TABLE or (before and before.file == file),
+    f'{letter} is {mixers.TABLE.get(letter, [""])[0]} already'
+    + (f', of {before.file}' if before else '')
+    + f'; free are {", ".join(free)}',
+  )
+  need(
+    isinstance(cls, type) and issubclass(cls, protocol.Mixer),
+    'it is no subclass of paraxis.models.mixers.protocol.Mixer',
+  )
+  missing = [
+    name
+    for name in _REQUIRED
+    if inspect.getattr_static(cls, name)
+    is inspect.getattr_static(protocol.Mixer, name)
+  ]
+  missing += [n for n in ('name', 'capabilities') if not hasattr(cls, n)]
+  need(not missing, f'the class lacks {", ".join(missing)}')
+  need(
+    isinstance(cls.name, str) and re.fullmatch('[a-z][a-z0-9_]*', cls.name),
+    f'name={cls.name!r}: parameters stand under it, so it is lower-case '
+    'letters, digits and _',
+  )
+  taken = {m.name for k, m in layer.MIXERS.items() if k != letter}
+  need(
+    cls.name not in taken | set(_PARTS),
+    f'name={cls.name!r} is taken by another part of a layer',
+  )
+  need(
+    section is None or hasattr(section, '__dataclass_fields__'),
+    f'section={section!r}: it is to be a frozen dataclass',
+  )
+  need(
+    shrink is None or (callable(shrink) and section is not None),
+    f'shrink={shrink!r}: a function that shrinks fields of the section',
+  )
+
+
+def described(pattern):
+  """{letter: {file, sha256}} of the own mixers in a pattern, for manifests."""
+  letters = layer.mixers(pattern)[0]
+  return {
+    letter: dict(file=own.file.rsplit('/', 1)[-1], sha256=own.sha256)
+    for letter, own in mixers.OWN.items()
+    if letter in letters
+  }
+
+
+def require(saved, where, say=None):
+  """UserError unless this process has the own mixers that a checkpoint has.
+
+  Args:
+    saved: what `described` gave, from the manifest, or None.
+    where: what the message calls the checkpoint.
+    say: prints one line if a file is another than then; None: that is refused,
+      as steps that continue would not be those of the run.
+  """
+  for letter, was in (saved or {}).items():
+    file, then = (str(was.get(key, '')) for key in ('file', 'sha256'))
+    now = mixers.OWN.get(letter)
+    if now is None:
+      raise errors.UserError(
+        f'{where}: its mixer {letter} is from {file or "no file"} (sha256 '
+        f'{then[:12]}), and no checkpoint brings code: name the file, '
+        f'--config={file or "FILE"}.'
+      )
+    if now.sha256 == then:
+      continue
+    text = (
+      f'{where}: its mixer {letter} is from {file} of sha256 {then[:12]}, and '
+      f'{now.file} has {now.sha256[:12]}'
+    )
+    if say is None:
+      raise errors.UserError(
+        f'{text}: the steps would not be those of the run. Give the file as it '
+        'was (fields change by --config.train.steps=, too), or begin a new run '
+        f'in another --workdir with these weights: --init_from={where}.'
+      )
+    say(f'{text}: the numbers may be others')

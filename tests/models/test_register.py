@@ -1,0 +1,169 @@
+"""A mixer of a user's own file: one call, and every command knows it."""
+
+import dataclasses
+import types
+
+import pytest
+import support
+
+from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
+from paraxis.configs.base import mixers
+from paraxis.models import layer
+from paraxis.models import register
+from paraxis.models.mixers import protocol
+from paraxis.train import cli
+from paraxis.train.certify import check
+from paraxis.train.certify import verify
+
+
+def _config(file, **changes):
+  config = command_line.load(str(file))
+  config.update_from_flattened_dict(changes)
+  return schema.view(config)
+
+
+def test_it_shrinks_and_is_on_a_mesh_what_it_is_on_one_device(own_file):
+  config = _config(own_file(), **{'extra.decay': 0.25})
+  case = verify.prepare(config, 'context=2,tensor=2,data=2')
+  assert case.config.extra.ema.taps == 3 and case.config.extra.decay == 0.25
+  assert 'extra.ema.taps 9 -> 3' in case.notes
+  rows = verify.certify(case, ('loss', 'gradients', 'update', 'packing'))
+  assert len(rows) == 4 and all(row.passed for row in rows), rows
+
+
+def test_one_that_reads_beyond_its_document_is_found(own_file):
+  """The test above can fail: an average over the whole row."""
+  wrong = own_file(
+    "return y_BTD, None",
+    'y_BTD = y_BTD + h_BTF.mean() * 0.01\n    return y_BTD, None',
+  )  # fmt: skip
+  case = verify.prepare(_config(wrong), 'data=2')
+  (row,) = verify.certify(case, ('packing',))
+  assert not row.passed
+
+
+def test_check_counts_its_parameters(own_file):
+  config = _config(own_file())
+  wide = config.model.d_model
+  plain = dataclasses.replace(config.model, pattern='F', num_layers=1)
+  mixed = dataclasses.replace(config.model, pattern='QF')
+  one = dataclasses.replace(config, model=plain)
+  two = dataclasses.replace(config, model=mixed)
+  mlp_and_norms = 3 * wide * config.model.d_ff + 2 * wide
+  more = check.parameters(two) - check.parameters(one)
+  assert more == 2 * wide**2 + mlp_and_norms
+
+
+TAPS = 'min(model.extra.ema.taps, 3)'
+LAST = 'return y_BTD, None if state is None else tail, aux.NOTHING'
+
+
+@pytest.mark.parametrize(
+  'command, old, new, words',
+  [
+    ('check', 'self.config.extra.ema.taps', 'self.config.extra.ema.tap',
+     "AttributeError: 'Extra' object has no attribute 'tap'"),
+    ('verify', "'BTD,DF->BTF'", "'BTD,DE->BTF'", 'mine.py:46: '),
+    ('verify', 'weights[:, None]', 'weights[None]', 'mine.py:52: '),
+    ('check', 'aux.NOTHING', 'aux.NOTHIN', 'mine.py:58: AttributeError'),
+    ('check', LAST, 'return y_BTD', 'not (y, state, aux.Aux)'),
+    ('check', LAST, 'return y_BTD[:, 1:], state, aux.NOTHING',
+     'both are to be equal'),
+    ('check', LAST, 'return y_BTD, state, None', 'returns NoneType as the'),
+    ('verify', f'taps={TAPS}', 'tap=3', "gives {'tap': 3}"),
+    ('verify', TAPS, '0.5', 'must be int, got float 0.5'),
+    ('verify', TAPS, 'model.extra.emma', "no attribute 'emma'"),
+  ],
+)  # fmt: skip
+def test_a_wrong_line_is_named(command, old, new, words, own_file, capsys):
+  argv = [command, f'--config={own_file(old, new)}', '--mesh=data=2']
+  code, shown = cli.main(argv), capsys.readouterr().err
+  assert code == errors.EXIT_USER and shown.count('\n') == 1, shown
+  assert words in shown and shown.startswith('paraxis: '), shown
+  if 'Error: ' in shown:
+    assert 'mine.py:' in shown
+
+
+def test_a_line_of_ours_is_still_a_crash(own_file, capsys, monkeypatch):
+  def broken(*args):
+    raise ZeroDivisionError('ours')
+
+  monkeypatch.setattr(check, 'text', broken)
+  assert cli.main(['check', f'--config={own_file()}']) == errors.EXIT_CRASH
+  assert 'ZeroDivisionError: ours' in capsys.readouterr().err
+
+
+class Good(protocol.Mixer):
+  name, capabilities = 'good', protocol.RECURRENT
+  __call__ = init_state = mixing_flops = lambda *args: None
+
+
+def _with(**fields):
+  return type('Odd', (Good,), fields)
+
+
+Lacks = type('Lacks', (protocol.Mixer,), dict(name='lacks'))
+
+
+@pytest.mark.parametrize(
+  'arguments, words',
+  [
+    (('F', Good), 'F is full attention already; free are B, D, E, H'),
+    (('q', Good), 'one capital'),
+    (('QQ', Good), 'one capital'),
+    (('Ä', Good), 'one capital'),
+    ((1, Good), 'one capital'),
+    (('Q', protocol), 'no subclass of paraxis.models.mixers.protocol.Mixer'),
+    (('Q', Lacks), 'lacks __call__, init_state, mixing_flops, capabilities'),
+    (('Q', _with(name='attention')), "'attention' is taken"),
+    (('Q', _with(name='mlp')), "'mlp' is taken"),
+    (('Q', _with(name='a/b')), 'lower-case letters'),
+    (('Q', Good, dict(x=1)), 'a frozen dataclass'),
+    (('Q', Good, None, len), 'fields of the section'),
+    (('Q', Good, dataclasses.make_dataclass('S', [('x', int)])),
+     'the default of extra.good.x is nothing'),
+  ],
+)  # fmt: skip
+def test_what_cannot_be_registered_is_one_line(arguments, words, own_file):
+  before = dict(mixers.TABLE), dict(layer.MIXERS)
+  with support.refused(words):
+    register.mixer(*arguments)
+  assert (mixers.TABLE, layer.MIXERS) == before
+
+
+def test_a_letter_of_another_file_is_taken(own_file, tmp_path):
+  command_line.load(str(own_file()))
+  command_line.load(str(own_file()))  # the same file again
+  other = tmp_path / 'other.py'
+  other.write_text(own_file().read_text())
+  with support.refused('Q is Ema already, of'):
+    command_line.load(str(other))
+
+
+def test_a_checkpoint_asks_for_the_file_and_compares_it(own_file):
+  saved = dict(Q=dict(file='mine.py', sha256='0' * 64))
+  with support.refused('no checkpoint brings code', '--config=mine.py'):
+    register.require(saved, 'RUN')
+  file = own_file()
+  command_line.load(str(file))
+  described = register.described('Q-F')
+  assert described['Q']['file'] == 'mine.py'
+  assert not register.described('F') and not register.require(None, 'RUN')
+  register.require(described, 'RUN')
+  with support.refused('as it was', '--init_from=RUN', '000000000000'):
+    register.require(saved, 'RUN')
+  said = []
+  register.require(saved, 'RUN', said.append)
+  assert len(said) == 1 and 'may be others' in said[0]
+  file.write_text(file.read_text() + '# a change\n')
+  command_line.load(str(file))
+  assert register.described('Q-F') != described
+
+
+def test_answers_are_those_of_the_protocol():
+  """The check itself, on what is no tuple."""
+  mixer = types.SimpleNamespace(kind='Q')
+  with support.refused('returns int'):
+    layer._check_answer(mixer, None, 3)
