@@ -151,8 +151,8 @@ TABLE = [
   Mutation(
     'best_group',
     'models/ffn/router.py',
-    '_, chosen = jax.lax.top_k(best.sum(-1), top_groups)',
-    '_, chosen = jax.lax.top_k(best[..., 0], top_groups)',
+    '_, chosen = jax.lax.top_k(best.sum(-1), config.top_groups)',
+    '_, chosen = jax.lax.top_k(best[..., 0], config.top_groups)',
     'groups of experts are chosen by their best expert alone',
     _ROUTER + 'test_choices',
   ),
