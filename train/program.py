@@ -266,13 +266,19 @@ def of_shapes(
   return program
 
 
-def _absolute(name):
-  """The name of a file or folder as an absolute path."""
-  path = pathlib.Path(name).expanduser()
-  shipped = name in ('fixture', 'corpus', 'bytes', 'bpe2048')
-  if corpus_lib.is_glob(name):
-    return str(path.absolute())
-  return name if shipped or not path.exists() else str(path.resolve())
+def _absolute(data):
+  """The section `data` with absolute names of files and folders."""
+  path = pathlib.Path(data.tokenizer).expanduser()
+  shipped = data.tokenizer in ('bytes', 'bpe2048', 'ids') or not path.exists()
+  weights = corpus_lib.weights(data)
+  return dataclasses.replace(
+    data,
+    path=corpus_lib.absolute(data.path),
+    tokenizer=data.tokenizer if shipped else str(path.resolve()),
+    sources=','.join(
+      f'{corpus_lib.absolute(p)}:{w:g}' for p, w in weights.items()
+    ),
+  )
 
 
 def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
@@ -290,12 +296,7 @@ def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
   metrics.check_loggers(config.train)
   program = of_shapes(config, mesh_text, devices)
   config = program.config
-  places = {
-    k: _absolute(getattr(config.data, k)) for k in ('path', 'tokenizer')
-  }
-  config = dataclasses.replace(
-    config, data=dataclasses.replace(config.data, **places)
-  )
+  config = dataclasses.replace(config, data=_absolute(config.data))
   steps, warmup = config.train.steps, config.optimizer.warmup_steps
   if warmup >= steps:
     say(
@@ -309,11 +310,11 @@ def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
       f'forward pass of the {config.microbatches} microbatches of a step.'
     )
   corpus = token_cache.tokens(config, tokenizer, say)
-  idle = config.model.vocab_size - tokenizer.vocab_size
+  idle = config.model.vocab_size - corpus.vocab_size
   if idle > IDLE * config.model.vocab_size:
     say(
       f'model.vocab_size={config.model.vocab_size:,}: tokenizer '
-      f'{tokenizer.name} has {tokenizer.vocab_size:,} ids, {idle:,} rows of '
+      f'{tokenizer.name} has {corpus.vocab_size:,} ids, {idle:,} rows of '
       'the embedding are never read.'
     )
   batches = data.Batches(config, corpus)

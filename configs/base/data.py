@@ -12,14 +12,21 @@ class Data:
   path: str = field(
     'fixture',
     "'fixture' (shipped), 'corpus' (paraxis data fetch), or a file, a folder "
-    'or a glob of text: .txt, .md, .jsonl (also .gz, .zst), .parquet, folders '
-    'of Hugging Face datasets',
+    'or a glob of text: .txt, .md, .jsonl (also .gz, .zst), .parquet, .bin '
+    '(tokens of nanoGPT), folders of Hugging Face datasets',
   )
   text_key: str = field(
     'text', 'key or column of the text in tables and .jsonl'
   )
+  sources: str = field(
+    '',
+    "instead of path, paths with weights: 'a.txt:0.7,b/*.jsonl:0.3'; rows come "
+    'from them in these proportions, whatever their sizes',
+  )
   tokenizer: str = field(
-    'bpe2048', "'bpe2048' (shipped), 'bytes', or a tokenizer.json"
+    'bpe2048',
+    "'bpe2048' (shipped), 'bytes', a tokenizer.json, or 'ids' (of .bin files, "
+    'as they are)',
   )
   sequence_length: int = field(256, 'tokens in a row', low=1)
   packing: str = field(
@@ -39,5 +46,8 @@ class Data:
   )
   cache_dir: str = field(
     '', 'token cache; empty: a folder in the user cache directory'
+  )
+  workers: int = field(
+    0, 'processes that tokenize; 0: one a core, up to 16', low=0, high=256
   )
   prefetch: int = field(2, 'batches prepared ahead of the step', low=0)

@@ -1,5 +1,7 @@
 """Text <-> token ids: bytes, the shipped 2048-entry BPE, any tokenizer.json.
 
+Of files of ids without their tokenizer, `Ids` takes them as they are.
+
 A document is trained on as [bos(domain)] + encode(text) + [end]; a prompt as
 [bos(domain)] + encode(text). Special tokens are only ever added by id: a
 document that contains the characters '<|end|>' gets their ordinary encoding.
@@ -40,22 +42,22 @@ def load(name):
   """The tokenizer called `name`.
 
   Args:
-    name: 'bpe2048' (shipped), 'bytes', or the path of a tokenizer.json.
+    name: 'bpe2048' (shipped), 'bytes', 'ids', or a tokenizer.json's path.
 
   Returns:
-    A `Tokenizer` or a `Bytes`, which have the same methods.
+    A `Tokenizer`, `Bytes` or `Ids`, which have the same methods.
 
   Raises:
     UserError: no such file, or not a tokenizer.json.
   """
-  if name == 'bytes':
-    return Bytes()
+  if name in _PLAIN:
+    return _PLAIN[name]()
   if name in SHIPPED:
     path = pathlib.Path(__file__).resolve().parent / SHIPPED[name]
   else:
     path = pathlib.Path(name)
   if not path.is_file():
-    known = ('bytes', *SHIPPED)
+    known = (*_PLAIN, *SHIPPED)
     raise errors.UserError(
       f'tokenizer {name!r} is neither one of {", ".join(known)} nor a '
       'tokenizer.json file.' + schema.suggest(name, known)
@@ -141,6 +143,43 @@ class Bytes(_Base):
 
   def decode(self, ids):
     return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+
+class Ids(_Base):
+  """Ids of uint16 as they are, of an unknown tokenizer: without any text."""
+
+  def __init__(self):
+    self.name, self.text = 'ids', ''
+    self._special = {}
+    self.vocab_size = 1 << 16
+    self.fingerprint = hashlib.sha256(b'paraxis ids 1').hexdigest()
+
+  @property
+  def pad_id(self):
+    return 0
+
+  def encode(self, text):
+    del text
+    raise errors.UserError(
+      "data.tokenizer='ids' knows no text: it is for .bin files of tokens; "
+      'name the tokenizer.json that made them.'
+    )
+
+  def encode_batch(self, texts):
+    return [self.encode(text) for text in texts]
+
+  def bos_id(self, domain=None):
+    return self.encode(domain)
+
+  def decode(self, ids):
+    """The numbers, with spaces between them."""
+    return ' '.join(str(int(i)) for i in ids)
+
+  def decode_bytes(self, ids):
+    return (self.decode(ids) + ' ').encode()
+
+
+_PLAIN = {'bytes': Bytes, 'ids': Ids}
 
 
 class Tokenizer(_Base):

@@ -6,9 +6,10 @@ a new shuffle every epoch, domains mixed by weight, prefetch. Nothing depends on
 the number of processes or the mesh: a process asks for its slice of batch t,
 and the denominator is that of the whole step. The data cursor is the integer t.
 
-Epochs: with `data.mixture` empty one epoch is every row once. With weights
-every domain has its own rows and its own epochs, and row n of the run comes
-from the domain that is furthest behind its weight: small domains repeat.
+Epochs: without weights one epoch is every row once. With those of
+`data.mixture` (of domains) or `data.sources` (of paths) every part has its own
+rows and its own epochs, and row n of the run comes from the part that is
+furthest behind its weight: small ones repeat.
 
 Cost: a plan takes well under a second per million documents; a batch some
 microseconds per row.
@@ -24,12 +25,16 @@ import numpy as np
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.train.data import batch_ramp
+from paraxis.train.data import corpus as corpus_lib
 from paraxis.train.data import packing
 
 _PACKERS = {
   'concat_split': packing.concat_split,
   'first_fit': packing.first_fit,
 }
+
+
+_WHAT = {'domain': 'domain', 'group': 'source'}
 
 
 class Batches:
@@ -39,6 +44,7 @@ class Batches:
     plan: packing.PackingPlan of all rows; a row id is an index into it.
     batch_size, microbatches, sequence_length: B, A, T.
     rows: rows an epoch draws from; with a mixture, of all its domains.
+    parts: {domain or source: (weight, its rows)}; {None: ...} without weights.
   """
 
   def __init__(self, config, corpus):
@@ -58,19 +64,25 @@ class Batches:
     self.microbatches = config.microbatches
     self.sequence_length = config.data.sequence_length
     _check(config, corpus)
-    weights = mixture(config.data.mixture, corpus)
+    what, weights = 'domain', mixture(config.data.mixture, corpus)
+    if corpus.groups:
+      what, weights = 'group', corpus_lib.weights(config.data)
     parts = list(weights.items()) or [(None, 1.0)]
     plans = [
-      self._pack(config, corpus.select('train', domain), n)
-      for n, (domain, _) in enumerate(parts)
+      self._pack(config, corpus.select('train', **{what: name}), n)
+      for n, (name, _) in enumerate(parts)
     ]
-    for (domain, _), plan in zip(parts, plans, strict=True):
+    for (name, _), plan in zip(parts, plans, strict=True):
       if not plan.rows:
         raise errors.UserError(
           f'data.path={corpus.path!r}: 0 of {len(corpus.held)} documents '
           "are in split 'train'"
-          + (f' of domain {domain!r}.' if domain else '.')
+          + (f' of {_WHAT[what]} {name!r}.' if name else '.')
         )
+    self.parts = {
+      name: (weight, plan.rows)
+      for (name, weight), plan in zip(parts, plans, strict=True)
+    }
     self.plan = packing.concatenate(plans)
     self.rows = self.plan.rows
     if self.rows < self.batch_size:
@@ -102,6 +114,12 @@ class Batches:
       f'{plan.fill_fraction:.1%} full; {plan.cut} documents were split over '
       'rows, none was dropped'
     )
+
+  def epochs(self, steps):
+    """{domain or source: how often so many steps read it}; to a row each."""
+    read = sum(self.size_at(t) for t in range(steps))
+    total = sum(weight for weight, _ in self.parts.values())
+    return {n: read * w / total / rows for n, (w, rows) in self.parts.items()}
 
   def size_at(self, t):
     """B of step t."""
@@ -250,10 +268,16 @@ def evaluation(config, corpus):
   _check(config, corpus)
   held = [d for d in corpus.domains if len(corpus.select('held', d))]
   if not held:
+    count, share = len(corpus.held), config.data.held_out_fraction
+    advice = (
+      'raise data.held_out_fraction=0.0'
+      if not share
+      else 'each domain has one document, which is trained on: give more text, '
+      'or mark documents of .jsonl "split": "held"'
+    )
     raise errors.UserError(
-      f'data.path={corpus.path!r}: 0 of {len(corpus.held)} documents are '
-      'held out (a domain needs 2 for that); raise data.held_out_fraction='
-      f'{config.data.held_out_fraction} or mark documents "split": "held".'
+      f'data.path={corpus.path!r}: 0 of {count} documents are held out; '
+      f'{advice}.'
     )
   return [HeldOut(corpus, domain, config) for domain in held]
 

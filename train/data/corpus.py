@@ -5,7 +5,7 @@ brought), a file of a format of train/data/readers.py, a folder of them, or a
 glob ('web/**/*.parquet'). A row's domain is its own; else of a .txt or .md file
 its folder below the given path, else the file's name without suffix and shard.
 
-Of .parquet files and datasets in one folder, 'train' is trained on and
+Of .parquet and .bin files and datasets in one folder, 'train' is trained on and
 'validation', 'valid', 'val', 'dev', 'eval' and 'test' are held out, where both
 kinds are there; their domain is the folder.
 
@@ -20,9 +20,12 @@ Cost: `documents` has the text in memory whole, train/data/token_cache.py not.
 import glob
 import hashlib
 import logging
+import math
 import os
 import pathlib
 from typing import NamedTuple
+
+import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.train.data import readers
@@ -30,9 +33,12 @@ from paraxis.train.data import rows as rows_lib
 from paraxis.train.data import tables
 
 FIXTURE = pathlib.Path(__file__).resolve().parent / 'fixture' / 'data'
-FORMATS = '.txt, .md and .jsonl (also .gz, .zst), .parquet, datasets folders'
+FORMATS = (
+  '.txt, .md and .jsonl (also .gz, .zst), .parquet, .bin, datasets folders'
+)
+_OF_CACHES = 'tokens.bin'  # below the text, where data.cache_dir is there
 HELD = ('validation', 'valid', 'val', 'dev', 'eval', 'test')
-_SPLITS = ('.parquet',)  # formats whose file names may say the split
+_SPLITS = ('.parquet', '.bin')  # formats whose file names may say the split
 log = logging.getLogger(__name__)
 
 
@@ -107,6 +113,66 @@ def source_folder(path):
       f"use 'fixture', 'corpus', a file ({FORMATS}), a folder or a glob."
     )
   return found
+
+
+def weights(data) -> dict[str, float]:
+  """'a.txt:0.7,b/*.jsonl:0.3' of data.sources -> {path: weight}; '': {}.
+
+  UserError: not of this form, a weight that is not above 0, a path twice.
+  """
+  found = {}
+  for part in filter(None, (p.strip() for p in data.sources.split(','))):
+    path, _, value = part.rpartition(':')
+    try:
+      weight = float(value)
+    except ValueError:
+      weight = 0.0
+    if not path or not 0 < weight < math.inf:
+      raise errors.UserError(
+        f"data.sources={data.sources!r}: {part!r} is not 'PATH:WEIGHT' with a "
+        'weight above 0.'
+      )
+    if path in found:
+      raise errors.UserError(f'data.sources names {path!r} twice.')
+    found[path] = weight
+  return found
+
+
+def sources(data) -> list[rows_lib.Source]:
+  """What config.data reads: the sources of its path, or of its sources."""
+  if not data.sources:
+    return source_files(data.path)
+  if data.path != 'fixture':
+    raise errors.UserError(
+      f'data.path={data.path!r} and data.sources={data.sources!r}: the sources '
+      'replace the path; give one of them.'
+    )
+  if data.mixture:
+    raise errors.UserError(
+      f'data.mixture={data.mixture!r} weighs domains, data.sources weighs '
+      'sources: give one of them.'
+    )
+  found = {}
+  for path in weights(data):
+    for source in source_files(path):
+      before = found.setdefault(
+        source.file.resolve(), source._replace(group=path)
+      )
+      if before.group != path:
+        raise errors.UserError(
+          f'data.sources: {source.file} is in {before.group!r} and in {path!r}.'
+        )
+  return list(found.values())
+
+
+def absolute(path) -> str:
+  """config.data.path as an absolute one; names of what is shipped stay."""
+  found = pathlib.Path(path).expanduser()
+  if path in ('fixture', 'corpus'):
+    return path
+  if is_glob(found):
+    return str(found.absolute())
+  return str(found.resolve()) if found.exists() else path
 
 
 def source_files(path) -> list[rows_lib.Source]:
@@ -189,18 +255,19 @@ def _below(root):
     inner[:] = [name for name in inner if name not in data]
     yield from (here / name for name in data)
     for name in names:
-      if readers.kind(name) and (here / name).is_file():
+      text = readers.kind(name) and name != _OF_CACHES
+      if text and (here / name).is_file():
         yield here / name
 
 
-def documents(path, held_out_fraction=0.1, text_key='text'):
+def documents(path, held_out_fraction=0.1, options=rows_lib.PLAIN):
   """All documents of a source, in file order, each with its split.
 
   Args:
     path: as config.data.path.
     held_out_fraction: share of a domain's bytes to hold out, where its
       documents name no split themselves.
-    text_key: as config.data.text_key.
+    options: rows.Options.
 
   Returns:
     Non-empty list of Document.
@@ -208,45 +275,73 @@ def documents(path, held_out_fraction=0.1, text_key='text'):
   Raises:
     UserError: missing path, no document with text, or a bad line.
   """
-  return split(read(source_files(path), path, text_key), held_out_fraction)
+  return split(read(source_files(path), path, options), held_out_fraction)
 
 
-def read(sources, path, text_key='text', say=log.warning):
-  """[rows_lib.Row] of `source_files(path)`, no name twice."""
-  rows = [r for s in sources for r in readers.read(s, text_key, say)]
-  if not rows:
+def read(sources, path, options=rows_lib.PLAIN, say=log.warning):
+  """[rows.Row] of `source_files(path)`, no name twice."""
+  found = [r for s in sources for r in readers.read(s, options, say)]
+  if not found:
     raise errors.UserError(
       f'data.path={str(path)!r}: 0 documents in {len(sources)} files.'
     )
-  # A repeated name gets a number: names decide which documents are held out.
-  seen, out = {}, []
-  for row in rows:
-    key = row.domain, row.id
-    times = seen[key] = seen.get(key, 0) + 1
-    out.append(row if times == 1 else row._replace(id=f'{row.id}#{times}'))
-  return out
+  digests = np.asarray([name_digest(r.domain, r.id) for r in found], np.uint64)
+  return [
+    row if times == 1 else row._replace(id=f'{row.id}#{times}')
+    for row, times in zip(found, occurrences(digests).tolist(), strict=True)
+  ]
 
 
 def split(rows, held_out_fraction):
   """Documents of `rows`, held out by name where no split is given."""
-  sizes = [len(text.encode()) for _, _, _, text in rows]
-  free = {}
-  for i, (domain, _, part, _) in enumerate(rows):
-    if part is None:
-      free.setdefault(domain, []).append(i)
-  held = {i for i, row in enumerate(rows) if row[2] == 'held'}
-  for members in free.values():
-    wanted = held_out_fraction * sum(sizes[i] for i in members)
-    digest = lambda i: hashlib.sha256(
-      f'paraxis/{rows[i][0]}/{rows[i][1]}'.encode()
-    ).digest()
-    got = 0
-    for i in sorted(members, key=digest)[:-1]:
-      if got >= wanted:
-        break
-      held.add(i)
-      got += sizes[i]
+  names = sorted({row.domain for row in rows})
+  index = {name: i for i, name in enumerate(names)}
+  parts = {None: 0, 'train': 1, 'held': 2}
+  sizes = np.asarray([len(row.text.encode()) for row in rows], np.int64)
+  held = held_out(
+    np.asarray([index[row.domain] for row in rows]),
+    np.asarray([name_digest(row.domain, row.id) for row in rows], np.uint64),
+    sizes,
+    np.asarray([parts[row.split] for row in rows]),
+    held_out_fraction,
+  )
   return [
-    Document(domain, id_, i in held, text, sizes[i])
-    for i, (domain, id_, _, text) in enumerate(rows)
+    Document(row.domain, row.id, bool(h), row.text, int(size))
+    for row, h, size in zip(rows, held, sizes, strict=True)
   ]
+
+
+def name_digest(domain, id_) -> int:
+  """The first 8 bytes of the sha256 that orders a domain's documents."""
+  digest = hashlib.sha256(f'paraxis/{domain}/{id_}'.encode()).digest()
+  return int.from_bytes(digest[:8], 'big')
+
+
+def occurrences(digests):
+  """(D,) how often each has come up to here: a repeated name gets a number."""
+  order = np.argsort(digests, kind='stable')
+  ranked = digests[order]
+  new = np.append(True, ranked[1:] != ranked[:-1])[: len(order)]
+  begins = np.flatnonzero(new)
+  times = np.empty(len(order), np.int64)
+  counts = np.diff(np.append(begins, len(order)))
+  times[order] = np.arange(len(order)) - np.repeat(begins, counts) + 1
+  return times
+
+
+def held_out(domain_ids, digests, n_bytes, parts, fraction):
+  """(D,) bool: which documents are held out, by the rule above.
+
+  Args:
+    domain_ids, digests, n_bytes: (D,) domain, name_digest and size of each.
+    parts: (D,) 1: train, 2: held, 0: the rule decides.
+    fraction: of a domain's bytes.
+  """
+  held = parts == 2
+  for domain in np.unique(domain_ids):
+    free = np.flatnonzero((domain_ids == domain) & (parts == 0))
+    order = free[np.argsort(digests[free], kind='stable')]
+    before = np.cumsum(n_bytes[order]) - n_bytes[order]
+    wanted = fraction * n_bytes[free].sum()
+    held[order[:-1]] = before[:-1] < wanted
+  return held

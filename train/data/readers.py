@@ -4,6 +4,7 @@
   .jsonl              a line is {"text": ..., "id": ..., "split": "train" |
                       "held", "domain": ...}, all but the text optional
   .parquet            columns of the same names (extra parquet)
+  .bin                tokens of nanoGPT (train/data/ids.py)
   a datasets folder   what Hugging Face's `save_to_disk` wrote: Arrow streams in
                       the order of its state.json (extra parquet)
 
@@ -28,6 +29,7 @@ from typing import Any
 import zlib
 
 from paraxis.configs.base import errors
+from paraxis.train.data import ids as ids_lib
 from paraxis.train.data import rows
 from paraxis.train.data import tables
 
@@ -49,6 +51,7 @@ def kind(path) -> str:
     return ''
   return {
     '.txt': 'text', '.md': 'text', '.jsonl': 'jsonl', '.parquet': 'parquet',
+    '.bin': 'bin',
   }.get(suffix, '')  # fmt: skip
 
 
@@ -60,18 +63,18 @@ def stem(path) -> str:
   return re.sub(r'[-_.]\d{5}-of-\d{5}$', '', pathlib.Path(name).stem)
 
 
-def read(source, text_key='text', say=log.warning):
+def read(source, options=rows.PLAIN, say=log.warning):
   """Yields every Row of a Source, in order. UserError: file, line and what."""
-  for block in blocks(source, text_key, say):
-    yield from parse(block, text_key)
+  for block in blocks(source, options, say):
+    yield from parse(block, options)
 
 
-def blocks(source, text_key='text', say=log.warning):
+def blocks(source, options=rows.PLAIN, say=log.warning):
   """Yields the Blocks of a Source; say: called with a line on what is cut."""
   file = source.file
-  read = tables.dataset_blocks if file.is_dir() else _BLOCKS[kind(file)]
+  make = tables.dataset_blocks if file.is_dir() else _BLOCKS[kind(file)]
   try:
-    yield from read(source, text_key, say)
+    yield from make(source, options, say)
   except (EOFError, zlib.error, gzip.BadGzipFile) as error:
     raise errors.UserError(f'{file}: damaged or cut off: {error}.') from error
   except OSError as error:
@@ -79,49 +82,44 @@ def blocks(source, text_key='text', say=log.warning):
     raise errors.UserError(f'{file}: cannot be read: {why}.') from error
 
 
-def parse(block, text_key='text') -> list[rows.Row]:
-  """The rows of a block."""
-  domain, split = block.source.domain, block.source.split
-  if block.lines is None:
-    return [rows.Row(*_named(row, domain, split)) for row in block.rows]
+def parse(block, options=rows.PLAIN) -> list[rows.Row]:
+  """The rows of a block. UserError: file, line and what; or it holds ids."""
+  source = block.source
+  if block.kind == 'ids':
+    raise errors.UserError(f'{source.file} holds ids of tokens, not text.')
+  if block.kind == 'rows':
+    return [rows.row(each, source) for each in block.rows]
   found = []
-  for number, line in enumerate(io.BytesIO(block.lines), block.first):
+  for number, line in enumerate(io.BytesIO(block.data), block.first):
     if line.strip():
-      where = f'{block.source.file}:{number}'
-      row = _of_line(line, where, number, text_key)
-      found.append(rows.Row(*_named(row, domain, split)))
+      where = f'{source.file}:{number}'
+      row = _of_line(line, where, number, options.text_key)
+      found.append(rows.row(row, source))
   return found
 
 
-def _named(row, domain, split):
-  id_, part, text, own = row
-  return domain if own is None else own, id_, part or split, text
-
-
 def open_bytes(file) -> Any:
-  """A file opened for reading, unpacked if its name says that it is packed."""
-  if file.suffix.lower() == '.gz':
-    return gzip.open(file, 'rb')
-  if file.suffix.lower() == '.zst':
-    return io.BufferedReader(_Zstandard(file), 1 << 16)
-  return open(file, 'rb')
+  """(file that gives what is in it unpacked, the file itself), both open."""
+  packed = file.suffix.lower()
+  library = rows.needed('zstandard', 'zstd', file) if packed == '.zst' else None
+  raw = open(file, 'rb')
+  if packed == '.gz':
+    return gzip.GzipFile(fileobj=raw), raw
+  if library:
+    return io.BufferedReader(_Zstandard(library, raw), 1 << 16), raw
+  return raw, raw
 
 
 class _Zstandard(io.RawIOBase):
   """Frames of Zstandard one after the other; EOFError where one is cut off."""
 
-  def __init__(self, file):
-    self._library = rows.needed('zstandard', 'zstd', file)
-    self._file = open(file, 'rb')
+  def __init__(self, library, raw):
+    self._library, self._file = library, raw
     self._frame: Any = None
     self._rest = self._out = b''
 
   def readable(self):
     return True
-
-  def close(self):
-    self._file.close()
-    super().close()
 
   def readinto(self, buffer):
     while not self._out:
@@ -143,12 +141,13 @@ class _Zstandard(io.RawIOBase):
     return size
 
 
-def _jsonl_blocks(source, text_key, say):
-  del text_key, say
+def _jsonl_blocks(source, options, say):
+  del options, say
   first = 1
-  with open_bytes(source.file) as file:
+  file, raw = open_bytes(source.file)
+  with raw:
     while lines := file.readlines(rows.BLOCK):
-      yield rows.Block(source, first, b''.join(lines), [])
+      yield rows.Block(source, first, 'lines', b''.join(lines), [], raw.tell())
       first += len(lines)
 
 
@@ -172,23 +171,25 @@ def _of_line(line, where, number, text_key):
   return rows.checked(row, where, number, text_key)
 
 
-def _text_blocks(source, text_key, say):
-  del text_key
+def _text_blocks(source, options, say):
+  del options
   name, found, size, first = stem(source.file), [], 0, 0
-  for number, text in enumerate(_documents(source.file, say)):
-    found.append([f'{name}/{number:05d}', None, text, None])
-    size += len(text)
-    if size >= rows.BLOCK:
-      yield rows.Block(source, first, None, found)
-      found, size, first = [], 0, number + 1
-  if found:
-    yield rows.Block(source, first, None, found)
+  file, raw = open_bytes(source.file)
+  with raw:
+    for number, text in enumerate(_documents(file, source.file, say)):
+      found.append([f'{name}/{number:05d}', None, text, None])
+      size += len(text)
+      if size >= rows.BLOCK:
+        yield rows.Block(source, first, 'rows', b'', found, raw.tell())
+        found, size, first = [], 0, number + 1
+    if found:
+      yield rows.Block(source, first, 'rows', b'', found, raw.tell())
 
 
-def _documents(file, say):
+def _documents(file, name, say):
   """Texts of a file: lines up to a blank one after 8 kB, or up to 16 kB."""
   lines, size = [], 0
-  for line in _lines(file, say):
+  for line in _lines(file, name, say):
     lines.append(line)
     size += len(line)
     blank = not line.strip()
@@ -199,31 +200,32 @@ def _documents(file, say):
     yield ''.join(lines)
 
 
-def _lines(file, say):
+def _lines(file, name, say):
   """Lines as str.splitlines has them, with their ends; long ones in pieces."""
   decoder = codecs.getincrementaldecoder('utf-8')()
   rest, ends, long, said = '', 0, False, False
-  with open_bytes(file) as opened:
-    while chunk := opened.read(1 << 20):
-      rest += _decoded(decoder, chunk, ends, file)
-      ends += chunk.count(b'\n')
-      *lines, rest = [*_split(rest)]
-      for line in lines:
-        yield from _pieces(line) if _is_long(line, long) else [line]
-        long = False
-      long = _is_long(rest, long)
-      if long:
-        *pieces, rest = _pieces(rest)
-        yield from pieces
-      if long and not said:
-        said = True
-        say(
-          f'{file}: lines longer than {LONG_LINE:,} characters are cut after a '
-          f'space into documents of about {2 * _TEXT_DOCUMENT:,}.'
-        )
-    rest += _decoded(decoder, b'', ends, file)
-    if rest:
-      yield from _pieces(rest) if _is_long(rest, long) else [rest]
+  while chunk := file.read(1 << 20):
+    rest += _decoded(decoder, chunk, ends, name)
+    ends += chunk.count(b'\n')
+    *lines, rest = [*_split(rest)]
+    cut = False
+    for line in lines:
+      cut = cut or _is_long(line, long)
+      yield from _pieces(line) if _is_long(line, long) else [line]
+      long = False
+    long = _is_long(rest, long)
+    if long:
+      *pieces, rest = _pieces(rest)
+      yield from pieces
+    if (cut or long) and not said:
+      said = True
+      say(
+        f'{name}: lines longer than {LONG_LINE:,} characters are cut after a '
+        f'space into documents of about {2 * _TEXT_DOCUMENT:,}.'
+      )
+  rest += _decoded(decoder, b'', ends, name)
+  if rest:
+    yield from _pieces(rest) if _is_long(rest, long) else [rest]
 
 
 def _decoded(decoder: Any, chunk, ends, file):
@@ -264,4 +266,5 @@ _BLOCKS = {
   'text': _text_blocks,
   'jsonl': _jsonl_blocks,
   'parquet': tables.parquet_blocks,
+  'bin': ids_lib.blocks,
 }

@@ -19,25 +19,46 @@ class Row(NamedTuple):
 
 
 class Source(NamedTuple):
-  """A file or datasets folder; what its rows take that name none themselves."""
+  """A file or datasets folder; what its rows take that name none themselves.
+
+  group: the part of data.sources that it belongs to; '' without.
+  """
 
   file: pathlib.Path
   domain: str
   split: str | None = None
+  group: str = ''
+
+
+class Options(NamedTuple):
+  """What decides how a row is read.
+
+  text_key: config.data.text_key. end_id: of the tokenizer; -1: it has none.
+  """
+
+  text_key: str = 'text'
+  end_id: int = -1
+
+
+PLAIN = Options()
 
 
 class Block(NamedTuple):
   """Consecutive rows of a source, read but not parsed.
 
-  source: Source. first: number of its first row, or line, from 1 (text: 0).
-  lines: bytes of .jsonl; else None.
-  rows: [[id, split, text, domain]] of other formats, checked.
+  source: Source. first: number of its first row or line, from 1 (text: 0).
+  kind: 'lines', data is .jsonl; 'ids', data is uint16 tokens; or 'rows'.
+  data: bytes, empty if rows.
+  rows: [[id, split, text, domain]]; of ids [id, split, [start, stop], domain].
+  done: bytes of the file read so far.
   """
 
   source: Source
   first: int
-  lines: bytes | None
+  kind: str
+  data: bytes
   rows: list
+  done: int = 0
 
 
 def needed(package, extra, file):
@@ -67,3 +88,10 @@ def checked(row, where, number, text_key):
     ) from error
   own = str(row['domain']) if 'domain' in row else None
   return [str(row.get('id', number)), part, text, own]
+
+
+def row(given, source) -> Row:
+  """A Row of [id, split, text, domain] that a source has read."""
+  id_, part, text, own = given
+  domain = source.domain if own is None else own
+  return Row(domain, id_, part or source.split, text)

@@ -19,23 +19,32 @@ def is_dataset(folder) -> bool:
   return (folder / STATE).is_file() and (folder / 'dataset_info.json').is_file()
 
 
-def parquet_blocks(source, text_key, say):
+def parquet_blocks(source, options, say):
   parquet = rows.needed('pyarrow.parquet', 'parquet', source.file)
   arrow = rows.needed('pyarrow', 'parquet', source.file)
   try:
     with parquet.ParquetFile(source.file, buffer_size=1 << 20) as table:
-      columns = _columns(table.schema_arrow, text_key, source.file)
+      columns = _columns(table.schema_arrow, options.text_key, source.file)
       batches = table.iter_batches(_TABLE_ROWS, columns=columns)
-      yield from _table_blocks(source, batches, text_key, say)
+      batches = _with_bytes(batches, table.metadata.num_rows, source.file)
+      yield from _table_blocks(source, batches, options.text_key, say)
   except arrow.ArrowException as error:
     raise _not_read(source.file, error) from error
 
 
-def dataset_blocks(source, text_key, say):
+def _with_bytes(batches, total, file):
+  """(batch, bytes of the file read so far, about)."""
+  size, number = file.stat().st_size, 0
+  for batch in batches:
+    number += batch.num_rows
+    yield batch, size * number // max(1, total)
+
+
+def dataset_blocks(source, options, say):
   arrow = rows.needed('pyarrow', 'parquet', source.file)
   try:
-    batches = _arrow_batches(arrow, source.file, text_key)
-    yield from _table_blocks(source, batches, text_key, say)
+    batches = _arrow_batches(arrow, source.file, options.text_key)
+    yield from _table_blocks(source, batches, options.text_key, say)
   except arrow.ArrowException as error:
     raise _not_read(source.file, error) from error
 
@@ -64,13 +73,16 @@ def dataset_files(folder) -> list[pathlib.Path]:
 
 
 def _arrow_batches(arrow, folder, text_key):
+  before = 0
   for file in dataset_files(folder):
     with arrow.memory_map(str(file)) as mapped:
       with arrow.ipc.open_stream(mapped) as stream:
         columns = _columns(stream.schema, text_key, file)
         for batch in stream:
           for at in range(0, batch.num_rows, _TABLE_ROWS):
-            yield batch.slice(at, _TABLE_ROWS).select(columns)
+            part = batch.slice(at, _TABLE_ROWS).select(columns)
+            yield part, before + mapped.tell()
+    before += file.stat().st_size
 
 
 def _columns(schema, text_key, file):
@@ -92,7 +104,8 @@ def _columns(schema, text_key, file):
 
 def _table_blocks(source, batches, text_key, say):
   found, size, first, number, empty = [], 0, 1, 0, 0
-  for batch in batches:
+  done = 0
+  for batch, done in batches:
     try:
       table = batch.to_pylist()
     except UnicodeDecodeError as error:
@@ -110,9 +123,9 @@ def _table_blocks(source, batches, text_key, say):
       found.append(rows.checked(row, where, number, text_key))
       size += len(row[text_key])
       if size >= rows.BLOCK:
-        yield rows.Block(source, first, None, found)
+        yield rows.Block(source, first, 'rows', b'', found, done)
         found, size, first = [], 0, number + 1
   if found:
-    yield rows.Block(source, first, None, found)
+    yield rows.Block(source, first, 'rows', b'', found, done)
   if empty:
     say(f'{source.file}: {empty} of {number} rows have no text: left out.')

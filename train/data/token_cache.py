@@ -3,9 +3,9 @@
 Every document is stored as [bos(domain)] + encode(text) + [end], one after the
 other. The cache is a folder: tokens.bin, four .npy arrays, ids.json and
 meta.json with a fingerprint of the text and the tokenizer and a checksum of
-every file. It is built beside its place and renamed into it, so a reader never
-sees half a cache and builders may race. A cache that does not match its
-checksums or its source is rebuilt, with a message.
+every file (with data.sources a fifth array, groups.npy). How it is built:
+train/data/cache_build.py. A cache that does not match its checksums or its
+source is rebuilt, with a message.
 
 Cost: tokenizing once; then text and tokens are hashed at every start, about
 one second per GB.
@@ -13,23 +13,23 @@ one second per GB.
 
 import dataclasses
 import functools
+import glob
 import hashlib
 import json
 import logging
-import os
 import pathlib
 import shutil
-import tempfile
 
 import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.train.data import cache_build
 from paraxis.train.data import corpus
+from paraxis.train.data import readers
+from paraxis.train.data import rows
 
-FORMAT = 1  # of the files in the folder
 _ARRAYS = ('starts', 'domain_ids', 'n_bytes', 'held')
-_CHUNK = 256  # documents tokenized at once
 log = logging.getLogger(__name__)
 
 
@@ -48,6 +48,7 @@ class Corpus:
   vocab_size:  of the tokenizer; every token is below it.
   path:        config.data.path, for messages.
   folder:      of the cache.
+  groups:      (names, (D,) indices into them) of data.sources; None without.
   """
 
   tokens: np.ndarray
@@ -61,15 +62,19 @@ class Corpus:
   pad_id: int
   path: str
   folder: pathlib.Path
+  groups: tuple | None = None
 
   @property
   def lengths(self):
     """(D,) int64 tokens of each document, bos and end included."""
     return np.diff(self.starts)
 
-  def select(self, split, domain=None):
-    """Indices of the documents of 'train' or 'held' (of one domain)."""
+  def select(self, split, domain=None, group=None):
+    """Indices of the documents of 'train' or 'held' (of one domain, or of one
+    part of data.sources)."""
     chosen = self.held if split == 'held' else ~self.held
+    if group is not None and self.groups:
+      chosen = chosen & (self.groups[1] == self.groups[0].index(group))
     if domain is not None:
       if domain not in self.domains:
         raise errors.UserError(
@@ -107,34 +112,38 @@ def tokens(config, tokenizer, say=log.warning):
     UserError: as `corpus.documents`; a tokenizer larger than the model's
       vocabulary; a cache folder that cannot be written.
   """
-  if tokenizer.vocab_size > config.model.vocab_size:
+  own = tokenizer.name != 'ids'
+  if own and tokenizer.vocab_size > config.model.vocab_size:
     raise errors.UserError(
       f'tokenizer {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, '
       f'model.vocab_size is {config.model.vocab_size}: set it to at least '
       f'{tokenizer.vocab_size}.'
     )
   data = config.data
-  files = corpus.source_files(data.path)
-  print_ = _fingerprint(files, tokenizer, data)
-  where = (
-    f'{corpus.source_folder(data.path).resolve()}|{data.held_out_fraction}'
-  )
-  key = hashlib.sha256(f'{where}|{tokenizer.name}'.encode()).hexdigest()[:8]
-  root = pathlib.Path(data.cache_dir or corpus.cache_root() / 'tokens')
-  stem = f'{corpus.source_folder(data.path).stem}-{key}'
-  folder = root / f'{stem}-{print_[:16]}'
-  problem = _problem(folder, print_) if folder.exists() else None
+  sources = corpus.sources(data)
+  _check_ids(sources, data.tokenizer)
+  print_ = _fingerprint(sources, tokenizer, data)
+  folder, stem = _place(data, tokenizer, print_)
+  root, path = folder.parent, data.sources or data.path
+  problem = cache_build.problem(folder, print_) if folder.exists() else None
   if folder.exists() and not problem:
-    return _open(folder, data.path)
+    return _open(folder, path)
   old = _others(root, stem, folder)
   if problem:
     say(f'token cache {folder} is damaged ({problem}): building it again.')
   elif old:
-    say(f'the text or tokenizer of {data.path} changed: tokenizing it again.')
-  rows = corpus.read(files, data.path, data.text_key, say)
-  docs = corpus.split(rows, data.held_out_fraction)
+    say(f'the text or tokenizer of {path} changed: tokenizing it again.')
+  meta = dict(
+    fingerprint=print_,
+    path=path,
+    held_out_fraction=data.held_out_fraction,
+    groups=list(corpus.weights(data)),
+  )
+  options = _options(data, tokenizer)
   try:
-    _build(folder, docs, print_, tokenizer)
+    cache_build.build(
+      folder, sources, tokenizer, options, meta, data.workers, say
+    )
   except OSError as error:
     raise errors.UserError(
       f'token cache {folder} cannot be written ({error.strerror}): '
@@ -142,12 +151,52 @@ def tokens(config, tokenizer, say=log.warning):
     ) from error
   for stale in old:
     shutil.rmtree(stale, ignore_errors=True)
-  return _open(folder, data.path)
+  return _open(folder, path)
+
+
+def _check_ids(sources, name):
+  """UserError: files of ids need a tokenizer that is named, text one at all."""
+  for source in sources:
+    ids = readers.kind(source.file) == 'bin'
+    if ids and name == schema.Data().tokenizer:
+      raise errors.UserError(
+        f'{source.file} holds tokens: name the tokenizer.json that made them '
+        "in data.tokenizer, or data.tokenizer='ids' to use them as they are."
+      )
+    if not ids and name == 'ids':
+      raise errors.UserError(
+        f"data.tokenizer='ids' is for .bin files of tokens, {source.file} is "
+        'text: name a tokenizer.'
+      )
+
+
+def _options(data, tokenizer):
+  try:
+    end = tokenizer.end_id
+  except errors.UserError:
+    end = -1
+  return rows.Options(text_key=data.text_key, end_id=end)
+
+
+def _place(data, tokenizer, print_):
+  """(folder of the cache, how the caches of this source begin)."""
+  if data.sources:
+    name, where = 'sources', ','.join(corpus.weights(data))
+  else:
+    found = corpus.source_folder(data.path)
+    name, where = found.stem.replace('*', '_'), found.resolve()
+  where = f'{where}|{data.held_out_fraction}'
+  key = hashlib.sha256(f'{where}|{tokenizer.name}'.encode()).hexdigest()[:8]
+  root = pathlib.Path(data.cache_dir or corpus.cache_root() / 'tokens')
+  stem = f'{name}-{key}'
+  return root / f'{stem}-{print_[:16]}', stem
 
 
 def _fingerprint(sources, tokenizer, data):
   """sha256 over everything that decides the tokens and the splits."""
-  digest = hashlib.sha256(f'{FORMAT}|{data.held_out_fraction!r}'.encode())
+  digest = hashlib.sha256(
+    f'{cache_build.FORMAT}|{data.held_out_fraction!r}'.encode()
+  )
   digest.update(tokenizer.fingerprint.encode())
   if data.text_key != schema.Data().text_key:
     digest.update(f'|text_key={data.text_key}'.encode())
@@ -155,6 +204,10 @@ def _fingerprint(sources, tokenizer, data):
     name, content = source.file.name, corpus.fingerprint(source)
     digest.update(f'|{source.domain}|{name}|{content}'.encode())
     digest.update(f'|{source.split}'.encode() if source.split else b'')
+    if source.group:
+      digest.update(
+        f'|{list(corpus.weights(data)).index(source.group)}'.encode()
+      )
   return digest.hexdigest()
 
 
@@ -162,88 +215,14 @@ def _others(root, stem, folder):
   """Caches of the same source and tokenizer with other contents."""
   if not root.is_dir():
     return []
-  named = [p for p in root.iterdir() if p.name.startswith(f'{stem}-')]
-  return [p for p in named if p != folder and (p / 'meta.json').is_file()]
-
-
-def _seal(meta):
-  """Checksum of meta.json's own content."""
-  rest = {k: v for k, v in meta.items() if k != 'seal'}
-  return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _problem(folder, print_):
-  """What is wrong with a cache, in a few words; None if nothing is."""
-  try:
-    meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
-    if meta['seal'] != _seal(meta):
-      return 'meta.json does not match its checksum'
-    if meta['fingerprint'] != print_:
-      return 'another fingerprint'
-    for name, checksum in meta['files'].items():
-      if corpus.sha256(folder / name) != checksum:
-        return f'{name} does not match its checksum'
-  except (OSError, ValueError, KeyError, TypeError) as error:
-    return f'{type(error).__name__}: {error}'
-  return None
-
-
-def _build(folder, docs, print_, tokenizer):
-  """Writes the cache beside `folder`, then renames it into place."""
-  folder.parent.mkdir(parents=True, exist_ok=True)
-  made = pathlib.Path(tempfile.mkdtemp(prefix='building-', dir=folder.parent))
-  try:
-    _write(made, docs, print_, tokenizer)
-    if folder.exists() and _problem(folder, print_):
-      # Away by renaming: a reader that has the files open keeps them.
-      os.rename(folder, made.with_name(made.name + '-damaged'))
-    try:
-      os.rename(made, folder)
-    except OSError:
-      if _problem(folder, print_):  # else another builder was first: same bytes
-        raise
-  finally:
-    shutil.rmtree(made, ignore_errors=True)
-    shutil.rmtree(made.with_name(made.name + '-damaged'), ignore_errors=True)
-
-
-def _write(folder, docs, print_, tokenizer):
-  """All files of a cache; meta.json last."""
-  domains = sorted({d.domain for d in docs})
-  bos = {domain: tokenizer.bos_id(domain) for domain in domains}
-  kind = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-  lengths = []
-  with open(folder / 'tokens.bin', 'wb') as f:
-    for at in range(0, len(docs), _CHUNK):
-      chunk = docs[at : at + _CHUNK]
-      encoded = tokenizer.encode_batch([d.text for d in chunk])
-      for document, ids in zip(chunk, encoded, strict=True):
-        ids = [bos[document.domain], *ids, tokenizer.end_id]
-        lengths.append(len(ids))
-        f.write(np.asarray(ids, kind).tobytes())
-  index = {domain: i for i, domain in enumerate(domains)}
-  arrays = dict(
-    starts=np.cumsum([0, *lengths], dtype=np.int64),
-    domain_ids=np.asarray([index[d.domain] for d in docs], np.int32),
-    n_bytes=np.asarray([d.n_bytes for d in docs], np.int64),
-    held=np.asarray([d.held for d in docs], bool),
-  )
-  for name, array in arrays.items():
-    np.save(folder / f'{name}.npy', array)
-  (folder / 'ids.json').write_text(
-    json.dumps([d.id for d in docs]), encoding='utf-8'
-  )
-  meta = dict(
-    format=FORMAT,
-    fingerprint=print_,
-    domains=domains,
-    vocab_size=tokenizer.vocab_size,
-    pad_id=tokenizer.pad_id,
-    dtype=np.dtype(kind).name,
-    files={p.name: corpus.sha256(p) for p in sorted(folder.iterdir())},
-  )
-  meta['seal'] = _seal(meta)
-  (folder / 'meta.json').write_text(json.dumps(meta, indent=1), 'utf-8')
+  begins = f'{stem}-', f'{cache_build.BUILDING}{stem}-'
+  named = [p for p in root.iterdir() if p.name.startswith(begins[0])]
+  found = [p for p in named if p != folder and (p / 'meta.json').is_file()]
+  # Pieces of a killed build of other text are of no more use.
+  for path in root.glob(f'{glob.escape(begins[1])}*'):
+    if path.name.removeprefix(cache_build.BUILDING) != folder.name:
+      cache_build.remove(path)
+  return found
 
 
 def _open(folder, path):
@@ -253,9 +232,14 @@ def _open(folder, path):
     name: np.load(folder / f'{name}.npy', allow_pickle=False)
     for name in _ARRAYS
   }
+  groups = None
+  if 'groups' in meta:
+    ids = np.load(folder / 'groups.npy', allow_pickle=False)
+    groups = tuple(meta['groups']), ids
   return Corpus(
     tokens=np.memmap(folder / 'tokens.bin', dtype=meta['dtype'], mode='r'),
     **arrays,
+    groups=groups,
     domains=tuple(meta['domains']),
     fingerprint=meta['fingerprint'],
     vocab_size=meta['vocab_size'],

@@ -157,10 +157,14 @@ def _step(config):
 
 def _data(job):
   batches, length = job.batches, job.config.data.sequence_length
-  read = sum(batches.size_at(t) for t in range(job.config.train.steps))
+  epochs = batches.epochs(job.config.train.steps)
+  read = ', '.join(
+    f'{part} {times:.2f} times' if part else f'{times:.2f} times'
+    for part, times in epochs.items()
+  )
   return (
     f'{job.corpus.path}: {batches.rows * length:,} tokens in rows, read '
-    f'{read / batches.rows:.2f} times; tokenizer {job.tokenizer.name}'
+    f'{read}; tokenizer {job.tokenizer.name}'
   )
 
 

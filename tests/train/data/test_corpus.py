@@ -280,7 +280,7 @@ def test_a_folder_may_go_while_it_is_searched(tmp_path, monkeypatch):
 
   monkeypatch.setattr(os, 'scandir', gone)
   assert corpus.source_files(str(tmp_path)) == [
-    (tmp_path / 'a.jsonl', 'a', None)
+    (tmp_path / 'a.jsonl', 'a', None, '')
   ]
   assert not going.exists()
 

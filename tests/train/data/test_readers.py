@@ -25,9 +25,9 @@ def jsonl(rows):
 def plain(path, **options):
   """[(name, split, text)] of a source."""
   said = []
-  rows = corpus.read(corpus.source_files(str(path)), path, say=said.append,
-                     **options)  # fmt: skip
-  return [(f'{r.domain}/{r.id}', r.split, r.text) for r in rows], said
+  sources = corpus.source_files(str(path))
+  found = corpus.read(sources, path, rows.Options(**options), said.append)
+  return [(f'{r.domain}/{r.id}', r.split, r.text) for r in found], said
 
 
 def parquet(path, columns, **options):

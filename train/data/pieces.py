@@ -1,0 +1,127 @@
+"""A block of rows -> its tokens: the unit of work, and of resumption.
+
+A document is stored as [bos(domain)] + encode(text) + [end]; ids of a .bin file
+as they are. A piece on disk is NUMBER.tokens and NUMBER.json, which is written
+last and holds the checksum of both.
+"""
+
+import hashlib
+import json
+import os
+from typing import NamedTuple
+
+import numpy as np
+
+from paraxis.train.data import ids as ids_lib
+from paraxis.train.data import readers
+
+_DOCUMENTS, _CHARACTERS = 256, 1 << 20  # encoded at once, at most about
+
+
+class Piece(NamedTuple):
+  """Documents of one block.
+
+  tokens: (N,) uint16 or uint32. lengths, n_bytes: of each document.
+  names: [[domain, id, split or None]] of each.
+  """
+
+  tokens: np.ndarray
+  lengths: list
+  n_bytes: list
+  names: list
+
+
+def dtype(tokenizer):
+  """The type that holds the tokenizer's ids."""
+  return np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+
+
+def encode(block, tokenizer, options) -> Piece:
+  """The tokens of a block. UserError: file, line and what is wrong."""
+  if block.kind == 'ids':
+    return _of_ids(block, tokenizer)
+  tokens, lengths, n_bytes, names = [], [], [], []
+  kind, end = dtype(tokenizer), None
+  for rows in _chunks(readers.parse(block, options)):
+    encoded = tokenizer.encode_batch([row.text for row in rows])
+    for row, ids in zip(rows, encoded, strict=True):
+      end = tokenizer.end_id
+      ids = [tokenizer.bos_id(row.domain), *ids, end]
+      tokens.append(np.asarray(ids, kind))
+      lengths.append(len(ids))
+      n_bytes.append(len(row.text.encode()))
+      names.append([row.domain, row.id, row.split])
+  joined = np.concatenate(tokens) if tokens else np.zeros(0, kind)
+  return Piece(joined, lengths, n_bytes, names)
+
+
+def _chunks(rows):
+  chunk, size = [], 0
+  for row in rows:
+    if chunk and (len(chunk) == _DOCUMENTS or size > _CHARACTERS):
+      yield chunk
+      chunk, size = [], 0
+    chunk.append(row)
+    size += len(row.text)
+  if chunk:
+    yield chunk
+
+
+def _of_ids(block, tokenizer):
+  ids = np.frombuffer(block.data, '<u2')
+  ids_lib.check(ids, tokenizer, block.source.file)
+  sizes = ids_lib.sizes(tokenizer)[ids]
+  ends = np.concatenate([[0], np.cumsum(sizes)])
+  spans = [span for _, _, span, _ in block.rows]
+  source = block.source
+  return Piece(
+    np.concatenate([ids[a:b] for a, b in spans]).astype(dtype(tokenizer)),
+    [b - a for a, b in spans],
+    [int(ends[b] - ends[a + 1]) for a, b in spans],
+    [[source.domain, id_, source.split] for id_, *_ in block.rows],
+  )
+
+
+def key(block):
+  """What a piece was made from, beside what the whole folder is named for."""
+  source = [str(block.source.file.name), block.source.domain]
+  return [*source, block.first, len(block.rows), len(block.data)]
+
+
+def write(folder, number, block, piece):
+  """Writes piece `number` of the blocks."""
+  body = piece.tokens.tobytes()
+  (folder / f'{number:06d}.tokens').write_bytes(body)
+  index = dict(
+    key=key(block),
+    sha256=hashlib.sha256(body).hexdigest(),
+    lengths=piece.lengths,
+    n_bytes=piece.n_bytes,
+    names=piece.names,
+    group=block.source.group,
+  )
+  text = json.dumps(index)
+  seal = hashlib.sha256(text.encode()).hexdigest()
+  temporary = folder / f'{number:06d}.writing'
+  temporary.write_text(f'{seal}\n{text}', encoding='utf-8')
+  os.replace(temporary, folder / f'{number:06d}.json')
+
+
+def index(folder, number) -> dict:
+  """What `write` kept beside the tokens. ValueError, OSError: not a piece."""
+  text = (folder / f'{number:06d}.json').read_text(encoding='utf-8')
+  seal, _, text = text.partition('\n')
+  if hashlib.sha256(text.encode()).hexdigest() != seal:
+    raise ValueError('does not match its checksum')
+  return json.loads(text)
+
+
+def is_done(folder, number, block) -> bool:
+  """Whether piece `number` is there, whole, and of this block."""
+  try:
+    found = index(folder, number)
+    body = (folder / f'{number:06d}.tokens').read_bytes()
+  except (OSError, ValueError):
+    return False
+  same = hashlib.sha256(body).hexdigest() == found['sha256']
+  return same and found['key'] == key(block)
