@@ -80,8 +80,8 @@ GEMMA = (
   Fixed('use_bidirectional_attention', None), NO_BIAS,
 )  # fmt: skip
 GEMMA_CAPS = (
-  Same('attn_logit_softcapping', 'attention_softcap', 0.0),
-  Same('final_logit_softcapping', 'logit_softcap', 0.0),
+  Same('attn_logit_softcapping', 'attention_softcap', 0.0, null=0.0),
+  Same('final_logit_softcapping', 'logit_softcap', 0.0, null=0.0),
 )
 
 

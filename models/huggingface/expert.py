@@ -107,7 +107,7 @@ LATENT = (
   Choice('hidden_act', 'mlp', kin.GATES, 'silu'),
   rows.rope(latent=True),
   Same('kv_lora_rank', 'latent.rank'),
-  Same('q_lora_rank', 'latent.query_rank', 0),
+  Same('q_lora_rank', 'latent.query_rank', 0, null=0),
   Same('qk_nope_head_dim', 'latent.nope_dim'),
   Same('qk_rope_head_dim', 'latent.rope_dim'),
   Same('v_head_dim', 'latent.value_dim'),

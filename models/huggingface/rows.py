@@ -45,12 +45,13 @@ def value(model, name):
 
 @dataclasses.dataclass(frozen=True)
 class Same:
-  """One field under two names; `when_ours` of ours is null of theirs."""
+  """One field under two names."""
 
   theirs: str
   ours: str
   default: Any = MISSING
   other: tuple = ()  # further names of it, older ones
+  null: Any = MISSING  # ours that is written as null
 
   def read(self, config):
     for name in self.other:
@@ -59,7 +60,8 @@ class Same:
     return {self.ours: config(self.theirs, self.default)}
 
   def write(self, model):
-    return {self.theirs: value(model, self.ours)}
+    found = value(model, self.ours)
+    return {self.theirs: None if found == self.null else found}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ TABLE = [
     'x = x + self._after(mix.name, y)',
     'x = self._after(mix.name, x + y)',
     'the norm after a part takes the residual too',
-    'tests/models/test_hf_parity.py::'
+    'tests/models/huggingface/test_families.py::'
     'test_logits_and_gradients_are_golden[olmo2]',
   ),
   Mutation(
@@ -30,7 +30,7 @@ TABLE = [
     'x = x * jnp.asarray(config.embedding_scale, dtype)',
     'x = x + 0 * jnp.asarray(config.embedding_scale, dtype)',
     'the embedding is not scaled',
-    'tests/models/test_hf_parity.py::'
+    'tests/models/huggingface/test_families.py::'
     'test_logits_and_gradients_are_golden[gemma2]',
   ),
   Mutation(
@@ -170,7 +170,7 @@ TABLE = [
     'x = x + self._lookup(ends.positions, batch.positions, dtype)',
     'x = x + self._lookup(ends.positions, 0 * batch.positions, dtype)',
     'every token has the first position',
-    'tests/models/test_hf_parity.py::'
+    'tests/models/huggingface/test_families.py::'
     'test_logits_and_gradients_are_golden[gpt2]',
   ),
   Mutation(

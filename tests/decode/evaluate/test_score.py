@@ -6,7 +6,9 @@ NumPy's float64. Legend: T tokens, V vocabulary.
 
 import functools
 import types
+from typing import Any
 
+import hf_families
 import jax
 import numpy as np
 import peers
@@ -93,31 +95,17 @@ def pairs_of(texts, first=258):
   return [([first, *ids[:half]], ids[half:]) for ids, half in halves]
 
 
-def layer_of_llama(hf, i, config):
-  at = f'model.layers.{i}'
-  return {
-    'attention_norm/scale': hf(f'{at}.input_layernorm.weight'),
-    'mlp_norm/scale': hf(f'{at}.post_attention_layernorm.weight'),
-    **peers.within('mlp', peers.mlp_of(hf, f'{at}.mlp')),
-    **peers.within(
-      'attention', peers.attention_of(hf, f'{at}.self_attn', config)
-    ),
-  }
-
-
 @pytest.fixture(scope='module')
 def llama():
   """Scores of one token each, and what transformers gave for them: a table of
   (log-probabilities V, the token)."""
+  record = hf_families.read_golden('llama')
+  _, params = hf_families.params_of(record)
+  logits = np.reshape(record['logits'], record['shape'])
   sizes = dict(
     vocab_size=48, d_model=16, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=24,
     num_layers=2, attention_block=8, tied_embedding=False,
   )  # fmt: skip
-  config = schema.view({'model': sizes}).model
-  family = types.SimpleNamespace(config=lambda name: config, spread=0.3)
-  weights, logits, _ = peers.golden(family, 'llama')
-  layer = functools.partial(layer_of_llama, config=config)
-  params = peers.translate(weights, config, peers.ENDS, layer)
   ids = peers.rows(48, (2, 24))
   pairs, wanted = [], []
   for row, seen in enumerate(logits):
@@ -125,7 +113,7 @@ def llama():
       tokens = [int(t) for t in ids.tokens[row]]
       pairs.append((tokens[: at + 1], [int(ids.targets[row, at])]))
       wanted.append(z - np.log(np.exp(z).sum()))
-  names = types.SimpleNamespace(name='none', vocab_size=48)
+  names: Any = types.SimpleNamespace(name='none', vocab_size=48)
   found = on('data=1', params, sizes, vocabulary=names).scores(pairs)
   return [s.nats for s in found], wanted, [p[1][0] for p in pairs]
 

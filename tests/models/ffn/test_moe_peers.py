@@ -1,17 +1,17 @@
-"""Experts of published models: blocks, and whole models, of `transformers`.
+"""Experts of published models: blocks of `transformers`.
 
-Random tiny models in float64 with the same weights: outputs, gradients of x and
-the experts a token is sent to, then logits of whole models, within 1e-9 of the
-largest. HF routes in float32 whatever the dtype; `Wide` makes that float64 too.
+Random tiny blocks in float64 with the same weights: outputs, gradients of x and
+the experts a token is sent to, within 1e-9 of the largest (whole models:
+tests/models/huggingface/test_families.py). HF routes in float32 whatever the
+dtype; `Wide` makes that float64 too.
 Its grouped products know no float64: its experts run one by one ('eager').
 
 Legend: B rows, T tokens, D model, F hidden width, E experts, K choices,
 V vocabulary, N heads, H head width.
 """
 
-import dataclasses
-import functools
 import importlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,14 +74,15 @@ PEERS = {
 def config(name, **changes):
   """Our schema.Model of a peer."""
   *_, experts = PEERS[name]
-  return model_schema.Model(**dict(
+  fields: dict[str, Any] = dict(
     vocab_size=V, d_model=D, d_ff=F, num_layers=2, num_heads=N, num_kv_heads=2,
     head_dim=H, dtype='float64', param_dtype='float64', attention_block=8,
     tied_embedding=False,
     experts=model_schema.Experts(
       **dict(count=E, top_k=K, balance=0.0, region='') | experts
     ),
-  ) | changes)  # fmt: skip
+  )  # fmt: skip
+  return model_schema.Model(**fields | changes)
 
 
 def module(name):
@@ -189,78 +190,3 @@ def test_a_wrong_field_is_seen(name, change, monkeypatch):
   monkeypatch.setitem(globals(), 'their_config', lambda name: cached)
   outputs, gradients, _ = compare(name)
   assert outputs > 1e-3 and gradients > 1e-3
-
-
-def layer_of(hf, i, config):
-  """{our path in layer i: array}."""
-  at = f'model.layers.{i}'
-  norm = lambda name: hf(f'{at}.{name}_layernorm.weight')
-  return (
-    peers.within('moe', experts_of(hf, f'{at}.mlp.'))
-    | peers.within(
-      'attention', peers.attention_of(hf, f'{at}.self_attn', config)
-    )
-    | {'attention_norm/scale': norm('input')}
-    | {'mlp_norm/scale': norm('post_attention')}
-  )
-
-
-# name of a whole model -> (peer, HF family, our fields beyond its own)
-WHOLE = {
-  'mixtral': ('mixtral', 'Mixtral', dict(rope_theta=1e6)),
-  'olmoe': ('olmoe', 'Olmoe', dict(qk_norm='all')),
-  'qwen3_moe': ('qwen3', 'Qwen3Moe', dict(qk_norm='head')),
-}
-DATA = peers.rows(V, (B, T))
-
-
-def config_of(name, **changes):
-  own, _, fields = WHOLE[name]
-  return config(own, **fields | changes)
-
-
-def translate(tensors, name):
-  """HF's {name: array} (weights or gradients) by our paths."""
-  ours = config_of(name)
-  layer = functools.partial(layer_of, config=ours)
-  return peers.translate(tensors, ours, peers.ENDS, layer)
-
-
-@functools.cache
-def peer(name):
-  """(logits, {name: weight}, {name: gradient}) of HF's model, float64."""
-  import hf_peer  # skips without torch
-
-  own, family, _ = WHOLE[name]
-  make = getattr(hf_peer.transformers, f'{family}ForCausalLM')
-  model = hf_peer.randomised(lambda: make(their_config(own)), FAMILY.spread)
-  return hf_peer.gradients_of(model, DATA)
-
-
-FAMILY = peers.Family(WHOLE, 0.5, peer, config_of, translate, DATA)
-
-
-@pytest.mark.hf
-@pytest.mark.parametrize('name', WHOLE)
-def test_whole_models_equal(name):
-  logits, weights, grads = peer(name)
-  params = translate(weights, name)
-  found, ours = peers.ours(config_of(name), params, DATA)
-  assert distance(found, logits) < TOLERANCE
-  learned = {p: ours[p] for p in params}
-  assert not peers.far(learned, translate(grads, name))
-
-
-@pytest.mark.parametrize('name', WHOLE)
-def test_logits_and_gradients_are_golden(name):
-  """What `transformers` computed once: runs without it."""
-  logits, far = peers.against_golden(FAMILY, name)
-  assert logits < TOLERANCE and not far
-
-
-def test_a_wrong_field_is_not_golden():
-  wrong = config_of('mixtral')
-  experts = dataclasses.replace(wrong.experts, normalise=False)
-  wrong = dataclasses.replace(wrong, experts=experts)
-  logits, far = peers.against_golden(FAMILY, 'mixtral', wrong)
-  assert logits > 100 * TOLERANCE and far

@@ -1,0 +1,66 @@
+"""Tiny models of `transformers` that are not dense: rows as in hf_tiny.py."""
+
+MOE = dict(num_experts=8, num_experts_per_tok=3, spread=0.5)
+LOCAL = dict(num_local_experts=8, num_experts_per_tok=3, spread=0.5)
+ROUTED = dict(
+  n_routed_experts=8, moe_intermediate_size=8, num_experts_per_tok=3,
+  n_shared_experts=2, routed_scaling_factor=1.5, num_hidden_layers=3,
+  spread=0.5,
+)  # fmt: skip
+DENSE_FIRST = ROUTED | dict(first_k_dense_replace=1)
+MLA = dict(
+  num_key_value_heads=4, q_lora_rank=10, kv_lora_rank=8, qk_nope_head_dim=6,
+  qk_rope_head_dim=4, v_head_dim=5, head_dim=4,
+)  # fmt: skip
+
+
+def yarn(mscale):
+  """YaRN as DeepSeek's, whose mscale and mscale_all_dim are equal."""
+  rope = dict(
+    rope_type='yarn', rope_theta=100.0, factor=8.0, beta_fast=32.0,
+    beta_slow=1.0, mscale=mscale, mscale_all_dim=mscale,
+    original_max_position_embeddings=16,
+  )  # fmt: skip
+  return dict(rope_parameters=rope, max_position_embeddings=128)
+
+
+GROUPS = dict(n_group=4, topk_group=2)
+SSM = dict(state_size=6, conv_kernel=4, expand=2)
+JAMBA = dict(mamba_d_state=6, mamba_dt_rank=3)
+
+EXPERTS = {
+  'mixtral': LOCAL,
+  'olmoe': MOE,
+  'flex_olmo': MOE,
+  'qwen2_moe': MOE
+  | dict(moe_intermediate_size=12, shared_expert_intermediate_size=24),
+  'qwen3_moe': MOE | dict(moe_intermediate_size=12, mlp_only_layers=[1]),
+  'dots1': DENSE_FIRST
+  | dict(norm_topk_prob=True, sliding_window=5, max_window_layers=1),
+  'deepseek_v2': DENSE_FIRST | MLA | yarn(0.707),
+  'deepseek_v2_grouped': DENSE_FIRST
+  | MLA
+  | GROUPS
+  | dict(
+    model_type='deepseek_v2', topk_method='group_limited_greedy',
+    q_lora_rank=None,
+  ),
+  'deepseek_v3': DENSE_FIRST | MLA | yarn(1.0) | GROUPS,
+  'glm4_moe_lite': ROUTED | MLA,
+  'minimax_m2': LOCAL | dict(intermediate_size=8),
+  'solar_open': ROUTED,
+  'hunyuan_v1_moe': dict(num_experts=8, moe_topk=3, spread=0.5),
+  'mamba': SSM | dict(time_step_rank=3),
+  'mamba2': SSM | dict(num_heads=8, head_dim=4, n_groups=2, chunk_size=8),
+  'falcon_mamba': SSM | dict(time_step_rank=3),
+  'jamba': JAMBA
+  | dict(
+    num_hidden_layers=3, num_experts=1, attn_layer_period=3,
+    attn_layer_offset=1,
+  ),
+  'jamba_experts': JAMBA
+  | dict(
+    model_type='jamba', num_hidden_layers=4, num_experts=4,
+    attn_layer_period=4, attn_layer_offset=2,
+  ),
+}  # fmt: skip
