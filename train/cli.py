@@ -168,9 +168,9 @@ def _doctor(values, config, _):
 
 def _check(values, config, _):
   command_line.prepare_devices(1)
-  from paraxis.train.certify import check
+  from paraxis.train.certify import verdict
 
-  return check.run(config, values.mesh, values.json)
+  return verdict.run(config, values.mesh, values.json, values.chip)
 
 
 def _verify(values, config, _):
@@ -228,7 +228,7 @@ _ALL = (
     'check',
     f'{_CONFIG} --mesh=data=64,tensor=64',
     'type-check a layout without devices: bytes per chip, collectives',
-    (_MESH, _JSON),
+    (_MESH, _JSON, (str, 'chip=NAME', '', 'v5p, h100, ...: does it fit?')),
     'required',
   ),
   command_line.Command(

@@ -77,3 +77,12 @@ def test_without_a_context_axis_tokens_stay(tiny):
   assert tiny.job().token_order() is None
   one = tiny.job({'mesh.context_order': 'contiguous'}, 'context=8')
   np.testing.assert_array_equal(one.token_order(), np.arange(64))
+
+
+@pytest.mark.parametrize('warmup, words', [(6, ['never reaches']), (5, [])])
+def test_a_warm_up_that_does_not_end_is_said(tiny, warmup, words):
+  said = []
+  tiny.job({'optimizer.warmup_steps': warmup}, 'data=1', said.append)
+  found = [line for line in said if 'warmup_steps=6 of train.steps=6' in line]
+  assert len(found) == len(words)
+  assert all(word in found[0] for word in words)

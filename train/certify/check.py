@@ -79,7 +79,7 @@ class Prediction(NamedTuple):
   unknown: list
 
 
-def run(config, mesh_text='', as_json=False, say=print):
+def run(config, mesh_text='', as_json=False, say=print, more=None):
   """Checks and prints -> exit code: 0, or 2 if the layout is impossible.
 
   Args:
@@ -87,6 +87,7 @@ def run(config, mesh_text='', as_json=False, say=print):
     mesh_text: --mesh=; '': the config's.
     as_json: one JSON document instead of text; it also lists the problems.
     say: prints a text.
+    more: a function of the `Prediction`, whose text, or dict, comes behind.
 
   Raises:
     UserError: an impossible layout, in one line (as_json: sizes that do not
@@ -104,7 +105,11 @@ def run(config, mesh_text='', as_json=False, say=print):
       line += f' With {axis}={" or ".join(map(str, sizes))} its parts divide.'
     raise errors.UserError(line)
   report = check(config, mesh_text)
-  say(json.dumps(to_json(report), indent=1) if as_json else text(report))
+  behind = more(report) if more else None
+  if as_json:
+    say(json.dumps(to_json(report) | (behind or {}), indent=1))
+  else:
+    say('\n'.join(filter(None, (text(report), behind))))
   return errors.EXIT_OK
 
 

@@ -4,7 +4,8 @@ Devices go down, time to the right; a box is one operation, its colour the
 phase, its shade the chunk, its number the microbatch. Time is that of the
 lock-step machine (sharding/planner/simulate.py) with F, B and W of one chunk
 equal to 1; where the schedule does not split W off, B takes 2. Gaps are
-waiting.
+waiting. Training runs in lock step; a schedule that skips stages is compared
+with 1F1B in both machines.
 """
 
 from typing import NamedTuple
@@ -46,16 +47,38 @@ def boxes(schedule):
 
 
 def summary(schedule):
-  """Two lines: stages, microbatches; time / ideal, inputs held per device."""
+  """Two lines: stages, microbatches; time / ideal, inputs held per device.
+
+  Of skip more: its ideal is that of its fewer operations, so the time itself
+  stands beside 1F1B's, which runs all.
+  """
   result = simulate.run(schedule, 'lock_step')
   ratio, held = float(result.time / result.ideal), result.peak
   chunks = f' of {schedule.chunks} chunks' if schedule.chunks > 1 else ''
   text = ' '.join(map(str, held)) if len(held) <= 8 else f'at most {max(held)}'
-  return (
+  text = (
     f'{schedule.name}: stages {schedule.stages}{chunks}, microbatches '
     f'{schedule.microbatches}\ntime / ideal {ratio:.4f} in lock step, '
     f'chunk inputs held {text}'
   )
+  return text if schedule.name != 'skip' else f'{text}\n{against(schedule)}'
+
+
+def against(schedule):
+  """Two lines: units of time (F = B = W = 1) of a schedule and of 1F1B.
+
+  1F1B has as many stages and microbatches, and leaves no stage out.
+  """
+  whole = schedules.make('one_f_one_b', schedule.stages, schedule.microbatches)
+  lines = []
+  for model in simulate.MODELS:
+    own, other = (float(simulate.run(s, model).time) for s in (schedule, whole))
+    word = 'gains' if own < other else 'LOSES' if own > other else 'equals'
+    lines.append(
+      f'{model.replace("_", " ")}: {own:g} units of time, 1F1B {other:g}: '
+      f'{word}' + (f' {abs(1 - own / other):.1%}' if own != other else '')
+    )
+  return '\n'.join(lines)
 
 
 def _shade(phase, chunk, chunks):
