@@ -270,10 +270,11 @@ def _absolute(data):
   """The section `data` with absolute names of files and folders."""
   path = pathlib.Path(data.tokenizer).expanduser()
   shipped = data.tokenizer in ('bytes', 'bpe2048', 'ids') or not path.exists()
-  weights = corpus_lib.weights(data)
+  weights, chat = corpus_lib.weights(data), pathlib.Path(data.chat_template)
   return dataclasses.replace(
     data,
     path=corpus_lib.absolute(data.path),
+    chat_template=str(chat.resolve()) if chat.is_file() else data.chat_template,
     tokenizer=data.tokenizer if shipped else str(path.resolve()),
     sources=','.join(
       f'{corpus_lib.absolute(p)}:{w:g}' for p, w in weights.items()

@@ -302,6 +302,9 @@ class Foreign:
       os.replace(temporary, file)
       data = dataclasses.replace(data, tokenizer=str(file))
       say(f'data.tokenizer: the one of {self.about["source"]}')
+      if self.about['template']:  # train/data/chat.py looks for it there
+        beside = file.with_name(files_lib.TEMPLATE)
+        beside.write_text(self.about['template'], encoding='utf-8')
     if self.about['licence']:
       say(f'licence of the weights: {self.about["licence"]}')
     return dataclasses.replace(config, model=model, data=data)

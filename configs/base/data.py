@@ -28,6 +28,16 @@ class Data:
     "'bpe2048' (shipped), 'bytes', a tokenizer.json, or 'ids' (of .bin files, "
     'as they are)',
   )
+  chat_template: str = field(
+    '',
+    'file of Jinja for .jsonl with messages; empty: the one beside the '
+    'tokenizer.json',
+  )
+  loss_on: str = field(
+    'all',
+    'tokens of a conversation that carry loss: all, or those of the assistant',
+    ('all', 'assistant'),
+  )
   sequence_length: int = field(256, 'tokens in a row', low=1)
   packing: str = field(
     'concat_split',

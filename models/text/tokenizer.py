@@ -97,6 +97,11 @@ class _Base:
       return self._special[f'<|{self.domains[0]}|>']
     return self._find(_BOS, 'beginning-of-document')
 
+  @property
+  def specials(self):
+    """Texts of the special tokens."""
+    return tuple(self._special)
+
   def name_of(self, token):
     """Text of a special token's id."""
     return next(text for text, i in self._special.items() if i == token)
@@ -137,6 +142,21 @@ class Bytes(_Base):
 
   def encode_batch(self, texts):
     return [self.encode(text) for text in texts]
+
+  def encode_offsets(self, text):
+    """As of `Tokenizer`."""
+    ids, offsets, at = [], [], 0
+    special = '|'.join(map(re.escape, self._special))
+    for part in re.split(f'({special})', text):
+      if part in self._special:
+        ids.append(self._special[part])
+        offsets.append((at, at + len(part)))
+      else:
+        for n, character in enumerate(part, at):
+          ids += character.encode()
+          offsets += [(n, n + 1)] * len(character.encode())
+      at += len(part)
+    return ids, offsets
 
   def decode_bytes(self, ids):
     return bytes(i for i in map(int, ids) if i < 256)
@@ -213,6 +233,18 @@ class Tokenizer(_Base):
   def encode(self, text):
     """Ids of `text`, list of int in [0, vocab_size); no special tokens."""
     return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+  def encode_offsets(self, text):
+    """(ids, [(start, stop) characters of each]); special tokens recognised.
+
+    For text of templates, which write them: chat.py.
+    """
+    self._tokenizer.encode_special_tokens = False
+    try:
+      found = self._tokenizer.encode(text, add_special_tokens=False)
+    finally:
+      self._tokenizer.encode_special_tokens = True
+    return found.ids, found.offsets
 
   def encode_batch(self, texts):
     """`encode` of every text, on all cores."""

@@ -172,7 +172,7 @@ TABLE = [
   Mutation(
     'denominator_of_a_process',
     'train/data/batches.py',
-    'batch = batch._replace(denominator=np.float32(total))',
+    'batch = batch._replace(denominator=np.float32(max(1, total)))',
     'batch = batch._replace(denominator=batch.weights.sum())',
     "a process divides by its own rows' targets",
     'tests/train/data/test_batches.py::test_slices_are_the_whole',

@@ -155,13 +155,15 @@ class Batches:
     return self._assemble(self.rows_at(t), lo, hi)
 
   def _assemble(self, rows, lo, hi):
-    total = self.plan.fill[rows].sum(dtype=np.int64)
+    corpus = self._corpus
+    total = packing.counted(self.plan, rows, corpus.loss)
     parts = self.split(len(rows))
     split = rows.reshape(parts)[:, lo:hi]
     batch = packing.assemble(
-      self.plan, self._corpus.tokens, split.ravel(), self._corpus.pad_id
+      self.plan, corpus.tokens, split.ravel(), corpus.pad_id, corpus.loss
     )
-    batch = batch._replace(denominator=np.float32(total))
+    # A step of prompts alone has no loss, not 0 / 0.
+    batch = batch._replace(denominator=np.float32(max(1, total)))
     if parts[0] == 1:
       return batch
     fold = lambda x: x.reshape(*split.shape, -1) if x.ndim else x
@@ -232,9 +234,14 @@ class HeldOut:
     self._rows = np.arange(self.plan.rows)
     if 0 < limit < self.plan.rows:
       self._rows = np.arange(limit) * self.plan.rows // limit
-    self.n_pairs = int(self.plan.fill[self._rows].sum(dtype=np.int64))
+    count = lambda rows: sum(
+      packing.counted(self.plan, part, corpus.loss)
+      for part in np.array_split(rows, 1 + len(rows) // 1024)
+    )
+    self.n_pairs = count(self._rows)
+    every = max(1, count(np.arange(self.plan.rows)))
     total = int(corpus.n_bytes[chosen].sum())
-    self.n_bytes = round(total * (self.n_pairs / self.plan.pairs))
+    self.n_bytes = round(total * (self.n_pairs / every))
 
   def __len__(self):
     return math.ceil(len(self._rows) / self._width)
@@ -249,9 +256,10 @@ class HeldOut:
     if not 0 <= i < len(self):
       raise IndexError(f'{self.domain} has {len(self)} batches, not {i}')
     rows = self.rows_at(i)
-    total = self.plan.fill[rows[rows >= 0]].sum(dtype=np.int64)
+    corpus = self._corpus
+    total = max(1, packing.counted(self.plan, rows, corpus.loss))
     batch = packing.assemble(
-      self.plan, self._corpus.tokens, rows[lo:hi], self._corpus.pad_id
+      self.plan, corpus.tokens, rows[lo:hi], corpus.pad_id, corpus.loss
     )
     return batch._replace(denominator=np.float32(total))
 

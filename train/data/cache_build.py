@@ -226,6 +226,19 @@ class _Progress:
       print(' ' * 60, end='\r', file=sys.stderr, flush=True)
 
 
+def _join_loss(work, whole, count, total):
+  """loss.bin, where a piece says which of its tokens carry loss."""
+  files = [work / f'{number:06d}.loss' for number in range(count)]
+  if not any(file.exists() for file in files):
+    return
+  with open(whole / 'loss.bin', 'wb') as joined:
+    for file in files:
+      # Of a piece without documents there is none.
+      joined.write(file.read_bytes() if file.exists() else b'')
+  if (whole / 'loss.bin').stat().st_size != total:
+    raise RuntimeError('pieces with and without a mask of loss')
+
+
 class _Documents(NamedTuple):
   """What the pieces say of their D documents, but their names.
 
@@ -293,6 +306,7 @@ def _join(work, whole, count, tokenizer, meta):
         ids.write((', ' if at else '') + json.dumps(id_))
         at += 1
     ids.write(']')
+  _join_loss(work, whole, count, found.lengths.sum())
   held = corpus.held_out(
     found.domain_ids, digests, n_bytes, found.parts, meta['held_out_fraction']
   )

@@ -230,7 +230,25 @@ def concatenate(plans):
   )
 
 
-def assemble(plan, tokens, rows, pad_id=0):
+def counted(plan, rows, loss=None):
+  """Targets with loss in some rows (-1: none), int.
+
+  loss: (N,) uint8 of all documents, 1 where a token is predicted with loss;
+  None: every one is.
+  """
+  rows = np.asarray(rows, np.int64)
+  rows = rows[rows >= 0]
+  if loss is None:
+    return int(plan.fill[rows].sum(dtype=np.int64))
+  begin = plan.row_starts[rows]
+  piece = np.repeat(begin, plan.row_starts[rows + 1] - begin)
+  piece = piece + _ranges(plan.row_starts[rows + 1] - begin)
+  first, lengths = plan.tokens[piece] + 1, plan.lengths[piece]
+  targets = np.repeat(first, lengths) + _ranges(lengths)
+  return int(loss.take(targets).sum(dtype=np.int64))
+
+
+def assemble(plan, tokens, rows, pad_id=0, loss=None):
   """The arrays of some rows.
 
   Args:
@@ -238,11 +256,12 @@ def assemble(plan, tokens, rows, pad_id=0):
     tokens: (N,) unsigned integers, all documents; may be memory-mapped.
     rows: (B,) row ids; -1 gives an empty row.
     pad_id: token and target of slots without a pair.
+    loss: as of `counted`.
 
   Returns:
     Batch of (B, S) arrays: positions restart at 0 in every piece; weights are
-    1 in slots that hold a pair; denominator is the sum of weights of these
-    rows.
+    1 in slots that hold a pair with loss; denominator is the sum of weights of
+    these rows.
   """
   S = plan.length
   rows = np.asarray(rows, np.int64)
@@ -261,7 +280,8 @@ def assemble(plan, tokens, rows, pad_id=0):
   ends = np.cumsum(lengths, dtype=np.int32)
   begins = ends - lengths.astype(np.int32)
   slot = np.arange(S * len(rows), dtype=np.int32)
-  inputs = tokens.take(np.repeat(first - begins, lengths) + slot, mode='clip')
+  where = np.repeat(first - begins, lengths) + slot
+  inputs = tokens.take(where, mode='clip')
   inputs = inputs.astype(np.int32)
   # A slot's target is the next slot's input, but for the last of a piece.
   targets = np.empty_like(inputs)
@@ -277,7 +297,11 @@ def assemble(plan, tokens, rows, pad_id=0):
     weights, empty = held.astype(np.float32), ~held
     inputs[empty] = targets[empty] = pad_id
     positions[empty] = 0
+  total = fill.sum(dtype=np.int64)
+  if loss is not None:
+    weights *= loss.take(where + 1, mode='clip')
+    total = weights.sum(dtype=np.float64)
   arrays = inputs, targets, segments, positions, weights
   shaped = [x.reshape(len(rows), S) for x in arrays]
-  denominator = np.float32(fill.sum(dtype=np.int64))
+  denominator = np.float32(total)
   return batch_lib.Batch._make([*shaped, denominator])

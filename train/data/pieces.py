@@ -1,8 +1,9 @@
 """A block of rows -> its tokens: the unit of work, and of resumption.
 
-A document is stored as [bos(domain)] + encode(text) + [end]; ids of a .bin file
-as they are. A piece on disk is NUMBER.tokens and NUMBER.json, which is written
-last and holds the checksum of both.
+A document is stored as [bos(domain)] + encode(text) + [end]; conversations as
+train/data/chat.py says, ids of a .bin file as they are. A piece on disk is
+NUMBER.tokens, perhaps NUMBER.loss, and NUMBER.json, which is written last and
+holds the checksums.
 """
 
 import hashlib
@@ -23,12 +24,14 @@ class Piece(NamedTuple):
 
   tokens: (N,) uint16 or uint32. lengths, n_bytes: of each document.
   names: [[domain, id, split or None]] of each.
+  loss: (N,) uint8, whether each is predicted with loss; None: all are.
   """
 
   tokens: np.ndarray
   lengths: list
   n_bytes: list
   names: list
+  loss: np.ndarray | None = None
 
 
 def dtype(tokenizer):
@@ -40,25 +43,59 @@ def encode(block, tokenizer, options) -> Piece:
   """The tokens of a block. UserError: file, line and what is wrong."""
   if block.kind == 'ids':
     return _of_ids(block, tokenizer)
-  tokens, lengths, n_bytes, names = [], [], [], []
-  kind, end = dtype(tokenizer), None
+  tokens, lengths, n_bytes, names, loss = [], [], [], [], []
+  kind = dtype(tokenizer)
   for rows in _chunks(readers.parse(block, options)):
-    encoded = tokenizer.encode_batch([row.text for row in rows])
-    for row, ids in zip(rows, encoded, strict=True):
-      end = tokenizer.end_id
-      ids = [tokenizer.bos_id(row.domain), *ids, end]
+    for row, ids, mask, size in _encoded(rows, tokenizer):
       tokens.append(np.asarray(ids, kind))
+      loss.append(np.ones(len(ids), np.uint8) if mask is None else mask)
       lengths.append(len(ids))
-      n_bytes.append(len(row.text.encode()))
+      n_bytes.append(size)
       names.append([row.domain, row.id, row.split])
   joined = np.concatenate(tokens) if tokens else np.zeros(0, kind)
-  return Piece(joined, lengths, n_bytes, names)
+  masks = None
+  if options.loss_on != 'all':
+    masks = np.concatenate([np.zeros(0, np.uint8), *loss])
+  return Piece(joined, lengths, n_bytes, names, masks)
+
+
+def _encoded(rows, tokenizer):
+  """(row, ids, mask of loss or None, bytes of text with loss) of each."""
+  if rows[0].turns is None:
+    encoded = tokenizer.encode_batch([row.text for row in rows])
+    for row, ids in zip(rows, encoded, strict=True):
+      ids = [tokenizer.bos_id(row.domain), *ids, tokenizer.end_id]
+      yield row, ids, None, len(row.text.encode())
+    return
+  for row in rows:
+    yield row, *_conversation(row, tokenizer)
+
+
+def _conversation(row, tokenizer):
+  """(ids, mask, bytes with loss) of a text with chat.Turns."""
+  spans, begin, end, ends = row.turns
+  ids, offsets = tokenizer.encode_offsets(row.text)
+  first, last = np.asarray(offsets, np.int64).reshape(-1, 2).T
+  mask = np.zeros(len(ids), np.uint8)
+  for start, stop in spans:
+    inside = np.minimum(last, stop) > np.maximum(first, start)
+    empty = (first == last) & (first >= start) & (first < stop)
+    mask[inside | empty] = 1
+  if begin:
+    ids, mask = (
+      [tokenizer.bos_id(row.domain), *ids],
+      np.append(np.uint8(0), mask),
+    )
+  if end:
+    ids, mask = [*ids, tokenizer.end_id], np.append(mask, np.uint8(ends))
+  return ids, mask, sum(len(row.text[a:b].encode()) for a, b in spans)
 
 
 def _chunks(rows):
   chunk, size = [], 0
   for row in rows:
-    if chunk and (len(chunk) == _DOCUMENTS or size > _CHARACTERS):
+    full = len(chunk) == _DOCUMENTS or size > _CHARACTERS
+    if chunk and (full or (row.turns is None) != (chunk[0].turns is None)):
       yield chunk
       chunk, size = [], 0
     chunk.append(row)
@@ -92,8 +129,12 @@ def write(folder, number, block, piece):
   """Writes piece `number` of the blocks."""
   body = piece.tokens.tobytes()
   (folder / f'{number:06d}.tokens').write_bytes(body)
+  loss = b'' if piece.loss is None else piece.loss.tobytes()
+  if loss:
+    (folder / f'{number:06d}.loss').write_bytes(loss)
   index = dict(
     key=key(block),
+    loss=hashlib.sha256(loss).hexdigest() if loss else '',
     sha256=hashlib.sha256(body).hexdigest(),
     lengths=piece.lengths,
     n_bytes=piece.n_bytes,
@@ -120,8 +161,14 @@ def is_done(folder, number, block) -> bool:
   """Whether piece `number` is there, whole, and of this block."""
   try:
     found = index(folder, number)
-    body = (folder / f'{number:06d}.tokens').read_bytes()
-  except (OSError, ValueError):
+    if found['key'] != key(block):
+      return False
+    names = [('tokens', 'sha256')] + [('loss', 'loss')] * bool(found['loss'])
+    each = [
+      hashlib.sha256((folder / f'{number:06d}.{end}').read_bytes()).hexdigest()
+      == found[key_]
+      for end, key_ in names
+    ]
+  except (OSError, ValueError, KeyError):
     return False
-  same = hashlib.sha256(body).hexdigest() == found['sha256']
-  return same and found['key'] == key(block)
+  return all(each)

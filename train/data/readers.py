@@ -2,7 +2,8 @@
 
   .txt .md            cut at blank lines into documents of about 8 kB
   .jsonl              a line is {"text": ..., "id": ..., "split": "train" |
-                      "held", "domain": ...}, all but the text optional
+                      "held", "domain": ...}, all but the text optional; or
+                      has "messages" (train/data/chat.py)
   .parquet            columns of the same names (extra parquet)
   .bin                tokens of nanoGPT (train/data/ids.py)
   a datasets folder   what Hugging Face's `save_to_disk` wrote: Arrow streams in
@@ -29,6 +30,7 @@ from typing import Any
 import zlib
 
 from paraxis.configs.base import errors
+from paraxis.train.data import chat
 from paraxis.train.data import ids as ids_lib
 from paraxis.train.data import rows
 from paraxis.train.data import tables
@@ -93,8 +95,7 @@ def parse(block, options=rows.PLAIN) -> list[rows.Row]:
   for number, line in enumerate(io.BytesIO(block.data), block.first):
     if line.strip():
       where = f'{source.file}:{number}'
-      row = _of_line(line, where, number, options.text_key)
-      found.append(rows.row(row, source))
+      found.append(rows.row(_of_line(line, where, number, options), source))
   return found
 
 
@@ -151,13 +152,38 @@ def _jsonl_blocks(source, options, say):
       first += len(lines)
 
 
-def _of_line(line, where, number, text_key):
+def is_chat(source) -> bool:
+  """Whether the first line of a .jsonl is a conversation."""
+  if source.file.is_dir() or kind(source.file) != 'jsonl':
+    return False
+  file, raw = open_bytes(source.file)
+  with raw:
+    try:
+      row = json.loads(next(file))
+    except (ValueError, StopIteration, EOFError, OSError, zlib.error):
+      return False  # reading it says what is wrong
+    return isinstance(row, dict) and 'messages' in row
+
+
+def _of_line(line, where, number, options):
+  text_key = options.text_key
   try:
     row = json.loads(line)
   except ValueError as error:
     raise errors.UserError(f'{where}: not JSON: {error}.') from error
   except RecursionError as error:
     raise errors.UserError(f'{where}: nested too deeply.') from error
+  if isinstance(row, dict) and 'messages' in row and text_key not in row:
+    if not options.template:
+      raise errors.UserError(
+        f'{where}: has "messages", the first line of the file has not: keep '
+        'conversations and texts in files of their own.'
+      )
+    text, turns = chat.render(row, options, where)
+    return [
+      *rows.checked(row | {text_key: text}, where, number, text_key),
+      turns,
+    ]
   if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
     keys = ''
     if isinstance(row, dict):

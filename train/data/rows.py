@@ -2,7 +2,7 @@
 
 import importlib
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paraxis.configs.base import errors
 
@@ -10,12 +10,16 @@ BLOCK = 4 << 20  # bytes or characters of a block, about
 
 
 class Row(NamedTuple):
-  """One text; split is 'train', 'held' or None: the rule decides."""
+  """One text; split is 'train', 'held' or None: the rule decides.
+
+  turns: chat.Turns of a conversation.
+  """
 
   domain: str
   id: str
   split: str | None
   text: str
+  turns: Any = None
 
 
 class Source(NamedTuple):
@@ -34,10 +38,17 @@ class Options(NamedTuple):
   """What decides how a row is read.
 
   text_key: config.data.text_key. end_id: of the tokenizer; -1: it has none.
+  Of conversations: template, text of the chat template; loss_on, as
+  config.data.loss_on; specials, bos and end: texts of special tokens.
   """
 
   text_key: str = 'text'
   end_id: int = -1
+  template: str = ''
+  loss_on: str = 'all'
+  specials: tuple = ()
+  bos: str = ''
+  end: str = ''
 
 
 PLAIN = Options()
@@ -91,7 +102,7 @@ def checked(row, where, number, text_key):
 
 
 def row(given, source) -> Row:
-  """A Row of [id, split, text, domain] that a source has read."""
-  id_, part, text, own = given
+  """A Row of [id, split, text, domain, turns] that a source has read."""
+  id_, part, text, own, *turns = given
   domain = source.domain if own is None else own
-  return Row(domain, id_, part or source.split, text)
+  return Row(domain, id_, part or source.split, text, *turns)

@@ -3,9 +3,9 @@
 Every document is stored as [bos(domain)] + encode(text) + [end], one after the
 other. The cache is a folder: tokens.bin, four .npy arrays, ids.json and
 meta.json with a fingerprint of the text and the tokenizer and a checksum of
-every file (with data.sources a fifth array, groups.npy). How it is built:
-train/data/cache_build.py. A cache that does not match its checksums or its
-source is rebuilt, with a message.
+every file (with data.sources also groups.npy; with data.loss_on loss.bin, a
+byte a token). How it is built: train/data/cache_build.py. A cache that does not
+match its checksums or its source is rebuilt, with a message.
 
 Cost: tokenizing once; then text and tokens are hashed at every start, about
 one second per GB.
@@ -25,6 +25,7 @@ import numpy as np
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.train.data import cache_build
+from paraxis.train.data import chat
 from paraxis.train.data import corpus
 from paraxis.train.data import readers
 from paraxis.train.data import rows
@@ -48,6 +49,7 @@ class Corpus:
   vocab_size:  of the tokenizer; every token is below it.
   path:        config.data.path, for messages.
   folder:      of the cache.
+  loss:        (N,) uint8, tokens that are predicted with loss; None: all are.
   groups:      (names, (D,) indices into them) of data.sources; None without.
   """
 
@@ -63,6 +65,7 @@ class Corpus:
   path: str
   folder: pathlib.Path
   groups: tuple | None = None
+  loss: np.ndarray | None = None
 
   @property
   def lengths(self):
@@ -122,7 +125,8 @@ def tokens(config, tokenizer, say=log.warning):
   data = config.data
   sources = corpus.sources(data)
   _check_ids(sources, data.tokenizer)
-  print_ = _fingerprint(sources, tokenizer, data)
+  options = _options(data, tokenizer, sources)
+  print_ = _fingerprint(sources, tokenizer, data, options)
   folder, stem = _place(data, tokenizer, print_)
   root, path = folder.parent, data.sources or data.path
   problem = cache_build.problem(folder, print_) if folder.exists() else None
@@ -139,7 +143,6 @@ def tokens(config, tokenizer, say=log.warning):
     held_out_fraction=data.held_out_fraction,
     groups=list(corpus.weights(data)),
   )
-  options = _options(data, tokenizer)
   try:
     cache_build.build(
       folder, sources, tokenizer, options, meta, data.workers, say
@@ -170,12 +173,30 @@ def _check_ids(sources, name):
       )
 
 
-def _options(data, tokenizer):
+def _options(data, tokenizer, sources):
   try:
     end = tokenizer.end_id
   except errors.UserError:
     end = -1
-  return rows.Options(text_key=data.text_key, end_id=end)
+  plain = rows.Options(data.text_key, end)
+  if not any(map(readers.is_chat, sources)):
+    if data.loss_on != 'all':
+      raise errors.UserError(
+        f'data.loss_on={data.loss_on!r} is for conversations, .jsonl with '
+        f'"messages" in its first line: {data.sources or data.path!r} has none.'
+      )
+    return plain
+  try:
+    bos = tokenizer.name_of(tokenizer.bos_id())
+  except errors.UserError:
+    bos = ''
+  return plain._replace(
+    template=chat.template(data),
+    loss_on=data.loss_on,
+    specials=tokenizer.specials,
+    bos=bos,
+    end='' if end < 0 else tokenizer.name_of(end),
+  )
 
 
 def _place(data, tokenizer, print_):
@@ -192,7 +213,7 @@ def _place(data, tokenizer, print_):
   return root / f'{stem}-{print_[:16]}', stem
 
 
-def _fingerprint(sources, tokenizer, data):
+def _fingerprint(sources, tokenizer, data, options):
   """sha256 over everything that decides the tokens and the splits."""
   digest = hashlib.sha256(
     f'{cache_build.FORMAT}|{data.held_out_fraction!r}'.encode()
@@ -200,6 +221,8 @@ def _fingerprint(sources, tokenizer, data):
   digest.update(tokenizer.fingerprint.encode())
   if data.text_key != schema.Data().text_key:
     digest.update(f'|text_key={data.text_key}'.encode())
+  if options.template:
+    digest.update(f'|{data.loss_on}|{options.template}'.encode())
   for source in sources:
     name, content = source.file.name, corpus.fingerprint(source)
     digest.update(f'|{source.domain}|{name}|{content}'.encode())
@@ -225,6 +248,11 @@ def _others(root, stem, folder):
   return found
 
 
+def _loss(folder):
+  path = folder / 'loss.bin'
+  return np.memmap(path, dtype=np.uint8, mode='r') if path.exists() else None
+
+
 def _open(folder, path):
   """The Corpus in a cache whose checksums hold."""
   meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
@@ -240,6 +268,7 @@ def _open(folder, path):
     tokens=np.memmap(folder / 'tokens.bin', dtype=meta['dtype'], mode='r'),
     **arrays,
     groups=groups,
+    loss=_loss(folder),
     domains=tuple(meta['domains']),
     fingerprint=meta['fingerprint'],
     vocab_size=meta['vocab_size'],

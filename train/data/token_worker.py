@@ -136,7 +136,9 @@ def main():
   """Serves until its input ends."""
   stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
   name, fingerprint, options, folder = json.loads(stdin.readline())
-  options, folder = rows.Options(*options), pathlib.Path(folder)
+  options = rows.Options(*options)
+  options = options._replace(specials=tuple(options.specials))
+  folder = pathlib.Path(folder)
   tokenizer = tokenizer_lib.load(name)
   while given := received(stdin):
     try:
