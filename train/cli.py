@@ -15,6 +15,7 @@ from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.decode import __main__ as decode_main
 from paraxis.decode.evaluate import command as evaluate_command
+from paraxis.train import data_command
 from paraxis.train import exchange_command
 from paraxis.train.bench import command as bench_command
 from paraxis.train.plot import command as plot_command
@@ -141,18 +142,6 @@ def _reproduce_all(values, words):
 
   compiling.use_cache()
   return budget.reproduce(values.budget, values.fresh)
-
-
-def _data_fetch(values, *_):
-  from paraxis.train.data import fetch
-
-  fetch.fetch(values.out or None, values.debian, skip=values.skip)
-
-
-def _data_list(*_):
-  from paraxis.train.data import fetch
-
-  print(fetch.table(fetch.listing()))
 
 
 def _doctor(values, config, _):
@@ -315,20 +304,7 @@ _ALL = (
     words=1,
   ),
   *plot_command.COMMANDS,
-  command_line.Command(
-    _data_fetch,
-    'data fetch',
-    '[--out=FOLDER]',
-    'download more text to train on',
-    (
-      (str, 'out=FOLDER', '', 'empty: the folder corpus in the user cache'),
-      (bool, 'debian', False, 'also download the copyleft Debian texts'),
-      (list, 'skip=NAME,...', [], 'packages to leave out'),
-    ),
-  ),
-  command_line.Command(
-    _data_list, 'data list', '', 'list the text available for training'
-  ),
+  *data_command.COMMANDS,
   command_line.Command(
     _doctor,
     'doctor',

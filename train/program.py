@@ -266,12 +266,13 @@ def of_shapes(
   return program
 
 
-def _absolute(data):
-  """The section `data` with absolute names of files and folders."""
+def with_places(config: schema.Config) -> schema.Config:
+  """The config with absolute names of files and folders in `data`."""
+  data = config.data
   path = pathlib.Path(data.tokenizer).expanduser()
   shipped = data.tokenizer in ('bytes', 'bpe2048', 'ids') or not path.exists()
   weights, chat = corpus_lib.weights(data), pathlib.Path(data.chat_template)
-  return dataclasses.replace(
+  data = dataclasses.replace(
     data,
     path=corpus_lib.absolute(data.path),
     chat_template=str(chat.resolve()) if chat.is_file() else data.chat_template,
@@ -280,6 +281,7 @@ def _absolute(data):
       f'{corpus_lib.absolute(p)}:{w:g}' for p, w in weights.items()
     ),
   )
+  return dataclasses.replace(config, data=data)
 
 
 def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
@@ -297,7 +299,7 @@ def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
   metrics.check_loggers(config.train)
   program = of_shapes(config, mesh_text, devices)
   config = program.config
-  config = dataclasses.replace(config, data=_absolute(config.data))
+  config = with_places(config)
   steps, warmup = config.train.steps, config.optimizer.warmup_steps
   if warmup >= steps:
     say(

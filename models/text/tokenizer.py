@@ -97,6 +97,11 @@ class _Base:
       return self._special[f'<|{self.domains[0]}|>']
     return self._find(_BOS, 'beginning-of-document')
 
+  @functools.cached_property
+  def special_ids(self):
+    """{id: text} of the special tokens."""
+    return {i: text for text, i in self._special.items()}
+
   @property
   def specials(self):
     """Texts of the special tokens."""
