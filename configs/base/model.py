@@ -34,6 +34,8 @@ class Experts:
   )
   normalise: bool = field(True, 'the weights of a token add up to 1')
   scale: float = field(1.0, 'multiplies the weights', low=0.0)
+  mlp_bias: bool = field(False, 'biases of the experts')
+  router_bias: bool = field(False, "a learned bias on the router's logits")
   groups: int = field(1, 'groups of experts that a token first chooses', low=1)
   top_groups: int = field(1, 'groups a token may be sent to', low=1)
   group_best: int = field(
@@ -103,8 +105,8 @@ class DecoderFields:
     ('none', 'head', 'all', 'rotated'),
   )
   mlp: str = field(
-    'swiglu', 'mlp form; none: no layer has one',
-    ('swiglu', 'geglu', 'gelu', 'none'),
+    'swiglu', 'mlp form; none: no layer has one; clamped: SwiGLU of gpt-oss',
+    ('swiglu', 'geglu', 'gelu', 'clamped', 'none'),
   )  # fmt: skip
   experts: Experts = Experts()
   attention_bias: bool = field(False, 'bias on the q, k, v projections')
@@ -147,6 +149,9 @@ class DecoderFields:
   embedding_scale: float = field(1.0, 'multiplies the embeddings', low=0.0)
   attention_scale: float = field(
     0.0, 'multiplies q.k; 0: head_dim ** -0.5', low=0.0
+  )
+  sinks: bool = field(
+    False, 'attention: a learned logit a head that takes weight, gives no value'
   )
   attention_softcap: float = field(
     0.0, 'scores become c tanh(s / c); 0: off', low=0.0

@@ -1,6 +1,8 @@
-"""The mlp of a layer: SwiGLU, GeGLU (arXiv:2002.05202) or GELU.
+"""The mlp of a layer: SwiGLU, GeGLU (arXiv:2002.05202), GELU or clamped SwiGLU.
 
 gated: y = (act(x Wg) * (x Wu)) Wd          plain: y = gelu(x Wu) Wd
+clamped (gpt-oss, arXiv:2508.10925): g = min(x Wg, 7), u = x Wu within 7,
+y = (g sigmoid(1.702 g) * (u + 1)) Wd
 """
 
 import functools
@@ -8,18 +10,23 @@ import functools
 from flax import nnx
 import jax
 from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
 
 from paraxis.models import parameter
 
 RESIDUAL = ('batch', 'residual_length', 'hidden')
 WIDE = ('batch', 'length', 'mlp')
 _GELU = functools.partial(jax.nn.gelu, approximate=True)
+LIMIT, SLOPE = 7.0, 1.702  # of clamped SwiGLU
 
 
 def activate(form, up, gate=None) -> jax.Array:
   """The hidden layer of schema.Model.mlp `form`, from its products."""
   if gate is None:
     return _GELU(up)
+  if form == 'clamped':
+    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
+    return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
   return (jax.nn.silu if form == 'swiglu' else _GELU)(gate) * up
 
 

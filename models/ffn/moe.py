@@ -3,7 +3,7 @@
     y = sum_k mix_k f_ids_k(x) [+ gate(x) g(x)]       shared experts
     y = c_0 sum_k mix_k f_ids_k(x) + c_1 g(x)         residual: c = softmax(x C)
 
-f_e are SwiGLU, GeGLU or GELU as the model's mlp, without biases. Shared experts
+f_e are as the model's mlp, with biases of their own if mlp_bias. Shared experts
 are one mlp g of `shared` times the width (arXiv:2401.06066; a sigmoid gate as
 Qwen2-MoE's); residual: g has an expert's width (PR-MoE, arXiv:2201.05596,
 section 4.1). The routed part runs in one manual region: tokens are sharded as
@@ -42,6 +42,8 @@ from paraxis.sharding.experts import dispatch as expert
 RESIDUAL = mlp.RESIDUAL
 ROWS = RESIDUAL[:2]
 WIDE = ('experts', 'expert_embed', 'expert_mlp')
+# Of one expert each: matrices, and biases if there are some.
+WEIGHTS = ('up', 'down', 'gate', 'up_bias', 'down_bias', 'gate_bias')
 DOWN = ('experts', 'expert_mlp', 'expert_embed')
 
 
@@ -66,6 +68,14 @@ class Moe(nnx.Module):
     self.up = up()
     gain = (2 * config.num_layers) ** -0.5
     self.down = make((e, f, d), DOWN, std=std or f**-0.5, gain=gain)
+    if experts.router_bias:
+      self.router_bias = parameter.vector((e,), ('choices',))
+    if experts.mlp_bias:
+      wide = ('experts', 'expert_mlp')
+      if config.mlp != 'gelu':
+        self.gate_bias = parameter.vector((e, f), wide)
+      self.up_bias = parameter.vector((e, f), wide)
+      self.down_bias = parameter.vector((e, d), ('experts', 'norm'))
     self.load = _not_learned('statistic', e + router.EXTRA)
     if experts.bias_rate:
       self.bias = _not_learned('balance', e)
@@ -136,7 +146,7 @@ class Moe(nnx.Module):
     """The routed part, in one region -> (y, terms, count), parts of devices."""
     params = {
       name: getattr(self, name)
-      for name in ('router', 'load', 'bias', 'up', 'down', 'gate')
+      for name in ('router', 'router_bias', 'load', 'bias', *WEIGHTS)
       if hasattr(self, name)
     }
     valid, denominator = see.valid, see.denominator
@@ -159,17 +169,19 @@ class Moe(nnx.Module):
   def _inside(self, plan, x, valid, denominator, own):
     """On one device; own: {name: the device's share of a parameter}."""
     experts = self.config.experts
-    weights = [own[name] for name in ('up', 'down', 'gate') if name in own]
+    names = [name for name in WEIGHTS if name in own]
+    weights = [own[name] for name in names]
     wide = jnp.promote_types(x.dtype, jnp.float32)
     logits = x.astype(wide) @ own['router'].astype(wide)
+    logits = logits + own.get('router_bias', jnp.zeros((), wide)).astype(wide)
     s = router.scores(logits, experts.scores)
     ids, mix = router.choose(s, experts, own.get('bias'))
     load = jax.lax.stop_gradient(own['load'])[: self.count]
     hot = expert.hottest(jnp.abs(load), experts.hot) if experts.hot else None
     flat = lambda a: a.reshape(-1, a.shape[-1])
+    run = functools.partial(self._experts, names)
     y, dropped = expert.dispatch(
-      self._experts, weights, flat(x), flat(ids), flat(mix),
-      valid.reshape(-1), plan, hot,
+      run, weights, flat(x), flat(ids), flat(mix), valid.reshape(-1), plan, hot,
     )  # fmt: skip
     p = router.probabilities(s, experts.scores)
     count = router.counts(ids, valid, self.count)
@@ -186,14 +198,21 @@ class Moe(nnx.Module):
     count = jnp.concatenate([count.sum(0).astype(wide), extra]) * share
     return y.reshape(x.shape), *aux_lib.part((terms, count))
 
-  def _experts(self, x_SD, weights, multiply):
-    """Rows through their experts; multiply(rows, w, dimension of the width)."""
-    up, down, *gate = weights
+  def _experts(self, names, x_SD, weights, multiply):
+    """Rows through their experts.
+
+    names: of the weights. multiply: (rows, w, dimension of the width, bias).
+    """
+    own = dict(zip(names, weights, strict=True))
+    run = lambda x, name, dim: multiply(
+      x, own[name], dim, own.get(f'{name}_bias')
+    )
     products = [
-      checkpoint_name(multiply(x_SD, w, 1), name)
-      for name, w in zip(('up', 'gate'), (up, *gate), strict=False)
+      checkpoint_name(run(x_SD, name, 1), name)
+      for name in ('up', 'gate')
+      if name in own
     ]
-    return multiply(mlp.activate(self.config.mlp, *products), down, 2)
+    return run(mlp.activate(self.config.mlp, *products), 'down', 2)
 
 
 def _not_learned(kind, size):

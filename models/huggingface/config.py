@@ -156,7 +156,7 @@ def canonical(model) -> dict[str, Any]:
   drop += _unread_scaling(model)
   if not letters & set('FWN'):
     drop += ['attention_bias', 'attention_output_bias', 'qk_norm', 'head_dim']
-    drop += ['num_kv_heads', 'attention_softcap']
+    drop += ['num_kv_heads', 'attention_softcap', 'sinks']
   if not letters & set('FWNA'):
     drop += ['num_heads', 'attention_scale']
   drop += _unread_sections(model, letters, out)

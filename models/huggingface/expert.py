@@ -245,6 +245,18 @@ FAMILIES = {
     'SolarOpenForCausalLM', _no_mlp(llama(theta=1e6, epsilon=1e-5)), SIGMOID,
     Same('attention_bias', 'attention_bias', False), **kin.EXPERT_NAMES,
   ),
+  'gpt_oss': family(
+    'GptOssForCausalLM', llama(theta=1.5e5, epsilon=1e-5), LOCAL, TOP,
+    Fixed('swiglu_limit', 7.0), Fixed('swiglu_alpha', 1.702), dense.BIAS,
+    kin.layers(kin.periodic('WF')),
+    Ours({
+      'mlp': 'clamped', 'sinks': True, 'experts.mlp_bias': True,
+      'experts.router_bias': True, 'experts.normalise': True,
+    }),
+    silent=('experts_per_token', 'initial_context_length'),
+    router='router', expert_gate_up='experts.gate_up_proj',
+    expert_down='experts.down_proj', interleaved=True,
+  ),
   'hunyuan_v1_moe': family(
     'HunYuanMoEV1ForCausalLM', llama(epsilon=1e-5),
     _whole_number('num_experts', 'experts.count'),

@@ -117,6 +117,8 @@ def attention(model, at, names):
       keep = transforms.kept(shape, names.get('qk_norm_shape', (-1,)))
       name = f'{at}.{names[f"{what}_norm"]}'
       out.append(row(f'{what}_norm', f'{name}.weight', keep))
+  if model.sinks:
+    out.append(row('sinks', f'{at}.sinks', transforms.kept((n,))))
   name = f'{at}.{names["output"]}'
   out.append(row('output', f'{name}.weight', _linear(names, (n, h, d), 2)))
   if model.attention_output_bias:
@@ -195,7 +197,7 @@ def mlp(model, at, names, width=0, bias=None):
   return out
 
 
-GATED = ('swiglu', 'geglu')
+GATED = ('swiglu', 'geglu', 'clamped')
 
 
 def experts(model, at, names, wide=False):
@@ -206,11 +208,12 @@ def experts(model, at, names, wide=False):
     row('router', f'{at}.{names["router"]}.weight', transforms.matrix((d, e))),
     Row('load', (), shape=(e + router.EXTRA,)),
   ]
-  for what in ('gate', 'up', 'down') if model.mlp in GATED else ('up', 'down'):
-    shape = (f, d) if what == 'down' else (d, f)
-    each = f'{at}.{names["expert"]}.{names[f"expert_{what}"]}.weight'
-    every = tuple(each.format(i) for i in range(e))
-    out.append(Row(what, every, transforms.matrix(shape), stack=0))
+  out += (_stacked_experts if 'expert_gate_up' in names else _each_expert)(
+    model, at, names, e
+  )
+  if own.router_bias:
+    name = f'{at}.{names["router"]}.bias'
+    out.append(row('router_bias', name, transforms.kept((e,))))
   if own.bias_rate:
     keep = transforms.kept((e,))
     out.append(row('bias', f'{at}.{names["router_bias"]}', keep))
@@ -221,6 +224,53 @@ def experts(model, at, names, wide=False):
   if own.shared_gate:
     name = f'{at}.{names["shared_gate"]}.weight'
     out.append(row('shared_gate', name, transforms.matrix((d, 1))))
+  return out
+
+
+def _each_expert(model, at, names, e):
+  """Three matrices, or two, of every expert."""
+  d, f, out = model.d_model, moe.width(model), []
+  for what in ('gate', 'up', 'down') if model.mlp in GATED else ('up', 'down'):
+    shape = (f, d) if what == 'down' else (d, f)
+    each = f'{at}.{names["expert"]}.{names[f"expert_{what}"]}'
+    every = tuple(each.format(i) for i in range(e))
+    of = lambda kind, every=every: tuple(f'{name}.{kind}' for name in every)
+    out.append(Row(what, of('weight'), transforms.matrix(shape), stack=0))
+    if model.experts.mlp_bias:
+      bias = transforms.kept(shape[1:])
+      out.append(Row(f'{what}_bias', of('bias'), bias, stack=0))
+  return out
+
+
+def _stacked_experts(model, at, names, e):
+  """Tensors of all experts; gate and up in one.
+
+  Outputs before inputs, gate before up; or, `interleaved`, inputs first and
+  gate and up by turns.
+  """
+  d, f, out = model.d_model, moe.width(model), []
+  by_turns = names.get('interleaved', False)
+  for i, what in enumerate(('gate', 'up', 'down')):
+    shape, cuts = ((e, f, d) if what == 'down' else (e, d, f)), (None, None)
+    name = f'{at}.{names["expert_down"]}'
+    if what != 'down':
+      name = f'{at}.{names["expert_gate_up"]}'
+      cut = transforms.Cut
+      cuts = (
+        cut((e, 2 * f, d), (e, 2, f, d), (_ALL, i)), cut(
+          (e, 2 * f), (e, 2, f), (_ALL, i)),
+      )  # fmt: skip
+      if by_turns:
+        cuts = (
+          cut((e, d, 2 * f), (e, d, f, 2), (..., i)),
+          cut((e, 2 * f), (e, f, 2), (..., i)),
+        )
+    keep = transforms.kept(shape)
+    change = keep if by_turns else transforms.turned
+    out.append(row(what, name, change, cuts[0]))
+    if model.experts.mlp_bias:
+      bias = transforms.kept((e, shape[-1]))
+      out.append(row(f'{what}_bias', f'{name}_bias', bias, cuts[1]))
   return out
 
 

@@ -52,6 +52,10 @@ def kept(shape, theirs=None):
   return Transform(lambda a: a.reshape(shape), lambda a: a.reshape(theirs))
 
 
+# Matrices (..., outputs, inputs).
+turned = Transform(lambda a: a.swapaxes(-1, -2), lambda a: a.swapaxes(-1, -2))
+
+
 def taps(shape):
   """(channels, 1, W) of a causal convolution -> (W, ...), the own token first.
 

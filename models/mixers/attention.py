@@ -2,6 +2,9 @@
 
     o = softmax(scale q k^T + mask) v,  q, k rotated by position
 
+A sink is one more logit of a head, without a value (config.sinks): o is then
+scaled by sigmoid(lse - sink), lse the log-sum-exp of the scores.
+
 Training and prefill run the blockwise op (pallas_kernels/attention/op.py); a
 step with a cache writes its keys and values into slots and attends to the
 slots. One query a row attends to a range of slots, which a kernel can divide
@@ -85,6 +88,8 @@ class Attention(mixer.Mixer):
       self.value_bias = parameter.vector((k, h), kv_heads)
     if config.attention_output_bias:
       self.output_bias = parameter.vector((d,), ('norm',))
+    if config.sinks:
+      self.sinks = parameter.vector((n,), heads[:1])
     if config.qk_norm != 'none':
       fill = 0.0 if config.norm_zero_centered else 1.0
       whole = config.qk_norm == 'all'
@@ -156,8 +161,15 @@ class Attention(mixer.Mixer):
       attend = functools.partial(_attend_slots, impl=config.attention)
     local = functools.partial(attend, mask)
     names = (QUERIES,) * 3 + SLOT_NAMES
-    run = annotate.region(local, names, (QUERIES,), single=True)
-    return run(q, k, v, *slot_ids(see)), slots
+    run = annotate.region(local, names, (QUERIES, QUERIES[:3]))
+    return self._sunk(*run(q, k, v, *slot_ids(see))), slots
+
+  def _sunk(self, o_BTNH, lse_BTN):
+    """o of a softmax that has the sinks too."""
+    if not self.config.sinks:
+      return o_BTNH
+    weight = jax.nn.sigmoid(lse_BTN - self.sinks[...].astype(lse_BTN.dtype))
+    return (o_BTNH * weight[..., None]).astype(o_BTNH.dtype)
 
   def _attend_all(self, q, k, v, see, mask):
     """Whole rows, without a cache; the context axis may share their length."""
@@ -170,13 +182,13 @@ class Attention(mixer.Mixer):
       # In a region, where arrays are local: kernels take no others.
       names = (QUERIES,) * 3 + (ROWS,)
       run = annotate.region(local, names, (QUERIES, QUERIES[:3]))
-      return run(q, k, v, see.segments)[0]
+      return self._sunk(*run(q, k, v, see.segments))
     attend = functools.partial(
       context.attention, mask=mask, plan=self.layout.context
     )
     names = (QUERIES,) * 3 + (ROWS, ROWS)
     run = annotate.region(attend, names, (QUERIES, QUERIES[:3]))
-    return run(q, k, v, see.positions, see.segments)[0]
+    return self._sunk(*run(q, k, v, see.positions, see.segments))
 
   def init_state(self, batch, slots, dtype):
     """Empty slots: (k_BSKH, v_BSKH)."""
@@ -220,7 +232,7 @@ def _attend_slots(mask, q, k, v, *ids, impl):
   ids = SlotIds(*ids)
   segments = ids.segments, ids.slot_segments
   order = ids.positions, ids.slot_positions
-  return attention_op.attention(q, k, v, mask, segments, order, impl=impl)[0]
+  return attention_op.attention(q, k, v, mask, segments, order, impl=impl)
 
 
 def check_order(see):
@@ -252,7 +264,7 @@ def _ordered(ids):
 
 
 def attend_range(mask, q, k, v, *ids):
-  """One query a row over the slots of its document -> o_B1NH.
+  """One query a row over the slots of its document -> (o_B1NH, lse_B1N).
 
   Token p of a document is p slots after its first one, so the query in `slot`
   at position p sees slots slot - p .. slot. If the document does not begin at
@@ -266,10 +278,10 @@ def attend_range(mask, q, k, v, *ids):
   ids = SlotIds(*ids)
   begin_B1 = jnp.maximum(ids.slot - ids.positions, 0)
   lengths_B = jnp.where(ids.segments > 0, ids.slot + 1 - begin_B1, 0)[:, 0]
-  o, _ = decode_attention.ragged(
+  o, lse = decode_attention.ragged(
     q, k, v, mask, lengths_B, begins_B=begin_B1[:, 0]
   )
-  return jnp.where(_ordered(ids)[..., None, None], o, jnp.nan)
+  return jnp.where(_ordered(ids)[..., None, None], o, jnp.nan), lse
 
 
 def mask_of(config, kind) -> attention_op.Mask:

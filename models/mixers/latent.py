@@ -305,7 +305,7 @@ def _own(mask, q_BTGNE, slots_BSGE, *ids):
   """Latent shards attend as independent kv heads. Exact if there is one."""
   b, t, g, n, e = q_BTGNE.shape
   q = q_BTGNE.reshape(b, t, g * n, e)
-  o = attention.attend_range(mask, q, slots_BSGE, slots_BSGE, *ids)
+  o, _ = attention.attend_range(mask, q, slots_BSGE, slots_BSGE, *ids)
   return o.reshape(q_BTGNE.shape)
 
 

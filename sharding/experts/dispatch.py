@@ -120,8 +120,9 @@ def dispatch(
 
   Args:
     run: (rows_SD, weights, multiply) -> rows_SD, the experts: of any rows, with
-      multiply(rows, w, dim) in place of a product, row by row with the matrix
-      of the row's expert; `dim` of w is split over plan.gather.
+      multiply(rows, w, dim, bias) in place of a product, row by row with the
+      matrix, and bias or None, of the row's expert; `dim` of w is split over
+      plan.gather.
     weights: arrays (E / r, ...), this device's experts.
     x_ND: tokens of this device. ids_NK: their experts, distinct for a token.
     mix_NK: weights of the sum. valid_N: False: neither sent nor counted.

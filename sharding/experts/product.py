@@ -5,21 +5,38 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+import jax.numpy as jnp
 
 from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
 from paraxis.sharding.tensor import narrow
 
 
 def multiplier(gather, sizes_E, block):
-  """multiply(x_SD, w_EDF, dim) -> y_SF: every row with its expert's matrix.
+  """multiply(x_SD, w_EDF, dim, bias_EF) -> y_SF: rows with their expert's own.
 
   Args:
     gather: mesh axes that shard `dim` of w, an array or narrow.Narrow.
     sizes_E: rows of each expert, sorted by expert; None: as many of each.
     block: rows of a block, all of one expert.
+
+  bias_EF, None: none, is whole on every device.
   """
   how = lambda w, dim: _Product(gather, dim, block, narrow.own_dtype(w))
-  return lambda x, w, dim: _multiply(how(w, dim), x, w, sizes_E)
+
+  def multiply(x_SD, w_EDF, dim, bias_EF=None):
+    y: Any = _multiply(how(w_EDF, dim), x_SD, w_EDF, sizes_E)
+    if bias_EF is None:
+      return y
+    return y + _of_rows(bias_EF, sizes_E, len(y)).astype(y.dtype)
+
+  return multiply
+
+
+def _of_rows(bias_EF, sizes_E, rows):
+  """The bias of each row's expert; rows behind the last run have any."""
+  if sizes_E is None:
+    return jnp.repeat(bias_EF, rows // len(bias_EF), 0)
+  return jnp.repeat(bias_EF, sizes_E, 0, total_repeat_length=rows)
 
 
 class _Product(NamedTuple):

@@ -44,6 +44,7 @@ MODELS = {
     attention_softcap=5.0,
     logit_softcap=9.0,
     norm_placement='sandwich',
+    sinks=True,
   ),
   'learned': dict(
     position='learned',

@@ -246,7 +246,9 @@ def test_init_is_the_same_under_a_layout():
 
 # Between them they have every kind of parameter and every placement of norms.
 KITCHENS = {
-  'rope': dict(pattern='W', tied_embedding=False, qk_norm='rotated'),
+  'rope': dict(
+    pattern='W', tied_embedding=False, qk_norm='rotated', sinks=True
+  ),
   'learned': dict(
     position='learned', max_positions=LONG, norm='layernorm',
     norm_placement='sandwich', mlp_bias=True, attention_bias=True,

@@ -17,7 +17,7 @@ MODELS = {
   'gpt': dict(
     pattern='WF', window=12, norm='layernorm', mlp='gelu', position='learned',
     max_positions=32, tied_embedding=False, attention_bias=True,
-    attention_output_bias=True, mlp_bias=True,
+    attention_output_bias=True, mlp_bias=True, sinks=True,
   ),
   'gemma': dict(
     pattern='W', window=12, norm_placement='sandwich', norm_zero_centered=True,

@@ -35,17 +35,20 @@ def skeleton_of(layout=parameter.PLAIN, **fields):
 
 
 @pytest.mark.parametrize('bias', [False, True])
-@pytest.mark.parametrize('form', ['swiglu', 'geglu', 'gelu'])
+@pytest.mark.parametrize('form', ['swiglu', 'geglu', 'gelu', 'clamped'])
 def test_mlp_equals_a_loop(form, bias):
   skeleton = skeleton_of(mlp=form, mlp_bias=bias)
   w = module_cases.randomised(skeleton, 1.0)
-  x = np.random.default_rng(1).normal(size=(2, 3, D))
+  x = 3 * np.random.default_rng(1).normal(size=(2, 3, D))
   with jax.enable_x64(True):
     found = skeleton.module(w)(x)
   b = lambda name: w.get(f'{name}_bias', np.zeros(1))
   for i in np.ndindex(2, 3):
     up = x[i] @ w['up'] + b('up')
-    if form == 'gelu':
+    if form == 'clamped':
+      gate = np.minimum(x[i] @ w['gate'] + b('gate'), 7)
+      hidden = gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -7, 7) + 1)
+    elif form == 'gelu':
       hidden = [gelu(u) for u in up]
     else:
       act = silu if form == 'swiglu' else gelu

@@ -106,12 +106,18 @@ def ours(c, mesh_text='', inside=False, sequence=True, wide=False):
   return {'y': y, 'x': dx, **grads}
 
 
-def mlp(form, x, up, down, gate=None):
+def mlp(form, x, up, down, gate=None, **biases):
   gelu = functools.partial(jax.nn.gelu, approximate=True)
+  b = lambda name: biases.get(f'{name}_bias', 0)
+  up = x @ up + b('up')
   if form == 'gelu':
-    return gelu(x @ up) @ down
+    return gelu(up) @ down + b('down')
+  gate = x @ gate + b('gate')
+  if form == 'clamped':
+    gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
+    return (gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)) @ down + b('down')
   act = jax.nn.silu if form == 'swiglu' else gelu
-  return (act(x @ gate) * (x @ up)) @ down
+  return (act(gate) * up) @ down + b('down')
 
 
 @functools.cache
@@ -121,7 +127,7 @@ def reference(c, wide=False, load=False):
   e, count = c.experts, params['router'].shape[1]
   score = jax.nn.sigmoid if e.scores == 'sigmoid' else jax.nn.softmax
   bias = params.get('bias', np.zeros(count))
-  s = score(x @ params['router'])
+  s = score(x @ params['router'] + params.get('router_bias', 0))
   chosen = np.zeros((B, T, count))
   for b in range(B):
     for t in range(T):
@@ -136,13 +142,13 @@ def reference(c, wide=False, load=False):
   f = np.broadcast_to(f, counts.shape)
 
   def objective(params, x):
-    logits = x @ params['router']
+    logits = x @ params['router'] + params.get('router_bias', 0)
     s = score(logits)
     p = s / s.sum(-1, keepdims=True)
     mix = s * chosen
     mix = mix / mix.sum(-1, keepdims=True) if e.normalise else mix
     mix = e.scale * mix * valid[..., None]
-    stacks = {k: params[k] for k in ('up', 'down', 'gate') if k in params}
+    stacks = {k: params[k] for k in moe.WEIGHTS if k in params}
     every = jax.vmap(lambda one: mlp(c.mlp, x, **one))(stacks)
     y = jnp.einsum('EBTD,BTE->BTD', every, mix)
     per_token = {'balance': e.balance * count * (f[:, None] * p).sum(-1)}
@@ -189,6 +195,7 @@ FORMS = {
     mlp='geglu', scores='sigmoid', groups=4, top_groups=2, scale=2.5, shared=2,
     bias_rate=0.01, top_k=3,
   ),
+  'gpt_oss': dict(mlp='clamped', mlp_bias=True, router_bias=True),
   'qwen2': dict(shared=2, shared_gate=True, normalise=False, router_z=0.0),
 }  # fmt: skip
 
@@ -204,11 +211,14 @@ def test_one_device(name):
 MESHES = [
   (
     'data=2,context=2,tensor=2', 'data+context+tensor',
-    dict(hot=2, bias_rate=0.1), True,
+    dict(hot=2, bias_rate=0.1, mlp_bias=True), True,
   ),
   (
     'fsdp=2,tensor=4', 'tensor',
-    dict(residual=True, shared=0, top_k=1, normalise=False), False,
+    dict(
+      residual=True, shared=0, top_k=1, normalise=False, mlp_bias=True,
+      router_bias=True,
+    ), False,
   ),
 ]  # fmt: skip
 

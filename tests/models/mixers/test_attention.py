@@ -36,6 +36,7 @@ CASES = {
   'norm_rotated': ('W', dict(qk_norm='rotated', norm_epsilon=0.1)),
   'norm_all': ('F', dict(qk_norm='all', norm_epsilon=0.1)),
   'norm_all_centered': ('W', dict(qk_norm='all', norm_zero_centered=True)),
+  'sinks': ('F', dict(sinks=True)),
   'learned': ('F', dict(position='learned', max_positions=T)),
   'local': ('W', dict(rope_local_theta=5.0)),
 }
@@ -97,8 +98,9 @@ def reference(config, kind, w, x, segments, positions):
     s = np.array([scale * q[t, n] @ k[j, n // (N // K)] for j in seen])
     if config.attention_softcap:
       s = config.attention_softcap * np.tanh(s / config.attention_softcap)
-    p = np.exp(s - s.max())
-    out[t, n] = p / p.sum() @ v[seen, n // (N // K)]
+    p = np.exp(s)
+    sink = np.exp(w['sinks'][n]) if config.sinks else 0
+    out[t, n] = p / (p.sum() + sink) @ v[seen, n // (N // K)]
   return np.einsum('tnh,nhd->td', out, w['output']) + w.get('output_bias', 0)
 
 
@@ -111,6 +113,13 @@ def test_attention_equals_a_loop(case):
   for b, row in enumerate(zip(X, SEE.segments, SEE.positions, strict=True)):
     want = reference(config, kind, w, *row)
     np.testing.assert_allclose(y[b], want, rtol=1e-10, atol=1e-10)
+
+
+def test_a_missing_sink_is_seen(monkeypatch):
+  _, run, w = make('F', sinks=True)
+  wanted = run(w, X, SEE)[0]
+  monkeypatch.setattr(attention.Attention, '_sunk', lambda self, o, lse: o)
+  assert np.abs(run(w, X, SEE)[0] - wanted).max() > 0.01 * np.abs(wanted).max()
 
 
 def test_a_missing_rotation_is_no_silent_identity():

@@ -17,7 +17,9 @@ from paraxis.configs.base import model as model_schema
 from paraxis.sharding import mesh as mesh_lib
 
 ROUTERS = {
-  'olmoe': dict(normalise=False, router_z=0.01),
+  'olmoe': dict(
+    normalise=False, router_z=0.01, mlp_bias=True, router_bias=True
+  ),
   'deepseek': dict(
     scores='sigmoid', groups=4, top_groups=2, bias_rate=0.01, scale=1.5
   ),
