@@ -21,6 +21,7 @@ from paraxis.models.mixers import gated_linear
 from paraxis.models.mixers import latent as latent_attention
 from paraxis.models.mixers import mamba
 from paraxis.models.mixers import recurrent
+from paraxis.models.mixers import short_conv
 from paraxis.models.mixers import tcn
 
 # Letter of a pattern -> the mixer's class; its other properties are in its row
@@ -35,6 +36,7 @@ MIXERS = {
   'S': mamba.Mamba,
   'R': recurrent.ParaGRU,
   'L': recurrent.ParaLSTM,
+  'V': short_conv.ShortConv,
   'C': tcn.ConvolutionAttention,
 }
 EXPERTS = 'EPD'

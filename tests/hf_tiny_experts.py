@@ -27,6 +27,10 @@ def yarn(mscale):
 GROUPS = dict(n_group=4, topk_group=2)
 SSM = dict(state_size=6, conv_kernel=4, expand=2)
 JAMBA = dict(mamba_d_state=6, mamba_dt_rank=3)
+GRANITE = LOCAL | dict(
+  intermediate_size=8, embedding_multiplier=3.0, attention_multiplier=0.3
+)
+CONV = dict(num_hidden_layers=3, layer_types=['conv', 'full_attention', 'conv'])
 
 EXPERTS = {
   'mixtral': LOCAL,
@@ -53,6 +57,31 @@ EXPERTS = {
   'mamba': SSM | dict(time_step_rank=3),
   'mamba2': SSM | dict(num_heads=8, head_dim=4, n_groups=2, chunk_size=8),
   'falcon_mamba': SSM | dict(time_step_rank=3),
+  'gpt_oss': LOCAL | dict(intermediate_size=8, sliding_window=5),
+  'youtu': MLA | dict(num_hidden_layers=2),
+  'mellum': MOE
+  | dict(
+    moe_intermediate_size=8, num_hidden_layers=3, sliding_window=5,
+    layer_types=['sliding_attention', 'full_attention', 'sliding_attention'],
+    mlp_layer_types=['sparse', 'dense', 'sparse'],
+  ),
+  'hy_v3': MOE | dict(moe_intermediate_size=8, num_shared_experts=2),
+  'exaone_moe': MOE
+  | GROUPS
+  | dict(
+    moe_intermediate_size=8, num_shared_experts=2, sliding_window=5,
+    sliding_window_pattern=2,
+  ),
+  'glm4_moe': DENSE_FIRST
+  | dict(
+    use_qk_norm=True, attention_bias=True,
+    rope_parameters=dict(
+      rope_type='default', rope_theta=1e4, partial_rotary_factor=1.0
+    ),
+  ),
+  'granitemoe': GRANITE,
+  'granitemoeshared': GRANITE | dict(shared_intermediate_size=16),
+  'lfm2': CONV | dict(block_multiple_of=8),
   'jamba': JAMBA
   | dict(
     num_hidden_layers=3, num_experts=1, attn_layer_period=3,

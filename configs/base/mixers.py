@@ -131,6 +131,13 @@ class Latent:
 
 
 @dataclasses.dataclass(frozen=True)
+class ShortConv:
+  """Gated short convolutions, kind V (models/mixers/short_conv.py)."""
+
+  width: int = field(3, 'taps of the causal convolution', low=1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Sections:
   """Sections of schema.Model that only some mixers read."""
 
@@ -139,6 +146,7 @@ class Sections:
   recurrent: Recurrent = Recurrent()
   tcn: Tcn = Tcn()
   latent: Latent = Latent()
+  short_conv: ShortConv = ShortConv()
 
 
 def _at_most(section, **sizes):
@@ -219,6 +227,7 @@ TABLE = {
   'S': MixerKind('Mamba', 'mamba', _small_mamba),
   'R': MixerKind('ParaGRU', 'recurrent', _small_recurrent),
   'L': MixerKind('ParaLSTM', 'recurrent', _small_recurrent),
+  'V': MixerKind('gated short convolution', 'short_conv'),
   'C': MixerKind('convolutions and attention in chunks', 'tcn', _small_tcn),
 }  # fmt: skip
 

@@ -33,6 +33,9 @@ class Experts:
     ('softmax', 'sigmoid'),
   )
   normalise: bool = field(True, 'the weights of a token add up to 1')
+  sum_epsilon: float = field(
+    1e-20, 'added to the sum that weights are divided by', low=0.0
+  )
   scale: float = field(1.0, 'multiplies the weights', low=0.0)
   mlp_bias: bool = field(False, 'biases of the experts')
   router_bias: bool = field(False, "a learned bias on the router's logits")

@@ -45,7 +45,7 @@ def choose(s_BTE, config, bias_E=None):
   mix = jnp.take_along_axis(s_BTE, ids, -1)
   if config.normalise:
     # Sigmoids of one token may all be 0 in float32.
-    mix = mix / (mix.sum(-1, keepdims=True) + 1e-20)
+    mix = mix / (mix.sum(-1, keepdims=True) + config.sum_epsilon)
   return ids, mix * config.scale
 
 

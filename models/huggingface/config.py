@@ -144,6 +144,7 @@ def canonical(model) -> dict[str, Any]:
   if all(k[1:] == '.' for k in kinds):
     drop += ['mlp']
   out['experts.bias_rate'] = bool(out['experts.bias_rate'])
+  drop += [] if model.experts.normalise else ['experts.sum_epsilon']
   if model.experts.groups == 1:
     drop += ['experts.top_groups', 'experts.group_best']
   drop += [] if 'W' in letters else ['window', 'rope_local_theta']
@@ -178,7 +179,7 @@ def _unread_scaling(model):
 
 def _unread_sections(model, letters, out):
   """Sections of mixers that the model has not."""
-  sections = dict(G='gated_linear', C='tcn', A='latent')
+  sections = dict(G='gated_linear', C='tcn', A='latent', V='short_conv')
   drop = [s for letter, s in sections.items() if letter not in letters]
   drop += [] if letters & set('MS') else ['mamba']
   drop += [] if letters & set('RL') else ['recurrent']

@@ -116,13 +116,15 @@ LATENT = (
   Fixed('attention_bias', False),
 )  # fmt: skip
 LATENT_SILENT = ('head_dim', 'qk_head_dim', 'ep_size')
-ROUTED = (
-  Same('n_routed_experts', 'experts.count'), TOP,
-  Same('moe_intermediate_size', 'experts.d_ff'),
-  Same('n_shared_experts', 'experts.shared', 0),
+GROUPED = (
   Same('routed_scaling_factor', 'experts.scale', 1.0),
   Same('n_group', 'experts.groups', 1),
   Same('topk_group', 'experts.top_groups', 1),
+)
+ROUTED = (
+  Same('n_routed_experts', 'experts.count'), TOP,
+  Same('moe_intermediate_size', 'experts.d_ff'),
+  Same('n_shared_experts', 'experts.shared', 0), *GROUPED,
 )  # fmt: skip
 # Balanced by a bias that moves choices alone (arXiv:2408.15664).
 BIASED = Ours({
@@ -171,6 +173,84 @@ def _dots_layers(config):
     'W' if window and i >= config('max_window_layers', 62) else 'F'
     for i in range(depth)
   )
+
+
+ALL_SPARSE = places(
+  lambda config: ''.join(
+    {'dense': 'D', 'sparse': 'E'}[x]
+    for x in config('mlp_layer_types', ['sparse'] * config('num_hidden_layers'))
+  ),
+  lambda letters: {
+    'mlp_layer_types': ['dense' if x == 'D' else 'sparse' for x in letters]
+  },
+)
+EXAONE_WORDS = {'N': 'full_attention', 'W': 'sliding_attention'}
+
+
+def _exaone_layers(config):
+  """With a window, layers without one have no rotary positions."""
+  if not config('sliding_window', 0):
+    config('layer_types', None)
+    return {'pattern': 'F'}
+  reader = kin.layers(kin.periodic('WWWN'), EXAONE_WORDS)
+  return reader.read(config)
+
+
+EXAONE_LAYERS = Computed(
+  _exaone_layers,
+  lambda model: (
+    kin.layers(None, EXAONE_WORDS).write(model) or {'sliding_window': None}
+  ),
+)
+GRANITE = (
+  Same('embedding_multiplier', 'embedding_scale', 1.0),
+  Same('attention_multiplier', 'attention_scale', 1.0),
+  Fixed('residual_multiplier', 1.0), Fixed('logits_scaling', 1.0),
+  Ours({'experts.normalise': True}),
+)  # fmt: skip
+GRANITE_NAMES = dict(
+  moe='block_sparse_moe', router='router.layer', expert_gate_up='input_linear',
+  expert_down='output_linear', expert_suffix='.weight', shared='shared_mlp',
+  shared_outside=True, gate_up='input_linear', down='output_linear',
+)  # fmt: skip
+
+
+def _whole_rotation(config):
+  """Half of a head is rotated where a file says nothing."""
+  rope, name = config('rope_parameters', {}), 'partial_rotary_factor'
+  if rope.get(name, config(name, 0.5)) != 1:
+    config.refuse(name, 'rotates a part of a head, or has its default, 0.5')
+  return {}
+
+
+WHOLE = Computed(
+  _whole_rotation,
+  lambda model: {
+    'rope_parameters': rows.written_rope(model)
+    | dict(partial_rotary_factor=1.0)
+  },
+)
+
+
+def _granite_shared(config):
+  width, own = (
+    config('shared_intermediate_size', 0),
+    config('intermediate_size'),
+  )
+  if width % own:
+    config.refuse(
+      'shared_intermediate_size', f'is no multiple of intermediate_size={own}'
+    )
+  return {'experts.shared': width // own}
+
+
+GRANITE_SHARED = Computed(
+  _granite_shared,
+  lambda model: {
+    'shared_intermediate_size': model.experts.shared
+    * (model.experts.d_ff or model.d_ff)
+  },
+)
 
 
 def _no_mlp(given):
@@ -256,6 +336,52 @@ FAMILIES = {
     silent=('experts_per_token', 'initial_context_length'),
     router='router', expert_gate_up='experts.gate_up_proj',
     expert_down='experts.down_proj', interleaved=True,
+  ),
+  'youtu': family(
+    'YoutuForCausalLM', LATENT,
+    Same('tie_word_embeddings', 'tied_embedding', True),
+    Fixed('rope_interleave', True), Fixed('mlp_bias', False),
+    silent=(*LATENT_SILENT, 'embedding_initializer_range'), **MLA_NAMES,
+  ),
+  'mellum': family(
+    'MellumForCausalLM', llama(rotary=dense._per_kind(5e5, 1e4)), QWEN,
+    ALL_SPARSE, dense.BIAS, Ours({'qk_norm': 'head'}),
+    kin.layers(kin.every('F')),
+    silent=('mtp_layer_types', 'mtp_mlp_layer_types', 'num_mtp_layers'),
+    **kin.EXPERT_NAMES,
+  ),
+  'hy_v3': family(
+    'HYV3ForCausalLM', llama(theta=11158840.0, epsilon=1e-5), QWEN, BIASED,
+    LATER_SPARSE, dense.BIAS, Fixed('mlp_bias', False),
+    Same('num_shared_experts', 'experts.shared', 1),
+    Same('router_scaling_factor', 'experts.scale', 2.826),
+    Ours({'qk_norm': 'head', 'experts.normalise': True}),
+    silent=('enable_moe_fp32_combine',),
+    **kin.EXPERT_NAMES | dict(
+      router='router.gate', router_bias='expert_bias', shared='shared_mlp'
+    ),
+  ),
+  'exaone_moe': family(
+    'ExaoneMoeForCausalLM', llama(epsilon=1e-5), QWEN, GROUPED, BIASED,
+    LATER_SPARSE, Same('norm_topk_prob', 'experts.normalise', True),
+    Same('num_shared_experts', 'experts.shared', 1), EXAONE_LAYERS,
+    Ours({'qk_norm': 'head'}),
+    silent=('sliding_window_pattern', 'first_k_dense_replace'),
+    **kin.EXPERT_NAMES | dict(router_bias='e_score_correction_bias'),
+  ),
+  'glm4_moe': family(
+    'Glm4MoeForCausalLM', llama(epsilon=1e-5), SIGMOID, DENSE_FIRST, WHOLE,
+    Same('attention_bias', 'attention_bias', False),
+    Choice('use_qk_norm', 'qk_norm', {False: 'none', True: 'head'}, False),
+    **kin.EXPERT_NAMES,
+  ),
+  'granitemoe': family(
+    'GraniteMoeForCausalLM', llama(), LOCAL, TOP, dense.BIAS, GRANITE,
+    **GRANITE_NAMES,
+  ),
+  'granitemoeshared': family(
+    'GraniteMoeSharedForCausalLM', llama(), LOCAL, TOP, dense.BIAS, GRANITE,
+    GRANITE_SHARED, **GRANITE_NAMES,
   ),
   'hunyuan_v1_moe': family(
     'HunYuanMoEV1ForCausalLM', llama(epsilon=1e-5),

@@ -218,7 +218,8 @@ def experts(model, at, names, wide=False):
     keep = transforms.kept((e,))
     out.append(row('bias', f'{at}.{names["router_bias"]}', keep))
   if own.shared:
-    name = f'{at}.{names["shared"]}'
+    outside = names.get('shared_outside', False)  # of the layer, not of `at`
+    name = f'{at.rpartition(".")[0] if outside else at}.{names["shared"]}'
     beside = mlp(model, name, names, own.shared * f, bias=False)
     out += within('beside', beside)
   if own.shared_gate:
@@ -252,7 +253,10 @@ def _stacked_experts(model, at, names, e):
   by_turns = names.get('interleaved', False)
   for i, what in enumerate(('gate', 'up', 'down')):
     shape, cuts = ((e, f, d) if what == 'down' else (e, d, f)), (None, None)
-    name = f'{at}.{names["expert_down"]}'
+    name, behind = (
+      f'{at}.{names["expert_down"]}',
+      names.get('expert_suffix', ''),
+    )
     if what != 'down':
       name = f'{at}.{names["expert_gate_up"]}'
       cut = transforms.Cut
@@ -267,7 +271,7 @@ def _stacked_experts(model, at, names, e):
         )
     keep = transforms.kept(shape)
     change = keep if by_turns else transforms.turned
-    out.append(row(what, name, change, cuts[0]))
+    out.append(row(what, f'{name}{behind}', change, cuts[0]))
     if model.experts.mlp_bias:
       bias = transforms.kept((e, shape[-1]))
       out.append(row(f'{what}_bias', f'{name}_bias', bias, cuts[1]))
@@ -370,9 +374,24 @@ def mamba2(model, at, names):
   ]
 
 
+def short_conv(model, at, names):
+  """Gated short convolution: three projections in one matrix."""
+  d, w, name = model.d_model, model.short_conv.width, f'{at}.in_proj.weight'
+  part = lambda i: transforms.Cut((3 * d, d), (3, d, d), (i,))
+  matrix = transforms.matrix
+  return [
+    row('gate', name, matrix((d, d)), part(0)),
+    row('output_gate', name, matrix((d, d)), part(1)),
+    row('value', name, matrix((d, d)), part(2)),
+    row('conv', f'{at}.conv.weight', transforms.taps((w, d))),
+    row('output', f'{at}.out_proj.weight', matrix((d, d))),
+  ]
+
+
 MIXERS = {
   'attention': attention,
   'latent_attention': latent,
   'mamba': mamba,
   'mamba2': mamba2,
+  'short_conv': short_conv,
 }

@@ -130,6 +130,44 @@ JAMBA = (
   }),
 )  # fmt: skip
 NO_POSITION = Ours({'position': 'none'})
+
+
+def _lfm_layers(config):
+  depth = range(config('num_hidden_layers'))
+  held = config('full_attn_idxs', list(depth))
+  return ''.join('F' if i in held else 'V' for i in depth)
+
+
+def _lfm_width(config):
+  """The mlp's width, which older files leave to be rounded."""
+  width = config('block_ff_dim', 0) or config('intermediate_size')
+  if config('block_auto_adjust_ff_dim', True):
+    width = int(2 * width / 3)
+    width = int(config('block_ffn_dim_multiplier', 1.0) * width)
+    unit = config('block_multiple_of', 256)
+    width = -(-width // unit) * unit
+  return {'d_ff': width}
+
+
+LFM_WIDTH = Computed(
+  _lfm_width,
+  lambda model: {
+    'intermediate_size': model.d_ff, 'block_auto_adjust_ff_dim': False,
+  },
+)  # fmt: skip
+LFM = (
+  *kin.DIMS, kin.HEADS, Same('norm_eps', 'norm_epsilon', 1e-5),
+  Same('tie_word_embeddings', 'tied_embedding', True, ('tie_embedding',)),
+  rows.rope(1e6), Fixed('conv_bias', False),
+  Same('conv_L_cache', 'short_conv.width', 3),
+  kin.layers(_lfm_layers, {'F': 'full_attention', 'V': 'conv'}, ''),
+  Ours({'qk_norm': 'head', 'mlp': 'swiglu'}),
+)  # fmt: skip
+LFM_NAMES = dict(
+  norm='model.embedding_norm', mixer_norm='operator_norm', mlp_norm='ffn_norm',
+  mlp='feed_forward', gate='w1', up='w3', down='w2', output='out_proj',
+  query_norm='q_layernorm', key_norm='k_layernorm', short_conv='conv',
+)  # fmt: skip
 FAMILIES = {
   'mamba': family(
     'MambaForCausalLM', _only_mamba('S'), _rank('time_step_rank'), TIED,
@@ -146,6 +184,11 @@ FAMILIES = {
     Same('mixer_rms_eps', 'mamba.norm_epsilon', 1e-6),
     Ours({'mamba.inner_norm': True, 'mamba.inner_norm_scale': False}),
     silent=ALONE_SILENT, **NAMES,
+  ),
+  'lfm2': family(
+    'Lfm2ForCausalLM', LFM, LFM_WIDTH,
+    silent=('full_attn_idxs', 'block_multiple_of', 'block_ffn_dim_multiplier'),
+    **LFM_NAMES,
   ),
   'jamba': family(
     'JambaForCausalLM', kin.llama(rotary=NO_POSITION), JAMBA,

@@ -184,6 +184,8 @@ def scaling(config, name, rope, theta=1e4, latent=False):
   latent: of latent attention, whose scores YaRN corrects, not cos and sin.
   """
   kind = rope.get('rope_type', rope.get('type', 'default'))
+  if rope.get('partial_rotary_factor', 1.0) != 1:
+    config.refuse(name, 'has a partial_rotary_factor other than 1')
   out = {'rope_theta': float(rope.get('rope_theta') or theta)}
   length = config('max_position_embeddings', 8192)
   out['rope_original_length'] = int(

@@ -71,6 +71,9 @@ def test_quantised_weights_are_refused(name):
     ('smollm3', dict(pattern='NFFF')),
     ('mamba2', dict(norm_epsilon=1e-3)),
     ('deepseek_v3', dict(rope_factor=4.0)),
+    ('deepseek_v2', dict(rope_mscale=1.0)),
+    ('gpt_oss', dict(window=6)),
+    ('hunyuan_v1_moe', dict(qk_norm='head')),
   ],
 )
 def test_a_wrong_field_is_seen(name, change):
@@ -105,7 +108,9 @@ def test_another_rotation_is_seen(monkeypatch):
   assert logits > 1e-3 and 'layers/attention/query' in far
 
 
-@pytest.mark.parametrize('name', ['deepseek_v3', 'gemma2', 'jamba', 'mamba2'])
+@pytest.mark.parametrize(
+  'name', ['deepseek_v3', 'gemma2', 'gpt_oss', 'jamba', 'lfm2', 'mamba2']
+)
 def test_a_step_of_decoding_is_golden(name):
   """The last token, after a cache of all before it."""
   record = hf_families.read_golden(name)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures('float64')
 V, T = 32, 20
 BOUND = 1e-11
 LETTERS = ''.join(k for k in layer.MIXERS if k not in 'WN')  # F, masked
-# C goes by positions alone.
+# C and V go by positions alone.
 RECURRENT = 'GMSRL'
 
 

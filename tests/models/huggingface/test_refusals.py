@@ -1,0 +1,37 @@
+"""What no model here expresses is refused by the name of its config field."""
+
+import hf_families
+import pytest
+import support
+
+from paraxis.models.huggingface import config as config_lib
+
+# (row of the goldens, fields of config.json, the field that is named)
+REFUSED = [
+  ('deepseek_v2', dict(topk_method='noaux_tc'), 'topk_method'),
+  ('deepseek_v2', dict(norm_topk_prob=True), 'norm_topk_prob'),
+  ('deepseek_v3', dict(rope_interleave=False), 'rope_interleave'),
+  ('deepseek_v3', dict(attention_bias=True), 'attention_bias'),
+  ('deepseek_v3', dict(num_key_value_heads=2), 'num_key_value_heads'),
+  ('falcon_mamba', dict(use_bias=True), 'use_bias'),
+  ('glm4_moe', dict(rope_parameters=None), 'partial_rotary_factor'),
+  ('gpt_oss', dict(swiglu_limit=5.0), 'swiglu_limit'),
+  ('granitemoeshared', dict(shared_intermediate_size=5), 'shared_intermediate'),
+  ('hunyuan_v1_moe', dict(moe_topk=[3, 3]), 'moe_topk'),
+  ('jamba', dict(mamba_proj_bias=True), 'mamba_proj_bias'),
+  ('lfm2', dict(conv_bias=True), 'conv_bias'),
+  ('mamba2', dict(time_step_limit=[0.1, 1.0]), 'time_step_limit'),
+  ('mixtral', dict(own_field=3), 'own_field'),
+  ('olmoe', dict(clip_qkv=8.0), 'clip_qkv'),
+  ('phimoe', dict(), 'model_type'),
+  ('longcat_flash', dict(), 'model_type'),
+]
+
+
+@pytest.mark.parametrize('name, change, field', REFUSED)
+def test_refused_by_name(name, change, field):
+  known = name in hf_families.TINY
+  config = hf_families.read_golden(name)['config'] if known else {}
+  config = {'model_type': name} | config | change
+  with support.refused(field):
+    config_lib.to_model(config)
