@@ -21,6 +21,7 @@ from paraxis.configs.base.errors import UserError
 from paraxis.configs.base.field import check
 from paraxis.configs.base.field import field
 from paraxis.configs.base.field import suggest
+from paraxis.configs.base.lora import Lora
 from paraxis.configs.base.model import Model
 
 
@@ -166,6 +167,7 @@ class Train:
     'parameters that stay as they are, by patterns of their paths: '
     "'embedding,layers/mlp/*' (checkpoint metadata and errors list them)",
   )
+  lora: Lora = Lora()
   seed: int = field(
     0, 'random seed of parameters and data order', low=0, high=2**31 - 1
   )

@@ -50,6 +50,7 @@ class Decoder:
     kinds: path -> 'matrix', 'embedding', 'vector', or, not learned,
       'statistic', 'balance' (models/ffn/moe.py).
     inputs: path -> contracted dimensions of a matrix, without 'layers'.
+    trained: models.trained.Trained.
     frozen: paths that a run does not learn (models/trained.py).
     stack: models.stack.Stack, the layers; its pattern, depth, held.
   """
@@ -62,8 +63,8 @@ class Decoder:
     trained=trained_lib.EVERYTHING,
   ):
     """config: schema.Model. policy: for jax.checkpoint (models/memory.py)."""
-    self.config, self.layout = config, layout
-    self.stack = stack = stack_lib.Stack(config, policy, layout)
+    self.config, self.layout, self.trained = config, layout, trained
+    self.stack = stack = stack_lib.Stack(config, policy, layout, trained)
     self.pattern, self.depth, self.held = stack.pattern, stack.depth, stack.held
     self._ends = stack_lib.Skeleton(functools.partial(layer_lib.Ends, config))
     leaves = self._ends.leaves | stack.leaves

@@ -13,6 +13,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from paraxis.sharding import annotate
 from paraxis.sharding.tensor import project
 
 
@@ -35,6 +36,7 @@ class Layout(NamedTuple):
 
 
 PLAIN = Layout()
+ADAPTERS = '_lora_a', '_lora_b'  # behind the name of their parameter
 
 
 def matrix(rngs, shape, axes, inputs=1, std=0.0, gain=1.0):
@@ -42,6 +44,29 @@ def matrix(rngs, shape, axes, inputs=1, std=0.0, gain=1.0):
   std = std or math.prod(shape[:inputs]) ** -0.5
   value = jax.random.normal(rngs.params(), shape) * (std * gain)
   return nnx.Param(value, axes=axes, kind='matrix', inputs=inputs)
+
+
+def adapters(rngs, variable, rank, scale):
+  """(A (inputs, rank), normal; B (rank, outputs), 0) of a `matrix`.
+
+  scale: of their product, which `multiply` adds.
+  """
+  axes, _, inputs = metadata(variable)
+  shape = variable[...].shape
+  a = matrix(rngs, (*shape[:inputs], rank), (*axes[:inputs], None), inputs)
+  b = nnx.Param(
+    jnp.zeros((rank, *shape[inputs:])),
+    axes=(None, *axes[inputs:]),
+    kind='matrix',
+    inputs=1,
+    scale=scale,
+  )
+  return a, b
+
+
+def beside(name):
+  """Names of both adapters of a parameter in its module."""
+  return tuple(f'{name}{end}' for end in ADAPTERS)
 
 
 def embedding(rngs, shape, axes, std):
@@ -88,6 +113,8 @@ def multiply(module, x, x_names, products, ring='', dtype=None, biased=False):
     dtype: of accumulation and outputs; default that of x.
     biased: add the parameter `NAME_bias` wherever the module has one.
 
+  A parameter with adapters (models/trained.py) has their product added.
+
   Returns:
     A list of outputs, as of project.project.
   """
@@ -99,8 +126,63 @@ def multiply(module, x, x_names, products, ring='', dtype=None, biased=False):
     dtype,
     ring in module.layout.rings,
   )
+  for i, more in _low_rank(module, x, x_names, products, dtype):
+    outs[i] = outs[i] + more
   for i, (name, *_) in enumerate(products):
     bias = getattr(module, f'{name}_bias', None)
     if biased and bias is not None:
       outs[i] = (outs[i] + bias[...]).astype(outs[i].dtype)
   return outs
+
+
+def _low_rank(module, x, x_names, products, dtype):
+  """[(index, scale (x A) B)] of those products whose parameter has adapters."""
+  mine = [
+    (i, *(getattr(module, n) for n in beside(name)), equation, out)
+    for i, (name, equation, out) in enumerate(products)
+    if hasattr(module, beside(name)[0])
+  ]
+  if not mine:
+    return []
+  ways = [_apart(equation, x_names, out) for *_, equation, out in mine]
+  lows = project.project(
+    x,
+    x_names,
+    [
+      (first, *operand(a), names)
+      for (_, a, *_), (first, _, names) in zip(mine, ways, strict=True)
+    ],
+  )
+  found = []
+  for (i, _, b, _, out), (_, second, names), low in zip(
+    mine, ways, lows, strict=True
+  ):
+    low = low * jnp.asarray(b.get_metadata('scale'), low.dtype)
+    (y,) = project.project(low, names, [(second, *operand(b), out)], dtype)
+    found.append((i, y))
+  return found
+
+
+def _apart(equation, x_names, out):
+  """'BTD,DNH->BTNH' -> ('BTD,Dr->BTr', 'BTr,rNH->BTNH', names of BTr).
+
+  Tokens of what is between lie as finely as in x or in the result: it is never
+  gathered, and what devices have a share of is scattered.
+  """
+  ins, result = equation.split('->')
+  x, w = ins.split(',')
+  inputs = ''.join(a for a in w if a in x)
+  kept = ''.join(a for a in x if a not in w)
+  if not result.startswith(kept) or set(inputs) & set(result):
+    raise ValueError(f'einsum {equation}: no product with a matrix.')
+  of_x, of_out = (
+    dict(zip(x, x_names, strict=True)),
+    dict(zip(result, out, strict=True)),
+  )
+  count = lambda name: len(annotate.carriers(name))
+  names = [max(of_x[a], of_out[a], key=count) for a in kept]
+  return (
+    f'{x},{inputs}r->{kept}r',
+    f'{kept}r,r{result[len(kept) :]}->{result}',
+    (*names, None),
+  )

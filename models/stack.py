@@ -24,6 +24,7 @@ from paraxis.models import aux as aux_lib
 from paraxis.models import depth
 from paraxis.models import layer as layer_lib
 from paraxis.models import parameter
+from paraxis.models import trained as trained_lib
 from paraxis.sharding.tensor import project
 
 SCANNED, REST = range(2)  # parts of a run, as a tape numbers them
@@ -88,6 +89,15 @@ def _joined(path):
   return '/'.join(map(str, path))
 
 
+def _leaves(kinds):
+  """{'layers/...': Leaf} of {kind: Skeleton}."""
+  return {
+    f'layers/{path}': leaf
+    for skeleton in kinds.values()
+    for path, leaf in skeleton.leaves.items()
+  }
+
+
 class Stack:
   """The layers of a decoder; stateless, as models.decoder.Decoder.
 
@@ -98,7 +108,13 @@ class Stack:
     held: 'layers/...' -> depth.Held, how memory holds the stack.
   """
 
-  def __init__(self, config, policy=None, layout=parameter.PLAIN):
+  def __init__(
+    self,
+    config,
+    policy=None,
+    layout=parameter.PLAIN,
+    trained=trained_lib.EVERYTHING,
+  ):
     """config: schema.Model. policy: for jax.checkpoint (models/memory.py)."""
     self.config, self._policy = config, policy
     self.unit, self.pattern = layer_lib.kinds_of(config)
@@ -107,16 +123,17 @@ class Stack:
       self.depth = depth.share_out(
         self.pattern, layout.placement, len(self.unit)
       )
-    make = functools.partial(layer_lib.Layer, config)
-    self._kinds = {
-      kind: Skeleton(functools.partial(make, kind=kind, layout=layout))
-      for kind in sorted(set(self.pattern))
-    }
-    self.leaves = {
-      f'layers/{path}': leaf
-      for skeleton in self._kinds.values()
-      for path, leaf in skeleton.leaves.items()
-    }
+    layer = functools.partial(layer_lib.Layer, config, layout=layout)
+    makes = {k: functools.partial(layer, kind=k) for k in set(self.pattern)}
+    self._kinds = {k: Skeleton(makes[k]) for k in sorted(makes)}
+    self.leaves = _leaves(self._kinds)
+    chosen = trained_lib.targets(trained, self.leaves)
+    if chosen:
+      inside = {path.removeprefix('layers/') for path in chosen}
+      for kind, make in makes.items():
+        make = trained_lib.adapted(make, inside, trained)
+        self._kinds[kind] = Skeleton(make)
+      self.leaves = _leaves(self._kinds)
     self._owners = {}  # path in a layer -> indices of the layers that have it
     for i, kind in enumerate(self.pattern):
       for path in self._kinds[kind].leaves:

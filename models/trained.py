@@ -1,22 +1,47 @@
-"""Which parameters a run learns: `train.freeze`, by patterns of their paths.
+"""Which parameters a run learns: `train.freeze`, and adapters (`train.lora`).
+
+    y = x W + (alpha / rank) (x A) B        LoRA (arXiv:2106.09685, section 4.1)
+
+A (inputs, rank) and B (rank, outputs) are parameters beside their target W:
+PATH_lora_a, PATH_lora_b, stacked over layers and sharded as the dimensions of W
+are. B begins at 0. Everything else is frozen; no gradient of W is formed. The
+products are those of models/parameter.py: 2 T rank (inputs + outputs)
+operations, and a sum of (T, rank) over the devices that share a width.
 
 A frozen parameter is read as any other. It has no gradient and no state of the
-optimizer, and stays bitwise as it was.
+optimizer, and stays bitwise as it was. `merged` adds A B to W.
+
+Legend: T tokens.
 """
 
 import fnmatch
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.models import parameter
 
 COUNTED = 'statistic'  # the kind of a leaf that no run learns
+A, B = parameter.ADAPTERS
 
 
 class Trained(NamedTuple):
-  """What a configuration says of it. freeze: patterns of paths."""
+  """What a configuration says of it; freeze, targets: patterns of paths."""
 
   freeze: tuple = ()
+  rank: int = 0
+  alpha: float = 0.0
+  targets: tuple = ()
+
+  @property
+  def scale(self):
+    """Of the product of two adapters."""
+    return self.alpha / self.rank
 
 
 EVERYTHING = Trained()
@@ -24,7 +49,17 @@ EVERYTHING = Trained()
 
 def of(train):
   """`Trained` of a schema.Train."""
-  return Trained(patterns(train.freeze))
+  own = train.lora
+  if not own.rank:
+    if own.targets:
+      raise errors.UserError(
+        f'train.lora.targets={own.targets!r}, and train.lora.rank=0 adds no '
+        'adapters: give a rank.'
+      )
+    return Trained(patterns(train.freeze))
+  return Trained(
+    patterns(train.freeze), own.rank, own.alpha, patterns(own.targets)
+  )
 
 
 def patterns(text):
@@ -33,7 +68,7 @@ def patterns(text):
 
 
 def matching(field, given, paths):
-  """The paths that a pattern matches.
+  """{pattern: the paths that it matches}.
 
   Args:
     field: what `given` is the value of, for errors.
@@ -42,16 +77,20 @@ def matching(field, given, paths):
   Raises:
     UserError: a pattern matches no path; it names near ones.
   """
-  found, paths = set(), sorted(paths)
+  found, paths = {}, sorted(paths)
   for pattern in given:
-    matched = fnmatch.filter(paths, pattern)
-    if not matched:
+    found[pattern] = fnmatch.filter(paths, pattern)
+    if not found[pattern]:
       raise errors.UserError(
         f'{field}: {pattern!r} matches no parameter.'
         + (schema.suggest(pattern, paths) or f' There are {", ".join(paths)}.')
       )
-    found.update(matched)
   return found
+
+
+def is_adapter(path):
+  """Is the path one of an adapter?"""
+  return path.endswith((A, B))
 
 
 def frozen(trained, kinds):
@@ -64,10 +103,109 @@ def frozen(trained, kinds):
     UserError: as `matching`; nothing is left to learn.
   """
   paths = [p for p, kind in kinds.items() if kind != COUNTED]
-  found = matching('train.freeze', trained.freeze, paths)
-  if found.issuperset(p for p in paths if kinds[p] != 'balance'):
+  found = matching('train.freeze', trained.freeze, paths).values()
+  out = frozenset(p for matched in found for p in matched)
+  if trained.rank:
+    out = out.union(p for p in paths if not is_adapter(p))
+  if out.issuperset(p for p in paths if kinds[p] != 'balance'):
     raise errors.UserError(
-      f'train.freeze={",".join(trained.freeze)!r} matches all {len(paths)} '
-      'parameters: nothing is left to learn.'
+      f'train.freeze={",".join(trained.freeze)!r} matches all '
+      f'{len(paths)} parameters: nothing is left to learn.'
     )
-  return frozenset(found)
+  return out
+
+
+def _obstacle(leaf):
+  """Why a leaf (of models/stack.py) can have no adapter; '': it can."""
+  if leaf.kind != 'matrix':
+    return 'it is no matrix of a product'
+  if {'experts', 'choices'}.intersection(leaf.axes):
+    return 'experts and their router are multiplied in a way of their own'
+  return ''
+
+
+def targets(trained, leaves):
+  """frozenset of the paths of matrices that get adapters.
+
+  A pattern with a `*` passes over what is no matrix; without targets, over the
+  small matrices beside experts, too.
+
+  Args:
+    trained: `Trained`. leaves: {path: Leaf} of the base (models/stack.py).
+
+  Raises:
+    UserError: a pattern matches nothing, or what can have no adapter.
+  """
+  if not trained.rank:
+    return frozenset()
+  why = {path: _obstacle(leaf) for path, leaf in leaves.items()}
+  if not trained.targets:
+    # What every device holds ('norm') weighs experts.
+    mine = lambda path: not why[path] and leaves[path].axes[0] != 'norm'
+    return frozenset(filter(mine, leaves))
+  found = matching('train.lora.targets', trained.targets, leaves)
+  out = set()
+  for pattern, matched in found.items():
+    matrices = [p for p in matched if leaves[p].kind == 'matrix']
+    for path in matrices or matched[:1]:
+      if why[path]:
+        raise errors.UserError(
+          f'train.lora.targets: {pattern!r} matches {path}, which can have no '
+          f'adapter: {why[path]}.'
+        )
+    out.update(matrices)
+  return frozenset(out)
+
+
+def adapted(make, chosen, trained):
+  """rngs -> the module of `make`, with adapters beside the matrices `chosen`.
+
+  They are made last: the base draws the numbers that it draws without them.
+
+  Args:
+    make: flax.nnx.Rngs -> module. chosen: set of paths in it, by '/'.
+    trained: `Trained`.
+  """
+
+  def run(rngs) -> Any:
+    module = make(rngs)
+    for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+      if '/'.join(map(str, path)) in chosen:
+        owner = module
+        for name in path[:-1]:
+          owner = getattr(owner, str(name))
+        pair = parameter.adapters(rngs, variable, trained.rank, trained.scale)
+        for name, adapter in zip(parameter.beside(path[-1]), pair, strict=True):
+          setattr(owner, name, adapter)
+    return module
+
+  return run
+
+
+def merged(params, model):
+  """{path: array} without adapters, each of them added to its target.
+
+  The product and the sum are in at least float32, then cast.
+
+  Args:
+    params: {path: array} of `model`, stacked.
+    model: models.decoder.Decoder; its rules and mesh in force.
+  """
+  scale = model.trained.scale
+  out = {p: x for p, x in params.items() if not is_adapter(p)}
+  for path, w in out.items():
+    if path + A in params:
+      factors = params[path + A], params[path + B]
+      out[path] = _merge(w, *factors, model.inputs[path], scale)
+  return out
+
+
+@functools.partial(jax.jit, static_argnames=('inputs', 'scale'))
+def _merge(w, a, b, inputs, scale):
+  wide = jnp.promote_types(w.dtype, jnp.float32)
+  first, second = 'abcdefgh'[:inputs], 'ijklmnop'[: w.ndim - 1 - inputs]
+  more = jnp.einsum(
+    f'L{first}r,Lr{second}->L{first}{second}',
+    a.astype(wide), b.astype(wide), precision='highest',
+  )  # fmt: skip
+  return (w.astype(wide) + scale * more).astype(w.dtype)

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from paraxis.configs import schema
+from paraxis.configs.base import lora
 from paraxis.sharding.pipeline import schedules
 
 AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
@@ -60,6 +61,7 @@ FACTORS = dict(
   microbatches=(1, 2),
   remat=tuple(REMAT),
   optimizer=('adamw', 'muon'),
+  lora=(0, 3),
 )  # fmt: skip
 APART = ('zero_bubble', 'v_half')  # weight gradients are
 
@@ -132,6 +134,7 @@ def config_of(case):
     data=schema.Data(sequence_length=32),
     optimizer=schema.Optimizer(name=case['optimizer'], warmup_steps=0),
     train=schema.Train(
-      batch_size=16, microbatches=case['microbatches'], **REMAT[case['remat']]
+      batch_size=16, microbatches=case['microbatches'],
+      lora=lora.Lora(case['lora']), **REMAT[case['remat']],
     ),
   )  # fmt: skip
