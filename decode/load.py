@@ -18,6 +18,7 @@ from paraxis.decode import latents
 from paraxis.decode import loop
 from paraxis.models import build
 from paraxis.models import register
+from paraxis.models import trained
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source as source_lib
 from paraxis.models.text import tokenizer as tokenizer_lib
@@ -123,15 +124,22 @@ class Checkpoint:
     """
     tokenizer = tokenizer_lib.load(config.data.tokenizer)
     mesh_text, devices = self._mesh(config, mesh_text, rows)
-    config = dataclasses.replace(config, mesh=_for_decoding(config.mesh))
+    config = dataclasses.replace(
+      config, mesh=_for_decoding(config.mesh), train=schema.Train()
+    )
     built = saved = build.build(config, mesh_text, devices=devices)
     run = schema.view(self.config())
-    if latents.change(config.model) or latents.change(run.model):
-      run = latents.as_trained(config, run)
-      saved = build.build(run, mesh_text, devices=devices)
+    rotates = latents.change(config.model) or latents.change(run.model)
+    source = latents.as_trained(config, run) if rotates else config
+    source = schema.with_value(source, 'train.lora', run.train.lora)
+    if source != config:
+      saved = build.build(source, mesh_text, devices=devices)
     params, what = self._read(saved.params, tokenizer)
     self._say(f'{what}, on {mesh_lib.describe(dict(built.mesh.shape))}')
-    if saved is not built:
+    if run.train.lora.rank:
+      with build.use(saved):
+        params = trained.merged(params, saved.model.trained.scale)
+    if rotates:
       ids = [[tokenizer.bos_id(None), *tokenizer.encode(t)] for t in texts]
       length = config.data.sequence_length
       params = latents.rotated(params, built, ids, length, self._say)

@@ -182,30 +182,31 @@ def adapted(make, chosen, trained):
   return run
 
 
-def merged(params, model):
+def merged(params, scale):
   """{path: array} without adapters, each of them added to its target.
 
-  The product and the sum are in at least float32, then cast.
-
   Args:
-    params: {path: array} of `model`, stacked.
-    model: models.decoder.Decoder; its rules and mesh in force.
+    params: {path: array}, stacked; their mesh in force.
+    scale: alpha / rank.
   """
-  scale = model.trained.scale
   out = {p: x for p, x in params.items() if not is_adapter(p)}
   for path, w in out.items():
     if path + A in params:
-      factors = params[path + A], params[path + B]
-      out[path] = _merge(w, *factors, model.inputs[path], scale)
+      out[path] = merge(w, params[path + A], params[path + B], scale, w.dtype)
   return out
 
 
-@functools.partial(jax.jit, static_argnames=('inputs', 'scale'))
-def _merge(w, a, b, inputs, scale):
+@functools.partial(jax.jit, static_argnames=('scale', 'dtype'))
+def merge(w, a, b, scale, dtype=None):
+  """W + scale A B of stacked arrays, in at least float32.
+
+  dtype: to which the sum is cast; None: it is not.
+  """
   wide = jnp.promote_types(w.dtype, jnp.float32)
-  first, second = 'abcdefgh'[:inputs], 'ijklmnop'[: w.ndim - 1 - inputs]
+  inputs = a.ndim - 2
+  first, second = 'abcdefgh'[:inputs], 'ijklmnop'[: b.ndim - 2]
   more = jnp.einsum(
     f'L{first}r,Lr{second}->L{first}{second}',
     a.astype(wide), b.astype(wide), precision='highest',
   )  # fmt: skip
-  return (w.astype(wide) + scale * more).astype(w.dtype)
+  return (w.astype(wide) + scale * more).astype(dtype or wide)

@@ -142,7 +142,9 @@ def cost(config):
   with one.context():
     shapes = one.state.params, one.batch_shapes()
     forward = jax.make_jaxpr(made.evaluate)(*shapes)
-  return header.cost(forward, config.data.sequence_length)
+  total, *_, frozen = header.sizes(one.model, one.state.params)
+  length = config.data.sequence_length
+  return header.cost(forward, length, 1 - frozen / total)
 
 
 class Options(NamedTuple):

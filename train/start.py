@@ -18,6 +18,7 @@ import numpy as np
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models import register
+from paraxis.models import trained
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source as source_lib
 from paraxis.train import state as state_lib
@@ -176,6 +177,21 @@ def _grown(old, new, like):
   )
 
 
+def _beside(target, saved, path):
+  """jax.ShapeDtypeStruct of an adapter, laid out as its stacked target.
+
+  saved: its entry of a manifest.
+  """
+  shape, spec = tuple(saved['shape']), target.sharding.spec
+  own = len(shape) - 2  # dimensions that it shares with its target
+  if path.endswith(trained.A):
+    spec = jax.P(*spec[: 1 + own], None)
+  else:
+    spec = jax.P(spec[0], None, *spec[len(spec) - own :])
+  layout = jax.NamedSharding(target.sharding.mesh, spec)
+  return jax.ShapeDtypeStruct(shape, saved['dtype'], sharding=layout)
+
+
 class Run:
   """A step of a run of ours.
 
@@ -236,7 +252,10 @@ class Run:
     return schema.from_json(self._meta['config'])
 
   def arrays(self, paths):
-    """{path: NumPy array} of parameters, layers and experts in order."""
+    """{path: NumPy array} of parameters, layers and experts in order.
+
+    Adapters are merged, in at least float32.
+    """
     under = tuple(PARAMS + path for path in paths)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {
@@ -248,7 +267,15 @@ class Run:
     }
     with self._store() as store:
       tree, _ = store.restore(self._step, like, under)
-    return {path: np.asarray(tree[PARAMS + path]) for path in paths}
+    out = {path: np.asarray(tree[PARAMS + path]) for path in paths}
+    for path, w in out.items():
+      pair = [tree.get(PARAMS + path + end) for end in (trained.A, trained.B)]
+      if pair[0] is not None:
+        out[path] = np.asarray(trained.merge(w, *pair, self._scale()))
+    return out
+
+  def _scale(self):
+    return trained.of(self.config().train).scale
 
   def read(self, job, like, say):
     """{canonical path: array}, verified; some with fewer rows than in `like`.
@@ -275,9 +302,35 @@ class Run:
         like[path] = jax.ShapeDtypeStruct(
           (rows, *rest), x.dtype, sharding=layout
         )
+    merges = self._adapters(job, like, say)
     with self._store() as store:
       tree, _ = store.restore(self._step, like, self._under)
+    if merges:
+      with job.context():
+        tree = trained.merged(tree, self._scale())
     return tree
+
+  def _adapters(self, job, like, say):
+    """Makes the adapters in `like` those of the run -> are they to be merged?
+
+    They go on if the new run has the same; else its own are new.
+    """
+    theirs = [p for p in self._saved if p.startswith(PARAMS)]
+    theirs = [p for p in theirs if trained.is_adapter(p)]
+    mine = list(filter(trained.is_adapter, like))
+    if theirs and self.config().train.lora == job.config.train.lora:
+      return False
+    for path in mine:
+      del like[path]
+    if theirs:
+      say(f'--init_from: its {len(theirs) // 2} adapters are merged')
+    if mine:
+      say(f'--init_from: {len(mine) // 2} adapters are new')
+    for path in theirs:
+      target = like.get(path.removesuffix(trained.A).removesuffix(trained.B))
+      if target is not None:  # else the leaves differ, and are listed
+        like[path] = _beside(target, self._saved[path], path)
+    return bool(theirs)
 
 
 class Foreign:
@@ -315,5 +368,5 @@ class Foreign:
     return {
       path: self._source.read(path.removeprefix(PARAMS), x)
       for path, x in like.items()
-      if path.startswith(PARAMS)
+      if path.startswith(PARAMS) and not trained.is_adapter(path)
     }

@@ -5,6 +5,7 @@ adapters, by the chain rule: dA = s dW B^T, dB = s A^T dW.
 """
 
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -12,7 +13,11 @@ import pytest
 import support
 
 from paraxis.configs import schema
+from paraxis.decode import load
 from paraxis.models import parameter
+from paraxis.models.huggingface import source as source_lib
+from paraxis.train import exchange
+from paraxis.train import start
 from paraxis.train import state as state_lib
 from paraxis.train.certify import trial
 
@@ -76,14 +81,15 @@ def _runner(config):
   return trial.Runner(config, jax.devices()[:1])
 
 
-def _merged(params):
+def _merged(params, scale=ALPHA / RANK):
   """The same without adapters, in a loop over layers of NumPy."""
   out = {p: x for p, x in params.items() if '_lora_' not in p}
   for path, w in out.items():
     if f'{path}_lora_a' in params:
       a, b = (params[f'{path}_lora_{n}'] for n in 'ab')
-      a, b = a.reshape(len(a), -1, RANK), b.reshape(len(b), RANK, -1)
-      rows = [ALPHA / RANK * x @ y for x, y in zip(a, b, strict=True)]
+      rank = a.shape[-1]
+      a, b = a.reshape(len(a), -1, rank), b.reshape(len(b), rank, -1)
+      rows = [scale * x @ y for x, y in zip(a, b, strict=True)]
       out[path] = w + np.reshape(rows, w.shape)
   return out
 
@@ -191,6 +197,121 @@ def test_no_gradient_of_the_base_is_formed(double):
     state = runner.start(reference.params)
     with runner.job.context():
       batch = runner.put(reference.batches[0])
-      text = runner._grads.lower(state.params, batch).compile().as_text()
+      text = runner._grads.lower(state.params, batch).compile().as_text() or ''
     found[rank] = len(re.findall(r'f64\[(?:28,52|52,28)\]\S* dot\(', text))
   assert found[0] > 0 and found[RANK] == 0, found
+
+
+MESH = 'data=2,fsdp=2,tensor=2'
+STEPS = {'train.eval_batches': 0, 'checkpoint.every': 2, 'train.steps': 2}
+FAST = STEPS | {
+  'optimizer.name': 'adamw',
+  'optimizer.learning_rate': 0.05,
+  'optimizer.schedule': 'constant',
+}
+RUN = FAST | {'train.lora.rank': 2, 'train.lora.alpha': 4.0}
+
+
+@pytest.fixture(scope='module')
+def run(tiny, tmp_path_factory):
+  """A run of 2 steps with adapters."""
+  path = tmp_path_factory.mktemp('lora') / 'run'
+  tiny.run(path, RUN, MESH)
+  return path
+
+
+def _saved(path, step=2):
+  """{path: array} of the parameters of a run."""
+  source = start.Run(f'{path}/{step}')
+  with source._store() as store:
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = {
+      p: jax.ShapeDtypeStruct(tuple(x['shape']), x['dtype'], sharding=here)
+      for p, x in source._saved.items()
+    }
+    tree, _ = store.restore(step, like)
+  tree = {p: np.asarray(x) for p, x in tree.items()}
+  return {p[7:]: x for p, x in tree.items() if p.startswith('params/')}
+
+
+def _sum(params):
+  """Merged in float64, as RUN scales them."""
+  return _merged({p: x.astype('f8') for p, x in params.items()}, 2.0)
+
+
+def test_a_run_resumes_on_another_mesh(tiny, run, tmp_path):
+  """And its base is as at the start, bit for bit."""
+  params = _saved(run)
+  shutil.copytree(run, tmp_path / 'run')
+  more = RUN | {'train.steps': 3}
+  result, said = tiny.run(tmp_path / 'run', more, 'data=2,stage=2')
+  assert result['step'] == 3 and 'resumed from step 2' in '\n'.join(said)
+  later = _saved(tmp_path / 'run', 3)
+  job = tiny.job(RUN)
+  with job.context():
+    first = jax.device_get(job.initial_state().params)
+  assert set(first) == set(params) == set(later)
+  for path, x in later.items():
+    assert np.array_equal(x, params[path]) == ('_lora_' not in path), path
+    assert np.array_equal(x, first[path]) == ('_lora_' not in path), path
+
+
+def test_export_merges(run, tmp_path):
+  exchange.send(run, tmp_path / 'out', say=lambda line: None)
+  wanted = _sum(_saved(run))
+  found = source_lib.Source(str(tmp_path / 'out'))
+  here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  base = _saved(run)
+  for path, x in wanted.items():
+    like = jax.ShapeDtypeStruct(x.shape, 'float32', sharding=here)
+    read = np.asarray(found.read(path, like))
+    np.testing.assert_allclose(read, x, rtol=1e-6, atol=1e-7)
+    same = np.array_equal(read, base[path])
+    assert same != (f'{path}_lora_a' in base), path
+
+
+def test_decode_merges(run):
+  with load.Checkpoint(run) as checkpoint:
+    config = schema.view(checkpoint.config())
+    built, params, *_ = checkpoint.parts(config, MESH)
+  assert set(params) == set(built.params)
+  support.close(jax.device_get(params), _sum(_saved(run)), 1e-6)
+
+
+def test_a_new_run_begins_with_all_of_it(tiny, run):
+  """The same adapters go on; others begin with the sum; so does none."""
+  wanted = _sum(_saved(run))
+  for changes, lines in (
+    ({}, []),
+    ({'train.lora.rank': 3}, ['7 adapters are merged', '7 adapters are new']),
+    ({'train.lora.rank': 0}, ['7 adapters are merged']),
+  ):
+    job, said = tiny.job(RUN | changes, MESH), []
+    like = state_lib.in_order(state_lib.flatten(job.state), job.model)
+    source = start.open_(str(run))
+    made = start.begin(job, source, like, said.append)
+    params = jax.device_get(made.params)
+    assert [x for x in said if 'adapters' in x] == [
+      f'--init_from: {"its " * ("merged" in x)}{x}' for x in lines
+    ]
+    assert all(np.any(x) for p, x in params.items() if p.endswith('_a'))
+    same = not changes
+    assert same == any(np.any(x) for p, x in params.items() if p[-2:] == '_b')
+    found = _sum(params) if same else params
+    base = {p: x for p, x in found.items() if '_lora_' not in p}
+    support.close(base, wanted, 1e-6)
+
+
+def test_adapters_on_a_base_without(tiny, run, tmp_path):
+  """--init_from of a plain run, and of a folder of another program."""
+  tiny.run(tmp_path / 'plain', FAST, MESH)
+  exchange.send(tmp_path / 'plain', tmp_path / 'out', say=lambda line: None)
+  base = _saved(tmp_path / 'plain')
+  for origin in ('plain', 'out'):
+    job, said = tiny.job(RUN, MESH), []
+    like = state_lib.in_order(state_lib.flatten(job.state), job.model)
+    source = start.open_(str(tmp_path / origin))
+    made = start.begin(job, source, like, said.append)
+    found = jax.device_get(made.params)
+    assert all(np.array_equal(found[p], x) for p, x in base.items())
+    assert len(found) == len(base) + 14

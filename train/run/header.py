@@ -7,8 +7,10 @@
 Operations of a token are those of the model alone: three times those of its
 forward pass (PaLM, arXiv:2204.02311, appendix B), counted in the traced program
 of one device (loop.cost), so that neither a layout, nor microbatches, nor
-recomputation changes them; a blockwise attention counts the blocks it walks.
-Model FLOPs utilisation (MFU) is their rate over the devices' bfloat16 peak.
+recomputation changes them (less the third that makes gradients of parameters,
+of the share of them that is frozen); a blockwise attention counts the blocks it
+walks. Model FLOPs utilisation (MFU) is their rate over the devices' bfloat16
+peak.
 """
 
 import collections
@@ -65,10 +67,13 @@ def sizes(model, shapes) -> Sizes:
   return Sizes(total, total - outer, round(total - idle), frozen)
 
 
-def cost(forward, tokens: int) -> Cost:
-  """`Cost` of a model; forward: jaxpr of its evaluation, of so many tokens."""
+def cost(forward, tokens: int, learned: float = 1.0) -> Cost:
+  """`Cost` of a model; forward: jaxpr of its evaluation, of so many tokens.
+
+  learned: share of the parameters that have a gradient.
+  """
   try:
-    return Cost(3 * flops.of_jaxpr(forward).total / tokens)
+    return Cost((2 + learned) * flops.of_jaxpr(forward).total / tokens)
   except ValueError as e:  # a loop whose length depends on data
     return Cost(math.nan, str(e))
 
