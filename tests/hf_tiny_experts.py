@@ -30,6 +30,9 @@ JAMBA = dict(mamba_d_state=6, mamba_dt_rank=3)
 GRANITE = LOCAL | dict(
   intermediate_size=8, embedding_multiplier=3.0, attention_multiplier=0.3
 )
+HYBRID = dict(
+  mamba_n_heads=8, mamba_d_head=4, mamba_d_state=6, mamba_chunk_size=8
+)
 CONV = dict(num_hidden_layers=3, layer_types=['conv', 'full_attention', 'conv'])
 
 EXPERTS = {
@@ -81,6 +84,19 @@ EXPERTS = {
   ),
   'granitemoe': GRANITE,
   'granitemoeshared': GRANITE | dict(shared_intermediate_size=16),
+  'granitemoehybrid': GRANITE
+  | HYBRID
+  | dict(
+    shared_intermediate_size=16, position_embedding_type='rope',
+    num_hidden_layers=3,
+    layer_types=['linear_attention', 'full_attention', 'linear_attention'],
+  ),
+  'granitemoehybrid_dense': HYBRID
+  | dict(
+    model_type='granitemoehybrid', num_local_experts=0,
+    shared_intermediate_size=24, mamba_n_groups=2,
+    layer_types=['linear_attention', 'full_attention'],
+  ),
   'lfm2': CONV | dict(block_multiple_of=8),
   'jamba': JAMBA
   | dict(

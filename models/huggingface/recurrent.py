@@ -2,10 +2,12 @@
 
 import math
 
+from paraxis.models.huggingface import dense
 from paraxis.models.huggingface import expert
 from paraxis.models.huggingface import kin
 from paraxis.models.huggingface import rows
 from paraxis.models.huggingface.kin import family
+from paraxis.models.huggingface.rows import Choice
 from paraxis.models.huggingface.rows import Computed
 from paraxis.models.huggingface.rows import Fixed
 from paraxis.models.huggingface.rows import Ours
@@ -34,15 +36,14 @@ def _only_mamba(letter):
   )  # fmt: skip
 
 
-def _heads(config):
+def _heads(config, heads='num_heads', width='head_dim', expand='expand'):
   """Heads of Mamba-2 share the inner width out."""
-  heads, width = config('num_heads'), config('head_dim')
-  inner = config('expand', 2) * config('hidden_size')
-  if heads * width != inner:
-    config.refuse(
-      'num_heads', f'x head_dim={width} is not expand x hidden_size={inner}'
-    )
-  return {'mamba.head_dim': width}
+  n, each = config(heads), config(width, 'auto')
+  inner = config(expand, 2) * config('hidden_size')
+  each = inner // n if each == 'auto' else each
+  if n * each != inner:
+    config.refuse(heads, f'x {width}={each} is not expand x width={inner}')
+  return {'mamba.head_dim': each}
 
 
 MAMBA2_HEADS = Computed(
@@ -168,6 +169,81 @@ LFM_NAMES = dict(
   mlp='feed_forward', gate='w1', up='w3', down='w2', output='out_proj',
   query_norm='q_layernorm', key_norm='k_layernorm', short_conv='conv',
 )  # fmt: skip
+BESIDE = {  # Mamba-2 between layers of attention: words of either version
+  'linear_attention': 'M', 'mamba': 'M', 'full_attention': 'F',
+  'attention': 'F',
+}  # fmt: skip
+
+
+def _beside(config):
+  given = config(
+    'layer_types', ['linear_attention'] * config('num_hidden_layers')
+  )
+  if set(given) - set(BESIDE):
+    config.refuse('layer_types', 'has kinds that layers here have not')
+  return {'pattern': rows.unit(''.join(BESIDE[x] for x in given))}
+
+
+HYBRID = (
+  Computed(
+    lambda config: _heads(
+      config, 'mamba_n_heads', 'mamba_d_head', 'mamba_expand'
+    ),
+    lambda model: {
+      'mamba_n_heads': (
+        model.mamba.expand * model.d_model // model.mamba.head_dim
+      ),
+      'mamba_d_head': model.mamba.head_dim,
+    },
+  ),
+  Same('mamba_expand', 'mamba.expand', 2),
+  Same('mamba_n_groups', 'mamba.groups', 1),
+  Same('mamba_d_state', 'mamba.state', 256),
+  Same('mamba_d_conv', 'mamba.conv_width', 4),
+  Fixed('mamba_conv_bias', True), Fixed('mamba_proj_bias', False), UNLIMITED,
+)  # fmt: skip
+GRANITE_HYBRID = (
+  Computed(
+    _beside,
+    lambda model: {
+      'layer_types': [
+        {'M': 'linear_attention', 'F': 'full_attention'}.get(x, x)
+        for x in kin.pattern(model)
+      ]
+    },
+  ),
+  Choice(
+    'position_embedding_type', 'position', {None: 'none', 'rope': 'rope'}, None
+  ),
+)
+
+
+def _granite_width(config):
+  """Without experts the shared ones are the mlp."""
+  count = config('num_local_experts', 8)
+  shared = config('shared_intermediate_size', 1024)
+  if not count:
+    config('intermediate_size', 0)
+    return {'experts.count': 0, 'd_ff': shared}
+  own = config('intermediate_size')
+  if shared % own:
+    config.refuse(
+      'shared_intermediate_size', f'is no multiple of intermediate_size={own}'
+    )
+  return {'experts.count': count, 'experts.shared': shared // own}
+
+
+def _written_granite_width(model):
+  own = model.experts
+  if not own.count:
+    return {'num_local_experts': 0, 'shared_intermediate_size': model.d_ff}
+  width = own.shared * (own.d_ff or model.d_ff)
+  return {
+    'num_local_experts': own.count, 'shared_intermediate_size': width
+  }  # fmt: skip
+
+
+GRANITE_WIDTH = Computed(_granite_width, _written_granite_width)
 FAMILIES = {
   'mamba': family(
     'MambaForCausalLM', _only_mamba('S'), _rank('time_step_rank'), TIED,
@@ -189,6 +265,12 @@ FAMILIES = {
     'Lfm2ForCausalLM', LFM, LFM_WIDTH,
     silent=('full_attn_idxs', 'block_multiple_of', 'block_ffn_dim_multiplier'),
     **LFM_NAMES,
+  ),
+  'granitemoehybrid': family(
+    'GraniteMoeHybridForCausalLM', kin.llama(), HYBRID, GRANITE_HYBRID,
+    GRANITE_WIDTH, Same('num_experts_per_tok', 'experts.top_k', 2), dense.BIAS,
+    expert.GRANITE, silent=('mamba_chunk_size', 'layers_block_type'),
+    **expert.GRANITE_NAMES | dict(mamba2='mamba', mlp='shared_mlp'),
   ),
   'jamba': family(
     'JambaForCausalLM', kin.llama(rotary=NO_POSITION), JAMBA,

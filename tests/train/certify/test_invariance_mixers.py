@@ -26,7 +26,7 @@ from paraxis.sharding.sequence import scan
 from paraxis.train.certify import verify
 
 FACTORS = dict(
-  pattern=('GM', 'SRV', 'LC', 'A-M'),
+  pattern=('GM', 'SR', 'LC', 'A-V'),
   mesh=(
     'context=8', 'tensor=4,data=2', 'context=2,tensor=2,fsdp=2',
     'stage=2,context=2,tensor=2', 'stage=2,fsdp=2,context=2',
