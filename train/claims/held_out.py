@@ -11,6 +11,8 @@ from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.data import baselines as baselines_lib
+from paraxis.train.data import corpus
+from paraxis.train.data import readers
 from paraxis.train.plot import losses as plot
 from paraxis.train.run import evaluate
 
@@ -36,7 +38,8 @@ def trained(run) -> evaluate.Evaluation:
 
 def baselines(config, xz=True) -> baselines_lib.Baselines:
   """Of the config's held-out text; xz takes seconds a megabyte."""
-  return _baselines(config.data.path, config.data.held_out_fraction, xz)
+  data = config.data
+  return _baselines(data.path, data.held_out_fraction, xz, data.text_key)
 
 
 _baselines = functools.lru_cache(maxsize=2)(baselines_lib.text_baselines)
@@ -69,6 +72,11 @@ def against_gzip(config, evaluation):
   """The model and gzip -9 on the same held-out text, or why not: text."""
   if config.train.eval_batches:
     return 'gzip -9: not compared, train.eval_batches leaves text out'
+  if config.data.sources:
+    return 'gzip -9: not compared, data.sources mixes several texts'
+  sources = corpus.source_files(config.data.path)
+  if any(readers.is_chat(s) or readers.kind(s.file) == 'bin' for s in sources):
+    return 'gzip -9: not compared, the data are conversations or tokens'
   if evaluation.n_bytes > COMPARED_BYTES:
     return (
       f'gzip -9: not compared, {evaluation.n_bytes:,} bytes of held-out text '

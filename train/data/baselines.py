@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from paraxis.configs.base import errors
 from paraxis.train.data import corpus
+from paraxis.train.data import rows
 
 
 class Baselines(NamedTuple):
@@ -27,13 +28,16 @@ class Baselines(NamedTuple):
   gzip_by_domain: dict
 
 
-def text_baselines(path='fixture', held_out_fraction=0.1, xz=True):
+def text_baselines(
+  path='fixture', held_out_fraction=0.1, xz=True, text_key='text'
+):
   """gzip -9 and xz -9e on the held-out text of `path`.
 
   Args:
     path: as config.data.path.
     held_out_fraction: as config.data.held_out_fraction.
     xz: also run xz (slow on large text: nan when False).
+    text_key: as config.data.text_key.
 
   Returns:
     Baselines.
@@ -42,7 +46,8 @@ def text_baselines(path='fixture', held_out_fraction=0.1, xz=True):
     UserError: as `corpus.documents`, or nothing is held out.
   """
   training, held = {}, {}
-  for document in corpus.documents(path, held_out_fraction):
+  options = rows.Options(text_key)
+  for document in corpus.documents(path, held_out_fraction, options):
     part = held if document.held else training
     part.setdefault(document.domain, []).append(document.text + '\n')
   if not held:
