@@ -55,6 +55,15 @@ def check_model(model):
   )
   letters, _ = layer.mixers(model.pattern)
   need(
+    model.residual == 'sequential' or model.norm_placement == 'pre',
+    f'model.residual={model.residual!r} has norms before its parts, but '
+    f'model.norm_placement={model.norm_placement!r}.',
+  )
+  need(
+    model.loss != 'chunked' or not model.head_bias,
+    "model.loss='chunked' knows no model.head_bias: take model.loss='logits'.",
+  )
+  need(
     model.mlp != 'none' or '-' not in model.pattern,
     f"model.pattern={model.pattern!r} asks for an mlp, and model.mlp='none'.",
   )

@@ -179,18 +179,29 @@ class Decoder:
     head = ends.embedding if self.config.tied_embedding else ends.head
     return head[...], head.get_metadata('axes')
 
+  def _scaled(self, x_BTD):
+    scale = self.config.logit_scale
+    return x_BTD if scale == 1 else x_BTD * jnp.asarray(scale, x_BTD.dtype)
+
   def logits(self, params, x_BTD):
     """x_BTD -> z_BTV in at least float32, vocabulary sharded by the rules."""
+    x_BTD = self._scaled(x_BTD)
     head, names = self._head(params)
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     z = project.einsum(
       'BTD,VD->BTV', x_BTD, RESIDUAL, head, names, LOGITS, dtype=wide
     )
+    if self.config.head_bias:
+      z = z + self._ends.module(params).head_bias[...].astype(wide)
     cap = self.config.logit_softcap
     return cap * jnp.tanh(z / cap) if cap else z
 
   def nll(self, params, x_BTD, targets_BT):
-    """Nats (B, T) of targets under `logits`, which are never whole."""
+    """Nats (B, T) of targets under `logits`, which are never whole.
+
+    The head has no bias (checks.py).
+    """
+    x_BTD = self._scaled(x_BTD)
     head, names = self._head(params)
     return vocabulary.linear_nll(
       x_BTD, RESIDUAL, head, names, targets_BT, self.config.logit_softcap

@@ -8,6 +8,7 @@ import math
 
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
 
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers as own
@@ -107,6 +108,9 @@ def _check_answer(mixer, x, found):
 class Layer(nnx.Module):
   """x + mixer(norm x), then x + mlp(norm x), norms placed by config.
 
+  config.residual: or x + mixer(norm x) + mlp(norm' x), both of one x; 'shared'
+  has one norm for both (GPT-J; GPT-NeoX, arXiv:2204.06745, section 2.1).
+
   kind: of `kinds_of`. With E or P experts take the mlp's place.
   """
 
@@ -123,7 +127,8 @@ class Layer(nnx.Module):
     elif kind[1:] != '.':
       self.mlp = mlp.Mlp(config, rngs, layout)
     for name in names:
-      if config.norm_placement != 'post':
+      shared = config.residual == 'shared' and name == 'mlp'
+      if config.norm_placement != 'post' and not shared:
         setattr(self, f'{name}_norm', norm.Norm(config))
       if config.norm_placement != 'pre':
         setattr(self, f'{name}_post_norm', norm.Norm(config))
@@ -139,19 +144,25 @@ class Layer(nnx.Module):
 
   def _after(self, name, y):
     """The output of a part as the residual adds it."""
-    placed = self.config.norm_placement != 'pre'
-    return getattr(self, f'{name}_post_norm')(y) if placed else y
+    scale = self.config.residual_scale
+    if self.config.norm_placement != 'pre':
+      y = getattr(self, f'{name}_post_norm')(y)
+    return y if scale == 1 else y * jnp.asarray(scale, y.dtype)
 
   def __call__(self, x_BTD, see, state=None):
     """-> (x_BTD, the mixer's state, aux.Aux); see: attention.Visibility."""
     x, mix = checkpoint_name(x_BTD, 'residual'), self.mixer
-    found = mix(self._before(mix.name, x), see, state)
+    normed, given = self._before(mix.name, x), x
+    found = mix(normed, see, state)
     if self.kind[0] in own.OWN:
       _check_answer(mix, x, found)
     y, state, aux = found
     x = x + self._after(mix.name, y)
     if self.kind[1:] != '.':
-      y, more = self._transform(self._before('mlp', x), see)
+      how = self.config.residual
+      if how != 'shared':
+        normed = self._before('mlp', x if how == 'sequential' else given)
+      y, more = self._transform(normed, see)
       x, aux = x + self._after('mlp', y), aux_lib.add(aux, more)
     return x, state, aux
 
@@ -180,3 +191,5 @@ class Ends(nnx.Module):
     self.norm = norm.Norm(config)
     if not config.tied_embedding:
       self.head = parameter.embedding(rngs, shape, ('vocab', 'embed'), std)
+    if config.head_bias:
+      self.head_bias = parameter.vector((config.vocab_size,), ('vocab',))

@@ -2,6 +2,8 @@
 
 rms:   y = x / sqrt(mean(x^2) + eps) * scale          (arXiv:1910.07467)
 layer: y = (x - mean) / sqrt(var + eps) * scale + bias (arXiv:1607.06450)
+
+unbiased: without bias; bare: without scale and bias (OLMo, arXiv:2402.00838).
 """
 
 from flax import nnx
@@ -30,8 +32,10 @@ class Norm(nnx.Module):
 
   def __init__(self, config):
     self.config = config
+    self.bare = config.norm == 'layernorm_bare'
     fill = 0.0 if config.norm_zero_centered else 1.0
-    self.scale = parameter.vector((config.d_model,), ('norm',), fill)
+    if not self.bare:
+      self.scale = parameter.vector((config.d_model,), ('norm',), fill)
     if config.norm == 'layernorm':
       self.bias = parameter.vector((config.d_model,), ('norm',))
 
@@ -46,5 +50,8 @@ class Norm(nnx.Module):
     y = y * jax.lax.rsqrt(
       jnp.mean(y * y, -1, keepdims=True) + config.norm_epsilon
     )
-    scale = self.scale[...] + (1 if config.norm_zero_centered else 0)
-    return (y * scale + self.bias[...]).astype(x.dtype)
+    if not self.bare:
+      y = y * (self.scale[...] + (1 if config.norm_zero_centered else 0))
+    if config.norm == 'layernorm':
+      y = y + self.bias[...]
+    return y.astype(x.dtype)

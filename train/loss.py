@@ -51,6 +51,8 @@ def form(config, shape):
     f'{"at least" if narrow else "less than"} {WORDS} x '
     f'model.d_model={config.d_model:,}'
   )
+  if config.head_bias:
+    return 'logits', 'model.head_bias is added to logits'
   if config.loss != 'auto':
     return config.loss, f'model.loss={config.loss}; {why}'
   return ('chunked' if many and narrow else 'logits'), why

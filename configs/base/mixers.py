@@ -208,13 +208,14 @@ class Origin(NamedTuple):
   sha256: str
 
 
-def _head_width(model):
-  return model.head_width
+def rotated(model):
+  """Columns of a head of attention that rotate."""
+  return int(model.head_width * model.rope_fraction + 1e-6)
 
 
 TABLE = {
-  'F': MixerKind('full attention', rotary=_head_width),
-  'W': MixerKind('sliding window', rotary=_head_width, windowed=True),
+  'F': MixerKind('full attention', rotary=rotated),
+  'W': MixerKind('sliding window', rotary=rotated, windowed=True),
   'N': MixerKind('full attention without rotary positions'),
   'A': MixerKind(
     'latent attention', 'latent', _small_latent,

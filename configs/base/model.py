@@ -93,7 +93,20 @@ class DecoderFields:
     "a - anywhere only the kinds before one have an mlp: 'M-M-*-'",
   )
   window: int = field(0, 'tokens a W layer sees, itself included', low=0)
-  norm: str = field('rmsnorm', 'normalisation', ('rmsnorm', 'layernorm'))
+  norm: str = field(
+    'rmsnorm',
+    'normalisation; unbiased: without bias; bare: without scale and bias',
+    ('rmsnorm', 'layernorm', 'layernorm_unbiased', 'layernorm_bare'),
+  )
+  residual: str = field(
+    'sequential',
+    'an mlp follows attention, or both read the same input: parallel with a '
+    'norm each, shared with one norm',
+    ('sequential', 'parallel', 'shared'),
+  )
+  residual_scale: float = field(
+    1.0, 'multiplies what a part adds to the residual', low=0.0
+  )
   norm_placement: str = field(
     'pre',
     'before a sublayer, after it (inside the residual), or both',
@@ -108,8 +121,13 @@ class DecoderFields:
     ('none', 'head', 'all', 'rotated'),
   )
   mlp: str = field(
-    'swiglu', 'mlp form; none: no layer has one; clamped: SwiGLU of gpt-oss',
-    ('swiglu', 'geglu', 'gelu', 'clamped', 'none'),
+    'swiglu',
+    'mlp form, exact: gelu by erf; none: no layer has one; clamped: SwiGLU of '
+    'gpt-oss',
+    (
+      'swiglu', 'geglu', 'geglu_exact', 'gelu', 'gelu_exact', 'relu', 'relu2',
+      'clamped', 'none',
+    ),
   )  # fmt: skip
   experts: Experts = Experts()
   attention_bias: bool = field(False, 'bias on the q, k, v projections')
@@ -122,6 +140,9 @@ class DecoderFields:
     0, 'rows of the learned position table; 0 with rope', low=0
   )
   rope_theta: float = field(1e4, 'rotary base', low=1.0)
+  rope_fraction: float = field(
+    1.0, 'share of a head that rotates: its first columns', low=0.0, high=1.0
+  )
   rope_local_theta: float = field(
     0.0, 'rotary base of W layers; 0: rope_theta', low=0.0
   )
@@ -149,6 +170,8 @@ class DecoderFields:
     True, 'yarn: the ramp begins and ends at a whole dimension'
   )
   tied_embedding: bool = field(True, 'the head is the embedding, transposed')
+  head_bias: bool = field(False, 'bias on the logits')
+  logit_scale: float = field(1.0, 'multiplies the logits', low=0.0)
   embedding_scale: float = field(1.0, 'multiplies the embeddings', low=0.0)
   attention_scale: float = field(
     0.0, 'multiplies q.k; 0: head_dim ** -0.5', low=0.0

@@ -1,4 +1,4 @@
-"""The mlp of a layer: SwiGLU, GeGLU (arXiv:2002.05202), GELU or clamped SwiGLU.
+"""The mlp of a layer: GELU, ReLU; SwiGLU, GeGLU (arXiv:2002.05202), clamped.
 
 gated: y = (act(x Wg) * (x Wu)) Wd          plain: y = gelu(x Wu) Wd
 clamped (gpt-oss, arXiv:2508.10925): g = min(x Wg, 7), u = x Wu within 7,
@@ -16,18 +16,29 @@ from paraxis.models import parameter
 
 RESIDUAL = ('batch', 'residual_length', 'hidden')
 WIDE = ('batch', 'length', 'mlp')
+PLAIN = ('gelu', 'gelu_exact', 'relu', 'relu2')  # forms without a gate
 _GELU = functools.partial(jax.nn.gelu, approximate=True)
 LIMIT, SLOPE = 7.0, 1.702  # of clamped SwiGLU
+
+
+_EXACT = functools.partial(jax.nn.gelu, approximate=False)
+_GATES = dict(swiglu=jax.nn.silu, geglu=_GELU, geglu_exact=_EXACT)
+_PLAIN = dict(
+  gelu=_GELU,
+  gelu_exact=_EXACT,
+  relu=jax.nn.relu,
+  relu2=lambda x: jax.nn.relu(x) ** 2,
+)
 
 
 def activate(form, up, gate=None) -> jax.Array:
   """The hidden layer of schema.Model.mlp `form`, from its products."""
   if gate is None:
-    return _GELU(up)
+    return _PLAIN[form](up)
   if form == 'clamped':
     gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
     return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
-  return (jax.nn.silu if form == 'swiglu' else _GELU)(gate) * up
+  return _GATES[form](gate) * up
 
 
 class Mlp(nnx.Module):
@@ -36,7 +47,7 @@ class Mlp(nnx.Module):
   def __init__(self, config, rngs, layout=parameter.PLAIN):
     self.config, self.layout = config, layout
     d, f, std = config.d_model, config.d_ff, config.init_std
-    if config.mlp != 'gelu':
+    if config.mlp not in PLAIN:
       self.gate = parameter.matrix(rngs, (d, f), ('embed', 'mlp'), std=std)
     self.up = parameter.matrix(rngs, (d, f), ('embed', 'mlp'), std=std)
     # The residual stream adds 2 * num_layers outputs (GPT-2, section 2.3).
@@ -45,7 +56,7 @@ class Mlp(nnx.Module):
       rngs, (f, d), ('mlp', 'embed'), std=std, gain=gain
     )
     if config.mlp_bias:
-      if config.mlp != 'gelu':
+      if config.mlp not in PLAIN:
         self.gate_bias = parameter.vector((f,), ('mlp',))
       self.up_bias = parameter.vector((f,), ('mlp',))
       self.down_bias = parameter.vector((d,), ('norm',))
@@ -57,7 +68,7 @@ class Mlp(nnx.Module):
 
   def __call__(self, x_BTD):
     form = self.config.mlp
-    names = ('up',) if form == 'gelu' else ('up', 'gate')
+    names = ('up',) if form in PLAIN else ('up', 'gate')
     outs = self._project(x_BTD, names, RESIDUAL, WIDE, 'gate_up')
     hidden = activate(form, *map(checkpoint_name, outs, names))
     y = self._project(hidden, ('down',), WIDE, RESIDUAL, 'down')[0]

@@ -63,7 +63,7 @@ class Moe(nnx.Module):
     make = functools.partial(parameter.matrix, rngs)
     self.router = make((d, e), ('norm', 'choices'), std=std)
     up = functools.partial(make, (e, d, f), WIDE, std=std or d**-0.5)
-    if config.mlp != 'gelu':
+    if config.mlp not in mlp.PLAIN:
       self.gate = up()
     self.up = up()
     gain = (2 * config.num_layers) ** -0.5

@@ -50,6 +50,7 @@ def to_model(config: dict[str, Any]) -> model_schema.Model:
   name = config.get('model_type')
   family = families.find(name or '')
   reader, values = rows.Reader(config), {}
+  reader.partial = any(isinstance(r, rows.Fraction) for r in family.rows)
   for row in family.rows:
     values |= row.read(reader)
   known = SILENT | reader.used | set(family.silent)

@@ -4,11 +4,13 @@ import difflib
 
 from paraxis.configs.base import errors
 from paraxis.models.huggingface import dense
+from paraxis.models.huggingface import dense_kin
 from paraxis.models.huggingface import expert
 from paraxis.models.huggingface import recurrent
 
 # The plainest first: config.from_model takes the first that fits.
-FAMILIES = dense.FAMILIES | expert.FAMILIES | recurrent.FAMILIES
+FAMILIES = dense.FAMILIES | dense_kin.FAMILIES
+FAMILIES |= expert.FAMILIES | recurrent.FAMILIES
 
 
 def find(model_type: str):

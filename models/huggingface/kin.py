@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from paraxis.models.huggingface import rows
 from paraxis.models.huggingface.rows import Choice
 from paraxis.models.huggingface.rows import Computed
+from paraxis.models.huggingface.rows import Ours
 from paraxis.models.huggingface.rows import Same
 
 
@@ -43,7 +44,11 @@ EXPERT_NAMES = dict(
 
 GATES = {
   'silu': 'swiglu', 'swish': 'swiglu', 'gelu_pytorch_tanh': 'geglu',
-  'gelu_new': 'geglu', 'gelu_fast': 'geglu',
+  'gelu_new': 'geglu', 'gelu_fast': 'geglu', 'gelu': 'geglu_exact',
+}  # fmt: skip
+PLAIN = {
+  'gelu_pytorch_tanh': 'gelu', 'gelu_new': 'gelu', 'gelu_fast': 'gelu',
+  'gelu': 'gelu_exact', 'relu': 'relu', 'relu2': 'relu2',
 }  # fmt: skip
 HEADS = Computed(
   lambda config: {
@@ -72,7 +77,9 @@ def llama(
   """Rows of Llama's config.json, without biases, layers and experts."""
   return (
     *DIMS, WIDTH, HEADS,
-    Same(norm, 'norm_epsilon', epsilon),
+    Same(norm, 'norm_epsilon', epsilon)
+    if norm
+    else Ours({'norm_epsilon': epsilon}),
     Same('tie_word_embeddings', 'tied_embedding', tied),
     Choice(act, 'mlp', gates or GATES, default_act),
     rotary or rows.rope(theta),

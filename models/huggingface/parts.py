@@ -11,9 +11,12 @@ R rank, S numbers of a state, G groups, P head width of a state.
 import functools
 from typing import Any, NamedTuple
 
+from paraxis.configs.base import mixers
 from paraxis.models import layer as layer_lib
+from paraxis.models.ffn import mlp as mlp_lib
 from paraxis.models.ffn import moe
 from paraxis.models.ffn import router
+from paraxis.models.huggingface import joined
 from paraxis.models.huggingface import transforms
 from paraxis.models.mixers import attention as attention_lib
 from paraxis.models.mixers import mamba as mamba_lib
@@ -48,6 +51,8 @@ def within(prefix, rows):
 def norm(path, name, model):
   """Scale, and bias, of a norm over the width of the model."""
   keep = transforms.kept((model.d_model,))
+  if model.norm == 'layernorm_bare':
+    return []
   out = [row(f'{path}/scale', f'{name}.weight', keep)]
   if model.norm == 'layernorm':
     out.append(row(f'{path}/bias', f'{name}.bias', keep))
@@ -65,12 +70,17 @@ def ends(model, names):
   out += norm('norm', names['norm'], model)
   if not model.tied_embedding:
     out.append(row('head', f'{names["head"]}.weight', table))
+  if model.head_bias:
+    keep = transforms.kept((model.vocab_size,))
+    out.append(row('head_bias', f'{names["head"]}.bias', keep))
   return out
 
 
 def layer(model, kind, i, family):
   """Rows of layer i, which is of that kind of `layer.kinds_of`."""
   names = family.names
+  if model.residual == 'parallel':
+    names = names | names.get('parallel', {})
   at = names['layer'].format(i)
   mixer = layer_lib.MIXERS[kind[0]].name
   own = names.get(mixer, names['attention'])
@@ -89,7 +99,8 @@ def layer(model, kind, i, family):
 def norms(ours, theirs, at, model, names):
   """Norms before and after a part of a layer."""
   out = []
-  if model.norm_placement != 'post':
+  shared = model.residual == 'shared' and theirs == 'mlp'
+  if model.norm_placement != 'post' and not shared:
     out += norm(f'{ours}_norm', f'{at}.{names[f"{theirs}_norm"]}', model)
   if model.norm_placement != 'pre':
     name = f'{at}.{names[f"{theirs}_post_norm"]}'
@@ -106,11 +117,15 @@ def attention(model, at, names):
     name, cuts = f'{at}.{names.get(what, "")}', (None, None)
     if 'qkv' in names:
       name = f'{at}.{names["qkv"]}'
-      cuts = JOINED[names.get('qkv_order', 'stacked')](what, d, n, k, h)
+      cuts = joined.KINDS[names.get('qkv_order', 'stacked')](what, d, n, k, h)
     change = _linear(names, (d, heads, h))
+    bias = transforms.kept((heads, h), (heads * h,))
+    if names.get('neighbours') and what != 'value':
+      pairs = transforms.halves(0, mixers.rotated(model))
+      change = transforms.chain(change, pairs)
+      bias = transforms.chain(bias, pairs)
     out.append(row(what, f'{name}.weight', change, cuts[0]))
     if model.attention_bias:
-      bias = transforms.kept((heads, h), (heads * h,))
       out.append(row(f'{what}_bias', f'{name}.bias', bias, cuts[1]))
     if model.qk_norm != 'none' and what != 'value':
       shape = (heads, h) if model.qk_norm == 'all' else (h,)
@@ -143,42 +158,11 @@ def _flat(shape, inputs):
 _ALL = slice(None)
 
 
-def _stacked(what, d, n, k, h):
-  """All queries, then all keys, then all values."""
-  at = {'query': (0, n), 'key': (n, n + k), 'value': (n + k, n + 2 * k)}[what]
-  heads, rows = n + 2 * k, slice(*at)
-  return (
-    transforms.Cut((heads * h, d), (heads, h, d), (rows,)),
-    transforms.Cut((heads * h,), (heads, h), (rows,)),
-  )
-
-
-def _conv1d(what, d, n, k, h):
-  """`_stacked`, with the inputs first."""
-  weight, bias = _stacked(what, d, n, k, h)
-  (heads, _, _), index = weight.view, (_ALL, *weight.index)
-  return transforms.Cut((d, heads * h), (d, heads, h), index), bias
-
-
-def _grouped(what, d, n, k, h):
-  """For every kv head its queries, its key, its value."""
-  each = n // k
-  at = {'query': slice(0, each), 'key': each, 'value': each + 1}[what]
-  total = (n + 2 * k) * h
-  return (
-    transforms.Cut((total, d), (k, each + 2, h, d), (_ALL, at)),
-    transforms.Cut((total,), (k, each + 2, h), (_ALL, at)),
-  )
-
-
-JOINED = {'stacked': _stacked, 'conv1d': _conv1d, 'grouped': _grouped}
-
-
 def mlp(model, at, names, width=0, bias=None):
   """Gate, up and down; width: other than model.d_ff."""
   d, f = model.d_model, width or model.d_ff
   bias = model.mlp_bias if bias is None else bias
-  gated = model.mlp in GATED
+  gated = model.mlp not in mlp_lib.PLAIN
   out = []
   for what in ('gate', 'up', 'down') if gated else ('up', 'down'):
     shape = (f, d) if what == 'down' else (d, f)
@@ -195,9 +179,6 @@ def mlp(model, at, names, width=0, bias=None):
       keep = transforms.kept(shape[1:])
       out.append(row(f'{what}_bias', f'{name}.bias', keep, cuts[1]))
   return out
-
-
-GATED = ('swiglu', 'geglu', 'clamped')
 
 
 def experts(model, at, names, wide=False):
@@ -231,7 +212,8 @@ def experts(model, at, names, wide=False):
 def _each_expert(model, at, names, e):
   """Three matrices, or two, of every expert."""
   d, f, out = model.d_model, moe.width(model), []
-  for what in ('gate', 'up', 'down') if model.mlp in GATED else ('up', 'down'):
+  gated = model.mlp not in mlp_lib.PLAIN
+  for what in ('gate', 'up', 'down') if gated else ('up', 'down'):
     shape = (f, d) if what == 'down' else (d, f)
     each = f'{at}.{names["expert"]}.{names[f"expert_{what}"]}'
     every = tuple(each.format(i) for i in range(e))

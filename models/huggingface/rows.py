@@ -19,6 +19,7 @@ class Reader:
 
   def __init__(self, config, path='config.json'):
     self.config, self.path, self.used = config, path, set()
+    self.partial = False  # whether the family rotates a part of a head
 
   def __call__(self, name, default: Any = MISSING) -> Any:
     """The value of a field; null is the default. UserError: it must be."""
@@ -143,6 +144,10 @@ class Computed:
     return self.writes(model)
 
 
+class Fraction(Computed):
+  """Share of a head that rotates."""
+
+
 def unit(letters):
   """The shortest text that, repeated and cut off, is `letters`."""
   for n in range(1, len(letters) + 1):
@@ -184,7 +189,7 @@ def scaling(config, name, rope, theta=1e4, latent=False):
   latent: of latent attention, whose scores YaRN corrects, not cos and sin.
   """
   kind = rope.get('rope_type', rope.get('type', 'default'))
-  if rope.get('partial_rotary_factor', 1.0) != 1:
+  if rope.get('partial_rotary_factor', 1.0) != 1 and not config.partial:
     config.refuse(name, 'has a partial_rotary_factor other than 1')
   out = {'rope_theta': float(rope.get('rope_theta') or theta)}
   length = config('max_position_embeddings', 8192)

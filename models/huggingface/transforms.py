@@ -68,20 +68,22 @@ def taps(shape):
   )
 
 
-def halves(first):
+def halves(first, end=None):
   """Rotary pairs (0, 1), (2, 3), ... of the last axis -> two halves.
 
-  first: how many columns come before the rotated ones.
+  first, end: the columns that are rotated; None: to the last.
   """
 
   def apart(a):
-    still, x = a[..., :first], a[..., first:]
-    return np.concatenate([still, x[..., 0::2], x[..., 1::2]], -1)
+    still, x = a[..., :first], a[..., first:end]
+    rest = a[..., a.shape[-1] if end is None else end :]
+    return np.concatenate([still, x[..., 0::2], x[..., 1::2], rest], -1)
 
   def together(a):
-    out, half = a.copy(), first + (a.shape[-1] - first) // 2
-    out[..., first::2], out[..., first + 1 :: 2] = (
-      a[..., first:half], a[..., half:],
+    last = a.shape[-1] if end is None else end
+    out, half = a.copy(), first + (last - first) // 2
+    out[..., first:last:2], out[..., first + 1 : last : 2] = (
+      a[..., first:half], a[..., half:last],
     )  # fmt: skip
     return out
 

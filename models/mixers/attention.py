@@ -199,10 +199,13 @@ class Attention(mixer.Mixer):
   def check(config):
     """UserError if the fields of a schema.Model contradict each other."""
     h = config.head_width
-    if config.position == 'rope' and h % 2:
-      raise errors.UserError(
-        f'model.head_dim={h} is odd: rotary positions rotate pairs.'
-      )
+    if config.position == 'rope':
+      width = mixers.rotated(config)
+      if width % 2 or not width:
+        raise errors.UserError(
+          f'model.head_dim={h} x model.rope_fraction={config.rope_fraction:g} '
+          f'is {width}, odd or 0: rotary positions rotate pairs.'
+        )
 
   @staticmethod
   def mixing_flops(config, kind, length):

@@ -69,7 +69,14 @@ def angles(positions_BT, f, factor, dtype):
 
 
 def rotate(x_BTNH, cos, sin):
-  """Rotates heads by their positions' angles; computed in cos's dtype."""
-  x1, x2 = jnp.split(x_BTNH.astype(cos.dtype), 2, -1)
+  """Rotates heads by their positions' angles; computed in cos's dtype.
+
+  Columns beyond those that there are angles for stay as they are.
+  """
+  width = 2 * cos.shape[-1]
+  x1, x2 = jnp.split(x_BTNH[..., :width].astype(cos.dtype), 2, -1)
   y = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
-  return y.astype(x_BTNH.dtype)
+  y = y.astype(x_BTNH.dtype)
+  if width == x_BTNH.shape[-1]:
+    return y
+  return jnp.concatenate([y, x_BTNH[..., width:]], -1)

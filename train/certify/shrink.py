@@ -162,7 +162,7 @@ def _model(full, sizes, asked):
     num_layers=min(model.num_layers, layers),
     num_heads=heads,
     num_kv_heads=kv_heads if model.num_kv_heads else 0,
-    head_dim=4 if model.position == 'rope' else 3,
+    head_dim=_head_dim(model),
     d_ff=_size(model.d_ff, 64, devices),
     window=min(model.window, 3 * length // 8) if windowed else model.window,
     max_positions=length if model.max_positions else 0,
@@ -170,6 +170,16 @@ def _model(full, sizes, asked):
     experts=_experts(model.experts, devices),
   )
   return schema.with_values(small, _mixers(model, devices))
+
+
+def _head_dim(model):
+  """4, or the least width of which the rotated part is whole pairs."""
+  if model.position != 'rope':
+    return 3
+  rotated = lambda h: int(h * model.rope_fraction + 1e-6)
+  return next(
+    (h for h in range(4, 65, 4) if rotated(h) and rotated(h) % 2 == 0), 64
+  )
 
 
 def _mixers(model, devices):
