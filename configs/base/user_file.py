@@ -45,7 +45,7 @@ def watch(path):
   """Errors from a file name its lines from now on; not one of ours."""
   whole = pathlib.Path(path).resolve()
   if whole.suffix == '.py' and whole.parent != SHIPPED:
-    _NAMES[str(whole)] = str(path)
+    _NAMES.setdefault(str(whole), str(path))
 
 
 def executing():

@@ -1,45 +1,141 @@
 """Every notebook runs from top to bottom, and shows what it promises.
 
-They are executed as a reader would, in a kernel of their own, with fewer steps
-(PARAXIS_STEPS) and an empty cache folder. A cell that fails fails the test.
+A copy of each is executed as a reader would, in a kernel of its own, with fewer
+steps (PARAXIS_STEPS) and an empty cache folder. A cell that fails fails the
+test. The file itself is kept with the outputs of a whole run
+(notebooks/keep_outputs.py), as a code host shows it.
 """
 
+import importlib.util
 import os
 import pathlib
 import re
+from typing import Any
 
-import nbclient
+from nbclient import exceptions
 import nbformat
 import pytest
 
-NOTEBOOKS = pathlib.Path(__file__).resolve().parents[2] / 'notebooks'
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+NOTEBOOKS = ROOT / 'notebooks'
+NAMES = sorted(path.stem for path in NOTEBOOKS.glob('*.ipynb'))
 SECONDS = 600  # of one cell, before the kernel counts as hung
+MACHINE = re.compile(r'(?<![\w.)}~/-])/(?:root|home|work|Users|tmp|var)/\w')
+
+
+def _tool() -> Any:
+  """The module notebooks/keep_outputs.py."""
+  spec = importlib.util.spec_from_file_location(
+    'keep_outputs', NOTEBOOKS / 'keep_outputs.py'
+  )
+  assert spec and spec.loader
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def read(name):
+  return nbformat.read(NOTEBOOKS / f'{name}.ipynb', as_version=4)
 
 
 def execute(notebook, folder):
-  """Runs a notebook in `folder` -> the same with outputs.
+  """Runs a copy of a notebook in `folder` -> the copy with outputs.
 
   Raises:
-    nbclient.exceptions.CellExecutionError: a cell failed.
+    exceptions.CellExecutionError: a cell failed.
   """
-  return nbclient.NotebookClient(
-    notebook,
-    timeout=SECONDS,
-    kernel_name='python3',
-    resources={'metadata': {'path': str(folder)}},
-  ).execute()
+  return _tool().execute(notebook, folder, SECONDS)
 
 
-def shown(folder, name):
-  """Runs a notebook -> (all text that it shows, number of pictures)."""
-  notebook = nbformat.read(NOTEBOOKS / f'{name}.ipynb', as_version=4)
+def outputs(notebook):
+  """(all text that a notebook shows, number of pictures)."""
   text, pictures = [], 0
-  for cell in execute(notebook, folder).cells:
+  for cell in notebook.cells:
     for output in cell.get('outputs', ()):
       data = output.get('data', {})
       text += [output.get('text', ''), data.get('text/plain', '')]
       pictures += 'image/png' in data
   return '\n'.join(text), pictures
+
+
+def shown(folder, name):
+  """Runs a notebook -> what it shows; as many pictures are in the file."""
+  text, pictures = outputs(execute(read(name), folder))
+  kept = outputs(read(name))[1]
+  assert pictures == kept, 'python notebooks/keep_outputs.py'
+  return text, pictures
+
+
+def found(pattern, text, flags=0) -> re.Match:
+  """The first match; AssertionError if there is none."""
+  match = re.search(pattern, text, flags)
+  assert match, pattern
+  return match
+
+
+def faults(notebook, size):
+  """What is wrong with the outputs that a notebook is kept with."""
+  text, pictures = outputs(notebook)
+  cells = [c for c in notebook.cells if c.cell_type == 'code']
+  every = [o for c in cells for o in c.outputs]
+  found = [f'a machine path: {m.group()}' for m in MACHINE.finditer(text)]
+  if not pictures or not text.strip():
+    found.append('no picture or no text')
+  if any(o.output_type == 'error' for o in every):
+    found.append('an error')
+  if [c.execution_count for c in cells] != list(range(1, len(cells) + 1)):
+    found.append('not run from top to bottom')
+  if size > _tool().LIMIT:
+    found.append(f'{size} bytes')
+  return found
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_notebook_is_kept_with_its_outputs(name):
+  size = (NOTEBOOKS / f'{name}.ipynb').stat().st_size
+  assert not faults(read(name), size)
+
+
+def test_outputs_that_are_not_kept_are_found():
+  notebook = read(NAMES[0])
+  cells = [c for c in notebook.cells if c.cell_type == 'code']
+  cells[0].outputs.append(
+    nbformat.v4.new_output('stream', text='in ' + '/home' + '/me/x')
+  )
+  assert faults(notebook, 1) == ['a machine path: /ho' + 'me/m']
+  cells[0].execution_count = 9
+  for cell in cells:
+    cell.outputs = []
+  found = ['no picture or no text', 'not run from top to bottom']
+  assert faults(notebook, 10**6) == [*found, '1000000 bytes']
+
+
+def test_outputs_are_cleaned():
+  tool, new = _tool(), nbformat.v4
+  folder = tool.tempfile.mkdtemp()
+  one = new.new_output('stream', name='stdout', text=f'in {folder}/run\n')
+  two = new.new_output('stream', name='stdout', text='more\n')
+  cell = new.new_code_cell('1', outputs=[one, two], metadata=dict(a=1))
+  (cell,) = tool.clean(new.new_notebook(cells=[cell])).cells
+  (output,) = cell.outputs
+  assert output.text == 'in ./run\nmore\n' and not cell.metadata
+
+
+def test_the_badge_opens_the_notebook():
+  """Once CITATION.cff names the repository; until then README says how."""
+  said = re.search(
+    r'repository-code: .*github.com/([\w.-]+/[\w.-]+)',
+    (ROOT / 'CITATION.cff').read_text(),
+  )
+  for name in NAMES:
+    (badge,) = re.findall(
+      r'\(https://colab.research.google.com/(.*?)\)',
+      read(name).cells[0].source.replace('assets/', ''),
+    )[1:]
+    file = f'blob/main/notebooks/{name}.ipynb'
+    assert badge == (f'github/{said[1]}/{file}' if said else '')
+  readme = (ROOT / 'README.md').read_text()
+  assert said or 'colab.research.google.com/github/OWNER/NAME' in readme
 
 
 @pytest.fixture
@@ -113,11 +209,11 @@ def test_meshes_and_layouts(few_steps):
   for table, wanted in zip(tables, kinds.values(), strict=True):
     rows = {tuple(line.split()[:2]) for line in table.split('\n')[2:]}
     assert wanted <= rows, table
-  assert re.search(r'ZeRO-1: 2\.00\d P', text)
-  assert re.search(r'fsdp=8: (2\.99|3\.00)\d P', text)
+  assert found(r'ZeRO-1: 2\.00\d P', text)
+  assert found(r'fsdp=8: (2\.99|3\.00)\d P', text)
   # One line a layout: last loss, difference, bytes counted and predicted.
   lines = {
-    name: re.search(rf'^{name} +(\d.*)$', text, re.M)[1].split()
+    name: found(rf'^{name} +(\d.*)$', text, re.M)[1].split()
     for name in ('one device', *kinds)
   }
   losses = {values[0] for values in lines.values()}
@@ -135,10 +231,8 @@ def test_pipelines(few_steps):
   )  # fmt: skip
   assert pictures == len(names)
   for name in names:
-    line = re.search(
-      rf'^{name} +loss (\S+), gradients (\S+) apart$', text, re.M
-    )
-    one = re.search(r'^one device +loss (\S+)$', text, re.M)
+    line = found(rf'^{name} +loss (\S+), gradients (\S+) apart$', text, re.M)
+    one = found(r'^one device +loss (\S+)$', text, re.M)
     assert float(line[1]) == pytest.approx(float(one[1]), abs=1e-11)
     assert float(line[2]) < 1e-12
   for part in (
@@ -156,7 +250,7 @@ def test_a_cell_that_fails_is_seen(tmp_path):
   broken = nbformat.v4.new_notebook(
     cells=[nbformat.v4.new_code_cell('raise RuntimeError("on purpose")')]
   )
-  with pytest.raises(nbclient.exceptions.CellExecutionError, match='purpose'):
+  with pytest.raises(exceptions.CellExecutionError, match='purpose'):
     execute(broken, tmp_path)
 
 
@@ -173,14 +267,28 @@ def test_mixers(few_steps):
   # MiB by length: attention grows 64 times, a state not at all.
   kept = {}
   for pattern in ('F', 'M', 'M-M-M-*-M-M-M-'):
-    row = re.search(rf'^{re.escape(pattern)} +([\d. ]+)$', text, re.M)
+    row = found(rf'^{re.escape(pattern)} +([\d. ]+)$', text, re.M)
     kept[pattern] = list(map(float, row[1].split()))
   assert kept['F'][2] == 64 * kept['F'][0] and kept['M'][0] == kept['M'][2]
   mixed = kept['M-M-M-*-M-M-M-']
   assert 5 < kept['F'][2] / mixed[2] < 7
   for letter in 'GMR':
     line = rf'^{letter}  loss (\S+) and (\S+), gradients equal$'
-    loss = re.search(line, text, re.M)
+    loss = found(line, text, re.M)
     assert float(loss[1]) == pytest.approx(float(loss[2]), abs=1e-11)
   bits = re.findall(r'^(.{14}) (\d\.\d{3}) held-out bits per byte$', text, re.M)
   assert len(bits) == 6 and all(2 < float(b) < 9 for _, b in bits)
+
+
+def test_your_own_run(few_steps):
+  text, pictures = shown(few_steps, '04_your_own_run')
+  assert pictures == 1
+  for part in (
+    'extra Extra(ema=Extra(taps=3), decay=0.5)',
+    'PASS  packing: others do not see one change',
+    'paraxis: wrong.py:33: KeyError',
+    'sums.txt: 52,352 tokens',
+    'step 4/4',
+    '=== prompt\n3 + 4 =',
+  ):
+    assert part in text, part
