@@ -1,12 +1,12 @@
 """Every family of models/huggingface against `transformers`, by its own leaves.
 
-    python tests/hf_families.py [NAME ...] [--write] [--trace]
+    python tests/hf_families.py [NAME ...] [--write] [--trace] [--table]
 
 A NAME is a row of hf_tiny.py or hf_tiny_experts.py; without one, all of them.
 --write keeps in tests/golden/peers what `transformers` computed, which
-tests/models/huggingface/test_families.py reads where there is no torch. --trace
-shows where an error is. Nothing is fetched: models are tiny, their weights
-follow from the names of their tensors (peers.weight).
+tests/models/huggingface/test_families.py reads where there is no torch; --table
+writes models/huggingface/FAMILIES.md; --trace shows where an error is. Nothing
+is fetched: models are tiny, weights follow from tensors' names (peers.weight).
 
 Legend: B rows, T tokens, V vocabulary.
 """
@@ -36,6 +36,7 @@ from safetensors import numpy as safetensors
 from paraxis.models import checks as model_checks
 from paraxis.models import decoder
 from paraxis.models.huggingface import config as config_lib
+from paraxis.models.huggingface import families
 from paraxis.models.huggingface import leaves as leaves_lib
 from paraxis.train import loss
 
@@ -309,11 +310,37 @@ def against_golden(name, **changes):
   return peers.distance(seen, logits), far
 
 
+# ---------------------------------------------------------------------- table
+
+TABLE = pathlib.Path(config_lib.__file__).parent / 'FAMILIES.md'
+
+
+def table(names):
+  """FAMILIES.md of the model_types of transformers' causal models."""
+  rows = []
+  for name in sorted(set(names) | set(families.FAMILIES)):
+    says = 'not here'
+    if name in families.FAMILIES:
+      says = 'exact'
+    rows.append(f'| {name} | {says} |')
+  return '\n'.join([
+    '# Causal language models of transformers 5.23, by model_type', '',
+    'Exact: logits, every gradient, config.json and tensors there and back are',
+    'equal within 1e-9 in float64 (tests/hf_families.py, which writes this).',
+    f'{len(families.FAMILIES)} are exact.', '', '| model_type | here |',
+    '|---|---|', *rows, '',
+  ])  # fmt: skip
+
+
 # ----------------------------------------------------------------------- main
 
 
 def main(arguments):
   names = [a for a in arguments if not a.startswith('--')] or list(TINY)
+  if '--table' in arguments:
+    auto = 'transformers.models.auto.modeling_auto'
+    known = importlib.import_module(auto).MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return TABLE.write_text(table(known), 'utf-8') and None
   unknown = sorted(set(names) - set(TINY))
   if unknown:
     sys.exit(f'no row is named {", ".join(unknown)}')

@@ -39,6 +39,12 @@ def test_every_family_is_compared():
   assert compared == set(families.FAMILIES)
 
 
+def test_the_table_is_what_is_compared():
+  text = hf_families.TABLE.read_text('utf-8')
+  rows = [line for line in text.splitlines() if line.startswith('| ')]
+  assert hf_families.table([line.split()[1] for line in rows[1:]]) == text
+
+
 @pytest.mark.parametrize('name', hf_families.TINY)
 def test_a_config_there_and_back(name):
   config = hf_families.read_golden(name)['config']
