@@ -181,6 +181,11 @@ def _small_latent(model, few):
   return ranks | _at_most(own, nope_dim=4, rope_dim=4, value_dim=4)
 
 
+def _small_short_conv(model, few):
+  del few
+  return _at_most(model.short_conv, width=4)
+
+
 class MixerKind(NamedTuple):
   """What configs and positions need to know of a mixer.
 
@@ -228,7 +233,9 @@ TABLE = {
   'S': MixerKind('Mamba', 'mamba', _small_mamba),
   'R': MixerKind('ParaGRU', 'recurrent', _small_recurrent),
   'L': MixerKind('ParaLSTM', 'recurrent', _small_recurrent),
-  'V': MixerKind('gated short convolution', 'short_conv'),
+  'V': MixerKind(
+    'gated short convolution', 'short_conv', _small_short_conv
+  ),
   'C': MixerKind('convolutions and attention in chunks', 'tcn', _small_tcn),
 }  # fmt: skip
 

@@ -202,9 +202,12 @@ class Attention(mixer.Mixer):
     if config.position == 'rope':
       width = mixers.rotated(config)
       if width % 2 or not width:
+        part = config.rope_fraction
+        shown = f'model.head_dim={h}'
+        if part < 1:
+          shown += f' x model.rope_fraction={part:g} gives {width}, which'
         raise errors.UserError(
-          f'model.head_dim={h} x model.rope_fraction={config.rope_fraction:g} '
-          f'is {width}, odd or 0: rotary positions rotate pairs.'
+          f'{shown} is odd or 0: rotary positions rotate pairs of columns.'
         )
 
   @staticmethod

@@ -233,7 +233,7 @@ def test_commands(refused, tmp_path, argv, words):
   'text, words',
   [
     ('x = 1\n', ['defines no get_config']),
-    ('def get_config(:\n', ['SyntaxError', 'line 1']),
+    ('def get_config(:\n', ['mine.py:1: SyntaxError']),
     ('def get_config():\n  return 1 / 0\n', ['ZeroDivisionError']),
     ('def get_config():\n  return {}\n', ['returns dict', 'ConfigDict']),
     ('import sys\nsys.exit("no\\nlines")\n', ['SystemExit', 'no lines']),

@@ -25,7 +25,7 @@ from paraxis.models import build
 from paraxis.pallas_kernels import registry
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import aot
-from paraxis.train.data import corpus
+from paraxis.train.data import files
 
 PACKAGES = (
   'jax',
@@ -199,10 +199,10 @@ def _compilers():
 
 def _caches():
   """Lines on what paraxis keeps between runs."""
-  root = pathlib.Path(corpus.cache_root())
-  folders = sorted(p for p in root.glob('*') if p.is_dir())
-  yield f'{root}{"" if folders else " (empty)"}'
-  for folder in folders:
+  root = pathlib.Path(files.cache_root())
+  found = sorted(p for p in root.glob('*') if p.is_dir())
+  yield f'{root}{"" if found else " (empty)"}'
+  for folder in found:
     yield f'  {folder.name:18} {_size(_bytes_below(folder))}'
 
 

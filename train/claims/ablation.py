@@ -45,6 +45,7 @@ from paraxis.train import step as step_lib
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.data import corpus
+from paraxis.train.data import files
 
 RECORD = 'training.json'
 LIMIT = 1800  # CPU-seconds of a training, beyond which it shows a direction
@@ -75,7 +76,7 @@ def _sources(names) -> dict:
     path = ROOT / name
     for file in sorted(path.rglob('*.py')) if path.is_dir() else [path]:
       if file.is_file():
-        found[file.relative_to(ROOT).as_posix()] = corpus.sha256(file)
+        found[file.relative_to(ROOT).as_posix()] = files.sha256(file)
   return found
 
 
@@ -195,7 +196,7 @@ class Training:
 
     It is measured again when the file that defines `measure` has changed.
     """
-    source = corpus.sha256(inspect.getsourcefile(measure))
+    source = files.sha256(inspect.getsourcefile(measure))
     kept = self.record['numbers'].get(name)
     if kept is None or kept['source'] != source:
       value = json.loads(json.dumps(measure(*self.opened)))

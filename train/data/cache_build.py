@@ -28,6 +28,7 @@ import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.train.data import corpus
+from paraxis.train.data import files
 from paraxis.train.data import pieces
 from paraxis.train.data import readers
 from paraxis.train.data import token_worker
@@ -53,7 +54,7 @@ def problem(folder, print_):
     if meta['fingerprint'] != print_:
       return 'another fingerprint'
     for name, checksum in meta['files'].items():
-      if corpus.sha256(folder / name) != checksum:
+      if files.sha256(folder / name) != checksum:
         return f'{name} does not match its checksum'
   except (OSError, ValueError, KeyError, TypeError) as error:
     return f'{type(error).__name__}: {error}'
@@ -328,7 +329,7 @@ def _join(work, whole, count, tokenizer, meta):
     vocab_size=tokenizer.vocab_size if own else largest + 1,
     pad_id=tokenizer.pad_id,
     dtype=kind.name,
-    files={p.name: corpus.sha256(p) for p in sorted(whole.iterdir())},
+    files={p.name: files.sha256(p) for p in sorted(whole.iterdir())},
   )
   about |= {'groups': meta['groups']} if meta['groups'] else {}
   about['seal'] = seal(about)

@@ -1,4 +1,4 @@
-"""Text -> documents with a fixed held-out split; the user's cache folder.
+"""Text -> documents with a fixed held-out split.
 
 Where text comes from: 'fixture' (shipped), 'corpus' (what `paraxis data fetch`
 brought), a file of a format of train/data/readers.py, a folder of them, or a
@@ -28,11 +28,11 @@ from typing import NamedTuple
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.train.data import files
 from paraxis.train.data import readers
 from paraxis.train.data import rows as rows_lib
 from paraxis.train.data import tables
 
-FIXTURE = pathlib.Path(__file__).resolve().parent / 'fixture' / 'data'
 FORMATS = (
   '.txt, .md and .jsonl (also .gz, .zst), .parquet, .bin, datasets folders'
 )
@@ -56,27 +56,15 @@ class Document(NamedTuple):
     return f'{self.domain}/{self.id}'
 
 
-def cache_root():
-  """Folder of everything paraxis keeps between runs (not created here)."""
-  if os.environ.get('PARAXIS_CACHE'):
-    return pathlib.Path(os.environ['PARAXIS_CACHE'])
-  base = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
-  return pathlib.Path(base, 'paraxis')
-
-
-def sha256(path):
-  """Hexadecimal sha256 of a file."""
-  with open(path, 'rb') as file:
-    return hashlib.file_digest(file, 'sha256').hexdigest()
-
-
 def fingerprint(source) -> str:
   """Hexadecimal sha256 of what decides the rows of a rows_lib.Source."""
   if source.file.is_dir():
     state = [source.file / tables.STATE, *tables.dataset_files(source.file)]
-    return hashlib.sha256('|'.join(map(sha256, state)).encode()).hexdigest()
+    return hashlib.sha256(
+      '|'.join(map(files.sha256, state)).encode()
+    ).hexdigest()
   if source.file.suffix not in ('.txt', '.md'):
-    return sha256(source.file)
+    return files.sha256(source.file)
   digest, long = hashlib.sha256(), False
   window = readers.LONG_LINE // 2
   with open(source.file, 'rb') as file:
@@ -97,9 +85,9 @@ def is_glob(path) -> bool:
 def source_folder(path):
   """File, folder or glob that config.data.path means. UserError: missing."""
   if path == 'fixture':
-    return FIXTURE
+    return files.FIXTURE
   if path == 'corpus':
-    folder = cache_root() / 'corpus'
+    folder = files.cache_root() / 'corpus'
     if not folder.is_dir():
       raise errors.UserError(
         f"data.path='corpus': {folder} does not exist; "

@@ -24,7 +24,7 @@ import typing
 
 from paraxis.configs.base import errors
 from paraxis.train.data import archive_texts
-from paraxis.train.data import corpus
+from paraxis.train.data import files
 from paraxis.train.data import package_index
 
 SOURCES = pathlib.Path(__file__).with_name('sources.json')
@@ -148,7 +148,7 @@ def _manifest(path: pathlib.Path) -> dict:
 
 def _bring(recipe: dict, debian: bool, skip: tuple[str, ...], say):
   """Downloads everything first; [(path, source, how it came)] by package."""
-  downloads = corpus.cache_root() / 'downloads'
+  downloads = files.cache_root() / 'downloads'
   (downloads / 'debian').mkdir(parents=True, exist_ok=True)
   ready = []
   index = package_index.pip_index()
@@ -191,7 +191,7 @@ def fetch(
     raise errors.UserError(f'--skip={unknown[0]}: the packages are {known}')
   if debian:
     package_index.check_apt()
-  out = pathlib.Path(out).absolute() if out else corpus.cache_root() / 'corpus'
+  out = pathlib.Path(out).absolute() if out else files.cache_root() / 'corpus'
   try:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix='.new-') as place:
@@ -235,8 +235,8 @@ def listing() -> list[dict]:
   """
   rows = []
   places = (
-    ('fixture', corpus.FIXTURE),
-    ('corpus', corpus.cache_root() / 'corpus'),
+    ('fixture', files.FIXTURE),
+    ('corpus', files.cache_root() / 'corpus'),
   )
   for name, folder in places:
     if not (folder / 'manifest.json').exists():

@@ -29,7 +29,7 @@ import urllib.parse
 import urllib.request
 
 from paraxis.configs.base import errors
-from paraxis.train.data import corpus
+from paraxis.train.data import files
 
 _ATTEMPTS = 3
 _PIP_DEFAULTS = (
@@ -219,7 +219,7 @@ def download(source: dict, folder: pathlib.Path, index: Index) -> str:
   Raises UserError (no file or no connection), IntegrityError (other bytes).
   """
   path, want = folder / source['file'], source['sha256']
-  if path.exists() and corpus.sha256(path) == want:
+  if path.exists() and files.sha256(path) == want:
     return 'cached'
   url, fault = locate(source, index), ''
   part = path.with_name(path.name + '.part')
@@ -235,7 +235,7 @@ def download(source: dict, folder: pathlib.Path, index: Index) -> str:
         continue
       if code != 416:  # 416: the part is whole already, or bad
         break
-    got = corpus.sha256(part)
+    got = files.sha256(part)
     if got == want:
       os.replace(part, path)
       return how
@@ -296,7 +296,7 @@ def debian_sources(packages: list[str]) -> dict[str, dict]:
 def apt_download(source: dict, folder: pathlib.Path) -> str:
   """As `download`, through apt-get; returns 'cached' or 'new'."""
   path = folder / source['file']
-  if path.exists() and corpus.sha256(path) == source['sha256']:
+  if path.exists() and files.sha256(path) == source['sha256']:
     return 'cached'
   package = source['package']
   with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -309,9 +309,9 @@ def apt_download(source: dict, folder: pathlib.Path) -> str:
         f'package {package}: apt-get download: {reason}; where its lists are '
         'old, run "apt-get update" as root, then the same command again'
       )
-    if corpus.sha256(got[0]) != source['sha256']:
+    if files.sha256(got[0]) != source['sha256']:
       raise errors.IntegrityError(
-        f'package {package}: {got[0].name} has sha256 {corpus.sha256(got[0])}, '
+        f'package {package}: {got[0].name} has sha256 {files.sha256(got[0])}, '
         f'apt-cache says {source["sha256"]}: refused'
       )
     os.replace(got[0], path)

@@ -27,6 +27,7 @@ from paraxis.configs.base import errors
 from paraxis.train.data import cache_build
 from paraxis.train.data import chat
 from paraxis.train.data import corpus
+from paraxis.train.data import files
 from paraxis.train.data import readers
 from paraxis.train.data import rows
 
@@ -208,7 +209,7 @@ def _place(data, tokenizer, print_):
     name, where = found.stem.replace('*', '_'), found.resolve()
   where = f'{where}|{data.held_out_fraction}'
   key = hashlib.sha256(f'{where}|{tokenizer.name}'.encode()).hexdigest()[:8]
-  root = pathlib.Path(data.cache_dir or corpus.cache_root() / 'tokens')
+  root = pathlib.Path(data.cache_dir or files.cache_root() / 'tokens')
   stem = f'{name}-{key}'
   return root / f'{stem}-{print_[:16]}', stem
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from paraxis.train.data import corpus
+from paraxis.train.data import files
 from paraxis.train.run import compile_store
 
 _HIT = '/jax/compilation_cache/cache_hits'
@@ -32,7 +32,7 @@ def use_cache():
     if given.parent.name == compile_store.OVERLAYS:  # of the process above
       compile_store.guard(given)
     return
-  overlay = compile_store.Overlay(corpus.cache_root() / 'compiled')
+  overlay = compile_store.Overlay(files.cache_root() / 'compiled')
   compile_store.guard(overlay.folder)
   atexit.register(overlay.close)
   _overlays.append(overlay)

@@ -175,7 +175,7 @@ def layout(**fields):
     kv_heads=8, model='llama', optimizer='adamw', microbatches=1, remat='none',
     zero=0, sequence=True, collectives='annotated', collective_matmul='',
     form='ring', order='zigzag', schedule='one_f_one_b', chunks=1,
-    activations='recompute', **dict.fromkeys(options.AXES, 1),
+    activations='recompute', lora=0, **dict.fromkeys(options.AXES, 1),
   )  # fmt: skip
   config = options.config_of(case | fields)
   layers = config.mesh.stage * config.pipeline.chunks

@@ -14,6 +14,7 @@ import pytest
 
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.configs.base import user_file
 from paraxis.train import cli
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness
@@ -111,7 +112,7 @@ def test_claims_that_no_knockout_reaches_are_named(config, capsys):
   [
     (7, errors.EXIT_USER, 'SKIPPED (nothing to compile with)'),
     (8, errors.EXIT_USER, '8 layers are too many'),
-    (9, errors.EXIT_CRASH, 'a crash'),
+    (9, errors.EXIT_USER, 'mine.py:16: RuntimeError: a crash'),
   ],
 )
 @pytest.mark.filterwarnings('ignore')
@@ -120,6 +121,15 @@ def test_an_error_is_no_failure(config, capsys, layers, code, words):
   assert cli.main(['reproduce', path, '--knockout']) == code
   shown = capsys.readouterr()
   assert words in shown.out + shown.err and 'as it must' not in shown.out
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_a_crash_of_a_shipped_config_is_no_failure(config, capsys, monkeypatch):
+  monkeypatch.setattr(user_file, 'SHIPPED', pathlib.Path.cwd())
+  path = config("[('more', 'layers', {'model.num_layers': 9})]")
+  assert cli.main(['reproduce', path, '--knockout']) == errors.EXIT_CRASH
+  shown = capsys.readouterr()
+  assert 'a crash' in shown.err and 'as it must' not in shown.out
 
 
 def test_one_is_chosen_by_name(config, capsys):

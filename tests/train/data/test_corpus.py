@@ -111,16 +111,6 @@ def test_corpus_is_in_the_user_cache(tmp_path, monkeypatch):
   assert len(corpus.documents('corpus')) == 3
 
 
-def test_cache_root(monkeypatch):
-  monkeypatch.setenv('PARAXIS_CACHE', '/a')
-  monkeypatch.setenv('XDG_CACHE_HOME', '/b')
-  assert corpus.cache_root() == pathlib.Path('/a')
-  monkeypatch.delenv('PARAXIS_CACHE')
-  assert corpus.cache_root() == pathlib.Path('/b/paraxis')
-  monkeypatch.delenv('XDG_CACHE_HOME')
-  assert corpus.cache_root() == pathlib.Path.home() / '.cache' / 'paraxis'
-
-
 @pytest.mark.parametrize(
   'line, message',
   [
