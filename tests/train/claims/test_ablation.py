@@ -169,9 +169,9 @@ def _other_config(run, patch):
 
 
 def _other_file(run, patch):
-  real = ablation.corpus.sha256
+  real = ablation.files.sha256
   changed = lambda path: real(path) + ('x' if path.name == 'norm.py' else '')
-  patch.setattr(ablation.corpus, 'sha256', changed)
+  patch.setattr(ablation.files, 'sha256', changed)
   return {}, 'models/norm.py changed'
 
 
@@ -265,9 +265,9 @@ def test_what_is_measured_is_kept_until_its_file_changes(run, monkeypatch):
   monkeypatch.setattr(ablation.Training, 'opened', ('job', 3))
   ask = lambda: _train(run, Learner())['new'][1].measured('seen', measure)
   assert ask() == ask() == {'seen': [1, 3]} and calls == [('job', 3)]
-  real = ablation.corpus.sha256
+  real = ablation.files.sha256
   mine = lambda path: real(path) + ('x' if 'test_ablation' in str(path) else '')
-  monkeypatch.setattr(ablation.corpus, 'sha256', mine)
+  monkeypatch.setattr(ablation.files, 'sha256', mine)
   assert ask() == ask() == {'seen': [2, 3]} and len(calls) == 2
 
 

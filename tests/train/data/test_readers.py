@@ -11,6 +11,7 @@ import support
 from paraxis.configs import schema
 from paraxis.models.text import tokenizer
 from paraxis.train.data import corpus
+from paraxis.train.data import files
 from paraxis.train.data import readers
 from paraxis.train.data import rows
 from paraxis.train.data import token_cache
@@ -235,7 +236,7 @@ def test_the_shipped_text_gives_the_tokens_it_gave(
     'domain_ids.npy': 'e7c3188c9d0ec053',
     'ids.json': '94cd5143cd8b9f8a',
   }
-  found = {name: corpus.sha256(made.folder / name)[:16] for name in wanted}
+  found = {name: files.sha256(made.folder / name)[:16] for name in wanted}
   assert found == wanted
 
 
