@@ -104,11 +104,15 @@ test-changed: $(STAMP)
 NAMES = 'from paraxis.configs.base import command_line as c; \
   print(*(p.stem for p in c.papers()))'
 
+# One of which nothing can be checked here has said so, and why: exit code 2.
 knockouts: $(STAMP)
-	@failed=; for name in $$("$(BIN)/python" -c $(NAMES)); do \
+	@failed=; skipped=; for name in $$("$(BIN)/python" -c $(NAMES)); do \
 	  echo "=== $$name"; \
-	  "$(BIN)/paraxis" reproduce $$name --knockout || failed="$$failed $$name"; \
+	  "$(BIN)/paraxis" reproduce $$name --knockout; code=$$?; \
+	  case $$code in 0) ;; 2) skipped="$$skipped $$name";; \
+	    *) failed="$$failed $$name";; esac; \
 	done; \
+	if [ -n "$$skipped" ]; then echo "skipped:$$skipped"; fi; \
 	if [ -n "$$failed" ]; then echo "not as they must:$$failed" >&2; exit 1; fi
 
 mutants: $(STAMP)

@@ -48,6 +48,23 @@ FOLDERS = ('pallas_kernels', 'sharding', 'models', 'decode', 'train')
 _OVERLAY = pytest.StashKey()
 
 
+@pytest.fixture(autouse=True)
+def environment():
+  """Commands that run in this process set variables: gone when a test ends.
+
+  jax starts before, so that none of them can change its number of devices.
+  """
+  import jax
+
+  jax.devices()
+  before = dict(os.environ)
+  yield
+  for name in set(os.environ) - set(before) - {'PYTEST_CURRENT_TEST'}:
+    del os.environ[name]
+  changed = {n: x for n, x in before.items() if os.environ.get(n) != x}
+  os.environ.update(changed)
+
+
 def pytest_addoption(parser, pluginmanager):
   del parser
   pluginmanager.register(sampling)

@@ -18,7 +18,6 @@ what a checkpoint says is taken as it is.
 
 from collections.abc import Mapping
 import dataclasses
-import functools
 from typing import Any
 
 from paraxis.configs.base import field as field_lib
@@ -29,12 +28,14 @@ _KINDS = (bool, int, float, str)
 # {name: dataclasses.Field, or the same of a section}
 _own: dict[str, Any] = {}  # of the config that was loaded last
 _sections: dict[str, Any] = {}  # of registered mixers
+_classes: dict[tuple, type] = {}  # no cache: nothing may ever empty it
 
 
-@functools.cache
 def _class(names):
   """A frozen dataclass; one for the same names: equal values are equal."""
-  return dataclasses.make_dataclass('Extra', names, frozen=True)
+  if names not in _classes:
+    _classes[names] = dataclasses.make_dataclass('Extra', names, frozen=True)
+  return _classes[names]
 
 
 def _made(values):

@@ -33,6 +33,14 @@ def test_it_shrinks_and_is_on_a_mesh_what_it_is_on_one_device(own_file):
   assert len(rows) == 4 and all(row.passed for row in rows), rows
 
 
+def test_an_edited_file_is_compared_with_itself(own_file):
+  """As in a notebook: one device does not keep the mixer of before."""
+  for new in ('weights[:, None]', '2 * weights[:, None]'):
+    config = _config(own_file('weights[:, None]', new))
+    rows = verify.certify(verify.prepare(config, 'data=2'), ('loss',))
+    assert all(row.passed for row in rows), rows
+
+
 def test_one_that_reads_beyond_its_document_is_found(own_file):
   """The test above can fail: an average over the whole row."""
   wrong = own_file(

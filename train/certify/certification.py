@@ -14,13 +14,18 @@ layout. There the truth is float32, from the same parameters, and
 
     difference of a leaf = its error / one device's own      (trial.excess)
 
-may be 2. A sum in bfloat16 that both have is read off the program (dtypes.py).
+may be 2. Of one draw of parameters and batches that quotient is luck (of 8
+draws of one right layout it was 0.5 to 2.5 at its worst leaf), so errors are
+pooled over DRAWS of them, leaf by leaf. A sum in bfloat16 that both have is
+read off the program (dtypes.py).
 """
 
 import dataclasses
 import functools
 import math
 from typing import NamedTuple
+
+import numpy as np
 
 from paraxis.configs import schema
 from paraxis.train import state as state_lib
@@ -37,6 +42,7 @@ BOUNDS = {
   inputs.NARROW: (2.0**-9, 2.0**-7),
 }
 EXCESS = 2.0  # error of a layout in bfloat16 over that of one device
+DRAWS = 12  # of parameters and batches, over which those errors are pooled
 CHANGES, NOT_CERTIFIED = 'CHANGES THE NUMBERS', 'NOT CERTIFIED'
 
 
@@ -66,7 +72,7 @@ class Certification:
 
   Attributes:
     runner: trial.Runner in the layout under test. config, devices: of it.
-    reference: trial.Reference.
+    references: trial.Reference of every draw; reference: the first.
   """
 
   def __init__(self, runner, packed):
@@ -76,7 +82,16 @@ class Certification:
     self.again = BOUNDS[self.config.model.dtype]
     self.narrow = self.config.model.dtype == inputs.NARROW
     self.bounds = (EXCESS, EXCESS) if self.narrow else self.again
-    self.reference = trial.reference(self.config, packed, self.devices[0])
+    self.references = self.references_of(self.config)
+    self.reference = self.references[0]
+
+  def references_of(self, config):
+    """trial.Reference of a schema.Config, for every draw."""
+    device = self.devices[0]
+    return [
+      trial.reference(config, self.packed, device, seed)
+      for seed in range(DRAWS if self.narrow else 1)
+    ]
 
   @functools.cached_property
   def state(self):
@@ -84,9 +99,14 @@ class Certification:
     return self.runner.start(self.reference.params)
 
   @functools.cached_property
+  def outcomes(self):
+    """[(loss, gradients, aux.Aux)] of batch 0 of every draw, on the mesh."""
+    return outcomes_of(self.runner, self.references)
+
+  @property
   def gradients(self):
     """(loss, gradients, aux.Aux) of batch 0, on the mesh."""
-    return self.runner.gradients(self.state, self.reference.batches[0])
+    return self.outcomes[0]
 
   @functools.cached_property
   def updated(self):
@@ -107,32 +127,46 @@ class Certification:
     bound = self.bounds[1] if bound is None else bound
     return Verdict(name, bound, measured, measured <= bound, where)
 
-  def loss_difference(self, loss, reference=None):
-    """Of batch 0; infinite if it is not finite."""
-    one = reference or self.reference
-    wanted = one.loss
+  def loss_difference(self, outcomes=None, references=None):
+    """Of batch 0; infinite if it is not finite.
+
+    outcomes, references: of another program; of every draw.
+    """
+    outcomes = self.outcomes if outcomes is None else outcomes
+    references = self.references if references is None else references
+    (loss, *_), *_ = outcomes
     if self.narrow:
-      found, own, exact = ({'': float(x)} for x in (loss, wanted, one.exact[0]))
+      every = (
+        (x for x, *_ in outcomes),
+        *zip(*((one.loss, one.exact[0]) for one in references), strict=True),
+      )
+      found, own, exact = ({'': np.array([*map(float, x)])} for x in every)
       # Of a mean of independent errors four deviations.
-      targets = float(one.batches[0].denominator)
+      targets = float(references[0].batches[0].denominator)
       floor = 4 * trial.ROUNDING / targets**0.5
       return trial.excess(found, own, exact, floor)[0]
+    wanted = references[0].loss
     gap = abs(float(loss) - wanted) / abs(wanted)
     return gap if math.isfinite(gap) else math.inf
 
-  def gradient_difference(self, gradients, aux, reference=None):
-    """(difference, leaf) of batch 0: gradients, terms of the loss, counts."""
-    one = reference or self.reference
-    trees = lambda gradients, aux: (gradients, aux.terms, aux.counts)
-    found, own = trees(gradients, aux), trees(one.gradients, one.aux)
-    found = [self.runner.job.in_order(tree) for tree in found]
+  def gradient_difference(self, outcomes=None, references=None):
+    """(difference, leaf) of batch 0: gradients, terms of the loss, counts.
+
+    Arguments as of `loss_difference`.
+    """
+    outcomes = self.outcomes if outcomes is None else outcomes
+    references = self.references if references is None else references
+    in_order = self.runner.job.in_order
+    found = [[*map(in_order, _trees(*x[1:]))] for x in outcomes]
+    own = [_trees(one.gradients, one.aux) for one in references]
+    if self.narrow:
+      exact = [_trees(*one.exact[1:]) for one in references]
+      parts = zip(*map(_pooled, (found, own, exact)), strict=True)
+      return max(trial.excess(*part) for part in parts if part[1])
     # Apart: counts are hundreds, any gradient would look small beside them.
     floors = trial.FLOOR, 0.0, 0.0
-    parts = list(zip(found, own, floors, strict=True))
-    if self.narrow:
-      parts = list(zip(found, own, trees(*one.exact[1:]), strict=True))
-    compare = trial.excess if self.narrow else trial.worst
-    return max(compare(*part) for part in parts if part[1])
+    parts = zip(found[0], own[0], floors, strict=True)
+    return max(trial.worst(*part) for part in parts if part[1])
 
   def changed(self, change):
     """`Verdict` on loss and gradients with what a changes.Change names."""
@@ -153,13 +187,33 @@ class Certification:
     least: of the bounds.
     """
     of_loss, of_gradients = (max(b, least) for b in self.bounds)
-    runner = trial.Runner(config, self.devices)
-    one = trial.reference(config, self.packed, self.devices[0])
-    state = runner.start(one.params)
-    loss, *found = runner.gradients(state, one.batches[0])
-    gap = self.loss_difference(loss, one)
-    found = self.gradient_difference(*found, one)
+    references = self.references_of(config)
+    outcomes = outcomes_of(trial.Runner(config, self.devices), references)
+    gap = self.loss_difference(outcomes, references)
+    found = self.gradient_difference(outcomes, references)
     gradient = self.verdict(name, found, of_gradients)
     if gradient.passed and gap > of_loss:
       return self.verdict(name, (gap, 'the loss'), of_loss)
     return gradient
+
+
+def outcomes_of(runner, references, parts=0):
+  """[(loss, gradients, aux.Aux)] of batch 0 of every trial.Reference."""
+  return [
+    runner.gradients(runner.start(one.params), one.batches[0], parts)
+    for one in references
+  ]
+
+
+def _trees(gradients, aux):
+  """What is compared of a step: three {name: array}."""
+  return gradients, aux.terms, aux.counts
+
+
+def _pooled(draws):
+  """Trees of every draw -> trees, each leaf with the draws stacked."""
+  stack = lambda trees, path: np.stack([np.asarray(t[path]) for t in trees])
+  return [
+    {path: stack(trees, path) for path in trees[0]}
+    for trees in zip(*draws, strict=True)
+  ]

@@ -31,6 +31,7 @@ from paraxis.sharding.meter import hlo
 from paraxis.sharding.meter import liveness
 from paraxis.sharding.meter import predict
 from paraxis.sharding.meter import traced
+from paraxis.train import expert_counts
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 
@@ -114,8 +115,13 @@ def run(config, mesh_text='', as_json=False, say=print, more=None):
 
 
 def parameters(config):
-  """Number of parameters of a schema.Config, counted from shapes."""
-  return sum(math.prod(shape) for shape in _shapes(config)[1].values())
+  """Number of parameters of a schema.Config, counted from shapes.
+
+  Without what layers count for themselves (train/expert_counts.py).
+  """
+  model, shapes = _shapes(config)
+  counted = set(expert_counts.paths(model))
+  return sum(math.prod(n) for p, n in shapes.items() if p not in counted)
 
 
 def _shapes(config):

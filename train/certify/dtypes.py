@@ -1,6 +1,7 @@
 """In which dtype a traced program adds up what becomes a gradient.
 
-    gradient <- reshape, cast, add, psum ... <- dot, reduce_sum, scatter-add
+    gradient <- reshape, cast, add, scale, psum ... <- dot, reduce_sum,
+                                                       scatter-add
 
 A bfloat16 number has 8 bits: of 256 equal terms the last ones change nothing.
 So every sum between a parameter's gradient and the products of single tokens
@@ -121,10 +122,8 @@ class _Walk:
       self.sums.add(id(eqn))
       if _narrow(var):
         self.found.add(Narrow(traced.line(eqn.source_info), name))
-    scaled = name in ('mul', 'div') and any(
-      not v.aval.shape for v in eqn.invars
-    )
-    if name in _MOVES or name in _JOINS or scaled:
+    # No sum over tokens lies behind a product, element by element, of sums.
+    if name in _MOVES or name in _JOINS or name in ('mul', 'div'):
       out = [(frame, v) for v in eqn.invars if _floating(v)]
     return out
 
@@ -135,17 +134,24 @@ def _floating(var):
 
 
 def narrow_sums(jaxpr, gradients):
-  """(`Narrow`s sorted by line, number of sums looked at) of a traced program.
+  """What adds up gradients in a traced program.
 
   Args:
     jaxpr: of it, not closed. gradients: indexes of the outputs to follow.
+
+  Returns:
+    (`Narrow`s sorted by line, number of sums looked at, those of the outputs
+    that no sum was found of).
   """
-  walk = _Walk()
+  walk, lost = _Walk(), []
   for i in gradients:
+    alone = _Walk()  # what another output has seen counts again
+    alone.visit(_Frame(jaxpr), jaxpr.outvars[i])
+    lost += [] if alone.sums else [i]
     walk.visit(_Frame(jaxpr), jaxpr.outvars[i])
   statistics = {
     Narrow(traced.line(eqn.source_info), eqn.primitive.name)
     for eqn in equations(jaxpr)
     if eqn.primitive.name in _STATISTICS and any(map(_narrow, eqn.outvars))
   }
-  return sorted(walk.found | statistics), len(walk.sums)
+  return sorted(walk.found | statistics), len(walk.sums), lost

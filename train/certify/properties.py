@@ -39,13 +39,12 @@ ELSEWHERE = ('data=2,fsdp=2,tensor=2', 'fsdp=8', 'data=1')
 
 
 def _loss(run):
-  gap = run.loss_difference(run.gradients[0])
-  yield run.verdict('loss', (gap, ''), run.bounds[0])
+  yield run.verdict('loss', (run.loss_difference(), ''), run.bounds[0])
 
 
 def _every_gradient(run):
   count = len(run.reference.gradients)
-  found = run.gradient_difference(*run.gradients[1:])
+  found = run.gradient_difference()
   yield run.verdict(f'gradients, every one of {count} leaves', found)
 
 
@@ -101,7 +100,8 @@ def _steps(run):
   where = max(gaps, key=lambda path: gaps[path])
   rates = run.runner.job.optimizer.rates
   total = sum(
-    float(max(rates(np.int32(t)).values())) for t in range(trial.STEPS)
+    float(max(rates(np.int32(run.runner.first + t)).values()))
+    for t in range(trial.STEPS)
   )
   yield run.verdict(
     f'parameters after {trial.STEPS} own steps (0.05 lr a step)',
@@ -119,7 +119,13 @@ def _dtypes(run):
     more = schema.with_value(run.config, 'train.microbatches', 2)
     runner = trial.Runner(more, run.devices)
   traced = runner.traced(run.state, run.reference.batches[0])
-  found, count = dtypes.narrow_sums(*traced)
+  found, count, lost = dtypes.narrow_sums(*traced)
+  if lost:
+    paths = sorted(run.reference.gradients)
+    lost = [paths[traced[1].index(i)] for i in lost]
+    why = f'of {", ".join(lost)} no sum over tokens was found in the program'
+    name = 'sums in float32'
+    yield certification.Verdict(name, 0.0, 0.0, False, '', why)
   yield run.verdict(
     f'sums in float32: {count} of gradients, statistics',
     (float(len(found)), ' '.join(found[0]) if found else ''),
@@ -141,11 +147,11 @@ def _ramp(run):
   if ramp is None:
     return
   few = schema.with_value(run.config, 'train.batch_size', ramp.start)
-  one = trial.reference(few, run.packed, run.devices[0])
+  references = run.references_of(few)
   parts, rows = ramp.split(ramp.start)
-  loss, *found = run.runner.gradients(run.state, one.batches[0], parts)
-  gap = run.loss_difference(loss, one), 'the loss'
-  found = max(gap, run.gradient_difference(*found, one))
+  outcomes = certification.outcomes_of(run.runner, references, parts)
+  gap = run.loss_difference(outcomes, references), 'the loss'
+  found = max(gap, run.gradient_difference(outcomes, references))
   name = (
     f'a smaller step: {parts} x {rows} rows of {run.config.train.batch_size}'
   )

@@ -24,7 +24,6 @@ from paraxis.sharding import rules as rules_lib
 
 # What a note adds where a smaller size is not all.
 NOTES = {
-  'optimizer.warmup_steps': ' (of its first step no update shows)',
   'model.experts.capacity_factor': ' (slots for the same share of the tokens)',
 }
 # Logical axis -> the field that sets its size.
@@ -255,7 +254,6 @@ def config(full, sizes, asked, dtype):
       full.data,
       sequence_length=_size(full.data.sequence_length, 64, 2 * devices),
     ),
-    optimizer=dataclasses.replace(full.optimizer, warmup_steps=0),
     pipeline=dataclasses.replace(full.pipeline, microbatches=in_pipeline),
     train=dataclasses.replace(
       full.train,

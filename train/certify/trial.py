@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from paraxis.configs import schema
+from paraxis.configs.base import mixers
 from paraxis.models import batch as batch_lib
 from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
@@ -61,11 +62,14 @@ class Runner:
 
   Attributes:
     job: program.Program. config, devices: of it.
+    first: the step that its states are before, the first at the full learning
+      rate: of an earlier one an update would hardly show.
   """
 
   def __init__(self, config, devices):
     """config: schema.Config, its mesh of as many devices as given."""
     self.config, self.devices = config, devices
+    self.first = max(config.optimizer.warmup_steps - 1, 0)
     self.job = job_lib.on_devices(config, devices=devices)
     step = step_lib.make(
       self.job.built, self.job.optimizer, config.optimizer.clip_norm
@@ -87,12 +91,14 @@ class Runner:
     return self.job.put(batch, rows=batch.tokens.shape[-2])
 
   def start(self, params):
-    """The State before the first step, with these NumPy parameters."""
+    """The State before step `first`, with these NumPy parameters."""
     with self.job.context():
       params = self.job.on_mesh(params, self.job.built.params)
       everywhere = jax.NamedSharding(self.job.mesh, jax.P())
-      zeros = [jax.device_put(np.int32(0), everywhere) for _ in range(3)]
-      return state_lib.State(params, self._init(params), *zeros)
+      counters = [
+        jax.device_put(np.int32(n), everywhere) for n in (self.first, 0, 0)
+      ]
+      return state_lib.State(params, self._init(params), *counters)
 
   def gradients(self, state, batch, parts=0):
     """(loss, {path: gradient}, aux.Aux) on the mesh; arguments as of `put`."""
@@ -208,22 +214,22 @@ class Reference:
   """What one device gives, in NumPy; each part is made when it is asked for.
 
   Attributes:
-    params: {path: array}. batches: STEPS of them.
+    params: {path: array}. batches: STEPS of them. Both are drawn from the seed.
     loss, gradients, aux: of batch 0.
   """
 
-  def __init__(self, config, packed, device):
-    self._runner = _one_device(config, device)
+  def __init__(self, config, packed, device, seed):
+    self._runner = _one_device(config, device, _code())
     # Neither depends on the optimizer: those that differ in it share them.
     plain = dataclasses.replace(config, optimizer=schema.Optimizer())
-    found = _gradients(plain, packed, device)
+    found = _gradients(plain, packed, device, seed, _code())
     self.params, self.batches, self.loss, self.gradients, self.aux = found
 
   @functools.cached_property
   def exact(self):
     """(loss, gradients, aux.Aux) of the same parameters in float32."""
     config = schema.with_value(self._runner.config, 'model.dtype', 'float32')
-    runner = _one_device(config, self._runner.devices[0])
+    runner = _one_device(config, self._runner.devices[0], _code())
     loss, *found = runner.gradients(runner.start(self.params), self.batches[0])
     return float(loss), *jax.device_get(found)
 
@@ -245,22 +251,29 @@ class Reference:
     return jax.device_get(self._runner.steps(self.params, self.batches).params)
 
 
+def _code():
+  """Where a user's own mixers are from: a letter may mean another class now."""
+  return tuple(sorted(mixers.OWN.items()))
+
+
 @functools.lru_cache(maxsize=64)
-def _one_device(config, device):
+def _one_device(config, device, code):
+  del code  # of the key alone
   return Runner(config, [device])
 
 
-@functools.lru_cache(maxsize=64)
-def _gradients(config, packed, device):
-  runner = _one_device(config, device)
-  params, made = inputs.parameters(runner), batches(config, packed)
+@functools.lru_cache(maxsize=256)
+def _gradients(config, packed, device, seed, code):
+  runner = _one_device(config, device, code)
+  params, made = inputs.parameters(runner, seed), batches(config, packed, seed)
   loss, *found = runner.gradients(runner.start(params), made[0])
   return params, made, float(loss), *jax.device_get(found)
 
 
-@functools.lru_cache(maxsize=64)
-def _reference(config, packed, device):
-  return Reference(config, packed, device)
+@functools.lru_cache(maxsize=256)
+def _reference(config, packed, device, seed, code):
+  del code
+  return Reference(config, packed, device, seed)
 
 
 # One device has no use for these, and the plainest value of each: a whole batch
@@ -286,15 +299,16 @@ def plain(config):
   return schema.with_values(config, PLAIN)
 
 
-def reference(config, packed, device):
+def reference(config, packed, device, seed=0):
   """`Reference` of a schema.Config whatever its layout; kept and shared.
 
   Args:
     config: see `plain`.
     packed: see `batches`.
     device: the one to use.
+    seed: of parameters and batches.
   """
-  return _reference(plain(config), packed, device)
+  return _reference(plain(config), packed, device, seed, _code())
 
 
 def _rms(x):

@@ -145,7 +145,8 @@ def reproduce(
 ):
   """Runs a config's knock-outs -> exit code 0 if every claim of theirs fails.
 
-  1: one still holds; 2: none does, but one could not be checked here.
+  What cannot be checked here is skipped, with its reason. 1: one still holds;
+  2: all are skipped.
 
   Args:
     name: a config that ships with paraxis, or a file.
@@ -187,4 +188,4 @@ def reproduce(
     say(unproven(alone))
   if held:
     return errors.EXIT_DIFFERENT
-  return errors.EXIT_USER if skipped else errors.EXIT_OK
+  return errors.EXIT_USER if skipped == len(found) else errors.EXIT_OK

@@ -11,6 +11,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import extra
 from paraxis.configs.base.field import field
+from paraxis.train.claims import knockouts
 from paraxis.train.run import workdir
 
 pytestmark = pytest.mark.usefixtures('own_file')
@@ -149,3 +150,9 @@ def test_a_run_with_other_values_is_another_run():
   ]  # fmt: skip
   with support.refused('extra.decay was 0.5, is now 0.25', '--init_from'):
     workdir.compare('RUN', old, new)
+
+
+def test_equal_values_stay_equal_when_caches_are_emptied():
+  before = schema.Config()
+  knockouts.forget()
+  assert before == schema.view(schema.default()) == schema.Config()

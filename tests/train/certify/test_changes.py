@@ -194,8 +194,7 @@ def test_sizes_alone_are_silent():
   case = verify.prepare(config, 'data=2')
   assert not case.changes and 'model.experts.count 64 -> 16' in case.notes
   assert case.config.model.experts.hot == 1
-  warm = next(n for n in case.notes if n.startswith('optimizer.warmup_steps'))
-  assert 'no update shows' in warm
+  assert not any('warmup' in note for note in case.notes)
 
 
 def test_every_replaced_field_is_a_size_or_is_said():
@@ -218,7 +217,7 @@ def test_every_replaced_field_is_a_size_or_is_said():
     'mesh.stage', 'mesh.data', 'model.dtype', 'model.param_dtype',
     'model.experts.count', 'model.experts.d_ff', 'model.head_dim',
     'model.attention_block', 'model.recurrent.heads', 'pipeline.microbatches',
-    'optimizer.warmup_steps', 'train.batch_size', 'train.batch_ramp',
+    'train.batch_size', 'train.batch_ramp',
     'model.num_layers', 'model.d_model', 'model.d_ff',
   }  # fmt: skip
   assert changed - said <= sizes, changed - said - sizes

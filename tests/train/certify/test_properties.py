@@ -31,7 +31,6 @@ CONFIG = schema.Config(
     attention_block=16, dtype='float64', param_dtype='float64',
   ),
   data=schema.Data(sequence_length=32),
-  optimizer=schema.Optimizer(warmup_steps=0),
   train=schema.Train(batch_size=8),
 )  # fmt: skip
 

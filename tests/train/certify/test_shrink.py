@@ -64,7 +64,7 @@ def test_sizes_shrink_and_divide():
   assert (model.num_layers, config.data.sequence_length) == (2, 64)
   assert model.dtype == model.param_dtype == 'float64'
   assert config.train.batch_size == 16 and config.train.microbatches == 2
-  assert config.optimizer == schema.Optimizer(warmup_steps=0)
+  assert config.optimizer == schema.Optimizer()
   assert (config.mesh.data, config.mesh.fsdp, config.mesh.tensor) == (2, 2, 2)
 
 
