@@ -218,7 +218,7 @@ class Reference:
     loss, gradients, aux: of batch 0.
   """
 
-  def __init__(self, config, packed, device, seed):
+  def __init__(self, config, packed, device, seed=0):
     self._runner = _one_device(config, device, _code())
     # Neither depends on the optimizer: those that differ in it share them.
     plain = dataclasses.replace(config, optimizer=schema.Optimizer())
