@@ -1,11 +1,12 @@
 """What a run keeps, and reports, of what layers count (models/aux.py).
 
-A parameter of kind 'statistic' is read and not learned: it holds the counts of
-the previous step, assignments to each expert, those dropped and the router's
-entropy. One of kind 'balance', a router's bias, moves towards experts that got
-fewer assignments than the mean (arXiv:2408.15664). The tally of Newton's method
-(models/mixers/recurrent.py) is only reported: every shard solves its own part,
-so, unlike the counts, it depends on the layout.
+A leaf of a model of kind 'statistic' is read and not learned: it holds the
+counts of the previous step, assignments to each expert, those dropped and the
+router's entropy. One of kind 'balance', a router's bias, moves towards experts
+that got fewer assignments than the mean (arXiv:2408.15664). Both are
+State.counts, no parameters: what maps over parameters never sees them. The
+tally of Newton's method (models/mixers/recurrent.py) is only reported: every
+shard solves its own part, so, unlike the counts, it depends on the layout.
 
 Legend: L layers that have the parameter, E experts.
 """
@@ -21,12 +22,12 @@ LOAD, BIAS = KINDS
 
 
 def paths(model, kinds=KINDS):
-  """Parameters that are read and not learned."""
+  """Leaves of a model that are read and not learned."""
   return [p for p, kind in model.kinds.items() if kind in kinds]
 
 
 def whole_step(model):
-  """Parameters that need the counts of the current step, not the previous."""
+  """Those that need the counts of the current step, not the previous."""
   experts = model.config.experts
   asked = experts.balance and experts.balance_scope == 'step'
   return paths(model, (LOAD,)) if asked else []
@@ -38,16 +39,16 @@ def without(model, tree):
   return {p: x for p, x in tree.items() if p not in kept}
 
 
-def update(model, aux, params):
-  """{path: new value} of the parameters that are not learned."""
+def update(model, aux, counts):
+  """{path: new value} of State.counts."""
   out = {
-    p: aux.counts[p].astype(params[p].dtype) for p in paths(model, (LOAD,))
+    p: aux.counts[p].astype(counts[p].dtype) for p in paths(model, (LOAD,))
   }
   for path in paths(model, (BIAS,)):
     if path in model.frozen:
       continue
     load = aux.counts[path.removesuffix('bias') + 'load']
-    count, old = load[:, : -router.EXTRA], params[path]
+    count, old = load[:, : -router.EXTRA], counts[path]
     under = jnp.sign(count.mean(-1, keepdims=True) - count)
     rate = model.config.experts.bias_rate
     out[path] = old + rate * under.astype(old.dtype)

@@ -140,7 +140,7 @@ def cost(config):
   one = job_lib.on_devices(alone, abstract=True)
   made = step_lib.make(one.built, one.optimizer, 0.0)
   with one.context():
-    shapes = one.state.params, one.batch_shapes()
+    shapes = one.state.variables, one.batch_shapes()
     forward = jax.make_jaxpr(made.evaluate)(*shapes)
   total, *_, frozen = header.sizes(one.model, one.state.params)
   length = config.data.sequence_length
@@ -342,7 +342,7 @@ class _Training:
         if size not in gradients:
           stop.compiling = True
           with recorder.rates.apart():
-            arguments = job.state.params, batch
+            arguments = job.state.variables, batch
             gradients[size] = compiling.compile_step(
               'gradient', self._functions.grads, *arguments, say=say
             )
@@ -352,7 +352,7 @@ class _Training:
               )
             self._profile.programs += [gradients[size], update]
           stop.compiling = False
-        found = gradients[size](self.state.params, batch)
+        found = gradients[size](self.state.variables, batch)
         self.state, numbers = update(self.state, *found)
         del found
         self.step = t + 1
@@ -389,6 +389,6 @@ class _Training:
     """evaluate.Evaluation of held-out text, which is written too."""
     self._recorder.flush()
     with self._recorder.rates.apart('evaluation'):
-      found = self._evaluator(self.state.params)
+      found = self._evaluator(self.state.variables)
     self._recorder.writers.write(self.step, found.values())
     return found

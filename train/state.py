@@ -2,7 +2,8 @@
 
 Canonical paths are ours, not optax's or Flax's: 'params/layers/mlp/up',
 'optimizer/adamw/mu/embedding', 'step'. A leaf that mirrors a parameter carries
-its logical axes, so that a checkpoint can be read onto any mesh.
+its logical axes, so that a checkpoint can be read onto any mesh. On disk counts
+stand among the parameters, 'params/layers/moe/load': a model reads both.
 """
 
 import functools
@@ -13,27 +14,46 @@ import jax.numpy as jnp
 
 from paraxis.models import depth
 from paraxis.sharding import annotate
+from paraxis.train import expert_counts
 
 
 class State(NamedTuple):
-  """params: {path: array}. optimizer: {group: optax state}.
+  """params: {path: array}, what is learned, or frozen (train.freeze).
 
+  counts: {path: array}, what layers read and count for themselves, without
+  gradients (train/expert_counts.py). optimizer: {group: optax state}.
   step: () int32, batches consumed, skipped ones included.
   skipped, skipped_in_a_row: () int32, updates left out for non-finite numbers.
   """
 
   params: Any
+  counts: Any
   optimizer: Any
   step: Any
   skipped: Any
   skipped_in_a_row: Any
 
+  @property
+  def variables(self):
+    """{path: array}, all that the model reads."""
+    return self.params | self.counts
+
 
 def init(model, optimizer, key):
   """The state before the first step, laid out by the rules in force."""
-  params = model.init(key)
   counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
-  return State(params, optimizer.init(params), *counters)
+  return begun(model, optimizer.init, model.init(key), counters)
+
+
+def begun(model, init_optimizer, variables, counters):
+  """The `State` of a model that reads these variables.
+
+  counters: step, skipped and skipped_in_a_row.
+  """
+  counted = set(expert_counts.paths(model))
+  params = {p: x for p, x in variables.items() if p not in counted}
+  counts = {p: x for p, x in variables.items() if p in counted}
+  return State(params, counts, init_optimizer(params), *counters)
 
 
 def _path(keys):
@@ -43,6 +63,8 @@ def _path(keys):
     name = getattr(k, 'name', getattr(k, 'key', None))
     if name is not None:
       names.append(str(name))
+  if names[:1] == ['counts']:
+    names[0] = 'params'
   return '/'.join(names)
 
 

@@ -28,13 +28,13 @@ from paraxis.train import state as state_lib
 class Step(NamedTuple):
   """Functions of a step, to be jitted by the loop; papers replace them.
 
-  grads(params, batch, cotangent=1.0) -> (loss, {path: gradient}, aux.Aux). The
-    loss is the sum of aux.terms, 'nats' among them; the gradient is that of
-    cotangent x loss, of what is learned.
+  grads(variables, batch, cotangent=1.0) -> (loss, {path: gradient}, aux.Aux):
+    of State.variables. The loss is the sum of aux.terms, 'nats' among them; the
+    gradient is that of cotangent x loss, of what is learned.
   update(state, loss, grads, aux) -> (state, metrics): loss (nats alone),
     grad_norm, squares (sum of squares of each gradient, sorted by path),
     skipped, skipped_in_a_row, learning_rate_<group>, expert_counts.metrics.
-  evaluate(params, batch) -> () sum of nats over the weighted targets.
+  evaluate(variables, batch) -> () sum of nats over the weighted targets.
   """
 
   grads: Any
@@ -66,19 +66,20 @@ def make(built, optimizer, clip_norm):
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     clip = jnp.minimum(1.0, clip_norm / norm) if clip_norm else 1.0
 
-    def move(params, inner):
+    def move(params, counts, inner):
       clipped = {p: g * clip for p, g in grads.items()}
       moved, inner = optimizer.update(clipped, inner, params, state.step)
-      return moved | expert_counts.update(model, aux, params), inner
+      return moved, counts | expert_counts.update(model, aux, counts), inner
 
     # A branch, not a select: selecting reads everything twice, and the update
     # of 17M parameters then takes 3 times as long on CPU.
-    params, inner = jax.lax.cond(
-      finite, move, lambda *old: old, state.params, state.optimizer
-    )
+    kept = state.params, state.counts, state.optimizer
+    moved = jax.lax.cond(finite, move, lambda *old: old, *kept)
     skip = 1 - finite.astype(jnp.int32)
+    params, counts, inner = moved
     new = state_lib.State(
       params,
+      counts,
       inner,
       state.step + 1,
       state.skipped + skip,

@@ -96,7 +96,7 @@ def trained():
   with build.use(built):
     held = jax.tree.map(jnp.asarray, params)
     zeros = [jnp.int32(0)] * 3
-    state = state_lib.State(held, jax.jit(optimizer.init)(held), *zeros)
+    state = state_lib.begun(built.model, jax.jit(optimizer.init), held, zeros)
     grads, update = jax.jit(step.grads), jax.jit(step.update)
     for i in range(STEPS):
       tokens, segments = rows(i)
@@ -105,8 +105,8 @@ def trained():
       data = batch_lib.Batch(
         tokens, tokens, segments, order, weights, weights.sum()
       )
-      state, numbers = update(state, *grads(state.params, data))
-      found[0].append(np.asarray(state.params['layers/moe/bias'][0]))
+      state, numbers = update(state, *grads(state.variables, data))
+      found[0].append(np.asarray(state.counts['layers/moe/bias'][0]))
       found[1].append(jax.device_get(numbers))
   return params, *found
 

@@ -88,7 +88,7 @@ def test_a_router_whose_columns_stay_is_seen(monkeypatch):
 
 def test_slots_hold_the_experts_that_are_named():
   side, params = runner(ONE), reference().params
-  held = jax.device_get(side.start(params).params)
+  held = jax.device_get(side.start(params).variables)
   for slot, expert in enumerate(map(int, ONE.split(','))):
     for name, dim in (('up', 1), ('down', 1), ('router', 2), ('bias', 1)):
       path = f'layers/moe/{name}'
@@ -121,7 +121,7 @@ def test_the_step_is_the_same_program():
 
 def test_new_parameters_are_the_same():
   made = [runner(order).job for order in ('', ONE)]
-  plain, mine = (j.in_order(j.initial_state().params) for j in made)
+  plain, mine = (j.in_order(j.initial_state().variables) for j in made)
   for path, x in plain.items():
     np.testing.assert_array_equal(mine[path], x, err_msg=path)
 

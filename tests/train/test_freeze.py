@@ -104,7 +104,7 @@ def test_a_frozen_bias_of_a_router_stays(double):
     config = schema.with_value(config, 'train.freeze', freeze)
     runner = trial.Runner(config, jax.devices()[:1])
     reference = trial.reference(config, True, jax.devices()[0])
-    moved = runner.steps(reference.params, reference.batches[:1]).params
+    moved = runner.steps(reference.params, reference.batches[:1]).variables
     before = reference.params
     equal = lambda p: np.array_equal(moved[p], before[p])  # noqa: B023
     assert equal('layers/moe/bias') == same

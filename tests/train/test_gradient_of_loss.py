@@ -81,7 +81,7 @@ def found(runner, params, batch, cotangent=1.0):
   """(loss, {path: gradient, layers in order}, aux.Aux) in NumPy."""
   state = runner.start(params)
   with runner.job.context():
-    out = runner._grads(state.params, runner.put(batch), cotangent)
+    out = runner._grads(state.variables, runner.put(batch), cotangent)
   loss, gradients, aux = jax.device_get(out)
   return loss, runner.job.in_order(gradients), aux
 

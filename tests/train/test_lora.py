@@ -197,7 +197,9 @@ def test_no_gradient_of_the_base_is_formed(double):
     state = runner.start(reference.params)
     with runner.job.context():
       batch = runner.put(reference.batches[0])
-      text = runner._grads.lower(state.params, batch).compile().as_text() or ''
+      text = (
+        runner._grads.lower(state.variables, batch).compile().as_text() or ''
+      )
     found[rank] = len(re.findall(r'f64\[(?:28,52|52,28)\]\S* dot\(', text))
   assert found[0] > 0 and found[RANK] == 0, found
 

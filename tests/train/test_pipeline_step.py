@@ -64,7 +64,7 @@ def test_what_is_stored_holds_no_parameter(double, schedule, unroll):
     patch.setattr(pipeline_step, 'Pipeline', Spy)
     with side.job.context():
       batch = side.put(reference.batches[0])
-      jax.eval_shape(side._grads, state.params, batch)
+      jax.eval_shape(side._grads, state.variables, batch)
   rows, parameters = kept[0]
   assert len(rows) > 10 and len(parameters) > 5
   for row in rows:
@@ -77,7 +77,7 @@ def test_a_row_that_holds_no_layer_counts_nothing(double):
   recurrent = {'model.pattern': 'R', 'model.recurrent.heads': 2}
   side, state, reference = on_devices(experiment.fields(config, recurrent))
   with side.job.context():
-    *_, aux = side._grads(state.params, side.put(reference.batches[0]))
+    *_, aux = side._grads(state.variables, side.put(reference.batches[0]))
   assert aux.tallies['newton'][0] == 3 * 2  # layers x microbatches
 
 
@@ -226,8 +226,8 @@ def measured(config):
   side, state, reference = on_devices(config)
   with side.job.context():
     batch = side.put(reference.batches[0])
-    traced = side._grads.trace(state.params, batch)
-    results = traced.lower().compile()(state.params, batch)
+    traced = side._grads.trace(state.variables, batch)
+    results = traced.lower().compile()(state.variables, batch)
   return jax.device_get(results), gathers(traced.jaxpr.jaxpr)
 
 

@@ -13,8 +13,10 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
+from paraxis.configs.base import model as model_schema
 from paraxis.models import build
 from paraxis.train import optimizers
+from paraxis.train import program
 from paraxis.train import state as state_lib
 
 MATRICES = """
@@ -72,7 +74,7 @@ def test_the_longest_name_owns_a_leaf():
     axes={'norm/scale': ('norm',), 'layers/norm/scale': ('layers', 'norm')}
   )
   params = {'layers/norm/scale': jnp.zeros((2, 3)), 'norm/scale': jnp.zeros(3)}
-  state = state_lib.State(params, {'adamw': {'mu': params}}, 0, 0, 0)
+  state = state_lib.State(params, {}, {'adamw': {'mu': params}}, 0, 0, 0)
   state = jax.tree.map(jnp.asarray, state)
   axes = state_lib.axes(state, model)
   for folder in ('params', 'optimizer/adamw/mu'):
@@ -95,7 +97,7 @@ def test_flatten_and_back(quickstart):
 
 def test_two_leaves_of_one_name_are_refused():
   pair = ({'mu': 1}, {'mu': 2})  # positions in a tuple are no names
-  state = state_lib.State({}, {'adamw': pair}, 0, 0, 0)
+  state = state_lib.State({}, {}, {'adamw': pair}, 0, 0, 0)
   with pytest.raises(ValueError, match="both named 'optimizer/adamw/mu'"):
     state_lib.flatten(state)
 
@@ -106,3 +108,22 @@ def test_one_stage_moves_nothing():
   flat = {'params/layers/mlp/up': np.zeros(3)}
   assert state_lib.in_order(flat, built.model) == flat
   assert state_lib.on_stages(flat, flat, built.model) == flat
+
+
+def test_what_experts_count_is_no_parameter():
+  """What maps over parameters leaves it alone; on disk it stands among them."""
+  model = schema.Model(
+    vocab_size=32, d_model=16, num_layers=2, num_heads=2, d_ff=16,
+    experts=model_schema.Experts(count=4, bias_rate=0.01),
+  )  # fmt: skip
+  config = schema.Config(model=model, data=schema.Data(sequence_length=16))
+  job = program.on_devices(config, devices=jax.devices()[:1], abstract=True)
+  counted = {'layers/moe/load', 'layers/moe/bias'}
+  assert set(job.state.counts) == counted
+  assert not counted & set(job.state.params)
+  assert set(job.state.variables) == set(job.built.params)
+  flat = state_lib.flatten(job.state)
+  assert {f'params/{path}' for path in job.built.params} <= set(flat)
+  assert not any(path.startswith('counts') for path in flat)
+  again = state_lib.unflatten(job.state, flat)
+  assert again.counts['layers/moe/bias'] is flat['params/layers/moe/bias']

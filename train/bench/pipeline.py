@@ -135,7 +135,7 @@ class Gradient:
     *rows, denominator = bench_train.batch(c)
     batch = batch_lib.Batch._make([*map(cut, rows), denominator])
     with job.context():
-      self._inputs = job.initial_state().params, job.put(batch)
+      self._inputs = job.initial_state().variables, job.put(batch)
       self._function = step_lib.make(
         job.built, job.optimizer, c.optimizer.clip_norm
       )

@@ -137,7 +137,7 @@ class Ours:
     clip = job.config.optimizer.clip_norm
     made = step_lib.make(job.built, job.optimizer, clip)
     grads = compiling.compile_step(
-      'gradient', made.grads, job.state.params, self._batch
+      'gradient', made.grads, job.state.variables, self._batch
     )
     return grads, job.compile_update(made.update, grads)
 
@@ -151,7 +151,7 @@ class Ours:
     with self._job.context():
       before = self._now()
       found = jax.block_until_ready(
-        self._grads(self._state.params, self._batch)
+        self._grads(self._state.variables, self._batch)
       )
       middle = self._now()
       self._state, numbers = self._update(self._state, *found)

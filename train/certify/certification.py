@@ -43,6 +43,7 @@ BOUNDS = {
 }
 EXCESS = 2.0  # error of a layout in bfloat16 over that of one device
 DRAWS = 12  # of parameters and batches, over which those errors are pooled
+CHAOS = 0.25  # share of the gradient: one device so far off compares nothing
 CHANGES, NOT_CERTIFIED = 'CHANGES THE NUMBERS', 'NOT CERTIFIED'
 
 
@@ -125,7 +126,20 @@ class Certification:
     """`Verdict` on a (difference, leaf) against a bound."""
     measured, where = difference
     bound = self.bounds[1] if bound is None else bound
+    if self.narrow and measured > bound == EXCESS and self.own_error > CHAOS:
+      why = f'one device itself is off by {self.own_error:.0%} of the gradient'
+      return Verdict(name, bound, 0.0, False, where, why)
     return Verdict(name, bound, measured, measured <= bound, where)
+
+  @functools.cached_property
+  def own_error(self):
+    """Error of one device in bfloat16, of all draws and gradients together."""
+    size = error = 0.0
+    for one in self.references:
+      for path, x in one.exact[1].items():
+        x, own = (np.asarray(y, np.float64) for y in (x, one.gradients[path]))
+        size, error = size + np.sum(x * x), error + np.sum((own - x) ** 2)
+    return math.sqrt(error / size)
 
   def loss_difference(self, outcomes=None, references=None):
     """Of batch 0; infinite if it is not finite.

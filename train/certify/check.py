@@ -195,7 +195,7 @@ def check(config, mesh_text=''):
   made = step_lib.make(built, job.optimizer, config.optimizer.clip_norm)
   sizes = dict(built.mesh.shape)
   with job.context():
-    arguments = state.params, job.batch_shapes()
+    arguments = state.variables, job.batch_shapes()
     gradient, found = traced.trace(made.grads, sizes, *arguments)
     update, _ = traced.trace(made.update, sizes, state, *found)
   memory = liveness.estimate(gradient)
@@ -204,7 +204,7 @@ def check(config, mesh_text=''):
   held = lambda tree: sum(
     traced.Value(x, sizes).bytes for x in jax.tree.leaves(tree)
   )
-  trees = state.params, found[1], state.optimizer
+  trees = state.variables, found[1], state.optimizer
   classes = dict(zip(CLASSES, map(held, trees), strict=False))
   return Prediction(
     sizes,

@@ -98,17 +98,17 @@ class Runner:
       counters = [
         jax.device_put(np.int32(n), everywhere) for n in (self.first, 0, 0)
       ]
-      return state_lib.State(params, self._init(params), *counters)
+      return state_lib.begun(self.job.model, self._init, params, counters)
 
   def gradients(self, state, batch, parts=0):
     """(loss, {path: gradient}, aux.Aux) on the mesh; arguments as of `put`."""
     with self.job.context():
-      return self._grads(state.params, self.put(batch, parts))
+      return self._grads(state.variables, self.put(batch, parts))
 
   def traced(self, state, batch):
     """(jaxpr of `gradients`, indexes of the gradients among its outputs)."""
     with self.job.context():
-      program = self._grads.trace(state.params, self.put(batch))
+      program = self._grads.trace(state.variables, self.put(batch))
     outputs = jax.tree.leaves_with_path(program.out_info)
     of_gradients = [
       i for i, (path, _) in enumerate(outputs) if path[0].idx == 1
@@ -123,7 +123,7 @@ class Runner:
   def evaluate(self, state, batch):
     """Nats per target: float."""
     with self.job.context():
-      total = self._evaluate(state.params, self.job.put(batch))
+      total = self._evaluate(state.variables, self.job.put(batch))
     return float(total) / float(batch.denominator)
 
   def evaluated(self, state):
@@ -144,7 +144,7 @@ class Runner:
     held_out = data.evaluation(self.config, inputs.corpus(self.config))
     measure = evaluate.Evaluator(self.job, None, held_out, run)
     with self.job.context():
-      found = measure(state.params)
+      found = measure(state.variables)
     seen.pop((), None)  # rows without text, which fill the last batch
     return seen, found
 

@@ -144,7 +144,7 @@ def step_program(config: schema.Config, devices: tuple, name='gradient'):
   with job.context():
     if name == 'forward':
       evaluate = step_lib.make(job.built, job.optimizer, 0.0).evaluate
-      traced = jax.jit(evaluate).trace(job.state.params, job.batch_shapes())
+      traced = jax.jit(evaluate).trace(job.state.variables, job.batch_shapes())
     else:
       traced = traces[name]
     return compiled(traced), job

@@ -52,9 +52,8 @@ class Sizes(NamedTuple):
 
 
 def sizes(model, shapes) -> Sizes:
-  """`Sizes` of a Decoder; shapes: {path: array}, of all it holds."""
-  learned = lambda path: model.kinds[path] not in ('statistic', 'balance')
-  count = {p: n for p, n in model.sizes(shapes).items() if learned(p)}
+  """`Sizes` of a Decoder; shapes: {path: array}, its parameters."""
+  count = model.sizes(shapes)
   outer = sum(n for p, n in count.items() if p.split('/')[0] in OUTER)
   idle = 0.0
   for path, n in count.items():

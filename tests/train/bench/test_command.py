@@ -181,7 +181,7 @@ def test_both_candidates_take_the_same_step():
     lambda p: reference.loss(m, p, host.tokens, host.targets)
   )(plain)
   with ours._job.context():
-    our_loss, ours_gradient, _ = ours._grads(ours._state.params, ours._batch)
+    our_loss, ours_gradient, _ = ours._grads(ours._state.variables, ours._batch)
   np.testing.assert_allclose(our_loss, loss, rtol=1e-5)
   np.testing.assert_allclose(
     ours_gradient['embedding'], gradient['embedding'], atol=1e-5

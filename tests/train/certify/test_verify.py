@@ -116,6 +116,13 @@ def test_more_than_twice_is_seen(monkeypatch):
   assert not row.passed and row.measured < 100, row
 
 
+def test_where_bfloat16_has_no_digits_nothing_is_certified(monkeypatch):
+  monkeypatch.setattr(certification, 'CHAOS', 1e-4)
+  monkeypatch.setattr(trial, 'excess', lambda *given: (3.0, 'embedding'))
+  (row,) = certify('gradients', dtype='bfloat16')
+  assert row.word == 'NOT CERTIFIED' and 'one device itself' in row.why
+
+
 # ------------------------------------------------------------- bad input
 
 

@@ -104,7 +104,7 @@ def test_fewer_microbatches_equal_one_device(pipeline, parts):
       fold = lambda x: x.reshape(parts, 2, -1) if np.ndim(x) else x
       with side.job.context():
         return side._grads(
-          state.params, side.job.put(batch_lib.Batch(*map(fold, batch)))
+          state.variables, side.job.put(batch_lib.Batch(*map(fold, batch)))
         )
 
     batch = reference.batches[0]

@@ -103,7 +103,7 @@ def _hot_sets(config, mesh, hot, sets):
         state = side.start(wanted.params | loads)
         with side.job.context():
           batch = side.put(wanted.batches[0])
-          loss, found, _ = jax.device_get(compiled(state.params, batch))
+          loss, found, _ = jax.device_get(compiled(state.variables, batch))
         gaps.append(trial.worst(found, wanted.gradients, 1e-6)[0])
         gaps.append(float(abs(loss - wanted.loss) / abs(wanted.loss)))
   count = config.model.experts.count

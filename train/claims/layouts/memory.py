@@ -77,7 +77,7 @@ def _held(config, devices):
   with job.context():
     batch = side.put(trial.batches(config, False)[0])
     found = side.gradients(state, trial.batches(config, False)[0])[1]
-    body, _ = traced.trace(grads, dict(job.mesh.shape), state.params, batch)
+    body, _ = traced.trace(grads, dict(job.mesh.shape), state.variables, batch)
   held = lambda tree: experiment.bytes_by_device(tree)[0]
   whole = [p for p, x in state.params.items() if not any(x.sharding.spec)]
   return {

@@ -188,7 +188,7 @@ def _on_one(config, device, paths, params, batch):
   step = make_step(layers)(side.job.built, side.job.optimizer, 0.0)
   state = side.start(params)
   with side.job.context():
-    loss, gradients, _ = jax.jit(step.grads)(state.params, side.put(batch))
+    loss, gradients, _ = jax.jit(step.grads)(state.variables, side.put(batch))
   return jax.device_get(gradients | {'loss': loss})
 
 

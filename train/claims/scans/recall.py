@@ -80,9 +80,9 @@ def train(config, task, every, folder, say):
     held = [job.put(tasks.draw(task, rows, seed, True)) for seed in range(4)]
     for t in range(curve[-1][0] if curve else 0, config.train.steps):
       batch = job.put(trained_on(config, task, t))
-      state, numbers = update(state, *grads(state.params, batch))
+      state, numbers = update(state, *grads(state.variables, batch))
       if (t + 1) % every == 0 or t + 1 == config.train.steps:
-        found = jnp.stack([measure(state.params, b) for b in held]).mean(0)
+        found = jnp.stack([measure(state.variables, b) for b in held]).mean(0)
         curve.append([t + 1, *map(float, found)])
         axes = state_lib.axes(job.state, job.model)
         store.save(t + 1, state_lib.flatten(state), axes, dict(curve=curve))
