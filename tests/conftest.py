@@ -1,7 +1,7 @@
 """What every test runs under, and the tree that the guard tests read.
 
 Eight virtual devices, set before jax starts; no network; no display. Tests
-marked `hf` skip where torch or transformers is missing. sampling.py says which
+marked as in `NEEDED` skip where packages are missing. sampling.py says which
 tests a session runs; what XLA compiled is kept between sessions.
 """
 
@@ -100,21 +100,24 @@ def pytest_unconfigure(config):
     overlay.close()
 
 
+# Mark -> packages that its tests need, of the extra in setup.cfg.
+NEEDED = {
+  'hf': ('torch', 'transformers'),
+  'lm_eval': ('lm_eval',),
+  'extras': ('pyarrow', 'datasets'),
+}
+
+
 def pytest_collection_modifyitems(items):
-  """Skips `hf` tests with a reason where their peers are not installed."""
-  missing = [
-    name
-    for name in ('torch', 'transformers')
-    if importlib.util.find_spec(name) is None
-  ]
-  if not missing:
-    return
-  skip = pytest.mark.skip(
-    reason=f'{" and ".join(missing)} not installed ([hf])'
-  )
-  for item in items:
-    if 'hf' in item.keywords:
-      item.add_marker(skip)
+  """Skips tests with a mark of NEEDED, and a reason, where that is missing."""
+  for mark, packages in NEEDED.items():
+    missing = [p for p in packages if importlib.util.find_spec(p) is None]
+    if not missing:
+      continue
+    skip = pytest.mark.skip(reason=f'not installed: {", ".join(missing)}')
+    for item in items:
+      if mark in item.keywords:
+        item.add_marker(skip)
 
 
 def _tracked_files():

@@ -20,8 +20,6 @@ from paraxis.train.data import packing
 from paraxis.train.data import rows
 from paraxis.train.data import token_cache
 
-pytest.importorskip('jinja2')
-
 CHATML = (
   "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content"
   " + '<|im_end|>' + '\\n' }}{% endfor %}"

@@ -2,11 +2,13 @@
 
 import gzip
 import hashlib
+import importlib
 import json
 
 import numpy as np
 import pytest
 import support
+import zstandard
 
 from paraxis.configs import schema
 from paraxis.models.text import tokenizer
@@ -32,15 +34,15 @@ def plain(path, **options):
 
 
 def parquet(path, columns, **options):
-  arrow = pytest.importorskip('pyarrow')
-  table = pytest.importorskip('pyarrow.parquet')
+  arrow = importlib.import_module('pyarrow')
+  table = importlib.import_module('pyarrow.parquet')
   table.write_table(arrow.table(columns), path, **options)
   return path
 
 
 def dataset(folder, texts, shards=2, **columns):
   """What `datasets` 4 leaves: Arrow streams, state.json, dataset_info.json."""
-  arrow = pytest.importorskip('pyarrow')
+  arrow = importlib.import_module('pyarrow')
   folder.mkdir(parents=True)
   names = [f'data-{n:05d}-of-{shards:05d}.arrow' for n in range(shards)]
   table = arrow.table({'text': texts, **columns})
@@ -55,11 +57,19 @@ def dataset(folder, texts, shards=2, **columns):
   return folder
 
 
+def rows_of(domains):
+  """What `plain` finds where TEXTS are in a file of each domain."""
+  return [
+    (f'{domain}/{n}', None, text)
+    for domain in domains
+    for n, text in enumerate(TEXTS, 1)
+  ]
+
+
 # The same rows from every format
 
 
 def test_every_format_gives_the_same_rows(tmp_path):
-  zstandard = pytest.importorskip('zstandard')
   body = jsonl({'text': t} for t in TEXTS)
   half = body.index(b'\n') + 1
   squeeze = zstandard.ZstdCompressor().compress
@@ -67,19 +77,19 @@ def test_every_format_gives_the_same_rows(tmp_path):
   (tmp_path / 'b.jsonl.gz').write_bytes(gzip.compress(body))
   frames = squeeze(body[:half]) + squeeze(body[half:])  # two, one file
   (tmp_path / 'c.jsonl.zst').write_bytes(frames)
-  parquet(tmp_path / 'd.parquet', {'text': TEXTS}, row_group_size=2)
-  dataset(tmp_path / 'e', TEXTS)
-  found, said = plain(tmp_path)
-  assert not said
-  assert found == [
-    (f'{domain}/{n}', None, text)
-    for domain in 'abcde'
-    for n, text in enumerate(TEXTS, 1)
-  ]
+  assert plain(tmp_path) == (rows_of('abc'), [])
 
 
+@pytest.mark.extras
+def test_tables_give_the_same_rows(tmp_path):
+  (tmp_path / 'a.jsonl').write_bytes(jsonl({'text': t} for t in TEXTS))
+  parquet(tmp_path / 'b.parquet', {'text': TEXTS}, row_group_size=2)
+  dataset(tmp_path / 'c', TEXTS)
+  assert plain(tmp_path) == (rows_of('abc'), [])
+
+
+@pytest.mark.extras
 def test_small_blocks_change_nothing(tmp_path, monkeypatch):
-  pytest.importorskip('pyarrow')
   (tmp_path / 'a.jsonl').write_bytes(jsonl({'text': t} for t in TEXTS * 3))
   (tmp_path / 'b.txt').write_text(f'{TEXTS[3]}\n\n' * 9)
   parquet(tmp_path / 'd.parquet', {'text': TEXTS * 3})
@@ -90,6 +100,7 @@ def test_small_blocks_change_nothing(tmp_path, monkeypatch):
   assert plain(tmp_path)[0] == whole
 
 
+@pytest.mark.extras
 def test_columns_beside_the_text(tmp_path):
   columns = {
     'content': ['a', 'b', 'c', ''],
@@ -116,6 +127,7 @@ def test_text_key_of_jsonl(tmp_path):
 # Names of files
 
 
+@pytest.mark.extras
 def test_shards_are_one_domain_and_names_may_say_the_split(tmp_path):
   for name in ('train-00000-of-00002', 'train-00001-of-00002', 'test'):
     parquet(tmp_path / f'{name}.parquet', {'text': [name]})
@@ -246,16 +258,17 @@ def test_the_shipped_text_gives_the_tokens_it_gave(
 @pytest.mark.parametrize(
   'make, words',
   [
-    (lambda p: p / 'a.parquet', 'a.parquet: cannot be read: '),
+    pytest.param(
+      lambda p: p / 'a.parquet', 'a.parquet: cannot be read: ',
+      marks=pytest.mark.extras,
+    ),
     (lambda p: p / 'a.jsonl.gz', 'a.jsonl.gz: damaged or cut off: Not a gzipp'),
     (lambda p: p / 'a.jsonl.zst', 'a.jsonl.zst: damaged or cut off: '),
     (lambda p: p / 'a.jsonl.xz', "ends in '.xz'; text is read from .txt, .md"),
     (lambda p: p / 'none.txt', 'no such file or folder'),
   ],
-)
+)  # fmt: skip
 def test_garbage(tmp_path, make, words):
-  pytest.importorskip('zstandard')
-  pytest.importorskip('pyarrow')
   for name in ('a.parquet', 'a.jsonl.gz', 'a.jsonl.zst', 'a.jsonl.xz'):
     (tmp_path / name).write_bytes(b'garbage ' * 99)
   with support.refused(words):
@@ -268,7 +281,7 @@ def test_files_that_are_cut_off(tmp_path, name):
   if name == 'gz':
     packed = gzip.compress(body)
   else:
-    packed = pytest.importorskip('zstandard').ZstdCompressor().compress(body)
+    packed = zstandard.ZstdCompressor().compress(body)
   path = tmp_path / f'a.jsonl.{name}'
   path.write_bytes(packed[:-9])
   with support.refused(f'a.jsonl.{name}: damaged or cut off: '):
@@ -281,6 +294,7 @@ def test_line_that_is_not_utf8(tmp_path):
     plain(tmp_path / 'a.txt')
 
 
+@pytest.mark.extras
 def test_tables_without_text(tmp_path):
   path = parquet(tmp_path / 'a.parquet', {'body': ['a'], 'n': [1]})
   with support.refused("no column 'text'; it has 'body', 'n': name one by"):
@@ -294,6 +308,19 @@ def test_tables_without_text(tmp_path):
     plain(parquet(path, bad))
 
 
+@pytest.mark.extras
+def test_what_datasets_itself_saves(tmp_path):
+  library = importlib.import_module('datasets')
+  made = library.Dataset.from_dict({'text': TEXTS, 'id': list('wxyz')})
+  made.save_to_disk(str(tmp_path / 'd'), num_shards=2)
+  wanted = [(f'd/{i}', None, t) for i, t in zip('wxyz', TEXTS, strict=True)]
+  assert plain(tmp_path / 'd') == (wanted, [])
+  made.select([2, 0]).save_to_disk(str(tmp_path / 'e'))
+  found, _ = plain(tmp_path / 'e')  # save_to_disk writes what is selected
+  assert [t for *_, t in found] == [TEXTS[2], TEXTS[0]]
+
+
+@pytest.mark.extras
 def test_damaged_datasets(tmp_path):
   folder = dataset(tmp_path / 'd', ['a', 'b'])
   (folder / 'data-00001-of-00002.arrow').unlink()

@@ -43,7 +43,6 @@ def test_segments_are_their_text():
 
 @pytest.mark.parametrize('loss_on', ['all', 'assistant'])
 def test_the_command(tmp_path, capsys, loss_on):
-  pytest.importorskip('jinja2')
   talk = [
     {'role': 'user', 'content': 'question'},
     {'role': 'assistant', 'content': 'answer'},
