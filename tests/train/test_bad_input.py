@@ -301,6 +301,7 @@ def test_a_workdir_of_another_config(refused, train, finished):
     train(*WIDER, workdir=finished),
     'model.d_model was 32, is now 48',
     'model.d_ff was 64, is now 96',
+    'another --workdir with new ones: model.d_model, model.d_ff set the shapes',
     workdir=finished,
   )
 

@@ -51,6 +51,19 @@ FREE = (
   'data.prefetch',
   'data.cache_dir',
 )
+# Model fields that leave the shapes of parameters: a new run with another
+# value may begin with the weights of the old one. Those of `extra` are unknown.
+KEEP_SHAPES = (
+  'window', 'residual_scale', 'norm_epsilon', 'rope_theta', 'rope_fraction',
+  'rope_local_theta', 'rope_scaling', 'rope_factor', 'rope_low_frequency',
+  'rope_high_frequency', 'rope_original_length', 'rope_mscale',
+  'rope_truncate', 'logit_scale', 'embedding_scale', 'attention_scale',
+  'attention_softcap', 'logit_softcap', 'init_std', 'embedding_init_std',
+  'dtype', 'loss', 'attention_block', 'scan', 'experts.top_k',
+  'experts.normalise', 'experts.sum_epsilon', 'experts.scale',
+  'experts.groups', 'experts.top_groups', 'experts.group_best',
+  'experts.capacity_factor', 'experts.balance', 'experts.router_z',
+)  # fmt: skip
 
 
 def resolve(workdir):
@@ -170,22 +183,36 @@ def resumed(workdir, config, say):
   return config
 
 
+def keeps_shapes(name, was, now) -> bool:
+  """Whether parameters of before fit a model whose field 'section.name' went
+  from `was` to `now`; the vocabulary may grow."""
+  section, _, field = name.partition('.')
+  grown = field == 'vocab_size' and was < now
+  return section != 'model' or field in KEEP_SHAPES or grown
+
+
 def compare(where, old, new, say=lambda line: None):
   """UserError if a run of `old` cannot resume as `new`; reports the rest."""
-  hard = []
+  hard, shaped = [], []
   for name, was, now in differences(old, new):
     text = f'{name} was {was!r}, is now {now!r}'
     if not is_free(name):
       hard.append(text)
+      shaped += [] if keeps_shapes(name, was, now) else [name]
     elif name == 'train.steps':
       say(f'config: {text}; the schedule is stretched')
     else:
       say(f'config: {text}')
   if hard:
+    other = f'with these weights: --init_from={where}'
+    if shaped:
+      other = (
+        f'with new ones: {", ".join(shaped)} '
+        f'{"sets" if len(shaped) == 1 else "set"} the shapes of parameters'
+      )
     raise errors.UserError(
       f'{where} holds a run with another configuration: {"; ".join(hard)}. '
-      'Give the old values, or begin a new run in another --workdir with '
-      f'these weights: --init_from={where}.'
+      f'Give the old values, or begin a new run in another --workdir {other}.'
     )
 
 

@@ -4,10 +4,14 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.configs.base import model as model_schema
+from paraxis.models import decoder
 from paraxis.train.claims import experiment
 from paraxis.train.run import workdir
 
@@ -103,6 +107,63 @@ def test_hard_fields_are_refused(tmp_path, name):
   text, was = str(caught.value), schema.value(schema.Config(), name)
   assert f'{name} was {was!r}, is now {HARD[name]!r}' in text
   assert 'eval_every' not in text and str(tmp_path) in text
+
+
+# Values of KEEP_SHAPES that differ from the default.
+OTHERS = {
+  'rope_scaling': 'linear',
+  'dtype': 'bfloat16',
+  'loss': 'chunked',
+  'scan': 'xla',
+  'rope_truncate': False,
+  'rope_fraction': 0.5,
+  'experts.normalise': False,
+  'experts.groups': 2,
+  'experts.capacity_factor': 1.25,
+}
+
+
+def _shapes(model):
+  made = decoder.Decoder(model).init
+  found = jax.eval_shape(lambda: made(jax.random.key(0)))
+  return {path: (x.shape, x.dtype) for path, x in found.items()}
+
+
+def test_fields_that_keep_shapes_do():
+  """Of a model that reads them all; what is not in the table may not."""
+  base = schema.Model(
+    d_model=16, num_heads=2, d_ff=16, num_layers=2, vocab_size=8, pattern='WG',
+    window=4, experts=model_schema.Experts(count=4),
+  )  # fmt: skip
+  wanted = _shapes(base)
+  for name in workdir.KEEP_SHAPES:
+    was = schema.value(base, name)
+    now = OTHERS[name] if name in OTHERS else 2 * was + 1
+    changed = schema.with_values(base, {name: now})
+    assert now != was, name
+    assert _shapes(changed) == wanted, name
+  changed = schema.with_values(base, {'d_model': 32})
+  assert _shapes(changed) != wanted
+
+
+@pytest.mark.parametrize(
+  'changes, words',
+  [
+    ({'model.d_model': 320}, ['new ones: model.d_model sets the shapes']),
+    ({'model.vocab_size': 2000, 'model.d_ff': 8, 'train.seed': 2},
+     ['model.vocab_size, model.d_ff set the shapes', 'train.seed was']),
+    ({'train.seed': 2}, ['with these weights: --init_from=RUN.']),
+    ({'model.rope_theta': 5e5}, ['with these weights: --init_from=RUN.']),
+    ({'model.vocab_size': 4096}, ['with these weights: --init_from=RUN.']),
+  ],
+)  # fmt: skip
+def test_the_way_that_is_named_is_open(changes, words):
+  """--init_from only where parameters keep their shapes."""
+  old = schema.Config()
+  new = experiment.fields(old, changes)
+  with support.refused(*words):
+    workdir.compare('RUN', old, new)
+  assert workdir.keeps_shapes('extra.decay', 0.5, 1)
 
 
 # What a run of before wrote, of the fields that matter here.
