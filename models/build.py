@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from paraxis.configs import schema
+from paraxis.configs.base import mixers
 from paraxis.models import batch as batch_lib
 from paraxis.models import checks as model_checks
 from paraxis.models import decoder
@@ -180,7 +181,7 @@ def _layout(config, rules, sizes, schedule):
     placement = tuple(map(tuple, schedule.placement.tolist()))
   if not length('length'):
     return parameter.Layout(rings, placement=placement, experts=experts)
-  letters = set(layer.mixers(model.pattern)[0])
+  letters = set(mixers.of_pattern(model.pattern)[0])
   attending = [k for k in sorted(letters) if layer.MIXERS[k].capabilities.slots]
   order = _token_order(mesh, model, attending, letters)
   shards = math.prod(sizes[a] for a in rules.axes('heads'))
@@ -286,7 +287,7 @@ def build(config, mesh_text='', remat=None, devices=None, abstract=False):
   rules.check_used(sizes)
   schedule = _schedule(config, sizes)
   layout = _layout(config, rules, sizes, schedule)
-  model_checks.check_experts(config.model, rules, sizes)
+  model_checks.check_region(config.model, rules, sizes)
   policy = remat and memory.policy(remat, config.train.memory)
   learned = trained.of(config.train)
   model = decoder.Decoder(config.model, policy, layout, learned)

@@ -1,19 +1,15 @@
 """Can the fields of a model stand together? In plain integers, before a mesh.
 
-Every contradiction is a UserError with both numbers.
+Every contradiction is a UserError with both numbers. Importing this file starts
+no jax: the command line refuses what `check_fields` finds at once.
 """
 
 import math
 
-import jax
-
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers
-from paraxis.models import layer
-from paraxis.models.mixers import attention
-from paraxis.pallas_kernels import registry
-from paraxis.pallas_kernels.attention import op as attention_op
-from paraxis.pallas_kernels.scans import gated as gated_scan
+
+EXPERTS = 'EPD'  # letters of model.experts.pattern
 
 
 def need(condition, text):
@@ -23,8 +19,31 @@ def need(condition, text):
 
 
 def check_model(model):
+  """`check_fields`, then what kernels and the mixers themselves refuse."""
+  import jax
+
+  from paraxis.models import layer
+  from paraxis.pallas_kernels import registry
+  from paraxis.pallas_kernels.attention import op as attention_op
+  from paraxis.pallas_kernels.scans import gated as gated_scan
+
+  check_fields(model)
+  need(
+    'float64' not in (model.dtype, model.param_dtype)
+    or jax.dtypes.canonicalize_dtype('float64') == 'float64',
+    'model.dtype or model.param_dtype is float64, which jax has switched off: '
+    'set JAX_ENABLE_X64=1 in the environment.',
+  )
+  attention_op.choose(model.attention)
+  registry.resolve(gated_scan.OP, model.scan)
+  for letter in sorted(set(mixers.of_pattern(model.pattern)[0])):
+    layer.MIXERS[letter].check(model)
+
+
+def check_fields(model):
   """UserError if the fields of a schema.Model contradict each other."""
-  d, n, k = model.d_model, model.num_heads, attention.num_kv_heads(model)
+  d, n = model.d_model, model.num_heads
+  k = model.num_kv_heads or n
   need(
     model.head_dim or d % n == 0,
     f'model.d_model={d} is not divisible by model.num_heads={n}; set '
@@ -34,14 +53,6 @@ def check_model(model):
     n % k == 0,
     f'model.num_heads={n} is not divisible by model.num_kv_heads={k}.',
   )
-  need(
-    'float64' not in (model.dtype, model.param_dtype)
-    or jax.dtypes.canonicalize_dtype('float64') == 'float64',
-    'model.dtype or model.param_dtype is float64, which jax has switched off: '
-    'set JAX_ENABLE_X64=1 in the environment.',
-  )
-  attention_op.choose(model.attention)
-  registry.resolve(gated_scan.OP, model.scan)
   low, high = model.rope_low_frequency, model.rope_high_frequency
   need(
     model.rope_scaling not in ('llama3', 'yarn') or 0 < low < high,
@@ -53,7 +64,7 @@ def check_model(model):
     f"model.rope_scaling='yarn' needs model.rope_theta={model.rope_theta} "
     'above 1.',
   )
-  letters, _ = layer.mixers(model.pattern)
+  letters, _ = mixers.of_pattern(model.pattern)
   need(
     model.residual == 'sequential' or model.norm_placement == 'pre',
     f'model.residual={model.residual!r} has norms before its parts, but '
@@ -73,7 +84,6 @@ def check_model(model):
     "model.mlp='none' names no form for them.",
   )
   for letter in sorted(set(letters)):
-    layer.MIXERS[letter].check(model)
     need(
       model.window or not mixers.TABLE[letter].windowed,
       f'model.pattern={model.pattern!r} has {letter} layers but '
@@ -83,16 +93,14 @@ def check_model(model):
     model.position != 'learned' or model.max_positions,
     "model.position='learned' needs model.max_positions, rows of its table.",
   )
+  if model.experts.count:
+    _check_experts(model.experts)
 
 
-def check_experts(model, rules, sizes):
-  """UserError if the fields of a schema.Experts, or its region, do not fit."""
-  experts = model.experts
-  if not experts.count:
-    return
+def _check_experts(experts):
   for letter in experts.pattern or ' ':
     need(
-      letter in layer.EXPERTS,
+      letter in EXPERTS,
       f'model.experts.pattern={experts.pattern!r}: {letter!r} is not one of '
       'E (experts), P (twice as many), D (a plain mlp).',
     )
@@ -128,6 +136,13 @@ def check_experts(model, rules, sizes):
     f'model.experts.hot={experts.hot} is above model.experts.count='
     f'{experts.count}.',
   )
+
+
+def check_region(model, rules, sizes):
+  """UserError if the region of experts does not divide them."""
+  experts = model.experts
+  if not experts.count:
+    return
   region = [a for a in rules.axes('experts') if sizes[a] > 1]
   ranks = math.prod(sizes[a] for a in region)
   nearest = max(

@@ -40,38 +40,11 @@ MIXERS = {
   'V': short_conv.ShortConv,
   'C': tcn.ConvolutionAttention,
 }
-EXPERTS = 'EPD'
-
-
-def mixers(pattern):
-  """'M-M*' -> ('MMF', (True, True, False)): letters, and which have an mlp.
-
-  Without a '-' all have one. UserError: a letter that is no mixer, or a '-'
-  that follows none.
-  """
-  letters, follows = '', []
-  for letter in pattern.replace('*', 'F'):
-    if letter == '-' and follows and not follows[-1]:
-      follows[-1] = True
-      continue
-    if letter not in MIXERS:
-      what = 'an mlp that follows no mixer' if letter == '-' else 'no mixer'
-      raise errors.UserError(
-        f'model.pattern={pattern!r}: {letter!r} is {what} '
-        f'({", ".join(MIXERS)}, each with a - behind it or not).'
-      )
-    letters += letter
-    follows.append(False)
-  if not letters:
-    raise errors.UserError(
-      'model.pattern is empty: name at least one layer kind.'
-    )
-  return letters, tuple(follows) if '-' in pattern else (True,) * len(letters)
 
 
 def kinds_of(config):
   """(kinds of a unit, kinds of every layer): 'F', 'FE': attention, experts."""
-  letters, follows = mixers(config.pattern)
+  letters, follows = own.of_pattern(config.pattern)
   if config.mlp == 'none' and not config.experts.count:
     follows = (False,) * len(letters)
   every = config.experts.pattern if config.experts.count else 'D'

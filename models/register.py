@@ -143,7 +143,7 @@ def _check(letter, cls, section, shrink, file):
 
 def described(pattern):
   """{letter: {file, sha256}} of the own mixers in a pattern, for manifests."""
-  letters = layer.mixers(pattern)[0]
+  letters = mixers.of_pattern(pattern)[0]
   return {
     letter: dict(file=own.file.rsplit('/', 1)[-1], sha256=own.sha256)
     for letter, own in mixers.OWN.items()

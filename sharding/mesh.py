@@ -6,19 +6,22 @@
 Axes are Explicit: shardings are part of array types, and a layout that does not
 fit is an error while tracing. Axes of size 1 stay in the mesh and are dropped
 from specs (sharding/rules.py), so one device is the same program.
+
+Texts are read without jax, which only a mesh starts: `--mesh=dta=2` is refused
+at once.
 """
 
 from collections.abc import Mapping, Sequence
 import math
-
-import jax
+import typing
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
-from paraxis.sharding import placement
+
+if typing.TYPE_CHECKING:
+  import jax
 
 AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
-_EXPLICIT = (jax.sharding.AxisType.Explicit,) * len(AXES)
 
 
 def parse(text: str) -> dict[str, int]:
@@ -106,7 +109,7 @@ def resolve(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
   return full
 
 
-def make(sizes: str | Mapping[str, int], devices=None) -> jax.sharding.Mesh:
+def make(sizes: str | Mapping[str, int], devices=None) -> 'jax.sharding.Mesh':
   """A mesh of all `devices` with Explicit axes.
 
   Args:
@@ -116,24 +119,32 @@ def make(sizes: str | Mapping[str, int], devices=None) -> jax.sharding.Mesh:
   Raises:
     UserError: as `parse` and `resolve`.
   """
+  import jax
+
+  from paraxis.sharding import placement
+
   devices = jax.devices() if devices is None else devices
   sizes = parse(sizes) if isinstance(sizes, str) else sizes
   placed = placement.place(resolve(sizes, len(devices)), devices)
-  return jax.sharding.Mesh(placed, AXES, axis_types=_EXPLICIT)
+  explicit = (jax.sharding.AxisType.Explicit,) * len(AXES)
+  return jax.sharding.Mesh(placed, AXES, axis_types=explicit)
 
 
-def abstract(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
+def abstract(sizes: Mapping[str, int]) -> 'jax.sharding.AbstractMesh':
   """The same mesh without devices, of any number: to check a layout by types.
 
   Args:
     sizes: axis -> size, every one known (no -1).
   """
+  import jax
+
   full = {a: int(sizes.get(a, 1)) for a in AXES}
   bad = [f'{a}={n}' for a, n in full.items() if n < 1]
   if bad:
     raise errors.UserError(
       f'mesh {",".join(bad)}: without devices every size must be given.'
     )
+  explicit = (jax.sharding.AxisType.Explicit,) * len(AXES)
   return jax.sharding.AbstractMesh(
-    tuple(full.values()), AXES, axis_types=_EXPLICIT
+    tuple(full.values()), AXES, axis_types=explicit
   )

@@ -15,6 +15,8 @@ from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.decode import __main__ as decode_main
 from paraxis.decode.evaluate import command as evaluate_command
+from paraxis.models import checks
+from paraxis.sharding import mesh
 from paraxis.train import data_command
 from paraxis.train import exchange_command
 from paraxis.train.bench import command as bench_command
@@ -42,10 +44,13 @@ def _train(values, config, _):
     raise errors.UserError('--workdir is missing: name a run directory.')
   hosts = values.coordinator_address, values.num_processes, values.process_id
   several = hosts_lib.check(*hosts)
-  command_line.prepare_devices(values.devices)
-  from paraxis.sharding import mesh
-
   mesh.parse(values.mesh)
+  if not values.init_from:  # else the weights say what the model is
+    from paraxis.train.run import early
+
+    alone = not several and not values.dry_run
+    early.check(config, values.workdir if alone else '', values.profile)
+  command_line.prepare_devices(values.devices)
   if several:
     hosts_lib.connect(*hosts)
   from paraxis.train import start
@@ -83,6 +88,12 @@ def _dry_run(config, values, source):
   memory = check.check(config, values.mesh).peak
   print(header.text(job, loop.cost(config), values.workdir, memory))
   return errors.EXIT_OK
+
+
+def _plain(values, config):
+  """UserError for what needs no jax to be refused."""
+  mesh.parse(values.mesh)
+  checks.check_fields(config.model)
 
 
 def _papers(values, config, words):
@@ -156,6 +167,7 @@ def _doctor(values, config, _):
 
 
 def _check(values, config, _):
+  _plain(values, config)
   command_line.prepare_devices(1)
   from paraxis.train.certify import verdict
 
@@ -171,6 +183,8 @@ def _verify(values, config, _):
     )
   if not drawn and config is None:
     raise errors.UserError('--config is missing: --config=configs/FILE.py.')
+  if config is not None:
+    _plain(values, config)
   command_line.prepare_devices(values.devices or 8)
   if drawn:
     from paraxis.train.certify import random_layouts
@@ -182,6 +196,7 @@ def _verify(values, config, _):
 
 
 def _compile(values, config, _):
+  _plain(values, config)
   from paraxis.train.certify import target_compile
 
   return target_compile.run(

@@ -17,17 +17,19 @@ def _list(*_):
 
 
 def _show(values, config, _):
+  if not values.rows:
+    raise errors.UserError('--rows=0 shows nothing: give at least 1.')
   command_line.prepare_devices(1)
   import rich.console
   import rich.text
 
   from paraxis.models.text import tokenizer as tokenizer_lib
-  from paraxis.train import program
   from paraxis.train.data import batches as batches_lib
+  from paraxis.train.data import corpus as corpus_lib
   from paraxis.train.data import show
   from paraxis.train.data import token_cache
 
-  config = program.with_places(config)
+  config = corpus_lib.with_places(config)
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
   corpus = token_cache.tokens(config, tokenizer, print)
   batches = batches_lib.Batches(config, corpus)
@@ -36,8 +38,6 @@ def _show(values, config, _):
     *(x.reshape(len(rows), -1) if x.ndim else x for x in batch)
   )
   names = batches.documents_at(values.step)
-  if not values.rows:
-    raise errors.UserError('--rows=0 shows nothing: give at least 1.')
   console = rich.console.Console(highlight=False, soft_wrap=True)
   print(f'step {values.step} of {corpus.path}: {batches.summary()}')
   for row in range(min(values.rows, len(rows))):

@@ -24,6 +24,7 @@ from paraxis.train import start
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
 from paraxis.train.run import compiling
+from paraxis.train.run import early
 from paraxis.train.run import evaluate
 from paraxis.train.run import header
 from paraxis.train.run import hosts
@@ -200,12 +201,13 @@ def run(
     workdir_lib.prepare(workdir)
     config = source.configured(config, workdir, say)
   config = workdir_lib.resumed(workdir, config, say)
+  # Several processes refuse together, once each knows what the others have.
+  alone = jax.process_count() == 1
+  early.check(config, workdir if alone else '', options.profile)
   job = job_lib.make(config, mesh_text, devices, say)
   config, settings = job.config, job.config.train
-  token, traced = (
-    cost(config),
-    profile_lib.parse(options.profile, settings.steps),
-  )
+  token = cost(config)
+  traced = early.traced(options.profile, settings.steps)
   path, lock = _claim(job, workdir, say)
   with (
     lock,

@@ -11,7 +11,6 @@ workdir is written.
 import contextlib
 import dataclasses
 import functools
-import pathlib
 from typing import Any
 
 import jax
@@ -266,24 +265,6 @@ def of_shapes(
   return program
 
 
-def with_places(config: schema.Config) -> schema.Config:
-  """The config with absolute names of files and folders in `data`."""
-  data = config.data
-  path = pathlib.Path(data.tokenizer).expanduser()
-  shipped = data.tokenizer in ('bytes', 'bpe2048', 'ids') or not path.exists()
-  weights, chat = corpus_lib.weights(data), pathlib.Path(data.chat_template)
-  data = dataclasses.replace(
-    data,
-    path=corpus_lib.absolute(data.path),
-    chat_template=str(chat.resolve()) if chat.is_file() else data.chat_template,
-    tokenizer=data.tokenizer if shipped else str(path.resolve()),
-    sources=','.join(
-      f'{corpus_lib.absolute(p)}:{w:g}' for p, w in weights.items()
-    ),
-  )
-  return dataclasses.replace(config, data=data)
-
-
 def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
   """`Job` for a schema.Config.
 
@@ -299,7 +280,7 @@ def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:
   metrics.check_loggers(config.train)
   program = of_shapes(config, mesh_text, devices)
   config = program.config
-  config = with_places(config)
+  config = corpus_lib.with_places(config)
   steps, warmup = config.train.steps, config.optimizer.warmup_steps
   if warmup >= steps:
     say(

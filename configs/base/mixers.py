@@ -10,6 +10,7 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple
 
+from paraxis.configs.base import errors
 from paraxis.configs.base.field import field
 
 
@@ -242,6 +243,32 @@ TABLE = {
 
 # Letter -> where it is from, of mixers that models/register.py added.
 OWN: dict[str, Origin] = {}
+
+
+def of_pattern(pattern):
+  """'M-M*' -> ('MMF', (True, True, False)): letters, and which have an mlp.
+
+  Without a '-' all have one. UserError: a letter that is no mixer, or a '-'
+  that follows none.
+  """
+  letters, follows = '', []
+  for letter in pattern.replace('*', 'F'):
+    if letter == '-' and follows and not follows[-1]:
+      follows[-1] = True
+      continue
+    if letter not in TABLE:
+      what = 'an mlp that follows no mixer' if letter == '-' else 'no mixer'
+      raise errors.UserError(
+        f'model.pattern={pattern!r}: {letter!r} is {what} '
+        f'({", ".join(TABLE)}, each with a - behind it or not).'
+      )
+    letters += letter
+    follows.append(False)
+  if not letters:
+    raise errors.UserError(
+      'model.pattern is empty: name at least one layer kind.'
+    )
+  return letters, tuple(follows) if '-' in pattern else (True,) * len(letters)
 
 
 def words():

@@ -15,7 +15,7 @@ limits.
 from typing import NamedTuple
 
 from paraxis.configs import schema
-from paraxis.models import layer
+from paraxis.configs.base import mixers
 
 SCOPE = 'model.experts.balance_scope'
 CAPACITY = 'model.experts.capacity_factor'
@@ -92,7 +92,7 @@ def _skipped(config):
 def _tolerance(config, dtype):
   """Solutions that end at a residual; float64 alone would see it."""
   own = config.model.recurrent
-  solved = set('RL').intersection(layer.mixers(config.model.pattern)[0])
+  solved = set('RL').intersection(mixers.of_pattern(config.model.pattern)[0])
   seen = dtype == 'float64' and own.tolerance > EXACT
   if solved and seen and own.solver == 'newton':
     why, tried = 'shards stop at other residuals', {TOLERANCE: own.tolerance}

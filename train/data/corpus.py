@@ -17,6 +17,7 @@ machine; adding a document moves few others.
 Cost: `documents` has the text in memory whole, train/data/token_cache.py not.
 """
 
+import dataclasses
 import glob
 import hashlib
 import logging
@@ -161,6 +162,22 @@ def absolute(path) -> str:
   if is_glob(found):
     return str(found.absolute())
   return str(found.resolve()) if found.exists() else path
+
+
+def with_places(config):
+  """The schema.Config with absolute names of files and folders in `data`."""
+  data = config.data
+  path = pathlib.Path(data.tokenizer).expanduser()
+  shipped = data.tokenizer in ('bytes', 'bpe2048', 'ids') or not path.exists()
+  chat = pathlib.Path(data.chat_template)
+  data = dataclasses.replace(
+    data,
+    path=absolute(data.path),
+    chat_template=str(chat.resolve()) if chat.is_file() else data.chat_template,
+    tokenizer=data.tokenizer if shipped else str(path.resolve()),
+    sources=','.join(f'{absolute(p)}:{w:g}' for p, w in weights(data).items()),
+  )
+  return dataclasses.replace(config, data=data)
 
 
 def source_files(path) -> list[rows_lib.Source]:

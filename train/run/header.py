@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import jax
 
+from paraxis.configs.base import mixers
 from paraxis.models import layer
 from paraxis.models.mixers import attention
 from paraxis.pallas_kernels.attention import op as attention_op
@@ -138,7 +139,7 @@ def _numbers(config):
 def _kernels(config):
   model, used = config.model, []
   attend = {k for k, m in layer.MIXERS.items() if m is attention.Attention}
-  if attend & set(layer.mixers(model.pattern)[0]):
+  if attend & set(mixers.of_pattern(model.pattern)[0]):
     chosen = attention_op.choose(model.attention)
     used.append(f'attention {"/".join(dict.fromkeys(i.name for i in chosen))}')
   if model.scan != 'auto':

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from paraxis.configs.base import errors
-
 FOLDER = 'profile'
 FILE = 'profile.json'
 SHOWN = 10
@@ -48,19 +46,6 @@ class Row(NamedTuple):
   seconds: float
 
 
-def parse(text: str, steps: int) -> tuple[int, int] | None:
-  """'5:8' -> (5, 8), first and last step, '' -> None; UserError: neither."""
-  if not text:
-    return None
-  first, colon, last = text.partition(':')
-  found = [int(n) if n.isdecimal() else 0 for n in (first, last or first)]
-  if not 1 <= found[0] <= found[1] <= steps or colon and not last:
-    raise errors.UserError(
-      f'--profile={text} is not FIRST:LAST, steps 1 to train.steps={steps}.'
-    )
-  return found[0], found[1]
-
-
 class Profile:
   """Traces steps first to last of a run into its folder.
 
@@ -69,7 +54,7 @@ class Profile:
   """
 
   def __init__(self, steps, workdir, say, apart: Any = contextlib.nullcontext):
-    """steps: what `parse` gives; None: nothing is traced.
+    """steps: what early.traced gives; None: nothing is traced.
 
     apart: context manager in which time is no step's (rates.Rates.apart).
     """

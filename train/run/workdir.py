@@ -20,6 +20,7 @@ except ImportError:  # not a POSIX system: no lock
 
 CONFIG = 'config.json'
 CHECKPOINTS = 'checkpoints'
+LOCK = '.lock'
 # Defaults of once. A run that began with one keeps it, because config.json
 # holds every field, also those that nobody set.
 FORMER = {'model.experts.balance_scope': 'microbatch'}
@@ -79,17 +80,43 @@ def prepare(workdir):
     with tempfile.TemporaryFile(dir=path):
       pass
   except OSError as e:
-    raise errors.UserError(
-      f'--workdir={workdir}: cannot write to {path} ({e.strerror}).'
-    ) from e
+    raise _unwritable(workdir, path, e) from e
   return path
+
+
+def _unwritable(workdir, path, error):
+  return errors.UserError(
+    f'--workdir={workdir}: cannot write to {path} ({error.strerror}).'
+  )
+
+
+def check(workdir, config):
+  """Whether a run of a schema.Config, its places absolute, may use the folder.
+
+  Leaves everything as it is: what does not exist is not made.
+
+  Raises:
+    UserError: it cannot be written, another run holds it, or the run in it has
+      another configuration. IntegrityError: its config.json is damaged.
+  """
+  path = resolve(workdir)
+  try:
+    there = next(p for p in (path, *path.parents) if os.path.lexists(p))
+    with tempfile.TemporaryFile(dir=there):
+      pass
+  except OSError as e:
+    raise _unwritable(workdir, path, e) from e
+  if (path / LOCK).exists():
+    Lock(path).close()
+  silent = lambda line: None
+  check_config(path, resumed(workdir, config, silent), silent)
 
 
 class Lock:
   """Locks the folder for one run; UserError if another run holds it."""
 
   def __init__(self, path):
-    self._file = open(path / '.lock', 'a+', encoding='utf-8')  # noqa: SIM115
+    self._file = open(path / LOCK, 'a+', encoding='utf-8')  # noqa: SIM115
     if fcntl is None:
       return
     try:

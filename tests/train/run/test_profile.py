@@ -6,23 +6,8 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-import support
 
 from paraxis.train.run import profile
-
-
-@pytest.mark.parametrize(
-  'text, wanted',
-  [('', None), ('5:8', (5, 8)), ('3', (3, 3)), ('1:10', (1, 10))],
-)
-def test_steps(text, wanted):
-  assert profile.parse(text, 10) == wanted
-
-
-@pytest.mark.parametrize('text', ['8:5', '0:2', '5:11', 'a:b', '5:', ':', '-1'])
-def test_wrong_steps(text):
-  with support.refused(f'--profile={text} is not FIRST:LAST', 'train.steps=10'):
-    profile.parse(text, 10)
 
 
 def _event(op, start, end, name='thunk'):
