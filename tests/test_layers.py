@@ -16,7 +16,7 @@ import sys
 import pytest
 
 ROOMS = {
-  'configs': ('base', 'schema', 'base/command_line', ''),
+  'configs': ('base', 'schema', 'base/meant', 'base/command_line', ''),
   'pallas_kernels': (
     'registry', 'reference', '', 'attention', 'decode_attention', 'scans',
     'matmul',

@@ -30,6 +30,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import explain
 from paraxis.configs.base import extra as extra_lib
+from paraxis.configs.base import meant
 from paraxis.configs.base import mixers
 from paraxis.configs.base import user_file
 
@@ -225,9 +226,9 @@ def parse(argv, rows=(), overrides=False):
       )
     left = values(['paraxis', *rest])[1:]
   except flags.UnrecognizedFlagError as e:
+    meant_as = meant.flag(e.flagname, rest, own, config is not None)
     raise errors.UserError(
-      f'unknown argument {e.flagvalue!r} (--help lists all).'
-      + schema.suggest(e.flagname, own)
+      f'unknown argument {e.flagvalue!r} (--help lists all).{meant_as}'
     ) from e
   except (flags.Error, ValueError) as e:
     raise errors.UserError(' '.join(str(e).split())) from e
@@ -300,7 +301,7 @@ class Command(NamedTuple):
     if self.words is not None and len(words) > self.words:
       raise errors.UserError(
         f'unexpected argument {words[self.words]!r}.'
-        + self._meant(words[self.words])
+        + meant.word(words[self.words], self._own(), bool(self.config))
       )
     if self.config == 'required' and config is None:
       raise errors.UserError('--config is missing: --config=configs/FILE.py.')
@@ -310,17 +311,10 @@ class Command(NamedTuple):
       config = schema.view(config)
     return self.run(values, config, words)
 
-  def _meant(self, word):
-    """What a stray argument may have been: a field, or a flag's value."""
-    name, equals, _ = word.partition('=')
-    if self.config and equals and name in dict(schema.fields()):
-      return f' Did you mean --config.{word}?'
-    own = [
-      re.match(r'\w+', r[1])[0] for r in self.flags if isinstance(r, tuple)
-    ]
-    if equals and name in own:
-      return f' Did you mean --{word}?'
-    return f' Did you mean --prompt={word}?' if 'prompt' in own else ''
+  def _own(self):
+    """Names of its flags."""
+    rows = [row for row in self.flags if isinstance(row, tuple)]
+    return [re.match(r'\w+', row[1])[0] for row in rows]
 
 
 def asks_for_help(argv) -> bool:
@@ -334,11 +328,13 @@ _ACCELERATORS = ('/dev/accel*', '/dev/vfio/*', '/dev/nvidia*', '/dev/kfd')
 def prepare_devices(count):
   """Before jax starts: `count` virtual CPU devices; 0: what the machine has.
 
-  A machine without accelerators then shows 8 virtual devices.
+  A machine without accelerators then shows 8 virtual devices. UserError:
+  JAX_PLATFORMS names none of jax's platforms.
   """
   flag = '--xla_force_host_platform_device_count'
   given = os.environ.get('XLA_FLAGS', '')
   before = os.environ.get('JAX_PLATFORMS')
+  explain.check_platforms(before)
   if count:
     os.environ['JAX_PLATFORMS'] = 'cpu'
     kept = [f for f in given.split() if not f.startswith(flag)]

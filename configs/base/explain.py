@@ -4,11 +4,36 @@ The user's own file, a full disk, a backend that cannot start. Whatever else is
 raised is a crash of ours.
 """
 
+import importlib.metadata
 import os
 import sys
 import traceback
 
+from paraxis.configs.base import errors
+from paraxis.configs.base import field
 from paraxis.configs.base import user_file
+
+PLATFORMS = 'cpu', 'gpu', 'cuda', 'rocm', 'tpu'  # of jax's own
+_OF_THEM = 'cuda', 'rocm', 'libtpu'  # in the names of plugins for these
+
+
+def check_platforms(text):
+  """UserError unless JAX_PLATFORMS=text names platforms that jax may know.
+
+  Another package's plugin may have brought any name: then jax is asked.
+  """
+  plugins = importlib.metadata.entry_points(group='jax_plugins')
+  known = lambda plugin: any(name in plugin.value for name in _OF_THEM)
+  if not text or not all(map(known, plugins)):
+    return
+  for name in text.split(','):
+    if name not in PLATFORMS:
+      raise errors.UserError(
+        f'JAX_PLATFORMS={text}: {name!r} is no platform of jax '
+        f'({", ".join(PLATFORMS)}).'
+        + field.suggest(name, PLATFORMS)
+        + ' Unset it for what this machine has.'
+      )
 
 
 def outside(error):
@@ -21,7 +46,8 @@ def outside(error):
   frames = traceback.extract_tb(error.__traceback__)
   starting = any(f.name == 'backends' and 'jax' in f.filename for f in frames)
   if asked and starting:
-    why = user_file.one_line(error)
+    why = 'it is not installed, or no such device is here'
+    why = user_file.one_line(error) if str(error) else why
     return (
       f'JAX_PLATFORMS={asked}: jax cannot start it here ({why}). '
       'Unset it for what this machine has, or set it to cpu.'

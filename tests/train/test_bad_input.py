@@ -170,6 +170,21 @@ QUICK = ['train', '--config=quickstart']
       ["argument 'train.steps=5'. Did you mean --config.train.steps=5?"],
     ),
     ([*QUICK, 'workdir=W'], ['Did you mean --workdir=']),
+    (
+      [*QUICK, '--train.steps=5'],
+      ["'--train.steps=5'", 'Did you mean --config.train.steps=5?'],
+    ),
+    ([*QUICK, '--steps=5'], ['Did you mean --config.train.steps=5?']),
+    ([*QUICK, '--steps', '5'], ['Did you mean --config.train.steps=VALUE?']),
+    (
+      [*QUICK, 'seed=5'],
+      ['Did you mean --config.train.seed=5 or --config.decode'],
+    ),
+    (
+      [*QUICK, '--d_ff=5'],
+      ['--config.model.d_ff=5 or --config.model.experts.d_ff=5?'],
+    ),
+    (['papers', '--steps=5'], ["unknown argument '--steps=5'"]),
     (['decode', '--checkpoint=W', 'wok'], ['Did you mean --prompt=wok?']),
     (
       [*QUICK, '--workdir=W', '--config.optimizer.learning_rate=inf'],

@@ -231,10 +231,11 @@ def run(config=None, mesh_text=''):
 
   Raises:
     UserError: the mesh (or the config on it) is impossible on these devices.
+    RuntimeError, AssertionError: jax cannot start what JAX_PLATFORMS names.
   """
-  have = versions()
+  have, devices = versions(), list(_devices())  # what fails, fails first
   _print('versions', [f'{n:18} {v}' for n, v in have.items()])
-  _print('devices', _devices())
+  _print('devices', devices)
   _print('kernels', _kernels())
   _print('ahead of time', _compilers())
   _print('cache', _caches())

@@ -1,5 +1,6 @@
 """Flags, config files and exit codes."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -160,6 +161,37 @@ def test_a_backend_that_cannot_start_is_one_line(capsys, monkeypatch):
   assert shown.count('\n') == 1 and 'JAX_PLATFORMS=garbage: jax cannot' in shown
   monkeypatch.delenv('JAX_PLATFORMS')
   assert command_line.run(lambda argv: failing(), []) == errors.EXIT_CRASH
+
+
+@pytest.mark.parametrize('count', [0, 1])
+def test_an_unknown_platform_is_refused_before_jax(monkeypatch, count):
+  """Also where virtual CPU devices would replace it."""
+  monkeypatch.setenv('XLA_FLAGS', os.environ.get('XLA_FLAGS', ''))
+  for text, words in (('garbage', 'no platform'), ('cpu,cudaa', "'cuda'?")):
+    monkeypatch.setenv('JAX_PLATFORMS', text)
+    with support.refused(f'JAX_PLATFORMS={text}: ', words):
+      command_line.prepare_devices(count)
+  plugin = lambda value: importlib.metadata.EntryPoint('x', value, '')
+  found = [plugin('jax_plugins.xla_cuda12')]
+  monkeypatch.setattr(importlib.metadata, 'entry_points', lambda group: found)
+  with support.refused('JAX_PLATFORMS=cpu,cudaa: '):
+    command_line.prepare_devices(count)
+  found.append(plugin('jax_plugins.other'))  # which may know that name
+  command_line.prepare_devices(count)
+
+
+def test_a_platform_that_is_not_here(tmp_path):
+  """doctor says so instead of half of its report."""
+  done = subprocess.run(
+    [sys.executable, '-m', 'paraxis.train.cli', 'doctor'],
+    env=os.environ | dict(JAX_PLATFORMS='cuda'), capture_output=True, text=True,
+  )  # fmt: skip
+  if done.returncode == 0:
+    pytest.skip('it is here')
+  assert done.returncode == errors.EXIT_USER and not done.stdout
+  assert done.stderr.count('\n') == 1
+  assert 'JAX_PLATFORMS=cuda: jax cannot start it here' in done.stderr
+  assert 'AssertionError' not in done.stderr
 
 
 @pytest.mark.parametrize(
