@@ -78,14 +78,15 @@ def _dry_run(config, values, source):
   """Prints what a run would begin with, and the memory that it is to need."""
   from paraxis.train import loop
   from paraxis.train import program
-  from paraxis.train.certify import check
+  from paraxis.train import step
   from paraxis.train.run import header
 
   with tempfile.TemporaryDirectory() as folder:  # of a tokenizer
     if source:
       config = source.configured(config, folder, print)
     job = program.make(config, values.mesh)
-  memory = check.check(config, values.mesh).peak
+  made = step.make(job.built, job.optimizer, config.optimizer.clip_norm)
+  memory = header.memory(job, made.grads)
   print(header.text(job, loop.cost(config), values.workdir, memory))
   return errors.EXIT_OK
 

@@ -228,7 +228,8 @@ def run(
       state, first, origin = start.state(job, store, source, say)
       if jax.process_index() == 0:
         workdir_lib.write_config(path, config)
-      about = header.text(job, token, str(path))
+      memory = header.memory(job, step.grads)
+      about = header.text(job, token, str(path), memory)
       enter = loggers.enter_context
       writers = enter(metrics_lib.Writers(path, settings, config, about))
       progress = enter(
@@ -327,6 +328,7 @@ class _Training:
     """
     job, recorder, first = self._job, self._recorder, self.step
     say, settings = recorder.progress.say, job.config.train
+    self._profile.say_missed(first)
     if first >= settings.steps:
       say(f'all {settings.steps} steps are done')
       return

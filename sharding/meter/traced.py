@@ -355,7 +355,12 @@ def trace(function, sizes: Mapping[str, int], *shapes) -> tuple[Body, Any]:
     (`Body`, the shapes of the results); nested bodies are in its operations.
   """
   closed, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
+  return of_jaxpr(closed, sizes), out
+
+
+def of_jaxpr(closed, sizes: Mapping[str, int]) -> Body:
+  """`Body` of what a mesh of these sizes traced: a ClosedJaxpr."""
   reader, ops = _Reader(dict(sizes)), []
   ins = tuple(reader.value(v.aval) for v in closed.jaxpr.invars)
   outs = reader.unfold(closed.jaxpr, ins, ops, Origin())
-  return Body(ins, outs, _used(ops, outs)), out
+  return Body(ins, outs, _used(ops, outs))

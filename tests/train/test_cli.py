@@ -92,6 +92,21 @@ def test_training_ends_with_the_comparison(tiny, tmp_path, capsys):
   assert again[again.index('held-out') :] == shown[at:]
 
 
+def test_a_dry_run_prints_the_header_and_leaves_nothing(tiny, tmp_path, capsys):
+  assert cli.main(['train', f'--config={tiny.file}', '--dry_run']) == 0
+  shown = capsys.readouterr().out.splitlines()
+  assert [line.split()[0] for line in shown[-9:]] == [
+    'model', 'devices', 'numbers', 'kernels', 'step', 'data', 'compute',
+    'memory', 'checkpoints',
+  ]  # fmt: skip
+  assert shown[-1].endswith('none without --workdir')
+  where = f'--workdir={tmp_path / "run"}'
+  assert cli.main(['train', f'--config={tiny.file}', '--dry_run', where]) == 0
+  last = capsys.readouterr().out.splitlines()[-1]
+  assert last.endswith(f'in {tmp_path / "run"}')
+  assert not (tmp_path / 'run').exists()
+
+
 @pytest.mark.parametrize('process, lines', [(-1, 2), (0, 2), (1, 0)])
 def test_one_process_prints(
   tiny, tmp_path, capsys, monkeypatch, process, lines

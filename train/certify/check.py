@@ -34,6 +34,7 @@ from paraxis.sharding.meter import traced
 from paraxis.train import expert_counts
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
+from paraxis.train.run import header
 
 SHOWN = 6  # saved arrays in the text; the JSON has them all
 CLASSES = ('parameters', 'gradients', 'optimizer', 'activations')
@@ -201,9 +202,7 @@ def check(config, mesh_text=''):
   memory = liveness.estimate(gradient)
   messages, unknown = predict.collectives(gradient, sizes)
   updates, more = predict.collectives(update, sizes)
-  held = lambda tree: sum(
-    traced.Value(x, sizes).bytes for x in jax.tree.leaves(tree)
-  )
+  held = lambda tree: header.held(tree, sizes)
   trees = state.variables, found[1], state.optimizer
   classes = dict(zip(CLASSES, map(held, trees), strict=False))
   return Prediction(
@@ -213,7 +212,7 @@ def check(config, mesh_text=''):
     sum(built.model.sizes(state.params).values()),
     classes | {'activations': memory.saved},
     memory,
-    held(state) + held(arguments[1]) + memory.peak,
+    held((state, arguments[1])) + memory.peak,
     _sharded(config, built),
     messages + [c._replace(phase='update') for c in updates],
     unknown + more,

@@ -26,7 +26,9 @@ from paraxis.models.mixers import attention
 from paraxis.pallas_kernels.attention import op as attention_op
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import flops
+from paraxis.sharding.meter import liveness
 from paraxis.sharding.meter import target
+from paraxis.sharding.meter import traced
 
 OUTER = (
   'embedding',
@@ -84,6 +86,27 @@ def peak(devices) -> float | None:
   return sum(c.flops for c in chips if c) if all(chips) else None
 
 
+def memory(job, grads) -> int:
+  """Bytes that a device is predicted to need: state, batch, gradient.
+
+  As `paraxis check`. The trace is kept: compiling the gradient does not repeat
+  it, and reading it takes 0.1 CPU-seconds.
+
+  Args:
+    job: program.Program. grads: of its step.Step.
+  """
+  sizes, batch = dict(job.mesh.shape), job.batch_shapes()
+  with job.context():
+    closed = jax.jit(grads).trace(job.state.params, batch).jaxpr
+  inner = liveness.estimate(traced.of_jaxpr(closed, sizes))
+  return held((job.state, batch), sizes) + inner.peak
+
+
+def held(tree, sizes) -> int:
+  """Bytes of one device's share; tree: of arrays or their shapes, laid out."""
+  return sum(traced.Value(x, sizes).bytes for x in jax.tree.leaves(tree))
+
+
 def text(job, found: Cost, workdir='', memory=None) -> str:
   """The screen, of at most 80 columns where names allow it.
 
@@ -103,10 +126,9 @@ def text(job, found: Cost, workdir='', memory=None) -> str:
   ]
   if memory is not None:
     rows.append(('memory', _memory(job, memory)))
-  if workdir:
-    every, keep = config.checkpoint.every, config.checkpoint.keep
-    saved = f'every {every} steps, the last {keep} kept, in {workdir}'
-    rows.append(('checkpoints', saved))
+  every, keep = config.checkpoint.every, config.checkpoint.keep
+  saved = f'every {every} steps, the last {keep} kept, in {workdir}'
+  rows.append(('checkpoints', saved if workdir else 'none without --workdir'))
   return '\n'.join(f'{name:12} {what}' for name, what in rows)
 
 
@@ -164,13 +186,17 @@ def _data(job):
   batches, length = job.batches, job.config.data.sequence_length
   epochs = batches.epochs(job.config.train.steps)
   read = ', '.join(
-    f'{part} {times:.2f} times' if part else f'{times:.2f} times'
-    for part, times in epochs.items()
+    f'{part or ""} {_times(n)}'.strip() for part, n in epochs.items()
   )
   return (
     f'{job.corpus.path}: {batches.rows * length:,} tokens in rows, read '
     f'{read}; tokenizer {job.tokenizer.name}'
   )
+
+
+def _times(epochs):
+  """1.234 -> '1.23 times', 0.00321 -> 'to 0.321%'."""
+  return f'{epochs:.2f} times' if epochs >= 1 else f'to {100 * epochs:.3g}%'
 
 
 def _compute(job, found):

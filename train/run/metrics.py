@@ -191,7 +191,7 @@ class Progress(contextlib.AbstractContextManager):
       self._live.start()
 
   def text(self, step, values):
-    """One line: step, loss, speed, memory, time left."""
+    """One line: step, loss, speed, memory, what took time apart, time left."""
     parts = [
       f'step {step}/{self._steps}',
       f'loss {values["train/loss"]:.4f}',
@@ -202,6 +202,9 @@ class Progress(contextlib.AbstractContextManager):
     ]
     if 'perf/mfu' in values:
       parts.insert(5, f'MFU {values["perf/mfu"]:.1%}')
+    for what in ('checkpoint', 'evaluation'):  # since the last line
+      if (seconds := values.get(f'perf/{what}_seconds')) is not None:
+        parts.append(f'{what} {seconds:.1f} s')
     if step < self._steps:
       parts.append(f'{_clock(values["perf/eta_seconds"])} left')
     return '  '.join(parts)

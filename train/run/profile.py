@@ -61,6 +61,18 @@ class Profile:
     self._steps, self._path, self._say = steps, pathlib.Path(workdir), say
     self._apart, self.programs = apart, []
 
+  def say_missed(self, done):
+    """Says so if the steps to trace begin before those that are left.
+
+    done: steps that were taken before.
+    """
+    if self._steps and self._steps[0] <= done:
+      first, last = self._steps
+      self._say(
+        f'--profile={first}:{last}: nothing is traced, {done} steps were taken '
+        'before: name later ones, or another --workdir.'
+      )
+
   def over(self, batches, state):
     """Yields (t, batch) of batches, and traces while its steps are taken.
 

@@ -10,6 +10,8 @@ from paraxis.configs import schema
 from paraxis.sharding.meter import target
 from paraxis.train import loop
 from paraxis.train import program
+from paraxis.train import step
+from paraxis.train.certify import check
 from paraxis.train.run import header
 
 D, F, V, L, T, HEADS, KV, WIDE = 32, 48, 96, 2, 16, 4, 2, 8
@@ -108,9 +110,39 @@ def test_the_screen(tiny):
   rows, length = config.train.batch_size, config.data.sequence_length
   assert f'{rows} rows of {length} tokens' in shown['step']
   read = 6 * rows / job.batches.rows
-  assert f'read {read:.2f} times' in shown['data']
+  assert read < 1 and f'read to {100 * read:.3g}%;' in shown['data']
   assert shown['compute'].startswith('2.5 MFLOP a token; no MFU')
   assert shown['memory'] == '3.00 GiB a device, predicted'
   assert shown['checkpoints'] == 'every 3 steps, the last 3 kept, in runs/x'
   why = header.text(job, header.Cost(math.nan, 'a loop'))
   assert 'not counted: a loop' in why and 'memory' not in why
+  assert why.splitlines()[-1].split(None, 1) == [
+    'checkpoints', 'none without --workdir'
+  ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  'epochs, shown',
+  [(1, '1.00 times'), (12.345, '12.35 times'), (0.999, 'to 99.9%'),
+   (0.25, 'to 25%'), (0.003149, 'to 0.315%'), (4e-7, 'to 4e-05%')],
+)  # fmt: skip
+def test_small_runs_read_a_share(epochs, shown):
+  assert header._times(epochs) == shown
+
+
+@pytest.mark.parametrize('mesh', ['data=8', 'data=2,fsdp=2,tensor=2'])
+def test_memory_is_that_of_check(tiny, mesh):
+  """And the trace is the one that is compiled."""
+  config = tiny.config({'train.microbatches': 2, 'train.batch_size': 16})
+  made = program.on_devices(config, mesh)
+  grads = step.make(made.built, made.optimizer, 1.0).grads
+  found = header.memory(made, grads)
+  assert found == check.check(config, mesh).peak > 0
+  traces = []
+  spy = lambda *a: traces.append(1) or grads(*a)
+  header.memory(made, spy)
+  with made.context():
+    jax.jit(spy, donate_argnums=()).trace(
+      made.state.params, made.batch_shapes()
+    )
+  assert len(traces) == 1

@@ -176,6 +176,9 @@ def test_plain_lines_off_a_terminal(capsys):
   assert lines[2].endswith('GiB')  # nothing is left
   known = metrics.Progress(10, 4).text(1, VALUES | {'perf/mfu': 0.4321})
   assert 'tokens/s  MFU 43.2%  1.00 GiB' in known
+  apart = {'perf/checkpoint_seconds': 1.26, 'perf/evaluation_seconds': 0.0}
+  known = metrics.Progress(10, 4).text(1, VALUES | apart)
+  assert 'GiB  checkpoint 1.3 s  evaluation 0.0 s  1:02:05 left' in known
   assert lines[-1] == '[a line] that stays'
 
 

@@ -115,6 +115,21 @@ def test_a_run_is_traced(tiny, tmp_path):
   assert any(profile.is_collective(row.name) for row in rows)
   assert any(row.where.startswith('models/') for row in rows)
   assert len(list((tmp_path / 'run').rglob('*.xplane.pb'))) == 1
+  _, said = tiny.run(tmp_path / 'run', mesh='data=2', profile='5:6')
+  assert said.count('all 6 steps are done') == 1
+  assert [x for x in said if '--profile=5:6: nothing is traced, 6 steps' in x]
+
+
+def test_steps_that_were_taken_before_are_not_traced(tmp_path):
+  said = []
+  for done in (0, 4, 5, 9):
+    profile.Profile((5, 8), tmp_path, said.append).say_missed(done)
+    profile.Profile(None, tmp_path, said.append).say_missed(done)
+  assert said == [
+    f'--profile=5:8: nothing is traced, {done} steps were taken before: name '
+    'later ones, or another --workdir.'
+    for done in (5, 9)
+  ]
 
 
 def test_a_run_that_ends_early_is_traced_to_its_end(tmp_path, monkeypatch):
