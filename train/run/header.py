@@ -97,7 +97,7 @@ def memory(job, grads) -> int:
   """
   sizes, batch = dict(job.mesh.shape), job.batch_shapes()
   with job.context():
-    closed = jax.jit(grads).trace(job.state.params, batch).jaxpr
+    closed = jax.jit(grads).trace(job.state.variables, batch).jaxpr
   inner = liveness.estimate(traced.of_jaxpr(closed, sizes))
   return held((job.state, batch), sizes) + inner.peak
 
