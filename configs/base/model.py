@@ -9,13 +9,16 @@ from paraxis.configs.base.field import field
 
 MOST_ROWS = 2**31 - 1  # a token is an int32
 MOST_LAYERS = 10_000
+MOST_EXPERTS = 4_096
 
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
   """Mixture of experts in place of the mlp (models/ffn/moe.py)."""
 
-  count: int = field(0, 'experts of a layer; 0: a plain mlp', low=0)
+  count: int = field(
+    0, 'experts of a layer; 0: a plain mlp', low=0, high=MOST_EXPERTS
+  )
   top_k: int = field(2, 'experts a token is sent to', low=1)
   pattern: str = field(
     'E',

@@ -1,12 +1,15 @@
 """config.json of a Hugging Face model <-> schema.Model."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from paraxis.configs.base import errors
+from paraxis.configs.base import extra
 from paraxis.configs.base import model as model_schema
 from paraxis.models import layer as layer_lib
 from paraxis.models.huggingface import families
+from paraxis.models.huggingface import reader as reader_lib
 from paraxis.models.huggingface import rows
 from paraxis.models.mixers import attention
 
@@ -41,33 +44,57 @@ NUMERICS = frozenset(
 )
 
 
+SHOWN = 6  # differences that a message lists
+
+
 def to_model(config: dict[str, Any]) -> model_schema.Model:
   """schema.Model of a parsed config.json; fields of training are defaults.
 
-  UserError: a field, with its value, that no model here expresses, or a
-  model_type that is not known.
+  UserError: a field, with its value, that is malformed or that no model here
+  expresses, or a model_type that is not known.
   """
-  name = config.get('model_type')
-  family = families.find(name or '')
-  reader, values = rows.Reader(config), {}
-  reader.partial = any(isinstance(r, rows.Fraction) for r in family.rows)
-  for row in family.rows:
-    values |= row.read(reader)
-  known = SILENT | reader.used | set(family.silent)
-  for field, value in config.items():
-    if field not in known and value not in (None, False, 0, '', [], {}, 1.0):
-      reader.refuse(field, f'is no field that model_type={name!r} has here')
-  model = model_schema.Model()
-  for path, value in values.items():
-    model = _with(model, path, value)
+  model, faults = _read(config)
+  if faults:
+    raise next(iter(faults.values()))
   return model
 
 
+def _read(config):
+  """(schema.Model, {our field, or a row's: UserError of what does not read}).
+
+  A field that does not read has its default.
+  """
+  name = config.get('model_type')
+  family = families.find(name)
+  reader = reader_lib.Reader(config)
+  reader.partial = any(isinstance(r, rows.Fraction) for r in family.rows)
+  values, faults = {}, {}
+  for row in family.rows:
+    try:
+      values |= row.read(reader)
+    except errors.UserError as error:
+      faults[getattr(row, 'ours', row)] = error
+  try:
+    reader.refuse_unread(
+      SILENT | set(family.silent),
+      f'is no field that model_type={name!r} has here',
+    )
+  except errors.UserError as error:
+    faults[''] = error
+  model = model_schema.Model()
+  for path, value in values.items():
+    try:
+      value = reader.checked(f'its fields make model.{path}', value, path)
+      model = _with(model, path, value)
+    except errors.UserError as error:
+      faults[path] = error
+  return model, faults
+
+
 def _with(model, path, value):
-  """A section with the value of a dotted field, of the field's type."""
+  """A section with another value of a dotted field."""
   head, _, rest = path.partition('.')
-  old = getattr(model, head)
-  new = _with(old, rest, value) if rest else type(old)(value)
+  new = _with(getattr(model, head), rest, value) if rest else value
   return dataclasses.replace(model, **{head: new})
 
 
@@ -84,42 +111,58 @@ def from_model(
       does; or the model_type is not known.
   """
   if model_type:
-    config, fault = _written(model, model_type)
-    if fault:
+    config, faults = _written(model, model_type)
+    if faults:
       raise errors.UserError(
-        f'{fault}, which model_type={model_type!r} does not express.'
+        f'model_type={model_type!r} does not express {_listed(faults)}.'
       )
     return config
-  faults = {}
+  tried = {}
   for name in families.FAMILIES:
-    config, fault = _written(model, name)
-    if not fault:
+    config, faults = _written(model, name)
+    if not faults:
       return config
-    faults[name] = fault
-  nearest = next(iter(faults))
+    tried[name] = faults
+  nearest = min(tried, key=lambda name: len(tried[name]))
   raise errors.UserError(
-    f'no Hugging Face family expresses this model; of {nearest!r} it '
-    f'differs in {faults[nearest]}.'
+    f'no Hugging Face family expresses this model; the nearest, {nearest!r}, '
+    f'differs in {_listed(tried[nearest])}.'
   )
 
 
+def _listed(faults):
+  more = f', and {len(faults) - SHOWN} more' if faults[SHOWN:] else ''
+  return ', '.join(faults[:SHOWN]) + more
+
+
 def _written(model, name):
-  """(config, '' or a field of the model that it does not say)."""
+  """(config.json, [field of the model that it does not say]).
+
+  What was written is read back: what does not read, or reads as another value,
+  is what the family does not express.
+  """
   family = families.find(name)
   config: dict[str, Any] = dict(
     model_type=name, architectures=[family.architecture]
   )
   for row in family.rows:
     config |= row.write(model)
-  try:
-    back = to_model(config)
-  except errors.UserError as error:
-    return config, f'the model makes {error}'.rstrip('.')
+  back, unread = _read(config)
   wanted, found = canonical(model), canonical(back)
+  shown, faults = reader_lib.shown, []
   for field, value in wanted.items():
     if found[field] != value:
-      return config, f'model.{field}={value!r}'
-  return config, ''
+      it_has = f' (there {shown(found[field])})' if field not in unread else ''
+      faults.append(f'model.{field}={shown(value)}{it_has}')
+      unread.pop(field, None)
+  for field, error in unread.items():
+    of_ours = isinstance(field, str) and field
+    faults.append(
+      f'model.{field}={shown(rows.value(model, field))}'
+      if of_ours
+      else str(error).rstrip('.')
+    )
+  return config, faults
 
 
 def canonical(model) -> dict[str, Any]:
@@ -130,8 +173,8 @@ def canonical(model) -> dict[str, Any]:
   """
   kinds = layer_lib.kinds_of(model)[1]
   letters = {kind[0] for kind in kinds}
-  out, unread = dict(_fields(model)), dict(_fields(model_schema.Model()))
-  out['pattern'] = '.'.join(kinds)
+  out, unread = _fields_of(model), _defaults()
+  out['pattern'] = ' '.join(kinds)
   out['num_kv_heads'] = attention.num_kv_heads(model)
   out['head_dim'] = model.head_width
   drop = []
@@ -154,7 +197,10 @@ def canonical(model) -> dict[str, Any]:
   if model.position != 'learned':
     drop += ['max_positions']
   if model.position != 'rope' or not letters & set('FWA'):
-    drop += [name for name in out if name.startswith('rope_')] + ['position']
+    drop += [name for name in out if name.startswith('rope_')]
+    out['pattern'] = out['pattern'].replace('N', 'F')  # both do not rotate
+    if model.position == 'rope':
+      out['position'] = 'none'
   drop += _unread_scaling(model)
   if not letters & set('FWN'):
     drop += ['attention_bias', 'attention_output_bias', 'qk_norm', 'head_dim']
@@ -207,3 +253,17 @@ def _fields(section, prefix=''):
       yield from _fields(value, f'{name}.')
     elif name not in NUMERICS:
       yield name, value
+
+
+@functools.cache
+def _defaults():
+  return _fields_of(model_schema.Model())
+
+
+def _fields_of(model):
+  """Without what only a user's own mixers read."""
+  return {
+    name: value
+    for name, value in _fields(model)
+    if not name.startswith(extra.NAME)
+  }

@@ -1,7 +1,5 @@
 """Families of attention and an mlp."""
 
-from typing import Any
-
 from paraxis.models.huggingface import kin
 from paraxis.models.huggingface import rows
 from paraxis.models.huggingface.kin import family
@@ -27,7 +25,7 @@ def _window_or_not(field='sliding_window'):
   """All layers have a window, or none."""
 
   def read(config):
-    width = config(field, 0)
+    width = config(field, 0, 1)
     return {'pattern': 'W', 'window': width} if width else {'pattern': 'F'}
 
   def write(model):
@@ -42,12 +40,18 @@ def _qwen_layers(config):
   if not config('use_sliding_window', False):
     return 'F' * depth
   return ''.join(
-    'W' if i >= config('max_window_layers', 28) else 'F' for i in range(depth)
+    'W' if i >= config('max_window_layers', 28, 0) else 'F'
+    for i in range(depth)
   )
 
 
+def _uses_window(config):
+  config('use_sliding_window', False)
+  return {}
+
+
 USES_WINDOW = Computed(
-  lambda config: config('use_sliding_window', False) and {} or {},
+  _uses_window,
   lambda model: {'use_sliding_window': 'W' in kin.pattern(model)},
 )
 QWEN_LAYERS = (kin.layers(_qwen_layers), USES_WINDOW)
@@ -57,7 +61,8 @@ def _scale(default):
   """attention_scale from query_pre_attn_scalar."""
   return Computed(
     lambda config: {
-      'attention_scale': config('query_pre_attn_scalar', default) ** -0.5
+      'attention_scale': config('query_pre_attn_scalar', float(default), 1e-9)
+      ** -0.5
     },
     lambda model: {
       'query_pre_attn_scalar': _whole(
@@ -89,27 +94,27 @@ def _per_kind(theta, local):
   """Rotary parameters that layers with a window have of their own."""
 
   def read(config):
-    both: Any = config('rope_parameters', None)
-    if both is None:  # fields before transformers 5
-      both = dict(
-        full_attention=dict(config('rope_scaling', {}) or {})
-        | dict(rope_theta=config('rope_theta', theta)),
-        sliding_attention=dict(
-          rope_theta=config('rope_local_base_freq', local)
-        ),
-      )
-    if 'full_attention' not in both:
-      both = dict(full_attention=both, sliding_attention=both)
-    out = rows.scaling(config, 'rope_parameters', both['full_attention'], theta)
-    other = both.get('sliding_attention') or both['full_attention']
-    if other.get('rope_type', 'default') != 'default':
-      if other == both['full_attention']:
+    rope = config.inside('rope_parameters')
+    kinds = ('full_attention', 'sliding_attention')
+    nested = rope is not None and any(k in rope.config for k in kinds)
+    if rope is None:  # fields before transformers 5
+      full = rows.given_rope(config)
+      theta_of = config('rope_theta', float(theta), 1)
+      out = rows.scaling(config, full, theta_of)
+      found = {'rope_theta': config('rope_local_base_freq', float(local), 1)}
+    else:
+      full, other = map(rope.inside, kinds) if nested else (rope, rope)
+      if full is None:
+        return rope.refuse('full_attention', 'is not there')
+      other = full if other is None else other
+      out = rows.scaling(config, full, theta)
+      found = rows.scaling(config, other, local if nested else theta)
+      if other.config == full.config:
         return out
+    if 'rope_scaling' in found:
       config.refuse('rope_parameters', 'scales the layers with a window')
-    same = out.get('rope_scaling', 'none') == 'none'
-    base = float(other.get('rope_theta') or local)
-    if not same or base != out['rope_theta']:
-      out['rope_local_theta'] = base
+    if 'rope_scaling' in out or found['rope_theta'] != out['rope_theta']:
+      out['rope_local_theta'] = found['rope_theta']
     return out
 
   def write(model):
@@ -124,12 +129,12 @@ def _per_kind(theta, local):
 
 
 def _smollm(config):
-  given = config('no_rope_layers', None)
-  depth = config('num_hidden_layers')
-  if given is None:
-    step = config('no_rope_layer_interval', 4)
-    given = [int((i + 1) % step != 0) for i in range(depth)]
-  return {'pattern': rows.unit(''.join('NF'[x] for x in given))}
+  step = config('no_rope_layer_interval', 4)
+  periodic = lambda: ''.join(
+    'FN'[(i + 1) % step == 0] for i in range(config('num_hidden_layers'))
+  )
+  found = config.each('no_rope_layers', {0: 'N', 1: 'F'}, periodic)
+  return {'pattern': rows.unit(found)}
 
 
 SMOLLM_LAYERS = (
@@ -141,35 +146,6 @@ SMOLLM_LAYERS = (
     },
   ),
 )
-GPT2 = (
-  Same('vocab_size', 'vocab_size'), Same('n_embd', 'd_model'),
-  Same('n_layer', 'num_layers'), Same('n_head', 'num_heads'),
-  Computed(
-    lambda config: {'d_ff': config('n_inner', 4 * config('n_embd'))},
-    lambda model: {'n_inner': model.d_ff},
-  ),
-  Same('n_positions', 'max_positions'),
-  Same('layer_norm_epsilon', 'norm_epsilon', 1e-5),
-  Choice(
-    'activation_function', 'mlp',
-    {'gelu_new': 'gelu', 'gelu_pytorch_tanh': 'gelu', 'gelu_fast': 'gelu'},
-    'gelu_new',
-  ),
-  Same('tie_word_embeddings', 'tied_embedding', True),
-  Fixed('scale_attn_weights', True),
-  Fixed('scale_attn_by_inverse_layer_idx', False),
-  Fixed('add_cross_attention', False),
-  Ours(dict(
-    norm='layernorm', position='learned', attention_bias=True,
-    attention_output_bias=True, mlp_bias=True,
-  )),
-)  # fmt: skip
-GPT2_NAMES = dict(
-  embedding='transformer.wte', positions='transformer.wpe',
-  norm='transformer.ln_f', layer='transformer.h.{}', attention='attn',
-  qkv='c_attn', qkv_order='conv1d', output='c_proj', conv1d=True,
-  mixer_norm='ln_1', mlp_norm='ln_2', up='c_fc', down='c_proj',
-)  # fmt: skip
 
 FAMILIES = {
   'llama': family('LlamaForCausalLM', llama(), BIAS, MLP_BIAS),
@@ -210,5 +186,4 @@ FAMILIES = {
     'Olmo3ForCausalLM', llama(epsilon=1e-5, rotary=_per_kind(5e5, 5e5)), BIAS,
     POST, Ours({'qk_norm': 'all'}), kin.layers(kin.periodic('WWWF')),
   ),
-  'gpt2': family('GPT2LMHeadModel', GPT2, **GPT2_NAMES),
 }  # fmt: skip

@@ -3,7 +3,6 @@ multipliers, or mlps without a gate.
 """
 
 from paraxis.models.huggingface import dense
-from paraxis.models.huggingface import expert
 from paraxis.models.huggingface import kin
 from paraxis.models.huggingface import rows
 from paraxis.models.huggingface.dense import BIAS
@@ -42,11 +41,13 @@ def fraction(default, older=()):
   """Share of a head that rotates, in rope_parameters or on its own."""
 
   def read(config):
-    found = (config('rope_parameters', None) or {}).get('partial_rotary_factor')
-    for name in ('partial_rotary_factor', *older):
-      given = config(name, None)
-      found = given if found is None else found
-    return {'rope_fraction': float(default if found is None else found)}
+    part, out = 'partial_rotary_factor', {'rope_fraction': default}
+    rope = rows.given_rope(config)
+    for where, name in (*((config, x) for x in (*older, part)), (rope, part)):
+      found = where.given(name)
+      if found is not None:
+        out['rope_fraction'] = where.checked(name, found, 'rope_fraction')
+    return out
 
   def write(model):
     rope = rows.written_rope(model)
@@ -57,11 +58,16 @@ def fraction(default, older=()):
   return rows.Fraction(read, write)
 
 
+LEAST = 1e-30  # of a divisor
+
+
 def inverse(theirs, ours):
   """A divisor, which is a factor here."""
   return Computed(
-    lambda config: {ours: 1 / config(theirs, 1.0)},
-    lambda model: {theirs: dense._whole(1 / rows.value(model, ours))},
+    lambda config: {ours: 1 / config(theirs, 1.0, LEAST)},
+    lambda model: {
+      theirs: dense._whole(1 / max(rows.value(model, ours), LEAST))
+    },
   )
 
 
@@ -88,101 +94,21 @@ def _sliding_or(letters):
   """
 
   def default(config):
-    if not config('sliding_window', None):
+    if not config('sliding_window', 0, 1):
       return 'F' * config('num_hidden_layers')
     return letters(config)
 
   return default
 
 
-# GPT-J and its kin count in GPT-2's words.
-GPTJ = (
-  *(row for row in dense.GPT2 if isinstance(row, Same | Computed)
-    and getattr(row, 'ours', '') not in ('max_positions', 'tied_embedding')),
-  Choice('activation_function', 'mlp', kin.PLAIN, 'gelu_new'),
-  Same('tie_word_embeddings', 'tied_embedding', False),
-  Computed(
-    lambda config: {
-      'rope_fraction': config('rotary_dim', 64)
-      * config('n_head') / config('n_embd')
-    },
-    lambda model: {'rotary_dim': round(model.rope_fraction * model.head_width)},
-  ),
-  Ours(dict(
-    norm='layernorm', residual='shared', mlp_bias=True, head_bias=True,
-  )),
-)  # fmt: skip
-GPTJ_NAMES = dict(
-  embedding='transformer.wte', norm='transformer.ln_f',
-  layer='transformer.h.{}', attention='attn', output='out_proj',
-  mixer_norm='ln_1', up='fc_in', down='fc_out', neighbours=True,
-)  # fmt: skip
-BIGCODE = (
-  *(row for row in dense.GPT2 if getattr(row, 'theirs', '') not in (
-    'scale_attn_by_inverse_layer_idx', 'activation_function')),
-  Choice('activation_function', 'mlp', kin.PLAIN, 'gelu_pytorch_tanh'),
-  Computed(
-    lambda config: {
-      'num_kv_heads': 1 if config('multi_query', True) else config('n_head')
-    },
-    lambda model: {'multi_query': model.num_kv_heads == 1},
-  ),
-)  # fmt: skip
-
-
-def _neo_layers(config):
-  """Kinds of attention as [[[kinds], times], ...]."""
-  given = config('attention_types', [[['global', 'local'], 12]])
-  found = [k for kinds, times in given for _ in range(times) for k in kinds]
-  layers = config('attention_layers', found)
-  out = {'pattern': ''.join('FW'[k == 'local'] for k in layers)}
-  depth = config('num_layers')
-  if len(layers) != depth:
-    config.refuse('attention_types', f'has other than num_layers={depth} kinds')
-  window = (
-    {'window': config('window_size', 256)} if 'W' in out['pattern'] else {}
-  )
-  return {'pattern': rows.unit(out['pattern'])} | window
-
-
-def _neo_written(model):
-  letters = kin.pattern(model)
-  words = [('global', 'local')[x == 'W'] for x in letters]
-  return dict(
-    attention_types=[[words, 1]], attention_layers=words,
-    window_size=model.window or 256,
-  )  # fmt: skip
-
-
-GPT_NEO = (
-  Same('vocab_size', 'vocab_size'), Same('hidden_size', 'd_model'),
-  Same('num_layers', 'num_layers'), Same('num_heads', 'num_heads'),
-  Computed(
-    lambda config: {
-      'd_ff': config('intermediate_size', 4 * config('hidden_size'))
-    },
-    lambda model: {'intermediate_size': model.d_ff},
-  ),
-  Same('max_position_embeddings', 'max_positions'),
-  Same('layer_norm_epsilon', 'norm_epsilon', 1e-5),
-  Choice('activation_function', 'mlp', kin.PLAIN, 'gelu_new'),
-  Same('tie_word_embeddings', 'tied_embedding', True),
-  Computed(_neo_layers, _neo_written),
-  Ours(dict(
-    norm='layernorm', position='learned', attention_output_bias=True,
-    mlp_bias=True, attention_scale=1.0,
-  )),
-)  # fmt: skip
-
-
 def _falcon(config):
   heads, new = config('num_attention_heads'), config(
     'new_decoder_architecture', False
   )  # fmt: skip
-  norms, beside = config('num_ln_in_parallel_attn', None), config(
+  norms, beside = config('num_ln_in_parallel_attn', 2), config(
     'parallel_attn', True
   )  # fmt: skip
-  both = new and (norms or 2) == 2
+  both = new and norms == 2
   one = config('multi_query', True) and not new
   kv_heads = config('num_kv_heads', heads)
   kv_heads = kv_heads if new else heads
@@ -297,11 +223,6 @@ FAMILIES = {
     embedding='gpt_neox.embed_in', norm='gpt_neox.final_layer_norm',
     head='embed_out', layer='gpt_neox.layers.{}', attention='attention', **WIDE,
   ),
-  'gptj': family('GPTJForCausalLM', GPTJ, **GPTJ_NAMES),
-  'codegen': family(
-    'CodeGenForCausalLM', GPTJ, silent=('n_ctx',), qkv='qkv_proj',
-    qkv_order='codegen', **GPTJ_NAMES,
-  ),
   'falcon': family(
     'FalconForCausalLM', FALCON, embedding='transformer.word_embeddings',
     norm='transformer.ln_f', layer='transformer.h.{}',
@@ -369,24 +290,5 @@ FAMILIES = {
     'VaultGemmaForCausalLM', llama(tied=True, act='hidden_activation'),
     dense.GEMMA, dense._scale(256), dense.GEMMA_CAPS,
     kin.layers(kin.periodic('WF')), mlp_norm='pre_feedforward_layernorm',
-  ),
-  'gpt-sw3': dense.FAMILIES['gpt2'],
-  'gpt_bigcode': family(
-    'GPTBigCodeForCausalLM', BIGCODE,
-    silent=('attention_softmax_in_fp32', 'scale_attention_softmax_in_fp32'),
-    **dense.GPT2_NAMES | dict(qkv_order='grouped', conv1d=False),
-  ),
-  'gpt_neo': family(
-    'GPTNeoForCausalLM', GPT_NEO,
-    silent=('embed_dropout', 'classifier_dropout'),
-    embedding='transformer.wte', positions='transformer.wpe',
-    norm='transformer.ln_f', layer='transformer.h.{}',
-    attention='attn.attention', output='out_proj', mixer_norm='ln_1',
-    mlp_norm='ln_2', up='c_fc', down='c_proj',
-  ),
-  'youtu': family(
-    'YoutuForCausalLM', llama(tied=True), expert.LATENT,
-    Fixed('rope_interleave', True), dense.NO_BIAS,
-    silent=('qk_head_dim', 'embedding_initializer_range',), **expert.MLA_NAMES,
   ),
 }  # fmt: skip

@@ -19,7 +19,8 @@ NORMALISE = Same('norm_topk_prob', 'experts.normalise', False)
 
 def sparse_layers(config):
   """Which layers have experts, by Qwen's two fields: one letter a layer."""
-  step, plain = config('decoder_sparse_step', 1), config('mlp_only_layers', [])
+  step = config('decoder_sparse_step', 1)
+  plain = config.numbers('mlp_only_layers', [])
   return ''.join(
     'D' if i in plain or (i + 1) % step else 'E'
     for i in range(config('num_hidden_layers'))
@@ -64,18 +65,18 @@ NO_CLIP = Fixed('clip_qkv', None)
 QWEN = (COUNT, TOP, NORMALISE, Same('moe_intermediate_size', 'experts.d_ff'))
 
 
+def multiple(config, name, width, own):
+  """How often a width, which `name` has, is that of the field `own`."""
+  if width % config(own):
+    config.refuse(name, f'is no multiple of {own}={config(own)}')
+  return width // config(own)
+
+
 def _shared(config):
   """One shared expert of its own width, which ours states in experts."""
-  width, own = (
-    config('shared_expert_intermediate_size'),
-    config('moe_intermediate_size'),
-  )
-  if width % own:
-    config.refuse(
-      'shared_expert_intermediate_size',
-      f'is no multiple of moe_intermediate_size={own}',
-    )
-  return {'experts.shared': width // own, 'experts.shared_gate': True}
+  name = 'shared_expert_intermediate_size'
+  shared = multiple(config, name, config(name), 'moe_intermediate_size')
+  return {'experts.shared': shared, 'experts.shared_gate': True}
 
 
 SHARED = Computed(
@@ -87,35 +88,6 @@ SHARED = Computed(
 )
 
 
-def _one_key_a_head(config):
-  heads = config('num_attention_heads')
-  if config('num_key_value_heads', heads) != heads:
-    config.refuse('num_key_value_heads', f'is not num_attention_heads={heads}')
-  return {}
-
-
-MLA_NAMES = dict(
-  latent_attention='self_attn', latent_down='kv_a_proj_with_mqa',
-  latent_norm='kv_a_layernorm', latent_up='kv_b_proj', query_down='q_a_proj',
-  query_norm='q_a_layernorm', latent_query='q_b_proj',
-)  # fmt: skip
-LATENT = (
-  *kin.DIMS, kin.WIDTH, Same('num_attention_heads', 'num_heads'),
-  Computed(_one_key_a_head, lambda m: {'num_key_value_heads': m.num_heads}),
-  Same('rms_norm_eps', 'norm_epsilon', 1e-6),
-  Same('tie_word_embeddings', 'tied_embedding', False),
-  Choice('hidden_act', 'mlp', kin.GATES, 'silu'),
-  rows.rope(latent=True),
-  Same('kv_lora_rank', 'latent.rank'),
-  Same('q_lora_rank', 'latent.query_rank', 0, null=0),
-  Same('qk_nope_head_dim', 'latent.nope_dim'),
-  Same('qk_rope_head_dim', 'latent.rope_dim'),
-  Same('v_head_dim', 'latent.value_dim'),
-  # Their norms of latents have the default, whatever rms_norm_eps is.
-  Ours({'pattern': 'A', 'latent.norm_epsilon': 1e-6}),
-  Fixed('attention_bias', False),
-)  # fmt: skip
-LATENT_SILENT = ('head_dim', 'qk_head_dim', 'ep_size')
 GROUPED = (
   Same('routed_scaling_factor', 'experts.scale', 1.0),
   Same('n_group', 'experts.groups', 1),
@@ -132,65 +104,44 @@ BIASED = Ours({
   'experts.group_best': 2,
 })  # fmt: skip
 SIGMOID = (*ROUTED, BIASED, Same('norm_topk_prob', 'experts.normalise', True))
+SPARSE = {'dense': 'D', 'sparse': 'E'}
+
+
+def written_places(letters):
+  words = {letter: word for word, letter in SPARSE.items()}
+  return {'mlp_layer_types': [words[x] for x in letters]}
+
+
 LATER_SPARSE = places(
-  lambda config: ''.join(
-    {'dense': 'D', 'sparse': 'E'}[x]
-    for x in config(
-      'mlp_layer_types',
-      ['dense'] + ['sparse'] * (config('num_hidden_layers') - 1),
-    )
+  lambda config: config.each(
+    'mlp_layer_types', SPARSE, lambda: kin.first('D', 'E')(config)
   ),
-  lambda letters: {
-    'mlp_layer_types': ['dense' if x == 'D' else 'sparse' for x in letters]
-  },
-)
-
-
-def _best_of_groups(config):
-  """DeepSeek-V2 chooses groups by their best expert, or has none."""
-  method = config('topk_method', 'greedy')
-  if method == 'greedy':
-    return {'experts.groups': 1, 'experts.top_groups': 1}
-  if method != 'group_limited_greedy':
-    config.refuse('topk_method', 'is not greedy or group_limited_greedy')
-  return {'experts.group_best': 1}
-
-
-BEST_OF_GROUPS = Computed(
-  _best_of_groups,
-  lambda model: {
-    'topk_method': 'group_limited_greedy'
-    if model.experts.groups > 1
-    else 'greedy'
-  },
+  written_places,
 )
 
 
 def _dots_layers(config):
   """Layers from max_window_layers on have a window, if there is one."""
-  depth, window = config('num_hidden_layers'), config('sliding_window', 0)
+  depth, window = config('num_hidden_layers'), config('sliding_window', 0, 1)
   return ''.join(
-    'W' if window and i >= config('max_window_layers', 62) else 'F'
+    'W' if window and i >= config('max_window_layers', 62, 0) else 'F'
     for i in range(depth)
   )
 
 
 ALL_SPARSE = places(
-  lambda config: ''.join(
-    {'dense': 'D', 'sparse': 'E'}[x]
-    for x in config('mlp_layer_types', ['sparse'] * config('num_hidden_layers'))
+  lambda config: config.each(
+    'mlp_layer_types', SPARSE, lambda: kin.every('E')(config)
   ),
-  lambda letters: {
-    'mlp_layer_types': ['dense' if x == 'D' else 'sparse' for x in letters]
-  },
+  written_places,
 )
 EXAONE_WORDS = {'N': 'full_attention', 'W': 'sliding_attention'}
 
 
 def _exaone_layers(config):
   """With a window, layers without one have no rotary positions."""
-  if not config('sliding_window', 0):
-    config('layer_types', None)
+  if not config('sliding_window', 0, 1):
+    config.given('layer_types')
     return {'pattern': 'F'}
   reader = kin.layers(kin.periodic('WWWN'), EXAONE_WORDS)
   return reader.read(config)
@@ -217,9 +168,9 @@ GRANITE_NAMES = dict(
 
 def _whole_rotation(config):
   """Half of a head is rotated where a file says nothing."""
-  rope, name = config('rope_parameters', {}), 'partial_rotary_factor'
-  if rope.get(name, config(name, 0.5)) != 1:
-    config.refuse(name, 'rotates a part of a head, or has its default, 0.5')
+  name, rope = 'partial_rotary_factor', rows.given_rope(config)
+  if rope(name, config(name, 0.5)) != 1:
+    rope.refuse(name, 'rotates a part of a head, or has its default, 0.5')
   return {}
 
 
@@ -233,15 +184,9 @@ WHOLE = Computed(
 
 
 def _granite_shared(config):
-  width, own = (
-    config('shared_intermediate_size', 0),
-    config('intermediate_size'),
-  )
-  if width % own:
-    config.refuse(
-      'shared_intermediate_size', f'is no multiple of intermediate_size={own}'
-    )
-  return {'experts.shared': width // own}
+  name = 'shared_intermediate_size'
+  width = config(name, 0)
+  return {'experts.shared': multiple(config, name, width, 'intermediate_size')}
 
 
 GRANITE_SHARED = Computed(
@@ -262,9 +207,9 @@ def _whole_number(name, ours):
   """A field that other files have as a list with a number for each layer."""
 
   def read(config):
-    if not isinstance(config(name), int):
+    if isinstance(config.given(name), list):
       config.refuse(name, 'is not one number for all layers')
-    return {ours: config(name)}
+    return {ours: config.checked(name, config(name), ours)}
 
   return Computed(read, lambda model: {name: rows.value(model, ours)})
 
@@ -297,23 +242,6 @@ FAMILIES = {
     'Dots1ForCausalLM', llama(), SIGMOID, DENSE_FIRST, dense.BIAS,
     Ours({'qk_norm': 'head'}), kin.layers(_dots_layers), **kin.EXPERT_NAMES,
   ),
-  'deepseek_v2': family(
-    'DeepseekV2ForCausalLM', LATENT, ROUTED, DENSE_FIRST, BEST_OF_GROUPS,
-    Ours({'experts.normalise': False}), Fixed('norm_topk_prob', False),
-    Fixed('mlp_bias', False), silent=LATENT_SILENT,
-    **kin.EXPERT_NAMES, **MLA_NAMES,
-  ),
-  'deepseek_v3': family(
-    'DeepseekV3ForCausalLM', LATENT, SIGMOID, DENSE_FIRST,
-    Fixed('rope_interleave', True),
-    silent=(*LATENT_SILENT, 'topk_method', 'scoring_func', 'moe_layer_freq'),
-    **kin.EXPERT_NAMES, **MLA_NAMES,
-  ),
-  'glm4_moe_lite': family(
-    'Glm4MoeLiteForCausalLM', LATENT, SIGMOID, LATER_SPARSE,
-    Same('rms_norm_eps', 'norm_epsilon', 1e-5), Fixed('rope_interleave', True),
-    silent=LATENT_SILENT, **kin.EXPERT_NAMES, **MLA_NAMES,
-  ),
   'minimax_m2': family(
     'MiniMaxM2ForCausalLM', llama(theta=5e6), LOCAL, TOP, BIASED,
     Ours({'experts.normalise': True, 'qk_norm': 'all'}),
@@ -336,12 +264,6 @@ FAMILIES = {
     silent=('experts_per_token', 'initial_context_length'),
     router='router', expert_gate_up='experts.gate_up_proj',
     expert_down='experts.down_proj', interleaved=True,
-  ),
-  'youtu': family(
-    'YoutuForCausalLM', LATENT,
-    Same('tie_word_embeddings', 'tied_embedding', True),
-    Fixed('rope_interleave', True), Fixed('mlp_bias', False),
-    silent=(*LATENT_SILENT, 'embedding_initializer_range'), **MLA_NAMES,
   ),
   'mellum': family(
     'MellumForCausalLM', llama(rotary=dense._per_kind(5e5, 1e4)), QWEN,

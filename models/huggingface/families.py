@@ -1,20 +1,28 @@
 """Every model_type: rows of its config.json, and names of its tensors."""
 
 import difflib
+from typing import Any
 
 from paraxis.configs.base import errors
 from paraxis.models.huggingface import dense
 from paraxis.models.huggingface import dense_kin
 from paraxis.models.huggingface import expert
+from paraxis.models.huggingface import gpt
+from paraxis.models.huggingface import kin
+from paraxis.models.huggingface import latent
 from paraxis.models.huggingface import recurrent
 
 # The plainest first: config.from_model takes the first that fits.
-FAMILIES = dense.FAMILIES | dense_kin.FAMILIES
-FAMILIES |= expert.FAMILIES | recurrent.FAMILIES
+FAMILIES = dense.FAMILIES | gpt.FAMILIES | dense_kin.FAMILIES
+FAMILIES |= expert.FAMILIES | latent.FAMILIES | recurrent.FAMILIES
 
 
-def find(model_type: str):
-  """kin.Family of a model_type; UserError with the nearest names."""
+def find(model_type: Any) -> kin.Family:
+  """Of a model_type; UserError with the nearest names."""
+  if not isinstance(model_type, str):
+    raise errors.UserError(
+      f'config.json: model_type={model_type!r} is not the name of a family.'
+    )
   if model_type in FAMILIES:
     return FAMILIES[model_type]
   close = difflib.get_close_matches(model_type, FAMILIES, 3, 0.4)

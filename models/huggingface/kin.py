@@ -53,8 +53,8 @@ PLAIN = {
 HEADS = Computed(
   lambda config: {
     'num_heads': config('num_attention_heads'),
-    'num_kv_heads': config('num_key_value_heads', 0),
-    'head_dim': config('head_dim', 0),
+    'num_kv_heads': config('num_key_value_heads', 0, 1),
+    'head_dim': config('head_dim', 0, 1),
   },
   lambda model: {
     'num_attention_heads': model.num_heads,
@@ -99,27 +99,22 @@ def _flat(row):
 LAYERS = {'F': 'full_attention', 'W': 'sliding_attention'}
 
 
-def layers(default, words=None, window='sliding_window', none=False):
+def layers(default, words=None, window='sliding_window'):
   """Kinds of layers, by `layer_types`, and the window.
 
   Args:
     default: Reader -> the letters, where a file has no layer_types.
-    words: letter -> their word. window: their field; none: it may be null
-      where layers have one.
+    words: letter -> their word. window: their field; '': there is none.
   """
   words = words or LAYERS
   letters = {word: letter for letter, word in words.items()}
 
   def read(config):
-    given = config('layer_types', None)
-    if given is None:
-      found = default(config)
-    elif set(given) - set(letters):
-      return config.refuse('layer_types', 'has kinds that layers here have not')
-    else:
-      found = ''.join(letters[word] for word in given)
+    found = config.each('layer_types', letters, lambda: default(config))
     out = {'pattern': rows.unit(found)}
     width = config(window, 0) if window else 0
+    if 'W' in found and not width:
+      config.refuse(window, 'is no window, which layers have')
     return out | ({'window': width} if 'W' in found else {})
 
   def write(model):
@@ -144,6 +139,11 @@ def pattern(model):
 def every(letter):
   """All layers of one kind."""
   return lambda config: letter * config('num_hidden_layers')
+
+
+def first(letter, rest):
+  """One layer of a kind, then those of another."""
+  return lambda config: letter + rest * (config('num_hidden_layers') - 1)
 
 
 def periodic(unit):

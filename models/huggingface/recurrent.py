@@ -5,6 +5,7 @@ import math
 from paraxis.models.huggingface import dense
 from paraxis.models.huggingface import expert
 from paraxis.models.huggingface import kin
+from paraxis.models.huggingface import reader
 from paraxis.models.huggingface import rows
 from paraxis.models.huggingface.kin import family
 from paraxis.models.huggingface.rows import Choice
@@ -18,7 +19,7 @@ def _rank(name):
   """Rank of the step sizes, 'auto': a sixteenth of the width."""
   return Computed(
     lambda config: {
-      'mamba.dt_rank': 0 if config(name, 'auto') == 'auto' else config(name)
+      'mamba.dt_rank': 0 if config.given(name) == 'auto' else config(name, 0, 1)
     },
     lambda model: {name: model.mamba.dt_rank or 'auto'},
   )
@@ -38,11 +39,14 @@ def _only_mamba(letter):
 
 def _heads(config, heads='num_heads', width='head_dim', expand='expand'):
   """Heads of Mamba-2 share the inner width out."""
-  n, each = config(heads), config(width, 'auto')
-  inner = config(expand, 2) * config('hidden_size')
-  each = inner // n if each == 'auto' else each
+  n, inner = config(heads), config(expand, 2) * config('hidden_size')
+  each = inner // n if config.given(width) == 'auto' else config(width, 0, 1)
+  each = each or inner // n
   if n * each != inner:
-    config.refuse(heads, f'x {width}={each} is not expand x width={inner}')
+    config.refuse(
+      heads, f'x {width}={each} is not {expand}={config(expand, 2)} x '
+      f'hidden_size={config("hidden_size")}'
+    )  # fmt: skip
   return {'mamba.head_dim': each}
 
 
@@ -56,8 +60,9 @@ MAMBA2_HEADS = Computed(
 
 
 def _unlimited(config):
-  low, high = config('time_step_limit', (0.0, math.inf))
-  if low > 0 or high not in (math.inf, {'__float__': 'Infinity'}):
+  limits = config('time_step_limit', (0.0, math.inf))
+  known = (math.inf, 'inf', {'__float__': 'Infinity'})
+  if len(limits) != 2 or limits[0] not in (0, 0.0) or limits[1] not in known:
     config.refuse('time_step_limit', 'clips step sizes, which are not here')
   return {}
 
@@ -78,7 +83,7 @@ def _periodic(period, offset, usual, letters):
   """
 
   def read(config):
-    every, first = config(period, usual[0]), config(offset, usual[1])
+    every, first = config(period, usual[0]), config(offset, usual[1], 0)
     return ''.join(
       letters[i % every == first] for i in range(config('num_hidden_layers'))
     )
@@ -102,7 +107,9 @@ _SPARSE = _periodic('expert_layer_period', 'expert_layer_offset', (2, 1), 'DE')
 
 def _jamba_experts(config):
   """One expert is none."""
-  found = config('num_experts', 16)
+  found = config.checked(
+    'num_experts', config('num_experts', 16), 'experts.count'
+  )
   if found == 1:
     return {'experts.count': 0}
   return {
@@ -135,16 +142,18 @@ NO_POSITION = Ours({'position': 'none'})
 
 def _lfm_layers(config):
   depth = range(config('num_hidden_layers'))
-  held = config('full_attn_idxs', list(depth))
+  held = config.numbers('full_attn_idxs', list(depth))
   return ''.join('F' if i in held else 'V' for i in depth)
 
 
 def _lfm_width(config):
   """The mlp's width, which older files leave to be rounded."""
-  width = config('block_ff_dim', 0) or config('intermediate_size')
+  width = config('block_ff_dim', 0, 1) or config('intermediate_size')
   if config('block_auto_adjust_ff_dim', True):
-    width = int(2 * width / 3)
-    width = int(config('block_ffn_dim_multiplier', 1.0) * width)
+    times, width = config('block_ffn_dim_multiplier', 1.0), int(2 * width / 3)
+    if not 1 <= times * width < reader.MOST:
+      config.refuse('block_ffn_dim_multiplier', f'makes {width} no width')
+    width = int(times * width)
     unit = config('block_multiple_of', 256)
     width = -(-width // unit) * unit
   return {'d_ff': width}
@@ -176,12 +185,8 @@ BESIDE = {  # Mamba-2 between layers of attention: words of either version
 
 
 def _beside(config):
-  given = config(
-    'layer_types', ['linear_attention'] * config('num_hidden_layers')
-  )
-  if set(given) - set(BESIDE):
-    config.refuse('layer_types', 'has kinds that layers here have not')
-  return {'pattern': rows.unit(''.join(BESIDE[x] for x in given))}
+  every = lambda: kin.every('M')(config)
+  return {'pattern': rows.unit(config.each('layer_types', BESIDE, every))}
 
 
 HYBRID = (
@@ -220,17 +225,16 @@ GRANITE_HYBRID = (
 
 def _granite_width(config):
   """Without experts the shared ones are the mlp."""
-  count = config('num_local_experts', 8)
-  shared = config('shared_intermediate_size', 1024)
+  count = config('num_local_experts', 8, 0)
+  config.checked('num_local_experts', count, 'experts.count')
+  shared = config('shared_intermediate_size', 1024, 0)
   if not count:
+    config.checked('shared_intermediate_size', shared, 'd_ff')
     config('intermediate_size', 0)
     return {'experts.count': 0, 'd_ff': shared}
-  own = config('intermediate_size')
-  if shared % own:
-    config.refuse(
-      'shared_intermediate_size', f'is no multiple of intermediate_size={own}'
-    )
-  return {'experts.count': count, 'experts.shared': shared // own}
+  name, own = 'shared_intermediate_size', 'intermediate_size'
+  times = expert.multiple(config, name, shared, own)
+  return {'experts.count': count, 'experts.shared': times}
 
 
 def _written_granite_width(model):

@@ -1,40 +1,16 @@
 """Rows of a family's table: a field of config.json and ours, both ways.
 
-A row reads {our dotted field: value} from a `Reader`, and writes {their field:
-value} from a schema.Model. Only readers refuse: what a writer could not say is
-found by reading it back (config.py).
+A row reads {our dotted field: value} from a reader.Reader, and writes {their
+field: value} from a schema.Model. Only readers refuse: what a writer could not
+say is found by reading it back (config.py).
 """
 
 import dataclasses
 import math
 from typing import Any
 
-from paraxis.configs.base import errors
-
-MISSING: Any = object()
-
-
-class Reader:
-  """config.json as a family reads it; remembers which fields were read."""
-
-  def __init__(self, config, path='config.json'):
-    self.config, self.path, self.used = config, path, set()
-    self.partial = False  # whether the family rotates a part of a head
-
-  def __call__(self, name, default: Any = MISSING) -> Any:
-    """The value of a field; null is the default. UserError: it must be."""
-    self.used.add(name)
-    value = self.config.get(name)
-    if value is None and default is MISSING:
-      raise errors.UserError(
-        f'{self.path} has no {name!r}, which its model_type needs.'
-      )
-    return default if value is None else value
-
-  def refuse(self, name, why):
-    """UserError that names a field of config.json and its value."""
-    value = self.config.get(name)
-    raise errors.UserError(f'{self.path}: {name}={value!r} {why}.')
+from paraxis.models.huggingface import reader as reader_lib
+from paraxis.models.huggingface.reader import MISSING
 
 
 def value(model, name):
@@ -55,10 +31,22 @@ class Same:
   null: Any = MISSING  # ours that is written as null
 
   def read(self, config):
-    for name in self.other:
-      if config(name, None) is not None:
-        return {self.ours: config(name)}
+    for name in (*self.other, self.theirs):
+      found = config.given(name)
+      if found is None:
+        continue
+      found = config.checked(name, found, self.ours)
+      if type(found) is int and not found and not self._may_be_0:
+        config.refuse(name, 'is not 1 or more')
+      return {self.ours: found}
+    if self.default is MISSING and self.other:
+      config.refuse(self.theirs, f'is not there, nor {" or ".join(self.other)}')
     return {self.ours: config(self.theirs, self.default)}
+
+  @property
+  def _may_be_0(self):
+    """Ours may stand for another value by 0; theirs says it by null."""
+    return self.default is not MISSING and not self.default and self.null != 0
 
   def write(self, model):
     found = value(model, self.ours)
@@ -75,8 +63,10 @@ class Choice:
   default: Any = MISSING
 
   def read(self, config):
-    given = config(self.theirs, self.default)
-    if given not in self.values:
+    given = config.given(self.theirs)
+    if given is None:
+      given = config(self.theirs, self.default)
+    if not any(reader_lib.same(given, known) for known in self.values):
       known = ', '.join(map(repr, self.values))
       config.refuse(self.theirs, f'is not one of {known}, which models here do')
     new = self.values[given]
@@ -106,8 +96,10 @@ class Fixed:
   default: Any = MISSING  # what a file without it means; here: `only`
 
   def read(self, config):
-    default = self.only if self.default is MISSING else self.default
-    if config(self.theirs, default) != self.only:
+    found = config.given(self.theirs)
+    if found is None:
+      found = self.only if self.default is MISSING else self.default
+    if not reader_lib.same(found, self.only):
       config.refuse(
         self.theirs, f'is not what models here do, which is {self.only!r}'
       )
@@ -150,10 +142,15 @@ class Fraction(Computed):
 
 def unit(letters):
   """The shortest text that, repeated and cut off, is `letters`."""
-  for n in range(1, len(letters) + 1):
-    if all(letters[i] == letters[i % n] for i in range(len(letters))):
-      return letters[:n]
-  return letters
+  border = [0] * len(
+    letters
+  )  # of each prefix: its longest proper one that ends
+  for i in range(1, len(letters)):
+    n = border[i - 1]
+    while n and letters[i] != letters[n]:
+      n = border[n - 1]
+    border[i] = n + (letters[i] == letters[n])
+  return letters[: len(letters) - border[-1]] if letters else letters
 
 
 def rope(theta=1e4, **options):
@@ -170,62 +167,86 @@ def rope(theta=1e4, **options):
   )
 
 
-OLD_ROPE = ('rope_theta', 'rope_scaling', 'rope_local_base_freq')
+OLD_ROPE = 'rope_scaling'
+
+
+def given_rope(config, name='rope_parameters'):
+  """Reader of the rotary parameters; an older field goes before the newer."""
+  old = config.inside(OLD_ROPE)
+  if old is not None and old.config:
+    return old
+  found = config.inside(name)
+  empty = reader_lib.Reader({}, f'{config.path}: {name}')
+  return empty if found is None else found
 
 
 def _read_rope(config, theta, **options):
-  name = 'rope_parameters'
-  rope = config(name, None)
-  old = config('rope_scaling', None)
-  if rope is None:
-    name, rope = 'rope_scaling', dict(old or {})
-    rope.setdefault('rope_theta', config('rope_theta', theta))
-  return scaling(config, name, rope, theta, **options)
+  rope = given_rope(config)
+  return scaling(config, rope, config('rope_theta', theta, 1), **options)
 
 
-def scaling(config, name, rope, theta=1e4, latent=False):
-  """Our fields of one dictionary of rotary parameters.
+def scaling(config, rope, theta=1e4, latent=False):
+  """Our fields of one object of rotary parameters.
 
-  latent: of latent attention, whose scores YaRN corrects, not cos and sin.
+  Args:
+    config, rope: Readers of the file, and of the object.
+    theta: the base, where the object has none.
+    latent: of latent attention, whose scores YaRN corrects, not cos and sin.
   """
-  kind = rope.get('rope_type', rope.get('type', 'default'))
-  if rope.get('partial_rotary_factor', 1.0) != 1 and not config.partial:
-    config.refuse(name, 'has a partial_rotary_factor other than 1')
-  out = {'rope_theta': float(rope.get('rope_theta') or theta)}
+  kind = rope('type', 'default')
+  kind = rope('rope_type', kind)
+  part = rope('partial_rotary_factor', 1.0)
+  if part != 1 and not config.partial:
+    rope.refuse('partial_rotary_factor', 'rotates a part of a head')
+  out = {'rope_theta': rope('rope_theta', float(theta), 1)}
   length = config('max_position_embeddings', 8192)
-  out['rope_original_length'] = int(
-    rope.get('original_max_position_embeddings') or length
-  )
+  length = rope('original_max_position_embeddings', length)
+  length = config('original_max_position_embeddings', length)
   if kind == 'default':
-    return {'rope_theta': out['rope_theta']}
+    if rope.given('factor') not in (None, 1):
+      rope.refuse('rope_type', 'has no factor, and there is one', kind)
+    return out
   if kind not in ('linear', 'llama3', 'yarn'):
-    config.refuse(name, 'has a rope_type other than linear, llama3 and yarn')
-  out |= {'rope_scaling': kind, 'rope_factor': float(rope['factor'])}
+    rope.refuse('rope_type', 'is not linear, llama3 or yarn', kind)
+  out |= {'rope_scaling': kind, 'rope_factor': _factor(rope)}
   if kind == 'linear':
-    del out['rope_original_length']
+    return out
+  out['rope_original_length'] = length
   if kind == 'llama3':
-    out['rope_low_frequency'] = float(rope['low_freq_factor'])
-    out['rope_high_frequency'] = float(rope['high_freq_factor'])
+    out['rope_low_frequency'] = _needed(rope, 'low_freq_factor')
+    out['rope_high_frequency'] = _needed(rope, 'high_freq_factor')
   if kind == 'yarn':
-    out['rope_low_frequency'] = float(rope.get('beta_slow') or 1)
-    out['rope_high_frequency'] = float(rope.get('beta_fast') or 32)
-    out['rope_truncate'] = bool(rope.get('truncate', True))
+    out['rope_low_frequency'] = rope('beta_slow', 1.0)
+    out['rope_high_frequency'] = rope('beta_fast', 32.0)
+    out['rope_truncate'] = rope('truncate', True)
     scale = _latent_mscale if latent else _mscale
-    out['rope_mscale'] = scale(config, name, rope)
+    out['rope_mscale'] = scale(rope, out['rope_factor'])
   return out
 
 
-def _mscale(config, name, rope):
+def _needed(rope, name, low=0):
+  """A number that must be there."""
+  if rope.given(name) is None:
+    rope.refuse(name, 'is not there, and its rope_type needs it')
+  return rope(name, 0.0, low)
+
+
+def _factor(rope):
+  return _needed(rope, 'factor', 1)
+
+
+def _mscale(rope, times):
   """rope_mscale of cos and sin: 1, or 0, which corrects nothing."""
-  scale, every = rope.get('mscale'), rope.get('mscale_all_dim')
-  factor, usual = rope.get('attention_factor'), _usual(rope['factor'])
-  if factor is None:
+  scale, every = rope('mscale', 0.0), rope('mscale_all_dim', 0.0)
+  factor, usual = rope('attention_factor', -1.0), _usual(times)
+  if factor < 0:
     if not (scale and every):
       return 1.0
-    factor = _usual(rope['factor'], scale) / _usual(rope['factor'], every)
+    factor = _usual(times, scale) / _usual(times, every)
   if factor not in (1.0, usual):
-    config.refuse(
-      name, f'corrects scores by {factor}; here it is 1, or {usual}'
+    rope.refuse(
+      'attention_factor',
+      f'corrects scores by {factor}; here it is 1, or {usual}',
     )
   return float(factor == usual)
 
@@ -234,14 +255,15 @@ def _usual(factor, mscale=1.0):
   return 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _latent_mscale(config, name, rope):
-  scale, every = rope.get('mscale'), rope.get('mscale_all_dim')
-  if rope.get('attention_factor') is not None or not every or scale != every:
-    config.refuse(
-      name, 'has an attention_factor, or an mscale other than mscale_all_dim, '
-      'which would correct rotated keys alone'
+def _latent_mscale(rope, times):
+  del times
+  scale, every = rope('mscale', 0.0), rope('mscale_all_dim', 0.0)
+  if rope('attention_factor', -1.0) >= 0 or not every or scale != every:
+    rope.refuse(
+      'mscale', f'is not mscale_all_dim={every}, or there is an '
+      'attention_factor, which would correct rotated keys alone'
     )  # fmt: skip
-  return float(every)
+  return every
 
 
 def written_rope(model, latent=False):

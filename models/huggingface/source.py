@@ -18,6 +18,7 @@ from paraxis.configs.base import errors
 from paraxis.models.huggingface import config as config_lib
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import leaves as leaves_lib
+from paraxis.models.huggingface import reader
 
 # Fields of schema.Model that say how a model runs or is trained, not what it
 # computes: a run's own stand, whatever weights it begins with.
@@ -88,12 +89,22 @@ class Source:
     self.files = open_(path)
     try:
       self.model = config_lib.to_model(self.files.config)
+      self._ends = _ends(self.files.config)
+      self._check_depth()
     except errors.UserError as e:
       raise errors.UserError(f'{self.files.path}: {e}') from e
     table = leaves_lib.table(self.model, self.files.config['model_type'])
     self._leaves = {(leaf.path, leaf.layer): leaf for leaf in table}
     self._check(table)
     self._of, self._layers = '', {}
+
+  def _check_depth(self):
+    """UserError: more layers than tensors; before names are made of them."""
+    if self.model.num_layers > len(self.files.shapes):
+      raise errors.UserError(
+        f'config.json asks for {self.model.num_layers} layers, and the files '
+        f'have {len(self.files.shapes)} tensors.'
+      )
 
   def _check(self, table):
     """UserError: tensors that are missing, or that no parameter is made of."""
@@ -176,12 +187,14 @@ class Source:
       sha256=self.files.fingerprint(),
       licence=self.files.licence,
       template=self.files.template,
-      ends=_ends(self.files.config),
+      ends=self._ends,
     )
 
 
 def _ends(config):
   """Ids of config.json that end a text: one, several or none."""
-  found = config.get('eos_token_id')
-  found = found if isinstance(found, list) else [found]
-  return [i for i in found if i is not None]
+  read, name = reader.Reader(config), 'eos_token_id'
+  found = read.given(name)
+  if found is None or isinstance(found, list):
+    return read.numbers(name, [])
+  return [read(name, 0)]

@@ -1,0 +1,161 @@
+"""config.json both ways: exact, or one line that names a field."""
+
+import dataclasses
+
+import hf_families
+import pytest
+import support
+
+from paraxis.configs import quickstart
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.configs.base import mixers
+from paraxis.models import layer
+from paraxis.models.huggingface import config as config_lib
+from paraxis.models.huggingface import families
+from paraxis.models.huggingface import kin
+
+QUICKSTART = schema.view(quickstart.get_config()).model
+EXPERTS = schema.Model().experts
+# The examples of README and every kind of layer, with an mlp and without.
+PATTERNS = [
+  'WWF', 'M-M-*-', 'M-*', *mixers.TABLE, *(f'{x}-{x}' for x in mixers.TABLE),
+]  # fmt: skip
+OTHERS = [
+  {},
+  dict(norm_placement='sandwich', qk_norm='all'),
+  dict(position='none', mlp='relu2'),
+  dict(
+    position='learned', max_positions=9, norm='layernorm', residual='shared'
+  ),
+  dict(experts=dataclasses.replace(EXPERTS, count=4, shared=1)),
+  dict(experts=dataclasses.replace(EXPERTS, count=4, pattern='DEP')),
+  dict(logit_scale=0.0, residual_scale=0.0, attention_scale=0.0),
+]
+
+
+def models(pattern):
+  """schema.Models of a pattern; OTHERS take turns."""
+  yield dataclasses.replace(QUICKSTART, pattern=pattern, window=8)
+  at = PATTERNS.index(pattern)
+  for change in (OTHERS[at % len(OTHERS)], OTHERS[(at + 3) % len(OTHERS)]):
+    model = schema.Model(pattern=pattern, window=8, num_layers=6)
+    yield dataclasses.replace(model, **change)
+
+
+def exact_or_refused(model, model_type=''):
+  """The config.json, which says all of the model; {}: a field is named."""
+  try:
+    config = config_lib.from_model(model, model_type)
+  except errors.UserError as error:
+    line = str(error)
+    assert 'model.' in line or 'config.json: ' in line, line
+    assert '\n' not in line
+    return {}
+  same = config_lib.canonical
+  assert same(config_lib.to_model(config)) == same(model)
+  return config
+
+
+@pytest.mark.parametrize('pattern', PATTERNS)
+def test_an_export_is_exact_or_names_a_field(pattern):
+  for model in models(pattern):
+    exact_or_refused(model)
+    for name in families.FAMILIES:
+      exact_or_refused(model, name)
+
+
+def test_both_ends_of_it_happen():
+  """Neither everything nor nothing is refused."""
+  assert exact_or_refused(schema.Model())['model_type'] == 'llama'
+  assert not exact_or_refused(QUICKSTART)
+  assert not exact_or_refused(schema.Model(pattern='G'))
+
+
+def test_the_nearest_family_has_the_fewest_other_fields():
+  with support.refused("'granite'", "model.qk_norm='head' (there 'none')") as e:
+    config_lib.from_model(QUICKSTART)
+  faults = {n: config_lib._written(QUICKSTART, n)[1] for n in families.FAMILIES}
+  assert min(map(len, faults.values())) == len(faults['granite']) == 1
+  assert len(faults['llama']) == 3
+  del e
+
+
+def test_every_difference_is_named():
+  model = dataclasses.replace(QUICKSTART, sinks=True, head_bias=True)
+  fields = ('embedding_scale', 'attention_scale', 'sinks', 'head_bias')
+  with support.refused("'qwen3'", *(f'model.{f}=' for f in fields)):
+    config_lib.from_model(model, 'qwen3')
+
+
+@pytest.mark.parametrize(
+  'change, field',
+  [
+    (dict(position='none'), 'position'),
+    (dict(pattern='FN'), 'pattern'),
+    (dict(pattern='W', window=8), 'pattern'),
+    (dict(rope_theta=500.0, rope_fraction=0.5), 'rope_fraction'),
+    (dict(residual_scale=0.5), 'residual_scale'),
+  ],
+)
+def test_what_llama_does_not_say(change, field):
+  """A model with another value is another model: it is not written as one."""
+  model = dataclasses.replace(schema.Model(), **change)
+  with support.refused('llama', f'model.{field}='):
+    config_lib.from_model(model, 'llama')
+
+
+def test_models_that_compute_the_same_are_the_same():
+  same = lambda **fields: config_lib.canonical(schema.Model(**fields))
+  assert same(position='none') == same(pattern='N')
+  assert same(position='none', rope_theta=5.0) == same(position='none')
+  assert same(position='none') != same()
+  assert same(pattern='W', window=4) != same()
+  assert same(head_dim=40, num_kv_heads=4) == same()
+
+
+# ------------------------------------------------------------------ unknown
+
+UNKNOWN = dict(
+  own_flag=True, own_count=1, own_share=1.0, own_name='x', own_list=[0],
+  own_table=dict(a=0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize('name', hf_families.TINY)
+def test_a_field_that_nothing_reads_is_refused(name):
+  """True is not 1, and neither is 1.0."""
+  config = hf_families.read_golden(name)['config']
+  for field, value in UNKNOWN.items():
+    with support.refused(
+      f'config.json: {field}={value!r}', config['model_type']
+    ):
+      config_lib.to_model(config | {field: value})
+  off = dict.fromkeys(UNKNOWN) | dict(a=False, b=0, c=0.0, d='', e=[], f={})
+  same = config_lib.canonical
+  assert same(config_lib.to_model(config | off)) == same(
+    config_lib.to_model(config)
+  )
+
+
+@pytest.mark.parametrize(
+  'field', ['alibi', 'use_qk_norm', 'parallel_attn', 'own_flag']
+)
+def test_llama_with_parts_of_others(field):
+  config = hf_families.read_golden('llama')['config']
+  with support.refused(f'config.json: {field}=True'):
+    config_lib.to_model(config | {field: True})
+
+
+def test_a_rotary_parameter_that_nothing_reads_is_refused():
+  config = hf_families.read_golden('llama')['config']
+  rope = config['rope_parameters'] | dict(mrope_section=[1, 1])
+  with support.refused('rope_parameters: mrope_section=[1, 1]'):
+    config_lib.to_model(config | dict(rope_parameters=rope))
+
+
+def test_rows_read_what_they_write():
+  """Each field that a row writes is one that it reads."""
+  for name, family in families.FAMILIES.items():
+    assert isinstance(family, kin.Family), name
+  assert set(layer.MIXERS) == set(mixers.TABLE)
