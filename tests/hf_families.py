@@ -144,15 +144,21 @@ def saved(model, tensors):
 # ----------------------------------------------------------------------- ours
 
 
-def model_of(config):
-  """schema.Model of a config.json, computed in float64."""
+def model_of(config, dtype='float64'):
+  """schema.Model of a config.json, computed in that dtype."""
   return dataclasses.replace(
     config_lib.to_model(config),
-    dtype='float64', param_dtype='float64', attention_block=8,
+    dtype=dtype, param_dtype=dtype, attention_block=8,
   )  # fmt: skip
 
 
-def tree_of(leaves, tensors):
+def shapes_of(model):
+  """{path: shape} of a schema.Model's parameters."""
+  made = jax.eval_shape(decoder.Decoder(model).init, jax.random.key(0))
+  return {path: x.shape for path, x in made.items()}
+
+
+def tree_of(leaves, tensors, dtype='float64'):
   """{path: parameter} of {name: tensor}; a leaf that lacks one is left out."""
   stacks, flat = {}, {}
   for leaf in leaves:
@@ -166,15 +172,13 @@ def tree_of(leaves, tensors):
   for path, each in stacks.items():
     assert sorted(each) == list(range(len(each))), path
     flat[path] = np.stack([each[i] for i in range(len(each))])
-  return {p: np.asarray(x, np.float64) for p, x in flat.items()}
+  return {p: np.asarray(x, dtype) for p, x in flat.items()}
 
 
 def ours(model, params, data=DATA):
   """(z_BTV, {path: gradient of the loss})."""
   model_checks.check_model(model)
-  made = decoder.Decoder(model)
-  shapes = jax.eval_shape(made.init, jax.random.key(0))
-  wanted = {p: s.shape for p, s in shapes.items()}
+  made, wanted = decoder.Decoder(model), shapes_of(model)
   found = {p: x.shape for p, x in params.items()}
   assert found == wanted, set(found.items()) ^ set(wanted.items())
 
@@ -195,10 +199,9 @@ def learned(leaves):
 def weights_of(model, leaves, spread):
   """{name: tensor} of every tensor that leaves name, by peers.weight."""
   model = dataclasses.replace(model, dtype='float32', param_dtype='float32')
-  shapes = jax.eval_shape(decoder.Decoder(model).init, jax.random.key(0))
-  tensors = {}
+  shapes, tensors = shapes_of(model), {}
   for leaf in leaves:
-    shape = shapes[leaf.path].shape
+    shape = shapes[leaf.path]
     zeros = np.zeros(shape if leaf.layer is None else shape[1:])
     leaves_lib.put(tensors, leaf, zeros)
   return {k: peers.weight(k, x.shape, spread) for k, x in tensors.items()}
