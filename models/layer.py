@@ -22,6 +22,7 @@ from paraxis.models.mixers import gated_linear
 from paraxis.models.mixers import latent as latent_attention
 from paraxis.models.mixers import mamba
 from paraxis.models.mixers import recurrent
+from paraxis.models.mixers import rg_lru
 from paraxis.models.mixers import short_conv
 from paraxis.models.mixers import tcn
 
@@ -38,6 +39,7 @@ MIXERS = {
   'R': recurrent.ParaGRU,
   'L': recurrent.ParaLSTM,
   'V': short_conv.ShortConv,
+  'U': rg_lru.RgLru,
   'C': tcn.ConvolutionAttention,
 }
 

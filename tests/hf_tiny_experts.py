@@ -98,6 +98,11 @@ EXPERTS = {
     layer_types=['linear_attention', 'full_attention'],
   ),
   'lfm2': CONV | dict(block_multiple_of=8),
+  'recurrent_gemma': dict(
+    hidden_size=24, num_hidden_layers=3, lru_width=16, attention_window_size=5,
+    intermediate_size=32, logits_soft_cap=1.5, attention_bias=True,
+    num_attention_heads=2, num_key_value_heads=1,
+  ),
   'jamba': JAMBA
   | dict(
     num_hidden_layers=3, num_experts=1, attn_layer_period=3,

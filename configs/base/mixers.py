@@ -139,6 +139,17 @@ class ShortConv:
 
 
 @dataclasses.dataclass(frozen=True)
+class RgLru:
+  """Real-gated linear recurrent units, kind U (models/mixers/rg_lru.py)."""
+
+  width: int = field(0, 'channels; 0: model.d_model', low=0)
+  heads: int = field(
+    0, 'blocks of the block-diagonal gates; 0: model.num_heads', low=0
+  )
+  conv_width: int = field(4, 'taps of the causal convolution', low=1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Sections:
   """Sections of schema.Model that only some mixers read."""
 
@@ -148,6 +159,7 @@ class Sections:
   tcn: Tcn = Tcn()
   latent: Latent = Latent()
   short_conv: ShortConv = ShortConv()
+  rg_lru: RgLru = RgLru()
 
 
 def _at_most(section, **sizes):
@@ -185,6 +197,12 @@ def _small_latent(model, few):
 def _small_short_conv(model, few):
   del few
   return _at_most(model.short_conv, width=4)
+
+
+def _small_rg_lru(model, few):
+  own = model.rg_lru
+  heads = few(own.heads or model.num_heads, 4)
+  return dict(heads=heads, width=4 * heads)
 
 
 class MixerKind(NamedTuple):
@@ -237,6 +255,7 @@ TABLE = {
   'V': MixerKind(
     'gated short convolution', 'short_conv', _small_short_conv
   ),
+  'U': MixerKind('RG-LRU', 'rg_lru', _small_rg_lru),
   'C': MixerKind('convolutions and attention in chunks', 'tcn', _small_tcn),
 }  # fmt: skip
 

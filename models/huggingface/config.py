@@ -12,6 +12,7 @@ from paraxis.models.huggingface import families
 from paraxis.models.huggingface import reader as reader_lib
 from paraxis.models.huggingface import rows
 from paraxis.models.mixers import attention
+from paraxis.models.mixers import rg_lru
 
 # Fields of config.json that change no number of a forward pass in evaluation.
 SILENT = frozenset(
@@ -226,7 +227,9 @@ def _unread_scaling(model):
 
 def _unread_sections(model, letters, out):
   """Sections of mixers that the model has not."""
-  sections = dict(G='gated_linear', C='tcn', A='latent', V='short_conv')
+  sections = dict(
+    G='gated_linear', C='tcn', A='latent', V='short_conv', U='rg_lru'
+  )
   drop = [s for letter, s in sections.items() if letter not in letters]
   drop += [] if letters & set('MS') else ['mamba']
   drop += [] if letters & set('RL') else ['recurrent']
@@ -237,6 +240,9 @@ def _unread_sections(model, letters, out):
     names += ['mamba.dt_rank', 'mamba.inner_norm']
   elif not model.mamba.dt_rank:
     out['mamba.dt_rank'] = -(-model.d_model // 16)
+  if 'U' in letters:
+    heads, width = rg_lru.sizes(model)
+    out['rg_lru.heads'], out['rg_lru.width'] = heads, heads * width
   inner = 'S' in letters and model.mamba.inner_norm
   names += [] if inner else ['mamba.inner_norm_scale', 'mamba.norm_epsilon']
   for section in ('mamba', 'latent'):

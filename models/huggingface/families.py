@@ -11,10 +11,12 @@ from paraxis.models.huggingface import gpt
 from paraxis.models.huggingface import kin
 from paraxis.models.huggingface import latent
 from paraxis.models.huggingface import recurrent
+from paraxis.models.huggingface import recurrent_kin
 
 # The plainest first: config.from_model takes the first that fits.
 FAMILIES = dense.FAMILIES | gpt.FAMILIES | dense_kin.FAMILIES
 FAMILIES |= expert.FAMILIES | latent.FAMILIES | recurrent.FAMILIES
+FAMILIES |= recurrent_kin.FAMILIES
 
 
 def find(model_type: Any) -> kin.Family:

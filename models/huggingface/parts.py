@@ -9,7 +9,6 @@ R rank, S numbers of a state, G groups, P head width of a state.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 from paraxis.configs.base import mixers
 from paraxis.models import layer as layer_lib
@@ -17,30 +16,13 @@ from paraxis.models.ffn import mlp as mlp_lib
 from paraxis.models.ffn import moe
 from paraxis.models.ffn import router
 from paraxis.models.huggingface import joined
+from paraxis.models.huggingface import parameter_row
+from paraxis.models.huggingface import recurrent_parts
 from paraxis.models.huggingface import transforms
 from paraxis.models.mixers import attention as attention_lib
 from paraxis.models.mixers import mamba as mamba_lib
 
-
-class Row(NamedTuple):
-  """A parameter and its tensors.
-
-  names: tensors. change: transforms.Transform of each. cut: the part of the
-  tensor that is read first. stack: axis on which the changed tensors are
-  stacked; None: there is one tensor. shape: of ours, if there is no tensor.
-  """
-
-  path: str
-  names: tuple
-  change: Any = None
-  cut: Any = None
-  stack: int | None = None
-  shape: tuple = ()
-
-
-def row(path, name, change, cut=None):
-  """A parameter of one tensor."""
-  return Row(path, (name,), change, cut)
+Row, row = parameter_row.Row, parameter_row.row
 
 
 def within(prefix, rows):
@@ -376,4 +358,5 @@ MIXERS = {
   'mamba': mamba,
   'mamba2': mamba2,
   'short_conv': short_conv,
+  'rg_lru': recurrent_parts.rg_lru,
 }

@@ -4,8 +4,8 @@ Each wraps an op of pallas_kernels/: padding leaves the state unchanged, the
 state is reset where a document begins, the op runs in one manual region, and
 the state crosses shards of the length (sharding/sequence/scan.py).
 
-Legend: B rows, T tokens, N heads, K key width, V value width, W taps, S or M
-numbers a channel, D or F channels, U inputs of a cell.
+Legend: B rows, T tokens, N heads, K key width, V value width, H head width, W
+taps, S or M numbers a channel, D or F channels, U inputs of a cell.
 """
 
 import math
@@ -21,6 +21,7 @@ from paraxis.sharding.sequence import scan
 WIDE = mixer.WIDE
 CHANNELS = ('batch', 'mlp', None)
 RATES = ('mlp', None)
+HIDDEN = ('batch', 'heads', 'head_dim')
 SHARED = ('batch', 'length', None, None)  # read by all channels of a token
 
 FEW = 8  # tokens: fewer are scanned one by one
@@ -108,6 +109,35 @@ def selective_scan(x, dt, shared, rate, see, layout, state=None):
   if state is not None:
     names, arrays = [*names, CHANNELS], [*arrays, state]
   return annotate.region(run, names, (WIDE, CHANNELS))(*arrays)
+
+
+def linear_scan(log_a, b, see, layout, state=None):
+  """The linear scan (pallas_kernels/scans/linear.py) of packed rows.
+
+  Args:
+    log_a, b: (B, T, N, H), laid out as HEADS, in the dtype of the sums; the
+      factor of the first token of a document is not used.
+    see: attention.Visibility. layout: parameter.Layout.
+    state: (B, N, H), or None: zeros.
+
+  Returns:
+    (h_BTNH, state), laid out as HEADS and HIDDEN.
+  """
+  ok = mixer.valid(see)
+  log_a, b = _where(ok, log_a), _where(ok, b)
+  if state is None:
+    state = mixer.state(HIDDEN, b.shape[0], *b.shape[2:], dtype=b.dtype)
+
+  def run(log_a, b, reset, first):
+    h, last = scan.linear(
+      _flat(log_a), _flat(b), reset, _flat(first, 1), layout.scan
+    )
+    return h.reshape(b.shape), last.reshape(first.shape)
+
+  names = (mixer.HEADS, mixer.HEADS, mixer.ROWS, HIDDEN)
+  return annotate.region(run, names, (mixer.HEADS, HIDDEN))(
+    log_a, b, mixer.resets(see), state
+  )
 
 
 def newton_scan(cell, weights, inputs, see, module, state=None):

@@ -128,6 +128,24 @@ _scan = jax.custom_vjp(
 _scan.defvjp(_scan_forward, _scan_backward)
 
 
+# ------------------------------------------------------- length over devices --
+
+
+def reach(log_a_BTD: jax.Array, reset_BT: jax.Array | None = None) -> jax.Array:
+  """e^(log a_1 + .. + log a_t): what is left of a state that enters a piece.
+
+  0 from the first reset on. Times that state (B, D) it is what h_BTD lacks of a
+  scan from a zero state; at the last token it is the decay of the piece. In
+  promote_types(dtype, float32).
+  """
+  wide = jnp.promote_types(log_a_BTD.dtype, jnp.float32)
+  left = jnp.exp(jnp.cumsum(log_a_BTD.astype(wide), 1))
+  if reset_BT is None:
+    return left
+  seen = jnp.cumsum(reset_BT.astype(jnp.int32), 1) > 0
+  return jnp.where(seen[..., None], 0, left)
+
+
 # ---------------------------------------------------------------------- loop --
 
 

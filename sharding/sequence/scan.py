@@ -185,6 +185,23 @@ def gated(
   return (o + more).astype(o.dtype), last
 
 
+def linear(log_a_BTD, b_BTD, reset_BT, state_BD, plan, *, impl='auto'):
+  """linear_scan (scans/linear.py) of a sharded row -> (h_BTD, state_BD).
+
+  Args:
+    log_a_BTD: logarithms of the factors, <= 0; 0 and b = 0: the token changes
+      no state. The rest, and results, as in linear_scan and `gated`.
+  """
+  op = functools.partial(linear_scan.linear_scan, impl=impl)
+  if plan is None:
+    return op(jnp.exp(log_a_BTD), b_BTD, reset_BT, state_BD)
+  h, own = op(jnp.exp(log_a_BTD), b_BTD, reset_BT)
+  reach = linear_scan.reach(log_a_BTD, reset_BT)
+  left = reach[:, -1].astype(own.dtype)
+  state, last = _through('linear_scan', left, own, state_BD, reset_BT, plan)
+  return (h + reach * state[:, None]).astype(h.dtype), last
+
+
 def selective(
   x_BTF, dt_BTF, shared_BTUS, rate_FS, reset_BT, state_BFS, plan, *, impl='auto'
 ):

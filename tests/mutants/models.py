@@ -133,6 +133,14 @@ TABLE = [
     'tests/models/mixers/test_mamba.py::test_equals_a_loop_over_tokens',
   ),
   Mutation(
+    'lru_decay',
+    'models/mixers/rg_lru.py',
+    'log_a = -SHARPNESS * r *',
+    'log_a = 0 * r *',
+    'RG-LRU forgets nothing, and lets nothing in',
+    'tests/models/mixers/test_rg_lru.py::test_equals_a_loop_over_tokens',
+  ),
+  Mutation(
     'logits_bf16',
     'models/decoder.py',
     'wide = jnp.promote_types(x_BTD.dtype, jnp.float32)',

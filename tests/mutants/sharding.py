@@ -81,6 +81,14 @@ TABLE = [
     '--config.model.pattern=M --config.mesh.context_scan=permute',
   ),
   Mutation(
+    'linear_correction',
+    'sharding/sequence/scan.py',
+    'return (h + reach * state[:, None]).astype(h.dtype), last',
+    'return h + 0 * state[:, None], last',
+    'outputs of a linear scan lack the state that enters their shard',
+    _SEQUENCE + 'test_scan.py::test_equals_one_device[linear-permute]',
+  ),
+  Mutation(
     'conv_halo',
     'sharding/sequence/scan.py',
     'parts.append(_send(x_BTD[:, t - size :], axis, by))',

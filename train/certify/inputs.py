@@ -26,6 +26,7 @@ LASTING = {
   '/mamba2/a_log': -4.0,
   '/mamba/a_log': -4.0,
   '/gated_linear/decay_bias': 3.0,
+  '/rg_lru/rate': -5.0,
   '/gru/bias': _of_first_gate(-4.0),
   '/lstm/bias': _of_first_gate(4.0),
 }

@@ -80,6 +80,7 @@ def test_quantised_weights_are_refused(name):
     ('deepseek_v2', dict(rope_mscale=1.0)),
     ('gpt_oss', dict(window=6)),
     ('hunyuan_v1_moe', dict(qk_norm='head')),
+    ('recurrent_gemma', dict(embedding_scale=24**0.5)),
   ],
 )
 def test_a_wrong_field_is_seen(name, change):
@@ -115,8 +116,12 @@ def test_another_rotation_is_seen(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  'name', ['deepseek_v3', 'gemma2', 'gpt_oss', 'jamba', 'lfm2', 'mamba2']
-)
+  'name',
+  [
+    'deepseek_v3', 'gemma2', 'gpt_oss', 'jamba', 'lfm2', 'mamba2',
+    'recurrent_gemma',
+  ],
+)  # fmt: skip
 def test_a_step_of_decoding_is_golden(name):
   """The last token, after a cache of all before it."""
   record = hf_families.read_golden(name)

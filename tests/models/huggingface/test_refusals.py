@@ -23,6 +23,12 @@ REFUSED = [
   ('mamba2', dict(time_step_limit=[0.1, 1.0]), 'time_step_limit'),
   ('mixtral', dict(own_field=3), 'own_field'),
   ('olmoe', dict(clip_qkv=8.0), 'clip_qkv'),
+  ('recurrent_gemma', dict(block_types=['mamba']), 'block_types'),
+  (
+    'recurrent_gemma',
+    dict(embeddings_scale_by_sqrt_dim=False),
+    'embeddings_scale_by_sqrt_dim',
+  ),
   ('phimoe', dict(), 'model_type'),
   ('longcat_flash', dict(), 'model_type'),
 ]

@@ -26,7 +26,7 @@ V, T = 32, 20
 BOUND = 1e-11
 LETTERS = ''.join(k for k in layer.MIXERS if k not in 'WN')  # F, masked
 # C and V go by positions alone.
-RECURRENT = 'GMSRL'
+RECURRENT = 'GMSRLU'
 
 
 def fields(pattern, **more):

@@ -246,7 +246,7 @@ def test_what_no_side_divides_is_refused():
 
 
 # Every mixer, and experts; sizes that 4 divides.
-KINDS = {letter: dict(pattern=letter) for letter in 'FWNAGMSRLC'} | dict(
+KINDS = {letter: dict(pattern=letter) for letter in 'FWNAGMSRLVUC'} | dict(
   few=dict(num_kv_heads=2),
   one=dict(num_kv_heads=1),
   queries=dict(pattern='A', latent=mixers.Latent(query_rank=6, rank=10)),

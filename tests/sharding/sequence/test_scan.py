@@ -63,6 +63,13 @@ def gated(plan, q, k, v, g, state):
   return scan.gated(q, k, v, g, reset, state, plan)
 
 
+def linear(plan, log_a, b, state):
+  reset, valid, _ = _local(plan, b)
+  log_a = jnp.where(valid[..., None], -jnp.abs(log_a) / 4, 0)
+  b = jnp.where(valid[..., None], b, 0)
+  return scan.linear(log_a, b, reset, state, plan)
+
+
 def selective(plan, x, dt, shared, rate, state):
   reset, valid, _ = _local(plan, x)
   dt = jnp.where(valid[..., None], jnp.abs(dt) / 4, 0)
@@ -95,6 +102,7 @@ GATED, WIDE = (T, 2, 3), (T, 4)
 CASES = {
   'gated': (gated, [GATED, GATED, (T, 2, 4), GATED, (2, 3, 4)]),
   'per_head': (gated, [GATED, GATED, (T, 2, 4), (T, 2), (2, 3, 4)]),
+  'linear': (linear, [WIDE, WIDE, (4,)]),
   'selective': (selective, [WIDE, WIDE, (T, 2, 4), None, (4, 4)]),
   'gru': (
     functools.partial(newton, gru, SOLVE), [None, (T, 2, 4), (1, 4)]
@@ -254,6 +262,7 @@ def sent(name, form, length, gradients):
 
 
 SIZES = {  # bytes of P and of S
+  'linear': (8 * B * 4, 8 * B * 4),
   'gated': (8 * B * 2 * 3, 8 * B * 2 * 3 * 4),
   'per_head': (8 * B * 2, 8 * B * 2 * 3 * 4),
   'selective': (8 * B * 4 * 4, 8 * B * 4 * 4),
@@ -281,7 +290,7 @@ def test_bytes_of_a_halo():
 
 @pytest.mark.parametrize('name, form', [
   ('gated', 'gather'), ('gated', 'permute'), ('per_head', 'gather'),
-  ('selective', 'gather'), ('selective', 'permute'),
+  ('selective', 'gather'), ('selective', 'permute'), ('linear', 'permute'),
 ])  # fmt: skip
 def test_bytes_are_those_declared(name, form):
   """Whatever the length; the backward pass sends as much again."""

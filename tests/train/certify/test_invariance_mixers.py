@@ -26,7 +26,7 @@ from paraxis.sharding.sequence import scan
 from paraxis.train.certify import verify
 
 FACTORS = dict(
-  pattern=('GM', 'SR', 'LC', 'A-V'),
+  pattern=('GM', 'SR', 'LC', 'A-V', 'U'),
   mesh=(
     'context=8', 'tensor=4,data=2', 'context=2,tensor=2,fsdp=2',
     'stage=2,context=2,tensor=2', 'stage=2,fsdp=2,context=2',
@@ -135,7 +135,7 @@ BROKEN = dict(
 # Kind -> a line of sharding/sequence/scan.py, and one that hands over what a
 # rank has, but not what passes through it.
 PASSES_THROUGH = dict.fromkeys(
-  'GMSRL', ('_permuted', 'jnp.where, me >= by', 'jnp.where, me > by')
+  'GMSRLU', ('_permuted', 'jnp.where, me >= by', 'jnp.where, me > by')
 )
 PASSES_THROUGH['C'] = (
   '_halo',

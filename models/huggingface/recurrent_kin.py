@@ -1,0 +1,92 @@
+"""Families of linear recurrences between layers of attention."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.models.huggingface import dense_kin
+from paraxis.models.huggingface import kin
+from paraxis.models.huggingface import rows
+from paraxis.models.huggingface.kin import family
+from paraxis.models.huggingface.rows import Computed
+from paraxis.models.huggingface.rows import Fixed
+from paraxis.models.huggingface.rows import Ours
+from paraxis.models.huggingface.rows import Same
+
+BLOCKS = {'recurrent': 'U', 'attention': 'W'}
+
+
+def _blocks(config):
+  given = config('block_types', ['recurrent', 'recurrent', 'attention'])
+  if set(given) - set(BLOCKS):
+    config.refuse('block_types', 'has kinds that layers here have not')
+  depth = config('num_hidden_layers')
+  found = ''.join(BLOCKS[x] for x in given)
+  found = (found * depth)[:depth]
+  window = config('attention_window_size', 2048)
+  return {'pattern': rows.unit(found)} | (
+    {'window': window} if 'W' in found else {}
+  )
+
+
+def _written_blocks(model):
+  words = {letter: word for word, letter in BLOCKS.items()}
+  letters = kin.pattern(model)
+  if not set(letters) <= set(words):
+    return {}
+  window = {'attention_window_size': model.window} if 'W' in letters else {}
+  return {'block_types': [words[x] for x in letters]} | window
+
+
+def _whole_heads(config):
+  """Heads of attention, which are as wide as they fit."""
+  n, d = config('num_attention_heads'), config('hidden_size')
+  if config('head_dim', d // n) != d // n:
+    config.refuse('head_dim', f'is not hidden_size / num_attention_heads={n}')
+  return {
+    'num_heads': n, 'num_kv_heads': config('num_key_value_heads', n),
+    'head_dim': d // n,
+  }  # fmt: skip
+
+
+def _rounded_root(config):
+  """The scale of embeddings is a constant in bfloat16."""
+  root = np.float64(config('hidden_size')) ** 0.5
+  return {'embedding_scale': float(root.astype(jnp.bfloat16))}
+
+
+RECURRENT_GEMMA = (
+  *kin.llama(tied=True, act='hidden_activation',
+             default_act='gelu_pytorch_tanh'),
+  Fixed('hidden_activation', 'gelu_pytorch_tanh'),
+  Computed(_whole_heads, lambda model: {
+    'num_attention_heads': model.num_heads,
+    'num_key_value_heads': model.num_kv_heads or model.num_heads,
+  }),
+  # Half of it for each of gate and up.
+  Computed(
+    lambda config: {'d_ff': config('intermediate_size') // 2},
+    lambda model: {'intermediate_size': 2 * model.d_ff},
+  ),
+  Computed(
+    lambda config: {'rg_lru.width': config('lru_width', 0)},
+    lambda model: {'lru_width': model.rg_lru.width or model.d_model},
+  ),
+  Same('conv1d_width', 'rg_lru.conv_width', 4),
+  Same('logits_soft_cap', 'logit_softcap', 30.0),
+  Same('attention_bias', 'attention_bias', False),
+  Fixed('embeddings_scale_by_sqrt_dim', True),
+  dense_kin.fraction(0.5), Computed(_blocks, _written_blocks),
+  Computed(_rounded_root, lambda model: {}),
+  Ours({
+    'norm_zero_centered': True, 'mlp_bias': True, 'attention_output_bias': True,
+  }),
+)  # fmt: skip
+FAMILIES = {
+  'recurrent_gemma': family(
+    'RecurrentGemmaForCausalLM', RECURRENT_GEMMA,
+    silent=('w_init_variance_scale', 'final_w_init_variance_scale'),
+    norm='model.final_norm', attention='temporal_block',
+    rg_lru='temporal_block', mixer_norm='temporal_pre_norm',
+    mlp_norm='channel_pre_norm', mlp='mlp_block',
+  ),
+}  # fmt: skip
