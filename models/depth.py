@@ -7,12 +7,19 @@ placement[d, c]. Layers that do not share out evenly leave rows empty: zeros,
 masked out. A checkpoint holds the layers in order (`to_order`), whatever the
 stages.
 
+All stages run one program, so row l has one kind on all of them. Where a
+pattern does not repeat as stages do, the rows are a sequence of kinds of which
+the layers of every chunk are a part, in order: D E E E E on two stages holds
+D E E E | E E E E (a first layer without experts), with one empty row on each.
+An empty row costs the time and the memory of its kind.
+
 Experts may be stacked in an order of their own, so that those of one device are
 chosen ones (mesh.expert_order). All that is by expert is permuted alike, also a
 router's columns, its counts and biases: the step is the same program, and knows
 experts by their slots. A checkpoint holds them in order, too.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -50,9 +57,14 @@ class Depth(NamedTuple):
   kinds: tuple
 
   @property
+  def empty(self):
+    """How many rows are empty."""
+    return 0 if self.rows is None else int((self.rows < 0).sum())
+
+  @property
   def even(self):
     """No row is empty."""
-    return self.rows is None or bool((self.rows >= 0).all())
+    return not self.empty
 
 
 def whole(kinds):
@@ -68,7 +80,7 @@ def share_out(kinds, placement, unit=1):
     placement: (stages, chunks) int: the virtual stage of each chunk.
 
   Raises:
-    UserError: fewer layers than chunks, or chunks of different kinds.
+    UserError: fewer layers than chunks.
   """
   placement = np.asarray(placement)
   stages, chunks = placement.shape
@@ -78,29 +90,75 @@ def share_out(kinds, placement, unit=1):
       f'model.num_layers={layers} is fewer than mesh.stage={stages} x '
       f'pipeline.chunks={chunks}: every chunk needs a layer.'
     )
-  if layers // unit < parts:
+  found, runs = _repeated(kinds, parts, unit) or _rows_of(tuple(kinds), parts)
+  rows, layer = np.full((parts, len(found)), -1), iter(range(layers))
+  for part, run in enumerate(runs):
+    rows[part, run] = [next(layer) for _ in run]
+  rows = rows[placement]
+  return Depth(rows, found)
+
+
+def repeats(kinds, parts, unit):
+  """Whether chunks, of units shared out evenly, are of the same kinds."""
+  return _repeated(kinds, parts, unit) is not None
+
+
+def _repeated(kinds, parts, unit):
+  """As `_rows_of`, of whole units in sequence; None: chunks would differ."""
+  if len(kinds) // unit < parts:
     unit = 1
-  # Whole units; the first chunks take one more where they do not divide.
-  units = layers // unit
+  # The first chunks take one unit more where they do not divide.
+  units = len(kinds) // unit
   sizes = [unit * (units // parts + (s < units % parts)) for s in range(parts)]
-  sizes[-1] += layers % unit
-  starts = np.concatenate([[0], np.cumsum(sizes)])
-  height = max(sizes)
-  rows = np.full((stages, chunks, height), -1)
-  for d, c in np.ndindex(stages, chunks):
-    s = placement[d, c]
-    rows[d, c, : sizes[s]] = starts[s] + np.arange(sizes[s])
-  first = tuple(kinds[:height])
-  for d, c, l in np.ndindex(rows.shape):
-    if rows[d, c, l] >= 0 and kinds[rows[d, c, l]] != first[l]:
-      raise errors.UserError(
-        f'model.pattern and model.experts.pattern give {layers} layers of '
-        f'kinds {" ".join(kinds)}; in runs of {height} on mesh.stage={stages} '
-        f'x pipeline.chunks={chunks} they are not the same for every stage: '
-        'take a number of layers whose share of a stage is a multiple of the '
-        'pattern.'
-      )
-  return Depth(rows, first)
+  sizes[-1] += len(kinds) % unit
+  found, runs = tuple(kinds[: max(sizes)]), [list(range(n)) for n in sizes]
+  same = [found[row] for run in runs for row in run] == list(kinds)
+  return (found, runs) if same else None
+
+
+@functools.cache
+def _rows_of(kinds, parts):
+  """(kinds of the fewest rows that serve every chunk, rows that each uses).
+
+  The rows are layers in sequence, of any part of the pattern: tried by their
+  number; those of the whole depth always serve. Chunks share layers out as
+  evenly as these rows can.
+  """
+  layers = len(kinds)
+  for count in range(-(-layers // parts), layers + 1):
+    tried = dict.fromkeys(
+      kinds[at : at + count] for at in range(layers - count + 1)
+    )
+    for even in (True, False):
+      for found in tried:
+        runs = _dealt(kinds, found, parts, even)
+        if runs is not None:
+          return found, runs
+  raise AssertionError('the rows of the whole depth serve')
+
+
+def _dealt(kinds, found, parts, even):
+  """Rows of kinds `found` that each chunk uses, or None: they do not serve.
+
+  even: no chunk takes more than its share of the layers that are left.
+  """
+  at, runs = 0, []
+  for behind in reversed(range(parts)):
+    left = len(kinds) - at
+    most = -(-left // (behind + 1)) if even else left - behind
+    run = []
+    for row, kind in enumerate(found):
+      if len(run) < most and kinds[at] == kind:
+        run.append(row)
+        at += 1
+        if at == len(kinds):
+          break
+    if not run:
+      return None
+    runs.append(run)
+    if at == len(kinds) and behind:
+      return None
+  return runs if at == len(kinds) else None
 
 
 def stack_rows(depth, owners):

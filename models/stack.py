@@ -208,7 +208,7 @@ class Stack:
     their gradient is one concatenation: a third less to compile than slices.
 
     Args:
-      kinds: of the layers; they begin a unit.
+      kinds: of the layers; as many whole units as they begin with are scanned.
       stacks: 'layers/...' -> (those of the layers that have it, ...), arrays or
         narrow.Narrow.
       x_BTD, see: features, and attention.Visibility.
@@ -257,7 +257,9 @@ class Stack:
 
   def _units(self, kinds):
     """How many units of these layers are scanned; 0: all are unrolled."""
-    units = len(kinds) // len(self.unit)
+    units, size = 0, len(self.unit)
+    while kinds[units * size : (units + 1) * size] == self.unit:
+      units += 1
     return units if self.config.unroll < units else 0
 
   def _scanned(self, units, stacks, on):

@@ -3,6 +3,7 @@
 Legend: L layers, D features.
 """
 
+import itertools
 import re
 
 import jax
@@ -78,16 +79,68 @@ def test_one_stage_holds_all_in_order():
   [
     ('FFF', ROUND(2, 2), 1, 'num_layers=3 .*mesh.stage=2 x pipeline.chunks=2'),
     ('F', ROUND(2, 1), 1, 'num_layers=1 .*every chunk needs a layer'),
-    # Two units for four stages: runs of one layer, of either kind.
-    ('WFWF', ROUND(4, 1), 2, '4 layers of kinds W F W F; in runs of 1'),
-    # The fourth stage would begin with the second layer of a unit.
-    ('WFWFWF', ROUND(4, 1), 2, '6 layers .*in runs of 2 on mesh.stage=4'),
   ],
 )
 def test_what_does_not_share_out(kinds, placement, unit, text):
   with pytest.raises(errors.UserError, match=text) as found:
     depth.share_out(tuple(kinds), placement, unit)
   assert not re.search(r'\n', str(found.value))
+
+
+IRREGULAR = [
+  # Two units for four stages: runs of one layer, of either kind.
+  ('WFWF', ROUND(4, 1), 2, 'WF'),
+  # The fourth stage begins with the second layer of a unit.
+  ('WFWFWF', ROUND(4, 1), 2, 'WF'),
+  ('DEEEEEEE', ROUND(2, 1), 8, 'DEEEE'),
+  ('DEEEEEEE', ROUND(2, 2), 8, 'DEE'),
+  ('DEEEEEEE', DOWN_AND_UP(2), 8, 'DEE'),
+  ('DDDEEEEEEEEEEEEE', ROUND(4, 1), 16, 'DDDEEEE'),
+  ('MMMFMMMF', ROUND(3, 1), 4, 'MMMF'),
+  ('FMMF', ROUND(2, 1), 4, 'MMF'),
+  ('ABCABC', ROUND(2, 2), 3, 'ABC'),
+]
+
+
+@pytest.mark.parametrize('kinds, placement, unit, wanted', IRREGULAR)
+def test_stages_of_different_kinds_share_rows(kinds, placement, unit, wanted):
+  found = depth.share_out(tuple(kinds), placement, unit)
+  assert found.kinds == tuple(wanted) and not found.even
+  assert found.empty == found.rows.size - len(kinds)
+  by_part = {s: at for at, s in np.ndenumerate(np.array(placement))}
+  order = [
+    (int(layer), found.kinds[row])
+    for part in range(len(by_part))
+    for row, layer in enumerate(found.rows[by_part[part]])
+    if layer >= 0
+  ]
+  assert order == list(enumerate(kinds))  # each once, in order, of its kind
+  for at in by_part.values():
+    assert (found.rows[at] >= 0).any()
+
+
+@pytest.mark.parametrize('kinds, placement, unit, wanted', IRREGULAR)
+def test_no_fewer_rows_would_do(kinds, placement, unit, wanted):
+  """Of all sequences of the kinds, tried one by one."""
+  del unit
+  parts = np.size(placement)
+  assert served(kinds, wanted, parts)
+  for rows in itertools.product(sorted(set(kinds)), repeat=len(wanted) - 1):
+    assert not served(kinds, rows, parts), rows
+
+
+def served(kinds, rows, parts):
+  """Whether each of `parts` may take layers in sequence, at least one."""
+  ends = {0}
+  for _ in range(parts):
+    after = set()
+    for at in ends:
+      for row in rows:
+        if at < len(kinds) and kinds[at] == row:
+          at += 1
+          after.add(at)
+    ends = after
+  return len(kinds) in ends
 
 
 def loop(x, found, owners):
@@ -112,6 +165,8 @@ def loop(x, found, owners):
     ('FFFFFFFF', ROUND(2, 2), 1, 'F'),
     ('WFWFWF', ROUND(2, 1), 2, 'F'),  # a parameter of every other layer
     ('WWFWWFWWF', ROUND(2, 1), 3, 'W'),  # two of three: slots 0 and 1
+    ('DEEEEEEE', ROUND(2, 2), 8, 'E'),  # rows that are not on every stage
+    ('MMMFMMMF', ROUND(3, 1), 4, 'F'),
   ],
 )
 def test_from_order_and_back(xp, kinds, placement, unit, owner):

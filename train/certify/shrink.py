@@ -78,7 +78,7 @@ def check_divides(config, sizes):
     sizes: mesh axis -> size, as the user gave it.
   """
   stages, chunks = sizes.get('stage', 1), config.pipeline.chunks
-  if stages > 1:  # every chunk needs layers, of the same kinds
+  if stages > 1:  # every chunk needs a layer
     unit, kinds = layer.kinds_of(config.model)
     each = np.arange(stages * chunks).reshape(stages, chunks)
     depth.share_out(kinds, each, len(unit))
@@ -149,16 +149,14 @@ def _model(full, sizes, asked):
   model, devices = full.model, math.prod(sizes.values())
   length = _size(full.data.sequence_length, 64, 2 * devices)
   heads, kv_heads = _heads(full, model, sizes, asked)
-  unit = len(layer.kinds_of(model)[0])
-  # Uneven if the full depth is; two units to scan over where stages allow.
-  uneven = model.num_layers % (unit * _parts(full, asked)) > 0
-  layers = unit * max(_parts(full, sizes), 2) + uneven
   windowed = 0 < model.window < full.data.sequence_length
   small = dataclasses.replace(
     model,
     vocab_size=_size(model.vocab_size, 64, devices),
     d_model=_size(model.d_model, 32, devices),
-    num_layers=min(model.num_layers, layers),
+    num_layers=min(
+      model.num_layers, _depth(model, _parts(full, asked), _parts(full, sizes))
+    ),
     num_heads=heads,
     num_kv_heads=kv_heads if model.num_kv_heads else 0,
     head_dim=_head_dim(model),
@@ -169,6 +167,17 @@ def _model(full, sizes, asked):
     experts=_experts(model.experts, devices),
   )
   return schema.with_values(small, _mixers(model, devices))
+
+
+def _depth(model, asked, parts):
+  """Few layers, which chunks share out as they do the full depth."""
+  unit, kinds = layer.kinds_of(model)
+  if depth.repeats(kinds, asked, len(unit)):
+    # Uneven if the full depth is; two units to scan over where stages allow.
+    uneven = model.num_layers % (len(unit) * asked) > 0
+    return len(unit) * max(parts, 2) + uneven
+  # Layers of every kind, and then one more a chunk.
+  return 1 + max(kinds.index(kind) for kind in set(kinds)) + parts
 
 
 def _head_dim(model):

@@ -121,6 +121,7 @@ def text(job, found: Cost, workdir='', memory=None) -> str:
     ('numbers', _numbers(config)),
     ('kernels', _kernels(config)),
     ('step', _step(config)),
+    *([('stages', _stages(job))] if job.built.schedule else []),
     ('data', _data(job)),
     ('compute', _compute(job, found)),
   ]
@@ -180,6 +181,21 @@ def _step(config):
   if config.microbatches > 1:
     line += f', in {config.microbatches} microbatches'
   return f'{line}; {train.steps:,} steps'
+
+
+def _stages(job):
+  """The schedule, and rows that a stage computes for nothing."""
+  schedule, held = job.built.schedule, job.model.depth
+  line = f'{schedule.name}, {schedule.stages} stages'
+  if schedule.chunks > 1:
+    line += f' of {schedule.chunks} chunks'
+  line += f', {len(held.kinds)} layers a chunk at most'
+  if held.empty:
+    line += (
+      f'; {held.empty} of {held.rows.size} places of layers are empty, and '
+      'computed all the same'
+    )
+  return line
 
 
 def _data(job):

@@ -7,6 +7,9 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.configs.base import model as model_schema
+from paraxis.models import depth
+from paraxis.models import layer
 from paraxis.train.certify import shrink
 
 ONES = dict(replica=1, stage=1, data=1, fsdp=1, context=1, tensor=1)
@@ -213,10 +216,29 @@ def test_uneven_on_the_stages_asked_for_alone():
   assert (found.mesh.stage, found.model.num_layers) == (2, 3)
 
 
-def test_kinds_that_differ_from_stage_to_stage_are_refused():
-  full, asked = pipeline_of(6, 4, pattern='WF', window=1024)
-  with pytest.raises(errors.UserError, match='not the same for every stage'):
-    shrink.check_divides(full, asked)
+@pytest.mark.parametrize(
+  'layers, stage, pattern, experts, wanted',
+  [
+    (6, 4, 'WF', '', 6),
+    (24, 16, 'MMMF', '', 12),
+    (61, 8, 'F', 'DDD' + 58 * 'E', 12),  # 4 to have all kinds, and 8 chunks
+  ],
+)
+def test_kinds_that_differ_from_stage_to_stage(
+  layers, stage, pattern, experts, wanted
+):
+  """Few layers of all kinds, that differ from stage to stage as well."""
+  more = dict(window=1024) if 'W' in pattern else {}
+  if experts:
+    more['experts'] = model_schema.Experts(count=8, pattern=experts)
+  full, asked = pipeline_of(layers, stage, pattern=pattern, **more)
+  shrink.check_divides(full, asked)
+  sizes = shrink.mesh(asked, 8)
+  found = shrink.config(full, sizes, asked, 'float64')
+  assert found.model.num_layers == wanted
+  kinds = layer.kinds_of(found.model)
+  assert not depth.repeats(kinds[1], found.mesh.stage, len(kinds[0]))
+  assert set(kinds[1]) == set(layer.kinds_of(full.model)[1])
 
 
 @pytest.mark.parametrize(
