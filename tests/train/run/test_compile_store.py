@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-import zlib
+
+from jax._src import compilation_cache
 
 from paraxis.train.run import compile_store
 
@@ -62,6 +63,11 @@ def run(root, *arguments):
   )
 
 
+def packed(data):
+  """As jax packs an entry: by zstandard where that is installed, else zlib."""
+  return compilation_cache.compress_executable(data)
+
+
 def entries(root):
   return sorted(root.glob('*/*-cache.*'))
 
@@ -95,8 +101,8 @@ def test_a_torn_entry_in_the_store_is_made_again(tmp_path):
 
 def test_a_torn_entry_of_a_child_is_not_published(tmp_path):
   overlay = compile_store.Overlay(tmp_path)
-  (overlay.folder / 'x-cache').write_bytes(zlib.compress(b'1' * 999)[:9])
-  (overlay.folder / 'y-cache').write_bytes(zlib.compress(b'1' * 999))
+  (overlay.folder / 'x-cache').write_bytes(packed(b'1' * 999)[:9])
+  (overlay.folder / 'y-cache').write_bytes(packed(b'1' * 999))
   overlay.close()
   assert [p.name[:7] for p in entries(tmp_path)] == ['y-cache']
   assert not overlay.folder.exists()
@@ -112,8 +118,9 @@ def test_what_a_process_that_ended_early_left_is_removed(tmp_path):
 
 def test_processors_do_not_share_code(tmp_path, monkeypatch):
   overlay = compile_store.Overlay(tmp_path)
-  (overlay.folder / 'y-cache').write_bytes(zlib.compress(b'1'))
+  (overlay.folder / 'y-cache').write_bytes(packed(b'1'))
   overlay.close()
+  assert len(entries(tmp_path)) == 1
   monkeypatch.setattr(compile_store, 'processor', lambda: 'another')
   other = compile_store.Overlay(tmp_path)
   assert not list(other.folder.glob('*-cache'))
