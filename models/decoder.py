@@ -2,6 +2,8 @@
 
 Flax modules describe one layer and the two ends; `Decoder` works on a flat
 {path: array} of parameters. models/stack.py has the layers between the ends.
+Scopes ('embed', 'layer_F/attention', 'loss', ...) name what operations are of,
+in profiles and compiled text; they change no operation.
 
 Legend: B rows, T tokens, D model, V vocabulary, L layers, S cache slots.
 """
@@ -127,11 +129,12 @@ class Decoder:
     """x_BTD before the first layer."""
     config, ends = self.config, self._ends.module(params)
     dtype = jnp.dtype(config.dtype)
-    x = self._lookup(ends.embedding, batch.tokens, dtype)
-    if config.embedding_scale != 1.0:
-      x = x * jnp.asarray(config.embedding_scale, dtype)
-    if config.position == 'learned':
-      x = x + self._lookup(ends.positions, batch.positions, dtype)
+    with jax.named_scope('embed'):
+      x = self._lookup(ends.embedding, batch.tokens, dtype)
+      if config.embedding_scale != 1.0:
+        x = x * jnp.asarray(config.embedding_scale, dtype)
+      if config.position == 'learned':
+        x = x + self._lookup(ends.positions, batch.positions, dtype)
     return x
 
   def visibility(self, batch):
@@ -140,19 +143,22 @@ class Decoder:
     valid = batch.segments > 0
     if config.experts.count:
       valid = annotate.part(valid, ROWS, RESIDUAL[:2])
+    with jax.named_scope('positions'):
+      rotations = attention.rotations(
+        config, self.pattern, batch.positions, jnp.dtype(config.dtype)
+      )
     return attention.Visibility(
       batch.segments,
       batch.positions,
-      rotations=attention.rotations(
-        config, self.pattern, batch.positions, jnp.dtype(config.dtype)
-      ),
+      rotations=rotations,
       valid=valid,
       denominator=batch.denominator,
     )
 
   def normalise(self, params, x_BTD):
     """The norm after the last layer."""
-    return self._ends.module(params).norm(x_BTD)
+    with jax.named_scope('final_norm'):
+      return self._ends.module(params).norm(x_BTD)
 
   def _lookup(self, table, ids, dtype) -> Any:
     names = table.get_metadata('axes')
@@ -188,9 +194,10 @@ class Decoder:
     x_BTD = self._scaled(x_BTD)
     head, names = self._head(params)
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-    z = project.einsum(
-      'BTD,VD->BTV', x_BTD, RESIDUAL, head, names, LOGITS, dtype=wide
-    )
+    with jax.named_scope('head'):
+      z = project.einsum(
+        'BTD,VD->BTV', x_BTD, RESIDUAL, head, names, LOGITS, dtype=wide
+      )
     if self.config.head_bias:
       z = z + self._ends.module(params).head_bias[...].astype(wide)
     cap = self.config.logit_softcap
@@ -203,9 +210,10 @@ class Decoder:
     """
     x_BTD = self._scaled(x_BTD)
     head, names = self._head(params)
-    return vocabulary.linear_nll(
-      x_BTD, RESIDUAL, head, names, targets_BT, self.config.logit_softcap
-    )
+    with jax.named_scope('head'):
+      return vocabulary.linear_nll(
+        x_BTD, RESIDUAL, head, names, targets_BT, self.config.logit_softcap
+      )
 
   def init_cache(self, batch, slots, dtype=None):
     """An empty `Cache` for `batch` rows and `slots` tokens a row."""

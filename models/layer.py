@@ -7,6 +7,7 @@ what follows it (none: an mlp, E experts, P twice as many, . nothing).
 import math
 
 from flax import nnx
+import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
@@ -114,21 +115,25 @@ class Layer(nnx.Module):
 
   def _before(self, name, x):
     """The input of a part: normed, unless norms come after it."""
-    placed = self.config.norm_placement != 'post'
-    return getattr(self, f'{name}_norm')(x) if placed else x
+    if self.config.norm_placement == 'post':
+      return x
+    with jax.named_scope(f'{name}_norm'):
+      return getattr(self, f'{name}_norm')(x)
 
   def _after(self, name, y):
     """The output of a part as the residual adds it."""
     scale = self.config.residual_scale
     if self.config.norm_placement != 'pre':
-      y = getattr(self, f'{name}_post_norm')(y)
+      with jax.named_scope(f'{name}_post_norm'):
+        y = getattr(self, f'{name}_post_norm')(y)
     return y if scale == 1 else y * jnp.asarray(scale, y.dtype)
 
   def __call__(self, x_BTD, see, state=None):
     """-> (x_BTD, the mixer's state, aux.Aux); see: attention.Visibility."""
     x, mix = checkpoint_name(x_BTD, 'residual'), self.mixer
     normed, given = self._before(mix.name, x), x
-    found = mix(normed, see, state)
+    with jax.named_scope(mix.name):
+      found = mix(normed, see, state)
     if self.kind[0] in own.OWN:
       _check_answer(mix, x, found)
     y, state, aux = found
@@ -142,10 +147,11 @@ class Layer(nnx.Module):
     return x, state, aux
 
   def _transform(self, x, see):
-    name = {'E': 'moe', 'P': 'wide_moe'}.get(self.kind[1:])
-    if name is None:
-      return self.mlp(x), aux_lib.NOTHING
-    y, aux = getattr(self, name)(x, see)
+    name = {'E': 'moe', 'P': 'wide_moe'}.get(self.kind[1:], 'mlp')
+    with jax.named_scope(name):
+      if name == 'mlp':
+        return self.mlp(x), aux_lib.NOTHING
+      y, aux = getattr(self, name)(x, see)
     counts = {f'layers/{name}/{path}': n for path, n in aux.counts.items()}
     return y, aux._replace(counts=counts)
 

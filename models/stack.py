@@ -311,7 +311,8 @@ class Stack:
     # Picked in here: what the backward pass keeps is the unit, not a copy.
     mine = {p: values[p][slot] for p, slot in slots.items()}
     owners = {p: (f'layers/{p}', slot) for p, slot in slots.items()}
-    y, _, aux = self._kinds[kind].module(mine, owners)(x, see, None)
+    with _scope(kind):
+      y, _, aux = self._kinds[kind].module(mine, owners)(x, see, None)
     return y, aux
 
   def step(self, params, x_BTD, see, states):
@@ -329,9 +330,15 @@ class Stack:
     for i, kind in enumerate(self.pattern):
       skeleton = self._kinds[kind]
       mine = {p: params[f'layers/{i}/{p}'] for p in skeleton.leaves}
-      x_BTD, state, _ = skeleton.module(mine)(x_BTD, see, states[i])
+      with _scope(kind):
+        x_BTD, state, _ = skeleton.module(mine)(x_BTD, see, states[i])
       new.append(state)
     return x_BTD, tuple(new)
+
+
+def _scope(kind):
+  """'layer_F', 'layer_FE': the name of what a layer of this kind does."""
+  return jax.named_scope(f'layer_{kind.removesuffix(".")}')
 
 
 def _layers_of(stack):

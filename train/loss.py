@@ -74,11 +74,12 @@ def total(model, params, batch):
 
 
 def _of_features(model, params, x_BTD, batch):
-  if form(model.config, batch.targets.shape)[0] == 'chunked':
-    nll = model.nll(params, x_BTD, batch.targets)
-  else:
-    nll = negative_log_likelihood(model.logits(params, x_BTD), batch.targets)
-  return (nll * batch.weights).sum()
+  with jax.named_scope('loss'):
+    if form(model.config, batch.targets.shape)[0] == 'chunked':
+      nll = model.nll(params, x_BTD, batch.targets)
+    else:
+      nll = negative_log_likelihood(model.logits(params, x_BTD), batch.targets)
+    return (nll * batch.weights).sum()
 
 
 def of_layers(model, params, x_BTD, batch):

@@ -129,9 +129,10 @@ class Optimizer:
       rule: Any = self._rule(group).update
       if group == 'muon':
         rule = _auto_island(rule)
-      direction, new_state[group] = rule(
-        pick(grads), state[group], pick(params)
-      )
+      with jax.named_scope(group):
+        direction, new_state[group] = rule(
+          pick(grads), state[group], pick(params)
+        )
       for p, d in direction.items():
         new_params[p] = params[p] - rate.astype(d.dtype) * d
     axes = self.model.axes

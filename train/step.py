@@ -61,15 +61,18 @@ def make(built, optimizer, clip_norm):
     grads = functools.partial(_gradients, built, _Annotated(model))
 
   def update(state, loss, grads, aux):
-    squares = jnp.stack([jnp.sum(jnp.square(grads[p])) for p in sorted(grads)])
-    norm = jnp.sqrt(squares.sum())
+    with jax.named_scope('gradient_norm'):
+      each = [jnp.sum(jnp.square(grads[p])) for p in sorted(grads)]
+      squares = jnp.stack(each)
+      norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     clip = jnp.minimum(1.0, clip_norm / norm) if clip_norm else 1.0
 
     def move(params, counts, inner):
-      clipped = {p: g * clip for p, g in grads.items()}
-      moved, inner = optimizer.update(clipped, inner, params, state.step)
-      return moved, counts | expert_counts.update(model, aux, counts), inner
+      with jax.named_scope('update'):
+        clipped = {p: g * clip for p, g in grads.items()}
+        moved, inner = optimizer.update(clipped, inner, params, state.step)
+        return moved, counts | expert_counts.update(model, aux, counts), inner
 
     # A branch, not a select: selecting reads everything twice, and the update
     # of 17M parameters then takes 3 times as long on CPU.
@@ -201,16 +204,18 @@ def _gradients(built, layouts, params, batch, cotangent=1.0):
 
 def _of_step(layouts, nats, aux, grads):
   """What Step.grads returns, from the sums of a shard over microbatches."""
-  nats, aux = layouts.whole(nats, aux)
-  loss = nats + aux_lib.total(aux, nats.dtype)
-  grads = {p: layouts.final(p, g) for p, g in grads.items()}
+  with jax.named_scope('gradients'):
+    nats, aux = layouts.whole(nats, aux)
+    loss = nats + aux_lib.total(aux, nats.dtype)
+    grads = {p: layouts.final(p, g) for p, g in grads.items()}
   return loss, grads, aux._replace(terms={'nats': nats} | aux.terms)
 
 
 def _pulled(layouts, cotangent, loss, back, found):
   """(nats, aux.Aux, gradients as sums are kept) from what jax.vjp gives."""
   (grads,) = back(jnp.asarray(cotangent, loss.dtype))
-  return *found, {p: layouts.sums(p, g) for p, g in grads.items()}
+  with jax.named_scope('gradients'):
+    return *found, {p: layouts.sums(p, g) for p, g in grads.items()}
 
 
 def _zero(layouts, path, x):

@@ -172,17 +172,18 @@ class Moe(nnx.Module):
     names = [name for name in WEIGHTS if name in own]
     weights = [own[name] for name in names]
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    logits = x.astype(wide) @ own['router'].astype(wide)
-    logits = logits + own.get('router_bias', jnp.zeros((), wide)).astype(wide)
-    s = router.scores(logits, experts.scores)
-    ids, mix = router.choose(s, experts, own.get('bias'))
+    with jax.named_scope('router'):
+      logits = x.astype(wide) @ own['router'].astype(wide)
+      logits = logits + own.get('router_bias', jnp.zeros((), wide)).astype(wide)
+      s = router.scores(logits, experts.scores)
+      ids, mix = router.choose(s, experts, own.get('bias'))
     load = jax.lax.stop_gradient(own['load'])[: self.count]
     hot = expert.hottest(jnp.abs(load), experts.hot) if experts.hot else None
     flat = lambda a: a.reshape(-1, a.shape[-1])
     run = functools.partial(self._experts, names)
-    y, dropped = expert.dispatch(
-      run, weights, flat(x), flat(ids), flat(mix), valid.reshape(-1), plan, hot,
-    )  # fmt: skip
+    inputs = flat(x), flat(ids), flat(mix), valid.reshape(-1)
+    with jax.named_scope('experts'):
+      y, dropped = expert.dispatch(run, weights, *inputs, plan, hot)
     p = router.probabilities(s, experts.scores)
     count = router.counts(ids, valid, self.count)
     # Devices that hold the same tokens count a fraction each.

@@ -38,7 +38,8 @@ def draw(workdir, output=None):
     [1e3 * row.seconds / steps for row in shown],
     color=[figures.COLOURS[profile.is_collective(r.name)] for r in shown],
   )
-  ax.set_yticks(range(len(shown)), [f'{r.name}  {r.where}' for r in shown])
+  labels = ['  '.join(filter(None, (r.name, r.scope, r.where))) for r in shown]
+  ax.set_yticks(range(len(shown)), labels)
   ax.set_xlabel('ms a step, all devices together')
   ax.set_title(
     f'steps {first} to {last}: collectives (orange) {sent / (total or 1):.1%}',

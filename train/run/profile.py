@@ -4,8 +4,9 @@
 and RUN/profile.json, for `paraxis plot --profile`.
 
 An operation's time is its own: that of a loop is without those inside of it. A
-collective's holds the waiting for other devices. The line of source is from the
-compiled program; a fusion has that of its root.
+collective's holds the waiting for other devices. The line of source and the
+scopes ('layer_F/attention': jax.named_scope in models/, train/step.py, a user's
+own mixer) are from the compiled program; a fusion has those of its root.
 """
 
 import collections
@@ -25,10 +26,19 @@ COLLECTIVES = (
   'collective-permute', 'ragged-all-to-all', 'collective-broadcast',
 )  # fmt: skip
 _OP = re.compile(
-  r'^\s*(?:ROOT )?%?([\w.-]+) = .*?metadata={[^}]*?(?:stack_frame_id=(\d+)|'
-  r'source_file="([^"]*)"[^}]*?source_line=(\d+))',
+  r'^\s*(?:ROOT )?%?([\w.-]+) = .*?metadata={(?:[^}]*?op_name="([^"]*)")?'
+  r'[^}]*?(?:stack_frame_id=(\d+)|source_file="([^"]*)"[^}]*?source_line='
+  r'(\d+))',
   re.M,
 )
+# What jax adds to a path of scopes: transformations around a name, and names.
+_AROUND = ('jvp', 'transpose', 'vmap')
+_BESIDE = (
+  'jit', 'pjit', 'while', 'body', 'cond', 'closed_call', 'core_call', 'scan',
+  'checkpoint', 'remat', 'rematted_computation', 'shard_map', 'pallas_call',
+  'custom_jvp_call', 'custom_vjp_call',
+)  # fmt: skip
+_COUNTED = re.compile(r'branch_\d|turns_\d|about_\d')  # sharding/turns.py
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.M)
 _PLACE = re.compile(r'^(\d+) {file_name_id=(\d+) .*?\bline=(\d+)', re.M)
 _FRAME = re.compile(
@@ -38,12 +48,16 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Row(NamedTuple):
-  """Operations of one name and line: how often, seconds, of all devices."""
+  """Operations of one name, line and scope: how often, seconds, of all devices.
+
+  scope: 'backward layer_F/mlp'; '': none.
+  """
 
   name: str
   where: str
   times: int
   seconds: float
+  scope: str = ''
 
 
 class Profile:
@@ -115,8 +129,8 @@ class Profile:
     self._say(table(found, first, last))
 
 
-def sources(text: str) -> dict[str, str]:
-  """{instruction: 'file:line'} of a compiled program's text.
+def sources(text: str) -> dict[str, tuple[str, str]]:
+  """{instruction: ('file:line', scope)} of a compiled program's text.
 
   The line is the innermost of our own, else the innermost. Programs name it
   themselves or, newer ones, by a frame of the tables in their head.
@@ -126,14 +140,30 @@ def sources(text: str) -> dict[str, str]:
   places = {n: (files.get(f, ''), at) for n, f, at in _PLACE.findall(text)}
   frames = {n: (places[p], up) for n, p, up in _FRAME.findall(text)}
   found = {}
-  for name, frame, file, line in _OP.findall(text):
+  for name, path, frame, file, line in _OP.findall(text):
     stack = [(file, line)] if file else list(_stack(frame, frames))
     if stack:
       ours = (f'{_own_file(f)}:{n}' for f, n in stack if _own_file(f))
       file, line = stack[0]
       library = file.rpartition('site-packages/')[2]
-      found[name] = next(ours, f'{library}:{line}')
+      found[name] = next(ours, f'{library}:{line}'), scope(path)
   return found
+
+
+def scope(path: str) -> str:
+  """'jit(f)/transpose(jvp(loss))/head/dot' -> 'backward loss/head'.
+
+  path: op_name of an instruction; of instructions that XLA merged, the first.
+  """
+  first, names = path.partition(':')[0], []
+  for part in first.split('/')[:-1]:
+    words = re.findall(r'[\w.-]+', part)
+    while words and words[0] in _AROUND:
+      del words[0]
+    beside = not words or words[0] in _BESIDE or _COUNTED.match(words[0])
+    if not beside and '->' not in part:
+      names += words[:1]
+  return 'backward ' * ('transpose(' in first) + '/'.join(names)
 
 
 def _own_file(name):
@@ -157,7 +187,7 @@ def _stack(frame, frames):
 def rows(data, lines=None) -> list[Row]:
   """`Row`s of a jax.profiler.ProfileData, the costliest first.
 
-  lines: {operation: where it is from}.
+  lines: {operation: (where it is from, its scope)}.
   """
   lines = lines or {}
   times, seconds = collections.Counter(), collections.defaultdict(float)
@@ -167,10 +197,13 @@ def rows(data, lines=None) -> list[Row]:
       for event, own in _own([e for e in events if e.duration_ns]):
         op = str(dict(event.stats)['hlo_op'])
         kind = re.sub(r'[.\d]+$', '', op)
-        key = kind, lines.get(op, '')
+        key = kind, *lines.get(op, ('', ''))
         times[key] += 1
         seconds[key] += own / 1e9
-  made = [Row(*k, times=times[k], seconds=s) for k, s in seconds.items()]
+  made = [
+    Row(kind, where, times[kind, where, scope], s, scope)
+    for (kind, where, scope), s in seconds.items()
+  ]
   return sorted(made, key=lambda row: -row.seconds)
 
 
@@ -207,6 +240,6 @@ def table(found: list[Row], first: int, last: int) -> str:
     each = 1e3 * row.seconds / steps
     lines.append(
       f'{row.seconds / total:7.1%} {each:10.2f} {row.times:7,}  '
-      f'{row.name}  {row.where}'.rstrip()
+      + '  '.join(filter(None, (row.name, row.scope, row.where)))
     )
   return '\n'.join(lines)

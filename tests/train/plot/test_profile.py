@@ -9,7 +9,7 @@ from paraxis.train.plot import profile as plot
 from paraxis.train.run import profile
 
 ROWS = [
-  dict(name='dot', where='a.py:1', times=4, seconds=0.5),
+  dict(name='dot', where='a.py:1', times=4, seconds=0.5, scope='mlp'),
   dict(name='all-reduce', where='', times=2, seconds=0.25),
 ]
 
@@ -18,7 +18,8 @@ def test_bars(tmp_path, capsys):
   kept = dict(first=5, last=6, rows=ROWS)
   (tmp_path / profile.FILE).write_text(json.dumps(kept))
   first, last, rows = plot.read(tmp_path)
-  assert (first, last) == (5, 6) and rows[0] == ('dot', 'a.py:1', 4, 0.5)
+  assert (first, last) == (5, 6)
+  assert rows[0] == ('dot', 'a.py:1', 4, 0.5, 'mlp')
   assert cli.main(['plot', f'--workdir={tmp_path}', '--profile']) == 0
   assert f'wrote {tmp_path / plot.NAME}' in capsys.readouterr().out
   assert min(support.png_size(tmp_path / plot.NAME)) > 400

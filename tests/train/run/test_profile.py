@@ -32,14 +32,14 @@ def test_the_time_of_a_loop_is_without_what_it_holds():
     _event('dot.7', 200, 210),
   ]
   two = [_event('dot.1', 50, 55), _event('dot.1', 55, 55)]
-  found = profile.rows(_data(one, two), {'dot.1': 'a.py:1'})
+  found = profile.rows(_data(one, two), {'dot.1': ('a.py:1', 'mlp')})
   assert [
-    (r.name, r.where, r.times, round(r.seconds * 1e9)) for r in found
+    (r.name, r.where, r.times, round(r.seconds * 1e9), r.scope) for r in found
   ] == [
-    ('while', '', 1, 50),
-    ('dot', 'a.py:1', 2, 35),
-    ('all-reduce', '', 1, 20),
-    ('dot', '', 1, 10),
+    ('while', '', 1, 50, ''),
+    ('dot', 'a.py:1', 2, 35, 'mlp'),
+    ('all-reduce', '', 1, 20, ''),
+    ('dot', '', 1, 10, ''),
   ]
   text = profile.table(found, 5, 8)
   assert '0.000 device-seconds' in text and 'for them 17.4%' in text  # 20 / 115
@@ -59,8 +59,8 @@ def test_collectives_by_name(name, moves):
 
 
 OLD = (
-  'ROOT %dot.1 = f32[] dot(%a), metadata={op_name="f" source_file="%s" '
-  'source_line=7}'
+  'ROOT %dot.1 = f32[] dot(%a), metadata={op_name="jit(f)/embed/dot" '
+  'source_file="%s" source_line=7}'
 )
 
 
@@ -69,9 +69,11 @@ def test_lines_of_source():
   here = f'{profile._ROOT}/models/norm.py'
   lib = f'{profile._ROOT}/.venv/lib/site-packages/optax/a.py'
   assert profile.sources(OLD.replace('%s', here)) == {
-    'dot.1': 'models/norm.py:7'
+    'dot.1': ('models/norm.py:7', 'embed')
   }
-  assert profile.sources(OLD.replace('%s', lib)) == {'dot.1': 'optax/a.py:7'}
+  assert profile.sources(OLD.replace('%s', lib)) == {
+    'dot.1': ('optax/a.py:7', 'embed')
+  }
   tables = f"""
 FileNames
 1 "{lib}"
@@ -91,15 +93,36 @@ StackFrames
   %add.5 = f32[] add(%a), metadata={{op_name="g" stack_frame_id=2}}
   %none = f32[] add(%a), metadata={{op_name="g"}}
 """
-  assert profile.sources(tables) == {'add.5': 'models/norm.py:9'}
+  assert profile.sources(tables) == {'add.5': ('models/norm.py:9', '')}
 
 
 def test_a_real_program_names_its_line():
   text = jax.jit(lambda a: jnp.sin(a) @ a).lower(jnp.ones((4, 4))).compile()
   found = set(profile.sources(text.as_text()).values())
   assert any(
-    where.startswith('tests/train/run/test_profile.py:') for where in found
+    where.startswith('tests/train/run/test_profile.py:') for where, _ in found
   )
+
+
+@pytest.mark.parametrize(
+  'path, wanted',
+  [
+    ('', ''),
+    ('jit(f)/add', ''),
+    ('jit(f)/jvp()/while/body/closed_call/layer_F/mlp/BTD,DF->BTF/dot_general',
+     'layer_F/mlp'),
+    ('jit(f)/transpose(jvp(loss))/head/dot_general', 'backward loss/head'),
+    ('jit(f)/transpose(jvp())/while/body/closed_call/checkpoint/'
+     'rematted_computation/layer_ME/moe/shard_map/router/mul',
+     'backward layer_ME/moe/router'),
+    ('jit(f)/(jvp(loss)/reduce_sum:transpose(jvp(final_norm))/reduce_sum)',
+     'loss'),
+    ('jit(u)/turns_1_of_2/branch_1_fun/update/muon/jit(_where)/select_n',
+     'update/muon'),
+  ],
+)  # fmt: skip
+def test_scopes_of_a_path(path, wanted):
+  assert profile.scope(path) == wanted
 
 
 def test_a_run_is_traced(tiny, tmp_path):
@@ -114,6 +137,10 @@ def test_a_run_is_traced(tiny, tmp_path):
   rows = [profile.Row(**row) for row in kept['rows']]
   assert any(profile.is_collective(row.name) for row in rows)
   assert any(row.where.startswith('models/') for row in rows)
+  scopes = {row.scope for row in rows}
+  assert {'layer_F/mlp', 'backward layer_F/mlp', 'update/adamw'} <= scopes, (
+    sorted(scopes)
+  )
   assert len(list((tmp_path / 'run').rglob('*.xplane.pb'))) == 1
   _, said = tiny.run(tmp_path / 'run', mesh='data=2', profile='5:6')
   assert said.count('all 6 steps are done') == 1
