@@ -1,10 +1,10 @@
 """`paraxis plot`: the loss of one run, or of several overlaid, as a PNG.
 
 Above: training loss in nats per token, every step (faint) and smoothed, and
-held-out text on the same scale as points, each run's last with its bits per
-byte. Below, small: the learning rate, the norm of the gradient and tokens per
-second. Smoothing is a centred mean over about 1/40 of the run; a step that was
-skipped as not finite is left out.
+held-out text on the same scale as points, each run's last in the legend with
+its bits per byte. Below, small: the learning rate, the norm of the gradient and
+tokens per second. Smoothing is a centred mean over about 1/40 of the run; a
+step that was skipped as not finite is left out.
 """
 
 import pathlib
@@ -90,52 +90,38 @@ def along(rows, x):
   return out
 
 
+def _held_out(rows):
+  """(steps, losses, the last one in words) of held-out text; '': none."""
+  held, points = curve(rows, 'eval/loss')
+  bits = curve(rows, 'eval/bits_per_byte')[1]
+  text = f'{points[-1]:.3f}' if held.size else ''
+  if held.size and bits.size:
+    text += f' ({bits[-1]:.3f} bits per byte)'
+  return held, points, text
+
+
 def _draw_run(axes, rows, where, label, colour, alone):
-  """One run's curves on axes (loss, *PANELS) -> its last held-out point."""
+  """One run's curves on axes (loss, *PANELS).
+
+  Its last held-out number is in the legend: beside its point it would stand on
+  the curve.
+  """
   loss, *panels = axes
   at = lambda steps: [where[int(s)] for s in steps]
+  held, points, text = _held_out(rows)
   steps, values = curve(rows, 'train/loss')
   loss.plot(at(steps), values, color=colour, alpha=0.22, linewidth=0.8)
-  name = 'training loss' if alone else label
+  name = f'{label}: {text} held out' if text else label
+  name = 'training loss' if alone else name
   loss.plot(at(steps), smooth(values), color=colour, linewidth=2.0, label=name)
   for ax, (name, _) in zip(panels, PANELS, strict=True):
     steps, values = curve(rows, name)
     ax.plot(at(steps), values, color=colour, linewidth=1.2)
-  held, points = curve(rows, 'eval/loss')
-  if not held.size:
-    return None
-  loss.plot(
-    at(held), points, 'o', color='#111111' if alone else colour, markersize=6,
-    markeredgecolor='white', zorder=5, clip_on=False,
-    label='held-out text' if alone else None,
-  )  # fmt: skip
-  bits = curve(rows, 'eval/bits_per_byte')[1]
-  text = f'{points[-1]:.3f}'
-  if bits.size:
-    text += f' ({bits[-1]:.3f} bits per byte)'
-  return at(held)[-1], points[-1], text, colour
-
-
-def spread(heights, gap):
-  """Heights at least `gap` apart, in the same order, moved upwards."""
-  order, out, last = np.argsort(heights, kind='stable'), {}, -np.inf
-  for i in order:
-    last = out[i] = max(heights[i], last + gap)
-  return [out[i] for i in range(len(heights))]
-
-
-def _annotate(ax, ends):
-  """The last held-out numbers of the runs, beside their points."""
-  from matplotlib import patheffects
-
-  low, high = ax.get_ylim()
-  # A line of text is about 1/18 of the panel.
-  heights = spread([y for _, y, *_ in ends], (high - low) / 18)
-  halo = patheffects.withStroke(linewidth=4, foreground='white')
-  for (x, y, text, colour), height in zip(ends, heights, strict=True):
-    ax.annotate(
-      text, (x, y), (x, height), ha='right', va='bottom', color=colour,
-      fontsize=10, fontweight='bold', zorder=6, path_effects=[halo],
+  if text:
+    loss.plot(
+      at(held), points, 'o', color='#111111' if alone else colour, markersize=6,
+      markeredgecolor='white', zorder=5, clip_on=False,
+      label=f'held-out text: {text}' if alone else None,
     )  # fmt: skip
 
 
@@ -157,22 +143,18 @@ def draw(workdirs, output=None, x='step'):
   axes = fig.subplots(
     1 + len(PANELS), 1, sharex=True, height_ratios=(5, 1, 1, 1)
   )
-  names, alone, ends = labels(workdirs), len(runs) == 1, []
+  names, alone = labels(workdirs), len(runs) == 1
   for i, (rows, name) in enumerate(zip(runs, names, strict=True)):
     colour = figures.COLOURS[i % len(figures.COLOURS)]
-    ends.append(_draw_run(axes, rows, along(rows, x), name, colour, alone))
+    _draw_run(axes, rows, along(rows, x), name, colour, alone)
   loss, *panels = axes
-  ends = [end for end in ends if end]
   if alone:
     loss.set_title(names[0], loc='left', fontweight='bold')
-  elif ends:
-    loss.plot([], [], 'o', color='#666666', label='held-out text')
   for ax in axes:
     figures.tidy(ax)
     ax.margins(x=0.01)
   loss.set_ylabel('loss (nats per token)')
   loss.legend(loc='upper right', frameon=False)
-  _annotate(loss, ends)
   for ax, (_, label) in zip(panels, PANELS, strict=True):
     ax.set_ylabel(label)
     ax.set_ylim(bottom=0)

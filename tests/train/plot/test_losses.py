@@ -79,24 +79,39 @@ def test_an_axis_of_tokens_adds_them_up(tmp_path):
   assert plot.draw([run], x='tokens').read_bytes() != by_step
 
 
-def test_labels_of_points_do_not_collide():
-  assert plot.spread([1.0, 3.0, 1.1], 0.5) == [1.0, 3.0, 1.5]
-  assert plot.spread([2.0, 2.0, 2.0], 1.0) == [2.0, 3.0, 4.0]
-  assert plot.spread([], 1.0) == []
+def _figure(monkeypatch, runs):
+  """The axes of the losses of a drawn figure."""
+  seen = []
+  monkeypatch.setattr(plot.figures, 'save', lambda fig, path: seen.append(fig))
+  plot.draw(runs)
+  return seen[0].axes[0]
 
 
 def test_held_out_text_is_on_the_scale_of_the_loss(tmp_path, monkeypatch):
   """One axis: a point of loss 4 is drawn at 4."""
-  seen = []
-  monkeypatch.setattr(
-    plot, '_annotate', lambda ax, ends: seen.append((ax, ends))
-  )
-  plot.draw([_run(tmp_path / 'run')])
-  [(ax, [(x, y, text, _)])] = seen
-  assert (x, y, text) == (60, 4.0, '4.000 (2.400 bits per byte)')
+  ax = _figure(monkeypatch, [_run(tmp_path / 'run')])
   drawn = [line.get_ydata() for line in ax.lines]
   assert any(list(values) == [5.5, 4.0] for values in drawn)
   assert len(ax.figure.axes) == 1 + len(plot.PANELS)
+
+
+def test_numbers_are_in_the_legend_and_not_on_a_curve(tmp_path, monkeypatch):
+  runs = [_run(tmp_path / 'a'), _run(tmp_path / 'b', held=False)]
+  for some, wanted in (
+    (runs[:1], ['training loss', 'held-out text: 4.000 (2.400 bits per byte)']),
+    (runs, ['a: 4.000 (2.400 bits per byte) held out', 'b']),
+    (runs[1:], ['training loss']),
+  ):
+    ax = _figure(monkeypatch, some)
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == wanted
+    assert not ax.texts
+    # Nothing of a curve is below the legend.
+    ax.figure.canvas.draw()
+    box = ax.get_legend().get_window_extent()
+    for line in ax.lines:
+      points = ax.transData.transform(line.get_xydata())
+      inside = (points > box.min).all(1) & (points < box.max).all(1)
+      assert not inside.any()
 
 
 def test_labels_tell_runs_apart(tmp_path):

@@ -52,6 +52,39 @@ def test_nobody_listens():
     hosts.connect('127.0.0.1:9', 2, 1, patience=0)
 
 
+@pytest.mark.parametrize(
+  'processes, words', [(2, '1 of 2 processes'), (4, 'up to 3 of 4 processes')]
+)
+def test_an_absent_peer_is_said(capsys, monkeypatch, processes, words):
+  address = _address()
+  line = f'process 1: waiting for {words} at {address}\n'
+  for seconds, said in ((1e-3, line), (999, '')):
+    monkeypatch.setattr(hosts, 'SILENT_SECONDS', seconds)
+    with support.refused('was not to be reached'):
+      hosts.connect(address, processes, 1, patience=0.4)
+    assert capsys.readouterr().err == said
+
+
+def test_process_0_says_that_it_waits():
+  """Through jax, which waits in silence, for minutes."""
+  code = """
+    import sys
+    from paraxis.train.run import hosts
+    assert hosts.SILENT_SECONDS == 3
+    hosts.connect(sys.argv[1], 2, 0)
+  """
+  address = _address()
+  alone = subprocess.Popen(
+    [sys.executable, '-c', textwrap.dedent(code), address],
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  with alone:
+    said = alone.stderr.readline()
+    alone.kill()
+  assert said == f'process 0: waiting for 1 of 2 processes at {address}\n'
+
+
 def _address():
   """Of a port that is free."""
   with socket.socket() as free:
