@@ -13,7 +13,8 @@ class Data:
     'fixture',
     "'fixture' (shipped), 'corpus' (paraxis data fetch), or a file, a folder "
     'or a glob of text: .txt, .md, .jsonl (also .gz, .zst), .parquet, .bin '
-    '(tokens of nanoGPT), folders of Hugging Face datasets',
+    '(tokens of nanoGPT), folders of Hugging Face datasets, one file of UTF-8 '
+    'without a suffix (text8)',
   )
   text_key: str = field(
     'text', 'key or column of the text in tables and .jsonl'

@@ -193,10 +193,13 @@ def source_files(path) -> list[rows_lib.Source]:
   elif root.is_dir():
     found = _sources(root)
   else:
-    if not readers.kind(root):
+    plain = readers.is_plain(root)
+    if not readers.kind(root) and not (plain and readers.is_utf8(root)):
+      what = f'ends in {root.suffix!r}'
+      if plain:
+        what = 'has no suffix, and its beginning is not UTF-8 text'
       raise errors.UserError(
-        f'data.path={str(path)!r} ends in {root.suffix!r}; '
-        f'text is read from {FORMATS}.'
+        f'data.path={str(path)!r} {what}; text is read from {FORMATS}.'
       )
     return [rows_lib.Source(root, readers.stem(root))]
   if not found:

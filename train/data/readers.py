@@ -9,8 +9,10 @@
   a datasets folder   what Hugging Face's `save_to_disk` wrote: Arrow streams in
                       the order of its state.json (extra parquet)
 
-The first two may end in .gz or .zst (extra zstd). `data.text_key` names the key
-or column of the text. Rows of tables without text are left out, counted, said.
+A file without a suffix (text8) is text if it is named itself and is UTF-8; in a
+folder it is passed over. The first two may end in .gz or .zst (extra zstd).
+`data.text_key` names the key or column of the text. Rows of tables without text
+are left out, counted, said.
 
 A line of text longer than 65,536 characters (text8 is one line) is cut after
 the last space of every 8,192 characters, or there if they hold none; so its
@@ -38,6 +40,7 @@ from paraxis.train.data import tables
 LONG_LINE = 1 << 16  # characters; a longer line of text is cut
 PACKED = ('.gz', '.zst')
 _TEXT_DOCUMENT = 8192  # characters; text is cut at the next blank line
+_SNIFFED = 1 << 16  # bytes
 _PIECE = 8192  # characters of a piece of a long line
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,24 @@ def kind(path) -> str:
     '.txt': 'text', '.md': 'text', '.jsonl': 'jsonl', '.parquet': 'parquet',
     '.bin': 'bin',
   }.get(suffix, '')  # fmt: skip
+
+
+def is_plain(file) -> bool:
+  """Whether a file, or what .gz or .zst packs in it, has no suffix."""
+  packed = file.suffix.lower() in PACKED
+  return not pathlib.Path(file.stem if packed else file.name).suffix
+
+
+def is_utf8(file) -> bool:
+  """Whether a file begins as UTF-8 text, in its first 64 KiB: without NUL."""
+  unpacked, raw = open_bytes(file)
+  with raw:
+    try:
+      head = unpacked.read(_SNIFFED)
+      codecs.getincrementaldecoder('utf-8')().decode(head)
+    except (UnicodeDecodeError, EOFError, OSError, zlib.error):
+      return False
+  return bool(head.strip()) and b'\0' not in head
 
 
 def stem(path) -> str:
@@ -75,6 +96,8 @@ def blocks(source, options=rows.PLAIN, say=log.warning):
   """Yields the Blocks of a Source; say: called with a line on what is cut."""
   file = source.file
   make = tables.dataset_blocks if file.is_dir() else _BLOCKS[kind(file)]
+  if not kind(file):
+    say(f'{file} has no suffix: it is read as text, which its beginning is.')
   try:
     yield from make(source, options, say)
   except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -290,6 +313,7 @@ def _pieces(line):
 
 _BLOCKS = {
   'text': _text_blocks,
+  '': _text_blocks,  # train/data/corpus.py has looked into the file
   'jsonl': _jsonl_blocks,
   'parquet': tables.parquet_blocks,
   'bin': ids_lib.blocks,

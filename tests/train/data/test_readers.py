@@ -215,6 +215,40 @@ def test_a_line_without_end_is_cut_and_said(tmp_path, spaces):
   assert len(plain(tmp_path / 'b.txt')[0]) == 1
 
 
+@pytest.mark.parametrize('end', ['', '.gz', '.zst'])
+def test_text_without_a_suffix(tmp_path, end):
+  """As text8 is: one line, no suffix."""
+  text = 'anarchism originated as a term of abuse ' * 5000
+  pack = {
+    '': bytes, '.gz': gzip.compress,
+    '.zst': zstandard.ZstdCompressor().compress,
+  }[end]  # fmt: skip
+  path = tmp_path / f'text8{end}'
+  path.write_bytes(pack(text.encode()))
+  found, said = plain(path)
+  assert ''.join(t for *_, t in found) == text and len(found) > 8
+  assert found[0][0] == 'text8/text8/00000'
+  assert said[0] == (
+    f'{path} has no suffix: it is read as text, which its beginning is.'
+  )
+  assert len(said) == 2  # the other: long lines are cut
+  (tmp_path / 'a.txt').write_text('a')
+  assert [s.file.name for s in corpus.source_files(tmp_path)] == ['a.txt']
+
+
+@pytest.mark.parametrize(
+  'body',
+  [b'', b' \n', b'a\0b', b'\xff\xfea', 'é'.encode('utf-16'), b'\x1f\x8b'],
+)
+def test_no_text_without_a_suffix(tmp_path, body):
+  path = tmp_path / 'text8'
+  path.write_bytes(body)
+  with support.refused('has no suffix, and its beginning is not UTF-8 text'):
+    plain(path)
+  path.write_bytes('é'.encode() * 40_000)  # cut within a character
+  assert readers.is_utf8(path)
+
+
 def test_long_lines_change_the_fingerprint(tmp_path):
   path = tmp_path / 'a.txt'
   for text, long in (('a\n' * 99_999, 0), ('a' * 40_000, 1), ('a' * 9, 0)):
