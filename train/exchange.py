@@ -59,7 +59,7 @@ def bring(text, workdir, mesh_text='', say=print) -> None:
     axes = {f'{start.PARAMS}{p}': a for p, a in built.model.axes.items()}
     meta = start.common(config, tokenizer.fingerprint, source.about)
     with store_lib.Store(path / workdir_lib.CHECKPOINTS, say=say) as store:
-      store.save(0, tree, axes, meta | {start.IMPORTED: True})
+      store.save(0, tree, axes, meta | {workdir_lib.IMPORTED: True})
   workdir_lib.write_config(path, config)
   size = sum(x.nbytes for x in tree.values())
   say(f'{len(tree)} leaves, {size:,} bytes, in {path}')

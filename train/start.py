@@ -25,7 +25,6 @@ from paraxis.train import state as state_lib
 from paraxis.train.run import workdir as workdir_lib
 
 OWN = 'own_mixers'  # in meta: the files they are from
-IMPORTED = 'imported'  # in meta: parameters alone, of another program
 PARAMS, OPTIMIZER = 'params/', 'optimizer/'
 GROWS = ('embedding', 'head')  # leaves that may have more rows than the origin
 
@@ -118,12 +117,8 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict | None]:
     UserError, IntegrityError: what is there does not fit.
   """
   if store.steps():
-    imported = store.read_manifest()['meta'].get(IMPORTED)
-    if imported:
-      raise errors.UserError(
-        f'{store.directory} holds imported weights, which no step was taken '
-        'from: train with --init_from= this folder and another --workdir.'
-      )
+    if store.read_manifest()['meta'].get(workdir_lib.IMPORTED):
+      raise workdir_lib.imported(store.directory.parent)
   shapes = state_lib.flatten(job.state)
   found = store.restore_latest_good(state_lib.in_order(shapes, job.model))
   if found is None:

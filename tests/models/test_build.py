@@ -212,8 +212,6 @@ def test_the_command_line_mesh_replaces_the_whole_section():
      dict(num_layers=6), ['interleaved', '5', '2']),
     ('stage=2,data=4', dict(schedule='one_f_one_b', chunks=2), {},
      ['one_f_one_b', 'chunks=2', 'interleaved']),
-    ('stage=4,data=2', {}, dict(num_layers=4, pattern='FN'),
-     ['4 layers of kinds F N F N', 'the same for every stage']),
     ('stage=2,tensor=4', {}, dict(mesh=dict(sequence=False)),
      ['A pipeline (mesh.stage=2)', 'mesh.sequence=True']),
     ('stage=2,tensor=4', dict(schedule='zero_bubble'),

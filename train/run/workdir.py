@@ -21,6 +21,7 @@ except ImportError:  # not a POSIX system: no lock
 CONFIG = 'config.json'
 CHECKPOINTS = 'checkpoints'
 LOCK = '.lock'
+IMPORTED = 'imported'  # in a checkpoint's meta: of another program, no step taken
 # Defaults of once. A run that began with one keeps it, because config.json
 # holds every field, also those that nobody set.
 FORMER = {'model.experts.balance_scope': 'microbatch'}
@@ -108,8 +109,27 @@ def check(workdir, config):
     raise _unwritable(workdir, path, e) from e
   if (path / LOCK).exists():
     Lock(path).close()
+  if _holds_imported(path):
+    raise imported(path)
   silent = lambda line: None
   check_config(path, resumed(workdir, config, silent), silent)
+
+
+def imported(path):
+  """The error to raise for a folder whose weights `paraxis import` wrote."""
+  return errors.UserError(
+    f'{path} holds imported weights, which no step was taken from: train with '
+    f'--init_from={path} and another --workdir.'
+  )
+
+
+def _holds_imported(path):
+  """Whether its manifest says so, unchecked: what opens the store checks it."""
+  file = path / CHECKPOINTS / '0' / 'manifest' / 'metadata'
+  try:
+    return bool(json.loads(file.read_text('utf-8'))['meta'].get(IMPORTED))
+  except (OSError, ValueError, LookupError, AttributeError, TypeError):
+    return False
 
 
 class Lock:
