@@ -67,11 +67,16 @@ def weights_of(model):
 
 
 def gradients_of(model, data):
-  """(z_BTV, {name: weight}, {name: gradient of the loss}) of HF's model."""
+  """(z_BTV, {name: weight}, {name: gradient of the loss}) of HF's model.
+
+  What gets no gradient, as a bias of choices, has none.
+  """
   logits = logits_of(model, data)
   with float64():
     torch.nn.functional.cross_entropy(
       logits.flatten(0, 1), torch.tensor(data.targets).long().flatten()
     ).backward()
-  grads = {k: v.grad.numpy() for k, v in model.named_parameters()}
+  grads = {
+    k: v.grad.numpy() for k, v in model.named_parameters() if v.grad is not None
+  }
   return logits.detach().numpy(), weights_of(model), grads

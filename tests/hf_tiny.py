@@ -32,6 +32,8 @@ DENSE = {
   'llama_linear': dict(model_type='llama', rope_parameters=LINEAR),
   'llama_llama3': dict(model_type='llama', rope_parameters=LLAMA3),
   'llama_yarn': dict(model_type='llama', rope_parameters=YARN),
+  'internlm3': dict(attention_bias=True, mlp_bias=True),
+  'iquestcoder': {},
   'mistral': dict(sliding_window=5),
   'qwen2': {},
   'qwen2_window': dict(
@@ -90,6 +92,13 @@ DENSE = {
   'granite': dict(
     embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.3,
     attention_multiplier=0.2,
+  ),
+  'granite_swa': dict(
+    embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.3,
+    attention_multiplier=0.2, num_hidden_layers=5, sliding_window=5,
+    layer_rope_theta=[0, 1e3, 1e3, 1e3, 1e4],
+    layer_types=['full_attention', *['sliding_attention'] * 3,
+                 'full_attention'],
   ),
   'hyperclovax': dict(
     embedding_multiplier=3.0, logits_scaling=0.25, residual_multiplier=0.3,

@@ -28,8 +28,9 @@ GROUPS = dict(n_group=4, topk_group=2)
 SSM = dict(state_size=6, conv_kernel=4, expand=2)
 JAMBA = dict(mamba_d_state=6, mamba_dt_rank=3)
 GRANITE = LOCAL | dict(
-  intermediate_size=8, embedding_multiplier=3.0, attention_multiplier=0.3
-)
+  intermediate_size=8, embedding_multiplier=3.0, attention_multiplier=0.3,
+  residual_multiplier=0.4, logits_scaling=2.0,
+)  # fmt: skip
 HYBRID = dict(
   mamba_n_heads=8, mamba_d_head=4, mamba_d_state=6, mamba_chunk_size=8
 )
@@ -103,6 +104,43 @@ EXPERTS = {
     intermediate_size=32, logits_soft_cap=1.5, attention_bias=True,
     num_attention_heads=2, num_key_value_heads=1,
   ),
+  'lfm2_moe': CONV
+  | MOE
+  | dict(
+    moe_intermediate_size=8, num_dense_layers=1, routed_scaling_factor=1.5
+  ),
+  'ernie4_5_moe': dict(
+    moe_num_experts=8, moe_k=3, moe_intermediate_size=8, num_hidden_layers=3,
+    spread=0.5,
+  ),
+  'aria_text': dict(
+    moe_num_experts=8, moe_topk=3, intermediate_size=8, spread=0.5
+  ),
+  'cohere2_moe': MOE
+  | dict(
+    num_hidden_layers=4, intermediate_size=8, sliding_window=5,
+    num_shared_experts=2, expert_selection_fn='sigmoid', norm_topk_prob=False,
+    prefix_dense_intermediate_size=24,
+    mlp_layer_types=['dense', *['sparse'] * 3],
+    layer_types=['full_attention', *['sliding_attention'] * 2,
+                 'full_attention'],
+  ),
+  'cohere2_moe_softmax': MOE
+  | dict(
+    model_type='cohere2_moe', num_hidden_layers=4, intermediate_size=8,
+    sliding_window=5, rms_norm_eps=1e-5, num_shared_experts=1,
+    shared_expert_combination_strategy='sum',
+  ),
+  'flint': MOE
+  | dict(
+    moe_intermediate_size=8, shared_expert_intermediate_size=16,
+    num_hidden_layers=4, sliding_window=5, mlp_only_layers=[0],
+  ),
+  'granitemoe_swa': GRANITE
+  | dict(
+    shared_intermediate_size=16, num_hidden_layers=3, sliding_window=5,
+  ),
+  'minicpm3': MLA | dict(scale_emb=3, dim_model_base=8),
   'jamba': JAMBA
   | dict(
     num_hidden_layers=3, num_experts=1, attn_layer_period=3,

@@ -27,6 +27,7 @@ class Experts:
   d_ff: int = field(0, 'hidden width of an expert; 0: model.d_ff', low=0)
   shared: int = field(0, 'experts that see every token', low=0)
   shared_gate: bool = field(False, 'a sigmoid gate on the shared experts')
+  shared_scale: float = field(1.0, 'multiplies the shared experts', low=0.0)
   residual: bool = field(
     False, 'an mlp beside the experts, mixed by a learned softmax (PR-MoE)'
   )

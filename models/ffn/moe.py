@@ -1,6 +1,6 @@
 """Mixture of experts in place of an mlp.
 
-    y = sum_k mix_k f_ids_k(x) [+ gate(x) g(x)]       shared experts
+    y = sum_k mix_k f_ids_k(x) [+ c gate(x) g(x)]     shared experts
     y = c_0 sum_k mix_k f_ids_k(x) + c_1 g(x)         residual: c = softmax(x C)
 
 f_e are as the model's mlp, with biases of their own if mlp_bias. Shared experts
@@ -103,6 +103,8 @@ class Moe(nnx.Module):
       if experts.shared_gate:
         gate = jax.nn.sigmoid(self._small(x_BTD, 'shared_gate'))
         beside = gate.astype(x_BTD.dtype) * beside
+      if experts.shared_scale != 1:
+        beside = beside * jnp.asarray(experts.shared_scale, beside.dtype)
       y = y + beside
     return y
 

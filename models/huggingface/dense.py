@@ -149,6 +149,10 @@ SMOLLM_LAYERS = (
 
 FAMILIES = {
   'llama': family('LlamaForCausalLM', llama(), BIAS, MLP_BIAS),
+  'internlm3': family('LlamaForCausalLM', llama(epsilon=1e-5), BIAS, MLP_BIAS),
+  'iquestcoder': family(
+    'LlamaForCausalLM', llama(epsilon=1e-5), BIAS, MLP_BIAS
+  ),
   'mistral': family('MistralForCausalLM', llama(), _window_or_not()),
   'qwen2': family('Qwen2ForCausalLM', llama(), QKV_BIAS, QWEN_LAYERS),
   'qwen3': family(

@@ -2,6 +2,8 @@
 multipliers, or mlps without a gate.
 """
 
+from typing import Any
+
 from paraxis.models.huggingface import dense
 from paraxis.models.huggingface import kin
 from paraxis.models.huggingface import rows
@@ -130,6 +132,52 @@ def _falcon_written(model):
   )  # fmt: skip
 
 
+def _swa_layers(config):
+  """Kinds of layers, and the rotary base of each: 0 is none."""
+  depth = config('num_hidden_layers')
+  found = config.each(
+    'layer_types', {'full_attention': 'F', 'sliding_attention': 'W'},
+    lambda: ''.join('WF'[i % 4 == 0] for i in range(depth)),
+  )  # fmt: skip
+  name, usual = 'layer_rope_theta', _usual_theta(config)
+  bases = config.numbers(name, [usual] * depth, float)
+  if len(bases) != depth:
+    config.refuse(name, f'has {len(bases)} entries, not one a layer ({depth})')
+  kinds = {kind: {b for k, b in zip(found, bases, strict=True) if k == kind}
+           for kind in 'FW'}  # fmt: skip
+  rotating = sorted(kinds['F'] - {0})
+  if 0 in kinds['W'] or len(kinds['W']) > 1 or rotating[1:]:
+    config.refuse(name, 'is not one for layers with a window, one for others')
+  letters = ''.join(
+    'N' if k == 'F' and not b else k for k, b in zip(found, bases, strict=True)
+  )
+  out: dict[str, Any] = {'pattern': rows.unit(letters)}
+  windowed = [*kinds['W']]
+  if rotating or windowed:
+    out['rope_theta'] = float([*rotating, *windowed][0])
+  if rotating and windowed and windowed != rotating:
+    out['rope_local_theta'] = float(windowed[0])
+  if 'W' in letters:
+    out['window'] = config('sliding_window', 128)
+  return out
+
+
+def _usual_theta(config):
+  return rows.given_rope(config)('rope_theta', config('rope_theta', 1e4, 1), 1)
+
+
+def _swa_written(model):
+  letters, local = kin.pattern(model), model.rope_local_theta
+  base = {'F': model.rope_theta, 'N': 0, 'W': local or model.rope_theta}
+  full, windowed = 'full_attention', 'sliding_attention'
+  return dict(
+    layer_types=[windowed if x == 'W' else full for x in letters],
+    layer_rope_theta=[base.get(x, 0) for x in letters],
+    sliding_window=model.window or 128,
+  )
+
+
+SWA = (Computed(_swa_layers, _swa_written), Ours({'sinks': True}))
 FALCON = (
   *kin.DIMS, Same('num_attention_heads', 'num_heads'),
   Computed(_falcon, _falcon_written), biases('bias', False),
@@ -248,6 +296,11 @@ FAMILIES = {
   'granite': family(
     'GraniteForCausalLM', llama(), BIAS, MLP_BIAS, MULTIPLIERS,
     attention_multiplier(1.0), inverse('logits_scaling', 'logit_scale'),
+  ),
+  'granite_swa': family(
+    'GraniteSWAForCausalLM', llama(epsilon=1e-5, tied=True), BIAS, MLP_BIAS,
+    MULTIPLIERS, attention_multiplier(1.0),
+    inverse('logits_scaling', 'logit_scale'), SWA,
   ),
   'hyperclovax': family(
     'HyperCLOVAXForCausalLM', llama(), BIAS, MLP_BIAS, MULTIPLIERS,

@@ -1,6 +1,7 @@
 """Families with mixtures of experts."""
 
 from paraxis.models.huggingface import dense
+from paraxis.models.huggingface import dense_kin
 from paraxis.models.huggingface import kin
 from paraxis.models.huggingface import rows
 from paraxis.models.huggingface.kin import family
@@ -53,10 +54,7 @@ QWEN_PLACES = places(
   },
 )
 DENSE_FIRST = places(
-  lambda config: ''.join(
-    'D' if i < config('first_k_dense_replace', 0) else 'E'
-    for i in range(config('num_hidden_layers'))
-  ),
+  kin.leading('first_k_dense_replace'),
   lambda letters: {
     'first_k_dense_replace': len(letters) - len(letters.lstrip('D'))
   },
@@ -154,9 +152,8 @@ EXAONE_LAYERS = Computed(
   ),
 )
 GRANITE = (
-  Same('embedding_multiplier', 'embedding_scale', 1.0),
-  Same('attention_multiplier', 'attention_scale', 1.0),
-  Fixed('residual_multiplier', 1.0), Fixed('logits_scaling', 1.0),
+  *dense_kin.MULTIPLIERS, dense_kin.attention_multiplier(1.0),
+  dense_kin.inverse('logits_scaling', 'logit_scale'),
   Ours({'experts.normalise': True}),
 )  # fmt: skip
 GRANITE_NAMES = dict(
@@ -198,7 +195,7 @@ GRANITE_SHARED = Computed(
 )
 
 
-def _no_mlp(given):
+def no_mlp(given):
   """Rows of a family all of whose layers have experts."""
   return tuple(row for row in given if row is not kin.WIDTH)
 
@@ -250,7 +247,7 @@ FAMILIES = {
     expert_gate='w1', expert_up='w3', expert_down='w2',
   ),
   'solar_open': family(
-    'SolarOpenForCausalLM', _no_mlp(llama(theta=1e6, epsilon=1e-5)), SIGMOID,
+    'SolarOpenForCausalLM', no_mlp(llama(theta=1e6, epsilon=1e-5)), SIGMOID,
     Same('attention_bias', 'attention_bias', False), **kin.EXPERT_NAMES,
   ),
   'gpt_oss': family(
@@ -263,7 +260,7 @@ FAMILIES = {
     }),
     silent=('experts_per_token', 'initial_context_length'),
     router='router', expert_gate_up='experts.gate_up_proj',
-    expert_down='experts.down_proj', interleaved=True,
+    expert_down='experts.down_proj', expert_gate_up_order='by turns',
   ),
   'mellum': family(
     'MellumForCausalLM', llama(rotary=dense._per_kind(5e5, 1e4)), QWEN,

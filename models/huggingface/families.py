@@ -7,6 +7,7 @@ from paraxis.configs.base import errors
 from paraxis.models.huggingface import dense
 from paraxis.models.huggingface import dense_kin
 from paraxis.models.huggingface import expert
+from paraxis.models.huggingface import expert_kin
 from paraxis.models.huggingface import gpt
 from paraxis.models.huggingface import kin
 from paraxis.models.huggingface import latent
@@ -14,9 +15,11 @@ from paraxis.models.huggingface import recurrent
 from paraxis.models.huggingface import recurrent_kin
 
 # The plainest first: config.from_model takes the first that fits.
-FAMILIES = dense.FAMILIES | gpt.FAMILIES | dense_kin.FAMILIES
-FAMILIES |= expert.FAMILIES | latent.FAMILIES | recurrent.FAMILIES
-FAMILIES |= recurrent_kin.FAMILIES
+FAMILIES: dict[str, kin.Family] = {}
+for _file in (
+  dense, gpt, dense_kin, expert, expert_kin, latent, recurrent, recurrent_kin,
+):  # fmt: skip
+  FAMILIES |= _file.FAMILIES
 
 
 def find(model_type: Any) -> kin.Family:

@@ -141,6 +141,16 @@ def every(letter):
   return lambda config: letter * config('num_hidden_layers')
 
 
+def leading(field, default=0):
+  """The number of layers that have no experts, then those that have."""
+
+  def read(config):
+    depth = config('num_hidden_layers')
+    return ('D' * min(config(field, default, 0), depth)).ljust(depth, 'E')
+
+  return read
+
+
 def first(letter, rest):
   """One layer of a kind, then those of another."""
   return lambda config: letter + rest * (config('num_hidden_layers') - 1)

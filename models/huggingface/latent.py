@@ -61,6 +61,26 @@ BEST_OF_GROUPS = Computed(
   },
 )
 
+
+def _minicpm_scales(config):
+  """Multipliers that follow from depth and width."""
+  depth, width = config('num_hidden_layers'), config('hidden_size')
+  base = config('dim_model_base', width)
+  return {
+    'embedding_scale': config('scale_emb', 12.0),
+    'residual_scale': config('scale_depth', depth**0.5) / depth**0.5,
+    'logit_scale': base / width,
+  }
+
+
+MINICPM_SCALES = Computed(
+  _minicpm_scales,
+  lambda model: dict(
+    scale_emb=model.embedding_scale,
+    scale_depth=model.residual_scale * model.num_layers**0.5,
+    dim_model_base=round(model.logit_scale * model.d_model),
+  ),
+)
 FAMILIES = {
   'deepseek_v2': family(
     'DeepseekV2ForCausalLM', LATENT, expert.ROUTED, expert.DENSE_FIRST,
@@ -78,6 +98,13 @@ FAMILIES = {
     'Glm4MoeLiteForCausalLM', LATENT, expert.SIGMOID, expert.LATER_SPARSE,
     Same('rms_norm_eps', 'norm_epsilon', 1e-5), Fixed('rope_interleave', True),
     silent=LATENT_SILENT, **kin.EXPERT_NAMES, **MLA_NAMES,
+  ),
+  'minicpm3': family(
+    'MiniCPM3ForCausalLM', LATENT, MINICPM_SCALES,
+    Same('rms_norm_eps', 'norm_epsilon', 1e-5),
+    Same('tie_word_embeddings', 'tied_embedding', True),
+    Fixed('mlp_bias', False), silent=LATENT_SILENT, latent_pairs=False,
+    **MLA_NAMES,
   ),
   'youtu': family(
     'YoutuForCausalLM', LATENT,

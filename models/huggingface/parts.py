@@ -115,7 +115,8 @@ def attention(model, at, names):
       name = f'{at}.{names[f"{what}_norm"]}'
       out.append(row(f'{what}_norm', f'{name}.weight', keep))
   if model.sinks:
-    out.append(row('sinks', f'{at}.sinks', transforms.kept((n,))))
+    name = f'{at}.{names.get("sinks", "sinks")}'
+    out.append(row('sinks', name, transforms.kept((n,))))
   name = f'{at}.{names["output"]}'
   out.append(row('output', f'{name}.weight', _linear(names, (n, h, d), 2)))
   if model.attention_output_bias:
@@ -178,7 +179,7 @@ def experts(model, at, names, wide=False):
     name = f'{at}.{names["router"]}.bias'
     out.append(row('router_bias', name, transforms.kept((e,))))
   if own.bias_rate:
-    keep = transforms.kept((e,))
+    keep = transforms.kept((e,), names.get('router_bias_shape'))
     out.append(row('bias', f'{at}.{names["router_bias"]}', keep))
   if own.shared:
     outside = names.get('shared_outside', False)  # of the layer, not of `at`
@@ -210,11 +211,11 @@ def _each_expert(model, at, names, e):
 def _stacked_experts(model, at, names, e):
   """Tensors of all experts; gate and up in one.
 
-  Outputs before inputs, gate before up; or, `interleaved`, inputs first and
-  gate and up by turns.
+  Outputs before inputs, gate before up. expert_gate_up_order: 'inputs first',
+  and gate before up, or 'by turns'.
   """
   d, f, out = model.d_model, moe.width(model), []
-  by_turns = names.get('interleaved', False)
+  order = names.get('expert_gate_up_order', '')
   for i, what in enumerate(('gate', 'up', 'down')):
     shape, cuts = ((e, f, d) if what == 'down' else (e, d, f)), (None, None)
     name, behind = (
@@ -228,13 +229,16 @@ def _stacked_experts(model, at, names, e):
         cut((e, 2 * f, d), (e, 2, f, d), (_ALL, i)), cut(
           (e, 2 * f), (e, 2, f), (_ALL, i)),
       )  # fmt: skip
-      if by_turns:
+      if order == 'by turns':
         cuts = (
           cut((e, d, 2 * f), (e, d, f, 2), (..., i)),
           cut((e, 2 * f), (e, f, 2), (..., i)),
         )
+      if order == 'inputs first':
+        halves = (_ALL, _ALL, i)
+        cuts = cut((e, d, 2 * f), (e, d, 2, f), halves), cuts[1]
     keep = transforms.kept(shape)
-    change = keep if by_turns else transforms.turned
+    change = keep if order else transforms.turned
     out.append(row(what, f'{name}{behind}', change, cuts[0]))
     if model.experts.mlp_bias:
       bias = transforms.kept((e, shape[-1]))
@@ -243,7 +247,10 @@ def _stacked_experts(model, at, names, e):
 
 
 def latent(model, at, names):
-  """Latent attention of DeepSeek: it rotates neighbours, we rotate halves."""
+  """Latent attention of DeepSeek: it rotates neighbours, we rotate halves.
+
+  latent_pairs=False: the tensors are for halves, too.
+  """
   own, d, n = model.latent, model.d_model, model.num_heads
   r, q, p = own.rank, own.query_rank, own.rope_dim
   h, u = own.nope_dim, own.value_dim
@@ -251,6 +258,8 @@ def latent(model, at, names):
   cut = lambda view, *index: transforms.Cut(both[1], view, index)
   norm = lambda what: f'{at}.{names[what]}.weight'
   keep, matrix, pairs = transforms.kept, transforms.matrix, transforms.halves
+  if not names.get('latent_pairs', True):
+    pairs = lambda first: transforms.chain()
   out = [
     row('down', both[0], matrix((d, r)), cut(both[1], slice(0, r))),
     row(

@@ -173,6 +173,10 @@ LFM = (
   kin.layers(_lfm_layers, {'F': 'full_attention', 'V': 'conv'}, ''),
   Ours({'qk_norm': 'head', 'mlp': 'swiglu'}),
 )  # fmt: skip
+LFM_PLACES = expert.places(
+  lambda config: kin.leading('num_dense_layers', 2)(config),
+  lambda letters: {'num_dense_layers': len(letters) - len(letters.lstrip('D'))},
+)
 LFM_NAMES = dict(
   norm='model.embedding_norm', mixer_norm='operator_norm', mlp_norm='ffn_norm',
   mlp='feed_forward', gate='w1', up='w3', down='w2', output='out_proj',
@@ -269,6 +273,20 @@ FAMILIES = {
     'Lfm2ForCausalLM', LFM, LFM_WIDTH,
     silent=('full_attn_idxs', 'block_multiple_of', 'block_ffn_dim_multiplier'),
     **LFM_NAMES,
+  ),
+  'lfm2_moe': family(
+    'Lfm2MoeForCausalLM', LFM, kin.WIDTH, expert.COUNT, expert.TOP,
+    Same('moe_intermediate_size', 'experts.d_ff'),
+    Same('norm_topk_prob', 'experts.normalise', True),
+    Same('routed_scaling_factor', 'experts.scale', 1.0),
+    Choice('use_expert_bias', 'experts.bias_rate', {True: 1e-3, False: 0.0},
+           True),
+    LFM_PLACES,
+    Ours({'experts.scores': 'sigmoid', 'experts.sum_epsilon': 1e-6}),
+    **LFM_NAMES | kin.EXPERT_NAMES | dict(
+      expert_gate='w1', expert_up='w3', expert_down='w2',
+      router_bias='expert_bias',
+    ),
   ),
   'granitemoehybrid': family(
     'GraniteMoeHybridForCausalLM', kin.llama(), HYBRID, GRANITE_HYBRID,

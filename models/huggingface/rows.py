@@ -29,6 +29,7 @@ class Same:
   default: Any = MISSING
   other: tuple = ()  # further names of it, older ones
   null: Any = MISSING  # ours that is written as null
+  zero: bool = False  # 0 is valid, where the default is another
 
   def read(self, config):
     for name in (*self.other, self.theirs):
@@ -46,7 +47,8 @@ class Same:
   @property
   def _may_be_0(self):
     """Ours may stand for another value by 0; theirs says it by null."""
-    return self.default is not MISSING and not self.default and self.null != 0
+    usual = self.default is not MISSING and not self.default
+    return self.zero or (usual and self.null != 0)
 
   def write(self, model):
     found = value(model, self.ours)
@@ -171,11 +173,12 @@ OLD_ROPE = 'rope_scaling'
 
 
 def given_rope(config, name='rope_parameters'):
-  """Reader of the rotary parameters; an older field goes before the newer."""
-  old = config.inside(OLD_ROPE)
+  """Reader of the rotary parameters, which may stand under the older name."""
+  old, found = config.inside(OLD_ROPE), config.inside(name)
   if old is not None and old.config:
+    if found is not None and found.config != old.config:
+      config.refuse(OLD_ROPE, f'and {name} are both there, and differ')
     return old
-  found = config.inside(name)
   empty = reader_lib.Reader({}, f'{config.path}: {name}')
   return empty if found is None else found
 
