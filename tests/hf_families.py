@@ -36,8 +36,8 @@ from safetensors import numpy as safetensors
 from paraxis.models import checks as model_checks
 from paraxis.models import decoder
 from paraxis.models.huggingface import config as config_lib
-from paraxis.models.huggingface import families
 from paraxis.models.huggingface import leaves as leaves_lib
+from paraxis.models.huggingface.families import known
 from paraxis.train import loss
 
 TINY = hf_tiny.DENSE | hf_tiny_experts.EXPERTS
@@ -331,16 +331,16 @@ TABLE = pathlib.Path(config_lib.__file__).parent / 'FAMILIES.md'
 def table(names):
   """FAMILIES.md of the model_types of transformers' causal models."""
   rows = []
-  for name in sorted(set(names) | set(families.FAMILIES)):
+  for name in sorted(set(names) | set(known.FAMILIES)):
     says = 'not here'
-    if name in families.FAMILIES:
+    if name in known.FAMILIES:
       says = 'exact'
     rows.append(f'| {name} | {says} |')
   return '\n'.join([
     '# Causal language models of transformers 5.23, by model_type', '',
     'Exact: logits, every gradient, config.json and tensors there and back are',
     'equal within 1e-9 in float64 (tests/hf_families.py, which writes this).',
-    f'{len(families.FAMILIES)} are exact.', '', '| model_type | here |',
+    f'{len(known.FAMILIES)} are exact.', '', '| model_type | here |',
     '|---|---|', *rows, '',
   ])  # fmt: skip
 

@@ -34,6 +34,11 @@ GRANITE = LOCAL | dict(
 HYBRID = dict(
   mamba_n_heads=8, mamba_d_head=4, mamba_d_state=6, mamba_chunk_size=8
 )
+NEMOTRON = dict(
+  mamba_num_heads=6, mamba_head_dim=4, n_groups=2, ssm_state_size=6,
+  chunk_size=8, moe_intermediate_size=8, num_experts_per_tok=3,
+  moe_shared_expert_intermediate_size=16, spread=0.5,
+)  # fmt: skip
 CONV = dict(num_hidden_layers=3, layer_types=['conv', 'full_attention', 'conv'])
 
 EXPERTS = {
@@ -97,6 +102,16 @@ EXPERTS = {
     model_type='granitemoehybrid', num_local_experts=0,
     shared_intermediate_size=24, mamba_n_groups=2,
     layer_types=['linear_attention', 'full_attention'],
+  ),
+  'bamba': HYBRID
+  | dict(mamba_n_groups=2, num_hidden_layers=3, attn_layer_indices=[1]),
+  'nemotron_h': NEMOTRON
+  | dict(layers_block_type=[*'mamba mlp mamba attention mlp mamba'.split()]),
+  'nemotron_h_experts': NEMOTRON
+  | dict(
+    model_type='nemotron_h', n_group=4, topk_group=2,
+    routed_scaling_factor=1.5,
+    layers_block_type=[*'mamba moe mamba attention moe'.split()],
   ),
   'lfm2': CONV | dict(block_multiple_of=8),
   'recurrent_gemma': dict(

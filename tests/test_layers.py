@@ -27,7 +27,7 @@ ROOMS = {
   ),
   'models': (
     'parameter', 'aux', 'batch', 'norm', 'depth', 'memory', 'ffn', 'mixers',
-    'text', '', 'huggingface',
+    'text', '', 'huggingface/families', 'huggingface',
   ),
   'decode': ('', 'evaluate'),
   'train': (

@@ -37,6 +37,7 @@ class Mamba:
   """Mamba-2 (kind M) and Mamba (kind S) (models/mixers/mamba.py)."""
 
   expand: int = field(2, 'inner width / model.d_model', low=1)
+  heads: int = field(0, 'M: heads; 0: expand x d_model / head_dim', low=0)
   head_dim: int = field(64, 'M: width of a head', low=1)
   state: int = field(128, 'numbers kept for every channel', low=1)
   groups: int = field(1, 'M: groups of heads that share B and C', low=1)
@@ -174,8 +175,8 @@ def _small_gated_linear(model, few):
 
 
 def _small_mamba(model, few):
-  del few
-  return _at_most(model.mamba, head_dim=4, state=8, groups=2, dt_rank=4)
+  small = _at_most(model.mamba, head_dim=4, state=8, groups=2, dt_rank=4)
+  return small | dict(heads=few(model.mamba.heads, 8))
 
 
 def _small_recurrent(model, few):

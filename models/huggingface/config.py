@@ -8,10 +8,11 @@ from paraxis.configs.base import errors
 from paraxis.configs.base import extra
 from paraxis.configs.base import model as model_schema
 from paraxis.models import layer as layer_lib
-from paraxis.models.huggingface import families
-from paraxis.models.huggingface import reader as reader_lib
-from paraxis.models.huggingface import rows
+from paraxis.models.huggingface.families import known
+from paraxis.models.huggingface.families import reader as reader_lib
+from paraxis.models.huggingface.families import rows
 from paraxis.models.mixers import attention
+from paraxis.models.mixers import mamba
 from paraxis.models.mixers import rg_lru
 
 # Fields of config.json that change no number of a forward pass in evaluation.
@@ -66,7 +67,7 @@ def _read(config):
   A field that does not read has its default.
   """
   name = config.get('model_type')
-  family = families.find(name)
+  family = known.find(name)
   reader = reader_lib.Reader(config)
   reader.partial = any(isinstance(r, rows.Fraction) for r in family.rows)
   values, faults = {}, {}
@@ -119,7 +120,7 @@ def from_model(
       )
     return config
   tried = {}
-  for name in families.FAMILIES:
+  for name in known.FAMILIES:
     config, faults = _written(model, name)
     if not faults:
       return config
@@ -142,7 +143,7 @@ def _written(model, name):
   What was written is read back: what does not read, or reads as another value,
   is what the family does not express.
   """
-  family = families.find(name)
+  family = known.find(name)
   config: dict[str, Any] = dict(
     model_type=name, architectures=[family.architecture]
   )
@@ -235,7 +236,10 @@ def _unread_sections(model, letters, out):
   drop += [] if letters & set('RL') else ['recurrent']
   names = [n for n in out if n.split('.')[0] in drop and '.' in n]
   if 'M' not in letters:
-    names += ['mamba.head_dim', 'mamba.groups']
+    names += ['mamba.heads', 'mamba.head_dim', 'mamba.groups']
+  else:
+    out['mamba.heads'] = mamba.num_heads(model)
+    names += [] if 'S' in letters else ['mamba.expand']
   if 'S' not in letters:
     names += ['mamba.dt_rank', 'mamba.inner_norm']
   elif not model.mamba.dt_rank:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paraxis.models import layer as layer_lib
-from paraxis.models.huggingface import families
 from paraxis.models.huggingface import parts
 from paraxis.models.huggingface import transforms
+from paraxis.models.huggingface.families import known
 
 # Buffers that older files have beside the parameters.
 BUFFERS = (
@@ -50,11 +50,12 @@ def table(model, model_type: str) -> list[Leaf]:
 
   UserError: no such model_type.
   """
-  family = families.find(model_type)
+  family = known.find(model_type)
   out = [_leaf(row.path, None, row) for row in parts.ends(model, family.names)]
   seen: dict[str, int] = {}
-  for i, kind in enumerate(layer_lib.kinds_of(model)[1]):
-    for row in parts.layer(model, kind, i, family):
+  kinds = layer_lib.kinds_of(model)[1]
+  for kind, at in zip(kinds, parts.places(kinds, family), strict=True):
+    for row in parts.layer(model, kind, at, family):
       path = f'layers/{row.path}'
       index = seen[path] = seen.get(path, -1) + 1
       out.append(_leaf(path, index, row))

@@ -58,23 +58,35 @@ def ends(model, names):
   return out
 
 
-def layer(model, kind, i, family):
-  """Rows of layer i, which is of that kind of `layer.kinds_of`."""
+def places(kinds, family):
+  """Of every layer, the number of its mixer in names, and that of its mlp.
+
+  Where every block counts (names: blocks), an mlp is the one after its mixer.
+  """
+  i, blocks = 0, family.names.get('blocks', False)
+  for kind in kinds:
+    own = i + (blocks and kind[1:] != '.')
+    yield i, own
+    i = own + 1
+
+
+def layer(model, kind, at, family):
+  """Rows of a layer of that kind of `layer.kinds_of`; at: of `places`."""
   names = family.names
   if model.residual == 'parallel':
     names = names | names.get('parallel', {})
-  at = names['layer'].format(i)
+  at, below = (names['layer'].format(i) for i in at)
   mixer = layer_lib.MIXERS[kind[0]].name
   own = names.get(mixer, names['attention'])
   out = within(mixer, MIXERS[mixer](model, f'{at}.{own}', names))
   out += norms(mixer, 'mixer', at, model, names)
   if kind[1:] == '.':
     return out
-  out += norms('mlp', 'mlp', at, model, names)
+  out += norms('mlp', 'mlp', below, model, names)
   if kind[1:] == '':
-    return out + within('mlp', mlp(model, f'{at}.{names["mlp"]}', names))
+    return out + within('mlp', mlp(model, f'{below}.{names["mlp"]}', names))
   which = 'moe' if kind[1:] == 'E' else 'wide_moe'
-  name = f'{at}.{names.get("moe", names["mlp"])}'
+  name = f'{below}.{names.get("moe", names["mlp"])}'
   return out + within(which, experts(model, name, names, kind[1:] == 'P'))
 
 
@@ -320,7 +332,8 @@ def mamba(model, at, names):
 def mamba2(model, at, names):
   """Mamba-2: z, x, B, C and the steps are one matrix."""
   own, d = model.mamba, model.d_model
-  n, p, f = mamba_lib.num_heads(model), own.head_dim, mamba_lib.inner(model)
+  n, p = mamba_lib.num_heads(model), own.head_dim
+  f = n * p
   both = (2, own.groups, own.state)
   shared = 2 * own.groups * own.state
   matrix, keep, taps = transforms.matrix, transforms.kept, transforms.taps

@@ -18,7 +18,7 @@ from paraxis.configs.base import errors
 from paraxis.models.huggingface import config as config_lib
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import leaves as leaves_lib
-from paraxis.models.huggingface import reader
+from paraxis.models.huggingface.families import reader
 
 # Fields of schema.Model that say how a model runs or is trained, not what it
 # computes: a run's own stand, whatever weights it begins with.

@@ -51,13 +51,13 @@ WIDE = mixer.WIDE
 
 
 def inner(config):
-  """Inner width F of a schema.Model."""
+  """Inner width F of a schema.Model (of kind M, unless it counts heads)."""
   return config.mamba.expand * config.d_model
 
 
 def num_heads(config):
   """N, of the whole model: a manual region sees fewer (kind M)."""
-  return inner(config) // config.mamba.head_dim
+  return config.mamba.heads or inner(config) // config.mamba.head_dim
 
 
 def step_rank(config):
@@ -209,7 +209,7 @@ class Mamba2(_Mamba):
   def check(config):
     """UserError if heads do not divide the inner width, or groups the heads."""
     own, width = config.mamba, inner(config)
-    if width % own.head_dim:
+    if not own.heads and width % own.head_dim:
       raise errors.UserError(
         f'model.mamba.expand={own.expand} times model.d_model='
         f'{config.d_model} is an inner width of {width}, which '
@@ -218,15 +218,16 @@ class Mamba2(_Mamba):
     if num_heads(config) % own.groups:
       raise errors.UserError(
         f'model.mamba.groups={own.groups} does not divide the '
-        f'{num_heads(config)} heads of kind M (model.mamba.head_dim='
-        f'{own.head_dim} of {width}).'
+        f'{num_heads(config)} heads of kind M, each of model.mamba.head_dim='
+        f'{own.head_dim}.'
       )
     _check_steps(own)
 
   @staticmethod
   def mixing_flops(config, kind, length):
     """The state, written and read once a token; without work within chunks."""
-    return 4 * length * inner(config) * config.mamba.state
+    own = config.mamba
+    return 4 * length * num_heads(config) * own.head_dim * own.state
 
 
 def _check_steps(own):

@@ -12,8 +12,8 @@ from paraxis.configs.base import errors
 from paraxis.configs.base import mixers
 from paraxis.models import layer
 from paraxis.models.huggingface import config as config_lib
-from paraxis.models.huggingface import families
-from paraxis.models.huggingface import kin
+from paraxis.models.huggingface.families import kin
+from paraxis.models.huggingface.families import known
 
 QUICKSTART = schema.view(quickstart.get_config()).model
 EXPERTS = schema.Model().experts
@@ -61,7 +61,7 @@ def exact_or_refused(model, model_type=''):
 def test_an_export_is_exact_or_names_a_field(pattern):
   for model in models(pattern):
     exact_or_refused(model)
-    for name in families.FAMILIES:
+    for name in known.FAMILIES:
       exact_or_refused(model, name)
 
 
@@ -75,7 +75,7 @@ def test_both_ends_of_it_happen():
 def test_the_nearest_family_has_the_fewest_other_fields():
   with support.refused("'granite'", "model.qk_norm='head' (there 'none')") as e:
     config_lib.from_model(QUICKSTART)
-  faults = {n: config_lib._written(QUICKSTART, n)[1] for n in families.FAMILIES}
+  faults = {n: config_lib._written(QUICKSTART, n)[1] for n in known.FAMILIES}
   assert min(map(len, faults.values())) == len(faults['granite']) == 1
   assert len(faults['llama']) == 3
   del e
@@ -156,6 +156,6 @@ def test_a_rotary_parameter_that_nothing_reads_is_refused():
 
 def test_rows_read_what_they_write():
   """Each field that a row writes is one that it reads."""
-  for name, family in families.FAMILIES.items():
+  for name, family in known.FAMILIES.items():
     assert isinstance(family, kin.Family), name
   assert set(layer.MIXERS) == set(mixers.TABLE)

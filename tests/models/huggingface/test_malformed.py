@@ -9,10 +9,12 @@ from paraxis.configs.base import errors
 from paraxis.models import checks
 from paraxis.models.huggingface import config as config_lib
 from paraxis.models.huggingface import leaves
-from paraxis.models.huggingface import reader
+from paraxis.models.huggingface.families import reader
 
 MANY = 20_000_000  # as a depth, a list of so many layers takes a minute
-WRONG = ('x', 0, [], {}, None, -1, 1e12, True, MANY, ['x'], [None], {'x': 'x'})
+WRONG = (
+  'x', 0, [], {}, None, -1, 1e12, True, MANY, ['x'], [None], [[]], {'x': 'x'},
+)  # fmt: skip
 GONE = object()
 
 
@@ -63,7 +65,7 @@ def fault(field, value, config):
   return ''
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize('name', hf_families.TINY)
 def test_one_wrong_value(name):
   config = hf_families.read_golden(name)['config']

@@ -4,20 +4,20 @@ multipliers, or mlps without a gate.
 
 from typing import Any
 
-from paraxis.models.huggingface import dense
-from paraxis.models.huggingface import kin
-from paraxis.models.huggingface import rows
-from paraxis.models.huggingface.dense import BIAS
-from paraxis.models.huggingface.dense import MLP_BIAS
-from paraxis.models.huggingface.dense import POST
-from paraxis.models.huggingface.dense import SANDWICH
-from paraxis.models.huggingface.kin import family
-from paraxis.models.huggingface.kin import llama
-from paraxis.models.huggingface.rows import Choice
-from paraxis.models.huggingface.rows import Computed
-from paraxis.models.huggingface.rows import Fixed
-from paraxis.models.huggingface.rows import Ours
-from paraxis.models.huggingface.rows import Same
+from paraxis.models.huggingface.families import dense
+from paraxis.models.huggingface.families import kin
+from paraxis.models.huggingface.families import rows
+from paraxis.models.huggingface.families.dense import BIAS
+from paraxis.models.huggingface.families.dense import MLP_BIAS
+from paraxis.models.huggingface.families.dense import POST
+from paraxis.models.huggingface.families.dense import SANDWICH
+from paraxis.models.huggingface.families.kin import family
+from paraxis.models.huggingface.families.kin import llama
+from paraxis.models.huggingface.families.rows import Choice
+from paraxis.models.huggingface.families.rows import Computed
+from paraxis.models.huggingface.families.rows import Fixed
+from paraxis.models.huggingface.families.rows import Ours
+from paraxis.models.huggingface.families.rows import Same
 
 NO_QK_NORM = Fixed('qk_layernorm', False)
 QKV = Same('attention_bias', 'attention_bias', False)

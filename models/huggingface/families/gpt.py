@@ -1,13 +1,13 @@
 """GPT-2, and families whose config.json counts in its words."""
 
-from paraxis.models.huggingface import kin
-from paraxis.models.huggingface import rows
-from paraxis.models.huggingface.kin import family
-from paraxis.models.huggingface.rows import Choice
-from paraxis.models.huggingface.rows import Computed
-from paraxis.models.huggingface.rows import Fixed
-from paraxis.models.huggingface.rows import Ours
-from paraxis.models.huggingface.rows import Same
+from paraxis.models.huggingface.families import kin
+from paraxis.models.huggingface.families import rows
+from paraxis.models.huggingface.families.kin import family
+from paraxis.models.huggingface.families.rows import Choice
+from paraxis.models.huggingface.families.rows import Computed
+from paraxis.models.huggingface.families.rows import Fixed
+from paraxis.models.huggingface.families.rows import Ours
+from paraxis.models.huggingface.families.rows import Same
 
 GPT2 = (
   Same('vocab_size', 'vocab_size'), Same('n_embd', 'd_model'),

@@ -2,17 +2,18 @@
 
 import math
 
-from paraxis.models.huggingface import dense
-from paraxis.models.huggingface import expert
-from paraxis.models.huggingface import kin
-from paraxis.models.huggingface import reader
-from paraxis.models.huggingface import rows
-from paraxis.models.huggingface.kin import family
-from paraxis.models.huggingface.rows import Choice
-from paraxis.models.huggingface.rows import Computed
-from paraxis.models.huggingface.rows import Fixed
-from paraxis.models.huggingface.rows import Ours
-from paraxis.models.huggingface.rows import Same
+from paraxis.models.huggingface.families import dense
+from paraxis.models.huggingface.families import expert
+from paraxis.models.huggingface.families import kin
+from paraxis.models.huggingface.families import reader
+from paraxis.models.huggingface.families import rows
+from paraxis.models.huggingface.families.kin import family
+from paraxis.models.huggingface.families.rows import Choice
+from paraxis.models.huggingface.families.rows import Computed
+from paraxis.models.huggingface.families.rows import Fixed
+from paraxis.models.huggingface.families.rows import Ours
+from paraxis.models.huggingface.families.rows import Same
+from paraxis.models.mixers import mamba
 
 
 def _rank(name):
@@ -53,7 +54,7 @@ def _heads(config, heads='num_heads', width='head_dim', expand='expand'):
 MAMBA2_HEADS = Computed(
   _heads,
   lambda model: {
-    'num_heads': model.mamba.expand * model.d_model // model.mamba.head_dim,
+    'num_heads': mamba.num_heads(model),
     'head_dim': model.mamba.head_dim,
   },
 )
@@ -199,9 +200,7 @@ HYBRID = (
       config, 'mamba_n_heads', 'mamba_d_head', 'mamba_expand'
     ),
     lambda model: {
-      'mamba_n_heads': (
-        model.mamba.expand * model.d_model // model.mamba.head_dim
-      ),
+      'mamba_n_heads': mamba.num_heads(model),
       'mamba_d_head': model.mamba.head_dim,
     },
   ),

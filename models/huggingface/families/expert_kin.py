@@ -1,17 +1,17 @@
 """More families with mixtures of experts, each like one of expert.py."""
 
-from paraxis.models.huggingface import dense
-from paraxis.models.huggingface import dense_kin
-from paraxis.models.huggingface import expert
-from paraxis.models.huggingface import kin
-from paraxis.models.huggingface import rows
-from paraxis.models.huggingface.kin import family
-from paraxis.models.huggingface.kin import llama
-from paraxis.models.huggingface.rows import Choice
-from paraxis.models.huggingface.rows import Computed
-from paraxis.models.huggingface.rows import Fixed
-from paraxis.models.huggingface.rows import Ours
-from paraxis.models.huggingface.rows import Same
+from paraxis.models.huggingface.families import dense
+from paraxis.models.huggingface.families import dense_kin
+from paraxis.models.huggingface.families import expert
+from paraxis.models.huggingface.families import kin
+from paraxis.models.huggingface.families import rows
+from paraxis.models.huggingface.families.kin import family
+from paraxis.models.huggingface.families.kin import llama
+from paraxis.models.huggingface.families.rows import Choice
+from paraxis.models.huggingface.families.rows import Computed
+from paraxis.models.huggingface.families.rows import Fixed
+from paraxis.models.huggingface.families.rows import Ours
+from paraxis.models.huggingface.families.rows import Same
 
 # Every tensor of experts in its own matrix, by the names of Qwen's.
 QWEN_NAMES = kin.EXPERT_NAMES | dict(shared='shared_expert')

@@ -9,8 +9,8 @@ import dataclasses
 import math
 from typing import Any
 
-from paraxis.models.huggingface import reader as reader_lib
-from paraxis.models.huggingface.reader import MISSING
+from paraxis.models.huggingface.families import reader as reader_lib
+from paraxis.models.huggingface.families.reader import MISSING
 
 
 def value(model, name):

@@ -3,21 +3,21 @@
 import jax.numpy as jnp
 import numpy as np
 
-from paraxis.models.huggingface import dense_kin
-from paraxis.models.huggingface import kin
-from paraxis.models.huggingface import rows
-from paraxis.models.huggingface.kin import family
-from paraxis.models.huggingface.rows import Computed
-from paraxis.models.huggingface.rows import Fixed
-from paraxis.models.huggingface.rows import Ours
-from paraxis.models.huggingface.rows import Same
+from paraxis.models.huggingface.families import dense_kin
+from paraxis.models.huggingface.families import kin
+from paraxis.models.huggingface.families import rows
+from paraxis.models.huggingface.families.kin import family
+from paraxis.models.huggingface.families.rows import Computed
+from paraxis.models.huggingface.families.rows import Fixed
+from paraxis.models.huggingface.families.rows import Ours
+from paraxis.models.huggingface.families.rows import Same
 
 BLOCKS = {'recurrent': 'U', 'attention': 'W'}
 
 
 def _blocks(config):
   given = config('block_types', ['recurrent', 'recurrent', 'attention'])
-  if set(given) - set(BLOCKS):
+  if not given or not all(isinstance(x, str) and x in BLOCKS for x in given):
     config.refuse('block_types', 'has kinds that layers here have not')
   depth = config('num_hidden_layers')
   found = ''.join(BLOCKS[x] for x in given)
@@ -41,7 +41,9 @@ def _whole_heads(config):
   """Heads of attention, which are as wide as they fit."""
   n, d = config('num_attention_heads'), config('hidden_size')
   if config('head_dim', d // n) != d // n:
-    config.refuse('head_dim', f'is not hidden_size / num_attention_heads={n}')
+    config.refuse(
+      'head_dim', f'is not hidden_size={d} / num_attention_heads={n}'
+    )
   return {
     'num_heads': n, 'num_kv_heads': config('num_key_value_heads', n),
     'head_dim': d // n,

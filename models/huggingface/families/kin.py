@@ -5,11 +5,11 @@ A family is these with changes: `names` by our words, without '.weight'.
 
 from typing import Any, NamedTuple
 
-from paraxis.models.huggingface import rows
-from paraxis.models.huggingface.rows import Choice
-from paraxis.models.huggingface.rows import Computed
-from paraxis.models.huggingface.rows import Ours
-from paraxis.models.huggingface.rows import Same
+from paraxis.models.huggingface.families import rows
+from paraxis.models.huggingface.families.rows import Choice
+from paraxis.models.huggingface.families.rows import Computed
+from paraxis.models.huggingface.families.rows import Ours
+from paraxis.models.huggingface.families.rows import Same
 
 
 class Family(NamedTuple):

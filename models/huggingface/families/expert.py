@@ -1,16 +1,16 @@
 """Families with mixtures of experts."""
 
-from paraxis.models.huggingface import dense
-from paraxis.models.huggingface import dense_kin
-from paraxis.models.huggingface import kin
-from paraxis.models.huggingface import rows
-from paraxis.models.huggingface.kin import family
-from paraxis.models.huggingface.kin import llama
-from paraxis.models.huggingface.rows import Choice
-from paraxis.models.huggingface.rows import Computed
-from paraxis.models.huggingface.rows import Fixed
-from paraxis.models.huggingface.rows import Ours
-from paraxis.models.huggingface.rows import Same
+from paraxis.models.huggingface.families import dense
+from paraxis.models.huggingface.families import dense_kin
+from paraxis.models.huggingface.families import kin
+from paraxis.models.huggingface.families import rows
+from paraxis.models.huggingface.families.kin import family
+from paraxis.models.huggingface.families.kin import llama
+from paraxis.models.huggingface.families.rows import Choice
+from paraxis.models.huggingface.families.rows import Computed
+from paraxis.models.huggingface.families.rows import Fixed
+from paraxis.models.huggingface.families.rows import Ours
+from paraxis.models.huggingface.families.rows import Same
 
 COUNT = Same('num_experts', 'experts.count', other=('num_local_experts',))
 LOCAL = Same('num_local_experts', 'experts.count', other=('num_experts',))

@@ -4,20 +4,22 @@ import difflib
 from typing import Any
 
 from paraxis.configs.base import errors
-from paraxis.models.huggingface import dense
-from paraxis.models.huggingface import dense_kin
-from paraxis.models.huggingface import expert
-from paraxis.models.huggingface import expert_kin
-from paraxis.models.huggingface import gpt
-from paraxis.models.huggingface import kin
-from paraxis.models.huggingface import latent
-from paraxis.models.huggingface import recurrent
-from paraxis.models.huggingface import recurrent_kin
+from paraxis.models.huggingface.families import dense
+from paraxis.models.huggingface.families import dense_kin
+from paraxis.models.huggingface.families import expert
+from paraxis.models.huggingface.families import expert_kin
+from paraxis.models.huggingface.families import gpt
+from paraxis.models.huggingface.families import hybrid
+from paraxis.models.huggingface.families import kin
+from paraxis.models.huggingface.families import latent
+from paraxis.models.huggingface.families import recurrent
+from paraxis.models.huggingface.families import recurrent_kin
 
 # The plainest first: config.from_model takes the first that fits.
 FAMILIES: dict[str, kin.Family] = {}
 for _file in (
   dense, gpt, dense_kin, expert, expert_kin, latent, recurrent, recurrent_kin,
+  hybrid,
 ):  # fmt: skip
   FAMILIES |= _file.FAMILIES
 
