@@ -65,6 +65,8 @@ def check_fields(model):
     'above 1.',
   )
   letters, _ = mixers.of_pattern(model.pattern)
+  if model.rope_scaling == 'longrope' and model.position == 'rope':
+    _check_longrope(model, letters)
   need(
     model.residual == 'sequential' or model.norm_placement == 'pre',
     f'model.residual={model.residual!r} has norms before its parts, but '
@@ -189,8 +191,32 @@ def expert_order(mesh, model):
   return () if order == tuple(range(count)) else order
 
 
+def _check_longrope(model, letters):
+  """One factor for each pair of columns that rotates."""
+  for letter in sorted(set(letters)):
+    kind = mixers.TABLE[letter]
+    if not kind.rotary or (kind.windowed and model.rope_local_theta):
+      continue
+    pairs = kind.rotary(model) // 2
+    for name in ('rope_short_factors', 'rope_long_factors'):
+      found = len(mixers.factors(getattr(model, name)))
+      need(
+        found == pairs,
+        f"model.{name} has {found} factors; model.rope_scaling='longrope' "
+        f'needs one for each of {pairs} pairs of columns that {letter} layers '
+        'rotate.',
+      )
+
+
 def check_length(model, length, what):
-  """UserError if a learned position table is shorter than `length`."""
+  """UserError if the positions of a model are not for `length` tokens."""
+  if model.position == 'rope' and model.rope_scaling == 'longrope':
+    need(
+      model.rope_long or length <= model.rope_original_length,
+      f'{what} is {length} tokens, beyond model.rope_original_length='
+      f'{model.rope_original_length}: model.rope_long=True takes the long '
+      'factors of LongRoPE.',
+    )
   if model.position == 'learned':
     need(
       length <= model.max_positions,

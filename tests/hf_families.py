@@ -72,6 +72,10 @@ def spread_of(name):
   return TINY[name].get('spread', 0.3)
 
 
+def ours_of(name):
+  return TINY[name].get('ours', {})
+
+
 # --------------------------------------------------------------- transformers
 
 
@@ -122,6 +126,7 @@ def hf_config(name):
 
   row = dict(TINY[name])
   row.pop('spread', None)
+  row.pop('ours', None)
   kind = row.pop('model_type', name)
   made = hf_peer.transformers.AutoConfig.for_model(kind)
   own = {f.name for f in dataclasses.fields(made)} | set(made.attribute_map)
@@ -222,7 +227,7 @@ def compare(name) -> dict[str, float]:
   the config, a tensor, or what `transformers` computes.
   """
   found = theirs(name)
-  model = model_of(found.config)
+  model = dataclasses.replace(model_of(found.config), **ours_of(name))
   kind = type_of(name)
   leaves = leaves_lib.table(model, kind)
   _check_round_trip(name, found, model, leaves)
@@ -274,7 +279,7 @@ def _check_round_trip(name, found, model, leaves):
 def write_golden(name, made_by):
   """Writes what `transformers` computes of a row."""
   found = theirs(name)
-  model = model_of(found.config)
+  model = dataclasses.replace(model_of(found.config), **ours_of(name))
   leaves = leaves_lib.table(model, type_of(name))
   gradients = _gradients(model, leaves, found)
   seen, of_grads = peers.numbers(found.logits, gradients)
@@ -283,6 +288,7 @@ def write_golden(name, made_by):
     made_by=made_by,
     spread=spread_of(name),
     config=found.config,
+    ours=ours_of(name),
     shape=list(seen.shape),
     logits=short(seen),
     gradients={p: short(v) for p, v in of_grads.items()},
@@ -298,6 +304,7 @@ def read_golden(name):
 def params_of(record):
   """(schema.Model, its parameters) of a golden."""
   model = model_of(record['config'])
+  model = dataclasses.replace(model, **record.get('ours', {}))
   leaves = leaves_lib.table(model, record['config']['model_type'])
   weights = weights_of(model, leaves, record['spread'])
   return model, tree_of(leaves, weights)

@@ -1,7 +1,8 @@
 """Tiny models of `transformers`: what their configs say beyond `COMMON`.
 
 A row is a model_type, or a variant of one ('llama_yarn', whose row names it).
-`spread` is the standard deviation of its weights.
+`spread` is the standard deviation of its weights, `ours` fields of schema.Model
+that no config.json says.
 """
 
 V, D, N, K, H, F = 48, 16, 4, 2, 8, 24
@@ -19,6 +20,10 @@ YARN = dict(
 LLAMA3 = dict(
   rope_type='llama3', rope_theta=1e4, factor=8.0, low_freq_factor=1.0,
   high_freq_factor=4.0, original_max_position_embeddings=16,
+)  # fmt: skip
+LONGROPE = dict(
+  rope_type='longrope', rope_theta=1e4, short_factor=[1.0, 1.1, 1.5, 2.0],
+  long_factor=[1.5, 4.0, 9.0, 20.0],
 )  # fmt: skip
 LINEAR = dict(rope_type='linear', rope_theta=500.0, factor=2.0)
 QUIET = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -72,6 +77,17 @@ DENSE = {
   ),
   'phi': {},
   'phi3': {},
+  # Rows have 24 tokens: beyond 16, so that transformers takes the long factors.
+  'phi3_longrope': dict(
+    model_type='phi3', original_max_position_embeddings=16, hidden_size=32,
+    rope_parameters=LONGROPE | dict(attention_factor=1.25),
+    ours=dict(rope_long=True),
+  ),
+  'phi3_longrope_short': dict(
+    model_type='phi3', original_max_position_embeddings=32, hidden_size=32,
+    rope_parameters=LONGROPE | dict(partial_rotary_factor=0.5)
+    | dict(short_factor=[1.0, 1.5], long_factor=[2.0, 9.0]),
+  ),
   'gpt_neox': dict(hidden_size=32),
   'gpt_neox_sequential': dict(
     model_type='gpt_neox', hidden_size=32, use_parallel_residual=False,

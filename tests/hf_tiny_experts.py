@@ -67,6 +67,8 @@ EXPERTS = {
   'mamba2': SSM | dict(num_heads=8, head_dim=4, n_groups=2, chunk_size=8),
   'falcon_mamba': SSM | dict(time_step_rank=3),
   'gpt_oss': LOCAL | dict(intermediate_size=8, sliding_window=5),
+  'gpt_oss_clamped': LOCAL
+  | dict(model_type='gpt_oss', intermediate_size=8, swiglu_limit=0.5),
   'youtu': MLA | dict(num_hidden_layers=2),
   'mellum': MOE
   | dict(

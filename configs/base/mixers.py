@@ -238,6 +238,20 @@ def rotated(model):
   return int(model.head_width * model.rope_fraction + 1e-6)
 
 
+def factors(text):
+  """Factors of LongRoPE, '1.0,1.25,2'; UserError: not numbers above 0."""
+  try:
+    found = [float(part) for part in text.split(',')]
+  except ValueError:
+    found = [0.0]
+  if not all(0 < x < float('inf') for x in found):
+    raise errors.UserError(
+      f"model.rope_scaling='longrope': factors {text!r} are no numbers above "
+      '0, separated by commas.'
+    )
+  return found
+
+
 TABLE = {
   'F': MixerKind('full attention', rotary=rotated),
   'W': MixerKind('sliding window', rotary=rotated, windowed=True),

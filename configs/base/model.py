@@ -127,12 +127,16 @@ class DecoderFields:
   mlp: str = field(
     'swiglu',
     'mlp form, exact: gelu by erf; none: no layer has one; clamped: SwiGLU of '
-    'gpt-oss',
+    'gpt-oss, by mlp_limit and mlp_slope',
     (
       'swiglu', 'geglu', 'geglu_exact', 'gelu', 'gelu_exact', 'relu', 'relu2',
       'clamped', 'none',
     ),
   )  # fmt: skip
+  mlp_limit: float = field(
+    7.0, 'clamped: largest gate, and largest up either way', low=0.0
+  )
+  mlp_slope: float = field(1.702, 'clamped: of the sigmoid', low=0.0)
   experts: Experts = Experts()
   attention_bias: bool = field(False, 'bias on the q, k, v projections')
   attention_output_bias: bool = field(False, 'bias on the output projection')
@@ -153,7 +157,7 @@ class DecoderFields:
   rope_scaling: str = field(
     'none',
     'frequency scaling (not of W layers with a base of their own)',
-    ('none', 'linear', 'llama3', 'yarn'),
+    ('none', 'linear', 'llama3', 'yarn', 'longrope'),
   )
   rope_factor: float = field(1.0, 'context extension factor', low=1.0)
   rope_low_frequency: float = field(
@@ -172,6 +176,17 @@ class DecoderFields:
   )
   rope_truncate: bool = field(
     True, 'yarn: the ramp begins and ends at a whole dimension'
+  )
+  rope_short_factors: str = field(
+    '', "longrope: what each frequency is divided by, '1.0,1.25', in rows of "
+    'up to rope_original_length tokens',
+  )  # fmt: skip
+  rope_long_factors: str = field('', 'longrope: the same, where rope_long')
+  rope_long: bool = field(
+    False, 'longrope: take the long factors, whatever the length of a row'
+  )
+  rope_attention_factor: float = field(
+    1.0, 'longrope: multiplies rotated queries and keys', low=0.0
   )
   tied_embedding: bool = field(True, 'the head is the embedding, transposed')
   head_bias: bool = field(False, 'bias on the logits')

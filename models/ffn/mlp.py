@@ -1,8 +1,8 @@
 """The mlp of a layer: GELU, ReLU; SwiGLU, GeGLU (arXiv:2002.05202), clamped.
 
 gated: y = (act(x Wg) * (x Wu)) Wd          plain: y = gelu(x Wu) Wd
-clamped (gpt-oss, arXiv:2508.10925): g = min(x Wg, 7), u = x Wu within 7,
-y = (g sigmoid(1.702 g) * (u + 1)) Wd
+clamped (gpt-oss, arXiv:2508.10925): g = min(x Wg, L), u = x Wu within L,
+y = (g sigmoid(a g) * (u + 1)) Wd, L = mlp_limit, a = mlp_slope
 """
 
 import functools
@@ -18,9 +18,6 @@ RESIDUAL = ('batch', 'residual_length', 'hidden')
 WIDE = ('batch', 'length', 'mlp')
 PLAIN = ('gelu', 'gelu_exact', 'relu', 'relu2')  # forms without a gate
 _GELU = functools.partial(jax.nn.gelu, approximate=True)
-LIMIT, SLOPE = 7.0, 1.702  # of clamped SwiGLU
-
-
 _EXACT = functools.partial(jax.nn.gelu, approximate=False)
 _GATES = dict(swiglu=jax.nn.silu, geglu=_GELU, geglu_exact=_EXACT)
 _PLAIN = dict(
@@ -31,14 +28,16 @@ _PLAIN = dict(
 )
 
 
-def activate(form, up, gate=None) -> jax.Array:
-  """The hidden layer of schema.Model.mlp `form`, from its products."""
+def activate(config, up, gate=None) -> jax.Array:
+  """The hidden layer of a schema.Model, from its products."""
   if gate is None:
-    return _PLAIN[form](up)
-  if form == 'clamped':
-    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
-    return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
-  return _GATES[form](gate) * up
+    return _PLAIN[config.mlp](up)
+  if config.mlp == 'clamped':
+    most = jnp.asarray(config.mlp_limit, up.dtype)
+    gate, up = jnp.minimum(gate, most), jnp.clip(up, -most, most)
+    slope = jnp.asarray(config.mlp_slope, up.dtype)
+    return gate * jax.nn.sigmoid(slope * gate) * (up + 1)
+  return _GATES[config.mlp](gate) * up
 
 
 class Mlp(nnx.Module):
@@ -70,6 +69,6 @@ class Mlp(nnx.Module):
     form = self.config.mlp
     names = ('up',) if form in PLAIN else ('up', 'gate')
     outs = self._project(x_BTD, names, RESIDUAL, WIDE, 'gate_up')
-    hidden = activate(form, *map(checkpoint_name, outs, names))
+    hidden = activate(self.config, *map(checkpoint_name, outs, names))
     y = self._project(hidden, ('down',), WIDE, RESIDUAL, 'down')[0]
     return checkpoint_name(y, 'down')

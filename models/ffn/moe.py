@@ -72,7 +72,7 @@ class Moe(nnx.Module):
       self.router_bias = parameter.vector((e,), ('choices',))
     if experts.mlp_bias:
       wide = ('experts', 'expert_mlp')
-      if config.mlp != 'gelu':
+      if config.mlp not in mlp.PLAIN:
         self.gate_bias = parameter.vector((e, f), wide)
       self.up_bias = parameter.vector((e, f), wide)
       self.down_bias = parameter.vector((e, d), ('experts', 'norm'))
@@ -215,7 +215,7 @@ class Moe(nnx.Module):
       for name in ('up', 'gate')
       if name in own
     ]
-    return run(mlp.activate(self.config.mlp, *products), 'down', 2)
+    return run(mlp.activate(self.config, *products), 'down', 2)
 
 
 def _not_learned(kind, size):

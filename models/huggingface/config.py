@@ -41,7 +41,7 @@ NUMERICS = frozenset(
   dtype param_dtype unroll loss attention attention_block scan init_std
   embedding_init_std experts.capacity_factor experts.drop_limit experts.region
   experts.hierarchical experts.hot experts.balance experts.balance_scope
-  experts.router_z mamba.dt_min mamba.dt_max
+  experts.router_z mamba.dt_min mamba.dt_max rope_long
   """.split()
 )
 
@@ -189,6 +189,8 @@ def canonical(model) -> dict[str, Any]:
     drop += ['d_ff', 'mlp_bias']
   if all(k[1:] == '.' for k in kinds):
     drop += ['mlp']
+  if model.mlp != 'clamped':
+    drop += ['mlp_limit', 'mlp_slope']
   out['experts.bias_rate'] = bool(out['experts.bias_rate'])
   drop += [] if model.experts.normalise else ['experts.sum_epsilon']
   if model.experts.groups == 1:
@@ -220,7 +222,10 @@ def _unread_scaling(model):
   drop = [] if kind != 'none' else ['rope_factor']
   if kind not in ('llama3', 'yarn'):
     drop += ['rope_low_frequency', 'rope_high_frequency']
+  if kind not in ('llama3', 'yarn', 'longrope'):
     drop += ['rope_original_length']
+  if kind != 'longrope':
+    drop += ['rope_short_factors', 'rope_long_factors', 'rope_attention_factor']
   if kind != 'yarn':
     drop += ['rope_mscale', 'rope_truncate']
   return drop

@@ -24,7 +24,7 @@ from paraxis.models.huggingface.families import reader
 # computes: a run's own stand, whatever weights it begins with.
 RUNS = (
   'dtype', 'param_dtype', 'unroll', 'loss', 'attention', 'attention_block',
-  'scan', 'init_std', 'embedding_init_std',
+  'scan', 'init_std', 'embedding_init_std', 'rope_long',
   'experts.region', 'experts.hierarchical', 'experts.hot', 'experts.drop_limit',
   'experts.balance', 'experts.balance_scope', 'experts.router_z',
 )  # fmt: skip

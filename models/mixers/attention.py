@@ -331,7 +331,8 @@ def rotations(config, kinds, positions_BT, dtype):
     if kind.rotary:
       width = kind.rotary(config)
       f, factor = rope.frequencies(config, width, kind.windowed)
-      factor = 1.0 if kind.scales_scores else factor
+      if kind.scales_scores and config.rope_scaling == 'yarn':
+        factor = 1.0
       out[letter] = rope.angles(positions_BT, f, factor, dtype)
   return jax.lax.optimization_barrier(out)
 

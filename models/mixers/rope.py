@@ -8,12 +8,16 @@ Scalings of the frequencies for longer contexts:
     llama3   long wavelengths f / factor, short ones f, smooth between
     yarn     the same ramp over dimensions, and scores temperature-corrected
              by 0.1 m ln(factor) + 1, m = rope_mscale       (arXiv:2309.00071)
+    longrope a divisor of its own for each frequency, and cos and sin times
+             rope_attention_factor                          (arXiv:2402.13753)
 """
 
 import math
 
 import jax.numpy as jnp
 import numpy as np
+
+from paraxis.configs.base import mixers
 
 
 def frequencies(config, head_dim, local=False):
@@ -34,6 +38,10 @@ def frequencies(config, head_dim, local=False):
   factor, length = config.rope_factor, config.rope_original_length
   if config.rope_scaling == 'linear':
     return f / factor, 1.0
+  if config.rope_scaling == 'longrope':
+    long = config.rope_long
+    text = config.rope_long_factors if long else config.rope_short_factors
+    return f / np.array(mixers.factors(text)), config.rope_attention_factor
   low, high = config.rope_low_frequency, config.rope_high_frequency
   turns = length * f / (2 * np.pi)  # rotations over the original context
   if config.rope_scaling == 'llama3':

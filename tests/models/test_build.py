@@ -45,6 +45,10 @@ def config(rules='fsdp_tensor', mesh=(), length=256, memory='', **fields):
     (dict(rope_scaling='llama3', rope_low_frequency=4.0),
      ['rope_low_frequency=4.0 < model.rope_high_frequency=4.0']),
     (dict(rope_scaling='yarn', rope_theta=1.0), ['rope_theta=1.0']),
+    (dict(rope_scaling='longrope', rope_short_factors='1,2,3'),
+     ['rope_short_factors has 3 factors', 'pairs']),
+    (dict(rope_scaling='longrope', rope_short_factors='1,0'),
+     ["factors '1,0' are no numbers above 0"]),
   ],
 )  # fmt: skip
 def test_a_model_that_contradicts_itself(fields, words):
@@ -58,6 +62,16 @@ def test_a_position_table_bounds_the_length():
   with support.refused('data.sequence_length is 17', 'model.max_positions=16'):
     model_checks.check_length(model, 17, 'data.sequence_length')
   model_checks.check_length(schema.Model(**SMALL), 10**6, 'anything')
+
+
+def test_longrope_bounds_the_length():
+  fields = dict(rope_scaling='longrope', rope_original_length=16)
+  model = schema.Model(**SMALL, **fields)
+  model_checks.check_length(model, 16, 'data.sequence_length')
+  with support.refused('data.sequence_length is 17', 'model.rope_long=True'):
+    model_checks.check_length(model, 17, 'data.sequence_length')
+  long = schema.Model(**SMALL, **fields, rope_long=True)
+  model_checks.check_length(long, 17, 'data.sequence_length')
 
 
 def test_tokens_are_spread_over_the_length_shards():

@@ -163,6 +163,8 @@ def _model(full, sizes, asked):
     d_ff=_size(model.d_ff, 64, devices),
     window=min(model.window, 3 * length // 8) if windowed else model.window,
     max_positions=length if model.max_positions else 0,
+    rope_short_factors=_factors(model, model.rope_short_factors),
+    rope_long_factors=_factors(model, model.rope_long_factors),
     attention_block=min(model.attention_block, 16),
     experts=_experts(model.experts, devices),
   )
@@ -188,6 +190,12 @@ def _head_dim(model):
   return next(
     (h for h in range(4, 65, 4) if rotated(h) and rotated(h) % 2 == 0), 64
   )
+
+
+def _factors(model, text):
+  """Of LongRoPE, as many as a small head has pairs of columns that rotate."""
+  pairs = int(_head_dim(model) * model.rope_fraction + 1e-6) // 2
+  return ','.join(text.split(',')[:pairs])
 
 
 def _mixers(model, devices):

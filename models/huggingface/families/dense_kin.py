@@ -190,6 +190,10 @@ WIDE = dict(
   output='dense', up='dense_h_to_4h', down='dense_4h_to_h',
   qkv='query_key_value', qkv_order='grouped',
 )  # fmt: skip
+# Their file has it again, and that goes first.
+ORIGINAL = Computed(lambda config: {}, lambda model: {
+  'original_max_position_embeddings': model.rope_original_length
+})  # fmt: skip
 NOPE = {'W': 'sliding_attention', 'N': 'full_attention'}
 EITHER = {'F': 'full_attention'} | NOPE
 
@@ -255,8 +259,8 @@ FAMILIES = {
     )), output='dense', up='fc1', down='fc2', norm='model.final_layernorm',
   ),
   'phi3': family(
-    'Phi3ForCausalLM', llama(epsilon=1e-5), fraction(1.0),
-    dense._window_or_not(), silent=('original_max_position_embeddings',),
+    'Phi3ForCausalLM', llama(epsilon=1e-5), fraction(1.0), ORIGINAL,
+    dense._window_or_not(),
     qkv='qkv_proj', gate_up='gate_up_proj',
   ),
   'gpt_neox': family(

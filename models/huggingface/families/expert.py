@@ -252,7 +252,8 @@ FAMILIES = {
   ),
   'gpt_oss': family(
     'GptOssForCausalLM', llama(theta=1.5e5, epsilon=1e-5), LOCAL, TOP,
-    Fixed('swiglu_limit', 7.0), Fixed('swiglu_alpha', 1.702), dense.BIAS,
+    Same('swiglu_limit', 'mlp_limit', 7.0),
+    Same('swiglu_alpha', 'mlp_slope', 1.702), dense.BIAS,
     kin.layers(kin.periodic('WF')),
     Ours({
       'mlp': 'clamped', 'sinks': True, 'experts.mlp_bias': True,

@@ -206,11 +206,16 @@ def scaling(config, rope, theta=1e4, latent=False):
   length = rope('original_max_position_embeddings', length)
   length = config('original_max_position_embeddings', length)
   if kind == 'default':
-    if rope.given('factor') not in (None, 1):
-      rope.refuse('rope_type', 'has no factor, and there is one', kind)
+    for name in ('factor', 'short_factor'):
+      if rope.given(name) not in (None, 1):
+        rope.refuse('rope_type', f'has no {name}, and there is one', kind)
     return out
+  if rope.given('short_factor') is not None and kind in ('su', 'yarn'):
+    kind = 'longrope'  # Phi-3's earlier names of it
+  if kind == 'longrope':
+    return out | _longrope(config, rope, length)
   if kind not in ('linear', 'llama3', 'yarn'):
-    rope.refuse('rope_type', 'is not linear, llama3 or yarn', kind)
+    rope.refuse('rope_type', 'is not linear, llama3, yarn or longrope', kind)
   out |= {'rope_scaling': kind, 'rope_factor': _factor(rope)}
   if kind == 'linear':
     return out
@@ -225,6 +230,30 @@ def scaling(config, rope, theta=1e4, latent=False):
     scale = _latent_mscale if latent else _mscale
     out['rope_mscale'] = scale(rope, out['rope_factor'])
   return out
+
+
+def _longrope(config, rope, length):
+  """Two lists of divisors, and what multiplies cos and sin.
+
+  length: tokens of context before the extension.
+  """
+  most = config('max_position_embeddings', length)
+  factor = rope('factor', most / length, 1)
+  usual = 1.0
+  if factor > 1:
+    usual = math.sqrt(1 + math.log(factor) / math.log(max(length, 2)))
+  lists = {}
+  for name in ('short_factor', 'long_factor'):
+    found = rope.numbers(name, [], float)
+    if not found or not all(found):
+      rope.refuse(name, 'is no list of numbers above 0')
+    lists[f'rope_{name}s'] = ','.join(repr(float(x)) for x in found)
+  return lists | {
+    'rope_scaling': 'longrope',
+    'rope_factor': max(factor, 1.0),
+    'rope_original_length': length,
+    'rope_attention_factor': rope('attention_factor', usual),
+  }
 
 
 def _needed(rope, name, low=0):
@@ -274,6 +303,13 @@ def written_rope(model, latent=False):
   if model.rope_scaling == 'none':
     return rope
   rope |= dict(rope_type=model.rope_scaling, factor=model.rope_factor)
+  if model.rope_scaling == 'longrope':
+    listed = lambda text: [float(x) for x in text.split(',') if x]
+    rope |= dict(
+      short_factor=listed(model.rope_short_factors),
+      long_factor=listed(model.rope_long_factors),
+      attention_factor=model.rope_attention_factor,
+    )
   low, high = model.rope_low_frequency, model.rope_high_frequency
   if model.rope_scaling == 'llama3':
     rope |= dict(low_freq_factor=low, high_freq_factor=high)

@@ -37,7 +37,7 @@ def skeleton_of(layout=parameter.PLAIN, **fields):
 @pytest.mark.parametrize('bias', [False, True])
 @pytest.mark.parametrize('form', ['swiglu', 'geglu', 'gelu', 'clamped'])
 def test_mlp_equals_a_loop(form, bias):
-  skeleton = skeleton_of(mlp=form, mlp_bias=bias)
+  skeleton = skeleton_of(mlp=form, mlp_bias=bias, mlp_limit=0.75, mlp_slope=1.3)
   w = module_cases.randomised(skeleton, 1.0)
   x = 3 * np.random.default_rng(1).normal(size=(2, 3, D))
   with jax.enable_x64(True):
@@ -46,8 +46,8 @@ def test_mlp_equals_a_loop(form, bias):
   for i in np.ndindex(2, 3):
     up = x[i] @ w['up'] + b('up')
     if form == 'clamped':
-      gate = np.minimum(x[i] @ w['gate'] + b('gate'), 7)
-      hidden = gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -7, 7) + 1)
+      gate = np.minimum(x[i] @ w['gate'] + b('gate'), 0.75)
+      hidden = gate / (1 + np.exp(-1.3 * gate)) * (np.clip(up, -0.75, 0.75) + 1)
     elif form == 'gelu':
       hidden = [gelu(u) for u in up]
     else:

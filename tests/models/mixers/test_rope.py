@@ -1,5 +1,6 @@
 """Rotary positions: hand values, a complex-number loop, published scalings."""
 
+import dataclasses
 import math
 
 import jax
@@ -86,6 +87,21 @@ def test_yarn_ramps_over_dimensions_and_scales_the_scores(fast, whole):
     ramp = min(max((i - first) / (last - first), 0), 1)
     want = plain[i] * (1 - ramp) + plain[i] / 4 * ramp
     np.testing.assert_allclose(f[i], want, rtol=1e-12)
+
+
+@pytest.mark.parametrize('long', [False, True])
+def test_longrope_divides_each_frequency(long):
+  lists = [1.0, 1.25, 2.0, 3.5], [1.5, 4.0, 9.0, 20.0]
+  c = config(
+    rope_scaling='longrope', rope_long=long, rope_attention_factor=1.19,
+    rope_short_factors='1,1.25,2.0,3.5', rope_long_factors='1.5,4,9,2e1',
+  )  # fmt: skip
+  f, factor = rope.frequencies(c, 8)
+  assert factor == 1.19
+  for i, by in enumerate(lists[long]):
+    np.testing.assert_allclose(f[i], 100.0 ** (-2 * i / 8) / by, rtol=1e-15)
+  other = rope.frequencies(dataclasses.replace(c, rope_long=not long), 8)[0]
+  assert (f != other).all()
 
 
 @pytest.mark.parametrize('scaling', ['linear', 'llama3', 'yarn'])

@@ -8,6 +8,7 @@ import pytest
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import model as model_schema
+from paraxis.models import checks
 from paraxis.models import depth
 from paraxis.models import layer
 from paraxis.train.certify import shrink
@@ -161,6 +162,17 @@ def test_small_configurations_stay():
   assert (found.model.d_ff, found.model.num_layers) == (24, 1)
   assert found.data.sequence_length == 32
   assert math.prod(dataclasses.astuple(found.mesh)[:6]) == 8
+
+
+def test_longrope_has_as_many_factors_as_a_small_head():
+  factors = ','.join(map(str, range(1, 33)))
+  model = schema.Model(
+    head_dim=64, rope_scaling='longrope', rope_short_factors=factors,
+    rope_long_factors=factors,
+  )  # fmt: skip
+  found = small(schema.Config(model=model), dict(data=8))
+  assert found.model.rope_long_factors == '1,2'
+  checks.check_fields(found.model)
 
 
 def pipeline_of(layers, stage, chunks=1, microbatches=0, **model):
