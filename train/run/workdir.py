@@ -21,7 +21,7 @@ except ImportError:  # not a POSIX system: no lock
 CONFIG = 'config.json'
 CHECKPOINTS = 'checkpoints'
 LOCK = '.lock'
-IMPORTED = 'imported'  # in a checkpoint's meta: of another program, no step taken
+IMPORTED = 'imported'  # in a checkpoint's meta: parameters of another program
 # Defaults of once. A run that began with one keeps it, because config.json
 # holds every field, also those that nobody set.
 FORMER = {'model.experts.balance_scope': 'microbatch'}
