@@ -77,14 +77,16 @@ def paste(x, y, i, n, axis):
 class Walk:
   """Which block pairs are computed, and which entries of them are visible.
 
-  pairs: (P, 2) int32 of (row block, column block). NumPy: all are computed.
-    Traced: (-1, -1) is no pair, and a pair of blocks that share no document is
-    skipped at run time (this needs `segments`).
+  pairs: (P, 2) int32 of (row block, column block), NumPy or traced; (-1, -1) is
+    no pair.
   block_q, block_k: tokens per block; they divide T and S.
   segments, order: None or int pairs (x_BT, x_BS), as in op.py. Without order a
     token's index in its array counts.
   length: number of keys that exist, at most S; only read without segments.
-  static: pairs was NumPy (set by `tied`).
+  skips: how a pair is passed over whose blocks share no document in any row of
+    the batch, which needs `segments`: 'branch', as one of (-1, -1) is, with a
+    trip count that a scheduler knows; 'loop', over the other pairs, which costs
+    nothing where rows pack no documents. '': all are computed.
   """
 
   pairs: Any
@@ -93,7 +95,7 @@ class Walk:
   segments: Any = None
   order: Any = None
   length: int | None = None
-  static: bool = True
+  skips: str = 'branch'
 
   def tied(self, x):
     """The same walk, its arrays made to depend on the array x.
@@ -101,11 +103,10 @@ class Walk:
     Masks are the same in every layer. Differentiating a scan over layers would
     move them out of it, and keep those of all pairs: T x S booleans a head.
     """
-    static = isinstance(self.pairs, np.ndarray)
     arrays = jnp.asarray(self.pairs), self.segments, self.order
     (pairs, segments, order), _ = jax.lax.optimization_barrier((arrays, x))
     return dataclasses.replace(
-      self, pairs=pairs, segments=segments, order=order, static=static
+      self, pairs=pairs, segments=segments, order=order
     )
 
   def row(self, x_BKGT, i):
@@ -131,12 +132,23 @@ class Walk:
       order = self.both(self.order, i, j)
     return visible(mask, segments, order, length)
 
-  def meets(self, i, j):
-    """Can blocks i and j share a document? By bounds: true if they do."""
-    x, y = self.both(self.segments, i, j)
-    far = jnp.iinfo(x.dtype).max
-    low = lambda x: jnp.where(x > 0, x, far).min(1)
-    return ((low(x) <= y.max(1)) & (low(y) <= x.max(1))).any()
+  def meeting(self):
+    """(P,) bool: may the blocks of a pair share a document? By bounds: true if
+    they do."""
+
+    def bounds(x_BT, block):
+      x = x_BT.reshape(len(x_BT), -1, block)
+      far = jnp.iinfo(x.dtype).max
+      return jnp.where(x > 0, x, far).min(2), x.max(2)
+
+    (low, high), (first, last) = map(
+      bounds, self.segments, (self.block_q, self.block_k)
+    )
+    wide = lambda row, col: (row[:, :, None], col[:, None, :])
+    (low, last), (high, first) = wide(low, last), wide(high, first)
+    table = ((low <= last) & (first <= high)).any(0)
+    i, j = self.pairs[:, 0], self.pairs[:, 1]
+    return (i >= 0) & table[i, j]
 
   def run(self, work, carry, sides):
     """Folds work(i, j, blocks of carry) -> new blocks over the pairs.
@@ -145,22 +157,32 @@ class Walk:
     they are columns j.
     """
 
-    def step(carry, ij):
-      i, j = ij[0], ij[1]
+    def step(carry, pair, on=None):
+      i, j = pair[0], pair[1]
       rows, cols = (i, self.block_q, 3), (j, self.block_k, 2)
       at = [rows if side == 'q' else cols for side in sides]
       old = tuple(cut(x, *a) for x, a in zip(carry, at, strict=True))
-      if self.static:
+      if on is None:
         new = work(i, j, old)
       else:
-        on = (i >= 0) & self.meets(i, j)
         new = jax.lax.cond(on, lambda: work(i, j, old), lambda: old)
       blocks = zip(carry, new, at, strict=True)
-      return tuple(paste(x, y, *a) for x, y, a in blocks), None
+      return tuple(paste(x, y, *a) for x, y, a in blocks)
 
-    if len(self.pairs) == 1:  # one pair needs no loop
-      return step(carry, self.pairs[0])[0]
-    return jax.lax.scan(step, carry, self.pairs)[0]
+    pairs = self.pairs
+    if self.skips == 'loop':
+      meeting = self.meeting()
+      first = jnp.argsort(~meeting, stable=True)
+      some = jnp.asarray(pairs)[first]
+      with jax.named_scope(f'about_{len(pairs)}_trips'):  # sharding/turns.py
+        return jax.lax.fori_loop(
+          0, meeting.sum(), lambda n, carry: step(carry, some[n]), carry
+        )
+    meeting = self.meeting() if self.skips else None
+    if len(pairs) == 1:  # one pair needs no loop
+      return step(carry, pairs[0], meeting if meeting is None else meeting[0])
+    one = lambda carry, at: (step(carry, *at), None)
+    return jax.lax.scan(one, carry, (pairs, meeting))[0]
 
 
 def visible(mask, segments, order, exists=None):
@@ -297,9 +319,34 @@ def _plan(t, s, segments, order, mask):
   pad = lambda x: x and (varying.pad(x[0], tp), varying.pad(x[1], sp))
   pairs = visible_pairs(mask, nq, nk, bq, order is None)
   length = None if s == sp else s
-  return tp, sp, Walk(pairs, bq, bk, pad(segments), pad(order), length)
+  # Rows that several devices hold, outside a region, would have to be gathered.
+  here = segments and not any(jax.typeof(segments[0]).sharding.spec[:1])
+  skips = 'loop' if here and len(pairs) > 1 else ''
+  walk = Walk(pairs, bq, bk, pad(segments), pad(order), length, skips)
+  return tp, sp, walk
 
 
+def _row_by_row(run):
+  """run(arrays (B, ..)) of one row after another where pairs are skipped: each
+  has documents of its own."""
+
+  @functools.wraps(run)
+  def rows(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, *more):
+    t, s = q_BTNH.shape[1], k_BSKH.shape[1]
+    arrays = (q_BTNH, k_BSKH, v_BSKH, segments, order), more
+    if len(q_BTNH) == 1 or not _plan(t, s, segments, order, mask)[2].skips:
+      return run(*arrays[0], mask, *more)
+
+    def one(arrays):
+      given, more = jax.tree.map(lambda x: x[None], arrays)
+      return jax.tree.map(lambda x: x[0], run(*given, mask, *more))
+
+    return jax.lax.map(one, arrays)
+
+  return rows
+
+
+@_row_by_row
 def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
   """-> (o_BTNH in v's dtype, lse_BTN); see op.py for the contract."""
   t, (s, kv) = q_BTNH.shape[1], k_BSKH.shape[1:3]
@@ -310,6 +357,7 @@ def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask):
   return from_rows(o.astype(v.dtype), t), from_rows(lse, t)
 
 
+@_row_by_row
 def backward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, rows):
   """-> (dq, dk, dv) from rows = (lse_BTN, delta_BTN, do_BTNH)."""
   t, (s, kv) = q_BTNH.shape[1], k_BSKH.shape[1:3]

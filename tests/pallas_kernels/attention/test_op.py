@@ -137,6 +137,23 @@ def test_blocks_that_share_no_document_are_skipped_at_run_time():
   assert np.isnan(outputs(np.ones_like(segments))).any()
 
 
+def test_documents_that_a_row_packs_are_computed_apart():
+  """Row by row: 0 x nan of a block that is not skipped would be nan."""
+  q, k, v, *_ = make('f4', B=2, T=32)
+  segments = np.stack([np.repeat([1, 2, 3, 0], 8), np.ones(32, int)])
+  v[:, :8] = np.nan
+
+  def loss(q, k, v):
+    mask = attention.Mask(block=8)
+    o, _ = attention.attention(q, k, v, mask, (segments,) * 2, impl='xla')
+    return (o[:, 8:] ** 2).sum(), o
+
+  (dq, dk, _), o = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+  for x in (o[0, 8:], dq[0, 8:], dk[0, 8:]):
+    assert np.isfinite(x).all()
+  assert np.isnan(o[1]).all()
+
+
 # ------------------------------------------------------------------ meshes --
 
 
