@@ -19,6 +19,7 @@ from paraxis.models import parameter
 from paraxis.models.ffn import mlp
 from paraxis.models.ffn import moe
 from paraxis.models.mixers import attention
+from paraxis.models.mixers import gated_delta
 from paraxis.models.mixers import gated_linear
 from paraxis.models.mixers import latent as latent_attention
 from paraxis.models.mixers import mamba
@@ -41,6 +42,7 @@ MIXERS = {
   'L': recurrent.ParaLSTM,
   'V': short_conv.ShortConv,
   'U': rg_lru.RgLru,
+  'D': gated_delta.GatedDelta,
   'C': tcn.ConvolutionAttention,
 }
 

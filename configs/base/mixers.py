@@ -151,6 +151,28 @@ class RgLru:
 
 
 @dataclasses.dataclass(frozen=True)
+class GatedDelta:
+  """The gated delta rule, kind D (models/mixers/gated_delta.py)."""
+
+  heads: int = field(0, 'heads of queries and keys; 0: model.num_heads', low=0)
+  value_heads: int = field(
+    0, 'heads of values, a multiple of heads; 0: heads', low=0
+  )
+  key_dim: int = field(
+    0, 'width of a query and a key; 0: that of attention', low=0
+  )
+  value_dim: int = field(0, 'width of a value; 0: key_dim', low=0)
+  conv_width: int = field(
+    4, 'taps of a causal convolution on q, k and v', low=1
+  )
+  reflect: bool = field(
+    False,
+    'tokens write with shares up to 2, not 1: eigenvalues down to -1 '
+    '(arXiv:2411.12537)',
+  )
+
+
+@dataclasses.dataclass(frozen=True)
 class Sections:
   """Sections of schema.Model that only some mixers read."""
 
@@ -161,6 +183,7 @@ class Sections:
   latent: Latent = Latent()
   short_conv: ShortConv = ShortConv()
   rg_lru: RgLru = RgLru()
+  gated_delta: GatedDelta = GatedDelta()
 
 
 def _at_most(section, **sizes):
@@ -204,6 +227,14 @@ def _small_rg_lru(model, few):
   own = model.rg_lru
   heads = few(own.heads or model.num_heads, 4)
   return dict(heads=heads, width=4 * heads)
+
+
+def _small_gated_delta(model, few):
+  own = model.gated_delta
+  heads = own.heads or model.num_heads
+  small = few(heads, 4)
+  values = -(-own.value_heads // heads) * small
+  return dict(heads=small, value_heads=values, key_dim=4, value_dim=3)
 
 
 class MixerKind(NamedTuple):
@@ -271,6 +302,7 @@ TABLE = {
     'gated short convolution', 'short_conv', _small_short_conv
   ),
   'U': MixerKind('RG-LRU', 'rg_lru', _small_rg_lru),
+  'D': MixerKind('gated delta rule', 'gated_delta', _small_gated_delta),
   'C': MixerKind('convolutions and attention in chunks', 'tcn', _small_tcn),
 }  # fmt: skip
 

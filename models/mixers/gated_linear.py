@@ -77,7 +77,7 @@ class GatedLinear(mixer.Mixer):
     decay = self._log_decay(x_BTD)
     memory, tails = state or (None, (None,) * 3)
     if self.config.gated_linear.conv_width:
-      inputs, tails = self._convolve(inputs, see, tails)
+      inputs, tails = recurrence.silu_convs(self, INPUTS, inputs, see, tails)
     q, k, v = inputs
     scale = jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
     o, memory = recurrence.gated_scan(
@@ -88,17 +88,6 @@ class GatedLinear(mixer.Mixer):
     y = self._output(o * jax.nn.silu(r), mixer.HEADS, 'BTNP,NPD->BTD')
     state = None if state is None else (memory, tuple(tails))
     return y, state, aux_lib.NOTHING
-
-  def _convolve(self, inputs, see, tails):
-    """silu(convolution) of q, k and v -> (those, tails)."""
-    pairs = [
-      recurrence.conv(
-        x, getattr(self, f'{name}_conv')[...], mixer.HEADS, see, self.layout,
-        tail,
-      )
-      for name, x, tail in zip(INPUTS, inputs, tails, strict=True)
-    ]  # fmt: skip
-    return [jax.nn.silu(y) for y, _ in pairs], [tail for _, tail in pairs]
 
   def _log_decay(self, x):
     """log a_BTNK <= 0, in at least float32: small decays must not round."""

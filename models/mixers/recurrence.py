@@ -86,6 +86,52 @@ def conv(x, w, names, see, layout, tail=None, dilation=1):
   )
 
 
+def silu_convs(module, names, inputs, see, tails):
+  """silu(convolution) of each input by the taps NAME_conv of a module.
+
+  Args:
+    names: of the inputs, which are laid out as HEADS. tails: of each, or None.
+
+  Returns:
+    ([those], [tails]).
+  """
+  pairs = [
+    conv(
+      x, getattr(module, f'{name}_conv')[...], mixer.HEADS, see, module.layout,
+      tail,
+    )
+    for name, x, tail in zip(names, inputs, tails, strict=True)
+  ]  # fmt: skip
+  return [jax.nn.silu(y) for y, _ in pairs], [tail for _, tail in pairs]
+
+
+def delta_scan(tokens, see, layout, state=None, impl='auto'):
+  """The gated delta rule on packed rows (pallas_kernels/scans/delta.py).
+
+  Args:
+    tokens: q, k (B, T, G, K), G divides N; v (B, T, N, V); log decays and beta
+      (B, T, N). Laid out as HEADS.
+    see: attention.Visibility. layout: parameter.Layout.
+    state: (B, N, K, V), or None: zeros. impl: schema.Model.scan.
+
+  Returns:
+    (o_BTNV, state), laid out as HEADS and STATE.
+  """
+  ok, length = mixer.valid(see), tokens[0].shape[1]
+  tokens = [*tokens[:3], *(_where(ok, x) for x in tokens[3:])]
+  impl = 'loop' if length < FEW and impl == 'auto' else impl
+
+  def run(*arrays):
+    *tokens, reset, first = (*arrays, None)[:7]
+    return scan.delta(tokens, reset, first, layout.scan, impl=impl)
+
+  names = [*[mixer.HEADS] * 3, *[mixer.HEADS[:3]] * 2, mixer.ROWS]
+  arrays = [*tokens, mixer.resets(see)]
+  if state is not None:
+    names, arrays = [*names, mixer.STATE], [*arrays, state]
+  return annotate.region(run, names, (mixer.HEADS, mixer.STATE))(*arrays)
+
+
 def selective_scan(x, dt, shared, rate, see, layout, state=None):
   """The scan of Mamba (pallas_kernels/scans/selective.py) of packed rows.
 

@@ -63,45 +63,45 @@ class GatedScanSpec:
   chunk: int  # 0: the implementation's own
 
 
-def check(q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk):
+def check(op, q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk):
   """Raises errors.UserError, with both numbers, if something does not fit."""
   q, v = q_BTGK.shape, v_BTHV.shape
   if len(q) != 4 or k_BTGK.shape != q or len(v) != 4 or v[:2] != q[:2]:
     raise errors.UserError(
-      f'{OP}: q {q}, k {k_BTGK.shape}, v {v} do not fit (B, T, G, K), '
+      f'{op}: q {q}, k {k_BTGK.shape}, v {v} do not fit (B, T, G, K), '
       f'(B, T, G, K), (B, T, H, V)'
     )
   if 0 in (*q, v[3]):
     raise errors.UserError(
-      f'{OP}: q {q}, v {v} are empty; every size must be at least 1'
+      f'{op}: q {q}, v {v} are empty; every size must be at least 1'
     )
   if v[2] % q[2]:
     raise errors.UserError(
-      f'{OP}: {q[2]} groups of q and k do not divide {v[2]} heads of v'
+      f'{op}: {q[2]} groups of q and k do not divide {v[2]} heads of v'
     )
   per_key = *v[:3], q[3]
   if log_decay.shape not in (per_key, v[:3]):
     raise errors.UserError(
-      f'{OP}: log_decay {log_decay.shape} must be {per_key}, one per key, or '
+      f'{op}: log_decay {log_decay.shape} must be {per_key}, one per key, or '
       f'{v[:3]}, one per head'
     )
   floats = dict(q=q_BTGK, k=k_BTGK, v=v_BTHV, log_decay=log_decay)
   for name, x in floats.items():
     if not jnp.issubdtype(x.dtype, jnp.floating):
-      raise errors.UserError(f'{OP}: {name} is {x.dtype}, must be a float')
+      raise errors.UserError(f'{op}: {name} is {x.dtype}, must be a float')
   if reset_BT is not None and reset_BT.shape != q[:2]:
     raise errors.UserError(
-      f'{OP}: reset {reset_BT.shape} must be {q[:2]}, one per token'
+      f'{op}: reset {reset_BT.shape} must be {q[:2]}, one per token'
     )
   state = q[0], v[2], q[3], v[3]
   if state_BHKV is not None and state_BHKV.shape != state:
     raise errors.UserError(
-      f'{OP}: the state is {state_BHKV.shape}, these inputs need {state}; '
+      f'{op}: the state is {state_BHKV.shape}, these inputs need {state}; '
       f'it belongs to another model or batch'
     )
   if chunk and (chunk < MIN_CHUNK or chunk & (chunk - 1)):
     raise errors.UserError(
-      f'{OP}: chunk is {chunk}, must be a power of two and at least '
+      f'{op}: chunk is {chunk}, must be a power of two and at least '
       f'{MIN_CHUNK}, or 0 for the default of the implementation'
     )
 
@@ -143,19 +143,19 @@ def gated_scan(
     errors.UserError: shapes that do not fit, or an implementation that cannot
       run here.
   """
-  check(q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk)
+  check(OP, q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk)
   (B, T, H, V), K = v_BTHV.shape, q_BTGK.shape[3]
   scalar = log_decay.ndim == 3
   spec = GatedScanSpec(q_BTGK.shape, V, str(q_BTGK.dtype), scalar, chunk)
   chosen = registry.resolve(OP, impl, spec)
-  chunk = _chunk_of(chosen.name, chunk, T)
+  chunk = chunk_of(chunk or CHUNKS[chosen.name], T)
   if reset_BT is None:
     reset_BT = jnp.zeros((B, T), bool)
   if state_BHKV is None:
     state_BHKV = jnp.zeros((B, H, K, V))
   wide = jnp.promote_types(q_BTGK.dtype, jnp.float32)
   restart = reset_BT.reshape(B, T, *[1] * (log_decay.ndim - 2))
-  g = jnp.where(restart, 0, _finite(log_decay))
+  g = jnp.where(restart, 0, finite(log_decay))
   arrays = q_BTGK, k_BTGK, v_BTHV, g, reset_BT
   *arrays, reset_BT = (varying.pad(x, T + -T % chunk) for x in arrays)
   count = jnp.cumsum(reset_BT.reshape(B, -1, chunk).astype(jnp.int32), -1)
@@ -166,13 +166,12 @@ def gated_scan(
   return o[:, :T], state
 
 
-def _chunk_of(name, chunk, length):
+def chunk_of(chunk, length):
   """The chunk to use: no longer than the length, rounded up, needs."""
-  chunk = chunk or CHUNKS[name]
   return min(chunk, max(MIN_CHUNK, 1 << (length - 1).bit_length()))
 
 
-def _finite(log_decay):
+def finite(log_decay):
   """ALL_LOST, or the least of the dtype, instead of what is below."""
   least = max(ALL_LOST, float(jnp.finfo(log_decay.dtype).min))
   return jnp.where(log_decay < least, least, log_decay)
@@ -249,6 +248,14 @@ def _wide(x):
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+def no_chunk(spec, target):
+  """What a loop over tokens does not take: chunks."""
+  del target
+  if spec is None or not spec.chunk:
+    return None
+  return f'goes token by token, asked for a chunk of {spec.chunk}'
+
+
 registry.register(
   OP,
   registry.kernel('tpu', gated_scan_tpu),
@@ -260,10 +267,6 @@ registry.register(
     'loop',
     gated_scan_xla.loop_forward,
     gated_scan_xla.loop_backward,
-    lambda spec, target: (
-      f'goes token by token, asked for a chunk of {spec.chunk}'
-      if spec is not None and spec.chunk
-      else None
-    ),
+    no_chunk,
   ),
 )

@@ -4,11 +4,12 @@ A shard of tokens is an affine map of the state that enters it,
 
     h_out = P h_in + S          P: what its decays leave, S: its state from 0
 
-and maps compose: (P2, S2) after (P1, S1) = (P2 P1, P2 S1 + S2). So a shard
-computes (P, S) alone, the n shards exchange maps to find the state that enters
-each, and the shard adds that state's contribution. A message is as large as a
-state and does not grow with the length. There are two forms. Of n ranks each
-receives these bytes of P and S (forward; the backward pass sends as much):
+and maps compose: (P2, S2) after (P1, S1) = (P2 P1, P2 S1 + S2). (P is diagonal;
+of the delta rule it is a matrix for each head.) So a shard computes (P, S)
+alone, the n shards exchange maps to find the state that enters each, and the
+shard adds that state's contribution. A message is as large as a state and does
+not grow with the length. There are two forms. Of n ranks each receives these
+bytes of P and S (forward; the backward pass sends as much):
 
     gather    everybody gets all maps        (n - 1) (P + S)
     permute   prefix by doubling distances   L S + (L - 1) P, L = ceil(log2 n),
@@ -48,6 +49,7 @@ from paraxis.configs.base import errors
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.scans import affine as affine_scan
 from paraxis.pallas_kernels.scans import causal_conv as conv_op
+from paraxis.pallas_kernels.scans import delta as delta_scan
 from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.pallas_kernels.scans import linear as linear_scan
 from paraxis.pallas_kernels.scans import newton as newton_scan
@@ -139,12 +141,14 @@ def _permuted(maps, axis, after, run):
   return _send(maps[1], axis, 1), _from_last(maps[1], axis)
 
 
-def _through(op, left, own, state, reset_BT, plan):
+def _through(
+  op, left, own, state, reset_BT, plan, after=linear_scan.after
+):  # fmt: skip
   """`_enter` of a linear recurrence's state, 0 where a document starts.
 
   Args:
     op: name of the op, for the error. left, own: P and S of this shard.
-    state: before the first token of the row, or None.
+    state: before the first token of the row, or None. after: of `_enter`.
   """
   if state is None:
     state = jnp.zeros_like(own)
@@ -157,7 +161,7 @@ def _through(op, left, own, state, reset_BT, plan):
   if reset_BT is not None:
     first = reset_BT[:, 0].reshape(-1, *[1] * (state.ndim - 1))
     state = jnp.where(first, 0, state)
-  return _enter((left, own), state, plan, linear_scan.after)
+  return _enter((left, own), state, plan, after)
 
 
 def gated(
@@ -183,6 +187,30 @@ def gated(
   state, last = _through('gated_scan', left, own, state_BHKV, reset_BT, plan)
   more = gated_scan.correction(q_BTGK, log_decay, reset_BT, state)
   return (o + more).astype(o.dtype), last
+
+
+def delta(tokens, reset_BT, state_BHKV, plan, **options):
+  """delta_scan (scans/delta.py) of a sharded row -> (o_BTHV, state_BHKV).
+
+  What passes through a shard is a matrix P_BHKK, which K more columns of values
+  find: V + K in the place of V, in the op's products.
+
+  Args:
+    tokens: (q_BTGK, k_BTGK, v_BTHV, log_decay_BTH, beta_BTH) of this shard. The
+      rest, and results, as in delta_scan and `gated`.
+  """
+  op = functools.partial(delta_scan.delta_scan, **options)
+  if plan is None:
+    return op(*tokens, reset_BT, state_BHKV)
+  q, k, v, *rates = tokens
+  wide = jnp.promote_types(q.dtype, jnp.float32)
+  values, first = delta_scan.extended(v, k.shape[3], wide)
+  o, maps = op(q, k, values, *rates, reset_BT, first)
+  (o, reach), (own, left) = (jnp.split(x, [v.shape[3]], -1) for x in (o, maps))
+  state, last = _through(
+    'delta_scan', left, own, state_BHKV, reset_BT, plan, delta_scan.after
+  )
+  return (o + delta_scan.correction(reach, state)).astype(v.dtype), last
 
 
 def linear(log_a_BTD, b_BTD, reset_BT, state_BD, plan, *, impl='auto'):

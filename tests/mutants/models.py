@@ -133,6 +133,14 @@ TABLE = [
     'tests/models/mixers/test_mamba.py::test_equals_a_loop_over_tokens',
   ),
   Mutation(
+    'delta_length',
+    'models/mixers/gated_delta.py',
+    'q, k = (unit(x) for x in (q, k))\n',
+    'q, k = unit(q), 1.0 * k\n',
+    'keys of the delta rule have any length',
+    'tests/models/mixers/test_gated_delta.py::test_equals_a_loop_over_tokens[1]',
+  ),
+  Mutation(
     'lru_decay',
     'models/mixers/rg_lru.py',
     'log_a = -SHARPNESS * r *',

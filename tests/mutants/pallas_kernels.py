@@ -158,6 +158,22 @@ TABLE = [
     'tests/pallas_kernels/matmul/test_grouped.py::test_equal_to_a_loop',
   ),
   Mutation(
+    'delta_decay',
+    'pallas_kernels/scans/delta_xla.py',
+    'after = reach[..., -1:, None] * state',
+    'after = state',
+    'the delta rule forgets nothing from chunk to chunk',
+    _SCANS + 'test_delta.py::test_equals_the_loop_in_float64[63-options1-lost]',
+  ),
+  Mutation(
+    'delta_read',
+    'pallas_kernels/scans/delta_xla.py',
+    'scale(x.beta, x.v - known))',
+    'scale(x.beta, x.v))',
+    'a chunk writes without reading the state it starts in',
+    _SCANS + 'test_delta.py::test_equals_the_loop_in_float64[63-options1-lost]',
+  ),
+  Mutation(
     'affine_order',
     'pallas_kernels/scans/affine.py',
     'product = (j2[..., :, :, None, :] * j1[..., None, :, :, :]).sum(-3)',

@@ -81,6 +81,14 @@ TABLE = [
     '--config.model.pattern=M --config.mesh.context_scan=permute',
   ),
   Mutation(
+    'delta_correction',
+    'sharding/sequence/scan.py',
+    'return (o + delta_scan.correction(reach, state)).astype(v.dtype), last',
+    'return o.astype(v.dtype), last',
+    'outputs of the delta rule lack the state that enters their shard',
+    _SEQUENCE + 'test_scan.py::test_equals_one_device[delta-permute]',
+  ),
+  Mutation(
     'linear_correction',
     'sharding/sequence/scan.py',
     'return (h + reach * state[:, None]).astype(h.dtype), last',

@@ -14,6 +14,7 @@ from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
 from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
+from paraxis.pallas_kernels.scans import delta as delta_scan
 from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.pallas_kernels.scans import linear as linear_scan
 
@@ -88,6 +89,7 @@ SPECS = dict(
   gated_scan=gated_scan.GatedScanSpec(
     (1, 256, 2, 64), 64, 'bfloat16', False, 0
   ),
+  delta_scan=delta_scan.DeltaScanSpec((1, 256, 2, 64), 64, 'bfloat16', 0),
   linear_scan=linear_scan.LinearScanSpec((1, 8, 128), 'float32'),
   quantized_matmul=quantized_matmul.QuantizedSpec(
     (16, 256), 256, 'bfloat16', 'int4'
@@ -99,6 +101,7 @@ CHOSEN = dict(  # on a CPU, a TPU, a GPU
   attention=('xla', *KERNELS),
   decode_attention=('xla', *KERNELS),
   gated_scan=('xla', *KERNELS),
+  delta_scan=('xla',) * 3,
   linear_scan=('loop', *KERNELS),
   quantized_matmul=('xla', 'pallas_tpu', 'xla'),
   grouped_matmul=('blocks', 'ragged', 'blocks'),

@@ -30,6 +30,7 @@ from paraxis.pallas_kernels.matmul import cross_entropy
 from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
 from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
 from paraxis.pallas_kernels.scans import affine as affine_scan
+from paraxis.pallas_kernels.scans import delta as delta_scan
 from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.pallas_kernels.scans import linear as linear_scan
 from paraxis.sharding.meter import aot
@@ -109,6 +110,16 @@ def _gated_scan(impl):
   return _with_gradients(call, 5), [*keys, state, (q[:2], 'bool')]
 
 
+def _delta_scan(impl):
+  def call(q, k, v, g, beta, state, reset):
+    return delta_scan.delta_scan(q, k, v, g, beta, reset, state, impl=impl)
+
+  q, v = (1, 1024, 2, 64), (1, 1024, 4, 128)
+  tokens = [(q, 'bfloat16')] * 2 + [(v, 'bfloat16'), *[(v[:3], 'float32')] * 2]
+  state = (1, 4, 64, 128), 'float32'
+  return _with_gradients(call, 6), [*tokens, state, (q[:2], 'bool')]
+
+
 def _linear_scan(impl):
   def call(a, b, state, reset):
     return linear_scan.linear_scan(a, b, reset, state, impl=impl)
@@ -158,6 +169,7 @@ PROGRAMS = dict(
   attention=_attention,
   decode_attention=_decode_attention,
   gated_scan=_gated_scan,
+  delta_scan=_delta_scan,
   linear_scan=_linear_scan,
   affine_scan=_affine_scan,
   grouped_matmul=_grouped_matmul,

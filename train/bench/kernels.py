@@ -25,6 +25,7 @@ from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.pallas_kernels.matmul import cross_entropy
 from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
+from paraxis.pallas_kernels.scans import delta as delta_scan
 from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.pallas_kernels.scans import linear as linear_scan
 from paraxis.sharding.meter import aot
@@ -81,6 +82,21 @@ def _gated_scan(length):
     f'gated scan T{length}, gradients', ('loop', 'chunks'),
     tuple(_gradients(functools.partial(form, i)) for i in ('loop', 'xla')),
     _draw(*[(1, length, 4, 64)] * 4), 4.0,
+  )  # fmt: skip
+
+
+def _delta_scan(length):
+  def form(impl, q, k, v, g, beta):
+    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    return delta_scan.delta_scan(
+      q, k, v, -jax.nn.softplus(g) / 16, jax.nn.sigmoid(beta), impl=impl
+    )[0]
+
+  keys, values, rates = (1, length, 2, 64), (1, length, 4, 64), (1, length, 4)
+  return Comparison(
+    f'delta rule T{length}, gradients', ('loop', 'chunks'),
+    tuple(_gradients(functools.partial(form, i)) for i in ('loop', 'xla')),
+    _draw(keys, keys, values, rates, rates), 2.0,
   )  # fmt: skip
 
 
@@ -148,6 +164,7 @@ def comparisons(quick):
   yield _attention(128 if quick else 1024, 2.0)
   yield _attention(256 if quick else 4096, 4.0)
   yield _gated_scan(64 if quick else 2048)
+  yield _delta_scan(64 if quick else 2048)
   yield _linear_scan(64 if quick else 4096)
   yield _decode_attention(64 if quick else 16384)
   yield _cross_entropy(*((64, 256) if quick else (2048, 16384)))

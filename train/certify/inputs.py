@@ -27,6 +27,7 @@ LASTING = {
   '/mamba/a_log': -4.0,
   '/gated_linear/decay_bias': 3.0,
   '/rg_lru/rate': -5.0,
+  '/gated_delta/a_log': -4.0,
   '/gru/bias': _of_first_gate(-4.0),
   '/lstm/bias': _of_first_gate(4.0),
 }

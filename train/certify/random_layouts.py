@@ -34,6 +34,7 @@ _MIXERS = {
   'model.mamba.dt_rank': 2,
   'model.recurrent.heads': 8,
   'model.rg_lru.heads': 8,
+  'model.gated_delta.heads': 8,
   'model.recurrent.tolerance': changes.EXACT,
   'model.latent.rank': 16,
 }
@@ -42,7 +43,7 @@ LAYERS = (
   *({} for _ in range(6)),
   *(
     {'model.pattern': pattern} | _MIXERS
-    for pattern in ('GM', 'SR', 'LC', 'A-M', 'MF', 'S', 'C', 'UV')
+    for pattern in ('GM', 'SR', 'LC', 'A-M', 'MF', 'S', 'C', 'UV', 'DU')
   ),
   *(
     {

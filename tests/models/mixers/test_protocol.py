@@ -26,7 +26,7 @@ V, T = 32, 20
 BOUND = 1e-11
 LETTERS = ''.join(k for k in layer.MIXERS if k not in 'WN')  # F, masked
 # C and V go by positions alone.
-RECURRENT = 'GMSRLU'
+RECURRENT = 'GMSRLUD'
 
 
 def fields(pattern, **more):
@@ -41,6 +41,7 @@ def fields(pattern, **more):
     mamba=dict(head_dim=4, state=4, dt_rank=2, groups=2),
     recurrent=dict(tolerance=1e-13),
     tcn=dict(kernel=3, depth=2, chunk=6),
+    gated_delta=dict(value_heads=4, key_dim=4, value_dim=3),
     latent=dict(rank=6, nope_dim=4, rope_dim=4, value_dim=6, groups=2),
   )
   sections = {

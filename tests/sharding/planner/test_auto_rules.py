@@ -246,12 +246,15 @@ def test_what_no_side_divides_is_refused():
 
 
 # Every mixer, and experts; sizes that 4 divides.
-KINDS = {letter: dict(pattern=letter) for letter in 'FWNAGMSRLVUC'} | dict(
+KINDS = {letter: dict(pattern=letter) for letter in 'FWNAGMSRLVUDC'} | dict(
   few=dict(num_kv_heads=2),
   one=dict(num_kv_heads=1),
   queries=dict(pattern='A', latent=mixers.Latent(query_rank=6, rank=10)),
   convolved=dict(pattern='G', gated_linear=mixers.GatedLinear(conv_width=3)),
   normed=dict(pattern='S', mamba=mixers.Mamba(inner_norm=True)),
+  shared=dict(
+    pattern='D', gated_delta=mixers.GatedDelta(heads=4, value_heads=8)
+  ),
   narrow=dict(pattern='C', tcn=mixers.Tcn(value_expand=1.0)),
   hybrid=dict(pattern='M-M*', num_layers=4),
   olmo2=FAMILIES['olmo2'],

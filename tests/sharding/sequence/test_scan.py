@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from paraxis.configs.base import errors
+from paraxis.pallas_kernels.scans import delta as delta_scan
 from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.pallas_kernels.scans import newton as newton_scan
 from paraxis.sharding import mesh as mesh_lib
@@ -63,6 +64,15 @@ def gated(plan, q, k, v, g, state):
   return scan.gated(q, k, v, g, reset, state, plan)
 
 
+def delta(plan, q, k, v, g, beta, state):
+  reset, valid, _ = _local(plan, q)
+  k = k / jnp.sqrt((k * k).sum(-1, keepdims=True))
+  g, beta = (
+    jnp.where(valid[..., None], x, 0) for x in (g, jax.nn.tanh(beta) + 1)
+  )
+  return scan.delta((q, k, v, g, beta), reset, state, plan)
+
+
 def linear(plan, log_a, b, state):
   reset, valid, _ = _local(plan, b)
   log_a = jnp.where(valid[..., None], -jnp.abs(log_a) / 4, 0)
@@ -102,6 +112,9 @@ GATED, WIDE = (T, 2, 3), (T, 4)
 CASES = {
   'gated': (gated, [GATED, GATED, (T, 2, 4), GATED, (2, 3, 4)]),
   'per_head': (gated, [GATED, GATED, (T, 2, 4), (T, 2), (2, 3, 4)]),
+  'delta': (
+    delta, [GATED, GATED, (T, 4, 2), (T, 4), (T, 4), (4, 3, 2)]
+  ),
   'linear': (linear, [WIDE, WIDE, (4,)]),
   'selective': (selective, [WIDE, WIDE, (T, 2, 4), None, (4, 4)]),
   'gru': (
@@ -126,7 +139,7 @@ def arguments(name):
   out = [
     rng.normal(size=(B, *s)) if s else rng.normal(size=(4, 4)) for s in shapes
   ]
-  if CASES[name][0] is gated:
+  if CASES[name][0] in (gated, delta):
     out[3] = -np.exp(2 * out[3] - 2)  # decays from none to all
     out[3][:, 20::27, 1] = -np.inf
   return tuple(out)
@@ -204,7 +217,7 @@ def test_the_cases_hold_what_they_are_about():
 
 
 @pytest.mark.parametrize('form', scan.FORMS)
-@pytest.mark.parametrize('name', ['gated', 'selective', 'lstm'])
+@pytest.mark.parametrize('name', ['gated', 'selective', 'delta', 'lstm'])
 def test_shards_that_do_not_hand_over_are_found(monkeypatch, name, form):
   enter = scan._enter
 
@@ -223,6 +236,12 @@ def test_a_lost_correction_is_found(monkeypatch):
   lost = lambda q, g, reset, state: jnp.zeros((*g.shape[:3], state.shape[3]))
   monkeypatch.setattr(gated_scan, 'correction', lost)
   o, state, *_ = errors_of(sharded('gated', 'gather'), expected('gated'))
+  assert o > 1e-2 and state < 1e-9  # the state alone would not tell
+
+
+def test_a_lost_correction_of_the_delta_rule_is_found(monkeypatch):
+  monkeypatch.setattr(delta_scan, 'correction', lambda reach, state: 0)
+  o, state, *_ = errors_of(sharded('delta', 'gather'), expected('delta'))
   assert o > 1e-2 and state < 1e-9  # the state alone would not tell
 
 
@@ -263,6 +282,7 @@ def sent(name, form, length, gradients):
 
 SIZES = {  # bytes of P and of S
   'linear': (8 * B * 4, 8 * B * 4),
+  'delta': (8 * B * 4 * 3 * 3, 8 * B * 4 * 3 * 2),
   'gated': (8 * B * 2 * 3, 8 * B * 2 * 3 * 4),
   'per_head': (8 * B * 2, 8 * B * 2 * 3 * 4),
   'selective': (8 * B * 4 * 4, 8 * B * 4 * 4),
@@ -291,6 +311,7 @@ def test_bytes_of_a_halo():
 @pytest.mark.parametrize('name, form', [
   ('gated', 'gather'), ('gated', 'permute'), ('per_head', 'gather'),
   ('selective', 'gather'), ('selective', 'permute'), ('linear', 'permute'),
+  ('delta', 'gather'), ('delta', 'permute'),
 ])  # fmt: skip
 def test_bytes_are_those_declared(name, form):
   """Whatever the length; the backward pass sends as much again."""

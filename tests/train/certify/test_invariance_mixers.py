@@ -26,7 +26,7 @@ from paraxis.sharding.sequence import scan
 from paraxis.train.certify import verify
 
 FACTORS = dict(
-  pattern=('GM', 'SR', 'LC', 'A-V', 'U'),
+  pattern=('GM', 'SR', 'LC', 'A-V', 'UD'),
   mesh=(
     'context=8', 'tensor=4,data=2', 'context=2,tensor=2,fsdp=2',
     'stage=2,context=2,tensor=2', 'stage=2,fsdp=2,context=2',
@@ -78,6 +78,7 @@ def model_of(pattern, layers):
     mamba=mixer_schema.Mamba(head_dim=4, state=4, dt_rank=2, groups=2),
     recurrent=mixer_schema.Recurrent(heads=8, tolerance=1e-13),
     tcn=mixer_schema.Tcn(kernel=3, depth=2, chunk=4),
+    gated_delta=mixer_schema.GatedDelta(key_dim=3, value_dim=2),
     latent=mixer_schema.Latent(
       rank=8, query_rank=8, nope_dim=2, rope_dim=2, value_dim=2
     ),
@@ -135,7 +136,7 @@ BROKEN = dict(
 # Kind -> a line of sharding/sequence/scan.py, and one that hands over what a
 # rank has, but not what passes through it.
 PASSES_THROUGH = dict.fromkeys(
-  'GMSRLU', ('_permuted', 'jnp.where, me >= by', 'jnp.where, me > by')
+  'GMSRLUD', ('_permuted', 'jnp.where, me >= by', 'jnp.where, me > by')
 )
 PASSES_THROUGH['C'] = (
   '_halo',
