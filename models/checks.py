@@ -86,17 +86,25 @@ def check_fields(model):
     "model.mlp='none' names no form for them.",
   )
   for letter in sorted(set(letters)):
-    need(
-      model.window or not mixers.TABLE[letter].windowed,
-      f'model.pattern={model.pattern!r} has {letter} layers but '
-      'model.window=0.',
-    )
+    _check_reach(model, letter)
   need(
     model.position != 'learned' or model.max_positions,
     "model.position='learned' needs model.max_positions, rows of its table.",
   )
   if model.experts.count:
     _check_experts(model.experts)
+
+
+def _check_reach(model, letter):
+  """UserError if layers of a kind see no tokens."""
+  kind = mixers.TABLE[letter]
+  reach = dict(window=kind.windowed, attention_chunk=kind.chunked)
+  for field, read in reach.items():
+    need(
+      getattr(model, field) or not read,
+      f'model.pattern={model.pattern!r} has {letter} layers but '
+      f'model.{field}=0.',
+    )
 
 
 def _check_experts(experts):

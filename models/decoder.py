@@ -20,6 +20,7 @@ from paraxis.models import stack as stack_lib
 from paraxis.models import trained as trained_lib
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import protocol as mixer
+from paraxis.models.mixers import slots as slots_lib
 from paraxis.sharding import annotate
 from paraxis.sharding.tensor import lookup
 from paraxis.sharding.tensor import project
@@ -174,7 +175,7 @@ class Decoder:
     )
     mixers = (layer_lib.MIXERS[kind[0]] for kind in self.pattern)
     if batch.tokens.shape[1] == 1 and any(m.capabilities.slots for m in mixers):
-      attention.check_order(see)
+      slots_lib.check_order(see)
     x, states = self.stack.step(params, x, see, cache.states)
     length = cache.length + batch.tokens.shape[1]
     return x, Cache(states, segments, positions, length)

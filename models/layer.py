@@ -33,6 +33,7 @@ from paraxis.models.mixers import tcn
 MIXERS = {
   'F': attention.Attention,
   'W': attention.Attention,
+  'K': attention.Attention,
   'N': attention.Attention,
   'A': latent_attention.LatentAttention,
   'G': gated_linear.GatedLinear,

@@ -21,6 +21,7 @@ error.
 import contextlib
 import contextvars
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +189,7 @@ def mean(x, axis, name=None):
   return jax.lax.pmean(y, axes) if axes else y
 
 
-def region(function, names, out_names, single=False):
+def region(function, names, out_names, single=False) -> Any:
   """function of arrays, run in a region that is manual over all mesh axes.
 
   Args:

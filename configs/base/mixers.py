@@ -246,6 +246,7 @@ class MixerKind(NamedTuple):
     few(n, target) is about `target`, a multiple of the devices (0 stays 0).
   rotary: model -> width of the rotated queries and keys; None: no positions.
   windowed: it sees model.window tokens, and has a rotary base of its own.
+  chunked: it sees tokens of its own chunk of model.attention_chunk positions.
   scales_scores: YaRN's factor is in its scores, not in cos and sin.
   """
 
@@ -254,6 +255,7 @@ class MixerKind(NamedTuple):
   shrink: Callable[[Any, Callable[[int, int], int]], dict] | None = None
   rotary: Callable[[Any], int] | None = None
   windowed: bool = False
+  chunked: bool = False
   scales_scores: bool = False
 
 
@@ -286,6 +288,7 @@ def factors(text):
 TABLE = {
   'F': MixerKind('full attention', rotary=rotated),
   'W': MixerKind('sliding window', rotary=rotated, windowed=True),
+  'K': MixerKind('attention within chunks', rotary=rotated, chunked=True),
   'N': MixerKind('full attention without rotary positions'),
   'A': MixerKind(
     'latent attention', 'latent', _small_latent,

@@ -97,6 +97,9 @@ class DecoderFields:
     "a - anywhere only the kinds before one have an mlp: 'M-M-*-'",
   )
   window: int = field(0, 'tokens a W layer sees, itself included', low=0)
+  attention_chunk: int = field(
+    0, 'tokens of a chunk of a document, of which a K layer sees its own', low=0
+  )
   norm: str = field(
     'rmsnorm',
     'normalisation; unbiased: without bias; bare: without scale and bias',
@@ -139,6 +142,9 @@ class DecoderFields:
   mlp_slope: float = field(1.702, 'clamped: of the sigmoid', low=0.0)
   experts: Experts = Experts()
   attention_bias: bool = field(False, 'bias on the q, k, v projections')
+  attention_gate: bool = field(
+    False, 'the output of attention times sigmoid(x W), W a projection as of q'
+  )
   attention_output_bias: bool = field(False, 'bias on the output projection')
   mlp_bias: bool = field(False, 'bias on the mlp projections')
   position: str = field(

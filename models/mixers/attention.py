@@ -1,14 +1,19 @@
-"""Multi-head attention of a layer: full or sliding window, grouped queries.
+"""Multi-head attention of a layer: full, sliding window or within chunks.
 
     o = softmax(scale q k^T + mask) v,  q, k rotated by position
 
 A sink is one more logit of a head, without a value (config.sinks): o is then
-scaled by sigmoid(lse - sink), lse the log-sum-exp of the scores.
+scaled by sigmoid(lse - sink), lse the log-sum-exp of the scores. A gate
+(config.attention_gate) multiplies o by sigmoid(x W_g), number by number
+(arXiv:2505.06708, section 2.2).
+
+Within chunks (kind K; the local layers of Llama 4) a token sees those of its
+document whose position // chunk is its own: to the op a chunk is a document.
 
 Training and prefill run the blockwise op (pallas_kernels/attention/op.py); a
 step with a cache writes its keys and values into slots and attends to the
 slots. One query a row attends to a range of slots, which a kernel can divide
-into equal work however unequal rows are (`attend_range`).
+into equal work however unequal rows are (slots.py).
 Legend: B rows, T query tokens, S cache slots, D model, N heads, K kv heads,
 H head width.
 """
@@ -19,9 +24,6 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-import jax.core
-import jax.numpy as jnp
-import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers
@@ -30,15 +32,13 @@ from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.models.mixers import protocol as mixer
 from paraxis.models.mixers import rope
+from paraxis.models.mixers import slots as slots_lib
 from paraxis.pallas_kernels.attention import op as attention_op
-from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.sharding import annotate
 from paraxis.sharding.sequence import attention as context
 
 ROWS, RESIDUAL, QUERIES = mixer.ROWS, mixer.RESIDUAL, mixer.HEADS
 KEYS = ('batch', 'length', 'kv_heads', 'head_dim')
-SLOTS = ('batch', None)
-SLOT_NAMES = ((), ROWS, SLOTS, ROWS, SLOTS)  # of `slot_ids`
 
 
 class Visibility(NamedTuple):
@@ -66,7 +66,7 @@ class Visibility(NamedTuple):
 
 
 class Attention(mixer.Mixer):
-  """x_BTD -> y_BTD for one kind of layer ('F', 'W' or 'N')."""
+  """x_BTD -> y_BTD for one kind of layer ('F', 'W', 'K' or 'N')."""
 
   name = 'attention'
   capabilities = mixer.SLOTS
@@ -80,12 +80,16 @@ class Attention(mixer.Mixer):
     self.query = make((d, n, h), ('embed', *heads))
     self.key = make((d, k, h), ('embed', *kv_heads))
     self.value = make((d, k, h), ('embed', *kv_heads))
+    if config.attention_gate:
+      self.gate = make((d, n, h), ('embed', *heads))
     gain = (2 * config.num_layers) ** -0.5
     self.output = make((n, h, d), (*heads, 'embed'), inputs=2, gain=gain)
     if config.attention_bias:
       self.query_bias = parameter.vector((n, h), heads)
       self.key_bias = parameter.vector((k, h), kv_heads)
       self.value_bias = parameter.vector((k, h), kv_heads)
+      if config.attention_gate:
+        self.gate_bias = parameter.vector((n, h), heads)
     if config.attention_output_bias:
       self.output_bias = parameter.vector((d,), ('norm',))
     if config.sinks:
@@ -123,19 +127,19 @@ class Attention(mixer.Mixer):
   def __call__(self, x_BTD, see, state=None):
     """-> (y_BTD, state, no aux); state is (k_BSKH, v_BSKH) slots or None."""
     config = self.config
-    names = ('query', 'key', 'value')
+    names = ('query', 'key', 'value', 'gate')[: 3 + config.attention_gate]
     outs = parameter.multiply(
       self,
       x_BTD,
       RESIDUAL,
       [
-        (name, 'BTD,DNH->BTNH', axes)
-        for name, axes in zip(names, (QUERIES, KEYS, KEYS), strict=True)
+        (name, 'BTD,DNH->BTNH', QUERIES if name in ('query', 'gate') else KEYS)
+        for name in names
       ],
       'qkv',
       biased=True,
     )
-    q, k, v = map(checkpoint_name, outs, names)
+    q, k, v, *gates = map(checkpoint_name, outs, names)
     late = config.qk_norm == 'rotated'
     q, k = (q, k) if late else self._normalised(q, k)
     if config.position == 'rope' and mixers.TABLE[self.kind].rotary:
@@ -143,6 +147,8 @@ class Attention(mixer.Mixer):
       q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
     q, k = self._normalised(q, k) if late else (q, k)
     o, state = self._attend(q, k, v, see, state)
+    for gate in gates:
+      o = o * jax.nn.sigmoid(gate)
     # P is the head width: sorted after N, XLA need not copy the matrix.
     y = self._output(o, QUERIES, 'BTNP,NPD->BTD')
     if config.attention_output_bias:
@@ -154,15 +160,15 @@ class Attention(mixer.Mixer):
     if state is None:
       k, v = _on_heads(k), _on_heads(v)
       return self._attend_all(q, k, v, see, mask), None
-    slots = write(state, (k, v), see.slot)
+    slots = slots_lib.write(state, (k, v), see.slot)
     k, v = (_on_heads(x.astype(q.dtype)) for x in slots)
-    attend = attend_range
+    attend = slots_lib.attend_range
     if q.shape[1] > 1:  # prefill: many queries, blockwise
-      attend = functools.partial(_attend_slots, impl=config.attention)
-    local = functools.partial(attend, mask)
-    names = (QUERIES,) * 3 + SLOT_NAMES
+      attend = functools.partial(slots_lib.attend_many, impl=config.attention)
+    local = functools.partial(attend, mask, chunk=chunk_of(config, self.kind))
+    names = (QUERIES,) * 3 + slots_lib.NAMES
     run = annotate.region(local, names, (QUERIES, QUERIES[:3]))
-    return self._sunk(*run(q, k, v, *slot_ids(see))), slots
+    return self._sunk(*run(q, k, v, *slots_lib.slot_ids(see))), slots
 
   def _sunk(self, o_BTNH, lse_BTN):
     """o of a softmax that has the sinks too."""
@@ -173,21 +179,19 @@ class Attention(mixer.Mixer):
 
   def _attend_all(self, q, k, v, see, mask):
     """Whole rows, without a cache; the context axis may share their length."""
-    if not annotate.carriers('length'):
-      impl = self.config.attention
+    plan = self.layout.context if annotate.carriers('length') else None
+    chunk, impl = chunk_of(self.config, self.kind), self.config.attention
 
-      def local(q, k, v, segments):
+    def local(q, k, v, positions, segments):
+      length = q.shape[1] * (plan.n if plan else 1)
+      segments = slots_lib.chunks(segments, positions, chunk, length)
+      if plan is None:
         return attention_op.attention(q, k, v, mask, (segments,) * 2, impl=impl)
+      return context.attention(q, k, v, positions, segments, mask, plan)
 
-      # In a region, where arrays are local: kernels take no others.
-      names = (QUERIES,) * 3 + (ROWS,)
-      run = annotate.region(local, names, (QUERIES, QUERIES[:3]))
-      return self._sunk(*run(q, k, v, see.segments))
-    attend = functools.partial(
-      context.attention, mask=mask, plan=self.layout.context
-    )
+    # In a region, where arrays are local: kernels take no others.
     names = (QUERIES,) * 3 + (ROWS, ROWS)
-    run = annotate.region(attend, names, (QUERIES, QUERIES[:3]))
+    run = annotate.region(local, names, (QUERIES, QUERIES[:3]))
     return self._sunk(*run(q, k, v, see.positions, see.segments))
 
   def init_state(self, batch, slots, dtype):
@@ -213,88 +217,23 @@ class Attention(mixer.Mixer):
   @staticmethod
   def mixing_flops(config, kind, length):
     """Scores and weighted values of the keys that each token sees."""
-    window = config.window if mixers.TABLE[kind].windowed else length
-    seen = sum(min(t + 1, window) for t in range(length))
+    chunk = chunk_of(config, kind) or length
+    window = mask_of(config, kind).window or length
+    seen = sum(min(t % chunk + 1, window) for t in range(length))
     return 4 * seen * config.num_heads * config.head_width
 
 
-class SlotIds(NamedTuple):
-  """What decides which slots a query sees; dimensions as in SLOT_NAMES."""
-
-  slot: Any
-  segments: Any
-  slot_segments: Any
-  positions: Any
-  slot_positions: Any
-
-
-def slot_ids(see):
-  """`SlotIds` of a batch."""
-  return SlotIds(*(getattr(see, name) for name in SlotIds._fields))
-
-
-def _attend_slots(mask, q, k, v, *ids, impl):
-  """Many queries a row; arguments as of `attend_range`."""
-  ids = SlotIds(*ids)
-  segments = ids.segments, ids.slot_segments
-  order = ids.positions, ids.slot_positions
-  return attention_op.attention(q, k, v, mask, segments, order, impl=impl)
-
-
-def check_order(see):
-  """UserError if a step's slots are not as `attend_range` needs them.
-
-  Only where the arrays have values: while a step is traced they have none, and
-  its result is NaN, which decode/loop.py reports.
-  """
-  ids = slot_ids(see)
-  if any(isinstance(x, jax.core.Tracer) for x in ids):
-    return
-  for row in np.argwhere(~np.asarray(_ordered(ids))[:, 0])[:, 0]:
-    position, slot = int(ids.positions[row, 0]), int(ids.slot)
-    raise errors.UserError(
-      f'row {row}: its token at position {position} is written to cache slot '
-      f'{slot}, but slot {slot - position} does not hold the first token of '
-      'its document: a document must fill consecutive slots, in order '
-      '(decode/step.py prefill lays them out so).'
-    )
-
-
-def _ordered(ids):
-  """Whether the slots of each row (B, 1) hold its document, in order."""
-  begin_B1 = jnp.maximum(ids.slot - ids.positions, 0)
-  at_begin = lambda x: jnp.take_along_axis(x, begin_B1, 1)
-  sound = at_begin(ids.slot_segments) == ids.segments
-  sound &= (ids.positions <= ids.slot) & (at_begin(ids.slot_positions) == 0)
-  return sound | (ids.segments <= 0)
-
-
-def attend_range(mask, q, k, v, *ids):
-  """One query a row over the slots of its document -> (o_B1NH, lse_B1N).
-
-  Token p of a document is p slots after its first one, so the query in `slot`
-  at position p sees slots slot - p .. slot. If the document does not begin at
-  the first of them, the slots are in another order, and the result is NaN.
-
-  Args:
-    mask: attention_op.Mask.
-    q, k, v: (B, 1, N, H), (B, S, K, H), (B, S, K, V).
-    ids: the fields of `SlotIds`.
-  """
-  ids = SlotIds(*ids)
-  begin_B1 = jnp.maximum(ids.slot - ids.positions, 0)
-  lengths_B = jnp.where(ids.segments > 0, ids.slot + 1 - begin_B1, 0)[:, 0]
-  o, lse = decode_attention.ragged(
-    q, k, v, mask, lengths_B, begins_B=begin_B1[:, 0]
-  )
-  return jnp.where(_ordered(ids)[..., None, None], o, jnp.nan), lse
+def chunk_of(config, kind) -> int:
+  """Positions of a chunk that a layer of that kind sees; 0: all."""
+  return config.attention_chunk if mixers.TABLE[kind].chunked else 0
 
 
 def mask_of(config, kind) -> attention_op.Mask:
   """The mask of a layer of that kind."""
+  window = config.window if mixers.TABLE[kind].windowed else 0
   return attention_op.Mask(
     causal=True,
-    window=config.window if mixers.TABLE[kind].windowed else 0,
+    window=window or chunk_of(config, kind),  # which a ring ends early by
     softcap=config.attention_softcap,
     scale=config.attention_scale or config.head_width**-0.5,
     block=config.attention_block,
@@ -335,24 +274,6 @@ def rotations(config, kinds, positions_BT, dtype):
         factor = 1.0
       out[letter] = rope.angles(positions_BT, f, factor, dtype)
   return jax.lax.optimization_barrier(out)
-
-
-def write(state, new, slot):
-  """Caches (B, S, K, H) with `new` (B, T, K, H) in the slots from `slot` on.
-
-  A single token is written in a loop of one iteration: XLA on CPU fuses a bare
-  update into the cache's readers, which costs three copies of it per layer.
-  """
-
-  def put(slot, caches):
-    return tuple(
-      jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), slot, 1)
-      for old, x in zip(caches, new, strict=True)
-    )
-
-  if new[0].shape[1] > 1:
-    return put(slot, state)
-  return jax.lax.fori_loop(slot, slot + 1, put, tuple(state))
 
 
 def num_kv_heads(config) -> int:

@@ -48,9 +48,9 @@ from paraxis.configs.base import errors
 from paraxis.models import aux as aux_lib
 from paraxis.models import norm
 from paraxis.models import parameter
-from paraxis.models.mixers import attention
 from paraxis.models.mixers import protocol as mixer
 from paraxis.models.mixers import rope
+from paraxis.models.mixers import slots as slots_lib
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import op as attention_op
 from paraxis.pallas_kernels.attention import xla as attention_xla
@@ -104,7 +104,7 @@ class LatentAttention(mixer.Mixer):
       o = self._attend_all(q, latent, k_rope, see)
       return self._output(o, HEADS, 'BTNP,NPD->BTD'), None, aux_lib.NOTHING
     new = self._cached(low, latent, k_rope)
-    (slots,) = state = attention.write(state, (new,), see.slot)
+    (slots,) = state = slots_lib.write(state, (new,), see.slot)
     if x_BTD.shape[1] == slots.shape[1]:  # no older tokens in the cache
       o = self._attend_slots(q, latent, k_rope, see)
     elif x_BTD.shape[1] > 1:
@@ -220,9 +220,9 @@ class LatentAttention(mixer.Mixer):
     attend = functools.partial(
       _summed if summed else _own, mask_of(self.config)
     )
-    names_in = (queries, kept, *attention.SLOT_NAMES)
+    names_in = (queries, kept, *slots_lib.NAMES)
     run = annotate.region(attend, names_in, (queries,), single=True)
-    o = run(q, slots_BSGE, *attention.slot_ids(see))[..., :each]
+    o = run(q, slots_BSGE, *slots_lib.slot_ids(see))[..., :each]
     # Sharded over heads again, with one whole latent for each head.
     o = annotate.put(o, ('batch', 'length', None, *names[2:])).swapaxes(2, 3)
     o = o.reshape(*o.shape[:3], own.rank)
@@ -305,7 +305,7 @@ def _own(mask, q_BTGNE, slots_BSGE, *ids):
   """Latent shards attend as independent kv heads. Exact if there is one."""
   b, t, g, n, e = q_BTGNE.shape
   q = q_BTGNE.reshape(b, t, g * n, e)
-  o, _ = attention.attend_range(mask, q, slots_BSGE, slots_BSGE, *ids)
+  o, _ = slots_lib.attend_range(mask, q, slots_BSGE, slots_BSGE, *ids)
   return o.reshape(q_BTGNE.shape)
 
 

@@ -38,7 +38,7 @@ def config(rules='fsdp_tensor', mesh=(), length=256, memory='', **fields):
     (dict(head_dim=3), ['model.head_dim=3 is odd']),
     (dict(d_model=24, head_dim=0, num_kv_heads=0), ['head_dim=3 is odd']),
     (dict(pattern=''), ['model.pattern is empty']),
-    (dict(pattern='FX'), ["model.pattern='FX'", "'X' is no mixer", 'F, W, N']),
+    (dict(pattern='FX'), ["model.pattern='FX'", "'X' is no mixer", 'F, W, K']),
     (dict(position='learned'), ['model.max_positions']),
     (dict(dtype='float64'), ['JAX_ENABLE_X64']),
     (dict(attention='flash9'), ['flash9']),

@@ -109,8 +109,8 @@ TABLE = [
   Mutation(
     'windows_ignored',
     'models/mixers/attention.py',
-    'window=config.window if mixers.TABLE[kind].windowed else 0',
-    'window=0',
+    'window = config.window if mixers.TABLE[kind].windowed else 0',
+    'window = 0',
     'layers with a window attend to the whole row',
     'tests/models/test_decoder.py::'
     'test_scanned_and_unrolled_equal_a_loop[WF-5]',
@@ -131,6 +131,31 @@ TABLE = [
     '(dt[..., None] * x).astype(x.dtype), 0 * self._rate(dt.dtype) * dt',
     'Mamba-2 forgets nothing',
     'tests/models/mixers/test_mamba.py::test_equals_a_loop_over_tokens',
+  ),
+  Mutation(
+    'attention_gate',
+    'models/mixers/attention.py',
+    'o = o * jax.nn.sigmoid(gate)',
+    'o = o * 1',
+    'the gate of attention is ignored',
+    'tests/models/mixers/test_attention.py::test_attention_equals_a_loop[gate]',
+  ),
+  Mutation(
+    'chunk_borders',
+    'models/mixers/slots.py',
+    'segments * every + positions // chunk',
+    'segments * every',
+    'attention within chunks is a sliding window',
+    'tests/models/mixers/test_attention.py::'
+    'test_attention_equals_a_loop[chunk]',
+  ),
+  Mutation(
+    'chunk_of_a_step',
+    'models/mixers/slots.py',
+    'before = ids.positions % chunk if chunk else ids.positions',
+    'before = ids.positions',
+    'a step of decoding sees beyond its chunk',
+    _MIXER + 'test_prefill_and_steps_are_one_pass[K]',
   ),
   Mutation(
     'delta_length',

@@ -16,14 +16,14 @@ AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
 MODELS = {
   'llama': dict(pattern='F', qk_norm='head'),
   'gpt': dict(
-    pattern='WF', window=12, norm='layernorm', mlp='gelu', position='learned',
-    max_positions=32, tied_embedding=False, attention_bias=True,
-    attention_output_bias=True, mlp_bias=True, sinks=True,
+    pattern='WK', window=12, attention_chunk=12, norm='layernorm', mlp='gelu',
+    position='learned', max_positions=32, tied_embedding=False,
+    attention_bias=True, attention_output_bias=True, mlp_bias=True, sinks=True,
   ),
   'gemma': dict(
     pattern='W', window=12, norm_placement='sandwich', norm_zero_centered=True,
     qk_norm='all', mlp='geglu', attention_softcap=20.0, logit_softcap=30.0,
-    embedding_scale=32**0.5,
+    embedding_scale=32**0.5, attention_gate=True,
   ),
 }  # fmt: skip
 REMAT: dict[str, Any] = {

@@ -149,7 +149,9 @@ def _model(full, sizes, asked):
   model, devices = full.model, math.prod(sizes.values())
   length = _size(full.data.sequence_length, 64, 2 * devices)
   heads, kv_heads = _heads(full, model, sizes, asked)
-  windowed = 0 < model.window < full.data.sequence_length
+  shorter = lambda size: (  # than a row, if it is
+    min(size, 3 * length // 8) if size < full.data.sequence_length else size
+  )
   small = dataclasses.replace(
     model,
     vocab_size=_size(model.vocab_size, 64, devices),
@@ -161,7 +163,8 @@ def _model(full, sizes, asked):
     num_kv_heads=kv_heads if model.num_kv_heads else 0,
     head_dim=_head_dim(model),
     d_ff=_size(model.d_ff, 64, devices),
-    window=min(model.window, 3 * length // 8) if windowed else model.window,
+    window=shorter(model.window),
+    attention_chunk=shorter(model.attention_chunk),
     max_positions=length if model.max_positions else 0,
     rope_short_factors=_factors(model, model.rope_short_factors),
     rope_long_factors=_factors(model, model.rope_long_factors),

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import module_cases
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.models import stack
 from paraxis.models.mixers import attention
+from paraxis.models.mixers import slots
 from paraxis.sharding import annotate
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
@@ -25,6 +27,7 @@ pytestmark = pytest.mark.usefixtures('float64')
 B, T, D, N, K, H = 2, 7, 6, 4, 2, 4
 BASE = dict(
   d_model=D, num_heads=N, num_kv_heads=K, head_dim=H, num_layers=1, window=3,
+  attention_chunk=2,
   rope_theta=50.0, attention_block=8, dtype='float64',
 )  # fmt: skip
 CASES = {
@@ -37,6 +40,9 @@ CASES = {
   'norm_all': ('F', dict(qk_norm='all', norm_epsilon=0.1)),
   'norm_all_centered': ('W', dict(qk_norm='all', norm_zero_centered=True)),
   'sinks': ('F', dict(sinks=True)),
+  'gate': ('F', dict(attention_gate=True, sinks=True)),
+  'gate_bias': ('W', dict(attention_gate=True, attention_bias=True)),
+  'chunk': ('K', dict(qk_norm='head')),
   'learned': ('F', dict(position='learned', max_positions=T)),
   'local': ('W', dict(rope_local_theta=5.0)),
 }
@@ -90,8 +96,10 @@ def reference(config, kind, w, x, segments, positions):
   scale = config.attention_scale or H**-0.5
   for t, n in np.ndindex(T, N):
     first = max(0, t - 2) if kind == 'W' else 0
+    chunk = lambda s: positions[s] // 2 if kind == 'K' else 0
     seen = [
-      s for s in range(first, t + 1) if segments[s] == segments[t] > 0
+      s for s in range(first, t + 1)
+      if segments[s] == segments[t] > 0 and chunk(s) == chunk(t)
     ]  # fmt: skip
     if not seen:
       continue
@@ -101,6 +109,9 @@ def reference(config, kind, w, x, segments, positions):
     p = np.exp(s)
     sink = np.exp(w['sinks'][n]) if config.sinks else 0
     out[t, n] = p / (p.sum() + sink) @ v[seen, n // (N // K)]
+  if config.attention_gate:
+    gate = np.einsum('td,dnh->tnh', x, w['gate']) + w.get('gate_bias', 0)
+    out = out / (1 + np.exp(-gate))
   return np.einsum('tnh,nhd->td', out, w['output']) + w.get('output_bias', 0)
 
 
@@ -115,11 +126,34 @@ def test_attention_equals_a_loop(case):
     np.testing.assert_allclose(y[b], want, rtol=1e-10, atol=1e-10)
 
 
-def test_a_missing_sink_is_seen(monkeypatch):
-  _, run, w = make('F', sinks=True)
+MISSING = {
+  'sink': (
+    'F', dict(sinks=True), attention.Attention, '_sunk', lambda self, o, lse: o
+  ),
+  'gate': ('F', dict(attention_gate=True), jax.nn, 'sigmoid', jnp.ones_like),
+  'border': ('K', {}, slots, 'chunks', lambda segments, *_: segments),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('part', MISSING)
+def test_a_missing_part_is_seen(part, monkeypatch):
+  kind, fields, *replaced = MISSING[part]
+  _, run, w = make(kind, **fields)
   wanted = run(w, X, SEE)[0]
-  monkeypatch.setattr(attention.Attention, '_sunk', lambda self, o, lse: o)
+  monkeypatch.setattr(*replaced)
   assert np.abs(run(w, X, SEE)[0] - wanted).max() > 0.01 * np.abs(wanted).max()
+
+
+def test_ids_of_chunks_are_those_of_no_other_and_fit():
+  see = module_cases.see_of(((7, 3), (1, 9)), 10)
+  ids = slots.chunks(see.segments, see.positions, 3, 10)
+  assert (np.diff(ids) >= 0).all() and (ids > 0).all()
+  assert [len(set(np.asarray(row).tolist())) for row in ids] == [4, 4]
+  assert (slots.chunks(0 * ids, see.positions, 3, 10) == 0).all()
+  n = 2**20
+  assert slots.chunks(np.int32([[n]]), np.int32([[n - 1]]), 2**10, n)[0, 0] > 0
+  with support.refused('attention_chunk=64', '1048576 documents of 16384'):
+    slots.chunks(see.segments, see.positions, 64, n)
 
 
 def test_a_missing_rotation_is_no_silent_identity():
@@ -145,7 +179,7 @@ def few(heads, kv_heads):
   `module_cases.differentiate`)."""
   config, run, values = make(
     'F', num_heads=heads, num_kv_heads=kv_heads, qk_norm='all',
-    attention_bias=True,
+    attention_bias=True, attention_gate=True,
   )  # fmt: skip
   skeleton = stack.Skeleton(lambda rngs: attention.Attention(config, rngs, 'F'))
   axes = {name: leaf.axes for name, leaf in skeleton.leaves.items()}

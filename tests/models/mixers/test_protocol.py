@@ -33,6 +33,7 @@ def fields(pattern, **more):
   """schema.Model with two layers of each kind of the pattern."""
   own = dict(
     vocab_size=V, d_model=16, num_heads=2, d_ff=16, pattern=pattern, window=6,
+    attention_chunk=6,
     num_layers=2, dtype='float64', param_dtype='float64', attention_block=8,
   )  # fmt: skip
   model = schema.Model(**own | more)
@@ -152,6 +153,23 @@ def test_prefill_in_chunks_is_one_pass(kind):
     assert farthest(x, found[1]) > 1e-4
 
 
+# What a cache, or its own rows, do not show: heads and rows on devices.
+ON_A_MESH = dict(K=dict(attention_gate=True), U={}, D={})
+
+
+@pytest.mark.parametrize('kind', ON_A_MESH)
+def test_decoding_on_a_mesh_equals_one_device(kind):
+  config = fields(kind, **ON_A_MESH[kind])
+  model = decoder.Decoder(config)
+  params = module_cases.parameters(model, 0.5)
+  rows = tokens(4), [17, 11, 0, 6], 3
+  want, _ = module_cases.decoded(model, model.unstack(params), *rows)
+  mesh = dict(tensor=2, data=2, fsdp=2)
+  found, _ = module_cases.decoded_on_mesh(mesh, config, params, *rows)
+  for a, b in zip(found[1:], want[1:], strict=True):
+    assert farthest(a, b) <= BOUND
+
+
 @pytest.mark.parametrize('kind', LETTERS)
 def test_the_state_grows_with_the_tokens_or_not_at_all(kind):
   model, _ = made(kind)
@@ -181,6 +199,7 @@ def test_kinds_are_read_from_a_pattern():
   [
     (dict(pattern='-G'), "'-' is an mlp that follows no mixer"),
     (dict(pattern='G--'), 'follows no mixer'),
+    (dict(pattern='KF'), 'has K layers but model.attention_chunk=0'),
     (dict(pattern='G-', mlp='none'), "asks for an mlp, and model.mlp='none'"),
     (dict(pattern='G', d_model=20, num_heads=4), 'which 4 heads'),
   ],

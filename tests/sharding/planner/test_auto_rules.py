@@ -246,7 +246,8 @@ def test_what_no_side_divides_is_refused():
 
 
 # Every mixer, and experts; sizes that 4 divides.
-KINDS = {letter: dict(pattern=letter) for letter in 'FWNAGMSRLVUDC'} | dict(
+KINDS = {letter: dict(pattern=letter) for letter in 'FWKNAGMSRLVUDC'} | dict(
+  gated=dict(attention_gate=True),
   few=dict(num_kv_heads=2),
   one=dict(num_kv_heads=1),
   queries=dict(pattern='A', latent=mixers.Latent(query_rank=6, rank=10)),
@@ -269,7 +270,7 @@ SPLIT = {'heads', 'kv_heads', 'mlp', 'vocab', 'experts'}
 
 def of_kind(fields):
   sizes = dict(
-    num_heads=8, num_kv_heads=4, window=5, dtype='float32',
+    num_heads=8, num_kv_heads=4, window=5, attention_chunk=5, dtype='float32',
     param_dtype='float32', mamba=mixers.Mamba(head_dim=4, state=6),
     recurrent=mixers.Recurrent(heads=4),
   )  # fmt: skip
