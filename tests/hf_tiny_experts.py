@@ -41,6 +41,12 @@ NEMOTRON = dict(
 )  # fmt: skip
 CONV = dict(num_hidden_layers=3, layer_types=['conv', 'full_attention', 'conv'])
 
+DELTA = dict(
+  linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
+  linear_value_head_dim=5, linear_conv_kernel_dim=3, num_hidden_layers=3,
+  layer_types=['linear_attention', 'full_attention', 'linear_attention'],
+)  # fmt: skip
+
 EXPERTS = {
   'mixtral': LOCAL,
   'olmoe': MOE,
@@ -158,6 +164,21 @@ EXPERTS = {
     shared_intermediate_size=16, num_hidden_layers=3, sliding_window=5,
   ),
   'minicpm3': MLA | dict(scale_emb=3, dim_model_base=8),
+  'qwen3_next': MOE
+  | DELTA
+  | dict(
+    moe_intermediate_size=12, shared_expert_intermediate_size=24,
+    decoder_sparse_step=2,
+  ),
+  'qwen3_5_text': DELTA | dict(attention_bias=True),
+  'qwen3_5_moe_text': MOE
+  | DELTA
+  | dict(moe_intermediate_size=12, shared_expert_intermediate_size=12),
+  'afmoe': MOE
+  | dict(
+    moe_intermediate_size=8, num_shared_experts=2, route_scale=1.5,
+    mup_enabled=True, num_dense_layers=1, num_hidden_layers=4, sliding_window=5,
+  ),
   'jamba': JAMBA
   | dict(
     num_hidden_layers=3, num_experts=1, attn_layer_period=3,

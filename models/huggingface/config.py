@@ -12,6 +12,7 @@ from paraxis.models.huggingface.families import known
 from paraxis.models.huggingface.families import reader as reader_lib
 from paraxis.models.huggingface.families import rows
 from paraxis.models.mixers import attention
+from paraxis.models.mixers import gated_delta
 from paraxis.models.mixers import mamba
 from paraxis.models.mixers import rg_lru
 
@@ -200,16 +201,17 @@ def canonical(model) -> dict[str, Any]:
     out['rope_local_theta'] = 0.0
   if model.position != 'learned':
     drop += ['max_positions']
-  if model.position != 'rope' or not letters & set('FWA'):
+  drop += [] if 'K' in letters else ['attention_chunk']
+  if model.position != 'rope' or not letters & set('FWKA'):
     drop += [name for name in out if name.startswith('rope_')]
     out['pattern'] = out['pattern'].replace('N', 'F')  # both do not rotate
     if model.position == 'rope':
       out['position'] = 'none'
   drop += _unread_scaling(model)
-  if not letters & set('FWN'):
+  if not letters & set('FWKN'):
     drop += ['attention_bias', 'attention_output_bias', 'qk_norm', 'head_dim']
-    drop += ['num_kv_heads', 'attention_softcap', 'sinks']
-  if not letters & set('FWNA'):
+    drop += ['num_kv_heads', 'attention_softcap', 'sinks', 'attention_gate']
+  if not letters & set('FWKNA'):
     drop += ['num_heads', 'attention_scale']
   drop += _unread_sections(model, letters, out)
   return {
@@ -234,7 +236,12 @@ def _unread_scaling(model):
 def _unread_sections(model, letters, out):
   """Sections of mixers that the model has not."""
   sections = dict(
-    G='gated_linear', C='tcn', A='latent', V='short_conv', U='rg_lru'
+    G='gated_linear',
+    C='tcn',
+    A='latent',
+    V='short_conv',
+    U='rg_lru',
+    D='gated_delta',
   )
   drop = [s for letter, s in sections.items() if letter not in letters]
   drop += [] if letters & set('MS') else ['mamba']
@@ -252,6 +259,12 @@ def _unread_sections(model, letters, out):
   if 'U' in letters:
     heads, width = rg_lru.sizes(model)
     out['rg_lru.heads'], out['rg_lru.width'] = heads, heads * width
+  if 'D' in letters:
+    found = gated_delta.sizes(model)
+    for name, size in zip(
+      ('heads', 'value_heads', 'key_dim', 'value_dim'), found, strict=True
+    ):
+      out[f'gated_delta.{name}'] = size
   inner = 'S' in letters and model.mamba.inner_norm
   names += [] if inner else ['mamba.inner_norm_scale', 'mamba.norm_epsilon']
   for section in ('mamba', 'latent'):

@@ -48,6 +48,22 @@ def _codegen(what, d, n, k, h):
   )
 
 
+def gated(what, names, at, sizes):
+  """(tensor, cuts) of the queries, or of the gate of attention's output.
+
+  Both in one matrix, head by head, unless the gate has a name.
+  """
+  d, n, h = sizes
+  if 'attention_gate' in names:
+    own = names['attention_gate'] if what == 'gate' else names['query']
+    return f'{at}.{own}', (None, None)
+  index = _ALL, ('query', 'gate').index(what)
+  return f'{at}.{names["query"]}', (
+    transforms.Cut((2 * n * h, d), (n, 2, h, d), index),
+    transforms.Cut((2 * n * h,), (n, 2, h), index),
+  )
+
+
 KINDS = {
   'codegen': _codegen,
   'stacked': _stacked,

@@ -107,21 +107,25 @@ def attention(model, at, names):
   d, n, h = model.d_model, model.num_heads, model.head_width
   k = attention_lib.num_kv_heads(model)
   out = []
-  for what, heads in (('query', n), ('key', k), ('value', k)):
+  parts = [('query', n), ('key', k), ('value', k)]
+  parts += [('gate', n)] if model.attention_gate else []
+  for what, heads in parts:
     name, cuts = f'{at}.{names.get(what, "")}', (None, None)
+    if model.attention_gate and what in ('query', 'gate'):
+      name, cuts = joined.gated(what, names, at, (d, n, h))
     if 'qkv' in names:
       name = f'{at}.{names["qkv"]}'
       cuts = joined.KINDS[names.get('qkv_order', 'stacked')](what, d, n, k, h)
     change = _linear(names, (d, heads, h))
     bias = transforms.kept((heads, h), (heads * h,))
-    if names.get('neighbours') and what != 'value':
+    if names.get('neighbours') and what in ('query', 'key'):
       pairs = transforms.halves(0, mixers.rotated(model))
       change = transforms.chain(change, pairs)
       bias = transforms.chain(bias, pairs)
     out.append(row(what, f'{name}.weight', change, cuts[0]))
     if model.attention_bias:
       out.append(row(f'{what}_bias', f'{name}.bias', bias, cuts[1]))
-    if model.qk_norm != 'none' and what != 'value':
+    if model.qk_norm != 'none' and what in ('query', 'key'):
       shape = (heads, h) if model.qk_norm == 'all' else (h,)
       keep = transforms.kept(shape, names.get('qk_norm_shape', (-1,)))
       name = f'{at}.{names[f"{what}_norm"]}'
@@ -381,4 +385,5 @@ MIXERS = {
   'mamba2': mamba2,
   'short_conv': short_conv,
   'rg_lru': recurrent_parts.rg_lru,
+  'gated_delta': recurrent_parts.gated_delta,
 }

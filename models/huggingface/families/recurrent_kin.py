@@ -3,7 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 
+from paraxis.models.huggingface.families import dense
 from paraxis.models.huggingface.families import dense_kin
+from paraxis.models.huggingface.families import expert
+from paraxis.models.huggingface.families import expert_kin
 from paraxis.models.huggingface.families import kin
 from paraxis.models.huggingface.families import rows
 from paraxis.models.huggingface.families.kin import family
@@ -83,6 +86,65 @@ RECURRENT_GEMMA = (
     'norm_zero_centered': True, 'mlp_bias': True, 'attention_output_bias': True,
   }),
 )  # fmt: skip
+DELTA_WORDS = {'D': 'linear_attention', 'F': 'full_attention'}
+
+
+def _delta_layers(config):
+  every = config('full_attention_interval', 4)
+  return ''.join(
+    'D' if (i + 1) % every else 'F' for i in range(config('num_hidden_layers'))
+  )
+
+
+QWEN_DELTA = (
+  *kin.llama(), dense.BIAS, dense_kin.fraction(0.25),
+  kin.layers(_delta_layers, DELTA_WORDS, ''),
+  Same('linear_conv_kernel_dim', 'gated_delta.conv_width', 4),
+  Same('linear_num_key_heads', 'gated_delta.heads', 16),
+  Same('linear_num_value_heads', 'gated_delta.value_heads', 32),
+  Same('linear_key_head_dim', 'gated_delta.key_dim', 128),
+  Same('linear_value_head_dim', 'gated_delta.value_dim', 128),
+  Fixed('hidden_act', 'silu'),
+  Ours({
+    'qk_norm': 'head', 'norm_zero_centered': True, 'attention_gate': True,
+  }),
+)  # fmt: skip
+DELTA_NAMES = dict(gated_delta='linear_attn')
+EXPERTS = expert_kin.QWEN_NAMES | DELTA_NAMES
+SILENT = ('full_attention_interval',)  # where there are layer_types
+# Positions of a text are the same in all three parts.
+MROPE = ('mrope_section', 'mrope_interleaved', *SILENT)
+AFMOE = (
+  *kin.llama(epsilon=1e-5), expert.BIASED, dense.SANDWICH,
+  dense.NO_BIAS, Same('num_experts_per_tok', 'experts.top_k', 6),
+  Same('num_experts', 'experts.count', 64),
+  Same('moe_intermediate_size', 'experts.d_ff', 1408),
+  Same('num_shared_experts', 'experts.shared', 2),
+  Same('route_scale', 'experts.scale', 1.0),
+  expert.places(
+    kin.leading('num_dense_layers', 1),
+    lambda letters: {
+      'num_dense_layers': len(letters) - len(letters.lstrip('D'))
+    },
+  ),
+  kin.layers(
+    lambda config: ''.join(
+      'W' if (i + 1) % config('global_attn_every_n_layers', 4) else 'N'
+      for i in range(config('num_hidden_layers'))
+    ),
+    dense_kin.NOPE,
+  ),
+  Computed(
+    lambda config: {
+      'embedding_scale': config('hidden_size') ** 0.5
+      if config('mup_enabled', False) else 1.0
+    },
+    lambda model: {'mup_enabled': model.embedding_scale != 1},
+  ),
+  Ours({
+    'qk_norm': 'head', 'attention_gate': True, 'experts.normalise': True,
+  }),
+)  # fmt: skip
 FAMILIES = {
   'recurrent_gemma': family(
     'RecurrentGemmaForCausalLM', RECURRENT_GEMMA,
@@ -90,5 +152,25 @@ FAMILIES = {
     norm='model.final_norm', attention='temporal_block',
     rg_lru='temporal_block', mixer_norm='temporal_pre_norm',
     mlp_norm='channel_pre_norm', mlp='mlp_block',
+  ),
+  'qwen3_next': family(
+    'Qwen3NextForCausalLM', QWEN_DELTA, expert.QWEN,
+    Same('norm_topk_prob', 'experts.normalise', True), expert.QWEN_PLACES,
+    expert.SHARED, silent=SILENT, **EXPERTS,
+  ),
+  'qwen3_5_text': family(
+    'Qwen3_5ForCausalLM', QWEN_DELTA, silent=MROPE, delta_apart=True,
+    **DELTA_NAMES,
+  ),
+  'qwen3_5_moe_text': family(
+    'Qwen3_5MoeForCausalLM', expert.no_mlp(QWEN_DELTA), expert.QWEN,
+    expert.SHARED, Ours({'experts.normalise': True}), silent=MROPE,
+    delta_apart=True, **EXPERTS,
+  ),
+  'afmoe': family(
+    'AfmoeForCausalLM', AFMOE, silent=('global_attn_every_n_layers',),
+    mlp_norm='pre_mlp_layernorm', mlp_post_norm='post_mlp_layernorm',
+    attention_gate='gate_proj',
+    **kin.EXPERT_NAMES | dict(router='router.gate', router_bias='expert_bias'),
   ),
 }  # fmt: skip

@@ -81,6 +81,8 @@ def test_quantised_weights_are_refused(name):
     ('gpt_oss', dict(window=6)),
     ('hunyuan_v1_moe', dict(qk_norm='head')),
     ('recurrent_gemma', dict(embedding_scale=24**0.5)),
+    ('qwen3_next', dict(rope_fraction=0.5)),
+    ('afmoe', dict(embedding_scale=1.0)),
   ],
 )
 def test_a_wrong_field_is_seen(name, change):
@@ -119,7 +121,7 @@ def test_another_rotation_is_seen(monkeypatch):
   'name',
   [
     'deepseek_v3', 'gemma2', 'gpt_oss', 'jamba', 'lfm2', 'mamba2',
-    'recurrent_gemma',
+    'recurrent_gemma', 'qwen3_next',
   ],
 )  # fmt: skip
 def test_a_step_of_decoding_is_golden(name):

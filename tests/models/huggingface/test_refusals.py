@@ -29,6 +29,9 @@ REFUSED = [
     dict(embeddings_scale_by_sqrt_dim=False),
     'embeddings_scale_by_sqrt_dim',
   ),
+  ('qwen3_next', dict(hidden_act='gelu'), 'hidden_act'),
+  ('qwen3_5_text', dict(layer_types=['mamba']), 'layer_types'),
+  ('afmoe', dict(attention_bias=True), 'attention_bias'),
   ('phimoe', dict(), 'model_type'),
   ('longcat_flash', dict(), 'model_type'),
 ]
