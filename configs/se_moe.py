@@ -1,8 +1,10 @@
 """SE-MoE: exchanges axis by axis, devices assigned to tasks by load
 
 paper: arXiv:2205.10034
-mechanism: sharding/experts/dispatch.py, sharding/tensor/lookup.py
-test: tests/train/claims/experts/test_layer.py
+mechanism: sharding/experts/dispatch.py, sharding/tensor/lookup.py,
+  sharding/planner/task_devices.py
+test: tests/train/claims/experts/test_layer.py,
+  tests/sharding/planner/test_task_devices.py
 run: paraxis reproduce se_moe
 cost: 20 CPU-seconds
 expect: EQ 3e-15, and the same bits as a single exchange; HLO bytes of each axis

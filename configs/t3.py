@@ -1,8 +1,9 @@
 """T3: products overlapped with the collective that they feed
 
 paper: arXiv:2401.16677
-mechanism: sharding/tensor/rings.py, train/claims/layouts/overlap.py
+mechanism: sharding/tensor/rings.py, sharding/planner/overlap.py
 test: tests/sharding/tensor/test_rings.py,
+  tests/sharding/planner/test_overlap.py,
   tests/train/claims/layouts/test_tensor.py,
   tests/train/claims/layouts/test_overlap.py
 run: paraxis reproduce t3
@@ -13,6 +14,7 @@ expect: EQ 1e-15 for the rings and 1e-14 for a model whose projections are all
   (max 1.48) for the paper's 1.30 (1.47); direction only, for the largest are
   not the paper's: 1.30 (1.41) at 32 shards for 1.29 (1.35), and 0.21 of memory
   traffic saved (max 0.24) for 0.22 (0.36). AOT needs libtpu.
+partial: the model of what overlap gains is in claims only; the rings train.
 differs: T3 is hardware: it tracks stores, adds in memory, triggers the copy of
   a finished chunk. Here the product is cut into one piece per shard, in the
   order in which T3 staggers them, and the compiler overlaps; nothing adds in

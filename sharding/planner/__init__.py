@@ -1,8 +1,10 @@
 """Cost of a schedule or a layout before it is built.
 
 From outside: simulate.py (time of a pipeline schedule), auto_rules.py and
-program_axes.py (mesh.rules=auto). conversions.py and signatures.py are used by
-claims only: training uses sharding/annotate.py and sharding/rules.py instead.
+program_axes.py (mesh.rules=auto). Used by claims only are conversions.py and
+signatures.py (training uses sharding/annotate.py and sharding/rules.py
+instead), overlap.py (what overlapping a product with its collective gains) and
+task_devices.py (devices by the load of tasks).
 
 Read first: simulate.py.
 """

@@ -6,20 +6,21 @@ computed where their tokens are, which here is everywhere alike:
 
     busiest = max_i (sum of its cold experts' tokens + hot tokens / r) / mean
 
-A task with several devices (SE-MoE, arXiv:2205.10034) does load / devices, and
-the step takes as long as the slowest. No time is claimed: work is counted.
+A step of tasks with several devices each (SE-MoE, arXiv:2205.10034) takes as
+long as the slowest (sharding/planner/task_devices.py). No time is claimed: work
+is counted.
 
 Legend: E experts, r ranks, L layers, S steps.
 """
 
 import itertools
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from paraxis.sharding.experts import dispatch as expert
+from paraxis.sharding.planner import task_devices
 from paraxis.train.certify import trial
 from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
@@ -214,25 +215,15 @@ def _stragglers(loads, ranks, hots):
   return found, oracle
 
 
-def share_devices(loads, devices):
-  """Devices of each task, one at least, so that the slowest is fastest.
-
-  The next device goes to the task that is slowest: that minimises
-  max load / devices. ValueError if there are fewer devices than tasks.
-  """
-  if devices < len(loads):
-    raise ValueError(f'{devices} devices for {len(loads)} tasks')
-  out = [1] * len(loads)
-  for _ in range(devices - len(loads)):
-    slowest = max(range(len(loads)), key=lambda i: loads[i] / out[i])
-    out[slowest] += 1
-  return out
-
-
 def evenly():
   """Knock-out: as many devices for each task, whatever its load."""
   share = lambda loads, devices: [devices // len(loads)] * len(loads)
-  return knockouts.patched(sys.modules[__name__], 'share_devices', share)
+  return knockouts.patched(task_devices, 'share', share)
+
+
+def _slowest(loads, devices):
+  """Work of a device of the task that has most of it."""
+  return max(a / b for a, b in zip(loads, devices, strict=True))
 
 
 def elastic_tasks(run, *, cases, draws):
@@ -246,9 +237,9 @@ def elastic_tasks(run, *, cases, draws):
   shares, ratios, right = [], [], True
   for case in cases:
     loads, n = case['loads'], case['devices']
-    ours = share_devices(loads, n)
+    ours = task_devices.share(loads, n)
     even = max(loads) / (n / len(loads))
-    ratio = even / max(a / b for a, b in zip(loads, ours, strict=True))
+    ratio = even / _slowest(loads, ours)
     right &= ours == case['shares'] and abs(ratio - case['times']) < 0.005
     ratios.append(f'{ratio:.2f} x')
     shares.append(f'loads {loads} on {n}: {ours}, {ratios[-1]}')
@@ -256,10 +247,9 @@ def elastic_tasks(run, *, cases, draws):
   for _ in range(draws):
     tasks = int(rng.integers(2, 5))
     loads, n = rng.integers(1, 100, tasks).tolist(), int(rng.integers(4, 11))
-    slowest = lambda way: max(a / b for a, b in zip(loads, way, strict=True))  # noqa: B023
     ways = itertools.product(range(1, n + 1), repeat=tasks)
-    least = min(slowest(way) for way in ways if sum(way) == n)
-    best += slowest(share_devices(loads, n)) == least
+    least = min(_slowest(loads, way) for way in ways if sum(way) == n)
+    best += _slowest(loads, task_devices.share(loads, n)) == least
   return claims.Outcome(
     '; '.join(f'{c["times"]:.2f} x' for c in cases) + f', best in {draws}',
     f'{"; ".join(ratios)}, best in {best}',
