@@ -2,7 +2,8 @@
 
 paper: arXiv:2312.05605
 mechanism: models/mixers/tcn.py, models/mixers/recurrence.py,
-  pallas_kernels/scans/causal_conv.py
+  pallas_kernels/scans/causal_conv.py, train/claims/tasks.py,
+  train/claims/scans/recall.py
 test: tests/models/mixers/test_tcn.py, tests/train/claims/scans/test_tcn.py
 run: paraxis reproduce tcnca
 cost: 860 CPU-seconds

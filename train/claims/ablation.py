@@ -7,8 +7,8 @@
 
 A training of a variant and a seed lies in a folder of its own, RESULTS/
 VARIANT-SEED, and resumes where it stopped. `training.json` in it holds its key:
-the fields of its config, the files that the config's header names as the
-mechanism, the model, the step, the loss and the optimizer, the text, versions.
+the fields of its config, the files that a training runs (sources.py) and those
+that the config's header names as the mechanism, the text, versions.
 A training of another key is refused; a finished one is not trained again.
 
 The verdict is about gains, seed by seed: how much better one variant is than
@@ -38,28 +38,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paraxis.configs import schema
-from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.configs.base import mixers
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import sources
 from paraxis.train.data import corpus
 from paraxis.train.data import files
 
 RECORD = 'training.json'
 LIMIT = 1800  # CPU-seconds of a training, beyond which it shows a direction
 ERRORS = 2  # standard errors at which a difference counts
-# What a training depends on besides its config and the header's mechanism.
-FILES = ('models', 'train/step.py', 'train/loss.py', 'train/optimizers.py')
-VERSIONS = ('jax', 'jaxlib', 'paraxis')
+VERSIONS = ('jax', 'jaxlib', 'optax', 'paraxis')
 # No number depends on them; of data.path its text counts, wherever it lies.
 FREE = (
   'checkpoint.', 'data.cache_dir', 'data.path', 'data.prefetch',
   'train.tensorboard', 'train.wandb',
 )  # fmt: skip
 SHOWN = 4  # differences that a refusal names
-ROOT = command_line.FOLDER.parent
 
 
 @functools.lru_cache(maxsize=8)
@@ -69,22 +67,19 @@ def _text(path: str) -> str:
   return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
-def _sources(names) -> dict:
-  """{file: sha256} of Python files, and of all in folders, below the root."""
-  found = {}
-  for name in names:
-    path = ROOT / name
-    for file in sorted(path.rglob('*.py')) if path.is_dir() else [path]:
-      if file.is_file():
-        found[file.relative_to(ROOT).as_posix()] = files.sha256(file)
-  return found
+def _own(pattern: str) -> dict:
+  """{file of a user's mixer in a pattern: sha256 of what it does}."""
+  letters, _ = mixers.of_pattern(pattern)
+  own = (mixers.OWN[letter] for letter in letters if letter in mixers.OWN)
+  return {origin.file: origin.sha256 for origin in own}
 
 
 def key(config: schema.Config, mechanism=(), task=None) -> dict:
   """What the numbers of a training depend on: {part: {name: value}}.
 
   Args:
-    mechanism: files and folders of the repository, besides `FILES`.
+    mechanism: files and folders of the repository, besides those that
+      `sources.executed` finds.
     task: {name: JSON data} that the config does not say.
   """
   parts = {
@@ -96,7 +91,8 @@ def key(config: schema.Config, mechanism=(), task=None) -> dict:
     },
     'file': {
       'the text of data.path': _text(config.data.path),
-      **_sources((*FILES, *mechanism)),
+      **sources.hashes((*sources.executed(), *mechanism)),
+      **_own(config.model.pattern),
     },
     'version': {name: importlib.metadata.version(name) for name in VERSIONS},
   }

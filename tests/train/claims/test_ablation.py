@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from paraxis.configs.base import errors
+from paraxis.configs.base import mixers
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.claims import ablation
@@ -131,7 +132,7 @@ class Learner:
 @pytest.fixture
 def run(tiny, tmp_path):
   run = claims.Run(tiny.config(), tmp_path / 'run', say=lambda line: None)
-  run.mechanism = ('models/norm.py', 'sharding/mesh.py')
+  run.mechanism = ('models/norm.py', 'train/claims/budget.py')
   return run
 
 
@@ -175,9 +176,17 @@ def _other_file(run, patch):
   return {}, 'models/norm.py changed'
 
 
+def _other_kernel(run, patch):
+  """What no header names, and every training runs."""
+  real = ablation.files.sha256
+  changed = lambda path: real(path) + ('x' if path.name == 'xla.py' else '')
+  patch.setattr(ablation.files, 'sha256', changed)
+  return {}, 'pallas_kernels/attention/xla.py changed'
+
+
 def _other_mechanism(run, patch):
-  run.mechanism = ('models/norm.py', 'sharding/annotate.py')
-  return {}, 'sharding/annotate.py is new, sharding/mesh.py is gone'
+  run.mechanism = ('models/norm.py', 'train/claims/tasks.py')
+  return {}, 'train/claims/budget.py is gone, train/claims/tasks.py is new'
 
 
 def _other_version(run, patch):
@@ -194,7 +203,14 @@ def _other_text(run, patch):
 
 @pytest.mark.parametrize(
   'change',
-  [_other_config, _other_file, _other_mechanism, _other_version, _other_text],
+  [
+    _other_config,
+    _other_file,
+    _other_kernel,
+    _other_mechanism,
+    _other_version,
+    _other_text,
+  ],
 )
 def test_a_result_of_another_key_is_refused(run, monkeypatch, change):
   learn = Learner()
@@ -253,6 +269,25 @@ def test_a_training_that_was_stopped_goes_on(run):
   assert learn.seen[0] == ('the_old-0', 5) and (path / 'checkpoint').exists()
   after = json.loads((path / ablation.RECORD).read_text())
   assert after['finished'] and after['cpu_seconds'] > before['cpu_seconds']
+
+
+def test_files_that_no_training_runs_change_no_key(run, monkeypatch):
+  learn, real = Learner(), ablation.files.sha256
+  _train(run, learn, seeds=[0])
+  off = 'huggingface', 'bench', 'certify', 'plot', 'meter', 'decode'
+  changed = lambda path: real(path) + ('x' if {*off} & {*path.parts} else '')
+  monkeypatch.setattr(ablation.files, 'sha256', changed)
+  _train(run, learn, seeds=[0])
+  assert len(learn.seen) == 2
+
+
+def test_a_mixer_of_ones_own_is_part_of_the_key(run, monkeypatch):
+  origin = mixers.Origin('/there/mine.py', 'abc')
+  monkeypatch.setitem(mixers.OWN, 'F', origin)
+  assert ablation.key(run.config)['file']['/there/mine.py'] == 'abc'
+  monkeypatch.delitem(mixers.OWN, 'F')
+  monkeypatch.setitem(mixers.OWN, 'Q', origin)
+  assert '/there/mine.py' not in ablation.key(run.config)['file']
 
 
 def test_what_is_measured_is_kept_until_its_file_changes(run, monkeypatch):
