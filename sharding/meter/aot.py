@@ -123,6 +123,10 @@ def trace_on(topology: Topology, function, *shapes) -> jax.stages.Traced:
     return jax.jit(function).trace(*placed)
 
 
+class TooLargeError(errors.UserError):
+  """A program does not fit into the memory of a chip."""
+
+
 def compile_for(topology, name, traced):
   """Compiles a traced program (`jax.jit(f).trace(*shapes)`).
 
@@ -132,7 +136,7 @@ def compile_for(topology, name, traced):
     traced: jax.stages.Traced.
 
   Raises:
-    UserError: it does not fit on the chip; names the array and the sizes.
+    TooLargeError: it does not fit on the chip; names the array and the sizes.
   """
   try:
     with topology.context(), uncached():
@@ -141,7 +145,7 @@ def compile_for(topology, name, traced):
     if 'RESOURCE_EXHAUSTED' not in str(e):
       raise
     text = out_of_memory(str(e), traced.jaxpr)
-    raise errors.UserError(f'{name} on {topology.name}: {text}') from e
+    raise TooLargeError(f'{name} on {topology.name}: {text}') from e
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from paraxis.configs import schema
-from paraxis.configs.base import errors
 from paraxis.sharding.meter import aot
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
@@ -62,7 +61,7 @@ def needed(config, topology):
       traced = jax.jit(grads).trace(job.built.params, job.batch_shapes())
       try:
         memory = aot.memory(aot.compile_for(topology, 'gradient', traced))
-      except errors.UserError:
+      except aot.TooLargeError:
         return math.inf
   optimizer = 2 * target_compile.device_bytes(job.built.params)
   return memory.peak + memory.code + optimizer

@@ -15,6 +15,7 @@ import numpy as np
 
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import hlo
+from paraxis.train.certify import check
 from paraxis.train.certify import target_compile
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
@@ -136,10 +137,16 @@ def compiled_fits(run, *, mesh, topology, cases, fits):
     cases: {name: {'section.field': value}}.
     fits: {name: whether a chip holds it}.
   """
-  found, memory = {}, []
+  found, memory, count = {}, [], 0
   for name, changes in cases.items():
     config = experiment.fields(run.config, changes)
-    report = target_compile.compile_config(config, mesh, topology)
+    count = check.parameters(config)
+    try:
+      report = target_compile.compile_config(config, mesh, topology)
+    except aot.TooLargeError as e:
+      found[name] = False
+      memory.append(f'{name}: {e}')
+      continue
     found[name] = bool(report.fits)
     sent = hlo.by_axis(
       [c for p in report.programs.values() for c in p.collectives]
@@ -158,7 +165,6 @@ def compiled_fits(run, *, mesh, topology, cases, fits):
   return claims.Outcome(
     answers(fits),
     answers(found),
-    f'{topology}, {mesh}, {report.parameters / 1e9:.0f}B parameters; '
-    + '; '.join(memory),
+    f'{topology}, {mesh}, {count / 1e9:.0f}B parameters; ' + '; '.join(memory),
     found == fits,
   )

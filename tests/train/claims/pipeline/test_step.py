@@ -3,7 +3,10 @@
 import types
 
 import claim_cases
+import pytest
 
+from paraxis.configs.base import errors
+from paraxis.sharding.meter import aot
 from paraxis.train.certify import target_compile
 from paraxis.train.claims.pipeline import step as claims_pipeline_step
 
@@ -45,13 +48,15 @@ def test_messages(monkeypatch):
 def test_compiled_fits(monkeypatch):
   def report(config, mesh, topology):
     assert (mesh, topology) == ('stage=2', 'v5p:2x2x1')
+    if config.mesh.zero > 1:
+      kind = aot.TooLargeError if config.mesh.zero == 2 else errors.UserError
+      raise kind('99 GiB of 95')
     return types.SimpleNamespace(
       fits=config.mesh.zero == 1,
       worst='gradient',
       peak=lambda name: 3 * 2**30,
       classes=lambda name: dict(parameters=2**30),
       topology=types.SimpleNamespace(hbm=95 * 2**30),
-      parameters=2e9,
       programs={},
     )
 
@@ -63,3 +68,8 @@ def test_compiled_fits(monkeypatch):
   right = check(ZeRO1=True, ZeRO0=False)
   assert right.passed and 'ZeRO1: 3.0 GiB of 95' in right.caveat
   assert not check(ZeRO0=True).passed
+  wrong = check(ZeRO1=True, ZeRO2=True)
+  assert not wrong.passed and wrong.measured == 'ZeRO1 yes, ZeRO2 no'
+  assert check(ZeRO2=False).passed and '99 GiB of 95' in wrong.caveat
+  with pytest.raises(errors.UserError):  # nothing is known of its size
+    check(ZeRO3=False)
