@@ -127,14 +127,23 @@ def claims():
 
 
 def knockouts():
-  """No mlp beside the experts; one exchange over all axes; a second expert."""
+  """No mlp beside the experts, no pyramid, no capacity, a second expert; one
+  exchange over all axes, or in the wrong order."""
+  from paraxis.train.claims.experts import layer
   from paraxis.train.claims.experts import messages
 
   alone = {'model.experts.residual': False}
   two = VARIANTS['residual'] | {'model.experts.top_k': 2}
   both = {'variants': {'residual': two, 'top-2': VARIANTS['top-2']}}
+  even = {
+    name: case | {'experts': case['experts'] | {'pattern': 'DE'}}
+    for name, case in COUNTED.items()
+  }
   return [
     ('experts_alone', 'an mlp beside the experts', alone),
+    ('axis_order', 'axis by axis equals at once', layer.wrong_order),
+    ('capacity', 'what finds no slot is counted', layer.no_capacity),
+    ('pyramids', 'parameters of the shapes', {'cases': even}),
     ('at_once', 'bytes axis by axis', messages.at_once),
     ('second_expert', 'bytes of residual over top-2', both),
   ]

@@ -76,10 +76,18 @@ def claims():
 
 
 def knockouts():
-  """Tiles without a mask, parts without their lse."""
+  """Tiles apart or without a mask, parts without their lse, no pieces."""
+  from paraxis.train.claims.attention import kernels
   from paraxis.train.claims.attention import parts
+  from paraxis.train.claims.layouts import tensor
 
+  one = {'topologies': ['v5e:1x1'], 'lengths': [4096]}
   return [
+    ('merged_tiles', 'tiles of any size, XLA', kernels.blocks_apart),
+    ('no_mask_tpu', 'tiles of any size, TPU', parts.no_mask),
     ('no_mask', 'tiles of the mask', parts.no_mask),
+    ('dense_on_tpu', 'no T x T in a TPU program', kernels.dense, one),
     ('no_lse', 'keys on the host, merged by lse', parts.mean_of_parts),
+    ('ring_order', 'projection in pieces equals whole', tensor.wrong_way),
+    ('pieces', 'messages of the pieces', tensor.collectives_apart),
   ]

@@ -85,10 +85,18 @@ def claims():
 
 
 def knockouts():
-  """Scores all at once; blocks that a mask hides are computed, too."""
+  """Scores all at once; no blocks merged; hidden blocks computed, too."""
   from paraxis.train.claims.attention import kernels
 
+  apart, dense = kernels.blocks_apart, kernels.dense
+  one = {'topologies': ['v5e:1x1'], 'lengths': [4096]}
+  short = {'lengths': [1024], 'rounds': 3}
   return [
-    ('dense', 'temporaries, a doubling of T', kernels.dense),
+    ('merged_blocks', 'XLA form equals dense', apart),
+    ('merged_blocks_tpu', 'TPU kernel equals dense', apart),
+    ('merged_blocks_gpu', 'GPU kernel equals dense', apart),
+    ('dense', 'temporaries, a doubling of T', dense),
     ('every_block', 'blocks that are visited', kernels.every_block),
+    ('dense_on_tpu', 'no T x T in a TPU program', dense, one),
+    ('dense_in_time', 'dense over blocks, with gradients', dense, short),
   ]

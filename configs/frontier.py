@@ -125,14 +125,30 @@ def claims():
 
 
 def knockouts():
-  """Tensor over hosts; no ZeRO; the same microbatches on more stages."""
+  """Tensor over hosts, or not over layers; no ZeRO, or one that sums gradients
+  in each microbatch; rows, parameters and microbatches that do not change."""
   from paraxis.train.claims.layouts import memory
+  from paraxis.train.claims.pipeline import schedules
 
-  none, fixed = {'mesh.zero': 0}, [[p, 128] for p in STAGES]
+  fixed = [[p, 128] for p in STAGES]
+  flat = [layout | mesh(stage=1, data=CHIPS // 8) for layout in STAGED]
   spans = 'hosts that a tensor group spans'
   more = 'time, more stages, 4 microbatches each'
+  layers = {'mesh.rules': 'fsdp_tensor heads= kv_heads= mlp='}
+  layers['mesh.collectives'] = 'annotated'  # the others refuse such rules
+  parameters = {'mesh.rules': 'fsdp_tensor embed='}
+  rows = [train(microbatches=n, batch_size=256 * n) for n in (2, 1)]
+  summed = on(8) | mesh(zero=2) | train(batch_size=64, microbatches=1)
   return [
+    ('tensor_in_layers', 'tensor 2 to 4, 8, 16', layers),
+    ('more_rows', 'rows of a microbatch 4 to 8, 16', {'steps': rows}),
+    ('sums_at_the_end', 'accumulation 1 to 4, 16', {'base': summed}),
+    ('gathers', 'accumulation 1 to 4, 16, on fsdp', parameters),
+    ('tensor', 'what fits without a pipeline', layers),
+    ('stages', 'what fits on 8, 32, 64 stages', {'layouts': flat}),
+    ('one_stage', 'time, more stages', schedules.one_stage),
+    ('splitting', 'time, more microbatches', schedules.one_microbatch),
     ('tensor_outermost', spans, memory.tensor_outermost),
-    ('no_zero', 'ZeRO 0 to 1, 2, 3', {'steps': [none] * 3}),
+    ('no_zero', 'ZeRO 0 to 1, 2, 3', memory.zero_off),
     ('fixed_microbatches', more, {'cases': fixed}),
   ]

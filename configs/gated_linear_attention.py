@@ -70,6 +70,18 @@ def claims():
 
 
 def knockouts():
-  """No gate: a state keeps all that is written, as in linear attention."""
+  """No gate: a state keeps all that is written, as in linear attention; no
+  chunks, or none that knows what came before; all states to all devices."""
+  from paraxis.train.claims.scans import sharded
+
   none = {'model.gated_linear.gate_normaliser': 1e12}
-  return [('no_gate', 'gates say what a state keeps', none)]
+  cost, short = (
+    'loop over chunks, with gradients',
+    dict(lengths=[4096], rounds=3),
+  )
+  return [
+    ('no_gate', 'gates say what a state keeps', none),
+    ('states_between_chunks', 'chunks equal the loop', sharded.chunks_apart),
+    ('doubling', 'states cross devices, bytes', sharded.gathered_maps),
+    ('chunks', cost, sharded.no_chunks, short),
+  ]

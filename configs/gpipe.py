@@ -81,11 +81,15 @@ def claims():
 def knockouts():
   """A batch that is not split, 1F1B in GPipe's place, memory without remat."""
   from paraxis.train.claims.pipeline import schedules
+  from paraxis.train.claims.pipeline import step
 
-  split = schedules.one_microbatch
+  split, grows = schedules.one_microbatch, 'memory for each microbatch more'
   return [
     ('microbatches', 'share of the time at M = 4 K', split),
     ('splitting', 'bubble over ideal time', split),
+    ('splitting_in_lock_step', 'the same in lock step', split),
+    ('forwards_first', grows, schedules.plain_1f1b),
+    ('recomputing', 'recomputing over storing', step.stored),
     (
       'all_forwards_first',
       'inputs of stages held at once',

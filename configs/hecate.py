@@ -67,13 +67,15 @@ def claims():
 
 
 def knockouts():
-  """The experts with the fewest tokens are gathered, or none."""
+  """The experts with the fewest tokens are gathered, or none, or all."""
   from paraxis.train.claims.experts import loads
+  from paraxis.train.claims.experts import messages
 
   names = 'any hot experts, one program', 'busiest rank, Zipf loads'
   trained = 'busiest rank, loads of a training'
   return [
     ('coldest_gathered', names[0], loads.coldest),
+    ('few_gathered', 'bytes by hot experts', messages.all_gathered),
     ('coldest', names[1], loads.coldest),
     ('none_hot', trained, {'hots': [0, 0], 'seeds': [0]}),
   ]

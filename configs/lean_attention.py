@@ -77,10 +77,17 @@ def claims():
 
 
 def knockouts():
-  """An even division that cuts no row."""
+  """An even division that cuts no row; parts without their lse; no kernel."""
   from paraxis.train.claims.attention import decode
+  from paraxis.train.claims.attention import parts
 
+  whole, one = decode.whole_rows, {'topologies': ['v5e:1x1']}
+  prefix = 'a prefix read once for all rows'
   return [
-    ('rows_whole', 'makespan of a task a row', decode.whole_rows),
-    ('shares_whole', 'tiles of the busiest less the idlest', decode.whole_rows),
+    ('lse_of_pieces', 'pieces of any division, merged', decode.equal_weights),
+    ('lse_of_a_prefix', prefix, parts.mean_of_parts),
+    ('shares_whole', 'tiles of the busiest less the idlest', whole),
+    ('rows_whole', 'makespan of a task a row', whole),
+    ('rows_whole_fixed', 'makespan of a fixed split', whole),
+    ('kernel', 'a cache is read in place on TPUs', decode.no_kernel, one),
   ]

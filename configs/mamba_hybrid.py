@@ -124,16 +124,20 @@ def claims():
 
 
 def knockouts():
-  """No decay; attention in every layer or none; a training of one step."""
+  """No decay; states that documents share; attention in every layer, or that
+  sees its own token alone; a training of one step."""
   from paraxis.train.claims.scans import decays
+  from paraxis.train.claims.scans import hybrid
 
   attends = {'models': MODELS | {'hybrid': PAPER | dict(pattern='*-')}}
-  same = {'models': dict.fromkeys(['hybrid', 'Mamba-2'], READERS['Mamba-2'])}
-  same |= {'learned': {}, 'more': [['hybrid', 'Mamba-2', 0.0]]}
+  blind = PATTERN.replace('*', 'W'), 7, _DEEP | {'model.window': 1}
+  near = {'models': {'hybrid': blind, 'Mamba-2': READERS['Mamba-2']}}
+  near |= {'learned': {}, 'more': [['hybrid', 'Mamba-2', 0.0]]}
   short = NARROW | {'train.steps': 1}
   return [
     ('no_decay', 'decays say what a state keeps', decays.no_decay),
+    ('resets', 'decoded and packed equal alone', hybrid.documents_run_on),
     ('attention_alone', 'cache of attention over hybrid, 8B', attends),
     ('steps', 'families, held-out bits per byte', {'fields': short}),
-    ('no_attention', 'phone book, names never seen', same),
+    ('attention', 'phone book, names never seen', near),
   ]

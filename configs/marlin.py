@@ -67,12 +67,16 @@ def claims():
 
 
 def knockouts():
-  """One scale for a column of any length; fewer bits."""
+  """One scale for a column of any length; fewer bits, or a byte; no kernel."""
   from paraxis.train.claims.decode import quantized
 
   column, coarse = quantized.one_scale_a_column, quantized.two_bits
-  learned = 'perplexity, 4 bits over float'
+  learned, one = 'perplexity, 4 bits over float', {'topologies': ['v5e:1x1']}
   return [
+    ('groups', 'both forms against a loop', quantized.one_group),
     ('one_scale_a_column', 'error of a weight', column),
+    ('packing', 'bytes of a product, 16 tokens', quantized.unpacked),
+    ('packing_7b', 'bytes of 7B a token', quantized.unpacked),
+    ('kernel', 'temporaries on TPUs', quantized.no_kernel, one),
     ('two_bits', learned, coarse, {'seeds': [0]}),
   ]

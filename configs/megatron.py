@@ -100,19 +100,24 @@ def claims():
 
 
 def knockouts():
-  """Layers, residuals, chunks and the loss as they were before Megatron."""
+  """Layers, residuals, chunks and the loss as they were before Megatron; sums
+  that are made whole and cut; a batch that is not split; GPipe's order."""
   from paraxis.train.claims.layouts import step
   from paraxis.train.claims.pipeline import schedules
 
   whole = {'mesh.rules': 'fsdp_tensor heads= kv_heads= mlp='}
+  volume = 'bytes of sequence over tensor parallel'
   return [
-    ('chunks', 'bubble, v chunks', schedules.one_chunk),
+    ('microbatches', 'bubble of 1F1B', schedules.one_microbatch),
+    ('chunks', 'bubble, v chunks', schedules.plain_1f1b),
+    ('one_f_one_b', 'inputs of chunks held at once', {'schedule': 'gpipe'}),
     ('tensor_parallel_layers', 'tensor parallel: messages a layer', whole),
     (
       'sequence_parallelism',
       'sequence parallel: messages a layer',
       {'sequence': False},
     ),
+    ('scattered_sums', volume, step.reduced_then_cut),
     ('parallel_loss', 'logits are never gathered', step.gathered_logits),
-    ('more_chunks', 'messages of stages, times', {'chunks': [1, 1]}),
+    ('more_chunks', 'messages of stages, times', schedules.plain_1f1b),
   ]

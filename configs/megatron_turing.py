@@ -119,12 +119,23 @@ def claims():
 
 
 def knockouts():
-  """Neighbours on the axis tensor are far apart; the batch does not grow."""
+  """Neighbours on the axis tensor are far apart; no stages; stages that keep
+  what they compute; a batch that is not split, or stays at its first rows."""
   from paraxis.train.claims.layouts import memory
+  from paraxis.train.claims.pipeline import schedules
 
-  spans = 'hosts that a tensor group spans'
-  constant = {'families': RAMPS | {'ramp': RAMPS['constant']}, 'seeds': [0]}
+  spans, across = (
+    f'hosts that a {axis} group spans' for axis in ('tensor', 'data')
+  )
+  split, kept = schedules.one_microbatch, {'pipeline.activations': 'store'}
+  flat = [{'mesh.data': 8, 'mesh.tensor': 8, 'mesh.zero': i} for i in (0, 1)]
+  first = RAMPS['ramp'] | {'train.batch_ramp': '', 'train.batch_size': 2}
+  constant = {'families': RAMPS | {'ramp': first}, 'seeds': [0]}
   return [
+    ('microbatches', 'bubble on 280, 350, 420 nodes', split),
     ('tensor_outermost', spans, memory.tensor_outermost),
+    ('data_innermost', across, memory.tensor_outermost),
+    ('stages', '530B in 80 GB, ZeRO 0 and 1', {'layouts': flat}),
+    ('recomputing', '530B on 1,024 chips', kept),
     ('growing', 'a growing batch, equal tokens', constant),
   ]

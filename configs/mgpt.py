@@ -88,14 +88,18 @@ def claims():
 
 
 def knockouts():
-  """The model ignores its windows, or has none; a tokenizer against itself."""
+  """The model ignores its windows, or has none; bytes in place of the tokens
+  that the BPE makes of them."""
+  from paraxis.train.claims.attention import kernels
   from paraxis.train.claims.scans import hybrid
 
-  same = TOKENIZERS | {'bytes': TOKENIZERS['bpe2048']}
-  alike = {'families': same, 'seeds': [0]}
+  rows = {'data.sequence_length': 256}  # as of the BPE
+  unmerged = TOKENIZERS | {'bpe2048': TOKENIZERS['bytes'] | rows}
+  no_bpe = {'families': unmerged, 'seeds': [0]}
   return [
+    ('band', 'banded equals dense with a mask', kernels.no_band),
     ('no_windows', 'dense and banded layers in turn', hybrid.no_windows),
     ('all_dense', 'dense and banded layers in turn', {'model.pattern': 'FF'}),
     ('no_windows_work', 'work of attention, over dense', hybrid.no_windows),
-    ('one_tokenizer', 'tokenizers, held-out bits per byte', alike),
+    ('merges', 'tokenizers, held-out bits per byte', no_bpe),
   ]

@@ -99,4 +99,5 @@ def knockouts():
     ('unfolded', 'exchanges of a layer', messages.unfolded),
     ('unfolded_bytes', 'bytes, folded over unfolded', messages.unfolded),
     ('unfolded_devices', 'fewest devices', {'folded': ['data']}),
+    ('unfolded_chips', '64 experts on 512 chips', messages.unfolded),
   ]

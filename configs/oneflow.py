@@ -78,11 +78,16 @@ def claims():
 
 
 def knockouts():
-  """Conversions through the whole tensor; sums where they arise."""
+  """Conversions through the whole tensor, declared or not; sums where they
+  arise, or never made."""
   from paraxis.train.claims.layouts import conversions
 
   return [
     ('direct_conversions', 'bytes of 14 conversions', conversions.by_broadcast),
+    ('declared', 'two axes: declared is counted', conversions.whole_tensors),
+    ('sums_of_terms', 'two axes: values', conversions.terms_apart),
+    ('terms', 'weights of an mlp that move least', conversions.no_partial_sums),
+    ('block_sums', 'that block, and its gradients', conversions.terms_apart),
     (
       'deferred_sums',
       'all-reduces of a parallel block',

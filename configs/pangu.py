@@ -96,7 +96,7 @@ def claims():
 
 
 def knockouts():
-  """Nothing sharded over data, over tensor; everything kept."""
+  """Nothing sharded over data, over tensor, over stages; everything kept."""
   from paraxis.train.claims.layouts import memory
 
   whole = {'mesh.rules': 'fsdp_tensor heads= kv_heads= mlp='}
@@ -106,10 +106,12 @@ def knockouts():
       'memory of 2.6B: data=8, then ZeRO-1',
       memory.zero_off,
     ),
-    ('tensor_parallelism', 'memory of 2.6B: tensor=8', whole),
     (
-      'recomputation',
-      'memory of 2.6B: remat',
-      {'step': {'train.remat': 'none'}},
+      'data_parallelism',
+      'memory of 2.6B: data=8',
+      {'mesh.rules': 'replicated'},
     ),
+    ('tensor_parallelism', 'memory of 2.6B: tensor=8', whole),
+    ('stages', 'memory of 2.6B: stage=8', {'steps': [{'mesh.data': 8}]}),
+    ('recomputation', 'memory of 2.6B: remat', memory.all_saved),
   ]

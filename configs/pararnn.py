@@ -122,6 +122,7 @@ def knockouts():
   return [
     ('never_newton', 'solved equals in sequence', loop),
     ('no_jacobian', 'iterations to 1e-6, GRU', sharded.picard),
+    ('no_jacobian_lstm', 'iterations to 1e-6, LSTM', sharded.picard),
     ('token_by_token', 'depth of a solve', sharded.in_turn),
     ('linear_cell', 'parity, at 4 times the length', linear),
   ]

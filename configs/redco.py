@@ -106,10 +106,12 @@ def claims():
 
 
 def knockouts():
-  """No pair of column and row; pairs by the alphabet, not by the program."""
+  """Nothing split; no pair of column and row; pairs by the alphabet, not by the
+  program."""
   from paraxis.train.claims.layouts import auto_rules
 
   return [
+    ('splitting', 'loss, gradients: one device', auto_rules.whole),
     ('pairs', "specs are Megatron's", auto_rules.columns),
     ('rows', 'all-reduces: forward, step', auto_rules.columns),
     ('column_row', 'bytes: rank of 16, worst', auto_rules.columns),

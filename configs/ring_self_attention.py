@@ -91,12 +91,22 @@ def claims():
 
 
 def knockouts():
-  """The online ring, which keeps no scores; a ring that sends nothing."""
+  """The online ring, which keeps no scores, or not that; no ring, or one that
+  sends nothing."""
   from paraxis.train.claims.layouts import context
 
   equal = 'loss and all gradients equal one device'
   online = {'mesh.context_form': 'ring'}
+  alone = dict(topology='v5e:1x1', mesh={})  # one chip, no ring
+  # The first of two is the layout that is claimed to be the better one.
+  one = {'layouts': {'rsa': alone, 'tensor': LAYOUTS['tensor']}}
+  sharded = LAYOUTS['tensor, sequence']
+  rsa = {'layouts': {'ring': LAYOUTS['rsa'], 'tensor, sequence': sharded}}
   return [
+    ('ring', 'permutes and bytes', context.no_ring),
+    ('ring_of_chips', 'largest batch against tensor', one),
+    ('ring_of_rows', 'longest rows against tensor, 64 rows', one),
+    ('online', 'longest row, ring against tensor', rsa),
     ('online_ring', 'whole rows of scores are kept', online),
     ('nothing_travels', equal, context.nothing_travels),
   ]

@@ -66,11 +66,14 @@ def claims():
 
 
 def knockouts():
-  """One exchange over all axes; as many devices for each task."""
+  """One exchange over all axes, or in the wrong order; as many devices for
+  each task."""
+  from paraxis.train.claims.experts import layer
   from paraxis.train.claims.experts import loads
   from paraxis.train.claims.experts import messages
 
   return [
+    ('axis_order', 'axis by axis equals at once', layer.wrong_order),
     ('at_once', 'bytes axis by axis', messages.at_once),
     ('evenly', 'devices of tasks by load', loads.evenly),
   ]

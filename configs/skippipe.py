@@ -101,7 +101,8 @@ def knockouts():
   plain = {'trained': 0, 'training': one}
   return [
     ('skipping', 'pipeline equals layers on paths', skip.all_stages),
-    ('shorter_paths', 'time of a step, 1/2 left out', {'fraction': 0}),
+    ('skipping_a_quarter', 'time of a step, 1/4 left out', skip.all_stages),
+    ('shorter_paths', 'time of a step, 1/2 left out', skip.all_stages),
     ('balance', 'paths share the stages out', skip.same_stages),
     ('quarter_in_training', 'half over plain, trained with 1/4 out', plain),
     ('half_in_training', 'half over plain, trained with 1/2 out', plain),

@@ -87,11 +87,13 @@ def claims():
 
 
 def knockouts():
-  """Collectives apart from products: no ring, no overlap, no adding."""
+  """Collectives apart from products: no ring, no overlap, no adding; a ring
+  that turns the wrong way."""
   from paraxis.train.claims.layouts import overlap
   from paraxis.train.claims.layouts import tensor
 
   return [
+    ('ring_order', 'rings equal products', tensor.wrong_way),
     ('rings', 'messages of a ring', tensor.collectives_apart),
     (
       'products_under_way',
@@ -99,5 +101,6 @@ def knockouts():
       tensor.collectives_apart,
     ),
     ('overlap', 'speedup of sublayers', overlap.sequential),
+    ('overlap_of_32', 'speedup of sublayers, 32 shards', overlap.sequential),
     ('adding_in_memory', 'memory traffic saved', overlap.not_fused),
   ]

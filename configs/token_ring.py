@@ -57,10 +57,11 @@ def claims():
 
 
 def knockouts():
-  """The ring of k and v under TokenRing's name."""
+  """The ring of k and v under TokenRing's name; no ring."""
   from paraxis.train.claims.layouts import context
 
   return [
     ('moving_queries', 'TokenRing by direction', context.kv_ring),
+    ('no_ring', 'the KV ring by direction', context.no_ring),
     ('direct_results', 'bytes against the KV ring', context.kv_ring),
   ]

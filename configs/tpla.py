@@ -85,13 +85,15 @@ def claims():
 
 
 def knockouts():
-  """A softmax each, all latents everywhere, the basis that was trained."""
+  """A softmax each, all latents everywhere, the basis that was trained, or
+  another one that what makes keys does not know."""
   from paraxis.train.claims.attention import latent
 
   each = {'cases': [dict(groups=2, scores='own')]}
   trained = {'variants': VARIANTS | {'pca': VARIANTS['identity']}, 'seeds': [0]}
   return [
     ('softmax_each', 'summed scores are exact', each),
+    ('rotated_keys', 'another basis is exact', latent.keys_unrotated),
     ('whole_latents', 'numbers a token and device', latent.whole_latents),
     ('no_rotation', 'held-out bits, scores of their own', trained),
   ]

@@ -105,6 +105,7 @@ def knockouts():
   return [
     ('spread_head', 'work of the busiest stage', schedules.head_last),
     ('shared_work', 'faster than even layers', schedules.head_last),
+    ('shared_work_moved', 'faster than layers moved', schedules.head_last),
     ('shared_ends', 'bytes of the ends by device', vocabulary.WHOLE),
     ('shared_memory', 'growth of a stage, 32k to 256k', vocabulary.WHOLE),
   ]

@@ -87,11 +87,16 @@ def claims():
 
 
 def knockouts():
-  """Nothing but parameters is sharded."""
+  """Nothing but parameters is sharded, or not them; gradients stay where they
+  arise."""
   from paraxis.train.claims.layouts import memory
+  from paraxis.train.claims.layouts import step
 
-  off = memory.zero_off
+  off, small = memory.zero_off, {'topologies': ['v5p:2x2x2']}
   return [
+    ('summed_gradients', 'parameters after 4 steps', step.own_gradients),
+    ('sharded_parameters', 'bytes sent by stage', memory.parameters_whole),
+    ('sharded_on_tpus', 'GB of 1.3B on TPUs', off, small),
     ('sharded_state', 'GB of 7.5B parameters on 64', off),
     ('sharded_arrays', 'bytes held by stage, real arrays', off),
   ]

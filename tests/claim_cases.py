@@ -77,7 +77,7 @@ def falls(name, knockout, changes=(), **given):
     The two harness.Outcomes.
   """
   module, run = command_line.load_module(name), run_of(name, changes)
-  found = {k.name: k for k in papers.knockouts(module, name)}[knockout]
+  found = {k.name: k for k in knockouts.of(module, name)}[knockout]
   claim = {c.name: c for c in papers.claims(module, name)}[found.claim]
   claim = claim._replace(parameters=claim.parameters | given)
   right = claims.outcome_of(run, claim)
@@ -95,7 +95,7 @@ def switched_off(*kinds):
     known = {c.name: c for c in papers.claims(module, path.name)}
     found += [
       pytest.param(path, off, known[off.claim], id=f'{path.stem}-{off.name}')
-      for off in papers.knockouts(module, path.name)
+      for off in knockouts.of(module, path.name)
       if known[off.claim].kind in kinds
     ]
   return found

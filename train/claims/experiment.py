@@ -202,8 +202,9 @@ def equal(found, within: float, caveat: str, also=True) -> claims.Outcome:
   """
   values = list(found.values()) if isinstance(found, dict) else found
   worst = float(np.max(values))
+  measured = f'{worst:.1e}{"" if also else ", the rest does NOT hold"}'
   passed = worst <= within and bool(also)
-  return claims.Outcome(f'<= {within:.0e}', f'{worst:.1e}', caveat, passed)
+  return claims.Outcome(f'<= {within:.0e}', measured, caveat, passed)
 
 
 def close(found, wanted, within: float) -> bool:

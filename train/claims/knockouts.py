@@ -13,13 +13,15 @@ claim that must then FAIL by its own verdict:
                                 a fourth entry may then be data as above
 
 papers.knockouts says what is well formed. Such functions stand beside the
-claim's check (train/claims/<mechanism>/), that of experiment.py's check here. A
-check that stops with an error has not failed: the error is shown, and ends the
-command with its own exit code.
+claim's check (train/claims/<mechanism>/), that of experiment.py's check here: a
+claim that layouts equal one device has it without a row (`of`). A check that
+stops with an error has not failed: the error is shown, and ends the command
+with its own exit code.
 """
 
 from collections.abc import Iterator
 import contextlib
+import itertools
 import sys
 import textwrap
 from typing import Any
@@ -88,6 +90,40 @@ def one_parameter_wrong() -> contextlib.AbstractContextManager[None]:
   return patched(trial.Runner, 'start', start)
 
 
+RIGHT = 'right_parameters'
+
+
+def of(module: Any, where: Any) -> list[papers.Knockout]:
+  """The knock-outs of a loaded config: its own, and those that need no row.
+
+  A claim of `experiment.equals_one_device` that none of its own reaches has
+  `one_parameter_wrong`, in the last of its cases: `RIGHT`, RIGHT_2, ...
+
+  Raises:
+    UserError: one of its own is malformed.
+  """
+  found = papers.knockouts(module, where)
+  taken = {knockout.name for knockout in found}
+  reached = {knockout.claim for knockout in found}
+  each = itertools.chain([RIGHT], (f'{RIGHT}_{i}' for i in itertools.count(2)))
+  names = (name for name in each if name not in taken)
+  for claim in papers.claims(module, where):
+    layouts = claim.check is experiment.equals_one_device and not claim.admits
+    if layouts and claim.name not in reached:
+      *others, last = claim.parameters['cases']
+      change = {'cases': [last]} if others else {}
+      off = one_parameter_wrong
+      found.append(papers.Knockout(next(names), claim.name, change, off))
+  return found
+
+
+def uncovered(module: Any, where: Any) -> list[papers.Claim]:
+  """The claims that hold and that no knock-out of a loaded config reaches."""
+  reached = {knockout.claim for knockout in of(module, where)}
+  found = papers.claims(module, where)
+  return [c for c in found if not c.admits and c.name not in reached]
+
+
 def without(run: claims.Run, knockout: papers.Knockout, claim: papers.Claim):
   """harness.Outcome of the claim, its mechanism switched off.
 
@@ -134,7 +170,7 @@ def sentence(name: str, outcome: claims.Outcome) -> str:
 
 
 def unproven(found: list) -> str:
-  """papers.uncovered's claims in a few lines of 80 columns."""
+  """The claims of `uncovered` in a few lines of 80 columns."""
   names = '; '.join(f'{claim.kind} {claim.name}' for claim in found)
   text = f'claims without a knock-out ({len(found)}): {names}'
   return textwrap.fill(text, 80, subsequent_indent='  ')
@@ -160,7 +196,7 @@ def reproduce(
   path = command_line.find_config(name)
   module = command_line.load_module(name)
   known = {claim.name: claim for claim in papers.claims(module, path)}
-  rows = chosen(papers.knockouts(module, path), which, path.name)
+  rows = chosen(of(module, path), which, path.name)
   say = claims.speaker(as_json)
   run = claims.run_of(name, workdir, say, fresh)
   shown, found = [], []
@@ -183,7 +219,7 @@ def reproduce(
     + (f', {held} STILL HOLD' if held else '')
     + (f', {skipped} SKIPPED' if skipped else '')
   )
-  alone = papers.uncovered(module, path)
+  alone = uncovered(module, path)
   if alone:
     say(unproven(alone))
   if held:

@@ -14,6 +14,7 @@ import pathlib
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.train.claims import harness
+from paraxis.train.claims import knockouts
 from paraxis.train.claims import papers
 
 FILE = 'papers.html'  # in harness.RESULTS
@@ -71,7 +72,7 @@ def rows(paper: papers.Paper, folder: pathlib.Path) -> list[dict]:
   """A row for each claim of a config, negative ones first."""
   path = command_line.find_config(paper.name)
   module = command_line.load_module(paper.name)
-  alone = {claim.name for claim in papers.uncovered(module, path)}
+  alone = {claim.name for claim in knockouts.uncovered(module, path)}
   found, out = last(folder), []
   for claim in papers.claims(module, path):
     empty = dict(expected='', measured='', caveat='', verdict=NOT_RUN)

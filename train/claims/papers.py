@@ -349,13 +349,6 @@ def knockouts(module, where):
   return found
 
 
-def uncovered(module, where):
-  """[Claim] that hold and that no knock-out of a loaded config reaches."""
-  reached = {knockout.claim for knockout in knockouts(module, where)}
-  found = claims(module, where)
-  return [c for c in found if not c.admits and c.name not in reached]
-
-
 def _check_change(at, change, claim):
   if callable(change):
     if inspect.signature(change).parameters:

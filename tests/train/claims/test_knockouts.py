@@ -20,6 +20,7 @@ from paraxis.train.claims import experiment
 from paraxis.train.claims import harness
 from paraxis.train.claims import knockouts
 from paraxis.train.claims import papers
+from paraxis.train.claims.layouts import check
 
 # A check's __module__ is of claims (papers.parameters).
 STUB = """
@@ -194,11 +195,34 @@ def test_a_malformed_knockout(rows, words):
 
 
 def test_which_claims_have_none():
-  rows = [*CLAIM, ('alone', 'EQ', EQ, None)]
+  other = dict(check=check.parameters, expected=1)
+  rows = [*CLAIM, ('alone', 'EQ', other, None)]
   off = [('a', 'same', {'within': 0})]
   module = types.SimpleNamespace(claims=lambda: rows, knockouts=lambda: off)
-  (alone,) = papers.uncovered(module, 'mine.py')
+  (alone,) = knockouts.uncovered(module, 'mine.py')
   assert alone.name == 'alone'  # and not what is opposite as it is
+
+
+def test_layouts_have_one_without_a_row():
+  """A parameter wrong in the last case; not where the config names another."""
+  meshes = 'data=2', 'tensor=2'
+  one, two = (experiment.on_layouts(*meshes[:n]) for n in (1, 2))
+  rows = [
+    ('named', 'EQ', two, None), ('first', 'EQ', one, None),
+    ('both', 'EQ', two, None),
+    ('missed', 'EQ', two | {'admits': 'opposite'}, None),
+  ]  # fmt: skip
+  off = [('right_parameters', 'named', {'within': 0.5})]
+  module = types.SimpleNamespace(claims=lambda: rows, knockouts=lambda: off)
+  mine, first, both = knockouts.of(module, 'mine.py')
+  assert mine.claim == 'named' and mine.change == {'within': 0.5}
+  assert (first.name, first.claim) == ('right_parameters_2', 'first')
+  assert (both.name, both.claim) == ('right_parameters_3', 'both')
+  assert first.change == {} and both.change == {
+    'cases': [dict(mesh='tensor=2')]
+  }
+  assert first.off is both.off is knockouts.one_parameter_wrong
+  assert not knockouts.uncovered(module, 'mine.py')
 
 
 def test_none_at_all():
@@ -230,29 +254,13 @@ def test_patched_uses_nothing_kept_before_or_within(monkeypatch):
 
 
 CONFIGS = command_line.papers()
-# Claims of other kinds than LEARN that no knock-out reaches. A new claim comes
-# with a knock-out: these numbers only go down.
-LEFT = {
-  'deepspeed_moe': 4, 'fast_attention': 6, 'flash_attention_2': 6,
-  'frontier': 8, 'gated_linear_attention': 4, 'gpipe': 4, 'hecate': 1,
-  'lean_attention': 4, 'mamba_hybrid': 2, 'marlin': 4, 'megatron': 5,
-  'megatron_turing': 5, 'mgpt': 2, 'moe_parallel_folding': 2, 'oneflow': 4,
-  'pangu': 4, 'pararnn': 2, 'redco': 2, 'ring_self_attention': 4, 'se_moe': 2,
-  'skippipe': 1, 't3': 3, 'tcnca': 3, 'token_ring': 2, 'tpla': 2,
-  'vocab_parallelism': 2, 'zero': 3,
-}  # fmt: skip
 
 
-def test_trained_claims_have_knockouts_and_few_others_have_none():
-  alone = {p.stem: _alone(p) for p in CONFIGS}
-  assert not {name: row for name, row in alone.items() if 'LEARN' in row}
-  assert {name: len(row) for name, row in alone.items() if row} == LEFT
-
-
-def _alone(path):
-  """Kinds of a config's claims that no knock-out reaches."""
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+def test_every_claim_of_a_config_has_a_knockout(path):
+  """But what it admits to be otherwise than the paper says."""
   module = command_line.load_module(str(path))
-  return [claim.kind for claim in papers.uncovered(module, path.name)]
+  assert not [c.name for c in knockouts.uncovered(module, path.name)]
 
 
 @pytest.mark.sampled(28)

@@ -14,6 +14,7 @@ the worker that is free first, as a GPU hands out blocks. No time is measured.
 Legend: B rows, N query heads, K kv heads, S slots, H head width, W workers.
 """
 
+import functools
 import heapq
 import math
 
@@ -97,6 +98,19 @@ def whole_rows():
     )
 
   return knockouts.patched(decode_schedule, 'make', make)
+
+
+def equal_weights():
+  """Knock-out: pieces of a row count alike, whatever their lse."""
+  real = decode_schedule.merge_pieces
+  alike = lambda o, lse, *given: real(o, jnp.zeros_like(lse), *given)
+  return knockouts.patched(decode_schedule, 'merge_pieces', alike)
+
+
+def no_kernel():
+  """Knock-out: XLA's form, whatever the machine."""
+  plain = functools.partial(decode_attention.ragged, impl='xla')
+  return knockouts.patched(decode_attention, 'ragged', plain)
 
 
 POLICIES = dict(row=by_row, fixed=fixed_split, even=even)
@@ -319,7 +333,7 @@ def compiled(run, *, topologies, rows, slots, within):
     shares.append(f'{name} {share:.2%}{"" if kernel else " WITHOUT a kernel"}')
   return claims.Outcome(
     f'<= {within:.0%}',
-    shares[-1].split()[1],
+    shares[-1].partition(' ')[2],
     f'temporaries over the cache, {rows} rows of {slots} slots, bfloat16: '
     + ', '.join(shares),
     right,

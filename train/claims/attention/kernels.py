@@ -18,6 +18,8 @@ Legend: B rows, T tokens, N query heads, K kv heads, H head width. The argument
 `shape` of a claim is [N, K, H].
 """
 
+import contextlib
+import dataclasses
 import math
 from typing import Any
 
@@ -30,6 +32,7 @@ from paraxis.pallas_kernels.attention import blocks as attention_blocks
 from paraxis.pallas_kernels.attention import gpu as attention_gpu
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.attention import tpu as attention_tpu
+from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import compiled
 from paraxis.sharding.meter import flops
@@ -167,6 +170,38 @@ def every_block():
   real = attention_blocks.block_kinds
   some = lambda *given: np.maximum(real(*given), 1)
   return knockouts.patched(attention_blocks, 'block_kinds', some)
+
+
+@contextlib.contextmanager
+def blocks_apart():
+  """Knock-out: a block of queries sees the keys of its own place alone, and no
+  blocks are merged."""
+  pairs, kinds = attention_xla.visible_pairs, attention_blocks.block_kinds
+
+  def diagonal(*given):
+    found = pairs(*given)
+    return found[found[:, 0] == found[:, 1]]
+
+  def near(mask, q_info, k_info, block_q, block_k):
+    found = kinds(mask, q_info, k_info, block_q, block_k)
+    i, j = np.indices(found.shape[1:])
+    here = (i * block_q < (j + 1) * block_k) & (j * block_k < (i + 1) * block_q)
+    return found * here
+
+  with (
+    knockouts.patched(attention_xla, 'visible_pairs', diagonal),
+    knockouts.patched(attention_blocks, 'block_kinds', near),
+  ):
+    yield
+
+
+def no_band():
+  """Knock-out: a window hides nothing in the blocks that are visited."""
+  real = attention_xla.visible
+  all_before = lambda mask, *given: real(
+    dataclasses.replace(mask, window=0), *given
+  )
+  return knockouts.patched(attention_xla, 'visible', all_before)
 
 
 def largest(text):

@@ -205,6 +205,13 @@ def parts_of_their_own(run, *, seeds, rows, variants, prompt, order, at_most):
   )
 
 
+def keys_unrotated():
+  """Knock-out: latents change their basis, what makes keys of them does not."""
+  real = latent_rotation.rotate
+  some = lambda values, u: real(values, u) | {'key': values['key']}
+  return knockouts.patched(latent_rotation, 'rotate', some)
+
+
 def whole_latents():
   """Knock-out: every device holds all latent shards."""
   everywhere = lambda self: ('batch', None, None, None)

@@ -62,7 +62,7 @@ def mask_is_a_slice(run, *, length, blocks):
 def no_mask():
   """Knock-out: every tile counts as visible."""
   real = attention_blocks.block_kinds
-  full = lambda *given: np.full_like(real(*given), 2)
+  full = lambda *given: 0 * real(*given) + 2
   return knockouts.patched(attention_blocks, 'block_kinds', full)
 
 

@@ -111,6 +111,28 @@ def one_scale_a_column():
   return knockouts.patched(quantized_matmul, 'quantize', quantize)
 
 
+def one_group():
+  """Knock-out: all groups of a column take the scale of its first."""
+  real = quantized_matmul.dequantize
+  first = lambda q, scale, *dtype: real(
+    q, jnp.broadcast_to(scale[:1], scale.shape), *dtype
+  )
+  return knockouts.patched(quantized_matmul, 'dequantize', first)
+
+
+def unpacked():
+  """Knock-out: an integer takes a byte."""
+  byte = lambda q: q.astype(jnp.int8)
+  return knockouts.patched(quantized_matmul, 'pack', byte)
+
+
+def no_kernel():
+  """Knock-out: XLA's form, whatever the machine."""
+  real = quantized_matmul.quantized_matmul
+  plain = lambda x, q, scale, impl='': real(x, q, scale, impl='xla')
+  return knockouts.patched(quantized_matmul, 'quantized_matmul', plain)
+
+
 def two_bits():
   """Knock-out: integers in -1 .. 1, as two bits hold."""
   return knockouts.patched(quantized_matmul, 'MOST', 1)

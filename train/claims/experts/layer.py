@@ -215,6 +215,28 @@ def axis_by_axis_is_bitwise(run, *, meshes, tokens):
   )
 
 
+def wrong_order():
+  """Knock-out: axis by axis, blocks are taken to lie nearest axis first."""
+  real = expert._swap
+
+  def swap(x, plan):
+    axes = plan.region[:: -1 if plan.hierarchical else 1]
+    return real(x, dataclasses.replace(plan, region=axes))
+
+  return knockouts.patched(expert, '_swap', swap)
+
+
+def no_capacity():
+  """Knock-out: experts take all that is sent to them."""
+  real = expert.dispatch
+
+  def free(run, weights, x, ids, mix, valid, plan):
+    unbounded = dataclasses.replace(plan, factor=0.0)
+    return real(run, weights, x, ids, mix, valid, unbounded)
+
+  return knockouts.patched(expert, 'dispatch', free)
+
+
 def mlp_beside_experts(run, *, tokens, within):
   """EQ: with c = 1/2 for both, the residual layers are shared experts, halved.
 

@@ -57,6 +57,15 @@ def unfolded():
   return knockouts.patched(rules_lib, 'region', lambda text, sizes: over(sizes))
 
 
+def all_gathered():
+  """Knock-out: whichever experts are hot, all are gathered."""
+
+  def gather(w_EDF, hot, region):
+    return jax.lax.all_gather(w_EDF, region, tiled=True)[hot]
+
+  return knockouts.patched(expert, 'materialise', gather)
+
+
 def exchanges_per_layer(run, *, mesh, regions, forward, backward):
   """HLO: all-to-alls of a layer in each pass, and over which axes.
 

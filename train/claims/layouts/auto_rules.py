@@ -67,6 +67,13 @@ def columns():
   return knockouts.patched(auto_rules, 'decide', outputs)
 
 
+def whole():
+  """Knock-out: nothing is split."""
+  specs = auto_rules.specs
+  none = lambda *given: dict.fromkeys(specs(*given), PartitionSpec())
+  return knockouts.patched(auto_rules, 'specs', none)
+
+
 def specs_are_megatrons(run, *, size, families):
   """EQ: matrices of every family are split as the hand-written rules do.
 
@@ -167,7 +174,11 @@ def _sent(config, specs, mesh_text, gradients):
 
 
 def specs_equal_one_device(run, *, mesh, within):
-  """EQ: loss and gradients, laid out by the specs alone, equal one device."""
+  """EQ: loss and gradients, laid out by the specs alone, equal one device.
+
+  The compiler gives these numbers in any layout: on every device each matrix
+  and its gradient must be its part, 1 / tensor of them.
+  """
   wide = {'model.dtype': 'float64', 'model.param_dtype': 'float64'}
   config = experiment.fields(run.config, wide)
   with jax.enable_x64(True):
@@ -177,17 +188,25 @@ def specs_equal_one_device(run, *, mesh, within):
     shapes = _shapes(model)
     results = []
     for text in ('data=1', mesh):
-      specs = auto_rules.specs(shapes, mesh_lib.parse(text).get('tensor', 1))
-      step, _ = _from_specs(config, specs, text)
+      size = mesh_lib.parse(text).get('tensor', 1)
+      step, _ = _from_specs(config, auto_rules.specs(shapes, size), text)
       args = jax.device_put((params, data), step.input_shardings[0])
-      loss, gradients = jax.device_get(step(*args))
-      results.append({**gradients, 'the loss': loss})
+      loss, gradients = step(*args)
+      results.append(jax.device_get({**gradients, 'the loss': loss}))
   worst, leaf = trial.worst(results[1], results[0])
+  matrices = [p for p, kind in model.kinds.items() if kind != 'vector']
+  shares = [
+    set(experiment.bytes_by_device(tree[p])) == {gradients[p].nbytes // size}
+    for p in matrices
+    for tree in (args[0], gradients)
+  ]
   return experiment.equal(
     worst,
     within,
     f'{mesh}; float64, initial weights, random tokens, no annotation; most in '
-    f'{leaf}',
+    f'{leaf}; of {len(matrices)} matrices and their gradients a device holds '
+    f'{"its part" if all(shares) else "MORE"}',
+    all(shares),
   )
 
 

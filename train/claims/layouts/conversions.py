@@ -49,6 +49,35 @@ def sums_at_once():
   return knockouts.patched(sys.modules[__name__], '_block', at_once)
 
 
+def whole_tensors():
+  """Knock-out: conversions gather or sum the whole tensor, which they do not
+  declare."""
+  real, whole = layout.convert, layout.SbpLayout()
+
+  def convert(x, source, target):
+    if source == target:
+      return x
+    return real(real(x, source, whole), whole, target)
+
+  return knockouts.patched(layout, 'convert', convert)
+
+
+def terms_apart():
+  """Knock-out: an all-reduce leaves every device its own term."""
+  real = layout._apply
+  some = lambda step, x, sizes: (
+    x if step.kind == 'all_reduce' else real(step, x, sizes)
+  )
+  return knockouts.patched(layout, '_apply', some)
+
+
+def no_partial_sums():
+  """Knock-out: no product gives terms of a sum."""
+  real = signatures.signatures
+  whole = lambda equation: [way for way in real(equation) if 'P' not in way]
+  return knockouts.patched(signatures, 'signatures', whole)
+
+
 _COLUMNS, _ROWS = 'tensor:S(1)', 'tensor:S(0)'  # of a weight (in, out)
 
 

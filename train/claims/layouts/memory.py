@@ -22,6 +22,7 @@ import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.models import build
+from paraxis.models import memory as policies
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import placement
 from paraxis.sharding import rules as rules_lib
@@ -45,6 +46,20 @@ def zero_off():
     names, shape, rules, sizes, where
   )
   return knockouts.patched(rules_lib, 'stored', own)
+
+
+def parameters_whole():
+  """Knock-out: ZeRO 3 leaves parameters whole, as ZeRO 2 does."""
+  real = rules_lib.of
+  two = lambda mesh, *given, **how: real(
+    dataclasses.replace(mesh, zero=min(mesh.zero, 2)), *given, **how
+  )
+  return knockouts.patched(rules_lib, 'of', two)
+
+
+def all_saved():
+  """Knock-out: nothing is recomputed, whatever train.remat says."""
+  return knockouts.patched(policies, 'policy', lambda remat, text='': None)
 
 
 def _sums(body, times):

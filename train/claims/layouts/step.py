@@ -22,8 +22,11 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.sharding import annotate
+from paraxis.sharding.tensor import product_layouts as layouts
+from paraxis.sharding.tensor import worlds
 from paraxis.train import loss as loss_lib
 from paraxis.train import program as job_lib
+from paraxis.train import step as step_lib
 from paraxis.train.certify import target_compile
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
@@ -43,6 +46,36 @@ def gathered_logits():
     return jax.nn.logsumexp(z, -1) - picked
 
   return knockouts.patched(loss_lib, 'negative_log_likelihood', nll)
+
+
+def own_gradients():
+  """Knock-out: where ZeRO scatters a gradient, no sum over data is made: a
+  device keeps its part of what it has itself."""
+
+  def scatter(gradient, before, after):
+    n, at = jax.lax.axis_size('data'), jax.lax.axis_index('data')
+    for dim, (old, new) in enumerate(zip(before, after, strict=True)):
+      size = gradient.shape[dim] // n
+      if new != old:
+        gradient = jax.lax.dynamic_slice_in_dim(gradient, at * size, size, dim)
+    return gradient
+
+  return knockouts.patched(step_lib, '_scatter', scatter)
+
+
+def reduced_then_cut():
+  """Knock-out: no reduce-scatter; the whole sum is made, and cut."""
+
+  def reduce(self, y, split, axes, summed=(), what=''):
+    del self, summed, what
+    for i, extra in layouts.extra(axes, split):
+      n, at = jax.lax.axis_size(extra), jax.lax.axis_index(extra)
+      size = y.shape[i] // n
+      y = jax.lax.psum(y, extra)
+      y = jax.lax.dynamic_slice_in_dim(y, at * size, size, i)
+    return y
+
+  return knockouts.patched(worlds.Manual, 'reduce', reduce)
 
 
 def zero_volume(run, *, mesh, volumes, within):

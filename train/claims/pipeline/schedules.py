@@ -37,11 +37,19 @@ def one_microbatch():
   return knockouts.patched(schedules, 'make', whole)
 
 
-def one_chunk():
-  """Knock-out: a stage is one chunk of layers, so 1F1B is not interleaved."""
+def plain_1f1b():
+  """Knock-out: 1F1B of whole stages, whatever is asked for: chunks are not
+  interleaved, GPipe does not run all forwards first."""
   make = schedules.make
-  plain = lambda name, p, m, *rest: make('one_f_one_b', p, m)
+  plain = lambda name, p, m, *rest, **how: make('one_f_one_b', p, m)
   return knockouts.patched(schedules, 'make', plain)
+
+
+def one_stage():
+  """Knock-out: no pipeline, one stage has all the layers."""
+  make = schedules.make
+  whole = lambda name, p, m, *rest, **how: make(name, 1, m)
+  return knockouts.patched(schedules, 'make', whole)
 
 
 def head_last():

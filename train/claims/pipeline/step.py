@@ -15,10 +15,12 @@ import numpy as np
 
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import hlo
+from paraxis.train import pipeline_step
 from paraxis.train.certify import check
 from paraxis.train.certify import target_compile
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
 
 
 def _input_bytes(config):
@@ -74,6 +76,17 @@ def temporaries(run, *, mesh, rows, microbatches, grows):
       for n, up in grows.items()
     ),
   )
+
+
+def stored():
+  """Knock-out: the forward pass keeps what the backward pass reads."""
+  make = pipeline_step.Pipeline.__init__
+
+  def keeps(self, *given, **how):
+    make(self, *given, **how)
+    self._stored = True
+
+  return knockouts.patched(pipeline_step.Pipeline, '__init__', keeps)
 
 
 def rematerialised(run, *, mesh, rows, microbatches, schedule, at_most):

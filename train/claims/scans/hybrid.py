@@ -27,6 +27,7 @@ from paraxis.configs import schema
 from paraxis.decode import step
 from paraxis.models import decoder
 from paraxis.models.mixers import attention as mixer
+from paraxis.models.mixers import protocol
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.sharding.meter import flops
 from paraxis.train.certify import check
@@ -117,6 +118,13 @@ def decoding_equals_one_pass(run, *, cases, lengths, prompts, within):
     f'{" ".join(map(str, prompts))}, prefilled together, then one token a '
     f'step; float64, random weights; {experiment.listed(found)}',
   )
+
+
+def documents_run_on():
+  """Knock-out: a state is not reset where a document begins."""
+  real = protocol.resets
+  never = lambda see: jnp.zeros_like(real(see))
+  return knockouts.patched(protocol, 'resets', never)
 
 
 def state_bytes(model, tokens, dtype):

@@ -20,6 +20,7 @@ from paraxis.configs.base import errors
 from paraxis.models.mixers import recurrent
 from paraxis.pallas_kernels.scans import affine as affine_scan
 from paraxis.pallas_kernels.scans import gated as gated_scan
+from paraxis.pallas_kernels.scans import gated_chunk
 from paraxis.pallas_kernels.scans import newton as newton_scan
 from paraxis.sharding.sequence import scan
 from paraxis.train.bench import measure as bench_measure
@@ -63,6 +64,25 @@ def _gradients(run, arrays):
 
   out, back = jax.vjp(call, inputs, state)
   return out, back(jax.tree.map(jnp.cos, out))
+
+
+def chunks_apart():
+  """Knock-out: no chunk knows the state before it."""
+  real = gated_chunk.forward
+  alone = lambda x, state, *how: real(x, jnp.zeros_like(state), *how)
+  return knockouts.patched(gated_chunk, 'forward', alone)
+
+
+def no_chunks():
+  """Knock-out: a gated scan goes token by token."""
+  loop = functools.partial(gated_scan.gated_scan, impl='loop')
+  one = lambda *arrays, impl='': loop(*arrays)
+  return knockouts.patched(gated_scan, 'gated_scan', one)
+
+
+def gathered_maps():
+  """Knock-out: no doubling of distances, every rank gets all maps."""
+  return knockouts.patched(scan, '_permuted', scan._gathered)
 
 
 def chunks_equal_the_loop(run, *, length, shape, chunks, within):

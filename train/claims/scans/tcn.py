@@ -22,6 +22,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import mixers as mixer_schema
 from paraxis.models import batch as batch_lib
 from paraxis.models import decoder
+from paraxis.models.mixers import recurrence
 from paraxis.models.mixers import tcn
 from paraxis.sharding.meter import flops
 from paraxis.train.certify import check
@@ -102,6 +103,24 @@ def no_dilation():
   """Knock-out: convolutions of neighbours, however many."""
   near = lambda own: [1] * own.depth
   return knockouts.patched(tcn, 'dilations', near)
+
+
+def no_tails():
+  """Knock-out: a convolution forgets the inputs before a row."""
+  real = recurrence.conv
+
+  def forgets(*given):
+    y, tail = real(*given)
+    return y, jnp.zeros_like(tail)
+
+  return knockouts.patched(recurrence, 'conv', forgets)
+
+
+def shards_apart():
+  """Knock-out: every shard counts chunks from its own first token."""
+  real = tcn.chunks
+  alone = lambda *given: real(*given[:3])
+  return knockouts.patched(tcn, 'chunks', alone)
 
 
 def streams_as_a_whole(run, *, own, length, prompts, within):
