@@ -58,14 +58,22 @@ def chunks(segments, positions, chunk, length):
 
 
 def attend_many(mask, q, k, v, *ids, impl, chunk=0):
-  """Many queries a row; arguments as of `attend_range`."""
+  """Many queries a row; arguments as of `attend_range`.
+
+  As many queries as slots are whole rows: the tokens' order is that of the
+  slots, as in training, and blocks that a causal mask or a window hides are not
+  computed. Order by positions would have to compute them.
+  """
   ids = SlotIds(*ids)
   order = ids.positions, ids.slot_positions
   segments = [
     chunks(s, p, chunk, k.shape[1])
     for s, p in zip((ids.segments, ids.slot_segments), order, strict=True)
   ]
-  return attention_op.attention(q, k, v, mask, segments, order, impl=impl)
+  whole = q.shape[1] == k.shape[1]
+  return attention_op.attention(
+    q, k, v, mask, segments, None if whole else order, impl=impl
+  )
 
 
 def check_order(see):
