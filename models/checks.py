@@ -81,9 +81,9 @@ def check_fields(model):
     f"model.pattern={model.pattern!r} asks for an mlp, and model.mlp='none'.",
   )
   need(
-    model.mlp != 'none' or not model.experts.count,
+    model.mlp not in ('none', 'xielu') or not model.experts.count,
     f'model.experts.count={model.experts.count} experts are mlps, and '
-    "model.mlp='none' names no form for them.",
+    f'model.mlp={model.mlp!r} names no form for them.',
   )
   for letter in sorted(set(letters)):
     _check_reach(model, letter)
@@ -226,8 +226,10 @@ def check_length(model, length, what):
       'factors of LongRoPE.',
     )
   if model.position == 'learned':
+    first = model.position_offset
+    more = f', of which the first {first} are unused' if first else ''
     need(
-      length <= model.max_positions,
+      length + first <= model.max_positions,
       f'{what} is {length} tokens, but model.max_positions='
-      f'{model.max_positions} is the length of the position table.',
+      f'{model.max_positions} is the length of the position table{more}.',
     )

@@ -134,8 +134,11 @@ class Decoder:
       x = self._lookup(ends.embedding, batch.tokens, dtype)
       if config.embedding_scale != 1.0:
         x = x * jnp.asarray(config.embedding_scale, dtype)
+      if config.embedding_norm:
+        x = ends.embedding_norm(x)
       if config.position == 'learned':
-        x = x + self._lookup(ends.positions, batch.positions, dtype)
+        rows = batch.positions + config.position_offset
+        x = x + self._lookup(ends.positions, rows, dtype)
     return x
 
   def visibility(self, batch):

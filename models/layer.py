@@ -173,6 +173,8 @@ class Ends(nnx.Module):
         std,
       )
     self.norm = norm.Norm(config)
+    if config.embedding_norm:
+      self.embedding_norm = norm.Norm(config)
     if not config.tied_embedding:
       self.head = parameter.embedding(rngs, shape, ('vocab', 'embed'), std)
     if config.head_bias:

@@ -4,6 +4,7 @@ rms:   y = x / sqrt(mean(x^2) + eps) * scale          (arXiv:1910.07467)
 layer: y = (x - mean) / sqrt(var + eps) * scale + bias (arXiv:1607.06450)
 
 unbiased: without bias; bare: without scale and bias (OLMo, arXiv:2402.00838).
+rmsnorm_bare: without scale.
 """
 
 from flax import nnx
@@ -32,7 +33,7 @@ class Norm(nnx.Module):
 
   def __init__(self, config):
     self.config = config
-    self.bare = config.norm == 'layernorm_bare'
+    self.bare = config.norm in ('layernorm_bare', 'rmsnorm_bare')
     fill = 0.0 if config.norm_zero_centered else 1.0
     if not self.bare:
       self.scale = parameter.vector((config.d_model,), ('norm',), fill)
@@ -41,6 +42,8 @@ class Norm(nnx.Module):
 
   def __call__(self, x):
     config = self.config
+    if config.norm == 'rmsnorm_bare':
+      return rms(x, 1.0, config.norm_epsilon)
     if config.norm == 'rmsnorm':
       return rms(
         x, self.scale[...], config.norm_epsilon, config.norm_zero_centered

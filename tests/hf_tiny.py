@@ -63,6 +63,16 @@ DENSE = {
   'olmo3': dict(num_hidden_layers=5, sliding_window=5),
   'gpt2': dict(n_positions=32, n_inner=F) | QUIET,
   'olmo': {},
+  'olmo_clipped': dict(model_type='olmo', clip_qkv=0.5),
+  'apertus': dict(rope_parameters=LLAMA3),
+  # Rows have 24 tokens: queries grow at 8 and at 16.
+  'ministral3': dict(
+    rope_parameters=YARN | dict(
+      original_max_position_embeddings=8, llama_4_scaling_beta=0.3,
+    ),
+  ),
+  'nanochat': dict(attention_bias=True),
+  'opt': dict(ffn_dim=F, dropout=0.0),
   'arcee': {},
   'seed_oss': {},
   'helium': dict(head_dim=4),

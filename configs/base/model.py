@@ -102,9 +102,14 @@ class DecoderFields:
   )
   norm: str = field(
     'rmsnorm',
-    'normalisation; unbiased: without bias; bare: without scale and bias',
-    ('rmsnorm', 'layernorm', 'layernorm_unbiased', 'layernorm_bare'),
-  )
+    'normalisation; unbiased: without bias; bare: without scale and bias '
+    '(rmsnorm_bare: nor have queries and keys a scale)',
+    (
+      'rmsnorm', 'rmsnorm_bare', 'layernorm', 'layernorm_unbiased',
+      'layernorm_bare',
+    ),
+  )  # fmt: skip
+  embedding_norm: bool = field(False, 'a norm on the embeddings')
   residual: str = field(
     'sequential',
     'an mlp follows attention, or both read the same input: parallel with a '
@@ -130,10 +135,11 @@ class DecoderFields:
   mlp: str = field(
     'swiglu',
     'mlp form, exact: gelu by erf; none: no layer has one; clamped: SwiGLU of '
-    'gpt-oss, by mlp_limit and mlp_slope',
+    'gpt-oss, by mlp_limit and mlp_slope; xielu: a parabola and an '
+    'exponential, with learned slopes',
     (
       'swiglu', 'geglu', 'geglu_exact', 'gelu', 'gelu_exact', 'relu', 'relu2',
-      'clamped', 'none',
+      'xielu', 'clamped', 'none',
     ),
   )  # fmt: skip
   mlp_limit: float = field(
@@ -152,6 +158,9 @@ class DecoderFields:
   )
   max_positions: int = field(
     0, 'rows of the learned position table; 0 with rope', low=0
+  )
+  position_offset: int = field(
+    0, 'row of the learned position table for the first token', low=0
   )
   rope_theta: float = field(1e4, 'rotary base', low=1.0)
   rope_fraction: float = field(
@@ -200,6 +209,13 @@ class DecoderFields:
   embedding_scale: float = field(1.0, 'multiplies the embeddings', low=0.0)
   attention_scale: float = field(
     0.0, 'multiplies q.k; 0: head_dim ** -0.5', low=0.0
+  )
+  query_growth: float = field(
+    0.0, 'attention: at position p queries are multiplied by 1 + this x ln(1 + '
+    'floor(p / rope_original_length))', low=0.0,
+  )  # fmt: skip
+  qkv_clip: float = field(
+    0.0, 'attention: queries, keys, values are clipped to it; 0: off', low=0.0
   )
   sinks: bool = field(
     False, 'attention: a learned logit a head that takes weight, gives no value'

@@ -1,11 +1,14 @@
-"""The mlp of a layer: GELU, ReLU; SwiGLU, GeGLU (arXiv:2002.05202), clamped.
+"""The mlp of a layer: plain, or gated by its input (arXiv:2002.05202).
 
 gated: y = (act(x Wg) * (x Wu)) Wd          plain: y = gelu(x Wu) Wd
 clamped (gpt-oss, arXiv:2508.10925): g = min(x Wg, L), u = x Wu within L,
 y = (g sigmoid(a g) * (u + 1)) Wd, L = mlp_limit, a = mlp_slope
+xielu (arXiv:2411.13010): a x^2 + x/2 above 0, else b (e^x - 1 - x) + x/2, with
+learned a = softplus(s_0), b = 1/2 + softplus(s_1)
 """
 
 import functools
+import math
 
 from flax import nnx
 import jax
@@ -16,7 +19,9 @@ from paraxis.models import parameter
 
 RESIDUAL = ('batch', 'residual_length', 'hidden')
 WIDE = ('batch', 'length', 'mlp')
-PLAIN = ('gelu', 'gelu_exact', 'relu', 'relu2')  # forms without a gate
+# Forms without a gate.
+PLAIN = ('gelu', 'gelu_exact', 'relu', 'relu2', 'xielu')
+_BEND, _NEAR_0 = 0.5, -1e-6  # of xielu: its slope at 0; what it takes for 0
 _GELU = functools.partial(jax.nn.gelu, approximate=True)
 _EXACT = functools.partial(jax.nn.gelu, approximate=False)
 _GATES = dict(swiglu=jax.nn.silu, geglu=_GELU, geglu_exact=_EXACT)
@@ -40,6 +45,13 @@ def activate(config, up, gate=None) -> jax.Array:
   return _GATES[config.mlp](gate) * up
 
 
+def xielu(x, slopes) -> jax.Array:
+  """xIELU with raw slopes (2,)."""
+  up, down = jax.nn.softplus(slopes).astype(x.dtype)
+  bent = jnp.expm1(jnp.minimum(x, _NEAR_0)) - x
+  return _BEND * x + jnp.where(x > 0, up * x * x, (_BEND + down) * bent)
+
+
 class Mlp(nnx.Module):
   """x_BTD -> y_BTD; the hidden width is the logical axis 'mlp'."""
 
@@ -54,6 +66,11 @@ class Mlp(nnx.Module):
     self.down = parameter.matrix(
       rngs, (f, d), ('mlp', 'embed'), std=std, gain=gain
     )
+    if config.mlp == 'xielu':  # both slopes begin with 0.8
+      first = [math.log(math.expm1(x)) for x in (0.8, 0.8 - _BEND)]
+      self.slopes = nnx.Param(
+        jnp.array(first), axes=(None,), kind='vector', inputs=0
+      )
     if config.mlp_bias:
       if config.mlp not in PLAIN:
         self.gate_bias = parameter.vector((f,), ('mlp',))
@@ -69,6 +86,10 @@ class Mlp(nnx.Module):
     form = self.config.mlp
     names = ('up',) if form in PLAIN else ('up', 'gate')
     outs = self._project(x_BTD, names, RESIDUAL, WIDE, 'gate_up')
-    hidden = activate(self.config, *map(checkpoint_name, outs, names))
+    outs = list(map(checkpoint_name, outs, names))
+    if form == 'xielu':
+      hidden = xielu(outs[0], self.slopes[...])
+    else:
+      hidden = activate(self.config, *outs)
     y = self._project(hidden, ('down',), WIDE, RESIDUAL, 'down')[0]
     return checkpoint_name(y, 'down')

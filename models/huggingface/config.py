@@ -200,10 +200,11 @@ def canonical(model) -> dict[str, Any]:
   if 'W' in letters and not model.rope_local_theta:
     out['rope_local_theta'] = 0.0
   if model.position != 'learned':
-    drop += ['max_positions']
+    drop += ['max_positions', 'position_offset']
   drop += [] if 'K' in letters else ['attention_chunk']
   if model.position != 'rope' or not letters & set('FWKA'):
-    drop += [name for name in out if name.startswith('rope_')]
+    read = {'rope_original_length'} if model.query_growth else set()
+    drop += [n for n in out if n.startswith('rope_') and n not in read]
     out['pattern'] = out['pattern'].replace('N', 'F')  # both do not rotate
     if model.position == 'rope':
       out['position'] = 'none'
@@ -211,6 +212,7 @@ def canonical(model) -> dict[str, Any]:
   if not letters & set('FWKN'):
     drop += ['attention_bias', 'attention_output_bias', 'qk_norm', 'head_dim']
     drop += ['num_kv_heads', 'attention_softcap', 'sinks', 'attention_gate']
+    drop += ['query_growth', 'qkv_clip']
   if not letters & set('FWKNA'):
     drop += ['num_heads', 'attention_scale']
   drop += _unread_sections(model, letters, out)
@@ -224,7 +226,7 @@ def _unread_scaling(model):
   drop = [] if kind != 'none' else ['rope_factor']
   if kind not in ('llama3', 'yarn'):
     drop += ['rope_low_frequency', 'rope_high_frequency']
-  if kind not in ('llama3', 'yarn', 'longrope'):
+  if kind not in ('llama3', 'yarn', 'longrope') and not model.query_growth:
     drop += ['rope_original_length']
   if kind != 'longrope':
     drop += ['rope_short_factors', 'rope_long_factors', 'rope_attention_factor']

@@ -19,8 +19,9 @@ from paraxis.models.huggingface import parts
 from paraxis.models.huggingface import transforms
 from paraxis.models.huggingface.families import known
 
-# Buffers that older files have beside the parameters.
+# Buffers that files have beside the parameters; those of xIELU are constants.
 BUFFERS = (
+  '.act_fn.beta', '.act_fn.eps',
   'rotary_emb.inv_freq', '.attn.bias', '.attn.masked_bias',
   '.attention.bias', '.attention.masked_bias', '.position_ids',
 )  # fmt: skip

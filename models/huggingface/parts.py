@@ -8,13 +8,9 @@ Legend: D model, N heads, K kv heads, H head width, F hidden width, E experts,
 R rank, S numbers of a state, G groups, P head width of a state.
 """
 
-import functools
-
 from paraxis.configs.base import mixers
 from paraxis.models import layer as layer_lib
-from paraxis.models.ffn import mlp as mlp_lib
-from paraxis.models.ffn import moe
-from paraxis.models.ffn import router
+from paraxis.models.huggingface import ffn_parts
 from paraxis.models.huggingface import joined
 from paraxis.models.huggingface import parameter_row
 from paraxis.models.huggingface import recurrent_parts
@@ -23,28 +19,16 @@ from paraxis.models.mixers import attention as attention_lib
 from paraxis.models.mixers import mamba as mamba_lib
 
 Row, row = parameter_row.Row, parameter_row.row
-
-
-def within(prefix, rows):
-  """The rows with `prefix/` before their paths."""
-  return [r._replace(path=f'{prefix}/{r.path}') for r in rows]
-
-
-def norm(path, name, model):
-  """Scale, and bias, of a norm over the width of the model."""
-  keep = transforms.kept((model.d_model,))
-  if model.norm == 'layernorm_bare':
-    return []
-  out = [row(f'{path}/scale', f'{name}.weight', keep)]
-  if model.norm == 'layernorm':
-    out.append(row(f'{path}/bias', f'{name}.bias', keep))
-  return out
+linear, norm = parameter_row.linear, parameter_row.norm
+within = parameter_row.within
 
 
 def ends(model, names):
   """Embedding, positions, final norm and head."""
   table = transforms.kept((model.vocab_size, model.d_model))
   out = [row('embedding', f'{names["embedding"]}.weight', table)]
+  if model.embedding_norm:
+    out += norm('embedding_norm', names['embedding_norm'], model)
   if model.position == 'learned':
     shape = (model.max_positions, model.d_model)
     name = f'{names["positions"]}.weight'
@@ -84,10 +68,13 @@ def layer(model, kind, at, family):
     return out
   out += norms('mlp', 'mlp', below, model, names)
   if kind[1:] == '':
-    return out + within('mlp', mlp(model, f'{below}.{names["mlp"]}', names))
+    inside = f'{below}.{names["mlp"]}'.rstrip('.')  # '': of the layer itself
+    return out + within('mlp', ffn_parts.mlp(model, inside, names))
   which = 'moe' if kind[1:] == 'E' else 'wide_moe'
   name = f'{below}.{names.get("moe", names["mlp"])}'
-  return out + within(which, experts(model, name, names, kind[1:] == 'P'))
+  return out + within(
+    which, ffn_parts.experts(model, name, names, kind[1:] == 'P')
+  )
 
 
 def norms(ours, theirs, at, model, names):
@@ -116,8 +103,12 @@ def attention(model, at, names):
     if 'qkv' in names:
       name = f'{at}.{names["qkv"]}'
       cuts = joined.KINDS[names.get('qkv_order', 'stacked')](what, d, n, k, h)
-    change = _linear(names, (d, heads, h))
+    change = linear(names, (d, heads, h))
     bias = transforms.kept((heads, h), (heads * h,))
+    if names.get('backwards') and what in ('query', 'key'):
+      swapped = transforms.swapped(h // 2)
+      change = transforms.chain(change, swapped)
+      bias = transforms.chain(bias, swapped)
     if names.get('neighbours') and what in ('query', 'key'):
       pairs = transforms.halves(0, mixers.rotated(model))
       change = transforms.chain(change, pairs)
@@ -125,7 +116,8 @@ def attention(model, at, names):
     out.append(row(what, f'{name}.weight', change, cuts[0]))
     if model.attention_bias:
       out.append(row(f'{what}_bias', f'{name}.bias', bias, cuts[1]))
-    if model.qk_norm != 'none' and what in ('query', 'key'):
+    normed = model.qk_norm != 'none' and model.norm != 'rmsnorm_bare'
+    if normed and what in ('query', 'key'):
       shape = (heads, h) if model.qk_norm == 'all' else (h,)
       keep = transforms.kept(shape, names.get('qk_norm_shape', (-1,)))
       name = f'{at}.{names[f"{what}_norm"]}'
@@ -134,132 +126,14 @@ def attention(model, at, names):
     name = f'{at}.{names.get("sinks", "sinks")}'
     out.append(row('sinks', name, transforms.kept((n,))))
   name = f'{at}.{names["output"]}'
-  out.append(row('output', f'{name}.weight', _linear(names, (n, h, d), 2)))
+  out.append(row('output', f'{name}.weight', linear(names, (n, h, d), 2)))
   if model.attention_output_bias:
     keep = transforms.kept((d,))
     out.append(row('output_bias', f'{name}.bias', keep))
   return out
 
 
-def _linear(names, shape, inputs=1):
-  """A matrix of torch.nn.Linear, or of GPT-2's Conv1D: (inputs, outputs)."""
-  if not names.get('conv1d'):
-    return transforms.matrix(shape, inputs)
-  flat = _flat(shape, inputs)
-  return transforms.kept(shape, flat)
-
-
-def _flat(shape, inputs):
-  first = functools.reduce(lambda a, b: a * b, shape[:inputs])
-  return first, functools.reduce(lambda a, b: a * b, shape[inputs:])
-
-
 _ALL = slice(None)
-
-
-def mlp(model, at, names, width=0, bias=None):
-  """Gate, up and down; width: other than model.d_ff."""
-  d, f = model.d_model, width or model.d_ff
-  bias = model.mlp_bias if bias is None else bias
-  gated = model.mlp not in mlp_lib.PLAIN
-  out = []
-  for what in ('gate', 'up', 'down') if gated else ('up', 'down'):
-    shape = (f, d) if what == 'down' else (d, f)
-    cuts, name = (None, None), f'{at}.{names.get(what, "")}'
-    if 'gate_up' in names and what != 'down':
-      name = f'{at}.{names["gate_up"]}'
-      half = names.get('gate_up_order', ('gate', 'up')).index(what)
-      cuts = (
-        transforms.Cut((2 * f, d), (2, f, d), (half,)),
-        transforms.Cut((2 * f,), (2, f), (half,)),
-      )
-    out.append(row(what, f'{name}.weight', _linear(names, shape), cuts[0]))
-    if bias:
-      keep = transforms.kept(shape[1:])
-      out.append(row(f'{what}_bias', f'{name}.bias', keep, cuts[1]))
-  return out
-
-
-def experts(model, at, names, wide=False):
-  """Router, stacked experts, and what stands beside them."""
-  own, d, f = model.experts, model.d_model, moe.width(model)
-  e = own.count * (2 if wide else 1)
-  out = [
-    row('router', f'{at}.{names["router"]}.weight', transforms.matrix((d, e))),
-    Row('load', (), shape=(e + router.EXTRA,)),
-  ]
-  out += (_stacked_experts if 'expert_gate_up' in names else _each_expert)(
-    model, at, names, e
-  )
-  if own.router_bias:
-    name = f'{at}.{names["router"]}.bias'
-    out.append(row('router_bias', name, transforms.kept((e,))))
-  if own.bias_rate:
-    keep = transforms.kept((e,), names.get('router_bias_shape'))
-    out.append(row('bias', f'{at}.{names["router_bias"]}', keep))
-  if own.shared:
-    outside = names.get('shared_outside', False)  # of the layer, not of `at`
-    name = f'{at.rpartition(".")[0] if outside else at}.{names["shared"]}'
-    beside = mlp(model, name, names, own.shared * f, bias=False)
-    out += within('beside', beside)
-  if own.shared_gate:
-    name = f'{at}.{names["shared_gate"]}.weight'
-    out.append(row('shared_gate', name, transforms.matrix((d, 1))))
-  return out
-
-
-def _each_expert(model, at, names, e):
-  """Three matrices, or two, of every expert."""
-  d, f, out = model.d_model, moe.width(model), []
-  gated = model.mlp not in mlp_lib.PLAIN
-  for what in ('gate', 'up', 'down') if gated else ('up', 'down'):
-    shape = (f, d) if what == 'down' else (d, f)
-    each = f'{at}.{names["expert"]}.{names[f"expert_{what}"]}'
-    every = tuple(each.format(i) for i in range(e))
-    of = lambda kind, every=every: tuple(f'{name}.{kind}' for name in every)
-    out.append(Row(what, of('weight'), transforms.matrix(shape), stack=0))
-    if model.experts.mlp_bias:
-      bias = transforms.kept(shape[1:])
-      out.append(Row(f'{what}_bias', of('bias'), bias, stack=0))
-  return out
-
-
-def _stacked_experts(model, at, names, e):
-  """Tensors of all experts; gate and up in one.
-
-  Outputs before inputs, gate before up. expert_gate_up_order: 'inputs first',
-  and gate before up, or 'by turns'.
-  """
-  d, f, out = model.d_model, moe.width(model), []
-  order = names.get('expert_gate_up_order', '')
-  for i, what in enumerate(('gate', 'up', 'down')):
-    shape, cuts = ((e, f, d) if what == 'down' else (e, d, f)), (None, None)
-    name, behind = (
-      f'{at}.{names["expert_down"]}',
-      names.get('expert_suffix', ''),
-    )
-    if what != 'down':
-      name = f'{at}.{names["expert_gate_up"]}'
-      cut = transforms.Cut
-      cuts = (
-        cut((e, 2 * f, d), (e, 2, f, d), (_ALL, i)), cut(
-          (e, 2 * f), (e, 2, f), (_ALL, i)),
-      )  # fmt: skip
-      if order == 'by turns':
-        cuts = (
-          cut((e, d, 2 * f), (e, d, f, 2), (..., i)),
-          cut((e, 2 * f), (e, f, 2), (..., i)),
-        )
-      if order == 'inputs first':
-        halves = (_ALL, _ALL, i)
-        cuts = cut((e, d, 2 * f), (e, d, 2, f), halves), cuts[1]
-    keep = transforms.kept(shape)
-    change = keep if order else transforms.turned
-    out.append(row(what, f'{name}{behind}', change, cuts[0]))
-    if model.experts.mlp_bias:
-      bias = transforms.kept((e, shape[-1]))
-      out.append(row(f'{what}_bias', f'{name}_bias', bias, cuts[1]))
-  return out
 
 
 def latent(model, at, names):

@@ -90,6 +90,15 @@ def halves(first, end=None):
   return Transform(apart, together)
 
 
+def swapped(half):
+  """The two halves of the last axis change places, each `half` wide.
+
+  A rotation by the negative angle becomes one by the angle.
+  """
+  both = lambda a: np.concatenate([a[..., half:], a[..., :half]], -1)
+  return Transform(both, both)
+
+
 def chain(*steps):
   """One transform after the other."""
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
 
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers
@@ -94,7 +95,7 @@ class Attention(mixer.Mixer):
       self.output_bias = parameter.vector((d,), ('norm',))
     if config.sinks:
       self.sinks = parameter.vector((n,), heads[:1])
-    if config.qk_norm != 'none':
+    if config.qk_norm != 'none' and config.norm != 'rmsnorm_bare':
       fill = 0.0 if config.norm_zero_centered else 1.0
       whole = config.qk_norm == 'all'
       q_shape, k_shape = ((n, h), (k, h)) if whole else ((h,), (h,))
@@ -117,7 +118,7 @@ class Attention(mixer.Mixer):
     whole = config.qk_norm == 'all'
     return norm.rms(
       x_BTNH,
-      scale[...],
+      1.0 if scale is None else scale[...],
       config.norm_epsilon,
       config.norm_zero_centered,
       (-2, -1) if whole else -1,
@@ -140,12 +141,16 @@ class Attention(mixer.Mixer):
       biased=True,
     )
     q, k, v, *gates = map(checkpoint_name, outs, names)
+    if most := config.qkv_clip:
+      q, k, v = (jnp.clip(x, -most, most) for x in (q, k, v))
     late = config.qk_norm == 'rotated'
     q, k = (q, k) if late else self._normalised(q, k)
     if config.position == 'rope' and mixers.TABLE[self.kind].rotary:
       cos, sin = see.rotations[self.kind]
       q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
     q, k = self._normalised(q, k) if late else (q, k)
+    if config.query_growth:
+      q = self._grown(q, see.positions)
     o, state = self._attend(q, k, v, see, state)
     for gate in gates:
       o = o * jax.nn.sigmoid(gate)
@@ -154,6 +159,13 @@ class Attention(mixer.Mixer):
     if config.attention_output_bias:
       y = (y + self.output_bias[...]).astype(y.dtype)
     return y, state, aux_lib.NOTHING
+
+  def _grown(self, q_BTNH, positions_BT):
+    """Queries of later positions are longer (Llama 4's scaling)."""
+    config, wide = self.config, jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    p = positions_BT.astype(wide) // config.rope_original_length
+    grown = 1 + config.query_growth * jnp.log1p(p)
+    return (q_BTNH * grown[..., None, None]).astype(q_BTNH.dtype)
 
   def _attend(self, q, k, v, see, state):
     config, mask = self.config, mask_of(self.config, self.kind)

@@ -247,10 +247,12 @@ def test_init_is_the_same_under_a_layout():
 # Between them they have every kind of parameter and every placement of norms.
 KITCHENS = {
   'rope': dict(
-    pattern='W', tied_embedding=False, qk_norm='rotated', sinks=True
+    pattern='W', tied_embedding=False, qk_norm='rotated', sinks=True,
+    query_growth=0.5, rope_original_length=4, qkv_clip=0.5,
   ),
   'learned': dict(
-    position='learned', max_positions=LONG, norm='layernorm',
+    position='learned', max_positions=LONG + 2, position_offset=2,
+    embedding_norm=True, norm='layernorm',
     norm_placement='sandwich', mlp_bias=True, attention_bias=True,
     attention_output_bias=True, qk_norm='all', logit_softcap=3.0,
     attention_softcap=2.0, mlp='gelu',

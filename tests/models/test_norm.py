@@ -35,6 +35,13 @@ def test_norm_equals_a_loop(kind, centered):
     np.testing.assert_allclose(found[i], y, rtol=1e-12)
 
 
+def test_a_bare_norm_has_no_scale():
+  module = norm.Norm(schema.Model(d_model=2, norm='rmsnorm_bare'))
+  assert not hasattr(module, 'scale')
+  found = module(jnp.array([3.0, -4.0]))
+  np.testing.assert_allclose(found, np.array([3, -4]) / 12.5**0.5, rtol=1e-6)
+
+
 def test_bfloat16_input_is_squared_in_float32():
   """A sum of 300 squares, one of them large, keeps the small ones."""
   x = jnp.full((1, 300), 3.0, jnp.bfloat16).at[0, 0].set(100)

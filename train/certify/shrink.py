@@ -152,6 +152,7 @@ def _model(full, sizes, asked):
   shorter = lambda size: (  # than a row, if it is
     min(size, 3 * length // 8) if size < full.data.sequence_length else size
   )
+  first = model.position_offset
   small = dataclasses.replace(
     model,
     vocab_size=_size(model.vocab_size, 64, devices),
@@ -165,7 +166,8 @@ def _model(full, sizes, asked):
     d_ff=_size(model.d_ff, 64, devices),
     window=shorter(model.window),
     attention_chunk=shorter(model.attention_chunk),
-    max_positions=length if model.max_positions else 0,
+    max_positions=first + length if model.max_positions else 0,
+    rope_original_length=_extended_at(model, length),
     rope_short_factors=_factors(model, model.rope_short_factors),
     rope_long_factors=_factors(model, model.rope_long_factors),
     attention_block=min(model.attention_block, 16),
@@ -193,6 +195,12 @@ def _head_dim(model):
   return next(
     (h for h in range(4, 65, 4) if rotated(h) and rotated(h) % 2 == 0), 64
   )
+
+
+def _extended_at(model, length):
+  """Within the small length where queries grow from there on."""
+  least = min(model.rope_original_length, max(length // 4, 1))
+  return least if model.query_growth else model.rope_original_length
 
 
 def _factors(model, text):

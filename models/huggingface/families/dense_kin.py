@@ -200,7 +200,8 @@ EITHER = {'F': 'full_attention'} | NOPE
 FAMILIES = {
   'olmo': family(
     'OlmoForCausalLM', llama(epsilon=1e-5, norm=''), BIAS,
-    Fixed('clip_qkv', None), Ours({'norm': 'layernorm_bare'}),
+    Same('clip_qkv', 'qkv_clip', 0.0, null=0.0),
+    Ours({'norm': 'layernorm_bare'}),
   ),
   'arcee': family(
     'ArceeForCausalLM',

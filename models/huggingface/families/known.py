@@ -12,14 +12,15 @@ from paraxis.models.huggingface.families import gpt
 from paraxis.models.huggingface.families import hybrid
 from paraxis.models.huggingface.families import kin
 from paraxis.models.huggingface.families import latent
+from paraxis.models.huggingface.families import particular
 from paraxis.models.huggingface.families import recurrent
 from paraxis.models.huggingface.families import recurrent_kin
 
 # The plainest first: config.from_model takes the first that fits.
 FAMILIES: dict[str, kin.Family] = {}
 for _file in (
-  dense, gpt, dense_kin, expert, expert_kin, latent, recurrent, recurrent_kin,
-  hybrid,
+  dense, gpt, dense_kin, particular, expert, expert_kin, latent, recurrent,
+  recurrent_kin, hybrid,
 ):  # fmt: skip
   FAMILIES |= _file.FAMILIES
 

@@ -28,6 +28,13 @@ def gelu(x):
   return x / 2 * (1 + math.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
+def xielu(x, s0, s1):
+  """Equation 13 of arXiv:2411.13010, whose slope at 0 is 1/2."""
+  if x > 0:
+    return math.log1p(math.exp(s0)) * x * x + x / 2
+  return (0.5 + math.log1p(math.exp(s1))) * (math.exp(x) - 1 - x) + x / 2
+
+
 def skeleton_of(layout=parameter.PLAIN, **fields):
   """stack.Skeleton of an mlp; fields of schema.Model."""
   config = schema.Model(**dict(d_model=D, d_ff=F) | fields)
@@ -35,7 +42,9 @@ def skeleton_of(layout=parameter.PLAIN, **fields):
 
 
 @pytest.mark.parametrize('bias', [False, True])
-@pytest.mark.parametrize('form', ['swiglu', 'geglu', 'gelu', 'clamped'])
+@pytest.mark.parametrize(
+  'form', ['swiglu', 'geglu', 'gelu', 'xielu', 'clamped']
+)
 def test_mlp_equals_a_loop(form, bias):
   skeleton = skeleton_of(mlp=form, mlp_bias=bias, mlp_limit=0.75, mlp_slope=1.3)
   w = module_cases.randomised(skeleton, 1.0)
@@ -50,6 +59,8 @@ def test_mlp_equals_a_loop(form, bias):
       hidden = gate / (1 + np.exp(-1.3 * gate)) * (np.clip(up, -0.75, 0.75) + 1)
     elif form == 'gelu':
       hidden = [gelu(u) for u in up]
+    elif form == 'xielu':
+      hidden = [xielu(u, *w['slopes']) for u in up]
     else:
       act = silu if form == 'swiglu' else gelu
       gate = x[i] @ w['gate'] + b('gate')
@@ -63,6 +74,7 @@ def test_what_a_form_owns():
   assert has('gelu', False) == {'up', 'down'}
   assert has('swiglu', False) == {'up', 'gate', 'down'}
   assert has('gelu', True) == {'up', 'down', 'up_bias', 'down_bias'}
+  assert has('xielu', False) == {'up', 'down', 'slopes'}
   leaves = skeleton_of().leaves
   assert leaves['up'][2:] == (('embed', 'mlp'), 'matrix', 1)
   assert leaves['down'][2:] == (('mlp', 'embed'), 'matrix', 1)
@@ -76,22 +88,22 @@ def run_of(skeleton):
 
 
 @functools.cache
-def plain():
+def plain(form='geglu'):
   """(arguments of `module_cases.differentiate`, its results)."""
-  skeleton = skeleton_of(**WIDE)
+  skeleton = skeleton_of(**WIDE | dict(mlp=form))
   x, c = np.random.default_rng(1).normal(size=(2, 8, 8, 8))
   args = module_cases.randomised(skeleton, 1.0), x, c
   run = functools.partial(module_cases.differentiate, run_of(skeleton))
   return args, jax.tree.map(np.asarray, jax.jit(run)(*args))
 
 
-def on_mesh(manual, rings, choices):
+def on_mesh(manual, rings, choices, form='geglu'):
   made = mesh_lib.make('data=2,fsdp=2,tensor=2')
   rules = rules_lib.of(choices, dict(made.shape), 8)
-  skeleton = skeleton_of(parameter.Layout(rings), **WIDE)
+  skeleton = skeleton_of(parameter.Layout(rings), **WIDE | dict(mlp=form))
   axes = {name: leaf.axes for name, leaf in skeleton.leaves.items()}
   return module_cases.on_mesh(
-    run_of(skeleton), axes, plain()[0], made, rules, manual
+    run_of(skeleton), axes, plain(form)[0], made, rules, manual
   )
 
 
@@ -109,6 +121,13 @@ def on_mesh(manual, rings, choices):
 def test_any_layout_is_one_device(manual, rings, choices):
   with jax.enable_x64(True):
     support.close(on_mesh(manual, rings, choices), plain()[1])
+
+
+@pytest.mark.parametrize('manual', [False, True])
+def test_slopes_of_xielu_are_one_devices(manual):
+  with jax.enable_x64(True):
+    found = on_mesh(manual, (), schema.Mesh(zero=3), 'xielu')
+    support.close(found, plain('xielu')[1])
 
 
 def test_a_region_refuses_partial_sums():

@@ -83,6 +83,10 @@ def test_quantised_weights_are_refused(name):
     ('recurrent_gemma', dict(embedding_scale=24**0.5)),
     ('qwen3_next', dict(rope_fraction=0.5)),
     ('afmoe', dict(embedding_scale=1.0)),
+    ('ministral3', dict(query_growth=0.2)),
+    ('nanochat', dict(embedding_norm=False)),
+    ('olmo_clipped', dict(qkv_clip=0.6)),
+    ('opt', dict(position_offset=1)),
   ],
 )
 def test_a_wrong_field_is_seen(name, change):

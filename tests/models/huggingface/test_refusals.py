@@ -22,6 +22,9 @@ REFUSED = [
   ('lfm2', dict(conv_bias=True), 'conv_bias'),
   ('mamba2', dict(time_step_limit=[0.1, 1.0]), 'time_step_limit'),
   ('mixtral', dict(own_field=3), 'own_field'),
+  ('ministral3', dict(rope_parameters=None), 'llama_4_scaling_beta'),
+  ('opt', dict(do_layer_norm_before=False), 'do_layer_norm_before'),
+  ('opt', dict(word_embed_proj_dim=8), 'word_embed_proj_dim'),
   ('olmoe', dict(clip_qkv=8.0), 'clip_qkv'),
   ('recurrent_gemma', dict(block_types=['mamba']), 'block_types'),
   (

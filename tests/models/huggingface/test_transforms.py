@@ -93,6 +93,13 @@ def rotations(draw):
 
 
 @st.composite
+def swaps(draw):
+  half = draw(size)
+  shape = (*draw(sizes(0, 2)), 2 * half)
+  return transforms.swapped(half), bits(draw, shape), shape
+
+
+@st.composite
 def chains(draw):
   """As parts.attention has it: a matrix with heads, each of them rotated."""
   d, heads, pairs = draw(size), draw(size), draw(size)
@@ -105,7 +112,7 @@ def chains(draw):
 
 EVERY = dict(
   matrix=matrices(), kept=keeps(), turned=turns(), taps=convolutions(),
-  halves=rotations(), chain=chains(),
+  halves=rotations(), swapped=swaps(), chain=chains(),
 )  # fmt: skip
 
 

@@ -44,6 +44,9 @@ CASES = {
   'gate_bias': ('W', dict(attention_gate=True, attention_bias=True)),
   'chunk': ('K', dict(qk_norm='head')),
   'learned': ('F', dict(position='learned', max_positions=T)),
+  'bare': ('W', dict(qk_norm='rotated', norm='rmsnorm_bare')),
+  'grown': ('F', dict(query_growth=0.7, rope_original_length=2)),
+  'clipped': ('F', dict(qkv_clip=0.4, attention_bias=True)),
   'local': ('W', dict(rope_local_theta=5.0)),
 }
 
@@ -58,16 +61,30 @@ def make(kind, **fields):
   return config, *module_cases.module(attention.Attention, config, kind, 1.0)
 
 
+def clipped(config, y):
+  most = config.qkv_clip or math.inf
+  return np.array([min(max(v, -most), most) for v in y.flat]).reshape(y.shape)
+
+
+def grown(config, q, positions):
+  age = [p // config.rope_original_length for p in positions]
+  factors = [1 + config.query_growth * math.log(1 + a) for a in age]
+  return q * np.array(factors)[:, None, None]
+
+
 def reference(config, kind, w, x, segments, positions):
   """One head, one query, one key at a time."""
 
   def project(name):
     y = np.einsum('td,dnh->tnh', x, w[name]) + w.get(f'{name}_bias', 0)
+    y = clipped(config, y)
     late = config.qk_norm == 'rotated'
     return turn(normed(name, y)) if not late else normed(name, turn(y))
 
   def normed(name, y):
     scale = w.get(f'{name}_norm')
+    if config.norm == 'rmsnorm_bare':
+      scale = 1
     if scale is None:
       return y
     axes = (-2, -1) if config.qk_norm == 'all' else -1
@@ -92,6 +109,8 @@ def reference(config, kind, w, x, segments, positions):
 
   q, k = project('query'), project('key')
   v = np.einsum('td,dnh->tnh', x, w['value']) + w.get('value_bias', 0)
+  v = clipped(config, v)
+  q = grown(config, q, positions)
   out = np.zeros((T, N, H))
   scale = config.attention_scale or H**-0.5
   for t, n in np.ndindex(T, N):

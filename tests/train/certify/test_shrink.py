@@ -175,6 +175,19 @@ def test_longrope_has_as_many_factors_as_a_small_head():
   checks.check_fields(found.model)
 
 
+def test_queries_grow_and_positions_are_offset_in_small_models_too():
+  model = schema.Model(query_growth=0.1, rope_original_length=8192)
+  found = small(schema.Config(model=model), dict(data=8))
+  assert found.model.rope_original_length < found.data.sequence_length // 2
+  model = schema.Model(
+    position='learned', max_positions=2050, position_offset=2
+  )
+  found = small(schema.Config(model=model), dict(data=8))
+  length = found.data.sequence_length
+  checks.check_length(found.model, length, 'a row')
+  assert found.model.max_positions == length + 2
+
+
 def pipeline_of(layers, stage, chunks=1, microbatches=0, **model):
   """schema.Config and mesh sizes of a pipeline."""
   name = 'interleaved' if chunks > 1 else 'one_f_one_b'
