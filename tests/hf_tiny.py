@@ -72,6 +72,7 @@ DENSE = {
     ),
   ),
   'nanochat': dict(attention_bias=True),
+  'biogpt': dict(activation_dropout=0.0),
   'opt': dict(ffn_dim=F, dropout=0.0),
   'arcee': {},
   'seed_oss': {},

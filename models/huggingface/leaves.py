@@ -111,5 +111,5 @@ def ignored(name: str, model=None) -> bool:
   """
   if name.endswith(BUFFERS):
     return True
-  heads = ('lm_head.weight', 'embed_out.weight')
+  heads = ('lm_head.weight', 'embed_out.weight', 'output_projection.weight')
   return model is not None and model.tied_embedding and name in heads

@@ -4,6 +4,7 @@ import difflib
 from typing import Any
 
 from paraxis.configs.base import errors
+from paraxis.models.huggingface.families import absent
 from paraxis.models.huggingface.families import dense
 from paraxis.models.huggingface.families import dense_kin
 from paraxis.models.huggingface.families import expert
@@ -26,7 +27,7 @@ for _file in (
 
 
 def find(model_type: Any) -> kin.Family:
-  """Of a model_type; UserError with the nearest names."""
+  """Of a model_type; UserError with its reason, and the nearest names."""
   if not isinstance(model_type, str):
     raise errors.UserError(
       f'config.json: model_type={model_type!r} is not the name of a family.'
@@ -35,7 +36,8 @@ def find(model_type: Any) -> kin.Family:
     return FAMILIES[model_type]
   close = difflib.get_close_matches(model_type, FAMILIES, 3, 0.4)
   hint = f' Near it: {", ".join(close)}.' if close else ''
+  why = absent.REASONS.get(model_type, '')
   raise errors.UserError(
     f'config.json: model_type={model_type!r} is not one of the '
-    f'{len(FAMILIES)} known here.{hint}'
+    f'{len(FAMILIES)} known here{why and f": {why}"}.{hint}'
   )

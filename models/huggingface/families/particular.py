@@ -13,7 +13,8 @@ from paraxis.models.huggingface.families.rows import Ours
 from paraxis.models.huggingface.families.rows import Same
 
 _GROWTH = 'llama_4_scaling_beta'
-_UNUSED = 2  # rows before the first position of OPT
+_UNUSED = 2  # rows of a position table before that of the first token
+FLAT = dict(mlp='', up='fc1', down='fc2')  # tensors of the layer itself
 
 
 def _growing_rope(config):
@@ -71,6 +72,34 @@ OPT = (
   Ours({'position': 'learned', 'norm_epsilon': 1e-5}),
 )  # fmt: skip
 
+
+def _biogpt(config):
+  scaled = config('scale_embedding', True)
+  return {
+    'embedding_scale': config('hidden_size') ** 0.5 if scaled else 1.0,
+    'max_positions': config('max_position_embeddings', 1024, 1) + _UNUSED,
+    'position_offset': _UNUSED,
+  }
+
+
+BIOGPT = (
+  *kin.DIMS, kin.WIDTH, Same('num_attention_heads', 'num_heads'),
+  Choice('hidden_act', 'mlp', kin.PLAIN, 'gelu'),
+  Same('tie_word_embeddings', 'tied_embedding', True),
+  Computed(
+    _biogpt,
+    lambda model: {
+      'scale_embedding': model.embedding_scale != 1,
+      'max_position_embeddings': model.max_positions - _UNUSED,
+    },
+  ),
+  # Their norms have the default, whatever layer_norm_eps is.
+  Ours(dict(
+    position='learned', norm='layernorm', norm_epsilon=1e-5,
+    attention_bias=True, attention_output_bias=True, mlp_bias=True,
+  )),
+)  # fmt: skip
+
 FAMILIES = {
   'apertus': family(
     'ApertusForCausalLM',
@@ -100,6 +129,14 @@ FAMILIES = {
     positions='model.decoder.embed_positions',
     norm='model.decoder.final_layer_norm', layer='model.decoder.layers.{}',
     output='out_proj', mixer_norm='self_attn_layer_norm',
-    mlp_norm='final_layer_norm', mlp='', up='fc1', down='fc2',
+    mlp_norm='final_layer_norm', **FLAT,
+  ),
+  'biogpt': family(
+    'BioGptForCausalLM', BIOGPT,
+    silent=('layer_norm_eps', 'layerdrop', 'activation_dropout'),
+    embedding='biogpt.embed_tokens', positions='biogpt.embed_positions',
+    norm='biogpt.layer_norm', head='output_projection',
+    layer='biogpt.layers.{}', output='out_proj',
+    mixer_norm='self_attn_layer_norm', mlp_norm='final_layer_norm', **FLAT,
   ),
 }  # fmt: skip

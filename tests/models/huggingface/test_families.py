@@ -20,6 +20,7 @@ import support
 from paraxis.models import decoder
 from paraxis.models import layer
 from paraxis.models.huggingface import config as config_lib
+from paraxis.models.huggingface.families import absent
 from paraxis.models.huggingface.families import known
 from paraxis.models.mixers import attention
 
@@ -39,10 +40,38 @@ def test_every_family_is_compared():
   assert compared == set(known.FAMILIES)
 
 
-def test_the_table_is_what_is_compared():
-  text = hf_families.TABLE.read_text('utf-8')
-  rows = [line for line in text.splitlines() if line.startswith('| ')]
-  assert hf_families.table([line.split()[1] for line in rows[1:]]) == text
+def test_the_table_is_what_is_compared(monkeypatch):
+  """Stale where a family comes, a reason goes, or one is not compared."""
+  names = [*known.FAMILIES, *absent.REASONS]
+  assert len(names) == len(set(names))
+  assert hf_families.table(names) == hf_families.TABLE.read_text('utf-8')
+  with pytest.raises(AssertionError, match='neither'):
+    hf_families.table([*names, 'own'])
+  monkeypatch.delitem(hf_families.TINY, 'olmoe')
+  with pytest.raises(AssertionError, match='olmoe'):
+    hf_families.table(names)
+
+
+@pytest.mark.parametrize('name', absent.REASONS)
+def test_a_reason_is_given(name):
+  with support.refused(f'model_type={name!r}', absent.REASONS[name]):
+    config_lib.to_model({'model_type': name})
+
+
+@pytest.mark.hf
+def test_every_causal_model_is_exact_or_has_a_reason():
+  """And what the reason names is in its source."""
+  pytest.importorskip('transformers')
+  names = {*known.FAMILIES, *absent.REASONS}
+  assert names == set(hf_families.causal_types())
+  missing = [
+    (name, part)
+    for part, _, of in absent.ROWS
+    for name in of.split()
+    if part not in hf_families.sources_of(name)
+  ]
+  assert not missing
+  assert 'alibi' not in hf_families.sources_of('llama')
 
 
 @pytest.mark.parametrize('name', hf_families.TINY)
