@@ -6,6 +6,8 @@ import math
 
 from paraxis.configs.base.errors import UserError
 
+_FLOAT_BITS = 1023  # of a whole number that is a float, whatever it rounds to
+
 
 def field(default, doc, choices=None, low=None, high=None):
   """A dataclass field with its documentation and its valid values."""
@@ -28,6 +30,11 @@ def check(name, f, value):
   """
   kind = type(f.default)
   if kind is float and type(value) is int:
+    if value.bit_length() > _FLOAT_BITS:
+      raise UserError(
+        f'{name} is a whole number of {value.bit_length()} bits, which is no '
+        'finite number.'
+      )
     value = float(value)
   if type(value) is not kind:
     raise UserError(

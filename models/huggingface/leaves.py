@@ -10,10 +10,12 @@ Legend: D model, N heads, K kv heads, H head width, F hidden width, E experts.
 
 from collections.abc import Callable
 import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from paraxis.configs.base import errors
 from paraxis.models import layer as layer_lib
 from paraxis.models.huggingface import parts
 from paraxis.models.huggingface import transforms
@@ -46,20 +48,27 @@ class Leaf(NamedTuple):
   cuts: tuple[transforms.Cut | None, ...]
 
 
-def table(model, model_type: str) -> list[Leaf]:
+def table(model, model_type: str, most: float = math.inf) -> list[Leaf]:
   """Every leaf of a schema.Model as files of a `model_type` store it.
 
-  UserError: no such model_type.
+  most: names of tensors; a UserError says that there are more of them, after
+  the layer that has too many, or that there is no such model_type.
   """
   family = known.find(model_type)
   out = [_leaf(row.path, None, row) for row in parts.ends(model, family.names)]
   seen: dict[str, int] = {}
-  kinds = layer_lib.kinds_of(model)[1]
+  kinds, names = layer_lib.kinds_of(model)[1], 0
   for kind, at in zip(kinds, parts.places(kinds, family), strict=True):
     for row in parts.layer(model, kind, at, family):
       path = f'layers/{row.path}'
       index = seen[path] = seen.get(path, -1) + 1
       out.append(_leaf(path, index, row))
+      names += len(row.names)
+    if names > most:
+      raise errors.UserError(
+        f'config.json asks for {names} tensors in a part of its '
+        f'{len(kinds)} layers, which is above {most}.'
+      )
   return out
 
 

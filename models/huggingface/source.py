@@ -29,6 +29,9 @@ RUNS = (
   'experts.balance', 'experts.balance_scope', 'experts.router_z',
 )  # fmt: skip
 SMOLLM2 = 'smollm2'  # weights in a package of the registry
+# Names of tensors for each that the files have, and more, beyond which a table
+# is not written out: parameters that share a tensor name it three times.
+_WANTED, _SOME = 4, 1000
 _KEPT = 2**30  # bytes of layers that stay in memory between shards of a leaf
 
 
@@ -91,9 +94,13 @@ class Source:
       self.model = config_lib.to_model(self.files.config)
       self._ends = _ends(self.files.config)
       self._check_depth()
+      table = leaves_lib.table(
+        self.model,
+        self.files.config['model_type'],
+        most=_WANTED * len(self.files.shapes) + _SOME,
+      )
     except errors.UserError as e:
       raise errors.UserError(f'{self.files.path}: {e}') from e
-    table = leaves_lib.table(self.model, self.files.config['model_type'])
     self._leaves = {(leaf.path, leaf.layer): leaf for leaf in table}
     self._check(table)
     self._of, self._layers = '', {}

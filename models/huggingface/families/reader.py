@@ -25,6 +25,7 @@ _WORDS = {
   bool: 'true or false', int: 'a whole number', float: 'a finite number',
   str: 'a text', list: 'a list', dict: 'an object',
 }  # fmt: skip
+_MOST_FLOAT = 10**300
 _LONGEST = 80  # characters of a value that a message shows
 
 
@@ -110,7 +111,7 @@ class Reader:
   def typed(self, name, value, kind, low: float = 0) -> Any:
     """`value`, which `name` has, as `kind`; UserError: it is none."""
     if kind is float and type(value) is int:
-      value = float(min(value, 10**300))
+      value = float(max(min(value, _MOST_FLOAT), -_MOST_FLOAT))
     valid = type(value) is kind
     if valid and kind in (int, float):
       valid = low <= value <= (MOST if kind is int else math.inf)
@@ -164,6 +165,7 @@ class Reader:
   def refuse(self, name, why, *value) -> Any:
     """UserError that names a field and its value; value: a part of it."""
     found = value[0] if value else self.config.get(name)
+    name = name if name.isprintable() else shown(name)
     raise errors.UserError(f'{self.path}: {name}={shown(found)} {why}.')
 
   def refuse_unread(self, silent, why):
