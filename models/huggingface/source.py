@@ -151,12 +151,12 @@ class Source:
     def shard(index):
       if not stacked:
         return self._layer(path, None, like.shape)[index].astype(like.dtype)
-      first, last, _ = index[0].indices(like.shape[0])
-      rows = [
-        self._layer(path, n, like.shape[1:])[index[1:]]
-        for n in range(first, last)
-      ]
-      return np.stack(rows).astype(like.dtype)
+      at = [range(n)[cut] for n, cut in zip(like.shape, index, strict=True)]
+      # Filled, not stacked: a list of all its layers would be a copy.
+      out = np.empty([len(x) for x in at], like.dtype)
+      for i, n in enumerate(at[0]):
+        out[i] = self._layer(path, n, like.shape[1:])[index[1:]]
+      return out
 
     found = jax.make_array_from_callback(like.shape, like.sharding, shard)
     self._layers.clear()

