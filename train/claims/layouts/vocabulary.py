@@ -111,7 +111,7 @@ def _compiled(config, topology):
   return memory.peak + memory.code + optimizer, list(held.values())
 
 
-def growth(run, *, mesh, topology, model, vocabularies, within):
+def growth(run, *, mesh, topology, model, vocabularies, few, within):
   """AOT: what a larger vocabulary adds to a stage, the ends spread or on one.
 
   Unequal stages: one has both ends, whole. Spread over p stages, V must add to
@@ -122,29 +122,28 @@ def growth(run, *, mesh, topology, model, vocabularies, within):
   bytes of the state, counted device by device.
 
   All devices run one program, for which the compiler reports one worst moment.
-  That of the unequal stage is of a program in which every stage holds whole
-  ends; a stage without any is what is left of an even one at V = 0, on the line
-  through both vocabularies.
+  So both kinds of unequal stage are compiled as programs of their own: of one
+  every stage holds whole ends; of the other the ends have a few words only.
 
   Args:
     model: {'section.field': value} beyond the config's.
-    vocabularies: [V, larger V].
+    vocabularies: [V, larger V]. few: words of the ends of a stage without.
     within: relative, of the growth; and of the state, (most - least) / most.
   """
   peaks, apart = {}, []
-  for name, rules in dict(even={}, whole=WHOLE).items():
+  ways = dict(even=({}, vocabularies), whole=(WHOLE, vocabularies))
+  for name, (rules, sizes) in (ways | dict(without=({}, [few]))).items():
     peaks[name] = []
-    for vocabulary in vocabularies:
+    for vocabulary in sizes:
       size = {'model.vocab_size': vocabulary}
       config = experiment.laid_out(run.config, mesh, model, rules, size)
       peak, held = _compiled(config, topology)
       peaks[name].append(peak)
       apart.append(1 - min(held) / max(held))
   (first, last), p = vocabularies, config.mesh.stage
-  even, whole = (high - low for low, high in peaks.values())
+  even, whole = (peaks[way][1] - peaks[way][0] for way in ways)
   counted = 2 * 18 * (last - first) * config.model.d_model
-  share, least = p * even / counted, peaks['even'][0]
-  without = least - even * first / (last - first)
+  share, (without,) = p * even / counted, peaks['without']
   less = [f'{1 - without / x:.0%}' for x in peaks['whole']]
   gib = lambda *sizes: experiment.numbers([x / 2**30 for x in sizes], '.1f')
   return claims.Outcome(
@@ -153,8 +152,8 @@ def growth(run, *, mesh, topology, model, vocabularies, within):
     f'{topology}, {mesh}, optimizer included, GiB at V = '
     f'{" ".join(f"{v // 1024}k" for v in vocabularies)}: every stage, ends '
     f'spread, {gib(*peaks["even"])}, state {max(apart):.0%} apart; a stage '
-    f'with whole ends {gib(*peaks["whole"])}, and {gib(without)} without '
-    f'(extrapolated), {" and ".join(less)} less. V adds {gib(even, whole)}, '
+    f'with whole ends {gib(*peaks["whole"])}, and {gib(without)} with ends of '
+    f'{few:,} words, {" and ".join(less)} less. V adds {gib(even, whole)}, '
     f'the first {p * even / whole:.3f} of an even share of the second, which '
     f'has its logits; counted without, {gib(counted / p, counted)}',
     abs(share - 1) <= within

@@ -55,14 +55,14 @@ def test_a_vocabulary_adds_an_even_share_to_a_stage(monkeypatch):
   check = lambda rules='fsdp_tensor': claims_vocabulary.growth(
     run(), mesh='stage=4', topology='v5p:2x2x1',
     model={'model.d_model': 1024, 'mesh.rules': rules},
-    vocabularies=VOCABULARIES, within=0.05,
+    vocabularies=VOCABULARIES, few=1024, within=0.05,
   )  # fmt: skip
   alone, spread, held = 1.1, 0.26, [100] * 4
   right = check()
   assert right.passed and right.measured == '1.040'
   # 1 GiB and of both ends, 1.125 GiB or 9, 0.26 or 1.1.
   assert 'ends spread, 1.3 3.3, state 0% apart' in right.caveat
-  assert 'whole ends 2.2 10.9, and 1.0 without' in right.caveat
+  assert 'whole ends 2.2 10.9, and 1.0 with ends of 1,024' in right.caveat
   assert ', 55% and 91% less. V adds 2.0 8.7' in right.caveat
   assert 'the first 0.945 of an even share' in right.caveat
   assert not check('fsdp_tensor vocab=tensor').passed  # ends on every stage
