@@ -24,7 +24,7 @@ from paraxis.train.certify import verify
 ROOT = pathlib.Path(loop.__file__).resolve().parents[1]
 # Of these 11 lead to the mixer, 1 is the mixer's, the rest are the product's.
 FRAMES = 15
-FILES = 12
+FILES = 13
 QUERY = 'BTD,DNH->BTNH'
 CONFIG = schema.Config(
   model=schema.Model(

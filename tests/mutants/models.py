@@ -208,8 +208,8 @@ TABLE = [
   Mutation(
     'learned_positions',
     'models/decoder.py',
-    'x = x + self._lookup(ends.positions, batch.positions, dtype)',
-    'x = x + self._lookup(ends.positions, 0 * batch.positions, dtype)',
+    'rows = batch.positions + config.position_offset',
+    'rows = 0 * batch.positions + config.position_offset',
     'every token has the first position',
     'tests/models/huggingface/test_families.py::'
     'test_logits_and_gradients_are_golden[gpt2]',
