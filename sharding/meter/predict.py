@@ -139,11 +139,14 @@ class _Walk:
       self._along(op)
 
   def _nested(self, op, times):
-    if op.name == 'while':
-      often = 'once' if op.times is None else f'as {op.times}'
-      self.unknown.append(f'{op.where}: trips of a while loop, counted {often}')
     if len(op.bodies) == 1:
+      before = len(self.found)
       self.body(op.bodies[0], times * (1 if op.times is None else op.times))
+      if op.name == 'while' and len(self.found) > before:
+        often = 'once' if op.times is None else f'as {op.times}'
+        self.unknown.append(
+          f'{op.where}: trips of a while loop that sends, counted {often}'
+        )
       return
     branches = []
     for body in op.bodies:

@@ -182,6 +182,8 @@ def test_loops_multiply_and_branches_do_not_add():
   found, unknown = messages(forever, X)
   assert found == [('all-gather', 'data,fsdp', one, 1)]
   assert len(unknown) == 1 and 'while' in unknown[0]
+  silent = lambda x: jax.lax.while_loop(lambda x: x[0, 0] > 1, jnp.sqrt, x)
+  assert messages(silent, ((64, 32), P())) == ([], [])
 
 
 def test_collectives_of_a_region_are_taken_as_written():
