@@ -46,14 +46,14 @@ def test_blocks_in_a_row_run_every_case_of_an_array():
   assert covered(greedy) > covered(plain)
 
 
-def arrays(tree):
-  """{function's node id: arguments of its `array` mark} of all tests."""
+def arrays(tree, kind='array'):
+  """{function's node id: arguments of its mark of that kind} of all tests."""
   found = {}
   for name, module in tree.code.items():
     for node in module.body if name.startswith('tests/') else ():
       for mark in getattr(node, 'decorator_list', ()):
         if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith(
-          'mark.array'
+          f'mark.{kind}'
         ):
           found[f'{name}::{node.name}'] = [a.value for a in mark.args]
   return found
@@ -241,17 +241,18 @@ def ledger():
 
 def test_a_turn_fits(ledger, tree):
   """By the costs that `make test-all` measured: no timing here."""
-  marked = arrays(tree)
+  marked, sampled = arrays(tree), arrays(tree, 'sampled')
   total = 0.0
   for name, (cost, cases) in ledger['costs'].items():
-    prefix, blocks = marked.get(name, (0, sampling.one_in(cost)))
+    (n,) = sampled.get(name, [sampling.one_in(cost)])
+    prefix, blocks = marked.get(name, (0, n))
     prefix = min(prefix, cases)
     total += cost * (prefix + (cases - prefix) / blocks)
   assert total <= DEAREST_TURN, f'a turn costs {total:.0f} CPU-seconds'
 
 
 def test_no_file_gathers_dear_cases(ledger, tree):
-  marked, dear = arrays(tree), {}
+  marked, dear = arrays(tree) | arrays(tree, 'sampled'), {}
   for name, (cost, cases) in ledger['costs'].items():
     if sampling.one_in(cost) > 1 and name not in marked:
       file = name.split('::')[0]

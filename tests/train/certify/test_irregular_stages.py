@@ -61,7 +61,7 @@ def case_of(name):
   return verify.Case(config, jax.devices()[:count])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize('name', CASES)
 def test_equals_one_device(name):
   case = case_of(name)
@@ -71,7 +71,7 @@ def test_equals_one_device(name):
   assert len(rows) == 6 and all(row.passed for row in rows), rows
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(12)
 def test_an_empty_row_that_counts_is_seen(monkeypatch):
   monkeypatch.setattr(step, '_rows_with_layers', lambda built: None)
   loss, gradients = verify.certify(
