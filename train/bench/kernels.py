@@ -28,6 +28,7 @@ from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
 from paraxis.pallas_kernels.scans import delta as delta_scan
 from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.pallas_kernels.scans import linear as linear_scan
+from paraxis.pallas_kernels.scans import selective as selective_scan
 from paraxis.sharding.meter import aot
 from paraxis.train.bench import kernel_device
 from paraxis.train.bench import kernel_schedules
@@ -74,6 +75,27 @@ def _attention(length, target):
   )  # fmt: skip
 
 
+def _packed_attention(length, documents):
+  """Documents packed into a row beside the same documents, each a row."""
+  mask = attention.Mask(scale=64**-0.5)
+  segments = jnp.arange(length)[None] * documents // length + 1
+  shape = 1, length, 4, 64
+
+  def apart(q, k, v):
+    one = jnp.ones((documents, length // documents), jnp.int32)
+    q, k, v = (x.reshape(*one.shape, *x.shape[2:]) for x in (q, k, v))
+    return attention.attention(q, k, v, mask, (one, one))[0].reshape(shape)
+
+  def ours(q, k, v):
+    return attention.attention(q, k, v, mask, (segments, segments))[0]
+
+  return Comparison(
+    f'{documents} packed documents T{length}, gradients', ('rows', 'packed'),
+    (_gradients(apart), _gradients(ours)),
+    _draw(*[shape] * 3), 0.67,
+  )  # fmt: skip
+
+
 def _gated_scan(length):
   def form(impl, q, k, v, g):
     return gated_scan.gated_scan(q, k, v, -jax.nn.softplus(g) / 16, impl=impl)
@@ -108,6 +130,34 @@ def _linear_scan(length):
     f'linear scan T{length}, gradients', ('associative', 'loop'),
     tuple(_gradients(functools.partial(form, i)) for i in ('xla', 'loop')),
     _draw(*[(4, length, 256)] * 2), 1.5,
+  )  # fmt: skip
+
+
+def _selective_scan(length):
+  """Beside two nested loops, of which the inner one is computed again."""
+  chunk, width, state = 64, 256, 16
+
+  def loops(x, dt, shared, rate):
+    def token(h, one):
+      x, dt, (b, c) = one
+      h = jnp.exp(dt[:, None] * rate) * h + (dt * x)[:, None] * b
+      return h, h @ c
+
+    inner = jax.checkpoint(lambda h, some: jax.lax.scan(token, h, some))
+    rows = (x[0], dt[0], shared[0])
+    parts = (y.reshape(-1, chunk, *y.shape[1:]) for y in rows)
+    _, y = jax.lax.scan(inner, jnp.zeros((width, state)), tuple(parts))
+    return y.reshape(x.shape)
+
+  def form(run, x, dt, shared, rate):
+    return run(x, jax.nn.softplus(dt), shared, -jnp.exp(rate))
+
+  ours = lambda *arrays: selective_scan.selective_scan(*arrays)[0]
+  rows = (1, length, width)
+  return Comparison(
+    f'selective scan T{length}, gradients', ('nested loops', 'ours'),
+    tuple(_gradients(functools.partial(form, f)) for f in (loops, ours)),
+    _draw(rows, rows, (1, length, 2, state), (width, state)), 1.0,
   )  # fmt: skip
 
 
@@ -163,9 +213,11 @@ def comparisons(quick):
   """Every `Comparison`, made one at a time."""
   yield _attention(128 if quick else 1024, 2.0)
   yield _attention(256 if quick else 4096, 4.0)
+  yield _packed_attention(*((64, 4) if quick else (4096, 8)))
   yield _gated_scan(64 if quick else 2048)
   yield _delta_scan(64 if quick else 2048)
   yield _linear_scan(64 if quick else 4096)
+  yield _selective_scan(64 if quick else 4096)
   yield _decode_attention(64 if quick else 16384)
   yield _cross_entropy(*((64, 256) if quick else (2048, 16384)))
   yield _quantized_matmul(*((128, 128) if quick else (2048, 8192)))

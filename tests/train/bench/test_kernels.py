@@ -110,7 +110,7 @@ def test_both_forms_of_every_op_give_the_same():
   with jax.enable_x64(False):
     report = bench_kernels.kernels(1, True, SILENT)
   ops = [pair.op for pair in bench_kernels.comparisons(True)]
-  assert len(report.checks) == len(ops) == 8
+  assert len(report.checks) == len(ops) == 10
   assert all(c.verdict == '-' and min(c.values) > 0 for c in report.checks)
   assert len(report.rows) == 4 * len(ops)
   assert float(report.notes[0].split(',')[0].split()[-1]) < 1e-4
