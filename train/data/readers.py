@@ -96,7 +96,7 @@ def blocks(source, options=rows.PLAIN, say=log.warning):
   """Yields the Blocks of a Source; say: called with a line on what is cut."""
   file = source.file
   make = tables.dataset_blocks if file.is_dir() else _BLOCKS[kind(file)]
-  if not kind(file):
+  if not kind(file) and file.is_file():
     say(f'{file} has no suffix: it is read as text, which its beginning is.')
   try:
     yield from make(source, options, say)
