@@ -8,7 +8,6 @@ import dataclasses
 import inspect
 
 import jax
-import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import model as model_schema
@@ -34,17 +33,6 @@ CONFIG = schema.Config(
   data=schema.Data(sequence_length=32),
   train=schema.Train(batch_size=8),
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def references():
-  """No test takes what another computed while a mechanism was broken."""
-  made = trial._one_device, trial._gradients, trial._reference
-  for cached in made:
-    cached.cache_clear()
-  yield
-  for cached in made:
-    cached.cache_clear()
 
 
 def certify(*names, zero=0, model=(), mesh=(), **train):
