@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 
 
@@ -319,9 +320,11 @@ def _plan(t, s, segments, order, mask):
   pad = lambda x: x and (varying.pad(x[0], tp), varying.pad(x[1], sp))
   pairs = visible_pairs(mask, nq, nk, bq, order is None)
   length = None if s == sp else s
-  # Rows that several devices hold, outside a region, would have to be gathered.
+  # An accelerator works on all rows of a batch side by side; rows that several
+  # devices hold, outside a region, would have to be gathered.
+  on_cpu = registry.current_target().platform == 'cpu'
   here = segments and not any(jax.typeof(segments[0]).sharding.spec[:1])
-  skips = 'loop' if here and len(pairs) > 1 else ''
+  skips = 'loop' if on_cpu and here and len(pairs) > 1 else ''
   walk = Walk(pairs, bq, bk, pad(segments), pad(order), length, skips)
   return tp, sp, walk
 

@@ -116,7 +116,7 @@ def check(workdir, config):
 
 
 def imported(path):
-  """The error to raise for a folder whose weights `paraxis import` wrote."""
+  """The error to raise for a folder that `paraxis checkpoint import` wrote."""
   return errors.UserError(
     f'{path} holds imported weights, which no step was taken from: train with '
     f'--init_from={path} and another --workdir.'

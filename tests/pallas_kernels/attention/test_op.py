@@ -17,6 +17,7 @@ import pytest
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels import reference
+from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.attention import xla as attention_xla
 
@@ -135,6 +136,16 @@ def test_blocks_that_share_no_document_are_skipped_at_run_time():
 
   assert np.isfinite(outputs(segments)).all()
   assert np.isnan(outputs(np.ones_like(segments))).any()
+
+
+@pytest.mark.parametrize('platform, loops', [('cpu', True), ('gpu', False)])
+def test_rows_of_a_batch_are_apart_on_a_cpu_alone(monkeypatch, platform, loops):
+  target = registry.Target(platform, 'some device')
+  monkeypatch.setattr(registry, 'current_target', lambda: target)
+  q, k, v, *_ = make('f4', B=2, T=32)
+  segments, mask = np.ones((2, 32), int), attention.Mask(block=8)
+  run = lambda *x: attention_xla.forward(*x, (segments,) * 2, None, mask)
+  assert ('while' in str(jax.make_jaxpr(run)(q, k, v))) == loops
 
 
 def test_documents_that_a_row_packs_are_computed_apart():
