@@ -106,8 +106,13 @@ def _alone(work, say):
   """The folder of a build, which no other process works in."""
   said = False
   while True:
-    work.mkdir(exist_ok=True)
-    opened = os.open(work, os.O_RDONLY)
+    try:
+      work.mkdir(parents=True, exist_ok=True)
+      opened = os.open(work, os.O_RDONLY)
+    except (FileExistsError, FileNotFoundError):
+      if work.is_file() or work.is_symlink():
+        raise
+      continue  # between two of these calls it was removed by who had it
     try:
       fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

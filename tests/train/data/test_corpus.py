@@ -12,6 +12,7 @@ import support
 
 from paraxis.configs import schema
 from paraxis.models.text import tokenizer
+from paraxis.train.data import cache_build
 from paraxis.train.data import corpus
 from paraxis.train.data import token_cache
 
@@ -255,6 +256,23 @@ def test_builders_may_race(tmp_path):
   assert len({c.folder for c in made}) == 1
   assert all(np.array_equal(c.tokens, made[0].tokens) for c in made)
   assert len(list((tmp_path / 'cache').iterdir())) == 1
+
+
+@pytest.mark.parametrize('name', ['mkdir', 'open'])
+def test_a_builder_may_end_between_two_calls(tmp_path, monkeypatch, name):
+  """The folder of its work is there, and is gone when it is looked at."""
+  write_jsonl(tmp_path / 'a.jsonl', numbered(3))
+  whole, left = getattr(os, name), ['once']
+
+  def gone(path, *rest, **options):
+    if pathlib.Path(path).name.startswith(cache_build.BUILDING) and left:
+      left.pop()
+      raise {'mkdir': FileExistsError, 'open': FileNotFoundError}[name](path)
+    return whole(path, *rest, **options)
+
+  monkeypatch.setattr(os, name, gone)
+  made, _ = build(tmp_path, tmp_path / 'cache')
+  assert not left and made.folder.exists()
 
 
 def test_a_folder_may_go_while_it_is_searched(tmp_path, monkeypatch):
