@@ -10,6 +10,7 @@ Nothing is run, so no time can be measured.
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -72,7 +73,28 @@ class Topology:
 def missing(platform: str) -> str | None:
   """What to install to compile for a platform, in one line, or None."""
   modules, line = COMPILERS[platform]
-  return None if any(map(importlib.util.find_spec, modules)) else line
+  if not any(map(importlib.util.find_spec, modules)):
+    return line
+  return _another_libtpu() if platform == 'tpu' else None
+
+
+def _another_libtpu():
+  """What to say if jax was released with another libtpu, else None.
+
+  Programs of another release compile, and jaxlib may not be able to read them.
+  """
+  try:
+    found = importlib.metadata.version('libtpu')
+  except importlib.metadata.PackageNotFoundError:
+    return None  # built by its user
+  listed = '\n'.join(importlib.metadata.requires('jax') or ())
+  wanted = re.search(r'^libtpu==([\d.]+)\.\*', listed, re.M)
+  if wanted is None or f'{found}.'.startswith(f'{wanted[1]}.'):
+    return None
+  release = f'{jax.__version__} was released with libtpu {wanted[1]}.*'
+  return (
+    f"libtpu is {found}, but jax {release}: pip install 'libtpu=={wanted[1]}.*'"
+  )
 
 
 def topology(name: str, num_slices: int = 1) -> Topology:

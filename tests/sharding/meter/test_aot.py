@@ -1,5 +1,6 @@
 """Topologies without devices, and what a compile that fails says."""
 
+import importlib.metadata
 import importlib.util
 
 import jax
@@ -28,6 +29,22 @@ def test_what_is_missing(monkeypatch, name, line):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
   with support.refused(line):
     aot.topology(name)
+
+
+def test_libtpu_of_another_release(monkeypatch):
+  """A claim is skipped, with both versions, instead of a crash of XLA's."""
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: name)
+  listed = ['numpy>=2.0', 'libtpu==0.0.42.*; extra == "tpu"']
+  monkeypatch.setattr(importlib.metadata, 'requires', lambda name: listed)
+  cases = {'0.0.42.1': None, '0.0.42': None, '0.0.52': 1, '0.0.4': 1}
+  for found, refused in cases.items():
+    monkeypatch.setattr(importlib.metadata, 'version', lambda name, v=found: v)
+    lacking = aot.missing('tpu')
+    assert bool(lacking) == bool(refused), (found, lacking)
+  assert lacking == (
+    f'libtpu is 0.0.4, but jax {jax.__version__} was released with libtpu '
+    "0.0.42.*: pip install 'libtpu==0.0.42.*'"
+  )
 
 
 def traced(f, *args):
