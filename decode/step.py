@@ -81,10 +81,10 @@ def prefill(model, params, tokens_BT, lengths_B, slots):
 
 def _shift(cache, pattern, empty_B):
   """The cache with the last empty_B slots of each row in front."""
-  shift = lambda x: mixer.shift_slots(x, empty_B)
+  shift = lambda x, axis=1: mixer.shift_slots(x, empty_B, axis)
   grows = lambda kind: layer.MIXERS[kind[0]].capabilities.slots
   states = tuple(
-    jax.tree.map(shift, state) if grows(kind) else state
+    tuple(shift(x, mixer.SLOT_AXIS) for x in state) if grows(kind) else state
     for kind, state in zip(pattern, cache.states, strict=True)
   )
   return cache._replace(

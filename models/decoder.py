@@ -239,6 +239,6 @@ class Decoder:
     )
     return cache._replace(
       states=states,
-      segments=mixer.more_slots(cache.segments, slots),
-      positions=mixer.more_slots(cache.positions, slots),
+      segments=mixer.more_slots(cache.segments, slots, 1),
+      positions=mixer.more_slots(cache.positions, slots, 1),
     )

@@ -40,6 +40,7 @@ from paraxis.sharding.sequence import attention as context
 
 ROWS, RESIDUAL, QUERIES = mixer.ROWS, mixer.RESIDUAL, mixer.HEADS
 KEYS = ('batch', 'length', 'kv_heads', 'head_dim')
+CACHE = ('batch', 'kv_heads', 'length', 'head_dim')  # of keys and values
 
 
 class Visibility(NamedTuple):
@@ -126,7 +127,7 @@ class Attention(mixer.Mixer):
     )
 
   def __call__(self, x_BTD, see, state=None):
-    """-> (y_BTD, state, no aux); state is (k_BSKH, v_BSKH) slots or None."""
+    """-> (y_BTD, state, no aux); state is (k_BKSH, v_BKSH) slots or None."""
     config = self.config
     names = ('query', 'key', 'value', 'gate')[: 3 + config.attention_gate]
     outs = parameter.multiply(
@@ -170,15 +171,15 @@ class Attention(mixer.Mixer):
   def _attend(self, q, k, v, see, state):
     config, mask = self.config, mask_of(self.config, self.kind)
     if state is None:
-      k, v = _on_heads(k), _on_heads(v)
+      k, v = _on_heads(k, KEYS), _on_heads(v, KEYS)
       return self._attend_all(q, k, v, see, mask), None
     slots = slots_lib.write(state, (k, v), see.slot)
-    k, v = (_on_heads(x.astype(q.dtype)) for x in slots)
+    k, v = (_on_heads(x.astype(q.dtype), CACHE) for x in slots)
     attend = slots_lib.attend_range
     if q.shape[1] > 1:  # prefill: many queries, blockwise
       attend = functools.partial(slots_lib.attend_many, impl=config.attention)
     local = functools.partial(attend, mask, chunk=chunk_of(config, self.kind))
-    names = (QUERIES,) * 3 + slots_lib.NAMES
+    names = (QUERIES, *[_of_heads(CACHE)] * 2, *slots_lib.NAMES)
     run = annotate.region(local, names, (QUERIES, QUERIES[:3]))
     return self._sunk(*run(q, k, v, *slots_lib.slot_ids(see))), slots
 
@@ -207,9 +208,9 @@ class Attention(mixer.Mixer):
     return self._sunk(*run(q, k, v, see.positions, see.segments))
 
   def init_state(self, batch, slots, dtype):
-    """Empty slots: (k_BSKH, v_BSKH)."""
-    shape = batch, slots, num_kv_heads(self.config), self.config.head_width
-    return tuple(mixer.state(KEYS, *shape, dtype=dtype) for _ in range(2))
+    """Empty slots: (k_BKSH, v_BKSH)."""
+    shape = batch, num_kv_heads(self.config), slots, self.config.head_width
+    return tuple(mixer.state(CACHE, *shape, dtype=dtype) for _ in range(2))
 
   @staticmethod
   def check(config):
@@ -252,8 +253,15 @@ def mask_of(config, kind) -> attention_op.Mask:
   )
 
 
-def _on_heads(x_BSKH):
+def _of_heads(names):
+  """KEYS or CACHE, of an array that has as many heads as queries have."""
+  return tuple('heads' if name == 'kv_heads' else name for name in names)
+
+
+def _on_heads(x, names):
   """k or v sharded as the query heads are, so a shard holds what it reads.
+
+  names: KEYS or CACHE.
 
   Where kv heads are fewer than the shards of query heads, every shard has
   computed all of them; they are repeated to the least multiple of the shards.
@@ -262,10 +270,11 @@ def _on_heads(x_BSKH):
   """
   shards = annotate.shards('heads')
   if annotate.shards('kv_heads') == shards:
-    return x_BSKH
-  heads = math.lcm(x_BSKH.shape[2], shards)
-  run = functools.partial(mixer.repeat_heads, heads=heads)
-  return annotate.region(run, (KEYS,), (QUERIES,), single=True)(x_BSKH)
+    return x
+  many = _of_heads(names)
+  heads = math.lcm(x.shape[many.index('heads')], shards)
+  run = functools.partial(mixer.repeat_heads, heads=heads, names=many)
+  return annotate.region(run, (names,), (many,), single=True)(x)
 
 
 def rotations(config, kinds, positions_BT, dtype):

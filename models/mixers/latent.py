@@ -105,7 +105,7 @@ class LatentAttention(mixer.Mixer):
       return self._output(o, HEADS, 'BTNP,NPD->BTD'), None, aux_lib.NOTHING
     new = self._cached(low, latent, k_rope)
     (slots,) = state = slots_lib.write(state, (new,), see.slot)
-    if x_BTD.shape[1] == slots.shape[1]:  # no older tokens in the cache
+    if x_BTD.shape[1] == slots.shape[2]:  # no older tokens in the cache
       o = self._attend_slots(q, latent, k_rope, see)
     elif x_BTD.shape[1] > 1:
       o = self._attend_slots(q, *self._uncached(slots.astype(q.dtype)), see)
@@ -175,9 +175,9 @@ class LatentAttention(mixer.Mixer):
     )[0]  # fmt: skip
 
   def _parts(self):
-    """Logical names of a cache (B, S, G, E)."""
+    """Logical names of a cache (B, G, S, E)."""
     over = 'heads' if self.config.latent.groups > 1 else None
-    return ('batch', None, over, None)
+    return ('batch', over, None, None)
 
   def _cached(self, low, latent, k_rope):
     """The cached form of a token, in latent shards: _BTGE."""
@@ -188,17 +188,20 @@ class LatentAttention(mixer.Mixer):
       scale = cut(self.latent_norm[...])
       scale = scale * jnp.sqrt(own.groups * self.shares[...])[:, None]
       parts = norm.rms(cut(low), scale, _epsilon(self.config))
-    return annotate.put(_join(parts, k_rope), self._parts())
+    batch, over, length, width = self._parts()
+    names = batch, length, over, width
+    return annotate.put(_join(parts, k_rope), names)
 
-  def _uncached(self, slots_BSGE):
+  def _uncached(self, slots_BGSE):
     """(latent_BSR, k_rope_BS1P) of a cache."""
     own = self.config.latent
-    slots = annotate.put(slots_BSGE, ('batch', None, None, None))
+    slots = annotate.put(slots_BGSE, ('batch', None, None, None))
+    slots = slots.swapaxes(1, 2)
     each = own.rank // own.groups
     latent = slots[..., :each].reshape(*slots.shape[:2], own.rank)
     return latent, slots[:, :, :1, each:]
 
-  def _attend_absorbed(self, q, slots_BSGE, see):
+  def _attend_absorbed(self, q, slots_BGSE, see):
     """One query a row and the latents themselves."""
     own = self.config.latent
     g, each = own.groups, own.rank // own.groups
@@ -222,14 +225,14 @@ class LatentAttention(mixer.Mixer):
     )
     names_in = (queries, kept, *slots_lib.NAMES)
     run = annotate.region(attend, names_in, (queries,), single=True)
-    o = run(q, slots_BSGE, *slots_lib.slot_ids(see))[..., :each]
+    o = run(q, slots_BGSE, *slots_lib.slot_ids(see))[..., :each]
     # Sharded over heads again, with one whole latent for each head.
     o = annotate.put(o, ('batch', 'length', None, *names[2:])).swapaxes(2, 3)
     o = o.reshape(*o.shape[:3], own.rank)
     return self._project(o, names, 'BTNR,RNV->BTNV', ['value'], HEADS)[0]
 
   def init_state(self, batch, slots, dtype):
-    """Empty slots (B, S, G, E); UserError if devices do not divide G."""
+    """Empty slots (B, G, S, E); UserError if devices do not divide G."""
     own = self.config.latent
     shards = annotate.shards('heads')
     if own.groups > 1 and own.groups % shards:
@@ -238,7 +241,7 @@ class LatentAttention(mixer.Mixer):
         f'{shards} shards of heads (mesh.tensor); take a multiple of {shards}, '
         'or 1: every device holds the whole latent.'
       )
-    shape = batch, slots, own.groups, own.rank // own.groups + own.rope_dim
+    shape = batch, own.groups, slots, own.rank // own.groups + own.rope_dim
     return (mixer.state(self._parts(), *shape, dtype=dtype),)
 
   @staticmethod
@@ -301,22 +304,22 @@ def _join(x_BSNH, shared_BS1P):
   return jnp.concatenate([x_BSNH, shared], -1)
 
 
-def _own(mask, q_BTGNE, slots_BSGE, *ids):
+def _own(mask, q_BTGNE, slots_BGSE, *ids):
   """Latent shards attend as independent kv heads. Exact if there is one."""
   b, t, g, n, e = q_BTGNE.shape
   q = q_BTGNE.reshape(b, t, g * n, e)
-  o, _ = slots_lib.attend_range(mask, q, slots_BSGE, slots_BSGE, *ids)
+  o, _ = slots_lib.attend_range(mask, q, slots_BGSE, slots_BGSE, *ids)
   return o.reshape(q_BTGNE.shape)
 
 
 def _summed(
-  mask, q_BTGNE, slots_BSGE, slot, segments, slot_segments, order, slot_order
+  mask, q_BTGNE, slots_BGSE, slot, segments, slot_segments, order, slot_order
 ):
   """Scores are summed over all latent shards before the softmax."""
   del slot  # segments and positions decide what is visible
-  wide = jnp.result_type(q_BTGNE, slots_BSGE, jnp.float32)
+  wide = jnp.result_type(q_BTGNE, slots_BGSE, jnp.float32)
   dot = functools.partial(jnp.einsum, preferred_element_type=wide)
-  s = dot('btgne,bsge->btns', q_BTGNE, slots_BSGE)
+  s = dot('btgne,bgse->btns', q_BTGNE, slots_BGSE)
   if annotate.mode() == 'manual' and annotate.carriers('heads'):
     s = jax.lax.psum(s, annotate.carriers('heads'))
   s = s * mask.scale
@@ -328,5 +331,5 @@ def _summed(
     s = jnp.where(ok[:, :, None], s, varying.NEG)
   p = jnp.exp(s - jnp.maximum(s.max(-1, keepdims=True), varying.FLOOR))
   total = p.sum(-1, keepdims=True)
-  p = (p / jnp.where(total == 0, 1, total)).astype(slots_BSGE.dtype)
-  return dot('btns,bsge->btgne', p, slots_BSGE).astype(q_BTGNE.dtype)
+  p = (p / jnp.where(total == 0, 1, total)).astype(slots_BGSE.dtype)
+  return dot('btns,bgse->btgne', p, slots_BGSE).astype(q_BTGNE.dtype)

@@ -77,16 +77,17 @@ def rotate(values, u_RR):
   )  # fmt: skip
 
 
-def covariance(slots_BSGE, segments_BS, scale_R):
+def covariance(slots_BGSE, segments_BS, scale_R):
   """(R, R): covariance of the latents n of all tokens in a cache.
 
   Args:
-    slots_BSGE: a layer's state, written with model.latent.scores=summed.
+    slots_BGSE: a layer's state, written with model.latent.scores=summed.
     segments_BS: 0: an empty slot.
     scale_R: the layer's latent_norm; n is taken as 0 where it is 0.
   """
   scale = np.asarray(scale_R, np.float64)
-  slots = np.asarray(slots_BSGE, np.float64)[np.asarray(segments_BS) > 0]
+  slots_BSGE = np.asarray(slots_BGSE, np.float64).swapaxes(1, 2)
+  slots = slots_BSGE[np.asarray(segments_BS) > 0]
   each = len(scale) // slots.shape[1]
   c = slots[:, :, :each].reshape(len(slots), -1)
   n = np.divide(c, scale, out=np.zeros_like(c), where=scale != 0)

@@ -34,6 +34,7 @@ LOW = ('batch', 'residual_length', None)  # narrow, cheaper to gather than x
 HEADS = ('batch', 'length', 'heads', 'head_dim')
 WIDE = ('batch', 'length', 'mlp')
 STATE = ('batch', 'heads', None, None)
+SLOT_AXIS = 2  # of a state that grows: (B, heads, S, ...)
 # Last inputs of a convolution, by heads.
 TAIL = ('batch', None, 'heads', 'head_dim')
 
@@ -83,7 +84,7 @@ class Mixer(nnx.Module):
     """`state` with room for `slots` tokens; one of one size stays as it is."""
     if not self.capabilities.slots:
       return state
-    return tuple(more_slots(x, slots) for x in state)
+    return tuple(more_slots(x, slots, SLOT_AXIS) for x in state)
 
   @staticmethod
   def check(config) -> None:
@@ -127,16 +128,16 @@ def state(names, *shape, dtype):
   return annotate.put(jnp.zeros(shape, dtype), names)
 
 
-def more_slots(x, slots):
-  """A state (B, S, ...) with zeros behind it up to `slots`."""
+def more_slots(x, slots, axis):
+  """x with zeros behind its slots, which are along `axis`, up to `slots`."""
   more = [(0, 0)] * x.ndim
-  more[1] = (0, slots - x.shape[1])
+  more[axis] = (0, slots - x.shape[axis])
   return jnp.pad(x, more)
 
 
-def shift_slots(x, by_B):
-  """x (B, S, ...) with row b rotated by_B slots to the right."""
-  roll = jax.vmap(lambda x_S, by: jnp.roll(x_S, by, 0))
+def shift_slots(x, by_B, axis):
+  """x (B, ...) with row b rotated by_B slots, along `axis`, to the right."""
+  roll = jax.vmap(lambda row, by: jnp.roll(row, by, axis - 1))
   if annotate.mode() != 'explicit' or not annotate.sizes():
     return roll(x, by_B)
   laid = lambda y: jax.typeof(y).sharding.spec  # a region: rows are local
@@ -145,12 +146,14 @@ def shift_slots(x, by_B):
   )(x, by_B)
 
 
-def repeat_heads(x_BSGH, heads):
-  """(B, S, G, H) -> (B, S, heads of this shard, H), each G repeated in order.
+def repeat_heads(x, heads, names=HEADS):
+  """x with G heads -> with the heads of this shard, each G repeated in order.
 
   heads: of the whole model, or of the least number of copies that shards
-    divide; a multiple of G.
+    divide; a multiple of G. names: logical names of the result, one is `heads`.
   """
-  b, s, g, h = x_BSGH.shape
-  x = jnp.broadcast_to(x_BSGH[:, :, :, None], (b, s, g, heads // g, h))
-  return annotate.take(x.reshape(b, s, heads, h), HEADS, 2)
+  axis = names.index('heads')
+  outer, (g, *inner) = x.shape[:axis], x.shape[axis:]
+  shape = *outer, g, heads // g, *inner
+  x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), shape)
+  return annotate.take(x.reshape(*outer, heads, *inner), names, axis)

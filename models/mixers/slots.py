@@ -3,6 +3,9 @@
 A step writes its keys and values into slots and attends to the slots: one query
 a row to a range of them (`attend_range`), many queries blockwise.
 
+A cache is (B, K, S, H): the slots of a head lie one after the other, so the
+products of a step read it in place (pallas_kernels/decode_attention/op.py).
+
 Legend: B rows, T query tokens, S cache slots, N heads, K kv heads, H head width
 (V of values).
 """
@@ -67,10 +70,11 @@ def attend_many(mask, q, k, v, *ids, impl, chunk=0):
   ids = SlotIds(*ids)
   order = ids.positions, ids.slot_positions
   segments = [
-    chunks(s, p, chunk, k.shape[1])
+    chunks(s, p, chunk, k.shape[2])
     for s, p in zip((ids.segments, ids.slot_segments), order, strict=True)
   ]
-  whole = q.shape[1] == k.shape[1]
+  whole = q.shape[1] == k.shape[2]
+  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
   return attention_op.attention(
     q, k, v, mask, segments, None if whole else order, impl=impl
   )
@@ -113,7 +117,7 @@ def attend_range(mask, q, k, v, *ids, chunk=0):
 
   Args:
     mask: attention_op.Mask.
-    q, k, v: (B, 1, N, H), (B, S, K, H), (B, S, K, V).
+    q, k, v: (B, 1, N, H), (B, K, S, H), (B, K, S, V).
     ids: the fields of `SlotIds`.
     chunk: tokens of a chunk, the range of which is that of a document; 0: the
       document's own.
@@ -129,18 +133,20 @@ def attend_range(mask, q, k, v, *ids, chunk=0):
 
 
 def write(state, new, slot):
-  """Caches (B, S, K, H) with `new` (B, T, K, H) in the slots from `slot` on.
+  """Caches (B, K, S, H) with `new` (B, T, K, H) in the slots from `slot` on.
 
   A single token is written in a loop of one iteration: XLA on CPU fuses a bare
   update into the cache's readers, which costs three copies of it per layer.
   """
 
+  new = [x.swapaxes(1, 2) for x in new]
+
   def put(slot, caches):
     return tuple(
-      jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), slot, 1)
+      jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), slot, 2)
       for old, x in zip(caches, new, strict=True)
     )
 
-  if new[0].shape[1] > 1:
+  if new[0].shape[2] > 1:
     return put(slot, state)
   return jax.lax.fori_loop(slot, slot + 1, put, tuple(state))

@@ -257,7 +257,7 @@ def _one(mask, q_B11Z, new, kept, segments, positions):
     jnp.where(here, x[:, :, 0].astype(old.dtype), old)
     for old, x in zip(kept, new, strict=True)
   ]
-  k, v = (x[:, :, None].astype(q_B11Z.dtype) for x in kept)
+  k, v = (x[:, None].astype(q_B11Z.dtype) for x in kept)
   lengths_B = jnp.where(valid, at + 1, 0)[:, 0]
   o, _ = decode_attention.ragged(q_B11Z, k, v, mask, lengths_B)
   return o, kept

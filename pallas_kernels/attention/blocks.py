@@ -291,13 +291,13 @@ def lists(kinds):
 NN, NT, TN = (((i,), (j,)) for i, j in ((1, 0), (1, 1), (0, 0)))
 
 
-def dot(x, y, axes):
+def dot(x, y, axes, batch=()):
   """Product in float32; of float32 blocks without rounding them to less."""
   precision = None
   if x.dtype == jnp.float32:
     precision = jax.lax.Precision.HIGHEST
   return jax.lax.dot_general(
-    x, y, (axes, ((), ())), precision, preferred_element_type=jnp.float32
+    x, y, (axes, (batch, batch)), precision, preferred_element_type=jnp.float32
   )
 
 

@@ -5,8 +5,8 @@ The grid is (workers, kv heads). A program walks the pieces of its worker
 first and the last tile of the row if they have slots outside of its range,
 which are not loaded. The N / K queries of a kv head are the rows of its
 products, filled up to 16, the fewest that the matrix unit takes. The cache is
-read in the models' layout, (B, S, K, H), without copies; no atomics, so a run
-repeats bit for bit.
+read in place, (B, K, S, H): the tile of a head is one piece of memory. No
+atomics, so a run repeats bit for bit.
 
 float32 inside. Cost: every valid slot of k and v read once; 4 N S H operations
 a row; partial results (B + W) N (H + 1) in float32.
@@ -130,14 +130,14 @@ def _kernel(*refs, mask, tile):
   jax.lax.fori_loop(piece[w], piece[w + 1], one, 0)
 
 
-def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):
+def forward(q_BNH, k_BKSH, v_BKSH, begins_B, ends_B, mask, **options):
   """-> (o_BNH, lse_BN), float32; see op.py.
 
   options: tile: slots of a tile; workers: W; interpret: as of pallas_call, for
   tests.
   """
   b, n, h = q_BNH.shape
-  s, kv, hv = v_BSKH.shape[1:]
+  kv, s, hv = v_BKSH.shape[1:]
   tile = options.get('tile') or TILE
   w = options.get('workers') or workers(kv)
   plan = decode_schedule.make(ends_B, s, tile, w, begins_B)
@@ -146,7 +146,7 @@ def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):
   q = q_BNH.reshape(b, kv, group, h)
   q = jnp.pad(q, [(0, 0), (0, 0), (0, rows - group), (0, 0)])
   whole = lambda n: pl.BlockSpec((n,), lambda w, k: (0,))
-  cache = lambda h: pl.BlockSpec((b, s, None, h), lambda w, k: (0, 0, k, 0))
+  cache = lambda h: pl.BlockSpec((b, None, s, h), lambda w, k: (0, k, 0, 0))
   o, lse = pl.pallas_call(
     functools.partial(_kernel, mask=mask, tile=tile),
     name='decode_attention_gpu',
@@ -171,12 +171,12 @@ def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):
     cost_estimate=pl.CostEstimate(
       flops=2 * b * s * n * (h + hv),
       transcendentals=b * s * n,
-      bytes_accessed=k_BSKH.nbytes + v_BSKH.nbytes,
+      bytes_accessed=k_BKSH.nbytes + v_BKSH.nbytes,
     ),
     interpret=options.get('interpret', False),
   )(
     plan.worker_piece, plan.first, plan.end, plan.row, plan.origin, begins_B,
-    ends_B, q, k_BSKH, v_BSKH,
+    ends_B, q, k_BKSH, v_BKSH,
   )  # fmt: skip
   o = o[:, :, :group].reshape(pieces, n, hv)
   lse = lse[:, :, :group].reshape(pieces, n)

@@ -13,12 +13,12 @@ N / K, H head width.
 import numpy as np
 
 
-def attend(q_BTNH, k_BSKH, v_BSKH, scale):
+def attend(q_BTNH, k_BKSH, v_BKSH, scale):
   """Attention of every query to all of the slots -> (o_BTNH, lse_BTN).
 
   Args:
     q_BTNH: NumPy queries; head n reads kv head n // (N // K).
-    k_BSKH, v_BSKH: NumPy keys and values of the slots, one at least, all of
+    k_BKSH, v_BKSH: NumPy keys and values of the slots, one at least, all of
       them before the queries.
     scale: of scores.
 
@@ -26,11 +26,11 @@ def attend(q_BTNH, k_BSKH, v_BSKH, scale):
     NumPy arrays of the dtype that q, k and v promote to.
   """
   b, t, n, h = q_BTNH.shape
-  kv = k_BSKH.shape[2]
+  kv = k_BKSH.shape[1]
   q_BTKGH = q_BTNH.reshape(b, t, kv, n // kv, h)
-  score = scale * np.einsum('btkgh,bskh->btkgs', q_BTKGH, k_BSKH)
+  score = scale * np.einsum('btkgh,bksh->btkgs', q_BTKGH, k_BKSH)
   top = score.max(-1, keepdims=True)
   weight = np.exp(score - top)
   total = weight.sum(-1, keepdims=True)
-  o = np.einsum('btkgs,bskh->btkgh', weight / total, v_BSKH)
+  o = np.einsum('btkgs,bksh->btkgh', weight / total, v_BKSH)
   return o.reshape(b, t, n, -1), (top + np.log(total)).reshape(b, t, n)

@@ -4,20 +4,17 @@
   o = sum_s e^(s - lse) v
 
 Decoding reads every slot once and does little else, so the cache must not be
-copied. A dot batched over (B, K) makes XLA transpose the cache first (k is in
-the middle of (B, S, K, H)); with few queries it is cheaper to read the cache as
-a matrix (S, K H) and to spread each query over the columns of its kv head, zero
-elsewhere: K times the flops, one pass, no copy. With many queries, or heads
-sharded over a mesh, the batched dot is used. Cost: B S K H (k and v) read once;
-memory B T N S scores. No gradient: training uses attention/op.py.
+copied. It holds the slots of a head one after the other, (B, K, S, H): products
+batched over (B, K) read it in place, where heads between slots would have to be
+transposed first. Cost: B K S H (k and v) read once; memory B T N S scores. No
+gradient: training uses attention/op.py.
 
 The kernels (tpu.py, gpu.py) take one query a row and rows whose valid slots are
 contiguous (`ragged`). They divide the valid slots evenly over workers, however
-unequal the rows are (schedule.py), and read the cache (B, S, K, H) in place
-too. A window is a range that begins later.
+unequal the rows are (schedule.py). A window is a range that begins later.
 
 Legend: B batch, T queries (few), S slots, N query heads, K kv heads, G = N / K,
-H head size, E = K H, R = T N.
+H head size.
 """
 
 import dataclasses
@@ -36,9 +33,6 @@ from paraxis.pallas_kernels.decode_attention import tpu as decode_attention_tpu
 
 OP = 'decode_attention'
 
-# Above this many rows T N the K-fold flops cost more than the copy.
-MAX_ROWS = 128
-
 
 @dataclasses.dataclass(frozen=True)
 class DecodeAttentionSpec(attention.AttentionSpec):
@@ -49,8 +43,8 @@ class DecodeAttentionSpec(attention.AttentionSpec):
 
 def decode_attention(
   q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
+  k_BKSH: jax.Array,
+  v_BKSH: jax.Array,
   mask: attention.Mask,
   segments: attention.Pair | None = None,
   order: attention.Pair | None = None,
@@ -61,8 +55,8 @@ def decode_attention(
 
   Args:
     q_BTNH: queries; head n reads kv head n // (N // K).
-    k_BSKH: cached keys; K divides N.
-    v_BSKH: cached values.
+    k_BKSH: cached keys; K divides N.
+    v_BKSH: cached values.
     mask: attention.Mask; `block` is not used.
     segments: None or int arrays (q_BT, k_BS); an empty slot has segment 0.
     order: None (both are 0, 1, 2, ...) or int arrays (q_BT, k_BS).
@@ -78,16 +72,16 @@ def decode_attention(
     errors.UserError: shapes that do not fit, or an implementation that cannot
       run here.
   """
-  arrays = q_BTNH, k_BSKH, v_BSKH
-  attention.check(OP, *arrays, mask, segments, order, sinks_N)
+  arrays = q_BTNH, k_BKSH, v_BKSH
+  _check(*arrays, mask, segments, order, sinks_N)
   o, lse = _run(*arrays, mask, impl, segments, order)
   return attention.with_sinks(o, lse, sinks_N)
 
 
 def ragged(
   q_BTNH: attention.Array,
-  k_BSKH: attention.Array,
-  v_BSKH: attention.Array,
+  k_BKSH: attention.Array,
+  v_BKSH: attention.Array,
   mask: attention.Mask,
   lengths_B: attention.Array,
   impl: str = 'auto',
@@ -108,7 +102,7 @@ def ragged(
       where the length is not 0.
     others: as for `decode_attention`, as are results and errors.
   """
-  b, t, s = *q_BTNH.shape[:2], k_BSKH.shape[1]
+  b, t, s = *q_BTNH.shape[:2], k_BKSH.shape[2]
   if begins_B is None:
     begins_B = jnp.zeros_like(lengths_B)
   for name, x in (('lengths', lengths_B), ('begins', begins_B)):
@@ -117,8 +111,8 @@ def ragged(
         f'{OP}: {name} have shape {x.shape}, expected one for each of the {b} '
         'rows'
       )
-  arrays, ends_B = (q_BTNH, k_BSKH, v_BSKH), begins_B + lengths_B
-  attention.check(OP, *arrays, mask, None, _orders(ends_B, t, s), sinks_N)
+  arrays, ends_B = (q_BTNH, k_BKSH, v_BKSH), begins_B + lengths_B
+  _check(*arrays, mask, None, _orders(ends_B, t, s), sinks_N)
   if t == 1 and mask.causal:  # the range is all that there is to the mask
     if mask.window:
       begins_B = jnp.maximum(begins_B, ends_B - mask.window)
@@ -127,9 +121,28 @@ def ragged(
   return attention.with_sinks(o, lse, sinks_N)
 
 
+def _by_slots(x_BKSH):
+  """Shape and dtype of (B, S, K, H), as attention/op.py takes keys."""
+  b, kv, s, h = x_BKSH.shape
+  return jax.ShapeDtypeStruct((b, s, kv, h), x_BKSH.dtype)
+
+
+def _check(q, k, v, mask, segments, order, sinks_N):
+  """UserError if shapes do not fit."""
+  b, kv, s, _ = k.shape
+  if b != q.shape[0] or v.shape[:3] != (b, kv, s) or k.shape[3] != q.shape[3]:
+    raise errors.UserError(
+      f'{OP}: q {q.shape}, k {k.shape}, v {v.shape} do not fit (B, T, N, H), '
+      '(B, K, S, H), (B, K, S, H)'
+    )
+  shapes = _by_slots(k), _by_slots(v)
+  attention.check(OP, q, *shapes, mask, segments, order, sinks_N)
+
+
 def _run(q, k, v, mask, impl, segments=None, order=None, ranges=None):
   """(o, lse) of a checked call, without sinks."""
-  spec = attention.spec_of(q, k, mask, segments, order, v)
+  shapes = _by_slots(k), mask, segments, order, _by_slots(v)
+  spec = attention.spec_of(q, *shapes)
   spec = DecodeAttentionSpec(**vars(spec), cache=(str(k.dtype), str(v.dtype)))
   chosen = registry.resolve(OP, impl, spec)
   return chosen.forward(q, k, v, segments, order, mask, ranges)
@@ -152,7 +165,7 @@ def shared_prefix(
   Args:
     q_B1NH: one query a row.
     prefix: (k_SKH, v_SKH) that all rows see, all of it.
-    own: (k_BSKH, v_BSKH) of each row after the prefix, another S.
+    own: (k_BKSH, v_BKSH) of each row after the prefix, another S.
     mask: attention.Mask without a window.
     lengths_B: valid slots of `own`, 0 .. S.
     impl: of both parts.
@@ -193,49 +206,26 @@ def _orders(ends_B, t, s):
   return last, jnp.broadcast_to(slots, (ends_B.shape[0], s))
 
 
-def _whole_heads(x):
-  """True if no mesh axis can split the heads of x_BSKH."""
-  sharding = jax.typeof(x).sharding
-  kinds = zip(sharding.mesh.axis_sizes, sharding.mesh.axis_types, strict=True)
-  auto = any(n > 1 and t == jax.sharding.AxisType.Auto for n, t in kinds)
-  return not auto and all(axis is None for axis in sharding.spec[2:3])
-
-
-def _spread(q_BTNH, kv):
-  """Rows over all kv heads, zero outside their own: (B, R, E)."""
-  b, t, n, h = q_BTNH.shape
-  own = jnp.eye(kv, dtype=q_BTNH.dtype)[:, None, :, None]
-  q = q_BTNH.reshape(b, t, kv, n // kv, 1, h) * own
-  # One merge at a time: the type of a sharded reshape allows no more.
-  q = q.reshape(b, t, n, kv, h).reshape(b, t * n, kv, h)
-  return q.reshape(b, t * n, kv * h)
-
-
-def _own(o_BRE, t, kv):
-  """Of each row, the columns of its own kv head: (B, T, N, H)."""
-  b, r, e = o_BRE.shape
-  o = o_BRE.reshape(b, r, kv, e // kv).reshape(b, t, r // t, kv, e // kv)
-  o = o.reshape(b, t, kv, r // t // kv, kv, e // kv)
-  own = jnp.eye(kv, dtype=o.dtype)[:, None, :, None]
-  return (o * own).sum(4).reshape(b, t, r // t, e // kv)
-
-
-def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, ranges=None):
+def forward(q_BTNH, k_BKSH, v_BKSH, segments, order, mask, ranges=None):
   """The XLA implementation; ranges: None, or (begins_B, ends_B) of slots."""
   b, t, n, h = q_BTNH.shape
-  s, kv = k_BSKH.shape[1:3]
+  kv, s = k_BKSH.shape[1:3]
   if ranges is not None:
     order = _orders(ranges[1], t, s)
-  wide = jnp.result_type(q_BTNH, k_BSKH, v_BSKH, jnp.float32)
-  dot = lambda eq, x, y: jnp.einsum(eq, x, y, preferred_element_type=wide)
-  merge = t * n <= MAX_ROWS and _whole_heads(k_BSKH)
-  if merge:
-    z = dot('bre,bse->brs', _spread(q_BTNH, kv), k_BSKH.reshape(b, s, -1))
-    z = z.reshape(b, t, n, s)
-  else:
-    q = q_BTNH.reshape(b, t, kv, n // kv, h)
-    z = dot('btkgh,bskh->btkgs', q, k_BSKH).reshape(b, t, n, s)
-  z = z * mask.scale
+  wide = jnp.result_type(q_BTNH, k_BKSH, v_BKSH, jnp.float32)
+
+  def dot(x, y, axes):
+    """Batched over (B, K), the cache left of the queries and right of p.
+
+    So XLA on CPU reads it in place: it transposes an x that is not summed over
+    its last axis, and a y that is.
+    """
+    dims = axes, ((0, 1), (0, 1))
+    return jax.lax.dot_general(x, y, dims, preferred_element_type=wide)
+
+  q_BKTGH = q_BTNH.reshape(b, t, kv, n // kv, h).swapaxes(1, 2)
+  z = dot(k_BKSH, q_BKTGH, ((3,), (4,)))  # (B, K, S, T, G)
+  z = jnp.moveaxis(z, 2, 4) * mask.scale
   if mask.softcap:
     z = mask.softcap * jnp.tanh(z / mask.softcap)
   order = order or (jnp.arange(t)[None], jnp.arange(s)[None])
@@ -244,33 +234,29 @@ def forward(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, ranges=None):
     begin, end = (x[:, None] for x in ranges)
     filled = (order[1] >= begin) & (order[1] < end)
   ok = attention_xla.visible(mask, segments, order, filled)
-  z = z if ok is None else jnp.where(ok[:, :, None], z, varying.NEG)
+  z = z if ok is None else jnp.where(ok[:, None, :, None], z, varying.NEG)
   top = z.max(-1)
   p = jnp.exp(z - jnp.maximum(top, varying.FLOOR)[..., None])
   total = p.sum(-1)
   total = jnp.where(total == 0, 1, total)  # rows that see nothing: o = 0
-  p = (p / total[..., None]).astype(v_BSKH.dtype)
-  if merge:
-    o = dot('brs,bse->bre', p.reshape(b, t * n, s), v_BSKH.reshape(b, s, -1))
-    o = _own(o, t, kv)
-  else:
-    p = p.reshape(b, t, kv, n // kv, s)
-    o = dot('btkgs,bskh->btkgh', p, v_BSKH).reshape(b, t, n, -1)
-  return o.astype(v_BSKH.dtype), top + jnp.log(total)
+  p = (p / total[..., None]).astype(v_BKSH.dtype)
+  back = lambda x: x.swapaxes(1, 2).reshape(b, t, n, *x.shape[4:])
+  o = back(dot(p, v_BKSH, ((4,), (2,))).astype(v_BKSH.dtype))
+  return o, back(top + jnp.log(total))
 
 
 def _kernel(platform, module):
   """The implementation of the op by a kernel for one query a row."""
   kernel = registry.kernel(platform, module)
 
-  def run(q_BTNH, k_BSKH, v_BSKH, segments, order, mask, ranges=None):
+  def run(q_BTNH, k_BKSH, v_BKSH, segments, order, mask, ranges=None):
     del segments, order  # see supports
     if ranges is None:
-      b, s = k_BSKH.shape[:2]
+      b, _, s, _ = k_BKSH.shape
       ranges = jnp.zeros(b, jnp.int32), jnp.full(b, s, jnp.int32)
-    arrays = q_BTNH[:, 0], k_BSKH, v_BSKH, *ranges
+    arrays = q_BTNH[:, 0], k_BKSH, v_BKSH, *ranges
     o, lse = kernel.forward(*varying.same(arrays), mask)
-    return o[:, None].astype(v_BSKH.dtype), lse[:, None]
+    return o[:, None].astype(v_BKSH.dtype), lse[:, None]
 
   def supports(spec, target):
     reason = kernel.supports(None, target)

@@ -5,20 +5,18 @@ whose bound is data: the longest share of a worker. Prefetched scalars give each
 tile's piece, row and column, so the next tile is fetched before this one is
 done, across the border of two rows too.
 
-The cache is read in the models' layout, (B, S, K, H), as rows (B, S K, H):
-row s K + k is slot s of kv head k. One product gives the scores of all N query
-heads with all rows of a tile, and rows of another head are masked. That is K
-times the products that are needed, but the matrix unit loads a tile once in any
-case and would stream N / K queries, fewer than it is wide; and no head has to
-be cut out of a cache whose second-last dimension is the heads. Whole tiles need
-no other mask. In the first and the last tile of a row, slots outside its range
-are masked and their values zeroed: they may hold anything.
+The cache is read in place, (B, K, S, H): a tile has some slots of all kv heads,
+and products are batched over the heads. The N / K queries of a head are filled
+up to whole registers. Whole tiles need no mask. In the first and the last tile
+of a row, slots outside its range are masked and their values zeroed: they may
+hold anything.
 
 float32 inside. Cost: every valid slot of k and v read once, rounded up to whole
-tiles; 4 N K S H operations a row; partial results (B + W) N (H + 1) in float32.
+tiles; 4 K G S H operations a row; partial results (B + W) K G (H + 1) in
+float32.
 
-Legend: B rows, S slots, N query heads (rounded up to whole registers), K kv
-heads, H head size, R = tile K rows of a tile, P = B + W pieces, W workers.
+Legend: B rows, S slots, N query heads, K kv heads, G = N / K (filled up), H
+head size, P = B + W pieces, W workers.
 """
 
 import functools
@@ -36,9 +34,9 @@ from paraxis.pallas_kernels.attention import blocks
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 
 TILE_BYTES = 2**20  # of k, and again of v; both are held twice
-SCORES = 2**16  # of all heads with some rows, made at once: 256 KiB
+SCORES = 2**16  # of all heads with some slots, made at once: 256 KiB
 DTYPES = 'bfloat16', 'float32'
-MOST_HEADS = 1024  # query heads; their scores with 64 rows must fit
+MOST_HEADS = 4096  # filled up; their scores with 16 slots must fit
 MOST_TILES = 2**17  # their table is held in scalar memory
 
 
@@ -46,8 +44,9 @@ def limits(spec, target):
   """None, or what else the kernel cannot take (registry.kernel)."""
   del target
   b, s, kv, _ = spec.k
-  if spec.q[2] > MOST_HEADS:
-    return f'{spec.q[2]} query heads, at most {MOST_HEADS} fit'
+  heads = kv * filled(spec.q[2] // kv, spec.dtype)
+  if heads > MOST_HEADS:
+    return f'{heads} query heads in whole registers, at most {MOST_HEADS} fit'
   itemsize = jnp.dtype(spec.dtype).itemsize
   tiles = b * -(-s // tile_of(s, kv, max(spec.heads), itemsize))
   if tiles > MOST_TILES:
@@ -62,65 +61,60 @@ def tile_of(slots, kv_heads, head_size, itemsize):
   return slots if slots <= tile else tile
 
 
+def filled(group, dtype):
+  """G: query heads of a kv head, filled up to whole registers."""
+  register = 8 if jnp.dtype(dtype) == jnp.float32 else 16
+  return -(-group // register) * register
+
+
 def workers(device_kind):
   """Cores that share the memory of one device: 2 on v4 and v5p."""
   return 2 if device_kind in ('TPU v4', 'TPU v5') else 1
 
 
 class _Refs(NamedTuple):
-  """References of a step: inputs, mask of other heads, running softmax."""
+  """References of a step: inputs, running softmax (K, G, 1 or H)."""
 
   q: Any
   k: Any
   v: Any
-  other: Any
   m: Any
   total: Any
   acc: Any
 
-  def fold(self, mask, rows, at, valid=None):
-    """One step of online softmax over `rows` rows of the tile from `at` on.
+  def fold(self, mask, slots, at, valid=None):
+    """One step of online softmax over `slots` slots of the tile from `at` on.
 
-    valid: (first, end) of the rows of the tile that are; None: all.
+    valid: (first, end) of the slots of the tile that are; None: all.
     """
-    here = pl.ds(at, rows)
-    q, v = self.q[0], self.v[0, here, :]
-    s = blocks.dot(q, self.k[0, here, :], blocks.NT)
-    s = blocks.logits(mask, s)[0] + self.other[:, :rows]
+    here = pl.ds(at, slots)
+    v = self.v[0, :, here, :]
+    s = blocks.dot(self.q[0], self.k[0, :, here, :], ((2,), (2,)), (0,))
+    s = blocks.logits(mask, s)[0]
     if valid is not None:
 
       def ok(shape, axis):
-        row = at + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-        return (row >= valid[0]) & (row < valid[1])
+        slot = at + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+        return (slot >= valid[0]) & (slot < valid[1])
 
-      s = jnp.where(ok(s.shape, 1), s, blocks.NEG)
-      v = jnp.where(ok((rows, 1), 0), v, jnp.zeros_like(v))
+      s = jnp.where(ok(s.shape, 2), s, blocks.NEG)
+      v = jnp.where(ok(v.shape, 1), v, jnp.zeros_like(v))
     m = self.m[...]
     new = jnp.maximum(m, s.max(-1, keepdims=True))
     p, scale = jnp.exp2(s - new), jnp.exp2(m - new)
     self.m[...] = new
     self.total[...] = self.total[...] * scale + p.sum(-1, keepdims=True)
     acc = self.acc[...] * scale
-    self.acc[...] = acc + blocks.dot(p.astype(v.dtype), v, blocks.NN)
+    acc += blocks.dot(p.astype(v.dtype), v, ((2,), (1,)), (0,))
+    self.acc[...] = acc
 
 
-def _kernel(*refs, mask, kv, group, tile):
+def _kernel(*refs, mask, tile, step):
   worker, piece, first, end, row, origin, begins, ends, *refs = refs
   *inputs, o_ref, lse_ref = refs[:5]
   tile_refs = _Refs(*inputs, *refs[5:])
   w = pl.program_id(0)
   t = worker[w] + pl.program_id(1)
-  rows = tile_refs.k.shape[1]
-  step = tile_refs.other.shape[1]
-
-  @pl.when(pl.program_id(1) == 0)
-  def _():
-    """Which rows belong to another head: the same in every step."""
-    other = tile_refs.other
-    iota = lambda axis: jax.lax.broadcasted_iota(jnp.int32, other.shape, axis)
-    head = jnp.minimum(iota(0) // group, kv - 1)
-    own = jax.lax.rem(iota(1), kv) == head
-    other[...] = jnp.where(own, 0.0, blocks.NEG)
 
   @pl.when(t < worker[w + 1])
   def _():
@@ -137,112 +131,105 @@ def _kernel(*refs, mask, kv, group, tile):
 
     @pl.when(whole)
     def _():
-      for at in range(0, rows, step):
-        tile_refs.fold(mask, min(step, rows - at), at)
+      for at in range(0, tile, step):
+        tile_refs.fold(mask, min(step, tile - at), at)
 
     @pl.when(~whole)
     def _():
-      valid = skip * kv, left * kv
-      for at in range(0, rows, step):
+      for at in range(0, tile, step):
 
-        @pl.when((at + step > valid[0]) & (at < valid[1]))
+        @pl.when((at + step > skip) & (at < left))
         def _(at=at):
-          tile_refs.fold(mask, min(step, rows - at), at, valid)
+          tile_refs.fold(mask, min(step, tile - at), at, (skip, left))
 
     @pl.when(t + 1 == end[p])
     def _():
-      m, total, acc = tile_refs[4:]
-      o_ref[0] = acc[...] / total[...]
-      lse_ref[0] = m[...] / blocks.LOG2E + jnp.log(total[...])
+      own = pl.ds(0, o_ref.shape[2])  # without those that fill up registers
+      m, total, acc = (ref[:, own, :] for ref in tile_refs[3:])
+      o_ref[0] = acc / total
+      lse_ref[0] = m / blocks.LOG2E + jnp.log(total)
 
 
-def forward(q_BNH, k_BSKH, v_BSKH, begins_B, ends_B, mask, **options):
+def forward(q_BNH, k_BKSH, v_BKSH, begins_B, ends_B, mask, **options):
   """-> (o_BNH, lse_BN), float32; see op.py.
 
   options: tile: slots of a tile; workers: W; interpret: as of pallas_call, for
   tests.
   """
   b, n, h = q_BNH.shape
-  s, kv, hv = v_BSKH.shape[1:]
-  itemsize = k_BSKH.dtype.itemsize
+  kv, s, hv = v_BKSH.shape[1:]
+  itemsize = k_BKSH.dtype.itemsize
   tile = options.get('tile') or tile_of(s, kv, max(h, hv), itemsize)
   w = options.get('workers')
   w = w or workers(registry.current_target().device_kind)
   plan = decode_schedule.make(ends_B, s, tile, w, begins_B)
-  registers = 8 if q_BNH.dtype == jnp.float32 else 16
-  padded = -(-n // registers) * registers
-  q = jnp.pad(q_BNH, [(0, 0), (0, padded - n), (0, 0)])
-  most = max(1, SCORES // (padded * kv))  # slots
-  step = kv * min(tile, 2 ** int(math.log2(most)))
-  kernel = functools.partial(
-    _kernel, mask=mask, kv=kv, group=n // kv, tile=tile
-  )
+  group = n // kv
+  rows = filled(group, q_BNH.dtype)
+  q = q_BNH.reshape(b, kv, group, h)
+  q = jnp.pad(q, [(0, 0), (0, 0), (0, rows - group), (0, 0)])
+  most = max(1, SCORES // (kv * rows))
+  step = min(tile, 2 ** int(math.log2(most)))
   pieces = b + w
   tables = plan.worker, plan.piece, plan.first, plan.end, plan.row, plan.origin
-  rows = lambda x: x.reshape(b, s * kv, x.shape[-1])
   o, lse = pl.pallas_call(
-    kernel,
+    functools.partial(_kernel, mask=mask, tile=tile, step=step),
     name='decode_attention_tpu',
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=8,
       grid=(w, jnp.max(plan.worker[1:] - plan.worker[:-1])),
       scratch_shapes=[
-        pltpu.VMEM((padded, step), jnp.float32),
-        pltpu.VMEM((padded, 1), jnp.float32),
-        pltpu.VMEM((padded, 1), jnp.float32),
-        pltpu.VMEM((padded, hv), jnp.float32),
+        pltpu.VMEM((kv, rows, width), jnp.float32) for width in (1, 1, hv)
       ],
-      **_blocks((padded, h, hv), tile * kv, lambda w: pieces + w),
+      **_blocks((kv, rows, group, h, hv), tile, lambda w: pieces + w),
     ),
     out_shape=[
-      varying.result(q, (pieces + w, padded, width), jnp.float32)
+      varying.result(q, (pieces + w, kv, group, width), jnp.float32)
       for width in (hv, 1)
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'arbitrary')
     ),
     cost_estimate=pl.CostEstimate(
-      flops=2 * b * s * n * kv * (h + hv),
-      transcendentals=b * s * n * kv,
-      bytes_accessed=k_BSKH.nbytes + v_BSKH.nbytes,
+      flops=2 * b * s * kv * rows * (h + hv),
+      transcendentals=b * s * kv * rows,
+      bytes_accessed=k_BKSH.nbytes + v_BKSH.nbytes,
     ),
     interpret=options.get('interpret', False),
-  )(*tables, begins_B, ends_B, q, rows(k_BSKH), rows(v_BSKH))
-  return decode_schedule.merge_pieces(
-    o[:pieces, :n], lse[:pieces, :n, 0], plan, b
-  )
+  )(*tables, begins_B, ends_B, q, k_BKSH, v_BKSH)
+  o, lse = (x[:pieces].reshape(pieces, n, -1) for x in (o, lse))
+  return decode_schedule.merge_pieces(o, lse[..., 0], plan, b)
 
 
-def _blocks(sizes, rows, trash):
+def _blocks(sizes, tile, trash):
   """Which block of every array a step (w, i) sees."""
-  n, h, hv = sizes
+  kv, rows, group, h, hv = sizes
 
   def at(w, i, worker):
     """The tile; a worker that is done stays at its last one."""
     return jnp.minimum(worker[w] + i, jnp.maximum(worker[w + 1] - 1, 0))
 
   def query(w, i, worker, piece, first, end, row, *_):
-    return row[piece[at(w, i, worker)]], 0, 0
+    return row[piece[at(w, i, worker)]], 0, 0, 0
 
   def cache(w, i, *tables):
     worker, piece, _, _, row, origin, _, _ = tables
     t = at(w, i, worker)
-    return row[piece[t]], t - origin[piece[t]], 0
+    return row[piece[t]], 0, t - origin[piece[t]], 0
 
   def partial(w, i, worker, piece, *_):
     # What leaves a buffer is written even if nothing was put there: a worker
     # without tiles writes to a slot of its own, which nobody reads.
     idle = worker[w + 1] == worker[w]
-    return jnp.where(idle, trash(w), piece[at(w, i, worker)]), 0, 0
+    return jnp.where(idle, trash(w), piece[at(w, i, worker)]), 0, 0, 0
 
   return dict(
     in_specs=[
-      pl.BlockSpec((1, n, h), query),
-      pl.BlockSpec((1, rows, h), cache),
-      pl.BlockSpec((1, rows, hv), cache),
+      pl.BlockSpec((1, kv, rows, h), query),
+      pl.BlockSpec((1, kv, tile, h), cache),
+      pl.BlockSpec((1, kv, tile, hv), cache),
     ],
     out_specs=[
-      pl.BlockSpec((1, n, hv), partial),
-      pl.BlockSpec((1, n, 1), partial),
+      pl.BlockSpec((1, kv, group, hv), partial),
+      pl.BlockSpec((1, kv, group, 1), partial),
     ],
   )

@@ -346,4 +346,7 @@ def test_the_loop_copies_neither_weights_nor_cache(one):
     math.prod(map(int, dims.split(',')))
     for dims in re.findall(r'%copy[\w.]* = \w+\[([\d,]+)\]', body)
   ]
-  assert sizes and max(sizes) < 16 * 16
+  # The scores of the slots change their order: a number for each head of them.
+  scores, matrix, cache = 4 * 96, 16 * 16, 2 * 96 * 4
+  assert matrix < scores < cache
+  assert scores in sizes and max({*sizes} - {scores}) < matrix

@@ -84,8 +84,9 @@ TABLE = [
   Mutation(
     'kv_copies',
     'models/mixers/protocol.py',
-    'x = jnp.broadcast_to(x_BSGH[:, :, :, None], (b, s, g, heads // g, h))',
-    'x = jnp.broadcast_to(x_BSGH[:, :, None], (b, s, heads // g, g, h))',
+    'x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), shape)',
+    'x = jnp.broadcast_to(jnp.expand_dims(x, axis), (*outer, heads // g, g, '
+    '*inner))',
     'copies of few kv heads stand in another order',
     'tests/models/mixers/test_attention.py::test_few_kv_heads',
   ),

@@ -85,7 +85,7 @@ equal(
     y[:, 0]
     for y in decode_attention.ragged(q, k, v, plain, e - b, begins_B=b)
   ],
-  (q[:, :1], k, v, begins, ends),
+  (q[:, :1], k.swapaxes(1, 2), v.swapaxes(1, 2), begins, ends),
 )
 """
 

@@ -166,7 +166,7 @@ REFUSED = dict(
     ('pallas_tpu', dict(sharded=True), 'manual region'),
     ('pallas_tpu', dict(cache=('bfloat16',) * 2), 'takes one dtype'),
     ('pallas_tpu', in_dtype('float16'), 'not float16'),
-    ('pallas_tpu', dict(q=(1, 1, 2048, 16)), 'query heads'),
+    ('pallas_tpu', dict(q=(1, 1, 8192, 16)), 'query heads'),
     ('pallas_tpu', cached(4096, 2**20, 8, 128), 'tiles to list'),
     ('pallas_gpu', cached(1, 64, 2, 48), 'head size 48'),
     ('pallas_gpu', in_dtype('float64'), 'not float64'),

@@ -95,7 +95,7 @@ def _decode_attention(impl):
   def call(q, k, v, lengths):
     return decode_attention.ragged(q, k, v, mask, lengths, impl)
 
-  cache = (4, 2048, 2, 128), 'bfloat16'
+  cache = (4, 2, 2048, 128), 'bfloat16'
   query = (4, 1, 8, 128), 'bfloat16'
   return call, [query, cache, cache, ((4,), 'int32')]
 

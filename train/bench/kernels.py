@@ -166,6 +166,7 @@ def _decode_attention(slots):
   lengths = jnp.full(4, slots, jnp.int32)
 
   def plain(q, k, v):
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     return jax.nn.dot_product_attention(
       q, k, v, key_value_seq_lengths=lengths, scale=mask.scale
     )
@@ -173,7 +174,7 @@ def _decode_attention(slots):
   def ours(q, k, v):
     return decode_attention.ragged(q, k, v, mask, lengths)[0]
 
-  cache = (4, slots, 2, 64)
+  cache = (4, 2, slots, 64)
   return Comparison(
     f'decode attention S{slots}', ('jax.nn', 'ours'),
     (plain, ours), _draw((4, 1, 8, 64), cache, cache), 1.0,

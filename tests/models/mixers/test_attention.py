@@ -254,11 +254,12 @@ def test_another_shards_heads_are_seen(monkeypatch):
 
 def test_kv_heads_are_whole_where_query_heads_are():
   """Rules that split keys and not queries: nobody may lose a head."""
-  x = np.random.default_rng(0).normal(size=(4, 1, 4, 2))
+  x = np.random.default_rng(0).normal(size=(4, 4, 4, 2))
   made = mesh_lib.make('data=4,tensor=2')
   mesh = schema.Mesh(rules='fsdp_tensor heads=', sequence=False)
   rules = rules_lib.of(mesh, dict(made.shape), 4)
   with annotate.use(rules), jax.set_mesh(made):
-    sharding = jax.NamedSharding(made, annotate.spec(attention.KEYS))
-    got = np.asarray(attention._on_heads(jax.device_put(x, sharding)))
-  np.testing.assert_array_equal(got, x)
+    for names in (attention.KEYS, attention.CACHE):
+      sharding = jax.NamedSharding(made, annotate.spec(names))
+      got = attention._on_heads(jax.device_put(x, sharding), names)
+      np.testing.assert_array_equal(np.asarray(got), x)

@@ -164,7 +164,7 @@ def test_absorbed_equals_explicit(own):
     for b, n in enumerate(lengths):
       assert close(z[b], want[b, n + i], 1e-12)
   g = own.get('groups', 1)
-  assert cache.states[0][0].shape == (B, T, g, R // g + P)
+  assert cache.states[0][0].shape == (B, g, T, R // g + P)
   assert model.stack.mixer('A').capabilities.exact
 
 
@@ -190,7 +190,7 @@ def test_latent_shards_equal_a_loop_over_them():
   w['shares'] = np.array(SHARES)
   x = np.random.default_rng(4).normal(size=(1, T, D))
   run, out = jax.jit(functools.partial(run, w)), []
-  state = (np.zeros((1, T, g, R // g + P)),)
+  state = (np.zeros((1, g, T, R // g + P)),)
   order = np.arange(T, dtype=np.int32)[None]
   for t in range(T):
     here = slice(t, t + 1)
@@ -283,7 +283,7 @@ DECODING = [
 def test_decoding_on_a_mesh_equals_one_device(mesh, own):
   found, cache = decoded(own, mesh)
   assert close(found, decoded(own)[0], 1e-12)
-  assert jax.typeof(cache.states[0][0]).sharding.spec[2] == 'tensor'
+  assert jax.typeof(cache.states[0][0]).sharding.spec[1] == 'tensor'
 
 
 def test_shards_that_are_not_summed_are_seen(monkeypatch):

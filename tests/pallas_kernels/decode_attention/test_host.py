@@ -11,7 +11,7 @@ ROWS, QUERIES, SLOTS, HEADS, KV_HEADS, WIDTH, SCALE = 2, 3, 5, 6, 2, 4, 0.7
 
 
 def drawn():
-  rng, shape = np.random.default_rng(0), (ROWS, SLOTS, KV_HEADS, WIDTH)
+  rng, shape = np.random.default_rng(0), (ROWS, KV_HEADS, SLOTS, WIDTH)
   q = rng.normal(size=(ROWS, QUERIES, HEADS, WIDTH))
   return q, rng.normal(size=shape), rng.normal(size=shape)
 
@@ -19,7 +19,7 @@ def drawn():
 def one_by_one(q, k, v, kv_head):
   o, lse = np.zeros_like(q), np.zeros(q.shape[:3])
   for b, t, n in np.ndindex(lse.shape):
-    pairs = list(zip(k[b, :, kv_head(n)], v[b, :, kv_head(n)], strict=True))
+    pairs = list(zip(k[b, kv_head(n)], v[b, kv_head(n)], strict=True))
     masses = [math.exp(SCALE * np.dot(q[b, t, n], key)) for key, _ in pairs]
     lse[b, t, n] = math.log(math.fsum(masses))
     for mass, (_, value) in zip(masses, pairs, strict=True):

@@ -27,20 +27,21 @@ def filled(ranges, s):
 def arrays(ranges, S, N, K, H, Hv=None):
   """q_BNH and a cache whose slots outside of a row's range are NaN."""
   rng, B = np.random.default_rng(0), len(ranges[0])
-  shapes = (B, N, H), (B, S, K, H), (B, S, K, Hv or H)
+  shapes = (B, N, H), (B, K, S, H), (B, K, S, Hv or H)
   q, k, v = (rng.normal(size=s).astype('f4') for s in shapes)
-  k[~filled(ranges, S)] = np.nan
-  v[~filled(ranges, S)] = np.nan
+  for x in (k, v):
+    x.swapaxes(1, 2)[~filled(ranges, S)] = np.nan
   return q, k, v
 
 
 def wanted(q, k, v, ranges, mask):
   """(o_BNH, lse_BN) by definition, in float64."""
-  b, s = k.shape[:2]
+  b, _, s, _ = k.shape
   segments = np.ones((b, 1), np.int32), filled(ranges, s).astype(np.int32)
   order = np.zeros((b, 1), np.int32), np.zeros((b, s), np.int32)
   with jax.enable_x64(True):
-    wide = [np.nan_to_num(x.astype('f8')) for x in (q[:, None], k, v)]
+    by_slots = (x.swapaxes(1, 2) for x in (k, v))
+    wide = [np.nan_to_num(x.astype('f8')) for x in (q[:, None], *by_slots)]
     found = reference.attention_ref(*wide, mask, segments, order)
     return [np.asarray(x[:, 0]) for x in found]
 
@@ -96,7 +97,7 @@ def test_rows_without_slots(kernel, lengths):
 
 
 def test_many_heads_take_a_tile_in_steps(monkeypatch):
-  monkeypatch.setattr(TPU, 'SCORES', 8 * 3 * 32)
+  monkeypatch.setattr(TPU, 'SCORES', 3 * 8 * 32)
   ranges, mask = np.array([[70, 0], [100, 30]]), attention.Mask(scale=0.3)
   ranges = tuple(ranges.astype(np.int32))
   x = arrays(ranges, S=100, N=6, K=3, H=8)

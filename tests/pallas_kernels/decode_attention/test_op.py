@@ -1,4 +1,7 @@
-"""decode_attention against its definition; the cache is read in place."""
+"""decode_attention against its definition; the cache is read in place.
+
+The cache is (B, K, S, H), the definition's keys are (B, S, K, H): `by_slots`.
+"""
 
 import chex
 import jax
@@ -17,13 +20,17 @@ from paraxis.pallas_kernels.decode_attention import op as decode_attention
 def cache(B=2, T=1, S=40, N=4, K=2, H=8, Hv=None, dtype='f8'):
   """q, k, v, and segments and order of a cache with empty slots."""
   rng = np.random.default_rng(0)
-  shapes = (B, T, N, H), (B, S, K, H), (B, S, K, Hv or H)
+  shapes = (B, T, N, H), (B, K, S, H), (B, K, S, Hv or H)
   q, k, v = (rng.normal(size=s).astype(dtype) for s in shapes)
   slots = rng.integers(0, 3, (B, S)).astype(np.int32)  # 0: empty
   queries = rng.integers(1, 3, (B, T)).astype(np.int32)
   order_k = np.stack([rng.permutation(S) for _ in range(B)]).astype(np.int32)
   order_q = rng.integers(S // 2, S, (B, T)).astype(np.int32)
   return (q, k, v), (queries, slots), (order_q, order_k)
+
+
+def by_slots(q, k, v):
+  return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
 
 
 def decode(mask):
@@ -54,13 +61,13 @@ def test_equals_the_definition_in_float64(sizes, options):
     arrays, segments, order = cache(**sizes)
     actual = decode(mask)(*arrays, segments, order)
     assert {x.dtype for x in actual} == {np.dtype('f8')}
-    expected = reference.attention_ref(*arrays, mask, segments, order)
-    close(actual, expected)
-    wrong = reference.attention_ref(*arrays, mask, None, order)
+    plain = by_slots(*arrays)
+    close(actual, reference.attention_ref(*plain, mask, segments, order))
+    wrong = reference.attention_ref(*plain, mask, None, order)
     with pytest.raises(AssertionError):  # the masks do matter here
       close(actual, wrong, 1e-6)
     free = attention.Mask(causal=False)  # no mask at all
-    close(decode(free)(*arrays), reference.attention_ref(*arrays, free))
+    close(decode(free)(*arrays), reference.attention_ref(*plain, free))
 
 
 def _temporary(run, *args):
@@ -72,17 +79,19 @@ def test_the_cache_is_not_copied():
   arrays, segments, order = cache(B=1, S=2048, H=64, dtype='f4')
   mask, size = attention.Mask(), arrays[1].nbytes
   assert _temporary(decode(mask), *arrays, segments, order) < size / 4
-  dense = lambda *x: reference.attention_ref(*x[:3], mask, *x[3:])
+  dense = lambda *x: reference.attention_ref(*by_slots(*x[:3]), mask, *x[3:])
   assert _temporary(dense, *arrays, segments, order) > size
 
 
 def test_heads_and_batch_sharded_equal_one_device():
   mesh = jax.make_mesh((2, 2), ('data', 'tensor'))
   run = decode(attention.Mask(scale=0.3))
-  heads, rows = P('data', None, 'tensor'), P('data')
+  queries, rows = P('data', None, 'tensor'), P('data')
+  heads = P('data', 'tensor')
   with jax.enable_x64(True):
     arrays, segments, order = cache(T=2)
-    args, specs = (*arrays, segments, order), (heads, heads, heads, rows, rows)
+    args = *arrays, segments, order
+    specs = queries, heads, heads, rows, rows
     close(kernel_cases.on_mesh(run, mesh, args, specs), run(*args))
 
 
@@ -92,7 +101,7 @@ def test_low_precision_cache():
   mask = attention.Mask(scale=0.3)
   o, lse = decode(mask)(*low, segments, order)
   assert o.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
-  expected = reference.attention_ref(*low, mask, segments, order)
+  expected = reference.attention_ref(*by_slots(*low), mask, segments, order)
   close((o.astype('f4'), lse), expected, 0.03)
 
 
@@ -119,7 +128,7 @@ def test_rows_of_unequal_length(begins, T, window):
 
     def wanted(begins, lengths, *sinks):
       rows = rows_of(begins, lengths, T, 40)
-      return reference.attention_ref(*arrays, mask, *rows, *sinks)
+      return reference.attention_ref(*by_slots(*arrays), mask, *rows, *sinks)
 
     run = lambda *x, **given: decode_attention.ragged(
       *x[:3], mask, x[3], begins_B=x[4], **given
@@ -148,5 +157,5 @@ def test_what_does_not_fit_is_refused():
     decode_attention.ragged(*arrays, mask, np.ones(2), begins_B=np.ones(3))
   (q, k, v), *_ = cache(T=2)
   with support.refused('2 queries, window 0'):
-    prefix = k[0], v[0]
+    prefix = k[0].swapaxes(0, 1), v[0].swapaxes(0, 1)
     decode_attention.shared_prefix(q, prefix, (k, v), mask, np.ones(2, int))

@@ -223,10 +223,11 @@ def balance(run, *, draws, rows, longest, tile, workers):
 def _drawn(lengths, slots, heads, kv_heads, width):
   """(q, k, v) in float64; slots beyond a row's length are large."""
   rng, rows = np.random.default_rng(0), len(lengths)
-  shapes = (rows, 1, heads, width), *[(rows, slots, kv_heads, width)] * 2
+  shapes = (rows, 1, heads, width), *[(rows, kv_heads, slots, width)] * 2
   q, k, v = (rng.normal(size=s) for s in shapes)
   beyond = np.arange(slots) >= np.array(lengths)[:, None]
-  k[beyond], v[beyond] = 1e3, 1e3
+  for x in (k, v):
+    x.swapaxes(1, 2)[beyond] = 1e3
   return q, k, v
 
 
@@ -241,7 +242,7 @@ def _piecewise(drawn, lengths, plan, tile, mask):
     if end == first:  # nobody writes this slot
       parts.append((np.full(q.shape[2:], np.nan), np.full(q.shape[2], np.nan)))
       continue
-    cut = lambda x, row=row, here=here: x[row][None, here]
+    cut = lambda x, row=row, here=here: x[row][None, :, here]
     o, lse = decode_attention.ragged(
       q[row][None], cut(k), cut(v), mask, np.array([left], np.int32)
     )
@@ -291,9 +292,10 @@ def shared_prefix(run, *, prefix, lengths, within):
   with jax.enable_x64(True):
     q, k, v = _drawn(lengths, int(lengths.max()), 4, 2, 16)
     shared = [x[0] for x in _drawn([prefix], prefix, 4, 2, 16)[1:]]
-    found = decode_attention.shared_prefix(q, shared, (k, v), mask, lengths)
+    by_slots = [x.swapaxes(0, 1) for x in shared]
+    found = decode_attention.shared_prefix(q, by_slots, (k, v), mask, lengths)
     whole = [
-      np.concatenate([np.broadcast_to(a, (rows, *a.shape)), b], 1)
+      np.concatenate([np.broadcast_to(a, (rows, *a.shape)), b], 2)
       for a, b in zip(shared, (k, v), strict=True)
     ]
     k, v = whole
@@ -318,7 +320,7 @@ def compiled(run, *, topologies, rows, slots, within):
   """
   mask = attention.Mask(scale=128**-0.5)
   shares, right = [], True
-  shapes = (rows, 1, 32, 128), *[(rows, slots, 8, 128)] * 2
+  shapes = (rows, 1, 32, 128), *[(rows, 8, slots, 128)] * 2
   args = [jax.ShapeDtypeStruct(s, 'bfloat16') for s in shapes]
   args.append(jax.ShapeDtypeStruct((rows,), 'int32'))
   decode = lambda q, k, v, n: decode_attention.ragged(q, k, v, mask, n)

@@ -78,18 +78,19 @@ def host_part(run, *, slots, on_host, rows, shape, within):
   """
   (n, kv, h), rng = shape, np.random.default_rng(0)
   q = rng.normal(size=(rows, 1, n, h))
-  k, v = (rng.normal(size=(rows, slots, kv, h)) for _ in 'kv')
+  k, v = (rng.normal(size=(rows, kv, slots, h)) for _ in 'kv')
   mask, gaps = attention.Mask(scale=h**-0.5), []
   with jax.enable_x64(True):
 
     def device(first):
       count = np.full(rows, slots - first, np.int32)
-      parts = q, k[:, first:], v[:, first:]
+      parts = q, k[:, :, first:], v[:, :, first:]
       return decode_attention.ragged(*parts, mask, count, impl='xla')
 
     whole = device(0)
     for first in on_host:
-      host = decode_host.attend(q, k[:, :first], v[:, :first], mask.scale)
+      kept = k[:, :, :first], v[:, :, :first]
+      host = decode_host.attend(q, *kept, mask.scale)
       both = decode_schedule.merge(host, device(first))
       gaps += map(experiment.gap, both, whole)
   crossing, kept = rows * n * (2 * h + 1), 2 * rows * max(on_host) * kv * h
