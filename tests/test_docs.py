@@ -13,7 +13,9 @@ from paraxis.configs.base import command_line
 from paraxis.train import cli
 
 PAGES = ('README.md', 'BENCHMARKS.md', 'CONTRIBUTING.md', 'SECURITY.md')
-LONGEST = {'README.md': 255, 'BENCHMARKS.md': 180, 'CONTRIBUTING.md': 170}
+# Without the tables that a program writes, which grow with the benches.
+LONGEST = {'README.md': 255, 'BENCHMARKS.md': 125, 'CONTRIBUTING.md': 170}
+TABLE = re.compile(r'<!-- bench (\w+) -->.*?<!-- /bench \1 -->', re.S)
 READING = range(2500, 3501)  # lines
 TOPS = '|'.join((*house.FOLDERS, 'tests', 'notebooks'))
 PATH = re.compile(
@@ -69,7 +71,8 @@ def test_named_paths_exist(tree):
 
 def test_pages_are_short(tree):
   for page, most in LONGEST.items():
-    assert len((tree.root / page).read_text().splitlines()) <= most, page
+    text = TABLE.sub('', (tree.root / page).read_text())
+    assert len(text.splitlines()) <= most, page
 
 
 def test_named_fields_exist(tree):

@@ -9,8 +9,10 @@ Nothing here imports jax or NumPy before the arguments are read.
 
 import importlib
 import os
+import pathlib
 import subprocess
 import sys
+from typing import Any
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
@@ -71,8 +73,11 @@ def _load():
     return ''
 
 
-def run(name, rounds, quick):
-  """One bench in this process -> measure.BenchReport."""
+def run(name, rounds, quick, **options):
+  """One bench in this process -> measure.BenchReport.
+
+  options: path, resume and peers of measure.Session.
+  """
   module, count, _ = BENCHES[name]
   _devices(count)
   before = _load()
@@ -81,26 +86,36 @@ def run(name, rounds, quick):
 
   from paraxis.sharding.meter import aot
 
-  with aot.uncached():  # what is compiled is timed
-    report = getattr(bench, name)(rounds, quick, lambda s: _say(f'{name}: {s}'))
-
-  report.notes.append(
-    f'jax {jax.__version__}, {os.cpu_count()} cores, {rounds} rounds'
-    f'{before} before, {_load()[2:] or "unknown"} after'
+  facts = dict(
+    jax=jax.__version__,
+    python=sys.version.split()[0],
+    device=jax.devices()[0].device_kind,
+    cores=os.cpu_count(),
+    flags=os.environ.get('XLA_FLAGS', ''),
+    rounds=rounds,
+    quick=quick,
+    peers=[list(peer) for peer in options.get('peers', ())],
   )
+  say = lambda line: _say(f'{name}: {line}')
+  # What is compiled is timed: uncached.
+  with measure.session(facts=facts, say=_say, **options), aot.uncached():
+    try:
+      report = getattr(bench, name)(rounds, quick, say)
+    except measure.KeptError as kept:
+      return kept.args[0]
+    report.notes.append(
+      f'jax {jax.__version__}, {os.cpu_count()} cores, {rounds} rounds'
+      f'{before} before, {_load()[2:] or "unknown"} after'
+    )
+    report.finish()
   return report
 
 
-def _in_child(name, rounds, quick):
+def _in_child(name, rounds, quick, path=None, **options):
   """The same in a process of its own, which sees its own devices."""
-  command = [
-    sys.executable,
-    '-m',
-    'paraxis.train.bench.command',
-    name,
-    '--json',
-  ]
-  command += [f'--rounds={rounds}'] + ['--quick'] * quick
+  command = [sys.executable, '-m', 'paraxis.train.bench.command', name]
+  command += ['--json', f'--rounds={rounds}'] + ['--quick'] * quick
+  command += [f'--out={path}', '--resume'] if path else []
   done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
   if done.returncode:
     raise RuntimeError(f'bench {name} ended with exit code {done.returncode}')
@@ -131,10 +146,13 @@ def _bench(values, _, names):
   rounds, quick, name = values.rounds, values.quick, names[0]
   if values.tune is not None:
     return _tune(name, values.tune, rounds)
+  path = pathlib.Path(values.out) if values.out else None
+  options: dict[str, Any] = dict(path=path, resume=values.resume)
+  measure.Session(**options)  # its errors, before anything is imported
   if name == 'all':
-    reports = [_in_child(n, rounds, quick) for n in BENCHES]
+    reports = [_in_child(n, rounds, quick, **options) for n in BENCHES]
   else:
-    reports = [run(name, rounds, quick)]
+    reports = [run(name, rounds, quick, **options)]
   if values.json:
     print(measure.to_json(reports))
   elif values.markdown:
@@ -160,6 +178,13 @@ COMMAND = command_line.Command(
     (bool, 'quick', False, 'tiny sizes, to see that it runs; no verdicts'),
     (bool, 'json', False, 'print one JSON document instead of the table'),
     (bool, 'markdown', False, 'print one Markdown table row per target'),
+    (str, 'out=FILE', None, 'keep all rows, as JSON, after each comparison'),
+    (
+      bool,
+      'resume',
+      False,
+      'leave out what FILE has, of the same sizes, versions and rounds',
+    ),
     (str, 'tune=FILE', None, 'kernels: search block sizes, write them to FILE'),
   ),
   words=None,
@@ -168,7 +193,8 @@ COMMAND = command_line.Command(
     *(f'  {name:9}  {text}' for name, (*_, text) in BENCHES.items()),
     '  all        all benches, each in its own process',
     'The table has min, median and max of both, of their ratio within a round,',
-    'and its target. A missed target does not change the exit code.',
+    'and its target: met or missed in every round, or within noise. A missed',
+    'target does not change the exit code.',
   ),
 )
 main = COMMAND

@@ -120,7 +120,7 @@ def context(rounds, quick, say):
     quick,
   )
   report.judged &= report.clock == measure.CPU
-  for length in lengths:
+  for length in filter(lambda n: report.lacks(f'length {n}'), lengths):
     made, notes = candidates(length, now, say)
     report.notes += notes
     times = measure.interleave(
@@ -142,4 +142,5 @@ def context(rounds, quick, say):
           1.0,
           least=False,
         )
+    report.finish(f'length {length}')
   return report

@@ -37,6 +37,7 @@ from paraxis.train.bench import measure
 # Topology, tokens of a block; targets: splash's bundles, for each kind.
 SCHEDULES = (('v5e:1x1', 512),)
 BOUNDS = dict(full=0.95, partial=1.25)
+GAP = 'largest difference of results'
 
 
 class Comparison(NamedTuple):
@@ -236,10 +237,11 @@ def _run(call, arrays):
   jax.block_until_ready(call(*arrays))
 
 
-def on_cpu(report, rounds, quick, say):
+def on_cpu(report, rounds, quick):
   """Adds every pair: CPU-seconds, temporary memory, ratio, difference."""
-  gaps = {}
   for pair in comparisons(quick):
+    if not report.lacks(pair.op):
+      continue
     made, results = {}, []
     for name, form in zip(pair.names, pair.forms, strict=True):
       row = f'{pair.op}: {name}'
@@ -247,7 +249,7 @@ def on_cpu(report, rounds, quick, say):
       results.append(call(*pair.arrays))
       made[row] = functools.partial(_run, call, pair.arrays)
       report.add({f'{row}, temporaries': measure.temporary(call)}, 'MiB')
-    gaps[pair.op] = largest_gap(*results)
+    report.add({f'{pair.op}: {GAP}': [largest_gap(*results)]}, 'relative')
     times = measure.interleave(made, rounds, measure.settled)
     report.add(times)
     report.check(
@@ -255,9 +257,7 @@ def on_cpu(report, rounds, quick, say):
       measure.ratios(*times.values()),
       pair.target,
     )
-    say(f'{pair.op}: {rounds} rounds')
-  gap, op = max((gap, op) for op, gap in gaps.items())
-  report.notes.append(f'largest difference of results: {gap:.1e}, {op}')
+    report.finish(pair.op)
 
 
 def static(report, say):
@@ -289,13 +289,13 @@ def kernels(rounds, quick, say):
   """The ops of pallas_kernels: see the top of the file."""
   if jax.default_backend() != 'cpu':
     return kernel_device.kernels(rounds, quick, say)
-  report = measure.BenchReport(
+  report = measure.begin(
     'kernels',
     'XLA forms in float32, outputs and where named gradients; TPU schedules',
     f'{measure.CPU}; rows of unit "static" are no times',
     not quick,
   )
-  on_cpu(report, rounds, quick, say)
+  on_cpu(report, rounds, quick)
   if quick:
     report.notes.append('no static schedules: --quick')
   else:

@@ -4,13 +4,21 @@ Candidates run in turn, A B C A B C ..., so that what else the machine does
 falls on all of them; a ratio is taken within a round. The clock counts
 CPU-seconds of the whole process, all its threads: shared cores stretch wall
 time by any factor, CPU time by a few percent. Standard library only.
+
+A bench is a series of comparisons. After each its rows are printed and, within
+a `session` that has a file, kept: a bench that is cut continues after the last.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
+import pathlib
 import statistics
 import time
 from typing import Any, NamedTuple
+
+from paraxis.configs.base import errors
 
 CPU = 'CPU-seconds of the process'
 WALL = 'device time (wall seconds around block_until_ready)'
@@ -45,12 +53,18 @@ class Check(NamedTuple):
 
   @property
   def verdict(self):
-    """'met' or 'missed', by the median; '-' if not judged."""
+    """'met' or 'missed' if every round says so, else 'within noise'.
+
+    '-': not judged.
+    """
     if not self.judged:
       return '-'
-    median = spread(self.values).median
-    good = median >= self.target if self.least else median <= self.target
-    return 'met' if good else 'missed'
+    low, _, high = spread(self.values)
+    worst, best = (low, high) if self.least else (-high, -low)
+    target = self.target if self.least else -self.target
+    if worst >= target:
+      return 'met'
+    return 'missed' if best < target else 'within noise'
 
   @property
   def bound(self):
@@ -65,6 +79,8 @@ class BenchReport:
   name: of the bench. setup: sizes, in words. clock: what its seconds measure.
   judged: whether these are the sizes that the targets are for. rows: {what:
   (unit, values)}, values one per round. checks: targets. notes: lines of text.
+  parts: comparisons that are done. facts: versions, rounds, flags. complete:
+  whether all comparisons are done.
   """
 
   name: str
@@ -74,15 +90,134 @@ class BenchReport:
   rows: dict = dataclasses.field(default_factory=dict)
   checks: list = dataclasses.field(default_factory=list)
   notes: list = dataclasses.field(default_factory=list)
+  parts: list = dataclasses.field(default_factory=list)
+  facts: dict = dataclasses.field(default_factory=dict)
+  complete: bool = False
 
   def add(self, times, unit='s'):
     """Rows from {what: values}; without values there is no row."""
     self.rows.update({w: (unit, list(v)) for w, v in times.items() if v})
 
   def check(self, what, values, target, least=True, judged=None):
-    """A target, judged by the median of `values`."""
+    """A target, which `values` meet, miss, or leave within noise."""
     judged = self.judged if judged is None else judged
     self.checks.append(Check(what, list(values), target, least, judged))
+
+  def lacks(self, part):
+    """Whether a comparison has yet to be made."""
+    return part not in self.parts
+
+  def finish(self, part=''):
+    """Ends a comparison: prints what is new, keeps all; '': ends the bench."""
+    if part:
+      self.parts.append(part)
+      _SESSION.show(self)
+    self.complete |= not part
+    _SESSION.keep(self)
+
+
+class KeptError(Exception):
+  """Raised by `begin` where the session has the whole report: args[0]."""
+
+
+@dataclasses.dataclass
+class Session:
+  """What holds for all benches of a process.
+
+  path: file that keeps reports as JSON, or None. resume: continue what is in
+  it. facts: what must be equal for that: versions, rounds, flags. peers: (name,
+  Python) pairs (peers.py). say: prints one line.
+  """
+
+  path: pathlib.Path | None = None
+  resume: bool = False
+  facts: dict = dataclasses.field(default_factory=dict)
+  peers: tuple = ()
+  say: Any = None
+  _shown: set = dataclasses.field(default_factory=set, init=False)
+
+  def __post_init__(self):
+    if self.resume and not self.path:
+      raise errors.UserError('--resume needs --out=FILE, which it continues.')
+    if self.path and self.path.exists() and not self.resume:
+      raise errors.UserError(
+        f'{self.path} exists: --resume continues it, or name another file.'
+      )
+    if self.path and not self.path.resolve().parent.is_dir():
+      raise errors.UserError(f'--out={self.path}: there is no such folder.')
+    self.read()
+
+  def read(self):
+    """Reports of the file."""
+    if not self.path or not self.path.exists():
+      return []
+    try:
+      return from_json(self.path.read_text('utf-8'))
+    except (ValueError, TypeError, KeyError, OSError) as e:
+      raise errors.UserError(
+        f'{self.path} holds no reports of paraxis bench: {e}.'
+      ) from e
+
+  def keep(self, report):
+    """Writes the report into the file, at once or not at all."""
+    if self.path:
+      others = [r for r in self.read() if r.name != report.name]
+      part = self.path.with_name(f'{self.path.name}.part')
+      part.write_text(to_json([*others, report]), encoding='utf-8')
+      os.replace(part, self.path)
+
+  def show(self, report):
+    """Prints the rows and checks that it has not printed yet."""
+    for row in table(report) if self.say else ():
+      if row not in self._shown:
+        self._shown.add(row)
+        self.say(f'{report.name}: ' + ' '.join(filter(None, row)))
+
+  def found(self, new):
+    """The report that the file has of the same measurement, or None."""
+    if not self.resume:
+      return None
+    for old in self.read():
+      fields = 'setup', 'clock', 'facts'
+      differ = [f for f in fields if getattr(old, f) != getattr(new, f)]
+      if old.name == new.name and differ:
+        self.say(f'{new.name}: measured anew, its {differ[0]} differ')
+      elif old.name == new.name:
+        self.say(f'{new.name}: kept {", ".join(old.parts) or "nothing"}')
+        return old
+    return None
+
+
+_SESSION = Session()
+
+
+@contextlib.contextmanager
+def session(**fields):
+  """Session(**fields) in force; what it was before comes back."""
+  global _SESSION
+  before, _SESSION = _SESSION, Session(**fields)
+  try:
+    yield _SESSION
+  finally:
+    _SESSION = before
+
+
+def current():
+  """The `Session` in force."""
+  return _SESSION
+
+
+def begin(name, setup, clock, judged):
+  """A `BenchReport`, with the comparisons that the session has kept of it.
+
+  Raises:
+    KeptError: it has all of them.
+  """
+  new = BenchReport(name, setup, clock, judged, facts=dict(_SESSION.facts))
+  old = _SESSION.found(new)
+  if old and old.complete:
+    raise KeptError(old)
+  return old or new
 
 
 def settled(clock=time.process_time, sleep=time.sleep, pause=0.004):
@@ -147,15 +282,21 @@ def number(x):
   return f'{x:.{digits}f}'
 
 
-def text(report):
-  """A report as aligned lines."""
-  lines = [f'{report.name}: {report.setup}', f'  clock: {report.clock}', '']
-  body: list[tuple[str, ...]] = [('', 'unit', 'min', 'median', 'max', '', '')]
+def table(report):
+  """[(what, unit, min, median, max, bound, verdict)] of a report, as text."""
+  body: list[tuple[str, ...]] = []
   for what, (unit, values) in report.rows.items():
     body.append((what, unit, *map(number, spread(values)), '', ''))
   for c in report.checks:
     shown = (f'{x:.2f}' for x in spread(c.values))
     body.append((f'> {c.what}', 'ratio', *shown, c.bound, c.verdict))
+  return body
+
+
+def text(report):
+  """A report as aligned lines."""
+  lines = [f'{report.name}: {report.setup}', f'  clock: {report.clock}', '']
+  body = [('', 'unit', 'min', 'median', 'max', '', ''), *table(report)]
   widths = [max(map(len, column)) for column in zip(*body, strict=True)]
   for cells in body:
     first = f'{cells[0]:{widths[0]}}  {cells[1]:{widths[1]}}'

@@ -1,7 +1,7 @@
 """Writes the tables of BENCHMARKS.md from what `paraxis bench` measured.
 
-    paraxis bench all --json |
-      python -m paraxis.train.bench.report BENCHMARKS.md
+    paraxis bench all --out=FILE.json
+    python -m paraxis.train.bench.report BENCHMARKS.md < FILE.json
 
 A table is between `<!-- bench NAME -->` and `<!-- /bench NAME -->`. The
 tables of the benches in the input are replaced, all other text stays. Each
@@ -34,6 +34,8 @@ def table(report, date: str) -> str:
     date: ISO date of the measurement.
   """
   last = report.notes[-1] if report.notes else ''
+  if not report.complete:
+    last = f'CUT after {", ".join(report.parts) or "nothing"}'
   lines = [f'**{report.name}**, {date}, {last}: {report.setup}.', '', *HEAD]
   for check in report.checks:
     shown = _spread(check.values, '{:.2f}'.format)
@@ -64,9 +66,9 @@ def replaced(text: str, reports, date: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-  """argv: the Markdown file; reads the JSON of `paraxis bench --json`."""
+  """argv: the Markdown file; reads JSON of `paraxis bench` (--out, --json)."""
   parser = argparse.ArgumentParser(
-    description='BENCHMARKS.md, from the JSON of `paraxis bench --json`'
+    description='BENCHMARKS.md, from the JSON of `paraxis bench`'
   )
   parser.add_argument('file', type=pathlib.Path)
   path = parser.parse_args(argv).file

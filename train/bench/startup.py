@@ -166,7 +166,7 @@ def startup(rounds, quick, say):
 
   model = QUICK if quick else BENCH
   sizes = ' '.join(f'{k}={v}' for k, v in model.items())
-  report = measure.BenchReport(
+  report = measure.begin(
     'startup',
     f'{sizes}, T{LENGTH} B{ROWS}, one device, AdamW',
     'CPU-seconds of a fresh process',

@@ -39,11 +39,11 @@ LAYOUTS = {  # name -> (mesh, choices, most CPU-seconds of 8 devices / of one)
 
 
 def begin(name, setup, quick):
-  """(clock of the devices present: function -> seconds, empty BenchReport)."""
+  """(clock of the devices present: function -> seconds, new BenchReport)."""
   now, label = time.perf_counter, measure.WALL
   if jax.default_backend() == 'cpu':
     now, label = measure.settled, measure.CPU
-  return now, measure.BenchReport(name, setup, label, not quick)
+  return now, measure.begin(name, setup, label, not quick)
 
 
 def config(quick, heads=6, unrolled=False, choices=()):
@@ -185,21 +185,23 @@ def step(rounds, quick, say):
     'ours, unrolled': Ours(config(quick, unrolled=True), 'data=1', now),
   }
   plain, scan, default, unrolled = made
-  steps = measure.interleave(
-    {k: m.run for k, m in made.items()}, rounds, now, say
-  )
-  report.add({f'step, {k}': v for k, v in steps.items()})
+  if report.lacks('steps'):
+    steps = measure.interleave(
+      {k: m.run for k, m in made.items()}, rounds, now, say
+    )
+    report.add({f'step, {k}': v for k, v in steps.items()})
+    for name in (default, unrolled):
+      report.check(
+        f'step: speed of {name} / {plain}',
+        measure.ratios(steps[plain], steps[name]),
+        1.0,
+      )
+    report.finish('steps')
   say('compiling anew')
   builds = measure.interleave(
     {k: m.compile for k, m in made.items()}, rounds, now, say
   )
   report.add({f'compile, {k}': v for k, v in builds.items()})
-  for name in (default, unrolled):
-    report.check(
-      f'step: speed of {name} / {plain}',
-      measure.ratios(steps[plain], steps[name]),
-      1.0,
-    )
   for name in (default, unrolled):
     report.check(
       f'compile: time of {name} / {scan}',

@@ -1,5 +1,6 @@
 """Tables of BENCHMARKS.md: only what was measured is replaced."""
 
+import dataclasses
 import io
 import pathlib
 import sys
@@ -17,8 +18,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 def made(name):
   report = measure.BenchReport(name, 'B1 T8', measure.CPU)
   report.add(dict.fromkeys(('ring, 8', 'compile ring, 8'), [0.5, 0.25, 1.0]))
-  report.check('time of a / b', [1.0, 1.5, 1.25], 1.2, least=False)
+  report.check('time of a / b', [1.3, 1.5, 1.25], 1.2, least=False)
   report.notes.append('jax 1.2.3, 2 cores, 3 rounds')
+  report.finish()
   return report
 
 
@@ -34,9 +36,11 @@ def test_a_table_says_when_and_how():
   assert text.startswith(
     '**context**, 2026-01-02, jax 1.2.3, 2 cores, 3 rounds: B1 T8.'
   )
-  assert '| time of a / b | 1.00 / 1.25 / 1.50 | <= 1.2 | missed |' in text
+  assert '| time of a / b | 1.25 / 1.30 / 1.50 | <= 1.2 | missed |' in text
   assert '| ring, 8 (s) | 0.250 / 0.500 / 1.00 | | |' in text
-  assert 'compile' not in text
+  assert 'compile' not in text and 'CUT' not in text
+  cut = dataclasses.replace(made('context'), complete=False, parts=['a'])
+  assert ', CUT after a: B1' in report_lib.table(cut, '2026-01-02')
   assert 'ring' not in report_lib.table(made('step'), '2026-01-02')
 
 
@@ -49,7 +53,7 @@ def test_only_the_measured_is_replaced(tmp_path, monkeypatch, capsys):
   report_lib.main([str(path)])
   text = path.read_text()
   assert 'old step' in text and 'old data' not in text
-  assert text.count('prose of') == 2 and '1.25' in text
+  assert text.count('prose of') == 2 and '1.30' in text
   assert 'wrote data' in capsys.readouterr().out
 
 
