@@ -40,6 +40,9 @@ from paraxis.sharding.meter import aot
 from paraxis.train.bench import kernel_device
 
 PASSES = {'fwd': 'forward', 'forward': 'forward', 'dq': 'dq', 'dkv': 'dkv'}
+# Topology, tokens of a block; targets: splash's bundles, for each kind.
+SCHEDULES = (('v5e:1x1', 512),)
+BOUNDS = dict(full=0.95, partial=1.25)
 KINDS = dict(full=2, partial=1, splash=None)  # of attention_blocks.py
 _FILE = re.compile(
   r'-(?:attention_tpu|splash_mha)_(fwd|forward|dq|dkv)[\w.]*'
@@ -179,6 +182,34 @@ def measure(name, block, width=128, forms=tuple(KINDS)):
     form: {which: StaticSchedule(*x) for which, x in passes.items()}
     for form, passes in found.items()
   }
+
+
+def judge(report, say):
+  """Adds bundles, shares and spills of the attention kernels for TPUs."""
+  if not report.lacks('schedules'):
+    return
+  lacking = aot.missing('tpu')
+  if lacking:
+    report.notes.append(f'no static schedules: {lacking}')
+    return
+  for name, block in SCHEDULES:
+    say(f'compiling attention for {name}, blocks of {block}')
+    found = measure(name, block)
+    kind = f'{name.partition(":")[0]} {block}'
+    for form, passes in found.items():
+      for which, x in sorted(passes.items()):
+        row = f'{kind} {which}, {form}'
+        report.add({f'{row}: bundles': [x.bundles]}, 'static')
+        report.add({f'{row}: MXU share': [x.mxu]}, 'static')
+        report.add({f'{row}: spills': [x.spills]}, 'static')
+        if form in BOUNDS:
+          ratio = [x.bundles / found['splash'][which].bundles]
+          what = f'{row} / splash, bundles, static'
+          report.check(what, ratio, BOUNDS[form], least=False)
+  report.notes.append(
+    'static: schedules compiled ahead of time for a TPU; not measured'
+  )
+  report.finish('schedules')
 
 
 if __name__ == '__main__':

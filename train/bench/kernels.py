@@ -15,34 +15,39 @@ D model, F outputs, V vocabulary.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paraxis.models.mixers import recurrent
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.pallas_kernels.matmul import cross_entropy
+from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
 from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
+from paraxis.pallas_kernels.scans import affine as affine_scan
+from paraxis.pallas_kernels.scans import causal_conv
 from paraxis.pallas_kernels.scans import delta as delta_scan
 from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.pallas_kernels.scans import linear as linear_scan
+from paraxis.pallas_kernels.scans import newton as newton_scan
 from paraxis.pallas_kernels.scans import selective as selective_scan
-from paraxis.sharding.meter import aot
 from paraxis.train.bench import kernel_device
 from paraxis.train.bench import kernel_schedules
 from paraxis.train.bench import measure
 
-# Topology, tokens of a block; targets: splash's bundles, for each kind.
-SCHEDULES = (('v5e:1x1', 512),)
-BOUNDS = dict(full=0.95, partial=1.25)
 GAP = 'largest difference of results'
 
 
 class Comparison(NamedTuple):
-  """One op, two forms (plain, ours), the same arrays; target: plain / ours."""
+  """One op, two forms (plain, ours), the same arrays; target: plain / ours.
 
+  of: the module of the op; every one has a comparison (tests).
+  """
+
+  of: Any
   op: str
   names: tuple[str, str]
   forms: tuple
@@ -71,7 +76,7 @@ def _attention(length, target):
   ours = lambda q, k, v: attention.attention(q, k, v, mask)[0]
   arrays = _draw(*[(1, length, 4, 64)] * 3)
   return Comparison(
-    f'attention T{length}, gradients', ('jax.nn', 'blocks'),
+    attention, f'attention T{length}, gradients', ('jax.nn', 'blocks'),
     (_gradients(dense), _gradients(ours)), arrays, target,
   )  # fmt: skip
 
@@ -91,8 +96,8 @@ def _packed_attention(length, documents):
     return attention.attention(q, k, v, mask, (segments, segments))[0]
 
   return Comparison(
-    f'{documents} packed documents T{length}, gradients', ('rows', 'packed'),
-    (_gradients(apart), _gradients(ours)),
+    attention, f'{documents} packed documents T{length}, gradients',
+    ('rows', 'packed'), (_gradients(apart), _gradients(ours)),
     _draw(*[shape] * 3), 0.67,
   )  # fmt: skip
 
@@ -102,7 +107,7 @@ def _gated_scan(length):
     return gated_scan.gated_scan(q, k, v, -jax.nn.softplus(g) / 16, impl=impl)
 
   return Comparison(
-    f'gated scan T{length}, gradients', ('loop', 'chunks'),
+    gated_scan, f'gated scan T{length}, gradients', ('loop', 'chunks'),
     tuple(_gradients(functools.partial(form, i)) for i in ('loop', 'xla')),
     _draw(*[(1, length, 4, 64)] * 4), 4.0,
   )  # fmt: skip
@@ -117,10 +122,18 @@ def _delta_scan(length):
 
   keys, values, rates = (1, length, 2, 64), (1, length, 4, 64), (1, length, 4)
   return Comparison(
-    f'delta rule T{length}, gradients', ('loop', 'chunks'),
+    delta_scan, f'delta rule T{length}, gradients', ('loop', 'chunks'),
     tuple(_gradients(functools.partial(form, i)) for i in ('loop', 'xla')),
     _draw(keys, keys, values, rates, rates), 2.0,
   )  # fmt: skip
+
+
+def _nested(token, first, rows, chunk=64):
+  """Two nested loops over tokens, of which the inner one is computed again."""
+  inner = jax.checkpoint(lambda h, some: jax.lax.scan(token, h, some))
+  parts = jax.tree.map(lambda y: y.reshape(-1, chunk, *y.shape[1:]), rows)
+  y = jax.lax.scan(inner, first, parts)[1]
+  return y.reshape(-1, *y.shape[2:])
 
 
 def _linear_scan(length):
@@ -128,15 +141,14 @@ def _linear_scan(length):
     return linear_scan.linear_scan(jax.nn.sigmoid(a), b, impl=impl)
 
   return Comparison(
-    f'linear scan T{length}, gradients', ('associative', 'loop'),
+    linear_scan, f'linear scan T{length}, gradients', ('associative', 'loop'),
     tuple(_gradients(functools.partial(form, i)) for i in ('xla', 'loop')),
     _draw(*[(4, length, 256)] * 2), 1.5,
   )  # fmt: skip
 
 
 def _selective_scan(length):
-  """Beside two nested loops, of which the inner one is computed again."""
-  chunk, width, state = 64, 256, 16
+  width, state = 256, 16
 
   def loops(x, dt, shared, rate):
     def token(h, one):
@@ -144,11 +156,8 @@ def _selective_scan(length):
       h = jnp.exp(dt[:, None] * rate) * h + (dt * x)[:, None] * b
       return h, h @ c
 
-    inner = jax.checkpoint(lambda h, some: jax.lax.scan(token, h, some))
     rows = (x[0], dt[0], shared[0])
-    parts = (y.reshape(-1, chunk, *y.shape[1:]) for y in rows)
-    _, y = jax.lax.scan(inner, jnp.zeros((width, state)), tuple(parts))
-    return y.reshape(x.shape)
+    return _nested(token, jnp.zeros((width, state)), rows)[None]
 
   def form(run, x, dt, shared, rate):
     return run(x, jax.nn.softplus(dt), shared, -jnp.exp(rate))
@@ -156,9 +165,77 @@ def _selective_scan(length):
   ours = lambda *arrays: selective_scan.selective_scan(*arrays)[0]
   rows = (1, length, width)
   return Comparison(
-    f'selective scan T{length}, gradients', ('nested loops', 'ours'),
+    selective_scan, f'selective scan T{length}, gradients',
+    ('nested loops', 'ours'),
     tuple(_gradients(functools.partial(form, f)) for f in (loops, ours)),
     _draw(rows, rows, (1, length, 2, state), (width, state)), 1.0,
+  )  # fmt: skip
+
+
+def _affine_scan(length):
+  def loops(j, b):
+    def token(h, one):
+      j, b = one
+      h = (j * h).sum(1) + b
+      return h, h
+
+    return _nested(token, jnp.zeros((2, 256)), (j[0], b[0]))[None]
+
+  def form(run, j, b):
+    return run(jnp.tanh(j) / 2, b)
+
+  ours = lambda j, b: affine_scan.affine_scan(j, b, jnp.zeros((1, 2, 256)))
+  return Comparison(
+    affine_scan, f'affine scan T{length}, gradients', ('nested loops', 'ours'),
+    tuple(_gradients(functools.partial(form, f)) for f in (loops, ours)),
+    _draw((1, length, 2, 2, 256), (1, length, 2, 256)), 1.0,
+  )  # fmt: skip
+
+
+def _newton_scan(length):
+  """A GRU with recurrent weights of .3; parallel in time, so slower here."""
+  width, cell = 256, recurrent.gru
+
+  def loops(a, u):
+    def token(h, u):
+      h = cell(a * 0.3, h, u)
+      return h, h
+
+    return _nested(token, jnp.zeros((1, width)), u[0])[None]
+
+  def ours(a, u):
+    start = jnp.zeros((1, 1, width))
+    return newton_scan.newton_scan(cell, a * 0.3, u, None, start)[0]
+
+  return Comparison(
+    newton_scan, f'newton scan T{length}, gradients', ('nested loops', 'ours'),
+    (_gradients(loops), _gradients(ours)),
+    _draw((3, width), (1, length, 3, width)), 0.25,
+  )  # fmt: skip
+
+
+def _short_conv(length, plain):
+  """Four taps; `plain` knows no documents."""
+  taps, width = 4, 256
+  positions = jnp.arange(length)[None]
+
+  def shifted(x, w):
+    longer = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0)))
+    cut = lambda j: longer[:, taps - 1 - j :][:, :length]
+    return sum(w[j] * cut(j) for j in range(taps))
+
+  def convolved(x, w):
+    return jax.lax.conv_general_dilated(
+      x, w[::-1, None], (1,), [(taps - 1, 0)], feature_group_count=width,
+      dimension_numbers=('NWC', 'WIO', 'NWC'),
+    )  # fmt: skip
+
+  form, target = dict(shifted=(shifted, 0.8), lax=(convolved, 1.0))[plain]
+  ours = lambda x, w: causal_conv.causal_conv(x, w, positions)[0]
+  return Comparison(
+    causal_conv, f'short convolution T{length} beside {plain}, gradients',
+    (plain, 'ours'), (_gradients(form), _gradients(ours)),
+    _draw((1, length, width), (taps, width)), target,
   )  # fmt: skip
 
 
@@ -177,7 +254,7 @@ def _decode_attention(slots):
 
   cache = (4, 2, slots, 64)
   return Comparison(
-    f'decode attention S{slots}', ('jax.nn', 'ours'),
+    decode_attention, f'decode attention S{slots}', ('jax.nn', 'ours'),
     (plain, ours), _draw((4, 1, 8, 64), cache, cache), 1.0,
   )  # fmt: skip
 
@@ -195,8 +272,36 @@ def _cross_entropy(tokens, vocab):
 
   x, w = _draw((tokens, 128), (vocab, 128))
   return Comparison(
-    f'cross-entropy T{tokens} V{vocab}, gradients', ('dense', 'chunks'),
-    (_gradients(plain), _gradients(ours)), (x, w / 8), 0.8,
+    cross_entropy, f'cross-entropy T{tokens} V{vocab}, gradients',
+    ('dense', 'chunks'), (_gradients(plain), _gradients(ours)), (x, w / 8), 0.8,
+  )  # fmt: skip
+
+
+def _grouped_matmul(rows, width, features):
+  """Uneven runs, beside one batched product with a matrix for every block."""
+  groups = 4
+  size = grouped_matmul.block(rows, groups)
+  sizes = size * np.array([1, 1, 2, rows // size - 4], 'i4')
+  of_block = np.repeat(np.arange(groups), sizes // size)
+  sizes = jnp.asarray(sizes)
+
+  def batched(x, w):
+    x = x.reshape(-1, size, width)
+    return jnp.einsum('GND,GDF->GNF', x, w[of_block]).reshape(rows, -1)
+
+  def plain(x, w):
+    y, back = jax.vjp(lambda w: batched(x, w), w)
+    return y, back(jnp.cos(y))[0]
+
+  def ours(x, w):
+    y = grouped_matmul.product(x, w, sizes, size, jnp.float32)
+    given = x, jnp.cos(y), sizes, size, groups, jnp.float32
+    return y, grouped_matmul.gradient(*given)
+
+  return Comparison(
+    grouped_matmul, f'grouped product {rows} rows, gradient',
+    ('batched', 'ours'), (plain, ours),
+    _draw((rows, width), (groups, width, features)), 0.8,
   )  # fmt: skip
 
 
@@ -206,7 +311,7 @@ def _quantized_matmul(width, features):
   w = quantized_matmul.dequantize(q, scale)
   ours = lambda x, w, q, scale: quantized_matmul.quantized_matmul(x, q, scale)
   return Comparison(
-    f'int4 product {width} x {features}', ('float32', 'int4'),
+    quantized_matmul, f'int4 product {width} x {features}', ('float32', 'int4'),
     (lambda x, w, q, scale: x @ w, ours), (x, w, q, scale), 0.4,
   )  # fmt: skip
 
@@ -220,8 +325,13 @@ def comparisons(quick):
   yield _delta_scan(64 if quick else 2048)
   yield _linear_scan(64 if quick else 4096)
   yield _selective_scan(64 if quick else 4096)
+  yield _affine_scan(64 if quick else 4096)
+  yield _newton_scan(64 if quick else 4096)
+  yield _short_conv(64 if quick else 4096, 'shifted')
+  yield _short_conv(64 if quick else 4096, 'lax')
   yield _decode_attention(64 if quick else 16384)
   yield _cross_entropy(*((64, 256) if quick else (2048, 16384)))
+  yield _grouped_matmul(*((64, 32, 32) if quick else (4096, 256, 512)))
   yield _quantized_matmul(*((128, 128) if quick else (2048, 8192)))
 
 
@@ -260,31 +370,6 @@ def on_cpu(report, rounds, quick):
     report.finish(pair.op)
 
 
-def static(report, say):
-  """Adds bundles, shares and spills of the attention kernels for TPUs."""
-  lacking = aot.missing('tpu')
-  if lacking:
-    report.notes.append(f'no static schedules: {lacking}')
-    return
-  for name, block in SCHEDULES:
-    say(f'compiling attention for {name}, blocks of {block}')
-    found = kernel_schedules.measure(name, block)
-    kind = f'{name.partition(":")[0]} {block}'
-    for form, passes in found.items():
-      for which, x in sorted(passes.items()):
-        row = f'{kind} {which}, {form}'
-        report.add({f'{row}: bundles': [x.bundles]}, 'static')
-        report.add({f'{row}: MXU share': [x.mxu]}, 'static')
-        report.add({f'{row}: spills': [x.spills]}, 'static')
-        if form in BOUNDS:
-          ratio = [x.bundles / found['splash'][which].bundles]
-          what = f'{row} / splash, bundles, static'
-          report.check(what, ratio, BOUNDS[form], least=False)
-  report.notes.append(
-    'static: schedules compiled ahead of time for a TPU; not measured'
-  )
-
-
 def kernels(rounds, quick, say):
   """The ops of pallas_kernels: see the top of the file."""
   if jax.default_backend() != 'cpu':
@@ -299,5 +384,5 @@ def kernels(rounds, quick, say):
   if quick:
     report.notes.append('no static schedules: --quick')
   else:
-    static(report, say)
+    kernel_schedules.judge(report, say)
   return report

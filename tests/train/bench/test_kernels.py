@@ -1,11 +1,17 @@
 """What the bench of kernels runs and reads; never its times."""
 
+import pathlib
+import pkgutil
+import re
+
 import jax
 import numpy as np
 import pytest
 import support
 
+from paraxis import pallas_kernels
 from paraxis.pallas_kernels.attention import blocks as attention_blocks
+from paraxis.pallas_kernels.scans import newton
 from paraxis.sharding.meter import aot
 from paraxis.train.bench import kernel_schedules
 from paraxis.train.bench import kernels as bench_kernels
@@ -85,7 +91,7 @@ def static(monkeypatch, full):
   monkeypatch.setattr(
     kernel_schedules, 'measure', lambda name, block: schedules(full)
   )
-  bench_kernels.static(report, SILENT)
+  kernel_schedules.judge(report, SILENT)
   return report
 
 
@@ -102,7 +108,7 @@ def test_schedules_are_judged_and_labelled(monkeypatch):
 def test_without_libtpu_it_says_so(monkeypatch):
   monkeypatch.setattr(aot, 'missing', lambda platform: 'libtpu is not there')
   report = measure.BenchReport('kernels', '', '')
-  bench_kernels.static(report, SILENT)
+  kernel_schedules.judge(report, SILENT)
   assert report.notes == ['no static schedules: libtpu is not there']
 
 
@@ -110,11 +116,43 @@ def test_both_forms_of_every_op_give_the_same():
   with jax.enable_x64(False):
     report = bench_kernels.kernels(1, True, SILENT)
   ops = [pair.op for pair in bench_kernels.comparisons(True)]
-  assert len(report.checks) == len(ops) == 10
+  assert len(report.checks) == len(ops) == len(set(ops)) == 15
   assert all(c.verdict == '-' and min(c.values) > 0 for c in report.checks)
   assert len(report.rows) == 5 * len(ops)
   gaps = [v for unit, v in report.rows.values() if unit == 'relative']
   assert len(gaps) == len(ops) and max(gaps) < [1e-4]
+
+
+# Files of a room of pallas_kernels that are forms of an op, or parts of them.
+FORM = re.compile(
+  r'(?:.*_)?(xla|tpu|gpu|host|chunk|schedule|adapters|blocks|block_table)'
+)
+
+
+def op_modules():
+  """Modules of all ops: in a room of pallas_kernels, and no form of one."""
+  prefix = f'{pallas_kernels.__name__}.'
+  found = pkgutil.walk_packages(pallas_kernels.__path__, prefix)
+  names = [m.name for m in found if m.name.count('.') == 3]
+  return {n for n in names if not FORM.fullmatch(n.rpartition('.')[2])}
+
+
+def without_row(pairs):
+  """Modules of ops that no comparison is of."""
+  return op_modules() - {pair.of.__name__ for pair in pairs}
+
+
+def test_every_op_has_a_row():
+  pairs = list(bench_kernels.comparisons(True))
+  assert not without_row(pairs)
+  fewer = [pair for pair in pairs if pair.of is not newton]
+  assert without_row(fewer) == {newton.__name__}
+  # No file that registers an op passes as a form of another.
+  root = pathlib.Path(pallas_kernels.__path__[0])
+  for path in root.glob('*/*.py'):
+    if 'registry.register(' in path.read_text(encoding='utf-8'):
+      name = f'{pallas_kernels.__name__}.{path.parent.name}.{path.stem}'
+      assert name in op_modules()
 
 
 def test_a_gap_is_found():
