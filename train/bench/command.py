@@ -40,8 +40,9 @@ BENCHES = {
     "every op: XLA's compilation of its definition; TPU schedules: splash",
   ),
   'decode': (
-    'decode', 1, 'tokens one by one, batch 1: the time to read the parameters'
+    'decode', 1, 'new tokens, batch 1, 8, 64: plain JAX; reading parameters'
   ),
+  'prefill': ('decode', 1, 'a prompt of 4,080 tokens, windows: plain JAX'),
   'data': ('data', 1, "packing documents into rows: grain's first-fit"),
   'startup': (
     'startup', 1, 'process start to the end of the first step: plain JAX'

@@ -1,4 +1,7 @@
-"""Bench of decoding: tokens one after the other, batch 1, greedy.
+"""Benches of decoding: tokens one after the other, greedy, and of a prompt.
+
+`decode` makes new tokens at batch 1, 8 and 64, and after a long prompt, beside
+plain JAX: one jitted loop, a head-major cache. At batch 1 there is a limit:
 
     limit (tokens/s) = read bandwidth / bytes of parameters read per token
 
@@ -7,8 +10,12 @@ is that of the fastest of three jitted reductions over an array of that size, in
 the same rounds and by the same clock. The limit is a wall-clock quantity: with
 one busy thread CPU-seconds and wall seconds agree on an idle machine, and on a
 shared one only CPU-seconds mean something.
+
+`prefill` runs a prompt of 4,080 tokens into a cache, with full attention and
+with a window, which must cost less.
 """
 
+import functools
 import time
 
 import jax
@@ -16,6 +23,7 @@ import jax.numpy as jnp
 
 from paraxis.configs import schema
 from paraxis.decode import loop
+from paraxis.decode import step
 from paraxis.models import build
 from paraxis.train.bench import measure
 from paraxis.train.bench import reference
@@ -23,6 +31,11 @@ from paraxis.train.bench import train as bench_train
 
 PROMPT = 16  # tokens; a bucket of decode/loop.py
 READS = 8  # of the array, for one bandwidth figure
+# rows -> new tokens of each; quick
+BATCHES = {1: 256, 8: 128, 64: 64}
+QUICK = {1: 16, 4: 16}
+LONG, WINDOW = 4080, 256  # tokens of the long prompt
+QUICK_LONG, QUICK_WINDOW = 64, 16
 
 
 class _Numbers:
@@ -38,50 +51,71 @@ class _Numbers:
     return b''.join(b'%d' % (t % 10) for t in tokens)
 
 
+def config(quick, **model):
+  """schema.Config of the bench's model, with some fields of it replaced."""
+  model = schema.to_dict(bench_train.config(quick))['model'] | model
+  return schema.view(dict(model=model, decode=dict(cache_length=8192)))
+
+
 def bytes_per_token(params):
   """Bytes of {path: array} that one token reads: all but the embedding."""
   return sum(v.nbytes for p, v in params.items() if p != 'embedding')
 
 
-def plain(m, new):
-  """-> () that makes `new` greedy tokens in one jitted loop of plain JAX."""
+def plain(m, batch, new, before=PROMPT):
+  """-> () that makes `new` greedy tokens a row in one jitted loop of plain JAX.
+
+  before: tokens that are in the cache of every row, as zeros.
+  """
   params = jax.jit(lambda k: reference.init(m, k, False))(jax.random.key(0))
-  h = m.d_model // m.num_heads
+  shape = batch, m.num_heads, before + new, m.d_model // m.num_heads
 
   @jax.jit
   def run(params):
-    slot = jnp.zeros((PROMPT + new, m.num_heads, h))
-    caches = [(slot, slot)] * m.num_layers
+    caches = [(jnp.zeros(shape),) * 2] * m.num_layers
 
     def one(i, carry):
-      token, caches, out = carry
-      logits, caches = reference.decode_step(m, params, caches, token, i)
-      token = jnp.argmax(logits).astype(jnp.int32)
-      return token, caches, out.at[i].set(token)
+      tokens, caches, out = carry
+      logits, caches = reference.decode_step(
+        m, params, caches, tokens, before + i
+      )
+      tokens = jnp.argmax(logits, -1).astype(jnp.int32)
+      return tokens, caches, out.at[:, i].set(tokens)
 
-    out = jnp.zeros(PROMPT + new, jnp.int32)
-    start = jnp.int32(1), caches, out
+    out = jnp.zeros((batch, new), jnp.int32)
+    start = jnp.ones(batch, jnp.int32), caches, out
     return jax.lax.fori_loop(0, new, one, start)[2]
 
   return lambda: jax.block_until_ready(run(params))
 
 
-def ours(c, new):
-  """-> (() that makes `new` greedy tokens, bytes read per token)."""
-  built = build.build(c, 'data=1', devices=jax.devices()[:1])
-  with build.use(built):
-    params = jax.jit(built.model.init)(jax.random.key(0))
-  maker = loop.Generator(
-    built, params, _Numbers(c.model.vocab_size), c.decode, say=lambda _: None
-  )
-  prompt = [list(range(1, PROMPT + 1))]
+class Ours:
+  """What `paraxis decode` runs, with random parameters."""
 
-  def run():
-    made = maker.generate(prompt, max_new_tokens=new, temperature=0.0)
-    if len(made[0]['tokens']) != new:
-      raise RuntimeError(f'{len(made[0]["tokens"])} tokens, not {new}')
+  def __init__(self, c):
+    self.built = build.build(c, 'data=1', devices=jax.devices()[:1])
+    with build.use(self.built):
+      self.params = jax.jit(self.built.model.init)(jax.random.key(0))
+    self._maker = loop.Generator(
+      self.built, self.params, _Numbers(c.model.vocab_size), c.decode,
+      say=lambda _: None,
+    )  # fmt: skip
 
-  return run, bytes_per_token(params)
+  def run(self, batch, new, prompt=PROMPT, **options):
+    """Makes `new` tokens a row after `prompt`."""
+    prompts = [list(range(1, prompt + 1))] * batch
+    made = self._maker.generate(
+      prompts, max_new_tokens=new, temperature=0.0, **options
+    )
+    lengths = {len(row['tokens']) for row in made}
+    if lengths != {new}:
+      raise RuntimeError(f'{lengths} tokens, not {new}')
+
+  def run_long(self, new, prompt, now):
+    """-> {part: seconds} of the prompt and of the tokens after the first."""
+    seen, before = [], now()
+    self.run(1, new, prompt, on_text=lambda row, piece: seen.append(now()))
+    return {', prompt': seen[0] - before, '': now() - seen[0]}
 
 
 def readers(size):
@@ -111,36 +145,12 @@ def _twice(function, now):
   return run
 
 
-def decode(rounds, quick, say):
-  """Tokens per second, batch 1, one device, against reading the parameters."""
-  c = bench_train.config(quick)
-  c = schema.view(
-    dict(model=schema.to_dict(c)['model'], decode=dict(cache_length=512))
-  )
-  new = 16 if quick else 256
-  say('compiling')
-  m = c.model
-  run, size = ours(c, new)
-  now, report = bench_train.begin(
-    'decode',
-    f'V{m.vocab_size} D{m.d_model} N{m.num_heads} L{m.num_layers} '
-    f'F{m.d_ff}, float32, greedy, batch 1, {new} tokens after {PROMPT}, '
-    f'{size / 1e6:.1f} MB read per token',
-    quick,
-  )
-  reads = readers(size)
-  made = {'plain JAX': plain(m, new), 'ours': run, **reads}
-  made = {k: _twice(f, now) for k, f in made.items()}
-  times = measure.interleave(made, rounds, now, say)
+def _against_limit(report, times, reads, new, size):
+  """Adds the byte limit of batch 1, by both clocks, and what reading gave."""
   for suffix in ('', ' (wall)'):
-    speeds = {
-      f'{k}{suffix}': [new / t for t in times[f'{k}{suffix}']]
-      for k in ('plain JAX', 'ours')
-    }
     read = [times[f'{k}{suffix}'] for k in reads]
     limit = [READS / min(ts) for ts in zip(*read, strict=True)]
-    report.add(speeds, 'tokens/s')
-    report.add({f'byte limit{suffix}': limit}, 'tokens/s')
+    report.add({f'byte limit, batch 1{suffix}': limit}, 'tokens/s')
     report.add(
       {
         f'reading, {k}{suffix}': [READS * size / t / 1e9 for t in ts]
@@ -148,12 +158,139 @@ def decode(rounds, quick, say):
       },
       'GB/s',
     )
-    report.check(
-      f'speed of ours / byte limit{suffix}',
-      measure.ratios(speeds[f'ours{suffix}'], limit),
-      0.8,
+    ours, other = (
+      measure.ratios([new / t for t in times[f'{k}{suffix}']], limit)
+      for k in ('ours', 'plain JAX')
     )
-    share = measure.spread(measure.ratios(speeds[f'plain JAX{suffix}'], limit))
-    shown = ' '.join(f'{x:.2f}' for x in share)
+    report.check(f'batch 1: speed of ours / byte limit{suffix}', ours, 0.8)
+    shown = ' '.join(f'{x:.2f}' for x in measure.spread(other))
     report.notes.append(f'plain JAX / byte limit{suffix}: {shown}')
+
+
+def _speeds(report, part, times, tokens):
+  """Adds tokens/s of all, and the target: as fast as plain JAX."""
+  speeds = {k: [tokens / t for t in ts] for k, ts in times.items()}
+  report.add({f'{part}: {k}': v for k, v in speeds.items()}, 'tokens/s')
+  report.check(
+    f'{part}: speed of ours / plain JAX',
+    measure.ratios(speeds['ours'], speeds['plain JAX']),
+    1.0,
+  )
+
+
+def _batch(report, ours, m, batch, new, rounds, now, say):
+  """One batch size; of 1 beside the byte limit, too."""
+  made = {
+    'plain JAX': plain(m, batch, new),
+    'ours': functools.partial(ours.run, batch, new),
+  }
+  reads, size = {}, bytes_per_token(ours.params)
+  if batch == 1:
+    reads = readers(size)
+    made = {k: _twice(f, now) for k, f in (made | reads).items()}
+  times = measure.interleave(made, rounds, now, say)
+  both = {k: times[k] for k in ('plain JAX', 'ours')}
+  _speeds(report, f'batch {batch}', both, batch * new)
+  if reads:
+    _against_limit(report, times, reads, new, size)
+
+
+def decode(rounds, quick, say):
+  """Tokens per second on one device, beside plain JAX and reading."""
+  c, batches = config(quick), QUICK if quick else BATCHES
+  m, long = c.model, QUICK_LONG if quick else LONG
+  now, report = bench_train.begin(
+    'decode',
+    f'V{m.vocab_size} D{m.d_model} N{m.num_heads} L{m.num_layers} F{m.d_ff}, '
+    f'float32, greedy, {PROMPT} tokens and then, a row: '
+    + ', '.join(f'{n} at batch {b}' for b, n in batches.items())
+    + f'; 64 after {long}',
+    quick,
+  )
+  ours = Ours(c)
+  for batch, new in batches.items():
+    part = f'batch {batch}'
+    if report.lacks(part):
+      say(part)
+      _batch(report, ours, m, batch, new, rounds, now, say)
+      report.finish(part)
+  part, new = f'after {long} tokens', 64
+  if report.lacks(part):
+    say(part)
+    made = {
+      'plain JAX': plain(m, 1, new - 1, loop.bucket(long)),
+      'ours': functools.partial(ours.run_long, new, long, now),
+    }
+    times = measure.interleave(made, rounds, now, say)
+    report.add({f'{part}: the prompt itself': times.pop('ours, prompt')})
+    _speeds(report, part, times, new - 1)
+    report.finish(part)
+  return report
+
+
+def our_prefill(c, length):
+  """-> (compiled program of a prompt into a cache, its arguments)."""
+  built = build.build(c, 'data=1', devices=jax.devices()[:1])
+  model, slots = built.model, loop.bucket(length)
+
+  def program(params, tokens_BT, lengths_B):
+    x, cache = step.prefill(model, params, tokens_BT, lengths_B, slots)
+    return model.logits(params, step.last(x, lengths_B)), cache
+
+  with build.use(built):
+    start = lambda key: model.unstack(model.init(key))
+    params = jax.jit(start)(jax.random.key(0))
+    ids = [t % c.model.vocab_size for t in range(length)]
+    arguments = params, *step.place([ids], slots, built.mesh)
+    return jax.jit(program).lower(*arguments).compile(), arguments
+
+
+def plain_prefill(m, length):
+  """The same of plain JAX."""
+  params = jax.jit(lambda k: reference.init(m, k, False))(jax.random.key(0))
+  arguments = params, jnp.arange(length)[None] % m.vocab_size
+  program = jax.jit(functools.partial(reference.prefill, m))
+  return program.lower(*arguments).compile(), arguments
+
+
+def prefill(rounds, quick, say):
+  """A prompt into a cache: full attention, a window, plain JAX."""
+  length, window = (QUICK_LONG, QUICK_WINDOW) if quick else (LONG, WINDOW)
+  c = config(quick)
+  m = c.model
+  now, report = bench_train.begin(
+    'prefill',
+    f'V{m.vocab_size} D{m.d_model} N{m.num_heads} L{m.num_layers} F{m.d_ff}, '
+    f'float32, batch 1, {length} tokens',
+    quick,
+  )
+  say('compiling')
+  narrow = config(quick, pattern='W-', window=window)
+  windowed = f'ours, window {window}'
+  programs = {
+    'plain JAX': plain_prefill(m, length),
+    'ours': our_prefill(c, length),
+    windowed: our_prefill(narrow, length),
+  }
+
+  def run(name):
+    call, arguments = programs[name]
+    jax.block_until_ready(call(*arguments))
+
+  made = {name: functools.partial(run, name) for name in programs}
+  times = measure.interleave(made, rounds, now, say)
+  report.add(
+    {
+      f'temporaries, {name}': measure.temporary(call)
+      for name, (call, _) in programs.items()
+    },
+    'MiB',
+  )
+  _speeds(report, f'{length} tokens', times, length)
+  report.check(
+    f'time of {windowed} / ours',
+    measure.ratios(times[windowed], times['ours']),
+    0.4,
+    least=False,
+  )
   return report

@@ -113,17 +113,50 @@ def make_step(m):
   return rule.init, step
 
 
-def decode_step(m, params, cache, token, position):
-  """One token for one row: -> (logits (V,), cache). cache: list of (k, v)."""
-  x = params['embedding'][token][None]
+def decode_step(m, params, cache, tokens, position):
+  """One token a row -> (logits (B, V), cache).
+
+  tokens: (B,). position: (), the same of all rows. cache: of each layer (k, v),
+  heads before slots: (B, N, S, H).
+  """
+  x = params['embedding'][tokens][:, None]
   new = []
-  for p, (keys, values) in zip(params['layers'], cache, strict=True):
-    q, k, v = heads(m, x, p, position[None])
-    write = jax.lax.dynamic_update_slice_in_dim
-    keys, values = write(keys, k, position, 0), write(values, v, position, 0)
-    s = jnp.einsum('tnh,snh->nts', q, keys) * q.shape[-1] ** -0.5
-    s = jnp.where(jnp.arange(keys.shape[0]) <= position, s, -1e30)
-    o = jnp.einsum('nts,snh->tnh', jax.nn.softmax(s), values)
+  for p, slots in zip(params['layers'], cache, strict=True):
+    q, k, v = (y.swapaxes(1, 2) for y in heads(m, x, p, position[None]))
+    write = functools.partial(
+      jax.lax.dynamic_update_slice_in_dim, start_index=position, axis=2
+    )
+    keys, values = (write(old, y) for old, y in zip(slots, (k, v), strict=True))
+    s = jnp.einsum('bnth,bnsh->bnts', q, keys) * q.shape[-1] ** -0.5
+    s = jnp.where(jnp.arange(keys.shape[2]) <= position, s, -1e30)
+    o = jnp.einsum('bnts,bnsh->btnh', jax.nn.softmax(s), values)
     x = after_attention(x, o, p)
     new.append((keys, values))
-  return (rms(x, params['norm']) @ params['head'].T)[0], new
+  return rms(x, params['norm'])[:, 0] @ params['head'].T, new
+
+
+def prefill(m, params, tokens, blocks=16):
+  """Rows of tokens (B, T) -> (logits (B, V) of the last, cache).
+
+  The queries of a block see the keys up to its end: half the products of a
+  causal mask, and no T x T array. T is a multiple of `blocks`.
+  """
+  x, cache = params['embedding'][tokens], []
+  size = tokens.shape[1] // blocks
+  for p in params['layers']:
+    q, k, v = (
+      y.swapaxes(1, 2) for y in heads(m, x, p, jnp.arange(tokens.shape[1]))
+    )
+    outs = []
+    for end in range(size, tokens.shape[1] + 1, size):
+      rows = jnp.arange(end - size, end)[:, None]
+      s = jnp.einsum(
+        'bnth,bnsh->bnts', q[:, :, end - size : end], k[:, :, :end]
+      )
+      s = jnp.where(jnp.arange(end) <= rows, s * q.shape[-1] ** -0.5, -1e30)
+      outs.append(
+        jnp.einsum('bnts,bnsh->btnh', jax.nn.softmax(s), v[:, :, :end])
+      )
+    x = after_attention(x, jnp.concatenate(outs, 1), p)
+    cache.append((k, v))
+  return rms(x, params['norm'])[:, -1] @ params['head'].T, cache

@@ -284,9 +284,42 @@ def test_attention_bench():
 
 def test_decode_bench():
   report = bench_decode.decode(1, True, SILENT)
-  assert len(report.checks) == 2
+  batches = len(bench_decode.QUICK)
+  assert len(report.checks) == 2 + batches + 1 == len(report.parts) + 2
   assert all(min(c.values) > 0 for c in report.checks)
-  assert report.rows['byte limit'][0] == 'tokens/s'
+  assert report.rows['byte limit, batch 1'][0] == 'tokens/s'
+  assert 'after 64 tokens: the prompt itself' in report.rows
+
+
+def test_prefill_bench():
+  report = bench_decode.prefill(1, True, SILENT)
+  memory = [v for unit, v in report.rows.values() if unit == 'MiB']
+  assert len(memory) == 3 and min(memory) > [0]
+  assert [c.target for c in report.checks] == [1.0, 0.4]
+
+
+def test_plain_decoding_continues_a_plain_prompt():
+  """A prompt, then a token, give the logits of one pass over all of them."""
+  import jax
+  import jax.numpy as jnp
+
+  m = bench_train.config(True).model
+  params = reference.init(m, jax.random.key(0), False)
+  tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, m.vocab_size)
+
+  def logits(tokens):
+    x = params['embedding'][tokens]
+    for p in params['layers']:
+      x = reference.layer(m, x, p)
+    return reference.rms(x[:, -1], params['norm']) @ params['head'].T
+
+  found, cache = reference.prefill(m, params, tokens[:, :8], blocks=4)
+  np.testing.assert_allclose(found, logits(tokens[:, :8]), atol=1e-5)
+  wide = ((0, 0), (0, 0), (0, 3), (0, 0))
+  cache = jax.tree.map(lambda x: jnp.pad(x, wide), cache)
+  found, _ = reference.decode_step(m, params, cache, tokens[:, 8], jnp.int32(8))
+  np.testing.assert_allclose(found, logits(tokens), atol=1e-5)
+  assert np.abs(found - logits(tokens[:, :8])).max() > 1e-3
 
 
 def test_the_embedding_is_not_read():
