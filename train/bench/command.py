@@ -43,6 +43,7 @@ BENCHES = {
     'decode', 1, 'new tokens, batch 1, 8, 64: plain JAX; reading parameters'
   ),
   'prefill': ('decode', 1, 'a prompt of 4,080 tokens, windows: plain JAX'),
+  'checkpoint': ('checkpoint', 1, 'half a GiB saved and restored: Orbax'),
   'data': ('data', 1, "packing documents into rows: grain's first-fit"),
   'startup': (
     'startup', 1, 'process start to the end of the first step: plain JAX'
