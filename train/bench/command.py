@@ -18,6 +18,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.train.bench import measure
+from paraxis.train.bench import peers as peers_lib
 
 # name, also of the function -> (module, virtual CPU devices, help)
 BENCHES = {
@@ -105,6 +106,7 @@ def run(name, rounds, quick, **options):
       report = getattr(bench, name)(rounds, quick, say)
     except measure.KeptError as kept:
       return kept.args[0]
+    peers_lib.absent(report)
     report.notes.append(
       f'jax {jax.__version__}, {os.cpu_count()} cores, {rounds} rounds'
       f'{before} before, {_load()[2:] or "unknown"} after'
@@ -113,11 +115,12 @@ def run(name, rounds, quick, **options):
   return report
 
 
-def _in_child(name, rounds, quick, path=None, **options):
+def _in_child(name, rounds, quick, path=None, peers=(), **options):
   """The same in a process of its own, which sees its own devices."""
   command = [sys.executable, '-m', 'paraxis.train.bench.command', name]
   command += ['--json', f'--rounds={rounds}'] + ['--quick'] * quick
   command += [f'--out={path}', '--resume'] if path else []
+  command += [f'--peer={peer}:{python}' for peer, python in peers]
   done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
   if done.returncode:
     raise RuntimeError(f'bench {name} ended with exit code {done.returncode}')
@@ -150,6 +153,7 @@ def _bench(values, _, names):
     return _tune(name, values.tune, rounds)
   path = pathlib.Path(values.out) if values.out else None
   options: dict[str, Any] = dict(path=path, resume=values.resume)
+  options['peers'] = peers_lib.parse(values.peer)
   measure.Session(**options)  # its errors, before anything is imported
   if name == 'all':
     reports = [_in_child(n, rounds, quick, **options) for n in BENCHES]
@@ -187,6 +191,12 @@ COMMAND = command_line.Command(
       False,
       'leave out what FILE has, of the same sizes, versions and rounds',
     ),
+    (
+      'several',
+      'peer=NAME:PYTHON',
+      None,
+      'measure a peer, too, in turn with ours, run by that Python; repeatable',
+    ),
     (str, 'tune=FILE', None, 'kernels: search block sizes, write them to FILE'),
   ),
   words=None,
@@ -194,6 +204,10 @@ COMMAND = command_line.Command(
     'Benches, and what each is compared with in interleaved rounds:',
     *(f'  {name:9}  {text}' for name, (*_, text) in BENCHES.items()),
     '  all        all benches, each in its own process',
+    'Peers, which the Python of a --peer= must have installed:',
+    *(f'  {name:13}  {text}' for name, (_, text) in peers_lib.NAMES.items()),
+    'MaxText is none: its step needs a data pipeline of its own. A peer that',
+    'is missing, too old, or does not apply becomes a note of the table.',
     'The table has min, median and max of both, of their ratio within a round,',
     'and its target: met or missed in every round, or within noise. A missed',
     'target does not change the exit code.',

@@ -26,6 +26,7 @@ from paraxis.decode import loop
 from paraxis.decode import step
 from paraxis.models import build
 from paraxis.train.bench import measure
+from paraxis.train.bench import peers
 from paraxis.train.bench import reference
 from paraxis.train.bench import train as bench_train
 
@@ -188,11 +189,19 @@ def _batch(report, ours, m, batch, new, rounds, now, say):
   if batch == 1:
     reads = readers(size)
     made = {k: _twice(f, now) for k, f in (made | reads).items()}
-  times = measure.interleave(made, rounds, now, say)
-  both = {k: times[k] for k in ('plain JAX', 'ours')}
-  _speeds(report, f'batch {batch}', both, batch * new)
+  sizes = _peer_sizes(m, batch, PROMPT, new)
+  with peers.beside(report, sizes, say) as others:
+    times = measure.interleave(made | others.candidates, rounds, now, say)
+    others.judge(times, 'ours', f'batch {batch}: ')
+  kept = [k for k in ('plain JAX', 'ours', *others.candidates) if k in times]
+  _speeds(report, f'batch {batch}', {k: times[k] for k in kept}, batch * new)
   if reads:
     _against_limit(report, times, reads, new, size)
+
+
+def _peer_sizes(m, batch, before, new, after=False):
+  sizes = dict(rows=batch, before=before, new=new, after=after)
+  return peers.sizes_of(m) | sizes | dict(length=before + new)
 
 
 def decode(rounds, quick, say):
@@ -221,7 +230,11 @@ def decode(rounds, quick, say):
       'plain JAX': plain(m, 1, new - 1, loop.bucket(long)),
       'ours': functools.partial(ours.run_long, new, long, now),
     }
-    times = measure.interleave(made, rounds, now, say)
+    with peers.beside(
+      report, _peer_sizes(m, 1, long, new, True), say
+    ) as others:
+      times = measure.interleave(made | others.candidates, rounds, now, say)
+      others.judge(times, 'ours', f'{part}: ')
     report.add({f'{part}: the prompt itself': times.pop('ours, prompt')})
     _speeds(report, part, times, new - 1)
     report.finish(part)
@@ -278,7 +291,10 @@ def prefill(rounds, quick, say):
     jax.block_until_ready(call(*arguments))
 
   made = {name: functools.partial(run, name) for name in programs}
-  times = measure.interleave(made, rounds, now, say)
+  sizes = peers.sizes_of(m) | dict(length=length)
+  with peers.beside(report, sizes, say) as others:
+    times = measure.interleave(made | others.candidates, rounds, now, say)
+    others.judge(times, 'ours')
   report.add(
     {
       f'temporaries, {name}': measure.temporary(call)

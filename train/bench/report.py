@@ -16,6 +16,7 @@ import sys
 
 from paraxis.configs.base import errors
 from paraxis.train.bench import measure
+from paraxis.train.bench import peers
 
 # Benches whose rows are quoted too, and a pattern of these rows.
 QUOTED = {'context': r'(?!compile )'}
@@ -46,6 +47,8 @@ def table(report, date: str) -> str:
     if report.name in QUOTED and re.match(QUOTED[report.name], what):
       shown = _spread(values, measure.number)
       lines.append(f'| {what} ({unit}) | {shown} | | |')
+  named = [n for n in report.notes if n.partition(':')[0] in peers.NAMES]
+  lines += ['', f'Peers: {"; ".join(named)}.'] if named else []
   return '\n'.join(lines)
 
 

@@ -19,6 +19,7 @@ from paraxis.pallas_kernels.attention import op as attention_lib
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.bench import measure
+from paraxis.train.bench import peers
 from paraxis.train.bench import reference
 from paraxis.train.run import compiling
 
@@ -46,12 +47,12 @@ def begin(name, setup, quick):
   return now, measure.begin(name, setup, label, not quick)
 
 
-def config(quick, heads=6, unrolled=False, choices=()):
+def config(quick, heads=6, unrolled=False, choices=(), dtype='float32'):
   """schema.Config of the bench: 17M parameters, or a tiny one."""
   sizes = dict(vocab_size=8192, d_model=384, num_layers=6, d_ff=1024)
   if quick:
     sizes = dict(vocab_size=256, d_model=96, num_layers=2, d_ff=128)
-  model = dict(**sizes, num_heads=heads, tied_embedding=False)
+  model = dict(**sizes, num_heads=heads, tied_embedding=False, dtype=dtype)
   if unrolled:
     model['unroll'] = sizes['num_layers']
   return schema.view(
@@ -94,7 +95,7 @@ class PlainJax:
   """The reference: one program for the whole step."""
 
   def __init__(self, c, scan, now):
-    self._c, self._now = c, now
+    self._c, self.now = c, now
     start, _ = reference.make_step(c.model)
     params = jax.jit(lambda k: reference.init(c.model, k, scan))(
       jax.random.key(0)
@@ -110,14 +111,14 @@ class PlainJax:
 
   def compile(self):
     """Compiles anew -> {'': seconds}."""
-    return _timed(self._compile, self._now)
+    return _timed(self._compile, self.now)
 
   def run(self):
     """One step -> {'': seconds}."""
-    before = self._now()
+    before = self.now()
     *self._state, loss = self._step(*self._state, *self._batch)
     jax.block_until_ready((self._state, loss))
-    return {'': self._now() - before}
+    return {'': self.now() - before}
 
 
 class Ours:
@@ -186,9 +187,7 @@ def step(rounds, quick, say):
   }
   plain, scan, default, unrolled = made
   if report.lacks('steps'):
-    steps = measure.interleave(
-      {k: m.run for k, m in made.items()}, rounds, now, say
-    )
+    steps = _steps(report, made, quick, rounds, say)
     report.add({f'step, {k}': v for k, v in steps.items()})
     for name in (default, unrolled):
       report.check(
@@ -210,6 +209,24 @@ def step(rounds, quick, say):
       least=False,
     )
   return report
+
+
+def _steps(report, made, quick, rounds, say):
+  """Times of a step of all candidates and of the session's peers."""
+  now, c = made['plain JAX, scan'].now, config(quick)
+  sizes = peers.sizes_of(c.model)
+  sizes |= dict(rows=c.train.batch_size, length=c.data.sequence_length)
+  with peers.beside(report, sizes, say) as others:
+    ours = {'': f'ours, default (unroll={c.model.unroll})'}
+    if 'hf_autocast' in others.candidates:
+      ours['hf_autocast'] = 'ours, bfloat16'
+      narrow = config(quick, dtype='bfloat16')
+      made = made | {'ours, bfloat16': Ours(narrow, 'data=1', now)}
+    times = measure.interleave(
+      {k: m.run for k, m in made.items()} | others.candidates, rounds, now, say
+    )
+    others.judge(times, ours, 'step: ')
+  return times
 
 
 def layouts(rounds, quick, say):
@@ -260,10 +277,13 @@ def attention(rounds, quick, say):
     made[name] = lambda f=compiled: jax.block_until_ready(f(*inputs)) and None
     outputs.append(compiled(*inputs)[1])
     temporary[f'temporary memory, {name}'] = measure.temporary(compiled)
-  times = measure.interleave(made, rounds, now, say)
+  dense, ours = forms
+  sizes = dict(rows=b, heads=n, length=t, width=h)
+  with peers.beside(report, sizes, say) as others:
+    times = measure.interleave(made | others.candidates, rounds, now, say)
+    others.judge(times, ours)
   report.add(times)
   report.add(temporary, 'MiB')
-  dense, ours = forms
   report.check(
     'speed of ours / dot_product_attention',
     measure.ratios(times[dense], times[ours]),

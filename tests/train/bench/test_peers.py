@@ -1,0 +1,173 @@
+"""Peers: the protocol, what goes wrong, and torch where it is installed."""
+
+import importlib.util
+import json
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
+from paraxis.train.bench import command as bench
+from paraxis.train.bench import decode as bench_decode
+from paraxis.train.bench import measure
+from paraxis.train.bench import peer_torch
+from paraxis.train.bench import peers
+from paraxis.train.bench import train as bench_train
+
+SILENT = lambda _: None
+# Answers 1, 2, 3, ... seconds; `job` is what it was started with.
+PEER = """
+import json, sys
+job = json.loads(sys.argv[1])
+print(json.dumps({first}), flush=True)
+for n, line in enumerate(sys.stdin, 1):
+  if n > {most}:
+    sys.exit('lost its memory')
+  answer = dict(seconds=float(n), peak=job['sizes']['rows'])
+  print(json.dumps(answer), flush=True)
+"""
+READY = dict(notes='a library 1.0, 2 threads')
+
+
+def compare(tmp_path, monkeypatch, given=('hf',), most=9, first=READY):
+  """A report of one comparison, ours 8 seconds, beside a script of a peer."""
+  script = tmp_path / 'script.py'
+  script.write_text(PEER.format(first=first, most=most))
+  monkeypatch.setattr(peers, 'SCRIPT', script)
+  found = tuple((name, sys.executable) for name in given)
+  order = []
+
+  def ours():
+    order.append('ours')
+    return {'': 8.0}
+
+  with measure.session(peers=found):
+    report = measure.begin('step', 'B1', measure.CPU, True)
+    with peers.beside(report, dict(rows=7), SILENT) as others:
+      run = {
+        k: lambda k=k, f=f: order.append(k) or f()
+        for k, f in others.candidates.items()
+      }
+      times = measure.interleave({'ours': ours} | run, 2)
+      others.judge(times, 'ours', 'step: ')
+    report.add(times)
+    peers.absent(report)
+  return report, order
+
+
+def test_a_peer_stands_in_the_rounds(tmp_path, monkeypatch):
+  report, order = compare(tmp_path, monkeypatch, ('hf', 'hf_autocast'))
+  assert order == ['ours', 'hf', 'hf_autocast'] * 3
+  # The first answer is the warm-up's.
+  assert report.rows['hf'] == ('s', [2.0, 3.0])
+  assert report.rows['step: peak memory, hf'] == ('MiB', [7, 7])
+  assert report.rows['step: peak memory, this process'][1][0] > 1
+  check = report.checks[0]
+  assert check.what == 'step: speed of ours / hf'
+  assert check.values == [0.25, 0.375] and check.verdict == 'missed'
+  assert 'hf: a library 1.0, 2 threads' in report.notes
+
+
+@pytest.mark.parametrize(
+  'options, reason',
+  [
+    (dict(most=2), 'exit 1: lost its memory'),
+    (dict(first=dict(skip='torch 1.0 is older than 2.4')), 'older than 2.4'),
+    (dict(first='what'), 'hf: left out: '),
+    (dict(given=('sdpa',)), 'sdpa: left out: it runs attention, prefill'),
+  ],
+)
+def test_what_does_not_run_is_a_note(options, reason, tmp_path, monkeypatch):
+  report, _ = compare(tmp_path, monkeypatch, **options)
+  assert set(report.rows) == {'ours'} and not report.checks
+  assert len(report.notes) == 1 and reason in report.notes[0]
+
+
+def test_a_python_that_does_not_start_is_a_note(tmp_path, monkeypatch):
+  monkeypatch.setattr(sys, 'executable', str(tmp_path / 'script.py'))
+  report, _ = compare(tmp_path, monkeypatch)
+  assert 'script.py does not start' in report.notes[0]
+
+
+def test_one_that_never_answers_is_given_up(monkeypatch, tmp_path):
+  monkeypatch.setattr(peers, 'WAIT', 0)
+  report, _ = compare(tmp_path, monkeypatch)
+  assert report.notes == ['hf: left out: no answer in 0 seconds']
+
+
+@pytest.mark.parametrize(
+  'given, message',
+  [
+    (['maxtext:{}'], "'maxtext' is none of hf, hf_autocast"),
+    (['hff:{}'], "Did you mean 'hf'"),
+    (['hf:/nowhere/python'], "'/nowhere/python' is no program"),
+    (['hf'], "'' is no program"),
+    (['hf:{}', 'hf:{}'], 'hf is given twice'),
+  ],
+)
+def test_bad_peers_exit_2(given, message, capsys):
+  flags = [f'--peer={g.format(sys.executable)}' for g in given]
+  assert command_line.run(bench.main, ['step', *flags]) == errors.EXIT_USER
+  shown = capsys.readouterr().err
+  assert message in shown and shown.count('\n') == 1
+
+
+def test_children_of_all_get_the_peers(monkeypatch):
+  commands = []
+
+  def run(command, **_):
+    commands.append(command)
+    text = measure.to_json([measure.BenchReport('step', '', '')])
+    return subprocess.CompletedProcess(command, 0, text)
+
+  monkeypatch.setattr(subprocess, 'run', run)
+  bench._in_child('step', 2, True, peers=(('hf', '/a'), ('sdpa', '/b')))
+  assert commands[0][-2:] == ['--peer=hf:/a', '--peer=sdpa:/b']
+
+
+def test_the_script_needs_nothing_of_paraxis(tmp_path):
+  """Where torch is missing, it says so; its folder hides no library."""
+  link = tmp_path / 'python'
+  link.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+  link.chmod(link.stat().st_mode | stat.S_IXUSR)
+  job = dict(peer='hf', bench='step', sizes={})
+  done = subprocess.run(
+    [link, peers.SCRIPT, json.dumps(job)], capture_output=True, text=True,
+    input='', check=True, cwd=tmp_path,
+  )  # fmt: skip
+  assert 'torch does not import' in json.loads(done.stdout)['skip']
+
+
+def test_an_old_library_is_named(monkeypatch):
+  monkeypatch.setitem(peer_torch.OLDEST, 'json', (99, 1))
+  with pytest.raises(RuntimeError, match=r'json .* is older than 99.1'):
+    peer_torch.load('json')
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize('name', sorted(peers.NAMES))
+def test_peers_of_torch(name):
+  python = sys.executable
+  assert importlib.util.find_spec('torch')
+  function = bench_train.step
+  if name == 'sdpa':
+    function = bench_decode.prefill
+  with measure.session(peers=((name, python),)):
+    report = function(1, True, SILENT)
+  assert any(n.startswith(f'{name}: torch ') for n in report.notes)
+  what = [c.what for c in report.checks if c.what.endswith(f'/ {name}')]
+  ours = 'ours, bfloat16' if name == 'hf_autocast' else 'ours'
+  assert len(what) == 1 and ours in what[0]
+
+
+@pytest.mark.hf
+def test_torch_decodes_and_attends():
+  model = dict(vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=2)
+  sizes = dict(rows=2, before=4, new=3, length=16)
+  assert peer_torch.decode('', model | sizes | dict(after=False))() is None
+  assert peer_torch.decode('', model | sizes | dict(after=True))() > 0
+  sizes = dict(rows=1, heads=2, length=8, width=4)
+  assert peer_torch.attention('', sizes)() is None

@@ -1,0 +1,241 @@
+"""PyTorch beside the benches: a process that measures itself when it is asked.
+
+    python peer_torch.py '{"peer": "hf", "bench": "step", "sizes": {...}}'
+
+A file for another Python, which has torch and transformers but no paraxis:
+nothing of paraxis is imported. Lines of standard input and output (peers.py):
+
+    it begins                 {"notes": "torch 2.13.0, ..."} or {"skip": why}
+    run                       {"seconds": 1.23, "peak": 812.5}
+    the input ends            it ends
+
+Seconds are CPU-seconds of the process, once it is idle; peak is the most MiB
+that were resident. Models are transformers' Llama with random parameters.
+"""
+
+import json
+import os
+import sys
+import time
+
+OLDEST = {'torch': (2, 4), 'transformers': (4, 48)}
+
+
+def settled(pause=0.004):
+  """CPU-seconds, once the process has done nothing for three pauses."""
+  before, idle = time.process_time(), 0
+  while idle < 3:
+    time.sleep(pause)
+    after = time.process_time()
+    idle = idle + 1 if after - before < pause / 10 else 0
+    before = after
+  return before
+
+
+def peak():
+  """The most MiB that were resident (by getrusage a parent's count, too)."""
+  try:
+    with open('/proc/self/status', encoding='ascii') as lines:
+      kib = [int(x.split()[1]) for x in lines if x.startswith('VmHWM')]
+      return kib[0] / 1024
+  except (OSError, IndexError):
+    import resource
+
+    unit = 2**20 if sys.platform == 'darwin' else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def load(*names):
+  """The packages; RuntimeError: one is missing or too old, and which."""
+  import importlib
+
+  out = []
+  for name in names:
+    try:
+      package = importlib.import_module(name)
+    except ImportError as error:
+      raise RuntimeError(f'{name} does not import: {error}') from error
+    version = tuple(int(x) for x in package.__version__.split('.')[:2])
+    if version < OLDEST[name]:
+      want = '.'.join(map(str, OLDEST[name]))
+      raise RuntimeError(f'{name} {package.__version__} is older than {want}')
+    out.append(package)
+  return out
+
+
+def llama(sizes):
+  """(torch, transformers' Llama of the bench's sizes in float32)."""
+  torch, transformers = load('torch', 'transformers')
+  torch.manual_seed(0)
+  config = transformers.LlamaConfig(
+    vocab_size=sizes['vocab_size'],
+    hidden_size=sizes['d_model'],
+    intermediate_size=sizes['d_ff'],
+    num_hidden_layers=sizes['num_layers'],
+    num_attention_heads=sizes['num_heads'],
+    num_key_value_heads=sizes['num_heads'],
+    max_position_embeddings=sizes['length'],
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    attn_implementation='sdpa',
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=0,
+  )
+  return torch, transformers.LlamaForCausalLM(config).float()
+
+
+def step(peer, sizes):
+  """-> () of a training step: forward, backward, clipping, AdamW."""
+  torch, model = llama(sizes)
+  model.train()
+  update = torch.optim.AdamW(
+    model.parameters(), lr=1e-3, weight_decay=0.1, fused=True
+  )
+  shape = sizes['rows'], sizes['length'] + 1
+  tokens = torch.randint(0, sizes['vocab_size'], shape)
+  call = model
+  if peer == 'torch_compile':
+    call = torch.compile(model, dynamic=False)
+
+  def run():
+    update.zero_grad(set_to_none=True)
+    with torch.autocast('cpu', torch.bfloat16, peer == 'hf_autocast'):
+      z = call(input_ids=tokens[:, :-1], use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(
+      z.float().flatten(0, 1), tokens[:, 1:].flatten()
+    )
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    update.step()
+    return float(loss.detach())
+
+  return run
+
+
+def attention(peer, sizes):
+  """-> () of causal attention and its gradients."""
+  del peer
+  (torch,) = load('torch')
+  torch.manual_seed(0)
+  shape = [sizes[name] for name in ('rows', 'heads', 'length', 'width')]
+  q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
+  weight = torch.randn(shape)
+
+  def run():
+    o = torch.nn.functional.scaled_dot_product_attention(
+      q, k, v, is_causal=True
+    )
+    torch.autograd.grad((o * weight).sum(), (q, k, v))
+
+  return run
+
+
+def prefill(peer, sizes):
+  """-> () of a prompt into a cache, and the logits of its last token."""
+  del peer
+  torch, model = llama(sizes)
+  model.eval()
+  tokens = torch.randint(0, sizes['vocab_size'], (1, sizes['length']))
+
+  def run():
+    with torch.inference_mode():
+      model(input_ids=tokens, use_cache=True, logits_to_keep=1)
+
+  return run
+
+
+def decode(peer, sizes):
+  """-> () of greedy tokens with a static cache.
+
+  sizes['after']: only what comes after the first new token counts; the function
+  then returns its seconds.
+  """
+  del peer
+  torch, model = llama(sizes)
+  model.eval()
+  shape = sizes['rows'], sizes['before']
+  tokens = torch.randint(0, sizes['vocab_size'], shape)
+  seen = []
+
+  def stamp(ids, scores, **kwargs):
+    if not seen:
+      seen.append(settled())
+    return torch.zeros(len(ids), dtype=torch.bool)
+
+  def run():
+    seen.clear()
+    made = model.generate(
+      tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
+      max_new_tokens=sizes['new'], cache_implementation='static',
+      stopping_criteria=[stamp] if sizes['after'] else None,
+    )  # fmt: skip
+    if made.shape != (shape[0], shape[1] + sizes['new']):
+      raise RuntimeError(f'generate made {tuple(made.shape)}')
+    return settled() - seen[0] if sizes['after'] else None
+
+  return run
+
+
+BENCHES = {
+  'step': step,
+  'attention': attention,
+  'prefill': prefill,
+  'decode': decode,
+}
+
+
+def facts(bench):
+  """Versions, threads and flags, in words."""
+  torch = sys.modules['torch']
+  found = [f'torch {torch.__version__}']
+  if 'transformers' in sys.modules:
+    found += [f'transformers {sys.modules["transformers"].__version__}, sdpa']
+  if bench == 'decode':
+    found += ['generate, static cache, not compiled']
+  found += [
+    f'Python {sys.version.split()[0]}',
+    f'{torch.get_num_threads()} threads',
+    f'OMP_WAIT_POLICY {os.environ.get("OMP_WAIT_POLICY", "not set")}',
+    f'{torch.backends.cpu.get_cpu_capability()}',
+  ]
+  return ', '.join(found)
+
+
+def why(error):
+  """One line."""
+  text = str(error).strip().partition('\n')[0]
+  return f'{type(error).__name__}: {text}'[:200]
+
+
+def main(argument):
+  """Answers until its input ends."""
+  # Libraries print too: what they write goes to the standard error.
+  out = os.fdopen(os.dup(1), 'w', buffering=1, encoding='utf-8')
+  os.dup2(2, 1)
+
+  def say(**answer):
+    out.write(json.dumps(answer) + '\n')
+
+  job = json.loads(argument)
+  bench, sizes = job['bench'], job['sizes']
+  try:
+    run = BENCHES[bench](job['peer'], sizes)
+    run()  # what it imports, allocates and compiles is not timed
+    say(notes=facts(bench))
+  except RuntimeError as error:
+    return say(skip=str(error).strip().partition('\n')[0][:200])
+  except Exception as error:
+    return say(skip=why(error))
+  for line in sys.stdin:
+    if line.strip() == 'run':
+      before = settled()
+      own = run() if bench == 'decode' else run() and None
+      spent = settled() - before if own is None else own
+      say(seconds=spent, peak=peak())
+
+
+if __name__ == '__main__':
+  folder = os.path.dirname(os.path.abspath(__file__))
+  sys.path[:] = [p for p in sys.path if os.path.abspath(p or '.') != folder]
+  main(sys.argv[1])
