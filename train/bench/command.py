@@ -38,7 +38,7 @@ BENCHES = {
   ),
   'kernels': (
     'kernels', 1,
-    "every op: XLA's compilation of its definition; TPU schedules: splash",
+    'every op: the strongest plain JAX; static TPU schedules: splash',
   ),
   'decode': (
     'decode', 1, 'new tokens, batch 1, 8, 64: plain JAX; reading parameters'
@@ -46,6 +46,10 @@ BENCHES = {
   'prefill': ('decode', 1, 'a prompt of 4,080 tokens, windows: plain JAX'),
   'checkpoint': ('checkpoint', 1, 'half a GiB saved and restored: Orbax'),
   'data': ('data', 1, "packing documents into rows: grain's first-fit"),
+  'scaling': (
+    'scaling', 8,
+    'exponents over devices, length, depth, rows, cache: the ideal ones',
+  ),
   'startup': (
     'startup', 1, 'process start to the end of the first step: plain JAX'
   ),
@@ -202,8 +206,8 @@ COMMAND = command_line.Command(
   words=None,
   notes=(
     'Benches, and what each is compared with in interleaved rounds:',
-    *(f'  {name:9}  {text}' for name, (*_, text) in BENCHES.items()),
-    '  all        all benches, each in its own process',
+    *(f'  {name:10}  {text}' for name, (*_, text) in BENCHES.items()),
+    '  all         all benches, each in its own process',
     'Peers, which the Python of a --peer= must have installed:',
     *(f'  {name:13}  {text}' for name, (_, text) in peers_lib.NAMES.items()),
     'MaxText is none: its step needs a data pipeline of its own. A peer that',

@@ -42,7 +42,7 @@ class Check(NamedTuple):
 
   what: the ratio, in words. values: it, one per round. target: its bound.
   least: the bound is a lower one. judged: False where sizes are not those that
-  the target is about.
+  the target is about. missed: the word for a target that is.
   """
 
   what: str
@@ -50,6 +50,7 @@ class Check(NamedTuple):
   target: float
   least: bool
   judged: bool = True
+  missed: str = 'missed'
 
   @property
   def verdict(self):
@@ -64,7 +65,7 @@ class Check(NamedTuple):
     target = self.target if self.least else -self.target
     if worst >= target:
       return 'met'
-    return 'missed' if best < target else 'within noise'
+    return self.missed if best < target else 'within noise'
 
   @property
   def bound(self):
@@ -98,10 +99,11 @@ class BenchReport:
     """Rows from {what: values}; without values there is no row."""
     self.rows.update({w: (unit, list(v)) for w, v in times.items() if v})
 
-  def check(self, what, values, target, least=True, judged=None):
-    """A target, which `values` meet, miss, or leave within noise."""
+  def check(self, what, values, target, least=True, judged=None, **words):
+    """A target, which `values` meet, miss (words), or leave within noise."""
     judged = self.judged if judged is None else judged
-    self.checks.append(Check(what, list(values), target, least, judged))
+    given = what, list(values), target, least, judged
+    self.checks.append(Check(*given, **words))
 
   def lacks(self, part):
     """Whether a comparison has yet to be made."""

@@ -146,6 +146,7 @@ def test_help_names_every_bench(capsys):
   for name in (*bench.BENCHES, '--rounds', '--json', '--quick', '--markdown'):
     assert name in shown
   assert '--out=FILE' in shown and '--resume' in shown
+  assert '--peer=NAME:PYTHON' in shown and 'hf_autocast' in shown
 
 
 def test_output_forms(monkeypatch, capsys):
