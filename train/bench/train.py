@@ -109,6 +109,10 @@ class PlainJax:
     _, step = reference.make_step(self._c.model)
     return step.lower(*self._state, *self._batch).compile()
 
+  def temporary(self):
+    """[MiB of temporaries of the step]."""
+    return measure.temporary(self._step)
+
   def compile(self):
     """Compiles anew -> {'': seconds}."""
     return _timed(self._compile, self.now)
@@ -141,6 +145,11 @@ class Ours:
       'gradient', made.grads, job.state.variables, self._batch
     )
     return grads, job.compile_update(made.update, grads)
+
+  def temporary(self):
+    """[MiB of temporaries of the half that has more]."""
+    each = [measure.temporary(half) for half in (self._grads, self._update)]
+    return max(each)
 
   def compile(self):
     """Compiles both halves anew -> {'': seconds}."""
@@ -189,6 +198,9 @@ def step(rounds, quick, say):
   if report.lacks('steps'):
     steps = _steps(report, made, quick, rounds, say)
     report.add({f'step, {k}': v for k, v in steps.items()})
+    report.add(
+      {f'temporaries, {k}': m.temporary() for k, m in made.items()}, 'MiB'
+    )
     for name in (default, unrolled):
       report.check(
         f'step: speed of {name} / {plain}',

@@ -265,7 +265,7 @@ def test_both_candidates_take_the_same_step():
     ours_gradient['embedding'], gradient['embedding'], atol=1e-5
   )
   assert set(ours.run()) == {'', ': gradient', ': update'}
-  assert ours.compile()[''] > 0
+  assert ours.compile()[''] > 0 and ours.temporary() > [0]
 
 
 def test_plain_candidate_learns():
