@@ -1,5 +1,7 @@
 """Measurements against plain JAX and other libraries, interleaved.
 
+peers.py starts other libraries, in processes of their own.
+
 From outside: measure.py; command.py is `paraxis bench`, kernel_matrix.py is
 `paraxis doctor --kernels`.
 

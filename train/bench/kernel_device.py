@@ -162,8 +162,8 @@ def work(row, sizes):
 def rates(report, times, sizes):
   """Adds TF/s and GB/s of every row, and its share of the ceilings.
 
-  A share above 1, by the medians, is a fault of the measurement: it becomes a
-  missed target and a note.
+  A share above 1, by the medians, is a fault of the measurement: a note says so
+  (and its target is missed, or within noise).
   """
   at = {row: work(row, sizes) for row in times}
   rate = lambda row, i: [at[row][i] / s for s in times[row]]

@@ -115,7 +115,7 @@ def test_bad_peers_exit_2(given, message, capsys):
   assert message in shown and shown.count('\n') == 1
 
 
-def test_children_of_all_get_the_peers(monkeypatch):
+def test_children_of_all_get_the_peers_and_the_file(monkeypatch):
   commands = []
 
   def run(command, **_):
@@ -124,8 +124,12 @@ def test_children_of_all_get_the_peers(monkeypatch):
     return subprocess.CompletedProcess(command, 0, text)
 
   monkeypatch.setattr(subprocess, 'run', run)
-  bench._in_child('step', 2, True, peers=(('hf', '/a'), ('sdpa', '/b')))
-  assert commands[0][-2:] == ['--peer=hf:/a', '--peer=sdpa:/b']
+  given = (('hf', '/a'), ('sdpa', '/b'))
+  bench._in_child('step', 2, True, 'kept.json', given, resume=False)
+  # The parent has seen that the file is not there, or is to be continued.
+  assert commands[0][-4:] == [
+    '--out=kept.json', '--resume', '--peer=hf:/a', '--peer=sdpa:/b'
+  ]  # fmt: skip
 
 
 def test_the_script_needs_nothing_of_paraxis(tmp_path):
