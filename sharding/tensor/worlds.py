@@ -32,13 +32,31 @@ def current(region=False):
 
 def _operands(equation, a, b, dtype):
   """(a, b), widened where XLA cannot accumulate their product in `dtype`."""
-  ins, out = equation.split('->')
-  batched = set.intersection(*map(set, (*ins.split(','), out)))
   wider = jnp.dtype(dtype).itemsize > a.dtype.itemsize
-  if batched and wider and registry.current_target().platform == 'cpu':
+  if wider and _batched(equation) and _on_cpu():
     # XLA has no such product of narrow numbers with a wide result on CPU.
     return a.astype(dtype), b.astype(dtype)
   return a, b
+
+
+def _local(equation, a, b, dtype):
+  """einsum of whole or local arrays, accumulated in `dtype`."""
+  a, b = _operands(equation, a, b, dtype)
+  wide = dtype
+  if a.dtype == dtype == jnp.bfloat16 and _on_cpu() and not _batched(equation):
+    # XLA on CPU multiplies bfloat16 fast only where the result is float32.
+    wide = jnp.float32
+  return jnp.einsum(equation, a, b, preferred_element_type=wide).astype(dtype)
+
+
+def _batched(equation):
+  """Whether a letter is in both operands and in the result."""
+  ins, out = equation.split('->')
+  return bool(set.intersection(*map(set, (*ins.split(','), out))))
+
+
+def _on_cpu():
+  return registry.current_target().platform == 'cpu'
 
 
 def _add(terms):
@@ -60,8 +78,7 @@ class Plain:
     summed: mesh axes over which the result stays a partial sum.
     """
     del axes, summed
-    a, b = _operands(equation, a, b, dtype)
-    return jnp.einsum(equation, a, b, preferred_element_type=dtype)
+    return _local(equation, a, b, dtype)
 
   def reduce(self, y, split, axes, summed=(), what=''):
     """The sum of y, laid out by `split` and partial over `summed`, in `axes`.

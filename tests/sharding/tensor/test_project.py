@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import support
 
+from paraxis.pallas_kernels import registry
 from paraxis.sharding import annotate
 from paraxis.sharding.tensor import lookup
 from paraxis.sharding.tensor import project
@@ -431,6 +432,22 @@ def test_the_weight_gradient_of_bfloat16_is_summed_in_float32():
   assert y(w).dtype == jnp.bfloat16 and dw.dtype == jnp.float32
   assert error(dw) < 1e-4
   assert error(dw.astype(jnp.bfloat16)) > 1e-3  # what rounding would cost
+
+
+@pytest.mark.parametrize('platform, wide', [('cpu', 'float32'), ('tpu', None)])
+def test_what_xla_on_a_cpu_multiplies_fast(monkeypatch, platform, wide):
+  """y and dx of bfloat16: sums are float32, and bfloat16 leaves the product."""
+  target = registry.Target(platform, platform)
+  monkeypatch.setattr(registry, 'current_target', lambda: target)
+  x, w = (jnp.ones(s, jnp.bfloat16) for s in ((2, 4, D), (D, F)))
+  call = lambda x, w: project.einsum('BTD,DF->BTF', x, RESIDUAL, w, UP, WIDE)
+  traced = jax.make_jaxpr(lambda x, w: jax.vjp(call, x, w)[1](call(x, w)))(x, w)
+  sums = [
+    str(e.params['preferred_element_type'])
+    for e in traced.jaxpr.eqns if e.primitive.name == 'dot_general'
+  ]  # fmt: skip
+  assert sums == [wide or 'bfloat16'] * len(sums) and len(sums) >= 3
+  assert {v.aval.dtype.name for v in traced.jaxpr.outvars} == {'bfloat16'}
 
 
 def test_wide_outputs_of_narrow_products(enter):
