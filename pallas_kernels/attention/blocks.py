@@ -310,13 +310,16 @@ def logits(mask, s):
 
 
 def visible(plan_, q, k):
-  """Bool of a partial block; q, k: (segment, order) that broadcast."""
+  """Bool of a partial block; q, k: (segment, order) that broadcast.
+
+  None: no rule hides anything, so that there is no partial block.
+  """
   rules = [q[0] == k[0]] if plan_.segments else []
   if plan_.mask.causal:
     rules.append(k[1] <= q[1])
   if plan_.mask.window:
     rules.append(q[1] - k[1] < plan_.mask.window)
-  return functools.reduce(jnp.logical_and, rules)
+  return functools.reduce(jnp.logical_and, rules) if rules else None
 
 
 def softmax_end(m, total):

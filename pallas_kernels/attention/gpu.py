@@ -63,9 +63,8 @@ def _scores(plan, q, k, q_info, k_info, partial):
   The infos are (segment, order) that broadcast against the block.
   """
   s, slope = blocks.logits(plan.mask, blocks.dot(q, k, blocks.NT))
-  if partial:
-    s = jnp.where(blocks.visible(plan, q_info, k_info), s, blocks.NEG)
-  return s, slope
+  ok = blocks.visible(plan, q_info, k_info) if partial else None
+  return s if ok is None else jnp.where(ok, s, blocks.NEG), slope
 
 
 def _column(info, at: Any = slice(None)):
@@ -130,7 +129,7 @@ def _dkv_kernel(plan, *refs):
       s, slope = blocks.logits(plan.mask, blocks.dot(kj, qi, blocks.NT))
       if partial:
         ok = blocks.visible(plan, _row(q_info, at), here)
-        s = jnp.where(ok, s, blocks.NEG)
+        s = s if ok is None else jnp.where(ok, s, blocks.NEG)
       p = jnp.exp2(s - lse[g, at][None])
       ds = p * (blocks.dot(vj, doi, blocks.NT) - delta[g, at][None])
       ds = ds if slope is None else ds * slope

@@ -183,7 +183,8 @@ def _scores(grid, q, k, q_info, k_info, partial):
     ).T[:, :1]
     row = lambda i: q_info[0, i : i + 1, :]
     pair = (row(0), row(1)), (column(0), column(1))
-    s = jnp.where(blocks.visible(grid.plan, *pair), s, blocks.NEG)
+    ok = blocks.visible(grid.plan, *pair)
+    s = s if ok is None else jnp.where(ok, s, blocks.NEG)
   return s, slope
 
 

@@ -47,6 +47,7 @@ def kernels(monkeypatch):
 
 CASES = {
   'odd': dict(T=37, sinks=True),
+  'whole_blocks': dict(T=32, S=64, causal=False),  # nothing hides anything
   'two_sided': dict(T=40, S=70, N=6, K=1, causal=False, softcap=2.0),
   'packed': dict(T=70, window=20, packed=True),
   'everything': dict(
