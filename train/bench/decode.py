@@ -58,9 +58,13 @@ def config(quick, **model):
   return schema.view(dict(model=model, decode=dict(cache_length=8192)))
 
 
-def bytes_per_token(params):
-  """Bytes of {path: array} that one token reads: all but the embedding."""
-  return sum(v.nbytes for p, v in params.items() if p != 'embedding')
+def bytes_per_token(params, dtype='float32'):
+  """Bytes of {path: array} that one token reads: all but the embedding.
+
+  dtype: in which matrices are kept while decoding (loop.Generator).
+  """
+  size = jnp.dtype(dtype).itemsize
+  return sum(size * v.size for p, v in params.items() if p != 'embedding')
 
 
 def plain(m, batch, new, before=PROMPT):
