@@ -41,8 +41,24 @@ class Part(NamedTuple):
 
 
 PARTS = (
+  Part('ceilings', 'speed:ceilings',
+       'products and a copy: what nothing can be faster than', (6, 15), 60, 45),
   Part('correct', 'correct:correct',
        'every kernel against a float64 loop', (20, 60), 200, 45),
+  Part('train_1b', 'model:train_1b',
+       'a training step: compile time, MFU, memory', (15, 60), 150, 120),
+  Part('attention', 'speed:attention',
+       'attention beside XLA, cuDNN, splash, tokamax', (7, 35), 90, 90),
+  Part('kernels', 'kernels:kernels',
+       'the other kernels beside XLA', (18, 35), 100, 45),
+  Part('decode', 'model:decode',
+       'tokens a second beside the bandwidth of a copy', (12, 40), 100, 80),
+  Part('train_125m', 'model:train_125m',
+       'a training step: compile time, MFU, memory', (10, 40), 80, 60),
+  Part('checkpoint', 'model:checkpoint',
+       'save and restore', (8, 20), 60, 60),
+  Part('blocks', 'speed:blocks',
+       "attention's best blocks: DIR/block_table.json", (10, 40), 240, 120),
 )  # fmt: skip
 
 
