@@ -5,6 +5,8 @@ peers.py starts other libraries, in processes of their own.
 From outside: measure.py; command.py is `paraxis bench`, kernel_matrix.py is
 `paraxis doctor --kernels`.
 
+device/ is `paraxis bench device`, a room of its own.
+
 Read first: command.py, then measure.py.
 """
 

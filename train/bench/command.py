@@ -19,6 +19,7 @@ from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.train.bench import measure
 from paraxis.train.bench import peers as peers_lib
+from paraxis.train.bench.device import command as device_command
 
 # name, also of the function -> (module, virtual CPU devices, help)
 BENCHES = {
@@ -54,6 +55,7 @@ BENCHES = {
     'startup', 1, 'process start to the end of the first step: plain JAX'
   ),
 }  # fmt: skip
+DEVICE = 'device'  # no bench beside plain JAX: the room of that name
 
 
 def _say(line):
@@ -145,7 +147,7 @@ def _tune(name, path, rounds):
 
 
 def _bench(values, _, names):
-  known = (*BENCHES, 'all')
+  known = (*BENCHES, 'all', DEVICE)
   if len(names) != 1 or names[0] not in known:
     given = ' '.join(names)
     raise errors.UserError(
@@ -155,6 +157,11 @@ def _bench(values, _, names):
   rounds, quick, name = values.rounds, values.quick, names[0]
   if values.tune is not None:
     return _tune(name, values.tune, rounds)
+  if name == DEVICE:
+    _devices(1)
+    return device_command.run(values, _say)
+  if values.minutes is not None:
+    raise errors.UserError(f'--minutes is for bench {DEVICE}, not {name}.')
   path = pathlib.Path(values.out) if values.out else None
   options: dict[str, Any] = dict(path=path, resume=values.resume)
   options['peers'] = peers_lib.parse(values.peer)
@@ -176,7 +183,7 @@ def _bench(values, _, names):
 COMMAND = command_line.Command(
   _bench,
   'bench',
-  'NAME | all',
+  'NAME | all | device',
   'measure CPU-seconds, or device time, beside plain JAX',
   (
     (
@@ -202,12 +209,15 @@ COMMAND = command_line.Command(
       'measure a peer, too, in turn with ours, run by that Python; repeatable',
     ),
     (str, 'tune=FILE', None, 'kernels: search block sizes, write them to FILE'),
+    *device_command.FLAGS,
   ),
   words=None,
   notes=(
     'Benches, and what each is compared with in interleaved rounds:',
     *(f'  {name:10}  {text}' for name, (*_, text) in BENCHES.items()),
     '  all         all benches, each in its own process',
+    '  device      all of a GPU or TPU in one call, to --out=DIR: ceilings,',
+    '              errors and speed of kernels, steps, decoding, checkpoints',
     'Peers, which the Python of a --peer= must have installed:',
     *(f'  {name:13}  {text}' for name, (_, text) in peers_lib.NAMES.items()),
     'MaxText is none: its step needs a data pipeline of its own. A peer that',

@@ -1,5 +1,7 @@
-"""What is to be known of a GPU or TPU, part by part.
+"""`paraxis bench device`: everything worth knowing of a GPU or TPU, in a call.
 
-Read first: parts.py; then correct.py (against the loops of reference.py); then
-report.py, the files.
+From outside: command.py, which orders the parts of parts.py, and nothing else.
+
+Read first: parts.py; then what the parts compute, correct.py (against the loops
+of reference.py), speed.py, kernels.py, model.py; then report.py, the files.
 """
