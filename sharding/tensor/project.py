@@ -25,13 +25,17 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
+from paraxis.pallas_kernels import registry
 from paraxis.sharding import annotate
 from paraxis.sharding.tensor import narrow
 from paraxis.sharding.tensor import product_layouts as layouts
 from paraxis.sharding.tensor import rings
 from paraxis.sharding.tensor import worlds
 
+# How many times larger than its cotangent x is where that one is thin.
+THIN = 8
 # Set while products are recorded (sharding/tensor/tape.py).
 _tape: contextvars.ContextVar = contextvars.ContextVar('tape', default=None)
 
@@ -214,9 +218,29 @@ def weight_gradients(group, x, cotangents):
     group.equations, cotangents, group.dtypes, group.ways, strict=True
   ):
     _, back = layouts.transposes(equation)
-    dw = group.world.multiply(back, x, g, dtype, way.w)
+    dw = _weight_gradient(group.world, back, x, g, dtype, way.w)
     dws.append(group.world.reduce(dw, way.w_whole, way.w))
   return dws
+
+
+def _weight_gradient(world, equation, x, g, dtype, axes):
+  """einsum(x, g), the gradient of a weight laid out over `axes`.
+
+  XLA on CPU copies the first operand of the product to transpose it. Where g is
+  thin (of an adapter's rank) it comes first, and the result is transposed
+  behind a barrier: without it XLA would write the product as it was.
+  """
+  if x.size < THIN * g.size or registry.current_target().platform != 'cpu':
+    return world.multiply(equation, x, g, dtype, axes)
+  ins, out = equation.split('->')
+  of_x, of_g = ins.split(',')
+  swapped = sorted(out, key=lambda letter: letter in of_x)
+  order = [out.index(letter) for letter in swapped]
+  dw = world.multiply(
+    f'{of_g},{of_x}->{"".join(swapped)}',
+    g, x, dtype, [axes[i] for i in order],
+  )  # fmt: skip
+  return jax.lax.optimization_barrier(dw).transpose(np.argsort(order))
 
 
 def _ring_gradients(group, x, weights, cotangents):

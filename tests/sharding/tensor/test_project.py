@@ -8,6 +8,7 @@ width, V rows of a table.
 
 import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -187,6 +188,31 @@ def test_equal_to_numpy(enter, mesh, choices, rings, world):
     for y, n in zip((*ys, dx, *dws), (*cs, x, *ws), strict=True):
       want = jax.NamedSharding(jax.sharding.get_mesh(), annotate.spec(n))
       assert y.sharding.is_equivalent_to(want, y.ndim), (group, n)
+
+
+@pytest.mark.parametrize('world', ['explicit', 'manual'])
+def test_cotangents_before_inputs(enter, monkeypatch, world):
+  """As thin ones are; each result is transposed to its weight."""
+  for group, args in arrays().items():
+    monkeypatch.setattr(project, 'THIN', 0)
+    compare({group: differentiate(group, (), *args)})
+  enter(CUBE, zero=3)
+  compare(evaluate(world))
+
+
+def test_what_is_thin_is_transposed(monkeypatch):
+  """Not the input of an adapter, which would be copied for it."""
+  names = (None,) * 3
+  run = lambda a, x, c: jax.vjp(
+    lambda a: project.einsum('BTF,FR->BTR', x, names, a, names[1:], names), a
+  )[1](c)
+  wide, found = [(F, 2), (B, T, F), (B, T, 2)], {}
+  arguments = [jax.ShapeDtypeStruct(s, 'f8') for s in wide]
+  for thin in (8, 80):
+    monkeypatch.setattr(project, 'THIN', thin)
+    text = jax.jit(lambda *args: run(*args)).lower(*arguments).compile()
+    found[thin] = re.findall(rf'f64\[{F},{B * T}\]', text.as_text() or '')
+  assert not found[8] and found[80], found
 
 
 def test_whole_residuals_are_summed_by_the_compiler(enter):
