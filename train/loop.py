@@ -35,7 +35,7 @@ from paraxis.train.run import stop as stop_lib
 from paraxis.train.run import workdir as workdir_lib
 
 
-class _Recorder:
+class Recorder:
   """Reads a step's numbers late, writes them, and watches for NaN."""
 
   def __init__(self, job, writers, progress, callbacks, rates):
@@ -237,7 +237,7 @@ def run(
       )
       say(about)
       rates = rates_lib.Rates(token.flops, header.peak(job.mesh.devices.flat))
-      recorder = _Recorder(job, writers, progress, callbacks, rates)
+      recorder = Recorder(job, writers, progress, callbacks, rates)
       shown = profile_lib.Profile(traced, path, progress.say, rates.apart)
       training = _Training(job, step, store, recorder, state, first, shown)
       training.origin = origin
@@ -312,7 +312,7 @@ class _Training:
   """
 
   def __init__(self, job, functions, store, recorder, state, step, profile):
-    """functions: step.Step. recorder: `_Recorder`. step: that `state` is of."""
+    """functions: step.Step. recorder: `Recorder`. step: that `state` is of."""
     self._job, self._functions = job, functions
     self._store, self._recorder = store, recorder
     self._evaluator = evaluate.Evaluator(job, functions.evaluate)

@@ -54,6 +54,10 @@ BENCHES = {
   'startup': (
     'startup', 1, 'process start to the end of the first step: plain JAX'
   ),
+  'own_run': (
+    'own_run', 1,
+    'importing weights: safetensors, Orbax; LoRA, logging: a step',
+  ),
 }  # fmt: skip
 DEVICE = 'device'  # no bench beside plain JAX: the room of that name
 

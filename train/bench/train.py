@@ -8,6 +8,7 @@ Legend: B rows, T tokens, N heads, H head size.
 """
 
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,22 +129,25 @@ class PlainJax:
 class Ours:
   """Both halves of our step on a mesh of the first devices.
 
-  built: seconds that compiling them took. programs: both, compiled.
+  Attributes:
+    job: program.Program. numbers: metrics of the last step. built: seconds that
+      compiling took. programs: both, compiled.
   """
 
   def __init__(self, c, mesh, now):
     devices = jax.devices()[: 1 if mesh == 'data=1' else 8]
-    self._job, self._now = job_lib.on_devices(c, mesh, devices), now
-    with self._job.context():
-      self._state = self._job.initial_state()
-      self._batch = self._job.put(batch(c))
+    self.job, self._now = job_lib.on_devices(c, mesh, devices), now
+    self.numbers: Any = None
+    with self.job.context():
+      self._state = self.job.initial_state()
+      self._batch = self.job.put(batch(c))
       jax.block_until_ready((self._state, self._batch))
       before = now()
       self.programs = self._grads, self._update = self._compile()
       self.built = now() - before
 
   def _compile(self):
-    job = self._job
+    job = self.job
     clip = job.config.optimizer.clip_norm
     made = step_lib.make(job.built, job.optimizer, clip)
     grads = compiling.compile_step(
@@ -158,19 +162,19 @@ class Ours:
 
   def compile(self):
     """Compiles both halves anew -> {'': seconds}."""
-    with self._job.context():
+    with self.job.context():
       return _timed(self._compile, self._now)
 
   def run(self):
     """One step -> seconds of it and of its halves."""
-    with self._job.context():
+    with self.job.context():
       before = self._now()
       found = jax.block_until_ready(
         self._grads(self._state.variables, self._batch)
       )
       middle = self._now()
-      self._state, numbers = self._update(self._state, *found)
-      jax.block_until_ready((self._state, numbers))
+      self._state, self.numbers = self._update(self._state, *found)
+      jax.block_until_ready((self._state, self.numbers))
       end = self._now()
     return {
       '': end - before,

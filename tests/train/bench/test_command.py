@@ -14,6 +14,7 @@ from paraxis.train.bench import command as bench
 from paraxis.train.bench import data as bench_data
 from paraxis.train.bench import decode as bench_decode
 from paraxis.train.bench import measure
+from paraxis.train.bench import own_run as bench_own_run
 from paraxis.train.bench import reference
 from paraxis.train.bench import startup as bench_startup
 from paraxis.train.bench import train as bench_train
@@ -258,7 +259,7 @@ def test_both_candidates_take_the_same_step():
   loss, gradient = jax.value_and_grad(
     lambda p: reference.loss(m, p, host.tokens, host.targets)
   )(plain)
-  with ours._job.context():
+  with ours.job.context():
     our_loss, ours_gradient, _ = ours._grads(ours._state.variables, ours._batch)
   np.testing.assert_allclose(our_loss, loss, rtol=1e-5)
   np.testing.assert_allclose(
@@ -347,6 +348,34 @@ def test_a_checkpoint_that_comes_back_changed_is_no_candidate():
   tree = bench_checkpoint.arrays(1, 64)
   with pytest.raises(RuntimeError, match='not what was saved'):
     bench_checkpoint.once(Wrong, tree, [], Clock())
+
+
+def test_own_run_bench(monkeypatch):
+  monkeypatch.setattr(bench_own_run, 'STEPS', 3)
+  report = bench_own_run.own_run(1, True, SILENT)
+  assert [c.bound for c in report.checks] == ['<= 1.5', '<= 0.5', '<= 0.75']
+  assert all(min(c.values) > 0 for c in report.checks)
+
+
+def test_what_own_run_compares(tmp_path, monkeypatch):
+  """The same numbers are saved, every step is logged, adapters learn."""
+  from paraxis.train import start
+  from paraxis.train.run import metrics
+
+  monkeypatch.setattr(bench_own_run, 'STEPS', 3)
+  size = bench_own_run.write(tmp_path / 'theirs', bench_own_run.QUICK)
+  kept = []
+  monkeypatch.setattr(bench_own_run.shutil, 'rmtree', kept.append)
+  made = bench_own_run.importing(tmp_path, Clock())
+  assert made['checkpoint import']() == {'': 0.0}
+  run = start.Run(str(kept[0]))
+  arrays = run.arrays([p.removeprefix('params/') for p in run._saved])
+  assert sum(x.nbytes for x in arrays.values()) == size
+  c = bench_train.config(True)
+  with bench_own_run.logging(c, tmp_path, Clock()) as candidates:
+    for call in candidates.values():
+      call()
+  assert list(metrics.read(tmp_path)) == [1, 2, 3]
 
 
 @pytest.mark.parametrize('packing', ['first_fit', 'concat_split'])
