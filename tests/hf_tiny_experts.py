@@ -31,6 +31,15 @@ GRANITE = LOCAL | dict(
   intermediate_size=8, embedding_multiplier=3.0, attention_multiplier=0.3,
   residual_multiplier=0.4, logits_scaling=2.0,
 )  # fmt: skip
+LLAMA4 = LOCAL | dict(
+  num_hidden_layers=4, no_rope_layer_interval=2, interleave_moe_layer_step=2,
+  intermediate_size=8, intermediate_size_mlp=24, attention_chunk_size=5,
+  floor_scale=16, attn_scale=0.5,
+  rope_parameters=dict(
+    rope_type='llama3', rope_theta=1e4, factor=8.0, low_freq_factor=1.0,
+    high_freq_factor=4.0, original_max_position_embeddings=16,
+  ),
+)  # fmt: skip
 HYBRID = dict(
   mamba_n_heads=8, mamba_d_head=4, mamba_d_state=6, mamba_chunk_size=8
 )
@@ -158,6 +167,12 @@ EXPERTS = {
   | dict(
     moe_intermediate_size=8, shared_expert_intermediate_size=16,
     num_hidden_layers=4, sliding_window=5, mlp_only_layers=[0],
+  ),
+  'llama4_text': LLAMA4,
+  'llama4_text_plain': LLAMA4
+  | dict(
+    model_type='llama4_text', use_qk_norm=False, attn_temperature_tuning=False,
+    interleave_moe_layer_step=1, num_experts_per_tok=1, rope_parameters=None,
   ),
   'granitemoe_swa': GRANITE
   | dict(

@@ -41,6 +41,9 @@ class Experts:
     1e-20, 'added to the sum that weights are divided by', low=0.0
   )
   scale: float = field(1.0, 'multiplies the weights', low=0.0)
+  scale_inputs: bool = field(
+    False, 'weights multiply what experts read, not what they give (Llama 4)'
+  )
   mlp_bias: bool = field(False, 'biases of the experts')
   router_bias: bool = field(False, "a learned bias on the router's logits")
   groups: int = field(1, 'groups of experts that a token first chooses', low=1)
@@ -129,8 +132,9 @@ class DecoderFields:
   qk_norm: str = field(
     'none',
     'RMSNorm on queries and keys: per head, over all heads at once, or per '
-    'head after the rotation',
-    ('none', 'head', 'all', 'rotated'),
+    'head after the rotation; rotated_bare: so, without a scale, and none in '
+    'layers that do not rotate',
+    ('none', 'head', 'all', 'rotated', 'rotated_bare'),
   )
   mlp: str = field(
     'swiglu',
@@ -214,6 +218,11 @@ class DecoderFields:
     0.0, 'attention: at position p queries are multiplied by 1 + this x ln(1 + '
     'floor(p / rope_original_length))', low=0.0,
   )  # fmt: skip
+  query_growth_kinds: str = field(
+    'all',
+    'layers of query_growth: all, or those without rotation, counting p from 1',
+    ('all', 'unrotated'),
+  )
   qkv_clip: float = field(
     0.0, 'attention: queries, keys, values are clipped to it; 0: off', low=0.0
   )

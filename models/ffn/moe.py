@@ -3,14 +3,15 @@
     y = sum_k mix_k f_ids_k(x) [+ c gate(x) g(x)]     shared experts
     y = c_0 sum_k mix_k f_ids_k(x) + c_1 g(x)         residual: c = softmax(x C)
 
-f_e are as the model's mlp, with biases of their own if mlp_bias. Shared experts
-are one mlp g of `shared` times the width (arXiv:2401.06066; a sigmoid gate as
-Qwen2-MoE's); residual: g has an expert's width (PR-MoE, arXiv:2201.05596,
-section 4.1). The routed part runs in one manual region: tokens are sharded as
-the residual stream is, so every device of the region has tokens of its own if
-the length is sharded over it (mesh.sequence), and they are sent once each way
-(sharding/experts/dispatch.py). Tokens that several devices hold are sent by
-each, and count a fraction.
+f_e are as the model's mlp, with biases of their own if mlp_bias. With
+scale_inputs the sum is of f_ids_k(mix_k x) (Llama 4): each choice is then a
+token of its own in the exchange. Shared experts are one mlp g of `shared` times
+the width (arXiv:2401.06066; a sigmoid gate as Qwen2-MoE's); residual: g has an
+expert's width (PR-MoE, arXiv:2201.05596, section 4.1). The routed part runs in
+one manual region: tokens are sharded as the residual stream is, so every device
+of the region has tokens of its own if the length is sharded over it
+(mesh.sequence), and they are sent once each way (sharding/experts/dispatch.py).
+Tokens that several devices hold are sent by each, and count a fraction.
 
 Terms of the loss and counts leave beside y (models/aux.py): assignments to each
 expert, those dropped, and the router's entropy summed over tokens. `load` and
@@ -184,8 +185,13 @@ class Moe(nnx.Module):
     flat = lambda a: a.reshape(-1, a.shape[-1])
     run = functools.partial(self._experts, names)
     inputs = flat(x), flat(ids), flat(mix), valid.reshape(-1)
+    if experts.scale_inputs:
+      inputs = _scaled(*inputs)
     with jax.named_scope('experts'):
       y, dropped = expert.dispatch(run, weights, *inputs, plan, hot)
+    if experts.scale_inputs:
+      y = y.reshape(-1, experts.top_k, y.shape[-1]).sum(1, dtype=wide)
+      y = y.astype(x.dtype)
     p = router.probabilities(s, experts.scores)
     count = router.counts(ids, valid, self.count)
     # Devices that hold the same tokens count a fraction each.
@@ -216,6 +222,14 @@ class Moe(nnx.Module):
       if name in own
     ]
     return run(mlp.activate(self.config, *products), 'down', 2)
+
+
+def _scaled(x_ND, ids_NK, mix_NK, valid_N):
+  """Each choice of a token as a token of its own, times its weight."""
+  x_NKD = x_ND[:, None] * mix_NK[..., None].astype(x_ND.dtype)
+  ids, ones = ids_NK.reshape(-1, 1), jnp.ones_like(mix_NK.reshape(-1, 1))
+  valid = jnp.repeat(valid_N, ids_NK.shape[1])
+  return x_NKD.reshape(-1, x_ND.shape[1]), ids, ones, valid
 
 
 def _not_learned(kind, size):

@@ -213,6 +213,8 @@ def canonical(model) -> dict[str, Any]:
     drop += ['attention_bias', 'attention_output_bias', 'qk_norm', 'head_dim']
     drop += ['num_kv_heads', 'attention_softcap', 'sinks', 'attention_gate']
     drop += ['query_growth', 'qkv_clip']
+  if not model.query_growth:
+    drop += ['query_growth_kinds']
   if not letters & set('FWKNA'):
     drop += ['num_heads', 'attention_scale']
   drop += _unread_sections(model, letters, out)

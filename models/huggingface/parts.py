@@ -116,7 +116,7 @@ def attention(model, at, names):
     out.append(row(what, f'{name}.weight', change, cuts[0]))
     if model.attention_bias:
       out.append(row(f'{what}_bias', f'{name}.bias', bias, cuts[1]))
-    normed = model.qk_norm != 'none' and model.norm != 'rmsnorm_bare'
+    normed = attention_lib.has_scaled_norms(model)
     if normed and what in ('query', 'key'):
       shape = (heads, h) if model.qk_norm == 'all' else (h,)
       keep = transforms.kept(shape, names.get('qk_norm_shape', (-1,)))

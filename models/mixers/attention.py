@@ -96,7 +96,7 @@ class Attention(mixer.Mixer):
       self.output_bias = parameter.vector((d,), ('norm',))
     if config.sinks:
       self.sinks = parameter.vector((n,), heads[:1])
-    if config.qk_norm != 'none' and config.norm != 'rmsnorm_bare':
+    if has_scaled_norms(config):
       fill = 0.0 if config.norm_zero_centered else 1.0
       whole = config.qk_norm == 'all'
       q_shape, k_shape = ((n, h), (k, h)) if whole else ((h,), (h,))
@@ -121,7 +121,7 @@ class Attention(mixer.Mixer):
       x_BTNH,
       1.0 if scale is None else scale[...],
       config.norm_epsilon,
-      config.norm_zero_centered,
+      config.norm_zero_centered and scale is not None,
       (-2, -1) if whole else -1,
       names[2] if whole else None,
     )
@@ -144,13 +144,15 @@ class Attention(mixer.Mixer):
     q, k, v, *gates = map(checkpoint_name, outs, names)
     if most := config.qkv_clip:
       q, k, v = (jnp.clip(x, -most, most) for x in (q, k, v))
-    late = config.qk_norm == 'rotated'
+    rotates = config.position == 'rope' and mixers.TABLE[self.kind].rotary
+    late = config.qk_norm in ('rotated', 'rotated_bare')
     q, k = (q, k) if late else self._normalised(q, k)
-    if config.position == 'rope' and mixers.TABLE[self.kind].rotary:
+    if rotates:
       cos, sin = see.rotations[self.kind]
       q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-    q, k = self._normalised(q, k) if late else (q, k)
-    if config.query_growth:
+    if late and (rotates or config.qk_norm == 'rotated'):
+      q, k = self._normalised(q, k)
+    if config.query_growth_kinds == 'all' or not rotates:
       q = self._grown(q, see.positions)
     o, state = self._attend(q, k, v, see, state)
     for gate in gates:
@@ -164,7 +166,10 @@ class Attention(mixer.Mixer):
   def _grown(self, q_BTNH, positions_BT):
     """Queries of later positions are longer (Llama 4's scaling)."""
     config, wide = self.config, jnp.promote_types(q_BTNH.dtype, jnp.float32)
-    p = positions_BT.astype(wide) // config.rope_original_length
+    if not config.query_growth:
+      return q_BTNH
+    first = int(config.query_growth_kinds == 'unrotated')
+    p = (positions_BT.astype(wide) + first) // config.rope_original_length
     grown = 1 + config.query_growth * jnp.log1p(p)
     return (q_BTNH * grown[..., None, None]).astype(q_BTNH.dtype)
 
@@ -234,6 +239,12 @@ class Attention(mixer.Mixer):
     window = mask_of(config, kind).window or length
     seen = sum(min(t % chunk + 1, window) for t in range(length))
     return 4 * seen * config.num_heads * config.head_width
+
+
+def has_scaled_norms(config) -> bool:
+  """Whether norms of queries and keys have a scale."""
+  bare = config.norm == 'rmsnorm_bare' or config.qk_norm == 'rotated_bare'
+  return config.qk_norm != 'none' and not bare
 
 
 def chunk_of(config, kind) -> int:

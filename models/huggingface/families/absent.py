@@ -87,10 +87,6 @@ ROWS = (
     'the bias of its router is added to logits, not to scores', 'kolibri1',
   ),
   (
-    'routed_in * router_scores', 'experts read tokens times their scores',
-    'llama4_text',
-  ),
-  (
     'zero_expert', 'experts return what they are given', 'longcat_flash'
   ),
   ('v_scale', 'layers with a window have other heads', 'mimo_v2_flash'),

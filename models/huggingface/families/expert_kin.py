@@ -172,6 +172,85 @@ def _flint_shared(config):
   return {'experts.shared': expert.multiple(config, name, width, own)}
 
 
+# Llama 4: layers that rotate see chunks, the others everything.
+LLAMA4_WORDS = {'chunked_attention': 'K', 'full_attention': 'N'}
+
+
+def _llama4_layers(config):
+  depth = config('num_hidden_layers')
+  every = config('no_rope_layer_interval', 4, 1)
+  rotated = config.numbers('no_rope_layers', [])[:depth]
+  rotated = rotated or [(i + 1) % every for i in range(depth)]
+  wanted = ''.join('K' if x else 'N' for x in rotated)
+  found = config.each('layer_types', LLAMA4_WORDS, lambda: wanted)
+  if found != wanted:
+    config.refuse('layer_types', 'has chunks where no_rope_layers has none')
+  chunk = config('attention_chunk_size', 8192, 1)
+  return {'pattern': rows.unit(found), 'attention_chunk': chunk}
+
+
+def _llama4_written(model):
+  letters = kin.pattern(model)
+  words = {letter: word for word, letter in LLAMA4_WORDS.items()}
+  if not set(letters) <= set(words):
+    return {}
+  return dict(
+    no_rope_layers=[int(x == 'K') for x in letters],
+    layer_types=[words[x] for x in letters],
+    attention_chunk_size=model.attention_chunk or 8192,
+  )
+
+
+def _llama4_places(config):
+  depth = config('num_hidden_layers')
+  step = config('interleave_moe_layer_step', 1, 1)
+  held = range(step - 1, depth, step)
+  if config.given('moe_layers') is not None:
+    held = config.numbers('moe_layers', [])
+  return ''.join('E' if i in held else 'D' for i in range(depth))
+
+
+def _llama4_positions(config):
+  """Rotation, and queries that grow where there is none."""
+  out = rows.rope(5e5).read(config)
+  growth, length = config('attn_scale', 0.1), config('floor_scale', 8192, 1)
+  if config.given('attn_temperature_tuning') in (False, 0):
+    return out
+  own = out.setdefault('rope_original_length', length)
+  if own != length:
+    config.refuse('floor_scale', f"is not the rotation's original {own}")
+  return out | {'query_growth': growth, 'query_growth_kinds': 'unrotated'}
+
+
+LLAMA4 = (
+  *expert.no_mlp(llama(epsilon=1e-5)), dense.BIAS,
+  Same('intermediate_size', 'experts.d_ff', 8192),
+  Same('intermediate_size_mlp', 'd_ff', 16384),
+  Same('num_local_experts', 'experts.count', 16),
+  Same('num_experts_per_tok', 'experts.top_k', 1),
+  Computed(
+    lambda config: {'head_dim': config('head_dim', 128, 1)},
+    lambda model: {'head_dim': model.head_width},
+  ),
+  Choice('use_qk_norm', 'qk_norm', {True: 'rotated_bare', False: 'none'}, True),
+  Computed(_llama4_layers, _llama4_written),
+  expert.places(_llama4_places, lambda letters: {
+    'moe_layers': [i for i, x in enumerate(letters) if x == 'E'],
+  }),
+  Computed(_llama4_positions, lambda model: {
+    'rope_parameters': rows.written_rope(model),
+    **rows.written_length(model),
+    'attn_temperature_tuning': model.query_growth > 0,
+    'attn_scale': model.query_growth or 0.1,
+    'floor_scale': model.rope_original_length,
+  }),
+  Ours({
+    'experts.scores': 'sigmoid', 'experts.normalise': False,
+    'experts.shared': 1, 'experts.scale_inputs': True,
+  }),
+)  # fmt: skip
+
+
 FAMILIES = {
   'ernie4_5_moe': family(
     'Ernie4_5_MoeForCausalLM', llama(theta=5e5, epsilon=1e-5, tied=True),
@@ -206,6 +285,12 @@ FAMILIES = {
       'experts.sum_epsilon': 0.0,
     }),
     sinks='softmax_offset', **QWEN_NAMES,
+  ),
+  'llama4_text': family(
+    'Llama4ForCausalLM', LLAMA4, silent=('for_llm_compressor',),
+    neighbours=True, mlp='feed_forward', moe='feed_forward', router='router',
+    expert_gate_up='experts.gate_up_proj', expert_down='experts.down_proj',
+    expert_gate_up_order='inputs first', shared='shared_expert',
   ),
   'granitemoe_swa': family(
     'GraniteMoeSWAForCausalLM', llama(), expert.LOCAL, expert.TOP, dense.BIAS,

@@ -149,7 +149,15 @@ def reference(c, wide=False, load=False):
     mix = mix / mix.sum(-1, keepdims=True) if e.normalise else mix
     mix = e.scale * mix * valid[..., None]
     stacks = {k: params[k] for k in moe.WEIGHTS if k in params}
-    every = jax.vmap(lambda one: mlp(c.mlp, x, **one))(stacks)
+    if e.scale_inputs:
+      times, mix = (
+        jnp.moveaxis(mix, -1, 0)[..., None],
+        chosen * valid[..., None],
+      )
+      run = lambda one, times: mlp(c.mlp, times * x, **one)
+      every = jax.vmap(run)(stacks, times)
+    else:
+      every = jax.vmap(lambda one: mlp(c.mlp, x, **one))(stacks)
     y = jnp.einsum('EBTD,BTE->BTD', every, mix)
     per_token = {'balance': e.balance * count * (f[:, None] * p).sum(-1)}
     per_token['z'] = e.router_z * jax.nn.logsumexp(logits, -1) ** 2
@@ -197,6 +205,10 @@ FORMS = {
   ),
   'gpt_oss': dict(mlp='clamped', mlp_bias=True, router_bias=True),
   'qwen2': dict(shared=2, shared_gate=True, normalise=False, router_z=0.0),
+  'llama4': dict(
+    mlp='swiglu', scores='sigmoid', normalise=False, shared=1,
+    scale_inputs=True, mlp_bias=True, top_k=3,
+  ),
 }  # fmt: skip
 
 
@@ -220,6 +232,10 @@ MESHES = [
       router_bias=True,
     ), False,
   ),
+  (
+    'data=2,context=2,tensor=2', 'context+tensor',
+    dict(scores='sigmoid', normalise=False, scale_inputs=True, hot=1), True,
+  ),
 ]  # fmt: skip
 
 
@@ -230,6 +246,12 @@ def test_on_a_mesh(mesh, region, fields, inside):
 
 
 HELD_TWICE = dict(region='tensor', bias_rate=0.1, residual=True)
+
+
+def test_weights_of_outputs_are_not_those_of_inputs():
+  scaled = config(**FORMS['llama4'])
+  plain = config(**FORMS['llama4'] | dict(scale_inputs=False))
+  assert 'y' in far(ours(plain), reference(scaled))
 
 
 def test_tokens_that_several_devices_hold():

@@ -114,6 +114,8 @@ def test_quantised_weights_are_refused(name):
     ('qwen3_next', dict(rope_fraction=0.5)),
     ('afmoe', dict(embedding_scale=1.0)),
     ('ministral3', dict(query_growth=0.2)),
+    ('llama4_text', dict(query_growth_kinds='all')),
+    ('llama4_text', dict(qk_norm='none')),
     ('nanochat', dict(embedding_norm=False)),
     ('olmo_clipped', dict(qkv_clip=0.6)),
     ('opt', dict(position_offset=1)),

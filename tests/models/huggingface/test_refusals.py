@@ -35,6 +35,8 @@ REFUSED = [
   ('qwen3_next', dict(hidden_act='gelu'), 'hidden_act'),
   ('qwen3_5_text', dict(layer_types=['mamba']), 'layer_types'),
   ('afmoe', dict(attention_bias=True), 'attention_bias'),
+  ('llama4_text', dict(floor_scale=8), 'floor_scale'),
+  ('llama4_text', dict(layer_types=['full_attention'] * 4), 'layer_types'),
   ('phimoe', dict(), 'model_type'),
   ('longcat_flash', dict(), 'model_type'),
 ]

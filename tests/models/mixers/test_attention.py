@@ -30,6 +30,10 @@ BASE = dict(
   attention_chunk=2,
   rope_theta=50.0, attention_block=8, dtype='float64',
 )  # fmt: skip
+LLAMA4 = dict(
+  query_growth=0.7, query_growth_kinds='unrotated', rope_original_length=2,
+  qk_norm='rotated_bare', norm_epsilon=0.1, norm_zero_centered=True,
+)  # fmt: skip
 CASES = {
   'full': ('F', {}),
   'window': ('W', dict(attention_softcap=1.0)),
@@ -46,6 +50,8 @@ CASES = {
   'learned': ('F', dict(position='learned', max_positions=T)),
   'bare': ('W', dict(qk_norm='rotated', norm='rmsnorm_bare')),
   'grown': ('F', dict(query_growth=0.7, rope_original_length=2)),
+  'grown_unrotated': ('N', LLAMA4),
+  'norm_rotated_bare': ('K', LLAMA4),
   'clipped': ('F', dict(qkv_clip=0.4, attention_bias=True)),
   'local': ('W', dict(rope_local_theta=5.0)),
 }
@@ -66,10 +72,24 @@ def clipped(config, y):
   return np.array([min(max(v, -most), most) for v in y.flat]).reshape(y.shape)
 
 
-def grown(config, q, positions):
-  age = [p // config.rope_original_length for p in positions]
+def grown(config, kind, q, positions):
+  first = 0
+  if config.query_growth_kinds == 'unrotated':
+    if kind != 'N':
+      return q
+    first = 1
+  age = [(p + first) // config.rope_original_length for p in positions]
   factors = [1 + config.query_growth * math.log(1 + a) for a in age]
   return q * np.array(factors)[:, None, None]
+
+
+def scale_of(config, kind, learned):
+  """Of a norm of queries and keys, less what is added to it."""
+  if config.norm == 'rmsnorm_bare':
+    return 1
+  if config.qk_norm == 'rotated_bare' and kind == 'K':
+    return 1 - config.norm_zero_centered
+  return learned
 
 
 def reference(config, kind, w, x, segments, positions):
@@ -78,13 +98,11 @@ def reference(config, kind, w, x, segments, positions):
   def project(name):
     y = np.einsum('td,dnh->tnh', x, w[name]) + w.get(f'{name}_bias', 0)
     y = clipped(config, y)
-    late = config.qk_norm == 'rotated'
+    late = config.qk_norm in ('rotated', 'rotated_bare')
     return turn(normed(name, y)) if not late else normed(name, turn(y))
 
   def normed(name, y):
-    scale = w.get(f'{name}_norm')
-    if config.norm == 'rmsnorm_bare':
-      scale = 1
+    scale = scale_of(config, kind, w.get(f'{name}_norm'))
     if scale is None:
       return y
     axes = (-2, -1) if config.qk_norm == 'all' else -1
@@ -110,7 +128,7 @@ def reference(config, kind, w, x, segments, positions):
   q, k = project('query'), project('key')
   v = np.einsum('td,dnh->tnh', x, w['value']) + w.get('value_bias', 0)
   v = clipped(config, v)
-  q = grown(config, q, positions)
+  q = grown(config, kind, q, positions)
   out = np.zeros((T, N, H))
   scale = config.attention_scale or H**-0.5
   for t, n in np.ndindex(T, N):
