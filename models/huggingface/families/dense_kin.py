@@ -224,6 +224,7 @@ FAMILIES = {
     'Starcoder2ForCausalLM',
     layernorm(norm='norm_epsilon', act='gelu_pytorch_tanh', tied=True),
     biases('use_bias', True), dense._window_or_not(),
+    Fixed('mlp_type', 'default'), Fixed('norm_type', 'layer_norm'),
     silent=('residual_dropout',), up='c_fc', down='c_proj',
   ),
   'jais2': family(
@@ -265,7 +266,8 @@ FAMILIES = {
     qkv='qkv_proj', gate_up='gate_up_proj',
   ),
   'gpt_neox': family(
-    'GPTNeoXForCausalLM', layernorm(act='gelu'),
+    'GPTNeoXForCausalLM',
+    layernorm(act='gelu', rotary=rows.rope(base='rotary_emb_base')),
     fraction(0.25, ('rotary_pct',)),
     Choice('use_parallel_residual', 'residual',
            {True: 'parallel', False: 'sequential'}, True),

@@ -39,7 +39,9 @@ LATENT = (
   Ours({'pattern': 'A', 'latent.norm_epsilon': 1e-6}),
   Fixed('attention_bias', False),
 )  # fmt: skip
-LATENT_SILENT = ('head_dim', 'qk_head_dim', 'ep_size')
+LATENT_SILENT = (
+  'head_dim', 'qk_head_dim', 'ep_size', 'aux_loss_alpha', 'seq_aux'
+)  # fmt: skip
 
 
 def _best_of_groups(config):
@@ -86,6 +88,7 @@ FAMILIES = {
     'DeepseekV2ForCausalLM', LATENT, expert.ROUTED, expert.DENSE_FIRST,
     BEST_OF_GROUPS, Ours({'experts.normalise': False}),
     Fixed('norm_topk_prob', False), Fixed('mlp_bias', False),
+    Fixed('moe_layer_freq', 1), Fixed('scoring_func', 'softmax'),
     silent=LATENT_SILENT, **kin.EXPERT_NAMES, **MLA_NAMES,
   ),
   'deepseek_v3': family(

@@ -155,13 +155,15 @@ def unit(letters):
   return letters[: len(letters) - border[-1]] if letters else letters
 
 
-def rope(theta=1e4, **options):
+def rope(theta=1e4, base='', **options):
   """Rotary positions: `rope_parameters`, or the older fields of their own.
 
-  theta: of a file that has none.
+  theta: of a file that has none. base: an older name of it.
   """
   return Computed(
-    lambda config: _read_rope(config, theta, **options),
+    lambda config: _read_rope(
+      config, config(base, theta, 1) if base else theta, **options
+    ),
     lambda model: (
       {'rope_parameters': written_rope(model, **options)}
       | written_length(model)

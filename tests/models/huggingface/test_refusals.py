@@ -37,9 +37,35 @@ REFUSED = [
   ('afmoe', dict(attention_bias=True), 'attention_bias'),
   ('llama4_text', dict(floor_scale=8), 'floor_scale'),
   ('llama4_text', dict(layer_types=['full_attention'] * 4), 'layer_types'),
+  ('starcoder2', dict(mlp_type='gated'), 'mlp_type'),
+  ('deepseek_v2', dict(moe_layer_freq=2), 'moe_layer_freq'),
   ('phimoe', dict(), 'model_type'),
   ('longcat_flash', dict(), 'model_type'),
 ]
+
+
+# Fields that published files have beside those that transformers 5.23 writes.
+OLDER = [
+  ('gpt_neox', dict(rotary_emb_base=500, rope_parameters=None), 'rope_theta'),
+  ('starcoder2', dict(mlp_type='default', norm_type='layer_norm'), ''),
+  (
+    'deepseek_v2',
+    dict(
+      aux_loss_alpha=0.001, seq_aux=True, moe_layer_freq=1, ep_size=1,
+      scoring_func='softmax',
+    ), '',
+  ),
+  ('deepseek_v3', dict(aux_loss_alpha=0.001, seq_aux=True), ''),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('name, fields, changed', OLDER)
+def test_older_fields_are_read(name, fields, changed):
+  config = hf_families.read_golden(name)['config']
+  before = config_lib.canonical(config_lib.to_model(config))
+  after = config_lib.canonical(config_lib.to_model(config | fields))
+  assert {k for k, x in after.items() if x != before[k]} == {*changed.split()}
+  assert not changed or after[changed] == fields['rotary_emb_base']
 
 
 @pytest.mark.parametrize('name, change, field', REFUSED)
