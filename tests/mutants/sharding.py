@@ -115,8 +115,9 @@ TABLE = [
   Mutation(
     'dw_bf16',
     'sharding/tensor/project.py',
-    'dw = group.world.multiply(back, x, g, dtype, way.w)',
-    'dw = group.world.multiply(back, x, g, x.dtype, way.w).astype(dtype)',
+    'dw = _weight_gradient(group.world, back, x, g, dtype, way.w)',
+    'dw = _weight_gradient(group.world, back, x, g, x.dtype, way.w)'
+    '.astype(dtype)',
     'weight gradients are summed in bfloat16',
     'tests/sharding/tensor/test_project.py::'
     'test_the_weight_gradient_of_bfloat16_is_summed_in_float32',
