@@ -120,14 +120,15 @@ def claims():
 
 def knockouts():
   """Neighbours on the axis tensor are far apart; no stages; stages that keep
-  what they compute; a batch that is not split, or stays at its first rows."""
+  all they compute; a batch that is not split, or stays at its first rows."""
   from paraxis.train.claims.layouts import memory
   from paraxis.train.claims.pipeline import schedules
 
   spans, across = (
     f'hosts that a {axis} group spans' for axis in ('tensor', 'data')
   )
-  split, kept = schedules.one_microbatch, {'pipeline.activations': 'store'}
+  split = schedules.one_microbatch
+  kept = {'pipeline.activations': 'store', 'train.remat': 'none'}
   flat = [{'mesh.data': 8, 'mesh.tensor': 8, 'mesh.zero': i} for i in (0, 1)]
   first = RAMPS['ramp'] | {'train.batch_ramp': '', 'train.batch_size': 2}
   constant = {'families': RAMPS | {'ramp': first}, 'seeds': [0]}
