@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 from paraxis.configs.base import errors
 from paraxis.train.bench.device import parts as device_parts
 from paraxis.train.bench.device import report as device_report
-from paraxis.train.run import metrics
 
 FLAGS = (
   (float, 'minutes=M', None, 'device: the whole budget, wall time; --out=DIR'),
@@ -121,6 +120,8 @@ def probe(seconds=PATIENCE) -> dict[str, Any]:
 def identity(found, plan):
   """What two results must share to stand in one table: {what: text}."""
   from importlib import metadata
+
+  from paraxis.train.run import metrics  # imports jax; `train` has not yet
 
   names = ('jax', 'jaxlib', 'libtpu', 'tokamax')
   have = {}

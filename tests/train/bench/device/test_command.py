@@ -17,6 +17,7 @@ from paraxis.train.bench import command as bench
 from paraxis.train.bench.device import command as device
 from paraxis.train.bench.device import parts as device_parts
 from paraxis.train.bench.device import report as device_report
+from paraxis.train.run import metrics
 
 TRIAL = pathlib.Path(__file__).with_name('trial.py')
 ALL = runpy.run_path(str(TRIAL))['ALL']
@@ -111,7 +112,7 @@ def test_a_cut_leaves_rows_and_resume_goes_on(
   assert 'fine: kept' in capsys.readouterr().err
 
   source = dict(commit='another', **{'changed files': 0})
-  monkeypatch.setattr(device.metrics, 'source', lambda: source)
+  monkeypatch.setattr(metrics, 'source', lambda: source)
   assert run(tmp_path, '--resume') == errors.EXIT_OK
   assert ran() == 6  # nothing of another commit is kept
 
