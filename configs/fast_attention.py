@@ -13,7 +13,8 @@ expect: EQ 8e-16 for tiles of three sizes in XLA, 3e-7 in the TPU kernel under
   the interpreter (float32), 0 of 249 tiles of the mask differ, 2e-15 for keys
   on the host, 4e-16 for projections in pieces, 3e-15 for layouts; HLO 7 + 14 +
   7 + 7 permutes on 8 shards; AOT no T x T numbers in programs for two TPUs,
-  peak memory 1.9 times that of arguments and results, which needs libtpu.
+  peak memory 1.9 times that of arguments and results (bound 2, ours), which
+  needs libtpu.
 partial: attention on the host is in claims only.
 differs: the paper's kernels are for Ascend NPUs and Volta GPUs and its results
   are times (10.7 times for an operator, 1.46 end to end): none is measured.

@@ -12,8 +12,9 @@ expect: EQ 2e-15 for the XLA form in float64, 5e-7 for both kernels in float32
   doubling of the length where dense ones grow by 3.9, and 528 of 1024 blocks
   are visited (252 and 93 with windows of 4096 and 1000); AOT no T x T numbers
   in programs for four TPUs, peak memory 1.9 times that of arguments and
-  results, which needs libtpu; CPU dense attention takes 3.8 and 6.7 times as
-  long at 1024 and 4096 tokens (the paper: 3 to 10 times, on an A100).
+  results (bound 2, ours: as much again), which needs libtpu; CPU dense
+  attention takes 3.8 and 6.7 times as long at 1024 and 4096 tokens (the paper:
+  3 to 10 times, on an A100).
 differs: no throughput: nothing was run on an accelerator, and the paper's 225
   TFLOP/s on an A100 is not reproduced; static schedules beside jax's splash are
   in `paraxis bench kernels`. The two kernels of the backward pass compute the

@@ -13,8 +13,8 @@ expect: EQ 1e-15 for 1 to 33 workers and rows of 0 to 512 slots, 2e-15 for a
   lengths, direction only, a task a row takes 2.86 times as long (the paper:
   2.6), a fixed split 1.80 (1.73), if a part costs half a tile; at 0, 1, 2, 4
   tiles 3.19, 2.65, 2.37, 2.06 and 2.01, 1.67, 1.50, 1.31. One row of 512k: 8.19
-  (8.33). AOT 0.8 to 1.3% of the cache in temporaries on four TPUs, which needs
-  libtpu.
+  (8.33). AOT 0.8 to 1.3% of the cache in temporaries on four TPUs (bound 2%,
+  ours), which needs libtpu.
 partial: rows that share a prefix are in claims only; ragged rows decode so.
 differs: work is counted in tiles on 264 workers, twice the processors of an
   H100, no time is measured; the cost of a part is assumed: from 2 tiles on the

@@ -13,8 +13,8 @@ expect: EQ 1e-15; HLO 14 permutes forward and 30 backward on 8 ranks, with the
   times and a direction only (the paper: 13.7), and 3,584 tokens in each of 64
   rows against 768, 4.7 (3.0); one row of 468,928 tokens in the online ring
   against 129,600 (3.6), where this form holds 36,416. AOT needs libtpu.
-differs: no sparse attention on the ring, which the paper shows besides, is
-  built. 64 chips against 12, as in the paper: 12 heads allow no more tensor
+partial: the paper's sparse attention on the ring is not here.
+differs: 64 chips against 12, as in the paper: 12 heads allow no more tensor
   shards. On all 64, data=16,tensor=4 holds 976 rows of 512 tokens, and 64 rows
   of 7,808: this form is for fewer rows than chips, and there the online ring,
   which keeps no scores, fits longer rows. Tensor parallelism here keeps no

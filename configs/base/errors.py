@@ -11,6 +11,7 @@ EXIT_USER = 2  # bad input, found before the work started
 EXIT_CRASH = 13  # an unexpected failure; starting again is safe
 EXIT_INTEGRITY = 14  # data or checkpoints are damaged; starting again is not
 EXIT_PREEMPTED = 75  # stopped by a signal after saving
+EXIT_SKIPPED = 77  # nothing could be checked here; what is missing is named
 EXIT_INTERRUPTED = 130  # Ctrl-C before there was anything to save
 EXIT_PIPE = 141  # the reader of the output went away, as of `| head`
 
