@@ -345,7 +345,8 @@ def usage() -> str:
   tail = [
     'paraxis COMMAND --help shows its flags, paraxis train --helpconfig',
     'every config field. Exit codes: 0 done, 1 a claim failed, 2 bad input, 13',
-    'crash, 14 damaged data, 75 stopped, saved, 130 Ctrl-C, 141 closed pipe.',
+    'crash, 14 damaged data, 75 stopped, saved, 77 nothing could be checked,',
+    '130 Ctrl-C, 141 closed pipe.',
   ]
   return '\n'.join(['usage: paraxis COMMAND ...', '', *lines, '', *tail])
 

@@ -8,7 +8,8 @@ So every sum between a parameter's gradient and the products of single tokens
 must be in promote_types(dtype, float32), and so must the statistics of norms,
 softmax and loss. A bound on numbers cannot see it, because one device rounds
 alike. Activations and their cotangents, the terms themselves, are in the
-model's dtype.
+model's dtype, also where devices sum them over `tensor` (one rounding each, as
+Megatron-LM's all-reduces; the bound on numbers is what sees those).
 """
 
 from typing import Any, NamedTuple

@@ -72,7 +72,7 @@ def _code(name, fresh, say):
 def _end(codes, left, say):
   named = lambda code: [n for n, c in codes.items() if c == code]
   failed, wrong = named(errors.EXIT_DIFFERENT), named(None)
-  unchecked = named(errors.EXIT_USER)
+  unchecked = named(errors.EXIT_SKIPPED)
   say(f'=== {len(codes)} configs were run')
   for text, names in (
     ('claims FAILED in', failed),

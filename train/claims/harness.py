@@ -261,6 +261,6 @@ def summary(rows):
     text = f'{len(failed)} of {len(rows)} claims FAILED: {"; ".join(failed)}'
     return text + note, errors.EXIT_DIFFERENT
   if len(skipped) == len(rows):
-    return f'no claim could be checked{note}', errors.EXIT_USER
+    return f'no claim could be checked{note}', errors.EXIT_SKIPPED
   held = len(names('PASS'))
   return f'all {held} claims hold{note}', errors.EXIT_OK

@@ -182,7 +182,7 @@ def reproduce(
   """Runs a config's knock-outs -> exit code 0 if every claim of theirs fails.
 
   What cannot be checked here is skipped, with its reason. 1: one still holds;
-  2: all are skipped.
+  77: all are skipped.
 
   Args:
     name: a config that ships with paraxis, or a file.
@@ -213,15 +213,17 @@ def reproduce(
     )
   if as_json:
     claims.print_json(path.stem, 'knockouts', shown)
-  held, skipped = found.count(True), found.count(None)
+  held = found.count(True)
+  both = zip(rows, found, strict=True)
+  skipped = [knockout.name for knockout, passed in both if passed is None]
   say(
     f'{found.count(False)} of {len(found)} claims fail without their mechanism'
     + (f', {held} STILL HOLD' if held else '')
-    + (f', {skipped} SKIPPED' if skipped else '')
+    + (f', {len(skipped)} SKIPPED: {", ".join(skipped)}' if skipped else '')
   )
   alone = uncovered(module, path)
   if alone:
     say(unproven(alone))
   if held:
     return errors.EXIT_DIFFERENT
-  return errors.EXIT_USER if skipped == len(found) else errors.EXIT_OK
+  return errors.EXIT_OK if False in found else errors.EXIT_SKIPPED

@@ -69,7 +69,7 @@ def test_a_config_that_fails_or_cannot_run_is_told(ran, monkeypatch):
   def reproduce(name, fresh):
     if name == 'also':
       raise errors.UserError('too few devices')
-    return {'cheap': errors.EXIT_USER, 'middle': code}.get(name, 0)
+    return {'cheap': errors.EXIT_SKIPPED, 'middle': code}.get(name, 0)
 
   monkeypatch.setattr(harness, 'reproduce', reproduce)
   code, said = errors.EXIT_DIFFERENT, []

@@ -129,7 +129,7 @@ def test_what_is_not_installed_is_skipped_and_the_rest_shown():
   assert 'reproduced: why' in text
   text, code = claims.summary(rows(lacking, good))
   assert code == 0 and 'all 1 claims hold; 1 SKIPPED: lacking' in text
-  assert claims.summary(rows(lacking))[1] == errors.EXIT_USER
+  assert claims.summary(rows(lacking))[1] == errors.EXIT_SKIPPED
   text, code = claims.summary(rows(lacking, good, bad))
   assert code == 1 and '1 of 3 claims FAILED' in text and '1 SKIPPED' in text
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import inspect
 import json
 import pathlib
+import subprocess
 import sys
 import types
 
@@ -12,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.configs.base import user_file
@@ -111,7 +114,7 @@ def test_claims_that_no_knockout_reaches_are_named(config, capsys):
 @pytest.mark.parametrize(
   'layers, code, words',
   [
-    (7, errors.EXIT_USER, 'SKIPPED (nothing to compile with)'),
+    (7, errors.EXIT_SKIPPED, 'SKIPPED (nothing to compile with)'),
     (8, errors.EXIT_USER, '8 layers are too many'),
     (9, errors.EXIT_USER, 'mine.py:16: RuntimeError: a crash'),
   ],
@@ -263,6 +266,23 @@ def test_every_claim_of_a_config_has_a_knockout(path):
   assert not [c.name for c in knockouts.uncovered(module, path.name)]
 
 
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+def test_what_a_knockout_changes_is_there(path):
+  """Of those too that train or compile, which no test runs."""
+  module = command_line.load_module(str(path))
+  claims = {claim.name: claim for claim in papers.claims(module, path)}
+  for knockout in knockouts.of(module, path.name):
+    with knockout.off():
+      pass
+    check = claims[knockout.claim].check
+    given = {name for name in knockout.change if '.' not in name}
+    assert given <= set(inspect.signature(check).parameters), knockout.name
+    fields = {k: x for k, x in knockout.change.items() if '.' in k}
+    if fields:
+      config = schema.view(module.get_config())
+      assert experiment.fields(config, fields) != config, knockout.name
+
+
 @pytest.mark.sampled(28)
 @pytest.mark.parametrize('path, off, claim', claim_cases.switched_off('SIM'))
 def test_a_simulated_claim_fails_without_its_mechanism(
@@ -285,3 +305,32 @@ def test_a_training_without_the_mechanism_has_its_own_folder(tmp_path):
   off = papers.Knockout('gate', 'a', {})
   assert not knockouts.without(run, off, claim).passed
   assert folders == [tmp_path / 'mine-gate']
+
+
+@pytest.mark.parametrize(
+  'code, made, words',
+  [
+    (errors.EXIT_OK, 0, ''),
+    (errors.EXIT_SKIPPED, 0, 'skipped: two'),
+    (errors.EXIT_DIFFERENT, 2, 'not as they must: two'),
+    # A malformed knock-out is bad input: it has shown nothing.
+    (errors.EXIT_USER, 2, 'not as they must: two'),
+  ],
+)
+def test_make_knockouts_fails_but_for_what_was_skipped(
+  tmp_path, code, made, words
+):
+  for name, text in (
+    ('python', 'echo one two'),
+    ('paraxis', f'test "$2" != two || exit {code}'),
+  ):
+    path = tmp_path / 'bin' / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f'#!/bin/sh\n{text}\n')
+    path.chmod(0o755)
+  stamp = f'{tmp_path}/.installed'
+  done = subprocess.run(
+    ['make', 'knockouts', f'VENV={tmp_path}', f'--assume-old={stamp}'],
+    cwd=pathlib.Path(__file__).parents[3], capture_output=True, text=True,
+  )  # fmt: skip
+  assert done.returncode == made and words in done.stdout + done.stderr
