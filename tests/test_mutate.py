@@ -177,3 +177,17 @@ def test_the_table_fits_this_tree():
     if not m.command.startswith('paraxis verify '):
       file, _, case = m.command.partition('::')
       assert f'def {case.partition("[")[0]}(' in read(file), m.name
+
+
+# Mistakes that nothing saw when they were tried first, and the usual ones.
+NAMED = """
+  bias_sign muon_experts layernorm_bf16 dw_bf16 post_norm embedding_scale
+  scan_permute hot_twice kv_replicated eval_denominator ring_direction
+  lse_correction window_hop tied_stage_part global_norm cache_position
+  document_reset microbatch_index drop_order rsa_is_the_ring one_host
+  skipped_certified drops_certified
+"""
+
+
+def test_the_table_has_what_was_once_not_seen():
+  assert set(NAMED.split()) <= {m.name for m in mutate.TABLE}

@@ -181,4 +181,14 @@ TABLE = [
     'affine maps are composed in the other order',
     _SCANS + 'test_newton.py::test_equals_the_loop[lstm-xla]',
   ),
+  Mutation(
+    'attention_gradients_bf16',
+    'pallas_kernels/attention/xla.py',
+    'return dq + dqi, dk + dkj, dv + dvj',
+    'sums = dq + dqi, dk + dkj, dv + dvj\n'
+    '    return tuple(x.astype(qi.dtype).astype(x.dtype) for x in sums)',
+    'the gradients of attention are summed in bfloat16',
+    'tests/pallas_kernels/attention/test_kernels.py::'
+    'test_bfloat16_is_no_worse_than_twice_a_dense_one[xla]',
+  ),
 ]

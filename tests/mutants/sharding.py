@@ -301,4 +301,29 @@ TABLE = [
     'what a product contracts is not one axis',
     'tests/sharding/planner/test_program_axes.py::test_an_mlp',
   ),
+  Mutation(
+    'rsa_is_the_ring',
+    'sharding/sequence/attention.py',
+    "form = 'ring' if plan.form in ('ulysses', 'usp') else plan.form",
+    "form = plan.form if plan.form == 'token_ring' else 'ring'",
+    'ring self-attention is the online ring',
+    'tests/train/claims/layouts/test_context.py::'
+    'test_scores_are_kept_by_one_form_alone',
+  ),
+  Mutation(
+    'inner_axes_over_slices',
+    'sharding/placement.py',
+    '1 if axis in _INNER else math.gcd(size, left)',
+    'math.gcd(size, left)',
+    'a tensor group spans slices',
+    'tests/sharding/test_placement.py::test_slices_that_do_not_divide',
+  ),
+  Mutation(
+    'one_host',
+    'sharding/placement.py',
+    'return device.process_index',
+    'return 0',
+    'no group of devices is seen to span hosts',
+    'tests/sharding/test_placement.py::test_crosses',
+  ),
 ]

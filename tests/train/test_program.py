@@ -86,3 +86,14 @@ def test_a_warm_up_that_does_not_end_is_said(tiny, warmup, words):
   found = [line for line in said if 'warmup_steps=6 of train.steps=6' in line]
   assert len(found) == len(words)
   assert all(word in found[0] for word in words)
+
+
+@pytest.mark.parametrize('scope, more', [('step', 1), ('microbatch', 0)])
+def test_the_forward_pass_that_counts_loads_is_said(tiny, scope, more):
+  fields = {f'model.experts.{k}': v for k, v in dict(
+    count=4, top_k=2, d_ff=8, balance=0.01, balance_scope=scope
+  ).items()}  # fmt: skip
+  said = []
+  tiny.job(fields | {'train.microbatches': 2}, 'data=1', said.append)
+  text = 'one more forward pass of the 2 microbatches'
+  assert sum(text in line for line in said) == more

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from paraxis.configs import schema
+from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.configs.base import model as model_schema
 from paraxis.train.certify import certification
@@ -58,11 +59,13 @@ def test_loads_of_less_than_a_step(experts, microbatches, instead, tried):
 
 
 @pytest.mark.parametrize(
-  'scope, mesh', [('microbatch', 'stage=2'), ('device', 'data=2')]
+  'scope, mesh', [('microbatch', 'stage=4'), ('device', 'data=2')]
 )
 def test_a_scope_that_the_layout_changes(scope, mesh):
   """That nothing else does: tests/train/certify/test_invariance_experts.py."""
-  case = verify.prepare(config_of(dict(balance_scope=scope)), mesh)
+  config = config_of(dict(balance_scope=scope))
+  deep = dataclasses.replace(config.model, num_layers=4)
+  case = verify.prepare(dataclasses.replace(config, model=deep), mesh)
   (row,) = verify.certify(case, ())
   assert row.word == certification.CHANGES
   assert row.name == f'model.experts.balance_scope={scope}'
@@ -227,6 +230,37 @@ def test_every_replaced_field_is_a_size_or_is_said():
     changes.TOLERANCE,
     'pipeline.skip_fraction',
   }
+
+
+# Sizes of shipped configs that verify shrinks: none has another meaning then.
+SIZES = set(
+  """
+  data.sequence_length mesh.data mesh.fsdp mesh.tensor mesh.stage
+  model.attention_block model.d_ff model.d_model model.dtype
+  model.experts.count model.experts.d_ff model.gated_linear.gate_rank
+  model.gated_linear.heads model.head_dim model.latent.nope_dim
+  model.latent.rank model.latent.rope_dim model.latent.value_dim
+  model.mamba.head_dim model.mamba.state model.max_positions model.num_heads
+  model.num_kv_heads model.num_layers model.param_dtype model.tcn.chunk
+  model.tcn.depth model.tcn.kernel model.vocab_size model.window
+  pipeline.microbatches train.batch_ramp train.batch_size train.eval_batches
+  """.split()
+)
+
+
+@pytest.mark.parametrize(
+  'path', command_line.papers(), ids=lambda path: path.stem
+)
+def test_of_a_shipped_config_sizes_alone_are_replaced(path):
+  config = schema.view(command_line.load(str(path)))
+  try:
+    case = verify.prepare(config, '')
+  except errors.UserError as e:  # more devices than here
+    assert 'there are 8' in str(e)
+    case = verify.prepare(config, 'stage=2,data=2,tensor=2')
+  changed = {name for name, *_ in workdir.differences(config, case.config)}
+  said = {change.field for change in case.changes}
+  assert changed - said <= SIZES, changed - said - SIZES
 
 
 def test_a_tolerance_is_certified_to_itself(monkeypatch):

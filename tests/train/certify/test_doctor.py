@@ -6,6 +6,7 @@ import support
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.sharding.meter import aot
 from paraxis.train.bench import kernel_matrix
 from paraxis.train.certify import doctor
 
@@ -73,6 +74,9 @@ def test_the_report(capsys, tmp_path, monkeypatch):
   assert 'incompatible versions\n  none' in shown and 'mesh\n  data=8' in shown
   kernels = [line.split() for line in shown.splitlines() if ' runs' in line]
   assert {row[0] for row in kernels} == set(kernel_matrix.PROGRAMS)
+  for platform in aot.COMPILERS:  # how to get what is missing
+    line = aot.missing(platform) or 'can compile'
+    assert f'{platform:18} {line}' in shown
 
 
 def test_a_config_on_a_mesh(capsys):
