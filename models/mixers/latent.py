@@ -106,7 +106,7 @@ class LatentAttention(mixer.Mixer):
     new = self._cached(low, latent, k_rope)
     (slots,) = state = slots_lib.write(state, (new,), see.slot)
     if x_BTD.shape[1] == slots.shape[2]:  # no older tokens in the cache
-      o = self._attend_slots(q, latent, k_rope, see)
+      o = self._attend_all(q, latent, k_rope, see)
     elif x_BTD.shape[1] > 1:
       o = self._attend_slots(q, *self._uncached(slots.astype(q.dtype)), see)
     else:

@@ -52,4 +52,12 @@ TABLE = [
     'every token of a row is drawn with the same noise',
     'tests/decode/test_sampling.py::test_draws_have_the_exact_probabilities',
   ),
+  Mutation(
+    'prefill_of_all_blocks',
+    'models/mixers/slots.py',
+    'None if whole else order',
+    'order',
+    'a prompt attends to blocks that its mask hides',
+    'tests/decode/test_step.py::test_full_attention_visits_a_triangle',
+  ),
 ]
