@@ -11,12 +11,17 @@ the states between chunks, and backward recomputes a chunk from its first state
 
     O(T F) + (T / C) F S + O(C F S)          C about sqrt(T): the least
 
-and one more forward pass of work in the backward pass. Where a step of a loop
-is a launch (TPU, GPU), a chunk is the linear scan (linear.py) of S F channels,
-by the kernel that runs there. On a CPU tokens are taken one by one, row by row:
-decay, input and state of a token stay in registers, and only the backward pass
-has the last term (F 256, S 16, T 4096, float32: 0.08 CPU-s with gradients, 0.7
-by chunks).
+and one more forward pass of work in the backward pass. On a CPU tokens are
+taken one by one, row by row: decay, input and state of a token stay in
+registers, and only the backward pass has the last term (F 256, S 16, T 4096,
+float32: 0.08 CPU-s with gradients, 0.7 by chunks). The kernels (selective_tpu,
+selective_gpu) do so too, without that term. Where neither runs (`xla`: a step
+of a loop is a launch) a chunk is the linear scan (linear.py) of S F channels.
+
+An implementation is two pure functions, without autodiff:
+  forward(tokens, rate_SF, state_BSF) -> (y_BTF, last state, states in between)
+  backward(tokens, rate, states in between, dy, d of the last state) -> the
+    gradients of x, dt, shared, rate and the first state
 
 `decay` and `correction` are for a length that is split over devices: gated.py.
 
@@ -24,6 +29,7 @@ Legend: B rows, T tokens, F channels, S numbers of the state, C tokens of a
 chunk, N = T / C, U 2: B and C.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -37,9 +43,20 @@ from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.scans import linear as linear_scan
+from paraxis.pallas_kernels.scans import selective_gpu as selective_scan_gpu
+from paraxis.pallas_kernels.scans import selective_tpu as selective_scan_tpu
 
 OP = 'selective_scan'
 MIN_CHUNK = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectiveScanSpec:
+  """Properties of a call that decide whether an implementation can run."""
+
+  shape: tuple[int, ...]  # B, T, F, S
+  dtype: str  # of all together
+  sharded: bool = False  # as in attention/op.py
 
 
 class SelectiveTokens(NamedTuple):
@@ -72,7 +89,7 @@ def selective_scan(
     shared_BTUS: B, which writes, and C, which reads. rate_FS: A <= 0.
     reset_BT: None or bool; where True the state before the token is forgotten.
     state_BFS: before the first token. None: zeros.
-    impl: of linear_scan, 'auto' or the name of an implementation.
+    impl: 'auto' or the name of a registered implementation.
 
   Returns:
     y and the state in the dtype of all arguments together and at least float32,
@@ -101,27 +118,32 @@ def selective_scan(
   tokens = SelectiveTokens(x, dt, shared, reset_BT)
   arrays = tokens, _turn(rate), _turn(state_BFS).astype(wide)
   tokens, rate, state = varying.same(arrays)
-  spec = linear_scan.LinearScanSpec((B, T, F * S), str(wide))
-  if registry.resolve(linear_scan.OP, impl, spec).name == 'loop':
-    y, state = _rows(tokens, rate, state)
-  else:
-    y, state = _scan(impl, _split(tokens), rate, state)
-    y = _join(y)
-  return y[:, :T], _turn(state)
+  spec = SelectiveScanSpec((B, T, F, S), str(wide), registry.spread(x))
+  y, state = _scan(registry.resolve(OP, impl, spec), tokens, rate, state)
+  return y, _turn(state)
 
 
-def _rows(tokens, rate, state):
-  """(y_BTF, state_BSF), token by token."""
+def _scan_forward(chosen, tokens, rate, state):
+  # Named here, where they are residuals: a policy that keeps them never runs
+  # the forward pass again.
+  y, last, starts = (
+    checkpoint_name(x, 'scan') for x in chosen.forward(tokens, rate, state)
+  )
+  return (y, last), (tokens, rate, starts)
 
-  def row(tokens, state):
-    y, state = _scan('loop', jax.tree.map(_cut, tokens), rate, state)
-    return y.reshape(-1, y.shape[-1]), state
 
-  if len(state) > 1:
-    return jax.vmap(row)(tokens, state)
-  # With an axis of 1, XLA for CPU copies what it reads, and is 4 times slower.
-  one = row(*jax.tree.map(lambda x: x[0], (tokens, state)))
-  return jax.tree.map(lambda x: x[None], one)
+def _scan_backward(chosen, residuals, cotangents):
+  *gradients, d_rate, d_state = chosen.backward(*residuals, *cotangents)
+  return SelectiveTokens(*gradients, reset=None), d_rate, d_state
+
+
+_scan = jax.custom_vjp(
+  lambda chosen, *args: chosen.forward(*args)[:2], nondiff_argnums=(0,)
+)
+_scan.defvjp(_scan_forward, _scan_backward)
+
+
+# -------------------------------------------------------------------- chunks --
 
 
 def chunk_of(length):
@@ -146,10 +168,10 @@ def _cut(x):
   return x.reshape(-1, chunk, *x.shape[1:])
 
 
-def _join(x_NBCF):
-  """Inverse of _split: (B, N C, F)."""
+def _join(x_NBCF, length):
+  """Inverse of _split: (B, T, F)."""
   x = jnp.moveaxis(x_NBCF, 0, 1)
-  return x.reshape(len(x), -1, *x.shape[3:])
+  return x.reshape(len(x), -1, *x.shape[3:])[:, :length]
 
 
 def _chunk(impl, reset_BC, x_BCF, dt_BCF, shared_BCUS, rate_SF, state_BSF):
@@ -179,7 +201,7 @@ def _token(rate_SF, h_SF, token):
 
 
 def _run(impl, tokens, rate, state):
-  """(y_NBCF, last state, states at the starts of chunks)."""
+  """(y_NBCF, last state, states at the starts of chunks) of chunks."""
 
   def step(state, x):
     y, after = _chunk(impl, x.reset, x.x, x.dt, x.shared, rate, state)
@@ -189,17 +211,8 @@ def _run(impl, tokens, rate, state):
   return y, last, starts
 
 
-def _forward(impl, tokens, rate, state):
-  # Named here, where they are residuals: a policy that keeps them never runs
-  # the forward pass again.
-  y, last, starts = (
-    checkpoint_name(x, 'scan') for x in _run(impl, tokens, rate, state)
-  )
-  return (y, last), (tokens, rate, starts)
-
-
-def _backward(impl, residuals, cotangents):
-  (tokens, rate, starts), (dy, d_last) = residuals, cotangents
+def _back(impl, tokens, rate, starts, dy, d_last):
+  """(dx, ddt, dshared, drate, d of the first state) of chunks."""
 
   def step(carry, args):
     (d_state, d_rate), (x, start, dy) = carry, args
@@ -210,11 +223,70 @@ def _backward(impl, residuals, cotangents):
 
   first = d_last, jnp.zeros_like(rate)
   first, gradients = lax.scan(step, first, (tokens, starts, dy), reverse=True)
-  return SelectiveTokens(*gradients, reset=None), first[1], first[0]
+  return *gradients, first[1], first[0]
 
 
-_scan = jax.custom_vjp(lambda *args: _run(*args)[:2], nondiff_argnums=(0,))
-_scan.defvjp(_forward, _backward)
+def xla_forward(tokens, rate, state):
+  """All rows, chunk by chunk."""
+  y, last, starts = _run('xla', _split(tokens), rate, state)
+  return _join(y, tokens.x.shape[1]), last, starts
+
+
+def xla_backward(tokens, rate, starts, dy, d_last):
+  """As xla_forward."""
+  chunks, dy = _split((tokens, dy))
+  *gradients, d_rate, d_first = _back('xla', chunks, rate, starts, dy, d_last)
+  gradients = [_join(x, tokens.x.shape[1]) for x in gradients]
+  return *gradients, d_rate, d_first
+
+
+def _each(run, rows, rate):
+  """run(a row, rate) of all rows (B, ..)."""
+  if len(jax.tree.leaves(rows)[0]) > 1:
+    return jax.vmap(run, (0, None))(rows, rate)
+  # With an axis of 1, XLA for CPU copies what it reads, and is 4 times slower.
+  one = run(jax.tree.map(lambda x: x[0], rows), rate)
+  return jax.tree.map(lambda x: x[None], one)
+
+
+def loop_forward(tokens, rate, state):
+  """Row by row, token by token."""
+  length = tokens.x.shape[1]
+
+  def run(row, rate):
+    tokens, state = row
+    y, last, starts = _run('loop', jax.tree.map(_cut, tokens), rate, state)
+    return y.reshape(-1, y.shape[-1])[:length], last, starts
+
+  return _each(run, (tokens, state), rate)
+
+
+def loop_backward(tokens, rate, starts, dy, d_last):
+  """As loop_forward."""
+  length = tokens.x.shape[1]
+
+  def run(row, rate):
+    tokens, starts, dy, d_last = row
+    chunks, dy = jax.tree.map(_cut, (tokens, dy))
+    *gradients, d_rate, d_first = _back(
+      'loop', chunks, rate, starts, dy, d_last
+    )
+    gradients = [x.reshape(-1, *x.shape[2:])[:length] for x in gradients]
+    return *gradients, d_rate, d_first
+
+  *gradients, d_rate, d_first = _each(run, (tokens, starts, dy, d_last), rate)
+  return *gradients, d_rate.sum(0), d_first
+
+
+registry.register(
+  OP,
+  registry.kernel('tpu', selective_scan_tpu),
+  registry.kernel('gpu', selective_scan_gpu),
+  registry.Implementation(
+    'loop', loop_forward, loop_backward, linear_scan.loop_supports
+  ),
+  registry.Implementation('xla', xla_forward, xla_backward),
+)
 
 
 # ------------------------------------------------------- length over devices --
@@ -248,4 +320,4 @@ def correction(dt_BTF, c_BTS, rate_FS, reset_BT, state_BFS):
     return (reach * c[..., None]).sum(2)
 
   rows = _split((jnp.cumsum(dt_BTF, 1), c_BTS))
-  return _join(lax.map(one, rows))[:, : dt_BTF.shape[1]]
+  return _join(lax.map(one, rows), dt_BTF.shape[1])

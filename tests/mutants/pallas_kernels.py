@@ -200,4 +200,22 @@ TABLE = [
     'tests/pallas_kernels/attention/test_op.py::'
     'test_documents_that_a_row_packs_are_computed_apart',
   ),
+  Mutation(
+    'selective_tpu_reset',
+    'pallas_kernels/scans/selective_tpu.py',
+    'return jnp.where(keep, g * decay, 0.0)',
+    'return g * decay',
+    "on a TPU the gradient of Mamba's state crosses documents",
+    'tests/pallas_kernels/scans/test_selective.py::'
+    'test_kernels_equal_the_loop[37-3-4-tpu]',
+  ),
+  Mutation(
+    'selective_gpu_group',
+    'pallas_kernels/scans/selective_gpu.py',
+    'k = groups - 1 - k',
+    'k = groups - 1 - k if CHUNK < 0 else k',
+    'on a GPU groups of a chunk are taken in order in the backward pass',
+    'tests/pallas_kernels/scans/test_selective.py::'
+    'test_kernels_equal_the_loop[37-3-4-gpu]',
+  ),
 ]

@@ -9,6 +9,7 @@ D inputs or channels, F outputs.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
 from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.pallas_kernels.scans import linear as linear_scan
+from paraxis.pallas_kernels.scans import selective as selective_scan
 from paraxis.sharding.meter import aot
 from paraxis.train.bench import kernel_matrix
 from paraxis.train.claims import experiment
@@ -91,6 +93,20 @@ def linear(dtype, impl):
   return run, (row, row, reset, array((2, 2048), 'float32'), row)
 
 
+def selective(impl):
+  def run(x, dt, shared, rate, reset, state):
+    scan = lambda *x: selective_scan.selective_scan(
+      *x[:4], reset, x[4], impl=impl
+    )
+    out, back = jax.vjp(scan, x, dt, shared, rate, state)
+    return out, back(out)
+
+  b, t, f, s = SELECTIVE
+  shapes = (b, t, f), (b, t, f), (b, t, 2, s), (f, s), (b, f, s)
+  *tokens, state = (array(shape, 'float32') for shape in shapes)
+  return run, (*tokens, array((b, t), 'bool'), state)
+
+
 class Case(NamedTuple):
   """Program of an implementation, its kernels, and bounds in MiB.
 
@@ -106,6 +122,7 @@ class Case(NamedTuple):
 
 
 part = functools.partial
+SELECTIVE = 2, 4096, 2048, 16
 SCAN = 4 * 2 * 2 * 4096 * 8 * 128 * 128  # of a gated scan, token by token
 CASES = {
   # The scores alone would be eight times q in bfloat16.
@@ -128,6 +145,12 @@ CASES = {
   # Of float32 nothing is copied; of bfloat16, l is a float32 array.
   'linear': Case(
     part(linear, 'float32'), 2, 'temporaries', 1, 1, 2 * 2 * 2 * 4096 * 2048
+  ),
+  # x has 64 MiB; decays, or states, of all tokens would have 1,024. States at
+  # the starts of chunks; gradients of B and C of every block of channels.
+  'selective': Case(
+    selective, 2, 'peak', 410, 410,
+    6 * math.prod(SELECTIVE),
   ),
   'linear_bfloat16': Case(part(linear, 'bfloat16'), 2, 'temporaries', 129, 65),
 }  # fmt: skip

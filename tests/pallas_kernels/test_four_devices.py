@@ -27,6 +27,8 @@ from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.pallas_kernels.scans import gated_tpu as gated_scan_tpu
 from paraxis.pallas_kernels.scans import linear as linear_scan
 from paraxis.pallas_kernels.scans import linear_tpu as linear_scan_tpu
+from paraxis.pallas_kernels.scans import selective
+from paraxis.pallas_kernels.scans import selective_tpu
 from paraxis.pallas_kernels import registry
 
 how = kernel_cases.STRICT
@@ -66,6 +68,15 @@ q, k, v, g, do = (draw(4, 10, 2, 8) for _ in range(5))
 passes(gated_scan.gated_scan, gated_scan_tpu, (q, k, v, -np.abs(g), do))
 rows = [draw(8, 37, 3) for _ in range(3)]
 passes(linear_scan.linear_scan, linear_scan_tpu, rows)
+rate = -np.abs(draw(3, 4))
+
+
+def selective_scan(x, dt, shared, impl):
+  return selective.selective_scan(x, abs(dt), shared, rate, impl=impl)
+
+
+tokens = rows[0], rows[1], draw(8, 37, 2, 4), rows[2]
+passes(selective_scan, selective_tpu, tokens)
 causal = attention.Mask(), attention_blocks.Launch((8, 8), how)
 q, k, v = (draw(4, 16, n, 8) for n in (2, 1, 1))
 equal(
@@ -101,4 +112,4 @@ def test_every_kernel():
     timeout=500,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr[-2000:]
-  assert done.stdout.count('equal on 4 devices') == 4
+  assert done.stdout.count('equal on 4 devices') == 5

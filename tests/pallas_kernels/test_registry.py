@@ -17,6 +17,7 @@ from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
 from paraxis.pallas_kernels.scans import delta as delta_scan
 from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.pallas_kernels.scans import linear as linear_scan
+from paraxis.pallas_kernels.scans import selective as selective_scan
 
 CPU, TPU, GPU = kernel_cases.CPU, kernel_cases.TPU, kernel_cases.GPU
 
@@ -91,6 +92,7 @@ SPECS = dict(
   ),
   delta_scan=delta_scan.DeltaScanSpec((1, 256, 2, 64), 64, 'bfloat16', 0),
   linear_scan=linear_scan.LinearScanSpec((1, 8, 128), 'float32'),
+  selective_scan=selective_scan.SelectiveScanSpec((1, 8, 128, 16), 'float32'),
   quantized_matmul=quantized_matmul.QuantizedSpec(
     (16, 256), 256, 'bfloat16', 'int4'
   ),
@@ -103,6 +105,7 @@ CHOSEN = dict(  # on a CPU, a TPU, a GPU
   gated_scan=('xla', *KERNELS),
   delta_scan=('xla',) * 3,
   linear_scan=('loop', *KERNELS),
+  selective_scan=('loop', *KERNELS),
   quantized_matmul=('xla', 'pallas_tpu', 'xla'),
   grouped_matmul=('blocks', 'ragged', 'blocks'),
 )
@@ -186,6 +189,14 @@ REFUSED = dict(
     ('pallas_tpu', dict(sharded=True), 'manual region'),
     ('pallas_gpu', dict(dtype='float64'), 'float16, float32, not float64'),
     ('pallas_gpu', dict(shape=(64, 2**17, 512)), 'addresses fewer'),
+  ],
+  selective_scan=[
+    ('pallas_tpu', dict(dtype='float64'), 'takes float32, not float64'),
+    ('pallas_tpu', dict(shape=(1, 8, 128, 65)), '65 numbers, at most 64'),
+    ('pallas_tpu', dict(sharded=True), 'manual region'),
+    ('pallas_gpu', dict(dtype='float64'), 'takes float32, not float64'),
+    ('pallas_gpu', dict(shape=(1, 8, 128, 65)), '65 numbers, at most 64'),
+    ('pallas_gpu', dict(shape=(16, 2**17, 1024, 16)), 'addresses fewer'),
   ],
   quantized_matmul=[
     ('pallas_tpu', dict(features=200), '200 outputs'),

@@ -33,6 +33,7 @@ from paraxis.pallas_kernels.scans import affine as affine_scan
 from paraxis.pallas_kernels.scans import delta as delta_scan
 from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.pallas_kernels.scans import linear as linear_scan
+from paraxis.pallas_kernels.scans import selective as selective_scan
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import target as target_lib
 
@@ -130,6 +131,17 @@ def _linear_scan(impl):
   return _with_gradients(call, 3), shapes
 
 
+def _selective_scan(impl):
+  def call(x, dt, shared, rate, state, reset):
+    return selective_scan.selective_scan(
+      x, dt, shared, rate, reset, state, impl=impl
+    )
+
+  row, reset = (1, 1024, 512), ((1, 1024), 'bool')
+  floats = row, row, (1, 1024, 2, 16), (512, 16), (1, 512, 16)
+  return _with_gradients(call, 5), [*((s, 'float32') for s in floats), reset]
+
+
 def _affine_scan(impl):
   call = functools.partial(affine_scan.affine_scan, impl=impl)
   j, b = (1, 256, 2, 2, 256), (1, 256, 2, 256)
@@ -171,6 +183,7 @@ PROGRAMS = dict(
   gated_scan=_gated_scan,
   delta_scan=_delta_scan,
   linear_scan=_linear_scan,
+  selective_scan=_selective_scan,
   affine_scan=_affine_scan,
   grouped_matmul=_grouped_matmul,
   quantized_matmul=_quantized_matmul,

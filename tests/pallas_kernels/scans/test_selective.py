@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 
 from paraxis.configs.base import errors
+from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.scans import selective
+from paraxis.pallas_kernels.scans import selective_gpu
+from paraxis.pallas_kernels.scans import selective_tpu
 
+KERNELS = {'tpu': selective_tpu, 'gpu': selective_gpu}
 NAMES = ('y', 'state', 'dx', 'ddt', 'dshared', 'drate', 'dstate')
 
 
@@ -89,6 +94,79 @@ def test_states_of_all_tokens_never_exist():
 
   states = 4 * B * T * F * S
   assert temporary(loop) > states > 4 * temporary(selective.selective_scan)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+  """interpreted(platform): the op by that kernel."""
+
+  # Fewer copies of a token in a program, more chunks.
+  monkeypatch.setattr(selective_gpu, 'GROUP', 2)
+  monkeypatch.setattr(selective_gpu, 'CHUNK', 8)
+
+  def run(kernel):
+    chosen = kernel_cases.with_options(kernel, KERNELS[kernel], interpret=True)
+    monkeypatch.setattr(registry, 'resolve', lambda *_: chosen)
+    return selective.selective_scan
+
+  return run
+
+
+@pytest.mark.parametrize('kernel', KERNELS)
+@pytest.mark.parametrize(
+  'T, F, S',
+  [(37, 3, 4), (1, 3, 4), (150, 40, 4), (16, 130, 16)],  # chunks; channels
+)
+def test_kernels_equal_the_loop(interpreted, kernel, T, F, S):
+  case = problem(T, 2, F, S, 'f4')
+  found = both(interpreted(kernel), *case)
+  assert {x.dtype for x in found} == {np.dtype('f4')}
+  with jax.enable_x64(True):
+    arrays, reset, cotangents = case
+    exact = jax.tree.map(np.float64, (arrays, cotangents))
+    wanted = both(loop, exact[0], reset, exact[1])
+  assert wrong(found, wanted, 2e-6) == []
+
+
+@pytest.mark.parametrize('kernel', KERNELS)
+def test_a_state_that_is_not_carried_between_chunks_is_found(
+  interpreted, monkeypatch, kernel
+):
+  forward = KERNELS[kernel].forward
+
+  def lost(*args, **options):
+    y, last, starts = forward(*args, **options)
+    return y, last, 0 * starts
+
+  monkeypatch.setattr(KERNELS[kernel], 'forward', lost)
+  case = problem(150, dtype='f4')
+  found = both(interpreted(kernel), *case)
+  gradients = ['dx', 'ddt', 'dshared', 'drate']
+  assert set(wrong(found, both(loop, *case), 1e-3)) & set(gradients)
+
+
+def test_a_dirty_slot_is_cleared_by_a_reset(interpreted):
+  arrays, reset, _ = problem(9, dtype='f4')
+  reset[:, 0] = True
+  for run in (selective.selective_scan, *map(interpreted, KERNELS)):
+    dirty = run(*arrays[:4], reset, np.full_like(arrays[4], np.nan))
+    clean = run(*arrays[:4], reset, arrays[4])
+    assert all(np.array_equal(*pair) for pair in zip(dirty, clean, strict=True))
+
+
+@pytest.mark.parametrize('kernel', KERNELS)
+def test_kernels_in_a_manual_region_with_checked_types(kernel):
+  row, state = np.zeros((8, 16, 4), 'f4'), np.zeros((8, 4, 4), 'f4')
+  shared, reset = np.zeros((8, 16, 2, 4), 'f4'), np.zeros((8, 16), bool)
+
+  def run(x, dt, shared, reset, state):
+    tokens = selective.SelectiveTokens(x, dt, shared, reset)
+    rate = varying.same((state, np.zeros((4, 4), 'f4')))[1]
+    return KERNELS[kernel].forward(tokens, rate, state)[:2]
+
+  given = row, row, shared, reset, state
+  found = kernel_cases.shapes_in_region(run, *given)
+  assert found == [row.shape, state.shape]
 
 
 def test_chunks_grow_as_the_root_of_the_length():

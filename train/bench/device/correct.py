@@ -223,7 +223,7 @@ def affine_problem(quick, dtype):
 
 
 def selective_problem(quick, dtype):
-  """Mamba's scan; on a device in chunks of the linear scan."""
+  """Mamba's scan, channels and chunks of no whole tile."""
   t, f, s = (20, 8, 4) if quick else (200, 64, 16)
   arrays = _draw(
     12, dtype, x=(2, t, f), dt=(2, t, f), shared=(2, t, 2, s), rate=(f, s),
@@ -231,14 +231,13 @@ def selective_problem(quick, dtype):
   )  # fmt: skip
   arrays['dt'] = jax.nn.softplus(arrays['dt'])
   arrays['rate'] = -jnp.exp(arrays['rate'] / 2)
-  reset = _resets((2, t))
+  reset = jnp.asarray(_resets((2, t)))
 
   def call(x, dt, shared, rate, state):
-    return selective.selective_scan(
-      x, dt, shared, rate, jnp.asarray(reset), state, impl=kernel_of(linear.OP)
-    )
+    given, impl = (x, dt, shared, rate, reset), kernel_of(selective.OP)
+    return selective.selective_scan(*given, state, impl=impl)
 
-  loop = functools.partial(reference.selective_scan, reset)
+  loop = functools.partial(reference.selective_scan, np.asarray(reset))
   return Problem(arrays, call, loop, ('y', 'state'))
 
 
@@ -319,7 +318,7 @@ CASES = {
     gated.OP, functools.partial(gated_problem, False), (FULL, LOW)
   ),
   'linear scan': (linear.OP, linear_problem, (FULL, LOW)),
-  'selective scan': (linear.OP, selective_problem, (FULL,)),
+  'selective scan': (selective.OP, selective_problem, (FULL,)),
   'Newton': (linear.OP, newton_problem, (FULL,)),
   'affine scan': (affine.OP, affine_problem, (FULL,)),
   'delta rule': (delta.OP, delta_problem, (FULL, LOW)),

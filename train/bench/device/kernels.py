@@ -146,7 +146,7 @@ def _selective(quick):
     return _both(call, x, dt)
 
   arrays = x, jax.nn.softplus(dt)
-  return Speed(linear.OP, arrays, step, 21 * x.size * s, 3 * 3 * 4 * x.size)
+  return Speed(selective.OP, arrays, step, 21 * x.size * s, 3 * 3 * 4 * x.size)
 
 
 def _int4(quick):
