@@ -122,7 +122,7 @@ class Checkpoint:
         little text.
       IntegrityError: damaged.
     """
-    tokenizer = tokenizer_lib.load(config.data.tokenizer)
+    tokenizer = self._tokenizer(config.data.tokenizer)
     mesh_text, devices = self._mesh(config, mesh_text, rows)
     config = dataclasses.replace(
       config, mesh=_for_decoding(config.mesh), train=schema.Train()
@@ -144,6 +144,9 @@ class Checkpoint:
       length = config.data.sequence_length
       params = latents.rotated(params, built, ids, length, self._say)
     return built, params, tokenizer, self._ends()
+
+  def _tokenizer(self, name):
+    return tokenizer_lib.load(name)
 
   def _ends(self):
     """Ids that end a text for the weights that the run began with."""
@@ -210,24 +213,38 @@ class Weights(Checkpoint):
     self._source = source_lib.Source(path)
     self._say, self.step = say, None
     self._folder = tempfile.TemporaryDirectory()  # of the tokenizer
+    if licence := self._source.about['licence']:
+      say(f'licence of the weights: {licence}')
 
   def __exit__(self, *error):
     self._folder.cleanup()
 
   def config(self):
     """The default configuration with the model of the weights, and rows as
-    long as the positions that they say they know."""
+    long as the positions that they say they know. The tokenizer is theirs;
+    '': they have none that is read, and only an override names one."""
     files = self._source.files
     config = schema.with_value(schema.Config(), 'model', self._source.model)
     known = [files.config.get(name) for name in _POSITIONS]
     if length := next(filter(None, known), 0):
       config = schema.with_value(config, 'data.sequence_length', length)
-    text = files.tokenizer()
+    text, name = files.tokenizer(), ''
     if text:
       file = pathlib.Path(self._folder.name, files_lib.TOKENIZER)
       file.write_text(text, encoding='utf-8')
-      config = schema.with_value(config, 'data.tokenizer', str(file))
+      name = str(file)
+    config = schema.with_value(config, 'data.tokenizer', name)
     return ml_collections.ConfigDict(schema.to_dict(config)).lock()
+
+  def _tokenizer(self, name):
+    """Theirs, or the one that an override names."""
+    if not name:
+      flag = '--config.data.tokenizer='
+      raise errors.UserError(self._source.no_tokenizer(flag))
+    found = tokenizer_lib.load(name)
+    if not self._source.files.tokenizer():
+      self._say(f'tokenizer {name}; {self._source.files.path} has none')
+    return found
 
   def _read(self, like, tokenizer):
     rows = self._source.model.vocab_size

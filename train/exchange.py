@@ -5,7 +5,9 @@
 
 An import is step 0 of a folder without a run: `decode --checkpoint=` and `train
 --init_from=` read it. An export is config.json, safetensors, the tokenizer with
-its chat template, and a README with the licence; transformers opens it.
+its chat template, and a README with the licence; transformers opens it. Of
+tokenizers without a tokenizer.json (bytes, ids) it says so and writes none:
+reading the folder again then needs the name, `--tokenizer=bytes`.
 """
 
 import json
@@ -31,7 +33,7 @@ SHARD = 4 * 2**30  # bytes of a file of an export
 DTYPES = {'float32': np.float32, 'bfloat16': ml_dtypes.bfloat16}
 
 
-def bring(text, workdir, mesh_text='', say=print) -> None:
+def bring(text, workdir, mesh_text='', say=print, tokenizer='') -> None:
   """Saves weights of another program as step 0 of a folder.
 
   Args:
@@ -39,9 +41,11 @@ def bring(text, workdir, mesh_text='', say=print) -> None:
     workdir: folder, without checkpoints yet.
     mesh_text: devices that hold them meanwhile; '': one.
     say: prints one line.
+    tokenizer: as data.tokenizer; '': theirs.
 
   Raises:
-    UserError: they do not read, or the folder holds a run.
+    UserError: they do not read, have no tokenizer where none is named, or the
+      folder holds a run.
   """
   from paraxis.sharding.checkpoint import store as store_lib  # starts slowly
 
@@ -49,15 +53,16 @@ def bring(text, workdir, mesh_text='', say=print) -> None:
   path = workdir_lib.prepare(workdir)
   if (path / workdir_lib.CHECKPOINTS).exists():
     raise errors.UserError(f'{path} has checkpoints: take another --workdir.')
-  config = source.configured(schema.Config(), path, say)
+  given = schema.with_value(schema.Config(), 'data.tokenizer', tokenizer)
+  config = source.configured(given, path, say, '--tokenizer=')
   devices = None if mesh_text else jax.devices()[:1]
   built = build.build(config, mesh_text, devices=devices)
-  tokenizer = tokenizer_lib.load(config.data.tokenizer)
+  chosen = tokenizer_lib.load(config.data.tokenizer)
   with build.use(built):
     shapes = {f'{start.PARAMS}{p}': x for p, x in built.params.items()}
     tree = source.read(None, shapes, say)
     axes = {f'{start.PARAMS}{p}': a for p, a in built.model.axes.items()}
-    meta = start.common(config, tokenizer.fingerprint, source.about)
+    meta = start.common(config, chosen.fingerprint, source.about)
     with store_lib.Store(path / workdir_lib.CHECKPOINTS, say=say) as store:
       store.save(0, tree, axes, meta | {workdir_lib.IMPORTED: True})
   workdir_lib.write_config(path, config)
@@ -115,11 +120,11 @@ def _ends(tokenizer, before):
 
   before: that end one for the weights that the run began with.
   """
-  ends = list(dict.fromkeys([*before, tokenizer.end_id]))
-  return dict(
-    bos_token_id=tokenizer.bos_id(None),
-    eos_token_id=ends if ends[1:] else ends[0],
-  )
+  known = bool(tokenizer.specials)  # not of ids of an unknown tokenizer
+  ends = dict.fromkeys([*before, *([tokenizer.end_id] if known else [])])
+  first = dict(bos_token_id=tokenizer.bos_id(None)) if known else {}
+  one = [*ends] if len(ends) != 1 else next(iter(ends))
+  return first | (dict(eos_token_id=one) if ends else {})
 
 
 def _write_json(path, content):
@@ -130,7 +135,9 @@ def _write_tokenizer(folder, config, about, say):
   """tokenizer.json and its config, where there is one -> the tokenizer."""
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
   if not tokenizer.text:
-    say('the tokenizer is bytes, which no tokenizer.json describes')
+    say(
+      f'no tokenizer is written: no tokenizer.json describes {tokenizer.name}'
+    )
     return tokenizer
   (folder / files_lib.TOKENIZER).write_text(tokenizer.text, encoding='utf-8')
   written = dict(

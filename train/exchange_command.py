@@ -21,7 +21,9 @@ def _import(values, _, words):
   command_line.prepare_devices(values.devices)
   from paraxis.train import exchange
 
-  return exchange.bring(words[0], values.workdir, values.mesh)
+  return exchange.bring(
+    words[0], values.workdir, values.mesh, tokenizer=values.tokenizer
+  )
 
 
 def _export(values, *_):
@@ -48,6 +50,12 @@ def commands(mesh, devices):
       'train --init_from read',
       (
         (str, 'workdir=RUN', '', 'folder to write, without checkpoints yet'),
+        (
+          str,
+          'tokenizer=NAME',
+          '',
+          'as data.tokenizer, for weights without a tokenizer.json',
+        ),
         mesh,
         devices,
       ),

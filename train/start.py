@@ -21,6 +21,7 @@ from paraxis.models import register
 from paraxis.models import trained
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source as source_lib
+from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.train import state as state_lib
 from paraxis.train.run import workdir as workdir_lib
 
@@ -335,16 +336,21 @@ class Foreign:
     self._source = source_lib.Source(text)
     self.about = self._source.about
 
-  def configured(self, config, folder, say):
+  def configured(self, config, folder, say, flag='--config.data.tokenizer='):
     """The config with the model of the weights, and their tokenizer.
 
     The tokenizer is written into the folder of the run, unless the config names
-    another one than the default.
+    another one than the default ('': theirs, as the default is). UserError:
+    they have none that is read, and the config names none that fits; `flag`
+    names one.
     """
     model = self._source.configured(config.model, say)
     data, text = config.data, self._source.files.tokenizer()
     file = pathlib.Path(folder).resolve() / files_lib.TOKENIZER
-    if text and data.tokenizer in (schema.Data().tokenizer, str(file)):
+    if not text:
+      self._check_named(data.tokenizer, model.vocab_size, flag)
+      say(f'data.tokenizer: {data.tokenizer}; {self.about["source"]} has none')
+    elif data.tokenizer in ('', schema.Data().tokenizer, str(file)):
       temporary = file.with_suffix(f'.{os.getpid()}.tmp')
       temporary.write_text(text, encoding='utf-8')
       os.replace(temporary, file)
@@ -356,6 +362,22 @@ class Foreign:
     if self.about['licence']:
       say(f'licence of the weights: {self.about["licence"]}')
     return dataclasses.replace(config, model=model, data=data)
+
+  def _check_named(self, name, rows, flag):
+    """UserError: weights of so many rows cannot mean this tokenizer.
+
+    The default was named by nobody, unless its ids are just the rows.
+    """
+    if not name:
+      raise errors.UserError(self._source.no_tokenizer(flag))
+    if name == 'ids':  # as many as their files have
+      return
+    ids = tokenizer_lib.load(name).vocab_size
+    if ids > rows or (ids < rows and name == schema.Data().tokenizer):
+      raise errors.UserError(
+        f'tokenizer {name} has {ids} ids, the weights {rows}: '
+        + self._source.no_tokenizer(flag)
+      )
 
   def read(self, job, like, say):
     """{canonical path: array} of parameters; arguments as of `begin`."""

@@ -23,6 +23,10 @@ CONFIG = 'config.json'
 TOKENIZER = 'tokenizer.json'
 TOKENIZER_CONFIG = 'tokenizer_config.json'
 TEMPLATE = 'chat_template.jinja'
+# Tokenizers of older folders: byte-level BPE, WordPiece, SentencePiece.
+OTHER_TOKENIZERS = (
+  'vocab.json', 'merges.txt', 'vocab.txt', 'tokenizer.model', 'spiece.model',
+)  # fmt: skip
 PICKLES = ('.bin', '.pt', '.pth', '.ckpt', '.pkl')
 
 

@@ -141,6 +141,25 @@ class Source:
       say(f'model of {self.files.path}: {", ".join(changed[:8])}{more}')
     return made
 
+  def no_tokenizer(self, flag: str) -> str:
+    """Why the files' own tokenizer is not read; flag: that names another."""
+    other = [
+      name
+      for name in files_lib.OTHER_TOKENIZERS
+      if (self.files.path / name).is_file()
+    ]
+    if self.files.path.is_file():
+      how = 'no byte-level BPE, the kind of GGUF that is read: '
+    elif other:
+      how = (
+        f'{" and ".join(other)}, which are not read, and no tokenizer.json: '
+        "write one with transformers' AutoTokenizer.from_pretrained(FOLDER)"
+        '.save_pretrained(FOLDER), or '
+      )
+    else:
+      how = 'no tokenizer.json: '
+    return f'{self.files.path} has {how}name a tokenizer with {flag}.'
+
   def read(self, path: str, like) -> jax.Array:
     """A parameter, its layers and experts in order, on the sharding of `like`.
 
