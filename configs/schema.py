@@ -18,6 +18,7 @@ import ml_collections
 from paraxis.configs.base import extra as extra_lib
 from paraxis.configs.base.data import Data
 from paraxis.configs.base.errors import UserError
+from paraxis.configs.base.field import MOST_LENGTH
 from paraxis.configs.base.field import check
 from paraxis.configs.base.field import field
 from paraxis.configs.base.field import suggest
@@ -226,7 +227,9 @@ class Decode:
     0.0, 'keep tokens this likely relative to the best', low=0.0, high=1.0
   )
   seed: int = field(0, 'random seed of sampling', low=0)
-  cache_length: int = field(1024, 'maximum of prompt and new tokens', low=1)
+  cache_length: int = field(
+    1024, 'maximum of prompt and new tokens', low=1, high=MOST_LENGTH
+  )
 
 
 @dataclasses.dataclass(frozen=True)

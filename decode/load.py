@@ -14,6 +14,7 @@ import ml_collections
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.configs.base import field
 from paraxis.decode import latents
 from paraxis.decode import loop
 from paraxis.models import build
@@ -227,6 +228,7 @@ class Weights(Checkpoint):
     config = schema.with_value(schema.Config(), 'model', self._source.model)
     known = [files.config.get(name) for name in _POSITIONS]
     if length := next(filter(None, known), 0):
+      length = min(length, field.MOST_LENGTH)  # of rows, whatever they know
       config = schema.with_value(config, 'data.sequence_length', length)
     text, name = files.tokenizer(), ''
     if text:

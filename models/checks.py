@@ -10,6 +10,8 @@ from paraxis.configs.base import errors
 from paraxis.configs.base import mixers
 
 EXPERTS = 'EPD'  # letters of model.experts.pattern
+ATTENTION = 'FWKNA'  # letters of the mixers that attend to a whole row
+MOST_BLOCKS = 2**12  # of a row: attention lists their pairs, 8 million of these
 
 
 def need(condition, text):
@@ -217,7 +219,15 @@ def _check_longrope(model, letters):
 
 
 def check_length(model, length, what):
-  """UserError if the positions of a model are not for `length` tokens."""
+  """UserError if a model's positions or blocks are not for `length` tokens."""
+  blocks = -(-length // model.attention_block)
+  attends = set(ATTENTION) & set(mixers.of_pattern(model.pattern)[0])
+  need(
+    not attends or blocks <= MOST_BLOCKS,
+    f'{what} is {length} tokens, {blocks:,} blocks of model.attention_block='
+    f'{model.attention_block}, of which attention lists every pair: at most '
+    f'{MOST_BLOCKS:,}; take larger blocks, or fewer tokens.',
+  )
   if model.position == 'rope' and model.rope_scaling == 'longrope':
     need(
       model.rope_long or length <= model.rope_original_length,

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from paraxis.configs.base.field import MOST_LENGTH
 from paraxis.configs.base.field import field
 
 
@@ -39,7 +40,7 @@ class Data:
     'tokens of a conversation that carry loss: all, or those of the assistant',
     ('all', 'assistant'),
   )
-  sequence_length: int = field(256, 'tokens in a row', low=1)
+  sequence_length: int = field(256, 'tokens in a row', low=1, high=MOST_LENGTH)
   packing: str = field(
     'concat_split',
     'concat_split: documents end to end, cut every sequence_length tokens; '

@@ -6,6 +6,8 @@ import math
 
 from paraxis.configs.base.errors import UserError
 
+MOST_WIDTH = 2**20  # of an array's rows or columns; 50 times the widest known
+MOST_LENGTH = 2**24  # tokens of a row
 _FLOAT_BITS = 1023  # of a whole number that is a float, whatever it rounds to
 
 

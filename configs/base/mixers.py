@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from paraxis.configs.base import errors
+from paraxis.configs.base.field import MOST_WIDTH
 from paraxis.configs.base.field import field
 
 
@@ -18,17 +19,22 @@ from paraxis.configs.base.field import field
 class GatedLinear:
   """Gated linear attention, kind G (models/mixers/gated_linear.py)."""
 
-  heads: int = field(0, 'heads; 0: model.num_heads', low=0)
+  heads: int = field(0, 'heads; 0: model.num_heads', low=0, high=MOST_WIDTH)
   key_expand: float = field(0.5, 'width of all keys / model.d_model', low=0.0)
   value_expand: float = field(
     1.0, 'width of all values / model.d_model', low=0.0
   )
-  gate_rank: int = field(16, 'rank of the map from a token to decays', low=1)
+  gate_rank: int = field(
+    16, 'rank of the map from a token to decays', low=1, high=MOST_WIDTH
+  )
   gate_normaliser: float = field(
     16.0, 'log decays are log sigmoid(x) divided by it', low=1.0
   )
   conv_width: int = field(
-    0, 'taps of a causal convolution on q, k and v; 0: none', low=0
+    0,
+    'taps of a causal convolution on q, k and v; 0: none',
+    low=0,
+    high=MOST_WIDTH,
   )
 
 
@@ -36,13 +42,21 @@ class GatedLinear:
 class Mamba:
   """Mamba-2 (kind M) and Mamba (kind S) (models/mixers/mamba.py)."""
 
-  expand: int = field(2, 'inner width / model.d_model', low=1)
-  heads: int = field(0, 'M: heads; 0: expand x d_model / head_dim', low=0)
-  head_dim: int = field(64, 'M: width of a head', low=1)
-  state: int = field(128, 'numbers kept for every channel', low=1)
+  expand: int = field(2, 'inner width / model.d_model', low=1, high=MOST_WIDTH)
+  heads: int = field(
+    0, 'M: heads; 0: expand x d_model / head_dim', low=0, high=MOST_WIDTH
+  )
+  head_dim: int = field(64, 'M: width of a head', low=1, high=MOST_WIDTH)
+  state: int = field(
+    128, 'numbers kept for every channel', low=1, high=MOST_WIDTH
+  )
   groups: int = field(1, 'M: groups of heads that share B and C', low=1)
-  conv_width: int = field(4, 'taps of the causal convolution', low=1)
-  dt_rank: int = field(0, 'S: rank of the step sizes; 0: d_model / 16', low=0)
+  conv_width: int = field(
+    4, 'taps of the causal convolution', low=1, high=MOST_WIDTH
+  )
+  dt_rank: int = field(
+    0, 'S: rank of the step sizes; 0: d_model / 16', low=0, high=MOST_WIDTH
+  )
   dt_min: float = field(1e-3, 'least step size at the start', low=1e-9)
   dt_max: float = field(0.1, 'largest step size at the start', low=1e-9)
   inner_norm: bool = field(
@@ -64,8 +78,12 @@ class Recurrent:
   A sequence is solved by Newton's method (pallas_kernels/scans/newton.py).
   """
 
-  heads: int = field(2, 'blocks of the block-diagonal input maps', low=1)
-  conv_width: int = field(4, 'taps of the causal convolution', low=1)
+  heads: int = field(
+    2, 'blocks of the block-diagonal input maps', low=1, high=MOST_WIDTH
+  )
+  conv_width: int = field(
+    4, 'taps of the causal convolution', low=1, high=MOST_WIDTH
+  )
   init_std: float = field(
     0.0,
     'standard deviation of the diagonal recurrent weights; 0: 2 / sqrt(5 '
@@ -93,11 +111,17 @@ class Recurrent:
 class Tcn:
   """Dilated convolutions, then attention in chunks, kind C."""
 
-  kernel: int = field(17, 'taps of a convolution', low=1)
-  dilation: int = field(2, 'factor from one convolution to the next', low=1)
-  depth: int = field(4, 'convolutions in sequence', low=1)
-  chunk: int = field(64, 'tokens in a chunk of attention', low=1)
-  key_dim: int = field(64, 'width of the queries and keys', low=1)
+  kernel: int = field(17, 'taps of a convolution', low=1, high=MOST_WIDTH)
+  dilation: int = field(
+    2, 'factor from one convolution to the next', low=1, high=MOST_WIDTH
+  )
+  depth: int = field(4, 'convolutions in sequence', low=1, high=64)
+  chunk: int = field(
+    64, 'tokens in a chunk of attention', low=1, high=MOST_WIDTH
+  )
+  key_dim: int = field(
+    64, 'width of the queries and keys', low=1, high=MOST_WIDTH
+  )
   value_expand: float = field(
     2.0, 'width of the values / model.d_model', low=0.0
   )
@@ -107,11 +131,19 @@ class Tcn:
 class Latent:
   """Multi-head latent attention, kind A (models/mixers/latent.py)."""
 
-  rank: int = field(128, 'width of the latent that is cached', low=1)
-  query_rank: int = field(0, 'width of the latent of queries; 0: none', low=0)
-  nope_dim: int = field(32, 'width of a key without position', low=1)
-  rope_dim: int = field(16, 'width of the rotated key all heads share', low=2)
-  value_dim: int = field(32, 'width of a value', low=1)
+  rank: int = field(
+    128, 'width of the latent that is cached', low=1, high=MOST_WIDTH
+  )
+  query_rank: int = field(
+    0, 'width of the latent of queries; 0: none', low=0, high=MOST_WIDTH
+  )
+  nope_dim: int = field(
+    32, 'width of a key without position', low=1, high=MOST_WIDTH
+  )
+  rope_dim: int = field(
+    16, 'width of the rotated key all heads share', low=2, high=MOST_WIDTH
+  )
+  value_dim: int = field(32, 'width of a value', low=1, high=MOST_WIDTH)
   norm_epsilon: float = field(
     0.0, 'epsilon of the norms of latents; 0: model.norm_epsilon', low=0.0
   )
@@ -136,34 +168,48 @@ class Latent:
 class ShortConv:
   """Gated short convolutions, kind V (models/mixers/short_conv.py)."""
 
-  width: int = field(3, 'taps of the causal convolution', low=1)
+  width: int = field(
+    3, 'taps of the causal convolution', low=1, high=MOST_WIDTH
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class RgLru:
   """Real-gated linear recurrent units, kind U (models/mixers/rg_lru.py)."""
 
-  width: int = field(0, 'channels; 0: model.d_model', low=0)
+  width: int = field(0, 'channels; 0: model.d_model', low=0, high=MOST_WIDTH)
   heads: int = field(
-    0, 'blocks of the block-diagonal gates; 0: model.num_heads', low=0
+    0,
+    'blocks of the block-diagonal gates; 0: model.num_heads',
+    low=0,
+    high=MOST_WIDTH,
   )
-  conv_width: int = field(4, 'taps of the causal convolution', low=1)
+  conv_width: int = field(
+    4, 'taps of the causal convolution', low=1, high=MOST_WIDTH
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class GatedDelta:
   """The gated delta rule, kind D (models/mixers/gated_delta.py)."""
 
-  heads: int = field(0, 'heads of queries and keys; 0: model.num_heads', low=0)
+  heads: int = field(
+    0, 'heads of queries and keys; 0: model.num_heads', low=0, high=MOST_WIDTH
+  )
   value_heads: int = field(
-    0, 'heads of values, a multiple of heads; 0: heads', low=0
+    0, 'heads of values, a multiple of heads; 0: heads', low=0, high=MOST_WIDTH
   )
   key_dim: int = field(
-    0, 'width of a query and a key; 0: that of attention', low=0
+    0,
+    'width of a query and a key; 0: that of attention',
+    low=0,
+    high=MOST_WIDTH,
   )
-  value_dim: int = field(0, 'width of a value; 0: key_dim', low=0)
+  value_dim: int = field(
+    0, 'width of a value; 0: key_dim', low=0, high=MOST_WIDTH
+  )
   conv_width: int = field(
-    4, 'taps of a causal convolution on q, k and v', low=1
+    4, 'taps of a causal convolution on q, k and v', low=1, high=MOST_WIDTH
   )
   reflect: bool = field(
     False,

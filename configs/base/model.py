@@ -5,6 +5,8 @@ from typing import Any
 
 from paraxis.configs.base import extra as extra_lib
 from paraxis.configs.base import mixers
+from paraxis.configs.base.field import MOST_LENGTH
+from paraxis.configs.base.field import MOST_WIDTH
 from paraxis.configs.base.field import field
 
 MOST_ROWS = 2**31 - 1  # a token is an int32
@@ -24,8 +26,10 @@ class Experts:
     'E',
     'repeated over the depth: E experts, P twice as many (pyramid), D mlp',
   )
-  d_ff: int = field(0, 'hidden width of an expert; 0: model.d_ff', low=0)
-  shared: int = field(0, 'experts that see every token', low=0)
+  d_ff: int = field(
+    0, 'hidden width of an expert; 0: model.d_ff', low=0, high=MOST_WIDTH
+  )
+  shared: int = field(0, 'experts that see every token', low=0, high=MOST_WIDTH)
   shared_gate: bool = field(False, 'a sigmoid gate on the shared experts')
   shared_scale: float = field(1.0, 'multiplies the shared experts', low=0.0)
   residual: bool = field(
@@ -88,12 +92,18 @@ class DecoderFields:
   vocab_size: int = field(
     2048, 'rows of the embedding table', low=2, high=MOST_ROWS
   )
-  d_model: int = field(160, 'width of the residual stream', low=1)
+  d_model: int = field(
+    160, 'width of the residual stream', low=1, high=MOST_WIDTH
+  )
   num_layers: int = field(4, 'layers', low=1, high=MOST_LAYERS)
-  num_heads: int = field(4, 'query heads', low=1)
-  num_kv_heads: int = field(0, 'key/value heads; 0: num_heads', low=0)
-  head_dim: int = field(0, 'width of a head; 0: d_model / num_heads', low=0)
-  d_ff: int = field(432, 'hidden width of the mlp', low=1)
+  num_heads: int = field(4, 'query heads', low=1, high=MOST_WIDTH)
+  num_kv_heads: int = field(
+    0, 'key/value heads; 0: num_heads', low=0, high=MOST_WIDTH
+  )
+  head_dim: int = field(
+    0, 'width of a head; 0: d_model / num_heads', low=0, high=MOST_WIDTH
+  )
+  d_ff: int = field(432, 'hidden width of the mlp', low=1, high=MOST_WIDTH)
   pattern: str = field(
     'F',
     f'kinds of layers, repeated over the depth: {mixers.words()}; * is F; with '
@@ -161,7 +171,7 @@ class DecoderFields:
     'rope', 'position encoding', ('rope', 'learned', 'none')
   )
   max_positions: int = field(
-    0, 'rows of the learned position table; 0 with rope', low=0
+    0, 'rows of the learned position table; 0 with rope', low=0, high=MOST_ROWS
   )
   position_offset: int = field(
     0, 'row of the learned position table for the first token', low=0
@@ -262,7 +272,9 @@ class DecoderFields:
     ('auto', 'logits', 'chunked'),
   )
   attention: str = field('auto', 'attention kernel (paraxis doctor lists them)')
-  attention_block: int = field(256, 'tokens in an attention block', low=1)
+  attention_block: int = field(
+    256, 'tokens in an attention block', low=1, high=MOST_LENGTH
+  )
   scan: str = field('auto', 'kernel of gated scans (paraxis doctor lists them)')
 
   @property

@@ -198,6 +198,34 @@ QUICK = ['train', '--config=quickstart']
       ['check', '--config=quickstart', '--config.model.num_layers=100000000'],
       ['model.num_layers=100000000 is above'],
     ),
+    *(
+      (
+        ['check', '--config=quickstart', f'--config.{name}={value}'],
+        [f'{name}={value} is above its highest valid value {most}'],
+      )
+      for name, value, most in (
+        ('model.d_model', 10**10, 2**20),
+        ('model.d_ff', 10**11, 2**20),
+        ('model.experts.d_ff', 10**11, 2**20),
+        ('model.num_heads', 10**8, 2**20),
+        ('model.mamba.state', 10**9, 2**20),
+        ('model.tcn.depth', 10**6, 64),
+        ('data.sequence_length', 10**8, 2**24),
+        ('data.sequence_length', 10**12, 2**24),
+        ('decode.cache_length', 10**12, 2**24),
+      )
+    ),
+    *(
+      (
+        [*command, '--config.data.sequence_length=16777216'],
+        ['65,536 blocks', 'model.attention_block=256', 'at most 4,096'],
+      )
+      for command in (
+        ['check', '--config=quickstart'],
+        [*QUICK, '--workdir=W'],
+        [*QUICK, '--dry_run'],
+      )
+    ),
     ([*QUICK, '--workdir=W', '--config.train=3'], ['train is a section']),
     (
       ['train', '--config.train.steps=3', '--workdir=W'],

@@ -18,6 +18,8 @@ def check(config, workdir='', profile=''):
       is not looked at. profile: --profile=.
   """
   checks.check_fields(config.model)
+  length = config.data.sequence_length
+  checks.check_length(config.model, length, 'data.sequence_length')
   traced(profile, config.train.steps)
   if workdir:
     workdir_lib.check(workdir, corpus.with_places(config))
