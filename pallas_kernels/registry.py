@@ -8,6 +8,7 @@ implementation that cannot run is an error with the reason.
 """
 
 from collections.abc import Callable
+import contextlib
 import dataclasses
 import re
 from typing import Any
@@ -84,6 +85,7 @@ def kernel(platform: str, module) -> Implementation:
 
 _CONFIG: Any = jax.config  # type checkers do not know its options
 _OPS: dict[str, tuple[Implementation, ...]] = {}
+_records: list[dict[str, dict[str, None]]] = []  # of `recording`, open ones
 
 
 def register(op: str, *implementations: Implementation) -> None:
@@ -144,12 +146,29 @@ def resolve(
     if name in ('auto', i.name):
       reason = i.supports(spec, target)
       if reason is None:
+        for record in _records:
+          record.setdefault(op, {})[i.name] = None
         return i
       reasons.append(f'{i.name}: {reason}')
   raise errors.UserError(
     f'{op}: cannot run on {target}: {"; ".join(reasons)}; '
     f"use impl='auto' or another target"
   )
+
+
+@contextlib.contextmanager
+def recording():
+  """Gives {op: {name of an implementation: None}}, filled within the block.
+
+  By `resolve`, in the order of first use: what a program that is traced there
+  runs, for its own shapes.
+  """
+  found = {}
+  _records.append(found)
+  try:
+    yield found
+  finally:
+    _records[:] = [r for r in _records if r is not found]
 
 
 def explain(

@@ -86,8 +86,8 @@ def _dry_run(config, values, source):
       config = source.configured(config, folder, print)
     job = program.make(config, values.mesh)
   made = step.make(job.built, job.optimizer, config.optimizer.clip_norm)
-  memory = header.memory(job, made.grads)
-  print(header.text(job, loop.cost(config), values.workdir, memory))
+  traced = header.trace(job, made.grads)
+  print(header.text(job, loop.cost(config), values.workdir, traced))
   return errors.EXIT_OK
 
 

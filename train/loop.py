@@ -228,8 +228,8 @@ def run(
       state, first, origin = start.state(job, store, source, say)
       if jax.process_index() == 0:
         workdir_lib.write_config(path, config)
-      memory = header.memory(job, step.grads)
-      about = header.text(job, token, str(path), memory)
+      shape = header.trace(job, step.grads)
+      about = header.text(job, token, str(path), shape)
       enter = loggers.enter_context
       writers = enter(metrics_lib.Writers(path, settings, config, about))
       progress = enter(

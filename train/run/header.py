@@ -20,15 +20,12 @@ from typing import NamedTuple
 
 import jax
 
-from paraxis.configs.base import mixers
-from paraxis.models import layer
-from paraxis.models.mixers import attention
-from paraxis.pallas_kernels.attention import op as attention_op
+from paraxis.pallas_kernels import registry
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import flops
 from paraxis.sharding.meter import liveness
 from paraxis.sharding.meter import target
-from paraxis.sharding.meter import traced
+from paraxis.sharding.meter import traced as traced_lib
 
 OUTER = (
   'embedding',
@@ -86,47 +83,60 @@ def peak(devices) -> float | None:
   return sum(c.flops for c in chips if c) if all(chips) else None
 
 
-def memory(job, grads) -> int:
-  """Bytes that a device is predicted to need: state, batch, gradient.
+class Traced(NamedTuple):
+  """What tracing a gradient shows.
 
-  As `paraxis check`. The trace is kept: compiling the gradient does not repeat
-  it, and reading it takes 0.1 CPU-seconds.
+  memory: bytes that a device is predicted to need: state, batch, gradient; as
+    `paraxis check`.
+  kernels: {op: names of the implementations that its calls resolve to}.
+  """
+
+  memory: int
+  kernels: dict[str, tuple[str, ...]]
+
+
+def trace(job, grads) -> Traced:
+  """`Traced` of a job.
+
+  The trace is kept: compiling the gradient does not repeat it, and reading it
+  takes 0.1 CPU-seconds.
 
   Args:
     job: program.Program. grads: of its step.Step.
   """
   sizes, batch = dict(job.mesh.shape), job.batch_shapes()
-  with job.context():
+  with job.context(), registry.recording() as kernels:
     closed = jax.jit(grads).trace(job.state.variables, batch).jaxpr
-  inner = liveness.estimate(traced.of_jaxpr(closed, sizes))
-  return held((job.state, batch), sizes) + inner.peak
+  inner = liveness.estimate(traced_lib.of_jaxpr(closed, sizes))
+  needed = held((job.state, batch), sizes) + inner.peak
+  return Traced(needed, {op: tuple(names) for op, names in kernels.items()})
 
 
 def held(tree, sizes) -> int:
   """Bytes of one device's share; tree: of arrays or their shapes, laid out."""
-  return sum(traced.Value(x, sizes).bytes for x in jax.tree.leaves(tree))
+  return sum(traced_lib.Value(x, sizes).bytes for x in jax.tree.leaves(tree))
 
 
-def text(job, found: Cost, workdir='', memory=None) -> str:
+def text(job, found: Cost, workdir='', traced=None) -> str:
   """The screen, of at most 80 columns where names allow it.
 
   Args:
     job: program.Job. found: its `cost`. workdir: of the run, or ''.
-    memory: bytes that a device is predicted to need, or None.
+    traced: `Traced`, or None: neither kernels nor memory are shown.
   """
   config = job.config
   rows = [
     ('model', _model(sizes(job.model, job.state.params))),
     ('devices', _devices(job)),
     ('numbers', _numbers(config)),
-    ('kernels', _kernels(config)),
+    *([('kernels', _kernels(traced.kernels))] if traced else []),
     ('step', _step(config)),
     *([('stages', _stages(job))] if job.built.schedule else []),
     ('data', _data(job)),
     ('compute', _compute(job, found)),
   ]
-  if memory is not None:
-    rows.append(('memory', _memory(job, memory)))
+  if traced:
+    rows.append(('memory', _memory(job, traced.memory)))
   every, keep = config.checkpoint.every, config.checkpoint.keep
   saved = f'every {every} steps, the last {keep} kept, in {workdir}'
   rows.append(('checkpoints', saved if workdir else 'none without --workdir'))
@@ -159,15 +169,9 @@ def _numbers(config):
   return f'parameters {model.param_dtype}, products {model.dtype}'
 
 
-def _kernels(config):
-  model, used = config.model, []
-  attend = {k for k, m in layer.MIXERS.items() if m is attention.Attention}
-  if attend & set(mixers.of_pattern(model.pattern)[0]):
-    chosen = attention_op.choose(model.attention)
-    used.append(f'attention {"/".join(dict.fromkeys(i.name for i in chosen))}')
-  if model.scan != 'auto':
-    used.append(f'scans {model.scan}')
-  return ', '.join(used) or 'as chosen for this device'
+def _kernels(chosen):
+  used = [f'{op} {"/".join(names)}' for op, names in chosen.items()]
+  return ', '.join(used) or 'none: every op is plain XLA'
 
 
 def _step(config):
@@ -227,9 +231,20 @@ def _compute(job, found):
 
 
 def _memory(job, predicted):
+  """Predicted bytes beside those that a device may allocate."""
   line = f'{predicted / 2**30:.2f} GiB a device, predicted'
-  chip = target.of_device(job.mesh.devices.flat[0])
-  return f'{line}, of {chip.hbm / 2**30:.0f} GiB' if chip else line
+  mine = [
+    d for d in job.mesh.devices.flat if d.process_index == jax.process_index()
+  ]
+  if mine[0].platform == 'cpu':
+    ram = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    share = f', shared by all {len(mine)}' if mine[1:] else ''
+    return f'{line}, of {ram / 2**30:.1f} GiB of RAM{share}'
+  limit = (mine[0].memory_stats() or {}).get('bytes_limit')
+  if not limit:  # the runtime does not say: the chip's own
+    chip = target.of_device(mine[0])
+    limit = chip.hbm if chip else 0
+  return f'{line}, of {limit / 2**30:.1f} GiB' if limit else line
 
 
 def _metric(number):

@@ -1,12 +1,15 @@
 """The first screen of a run, against counts by hand."""
 
 import math
+import os
 import types
 
 import jax
+import numpy as np
 import pytest
 
 from paraxis.configs import schema
+from paraxis.pallas_kernels import registry
 from paraxis.sharding.meter import target
 from paraxis.train import loop
 from paraxis.train import program
@@ -102,7 +105,8 @@ def test_the_screen(tiny):
   )
   job = program.make(config, say=lambda line: None)
   cost = header.Cost(2.5e6)
-  lines = header.text(job, cost, 'runs/x', 3 * 2**30).splitlines()
+  traced = header.Traced(3 * 2**30, {'a': ('x', 'y'), 'b': ('z',)})
+  lines = header.text(job, cost, 'runs/x', traced).splitlines()
   shown = {line[:12].strip(): line[13:] for line in lines}
   total = sum(math.prod(x.shape) for x in job.state.params.values())
   assert shown['model'].startswith(f'{total:,} parameters, ')
@@ -112,7 +116,11 @@ def test_the_screen(tiny):
   read = 6 * rows / job.batches.rows
   assert read < 1 and f'read to {100 * read:.3g}%;' in shown['data']
   assert shown['compute'].startswith('2.5 MFLOP a token; no MFU')
-  assert shown['memory'] == '3.00 GiB a device, predicted'
+  assert shown['kernels'] == 'a x/y, b z'
+  ram = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30
+  assert shown['memory'] == (
+    f'3.00 GiB a device, predicted, of {ram:.1f} GiB of RAM, shared by all 8'
+  )
   assert shown['checkpoints'] == 'every 3 steps, the last 3 kept, in runs/x'
   why = header.text(job, header.Cost(math.nan, 'a loop'))
   assert 'not counted: a loop' in why and 'memory' not in why
@@ -136,13 +144,69 @@ def test_memory_is_that_of_check(tiny, mesh):
   config = tiny.config({'train.microbatches': 2, 'train.batch_size': 16})
   made = program.on_devices(config, mesh)
   grads = step.make(made.built, made.optimizer, 1.0).grads
-  found = header.memory(made, grads)
+  found = header.trace(made, grads).memory
   assert found == check.check(config, mesh).peak > 0
   traces = []
   spy = lambda *a: traces.append(1) or grads(*a)
-  header.memory(made, spy)
+  header.trace(made, spy)
   with made.context():
     jax.jit(spy, donate_argnums=()).trace(
       made.state.params, made.batch_shapes()
     )
   assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+  'fields, ops',
+  [
+    ({}, {'attention'}),
+    ({'model.pattern': 'M'}, {'gated_scan'}),
+    ({'model.pattern': 'GF'}, {'gated_scan', 'attention'}),
+    ({'model.pattern': 'S'}, {'linear_scan'}),
+    ({'model.pattern': 'R'}, {'linear_scan'}),
+    ({'model.pattern': 'L'}, {'affine_scan'}),
+    ({'model.pattern': 'D'}, {'delta_scan'}),
+    (
+      {'model.experts.count': 4, 'model.experts.top_k': 2},
+      {'attention', 'grouped_matmul'},
+    ),
+  ],
+)
+def test_kernels_of_every_op(fields, ops):
+  """Those that the traced program runs, each resolved for its own call."""
+  config = schema.with_values(_config(), fields)
+  made = program.on_devices(config, devices=jax.devices()[:1])
+  found = header.trace(made, step.make(made.built, made.optimizer, 1.0).grads)
+  assert ops <= set(found.kernels) <= ops | {'cross_entropy'}
+  for op, names in found.kernels.items():
+    assert names and set(names) <= {n for n, *_ in registry.explain(op)}
+  line = header._kernels(found.kernels)
+  assert all(f'{op} {"/".join(found.kernels[op])}' in line for op in ops)
+
+
+def test_an_asked_for_kernel_is_the_one_shown():
+  config = schema.with_values(
+    _config(), {'model.pattern': 'M', 'model.scan': 'loop'}
+  )
+  made = program.on_devices(config, devices=jax.devices()[:1])
+  found = header.trace(made, step.make(made.built, made.optimizer, 1.0).grads)
+  assert found.kernels['gated_scan'] == ('loop',)
+
+
+@pytest.mark.parametrize(
+  'kind, stats, shown',
+  [
+    ('NVIDIA H100 80GB HBM3', dict(bytes_limit=60 * 2**30), ', of 60.0 GiB'),
+    ('TPU v5 lite', None, ', of 16.0 GiB'),  # of the table of chips
+    ('unheard of', {}, ''),
+  ],
+)
+def test_memory_that_a_device_has(kind, stats, shown):
+  device = types.SimpleNamespace(
+    platform='other', device_kind=kind, process_index=0,
+    memory_stats=lambda: stats,
+  )  # fmt: skip
+  mesh = types.SimpleNamespace(devices=np.array([device, device]))
+  job = types.SimpleNamespace(mesh=mesh)
+  line = header._memory(job, 2**31)
+  assert line == f'2.00 GiB a device, predicted{shown}'

@@ -94,7 +94,7 @@ def predicted(c) -> int:
   """Bytes that a step is predicted to need (train/run/header.py)."""
   program = job_lib.on_devices(c, 'data=1', jax.devices()[:1])
   made = step_lib.make(program.built, program.optimizer, 0.0)
-  return header.memory(program, made.grads)
+  return header.trace(program, made.grads).memory
 
 
 def _too_large(error):
