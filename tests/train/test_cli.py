@@ -1,6 +1,9 @@
 """The commands: what they accept, what they print, how they end."""
 
+import importlib.metadata
 import json
+import os
+import pwd
 import subprocess
 import sys
 import textwrap
@@ -61,6 +64,60 @@ def test_help_names_every_command(capsys):
   shown = capsys.readouterr().out
   for name, command in cli.COMMANDS.items():
     assert f'  {name} ' in shown and command.summary in shown
+
+
+@pytest.mark.parametrize('flag', ['--version', '-V'])
+def test_version(capsys, flag):
+  assert cli.main([flag]) == 0
+  found = importlib.metadata.version('paraxis')
+  assert capsys.readouterr().out == f'paraxis {found}\n' and found[0].isdigit()
+
+
+@pytest.mark.parametrize('home', [None, '/'])
+def test_no_home(home):
+  """HOME unset, as under cron, or /, as in many containers."""
+  environment = dict(os.environ)
+  for name in ('HOME', 'PARAXIS_CACHE', 'XDG_CACHE_HOME'):
+    environment.pop(name, None)
+  environment |= {'HOME': home} if home else {}
+  where = 'from paraxis.train.data import files; print(files.cache_root())'
+  done = _python('-c', where, env=environment)
+  root = home or pwd.getpwuid(os.getuid()).pw_dir
+  assert done.stdout.strip() == os.path.join(root, '.cache/paraxis')
+  done = _python('-m', 'paraxis.train.cli', 'data', 'list', env=environment)
+  assert done.returncode == 0 and 'fixture' in done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize(
+  'argv',
+  [['train', '--config=quickstart', '--workdir=W'], ['doctor']],
+)
+def test_a_platform_that_is_not_there(tmp_path, argv):
+  """jax itself refuses: libtpu is missing, or finds no TPU."""
+  run = tmp_path / 'run'
+  argv = [a.replace('=W', f'={run}') for a in argv]
+  environment = dict(os.environ, JAX_PLATFORMS='tpu', TPU_SKIP_MDS_QUERY='1')
+  done = _python('-m', 'paraxis.train.cli', *argv, env=environment)
+  assert done.returncode == errors.EXIT_USER
+  last = done.stderr.splitlines()[-1]
+  assert last.startswith('paraxis: JAX_PLATFORMS=tpu: jax cannot start it')
+  assert 'Traceback' not in done.stderr and not run.exists()
+
+
+def test_a_learning_rate_without_a_model(tiny, tmp_path, capsys):
+  """Parameters leave float32 at once: the run ends as damaged numbers do."""
+  argv = ['train', f'--config={tiny.file}', f'--workdir={tmp_path / "run"}']
+  argv += [
+    f'--config.{field}'
+    for field in (
+      'optimizer.learning_rate=1e6',
+      'optimizer.warmup_steps=0',
+      'train.eval_batches=0',
+    )
+  ]
+  assert cli.main(argv) == errors.EXIT_INTEGRITY == 14
+  last = capsys.readouterr().err.splitlines()[-1]
+  assert '4 of 6 steps were skipped' in last and 'learning_rate' in last
 
 
 def test_print_config_is_the_config(capsys):

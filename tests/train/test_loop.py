@@ -1,5 +1,6 @@
 """The loop: trains, stops, resumes bit for bit, and never saves a NaN."""
 
+import json
 import os
 import signal
 import subprocess
@@ -319,7 +320,19 @@ def test_bfloat16(whole, tiny, tmp_path):
 def test_tensorboard(tiny, tmp_path):
   tiny.run(tmp_path, {'train.tensorboard': True})
   events = list(tmp_path.glob('events.out.tfevents.*'))
-  assert len(events) == 1 and b'train/loss' in events[0].read_bytes()
+  assert len(events) == 1
+  shown = events[0].read_bytes()
+  assert b'train/loss' in shown
+  # The header, the configuration and the state of git, each as a text.
+  for name in ('run', 'config', 'source'):
+    assert f'{name}/text_summary'.encode() in shown
+  assert b'parameters, ' in shown and b'kernels' in shown
+  config = json.loads((tmp_path / 'config.json').read_text())
+  assert config['train']['tensorboard'] and b'"tensorboard": true' in shown
+  assert all(f'"{key}"'.encode() in shown for key in config['optimizer'])
+  found = metrics.source()
+  assert json.dumps(found).encode() in shown
+  assert not found or len(found['commit']) == 40
 
 
 def test_a_failed_save_is_reported_at_the_next_step(

@@ -93,7 +93,13 @@ def test_the_index_is_searched_in_every_field(tmp_path):
   names = lambda word: [p.name for p in papers.index(word, paths)]
   assert names('') == ['ring', 'tree'] and names('RING ATT') == ['ring']
   assert names('2310.01889') == ['ring', 'tree'] and names('zebra') == []
-  found = papers.index('', paths)
+  # A word begins so: 'ring' is not within 'during'.
+  text = GOOD.replace('Ring', 'Tree').replace('ring', 'tree')
+  text = text.replace('differs: nothing', 'differs: sums during a step')
+  paths.append(_config(tmp_path, text, 'later'))
+  assert names('ring') == ['ring', 'tree'] and names('during') == ['later']
+  assert names('sum') == ['later'] and names('uring') == []
+  found = papers.index('', paths[:2])
   short, long = papers.table(found, False), papers.table(found, True)
   assert 'ring  Ring attention [arXiv:2310.01889]' in short
   assert 'goes on here' not in short and 'goes on here' in long
