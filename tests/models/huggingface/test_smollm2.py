@@ -11,16 +11,22 @@ import pathlib
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
 
 from paraxis.configs import schema
 from paraxis.decode import load
+from paraxis.decode import step
 from paraxis.decode.evaluate import command
 from paraxis.decode.evaluate import harness
+from paraxis.models import batch
+from paraxis.models import build
 from paraxis.models.huggingface import gguf_file
 from paraxis.models.huggingface import source
+from paraxis.models.text import tokenizer
+from paraxis.train import cli
 from paraxis.train import exchange
 from paraxis.train import loop
 from paraxis.train import start
@@ -28,6 +34,8 @@ from paraxis.train.data import files as data_files
 
 pytestmark = [pytest.mark.hf, pytest.mark.xdist_group('smollm2')]
 
+# Of logits, of the largest: sums of float32 in another order, 30 layers deep.
+TOLERANCE = 1e-4
 WINDOW = 512
 TOKENS = 4095
 PROMPTS = (
@@ -160,6 +168,119 @@ def test_what_lm_eval_asks(theirs, documents):
     assert error < 1e-5 * len(ids)
 
 
+@pytest.fixture(scope='module')
+def imported(theirs, tmp_path_factory):
+  """The folder that `paraxis checkpoint import smollm2` makes."""
+  del theirs  # skips without the packages
+  path = tmp_path_factory.mktemp('smollm2') / 'base'
+  argv = ['checkpoint', 'import', source.SMOLLM2, f'--workdir={path}']
+  assert cli.main(argv) == 0
+  return path
+
+
+def blocks(text, run):
+  """(8, 16) ids of a text, by the tokenizer that a run has."""
+  ids = tokenizer.load(start.Run(str(run)).config().data.tokenizer).encode(text)
+  return np.array(ids[:128], np.int32).reshape(8, 16)
+
+
+def logits(run, ids):
+  """(B, T, V) of a run's newest step, its adapters merged, in float32."""
+  with load.Checkpoint(str(run), say=quiet) as opened:
+    config = opened.config()
+    config.model.dtype = 'float32'
+    built, params, *_ = opened.parts(schema.view(config), 'fsdp=8')
+  with build.use(built):
+    tokens, lengths = step.place(ids.tolist(), ids.shape[1], built.mesh)
+
+    def score(params):
+      order = jnp.arange(ids.shape[1])
+      here = order < lengths[:, None]
+      number = here.astype(jnp.int32)
+      data = batch.Batch(tokens, tokens, number, number * order, here, 1)
+      return built.model.logits(params, built.model.features(params, data)[0])
+
+    return np.asarray(jax.jit(score)(params))
+
+
+def their_logits(model, ids):
+  torch = pytest.importorskip('torch')
+  with torch.no_grad():
+    return model(input_ids=torch.tensor(ids), use_cache=False).logits
+
+
+def distance(found, wanted):
+  """The largest difference, as a share of the largest number wanted."""
+  wanted = np.asarray(wanted)
+  return np.abs(np.asarray(found) - wanted).max() / np.abs(wanted).max()
+
+
+def check_export(run, theirs, out, ids):
+  """Exports a run: its logits are those of transformers, not the base's."""
+  exchange.send(str(run), out, say=quiet)
+  torch = pytest.importorskip('torch')
+  other = type(theirs).from_pretrained(out, dtype=torch.float32).eval()
+  found = logits(run, ids)
+  assert distance(found, their_logits(other, ids)) < TOLERANCE
+  assert distance(found, their_logits(theirs, ids)) > 100 * TOLERANCE
+  return other
+
+
+def train_losses(run):
+  rows = map(json.loads, (run / 'metrics.jsonl').read_text().splitlines())
+  return [row['train/loss'] for row in rows if 'train/loss' in row]
+
+
+@pytest.mark.sampled(4)
+def test_imported_by_the_command(imported, theirs, documents):
+  ids = blocks(documents[0], imported)
+  assert distance(logits(imported, ids), their_logits(theirs, ids)) < TOLERANCE
+
+
+@pytest.mark.sampled(8)
+def test_adapters_tuned_merged_and_opened(
+  imported, theirs, documents, tmp_path
+):
+  """The loss falls, the base stays bitwise, the export has both in one."""
+  parts = [documents[0][a : a + 200] for a in range(0, 1200, 200)]
+  rows = ''.join(f'{json.dumps(dict(text=part))}\n' for part in parts)
+  (tmp_path / 'text.jsonl').write_text(rows, 'utf-8')
+  config = schema.with_values(
+    start.Run(str(imported)).config(),
+    {
+      'model.dtype': 'float32',
+      'data.path': str(tmp_path / 'text.jsonl'),
+      'data.cache_dir': str(tmp_path / 'tokens'),
+      'data.sequence_length': 32,
+      'data.held_out_fraction': 0.3,
+      'optimizer.learning_rate': 2e-3,
+      'optimizer.warmup_steps': 1,
+      'train.lora.rank': 4,
+      'train.steps': 6,
+      'train.batch_size': 4,
+      'train.eval_batches': 0,
+      'checkpoint.every': 6,
+    },
+  )
+  origin = start.open_(str(imported), say=quiet)
+  options = loop.Options('', origin)
+  run = tmp_path / 'run'
+  devices = jax.devices()[:4]
+  loop.run(config, run, 'fsdp=4', say=quiet, devices=devices, options=options)
+  losses = train_losses(run)
+  assert len(losses) == 6 and np.mean(losses[-2:]) < np.mean(losses[:2]) - 0.2
+  base, found = support.fingerprints(imported, 0), support.fingerprints(run, 6)
+  assert {p: found[p] for p in base} == base
+  adapters = [p for p in found if p.startswith('params/') and p not in base]
+  assert len(adapters) == 14
+  ids = blocks(documents[1], run)
+  other = check_export(run, theirs, tmp_path / 'out', ids)
+  mine, before = other.state_dict(), theirs.state_dict()
+  same = {name: bool((mine[name] == x).all()) for name, x in before.items()}
+  merged = {name for name in same if name.endswith('proj.weight')}
+  assert {name for name in same if not same[name]} == merged
+
+
 @pytest.mark.sampled(16)
 def test_tuned_exported_and_opened(theirs, tmp_path):
   """20 steps on data=2,fsdp=4; tensor=2 does not divide 9 heads."""
@@ -176,18 +297,7 @@ def test_tuned_exported_and_opened(theirs, tmp_path):
   with support.refused('9', 'tensor=2'):
     run(tmp_path / 'no', 'data=4,tensor=2', options=loop.Options('', weights()))
   run(tmp_path / 'run', 'data=2,fsdp=4', options=loop.Options('', weights()))
-  lines = (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
-  losses = [
-    row['train/loss'] for row in map(json.loads, lines) if 'train/loss' in row
-  ]
+  losses = train_losses(tmp_path / 'run')
   assert np.mean(losses[-5:]) < np.mean(losses[:5])
-  exchange.send(str(tmp_path / 'run'), tmp_path / 'out', say=quiet)
-  torch = pytest.importorskip('torch')
-  other = type(theirs).from_pretrained(tmp_path / 'out', dtype=torch.float32)
-  with load.Checkpoint(str(tmp_path / 'run'), say=quiet) as opened:
-    tuned = command.scorer(opened, {'model.dtype': 'float32'}, 'fsdp=8', 64, 8)
-  ids = list(range(100, 164))
-  found = tuned.scores([(ids[:1], ids[1:])])[0].nats
-  wanted = nats_of(other.eval(), ids[:1], ids[1:]).sum()
-  assert abs(found + wanted) < 1e-3
-  assert abs(found + nats_of(theirs, ids[:1], ids[1:]).sum()) > 1e-2
+  ids = np.arange(100, 228).reshape(8, 16)
+  check_export(tmp_path / 'run', theirs, tmp_path / 'out', ids)
