@@ -10,6 +10,7 @@ Nothing here imports jax or NumPy before the arguments are read.
 import importlib
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 from typing import Any
@@ -19,6 +20,7 @@ from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.train.bench import measure
 from paraxis.train.bench import peers as peers_lib
+from paraxis.train.bench import report as report_lib
 from paraxis.train.bench.device import command as device_command
 
 # name, also of the function -> (module, virtual CPU devices, help)
@@ -44,7 +46,9 @@ BENCHES = {
   'decode': (
     'decode', 1, 'new tokens, batch 1, 8, 64: plain JAX; reading parameters'
   ),
-  'prefill': ('decode', 1, 'a prompt of 4,080 tokens, windows: plain JAX'),
+  'prefill': (
+    'decode', 1, 'prompts of 4,080 and 8,000 tokens, a window: plain JAX'
+  ),
   'checkpoint': ('checkpoint', 1, 'half a GiB saved and restored: Orbax'),
   'data': ('data', 1, "packing documents into rows: grain's first-fit"),
   'scaling': (
@@ -79,11 +83,28 @@ def _devices(count):
 
 
 def _load():
-  """', load 0.52', the load average of the last minute, where available."""
+  """'load 0.5', the load average of the last minute, where available."""
   try:
-    return f', load {os.getloadavg()[0]:.1f}'
+    return f'load {os.getloadavg()[0]:.1f}'
   except OSError:
-    return ''
+    return 'load unknown'
+
+
+def _cpu():
+  """What the processor calls itself."""
+  try:
+    lines = pathlib.Path('/proc/cpuinfo').read_text('utf-8').splitlines()
+    names = [x.partition(':')[2] for x in lines if x.startswith('model name')]
+    return names[0].strip()
+  except (OSError, IndexError):
+    return platform.processor() or platform.machine()
+
+
+def _threads():
+  """Threads that XLA starts for its products: processors of this process."""
+  if hasattr(os, 'sched_getaffinity'):
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count()
 
 
 def run(name, rounds, quick, **options):
@@ -103,7 +124,9 @@ def run(name, rounds, quick, **options):
     jax=jax.__version__,
     python=sys.version.split()[0],
     device=jax.devices()[0].device_kind,
+    cpu=_cpu(),
     cores=os.cpu_count(),
+    threads=_threads(),
     flags=os.environ.get('XLA_FLAGS', ''),
     rounds=rounds,
     quick=quick,
@@ -117,10 +140,7 @@ def run(name, rounds, quick, **options):
     except measure.KeptError as kept:
       return kept.args[0]
     peers_lib.absent(report)
-    report.notes.append(
-      f'jax {jax.__version__}, {os.cpu_count()} cores, {rounds} rounds'
-      f'{before} before, {_load()[2:] or "unknown"} after'
-    )
+    report.notes.append(f'{before} before, {_load()} after')
     report.finish()
   return report
 
@@ -166,6 +186,8 @@ def _bench(values, _, names):
     return device_command.run(values, _say)
   if values.minutes is not None:
     raise errors.UserError(f'--minutes is for bench {DEVICE}, not {name}.')
+  if values.json and values.markdown:
+    raise errors.UserError('--json and --markdown print one form: choose one.')
   path = pathlib.Path(values.out) if values.out else None
   options: dict[str, Any] = dict(path=path, resume=values.resume)
   options['peers'] = peers_lib.parse(values.peer)
@@ -177,8 +199,7 @@ def _bench(values, _, names):
   if values.json:
     print(measure.to_json(reports))
   elif values.markdown:
-    command = f'paraxis bench {name} --markdown --rounds={rounds}'
-    print(measure.summary(reports, command + ' --quick' * quick))
+    print('\n\n'.join(report_lib.table(r) for r in reports))
   else:
     print('\n\n'.join(measure.text(r) for r in reports))
   return errors.EXIT_OK
@@ -198,7 +219,13 @@ COMMAND = command_line.Command(
     ),
     (bool, 'quick', False, 'tiny sizes, to see that it runs; no verdicts'),
     (bool, 'json', False, 'print one JSON document instead of the table'),
-    (bool, 'markdown', False, 'print one Markdown table row per target'),
+    (
+      bool,
+      'markdown',
+      False,
+      'print a Markdown table as in BENCHMARKS.md: a row per target, memory, '
+      'the machine, versions and flags',
+    ),
     (str, 'out=FILE', None, 'keep all rows, as JSON, after each comparison'),
     (
       bool,

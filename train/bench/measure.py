@@ -11,6 +11,7 @@ a `session` that has a file, kept: a bench that is cut continues after the last.
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import pathlib
@@ -81,7 +82,7 @@ class BenchReport:
   judged: whether these are the sizes that the targets are for. rows: {what:
   (unit, values)}, values one per round. checks: targets. notes: lines of text.
   parts: comparisons that are done. facts: versions, rounds, flags. complete:
-  whether all comparisons are done.
+  whether all comparisons are done. dates: ISO, on which it measured.
   """
 
   name: str
@@ -94,6 +95,7 @@ class BenchReport:
   parts: list = dataclasses.field(default_factory=list)
   facts: dict = dataclasses.field(default_factory=dict)
   complete: bool = False
+  dates: list = dataclasses.field(default_factory=list)
 
   def add(self, times, unit='s'):
     """Rows from {what: values}; without values there is no row."""
@@ -114,6 +116,9 @@ class BenchReport:
     if part:
       self.parts.append(part)
       _SESSION.show(self)
+    today = datetime.date.today().isoformat()
+    if today not in self.dates:
+      self.dates.append(today)
     self.complete |= not part
     _SESSION.keep(self)
 
@@ -335,21 +340,3 @@ def from_json(text):
       Check(**{f: c[f] for f in Check._fields}) for c in report.checks
     ]
   return reports
-
-
-def summary(reports, command):
-  """The targets of some reports as a Markdown table, with its command."""
-  lines = [
-    f'`{command}`',
-    '',
-    '| bench | ratio | min | median | max | target | |',
-    '|---|---|---|---|---|---|---|',
-  ]
-  for report in reports:
-    for c in report.checks:
-      low, median, high = (f'{x:.2f}' for x in spread(c.values))
-      lines.append(
-        f'| {report.name} | {c.what} | {low} | {median} | {high} | {c.bound} '
-        f'| {c.verdict} |'
-      )
-  return '\n'.join(lines)

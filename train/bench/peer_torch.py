@@ -119,8 +119,11 @@ def attention(peer, sizes):
   (torch,) = load('torch')
   torch.manual_seed(0)
   shape = [sizes[name] for name in ('rows', 'heads', 'length', 'width')]
-  q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
-  weight = torch.randn(shape)
+  dtype = getattr(torch, sizes.get('dtype', 'float32'))
+  q, k, v = (
+    torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)
+  )
+  weight = torch.randn(shape, dtype=dtype)
 
   def run():
     o = torch.nn.functional.scaled_dot_product_attention(

@@ -5,11 +5,11 @@
 
 A table is between `<!-- bench NAME -->` and `<!-- /bench NAME -->`. The
 tables of the benches in the input are replaced, all other text stays. Each
-names its bench, date and machine. Standard library only.
+names its bench, the days on which it was measured, the machine, versions,
+threads and flags. Standard library only.
 """
 
 import argparse
-import datetime
 import pathlib
 import re
 import sys
@@ -27,32 +27,61 @@ def _spread(values, form):
   return ' / '.join(form(x) for x in measure.spread(values))
 
 
-def table(report, date: str) -> str:
-  """A report as Markdown: one line of source, then a line a ratio.
+def _source(report):
+  """When, on what and how it was measured, in words."""
+  f = report.facts
+  dates = report.dates
+  words = [' to '.join(sorted({dates[0], dates[-1]}) if dates else ['no date'])]
+  words += [f[name] for name in ('cpu',) if f.get(name)]
+  for name, form in (
+    ('cores', '{} cores'),
+    ('threads', '{} threads'),
+    ('device', 'device {}'),
+    ('jax', 'jax {}'),
+    ('python', 'Python {}'),
+    ('rounds', '{} rounds'),
+  ):
+    if name in f:
+      words.append(form.format(f[name]))
+  if 'flags' in f:
+    words.append(f'XLA_FLAGS `{f["flags"]}`' if f['flags'] else 'no XLA_FLAGS')
+  words += report.notes[-1:]  # command.run's: what else the machine did
+  if not report.complete:
+    words.append(f'CUT after {", ".join(report.parts) or "nothing"}')
+  if f.get('quick'):
+    words.append('QUICK, which judges nothing')
+  return ', '.join(words)
+
+
+def table(report) -> str:
+  """A report as Markdown: a line of its source, then a line a ratio.
+
+  Then one line of all memory, and one of the peers.
 
   Args:
     report: what measure.from_json gives.
-    date: ISO date of the measurement.
   """
-  last = report.notes[-1] if report.notes else ''
-  if not report.complete:
-    last = f'CUT after {", ".join(report.parts) or "nothing"}'
-  lines = [f'**{report.name}**, {date}, {last}: {report.setup}.', '', *HEAD]
+  lines = [f'**{report.name}**, {_source(report)}: {report.setup}.', '', *HEAD]
   for check in report.checks:
     shown = _spread(check.values, '{:.2f}'.format)
     lines.append(
       f'| {check.what} | {shown} | {check.bound} | {check.verdict} |'
     )
+  memory = []
   for what, (unit, values) in report.rows.items():
     if report.name in QUOTED and re.match(QUOTED[report.name], what):
       shown = _spread(values, measure.number)
       lines.append(f'| {what} ({unit}) | {shown} | | |')
+    elif unit == 'MiB':
+      median = measure.number(measure.spread(values).median)
+      memory.append(f'{what} {median}')
   named = [n for n in report.notes if n.partition(':')[0] in peers.NAMES]
+  lines += ['', f'MiB, medians: {"; ".join(memory)}.'] if memory else []
   lines += ['', f'Peers: {"; ".join(named)}.'] if named else []
   return '\n'.join(lines)
 
 
-def replaced(text: str, reports, date: str) -> str:
+def replaced(text: str, reports) -> str:
   """`text` with the tables of `reports`; UserError: a marker is missing."""
   for report in reports:
     begin = f'<!-- bench {report.name} -->'
@@ -64,7 +93,7 @@ def replaced(text: str, reports, date: str) -> str:
       )
     before, _, rest = text.partition(begin)
     after = rest.partition(end)[2]
-    text = f'{before}{begin}\n{table(report, date)}\n{end}{after}'
+    text = f'{before}{begin}\n{table(report)}\n{end}{after}'
   return text
 
 
@@ -76,8 +105,7 @@ def main(argv: list[str]) -> None:
   parser.add_argument('file', type=pathlib.Path)
   path = parser.parse_args(argv).file
   reports = measure.from_json(sys.stdin.read())
-  today = datetime.date.today().isoformat()
-  path.write_text(replaced(path.read_text('utf-8'), reports, today), 'utf-8')
+  path.write_text(replaced(path.read_text('utf-8'), reports), 'utf-8')
   print(f'wrote {", ".join(r.name for r in reports)} in {path}')
 
 

@@ -237,16 +237,20 @@ def _steps(report, made, quick, rounds, say):
   now, c = made['plain JAX, scan'].now, config(quick)
   sizes = peers.sizes_of(c.model)
   sizes |= dict(rows=c.train.batch_size, length=c.data.sequence_length)
+  wide, narrow = f'ours, default (unroll={c.model.unroll})', 'ours, bfloat16'
+  made = made | {narrow: Ours(config(quick, dtype='bfloat16'), 'data=1', now)}
   with peers.beside(report, sizes, say) as others:
-    ours = {'': f'ours, default (unroll={c.model.unroll})'}
-    if 'hf_autocast' in others.candidates:
-      ours['hf_autocast'] = 'ours, bfloat16'
-      narrow = config(quick, dtype='bfloat16')
-      made = made | {'ours, bfloat16': Ours(narrow, 'data=1', now)}
+    ours = {'': wide, 'hf_autocast': narrow}
     times = measure.interleave(
       {k: m.run for k, m in made.items()} | others.candidates, rounds, now, say
     )
     others.judge(times, ours, 'step: ')
+  report.check(
+    f'step: time of {narrow} / {wide}',
+    measure.ratios(times[narrow], times[wide]),
+    1.0,
+    least=False,
+  )
   return times
 
 
@@ -281,14 +285,25 @@ def attention(rounds, quick, say):
   b, t, n, h = (1, 256, 2, 16) if quick else (1, 4096, 8, 64)
   setup = f'B{b} T{t} N{n} H{h}, causal, forward + backward'
   now, report = begin('attention', setup, quick)
+  for dtype, target in (('float32', 6.0), ('bfloat16', 1.0)):
+    if report.lacks(dtype):
+      _attention(report, (b, t, n, h), dtype, target, rounds, now, say)
+      report.finish(dtype)
+  return report
+
+
+def _attention(report, shape, dtype, target, rounds, now, say):
+  """Both forms in one dtype; target: least speed of ours / dense."""
+  b, t, n, h = shape
   keys = jax.random.split(jax.random.key(0), 4)
-  *inputs, weight = (jax.random.normal(k, (b, t, n, h)) for k in keys)
+  *inputs, weight = (jax.random.normal(k, shape, dtype) for k in keys)
   mask = attention_lib.Mask(scale=h**-0.5)
+  dense, ours = f'jax.nn.dot_product_attention, {dtype}', f'ours, {dtype}'
   forms = {
-    'jax.nn.dot_product_attention': lambda q, k, v: (
-      jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    dense: lambda q, k, v: jax.nn.dot_product_attention(
+      q, k, v, is_causal=True
     ),
-    'ours': lambda q, k, v: attention_lib.attention(q, k, v, mask)[0],
+    ours: lambda q, k, v: attention_lib.attention(q, k, v, mask)[0],
   }
   made, temporary, outputs = {}, {}, []
   for name, form in forms.items():
@@ -298,18 +313,27 @@ def attention(rounds, quick, say):
     made[name] = lambda f=compiled: jax.block_until_ready(f(*inputs)) and None
     outputs.append(compiled(*inputs)[1])
     temporary[f'temporary memory, {name}'] = measure.temporary(compiled)
-  dense, ours = forms
-  sizes = dict(rows=b, heads=n, length=t, width=h)
+  sizes = dict(rows=b, heads=n, length=t, width=h, dtype=dtype)
   with peers.beside(report, sizes, say) as others:
     times = measure.interleave(made | others.candidates, rounds, now, say)
-    others.judge(times, ours)
-  report.add(times)
+    others.judge(times, ours, f'{dtype}: ')
+  report.add(
+    {
+      f'{dtype}: {k}' if k in others.candidates else k: v
+      for k, v in times.items()
+    }
+  )
   report.add(temporary, 'MiB')
   report.check(
-    'speed of ours / dot_product_attention',
+    f'{dtype}: speed of ours / dot_product_attention',
     measure.ratios(times[dense], times[ours]),
-    6.0,
+    target,
   )
-  gap = max(float(jnp.abs(x - y).max()) for x, y in zip(*outputs, strict=True))
-  report.notes.append(f'largest difference of the two gradients: {gap:.1e}')
-  return report
+  gaps = (
+    jnp.abs(x - y).max() / jnp.abs(y).max()
+    for x, y in zip(*outputs, strict=True)
+  )
+  report.notes.append(
+    f'{dtype}, largest difference of the two gradients, relative: '
+    f'{max(map(float, gaps)):.1e}'
+  )

@@ -16,6 +16,7 @@ from paraxis.train.bench import decode as bench_decode
 from paraxis.train.bench import measure
 from paraxis.train.bench import own_run as bench_own_run
 from paraxis.train.bench import reference
+from paraxis.train.bench import report as report_lib
 from paraxis.train.bench import startup as bench_startup
 from paraxis.train.bench import train as bench_train
 
@@ -111,13 +112,6 @@ def test_json_comes_back():
   assert measure.from_json(measure.to_json(reports)) == reports
 
 
-def test_summary_is_a_table_with_its_command():
-  lines = measure.summary([_report()], 'paraxis bench step').splitlines()
-  assert lines[0] == '`paraxis bench step`'
-  assert '| step | plain / ours | 1.00 | 1.67 | 2.00 | >= 1 | met |' in lines
-  assert len({line.count('|') for line in lines[2:]}) == 1
-
-
 @pytest.mark.parametrize(
   'x, shown',
   [(0.01234, '0.012'), (1.234, '1.23'), (123.4, '123'), (2e9, '2.00e+09')],
@@ -134,6 +128,7 @@ def test_number(x, shown):
     (['step', 'data'], 'name one of'),
     (['step', '--rounds=0'], 'rounds'),
     (['step', '--round=5'], 'round'),
+    (['step', '--json', '--markdown'], 'choose one'),
   ],
 )
 def test_bad_arguments_exit_2(argv, message, capsys):
@@ -156,10 +151,24 @@ def test_output_forms(monkeypatch, capsys):
   assert json.loads(capsys.readouterr().out)[0]['name'] == 'step'
   bench.main(['step', '--markdown', '--rounds=3'])
   shown = capsys.readouterr().out
-  assert shown.startswith('`paraxis bench step --markdown --rounds=3`')
+  assert shown == report_lib.table(_report()) + '\n'
+  assert '| plain / ours | 1.00 / 1.67 / 2.00 | >= 1 | met |' in shown
   monkeypatch.setattr(bench, '_in_child', lambda *_, **__: _report())
   bench.main(['all'])
   assert capsys.readouterr().out.count('a setup') == len(bench.BENCHES)
+
+
+def test_a_run_says_on_what_it_was_measured(monkeypatch):
+  monkeypatch.setattr(bench, '_devices', lambda count: None)
+  monkeypatch.setattr(
+    bench_data, 'data', lambda *_: measure.begin('data', '', '', False)
+  )
+  report = bench.run('data', 2, True)
+  assert {'cpu', 'cores', 'threads', 'flags', 'jax', 'python'} <= {
+    *report.facts
+  }
+  assert report.facts['cpu'] and report.facts['threads'] >= 1
+  assert len(report.dates) == 1 and report.notes[-1].startswith('load ')
 
 
 FACTS = dict(jax='1', rounds=2)
@@ -276,13 +285,25 @@ def test_plain_candidate_learns():
   assert np.abs(np.asarray(plain._state[0]['embedding']) - before).max() > 0
 
 
+def test_bfloat16_stands_in_the_rounds_of_a_step():
+  report = bench_train.step(1, True, SILENT)
+  assert 'step, ours, bfloat16' in report.rows
+  (check,) = (c for c in report.checks if 'bfloat16' in c.what)
+  assert check.what == (
+    'step: time of ours, bfloat16 / ours, default (unroll=1)'
+  )
+  assert check.bound == '<= 1'
+
+
 def test_attention_bench():
   report = bench_train.attention(1, True, SILENT)
   memory = {k: v for k, (u, v) in report.rows.items() if u == 'MiB'}
-  dense, ours = memory.values()
-  assert 0 < ours[0] < dense[0]
-  assert [c.verdict for c in report.checks] == ['-']
-  assert float(report.notes[0].split()[-1]) < 1e-4
+  dense, ours, *narrow = memory.values()
+  assert 0 < ours[0] < dense[0] and 0 < narrow[1][0]
+  assert [c.verdict for c in report.checks] == ['-'] * 2
+  assert report.parts == ['float32', 'bfloat16']
+  gaps = [float(note.split()[-1]) for note in report.notes]
+  assert gaps[0] < 1e-4 < gaps[1] < 0.05
 
 
 def test_decode_bench():
@@ -297,8 +318,9 @@ def test_decode_bench():
 def test_prefill_bench():
   report = bench_decode.prefill(1, True, SILENT)
   memory = [v for unit, v in report.rows.values() if unit == 'MiB']
-  assert len(memory) == 3 and min(memory) > [0]
-  assert [c.target for c in report.checks] == [1.0, 0.4]
+  assert len(memory) == 5 and min(memory) > [0]
+  assert [c.target for c in report.checks] == [1.0, 0.4, 1.0]
+  assert report.parts == ['64 tokens', '128 tokens']
 
 
 def test_plain_decoding_continues_a_plain_prompt():

@@ -116,7 +116,7 @@ def test_both_forms_of_every_op_give_the_same():
   with jax.enable_x64(False):
     report = bench_kernels.kernels(1, True, SILENT)
   ops = [pair.op for pair in bench_kernels.comparisons(True)]
-  assert len(report.checks) == len(ops) == len(set(ops)) == 15
+  assert len(report.checks) == len(ops) == len(set(ops)) == 17
   assert all(c.verdict == '-' and min(c.values) > 0 for c in report.checks)
   assert len(report.rows) == 5 * len(ops)
   gaps = [v for unit, v in report.rows.values() if unit == 'relative']

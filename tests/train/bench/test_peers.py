@@ -65,10 +65,43 @@ def test_a_peer_stands_in_the_rounds(tmp_path, monkeypatch):
   assert report.rows['hf'] == ('s', [2.0, 3.0])
   assert report.rows['step: peak memory, hf'] == ('MiB', [7, 7])
   assert report.rows['step: peak memory, this process'][1][0] > 1
-  check = report.checks[0]
+  check, narrow = report.checks
   assert check.what == 'step: speed of ours / hf'
   assert check.values == [0.25, 0.375] and check.verdict == 'missed'
+  assert (check.target, narrow.target) == (0.83, 0.77)
   assert 'hf: a library 1.0, 2 threads' in report.notes
+
+
+def test_every_peer_has_a_target_in_every_bench_of_its_own():
+  pairs = {(peer, bench) for peer, bench, _ in peers.TARGETS}
+  assert pairs == {(p, b) for p, (bs, _) in peers.NAMES.items() for b in bs}
+  # What ours may take of a peer's time.
+  most = {key: round(1 / x, 2) for key, x in peers.TARGETS.items() if x < 1}
+  assert most == {
+    ('hf', 'step', 'float32'): 1.2,
+    ('hf_autocast', 'step', 'bfloat16'): 1.3,
+    ('sdpa', 'attention', 'float32'): 1.49,
+    ('sdpa', 'attention', 'bfloat16'): 1.2,
+    ('sdpa', 'prefill', 'float32'): 1.1,
+  }
+
+
+def test_a_dtype_has_its_own_target(tmp_path, monkeypatch):
+  script = tmp_path / 'script.py'
+  script.write_text(PEER.format(first=READY, most=9))
+  monkeypatch.setattr(peers, 'SCRIPT', script)
+  with measure.session(peers=(('sdpa', sys.executable),)):
+    report = measure.begin('attention', 'B1', measure.CPU, True)
+    for dtype in ('float32', 'bfloat16'):
+      sizes = dict(rows=7, dtype=dtype)
+      with peers.beside(report, sizes, SILENT) as others:
+        ours = {'ours': lambda: {'': 2.5}}
+        times = measure.interleave(ours | others.candidates, 1)
+        others.judge(times, 'ours', f'{dtype}: ')
+  # The peer takes 2 seconds of ours 2.5: a speed of .8.
+  assert [(c.target, c.verdict) for c in report.checks] == [
+    (0.67, 'met'), (0.83, 'missed')
+  ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
