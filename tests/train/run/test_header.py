@@ -162,7 +162,7 @@ def test_memory_is_that_of_check(tiny, mesh):
     ({}, {'attention'}),
     ({'model.pattern': 'M'}, {'gated_scan'}),
     ({'model.pattern': 'GF'}, {'gated_scan', 'attention'}),
-    ({'model.pattern': 'S'}, {'linear_scan'}),
+    ({'model.pattern': 'S'}, {'selective_scan'}),
     ({'model.pattern': 'R'}, {'linear_scan'}),
     ({'model.pattern': 'L'}, {'affine_scan'}),
     ({'model.pattern': 'D'}, {'delta_scan'}),
