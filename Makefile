@@ -6,8 +6,10 @@
 #   make test     every cheap test and, of the dear ones, a sample that turns
 #                 with the commits: 8 minutes on two idle cores
 #                                    make test ARGS="tests/train -k resume"
-#   make test-all      every test; writes what each cost and which modules it
-#                      executed (tests/ledger.json, tests/executed.json)
+#   make test-all      every test, but those of packages that are not installed
+#                      (torch, lm-eval, pyarrow, libtpu; .ci/run brings them);
+#                      writes what each cost and which modules it executed
+#                      (tests/ledger.json, tests/executed.json)
 #   make knockouts     every claim's mechanism switched off: it must fail
 #   make test-changed  tests that execute what differs from BASE (HEAD)
 #   make mutants       breaks one line at a time: a check must see each break
