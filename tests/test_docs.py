@@ -102,6 +102,16 @@ def test_named_commands_and_flags_exist(tree, capsys):
   assert {'train', 'verify', 'compile', 'bench'} <= known.keys()
 
 
+def test_families_are_as_many_as_the_page_says(tree):
+  """No more than are exact, and no fewer than a tenth less."""
+  said = re.search(r'(\d+) Hugging Face families', pages(tree)['README.md'])
+  table = (tree.root / 'models/huggingface/FAMILIES.md').read_text('utf-8')
+  exact = re.search(r'(\d+) of \d+ are exact', table)
+  assert said and exact
+  assert 0.9 * int(exact[1]) <= int(said[1]) <= int(exact[1])
+  assert int(exact[1]) == table.count('| exact |')
+
+
 def test_the_reading_path_is_an_evening(tree):
   found = house.reading_path(tree.root)
   assert 10 <= len(found) <= 14

