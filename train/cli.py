@@ -227,7 +227,7 @@ _ALL = (
   ),
   decode_main.COMMAND,
   evaluate_command.COMMAND,
-  *exchange_command.commands(_MESH, _DEVICES),
+  *exchange_command.commands(_DEVICES),
   command_line.Command(
     _check,
     'check',

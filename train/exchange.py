@@ -33,13 +33,15 @@ SHARD = 4 * 2**30  # bytes of a file of an export
 DTYPES = {'float32': np.float32, 'bfloat16': ml_dtypes.bfloat16}
 
 
-def bring(text, workdir, mesh_text='', say=print, tokenizer='') -> None:
+def bring(text, workdir, say=print, tokenizer='') -> None:
   """Saves weights of another program as step 0 of a folder.
+
+  They are read twice, a layer at a time: neither devices nor the host hold
+  more, of parameters without layers one (sharding/checkpoint/rows.py).
 
   Args:
     text: folder, GGUF file or source.SMOLLM2.
     workdir: folder, without checkpoints yet.
-    mesh_text: devices that hold them meanwhile; '': one.
     say: prints one line.
     tokenizer: as data.tokenizer; '': theirs.
 
@@ -55,16 +57,13 @@ def bring(text, workdir, mesh_text='', say=print, tokenizer='') -> None:
     raise errors.UserError(f'{path} has checkpoints: take another --workdir.')
   given = schema.with_value(schema.Config(), 'data.tokenizer', tokenizer)
   config = source.configured(given, path, say, '--tokenizer=')
-  devices = None if mesh_text else jax.devices()[:1]
-  built = build.build(config, mesh_text, devices=devices)
+  built = build.build(config, '', devices=jax.devices()[:1])
   chosen = tokenizer_lib.load(config.data.tokenizer)
-  with build.use(built):
-    shapes = {f'{start.PARAMS}{p}': x for p, x in built.params.items()}
-    tree = source.read(None, shapes, say)
-    axes = {f'{start.PARAMS}{p}': a for p, a in built.model.axes.items()}
-    meta = start.common(config, chosen.fingerprint, source.about)
-    with store_lib.Store(path / workdir_lib.CHECKPOINTS, say=say) as store:
-      store.save(0, tree, axes, meta | {workdir_lib.IMPORTED: True})
+  tree = source.rows(built.params)
+  axes = {f'{start.PARAMS}{p}': a for p, a in built.model.axes.items()}
+  meta = start.common(config, chosen.fingerprint, source.about)
+  with store_lib.Store(path / workdir_lib.CHECKPOINTS, say=say) as store:
+    store.save(0, tree, axes, meta | {workdir_lib.IMPORTED: True})
   workdir_lib.write_config(path, config)
   size = sum(x.nbytes for x in tree.values())
   say(f'{len(tree)} leaves, {size:,} bytes, in {path}')

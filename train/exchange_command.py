@@ -21,9 +21,7 @@ def _import(values, _, words):
   command_line.prepare_devices(values.devices)
   from paraxis.train import exchange
 
-  return exchange.bring(
-    words[0], values.workdir, values.mesh, tokenizer=values.tokenizer
-  )
+  return exchange.bring(words[0], values.workdir, tokenizer=values.tokenizer)
 
 
 def _export(values, *_):
@@ -39,8 +37,8 @@ def _export(values, *_):
   )
 
 
-def commands(mesh, devices):
-  """Both commands; mesh, devices: rows of flags that all commands share."""
+def commands(devices):
+  """Both commands; devices: the row of a flag that all commands share."""
   return (
     command_line.Command(
       _import,
@@ -56,7 +54,6 @@ def commands(mesh, devices):
           '',
           'as data.tokenizer, for weights without a tokenizer.json',
         ),
-        mesh,
         devices,
       ),
       words=1,

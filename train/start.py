@@ -387,3 +387,10 @@ class Foreign:
       for path, x in like.items()
       if path.startswith(PARAMS) and not trained.is_adapter(path)
     }
+
+  def rows(self, like):
+    """{canonical path: rows.Rows} of parameters, to be saved as they are read.
+
+    like: {path: anything with shape and dtype}, of a model without adapters.
+    """
+    return {f'{PARAMS}{p}': self._source.rows(p, x) for p, x in like.items()}

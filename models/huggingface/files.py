@@ -64,7 +64,10 @@ class Files:
 
 
 class Folder(Files):
-  """A folder of Hugging Face: config.json, safetensors whole or in shards."""
+  """A folder of Hugging Face: config.json, safetensors whole or in shards.
+
+  One shard is mapped at a time: what was read of the others is not kept.
+  """
 
   def __init__(self, path):
     self.path, self._open = path, {}
@@ -72,9 +75,11 @@ class Folder(Files):
       raise errors.UserError(f'{path}: no such folder.')
     self.config = _json(path / CONFIG)
     self._file_of = self._files()
-    self.shapes = {
-      name: tuple(self._slice(name).get_shape()) for name in self._file_of
+    shapes = {
+      name: tuple(self._slice(name).get_shape())
+      for name in sorted(self._file_of, key=self._file_of.__getitem__)
     }
+    self.shapes = {name: shapes[name] for name in self._file_of}
     self.licence = _licence(path)
     self.template = _template(path)
 
@@ -121,6 +126,7 @@ class Folder(Files):
     import safetensors  # numpy's view of a mapped file
 
     if file not in self._open:
+      self._open.clear()
       try:
         self._open[file] = safetensors.safe_open(str(file), 'numpy')
       except (OSError, safetensors.SafetensorError) as e:

@@ -19,6 +19,7 @@ from paraxis.models.huggingface import config as config_lib
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import leaves as leaves_lib
 from paraxis.models.huggingface.families import reader
+from paraxis.sharding.checkpoint import rows as rows_lib
 
 # Fields of schema.Model that say how a model runs or is trained, not what it
 # computes: a run's own stand, whatever weights it begins with.
@@ -180,6 +181,20 @@ class Source:
     found = jax.make_array_from_callback(like.shape, like.sharding, shard)
     self._layers.clear()
     return jax.block_until_ready(found)
+
+  def rows(self, path: str, like) -> rows_lib.Rows:
+    """The same for a checkpoint that is saved (store.Store.save): a layer at a
+    time is read, when it is its turn, and none is kept."""
+    stacked = (path, None) not in self._leaves
+
+    def blocks():
+      for n in range(like.shape[0]) if stacked else [None]:
+        shape = like.shape[1:] if stacked else like.shape
+        layer = self._layer(path, n, shape).astype(like.dtype, copy=False)
+        self._layers.clear()
+        yield layer[None] if stacked else layer
+
+    return rows_lib.Rows(like.shape, like.dtype, blocks, int(stacked))
 
   def _layer(self, path, layer, shape):
     """One layer of a leaf, as the files have it."""

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.sharding.checkpoint import rows
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
@@ -47,8 +48,11 @@ def _bits(x):
   return bits.astype(jnp.uint32)
 
 
-def _leaf(x):
-  """Array -> uint32 (word1, word2, 1 if any element is not finite)."""
+def _leaf(x, first=0):
+  """Array -> uint32 (word1, word2, 1 if any element is not finite).
+
+  first: index of its first row in the leaf that it is a block of.
+  """
   if x.size == 0:
     return (np.uint32(0),) * 3
   u = _bits(x)
@@ -57,6 +61,7 @@ def _leaf(x):
     # Hash the index of one axis at a time: vectors, and no overflow of a flat
     # index in arrays of more than 2**32 elements.
     index = jnp.arange(size, dtype=jnp.uint32) + np.uint32(axis * 0x27D4EB2F)
+    index = index if axis else index + jnp.uint32(first)
     other = (1,) * axis + (size,) + (1,) * (u.ndim - axis - 1)
     s = s + _mix(index).reshape(other)
     t = t + _mix(~index).reshape(other)
@@ -85,9 +90,24 @@ def _compiled(out):
   return jax.jit(measure, out_shardings=out)
 
 
+@jax.jit
+def _block(x, first):
+  return jnp.stack(_leaf(x, first))
+
+
+def _of_blocks(leaf):
+  """The words of a rows.Rows: sums over its blocks."""
+  total = np.zeros(3, np.uint32)
+  for first, x in leaf.blocks() if leaf.size else ():
+    words = np.asarray(_block(x, np.uint32(first)))
+    total[:2] += words[:2]
+    total[2] |= words[2]
+  return total
+
+
 def _supported(name, x):
   kind = getattr(x, 'dtype', None)
-  if kind is None or not isinstance(x, (jax.Array, np.ndarray)):
+  if kind is None or not isinstance(x, (jax.Array, np.ndarray, rows.Rows)):
     raise errors.UserError(
       f'{name} is {type(x).__name__}, not an array; store it as jnp.asarray.'
     )
@@ -101,11 +121,12 @@ def _supported(name, x):
 
 
 def measure(
-  tree: Mapping[str, jax.Array | np.ndarray],
+  tree: Mapping[str, jax.Array | np.ndarray | rows.Rows],
 ) -> tuple[dict[str, str], list[str]]:
   """Fingerprints and the names of leaves that hold NaN or infinity.
 
-  One compiled pass over all leaves. Every process must call it.
+  One compiled pass over all leaves, and over each block of a rows.Rows. Every
+  process must call it.
 
   Args:
     tree: {name: array}, any shapes and shardings over the same devices; 1, 2, 4
@@ -121,20 +142,22 @@ def measure(
     return {}, []
   for name, x in tree.items():
     _supported(name, x)
-  shardings = [getattr(x, 'sharding', None) for x in tree.values()]
+  arrays = {n: x for n, x in tree.items() if not isinstance(x, rows.Rows)}
+  shardings = [getattr(x, 'sharding', None) for x in arrays.values()]
   named = [s for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
   out = None
   if named:
     out = jax.sharding.NamedSharding(
       named[0].mesh, jax.sharding.PartitionSpec()
     )
-  ordered = {name: tree[name] for name in sorted(tree)}
-  words = np.asarray(_compiled(out)(ordered))
-  prints = {
-    n: f'{a:08x}{b:08x}' for n, (a, b, _) in zip(ordered, words, strict=True)
-  }
-  bad = [n for n, row in zip(ordered, words, strict=True) if row[2]]
-  return prints, bad
+  ordered = {name: arrays[name] for name in sorted(arrays)}
+  found = np.asarray(_compiled(out)(ordered)) if ordered else ()
+  words = dict(zip(ordered, found, strict=True))
+  for name, x in tree.items():
+    if isinstance(x, rows.Rows):
+      words[name] = _of_blocks(x)
+  prints = {n: '{:08x}{:08x}'.format(*words[n]) for n in sorted(words)}
+  return prints, [n for n in sorted(words) if words[n][2]]
 
 
 def fingerprint(tree: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:

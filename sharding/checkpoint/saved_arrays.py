@@ -1,21 +1,92 @@
-"""Arrays of a checkpoint, read by Orbax: a tree, or the fault in one line.
+"""Arrays of a checkpoint, written and read by Orbax.
 
+A tree of arrays is written as Orbax does; leaves that are read while they are
+saved (rows.py), one after the other, each block a chunk of the file: at most
+IN_FLIGHT bytes, or one block, are in memory until they are written.
+
+Reading gives a tree, or the fault in one line.
 Orbax reads all leaves at once and stops at the first that fails; later reports
 of the other reads carry no information and are filtered out.
 """
 
+import collections
 import inspect
 import logging
 import pathlib
 import sys
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
 from paraxis.sharding.checkpoint import manifest as manifest_lib
+from paraxis.sharding.checkpoint import rows
 
+IN_FLIGHT = 2**26  # bytes of blocks that are handed over and not yet written
 _WHOLE = logging.Formatter()
 _NO_ORBAX_TRACE = lambda record: 'orbax' not in _WHOLE.format(record)
+
+
+class _RowsHandler(ocp.type_handlers.NumpyHandler):
+  """rows.Rows, kept as NumPy's arrays are."""
+
+  def __init__(self):
+    super().__init__(deepcopy_host_arrays=False)
+
+  async def _background_serialize(self, values: Any, infos: Any, args=None):
+    # All at once is Orbax's own way, which holds every leaf.
+    for value, info in zip(values, infos, strict=True):
+      await info.await_path_creation()
+      if jax.process_index():
+        continue
+      spec = ocp.type_handlers.get_json_tspec_write(
+        info, info.is_ocdbt_checkpoint, value.shape, value.block, value.dtype,
+        process_index=0,
+      )  # fmt: skip
+      out = await ts.open(
+        ts.Spec(spec), create=True, open=True, context=info.ts_context
+      )
+      await _write(out, value)
+
+
+async def _write(out, leaf):
+  """Writes a rows.Rows into an open TensorStore."""
+  pending, size = collections.deque(), 0
+  for first, x in leaf.blocks():
+    here = out[first : first + len(x)] if leaf.ndim else out
+    while pending and size + x.nbytes > IN_FLIGHT:
+      write, done = pending.popleft()
+      await write
+      size -= done
+    pending.append((here.write(x), x.nbytes))
+    size += x.nbytes
+  for write, _ in pending:
+    await write
+
+
+def checkpointer() -> ocp.AsyncCheckpointer:
+  """Writes `item`s and JSON; commits them by one rename."""
+  types = ocp.type_handlers.create_type_handler_registry(
+    (rows.Rows, _RowsHandler()),
+    (np.ndarray, ocp.type_handlers.NumpyHandler()),
+    (jax.Array, ocp.type_handlers.ArrayHandler()),
+  )
+  handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+  streamed: Any = ocp.PyTreeCheckpointHandler(type_handler_registry=types)
+  handlers.add(None, ocp.args.PyTreeSave, streamed)
+  return ocp.AsyncCheckpointer(
+    ocp.CompositeCheckpointHandler(handler_registry=handlers)
+  )
+
+
+def item(tree):
+  """The argument for Orbax of a tree of arrays and rows.Rows."""
+  nested = manifest_lib.nest(tree)
+  if any(isinstance(x, rows.Rows) for x in tree.values()):
+    return ocp.args.PyTreeSave(nested)
+  return ocp.args.StandardSave(nested)
 
 
 def first_line(error):

@@ -34,9 +34,11 @@ import orbax.checkpoint as ocp
 from paraxis.configs.base import errors
 from paraxis.sharding.checkpoint import fingerprint
 from paraxis.sharding.checkpoint import manifest as manifest_lib
+from paraxis.sharding.checkpoint import rows
 from paraxis.sharding.checkpoint import saved_arrays
 
 Tree = Mapping[str, jax.Array]  # canonical path -> leaf
+Saved = Mapping[str, jax.Array | rows.Rows]
 SPACE = 1.3  # free disk needed, in sizes of the state
 _STEP = re.compile(r'0|[1-9][0-9]{0,17}')
 _TMP = '.orbax-checkpoint-tmp'
@@ -53,7 +55,7 @@ def _together(ok):
 def _open():
   # What Orbax logs, 100 lines for a failed write, it also raises.
   logging.getLogger('absl').addFilter(_NO_ORBAX)
-  return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+  return saved_arrays.checkpointer()
 
 
 class Store:
@@ -172,12 +174,12 @@ class Store:
         f'{size}), the disk has {free}. Free some or use another directory.'
       )
 
-  def save(self, step: int, tree: Tree, axes: Mapping, meta: dict) -> None:
+  def save(self, step: int, tree: Saved, axes: Mapping, meta: dict) -> None:
     """Starts a checkpoint, after the one before; then `tree` may be donated.
 
     Args:
       step: int >= 0, not saved before.
-      tree: {path: jax.Array}.
+      tree: {path: jax.Array}, or rows.Rows, which are read while it is written.
       axes: {path: tuple of logical axis names or None, one per dimension}.
       meta: dict that JSON can carry: config, data cursor, versions.
 
@@ -209,7 +211,7 @@ class Store:
       self._orbax.save(
         self._folder(step),
         args=ocp.args.Composite(
-          state=ocp.args.StandardSave(manifest_lib.nest(tree)),
+          state=saved_arrays.item(tree),
           manifest=ocp.args.JsonSave(manifest),
         ),
       )

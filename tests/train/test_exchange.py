@@ -1,6 +1,8 @@
 """Weights to a folder of Hugging Face and back, bitwise."""
 
 import json
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -163,3 +165,57 @@ def test_what_is_not_exported(run, exported, tmp_path):
   with support.refused('gpt2'):
     exchange.send(str(run[0]), tmp_path / 'a', model_type='gpt2', say=quiet)
   assert not list(tmp_path.iterdir())
+
+
+# What a process of its own says: bytes of the tensors, and by how much its
+# memory grew while it imported them, first as it is, then with all leaves read
+# before one is saved.
+GROWTH = """
+import functools, pathlib, sys, threading
+from paraxis.sharding.checkpoint import saved_arrays
+from paraxis.train import exchange, start
+from paraxis.train.bench import own_run
+saved_arrays.IN_FLIGHT = 2**23
+bring = functools.partial(
+  exchange.bring, say=lambda line: None, tokenizer='bytes'
+)
+root = pathlib.Path(sys.argv[1])
+fields = dict(
+  vocab_size=2048, d_model=256, num_layers=30, num_heads=4, d_ff=1024
+)
+size = own_run.write(root / 'theirs', fields)
+few = own_run.write(root / 'few', fields | dict(num_layers=2))
+
+def held():
+  text = pathlib.Path('/proc/self/status').read_text()
+  return int(text.partition('RssAnon:')[2].split()[0]) * 1024
+
+def growth(name):
+  bring(str(root / 'few'), root / f'{name}-warm')
+  most, done, before = [0], threading.Event(), held()
+  def watch():
+    while not done.wait(0.002):
+      most[0] = max(most[0], held())
+  thread = threading.Thread(target=watch)
+  thread.start()
+  bring(str(root / 'theirs'), root / name)
+  done.set()
+  thread.join()
+  return most[0] - before
+
+def rows(self, like):
+  return {f'params/{p}': self._source.read(p, x) for p, x in like.items()}
+
+streamed = growth('streamed')
+start.Foreign.rows = rows
+print(size, streamed, growth('whole'))
+"""
+
+
+def test_an_import_holds_a_part_of_the_model(tmp_path):
+  command = [sys.executable, '-c', GROWTH, str(tmp_path)]
+  out = subprocess.run(command, capture_output=True, text=True, check=False)
+  assert not out.returncode, out.stderr
+  size, streamed, whole = map(int, out.stdout.splitlines()[-1].split())
+  assert size > 120e6 and whole > 1.2 * size, out.stdout
+  assert streamed < 0.6 * size, out.stdout

@@ -143,7 +143,7 @@ def importing(root, now):
     store.close()
 
   def ours(made):
-    exchange.bring(str(root / 'theirs'), made, say=SILENT)
+    exchange.bring(str(root / 'theirs'), made, SILENT, 'bytes')
 
   return {
     'load_file and Orbax': timed(plain),

@@ -121,6 +121,20 @@ def test_every_parameter(tmp_path, files, mesh):
   assert bool(sharded) == bool(mesh)
 
 
+def test_blocks_of_a_checkpoint(tmp_path):
+  """They are what is read, from one mapped file at a time."""
+  write(tmp_path, 4)
+  found = source.Source(tmp_path)
+  for path, like in _params(found).items():
+    leaf, wanted = found.rows(path, like), np.asarray(found.read(path, like))
+    assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
+    for _ in range(2):  # as often as it is asked for
+      blocks = [x for _, x in leaf.blocks()]
+      assert len(blocks) == (3 if path.startswith('layers/') else 1)
+      np.testing.assert_array_equal(np.concatenate(blocks), wanted)
+    assert len(found.files._open) == 1 and not found._layers
+
+
 def test_a_tensor_is_read_once(tmp_path, monkeypatch):
   """However many shards of the parameter there are."""
   write(tmp_path)
@@ -247,7 +261,12 @@ def write_wide(folder, count=4):
   return 4 * sum(math.prod(s) for s in shapes.values())
 
 
-def growth_of(found):
+def in_blocks(path, like, found):
+  for _ in found.rows(path, like).blocks():
+    pass
+
+
+def growth_of(found, read=lambda path, like, found: found.read(path, like)):
   """The most bytes that reading a parameter takes, its own among them."""
   params, most = _params(found), 0
   tracemalloc.start()
@@ -255,7 +274,7 @@ def growth_of(found):
     for path, like in params.items():
       tracemalloc.reset_peak()
       before, _ = tracemalloc.get_traced_memory()
-      found.read(path, like)
+      read(path, like, found)
       most = max(most, tracemalloc.get_traced_memory()[1] - before)
   finally:
     tracemalloc.stop()
@@ -267,6 +286,7 @@ def test_weights_are_read_a_parameter_at_a_time(tmp_path, monkeypatch):
   size = write_wide(tmp_path)
   assert size > 3 * LEAF > 2 * LEAF + SLACK
   assert growth_of(source.Source(tmp_path)) < 2 * LEAF + SLACK
+  assert growth_of(source.Source(tmp_path), in_blocks) < SLACK < LEAF
   monkeypatch.setattr(source, '_KEPT', 0)
   assert growth_of(source.Source(tmp_path)) < LEAF + SLACK
 
