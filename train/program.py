@@ -164,12 +164,21 @@ class Program:
     found = jax.device_get(params)
     return {p: depth.to_order(x, *held(p)) for p, x in found.items()}
 
+  def _init(self):
+    key = jax.random.key(self.config.train.seed)
+    return state_lib.init(self.model, self.optimizer, key)
+
   def initial_state(self) -> state_lib.State:
     """The state before the first step, on the mesh."""
-    seed = self.config.train.seed
-    make = lambda: state_lib.init(
-      self.model, self.optimizer, jax.random.key(seed)
-    )
+    return jax.jit(self._init, compiler_options=compiling.options())()
+
+  def initial_leaves(self, paths) -> dict[str, jax.Array]:
+    """{canonical path: array} of that state; no other leaf of it is made."""
+
+    def make():
+      flat = state_lib.flatten(self._init())
+      return {path: flat[path] for path in paths}
+
     return jax.jit(make, compiler_options=compiling.options())()
 
   def compile_update(self, update, gradient, say=None):

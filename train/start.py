@@ -149,15 +149,16 @@ def begin(job, source, like, say) -> state_lib.State:
     like: {canonical path: jax.ShapeDtypeStruct with its sharding} of the state,
       its layers in order.
   """
-  state = job.initial_state()
-  fresh = state_lib.flatten(state)
   tree = source.read(job, like, say)
-  for path, x in tree.items():
-    if x.shape != like[path].shape:
-      tree[path] = _grown(x, fresh[path], like[path])
+  grown = {p for p, x in tree.items() if x.shape != like[p].shape}
   own = state_lib.flatten(job.state)
-  there = {path: own[path] for path in tree}
-  tree = state_lib.on_stages(tree, there, job.model)
+  # After reading, and no parameter that was read: never two of one.
+  fresh = job.initial_leaves([p for p in own if p not in tree or p in grown])
+  for path in tree:
+    if path in grown:
+      tree[path] = _grown(tree[path], fresh.pop(path), like[path])
+    alone = {path: tree[path]}
+    tree |= state_lib.on_stages(alone, {path: own[path]}, job.model)
   say(f'parameters of {source.about["source"]}, {len(tree)} leaves read')
   return state_lib.unflatten(job.state, fresh | tree)
 

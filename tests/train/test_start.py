@@ -7,6 +7,7 @@ import support
 
 from paraxis.configs.base import errors
 from paraxis.sharding.checkpoint import store as store_lib
+from paraxis.train import program
 from paraxis.train import start
 from paraxis.train import state as state_lib
 
@@ -90,6 +91,43 @@ def test_optimizer_afresh_unless_asked(tiny, first):
     for path in moments:
       same = np.array_equal(flat[path], wanted[path])
       assert same == asked and (asked or not np.any(flat[path]))
+
+
+def test_no_leaf_is_made_and_read(tiny, first, monkeypatch):
+  """What is read is there once: nothing else at that time, no copy later."""
+  job = tiny.job(QUICK, MESH)
+  live = lambda: sum(x.nbytes for x in jax.live_arrays())
+  source, _ = _opened(first)
+  before, read, seen, made = live(), source.read, [], []
+  leaves = program.Program.initial_leaves
+
+  def reading(*arguments):
+    seen.append(live() - before)
+    return read(*arguments)
+
+  def making(self, paths):
+    made.extend(paths)
+    return leaves(self, paths)
+
+  monkeypatch.setattr(source, 'read', reading)
+  monkeypatch.setattr(program.Program, 'initial_leaves', making)
+  like = state_lib.in_order(state_lib.flatten(job.state), job.model)
+  state = start.begin(job, source, like, lambda line: None)
+  size = sum(x.nbytes for x in jax.tree.leaves(state))
+  assert seen == [0] and live() - before == size
+  assert made and not any(path.startswith('params/') for path in made)
+  monkeypatch.undo()
+  wanted = state_lib.flatten(job.initial_state())
+  for path, x in job.initial_leaves(['params/embedding', *made]).items():
+    assert (
+      np.array_equal(x, wanted[path]) and x.sharding == wanted[path].sharding
+    )
+  del wanted
+  held = job.initial_state()  # as it would be if all of it was made first
+  monkeypatch.setattr(source, 'read', reading)
+  start.begin(job, source, like, lambda line: None)
+  assert seen[1] >= 2 * size - 64
+  del held
 
 
 def test_resumed_runs_keep_their_origin(tiny, first, tmp_path):
