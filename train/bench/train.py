@@ -25,6 +25,8 @@ from paraxis.train.bench import reference
 from paraxis.train.run import compiling
 
 _EXPLICIT = dict(collectives='explicit')
+# dtype -> least speed of our attention / jax.nn.dot_product_attention
+ATTENTION = {'float32': 6.0, 'bfloat16': 1.0}
 LAYOUTS = {  # name -> (mesh, choices, most CPU-seconds of 8 devices / of one)
   'tensor=8': ('tensor=8', {}, 1.2),
   'tensor=8 explicit': ('tensor=8', _EXPLICIT, 1.2),
@@ -282,22 +284,21 @@ def layouts(rounds, quick, say):
 
 def attention(rounds, quick, say):
   """Causal attention forward and backward against dense attention."""
-  b, t, n, h = (1, 256, 2, 16) if quick else (1, 4096, 8, 64)
-  setup = f'B{b} T{t} N{n} H{h}, causal, forward + backward'
+  shape = (1, 256, 2, 16) if quick else (1, 4096, 8, 64)
+  setup = 'B{} T{} N{} H{}, causal, forward + backward'.format(*shape)
   now, report = begin('attention', setup, quick)
-  for dtype, target in (('float32', 6.0), ('bfloat16', 1.0)):
+  for dtype in ATTENTION:
     if report.lacks(dtype):
-      _attention(report, (b, t, n, h), dtype, target, rounds, now, say)
+      _attention(report, shape, dtype, rounds, now, say)
       report.finish(dtype)
   return report
 
 
-def _attention(report, shape, dtype, target, rounds, now, say):
-  """Both forms in one dtype; target: least speed of ours / dense."""
-  b, t, n, h = shape
+def _attention(report, shape, dtype, rounds, now, say):
+  """Both forms in one dtype; shape: B, T, N, H."""
   keys = jax.random.split(jax.random.key(0), 4)
   *inputs, weight = (jax.random.normal(k, shape, dtype) for k in keys)
-  mask = attention_lib.Mask(scale=h**-0.5)
+  mask = attention_lib.Mask(scale=shape[-1] ** -0.5)
   dense, ours = f'jax.nn.dot_product_attention, {dtype}', f'ours, {dtype}'
   forms = {
     dense: lambda q, k, v: jax.nn.dot_product_attention(
@@ -313,7 +314,8 @@ def _attention(report, shape, dtype, target, rounds, now, say):
     made[name] = lambda f=compiled: jax.block_until_ready(f(*inputs)) and None
     outputs.append(compiled(*inputs)[1])
     temporary[f'temporary memory, {name}'] = measure.temporary(compiled)
-  sizes = dict(rows=b, heads=n, length=t, width=h, dtype=dtype)
+  sizes = dict(zip(('rows', 'length', 'heads', 'width'), shape, strict=True))
+  sizes |= dict(dtype=dtype)
   with peers.beside(report, sizes, say) as others:
     times = measure.interleave(made | others.candidates, rounds, now, say)
     others.judge(times, ours, f'{dtype}: ')
@@ -327,7 +329,7 @@ def _attention(report, shape, dtype, target, rounds, now, say):
   report.check(
     f'{dtype}: speed of ours / dot_product_attention',
     measure.ratios(times[dense], times[ours]),
-    target,
+    ATTENTION[dtype],
   )
   gaps = (
     jnp.abs(x - y).max() / jnp.abs(y).max()
