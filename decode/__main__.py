@@ -34,7 +34,9 @@ def open_(checkpoint, weights, step=None):
   """load.Checkpoint or load.Weights; UserError unless one of both is given."""
   require_one(checkpoint, weights)
   from paraxis.decode import load  # starts jax
+  from paraxis.sharding.meter import compiling
 
+  compiling.use_cache()
   if weights:
     return load.Weights(weights, _say)
   return load.Checkpoint(checkpoint, step, _say)

@@ -33,6 +33,7 @@ from paraxis.decode import transcript
 from paraxis.models import build
 from paraxis.models import checks as model_checks
 from paraxis.sharding import annotate
+from paraxis.sharding.meter import compiling
 
 CHUNK = 16  # tokens between two looks of the host
 
@@ -104,10 +105,11 @@ class Generator:
         'together.'
       )
     self._ends = (*_ends(tokenizer), *ends)
+    jit = functools.partial(jax.jit, compiler_options=compiling.options())
     with build.use(built):
-      self._params = jax.jit(self._prepare)(params)
-    self._start = jax.jit(self._begin, static_argnames=('form', 'slots', 'new'))
-    self._run = jax.jit(
+      self._params = jit(self._prepare)(params)
+    self._start = jit(self._begin, static_argnames=('form', 'slots', 'new'))
+    self._run = jit(
       self._loop, static_argnames=('form',), donate_argnames=('state',)
     )
 

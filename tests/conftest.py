@@ -18,7 +18,7 @@ import types
 import pytest
 import sampling
 
-from paraxis.train.run import compile_store
+from paraxis.sharding.meter import compile_store
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 _FLAGS = [

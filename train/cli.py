@@ -58,8 +58,8 @@ def _train(values, config, _):
   source = start.open_(values.init_from, values.init_optimizer)
   if values.dry_run:
     return _dry_run(config, values, source)
+  from paraxis.sharding.meter import compiling
   from paraxis.train import loop
-  from paraxis.train.run import compiling
 
   compiling.use_cache()
   asked = loop.Options(values.profile, source)
@@ -120,8 +120,8 @@ def _reproduce(values, _, words):
     raise errors.UserError('--budget is how much of --all fits: add --all.')
   command_line.find_config(words[0])
   command_line.prepare_devices(values.devices)
+  from paraxis.sharding.meter import compiling
   from paraxis.train.claims import harness as claims
-  from paraxis.train.run import compiling
 
   compiling.use_cache()
   if values.knockout is not None:
@@ -149,8 +149,8 @@ def _reproduce_all(values, words):
       f'--all runs the claims of every config: leave out {", ".join(given)}.'
     )
   command_line.prepare_devices(values.devices)
+  from paraxis.sharding.meter import compiling
   from paraxis.train.claims import budget
-  from paraxis.train.run import compiling
 
   compiling.use_cache()
   return budget.reproduce(values.budget, values.fresh)

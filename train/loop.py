@@ -18,12 +18,12 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.sharding.meter import compiling
 from paraxis.train import expert_counts
 from paraxis.train import program as job_lib
 from paraxis.train import start
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
-from paraxis.train.run import compiling
 from paraxis.train.run import early
 from paraxis.train.run import evaluate
 from paraxis.train.run import header

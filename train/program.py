@@ -24,6 +24,7 @@ from paraxis.models import decoder
 from paraxis.models import depth
 from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.sharding import rules as rules_lib
+from paraxis.sharding.meter import compiling
 from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.sequence import order as context_order
 from paraxis.train import expert_counts
@@ -33,7 +34,6 @@ from paraxis.train.data import batch_ramp
 from paraxis.train.data import batches as data
 from paraxis.train.data import corpus as corpus_lib
 from paraxis.train.data import token_cache
-from paraxis.train.run import compiling
 from paraxis.train.run import metrics
 
 ROWS = ('batch', 'length')

@@ -10,7 +10,8 @@ import importlib
 import importlib.util
 import warnings
 
-# Room -> the modules that moved there; old=new where the name changed.
+# Room -> the modules that moved there; old=new where the name changed, with the
+# folder where that did, too.
 ROOMS = {
   'configs.base': (
     'errors declare=field model_schema=model mixer_schema=mixers command_line'
@@ -49,7 +50,8 @@ ROOMS = {
   ),
   'sharding.checkpoint': 'store manifest fingerprint saved_arrays',
   'sharding.meter': (
-    'hlo compiled traced predict liveness flops roofline traffic aot target'
+    'hlo compiled traced predict liveness flops roofline traffic aot target '
+    'train.compiling=compiling'
   ),
   'sharding.planner': 'simulate auto_rules layout=conversions signatures',
   'models.mixers': (
@@ -63,7 +65,7 @@ ROOMS = {
     'data=batches packing corpus token_cache fetch package_index '
     'archive_texts baselines batch_ramp'
   ),
-  'train.run': 'workdir hosts stop metrics evaluate compiling',
+  'train.run': 'workdir hosts stop metrics evaluate',
   'train.certify': (
     'trial verify properties shrink check target_compile doctor pipeline_report'
   ),
@@ -111,7 +113,8 @@ def table():
   for room, names in ROOMS.items():
     for name in names.split():
       old, _, new = name.partition('=')
-      out[f'{room.split(".")[0]}.{old}'] = f'{room}.{new or old}'
+      folder = '' if '.' in old else f'{room.split(".")[0]}.'
+      out[f'{folder}{old}'] = f'{room}.{new or old}'
   return out
 
 

@@ -22,6 +22,7 @@ from paraxis.models import build
 from paraxis.models import decoder
 from paraxis.models.text import tokenizer
 from paraxis.sharding.meter import aot
+from paraxis.sharding.meter import compiling
 
 MESH = 'data=2,fsdp=2,tensor=2'
 TINY = dict(
@@ -292,6 +293,23 @@ def test_one_program_for_every_length_seed_and_temperature(one):
       seed=seed,
     )
   assert (one._run._cache_size(), one._start._cache_size()) == before
+
+
+def test_every_program_is_compiled_with_the_options_of_runs(one, monkeypatch):
+  """An option that no compiler knows is refused by each of the three."""
+  built, params = one.built, {}
+  wrong = dict(xla_no_such_option=1)
+  with monkeypatch.context() as patch:
+    patch.setattr(compiling, 'options', lambda: wrong)
+    patch.setattr(loop.Generator, '_prepare', lambda self, params: params)
+    with pytest.raises(Exception, match='xla_no_such_option'):
+      loop.Generator(built, params, one.tokenizer, one.config)
+    seen = []
+    patch.setattr(
+      jax, 'jit', lambda f, **given: seen.append(given) or (lambda *_: f)
+    )
+    loop.Generator(built, params, one.tokenizer, one.config)
+  assert [given['compiler_options'] for given in seen] == [wrong] * 3
 
 
 def test_buckets():

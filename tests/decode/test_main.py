@@ -13,10 +13,12 @@ import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
 from paraxis.decode import __main__ as command
 from paraxis.decode import loop
 from paraxis.models import build
 from paraxis.models.text import tokenizer
+from paraxis.sharding.meter import compiling
 
 TINY = dict(
   vocab_size=2048,
@@ -256,3 +258,10 @@ def test_help_is_complete_and_starts_no_jax():
   own = [row[1] for row in command.COMMAND.flags if not isinstance(row, str)]
   for name in (*own, *(f.name for f in dataclasses.fields(schema.Decode))):
     assert name in done.stdout, name
+
+
+def test_programs_are_kept_in_the_store(run, monkeypatch):
+  asked = []
+  monkeypatch.setattr(compiling, 'use_cache', lambda: asked.append(1))
+  code, _, _ = run('--prompt=a', '--step=99')  # ends where it is opened
+  assert code == errors.EXIT_USER and asked == [1]

@@ -115,7 +115,7 @@ def _devices(mesh):
 @pytest.fixture
 def settings_stay(tmp_path, monkeypatch):
   """What a command sets in its process is undone; its caches are empty."""
-  from paraxis.train.run import compiling
+  from paraxis.sharding.meter import compiling
 
   monkeypatch.setattr(compiling, 'use_cache', lambda: None)
   monkeypatch.setenv('XLA_FLAGS', os.environ['XLA_FLAGS'])

@@ -80,7 +80,7 @@ def test_no_home(home):
   for name in ('HOME', 'PARAXIS_CACHE', 'XDG_CACHE_HOME'):
     environment.pop(name, None)
   environment |= {'HOME': home} if home else {}
-  where = 'from paraxis.train.data import files; print(files.cache_root())'
+  where = 'from paraxis.configs.base import cache; print(cache.root())'
   done = _python('-c', where, env=environment)
   root = home or pwd.getpwuid(os.getuid()).pw_dir
   assert done.stdout.strip() == os.path.join(root, '.cache/paraxis')

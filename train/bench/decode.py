@@ -1,7 +1,8 @@
 """Benches of decoding: tokens one after the other, greedy, and of a prompt.
 
 `decode` makes new tokens at batch 1, 8 and 64, and after a long prompt, beside
-plain JAX: one jitted loop, a head-major cache. At batch 1 there is a limit:
+plain JAX: one jitted loop, a head-major cache; before all, what it takes from
+parameters to a first token with nothing compiled. At batch 1 there is a limit:
 
     limit (tokens/s) = read bandwidth / bytes of parameters read per token
 
@@ -31,6 +32,7 @@ from paraxis.train.bench import reference
 from paraxis.train.bench import train as bench_train
 
 PROMPT = 16  # tokens; a bucket of decode/loop.py
+FIRST = 'first token'
 READS = 8  # of the array, for one bandwidth figure
 # rows -> new tokens of each; quick
 BATCHES = {1: 256, 8: 128, 64: 64}
@@ -102,7 +104,11 @@ class Ours:
     self.built = build.build(c, 'data=1', devices=jax.devices()[:1])
     with build.use(self.built):
       self.params = jax.jit(self.built.model.init)(jax.random.key(0))
-    self._maker = loop.Generator(
+    self._maker = self.generator(c)
+
+  def generator(self, c):
+    """A loop.Generator that has compiled nothing for any prompt."""
+    return loop.Generator(
       self.built, self.params, _Numbers(c.model.vocab_size), c.decode,
       say=lambda _: None,
     )  # fmt: skip
@@ -184,6 +190,64 @@ def _speeds(report, part, times, tokens):
   )
 
 
+def _our_first(ours, c, now):
+  """-> {part: seconds} from parameters to two tokens; the first: ', first'."""
+  jax.clear_caches()
+  seen, before = [], now()
+  maker = ours.generator(c)
+  prompts = [list(range(1, PROMPT + 1))]
+  stamp = lambda row, piece: seen.append(now())
+  maker.generate(prompts, max_new_tokens=2, temperature=0.0, on_text=stamp)
+  return {'': seen[-1] - before, ', first': seen[0] - before}
+
+
+def _plain_first(m, params, now):
+  """The same of plain JAX: a program for the prompt, one for a token."""
+
+  @jax.jit
+  def prompt(params, tokens):
+    logits, cache = reference.prefill(m, params, tokens, blocks=1)
+    room = (0, 0), (0, 0), (0, 16), (0, 0)
+    return jnp.argmax(logits, -1), jax.tree.map(
+      lambda x: jnp.pad(x, room), cache
+    )
+
+  @jax.jit
+  def token(params, cache, tokens):
+    logits, cache = reference.decode_step(
+      m, params, cache, tokens, jnp.int32(PROMPT)
+    )
+    return jnp.argmax(logits, -1), cache
+
+  jax.clear_caches()
+  before = now()
+  found, cache = prompt(params, jnp.arange(1, PROMPT + 1)[None])
+  jax.block_until_ready(found)
+  first = now()
+  jax.block_until_ready(token(params, cache, found))
+  return {'': now() - before, ', first': first - before}
+
+
+def _first_token(report, ours, c, rounds, now, say):
+  """Compiling and running until there are tokens, nothing cached."""
+  init = jax.jit(lambda key: reference.init(c.model, key, False))
+  params = jax.block_until_ready(init(jax.random.key(0)))
+  plain, mine = f'{FIRST} and next, plain JAX', f'{FIRST} and next, ours'
+  made = {
+    plain: functools.partial(_plain_first, c.model, params, now),
+    mine: functools.partial(_our_first, ours, c, now),
+  }
+  times = measure.interleave(made, rounds, now, say)
+  report.add(times)
+  for what, part in ((f'{FIRST} and next', ''), (FIRST, ', first')):
+    report.check(
+      f"{what}: time of ours / plain JAX's prompt and next token",
+      measure.ratios(times[f'{mine}{part}'], times[plain]),
+      1.5,
+      least=False,
+    )
+
+
 def _batch(report, ours, m, batch, new, rounds, now, say):
   """One batch size; of 1 beside the byte limit, too."""
   made = {
@@ -222,6 +286,10 @@ def decode(rounds, quick, say):
     quick,
   )
   ours = Ours(c)
+  if report.lacks(FIRST):
+    say(FIRST)
+    _first_token(report, ours, c, rounds, now, say)
+    report.finish(FIRST)
   for batch, new in batches.items():
     part = f'batch {batch}'
     if report.lacks(part):

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
 from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.meter import compiling
 from paraxis.sharding.meter import flops
 from paraxis.sharding.pipeline import executor as pipeline_lib
 from paraxis.sharding.pipeline import schedules
@@ -33,7 +34,6 @@ from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.bench import measure
 from paraxis.train.bench import train as bench_train
-from paraxis.train.run import compiling
 
 STAGES, DATA = 4, 2
 CHUNKS = {

@@ -29,12 +29,12 @@ from paraxis.pallas_kernels.scans import delta as delta_scan
 from paraxis.pallas_kernels.scans import gated as gated_scan
 from paraxis.pallas_kernels.scans import linear as linear_scan
 from paraxis.pallas_kernels.scans import selective as selective_scan
+from paraxis.sharding.meter import compiling
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.bench import measure
 from paraxis.train.bench import train as bench_train
 from paraxis.train.plot import figures
-from paraxis.train.run import compiling
 
 SIZES = dict(
   devices=(1, 2, 4, 8),

@@ -52,9 +52,9 @@ def plain_child(model):
 
 def our_child(argv):
   """`paraxis train ARGV` up to the first step. Prints its phases and ends."""
+  from paraxis.sharding.meter import compiling
   from paraxis.train import loop
   from paraxis.train import program as job
-  from paraxis.train.run import compiling
 
   phases = dict(imports=time.process_time())
 

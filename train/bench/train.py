@@ -17,12 +17,12 @@ import numpy as np
 from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
 from paraxis.pallas_kernels.attention import op as attention_lib
+from paraxis.sharding.meter import compiling
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.bench import measure
 from paraxis.train.bench import peers
 from paraxis.train.bench import reference
-from paraxis.train.run import compiling
 
 _EXPLICIT = dict(collectives='explicit')
 # dtype -> least speed of our attention / jax.nn.dot_product_attention

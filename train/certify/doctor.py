@@ -20,12 +20,12 @@ from typing import NamedTuple
 import jax
 
 from paraxis import pallas_kernels
+from paraxis.configs.base import cache
 from paraxis.configs.base import errors
 from paraxis.models import build
 from paraxis.pallas_kernels import registry
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import aot
-from paraxis.train.data import files
 
 PACKAGES = (
   'jax',
@@ -199,7 +199,7 @@ def _compilers():
 
 def _caches():
   """Lines on what paraxis keeps between runs."""
-  root = pathlib.Path(files.cache_root())
+  root = pathlib.Path(cache.root())
   found = sorted(p for p in root.glob('*') if p.is_dir())
   yield f'{root}{"" if found else " (empty)"}'
   for folder in found:

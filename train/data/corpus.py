@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paraxis.configs.base import cache
 from paraxis.configs.base import errors
 from paraxis.train.data import files
 from paraxis.train.data import readers
@@ -88,7 +89,7 @@ def source_folder(path):
   if path == 'fixture':
     return files.FIXTURE
   if path == 'corpus':
-    folder = files.cache_root() / 'corpus'
+    folder = cache.root() / 'corpus'
     if not folder.is_dir():
       raise errors.UserError(
         f"data.path='corpus': {folder} does not exist; "

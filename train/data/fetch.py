@@ -22,6 +22,7 @@ import re
 import tempfile
 import typing
 
+from paraxis.configs.base import cache
 from paraxis.configs.base import errors
 from paraxis.train.data import archive_texts
 from paraxis.train.data import files
@@ -148,7 +149,7 @@ def _manifest(path: pathlib.Path) -> dict:
 
 def _bring(recipe: dict, debian: bool, skip: tuple[str, ...], say):
   """Downloads everything first; [(path, source, how it came)] by package."""
-  downloads = files.cache_root() / 'downloads'
+  downloads = cache.root() / 'downloads'
   (downloads / 'debian').mkdir(parents=True, exist_ok=True)
   ready = []
   index = package_index.pip_index()
@@ -191,7 +192,7 @@ def fetch(
     raise errors.UserError(f'--skip={unknown[0]}: the packages are {known}')
   if debian:
     package_index.check_apt()
-  out = pathlib.Path(out).absolute() if out else files.cache_root() / 'corpus'
+  out = pathlib.Path(out).absolute() if out else cache.root() / 'corpus'
   try:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix='.new-') as place:
@@ -236,7 +237,7 @@ def listing() -> list[dict]:
   rows = []
   places = (
     ('fixture', files.FIXTURE),
-    ('corpus', files.cache_root() / 'corpus'),
+    ('corpus', cache.root() / 'corpus'),
   )
   for name, folder in places:
     if not (folder / 'manifest.json').exists():

@@ -23,11 +23,11 @@ import shutil
 import numpy as np
 
 from paraxis.configs import schema
+from paraxis.configs.base import cache
 from paraxis.configs.base import errors
 from paraxis.train.data import cache_build
 from paraxis.train.data import chat
 from paraxis.train.data import corpus
-from paraxis.train.data import files
 from paraxis.train.data import readers
 from paraxis.train.data import rows
 
@@ -209,7 +209,7 @@ def _place(data, tokenizer, print_):
     name, where = found.stem.replace('*', '_'), found.resolve()
   where = f'{where}|{data.held_out_fraction}'
   key = hashlib.sha256(f'{where}|{tokenizer.name}'.encode()).hexdigest()[:8]
-  root = pathlib.Path(data.cache_dir or files.cache_root() / 'tokens')
+  root = pathlib.Path(data.cache_dir or cache.root() / 'tokens')
   stem = f'{name}-{key}'
   return root / f'{stem}-{print_[:16]}', stem
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 
-from paraxis.train.run import compiling
+from paraxis.sharding.meter import compiling
 
 
 class Evaluation(NamedTuple):

@@ -24,6 +24,13 @@ def test_an_old_name_imports_and_warns():
   assert context is new
 
 
+def test_a_module_that_left_its_folder():
+  new = importlib.import_module('paraxis.sharding.meter.compiling')
+  with pytest.warns(DeprecationWarning, match='now paraxis.sharding.meter.co'):
+    from paraxis.train import compiling
+  assert compiling is new
+
+
 def test_what_a_room_was_before():
   from paraxis.train import plot  # a room now, a module before
 

@@ -309,7 +309,9 @@ def test_attention_bench():
 def test_decode_bench():
   report = bench_decode.decode(1, True, SILENT)
   batches = len(bench_decode.QUICK)
-  assert len(report.checks) == 2 + batches + 1 == len(report.parts) + 2
+  assert len(report.checks) == 2 + 2 + batches + 1 == len(report.parts) + 3
+  first = 'first token and next, ours'
+  assert report.rows[f'{first}, first'][1] < report.rows[first][1]
   assert all(min(c.values) > 0 for c in report.checks)
   assert report.rows['byte limit, batch 1'][0] == 'tokens/s'
   assert 'after 64 tokens: the prompt itself' in report.rows

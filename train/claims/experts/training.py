@@ -19,12 +19,12 @@ import jax
 import numpy as np
 
 from paraxis.models import depth
+from paraxis.sharding.meter import compiling
 from paraxis.train import expert_counts
 from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.plot import experts as plot_experts
 from paraxis.train.plot import losses as plot
-from paraxis.train.run import compiling
 
 PICTURE = 'domains.png'
 

@@ -23,6 +23,7 @@ from paraxis.models import decoder
 from paraxis.models.mixers import attention
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
+from paraxis.sharding.meter import compiling
 from paraxis.sharding.meter import hlo
 from paraxis.sharding.planner import auto_rules
 from paraxis.train import loss as loss_lib
@@ -30,7 +31,6 @@ from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import knockouts
-from paraxis.train.run import compiling
 
 
 def _shapes(model):

@@ -23,6 +23,7 @@ import numpy as np
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models import aux as aux_lib
+from paraxis.sharding.meter import compiling
 from paraxis.sharding.pipeline import paths as schedule_paths
 from paraxis.sharding.pipeline import schedules
 from paraxis.train import loss as loss_lib
@@ -34,7 +35,6 @@ from paraxis.train.claims import harness as claims
 from paraxis.train.claims import knockouts
 from paraxis.train.plot import figures
 from paraxis.train.plot import losses as plot
-from paraxis.train.run import compiling
 
 PICTURE = 'perplexity.png'
 SMALL = {

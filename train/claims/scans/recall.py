@@ -19,6 +19,7 @@ import numpy as np
 
 from paraxis.models import layer
 from paraxis.models.mixers import protocol as mixer
+from paraxis.sharding.meter import compiling
 from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
@@ -28,7 +29,6 @@ from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import tasks
 from paraxis.train.plot import figures
-from paraxis.train.run import compiling
 from paraxis.train.run import workdir as workdir_lib
 
 RECURRENT = {

@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 
-from paraxis.train.data import files
-from paraxis.train.run import compile_store
+from paraxis.configs.base import cache
+from paraxis.sharding.meter import compile_store
 
 _HIT = '/jax/compilation_cache/cache_hits'
 _hits = []
+_guarded = set()
 _overlays = []  # compile_store.Overlay of this process, once there is one
 
 
@@ -29,10 +30,13 @@ def use_cache():
   settings: Any = jax.config
   if settings.jax_compilation_cache_dir:
     given = pathlib.Path(settings.jax_compilation_cache_dir)
-    if given.parent.name == compile_store.OVERLAYS:  # of the process above
+    above = given.parent.name == compile_store.OVERLAYS  # of another process
+    if above and given not in _guarded:
+      _guarded.add(given)
       compile_store.guard(given)
     return
-  overlay = compile_store.Overlay(files.cache_root() / 'compiled')
+  overlay = compile_store.Overlay(cache.root() / 'compiled')
+  _guarded.add(overlay.folder)
   compile_store.guard(overlay.folder)
   atexit.register(overlay.close)
   _overlays.append(overlay)

@@ -6,11 +6,11 @@ import sys
 
 from jax._src import compilation_cache
 
-from paraxis.train.run import compile_store
+from paraxis.sharding.meter import compile_store
 
 PROGRAM = """
 import os, sys
-from paraxis.train.run import compile_store
+from paraxis.sharding.meter import compile_store
 
 overlay = compile_store.Overlay(sys.argv[1])
 import jax

@@ -7,8 +7,8 @@ from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
 import pytest
 
-from paraxis.train.run import compile_store
-from paraxis.train.run import compiling
+from paraxis.sharding.meter import compile_store
+from paraxis.sharding.meter import compiling
 
 
 @pytest.fixture
