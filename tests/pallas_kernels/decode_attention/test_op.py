@@ -146,6 +146,51 @@ def test_rows_of_unequal_length(begins, T, window):
         close(found, wanted(*wrong))
 
 
+def windowed(arrays, begins, lengths, window):
+  mask = attention.Mask(scale=0.3, window=window)
+  run = lambda q, k, v, n, b: decode_attention.ragged(
+    q, k, v, mask, n, begins_B=b
+  )
+  return jax.jit(run)(*arrays, lengths, begins)
+
+
+@pytest.mark.parametrize('window, cut', [(10, True), (1, True), (11, False)])
+def test_a_window_reads_only_its_own_slots(window, cut, monkeypatch):
+  """What is NaN outside of the ranges does not reach the result."""
+  begins = np.array([0, 0, 23, 37], np.int32)
+  mask = attention.Mask(scale=0.3, window=window)
+  with jax.enable_x64(True):
+    arrays, *_ = cache(B=4)
+    rows = rows_of(begins, LENGTHS, 1, 40)
+    wanted = reference.attention_ref(*by_slots(*arrays), mask, *rows)
+    close(windowed(arrays, begins, LENGTHS, window), wanted)
+    # The ends are 0, 40, 32, 40: all slots that are cut out lie before them.
+    ends = begins + LENGTHS
+    first = np.clip(ends - window, 0, 40 - window)[:, None]
+    slots = np.arange(40)
+    outside = (slots < first) | (slots >= first + window)
+    q, *kept = arrays
+    broken = [np.where(outside[:, None, :, None], np.nan, x) for x in kept]
+    o, lse = windowed((q, *broken), begins, LENGTHS, window)
+    if cut:
+      close((o, lse), wanted)
+    else:
+      assert np.isnan(o).any()
+    monkeypatch.setattr(decode_attention, 'CUT', 100)
+    assert np.isnan(windowed((q, *broken), begins, LENGTHS, window)[0]).any()
+
+
+def test_a_window_is_cut_out_on_every_shard():
+  mesh = jax.make_mesh((2, 2), ('data', 'tensor'))
+  heads, rows = P('data', 'tensor'), P('data')
+  specs = P('data', None, 'tensor'), heads, heads, rows, rows
+  run = lambda q, k, v, n, b: windowed((q, k, v), b, n, 9)
+  with jax.enable_x64(True):
+    arrays, *_ = cache(B=4)
+    args = *arrays, LENGTHS, np.array([0, 0, 23, 37], np.int32)
+    close(kernel_cases.on_mesh(run, mesh, args, specs), run(*args))
+
+
 def test_what_does_not_fit_is_refused():
   arrays, segments, _ = cache()
   mask = attention.Mask()
