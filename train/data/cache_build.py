@@ -249,13 +249,15 @@ class _Documents(NamedTuple):
   """What the pieces say of their D documents, but their names.
 
   domains: names, in the order met. domain_ids: (D,) into it. digests: (D,) of
-  the names. lengths, n_bytes: (D,). parts: (D,) 1 train, 2 held, 0 neither.
+  the names, keys: (D,) what the split sorts by, 0: the name.
+  lengths, n_bytes: (D,). parts: (D,) 1 train, 2 held, 0 neither.
   groups: (D,) part of data.sources.
   """
 
   domains: list
   domain_ids: np.ndarray
   digests: np.ndarray
+  keys: np.ndarray
   lengths: np.ndarray
   n_bytes: np.ndarray
   parts: np.ndarray
@@ -273,10 +275,14 @@ def _documents(work, count, groups):
     ids = [known.setdefault(domain, len(known)) for domain, *_ in names]
     columns.append((
       np.asarray(ids, np.int32),
-      np.asarray([corpus.name_digest(d, i) for d, i, _ in names], np.uint64),
+      np.asarray([corpus.name_digest(d, i) for d, i, *_ in names], np.uint64),
+      np.asarray(
+        [corpus.name_digest(d, k) if k else 0 for d, _, _, k in names],
+        np.uint64,
+      ),
       np.asarray(piece['lengths'], np.int64),
       np.asarray(piece['n_bytes'], np.int64),
-      np.asarray([parts[part] for *_, part in names], np.int8),
+      np.asarray([parts[part] for _, _, part, _ in names], np.int8),
       np.full(len(names), group, np.int16),
     ))  # fmt: skip
   if not known:
@@ -305,7 +311,7 @@ def _join(work, whole, count, tokenizer, meta):
       body = (work / f'{number:06d}.tokens').read_bytes()
       tokens.write(body)
       largest = max(largest, int(np.frombuffer(body, kind).max(initial=0)))
-      for domain, id_, _ in pieces.index(work, number)['names']:
+      for domain, id_, *_ in pieces.index(work, number)['names']:
         if times[at] > 1:
           id_ = f'{id_}#{times[at]}'
           digests[at] = corpus.name_digest(domain, id_)
@@ -314,7 +320,11 @@ def _join(work, whole, count, tokenizer, meta):
     ids.write(']')
   _join_loss(work, whole, count, found.lengths.sum())
   held = corpus.held_out(
-    found.domain_ids, digests, n_bytes, found.parts, meta['held_out_fraction']
+    found.domain_ids,
+    np.where(found.keys > 0, found.keys, digests),
+    n_bytes,
+    found.parts,
+    meta['held_out_fraction'],
   )
   arrays = dict(
     starts=np.concatenate([[0], np.cumsum(found.lengths)]).astype(np.int64),

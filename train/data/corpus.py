@@ -11,8 +11,10 @@ kinds are there; their domain is the folder.
 
 Held out, where the data names no split: within each domain the documents with
 the lowest sha256 of "domain/id", until they hold `held_out_fraction` of the
-domain's bytes, never the domain's last document. The same documents on every
-machine; adding a document moves few others.
+domain's bytes, never the domain's last document. Of a row without an id of its
+own, and of a document cut from plain text or tokens, the id is the sha256 of
+the text: equal texts are on the same side. The same documents on every machine;
+adding a document, wherever it stands, moves few others.
 
 Cost: `documents` has the text in memory whole, train/data/token_cache.py not.
 """
@@ -41,6 +43,9 @@ FORMATS = (
 _OF_CACHES = 'tokens.bin'  # below the text, where data.cache_dir is there
 HELD = ('validation', 'valid', 'val', 'dev', 'eval', 'test')
 _SPLITS = ('.parquet', '.bin')  # formats whose file names may say the split
+# In fingerprints of text whose rows may have no ids, as what we bring all have:
+# a cache of the time when their place decided is not taken for one of today.
+BY_TEXT = b'|split by text'
 log = logging.getLogger(__name__)
 
 
@@ -309,7 +314,9 @@ def split(rows, held_out_fraction):
   sizes = np.asarray([len(row.text.encode()) for row in rows], np.int64)
   held = held_out(
     np.asarray([index[row.domain] for row in rows]),
-    np.asarray([name_digest(row.domain, row.id) for row in rows], np.uint64),
+    np.asarray(
+      [name_digest(row.domain, row.key or row.id) for row in rows], np.uint64
+    ),
     sizes,
     np.asarray([parts[row.split] for row in rows]),
     held_out_fraction,
@@ -342,7 +349,8 @@ def held_out(domain_ids, digests, n_bytes, parts, fraction):
   """(D,) bool: which documents are held out, by the rule above.
 
   Args:
-    domain_ids, digests, n_bytes: (D,) domain, name_digest and size of each.
+    domain_ids, digests, n_bytes: (D,) domain, name_digest and size of each;
+      those of one digest stay together.
     parts: (D,) 1: train, 2: held, 0: the rule decides.
     fraction: of a domain's bytes.
   """
@@ -352,5 +360,10 @@ def held_out(domain_ids, digests, n_bytes, parts, fraction):
     order = free[np.argsort(digests[free], kind='stable')]
     before = np.cumsum(n_bytes[order]) - n_bytes[order]
     wanted = fraction * n_bytes[free].sum()
-    held[order[:-1]] = before[:-1] < wanted
+    _, first, group = np.unique(
+      digests[order], return_index=True, return_inverse=True
+    )
+    chosen = before[first] < wanted
+    chosen[-1:] = False
+    held[order] = chosen[group]
   return held

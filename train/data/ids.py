@@ -43,7 +43,7 @@ def blocks(source, options, say):
     stops = _stops(chunk, options.end_id, last)
     found, start = [], 0
     for number, stop in enumerate(stops, first):
-      found.append([str(number), None, [start, stop], None])
+      found.append([[str(number)], None, [start, stop], None])
       start = stop - 1
     data = chunk[: stops[-1]].tobytes()
     at += stops[-1] - 1

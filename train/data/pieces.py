@@ -15,6 +15,7 @@ import numpy as np
 
 from paraxis.train.data import ids as ids_lib
 from paraxis.train.data import readers
+from paraxis.train.data import rows as rows_lib
 
 _DOCUMENTS, _CHARACTERS = 256, 1 << 20  # encoded at once, at most about
 
@@ -23,7 +24,7 @@ class Piece(NamedTuple):
   """Documents of one block.
 
   tokens: (N,) uint16 or uint32. lengths, n_bytes: of each document.
-  names: [[domain, id, split or None]] of each.
+  names: [[domain, id, split or None, rows.Row.key]] of each.
   loss: (N,) uint8, whether each is predicted with loss; None: all are.
   """
 
@@ -51,7 +52,7 @@ def encode(block, tokenizer, options) -> Piece:
       loss.append(np.ones(len(ids), np.uint8) if mask is None else mask)
       lengths.append(len(ids))
       n_bytes.append(size)
-      names.append([row.domain, row.id, row.split])
+      names.append([row.domain, row.id, row.split, row.key])
   joined = np.concatenate(tokens) if tokens else np.zeros(0, kind)
   masks = None
   if options.loss_on != 'all':
@@ -115,14 +116,18 @@ def _of_ids(block, tokenizer):
     np.concatenate([ids[a:b] for a, b in spans]).astype(dtype(tokenizer)),
     [b - a for a, b in spans],
     [int(ends[b] - ends[a + 1]) for a, b in spans],
-    [[source.domain, id_, source.split] for id_, *_ in block.rows],
+    [
+      [source.domain, id_, source.split, rows_lib.content_key(ids[a:b])]
+      for ([id_], *_), (a, b) in zip(block.rows, spans, strict=True)
+    ],
   )
 
 
 def key(block):
   """What a piece was made from, beside what the whole folder is named for."""
   source = [str(block.source.file.name), block.source.domain]
-  return [*source, block.first, len(block.rows), len(block.data)]
+  size = [block.first, len(block.rows), len(block.data)]
+  return [*source, *size, 'keys']  # since `names` has them
 
 
 def write(folder, number, block, piece):

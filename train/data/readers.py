@@ -226,7 +226,7 @@ def _text_blocks(source, options, say):
   file, raw = open_bytes(source.file)
   with raw:
     for number, text in enumerate(_documents(file, source.file, say)):
-      found.append([f'{name}/{number:05d}', None, text, None])
+      found.append([[f'{name}/{number:05d}'], None, text, None])
       size += len(text)
       if size >= rows.BLOCK:
         yield rows.Block(source, first, 'rows', b'', found, raw.tell())

@@ -1,5 +1,6 @@
 """Rows of text: where they come from, blocks of them, what each may say."""
 
+import hashlib
 import importlib
 import pathlib
 from typing import Any, NamedTuple
@@ -12,7 +13,8 @@ BLOCK = 4 << 20  # bytes or characters of a block, about
 class Row(NamedTuple):
   """One text; split is 'train', 'held' or None: the rule decides.
 
-  turns: chat.Turns of a conversation.
+  turns: chat.Turns of a conversation. own: the id is the row's, which it keeps
+  wherever it stands; else that of its place in the file.
   """
 
   domain: str
@@ -20,6 +22,17 @@ class Row(NamedTuple):
   split: str | None
   text: str
   turns: Any = None
+  own: bool = True
+
+  @property
+  def key(self):
+    """What the split of a row without an id of its own hashes; '': the id."""
+    return '' if self.own else content_key(self.text.encode())
+
+
+def content_key(data) -> str:
+  """Stands for an id: of the bytes, so that equal ones have equal keys."""
+  return f'sha256:{hashlib.sha256(data).hexdigest()}'
 
 
 class Source(NamedTuple):
@@ -61,6 +74,7 @@ class Block(NamedTuple):
   kind: 'lines', data is .jsonl; 'ids', data is uint16 tokens; or 'rows'.
   data: bytes, empty if rows.
   rows: [[id, split, text, domain]]; of ids [id, split, [start, stop], domain].
+    An id of the row's place, not its own, is [id]: JSON carries it.
   done: bytes of the file read so far.
   """
 
@@ -97,12 +111,15 @@ def checked(row, where, number, text_key):
     raise errors.UserError(
       f'{where}: "{text_key}" is not Unicode: {error}.'
     ) from error
-  own = str(row['domain']) if 'domain' in row else None
-  return [str(row.get('id', number)), part, text, own]
+  domain = str(row['domain']) if 'domain' in row else None
+  id_ = str(row['id']) if 'id' in row else [str(number)]
+  return [id_, part, text, domain]
 
 
 def row(given, source) -> Row:
   """A Row of [id, split, text, domain, turns] that a source has read."""
-  id_, part, text, own, *turns = given
-  domain = source.domain if own is None else own
-  return Row(domain, id_, part or source.split, text, *turns)
+  id_, part, text, domain, *turns = given
+  domain = source.domain if domain is None else domain
+  own = isinstance(id_, str)
+  found = Row(domain, id_ if own else id_[0], part or source.split, text)
+  return found._replace(own=own, turns=turns[0] if turns else None)

@@ -224,10 +224,13 @@ def _fingerprint(sources, tokenizer, data, options):
     digest.update(f'|text_key={data.text_key}'.encode())
   if options.template:
     digest.update(f'|{data.loss_on}|{options.template}'.encode())
+  shipped = data.path in ('fixture', 'corpus') and not data.sources
   for source in sources:
     name, content = source.file.name, corpus.fingerprint(source)
     digest.update(f'|{source.domain}|{name}|{content}'.encode())
     digest.update(f'|{source.split}'.encode() if source.split else b'')
+    if not shipped:
+      digest.update(corpus.BY_TEXT)
     if source.group:
       digest.update(
         f'|{list(corpus.weights(data)).index(source.group)}'.encode()

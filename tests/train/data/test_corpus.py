@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -101,6 +102,66 @@ def test_held_out_is_a_fixed_share_of_every_domain(tmp_path):
   again = corpus.documents(write_jsonl(tmp_path / 'big.jsonl', rows), 0.1)
   assert len(held & {d.id for d in again if d.held}) >= 0.8 * len(held)
   assert not any(d.held for d in corpus.documents(tmp_path, 0.0))
+
+
+def test_a_row_of_its_own_id_is_held_out_by_it(tmp_path):
+  """The rule of shipped text: sha256 of 'paraxis/domain/id', by hand."""
+  found = corpus.documents(write_jsonl(tmp_path / 'x.jsonl', numbered(50)))
+  order = sorted(
+    found, key=lambda d: hashlib.sha256(f'paraxis/x/{d.id}'.encode()).digest()
+  )
+  count = sum(d.held for d in found)
+  assert 5 <= count <= 6 and all(d.held for d in order[:count])
+
+
+def _plain(n, first=0):
+  """Rows without an id, of different lengths."""
+  return [{'text': f'text {i} ' * (5 + i % 7)} for i in range(first, n)]
+
+
+def test_a_row_without_id_is_held_out_by_its_text(tmp_path):
+  """Wherever it stands; and equal texts stand on one side."""
+  held = lambda rows: {
+    d.text
+    for d in corpus.documents(write_jsonl(tmp_path / 'x.jsonl', rows), 0.2)
+    if d.held
+  }
+  before = held(_plain(200))
+  # A share of the documents: one more may move those at the border alone.
+  after = held([{'text': 'a new first line'}, *_plain(200)])
+  assert len(before) > 20 and len(before ^ after) <= 2
+  assert held([*reversed(_plain(200))]) == before
+  rows = [*_plain(60), *_plain(60), *_plain(30)]
+  found = corpus.documents(write_jsonl(tmp_path / 'y.jsonl', rows), 0.2)
+  sides = {d.text: set() for d in found}
+  for d in found:
+    sides[d.text].add(d.held)
+  assert all(len(s) == 1 for s in sides.values())
+  assert 0 < sum(d.held for d in found) < len(found) / 2
+
+
+@pytest.mark.parametrize('kind', ['jsonl', 'txt'])
+def test_a_cache_holds_out_what_documents_do(tmp_path, kind):
+  """With ids and without, of text in pieces; not taken from the old rule."""
+  source = tmp_path / f'x.{kind}'
+  if kind == 'jsonl':
+    write_jsonl(source, [*_plain(80), *numbered(40), *_plain(9)])
+  else:
+    source.write_text(''.join(f'line {i} of it\n\n' for i in range(20_000)))
+  made, _ = build(source, tmp_path / 'cache')
+  found = corpus.documents(source)
+  assert made.held.tolist() == [d.held for d in found]
+  assert 0 < sum(made.held) < len(found)
+  assert [made.name(i) for i in range(3)] == [d.name for d in found[:3]]
+
+
+def test_a_cache_of_another_rule_is_not_taken(tmp_path, monkeypatch):
+  source = write_jsonl(tmp_path / 'x.jsonl', _plain(30))
+  monkeypatch.setattr(corpus, 'BY_TEXT', b'')
+  old, _ = build(source, tmp_path / 'cache')
+  monkeypatch.undo()
+  new, said = build(source, tmp_path / 'cache')
+  assert new.fingerprint != old.fingerprint and said
 
 
 def test_corpus_is_in_the_user_cache(tmp_path, monkeypatch):
