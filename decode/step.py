@@ -81,10 +81,9 @@ def prefill(model, params, tokens_BT, lengths_B, slots):
 
 def _shift(cache, pattern, empty_B):
   """The cache with the last empty_B slots of each row in front."""
-  shift = lambda x, axis=1: mixer.shift_slots(x, empty_B, axis)
-  grows = lambda kind: layer.MIXERS[kind[0]].capabilities.slots
+  shift = lambda x: mixer.shift_slots(x, empty_B, 1)
   states = tuple(
-    tuple(shift(x, mixer.SLOT_AXIS) for x in state) if grows(kind) else state
+    layer.MIXERS[kind[0]].shift(state, empty_B)
     for kind, state in zip(pattern, cache.states, strict=True)
   )
   return cache._replace(

@@ -131,6 +131,7 @@ def _schedule(config, sizes):
   pipeline = config.pipeline
   if sizes['stage'] == 1:
     return None
+  model_checks.check_stages(config.model, sizes['stage'])
   options = {}
   model_checks.need(
     pipeline.schedule == 'skip' or not pipeline.skip_fraction,
@@ -211,7 +212,8 @@ def _token_order(mesh, model, attending, letters):
     mesh.context_order,
     [attention.mask_of(model, kind) for kind in attending],
   )
-  recurrent = sorted(letters - set(attending))
+  recurs = lambda kind: layer.MIXERS[kind].capabilities.recurs
+  recurrent = sorted(k for k in letters if k not in attending or recurs(k))
   if not recurrent:
     return order
   model_checks.need(

@@ -150,6 +150,18 @@ def _check_experts(experts):
   )
 
 
+def check_stages(model, stages):
+  """UserError if layers of several stages would share parameters."""
+  letters = mixers.of_pattern(model.pattern)[0]
+  sharing = sorted({k for k in letters if mixers.TABLE[k].shares})
+  need(
+    not sharing,
+    f'model.pattern={model.pattern!r}: layers of kind {", ".join(sharing)} '
+    f'share model.hybrid.blocks={model.hybrid.blocks}, and mesh.stage={stages} '
+    'would put their uses on several stages: take mesh.stage=1.',
+  )
+
+
 def check_region(model, rules, sizes):
   """UserError if the region of experts does not divide them."""
   experts = model.experts

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paraxis.configs.base import mixers as own
 from paraxis.models import layer as layer_lib
 from paraxis.models import parameter
 from paraxis.models import stack as stack_lib
@@ -116,15 +117,22 @@ class Decoder:
     """
     if cache is None:
       return self.features(params, batch)[0], None
-    x, see = self.embed(params, batch), self.visibility(batch)
+    x, see = self._begun(params, batch)
     x, cache = self._step(params, x, batch, cache, see)
     return self.normalise(params, x), cache
 
   def features(self, params, batch):
     """(x_BTD as of a call without a cache; aux.Aux of all layers)."""
-    x, see = self.embed(params, batch), self.visibility(batch)
+    x, see = self._begun(params, batch)
     x, aux = self.stack.run(self.pattern, params, x, see)
     return self.normalise(params, x), aux
+
+  def _begun(self, params, batch):
+    """(x_BTD before the first layer, attention.Visibility)."""
+    x, see = self.embed(params, batch), self.visibility(batch)
+    if any(own.TABLE[kind[0]].shares for kind in self.pattern):
+      see = see._replace(embedded=x)
+    return x, see
 
   def embed(self, params, batch):
     """x_BTD before the first layer."""

@@ -182,6 +182,22 @@ def stack_rows(depth, owners):
   return np.array([slot.get(int(layer), -1) for layer in picked])
 
 
+def homes(paths, row):
+  """{path: {layer that reads it: the layer whose row that is}}.
+
+  paths: of every layer, those that it reads. row: (path, use) -> the row that
+    the use-th reader has, of its own or of an earlier one.
+  """
+  readers, out = {}, {}
+  for layer, mine in enumerate(paths):
+    for path in mine:
+      before = readers.setdefault(path, [])
+      before.append(layer)
+      home = before[row(path, len(before) - 1)]
+      out.setdefault(path, {})[layer] = home
+  return out
+
+
 def from_order(x, rows, experts=None):
   """A stack of layers and experts in order -> as memory holds it (`Held`)."""
   if experts is not None:

@@ -4,6 +4,7 @@ A layer is named by its kind: a letter for its mixer (`MIXERS`), and one for
 what follows it (none: an mlp, E experts, P twice as many, . nothing).
 """
 
+import functools
 import math
 
 from flax import nnx
@@ -21,6 +22,7 @@ from paraxis.models.ffn import moe
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import gated_delta
 from paraxis.models.mixers import gated_linear
+from paraxis.models.mixers import hybrid
 from paraxis.models.mixers import latent as latent_attention
 from paraxis.models.mixers import mamba
 from paraxis.models.mixers import recurrent
@@ -39,6 +41,7 @@ MIXERS = {
   'G': gated_linear.GatedLinear,
   'M': mamba.Mamba2,
   'S': mamba.Mamba,
+  'H': hybrid.Hybrid,
   'R': recurrent.ParaGRU,
   'L': recurrent.ParaLSTM,
   'V': short_conv.ShortConv,
@@ -60,6 +63,9 @@ def kinds_of(config):
     behind = every[i % len(every)].replace('D', '')
     behind = behind if follows[i % len(letters)] else '.'
     unit.append(letters[i % len(letters)] + behind)
+  # Blocks that layers share take turns: in every unit the same.
+  blocks, uses = config.hybrid.blocks, sum(own.TABLE[k[0]].shares for k in unit)
+  unit *= blocks // math.gcd(blocks, uses)
   repeats = -(-config.num_layers // len(unit))
   return tuple(unit), tuple((unit * repeats)[: config.num_layers])
 
@@ -134,9 +140,11 @@ class Layer(nnx.Module):
   def __call__(self, x_BTD, see, state=None):
     """-> (x_BTD, the mixer's state, aux.Aux); see: attention.Visibility."""
     x, mix = checkpoint_name(x_BTD, 'residual'), self.mixer
-    normed, given = self._before(mix.name, x), x
+    given, before = x, functools.partial(self._before, mix.name)
+    more = (before,) if mix.norms else ()
+    normed = x if mix.norms else before(x)
     with jax.named_scope(mix.name):
-      found = mix(normed, see, state)
+      found = mix(normed, see, state, *more)
     if self.kind[0] in own.OWN:
       _check_answer(mix, x, found)
     y, state, aux = found

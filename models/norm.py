@@ -29,16 +29,16 @@ def rms(
 
 
 class Norm(nnx.Module):
-  """The norm of the configuration over the model width."""
+  """The norm of the configuration; width: 0: that of the model."""
 
-  def __init__(self, config):
-    self.config = config
+  def __init__(self, config, width=0):
+    self.config, width = config, width or config.d_model
     self.bare = config.norm in ('layernorm_bare', 'rmsnorm_bare')
     fill = 0.0 if config.norm_zero_centered else 1.0
     if not self.bare:
-      self.scale = parameter.vector((config.d_model,), ('norm',), fill)
+      self.scale = parameter.vector((width,), ('norm',), fill)
     if config.norm == 'layernorm':
-      self.bias = parameter.vector((config.d_model,), ('norm',))
+      self.bias = parameter.vector((width,), ('norm',))
 
   def __call__(self, x):
     config = self.config

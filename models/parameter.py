@@ -37,6 +37,7 @@ class Layout(NamedTuple):
 
 PLAIN = Layout()
 ADAPTERS = '_lora_a', '_lora_b'  # behind the name of their parameter
+OWN_ADAPTERS = '_adapter_a', '_adapter_b'  # that are part of the model
 
 
 def matrix(rngs, shape, axes, inputs=1, std=0.0, gain=1.0):
@@ -46,10 +47,10 @@ def matrix(rngs, shape, axes, inputs=1, std=0.0, gain=1.0):
   return nnx.Param(value, axes=axes, kind='matrix', inputs=inputs)
 
 
-def adapters(rngs, variable, rank, scale):
+def adapters(rngs, variable, rank, scale, **more):
   """(A (inputs, rank), normal; B (rank, outputs), 0) of a `matrix`.
 
-  scale: of their product, which `multiply` adds.
+  scale: of their product, which `multiply` adds. more: metadata of both.
   """
   axes, _, inputs = metadata(variable)
   shape = variable[...].shape
@@ -61,7 +62,36 @@ def adapters(rngs, variable, rank, scale):
     inputs=1,
     scale=scale,
   )
+  for x in (a, b):
+    x.set_metadata(**more)
   return a, b
+
+
+def own_adapters(rngs, module, names, rank):
+  """Gives matrices of a module adapters that are part of the model.
+
+  names: of matrices that have one A together, and a B each.
+  """
+  first = '_'.join(names) + OWN_ADAPTERS[0]
+  for name in names:
+    a, b = adapters(rngs, getattr(module, name), rank, 1.0, behind=first)
+    setattr(module, first, a)
+    setattr(module, name + OWN_ADAPTERS[1], b)
+
+
+def share(module, blocks):
+  """Makes layers share the parameters that a module has by now.
+
+  blocks: that there are: of the layers with such a module the i-th reads block
+    i % blocks (models/stack.py).
+  """
+  for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+    variable.set_metadata(shared=blocks)
+
+
+def shared(variable) -> int:
+  """Blocks of a parameter that layers `share`; 0: each layer has its own."""
+  return variable.get_metadata('shared', 0)
 
 
 def beside(name):
@@ -113,7 +143,8 @@ def multiply(module, x, x_names, products, ring='', dtype=None, biased=False):
     dtype: of accumulation and outputs; default that of x.
     biased: add the parameter `NAME_bias` wherever the module has one.
 
-  A parameter with adapters (models/trained.py) has their product added.
+  A parameter with adapters (models/trained.py; `own_adapters`) has their
+  product added.
 
   Returns:
     A list of outputs, as of project.project.
@@ -138,29 +169,39 @@ def multiply(module, x, x_names, products, ring='', dtype=None, biased=False):
 def _low_rank(module, x, x_names, products, dtype):
   """[(index, scale (x A) B)] of those products whose parameter has adapters."""
   mine = [
-    (i, *(getattr(module, n) for n in beside(name)), equation, out)
+    (i, a, getattr(module, b), _apart(equation, x_names, out), out)
     for i, (name, equation, out) in enumerate(products)
-    if hasattr(module, beside(name)[0])
+    for a, b in _adapters_of(module, name)
   ]
   if not mine:
     return []
-  ways = [_apart(equation, x_names, out) for *_, equation, out in mine]
+  # One A may be of several products: x is multiplied by it once.
+  firsts = {a: (first, names) for _, a, _, (first, _, names), _ in mine}
   lows = project.project(
     x,
     x_names,
     [
-      (first, *operand(a), names)
-      for (_, a, *_), (first, _, names) in zip(mine, ways, strict=True)
+      (first, *operand(getattr(module, a)), names)
+      for a, (first, names) in firsts.items()
     ],
   )
-  found = []
-  for (i, _, b, _, out), (_, second, names), low in zip(
-    mine, ways, lows, strict=True
-  ):
+  low_of, found = dict(zip(firsts, lows, strict=True)), []
+  for i, a, b, (_, second, names), out in mine:
+    low = low_of[a]
     low = low * jnp.asarray(b.get_metadata('scale'), low.dtype)
     (y,) = project.project(low, names, [(second, *operand(b), out)], dtype)
     found.append((i, y))
   return found
+
+
+def _adapters_of(module, name):
+  """Yields (name of A, name of B) of those of a parameter."""
+  a, b = beside(name)
+  if hasattr(module, a):
+    yield a, b
+  own = name + OWN_ADAPTERS[1]
+  if hasattr(module, own):
+    yield getattr(module, own).get_metadata('behind'), own
 
 
 def _apart(equation, x_names, out):

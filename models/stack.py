@@ -6,6 +6,9 @@ tree in memory, and scanned and unrolled runs read the same one. A pattern
 string such as 'WF' is a unit repeated over the depth: the scan runs over units,
 the layers that are left over run after it.
 
+Layers may share parameters (parameter.share): a stack has a row for each block,
+which layers read in turn. A scan closes over them, and adds their gradients up.
+
 `Skeleton` turns a Flax module into functions of a flat {path: array}; `Stack`
 has one for each kind of layer.
 
@@ -134,18 +137,30 @@ class Stack:
         make = trained_lib.adapted(make, inside, trained)
         self._kinds[kind] = Skeleton(make)
       self.leaves = _leaves(self._kinds)
-    self._owners = {}  # path in a layer -> indices of the layers that have it
-    for i, kind in enumerate(self.pattern):
-      for path in self._kinds[kind].leaves:
-        self._owners.setdefault(path, []).append(i)
+    self._blocks = {
+      path.removeprefix('layers/'): blocks
+      for path, leaf in self.leaves.items()
+      if (blocks := parameter.shared(leaf.variable))
+    }
+    # Path in a layer -> layer -> the layer whose row it reads: its own, or that
+    # of the first that reads a block.
+    self._homes = depth.homes(
+      [self._kinds[kind].leaves for kind in self.pattern], self._row
+    )
+    self._owners = {p: sorted({*of.values()}) for p, of in self._homes.items()}
     self._in_unit = {
       path: sum(i < len(self.unit) for i in owners)
       for path, owners in self._owners.items()
+      if path not in self._blocks
     }
     self.held = {
       f'layers/{path}': self._held(path, owners, layout.experts)
       for path, owners in self._owners.items()
     }
+
+  def _row(self, path, use):
+    """Row of a parameter that its reader number `use` has: blocks in turn."""
+    return use % self._blocks.get(path, use + 1)
 
   def _held(self, path, owners, order):
     """depth.Held of the stack of a parameter that layers `owners` have."""
@@ -161,10 +176,11 @@ class Stack:
     keys = jax.random.split(key, self.config.num_layers)
     stacks = {}  # path -> list of (layer indices, stacked values)
     for kind, skeleton in self._kinds.items():
-      of_kind = jnp.array([i for i, k in enumerate(self.pattern) if k == kind])
       init = functools.partial(skeleton.init, dtype=dtype)
-      for path, value in jax.vmap(init)(keys[of_kind]).items():
-        stacks.setdefault(path, []).append((of_kind, value))
+      for layers, paths in self._alike(kind):
+        made = jax.vmap(init)(keys[layers])
+        for path in paths:
+          stacks.setdefault(path, []).append((layers, made[path]))
     out = {}
     for path, parts in stacks.items():
       order = jnp.argsort(jnp.concatenate([i for i, _ in parts]))
@@ -173,6 +189,14 @@ class Stack:
       path = f'layers/{path}'
       out[path] = depth.from_order(value, *self.held[path])
     return out
+
+  def _alike(self, kind):
+    """[(layers of a kind, paths that they own)]."""
+    of_kind, out = [i for i, k in enumerate(self.pattern) if k == kind], {}
+    for path in self._kinds[kind].leaves:
+      layers = tuple(i for i in of_kind if i in self._owners[path])
+      out.setdefault(layers, []).append(path)
+    return [(jnp.array(i), paths) for i, paths in out.items() if i]
 
   def sizes(self, params) -> dict[str, int]:
     """{path: numbers in it}; rows of a stack that hold no layer do not count.
@@ -184,6 +208,13 @@ class Stack:
       if rows is not None and path in out:
         out[path] = round(out[path] * sum(r >= 0 for r in rows) / len(rows))
     return out
+
+  def uses(self, path) -> float:
+    """Layers that read each row of a parameter: 1 where each has its own."""
+    path = path.removeprefix('layers/')
+    if path not in self._blocks:
+      return 1
+    return len(self._homes[path]) / len(self._owners[path])
 
   def unstack(self, params):
     """The same parameters with one array per layer: 'layers/3/mlp/up'.
@@ -219,14 +250,15 @@ class Stack:
       (x_BTD, aux.Aux of the layers together).
     """
     units, aux = self._units(kinds), aux_lib.NOTHING
+    blocks = self._shared(stacks)
     if units:
-      body = functools.partial(self._run_unit, self.unit, see)
+      body = functools.partial(self._run_unit, self.unit, see, blocks)
       xs = self._scanned(units, stacks, on)
       x_BTD, found = jax.lax.scan(body, x_BTD, xs, unroll=self.config.unroll)
       aux = aux_lib.of_units(found)
     left = kinds[units * len(self.unit) :]
     rest = self._rest(units, stacks, on)
-    x_BTD, more = self._run_unit(left, see, x_BTD, rest)
+    x_BTD, more = self._run_unit(left, see, blocks, x_BTD, rest)
     return x_BTD, aux_lib.whole(aux_lib.joined(aux, more))
 
   def run_taped(self, taped, kinds, stacks, x_BTD, see, on=None):
@@ -238,7 +270,7 @@ class Stack:
 
     def body(part, kinds, x, row):
       *row, zeros = row
-      call = lambda x: self._run_unit(kinds, see, x, row)
+      call = lambda x: self._run_unit(kinds, see, {}, x, row)
       (x, aux), arrays = taped.run(part, call, x, zeros)
       return x, (aux, arrays)
 
@@ -262,6 +294,11 @@ class Stack:
       units += 1
     return units if self.config.unroll < units else 0
 
+  def _shared(self, stacks):
+    """{path: [of each block]} of what layers share."""
+    stacks = {path: stacks[f'layers/{path}'] for path in self._blocks}
+    return {p: jax.tree.map(_layers_of, x) for p, x in stacks.items()}
+
   def _scanned(self, units, stacks, on):
     """What a scan over units reads: (values, on) with units first."""
     values = {}
@@ -281,17 +318,20 @@ class Stack:
       values[path] = jax.tree.map(_layers_of, left)
     return values, None if on is None else on[units * len(self.unit) :]
 
-  def _run_unit(self, kinds, see, x, row):
+  def _run_unit(self, kinds, see, blocks, x, row):
     """Consecutive layers, as the body of a scan -> (x, aux.Aux, in parts).
 
-    row: (values, on). values: path -> (layers of `kinds` that have it, ...).
+    blocks: of `_shared`. row: (values, on). values: path -> (layers of `kinds`
+    that have it, ...).
     on: (layers of `kinds`,) bool: the rows that hold a layer, or None.
     """
     values, on = row
+    values = values | blocks
     seen, found = {}, []
     for i, kind in enumerate(kinds):
-      slots = {p: seen.get(p, 0) for p in self._kinds[kind].leaves}
-      seen |= {p: slot + 1 for p, slot in slots.items()}
+      uses = {p: seen.get(p, 0) for p in self._kinds[kind].leaves}
+      seen |= {p: use + 1 for p, use in uses.items()}
+      slots = {p: self._row(p, use) for p, use in uses.items()}
       layer = functools.partial(self._run_layer, kind, slots)
       # A tape's records may not be recomputed: they leave the layer as values.
       if self._policy is not None and project.tape() is None:
@@ -329,7 +369,8 @@ class Stack:
     new = []
     for i, kind in enumerate(self.pattern):
       skeleton = self._kinds[kind]
-      mine = {p: params[f'layers/{i}/{p}'] for p in skeleton.leaves}
+      at = {p: f'layers/{self._homes[p][i]}/{p}' for p in skeleton.leaves}
+      mine = {p: params[name] for p, name in at.items()}
       with _scope(kind):
         x_BTD, state, _ = skeleton.module(mine)(x_BTD, see, states[i])
       new.append(state)

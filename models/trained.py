@@ -174,7 +174,10 @@ def adapted(make, chosen, trained):
         owner = module
         for name in path[:-1]:
           owner = getattr(owner, str(name))
-        pair = parameter.adapters(rngs, variable, trained.rank, trained.scale)
+        pair = parameter.adapters(
+          rngs, variable, trained.rank, trained.scale,
+          shared=parameter.shared(variable),
+        )  # fmt: skip
         for name, adapter in zip(parameter.beside(path[-1]), pair, strict=True):
           setattr(owner, name, adapter)
     return module

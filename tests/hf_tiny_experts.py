@@ -56,6 +56,10 @@ DELTA = dict(
   layer_types=['linear_attention', 'full_attention', 'linear_attention'],
 )  # fmt: skip
 
+ZAMBA2 = dict(
+  n_mamba_heads=4, mamba_d_state=4, chunk_size=8, adapter_rank=3,
+  num_key_value_heads=4,
+)  # fmt: skip
 EXPERTS = {
   'mixtral': LOCAL,
   'olmoe': MOE,
@@ -193,6 +197,21 @@ EXPERTS = {
   | dict(
     moe_intermediate_size=8, num_shared_experts=2, route_scale=1.5,
     mup_enabled=True, num_dense_layers=1, num_hidden_layers=4, sliding_window=5,
+  ),
+  # Four uses of two blocks; head_dim is 2 D / N.
+  'zamba2': ZAMBA2
+  | dict(
+    num_hidden_layers=9, num_mem_blocks=2, use_shared_attention_adapter=True,
+    layers_block_type=[*['linear_attention', 'hybrid'] * 4, 'linear_attention'],
+    use_mem_rope=True,
+  ),
+  # Three uses of one, at no period; queries share keys.
+  'zamba2_one_block': ZAMBA2
+  | dict(
+    model_type='zamba2', num_hidden_layers=5, mamba_ngroups=2,
+    layers_block_type=['hybrid', 'linear_attention', *['hybrid'] * 2,
+                       'linear_attention'],
+    num_key_value_heads=2, time_step_min=0.3, rms_norm_eps=1e-2,
   ),
   'jamba': JAMBA
   | dict(

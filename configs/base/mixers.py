@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from paraxis.configs.base import errors
+from paraxis.configs.base import mamba_fields
 from paraxis.configs.base.field import MOST_WIDTH
 from paraxis.configs.base.field import field
 
@@ -38,36 +39,7 @@ class GatedLinear:
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class Mamba:
-  """Mamba-2 (kind M) and Mamba (kind S) (models/mixers/mamba.py)."""
-
-  expand: int = field(2, 'inner width / model.d_model', low=1, high=MOST_WIDTH)
-  heads: int = field(
-    0, 'M: heads; 0: expand x d_model / head_dim', low=0, high=MOST_WIDTH
-  )
-  head_dim: int = field(64, 'M: width of a head', low=1, high=MOST_WIDTH)
-  state: int = field(
-    128, 'numbers kept for every channel', low=1, high=MOST_WIDTH
-  )
-  groups: int = field(1, 'M: groups of heads that share B and C', low=1)
-  conv_width: int = field(
-    4, 'taps of the causal convolution', low=1, high=MOST_WIDTH
-  )
-  dt_rank: int = field(
-    0, 'S: rank of the step sizes; 0: d_model / 16', low=0, high=MOST_WIDTH
-  )
-  dt_min: float = field(1e-3, 'least step size at the start', low=1e-9)
-  dt_max: float = field(0.1, 'largest step size at the start', low=1e-9)
-  inner_norm: bool = field(
-    False, 'S: RMSNorm on the low-rank step, B and C (Jamba)'
-  )
-  inner_norm_scale: bool = field(
-    True, 'S: the inner norms have learned scales (Falcon-Mamba: none)'
-  )
-  norm_epsilon: float = field(
-    0.0, 'S: epsilon of the inner norms; 0: model.norm_epsilon', low=0.0
-  )
+Mamba, Hybrid = mamba_fields.Mamba, mamba_fields.Hybrid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +196,7 @@ class Sections:
 
   gated_linear: GatedLinear = GatedLinear()
   mamba: Mamba = Mamba()
+  hybrid: Hybrid = Hybrid()
   recurrent: Recurrent = Recurrent()
   tcn: Tcn = Tcn()
   latent: Latent = Latent()
@@ -246,6 +219,12 @@ def _small_gated_linear(model, few):
 def _small_mamba(model, few):
   small = _at_most(model.mamba, head_dim=4, state=8, groups=2, dt_rank=4)
   return small | dict(heads=few(model.mamba.heads, 8))
+
+
+def _small_hybrid(model, few):
+  own = model.hybrid
+  small = _at_most(own, blocks=2, attention_rank=4, mlp_rank=4)
+  return small | dict(d_ff=few(own.d_ff, 64))
 
 
 def _small_recurrent(model, few):
@@ -294,6 +273,8 @@ class MixerKind(NamedTuple):
   windowed: it sees model.window tokens, and has a rotary base of its own.
   chunked: it sees tokens of its own chunk of model.attention_chunk positions.
   scales_scores: YaRN's factor is in its scores, not in cos and sin.
+  within: letters of mixers of which it is made.
+  shares: its layers use model.hybrid.blocks blocks in turn.
   """
 
   word: str
@@ -303,6 +284,8 @@ class MixerKind(NamedTuple):
   windowed: bool = False
   chunked: bool = False
   scales_scores: bool = False
+  within: str = ''
+  shares: bool = False
 
 
 class Origin(NamedTuple):
@@ -345,6 +328,10 @@ TABLE = {
   ),
   'M': MixerKind('Mamba-2', 'mamba', _small_mamba),
   'S': MixerKind('Mamba', 'mamba', _small_mamba),
+  'H': MixerKind(
+    'Mamba-2 behind a shared block', 'hybrid', _small_hybrid, rotary=rotated,
+    within='MF', shares=True,
+  ),
   'R': MixerKind('ParaGRU', 'recurrent', _small_recurrent),
   'L': MixerKind('ParaLSTM', 'recurrent', _small_recurrent),
   'V': MixerKind(
@@ -384,6 +371,11 @@ def of_pattern(pattern):
       'model.pattern is empty: name at least one layer kind.'
     )
   return letters, tuple(follows) if '-' in pattern else (True,) * len(letters)
+
+
+def inside(letters):
+  """The letters, and those of the mixers of which some are made."""
+  return letters + ''.join(TABLE[letter].within for letter in letters)
 
 
 def words():

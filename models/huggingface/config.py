@@ -6,6 +6,7 @@ from typing import Any
 
 from paraxis.configs.base import errors
 from paraxis.configs.base import extra
+from paraxis.configs.base import mixers
 from paraxis.configs.base import model as model_schema
 from paraxis.models import layer as layer_lib
 from paraxis.models.huggingface.families import known
@@ -175,7 +176,7 @@ def canonical(model) -> dict[str, Any]:
   value are that value, and fields that nothing reads are their defaults.
   """
   kinds = layer_lib.kinds_of(model)[1]
-  letters = {kind[0] for kind in kinds}
+  letters = set(mixers.inside(''.join(kind[0] for kind in kinds)))
   out, unread = _fields_of(model), _defaults()
   out['pattern'] = ' '.join(kinds)
   out['num_kv_heads'] = attention.num_kv_heads(model)
@@ -246,6 +247,7 @@ def _unread_sections(model, letters, out):
     V='short_conv',
     U='rg_lru',
     D='gated_delta',
+    H='hybrid',
   )
   drop = [s for letter, s in sections.items() if letter not in letters]
   drop += [] if letters & set('MS') else ['mamba']
@@ -253,6 +255,7 @@ def _unread_sections(model, letters, out):
   names = [n for n in out if n.split('.')[0] in drop and '.' in n]
   if 'M' not in letters:
     names += ['mamba.heads', 'mamba.head_dim', 'mamba.groups']
+    names += ['mamba.step_floor']
   else:
     out['mamba.heads'] = mamba.num_heads(model)
     names += [] if 'S' in letters else ['mamba.expand']
@@ -270,7 +273,10 @@ def _unread_sections(model, letters, out):
     ):
       out[f'gated_delta.{name}'] = size
   inner = 'S' in letters and model.mamba.inner_norm
-  names += [] if inner else ['mamba.inner_norm_scale', 'mamba.norm_epsilon']
+  names += [] if inner else ['mamba.inner_norm_scale']
+  names += [] if inner or 'M' in letters else ['mamba.norm_epsilon']
+  if 'H' in letters:
+    out['hybrid.d_ff'] = model.hybrid.d_ff or model.d_ff
   for section in ('mamba', 'latent'):
     name = f'{section}.norm_epsilon'
     out[name] = out[name] or model.norm_epsilon

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.configs.base import mixers
 from paraxis.models import layer as layer_lib
+from paraxis.models.huggingface import hybrid_parts
 from paraxis.models.huggingface import parts
 from paraxis.models.huggingface import transforms
 from paraxis.models.huggingface.families import known
@@ -58,8 +60,10 @@ def table(model, model_type: str, most: float = math.inf) -> list[Leaf]:
   out = [_leaf(row.path, None, row) for row in parts.ends(model, family.names)]
   seen: dict[str, int] = {}
   kinds, names = layer_lib.kinds_of(model)[1], 0
+  users: list[int] = []  # layers that share blocks
   for kind, at in zip(kinds, parts.places(kinds, family), strict=True):
-    for row in parts.layer(model, kind, at, family):
+    users += [at[0]] if mixers.TABLE[kind[0]].shares else []
+    for row in parts.layer(model, kind, at, family, users):
       path = f'layers/{row.path}'
       index = seen[path] = seen.get(path, -1) + 1
       out.append(_leaf(path, index, row))
@@ -116,9 +120,12 @@ def ignored(name: str, model=None) -> bool:
   """Is a tensor of a file none that a parameter wants, and rightly so?
 
   Buffers of positions and masks; with a schema.Model that ties its head to the
-  embedding, a copy of the head.
+  embedding, a copy of the head; of a block that layers share, a copy.
   """
   if name.endswith(BUFFERS):
     return True
+  if model is None:
+    return False
   heads = ('lm_head.weight', 'embed_out.weight', 'output_projection.weight')
-  return model is not None and model.tied_embedding and name in heads
+  tied = model.tied_embedding and name in heads
+  return tied or hybrid_parts.is_copy(name, model)

@@ -11,6 +11,7 @@ R rank, S numbers of a state, G groups, P head width of a state.
 from paraxis.configs.base import mixers
 from paraxis.models import layer as layer_lib
 from paraxis.models.huggingface import ffn_parts
+from paraxis.models.huggingface import hybrid_parts
 from paraxis.models.huggingface import joined
 from paraxis.models.huggingface import parameter_row
 from paraxis.models.huggingface import recurrent_parts
@@ -54,15 +55,22 @@ def places(kinds, family):
     i = own + 1
 
 
-def layer(model, kind, at, family):
-  """Rows of a layer of that kind of `layer.kinds_of`; at: of `places`."""
+def layer(model, kind, at, family, users=()):
+  """Rows of a layer of that kind of `layer.kinds_of`.
+
+  at: of `places`. users: at[0] of the layers up to this that share blocks.
+  """
   names = family.names
   if model.residual == 'parallel':
     names = names | names.get('parallel', {})
   at, below = (names['layer'].format(i) for i in at)
   mixer = layer_lib.MIXERS[kind[0]].name
   own = names.get(mixer, names['attention'])
-  out = within(mixer, MIXERS[mixer](model, f'{at}.{own}', names))
+  out = []
+  if mixers.TABLE[kind[0]].shares:
+    out += within(mixer, hybrid_parts.shared(model, at, users, names))
+    at = f'{at}.{names["inner"]}'
+  out += within(mixer, MIXERS[mixer](model, f'{at}.{own}', names))
   out += norms(mixer, 'mixer', at, model, names)
   if kind[1:] == '.':
     return out

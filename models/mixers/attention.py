@@ -55,6 +55,7 @@ class Visibility(NamedTuple):
   rotations: layer kind -> (cos, sin) of the positions, (B, T, 1, H / 2).
   valid: (B, T) bool, a token and no padding, sharded as residuals are.
   denominator: () targets of the whole step (models/batch.py).
+  embedded: x_BTD before the first layer, where layers read it again.
   """
 
   segments: Any
@@ -65,6 +66,7 @@ class Visibility(NamedTuple):
   rotations: Any = None
   valid: Any = None
   denominator: Any = None
+  embedded: Any = None
 
 
 class Attention(mixer.Mixer):
@@ -72,10 +74,11 @@ class Attention(mixer.Mixer):
 
   name = 'attention'
   capabilities = mixer.SLOTS
+  times = 1  # its input, of the width of the model
 
   def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
     super().__init__(config, rngs, kind, layout)
-    d, n = config.d_model, config.num_heads
+    d, n = self.times * config.d_model, config.num_heads
     k, h = num_kv_heads(config), config.head_width
     heads, kv_heads = QUERIES[2:], KEYS[2:]
     make = functools.partial(parameter.matrix, rngs, std=config.init_std)
@@ -84,7 +87,7 @@ class Attention(mixer.Mixer):
     self.value = make((d, k, h), ('embed', *kv_heads))
     if config.attention_gate:
       self.gate = make((d, n, h), ('embed', *heads))
-    gain = (2 * config.num_layers) ** -0.5
+    gain, d = (2 * config.num_layers) ** -0.5, config.d_model
     self.output = make((n, h, d), (*heads, 'embed'), inputs=2, gain=gain)
     if config.attention_bias:
       self.query_bias = parameter.vector((n, h), heads)

@@ -5,6 +5,8 @@ Mamba-2 (arXiv:2405.21060, section 7), per head of P channels, S numbers each:
     S_t = e^(dt_t A) S_(t-1) + B_t (dt_t x_t)^T     o_t = S_t^T C_t + D x_t
     y = rms(o * silu(z)) W_o         dt = softplus(x W_dt + b)    A = -e^(A_log)
 
+(dt not below mamba.step_floor).
+
 x, B and C pass a short causal convolution and SiLU; heads of a group share B
 and C, and the mean of the norm (of all heads where there is one group). That is
 a gated scan with one decay a head: q = C, k = B, v = dt x. Cost as there
@@ -157,6 +159,8 @@ class Mamba2(_Mamba):
     shared, other = self._conv('shared', shared, SHARED_ROWS, see, tails[1])
     k, q = (self._on_heads(shared[:, :, i]) for i in range(2))
     dt = self._steps(dt)
+    if least := self.config.mamba.step_floor:
+      dt = jnp.maximum(dt, least)
     o, memory = recurrence.gated_scan(
       q, k, (dt[..., None] * x).astype(x.dtype), dt * self._rate(dt.dtype),
       see, self.layout, memory, self.config.scan,
@@ -190,7 +194,8 @@ class Mamba2(_Mamba):
     square = annotate.region(of_groups, (PER_HEAD,), (mixer.HEADS,), True)(
       jnp.mean(y * y, -1)
     )
-    y = y * jax.lax.rsqrt(square + self.config.norm_epsilon)
+    epsilon = self.config.mamba.norm_epsilon or self.config.norm_epsilon
+    y = y * jax.lax.rsqrt(square + epsilon)
     return (y * self.norm[...]).astype(x_BTNP.dtype)
 
   def init_state(self, batch, slots, dtype):

@@ -43,11 +43,13 @@ class Capabilities(NamedTuple):
   """What decoding may ask of the state of a mixer.
 
   slots: the state grows with the tokens (else it has one size). exact: prefill
-  and single-token steps equal one pass over the whole sequence.
+  and single-token steps equal one pass over the whole sequence. recurs: beside
+  slots it has a state of one size, too.
   """
 
   slots: bool
   exact: bool = True
+  recurs: bool = False
 
 
 SLOTS = Capabilities(slots=True)
@@ -59,10 +61,12 @@ class Mixer(nnx.Module):
 
   name: under which a layer holds its parameters.
   capabilities: what decoding may ask of its state.
+  norms: it is given x as it stands, and as its fourth argument the norm.
   """
 
   name: ClassVar[str]
   capabilities: Capabilities
+  norms: ClassVar[bool] = False
 
   def __init__(self, config, rngs, kind, layout=parameter.PLAIN):
     """config: schema.Model. kind: its letter. Subclasses add parameters."""
@@ -85,6 +89,13 @@ class Mixer(nnx.Module):
     if not self.capabilities.slots:
       return state
     return tuple(more_slots(x, slots, SLOT_AXIS) for x in state)
+
+  @classmethod
+  def shift(cls, state, by_B):
+    """`state`, the slots of row b rotated by_B to the right (`shift_slots`)."""
+    if not cls.capabilities.slots:
+      return state
+    return tuple(shift_slots(x, by_B, SLOT_AXIS) for x in state)
 
   @staticmethod
   def check(config) -> None:

@@ -213,7 +213,7 @@ def _mixers(model, devices):
   """{section: its small form} of the mixers in use, by their table rows."""
   few = lambda n, target: _size(n, target, devices) if n else 0
   sections = {}
-  for letter in mixers.of_pattern(model.pattern)[0]:
+  for letter in mixers.inside(mixers.of_pattern(model.pattern)[0]):
     kind = mixers.TABLE[letter]
     if kind.shrink:
       own = schema.value(model, kind.section)

@@ -205,6 +205,7 @@ def model_flops(config, built):
   weights = 0
   for path, size in built.model.sizes(built.params).items():
     axes = built.model.axes[path]
+    size *= built.model.stack.uses(path)
     if 'experts' in axes:  # of which a token uses top_k
       count = built.params[path].shape[axes.index('experts')]
       weights += size * model.experts.top_k / count

@@ -12,7 +12,6 @@ _SINES = 'positions are sines that are added to embeddings'
 _ALIBI = 'attention adds distances to its scores (ALiBi)'
 _SHARED = 'layers take keys and values of others, or a target model'
 _NORMS = 'norms stand inside attention and the mlp'
-_BLOCK = 'one attention block is shared by several layers'
 _CONVOLVED = 'layers have short convolutions and relative logits'
 
 ROWS = (
@@ -97,7 +96,7 @@ ROWS = (
   ('LinearAttention', 'layers are a recurrence that is not here', 'rwkv'),
   ('mlstm', 'layers are a recurrence that is not here', 'xlstm'),
   ('rel_shift', 'attention has relative positions', 'xlnet'),
-  ('shared_transf', _BLOCK, 'zamba zamba2'),
+  ('x_proj_weight', 'heads of Mamba have maps of their own', 'zamba'),
   ('CCAProjection', 'attention is in a convolved, smaller space', 'zaya'),
 )  # fmt: skip
 REASONS = {name: why for _, why, names in ROWS for name in names.split()}

@@ -16,12 +16,13 @@ from paraxis.models.huggingface.families import latent
 from paraxis.models.huggingface.families import particular
 from paraxis.models.huggingface.families import recurrent
 from paraxis.models.huggingface.families import recurrent_kin
+from paraxis.models.huggingface.families import zamba
 
 # The plainest first: config.from_model takes the first that fits.
 FAMILIES: dict[str, kin.Family] = {}
 for _file in (
   dense, gpt, dense_kin, particular, expert, expert_kin, latent, recurrent,
-  recurrent_kin, hybrid,
+  recurrent_kin, hybrid, zamba,
 ):  # fmt: skip
   FAMILIES |= _file.FAMILIES
 

@@ -157,7 +157,7 @@ def test_another_rotation_is_seen(monkeypatch):
   'name',
   [
     'deepseek_v3', 'gemma2', 'gpt_oss', 'jamba', 'lfm2', 'mamba2',
-    'recurrent_gemma', 'qwen3_next',
+    'recurrent_gemma', 'qwen3_next', 'zamba2',
   ],
 )  # fmt: skip
 def test_a_step_of_decoding_is_golden(name):

@@ -26,7 +26,7 @@ V, T = 32, 20
 BOUND = 1e-11
 LETTERS = ''.join(k for k in layer.MIXERS if k not in 'WN')  # F, masked
 # C and V go by positions alone.
-RECURRENT = 'GMSRLUD'
+RECURRENT = 'GMSHRLUD'
 
 
 def fields(pattern, **more):
@@ -40,6 +40,7 @@ def fields(pattern, **more):
   small = dict(
     gated_linear=dict(gate_rank=3, conv_width=3),
     mamba=dict(head_dim=4, state=4, dt_rank=2, groups=2),
+    hybrid=dict(attention_rank=3, mlp_rank=2),
     recurrent=dict(tolerance=1e-13),
     tcn=dict(kernel=3, depth=2, chunk=6),
     gated_delta=dict(value_heads=4, key_dim=4, value_dim=3),
@@ -104,6 +105,7 @@ def test_no_token_sees_what_follows_or_another_document(kind):
 
   def others(x):
     inside = model.visibility(batch(ids, see))
+    inside = inside._replace(embedded=x if kind == 'H' else None)
     y, _ = model.run(model.pattern, params, x, inside)
     return (y[:, 8:13] ** 2).sum()
 
@@ -154,7 +156,7 @@ def test_prefill_in_chunks_is_one_pass(kind):
 
 
 # What a cache, or its own rows, do not show: heads and rows on devices.
-ON_A_MESH = dict(K=dict(attention_gate=True), U={}, D={})
+ON_A_MESH = dict(K=dict(attention_gate=True), H={}, U={}, D={})
 
 
 @pytest.mark.parametrize('kind', ON_A_MESH)
@@ -179,8 +181,10 @@ def test_the_state_grows_with_the_tokens_or_not_at_all(kind):
       jax.eval_shape(lambda: model.init_cache(2, slots)).states
     )
   )
-  grows = layer.MIXERS[kind].capabilities.slots
-  assert size(64) == (2 * size(32) if grows else size(32))
+  own = layer.MIXERS[kind].capabilities
+  stays = 2 * size(32) - size(64)
+  assert (stays > 0) == (own.recurs or not own.slots)
+  assert (size(64) > size(32)) == own.slots
 
 
 def test_kinds_are_read_from_a_pattern():

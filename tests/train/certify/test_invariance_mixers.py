@@ -26,7 +26,7 @@ from paraxis.sharding.sequence import scan
 from paraxis.train.certify import verify
 
 FACTORS = dict(
-  pattern=('GM', 'SR', 'LC', 'A-V', 'UD'),
+  pattern=('GM', 'SR', 'LC', 'A-V', 'UD', 'H'),
   mesh=(
     'context=8', 'tensor=4,data=2', 'context=2,tensor=2,fsdp=2',
     'stage=2,context=2,tensor=2', 'stage=2,fsdp=2,context=2',
@@ -54,6 +54,10 @@ RULES = tuple(
       lambda schedule, how: schedule == 'none' or how == 'annotated',
     ),
     # What is refused, with a message of its own.
+    (
+      ('pattern', 'mesh'),
+      lambda pattern, mesh: pattern != 'H' or 'stage' not in mesh,
+    ),
     (('sequence', 'collectives'), lambda s, how: s or how == 'annotated'),
     (('mesh', 'sequence'), lambda mesh, s: s or 'stage' not in mesh),
     (('mesh', 'sequence'), lambda mesh, s: s or 'tensor' in mesh),
@@ -76,6 +80,7 @@ def model_of(pattern, layers):
       heads=8, key_expand=1.0, gate_rank=2, conv_width=3
     ),
     mamba=mixer_schema.Mamba(head_dim=4, state=4, dt_rank=2, groups=2),
+    hybrid=mixer_schema.Hybrid(attention_rank=2, mlp_rank=3),
     recurrent=mixer_schema.Recurrent(heads=8, tolerance=1e-13),
     tcn=mixer_schema.Tcn(kernel=3, depth=2, chunk=4),
     gated_delta=mixer_schema.GatedDelta(key_dim=3, value_dim=2),
