@@ -154,6 +154,13 @@ def compile_all(name, block, folder, width, forms):
   return out
 
 
+def environment(folder):
+  """Of a process in which libtpu writes its tables into `folder`."""
+  options = os.environ.get('LIBTPU_INIT_ARGS', ''), _OPTIONS.format(folder)
+  options = ' '.join(options).strip()
+  return os.environ | dict(JAX_PLATFORMS='cpu', LIBTPU_INIT_ARGS=options)
+
+
 def measure(name, block, width=128, forms=tuple(KINDS)):
   """`compile_all` in a process of its own -> the same.
 
@@ -165,14 +172,9 @@ def measure(name, block, width=128, forms=tuple(KINDS)):
   with tempfile.TemporaryDirectory() as folder:
     sizes = [block] * 2 if isinstance(block, int) else block
     arguments = json.dumps([name, sizes, folder, width, forms])
-    options = os.environ.get('LIBTPU_INIT_ARGS', ''), _OPTIONS.format(folder)
     done = subprocess.run(
       [sys.executable, '-m', 'paraxis.train.bench.kernel_schedules', arguments],
-      env=os.environ
-      | dict(JAX_PLATFORMS='cpu', LIBTPU_INIT_ARGS=' '.join(options).strip()),
-      capture_output=True,
-      text=True,
-      check=False,
+      env=environment(folder), capture_output=True, text=True, check=False,
     )  # fmt: skip
   if done.returncode:
     lines = re.findall(r'^[\w.]*(?:Error|Exception): .*', done.stderr, re.M)
