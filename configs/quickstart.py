@@ -10,9 +10,8 @@ expect: EQ 1e-14 in float64 (bound 1e-9); LEARN 2.229 held-out bits per byte,
   (2.002). Translation loses to gzip, 2.203 to 1.770; the other five domains
   win.
 differs: no paper. Learning rates were not swept, one seed; a held-out document
-  longer than 256 tokens loses its context at every cut (pessimistic). float32:
-  on a CPU without AMX 40 steps in bfloat16 take 1.17 of the CPU-seconds, for
-  the same losses within 0.003.
+  longer than 256 tokens loses its context at every cut (pessimistic). Not
+  bfloat16: 1.17 of the CPU-seconds where there is no AMX, losses within 0.003.
 """
 
 from paraxis.configs import schema

@@ -136,7 +136,8 @@ def ragged(
     if mask.window:
       begins_B, most = jnp.maximum(begins_B, ends_B - mask.window), mask.window
     mask = dataclasses.replace(mask, causal=False, window=0)
-  o, lse = _run(*arrays, mask, impl, ranges=Ranges(begins_B, ends_B, most))
+  ranges = Ranges(jnp.asarray(begins_B), jnp.asarray(ends_B), most)
+  o, lse = _run(*arrays, mask, impl, ranges=ranges)
   return attention.with_sinks(o, lse, sinks_N)
 
 
