@@ -88,11 +88,25 @@ def _read(config):
   model = model_schema.Model()
   for path, value in values.items():
     try:
-      value = reader.checked(f'its fields make model.{path}', value, path)
-      model = _with(model, path, value)
+      what = f'{_givers(config, value)} model.{path}'
+      model = _with(model, path, reader.checked(what, value, path))
     except errors.UserError as error:
       faults[path] = error
   return model, faults
+
+
+def _givers(config, value):
+  """'NAME make': the fields of config.json that have a value, else all."""
+  inner = [x for x in config.values() if isinstance(x, dict)]
+  given = [pair for table in (config, *inner) for pair in table.items()]
+  same = lambda x: type(x) is type(value) and x == value
+  if found := dict.fromkeys(name for name, x in given if same(x)):
+    return f'{", ".join(found)} make'
+  numbers = [(x, name) for name, x in given if type(x) in (int, float)]
+  most, name = max(numbers, default=(0, 'none'))
+  return (
+    f'its fields, of which {name}={reader_lib.shown(most)} is largest, make'
+  )
 
 
 def _with(model, path, value):

@@ -12,7 +12,7 @@ gradient: training uses attention/op.py.
 The XLA form reads all slots, used or not: on a CPU whatever reads fewer copies
 them first. A walk over blocks of them took 1.9 to 5 times as long where all are
 used. A window of at most a `CUT`th of the slots is worth its copy: 256 of 2,048
-take .2 to .3 of the time at 8 rows and at 64.
+take .3 of the time at 8 rows; at 64, .2 in a loop (a call alone takes 1.8).
 
 The kernels (tpu.py, gpu.py) take one query a row and rows whose valid slots are
 contiguous (`ragged`). They divide the valid slots evenly over workers, however

@@ -218,7 +218,9 @@ def _llama4_positions(config):
     return out
   own = out.setdefault('rope_original_length', length)
   if own != length:
-    config.refuse('floor_scale', f"is not the rotation's original {own}")
+    config.refuse(
+      'floor_scale', f'is not original_max_position_embeddings, {own}'
+    )
   return out | {'query_growth': growth, 'query_growth_kinds': 'unrotated'}
 
 

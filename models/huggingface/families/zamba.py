@@ -18,10 +18,11 @@ _LAYERS = 'layers_block_type'
 _USUAL = 'M' + 'MMMMMH' * 7 + 'MMMMH' + 'MMMH' + 'MM'
 
 
-def _check(config, name, derived):
+def _check(config, name, derived, **others):
   """UserError: a field that follows from others says something else."""
   if config.given(name) not in (None, derived):
-    config.refuse(name, f'does not follow from the others, which say {derived}')
+    given = ', '.join(f'{k}={x}' for k, x in others.items())
+    config.refuse(name, f'is not {derived}, as of {given}')
 
 
 def _layers(config):
@@ -30,7 +31,7 @@ def _layers(config):
   if len(found) != depth:
     config.refuse('num_hidden_layers', f'is not the {len(found)} of {_LAYERS}')
   users = [i for i, letter in enumerate(found) if letter == 'H']
-  _check(config, 'hybrid_layer_ids', users)
+  _check(config, 'hybrid_layer_ids', users, **{_LAYERS: found})
   return {'num_layers': depth, 'pattern': rows.unit(found)}
 
 
@@ -50,9 +51,10 @@ def _attention(config):
   k, width = config('num_key_value_heads', n), 2 * d // n
   if not width or n * width != 2 * d:
     config.refuse('num_attention_heads', f'does not divide 2 x hidden_size={d}')
-  _check(config, 'attention_hidden_size', 2 * d)
+  sizes = dict(hidden_size=d, num_attention_heads=n)
+  _check(config, 'attention_hidden_size', 2 * d, **sizes)
   for name in ('attention_head_dim', 'head_dim'):
-    _check(config, name, width)
+    _check(config, name, width, **sizes)
   rank = config('adapter_rank', 128)
   has = config('use_shared_attention_adapter', False)
   if has and k != n:
@@ -86,7 +88,8 @@ def _heads(config):
   inner = times * config('hidden_size', 2560)
   if inner % n:
     config.refuse('n_mamba_heads', f'does not divide the inner width {inner}')
-  _check(config, 'mamba_headdim', inner // n)
+  sizes = dict(n_mamba_heads=n, mamba_expand=times, hidden_size=inner // times)
+  _check(config, 'mamba_headdim', inner // n, **sizes)
   return {
     'mamba.expand': times, 'mamba.heads': n, 'mamba.head_dim': inner // n,
   }  # fmt: skip
