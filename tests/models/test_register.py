@@ -118,7 +118,7 @@ Lacks = type('Lacks', (protocol.Mixer,), dict(name='lacks'))
 @pytest.mark.parametrize(
   'arguments, words',
   [
-    (('F', Good), 'F is full attention already; free are B, E, H'),
+    (('F', Good), 'F is full attention already; free are B, E, I'),
     (('q', Good), 'one capital'),
     (('QQ', Good), 'one capital'),
     (('Ä', Good), 'one capital'),

@@ -182,7 +182,7 @@ QUICK = ['train', '--config=quickstart']
     ),
     (
       [*QUICK, '--d_ff=5'],
-      ['--config.model.d_ff=5 or --config.model.experts.d_ff=5?'],
+      [f'--config.model.{x}d_ff=5' for x in ('', 'experts.', 'hybrid.')],
     ),
     (['papers', '--steps=5'], ["unknown argument '--steps=5'"]),
     (['decode', '--checkpoint=W', 'wok'], ['Did you mean --prompt=wok?']),

@@ -143,7 +143,7 @@ def importing(root, now):
     store.close()
 
   def ours(made):
-    exchange.bring(str(root / 'theirs'), made, SILENT, 'bytes')
+    exchange.bring(str(root / 'theirs'), made, SILENT, 'ids')
 
   return {
     'load_file and Orbax': timed(plain),
