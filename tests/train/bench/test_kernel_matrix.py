@@ -19,7 +19,7 @@ from paraxis.train.bench import kernel_matrix as matrix
 KERNELS = {
   'attention': (3, 24), 'decode_attention': (1, 18), 'gated_scan': (2, 24),
   'linear_scan': (2, 36), 'quantized_matmul': (1, 3),
-  'selective_scan': (2, 16),
+  'selective_scan': (2, 18),
   'grouped_matmul': (2, 24),
 }  # fmt: skip
 # Of the XLA forms; dense attention would hold 64 MiB of scores and weights,
