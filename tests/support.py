@@ -160,3 +160,15 @@ def png_size(path):
   head = path.read_bytes()[:24]
   assert head[:8] == b'\x89PNG\r\n\x1a\n'
   return struct.unpack('>II', head[16:])
+
+
+# A task of lm-eval over a local .jsonl.
+LM_EVAL_TASK = """\
+task: paraxis_{name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+test_split: test
+num_fewshot: 0
+{more}"""

@@ -27,15 +27,6 @@ ROWS = dict(
   match=[dict(prompt='Sea', answer='?'), dict(prompt='Salt', answer='*')],
   text=[dict(text='Rock and salt, ' * 4), dict(text='Calm')],
 )
-YAML = """\
-task: paraxis_{name}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {file}
-test_split: test
-num_fewshot: 0
-{more}"""
 MORE = dict(
   quiz="""\
 output_type: multiple_choice
@@ -164,7 +155,7 @@ def test_lm_eval_on_local_files(workdir, tmp_path, monkeypatch):
   for name, rows in ROWS.items():
     file = tmp_path / f'{name}.jsonl'
     file.write_text(''.join(f'{json.dumps(row)}\n' for row in rows), 'utf-8')
-    text = YAML.format(name=name, file=file, more=MORE[name])
+    text = support.LM_EVAL_TASK.format(name=name, file=file, more=MORE[name])
     (tmp_path / f'{name}.yaml').write_text(text, 'utf-8')
   made = harness.register()
   assert made is harness.register()

@@ -12,6 +12,7 @@ import json
 import jax
 import numpy as np
 import pytest
+import support
 
 from paraxis.decode.evaluate import harness
 from paraxis.models.text import tokenizer as tokenizer_lib
@@ -28,15 +29,6 @@ pytestmark = [
 TOLERANCE = 1e-4  # nats of a sentence
 COUNT, HEAD = 100, 4  # sentences, words of each that are a context
 DOUBLE = {'model.dtype': 'float64', 'model.param_dtype': 'float64'}
-YAML = """\
-task: paraxis_{name}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {file}
-test_split: test
-num_fewshot: 0
-{more}"""
 MORE = dict(
   whole="""\
 output_type: loglikelihood_rolling
@@ -157,7 +149,9 @@ def by_lm_eval(folder, tmp_path, monkeypatch):
   evaluator = importlib.import_module('lm_eval.evaluator')
   index = importlib.import_module('lm_eval.tasks')
   for name, more in MORE.items():
-    text = YAML.format(name=name, file=tmp_path / f'{name}.jsonl', more=more)
+    text = support.LM_EVAL_TASK.format(
+      name=name, file=tmp_path / f'{name}.jsonl', more=more
+    )
     (tmp_path / f'{name}.yaml').write_text(text, 'utf-8')
   harness.register()
   options = dict(weights=str(folder), mesh='data=8', max_length=128)
