@@ -43,7 +43,7 @@ LAYERS = (
   *({} for _ in range(6)),
   *(
     {'model.pattern': pattern} | _MIXERS
-    for pattern in ('GM', 'SR', 'LC', 'A-M', 'MF', 'S', 'C', 'UV', 'DU')
+    for pattern in 'GM SR LC A-M MF S C UV DU HN H'.split()
   ),
   *(
     {

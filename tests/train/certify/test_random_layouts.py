@@ -9,8 +9,10 @@ import support
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.configs.base import mixers
 from paraxis.train import cli
 from paraxis.train.certify import certification
+from paraxis.train.certify import options
 from paraxis.train.certify import random_layouts
 from paraxis.train.certify import verify
 
@@ -34,6 +36,13 @@ def test_a_seed_gives_the_same_configurations(drawn):
     assert set(fields) <= known and 'model.dtype' not in fields
     case = verify.prepare(schema.with_values(BASE, fields))
     assert not case.changes and len(case.devices) == 8
+
+
+def test_every_kind_of_layer_is_drawn():
+  patterns = [m['pattern'] for m in options.MODELS.values()]
+  patterns += [each.get('model.pattern', '') for each in random_layouts.LAYERS]
+  missing = set(mixers.TABLE).difference(''.join(patterns))
+  assert not missing, f'no configuration of --random has {sorted(missing)}'
 
 
 def test_the_printed_command_is_the_configuration(
