@@ -23,6 +23,7 @@ from paraxis.configs.base import errors
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.checkpoint import fingerprint
 from paraxis.sharding.checkpoint import manifest as manifest_lib
+from paraxis.sharding.checkpoint import saved_arrays
 from paraxis.sharding.checkpoint import store
 
 AXES = {
@@ -155,6 +156,25 @@ def test_manifest_and_donation(tmp_path):
     assert leaf['shape'] == [512, 64] and leaf['dtype'] == 'bfloat16'
     assert leaf['axes'] == ['vocab', 'embed']
     assert same(s.restore(5, like_of(LAYOUT))[0], host(5))
+
+
+def test_arrays_are_not_compressed_and_compressed_ones_open(
+  tmp_path, monkeypatch
+):
+  tree, axes = {'x': jnp.arange(2**18.0) // 2**10}, {'x': ('embed',)}
+  plain = saved_arrays.ocp.PyTreeCheckpointHandler
+
+  def kept(name):
+    with store.Store(tmp_path / name) as s:
+      s.save(0, tree, axes, {})
+      assert same(s.restore(0, tree)[0], tree)
+    files = (p for p in (tmp_path / name).rglob('*') if p.is_file())
+    return sum(p.stat().st_size for p in files)
+
+  assert kept('now') > tree['x'].nbytes
+  older = lambda **how: plain(**how | dict(use_compression=True))
+  monkeypatch.setattr(saved_arrays.ocp, 'PyTreeCheckpointHandler', older)
+  assert kept('before') < tree['x'].nbytes / 2
 
 
 def test_every_bit_flip_falls_back(two, said):
