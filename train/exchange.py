@@ -85,7 +85,7 @@ def send(text, out, dtype='float32', model_type='', say=print) -> None:
       f'--dtype={dtype} is not one of {", ".join(DTYPES)}.'
       + schema.suggest(dtype, DTYPES)
     )
-  run = start.Run(text, say=say)
+  run = start.Run(text, say=say, flag='--checkpoint')
   config = run.config()
   described = config_lib.from_model(
     config.model, model_type or run.about['kind']

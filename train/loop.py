@@ -243,9 +243,8 @@ def run(
       training.origin = origin
       with stop_lib.Stop(job.mesh) as stop:
         training.run(stop, started)
-        if not training.stopped and not training.evaluation:
-          training.evaluation = training.evaluate()
-          training.stopped = stop.asked
+        evaluation = None if training.stopped else training.evaluate()
+        training.stopped = training.stopped or stop.asked
     except Exception as e:
       if jax.process_count() > 1 and not isinstance(e, errors.IntegrityError):
         # Perhaps a peer died: to finish a save would wait for it for minutes.
@@ -256,7 +255,7 @@ def run(
     step=training.step,
     stopped=training.stopped,
     loss=recorder.last.get('train/loss'),
-    evaluation=training.evaluation,
+    evaluation=evaluation,
   )
 
 
@@ -306,7 +305,6 @@ class _Training:
 
   Attributes:
     state: train.state.State after `step` steps.
-    evaluation: evaluate.Evaluation of that state, or None.
     stopped: why the run ended before its last step; '': it did not.
     origin: of the first parameters, for manifests (train/start.py).
   """
@@ -318,7 +316,7 @@ class _Training:
     self._evaluator = evaluate.Evaluator(job, functions.evaluate)
     self._axes = state_lib.axes(job.state, job.model)
     self.state, self.step, self._profile = state, step, profile
-    self.evaluation, self.stopped = None, ''
+    self.stopped = ''
     self.origin: dict | None = None
 
   def run(self, stop, started):
@@ -370,10 +368,8 @@ class _Training:
         if last or self.step % job.config.checkpoint.every == 0:
           saved = self._save()
         every = settings.eval_every
-        if every and self.step % every == 0 and not self.stopped:
-          found = self.evaluate()
-          say(found.line())
-          self.evaluation = found if last else None
+        if every and self.step % every == 0 and not last:
+          say(self.evaluate().line())  # the last one is of `run`
         if last:
           break
     self._store.wait()

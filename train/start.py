@@ -27,6 +27,7 @@ from paraxis.train.run import workdir as workdir_lib
 
 OWN = 'own_mixers'  # in meta: the files they are from
 PARAMS, OPTIMIZER = 'params/', 'optimizer/'
+FLAG = '--init_from'
 GROWS = ('embedding', 'head')  # leaves that may have more rows than the origin
 
 
@@ -196,8 +197,9 @@ class Run:
     about: what the manifests of a new run keep of it.
   """
 
-  def __init__(self, text, optimizer=False, say=print):
-    """text: RUN, RUN/STEP or RUN/checkpoints/STEP; optimizer: as `open_`."""
+  def __init__(self, text, optimizer=False, say=print, flag=FLAG):
+    """text: RUN, RUN/STEP or RUN/checkpoints/STEP; optimizer: as `open_`;
+    flag: that named it."""
     path, step = pathlib.Path(text).expanduser().resolve(), None
     if path.name.isdecimal() and not (path / workdir_lib.CHECKPOINTS).is_dir():
       step, path = int(path.name), path.parent
@@ -205,8 +207,8 @@ class Run:
       path = path / workdir_lib.CHECKPOINTS
     if not path.is_dir():
       raise errors.UserError(
-        f'--init_from={text}: no folder {path}; name a run, RUN/STEP, a folder '
-        'with config.json and safetensors, or a .gguf file.'
+        f'{flag}={text}: no folder {path}; name a run, RUN/STEP'
+        f'{", a folder of Hugging Face, a .gguf file" * (flag == FLAG)}.'
       )
     self._path, self._say = path, say
     self._under = (PARAMS, OPTIMIZER) if optimizer else (PARAMS,)

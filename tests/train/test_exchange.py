@@ -157,6 +157,12 @@ def test_licence_and_origin_travel(run, exported, tmp_path):
   assert str(folder) in (tmp_path / 'b' / 'README.md').read_text()
 
 
+def test_a_run_that_is_not_there_is_told_by_its_flag(tmp_path):
+  none = tmp_path / 'none'
+  with support.refused(f'--checkpoint={none}: no folder'):
+    exchange.send(str(none), tmp_path / 'out')
+
+
 def test_what_is_not_exported(run, exported, tmp_path):
   with support.refused('--dtype=float8', 'bfloat16'):
     exchange.send(str(run[0]), tmp_path / 'a', 'float8', say=quiet)

@@ -165,7 +165,9 @@ def test_more_steps(tiny, tmp_path):
 
 
 def test_evaluation_on_the_way(tiny, tmp_path):
-  result, _ = tiny.run(tmp_path, {'train.eval_every': 3})
+  result, said = tiny.run(tmp_path, {'train.eval_every': 3})
+  lines = [line for line in said if line.startswith('held-out')]
+  assert len(lines) == 1 and lines != [result['evaluation'].line()]
   found = _values(tmp_path, 'eval/bits_per_byte')
   assert len(found) == 2 and found[1] < found[0]
   assert found[1] == result['evaluation'].bits_per_byte

@@ -198,7 +198,7 @@ def test_a_changed_run_is_told_the_way(tiny, first, change):
   'text, options, words',
   [
     ('/3', {}, ['step 3', '2, 4']),
-    ('x', {}, ['no folder', 'safetensors']),
+    ('x', {}, ['no folder', 'Hugging Face']),
     ('smollm2', dict(optimizer=True), ['--init_optimizer', 'only a run']),
     ('', dict(optimizer=True), ['--init_from=RUN']),
   ],

@@ -24,6 +24,7 @@ from paraxis.configs.base import errors
 
 FILE = 'metrics.jsonl'
 WANDB_ID = 'wandb_id'
+CURVES = 'train/', 'eval/', 'perf/'  # of which every value is one number
 
 
 def read(workdir, say=None):
@@ -38,7 +39,8 @@ def read(workdir, say=None):
     try:
       row = json.loads(line)
       step = row.pop('step')
-      known = isinstance(step, int) and all(map(_plain, row.values()))
+      known = isinstance(step, int)
+      known &= all(_plain(x, n.startswith(CURVES)) for n, x in row.items())
     except (ValueError, TypeError, AttributeError, KeyError):
       known = False
     if known:
@@ -50,10 +52,13 @@ def read(workdir, say=None):
   return dict(sorted(out.items()))
 
 
-def _plain(value):
-  """Whether it is what `Writers` writes: a number, null, or a list of them."""
+def _plain(value, number=False):
+  """Whether it is what `Writers` writes: a number, null, or a list of them.
+
+  number: a list is none.
+  """
   if isinstance(value, list):
-    return all(map(_plain, value))
+    return not number and all(map(_plain, value))
   return value is None or isinstance(value, int | float)
 
 
@@ -197,11 +202,12 @@ class Progress(contextlib.AbstractContextManager):
       f'loss {values["train/loss"]:.4f}',
       f'grad {values["train/grad_norm"]:.2f}',
       f'lr {values["train/learning_rate"]:.2e}',
+      f'{1e3 * values["perf/step_seconds"]:,.0f} ms/step',
       f'{values["perf/tokens_per_second"]:,.0f} tokens/s',
       f'{values["perf/memory_bytes"] / 2**30:.2f} GiB',
     ]
     if 'perf/mfu' in values:
-      parts.insert(5, f'MFU {values["perf/mfu"]:.1%}')
+      parts.insert(6, f'MFU {values["perf/mfu"]:.1%}')
     for what in ('checkpoint', 'evaluation'):  # since the last line
       if (seconds := values.get(f'perf/{what}_seconds')) is not None:
         parts.append(f'{what} {seconds:.1f} s')

@@ -17,6 +17,7 @@ VALUES = {
   'train/loss': 2.5,
   'train/grad_norm': 1.0,
   'train/learning_rate': 0.001,
+  'perf/step_seconds': 0.0164,
   'perf/tokens_per_second': 12345.6,
   'perf/memory_bytes': 2**30,
   'perf/eta_seconds': 3725.4,
@@ -63,6 +64,7 @@ def test_a_line_that_was_cut_short(tmp_path, left):
   [
     b'[1, 2]', b'{"a": 2.0}', b'{"step": "1", "a": 2.0}', b'\xff\xfe\xff',
     b'\0\0\0\0', b'{"step": 1, "a": "2"}', b'{"step": 1.5}', b'"step"', b'3',
+    b'{"step": 1, "train/loss": [1]}', b'{"step": 1, "perf/mfu": []}',
   ],
 )  # fmt: skip
 def test_a_damaged_line_is_left_out_and_counted(tmp_path, damaged):
@@ -170,8 +172,8 @@ def test_plain_lines_off_a_terminal(capsys):
   lines = capsys.readouterr().out.splitlines()
   assert [line.split()[1] for line in lines[:-1]] == ['4/10', '8/10', '10/10']
   assert lines[0] == (
-    'step 4/10  loss 2.5000  grad 1.00  lr 1.00e-03  12,346 tokens/s  1.00 GiB'
-    '  1:02:05 left'
+    'step 4/10  loss 2.5000  grad 1.00  lr 1.00e-03  16 ms/step'
+    '  12,346 tokens/s  1.00 GiB  1:02:05 left'
   )
   assert lines[2].endswith('GiB')  # nothing is left
   known = metrics.Progress(10, 4).text(1, VALUES | {'perf/mfu': 0.4321})
