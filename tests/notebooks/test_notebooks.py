@@ -287,7 +287,7 @@ def test_your_own_run(few_steps):
     'extra Extra(ema=Extra(taps=3), decay=0.5)',
     'PASS  packing: others do not see one change',
     'paraxis: wrong.py:33: KeyError',
-    'sums.txt: 52,352 tokens',
+    'sums.txt: 52,288 tokens',
     'step 4/4',
     '=== prompt\n3 + 4 =',
   ):
