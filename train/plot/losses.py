@@ -116,7 +116,8 @@ def _draw_run(axes, rows, where, label, colour, alone):
   loss.plot(at(steps), smooth(values), color=colour, linewidth=2.0, label=name)
   for ax, (name, _) in zip(panels, PANELS, strict=True):
     steps, values = curve(rows, name)
-    ax.plot(at(steps), values, color=colour, linewidth=1.2)
+    dot = '.' if len(values) == 1 else ''  # a line of one point shows nothing
+    ax.plot(at(steps), values, color=colour, linewidth=1.2, marker=dot)
   if text:
     loss.plot(
       at(held), points, 'o', color='#111111' if alone else colour, markersize=6,

@@ -49,6 +49,13 @@ def test_one_point(tmp_path):
   support.png_size(plot.draw([_run(tmp_path / 'run', steps=1)]))
 
 
+def test_one_point_of_a_panel_is_seen(tmp_path, monkeypatch):
+  for steps, seen in ((1, '.'), (3, '')):
+    ax = _figure(monkeypatch, [_run(tmp_path / str(steps), steps)])
+    panel = ax.figure.axes[1].lines[0]
+    assert panel.get_marker() == seen and len(panel.get_ydata()) == steps
+
+
 def test_a_skipped_step_is_left_out():
   rows = {1: {'a': 2.0}, 2: {'a': None}, 3: {}, 4: {'a': 5.0}}
   steps, values = plot.curve(rows, 'a')
