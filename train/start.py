@@ -206,9 +206,10 @@ class Run:
     if path.name != workdir_lib.CHECKPOINTS:
       path = path / workdir_lib.CHECKPOINTS
     if not path.is_dir():
+      foreign = ', a folder of Hugging Face, a .gguf file'
       raise errors.UserError(
         f'{flag}={text}: no folder {path}; name a run, RUN/STEP'
-        f'{", a folder of Hugging Face, a .gguf file" * (flag == FLAG)}.'
+        f'{foreign if flag == FLAG else ""}.'
       )
     self._path, self._say = path, say
     self._under = (PARAMS, OPTIMIZER) if optimizer else (PARAMS,)
