@@ -53,9 +53,9 @@ def _train(values, config, _):
   command_line.prepare_devices(values.devices)
   if several:
     hosts_lib.connect(*hosts)
-  from paraxis.train import start
+  from paraxis.train.run import origin as origin_lib
 
-  source = start.open_(values.init_from, values.init_optimizer)
+  source = origin_lib.open_(values.init_from, values.init_optimizer)
   if values.dry_run:
     return _dry_run(config, values, source)
   from paraxis.sharding.meter import compiling
@@ -78,6 +78,7 @@ def _dry_run(config, values, source):
   """Prints what a run would begin with, and the memory that it is to need."""
   from paraxis.train import loop
   from paraxis.train import program
+  from paraxis.train import start
   from paraxis.train import step
   from paraxis.train.run import header
 
@@ -85,6 +86,8 @@ def _dry_run(config, values, source):
     if source:
       config = source.configured(config, folder, print)
     job = program.make(config, values.mesh)
+    if source:
+      source.fits(job, start.wanted(job), print)
   made = step.make(job.built, job.optimizer, config.optimizer.clip_norm)
   traced = header.trace(job, made.grads)
   print(header.text(job, loop.cost(config), values.workdir, traced))

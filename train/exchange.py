@@ -27,6 +27,7 @@ from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import leaves as leaves_lib
 from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.train import start
+from paraxis.train.run import origin as origin_lib
 from paraxis.train.run import workdir as workdir_lib
 
 SHARD = 4 * 2**30  # bytes of a file of an export
@@ -51,7 +52,7 @@ def bring(text, workdir, say=print, tokenizer='') -> None:
   """
   from paraxis.sharding.checkpoint import store as store_lib  # starts slowly
 
-  source = start.Foreign(text)
+  source = origin_lib.Foreign(text)
   path = workdir_lib.prepare(workdir)
   if (path / workdir_lib.CHECKPOINTS).exists():
     raise errors.UserError(f'{path} has checkpoints: take another --workdir.')
@@ -60,7 +61,7 @@ def bring(text, workdir, say=print, tokenizer='') -> None:
   built = build.build(config, '', devices=jax.devices()[:1])
   chosen = tokenizer_lib.load(config.data.tokenizer)
   tree = source.rows(built.params)
-  axes = {f'{start.PARAMS}{p}': a for p, a in built.model.axes.items()}
+  axes = {f'{origin_lib.PARAMS}{p}': a for p, a in built.model.axes.items()}
   meta = start.common(config, chosen.fingerprint, source.about)
   with store_lib.Store(path / workdir_lib.CHECKPOINTS, say=say) as store:
     store.save(0, tree, axes, meta | {workdir_lib.IMPORTED: True})
@@ -85,7 +86,7 @@ def send(text, out, dtype='float32', model_type='', say=print) -> None:
       f'--dtype={dtype} is not one of {", ".join(DTYPES)}.'
       + schema.suggest(dtype, DTYPES)
     )
-  run = start.Run(text, say=say, flag='--checkpoint')
+  run = origin_lib.Run(text, say=say, flag='--checkpoint')
   config = run.config()
   described = config_lib.from_model(
     config.model, model_type or run.about['kind']

@@ -29,6 +29,7 @@ from paraxis.train.run import evaluate
 from paraxis.train.run import header
 from paraxis.train.run import hosts
 from paraxis.train.run import metrics as metrics_lib
+from paraxis.train.run import origin as origin_lib
 from paraxis.train.run import profile as profile_lib
 from paraxis.train.run import rates as rates_lib
 from paraxis.train.run import stop as stop_lib
@@ -152,11 +153,11 @@ class Options(NamedTuple):
   """What a command may ask of `run`.
 
   profile: 'FIRST:LAST', steps that are traced (train/run/profile.py).
-  source: whose parameters a new run begins with: what start.open_ gives.
+  source: whose parameters a new run begins with: what origin.open_ gives.
   """
 
   profile: str = ''
-  source: start.Run | start.Foreign | None = None
+  source: origin_lib.Run | origin_lib.Foreign | None = None
 
 
 PLAIN = Options()

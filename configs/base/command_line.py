@@ -73,8 +73,7 @@ def _fails(name, where, error):
     full = [n for n, _ in schema.fields() if n.split('.')[-1] == key[1]]
     if full and isinstance(error, (AttributeError, KeyError)):
       text += f' There is config.{" and config.".join(full[:3])}.'
-  place = user_file.place(error) or where
-  return errors.UserError(f'--config={name}: {place}: {text}')
+  return user_file.refusal(name, user_file.place(error) or where, text)
 
 
 def load_module(name):
@@ -107,7 +106,7 @@ def load(name):
   except errors.UserError as e:
     field = re.search(r'[a-z_]+(\.\w+)+', str(e))
     place = user_file.assigned(find_config(name), field[0] if field else '')
-    raise errors.UserError(f'--config={name}: {place}: {e}') from e
+    raise user_file.refusal(name, place, e) from e
   return config.lock()
 
 
@@ -218,7 +217,10 @@ def parse(argv, rows=(), overrides=False):
     config = config.copy_and_resolve_references()
     config.lock()
   elif any(a.lstrip('-').startswith('config.') for a in rest):
-    raise errors.UserError('--config.x.y=value needs --config=FILE first.')
+    raise errors.UserError(
+      '--config.x.y=value needs --config=FILE first.'
+      + meant.override(rest, own)
+    )
   try:
     if config is not None:
       config_flags.DEFINE_config_dict(
@@ -232,6 +234,8 @@ def parse(argv, rows=(), overrides=False):
     ) from e
   except (flags.Error, ValueError) as e:
     raise errors.UserError(' '.join(str(e).split())) from e
+  if 'devices' in values and values['devices'].present and values.devices:
+    explain.check_virtual(values.devices, os.environ.get('JAX_PLATFORMS'))
   result = values['config'].value if config is not None else None
   return values, result, left
 

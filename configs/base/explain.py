@@ -6,6 +6,7 @@ raised is a crash of ours.
 
 import importlib.metadata
 import os
+import re
 import sys
 import traceback
 
@@ -36,6 +37,15 @@ def check_platforms(text):
       )
 
 
+def check_virtual(count, text):
+  """UserError if JAX_PLATFORMS=text excludes the --devices=count asked for."""
+  if text and 'cpu' not in text.split(','):
+    raise errors.UserError(
+      f'--devices={count} asks for virtual CPU devices, JAX_PLATFORMS={text} '
+      'for others: leave one of them out.'
+    )
+
+
 def outside(error):
   """What outside of paraxis made a command fail, in one line; '': nothing."""
   if place := user_file.place(error):
@@ -47,7 +57,8 @@ def outside(error):
   starting = any(f.name == 'backends' and 'jax' in f.filename for f in frames)
   if asked and starting:
     why = 'it is not installed, or no such device is here'
-    why = user_file.one_line(error) if str(error) else why
+    if str(error):  # without jax's own advice, another than ours
+      why = re.sub(r' \(set JAX_PLATFORMS=.*', '', user_file.one_line(error))
     return (
       f'JAX_PLATFORMS={asked}: jax cannot start it here ({why}). '
       'Unset it for what this machine has, or set it to cpu.'

@@ -19,10 +19,10 @@ def field(default, doc, choices=None, low=None, high=None):
   )
 
 
-def suggest(name, valid):
+def suggest(name, valid, close=0.5):
   """' Did you mean X?' when something close to `name` is in `valid`."""
-  close = difflib.get_close_matches(name, list(valid), 1, 0.5)
-  return f' Did you mean {close[0]!r}?' if close else ''
+  found = difflib.get_close_matches(name, list(valid), 1, close)
+  return f' Did you mean {found[0]!r}?' if found else ''
 
 
 def check(name, f, value):

@@ -19,10 +19,21 @@ def flag(name: str, argv: Iterable[str], own: Iterable[str], reads: bool):
   """
   found = fields(name) if reads else []
   if not found:
-    return schema.suggest(name, own)
+    close = schema.suggest(name, own, 0.6)
+    return close.replace(" '", ' --').replace("'?", '?')
   given = (a.lstrip('-').partition('=') for a in argv)
   value = next((f'={v}' for n, _, v in given if n == name and v), '=VALUE')
   return f' Did you mean {" or ".join(f"--config.{n}{value}" for n in found)}?'
+
+
+def override(argv: Iterable[str], own: Iterable[str]) -> str:
+  """Of --config.SECTION.FIELD=, where `own` flags are all that is read."""
+  for arg in argv:
+    field, equals, value = arg.lstrip('-').partition('=')
+    name = field.split('.')[-1]
+    if field.startswith('config.') and name in own:
+      return f' Did you mean --{name}{equals}{value}?'
+  return ''
 
 
 def word(text: str, own: Iterable[str], reads: bool) -> str:

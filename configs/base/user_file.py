@@ -72,6 +72,8 @@ def one_line(error):
     text = str(ast.literal_eval(text))  # ml_collections gives the repr of one
   # ml_collections lists every field that there is, then suggests one.
   text = re.sub(r'(?s)Other fields present:.*?(?=Did you mean|$)', '', text)
+  text = re.sub(r' and cannot be added since the config is locked', '', text)
+  text = re.sub(r' instead of "\w+"\?', '?', text)
   text = ' '.join(text.split('\n\n')[0].split())
   return f'{type(error).__name__}: {text}'.removesuffix(': ')
 
@@ -84,6 +86,13 @@ def place(error):
     if name := _NAMES.get(frame.f_code.co_filename):
       return f'{name}:{line}'
   return ''
+
+
+def refusal(name, place, text):
+  """The UserError of a config at a place, which may begin with its name."""
+  if str(place).startswith(name):
+    return errors.UserError(f'--config={place}: {text}')
+  return errors.UserError(f'--config={name}: {place}: {text}')
 
 
 def assigned(path, name):

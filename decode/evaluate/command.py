@@ -16,6 +16,8 @@ from paraxis.configs.base import errors
 from paraxis.decode import __main__ as decode_main
 from paraxis.decode.evaluate import tasks as tasks_lib
 
+NEW = 64  # tokens of an exact match, where rows have room for them
+
 
 def _say(line):
   print(f'paraxis: {line}', file=sys.stderr)
@@ -49,6 +51,16 @@ def scorer(opened, overrides, mesh='', length=0, batch_size=8, say=_say):
   return made
 
 
+def _new(tasks, made, asked):
+  """The most tokens of an exact match, which leave room for its prompt."""
+  new = asked or min(NEW, made.length // 2)
+  if any(task.kind == 'match' for task in tasks):
+    made.check_new(new)
+    if not asked and new < NEW:
+      _say(f'exact matches end after {new} tokens, half of a row')
+  return new
+
+
 def _evaluate(options, overrides, _):
   if not options.tasks:
     raise errors.UserError('evaluate on what? --tasks=FILE,...')
@@ -67,13 +79,10 @@ def _evaluate(options, overrides, _):
     )
     if options.domain:
       made.tokenizer.require_domain(options.domain)
+    new = _new(tasks, made, options.max_new_tokens)
     for task in tasks:
       found = tasks_lib.run(
-        task,
-        made,
-        options.domain,
-        options.max_new_tokens,
-        options.stop or ['\n'],
+        task, made, options.domain, new, options.stop or ['\n']
       )
       if found.cut:
         _say(
@@ -155,7 +164,8 @@ COMMAND = command_line.Command(
      'tokens a row reads; 0: data.sequence_length, of other weights the most '
      'that they say. Longer documents are cut into windows, longer prompts '
      'from the left'),
-    ('positive', 'max_new_tokens=N', 64, 'the most tokens of an exact match'),
+    ('count', 'max_new_tokens=N', 0,
+     f'the most tokens of an exact match; 0: {NEW}, at most half a row'),
     ('several', 'stop=TEXT', [],
      'an exact match ends before it; may be repeated; else at a line break'),
     'Output and devices',

@@ -155,11 +155,7 @@ class Scorer:
       new: the most tokens of a continuation; prompts are cut from the left to
         length - new tokens. stop: texts that end one and are left out.
     """
-    if new >= self.length:
-      raise errors.UserError(
-        f'max_new_tokens={new} leaves nothing of the {self.length} tokens of a '
-        'row (--length=) for the prompt.'
-      )
+    self.check_new(new)
     kept = [list(ids[new - self.length :]) for ids in prompts]
     out = {}
     for members in self._batches(list(map(len, kept))):
@@ -172,6 +168,14 @@ class Scorer:
       out |= {i: row['text'] for i, row in zip(members, made, strict=False)}
     cut = sum(len(a) < len(b) for a, b in zip(kept, prompts, strict=True))
     return [out[i] for i in range(len(kept))], cut
+
+  def check_new(self, new):
+    """UserError if so many new tokens leave no room for a prompt."""
+    if new >= self.length:
+      raise errors.UserError(
+        f'max_new_tokens={new} leaves nothing of the {self.length} tokens of a '
+        'row (--length=) for the prompt.'
+      )
 
   @functools.cached_property
   def _generator(self):

@@ -92,7 +92,14 @@ def describe(tree, axes, prints):
   return leaves
 
 
-def compare(saved, like, where, under: str | tuple[str, ...] = ''):
+_ADVICE = (
+  'Use the config it was trained with (in its manifest) or another directory.'
+)
+
+
+def compare(
+  saved, like, where, under: str | tuple[str, ...] = '', advice=_ADVICE
+):
   """UserError listing every leaf in which `saved` and `like` differ.
 
   Nothing is ever cast, filled in or dropped, but leaves named in `GONE`.
@@ -103,6 +110,7 @@ def compare(saved, like, where, under: str | tuple[str, ...] = ''):
     where: what the message calls the checkpoint.
     under: saved leaves whose path does not start with this (one of it) do not
       count.
+    advice: what the message says to do.
   """
   gone = lambda path: path not in like and path.split('/')[-1] in GONE
   saved = {
@@ -129,8 +137,8 @@ def compare(saved, like, where, under: str | tuple[str, ...] = ''):
     listed.append(f'  ... and {more} more')
   raise errors.UserError(
     f'{where} is a checkpoint of another architecture: {len(lines)} of '
-    f'{len(set(saved) | set(like))} leaves differ. Use the config it was '
-    'trained with (in its manifest) or another directory.\n' + '\n'.join(listed)
+    f'{len(set(saved) | set(like))} leaves differ. {advice}\n'
+    + '\n'.join(listed)
   )
 
 

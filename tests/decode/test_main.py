@@ -206,7 +206,7 @@ def test_damage_falls_back_and_is_reported(run, workdir, tmp_path, whole):
     (['--max_new_tokens=0'], 'max_new_tokens=0'),
     (['--max_new_tokens=x'], 'max_new_tokens'),
     (['--stop='], 'empty stop string'),
-    (['--promt=x'], "'--promt=x'.*Did you mean 'prompt'"),
+    (['--promt=x'], "'--promt=x'.*Did you mean --prompt"),
     (['stray'], "unexpected argument 'stray'"),
     (['--config=quickstart'], 'from the checkpoint'),
     (['--config.decode.tempratur=1'], "Did you mean 'decode.temperature'"),

@@ -186,6 +186,15 @@ QUICK = ['train', '--config=quickstart']
     ),
     (['papers', '--steps=5'], ["unknown argument '--steps=5'"]),
     (['decode', '--checkpoint=W', 'wok'], ['Did you mean --prompt=wok?']),
+    (['decode', '--chekpoint=W'], ['Did you mean --checkpoint?']),
+    (
+      ['checkpoint', 'import', 'x', '--config.data.tokenizer=bytes'],
+      ['--config=FILE first. Did you mean --tokenizer=bytes?'],
+    ),
+    *(
+      ([*QUICK, f'--workdir={root}', *more], ['is /, the root', 'such as /'])
+      for root, more in (('/', []), ('/tmp/..', ['--devices=1']))
+    ),
     (
       [*QUICK, '--workdir=W', '--config.optimizer.learning_rate=inf'],
       ['optimizer.learning_rate=inf is not a finite number'],
@@ -280,6 +289,13 @@ def test_commands(refused, tmp_path, argv, words):
     ('def get_config():\n  return 1 / 0\n', ['ZeroDivisionError']),
     ('def get_config():\n  return {}\n', ['returns dict', 'ConfigDict']),
     ('import sys\nsys.exit("no\\nlines")\n', ['SystemExit', 'no lines']),
+    (
+      'def get_config():\n'
+      '  from paraxis.configs import schema\n'
+      '  config = schema.default()\n'
+      '  config.model.n_layers = 3\n',
+      ['mine.py:4: Attr', '"n_layers" does not exist. Did', '"num_layers"?'],
+    ),
     (
       'def get_config():\n'
       '  from paraxis.configs import schema\n'

@@ -17,7 +17,7 @@ from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source
 from paraxis.models.text import tokenizer
 from paraxis.train import exchange
-from paraxis.train import start
+from paraxis.train.run import origin as origin_lib
 
 MODEL = dict(
   vocab_size=2048, d_model=16, num_layers=3, num_heads=4, num_kv_heads=2,
@@ -51,7 +51,7 @@ def exported(run, tmp_path_factory):
 def test_round_trip_is_bitwise(run, exported, tmp_path):
   _, wanted = run
   exchange.bring(str(exported), tmp_path / 'a', say=quiet)
-  found = start.Run(str(tmp_path / 'a')).arrays(list(wanted))
+  found = origin_lib.Run(str(tmp_path / 'a')).arrays(list(wanted))
   for path, x in wanted.items():
     np.testing.assert_array_equal(found[path], x)
   exchange.send(str(tmp_path / 'a'), tmp_path / 'b', say=quiet)
@@ -179,7 +179,8 @@ def test_what_is_not_exported(run, exported, tmp_path):
 GROWTH = """
 import functools, pathlib, sys, threading
 from paraxis.sharding.checkpoint import saved_arrays
-from paraxis.train import exchange, start
+from paraxis.train import exchange
+from paraxis.train.run import origin as origin_lib
 from paraxis.train.bench import own_run
 saved_arrays.IN_FLIGHT = 2**23
 bring = functools.partial(
@@ -213,7 +214,7 @@ def rows(self, like):
   return {f'params/{p}': self._source.read(p, x) for p, x in like.items()}
 
 streamed = growth('streamed')
-start.Foreign.rows = rows
+origin_lib.Foreign.rows = rows
 print(size, streamed, growth('whole'))
 """
 

@@ -15,7 +15,7 @@ from paraxis.models.huggingface import source
 from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.train import cli
 from paraxis.train import exchange
-from paraxis.train import start
+from paraxis.train.run import origin as origin_lib
 
 pytestmark = pytest.mark.usefixtures('settings_stay')
 
@@ -79,7 +79,7 @@ def _line(capsys):
 
 
 def _arrays(run):
-  found = start.Run(str(run), say=quiet)
+  found = origin_lib.Run(str(run), say=quiet)
   model = build.build(found.config(), 'data=1', devices=jax.devices()[:1])
   return found.arrays(list(model.params))
 
@@ -114,7 +114,7 @@ def test_a_run_begins_with_a_folder(tiny, folder, tmp_path, capsys):
   wanted = _arrays(folder.parent / 'run')
   for path, x in _arrays(tmp_path / 'run').items():
     np.testing.assert_allclose(x, wanted[path], rtol=0, atol=1e-6)
-  kept = start.Run(str(tmp_path / 'run')).config()
+  kept = origin_lib.Run(str(tmp_path / 'run')).config()
   assert kept.model.d_model == 16 and kept.model.vocab_size == 2048
 
 
@@ -159,7 +159,7 @@ def test_an_import_without_tokenizer(bare, tmp_path, capsys):
   assert cli.main([*argv, '--tokenizer=bytes']) == 0
   out = capsys.readouterr().out
   assert f'data.tokenizer: bytes; {bare} has none' in out
-  found = start.Run(str(run)).config().data.tokenizer
+  found = origin_lib.Run(str(run)).config().data.tokenizer
   assert tokenizer_lib.load(found).name == 'bytes'
 
 

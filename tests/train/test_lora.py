@@ -20,6 +20,7 @@ from paraxis.train import exchange
 from paraxis.train import start
 from paraxis.train import state as state_lib
 from paraxis.train.certify import trial
+from paraxis.train.run import origin as origin_lib
 
 RANK, ALPHA = 3, 6.0
 LORA = {'train.lora.rank': RANK, 'train.lora.alpha': ALPHA}
@@ -224,7 +225,7 @@ def run(tiny, tmp_path_factory):
 
 def _saved(path, step=2):
   """{path: array} of the parameters of a run."""
-  source = start.Run(f'{path}/{step}')
+  source = origin_lib.Run(f'{path}/{step}')
   with source._store() as store:
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {
@@ -290,7 +291,7 @@ def test_a_new_run_begins_with_all_of_it(tiny, run):
   ):
     job, said = tiny.job(RUN | changes, MESH), []
     like = state_lib.in_order(state_lib.flatten(job.state), job.model)
-    source = start.open_(str(run))
+    source = origin_lib.open_(str(run))
     made = start.begin(job, source, like, said.append)
     params = jax.device_get(made.params)
     assert [x for x in said if 'adapters' in x] == [
@@ -312,7 +313,7 @@ def test_adapters_on_a_base_without(tiny, run, tmp_path):
   for origin in ('plain', 'out'):
     job, said = tiny.job(RUN, MESH), []
     like = state_lib.in_order(state_lib.flatten(job.state), job.model)
-    source = start.open_(str(tmp_path / origin))
+    source = origin_lib.open_(str(tmp_path / origin))
     made = start.begin(job, source, like, said.append)
     found = jax.device_get(made.params)
     assert all(np.array_equal(found[p], x) for p, x in base.items())

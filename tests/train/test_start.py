@@ -7,9 +7,11 @@ import support
 
 from paraxis.configs.base import errors
 from paraxis.sharding.checkpoint import store as store_lib
+from paraxis.train import cli
 from paraxis.train import program
 from paraxis.train import start
 from paraxis.train import state as state_lib
+from paraxis.train.run import origin as origin_lib
 
 QUICK = {'train.steps': 1, 'train.eval_batches': 0}
 STILL = QUICK | {'optimizer.learning_rate': 1e-30, 'optimizer.weight_decay': 0}
@@ -38,7 +40,7 @@ def _leaves(path, step):
 
 def _opened(first, text='', **options):
   said = []
-  found = start.open_(f'{first}{text}', say=said.append, **options)
+  found = origin_lib.open_(f'{first}{text}', say=said.append, **options)
   return found, said
 
 
@@ -182,9 +184,20 @@ def test_what_differs_is_printed_or_refused(tiny, first, tmp_path):
   deeper, _ = _opened(first)
   more = QUICK | {'model.num_layers': 3}
   leaf = r'layers/mlp/up: saved .*\(2, 32, 64\), wanted .*\(3, 32, 64\)'
-  with pytest.raises(errors.UserError, match=leaf):
+  advice = r'num_layers is 3: give --config.model.num_layers=2, or begin'
+  with pytest.raises(errors.UserError, match=f'(?s){advice}.*{leaf}'):
     tiny.run(tmp_path / 'b', more, MESH, source=deeper)
   assert not list((tmp_path / 'b').glob('checkpoints/*/state'))
+
+
+def test_a_dry_run_says_what_fits(tiny, first, capsys):
+  """New rows, and other leaves, as the run that it stands for would."""
+  argv = ['train', f'--config={tiny.file}', f'--init_from={first}', '--dry_run']
+  assert cli.main([*argv, '--config.model.vocab_size=272']) == 0
+  shown = capsys.readouterr().out
+  assert '264 rows there, 272 here: the last 8 are initialised' in shown
+  assert cli.main([*argv, '--config.model.num_layers=3']) == 2
+  assert 'give --config.model.num_layers=2, or' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('change', ['train.seed', 'train.batch_size'])
@@ -207,4 +220,4 @@ def test_no_such_origin(first, text, options, words):
   if text.startswith('/'):
     text = f'{first}{text}'
   with support.refused(*words):
-    start.open_(text, **options)
+    origin_lib.open_(text, **options)

@@ -69,8 +69,14 @@ KEEP_SHAPES = (
 
 
 def resolve(workdir):
-  """The folder's absolute path."""
-  return pathlib.Path(workdir).expanduser().resolve()
+  """The folder's absolute path; UserError: it is the root of a file system."""
+  path = pathlib.Path(workdir).expanduser().resolve()
+  if path == path.parent:
+    raise errors.UserError(
+      f'--workdir={workdir} is {path}, the root of the file system: name a '
+      f'folder of the run, such as {path}runs/first.'
+    )
+  return path
 
 
 def prepare(workdir):

@@ -151,7 +151,8 @@ def test_a_full_disk_is_one_line():
 
 def test_a_backend_that_cannot_start_is_one_line(capsys, monkeypatch):
   def backends():
-    raise RuntimeError('no such\n backend')
+    advice = "(set JAX_PLATFORMS='' to choose)"
+    raise RuntimeError(f'no such\n backend {advice}')
 
   monkeypatch.setenv('JAX_PLATFORMS', 'garbage')
   named = backends.__code__.replace(co_filename='jax/xla_bridge.py')
@@ -159,6 +160,7 @@ def test_a_backend_that_cannot_start_is_one_line(capsys, monkeypatch):
   assert command_line.run(lambda argv: failing(), []) == errors.EXIT_USER
   shown = capsys.readouterr().err
   assert shown.count('\n') == 1 and 'JAX_PLATFORMS=garbage: jax cannot' in shown
+  assert 'no such backend). Unset it' in shown
   monkeypatch.delenv('JAX_PLATFORMS')
   assert command_line.run(lambda argv: failing(), []) == errors.EXIT_CRASH
 
@@ -178,6 +180,20 @@ def test_an_unknown_platform_is_refused_before_jax(monkeypatch, count):
     command_line.prepare_devices(count)
   found.append(plugin('jax_plugins.other'))  # which may know that name
   command_line.prepare_devices(count)
+
+
+def test_virtual_devices_and_another_platform(monkeypatch):
+  """One of the two is meant; `check` takes its one device whatever is set."""
+  rows = [('count', 'devices=N', 8, '')]
+  for text in ('tpu', 'cuda,tpu'):
+    monkeypatch.setenv('JAX_PLATFORMS', text)
+    with support.refused('--devices=2 ', f'JAX_PLATFORMS={text} '):
+      command_line.parse(['--devices=2'], rows)
+    assert command_line.parse([], rows)[0].devices == 8
+    assert command_line.parse(['--devices=0'], rows)[0].devices == 0
+  for text in ('', 'cpu', 'tpu,cpu'):
+    monkeypatch.setenv('JAX_PLATFORMS', text)
+    assert command_line.parse(['--devices=2'], rows)[0].devices == 2
 
 
 def test_a_platform_that_is_not_here(tmp_path):

@@ -157,6 +157,9 @@ def test_long_prompts_are_cut_and_counted(run):
   rows = [dict(prompt='w' * 40, answer='a')]
   code, _, err = run({'m.jsonl': rows}, '--max_new_tokens=8')
   assert code == 0 and 'm.jsonl: 1 of 1 prompts' in err[-1]
+  assert not any('exact matches end' in line for line in err)
+  code, _, err = run({'a.txt': 'x', 'm.jsonl': rows})  # rows of 32
+  assert code == 0 and 'exact matches end after 16 tokens' in '\n'.join(err)
 
 
 def test_experts_drop_nothing(run, made, tmp_path, monkeypatch):

@@ -29,8 +29,8 @@ from paraxis.models.text import tokenizer
 from paraxis.train import cli
 from paraxis.train import exchange
 from paraxis.train import loop
-from paraxis.train import start
 from paraxis.train.data import files as data_files
+from paraxis.train.run import origin as origin_lib
 
 pytestmark = [pytest.mark.hf, pytest.mark.xdist_group('smollm2')]
 
@@ -180,7 +180,8 @@ def imported(theirs, tmp_path_factory):
 
 def blocks(text, run):
   """(8, 16) ids of a text, by the tokenizer that a run has."""
-  ids = tokenizer.load(start.Run(str(run)).config().data.tokenizer).encode(text)
+  name = origin_lib.Run(str(run)).config().data.tokenizer
+  ids = tokenizer.load(name).encode(text)
   return np.array(ids[:128], np.int32).reshape(8, 16)
 
 
@@ -246,7 +247,7 @@ def test_adapters_tuned_merged_and_opened(
   rows = ''.join(f'{json.dumps(dict(text=part))}\n' for part in parts)
   (tmp_path / 'text.jsonl').write_text(rows, 'utf-8')
   config = schema.with_values(
-    start.Run(str(imported)).config(),
+    origin_lib.Run(str(imported)).config(),
     {
       'model.dtype': 'float32',
       'data.path': str(tmp_path / 'text.jsonl'),
@@ -262,7 +263,7 @@ def test_adapters_tuned_merged_and_opened(
       'checkpoint.every': 6,
     },
   )
-  origin = start.open_(str(imported), say=quiet)
+  origin = origin_lib.open_(str(imported), say=quiet)
   options = loop.Options('', origin)
   run = tmp_path / 'run'
   devices = jax.devices()[:4]
@@ -292,7 +293,7 @@ def test_tuned_exported_and_opened(theirs, tmp_path):
       'checkpoint': dict(every=20),
     }
   )
-  weights = functools.partial(start.open_, source.SMOLLM2, say=quiet)
+  weights = functools.partial(origin_lib.open_, source.SMOLLM2, say=quiet)
   run = functools.partial(loop.run, config, devices=jax.devices(), say=quiet)
   with support.refused('9', 'tensor=2'):
     run(tmp_path / 'no', 'data=4,tensor=2', options=loop.Options('', weights()))

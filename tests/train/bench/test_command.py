@@ -383,8 +383,8 @@ def test_own_run_bench(monkeypatch):
 
 def test_what_own_run_compares(tmp_path, monkeypatch):
   """The same numbers are saved, every step is logged, adapters learn."""
-  from paraxis.train import start
   from paraxis.train.run import metrics
+  from paraxis.train.run import origin as origin_lib
 
   monkeypatch.setattr(bench_own_run, 'STEPS', 3)
   size = bench_own_run.write(tmp_path / 'theirs', bench_own_run.QUICK)
@@ -392,7 +392,7 @@ def test_what_own_run_compares(tmp_path, monkeypatch):
   monkeypatch.setattr(bench_own_run.shutil, 'rmtree', kept.append)
   made = bench_own_run.importing(tmp_path, Clock())
   assert made['checkpoint import']() == {'': 0.0}
-  run = start.Run(str(kept[0]))
+  run = origin_lib.Run(str(kept[0]))
   arrays = run.arrays([p.removeprefix('params/') for p in run._saved])
   assert sum(x.nbytes for x in arrays.values()) == size
   c = bench_train.config(True)

@@ -1,0 +1,302 @@
+"""Where a run's first parameters are from: `paraxis train --init_from=`.
+
+A run of ours, RUN/STEP, or weights of another program: a folder of Hugging
+Face, a GGUF file. Every leaf is read; only the vocabulary may have fewer rows.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+
+import jax
+import numpy as np
+
+from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.models import register
+from paraxis.models import trained
+from paraxis.models.huggingface import files as files_lib
+from paraxis.models.huggingface import source as source_lib
+from paraxis.models.text import tokenizer as tokenizer_lib
+from paraxis.sharding.checkpoint import manifest as manifest_lib
+from paraxis.train.run import workdir as workdir_lib
+
+OWN = 'own_mixers'  # in meta: the files they are from
+PARAMS, OPTIMIZER = 'params/', 'optimizer/'
+FLAG = '--init_from'
+GROWS = ('embedding', 'head')  # leaves that may have more rows than the origin
+
+
+def open_(text, optimizer=False, say=print) -> 'Run | Foreign | None':
+  """What --init_from= names; '': None.
+
+  optimizer: its optimizer's state is read, too. UserError: nothing is there.
+  """
+  if not text:
+    if optimizer:
+      raise errors.UserError('--init_optimizer: of which run? --init_from=RUN.')
+    return None
+  if not source_lib.is_foreign(text):
+    return Run(text, optimizer, say)
+  if optimizer:
+    raise errors.UserError(
+      f'--init_optimizer: {text} holds no state of an optimizer, only a run of '
+      'paraxis does.'
+    )
+  return Foreign(text)
+
+
+def _beside(target, saved, path):
+  """jax.ShapeDtypeStruct of an adapter, laid out as its stacked target.
+
+  saved: its entry of a manifest.
+  """
+  shape, spec = tuple(saved['shape']), target.sharding.spec
+  own = len(shape) - 2  # dimensions that it shares with its target
+  if path.endswith(trained.A):
+    spec = jax.P(*spec[: 1 + own], None)
+  else:
+    spec = jax.P(spec[0], None, *spec[len(spec) - own :])
+  layout = jax.NamedSharding(target.sharding.mesh, spec)
+  return jax.ShapeDtypeStruct(shape, saved['dtype'], sharding=layout)
+
+
+class Run:
+  """A step of a run of ours.
+
+  Attributes:
+    about: what the manifests of a new run keep of it.
+  """
+
+  def __init__(self, text, optimizer=False, say=print, flag=FLAG):
+    """text: RUN, RUN/STEP or RUN/checkpoints/STEP; optimizer: as `open_`;
+    flag: that named it."""
+    path, step = pathlib.Path(text).expanduser().resolve(), None
+    if path.name.isdecimal() and not (path / workdir_lib.CHECKPOINTS).is_dir():
+      step, path = int(path.name), path.parent
+    if path.name != workdir_lib.CHECKPOINTS:
+      path = path / workdir_lib.CHECKPOINTS
+    if not path.is_dir():
+      foreign = ', a folder of Hugging Face, a .gguf file'
+      raise errors.UserError(
+        f'{flag}={text}: no folder {path}; name a run, RUN/STEP'
+        f'{foreign if flag == FLAG else ""}.'
+      )
+    self._path, self._say = path, say
+    self._under = (PARAMS, OPTIMIZER) if optimizer else (PARAMS,)
+    with self._store() as store:
+      manifest = store.read_manifest(step)
+    self._step, self._saved = manifest['step'], manifest['leaves']
+    self._meta = manifest['meta']
+    before = self._meta.get('origin') or {}
+    self.about = dict(
+      source=str(path.parent),
+      step=self._step,
+      sha256=manifest['sha256'],
+      began=before.get('source', ''),
+      **{key: before.get(key, '') for key in ('kind', 'licence', 'template')},
+      ends=before.get('ends', []),
+    )
+
+  @contextlib.contextmanager
+  def _store(self):
+    from paraxis.sharding.checkpoint import store  # Orbax starts slowly
+
+    with store.Store(self._path, read_only=True, say=self._say) as opened:
+      yield opened
+
+  def configured(self, config, folder, say):
+    """The schema.Config of a new run: as given; says how its model differs.
+
+    folder: of the new run.
+    """
+    del folder
+    theirs = self.config().model
+    for field in dataclasses.fields(config.model):
+      was, now = (getattr(m, field.name) for m in (theirs, config.model))
+      if was != now and field.name not in source_lib.RUNS:
+        say(f'--init_from: model.{field.name} was {was!r}, is {now!r}')
+    return config
+
+  def config(self):
+    """schema.Config of the run."""
+    return schema.from_json(self._meta['config'])
+
+  def arrays(self, paths):
+    """{path: NumPy array} of parameters, layers and experts in order.
+
+    Adapters are merged, in at least float32.
+    """
+    under = tuple(PARAMS + path for path in paths)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = {
+      path: jax.ShapeDtypeStruct(
+        tuple(leaf['shape']), leaf['dtype'], sharding=here
+      )
+      for path, leaf in self._saved.items()
+      if path.startswith(under)
+    }
+    with self._store() as store:
+      tree, _ = store.restore(self._step, like, under)
+    out = {path: np.asarray(tree[PARAMS + path]) for path in paths}
+    for path, w in out.items():
+      pair = [tree.get(PARAMS + path + end) for end in (trained.A, trained.B)]
+      if pair[0] is not None:
+        out[path] = np.asarray(trained.merge(w, *pair, self._scale()))
+    return out
+
+  def _scale(self):
+    return trained.of(self.config().train).scale
+
+  def read(self, job, like, say):
+    """{canonical path: array}, verified; some with fewer rows than in `like`.
+
+    Arguments as of start.begin. UserError: as of `fits`.
+    """
+    like, merges = self.fits(job, like, say)
+    with self._store() as store:
+      tree, _ = store.restore(self._step, like, self._under)
+    if merges:
+      with job.context():
+        tree = trained.merged(tree, self._scale())
+    return tree
+
+  def fits(self, job, like, say):
+    """({path: jax.ShapeDtypeStruct} to be read, whether adapters are merged).
+
+    Reads no array; says which rows and adapters are new. UserError: other
+    leaves differ, all listed.
+    """
+    register.require(self._meta.get(OWN), self._path, say)
+    if self._meta.get('tokenizer') != job.tokenizer.fingerprint:
+      say('--init_from: its tokenizer was another, its ids may mean other text')
+    like = {p: x for p, x in like.items() if p.startswith(self._under)}
+    for path in GROWS:
+      path = PARAMS + path
+      if path not in like or path not in self._saved:
+        continue
+      x, (rows, *rest) = like[path], self._saved[path]['shape']
+      if rows < x.shape[0] and (*rest,) == x.shape[1:]:
+        say(
+          f'--init_from: {path} has {rows} rows there, {x.shape[0]} here: the '
+          f'last {x.shape[0] - rows} are initialised'
+        )
+        layout = jax.NamedSharding(
+          x.sharding.mesh, jax.P(None, *x.sharding.spec[1:])
+        )
+        like[path] = jax.ShapeDtypeStruct(
+          (rows, *rest), x.dtype, sharding=layout
+        )
+    merges = self._adapters(job, like, say)
+    shaped = [
+      (name, was, now)
+      for name, was, now in workdir_lib.differences(self.config(), job.config)
+      if not workdir_lib.keeps_shapes(name, was, now)
+    ]
+    manifest_lib.compare(
+      self._saved,
+      like,
+      f'{FLAG}: {self._path.parent}',
+      self._under,
+      f'Here {", ".join(f"{n} is {now!r}" for n, _, now in shaped)}: give '
+      f'{" ".join(f"--config.{n}={was}" for n, was, _ in shaped)}, or begin '
+      f'without {FLAG}.'
+      if shaped
+      else f'Begin without {FLAG}.',
+    )
+    return like, merges
+
+  def _adapters(self, job, like, say):
+    """Makes the adapters in `like` those of the run -> are they to be merged?
+
+    They go on if the new run has the same; else its own are new.
+    """
+    theirs = [p for p in self._saved if p.startswith(PARAMS)]
+    theirs = [p for p in theirs if trained.is_adapter(p)]
+    mine = list(filter(trained.is_adapter, like))
+    if theirs and self.config().train.lora == job.config.train.lora:
+      return False
+    for path in mine:
+      del like[path]
+    if theirs:
+      say(f'--init_from: its {len(theirs) // 2} adapters are merged')
+    if mine:
+      say(f'--init_from: {len(mine) // 2} adapters are new')
+    for path in theirs:
+      target = like.get(path.removesuffix(trained.A).removesuffix(trained.B))
+      if target is not None:  # else the leaves differ, and are listed
+        like[path] = _beside(target, self._saved[path], path)
+    return bool(theirs)
+
+
+class Foreign:
+  """Weights of another program; attributes and methods as of `Run`."""
+
+  def __init__(self, text):
+    self._source = source_lib.Source(text)
+    self.about = self._source.about
+
+  def configured(self, config, folder, say, flag='--config.data.tokenizer='):
+    """The config with the model of the weights, and their tokenizer.
+
+    The tokenizer is written into the folder of the run, unless the config names
+    another one than the default ('': theirs, as the default is). UserError:
+    they have none that is read, and the config names none that fits; `flag`
+    names one.
+    """
+    model = self._source.configured(config.model, say)
+    data, text = config.data, self._source.files.tokenizer()
+    file = pathlib.Path(folder).resolve() / files_lib.TOKENIZER
+    if not text:
+      self._check_named(data.tokenizer, model.vocab_size, flag)
+      say(f'data.tokenizer: {data.tokenizer}; {self.about["source"]} has none')
+    elif data.tokenizer in ('', schema.Data().tokenizer, str(file)):
+      temporary = file.with_suffix(f'.{os.getpid()}.tmp')
+      temporary.write_text(text, encoding='utf-8')
+      os.replace(temporary, file)
+      data = dataclasses.replace(data, tokenizer=str(file))
+      say(f'data.tokenizer: the one of {self.about["source"]}')
+      if self.about['template']:  # train/data/chat.py looks for it there
+        beside = file.with_name(files_lib.TEMPLATE)
+        beside.write_text(self.about['template'], encoding='utf-8')
+    if self.about['licence']:
+      say(f'licence of the weights: {self.about["licence"]}')
+    return dataclasses.replace(config, model=model, data=data)
+
+  def _check_named(self, name, rows, flag):
+    """UserError: weights of so many rows cannot mean this tokenizer.
+
+    The default was named by nobody, unless its ids are just the rows.
+    """
+    if not name:
+      raise errors.UserError(self._source.no_tokenizer(flag))
+    if name == 'ids':  # as many as their files have
+      return
+    ids = tokenizer_lib.load(name).vocab_size
+    if ids > rows or (ids < rows and name == schema.Data().tokenizer):
+      raise errors.UserError(
+        f'tokenizer {name} has {ids} ids, the weights {rows}: '
+        + self._source.no_tokenizer(flag)
+      )
+
+  def fits(self, job, like, say):
+    """As of `Run`: `configured` took the model from the weights."""
+    del job, say
+    return like, False
+
+  def read(self, job, like, say):
+    """{canonical path: array} of parameters; arguments as of start.begin."""
+    del job, say
+    return {
+      path: self._source.read(path.removeprefix(PARAMS), x)
+      for path, x in like.items()
+      if path.startswith(PARAMS) and not trained.is_adapter(path)
+    }
+
+  def rows(self, like):
+    """{canonical path: rows.Rows} of parameters, to be saved as they are read.
+
+    like: {path: anything with shape and dtype}, of a model without adapters.
+    """
+    return {f'{PARAMS}{p}': self._source.rows(p, x) for p, x in like.items()}
