@@ -33,7 +33,6 @@ _PACKERS = {
   'first_fit': packing.first_fit,
 }
 
-
 _WHAT = {'domain': 'domain', 'group': 'source'}
 
 
@@ -162,6 +161,7 @@ class Batches:
     batch = packing.assemble(
       self.plan, corpus.tokens, split.ravel(), corpus.pad_id, corpus.loss
     )
+    corpus.release()
     # A step of prompts alone has no loss, not 0 / 0.
     batch = batch._replace(denominator=np.float32(max(1, total)))
     if parts[0] == 1:
@@ -261,6 +261,7 @@ class HeldOut:
     batch = packing.assemble(
       self.plan, corpus.tokens, rows[lo:hi], corpus.pad_id, corpus.loss
     )
+    corpus.release()
     return batch._replace(denominator=np.float32(total))
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import pathlib
 import subprocess
 import sys
 import threading
@@ -72,6 +73,36 @@ def test_pure_in_seed_and_step(folder, mixture, packing):
   other = make(folder, {'seed': 4}, **fields)
   assert not np.array_equal(one.batch_at(0).tokens, other.batch_at(0).tokens)
   assert not np.array_equal(one.batch_at(0).tokens, one.batch_at(1).tokens)
+
+
+def _resident():
+  """MiB of files that are mapped and in the memory of this process."""
+  text = pathlib.Path('/proc/self/status').read_text()
+  return int(text.partition('RssFile:')[2].split()[0]) / 1024
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
+def test_memory_does_not_grow_with_what_is_read(tmp_path, monkeypatch):
+  """Every page of 64 MiB of tokens is read; without release they all stay."""
+  ids = np.arange(2**25, dtype=np.uint32).astype(np.uint16)
+  ids.tofile(tmp_path / 'a.bin')
+  config = make_config(tmp_path, tokenizer='ids', sequence_length=2**14)
+  config = schema.with_value(config, 'model.vocab_size', 2**16)
+  corpus = load(config)
+  batches = data.Batches(config, corpus)
+  steps = batches.rows // batches.batch_size
+  assert steps * batches.batch_size * 2**15 > 50 * 2**20
+
+  def growth():
+    before = _resident()
+    for t in range(steps):
+      batches.batch_at(t)
+    return _resident() - before
+
+  kept = growth()
+  corpus.release()
+  monkeypatch.setattr(token_cache.Corpus, 'release', lambda self: None)
+  assert kept < 16 and growth() > 40
 
 
 def test_slices_are_the_whole(folder):
