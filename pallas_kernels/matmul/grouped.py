@@ -67,13 +67,14 @@ def _group_of_block(sizes_E, size, count):
 def _blocks(x_SD, w_EDF, sizes_E, size, dtype):
   x_GND = x_SD.reshape(-1, size, x_SD.shape[1])
   groups = _group_of_block(sizes_E, size, len(x_GND))
-  dot = functools.partial(jnp.dot, preferred_element_type=dtype)
+  wide = jnp.promote_types(dtype, jnp.float32)  # narrow ones are slow on CPU
+  dot = functools.partial(jnp.dot, preferred_element_type=wide)
 
   def one(args):
     x_ND, e = args
     return jax.lax.cond(
       jnp.any(x_ND != 0),
-      lambda: dot(x_ND, w_EDF[e]),
+      lambda: dot(x_ND, w_EDF[e]).astype(dtype),
       lambda: jnp.zeros((size, w_EDF.shape[2]), dtype),
     )
 
@@ -85,12 +86,13 @@ def _blocks_gradient(x_SD, g_SF, sizes_E, size, dtype):
   g_GNF = g_SF.reshape(-1, size, g_SF.shape[1])
   groups = _group_of_block(sizes_E, size, len(x_GND))
   shape = x_SD.shape[1], g_SF.shape[1]
+  wide = jnp.promote_types(dtype, jnp.float32)
 
   def add(dw_EDF, args):
     x_ND, g_NF, e = args
     term = jax.lax.cond(
       jnp.any(x_ND != 0),
-      lambda: jnp.dot(x_ND.T, g_NF, preferred_element_type=dtype),
+      lambda: jnp.dot(x_ND.T, g_NF, preferred_element_type=wide).astype(dtype),
       lambda: jnp.zeros(shape, dtype),
     )
     return dw_EDF.at[e].add(term), None

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from paraxis.sharding.tensor import product_layouts as layouts
+from paraxis.sharding.tensor import worlds
 
 
 def _send(x, axis, step):
@@ -95,9 +96,7 @@ def _wide(dtype):
 
 
 def _product(equation, x, w, dtype):
-  return jnp.einsum(
-    equation, x, w.astype(x.dtype), preferred_element_type=dtype
-  )
+  return worlds.local(equation, x, w.astype(x.dtype), dtype or x.dtype)
 
 
 def _place(equation, letter):

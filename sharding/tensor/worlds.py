@@ -39,14 +39,29 @@ def _operands(equation, a, b, dtype):
   return a, b
 
 
-def _local(equation, a, b, dtype):
+def local(equation, a, b, dtype):
   """einsum of whole or local arrays, accumulated in `dtype`."""
   a, b = _operands(equation, a, b, dtype)
-  wide = dtype
-  if a.dtype == dtype == jnp.bfloat16 and _on_cpu() and not _batched(equation):
-    # XLA on CPU multiplies bfloat16 fast only where the result is float32.
-    wide = jnp.float32
+  wide = _widened(equation, a, dtype)
   return jnp.einsum(equation, a, b, preferred_element_type=wide).astype(dtype)
+
+
+def _widened(equation, a, dtype):
+  """float32 where XLA on CPU multiplies bfloat16 fast only so; else dtype."""
+  if a.dtype == dtype == jnp.bfloat16 and _on_cpu() and not _batched(equation):
+    return jnp.float32
+  return dtype
+
+
+def _split_sum(equation, *arrays):
+  """Whether a letter that is summed is laid out over mesh axes."""
+  ins, out = equation.split('->')
+  return any(
+    axes
+    for letters, x in zip(ins.split(','), arrays, strict=True)
+    for letter, axes in zip(letters, jax.typeof(x).sharding.spec, strict=True)
+    if letter not in out
+  )
 
 
 def _batched(equation):
@@ -78,7 +93,7 @@ class Plain:
     summed: mesh axes over which the result stays a partial sum.
     """
     del axes, summed
-    return _local(equation, a, b, dtype)
+    return local(equation, a, b, dtype)
 
   def reduce(self, y, split, axes, summed=(), what=''):
     """The sum of y, laid out by `split` and partial over `summed`, in `axes`.
@@ -107,13 +122,16 @@ class Explicit(Plain):
 
   def multiply(self, equation, a, b, dtype, axes, summed=()):
     a, b = _operands(equation, a, b, dtype)
+    wide = dtype
+    if not _split_sum(equation, a, b):  # else more bytes would be summed
+      wide = _widened(equation, a, dtype)
     # Without `summed` the sum is made at once, and `reduce` does nothing: a
     # remat policy may keep what a product makes, and a scan over layers cannot
     # stack partial sums.
     return jnp.einsum(
-      equation, a, b, preferred_element_type=dtype,
+      equation, a, b, preferred_element_type=wide,
       out_sharding=layouts.spec(axes, summed),
-    )  # fmt: skip
+    ).astype(dtype)  # fmt: skip
 
   def add_terms(self, ways, partial, whole, what):
     del what

@@ -476,6 +476,27 @@ def test_what_xla_on_a_cpu_multiplies_fast(monkeypatch, platform, wide):
   assert {v.aval.dtype.name for v in traced.jaxpr.outvars} == {'bfloat16'}
 
 
+@pytest.mark.parametrize(
+  'group, wanted',
+  # The gate's y sums embed, which is whole, its dx mlp over tensor, its dw rows
+  # over data; what is summed over a mesh axis is sent as narrow as before.
+  [('gate_up', 'yy'), ('down', 'x'), ('logits', 'y')],
+)
+def test_only_whole_sums_are_widened_on_a_mesh(enter, group, wanted):
+  enter('data=2,tensor=4')
+  x, ws, cs = arrays()[group]
+  narrow = lambda a: np.asarray(a, jnp.bfloat16)
+  x, ws, cs = place(jax.tree.map(narrow, (x, ws, cs)), names_of(group))
+  run = functools.partial(differentiate, group, ())
+  found = []
+  for e in jax.make_jaxpr(run)(x, ws, cs).jaxpr.eqns:
+    if e.primitive.name == 'dot_general':
+      wide = e.params['preferred_element_type'] == jnp.float32
+      found += [e.outvars[0].aval.shape] * wide
+  shapes = {'y': cs[0].shape, 'x': x.shape}
+  assert sorted(found) == sorted(shapes[kind] for kind in wanted)
+
+
 def test_wide_outputs_of_narrow_products(enter):
   """Logits in float32 from bfloat16; dx goes back in bfloat16."""
   enter('data=2,tensor=4')

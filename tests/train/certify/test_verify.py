@@ -145,3 +145,10 @@ def test_the_rest_of_the_devices():
   subject = verify.prepare(FULL, 'data=2,tensor=-1')
   assert subject.config.mesh.tensor == 4 and len(subject.devices) == 8
   assert len(verify.prepare(FULL, 'data=2').devices) == 2
+
+
+def test_one_device_is_compared_with_itself():
+  """It has no other layout to resume on."""
+  rows = certify('resume', mesh='data=1')
+  assert [row.passed for row in rows] == [True, True], rows
+  assert 'data=1' in rows[1].name
