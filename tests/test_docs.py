@@ -112,6 +112,42 @@ def test_families_are_as_many_as_the_page_says(tree):
   assert int(exact[1]) == table.count('| exact |')
 
 
+def speeds(bench):
+  """{(peer, what): median} of the speeds of ours that a page of figures has."""
+  row = r'\| (.+): speed of ours(?:, \w+)?(?: \(.*?\))? / (.+?) \| (.+?) \|'
+  found = {}
+  for what, peer, cells in re.findall(row, bench):
+    found.setdefault((peer, what), cells.split(' / ')[1])
+  return found
+
+
+# Column of the README's table: what it is called in BENCHMARKS.md, by peer.
+OVER = {
+  'transformers': [
+    ('hf', 'step'), ('hf_autocast', 'step'),
+    ('sdpa', 'float32'), ('sdpa', 'bfloat16'), ('sdpa', '4080 tokens'),
+    *(('sdpa', f'batch {n}') for n in (1, 8, 64)),
+  ],
+  'plain JAX': [
+    ('plain JAX, unrolled', 'step'),
+    ('dot_product_attention', 'float32'), ('dot_product_attention', 'bfloat16'),
+    ('plain JAX', '4080 tokens'),
+    *(('plain JAX', f'batch {n}') for n in (1, 8, 64)),
+  ],
+}  # fmt: skip
+
+
+def test_the_speeds_of_the_readme_are_measured(tree):
+  text = pages(tree)['README.md']
+  found = speeds((tree.root / 'BENCHMARKS.md').read_text('utf-8'))
+  for peer, names in OVER.items():
+    (cells,) = re.findall(rf'^\| {peer}[^|]*\|([ \d.;|]+)\|$', text, re.M)
+    said = re.findall(r'[\d.]+', cells)
+    for number, name in zip(said, names, strict=True):
+      digits = len(number.partition('.')[2])
+      assert number == f'{float(found[name]):.{digits}f}', name
+
+
 def test_the_reading_path_is_an_evening(tree):
   found = house.reading_path(tree.root)
   assert 10 <= len(found) <= 14
