@@ -273,6 +273,12 @@ def _axis(report, axis, sizes, quick, rounds, now, say):
       _judge(report, axis, f'{curve.name}, compilation', curve.compilation)
 
 
+def _narrow(ax):
+  """Whether the y axis shows less than two powers of ten."""
+  low, high = ax.get_ylim()
+  return high < 50 * low
+
+
 def draw(report, path):
   """Draws all curves, seconds above MiB, with exponents -> path of the PNG."""
   curves = {}
@@ -295,6 +301,12 @@ def draw(report, path):
       ax.set(xlabel=axis, ylabel=label if axis == axes[0] else '')
       ax.legend(frameon=False, fontsize=7)
       figures.tidy(ax)
+      every = sorted({x for key in shown for x, _ in curves[key]})
+      ax.set_xticks(every, [f'{x:,}' for x in every], minor=False)
+      ax.set_xticks([], minor=True)
+      ax.yaxis.set_major_formatter('{x:g}')
+      ax.yaxis.set_minor_formatter('{x:g}' if _narrow(ax) else '')
+      ax.tick_params(axis='both', which='both', labelsize=6)
   return figures.save(fig, path)
 
 
