@@ -213,6 +213,10 @@ class Checkpoint:
   every: int = field(20, 'steps between checkpoints', low=1)
   keep: int = field(3, 'checkpoints kept', low=1)
   asynchronous: bool = field(True, 'write while training continues')
+  failures: int = field(3, 'failed saves in a row that end the run', low=1)
+  host_bytes: int = field(
+    0, 'host memory of copies not yet written; 0: of two copies', low=0
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,7 +102,9 @@ def save_run(path, config, built, params, steps=(1,)):
   tree['optimizer/mu'], axes['optimizer/mu'] = params['norm/scale'], ('norm',)
   fingerprint = tokenizer.load(config.data.tokenizer).fingerprint
   meta = dict(config=schema.to_json(config), tokenizer=fingerprint)
-  with store_lib.Store(path / 'checkpoints', asynchronous=False) as store:
+  with store_lib.Store(
+    path / 'checkpoints', store_lib.Options(asynchronous=False)
+  ) as store:
     for step in steps:
       store.save(step, tree, axes, meta)
   return path

@@ -64,6 +64,7 @@ def bring(text, workdir, say=print, tokenizer='') -> None:
   axes = {f'{origin_lib.PARAMS}{p}': a for p, a in built.model.axes.items()}
   meta = start.common(config, chosen.fingerprint, source.about)
   with store_lib.Store(path / workdir_lib.CHECKPOINTS, say=say) as store:
+    store.preflight(tree)
     store.save(0, tree, axes, meta | {workdir_lib.IMPORTED: True})
   workdir_lib.write_config(path, config)
   size = sum(x.nbytes for x in tree.values())

@@ -14,13 +14,12 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.sharding.meter import compiling
-from paraxis.train import expert_counts
 from paraxis.train import program as job_lib
+from paraxis.train import recorder as recorder_lib
 from paraxis.train import start
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
@@ -34,101 +33,6 @@ from paraxis.train.run import profile as profile_lib
 from paraxis.train.run import rates as rates_lib
 from paraxis.train.run import stop as stop_lib
 from paraxis.train.run import workdir as workdir_lib
-
-
-class Recorder:
-  """Reads a step's numbers late, writes them, and watches for NaN."""
-
-  def __init__(self, job, writers, progress, callbacks, rates):
-    self._job, self.writers, self.progress = job, writers, progress
-    self.rates = rates
-    self._train, self._callbacks = job.config.train, callbacks
-    self._paths = sorted(expert_counts.without(job.model, job.model.axes))
-    self._pending, self.last = None, {}
-    self._since, self._unwritten = {}, None  # sums, and the row of them
-
-  def later(self, step, numbers, tokens):
-    """Keeps a step's numbers on the device and records those before it."""
-    self.flush()
-    self._pending = step, numbers, tokens
-
-  def flush(self):
-    """Records the step whose numbers are still on the device."""
-    previous, self._pending = self._pending, None
-    if previous:
-      self._record(*previous)
-
-  def write(self):
-    """Records what is pending and writes its row, due or not.
-
-    A checkpoint calls it, so that the rows of a resumed run miss no step.
-    """
-    self.flush()
-    self._row()
-
-  def _row(self):
-    if self._unwritten:
-      self.writers.write(*self._unwritten)
-    self._since, self._unwritten = {}, None
-
-  def _record(self, step, numbers, tokens):
-    numbers, every = jax.device_get(numbers), self._train.print_every
-    self.rates.step(tokens)
-    rates = {
-      k: float(v) for k, v in numbers.items() if k.startswith('learning_rate')
-    }
-    values = {
-      'train/loss': float(numbers['loss']),
-      'train/grad_norm': float(numbers['grad_norm']),
-      'train/learning_rate': max(rates.values()),
-      'train/skipped': int(numbers['skipped']),
-      **self._sums({'train/tokens': tokens, **self.rates.work(tokens)}),
-      **expert_counts.values(self._job.model, numbers, step % every == 0),
-    }
-    speed = self.rates.values(self._train.steps - step)
-    speed['perf/memory_bytes'] = metrics_lib.memory_bytes()
-    line = self.progress.step(step, values | speed)
-    if line:
-      self.rates.begin()
-      values |= speed
-    self._unwritten = step, values
-    if line or step % self._train.log_every == 0:
-      self._row()
-    if step % every == 0:
-      expert_counts.warn(self._job.model, step, values, self.progress.say)
-    self.last = values
-    for callback in self._callbacks:
-      callback(step, values, self._job)
-    if int(numbers['skipped_in_a_row']):
-      self._not_finite(step, numbers)
-
-  def _sums(self, counts):
-    """Counts of a step, added to those of steps since the last row."""
-    counts = {k: n + self._since.get(k, 0) for k, n in counts.items()}
-    self._since = counts
-    return counts
-
-  def _not_finite(self, step, numbers):
-    """Names the tensors and the batch of a skipped step; stops after K."""
-    row = int(numbers['skipped_in_a_row'])
-    most = self._train.max_nonfinite_steps
-    bad = [
-      p
-      for p, s in zip(self._paths, numbers['squares'], strict=True)
-      if not np.isfinite(s)
-    ]
-    text = (
-      f'step {step} is skipped ({row} in a row, {int(numbers["skipped"])} in '
-      f'all): loss {float(numbers["loss"])}, {len(bad)} gradients not finite'
-      f'{": " + ", ".join(bad[:5]) if bad else ""}; batch {step - 1}: '
-      + self._job.batches.describe_rows(step - 1).replace('\n', '; ')
-    )
-    self.progress.say(text)
-    if row >= most:
-      raise errors.IntegrityError(
-        f'{row} steps in a row are not finite (train.max_nonfinite_steps='
-        f'{most}); the last checkpoint stands. Last: {text}'
-      )
 
 
 def cost(config):
@@ -220,13 +124,13 @@ def run(
     store = stack.enter_context(
       store_lib.Store(
         path / workdir_lib.CHECKPOINTS,
-        config.checkpoint.keep,
-        config.checkpoint.asynchronous,
+        start.kept(config),
         say=say,
       )
     )
     try:
       state, first, origin = start.state(job, store, source, say)
+      store.preflight(start.wanted(job), every=True)
       if jax.process_index() == 0:
         workdir_lib.write_config(path, config)
       shape = header.trace(job, step.grads)
@@ -238,7 +142,7 @@ def run(
       )
       say(about)
       rates = rates_lib.Rates(token.flops, header.peak(job.mesh.devices.flat))
-      recorder = Recorder(job, writers, progress, callbacks, rates)
+      recorder = recorder_lib.Recorder(job, writers, progress, callbacks, rates)
       shown = profile_lib.Profile(traced, path, progress.say, rates.apart)
       training = _Training(job, step, store, recorder, state, first, shown)
       training.origin = origin
@@ -311,7 +215,7 @@ class _Training:
   """
 
   def __init__(self, job, functions, store, recorder, state, step, profile):
-    """functions: step.Step. recorder: `Recorder`. step: that `state` is of."""
+    """functions: step.Step. recorder: Recorder. step: that `state` is of."""
     self._job, self._functions = job, functions
     self._store, self._recorder = store, recorder
     self._evaluator = evaluate.Evaluator(job, functions.evaluate)
@@ -356,6 +260,7 @@ class _Training:
             self._profile.programs += [gradients[size], update]
           stop.compiling = False
         found = gradients[size](self.state.variables, batch)
+        self._hand_over()
         self.state, numbers = update(self.state, *found)
         del found
         self.step = t + 1
@@ -378,13 +283,23 @@ class _Training:
       say(f'stopped by {self.stopped} after step {self.step}, saved {saved}')
 
   def _save(self):
-    """Writes a checkpoint -> its step."""
-    self._recorder.write()
-    with self._recorder.rates.apart('checkpoint'):
+    """Begins a checkpoint -> its step."""
+    step, recorder = self.step, self._recorder
+
+    def meta():  # the next gradient is under way when this is asked for
+      recorder.write()
+      return start.meta(self._job, step, self.origin, recorder.streak > 0)
+
+    with recorder.rates.apart('checkpoint'):
       tree = state_lib.in_order(state_lib.flatten(self.state), self._job.model)
-      meta = start.meta(self._job, self.step, self.origin)
-      self._store.save(self.step, tree, self._axes, meta)
-    return self.step
+      self._store.begin(step, tree, self._axes, meta)
+    return step
+
+  def _hand_over(self):
+    """Before an update, which donates what a checkpoint is copied from."""
+    if self._store.copying:
+      with self._recorder.rates.apart('checkpoint'):
+        self._store.barrier()
 
   def evaluate(self):
     """evaluate.Evaluation of held-out text, which is written too."""

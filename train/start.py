@@ -41,14 +41,27 @@ def common(config, tokenizer, origin=None) -> dict:
   )
 
 
-def meta(job, step, origin=None) -> dict:
+def kept(config, committed=lambda step: None):
+  """store.Options of a run. committed: called with each committed step."""
+  from paraxis.sharding.checkpoint import store  # starts slowly
+
+  c = config.checkpoint
+  return store.Options(
+    c.keep, c.asynchronous, c.failures, c.host_bytes, committed
+  )
+
+
+def meta(job, step, origin=None, suspect=False) -> dict:
   """Metadata of a checkpoint: config, data cursor, fingerprints, versions.
 
-  job: program.Job. origin: what `state` gave.
+  Args:
+    job: program.Job. step: of the state. origin: what `state` gave.
+    suspect: the state is of a streak of skipped steps.
   """
   return common(job.config, job.tokenizer.fingerprint, origin) | dict(
     cursor=dict(step=step, seed=job.config.train.seed),
     corpus=job.corpus.fingerprint,
+    **({'suspect': True} if suspect else {}),
   )
 
 
@@ -92,9 +105,11 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict | None]:
   shapes = state_lib.flatten(job.state)
   found = store.restore_latest_good(wanted(job))
   if found is None:
-    if source is None:
-      return job.initial_state(), 0, None
-    return begin(job, source, wanted(job), say), 0, source.about
+    new = source and begin(job, source, wanted(job), say)
+    new = new or job.initial_state()
+    # Hosts of other code are seen here; the first save finds it compiled.
+    store.compare_replicas(0, state_lib.flatten(new))
+    return new, 0, source and source.about
   step, tree, kept = found
   tree = state_lib.on_stages(tree, shapes, job.model)
   _check(job, step, kept, store.directory)

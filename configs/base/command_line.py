@@ -360,12 +360,9 @@ def run(command, argv):
   _line_by_line()
   try:
     return command(argv) or errors.EXIT_OK
-  except errors.UserError as e:
+  except (errors.UserError, errors.IntegrityError, errors.CrashError) as e:
     print(f'paraxis: {e}', file=sys.stderr)
-    return errors.EXIT_USER
-  except errors.IntegrityError as e:
-    print(f'paraxis: {e}', file=sys.stderr)
-    return errors.EXIT_INTEGRITY
+    return e.code
   except BrokenPipeError:  # the reader of a pipe, such as head, went away
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left goes nowhere
     return errors.EXIT_PIPE

@@ -1,4 +1,4 @@
-"""The two errors a user meets, and the exit codes of every command.
+"""The errors a user meets, and the exit codes of every command.
 
 A `UserError` is one clear line: the fault, its place, both numbers, the remedy.
 The command line prints it without a traceback and exits with 2, before anything
@@ -19,6 +19,8 @@ EXIT_PIPE = 141  # the reader of the output went away, as of `| head`
 class UserError(ValueError):
   """Bad input: one line with fault, place, both numbers, remedy."""
 
+  code = EXIT_USER
+
 
 class MissingError(UserError):
   """What is needed is not installed: what, and how to get it."""
@@ -26,3 +28,12 @@ class MissingError(UserError):
 
 class IntegrityError(RuntimeError):
   """Data or a checkpoint is damaged, or numbers of a run are not finite."""
+
+  code = EXIT_INTEGRITY
+
+
+class CrashError(RuntimeError):
+  """The run cannot continue, by no fault of its input: a full disk, a host that
+  does not answer. Starting again is safe."""
+
+  code = EXIT_CRASH

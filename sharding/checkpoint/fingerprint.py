@@ -15,13 +15,16 @@ constructed collision.
 Source: the 32-bit finaliser of MurmurHash3 (public domain). A plain weighted
 sum of bits, the usual choice, does not detect that x and -x are exchanged;
 hence f is not linear. Cost: one pass over memory, about 20 integer operations
-per 32 bits (5 GB per CPU-second); three words per leaf leave the device.
+per 32 bits (5 GB per CPU-second); three words per leaf leave each device.
+
+Every device hashes the shards it holds, so replicas of a shard are compared in
+the same pass: a device whose copy differs is named (`Words.read`).
 """
 
 from collections.abc import Mapping
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +51,11 @@ def _bits(x):
   return bits.astype(jnp.uint32)
 
 
-def _leaf(x, first=0):
+def _leaf(x, first=()):
   """Array -> uint32 (word1, word2, 1 if any element is not finite).
 
-  first: index of its first row in the leaf that it is a block of.
+  first: index of its first element in the leaf that it is a part of, for each
+    axis; those not given are 0.
   """
   if x.size == 0:
     return (np.uint32(0),) * 3
@@ -61,7 +65,8 @@ def _leaf(x, first=0):
     # Hash the index of one axis at a time: vectors, and no overflow of a flat
     # index in arrays of more than 2**32 elements.
     index = jnp.arange(size, dtype=jnp.uint32) + np.uint32(axis * 0x27D4EB2F)
-    index = index if axis else index + jnp.uint32(first)
+    if axis < len(first):
+      index = index + jnp.uint32(first[axis])
     other = (1,) * axis + (size,) + (1,) * (u.ndim - axis - 1)
     s = s + _mix(index).reshape(other)
     t = t + _mix(~index).reshape(other)
@@ -81,18 +86,43 @@ def _leaf(x, first=0):
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(out):
-  """One jit per output sharding, kept: a new one would compile every time."""
+def _whole():
+  """Words of arrays wherever they are: (leaves, 3)."""
+  return jax.jit(lambda tree: jnp.stack([jnp.stack(_leaf(x)) for x in tree]))
 
-  def measure(tree):
-    return jnp.stack([jnp.stack(_leaf(x)) for x in tree.values()])
 
-  return jax.jit(measure, out_shardings=out)
+@functools.lru_cache(maxsize=8)
+def _of_devices(mesh, specs):
+  """Words of the shards of each device, (*mesh, leaves, 3), on all devices.
+
+  One jit per mesh and layout, kept: a new one would compile every time.
+  """
+  lead = (1,) * len(mesh.axis_names)
+
+  def words(x, spec):
+    first = []
+    for axis, names in enumerate(spec):
+      place = jax.lax.axis_index(names) if names else 0
+      first.append(place * x.shape[axis])
+    return jnp.stack(_leaf(x, first))
+
+  def local(tree):
+    found = jnp.stack([words(*pair) for pair in zip(tree, specs, strict=True)])
+    return found.reshape(*lead, *found.shape)
+
+  mapped = jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(specs,),
+    out_specs=jax.P(*mesh.axis_names),
+    check_vma=False,  # each device answers for itself, also for replicas
+  )
+  return jax.jit(mapped, out_shardings=jax.NamedSharding(mesh, jax.P()))
 
 
 @jax.jit
 def _block(x, first):
-  return jnp.stack(_leaf(x, first))
+  return jnp.stack(_leaf(x, (first,)))
 
 
 def _of_blocks(leaf):
@@ -120,17 +150,115 @@ def _supported(name, x):
     raise errors.UserError(f'{name} is {kind}: no fingerprint of that type.')
 
 
+class Odd(NamedTuple):
+  """A device whose copy of a shard is not that of most of its replicas.
+
+  Attributes:
+    leaf: name. device: jax device. others: devices with the same shard that
+      agree with each other.
+  """
+
+  leaf: str
+  device: Any
+  others: tuple
+
+  def text(self) -> str:
+    """One line that names leaf, device and process, and a device to compare."""
+    name = lambda d: f'device {d.id} (process {d.process_index})'
+    one, other = name(self.device), name(self.others[0])
+    return f'{self.leaf} of {one} is not that of {other}'
+
+
+class Words:
+  """Fingerprints under way: dispatched when made, waited for by `read`."""
+
+  def __init__(
+    self, tree: Mapping[str, jax.Array | np.ndarray | rows.Rows]
+  ) -> None:
+    """tree: as `measure` takes it; may be donated once this returns."""
+    self._groups: list[tuple] = []  # (mesh, {name: spec}, words of devices)
+    self._rows = {}
+    alone, by_mesh = {}, {}
+    for name, x in sorted(tree.items()):
+      _supported(name, x)
+      sharding: Any = getattr(x, 'sharding', None)
+      if isinstance(x, rows.Rows):
+        self._rows[name] = x
+      elif _on_a_mesh(sharding):
+        by_mesh.setdefault(sharding.mesh, {})[name] = x
+      else:
+        alone[name] = x
+    for mesh, leaves in by_mesh.items():
+      specs = {n: x.sharding.spec for n, x in leaves.items()}
+      words = _of_devices(mesh, tuple(specs.values()))(tuple(leaves.values()))
+      self._groups.append((mesh, specs, words))
+    if alone:
+      words = _whole()(tuple(alone.values()))
+      self._groups.append((None, dict.fromkeys(alone), words))
+
+  def read(self) -> tuple[dict[str, str], list[str], list[Odd]]:
+    """Waits -> ({name: 16 hex digits}, [names of non-finite leaves], [`Odd`]).
+
+    Every process gets the same.
+    """
+    found, odd = {}, []
+    for mesh, specs, words in self._groups:
+      words = np.asarray(words)
+      for i, (name, spec) in enumerate(specs.items()):
+        each = words[..., i, :]
+        if mesh is None:
+          found[name] = each
+          continue
+        found[name], devices = _summed(mesh, spec, each)
+        odd += [Odd(name, *pair) for pair in devices]
+    for name, x in self._rows.items():
+      found[name] = _of_blocks(x)
+    found = {n: found[n] for n in sorted(found)}
+    prints = {n: '{:08x}{:08x}'.format(*w) for n, w in found.items()}
+    return prints, [n for n, w in found.items() if w[2]], odd
+
+
+def _on_a_mesh(sharding):
+  if not isinstance(sharding, jax.NamedSharding):
+    return False
+  return sharding.mesh.size > 1 and sharding.memory_kind != 'pinned_host'
+
+
+def _summed(mesh, spec, words):
+  """Words (*mesh, 3) of one leaf -> (its words, [(odd device, others)])."""
+  used = {n for names in spec if names for n in np.atleast_1d(names)}
+  axes = [i for i, n in enumerate(mesh.axis_names) if n in used]
+  copies = [i for i in range(len(mesh.axis_names)) if i not in axes]
+  order = *axes, *copies
+  count = math.prod(words.shape[i] for i in axes)
+  words = words.transpose(*order, words.ndim - 1).reshape(count, -1, 3)
+  odd = []
+  if not (words == words[:, :1]).all():
+    devices = mesh.devices.transpose(order).reshape(count, -1)
+    for row, held in zip(words, devices, strict=True):
+      kinds = {tuple(w): [] for w in row}
+      for w, device in zip(row, held, strict=True):
+        kinds[tuple(w)].append(device)
+      most, *rest = sorted(kinds.values(), key=len, reverse=True)
+      odd += [(d, tuple(most)) for other in rest for d in other]
+  first = words[:, 0]
+  total = first.sum(axis=0, dtype=np.uint32)
+  total[2] = first[:, 2].any()
+  return total, odd
+
+
 def measure(
   tree: Mapping[str, jax.Array | np.ndarray | rows.Rows],
 ) -> tuple[dict[str, str], list[str]]:
   """Fingerprints and the names of leaves that hold NaN or infinity.
 
   One compiled pass over all leaves, and over each block of a rows.Rows. Every
-  process must call it.
+  process must call it. Of replicas that differ the first counts: `Words.read`
+  names them.
 
   Args:
-    tree: {name: array}, any shapes and shardings over the same devices; 1, 2, 4
-      or 8 byte real types. Empty leaves and scalars are fine.
+    tree: {name: array}, any shapes and shardings; 1, 2, 4 or 8 byte real types.
+      Empty leaves and scalars are fine.
 
   Returns:
     ({name: 16 hex digits}, [names of non-finite leaves]).
@@ -138,26 +266,7 @@ def measure(
   Raises:
     UserError: a leaf is no array or of an unsupported type.
   """
-  if not tree:
-    return {}, []
-  for name, x in tree.items():
-    _supported(name, x)
-  arrays = {n: x for n, x in tree.items() if not isinstance(x, rows.Rows)}
-  shardings = [getattr(x, 'sharding', None) for x in arrays.values()]
-  named = [s for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
-  out = None
-  if named:
-    out = jax.sharding.NamedSharding(
-      named[0].mesh, jax.sharding.PartitionSpec()
-    )
-  ordered = {name: arrays[name] for name in sorted(arrays)}
-  found = np.asarray(_compiled(out)(ordered)) if ordered else ()
-  words = dict(zip(ordered, found, strict=True))
-  for name, x in tree.items():
-    if isinstance(x, rows.Rows):
-      words[name] = _of_blocks(x)
-  prints = {n: '{:08x}{:08x}'.format(*words[n]) for n in sorted(words)}
-  return prints, [n for n in sorted(words) if words[n][2]]
+  return Words(tree).read()[:2]
 
 
 def fingerprint(tree: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.sharding.checkpoint import folders
 
 FORMAT = 'paraxis-checkpoint'
 VERSION = 1
@@ -207,3 +208,14 @@ def read_manifest(folder):
   if str(manifest['step']) != folder.name:
     raise damaged(folder, f'its manifest is of step {manifest["step"]}')
   return manifest
+
+
+def committed(directory) -> dict[int, dict]:
+  """{step: manifest} of the steps in a directory whose manifests read."""
+  good = {}
+  for step in folders.steps(directory):
+    try:
+      good[step] = read_manifest(directory / str(step))
+    except errors.IntegrityError:
+      continue
+  return good

@@ -12,8 +12,10 @@ devices, is the stored one: Orbax and TensorStore have no checksum of array
 data, so a flipped bit on disk restores silently as a wrong number. Reading a
 checkpoint executes no code.
 
-Cost: `save` blocks for one pass over the state on the devices (fingerprint,
-finiteness) and the copy to the host; writing continues in the background.
+A save is in three parts: `begin` starts fingerprints and copies to host memory
+(snapshot.py) and returns; `barrier`, before the state is donated, waits for
+them and refuses what must not be saved; a thread writes, forces to the disk,
+commits and prunes. `save` is the first two.
 Source: Orbax (orbax.readthedocs.io), imported only here and in saved_arrays.py;
 not its Manager, which counts any folder with a number as a step and, after a
 full disk, none at all.
@@ -22,40 +24,35 @@ full disk, none at all.
 from collections.abc import Mapping
 import logging
 import pathlib
-import re
 import shutil
 import tempfile
+from typing import Any, NamedTuple
 
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
-import orbax.checkpoint as ocp
 
 from paraxis.configs.base import errors
 from paraxis.sharding.checkpoint import fingerprint
+from paraxis.sharding.checkpoint import folders
 from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import rows
 from paraxis.sharding.checkpoint import saved_arrays
+from paraxis.sharding.checkpoint import snapshot
+from paraxis.sharding.checkpoint import together
+from paraxis.sharding.checkpoint import writer
 
 Tree = Mapping[str, jax.Array]  # canonical path -> leaf
+Options, DEFAULT = writer.Options, writer.Options()
 Saved = Mapping[str, jax.Array | rows.Rows]
-SPACE = 1.3  # free disk needed, in sizes of the state
-_STEP = re.compile(r'0|[1-9][0-9]{0,17}')
-_TMP = '.orbax-checkpoint-tmp'
 _NO_ORBAX = lambda record: 'orbax' not in record.pathname
 
 
-def _together(ok):
-  """True if `ok` is true in every process; also a barrier."""
-  if jax.process_count() == 1:
-    return ok
-  return bool(np.all(multihost_utils.process_allgather(np.int32(ok))))
-
-
-def _open():
-  # What Orbax logs, 100 lines for a failed write, it also raises.
-  logging.getLogger('absl').addFilter(_NO_ORBAX)
-  return saved_arrays.checkpointer()
+class _Snapshot(NamedTuple):
+  step: int
+  tree: Saved  # on the host, or what the caller gave
+  words: fingerprint.Words
+  size: int  # bytes of this process' copies
+  axes: Mapping
+  meta: Any  # dict, or a function that gives it
 
 
 class Store:
@@ -65,38 +62,36 @@ class Store:
   dtype and sharding}. Several processes make the same calls, in one folder.
   """
 
-  def __init__(
-    self, directory, keep=3, asynchronous=True, *, read_only=False, say=print
-  ):
+  def __init__(self, directory, options=DEFAULT, *, read_only=False, say=print):
     """Opens, creates and cleans the directory.
 
     Args:
       directory: a local path; a relative one is resolved now.
-      keep: newest good steps that stay; older ones go after a new commit.
-      asynchronous: `save` returns once the state is copied to the host.
+      options: Options.
       read_only: create and delete nothing; another program may train here.
       say: called with one line of text per finding, in process 0 only.
 
     Raises:
       UserError: the directory is remote or cannot be written.
     """
-    if '://' in str(directory):
+    if options.keep < 1:
       raise errors.UserError(
-        f'{directory} is not a local path; mount the bucket and use its path.'
+        f'keep={options.keep} checkpoints; keep at least 1.'
       )
-    if keep < 1:
-      raise errors.UserError(f'keep={keep} checkpoints; keep at least 1.')
-    self.directory = pathlib.Path(directory).expanduser().resolve()
-    self.keep = keep
+    self.directory, self.options = folders.resolved(directory), options
     self.read_only = read_only
-    self._asynchronous = asynchronous
     self._first = jax.process_index() == 0
     self._say = say if self._first else lambda line: None
-    self._bad = set()  # steps whose arrays did not verify
-    self._pending = None  # (step, bytes) handed to Orbax, not yet committed
-    self._orbax = _open()
+    self._snapshot: _Snapshot | None = None
+    self._writer = writer.Writer(self.directory, options, self._say)
+    # What Orbax logs, 100 lines for a failed write, it also raises.
+    logging.getLogger('absl').addFilter(_NO_ORBAX)
     if not read_only:
-      self._prepare()
+      folders.prepare(self.directory)
+      for path in folders.unfinished(self.directory) if self._first else []:
+        shutil.rmtree(path, ignore_errors=True)
+        self._say(f'removed the unfinished checkpoint {path}')
+      together.agree('checkpoints opened')
 
   def __enter__(self):
     return self
@@ -109,43 +104,12 @@ class Store:
         raise
       self._say(saved_arrays.first_line(e))  # the error under way matters more
 
-  def _prepare(self):
-    """Creates, tries to write, removes what a killed save left."""
-    try:
-      self.directory.mkdir(parents=True, exist_ok=True)
-      with tempfile.TemporaryFile(dir=self.directory):
-        pass
-    except OSError as e:
-      raise errors.UserError(
-        f'cannot write checkpoints to {self.directory}: {e.strerror or e}.'
-      ) from e
-    left = list(self.directory.glob(f'*{_TMP}*'))  # no committed step is one
-    for path in left if self._first else []:
-      shutil.rmtree(path, ignore_errors=True)
-      self._say(f'removed the unfinished checkpoint {path}')
-    _together(True)
-
-  def _candidates(self):
-    """Numbers of all folders that look like a step, newest first."""
-    if not self.directory.is_dir():
-      return []
-    folders = [p for p in self.directory.iterdir() if p.is_dir()]
-    steps = [int(p.name) for p in folders if _STEP.fullmatch(p.name)]
-    return sorted(steps, reverse=True)
-
   def _folder(self, step):
     return self.directory / str(step)
 
   def steps(self) -> list[int]:
     """Committed steps, newest last: their manifests read. Arrays: not read."""
-    good = []
-    for step in self._candidates():
-      try:
-        manifest_lib.read_manifest(self._folder(step))
-      except errors.IntegrityError:
-        continue
-      good.append(step)
-    return good[::-1]
+    return sorted(manifest_lib.committed(self.directory))
 
   def read_manifest(self, step: int | None = None) -> dict:
     """The manifest of a step (default: newest committed), no array loaded.
@@ -164,132 +128,140 @@ class Store:
       )
     return manifest_lib.read_manifest(self._folder(step))
 
-  def preflight(self, tree):
-    """UserError unless the disk has 1.3 times the bytes of `tree` free."""
-    size = fingerprint.nbytes(tree)
-    need, free = int(SPACE * size), shutil.disk_usage(self.directory).free
-    if free < need:
-      raise errors.UserError(
-        f'{self.directory}: a checkpoint needs {need} free bytes ({SPACE} x '
-        f'{size}), the disk has {free}. Free some or use another directory.'
-      )
+  def preflight(self, tree, every=False):
+    """UserError unless the disk has room for `tree` and memory for a snapshot.
 
-  def save(self, step: int, tree: Saved, axes: Mapping, meta: dict) -> None:
-    """Starts a checkpoint, after the one before; then `tree` may be donated.
+    tree: {path: array or jax.ShapeDtypeStruct with its sharding}.
+    every: for as many steps as are kept, and one, less those that are there.
+    """
+    size, taken = fingerprint.nbytes(tree), snapshot.host_bytes(tree)
+    if 0 < self.options.host_bytes < taken:
+      raise errors.UserError(
+        f'checkpoint.host_bytes={self.options.host_bytes} is less than one '
+        f'snapshot of the state, {taken} bytes: give at least that, or 0.'
+      )
+    keep = self.options.keep
+    more = max(0, keep - len(folders.steps(self.directory))) if every else 0
+    self._writer.room(size, more)
+
+  def save(self, step: int, tree: Saved, axes: Mapping, meta: Any) -> None:
+    """`begin` and `barrier`: then `tree` may be donated.
 
     Args:
       step: int >= 0, not saved before.
       tree: {path: jax.Array}, or rows.Rows, which are read while it is written.
       axes: {path: tuple of logical axis names or None, one per dimension}.
-      meta: dict that JSON can carry: config, data cursor, versions.
+      meta: dict that JSON can carry: config, data cursor, versions; a function
+        that gives it is called in `barrier`.
 
     Raises:
-      IntegrityError: a leaf is not finite. Nothing is written.
-      UserError: bad path, axes or meta; duplicate step; disk too small.
-      RuntimeError: this or the earlier save failed.
+      IntegrityError: a leaf is not finite, or replicas differ. Nothing is
+        written.
+      UserError: bad path, axes or meta; duplicate step.
+      CrashError: this or an earlier save failed; disk too small.
+    """
+    self.begin(step, tree, axes, meta)
+    self.barrier()
+    if not self.options.asynchronous:
+      self.wait()
+
+  def begin(self, step: int, tree: Saved, axes: Mapping, meta: Any) -> None:
+    """Starts fingerprints and copies of a state; arguments: `save`'s.
+
+    `tree` must not be donated before `barrier` has returned.
     """
     if self.read_only:
       raise errors.UserError(f'{self.directory} is opened read-only.')
     step = int(step)
-    if not tree or not _STEP.fullmatch(str(step)):
+    if not tree or not folders.STEP.fullmatch(str(step)):
       raise errors.UserError(f'nothing to save, or a bad step: {step}.')
     manifest_lib.check_paths(tree)
-    prints, bad = fingerprint.measure(tree)
-    if bad:
-      raise errors.IntegrityError(
-        f'the state of step {step} is not finite in {", ".join(bad[:5])} '
-        f'({len(bad)} of {len(tree)} leaves); it is not saved.'
-      )
-    manifest = manifest_lib.seal(
-      step, manifest_lib.describe(tree, axes, prints), meta
-    )
-    self.wait()
-    self._make_room(step)
-    self.preflight(tree)
-    self._pending = step, fingerprint.nbytes(tree)
-    try:
-      self._orbax.save(
-        self._folder(step),
-        args=ocp.args.Composite(
-          state=saved_arrays.item(tree),
-          manifest=ocp.args.JsonSave(manifest),
-        ),
-      )
-    except Exception as e:  # Orbax raises many kinds
-      self._failed(e)
-    if not self._asynchronous:
+    self.barrier()  # one copy is under way
+    size, copied = 0, snapshot.possible(tree)
+    if copied:
+      size = snapshot.host_bytes(tree)
+      self._writer.wait_for_memory(step, size)
+    words = fingerprint.Words(tree)  # first: copies may wait for memory
+    tree = snapshot.to_host(tree) if copied else tree
+    self._snapshot = _Snapshot(step, tree, words, size, axes, meta)
+    if not copied:  # the caller's own arrays, which may be donated next
       self.wait()
 
-  def _make_room(self, step):
-    """Duplicate step: UserError. A damaged one: set aside, never deleted."""
+  @property
+  def copying(self) -> bool:
+    """Whether `begin` started a snapshot that `barrier` has not seen."""
+    return self._snapshot is not None
+
+  def barrier(self) -> None:
+    """Waits for the snapshot that `begin` started, and hands it to the writer.
+
+    Call before what was saved is donated; without a snapshot it does nothing.
+
+    Raises: as `save`.
+    """
+    taken, self._snapshot = self._snapshot, None
+    if taken is None:
+      return
+    prints, bad, odd = taken.words.read()
+    if bad:
+      raise errors.IntegrityError(
+        f'the state of step {taken.step} is not finite in {", ".join(bad[:5])} '
+        f'({len(bad)} of {len(taken.tree)} leaves); it is not saved.'
+      )
+    self._same_replicas(taken.step, odd)
+    jax.block_until_ready({p: x for p, x in taken.tree.items() if taken.size})
+    meta = taken.meta() if callable(taken.meta) else taken.meta
+    manifest = manifest_lib.seal(
+      taken.step, manifest_lib.describe(taken.tree, taken.axes, prints), meta
+    )
+    self.check()
+    self._set_aside(taken.step)
+    self._writer.submit(taken.step, taken.tree, taken.size, manifest)
+
+  def compare_replicas(self, step: int, tree: Tree) -> None:
+    """IntegrityError naming leaf and device if copies of a shard differ."""
+    self._same_replicas(step, fingerprint.Words(tree).read()[2])
+
+  def _same_replicas(self, step, odd):
+    if odd:
+      raise errors.IntegrityError(
+        f'replicas of the state of step {step} differ: {odd[0].text()} '
+        f'({len(odd)} shards in all); it is not saved. A process may run other '
+        'code, or a device computes wrongly.'
+      )
+
+  def _set_aside(self, step):
+    """Duplicate step: UserError. A damaged one: renamed, never deleted."""
     folder = self._folder(step)
+    if self._writer.writes(step):
+      self._writer.wait()
     if folder.exists():
-      if step not in self._bad and step in self.steps():
+      if step not in self._writer.bad and step in self.steps():
         raise errors.UserError(f'step {step} is already saved in {folder}.')
-      _together(True)  # all have looked before one renames
+      together.agree('a damaged checkpoint seen')  # before one renames it
       if self._first:
         aside = tempfile.mkdtemp('', f'damaged-{step}-', self.directory)
         folder.rename(pathlib.Path(aside) / str(step))
         self._say(f'damaged checkpoint {folder} is now in {aside}')
-      self._bad.discard(step)
-    _together(True)
+      self._writer.bad.discard(step)
+    together.agree('a checkpoint begun')
 
-  def check(self):
-    """Raises the error of an asynchronous save; never waits. Call every step.
+  def check(self) -> None:
+    """Reports finished writes; never waits. Call every step.
 
     Raises:
-      UserError: the disk is full. RuntimeError: any other failed write.
+      CrashError: `failures` saves in a row were not written.
     """
-    try:
-      self._orbax.check_for_errors()
-    except Exception as e:
-      self._failed(e)
-    self._prune()
+    self._writer.check()
 
-  def wait(self):
-    """Returns when the last save is committed; raises like `check`."""
-    try:
-      self._orbax.wait_until_finished()
-    except Exception as e:
-      self._failed(e)
-    self._prune()
-    if self._pending:
-      self._failed(RuntimeError('the folder does not exist after the save'))
+  def wait(self) -> None:
+    """Returns when all is committed that was begun.
 
-  def _failed(self, error):
-    """Cleans up after a failed save and raises; older steps are untouched."""
-    step, size = self._pending or ('?', 0)
-    self._pending = None
-    try:
-      self._orbax.close()
-    except Exception as e:  # a second error of the same save
-      self._say(saved_arrays.first_line(e))
-    self._orbax = _open()
-    free = shutil.disk_usage(self.directory).free
-    if self._first:
-      for path in self.directory.glob(f'{step}{_TMP}*'):
-        shutil.rmtree(path, ignore_errors=True)
-    text = f'checkpoint {self._folder(step)} was not written'
-    if re.search(r'os_error_code=.(28|122)|No space left', str(error)):
-      raise errors.UserError(
-        f'{text}: the disk is full, {free} bytes free of {int(SPACE * size)} '
-        'needed. Older checkpoints are intact.'
-      ) from error
-    raise RuntimeError(f'{text}: {saved_arrays.first_line(error)}') from error
-
-  def _prune(self):
-    """After a commit: deletes good steps beyond `keep`, never the new one."""
-    if not self._pending or not self._folder(self._pending[0]).is_dir():
-      return
-    new, self._pending = self._pending[0], None
-    if not self._first:
-      return
-    good = [s for s in self.steps() if s not in self._bad]
-    for step in set(good[: -self.keep]) - {new}:
-      # Renamed first: a kill in between leaves no half-deleted step.
-      gone = self.directory / f'{step}{_TMP}-deleted'
-      self._folder(step).rename(gone)
-      shutil.rmtree(gone, ignore_errors=True)
+    Raises:
+      CrashError: as `check`, or the last save was not written.
+    """
+    self.barrier()
+    self._writer.wait()
 
   def _load(self, step, manifest, like):
     """Restores onto the shardings of `like` and verifies."""
@@ -299,16 +271,20 @@ class Store:
         raise errors.UserError(f'like[{path!r}] has no sharding.')
       wanted[path] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     tree, problem = saved_arrays.read(self._folder(step), wanted)
-    if not _together(problem is None):
+    if not together.agree('checkpoint read', problem is None):
       problem = problem or 'its files do not read in another process'
     else:
-      prints, saved = fingerprint.fingerprint(tree), manifest['leaves']
+      prints, _, odd = fingerprint.Words(tree).read()
+      saved = manifest['leaves']
       bad = [p for p in prints if prints[p] != saved[p]['fingerprint']]
       if bad:
         problem = f'fingerprint mismatch in {bad[0]} ({len(bad)} leaves in all)'
+      elif odd:
+        problem = f'replicas of it differ: {odd[0].text()}'
     if problem:
-      self._bad.add(step)
+      self._writer.bad.add(step)
       raise manifest_lib.damaged(self._folder(step), problem)
+    self._writer.verified.add(step)
     return tree
 
   def restore(
@@ -324,7 +300,7 @@ class Store:
       IntegrityError: the step is damaged.
     """
     self.wait()
-    _together(True)  # process 0 may be deleting an old step
+    together.agree('restore')  # process 0 may be deleting an old step
     manifest = self.read_manifest(step)
     manifest_lib.compare(manifest['leaves'], like, self._folder(step), under)
     return self._load(step, manifest, like), manifest['meta']
@@ -342,8 +318,8 @@ class Store:
       IntegrityError: there are steps and every one is damaged.
     """
     self.wait()
-    _together(True)  # process 0 may be deleting an old step
-    candidates = self._candidates()
+    together.agree('restore')  # process 0 may be deleting an old step
+    candidates = folders.steps(self.directory)
     for step in candidates:
       try:
         return step, *self.restore(step, like, under)
@@ -358,8 +334,8 @@ class Store:
     )
 
   def close(self):
-    """Waits for the last save, raises its error, frees Orbax's threads."""
+    """Waits for what was begun, raises its error, frees the threads."""
     try:
       self.wait()
     finally:
-      self._orbax.close()
+      self._writer.close()

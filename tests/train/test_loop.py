@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.decode import load
+from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.train import loop
+from paraxis.train import program
 from paraxis.train import step as step_lib
 from paraxis.train.claims import experiment
 from paraxis.train.run import metrics
@@ -340,8 +344,6 @@ def test_tensorboard(tiny, tmp_path):
 def test_a_failed_save_is_reported_at_the_next_step(
   tiny, tmp_path, monkeypatch
 ):
-  from paraxis.sharding.checkpoint import store as store_lib
-
   calls = []
 
   def check(self):
@@ -353,6 +355,61 @@ def test_a_failed_save_is_reported_at_the_next_step(
   with pytest.raises(errors.UserError, match='the disk is full'):
     tiny.run(tmp_path)
   assert len(calls) == 3
+
+
+@pytest.mark.parametrize('skipped', [[2, 3], []])
+def test_states_of_a_streak_push_out_no_good_one(tiny, tmp_path, skipped):
+  """Step 2 is the last before the streak; without one it would be deleted."""
+  changes = {'checkpoint.every': 1, 'checkpoint.keep': 1}
+  changes |= {'train.max_nonfinite_steps': 4, 'train.steps': 4}
+  tiny.run(tmp_path, changes, make_step=_poisoned('embedding', skipped))
+  assert _steps(tmp_path) == ([2, 3, 4] if skipped else [4])
+  with store_lib.Store(tmp_path / 'checkpoints', read_only=True) as store:
+    suspect = [s for s in store.steps() if 'suspect' in _meta(store, s)]
+  assert suspect == ([3, 4] if skipped else [])
+
+
+def _meta(store, step):
+  return store.read_manifest(step)['meta']
+
+
+def test_a_full_disk_does_not_end_a_run(whole, tiny, tmp_path, monkeypatch):
+  """Saves of steps 2 to 4 fail: they are reported, and change no number."""
+  usage, said = shutil.disk_usage(tmp_path), []
+
+  def free(path):
+    full = any(f'step {n}/6' in line for line in said for n in (2, 3, 4))
+    full = full and not any('step 5/6' in line for line in said)
+    return usage._replace(free=9) if full else usage
+
+  monkeypatch.setattr(shutil, 'disk_usage', free)
+  changes = {'checkpoint.every': 1, 'train.print_every': 1}
+  changes |= {'checkpoint.failures': 9}
+  tiny.run(tmp_path, changes, say=said.append)
+  failed = [line for line in said if 'Training continues' in line]
+  assert failed and all('has 9' in line for line in failed)
+  assert max(_steps(tmp_path)) == 6
+  assert support.losses(tmp_path) == support.losses(whole[0])
+
+
+def test_hosts_of_other_numbers_do_not_begin(tiny, tmp_path, monkeypatch):
+  """A device whose parameters are others is named before the first step."""
+  made = program.Program.initial_state
+
+  def other(job):
+    state = made(job)
+    x = state.params['norm/scale']
+    parts = [
+      jax.device_put(np.asarray(s.data) + (s.device.id == 5), s.device)
+      for s in x.addressable_shards
+    ]
+    bad = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+    return state._replace(params={**state.params, 'norm/scale': bad})
+
+  monkeypatch.setattr(program.Program, 'initial_state', other)
+  with pytest.raises(errors.IntegrityError, match='scale of device 5 '):
+    tiny.run(tmp_path, mesh='data=8')
+  assert not _steps(tmp_path)
 
 
 def test_stop_keeps_the_second_signal_for_an_exit_at_once(monkeypatch, capfd):

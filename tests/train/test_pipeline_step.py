@@ -327,7 +327,9 @@ def test_a_run_resumes_on_other_meshes(tiny, on_stages, tmp_path):
 def read_and_save(tiny, source, mesh, target):
   """A checkpoint read on a mesh and saved from there: its fingerprints."""
   job = tiny.job(CHANGES, mesh)
-  open_ = lambda run: store_lib.Store(run / 'checkpoints', asynchronous=False)
+  open_ = lambda run: store_lib.Store(
+    run / 'checkpoints', store_lib.Options(asynchronous=False)
+  )
   with job.context(), open_(source) as store, open_(target) as other:
     state, step, _ = start.state(job, store, None, lambda line: None)
     tree = state_lib.in_order(state_lib.flatten(state), job.model)

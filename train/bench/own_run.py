@@ -32,7 +32,7 @@ from paraxis.models.huggingface import config as config_lib
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import leaves as leaves_lib
 from paraxis.train import exchange
-from paraxis.train import loop
+from paraxis.train import recorder as recorder_lib
 from paraxis.train.bench import checkpoint
 from paraxis.train.bench import measure
 from paraxis.train.bench import train as bench_train
@@ -159,7 +159,7 @@ def logging(c, root, now):
   progress = metrics_lib.Progress(settings.steps, settings.print_every, SILENT)
   tokens, flops = settings.batch_size * c.data.sequence_length, 1e7
   with writers, progress:
-    recorder = loop.Recorder(
+    recorder = recorder_lib.Recorder(
       ours.job, writers, progress, (), rates_lib.Rates(flops)
     )
 

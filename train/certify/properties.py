@@ -243,7 +243,9 @@ def _resume(run):
   state = runner.update(run.state, *run.gradients)
   text, other = _elsewhere(run.config, run.devices)
   with tempfile.TemporaryDirectory() as folder:
-    with store_lib.Store(folder, asynchronous=False) as store:
+    with store_lib.Store(
+      folder, store_lib.Options(asynchronous=False)
+    ) as store:
       with runner.job.context():
         tree = state_lib.in_order(state_lib.flatten(state), runner.job.model)
         store.save(1, tree, state_lib.axes(state, runner.job.model), {})

@@ -256,7 +256,10 @@ def _checkpoint(work):
   folder = tempfile.mkdtemp(prefix='checkpoint-', dir=work.folder)
   clock = time.perf_counter
   try:
-    with program.context(), store_lib.Store(folder, keep=1) as store:
+    with (
+      program.context(),
+      store_lib.Store(folder, store_lib.Options(1)) as store,
+    ):
       state = jax.block_until_ready(program.initial_state())
       tree = state_lib.in_order(state_lib.flatten(state), program.model)
       axes = state_lib.axes(state, program.model)

@@ -75,7 +75,10 @@ def train(config, task, every, folder, say):
   grads, update = jit(made.grads), jit(made.update, donate_argnums=0)
   measure = jit(functools.partial(right, job.model, task))
   path = folder / workdir_lib.CHECKPOINTS
-  with job.context(), store_lib.Store(path, 1, False, say=say) as store:
+  with (
+    job.context(),
+    store_lib.Store(path, store_lib.Options(1, False), say=say) as store,
+  ):
     state, curve = _resumed(job, store, say)
     held = [job.put(tasks.draw(task, rows, seed, True)) for seed in range(4)]
     for t in range(curve[-1][0] if curve else 0, config.train.steps):

@@ -1,0 +1,61 @@
+"""Copies of a state in host memory, which a step does not wait for.
+
+Parameters and optimizer do not change until the next update. So the copies
+(`to_host`) run beside the next gradient, and only the update, which donates
+what they are made from, waits for them: DataStates-LLM (arXiv:2406.10707,
+section 4), lazy asynchronous copies. What is written to disk are the copies.
+They keep their layout: every process writes its own shards.
+
+The runtime orders a donation after reads that were dispatched before it: on CPU
+no copy was torn in 30 updates without the wait. It is there for the decision
+whether the state may be saved, and for accelerators, where that is not known.
+"""
+
+from collections.abc import Mapping
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+HOST = 'pinned_host'
+
+
+def possible(tree: Mapping[str, object]) -> bool:
+  """Whether all leaves are jax arrays whose devices have pinned host memory."""
+  devices = set()
+  for x in tree.values():
+    if not isinstance(x, jax.Array) or not x.addressable_shards:
+      return False
+    devices |= set(x.sharding.addressable_devices)
+  return all(has_host_memory(d) for d in devices)
+
+
+def has_host_memory(device) -> bool:
+  """Whether arrays of a device may be in pinned host memory."""
+  try:
+    return HOST in {memory.kind for memory in device.addressable_memories()}
+  except Exception:  # a backend without memories
+    return False
+
+
+def to_host(tree: Mapping[str, Any]) -> dict[str, jax.Array]:
+  """The same leaves as new arrays in pinned host memory; returns at once."""
+  places = {p: x.sharding.with_memory_kind(HOST) for p, x in tree.items()}
+  # An alias would be what the update donates.
+  return jax.device_put(dict(tree), places, may_alias=False)
+
+
+def host_bytes(tree: Mapping[str, Any]) -> int:
+  """Bytes of the copies in this process: every shard, replicas too.
+
+  tree: {path: array or jax.ShapeDtypeStruct with its sharding}.
+  """
+  total = 0
+  for x in tree.values():
+    if getattr(x, 'sharding', None) is None:
+      continue  # on the host already
+    local = len(x.sharding.addressable_devices)
+    shard = math.prod(x.sharding.shard_shape(x.shape))
+    total += local * shard * jnp.dtype(x.dtype).itemsize
+  return total

@@ -1,0 +1,235 @@
+"""The thread that writes checkpoints, and what it does when one fails.
+
+One write at a time, in the order in which they were begun. A process that waits
+for others does so through the coordination service (together.py). A failed save
+changes neither the run nor an older checkpoint: it is reported, and an error
+when `failures` fail in a row, or when it is the last.
+"""
+
+import collections
+from collections.abc import Callable
+from concurrent import futures
+import pathlib
+import re
+import shutil
+from typing import NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+
+from paraxis.configs.base import errors
+from paraxis.sharding.checkpoint import fingerprint
+from paraxis.sharding.checkpoint import folders
+from paraxis.sharding.checkpoint import manifest as manifest_lib
+from paraxis.sharding.checkpoint import retention
+from paraxis.sharding.checkpoint import saved_arrays
+from paraxis.sharding.checkpoint import together
+
+SPACE = 1.3  # free disk needed, in sizes of the state
+SUSPECT = 'suspect'  # in `meta`: saved within a streak of skipped steps
+
+
+class Options(NamedTuple):
+  """How a store keeps steps.
+
+  Attributes:
+    keep: newest good steps that stay (retention.py).
+    asynchronous: `save` returns before the state is written.
+    failures: so many saves in a row that fail are an error.
+    host_bytes: of snapshots in memory; 0: of two. More wait.
+    committed: called with each committed step, in the writing thread.
+  """
+
+  keep: int = 3
+  asynchronous: bool = True
+  failures: int = 1
+  host_bytes: int = 0
+  committed: Callable[[int], None] = lambda step: None
+
+
+class _Writing(NamedTuple):
+  step: int
+  size: int
+  future: futures.Future
+
+
+class Writer:
+  """Writes, commits and prunes the steps of a directory.
+
+  Attributes:
+    bad, verified: steps whose arrays were found damaged, and whole.
+  """
+
+  def __init__(self, directory: pathlib.Path, options: Options, say):
+    """say: called with one line of text per finding."""
+    self._directory, self._options, self._say = directory, options, say
+    self._first = jax.process_index() == 0
+    self.bad, self.verified = set(), set()
+    self._writing: collections.deque[_Writing] = collections.deque()
+    self._failures = 0  # in a row
+    self._now: int | None = None  # step that is being written
+    self._orbax: ocp.AsyncCheckpointer | None = None
+    self._thread = futures.ThreadPoolExecutor(1, 'checkpoint')
+
+  def _folder(self, step):
+    return self._directory / str(step)
+
+  def submit(self, step, tree, size, manifest) -> None:
+    """Writes a step, later; or reports that there is no room for it.
+
+    size: bytes in memory until it is written.
+    """
+    try:
+      self._make_room(fingerprint.nbytes(tree))
+    except errors.UserError as e:
+      return self._failed(e)
+    work = self._thread.submit(self._write, step, tree, manifest)
+    self._writing.append(_Writing(step, size, work))
+
+  def writes(self, step) -> bool:
+    """Whether a step is queued or being written."""
+    return any(w.step == step for w in self._writing)
+
+  def wait_for_memory(self, step, size) -> None:
+    """Returns when a snapshot of `size` bytes more is within `host_bytes`."""
+    most = self._options.host_bytes or 2 * size
+    self.check()
+    while self._writing and sum(w.size for w in self._writing) + size > most:
+      self._say(
+        f'checkpoint {step} waits until {self._writing[0].step} is written: '
+        f'{len(self._writing)} snapshots of {size} bytes are in memory '
+        '(checkpoint.host_bytes)'
+      )
+      futures.wait([self._writing[0].future])
+      self.check()
+
+  def room(self, size, more=0) -> None:
+    """UserError unless the disk has room for `more` checkpoints and one."""
+    need = int((SPACE + more) * size)
+    free = shutil.disk_usage(self._directory).free
+    if free < need:
+      steps = f' of {more + 1} to keep' if more else ''
+      raise errors.UserError(
+        f'{self._directory}: a checkpoint{steps} needs {need} free bytes '
+        f'({SPACE + more:g} x {size}), the disk has {free}. Free some or use '
+        'another directory.'
+      )
+
+  def _make_room(self, size):
+    """UserError unless it fits, perhaps without the oldest step."""
+    size *= 1 + len(self._writing)
+    if together.agree('disk looked at', self._fits(size)):
+      return
+    if self._first and self._options.keep > 1:
+      self._prune(self._options.keep - 1)
+    together.agree('disk pruned')
+    self.room(size)
+
+  def _fits(self, size):
+    return shutil.disk_usage(self._directory).free >= int(SPACE * size)
+
+  def _write(self, step, tree, manifest):
+    """In the thread: writes and commits a step, or raises."""
+    error, self._now = None, step
+    try:
+      if self._orbax is None:
+        self._orbax = saved_arrays.checkpointer(self._force)
+      self._orbax.save(
+        self._folder(step),
+        args=ocp.args.Composite(
+          state=saved_arrays.item(tree),
+          manifest=ocp.args.JsonSave(manifest),
+        ),
+      )
+      self._orbax.wait_until_finished()
+      if not self._folder(step).is_dir():
+        raise RuntimeError('the folder does not exist after the save')
+      folders.force_name(self._directory)
+    except Exception as e:  # Orbax raises many kinds
+      error = e
+    if not together.agree('checkpoint written', error is None):
+      self._clean(step)
+      raise error or RuntimeError('another process could not write')
+    if self._first:
+      self._prune(self._options.keep)
+      self._options.committed(step)
+
+  def _force(self):
+    """All files of the step are on the disk before its folder has its name."""
+    for path in folders.unfinished(self._directory, str(self._now)):
+      folders.force(path)
+
+  def _clean(self, step):
+    """After a failed write: a new writer, and nothing of the step on disk."""
+    orbax, self._orbax = self._orbax, None
+    try:
+      if orbax:
+        orbax.close()
+    except Exception as e:  # a second error of the same save
+      self._say(saved_arrays.first_line(e))
+    for path in (
+      folders.unfinished(self._directory, step) if self._first else []
+    ):
+      shutil.rmtree(path, ignore_errors=True)
+
+  def _prune(self, keep):
+    """Deletes the good steps that need not stay."""
+    found = {
+      s: m
+      for s, m in manifest_lib.committed(self._directory).items()
+      if s not in self.bad
+    }
+    suspect = [s for s, m in found.items() if m['meta'].get(SUSPECT)]
+    for step in retention.expendable(found, keep, suspect, self.verified):
+      folders.remove(self._folder(step))
+
+  def check(self) -> None:
+    """Reports finished writes; never waits. Call every step.
+
+    Raises:
+      CrashError: `failures` saves in a row were not written.
+    """
+    while self._writing and self._writing[0].future.done():
+      self._settle(self._writing.popleft())
+
+  def wait(self) -> None:
+    """Returns when all is written.
+
+    Raises:
+      CrashError: as `check`, or the last save was not written.
+    """
+    while self._writing:
+      written = self._writing.popleft()
+      self._settle(written, last=not self._writing)
+
+  def _settle(self, written, last=False):
+    try:
+      written.future.result()
+      self._failures = 0
+      return
+    except Exception as e:  # Orbax raises many kinds
+      error = e
+    text = f'checkpoint {self._folder(written.step)} was not written'
+    if re.search(r'os_error_code=.(28|122)|No space left', str(error)):
+      free = shutil.disk_usage(self._directory).free
+      text += f': the disk is full, {free} bytes free'
+    else:
+      text += f': {saved_arrays.first_line(error)}'
+    self._failed(
+      errors.CrashError(f'{text}. Older checkpoints are intact.'), last
+    )
+
+  def _failed(self, error, last=False):
+    """Counts a failed save; raises if it is one too many, else reports it."""
+    self._failures += 1
+    most = self._options.failures
+    if last or self._failures >= most:
+      row = f' {self._failures} in a row failed' if self._failures > 1 else ''
+      raise errors.CrashError(f'{error}{row}') from error
+    self._say(f'{error} Training continues ({self._failures} of {most}).')
+
+  def close(self) -> None:
+    """Frees the threads, after what is being written."""
+    self._thread.shutdown()
+    if self._orbax:
+      self._orbax.close()

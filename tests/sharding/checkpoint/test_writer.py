@@ -1,0 +1,302 @@
+"""Saving beside training: snapshots, failed writes, what stays, durability."""
+
+import os
+import pathlib
+import shutil
+import threading
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from paraxis.configs.base import errors
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.checkpoint import fingerprint
+from paraxis.sharding.checkpoint import retention
+from paraxis.sharding.checkpoint import snapshot
+from paraxis.sharding.checkpoint import store
+
+AXES = {'w': ('embed', 'mlp'), 'b': ('mlp',)}
+
+
+@pytest.fixture(scope='module')
+def mesh():
+  return mesh_lib.make(dict(data=2, fsdp=2, tensor=2), jax.devices()[:8])
+
+
+@pytest.fixture
+def said():
+  return []
+
+
+def state(mesh, seed=0):
+  rng = np.random.default_rng(seed)
+  w = NamedSharding(mesh, P('fsdp', 'tensor'))
+  return {
+    'w': jax.device_put(rng.standard_normal((64, 32), np.float32), w),
+    'b': jax.device_put(
+      rng.standard_normal(32, np.float32), NamedSharding(mesh, P('tensor'))
+    ),
+  }
+
+
+def values(tree):
+  return {p: np.asarray(x).copy() for p, x in tree.items()}
+
+
+def equal(tree, wanted):
+  return all(np.array_equal(np.asarray(tree[p]), wanted[p]) for p in wanted)
+
+
+def with_other_copy(tree, mesh, path='b', device=5):
+  """The same tree; one device holds another copy of a replicated shard."""
+  parts = []
+  for shard in tree[path].addressable_shards:
+    x = np.asarray(shard.data).copy()
+    if shard.device == mesh.devices.flat[device]:
+      x[3] += 1
+    parts.append(jax.device_put(x, shard.device))
+  x = tree[path]
+  changed = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+  return dict(tree, **{path: changed})
+
+
+def test_a_replica_that_differs_is_named_and_nothing_is_written(
+  mesh, tmp_path, said
+):
+  good = state(mesh)
+  prints, bad, odd = fingerprint.Words(good).read()
+  assert (prints, bad, odd) == (fingerprint.fingerprint(good), [], [])
+  for number in (0, 5):
+    tree = with_other_copy(good, mesh, device=number)
+    _, _, odd = fingerprint.Words(tree).read()
+    device = mesh.devices.flat[number]
+    assert [(o.leaf, o.device) for o in odd] == [('b', device)]
+    assert len(odd[0].others) == 3 and device not in odd[0].others
+  with store.Store(tmp_path, say=said.append) as s:
+    with pytest.raises(
+      errors.IntegrityError, match=r'step 3 differ: b of device 5 \(process 0\)'
+    ):
+      s.save(3, tree, AXES, {})
+    assert not list(tmp_path.glob('3*'))
+    s.save(3, good, AXES, {})
+    like = {
+      p: jax.ShapeDtypeStruct.like(x) if False else x for p, x in good.items()
+    }
+    assert equal(s.restore(3, like)[0], values(good))
+
+
+def test_two_replicas_that_differ_are_both_named(mesh):
+  one = mesh_lib.make(dict(data=2), jax.devices()[:2])
+  x = {'b': jax.device_put(np.ones(8, np.float32), NamedSharding(one, P()))}
+  _, _, odd = fingerprint.Words(with_other_copy(x, one, device=1)).read()
+  assert len(odd) == 1 and {odd[0].device, *odd[0].others} == set(
+    one.devices.flat
+  )
+
+
+def test_training_continues_while_it_is_copied(mesh, tmp_path, said):
+  """The update donates what was saved; the file holds what was asked for."""
+  update = jax.jit(
+    lambda tree: jax.tree.map(lambda x: x * 2 + 1, tree), donate_argnums=0
+  )
+  tree, wanted = state(mesh), {}
+  with store.Store(tmp_path, store.Options(keep=9), say=said.append) as s:
+    for step in range(4):
+      wanted[step] = values(tree)
+      s.begin(step, tree, AXES, lambda step=step: {'step': step})
+      s.barrier()
+      tree = update(tree)
+    s.wait()
+    for step, numbers in wanted.items():
+      found, meta = s.restore(step, tree)
+      assert equal(found, numbers) and meta == {'step': step}
+
+
+def test_a_snapshot_is_a_copy_and_keeps_its_layout(mesh):
+  tree = state(mesh)
+  places = lambda x: {
+    s.data.unsafe_buffer_pointer() for s in x.addressable_shards
+  }
+  copies = snapshot.to_host(tree)
+  for path, x in copies.items():
+    assert x.sharding.memory_kind == snapshot.HOST
+    assert x.sharding.spec == tree[path].sharding.spec
+    assert not places(x) & places(tree[path])
+  # Negative: a copy to where it is would share memory with the original.
+  same = jax.device_put(tree['w'], tree['w'].sharding)
+  assert places(same) == places(tree['w'])
+  # Shards of 8 devices: w is whole on each half of data, b on four of them.
+  assert snapshot.host_bytes(tree) == 4 * (2 * 64 * 32 + 4 * 32)
+
+
+def test_begin_does_not_wait_for_a_slow_disk(mesh, tmp_path, said):
+  gate = threading.Event()
+  with store.Store(tmp_path, store.Options(keep=9), say=said.append) as s:
+    s.save(0, state(mesh), AXES, {})
+    s.wait()
+    write = s._writer._orbax.save
+
+    def slow(*args, **kwargs):
+      gate.wait(60)
+      return write(*args, **kwargs)
+
+    s._writer._orbax.save = slow
+    for step in (1, 2):
+      s.save(step, state(mesh, step), AXES, {})
+    s.check()
+    assert s.steps() == [0] and not said
+    threading.Timer(0.3, gate.set).start()
+    s.save(3, state(mesh, 3), AXES, {})  # a third snapshot waits for memory
+    assert len(said) == 1 and 'checkpoint 3 waits until 1 is written' in said[0]
+    assert s.steps()[:2] == [0, 1]
+    s.wait()
+    assert s.steps() == [0, 1, 2, 3]
+
+
+def test_host_memory_below_one_snapshot(mesh, tmp_path):
+  options = store.Options(host_bytes=100)
+  with store.Store(tmp_path, options) as s:
+    with pytest.raises(
+      errors.UserError, match='=100 is less than .* 16896 byt'
+    ):
+      s.preflight(state(mesh))
+
+
+def full(monkeypatch, free):
+  usage = shutil.disk_usage('/')
+  found = lambda path: usage._replace(free=free[0])
+  monkeypatch.setattr(shutil, 'disk_usage', found)
+
+
+def test_a_full_disk_ends_the_run_after_some_saves(
+  mesh, tmp_path, said, monkeypatch
+):
+  tree, free = state(mesh), [10**9]
+  full(monkeypatch, free)
+  options = store.Options(failures=3, keep=1)
+  with store.Store(tmp_path, options, say=said.append) as s:
+    s.save(0, tree, AXES, {})
+    s.wait()
+    free[0] = 1000
+    for step in (1, 2):
+      s.save(step, tree, AXES, {})
+    assert [line.count('Training continues') for line in said] == [1, 1]
+    assert 'needs 10816 free bytes' in said[0] and 'has 1000' in said[0]
+    free[0] = 10**9
+    s.save(3, tree, AXES, {})
+    s.wait()
+    assert s.steps() == [3]
+    free[0] = 1000
+    for step in (4, 5):  # counted from the last that was written
+      s.save(step, tree, AXES, {})
+    with pytest.raises(errors.CrashError, match='has 1000.* 3 in a row failed'):
+      s.save(6, tree, AXES, {})
+    assert s.steps() == [3]
+
+
+def test_the_disk_is_looked_at_for_all_that_is_kept(
+  mesh, tmp_path, monkeypatch
+):
+  size, tree = 4 * (64 * 32 + 32), state(mesh)
+  free = [4 * size]
+  full(monkeypatch, free)
+  with store.Store(tmp_path, store.Options(keep=3)) as s:
+    with pytest.raises(errors.UserError, match='of 4 to keep needs 35776'):
+      s.preflight(tree, every=True)
+    s.preflight(tree)
+    s.save(0, tree, AXES, {})
+    s.wait()
+    s.preflight(tree, every=True)  # one of them is there
+
+
+def test_an_older_step_makes_room(mesh, tmp_path, said, monkeypatch):
+  """Where the disk would not hold one more, the oldest goes first."""
+  tree = state(mesh)
+  with store.Store(tmp_path, store.Options(keep=2), say=said.append) as s:
+    for step in range(2):
+      s.save(step, tree, AXES, {})
+      s.wait()
+    usage = shutil.disk_usage('/')
+    few = lambda path: usage._replace(free=10**9 if len(s.steps()) < 2 else 9)
+    monkeypatch.setattr(shutil, 'disk_usage', few)
+    s.save(2, tree, AXES, {})
+    s.wait()
+    assert s.steps() == [1, 2]
+
+
+def test_files_are_on_the_disk_before_the_rename_and_before_pruning(
+  mesh, tmp_path, monkeypatch
+):
+  events, fsync = [], os.fsync
+
+  def synced(handle):
+    path = pathlib.Path(os.readlink(f'/proc/self/fd/{handle}'))
+    events.append((path, (tmp_path / '1').exists(), (tmp_path / '0').exists()))
+    return fsync(handle)
+
+  with store.Store(tmp_path, store.Options(keep=1)) as s:
+    s.save(0, state(mesh), AXES, {})
+    s.wait()
+    monkeypatch.setattr(os, 'fsync', synced)
+    s.save(1, state(mesh), AXES, {})
+    s.wait()
+  *inside, last = events
+  assert last == (tmp_path, True, True)  # the name, before step 0 is deleted
+  assert not (tmp_path / '0').exists()
+  assert not any(renamed for _, renamed, _ in inside)
+  temporary = next(p for p, *_ in inside if '.orbax' in p.name)
+  forced = {os.path.relpath(p, temporary) for p, *_ in inside}
+  files = {str(p.relative_to(tmp_path / '1')) for p in tmp_path.rglob('1/**/*')}
+  # Orbax writes this one after the rename; nothing reads it.
+  assert files - forced == {'commit_success.txt'}
+
+
+@pytest.mark.parametrize(
+  'steps, keep, suspect, verified, gone',
+  [
+    ([1, 2, 3, 4], 2, [], [], [1, 2]),
+    ([1, 2, 3, 4], 2, [], [1], [2]),
+    ([1, 2, 3], 1, [3], [], [1]),  # 2 is before it
+    ([1, 2, 3, 4], 1, [3, 4], [], [1]),
+    ([1, 2, 3, 4, 5], 1, [3, 4, 5], [], [1, 4]),
+    ([2, 3, 5, 6], 2, [3], [], [2, 3]),  # two good ones followed
+    ([2, 3, 5], 2, [3], [], []),
+    ([1], 1, [1], [], []),
+    ([1, 2], 1, [1, 2], [], []),
+    ([], 3, [], [], []),
+  ],
+)
+def test_what_may_be_deleted(steps, keep, suspect, verified, gone):
+  assert retention.expendable(steps, keep, suspect, verified) == gone
+
+
+def test_steps_of_a_streak_push_out_no_good_one(mesh, tmp_path):
+  with store.Store(tmp_path, store.Options(keep=2)) as s:
+    for step in range(6):
+      wild = step > 2
+      s.save(step, state(mesh), AXES, {'suspect': True} if wild else {})
+    s.wait()
+    assert s.steps() == [1, 2, 3, 5]
+  with store.Store(tmp_path / 'other', store.Options(keep=2)) as s:
+    for step in range(6):  # the knock-out: nobody says that they are suspect
+      s.save(step, state(mesh), AXES, {})
+    s.wait()
+    assert s.steps() == [4, 5]
+
+
+def test_committed_steps_are_told(mesh, tmp_path):
+  told = []
+  options = store.Options(keep=1, committed=told.append)
+  with store.Store(tmp_path, options) as s:
+    for step in (3, 7):
+      s.save(step, state(mesh), AXES, {})
+      s.wait()
+      assert told[-1] == step and s.steps() == [step]
+    with pytest.raises(errors.IntegrityError):
+      s.save(9, jax.tree.map(lambda x: x * jnp.nan, state(mesh)), AXES, {})
+    s.wait()
+  assert told == [3, 7]

@@ -1,0 +1,109 @@
+"""What a run records of a step, after the next one is dispatched.
+
+Numbers of a step are read late, so that the accelerator never waits for the
+host; skipped steps are named and counted here.
+"""
+
+import jax
+import numpy as np
+
+from paraxis.configs.base import errors
+from paraxis.train import expert_counts
+from paraxis.train.run import metrics as metrics_lib
+
+
+class Recorder:
+  """Reads a step's numbers late, writes them, and watches for NaN."""
+
+  def __init__(self, job, writers, progress, callbacks, rates):
+    self._job, self.writers, self.progress = job, writers, progress
+    self.rates = rates
+    self._train, self._callbacks = job.config.train, callbacks
+    self._paths = sorted(expert_counts.without(job.model, job.model.axes))
+    self._pending, self.last = None, {}
+    self._since, self._unwritten = {}, None  # sums, and the row of them
+    self.streak = 0  # skipped steps in a row, up to the last one recorded
+
+  def later(self, step, numbers, tokens):
+    """Keeps a step's numbers on the device and records those before it."""
+    self.flush()
+    self._pending = step, numbers, tokens
+
+  def flush(self):
+    """Records the step whose numbers are still on the device."""
+    previous, self._pending = self._pending, None
+    if previous:
+      self._record(*previous)
+
+  def write(self):
+    """Records what is pending and writes its row, due or not.
+
+    A checkpoint calls it, so that the rows of a resumed run miss no step.
+    """
+    self.flush()
+    self._row()
+
+  def _row(self):
+    if self._unwritten:
+      self.writers.write(*self._unwritten)
+    self._since, self._unwritten = {}, None
+
+  def _record(self, step, numbers, tokens):
+    numbers, every = jax.device_get(numbers), self._train.print_every
+    self.rates.step(tokens)
+    rates = {
+      k: float(v) for k, v in numbers.items() if k.startswith('learning_rate')
+    }
+    values = {
+      'train/loss': float(numbers['loss']),
+      'train/grad_norm': float(numbers['grad_norm']),
+      'train/learning_rate': max(rates.values()),
+      'train/skipped': int(numbers['skipped']),
+      **self._sums({'train/tokens': tokens, **self.rates.work(tokens)}),
+      **expert_counts.values(self._job.model, numbers, step % every == 0),
+    }
+    speed = self.rates.values(self._train.steps - step)
+    speed['perf/memory_bytes'] = metrics_lib.memory_bytes()
+    line = self.progress.step(step, values | speed)
+    if line:
+      self.rates.begin()
+      values |= speed
+    self._unwritten = step, values
+    if line or step % self._train.log_every == 0:
+      self._row()
+    if step % every == 0:
+      expert_counts.warn(self._job.model, step, values, self.progress.say)
+    self.last = values
+    for callback in self._callbacks:
+      callback(step, values, self._job)
+    self.streak = int(numbers['skipped_in_a_row'])
+    if self.streak:
+      self._not_finite(step, numbers)
+
+  def _sums(self, counts):
+    """Counts of a step, added to those of steps since the last row."""
+    counts = {k: n + self._since.get(k, 0) for k, n in counts.items()}
+    self._since = counts
+    return counts
+
+  def _not_finite(self, step, numbers):
+    """Names the tensors and the batch of a skipped step; stops after K."""
+    row = int(numbers['skipped_in_a_row'])
+    most = self._train.max_nonfinite_steps
+    bad = [
+      p
+      for p, s in zip(self._paths, numbers['squares'], strict=True)
+      if not np.isfinite(s)
+    ]
+    text = (
+      f'step {step} is skipped ({row} in a row, {int(numbers["skipped"])} in '
+      f'all): loss {float(numbers["loss"])}, {len(bad)} gradients not finite'
+      f'{": " + ", ".join(bad[:5]) if bad else ""}; batch {step - 1}: '
+      + self._job.batches.describe_rows(step - 1).replace('\n', '; ')
+    )
+    self.progress.say(text)
+    if row >= most:
+      raise errors.IntegrityError(
+        f'{row} steps in a row are not finite (train.max_nonfinite_steps='
+        f'{most}); the last checkpoint stands. Last: {text}'
+      )
