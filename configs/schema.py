@@ -24,6 +24,7 @@ from paraxis.configs.base.field import field
 from paraxis.configs.base.field import suggest
 from paraxis.configs.base.lora import Lora
 from paraxis.configs.base.model import Model
+from paraxis.configs.base.spike import Spike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +202,13 @@ class Train:
   )
   max_nonfinite_steps: int = field(
     5, 'consecutive non-finite (skipped) steps before an error', low=1
+  )
+  spike: Spike = Spike()
+  drift_every: int = field(
+    0,
+    'steps between comparisons of replicas on different devices; 0: only at '
+    'the start and in each checkpoint',
+    low=0,
   )
   tensorboard: bool = field(False, 'also write tensorboard events')
   wandb: str = field('', 'also log to this wandb project')

@@ -31,6 +31,7 @@ from paraxis.train.run import metrics as metrics_lib
 from paraxis.train.run import origin as origin_lib
 from paraxis.train.run import profile as profile_lib
 from paraxis.train.run import rates as rates_lib
+from paraxis.train.run import spikes
 from paraxis.train.run import stop as stop_lib
 from paraxis.train.run import workdir as workdir_lib
 
@@ -129,7 +130,7 @@ def run(
       )
     )
     try:
-      state, first, origin = start.state(job, store, source, say)
+      state, first, kept = start.state(job, store, source, say)
       store.preflight(start.wanted(job), every=True)
       if jax.process_index() == 0:
         workdir_lib.write_config(path, config)
@@ -145,7 +146,8 @@ def run(
       recorder = recorder_lib.Recorder(job, writers, progress, callbacks, rates)
       shown = profile_lib.Profile(traced, path, progress.say, rates.apart)
       training = _Training(job, step, store, recorder, state, first, shown)
-      training.origin = origin
+      training.origin = kept.get('origin')
+      recorder.resume(kept.get('cursor', {}))
       with stop_lib.Stop(job.mesh) as stop:
         training.run(stop, started)
         evaluation = None if training.stopped else training.evaluate()
@@ -205,6 +207,13 @@ def _differing(job, locked):
   return errors.UserError(why) if why else None
 
 
+def _numbered(batches, first, offset, share):
+  """Yields (t, batch) for t from `first` on: that of index t + offset."""
+  with contextlib.closing(batches.iterate(first + offset, share)) as found:
+    for index, batch in found:
+      yield index - offset, batch
+
+
 class _Training:
   """The steps of a run, from a state on: dispatched, recorded, saved, stopped.
 
@@ -221,79 +230,121 @@ class _Training:
     self._evaluator = evaluate.Evaluator(job, functions.evaluate)
     self._axes = state_lib.axes(job.state, job.model)
     self.state, self.step, self._profile = state, step, profile
-    self.stopped = ''
+    self.stopped, self._saved = '', step
     self.origin: dict | None = None
+    self._gradients = {}  # rows of a step -> its compiled gradient
+    self._update: Any = None
+    self._rows = functools.cache(job.local_rows)
 
   def run(self, stop, started):
     """Steps up to train.steps, or until a signal.
 
     stop: stop.Stop. started: time.perf_counter() when the run began.
     """
-    job, recorder, first = self._job, self._recorder, self.step
-    say, settings = recorder.progress.say, job.config.train
-    self._profile.say_missed(first)
-    if first >= settings.steps:
-      say(f'all {settings.steps} steps are done')
+    say, steps = self._recorder.progress.say, self._job.config.train.steps
+    self._profile.say_missed(self.step)
+    if self.step >= steps:
+      say(f'all {steps} steps are done')
       return
-    saved = first
-    update: Any = None
-    gradients = {}  # rows of a step -> its compiled gradient
-    share = functools.cache(job.local_rows)
-    batches = job.batches.iterate(first, share)
+    first = self.step + 1
+    if self._recorder.spiked:
+      self._roll_back()
+    while not self._steps(stop, first, started):
+      self._roll_back()
+    self._store.wait()
+    if self.stopped:
+      saved = f'saved {self._saved}'
+      say(f'stopped by {self.stopped} after step {self.step}, {saved}')
+
+  def _steps(self, stop, first, started):
+    """Steps from the present one on -> True; False: the loss spiked."""
+    job, recorder = self._job, self._recorder
+    say, settings = recorder.progress.say, job.config.train
+    offset = spikes.left_out(recorder.skips)
+    batches = _numbered(job.batches, self.step, offset, self._rows)
     batches = self._profile.over(batches, lambda: self.state)
     with contextlib.closing(batches):
       for t, host_batch in batches:
-        size = job.batches.size_at(t)
+        size = job.batches.size_at(t + offset)
         _, rows = job.batches.split(size)
-        batch = job.put(host_batch, share(rows)[0], rows)
-        if size not in gradients:
-          stop.compiling = True
-          with recorder.rates.apart():
-            arguments = job.state.variables, batch
-            gradients[size] = compiling.compile_step(
-              'gradient', self._functions.grads, *arguments, say=say
-            )
-            if update is None:  # the same for batches of any size
-              update = job.compile_update(
-                self._functions.update, gradients[size], say
-              )
-            self._profile.programs += [gradients[size], update]
-          stop.compiling = False
-        found = gradients[size](self.state.variables, batch)
+        batch = job.put(host_batch, self._rows(rows)[0], rows)
+        if size not in self._gradients:
+          self._compile(size, batch, stop)
+        found = self._gradients[size](self.state.variables, batch)
         self._hand_over()
-        self.state, numbers = update(self.state, *found)
+        self.state, numbers = self._update(self.state, *found)
         del found
         self.step = t + 1
         recorder.later(self.step, numbers, int(host_batch.denominator))
-        if self.step == first + 1:
+        if recorder.spiked:
+          return False
+        if self.step == first:
           jax.block_until_ready(self.state)
           say(f'first step after {time.perf_counter() - started:.1f} s')
         self._store.check()
         self.stopped = stop.agreed()
         last = self.step == settings.steps or bool(self.stopped)
         if last or self.step % job.config.checkpoint.every == 0:
-          saved = self._save()
+          self._save()
+        if settings.drift_every and self.step % settings.drift_every == 0:
+          self._store.compare_replicas(self.step, state_lib.flatten(self.state))
         every = settings.eval_every
         if every and self.step % every == 0 and not last:
           say(self.evaluate().line())  # the last one is of `run`
         if last:
           break
-    self._store.wait()
-    if self.stopped:
-      say(f'stopped by {self.stopped} after step {self.step}, saved {saved}')
+    return True
+
+  def _compile(self, size, batch, stop):
+    """Compiles the gradient of a batch size, and the update the first time."""
+    stop.compiling, say = True, self._recorder.progress.say
+    with self._recorder.rates.apart():
+      gradient = compiling.compile_step(
+        'gradient', self._functions.grads, self.state.variables, batch, say=say
+      )
+      if self._update is None:  # the same for batches of any size
+        self._update = self._job.compile_update(
+          self._functions.update, gradient, say
+        )
+    self._gradients[size] = gradient
+    self._profile.programs += [gradient, self._update]
+    stop.compiling = False
+
+  def _roll_back(self):
+    """To the last checkpoint before a loss spike, past the batches it read."""
+    store, recorder = self._store, self._recorder
+    spiked, say = recorder.spiked, recorder.progress.say
+    first = spiked - self._job.config.train.spike.steps + 1
+    what = f'the loss spiked in steps {first} to {spiked}'
+    store.wait()
+    older = [s for s in store.steps() if s < first]
+    if not older:
+      recorder.spiked = 0
+      say(f'{what}, and no checkpoint is older: training continues')
+      return
+    self.state = None  # two would not fit everywhere
+    self.state, self.step, kept = start.back(self._job, store, older)
+    recorder.resume(kept['cursor'])
+    recorder.skips.append([self.step, spiked - self.step])
+    store.drop(self.step)
+    say(
+      f'{what}: back to step {self.step}, leaving out the '
+      f'{spiked - self.step} batches up to step {spiked}'
+    )
 
   def _save(self):
-    """Begins a checkpoint -> its step."""
+    """Begins a checkpoint."""
     step, recorder = self.step, self._recorder
 
     def meta():  # the next gradient is under way when this is asked for
       recorder.write()
-      return start.meta(self._job, step, self.origin, recorder.streak > 0)
+      cursor, suspect = recorder.cursor(), recorder.streak > 0
+      return start.meta(self._job, step, self.origin, cursor, suspect)
 
     with recorder.rates.apart('checkpoint'):
       tree = state_lib.in_order(state_lib.flatten(self.state), self._job.model)
       self._store.begin(step, tree, self._axes, meta)
-    return step
+    self._saved = step
 
   def _hand_over(self):
     """Before an update, which donates what a checkpoint is copied from."""

@@ -10,6 +10,7 @@ import numpy as np
 from paraxis.configs.base import errors
 from paraxis.train import expert_counts
 from paraxis.train.run import metrics as metrics_lib
+from paraxis.train.run import spikes
 
 
 class Recorder:
@@ -23,6 +24,29 @@ class Recorder:
     self._pending, self.last = None, {}
     self._since, self._unwritten = {}, None  # sums, and the row of them
     self.streak = 0  # skipped steps in a row, up to the last one recorded
+    self.skips: list[list[int]] = []  # of the cursor (run/spikes.py)
+    self.spiked = 0  # step that completed a loss spike, 0: none
+    self._spikes = spikes.Detector(self._train.spike)
+
+  def resume(self, cursor):
+    """Continues at the cursor of a checkpoint, {} at the start."""
+    self._pending = self._unwritten = None
+    self._since, self.streak, self.spiked = {}, 0, 0
+    self.skips = [list(pair) for pair in cursor.get('skips', [])]
+    found = cursor.get('spike', {})
+    self._spikes = spikes.Detector(self._train.spike, **found)
+    if self._spikes.found:  # the run was stopped before it went back
+      self.spiked = cursor['step']
+
+  def cursor(self):
+    """What the cursor of a checkpoint has beside step and seed."""
+    found = {'skips': self.skips} if self.skips else {}
+    spike = self._spikes.state()
+    return found | ({'spike': spike} if spike else {})
+
+  def batch(self, step):
+    """Index of the batch of a step, counted from 1."""
+    return step - 1 + spikes.left_out(self.skips)
 
   def later(self, step, numbers, tokens):
     """Keeps a step's numbers on the device and records those before it."""
@@ -77,6 +101,8 @@ class Recorder:
     for callback in self._callbacks:
       callback(step, values, self._job)
     self.streak = int(numbers['skipped_in_a_row'])
+    if self._spikes.seen(values['train/loss']):
+      self.spiked = step
     if self.streak:
       self._not_finite(step, numbers)
 
@@ -88,7 +114,7 @@ class Recorder:
 
   def _not_finite(self, step, numbers):
     """Names the tensors and the batch of a skipped step; stops after K."""
-    row = int(numbers['skipped_in_a_row'])
+    row, batch = int(numbers['skipped_in_a_row']), self.batch(step)
     most = self._train.max_nonfinite_steps
     bad = [
       p
@@ -98,8 +124,8 @@ class Recorder:
     text = (
       f'step {step} is skipped ({row} in a row, {int(numbers["skipped"])} in '
       f'all): loss {float(numbers["loss"])}, {len(bad)} gradients not finite'
-      f'{": " + ", ".join(bad[:5]) if bad else ""}; batch {step - 1}: '
-      + self._job.batches.describe_rows(step - 1).replace('\n', '; ')
+      f'{": " + ", ".join(bad[:5]) if bad else ""}; batch {batch}: '
+      + self._job.batches.describe_rows(batch).replace('\n', '; ')
     )
     self.progress.say(text)
     if row >= most:

@@ -51,15 +51,16 @@ def kept(config, committed=lambda step: None):
   )
 
 
-def meta(job, step, origin=None, suspect=False) -> dict:
+def meta(job, step, origin=None, cursor=None, suspect=False) -> dict:
   """Metadata of a checkpoint: config, data cursor, fingerprints, versions.
 
   Args:
-    job: program.Job. step: of the state. origin: what `state` gave.
+    job: program.Job. step: of the state. origin: of the first parameters.
+    cursor: more of the data cursor (run/spikes.py).
     suspect: the state is of a streak of skipped steps.
   """
   return common(job.config, job.tokenizer.fingerprint, origin) | dict(
-    cursor=dict(step=step, seed=job.config.train.seed),
+    cursor=dict(step=step, seed=job.config.train.seed) | (cursor or {}),
     corpus=job.corpus.fingerprint,
     **({'suspect': True} if suspect else {}),
   )
@@ -88,8 +89,8 @@ def _check(job, step, found, where):
     )
 
 
-def state(job, store, source, say) -> tuple[state_lib.State, int, dict | None]:
-  """-> (state, step to begin with, its origin).
+def state(job, store, source, say) -> tuple[state_lib.State, int, dict]:
+  """-> (state, step to begin with, its checkpoint's `meta` or its beginning).
 
   Args:
     job: program.Job. store: store.Store of the run.
@@ -109,7 +110,7 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict | None]:
     new = new or job.initial_state()
     # Hosts of other code are seen here; the first save finds it compiled.
     store.compare_replicas(0, state_lib.flatten(new))
-    return new, 0, source and source.about
+    return new, 0, {'origin': source.about} if source else {}
   step, tree, kept = found
   tree = state_lib.on_stages(tree, shapes, job.model)
   _check(job, step, kept, store.directory)
@@ -121,7 +122,21 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict | None]:
       f'{source.about["source"]}: take another --workdir.'
     )
   say(f'resumed from step {step}, every leaf verified')
-  return state_lib.unflatten(job.state, tree), step, origin
+  return state_lib.unflatten(job.state, tree), step, kept
+
+
+def back(job, store, steps) -> tuple[state_lib.State, int, dict]:
+  """(state, its step, meta) of the newest of some checkpoints that is good."""
+  tree, kept = {}, {}
+  for step in sorted(steps, reverse=True):
+    try:
+      tree, kept = store.restore(step, wanted(job))
+      break
+    except errors.IntegrityError:
+      if step == min(steps):
+        raise
+  tree = state_lib.on_stages(tree, state_lib.flatten(job.state), job.model)
+  return state_lib.unflatten(job.state, tree), kept['cursor']['step'], kept
 
 
 def wanted(job):

@@ -187,6 +187,15 @@ class Store:
     if not copied:  # the caller's own arrays, which may be donated next
       self.wait()
 
+  def drop(self, step: int) -> None:
+    """Deletes the steps after one: the run left the path that they are of."""
+    self.wait()
+    together.agree('later steps seen')
+    for later in self.steps() if self._first else []:
+      if later > step:
+        folders.remove(self._folder(later))
+    together.agree('later steps deleted')
+
   @property
   def copying(self) -> bool:
     """Whether `begin` started a snapshot that `barrier` has not seen."""

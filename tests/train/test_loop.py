@@ -412,6 +412,37 @@ def test_hosts_of_other_numbers_do_not_begin(tiny, tmp_path, monkeypatch):
   assert not _steps(tmp_path)
 
 
+def _drifting(built, optimizer, clip_norm):
+  """step.make; device 5 counts otherwise in step 3."""
+  made = step_lib.make(built, optimizer, clip_norm)
+
+  def wrong(x, step):
+    here = jax.lax.axis_index('data') == 5
+    return x + 1e-3 * here * (step == 3)
+
+  def update(state, *found):
+    state, numbers = made.update(state, *found)
+    changed = jax.shard_map(
+      wrong, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), check_vma=False
+    )(state.params['norm/scale'], state.step)
+    params = {**state.params, 'norm/scale': changed}
+    return state._replace(params=params), numbers
+
+  return made._replace(update=update)
+
+
+@pytest.mark.parametrize('every, step', [(1, 3), (2, 4), (0, 6)])
+def test_replicas_that_drift_are_named(tiny, tmp_path, every, step):
+  """At the next comparison, or in the next checkpoint, which is not saved."""
+  changes = {'train.drift_every': every, 'checkpoint.every': 6}
+  with pytest.raises(
+    errors.IntegrityError,
+    match=rf'step {step} differ: .*norm/scale of device 5',
+  ):
+    tiny.run(tmp_path, changes, mesh='data=8', make_step=_drifting)
+  assert not _steps(tmp_path)
+
+
 def test_stop_keeps_the_second_signal_for_an_exit_at_once(monkeypatch, capfd):
   ended, said = [], []
   monkeypatch.setattr(os, '_exit', ended.append)

@@ -37,6 +37,7 @@ FREE = (
   'train.print_every',
   'train.log_every',
   'train.max_nonfinite_steps',
+  'train.drift_every',
   'train.tensorboard',
   'train.wandb',
   'train.remat',

@@ -1,0 +1,171 @@
+"""Loss spikes: found as by the formula, rolled back, and replayed the same."""
+
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+
+from paraxis.configs.base import errors
+from paraxis.configs.base import spike as spike_lib
+from paraxis.sharding.checkpoint import store as store_lib
+from paraxis.train import step as step_lib
+from paraxis.train.run import early
+from paraxis.train.run import metrics
+from paraxis.train.run import spikes
+
+CHANGES = {
+  'train.steps': 12,
+  'train.spike.deviations': 8.0,
+  'train.spike.window': 3,
+  'train.spike.steps': 2,
+  'checkpoint.every': 2,
+  'train.print_every': 1,
+}
+
+
+def found(losses, deviations, window, steps):
+  """Indices at which the detector fires, by NumPy and lists alone."""
+  kept, row, fired = [], 0, []
+  for i, x in enumerate(losses):
+    if not np.isfinite(x):
+      continue
+    last = kept[-window:]
+    if len(last) == window and x > np.mean(last) + deviations * np.std(last):
+      row += 1
+      if row >= steps:
+        fired.append(i)
+    else:
+      row = 0
+      kept.append(x)
+  return fired
+
+
+def test_the_detector_against_the_formula():
+  rng = np.random.default_rng(0)
+  for window, steps, deviations in ((5, 1, 3.0), (8, 2, 2.0), (2, 3, 1.0)):
+    losses = list(rng.standard_normal(200))
+    losses[50:54] = [9.0, np.nan, 9.0, 8.0]
+    losses[120] = 30.0
+    spike = spike_lib.Spike(deviations, window, steps)
+    detector, fired = spikes.Detector(spike), []
+    for i, x in enumerate(losses):
+      if detector.seen(x):
+        fired.append(i)
+      if i % 7 == 0:  # resumed from what a checkpoint carries
+        detector = spikes.Detector(spike, **detector.state())
+    assert fired == found(losses, deviations, window, steps)
+    assert fired
+  off = spikes.Detector(spike_lib.Spike())
+  assert not any(off.seen(x) for x in losses) and off.state() == {}
+
+
+@pytest.mark.parametrize('window, steps, fits', [(3, 3, True), (3, 4, False)])
+def test_a_spike_that_could_never_be_found(tiny, window, steps, fits):
+  changes = {'train.spike.window': window, 'train.spike.steps': steps}
+  config = tiny.config(changes | {'train.spike.deviations': 4.0})
+  if fits:
+    return early.check(config)
+  with pytest.raises(errors.UserError, match='=3 .*=4 are more than .*=6'):
+    early.check(config)
+
+
+def _with_bad_batches(job, indices):
+  """step.make whose loss is 90 more on these batches, and the state wild."""
+  bad = jnp.array(
+    [int(job.batches.batch_at(i).tokens.sum()) for i in indices], jnp.int32
+  )
+
+  def make(built, optimizer, clip_norm):
+    made = step_lib.make(built, optimizer, clip_norm)
+
+    def grads(variables, batch, cotangent=1.0):
+      loss, found, aux = made.grads(variables, batch, cotangent)
+      wild = jnp.isin(batch.tokens.astype(jnp.int32).sum(), bad)
+      aux = aux._replace(
+        terms={n: x + 90.0 * wild for n, x in aux.terms.items()}
+      )
+      return (
+        loss + 90.0 * wild,
+        jax.tree.map(lambda g: g + 5.0 * wild, found),
+        aux,
+      )
+
+    return made._replace(grads=grads)
+
+  return make
+
+
+@pytest.fixture(scope='module')
+def bad(tiny):
+  return _with_bad_batches(tiny.job(CHANGES), [6, 7])
+
+
+@pytest.fixture(scope='module')
+def rolled(tiny, bad, tmp_path_factory):
+  """(workdir, said) of a run whose batches 6 and 7 are bad."""
+  workdir = tmp_path_factory.mktemp('rolled') / 'run'
+  return workdir, tiny.run(workdir, CHANGES, make_step=bad)[1]
+
+
+def _cursor(workdir, step):
+  with store_lib.Store(workdir / 'checkpoints', read_only=True) as store:
+    return store.read_manifest(step)['meta']['cursor']
+
+
+def test_the_run_goes_back_and_leaves_the_batches_out(tiny, rolled, tmp_path):
+  workdir, said = rolled
+  lines = [line for line in said if 'spiked' in line]
+  assert lines == [
+    'the loss spiked in steps 7 to 8: back to step 6, leaving out the 2 '
+    'batches up to step 8'
+  ]
+  assert _cursor(workdir, 12)['skips'] == [[6, 2]]
+  rows = metrics.read(workdir)
+  assert max(row['train/loss'] for row in rows.values()) < 7
+  # The reference: the same steps, given the batches by hand.
+  job = tiny.job(CHANGES)
+  made = step_lib.make(job.built, job.optimizer, job.config.optimizer.clip_norm)
+  with job.context():
+    state, losses = job.initial_state(), {}
+    grads, update = jax.jit(made.grads), jax.jit(made.update)
+    for step, index in enumerate([*range(6), *range(8, 14)], 1):
+      batch = job.put(job.batches.batch_at(index), 0, 8)
+      state, numbers = update(state, *grads(state.variables, batch))
+      losses[step] = float(numbers['loss'])
+  assert losses == support.losses(workdir)
+
+
+@pytest.mark.parametrize('last', [7, 9])
+def test_a_replay_takes_the_same_skips(tiny, bad, rolled, tmp_path, last):
+  """Stopped within the spike or after it, and resumed, bit for bit."""
+
+  def stop(step, values, job):
+    if step == last:
+      os.kill(os.getpid(), signal.SIGTERM)
+
+  result, said = tiny.run(tmp_path, CHANGES, make_step=bad, callbacks=[stop])
+  assert result['stopped'] == 'SIGTERM' and result['step'] < 12
+  said += tiny.run(tmp_path, CHANGES, make_step=bad)[1]
+  assert sum('spiked' in line for line in said) == 1
+  assert _cursor(tmp_path, 12) == _cursor(rolled[0], 12)
+  one, other = (support.fingerprints(w, 12) for w in (tmp_path, rolled[0]))
+  assert one == other
+
+
+def test_without_it_the_bad_batches_are_taken(tiny, bad, tmp_path):
+  """The knock-out."""
+  changes = CHANGES | {'train.spike.deviations': 0.0}
+  said = tiny.run(tmp_path, changes, make_step=bad)[1]
+  assert not any('spiked' in line for line in said)
+  losses = support.losses(tmp_path)
+  assert losses[7] > 90 < losses[8] and 'skips' not in _cursor(tmp_path, 12)
+
+
+def test_no_checkpoint_is_older(tiny, bad, tmp_path):
+  changes = CHANGES | {'checkpoint.every': 100}
+  said = tiny.run(tmp_path, changes, make_step=bad)[1]
+  assert sum('no checkpoint is older: training continues' in x for x in said)

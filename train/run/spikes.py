@@ -1,0 +1,77 @@
+"""Loss spikes: when a run goes back, and which batches it leaves out then.
+
+A loss far above those before it, for some steps in a row, means that the state
+has left its path or that the batches are bad. The run goes back to the last
+checkpoint before the spike and continues with the batches after it, as PaLM's
+authors did by hand (arXiv:2204.02311, section 5.1). What was left out is in the
+cursor of every later checkpoint: [[step, batches], ...], so that the batch of a
+step stays a pure function of cursor and step, and a replay takes the same path.
+"""
+
+import collections
+from collections.abc import Iterable, Sequence
+import math
+
+from paraxis.configs.base import errors
+
+
+def check(spike, steps: int) -> None:
+  """UserError if a schema.Spike cannot trigger in a run of so many steps."""
+  if spike.deviations and spike.window + spike.steps > steps:
+    raise errors.UserError(
+      f'train.spike.window={spike.window} and train.spike.steps={spike.steps} '
+      f'are more than train.steps={steps}: no spike could be found. Give a '
+      'smaller window, or train.spike.deviations=0.'
+    )
+
+
+def left_out(skips: Iterable[Sequence[int]]) -> int:
+  """Batches that are left out before the batch of the next step.
+
+  skips: [[step that the run went back to, batches left out], ...].
+  """
+  return sum(count for _, count in skips)
+
+
+class Detector:
+  """Looks at one loss after the other.
+
+  Attributes:
+    row: spiking losses in a row, up to the last one seen.
+  """
+
+  def __init__(self, spike, losses: Iterable[float] = (), row: int = 0):
+    """spike: schema.Spike. losses, row: what `state` gave."""
+    self._spike, self.row = spike, row
+    self._window = collections.deque(losses, maxlen=spike.window)
+
+  def seen(self, loss: float) -> bool:
+    """Adds a loss; whether so many in a row spike.
+
+    The window has no spiking losses, nor any that is not finite.
+    """
+    if not self._spike.deviations or not math.isfinite(loss):
+      return False
+    if len(self._window) == self._spike.window and loss > self._most():
+      self.row += 1
+      return self.found
+    self.row = 0
+    self._window.append(loss)
+    return False
+
+  @property
+  def found(self) -> bool:
+    """Whether so many losses in a row spike."""
+    return bool(self._spike.deviations) and self.row >= self._spike.steps
+
+  def _most(self):
+    mean = math.fsum(self._window) / len(self._window)
+    squares = math.fsum((x - mean) ** 2 for x in self._window)
+    deviation = math.sqrt(squares / len(self._window))
+    return mean + self._spike.deviations * deviation
+
+  def state(self) -> dict:
+    """What a checkpoint carries, so that a resumed run sees the same spikes."""
+    if not self._spike.deviations:
+      return {}
+    return dict(losses=list(self._window), row=self.row)
