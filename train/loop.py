@@ -229,7 +229,8 @@ class _Training:
     self._store, self._recorder = store, recorder
     self._evaluator = evaluate.Evaluator(job, functions.evaluate)
     self._axes = state_lib.axes(job.state, job.model)
-    self.state, self.step, self._profile = state, step, profile
+    self.state: Any = state
+    self.step, self._profile = step, profile
     self.stopped, self._saved = '', step
     self.origin: dict | None = None
     self._gradients = {}  # rows of a step -> its compiled gradient
