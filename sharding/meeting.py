@@ -1,0 +1,86 @@
+"""Barriers of several processes: each has a name, a time-out, and says who is
+late.
+
+The coordination service of jax.distributed counts processes, so nothing here
+runs on a device and a process that waits holds no collective open. Before it
+waits, a process writes that it is there; one that gives up reads who is not.
+All processes make the same calls in the same order, each name being counted, so
+that a second barrier of the same name is another one. Cost: a round trip to
+process 0, a fraction of a millisecond.
+"""
+
+import collections
+
+import jax
+from jax._src import distributed  # the client of the service is not public
+
+SECONDS = 300.0  # what a barrier of a run waits where nobody asks otherwise
+
+_count = collections.Counter()
+_last = {}  # key of this process at the former meeting of a name
+
+
+class LateError(RuntimeError):
+  """A barrier was not passed; its name and who was late are in the text."""
+
+
+def meet(name: str, seconds: float = SECONDS) -> None:
+  """Returns when every process is here; see `gather`."""
+  gather(name, '', seconds)
+
+
+def gather(name: str, text: str, seconds: float = SECONDS) -> list[str]:
+  """The texts of all processes, by their number.
+
+  Args:
+    name: of the barrier, for its error. text: of this process, at most 1 MB.
+    seconds: how long to wait for the others.
+
+  Raises:
+    LateError: some did not come in time, or one has ended.
+  """
+  if jax.process_count() == 1:
+    return [text]
+  client, me = distributed.global_state.client, jax.process_index()
+  assert client is not None  # several processes have joined
+  _count[name] += 1
+  # No name is the beginning of another one: a folder of the service ends here.
+  folder = f'paraxis/{name}/{_count[name]}/'
+  try:
+    client.key_value_set(f'{folder}{me}', text)
+    client.wait_at_barrier(folder, int(seconds * 1000))
+    found = _there(client, folder)
+  except jax.errors.JaxRuntimeError as e:
+    raise LateError(_why(client, name, folder, seconds, e)) from e
+  # All have passed this one, so nobody reads the former one any more.
+  if name in _last:
+    client.key_value_delete(_last[name])
+  _last[name] = f'{folder}{me}'
+  return [found[i] for i in range(jax.process_count())]
+
+
+def _there(client, folder):
+  """{process: its text} of those that came."""
+  pairs = client.key_value_dir_get(folder)
+  return {int(key.rsplit('/', 1)[1]): text for key, text in pairs}
+
+
+def _why(client, name, folder, seconds, error):
+  """The text of a `LateError`."""
+  text = f'the barrier "{name}" was not passed: '
+  try:
+    there = _there(client, folder)
+  except jax.errors.JaxRuntimeError:  # process 0 has ended, and the service
+    return f'{text}process 0 is not to be reached.'
+  late = [i for i in range(jax.process_count()) if i not in there]
+  if not late and 'DEADLINE' in str(error):
+    me = jax.process_index()
+    return f'{text}process {me} came more than {seconds:g} s too late.'
+  if not late:
+    return text + str(error).partition('\n')[0]
+  several = len(late) > 1
+  return (
+    f'{text}{"processes" if several else "process"} '
+    f'{", ".join(map(str, late))} of {jax.process_count()} did not come '
+    f'within {seconds:g} s, the others wait in it.'
+  )
