@@ -14,19 +14,26 @@ import collections
 import jax
 from jax._src import distributed  # the client of the service is not public
 
+from paraxis.configs.base import errors
+
 SECONDS = 300.0  # what a barrier of a run waits where nobody asks otherwise
 
 _count = collections.Counter()
 _last = {}  # key of this process at the former meeting of a name
 
 
-class LateError(RuntimeError):
+class LateError(errors.CrashError):
   """A barrier was not passed; its name and who was late are in the text."""
 
 
 def meet(name: str, seconds: float = SECONDS) -> None:
   """Returns when every process is here; see `gather`."""
   gather(name, '', seconds)
+
+
+def agree(name: str, ok: bool, seconds: float = SECONDS) -> bool:
+  """Whether `ok` is true in every process; see `gather`."""
+  return all(text == '1' for text in gather(name, str(int(ok)), seconds))
 
 
 def gather(name: str, text: str, seconds: float = SECONDS) -> list[str]:

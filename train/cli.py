@@ -52,7 +52,8 @@ def _train(values, config, _):
     early.check(config, values.workdir if alone else '', values.profile)
   command_line.prepare_devices(values.devices)
   if several:
-    hosts_lib.connect(*hosts)
+    compared = hosts_lib.fields_of(config, values.workdir, values.mesh)
+    hosts_lib.connect(*hosts, compared)
   from paraxis.train.run import origin as origin_lib
 
   source = origin_lib.open_(values.init_from, values.init_optimizer)

@@ -187,24 +187,13 @@ def _claim(job, workdir, say):
     except (errors.UserError, errors.IntegrityError) as e:
       problem = e
   if jax.process_count() > 1:
-    others = _differing(job, lock is not None)  # the others wait for it
+    others = hosts.differing(job, path, problem)  # the others wait for it
     problem = problem or others
   if problem:
     if lock:
       lock.close()
     raise problem
   return path, contextlib.closing(lock) if lock else contextlib.nullcontext()
-
-
-def _differing(job, locked):
-  """A UserError if process 0 failed or the processes are of different runs."""
-  local = dict(path='', cache_dir='')  # a host may keep its text elsewhere
-  config = dataclasses.replace(
-    job.config, data=dataclasses.replace(job.config.data, **local)
-  )
-  text = schema.to_json(config) + job.corpus.fingerprint
-  why = hosts.disagreement(locked, text + job.tokenizer.fingerprint)
-  return errors.UserError(why) if why else None
 
 
 def _numbered(batches, first, offset, share):

@@ -31,13 +31,13 @@ from typing import Any, NamedTuple
 import jax
 
 from paraxis.configs.base import errors
+from paraxis.sharding import meeting
 from paraxis.sharding.checkpoint import fingerprint
 from paraxis.sharding.checkpoint import folders
 from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import rows
 from paraxis.sharding.checkpoint import saved_arrays
 from paraxis.sharding.checkpoint import snapshot
-from paraxis.sharding.checkpoint import together
 from paraxis.sharding.checkpoint import writer
 
 Tree = Mapping[str, jax.Array]  # canonical path -> leaf
@@ -91,7 +91,7 @@ class Store:
       for path in folders.unfinished(self.directory) if self._first else []:
         shutil.rmtree(path, ignore_errors=True)
         self._say(f'removed the unfinished checkpoint {path}')
-      together.agree('checkpoints opened')
+      meeting.meet('checkpoints opened')
 
   def __enter__(self):
     return self
@@ -190,11 +190,11 @@ class Store:
   def drop(self, step: int) -> None:
     """Deletes the steps after one: the run left the path that they are of."""
     self.wait()
-    together.agree('later steps seen')
+    meeting.meet('later steps seen')
     for later in self.steps() if self._first else []:
       if later > step:
         folders.remove(self._folder(later))
-    together.agree('later steps deleted')
+    meeting.meet('later steps deleted')
 
   @property
   def copying(self) -> bool:
@@ -247,13 +247,13 @@ class Store:
     if folder.exists():
       if step not in self._writer.bad and step in self.steps():
         raise errors.UserError(f'step {step} is already saved in {folder}.')
-      together.agree('a damaged checkpoint seen')  # before one renames it
+      meeting.meet('a damaged checkpoint seen')  # before one renames it
       if self._first:
         aside = tempfile.mkdtemp('', f'damaged-{step}-', self.directory)
         folder.rename(pathlib.Path(aside) / str(step))
         self._say(f'damaged checkpoint {folder} is now in {aside}')
       self._writer.bad.discard(step)
-    together.agree('a checkpoint begun')
+    meeting.meet('a checkpoint begun')
 
   def check(self) -> None:
     """Reports finished writes; never waits. Call every step.
@@ -280,7 +280,7 @@ class Store:
         raise errors.UserError(f'like[{path!r}] has no sharding.')
       wanted[path] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     tree, problem = saved_arrays.read(self._folder(step), wanted)
-    if not together.agree('checkpoint read', problem is None):
+    if not meeting.agree('checkpoint read', problem is None):
       problem = problem or 'its files do not read in another process'
     else:
       prints, _, odd = fingerprint.Words(tree).read()
@@ -309,7 +309,7 @@ class Store:
       IntegrityError: the step is damaged.
     """
     self.wait()
-    together.agree('restore')  # process 0 may be deleting an old step
+    meeting.meet('restore')  # process 0 may be deleting an old step
     manifest = self.read_manifest(step)
     manifest_lib.compare(manifest['leaves'], like, self._folder(step), under)
     return self._load(step, manifest, like), manifest['meta']
@@ -327,7 +327,7 @@ class Store:
       IntegrityError: there are steps and every one is damaged.
     """
     self.wait()
-    together.agree('restore')  # process 0 may be deleting an old step
+    meeting.meet('restore')  # process 0 may be deleting an old step
     candidates = folders.steps(self.directory)
     for step in candidates:
       try:

@@ -1,7 +1,7 @@
 """The thread that writes checkpoints, and what it does when one fails.
 
 One write at a time, in the order in which they were begun. A process that waits
-for others does so through the coordination service (together.py). A failed save
+for others does so through the coordination service (sharding/meeting.py). A failed save
 changes neither the run nor an older checkpoint: it is reported, and an error
 when `failures` fail in a row, or when it is the last.
 """
@@ -18,12 +18,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from paraxis.configs.base import errors
+from paraxis.sharding import meeting
 from paraxis.sharding.checkpoint import fingerprint
 from paraxis.sharding.checkpoint import folders
 from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import retention
 from paraxis.sharding.checkpoint import saved_arrays
-from paraxis.sharding.checkpoint import together
 
 SPACE = 1.3  # free disk needed, in sizes of the state
 SUSPECT = 'suspect'  # in `meta`: saved within a streak of skipped steps
@@ -118,11 +118,11 @@ class Writer:
   def _make_room(self, size):
     """UserError unless it fits, perhaps without the oldest step."""
     size *= 1 + len(self._writing)
-    if together.agree('disk looked at', self._fits(size)):
+    if meeting.agree('disk looked at', self._fits(size)):
       return
     if self._first and self._options.keep > 1:
       self._prune(self._options.keep - 1)
-    together.agree('disk pruned')
+    meeting.meet('disk pruned')
     self.room(size)
 
   def _fits(self, size):
@@ -147,7 +147,7 @@ class Writer:
       folders.force_name(self._directory)
     except Exception as e:  # Orbax raises many kinds
       error = e
-    if not together.agree('checkpoint written', error is None):
+    if not meeting.agree('checkpoint written', error is None):
       self._clean(step)
       raise error or RuntimeError('another process could not write')
     if self._first:

@@ -1,24 +1,44 @@
 """Joining the processes of a run on several hosts, and exiting immediately.
 
-A failing process exits without jax's exit barrier, so that its peers fail
-within a second instead of hanging until their heartbeats stop.
+They call the roll first (roll_call.py): who is missing, or of another run, is
+named before the distributed runtime starts. What is known only once the text
+is read is compared again in `differing`. A failing process exits without jax's
+exit barrier, so that its peers fail within a second instead of hanging until
+their heartbeats stop.
+
+PARAXIS_JOIN_SECONDS and PARAXIS_HEARTBEAT_SECONDS replace the two periods here.
 """
 
+import hashlib
+import importlib.metadata
+import json
 import os
-import socket
+import pathlib
+import platform
 import sys
 import threading
 import time
 import traceback
-import zlib
 
+from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.configs.base import extra
+from paraxis.configs.base import mixers
+from paraxis.train.run import roll_call
+from paraxis.train.run import stop
+from paraxis.train.run import workdir as workdir_lib
 
 # jax's defaults (300, 100 and 300 s) leave peers of a dead host hanging for
 # minutes.
 JOIN_SECONDS = 120
 HEARTBEAT_SECONDS = 30
 SILENT_SECONDS = 3  # of waiting, before a process says for whom
+START_SECONDS = 3600  # each host may have a long text to read
+SHARED_SECONDS = 5.0  # in which a network file system shows a new file
+
+FOLDERS = ('configs', 'decode', 'models', 'pallas_kernels', 'sharding', 'train')
+PACKAGES = ('jax', 'jaxlib', 'numpy', 'flax', 'optax', 'orbax-checkpoint')
+LOCAL = ('data.path', 'data.cache_dir')  # a host may keep its text elsewhere
 
 _connected = False  # to other processes
 
@@ -41,31 +61,54 @@ def check(address, num_processes, process_id):
   return True
 
 
-def connect(address, num_processes, process_id, patience=JOIN_SECONDS):
+def _seconds(name, default):
+  """A period, as the environment or this file has it."""
+  text = os.environ.get(name, '')
+  if text and not (text.isdecimal() and int(text)):
+    raise errors.UserError(f'{name}={text} is not a whole number of seconds.')
+  return int(text or default)
+
+
+def connect(address, num_processes, process_id, fields=None, patience=None):
   """Joins the processes of a run; before anything else starts jax.
 
-  If process 0 does not listen, jax waits for minutes and then aborts, so the
-  other processes look for it first. Process 0 listens on the given address
-  alone, not on all interfaces.
+  Signals are kept from here on, until stop.Stop asks for them. Process 0
+  listens on the given address alone, not on all interfaces.
+
+  Args:
+    address: 'HOST:PORT' of process 0. num_processes, process_id: int.
+    fields: {name: value} that must be the same in all, of `fields_of`.
+    patience: seconds to wait for the others.
+
+  Raises:
+    UserError: one is missing, or is of another run; all raise it alike.
   """
   global _connected
   hosts = address, num_processes, process_id
+  beat = _seconds('PARAXIS_HEARTBEAT_SECONDS', HEARTBEAT_SECONDS)
+  if patience is None:
+    patience = _seconds('PARAXIS_JOIN_SECONDS', JOIN_SECONDS)
   waiting = threading.Timer(SILENT_SECONDS, _say_waiting, hosts)
   waiting.daemon = True
   waiting.start()
   try:
-    if process_id:
-      _wait_for(address, patience)
-    import jax
+    with stop.early():
+      if process_id:
+        roll_call.ask(*hosts, fields or {}, patience)
+      else:
+        roll_call.answer(address, num_processes, fields or {}, patience)
+      import jax
 
-    sys.excepthook = _fail_at_once
-    jax.distributed.initialize(
-      *hosts,
-      initialization_timeout=patience,
-      heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-      shutdown_timeout_seconds=HEARTBEAT_SECONDS,
-      coordinator_bind_address=None if process_id else address,
-    )
+      sys.excepthook = _fail_at_once
+      # It takes SIGTERM, and tells nobody but Orbax's manager.
+      jax.config.update('jax_enable_preemption_service', False)
+      jax.distributed.initialize(
+        *hosts,
+        initialization_timeout=max(patience, 1),
+        heartbeat_timeout_seconds=beat,
+        shutdown_timeout_seconds=beat,
+        coordinator_bind_address=None if process_id else address,
+      )
   finally:
     waiting.cancel()
   _connected = True
@@ -81,47 +124,88 @@ def _say_waiting(address, num_processes, process_id):
   )
 
 
-def _wait_for(address, patience):
-  host, _, port = address.rpartition(':')
-  until = time.monotonic() + patience
-  while True:
-    try:
-      socket.create_connection((host, int(port)), 5).close()
-      return
-    except OSError as e:
-      if time.monotonic() > until:
-        raise errors.UserError(
-          f'--coordinator_address={address}: process 0 was not to be reached '
-          f'for {patience} s ({e}); start it, or correct the address.'
-        ) from e
-    time.sleep(0.2)
-
-
 def _fail_at_once(kind, error, trace):
   traceback.print_exception(kind, error, trace)
   exit_now(errors.EXIT_CRASH)
 
 
-def disagreement(ready: bool, text: str) -> str:
-  """Why the processes cannot begin together, in one line; '': they can.
+def _config(config):
+  """{dotted field: its value as text} of what hosts must agree on."""
+  names = [n for n, _ in schema.fields() if not n.startswith(f'{extra.NAME}.')]
+  values = {n: schema.value(config, n) for n in names if n not in LOCAL}
+  return {n: repr(x) for n, x in (values | extra.flat(config.extra)).items()}
+
+
+def _code():
+  """{'sha256(train/step.py)': the first digits of it} of every source file."""
+  root = pathlib.Path(schema.__file__).resolve().parents[1]
+  files = [p for f in FOLDERS for p in sorted((root / f).rglob('*.py'))]
+  return {
+    f'sha256({p.relative_to(root).as_posix()})': hashlib.sha256(
+      p.read_bytes()
+    ).hexdigest()[:12]
+    for p in files
+  }
+
+
+def fields_of(config, workdir, mesh='') -> dict[str, str]:
+  """What the processes of a run compare before they join; starts no jax.
 
   Args:
-    ready: of process 0, whether it can. text: what must be the same in all.
+    config: schema.Config. workdir, mesh: text of these flags.
   """
-  from jax.experimental import multihost_utils
-  import numpy as np
+  versions = {f'{n} version': importlib.metadata.version(n) for n in PACKAGES}
+  own = {f'sha256(mixer {n})': o.sha256[:12] for n, o in mixers.OWN.items()}
+  return (
+    {'--mesh': repr(mesh), '--workdir': str(workdir_lib.resolve(workdir))}
+    | _config(config)
+    | {'python version': platform.python_version()}
+    | versions
+    | own
+    | _code()
+  )
 
-  mine = np.asarray([ready, zlib.crc32(text.encode())], np.uint32)
-  all_ = np.asarray(multihost_utils.process_allgather(mine))
-  if not all_[0, 0]:
-    return 'process 0 cannot start, and says why.'
-  other = np.flatnonzero(all_[:, 1] != all_[0, 1])
-  if other.size:
-    return (
-      f'processes {", ".join(map(str, other))} have another configuration, '
-      'text or tokenizer than process 0: start all with the same arguments.'
+
+def differing(job, path, problem):
+  """A UserError if process 0 failed or the processes are of different runs.
+
+  Args:
+    job: program.Job. path: of the workdir, which process 0 has locked.
+    problem: the error of process 0; None: it has none.
+  """
+  from paraxis.sharding import meeting
+
+  fields = _config(job.config) | {
+    'workdir': str(path),
+    'text': job.corpus.fingerprint[:12],
+    'tokenizer': job.tokenizer.fingerprint[:12],
+  }
+  mine = json.dumps([str(problem or ''), fields, _lock(path)])
+  all_ = meeting.gather('start of the run', mine, START_SECONDS)
+  rows = [json.loads(text) for text in all_]
+  failed, _, held = rows[0]
+  if failed:
+    return errors.UserError(f'process 0 cannot start: {failed}')
+  why = roll_call.refusal([row[1] for row in rows])
+  if not why:
+    until = time.monotonic() + SHARED_SECONDS
+    while _lock(path) != held and time.monotonic() < until:
+      time.sleep(0.1)
+    seen = meeting.gather('sight of the folder', _lock(path))
+    blind = [str(i) for i, text in enumerate(seen) if text != held]
+    why = blind and (
+      f'processes {", ".join(blind)} do not see what process 0 wrote into '
+      f'{path}: all hosts need one shared folder as --workdir.'
     )
-  return ''
+  return errors.UserError(why) if why else None
+
+
+def _lock(path):
+  """Who holds a folder, as its lock says; '': nobody does."""
+  try:
+    return (path / workdir_lib.LOCK).read_text('utf-8')
+  except OSError:
+    return ''
 
 
 def exit_now(code):

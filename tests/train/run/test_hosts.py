@@ -3,6 +3,8 @@
 Two processes with four virtual devices each, through the real command line.
 """
 
+import hashlib
+import pathlib
 import shutil
 import signal
 import socket
@@ -10,12 +12,12 @@ import subprocess
 import sys
 import textwrap
 
-from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 import support
 
 from paraxis.configs.base import errors
+from paraxis.sharding import meeting
 from paraxis.train import loop
 from paraxis.train.run import hosts
 from paraxis.train.run import metrics
@@ -48,8 +50,10 @@ def test_right_hosts():
 
 def test_nobody_listens():
   """A worker without process 0 says so, before jax could abort."""
-  with pytest.raises(errors.UserError, match='was not to be reached for 0 s'):
+  before = signal.getsignal(signal.SIGTERM)
+  with support.refused('was not to be reached for 0 s'):
     hosts.connect('127.0.0.1:9', 2, 1, patience=0)
+  assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(
@@ -65,24 +69,19 @@ def test_an_absent_peer_is_said(capsys, monkeypatch, processes, words):
     assert capsys.readouterr().err == said
 
 
-def test_process_0_says_that_it_waits():
-  """Through jax, which waits in silence, for minutes."""
-  code = """
-    import sys
-    from paraxis.train.run import hosts
-    assert hosts.SILENT_SECONDS == 3
-    hosts.connect(sys.argv[1], 2, 0)
-  """
+def test_process_0_names_who_does_not_come(capsys, monkeypatch):
+  """Before jax, which waits in silence, for minutes, and aborts."""
   address = _address()
-  alone = subprocess.Popen(
-    [sys.executable, '-c', textwrap.dedent(code), address],
-    stderr=subprocess.PIPE,
-    text=True,
+  monkeypatch.setattr(hosts, 'SILENT_SECONDS', 1e-3)
+  monkeypatch.setenv('PARAXIS_JOIN_SECONDS', '1')
+  with support.refused('processes 1, 2 of 3 did not come', f'{address} within'):
+    hosts.connect(address, 3, 0)
+  assert capsys.readouterr().err == (
+    f'process 0: waiting for up to 2 of 3 processes at {address}\n'
   )
-  with alone:
-    said = alone.stderr.readline()
-    alone.kill()
-  assert said == f'process 0: waiting for 1 of 2 processes at {address}\n'
+  monkeypatch.setenv('PARAXIS_JOIN_SECONDS', 'long')
+  with support.refused('PARAXIS_JOIN_SECONDS=long is not a whole number'):
+    hosts.connect(address, 3, 0)
 
 
 def _address():
@@ -205,6 +204,21 @@ def test_a_signal_to_one_stops_both_at_one_step(stopped):
   assert max(metrics.read(workdir)) == int(steps[0])
 
 
+def test_a_signal_before_the_first_step_stops_both(tiny, tmp_path):
+  """Between joining and the loop: jax's own handler would swallow it."""
+  both = _start_two(tiny, tmp_path, '--mesh=data=8', *FLAGS)
+  held = tmp_path / workdir_lib.LOCK  # joined, and not restored yet
+  support.until(held.exists, 'process 0 does not start', seconds=120)
+  both[1].send_signal(signal.SIGTERM)
+  ended = _finish(both)
+  assert [c for c, _ in ended] == [errors.EXIT_PREEMPTED] * 2, ended
+  assert 'SIGTERM: saving after the start and one step; again' in ended[1][1]
+  (step,) = (p.name for p in (tmp_path / 'checkpoints').iterdir())
+  assert 1 <= int(step) <= 3
+  text = f'stopped by a signal to another process after step {step}, saved'
+  assert text in ended[0][1]
+
+
 def test_two_resume_from_a_checkpoint_of_one(tiny, tmp_path):
   tiny.run(tmp_path / 'once')
   _run_until(tiny, tmp_path, 3)
@@ -227,13 +241,34 @@ def test_when_one_is_killed_the_other_ends(tiny, tmp_path, victim):
 
 
 def test_processes_of_different_runs_are_refused(tiny, tmp_path):
-  different = ['--config.train.seed=1']
+  """By value, in both, before anything is written."""
+  different = ['--config.train.seed=1', '--mesh=data=2,fsdp=2,tensor=2']
   ended = _finish(_start_two(tiny, tmp_path / 'run', other=different))
-  assert errors.EXIT_USER in [code for code, _ in ended], ended
-  assert all(code != 0 for code, _ in ended), ended
-  said = ''.join(said for _, said in ended)
-  assert 'processes 1 have another configuration' in said
-  assert not (tmp_path / 'run' / 'metrics.jsonl').exists()
+  assert [code for code, _ in ended] == [errors.EXIT_USER] * 2, ended
+  for _, said in ended:
+    assert "process 1 has --mesh='data=2,fsdp=2,tensor=2', process 0" in said
+    assert 'process 1 has train.seed=1, process 0 has 0' in said
+    assert 'Traceback' not in said
+  assert not (tmp_path / 'run').exists()
+
+
+def test_what_processes_compare(tiny, tmp_path, monkeypatch):
+  found = hosts.fields_of(tiny.config(), tmp_path / 'a' / '..')
+  assert found['--workdir'] == str(tmp_path)
+  assert found['optimizer.clip_norm'] == '1.0'
+  assert found['jax version'] == loop.jax.__version__
+  assert not set(hosts.LOCAL) & set(found)
+  # Code: a file that differs is named, by a hash of its bytes.
+  file = pathlib.Path(hosts.__file__)
+  digest = hashlib.sha256(file.read_bytes()).hexdigest()
+  assert found['sha256(train/run/hosts.py)'] == digest[:12]
+  read = pathlib.Path.read_bytes
+  other = lambda path: read(path) + b' ' * (path.name == 'pipeline_step.py')
+  monkeypatch.setattr(pathlib.Path, 'read_bytes', other)
+  again = hosts.fields_of(tiny.config(), tmp_path)
+  assert [n for n in found if found[n] != again[n]] == [
+    'sha256(train/pipeline_step.py)'
+  ]
 
 
 @pytest.fixture
@@ -242,18 +277,19 @@ def job(tiny):
 
 
 def _as_process(monkeypatch, number, gathered):
-  """This process believes to be `number` of 2; gathered(row) -> all rows."""
+  """This process believes to be `number` of 2; gathered(text) -> all texts."""
   monkeypatch.setattr(loop.jax, 'process_index', lambda: number)
   monkeypatch.setattr(loop.jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(multihost_utils, 'process_allgather', gathered)
+  monkeypatch.setattr(meeting, 'gather', lambda name, text, *_: gathered(text))
+  monkeypatch.setattr(hosts, 'SHARED_SECONDS', 0.2)
 
 
 def test_only_process_0_touches_the_folder(job, tmp_path, monkeypatch):
-  _as_process(monkeypatch, 1, lambda row: np.stack([row | [1, 0], row]))
+  _as_process(monkeypatch, 1, lambda text: [text, text])
   path, lock = loop._claim(job, tmp_path / 'run', None)
   with lock:
     assert path == tmp_path / 'run' and not path.exists()
-  _as_process(monkeypatch, 0, lambda row: np.stack([row, row]))
+  _as_process(monkeypatch, 0, lambda text: [text, text])
   path, lock = loop._claim(job, tmp_path / 'run', None)
   with lock:
     assert (path / '.lock').exists()
@@ -268,15 +304,34 @@ def test_all_processes_end_when_process_0_cannot_start(
   holder = workdir_lib.Lock(workdir_lib.prepare(tmp_path))
   seen = []
 
-  def gathered(row):
-    seen.append(row)
-    return np.stack([row, row])
+  def gathered(text):
+    seen.append(text)
+    return [text, text]
 
   _as_process(monkeypatch, 0, gathered)
-  with pytest.raises(errors.UserError, match='in use by another run'):
+  with pytest.raises(errors.UserError, match='in use by another run') as first:
     loop._claim(job, tmp_path, None)
-  assert seen[0][0] == 0  # it did not leave the others waiting
-  _as_process(monkeypatch, 1, lambda row: np.stack([seen[0], row]))
-  with pytest.raises(errors.UserError, match='process 0 cannot start'):
+  # It did not leave the others waiting, and they say why.
+  _as_process(monkeypatch, 1, lambda text: [seen[0], text])
+  with support.refused(f'process 0 cannot start: {first.value}'):
     loop._claim(job, tmp_path, None)
   holder.close()
+
+
+def test_other_text_is_named(job, tmp_path, monkeypatch):
+  """What is known after reading it; the lock is given back."""
+  other = lambda text: text.replace(job.corpus.fingerprint[:12], '0123')
+  _as_process(monkeypatch, 0, lambda text: [text, other(text)])
+  with support.refused(
+    f'process 1 has text=0123, process 0 has {job.corpus.fingerprint[:12]}'
+  ):
+    loop._claim(job, tmp_path, None)
+  workdir_lib.Lock(tmp_path).close()
+
+
+def test_a_folder_that_is_not_shared_is_found(job, tmp_path, monkeypatch):
+  """The same path on disks of their own: the second one finds no lock."""
+  rows = lambda text: [text, '' if text[:1] != '[' else text]
+  _as_process(monkeypatch, 0, rows)
+  with support.refused('processes 1 do not see what process 0 wrote into'):
+    loop._claim(job, tmp_path, None)
