@@ -1,7 +1,7 @@
 """The thread that writes checkpoints, and what it does when one fails.
 
-One write at a time, in the order in which they were begun. A process that waits
-for others does so through the coordination service (sharding/meeting.py). A failed save
+One write at a time, in the order in which they were begun. Processes wait for
+each other through the coordination service (sharding/meeting.py). A failed save
 changes neither the run nor an older checkpoint: it is reported, and an error
 when `failures` fail in a row, or when it is the last.
 """
