@@ -210,6 +210,13 @@ class Train:
     'the start and in each checkpoint',
     low=0,
   )
+  stall_seconds: int = field(
+    1800,
+    'seconds without progress after which a process ends with code 13 and the '
+    'stack of every thread; steps wait for less, 20 times their median, but '
+    'two minutes at least; 0: never',
+    low=0,
+  )
   tensorboard: bool = field(False, 'also write tensorboard events')
   wandb: str = field('', 'also log to this wandb project')
 

@@ -55,7 +55,8 @@ VERSIONS = ('jax', 'jaxlib', 'optax', 'paraxis')
 # No number depends on them; of data.path its text counts, wherever it lies.
 FREE = (
   'checkpoint.', 'data.cache_dir', 'data.path', 'data.prefetch',
-  'train.tensorboard', 'train.wandb',
+  'train.drift_every', 'train.stall_seconds', 'train.tensorboard',
+  'train.wandb',
 )  # fmt: skip
 SHOWN = 4  # differences that a refusal names
 

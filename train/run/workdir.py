@@ -38,6 +38,7 @@ FREE = (
   'train.log_every',
   'train.max_nonfinite_steps',
   'train.drift_every',
+  'train.stall_seconds',
   'train.tensorboard',
   'train.wandb',
   'train.remat',
