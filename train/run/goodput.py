@@ -1,0 +1,235 @@
+"""The account of a run's time, over all its starts, from events.jsonl.
+
+Time between the first line and the last is cut into spans without gaps, so the
+parts add up to the whole. Goodput is the share of it in which steps were done
+for the first time (the runtime goodput of arXiv:2502.06982):
+
+    productive  steps that no earlier start had done
+    replay      steps done again, because what was done was not saved
+    save, restore, compile, evaluation, stall: as the run's phases say
+    other       of a start, in none of them: imports, building the model
+    idle        no process ran, as far as the lines show: from the last line of
+                one that was killed, or its end, to the next start
+
+A step between two lines took an equal part of the time between them.
+"""
+
+import json
+import os
+import pathlib
+from typing import NamedTuple
+
+from paraxis.configs.base import errors
+from paraxis.train.run import ledger
+
+PARTS = (
+  'productive', 'replay', 'save', 'restore', 'compile', 'evaluation', 'stall',
+  'other', 'idle',
+)  # fmt: skip
+OF_PHASE = {'evaluate': 'evaluation'}  # others have the part's name
+LATEST = 1e11  # unix seconds
+SECOND = 10**6  # times are whole microseconds, so that sums are exact
+
+
+class Line(NamedTuple):
+  """time: microseconds, of no earlier line later. step: or None."""
+
+  time: int
+  event: str
+  name: str
+  step: int | None
+  why: str
+
+
+class Span(NamedTuple):
+  """part: of `PARTS`. start, end: microseconds. attempt: counts from 1; 0: no
+  start was seen yet."""
+
+  part: str
+  start: int
+  end: int
+  attempt: int
+
+
+def read(workdir):
+  """([Line], number of damaged lines) of a run.
+
+  Raises:
+    UserError: there are no events, or too many, or they cannot be read.
+  """
+  path = pathlib.Path(workdir) / ledger.FILE
+  out, damaged, latest = [], 0, 0
+  try:
+    with open(ledger.open_plain(path, os.O_RDONLY), 'rb') as file:
+      for raw in ledger.lines(file):
+        line = _parse(raw)
+        if line:
+          latest = max(latest, line.time)  # a clock may have been set back
+          out.append(line._replace(time=latest))
+        else:
+          damaged += bool(raw.strip())
+  except FileNotFoundError as e:
+    raise errors.UserError(
+      f'--workdir={workdir}: {path} does not exist: a workdir without events, '
+      'of no run or of an older version; train in it first.'
+    ) from e
+  except OSError as e:
+    raise errors.UserError(f'{path}: cannot be read ({e.strerror}).') from e
+  if not out or out[0].time == latest:
+    raise errors.UserError(
+      f'{path}: between its {len(out)} events ({damaged} damaged lines) no '
+      'time goes by; there is nothing to account for yet.'
+    )
+  return out, damaged
+
+
+def _parse(raw):
+  """Line of bytes; None: it is damaged."""
+  try:
+    row = json.loads(raw)
+    when, event = row['time'], row['event']
+    name, why, step = row.get('name', ''), row.get('why', ''), row.get('step')
+  except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+    return None
+  plain = type(when) in (int, float) and 0 <= when <= LATEST
+  plain &= all(isinstance(text, str) for text in (event, name, why))
+  plain &= step is None or (type(step) is int and 0 <= step < 2**63)
+  return Line(round(when * SECOND), event, name, step, why) if plain else None
+
+
+class _Reader:
+  """Goes through the lines of a run once.
+
+  Attributes:
+    spans: [Span], each begins where the one before ends.
+    attempts: [dict] of the starts.
+  """
+
+  def __init__(self, first):
+    self.spans, self.attempts = [], []
+    self._part, self._since, self._step = 'idle', first, None
+    self._before = first  # time of the last line
+    self._most = 0  # steps done by any start
+    self._launched = False
+
+  def line(self, line):
+    """Takes one more line."""
+    if line.event in ('start', 'launch', 'restart'):
+      self._begins(line)
+    elif line.event in ('end', 'exit'):
+      self._steps_are(line.step)
+      self._to(line.time, 'idle', line.step)
+      if self.attempts and line.event == 'end':
+        self.attempts[-1]['ended'] = line.why
+    elif line.event == 'phase':
+      self._steps_are(line.step, line.name == ledger.STEPS)
+      part = OF_PHASE.get(line.name, line.name)
+      part = part if part in PARTS or part == ledger.STEPS else 'other'
+      self._to(line.time, part, line.step)
+    elif line.event == 'commit' and self.attempts and line.step is not None:
+      mine = self.attempts[-1]
+      mine['committed'] = max(mine['committed'] or 0, line.step)
+    self._before = line.time
+    if self.attempts:
+      self.attempts[-1]['seconds'] = line.time - self.attempts[-1]['began']
+
+  def _begins(self, line):
+    """A process begins: what ran before and did not end was killed."""
+    if self._part != 'idle' and not self._launched:
+      self._to(self._before, 'idle', None)
+    self._to(line.time, 'idle' if line.event == 'restart' else 'other', None)
+    self._launched = line.event == 'launch'
+    if line.event == 'start':
+      self.attempts.append(
+        dict(
+          began=line.time, seconds=0, first=None, last=None, committed=None,
+          ended='',
+        )
+      )  # fmt: skip
+
+  def _steps_are(self, step, begin=False):
+    """The newest start has done so many; begin: it may begin with them."""
+    if step is None or not self.attempts:
+      return
+    mine = self.attempts[-1]
+    if begin and mine['first'] is None:
+      mine['first'] = step
+    if mine['first'] is not None:
+      mine['last'] = step
+
+  def _to(self, time, part, step):
+    """Closes the span that is open, and opens another."""
+    self._close(time, step)
+    self._part, self._since, self._step = part, time, step
+    self._launched = False
+
+  def _close(self, end, step):
+    part, start, attempt = self._part, self._since, len(self.attempts)
+    if part != ledger.STEPS:
+      self.spans.append(Span(part, start, end, attempt))
+      return
+    first = self._step or 0
+    last = first if step is None else step
+    count = last - first
+    again = min(last, self._most) - first
+    if count > 0:
+      cut = start + (end - start) * min(max(again, 0), count) // count
+    else:  # not one whole step: of the next one
+      cut = end if first < self._most else start
+    self.spans.append(Span('replay', start, cut, attempt))
+    self.spans.append(Span('productive', cut, end, attempt))
+    self._most = max(self._most, last)
+
+  def close(self):
+    """After the last line."""
+    self._close(self._before, None)
+    self.spans = [s for s in self.spans if s.start < s.end]
+
+
+def spans(lines):
+  """([Span], [dict]) of `read`'s lines: the time without gaps, the starts.
+
+  A start: began, seconds (both in microseconds), first and last step, the
+  newest committed one (None: none was), why it ended ('': it was killed, or
+  runs).
+  """
+  reader = _Reader(lines[0].time)
+  for line in lines:
+    reader.line(line)
+  reader.close()
+  return reader.spans, reader.attempts
+
+
+def account(workdir):
+  """The account of a run.
+
+  Returns:
+    dict: wall, seconds; goodput, the productive share; seconds, {part: n},
+    which add up to wall; lost_steps, done and not committed by starts that
+    another one followed; attempts, [dict(began, seconds, first, last,
+    committed, lost, ended)]; damaged_lines.
+
+  Raises:
+    UserError: see `read`.
+  """
+  lines, damaged = read(workdir)
+  found, attempts = spans(lines)
+  sums = dict.fromkeys(PARTS, 0)
+  for span in found:
+    sums[span.part] += span.end - span.start
+  wall = lines[-1].time - lines[0].time
+  for one in attempts:
+    one['began'], one['seconds'] = (
+      one[name] / SECOND for name in ('began', 'seconds')
+    )
+    # A start stands on the step it restored, until it commits one.
+    stands = max(one['committed'] or 0, one['first'] or 0)
+    one['lost'] = max((one['last'] or 0) - stands, 0)
+  return dict(
+    wall=wall / SECOND,
+    goodput=sums['productive'] / wall,
+    seconds={part: n / SECOND for part, n in sums.items()},
+    lost_steps=sum(one['lost'] for one in attempts[:-1]),
+    attempts=attempts,
+    damaged_lines=damaged,
+  )

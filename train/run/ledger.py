@@ -1,0 +1,203 @@
+"""events.jsonl: what a run did when, for an account of its time.
+
+A line is {"time": unix seconds, "event": name, ...}. Every start of a run
+appends; train/run/goodput.py reads them.
+
+    start    pid, attempt: how many starts there were, with this one
+    phase    name, step: from now on, until another line says otherwise, the
+             run is in a phase (`PHASES`), after so many steps
+    commit   step: a checkpoint is on disk, which is not when it was asked for
+    end      why, step: the process ends by itself; a killed one says nothing
+    launch, exit, restart: of a supervisor, in any words (`note`)
+
+A stretch of steps has a line every `EVERY` seconds, so that is what a kill
+loses. A line is one write, handed to the operating system at once: a process
+that dies loses none, a power cut the last. Whatever is wrong with the file is
+said once, and the run goes on without an account.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import stat
+import threading
+import time
+
+FILE = 'events.jsonl'
+STEPS = 'steps'
+OTHER = 'other'  # before the first phase: imports, building the model
+PHASES = (STEPS, 'compile', 'restore', 'save', 'evaluate', 'stall', OTHER)
+EVERY = 5.0  # seconds between lines of a long stretch of steps
+LONGEST = 2**16  # bytes of a line, for readers
+LARGEST = 2**28  # bytes of a file: lines of months
+_SAFELY = 'O_NOFOLLOW', 'O_NONBLOCK', 'O_CLOEXEC'  # where there are such
+
+
+def lines(file):
+  """Lines of a binary file, the longest in pieces of `LONGEST` bytes."""
+  return iter(lambda: file.readline(LONGEST), b'')
+
+
+def open_plain(path, flags):
+  """File descriptor of a regular file; OSError: it is a link, none, or large.
+
+  Not blocking: to open a FIFO would wait for its other end.
+  """
+  for name in _SAFELY:
+    flags |= getattr(os, name, 0)
+  file = os.open(path, flags, 0o644)
+  found, problem = os.fstat(file), ''
+  if not stat.S_ISREG(found.st_mode):
+    problem = 'it is no regular file'
+  elif found.st_size > LARGEST:
+    problem = f'it has {found.st_size:,} bytes, more than {LARGEST:,}'
+  if problem:
+    os.close(file)
+    raise OSError(None, problem)
+  return file
+
+
+def note(path, event, say=print, **fields):
+  """Appends one line, of a supervisor's event, to an events.jsonl."""
+  file = _File(path, say)
+  file.write(dict(time=_rounded(time.time()), event=event, **fields))
+  file.close()
+
+
+def process_began():
+  """Unix seconds at which this process began; where /proc does not say: now."""
+  now = time.time()
+  try:
+    text = pathlib.Path('/proc/self/stat').read_text(encoding='utf-8')
+    ticks = int(text.rpartition(')')[2].split()[19])  # starttime, of proc(5)
+    age = time.clock_gettime(time.CLOCK_BOOTTIME)
+    age -= ticks / os.sysconf('SC_CLK_TCK')
+  except (OSError, ValueError, IndexError, AttributeError):
+    return now
+  return now - max(age, 0.0)
+
+
+def _rounded(seconds):
+  return round(seconds, 6)
+
+
+class _File:
+  """Appends whole lines; what goes wrong is said once."""
+
+  def __init__(self, path, say):
+    self._path, self._say, self._told = path, say, False
+    self._file = self._torn = None
+    self.starts = 0
+    if path is None:
+      return
+    try:
+      self._file = open_plain(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+      with open(self._file, 'rb', closefd=False) as file:
+        for line in lines(file):
+          self.starts += b'"event": "start"' in line
+          self._torn = not line.endswith(b'\n')  # a kill cut it short
+    except OSError as e:
+      self._tell(e)
+
+  def _tell(self, error):
+    if not self._told:
+      self._say(f'{self._path}: not written ({error.strerror}): no goodput')
+    self._told = True
+
+  def write(self, row):
+    """One line, on a line of its own whatever was cut short before."""
+    if self._file is None:
+      return
+    data = ('\n' if self._torn else '') + json.dumps(row) + '\n'
+    data = data.encode()
+    try:
+      written = os.write(self._file, data)
+    except OSError as e:  # nothing was written
+      self._tell(e)
+    else:
+      self._torn = written < len(data)  # a disk that is full
+
+  def close(self):
+    if self._file is not None:
+      os.close(self._file)
+    self._file = None
+
+
+class Ledger(contextlib.AbstractContextManager):
+  """Writes the events of one start of a run. Any thread may call it."""
+
+  def __init__(self, path, say=print, began=None):
+    """Writes "start".
+
+    Args:
+      path: of events.jsonl; None: nothing is written, as on all processes but
+        the first.
+      say: prints one line.
+      began: unix seconds at which this start began, such as `process_began()`;
+        default now.
+    """
+    self._now, self._clock = time.time(), time.monotonic()
+    self._lock, self._file = threading.Lock(), _File(path, say)
+    self._phase, self._step, self._ended = OTHER, None, False
+    self._due = 0.0
+    self._write(
+      began or self._now,
+      'start',
+      pid=os.getpid(),
+      attempt=self._file.starts + 1,
+    )
+
+  def _time(self):
+    """Unix seconds that a change of the system's clock does not move."""
+    return self._now + time.monotonic() - self._clock
+
+  def _write(self, seconds, event, **fields):
+    with self._lock:
+      self._file.write(dict(time=_rounded(seconds), event=event, **fields))
+
+  @contextlib.contextmanager
+  def phase(self, name, step=None):
+    """The run is in a phase, of `PHASES`; afterwards in the one before.
+
+    step: steps that are done, if that is not what was told last.
+    """
+    outer = self._phase
+    self._enter(name, step)
+    try:
+      yield
+    finally:
+      self._enter(outer, None)
+
+  def _enter(self, name, step):
+    self._step = self._step if step is None else int(step)
+    self._phase, self._due = name, time.monotonic() + EVERY
+    self._write(self._time(), 'phase', name=name, step=self._step)
+
+  def step(self, step):
+    """So many steps are done; a line is written every `EVERY` seconds."""
+    self._step = step
+    if time.monotonic() >= self._due:
+      self._enter(self._phase, step)
+
+  def commit(self, step):
+    """The checkpoint of a step is on disk."""
+    self._write(self._time(), 'commit', step=int(step))
+
+  def stalled(self, waited):
+    """There was no progress for so many seconds, and the process ends."""
+    phase = self._phase
+    self._write(self._time() - waited, 'phase', name='stall', step=self._step)
+    self.end(f'stalled in {phase}')
+
+  def end(self, why):
+    """The process ends, and why, in a few words; once."""
+    if not self._ended:
+      self._ended = True
+      self._write(self._time(), 'end', why=str(why)[:200], step=self._step)
+
+  def __exit__(self, kind, error, _):
+    """Ends, with what is raised, and closes the file."""
+    self.end('done' if kind is None else f'{kind.__name__}: {error}')
+    with self._lock:
+      self._file.close()
