@@ -1,8 +1,9 @@
-"""The plot commands: curves of a run, and the timeline of a pipeline schedule.
+"""The plot commands: curves of a run, where its time went, pipeline schedules.
 
 Nothing that draws, and no jax, is imported before the arguments are read.
 """
 
+import json
 import pathlib
 
 from paraxis.configs import schema
@@ -14,11 +15,15 @@ def _run(values, _, words):
   if words:
     hint = schema.suggest(words[0], ('schedule',))
     raise errors.UserError(f'write --workdir={words[0]}.{hint}')
+  if values.goodput and values.profile:
+    raise errors.UserError('--goodput and --profile: one picture at a time.')
+  if values.json and not values.goodput:
+    raise errors.UserError('--json prints what --goodput found: give both.')
+  if values.profile or values.goodput:
+    (_profile if values.profile else _goodput)(values, _one(values))
+    return
   from paraxis.train.plot import losses as plot
 
-  if values.profile:
-    _profile(values)
-    return
   if values.x not in plot.AXES:
     raise errors.UserError(
       f'--x={values.x} is not one of {", ".join(plot.AXES)}.'
@@ -28,14 +33,33 @@ def _run(values, _, words):
   _experts(values.workdir, plot.labels(values.workdir))
 
 
-def _profile(values):
+def _one(values):
+  """The only run; UserError: it is not one."""
+  if len(values.workdir) != 1:
+    flag = '--profile' if values.profile else '--goodput'
+    raise errors.UserError(
+      f'{flag} draws one run: {len(values.workdir)} --workdir are given.'
+    )
+  return values.workdir[0]
+
+
+def _profile(values, workdir):
   from paraxis.train.plot import profile as plot
 
-  if len(values.workdir) != 1:
-    raise errors.UserError(
-      f'--profile draws one run: {len(values.workdir)} --workdir are given.'
-    )
-  print(f'wrote {plot.draw(values.workdir[0], values.output)}')
+  print(f'wrote {plot.draw(workdir, values.output)}')
+
+
+def _goodput(values, workdir):
+  from paraxis.train.run import goodput
+
+  account = goodput.account(workdir)
+  if values.json:
+    print(json.dumps(account, indent=1))
+    return
+  from paraxis.train.plot import goodput as plot
+
+  print(plot.text(account))
+  print(f'wrote {plot.draw(workdir, account, values.output)}')
 
 
 def _experts(workdirs, names):
@@ -83,6 +107,14 @@ COMMANDS = (
       (str, 'output=FILE', '', 'PNG; empty: loss.png in the first RUN', 'o'),
       (str, 'x=AXIS', 'step', 'step, tokens, or flops of the model'),
       (bool, 'profile', False, 'draw what train --profile measured instead'),
+      (
+        bool,
+        'goodput',
+        False,
+        'draw and print where the time of all starts '
+        'of a run went instead: steps, replay, saves, ... (RUN/goodput.png)',
+      ),
+      (bool, 'json', False, 'with --goodput: print it as JSON, draw nothing'),
     ),
     words=None,
   ),
