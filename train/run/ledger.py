@@ -10,10 +10,11 @@ appends; train/run/goodput.py reads them.
     end      why, step: the process ends by itself; a killed one says nothing
     launch, exit, restart: of a supervisor, in any words (`note`)
 
-A stretch of steps has a line every `EVERY` seconds, so that is what a kill
-loses. A line is one write, handed to the operating system at once: a process
-that dies loses none, a power cut the last. Whatever is wrong with the file is
-said once, and the run goes on without an account.
+Steps have a line every hundredth of the time since the start, at most every
+`LEAST` and at least every `EVERY` seconds: what a kill loses is no more. A line
+is one write, handed to the operating system at once: a process that dies loses
+none, a power cut the last. Whatever is wrong with the file is said once, and
+the run goes on without an account.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ FILE = 'events.jsonl'
 STEPS = 'steps'
 OTHER = 'other'  # before the first phase: imports, building the model
 PHASES = (STEPS, 'compile', 'restore', 'save', 'evaluate', 'stall', OTHER)
-EVERY = 5.0  # seconds between lines of a long stretch of steps
+LEAST, EVERY = 0.1, 5.0  # seconds between lines of steps
 LONGEST = 2**16  # bytes of a line, for readers
 LARGEST = 2**28  # bytes of a file: lines of months
 _SAFELY = 'O_NOFOLLOW', 'O_NONBLOCK', 'O_CLOEXEC'  # where there are such
@@ -171,11 +172,13 @@ class Ledger(contextlib.AbstractContextManager):
 
   def _enter(self, name, step):
     self._step = self._step if step is None else int(step)
-    self._phase, self._due = name, time.monotonic() + EVERY
+    now = time.monotonic()
+    self._phase = name
+    self._due = now + min(EVERY, max(LEAST, (now - self._clock) / 100))
     self._write(self._time(), 'phase', name=name, step=self._step)
 
   def step(self, step):
-    """So many steps are done; a line is written every `EVERY` seconds."""
+    """So many steps are done; now and then a line is written."""
     self._step = step
     if time.monotonic() >= self._due:
       self._enter(self._phase, step)
