@@ -101,8 +101,7 @@ def draw(workdir, account, output=None):
 
   account: that goodput.account gives for it.
   """
-  lines, _ = goodput.read(workdir)
-  spans, starts = goodput.spans(lines)
+  spans, starts, _ = goodput.read(workdir)
   wall, unit, name = account['wall'], 1, 'seconds'
   for least, size, word in reversed(UNITS):
     if wall >= least:

@@ -32,7 +32,7 @@ SECOND = 10**6  # times are whole microseconds, so that sums are exact
 
 
 class Line(NamedTuple):
-  """time: microseconds, of no earlier line later. step: or None."""
+  """time: microseconds. step: or None."""
 
   time: int
   event: str
@@ -51,21 +51,33 @@ class Span(NamedTuple):
   attempt: int
 
 
+class History(NamedTuple):
+  """What `read` found.
+
+  spans: [Span], from the first line to the last without gaps. attempts: [dict],
+  the starts: began, seconds (both in microseconds), first and last step, the
+  newest committed one (None: none was), why it ended ('': it was killed, or
+  runs). damaged: lines that are left out.
+  """
+
+  spans: list
+  attempts: list
+  damaged: int
+
+
 def read(workdir):
-  """([Line], number of damaged lines) of a run.
+  """History of a run.
 
   Raises:
-    UserError: there are no events, or too many, or they cannot be read.
+    UserError: there are no events, or they cannot be read.
   """
   path = pathlib.Path(workdir) / ledger.FILE
-  out, damaged, latest = [], 0, 0
+  reader, damaged = _Reader(), 0
   try:
     with open(ledger.open_plain(path, os.O_RDONLY), 'rb') as file:
       for raw in ledger.lines(file):
-        line = _parse(raw)
-        if line:
-          latest = max(latest, line.time)  # a clock may have been set back
-          out.append(line._replace(time=latest))
+        if line := _parse(raw):
+          reader.line(line)
         else:
           damaged += bool(raw.strip())
   except FileNotFoundError as e:
@@ -75,12 +87,13 @@ def read(workdir):
     ) from e
   except OSError as e:
     raise errors.UserError(f'{path}: cannot be read ({e.strerror}).') from e
-  if not out or out[0].time == latest:
+  reader.close()
+  if not reader.spans:
     raise errors.UserError(
-      f'{path}: between its {len(out)} events ({damaged} damaged lines) no '
+      f'{path}: between its {reader.count} events ({damaged} damaged lines) no '
       'time goes by; there is nothing to account for yet.'
     )
-  return out, damaged
+  return History(reader.spans, reader.attempts, damaged)
 
 
 def _parse(raw):
@@ -101,19 +114,24 @@ class _Reader:
   """Goes through the lines of a run once.
 
   Attributes:
-    spans: [Span], each begins where the one before ends.
-    attempts: [dict] of the starts.
+    spans, attempts: as of a History.
+    count: of lines.
   """
 
-  def __init__(self, first):
-    self.spans, self.attempts = [], []
-    self._part, self._since, self._step = 'idle', first, None
-    self._before = first  # time of the last line
+  def __init__(self):
+    self.spans, self.attempts, self.count = [], [], 0
+    self._part, self._since, self._step = 'idle', 0, None
+    self._before = 0  # time of the last line
     self._most = 0  # steps done by any start
     self._launched = False
 
   def line(self, line):
     """Takes one more line."""
+    if not self.count:
+      self._since = line.time
+    self.count += 1
+    # A clock may have been set back: no line is before an earlier one.
+    line = line._replace(time=max(line.time, self._before))
     if line.event in ('start', 'launch', 'restart'):
       self._begins(line)
     elif line.event in ('end', 'exit'):
@@ -130,7 +148,7 @@ class _Reader:
       mine = self.attempts[-1]
       mine['committed'] = max(mine['committed'] or 0, line.step)
     self._before = line.time
-    if self.attempts:
+    if self.attempts and line.event not in ('launch', 'restart'):
       self.attempts[-1]['seconds'] = line.time - self.attempts[-1]['began']
 
   def _begins(self, line):
@@ -164,9 +182,10 @@ class _Reader:
     self._launched = False
 
   def _close(self, end, step):
-    part, start, attempt = self._part, self._since, len(self.attempts)
+    """Ends the open span; one of steps is cut where the old ones end."""
+    part, start = self._part, self._since
     if part != ledger.STEPS:
-      self.spans.append(Span(part, start, end, attempt))
+      self._add(part, start, end)
       return
     first = self._step or 0
     last = first if step is None else step
@@ -176,28 +195,23 @@ class _Reader:
       cut = start + (end - start) * min(max(again, 0), count) // count
     else:  # not one whole step: of the next one
       cut = end if first < self._most else start
-    self.spans.append(Span('replay', start, cut, attempt))
-    self.spans.append(Span('productive', cut, end, attempt))
+    self._add('replay', start, cut)
+    self._add('productive', cut, end)
     self._most = max(self._most, last)
+
+  def _add(self, part, start, end):
+    """A span, if it is one; it may go on with the one before."""
+    if start == end:
+      return
+    attempt = len(self.attempts)
+    if self.spans and self.spans[-1][::3] == (part, attempt):
+      self.spans[-1] = self.spans[-1]._replace(end=end)
+    else:
+      self.spans.append(Span(part, start, end, attempt))
 
   def close(self):
     """After the last line."""
     self._close(self._before, None)
-    self.spans = [s for s in self.spans if s.start < s.end]
-
-
-def spans(lines):
-  """([Span], [dict]) of `read`'s lines: the time without gaps, the starts.
-
-  A start: began, seconds (both in microseconds), first and last step, the
-  newest committed one (None: none was), why it ended ('': it was killed, or
-  runs).
-  """
-  reader = _Reader(lines[0].time)
-  for line in lines:
-    reader.line(line)
-  reader.close()
-  return reader.spans, reader.attempts
 
 
 def account(workdir):
@@ -212,12 +226,11 @@ def account(workdir):
   Raises:
     UserError: see `read`.
   """
-  lines, damaged = read(workdir)
-  found, attempts = spans(lines)
+  spans, attempts, damaged = read(workdir)
   sums = dict.fromkeys(PARTS, 0)
-  for span in found:
+  for span in spans:
     sums[span.part] += span.end - span.start
-  wall = lines[-1].time - lines[0].time
+  wall = spans[-1].end - spans[0].start
   for one in attempts:
     one['began'], one['seconds'] = (
       one[name] / SECOND for name in ('began', 'seconds')

@@ -83,8 +83,7 @@ def test_wrong_arguments(flags, words, capsys, tmp_path, monkeypatch):
 
 def test_a_column_is_what_most_of_it_was(tmp_path):
   """Against the same columns, counted second by second."""
-  lines, _ = goodput.read(write(tmp_path))
-  spans, starts = goodput.spans(lines)
+  spans, starts, _ = goodput.read(write(tmp_path))
   found = plot.columns(spans, len(starts), 6)  # of 21 seconds
   first = spans[0].start
   for row in range(3):
@@ -123,6 +122,6 @@ def test_a_run_that_did_nothing(tmp_path):
   assert all(
     r.split()[4:6] == ['-', '-'] for r in plot.text(account).splitlines()[-2:]
   )
-  cells = plot.columns(*[goodput.spans(goodput.read(tmp_path)[0])[0], 2, 11])
+  cells = plot.columns(goodput.read(tmp_path).spans, 2, 11)
   assert np.all(cells[0, 8:] == -1) and np.all(cells[1, :8] == -1)
   plot.draw(tmp_path, account)
