@@ -23,10 +23,12 @@ from paraxis.train import recorder as recorder_lib
 from paraxis.train import start
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
+from paraxis.train.run import activity as activity_lib
 from paraxis.train.run import early
 from paraxis.train.run import evaluate
 from paraxis.train.run import header
 from paraxis.train.run import hosts
+from paraxis.train.run import ledger
 from paraxis.train.run import metrics as metrics_lib
 from paraxis.train.run import origin as origin_lib
 from paraxis.train.run import profile as profile_lib
@@ -115,8 +117,13 @@ def run(
   token = cost(config)
   traced = early.traced(options.profile, settings.steps)
   path, lock = _claim(job, workdir, say)
+  events = path / ledger.FILE if jax.process_index() == 0 else None
+  began = ledger.process_began()
   with (
     lock,
+    activity_lib.Activity(
+      events, settings.stall_seconds, say, began
+    ) as activity,
     job.context(),
     contextlib.ExitStack() as stack,
     contextlib.ExitStack() as loggers,
@@ -125,12 +132,13 @@ def run(
     store = stack.enter_context(
       store_lib.Store(
         path / workdir_lib.CHECKPOINTS,
-        start.kept(config),
+        start.kept(config, activity.commit),
         say=say,
       )
     )
     try:
-      state, first, kept = start.state(job, store, source, say)
+      with activity.phase('restore'):
+        state, first, kept = start.state(job, store, source, say)
       store.preflight(start.wanted(job), every=True)
       if jax.process_index() == 0:
         workdir_lib.write_config(path, config)
@@ -146,12 +154,14 @@ def run(
       recorder = recorder_lib.Recorder(job, writers, progress, callbacks, rates)
       shown = profile_lib.Profile(traced, path, progress.say, rates.apart)
       training = _Training(job, step, store, recorder, state, first, shown)
+      training.activity = activity
       training.origin = kept.get('origin')
       recorder.resume(kept.get('cursor', {}))
       with stop_lib.Stop(job.mesh) as stop:
         training.run(stop, started)
         evaluation = None if training.stopped else training.evaluate()
         training.stopped = training.stopped or stop.asked
+        activity.end(training.stopped or 'done')
     except Exception as e:
       if jax.process_count() > 1 and not isinstance(e, errors.IntegrityError):
         # Perhaps a peer died: to finish a save would wait for it for minutes.
@@ -221,6 +231,7 @@ class _Training:
     self.state: Any = state
     self.step, self._profile = step, profile
     self.stopped, self._saved = '', step
+    self.activity = activity_lib.Activity(None, 0)  # of nobody
     self.origin: dict | None = None
     self._gradients = {}  # rows of a step -> its compiled gradient
     self._update: Any = None
@@ -237,11 +248,13 @@ class _Training:
       say(f'all {steps} steps are done')
       return
     first = self.step + 1
-    if self._recorder.spiked:
-      self._roll_back()
-    while not self._steps(stop, first, started):
-      self._roll_back()
-    self._store.wait()
+    with self.activity.phase('steps', self.step):
+      if self._recorder.spiked:
+        self._roll_back()
+      while not self._steps(stop, first, started):
+        self._roll_back()
+    with self.activity.phase('save', self.step):
+      self._store.wait()
     if self.stopped:
       saved = f'saved {self._saved}'
       say(f'stopped by {self.stopped} after step {self.step}, {saved}')
@@ -266,6 +279,7 @@ class _Training:
         del found
         self.step = t + 1
         recorder.later(self.step, numbers, int(host_batch.denominator))
+        self.activity.step(self.step)
         if recorder.spiked:
           return False
         if self.step == first:
@@ -288,7 +302,7 @@ class _Training:
   def _compile(self, size, batch, stop):
     """Compiles the gradient of a batch size, and the update the first time."""
     stop.compiling, say = True, self._recorder.progress.say
-    with self._recorder.rates.apart():
+    with self._recorder.rates.apart(), self.activity.phase('compile'):
       gradient = compiling.compile_step(
         'gradient', self._functions.grads, self.state.variables, batch, say=say
       )
@@ -306,14 +320,16 @@ class _Training:
     spiked, say = recorder.spiked, recorder.progress.say
     first = spiked - self._job.config.train.spike.steps + 1
     what = f'the loss spiked in steps {first} to {spiked}'
-    store.wait()
+    with self.activity.phase('save'):
+      store.wait()
     older = [s for s in store.steps() if s < first]
     if not older:
       recorder.spiked = 0
       say(f'{what}, and no checkpoint is older: training continues')
       return
     self.state = None  # two would not fit everywhere
-    self.state, self.step, kept = start.back(self._job, store, older)
+    with self.activity.phase('restore'):
+      self.state, self.step, kept = start.back(self._job, store, older)
     recorder.resume(kept['cursor'])
     recorder.skips.append([self.step, spiked - self.step])
     store.drop(self.step)
@@ -331,7 +347,7 @@ class _Training:
       cursor, suspect = recorder.cursor(), recorder.streak > 0
       return start.meta(self._job, step, self.origin, cursor, suspect)
 
-    with recorder.rates.apart('checkpoint'):
+    with recorder.rates.apart('checkpoint'), self.activity.phase('save'):
       tree = state_lib.in_order(state_lib.flatten(self.state), self._job.model)
       self._store.begin(step, tree, self._axes, meta)
     self._saved = step
@@ -339,13 +355,19 @@ class _Training:
   def _hand_over(self):
     """Before an update, which donates what a checkpoint is copied from."""
     if self._store.copying:
-      with self._recorder.rates.apart('checkpoint'):
+      with (
+        self._recorder.rates.apart('checkpoint'),
+        self.activity.phase('save'),
+      ):
         self._store.barrier()
 
   def evaluate(self):
     """evaluate.Evaluation of held-out text, which is written too."""
     self._recorder.flush()
-    with self._recorder.rates.apart('evaluation'):
+    with (
+      self._recorder.rates.apart('evaluation'),
+      self.activity.phase('evaluate'),
+    ):
       found = self._evaluator(self.state.variables)
     self._recorder.writers.write(self.step, found.values())
     return found

@@ -24,6 +24,8 @@ from paraxis.train import loop
 from paraxis.train import program
 from paraxis.train import step as step_lib
 from paraxis.train.claims import experiment
+from paraxis.train.run import goodput
+from paraxis.train.run import ledger
 from paraxis.train.run import metrics
 from paraxis.train.run import stop as stop_lib
 from paraxis.train.run import workdir as workdir_lib
@@ -79,6 +81,62 @@ def test_a_run(whole, tiny):
   for part in ('gradient: trace', 'update: trace', 'first step after'):
     assert text.count(part) == 1
   assert 'step 3/6  loss ' in text
+
+
+def test_the_ledger_tells_what_the_run_did(whole):
+  workdir, _, _, _ = whole
+  lines = (workdir / ledger.FILE).read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  names = [row.get('name') for row in rows if row['event'] == 'phase']
+  assert names[:2] == ['restore', 'other'] and names.count('compile') == 1
+  assert names.index('steps') < names.index('compile')
+  assert names.count('evaluate') == 1 and 'save' in names
+  committed = [row['step'] for row in rows if row['event'] == 'commit']
+  assert committed == [2, 4, 6]
+  assert (rows[0]['event'], rows[-1]['event']) == ('start', 'end')
+  assert rows[-1]['why'] == 'done'
+  found = goodput.account(workdir)
+  seconds = [found['seconds'][part] for part in goodput.PARTS]
+  assert abs(sum(seconds) - found['wall']) < 1e-5
+  assert found['seconds']['productive'] > 0 == found['seconds']['replay']
+
+
+HANGS = """
+import functools, sys, time
+from paraxis.configs.base import command_line
+command_line.prepare_devices(8)
+from paraxis.train import loop
+from paraxis.train.run import activity
+from paraxis.train.run import watchdog
+from paraxis.configs import schema
+activity.watchdog.Watchdog = functools.partial(watchdog.Watchdog, floor=2.0)
+config = schema.view(command_line.load(sys.argv[1]))
+
+def hang(step, values, job):
+  if step == 5:
+    time.sleep(600)
+
+config = schema.with_value(config, 'train.steps', 12)
+loop.run(config, sys.argv[2], callbacks=[hang])
+"""
+
+
+def test_a_stuck_process_ends_with_its_stacks(tiny, tmp_path):
+  """Nothing is raised and its heartbeats go on: the watchdog ends it."""
+  done = subprocess.run(
+    [sys.executable, '-c', HANGS, str(tiny.file), str(tmp_path)],
+    env=dict(os.environ, PARAXIS_CACHE=str(tiny.folder / 'cache')),
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.returncode == errors.EXIT_CRASH, done.stderr[-2000:]
+  assert 'watchdog: no progress for ' in done.stderr
+  assert 'in phase steps, after step ' in done.stderr
+  assert 'in hang' in done.stderr and 'train/loop.py' in done.stderr
+  last = (tmp_path / ledger.FILE).read_text().splitlines()[-1]
+  assert json.loads(last)['why'] == 'stalled in steps'
+  assert 4 in _steps(tmp_path)
 
 
 def test_what_experts_add_to_the_loss_is_logged(tiny, tmp_path):
