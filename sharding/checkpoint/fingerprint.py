@@ -6,6 +6,17 @@ t(i) two hashes of the global index i:
 
   word1 = sum_i f(u_i ^ s(i))        word2 = sum_i f(u_i ^ s(i)) * (t(i) | 1)
 
+  f(x): x ^= x >> 16; x *= 0x85EBCA6B; x ^= x >> 13; x *= 0xC2B2AE35;
+        x ^= x >> 16
+  s(i) = 0x9E3779B9 + sum_a f(i_a + a * 0x27D4EB2F)
+  t(i) = 0x7F4A7C15 + sum_a f(~(i_a + a * 0x27D4EB2F))
+
+All modulo 2**32; i_a is the index along axis a = 0, 1, ...; ~ flips 32 bits. u
+is an element of 1, 2 or 4 bytes extended by zeros; a bool is 0 or 1; one of 8
+bytes is two elements, the low half first, along a last axis of its own. A
+scalar has no axes; the words of an empty array are 0. The fingerprint is word1,
+then word2, as 8 hexadecimal digits each.
+
 Integer sums are exact in any order, so the result is the same on every mesh,
 sharding and process count. f is a bijection: a change of one element (any bit
 flip) always changes both words. Other damage, such as exchanged elements, is

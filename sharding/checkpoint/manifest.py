@@ -3,6 +3,14 @@
 It holds format and step of the checkpoint, and canonical path, shape, type,
 logical axes and fingerprint of every leaf, sealed by a sha256. It is read as
 data, capped in size, and not trusted before the seal is checked.
+
+Format 1, for other programs. `manifest/metadata` is one JSON object: format
+(FORMAT), version, step, meta (of the caller), sha256, and leaves, {path:
+{shape, dtype (NumPy's name, or bfloat16 ...), axes (a name or null for each
+dimension), fingerprint (fingerprint.py)}}. sha256 is that of the object without
+it, written with sorted keys, no spaces and only ASCII, as Python's json.dumps
+does. `state` is an OCDBT database; leaf 'a/b' is the zarr (2) array 'a.b' in
+it, in row-major order; arrays with a dimension of 0 are not stored.
 """
 
 import functools
