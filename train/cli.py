@@ -17,6 +17,7 @@ from paraxis.decode import __main__ as decode_main
 from paraxis.decode.evaluate import command as evaluate_command
 from paraxis.models import checks
 from paraxis.sharding import mesh
+from paraxis.train import checkpoint_command
 from paraxis.train import data_command
 from paraxis.train import exchange_command
 from paraxis.train.bench import command as bench_command
@@ -232,6 +233,7 @@ _ALL = (
   decode_main.COMMAND,
   evaluate_command.COMMAND,
   *exchange_command.commands(_DEVICES),
+  *checkpoint_command.COMMANDS,
   command_line.Command(
     _check,
     'check',

@@ -26,6 +26,7 @@ from paraxis.sharding.checkpoint import rows
 
 IN_FLIGHT = 2**26  # bytes of blocks that are handed over and not yet written
 _WHOLE = logging.Formatter()
+_NO_ORBAX = lambda record: 'orbax' not in record.pathname
 _NO_ORBAX_TRACE = lambda record: 'orbax' not in _WHOLE.format(record)
 
 
@@ -37,13 +38,14 @@ class _RowsHandler(ocp.type_handlers.NumpyHandler):
 
   async def _background_serialize(self, values: Any, infos: Any, args=None):
     # All at once is Orbax's own way, which holds every leaf.
-    for value, info in zip(values, infos, strict=True):
+    args = args or [ocp.SaveArgs()] * len(values)
+    for value, info, arg in zip(values, infos, args, strict=True):
       await info.await_path_creation()
       if jax.process_index():
         continue
       spec = ocp.type_handlers.get_json_tspec_write(
         info, info.is_ocdbt_checkpoint, value.shape, value.block, value.dtype,
-        process_index=0,
+        process_index=0, arg=arg,
       )  # fmt: skip
       out = await ts.open(
         ts.Spec(spec), create=True, open=True, context=info.ts_context
@@ -96,9 +98,16 @@ def checkpointer(written=None) -> ocp.AsyncCheckpointer:
   )
 
 
-def item(tree):
-  """The argument for Orbax of a tree of arrays and rows.Rows."""
-  return ocp.args.PyTreeSave(manifest_lib.nest(tree))
+def item(tree, chunk_bytes: int | None = None):
+  """The argument for Orbax of a tree of arrays and rows.Rows.
+
+  chunk_bytes: the most that a chunk of a file holds; None: a shard, or a block.
+  """
+  nested = manifest_lib.nest(tree)
+  how = jax.tree.map(
+    lambda x: ocp.SaveArgs(chunk_byte_size=chunk_bytes), nested
+  )
+  return ocp.args.PyTreeSave(nested, save_args=how)
 
 
 def first_line(error):
@@ -106,6 +115,42 @@ def first_line(error):
     error = error.__cause__
   text = str(error).strip() or type(error).__name__
   return text.partition('\n')[0][:160]
+
+
+def write(folder: pathlib.Path, tree, manifest, chunk_bytes=None) -> None:
+  """Writes and commits one step's folder; returns when it is there."""
+  logging.getLogger('absl').addFilter(_NO_ORBAX)  # it warns of small chunks
+  saver = checkpointer()
+  try:
+    saver.save(
+      folder,
+      args=ocp.args.Composite(
+        state=item(tree, chunk_bytes), manifest=ocp.args.JsonSave(manifest)
+      ),
+    )
+    saver.wait_until_finished()
+  finally:
+    saver.close()
+
+
+def names(folder: pathlib.Path) -> set[str]:
+  """Canonical paths of the arrays that Orbax's metadata of a step lists.
+
+  It decides what Orbax reads, and carries no checksum. ValueError: damaged.
+  """
+  path: Any = folder / 'state'
+  try:
+    tree = ocp.PyTreeCheckpointHandler().metadata(path).tree
+  except Exception as e:  # Orbax raises many kinds for damaged files
+    raise ValueError(first_line(e)) from None
+  found = set()
+  for keys, x in jax.tree_util.tree_leaves_with_path(
+    tree, is_leaf=lambda x: not isinstance(x, dict)
+  ):
+    if not isinstance(x, ocp.metadata.ArrayMetadata):
+      raise ValueError(f'a leaf of it is {type(x).__name__}')
+    found.add('/'.join(str(k.key) for k in keys))
+  return found
 
 
 def _without_abandoned(hook):

@@ -1,0 +1,63 @@
+"""A step written again in other chunks: the same leaves, fingerprints and meta.
+
+Chunks are what a reader fetches whole. Orbax chooses them: they divide a block
+of rows and hold at most the bytes asked for, or one element.
+"""
+
+import math
+import pathlib
+import shutil
+
+from paraxis.configs.base import errors
+from paraxis.sharding.checkpoint import fingerprint
+from paraxis.sharding.checkpoint import manifest as manifest_lib
+from paraxis.sharding.checkpoint import rows
+from paraxis.sharding.checkpoint import saved_arrays
+from paraxis.sharding.checkpoint import stored
+
+LEAST = 8  # bytes of the largest element
+MOST_CHUNKS = 10**6
+SPACE = 1.3  # free disk needed, in sizes of the state
+
+
+def _blocks(step, path, chunk_bytes) -> rows.Rows:
+  """A leaf in blocks of as many rows as fit into a chunk, at least one."""
+  leaf = step.leaf(path)
+  if not leaf.ndim or not leaf.size:
+    return leaf
+  row = leaf.nbytes // leaf.shape[0]
+  return step.leaf(path, min(leaf.shape[0], max(1, chunk_bytes // row)))
+
+
+def write(step: stored.Step, directory: pathlib.Path, chunk_bytes: int) -> None:
+  """Writes `step` as a step of `directory`, and verifies both.
+
+  Args:
+    step: to be read; it is not changed.
+    directory: of the new step; it exists and is empty.
+    chunk_bytes: the most that a chunk holds.
+
+  Raises:
+    UserError: so small that there are too many chunks, or the disk is.
+    IntegrityError: the step is damaged, or what was written is.
+  """
+  tree = {path: _blocks(step, path, chunk_bytes) for path in step.leaves}
+  size = fingerprint.nbytes(tree)
+  chunks = sum(math.ceil(x.nbytes / chunk_bytes) for x in tree.values())
+  if chunk_bytes < LEAST or chunks > MOST_CHUNKS:
+    raise errors.UserError(
+      f'--chunk_bytes={chunk_bytes}: {size} bytes would be {chunks} chunks; '
+      f'give at least {max(LEAST, math.ceil(size / MOST_CHUNKS * 2))}.'
+    )
+  need, free = int(SPACE * size), shutil.disk_usage(directory).free
+  if free < need:
+    raise errors.UserError(
+      f'{directory.parent}: needs {need} free bytes, the disk has {free}.'
+    )
+  for path in step.leaves:
+    step.check(path)
+  manifest = manifest_lib.seal(step.number, step.leaves, step.manifest['meta'])
+  folder = directory / str(step.number)
+  saved_arrays.write(folder, tree, manifest, chunk_bytes)
+  if faults := stored.Step(folder).faults():
+    raise manifest_lib.damaged(folder, f'after it was written, {faults[0]}')
