@@ -180,7 +180,8 @@ class Step:
     try:
       odd = sorted(full ^ saved_arrays.names(self.folder))
     except ValueError as e:
-      return [*found, f'file state/_METADATA does not read: {e}']
+      name = 'state/_METADATA or state/_sharding'
+      return [*found, f'file {name} does not read: {e}']
     if odd:
       found.append(f'file state/_METADATA and the manifest differ in {odd[0]}')
     return found
