@@ -7,7 +7,6 @@ imports jax before the arguments are read.
 import json
 import os
 import pathlib
-import re
 import shutil
 import sys
 import tempfile
@@ -16,16 +15,15 @@ from typing import Any
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.sharding.checkpoint import folders
 from paraxis.train.run import workdir as workdir_lib
 
-_STEP = re.compile(r'0|[1-9][0-9]{0,17}')
 _NAMES = 'name RUN, RUN/STEP or RUN/checkpoints/STEP'
 
 
-def _steps(directory):
+def _listed(directory):
   """Numbers of all folders that look like a step, newest last."""
-  found = [p for p in directory.iterdir() if p.is_dir() or p.is_symlink()]
-  return sorted(int(p.name) for p in found if _STEP.fullmatch(p.name))
+  return folders.steps(directory)[::-1]
 
 
 def _locate(text, name='--checkpoint='):
@@ -37,7 +35,8 @@ def _locate(text, name='--checkpoint='):
     raise errors.UserError(f'{name} is missing: {_NAMES}.')
   path, number = pathlib.Path(os.path.abspath(os.path.expanduser(text))), None
   if (
-    _STEP.fullmatch(path.name) and not (path / workdir_lib.CHECKPOINTS).is_dir()
+    folders.STEP.fullmatch(path.name)
+    and not (path / workdir_lib.CHECKPOINTS).is_dir()
   ):
     path, number = path.parent, int(path.name)
   if (path / workdir_lib.CHECKPOINTS).is_dir():
@@ -46,7 +45,7 @@ def _locate(text, name='--checkpoint='):
     raise errors.UserError(
       f'{name}{text}: there is no folder {path}; {_NAMES}.'
     )
-  there = _steps(path)
+  there = _listed(path)
   if not there and path.name != workdir_lib.CHECKPOINTS:
     raise errors.UserError(
       f'{name}{text}: {path} is no run, it has no folder '
@@ -72,7 +71,7 @@ def _open(text, name='--checkpoint=', number=None):
 
   if named is not None:
     return stored.Step(directory / str(named))
-  steps = _steps(directory)
+  steps = _listed(directory)
   for number in reversed(steps):
     try:
       return stored.Step(directory / str(number))
@@ -183,7 +182,7 @@ def _verified(folder):
 def _verify(values, *_):
   directory, number = _locate(values.checkpoint)
   command_line.prepare_devices(1)
-  steps = _steps(directory) if number is None else [number]
+  steps = _listed(directory) if number is None else [number]
   found = []
   for number in steps:
     one = _verified(directory / str(number))
@@ -221,7 +220,7 @@ def _pair(words) -> tuple[list, dict[str, Any]]:
     given = next(n for n in numbers if n is not None)
     return [_open(text, '', given) for text in words], {}
   runs = [
-    {n: stored.Step(folder / str(n)) for n in _steps(folder)}
+    {n: stored.Step(folder / str(n)) for n in _listed(folder)}
     for folder, _ in found
   ]
   common = sorted(runs[0].keys() & runs[1].keys())
@@ -301,9 +300,11 @@ def _reshard(values, *_):
       text = step.manifest['meta']['config']
       (made / workdir_lib.CONFIG).write_text(text, encoding='utf-8')
     made.chmod(0o755)
+    folders.force(made)
     if out.exists():
       out.rmdir()
     made.rename(out)
+    folders.force_name(out.parent)
   finally:
     shutil.rmtree(made, ignore_errors=True)
   print(
@@ -327,19 +328,26 @@ COMMANDS = (
     _verify,
     'checkpoint verify',
     '--checkpoint=RUN[/STEP]',
-    'read every byte and compare all fingerprints; exit code 14: damage, and\n'
-    'which leaf or file. One leaf at a time is in memory, or 64 MiB of it.',
+    'read every byte of a checkpoint, compare all fingerprints',
     ((str, _RUN, '', 'a run, all its steps; or RUN/STEP'), _JSON),
+    notes=(
+      '',
+      'Exit code 14: damage, and which leaf or file. One leaf at a time is in',
+      'memory, or 64 MiB of it; one CPU device is enough, and no code is run.',
+    ),
   ),
   command_line.Command(
     _diff,
     'checkpoint diff',
     'A B',
-    'say which leaves differ, by how much, and two runs from which step on;\n'
-    'exit code 0: alike, 1: different. A, B: RUN, RUN/STEP; a run beside a '
-    'step:\nits step of that number.',
+    'say which leaves differ, by how much, and runs from which step on',
     (_JSON,),
     words=2,
+    notes=(
+      '',
+      'A, B: RUN or RUN/STEP. Two runs are compared at every step that both',
+      'have; a run beside a step, at that step. Exit code 0: alike, 1: not.',
+    ),
   ),
   command_line.Command(
     _reshard,

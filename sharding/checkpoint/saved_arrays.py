@@ -139,10 +139,13 @@ def names(folder: pathlib.Path) -> set[str]:
   It decides what Orbax reads, and carries no checksum. ValueError: damaged.
   """
   path: Any = folder / 'state'
+  hook = _hear_no_abandoned()
   try:
     tree = ocp.PyTreeCheckpointHandler().metadata(path).tree
   except Exception as e:  # Orbax raises many kinds for damaged files
+    logging.getLogger('asyncio').addFilter(_NO_ORBAX_TRACE)
     raise ValueError(first_line(e)) from None
+  sys.unraisablehook = hook
   found = set()
   for keys, x in jax.tree_util.tree_leaves_with_path(
     tree, is_leaf=lambda x: not isinstance(x, dict)
@@ -170,15 +173,21 @@ def _without_abandoned(hook):
   return filtered
 
 
+def _hear_no_abandoned():
+  """Filters sys.unraisablehook -> what to set it to when nothing failed."""
+  hook = sys.unraisablehook
+  if not hasattr(hook, 'of_paraxis'):
+    sys.unraisablehook = _without_abandoned(hook)
+  return hook
+
+
 def read(folder: pathlib.Path, wanted) -> tuple[dict, str | None]:
   """(restored tree, None), or ({}, the fault of the files).
 
   Reads the item itself: a Checkpointer ends in a barrier, where the others
   would wait for a process that met a damaged file.
   """
-  hook = sys.unraisablehook
-  if not hasattr(hook, 'of_paraxis'):
-    sys.unraisablehook = _without_abandoned(hook)
+  hook = _hear_no_abandoned()
   try:
     target = manifest_lib.nest(wanted)
     each = ocp.checkpoint_utils.construct_restore_args(target)
