@@ -33,6 +33,7 @@ least at T = sqrt(2 s M).
 import bisect
 from collections.abc import Mapping
 import fractions
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -113,16 +114,16 @@ def run(
   if steps < 1:
     raise errors.UserError(f'steps={steps}: a run has one at least.')
   rng = np.random.default_rng(seed)
-  training = _Training(cost, interval)
+  training = _training(interval * cost['step'], cost['save'], cost['write'])
   parts: dict[str, Fraction] = dict.fromkeys(PARTS, Fraction(0))
   done = failures = 0
   while failures <= MOST:
     left = (steps - done) * cost['step']
-    time = Fraction(rng.exponential(1 / rate)) if rate else None
+    time: Any = Fraction(rng.exponential(1 / rate)) if rate else math.inf
     for part in ('compile', 'restore') if failures else ('compile',):
-      spent = cost[part] if time is None else min(cost[part], time)
+      spent = min(cost[part], time)
       parts[part] += spent
-      time = None if time is None else time - spent
+      time -= spent
     end = training.reaches(left, time)
     if end is not None:  # it lived to see the last step
       parts['productive'] += left
@@ -143,14 +144,14 @@ def run(
   )
 
 
-class _Training:
+class Training:
   """Training without a failure, from a start, as far as was asked for.
 
   What an event simulator says of the first k saves is true of any longer run.
   """
 
-  def __init__(self, cost, interval):
-    self.cost, self.period = cost, interval * cost['step']
+  def __init__(self, period, save, write):
+    self.period, self._save, self._write = period, save, write  # seconds
     self._begun, self._committed = [], []  # times of each work, each write
     self._extend(8)
 
@@ -162,23 +163,22 @@ class _Training:
       work, save, write = ((what, k) for what in ('work', 'save', 'write'))
       tasks += [
         events.Task(work, self.period, saved, 'steps'),
-        events.Task(save, self.cost['save'], (work, *written), 'steps'),
-        events.Task(write, self.cost['write'], (save,), 'disk'),
+        events.Task(save, self._save, (work, *written), 'steps'),
+        events.Task(write, self._write, (save,), 'disk'),
       ]
     found = events.run(tasks, {'steps': 'one', 'disk': 'one'})
     self._begun = [found['work', k].start for k in range(count)]
     self._committed = [found['write', k].end for k in range(count)]
 
   def reaches(self, work, limit):
-    """When so many seconds of steps are done; None: not by the limit (None:
-    there is no limit)."""
+    """When so many seconds of steps are done; None: not by the limit."""
     whole = math.ceil(work / self.period) - 1  # with a save behind them
     while len(self._begun) <= whole:
-      if limit is not None and self._begun[-1] > limit:
+      if self._begun[-1] > limit:
         return None
       self._extend(2 * len(self._begun))
     end = self._begun[whole] + work - whole * self.period
-    return end if limit is None or end <= limit else None
+    return end if end <= limit else None
 
   def work(self, time):
     """Seconds of steps up to a time, begun ones in part."""
@@ -188,6 +188,12 @@ class _Training:
   def commits(self, time):
     """Checkpoints that are committed at a time."""
     return bisect.bisect_right(self._committed, time)
+
+
+@functools.lru_cache(16)
+def _training(*given):
+  """A Training that runs of the same costs share: it only ever grows."""
+  return Training(*given)
 
 
 def expected(costs: Mapping[str, Any], *, interval: int, rate: float) -> float:
