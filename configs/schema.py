@@ -148,6 +148,12 @@ class Optimizer:
   final_fraction: float = field(
     0.0, 'final learning rate / peak', low=0.0, high=1.0
   )
+  ema_decay: float = field(
+    0.0,
+    'decay of an average of the parameters, which decode --ema reads; 0: none',
+    low=0.0,
+    high=0.999999,
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from paraxis.models import parameter
 
 COUNTED = 'statistic'  # the kind of a leaf that no run learns
 A, B = parameter.ADAPTERS
+EMA = 'ema'  # of leaves of a state: averages of what is learned
 
 
 class Trained(NamedTuple):

@@ -227,7 +227,7 @@ class _Training:
     self._job, self._functions = job, functions
     self._store, self._recorder = store, recorder
     self._evaluator = evaluate.Evaluator(job, functions.evaluate)
-    self._axes = state_lib.axes(job.state, job.model)
+    self._axes = state_lib.axes(job.leaves)
     self.state: Any = state
     self.step, self._profile = step, profile
     self.stopped, self._saved = '', step
@@ -348,7 +348,7 @@ class _Training:
       return start.meta(self._job, step, self.origin, cursor, suspect)
 
     with recorder.rates.apart('checkpoint'), self.activity.phase('save'):
-      tree = state_lib.in_order(state_lib.flatten(self.state), self._job.model)
+      tree = state_lib.in_order(state_lib.flatten(self.state), self._job.leaves)
       self._store.begin(step, tree, self._axes, meta)
     self._saved = step
 

@@ -8,6 +8,11 @@ stack of layers is a batch of matrices, and (embed, heads, head_dim) is one
 matrix whose columns are heads x head_dim. The learning rate is applied here
 and not inside optax: it depends on the step of the run alone, and the state
 holds no second counter for it.
+
+With ema_decay d the state has an average of what is learned, in which the start
+has no weight (arXiv:1412.6980, section 3); no step reads it. After update t:
+
+    e_t = sum_i d^(t-i) p_i / sum_i d^(t-i),  i = 1..t;  e_0 = p_0
 """
 
 import math
@@ -18,6 +23,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
+from paraxis.models import trained
 from paraxis.sharding import annotate
 from paraxis.sharding import rules as rules_lib
 from paraxis.train import expert_counts
@@ -46,6 +52,8 @@ class Optimizer:
 
   Attributes:
     groups: 'adamw' and 'muon' -> the paths that each updates.
+    axes: {canonical path: logical axes} of the leaves of its state that are not
+      laid out as a parameter (train/state.py).
   """
 
   def __init__(self, config, steps, model):
@@ -62,6 +70,7 @@ class Optimizer:
       'adamw': [p for p in rest if p not in muon],
       'muon': muon,
     }
+    self.axes = {'optimizer/muon/ns_coeffs': (None,)} if muon else {}
 
   def _dimensions(self, path):
     axes = self.model.axes[path]
@@ -98,13 +107,24 @@ class Optimizer:
     return {p: annotate.stored(x, axes[p], stage) for p, x in tree.items()}
 
   def init(self, params):
-    """Optimizer state: {group: optax state}."""
+    """Optimizer state: {group: optax state}, with trained.EMA if asked."""
     params = self._stored(expert_counts.without(self.model, params))
-    return {
+    state = {
       g: self._rule(g).init({p: params[p] for p in paths})
       for g, paths in self.groups.items()
       if paths
     }
+    if self.config.ema_decay:  # copies: an update donates both
+      state[trained.EMA] = {p: jnp.copy(x) for p, x in params.items()}
+    return state
+
+  def _averaged(self, state, params, count):
+    """The averages after update `count`, () int32 >= 1, which gave `params`."""
+    d = self.config.ema_decay
+    # Of the newest parameters; 1 - d^t would cancel.
+    weight = (1 - d) / -jnp.expm1(jnp.asarray(count, float) * math.log(d))
+    step = lambda e, p: e + weight.astype(e.dtype) * (p - e)
+    return {path: step(e, params[path]) for path, e in state.items()}
 
   def rates(self, step):
     """{group: learning rate} at a step counted from 0."""
@@ -114,9 +134,10 @@ class Optimizer:
     )
     return {g: share * peaks[g] for g, paths in self.groups.items() if paths}
 
-  def update(self, grads, state, params, step):
+  def update(self, grads, state, params, step, skipped=0):
     """-> (params, state) after one step with (clipped) gradients.
 
+    step: counted from 0. skipped: how many before it changed nothing.
     Parameters without a gradient stay as they are.
     Each shard updates what it holds state for; new parameters are gathered.
     """
@@ -135,6 +156,10 @@ class Optimizer:
         )
       for p, d in direction.items():
         new_params[p] = params[p] - rate.astype(d.dtype) * d
+    if averages := state.get(trained.EMA):
+      count = step - skipped + 1
+      with jax.named_scope('ema'):
+        new_state[trained.EMA] = self._averaged(averages, new_params, count)
     axes = self.model.axes
     put = lambda p: annotate.put(new_params[p], axes[p])
     return own | {p: put(p) for p in new_params}, new_state

@@ -88,6 +88,18 @@ def aux_of(found):
   return aux_lib.Aux(terms, tallies, found.rows)
 
 
+def ends_and_layers(params):
+  """({path: parameter} of the ends, of the layers)."""
+  layers = {p: x for p, x in params.items() if p.startswith('layers/')}
+  return {p: x for p, x in params.items() if p not in layers}, layers
+
+
+def rows_with_layers(built):
+  """(stages, chunks, layers) bool: the rows that hold a layer; None: all."""
+  depth = built.model.depth
+  return None if depth.even else depth.rows >= 0
+
+
 class Pipeline:
   """A built model and a batch as pipeline.Calls, in a manual region."""
 

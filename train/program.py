@@ -61,6 +61,11 @@ class Program:
       shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
       return with_layouts(self.mesh, shapes)
 
+  @functools.cached_property
+  def leaves(self) -> dict[str, state_lib.Leaf]:
+    """{canonical path: state.Leaf} of the state."""
+    return state_lib.leaves(self.state, self.model, self.optimizer.axes)
+
   @property
   def model(self) -> decoder.Decoder:
     """The decoder."""

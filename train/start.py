@@ -112,7 +112,7 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict]:
     store.compare_replicas(0, state_lib.flatten(new))
     return new, 0, {'origin': source.about} if source else {}
   step, tree, kept = found
-  tree = state_lib.on_stages(tree, shapes, job.model)
+  tree = state_lib.on_stages(tree, shapes, job.leaves)
   _check(job, step, kept, store.directory)
   origin = kept.get('origin')
   if source and source.about['source'] != (origin or {}).get('source'):
@@ -135,13 +135,13 @@ def back(job, store, steps) -> tuple[state_lib.State, int, dict]:
     except errors.IntegrityError:
       if step == min(steps):
         raise
-  tree = state_lib.on_stages(tree, state_lib.flatten(job.state), job.model)
+  tree = state_lib.on_stages(tree, state_lib.flatten(job.state), job.leaves)
   return state_lib.unflatten(job.state, tree), kept['cursor']['step'], kept
 
 
 def wanted(job):
   """{canonical path: jax.ShapeDtypeStruct} of the state, layers in order."""
-  return state_lib.in_order(state_lib.flatten(job.state), job.model)
+  return state_lib.in_order(state_lib.flatten(job.state), job.leaves)
 
 
 def begin(job, source, like, say) -> state_lib.State:
@@ -161,7 +161,7 @@ def begin(job, source, like, say) -> state_lib.State:
     if path in grown:
       tree[path] = _grown(tree[path], fresh.pop(path), like[path])
     alone = {path: tree[path]}
-    tree |= state_lib.on_stages(alone, {path: own[path]}, job.model)
+    tree |= state_lib.on_stages(alone, {path: own[path]}, job.leaves)
   say(f'parameters of {source.about["source"]}, {len(tree)} leaves read')
   return state_lib.unflatten(job.state, fresh | tree)
 

@@ -1,9 +1,10 @@
 """The state of a run, and its canonical tree on disk.
 
 Canonical paths are ours, not optax's or Flax's: 'params/layers/mlp/up',
-'optimizer/adamw/mu/embedding', 'step'. A leaf that mirrors a parameter carries
-its logical axes, so that a checkpoint can be read onto any mesh. On disk counts
-stand among the parameters, 'params/layers/moe/load': a model reads both.
+'optimizer/adamw/mu/embedding', 'ema/embedding', 'step'. A leaf that mirrors a
+parameter carries its logical axes, so that a checkpoint can be read onto any
+mesh; of others the optimizer says them. On disk counts stand among the
+parameters, 'params/layers/moe/load': a model reads both.
 """
 
 import functools
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from paraxis.models import depth
+from paraxis.models import trained
 from paraxis.sharding import annotate
 from paraxis.train import expert_counts
 
@@ -56,23 +58,42 @@ def begun(model, init_optimizer, variables, counters):
   return State(params, counts, init_optimizer(params), *counters)
 
 
-def _path(keys):
-  """Key path of a leaf -> canonical path: names only, no tuple positions."""
-  names = []
-  for k in keys:
-    name = getattr(k, 'name', getattr(k, 'key', None))
-    if name is not None:
-      names.append(str(name))
-  if names[:1] == ['counts']:
-    names[0] = 'params'
-  return '/'.join(names)
+def _paths(tree):
+  """Canonical paths of the leaves of a tree, in their order.
+
+  Names only; the position in a tuple is one where several elements of it hold
+  leaves, so that those of two elements never meet in one path.
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  filled = {}  # keys of a tuple -> its elements that hold leaves
+  for keys, _ in leaves:
+    for i, key in enumerate(keys):
+      if isinstance(key, jax.tree_util.SequenceKey):
+        filled.setdefault(keys[:i], set()).add(key.idx)
+  out = []
+  for keys, _ in leaves:
+    names = []
+    for i, key in enumerate(keys):
+      if not isinstance(key, jax.tree_util.SequenceKey):
+        names.append(str(getattr(key, 'name', getattr(key, 'key', None))))
+      elif len(filled[keys[:i]]) > 1:
+        names.append(str(key.idx))
+    if names[0] == 'counts':
+      names[0] = 'params'
+    elif names[:2] == ['optimizer', trained.EMA]:
+      del names[0]
+    out.append('/'.join(names))
+  return out
 
 
 def flatten(state):
-  """State -> {canonical path: leaf}."""
+  """State -> {canonical path: leaf}.
+
+  Raises:
+    ValueError: two leaves have one path.
+  """
   out = {}
-  for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
-    path = _path(keys)
+  for path, leaf in zip(_paths(state), jax.tree.leaves(state), strict=True):
     if path in out:
       raise ValueError(f'two leaves of the state are both named {path!r}')
     out[path] = leaf
@@ -81,50 +102,93 @@ def flatten(state):
 
 def unflatten(like, flat):
   """{canonical path: leaf} -> State with the structure of `like`."""
-  return jax.tree_util.tree_map_with_path(
-    lambda keys, _: flat[_path(keys)], like
-  )
+  found = [flat[path] for path in _paths(like)]
+  return jax.tree.unflatten(jax.tree.structure(like), found)
 
 
-def _owner(path, leaf, model):
-  """The parameter that a leaf mirrors, or None."""
-  # The longest: 'norm/scale' also ends 'layers/norm/scale'.
-  owners = (p for p in model.axes if path.endswith('/' + p))
-  owner = max(owners, key=len, default=None)
-  mirrors = owner is not None and len(model.axes[owner]) == len(leaf.shape)
-  return owner if mirrors else None
+class Leaf(NamedTuple):
+  """axes: logical axes of a leaf. held: how memory holds its layers."""
+
+  axes: tuple
+  held: depth.Held = depth.IN_ORDER
 
 
-def axes(state, model):
-  """{canonical path: logical axes} of every leaf."""
+def leaves(state, model, own=()):
+  """{canonical path: Leaf} of a State, or of its shapes.
+
+  A leaf whose path ends as a parameter's, and whose shape is the same, mirrors
+  that parameter. Of any other with a dimension the optimizer says the axes.
+
+  Args:
+    own: {canonical path: logical axes}; what it names mirrors nothing. Layers
+      and experts are held as those of the parameter that the path names.
+
+  Raises:
+    ValueError: the axes of a leaf are not known, or do not fit it.
+  """
+  flat, own = flatten(state), dict(own)
+  if unknown := sorted(set(own) - set(flat)):
+    raise ValueError(f'axes of {unknown}, which are no leaves of the state')
+  shapes = {**state.counts, **state.params}
   out = {}
-  for path, leaf in flatten(state).items():
-    owner = _owner(path, leaf, model)
-    out[path] = model.axes[owner] if owner else (None,) * len(leaf.shape)
+  for path, leaf in flat.items():
+    # The longest: 'norm/scale' also ends 'layers/norm/scale'.
+    owners = [p for p in model.axes if f'/{p}/' in f'{path}/']
+    owner: Any = max(owners, key=len, default=None)
+    if path in own:
+      out[path] = Leaf(tuple(own[path]), _held(path, own[path], owner, model))
+    elif not leaf.shape:
+      out[path] = Leaf(())
+    elif path.endswith(f'/{owner}') and leaf.shape == shapes[owner].shape:
+      held = model.held.get(owner, depth.IN_ORDER)
+      out[path] = Leaf(model.axes[owner], held)
+    else:
+      raise ValueError(
+        f'{path} {leaf.shape} mirrors no parameter: Optimizer.axes must say '
+        'its logical axes'
+      )
+    if len(out[path].axes) != len(leaf.shape):
+      raise ValueError(f'{path} {leaf.shape}: axes {out[path].axes}')
   return out
 
 
-def _staged(flat, model):
-  """Yields (path, leaf, axes, depth.Held) of leaves held out of order."""
+def _held(path, names, owner, model):
+  """depth.Held of a leaf with axes of its own."""
+  by_expert = [d for d, name in enumerate(names) if name in depth.BY_EXPERT]
+  layered = names[:1] == ('layers',)
+  if owner is None and (by_expert or layered):
+    raise ValueError(f'{path}: layers or experts of which parameter?')
+  rows, experts = model.held.get(owner, depth.IN_ORDER)
+  return depth.Held(
+    rows if layered else None,
+    (by_expert[0], experts[1]) if experts and by_expert else None,
+  )
+
+
+def axes(leaves):
+  """{canonical path: logical axes} of {canonical path: Leaf}."""
+  return {path: leaf.axes for path, leaf in leaves.items()}
+
+
+def _staged(flat, leaves):
+  """Yields (path, leaf, Leaf) of leaves held out of order."""
   for path, leaf in flat.items():
-    owner = _owner(path, leaf, model)
-    held = model.held.get(owner, depth.IN_ORDER)
-    if held != depth.IN_ORDER:
-      yield path, leaf, model.axes[owner], held
+    if leaves[path].held != depth.IN_ORDER:
+      yield path, leaf, leaves[path]
 
 
-def in_order(flat, model):
+def in_order(flat, leaves):
   """A flat tree as a checkpoint holds it: layers and experts in order.
 
   Args:
     flat: {canonical path: array, or jax.ShapeDtypeStruct with its sharding}.
-    model: models.decoder.Decoder, its rules and mesh in force.
+    leaves: {canonical path: Leaf}; rules and mesh in force.
 
   One leaf at a time passes through memory with its layers on every stage, and
   with all experts on every device if they have an order of their own.
   """
   out = dict(flat)
-  for path, leaf, names, held in _staged(flat, model):
+  for path, leaf, (names, held) in _staged(flat, leaves):
     layers = leaf.shape[0] if held.rows is None else max(held.rows) + 1
     moved = 0, held.experts and held.experts[0]
     whole = [None if d in moved else name for d, name in enumerate(names)]
@@ -151,10 +215,10 @@ def _staged_again(x, held, sharding):
   return jax.reshard(depth.from_order(x, *held), sharding)
 
 
-def on_stages(flat, like, model):
+def on_stages(flat, like, leaves):
   """The inverse of `in_order`; like: flat tree of the layouts wanted."""
   out = dict(flat)
-  for path, leaf, _, held in _staged(like, model):
+  for path, leaf, (_, held) in _staged(like, leaves):
     found = _staged_again(flat[path], held, leaf.sharding)
     out[path] = jax.block_until_ready(found)
   return out

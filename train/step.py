@@ -71,7 +71,8 @@ def make(built, optimizer, clip_norm):
     def move(params, counts, inner):
       with jax.named_scope('update'):
         clipped = {p: g * clip for p, g in grads.items()}
-        moved, inner = optimizer.update(clipped, inner, params, state.step)
+        at = state.step, state.skipped
+        moved, inner = optimizer.update(clipped, inner, params, *at)
         return moved, counts | expert_counts.update(model, aux, counts), inner
 
     # A branch, not a select: selecting reads everything twice, and the update
@@ -310,18 +311,6 @@ def _batch_specs(batch):
   return jax.tree.map(lambda x: rows.get(x.ndim, jax.P()), batch)
 
 
-def _ends_and_layers(params):
-  """({path: parameter} of the ends, of the layers)."""
-  layers = {p: x for p, x in params.items() if p.startswith('layers/')}
-  return {p: x for p, x in params.items() if p not in layers}, layers
-
-
-def _rows_with_layers(built):
-  """(stages, chunks, layers) bool: the rows that hold a layer; None: all."""
-  depth = built.model.depth
-  return None if depth.even else depth.rows >= 0
-
-
 def _pipeline_gradients(built, layouts, params, batch, cotangent):
   """As `_gradients`, of this shard's tokens and stage, by the schedule."""
   model = built.model
@@ -330,17 +319,17 @@ def _pipeline_gradients(built, layouts, params, batch, cotangent):
   scatter = lambda p, g: _scatter(g, whole[p], layouts.kept[p])
   run = pipeline_step.Pipeline(built, batch, scatter, cotangent)
   schedule = pipeline_step.schedule_of(built, batch)
-  on = _rows_with_layers(built)
+  on = pipeline_step.rows_with_layers(built)
 
   def count():
-    ends, stack = _ends_and_layers(params)
+    ends, stack = pipeline_step.ends_and_layers(params)
     with run.context():
       return pipeline.forward(
         schedule, run.calls(), run.gather(ends), stack, on
       )[1].rows
 
   params = _with_loads(model, layouts, params, batch, count)
-  ends, stack = _ends_and_layers(params)
+  ends, stack = pipeline_step.ends_and_layers(params)
   with run.context():
     ends = run.gather(ends)
     learned = expert_counts.without(model, ends)
@@ -355,10 +344,10 @@ def _pipeline_gradients(built, layouts, params, batch, cotangent):
 def _pipeline_total(built, params, batch):
   """Sum of nats over the weighted targets of a batch (B, T) on stages."""
   schedule = pipeline_step.evaluation(built.schedule)
-  on = _rows_with_layers(built)
+  on = pipeline_step.rows_with_layers(built)
 
   def body(params, batch):
-    ends, stack = _ends_and_layers(params)
+    ends, stack = pipeline_step.ends_and_layers(params)
     run = pipeline_step.Pipeline(built, batch)
     with run.context():
       total, _ = pipeline.forward(

@@ -130,18 +130,18 @@ def saved(side, state, folder):
   """A checkpoint of the state: its tree, as numbers."""
   with store_lib.Store(folder, store_lib.Options(asynchronous=False)) as store:
     with side.job.context():
-      tree = state_lib.in_order(state_lib.flatten(state), side.job.model)
-      store.save(3, tree, state_lib.axes(state, side.job.model), {})
+      tree = state_lib.in_order(state_lib.flatten(state), side.job.leaves)
+      store.save(3, tree, state_lib.axes(side.job.leaves), {})
   return jax.device_get(tree)
 
 
 def resumed(side, folder):
   """The state of a checkpoint, as train/loop.py reads it."""
-  model, shapes = side.job.model, state_lib.flatten(side.job.state)
+  leaves, shapes = side.job.leaves, state_lib.flatten(side.job.state)
   with store_lib.Store(folder, store_lib.Options(asynchronous=False)) as store:
     with side.job.context():
-      tree, _ = store.restore(3, state_lib.in_order(shapes, model))
-      tree = state_lib.on_stages(tree, shapes, model)
+      tree, _ = store.restore(3, state_lib.in_order(shapes, leaves))
+      tree = state_lib.on_stages(tree, shapes, leaves)
   return state_lib.unflatten(side.job.state, tree)
 
 

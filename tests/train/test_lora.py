@@ -173,7 +173,7 @@ def test_exact_at_zero(tiny):
 @pytest.mark.parametrize('name', ['adamw', 'muon'])
 def test_the_optimizer_holds_adapters_alone(tiny, name):
   job = tiny.job({'train.lora.rank': 2, 'optimizer.name': name})
-  params, axes = job.state.params, state_lib.axes(job.state, job.model)
+  params, axes = job.state.params, state_lib.axes(job.leaves)
   adapters = [p for p in params if '_lora_' in p]
   held = state_lib.flatten(job.state.optimizer)
   numbers = sum(x.size for x in held.values() if x.ndim > 2)
@@ -290,7 +290,7 @@ def test_a_new_run_begins_with_all_of_it(tiny, run):
     ({'train.lora.rank': 0}, ['7 adapters are merged']),
   ):
     job, said = tiny.job(RUN | changes, MESH), []
-    like = state_lib.in_order(state_lib.flatten(job.state), job.model)
+    like = state_lib.in_order(state_lib.flatten(job.state), job.leaves)
     source = origin_lib.open_(str(run))
     made = start.begin(job, source, like, said.append)
     params = jax.device_get(made.params)
@@ -312,7 +312,7 @@ def test_adapters_on_a_base_without(tiny, run, tmp_path):
   base = _saved(tmp_path / 'plain')
   for origin in ('plain', 'out'):
     job, said = tiny.job(RUN, MESH), []
-    like = state_lib.in_order(state_lib.flatten(job.state), job.model)
+    like = state_lib.in_order(state_lib.flatten(job.state), job.leaves)
     source = origin_lib.open_(str(tmp_path / origin))
     made = start.begin(job, source, like, said.append)
     found = jax.device_get(made.params)

@@ -332,8 +332,8 @@ def read_and_save(tiny, source, mesh, target):
   )
   with job.context(), open_(source) as store, open_(target) as other:
     state, step, _ = start.state(job, store, None, lambda line: None)
-    tree = state_lib.in_order(state_lib.flatten(state), job.model)
-    axes = state_lib.axes(state, job.model)
+    tree = state_lib.in_order(state_lib.flatten(state), job.leaves)
+    axes = state_lib.axes(job.leaves)
     other.save(step, tree, axes, start.meta(job, step))
   return support.fingerprints(target, step)
 

@@ -84,7 +84,7 @@ def test_optimizer_afresh_unless_asked(tiny, first):
   wanted, _ = _leaves(first, 4)
   for asked in (False, True):
     source, _ = _opened(first, optimizer=asked)
-    like = state_lib.in_order(state_lib.flatten(job.state), job.model)
+    like = state_lib.in_order(state_lib.flatten(job.state), job.leaves)
     made = start.begin(job, source, like, lambda line: None)
     flat = {p: np.asarray(x) for p, x in state_lib.flatten(made).items()}
     moments = [
@@ -119,7 +119,7 @@ def test_no_leaf_is_made_and_read(tiny, first, monkeypatch):
 
   monkeypatch.setattr(source, 'read', reading)
   monkeypatch.setattr(program.Program, 'initial_leaves', making)
-  like = state_lib.in_order(state_lib.flatten(job.state), job.model)
+  like = state_lib.in_order(state_lib.flatten(job.state), job.leaves)
   state = start.begin(job, source, like, lambda line: None)
   size = sum(x.nbytes for x in jax.tree.leaves(state))
   assert seen == [0] and live() - before == size

@@ -15,6 +15,9 @@ from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import model as model_schema
 from paraxis.models import build
+from paraxis.models import depth
+from paraxis.sharding import annotate
+from paraxis.sharding import rules
 from paraxis.train import optimizers
 from paraxis.train import program
 from paraxis.train import state as state_lib
@@ -43,12 +46,12 @@ GOLDEN = {
 
 @pytest.fixture(scope='module')
 def quickstart():
-  """(model, state of shapes) of the quickstart."""
+  """(model, state of shapes, axes of the optimizer's own) of the quickstart."""
   config = schema.view(command_line.load('quickstart'))
   model = build.build(config, 'data=8').model
   optimizer = optimizers.Optimizer(config.optimizer, 480, model)
   init = lambda: state_lib.init(model, optimizer, jax.random.key(0))
-  return model, jax.eval_shape(init)
+  return model, jax.eval_shape(init), optimizer.axes
 
 
 def test_the_paths_of_the_quickstart(quickstart):
@@ -57,8 +60,9 @@ def test_the_paths_of_the_quickstart(quickstart):
 
 
 def test_every_leaf_has_its_axes(quickstart):
-  model, state = quickstart
-  flat, axes = state_lib.flatten(state), state_lib.axes(state, model)
+  model, state, own = quickstart
+  flat = state_lib.flatten(state)
+  axes = state_lib.axes(state_lib.leaves(state, model, own))
   assert axes.keys() == flat.keys()
   assert all(len(axes[p]) == len(flat[p].shape) for p in flat)
   assert axes['params/embedding'] == ('vocab', 'embed')
@@ -71,19 +75,89 @@ def test_every_leaf_has_its_axes(quickstart):
 
 def test_the_longest_name_owns_a_leaf():
   model = types.SimpleNamespace(
-    axes={'norm/scale': ('norm',), 'layers/norm/scale': ('layers', 'norm')}
+    axes={'norm/scale': ('norm',), 'layers/norm/scale': ('layers', 'norm')},
+    held={},
   )
   params = {'layers/norm/scale': jnp.zeros((2, 3)), 'norm/scale': jnp.zeros(3)}
-  state = state_lib.State(params, {}, {'adamw': {'mu': params}}, 0, 0, 0)
-  state = jax.tree.map(jnp.asarray, state)
-  axes = state_lib.axes(state, model)
+  axes = state_lib.axes(state_lib.leaves(_state(params, mu=params), model))
   for folder in ('params', 'optimizer/adamw/mu'):
     assert axes[f'{folder}/layers/norm/scale'] == ('layers', 'norm')
     assert axes[f'{folder}/norm/scale'] == ('norm',)
 
 
+def _state(params, **adamw):
+  state = state_lib.State(params, {}, {'adamw': adamw}, 0, 0, 0)
+  return jax.tree.map(jnp.asarray, state)
+
+
+UP = 'layers/mlp/up'
+HELD = depth.Held((1, -1, 0), None)  # 2 layers on rows of stages
+MATRICES_ONLY = types.SimpleNamespace(
+  axes={UP: ('layers', 'embed', 'mlp')}, held={UP: HELD}
+)
+PRECONDITIONER = ('layers', 'embed', None)
+
+
+def test_a_leaf_of_another_shape_is_no_mirror():
+  """(layers, in, in) beside a matrix (layers, in, out): the optimizer says."""
+  state = _state(
+    {UP: jnp.zeros((3, 4, 6))},
+    mu={UP: jnp.zeros((3, 4, 6))},
+    left={UP: jnp.zeros((3, 4, 4))},
+  )
+  path = f'optimizer/adamw/left/{UP}'
+  with pytest.raises(ValueError, match=rf'{path} \(3, 4, 4\) mirrors no'):
+    state_lib.leaves(state, MATRICES_ONLY)
+  found = state_lib.leaves(state, MATRICES_ONLY, {path: PRECONDITIONER})
+  assert found[path] == state_lib.Leaf(PRECONDITIONER, HELD)
+  assert found[f'optimizer/adamw/mu/{UP}'].axes == ('layers', 'embed', 'mlp')
+  # Its layers are put in order as those of the matrix; other axes have none.
+  flat = {path: jnp.arange(3.0)[:, None, None] * jnp.ones((3, 4, 4))}
+  with jax.set_mesh(jax.make_mesh((1,), ('data',), devices=jax.devices()[:1])):
+    flat = {p: jax.device_put(x, jax.P()) for p, x in flat.items()}
+    with annotate.use(rules.PRESETS['data']):
+      ordered = state_lib.in_order(flat, found)
+      back = state_lib.on_stages(ordered, flat, found)
+      alone = state_lib.leaves(state, MATRICES_ONLY, {path: (None,) * 3})
+      assert state_lib.in_order(flat, alone) == flat
+  assert ordered[path][:, 0, 0].tolist() == [2, 0]
+  assert back[path][:, 0, 0].tolist() == [0, 0, 2]
+
+
+def test_a_square_matrix_has_no_mirrors_by_chance():
+  """What the optimizer says counts, also where the shape would fit."""
+  square = {UP: jnp.zeros((3, 4, 4))}
+  path = f'optimizer/adamw/left/{UP}'
+  own = {path: PRECONDITIONER}
+  found = state_lib.leaves(_state(square, left=square), MATRICES_ONLY, own)
+  assert found[path].axes == PRECONDITIONER
+
+
+@pytest.mark.parametrize(
+  'own, words',
+  [
+    ({f'optimizer/adamw/left/{UP}': ('layers', None)}, r'axes \(.layers., No'),
+    ({'optimizer/adamw/right': ('layers',)}, 'no leaves of the state'),
+    ({'optimizer/adamw/each': ('layers',)}, 'layers or experts of which'),
+  ],
+)
+def test_axes_that_do_not_fit(own, words):
+  right = {
+    f'optimizer/adamw/left/{UP}': PRECONDITIONER,
+    'optimizer/adamw/each': (None,),
+  }
+  state = _state(
+    {UP: jnp.zeros((3, 4, 6))},
+    left={UP: jnp.zeros((3, 4, 4))},
+    each=jnp.zeros(3),
+  )
+  assert state_lib.leaves(state, MATRICES_ONLY, right)
+  with pytest.raises(ValueError, match=words):
+    state_lib.leaves(state, MATRICES_ONLY, {**right, **own})
+
+
 def test_flatten_and_back(quickstart):
-  _, shapes = quickstart
+  _, shapes, _ = quickstart
   state = jax.tree.map(lambda x: np.full(x.shape, 2, x.dtype), shapes)
   flat = state_lib.flatten(state)
   mixed = dict(reversed(flat.items()))
@@ -95,19 +169,34 @@ def test_flatten_and_back(quickstart):
     state_lib.unflatten(shapes, mixed)
 
 
+def test_leaves_of_a_tuple_have_names_of_their_own():
+  """A position is named where two elements hold leaves, and only there."""
+  pair = ({'mu': 1}, (), {'mu': {'norm/scale': (2, 3)}})
+  state = state_lib.State({}, {}, {'adamw': pair, 'muon': ((), 4)}, 5, 6, 7)
+  flat = state_lib.flatten(state)
+  first = 'optimizer/adamw/2/mu/norm/scale'
+  assert flat == {
+    'optimizer/adamw/0/mu': 1, f'{first}/0': 2, f'{first}/1': 3,
+    'optimizer/muon': 4, 'step': 5, 'skipped': 6, 'skipped_in_a_row': 7,
+  }  # fmt: skip
+  assert state_lib.unflatten(state, flat) == state
+
+
 def test_two_leaves_of_one_name_are_refused():
-  pair = ({'mu': 1}, {'mu': 2})  # positions in a tuple are no names
-  state = state_lib.State({}, {}, {'adamw': pair}, 0, 0, 0)
-  with pytest.raises(ValueError, match="both named 'optimizer/adamw/mu'"):
+  twins = {'mu/0': 1, 'mu': (2, 3)}
+  state = state_lib.State({}, {}, {'adamw': twins}, 0, 0, 0)
+  with pytest.raises(ValueError, match="both named 'optimizer/adamw/mu/0'"):
     state_lib.flatten(state)
 
 
 def test_one_stage_moves_nothing():
   config = schema.view(dict(model=dict(vocab_size=32, d_model=16, num_heads=2)))
   built = build.build(config, 'data=4', devices=jax.devices()[:4])
-  flat = {'params/layers/mlp/up': np.zeros(3)}
-  assert state_lib.in_order(flat, built.model) == flat
-  assert state_lib.on_stages(flat, flat, built.model) == flat
+  state = _state({UP: np.zeros(built.params[UP].shape)})
+  leaves = state_lib.leaves(state, built.model)
+  flat = {f'params/{UP}': np.zeros(3)}
+  assert state_lib.in_order(flat, leaves) == flat
+  assert state_lib.on_stages(flat, flat, leaves) == flat
 
 
 def test_what_experts_count_is_no_parameter():

@@ -132,7 +132,9 @@ def config_of(case):
       **MODELS[case['model']],
     ),
     data=schema.Data(sequence_length=32),
-    optimizer=schema.Optimizer(name=case['optimizer'], warmup_steps=0),
+    optimizer=schema.Optimizer(
+      name=case['optimizer'], warmup_steps=0, ema_decay=0.9
+    ),
     train=schema.Train(
       batch_size=16, microbatches=case['microbatches'],
       lora=lora.Lora(case['lora']), **REMAT[case['remat']],

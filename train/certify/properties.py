@@ -16,6 +16,7 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.models import trained
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.checkpoint import store as store_lib
@@ -51,7 +52,7 @@ def _every_gradient(run):
 def _one_update(run):
   job = run.runner.job
   with job.context():
-    updated = jax.device_get(state_lib.in_order(run.updated, job.model))
+    updated = jax.device_get(state_lib.in_order(run.updated, job.leaves))
   yield run.verdict(
     'one update, identical gradients, whole state',
     trial.worst(updated, run.reference.updated),
@@ -65,9 +66,10 @@ def _layout(run):
   built = run.runner.job.built
   sizes, model = dict(built.mesh.shape), built.model
   stages = {'gradients': rules_lib.GRADIENTS, 'optimizer': rules_lib.OPTIMIZER}
+  stages[trained.EMA] = rules_lib.OPTIMIZER
   leaves = {f'gradients/{p}': g for p, g in run.gradients[1].items()}
   axes = {f'gradients/{p}': model.axes[p] for p in run.gradients[1]}
-  axes |= state_lib.axes(run.state, model)
+  axes |= state_lib.axes(run.runner.job.leaves)
   leaves |= run.updated
   moved = []
   for path, x in leaves.items():
@@ -247,8 +249,8 @@ def _resume(run):
       folder, store_lib.Options(asynchronous=False)
     ) as store:
       with runner.job.context():
-        tree = state_lib.in_order(state_lib.flatten(state), runner.job.model)
-        store.save(1, tree, state_lib.axes(state, runner.job.model), {})
+        tree = state_lib.in_order(state_lib.flatten(state), runner.job.leaves)
+        store.save(1, tree, state_lib.axes(runner.job.leaves), {})
       like = other.start(run.reference.params)
       with other.job.context():
         read, _ = store.restore(1, state_lib.flatten(like))

@@ -73,7 +73,9 @@ def test_equals_one_device(name):
 
 @pytest.mark.sampled(12)
 def test_an_empty_row_that_counts_is_seen(monkeypatch):
-  monkeypatch.setattr(step, '_rows_with_layers', lambda built: None)
+  monkeypatch.setattr(
+    step.pipeline_step, 'rows_with_layers', lambda built: None
+  )
   loss, gradients = verify.certify(
     case_of('first_dense'), ('loss', 'gradients')
   )

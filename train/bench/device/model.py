@@ -261,8 +261,8 @@ def _checkpoint(work):
       store_lib.Store(folder, store_lib.Options(1)) as store,
     ):
       state = jax.block_until_ready(program.initial_state())
-      tree = state_lib.in_order(state_lib.flatten(state), program.model)
-      axes = state_lib.axes(state, program.model)
+      tree = state_lib.in_order(state_lib.flatten(state), program.leaves)
+      axes = state_lib.axes(program.leaves)
       for step in range(min(work.rounds, 2) + 1):
         times = [clock()]
         store.save(step, tree, axes, {})

@@ -87,7 +87,7 @@ def train(config, task, every, folder, say):
       if (t + 1) % every == 0 or t + 1 == config.train.steps:
         found = jnp.stack([measure(state.variables, b) for b in held]).mean(0)
         curve.append([t + 1, *map(float, found)])
-        axes = state_lib.axes(job.state, job.model)
+        axes = state_lib.axes(job.leaves)
         store.save(t + 1, state_lib.flatten(state), axes, dict(curve=curve))
         say(f'step {t + 1}: loss {float(numbers["loss"]):.3f}, {found[0]:.1%}')
   return curve
