@@ -23,6 +23,7 @@ from paraxis.train import exchange_command
 from paraxis.train.bench import command as bench_command
 from paraxis.train.plot import command as plot_command
 from paraxis.train.run import hosts as hosts_lib
+from paraxis.train.run import launch_command
 
 _CONFIG = '--config=configs/quickstart.py'
 _MESH = (
@@ -230,6 +231,7 @@ _ALL = (
     ),
     'required',
   ),
+  launch_command.COMMAND,
   decode_main.COMMAND,
   evaluate_command.COMMAND,
   *exchange_command.commands(_DEVICES),
