@@ -361,20 +361,20 @@ def run(command, argv):
   try:
     return command(argv) or errors.EXIT_OK
   except (errors.UserError, errors.IntegrityError, errors.CrashError) as e:
-    print(f'paraxis: {e}', file=sys.stderr)
+    explain.tell(f'paraxis: {e}')
     return e.code
   except BrokenPipeError:  # the reader of a pipe, such as head, went away
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left goes nowhere
     return errors.EXIT_PIPE
   except KeyboardInterrupt:
-    print('paraxis: interrupted', file=sys.stderr)
+    explain.tell('paraxis: interrupted')
     return errors.EXIT_INTERRUPTED
   except Exception as e:
     if outside := explain.outside(e):
-      print(f'paraxis: {outside}', file=sys.stderr)
+      explain.tell(f'paraxis: {outside}')
       return errors.EXIT_USER
-    traceback.print_exc()
-    print(f'paraxis: crashed: {type(e).__name__}: {e}', file=sys.stderr)
+    explain.tell(traceback.format_exc())
+    explain.tell(f'paraxis: crashed: {type(e).__name__}: {e}')
     return errors.EXIT_CRASH
 
 

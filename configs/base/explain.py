@@ -4,6 +4,7 @@ The user's own file, a full disk, a backend that cannot start. Whatever else is
 raised is a crash of ours.
 """
 
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -16,6 +17,12 @@ from paraxis.configs.base import user_file
 
 PLATFORMS = 'cpu', 'gpu', 'cuda', 'rocm', 'tpu'  # of jax's own
 _OF_THEM = 'cuda', 'rocm', 'libtpu'  # in the names of plugins for these
+
+
+def tell(text):
+  """A line on stderr; where nobody reads it the exit code still counts."""
+  with contextlib.suppress(OSError):
+    print(text, file=sys.stderr)
 
 
 def check_platforms(text):

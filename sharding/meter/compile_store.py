@@ -5,9 +5,14 @@ while it writes leaves half an entry, which jax never replaces and which it
 warns of, and compiles again, at every later start. So no process writes to the
 store. Each gets an overlay: a folder of its own with hard links to the entries
 of the store, which jax reads and writes. Entries that are new and whole are
-linked into the store under a name that ends in their length; link(2) is atomic.
-A stored entry of another length is dropped, and made again by whoever needs it
-next.
+linked into the store under a name that ends in their length and a checksum;
+link(2) is atomic. A stored entry that does not fit its name is dropped, which
+is said, and made again by whoever needs it next: jax compresses entries by
+zstandard without a checksum, so a flipped bit may be read as other code.
+
+The programs are native code: whoever may write to the store decides what its
+readers run. Its folders are the user's alone (mode 700); `distrust` says why
+one is not to be used. CRC-32 is against accidents, not against them.
 
 The store is a folder per kind of processor: code for one may be illegal on
 another, and jax's key does not hold what the processor can do. The key does
@@ -27,7 +32,11 @@ import pathlib
 import platform
 import re
 import shutil
+import stat
 import tempfile
+import zlib
+
+from paraxis.configs.base import plain_files
 
 SUFFIX = '-cache'  # of an entry's file (jax/_src/lru_cache.py)
 OVERLAYS = 'overlays'
@@ -37,6 +46,7 @@ _READS = '/jax/compilation_cache/compile_requests_use_cache'
 _COLLECTIVE = re.compile(
   rb'\x12[\x00-\x7f](all-|reduce-scatter|collective-|ragged-all)'
 )
+_MARK = re.compile(r'\d+-[0-9a-f]{8}')
 _NESTED = re.compile(rb'\x12(\x05while|\x0bconditional|\x04call)')
 
 
@@ -48,37 +58,73 @@ def processor():
     lines = cpuinfo.read_text(encoding='utf-8').splitlines()
     text = next((x for x in lines if x.startswith(('flags', 'Features'))), text)
   # 2: without programs that may hang. 3: operations name their scopes, which
-  # jax's key does not hold.
-  digest = hashlib.sha256(f'3 {text}'.encode()).hexdigest()[:12]
+  # jax's key does not hold. 4: names hold a checksum.
+  digest = hashlib.sha256(f'4 {text}'.encode()).hexdigest()[:12]
   return f'{platform.machine()}-{digest}'
+
+
+def distrust(root) -> str:
+  """Why nothing in a folder of stores may be run, in a few words; '': it may.
+
+  Looks at the folder and at this processor's store in it, where they exist.
+  """
+  root = pathlib.Path(root)
+  for folder in (root, root / processor(), root / processor() / OVERLAYS):
+    try:
+      found = folder.stat()
+    except FileNotFoundError:
+      break
+    if found.st_uid != os.geteuid():
+      return f'{folder} belongs to another user (id {found.st_uid})'
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+      return f'{folder} may be written by other users (mode {mode:o})'
+  return ''
+
+
+def _mark(data):
+  """How the name of a stored entry ends: 'LENGTH-CRC'."""
+  return f'{len(data)}-{zlib.crc32(data):08x}'
 
 
 class Overlay:
   """A folder for jax: the store's entries, and what is compiled meanwhile.
 
   Attributes:
-    store: pathlib.Path of this processor's entries, NAME-cache.LENGTH each.
+    store: pathlib.Path of this processor's entries, NAME-cache.LENGTH-CRC each.
     folder: pathlib.Path, jax's compilation cache directory.
   """
 
-  def __init__(self, root):
-    """root: folder of the stores; one per processor is made in it."""
+  def __init__(self, root, say=lambda line: None):
+    """root: folder of the stores; one per processor is made in it.
+
+    say: prints one line, on entries that are damaged.
+    """
     self.store = pathlib.Path(root) / processor()
     around = self.store / OVERLAYS
-    around.mkdir(parents=True, exist_ok=True)
+    self.store.parent.parent.mkdir(parents=True, exist_ok=True)
+    for folder in (self.store.parent, self.store, around):
+      folder.mkdir(mode=0o700, exist_ok=True)
     _sweep(around)
     self.folder = pathlib.Path(tempfile.mkdtemp(dir=around))
     self._lock = _locked(self.folder)
     self._known = set()
+    damaged = 0
     for entry in os.scandir(self.store):
-      name, _, size = entry.name.rpartition('.')
-      if not name.endswith(SUFFIX) or not size.isdigit():
+      name, _, mark = entry.name.rpartition('.')
+      if not name.endswith(SUFFIX) or not _MARK.fullmatch(mark):
         continue
-      if entry.stat().st_size != int(size):
+      if not _fits(entry.path, mark):
         pathlib.Path(entry.path).unlink(missing_ok=True)
+        damaged += 1
       else:
         self._known.add(name)
         _link(entry.path, self.folder / name)
+    if damaged:
+      say(
+        f'paraxis: {damaged} compiled programs in {self.store} are damaged: '
+        'they are compiled again'
+      )
 
   def settings(self, seconds):
     """jax's settings {name: value}; as environment variables in upper case.
@@ -100,8 +146,8 @@ class Overlay:
       if entry.name.endswith(SUFFIX) and entry.name not in self._known:
         data = content(entry.path)
         if data is not None and not may_hang(data):
-          size = entry.stat().st_size
-          _link(entry.path, self.store / f'{entry.name}.{size}')
+          mark = _mark(pathlib.Path(entry.path).read_bytes())
+          _link(entry.path, self.store / f'{entry.name}.{mark}')
           self._known.add(entry.name)
 
   def close(self):
@@ -112,6 +158,16 @@ class Overlay:
     shutil.rmtree(self.folder, ignore_errors=True)
     os.close(self._lock)
     self._lock = None
+
+
+def _fits(path, mark):
+  """Whether a stored entry is what its name says; True: another removed it."""
+  try:
+    return _mark(plain_files.read_bytes(path)) == mark
+  except FileNotFoundError:
+    return True
+  except OSError:
+    return False
 
 
 def content(path):

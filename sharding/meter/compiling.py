@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from paraxis.configs.base import cache
+from paraxis.configs.base import explain
 from paraxis.sharding.meter import compile_store
 
 _HIT = '/jax/compilation_cache/cache_hits'
@@ -22,7 +23,8 @@ def use_cache():
   """Persistent compilation cache: jax's setting, else in the user's cache.
 
   What jax's setting names is used as it is, programs that may hang with it
-  (compile_store.may_hang).
+  (compile_store.may_hang). Without a folder that this user alone may write,
+  which is said, every program is compiled.
   """
   if not _hits:
     _hits.append(0)
@@ -35,13 +37,32 @@ def use_cache():
       _guarded.add(given)
       compile_store.guard(given)
     return
-  overlay = compile_store.Overlay(cache.root() / 'compiled')
+  overlay = _overlay(cache.root() / 'compiled')
+  if overlay is None:
+    return
   _guarded.add(overlay.folder)
   compile_store.guard(overlay.folder)
   atexit.register(overlay.close)
   _overlays.append(overlay)
   for name, value in overlay.settings(seconds=0.5).items():
     jax.config.update(name, value)
+
+
+def _overlay(root):
+  """compile_store.Overlay in a folder; None, and a line: it is not to be used.
+
+  A folder of others is neither mended nor used: what is in it may be theirs.
+  """
+  try:
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    problem = compile_store.distrust(root)
+    if not problem:
+      return compile_store.Overlay(root, explain.tell)
+    problem += ', and what it holds is run as code: remove it'
+  except OSError as e:
+    problem = f'{root} cannot be used ({e.strerror})'
+  explain.tell(f'paraxis: every program is compiled: {problem}.')
+  return None
 
 
 def _count(event, **_):

@@ -1,6 +1,8 @@
 """What compiling says, and that a second compile comes from the cache."""
 
+import os
 import re
+import stat
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -50,7 +52,88 @@ def test_the_second_time_it_is_from_the_cache(cache):
     assert re.fullmatch(form.format(kind), line), line
   x = jnp.arange(64.0).reshape(8, 8)
   assert (first(x) == again(x)).all()
-  assert [p for p in cache.iterdir() if p.suffix[1:].isdigit()]
+  assert list(cache.glob('*-cache.*-*'))
+
+
+@pytest.fixture
+def one(cache, monkeypatch):
+  """The cache with one program; `use_cache` begins anew on its folder."""
+  _compile(None)
+  compiling._overlays.pop().close()
+  (entry,) = cache.glob('*-cache.*-*')
+  yield entry
+  if not compiling._overlays:  # the fixture closes one
+    compiling._overlays.append(compile_store.Overlay(cache.parent))
+
+
+def _start():
+  jax.config.update('jax_compilation_cache_dir', None)
+  compilation_cache.reset_cache()
+  compiling.use_cache()
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+
+
+def _again():
+  """Whether what is compiled now comes 'from the cache', or not: 'compile'."""
+  said = []
+  _compile(said.append)
+  return re.search(r'(compile|from the cache) [\d.]+ s$', said[0])[1]
+
+
+@pytest.mark.parametrize('at', [0.1, 0.5, 0.9])
+def test_a_flipped_bit_is_said_and_compiled_again(one, capsys, at):
+  """Which jax alone may read as another program: it keeps no checksum."""
+  flipped = bytearray(one.read_bytes())
+  flipped[int(at * len(flipped))] ^= 1
+  one.write_bytes(flipped)
+  _start()
+  line = capsys.readouterr().err
+  assert line == (
+    f'paraxis: 1 compiled programs in {one.parent} are damaged: they are '
+    'compiled again\n'
+  )
+  assert _again() == 'compile'
+  compiling._overlays.pop().close()
+  _start()
+  assert _again() == 'from the cache' and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize('deep', [False, True])
+def test_a_folder_that_others_may_write_is_not_used(one, capsys, deep):
+  """Whoever writes there decides what this user's processes run."""
+  folder = one.parent if deep else one.parent.parent
+  for kept in (one.parent, one.parent.parent):
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+  folder.chmod(0o770)
+  before = sorted(one.parent.iterdir())
+  _start()
+  assert capsys.readouterr().err == (
+    f'paraxis: every program is compiled: {folder} may be written by other '
+    'users (mode 770), and what it holds is run as code: remove it.\n'
+  )
+  assert not jax.config.jax_compilation_cache_dir
+  assert _again() == 'compile' and sorted(one.parent.iterdir()) == before
+  folder.chmod(0o750)  # others may read
+  _start()
+  assert _again() == 'from the cache' and not capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason='gives a folder away: root only')
+def test_a_folder_of_another_user_is_not_used(one, capsys):
+  os.chown(one.parent.parent, 12345, -1)
+  _start()
+  words = f'{one.parent.parent} belongs to another user (id 12345)'
+  assert words in capsys.readouterr().err
+  assert not jax.config.jax_compilation_cache_dir
+
+
+def test_a_folder_that_cannot_be_made(one, capsys, monkeypatch):
+  monkeypatch.setenv('PARAXIS_CACHE', str(one))  # a file
+  _start()
+  assert capsys.readouterr().err == (
+    f'paraxis: every program is compiled: {one}/compiled cannot be used (Not a '
+    'directory).\n'
+  )
 
 
 def test_a_cache_that_is_set_stays(tmp_path, cache):
