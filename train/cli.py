@@ -24,6 +24,7 @@ from paraxis.train.bench import command as bench_command
 from paraxis.train.plot import command as plot_command
 from paraxis.train.run import hosts as hosts_lib
 from paraxis.train.run import launch_command
+from paraxis.train.run import lossy
 
 _CONFIG = '--config=configs/quickstart.py'
 _MESH = (
@@ -213,7 +214,7 @@ def _compile(values, config, _):
 
 _ALL = (
   command_line.Command(
-    _train,
+    lossy.output(_train),
     'train',
     f'{_CONFIG} --workdir=RUN',
     'train a model, or resume a run',
