@@ -17,6 +17,7 @@ import ml_collections
 
 from paraxis.configs.base import extra as extra_lib
 from paraxis.configs.base.data import Data
+from paraxis.configs.base.errors import IntegrityError
 from paraxis.configs.base.errors import UserError
 from paraxis.configs.base.field import MOST_LENGTH
 from paraxis.configs.base.field import check
@@ -397,6 +398,21 @@ def to_json(config):
   return json.dumps(to_dict(config), indent=1) + '\n'
 
 
-def from_json(text):
-  """Text -> `Config`; fields that the text lacks take their defaults."""
-  return view(json.loads(text), saved=True)
+def from_json(text, where: object = 'this'):
+  """Text -> `Config`; fields that the text lacks take their defaults.
+
+  where: what messages call it.
+
+  Raises:
+    IntegrityError: it is no JSON object of sections. UserError: a field is
+      unknown, or has a value that it may not have.
+  """
+  try:
+    data = json.loads(text)
+    if not isinstance(data, dict):
+      raise TypeError(f'it is {type(data).__name__}, not an object of sections')
+    return view(data, saved=True)
+  except UserError:
+    raise
+  except (ValueError, TypeError, AttributeError, RecursionError) as e:
+    raise IntegrityError(f'{where} is no configuration: {e}.') from None

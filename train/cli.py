@@ -51,8 +51,8 @@ def _train(values, config, _):
   if not values.init_from:  # else the weights say what the model is
     from paraxis.train.run import early
 
-    alone = not several and not values.dry_run
-    early.check(config, values.workdir if alone else '', values.profile)
+    folder = '' if several or values.dry_run else values.workdir
+    early.check(config, folder, values.profile, values.from_scratch)
   command_line.prepare_devices(values.devices)
   if several:
     compared = hosts_lib.fields_of(config, values.workdir, values.mesh)
@@ -66,7 +66,7 @@ def _train(values, config, _):
   from paraxis.train import loop
 
   compiling.use_cache()
-  asked = loop.Options(values.profile, source)
+  asked = loop.Options(values.profile, source, values.from_scratch)
   result: Any = loop.run(config, values.workdir, values.mesh, options=asked)
   if result['stopped']:
     return errors.EXIT_PREEMPTED
@@ -225,6 +225,7 @@ _ALL = (
       (bool, 'print_config', False, 'print the resolved config as JSON; exit'),
       (bool, 'dry_run', False, 'print what a run begins with; exit'),
       *exchange_command.INIT,
+      (bool, 'from_scratch', False, 'begin again if checkpoints are missing'),
       (str, 'profile=FIRST:LAST', '', 'trace these steps into RUN/profile'),
       (str, 'coordinator_address=HOST:PORT', '', 'several hosts: process 0'),
       (int, 'num_processes=N', 0, 'several hosts: how many processes'),

@@ -61,10 +61,12 @@ class Options(NamedTuple):
 
   profile: 'FIRST:LAST', steps that are traced (train/run/profile.py).
   source: whose parameters a new run begins with: what origin.open_ gives.
+  from_scratch: begins at step 0 where checkpoints are missing (run/workdir.py).
   """
 
   profile: str = ''
   source: origin_lib.Run | origin_lib.Foreign | None = None
+  from_scratch: bool = False
 
 
 PLAIN = Options()
@@ -108,15 +110,15 @@ def run(
   if source is not None:
     workdir_lib.prepare(workdir)
     config = source.configured(config, workdir, say)
-  config = workdir_lib.resumed(workdir, config, say)
+  config = workdir_lib.resumed(workdir, config, say, options.from_scratch)
   # Several processes refuse together, once each knows what the others have.
-  alone = jax.process_count() == 1
-  early.check(config, workdir if alone else '', options.profile)
+  folder = workdir if jax.process_count() == 1 else ''
+  early.check(config, folder, options.profile, options.from_scratch)
   job = job_lib.make(config, mesh_text, devices, say)
   config, settings = job.config, job.config.train
   token = cost(config)
   traced = early.traced(options.profile, settings.steps)
-  path, lock = _claim(job, workdir, say)
+  path, lock = _claim(job, workdir, options.from_scratch, say)
   events = path / ledger.FILE if jax.process_index() == 0 else None
   began = ledger.process_began()
   with (
@@ -186,14 +188,12 @@ def _check_skipped(recorder, steps, stopped):
     )
 
 
-def _claim(job, workdir, say):
+def _claim(job, workdir, from_scratch, say):
   """Process 0 locks the folder, the others wait: -> (path, a context)."""
   path, lock, problem = workdir_lib.resolve(workdir), None, None
   if jax.process_index() == 0:
     try:
-      workdir_lib.prepare(workdir)
-      workdir_lib.check_config(path, job.config, say)
-      lock = workdir_lib.Lock(path)
+      lock = workdir_lib.claim(workdir, job.config, from_scratch, say)
     except (errors.UserError, errors.IntegrityError) as e:
       problem = e
   if jax.process_count() > 1:

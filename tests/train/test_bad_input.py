@@ -5,11 +5,14 @@ nothing is compiled, and the workdir is as it was.
 """
 
 import os
+import shutil
 
 import jax
 import pytest
+import support
 
 from paraxis.train import cli
+from paraxis.train.run import metrics
 from paraxis.train.run import workdir as workdir_lib
 
 _compiled = []
@@ -389,13 +392,84 @@ def test_a_checkpoint_of_another_architecture(refused, train, finished):
 
 
 def test_a_damaged_config(refused, train, finished):
+  """The copy in the newest manifest is offered, and what that takes works."""
   config = finished / workdir_lib.CONFIG
   held = config.read_bytes()
-  config.write_bytes(held[:100])
-  refused(
-    train(workdir=finished), str(config), 'damaged', workdir=finished, code=14
-  )
-  config.write_bytes(held)
+  for content in (held[:100], b'null', b'[]', b'{"train":' * 10**5):
+    config.write_bytes(content)
+    refused(
+      train(workdir=finished),
+      f'{config} is damaged: ',
+      f'The manifest of {finished}/checkpoints/6 has a copy: move config.json',
+      workdir=finished,
+      code=14,
+    )
+  config.unlink()
+  assert cli.main(train(workdir=finished)) == 0
+  assert config.read_bytes() == held
+
+
+@pytest.fixture
+def lost(finished, tmp_path):
+  """A copy of the finished run, whose checkpoints are elsewhere."""
+  run, disk = tmp_path / 'run', tmp_path / 'disk'
+  shutil.copytree(finished, run)
+  shutil.move(run / 'checkpoints', disk)
+  (run / 'checkpoints').symlink_to(disk)
+  return run, disk
+
+
+def test_lost_checkpoints(refused, train, lost):
+  """As of a disk that is not mounted: no start at step 0 in silence."""
+  run, disk = lost
+  refused(train('--from_scratch'), '3 readable checkpoints (steps 6, 4, 2)')
+  disk.rename(disk.with_name('away'))
+  words = 'has lost its checkpoints', f'leads to {disk}', '--from_scratch'
+  refused(train(), 'config.json and metrics.jsonl are here', *words, code=14)
+  disk.mkdir()  # an empty place to mount it on
+  row = '{"time": 1.0, "event": "commit", "step": 6}\n'
+  (run / 'events.jsonl').write_text(row)
+  words = 'events.jsonl says that step 6 was committed', 'holds no step'
+  refused(train(), *words, code=14)
+
+
+def test_from_scratch_begins_again(train, lost, capsys):
+  """At step 0; what was there is kept, byte for byte."""
+  run, disk = lost
+  disk.rename(disk.with_name('away'))
+  before = _tree(run)
+  flags = ['--from_scratch', '--config.train.seed=3', '--config.train.steps=2']
+  assert cli.main(train(*flags)) == 0
+  (aside,) = run.glob('before-*')
+  assert f'are now in {aside}' in capsys.readouterr().out
+  kept = _tree(aside)
+  assert kept == {p: x for p, x in before.items() if p.name != '.lock'}
+  assert list(metrics.read(run)) == [1, 2]
+  assert workdir_lib.read_config(run).train.seed == 3
+  assert [p.name for p in (run / 'checkpoints').iterdir()] == ['2']
+
+
+@pytest.mark.parametrize('name', ['config.json', 'metrics.jsonl'])
+def test_a_named_pipe_in_a_workdir(refused, train, tmp_path, name):
+  run = workdir_lib.prepare(tmp_path / 'run')
+  os.mkfifo(run / name)
+  with support.within(60):
+    refused(train(), f'{run / name} ', 'it is a named pipe', code=14)
+  (run / name).rename(run / '.lock')
+  with support.within(60):
+    refused(train(), f'{run / ".lock"} cannot be opened', 'it is a named pipe')
+
+
+@pytest.mark.parametrize('where', ['text.txt', 'folder/b.jsonl', 'plain'])
+def test_text_that_is_a_named_pipe(refused, train, tmp_path, where):
+  path = tmp_path / where
+  path.parent.mkdir(exist_ok=True)
+  (path.parent / 'a.txt').write_text('sea and wind')
+  os.mkfifo(path)
+  named = path.parent if 'folder' in where else path
+  with support.within(60):
+    flag = f'--config.data.path={named}'
+    refused(train(flag), f'{path} cannot be read: it is a named pipe')
 
 
 @pytest.mark.parametrize('packing', ['concat_split', 'first_fit'])

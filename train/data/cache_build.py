@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.configs.base import plain_files
 from paraxis.train.data import corpus
 from paraxis.train.data import files
 from paraxis.train.data import pieces
@@ -48,7 +49,7 @@ def seal(meta):
 def problem(folder, print_):
   """What is wrong with a cache, in a few words; None if nothing is."""
   try:
-    meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
+    meta = json.loads(plain_files.read_text(folder / 'meta.json'))
     if meta['seal'] != seal(meta):
       return 'meta.json does not match its checksum'
     if meta['fingerprint'] != print_:

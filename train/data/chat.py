@@ -21,6 +21,7 @@ import pathlib
 from typing import Any, NamedTuple
 
 from paraxis.configs.base import errors
+from paraxis.configs.base import plain_files
 from paraxis.train.data import rows
 
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
@@ -44,7 +45,7 @@ def template(data) -> str:
   """The text of the template. UserError: there is none."""
   if data.chat_template:
     try:
-      return pathlib.Path(data.chat_template).read_text(encoding='utf-8')
+      return plain_files.read_text(data.chat_template)
     except (OSError, UnicodeDecodeError) as error:
       raise errors.UserError(
         f'data.chat_template={data.chat_template!r} cannot be read: {error}.'

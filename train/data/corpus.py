@@ -32,6 +32,7 @@ import numpy as np
 
 from paraxis.configs.base import cache
 from paraxis.configs.base import errors
+from paraxis.configs.base import plain_files
 from paraxis.train.data import files
 from paraxis.train.data import readers
 from paraxis.train.data import rows as rows_lib
@@ -199,6 +200,7 @@ def source_files(path) -> list[rows_lib.Source]:
   elif root.is_dir():
     found = _sources(root)
   else:
+    _check_file(root)
     plain = readers.is_plain(root)
     if not readers.kind(root) and not (plain and readers.is_utf8(root)):
       what = f'ends in {root.suffix!r}'
@@ -212,7 +214,20 @@ def source_files(path) -> list[rows_lib.Source]:
     raise errors.UserError(
       f'data.path={str(path)!r}: 0 sources of text in {root}, of {FORMATS}.'
     )
+  for file in found:
+    _check_file(file)
   return _named(found, root)
+
+
+def _check_file(file):
+  """UserError: it is a named pipe, whose text could be read once at most."""
+  try:
+    if not file.is_dir():
+      plain_files.check(file)
+  except OSError as error:
+    raise errors.UserError(
+      f'data.path: {file} cannot be read: {error.strerror}.'
+    ) from error
 
 
 def _named(files, root):
@@ -270,7 +285,7 @@ def _below(root):
     yield from (here / name for name in data)
     for name in names:
       text = readers.kind(name) and name != _OF_CACHES
-      if text and (here / name).is_file():
+      if text and (here / name).exists():
         yield here / name
 
 

@@ -11,12 +11,12 @@ from paraxis.train.run import spikes
 from paraxis.train.run import workdir as workdir_lib
 
 
-def check(config, workdir='', profile=''):
+def check(config, workdir='', profile='', from_scratch=False):
   """UserError, IntegrityError: the run cannot be.
 
   Args:
     config: schema.Config, as the run is to have it. workdir: its folder; ''
-      is not looked at. profile: --profile=.
+      is not looked at. profile: --profile=. from_scratch: --from_scratch.
   """
   checks.check_fields(config.model)
   length = config.data.sequence_length
@@ -24,7 +24,7 @@ def check(config, workdir='', profile=''):
   traced(profile, config.train.steps)
   spikes.check(config.train.spike, config.train.steps)
   if workdir:
-    workdir_lib.check(workdir, corpus.with_places(config))
+    workdir_lib.check(workdir, corpus.with_places(config), from_scratch)
 
 
 def traced(text: str, steps: int) -> tuple[int, int] | None:

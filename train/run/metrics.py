@@ -21,6 +21,7 @@ import jax
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.configs.base import plain_files
 
 FILE = 'metrics.jsonl'
 WANDB_ID = 'wandb_id'
@@ -35,7 +36,13 @@ def read(workdir, say=None):
   """
   out, damaged = {}, 0
   path = pathlib.Path(workdir) / FILE
-  for line in path.read_bytes().splitlines():
+  try:
+    content = plain_files.read_bytes(path)
+  except FileNotFoundError:
+    raise
+  except OSError as e:
+    raise errors.IntegrityError(f'{path} cannot be read: {e.strerror}.') from e
+  for line in content.splitlines():
     try:
       row = json.loads(line)
       step = row.pop('step')
@@ -103,7 +110,9 @@ class Writers(contextlib.AbstractContextManager):
     if jax.process_index():
       return
     path = os.path.join(workdir, FILE)
-    self._file = open(path, 'a', encoding='utf-8')  # noqa: SIM115
+    append = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    opened = plain_files.open_descriptor(path, append)
+    self._file = open(opened, 'a', encoding='utf-8')  # noqa: SIM115
     if self._file.tell() and not _ends_with_newline(path):
       self._file.write('\n')  # a kill cut the last line short
     if train.tensorboard:

@@ -1,8 +1,11 @@
 """A run directory: config.json, metrics.jsonl, checkpoints/, and one writer.
 
-The operating system holds the lock and releases it when the process ends.
+The operating system holds the lock and releases it when the process ends. A
+folder whose checkpoints are gone, as with a disk that is not mounted, is not a
+new run: it is refused, unless `--from_scratch` says so.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -12,14 +15,16 @@ import tempfile
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import extra
+from paraxis.configs.base import plain_files
+from paraxis.train.run import remains
 
 try:
   import fcntl
 except ImportError:  # not a POSIX system: no lock
   fcntl = None
 
-CONFIG = 'config.json'
-CHECKPOINTS = 'checkpoints'
+CONFIG = remains.CONFIG
+CHECKPOINTS = remains.CHECKPOINTS
 LOCK = '.lock'
 IMPORTED = 'imported'  # in a checkpoint's meta: parameters of another program
 # Defaults of once. A run that began with one keeps it, because config.json
@@ -99,14 +104,15 @@ def _unwritable(workdir, path, error):
   )
 
 
-def check(workdir, config):
+def check(workdir, config, from_scratch=False):
   """Whether a run of a schema.Config, its places absolute, may use the folder.
 
   Leaves everything as it is: what does not exist is not made.
 
   Raises:
     UserError: it cannot be written, another run holds it, or the run in it has
-      another configuration. IntegrityError: its config.json is damaged.
+      another configuration, or from_scratch and checkpoints that read.
+    IntegrityError: its config.json is damaged, its checkpoints are missing.
   """
   path = resolve(workdir)
   try:
@@ -115,12 +121,31 @@ def check(workdir, config):
       pass
   except OSError as e:
     raise _unwritable(workdir, path, e) from e
-  if (path / LOCK).exists():
+  if os.path.lexists(path / LOCK):
     Lock(path).close()
   if _holds_imported(path):
     raise imported(path)
   silent = lambda line: None
-  check_config(path, resumed(workdir, config, silent), silent)
+  if from_scratch:
+    remains.refuse_readable(path)
+  else:
+    check_config(path, resumed(workdir, config, silent), silent)
+
+
+def claim(workdir, config, from_scratch, say):
+  """Prepares the folder for a run and locks it -> Lock. Raises as `check`.
+
+  from_scratch: what is left of another run is set aside. say: prints one line.
+  """
+  path = prepare(workdir)
+  if from_scratch:
+    remains.refuse_readable(path)
+  else:
+    check_config(path, config, say)
+  lock = Lock(path)
+  if from_scratch:
+    remains.set_aside(path, say)
+  return lock
 
 
 def imported(path):
@@ -135,8 +160,11 @@ def _holds_imported(path):
   """Whether its manifest says so, unchecked: what opens the store checks it."""
   file = path / CHECKPOINTS / '0' / 'manifest' / 'metadata'
   try:
-    return bool(json.loads(file.read_text('utf-8'))['meta'].get(IMPORTED))
-  except (OSError, ValueError, LookupError, AttributeError, TypeError):
+    meta = json.loads(plain_files.read_text(file))['meta']
+    return bool(meta.get(IMPORTED))
+  except (
+    OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError
+  ):  # fmt: skip
     return False
 
 
@@ -144,7 +172,15 @@ class Lock:
   """Locks the folder for one run; UserError if another run holds it."""
 
   def __init__(self, path):
-    self._file = open(path / LOCK, 'a+', encoding='utf-8')  # noqa: SIM115
+    try:
+      opened = plain_files.open_descriptor(
+        path / LOCK, os.O_RDWR | os.O_CREAT, follow=False
+      )
+    except OSError as e:
+      raise errors.UserError(
+        f'{path / LOCK} cannot be opened ({e.strerror}); remove it.'
+      ) from None
+    self._file = open(opened, 'r+', encoding='utf-8')  # noqa: SIM115
     if fcntl is None:
       return
     try:
@@ -193,14 +229,33 @@ def differences(old, new):
 
 
 def read_config(path):
-  """schema.Config of a workdir; UserError if there is none."""
-  file = pathlib.Path(path) / CONFIG
+  """schema.Config of a workdir; UserError if there is none.
+
+  IntegrityError: it is damaged; says where a copy is.
+  """
+  path = pathlib.Path(path)
+  file = path / CONFIG
   try:
-    return schema.from_json(file.read_text(encoding='utf-8'))
-  except OSError:
+    return schema.from_json(plain_files.read_text(file))
+  except FileNotFoundError:
     raise errors.UserError(f'{file} does not exist: not a workdir.') from None
-  except (json.JSONDecodeError, UnicodeDecodeError) as e:
-    raise errors.IntegrityError(f'{file} is damaged: {e}.') from None
+  except OSError as e:
+    why = e.strerror
+  except (ValueError, errors.IntegrityError) as e:  # ValueError: UserError, too
+    why = str(e).rstrip('.')
+  raise errors.IntegrityError(f'{file} is damaged: {why}.{_copy(path)}')
+
+
+def _copy(path):
+  """Where a copy of config.json is, as the end of a message."""
+  for step, meta in remains.readable(path):
+    with contextlib.suppress(errors.IntegrityError, errors.UserError):
+      schema.from_json(meta.get('config'))
+      return (
+        f' The manifest of {step} has a copy: move {CONFIG} away, and the same '
+        'command resumes from there.'
+      )
+  return ''
 
 
 def check_config(path, config, say):
@@ -208,20 +263,29 @@ def check_config(path, config, say):
 
   Raises:
     UserError: a field differs that would change the run's trajectory.
+    IntegrityError: config.json is damaged, the checkpoints are missing.
   """
-  if (path / CONFIG).exists():
+  for name in remains.RECORDS:
+    try:
+      plain_files.check(path / name)
+    except OSError as e:
+      raise errors.IntegrityError(
+        f'{path / name} cannot be read: {e.strerror}.'
+      ) from None
+  remains.check(path)
+  if os.path.lexists(path / CONFIG):
     compare(path, read_config(path), config, say)
 
 
-def resumed(workdir, config, say):
+def resumed(workdir, config, say, from_scratch=False):
   """The config with which a folder's run resumes: its former defaults stay.
 
   Args:
     workdir: folder, of a run or not. config: schema.Config as asked for.
-    say: prints one line.
+    say: prints one line. from_scratch: the folder's run does not resume.
   """
   path = resolve(workdir)
-  if not (path / CONFIG).exists():
+  if from_scratch or not os.path.lexists(path / CONFIG):
     return config
   old = read_config(path)
   for name, former in FORMER.items():
@@ -274,5 +338,9 @@ def compare(where, old, new, say=lambda line: None):
 def write_config(path, config):
   """Saves the resolved configuration; nothing later executes Python for it."""
   temporary = path / f'{CONFIG}.tmp'
-  temporary.write_text(schema.to_json(config), encoding='utf-8')
+  temporary.unlink(missing_ok=True)  # a link, not what it leads to
+  new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+  opened = plain_files.open_descriptor(temporary, new, follow=False)
+  with open(opened, 'w', encoding='utf-8') as file:
+    file.write(schema.to_json(config))
   os.replace(temporary, path / CONFIG)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 import support
 
@@ -12,7 +13,9 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import model as model_schema
 from paraxis.models import decoder
+from paraxis.sharding.checkpoint import store
 from paraxis.train.claims import experiment
+from paraxis.train.run import remains
 from paraxis.train.run import workdir
 
 
@@ -221,11 +224,97 @@ def test_the_config_survives(tmp_path):
   workdir.check_config(tmp_path, config, pytest.fail)
 
 
-def test_no_config_and_a_damaged_one(tmp_path):
+# What config.json may hold after damage -> words of the message.
+DAMAGED = {
+  b'{"train": ': 'Expecting value',
+  b'\xff\xfe{}': "can't decode byte 0xff",
+  b'null': 'it is NoneType, not an object',
+  b'[1, 2]': 'it is list, not an object',
+  b'"text"': 'it is str, not an object',
+  b'7': 'it is int, not an object',
+  b'': 'Expecting value',
+  b'{"train": null}': 'no configuration',
+  b'{"model": {"experts": []}}': '',
+  b'{"train": {"steps": []}}': 'train.steps',
+  b'{"train": {"stepz": 3}}': 'unknown config key train.stepz',
+  b'{"extra": 3}': '',
+  b'[' * 10**5: 'no configuration',
+  b'{"train":' * 10**5: 'no configuration',
+}
+
+
+def test_no_config(tmp_path):
   workdir.check_config(tmp_path, schema.Config(), pytest.fail)
   with pytest.raises(errors.UserError, match='not a workdir'):
     workdir.read_config(tmp_path)
-  for content in (b'{"train": ', b'\xff\xfe{}'):
-    (tmp_path / workdir.CONFIG).write_bytes(content)
-    with pytest.raises(errors.IntegrityError, match='is damaged'):
-      workdir.read_config(tmp_path)
+
+
+@pytest.mark.parametrize('content', DAMAGED, ids=lambda c: repr(c[:24]))
+def test_a_damaged_config(tmp_path, content):
+  """One line; whoever wrote a checkpoint has a copy, which is offered."""
+  file = tmp_path / workdir.CONFIG
+  file.write_bytes(content)
+  if content == b'{"model": {"experts": []}}':  # a section without fields
+    assert workdir.read_config(tmp_path) == schema.Config()
+    return
+  start = f'{file} is damaged: '
+  with pytest.raises(errors.IntegrityError) as caught:
+    workdir.check(tmp_path, schema.Config())
+  first = str(caught.value)
+  assert first.startswith(start) and DAMAGED[content] in first
+  assert '\n' not in first and 'copy' not in first
+  config = schema.to_json(schema.Config())
+  with store.Store(tmp_path / 'checkpoints', asynchronous=False) as s:
+    s.save(3, {'w': jnp.ones(8)}, {'w': ('embed',)}, {'config': config})
+    s.save(4, {'w': jnp.ones(8)}, {'w': ('embed',)}, {'config': None})
+  with pytest.raises(errors.IntegrityError) as caught:
+    workdir.check(tmp_path, schema.Config())
+  assert str(caught.value) == (
+    f'{first} The manifest of {tmp_path}/checkpoints/3 has a copy: move '
+    'config.json away, and the same command resumes from there.'
+  )
+
+
+@pytest.mark.parametrize(
+  'name', [workdir.CONFIG, workdir.LOCK, *remains.RECORDS]
+)
+@pytest.mark.parametrize('kind', ['pipe', 'folder'])
+def test_no_file_in_place_of_one(tmp_path, name, kind):
+  """Whatever is read at the start; a named pipe is not waited for."""
+  path = tmp_path / name
+  os.mkfifo(path) if kind == 'pipe' else path.mkdir()
+  for act in (
+    lambda: workdir.check(tmp_path, schema.Config()),
+    lambda: workdir.claim(tmp_path, schema.Config(), False, pytest.fail),
+  ):
+    with (
+      support.within(20),
+      pytest.raises((errors.UserError, errors.IntegrityError)) as caught,
+    ):
+      act()
+    text = str(caught.value)
+    assert f'{path}' in text and '\n' not in text
+    assert f'it is a {"named " if kind == "pipe" else ""}{kind}, not a' in text
+
+
+def test_links_lead_nowhere(tmp_path):
+  """Neither the lock nor the config is written outside of the folder."""
+  run, outside = tmp_path / 'run', tmp_path / 'outside'
+  run.mkdir()
+  outside.write_text('of another')
+  (run / workdir.LOCK).symlink_to(outside)
+  with support.refused(str(run / workdir.LOCK), 'symbolic link', 'remove it'):
+    workdir.Lock(run)
+  with support.refused('symbolic link'):
+    workdir.check(run, schema.Config())
+  (run / workdir.LOCK).unlink()
+  (run / workdir.LOCK).symlink_to(tmp_path / 'made')
+  with support.refused('symbolic link'):
+    workdir.Lock(run)
+  for name in (workdir.CONFIG, f'{workdir.CONFIG}.tmp'):
+    (run / name).symlink_to(outside)
+  workdir.write_config(run, schema.Config())
+  assert workdir.read_config(run) == schema.Config()
+  assert not (run / workdir.CONFIG).is_symlink()
+  assert outside.read_text() == 'of another'
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['outside', 'run']
