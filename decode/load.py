@@ -96,7 +96,7 @@ class Checkpoint:
     if not self._known:
       register.require(meta.get('own_mixers'), store.directory, self._say)
     self._known = True
-    config = schema.to_dict(schema.from_json(meta['config']))
+    config = schema.to_dict(schema.from_json(meta['config'], store.directory))
     return ml_collections.ConfigDict(config).lock()
 
   def generator(self, config, mesh_text='', rows=1, texts=()):

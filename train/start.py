@@ -22,22 +22,27 @@ def common(config, tokenizer, origin=None) -> dict:
 
   config: schema.Config. tokenizer: fingerprint.
   """
-  import flax
-  import optax
-  import orbax.checkpoint
-
   own = register.described(config.model.pattern)
   return dict(
     config=schema.to_json(config),
     tokenizer=tokenizer,
-    versions=dict(
-      jax=jax.__version__,
-      flax=flax.__version__,
-      optax=optax.__version__,
-      orbax=orbax.checkpoint.__version__,
-    ),
+    versions=_versions(),
     **({'origin': origin} if origin else {}),
     **({origin_lib.OWN: own} if own else {}),
+  )
+
+
+def _versions():
+  """{package: version} of what decides the bits of a step."""
+  import flax
+  import optax
+  import orbax.checkpoint
+
+  return dict(
+    jax=jax.__version__,
+    flax=flax.__version__,
+    optax=optax.__version__,
+    orbax=orbax.checkpoint.__version__,
   )
 
 
@@ -66,8 +71,48 @@ def meta(job, step, origin=None, cursor=None, suspect=False) -> dict:
   )
 
 
-def _check(job, step, found, where):
+def _say_versions(then, say):
+  """One line, if a checkpoint is of other packages. then: {package: version}.
+
+  Such a run may go on: formats are what a reader must know.
+  """
+  differ = [
+    f'{name} {str(then.get(name, "of no known version")):.40}, here {version}'
+    for name, version in _versions().items()
+    if then.get(name) != version
+  ]
+  if differ:
+    say(
+      f'versions: the checkpoint was written with {"; ".join(differ)}: the '
+      'steps from here on may differ in their last bits'
+    )
+
+
+def _saved_config(step, found, where):
+  """The schema.Config in a meta, whose cursor must be the step's."""
+  problem, config = '', schema.Config()
+  try:
+    config = schema.from_json(found.get('config'), 'its config')
+  except (errors.UserError, errors.IntegrityError) as e:
+    problem = str(e).rstrip('.')
+  for name in ('cursor', 'versions', 'origin', origin_lib.OWN):
+    if not isinstance(found.get(name, {}), dict):
+      problem = problem or f'its {name} is no object'
+  cursor = {} if problem else found.get('cursor', {})
+  for name, value in dict(step=step, seed=config.train.seed).items():
+    if not problem and cursor.get(name) != value:
+      problem = f'its cursor has {name} {cursor.get(name)!r:.40}, not {value}'
+  if problem:
+    raise errors.IntegrityError(
+      f'checkpoint {where / str(step)} is damaged: {problem}. Move it away to '
+      'resume from an older one.'
+    )
+  return config
+
+
+def _check(job, step, found, where, say):
   """Raises unless a checkpoint is of the run that is to be resumed."""
+  config = _saved_config(step, found, where)
   register.require(found.get(origin_lib.OWN), where)
   for name, now in (
     ('corpus', job.corpus.fingerprint),
@@ -76,17 +121,18 @@ def _check(job, step, found, where):
     if found.get(name) != now:
       raise errors.IntegrityError(
         f'{where}: the {name} changed since the checkpoint (fingerprint '
-        f'{found.get(name, "none")[:12]} then, {now[:12]} now): the batches '
+        f'{str(found.get(name))[:12]} then, {now[:12]} now): the batches '
         'would differ. Restore the data, or start in another --workdir, from '
         'these weights with --init_from.'
       )
-  workdir_lib.compare(where, schema.from_json(found['config']), job.config)
+  workdir_lib.compare(where, config, job.config)
   steps = job.config.train.steps
   if step > steps:
     raise errors.UserError(
       f'{where} is at step {step}, beyond train.steps={steps}: give at least '
       f'{step}, or take another --workdir.'
     )
+  _say_versions(found.get('versions', {}), say)
 
 
 def state(job, store, source, say) -> tuple[state_lib.State, int, dict]:
@@ -113,7 +159,7 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict]:
     return new, 0, {'origin': source.about} if source else {}
   step, tree, kept = found
   tree = state_lib.on_stages(tree, shapes, job.leaves)
-  _check(job, step, kept, store.directory)
+  _check(job, step, kept, store.directory, say)
   origin = kept.get('origin')
   if source and source.about['source'] != (origin or {}).get('source'):
     raise errors.UserError(

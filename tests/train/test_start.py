@@ -1,6 +1,8 @@
 """A new run that begins with the parameters of another."""
 
 import gc
+import json
+import shutil
 
 import jax
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import support
 
 from paraxis.configs.base import errors
+from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.train import cli
 from paraxis.train import program
@@ -227,3 +230,105 @@ def test_no_such_origin(first, text, options, words):
     text = f'{first}{text}'
   with support.refused(*words):
     origin_lib.open_(text, **options)
+
+
+@pytest.fixture
+def resumed(tiny, first, tmp_path):
+  """resumed(**meta): (step, said) of a run whose newest manifest has this.
+
+  Fields that are None are not there.
+  """
+  job = tiny.job({'train.steps': 6, 'train.eval_batches': 0})
+  run = tmp_path / 'run'
+  shutil.copytree(first, run)
+  file = run / 'checkpoints' / '4' / 'manifest' / 'metadata'
+  held = json.loads(file.read_text())
+
+  def resume(**meta):
+    body, said = json.loads(json.dumps(held)), []
+    body['meta'] |= meta
+    for name in [name for name, value in meta.items() if value is None]:
+      del body['meta'][name]
+    body['sha256'] = manifest_lib._sha256(body)
+    file.write_text(json.dumps(body))
+    with job.context():
+      with store_lib.Store(run / 'checkpoints', say=said.append) as store:
+        _, step, _ = start.state(job, store, None, said.append)
+    assert step == 4 and said[-1] == 'resumed from step 4, every leaf verified'
+    return said[:-1]
+
+  resume.folder, resume.meta = run / 'checkpoints' / '4', held['meta']
+  return resume
+
+
+def test_other_versions_are_said_in_one_line(resumed):
+  now = resumed.meta['versions']
+  assert resumed() == [] and set(now) == {'jax', 'flax', 'optax', 'orbax'}
+  (line,) = resumed(versions=now | dict(jax='0.4.1'))
+  assert line == (
+    f'versions: the checkpoint was written with jax 0.4.1, here {now["jax"]}: '
+    'the steps from here on may differ in their last bits'
+  )
+  (line,) = resumed(versions=dict(flax=now['flax'], jax=3))
+  assert 'optax of no known version' in line and 'jax 3, here' in line
+  assert 'flax' not in line
+  (line,) = resumed(versions=None)
+  assert line.count(', here') == 4
+
+
+# What a meta may hold -> words of the message.
+DAMAGED = [
+  (dict(cursor=dict(step=2, seed=0)), 'its cursor has step 2, not 4'),
+  (dict(cursor=dict(step=4, seed=9)), 'its cursor has seed 9, not 0'),
+  (dict(cursor=dict(step=[4] * 99)), 'its cursor has step [4, 4, 4'),
+  (dict(cursor=None), 'its cursor has step None, not 4'),
+  (dict(cursor=[4]), 'its cursor is no object'),
+  (dict(config=None), 'its config is no configuration'),
+  (dict(config=3), 'its config is no configuration'),
+  (dict(config='null'), 'its config is no configuration: it is NoneType'),
+  (dict(config='[]'), 'its config is no configuration: it is list'),
+  (dict(config='{"train": 3}'), 'its config is no configuration'),
+  (dict(config='[' * 10**5), 'its config is no configuration'),
+  (dict(config='{"trian": {}}'), "unknown config section 'trian'"),
+  (dict(versions=[]), 'its versions is no object'),
+  (dict(origin='x'), 'its origin is no object'),
+  (dict(own_mixers=[1]), 'its own_mixers is no object'),
+]
+
+
+def test_damaged_meta_is_damage(resumed):
+  """Sealed anew, so that nothing but `start` sees it: one line, code 14."""
+  for meta, words in DAMAGED:
+    with pytest.raises(errors.IntegrityError) as caught:
+      resumed(**meta)
+    text = str(caught.value)
+    assert text.startswith(f'checkpoint {resumed.folder} is damaged: '), text
+    assert words in text and '\n' not in text and len(text) < 500, text
+    assert text.endswith('Move it away to resume from an older one.')
+  for meta in (dict(corpus=None), dict(tokenizer=3)):
+    with pytest.raises(errors.IntegrityError, match='changed since the check'):
+      resumed(**meta)
+  assert resumed() == []
+
+
+def test_a_damaged_meta_ends_a_command(tiny, resumed, capsys, settings_stay):
+  """And the way that its message names is open."""
+  run = resumed.folder.parents[1]
+  with pytest.raises(errors.IntegrityError):
+    resumed(cursor=dict(step=2, seed=0))
+  argv = ['train', f'--config={tiny.file}', f'--workdir={run}']
+  argv += ['--config.train.steps=4', '--config.train.eval_batches=0']
+  assert cli.main(argv) == 14
+  assert 'its cursor has step 2, not 4' in capsys.readouterr().err
+  resumed.folder.rename(run / 'away')
+  assert cli.main(argv) == 0
+  assert 'resumed from step 2' in capsys.readouterr().out
+  shutil.rmtree(resumed.folder)
+  (run / 'away').rename(resumed.folder)
+  other = ['decode', f'--checkpoint={resumed.folder}', '--prompt=sea']
+  for config, code in ((None, 2), (3, 2), ('[]', 14), ('[' * 10**5, 14)):
+    with pytest.raises(errors.IntegrityError):
+      resumed(config=config)
+    assert cli.main(other) == code
+    line = capsys.readouterr().err
+    assert line.count('\n') == 1 and 'no configuration' in line

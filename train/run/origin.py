@@ -121,7 +121,7 @@ class Run:
 
   def config(self):
     """schema.Config of the run."""
-    return schema.from_json(self._meta['config'])
+    return schema.from_json(self._meta.get('config'), self._path)
 
   def arrays(self, paths):
     """{path: NumPy array} of parameters, layers and experts in order.
