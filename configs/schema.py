@@ -16,10 +16,11 @@ from typing import Any
 import ml_collections
 
 from paraxis.configs.base import extra as extra_lib
+from paraxis.configs.base.checkpoint import Checkpoint
 from paraxis.configs.base.data import Data
+from paraxis.configs.base.decode import Decode
 from paraxis.configs.base.errors import IntegrityError
 from paraxis.configs.base.errors import UserError
-from paraxis.configs.base.field import MOST_LENGTH
 from paraxis.configs.base.field import check
 from paraxis.configs.base.field import field
 from paraxis.configs.base.field import suggest
@@ -226,36 +227,6 @@ class Train:
   )
   tensorboard: bool = field(False, 'also write tensorboard events')
   wandb: str = field('', 'also log to this wandb project')
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-  """Checkpoints on disk."""
-
-  every: int = field(20, 'steps between checkpoints', low=1)
-  keep: int = field(3, 'checkpoints kept', low=1)
-  asynchronous: bool = field(True, 'write while training continues')
-  failures: int = field(3, 'failed saves in a row that end the run', low=1)
-  host_bytes: int = field(
-    0, 'host memory of copies not yet written; 0: of two copies', low=0
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class Decode:
-  """Sampling."""
-
-  max_new_tokens: int = field(64, 'tokens after the prompt', low=1)
-  temperature: float = field(0.7, 'softmax temperature; 0: greedy', low=0.0)
-  top_k: int = field(0, 'keep the top_k most likely tokens; 0: all', low=0)
-  top_p: float = field(1.0, 'keep this probability mass', low=0.0, high=1.0)
-  min_p: float = field(
-    0.0, 'keep tokens this likely relative to the best', low=0.0, high=1.0
-  )
-  seed: int = field(0, 'random seed of sampling', low=0)
-  cache_length: int = field(
-    1024, 'maximum of prompt and new tokens', low=1, high=MOST_LENGTH
-  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -264,7 +264,8 @@ def test_a_damaged_config(tmp_path, content):
   assert first.startswith(start) and DAMAGED[content] in first
   assert '\n' not in first and 'copy' not in first
   config = schema.to_json(schema.Config())
-  with store.Store(tmp_path / 'checkpoints', asynchronous=False) as s:
+  options = store.Options(asynchronous=False)
+  with store.Store(tmp_path / 'checkpoints', options) as s:
     s.save(3, {'w': jnp.ones(8)}, {'w': ('embed',)}, {'config': config})
     s.save(4, {'w': jnp.ones(8)}, {'w': ('embed',)}, {'config': None})
   with pytest.raises(errors.IntegrityError) as caught:
