@@ -162,6 +162,7 @@ class Batches:
       self.plan, corpus.tokens, split.ravel(), corpus.pad_id, corpus.loss
     )
     corpus.release()
+    _check_ids(batch, corpus, self.plan, split.ravel())
     # A step of prompts alone has no loss, not 0 / 0.
     batch = batch._replace(denominator=np.float32(max(1, total)))
     if parts[0] == 1:
@@ -203,6 +204,24 @@ class Batches:
       f'row {row}: {", ".join(names)}'
       for row, names in zip(self.rows_at(t), self.documents_at(t), strict=True)
     )
+
+
+def _check_ids(batch, corpus, plan, rows):
+  """IntegrityError: an id that the tokenizer lacks; says where it is.
+
+  Checksums held at the start: the file has changed under the run.
+  """
+  wrong = np.maximum(batch.tokens, batch.targets).reshape(len(rows), -1)
+  worst = wrong.max(1)
+  if worst.max() < corpus.vocab_size:
+    return
+  at = int(worst.argmax())
+  (names,) = _documents(corpus, plan, rows[at : at + 1])
+  raise errors.IntegrityError(
+    f'token cache {corpus.folder} is damaged: id {worst[at]} in row {rows[at]} '
+    f'({", ".join(names)}), of {corpus.vocab_size} ids. It changed while the '
+    'run read it: start again, and it is built again.'
+  )
 
 
 class HeldOut:
@@ -262,6 +281,7 @@ class HeldOut:
       self.plan, corpus.tokens, rows[lo:hi], corpus.pad_id, corpus.loss
     )
     corpus.release()
+    _check_ids(batch, corpus, self.plan, rows[lo:hi])
     return batch._replace(denominator=np.float32(total))
 
 
