@@ -14,6 +14,9 @@ import math
 from typing import Any, NamedTuple
 
 Device = Any  # Device, which type checkers do not know
+FLAT = (
+  2**16
+)  # bytes of a part; to flatten larger ones costs more than a message
 Box = tuple[tuple[int, int], ...]  # (first, last + 1) of each dimension
 
 
@@ -21,18 +24,20 @@ class Part(NamedTuple):
   """A box of a leaf as it lies in some array, and what is wanted of it.
 
   first: row of a message at which the box begins; None: the array is the box.
+  flat: a row of the message is a number, not a row of the leaf.
   """
 
   box: Box
   part: Box
   first: int | None = None
+  flat: bool = False
 
 
 class Message(NamedTuple):
   """What one device sends to others: a row of ((leaf, what of its shard), ...).
 
-  Parts are of one type and equal but for their first dimension, along which
-  they are joined.
+  Parts are of one type, and equal but for their first dimension, along which
+  they are joined; or flat.
   """
 
   sender: Device
@@ -74,11 +79,6 @@ def size(box: Box) -> int:
 def shape(box: Box) -> tuple[int, ...]:
   """Its sizes."""
   return tuple(end - first for first, end in box)
-
-
-def rows(box: Box) -> int:
-  """Its rows in a message; a number is one."""
-  return shape(box)[0] if box else 1
 
 
 def sent(block: Box, part: Box) -> Box:
@@ -126,15 +126,18 @@ def plan_of(layouts) -> Plan:
         out = Part(block, sent(block, part))
         copies.setdefault((sender, out), {})[receiver] = part
     for (sender, out), to in copies.items():
-      key = sender, tuple(to), dtype, shape(out.part)[1:]
+      flat = size(out.part) * dtype.itemsize <= FLAT
+      rest = None if flat else shape(out.part)[1:]
+      key = sender, tuple(to), dtype, rest
       packed.setdefault(key, []).append((leaf, out, to))
-  for (sender, receivers, *_), parts in packed.items():
-    message = Message(sender, receivers, tuple((n, p) for n, p, _ in parts))
-    key, first = (MESSAGE, len(plan.messages)), 0
+  for (sender, receivers, _, rest), parts in packed.items():
+    key, first, flat = (MESSAGE, len(plan.messages)), 0, rest is None
     for leaf, out, to in parts:
       at = None if len(parts) == 1 else first
       for device, part in to.items():
-        want(device, leaf, key, Part(out.part, part, at))
-      first += rows(out.part)
-    plan.messages.append(message)
+        want(device, leaf, key, Part(out.part, part, at, flat))
+      first += size(out.part) if flat else shape(out.part)[0]
+    flat &= len(parts) > 1
+    sends = tuple((leaf, out._replace(flat=flat)) for leaf, out, _ in parts)
+    plan.messages.append(Message(sender, receivers, sends))
   return plan

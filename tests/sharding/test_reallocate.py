@@ -226,6 +226,14 @@ def test_parts_for_the_same_devices_are_one_message(transfers, monkeypatch):
   reallocate.move(arrays, ALL['rows of 8'])
   reallocate.move(several, to)
   assert counts[0] == counts[1] > 0
+  # Large parts are joined by rows, if those are equal.
+  monkeypatch.setattr(pieces, 'FLAT', 0)
+  pieces.plan_of.cache_clear()
+  moved = reallocate.move(several, to)
+  pieces.plan_of.cache_clear()
+  assert counts[2] > counts[0] and counts[2] < 3 * counts[0]
+  thrice = {f'{p}{i}': x for i in range(3) for p, x in host().items()}
+  assert whole(moved, thrice, to)
 
 
 @pytest.mark.parametrize('name, wrong', [
