@@ -6,6 +6,7 @@ Configurations, comparisons, what a run left.
 import contextlib
 import json
 import math
+import signal
 import struct
 import time
 
@@ -130,6 +131,22 @@ def until(holds, what='it does not happen', seconds=20):
   while not holds():
     assert time.monotonic() < end, what
     time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def within(seconds):
+  """TimeoutError in its block if that waits for ever, for a pipe as it may."""
+
+  def late(number, frame):
+    raise TimeoutError(f'not done in {seconds} s')
+
+  before = signal.signal(signal.SIGALRM, late)
+  signal.alarm(seconds)
+  try:
+    yield
+  finally:
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def losses(workdir):

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.configs.base import plain_files
 from paraxis.sharding.checkpoint import folders
 
 FORMAT = 'paraxis-checkpoint'
@@ -185,24 +186,41 @@ def _check_seal(manifest):
     if not type(manifest['version']) is type(manifest['step']) is int:
       raise ValueError('version or step is no integer')
     check_paths(manifest['leaves'])
-    manifest['meta']
+    if not isinstance(manifest['meta'], dict):
+      raise ValueError('its meta is no object')
   except (KeyError, TypeError, AttributeError) as e:
     raise ValueError(f'{type(e).__name__} {e}') from None
+
+
+def _check_files(folder):
+  """IntegrityError: something in a step is neither a file nor a folder.
+
+  A link may lead anywhere, and whoever opens a named pipe may wait for ever.
+  """
+  for path in (folder, *folder.rglob('*')):
+    if path.is_symlink():
+      raise damaged(folder, 'it is or contains a symbolic link')
+    if path.is_dir():
+      continue
+    try:
+      plain_files.check(path)
+    except OSError as e:
+      name = path.relative_to(folder)
+      raise damaged(folder, f'{name}: {e.strerror}') from None
 
 
 def read_manifest(folder):
   """The checked manifest of one step folder, else IntegrityError."""
   path = folder / 'manifest' / 'metadata'
   try:
-    if folder.is_symlink() or any(p.is_symlink() for p in folder.rglob('*')):
-      raise damaged(folder, 'it is or contains a symbolic link')
+    _check_files(folder)
     if not (folder / 'state' / '_METADATA').is_file():
       raise damaged(folder, 'it has no state')
     if (size := path.stat().st_size) > _MAX_MANIFEST:
       raise damaged(
         folder, f'its manifest has {size} bytes, over {_MAX_MANIFEST}'
       )
-    manifest = json.loads(path.read_text('utf-8'))
+    manifest = json.loads(plain_files.read_text(path))
     _check_seal(manifest)
   except (OSError, ValueError, RecursionError) as e:
     raise damaged(
@@ -212,6 +230,10 @@ def read_manifest(folder):
     raise errors.UserError(
       f'{folder} has checkpoint format {manifest["version"]}, this program '
       f'reads up to {VERSION}: upgrade it.'
+    )
+  if manifest['version'] < 1:
+    raise damaged(
+      folder, f'its format is {manifest["version"]}, the first one is 1'
     )
   if str(manifest['step']) != folder.name:
     raise damaged(folder, f'its manifest is of step {manifest["step"]}')
