@@ -30,16 +30,21 @@ def require_one(checkpoint, weights):
     )
 
 
-def open_(checkpoint, weights, step=None):
+def open_(checkpoint, weights, step=None, ema=False):
   """load.Checkpoint or load.Weights; UserError unless one of both is given."""
   require_one(checkpoint, weights)
+  if ema and weights:
+    raise errors.UserError(
+      f'--ema: --weights={weights} are of another program, only a run of '
+      'paraxis holds averages: leave out --ema.'
+    )
   from paraxis.decode import load  # starts jax
   from paraxis.sharding.meter import compiling
 
   compiling.use_cache()
   if weights:
     return load.Weights(weights, _say)
-  return load.Checkpoint(checkpoint, step, _say)
+  return load.Checkpoint(checkpoint, step, _say, ema)
 
 
 def _text(flag, path):
@@ -103,7 +108,8 @@ def _decode(options, overrides, _):
   if options.calibration_file is not None:
     texts = [_text('calibration_file', options.calibration_file)]
   command_line.prepare_devices(options.devices)
-  with open_(options.checkpoint, options.weights, options.step) as checkpoint:
+  given = options.checkpoint, options.weights, options.step
+  with open_(*given, options.ema) as checkpoint:
     config = checkpoint.config()
     config.update_from_flattened_dict(overrides)
     config = schema.view(config)
@@ -141,6 +147,10 @@ def _decode(options, overrides, _):
   return errors.EXIT_OK
 
 
+EMA = (
+  bool, 'ema', False,
+  'averages of the parameters (optimizer.ema_decay) instead of them',
+)  # fmt: skip
 COMMAND = command_line.Command(
   _decode,
   'decode',
@@ -153,6 +163,7 @@ COMMAND = command_line.Command(
     (str, 'weights=PATH', None,
      'instead: a folder of Hugging Face, a .gguf file, or smollm2'),
     (int, 'step=N', None, 'step to load; else the newest undamaged one'),
+    EMA,
     'Prompts',
     ('several', 'prompt=TEXT', [],
      'may be repeated; blanks at its end are dropped'),

@@ -25,6 +25,7 @@ from paraxis.models.huggingface import source as source_lib
 from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
+from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import store as store_lib
 
 CHECKPOINTS = 'checkpoints'  # a workdir's folder of steps
@@ -67,11 +68,14 @@ def _for_decoding(mesh):
 class Checkpoint:
   """A read-only view of one run's checkpoints. Also a context manager."""
 
-  def __init__(self, checkpoint, step=None, say=print):
-    """See `locate`. Nothing is written. say: prints one line per finding."""
+  def __init__(self, checkpoint, step=None, say=print, ema=False):
+    """See `locate`. Nothing is written. say: prints one line per finding.
+
+    ema: averages of parameters are read in place of them."""
     folder, self.step = locate(checkpoint, step)
     self._say, self._known = say, False  # whether its own mixers are here
     self._store = store_lib.Store(folder, read_only=True, say=say)
+    self._ema = ema
 
   def __enter__(self):
     return self
@@ -156,14 +160,20 @@ class Checkpoint:
 
   def _read(self, like, tokenizer):
     """({path: array} of parameters, what they are in words)."""
-    like = {PARAMS + path: leaf for path, leaf in like.items()}
+    like, under = {PARAMS + path: leaf for path, leaf in like.items()}, PARAMS
+    names, where = {path: path for path in like}, self._store.directory
+    if self._ema:
+      saved = self._store.read_manifest(self.step)['leaves']
+      manifest_lib.compare(saved, like, where, PARAMS)
+      names, under = trained.averages(saved, like, '--ema', where), ()
+    like = {names[path]: leaf for path, leaf in like.items()}
     if self.step is None:
-      found = self._store.restore_latest_good(like, PARAMS)
+      found = self._store.restore_latest_good(like, under)
       if found is None:
         raise errors.UserError(f'{self._store.directory}: no checkpoint here.')
       self.step, tree, meta = found
     else:
-      tree, meta = self._store.restore(self.step, like, PARAMS)
+      tree, meta = self._store.restore(self.step, like, under)
     if meta.get('tokenizer') != tokenizer.fingerprint:
       raise errors.UserError(
         f'tokenizer {tokenizer.name} is not the one of the checkpoint '
@@ -171,8 +181,9 @@ class Checkpoint:
         f'{str(meta.get("tokenizer"))[:12]}): its ids mean other text. Name '
         'the right one with --config.data.tokenizer=.'
       )
-    params = {path.removeprefix(PARAMS): x for path, x in tree.items()}
-    return params, f'step {self.step} of {self._store.directory}'
+    params = {p.removeprefix(PARAMS): tree[name] for p, name in names.items()}
+    what = f'{"averages of " if self._ema else ""}step {self.step}'
+    return params, f'{what} of {where}'
 
   def _mesh(self, config, text, rows):
     """(--mesh= text, devices): the run's mesh, or a reported substitute."""

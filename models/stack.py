@@ -109,6 +109,7 @@ class Stack:
     leaves: 'layers/...' -> `Leaf` of a layer, without the axis 'layers'.
     depth: depth.Depth, which layer each row of a stack holds.
     held: 'layers/...' -> depth.Held, how memory holds the stack.
+    owners: path in a layer -> the layers whose rows its stack has, in order.
   """
 
   def __init__(
@@ -142,20 +143,19 @@ class Stack:
       for path, leaf in self.leaves.items()
       if (blocks := parameter.shared(leaf.variable))
     }
-    # Path in a layer -> layer -> the layer whose row it reads: its own, or that
-    # of the first that reads a block.
+    # Path in a layer -> layer -> the first that reads its row: itself, mostly.
     self._homes = depth.homes(
       [self._kinds[kind].leaves for kind in self.pattern], self._row
     )
-    self._owners = {p: sorted({*of.values()}) for p, of in self._homes.items()}
+    self.owners = {p: sorted({*of.values()}) for p, of in self._homes.items()}
     self._in_unit = {
       path: sum(i < len(self.unit) for i in owners)
-      for path, owners in self._owners.items()
+      for path, owners in self.owners.items()
       if path not in self._blocks
     }
     self.held = {
       f'layers/{path}': self._held(path, owners, layout.experts)
-      for path, owners in self._owners.items()
+      for path, owners in self.owners.items()
     }
 
   def _row(self, path, use):
@@ -194,7 +194,7 @@ class Stack:
     """[(layers of a kind, paths that they own)]."""
     of_kind, out = [i for i, k in enumerate(self.pattern) if k == kind], {}
     for path in self._kinds[kind].leaves:
-      layers = tuple(i for i in of_kind if i in self._owners[path])
+      layers = tuple(i for i in of_kind if i in self.owners[path])
       out.setdefault(layers, []).append(path)
     return [(jnp.array(i), paths) for i, paths in out.items() if i]
 
@@ -214,7 +214,7 @@ class Stack:
     path = path.removeprefix('layers/')
     if path not in self._blocks:
       return 1
-    return len(self._homes[path]) / len(self._owners[path])
+    return len(self._homes[path]) / len(self.owners[path])
 
   def unstack(self, params):
     """The same parameters with one array per layer: 'layers/3/mlp/up'.
@@ -223,7 +223,7 @@ class Stack:
     copied each time.
     """
     out = {p: v for p, v in params.items() if not p.startswith('layers/')}
-    for path, owners in self._owners.items():
+    for path, owners in self.owners.items():
       for slot, i in enumerate(owners):
         out[f'layers/{i}/{path}'] = params[f'layers/{path}'][slot]
     return out

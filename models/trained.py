@@ -89,6 +89,28 @@ def matching(field, given, paths):
   return found
 
 
+def averages(saved, paths, flag, where):
+  """{path: EMA/..., if a checkpoint has its average; else as it is}.
+
+  What no run learns has none.
+
+  Args:
+    saved: paths in the checkpoint. paths: 'params/...'.
+    flag: that asked. where: what an error calls the checkpoint.
+
+  Raises:
+    UserError: it has no average at all.
+  """
+  name = lambda path: f'{EMA}/{path.partition("/")[2]}'
+  found = {p: name(p) if name(p) in saved else p for p in paths}
+  if all(path == p for p, path in found.items()):
+    raise errors.UserError(
+      f'{flag}: {where} holds no average of its parameters '
+      f'(optimizer.ema_decay was 0): leave out {flag}.'
+    )
+  return found
+
+
 def is_adapter(path):
   """Is the path one of an adapter?"""
   return path.endswith((A, B))

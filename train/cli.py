@@ -58,9 +58,7 @@ def _train(values, config, _):
   if several:
     compared = hosts_lib.fields_of(config, values.workdir, values.mesh)
     hosts_lib.connect(*hosts, compared)
-  from paraxis.train.run import origin as origin_lib
-
-  source = origin_lib.open_(values.init_from, values.init_optimizer)
+  source = exchange_command.source(values)
   if values.dry_run:
     return _dry_run(config, values, source)
   from paraxis.sharding.meter import compiling

@@ -71,13 +71,15 @@ def bring(text, workdir, say=print, tokenizer='') -> None:
   say(f'{len(tree)} leaves, {size:,} bytes, in {path}')
 
 
-def send(text, out, dtype='float32', model_type='', say=print) -> None:
+def send(
+  text, out, dtype='float32', model_type='', say=print, ema=False
+) -> None:
   """Writes a run's parameters as a folder that Hugging Face reads.
 
   Args:
     text: RUN, RUN/STEP. out: folder that does not exist, or is empty.
     dtype: of DTYPES. model_type: of config.json; '': the plainest that fits.
-    say: prints one line.
+    say: prints one line. ema: averages of parameters instead of them.
 
   Raises:
     UserError: no family expresses the model, or the folder is not empty.
@@ -87,7 +89,7 @@ def send(text, out, dtype='float32', model_type='', say=print) -> None:
       f'--dtype={dtype} is not one of {", ".join(DTYPES)}.'
       + schema.suggest(dtype, DTYPES)
     )
-  run = origin_lib.Run(text, say=say, flag='--checkpoint')
+  run = origin_lib.Run(text, say=say, flag='--checkpoint', ema=ema)
   config = run.config()
   described = config_lib.from_model(
     config.model, model_type or run.about['kind']

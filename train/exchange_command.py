@@ -9,7 +9,25 @@ INIT = (
    'Face, a .gguf file, or smollm2'),
   (bool, 'init_optimizer', False,
    "with --init_from=RUN: its optimizer's state too"),
+  (str, 'init_layers=FIRST:LAST', '',
+   'with --init_from=RUN: of its layers these alone (0:6 are 0 to 5), the '
+   'others are new'),
+  (bool, 'init_ema', False,
+   'with --init_from=RUN: averages of its parameters (optimizer.ema_decay) '
+   'instead of them'),
 )  # fmt: skip
+
+
+def source(values):
+  """What the flags `INIT` name, as run/origin.py's `open_`."""
+  from paraxis.train.run import origin
+
+  return origin.open_(
+    values.init_from,
+    values.init_optimizer,
+    layers=values.init_layers,
+    ema=values.init_ema,
+  )
 
 
 def _import(values, _, words):
@@ -33,7 +51,7 @@ def _export(values, *_):
   from paraxis.train import exchange
 
   return exchange.send(
-    values.checkpoint, values.out, values.dtype, values.family
+    values.checkpoint, values.out, values.dtype, values.family, ema=values.ema
   )
 
 
@@ -68,6 +86,12 @@ def commands(devices):
         (str, 'out=FOLDER', '', 'folder to write, empty or not there'),
         (str, 'dtype=NAME', 'float32', 'float32 or bfloat16'),
         (str, 'family=NAME', '', "model_type; '': the plainest that fits"),
+        (
+          bool,
+          'ema',
+          False,
+          'averages of the parameters (optimizer.ema_decay) instead of them',
+        ),
         devices,
       ),
     ),

@@ -7,11 +7,13 @@ under 'origin'.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models import register
+from paraxis.models import trained
 from paraxis.train import state as state_lib
 from paraxis.train.run import origin as origin_lib
 from paraxis.train.run import workdir as workdir_lib
@@ -161,11 +163,11 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict]:
   tree = state_lib.on_stages(tree, shapes, job.leaves)
   _check(job, step, kept, store.directory, say)
   origin = kept.get('origin')
-  if source and source.about['source'] != (origin or {}).get('source'):
+  if source and origin_lib.named(source.about) != origin_lib.named(origin):
     raise errors.UserError(
       f'{store.directory} is at step {step} of a run that began with '
-      f'{origin["source"] if origin else "new parameters"}, --init_from is '
-      f'{source.about["source"]}: take another --workdir.'
+      f'{origin_lib.named(origin)}, --init_from is '
+      f'{origin_lib.named(source.about)}: take another --workdir.'
     )
   say(f'resumed from step {step}, every leaf verified')
   return state_lib.unflatten(job.state, tree), step, kept
@@ -199,25 +201,37 @@ def begin(job, source, like, say) -> state_lib.State:
       its layers in order.
   """
   tree = source.read(job, like, say)
-  grown = {p for p, x in tree.items() if x.shape != like[p].shape}
   own = state_lib.flatten(job.state)
-  # After reading, and no parameter that was read: never two of one.
-  fresh = job.initial_leaves([p for p in own if p not in tree or p in grown])
+  averages = {p for p in own if p.startswith(f'{trained.EMA}/')}
+  # After reading, and no parameter that was read whole: never two of one.
+  new = {p for p in own if p not in tree or p in source.part} - averages
+  fresh = job.initial_leaves([p for p in own if p in new])
   for path in tree:
-    if path in grown:
-      tree[path] = _grown(tree[path], fresh.pop(path), like[path])
+    if path in source.part:
+      made = state_lib.in_order({path: fresh.pop(path)}, job.leaves)[path]
+      rows = source.part[path]
+      tree[path] = _mixed(tree[path], made, rows, like[path].sharding)
     alone = {path: tree[path]}
     tree |= state_lib.on_stages(alone, {path: own[path]}, job.leaves)
   say(f'parameters of {source.about["source"]}, {len(tree)} leaves read')
-  return state_lib.unflatten(job.state, fresh | tree)
+  whole = fresh | tree
+  for path in averages:
+    x = whole[f'{origin_lib.PARAMS}{path.partition("/")[2]}']
+    whole[path] = jax.jit(jnp.copy, out_shardings=own[path].sharding)(x)
+  return state_lib.unflatten(job.state, whole)
 
 
-def _grown(old, new, like):
-  """The rows of `old`, then those that `new` has beyond them."""
-  everywhere = jax.NamedSharding(like.sharding.mesh, jax.P())
-  copy = jax.jit(lambda *x: x, out_shardings=everywhere)
-  first, rest = (np.asarray(x.addressable_data(0)) for x in copy(old, new))
-  whole = np.concatenate([first, rest[len(first) :]])
-  return jax.make_array_from_callback(
-    like.shape, like.sharding, lambda index: whole[index]
-  )
+def _mixed(old, new, rows, sharding):
+  """`new` with rows of `old`. rows: (of `new`, those of `old` they become)."""
+  mine, theirs = rows
+  pick, chosen = np.zeros(len(new), int), np.zeros(len(new), bool)
+  pick[mine], chosen[mine] = theirs, True
+  # Rows that no device shares can be picked: `old` is laid out so.
+  whole = jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:]))
+
+  def run(old, new):
+    found = old.at[pick].get(out_sharding=whole)
+    where = chosen.reshape(-1, *[1] * (new.ndim - 1))
+    return jnp.where(where, found, jax.reshard(new, whole))
+
+  return jax.jit(run, out_shardings=sharding)(old, new)

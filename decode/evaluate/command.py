@@ -73,7 +73,7 @@ def _evaluate(options, overrides, _):
   tasks = [tasks_lib.read(name, options.text_key) for name in names]
   command_line.prepare_devices(options.devices)
   results = []
-  with decode_main.open_(*given, options.step) as opened:
+  with decode_main.open_(*given, options.step, options.ema) as opened:
     made = scorer(
       opened, overrides, options.mesh, options.length, options.batch_size
     )
@@ -154,6 +154,7 @@ COMMAND = command_line.Command(
     (str, 'weights=PATH', None,
      'instead: a folder of Hugging Face, a .gguf file, or smollm2'),
     (int, 'step=N', None, 'step to load; else the newest undamaged one'),
+    decode_main.EMA,
     'Tasks',
     (list, 'tasks=FILE,...', [],
      '.txt and .md: a document; .jsonl: rows of {"text"}, of {"prompt", '

@@ -119,14 +119,14 @@ def compare(
     like: {path: anything with shape and dtype}.
     where: what the message calls the checkpoint.
     under: saved leaves whose path does not start with this (one of it) do not
-      count.
+      count; (): those of `like` alone do.
     advice: what the message says to do.
   """
   gone = lambda path: path not in like and path.split('/')[-1] in GONE
   saved = {
     path: x
     for path, x in saved.items()
-    if path.startswith(under) and not gone(path)
+    if (path.startswith(under) or path in like) and not gone(path)
   }
   lines = []
   for path in sorted(set(saved) | set(like)):

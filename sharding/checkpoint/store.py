@@ -302,7 +302,7 @@ class Store:
     """(tree, meta) of one step, verified, on the shardings of `like`.
 
     Only leaves whose path starts with `under` (one of it) are compared and
-    read.
+    read; those of `like`, whatever else there is, if it is ().
 
     Raises:
       UserError: no such step, or its leaves are not those of `like`.
@@ -315,7 +315,7 @@ class Store:
     return self._load(step, manifest, like), manifest['meta']
 
   def restore_latest_good(
-    self, like: Mapping, under: str = ''
+    self, like: Mapping, under: str | tuple[str, ...] = ''
   ) -> tuple[int, Tree, dict] | None:
     """(step, tree, meta) of the newest step that verifies, or None.
 

@@ -223,6 +223,17 @@ def test_a_changed_run_is_told_the_way(tiny, first, change):
     ('x', {}, ['no folder', 'Hugging Face']),
     ('smollm2', dict(optimizer=True), ['--init_optimizer', 'only a run']),
     ('', dict(optimizer=True), ['--init_from=RUN']),
+    (
+      '',
+      dict(layers='0:1', ema=True),
+      ['--init_layers, --init_ema', 'of which'],
+    ),
+    ('smollm2', dict(ema=True), ['--init_ema', 'only a run']),
+    ('/4', dict(layers='0:3'), ['--init_layers=0:3', 'has 2 layers, 0:2']),
+    ('/4', dict(layers='1'), ["--init_layers='1'", 'FIRST:LAST']),
+    ('/4', dict(layers='1:1'), ["--init_layers='1:1'", 'FIRST:LAST']),
+    ('/4', dict(layers='0:1', optimizer=True), ['leave out --init_optimizer']),
+    ('/4', dict(ema=True), ['--init_ema', 'holds no average', 'ema_decay']),
   ],
 )
 def test_no_such_origin(first, text, options, words):

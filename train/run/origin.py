@@ -1,7 +1,9 @@
 """Where a run's first parameters are from: `paraxis train --init_from=`.
 
 A run of ours, RUN/STEP, or weights of another program: a folder of Hugging
-Face, a GGUF file. Every leaf is read; only the vocabulary may have fewer rows.
+Face, a GGUF file. Every parameter is read; only the vocabulary may have fewer
+rows. --init_layers=0:6 reads these layers alone, --init_ema the averages. What
+becomes of every leaf is printed (taken.py).
 """
 
 import contextlib
@@ -20,6 +22,8 @@ from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source as source_lib
 from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.sharding.checkpoint import manifest as manifest_lib
+from paraxis.train.run import layers as layers_lib
+from paraxis.train.run import taken
 from paraxis.train.run import workdir as workdir_lib
 
 OWN = 'own_mixers'  # in meta: the files they are from
@@ -28,23 +32,45 @@ FLAG = '--init_from'
 GROWS = ('embedding', 'head')  # leaves that may have more rows than the origin
 
 
-def open_(text, optimizer=False, say=print) -> 'Run | Foreign | None':
+def open_(
+  text, optimizer=False, say=print, layers='', ema=False
+) -> 'Run | Foreign | None':
   """What --init_from= names; '': None.
 
-  optimizer: its optimizer's state is read, too. UserError: nothing is there.
+  Args:
+    optimizer: its optimizer's state is read, too.
+    layers: 'FIRST:LAST', of its layers these alone; '': all.
+    ema: averages of its parameters in place of them.
+
+  Raises:
+    UserError: nothing is there, or not what is asked for.
   """
+  asked = dict(init_optimizer=optimizer, init_layers=layers, init_ema=ema)
+  flags = ', '.join(f'--{flag}' for flag, given in asked.items() if given)
   if not text:
-    if optimizer:
-      raise errors.UserError('--init_optimizer: of which run? --init_from=RUN.')
+    if flags:
+      raise errors.UserError(f'{flags}: of which run? --init_from=RUN.')
     return None
   if not source_lib.is_foreign(text):
-    return Run(text, optimizer, say)
-  if optimizer:
+    return Run(text, optimizer, say, layers=layers, ema=ema)
+  if flags:
     raise errors.UserError(
-      f'--init_optimizer: {text} holds no state of an optimizer, only a run of '
-      'paraxis does.'
+      f'{flags}: {text} is of another program, only a run of paraxis has what '
+      'they ask for.'
     )
   return Foreign(text)
+
+
+def named(about) -> str:
+  """What a run began with, of `about` of its origin or None."""
+  if about is None:
+    return 'new parameters'
+  parts = [about['source']]
+  if about.get('ema'):
+    parts.append('its averages')
+  if about.get('layers'):
+    parts.append(f'layers {about["layers"]}')
+  return ', '.join(parts)
 
 
 def _beside(target, saved, path):
@@ -67,11 +93,15 @@ class Run:
 
   Attributes:
     about: what the manifests of a new run keep of it.
+    part: {canonical path: (rows of the new leaf, rows there that they are)}, of
+      leaves that `read` gives in part; the other rows are new. `fits` finds it.
   """
 
-  def __init__(self, text, optimizer=False, say=print, flag=FLAG):
-    """text: RUN, RUN/STEP or RUN/checkpoints/STEP; optimizer: as `open_`;
-    flag: that named it."""
+  def __init__(
+    self, text, optimizer=False, say=print, flag=FLAG, layers='', ema=False
+  ):
+    """text: RUN, RUN/STEP or RUN/checkpoints/STEP; optimizer, layers, ema: as
+    `open_`; flag: that named it."""
     path, step = pathlib.Path(text).expanduser().resolve(), None
     if path.name.isdecimal() and not (path / workdir_lib.CHECKPOINTS).is_dir():
       step, path = int(path.name), path.parent
@@ -98,6 +128,27 @@ class Run:
       **{key: before.get(key, '') for key in ('kind', 'licence', 'template')},
       ends=before.get('ends', []),
     )
+    if optimizer and layers:
+      raise errors.UserError(
+        '--init_layers takes parameters, the state of an optimizer is of all '
+        'layers: leave out --init_optimizer.'
+      )
+    self.part, self._layers = {}, layers
+    if layers:
+      depth = self.config().model.num_layers
+      layers_lib.parse(layers, depth, f'{path.parent}')
+      self.about['layers'] = layers
+    self._names = {}  # of leaves that are read by another
+    if ema:
+      params = [p for p in self._saved if p.startswith(PARAMS)]
+      asked, what = '--init_ema' if flag == FLAG else '--ema', f'{path.parent}'
+      self._names = trained.averages(self._saved, params, asked, what)
+      self.about['ema'] = 'yes'
+    self._view = {
+      p: self._saved[self._names.get(p, p)]
+      for p in self._saved
+      if p.startswith(self._under)
+    }
 
   @contextlib.contextmanager
   def _store(self):
@@ -137,8 +188,7 @@ class Run:
       for path, leaf in self._saved.items()
       if path.startswith(under)
     }
-    with self._store() as store:
-      tree, _ = store.restore(self._step, like, under)
+    tree = self._restored(like)
     out = {path: np.asarray(tree[PARAMS + path]) for path in paths}
     for path, w in out.items():
       pair = [tree.get(PARAMS + path + end) for end in (trained.A, trained.B)]
@@ -146,17 +196,23 @@ class Run:
         out[path] = np.asarray(trained.merge(w, *pair, self._scale()))
     return out
 
+  def _restored(self, like):
+    names = {path: self._names.get(path, path) for path in like}
+    wanted = {names[path]: x for path, x in like.items()}
+    with self._store() as store:
+      tree, _ = store.restore(self._step, wanted, ())
+    return {path: tree[name] for path, name in names.items()}
+
   def _scale(self):
     return trained.of(self.config().train).scale
 
   def read(self, job, like, say):
-    """{canonical path: array}, verified; some with fewer rows than in `like`.
+    """{canonical path: array}, verified; some in part, see `part`.
 
     Arguments as of start.begin. UserError: as of `fits`.
     """
     like, merges = self.fits(job, like, say)
-    with self._store() as store:
-      tree, _ = store.restore(self._step, like, self._under)
+    tree = self._restored(like)
     if merges:
       with job.context():
         tree = trained.merged(tree, self._scale())
@@ -165,13 +221,18 @@ class Run:
   def fits(self, job, like, say):
     """({path: jax.ShapeDtypeStruct} to be read, whether adapters are merged).
 
-    Reads no array; says which rows and adapters are new. UserError: other
-    leaves differ, all listed.
+    Reads no array; says what becomes of every leaf. UserError: other leaves
+    differ, all listed.
     """
+    whole, words, self.part = like, {}, {}
     register.require(self._meta.get(OWN), self._path, say)
     if self._meta.get('tokenizer') != job.tokenizer.fingerprint:
       say('--init_from: its tokenizer was another, its ids may mean other text')
+    self._check_optimizer(job)
     like = {p: x for p, x in like.items() if p.startswith(self._under)}
+    if self._layers:
+      found = layers_lib.part(self.config(), job, self._layers, like)
+      self.part, words = found
     for path in GROWS:
       path = PARAMS + path
       if path not in like or path not in self._saved:
@@ -182,20 +243,23 @@ class Run:
           f'--init_from: {path} has {rows} rows there, {x.shape[0]} here: the '
           f'last {x.shape[0] - rows} are initialised'
         )
-        layout = jax.NamedSharding(
-          x.sharding.mesh, jax.P(None, *x.sharding.spec[1:])
-        )
-        like[path] = jax.ShapeDtypeStruct(
-          (rows, *rest), x.dtype, sharding=layout
-        )
+        like[path] = layers_lib.rows_of(x, rows)
+        self.part[path] = [*range(rows)], [*range(rows)]
+        words[path] = f'{rows} rows of {x.shape[0]}, the others new'
     merges = self._adapters(job, like, say)
     shaped = [
       (name, was, now)
       for name, was, now in workdir_lib.differences(self.config(), job.config)
       if not workdir_lib.keeps_shapes(name, was, now)
     ]
+    view = {
+      path: leaf
+      for path, leaf in self._view.items()
+      if path in like
+      or not (self._layers and path.startswith(layers_lib.STACKS))
+    }
     manifest_lib.compare(
-      self._saved,
+      view,
       like,
       f'{FLAG}: {self._path.parent}',
       self._under,
@@ -205,7 +269,20 @@ class Run:
       if shaped
       else f'Begin without {FLAG}.',
     )
+    found = taken.fates(whole, self._saved, like, words, self._names)
+    for line in taken.lines(found):
+      say(f'{FLAG}: {line}')
     return like, merges
+
+  def _check_optimizer(self, job):
+    """UserError if the state of one rule is asked for another."""
+    was, now = self.config().optimizer.name, job.config.optimizer.name
+    if OPTIMIZER in self._under and was != now:
+      raise errors.UserError(
+        f'--init_optimizer: the optimizer of {self._path.parent} is {was!r}, '
+        f'here optimizer.name={now!r}: leave out --init_optimizer, and its '
+        'state begins anew.'
+      )
 
   def _adapters(self, job, like, say):
     """Makes the adapters in `like` those of the run -> are they to be merged?
@@ -235,7 +312,7 @@ class Foreign:
 
   def __init__(self, text):
     self._source = source_lib.Source(text)
-    self.about = self._source.about
+    self.about, self.part = self._source.about, {}
 
   def configured(self, config, folder, say, flag='--config.data.tokenizer='):
     """The config with the model of the weights, and their tokenizer.
@@ -282,16 +359,18 @@ class Foreign:
 
   def fits(self, job, like, say):
     """As of `Run`: `configured` took the model from the weights."""
-    del job, say
-    return like, False
+    del job
+    own = lambda path: path.startswith(PARAMS) and not trained.is_adapter(path)
+    read = {path: x for path, x in like.items() if own(path)}
+    for line in taken.lines(taken.fates(like, (), read)):
+      say(f'{FLAG}: {line}')
+    return read, False
 
   def read(self, job, like, say):
     """{canonical path: array} of parameters; arguments as of start.begin."""
-    del job, say
     return {
       path: self._source.read(path.removeprefix(PARAMS), x)
-      for path, x in like.items()
-      if path.startswith(PARAMS) and not trained.is_adapter(path)
+      for path, x in self.fits(job, like, say)[0].items()
     }
 
   def rows(self, like):

@@ -1,0 +1,68 @@
+"""What becomes of every leaf when a run begins with the weights of another.
+
+    --init_from: taken: params/ (13 leaves)
+    --init_from: new, its own left out: optimizer/ (27 leaves), step
+
+Nothing is filled in silently: each leaf of the new run, and each of its origin,
+is in one line. Whole folders of one fate are one word.
+"""
+
+from paraxis.models import trained
+
+TAKEN, NEW, LEFT, MERGED = 'taken', 'new', 'left out', 'merged into its matrix'
+BOTH = 'new, its own left out'  # both have it, and it is not taken
+BEGINS = 'begins as the parameters'
+
+
+def fates(wanted, saved, read, rows=(), renamed=()):
+  """{path: fate} of the leaves of a new run, and of those of its origin.
+
+  Args:
+    wanted, saved: paths of the new run, of the origin.
+    read: paths of `saved` that are read, by the names of `wanted`.
+    rows: {path: words on which rows are taken}. renamed: {path: other one of
+      `saved` that is read instead}.
+  """
+  rows, renamed, out = dict(rows), dict(renamed), {}
+  for path in wanted:
+    if path in read:
+      other = renamed.get(path, path)
+      folder = other.split('/')[0]
+      out[path] = TAKEN if other == path else f'{TAKEN} from {folder}/'
+      if path in rows:
+        out[path] += f', {rows[path]}'
+    elif path.startswith(f'{trained.EMA}/'):
+      out[path] = BEGINS
+    else:
+      out[path] = BOTH if path in saved else NEW
+  used = set(renamed.values())
+  for path in set(saved) - set(wanted):
+    out[path] = MERGED if path in read else LEFT
+    if path in used:
+      del out[path]  # told of the leaf that it becomes
+  return out
+
+
+def _groups(chosen, paths):
+  """`chosen` as text: a folder of `paths` that are all chosen is one word."""
+  out = {}
+  for path in sorted(chosen):
+    parts = path.split('/')
+    for i in range(1, len(parts) + 1):
+      folder = '/'.join(parts[:i])
+      inside = [p for p in paths if f'{p}/'.startswith(f'{folder}/')]
+      if chosen.issuperset(inside):
+        out[folder if len(inside) > 1 else path] = len(inside)
+        break
+  return ', '.join(f'{f}/ ({n} leaves)' if n > 1 else f for f, n in out.items())
+
+
+def lines(fates) -> list[str]:
+  """One for each fate, of {path: fate}."""
+  by_fate = {}
+  for path, fate in fates.items():
+    by_fate.setdefault(fate, set()).add(path)
+  return [
+    f'{fate}: {_groups(chosen, fates)}'
+    for fate, chosen in sorted(by_fate.items())
+  ]
