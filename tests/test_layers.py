@@ -31,7 +31,8 @@ ROOMS = {
   ),
   'decode': ('', 'evaluate'),
   'train': (
-    'data', 'run', '', 'plot', 'certify', 'bench', 'claims', 'cli', '__main__',
+    'data', 'launch', 'run', '', 'plot', 'certify', 'bench', 'claims', 'cli',
+    '__main__',
   ),
 }  # fmt: skip
 # The claims, by mechanism. They import what claims share, which is in the files

@@ -22,9 +22,9 @@ from paraxis.train import data_command
 from paraxis.train import exchange_command
 from paraxis.train.bench import command as bench_command
 from paraxis.train.claims import command as claims_command
+from paraxis.train.launch import command as launch_command
 from paraxis.train.plot import command as plot_command
 from paraxis.train.run import hosts as hosts_lib
-from paraxis.train.run import launch_command
 from paraxis.train.run import lossy
 
 _CONFIG = '--config=configs/quickstart.py'

@@ -13,9 +13,9 @@ import support
 
 from paraxis.configs.base import errors
 from paraxis.train import cli
-from paraxis.train.run import launch_command
-from paraxis.train.run import places
-from paraxis.train.run import supervisor
+from paraxis.train.launch import command as launch_command
+from paraxis.train.launch import places
+from paraxis.train.launch import supervisor
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import support
 
-from paraxis.train.run import places
+from paraxis.train.launch import places
 
 SLURM = dict(
   SLURM_PROCID='3', SLURM_NTASKS='4', SLURM_JOB_ID='4097',

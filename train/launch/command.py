@@ -11,8 +11,8 @@ import sys
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
-from paraxis.train.run import places
-from paraxis.train.run import supervisor
+from paraxis.train.launch import places
+from paraxis.train.launch import supervisor
 
 COMMANDS = ('train',)  # of paraxis that run in several processes
 OWN = {

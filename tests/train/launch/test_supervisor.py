@@ -13,7 +13,7 @@ import pytest
 import support
 
 from paraxis.configs.base import errors
-from paraxis.train.run import supervisor
+from paraxis.train.launch import supervisor
 
 # What every program begins with: its rank, how often the gang was started, and
 # ways to end.
@@ -251,7 +251,7 @@ def test_blame(codes, rank):
 def test_the_ranks_save_when_the_supervisor_is_killed(gang):
   code = """
     import sys
-    from paraxis.train.run import supervisor
+    from paraxis.train.launch import supervisor
     rank = supervisor.Rank(0, sys.argv[1:], None)
     supervisor.Supervisor(lambda: [rank], '', None).run()
   """
@@ -268,7 +268,7 @@ def test_nobody_reads_and_the_run_goes_on(gang):
   """As in `paraxis launch ... | head -1`."""
   code = """
     import sys
-    from paraxis.train.run import supervisor
+    from paraxis.train.launch import supervisor
     rank = supervisor.Rank(0, sys.argv[1:], None)
     sys.exit(supervisor.Supervisor(lambda: [rank], '', None).run())
   """
