@@ -29,6 +29,7 @@ from paraxis.train.run import evaluate
 from paraxis.train.run import header
 from paraxis.train.run import hosts
 from paraxis.train.run import ledger
+from paraxis.train.run import memory
 from paraxis.train.run import metrics as metrics_lib
 from paraxis.train.run import origin as origin_lib
 from paraxis.train.run import profile as profile_lib
@@ -248,7 +249,11 @@ class _Training:
       say(f'all {steps} steps are done')
       return
     first = self.step + 1
-    with self.activity.phase('steps', self.step):
+    shapes = state_lib.flatten(self._job.state)
+    with (
+      self.activity.phase('steps', self.step),
+      memory.explained(lambda: shapes, lambda: self.step < first),
+    ):
       if self._recorder.spiked:
         self._roll_back()
       while not self._steps(stop, first, started):
@@ -311,6 +316,9 @@ class _Training:
           self._functions.update, gradient, say
         )
     self._gradients[size] = gradient
+    device = self._job.mesh.local_devices[0]
+    programs = dict(gradient=gradient, update=self._update)
+    memory.check(programs, device, state_lib.flatten(self._job.state))
     self._profile.programs += [gradient, self._update]
     stop.compiling = False
 

@@ -195,6 +195,7 @@ def test_damage_falls_back_and_is_reported(run, workdir, tmp_path, whole):
     assert code == 0 and json.loads(out)['step'] == 3
 
 
+@pytest.mark.fault(39)
 @pytest.mark.parametrize(
   'flags, words',
   [

@@ -81,6 +81,7 @@ def test_texts_of_all_by_number_and_no_key_is_left(two):
     assert keys == str([f'paraxis/who is it/1/{me}', f'paraxis/who/4/{me}'])
 
 
+@pytest.mark.fault(10)
 def test_who_is_late_is_named_and_so_is_the_barrier(two):
   first, second = two('late')
   assert first == [

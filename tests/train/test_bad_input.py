@@ -144,6 +144,7 @@ data.mixture=sonk=2 | 'sonk' | song | Did you mean 'song'?
 """
 
 
+@pytest.mark.fault(30, 31, 32, 35)
 @pytest.mark.parametrize(
   'row',
   FLAGS.replace('\n    |', ' |').splitlines(),
@@ -317,6 +318,7 @@ def test_config_files(refused, train, tmp_path, text, words):
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.fault(38)
 def test_a_token_id_beyond_the_vocabulary(refused, train, tmp_path):
   """A tokenizer of few entries, one of them far out."""
   tokenizers = pytest.importorskip('tokenizers')
@@ -331,6 +333,7 @@ def test_a_token_id_beyond_the_vocabulary(refused, train, tmp_path):
   refused(train(f'--config.data.tokenizer={file}'), str(file), *words)
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize('name', ['file', 'file/run'])
 def test_a_workdir_that_cannot_be_written(
   refused, train, tmp_path, monkeypatch, name
@@ -341,6 +344,7 @@ def test_a_workdir_that_cannot_be_written(
   refused(train(workdir=name), f'--workdir={name}:', where)
 
 
+@pytest.mark.fault(43)
 def test_two_runs_in_one_workdir(refused, train, tmp_path):
   held = workdir_lib.Lock(workdir_lib.prepare(tmp_path / 'run'))
   refused(train(), 'in use by another run', f'process {os.getpid()}')
@@ -368,6 +372,7 @@ def test_a_workdir_of_another_config(refused, train, finished):
   )
 
 
+@pytest.mark.fault(23)
 def test_a_checkpoint_of_another_architecture(refused, train, finished):
   """Without its config the checkpoint itself says what differs, all of it."""
   config = finished / workdir_lib.CONFIG

@@ -44,6 +44,7 @@ def _pressed(function):
   return called
 
 
+@pytest.mark.fault(46)
 @pytest.mark.parametrize(
   'place, name', [(start, 'state'), (start, '_check'), (header, 'trace')]
 )
@@ -68,6 +69,7 @@ def test_before_the_first_step(tiny, whole, tmp_path, monkeypatch, place, name):
   assert support.fingerprints(tmp_path, 6) == support.fingerprints(whole, 6)
 
 
+@pytest.mark.fault(46)
 @pytest.mark.parametrize('often', [[2], [1, 4]])
 def test_between_steps(tiny, whole, tmp_path, often):
   """Saved, and `run` returns: the cell is run again until it is done."""
@@ -102,6 +104,7 @@ def test_in_the_evaluation(tiny, whole, tmp_path, monkeypatch):
   assert support.fingerprints(tmp_path, 6) == support.fingerprints(whole, 6)
 
 
+@pytest.mark.fault(36)
 def test_tokens_that_change_under_a_run(tiny, tmp_path):
   """Ends with 14 and says where; the next start builds the cache again."""
   fields = {'data.cache_dir': str(tmp_path / 'tokens'), 'train.steps': 24}

@@ -121,6 +121,7 @@ loop.run(config, sys.argv[2], callbacks=[hang])
 """
 
 
+@pytest.mark.fault(7)
 def test_a_stuck_process_ends_with_its_stacks(tiny, tmp_path):
   """Nothing is raised and its heartbeats go on: the watchdog ends it."""
   done = subprocess.run(
@@ -251,6 +252,7 @@ def _poisoned(leaf, steps):
   return make
 
 
+@pytest.mark.fault(27)
 @pytest.mark.parametrize('leaf', ['norm/scale', 'layers/mlp/up'])
 def test_a_nan_is_skipped_counted_and_named(tiny, tmp_path, leaf):
   result, said = tiny.run(tmp_path, make_step=_poisoned(leaf, [2]))
@@ -266,6 +268,7 @@ def test_a_nan_is_skipped_counted_and_named(tiny, tmp_path, leaf):
   assert metrics.read(tmp_path)[3]['train/grad_norm'] is None
 
 
+@pytest.mark.fault(27)
 def test_too_many_nan_end_the_run(tiny, tmp_path, capsys):
   changes = {'train.max_nonfinite_steps': 2, 'checkpoint.every': 1}
   make_step = _poisoned('embedding', [2, 4, 5])
@@ -282,6 +285,7 @@ def test_too_many_nan_end_the_run(tiny, tmp_path, capsys):
   assert np.isfinite(tiny.run(tmp_path, changes)[0]['loss'])
 
 
+@pytest.mark.fault(22)
 def test_damaged_checkpoints_are_never_overwritten(tiny, tmp_path, capsys):
   tiny.run(tmp_path)
   folder = tmp_path / 'checkpoints'
@@ -302,6 +306,7 @@ def test_damaged_checkpoints_are_never_overwritten(tiny, tmp_path, capsys):
   assert held() == before and metrics.read(tmp_path) == rows
 
 
+@pytest.mark.fault(37)
 def test_a_changed_text_is_refused(tiny, tmp_path):
   text = tmp_path / 'song.txt'
   text.write_text(tiny.text.read_text())
@@ -343,6 +348,7 @@ def test_any_mesh_gives_the_same_losses(tiny, ten, tmp_path, mesh, changes):
   assert used.zero == changes.get('mesh.zero', 0)
 
 
+@pytest.mark.fault(25)
 def test_a_run_moves_to_another_layout(tiny, ten, tmp_path):
   """Another mesh and ZeRO stage; then text from what it saved."""
   steps = {'train.steps': 10}
@@ -415,6 +421,7 @@ def test_a_failed_save_is_reported_at_the_next_step(
   assert len(calls) == 3
 
 
+@pytest.mark.fault(27)
 @pytest.mark.parametrize('skipped', [[2, 3], []])
 def test_states_of_a_streak_push_out_no_good_one(tiny, tmp_path, skipped):
   """Step 2 is the last before the streak; without one it would be deleted."""
@@ -431,6 +438,7 @@ def _meta(store, step):
   return store.read_manifest(step)['meta']
 
 
+@pytest.mark.fault(15)
 def test_a_full_disk_does_not_end_a_run(whole, tiny, tmp_path, monkeypatch):
   """Saves of steps 2 to 4 fail: they are reported, and change no number."""
   usage, said = shutil.disk_usage(tmp_path), []
@@ -450,6 +458,7 @@ def test_a_full_disk_does_not_end_a_run(whole, tiny, tmp_path, monkeypatch):
   assert support.losses(tmp_path) == support.losses(whole[0])
 
 
+@pytest.mark.fault(11)
 def test_hosts_of_other_numbers_do_not_begin(tiny, tmp_path, monkeypatch):
   """A device whose parameters are others is named before the first step."""
   made = program.Program.initial_state
@@ -489,6 +498,7 @@ def _drifting(built, optimizer, clip_norm):
   return made._replace(update=update)
 
 
+@pytest.mark.fault(29)
 @pytest.mark.parametrize('every, step', [(1, 3), (2, 4), (0, 6)])
 def test_replicas_that_drift_are_named(tiny, tmp_path, every, step):
   """At the next comparison, or in the next checkpoint, which is not saved."""
@@ -501,6 +511,7 @@ def test_replicas_that_drift_are_named(tiny, tmp_path, every, step):
   assert not _steps(tmp_path)
 
 
+@pytest.mark.fault(14)
 def test_stop_keeps_the_second_signal_for_an_exit_at_once(monkeypatch, capfd):
   ended, said = [], []
   monkeypatch.setattr(os, '_exit', ended.append)
@@ -553,6 +564,7 @@ def test_a_run_that_skipped_most_steps_fails(tiny):
   loop._check_skipped(recorder, 5, 'SIGTERM')
 
 
+@pytest.mark.fault(13)
 def test_a_signal_saves_and_the_run_resumes(whole, tiny, tmp_path):
   stop = lambda step, values, job: (
     step == 2 and os.kill(os.getpid(), signal.SIGINT)
@@ -565,6 +577,7 @@ def test_a_signal_saves_and_the_run_resumes(whole, tiny, tmp_path):
   assert support.all_losses(tmp_path) == support.all_losses(whole[0])
 
 
+@pytest.mark.fault(3, 13)
 def test_sigterm_and_sigkill(tiny, tmp_path):
   """Both at any moment; the curve is that of the uninterrupted run."""
   flags = ['--config.train.steps=120', '--config.checkpoint.every=5']

@@ -311,6 +311,7 @@ def forget(workdir, after):
       shutil.rmtree(folder)
 
 
+@pytest.mark.fault(26)
 def test_a_run_resumes_on_other_meshes(tiny, on_stages, tmp_path):
   losses = support.losses(on_stages)
   assert losses[3] < losses[1]

@@ -38,6 +38,7 @@ def restored(version, kind):
     return opened.restore(golden.STEP, like)
 
 
+@pytest.mark.fault(42)
 @pytest.mark.parametrize('version, kind', BOTH)
 def test_both_readers_find_the_same_bits(version, kind):
   tree, meta = restored(version, kind)

@@ -48,6 +48,7 @@ def test_good_steps_read(two):
   assert _restored(two) == (2, '')  # `_rewrite` alone damages nothing
 
 
+@pytest.mark.fault(41)
 @pytest.mark.parametrize('version', [0, -7])
 def test_formats_that_never_were(two, version):
   _rewrite(two, 2, version=version)
@@ -83,6 +84,7 @@ def _parts(two):
   return [folder / 'manifest' / 'metadata', folder / 'state/_METADATA', data]
 
 
+@pytest.mark.fault(45)
 @pytest.mark.parametrize('part', range(3))
 def test_a_named_pipe_is_never_waited_for(two, part):
   path = _parts(two)[part]

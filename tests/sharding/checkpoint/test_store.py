@@ -8,6 +8,7 @@ import pathlib
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import types
@@ -118,6 +119,7 @@ def data_file(folder):
   return max(files, key=lambda p: p.stat().st_size)
 
 
+@pytest.mark.fault(25)
 def test_any_layout_to_any_layout_is_bitwise(tmp_path):
   all_layouts, prints = layouts(), set()
   for name, layout in all_layouts.items():
@@ -177,6 +179,7 @@ def test_arrays_are_not_compressed_and_compressed_ones_open(
   assert kept('before') < tree['x'].nbytes / 2
 
 
+@pytest.mark.fault(18)
 def test_every_bit_flip_falls_back(two, said):
   path = data_file(two / '2')
   good, rng = path.read_bytes(), random.Random(0)
@@ -253,6 +256,7 @@ def damage(kind, folder):
   happens(folder / name if name else data_file(folder))
 
 
+@pytest.mark.fault(19, 20)
 @pytest.mark.parametrize('kind', DAMAGE)
 def test_damaged_files_fall_back_with_one_line(two, said, kind):
   damage(kind, two / '2')
@@ -299,6 +303,7 @@ def test_reads_given_up_say_nothing_however_late(
   assert len(heard) == 2 and len(caplog.records) == 1
 
 
+@pytest.mark.fault(21)
 def test_junk_is_no_step(two, said):
   (two / '6').mkdir()
   (two / '7' / 'default').mkdir(parents=True)
@@ -318,6 +323,7 @@ def test_junk_is_no_step(two, said):
     assert len(said) == 4 and 'manifest is of step 2' in said[3]
 
 
+@pytest.mark.fault(22)
 def test_nothing_good_is_never_from_scratch(two, said):
   for step in (1, 2):
     damage('zeros', two / str(step))
@@ -341,6 +347,7 @@ def test_counts_of_a_solver_in_an_old_checkpoint_are_left_unread():
     manifest_lib.compare(other, like, 'here')
 
 
+@pytest.mark.fault(23, 24)
 def test_mismatch_lists_every_leaf(two, said):
   wanted = like_of(LAYOUT)
 
@@ -379,6 +386,7 @@ def test_part_of_a_tree(two, said):
     assert s.restore_latest_good(wanted, under='params/')[0] == 1
 
 
+@pytest.mark.fault(44)
 def test_refused_saves_leave_everything_as_it_was(two, said, monkeypatch):
   tree = jax.device_put(host(), LAYOUT)
   with reopened(two, said) as s:
@@ -415,6 +423,7 @@ def test_refused_saves_leave_everything_as_it_was(two, said, monkeypatch):
       s.save(4, tree, AXES, {})
 
 
+@pytest.mark.fault(41, 45)
 def test_crafted_manifest_and_newer_format(two, said):
   path = two / '2' / 'manifest' / 'metadata'
   manifest = json.loads(path.read_text())
@@ -439,6 +448,7 @@ def test_crafted_manifest_and_newer_format(two, said):
       s.restore_latest_good(like_of(LAYOUT))
 
 
+@pytest.mark.fault(17)
 def test_unwritable_and_relative_directories(tmp_path, monkeypatch):
   file = tmp_path / 'file'
   file.write_text('')
@@ -504,6 +514,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.fault(3)
 def test_kill_during_an_asynchronous_save(tmp_path, said):
   """Killed right after `save` returned: step 1 is whole."""
   code = subprocess.run(
@@ -521,3 +532,99 @@ def test_kill_during_an_asynchronous_save(tmp_path, said):
     wanted = jax.random.normal(jax.random.key(step), (2048, 2048))
     assert bool(jnp.all(tree['w'] == wanted))
     s.save(step + 1, tree, {'w': ('embed', 'mlp')}, {})
+
+
+RESTORES = """
+import os, sys
+import jax.numpy as jnp
+from paraxis.sharding.checkpoint import saved_arrays
+from paraxis.sharding.checkpoint import store
+read = saved_arrays.read
+
+def killed(folder, wanted):
+  read(folder, wanted)
+  os.kill(os.getpid(), 9)
+
+saved_arrays.read = killed
+with store.Store(sys.argv[1]) as s:
+  s.restore_latest_good({'w': jnp.zeros((64, 64))})
+"""
+
+
+@pytest.mark.fault(5)
+def test_kill_during_a_restore(tmp_path, said):
+  w = jax.random.normal(jax.random.key(0), (64, 64))
+  with reopened(tmp_path / 'ck', said) as s:
+    s.save(1, {'w': w}, {'w': ('embed', 'mlp')}, {})
+  files = lambda: {
+    p: p.read_bytes() for p in tmp_path.rglob('*') if p.is_file()
+  }
+  before = files()
+  code = subprocess.run(
+    [sys.executable, '-c', RESTORES, str(tmp_path / 'ck')],
+    env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
+    capture_output=True,
+  )
+  assert code.returncode == -signal.SIGKILL, code.stderr[-500:]
+  assert files() == before
+  with reopened(tmp_path / 'ck', said) as s:
+    step, tree, _ = s.restore_latest_good({'w': w})
+  assert step == 1 and bool(jnp.all(tree['w'] == w)) and not said
+
+
+GANG = """
+import os, sys
+from paraxis.configs.base import command_line
+command_line.prepare_devices(2)
+from paraxis.train.run import hosts
+folder, address, me = sys.argv[1], sys.argv[2], int(sys.argv[3])
+hosts.connect(address, 2, me)
+import jax, numpy as np
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.checkpoint import saved_arrays
+from paraxis.sharding.checkpoint import store
+mesh = mesh_lib.make(dict(data=4), jax.devices())
+sharding = jax.NamedSharding(mesh, jax.P('data'))
+x = np.arange(64, dtype=np.float32)
+w = jax.make_array_from_callback((64,), sharding, lambda i: x[i])
+s = store.Store(folder, say=lambda line: None)
+s.save(1, {'w': w}, {'w': ('embed',)}, {})
+s.wait()
+item = saved_arrays.item
+
+def killed(tree):
+  if me:
+    os.kill(os.getpid(), 9)
+  return item(tree)
+
+saved_arrays.item = killed
+s.save(2, {'w': w}, {'w': ('embed',)}, {})
+s.wait()
+"""
+
+
+@pytest.mark.fault(4)
+def test_kill_of_one_of_two_processes_in_a_save(tmp_path, said):
+  with socket.socket() as s:
+    s.bind(('127.0.0.1', 0))
+    address = f'127.0.0.1:{s.getsockname()[1]}'
+  arguments = [sys.executable, '-c', GANG, str(tmp_path / 'ck'), address]
+  environment = dict(
+    os.environ,
+    PYTHONPATH=os.pathsep.join(sys.path),
+    PARAXIS_HEARTBEAT_SECONDS='3',
+  )
+  both = [
+    subprocess.Popen(
+      [*arguments, p], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    for p in '01'
+  ]
+  errors_ = [process.communicate(timeout=120)[1] for process in both]
+  assert both[1].returncode == -signal.SIGKILL, errors_[1][-2000:]
+  assert both[0].returncode not in (0, None), errors_[0][-2000:]
+  with reopened(tmp_path / 'ck', said) as s:
+    like = {'w': jnp.zeros(64)}
+    step, tree, _ = s.restore_latest_good(like)
+    assert step == 1 and bool(jnp.all(tree['w'] == jnp.arange(64.0)))
+    assert s.steps() == [1] and not list(s.directory.glob('2*'))

@@ -96,6 +96,7 @@ def flips(folder, count, seed=0):
     path.write_bytes(good)
 
 
+@pytest.mark.fault(18)
 def test_200_flips_anywhere_are_found_or_harmless(folder):
   assert not faults(folder) and right(restored(folder))
   found = 0
@@ -163,6 +164,7 @@ DAMAGE = [  # (file, what happens to it, what is said)
 ]
 
 
+@pytest.mark.fault(19, 20)
 @pytest.mark.parametrize('name, happens, said', DAMAGE)
 def test_damage_is_named(folder, name, happens, said):
   happens(folder / name)
@@ -180,6 +182,7 @@ def crafted(folder, change):
   file.write_text(json.dumps(manifest))
 
 
+@pytest.mark.fault(45)
 def test_crafted_manifests(folder):
   good = (folder / MANIFEST).read_text()
   leaf = 'params/embedding'

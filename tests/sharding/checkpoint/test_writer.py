@@ -64,6 +64,7 @@ def with_other_copy(tree, mesh, path='b', device=5):
   return dict(tree, **{path: changed})
 
 
+@pytest.mark.fault(29)
 def test_a_replica_that_differs_is_named_and_nothing_is_written(
   mesh, tmp_path, said
 ):
@@ -172,6 +173,7 @@ def full(monkeypatch, free):
   monkeypatch.setattr(shutil, 'disk_usage', found)
 
 
+@pytest.mark.fault(15)
 def test_a_full_disk_ends_the_run_after_some_saves(
   mesh, tmp_path, said, monkeypatch
 ):
@@ -198,6 +200,7 @@ def test_a_full_disk_ends_the_run_after_some_saves(
     assert s.steps() == [3]
 
 
+@pytest.mark.fault(16)
 def test_the_disk_is_looked_at_for_all_that_is_kept(
   mesh, tmp_path, monkeypatch
 ):

@@ -80,6 +80,7 @@ def _again():
   return re.search(r'(compile|from the cache) [\d.]+ s$', said[0])[1]
 
 
+@pytest.mark.fault(47)
 @pytest.mark.parametrize('at', [0.1, 0.5, 0.9])
 def test_a_flipped_bit_is_said_and_compiled_again(one, capsys, at):
   """Which jax alone may read as another program: it keeps no checksum."""

@@ -151,6 +151,7 @@ def _until(process, words):
   return said
 
 
+@pytest.mark.fault(1)
 def test_a_killed_gang_goes_on_bitwise_and_stops_by_a_signal(tiny, tmp_path):
   """Through the command line: SIGKILL of rank 1, then SIGTERM to all."""
   process = _launch(tiny, tmp_path, '--processes=2', steps=5000)

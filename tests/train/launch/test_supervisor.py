@@ -99,6 +99,7 @@ def _runs(pid):
   return stat.rpartition(')')[2].split()[0] != 'Z'
 
 
+@pytest.mark.fault(1)
 def test_a_killed_rank_is_named_and_all_start_again(gang, capfd):
   gang.commit(25)
   waits = """
@@ -224,6 +225,7 @@ def test_a_rank_that_dies_of_the_signal_is_not_started_again(gang, capfd):
   assert 'stopped by SIGTERM, the last committed' in capfd.readouterr().err
 
 
+@pytest.mark.fault(7)
 def test_one_that_hangs_is_to_blame_for_a_peer_that_aborts(gang, capfd):
   hangs = 'wait() if starts == 1 else sys.exit(0)'
   aborts = 'os.abort() if starts == 1 else sys.exit(0)'

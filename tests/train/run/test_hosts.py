@@ -48,6 +48,7 @@ def test_right_hosts():
   assert not hosts.check('', 0, -1)
 
 
+@pytest.mark.fault(9)
 def test_nobody_listens():
   """A worker without process 0 says so, before jax could abort."""
   before = signal.getsignal(signal.SIGTERM)
@@ -91,6 +92,7 @@ def _address():
     return f'127.0.0.1:{free.getsockname()[1]}'
 
 
+@pytest.mark.fault(6)
 def test_two_processes_and_one_fails():
   """An uncaught exception on one process ends the other within seconds."""
   code = """
@@ -193,6 +195,7 @@ def test_two_processes_equal_one(tiny, stopped, tmp_path):
   assert len(_losses(workdir)) > last
 
 
+@pytest.mark.fault(12)
 @pytest.mark.xdist_group('stopped')
 def test_a_signal_to_one_stops_both_at_one_step(stopped):
   workdir, ended = stopped
@@ -204,6 +207,7 @@ def test_a_signal_to_one_stops_both_at_one_step(stopped):
   assert max(metrics.read(workdir)) == int(steps[0])
 
 
+@pytest.mark.fault(12)
 def test_a_signal_before_the_first_step_stops_both(tiny, tmp_path):
   """Between joining and the loop: jax's own handler would swallow it."""
   both = _start_two(tiny, tmp_path, '--mesh=data=8', *FLAGS)
@@ -230,6 +234,7 @@ def test_two_resume_from_a_checkpoint_of_one(tiny, tmp_path):
   assert len(two) == 6 and np.abs(two / one - 1).max() < 1e-6
 
 
+@pytest.mark.fault(2)
 @pytest.mark.parametrize('victim', [0, 1])
 def test_when_one_is_killed_the_other_ends(tiny, tmp_path, victim):
   both = _start_two(tiny, tmp_path, *FLAGS)
@@ -240,6 +245,7 @@ def test_when_one_is_killed_the_other_ends(tiny, tmp_path, victim):
   assert ended[1 - victim][0] in (errors.EXIT_CRASH, EXIT_ABORT), ended
 
 
+@pytest.mark.fault(11)
 def test_processes_of_different_runs_are_refused(tiny, tmp_path):
   """By value, in both, before anything is written."""
   different = ['--config.train.seed=1', '--mesh=data=2,fsdp=2,tensor=2']
@@ -318,6 +324,7 @@ def test_all_processes_end_when_process_0_cannot_start(
   holder.close()
 
 
+@pytest.mark.fault(11)
 def test_other_text_is_named(job, tmp_path, monkeypatch):
   """What is known after reading it; the lock is given back."""
   other = lambda text: text.replace(job.corpus.fingerprint[:12], '0123')

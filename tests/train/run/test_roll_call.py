@@ -51,6 +51,7 @@ def test_all_are_there_and_the_port_is_free_again(address):
     assert _call(address, (3, 1, FIELDS), (3, 2, FIELDS)) == ['', '', '']
 
 
+@pytest.mark.fault(11)
 def test_what_differs_is_named_by_value_in_all(address):
   other = FIELDS | {'optimizer.clip_norm': '0.5', 'new': '1'}
   said = _call(address, (3, 1, FIELDS), (3, 2, other))
@@ -70,6 +71,7 @@ def test_many_differences_are_counted():
   assert roll_call.refusal([many, dict(many)]) == ''
 
 
+@pytest.mark.fault(9)
 def test_who_is_missing_is_named_in_all(address):
   said = _call(address, (4, 2, FIELDS), processes=4, patience=0.6)
   assert said[0] == said[1] and '\n' not in said[0]

@@ -116,6 +116,7 @@ def _cursor(workdir, step):
     return store.read_manifest(step)['meta']['cursor']
 
 
+@pytest.mark.fault(28)
 def test_the_run_goes_back_and_leaves_the_batches_out(tiny, rolled, tmp_path):
   workdir, said = rolled
   lines = [line for line in said if 'spiked' in line]

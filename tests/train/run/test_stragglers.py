@@ -18,6 +18,7 @@ def marked(text):
   return [int(r.split()[0]) for r in text.splitlines() if r.endswith('  slow')]
 
 
+@pytest.mark.fault(8)
 @pytest.mark.parametrize(
   'processes, slow', [(2, [1]), (2, [0]), (3, [2]), (8, [5]), (8, [0, 3, 7])]
 )

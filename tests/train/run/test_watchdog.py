@@ -64,6 +64,7 @@ def finish(process):
   return process.returncode, out, said
 
 
+@pytest.mark.fault(7)
 @pytest.mark.parametrize('phase', ['compile', 'restore', 'evaluate', 'save'])
 def test_a_phase_that_hangs(phase):
   code, _, said = finish(start(HANGS, phase, '1.5'))

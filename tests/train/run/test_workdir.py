@@ -28,6 +28,7 @@ def test_prepare_makes_the_folder_and_leaves_nothing_in_it(
   assert workdir.prepare(path) == path
 
 
+@pytest.mark.fault(43)
 def test_a_second_holder_is_refused(tmp_path):
   lock = workdir.Lock(tmp_path)
   with pytest.raises(errors.UserError, match=f'process {os.getpid()} on '):
@@ -276,6 +277,7 @@ def test_a_damaged_config(tmp_path, content):
   )
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize(
   'name', [workdir.CONFIG, workdir.LOCK, *remains.RECORDS]
 )
