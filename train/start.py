@@ -54,7 +54,12 @@ def kept(config, committed=lambda step: None):
 
   c = config.checkpoint
   return store.Options(
-    c.keep, c.asynchronous, c.failures, c.host_bytes, committed
+    keep=c.keep,
+    asynchronous=c.asynchronous,
+    failures=c.failures,
+    host_bytes=c.host_bytes,
+    verify_every=c.verify_every,
+    committed=committed,
   )
 
 

@@ -24,6 +24,7 @@ from paraxis.sharding.checkpoint import folders
 from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import retention
 from paraxis.sharding.checkpoint import saved_arrays
+from paraxis.sharding.checkpoint import stored
 
 SPACE = 1.3  # free disk needed, in sizes of the state
 SUSPECT = 'suspect'  # in `meta`: saved within a streak of skipped steps
@@ -37,6 +38,8 @@ class Options(NamedTuple):
     asynchronous: `save` returns before the state is written.
     failures: so many saves in a row that fail are an error.
     host_bytes: of snapshots in memory; 0: of two. More wait.
+    verify_every: commits between those whose files are read back and compared
+      with their fingerprints, in the writing thread; 0: none.
     committed: called with each committed step, in the writing thread.
   """
 
@@ -44,6 +47,7 @@ class Options(NamedTuple):
   asynchronous: bool = True
   failures: int = 1
   host_bytes: int = 0
+  verify_every: int = 0
   committed: Callable[[int], None] = lambda step: None
 
 
@@ -66,7 +70,7 @@ class Writer:
     self._first = jax.process_index() == 0
     self.bad, self.verified = set(), set()
     self._writing: collections.deque[_Writing] = collections.deque()
-    self._failures = 0  # in a row
+    self._failures = self._commits = 0  # failures: in a row
     self._now: int | None = None  # step that is being written
     self._orbax: ocp.AsyncCheckpointer | None = None
     self._thread = futures.ThreadPoolExecutor(1, 'checkpoint')
@@ -150,9 +154,23 @@ class Writer:
     if not meeting.agree('checkpoint written', error is None):
       self._clean(step)
       raise error or RuntimeError('another process could not write')
+    self._commits += 1
+    every = self._options.verify_every
+    if every and self._commits % every == 0:
+      self._read_back(step)
     if self._first:
       self._prune(self._options.keep)
       self._options.committed(step)
+
+  def _read_back(self, step):
+    """CrashError if what is on disk is not what was saved; it is kept."""
+    faults = stored.Step(self._folder(step)).faults() if self._first else []
+    if not meeting.agree('checkpoint read back', not faults):
+      self.bad.add(step)
+      raise errors.CrashError(
+        f'it does not read back: {faults[0] if faults else "see process 0"}'
+      )
+    self.verified.add(step)
 
   def _force(self):
     """All files of the step are on the disk before its folder has its name."""

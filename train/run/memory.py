@@ -57,9 +57,9 @@ def check(programs, device, flat) -> None:
   programs: {name: compiled}. flat: {path: array} of the state.
   """
   most = limit(device)
-  for name, compiled in programs.items() if most else ():
+  for name, compiled in programs.items():
     size = needed(compiled)
-    if size and size > most:
+    if most and size and size > most:
       raise errors.UserError(
         f'{name} needs {size} bytes on a device, {device.device_kind} has '
         f'{most}: {ADVICE} The state on a device:\n{largest(flat)}'

@@ -15,6 +15,7 @@ import pytest
 from paraxis.configs.base import errors
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.checkpoint import fingerprint
+from paraxis.sharding.checkpoint import folders
 from paraxis.sharding.checkpoint import retention
 from paraxis.sharding.checkpoint import snapshot
 from paraxis.sharding.checkpoint import store
@@ -303,3 +304,36 @@ def test_committed_steps_are_told(mesh, tmp_path):
       s.save(9, jax.tree.map(lambda x: x * jnp.nan, state(mesh)), AXES, {})
     s.wait()
   assert told == [3, 7]
+
+
+@pytest.mark.parametrize('every, steps', [(1, [1]), (2, [1, 3]), (0, [3])])
+def test_what_does_not_read_back_pushes_out_no_good_one(
+  mesh, tmp_path, said, monkeypatch, every, steps
+):
+  """From step 2 on the disk loses a bit of all that is forced to it."""
+  options = store.Options(keep=1, failures=9, verify_every=every)
+  force = folders.force
+
+  def decays(folder):
+    force(folder)
+    path = max(folder.rglob('d/*'), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+  with store.Store(tmp_path, options, say=said.append) as s:
+    s.save(0, state(mesh), AXES, {})
+    s.save(1, state(mesh), AXES, {})
+    s.wait()
+    monkeypatch.setattr(folders, 'force', decays)
+    for step in (2, 3):
+      s.save(step, state(mesh, step), AXES, {})
+      while s._writer.writes(step):
+        s.check()
+  left = sorted(int(p.name) for p in tmp_path.iterdir())
+  # Damaged ones that were read are kept apart from what counts.
+  assert set(steps) <= set(left) and (1 in left) == (every > 0)
+  assert any('does not read back' in line for line in said) == (every > 0)
+  if every:
+    with store.Store(tmp_path, read_only=True) as s:
+      assert s.restore_latest_good(state(mesh))[0] == 1
