@@ -92,7 +92,10 @@ def checkpointer(written=None) -> ocp.AsyncCheckpointer:
   )
   handlers.add(None, ocp.args.PyTreeSave, plain)
   return ocp.AsyncCheckpointer(
-    ocp.CompositeCheckpointHandler(handler_registry=handlers),
+    ocp.CompositeCheckpointHandler(
+      handler_registry=handlers,
+      composite_options=ocp.CompositeOptions(**several),
+    ),
     async_options=ocp.options.AsyncOptions(post_finalization_callback=written),
     **several,
   )

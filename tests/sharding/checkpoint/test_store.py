@@ -590,6 +590,10 @@ w = jax.make_array_from_callback((64,), sharding, lambda i: x[i])
 s = store.Store(folder, say=lambda line: None)
 s.save(1, {'w': w}, {'w': ('embed',)}, {})
 s.wait()
+"""
+
+
+KILLED = """
 item = saved_arrays.item
 
 def killed(tree):
@@ -603,12 +607,40 @@ s.wait()
 """
 
 
-@pytest.mark.fault(4)
-def test_kill_of_one_of_two_processes_in_a_save(tmp_path, said):
+# A program in the writing thread would wait for one that waits for it.
+BESIDE = """
+import threading
+from jax.experimental import multihost_utils
+
+def in_thread(*args, **kwargs):
+  raise RuntimeError('a program in ' + threading.current_thread().name)
+
+multihost_utils.sync_global_devices = in_thread
+multihost_utils.process_allgather = in_thread
+total = jax.jit(lambda w: w * w.sum(), out_shardings=sharding)
+for step in range(2, 8):
+  s.begin(step, {'w': w}, {'w': ('embed',)}, {})
+  found = total(w)
+  s.barrier()
+  jax.block_until_ready(found)
+s.close()
+assert s.steps() == [5, 6, 7]
+"""
+
+
+def test_two_processes_save_beside_their_collectives(tmp_path, said):
+  ended = two_processes(GANG + BESIDE, tmp_path / 'ck')
+  assert [code for code, _ in ended] == [0, 0], ended
+  like = {'w': jnp.zeros(64)}
+  with reopened(tmp_path / 'ck', said) as s:
+    assert bool(jnp.all(s.restore(7, like)[0]['w'] == jnp.arange(64.0)))
+
+
+def two_processes(code, folder):
+  """[(exit code, stderr)] of both."""
   with socket.socket() as s:
     s.bind(('127.0.0.1', 0))
     address = f'127.0.0.1:{s.getsockname()[1]}'
-  arguments = [sys.executable, '-c', GANG, str(tmp_path / 'ck'), address]
   environment = dict(
     os.environ,
     PYTHONPATH=os.pathsep.join(sys.path),
@@ -616,13 +648,22 @@ def test_kill_of_one_of_two_processes_in_a_save(tmp_path, said):
   )
   both = [
     subprocess.Popen(
-      [*arguments, p], env=environment, stderr=subprocess.PIPE, text=True
+      [sys.executable, '-c', code, str(folder), address, p],
+      env=environment,
+      stderr=subprocess.PIPE,
+      text=True,
     )
     for p in '01'
   ]
-  errors_ = [process.communicate(timeout=120)[1] for process in both]
-  assert both[1].returncode == -signal.SIGKILL, errors_[1][-2000:]
-  assert both[0].returncode not in (0, None), errors_[0][-2000:]
+  said = [process.communicate(timeout=150)[1] for process in both]
+  return [(p.returncode, s) for p, s in zip(both, said, strict=True)]
+
+
+@pytest.mark.fault(4)
+def test_kill_of_one_of_two_processes_in_a_save(tmp_path, said):
+  first, second = two_processes(GANG + KILLED, tmp_path / 'ck')
+  assert second[0] == -signal.SIGKILL, second[1][-2000:]
+  assert first[0] not in (0, None), first[1][-2000:]
   with reopened(tmp_path / 'ck', said) as s:
     like = {'w': jnp.zeros(64)}
     step, tree, _ = s.restore_latest_good(like)
