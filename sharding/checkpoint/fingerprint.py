@@ -34,6 +34,7 @@ the same pass: a device whose copy differs is named (`Words.read`).
 
 from collections.abc import Mapping
 import functools
+import json
 import math
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.sharding import meeting
 from paraxis.sharding.checkpoint import rows
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
@@ -104,9 +106,10 @@ def _whole():
 
 @functools.lru_cache(maxsize=8)
 def _of_devices(mesh, specs):
-  """Words of the shards of each device, (*mesh, leaves, 3), on all devices.
+  """Words of the shards of each device, (*mesh, leaves, 3), where they are.
 
-  One jit per mesh and layout, kept: a new one would compile every time.
+  One jit per mesh and layout, kept: a new one would compile every time. The
+  program has no collective: a state is saved while others are under way.
   """
   lead = (1,) * len(mesh.axis_names)
 
@@ -128,7 +131,21 @@ def _of_devices(mesh, specs):
     out_specs=jax.P(*mesh.axis_names),
     check_vma=False,  # each device answers for itself, also for replicas
   )
-  return jax.jit(mapped, out_shardings=jax.NamedSharding(mesh, jax.P()))
+  return jax.jit(mapped)
+
+
+def _gathered(words):
+  """The array of all devices; processes exchange theirs through the host."""
+  if words.is_fully_addressable:
+    return np.asarray(words)
+  mine = [(s.index, np.asarray(s.data)) for s in words.addressable_shards]
+  place = lambda index: [part.start or 0 for part in index[:-2]]
+  text = json.dumps([[place(i), x.ravel().tolist()] for i, x in mine])
+  out = np.zeros(words.shape, np.uint32)
+  for other in meeting.gather('fingerprints', text):
+    for at, values in json.loads(other):
+      out[tuple(at)] = np.reshape(values, words.shape[-2:])
+  return out
 
 
 @jax.jit
@@ -214,7 +231,7 @@ class Words:
     """
     found, odd = {}, []
     for mesh, specs, words in self._groups:
-      words = np.asarray(words)
+      words = _gathered(words)
       for i, (name, spec) in enumerate(specs.items()):
         each = words[..., i, :]
         if mesh is None:

@@ -41,9 +41,22 @@ def has_host_memory(device) -> bool:
 
 def to_host(tree: Mapping[str, Any]) -> dict[str, jax.Array]:
   """The same leaves as new arrays in pinned host memory; returns at once."""
-  places = {p: x.sharding.with_memory_kind(HOST) for p, x in tree.items()}
-  # An alias would be what the update donates.
-  return jax.device_put(dict(tree), places, may_alias=False)
+  parts, places = [], []
+  for x in tree.values():
+    for shard in x.addressable_shards:
+      parts.append(shard.data)
+      places.append(
+        jax.sharding.SingleDeviceSharding(shard.device, memory_kind=HOST)
+      )
+  # Shard by shard: for whole arrays of several processes jax runs programs that
+  # all devices take part in. An alias would be what the update donates.
+  copies = iter(jax.device_put(parts, places, may_alias=False))
+  out = {}
+  for path, x in tree.items():
+    sharding = x.sharding.with_memory_kind(HOST)
+    own = [next(copies) for _ in x.addressable_shards]
+    out[path] = jax.make_array_from_single_device_arrays(x.shape, sharding, own)
+  return out
 
 
 def host_bytes(tree: Mapping[str, Any]) -> int:

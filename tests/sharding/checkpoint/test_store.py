@@ -624,7 +624,7 @@ for step in range(2, 8):
   s.barrier()
   jax.block_until_ready(found)
 s.close()
-assert s.steps() == [5, 6, 7]
+assert me or s.steps() == [5, 6, 7]  # process 0 deletes
 """
 
 
