@@ -9,16 +9,23 @@ restore checks: the targets are those of uncompressed Orbax plus that pass.
 what other threads do meanwhile; the total ends when all of them are idle.
 Files are in the system's temporary folder, which holds one checkpoint at a
 time; they are read from the page cache.
+
+The stages of a save are in wall seconds, of a run that saves at every step, the
+steps as in train/loop.py: gradients run between `begin` and `barrier`, and the
+update donates what is saved. A stage counts for as long as it blocks the thread
+that trains; a barrier is entered when the gradients are there.
 """
 
 import functools
 import pathlib
 import shutil
+import statistics
 import tempfile
 import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -30,39 +37,65 @@ from paraxis.train.bench import train as bench_train
 ARRAYS, SIZE = 16, 2**23  # half a GiB
 QUICK_ARRAYS, QUICK_SIZE = 3, 2**12
 BLOCKS, SAVE, RESTORE = ', save blocks', ', save', ', restore'
+BEGIN, BARRIER = ', stall of begin', ', stall of barrier'
+STEPS, LONGER = ', steps', ', step with a save less one without'
+WHOLE = ', begun to committed'
+SAVES = 3  # steps of which stalls are the median
+WIDTH, PRODUCTS = 1024, 64  # of the step beside which a checkpoint is written
+QUICK_WIDTH, QUICK_PRODUCTS = 8, 1
+STALL = 0.05  # of a whole save, at most
 
 
 class Ours:
-  """Our store of one checkpoint."""
+  """Our store, which keeps the newest step."""
 
   def __init__(self, folder):
-    self._store = store_lib.Store(folder, say=lambda line: None)
+    options = store_lib.Options(keep=1)
+    self._store = store_lib.Store(folder, options, say=lambda line: None)
+    self._step = -1
 
-  def save(self, tree):
+  def begin(self, tree):
     axes = {path: (None,) * x.ndim for path, x in tree.items()}
-    self._store.save(0, tree, axes, {})
+    self._step += 1
+    self._store.begin(self._step, tree, axes, {})
+
+  def barrier(self):
+    self._store.barrier()
 
   def wait(self):
     self._store.wait()
 
   def restore(self, like):
-    return self._store.restore(0, like)[0]
+    return self._store.restore(self._step, like)[0]
 
   def close(self):
     self._store.close()
+
+
+class Synchronous(Ours):
+  """Our store, waited for until a step is committed."""
+
+  def begin(self, tree):
+    super().begin(tree)
+    self.wait()
 
 
 class Orbax:
   """Orbax's asynchronous checkpointer, with or without compression."""
 
   def __init__(self, folder, compressed):
-    self._folder = folder / 'state'
+    self._folder, self._step = folder, -1
     self._orbax = ocp.AsyncCheckpointer(
       ocp.PyTreeCheckpointHandler(use_compression=compressed)
     )
 
-  def save(self, tree):
-    self._orbax.save(self._folder, args=ocp.args.PyTreeSave(dict(tree)))
+  def begin(self, tree):
+    self._step += 1
+    path = self._folder / str(self._step)
+    self._orbax.save(path, args=ocp.args.PyTreeSave(dict(tree)))
+
+  def barrier(self):
+    pass  # it has copied what it writes
 
   def wait(self):
     self._orbax.wait_until_finished()
@@ -70,7 +103,7 @@ class Orbax:
   def restore(self, like):
     each = ocp.checkpoint_utils.construct_restore_args(dict(like))
     args = ocp.args.PyTreeRestore(dict(like), each)
-    return self._orbax.restore(self._folder, args=args)
+    return self._orbax.restore(self._folder / str(self._step), args=args)
 
   def close(self):
     self._orbax.close()
@@ -102,7 +135,8 @@ def once(form, tree, sizes, now):
   store = form(folder)
   try:
     before = now()
-    store.save(tree)
+    store.begin(tree)
+    store.barrier()
     blocked = time.process_time()
     store.wait()
     saved = now()
@@ -116,6 +150,102 @@ def once(form, tree, sizes, now):
     store.close()
     shutil.rmtree(folder)
   return {BLOCKS: blocked - before, SAVE: saved - before, RESTORE: end - saved}
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _update(tree):
+  return jax.tree.map(lambda x: 0.999 * x, tree)
+
+
+def stalls(store, tree, compute, saves=SAVES):
+  """Wall seconds for which each of `saves` steps waits for its checkpoint.
+
+  Args:
+    store: one of the classes above, its threads running; None: nothing is
+      saved. One more step follows, beside which the last save is written.
+    tree: {path: array}, unchanged.
+    compute: the gradients of a step; returns when they are there.
+
+  Returns:
+    {BEGIN, BARRIER: median seconds of a save; STEPS: seconds of all steps}.
+  """
+  now, begins, barriers = time.perf_counter, [], []
+  held = jax.block_until_ready(jax.tree.map(jnp.copy, tree))
+  start = now()
+  for number in range(saves + 1):
+    saved, before = store and number < saves, now()
+    if saved:
+      store.begin(held)
+    begun = now()
+    compute()
+    computed = now()
+    if saved:
+      store.barrier()
+      begins.append(begun - before)
+      barriers.append(now() - computed)
+    held = jax.block_until_ready(_update(held))
+  median = lambda values: statistics.median(values or [0.0])
+  found = {BEGIN: median(begins), BARRIER: median(barriers)}
+  return found | {STEPS: now() - start}
+
+
+def _stages(form, tree, compute):
+  """Wall seconds of the stages of a save in a new store: {part: seconds}."""
+  folder = pathlib.Path(tempfile.mkdtemp(prefix='paraxis-bench-'))
+  store = form(folder)
+
+  def save():
+    before = time.perf_counter()
+    store.begin(tree)
+    store.barrier()
+    store.wait()
+    return time.perf_counter() - before
+
+  try:
+    save()  # threads start
+    without = stalls(None, tree, compute)
+    found = stalls(store, tree, compute)
+    store.wait()
+    found[LONGER] = (found.pop(STEPS) - without[STEPS]) / SAVES
+    return found | {WHOLE: save()}
+  finally:
+    store.close()
+    shutil.rmtree(folder)
+
+
+def _gradients(width, products):
+  """A function that multiplies matrices for a while."""
+  run = jax.jit(
+    lambda x: jax.lax.fori_loop(0, products, lambda _, x: jnp.sin(x @ x), x)
+  )
+  x = jnp.ones((width, width))
+  return lambda: jax.block_until_ready(run(x))
+
+
+def _add_stages(report, tree, rounds, quick, say):
+  """Rows of the stages of a save, of ours and of Orbax as it is by default."""
+  sizes = (QUICK_WIDTH, QUICK_PRODUCTS) if quick else (WIDTH, PRODUCTS)
+  compute = _gradients(*sizes)
+
+  def step():
+    before = time.perf_counter()
+    compute()
+    return {'': time.perf_counter() - before}
+
+  made: dict[str, Any] = {
+    name: functools.partial(_stages, FORMS[name], tree, compute)
+    for name in ('Orbax', 'ours')
+  }
+  made['gradients of a step'] = step
+  times = measure.interleave(made, rounds, time.perf_counter, say)
+  report.add(times, 'wall s')
+  stalled = _sums(times['ours' + BEGIN], times['ours' + BARRIER])
+  report.check(
+    'wall time that ours blocks a step / begun to committed',
+    measure.ratios(stalled, times['ours' + WHOLE]),
+    STALL,
+    least=False,
+  )
 
 
 def _sums(first, second):
@@ -155,6 +285,7 @@ def checkpoint(rounds, quick, say):
     2.0,
     least=False,
   )
+  _add_stages(report, tree, rounds, quick, say)
   versions = f'orbax-checkpoint {ocp.__version__}'
   report.notes.append(f'{versions}; a save of ours computes fingerprints')
   return report

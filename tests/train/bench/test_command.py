@@ -9,7 +9,6 @@ import pytest
 
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
-from paraxis.train.bench import checkpoint as bench_checkpoint
 from paraxis.train.bench import command as bench
 from paraxis.train.bench import data as bench_data
 from paraxis.train.bench import decode as bench_decode
@@ -352,26 +351,6 @@ def test_plain_decoding_continues_a_plain_prompt():
 def test_the_embedding_is_not_read():
   params = dict(embedding=np.zeros((8, 4)), head=np.zeros((8, 4), np.float32))
   assert bench_decode.bytes_per_token(params) == 128
-
-
-def test_checkpoint_bench():
-  report = bench_checkpoint.checkpoint(1, True, SILENT)
-  assert len(report.checks) == 3
-  rows = {what: v for what, (_, v) in report.rows.items()}
-  for name in bench_checkpoint.FORMS:
-    assert 0 < rows[f'{name}, save blocks'][0] <= rows[f'{name}, save'][0]
-    assert rows[f'{name}: on disk'] > [0]
-  assert 'fingerprint' in rows
-
-
-def test_a_checkpoint_that_comes_back_changed_is_no_candidate():
-  class Wrong(bench_checkpoint.Ours):
-    def restore(self, like):
-      return {p: x + 1 for p, x in super().restore(like).items()}
-
-  tree = bench_checkpoint.arrays(1, 64)
-  with pytest.raises(RuntimeError, match='not what was saved'):
-    bench_checkpoint.once(Wrong, tree, [], Clock())
 
 
 def test_own_run_bench(monkeypatch):

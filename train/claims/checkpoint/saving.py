@@ -1,0 +1,234 @@
+"""Claims about saving beside training: what it blocks, what the file holds.
+
+A stall is the wall time for which the thread that trains is blocked by a save
+(train/bench/checkpoint.py): the one cost that CPU-seconds do not show. Stores
+and sizes are measured in turn, a ratio is taken within a round.
+"""
+
+import contextlib
+import functools
+import pathlib
+import tempfile
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from paraxis.configs.base import errors
+from paraxis.sharding.checkpoint import snapshot
+from paraxis.sharding.checkpoint import store as store_lib
+from paraxis.sharding.checkpoint import writer
+from paraxis.sharding.meter import compiling
+from paraxis.train import loop
+from paraxis.train import program as job_lib
+from paraxis.train import start
+from paraxis.train import state as state_lib
+from paraxis.train import step as step_lib
+from paraxis.train.bench import checkpoint as bench
+from paraxis.train.bench import measure
+from paraxis.train.claims import experiment
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
+from paraxis.train.run import metrics as metrics_lib
+from paraxis.train.run import workdir as workdir_lib
+
+ARRAYS = 16
+QUIET = lambda line: None
+
+
+def the_arrays_themselves():
+  """Knock-out: what is written are no copies, but what the update donates."""
+  return knockouts.patched(snapshot, 'to_host', dict)
+
+
+def written_at_once():
+  """Knock-out: the thread that trains waits until a step is committed."""
+  submit = writer.Writer.submit
+
+  def waits(self, *given):
+    submit(self, *given)
+    self.wait()
+
+  return knockouts.patched(writer.Writer, 'submit', waits)
+
+
+def _never_saved(config, devices):
+  """({step: {canonical path: NumPy array}}, [losses]) of a plain loop."""
+  job = job_lib.make(config, '', devices, QUIET)
+  states, losses = {}, []
+  with job.context():
+    step = step_lib.make(job.built, job.optimizer, config.optimizer.clip_norm)
+    state, gradient = job.initial_state(), None
+    update: Any = None
+    for t in range(config.train.steps):
+      batch = job.put(job.batches.batch_at(t))
+      if gradient is None:
+        arguments = step.grads, state.variables, batch
+        gradient = compiling.compile_step('gradient', *arguments)
+        update = job.compile_update(step.update, gradient)
+      state, numbers = update(state, *gradient(state.variables, batch))
+      flat = state_lib.in_order(state_lib.flatten(state), job.model)
+      states[t + 1] = {p: np.array(x) for p, x in flat.items()}
+      losses.append(float(numbers['loss']))
+  return states, losses
+
+
+def _saved(config, devices, folder):
+  """The same of `paraxis train`: its checkpoints, as far as there are any."""
+  problem = ''
+  try:
+    loop.run(config, folder, say=QUIET, devices=devices)
+  except errors.CrashError as e:
+    problem = str(e)
+  job = job_lib.of_shapes(config, '', devices)
+  with job.context():
+    like = start.wanted(job)
+    path = pathlib.Path(folder) / workdir_lib.CHECKPOINTS
+    with store_lib.Store(path, read_only=True, say=QUIET) as store:
+      states = {n: store.restore(n, like)[0] for n in store.steps()}
+  rows = metrics_lib.read(folder)
+  return states, [rows[n]['train/loss'] for n in rows], problem
+
+
+def _same_bits(found, wanted):
+  return found.keys() == wanted.keys() and all(
+    np.asarray(x).tobytes() == wanted[path].tobytes()
+    for path, x in found.items()
+  )
+
+
+def holds_what_was_asked(run, *, mesh):
+  """EQ: the checkpoint of every step is the state after it, bit for bit.
+
+  Every step's update donates what the save before it was asked for. States and
+  losses are those of a plain loop that never saves.
+  """
+  config, devices = experiment.on(run.config, mesh)
+  steps = config.train.steps
+  wanted, losses = _never_saved(config, devices)
+  with tempfile.TemporaryDirectory(prefix='paraxis-saving-') as folder:
+    states, found, problem = _saved(config, devices, folder)
+  right = sum(_same_bits(x, wanted[n]) for n, x in states.items())
+  same = found == losses
+  size = sum(x.nbytes for x in wanted[steps].values())
+  return claims.Outcome(
+    f'{steps} of {steps}',
+    f'{right} of {steps}{"" if same else ", other losses"}',
+    f'{mesh}, {steps} steps, each saved and then donated, {len(wanted[steps])} '
+    f'leaves of {size:,} bytes, bitwise a loop that never saves; losses '
+    f'{"equal" if same else "DIFFER"}{"; " + problem if problem else ""}',
+    right == steps and same,
+  )
+
+
+def _in_turn(store, tree, other, longer):
+  """{', synchronous', ', ours', ', pause': seconds} of one size, one round."""
+  stall = lambda found: found[bench.BEGIN] + found[bench.BARRIER]
+  before = stall(bench.stalls(other, tree, lambda: None))
+  pause = longer * before
+  found = bench.stalls(store, tree, functools.partial(time.sleep, pause))
+  return {', synchronous': before, ', ours': stall(found), ', pause': pause}
+
+
+@functools.lru_cache(maxsize=1)
+def _measured(megabytes, rounds, longer):
+  """{'32, ours': [seconds, one a round]} of each size, forms in turn.
+
+  megabytes: tuple of sizes in MiB.
+  """
+  with contextlib.ExitStack() as stack:
+    made = {}
+    for size in megabytes:
+      tree = bench.arrays(ARRAYS, size * 2**18 // ARRAYS)
+      forms = []
+      for form in (bench.Ours, bench.Synchronous):
+        folder = tempfile.TemporaryDirectory(prefix='paraxis-saving-')
+        path = pathlib.Path(stack.enter_context(folder))
+        forms.append(stack.enter_context(contextlib.closing(form(path))))
+      made[str(size)] = functools.partial(
+        _in_turn, forms[0], jax.block_until_ready(tree), forms[1], longer
+      )
+    return measure.interleave(made, rounds, time.perf_counter)
+
+
+def _ratios(times, size):
+  return measure.ratios(times[f'{size}, synchronous'], times[f'{size}, ours'])
+
+
+def stall(run, *, megabytes, rounds, longer, at_least):
+  """CPU: a step waits for a synchronous save so many times as long as for ours.
+
+  Args:
+    megabytes: sizes of the state in MiB, float32 on one device.
+    longer: pause of a step, in synchronous saves of the same round.
+    at_least: the median ratio, at every size.
+  """
+  times = _measured(tuple(megabytes), rounds, longer)
+  each, medians = [], []
+  for size in megabytes:
+    found = measure.spread(_ratios(times, size))
+    medians.append(found.median)
+    ours, other, pause = (
+      measure.spread(times[f'{size}, {name}']).median
+      for name in ('ours', 'synchronous', 'pause')
+    )
+    each.append(
+      f'{size} MiB: {1e3 * other:.0f} ms over {1e3 * ours:.1f} ms, in steps of '
+      f'{pause:.1f} s, {experiment.numbers(found, ".0f")} (least, median, most)'
+    )
+  return claims.Outcome(
+    f'>= {at_least:g}',
+    experiment.numbers(medians, '.0f'),
+    'wall time for which the thread that trains is blocked, a save at every '
+    f'step, {rounds} rounds in turn; the device is a pause of {longer:g} '
+    f'synchronous saves, and not these cores. {"; ".join(each)}',
+    min(medians) >= at_least,
+  )
+
+
+def _growth(run, megabytes, rounds, longer, at_most, of, unit):
+  """Outcome: what a stall grows by, ours over a synchronous save, by rounds.
+
+  of: (stalls at the smallest size, at the largest) -> growth, of each round.
+  """
+  times = _measured(tuple(megabytes), rounds, longer)
+  small, large = min(megabytes), max(megabytes)
+  ours, other = (
+    of(times[f'{small}, {name}'], times[f'{large}, {name}'])
+    for name in ('ours', 'synchronous')
+  )
+  found = measure.spread(measure.ratios(ours, other))
+  median = lambda values: measure.number(measure.spread(values).median)
+  return experiment.at_most(
+    found.median,
+    at_most,
+    f'{small} to {large} MiB: ours {median(ours)}, a synchronous save '
+    f'{median(other)} {unit}; {experiment.numbers(found, ".2f")} (least, '
+    'median, most)',
+  )
+
+
+def growth(run, *, megabytes, rounds, longer, at_most):
+  """CPU: what a MiB more adds to a stall: ours over a synchronous save's.
+
+  Args:
+    megabytes, rounds, longer: as of `stall`.
+  """
+  mib = max(megabytes) - min(megabytes)
+  of = lambda small, large: [
+    1e3 * (b - a) / mib for a, b in zip(small, large, strict=True)
+  ]
+  return _growth(run, megabytes, rounds, longer, at_most, of, 'ms a MiB')
+
+
+def growth_in_times(run, *, megabytes, rounds, longer, at_most):
+  """CPU: the stall of the largest over that of the smallest state, likewise.
+
+  A synchronous save has a part that no size changes: it grows less.
+
+  Args:
+    megabytes, rounds, longer: as of `stall`.
+  """
+  of = lambda small, large: measure.ratios(large, small)
+  return _growth(run, megabytes, rounds, longer, at_most, of, 'times')
