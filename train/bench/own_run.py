@@ -138,7 +138,7 @@ def importing(root, now):
     tensors = tensor_files.load_file(str(root / 'theirs' / TENSORS))
     arrays = {name: jnp.asarray(x) for name, x in tensors.items()}
     store = checkpoint.Orbax(made, compressed=False)
-    store.save(arrays)
+    store.begin(arrays)
     store.wait()
     store.close()
 
