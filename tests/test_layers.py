@@ -40,7 +40,7 @@ ROOMS = {
 CLAIMS = 'train/claims/'
 CLAIM_ROOMS = (
   'layouts', 'pipeline', 'experts', 'attention', 'scans', 'decode',
-  'reliability',
+  'reliability', 'checkpoint',
 )  # fmt: skip
 BASE = ('schema', 'base')
 PURE = {*sys.stdlib_module_names, 'absl', 'ml_collections'}

@@ -1,6 +1,6 @@
-"""Claims about checkpoints: what a save blocks, and what a file holds.
+"""Claims about checkpoints: what a save blocks, what files hold, other layouts.
 
-Named by configs such as datastates.
+Named by datastates and universal_checkpointing.
 
 Read first: saving.py.
 """
