@@ -9,7 +9,6 @@ import sys
 import textwrap
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,11 +20,8 @@ from paraxis.configs.base import errors
 from paraxis.decode import load
 from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.train import loop
-from paraxis.train import program
 from paraxis.train import step as step_lib
 from paraxis.train.claims import experiment
-from paraxis.train.run import goodput
-from paraxis.train.run import ledger
 from paraxis.train.run import metrics
 from paraxis.train.run import stop as stop_lib
 from paraxis.train.run import workdir as workdir_lib
@@ -81,63 +77,6 @@ def test_a_run(whole, tiny):
   for part in ('gradient: trace', 'update: trace', 'first step after'):
     assert text.count(part) == 1
   assert 'step 3/6  loss ' in text
-
-
-def test_the_ledger_tells_what_the_run_did(whole):
-  workdir, _, _, _ = whole
-  lines = (workdir / ledger.FILE).read_text().splitlines()
-  rows = [json.loads(line) for line in lines]
-  names = [row.get('name') for row in rows if row['event'] == 'phase']
-  assert names[:2] == ['restore', 'other'] and names.count('compile') == 1
-  assert names.index('steps') < names.index('compile')
-  assert names.count('evaluate') == 1 and 'save' in names
-  committed = [row['step'] for row in rows if row['event'] == 'commit']
-  assert committed == [2, 4, 6]
-  assert (rows[0]['event'], rows[-1]['event']) == ('start', 'end')
-  assert rows[-1]['why'] == 'done'
-  found = goodput.account(workdir)
-  seconds = [found['seconds'][part] for part in goodput.PARTS]
-  assert abs(sum(seconds) - found['wall']) < 1e-5
-  assert found['seconds']['productive'] > 0 == found['seconds']['replay']
-
-
-HANGS = """
-import functools, sys, time
-from paraxis.configs.base import command_line
-command_line.prepare_devices(8)
-from paraxis.train import loop
-from paraxis.train.run import activity
-from paraxis.train.run import watchdog
-from paraxis.configs import schema
-activity.watchdog.Watchdog = functools.partial(watchdog.Watchdog, floor=2.0)
-config = schema.view(command_line.load(sys.argv[1]))
-
-def hang(step, values, job):
-  if step == 5:
-    time.sleep(600)
-
-config = schema.with_value(config, 'train.steps', 12)
-loop.run(config, sys.argv[2], callbacks=[hang])
-"""
-
-
-@pytest.mark.fault(7)
-def test_a_stuck_process_ends_with_its_stacks(tiny, tmp_path):
-  """Nothing is raised and its heartbeats go on: the watchdog ends it."""
-  done = subprocess.run(
-    [sys.executable, '-c', HANGS, str(tiny.file), str(tmp_path)],
-    env=dict(os.environ, PARAXIS_CACHE=str(tiny.folder / 'cache')),
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
-  assert done.returncode == errors.EXIT_CRASH, done.stderr[-2000:]
-  assert 'watchdog: no progress for ' in done.stderr
-  assert 'in phase steps, after step ' in done.stderr
-  assert 'in hang' in done.stderr and 'train/loop.py' in done.stderr
-  last = (tmp_path / ledger.FILE).read_text().splitlines()[-1]
-  assert json.loads(last)['why'] == 'stalled in steps'
-  assert 4 in _steps(tmp_path)
 
 
 def test_what_experts_add_to_the_loss_is_logged(tiny, tmp_path):
@@ -456,59 +395,6 @@ def test_a_full_disk_does_not_end_a_run(whole, tiny, tmp_path, monkeypatch):
   assert failed and all('has 9' in line for line in failed)
   assert max(_steps(tmp_path)) == 6
   assert support.losses(tmp_path) == support.losses(whole[0])
-
-
-@pytest.mark.fault(11)
-def test_hosts_of_other_numbers_do_not_begin(tiny, tmp_path, monkeypatch):
-  """A device whose parameters are others is named before the first step."""
-  made = program.Program.initial_state
-
-  def other(job):
-    state = made(job)
-    x = state.params['norm/scale']
-    parts = [
-      jax.device_put(np.asarray(s.data) + (s.device.id == 5), s.device)
-      for s in x.addressable_shards
-    ]
-    bad = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
-    return state._replace(params={**state.params, 'norm/scale': bad})
-
-  monkeypatch.setattr(program.Program, 'initial_state', other)
-  with pytest.raises(errors.IntegrityError, match='scale of device 5 '):
-    tiny.run(tmp_path, mesh='data=8')
-  assert not _steps(tmp_path)
-
-
-def _drifting(built, optimizer, clip_norm):
-  """step.make; device 5 counts otherwise in step 3."""
-  made = step_lib.make(built, optimizer, clip_norm)
-
-  def wrong(x, step):
-    here = jax.lax.axis_index('data') == 5
-    return x + 1e-3 * here * (step == 3)
-
-  def update(state, *found):
-    state, numbers = made.update(state, *found)
-    changed = jax.shard_map(
-      wrong, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), check_vma=False
-    )(state.params['norm/scale'], state.step)
-    params = {**state.params, 'norm/scale': changed}
-    return state._replace(params=params), numbers
-
-  return made._replace(update=update)
-
-
-@pytest.mark.fault(29)
-@pytest.mark.parametrize('every, step', [(1, 3), (2, 4), (0, 6)])
-def test_replicas_that_drift_are_named(tiny, tmp_path, every, step):
-  """At the next comparison, or in the next checkpoint, which is not saved."""
-  changes = {'train.drift_every': every, 'checkpoint.every': 6}
-  with pytest.raises(
-    errors.IntegrityError,
-    match=rf'step {step} differ: .*norm/scale of device 5',
-  ):
-    tiny.run(tmp_path, changes, mesh='data=8', make_step=_drifting)
-  assert not _steps(tmp_path)
 
 
 @pytest.mark.fault(14)

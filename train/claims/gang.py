@@ -104,10 +104,10 @@ def _models(folder, configs, again):
         tree, _ = store.restore(STEP, start.wanted(job))
       equal += _equal_shards(tree, wanted)
       leaves += len(tree)
-      held = state_lib.on_stages(tree, state_lib.flatten(job.state), job.model)
+      held = state_lib.on_stages(tree, state_lib.flatten(job.state), job.leaves)
       with store_lib.Store(other) as store:
-        flat = state_lib.in_order(held, job.model)
-        store.save(STEP, flat, state_lib.axes(job.state, job.model), {})
+        flat = state_lib.in_order(held, job.leaves)
+        store.save(STEP, flat, state_lib.axes(job.leaves), {})
   return dict(equal=equal, leaves=leaves)
 
 

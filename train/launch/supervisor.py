@@ -347,7 +347,9 @@ class Supervisor:
     source = source if saved >= 0 else 'starting from the beginning'
     self._say(f'{text}; {source}, restart {used} of {most} in {seconds:g} s')
     about = dict(rank=cause.rank, exit=cause.code, seconds=seconds)
-    self._event('restart', step=step, committed=saved, **about)
+    known = dict(step=step, committed=saved)  # -1: none
+    about |= {name: n for name, n in known.items() if n >= 0}
+    self._event('restart', **about)
     until = time.monotonic() + seconds
     while time.monotonic() < until and not self._signals:
       time.sleep(min(0.1, seconds))

@@ -137,7 +137,7 @@ class _Reader:
     elif line.event in ('end', 'exit'):
       self._steps_are(line.step)
       self._to(line.time, 'idle', line.step)
-      if self.attempts and line.event == 'end':
+      if self.attempts and line.why:  # a supervisor's has none
         self.attempts[-1]['ended'] = line.why
     elif line.event == 'phase':
       self._steps_are(line.step, line.name == ledger.STEPS)

@@ -59,16 +59,16 @@ def _resumed(job, folder):
 
 def _saved(job, state, folder):
   """Writes a state as `paraxis train` does."""
-  flat = state_lib.in_order(state_lib.flatten(state), job.model)
+  flat = state_lib.in_order(state_lib.flatten(state), job.leaves)
   with store_lib.Store(folder, say=lambda line: None) as store:
-    store.save(gang.STEP, flat, state_lib.axes(job.state, job.model), {})
+    store.save(gang.STEP, flat, state_lib.axes(job.leaves), {})
 
 
 def _held(job, tree):
   """The State of a canonical tree."""
   flat = state_lib.flatten(job.state)
   return state_lib.unflatten(
-    job.state, state_lib.on_stages(tree, flat, job.model)
+    job.state, state_lib.on_stages(tree, flat, job.leaves)
   )
 
 
@@ -144,7 +144,7 @@ def every_pair(run, *, layouts, gang_of):
         for folder in sources:
           tree = _resumed(job, folder)
           flat = state_lib.flatten(_held(job, tree))
-          back = state_lib.in_order(flat, job.model)
+          back = state_lib.in_order(flat, job.leaves)
           same = _equal(tree, wanted) == _equal(back, wanted) == len(wanted)
           right += same
           pairs += 1

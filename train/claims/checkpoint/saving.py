@@ -68,7 +68,7 @@ def _never_saved(config, devices):
         gradient = compiling.compile_step('gradient', *arguments)
         update = job.compile_update(step.update, gradient)
       state, numbers = update(state, *gradient(state.variables, batch))
-      flat = state_lib.in_order(state_lib.flatten(state), job.model)
+      flat = state_lib.in_order(state_lib.flatten(state), job.leaves)
       states[t + 1] = {p: np.array(x) for p, x in flat.items()}
       losses.append(float(numbers['loss']))
   return states, losses
