@@ -22,7 +22,7 @@ def _commit(step, **more):
 
 def _save(folder, step=4):
   config = schema.to_json(schema.Config())
-  with store.Store(folder, asynchronous=False) as s:
+  with store.Store(folder, store.Options(asynchronous=False)) as s:
     s.save(step, {'w': jnp.ones(8)}, {'w': ('embed',)}, {'config': config})
 
 
