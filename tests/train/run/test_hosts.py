@@ -292,11 +292,11 @@ def _as_process(monkeypatch, number, gathered):
 
 def test_only_process_0_touches_the_folder(job, tmp_path, monkeypatch):
   _as_process(monkeypatch, 1, lambda text: [text, text])
-  path, lock = loop._claim(job, tmp_path / 'run', None)
+  path, lock = loop._claim(job, tmp_path / 'run', False, None)
   with lock:
     assert path == tmp_path / 'run' and not path.exists()
   _as_process(monkeypatch, 0, lambda text: [text, text])
-  path, lock = loop._claim(job, tmp_path / 'run', None)
+  path, lock = loop._claim(job, tmp_path / 'run', False, None)
   with lock:
     assert (path / '.lock').exists()
     with pytest.raises(errors.UserError, match='in use by another run'):
@@ -316,11 +316,11 @@ def test_all_processes_end_when_process_0_cannot_start(
 
   _as_process(monkeypatch, 0, gathered)
   with pytest.raises(errors.UserError, match='in use by another run') as first:
-    loop._claim(job, tmp_path, None)
+    loop._claim(job, tmp_path, False, None)
   # It did not leave the others waiting, and they say why.
   _as_process(monkeypatch, 1, lambda text: [seen[0], text])
   with support.refused(f'process 0 cannot start: {first.value}'):
-    loop._claim(job, tmp_path, None)
+    loop._claim(job, tmp_path, False, None)
   holder.close()
 
 
@@ -332,7 +332,7 @@ def test_other_text_is_named(job, tmp_path, monkeypatch):
   with support.refused(
     f'process 1 has text=0123, process 0 has {job.corpus.fingerprint[:12]}'
   ):
-    loop._claim(job, tmp_path, None)
+    loop._claim(job, tmp_path, False, None)
   workdir_lib.Lock(tmp_path).close()
 
 
@@ -341,4 +341,4 @@ def test_a_folder_that_is_not_shared_is_found(job, tmp_path, monkeypatch):
   rows = lambda text: [text, '' if text[:1] != '[' else text]
   _as_process(monkeypatch, 0, rows)
   with support.refused('processes 1 do not see what process 0 wrote into'):
-    loop._claim(job, tmp_path, None)
+    loop._claim(job, tmp_path, False, None)
