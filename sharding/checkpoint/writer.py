@@ -71,6 +71,7 @@ class Writer:
     self.bad, self.verified = set(), set()
     self._writing: collections.deque[_Writing] = collections.deque()
     self._failures = self._commits = 0  # failures: in a row
+    self._lost: Exception | None = None  # why the last save was not written
     self._now: int | None = None  # step that is being written
     self._orbax: ocp.AsyncCheckpointer | None = None
     self._thread = futures.ThreadPoolExecutor(1, 'checkpoint')
@@ -109,15 +110,19 @@ class Writer:
 
   def room(self, size, more=0) -> None:
     """UserError unless the disk has room for `more` checkpoints and one."""
+    if not self._fits(size, more):
+      raise self._too_small(size, more)
+
+  def _too_small(self, size, more=0):
+    """The error to raise where the disk has no room."""
     need = int((SPACE + more) * size)
     free = shutil.disk_usage(self._directory).free
-    if free < need:
-      steps = f' of {more + 1} to keep' if more else ''
-      raise errors.UserError(
-        f'{self._directory}: a checkpoint{steps} needs {need} free bytes '
-        f'({SPACE + more:g} x {size}), the disk has {free}. Free some or use '
-        'another directory.'
-      )
+    steps = f' of {more + 1} to keep' if more else ''
+    return errors.UserError(
+      f'{self._directory}: a checkpoint{steps} needs {need} free bytes '
+      f'({SPACE + more:g} x {size}), the disk has {free}. Free some or use '
+      'another directory.'
+    )
 
   def _make_room(self, size):
     """UserError unless it fits, perhaps without the oldest step."""
@@ -127,10 +132,13 @@ class Writer:
     if self._first and self._options.keep > 1:
       self._prune(self._options.keep - 1)
     meeting.meet('disk pruned')
-    self.room(size)
+    # All or none: a process that wrote would wait for one that did not.
+    if not meeting.agree('disk looked at again', self._fits(size)):
+      raise self._too_small(size)
 
-  def _fits(self, size):
-    return shutil.disk_usage(self._directory).free >= int(SPACE * size)
+  def _fits(self, size, more=0):
+    need = int((SPACE + more) * size)
+    return shutil.disk_usage(self._directory).free >= need
 
   def _write(self, step, tree, manifest):
     """In the thread: writes and commits a step, or raises."""
@@ -168,7 +176,7 @@ class Writer:
     if not meeting.agree('checkpoint read back', not faults):
       self.bad.add(step)
       raise errors.CrashError(
-        f'it does not read back: {faults[0] if faults else "see process 0"}'
+        f'it does not read back: {faults[0].rstrip(".") if faults else "see process 0"}'
       )
     self.verified.add(step)
 
@@ -217,13 +225,15 @@ class Writer:
       CrashError: as `check`, or the last save was not written.
     """
     while self._writing:
-      written = self._writing.popleft()
-      self._settle(written, last=not self._writing)
+      self._settle(self._writing.popleft(), not self._writing)
+    lost, self._lost = self._lost, None
+    if lost:
+      raise errors.CrashError(str(lost)) from lost
 
   def _settle(self, written, last=False):
     try:
       written.future.result()
-      self._failures = 0
+      self._failures, self._lost = 0, None
       return
     except Exception as e:  # Orbax raises many kinds
       error = e
@@ -239,10 +249,11 @@ class Writer:
 
   def _failed(self, error, last=False):
     """Counts a failed save; raises if it is one too many, else reports it."""
-    self._failures += 1
+    self._failures, self._lost = self._failures + 1, error
     most = self._options.failures
     if last or self._failures >= most:
       row = f' {self._failures} in a row failed' if self._failures > 1 else ''
+      self._lost = None
       raise errors.CrashError(f'{error}{row}') from error
     self._say(f'{error} Training continues ({self._failures} of {most}).')
 

@@ -1,5 +1,6 @@
 """Saving beside training: snapshots, failed writes, what stays, durability."""
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -201,6 +202,23 @@ def test_a_full_disk_ends_the_run_after_some_saves(
     assert s.steps() == [3]
 
 
+def test_a_last_save_without_room_is_an_error(
+  mesh, tmp_path, said, monkeypatch
+):
+  """However many may fail: the run would end without its last state."""
+  tree, free = state(mesh), [10**9]
+  full(monkeypatch, free)
+  options = store.Options(failures=9)
+  with pytest.raises(errors.CrashError, match='needs 10816 .* has 1000'):
+    with store.Store(tmp_path, options, say=said.append) as s:
+      s.save(0, tree, AXES, {})
+      s.wait()
+      free[0] = 1000
+      s.save(1, tree, AXES, {})
+      assert 'Training continues (1 of 9)' in said[-1]
+  assert [p.name for p in tmp_path.iterdir()] == ['0']
+
+
 @pytest.mark.fault(16)
 def test_the_disk_is_looked_at_for_all_that_is_kept(
   mesh, tmp_path, monkeypatch
@@ -321,7 +339,11 @@ def test_what_does_not_read_back_pushes_out_no_good_one(
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
-  with store.Store(tmp_path, options, say=said.append) as s:
+  ends = pytest.raises(errors.CrashError, match='3 was .*does not read back')
+  with (
+    ends if every else contextlib.nullcontext(),
+    store.Store(tmp_path, options, say=said.append) as s,
+  ):
     s.save(0, state(mesh), AXES, {})
     s.save(1, state(mesh), AXES, {})
     s.wait()
