@@ -175,9 +175,8 @@ class Writer:
     faults = stored.Step(self._folder(step)).faults() if self._first else []
     if not meeting.agree('checkpoint read back', not faults):
       self.bad.add(step)
-      raise errors.CrashError(
-        f'it does not read back: {faults[0].rstrip(".") if faults else "see process 0"}'
-      )
+      why = faults[0].rstrip('.') if faults else 'process 0 says why'
+      raise errors.CrashError(f'it does not read back: {why}')
     self.verified.add(step)
 
   def _force(self):
