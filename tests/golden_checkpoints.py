@@ -95,8 +95,9 @@ def trained(config):
     for _ in range(STEP):
       found = jax.jit(made.grads)(state.variables, batch_of())
       state, _ = jax.jit(made.update)(state, *found)
-    tree = state_lib.in_order(state_lib.flatten(state), built.model)
-    return tree, state_lib.axes(state, built.model), built
+    leaves = state_lib.leaves(state, built.model, optimizer.axes)
+    tree = state_lib.in_order(state_lib.flatten(state), leaves)
+    return tree, state_lib.axes(leaves), built
 
 
 def meta_of(config):
