@@ -195,6 +195,14 @@ _SAVES = """
 """
 
 
+@pytest.fixture(autouse=True)
+def hangup_counts():
+  """Also where these tests run under nohup, which has it ignored."""
+  before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+  yield
+  signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
   'number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 )
