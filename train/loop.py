@@ -326,7 +326,7 @@ class _Training:
     """To the last checkpoint before a loss spike, past the batches it read."""
     store, recorder = self._store, self._recorder
     spiked, say = recorder.spiked, recorder.progress.say
-    first = spiked - self._job.config.train.spike.steps + 1
+    first = spiked - self._job.config.train.spike.in_a_row + 1
     what = f'the loss spiked in steps {first} to {spiked}'
     with self.activity.phase('save'):
       store.wait()

@@ -16,4 +16,6 @@ class Spike:
     low=0.0,
   )
   window: int = field(100, 'earlier losses that the mean is of', low=2)
-  steps: int = field(3, 'spiking steps in a row that roll the run back', low=1)
+  in_a_row: int = field(
+    3, 'spiking steps in a row that roll the run back', low=1
+  )

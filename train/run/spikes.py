@@ -17,11 +17,11 @@ from paraxis.configs.base import errors
 
 def check(spike, steps: int) -> None:
   """UserError if a schema.Spike cannot trigger in a run of so many steps."""
-  if spike.deviations and spike.window + spike.steps > steps:
+  if spike.deviations and spike.window + spike.in_a_row > steps:
     raise errors.UserError(
-      f'train.spike.window={spike.window} and train.spike.steps={spike.steps} '
-      f'are more than train.steps={steps}: no spike could be found. Give a '
-      'smaller window, or train.spike.deviations=0.'
+      f'train.spike.window={spike.window} and train.spike.in_a_row='
+      f'{spike.in_a_row} are more than train.steps={steps}: no spike could be '
+      'found. Give a smaller window, or train.spike.deviations=0.'
     )
 
 
@@ -62,7 +62,7 @@ class Detector:
   @property
   def found(self) -> bool:
     """Whether so many losses in a row spike."""
-    return bool(self._spike.deviations) and self.row >= self._spike.steps
+    return bool(self._spike.deviations) and self.row >= self._spike.in_a_row
 
   def _most(self):
     mean = math.fsum(self._window) / len(self._window)

@@ -21,7 +21,7 @@ CHANGES = {
   'train.steps': 12,
   'train.spike.deviations': 8.0,
   'train.spike.window': 3,
-  'train.spike.steps': 2,
+  'train.spike.in_a_row': 2,
   'checkpoint.every': 2,
   'train.print_every': 1,
 }
@@ -65,7 +65,7 @@ def test_the_detector_against_the_formula():
 
 @pytest.mark.parametrize('window, steps, fits', [(3, 3, True), (3, 4, False)])
 def test_a_spike_that_could_never_be_found(tiny, window, steps, fits):
-  changes = {'train.spike.window': window, 'train.spike.steps': steps}
+  changes = {'train.spike.window': window, 'train.spike.in_a_row': steps}
   config = tiny.config(changes | {'train.spike.deviations': 4.0})
   if fits:
     return early.check(config)
