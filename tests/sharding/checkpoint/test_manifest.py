@@ -18,7 +18,7 @@ META = {'cursor': {'step': 0}}
 @pytest.fixture
 def two(tmp_path):
   """A directory with good steps 1 and 2."""
-  with store.Store(tmp_path / 'ck', asynchronous=False) as s:
+  with store.Store(tmp_path / 'ck', store.Options(asynchronous=False)) as s:
     for step in (1, 2):
       s.save(step, {'w': jnp.arange(8.0) + step}, {'w': ('embed',)}, META)
   return tmp_path / 'ck'
