@@ -97,6 +97,8 @@ class Store:
     return self
 
   def __exit__(self, kind, value, trace):
+    if kind is not None:
+      self._snapshot = None  # its meta may need what the error has closed
     try:
       self.close()
     except (errors.UserError, RuntimeError) as e:
