@@ -21,6 +21,7 @@ import pathlib
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -38,6 +39,7 @@ ARRAYS, SIZE = 16, 2**23  # half a GiB
 QUICK_ARRAYS, QUICK_SIZE = 3, 2**12
 BLOCKS, SAVE, RESTORE = ', save blocks', ', save', ', restore'
 BEGIN, BARRIER = ', stall of begin', ', stall of barrier'
+NET = ', stall less waits for a core'
 STEPS, LONGER = ', steps', ', step with a save less one without'
 WHOLE = ', begun to committed'
 SAVES = 3  # steps of which stalls are the median
@@ -157,6 +159,15 @@ def _update(tree):
   return jax.tree.map(lambda x: 0.999 * x, tree)
 
 
+def waited() -> float:
+  """Seconds for which this thread was ready and had no core; 0.0: unknown."""
+  path = f'/proc/self/task/{threading.get_native_id()}/schedstat'
+  try:
+    return int(pathlib.Path(path).read_text(encoding='utf-8').split()[1]) / 1e9
+  except (OSError, IndexError):
+    return 0.0
+
+
 def stalls(store, tree, compute, saves=SAVES):
   """Wall seconds for which each of `saves` steps waits for its checkpoint.
 
@@ -167,26 +178,31 @@ def stalls(store, tree, compute, saves=SAVES):
     compute: the gradients of a step; returns when they are there.
 
   Returns:
-    {BEGIN, BARRIER: median seconds of a save; STEPS: seconds of all steps}.
+    {BEGIN, BARRIER, NET: median seconds of a save; STEPS: of all steps}.
   """
-  now, begins, barriers = time.perf_counter, [], []
+  now, each = time.perf_counter, {BEGIN: [], BARRIER: [], NET: []}
   held = jax.block_until_ready(jax.tree.map(jnp.copy, tree))
   start = now()
   for number in range(saves + 1):
-    saved, before = store and number < saves, now()
+    saved = store and number < saves
     if saved:
-      store.begin(held)
-    begun = now()
+      begun = _timed(lambda held=held: store.begin(held))
     compute()
-    computed = now()
     if saved:
-      store.barrier()
-      begins.append(begun - before)
-      barriers.append(now() - computed)
+      both = begun, _timed(store.barrier)
+      each[BEGIN].append(begun[0])
+      each[BARRIER].append(both[1][0])
+      each[NET].append(sum(seconds - idle for seconds, idle in both))
     held = jax.block_until_ready(_update(held))
-  median = lambda values: statistics.median(values or [0.0])
-  found = {BEGIN: median(begins), BARRIER: median(barriers)}
+  found = {part: statistics.median(x or [0.0]) for part, x in each.items()}
   return found | {STEPS: now() - start}
+
+
+def _timed(call):
+  """(wall seconds of a call, those of them without a core)."""
+  before, idle = time.perf_counter(), waited()
+  call()
+  return time.perf_counter() - before, waited() - idle
 
 
 def _stages(form, tree, compute):
