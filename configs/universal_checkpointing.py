@@ -15,7 +15,7 @@ expect: EQ bitwise, 35 leaves written on 12 layouts by one process, and on 2 by
   in float32 rounding turned a token's choice in 2 of 12 layouts, and losses
   differed by 2e-3. CPU, each of two processes reads 1.000 times the chunks that
   its shards touch where both are cut by rows; cut by columns it reads some of
-  them again, 1.4 to 2.0 times as many bytes where 1.05 was asked for: NOT
+  them again, 1.2 to 2.0 times as many bytes where 1.05 was asked for: NOT
   REPRODUCED.
 differs: nothing is converted: files are canonical, without the layout of the
   writer, and every restore cuts what it needs. The paper's patterns by name are
