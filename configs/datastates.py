@@ -14,7 +14,7 @@ expect: EQ bitwise the states of a loop that never saves, 8 of 8 steps, although
   and 28), direction only of the paper's 48, in steps of 0.25, 0.5 and 2 s, long
   enough to write in. With others on both cores it was 8 once at 32 and twice at
   128 MiB: NOT REPRODUCED then. Most of ours is waiting for a core: without that
-  3 to 8 ms at any size, 49 to 460 times. A MiB more adds 0.01 of what it adds
+  3 to 8 ms in most runs, 14 to 461 times. A MiB more adds 0.01 of what it adds
   to a synchronous save; in times from 32 to 512 MiB ours grows 0.2 to 0.7 of
   one, where half was asked for.
 differs: a stall is in wall time, as CPU-seconds do not show it, on two cores
