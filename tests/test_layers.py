@@ -31,7 +31,7 @@ ROOMS = {
   ),
   'decode': ('', 'evaluate'),
   'train': (
-    'data', 'launch', 'run', '', 'plot', 'certify', 'bench', 'claims', 'cli',
+    'data', 'run', 'launch', '', 'plot', 'certify', 'bench', 'claims', 'cli',
     '__main__',
   ),
 }  # fmt: skip

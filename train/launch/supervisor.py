@@ -32,8 +32,8 @@ import time
 from typing import NamedTuple
 
 from paraxis.configs.base import errors
+from paraxis.train.run import ledger
 
-EVENTS = 'events.jsonl'
 SIGNALS = tuple(
   getattr(signal, name)
   for name in ('SIGTERM', 'SIGINT', 'SIGHUP')
@@ -216,19 +216,6 @@ def last_step(workdir, begin: int) -> int:
   return -1
 
 
-def append(workdir, event: dict) -> bool:
-  """Writes one line of events.jsonl; False: the folder is not there (yet)."""
-  path = pathlib.Path(workdir) / EVENTS
-  flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-  try:
-    file = os.open(path, flags, 0o644)
-  except OSError:
-    return False
-  with open(file, 'wb') as opened:
-    opened.write(json.dumps(event).encode() + b'\n')
-  return True
-
-
 class Supervisor:
   """Runs the processes of this machine up to the end of the run."""
 
@@ -378,11 +365,13 @@ class Supervisor:
 
   def _event(self, name, **fields):
     """Notes an event for the run's ledger; written once the folder is there."""
-    self._events.append({'time': time.time(), 'event': name} | fields)
+    self._events.append(dict(event=name, at=time.time()) | fields)
     self._flush()
 
   def _flush(self):
+    silent = lambda line: None  # the processes say what is wrong with the file
     while self._writes and self._events:
-      if not append(self._workdir, self._events[0]):
+      path = pathlib.Path(self._workdir) / ledger.FILE
+      if not ledger.note(path, say=silent, **self._events[0]):
         return
       self._events.pop(0)

@@ -21,9 +21,10 @@ import contextlib
 import json
 import os
 import pathlib
-import stat
 import threading
 import time
+
+from paraxis.configs.base import plain_files
 
 FILE = 'events.jsonl'
 STEPS = 'steps'
@@ -32,7 +33,6 @@ PHASES = (STEPS, 'compile', 'restore', 'save', 'evaluate', 'stall', OTHER)
 LEAST, EVERY = 0.1, 5.0  # seconds between lines of steps
 LONGEST = 2**16  # bytes of a line, for readers
 LARGEST = 2**28  # bytes of a file: lines of months
-_SAFELY = 'O_NOFOLLOW', 'O_NONBLOCK', 'O_CLOEXEC'  # where there are such
 
 
 def lines(file):
@@ -45,25 +45,24 @@ def open_plain(path, flags):
 
   Not blocking: to open a FIFO would wait for its other end.
   """
-  for name in _SAFELY:
-    flags |= getattr(os, name, 0)
-  file = os.open(path, flags, 0o644)
-  found, problem = os.fstat(file), ''
-  if not stat.S_ISREG(found.st_mode):
-    problem = 'it is no regular file'
-  elif found.st_size > LARGEST:
-    problem = f'it has {found.st_size:,} bytes, more than {LARGEST:,}'
-  if problem:
+  file = plain_files.open_descriptor(path, flags, follow=False)
+  size = os.fstat(file).st_size
+  if size > LARGEST:
     os.close(file)
-    raise OSError(None, problem)
+    raise OSError(None, f'it has {size:,} bytes, more than {LARGEST:,}')
   return file
 
 
-def note(path, event, say=print, **fields):
-  """Appends one line, of a supervisor's event, to an events.jsonl."""
+def note(path, event, say=print, at=None, **fields) -> bool:
+  """Appends one line, of a supervisor's event; whether it is written.
+
+  at: unix seconds of the event; default now.
+  """
   file = _File(path, say)
-  file.write(dict(time=_rounded(time.time()), event=event, **fields))
+  row = dict(time=_rounded(at or time.time()), event=event, **fields)
+  written = file.write(row)
   file.close()
+  return written
 
 
 def process_began():
@@ -106,18 +105,19 @@ class _File:
       self._say(f'{self._path}: not written ({error.strerror}): no goodput')
     self._told = True
 
-  def write(self, row):
+  def write(self, row) -> bool:
     """One line, on a line of its own whatever was cut short before."""
     if self._file is None:
-      return
+      return False
     data = ('\n' if self._torn else '') + json.dumps(row) + '\n'
     data = data.encode()
     try:
       written = os.write(self._file, data)
     except OSError as e:  # nothing was written
       self._tell(e)
-    else:
-      self._torn = written < len(data)  # a disk that is full
+      return False
+    self._torn = written < len(data)  # a disk that is full
+    return not self._torn
 
   def close(self):
     if self._file is not None:

@@ -16,6 +16,7 @@ from paraxis.train import cli
 from paraxis.train.launch import command as launch_command
 from paraxis.train.launch import places
 from paraxis.train.launch import supervisor
+from paraxis.train.run import ledger
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ def test_a_killed_gang_goes_on_bitwise_and_stops_by_a_signal(tiny, tmp_path):
   process = _launch(tiny, tmp_path, '--processes=2', steps=5000)
   try:
     tiny.wait([process], tmp_path, 5)
-    lines = (tmp_path / supervisor.EVENTS).read_text().splitlines()
+    lines = (tmp_path / ledger.FILE).read_text().splitlines()
     first = json.loads(next(line for line in lines if '"launch"' in line))
     os.kill(first['pids']['1'], signal.SIGKILL)
     said = _until(process, 'restart 1 of 5') + _until(process, 'first step')
@@ -171,7 +172,7 @@ def test_a_killed_gang_goes_on_bitwise_and_stops_by_a_signal(tiny, tmp_path):
   losses = support.all_losses(tmp_path)
   assert list(losses) == sorted(losses) == list(range(1, len(losses) + 1))
   assert all(len(set(again)) == 1 for again in losses.values())
-  lines = (tmp_path / supervisor.EVENTS).read_text().splitlines()
+  lines = (tmp_path / ledger.FILE).read_text().splitlines()
   rows = [json.loads(line) for line in lines]
   # The processes' own lines stand between: their ends have a step.
   kinds = [row['event'] for row in rows if 'why' not in row]

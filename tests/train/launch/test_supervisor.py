@@ -14,6 +14,7 @@ import support
 
 from paraxis.configs.base import errors
 from paraxis.train.launch import supervisor
+from paraxis.train.run import ledger
 
 # What every program begins with: its rank, how often the gang was started, and
 # ways to end.
@@ -65,7 +66,7 @@ class Gang:
     (made / 'metadata').write_text('{}')
 
   def events(self):
-    lines = (self.workdir / supervisor.EVENTS).read_text().splitlines()
+    lines = (self.workdir / ledger.FILE).read_text().splitlines()
     return [json.loads(line) for line in lines]
 
   def once(self, name):
@@ -291,17 +292,22 @@ def test_nobody_reads_and_the_run_goes_on(gang):
 
 
 def test_events_wait_for_the_folder_and_follow_no_link(tmp_path):
-  assert not supervisor.append(tmp_path / 'none', {})
-  assert not (tmp_path / 'none').exists()
-  outside = tmp_path / 'outside'
+  one = supervisor.Supervisor(list, str(tmp_path / 'run'), None)
+  one._event('launch', processes=2)
+  assert not (tmp_path / 'run').exists()
+  (tmp_path / 'run').mkdir()
+  outside, file = tmp_path / 'outside', tmp_path / 'run' / ledger.FILE
   outside.write_text('mine')
-  (tmp_path / supervisor.EVENTS).symlink_to(outside)
-  assert not supervisor.append(tmp_path, {}) and outside.read_text() == 'mine'
-  (tmp_path / supervisor.EVENTS).unlink()
-  for event in ({'a': 1}, {'b': 2}):
-    assert supervisor.append(tmp_path, event)
-  text = (tmp_path / supervisor.EVENTS).read_text()
-  assert text == '{"a": 1}\n{"b": 2}\n'
+  file.symlink_to(outside)
+  one._event('exit', rank=0, exit=-9)
+  assert outside.read_text() == 'mine'
+  file.unlink()
+  file.write_text('{"event": "pha')  # what a kill cut short spoils no line
+  one._event('end', code=0)
+  _, *lines = file.read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  assert [row['event'] for row in rows] == ['launch', 'exit', 'end']
+  assert rows[0]['time'] <= rows[1]['time'] and rows[1]['exit'] == -9
 
 
 def test_steps_of_a_workdir(gang):
