@@ -6,9 +6,9 @@ what they are made from, waits for them: DataStates-LLM (arXiv:2406.10707,
 section 4), lazy asynchronous copies. What is written to disk are the copies.
 They keep their layout: every process writes its own shards.
 
-The runtime orders a donation after reads that were dispatched before it: on CPU
-no copy was torn in 30 updates without the wait. It is there for the decision
-whether the state may be saved, and for accelerators, where that is not known.
+The runtime orders a donation after reads that were dispatched before it, so a
+test on CPU cannot fail without the wait. It is there for the decision whether
+the state may be saved, and for accelerators, where the order is not known.
 """
 
 from collections.abc import Mapping

@@ -27,6 +27,7 @@ from paraxis.sharding.checkpoint import saved_arrays
 from paraxis.sharding.checkpoint import stored
 
 SPACE = 1.3  # free disk needed, in sizes of the state
+SLOWEST = 1e7  # bytes a second at which a disk is read back, at least
 SUSPECT = 'suspect'  # in `meta`: saved within a streak of skipped steps
 
 
@@ -165,15 +166,19 @@ class Writer:
     self._commits += 1
     every = self._options.verify_every
     if every and self._commits % every == 0:
-      self._read_back(step)
+      self._read_back(step, fingerprint.nbytes(tree))
     if self._first:
       self._prune(self._options.keep)
       self._options.committed(step)
 
-  def _read_back(self, step):
-    """CrashError if what is on disk is not what was saved; it is kept."""
+  def _read_back(self, step, size):
+    """CrashError if what is on disk is not what was saved; it is kept.
+
+    size: bytes that process 0 reads, while the others wait.
+    """
     faults = stored.Step(self._folder(step)).faults() if self._first else []
-    if not meeting.agree('checkpoint read back', not faults):
+    patience = meeting.SECONDS + size / SLOWEST
+    if not meeting.agree('checkpoint read back', not faults, patience):
       self.bad.add(step)
       why = faults[0].rstrip('.') if faults else 'process 0 says why'
       raise errors.CrashError(f'it does not read back: {why}')
