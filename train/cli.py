@@ -63,9 +63,11 @@ def _train(values, config, _):
     return _dry_run(config, values, source)
   from paraxis.sharding.meter import compiling
   from paraxis.train import loop
+  from paraxis.train.run import ledger
 
   compiling.use_cache()
-  asked = loop.Options(values.profile, source, values.from_scratch)
+  began = ledger.process_began()
+  asked = loop.Options(values.profile, source, values.from_scratch, began)
   result: Any = loop.run(config, values.workdir, values.mesh, options=asked)
   if result['stopped']:
     return errors.EXIT_PREEMPTED

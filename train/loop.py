@@ -1,10 +1,11 @@
 """The training loop: resume, step, record, save, stop. Nobody forks it.
 
 A paper passes functions in: `make_step` builds the two halves of a step,
-`callbacks` see every finished step. Step t reads batch t, a pure function of
-(seed, t), so the data cursor is the step itself and a resumed run is bitwise
-the uninterrupted one. Numbers of a step are read after the next one is
-dispatched: the accelerator never waits for the host.
+`callbacks` see every finished step. Step t reads batch t plus the batches that
+loss spikes left out before it, a pure function of the seed and of the cursor
+that checkpoints hold: a resumed run is bitwise the uninterrupted one. Numbers
+of a step are read after the next one is dispatched: the accelerator never waits
+for the host.
 """
 
 import contextlib
@@ -63,11 +64,14 @@ class Options(NamedTuple):
   profile: 'FIRST:LAST', steps that are traced (train/run/profile.py).
   source: whose parameters a new run begins with: what origin.open_ gives.
   from_scratch: begins at step 0 where checkpoints are missing (run/workdir.py).
+  began: unix seconds at which the goodput account begins; 0: with `run`. A
+    command counts its process from its start, imports included.
   """
 
   profile: str = ''
   source: origin_lib.Run | origin_lib.Foreign | None = None
   from_scratch: bool = False
+  began: float = 0.0
 
 
 PLAIN = Options()
@@ -102,11 +106,12 @@ def run(
   Several processes make the same call; process 0 writes the folder and reports.
 
   Raises:
-    UserError, IntegrityError: see configs/base/errors.py.
+    UserError, IntegrityError, CrashError: see configs/base/errors.py.
   """
   from paraxis.sharding.checkpoint import store as store_lib  # starts slowly
 
   started, source = time.perf_counter(), options.source
+  began = options.began or time.time()
   say = say if jax.process_index() == 0 else lambda line: None
   if source is not None:
     workdir_lib.prepare(workdir)
@@ -117,11 +122,10 @@ def run(
   early.check(config, folder, options.profile, options.from_scratch)
   job = job_lib.make(config, mesh_text, devices, say)
   config, settings = job.config, job.config.train
-  token = cost(config)
+  token = cost(config)  # outside the context of the run's mesh
   traced = early.traced(options.profile, settings.steps)
   path, lock = _claim(job, workdir, options.from_scratch, say)
   events = path / ledger.FILE if jax.process_index() == 0 else None
-  began = ledger.process_began()
   with (
     lock,
     activity_lib.Activity(
@@ -145,17 +149,11 @@ def run(
       store.preflight(start.wanted(job), every=True)
       if jax.process_index() == 0:
         workdir_lib.write_config(path, config)
-      shape = header.trace(job, step.grads)
-      about = header.text(job, token, str(path), shape)
-      enter = loggers.enter_context
-      writers = enter(metrics_lib.Writers(path, settings, config, about))
-      progress = enter(
-        metrics_lib.Progress(settings.steps, settings.print_every, say)
+      recorder = _recorder(job, step, path, token, callbacks, say, loggers)
+      rates = recorder.rates
+      shown = profile_lib.Profile(
+        traced, path, recorder.progress.say, rates.apart
       )
-      say(about)
-      rates = rates_lib.Rates(token.flops, header.peak(job.mesh.devices.flat))
-      recorder = recorder_lib.Recorder(job, writers, progress, callbacks, rates)
-      shown = profile_lib.Profile(traced, path, progress.say, rates.apart)
       training = _Training(job, step, store, recorder, state, first, shown)
       training.activity = activity
       training.origin = kept.get('origin')
@@ -177,6 +175,22 @@ def run(
     loss=recorder.last.get('train/loss'),
     evaluation=evaluation,
   )
+
+
+def _recorder(job, step, path, token, callbacks, say, loggers):
+  """recorder.Recorder of a run, whose header is printed here.
+
+  token: its header.Cost. loggers: ExitStack that closes its files.
+  """
+  config, settings = job.config, job.config.train
+  about = header.text(job, token, str(path), header.trace(job, step.grads))
+  writers = metrics_lib.Writers(path, settings, config, about)
+  loggers.enter_context(writers)
+  progress = metrics_lib.Progress(settings.steps, settings.print_every, say)
+  loggers.enter_context(progress)
+  say(about)
+  rates = rates_lib.Rates(token.flops, header.peak(job.mesh.devices.flat))
+  return recorder_lib.Recorder(job, writers, progress, callbacks, rates)
 
 
 def _check_skipped(recorder, steps, stopped):
@@ -278,9 +292,13 @@ class _Training:
         batch = job.put(host_batch, self._rows(rows)[0], rows)
         if size not in self._gradients:
           self._compile(size, batch, stop)
-        found = self._gradients[size](self.state.variables, batch)
+        # A dispatch waits where the device runs in this thread (CPU), or its
+        # queue is full.
+        with recorder.rates.waits():
+          found = self._gradients[size](self.state.variables, batch)
         self._hand_over()
-        self.state, numbers = self._update(self.state, *found)
+        with recorder.rates.waits():
+          self.state, numbers = self._update(self.state, *found)
         del found
         self.step = t + 1
         recorder.later(self.step, numbers, int(host_batch.denominator))
@@ -291,7 +309,8 @@ class _Training:
           jax.block_until_ready(self.state)
           say(f'first step after {time.perf_counter() - started:.1f} s')
         self._store.check()
-        self.stopped = stop.agreed()
+        with recorder.rates.waits():
+          self.stopped = stop.agreed()
         last = self.step == settings.steps or bool(self.stopped)
         if last or self.step % job.config.checkpoint.every == 0:
           self._save()

@@ -5,7 +5,6 @@ host; skipped steps are named and counted here.
 """
 
 import json
-import time
 
 import jax
 import numpy as np
@@ -24,7 +23,6 @@ class Recorder:
   def __init__(self, job, writers, progress, callbacks, rates):
     self._job, self.writers, self.progress = job, writers, progress
     self.rates = rates
-    self._own, self._before, self._waited = [], time.perf_counter(), 0.0
     self._train, self._callbacks = job.config.train, callbacks
     self._paths = sorted(expert_counts.without(job.model, job.model.axes))
     self._pending, self.last = None, {}
@@ -79,9 +77,9 @@ class Recorder:
     self._since, self._unwritten = {}, None
 
   def _record(self, step, numbers, tokens):
-    began, every = time.perf_counter(), self._train.print_every
-    numbers = jax.device_get(numbers)
-    self._waited += time.perf_counter() - began
+    every = self._train.print_every
+    with self.rates.waits():
+      numbers = jax.device_get(numbers)
     self.rates.step(tokens)
     rates = {
       k: float(v) for k, v in numbers.items() if k.startswith('learning_rate')
@@ -108,7 +106,7 @@ class Recorder:
     self.last = values
     for callback in self._callbacks:
       callback(step, values, self._job)
-    if jax.process_count() > 1:
+    if step % every == 0:
       self._compare_hosts(step)
     self.streak = int(numbers['skipped_in_a_row'])
     if self._spikes.seen(values['train/loss']):
@@ -117,16 +115,11 @@ class Recorder:
       self._not_finite(step, numbers)
 
   def _compare_hosts(self, step):
-    """Keeps this process' own time of a step; now and then all compare."""
-    now = time.perf_counter()
-    self._own.append(now - self._before - self._waited)
-    self._before, self._waited = now, 0.0
-    if step % self._train.print_every == 0:
-      own, self._own = self._own, []
-      found = meeting.gather('step times', json.dumps(own))
-      slow = stragglers.table([json.loads(text) for text in found], step)
-      if slow:
-        self.progress.say(slow)
+    """All processes compare their own times of the last steps."""
+    found = meeting.gather('step times', json.dumps(self.rates.own()))
+    slow = stragglers.table([json.loads(text) for text in found], step)
+    if slow:
+      self.progress.say(slow)
 
   def _sums(self, counts):
     """Counts of a step, added to those of steps since the last row."""

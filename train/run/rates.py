@@ -9,7 +9,8 @@
     perf/evaluation_seconds  of held-out text
     perf/memory_bytes        most on an accelerator, else of the process
 
-Compiling, saving and evaluating are no part of a step's time.
+Compiling, saving and evaluating are no part of a step's time. Its own time
+(run/stragglers.py) is without what it waited for other processes, too.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ class Rates:
   def __init__(self, flops: float = math.nan, peak: float | None = None):
     """flops: of a token. peak: of all devices, a second; None: not known."""
     self._flops, self._peak, self._before = flops, peak, time.perf_counter()
+    self._waited, self._own = 0.0, []  # seconds; of each step
     self.begin()
 
   def begin(self):
@@ -33,8 +35,25 @@ class Rates:
   def step(self, tokens: int):
     """Counts a step that ended now."""
     now = time.perf_counter()
+    seconds, self._before = now - self._before, now
     self._steps, self._tokens = self._steps + 1, self._tokens + tokens
-    self._seconds, self._before = self._seconds + now - self._before, now
+    self._seconds += seconds
+    self._own.append(seconds - self._waited)
+    self._waited = 0.0
+
+  def own(self) -> list[float]:
+    """Seconds of each step since the last call that were not waited."""
+    own, self._own = self._own, []
+    return own
+
+  @contextlib.contextmanager
+  def waits(self):
+    """A block in which a step may wait for devices or other processes."""
+    began = time.perf_counter()
+    try:
+      yield
+    finally:
+      self._waited += time.perf_counter() - began
 
   def work(self, tokens: int) -> dict[str, float]:
     """{'train/flops': of the model for so many tokens}, if they are counted."""

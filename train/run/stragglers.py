@@ -1,10 +1,11 @@
 """Which process is slower than the others, from step times of all of them.
 
 A step in which the processes exchange anything takes equally long on all: the
-fast ones wait. What tells them apart is a process's own time, a step's without
-the time that it was blocked until numbers arrived. That finds a slow host; a
-slow device of a healthy host is waited for by its own process too and needs
-the times of its transfers.
+fast ones wait. What tells them apart is a process's own time: a step's without
+dispatches and reads, which may wait for devices (run/rates.py). It is that of
+reading batches, placing them and recording. That finds a slow host; a slow
+device of a healthy host is waited for by its own process too and needs the
+times of its transfers.
 """
 
 from collections.abc import Sequence

@@ -190,6 +190,22 @@ def test_a_stall_is_no_step(tmp_path):
   assert found['attempts'][0]['ended'] == 'stalled in steps'
 
 
+def test_a_supervisor_does_not_say_why_a_process_ended(tmp_path):
+  """Its lines come later: the process's own reason stays."""
+  story = Story(tmp_path)
+  for row in (
+    dict(event='launch', pids={'0': 1}),
+    dict(event='start', pid=1, attempt=1),
+    dict(event='phase', name='steps', step=0),
+    dict(event='end', why='SIGTERM', step=4),
+    dict(event='exit', rank=0, exit=75),
+    dict(event='end', code=75),
+  ):
+    story.add(**row)
+    story.now += 1
+  assert [a['ended'] for a in story.account()['attempts']] == ['SIGTERM']
+
+
 LOOP = """
   import itertools, os, signal, sys, time
   from paraxis.train.run import ledger
@@ -318,5 +334,5 @@ def test_no_account(tmp_path):
 @pytest.mark.parametrize('make', ['mkfifo', 'mkdir'])
 def test_what_is_no_file(tmp_path, make):
   subprocess.run([make, tmp_path / ledger.FILE], check=True)
-  with support.refused('cannot be read (it is no regular file)'):
+  with support.refused('cannot be read (it is a ', ', not a file)'):
     goodput.account(tmp_path)

@@ -57,6 +57,19 @@ def test_what_is_no_step_is_apart(clock):
   assert 'perf/checkpoint_seconds' not in rates.values(0)
 
 
+def test_own_time_is_without_what_was_waited(clock):
+  rates = rates_lib.Rates()
+  for own, waited in ((1.0, 3.0), (2.0, 0.0)):
+    clock(own)
+    with rates.waits():
+      clock(waited)
+    with rates.apart('checkpoint'):
+      clock(9.0)
+    rates.step(1)
+  assert rates.values(0)['perf/step_seconds'] == 3.0
+  assert rates.own() == [1.0, 2.0] and rates.own() == []
+
+
 @pytest.mark.parametrize(
   'flops, peak, wanted',
   [(6e9, 1e12, 0.06), (6e9, None, None), (math.nan, 1e12, None)],

@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -22,7 +24,7 @@ def _steps(workdir):
 
 
 def test_the_ledger_tells_what_the_run_did(tiny, tmp_path):
-  workdir = tmp_path
+  workdir, before = tmp_path, time.time()
   tiny.run(workdir)
   lines = (workdir / ledger.FILE).read_text().splitlines()
   rows = [json.loads(line) for line in lines]
@@ -34,6 +36,7 @@ def test_the_ledger_tells_what_the_run_did(tiny, tmp_path):
   assert committed == [2, 4, 6]
   assert (rows[0]['event'], rows[-1]['event']) == ('start', 'end')
   assert rows[-1]['why'] == 'done'
+  assert rows[0]['time'] >= before  # not when this process began
   found = goodput.account(workdir)
   seconds = [found['seconds'][part] for part in goodput.PARTS]
   assert abs(sum(seconds) - found['wall']) < 1e-5
@@ -130,3 +133,50 @@ def test_replicas_that_drift_are_named(tiny, tmp_path, every, step):
   ):
     tiny.run(tmp_path, changes, mesh='data=8', make_step=_drifting)
   assert not _steps(tmp_path)
+
+
+SLOW = """
+import functools, sys, time
+from paraxis.train import cli, loop
+
+def pause(step, values, job):
+  time.sleep(float(sys.argv[1]))
+
+loop.run = functools.partial(loop.run, callbacks=[pause])
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.fault(8)
+@pytest.mark.parametrize(
+  'pauses, slow', [((0.0, 0.4), True), ((0.4, 0.4), False)]
+)
+def test_a_slow_process_is_named(tiny, tmp_path, pauses, slow):
+  """Both take equally long a step: the fast one waits for the slow one."""
+  with socket.socket() as found:
+    found.bind(('127.0.0.1', 0))
+    address = f'127.0.0.1:{found.getsockname()[1]}'
+  processes = [
+    subprocess.Popen(
+      [
+        *(sys.executable, '-c', SLOW, str(seconds), 'train'),
+        *(f'--config={tiny.file}', f'--workdir={tmp_path}', '--devices=4'),
+        *(f'--coordinator_address={address}', '--num_processes=2'),
+        *(f'--process_id={rank}', '--config.train.steps=10'),
+        *('--config.train.print_every=5', '--config.checkpoint.every=10'),
+      ],
+      env=dict(os.environ, PARAXIS_CACHE=str(tiny.folder / 'cache')),
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for rank, seconds in enumerate(pauses)
+  ]
+  try:
+    said = [process.communicate(timeout=240)[0] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert [process.returncode for process in processes] == [0, 0], said
+  assert ('stragglers at step 10: process 1 above' in said[0]) == slow
+  assert 'stragglers' not in said[1]
