@@ -18,7 +18,7 @@ expect: EQ bitwise the states of a loop that never saves, 8 of 8 steps, although
   to a synchronous save; in times from 32 to 512 MiB ours grows 0.2 to 0.7 of
   one, where half was asked for.
 differs: a stall is in wall time, as CPU-seconds do not show it, on two cores
-  that others used (load 4): spreads are told. The device is a pause: gradients
+  that others used (load 4): spreads are given. The device is a pause: gradients
   would take the cores that write. What a step with a save takes longer beside
   them is in `paraxis bench checkpoint`. One device a process: eight virtual
   ones dispatch partly inline, and then begin waits for the fingerprint. No

@@ -1,4 +1,4 @@
-"""Universal Checkpointing: a run goes on with any layout from one file
+"""Universal Checkpointing: a run resumes on any layout from one file
 
 paper: arXiv:2406.18820
 mechanism: sharding/checkpoint/store.py, sharding/checkpoint/saved_arrays.py,

@@ -187,7 +187,7 @@ def _verify(values, *_):
   for number in steps:
     one = _verified(directory / str(number))
     if not (directory / str(number)).exists():
-      continue  # a run that goes on has deleted it meanwhile
+      continue  # a running training has deleted it meanwhile
     found.append(one)
     said = (
       'good' if not one['faults'] else 'DAMAGED: ' + '; '.join(one['faults'])

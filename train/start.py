@@ -81,7 +81,7 @@ def meta(job, step, origin=None, cursor=None, suspect=False) -> dict:
 def _say_versions(then, say):
   """One line, if a checkpoint is of other packages. then: {package: version}.
 
-  Such a run may go on: formats are what a reader must know.
+  Such a run may resume: formats are what a reader must know.
   """
   differ = [
     f'{name} {str(then.get(name, "of no known version")):.40}, here {version}'

@@ -1,10 +1,10 @@
 """Builds a token cache as a stream: blocks -> pieces -> one folder.
 
 Blocks are read in order and tokenized by several processes, each into a piece
-of its own in `building-NAME` beside the cache. A build that was killed goes on
-from the pieces that are there and match their checksums. At the end they are
-joined, in order, into a folder that is renamed into its place: a reader never
-sees half a cache. One process builds at a time; others wait for it.
+of its own in `building-NAME` beside the cache. A killed build resumes from the
+pieces that are there and match their checksums. At the end they are joined, in
+order, into a folder that is renamed into its place: a reader never sees half a
+cache. One process builds at a time; others wait for it.
 
 Which documents are held out is decided at the end (train/data/corpus.py), from
 a hash and a size of each.

@@ -123,7 +123,7 @@ def _ask(worker, body):
   if not answer:
     raise Ended(
       f'a process that tokenizes ended with code {worker.wait()}, perhaps for '
-      'want of memory: run again, which goes on from what is done, with '
+      'want of memory: run again, which continues from what is done, with '
       'data.workers=1.'
     )
   answer = json.loads(answer)

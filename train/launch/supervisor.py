@@ -1,7 +1,7 @@
 """Starts the processes of a run, and starts them again after a crash.
 
 A gang is the processes of one machine. It ends when one of them does: jax
-cannot go on without it. What follows is decided by the exit code of the one
+cannot continue without it. What follows is decided by the exit code of the one
 that is to blame (configs/base/errors.py): 0 and 75 are the end, 13 and signals
 are a crash, after which all start again from the last checkpoint, everything
 else, bad input (2) and damage (14) above all, is for a human. Several machines
@@ -103,7 +103,7 @@ def write(rank, text, to=2):
     while left:
       try:
         left = left[os.write(to, left) :]
-      except OSError:  # nobody reads any more; the run goes on
+      except OSError:  # nobody reads any more; the run continues
         return
 
 

@@ -14,7 +14,7 @@ Steps have a line every hundredth of the time since the start, at most every
 `LEAST` and at least every `EVERY` seconds: what a kill loses is no more. A line
 is one write, handed to the operating system at once: a process that dies loses
 none, a power cut the last. Whatever is wrong with the file is said once, and
-the run goes on without an account.
+the run continues without an account.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 `paraxis train | head` closes the pipe after ten lines, a terminal goes away
 with its window: what is printed then fails, with EPIPE or EIO. Any other
-command ends there, for its output is all it does; a training goes on, and
+command ends there, for its output is all it does; a training continues, and
 metrics.jsonl has its numbers.
 """
 
@@ -51,11 +51,11 @@ class _Lossy:
 
 
 def output(run):
-  """A command that goes on when nobody reads its output any more."""
+  """A command that continues when nobody reads its output any more."""
 
   def lost():
     print(
-      'paraxis: nobody reads the output any more; the run goes on, '
+      'paraxis: nobody reads the output any more; the run continues, '
       'metrics.jsonl has its numbers',
       file=sys.stderr,
     )

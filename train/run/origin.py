@@ -287,7 +287,7 @@ class Run:
   def _adapters(self, job, like, say):
     """Makes the adapters in `like` those of the run -> are they to be merged?
 
-    They go on if the new run has the same; else its own are new.
+    They are kept if the new run has the same; else its own are new.
     """
     theirs = [p for p in self._saved if p.startswith(PARAMS)]
     theirs = [p for p in theirs if trained.is_adapter(p)]

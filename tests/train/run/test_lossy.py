@@ -15,7 +15,7 @@ from paraxis.train.run import lossy
 from paraxis.train.run import metrics
 
 LINE = (
-  'paraxis: nobody reads the output any more; the run goes on, metrics.jsonl '
+  'paraxis: nobody reads the output any more; the run continues, metrics.jsonl '
   'has its numbers\n'
 )
 

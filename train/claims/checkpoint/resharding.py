@@ -1,7 +1,7 @@
 """Claims about checkpoints that are read on another layout than the writer's.
 
 A layout is {'mesh': text, 'section.field': value}. States are compared bit by
-bit, as NumPy arrays in canonical order; trainings go on from one file, on the
+bit, as NumPy arrays in canonical order; trainings resume from one file, on the
 same two batches of random tokens in turn, which it learns by heart.
 """
 
@@ -197,7 +197,7 @@ def goes_on(run, *, layouts, first, steps, dtype, within):
   """EQ: losses after a change of layout are those of the run that never moved.
 
   Args:
-    layouts: list of cases; the first trains, saves, and goes on as it is.
+    layouts: list of cases; the first trains, saves, and continues as it is.
     first: steps before the checkpoint. steps: compared, after it.
     dtype: of the model. within: largest difference of a loss, relative.
   """

@@ -86,7 +86,7 @@ def found(run, *, fault, ranks, slower, weaker, noise, draws):
 
   Args:
     fault: of KINDS. ranks: of the matrix. slower: how many times; weaker: a
-      fault of which the accuracy is told, not claimed. noise: deviation, as a
+      fault whose accuracy is reported, not claimed. noise: deviation, as a
       share of a delay. draws: matrices with one fault each.
   """
   if fault not in KINDS:
@@ -202,7 +202,7 @@ def less_overhead(run, *, costs, hours, detect, also, lost, seeds, at_most):
   Args:
     costs, lost, seeds: as for `goodput_formula`. hours: [between failures].
       detect: [seconds before, seconds after]. also: seconds between saves of
-      another case, which is told; the cases that count save by Young's formula.
+      another, reported case; the cases that count save by Young's formula.
     at_most: the ratio of the time that failures cost, for each of `hours`.
   """
   share = lambda d, n, h: statistics.fmean(

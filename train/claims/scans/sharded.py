@@ -141,7 +141,7 @@ def chunks_cost(run, *, lengths, shape, rounds, at_least):
   """CPU: CPU-seconds of our step-by-step loop over those in chunks.
 
   The loop's gradient is explicit; a scan that jax differentiates keeps every
-  state, which is the weaker baseline and is told beside it.
+  state, which is the weaker baseline and is reported beside it.
 
   Args:
     at_least: the median ratio, with gradients, at every length.
