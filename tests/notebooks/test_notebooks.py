@@ -292,3 +292,38 @@ def test_your_own_run(few_steps):
     '=== prompt\n3 + 4 =',
   ):
     assert part in text, part
+
+
+def test_kill_and_reshard(few_steps):
+  text, pictures = shown(few_steps, '05_kill_and_reshard')
+  assert pictures == 1  # where the time of the killed run went
+  kill = int(found(r'SIGKILL once step (\d+) is in metrics', text)[1])
+  line = r'rank 0 died \(signal 9\) after step (\d+); .* committed step (\d+) '
+  died, resumed = map(int, found(line, text).groups())
+  assert resumed < kill <= died < 40
+  # Hex floats, a row a step: uninterrupted, before the kill, after resuming.
+  row = r'^ *(\d+)((?:  +0x1\.[0-9a-f]+p\+\d)+)$'
+  rows = [(int(t), x.split()) for t, x in re.findall(row, text, re.M)]
+  assert {len(x) for t, x in rows if resumed < t <= kill} == {3}
+  assert rows[-1][0] > died and all(len(set(x)) == 1 for _, x in rows)
+  apart = re.findall(rf'^steps {resumed + 1} to 40: losses (\S+) ', text, re.M)
+  assert len(apart) == 2 and all(float(x) <= 2e-6 for x in apart)
+  codes = re.findall(r'^\$ paraxis (.*)(?s:.*?)^exit code (\d+)$', text, re.M)
+  assert codes == [
+    ('checkpoint diff whole killed', '0'),
+    (f'checkpoint inspect --checkpoint=killed/{resumed}', '0'),
+    ('checkpoint diff whole fsdp8', '1'),
+    ('checkpoint verify --checkpoint=flipped', '14'),
+    ('checkpoint verify --checkpoint=flipped', '0'),
+    ('plot --goodput --workdir=killed', '0'),
+  ]
+  for part in (
+    'the runs are alike at 8, 16, 24, 32, 40\n0 of 25 leaves differ',
+    f'step {resumed + 8}: 25 leaves',
+    ' DAMAGED: leaf ',
+    'Trying an older one.',
+    f' damaged-{resumed + 8}-',
+    'config: mesh.stage was 1, is now 2',
+    ' in 2 starts; ',
+  ):
+    assert part in text, part
