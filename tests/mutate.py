@@ -34,11 +34,12 @@ from typing import NamedTuple
 from mutants import decode
 from mutants import models
 from mutants import pallas_kernels
+from mutants import reliability
 from mutants import sharding
 from mutants import train
 
 TABLE = [
-  *pallas_kernels.TABLE, *sharding.TABLE, *models.TABLE, *decode.TABLE,
+  *pallas_kernels.TABLE, *sharding.TABLE, *models.TABLE, *decode.TABLE, *reliability.TABLE,
   *train.TABLE,
 ]  # fmt: skip
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -49,7 +49,9 @@ BENCHES = {
   'prefill': (
     'decode', 1, 'prompts of 4,080 and 8,000 tokens, a window: plain JAX'
   ),
-  'checkpoint': ('checkpoint', 1, 'half a GiB saved and restored: Orbax'),
+  'checkpoint': (
+    'checkpoint', 8, '128 MiB and 1 GiB saved and restored: Orbax'
+  ),
   'data': ('data', 1, "packing documents into rows: grain's first-fit"),
   'scaling': (
     'scaling', 8,

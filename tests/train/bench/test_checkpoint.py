@@ -11,8 +11,11 @@ SILENT = lambda line: None
 
 def test_it_has_all_rows():
   report = bench_checkpoint.checkpoint(1, True, SILENT)
-  assert len(report.checks) == 4
-  rows = {what: v for what, (_, v) in report.rows.items()}
+  assert len(report.checks) == 6
+  rows = {
+    what.removeprefix('0.046875 MiB: '): v
+    for what, (_, v) in report.rows.items()
+  }
   for name in bench_checkpoint.FORMS:
     assert 0 < rows[f'{name}, save blocks'][0] <= rows[f'{name}, save'][0]
     assert rows[f'{name}: on disk'] > [0]
@@ -20,7 +23,16 @@ def test_it_has_all_rows():
     for part in ('stall of begin', 'stall of barrier', 'begun to committed'):
       assert rows[f'{name}, {part}'] >= [0]
     assert f'{name}, step with a save less one without' in rows
+  for part in ('restore', 'restore unverified', 'restore on another mesh'):
+    assert rows[f'ours, {part}'] > [0]
   assert 'fingerprint' in rows and 'gradients of a step' in rows
+
+
+def test_the_other_mesh_is_cut_otherwise():
+  rows, both = bench_checkpoint.places()
+  shape = 64, bench_checkpoint.COLUMNS
+  assert rows.shard_shape(shape) != both.shard_shape(shape)
+  assert rows.shard_shape(shape)[1] == shape[1] > both.shard_shape(shape)[1]
 
 
 def test_a_checkpoint_that_comes_back_changed_is_no_candidate():
