@@ -39,8 +39,8 @@ from mutants import sharding
 from mutants import train
 
 TABLE = [
-  *pallas_kernels.TABLE, *sharding.TABLE, *models.TABLE, *decode.TABLE, *reliability.TABLE,
-  *train.TABLE,
+  *pallas_kernels.TABLE, *sharding.TABLE, *models.TABLE, *decode.TABLE,
+  *reliability.TABLE, *train.TABLE,
 ]  # fmt: skip
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SECONDS = 900  # after which a command is taken for one that hangs

@@ -101,7 +101,7 @@ TABLE = [
     'return sum(count for _, count in skips)',
     'return max((count for _, count in skips), default=0)',
     'after two spikes batches that were left out are read again',
-    _RUN + 'test_spikes.py',
+    _RUN + 'test_spikes.py::test_batches_of_all_spikes_are_left_out',
   ),
   Mutation(
     'watchdog_median',
@@ -149,6 +149,7 @@ TABLE = [
     'common = sorted(a.keys() & b.keys())',
     'common = sorted(a.keys() & b.keys(), reverse=True)',
     'diff names the last step at which runs differ, not the first',
-    'tests/train/test_checkpoint_command.py',
+    'tests/train/test_checkpoint_command.py::'
+    'test_diff_of_runs_says_from_which_step_on',
   ),
 ]

@@ -44,6 +44,11 @@ def found(losses, deviations, window, steps):
   return fired
 
 
+def test_batches_of_all_spikes_are_left_out():
+  assert spikes.left_out([]) == 0
+  assert spikes.left_out([[4, 3], [10, 2]]) == 5
+
+
 def test_the_detector_against_the_formula():
   rng = np.random.default_rng(0)
   for window, steps, deviations in ((5, 1, 3.0), (8, 2, 2.0), (2, 3, 1.0)):
