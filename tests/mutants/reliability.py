@@ -37,7 +37,7 @@ TABLE = [
     'if s not in self.bad',
     'if s is not None',
     'a step that does not read back pushes out a good one',
-    _WRITER + 'test_what_does_not_read_back_pushes_out_no_good_one',
+    _WRITER + 'test_a_damaged_step_is_none_of_those_to_keep',
   ),
   Mutation(
     'suspect_counts',

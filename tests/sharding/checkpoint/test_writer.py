@@ -324,21 +324,36 @@ def test_committed_steps_are_told(mesh, tmp_path):
   assert told == [3, 7]
 
 
+def _decays(folder, force=folders.force):
+  """folders.force of a disk that loses a bit."""
+  force(folder)
+  path = max(folder.rglob('d/*'), key=lambda p: p.stat().st_size)
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
+def test_a_damaged_step_is_none_of_those_to_keep(mesh, tmp_path, monkeypatch):
+  """Commits 2 and 4, of steps 1 and 3, are read back; 3 is damaged."""
+  options = store.Options(keep=2, failures=9, verify_every=2)
+  with store.Store(tmp_path, options, say=lambda line: None) as s:
+    for step in range(5):
+      with monkeypatch.context() as patch:
+        if step == 3:
+          patch.setattr(folders, 'force', _decays)
+        s.save(step, state(mesh, step), AXES, {})
+        while s._writer.writes(step):
+          s.check()
+  left = sorted(int(p.name) for p in tmp_path.iterdir())
+  assert left == [1, 2, 3, 4]  # 1: verified; 3: not deleted, not counted
+
+
 @pytest.mark.parametrize('every, steps', [(1, [1]), (2, [1, 3]), (0, [3])])
 def test_what_does_not_read_back_pushes_out_no_good_one(
   mesh, tmp_path, said, monkeypatch, every, steps
 ):
   """From step 2 on the disk loses a bit of all that is forced to it."""
   options = store.Options(keep=1, failures=9, verify_every=every)
-  force = folders.force
-
-  def decays(folder):
-    force(folder)
-    path = max(folder.rglob('d/*'), key=lambda p: p.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
   ends = pytest.raises(errors.CrashError, match='3 was .*does not read back')
   with (
     ends if every else contextlib.nullcontext(),
@@ -347,7 +362,7 @@ def test_what_does_not_read_back_pushes_out_no_good_one(
     s.save(0, state(mesh), AXES, {})
     s.save(1, state(mesh), AXES, {})
     s.wait()
-    monkeypatch.setattr(folders, 'force', decays)
+    monkeypatch.setattr(folders, 'force', _decays)
     for step in (2, 3):
       s.save(step, state(mesh, step), AXES, {})
       while s._writer.writes(step):
