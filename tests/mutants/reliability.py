@@ -120,14 +120,6 @@ TABLE = [
     _RUN + 'test_rates.py::test_own_time_is_without_what_was_waited',
   ),
   Mutation(
-    'dispatch_waits',
-    'train/loop.py',
-    'with recorder.rates.waits():\n          found =',
-    'with contextlib.nullcontext():\n          found =',
-    'a process that waits in a dispatch looks as slow as the slow one',
-    _RUN + 'test_watched.py::test_a_slow_process_is_named',
-  ),
-  Mutation(
     'replay_counted',
     'train/run/goodput.py',
     'again = min(last, self._most) - first',
