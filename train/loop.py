@@ -184,7 +184,7 @@ def _recorder(job, step, path, token, callbacks, say, loggers):
   """
   config, settings = job.config, job.config.train
   about = header.text(job, token, str(path), header.trace(job, step.grads))
-  writers = metrics_lib.Writers(path, settings, config, about)
+  writers = metrics_lib.Writers(path, settings, config, about, say)
   loggers.enter_context(writers)
   progress = metrics_lib.Progress(settings.steps, settings.print_every, say)
   loggers.enter_context(progress)

@@ -96,25 +96,26 @@ def peak_resident_bytes():
 class Writers(contextlib.AbstractContextManager):
   """Writes rows of numbers to every logger that the configuration asks for.
 
-  Lists go to the file alone.
+  Lists go to the file alone. Rows that do not fit on a full disk are written
+  when there is room again.
   """
 
-  def __init__(self, workdir, train, config, about=''):
+  def __init__(self, workdir, train, config, about='', say=print):
     """Process 0 writes.
 
     Args:
       train: schema.Train. config: schema.Config.
-      about: the screen that the run began with.
+      about: the screen that the run began with. say: prints one line.
     """
     self._file = self._board = self._wandb = None
+    self._unwritten, self._full, self._say = b'', False, say
     if jax.process_index():
       return
     path = os.path.join(workdir, FILE)
     append = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    opened = plain_files.open_descriptor(path, append)
-    self._file = open(opened, 'a', encoding='utf-8')  # noqa: SIM115
-    if self._file.tell() and not _ends_with_newline(path):
-      self._file.write('\n')  # a kill cut the last line short
+    self._file = plain_files.open_descriptor(path, append)
+    if os.path.getsize(path) and not _ends_with_newline(path):
+      self._unwritten = b'\n'  # a kill cut the last line short
     if train.tensorboard:
       board = importlib.import_module('tensorboardX')
       self._board = board.SummaryWriter(workdir)
@@ -140,19 +141,37 @@ class Writers(contextlib.AbstractContextManager):
       plain = isinstance(v, int | list) or math.isfinite(v)
       row[name] = v if plain else None
     values = {n: v for n, v in values.items() if not isinstance(v, list)}
-    self._file.write(json.dumps(row) + '\n')
-    self._file.flush()
+    self._unwritten += json.dumps(row).encode() + b'\n'
+    self._write()
     if self._board:
       for name, v in values.items():
         self._board.add_scalar(name, v, step)
     if self._wandb:
       self._wandb.log(values, step=step)
 
+  def _write(self):
+    """Appends what is not yet in the file; reports a disk that is full."""
+    try:
+      while self._unwritten:
+        self._unwritten = self._unwritten[
+          os.write(self._file, self._unwritten) :
+        ]
+      self._full = False
+    except OSError as e:
+      if not self._full:
+        self._say(f'{FILE} is not written ({e.strerror}): its rows wait')
+      self._full = True
+
   def __exit__(self, *error):
     """Flushes and closes every logger."""
-    for writer in (self._file, self._board):
-      if writer:
-        writer.close()
+    if self._file is not None:
+      self._write()
+      if self._unwritten:
+        rows = self._unwritten.count(b'\n')
+        self._say(f'{FILE} lacks its last {rows} rows')
+      os.close(self._file)
+    if self._board:
+      self._board.close()
     if self._wandb:
       self._wandb.finish()
 

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+import textwrap
 import types
 
 import pytest
@@ -83,6 +84,40 @@ def test_what_is_no_number_is_null(tmp_path, value):
   _write(tmp_path, [(1, {'a': value, 'b': 2})])
   text = (tmp_path / metrics.FILE).read_text()
   assert text == '{"step": 1, "a": null, "b": 2}\n'
+
+
+# A file may have so many bytes, while the disk is full.
+FULL = """
+  import resource, sys
+  from paraxis.configs import schema
+  from paraxis.train.run import metrics
+  config, said = schema.Config(), []
+  room = lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (n, -1))
+  writers = metrics.Writers(sys.argv[1], config.train, config, say=said.append)
+  with writers:
+    writers.write(1, {'a': 1.5})
+    room(30)  # the middle of row 2
+    writers.write(2, {'a': 2.5})
+    writers.write(3, {'a': 3.5})
+    wait = 'metrics.jsonl is not written (File too large): its rows wait'
+    assert said == [wait]
+    if sys.argv[2] == 'room':
+      room(-1)
+      writers.write(4, {'a': 4.5})
+  assert said[1:] == ([] if sys.argv[2] == 'room' else [sys.argv[3]]), said
+"""
+
+
+@pytest.mark.fault(15)
+@pytest.mark.parametrize('later, rows', [('room', 4), ('none', 1)])
+def test_a_full_disk_ends_nothing(tmp_path, later, rows):
+  """Rows wait for room, also the rest of one; what is lost is counted."""
+  code, lost = textwrap.dedent(FULL), 'metrics.jsonl lacks its last 2 rows'
+  subprocess.run(
+    [sys.executable, '-c', code, str(tmp_path), later, lost], check=True
+  )
+  found = {step: step + 0.5 for step in range(1, rows + 1)}
+  assert metrics.read(tmp_path) == {s: {'a': x} for s, x in found.items()}
 
 
 def test_another_process_writes_nothing(tmp_path, monkeypatch):
