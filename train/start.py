@@ -59,6 +59,7 @@ def kept(config, committed=lambda step: None):
     failures=c.failures,
     host_bytes=c.host_bytes,
     verify_every=c.verify_every,
+    chunk_bytes=c.chunk_bytes,
     committed=committed,
   )
 

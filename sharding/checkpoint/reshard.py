@@ -1,14 +1,15 @@
 """A step written again in other chunks: the same leaves, fingerprints and meta.
 
-Chunks are what a reader fetches whole. Orbax chooses them: they divide a block
-of rows and hold at most the bytes asked for, or one element.
+Chunks are what a reader fetches whole. They are those of a run with the same
+`checkpoint.chunk_bytes` whose process holds whole arrays (chunks.py): about as
+many pieces of every axis, of at most the bytes asked for, or one element.
 """
 
-import math
 import pathlib
 import shutil
 
 from paraxis.configs.base import errors
+from paraxis.sharding.checkpoint import chunks
 from paraxis.sharding.checkpoint import fingerprint
 from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import rows
@@ -16,17 +17,17 @@ from paraxis.sharding.checkpoint import saved_arrays
 from paraxis.sharding.checkpoint import stored
 
 LEAST = 8  # bytes of the largest element
-MOST_CHUNKS = 10**6
 SPACE = 1.3  # free disk needed, in sizes of the state
 
 
 def _blocks(step, path, chunk_bytes) -> rows.Rows:
-  """A leaf in blocks of as many rows as fit into a chunk, at least one."""
+  """A leaf in blocks of the rows of a chunk."""
   leaf = step.leaf(path)
   if not leaf.ndim or not leaf.size:
     return leaf
-  row = leaf.nbytes // leaf.shape[0]
-  return step.leaf(path, min(leaf.shape[0], max(1, chunk_bytes // row)))
+  width = leaf.dtype.itemsize
+  shape = chunks.shape(leaf.shape, leaf.shape, width, chunk_bytes)
+  return step.leaf(path, shape[0])
 
 
 def write(step: stored.Step, directory: pathlib.Path, chunk_bytes: int) -> None:
@@ -43,11 +44,11 @@ def write(step: stored.Step, directory: pathlib.Path, chunk_bytes: int) -> None:
   """
   tree = {path: _blocks(step, path, chunk_bytes) for path in step.leaves}
   size = fingerprint.nbytes(tree)
-  chunks = sum(math.ceil(x.nbytes / chunk_bytes) for x in tree.values())
-  if chunk_bytes < LEAST or chunks > MOST_CHUNKS:
+  count = chunks.count(tree, chunk_bytes)
+  if chunk_bytes < LEAST or count > chunks.MOST_CHUNKS:
     raise errors.UserError(
-      f'--chunk_bytes={chunk_bytes}: {size} bytes would be {chunks} chunks; '
-      f'give at least {max(LEAST, math.ceil(size / MOST_CHUNKS * 2))}.'
+      f'--chunk_bytes={chunk_bytes}: {size} bytes would be {count} chunks; '
+      f'give at least {max(LEAST, chunks.enough(tree))}.'
     )
   need, free = int(SPACE * size), shutil.disk_usage(directory).free
   if free < need:

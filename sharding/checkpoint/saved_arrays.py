@@ -1,12 +1,14 @@
 """Arrays of a checkpoint, written and read by Orbax.
 
-A tree of arrays is written as Orbax does; leaves that are read while they are
-saved (rows.py), one after the other, each block a chunk of the file: at most
-IN_FLIGHT bytes, or one block, are in memory until they are written.
+A tree of arrays is written as Orbax does, or in smaller chunks (shards.py);
+leaves that are read while they are saved (rows.py), one after the other, each
+block a chunk of the file, or several: at most IN_FLIGHT bytes, or one block,
+are in memory until they are written.
 
-Reading gives a tree, or the fault in one line.
-Orbax reads all leaves at once and stops at the first that fails; later reports
-of the other reads carry no information and are filtered out.
+Reading (shards.py) gives a tree, or the fault in one line.
+Orbax reads the metadata of all leaves at once and stops at the first that
+fails; later reports of the other reads carry no information and are filtered
+out.
 """
 
 import collections
@@ -23,30 +25,27 @@ import tensorstore as ts
 
 from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import rows
+from paraxis.sharding.checkpoint import shards
 
 IN_FLIGHT = 2**26  # bytes of blocks that are handed over and not yet written
 _WHOLE = logging.Formatter()
-_NO_ORBAX = lambda record: 'orbax' not in record.pathname
 _NO_ORBAX_TRACE = lambda record: 'orbax' not in _WHOLE.format(record)
 
 
 class _RowsHandler(ocp.type_handlers.NumpyHandler):
   """rows.Rows, kept as NumPy's arrays are."""
 
-  def __init__(self):
+  def __init__(self, chunk_bytes):
     super().__init__(deepcopy_host_arrays=False)
+    self._chunk_bytes = chunk_bytes
 
   async def _background_serialize(self, values: Any, infos: Any, args=None):
     # All at once is Orbax's own way, which holds every leaf.
-    args = args or [ocp.SaveArgs()] * len(values)
-    for value, info, arg in zip(values, infos, args, strict=True):
+    for value, info in zip(values, infos, strict=True):
       await info.await_path_creation()
       if jax.process_index():
         continue
-      spec = ocp.type_handlers.get_json_tspec_write(
-        info, info.is_ocdbt_checkpoint, value.shape, value.block, value.dtype,
-        process_index=0, arg=arg,
-      )  # fmt: skip
+      spec = shards.spec_of(info, value, value.block, self._chunk_bytes)
       out = await ts.open(
         ts.Spec(spec), create=True, open=True, context=info.ts_context
       )
@@ -68,16 +67,24 @@ async def _write(out, leaf):
     await write
 
 
-def checkpointer(written=None) -> ocp.AsyncCheckpointer:
+def checkpointer(
+  written=None, chunk_bytes=0, meet=None
+) -> ocp.AsyncCheckpointer:
   """Writes `item`s and JSON; commits them by one rename.
 
-  written: called when all files are written, before the rename.
   It may be used in a thread: processes meet without a program on devices.
+
+  Args:
+    written: called when all files are written, before the rename.
+    chunk_bytes: the most that a chunk of a file holds; 0: a shard, or a block.
+    meet: (key=, timeout_ms=), in which processes wait for each other when all
+      files are written, and when the folder has its name; None: Orbax's own.
   """
+  arrays: Any = ocp.type_handlers.ArrayHandler()
   types = ocp.type_handlers.create_type_handler_registry(
-    (rows.Rows, _RowsHandler()),
+    (rows.Rows, _RowsHandler(chunk_bytes)),
     (np.ndarray, ocp.type_handlers.NumpyHandler()),
-    (jax.Array, ocp.type_handlers.ArrayHandler()),
+    (jax.Array, shards.Writer(chunk_bytes) if chunk_bytes else arrays),
   )
   handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
   # Weights hardly compress (by 8%), and a save takes 4 times the CPU-seconds.
@@ -96,21 +103,16 @@ def checkpointer(written=None) -> ocp.AsyncCheckpointer:
       handler_registry=handlers,
       composite_options=ocp.CompositeOptions(**several),
     ),
-    async_options=ocp.options.AsyncOptions(post_finalization_callback=written),
+    async_options=ocp.options.AsyncOptions(
+      post_finalization_callback=written, barrier_sync_fn=meet
+    ),
     **several,
   )
 
 
-def item(tree, chunk_bytes: int | None = None):
-  """The argument for Orbax of a tree of arrays and rows.Rows.
-
-  chunk_bytes: the most that a chunk of a file holds; None: a shard, or a block.
-  """
-  nested = manifest_lib.nest(tree)
-  how = jax.tree.map(
-    lambda x: ocp.SaveArgs(chunk_byte_size=chunk_bytes), nested
-  )
-  return ocp.args.PyTreeSave(nested, save_args=how)
+def item(tree):
+  """The argument for Orbax of a tree of arrays and rows.Rows."""
+  return ocp.args.PyTreeSave(manifest_lib.nest(tree))
 
 
 def first_line(error):
@@ -120,15 +122,14 @@ def first_line(error):
   return text.partition('\n')[0][:160]
 
 
-def write(folder: pathlib.Path, tree, manifest, chunk_bytes=None) -> None:
+def write(folder: pathlib.Path, tree, manifest, chunk_bytes) -> None:
   """Writes and commits one step's folder; returns when it is there."""
-  logging.getLogger('absl').addFilter(_NO_ORBAX)  # it warns of small chunks
-  saver = checkpointer()
+  saver = checkpointer(chunk_bytes=chunk_bytes)
   try:
     saver.save(
       folder,
       args=ocp.args.Composite(
-        state=item(tree, chunk_bytes), manifest=ocp.args.JsonSave(manifest)
+        state=item(tree), manifest=ocp.args.JsonSave(manifest)
       ),
     )
     saver.wait_until_finished()
@@ -196,7 +197,11 @@ def read(folder: pathlib.Path, wanted) -> tuple[dict, str | None]:
     each = ocp.checkpoint_utils.construct_restore_args(target)
     args = ocp.args.PyTreeRestore(target, each, partial_restore=True)
     path: Any = folder / 'state'  # Orbax asks for etils' own kind of path
-    nested = ocp.PyTreeCheckpointHandler().restore(path, args=args)
+    types = ocp.type_handlers.create_type_handler_registry(
+      (jax.Array, shards.Reader())
+    )
+    reader = ocp.PyTreeCheckpointHandler(type_handler_registry=types)
+    nested = reader.restore(path, args=args)
     tree = manifest_lib.flatten(nested, wanted)
   except Exception as e:  # Orbax raises many kinds for damaged files
     # With shapes already compared, lack of memory is not damage.

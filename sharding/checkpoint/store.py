@@ -16,9 +16,9 @@ A save is in three parts: `begin` starts fingerprints and copies to host memory
 (snapshot.py) and returns; `barrier`, before the state is donated, waits for
 them and refuses what must not be saved; a thread writes, forces to the disk,
 commits and prunes. `save` is the first two.
-Source: Orbax (orbax.readthedocs.io), imported only here and in saved_arrays.py;
-not its Manager, which counts any folder with a number as a step and, after a
-full disk, none at all.
+Source: Orbax (orbax.readthedocs.io), in saved_arrays.py, shards.py and
+writer.py; not its Manager, which counts any folder with a number as a step and,
+after a full disk, none at all.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from paraxis.configs.base import checkpoint
 from paraxis.configs.base import errors
 from paraxis.sharding import meeting
+from paraxis.sharding.checkpoint import chunks
 from paraxis.sharding.checkpoint import fingerprint
 from paraxis.sharding.checkpoint import folders
 from paraxis.sharding.checkpoint import manifest as manifest_lib
@@ -72,12 +74,14 @@ class Store:
       say: called with one line of text per finding, in process 0 only.
 
     Raises:
-      UserError: the directory is remote or cannot be written.
+      UserError: the directory is remote or cannot be written; an option has no
+        valid value.
     """
     if options.keep < 1:
       raise errors.UserError(
         f'keep={options.keep} checkpoints; keep at least 1.'
       )
+    checkpoint.check_chunk_bytes(options.chunk_bytes)
     self.directory, self.options = folders.resolved(directory), options
     self.read_only = read_only
     self._first = jax.process_index() == 0
@@ -131,7 +135,8 @@ class Store:
     return manifest_lib.read_manifest(self._folder(step))
 
   def preflight(self, tree, every=False):
-    """UserError unless the disk has room for `tree` and memory for a snapshot.
+    """UserError unless the disk has room for `tree` and memory for a snapshot,
+    and its chunks are not too many.
 
     tree: {path: array or jax.ShapeDtypeStruct with its sharding}.
     every: for as many steps as are kept, and one, less those that are there.
@@ -142,6 +147,7 @@ class Store:
         f'checkpoint.host_bytes={self.options.host_bytes} is less than one '
         f'snapshot of the state, {taken} bytes: give at least that, or 0.'
       )
+    chunks.check(self.options.chunk_bytes, tree)
     keep = self.options.keep
     more = max(0, keep - len(folders.steps(self.directory))) if every else 0
     self._writer.room(size, more)

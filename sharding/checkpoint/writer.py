@@ -27,6 +27,7 @@ from paraxis.sharding.checkpoint import saved_arrays
 from paraxis.sharding.checkpoint import stored
 
 SPACE = 1.3  # free disk needed, in sizes of the state
+BARRIERS = 2  # of Orbax in a write: all files are there; they have their name
 SLOWEST = 1e7  # bytes a second at which a disk is read back, at least
 SUSPECT = 'suspect'  # in `meta`: saved within a streak of skipped steps
 
@@ -41,6 +42,7 @@ class Options(NamedTuple):
     host_bytes: of snapshots in memory; 0: of two. More wait.
     verify_every: commits between those whose files are read back and compared
       with their fingerprints, in the writing thread; 0: none.
+    chunk_bytes: the most that a stored chunk holds; 0: a shard (chunks.py).
     committed: called with each committed step, in the writing thread.
   """
 
@@ -49,6 +51,7 @@ class Options(NamedTuple):
   failures: int = 1
   host_bytes: int = 0
   verify_every: int = 0
+  chunk_bytes: int = 0
   committed: Callable[[int], None] = lambda step: None
 
 
@@ -74,6 +77,7 @@ class Writer:
     self._failures = self._commits = 0  # failures: in a row
     self._lost: Exception | None = None  # why the last save was not written
     self._now: int | None = None  # step that is being written
+    self._left = 0  # barriers of it that are to come, while all could write
     self._orbax: ocp.AsyncCheckpointer | None = None
     self._thread = futures.ThreadPoolExecutor(1, 'checkpoint')
 
@@ -143,10 +147,12 @@ class Writer:
 
   def _write(self, step, tree, manifest):
     """In the thread: writes and commits a step, or raises."""
-    error, self._now = None, step
+    error, self._now, self._left = None, step, BARRIERS
     try:
       if self._orbax is None:
-        self._orbax = saved_arrays.checkpointer(self._force)
+        self._orbax = saved_arrays.checkpointer(
+          self._force, self._options.chunk_bytes, self._meet
+        )
       self._orbax.save(
         self._folder(step),
         args=ocp.args.Composite(
@@ -160,7 +166,13 @@ class Writer:
       folders.force_name(self._directory)
     except Exception as e:  # Orbax raises many kinds
       error = e
-    if not meeting.agree('checkpoint written', error is None):
+    try:
+      if error and self._left:  # the others wait, or will, in `_meet`
+        meeting.agree('checkpoint files', False)
+      agreed = meeting.agree('checkpoint written', error is None)
+    except meeting.LateError as e:
+      raise (meeting.LateError(f'{error}; {e}') if error else e) from error
+    if not agreed:
       self._clean(step)
       raise error or RuntimeError('another process could not write')
     self._commits += 1
@@ -170,6 +182,14 @@ class Writer:
     if self._first:
       self._prune(self._options.keep)
       self._options.committed(step)
+
+  def _meet(self, key, timeout_ms):
+    """A barrier of a write: all leave it when one process could not write."""
+    del key  # each write has the same ones, one after the other
+    all_could = meeting.agree('checkpoint files', True, timeout_ms / 1000)
+    self._left = self._left - 1 if all_could else 0
+    if not all_could:
+      raise RuntimeError('another process could not write')
 
   def _read_back(self, step, size):
     """CrashError if what is on disk is not what was saved; it is kept.
@@ -241,6 +261,8 @@ class Writer:
       return
     except Exception as e:  # Orbax raises many kinds
       error = e
+    # Processes that did not meet are out of step: nothing more can be saved.
+    last |= isinstance(error, meeting.LateError)
     text = f'checkpoint {self._folder(written.step)} was not written'
     if re.search(r'os_error_code=.(28|122)|No space left', str(error)):
       free = shutil.disk_usage(self._directory).free

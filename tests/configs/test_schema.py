@@ -55,6 +55,8 @@ def test_an_integer_is_a_float():
     ('train.steps', 0, 'train.steps=0 is below its lowest valid value 1'),
     ('optimizer.b1', 1.5, 'above its highest valid value 0.99999'),
     ('optimizer.learning_rate', float('nan'), 'learning_rate=nan'),
+    ('checkpoint.chunk_bytes', 100, 'chunk_bytes=100 is below 4096, which a'),
+    ('checkpoint.chunk_bytes', -1, 'is below its lowest valid value 0'),
     ('model.norm', 'rmsnrm', "Did you mean 'rmsnorm'?"),
     ('model.mlp', 'tanh', 'not one of swiglu, geglu, geglu_exact'),
     ('train.stesp', 3, "unknown config key train.stesp. Did you mean 'steps'?"),

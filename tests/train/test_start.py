@@ -12,6 +12,7 @@ import support
 from paraxis.configs.base import errors
 from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import store as store_lib
+from paraxis.sharding.checkpoint import stored
 from paraxis.train import cli
 from paraxis.train import program
 from paraxis.train import start
@@ -344,3 +345,29 @@ def test_a_damaged_meta_ends_a_command(tiny, resumed, capsys, settings_stay):
     assert cli.main(other) == code
     line = capsys.readouterr().err
     assert line.count('\n') == 1 and 'no configuration' in line
+
+
+def _largest_chunk(path, step):
+  """Bytes of the largest chunk of a checkpoint's files."""
+  found = stored.Step(path / 'checkpoints' / str(step))
+  return max(
+    np.dtype(leaf['dtype']).itemsize * np.prod(found._open(p)[1], dtype=int)
+    for p, leaf in found.leaves.items()
+  )
+
+
+def test_a_resumed_run_may_choose_other_chunks(tiny, first, tmp_path):
+  """And computes the same; both layouts read them."""
+  shutil.copytree(first, tmp_path / 'run')
+  shutil.rmtree(tmp_path / 'run/checkpoints/4')
+  changes = {
+    'train.steps': 4, 'train.eval_batches': 0, 'checkpoint.chunk_bytes': 4096
+  }  # fmt: skip
+  _, said = tiny.run(tmp_path / 'run', changes)
+  assert 'config: checkpoint.chunk_bytes was 0, is now 4096' in said
+  wanted = support.fingerprints(first, 4)
+  assert support.fingerprints(tmp_path / 'run', 4) == wanted
+  assert _largest_chunk(first, 4) > 4096 == _largest_chunk(tmp_path / 'run', 4)
+  shutil.rmtree(tmp_path / 'run/checkpoints/2')
+  _, said = tiny.run(tmp_path / 'run', changes | {'train.steps': 5}, MESH)
+  assert any('resumed from step 4' in line for line in said)

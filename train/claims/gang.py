@@ -83,7 +83,7 @@ def _models(folder, configs, again):
   """Restores the checkpoint of a folder on each config's mesh.
 
   configs: schema.Config as JSON. again: folders, one a config; the restored
-  state is saved there, by all processes.
+  state is saved there, by all processes, as the config says.
 
   Returns:
     {'equal', 'leaves': of all configs}.
@@ -105,7 +105,7 @@ def _models(folder, configs, again):
       equal += _equal_shards(tree, wanted)
       leaves += len(tree)
       held = state_lib.on_stages(tree, state_lib.flatten(job.state), job.leaves)
-      with store_lib.Store(other) as store:
+      with store_lib.Store(other, start.kept(config)) as store:
         flat = state_lib.in_order(held, job.leaves)
         store.save(STEP, flat, state_lib.axes(job.leaves), {})
   return dict(equal=equal, leaves=leaves)
@@ -142,6 +142,11 @@ def _chunks(folder, path, shards):
   return len(touched) * int(np.prod(sizes)) * width
 
 
+def _held(x, shards):
+  """Bytes of some shards of an array, replicas once."""
+  return sum({str(i): x[i].nbytes for i in shards.values()}.values())
+
+
 def spec_of(text):
   """jax.PartitionSpec of a cut: 'fsdp+tensor,' or ',tensor'."""
   import jax
@@ -149,13 +154,35 @@ def spec_of(text):
   return jax.P(*(tuple(filter(None, s.split('+'))) for s in text.split(',')))
 
 
-def _arrays(folder, mesh, specs, whole):
-  """Restores arrays, cut in several ways -> {'read', 'chunks': [bytes]}.
+def _apart():
+  """Each shard fetches its chunks itself, one shard after another."""
+  from paraxis.sharding.checkpoint import chunks
+  from paraxis.sharding.checkpoint import shards
+
+  real = shards._read_cell
+
+  async def alone(stored, box, targets, gate):
+    async with gate:
+      await real(stored, box, targets, gate)
+
+  chunks.cells = lambda whole, chunk, boxes: (
+    (box, [place]) for place, box in enumerate(boxes)
+  )
+  shards._read_cell, shards.STAGED = alone, 1
+
+
+def _arrays(folder, mesh, specs, how):
+  """Restores arrays, cut in several ways.
 
   Args:
     folder: of the checkpoint. mesh: text as for --mesh.
     specs: of both dimensions of all arrays: 'fsdp+tensor,', ',tensor'.
-    whole: every process reads all of them, whatever its shards are.
+    how: 'once': as ever; 'apart': a chunk is read for each shard that touches
+      it; 'whole': every process reads all arrays, whatever its shards are.
+
+  Returns:
+    {'read', 'chunks', 'shards': [bytes]}: read; of the chunks that shards
+      of this process touch; of these shards, replicas once.
   """
   import jax
 
@@ -163,7 +190,9 @@ def _arrays(folder, mesh, specs, whole):
   from paraxis.sharding.checkpoint import store as store_lib
 
   made = mesh_lib.make(mesh_lib.parse(mesh), jax.devices())
-  wanted, out = values(folder), dict(read=[], chunks=[])
+  if how == 'apart':
+    _apart()  # this process ends soon
+  wanted, out = values(folder), dict(read=[], chunks=[], shards=[])
   with store_lib.Store(folder, read_only=True) as store:
     for text in specs:
       cut = spec_of(text)
@@ -173,7 +202,7 @@ def _arrays(folder, mesh, specs, whole):
         )
         for path, x in wanted.items()
       }
-      like = of(jax.P() if whole else cut)
+      like = of(jax.P() if how == 'whole' else cut)
       own = jax.NamedSharding(made, cut).addressable_devices_indices_map
       for _ in range(2):  # modules are imported, programs compiled at first
         before = read_so_far()
@@ -185,6 +214,7 @@ def _arrays(folder, mesh, specs, whole):
       out['chunks'].append(
         sum(_chunks(folder, p, own(x.shape)) for p, x in wanted.items())
       )
+      out['shards'].append(sum(_held(x, own(x.shape)) for x in wanted.values()))
   return out
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from paraxis.configs.base import errors
 from paraxis.sharding.checkpoint import fingerprint
+from paraxis.sharding.meter import compiled
 
 EXPLICIT = (jax.sharding.AxisType.Explicit,) * 2
 AUTO = (jax.sharding.AxisType.Auto,) * 2
@@ -142,6 +143,89 @@ def test_elements_that_change_places_are_seen():
   # -0.0 equals 0.0 as a number, not as bits.
   zero = fingerprint.fingerprint({'x': np.zeros(3, np.float32)})
   assert fingerprint.fingerprint({'x': -np.zeros(3, np.float32)}) != zero
+
+
+# Opcodes that name bytes, and read none.
+NAMES = 'parameter', 'bitcast', 'tuple', 'get-tuple-element', 'constant'
+SMALL = 256  # bytes for a leaf: its words, the place of a device
+
+
+def read(lowered):
+  """Bytes that a program reads: operands of what runs, in the compiled text;
+  and what its cost analysis says that it reads and writes."""
+  program = lowered.compile()
+  text = compiled.CompiledProgram(program.as_text())
+  found = [
+    array.bytes
+    for i in text.computations[text.entry].values()
+    if i.opcode not in NAMES
+    for array in text.operand_arrays(i)
+  ]
+  return sum(found), program.cost_analysis()['bytes accessed']
+
+
+def programs(m, kinds=None):
+  """Yields (lowered program that `Words` runs, bytes of leaves on a device):
+  of arrays on a mesh, and of others. kinds: names of types; None: all."""
+  shapes = {
+    'float32': ((1024, 4096), P('data', 'tensor')),
+    'bfloat16': ((16, 256, 1024), P(None, 'tensor', 'data')),
+    'int32': ((2**22,), P('tensor')),
+    'uint8': ((4, 1024, 2048), P('data')),
+    'bool': ((2048, 2048), P()),
+  }
+  tree = [
+    jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(m, spec))
+    for kind, (shape, spec) in shapes.items()
+    if kinds is None or kind in kinds
+  ]
+  alone = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tree]
+  specs = tuple(x.sharding.spec for x in tree)
+  # Not those that are kept: a test changes what they are made of.
+  on_mesh = fingerprint._of_devices.__wrapped__(m, specs)
+  whole = fingerprint._whole.__wrapped__()
+  nbytes = lambda x, shape: int(np.prod(shape)) * x.dtype.itemsize
+  shards = [nbytes(x, x.sharding.shard_shape(x.shape)) for x in tree]
+  yield on_mesh.lower(tuple(tree)), shards
+  yield whole.lower(tuple(alone)), [nbytes(x, x.shape) for x in alone]
+
+
+def test_every_byte_is_read_once():
+  """Of the shards of a device; and nothing as large as a leaf is written."""
+  for lowered, held in programs(mesh((2, 4))):
+    for found in read(lowered):
+      assert sum(held) <= found <= sum(held) + SMALL * len(held)
+    assert min(held) > 100 * SMALL * len(held)  # one leaf more would be seen
+
+
+def words_apart(monkeypatch):
+  """A reduction of each word."""
+
+  def reduce(words, start, add, axes):
+    del start, add
+    return tuple(jnp.sum(x, axes, dtype=jnp.uint32) for x in words)
+
+  monkeypatch.setattr(jax.lax, 'reduce', reduce)
+
+
+def finiteness_apart(monkeypatch):
+  """Words in one pass, and whether all elements are finite in another."""
+  leaf = fingerprint._leaf
+
+  def twice(x, first=()):
+    bad = ~jnp.isfinite(x).all()
+    return *leaf(x, first)[:2], bad.astype(jnp.uint32)
+
+  monkeypatch.setattr(fingerprint, '_leaf', twice)
+
+
+@pytest.mark.parametrize('form', [words_apart, finiteness_apart])
+def test_a_second_pass_is_seen(monkeypatch, form):
+  """By the bound of the test above."""
+  form(monkeypatch)
+  for lowered, held in programs(mesh((2, 4)), ['float32', 'bfloat16']):
+    for found in read(lowered):
+      assert found >= 2 * sum(held) > sum(held) + SMALL * len(held)
 
 
 def test_names_of_non_finite_leaves():

@@ -160,7 +160,7 @@ def test_two_processes_save_beside_their_collectives(tmp_path, said):
     assert bool(jnp.all(s.restore(7, like)[0]['w'] == jnp.arange(64.0)))
 
 
-def two_processes(code, folder):
+def two_processes(code, folder, *more):
   """[(exit code, stderr)] of both."""
   with socket.socket() as s:
     s.bind(('127.0.0.1', 0))
@@ -172,7 +172,7 @@ def two_processes(code, folder):
   )
   both = [
     subprocess.Popen(
-      [sys.executable, '-c', code, str(folder), address, p],
+      [sys.executable, '-c', code, str(folder), address, p, *more],
       env=environment,
       stderr=subprocess.PIPE,
       text=True,
@@ -193,3 +193,52 @@ def test_kill_of_one_of_two_processes_in_a_save(tmp_path, said):
     step, tree, _ = s.restore_latest_good(like)
     assert step == 1 and bool(jnp.all(tree['w'] == jnp.arange(64.0)))
     assert s.steps() == [1] and not list(s.directory.glob('2*'))
+
+
+# A file may have no byte on the disk of process `bad`: a save fails in the
+# middle; the next one, with room, is written.
+FULL = """
+import resource, signal
+from paraxis.sharding.checkpoint import folders
+bad, place = int(sys.argv[4]), sys.argv[5]
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+s.close()
+said = []
+options = store.Options(failures=3)
+s = store.Store(folder, options, say=said.append)
+force = folders.force
+
+def full(folder):
+  raise OSError(28, 'No space left on device')
+
+if place == 'name':
+  folders.force = full
+elif me == bad:
+  resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+s.begin(2, {'w': w}, {'w': ('embed',)}, {})
+s.barrier()
+while s._writer.writes(2):
+  s.check()
+if me == bad:
+  resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+folders.force = force
+s.save(3, {'w': w}, {'w': ('embed',)}, {})
+s.close()
+assert me or any('2 was not written' in line for line in said), said
+other = any('another process could not' in line for line in said)
+assert me or other == (bad == 1), said
+assert s.steps() == [1, 3], s.steps()
+"""
+
+
+@pytest.mark.fault(15)
+@pytest.mark.parametrize(
+  'bad, place', [(0, 'files'), (1, 'files'), (0, 'name')]
+)
+def test_a_disk_that_is_full_for_one_of_two(tmp_path, said, bad, place):
+  """The other one does not wait for it in vain, and both save again."""
+  ended = two_processes(GANG + FULL, tmp_path / 'ck', str(bad), place)
+  assert [code for code, _ in ended] == [0, 0], [x[-2000:] for _, x in ended]
+  with reopened(tmp_path / 'ck', said) as s:
+    tree = s.restore(3, {'w': jnp.zeros(64)})[0]
+    assert bool(jnp.all(tree['w'] == jnp.arange(64.0)))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paraxis.configs.base import errors
+from paraxis.sharding.checkpoint import chunks
 from paraxis.sharding.checkpoint import difference
 from paraxis.sharding.checkpoint import fingerprint
 from paraxis.sharding.checkpoint import manifest as manifest_lib
@@ -324,7 +325,7 @@ def test_reshard_refuses(folder, tmp_path, monkeypatch):
   step = stored.Step(folder)
   with pytest.raises(errors.UserError, match='chunk_bytes=4.*give at least 8'):
     reshard.write(step, tmp_path / 'new', 4)
-  monkeypatch.setattr(reshard, 'MOST_CHUNKS', 10)
+  monkeypatch.setattr(chunks, 'MOST_CHUNKS', 10)
   with pytest.raises(errors.UserError, match=r'would be \d+ chunks; give'):
     reshard.write(step, tmp_path / 'new', 8)
   usage = shutil.disk_usage(tmp_path)._replace(free=100)

@@ -64,6 +64,7 @@ FREE = {
   'mesh.data': 4,
   'mesh.rules': 'data',
   'checkpoint.every': 7,
+  'checkpoint.chunk_bytes': 4096,
   'decode.top_k': 3,
   'train.steps': 9,
   'train.eval_every': 3,

@@ -57,10 +57,11 @@ def _resumed(job, folder):
     return store.restore(gang.STEP, start.wanted(job))[0]
 
 
-def _saved(job, state, folder):
+def _saved(config, job, state, folder):
   """Writes a state as `paraxis train` does."""
   flat = state_lib.in_order(state_lib.flatten(state), job.leaves)
-  with store_lib.Store(folder, say=lambda line: None) as store:
+  options = start.kept(config)
+  with store_lib.Store(folder, options, say=lambda line: None) as store:
     store.save(gang.STEP, flat, state_lib.axes(job.leaves), {})
 
 
@@ -126,9 +127,9 @@ def every_pair(run, *, layouts, gang_of):
   pairs = right = 0
   with tempfile.TemporaryDirectory(prefix='paraxis-layouts-') as root:
     folders = {text: pathlib.Path(root) / str(i) for i, text in enumerate(made)}
-    for text, (_, job) in made.items():
+    for text, (config, job) in made.items():
       with job.context():
-        _saved(job, _placed(job, wanted), folders[text])
+        _saved(config, job, _placed(job, wanted), folders[text])
     chosen = [list(made)[place] for place in gang_of]
     again = [pathlib.Path(root) / f'gang-{i}' for i in range(len(chosen))]
     first = next(iter(folders.values()))
@@ -183,7 +184,7 @@ def _gaps(config, layouts, first, steps, folder):
         state = job.initial_state()
       _, state = _losses(runner, state, batches[:first])
       with job.context():
-        _saved(job, state, folder)
+        _saved(runner.config, job, state, folder)
       wanted, _ = _losses(runner, state, batches[first:])
     with job.context():
       state = _held(job, _resumed(job, folder))
@@ -219,43 +220,50 @@ def goes_on(run, *, layouts, first, steps, dtype, within):
   )
 
 
-def bytes_read(run, *, mesh, written, read, whole, at_most):
-  """CPU: a process reads no more bytes than the chunks that its shards touch.
+def bytes_read(run, *, mesh, written, chunk_bytes, read, how, over, at_most):
+  """CPU: a process reads few bytes beyond what its shards need.
 
   Two processes of four devices each, what the operating system counts.
 
   Args:
-    written: cut of both dimensions, one chunk a shard: 'fsdp+tensor,'.
+    written: cut of both dimensions of what is saved: 'fsdp+tensor,'.
+    chunk_bytes: as checkpoint.chunk_bytes; 0: a chunk is a shard.
     read: list of cuts that it is restored in.
-    whole: every process reads all, whatever its shards are.
-    at_most: bytes over those of the chunks, of any cut and process.
+    how: 'once'; or a knock-out, as in gang.py.
+    over: what bytes are compared with: 'chunks' that shards touch, or 'shards'.
+    at_most: bytes over those, of any cut and process.
   """
   made = experiment.mesh_of(mesh)
   rng = np.random.default_rng(0)
   values: Any = {
     f'a{i}': rng.normal(size=SHAPE).astype(np.float32) for i in range(ARRAYS)
   }
-  cut = gang.spec_of(written)
-  place = jax.NamedSharding(made, cut)
+  place = jax.NamedSharding(made, gang.spec_of(written))
   tree = {path: jax.device_put(x, place) for path, x in values.items()}
+  config = experiment.fields(
+    run.config, {'checkpoint.chunk_bytes': chunk_bytes}
+  )
   with tempfile.TemporaryDirectory(prefix='paraxis-layouts-') as folder:
-    with store_lib.Store(folder, say=lambda line: None) as store:
+    quiet = lambda line: None
+    with store_lib.Store(folder, start.kept(config), say=quiet) as store:
       axes = {path: (None, None) for path in tree}
       store.save(gang.STEP, tree, axes, {})
     np.savez(pathlib.Path(folder) / gang.VALUES, **values)
     several = gang.together(
       2, DEVICES // 2, what='arrays', folder=folder, mesh=mesh, specs=read,
-      whole=whole,
+      how=how,
     )  # fmt: skip
   ratios, texts = [], []
   for i, text in enumerate(read):
-    each = [x['read'][i] / x['chunks'][i] for x in several]
+    each = [x['read'][i] / x[over][i] for x in several]
     ratios.append(max(each))
-    part = several[0]['chunks'][i] / sum(x.nbytes for x in values.values())
-    texts.append(f'({text}) {max(each):.3f}, chunks are {part:.2f} of all')
+    part = several[0][over][i] / sum(x.nbytes for x in values.values())
+    texts.append(f'({text}) {max(each):.3f}, {over} are {part:.2f} of all')
+  size = f' of {chunk_bytes} bytes at most' if chunk_bytes else ''
   return experiment.at_most(
     max(ratios),
     at_most,
-    f'{ARRAYS} float32 arrays {SHAPE}, written on {mesh} in chunks '
-    f'({written}), read by two processes: {"; ".join(texts)}',
+    f'{ARRAYS} float32 arrays {SHAPE}, written on {mesh} in shards ({written}) '
+    f'and chunks{size or " that are shards"}, read by two processes: '
+    f'{"; ".join(texts)}',
   )
