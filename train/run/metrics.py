@@ -107,7 +107,8 @@ class Writers(contextlib.AbstractContextManager):
       train: schema.Train. config: schema.Config.
       about: the screen that the run began with. say: prints one line.
     """
-    self._file = self._board = self._wandb = None
+    self._board = self._wandb = None
+    self._file: Any = None  # descriptor
     self._unwritten, self._full, self._say = b'', False, say
     if jax.process_index():
       return
