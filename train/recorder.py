@@ -116,7 +116,11 @@ class Recorder:
 
   def _compare_hosts(self, step):
     """All processes compare their own times of the last steps."""
-    found = meeting.gather('step times', json.dumps(self.rates.own()))
+    own = self.rates.own(stragglers.FEWEST)
+    if not own:
+      return
+    with self.rates.waits():
+      found = meeting.gather('step times', json.dumps(own))
     slow = stragglers.table([json.loads(text) for text in found], step)
     if slow:
       self.progress.say(slow)

@@ -41,8 +41,13 @@ class Rates:
     self._own.append(seconds - self._waited)
     self._waited = 0.0
 
-  def own(self) -> list[float]:
-    """Seconds of each step since the last call that were not waited."""
+  def own(self, fewest: int) -> list[float]:
+    """Seconds of each step since the last answer that were not waited.
+
+    fewest: steps; [] until there are so many.
+    """
+    if len(self._own) < fewest:
+      return []
     own, self._own = self._own, []
     return own
 
@@ -63,12 +68,16 @@ class Rates:
   @contextlib.contextmanager
   def apart(self, what: str = ''):
     """Leaves out the time of a block; it is reported under a name, if any."""
-    began = time.perf_counter()
+    began, waited = time.perf_counter(), self._waited
     try:
       yield
     finally:
       now = time.perf_counter()
-      self._before += now - began
+      if self._before > began:  # a step was counted within the block
+        self._before, waited = now, 0.0
+      else:
+        self._before += now - began
+      self._waited = waited
       if what:
         self._apart[what] = self._apart.get(what, 0.0) + now - began
 

@@ -13,6 +13,7 @@ import statistics
 
 TIMES = 2.0
 LEAST = 0.01  # seconds a step; less is noise of the host
+FEWEST = 5  # steps of a median
 
 
 def table(own_PS: Sequence[Sequence[float]], step: int, names=None) -> str:

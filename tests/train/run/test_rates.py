@@ -67,7 +67,26 @@ def test_own_time_is_without_what_was_waited(clock):
       clock(9.0)
     rates.step(1)
   assert rates.values(0)['perf/step_seconds'] == 3.0
-  assert rates.own() == [1.0, 2.0] and rates.own() == []
+  assert rates.own(3) == []
+  assert rates.own(2) == [1.0, 2.0] and rates.own(1) == []
+
+
+def test_a_step_that_is_counted_within_a_block(clock):
+  """As a save does, which writes the row of the step before it."""
+  rates = rates_lib.Rates()
+  clock(1.0)
+  with rates.apart('checkpoint'):
+    with rates.waits():
+      clock(3.0)
+    rates.step(1)
+    with rates.waits():
+      clock(5.0)
+    clock(7.0)
+  clock(2.0)
+  rates.step(1)
+  assert rates.own(2) == [1.0, 2.0]
+  assert rates.values(0)['perf/step_seconds'] == 3.0  # 4 and 2
+  assert rates.values(0)['perf/checkpoint_seconds'] == 15.0
 
 
 @pytest.mark.parametrize(

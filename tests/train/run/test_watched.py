@@ -163,7 +163,7 @@ def test_a_slow_process_is_named(tiny, tmp_path, pauses, slow):
         *(f'--config={tiny.file}', f'--workdir={tmp_path}', '--devices=4'),
         *(f'--coordinator_address={address}', '--num_processes=2'),
         *(f'--process_id={rank}', '--config.train.steps=10'),
-        *('--config.train.print_every=5', '--config.checkpoint.every=10'),
+        *('--config.train.print_every=1', '--config.checkpoint.every=2'),
       ],
       env=dict(os.environ, PARAXIS_CACHE=str(tiny.folder / 'cache')),
       stdout=subprocess.PIPE,
@@ -179,4 +179,5 @@ def test_a_slow_process_is_named(tiny, tmp_path, pauses, slow):
       process.kill()
   assert [process.returncode for process in processes] == [0, 0], said
   assert ('stragglers at step 10: process 1 above' in said[0]) == slow
+  assert 'process 0 above' not in said[0] and slow == ('stragglers' in said[0])
   assert 'stragglers' not in said[1]
