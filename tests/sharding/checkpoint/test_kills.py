@@ -239,6 +239,7 @@ def test_a_disk_that_is_full_for_one_of_two(tmp_path, said, bad, place):
   """The other one does not wait for it in vain, and both save again."""
   ended = two_processes(GANG + FULL, tmp_path / 'ck', str(bad), place)
   assert [code for code, _ in ended] == [0, 0], [x[-2000:] for _, x in ended]
+  assert 'Traceback' not in ended[0][1] + ended[1][1]
   with reopened(tmp_path / 'ck', said) as s:
     tree = s.restore(3, {'w': jnp.zeros(64)})[0]
     assert bool(jnp.all(tree['w'] == jnp.arange(64.0)))

@@ -3,6 +3,7 @@
 import contextlib
 
 import claim_cases
+from orbax.checkpoint._src.multihost import multihost
 import pytest
 
 from paraxis.train.bench import checkpoint as bench
@@ -18,7 +19,10 @@ SMALL = experiment.under(
 
 
 @pytest.mark.filterwarnings('ignore:coroutine')  # of writes that failed
-def test_files_hold_what_was_asked_until_it_is_donated():
+def test_files_hold_what_was_asked_until_it_is_donated(monkeypatch):
+  # Threads of a save that Orbax could not begin wait so long, and the process
+  # with them: five minutes where nobody says otherwise.
+  monkeypatch.setattr(multihost, 'coordination_timeout', lambda: 20)
   _, wrong = claim_cases.falls(
     'datastates', 'copies', SMALL, mesh='data=2,fsdp=2'
   )
