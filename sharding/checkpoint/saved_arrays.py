@@ -143,7 +143,7 @@ def names(folder: pathlib.Path) -> set[str]:
   It decides what Orbax reads, and carries no checksum. ValueError: damaged.
   """
   path: Any = folder / 'state'
-  hook = _hear_no_abandoned()
+  hook = hear_no_abandoned()
   try:
     tree = ocp.PyTreeCheckpointHandler().metadata(path).tree
   except Exception as e:  # Orbax raises many kinds for damaged files
@@ -161,9 +161,9 @@ def names(folder: pathlib.Path) -> set[str]:
 
 
 def _without_abandoned(hook):
-  """`hook` of sys.unraisablehook, without what Orbax's abandoned reads report.
+  """`hook` of sys.unraisablehook, without what abandoned reads and writes say.
 
-  After a first failure Orbax closes the loop its other reads still answer to,
+  After a first failure Orbax closes the loop its other ones still answer to,
   from TensorStore's threads and whenever they end: pages of text, no news.
   """
 
@@ -177,7 +177,7 @@ def _without_abandoned(hook):
   return filtered
 
 
-def _hear_no_abandoned():
+def hear_no_abandoned():
   """Filters sys.unraisablehook -> what to set it to when nothing failed."""
   hook = sys.unraisablehook
   if not hasattr(hook, 'of_paraxis'):
@@ -191,7 +191,7 @@ def read(folder: pathlib.Path, wanted) -> tuple[dict, str | None]:
   Reads the item itself: a Checkpointer ends in a barrier, where the others
   would wait for a process that met a damaged file.
   """
-  hook = _hear_no_abandoned()
+  hook = hear_no_abandoned()
   try:
     target = manifest_lib.nest(wanted)
     each = ocp.checkpoint_utils.construct_restore_args(target)

@@ -12,6 +12,7 @@ from concurrent import futures
 import pathlib
 import re
 import shutil
+import sys
 from typing import NamedTuple
 
 import jax
@@ -148,6 +149,7 @@ class Writer:
   def _write(self, step, tree, manifest):
     """In the thread: writes and commits a step, or raises."""
     error, self._now, self._left = None, step, BARRIERS
+    hook = saved_arrays.hear_no_abandoned()
     try:
       if self._orbax is None:
         self._orbax = saved_arrays.checkpointer(
@@ -164,6 +166,7 @@ class Writer:
       if not self._folder(step).is_dir():
         raise RuntimeError('the folder does not exist after the save')
       folders.force_name(self._directory)
+      sys.unraisablehook = hook  # else it stays: ends are not observable
     except Exception as e:  # Orbax raises many kinds
       error = e
     try:
