@@ -1,6 +1,6 @@
 """The checks of soak.py pass on a good run, and each fails on a doctored one.
 
-The soak takes minutes: `python tests/soak.py`.
+The soak takes minutes: `python tests/soak/soak.py`.
 """
 
 import collections

@@ -1,6 +1,6 @@
 """Kills a run again and again, and asks whether its numbers are the same.
 
-    python tests/soak.py [--seed=0] [--steps=60] [--kills=8] [--folder=...]
+    python tests/soak/soak.py [--seed=0] [--steps=60] [--kills=8] [--folder=...]
 
 A tiny run of two processes with four virtual devices each is trained once
 without interruption. The same run then meets what the seed draws: SIGKILL of
