@@ -163,7 +163,8 @@ def test_a_slow_process_is_named(tiny, tmp_path, pauses, slow):
         *(f'--config={tiny.file}', f'--workdir={tmp_path}', '--devices=4'),
         *(f'--coordinator_address={address}', '--num_processes=2'),
         *(f'--process_id={rank}', '--config.train.steps=10'),
-        *('--config.train.print_every=1', '--config.checkpoint.every=2'),
+        # A pause within a save is no step's: of 5 steps most must have theirs.
+        *('--config.train.print_every=1', '--config.checkpoint.every=4'),
       ],
       env=dict(os.environ, PARAXIS_CACHE=str(tiny.folder / 'cache')),
       stdout=subprocess.PIPE,
