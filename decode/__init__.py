@@ -2,5 +2,5 @@
 
 From outside: load.Checkpoint, loop.Generator; __main__.py is the command.
 
-Read first: loop.py, then step.py, sampling.py.
+Read first: loop.py, then step.py, cache.py, sampling.py.
 """

@@ -41,8 +41,8 @@ CHUNK = 16  # tokens between two looks of the host
 class DecodeState(NamedTuple):
   """The loop's carry.
 
-  cache: decoder.Cache. token, position: (B,) int32, last tokens, which are not
-  yet in the cache. done: (B,) rows that have ended. broken: (B,) int32, number
+  cache: decoder.Cache. token: (B,) int32, last tokens, which are not yet in the
+  cache. done: (B,) rows that have ended. broken: (B,) int32, number
   of the new token whose logits were not finite, -1: none. made: () tokens made
   per row. tokens: (B, M) int32, -1 where a row had ended. logprobs: (B, M)
   float32.
@@ -50,7 +50,6 @@ class DecodeState(NamedTuple):
 
   cache: Any
   token: Any
-  position: Any
   done: Any
   broken: Any
   made: Any
@@ -133,7 +132,6 @@ class Generator:
     empty = DecodeState(
       cache,
       jnp.zeros_like(lengths_B),
-      lengths_B - 1,
       lengths_B == 0,
       jnp.full_like(lengths_B, -1),
       jnp.int32(0),
@@ -147,7 +145,9 @@ class Generator:
     """Draws every row's next token and writes it down."""
     z = annotate.put(logits_BV, sampling.ROWS)
     bad = ~state.done & ~jnp.all(jnp.isfinite(z), -1)
-    token, logprob = sampling.sample(z, form, values, state.made)
+    rows = jnp.arange(len(z), dtype=jnp.uint32)
+    index = jnp.full_like(rows, state.made)
+    token, logprob = sampling.sample(z, form, values, rows, index)
     done = state.done | bad
     write = functools.partial(
       jax.lax.dynamic_update_slice_in_dim, start_index=state.made, axis=1
@@ -157,7 +157,6 @@ class Generator:
     return DecodeState(
       state.cache,
       jnp.where(done, 0, token),
-      state.position + 1,
       done | jnp.isin(token, jnp.asarray(self._ends, jnp.int32)),
       jnp.where(bad, state.made, state.broken),
       state.made + 1,
@@ -173,12 +172,7 @@ class Generator:
 
     def body(state):
       logits, cache = step.advance(
-        self._model,
-        params,
-        state.cache,
-        state.token,
-        state.position,
-        ~state.done,
+        self._model, params, state.cache, state.token, ~state.done
       )
       return self._take(state._replace(cache=cache), logits, values, form)
 

@@ -8,8 +8,8 @@
 
 Tokens that tie with the last one kept are kept too, so a filter never depends
 on the order of the vocabulary. Temperature 0 is greedy; ties go to the lowest
-id. Row r draws its i-th new token with the key fold_in(fold_in(key(seed), r),
-i): neither padding, nor other rows, nor the mesh change what it draws.
+id. Request r draws its i-th new token with the key fold_in(fold_in(key(seed),
+r), i): neither its row, nor other requests, nor the mesh change what it draws.
 
 Cost: top-k and top-p find their threshold by bisection over the bits of the
 logits: 32 sums over the vocabulary, exact, no sort. Drawing is one Gumbel
@@ -137,20 +137,21 @@ def filtered(logits_BV, form, values):
   return z
 
 
-def keys(seed, rows, index):
-  """Keys (rows,) of new token number `index` of rows 0, 1, ..."""
-  row = jax.vmap(jax.random.fold_in, (None, 0))
-  one = row(jax.random.key(seed), jnp.arange(rows, dtype=jnp.uint32))
-  return jax.vmap(jax.random.fold_in, (0, None))(one, index)
+def keys(seed, request_B, index_B):
+  """Keys (B,) of new token number index_b of request request_b, both uint32."""
+  fold = jax.random.fold_in
+  one = jax.vmap(fold, (None, 0))(jax.random.key(seed), request_B)
+  return jax.vmap(fold)(one, index_B)
 
 
-def sample(logits_BV, form, values, index):
+def sample(logits_BV, form, values, request_B, index_B):
   """The next token of every row, and how likely the model finds it.
 
   Args:
     logits_BV: at least float32, laid out in any way.
     form, values: as `check` returns them.
-    index: () int32, number of the new token, from 0.
+    request_B: uint32, numbers of the requests.
+    index_B: uint32, of the new token, from 0.
 
   Returns:
     (token_B int32, logprob_B float32: log softmax(logits) of it, before
@@ -161,7 +162,7 @@ def sample(logits_BV, form, values, index):
     token = jnp.argmax(z, -1).astype(jnp.int32)
   else:
     noise = jax.vmap(lambda k: jax.random.gumbel(k, z.shape[1:], jnp.float32))
-    g = annotate.put(noise(keys(values.seed, z.shape[0], index)), ROWS)
+    g = annotate.put(noise(keys(values.seed, request_B, index_B)), ROWS)
     token = jnp.argmax(filtered(z, form, values) + g, -1).astype(jnp.int32)
   here = jnp.arange(z.shape[1], dtype=jnp.int32) == token[:, None]
   chosen = jnp.sum(jnp.where(here, z, 0), -1)

@@ -1,27 +1,21 @@
-"""One pass of the model with a cache: a whole prompt, or one token a row.
+"""Steps of the model over a cache of requests: whole prompts, or next tokens.
 
-Rows have prompts of different lengths n_b. They are right-padded to one length
-T; then the slots of each row are rotated by T - n_b, so that its prompt ends in
-slot T - 1 and every step writes the same slot of all rows:
-
-    prompt   a b c . .        cache   . . a b c | d e
-             f g h i j                f g h i j | k l
-
-So a row's tokens fill one range of slots, which ends with the newest one, and
-a kernel need not read others (pallas_kernels/decode_attention/op.py). A row
-that has ended continues to write empty slots. A row's numbers do not depend on
-other rows.
+A row of the cache is a request, and token t of it is in slot t, whatever other
+rows hold (models/mixers/packed.py). Here every row has one lane: of its prompt,
+right-padded, or of its next token. A row that has ended has padding. A row's
+numbers do not depend on other rows.
 
 Legend: B rows, T prompt tokens (padded), S cache slots, D model, V vocabulary.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paraxis.models import batch as batch_lib
-from paraxis.models import layer
-from paraxis.models.mixers import protocol as mixer
+from paraxis.configs.base import errors
+from paraxis.models.mixers import packed as packed_lib
 from paraxis.sharding import annotate
 
 
@@ -49,48 +43,98 @@ def put(x, mesh):
   return jax.device_put(x, jax.NamedSharding(mesh, spec))
 
 
-def _batch(tokens, segments, positions):
-  return batch_lib.Batch(tokens, None, segments, positions, None, None)
+def rows(tokens_BC, lengths_B, first_B: Any = 0):
+  """packed.Packed of an own group: a lane of consecutive tokens a row.
+
+  Args:
+    tokens_BC: int32, valid ids everywhere.
+    lengths_B: int32, tokens of each lane; the rest is padding.
+    first_B: position of each lane's first token.
+  """
+  count, width = tokens_BC.shape
+  order = jnp.arange(width, dtype=jnp.int32)
+  here = order < lengths_B[:, None]
+  row = jnp.arange(count, dtype=jnp.int32)[:, None]
+  first = jnp.broadcast_to(jnp.asarray(first_B, jnp.int32), (count,))[:, None]
+  fields = (
+    tokens_BC,
+    jnp.where(here, row, count),
+    jnp.where(here, first + order, 0),
+  )
+  return packed_lib.Packed(
+    *(annotate.put(x.astype(jnp.int32), ('batch', None)) for x in fields)
+  )
+
+
+def pack(form, rows, lanes):
+  """packed.Packed, as NumPy arrays, of what each lane holds.
+
+  Args:
+    form: packed.Form. rows: R, of the cache.
+    lanes: one entry for each lane of all groups: None, or (request, tokens,
+      position of the first); with trees a dict of packed.TREE as a fourth, of
+      lists as long as the tokens, and `position` among them if they are not
+      consecutive.
+
+  Raises:
+    UserError: a lane that is too short, or whose row has another lane.
+  """
+  widths = [(group, row) for group in form for row in range(group.count)]
+  trees = any(g.tree for g in form)
+  names = packed_lib.Packed._fields[: None if trees else 3]
+  out = {name: [] for name in names}
+  taken = [lane[0] for lane in lanes if lane]
+  if len(lanes) != len(widths) or len(set(taken)) < len(taken):
+    raise errors.UserError(
+      f'{len(lanes)} lanes for the requests {taken}: the form has '
+      f'{len(widths)}, and a request has one at most.'
+    )
+  for i, ((group, own), lane) in enumerate(zip(widths, lanes, strict=True)):
+    request, tokens, first, *more = lane or (rows, (), 0)
+    n, width = len(tokens), group.width
+    if n > width or (group.own and lane and request != own):
+      raise errors.UserError(
+        f'lane {i}: {n} tokens of request {request}; it has {width} tokens'
+        + (f' and is row {own}.' if group.own else '.')
+      )
+    place = np.arange(first, first + n)
+    row = dict(
+      token=tokens, request=[request] * n, position=place, order=place,
+      group=[0] * n, node=[0] * n, ancestors=[1] * n,
+    ) | (more[0] if more else {})  # fmt: skip
+    for name in names:
+      fill = rows if name == 'request' else 0
+      out[name].append([*row[name], *[fill] * (width - n)])
+  kinds = {'ancestors': np.uint32}
+  flat = {
+    name: np.concatenate([np.ravel(x) for x in each]).astype(
+      kinds.get(name, np.int32)
+    )
+    for name, each in out.items()
+  }
+  shape = (form[0].count, form[0].width) if len(form) == 1 else (-1, 1)
+  return packed_lib.Packed(**{k: x.reshape(shape) for k, x in flat.items()})
 
 
 def prefill(model, params, tokens_BT, lengths_B, slots):
-  """Features of the prompts, and a cache with room for slots - T more tokens.
+  """Features of the prompts, and a cache that holds them.
 
   Args:
     model: models.decoder.Decoder.
     params: as `model.unstack` gives them.
     tokens_BT: int32, valid ids everywhere.
     lengths_B: int32, tokens of each row; 0: an empty row.
-    slots: S >= T.
+    slots: S >= T, tokens that a row of the cache has room for.
 
   Returns:
-    (x_BTD, padded as the tokens; decoder.Cache of S slots, the first T - n_b
-    of a row empty).
+    (x_BTD, padded as the tokens; decoder.Cache).
   """
-  rows, length = tokens_BT.shape
-  order = jnp.arange(length, dtype=jnp.int32)
-  segments = (order < lengths_B[:, None]).astype(jnp.int32)
-  positions = jnp.where(segments > 0, order, 0)
-  # The prompt attends to T slots only; the others are added afterwards.
-  cache = model.init_cache(rows, length)
-  batch = _batch(tokens_BT, segments, positions)
-  x_BTD, cache = model(params, batch, cache)
-  cache = _shift(cache, model.pattern, length - lengths_B)
-  return x_BTD, model.grow_cache(cache, slots)
-
-
-def _shift(cache, pattern, empty_B):
-  """The cache with the last empty_B slots of each row in front."""
-  shift = lambda x: mixer.shift_slots(x, empty_B, 1)
-  states = tuple(
-    layer.MIXERS[kind[0]].shift(state, empty_B)
-    for kind, state in zip(pattern, cache.states, strict=True)
-  )
-  return cache._replace(
-    states=states,
-    segments=shift(cache.segments),
-    positions=shift(cache.positions),
-  )
+  form = (packed_lib.Group(*tokens_BT.shape, fresh=True),)
+  cache = model.init_cache(len(tokens_BT), slots)
+  packed = rows(tokens_BT, lengths_B)
+  x_BTD, flight = model.step(params, cache, packed, form)
+  every = packed.request < len(tokens_BT)
+  return x_BTD, model.commit(cache, flight, form, every)
 
 
 def last(x_BTD, lengths_B):
@@ -100,15 +144,19 @@ def last(x_BTD, lengths_B):
   return jnp.sum(jnp.where(here, x_BTD, 0), 1, keepdims=True)
 
 
-def advance(model, params, cache, token_B, position_B, live_B):
-  """Feeds one token a row -> (logits_BV, cache).
+def advance(model, params, cache, token_B, live_B):
+  """Feeds the next token of every row -> (logits_BV, cache).
 
   Args:
     model, params: as for `prefill`.
-    cache: decoder.Cache with a free slot.
-    token_B, position_B: int32. live_B: bool, False: an ended or empty row.
+    cache: decoder.Cache with a free slot in every row.
+    token_B: int32. live_B: bool, False: an ended or empty row.
+
+  A row whose logits are not finite keeps nothing.
   """
-  one = lambda x: annotate.put(x.astype(jnp.int32)[:, None], ('batch', None))
-  batch = _batch(one(token_B), one(live_B), one(position_B))
-  x_B1D, cache = model(params, batch, cache)
-  return model.logits(params, x_B1D)[:, 0], cache
+  form = (packed_lib.Group(len(token_B), 1),)
+  packed = rows(token_B[:, None], live_B.astype(jnp.int32), cache.length)
+  x_B1D, flight = model.step(params, cache, packed, form)
+  logits = model.logits(params, x_B1D)
+  sound = annotate.put(jnp.isfinite(logits).all(-1), ('batch', None))
+  return logits[:, 0], model.commit(cache, flight, form, sound)

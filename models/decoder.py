@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from paraxis.configs.base import mixers as own
+from paraxis.models import batch as batch_lib
 from paraxis.models import layer as layer_lib
 from paraxis.models import parameter
 from paraxis.models import stack as stack_lib
 from paraxis.models import trained as trained_lib
 from paraxis.models.mixers import attention
-from paraxis.models.mixers import protocol as mixer
-from paraxis.models.mixers import slots as slots_lib
+from paraxis.models.mixers import packed as packed_lib
 from paraxis.sharding import annotate
 from paraxis.sharding.tensor import lookup
 from paraxis.sharding.tensor import project
@@ -33,17 +33,21 @@ ROWS = ('batch', 'length')
 
 
 class Cache(NamedTuple):
-  """What decoding remembers; slot, position and segment are separate.
+  """What decoding remembers of its requests, one a row.
 
-  states: one entry per layer, as its mixer keeps it. segments, positions:
-  (B, S) int32, segment 0 is an empty slot. length: () int32, slots written so
-  far (the next free one).
+  states: one entry per layer, as its mixer keeps it. length: (R,) int32, tokens
+  that are committed: those of a row fill its slots from 0 on.
   """
 
   states: Any
-  segments: jax.Array
-  positions: jax.Array
   length: jax.Array
+
+
+class Flight(NamedTuple):
+  """What a step leaves for `Decoder.commit`: its tokens, and of each layer."""
+
+  packed: packed_lib.Packed
+  layers: Any
 
 
 class Decoder:
@@ -104,25 +108,16 @@ class Decoder:
       return self.stack.run_taped(taped, kinds, stacks, x_BTD, see, on)
     return self.stack.run(kinds, stacks, x_BTD, see, on)
 
-  def __call__(self, params, batch, cache=None):
-    """Features of every token.
+  def features(self, params, batch):
+    """Of every token, without a cache.
 
     Args:
-      params: {path: array} as `init` (or `unstack`, with a cache) gives them.
+      params: {path: array} as `init` gives them.
       batch: models.batch.Batch (only tokens, segments and positions are read).
-      cache: `Cache` with room for T more slots, or None.
 
     Returns:
-      (x_BTD in config.dtype, after the final norm; the cache after the step).
+      (x_BTD in config.dtype, after the final norm; aux.Aux of all layers).
     """
-    if cache is None:
-      return self.features(params, batch)[0], None
-    x, see = self._begun(params, batch)
-    x, cache = self._step(params, x, batch, cache, see)
-    return self.normalise(params, x), cache
-
-  def features(self, params, batch):
-    """(x_BTD as of a call without a cache; aux.Aux of all layers)."""
     x, see = self._begun(params, batch)
     x, aux = self.stack.run(self.pattern, params, x, see)
     return self.normalise(params, x), aux
@@ -150,7 +145,7 @@ class Decoder:
     return x
 
   def visibility(self, batch):
-    """attention.Visibility of a batch, without a cache."""
+    """attention.Visibility of a batch."""
     config = self.config
     valid = batch.segments > 0
     if config.experts.count:
@@ -176,20 +171,52 @@ class Decoder:
     names = table.get_metadata('axes')
     return lookup.lookup(table[...], names, ids, RESIDUAL, dtype)
 
-  def _step(self, params, x, batch, cache, see):
-    """One pass that writes its tokens into the cache, layer by layer."""
-    write = jax.lax.dynamic_update_slice_in_dim
-    segments = write(cache.segments, batch.segments, cache.length, 1)
-    positions = write(cache.positions, batch.positions, cache.length, 1)
-    see = see._replace(
-      slot=cache.length, slot_segments=segments, slot_positions=positions
+  def step(self, params, cache, packed, form):
+    """Features of tokens in flight; the cache is read, nothing is written.
+
+    Args:
+      params: as `unstack` gives them.
+      cache: `Cache`. packed: packed.Packed. form: packed.Form, static.
+
+    Returns:
+      (x (.., D), laid out as packed, after the final norm; `Flight`).
+    """
+    plan = packed_lib.plan(form, packed, cache.length)
+    valid, positions = plan.ids.valid, plan.ids.position
+    batch = batch_lib.Batch(
+      packed.token, None, valid.astype(jnp.int32), positions, None, None
     )
-    mixers = (layer_lib.MIXERS[kind[0]] for kind in self.pattern)
-    if batch.tokens.shape[1] == 1 and any(m.capabilities.slots for m in mixers):
-      slots_lib.check_order(see)
-    x, states = self.stack.step(params, x, see, cache.states)
-    length = cache.length + batch.tokens.shape[1]
-    return x, Cache(states, segments, positions, length)
+    x, see = self._begun(params, batch)
+    see = see._replace(plan=plan)
+    x, layers = self.stack.step(params, x, see, cache.states)
+    return self.normalise(params, x), Flight(packed, layers)
+
+  def commit(self, cache, flight, form, keep):
+    """`cache` with those tokens in flight that are kept.
+
+    Args:
+      cache: as `step` read it. flight: of that step. form: its form.
+      keep: bool, laid out as packed.Packed; padding is never kept. What is kept
+        must depend on the logits of the step (as a judge's choice does, or that
+        they are finite): else XLA copies the whole cache, as nothing then says
+        that it is read before it is written.
+
+    Returns:
+      `Cache`. A row is as long as its last kept token is far, or was already.
+    """
+    plan = packed_lib.plan(form, flight.packed, cache.length)
+    states = tuple(
+      self.stack.mixer(kind).commit(state, new, plan, keep)
+      for kind, state, new in zip(
+        self.pattern, cache.states, flight.layers, strict=True
+      )
+    )
+    end = jnp.where(keep & plan.ids.valid, plan.ids.position + 1, 0)
+    if len(form) == 1 and form[0].own:
+      length = jnp.maximum(cache.length, end.max(1))
+    else:
+      length = cache.length.at[plan.ids.row].max(end)
+    return Cache(states, length)
 
   def _head(self, params):
     """(rows, their logical names)."""
@@ -227,26 +254,11 @@ class Decoder:
         x_BTD, RESIDUAL, head, names, targets_BT, self.config.logit_softcap
       )
 
-  def init_cache(self, batch, slots, dtype=None):
-    """An empty `Cache` for `batch` rows and `slots` tokens a row."""
+  def init_cache(self, rows, slots, dtype=None):
+    """An empty `Cache` for `rows` requests of at most `slots` tokens."""
     dtype = jnp.dtype(dtype or self.config.dtype)
     states = tuple(
-      self.stack.mixer(kind).init_state(batch, slots, dtype)
+      self.stack.mixer(kind).init_state(rows, slots, dtype)
       for kind in self.pattern
     )
-    empty = lambda: annotate.put(
-      jnp.zeros((batch, slots), jnp.int32), ('batch', None)
-    )
-    return Cache(states, empty(), empty(), jnp.int32(0))
-
-  def grow_cache(self, cache, slots):
-    """`cache` with room for `slots` tokens a row."""
-    states = tuple(
-      self.stack.mixer(kind).grow(state, slots)
-      for kind, state in zip(self.pattern, cache.states, strict=True)
-    )
-    return cache._replace(
-      states=states,
-      segments=mixer.more_slots(cache.segments, slots, 1),
-      positions=mixer.more_slots(cache.positions, slots, 1),
-    )
+    return Cache(states, annotate.put(jnp.zeros(rows, jnp.int32), ('batch',)))

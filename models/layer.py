@@ -144,7 +144,8 @@ class Layer(nnx.Module):
     more = (before,) if mix.norms else ()
     normed = x if mix.norms else before(x)
     with jax.named_scope(mix.name):
-      found = mix(normed, see, state, *more)
+      run = mix if see.plan is None else mix.decode
+      found = run(normed, see, state, *more)
     if self.kind[0] in own.OWN:
       _check_answer(mix, x, found)
     y, state, aux = found

@@ -122,6 +122,15 @@ def _check(letter, cls, section, shrink, file):
   missing += [n for n in ('name', 'capabilities') if not hasattr(cls, n)]
   need(not missing, f'the class lacks {", ".join(missing)}')
   need(
+    not cls.capabilities.slots
+    or (
+      cls.decode is not protocol.Mixer.decode
+      and cls.commit is not protocol.Mixer.commit
+    ),
+    'capabilities say that its state has slots, so it needs its own decode and '
+    'commit',
+  )
+  need(
     isinstance(cls.name, str) and re.fullmatch('[a-z][a-z0-9_]*', cls.name),
     f'name={cls.name!r}: parameters stand under it, so it is lower-case '
     'letters, digits and _',

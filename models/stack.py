@@ -356,15 +356,15 @@ class Stack:
     return y, aux
 
   def step(self, params, x_BTD, see, states):
-    """One pass of all layers with a cache.
+    """All layers, of tokens in flight over a cache.
 
     Args:
       params: as `unstack` gives them.
-      x_BTD, see: features, and attention.Visibility with slots.
+      x_BTD, see: features, and attention.Visibility with its plan.
       states: one entry per layer, as its mixer keeps it.
 
     Returns:
-      (x_BTD, states after the pass).
+      (x_BTD, what each layer has in flight).
     """
     new = []
     for i, kind in enumerate(self.pattern):

@@ -188,7 +188,7 @@ def logits(model, params, tokens):
   length = tokens.shape[1]
   see = see_of([(length,)] * len(tokens), length)
   data = batch.Batch(tokens, None, *see[:2], None, None)
-  run = lambda params: model.logits(params, model(params, data)[0])
+  run = lambda params: model.logits(params, model.features(params, data)[0])
   return np.asarray(jax.jit(run)(params))
 
 
@@ -212,8 +212,7 @@ def decoded(model, params, tokens_BT, lengths, steps, put=lambda x: x):
   z, cache = start(params, prompts, put(lengths))
   out, advance = [z], jax.jit(functools.partial(step.advance, model))
   for i in range(steps):
-    at = lengths + i
-    new = map(put, (tokens_BT[rows, at], at, at >= 0))
+    new = map(put, (tokens_BT[rows, lengths + i], lengths >= 0))
     z, cache = advance(params, cache, *new)
     out.append(z)
   return [np.asarray(z) for z in out], cache

@@ -70,7 +70,7 @@ def negative_log_likelihood(z_BTV, targets_BT):
 
 def total(model, params, batch):
   """Sum of nats over the weighted targets of a batch: scalar."""
-  return _of_features(model, params, model(params, batch)[0], batch)
+  return _of_features(model, params, model.features(params, batch)[0], batch)
 
 
 def _of_features(model, params, x_BTD, batch):

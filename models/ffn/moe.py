@@ -157,7 +157,7 @@ class Moe(nnx.Module):
       valid = annotate.put(jnp.ones(x_BTD.shape[:2], bool), ROWS)
     denominator = jnp.asarray(1.0 if denominator is None else denominator)
     axes = [p.get_metadata('axes') for p in params.values()]
-    plan = self._plan(see.slot is not None)
+    plan = self._plan(see.plan is not None)
 
     def inside(x, valid, denominator, *arrays):
       own = dict(zip(params, arrays, strict=True))

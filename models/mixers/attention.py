@@ -10,10 +10,9 @@ scaled by sigmoid(lse - sink), lse the log-sum-exp of the scores. A gate
 Within chunks (kind K; the local layers of Llama 4) a token sees those of its
 document whose position // chunk is its own: to the op a chunk is a document.
 
-Training and prefill run the blockwise op (pallas_kernels/attention/op.py); a
-step with a cache writes its keys and values into slots and attends to the
-slots. One query a row attends to a range of slots, which a kernel can divide
-into equal work however unequal rows are (slots.py).
+Training runs the blockwise op (pallas_kernels/attention/op.py). A step of
+decoding attends to the slots of its requests and to the tokens in flight
+(slots.py), and returns its keys and values, which a commit writes into slots.
 Legend: B rows, T query tokens, S cache slots, D model, N heads, K kv heads,
 H head width.
 """
@@ -44,14 +43,10 @@ CACHE = ('batch', 'kv_heads', 'length', 'head_dim')  # of keys and values
 
 
 class Visibility(NamedTuple):
-  """Who may see whom; position, order and cache slot are separate fields.
+  """Who may see whom.
 
-  segments, positions: (B, T) of the queries; segment 0 is padding.
-  slot: first cache slot that this step writes, or None without a cache. If it
-    writes one token a row, the tokens before it in its document must be in the
-    slots right before, in order (decode/step.py; else the result is NaN, or,
-    where arrays have values, an error: `check_order`).
-  slot_segments, slot_positions: (B, S) of the cache, this step included.
+  segments, positions: (B, T); segment 0 is padding.
+  plan: packed.Plan of a step of decoding, or None.
   rotations: layer kind -> (cos, sin) of the positions, (B, T, 1, H / 2).
   valid: (B, T) bool, a token and no padding, sharded as residuals are.
   denominator: () targets of the whole step (models/batch.py).
@@ -60,9 +55,7 @@ class Visibility(NamedTuple):
 
   segments: Any
   positions: Any
-  slot: Any = None
-  slot_segments: Any = None
-  slot_positions: Any = None
+  plan: Any = None
   rotations: Any = None
   valid: Any = None
   denominator: Any = None
@@ -130,7 +123,10 @@ class Attention(mixer.Mixer):
     )
 
   def __call__(self, x_BTD, see, state=None):
-    """-> (y_BTD, state, no aux); state is (k_BKSH, v_BKSH) slots or None."""
+    """-> (y_BTD, (k_BTKH, v_BTKH) in flight, no aux).
+
+    state: (k_RKSH, v_RKSH) slots, with see.plan; or None, as the second then.
+    """
     config = self.config
     names = ('query', 'key', 'value', 'gate')[: 3 + config.attention_gate]
     outs = parameter.multiply(
@@ -181,15 +177,27 @@ class Attention(mixer.Mixer):
     if state is None:
       k, v = _on_heads(k, KEYS), _on_heads(v, KEYS)
       return self._attend_all(q, k, v, see, mask), None
-    slots = slots_lib.write(state, (k, v), see.slot)
-    k, v = (_on_heads(x.astype(q.dtype), CACHE) for x in slots)
-    attend = slots_lib.attend_range
-    if q.shape[1] > 1:  # prefill: many queries, blockwise
-      attend = functools.partial(slots_lib.attend_many, impl=config.attention)
-    local = functools.partial(attend, mask, chunk=chunk_of(config, self.kind))
-    names = (QUERIES, *[_of_heads(CACHE)] * 2, *slots_lib.NAMES)
-    run = annotate.region(local, names, (QUERIES, QUERIES[:3]))
-    return self._sunk(*run(q, k, v, *slots_lib.slot_ids(see))), slots
+    new = [_on_heads(x, KEYS) for x in (k, v)]
+    slots = [_on_heads(x.astype(q.dtype), CACHE) for x in state]
+    local = functools.partial(
+      slots_lib.attend, see.plan.form, mask, impl=config.attention,
+      chunk=chunk_of(config, self.kind),
+    )  # fmt: skip
+    many = [*[_of_heads(KEYS)] * 2, *[_of_heads(CACHE)] * 2]
+    run = annotate.region(
+      local, (QUERIES, *many, *see.plan.names), (QUERIES, QUERIES[:3])
+    )
+    return self._sunk(*run(q, *new, *slots, *see.plan.arrays)), (k, v)
+
+  def decode(self, x, see, state, *more):
+    return self(x, see, state, *more)
+
+  def commit(self, state, flight, plan, keep):
+    """Keys and values of the tokens that are kept, in their slots."""
+    write = functools.partial(slots_lib.write, plan.form, 2)
+    names = (CACHE, CACHE, KEYS, KEYS, mixer.ROWS, *plan.names)
+    run = annotate.region(write, names, (CACHE, CACHE))
+    return run(*state, *flight, keep, *plan.arrays)
 
   def _sunk(self, o_BTNH, lse_BTN):
     """o of a softmax that has the sinks too."""

@@ -84,7 +84,26 @@ class Hybrid(mamba.Mamba2):
 
   def __call__(self, x_BTD, see, state=None, before: Any = lambda x: x):
     """before: the norm that is before Mamba-2."""
-    memory, slots = state or (None, None)
+    x_BTD, _ = self._joined(x_BTD, see, None)
+    y, _, aux = super().__call__(before(x_BTD), see)
+    return y, None, aux
+
+  def decode(self, x, see, state, before: Any = lambda x: x):
+    memory, slots = state
+    x, new = self._joined(x, see, slots)
+    y, states, aux = mixer.lanes(super().__call__, before(x), see, memory)
+    return y, (states, new), aux
+
+  def commit(self, state, flight, plan, keep):
+    """The states of Mamba-2, and slots."""
+    attention_part = self.block.attention
+    return (
+      mixer.commit_states(state[0], flight[0], plan, keep),
+      attention_part.commit(state[1], flight[1], plan, keep),
+    )
+
+  def _joined(self, x_BTD, see, slots):
+    """(x + t, what attention has in flight)."""
     if see.embedded is None:
       raise ValueError('layers of kind H read see.embedded, and it is None.')
     both = jnp.concatenate([x_BTD, see.embedded], -1)
@@ -93,24 +112,12 @@ class Hybrid(mamba.Mamba2):
       (t_BTD,) = self._project(
         t_BTD, mixer.RESIDUAL, 'BTD,DE->BTE', ['join'], mixer.RESIDUAL
       )
-    y, memory, aux = super().__call__(before(x_BTD + t_BTD), see, memory)
-    return y, None if state is None else (memory, slots), aux
+    return x_BTD + t_BTD, slots
 
   def init_state(self, batch, slots, dtype):
     """(that of Mamba-2, empty slots)."""
     memory = super().init_state(batch, slots, dtype)
     return memory, self.block.attention.init_state(batch, slots, dtype)
-
-  def grow(self, state, slots):
-    """Keys and values alone grow."""
-    memory, held = state
-    return memory, self.block.attention.grow(held, slots)
-
-  @classmethod
-  def shift(cls, state, by_B):
-    """Keys and values alone have slots."""
-    memory, held = state
-    return memory, WideAttention.shift(held, by_B)
 
   @staticmethod
   def check(config):

@@ -5,10 +5,10 @@
     v_t = c_t W_uv                    q_t = [q_nope, rope(q_rope)], of x_t or of
                                       rms(x_t W_dq) (query_rank)
 
-Training and prefill make keys and values and attend as
-models/mixers/attention.py does (explicit form). A step of decoding caches c and
-the rotated key alone, R + P numbers a token whatever the heads, and attends to
-them (absorbed form):
+Training, prompts and other lanes of many tokens make keys and values and attend
+as models/mixers/attention.py does (explicit form). The cache holds c and the
+rotated key alone, R + P numbers a token whatever the heads, and lanes of a few
+tokens attend to them (absorbed form):
 
     s = q_nope W_uk^T . c + q_rope . k_rope      o = (softmax(s) c) W_uv
 
@@ -33,9 +33,9 @@ f of the latent's square has alpha = 1 / f. The paper's factors on scores (mu)
 are 1 here. Not supported: sharding heads and latents at once (more devices than
 latent shards).
 
-Legend: B rows, T query tokens, S cache slots, D model, N heads, H width of a
-key without position, P of the rotated key, V of a value, R of the latent, G
-latent shards, E = R / G + P.
+Legend: B rows, T tokens, S cache slots, D model, N heads, H width of a key
+without position, P of the rotated key, V of a value, R of the latent, G latent
+shards, E = R / G + P.
 """
 
 import functools
@@ -48,12 +48,13 @@ from paraxis.configs.base import errors
 from paraxis.models import aux as aux_lib
 from paraxis.models import norm
 from paraxis.models import parameter
+from paraxis.models.mixers import packed
 from paraxis.models.mixers import protocol as mixer
 from paraxis.models.mixers import rope
 from paraxis.models.mixers import slots as slots_lib
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import op as attention_op
-from paraxis.pallas_kernels.attention import xla as attention_xla
+from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 from paraxis.sharding import annotate
 from paraxis.sharding.sequence import attention as context
 
@@ -67,7 +68,7 @@ DOWN = ('embed', None)
 
 
 class LatentAttention(mixer.Mixer):
-  """x_BTD -> y_BTD; state: (latents and rotated keys _BSGE,)."""
+  """x_BTD -> y_BTD; state: (latents and rotated keys _BGSE,)."""
 
   name = 'latent_attention'
   capabilities = mixer.SLOTS
@@ -103,15 +104,30 @@ class LatentAttention(mixer.Mixer):
     if state is None:
       o = self._attend_all(q, latent, k_rope, see)
       return self._output(o, HEADS, 'BTNP,NPD->BTD'), None, aux_lib.NOTHING
-    new = self._cached(low, latent, k_rope)
-    (slots,) = state = slots_lib.write(state, (new,), see.slot)
-    if x_BTD.shape[1] == slots.shape[2]:  # no older tokens in the cache
-      o = self._attend_all(q, latent, k_rope, see)
-    elif x_BTD.shape[1] > 1:
-      o = self._attend_slots(q, *self._uncached(slots.astype(q.dtype)), see)
-    else:
-      o = self._attend_absorbed(q, slots.astype(q.dtype), see)
-    return self._output(o, HEADS, 'BTNP,NPD->BTD'), state, aux_lib.NOTHING
+    new, (slots,) = self._cached(low, latent, k_rope), state
+    outs, (form, ids) = [], see.plan
+    each = packed.lanes(form, q, latent, k_rope, new.astype(q.dtype), ids)
+    for group, q_g, latent_g, k_g, new_g, mine in each:
+      if group.fresh or group.width > packed.FEW:
+        o = self._attend_explicit(group, q_g, latent_g, k_g, slots, mine)
+      else:
+        o = self._attend_absorbed(group, q_g, new_g, slots, mine)
+      outs.append(o)
+    y = self._output(packed.join(form, outs), HEADS, 'BTNP,NPD->BTD')
+    return y, (new,), aux_lib.NOTHING
+
+  def decode(self, x, see, state, *more):
+    return self(x, see, state, *more)
+
+  def commit(self, state, flight, plan, keep):
+    """Latents of the tokens that are kept, in their slots."""
+    batch, over, length, width = self._parts()
+    write = functools.partial(slots_lib.write, plan.form, 1)
+    names = (
+      self._parts(), (batch, length, over, width), mixer.ROWS, *plan.names
+    )  # fmt: skip
+    run = annotate.region(write, names, (self._parts(),))
+    return run(*state, *flight, keep, *plan.arrays)
 
   def _norm(self, x, scale):
     return norm.rms(x, scale[...], _epsilon(self.config))
@@ -166,13 +182,28 @@ class LatentAttention(mixer.Mixer):
     run = annotate.region(attend, names, (HEADS, HEADS[:3]))
     return run(q, k, v, see.positions, see.segments)[0]
 
-  def _attend_slots(self, q, latent, k_rope, see):
-    """Many queries and the keys of all slots."""
-    k, v = self._expand(latent, k_rope)
-    return attention_op.attention(
-      q, k, v, mask_of(self.config), (see.segments, see.slot_segments),
-      (see.positions, see.slot_positions), self.config.attention,
-    )[0]  # fmt: skip
+  def _attend_explicit(self, group, q, latent, k_rope, slots, ids):
+    """Lanes of many tokens: keys and values of every token and slot."""
+    keys, held = self._expand(latent, k_rope), []
+    if not group.fresh:
+      (mine,) = slots_lib.of_lanes(group, (slots,), ids)
+      held = self._expand(*self._uncached(mine.astype(q.dtype)))
+    mask, impl = mask_of(self.config), self.config.attention
+
+    def local(q, k, v, *arrays):
+      old, ids = arrays[: len(held)], packed.Ids(*arrays[len(held) :])
+      length = slots.shape[2]
+      part = slots_lib.within(group, mask, q, k, v, ids, length, impl)
+      if old:
+        old_k, old_v = (x.swapaxes(1, 2) for x in old)
+        far = slots_lib.committed(mask, q, old_k, old_v, ids, impl)
+        part = decode_schedule.merge(far, part)
+      return part[0].astype(v.dtype)
+
+    arrays = [x for x in ids if x is not None]
+    names = *(HEADS,) * (3 + len(held)), *[mixer.ROWS] * len(arrays)
+    run = annotate.region(local, names, (HEADS,), single=True)
+    return run(q, *keys, *held, *arrays)
 
   def _parts(self):
     """Logical names of a cache (B, G, S, E)."""
@@ -201,8 +232,8 @@ class LatentAttention(mixer.Mixer):
     latent = slots[..., :each].reshape(*slots.shape[:2], own.rank)
     return latent, slots[:, :, :1, each:]
 
-  def _attend_absorbed(self, q, slots_BGSE, see):
-    """One query a row and the latents themselves."""
+  def _attend_absorbed(self, group, q, new_BTGE, slots_BGSE, ids):
+    """Lanes of a few tokens, and the latents themselves."""
     own = self.config.latent
     g, each = own.groups, own.rank // own.groups
     q_rope = q[..., own.nope_dim :]
@@ -220,12 +251,15 @@ class LatentAttention(mixer.Mixer):
     q_rope = jnp.broadcast_to(q_rope[:, :, None], (*q.shape[:4], own.rope_dim))
     q = annotate.put(jnp.concatenate([q, q_rope], -1), queries)
     # The mesh axes of `heads` now shard the latent instead.
+    (slots,) = slots_lib.of_lanes(group, (slots_BGSE.astype(q.dtype),), ids)
     attend = functools.partial(
-      _summed if summed else _own, mask_of(self.config)
+      _absorbed, summed, group, mask_of(self.config), self.config.attention
     )
-    names_in = (queries, kept, *slots_lib.NAMES)
+    arrays = [x for x in ids if x is not None]
+    in_flight = kept[0], kept[2], kept[1], kept[3]
+    names_in = queries, in_flight, kept, *[mixer.ROWS] * len(arrays)
     run = annotate.region(attend, names_in, (queries,), single=True)
-    o = run(q, slots_BGSE, *slots_lib.slot_ids(see))[..., :each]
+    o = run(q, new_BTGE, slots, *arrays)[..., :each]
     # Sharded over heads again, with one whole latent for each head.
     o = annotate.put(o, ('batch', 'length', None, *names[2:])).swapaxes(2, 3)
     o = o.reshape(*o.shape[:3], own.rank)
@@ -304,32 +338,40 @@ def _join(x_BSNH, shared_BS1P):
   return jnp.concatenate([x_BSNH, shared], -1)
 
 
-def _own(mask, q_BTGNE, slots_BGSE, *ids):
-  """Latent shards attend as independent kv heads. Exact if there is one."""
+def _absorbed(summed, group, mask, impl, q_BTGNE, new_BTGE, slots_BGSE, *ids):
+  """o_BTGNE of a few tokens a lane, over their latents and those in the slots.
+
+  Latent shards attend as independent kv heads; that is exact if there is one.
+  summed: or scores are summed over latent shards before the softmax.
+  """
   b, t, g, n, e = q_BTGNE.shape
-  q = q_BTGNE.reshape(b, t, g * n, e)
-  o, _ = slots_lib.attend_range(mask, q, slots_BGSE, slots_BGSE, *ids)
-  return o.reshape(q_BTGNE.shape)
-
-
-def _summed(
-  mask, q_BTGNE, slots_BGSE, slot, segments, slot_segments, order, slot_order
-):
-  """Scores are summed over all latent shards before the softmax."""
-  del slot  # segments and positions decide what is visible
+  ids = packed.Ids(*ids)
+  if not summed:
+    q = q_BTGNE.reshape(b, t, g * n, e)
+    part = slots_lib.within(
+      group, mask, q, new_BTGE, new_BTGE, ids, slots_BGSE.shape[2], impl
+    )
+    far = slots_lib.committed(mask, q, slots_BGSE, slots_BGSE, ids, impl)
+    o = decode_schedule.merge(far, part)[0].astype(q.dtype)
+    return o.reshape(q_BTGNE.shape)
   wide = jnp.result_type(q_BTGNE, slots_BGSE, jnp.float32)
   dot = functools.partial(jnp.einsum, preferred_element_type=wide)
-  s = dot('btgne,bgse->btns', q_BTGNE, slots_BGSE)
+  near = slots_lib.visible(group, mask, ids)
+  far = slots_lib.filled(mask, ids, slots_BGSE.shape[2])
+  new_BGTE = new_BTGE.swapaxes(1, 2)
+  s = [dot('btgne,bgse->btns', q_BTGNE, x) for x in (slots_BGSE, new_BGTE)]
+  s = jnp.concatenate(s, -1)
   if annotate.mode() == 'manual' and annotate.carriers('heads'):
     s = jax.lax.psum(s, annotate.carriers('heads'))
   s = s * mask.scale
   if mask.softcap:
     s = mask.softcap * jnp.tanh(s / mask.softcap)
-  both = (segments, slot_segments), (order, slot_order)
-  ok = attention_xla.visible(mask, *both)
-  if ok is not None:
-    s = jnp.where(ok[:, :, None], s, varying.NEG)
+  ok = jnp.concatenate([far, near], -1)[:, :, None]
+  s = jnp.where(ok, s, varying.NEG)
   p = jnp.exp(s - jnp.maximum(s.max(-1, keepdims=True), varying.FLOOR))
   total = p.sum(-1, keepdims=True)
   p = (p / jnp.where(total == 0, 1, total)).astype(slots_BGSE.dtype)
-  return dot('btns,bgse->btgne', p, slots_BGSE).astype(q_BTGNE.dtype)
+  size = slots_BGSE.shape[2]
+  o = dot('btns,bgse->btgne', p[..., :size], slots_BGSE)
+  o = o + dot('btns,bgse->btgne', p[..., size:], new_BGTE)
+  return o.astype(q_BTGNE.dtype)

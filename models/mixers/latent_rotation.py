@@ -77,17 +77,18 @@ def rotate(values, u_RR):
   )  # fmt: skip
 
 
-def covariance(slots_BGSE, segments_BS, scale_R):
+def covariance(slots_BGSE, length_B, scale_R):
   """(R, R): covariance of the latents n of all tokens in a cache.
 
   Args:
     slots_BGSE: a layer's state, written with model.latent.scores=summed.
-    segments_BS: 0: an empty slot.
+    length_B: filled slots of each row.
     scale_R: the layer's latent_norm; n is taken as 0 where it is 0.
   """
   scale = np.asarray(scale_R, np.float64)
   slots_BSGE = np.asarray(slots_BGSE, np.float64).swapaxes(1, 2)
-  slots = slots_BSGE[np.asarray(segments_BS) > 0]
+  filled = np.arange(slots_BSGE.shape[1]) < np.asarray(length_B)[:, None]
+  slots = slots_BSGE[filled]
   each = len(scale) // slots.shape[1]
   c = slots[:, :, :each].reshape(len(slots), -1)
   n = np.divide(c, scale, out=np.zeros_like(c), where=scale != 0)
@@ -122,7 +123,7 @@ def rotated(params, config, cache=None):
     found = None
     if cache is not None:
       slots = cache.states[int(prefix.split('/')[1])][0]
-      found = covariance(slots, cache.segments, values['latent_norm'])
+      found = covariance(slots, cache.length, values['latent_norm'])
     u = np.eye(own.rank)
     if own.rotation != 'none':
       pca = own.rotation == 'pca'
@@ -146,7 +147,7 @@ def _like(old, value):
 
 
 def _check_calibration(cache, rank):
-  tokens = 0 if cache is None else int((np.asarray(cache.segments) > 0).sum())
+  tokens = 0 if cache is None else int(np.asarray(cache.length).sum())
   if tokens < rank:
     raise errors.UserError(
       f'model.latent.rotation measures a covariance of {rank} numbers '

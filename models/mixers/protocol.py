@@ -7,15 +7,18 @@ x is a packed row: `see.segments` (0: padding) is the document of each token,
 `see.positions` its position there. A recurrence forgets its state where a
 document begins (`resets`), and a padding token is the identity map on the
 state, so neither slots nor short rows have to be cleared. With a state, a row
-has its tokens first and its padding behind. Before single-token decoding
-`shift_slots` moves that padding to the front of the cache, because such a token
-sees the slots right before its own.
+has its tokens first and its padding behind.
+
+Decoding calls `decode`, which reads the state of cache rows and writes nothing,
+and `commit`, which keeps some of the tokens in flight (packed.py). Mixers with
+a state of one size need no more than `__call__`; those with slots have both.
 
 The length may be sharded over the mesh axis `context`: attention then crosses
 shards in sharding/sequence/attention.py, a recurrence in
 models/mixers/recurrence.py and sharding/sequence/scan.py.
 
-Legend: B rows, T tokens, D model, N heads, K key width, V value width.
+Legend: B rows, T tokens, D model, N heads, K key width, V value width; R rows
+of a cache, n lanes, C tokens of a lane.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -25,7 +28,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from paraxis.models import aux as aux_lib
 from paraxis.models import parameter
+from paraxis.models.mixers import packed
 from paraxis.sharding import annotate
 
 ROWS = ('batch', 'length')
@@ -34,7 +39,6 @@ LOW = ('batch', 'residual_length', None)  # narrow, cheaper to gather than x
 HEADS = ('batch', 'length', 'heads', 'head_dim')
 WIDE = ('batch', 'length', 'mlp')
 STATE = ('batch', 'heads', None, None)
-SLOT_AXIS = 2  # of a state that grows: (B, heads, S, ...)
 # Last inputs of a convolution, by heads.
 TAIL = ('batch', None, 'heads', 'head_dim')
 
@@ -84,18 +88,25 @@ class Mixer(nnx.Module):
     """The empty state of `batch` rows of at most `slots` tokens."""
     raise NotImplementedError
 
-  def grow(self, state, slots: int) -> Any:
-    """`state` with room for `slots` tokens; one of one size stays as it is."""
-    if not self.capabilities.slots:
-      return state
-    return tuple(more_slots(x, slots, SLOT_AXIS) for x in state)
+  def decode(self, x, see, state, *more) -> tuple[jax.Array, Any, Any]:
+    """(y, what `commit` takes, aux.Aux) of tokens in flight.
 
-  @classmethod
-  def shift(cls, state, by_B):
-    """`state`, the slots of row b rotated by_B to the right (`shift_slots`)."""
-    if not cls.capabilities.slots:
-      return state
-    return tuple(shift_slots(x, by_B, SLOT_AXIS) for x in state)
+    Args:
+      x: laid out as packed.Packed, (.., D). see: with its plan. state: of all
+        rows. more: as of `__call__`.
+    """
+    return lanes(self.__call__, x, see, state, *more)
+
+  def commit(self, state, flight, plan, keep) -> Any:
+    """`state` with the tokens that are kept.
+
+    Args:
+      flight: of `decode`. plan: its packed.Plan.
+      keep: bool, laid out as packed.Packed. In a state of one size the kept
+        tokens of a lane are its first ones; without packed.Group.each all of
+        its valid ones, or none.
+    """
+    return commit_states(state, flight, plan, keep)
 
   @staticmethod
   def check(config) -> None:
@@ -139,22 +150,85 @@ def state(names, *shape, dtype):
   return annotate.put(jnp.zeros(shape, dtype), names)
 
 
-def more_slots(x, slots, axis):
-  """x with zeros behind its slots, which are along `axis`, up to `slots`."""
-  more = [(0, 0)] * x.ndim
-  more[axis] = (0, slots - x.shape[axis])
-  return jnp.pad(x, more)
+def lanes(call, x, see, state, *more):
+  """`Mixer.decode` of a state of one size: `call` on every group of lanes.
+
+  Returns:
+    (y, [states of each group: (n, ...), or (C, n, ...) with packed.Group.each],
+    no aux).
+  """
+  (form, ids), see = see.plan, see._replace(plan=None)
+  outs, flight = [], []
+  for group, x_g, seen, ids_g in packed.lanes(form, x, see, ids):
+    old = _of_lanes(group, state, ids_g)
+    y, new = (_each if group.each else _last)(call, x_g, seen, old, *more)
+    outs.append(y)
+    flight.append(new)
+  return packed.join(form, outs), flight, aux_lib.NOTHING
 
 
-def shift_slots(x, by_B, axis):
-  """x (B, ...) with row b rotated by_B slots, along `axis`, to the right."""
-  roll = jax.vmap(lambda row, by: jnp.roll(row, by, axis - 1))
+def _last(call, x, see, state, *more):
+  return call(x, see, state, *more)[:2]
+
+
+def _each(call, x, see, state, *more):
+  """Token by token: (y, states after each, (C, n, ...))."""
+  ys, states = [], []
+  for t in range(x.shape[1]):
+    now = jax.tree.map(lambda z, t=t: z[:, t : t + 1], (x, see))
+    y, state, _ = call(*now, state, *more)
+    ys.append(y)
+    states.append(state)
+  stack = lambda *leaves: jnp.stack(leaves)
+  return jnp.concatenate(ys, 1), jax.tree.map(stack, *states)
+
+
+def _of_lanes(group, state, ids):
+  """States of the lanes' rows."""
+  if group.own:
+    return state
+  return jax.tree.map(lambda z: z[ids.row[:, 0]], state)
+
+
+def commit_states(state, flight, plan, keep):
+  """`Mixer.commit` of a state of one size."""
+  rows = jax.tree.leaves(state)[0].shape[0]
+  parts = packed.lanes(plan.form, keep & plan.ids.valid, plan.ids)
+  for (group, kept, ids), new in zip(parts, flight, strict=True):
+    picked, count = _of_lanes(group, state, ids), kept.sum(1)
+    after = [new]
+    if group.each:
+      after = [
+        jax.tree.map(lambda z, t=t: z[t], new) for t in range(group.width)
+      ]
+    for t, one in enumerate(after):
+      picked = jax.tree.map(
+        lambda z, old, t=t, count=count: rows_where(count > t, z, old),
+        one, picked,
+      )  # fmt: skip
+    if group.own:
+      state = picked
+      continue
+    to = jnp.where(count > 0, ids.row[:, 0], rows)
+    state = jax.tree.map(
+      lambda z, x, to=to: z.at[to].set(x, mode='drop'), state, picked
+    )
+  return state
+
+
+def rows_where(ok_B, a, b):
+  """Rows of a where ok, else those of b, which is laid out as a."""
+
+  def pick(ok, a, b):
+    return jnp.where(ok.reshape(-1, *[1] * (a.ndim - 1)), a.astype(b.dtype), b)
+
   if annotate.mode() != 'explicit' or not annotate.sizes():
-    return roll(x, by_B)
+    return pick(ok_B, a, b)
   laid = lambda y: jax.typeof(y).sharding.spec  # a region: rows are local
   return jax.shard_map(
-    roll, in_specs=(laid(x), laid(by_B)), out_specs=laid(x), check_vma=False
-  )(x, by_B)
+    pick, in_specs=(laid(ok_B), laid(b), laid(b)), out_specs=laid(b),
+    check_vma=False,
+  )(ok_B, a, b)  # fmt: skip
 
 
 def repeat_heads(x, heads, names=HEADS):

@@ -1,44 +1,30 @@
-"""Attention of a step over the slots of a cache; ids of chunks of documents.
+"""Attention of the tokens in flight over slots and over each other.
 
-A step writes its keys and values into slots and attends to the slots: one query
-a row to a range of them (`attend_range`), many queries blockwise.
+The committed keys of a request fill the slots 0 .. length - 1 of its row, a
+token's slot is its position, so what is committed is a range. Tokens in flight
+see those of their lane; both parts are joined by lse
+(pallas_kernels/decode_attention/schedule.py).
 
 A cache is (B, K, S, H): the slots of a head lie one after the other, so the
 products of a step read it in place (pallas_kernels/decode_attention/op.py).
 
-Legend: B rows, T query tokens, S cache slots, N heads, K kv heads, H head width
-(V of values).
+All functions take local arrays. Legend: R rows of a cache, n lanes, C tokens of
+a lane, S slots, N heads, K kv heads, H head width (V of values).
 """
 
-from typing import Any, NamedTuple
+import dataclasses
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from paraxis.configs.base import errors
-from paraxis.models.mixers import protocol as mixer
+from paraxis.models.mixers import packed
+from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import op as attention_op
+from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
-
-SLOTS = ('batch', None)
-NAMES = ((), mixer.ROWS, SLOTS, mixer.ROWS, SLOTS)  # of `slot_ids`
-
-
-class SlotIds(NamedTuple):
-  """What decides which slots a query sees; dimensions as in NAMES."""
-
-  slot: Any
-  segments: Any
-  slot_segments: Any
-  positions: Any
-  slot_positions: Any
-
-
-def slot_ids(see):
-  """`SlotIds` of a batch."""
-  return SlotIds(*(getattr(see, name) for name in SlotIds._fields))
+from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 
 
 def chunks(segments, positions, chunk, length):
@@ -60,93 +46,184 @@ def chunks(segments, positions, chunk, length):
   return jnp.where(segments > 0, segments * every + positions // chunk, 0)
 
 
-def attend_many(mask, q, k, v, *ids, impl, chunk=0):
-  """Many queries a row; arguments as of `attend_range`.
-
-  As many queries as slots are whole rows: the tokens' order is that of the
-  slots, as in training, and blocks that a causal mask or a window hides are not
-  computed. Order by positions would have to compute them.
-  """
-  ids = SlotIds(*ids)
-  order = ids.positions, ids.slot_positions
-  segments = [
-    chunks(s, p, chunk, k.shape[2])
-    for s, p in zip((ids.segments, ids.slot_segments), order, strict=True)
-  ]
-  whole = q.shape[1] == k.shape[2]
-  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-  return attention_op.attention(
-    q, k, v, mask, segments, None if whole else order, impl=impl
-  )
-
-
-def check_order(see):
-  """UserError if a step's slots are not as `attend_range` needs them.
-
-  Only where the arrays have values: while a step is traced they have none, and
-  its result is NaN, which decode/loop.py reports.
-  """
-  ids = slot_ids(see)
-  if any(isinstance(x, jax.core.Tracer) for x in ids):
-    return
-  for row in np.argwhere(~np.asarray(_ordered(ids))[:, 0])[:, 0]:
-    position, slot = int(ids.positions[row, 0]), int(ids.slot)
-    raise errors.UserError(
-      f'row {row}: its token at position {position} is written to cache slot '
-      f'{slot}, but slot {slot - position} does not hold the first token of '
-      'its document: a document must fill consecutive slots, in order '
-      '(decode/step.py prefill lays them out so).'
-    )
-
-
-def _ordered(ids):
-  """Whether the slots of each row (B, 1) hold its document, in order."""
-  begin_B1 = jnp.maximum(ids.slot - ids.positions, 0)
-  at_begin = lambda x: jnp.take_along_axis(x, begin_B1, 1)
-  sound = at_begin(ids.slot_segments) == ids.segments
-  sound &= (ids.positions <= ids.slot) & (at_begin(ids.slot_positions) == 0)
-  return sound | (ids.segments <= 0)
-
-
-def attend_range(mask, q, k, v, *ids, chunk=0):
-  """One query a row over the slots of its document -> (o_B1NH, lse_B1N).
-
-  Token p of a document is p slots after its first one, so the query in `slot`
-  at position p sees slots slot - p .. slot. If the document does not begin at
-  the first of them, the slots are in another order, and the result is NaN.
+def attend(form, mask, q, k, v, old_k, old_v, *ids, impl, chunk=0):
+  """(o, lse) of tokens in flight.
 
   Args:
-    mask: attention_op.Mask.
-    q, k, v: (B, 1, N, H), (B, K, S, H), (B, K, S, V).
-    ids: the fields of `SlotIds`.
-    chunk: tokens of a chunk, the range of which is that of a document; 0: the
-      document's own.
+    form: packed.Form. mask: attention_op.Mask.
+    q, k, v: of the tokens, laid out as packed.Packed: (.., N, H), (.., K, H),
+      (.., K, V).
+    old_k, old_v: (R, K, S, H) slots.
+    ids: fields of packed.Ids.
+    impl: of blockwise attention.
+    chunk: a token sees those of its chunk of so many positions; 0: all.
+
+  Returns:
+    (o (.., N, V) in v's dtype, lse (.., N)).
   """
-  ids = SlotIds(*ids)
-  before = ids.positions % chunk if chunk else ids.positions
-  begin_B1 = jnp.maximum(ids.slot - before, 0)
-  lengths_B = jnp.where(ids.segments > 0, ids.slot + 1 - begin_B1, 0)[:, 0]
-  o, lse = decode_attention.ragged(
-    q, k, v, mask, lengths_B, begins_B=begin_B1[:, 0]
-  )
-  return jnp.where(_ordered(ids)[..., None, None], o, jnp.nan), lse
+  outs: list = []
+  arrays = q, k, v, packed.Ids(*ids)
+  for group, q_g, k_g, v_g, mine in packed.lanes(form, *arrays):
+    options = dict(impl=impl, chunk=chunk)
+    part = within(group, mask, q_g, k_g, v_g, mine, old_k.shape[2], **options)
+    if not group.fresh:
+      k_s, v_s = of_lanes(group, (old_k, old_v), mine)
+      far = committed(mask, q_g, k_s, v_s, mine, **options)
+      part = decode_schedule.merge(far, part)
+    outs.append(part)
+  o, lse = (packed.join(form, x) for x in zip(*outs, strict=True))
+  return o.astype(v.dtype), lse
 
 
-def write(state, new, slot):
-  """Caches (B, K, S, H) with `new` (B, T, K, H) in the slots from `slot` on.
+def of_lanes(group, slots, ids):
+  """Slots (n, K, S, H) of the lanes; those of an own group are not copied."""
+  return slots if group.own else [x[ids.row[:, 0]] for x in slots]
 
-  A single token is written in a loop of one iteration: XLA on CPU fuses a bare
-  update into the cache's readers, which costs three copies of it per layer.
+
+def within(group, mask, q, k, v, ids, length, impl, chunk=0):
+  """(o, lse) over the keys in flight of the own lane.
+
+  Args:
+    q, k, v: (n, C, N, H), (n, C, K, H), (n, C, K, V). ids: packed.Ids of them.
+    length: no position is beyond it.
   """
+  if group.tree or group.width <= packed.FEW:
+    return _dense(mask, q, k, v, visible(group, mask, ids, chunk))
+  # The order of a lane is that of its positions, so blocks that a causal mask
+  # or a window hides are not computed.
+  segments = chunks(ids.valid.astype(jnp.int32), ids.position, chunk, length)
+  return attention_op.attention(q, k, v, mask, (segments,) * 2, impl=impl)
 
-  new = [x.swapaxes(1, 2) for x in new]
 
-  def put(slot, caches):
-    return tuple(
-      jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), slot, 2)
-      for old, x in zip(caches, new, strict=True)
+def committed(mask, q, k, v, ids, impl, chunk=0):
+  """(o, lse) over the committed slots of each lane's request.
+
+  Args:
+    q: (n, C, N, H). k, v: (n, K, S, H), (n, K, S, V). ids: packed.Ids.
+  """
+  size = k.shape[2]
+  if q.shape[1] == 1:  # a range: a kernel divides it into equal work
+    begin = ids.position - ids.position % chunk if chunk else 0 * ids.position
+    lengths = jnp.where(ids.valid, jnp.maximum(ids.length - begin, 0), 0)
+    if mask.window == 1:
+      lengths = 0 * lengths
+    # The query itself, which is not among them, is one of its window.
+    mask = dataclasses.replace(mask, window=max(mask.window - 1, 0))
+    return decode_attention.ragged(
+      q, k, v, mask, lengths[:, 0], begins_B=begin[:, 0]
     )
+  slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (len(q), size))
+  both = (ids.valid, ids.position), (slots < ids.length[:, :1], slots)
+  segments = [
+    chunks(ok.astype(jnp.int32), position, chunk, size) for ok, position in both
+  ]
+  order = ids.position, slots
+  if q.shape[1] <= packed.FEW:
+    return decode_attention.decode_attention(q, k, v, mask, segments, order)
+  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+  return attention_op.attention(q, k, v, mask, segments, order, impl=impl)
 
-  if new[0].shape[2] > 1:
-    return put(slot, state)
-  return jax.lax.fori_loop(slot, slot + 1, put, tuple(state))
+
+def filled(mask, ids, size):
+  """(n, C, S) bool: does a token see the slot? Without chunks."""
+  slots, position = jnp.arange(size), ids.position[..., None]
+  ok = ids.valid[..., None] & (slots < ids.length[..., None])
+  return ok & (position - slots < mask.window) if mask.window else ok
+
+
+def visible(group, mask, ids, chunk=0):
+  """(n, C, C) bool: does token i see token j of its lane?"""
+  near = ids.position[:, :, None], ids.position[:, None]
+  pair = lambda x: (x[:, :, None], x[:, None])
+  if group.tree:
+    (order, order_k), (own, other) = pair(ids.order), pair(ids.group)
+    ancestors, node = ids.ancestors[:, :, None], ids.node[:, None]
+    ok = (order_k <= order) & ((other == 0) | (other == own))
+    ok &= (ancestors >> node.astype(jnp.uint32)) & 1 == 1
+  else:
+    ok = near[1] <= near[0]
+  ok &= ids.valid[:, :, None] & ids.valid[:, None]
+  if mask.window:
+    ok &= near[0] - near[1] < mask.window
+  if chunk:
+    ok &= near[0] // chunk == near[1] // chunk
+  return ok
+
+
+def _dense(mask, q, k, v, ok):
+  """(o, lse), all scores of a lane at once; ok: (n, C, C)."""
+  n, c, heads, h = q.shape
+  kv, wide = k.shape[2], jnp.result_type(q, k, v, jnp.float32)
+  q = q.reshape(n, c, kv, heads // kv, h)
+  dot = lambda *x: jnp.einsum(*x, preferred_element_type=wide)
+  z = dot('nqkgh,nskh->nkgqs', q, k) * mask.scale
+  if mask.softcap:
+    z = mask.softcap * jnp.tanh(z / mask.softcap)
+  z = jnp.where(ok[:, None, None], z, varying.NEG)
+  top = z.max(-1)
+  p = jnp.exp(z - jnp.maximum(top, varying.FLOOR)[..., None])
+  o = dot('nkgqs,nskv->nkgqv', p.astype(v.dtype), v)
+  o, lse = attention_xla.finish(o, top, p.sum(-1))
+  back = lambda x: jnp.moveaxis(x, 3, 1).reshape(n, c, heads, *x.shape[4:])
+  return back(o), back(lse)
+
+
+def write(form, count, *arrays):
+  """Slots with the tokens in flight that are kept, each at its position.
+
+  A kept token whose position is no slot is not written: who calls this makes
+  room. Numbers that are not finite are written as 0: no range reaches them but
+  of a request that has failed, and 0 x NaN would reach whoever is next.
+
+  Args:
+    form: packed.Form. count: of caches.
+    arrays: `count` caches (R, K, S, H); as many arrays (.., K, H) laid out as
+      packed.Packed; keep, laid out so; the fields of packed.Ids.
+
+  Returns:
+    tuple of the caches.
+  """
+  slots, new = arrays[:count], arrays[count : 2 * count]
+  keep, *ids = arrays[2 * count :]
+  for group, kept, mine, *xs in packed.lanes(
+    form, keep, packed.Ids(*ids), *new
+  ):
+    kept &= mine.valid & (mine.position < slots[0].shape[2])
+    rows = jnp.arange(len(kept), dtype=jnp.int32)[:, None]
+    row = jnp.broadcast_to(rows, kept.shape) if group.own else mine.row
+    given = row, mine.position, kept, *xs
+    if group.tree:  # each token has its own place
+      given = [x.reshape(-1, 1, *x.shape[2:]) for x in given]
+    slots = _write_lanes(group.fresh, slots, *given)
+  return tuple(slots)
+
+
+def _write_lanes(fresh, slots, row, position, keep, *new):
+  """Lanes (n, C) of consecutive positions, one after the other, in place.
+
+  A loop, even of one lane: XLA on CPU fuses a bare update into the cache's
+  readers, which costs copies of it in every layer.
+  """
+  size, (n, c) = slots[0].shape[2], keep.shape
+  if c > size:
+    raise errors.UserError(f'a lane of {c} tokens, and a row has {size} slots.')
+  new = [
+    jnp.where(jnp.isfinite(x), x, 0).astype(old.dtype).swapaxes(1, 2)
+    for x, old in zip(new, slots, strict=True)
+  ]
+
+  def put(i, slots):
+    first, kept, xs = position[i, 0], keep[i], [x[i] for x in new]
+    at = jnp.minimum(first, size - c)
+    if c > 1 and not fresh:  # a block at the end begins before its tokens
+      kept = jnp.roll(kept, first - at)
+      xs = [jnp.roll(x, first - at, 1) for x in xs]
+    out = []
+    for old, x in zip(slots, xs, strict=True):
+      place = (row[i, 0], at * 0, at, at * 0)
+      was = jax.lax.dynamic_slice(old, place, (1, *x.shape))
+      x = jnp.where(kept[:, None], x, was[0])[None]
+      out.append(jax.lax.dynamic_update_slice(old, x, place))
+    return tuple(out)
+
+  return jax.lax.fori_loop(0, n, put, tuple(slots))

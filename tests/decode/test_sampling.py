@@ -98,10 +98,9 @@ def test_draws_have_the_exact_probabilities(options):
   n = 8192
   form, values = setting(**options)
   draw = jax.jit(sampling.sample, static_argnums=1)
-  rows, _ = draw(jnp.tile(z, (n, 1)), form, values, 0)
-  walk = jax.jit(
-    jax.vmap(lambda i: sampling.sample(jnp.asarray(z), form, values, i)[0][0])
-  )(jnp.arange(n))
+  many, each = jnp.arange(n, dtype=jnp.uint32), jnp.zeros(n, jnp.uint32)
+  rows, _ = draw(jnp.tile(z, (n, 1)), form, values, many, each)
+  walk, _ = draw(jnp.tile(z, (n, 1)), form, values, each, many)
   p = definition(z[0], **options)
   for tokens in (np.asarray(rows), np.asarray(walk)):
     statistic, freedom = _chi_square(tokens, p)
@@ -114,25 +113,30 @@ def test_draws_have_the_exact_probabilities(options):
     assert statistic > freedom + 5 * np.sqrt(2 * freedom)
 
 
-def test_a_row_draws_the_same_in_any_batch():
+def test_a_request_draws_the_same_in_any_batch():
   form, values = setting()
   z = jnp.asarray(np.tile(logits(1) / 4, (16, 1)))
-  sample = lambda rows, index: np.asarray(
-    sampling.sample(z[:rows], form, values, index)[0]
-  )
-  whole = sample(16, 3)
-  np.testing.assert_array_equal(sample(5, 3), whole[:5])
-  assert len(set(whole.tolist())) > 4  # rows differ
-  assert (sample(16, 4) != whole).any()  # so do indices
+
+  def sample(requests, index):
+    requests = np.asarray(requests, np.uint32)
+    index = np.full_like(requests, index)
+    given = z[: len(requests)], form, values, requests, index
+    return np.asarray(sampling.sample(*given)[0])
+
+  whole, order = sample(range(16), 3), [9, 2, 15, 0, 4]
+  np.testing.assert_array_equal(sample(order, 3), whole[order])
+  assert len(set(whole.tolist())) > 4  # requests differ
+  assert (sample(range(16), 4) != whole).any()  # so do indices
   form, values = setting(seed=1)
-  assert (sample(16, 3) != whole).any()  # and seeds
+  assert (sample(range(16), 3) != whole).any()  # and seeds
 
 
 def test_greedy_takes_the_lowest_of_a_tie():
   z = np.zeros((2, V), np.float32)
   z[0, [7, 31]] = 2
   form, values = setting(temperature=0.0, top_k=3)
-  token, logprob = sampling.sample(jnp.asarray(z), form, values, 0)
+  first = np.zeros(2, np.uint32)
+  token, logprob = sampling.sample(jnp.asarray(z), form, values, first, first)
   assert token.tolist() == [7, 0] and token.dtype == jnp.int32
   want = 2 - np.log(2 * np.exp(2) + V - 2), -np.log(V)
   np.testing.assert_allclose(logprob, want, rtol=1e-6)

@@ -220,7 +220,7 @@ def test_logits_are_capped():
 def test_padding_rows_stay_finite():
   model, data = model_of(), rows(2)
   data = data._replace(segments=np.zeros_like(data.segments))
-  run = jax.jit(lambda params: model(params, data)[0])
+  run = jax.jit(lambda params: model.features(params, data)[0])
   assert np.isfinite(run(randomised(model))).all()
 
 

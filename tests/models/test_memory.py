@@ -153,7 +153,7 @@ def test_names_of_the_decoder():
   def products(text):
     model = decoder.Decoder(config, memory.policy('attention', text))
     params = jax.eval_shape(model.init, jax.random.key(0))
-    total = lambda params: model(params, tokens)[0].sum()
+    total = lambda params: model.features(params, tokens)[0].sum()
     return str(jax.make_jaxpr(jax.grad(total))(params)).count('dot_general')
 
   every = products('residual=save')

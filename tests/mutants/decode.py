@@ -5,18 +5,18 @@ from mutants.mutation import Mutation
 TABLE = [
   Mutation(
     'cache_position',
-    'decode/loop.py',
-    'state.position + 1,',
-    'state.position,',
-    "all new tokens have the position of the prompt's last",
+    'models/decoder.py',
+    'length = jnp.maximum(cache.length, end.max(1))',
+    'length = jnp.maximum(cache.length, end.max())',
+    'after a prompt all rows are as long as the longest',
     'tests/decode/test_loop.py::test_a_row_is_what_it_is_alone',
   ),
   Mutation(
     'cache_slots',
-    'decode/step.py',
-    'cache = _shift(cache, model.pattern, length - lengths_B)',
-    'cache = _shift(cache, model.pattern, lengths_B)',
-    'prompts do not end in the slot before the first new token',
+    'models/mixers/slots.py',
+    'place = (row[i, 0], at * 0, at, at * 0)',
+    'place = (row[i, 0], at * 0, at * 0, at * 0)',
+    'every token is written into the first slot',
     'tests/decode/test_loop.py::test_a_row_is_what_it_is_alone',
   ),
   Mutation(
@@ -47,7 +47,7 @@ TABLE = [
   Mutation(
     'row_keys',
     'decode/sampling.py',
-    'return jax.vmap(jax.random.fold_in, (0, None))(one, index)',
+    'return jax.vmap(fold)(one, index_B)',
     'return one',
     'every token of a row is drawn with the same noise',
     'tests/decode/test_sampling.py::test_draws_have_the_exact_probabilities',
@@ -55,8 +55,8 @@ TABLE = [
   Mutation(
     'prefill_of_all_blocks',
     'models/mixers/slots.py',
-    'None if whole else order',
-    'order',
+    'mask, (segments,) * 2, impl=impl)',
+    'mask, (segments,) * 2, (ids.position,) * 2, impl=impl)',
     'a prompt attends to blocks that its mask hides',
     'tests/decode/test_step.py::test_full_attention_visits_a_triangle',
   ),

@@ -174,20 +174,12 @@ def _decode(batch, slots, quick, now):
 
   def program(params, cache):
     live = rows == 0
-    logits, cache = decode_step.advance(
-      model, params, cache, rows, rows + last, live
-    )
+    logits, cache = decode_step.advance(model, params, cache, rows, live)
     # The next call writes the same slot.
-    return logits, cache._replace(length=last)
+    return logits, cache._replace(length=rows + last)
 
   def start(key):
-    cache = model.init_cache(batch, slots)
-    order = jnp.broadcast_to(jnp.arange(slots), (batch, slots))
-    cache = cache._replace(
-      segments=0 * cache.segments + 1,
-      positions=cache.positions + order,
-      length=last,
-    )
+    cache = model.init_cache(batch, slots)._replace(length=rows + last)
     return model.unstack(model.init(key)), cache
 
   with build.use(built):

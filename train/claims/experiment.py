@@ -22,7 +22,9 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.decode import step as decode_step
 from paraxis.models import batch as batch_lib
+from paraxis.models.mixers import packed as packed_lib
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import hlo
@@ -332,21 +334,32 @@ def rows_of(tokens_BT, segments_BT, positions_BT) -> batch_lib.Batch:
 
 
 def stepped(model, params: dict, rows: batch_lib.Batch, first: int = 0):
-  """x_BTD of rows: `first` tokens at once, then one after the other."""
+  """x_BTD of rows: `first` tokens at once, then one after the other.
+
+  A request for each row: where a document begins it starts again. Of the first
+  tokens only those of the document that holds the last of them are read, the
+  features of others are 0.
+  """
   count, length = rows.tokens.shape
-  part = lambda at, n: jax.tree.map(
-    lambda x: jax.lax.dynamic_slice_in_dim(x, at, n, 1), rows
-  )
-  start, cache = None, model.init_cache(count, length)
+  start, cache = [], model.init_cache(count, length)
+  form, order = (packed_lib.Group(count, 1),), jnp.arange(first)
   if first:
-    cache = model.init_cache(count, first)
-    start, cache = model(params, part(0, first), cache)
-    cache = model.grow_cache(cache, length)
+    n = rows.positions[:, first - 1 : first] + 1
+    pick = lambda x, at: jnp.take_along_axis(x, at.clip(0, first - 1), 1)
+    tokens = pick(rows.tokens[:, :first], order + first - n)
+    x, cache = decode_step.prefill(model, params, tokens, n[:, 0], length)
+    x = pick(x, (order - first + n)[..., None])
+    start = [jnp.where((order >= first - n)[..., None], x, 0)]
 
-  def step(cache, at):
-    x, cache = model(params, part(at, 1), cache)
-    return cache, x[:, 0]
+  def one(cache, at):
+    token, segment, position = (
+      jax.lax.dynamic_slice_in_dim(x, at, 1, 1)
+      for x in (rows.tokens, rows.segments, rows.positions)
+    )
+    cache = cache._replace(length=position[:, 0])
+    packed = decode_step.rows(token, segment[:, 0] > 0, position[:, 0])
+    x, flight = model.step(params, cache, packed, form)
+    return model.commit(cache, flight, form, jnp.isfinite(x).all(-1)), x[:, 0]
 
-  _, x = jax.lax.scan(step, cache, jnp.arange(first, length))
-  x = x.swapaxes(0, 1)
-  return x if start is None else jnp.concatenate([start, x], 1)
+  _, x = jax.lax.scan(one, cache, jnp.arange(first, length))
+  return jnp.concatenate([*start, x.swapaxes(0, 1)], 1)

@@ -74,7 +74,7 @@ def log_p(made, context, text):
   t = len(ids) - 1
   data = batch.Batch(row(ids[:-1]), None, row([1] * t), row(range(t)), None, 1)
   with build.use(built):
-    score = jax.jit(lambda p: model.logits(p, model(p, data)[0]))
+    score = jax.jit(lambda p: model.logits(p, model.features(p, data)[0]))
     z_TV = np.asarray(score(params)[0], np.float64)
   table = z_TV - np.log(np.exp(z_TV).sum(-1, keepdims=True))
   return sum(table[i - 1, ids[i]] for i in range(len(context), len(ids)))

@@ -50,7 +50,7 @@ def gradients(blocks, params, **more):
   data = module_cases.batch.Batch(TOKENS, None, *see[:2], None, None)
 
   def loss(params):
-    z = model.logits(params, model(params, data)[0])
+    z = model.logits(params, model.features(params, data)[0])
     return (z**2).mean(), z
 
   grads, z = jax.jit(jax.grad(loss, has_aux=True))(params)

@@ -21,7 +21,9 @@ from paraxis.models import checks as model_checks
 from paraxis.models import decoder
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import latent as latent_attention
+from paraxis.models.mixers import packed
 from paraxis.models.mixers import rope
+from paraxis.models.mixers import slots
 
 pytestmark = pytest.mark.usefixtures('float64')
 
@@ -189,16 +191,20 @@ def test_latent_shards_equal_a_loop_over_them():
   run, w = module_cases.module(kind, config, 'A', 0.4)
   w['shares'] = np.array(SHARES)
   x = np.random.default_rng(4).normal(size=(1, T, D))
-  run, out = jax.jit(functools.partial(run, w)), []
+  out = []
   state = (np.zeros((1, g, T, R // g + P)),)
-  order = np.arange(T, dtype=np.int32)[None]
+  form, one = (packed.Group(1, 1),), np.ones((1, 1), np.int32)
+
+  @jax.jit
+  def decode(x, at, state):
+    plan = packed.plan(form, packed.Packed(one, 0 * one, at), at[0])
+    see = attention.Visibility(one, at, plan=plan)
+    y, flight, _ = run(w, x, see, state)
+    keep = jnp.isfinite(y).all(-1)
+    return y, slots.write(form, 1, *state, *flight, keep, *plan.arrays)
+
   for t in range(T):
-    here = slice(t, t + 1)
-    see = attention.Visibility(
-      np.ones((1, 1), np.int32), order[:, here], jnp.int32(t),
-      (order <= t).astype(np.int32), order,
-    )  # fmt: skip
-    y, state, _ = run(x[:, here], see, state)
+    y, state = decode(x[:, t : t + 1], t * one, state)
     out.append(y[0, 0])
   each, a = R // g, np.arange(T)[:, None] * rope.frequencies(config, P)[0]
   rotate = lambda y: np.concatenate([

@@ -126,7 +126,7 @@ def test_the_covariance_is_that_of_latents():
   for groups in (1, 4):
     _, cache = prefill(model_of(groups=groups), params(), tokens(2))
     found = latent_rotation.covariance(
-      cache.states[0][0], cache.segments, value('latent_norm')
+      cache.states[0][0], cache.length, value('latent_norm')
     )
     np.testing.assert_allclose(found, n.T @ n / len(n), atol=1e-12)
 

@@ -14,10 +14,12 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.decode import step
 from paraxis.models import batch as batch_lib
 from paraxis.models import checks as model_checks
 from paraxis.models import decoder
 from paraxis.models import layer
+from paraxis.models.mixers import packed
 from paraxis.models.mixers import protocol as mixer
 
 pytestmark = pytest.mark.usefixtures('float64')
@@ -72,7 +74,7 @@ def farthest(a, b):
 
 def packed_gap(model, params):
   """The largest difference of a packed document from the document alone."""
-  run = jax.jit(lambda batch: model(params, batch)[0])
+  run = jax.jit(lambda batch: model.features(params, batch)[0])
   ids, lengths = tokens(1), (7, 1, 9)
   rows = run(batch(ids, module_cases.see_of((lengths,), T)))
   gaps, first = [], 0
@@ -130,17 +132,23 @@ def test_prefill_and_steps_are_one_pass(kind):
 
 
 @pytest.mark.parametrize('kind', LETTERS + 'W')
-def test_prefill_in_chunks_is_one_pass(kind):
-  """Documents begin within chunks; every array of the states is needed."""
+def test_prompts_in_chunks_are_one_pass(kind):
+  """Of 9, 1 and 10 tokens; every array of the states is needed."""
   model, params = made(kind)
   loose, ids = model.unstack(params), tokens(3)
-  see = module_cases.see_of(((4, 16), (9, 11), (13, 7)), T)
-  full = jax.jit(lambda: model(params, batch(ids, see))[0])()
-  run = jax.jit(lambda cache, batch: model(loose, batch, cache))
-  parts = [
-    batch(ids[:, first:last], [x[:, first:last] for x in see[:2]])
-    for first, last in ((0, 9), (9, 10), (10, T))
-  ]
+  rows = batch(ids, module_cases.see_of([(T,)] * 3, T))
+  full = jax.jit(lambda: model.features(params, rows)[0])()
+
+  @jax.jit
+  def run(cache, part):
+    form = (packed.Group(*part.shape),)
+    first = cache.length
+    x, flight = model.step(
+      loose, cache, step.rows(part, first * 0 + part.shape[1], first), form
+    )
+    return x, model.commit(cache, flight, form, jnp.isfinite(x).all(-1))
+
+  parts = ids[:, :9], ids[:, 9:10], ids[:, 10:]
   found, caches = [], [model.init_cache(3, T)]
   for part in parts:
     x, cache = run(caches[-1], part)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.configs import schema
+from paraxis.decode import step
 from paraxis.models import build
 from paraxis.models import decoder
 from paraxis.models.mixers import latent as latent_attention
@@ -45,8 +46,10 @@ def _rotated(model, params, text, **latent):
   config = dataclasses.replace(model.config, latent=own)
   loose, cache = jax.jit(model.unstack)(params), None
   if text is not None:
-    empty = model.init_cache(*text.tokens.shape)
-    cache = jax.jit(lambda p: model(p, text, empty)[1])(loose)
+    lengths, slots = (text.segments > 0).sum(1), text.tokens.shape[1]
+    cache = jax.jit(
+      lambda p: step.prefill(model, p, text.tokens, lengths, slots)[1]
+    )(loose)
   return decoder.Decoder(config), latent_rotation.rotated(loose, config, cache)
 
 
@@ -61,7 +64,7 @@ def decoding_is_exact(run, *, cases, length, within):
     model = decoder.Decoder(experiment.fields(schema.Config(), TINY).model)
     params = experiment.random_parameters(model)
     rows = experiment.documents(2, length, VOCABULARY)
-    want = jax.jit(lambda p: model(p, rows)[0])(params)
+    want = jax.jit(lambda p: model.features(p, rows)[0])(params)
     for case in cases:
       changed, rotated = _rotated(model, params, rows, **case)
       steps = functools.partial(experiment.stepped, changed)

@@ -264,7 +264,7 @@ def mlp_beside_experts(run, *, tokens, within):
     }
 
     def logits(model, params):
-      return model.logits(params, model(params, batch)[0])
+      return model.logits(params, model.features(params, batch)[0])
 
     def both(run):
       def call(params):

@@ -73,7 +73,7 @@ def _decoded(model, params, documents, prompts):
   at = np.array(prompts)
   while (live := at < lengths).any():
     token = tokens[np.arange(len(at)), np.minimum(at, most - 1)]
-    z, cache = advance(cache, *map(jnp.asarray, (token, at, live)))
+    z, cache = advance(cache, *map(jnp.asarray, (token, live)))
     for row in np.flatnonzero(live):
       found[row].append(np.asarray(z[row]))
     at = at + live
@@ -83,7 +83,7 @@ def _decoded(model, params, documents, prompts):
 def _one_pass(model, params, documents):
   """Logits of every document: (of all packed into one row, of each alone)."""
   ends = np.cumsum([len(d) for d in documents])
-  run = jax.jit(lambda b: model.logits(params, model(params, b)[0])[0])
+  run = jax.jit(lambda b: model.logits(params, model.features(params, b)[0])[0])
   one = lambda some: np.asarray(run(_rows(some, ends[-1] + 3)))
   alone = [one([d])[: len(d)] for d in documents]
   return np.split(one(documents)[: ends[-1]], ends[:-1]), alone
@@ -190,7 +190,9 @@ def _seen(model, length):
   other = (tokens[at, at] + 1) % model.config.vocab_size
   rows = jax.tree.map(lambda x: jnp.repeat(x, length + 1, 0), rows)
   rows = rows._replace(tokens=tokens.at[at, at].set(other))
-  x_BTD = np.asarray(jax.jit(lambda p, rows: model(p, rows)[0])(params, rows))
+  x_BTD = np.asarray(
+    jax.jit(lambda p, rows: model.features(p, rows)[0])(params, rows)
+  )
   return (x_BTD[:-1] != x_BTD[-1]).any(-1).T
 
 

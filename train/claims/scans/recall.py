@@ -52,7 +52,7 @@ SMALL = {
 
 def right(model, task, params, batch):
   """(n,) shares of the answers that are the most likely tokens."""
-  x_BTD, _ = model(params, batch)
+  x_BTD, _ = model.features(params, batch)
   hit_BT = model.logits(params, x_BTD).argmax(-1) == batch.targets
   return task.right(hit_BT, batch)
 

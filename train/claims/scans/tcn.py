@@ -135,7 +135,7 @@ def streams_as_a_whole(run, *, own, length, prompts, within):
     model, params = _random(_tcn(own))
     rows = experiment.documents(2, length, VOCABULARY)
     loose = model.unstack(params)
-    want = jax.jit(lambda p: model(p, rows)[0])(params)
+    want = jax.jit(lambda p: model.features(p, rows)[0])(params)
     for first in prompts:
       steps = functools.partial(experiment.stepped, model, first=first)
       found[first] = experiment.gap(jax.jit(steps)(loose, rows), want)
@@ -182,7 +182,7 @@ def _products(model, length):
   shape = jax.ShapeDtypeStruct((1, length), jnp.int32)
   rows = batch_lib.Batch(shape, None, shape, shape, None, None)
   params = jax.eval_shape(made.init, jax.random.key(0))
-  run = lambda p, rows: made(p, rows)[0]
+  run = lambda p, rows: made.features(p, rows)[0]
   return flops.count(run, params, rows).total / length
 
 

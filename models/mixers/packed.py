@@ -1,0 +1,191 @@
+"""Tokens of one step of decoding: whose they are, and what they may see.
+
+A step reads the cache and writes nothing. Its tokens are in flight: keys,
+values and states of theirs are returned, and a commit keeps any of them. So a
+prompt, a part of one, the next token, a chain of drafts and a tree of them are
+the same step. The slot of a token is its position: what is not kept was never
+written, and the kept path of a tree is in place.
+
+A token sees the committed tokens of its request, and of those in flight the
+ones of its own lane that
+
+    order <= its own,  group in (0, its own),  bit `node` of its ancestors
+
+allow, a window by positions. A form says what is compiled: groups of lanes. In
+an `own` group lane i is row i of the cache, which is read in place; a lane of
+another group says whose it is, and its row is copied out.
+
+Legend: R rows of the cache (requests), n lanes, C tokens of a lane, T tokens.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from paraxis.configs.base import errors
+from paraxis.sharding import annotate
+
+FEW = 8  # tokens of a lane; of more, attention runs blockwise
+TREE = ('order', 'group', 'node', 'ancestors')
+
+
+class Group(NamedTuple):
+  """Static: `count` lanes of `width` tokens.
+
+  own: lane i is row i of the cache, for all rows. fresh: nothing of these
+  requests is committed, and their positions begin at 0. each: recurrences
+  return their state after every token, not after the last one alone. tree:
+  `TREE` says what is seen; else a lane's positions are consecutive, its
+  padding comes last, and a token sees those before it.
+  """
+
+  count: int
+  width: int
+  own: bool = True
+  fresh: bool = False
+  each: bool = False
+  tree: bool = False
+
+
+Form = tuple[Group, ...]
+
+
+class Packed(NamedTuple):
+  """The tokens: (n, C) each, if the form has one group; else (T, 1), its lanes
+  one after the other.
+
+  token: valid ids everywhere. request: row of the cache, R or more: padding.
+  position: of the token in its request, its slot. order, group: int32; node:
+  0 .. 31, 0: of no tree; ancestors: uint32, bit i: sees node i; all four only
+  for a form with trees.
+  """
+
+  token: Any
+  request: Any
+  position: Any
+  order: Any = None
+  group: Any = None
+  node: Any = None
+  ancestors: Any = None
+
+
+class Ids(NamedTuple):
+  """What a layer reads of every token; as `Packed`.
+
+  valid: bool. row: of the cache, also of padding. length: committed tokens of
+  its request.
+  """
+
+  valid: Any
+  position: Any
+  row: Any
+  length: Any
+  order: Any = None
+  group: Any = None
+  node: Any = None
+  ancestors: Any = None
+
+
+class Plan(NamedTuple):
+  """A step's form and ids, as layers read them."""
+
+  form: Form
+  ids: Ids
+
+  @property
+  def arrays(self):
+    """Those of `ids` that there are, for a manual region."""
+    return tuple(x for x in self.ids if x is not None)
+
+  @property
+  def names(self):
+    """Their logical names."""
+    return (('batch', None),) * len(self.arrays)
+
+
+def plan(form: Form, packed: Packed, length_R: jax.Array) -> Plan:
+  """Ids of the tokens, and UserError if the form cannot be run.
+
+  Args:
+    length_R: committed tokens of each row of the cache.
+  """
+  rows, own = length_R.shape[0], len(form) == 1 and form[0].own
+  _check(form, packed, rows)
+  valid = packed.request < rows
+  row = jnp.where(valid, packed.request, 0)
+  if own:  # sharded as the rows of the cache are
+    length = jnp.broadcast_to(length_R[:, None], valid.shape)
+  else:
+    length = length_R[row]
+  tree = [getattr(packed, name) for name in TREE]
+  return Plan(form, Ids(valid, packed.position, row, length, *tree))
+
+
+def _check(form, packed, rows):
+  says = f'a step of {len(form)} groups of lanes over {rows} cache rows'
+  for group in form:
+    if group.own and group.count != rows:
+      raise errors.UserError(
+        f'{says}: an own group has {group.count} lanes, it needs one a row.'
+      )
+  if annotate.shards('batch') > 1 and not (len(form) == 1 and form[0].own):
+    raise errors.UserError(
+      f'{says}: the mesh has {annotate.shards("batch")} shards of rows, and '
+      'only lanes that are the rows, in order, can be sharded with them: take '
+      'data=1 and fsdp=1, or one own group.'
+    )
+  size = sum(g.count * g.width for g in form)
+  shape = (form[0].count, form[0].width) if len(form) == 1 else (size, 1)
+  trees = any(g.tree for g in form)
+  wrong = [
+    f'{name} {getattr(x, "shape", None)}'
+    for name, x in packed._asdict().items()
+    if (x is None) != (name in TREE and not trees)
+    or (x is not None and x.shape != shape)
+  ]
+  if wrong:
+    raise errors.UserError(
+      f'{says}: expected arrays {shape}, and {"" if trees else "no "}'
+      f'{", ".join(TREE)}; given are {", ".join(wrong)}.'
+    )
+
+
+def lanes(form: Form, *trees):
+  """[(Group, then of each tree its (n, C, ...) arrays of that group)].
+
+  Args:
+    trees: of arrays laid out as `Packed`, or None.
+  """
+  if len(form) == 1:
+    return [(form[0], *trees)]
+  out, at = [], 0
+  for group in form:
+    cut = functools.partial(_cut, at, group)
+    out.append((group, *(jax.tree.map(cut, tree) for tree in trees)))
+    at += group.count * group.width
+  return out
+
+
+def _cut(at, group, x):
+  n, c = group.count, group.width
+  return _reshape(x[at : at + n * c], n, c)
+
+
+def join(form: Form, parts):
+  """Arrays (n, C, ...) of the groups, laid out as `Packed`."""
+  if len(form) == 1:
+    return parts[0]
+  return jnp.concatenate(
+    [_reshape(x, x.shape[0] * x.shape[1], 1) for x in parts]
+  )
+
+
+def _reshape(x, n, c):
+  """x, whose tokens no mesh axis shards, with its first dimensions (n, c)."""
+  laid = None
+  if annotate.mode() == 'explicit' and annotate.sizes():
+    sharding = jax.typeof(x).sharding
+    laid = sharding.update(spec=jax.P(None, None, *sharding.spec[2:]))
+  return jax.lax.reshape(x, (n, c, *x.shape[2:]), out_sharding=laid)
