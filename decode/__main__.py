@@ -13,8 +13,10 @@ import sys
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.configs.base.decode import METHODS
 
 _SAMPLING = ('max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'seed')
+_METHOD = ('method', 'drafts', 'draft_layers', 'judge')
 
 
 def _say(line):
@@ -103,6 +105,10 @@ def _print(results, domains, prompts):
 
 def _decode(options, overrides, _):
   """options: flags. overrides: {'section.field': value} of --config.x.y=."""
+  if options.methods:
+    for name, (drafts, claim) in METHODS.items():
+      print(f'{name:16} drafts {drafts}: {claim}')
+    return errors.EXIT_OK
   require_one(options.checkpoint, options.weights)
   prompts = texts = _prompts(options)
   if options.calibration_file is not None:
@@ -115,7 +121,7 @@ def _decode(options, overrides, _):
     config = schema.view(config)
     chosen = {
       name: options[name].value
-      for name in _SAMPLING
+      for name in _SAMPLING + _METHOD
       if options[name].value is not None
     }
     made = checkpoint.generator(config, options.mesh, len(prompts), texts)
@@ -135,8 +141,15 @@ def _decode(options, overrides, _):
   finally:
     if live:
       print()
+  made_tokens = sum(len(r['tokens']) - 1 for r in results)
+  calls = sum(r['calls'] for r in results)
+  if config.decode.method != 'autoregressive' or options.method:
+    _say(
+      f'{made_tokens} tokens after the first in {calls} calls of the model, '
+      f'{made_tokens / max(calls, 1):.2f} a call'
+    )
   if options.json:
-    keys = ('prompt', 'text', 'tokens', 'finish')
+    keys = ('prompt', 'text', 'tokens', 'finish', 'calls')
     samples = [
       dict(domain=d, **{k: r[k] for k in keys})
       for r, d in zip(results, domains, strict=True)
@@ -184,10 +197,17 @@ COMMAND = command_line.Command(
      'keep tokens at least this likely relative to the best; 0: all'),
     (int, 'seed=N', None, 'random seed for sampling'),
     ('several', 'stop=TEXT', [], 'end before this text; may be repeated'),
+    'Methods: several tokens a call of the model',
+    (str, 'method=NAME', None, 'of the list that --methods prints'),
+    (bool, 'methods', False, 'print them, and what is held true of each'),
+    (int, 'drafts=N', None, 'tokens that are drafted for a call'),
+    (int, 'draft_layers=N', None, 'speculative: layers that draft'),
+    (str, 'judge=NAME', None,
+     'replay: the text of decoding one by one; rejection: its distribution'),
     'Output and devices',
     (bool, 'json', False,
      'print one JSON object: step, samples (prompt, domain, text, tokens, '
-     'finish: length, end or stop)'),
+     'finish: length, end or stop; calls: of the model after the prompt)'),
     (str, 'mesh=AXIS=N,...', '',
      "replaces the run's mesh, e.g. --mesh=data=2,tensor=4"),
     ('count', 'devices=N', 0,

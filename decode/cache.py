@@ -25,21 +25,18 @@ def rollback(model, cache, length_R, before=None):
   Raises:
     UserError: a layer keeps one state, and there is no `before`.
   """
-  states = list(cache.states)
-  for i, kind in enumerate(model.pattern):
-    own = layer.MIXERS[kind[0]].capabilities
-    if own.slots and not own.recurs:
-      continue
-    if before is None:
-      raise errors.UserError(
-        f'layer {i} (kind {kind[0]}) keeps one state a request, which its '
-        'newest token has changed: a rollback needs the cache of before, or a '
-        'step that keeps the state of each token (packed.Group.each).'
-      )
-    if own.recurs:
-      states[i] = before.states[i][0], cache.states[i][1]
-    else:
-      states[i] = before.states[i]
+  states = []
+  for i, (kind, state) in enumerate(_states(model, cache)):
+    memory, slots = _split(kind, state)
+    if memory is not None:
+      if before is None:
+        raise errors.UserError(
+          f'layer {i} (kind {kind[0]}) keeps one state a request, which its '
+          'newest token has changed: a rollback needs the cache of before, or '
+          'a step that keeps the state of each token (packed.Group.each).'
+        )
+      memory, _ = _split(kind, before.states[i])
+    states.append(_joined(kind, memory, slots))
   return cache._replace(
     states=tuple(states), length=jnp.minimum(cache.length, length_R)
   )
@@ -52,13 +49,54 @@ def evict(model, cache, rows_R: jax.Array):
   some multiply it by 0, which a number that is not finite survives.
   """
   clear = lambda x: mixer.rows_where(rows_R, jnp.zeros_like(x), x)
-  states = list(cache.states)
-  for i, kind in enumerate(model.pattern):
-    own = layer.MIXERS[kind[0]].capabilities
-    if own.recurs:
-      memory, slots = cache.states[i]
-      states[i] = jax.tree.map(clear, memory), slots
-    elif not own.slots:
-      states[i] = jax.tree.map(clear, cache.states[i])
+  states = []
+  for kind, state in _states(model, cache):
+    memory, slots = _split(kind, state)
+    states.append(_joined(kind, jax.tree.map(clear, memory), slots))
   length = jnp.where(rows_R, 0, cache.length)
   return cache._replace(states=tuple(states), length=length)
+
+
+def recurrent(model, cache):
+  """States of the layers that keep one a row."""
+  return [_split(kind, state)[0] for kind, state in _states(model, cache)]
+
+
+def after(model, before, cache, kept, n_B):
+  """`cache` after the first n_b of several steps of one token.
+
+  Args:
+    before: decoder.Cache before them; cache: after all.
+    kept: `recurrent` after each of them, stacked.
+    n_B: int32, steps that row b keeps.
+  """
+  states = []
+  pairs = zip(_states(model, before), _states(model, cache), kept, strict=True)
+  for (kind, old), (_, new), each in pairs:
+    memory, _ = _split(kind, old)
+    _, slots = _split(kind, new)
+    for c in range(len(jax.tree.leaves(each)[0]) if memory is not None else 0):
+      memory = jax.tree.map(
+        lambda x, y, c=c: mixer.rows_where(n_B > c, y[c], x), memory, each
+      )
+    states.append(_joined(kind, memory, slots))
+  return cache._replace(states=tuple(states), length=before.length + n_B)
+
+
+def _states(model, cache):
+  return list(zip(model.pattern, cache.states, strict=True))
+
+
+def _split(kind, state):
+  """(what is of one size or None, slots or None)."""
+  own = layer.MIXERS[kind[0]].capabilities
+  if own.recurs:
+    return state
+  return (None, state) if own.slots else (state, None)
+
+
+def _joined(kind, memory, slots):
+  own = layer.MIXERS[kind[0]].capabilities
+  if own.recurs:
+    return memory, slots
+  return slots if own.slots else memory

@@ -1,25 +1,16 @@
 """From prompts to text: one prefill, then one compiled loop for all tokens.
 
-    state = start(prompts)                             first token
-    while made < limit and not all done:               on the device
-      logits, cache = advance(last token)
-      token = sample(logits)
-
-The loop returns to the host every `CHUNK` tokens when streaming or looking for
-stop strings, else once. `limit` and the sampling values are arguments: all
-chunks, seeds and temperatures run the same program. Prompt lengths and token
-counts are rounded up to buckets, so few programs are compiled. A row whose
-logits are not finite ends there, and the host raises an error for it: a token
-drawn from NaN would look like any other.
-
-Cost: each token reads every parameter and the row's cache once.
-Legend: B rows, T prompt tokens, S cache slots, M new tokens, V vocabulary.
+The loop (program.py) returns to the host every `CHUNK` tokens when streaming or
+looking for stop strings, else once. `limit` and the sampling values are
+arguments: all chunks, seeds and temperatures run the same program. Prompt
+lengths and token counts are rounded up to buckets, so few programs are
+compiled. The host raises an error for a row whose logits were not finite.
 """
 
 import dataclasses
 import functools
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +18,8 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.decode import methods
+from paraxis.decode import program
 from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.decode import transcript
@@ -36,25 +29,6 @@ from paraxis.sharding import annotate
 from paraxis.sharding.meter import compiling
 
 CHUNK = 16  # tokens between two looks of the host
-
-
-class DecodeState(NamedTuple):
-  """The loop's carry.
-
-  cache: decoder.Cache. token: (B,) int32, last tokens, which are not yet in the
-  cache. done: (B,) rows that have ended. broken: (B,) int32, number
-  of the new token whose logits were not finite, -1: none. made: () tokens made
-  per row. tokens: (B, M) int32, -1 where a row had ended. logprobs: (B, M)
-  float32.
-  """
-
-  cache: Any
-  token: Any
-  done: Any
-  broken: Any
-  made: Any
-  tokens: Any
-  logprobs: Any
 
 
 def bucket(n):
@@ -107,10 +81,17 @@ class Generator:
     jit = functools.partial(jax.jit, compiler_options=compiling.options())
     with build.use(built):
       self._params = jit(self._prepare)(params)
-    self._start = jit(self._begin, static_argnames=('form', 'slots', 'new'))
-    self._run = jit(
-      self._loop, static_argnames=('form',), donate_argnames=('state',)
+    made = program.Program(self._model, self._ends)
+    self._start = jit(
+      made.begin, static_argnames=('method', 'static', 'slots', 'new')
     )
+    self._run = jit(
+      made.loop,
+      static_argnames=('method', 'static'),
+      donate_argnames=('state',),
+    )
+    # Programs are compiled for a method, the object.
+    self._method = functools.cache(functools.partial(methods.of, self._model))
 
   def _prepare(self, params):
     """One array per layer; what every use casts is cast once, here."""
@@ -121,66 +102,9 @@ class Generator:
     }
     return model.unstack(cast)
 
-  def _begin(self, params, tokens_BT, lengths_B, values, form, slots, new):
-    """Prefill and the first token -> (DecodeState, what the host reads)."""
-    x, cache = step.prefill(self._model, params, tokens_BT, lengths_B, slots)
-    logits = self._model.logits(params, step.last(x, lengths_B))[:, 0]
-    rows = tokens_BT.shape[0]
-    fill = lambda value, dtype: annotate.put(
-      jnp.full((rows, new), value, dtype), ('batch', None)
-    )
-    empty = DecodeState(
-      cache,
-      jnp.zeros_like(lengths_B),
-      lengths_B == 0,
-      jnp.full_like(lengths_B, -1),
-      jnp.int32(0),
-      fill(-1, jnp.int32),
-      fill(0, jnp.float32),
-    )
-    state = self._take(empty, logits, values, form)
-    return state, _for_host(state)
-
-  def _take(self, state, logits_BV, values, form):
-    """Draws every row's next token and writes it down."""
-    z = annotate.put(logits_BV, sampling.ROWS)
-    bad = ~state.done & ~jnp.all(jnp.isfinite(z), -1)
-    rows = jnp.arange(len(z), dtype=jnp.uint32)
-    index = jnp.full_like(rows, state.made)
-    token, logprob = sampling.sample(z, form, values, rows, index)
-    done = state.done | bad
-    write = functools.partial(
-      jax.lax.dynamic_update_slice_in_dim, start_index=state.made, axis=1
-    )
-    kept = jnp.where(done, -1, token)
-    logprob = jnp.where(done, 0, logprob)
-    return DecodeState(
-      state.cache,
-      jnp.where(done, 0, token),
-      done | jnp.isin(token, jnp.asarray(self._ends, jnp.int32)),
-      jnp.where(bad, state.made, state.broken),
-      state.made + 1,
-      write(state.tokens, kept[:, None]),
-      write(state.logprobs, logprob[:, None]),
-    )
-
-  def _loop(self, params, state, values, limit, stopped_B, form):
-    """Tokens until `limit` are made or every row has ended."""
-
-    def more(state):
-      return (state.made < limit) & ~jnp.all(state.done)
-
-    def body(state):
-      logits, cache = step.advance(
-        self._model, params, state.cache, state.token, ~state.done
-      )
-      return self._take(state._replace(cache=cache), logits, values, form)
-
-    state = state._replace(done=state.done | stopped_B)
-    state = jax.lax.while_loop(more, body, state)
-    return state, _for_host(state)
-
-  def generate(self, prompts, domains=None, stop=(), on_text=None, **options):
+  def generate(
+    self, prompts, domains=None, stop=(), on_text=None, **options
+  ) -> list[dict[str, Any]]:
     """Continues every prompt.
 
     Args:
@@ -191,12 +115,14 @@ class Generator:
       on_text: called as on_text(row, piece) with new text, about every 16
         tokens.
       **options: fields of configs.schema.Decode that replace the defaults:
-        max_new_tokens, temperature, top_k, top_p, min_p, seed.
+        max_new_tokens, temperature, top_k, top_p, min_p, seed; method, drafts,
+        draft_layers, judge (decode/methods.py).
 
     Returns:
       list of dict: prompt, text, tokens (ids of the text), logprobs (natural,
       of the model, before temperature and filters), finish: 'length', 'end'
-      (end token) or 'stop' (stop string).
+      (end token) or 'stop' (stop string), calls: of the model after the prompt,
+      rejected and unread tokens included.
 
     Raises:
       UserError: an option out of range, an unknown domain, an id outside the
@@ -208,6 +134,10 @@ class Generator:
       {'decode': dataclasses.asdict(self.config) | options}
     ).decode
     form, values = sampling.check(config, self._model.config.vocab_size)
+    method = self._method(
+      config.method, config.drafts, config.draft_layers, config.judge
+    )
+    static = program.Static(form, config.judge)
     if not all(stop):
       raise errors.UserError('an empty stop string would end all rows at once.')
     ids = self._encode(prompts, domains or [None] * len(prompts))
@@ -221,22 +151,26 @@ class Generator:
       tokens_BT, lengths_B = self._place(ids, length)
       new = min(bucket(limit), slots - length)
       state, seen = self._start(
-        self._params, tokens_BT, lengths_B, values, form, slots, new
+        self._params, tokens_BT, lengths_B, values, method, static, slots, new
       )
-      made = _read(seen, rows, 0, on_text)
+      made = _read(seen, rows, [0] * len(rows), on_text)
       chunk = CHUNK if stop or on_text else limit
-      while made < limit and not all(r.finish for r in rows):
+      while least := [
+        n for n, r in zip(made, rows, strict=True) if not r.finish
+      ]:
         ended = [bool(r.finish) for r in rows]
         ended += [True] * (lengths_B.shape[0] - len(rows))
         state, seen = self._run(
           self._params,
           state,
           values,
-          np.int32(min(limit, made + chunk)),
+          np.int32(min(limit, min(least) + chunk)),
           step.put(np.array(ended), self.built.mesh),
-          form,
+          method,
+          static,
         )
         made = _read(seen, rows, made, on_text)
+    calls = jax.device_get(seen[-1])
     return [
       dict(
         prompt=prompt,
@@ -244,8 +178,9 @@ class Generator:
         tokens=r.tokens,
         logprobs=r.logprobs,
         finish=r.finish,
+        calls=int(n),
       )
-      for prompt, r in zip(prompts, rows, strict=True)
+      for prompt, r, n in zip(prompts, rows, calls, strict=False)
     ]
 
   def _encode(self, prompts, domains):
@@ -303,24 +238,19 @@ class Generator:
     return tokens_BT, lengths_B
 
 
-def _for_host(state):
-  """Copies that every process can read: tokens, logprobs, broken, made."""
-  whole = lambda x: annotate.put(x, (None,) * x.ndim)
-  return *map(whole, (state.tokens, state.logprobs, state.broken)), state.made
-
-
 def _read(seen, rows, before, on_text):
-  """Gives the rows their tokens from number `before` on; -> tokens made.
+  """Gives the rows their tokens from number before[row] on; -> [tokens made].
 
   IntegrityError, after that, if a row's logits were not finite before it ended.
   """
-  tokens_BM, logprobs_BM, broken_B, made = jax.device_get(seen)
+  tokens_BM, logprobs_BM, broken_B, made_B, _ = jax.device_get(seen)
   bad = []
   for i, row in enumerate(rows):
     if not row.finish:
-      end = made if broken_B[i] < 0 else broken_B[i]
-      row.extend(tokens_BM[i, before:end], logprobs_BM[i, before:end])
-      if end < made and not row.finish:
+      end = made_B[i]
+      new = slice(before[i], end)
+      row.extend(tokens_BM[i, new], logprobs_BM[i, new])
+      if broken_B[i] >= 0 and not row.finish:
         row.finish = 'broken'
         bad.append((int(end), i))
       if on_text and (piece := row.fresh()):
@@ -332,4 +262,4 @@ def _read(seen, rows, before, on_text):
       f'and new tokens count from 0; {len(bad)} of {len(rows)} rows): the '
       'parameters are damaged, or numbers overflow in model.dtype.'
     )
-  return int(made)
+  return made_B[: len(rows)].tolist()

@@ -10,6 +10,7 @@ Tokens that tie with the last one kept are kept too, so a filter never depends
 on the order of the vocabulary. Temperature 0 is greedy; ties go to the lowest
 id. Request r draws its i-th new token with the key fold_in(fold_in(key(seed),
 r), i): neither its row, nor other requests, nor the mesh change what it draws.
+Other draws at that place have a third number folded in, their purpose.
 
 Cost: top-k and top-p find their threshold by bisection over the bits of the
 logits: 32 sums over the vocabulary, exact, no sort. Drawing is one Gumbel
@@ -137,21 +138,32 @@ def filtered(logits_BV, form, values):
   return z
 
 
-def keys(seed, request_B, index_B):
-  """Keys (B,) of new token number index_b of request request_b, both uint32."""
+def keys(seed, request_B, index_B, purpose=0):
+  """Keys (B,) of new token number index_b of request request_b, both uint32.
+
+  purpose: 0: of the token itself; else of another draw at its place.
+  """
   fold = jax.random.fold_in
   one = jax.vmap(fold, (None, 0))(jax.random.key(seed), request_B)
-  return jax.vmap(fold)(one, index_B)
+  one = jax.vmap(fold)(one, index_B)
+  return jax.vmap(fold, (0, None))(one, purpose) if purpose else one
 
 
-def sample(logits_BV, form, values, request_B, index_B):
+def gumbel(shape_BV, values, request_B, index_B, purpose=0):
+  """Noise (B, V) float32 whose maximum beside log probabilities is a draw."""
+  noise = jax.vmap(lambda k: jax.random.gumbel(k, shape_BV[1:], jnp.float32))
+  g = noise(keys(values.seed, request_B, index_B, purpose))
+  return annotate.put(g, ROWS)
+
+
+def sample(logits_BV, form, values, request_B, index_B, purpose=0):
   """The next token of every row, and how likely the model finds it.
 
   Args:
     logits_BV: at least float32, laid out in any way.
     form, values: as `check` returns them.
     request_B: uint32, numbers of the requests.
-    index_B: uint32, of the new token, from 0.
+    index_B: uint32, of the new token, from 0. purpose: as of `keys`.
 
   Returns:
     (token_B int32, logprob_B float32: log softmax(logits) of it, before
@@ -161,10 +173,13 @@ def sample(logits_BV, form, values, request_B, index_B):
   if form.greedy:
     token = jnp.argmax(z, -1).astype(jnp.int32)
   else:
-    noise = jax.vmap(lambda k: jax.random.gumbel(k, z.shape[1:], jnp.float32))
-    g = annotate.put(noise(keys(values.seed, request_B, index_B)), ROWS)
+    g = gumbel(z.shape, values, request_B, index_B, purpose)
     token = jnp.argmax(filtered(z, form, values) + g, -1).astype(jnp.int32)
-  here = jnp.arange(z.shape[1], dtype=jnp.int32) == token[:, None]
-  chosen = jnp.sum(jnp.where(here, z, 0), -1)
-  logprob = chosen - jax.nn.logsumexp(z, -1)
-  return token, logprob.astype(jnp.float32)
+  return token, logprob(z, token)
+
+
+def logprob(z_BV, token_B):
+  """log softmax(z) of a token, float32."""
+  here = jnp.arange(z_BV.shape[1], dtype=jnp.int32) == token_B[:, None]
+  chosen = jnp.sum(jnp.where(here, z_BV, 0), -1)
+  return (chosen - jax.nn.logsumexp(z_BV, -1)).astype(jnp.float32)

@@ -144,6 +144,29 @@ def last(x_BTD, lengths_B):
   return jnp.sum(jnp.where(here, x_BTD, 0), 1, keepdims=True)
 
 
+def chain(count, width):
+  """packed.Form of a chain of tokens in every row; its first ones are kept."""
+  return (packed_lib.Group(count, width, each=width > 1),)
+
+
+def extend(model, params, cache, token_B, drafts, live_B):
+  """Logits after the last token of every row and after each of its drafts.
+
+  Args:
+    model, params: as for `prefill`.
+    cache: decoder.Cache, without these tokens.
+    token_B: int32. drafts: judges.Drafts. live_B: bool.
+
+  Returns:
+    (z (B, C + 1, V), decoder.Flight of the form `chain`).
+  """
+  tokens = jnp.concatenate([token_B[:, None], drafts.tokens], 1)
+  packed = rows(tokens, jnp.where(live_B, 1 + drafts.count, 0), cache.length)
+  form = chain(*tokens.shape)
+  x, flight = model.step(params, cache, packed, form)
+  return model.logits(params, x), flight
+
+
 def advance(model, params, cache, token_B, live_B):
   """Feeds the next token of every row -> (logits_BV, cache).
 

@@ -1,14 +1,27 @@
-"""Fields of sampling."""
+"""Fields of decoding, and the methods that there are."""
 
 import dataclasses
 
 from paraxis.configs.base.field import MOST_LENGTH
 from paraxis.configs.base.field import field
 
+# Name -> (what drafts, what is held true of its text).
+METHODS = {
+  'autoregressive': ('nothing, a token a call', 'the reference'),
+  'prompt_lookup': (
+    'the tokens that followed the last ones earlier in the text',
+    'lossless, with either judge',
+  ),
+  'speculative': (
+    'the first draft_layers layers of the model',
+    'lossless, with either judge',
+  ),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-  """Sampling."""
+  """Sampling, and methods of decoding."""
 
   max_new_tokens: int = field(64, 'tokens after the prompt', low=1)
   temperature: float = field(0.7, 'softmax temperature; 0: greedy', low=0.0)
@@ -18,6 +31,25 @@ class Decode:
     0.0, 'keep tokens this likely relative to the best', low=0.0, high=1.0
   )
   seed: int = field(0, 'random seed of sampling', low=0)
+  method: str = field(
+    'autoregressive',
+    'what drafts tokens that one call of the model judges: '
+    + '; '.join(f'{name}: {text}' for name, (text, _) in METHODS.items()),
+    tuple(METHODS),
+  )
+  drafts: int = field(
+    4, 'tokens that a method drafts for a call', low=1, high=31
+  )
+  draft_layers: int = field(
+    0, 'speculative: layers, from the first on, that draft', low=0
+  )
+  judge: str = field(
+    'replay',
+    'which drafts are kept. replay: those that decoding one by one would draw, '
+    'so the text is the same; rejection: as arXiv:2211.17192, the most that '
+    'leave the distribution as it is',
+    ('replay', 'rejection'),
+  )
   cache_length: int = field(
     1024, 'maximum of prompt and new tokens', low=1, high=MOST_LENGTH
   )

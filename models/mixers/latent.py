@@ -373,5 +373,6 @@ def _absorbed(summed, group, mask, impl, q_BTGNE, new_BTGE, slots_BGSE, *ids):
   p = (p / jnp.where(total == 0, 1, total)).astype(slots_BGSE.dtype)
   size = slots_BGSE.shape[2]
   o = dot('btns,bgse->btgne', p[..., :size], slots_BGSE)
+  new_BGTE = slots_lib.finite(new_BGTE)
   o = o + dot('btns,bgse->btgne', p[..., size:], new_BGTE)
   return o.astype(q_BTGNE.dtype)

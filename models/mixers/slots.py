@@ -87,6 +87,7 @@ def within(group, mask, q, k, v, ids, length, impl, chunk=0):
     q, k, v: (n, C, N, H), (n, C, K, H), (n, C, K, V). ids: packed.Ids of them.
     length: no position is beyond it.
   """
+  v = finite(v)  # a draft may be of any token, and a weight of 0 keeps NaN
   if group.tree or group.width <= packed.FEW:
     return _dense(mask, q, k, v, visible(group, mask, ids, chunk))
   # The order of a lane is that of its positions, so blocks that a causal mask
@@ -122,6 +123,11 @@ def committed(mask, q, k, v, ids, impl, chunk=0):
     return decode_attention.decode_attention(q, k, v, mask, segments, order)
   k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
   return attention_op.attention(q, k, v, mask, segments, order, impl=impl)
+
+
+def finite(x):
+  """x with 0 for what is not finite."""
+  return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def filled(mask, ids, size):
@@ -208,7 +214,7 @@ def _write_lanes(fresh, slots, row, position, keep, *new):
   if c > size:
     raise errors.UserError(f'a lane of {c} tokens, and a row has {size} slots.')
   new = [
-    jnp.where(jnp.isfinite(x), x, 0).astype(old.dtype).swapaxes(1, 2)
+    finite(x).astype(old.dtype).swapaxes(1, 2)
     for x, old in zip(new, slots, strict=True)
   ]
 

@@ -15,6 +15,7 @@ import support
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.decode import loop
+from paraxis.decode import program
 from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.models import batch as batch_lib
@@ -209,9 +210,10 @@ def test_stop_strings_end_and_limit(one):
     assert a['finish'] == ('stop' if at >= 0 else 'length')
     assert a['text'] == (b['text'][:at] if at >= 0 else b['text'])
   assert cut[1]['finish'] == 'stop'
-  ending = generator(one.built, made(num_kv_heads=2)[1], max_new_tokens=20)
-  end = whole[1]['tokens'][6]
-  ending._ends = (end,)
+  end, params = whole[1]['tokens'][6], made(num_kv_heads=2)[1]
+  ending = loop.Generator(
+    one.built, params, one.tokenizer, one.config, one._say, (end,)
+  )
   short = ending.generate(PROMPTS, **SAMPLED)
   assert short[1]['finish'] == 'end'
   for a, b in zip(short, whole, strict=True):
@@ -332,14 +334,18 @@ def test_learned_positions_and_vocabulary_bound_the_work():
     loop.Generator(built, params, tokenizer.load('bpe2048'), schema.Decode())
 
 
+METHOD = 'autoregressive', 4, 0, 'replay'
+
+
 def test_the_loop_copies_neither_weights_nor_cache(one):
   """In the compiled body no copy is as large as a matrix or a layer's cache."""
   form, values = sampling.check(schema.Decode(temperature=0.0), 264)
   with build.use(one.built):
     prompts = step.place([[1, 2]], 64, one.built.mesh)
-    state, _ = one._start(one._params, *prompts, values, form, 96, 32)
+    how = one._method(*METHOD), program.Static(form, 'replay')
+    state, _ = one._start(one._params, *prompts, values, *how, 96, 32)
     ended = step.put(np.zeros(1, bool), one.built.mesh)
-    args = one._params, state, values, np.int32(9), ended, form
+    args = one._params, state, values, np.int32(9), ended, *how
     text = one._run.lower(*args).compile().as_text()
   # Not the entry computation: what it copies, it copies once.
   body = text[: text.index('ENTRY')]

@@ -1,0 +1,315 @@
+"""Drafts change how many calls a text takes, and nothing of the text.
+
+Legend: B rows, C drafts, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import module_cases
+import numpy as np
+import pytest
+import support
+
+from paraxis.configs import schema
+from paraxis.configs.base import decode as decode_fields
+from paraxis.decode import __main__ as command
+from paraxis.decode import judges
+from paraxis.decode import loop
+from paraxis.decode import methods
+from paraxis.decode import sampling
+from paraxis.models import build
+
+V = 12
+LOOKUP = dict(method='prompt_lookup', drafts=3)
+DRAFT = dict(method='speculative', drafts=3, draft_layers=1)
+PATTERNS = ('F', 'WFN', 'A', 'G', 'M', 'R', 'C', 'H', 'GF')
+SAMPLED = dict(temperature=0.8, top_k=6, seed=3)
+GREEDY = dict(temperature=0.0)
+
+
+class Numbers:
+  """A tokenizer: a token is a letter."""
+
+  name = 'numbers'
+
+  def __init__(self, vocab_size, end_id=-1):
+    self.vocab_size, self.end_id = vocab_size, end_id
+
+  def decode_bytes(self, tokens):
+    return bytes(97 + t for t in tokens)
+
+
+@pytest.fixture(autouse=True)
+def float64():
+  with jax.enable_x64(True):
+    yield
+
+
+@functools.cache
+def generator(pattern, vocab=V, mesh='', devices=1, end_id=-1, spread=0.4):
+  model = dict(
+    vocab_size=vocab, d_model=16, num_heads=4, num_kv_heads=2, d_ff=16,
+    window=6, pattern=pattern, num_layers=max(2, len(pattern)),
+    attention_block=8, dtype='float64', param_dtype='float64',
+    tied_embedding=False,
+    mamba=dict(head_dim=4, state=4), tcn=dict(kernel=3, depth=2, chunk=5),
+    latent=dict(rank=6, nope_dim=4, rope_dim=4, value_dim=6),
+    gated_linear=dict(gate_rank=3), recurrent=dict(tolerance=1e-13),
+  )  # fmt: skip
+  config = schema.view(dict(model=model, mesh=dict(sequence=False)))
+  built = build.build(config, mesh, devices=jax.devices()[:devices])
+  values = module_cases.parameters(built.model, spread)
+  params = {
+    p: jax.device_put(x, built.params[p].sharding) for p, x in values.items()
+  }
+  decode = dataclasses.replace(schema.Decode(), max_new_tokens=24)
+  return loop.Generator(
+    built, params, Numbers(vocab, end_id), decode, lambda line: None
+  )
+
+
+PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [5] * 6, [7, 8, 9, 10, 11, 0]]
+
+
+def texts(results):
+  return [r['tokens'] for r in results]
+
+
+@pytest.mark.parametrize('options', (GREEDY, SAMPLED), ids=('greedy', 'drawn'))
+@pytest.mark.parametrize('method', (LOOKUP, DRAFT), ids=('lookup', 'draft'))
+@pytest.mark.parametrize('pattern', PATTERNS)
+def test_replayed_drafts_give_the_text_of_one_by_one(pattern, method, options):
+  made = generator(pattern)
+  want = made.generate(PROMPTS, **options)
+  found = made.generate(PROMPTS, **options, **method)
+  assert texts(found) == texts(want)
+  for a, b in zip(found, want, strict=True):
+    np.testing.assert_allclose(a['logprobs'], b['logprobs'], atol=1e-5)
+  calls = sum(r['calls'] for r in found)
+  assert sum(r['calls'] for r in want) == 3 * 23 and calls <= 3 * 23
+  if options is GREEDY or method is DRAFT:
+    assert calls < 3 * 23  # some drafts are kept
+
+
+def test_a_judge_that_keeps_too_much_is_seen(monkeypatch):
+  made = generator('F')
+  want = texts(made.generate(PROMPTS, **GREEDY))
+
+  def one_more(z, drafts, draws):
+    tokens, n = judges.replay(z, drafts, draws)
+    more = jnp.minimum(n + 1, drafts.count)
+    kept = jnp.concatenate([drafts.tokens, tokens[:, -1:]], 1)
+    place = jnp.arange(tokens.shape[1])
+    return jnp.where(place < more[:, None], kept, tokens), more
+
+  liar = judges.Judge(True, True, one_more)
+  monkeypatch.setitem(judges.JUDGES, 'replay', liar)
+  generator.cache_clear()
+  assert texts(generator('F').generate(PROMPTS, **GREEDY, **DRAFT)) != want
+  generator.cache_clear()
+
+
+def test_ends_stops_and_streams_are_those_of_one_by_one():
+  plain = texts(generator('F').generate(PROMPTS, **SAMPLED))
+  end = plain[0][9]
+  made = generator('F', end_id=end)
+  whole = [
+    r['text']
+    for r in made.generate(PROMPTS, **SAMPLED)
+    if r['finish'] == 'length'
+  ]
+  stop = whole[0][7:9]
+  for method in ({}, LOOKUP, DRAFT):
+    pieces = [''] * 3
+
+    def show(row, piece, pieces=pieces):
+      pieces[row] += piece
+
+    found = made.generate(
+      PROMPTS, stop=[stop], on_text=show, **SAMPLED, **method
+    )
+    assert pieces == [r['text'] for r in found]
+    shown = [(r['tokens'], r['finish']) for r in found]
+    if not method:
+      want = shown
+    assert shown == want
+  assert {finish for _, finish in want} >= {'end', 'stop'}
+  # Tokens behind an end, which the same call made, are none of the text.
+  assert all(end not in tokens for tokens, _ in want)
+
+
+@pytest.mark.parametrize('method', (LOOKUP, DRAFT), ids=('lookup', 'draft'))
+def test_a_mesh_drafts_as_one_device(method):
+  want = generator('GF').generate(PROMPTS, **SAMPLED, **method)
+  many = generator('GF', mesh='data=2,fsdp=2,tensor=2', devices=8)
+  found = many.generate(PROMPTS, **SAMPLED, **method)
+  assert texts(found) == texts(want)
+  assert [r['calls'] for r in found] == [r['calls'] for r in want]
+
+
+@pytest.mark.parametrize('pattern', ('F', 'A', 'GF'))
+def test_a_poisoned_draft_breaks_nothing(pattern, monkeypatch):
+  """Its own logits are NaN, and those behind it; it is not kept."""
+  made, short = generator(pattern), dict(max_new_tokens=6, **GREEDY)
+  prompts = [[5] * 6, [5, 1]]
+  want = made.generate(prompts, **short)
+  used = {t for row in [*texts(want), *prompts] for t in row}
+  bad = next(t for t in range(1, V) if t not in used)  # 0 pads
+  name = 'embedding'
+  poisoned = made._params[name].at[bad].set(jnp.nan)
+  monkeypatch.setattr(made, '_params', made._params | {name: poisoned})
+
+  def propose(self, params, own, token_B, live_B, draws):
+    drafts = jnp.full((len(token_B), self.width), bad, jnp.int32)
+    return judges.Drafts(drafts, jnp.full_like(token_B, self.width)), own
+
+  monkeypatch.setattr(methods.Lookup, 'propose', propose)
+  found = made.generate(prompts, **short, method='prompt_lookup', drafts=2)
+  assert texts(found) == texts(want)
+
+
+# ------------------------------------------------------------- distributions
+
+
+LETTERS, LONG, SAMPLES = 4, 4, 40_000
+
+
+def joint():
+  """p of every text of four tokens after [1], by the model without a cache."""
+  made = generator('F', LETTERS, spread=0.7)
+  every = list(itertools.product(range(LETTERS), repeat=LONG))
+  ids = np.array([[1, *text] for text in every], np.int32)
+  params = module_cases.parameters(made.built.model, 0.7)
+  z = module_cases.logits(made.built.model, params, ids)[:, :-1]
+  log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
+  chosen = np.take_along_axis(log_p, ids[:, 1:, None], 2)[..., 0]
+  return np.exp(chosen.sum(1))
+
+
+def chi_square(method, rows=2000):
+  """(statistic, degrees of freedom) of the joint of 40,000 texts."""
+  made, p = generator('F', LETTERS, spread=0.7), joint()
+  counts = np.zeros(len(p))
+  for seed in range(SAMPLES // rows):
+    found = made.generate(
+      [[1]] * rows, max_new_tokens=LONG, temperature=1.0, seed=seed, **method
+    )
+    codes = np.array(texts(found)) @ LETTERS ** np.arange(LONG)[::-1]
+    counts += np.bincount(codes, minlength=len(p))
+  order = np.argsort(p)
+  few = p[order].cumsum() * SAMPLES < 20  # cells that are too rare, as one
+  group = lambda x: np.append(x[order][~few], x[order][few].sum())
+  seen, expected = group(counts), group(p) * SAMPLES
+  return ((seen - expected) ** 2 / expected).sum(), len(seen) - 1
+
+
+def beyond(statistic, freedom):
+  """Standard deviations above the mean, by Wilson and Hilferty."""
+  x, v = (statistic / freedom) ** (1 / 3), 2 / (9 * freedom)
+  return (x - (1 - v)) / v**0.5
+
+
+REJECTION = DRAFT | dict(judge='rejection')
+
+
+@pytest.mark.parametrize(
+  'method', ({}, DRAFT, REJECTION, LOOKUP | dict(judge='rejection')),
+  ids=('one by one', 'replay', 'rejection', 'lookup'),
+)  # fmt: skip
+def test_texts_have_the_distribution_of_the_model(method):
+  assert beyond(*chi_square(method)) < 3.1  # p > .001
+
+
+def _inverse(z, drafts, draws):
+  """Where a draft is dropped: the inverse distribution function of p - q as it
+  stands, which does not add up to 1."""
+  tokens, n = judges.rejection(z, drafts, draws)
+  if drafts.logits is None:  # the first token
+    return tokens, n
+  left = jax.nn.softmax(z[:, :-1]) - jax.nn.softmax(drafts.logits)
+  edges = jnp.maximum(left, 0).cumsum(-1)
+  for c in range(left.shape[1]):
+    key = sampling.keys(draws.values.seed, *draws.at(c), 9)
+    u = jax.vmap(jax.random.uniform)(key)
+    wrong = jnp.argmax(edges[:, c] > u[:, None], -1).astype(jnp.int32)
+    tokens = tokens.at[:, c].set(jnp.where(n == c, wrong, tokens[:, c]))
+  return tokens, n
+
+
+BROKEN = {
+  'p in place of the residual': functools.partial(
+    judges.rejection, rest=lambda p, q: p
+  ),
+  'a residual that is no distribution': _inverse,
+}
+
+
+@pytest.mark.parametrize('name', BROKEN)
+def test_a_broken_judge_has_another_distribution(name, monkeypatch):
+  broken = judges.Judge(True, False, BROKEN[name])
+  monkeypatch.setitem(judges.JUDGES, 'rejection', broken)
+  generator.cache_clear()
+  assert beyond(*chi_square(REJECTION)) > 5  # p < 1e-6
+  generator.cache_clear()
+
+
+def test_rejection_keeps_more_than_independent_draws_that_agree():
+  made = generator('F')
+  calls = lambda **how: sum(
+    r['calls'] for r in made.generate(PROMPTS * 20, **SAMPLED, **how)
+  )
+  rejected, replayed = calls(**REJECTION), calls(**DRAFT)
+  assert rejected < 60 * 23 and replayed < 60 * 23
+
+
+# ------------------------------------------------------------------- drafts
+
+
+def found_by_loop(width, text, length):
+  """The drafts of a lookup: the longest agreement, the latest place."""
+  for n in (3, 2, 1):
+    tail = text[length - n : length]
+    for end in range(length - 1, n - 1, -1):
+      if length >= n and text[end - n : end] == tail:
+        return text[end : min(end + width, length)]
+  return []
+
+
+def test_a_lookup_is_a_plain_loop():
+  rng = np.random.default_rng(0)
+  find = jax.jit(functools.partial(methods._found, 4))
+  seen = set()
+  for _ in range(200):
+    length = int(rng.integers(1, 20))
+    text = rng.integers(0, 4, 24)
+    tokens, count = find(jnp.asarray(text, jnp.int32), jnp.int32(length))
+    want = found_by_loop(4, text.tolist(), length)
+    assert np.asarray(tokens)[: int(count)].tolist() == want
+    seen.add(len(want))
+  assert seen == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+  'options, words',
+  [
+    (dict(method='speculative'), ('draft_layers=0 of 2', 'take 1 to 1')),
+    (dict(method='speculative', draft_layers=2), ('draft_layers=2 of 2',)),
+    (dict(method='medusa'), ('decode.method', 'prompt_lookup')),
+    (dict(judge='typical'), ('decode.judge', 'rejection')),
+    (dict(method='prompt_lookup', drafts=0), ('decode.drafts',)),
+  ],
+)
+def test_methods_that_cannot_be_run(options, words):
+  with support.refused(*words):
+    generator('F').generate(PROMPTS, **options)
+
+
+def test_the_command_lists_the_methods(capsys):
+  assert command.main(['--methods']) == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert [line.split()[0] for line in lines] == [*decode_fields.METHODS]
+  assert all(judge.lossless for judge in judges.JUDGES.values())
