@@ -17,7 +17,7 @@ def rollback(model, cache, length_R, before=None):
   """`cache` with at most length_R tokens in each row.
 
   Args:
-    model: models.decoder.Decoder. cache: decoder.Cache.
+    model: models.decoder.Decoder. cache: packed.Cache.
     length_R: int32.
     before: an older `cache` of the same rows, whose recurrent states they take
       back; it has length_R tokens.
@@ -66,7 +66,7 @@ def after(model, before, cache, kept, n_B):
   """`cache` after the first n_b of several steps of one token.
 
   Args:
-    before: decoder.Cache before them; cache: after all.
+    before: packed.Cache before them; cache: after all.
     kept: `recurrent` after each of them, stacked.
     n_B: int32, steps that row b keeps.
   """

@@ -133,7 +133,7 @@ def written(x_BS, new_BC, at_B, n_B):
 
 
 class Speculative:
-  """own: the draft model's decoder.Cache, as long as the target's."""
+  """own: the draft model's packed.Cache, as long as the target's."""
 
   def __init__(self, model, width, coupled):
     """coupled: it draws by the noise of the target's tokens."""

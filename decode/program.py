@@ -30,7 +30,7 @@ from paraxis.sharding import annotate
 class DecodeState(NamedTuple):
   """The loop's carry.
 
-  cache: decoder.Cache. own: the method's state. token: (B,) int32, last tokens,
+  cache: packed.Cache. own: the method's state. token: (B,) int32, last tokens,
   which are not yet in the cache. done: (B,) rows that have ended. broken: (B,)
   int32, number of the new token whose logits were not finite, -1: none. made,
   calls: (B,) int32, new tokens, and calls of the model after the prompt.

@@ -127,7 +127,7 @@ def prefill(model, params, tokens_BT, lengths_B, slots):
     slots: S >= T, tokens that a row of the cache has room for.
 
   Returns:
-    (x_BTD, padded as the tokens; decoder.Cache).
+    (x_BTD, padded as the tokens; packed.Cache).
   """
   form = (packed_lib.Group(*tokens_BT.shape, fresh=True),)
   cache = model.init_cache(len(tokens_BT), slots)
@@ -154,11 +154,11 @@ def extend(model, params, cache, token_B, drafts, live_B):
 
   Args:
     model, params: as for `prefill`.
-    cache: decoder.Cache, without these tokens.
+    cache: packed.Cache, without these tokens.
     token_B: int32. drafts: judges.Drafts. live_B: bool.
 
   Returns:
-    (z (B, C + 1, V), decoder.Flight of the form `chain`).
+    (z (B, C + 1, V), packed.Flight of the form `chain`).
   """
   tokens = jnp.concatenate([token_B[:, None], drafts.tokens], 1)
   packed = rows(tokens, jnp.where(live_B, 1 + drafts.count, 0), cache.length)
@@ -172,7 +172,7 @@ def advance(model, params, cache, token_B, live_B):
 
   Args:
     model, params: as for `prefill`.
-    cache: decoder.Cache with a free slot in every row.
+    cache: packed.Cache with a free slot in every row.
     token_B: int32. live_B: bool, False: an ended or empty row.
 
   A row whose logits are not finite keeps nothing.

@@ -9,7 +9,7 @@ Legend: B rows, T tokens, D model, V vocabulary, L layers, S cache slots.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,24 +30,6 @@ from paraxis.sharding.tensor import vocabulary
 RESIDUAL = ('batch', 'residual_length', 'hidden')
 LOGITS = ('batch', 'length', 'vocab')
 ROWS = ('batch', 'length')
-
-
-class Cache(NamedTuple):
-  """What decoding remembers of its requests, one a row.
-
-  states: one entry per layer, as its mixer keeps it. length: (R,) int32, tokens
-  that are committed: those of a row fill its slots from 0 on.
-  """
-
-  states: Any
-  length: jax.Array
-
-
-class Flight(NamedTuple):
-  """What a step leaves for `Decoder.commit`: its tokens, and of each layer."""
-
-  packed: packed_lib.Packed
-  layers: Any
 
 
 class Decoder:
@@ -175,11 +157,10 @@ class Decoder:
     """Features of tokens in flight; the cache is read, nothing is written.
 
     Args:
-      params: as `unstack` gives them.
-      cache: `Cache`. packed: packed.Packed. form: packed.Form, static.
+      params: of `unstack`. cache, packed, form: of packed.py; form is static.
 
     Returns:
-      (x (.., D), laid out as packed, after the final norm; `Flight`).
+      (x (.., D), laid out as packed, after the final norm; packed.Flight).
     """
     plan = packed_lib.plan(form, packed, cache.length)
     valid, positions = plan.ids.valid, plan.ids.position
@@ -189,7 +170,7 @@ class Decoder:
     x, see = self._begun(params, batch)
     see = see._replace(plan=plan)
     x, layers = self.stack.step(params, x, see, cache.states)
-    return self.normalise(params, x), Flight(packed, layers)
+    return self.normalise(params, x), packed_lib.Flight(packed, layers)
 
   def commit(self, cache, flight, form, keep):
     """`cache` with those tokens in flight that are kept.
@@ -197,12 +178,12 @@ class Decoder:
     Args:
       cache: as `step` read it. flight: of that step. form: its form.
       keep: bool, laid out as packed.Packed; padding is never kept. What is kept
-        must depend on the logits of the step (as a judge's choice does, or that
-        they are finite): else XLA copies the whole cache, as nothing then says
-        that it is read before it is written.
+        must depend on the step's logits (a judge's choice, or that they are
+        finite): else XLA copies the cache, as it may be written before it is
+        read.
 
     Returns:
-      `Cache`. A row is as long as its last kept token is far, or was already.
+      packed.Cache. A row ends behind its last kept token, or where it did.
     """
     plan = packed_lib.plan(form, flight.packed, cache.length)
     states = tuple(
@@ -216,7 +197,7 @@ class Decoder:
       length = jnp.maximum(cache.length, end.max(1))
     else:
       length = cache.length.at[plan.ids.row].max(end)
-    return Cache(states, length)
+    return packed_lib.Cache(states, length)
 
   def _head(self, params):
     """(rows, their logical names)."""
@@ -255,10 +236,11 @@ class Decoder:
       )
 
   def init_cache(self, rows, slots, dtype=None):
-    """An empty `Cache` for `rows` requests of at most `slots` tokens."""
+    """An empty packed.Cache for `rows` requests of at most `slots` tokens."""
     dtype = jnp.dtype(dtype or self.config.dtype)
     states = tuple(
       self.stack.mixer(kind).init_state(rows, slots, dtype)
       for kind in self.pattern
     )
-    return Cache(states, annotate.put(jnp.zeros(rows, jnp.int32), ('batch',)))
+    length = annotate.put(jnp.zeros(rows, jnp.int32), ('batch',))
+    return packed_lib.Cache(states, length)

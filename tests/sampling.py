@@ -41,7 +41,7 @@ import pytest
 HERE = pathlib.Path(__file__).resolve().parent
 LEDGER, EXECUTED = HERE / 'ledger.json', HERE / 'executed.json'
 # CPU-seconds a case from which one in N runs.
-BRACKETS = ((4.0, 12), (1.5, 10), (0.6, 6), (0.4, 3))
+BRACKETS = ((4.0, 24), (1.5, 18), (0.6, 10), (0.4, 5))
 RECORDED = 0.3  # cheaper functions are left out of the ledger
 WHOLE = 120.0  # CPU-seconds that changed files may add to a turn
 # A change of these reaches every test.

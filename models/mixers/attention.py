@@ -179,10 +179,8 @@ class Attention(mixer.Mixer):
       return self._attend_all(q, k, v, see, mask), None
     new = [_on_heads(x, KEYS) for x in (k, v)]
     slots = [_on_heads(x.astype(q.dtype), CACHE) for x in state]
-    local = functools.partial(
-      slots_lib.attend, see.plan.form, mask, impl=config.attention,
-      chunk=chunk_of(config, self.kind),
-    )  # fmt: skip
+    how = slots_lib.How(mask, config.attention, chunk_of(config, self.kind))
+    local = functools.partial(slots_lib.attend, see.plan.form, how)
     many = [*[_of_heads(KEYS)] * 2, *[_of_heads(CACHE)] * 2]
     run = annotate.region(
       local, (QUERIES, *many, *see.plan.names), (QUERIES, QUERIES[:3])

@@ -188,15 +188,15 @@ class LatentAttention(mixer.Mixer):
     if not group.fresh:
       (mine,) = slots_lib.of_lanes(group, (slots,), ids)
       held = self._expand(*self._uncached(mine.astype(q.dtype)))
-    mask, impl = mask_of(self.config), self.config.attention
+    how = slots_lib.How(mask_of(self.config), self.config.attention)
 
     def local(q, k, v, *arrays):
       old, ids = arrays[: len(held)], packed.Ids(*arrays[len(held) :])
       length = slots.shape[2]
-      part = slots_lib.within(group, mask, q, k, v, ids, length, impl)
+      part = slots_lib.within(group, how, q, k, v, ids, length)
       if old:
         old_k, old_v = (x.swapaxes(1, 2) for x in old)
-        far = slots_lib.committed(mask, q, old_k, old_v, ids, impl)
+        far = slots_lib.committed(how, q, old_k, old_v, ids)
         part = decode_schedule.merge(far, part)
       return part[0].astype(v.dtype)
 
@@ -252,9 +252,8 @@ class LatentAttention(mixer.Mixer):
     q = annotate.put(jnp.concatenate([q, q_rope], -1), queries)
     # The mesh axes of `heads` now shard the latent instead.
     (slots,) = slots_lib.of_lanes(group, (slots_BGSE.astype(q.dtype),), ids)
-    attend = functools.partial(
-      _absorbed, summed, group, mask_of(self.config), self.config.attention
-    )
+    how = slots_lib.How(mask_of(self.config), self.config.attention)
+    attend = functools.partial(_absorbed, summed, group, how)
     arrays = [x for x in ids if x is not None]
     in_flight = kept[0], kept[2], kept[1], kept[3]
     names_in = queries, in_flight, kept, *[mixer.ROWS] * len(arrays)
@@ -338,20 +337,20 @@ def _join(x_BSNH, shared_BS1P):
   return jnp.concatenate([x_BSNH, shared], -1)
 
 
-def _absorbed(summed, group, mask, impl, q_BTGNE, new_BTGE, slots_BGSE, *ids):
+def _absorbed(summed, group, how, q_BTGNE, new_BTGE, slots_BGSE, *ids):
   """o_BTGNE of a few tokens a lane, over their latents and those in the slots.
 
   Latent shards attend as independent kv heads; that is exact if there is one.
   summed: or scores are summed over latent shards before the softmax.
   """
   b, t, g, n, e = q_BTGNE.shape
-  ids = packed.Ids(*ids)
+  ids, mask = packed.Ids(*ids), how.mask
   if not summed:
     q = q_BTGNE.reshape(b, t, g * n, e)
     part = slots_lib.within(
-      group, mask, q, new_BTGE, new_BTGE, ids, slots_BGSE.shape[2], impl
+      group, how, q, new_BTGE, new_BTGE, ids, slots_BGSE.shape[2]
     )
-    far = slots_lib.committed(mask, q, slots_BGSE, slots_BGSE, ids, impl)
+    far = slots_lib.committed(how, q, slots_BGSE, slots_BGSE, ids)
     o = decode_schedule.merge(far, part)[0].astype(q.dtype)
     return o.reshape(q_BTGNE.shape)
   wide = jnp.result_type(q_BTGNE, slots_BGSE, jnp.float32)

@@ -102,7 +102,7 @@ def rotated(params, config, cache=None):
     params: {path: array} as decoder.Decoder.unstack gives them, of a model with
       groups=1 or more.
     config: schema.Model to decode with.
-    cache: decoder.Cache after a prefill of some text (scores=summed or
+    cache: packed.Cache after a prefill of some text (scores=summed or
       groups=1) with `params`, from which latents are measured; pca needs it.
 
   Returns:

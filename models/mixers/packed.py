@@ -71,6 +71,24 @@ class Packed(NamedTuple):
   ancestors: Any = None
 
 
+class Cache(NamedTuple):
+  """What decoding remembers of its requests, one a row.
+
+  states: one entry per layer, as its mixer keeps it. length: (R,) int32, tokens
+  that are committed: those of a row fill its slots from 0 on.
+  """
+
+  states: Any
+  length: jax.Array
+
+
+class Flight(NamedTuple):
+  """What a step leaves for a commit: its tokens, and of each layer."""
+
+  packed: Packed
+  layers: Any
+
+
 class Ids(NamedTuple):
   """What a layer reads of every token; as `Packed`.
 

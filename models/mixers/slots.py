@@ -13,6 +13,7 @@ a lane, S slots, N heads, K kv heads, H head width (V of values).
 """
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,15 @@ from paraxis.pallas_kernels.attention import op as attention_op
 from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
+
+
+class How(NamedTuple):
+  """mask: attention_op.Mask. impl: of blockwise attention. chunk: a token sees
+  those of its chunk of so many positions; 0: all."""
+
+  mask: Any
+  impl: str
+  chunk: int = 0
 
 
 def chunks(segments, positions, chunk, length):
@@ -46,17 +56,15 @@ def chunks(segments, positions, chunk, length):
   return jnp.where(segments > 0, segments * every + positions // chunk, 0)
 
 
-def attend(form, mask, q, k, v, old_k, old_v, *ids, impl, chunk=0):
+def attend(form, how, q, k, v, old_k, old_v, *ids):
   """(o, lse) of tokens in flight.
 
   Args:
-    form: packed.Form. mask: attention_op.Mask.
+    form: packed.Form. how: `How`.
     q, k, v: of the tokens, laid out as packed.Packed: (.., N, H), (.., K, H),
       (.., K, V).
     old_k, old_v: (R, K, S, H) slots.
     ids: fields of packed.Ids.
-    impl: of blockwise attention.
-    chunk: a token sees those of its chunk of so many positions; 0: all.
 
   Returns:
     (o (.., N, V) in v's dtype, lse (.., N)).
@@ -64,11 +72,10 @@ def attend(form, mask, q, k, v, old_k, old_v, *ids, impl, chunk=0):
   outs: list = []
   arrays = q, k, v, packed.Ids(*ids)
   for group, q_g, k_g, v_g, mine in packed.lanes(form, *arrays):
-    options = dict(impl=impl, chunk=chunk)
-    part = within(group, mask, q_g, k_g, v_g, mine, old_k.shape[2], **options)
+    part = within(group, how, q_g, k_g, v_g, mine, old_k.shape[2])
     if not group.fresh:
       k_s, v_s = of_lanes(group, (old_k, old_v), mine)
-      far = committed(mask, q_g, k_s, v_s, mine, **options)
+      far = committed(how, q_g, k_s, v_s, mine)
       part = decode_schedule.merge(far, part)
     outs.append(part)
   o, lse = (packed.join(form, x) for x in zip(*outs, strict=True))
@@ -80,7 +87,7 @@ def of_lanes(group, slots, ids):
   return slots if group.own else [x[ids.row[:, 0]] for x in slots]
 
 
-def within(group, mask, q, k, v, ids, length, impl, chunk=0):
+def within(group, how, q, k, v, ids, length):
   """(o, lse) over the keys in flight of the own lane.
 
   Args:
@@ -89,20 +96,22 @@ def within(group, mask, q, k, v, ids, length, impl, chunk=0):
   """
   v = finite(v)  # a draft may be of any token, and a weight of 0 keeps NaN
   if group.tree or group.width <= packed.FEW:
-    return _dense(mask, q, k, v, visible(group, mask, ids, chunk))
+    ok = visible(group, how.mask, ids, how.chunk)
+    return _dense(how.mask, q, k, v, ok)
   # The order of a lane is that of its positions, so blocks that a causal mask
   # or a window hides are not computed.
-  segments = chunks(ids.valid.astype(jnp.int32), ids.position, chunk, length)
-  return attention_op.attention(q, k, v, mask, (segments,) * 2, impl=impl)
+  valid = ids.valid.astype(jnp.int32)
+  segments = (chunks(valid, ids.position, how.chunk, length),) * 2
+  return attention_op.attention(q, k, v, how.mask, segments, impl=how.impl)
 
 
-def committed(mask, q, k, v, ids, impl, chunk=0):
+def committed(how, q, k, v, ids):
   """(o, lse) over the committed slots of each lane's request.
 
   Args:
     q: (n, C, N, H). k, v: (n, K, S, H), (n, K, S, V). ids: packed.Ids.
   """
-  size = k.shape[2]
+  size, (mask, impl, chunk) = k.shape[2], how
   if q.shape[1] == 1:  # a range: a kernel divides it into equal work
     begin = ids.position - ids.position % chunk if chunk else 0 * ids.position
     lengths = jnp.where(ids.valid, jnp.maximum(ids.length - begin, 0), 0)

@@ -37,9 +37,9 @@ TABLE = [
   ),
   Mutation(
     'nan_unseen',
-    'decode/loop.py',
-    'bad = ~state.done & ~jnp.all(jnp.isfinite(z), -1)',
-    'bad = state.done & ~jnp.all(jnp.isfinite(z), -1)',
+    'decode/program.py',
+    'bad = live & ~sound[:, 0]',
+    'bad = state.done & ~sound[:, 0]',
     'a token is drawn from logits that are not finite',
     'tests/decode/test_loop.py::'
     'test_logits_that_are_not_finite_end_the_decoding',
@@ -47,7 +47,7 @@ TABLE = [
   Mutation(
     'row_keys',
     'decode/sampling.py',
-    'return jax.vmap(fold)(one, index_B)',
+    'one = jax.vmap(fold)(one, index_B)',
     'return one',
     'every token of a row is drawn with the same noise',
     'tests/decode/test_sampling.py::test_draws_have_the_exact_probabilities',
@@ -55,8 +55,8 @@ TABLE = [
   Mutation(
     'prefill_of_all_blocks',
     'models/mixers/slots.py',
-    'mask, (segments,) * 2, impl=impl)',
-    'mask, (segments,) * 2, (ids.position,) * 2, impl=impl)',
+    'how.mask, segments, impl=how.impl)',
+    'how.mask, segments, (ids.position,) * 2, how.impl)',
     'a prompt attends to blocks that its mask hides',
     'tests/decode/test_step.py::test_full_attention_visits_a_triangle',
   ),

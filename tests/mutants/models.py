@@ -153,8 +153,8 @@ TABLE = [
   Mutation(
     'chunk_of_a_step',
     'models/mixers/slots.py',
-    'before = ids.positions % chunk if chunk else ids.positions',
-    'before = ids.positions',
+    'begin = ids.position - ids.position % chunk if chunk else',
+    'begin = 0 * ids.position if chunk else',
     'a step of decoding sees beyond its chunk',
     _MIXER + 'test_prefill_and_steps_are_one_pass[K]',
   ),
