@@ -16,7 +16,7 @@ from paraxis.configs.base import errors
 from paraxis.configs.base.decode import METHODS
 
 _SAMPLING = ('max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'seed')
-_METHOD = ('method', 'drafts', 'draft_layers', 'judge')
+_METHOD = ('method', 'drafts', 'draft_layers', 'judge', 'requests')
 
 
 def _say(line):
@@ -204,6 +204,8 @@ COMMAND = command_line.Command(
     (int, 'draft_layers=N', None, 'speculative: layers that draft'),
     (str, 'judge=NAME', None,
      'replay: the text of decoding one by one; rejection: its distribution'),
+    (int, 'requests=N', None,
+     'continuous batching: rows that all prompts share; 0: a row each'),
     'Output and devices',
     (bool, 'json', False,
      'print one JSON object: step, samples (prompt, domain, text, tokens, '

@@ -21,6 +21,7 @@ from paraxis.configs.base import errors
 from paraxis.decode import methods
 from paraxis.decode import program
 from paraxis.decode import sampling
+from paraxis.decode import scheduler
 from paraxis.decode import step
 from paraxis.decode import transcript
 from paraxis.models import build
@@ -92,6 +93,9 @@ class Generator:
     )
     # Programs are compiled for a method, the object.
     self._method = functools.cache(functools.partial(methods.of, self._model))
+    self._scheduler = functools.cache(
+      functools.partial(scheduler.Scheduler, self._model, self._params)
+    )
 
   def _prepare(self, params):
     """One array per layer; what every use casts is cast once, here."""
@@ -116,7 +120,8 @@ class Generator:
         tokens.
       **options: fields of configs.schema.Decode that replace the defaults:
         max_new_tokens, temperature, top_k, top_p, min_p, seed; method, drafts,
-        draft_layers, judge (decode/methods.py).
+        draft_layers, judge (decode/methods.py); requests, budget
+        (decode/scheduler.py).
 
     Returns:
       list of dict: prompt, text, tokens (ids of the text), logprobs (natural,
@@ -134,43 +139,17 @@ class Generator:
       {'decode': dataclasses.asdict(self.config) | options}
     ).decode
     form, values = sampling.check(config, self._model.config.vocab_size)
-    method = self._method(
-      config.method, config.drafts, config.draft_layers, config.judge
-    )
-    static = program.Static(form, config.judge)
+    run = self._serve if config.requests else self._together
     if not all(stop):
       raise errors.UserError('an empty stop string would end all rows at once.')
     ids = self._encode(prompts, domains or [None] * len(prompts))
-    slots, length = self._fit(ids, config)
     limit = config.max_new_tokens
     rows = [
       transcript.Transcript(self.tokenizer, self._ends, limit, stop)
       for _ in prompts
     ]
     with build.use(self.built):
-      tokens_BT, lengths_B = self._place(ids, length)
-      new = min(bucket(limit), slots - length)
-      state, seen = self._start(
-        self._params, tokens_BT, lengths_B, values, method, static, slots, new
-      )
-      made = _read(seen, rows, [0] * len(rows), on_text)
-      chunk = CHUNK if stop or on_text else limit
-      while least := [
-        n for n, r in zip(made, rows, strict=True) if not r.finish
-      ]:
-        ended = [bool(r.finish) for r in rows]
-        ended += [True] * (lengths_B.shape[0] - len(rows))
-        state, seen = self._run(
-          self._params,
-          state,
-          values,
-          np.int32(min(limit, min(least) + chunk)),
-          step.put(np.array(ended), self.built.mesh),
-          method,
-          static,
-        )
-        made = _read(seen, rows, made, on_text)
-    calls = jax.device_get(seen[-1])
+      calls = run(ids, rows, config, form, values, on_text)
     return [
       dict(
         prompt=prompt,
@@ -180,8 +159,68 @@ class Generator:
         finish=r.finish,
         calls=int(n),
       )
-      for prompt, r, n in zip(prompts, rows, calls, strict=False)
+      for prompt, r, n in zip(prompts, rows, calls, strict=True)
     ]
+
+  def _together(self, ids, rows, config, form, values, on_text):
+    """A row for each prompt, all at once -> calls of each after the prompt.
+
+    Args:
+      ids: of the prompts. rows: transcript.Transcript of each, which it fills.
+      form, values: of sampling.check.
+    """
+    method = self._method(
+      config.method, config.drafts, config.draft_layers, config.judge
+    )
+    static = program.Static(form, config.judge)
+    slots, length = self._fit(ids, config)
+    limit = config.max_new_tokens
+    tokens_BT, lengths_B = self._place(ids, length)
+    new = min(bucket(limit), slots - length)
+    state, seen = self._start(
+      self._params, tokens_BT, lengths_B, values, method, static, slots, new
+    )
+    made = _read(seen, rows, [0] * len(rows), on_text)
+    chunk = limit
+    if on_text or any(row.stops for row in rows):
+      chunk = CHUNK
+    while least := [n for n, r in zip(made, rows, strict=True) if not r.finish]:
+      ended = [bool(r.finish) for r in rows]
+      ended += [True] * (lengths_B.shape[0] - len(rows))
+      state, seen = self._run(
+        self._params,
+        state,
+        values,
+        np.int32(min(limit, min(least) + chunk)),
+        step.put(np.array(ended), self.built.mesh),
+        method,
+        static,
+      )
+      made = _read(seen, rows, made, on_text)
+    return jax.device_get(seen[-1])[: len(rows)]
+
+  def _serve(self, ids, rows, config, form, values, on_text):
+    """`_together` by continuous batching (scheduler.py)."""
+    if config.method != 'autoregressive':
+      raise errors.UserError(
+        f'decode.requests={config.requests} shares rows between prompts, which '
+        f'decode.method={config.method} does not: take autoregressive, or '
+        'requests=0.'
+      )
+    slots, _ = self._fit(ids, config)
+    if len(ids) > config.requests:
+      self._say(
+        f'{len(ids)} prompts for {config.requests} rows (decode.requests): '
+        f'{len(ids) - config.requests} wait'
+      )
+    lanes = config.budget // scheduler.CHUNK
+    served = self._scheduler(config.requests, lanes)
+    requests = [
+      scheduler.Request(i, prompt, row)
+      for i, (prompt, row) in enumerate(zip(ids, rows, strict=True))
+    ]
+    served.serve(requests, slots, form, values, on_text)
+    return [request.steps for request in requests]
 
   def _encode(self, prompts, domains):
     """Token ids of every prompt, checked."""

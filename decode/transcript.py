@@ -10,13 +10,14 @@ UNFINISHED = '\ufffd'  # what decoding leaves of an incomplete character
 
 
 class Transcript:
-  """Attributes: tokens, logprobs (lists), text, finish ('' while it runs)."""
+  """Attributes: tokens, logprobs (lists), text, finish ('' while it runs);
+  stops, strings that end it."""
 
   def __init__(self, tokenizer, ends, limit, stop=()):
     """ends: ids of tokens that end a row. limit: most new tokens."""
     self.tokens, self.logprobs, self.text, self.finish = [], [], '', ''
     self._tokenizer, self._ends, self._limit = tokenizer, ends, limit
-    self._stop, self._shown = tuple(stop), 0
+    self.stops, self._shown = tuple(stop), 0
 
   def extend(self, tokens, logprobs):
     """Takes the row's next tokens; sets `finish` when they end it.
@@ -31,7 +32,7 @@ class Transcript:
       self.tokens.append(int(token))
       self.logprobs.append(float(logprob))
     self.text = self._decode()
-    if self._stop and self._find() >= 0:
+    if self.stops and self._find() >= 0:
       self._cut(before)
     elif not self.finish and len(self.tokens) >= self._limit:
       self.finish = 'length'
@@ -43,7 +44,7 @@ class Transcript:
 
   def _find(self):
     """Where the first stop string begins in the text, or -1."""
-    found = [self.text.find(s) for s in self._stop]
+    found = [self.text.find(s) for s in self.stops]
     return min((i for i in found if i >= 0), default=-1)
 
   def _cut(self, before):
@@ -62,7 +63,7 @@ class Transcript:
     end = len(self.text)
     if not self.finish:
       end = len(self.text.rstrip(UNFINISHED))
-      end -= max((_overlap(self.text[:end], s) for s in self._stop), default=0)
+      end -= max((_overlap(self.text[:end], s) for s in self.stops), default=0)
     piece = self.text[self._shown : end]
     self._shown = max(self._shown, end)
     return piece

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import types
 
@@ -76,7 +77,10 @@ def pytest_configure(config):
 
   In the processes that run tests, and in those that tests start: the workers,
   or the only process. A cache that the environment names is used as it is.
+  SIGINT counts, which a shell has ignored in what it starts in the background.
   """
+  if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
   runs = hasattr(config, 'workerinput') or not config.getoption(
     'numprocesses', None
   )

@@ -192,7 +192,7 @@ def ours(model, params, data=DATA):
   assert found == wanted, set(found.items()) ^ set(wanted.items())
 
   def mean(params):
-    z = made.logits(params, made(params, data)[0])
+    z = made.logits(params, made.features(params, data)[0])
     nats: Any = loss.negative_log_likelihood(z, data.targets)
     return nats.mean(), z
 

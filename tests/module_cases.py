@@ -6,6 +6,7 @@ mesh, decoding alone and on a mesh, training layouts against one device.
 Legend: B rows, T tokens, D model, V vocabulary.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 import support
 
 from paraxis.configs import schema
+from paraxis.decode import loop
 from paraxis.decode import step
 from paraxis.models import batch
 from paraxis.models import build
@@ -233,6 +235,44 @@ def decoded_on_mesh(mesh, config, params, *given):
       x, jax.NamedSharding(built.mesh, annotate.spec(('batch',)))
     )
     return decoded(built.model, params, *given, put)
+
+
+class Numbers:
+  """A tokenizer: a token is a letter."""
+
+  name = 'numbers'
+
+  def __init__(self, vocab_size, end_id=-1):
+    self.vocab_size, self.end_id = vocab_size, end_id
+
+  def decode_bytes(self, tokens):
+    return bytes(97 + t for t in tokens)
+
+
+@functools.cache
+def generator(
+  pattern, vocab=12, mesh='', devices=1, end_id=-1, spread=0.4, dtype='float64'
+):
+  """loop.Generator of a small model with random parameters."""
+  model = dict(
+    vocab_size=vocab, d_model=16, num_heads=4, num_kv_heads=2, d_ff=16,
+    window=6, pattern=pattern, num_layers=max(2, len(pattern)),
+    attention_block=8, dtype=dtype, param_dtype=dtype,
+    tied_embedding=False,
+    mamba=dict(head_dim=4, state=4), tcn=dict(kernel=3, depth=2, chunk=5),
+    latent=dict(rank=6, nope_dim=4, rope_dim=4, value_dim=6),
+    gated_linear=dict(gate_rank=3), recurrent=dict(tolerance=1e-13),
+  )  # fmt: skip
+  config = schema.view(dict(model=model, mesh=dict(sequence=False)))
+  built = build.build(config, mesh, devices=jax.devices()[:devices])
+  values = parameters(built.model, spread)
+  params = {
+    p: jax.device_put(x, built.params[p].sharding) for p, x in values.items()
+  }
+  decode = dataclasses.replace(schema.Decode(), max_new_tokens=24)
+  return loop.Generator(
+    built, params, Numbers(vocab, end_id), decode, lambda line: None
+  )
 
 
 # ------------------------------------------------------------------ training

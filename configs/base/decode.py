@@ -50,6 +50,17 @@ class Decode:
     'leave the distribution as it is',
     ('replay', 'rejection'),
   )
+  requests: int = field(
+    0,
+    'continuous batching: rows of the cache that all prompts share, one after '
+    'the other; 0: a row each, all at once',
+    low=0, high=4096,
+  )  # fmt: skip
+  budget: int = field(
+    128,
+    'continuous batching: tokens of prompts that a step reads, in lanes of 64',
+    low=64, high=MOST_LENGTH,
+  )  # fmt: skip
   cache_length: int = field(
     1024, 'maximum of prompt and new tokens', low=1, high=MOST_LENGTH
   )

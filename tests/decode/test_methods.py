@@ -3,7 +3,6 @@
 Legend: B rows, C drafts, V vocabulary.
 """
 
-import dataclasses
 import functools
 import itertools
 
@@ -14,14 +13,11 @@ import numpy as np
 import pytest
 import support
 
-from paraxis.configs import schema
 from paraxis.configs.base import decode as decode_fields
 from paraxis.decode import __main__ as command
 from paraxis.decode import judges
-from paraxis.decode import loop
 from paraxis.decode import methods
 from paraxis.decode import sampling
-from paraxis.models import build
 
 V = 12
 LOOKUP = dict(method='prompt_lookup', drafts=3)
@@ -31,45 +27,13 @@ SAMPLED = dict(temperature=0.8, top_k=6, seed=3)
 GREEDY = dict(temperature=0.0)
 
 
-class Numbers:
-  """A tokenizer: a token is a letter."""
-
-  name = 'numbers'
-
-  def __init__(self, vocab_size, end_id=-1):
-    self.vocab_size, self.end_id = vocab_size, end_id
-
-  def decode_bytes(self, tokens):
-    return bytes(97 + t for t in tokens)
+generator = module_cases.generator
 
 
 @pytest.fixture(autouse=True)
 def float64():
   with jax.enable_x64(True):
     yield
-
-
-@functools.cache
-def generator(pattern, vocab=V, mesh='', devices=1, end_id=-1, spread=0.4):
-  model = dict(
-    vocab_size=vocab, d_model=16, num_heads=4, num_kv_heads=2, d_ff=16,
-    window=6, pattern=pattern, num_layers=max(2, len(pattern)),
-    attention_block=8, dtype='float64', param_dtype='float64',
-    tied_embedding=False,
-    mamba=dict(head_dim=4, state=4), tcn=dict(kernel=3, depth=2, chunk=5),
-    latent=dict(rank=6, nope_dim=4, rope_dim=4, value_dim=6),
-    gated_linear=dict(gate_rank=3), recurrent=dict(tolerance=1e-13),
-  )  # fmt: skip
-  config = schema.view(dict(model=model, mesh=dict(sequence=False)))
-  built = build.build(config, mesh, devices=jax.devices()[:devices])
-  values = module_cases.parameters(built.model, spread)
-  params = {
-    p: jax.device_put(x, built.params[p].sharding) for p, x in values.items()
-  }
-  decode = dataclasses.replace(schema.Decode(), max_new_tokens=24)
-  return loop.Generator(
-    built, params, Numbers(vocab, end_id), decode, lambda line: None
-  )
 
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [5] * 6, [7, 8, 9, 10, 11, 0]]
@@ -79,6 +43,7 @@ def texts(results):
   return [r['tokens'] for r in results]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize('options', (GREEDY, SAMPLED), ids=('greedy', 'drawn'))
 @pytest.mark.parametrize('method', (LOOKUP, DRAFT), ids=('lookup', 'draft'))
 @pytest.mark.parametrize('pattern', PATTERNS)
@@ -216,6 +181,7 @@ def beyond(statistic, freedom):
 REJECTION = DRAFT | dict(judge='rejection')
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
   'method', ({}, DRAFT, REJECTION, LOOKUP | dict(judge='rejection')),
   ids=('one by one', 'replay', 'rejection', 'lookup'),

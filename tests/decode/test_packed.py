@@ -148,6 +148,7 @@ def fed(session, form=MIXED):
   return session
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('pattern', ALL)
 def test_mixed_requests_are_what_they_are_alone(pattern):
   """Chunks, parts of chunks and single tokens of four requests in a step."""
@@ -207,6 +208,7 @@ def branches(n=8):
   return more, paths, depth
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize('pattern', SLOTTED)
 def test_a_tree_is_every_path_alone(pattern):
   session, (more, paths, depth) = fed(Session(pattern)), branches()
@@ -245,6 +247,7 @@ def test_a_tree_without_its_ancestors_is_another():
 EACH = (Group(R, 3, each=True),)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize('pattern', ALL)
 def test_any_part_of_a_chain_is_kept(pattern):
   """States after each of three tokens; 2, 0, 3 and 1 of them are kept."""
@@ -282,6 +285,7 @@ def test_what_was_rolled_back_leaves_no_trace(pattern):
     assert near(z[r], alone(pattern)(session.texts[r])[-1:])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize('pattern', ALL)
 def test_a_new_tenant_sees_nothing_of_the_old_one(pattern):
   """Nor of NaN that a failed request leaves in its state."""
@@ -323,6 +327,7 @@ def test_keys_that_are_not_finite_are_never_kept():
   assert near(z[2], alone('F')(session.texts[2])[-1:])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('pattern', ('F', 'A', 'H', 'KG'))
 def test_lanes_on_tensor_shards_equal_one_device(pattern):
   want = fed(Session(pattern))

@@ -180,7 +180,7 @@ def test_bfloat16_arithmetic_stays_close():
   params = randomised(model)
   exact, grads = evaluate(model, params, data)
   coarse = model_of(dtype='bfloat16', **narrow)
-  x, _ = jax.eval_shape(coarse, params, data)
+  x, _ = jax.eval_shape(coarse.features, params, data)
   assert x.dtype == jnp.bfloat16
   assert jax.eval_shape(coarse.logits, params, x).dtype == jnp.float32
   found, found_grads = evaluate(coarse, params, data)

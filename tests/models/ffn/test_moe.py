@@ -38,7 +38,7 @@ class See(NamedTuple):
 
   valid: object
   denominator: object
-  slot: object = None
+  plan: object = None
 
 
 def config(mlp='swiglu', **fields):

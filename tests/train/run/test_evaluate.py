@@ -62,7 +62,7 @@ def plain(tiny, corpus):
     zero = jnp.zeros_like(tokens)
     positions = jnp.arange(T)[None]
     batch = batch_lib.Batch(tokens, zero, segments, positions, zero, 1.0)
-    x, _ = job.model(params, batch)
+    x, _ = job.model.features(params, batch)
     return jax.nn.log_softmax(job.model.logits(params, x))[0]
 
   nats = {}

@@ -44,14 +44,6 @@ def _pressed(function):
   return called
 
 
-@pytest.fixture(autouse=True)
-def interrupts_count():
-  """A shell starts what runs in the background with SIGINT ignored."""
-  before = signal.signal(signal.SIGINT, signal.default_int_handler)
-  yield
-  signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.fault(46)
 @pytest.mark.parametrize(
   'place, name', [(start, 'state'), (start, '_check'), (header, 'trace')]

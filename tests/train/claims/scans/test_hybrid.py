@@ -31,12 +31,10 @@ def run(tmp_path):
 
 
 def test_decoded_equals_alone_until_a_state_is_lost(run):
-  real = mamba.Mamba2.grow
-  lost = lambda self, state, slots: jax.tree.map(
-    lambda x: 0 * x, real(self, state, slots)
-  )
+  real = mamba.Mamba2.commit
+  lost = lambda *given: jax.tree.map(lambda x: 0 * x, real(*given))
   _, wrong = claim_cases.holds_until(
-    mamba.Mamba2, 'grow', lost, claims_hybrid.decoding_equals_one_pass, run,
+    mamba.Mamba2, 'commit', lost, claims_hybrid.decoding_equals_one_pass, run,
     cases={'hybrid': dict(pattern='M*', num_layers=2, mlp='none')},
     lengths=[7, 5, 9], prompts=[3, 5, 2], within=1e-9,
   )  # fmt: skip
@@ -212,7 +210,7 @@ def test_an_answer_is_right_when_all_its_digits_are():
   class Model:
     """Says the target, but for the last digit of the first answer."""
 
-    def __call__(self, params, batch):
+    def features(self, params, batch):
       return batch.targets, None
 
     def logits(self, params, x):
