@@ -119,6 +119,8 @@ def _decode(options, overrides, _):
     config = checkpoint.config()
     config.update_from_flattened_dict(overrides)
     config = schema.view(config)
+    if options.requests is not None:
+      config = schema.with_value(config, 'decode.requests', options.requests)
     chosen = {
       name: options[name].value
       for name in _SAMPLING + _METHOD

@@ -195,15 +195,24 @@ class Checkpoint:
         f'--mesh={text}: decoding has one token a row at a time, nothing for '
         f'{" and ".join(idle)} to share; use data, fsdp or tensor.'
       )
+    batch = rules_lib.preset(config.mesh.rules).axes('batch')
+    split = [a for a in batch if sizes.get(a, 1) != 1]
+    if not (requests := config.decode.requests):
+      split = []
+    elif text and split:
+      raise errors.UserError(
+        f'--mesh={text}: decode.requests={requests} rows are shared by all '
+        f'prompts, and {" and ".join(split)} would shard them; use tensor.'
+      )
     try:
       mesh_lib.resolve(sizes, len(devices))
-      if not idle:
+      if not idle and not split:
         return text, devices
     except errors.UserError:
       if text:
         raise
     shards = 1
-    if 'data' in rules_lib.preset(config.mesh.rules).axes('batch'):
+    if 'data' in batch and not requests:
       shards = max(
         n
         for n in range(1, len(devices) + 1)

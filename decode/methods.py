@@ -45,9 +45,10 @@ def of(model, method, drafts, draft_layers, judge):
     return Lookup(drafts)
   most = model.config.num_layers
   if not 0 < draft_layers < most:
+    advice = f'take 1 to {most - 1}' if most > 1 else 'one layer is too few'
     raise errors.UserError(
       'decode.method=speculative drafts with the first layers of the model: '
-      f'decode.draft_layers={draft_layers} of {most}; take 1 to {most - 1}.'
+      f'decode.draft_layers={draft_layers} of {most}; {advice}.'
     )
   small = dataclasses.replace(model.config, num_layers=draft_layers)
   small = decoder.Decoder(small, layout=model.layout)

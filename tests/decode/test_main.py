@@ -81,6 +81,40 @@ def test_json_is_the_same_twice_and_on_another_mesh(run):
   assert json.loads(other)['samples'][0]['tokens'] != sample['tokens']
 
 
+def test_prompts_that_share_rows(run, tmp_path):
+  """On a mesh whose devices do not shard them; the texts stay the same."""
+  file = tmp_path / 'prompts.txt'
+  file.write_text('One\nTwo\nThree and more\n', 'utf-8')
+  flags = (
+    f'--prompts_file={file}',
+    '--json',
+    '--domain=drama',
+    '--temperature=0',
+  )
+  want = json.loads(run(*flags)[1])['samples']
+  code, out, err = run(*flags, '--requests=2')
+  keys = ('prompt', 'text', 'tokens', 'finish')
+  same = lambda samples: [[s[k] for k in keys] for s in samples]
+  assert code == 0 and same(json.loads(out)['samples']) == same(want)
+  text = '\n'.join(err)
+  assert 'decoding with data=1 on 1 of them' in text
+  assert '3 prompts for 2 rows (decode.requests): 1 wait' in text
+  code, out, err = run(*flags, '--requests=2', '--mesh=data=8')
+  assert (code, out) == (2, '') and 'data would shard them' in err[-1]
+
+
+def test_a_method_says_how_many_tokens_a_call_made(run):
+  flags = ('--prompt=The', '--domain=drama', '--temperature=0', '--json')
+  want = json.loads(run(*flags)[1])['samples'][0]['tokens']
+  code, out, err = run(*flags, '--method=prompt_lookup', '--drafts=2')
+  sample = json.loads(out)['samples'][0]
+  assert code == 0 and sample['tokens'] == want
+  made = f'5 tokens after the first in {sample["calls"]} calls of the model, '
+  assert any(made in line for line in err)
+  code, out, err = run(*flags, '--method=speculative')
+  assert (code, out) == (2, '') and 'draft_layers=0 of 1' in err[-1]
+
+
 TRAINED = {
   'context': dict(context=8, context_form='rsa', zero=1),
   'rings': dict(

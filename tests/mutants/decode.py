@@ -2,6 +2,9 @@
 
 from mutants.mutation import Mutation
 
+_METHODS = 'tests/decode/test_methods.py::'
+_PACKED = 'tests/decode/test_packed.py::'
+
 TABLE = [
   Mutation(
     'cache_position',
@@ -59,5 +62,55 @@ TABLE = [
     'how.mask, segments, (ids.position,) * 2, how.impl)',
     'a prompt attends to blocks that its mask hides',
     'tests/decode/test_step.py::test_full_attention_visits_a_triangle',
+  ),
+  Mutation(
+    'replay_keeps_others',
+    'decode/judges.py',
+    'same = tokens[:, :-1] == drafts.tokens',
+    'same = tokens[:, :-1] >= drafts.tokens',
+    'drafts are kept that decoding one by one would not draw',
+    _METHODS
+    + 'test_replayed_drafts_give_the_text_of_one_by_one[F-draft-drawn]',
+  ),
+  Mutation(
+    'residual',
+    'decode/judges.py',
+    'rest=lambda p, q: jnp.maximum(p - q, 0)',
+    'rest=lambda p, q: p',
+    'what a dropped draft is replaced by is drawn from p',
+    _METHODS + 'test_texts_have_the_distribution_of_the_model[rejection]',
+  ),
+  Mutation(
+    'ancestors',
+    'models/mixers/slots.py',
+    'ok &= (ancestors >> node.astype(jnp.uint32)) & 1 == 1',
+    'ok &= (ancestors >> node.astype(jnp.uint32)) & 1 >= 0',
+    'branches of a tree see one another',
+    _PACKED + 'test_a_tree_is_every_path_alone[F]',
+  ),
+  Mutation(
+    'rows_of_lanes',
+    'models/mixers/packed.py',
+    'row = jnp.where(valid, packed.request, 0)',
+    'row = jnp.where(valid, 0, 0)',
+    'every lane that is not its own row reads row 0',
+    _PACKED + 'test_mixed_requests_are_what_they_are_alone[F]',
+  ),
+  Mutation(
+    'states_of_chains',
+    'models/mixers/protocol.py',
+    'rows_where(count > t, z, old)',
+    'rows_where(count >= t, z, old)',
+    'a recurrence keeps a token more of a chain',
+    _PACKED + 'test_any_part_of_a_chain_is_kept[G]',
+  ),
+  Mutation(
+    'tenant',
+    'decode/scheduler.py',
+    'request.row, new[row] = row, True',
+    'request.row, new[row] = row, False',
+    'a row is given away with what the last request left',
+    'tests/decode/test_scheduler.py::'
+    'test_served_texts_are_those_of_one_batch[WF-greedy]',
   ),
 ]
