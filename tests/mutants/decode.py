@@ -92,7 +92,7 @@ TABLE = [
     'rows_of_lanes',
     'models/mixers/packed.py',
     'row = jnp.where(valid, packed.request, 0)',
-    'row = jnp.where(valid, 0, 0)',
+    'row = jnp.where(valid, 0 * packed.request, 0)',
     'every lane that is not its own row reads row 0',
     _PACKED + 'test_mixed_requests_are_what_they_are_alone[F]',
   ),
