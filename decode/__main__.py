@@ -143,7 +143,7 @@ def _decode(options, overrides, _):
   finally:
     if live:
       print()
-  made_tokens = sum(len(r['tokens']) - 1 for r in results)
+  made_tokens = sum(max(len(r['tokens']) - 1, 0) for r in results)
   calls = sum(r['calls'] for r in results)
   if config.decode.method != 'autoregressive' or options.method:
     _say(

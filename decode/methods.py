@@ -3,7 +3,7 @@
     autoregressive  nothing: a call makes one token
     prompt_lookup   the tokens that followed the last ones when these stood in
                     the text before (the copying of aggressive decoding,
-                    arXiv:2205.10350, section 3.1, without a source text)
+                    arXiv:2205.10350, without a source text)
     speculative     the draws of a smaller model: the first layers of the same
                     one, with its norm and head (arXiv:2211.17192)
 

@@ -10,8 +10,8 @@ state, so neither slots nor short rows have to be cleared. With a state, a row
 has its tokens first and its padding behind.
 
 Decoding calls `decode`, which reads the state of cache rows and writes nothing,
-and `commit`, which keeps some of the tokens in flight (packed.py). Mixers with
-a state of one size need no more than `__call__`; those with slots have both.
+and `commit`, which keeps some of the tokens in flight (packed.py). A mixer with
+a state of one size needs no more than `__call__`; one with slots defines both.
 
 The length may be sharded over the mesh axis `context`: attention then crosses
 shards in sharding/sequence/attention.py, a recurrence in
