@@ -16,7 +16,9 @@ from paraxis.configs.base import errors
 from paraxis.configs.base.decode import METHODS
 
 _SAMPLING = ('max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'seed')
-_METHOD = ('method', 'drafts', 'draft_layers', 'judge', 'requests')
+_METHOD = (
+  'method', 'drafts', 'draft_layers', 'draft', 'judge', 'requests'
+)  # fmt: skip
 
 
 def _say(line):
@@ -96,6 +98,19 @@ def _domains(given, prompts, tokenizer):
   return given
 
 
+def _require_lossless(asked, chosen, config):
+  """UserError if --lossless is asked of a judge that is not."""
+  from paraxis.decode import judges  # starts jax
+
+  name = chosen.get('judge', config.decode.judge)
+  if asked and not judges.JUDGES[name].lossless:
+    good = ', '.join(n for n, judge in judges.JUDGES.items() if judge.lossless)
+    raise errors.UserError(
+      f'--lossless: decode.judge={name} changes the distribution of the text; '
+      f'take one of {good}.'
+    )
+
+
 def _print(results, domains, prompts):
   for result, domain, prompt in zip(results, domains, prompts, strict=True):
     if len(prompts) > 1:
@@ -126,6 +141,7 @@ def _decode(options, overrides, _):
       for name in _SAMPLING + _METHOD
       if options[name].value is not None
     }
+    _require_lossless(options.lossless, chosen, config)
     made = checkpoint.generator(config, options.mesh, len(prompts), texts)
     step = checkpoint.step
   domains = _domains(options.domain, prompts, made.tokenizer)
@@ -151,7 +167,7 @@ def _decode(options, overrides, _):
       f'{made_tokens / max(calls, 1):.2f} a call'
     )
   if options.json:
-    keys = ('prompt', 'text', 'tokens', 'finish', 'calls')
+    keys = ('prompt', 'text', 'tokens', 'finish', 'calls', 'lengths')
     samples = [
       dict(domain=d, **{k: r[k] for k in keys})
       for r, d in zip(results, domains, strict=True)
@@ -203,15 +219,19 @@ COMMAND = command_line.Command(
     (str, 'method=NAME', None, 'of the list that --methods prints'),
     (bool, 'methods', False, 'print them, and what is held true of each'),
     (int, 'drafts=N', None, 'tokens that are drafted for a call'),
-    (int, 'draft_layers=N', None, 'speculative: layers that draft'),
+    (int, 'draft_layers=N', None, 'speculative, pearl: layers that draft'),
+    (str, 'draft=FILE', None, 'a trained draft (paraxis draft), or heads'),
     (str, 'judge=NAME', None,
-     'replay: the text of decoding one by one; rejection: its distribution'),
+     'replay: the text of decoding one by one; rejection: its distribution; '
+     'typical: another one'),
+    (bool, 'lossless', False, 'refuse a judge that changes the distribution'),
     (int, 'requests=N', None,
      'continuous batching: rows that all prompts share; 0: a row each'),
     'Output and devices',
     (bool, 'json', False,
      'print one JSON object: step, samples (prompt, domain, text, tokens, '
-     'finish: length, end or stop; calls: of the model after the prompt)'),
+     'finish: length, end or stop; calls: of the model after the prompt; '
+     'lengths: how many of them made 0, 1, .. tokens)'),
     (str, 'mesh=AXIS=N,...', '',
      "replaces the run's mesh, e.g. --mesh=data=2,tensor=4"),
     ('count', 'devices=N', 0,

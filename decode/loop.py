@@ -18,8 +18,10 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.decode import heads
 from paraxis.decode import methods
 from paraxis.decode import program
+from paraxis.decode import proposal
 from paraxis.decode import sampling
 from paraxis.decode import scheduler
 from paraxis.decode import step
@@ -93,6 +95,7 @@ class Generator:
     )
     # Programs are compiled for a method, the object.
     self._method = functools.cache(functools.partial(methods.of, self._model))
+    self._draft = functools.cache(self._read_draft)
     self._scheduler = functools.cache(
       functools.partial(scheduler.Scheduler, self._model, self._params)
     )
@@ -105,6 +108,16 @@ class Generator:
       for p, v in params.items()
     }
     return model.unstack(cast)
+
+  def _read_draft(self, path):
+    """(heads.About or None, its arrays on the mesh) of decode.draft."""
+    if not path:
+      return None, ()
+    about, arrays = heads.load(
+      path, self._model.config, self.tokenizer.fingerprint
+    )
+    every = jax.NamedSharding(self.built.mesh, jax.P())
+    return about, jax.device_put(arrays, every)
 
   def generate(
     self, prompts, domains=None, stop=(), on_text=None, **options
@@ -120,14 +133,15 @@ class Generator:
         tokens.
       **options: fields of configs.schema.Decode that replace the defaults:
         max_new_tokens, temperature, top_k, top_p, min_p, seed; method, drafts,
-        draft_layers, judge (decode/methods.py); requests, budget
+        draft_layers, draft, judge (decode/methods.py); requests, budget
         (decode/scheduler.py).
 
     Returns:
       list of dict: prompt, text, tokens (ids of the text), logprobs (natural,
       of the model, before temperature and filters), finish: 'length', 'end'
       (end token) or 'stop' (stop string), calls: of the model after the prompt,
-      rejected and unread tokens included.
+      rejected and unread tokens included; lengths: how many of them made 0, 1,
+      .. tokens.
 
     Raises:
       UserError: an option out of range, an unknown domain, an id outside the
@@ -149,7 +163,7 @@ class Generator:
       for _ in prompts
     ]
     with build.use(self.built):
-      calls = run(ids, rows, config, form, values, on_text)
+      lengths = run(ids, rows, config, form, values, on_text)
     return [
       dict(
         prompt=prompt,
@@ -157,28 +171,30 @@ class Generator:
         tokens=r.tokens,
         logprobs=r.logprobs,
         finish=r.finish,
-        calls=int(n),
+        calls=sum(n),
+        lengths=n,
       )
-      for prompt, r, n in zip(prompts, rows, calls, strict=True)
+      for prompt, r, n in zip(prompts, rows, lengths, strict=True)
     ]
 
   def _together(self, ids, rows, config, form, values, on_text):
-    """A row for each prompt, all at once -> calls of each after the prompt.
+    """A row for each prompt, all at once -> of each, how many calls after the
+    prompt made 0, 1, .. tokens.
 
     Args:
       ids: of the prompts. rows: transcript.Transcript of each, which it fills.
       form, values: of sampling.check.
     """
-    method = self._method(
-      config.method, config.drafts, config.draft_layers, config.judge
-    )
+    about, own = self._draft(config.draft)
+    method = self._method(methods.Choice.of(config), form.greedy, about)
+    params = proposal.Params(self._params, own)
     static = program.Static(form, config.judge)
     slots, length = self._fit(ids, config)
     limit = config.max_new_tokens
     tokens_BT, lengths_B = self._place(ids, length)
     new = min(bucket(limit), slots - length)
     state, seen = self._start(
-      self._params, tokens_BT, lengths_B, values, method, static, slots, new
+      params, tokens_BT, lengths_B, values, method, static, slots, new
     )
     made = _read(seen, rows, [0] * len(rows), on_text)
     chunk = limit
@@ -188,7 +204,7 @@ class Generator:
       ended = [bool(r.finish) for r in rows]
       ended += [True] * (lengths_B.shape[0] - len(rows))
       state, seen = self._run(
-        self._params,
+        params,
         state,
         values,
         np.int32(min(limit, min(least) + chunk)),
@@ -197,7 +213,7 @@ class Generator:
         static,
       )
       made = _read(seen, rows, made, on_text)
-    return jax.device_get(seen[-1])[: len(rows)]
+    return jax.device_get(seen[-1])[: len(rows)].tolist()
 
   def _serve(self, ids, rows, config, form, values, on_text):
     """`_together` by continuous batching (scheduler.py)."""
@@ -220,7 +236,7 @@ class Generator:
       for i, (prompt, row) in enumerate(zip(ids, rows, strict=True))
     ]
     served.serve(requests, slots, form, values, on_text)
-    return [request.steps for request in requests]
+    return [[0, request.steps] for request in requests]
 
   def _encode(self, prompts, domains):
     """Token ids of every prompt, checked."""

@@ -2,7 +2,7 @@
 
     while a row has tokens to make:
       drafts = propose(state)                            methods.py
-      logits = step(cache, last token and drafts)
+      logits = step(cache, last token and drafts)        a chain or a tree
       new tokens = judge(logits, drafts)                 judges.py
       cache = commit(those tokens that are kept)
 
@@ -10,8 +10,8 @@ One token after the other is the method without drafts. A row whose logits are
 not finite ends there: a token drawn from NaN would look like any other.
 
 Cost: each call reads every parameter and the row's cache once.
-Legend: B rows, T prompt tokens, S cache slots, M new tokens, C drafts, V
-vocabulary.
+Legend: B rows, T prompt tokens, S cache slots, M new tokens, C drafts, D drafts
+of the longest path, V vocabulary.
 """
 
 import functools
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from paraxis.decode import judges
-from paraxis.decode import methods
+from paraxis.decode import proposal
 from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.sharding import annotate
@@ -32,9 +32,10 @@ class DecodeState(NamedTuple):
 
   cache: packed.Cache. own: the method's state. token: (B,) int32, last tokens,
   which are not yet in the cache. done: (B,) rows that have ended. broken: (B,)
-  int32, number of the new token whose logits were not finite, -1: none. made,
-  calls: (B,) int32, new tokens, and calls of the model after the prompt.
-  tokens: (B, M) int32. logprobs: (B, M) float32.
+  int32, number of the new token whose logits were not finite, -1: none. made:
+  (B,) int32, new tokens. lengths: (B, D + 2) int32, calls of the model after
+  the prompt that made 0, 1, .. tokens. tokens: (B, M) int32. logprobs: (B, M)
+  float32.
   """
 
   cache: Any
@@ -43,7 +44,7 @@ class DecodeState(NamedTuple):
   done: Any
   broken: Any
   made: Any
-  calls: Any
+  lengths: Any
   tokens: Any
   logprobs: Any
 
@@ -56,7 +57,10 @@ class Static(NamedTuple):
 
 
 class Program:
-  """Pure functions of a model; `ends`: ids that end a row."""
+  """Pure functions of a model; `ends`: ids that end a row.
+
+  params: proposal.Params. method: of methods.py. static: Static.
+  """
 
   def __init__(self, model, ends):
     self._model, self._ends = model, ends
@@ -65,31 +69,32 @@ class Program:
     self, params, tokens_BT, lengths_B, values, method, static, slots, new
   ):
     """Prefill and the first token -> (DecodeState, what the host reads)."""
-    x, cache = step.prefill(self._model, params, tokens_BT, lengths_B, slots)
-    logits = self._model.logits(params, step.last(x, lengths_B))
+    model, last = self._model, functools.partial(step.last, lengths_B=lengths_B)
+    x, cache = step.prefill(model, params.model, tokens_BT, lengths_B, slots)
+    logits = model.logits(params.model, last(x))
     rows, zeros = tokens_BT.shape[0], jnp.zeros_like(lengths_B)
-    fill = lambda dtype: annotate.put(
-      jnp.zeros((rows, new), dtype), ('batch', None)
+    fill = lambda width, dtype: annotate.put(
+      jnp.zeros((rows, width), dtype), proposal.ROWS
     )
     state = DecodeState(
       cache,
-      method.start(params, tokens_BT, lengths_B, slots),
+      method.start(params, tokens_BT, lengths_B, slots, x),
       zeros,
       lengths_B == 0,
       jnp.full_like(lengths_B, -1),
       zeros,
-      zeros,
-      fill(jnp.int32),
-      fill(jnp.float32),
+      fill(method.tree.depth + 2, jnp.int32),
+      fill(new, jnp.int32),
+      fill(new, jnp.float32),
     )
-    live, first = ~state.done, methods.Autoregressive()
+    live, first = ~state.done, proposal.Autoregressive()
     drafts, _ = first.propose(params, (), zeros, live, None)
     draws = self._draws(state, values, static)
-    tokens, n, state = self._judged(
-      state, logits, live, drafts, draws, static, jnp.int32(new)
-    )
-    own = method.first(state.own, tokens, n)
-    state = state._replace(own=own, calls=zeros)
+    seen, after = self._judged(
+      state, (last(x), logits), live, drafts, draws, static,
+      first.tree, jnp.int32(new),
+    )  # fmt: skip
+    state = after._replace(own=method.first(state.own, seen))
     return state, for_host(state)
 
   def _draws(self, state, values, static):
@@ -99,61 +104,69 @@ class Program:
       static.form, values, rows, state.made.astype(jnp.uint32)
     )
 
-  def _judged(self, state, logits, live, drafts, draws, static, limit):
-    """(tokens (B, C + 1), how many are new n_B, the state with them).
+  def _judged(self, state, out, live, drafts, draws, static, tree, limit):
+    """(proposal.Seen, the state with its new tokens).
 
     Args:
-      logits: (B, C + 1, V). live: (B,) rows that make tokens. limit: of them.
+      out: features (B, C + 1, D), logits (B, C + 1, V). live: (B,) rows that
+        make tokens. limit: of them.
     """
+    x, logits = out
     z = annotate.put(logits, (*sampling.ROWS[:1], None, *sampling.ROWS[1:]))
     sound = jnp.isfinite(z).all(-1)
-    # What follows a row that is not finite is not judged; if it is the first
-    # one, the request is broken.
-    whole = judges.accepted(sound, jnp.full_like(state.made, z.shape[1]))
-    drafts = drafts._replace(count=jnp.clip(whole - 1, 0, drafts.count))
-    tokens, n = judges.JUDGES[static.judge].run(z, drafts, draws)
+    # A draft whose logits are not finite is not kept; if those of the last
+    # token are not, the request is broken.
+    drafts = drafts._replace(valid=drafts.valid & sound[:, 1:])
+    tokens, n, at = judges.JUDGES[static.judge].run(z, drafts, draws, tree)
     bad = live & ~sound[:, 0]
     n = jnp.minimum(n + 1, limit - state.made)
     ends = jnp.isin(tokens, jnp.asarray(self._ends, jnp.int32))
-    width = tokens.shape[1]
-    upto = judges.accepted(~ends, jnp.full_like(n, width)) + 1
+    upto = judges.accepted(~ends) + 1
     ended = upto <= n
     n = jnp.where(live & ~bad, jnp.minimum(n, upto), 0)
-    logprobs = [sampling.logprob(z[:, c], tokens[:, c]) for c in range(width)]
-    last = jnp.zeros_like(state.token)
-    for c in range(width):
-      last = jnp.where(c == n - 1, tokens[:, c], last)
-    write = functools.partial(methods.written, at_B=state.made, n_B=n)
+    width = tokens.shape[1]
+    logprobs = [
+      sampling.logprob(
+        z[:, c] if tree.is_chain else judges.at(z, at[:, c]), tokens[:, c]
+      )
+      for c in range(width)
+    ]
+    last = judges.at(tokens, n - 1)
+    write = functools.partial(proposal.written, at_B=state.made, n_B=n)
     done = state.done | bad | (live & ended)
     state = state._replace(
-      token=jnp.where(n > 0, last, jnp.where(live, 0, state.token)),
+      token=jnp.where(live, last, state.token),
       done=done,
       broken=jnp.where(bad, state.made, state.broken),
       made=state.made + n,
-      calls=state.calls + live.astype(jnp.int32),
       tokens=write(state.tokens, tokens),
       logprobs=write(state.logprobs, jnp.stack(logprobs, 1)),
     )
-    return tokens, n, state
+    return proposal.Seen(tokens, n, at, x, z, draws), state
 
   def loop(self, params, state, values, limit, stopped_B, method, static):
     """Tokens until every row has `limit` of them or has ended."""
     live_of = lambda state: ~state.done & (state.made < limit)
-    width = method.width + 1
 
     def body(state):
       live, draws = live_of(state), self._draws(state, values, static)
       drafts, held = method.propose(params, state.own, state.token, live, draws)
-      z, flight = step.extend(
-        self._model, params, state.cache, state.token, drafts, live
+      x, z, flight = step.extend(
+        self._model, params.model, state.cache, state.token, drafts, live,
+        method.tree,
+      )  # fmt: skip
+      seen, after = self._judged(
+        state, (x, z), live, drafts, draws, static, method.tree, limit
       )
-      tokens, n, after = self._judged(
-        state, z, live, drafts, draws, static, limit
+      form = step.drafted(len(live), method.tree)
+      cache = self._model.commit(state.cache, flight, form, seen.kept())
+      n = jnp.arange(state.lengths.shape[1], dtype=jnp.int32)
+      called = live[:, None] & (n == seen.n[:, None])
+      return after._replace(
+        cache=cache,
+        own=method.settle(held, seen),
+        lengths=state.lengths + called,
       )
-      order = jnp.arange(width, dtype=jnp.int32)
-      form = step.chain(len(live), width)
-      cache = self._model.commit(state.cache, flight, form, order < n[:, None])
-      return after._replace(cache=cache, own=method.settle(held, tokens, n))
 
     state = state._replace(done=state.done | stopped_B)
     more = lambda state: jnp.any(live_of(state))
@@ -164,5 +177,5 @@ class Program:
 def for_host(state):
   """Copies that every process can read."""
   whole = lambda x: annotate.put(x, (None,) * x.ndim)
-  kept = state.tokens, state.logprobs, state.broken, state.made, state.calls
+  kept = state.tokens, state.logprobs, state.broken, state.made, state.lengths
   return tuple(map(whole, kept))

@@ -116,7 +116,7 @@ def pack(form, rows, lanes):
   return packed_lib.Packed(**{k: x.reshape(shape) for k, x in flat.items()})
 
 
-def prefill(model, params, tokens_BT, lengths_B, slots):
+def prefill(model, params, tokens_BT, lengths_B, slots, begin=None):
   """Features of the prompts, and a cache that holds them.
 
   Args:
@@ -125,6 +125,7 @@ def prefill(model, params, tokens_BT, lengths_B, slots):
     tokens_BT: int32, valid ids everywhere.
     lengths_B: int32, tokens of each row; 0: an empty row.
     slots: S >= T, tokens that a row of the cache has room for.
+    begin: as for `Decoder.step`.
 
   Returns:
     (x_BTD, padded as the tokens; packed.Cache).
@@ -132,7 +133,7 @@ def prefill(model, params, tokens_BT, lengths_B, slots):
   form = (packed_lib.Group(*tokens_BT.shape, fresh=True),)
   cache = model.init_cache(len(tokens_BT), slots)
   packed = rows(tokens_BT, lengths_B)
-  x_BTD, flight = model.step(params, cache, packed, form)
+  x_BTD, flight = model.step(params, cache, packed, form, begin)
   every = packed.request < len(tokens_BT)
   return x_BTD, model.commit(cache, flight, form, every)
 
@@ -144,42 +145,70 @@ def last(x_BTD, lengths_B):
   return jnp.sum(jnp.where(here, x_BTD, 0), 1, keepdims=True)
 
 
-def chain(count, width):
-  """packed.Form of a chain of tokens in every row; its first ones are kept."""
-  return (packed_lib.Group(count, width, each=width > 1),)
+def drafted(count, tree):
+  """packed.Form of the last token and its drafts in every row."""
+  width, chain = tree.width + 1, tree.is_chain
+  return (
+    packed_lib.Group(count, width, each=chain and width > 1, tree=not chain),
+  )
 
 
-def extend(model, params, cache, token_B, drafts, live_B):
-  """Logits after the last token of every row and after each of its drafts.
+def extend(model, params, cache, token_B, drafts, live_B, tree):
+  """Features and logits after the last token of every row and each draft.
 
   Args:
     model, params: as for `prefill`.
     cache: packed.Cache, without these tokens.
-    token_B: int32. drafts: judges.Drafts. live_B: bool.
+    token_B: int32. drafts: judges.Drafts. live_B: bool. tree: trees.Tree.
 
   Returns:
-    (z (B, C + 1, V), packed.Flight of the form `chain`).
+    (x (B, C + 1, D), z (B, C + 1, V), packed.Flight of the form `drafted`).
   """
   tokens = jnp.concatenate([token_B[:, None], drafts.tokens], 1)
-  packed = rows(tokens, jnp.where(live_B, 1 + drafts.count, 0), cache.length)
-  form = chain(*tokens.shape)
+  if tree.is_chain:
+    there = drafts.valid.sum(1, dtype=jnp.int32)
+    packed = rows(tokens, jnp.where(live_B, 1 + there, 0), cache.length)
+  else:
+    packed = _tree_rows(tokens, drafts.valid, live_B, cache.length, tree)
+  form = drafted(len(tokens), tree)
   x, flight = model.step(params, cache, packed, form)
-  return model.logits(params, x), flight
+  return x, model.logits(params, x), flight
 
 
-def advance(model, params, cache, token_B, live_B):
+def _tree_rows(tokens_BC, valid, live_B, length_B, tree):
+  """packed.Packed of a lane a row: the last token and a tree of drafts."""
+  here = jnp.concatenate([jnp.ones_like(valid[:, :1]), valid], 1)
+  here &= live_B[:, None]
+  count, shape = len(tokens_BC), tokens_BC.shape
+  row = jnp.arange(count, dtype=jnp.int32)[:, None]
+  place = jnp.where(here, length_B[:, None] + tree.depths(), 0)
+  every = lambda x: jnp.broadcast_to(jnp.asarray(x), shape)
+  fields = (
+    tokens_BC,
+    jnp.where(here, row, count),
+    place,
+    place,
+    jnp.zeros_like(place),
+    every(np.arange(shape[1], dtype=np.int32)),
+    every(tree.ancestors()),
+  )
+  return packed_lib.Packed(*(annotate.put(x, ('batch', None)) for x in fields))
+
+
+def advance(model, params, cache, token_B, live_B, through=None):
   """Feeds the next token of every row -> (logits_BV, cache).
 
   Args:
     model, params: as for `prefill`.
     cache: packed.Cache with a free slot in every row.
     token_B: int32. live_B: bool, False: an ended or empty row.
+    through: what features go through before the head, or None.
 
   A row whose logits are not finite keeps nothing.
   """
   form = (packed_lib.Group(len(token_B), 1),)
   packed = rows(token_B[:, None], live_B.astype(jnp.int32), cache.length)
   x_B1D, flight = model.step(params, cache, packed, form)
-  logits = model.logits(params, x_B1D)
+  logits = model.logits(params, through(x_B1D) if through else x_B1D)
   sound = annotate.put(jnp.isfinite(logits).all(-1), ('batch', None))
   return logits[:, 0], model.commit(cache, flight, form, sound)

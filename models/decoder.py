@@ -153,21 +153,21 @@ class Decoder:
     names = table.get_metadata('axes')
     return lookup.lookup(table[...], names, ids, RESIDUAL, dtype)
 
-  def step(self, params, cache, packed, form):
+  def step(self, params, cache, packed, form, begin=None):
     """Features of tokens in flight; the cache is read, nothing is written.
 
     Args:
       params: of `unstack`. cache, packed, form: of packed.py; form is static.
+      begin: what embedded tokens go through before the first layer, or None.
 
     Returns:
       (x (.., D), laid out as packed, after the final norm; packed.Flight).
     """
     plan = packed_lib.plan(form, packed, cache.length)
-    valid, positions = plan.ids.valid, plan.ids.position
-    batch = batch_lib.Batch(
-      packed.token, None, valid.astype(jnp.int32), positions, None, None
-    )
+    segments, positions = plan.ids.valid.astype(jnp.int32), plan.ids.position
+    batch = batch_lib.Batch(packed.token, None, segments, positions, None, None)
     x, see = self._begun(params, batch)
+    x = begin(x) if begin else x
     see = see._replace(plan=plan)
     x, layers = self.stack.step(params, x, see, cache.states)
     return self.normalise(params, x), packed_lib.Flight(packed, layers)

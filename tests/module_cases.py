@@ -240,7 +240,7 @@ def decoded_on_mesh(mesh, config, params, *given):
 class Numbers:
   """A tokenizer: a token is a letter."""
 
-  name = 'numbers'
+  name = fingerprint = 'numbers'
 
   def __init__(self, vocab_size, end_id=-1):
     self.vocab_size, self.end_id = vocab_size, end_id

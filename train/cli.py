@@ -19,6 +19,7 @@ from paraxis.models import checks
 from paraxis.sharding import mesh
 from paraxis.train import checkpoint_command
 from paraxis.train import data_command
+from paraxis.train import draft_command
 from paraxis.train import exchange_command
 from paraxis.train.bench import command as bench_command
 from paraxis.train.claims import command as claims_command
@@ -177,6 +178,7 @@ _ALL = (
   ),
   launch_command.COMMAND,
   decode_main.COMMAND,
+  draft_command.COMMAND,
   evaluate_command.COMMAND,
   *exchange_command.commands(_DEVICES),
   *checkpoint_command.COMMANDS,

@@ -12,8 +12,28 @@ METHODS = {
     'the tokens that followed the last ones earlier in the text',
     'lossless, with either judge',
   ),
+  'aggressive': (
+    'the prompt, as far as the text copies it',
+    'lossless, with either judge',
+  ),
+  'jacobi': (
+    'the draws of the call before, at each place',
+    'lossless, with either judge',
+  ),
   'speculative': (
     'the first draft_layers layers of the model',
+    'lossless, with either judge',
+  ),
+  'pearl': (
+    'the same layers, while the model judges',
+    'lossless; judge=replay',
+  ),
+  'medusa': (
+    'heads of decode.draft, a tree',
+    'lossless with judge=replay; typical is not',
+  ),
+  'eagle': (
+    'a layer of decode.draft that continues the features',
     'lossless, with either judge',
   ),
 }
@@ -41,14 +61,19 @@ class Decode:
     4, 'tokens that a method drafts for a call', low=1, high=31
   )
   draft_layers: int = field(
-    0, 'speculative: layers, from the first on, that draft', low=0
+    0, 'speculative, pearl: layers, from the first on, that draft', low=0
+  )
+  draft: str = field(
+    '',
+    "file of a trained draft (`paraxis draft`): medusa's heads, or what "
+    'speculative adds before the head',
   )
   judge: str = field(
     'replay',
     'which drafts are kept. replay: those that decoding one by one would draw, '
     'so the text is the same; rejection: as arXiv:2211.17192, the most that '
-    'leave the distribution as it is',
-    ('replay', 'rejection'),
+    'leave the distribution as it is; typical: likely ones, which changes it',
+    ('replay', 'rejection', 'typical'),
   )
   requests: int = field(
     0,

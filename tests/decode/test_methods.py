@@ -3,6 +3,7 @@
 Legend: B rows, C drafts, V vocabulary.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -15,14 +16,22 @@ import support
 
 from paraxis.configs.base import decode as decode_fields
 from paraxis.decode import __main__ as command
+from paraxis.decode import copying
+from paraxis.decode import eagle as eagle_lib
+from paraxis.decode import heads
 from paraxis.decode import judges
-from paraxis.decode import methods
+from paraxis.decode import proposal
 from paraxis.decode import sampling
+from paraxis.decode import trees
 
 V = 12
 LOOKUP = dict(method='prompt_lookup', drafts=3)
 DRAFT = dict(method='speculative', drafts=3, draft_layers=1)
+AGGRESSIVE = dict(method='aggressive', drafts=5)
+JACOBI = dict(method='jacobi', drafts=5)
+PEARL = dict(method='pearl', drafts=3, draft_layers=1)
 PATTERNS = ('F', 'WFN', 'A', 'G', 'M', 'R', 'C', 'H', 'GF')
+SLOTS = ('F', 'WFN', 'A')
 SAMPLED = dict(temperature=0.8, top_k=6, seed=3)
 GREEDY = dict(temperature=0.0)
 
@@ -43,33 +52,106 @@ def texts(results):
   return [r['tokens'] for r in results]
 
 
-@pytest.mark.sampled(6)
+@pytest.fixture(scope='module')
+def medusa(tmp_path_factory):
+  """Options of heads that nobody trained, with a tree of 11 drafts."""
+  path = str(tmp_path_factory.mktemp('draft') / 'heads.npz')
+  accuracy = ((0.4, 0.3, 0.2, 0.1), (0.5, 0.3, 0.2, 0.0), (0.6, 0.2, 0.1, 0.1))
+  about = heads.About('medusa', 0, (V, 16, 3), 'numbers', accuracy)
+  keys = np.random.default_rng(4)
+  own = {n: keys.normal(size=x.shape) for n, x in heads.initial(3, 16).items()}
+  options = dict(method='medusa', draft=path, drafts=11)
+
+  def of(pattern):
+    layers = max(2, len(pattern))
+    heads.save(path, dataclasses.replace(about, model=(V, 16, layers)), own)
+    return options
+
+  return of
+
+
+@pytest.fixture(scope='module')
+def eagle(tmp_path_factory):
+  """Options of a draft layer that nobody trained."""
+  path = str(tmp_path_factory.mktemp('draft') / 'eagle.npz')
+
+  def of(pattern):
+    made = generator(pattern).built.model
+    about = heads.About('eagle', 0, (V, 16, made.config.num_layers), 'numbers')
+    params = made.unstack(module_cases.parameters(made, 0.4))
+    own = eagle_lib.initial(made, params)
+    noise = np.random.default_rng(5)
+    own = {n: x + noise.normal(0, 0.1, x.shape) for n, x in own.items()}
+    heads.save(path, about, own)
+    return dict(method='eagle', draft=path, drafts=3)
+
+  return of
+
+
+CASES = [
+  *itertools.product(PATTERNS, (LOOKUP, DRAFT, AGGRESSIVE, JACOBI)),
+  *itertools.product(SLOTS, (PEARL, 'medusa', 'eagle')),
+]
+
+
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize('options', (GREEDY, SAMPLED), ids=('greedy', 'drawn'))
-@pytest.mark.parametrize('method', (LOOKUP, DRAFT), ids=('lookup', 'draft'))
-@pytest.mark.parametrize('pattern', PATTERNS)
-def test_replayed_drafts_give_the_text_of_one_by_one(pattern, method, options):
+@pytest.mark.parametrize(
+  'pattern, method',
+  CASES,
+  ids=[f'{p}-{m if isinstance(m, str) else m["method"]}' for p, m in CASES],
+)
+def test_replayed_drafts_give_the_text_of_one_by_one(
+  pattern, method, options, medusa, eagle
+):
   made = generator(pattern)
+  if isinstance(method, str):
+    made._draft.cache_clear()
+    method = {'medusa': medusa, 'eagle': eagle}[method](pattern)
   want = made.generate(PROMPTS, **options)
   found = made.generate(PROMPTS, **options, **method)
   assert texts(found) == texts(want)
   for a, b in zip(found, want, strict=True):
     np.testing.assert_allclose(a['logprobs'], b['logprobs'], atol=1e-5)
+    assert sum(n * c for n, c in enumerate(a['lengths'])) == 23
+    assert sum(a['lengths']) == a['calls'] and not a['lengths'][0]
   calls = sum(r['calls'] for r in found)
   assert sum(r['calls'] for r in want) == 3 * 23 and calls <= 3 * 23
-  if options is GREEDY or method is DRAFT:
+  if method in (DRAFT, JACOBI):
     assert calls < 3 * 23  # some drafts are kept
+
+
+def test_a_tree_that_holds_every_token_makes_as_many_as_it_is_deep():
+  """Each branch holds one token of the vocabulary: one is always kept."""
+  made = generator('F', 3)
+  want = made.generate([[1, 2]], **SAMPLED | dict(top_k=0))
+  tree = trees.of_paths(itertools.product(range(3), repeat=2))
+
+  class Every(proposal.Autoregressive):
+    def propose(self, params, own, token_B, live_B, draws):
+      tokens = jnp.asarray([tree.ranks] * len(token_B), jnp.int32)
+      return judges.Drafts(tokens, tokens >= 0), own
+
+  Every.tree = tree
+  every = Every()
+  made._method = lambda *_: every
+  found = made.generate([[1, 2]], **SAMPLED | dict(top_k=0))
+  generator.cache_clear()
+  assert texts(found) == texts(want)
+  assert found[0]['lengths'] == [0, 0, 1, 7]  # 23 = 7 x 3 + 2 at the limit
 
 
 def test_a_judge_that_keeps_too_much_is_seen(monkeypatch):
   made = generator('F')
   want = texts(made.generate(PROMPTS, **GREEDY))
 
-  def one_more(z, drafts, draws):
-    tokens, n = judges.replay(z, drafts, draws)
-    more = jnp.minimum(n + 1, drafts.count)
+  def one_more(z, drafts, draws, tree):
+    tokens, n, at = judges.replay(z, drafts, draws, tree)
+    more = jnp.minimum(n + 1, drafts.valid.sum(1, dtype=jnp.int32))
     kept = jnp.concatenate([drafts.tokens, tokens[:, -1:]], 1)
     place = jnp.arange(tokens.shape[1])
-    return jnp.where(place < more[:, None], kept, tokens), more
+    tokens = jnp.where(place < more[:, None], kept, tokens)
+    return judges.Judged(tokens, more, at)
 
   liar = judges.Judge(True, True, one_more)
   monkeypatch.setitem(judges.JUDGES, 'replay', liar)
@@ -129,10 +211,10 @@ def test_a_poisoned_draft_breaks_nothing(pattern, monkeypatch):
   monkeypatch.setattr(made, '_params', made._params | {name: poisoned})
 
   def propose(self, params, own, token_B, live_B, draws):
-    drafts = jnp.full((len(token_B), self.width), bad, jnp.int32)
-    return judges.Drafts(drafts, jnp.full_like(token_B, self.width)), own
+    drafts = jnp.full((len(token_B), self.tree.width), bad, jnp.int32)
+    return judges.Drafts(drafts, drafts == bad), own
 
-  monkeypatch.setattr(methods.Lookup, 'propose', propose)
+  monkeypatch.setattr(copying.Lookup, 'propose', propose)
   found = made.generate(prompts, **short, method='prompt_lookup', drafts=2)
   assert texts(found) == texts(want)
 
@@ -183,19 +265,21 @@ REJECTION = DRAFT | dict(judge='rejection')
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-  'method', ({}, DRAFT, REJECTION, LOOKUP | dict(judge='rejection')),
-  ids=('one by one', 'replay', 'rejection', 'lookup'),
+  'method',
+  ({}, *(m | dict(judge='rejection') for m in
+                           (LOOKUP, JACOBI, AGGRESSIVE))),
+  ids=('one by one', 'lookup', 'jacobi', 'aggressive'),
 )  # fmt: skip
 def test_texts_have_the_distribution_of_the_model(method):
   assert beyond(*chi_square(method)) < 3.1  # p > .001
 
 
-def _inverse(z, drafts, draws):
+def _inverse(z, drafts, draws, tree):
   """Where a draft is dropped: the inverse distribution function of p - q as it
   stands, which does not add up to 1."""
-  tokens, n = judges.rejection(z, drafts, draws)
+  tokens, n, at = judges.rejection(z, drafts, draws, tree)
   if drafts.logits is None:  # the first token
-    return tokens, n
+    return judges.Judged(tokens, n, at)
   left = jax.nn.softmax(z[:, :-1]) - jax.nn.softmax(drafts.logits)
   edges = jnp.maximum(left, 0).cumsum(-1)
   for c in range(left.shape[1]):
@@ -203,7 +287,16 @@ def _inverse(z, drafts, draws):
     u = jax.vmap(jax.random.uniform)(key)
     wrong = jnp.argmax(edges[:, c] > u[:, None], -1).astype(jnp.int32)
     tokens = tokens.at[:, c].set(jnp.where(n == c, wrong, tokens[:, c]))
-  return tokens, n
+  return judges.Judged(tokens, n, at)
+
+
+@pytest.mark.parametrize('name', judges.JUDGES)
+def test_judges_are_what_they_declare(name):
+  found = beyond(*chi_square(DRAFT | dict(judge=name)))
+  if judges.JUDGES[name].lossless:
+    assert found < 3.1  # p > .001
+  else:
+    assert found > 5  # p < 1e-6
 
 
 BROKEN = {
@@ -247,14 +340,16 @@ def found_by_loop(width, text, length):
 
 def test_a_lookup_is_a_plain_loop():
   rng = np.random.default_rng(0)
-  find = jax.jit(functools.partial(methods._found, 4))
+  find = jax.jit(functools.partial(copying._found, 4))
   seen = set()
   for _ in range(200):
     length = int(rng.integers(1, 20))
     text = rng.integers(0, 4, 24)
     tokens, count = find(jnp.asarray(text, jnp.int32), jnp.int32(length))
     want = found_by_loop(4, text.tolist(), length)
-    assert np.asarray(tokens)[: int(count)].tolist() == want
+    count = np.asarray(count)
+    assert (count == (np.arange(4) < len(want))).all()
+    assert np.asarray(tokens)[count].tolist() == want
     seen.add(len(want))
   assert seen == {0, 1, 2, 3, 4}
 
@@ -264,8 +359,11 @@ def test_a_lookup_is_a_plain_loop():
   [
     (dict(method='speculative'), ('draft_layers=0 of 2', 'take 1 to 1')),
     (dict(method='speculative', draft_layers=2), ('draft_layers=2 of 2',)),
-    (dict(method='medusa'), ('decode.method', 'prompt_lookup')),
-    (dict(judge='typical'), ('decode.judge', 'rejection')),
+    (dict(method='eager'), ('decode.method', 'prompt_lookup')),
+    (dict(judge='none'), ('decode.judge', 'rejection')),
+    (dict(method='medusa'), ('needs trained heads', 'paraxis draft')),
+    (dict(PEARL, judge='rejection'), ('pearl', 'judge=replay')),
+    (dict(LOOKUP, draft='nowhere'), ('nowhere', 'no trained draft')),
     (dict(method='prompt_lookup', drafts=0), ('decode.drafts',)),
   ],
 )
@@ -278,4 +376,3 @@ def test_the_command_lists_the_methods(capsys):
   assert command.main(['--methods']) == 0
   lines = capsys.readouterr().out.splitlines()
   assert [line.split()[0] for line in lines] == [*decode_fields.METHODS]
-  assert all(judge.lossless for judge in judges.JUDGES.values())

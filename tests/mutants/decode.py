@@ -3,6 +3,8 @@
 from mutants.mutation import Mutation
 
 _METHODS = 'tests/decode/test_methods.py::'
+_TEXTS = _METHODS + 'test_replayed_drafts_give_the_text_of_one_by_one'
+_DRAFTS = 'tests/decode/test_drafts.py::'
 _PACKED = 'tests/decode/test_packed.py::'
 
 TABLE = [
@@ -66,11 +68,10 @@ TABLE = [
   Mutation(
     'replay_keeps_others',
     'decode/judges.py',
-    'same = tokens[:, :-1] == drafts.tokens',
-    'same = tokens[:, :-1] >= drafts.tokens',
+    'same = (tokens[:, :-1] == drafts.tokens) & drafts.valid',
+    'same = (tokens[:, :-1] >= drafts.tokens) & drafts.valid',
     'drafts are kept that decoding one by one would not draw',
-    _METHODS
-    + 'test_replayed_drafts_give_the_text_of_one_by_one[F-draft-drawn]',
+    _TEXTS + '[F-speculative-drawn]',
   ),
   Mutation(
     'residual',
@@ -78,7 +79,7 @@ TABLE = [
     'rest=lambda p, q: jnp.maximum(p - q, 0)',
     'rest=lambda p, q: p',
     'what a dropped draft is replaced by is drawn from p',
-    _METHODS + 'test_texts_have_the_distribution_of_the_model[rejection]',
+    _METHODS + 'test_judges_are_what_they_declare[rejection]',
   ),
   Mutation(
     'ancestors',
@@ -112,5 +113,45 @@ TABLE = [
     'a row is given away with what the last request left',
     'tests/decode/test_scheduler.py::'
     'test_served_texts_are_those_of_one_batch[WF-greedy]',
+  ),
+  Mutation(
+    'tree_walk',
+    'decode/judges.py',
+    'node = jnp.where(here, jnp.argmax(child, 1).astype(jnp.int32) + 1, node)',
+    'node = jnp.where(here, jnp.argmax(child, 1).astype(jnp.int32), node)',
+    'the path of a tree goes on at the draft before the one that is kept',
+    _METHODS + 'test_a_tree_that_holds_every_token_makes_as_many_as_it_is_deep',
+  ),
+  Mutation(
+    'tree_ancestors',
+    'decode/trees.py',
+    'out.append(out[parent + 1] | 1 << (c + 1))',
+    'out.append(out[parent + 1] | 1 << c)',
+    'a draft of a tree sees another one in place of itself',
+    'tests/decode/test_trees.py::test_paths_share_their_beginnings',
+  ),
+  Mutation(
+    'jacobi_shift',
+    'decode/jacobi.py',
+    'place = seen.n[:, None] + jnp.arange(width, dtype=jnp.int32)',
+    'place = seen.n[:, None] - 1 + jnp.arange(width, dtype=jnp.int32)',
+    'drafts of a window stand a place too late',
+    _DRAFTS + 'test_calls_are_those_of_a_plain_loop[jacobi]',
+  ),
+  Mutation(
+    'pearl_length',
+    'decode/drafters.py',
+    'length = was + seen.n + jnp.where(there, width, 0)',
+    'length = was + seen.n + jnp.where(there, width, 1)',
+    'the draft model keeps a token that the text does not have',
+    _DRAFTS + 'test_drafts_of_the_model_itself_are_all_kept[pearl-how0]',
+  ),
+  Mutation(
+    'eagle_features',
+    'decode/eagle.py',
+    'return jnp.pad(x_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))',
+    'return x_BTD',
+    'a token is mixed with the features that it makes itself',
+    _DRAFTS + 'test_features_before_a_token',
   ),
 ]

@@ -11,6 +11,11 @@
              token asks for the token that follows its last occurrence, whose
              last occurrence is followed by ..., k times
 
+    words    a text of words, some of which are misspelled, then the text with
+             all words right (as error correction has it, arXiv:2205.10350)
+    picture  pixels row by row: rectangles of one colour each, in front of each
+             other, with some pixels of any colour
+
 Only answers count in the loss. Training may mix documents of several lengths,
 each for as many rows and several of the short ones packed into a row; a
 held-out row is one document.
@@ -211,12 +216,126 @@ class Hops:
     return _share(hit_BT, batch.weights > 0)[None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Words:
+  """`count` words: word w, misspelled `words` + w; then BEGIN and END of the
+  source. A document is BEGIN, source, END, the words as they should be.
+
+  noise: share of words that are misspelled; in training it is drawn for every
+  document, of [0, 1]. mix: words of a document in training.
+  """
+
+  count: int
+  words: int
+  noise: float
+  mix: tuple = ()
+  also: ClassVar[tuple] = ()
+  guess: ClassVar[tuple] = (0.0, 'none')
+
+  @property
+  def length(self):
+    """T."""
+    return 2 * self.count + 2
+
+  @property
+  def vocabulary(self):
+    """Words, misspelled ones, BEGIN, END."""
+    return 2 * self.words + 2
+
+  @property
+  def whole(self):
+    """Tokens of a held-out row."""
+    return self.length
+
+  @property
+  def about(self):
+    """What is asked, as a text."""
+    return f'words of new texts of {self.count}'
+
+  def document(self, n, count, rng, held_out):
+    """(tokens, targets, weights) of n tokens."""
+    right = rng.integers(0, self.words, (count, (n - 2) // 2))
+    share = self.noise if held_out else rng.random((count, 1))
+    source = right + self.words * (rng.random(right.shape) < share)
+    begin = np.full((count, 1), 2 * self.words)
+    tokens = np.concatenate([begin, source, begin + 1, right], 1)
+    weights = np.arange(n) > right.shape[1]
+    weights = np.tile(weights & (np.arange(n) < n - 1), (count, 1))
+    return tokens, np.roll(tokens, -1, 1), weights
+
+  def right(self, hit_BT, batch):
+    """(1,) share of the words that are right."""
+    return _share(hit_BT, batch.weights > 0)[None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+  """`side` x `side` pixels of `colours`, after the token `colours`: BEGIN.
+
+  shapes: rectangles, at most. noise: share of pixels of any colour.
+  """
+
+  side: int
+  colours: int
+  shapes: int
+  noise: float
+  mix: tuple = ()
+  also: ClassVar[tuple] = ()
+  guess: ClassVar[tuple] = (0.25, 'chance')
+
+  @property
+  def length(self):
+    """T."""
+    return self.side**2
+
+  @property
+  def vocabulary(self):
+    """Colours, BEGIN."""
+    return self.colours + 1
+
+  @property
+  def whole(self):
+    """Tokens of a held-out row."""
+    return self.length
+
+  @property
+  def about(self):
+    """What is asked, as a text."""
+    return f'pixels of new pictures of {self.side} x {self.side}'
+
+  def document(self, n, count, rng, held_out):
+    """(tokens, targets, weights) of n tokens."""
+    del held_out
+    at = np.arange(self.side)
+    pixels = rng.integers(0, self.colours, (count, 1, 1))
+    pixels = pixels + np.zeros((self.side, self.side), int)
+    for _ in range(self.shapes):
+      edges = np.sort(rng.integers(0, self.side + 1, (count, 2, 2)), 2)
+      inside = (at >= edges[..., :1]) & (at < edges[..., 1:])
+      inside = inside[:, 0, :, None] & inside[:, 1, None, :]
+      colour = rng.integers(0, self.colours, (count, 1, 1))
+      pixels = np.where(inside, colour, pixels)
+    other = rng.integers(0, self.colours, pixels.shape)
+    pixels = np.where(rng.random(pixels.shape) < self.noise, other, pixels)
+    pixels = pixels.reshape(count, n)
+    begin = np.full((count, 1), self.colours)
+    tokens = np.concatenate([begin, pixels[:, :-1]], 1)
+    return tokens, pixels, np.ones((count, n))
+
+  def right(self, hit_BT, batch):
+    """(1,) share of the pixels that are right."""
+    return _share(hit_BT, batch.weights > 0)[None]
+
+
 def _share(hit_BT, part_BT):
   """() share of hits in a part of the tokens."""
   return (hit_BT & part_BT).sum() / part_BT.sum()
 
 
-KINDS = {'recall': Recall, 'parity': Parity, 'hops': Hops}
+KINDS = {
+  'recall': Recall, 'parity': Parity, 'hops': Hops, 'words': Words,
+  'picture': Picture,
+}  # fmt: skip
 
 
 def make(kind: str = 'recall', **fields) -> Any:

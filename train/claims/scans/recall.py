@@ -10,23 +10,17 @@ Legend: B rows, T tokens.
 """
 
 import dataclasses
-import functools
 import pathlib
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from paraxis.models import layer
 from paraxis.models.mixers import protocol as mixer
-from paraxis.sharding.meter import compiling
-from paraxis.train import program as job_lib
-from paraxis.train import state as state_lib
-from paraxis.train import step as step_lib
 from paraxis.train.certify import check
 from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import on_tasks
 from paraxis.train.claims import tasks
 from paraxis.train.plot import figures
 from paraxis.train.run import workdir as workdir_lib
@@ -48,65 +42,6 @@ SMALL = {
   'model.mamba.state': 8,
   'optimizer.final_fraction': 0.3,
 }
-
-
-def right(model, task, params, batch):
-  """(n,) shares of the answers that are the most likely tokens."""
-  x_BTD, _ = model.features(params, batch)
-  hit_BT = model.logits(params, x_BTD).argmax(-1) == batch.targets
-  return task.right(hit_BT, batch)
-
-
-def train(config, task, every, folder, say):
-  """[[step, shares of answers right on new rows], ...] of a training.
-
-  Args:
-    config: schema.Config; its vocabulary and length are those of the task.
-    task: as in train/claims/tasks.py. every: steps between measurements.
-    folder: pathlib.Path; a training resumes from the last measurement there.
-  """
-  # Orbax starts slowly.
-  from paraxis.sharding.checkpoint import store as store_lib
-
-  rows = config.train.batch_size
-  job = job_lib.of_shapes(config, '', jax.devices()[:1])
-  made = step_lib.make(job.built, job.optimizer, config.optimizer.clip_norm)
-  jit = functools.partial(jax.jit, compiler_options=compiling.options())
-  grads, update = jit(made.grads), jit(made.update, donate_argnums=0)
-  measure = jit(functools.partial(right, job.model, task))
-  path = folder / workdir_lib.CHECKPOINTS
-  with (
-    job.context(),
-    store_lib.Store(path, store_lib.Options(1, False), say=say) as store,
-  ):
-    state, curve = _resumed(job, store, say)
-    held = [job.put(tasks.draw(task, rows, seed, True)) for seed in range(4)]
-    for t in range(curve[-1][0] if curve else 0, config.train.steps):
-      batch = job.put(trained_on(config, task, t))
-      state, numbers = update(state, *grads(state.variables, batch))
-      if (t + 1) % every == 0 or t + 1 == config.train.steps:
-        found = jnp.stack([measure(state.variables, b) for b in held]).mean(0)
-        curve.append([t + 1, *map(float, found)])
-        axes = state_lib.axes(job.leaves)
-        store.save(t + 1, state_lib.flatten(state), axes, dict(curve=curve))
-        say(f'step {t + 1}: loss {float(numbers["loss"]):.3f}, {found[0]:.1%}')
-  return curve
-
-
-def trained_on(config, task, t):
-  """batch.Batch of step t; no two seeds train on the same one."""
-  seed = 1_000_000 * config.train.seed + 1000 + t
-  return tasks.draw(task, config.train.batch_size, seed)
-
-
-def _resumed(job, store, say):
-  """(state, curve) of the newest checkpoint, or of the start."""
-  found = store.restore_latest_good(state_lib.flatten(job.state))
-  if found is None:
-    return job.initial_state(), []
-  step, tree, meta = found
-  say(f'resumed from step {step}')
-  return state_lib.unflatten(job.state, tree), meta['curve']
 
 
 def _config(run, task, fields, pattern, layers, own=()):
@@ -185,7 +120,7 @@ def _curves(run, task, configs, seeds, picture):
   every = max(next(iter(configs.values())).train.steps // 10, 1)
 
   def learn(config, folder, say):
-    return {'curve': train(config, task, every, folder, say)}
+    return {'curve': on_tasks.train(config, task, every, folder, say)}
 
   variants = {f'{stem} {name}': config for name, config in configs.items()}
   rows = dataclasses.asdict(task) | dict(kind=type(task).__name__)

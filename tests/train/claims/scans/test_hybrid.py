@@ -15,6 +15,7 @@ from paraxis.models.mixers import mamba
 from paraxis.train.claims import experiment
 from paraxis.train.claims import families as claims_families
 from paraxis.train.claims import knockouts
+from paraxis.train.claims import on_tasks
 from paraxis.train.claims import tasks
 from paraxis.train.claims.scans import hybrid as claims_hybrid
 from paraxis.train.claims.scans import recall as claims_recall
@@ -181,16 +182,14 @@ def test_a_model_has_fields_of_its_own_and_states_are_trained(run):
 def test_seeds_share_no_batch(run):
   seeds = ({'train.seed': s, 'train.steps': 4} for s in range(3))
   configs = [claims_recall._config(run, TASK, own, 'F', 1) for own in seeds]
-  made = [
-    claims_recall.trained_on(c, TASK, t) for c in configs for t in range(4)
-  ]
+  made = [on_tasks.trained_on(c, TASK, t) for c in configs for t in range(4)]
   assert len({batch.tokens.tobytes() for batch in made}) == 12
 
 
 def test_recall_resumes_where_it_stopped(run, tmp_path):
   fields = {'model.d_model': 32, 'train.steps': 4, 'train.batch_size': 4}
   config = claims_recall._config(run, TASK, fields, 'F', 1)
-  train = lambda folder, say: claims_recall.train(config, TASK, 2, folder, say)
+  train = lambda folder, say: on_tasks.train(config, TASK, 2, folder, say)
   whole, said = train(tmp_path / 'whole', lambda line: None), []
 
   def stop(line):
@@ -217,7 +216,7 @@ def test_an_answer_is_right_when_all_its_digits_are():
       z = jax.nn.one_hot(x, TASK.vocabulary)
       return z.at[0, 18].set(-z[0, 18])
 
-  found = claims_recall.right(Model(), TASK, {}, batch)
+  found = on_tasks.right(Model(), TASK, {}, batch)
   assert found.tolist() == pytest.approx([7 / 8])
 
 

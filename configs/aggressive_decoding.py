@@ -1,0 +1,59 @@
+"""Aggressive decoding: the source is the draft of its correction
+
+paper: arXiv:2205.10350
+mechanism: decode/copying.py
+test: tests/decode/test_copying.py,
+  tests/train/claims/decode/test_fewer_calls.py
+run: paraxis reproduce aggressive_decoding
+cost: 400 CPU-seconds
+expect: TODO
+differs: TODO
+"""
+
+from paraxis.configs import presets
+
+METHOD = dict(method='aggressive', drafts=5)
+MODELS = [{}, {'model.pattern': 'WFN'}, {'model.pattern': 'GF'}]
+TASK = dict(count=48, words=24, noise=0.05)
+TRAINED = {
+  'model.d_model': 64, 'model.num_layers': 2, 'train.steps': 800,
+  'train.batch_size': 32, 'optimizer.learning_rate': 3e-3,
+  'optimizer.warmup_steps': 30,
+}  # fmt: skip
+LONG = dict(method='aggressive', drafts=24)
+
+
+def get_config():
+  """A small decoder on bytes."""
+  return presets.tiny(num_layers=2, window=16)
+
+
+def claims():
+  """What `paraxis reproduce aggressive_decoding` checks."""
+  from paraxis.train.claims.decode import fewer_calls
+  from paraxis.train.claims.decode import lossless
+
+  text = dict(
+    check=lossless.same_text, method=METHOD, changes=MODELS, prompts=20, new=24,
+    random_draft='',
+  )  # fmt: skip
+  fewer = dict(
+    check=fewer_calls.corrections, task=TASK, fields=TRAINED, method=LONG,
+    noises=[0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0], at=0.05, at_least=5.0, rows=32,
+    seeds=[0, 1, 2], picture='corrections.png',
+  )  # fmt: skip
+  return [
+    ('texts of one by one', 'EQ', text, None),
+    ('tokens a call, 5% misspelled', 'LEARN', fewer, '7 to 9, in time'),
+  ]
+
+
+def knockouts():
+  """A draft is kept that is not the draw; the copy stays behind a mistake."""
+  from paraxis.train.claims.decode import lossless
+
+  fewer = 'tokens a call, 5% misspelled'
+  return [
+    ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
+    ('never_again', fewer, lossless.never_again, {'seeds': [0]}),
+  ]

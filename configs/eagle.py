@@ -1,0 +1,65 @@
+"""EAGLE: one layer continues the model's features, and drafts from them
+
+paper: arXiv:2401.15077
+mechanism: decode/eagle.py, decode/distill.py
+test: tests/decode/test_methods.py, tests/decode/test_distill.py,
+  tests/train/claims/decode/test_lossless.py
+run: paraxis reproduce eagle
+cost: 1,200 CPU-seconds
+expect: TODO
+differs: TODO
+"""
+
+from paraxis.configs import presets
+
+METHOD = dict(method='eagle', drafts=3)
+MODELS = [{'model.vocab_size': 12},
+          {'model.vocab_size': 12, 'model.pattern': 'WFN'}]  # fmt: skip
+EAGLE = dict(layers=0, steps=100, batch=1024)
+MEDUSA = dict(layers=0, heads=3, blocks=4, steps=200)
+
+
+def get_config():
+  """A small decoder on bytes."""
+  return presets.tiny(num_layers=2, window=16)
+
+
+def claims():
+  """What `paraxis reproduce eagle` checks."""
+  from paraxis.train.claims.decode import lossless
+  from paraxis.train.claims.decode import tokens_a_call
+
+  text = dict(
+    check=lossless.same_text, method=METHOD, changes=MODELS, prompts=20, new=24,
+    random_draft='eagle',
+  )  # fmt: skip
+  joint = dict(
+    check=lossless.same_distribution,
+    method=METHOD | dict(judge='rejection'), changes={}, letters=4, length=4,
+    samples=40_000, random_draft='eagle',
+  )  # fmt: skip
+  more = dict(
+    check=tokens_a_call.more_than,
+    methods=[dict(method='eagle', drafts=4), dict(method='medusa', drafts=24)],
+    drafts=[EAGLE, MEDUSA], tokens=60_000, rows=12, length=48, new=48,
+    parameters_within=1.1,
+  )  # fmt: skip
+  return [
+    ('texts of one by one', 'EQ', text, None),
+    ('joint of 4 tokens', 'EQ', joint, None),
+    ('tokens a call above those of Medusa', 'LEARN', more, None),
+  ]
+
+
+def knockouts():
+  """A draft is kept that is not the draw; what is dropped is drawn from p; a
+  layer that nobody trained."""
+  from paraxis.train.claims.decode import lossless
+
+  return [
+    ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
+    ('from_p', 'joint of 4 tokens', lossless.from_p),
+    ('untrained', 'tokens a call above those of Medusa',
+     {'drafts': [EAGLE | dict(steps=1), MEDUSA | dict(steps=40)],
+      'tokens': 16384}),
+  ]  # fmt: skip

@@ -1,0 +1,70 @@
+"""Speculative Jacobi decoding: a call judges the draws of the call before
+
+paper: arXiv:2410.01699
+mechanism: decode/jacobi.py, decode/judges.py
+test: tests/decode/test_methods.py,
+  tests/train/claims/decode/test_fewer_calls.py
+run: paraxis reproduce speculative_jacobi
+cost: 600 CPU-seconds
+expect: TODO
+differs: TODO
+"""
+
+from paraxis.configs import presets
+
+METHOD = dict(method='jacobi', drafts=5)
+MODELS = [{}, {'model.pattern': 'WFN'}, {'model.pattern': 'GF'}]
+PICTURES = {
+  'model.d_model': 128, 'model.d_ff': 352, 'model.num_layers': 5,
+  'model.num_heads': 4, 'train.steps': 500, 'train.batch_size': 16,
+  'optimizer.learning_rate': 2e-3, 'optimizer.warmup_steps': 30,
+}  # fmt: skip
+WINDOW = dict(method='jacobi', drafts=16)
+
+
+def get_config():
+  """A small decoder on bytes."""
+  return presets.tiny(num_layers=2, window=16)
+
+
+def claims():
+  """What `paraxis reproduce speculative_jacobi` checks."""
+  from paraxis.train.claims.decode import fewer_calls
+  from paraxis.train.claims.decode import lossless
+
+  text = dict(
+    check=lossless.same_text, method=METHOD, changes=MODELS, prompts=20, new=24,
+    random_draft='',
+  )  # fmt: skip
+  joint = dict(
+    check=lossless.same_distribution,
+    method=METHOD | dict(judge='rejection'), changes={}, letters=4, length=4,
+    samples=40_000, random_draft='',
+  )  # fmt: skip
+  pictures = dict(
+    check=fewer_calls.pictures,
+    task=dict(side=16, colours=4, shapes=4, noise=0.02), fields=PICTURES,
+    methods={
+      'rejection': WINDOW | dict(judge='rejection'), 'replay': WINDOW,
+    },
+    at_most=0.5, rows=64, seeds=[0, 1, 2],
+  )  # fmt: skip
+  return [
+    ('texts of one by one', 'EQ', text, None),
+    ('joint of 4 tokens', 'EQ', joint, None),
+    ('calls for a picture', 'LEARN', pictures, '0.5, of large images'),
+  ]
+
+
+def knockouts():
+  """A draft is kept that is not the draw; what is dropped is drawn from p; a
+  window of one draft."""
+  from paraxis.train.claims.decode import lossless
+
+  narrow = {'methods': {'rejection': WINDOW | dict(judge='rejection',
+                                                   drafts=1)}}  # fmt: skip
+  return [
+    ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
+    ('from_p', 'joint of 4 tokens', lossless.from_p),
+    ('one_draft', 'calls for a picture', narrow | {'seeds': [0]}),
+  ]

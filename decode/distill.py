@@ -1,0 +1,266 @@
+"""Trains the parts of heads.py to say what the model would say.
+
+The model stays as it is. Its features of some text are computed once, and what
+it finds most likely after every token; a head learns that (self-distillation:
+the text's own tokens are not targets), by cross entropy through the model's own
+head. Medusa weights head k by .8^k (Cai et al., arXiv:2401.10774, section
+2.1.1). The layer of eagle also learns the features themselves (EAGLE,
+arXiv:2401.15077, section 3.2), and to go on from its own (the training-time
+test of EAGLE-3, arXiv:2503.01840, of one more pass, where all features before a
+token are its own).
+
+What is measured on held-out text: how often the r-th choice of head k is the
+model's, which grows the tree (trees.py) and says how many tokens a call may
+make.
+
+Legend: N rows, T tokens, K heads, D model width, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from paraxis.configs.base import errors
+from paraxis.decode import eagle
+from paraxis.decode import heads
+from paraxis.decode import step
+from paraxis.models import decoder
+
+DECAY = 0.8
+CHOICES = 4  # of a head, that are counted
+NEAR, PASSES, DEPTH = 0.1, 2, 3  # of eagle: weight; of training; of accuracy
+
+
+class Recipe(NamedTuple):
+  """heads: of medusa. blocks: of each. length, rows: of a forward pass. steps,
+  batch: of training, tokens of a step."""
+
+  heads: int = 3
+  blocks: int = 1
+  length: int = 512
+  rows: int = 4
+  steps: int = 200
+  batch: int = 256
+  rate: float = 1e-3
+  held: float = 0.1
+  seed: int = 0
+
+
+class Features(NamedTuple):
+  """x: (N, T, D). choice: (N, T) int32, the model's most likely next token.
+  tokens: (N, T) int32, of the text."""
+
+  x: Any
+  choice: Any
+  tokens: Any
+
+
+def draft_model(model, layers):
+  """decoder.Decoder of the first layers of one; 0: all of it."""
+  if not layers:
+    return model
+  small = dataclasses.replace(model.config, num_layers=layers)
+  return decoder.Decoder(small, layout=model.layout)
+
+
+def features(model, params, rows_NT, layers, size):
+  """Features of the first `layers` layers, and choices of the whole model.
+
+  Args:
+    model: decoder.Decoder. params: as its `unstack` gives them.
+    rows_NT: int32 text. layers: 0: all. size: rows of a pass.
+  """
+  small = draft_model(model, layers)
+
+  @jax.jit
+  def run(params, tokens):
+    length = tokens.shape[1]
+    whole = jnp.full(len(tokens), length, jnp.int32)
+    x, _ = step.prefill(model, params, tokens, whole, length)
+    pick = lambda x_TD: jnp.argmax(model.logits(params, x_TD[None])[0], -1)
+    choice = jax.lax.map(pick, x)  # logits of one row at a time
+    if layers:
+      x, _ = step.prefill(small, params, tokens, whole, length)
+    return x, choice.astype(jnp.int32)
+
+  found = []
+  for at in range(0, len(rows_NT) - size + 1, size):
+    part = run(params, jnp.asarray(rows_NT[at : at + size], jnp.int32))
+    found.append((*jax.device_get(part), rows_NT[at : at + size]))
+  return Features(*(np.concatenate(x) for x in zip(*found, strict=True)))
+
+
+def targets(choice_NT, kind, count):
+  """(N, T - count, K): what head k is to say at each token.
+
+  The heads of medusa begin behind the token that the model itself draws.
+  """
+  first = 1 if kind == 'medusa' else 0
+  length = choice_NT.shape[1] - count
+  each = [choice_NT[:, first + k :][:, :length] for k in range(count)]
+  return np.stack(each, 2)
+
+
+def _flat(found, kind, count):
+  """(x (M, D), targets (M, K)) of all tokens."""
+  y = targets(found.choice, kind, count)
+  x = found.x[:, : y.shape[1]]
+  return x.reshape(-1, x.shape[2]), y.reshape(-1, count)
+
+
+def fit(model, params, found, kind, recipe, say=print):
+  """{name: array} of a draft, trained on Features.
+
+  Args:
+    model, params: as for `features`.
+    kind: of heads.KINDS. recipe: Recipe. say: prints one line.
+  """
+  if kind == 'eagle':
+    own, loss = eagle.initial(model, params), _eagle_loss(model)
+    size, data = max(1, recipe.batch // found.x.shape[1]), found
+  else:
+    count = recipe.heads if kind == 'medusa' else 1
+    size, data = recipe.batch, _flat(found, kind, count)
+    own = heads.initial(count, found.x.shape[2], recipe.blocks)
+    loss = functools.partial(_heads_loss, model)
+  rate = optax.cosine_decay_schedule(recipe.rate, recipe.steps)
+  tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def update(own, state, params, *batch):
+    value, grads = jax.value_and_grad(loss)(own, params, *batch)
+    change, state = tx.update(grads, state)
+    return optax.apply_updates(own, change), state, value
+
+  own = jax.tree.map(lambda x: jnp.array(x, jnp.float32), own)
+  state, losses = tx.init(own), []
+  order = np.random.default_rng(recipe.seed).permutation(len(data[0]))
+  for i in range(recipe.steps):
+    at = np.take(order, range(i * size, (i + 1) * size), mode='wrap')
+    own, state, value = update(own, state, params, *(x[at] for x in data))
+    losses.append(float(value))
+  if not np.isfinite(losses).all():
+    raise errors.IntegrityError(
+      f'training of the draft diverged: its loss is not finite at step '
+      f'{int(np.argmin(np.isfinite(losses)))} of {recipe.steps}; take a '
+      f'smaller rate than {recipe.rate:g}.'
+    )
+  tail = max(1, recipe.steps // 10)
+  say(
+    f'{kind}: {recipe.steps} steps of {recipe.batch} tokens, loss '
+    f'{np.mean(losses[:tail]):.3f} -> {np.mean(losses[-tail:]):.3f}'
+  )
+  return jax.tree.map(np.asarray, own)
+
+
+def _heads_loss(model, own, params, x_MD, y_MK):
+  weight_K = DECAY ** np.arange(y_MK.shape[1])
+  z = model.logits(params, heads.residual(own, x_MD[:, None]))
+  nll = optax.softmax_cross_entropy_with_integer_labels(z, y_MK)
+  return jnp.mean(nll @ jnp.asarray(weight_K / weight_K.sum(), nll.dtype))
+
+
+def _continued(layer, own, params, tokens_BT, x_BTD):
+  """Features that the draft layer makes; x: those before each token."""
+  lengths = jnp.full(len(x_BTD), x_BTD.shape[1], jnp.int32)
+  x, _ = step.prefill(
+    layer, params | own, tokens_BT, lengths, x_BTD.shape[1],
+    eagle.begin(own, x_BTD),
+  )  # fmt: skip
+  return x
+
+
+def _eagle_loss(model):
+  """Cross entropy, and a tenth of the distance to the model's features, once
+  with the model's features before each token and once with the layer's own."""
+  layer = eagle.layer_of(model)
+
+  def loss(own, params, x_BTD, choice_BT, tokens_BT):
+    before, total = eagle.before(x_BTD), 0.0
+    for _ in range(PASSES):
+      found = _continued(layer, own, params, tokens_BT, before)
+      z = model.logits(params, found)
+      nll = optax.softmax_cross_entropy_with_integer_labels(z, choice_BT)
+      total += jnp.mean(nll) + NEAR * jnp.mean(optax.huber_loss(found, x_BTD))
+      before = eagle.before(found)
+    return total / PASSES
+
+  return loss
+
+
+def accuracy(model, params, own, found, kind, size=256):
+  """((how often choice r of head k is the model's, r < CHOICES), ...).
+
+  Of eagle: of its k-th draft, after the text's own tokens.
+  """
+  top = lambda z, y: jax.lax.top_k(z, CHOICES)[1] == y[..., None]
+  if kind == 'eagle':
+    layer, data, most = eagle.layer_of(model), found, 1
+
+    def hits(own, params, x, choice, tokens):
+      before, out = eagle.before(x), []
+      for _ in range(DEPTH):
+        after = _continued(layer, own, params, tokens, before)
+        right = top(model.logits(params, after), choice)
+        out.append(right.sum((0, 1)))
+        before = eagle.before(after)
+      return jnp.stack(out)
+
+  else:
+    data, most = _flat(found, kind, own['bias'].shape[0]), size
+
+    def hits(own, params, x, y):
+      z = model.logits(params, heads.residual(own, x[:, None]))
+      return top(z, y).sum(0)
+
+  run, total = jax.jit(hits), 0
+  size = min(most, len(data[0]))
+  n = len(data[0]) // size * size
+  for i in range(0, n, size):
+    total += np.asarray(run(own, params, *(x[i : i + size] for x in data)))
+  each = n * (found.x.shape[1] if kind == 'eagle' else 1)
+  return tuple(map(tuple, (total / each).tolist()))
+
+
+def rows_of(ids, length):
+  """(N, length) int32 of a list of documents' ids, one after the other."""
+  flat = np.concatenate([np.asarray(x, np.int32) for x in ids])
+  n = len(flat) // length
+  return flat[: n * length].reshape(n, length)
+
+
+def train(built_model, params, tokenizer, rows_NT, kind, layers, recipe, say):
+  """(heads.About, {name: array}) of a draft for a model.
+
+  Args:
+    built_model, params: as for `features`.
+    tokenizer: models.text.tokenizer, of the model.
+    rows_NT: text; the last part, `recipe.held`, is held out.
+
+  Raises:
+    UserError: too little text for a batch of rows on each side.
+  """
+  n, least = len(rows_NT), recipe.rows
+  held = max(least, int(n * recipe.held) // least * least)
+  if n - held < least:
+    raise errors.UserError(
+      f'{n} rows of {recipe.length} tokens of text: a draft needs at least '
+      f'{2 * least}, {2 * least * recipe.length:,} tokens; give more text.'
+    )
+  given = built_model, params
+  found = features(*given, rows_NT, layers, recipe.rows)
+  seen = Features(*(x[: len(x) - held] for x in found))
+  kept = Features(*(x[len(x) - held :] for x in found))
+  own = fit(*given, seen, kind, recipe, say)
+  now = accuracy(*given, own, kept, kind)
+  first = ', '.join(f'{a[0]:.3f}' for a in now)
+  say(f"held-out, the first choice is the model's: {first}")
+  config = built_model.config
+  shape = config.vocab_size, config.d_model, config.num_layers
+  about = heads.About(kind, layers, shape, tokenizer.fingerprint, now)
+  return about, own

@@ -1,0 +1,168 @@
+"""EAGLE: one layer that continues the model's features, and drafts from them.
+
+    f'_t = layer(W [embedding of token t; f_(t-1)])
+
+f are the features that drew the tokens (after the final norm), f' what the
+draft layer makes of them; the model's own embedding and head, frozen, belong to
+both (Li et al., EAGLE, arXiv:2401.15077, section 3.1). Among the tokens of the
+text f is the model's; for drafts f' stands for it. A call first reads the
+tokens of the call before with the model's features, which are there now, then
+drafts a chain; what it kept of its own drafts is forgotten.
+
+Its parameters: 'mix' (2 D, D), and those of one layer, by the names of layer 0.
+
+Legend: B rows, T prompt tokens, C drafts, S slots, D model width.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from paraxis.decode import cache as cache_lib
+from paraxis.decode import judges
+from paraxis.decode import sampling
+from paraxis.decode import step
+from paraxis.decode import trees
+from paraxis.models import decoder
+from paraxis.models.mixers import packed as packed_lib
+from paraxis.sharding import annotate
+
+MIX = 'mix'
+LAYER = 'layers/0/'
+WIDE = ('batch', None, None)
+
+
+class Pending(NamedTuple):
+  """cache: of the draft layer, all tokens of the text but these. tokens: (B,
+  C + 1) int32, x: (B, C + 1, D) the features that drew them. n: (B,) int32."""
+
+  cache: Any
+  tokens: Any
+  x: Any
+  n: Any
+
+
+def layer_of(model):
+  """decoder.Decoder of the draft layer: as the last one of the model, which
+  must be of attention, without a window."""
+  small = dataclasses.replace(
+    model.config, num_layers=1, pattern=model.pattern[-1][0]
+  )
+  return decoder.Decoder(small, layout=model.layout)
+
+
+def initial(model, params):
+  """{name: array}: the model's last layer, and what passes features on."""
+  width, last = model.config.d_model, f'layers/{len(model.pattern) - 1}/'
+  own = {
+    LAYER + p.removeprefix(last): x
+    for p, x in params.items()
+    if p.startswith(last)
+  }
+  eye = jnp.eye(width, dtype=jnp.float32)
+  return own | {MIX: jnp.concatenate([0 * eye, eye])}
+
+
+def begin(own, x_BTD):
+  """What embedded tokens go through; x_BTD: features that drew them."""
+
+  def mixed(e_BTD):
+    both = jnp.concatenate([e_BTD, x_BTD.astype(e_BTD.dtype)], -1)
+    return jnp.einsum('btd,de->bte', both, own[MIX].astype(e_BTD.dtype))
+
+  return mixed
+
+
+def before(x_BTD):
+  """Features that drew each token of a row; the first had none."""
+  return jnp.pad(x_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+
+
+class Eagle:
+  """own: Pending."""
+
+  def __init__(self, model, width, coupled):
+    self.tree, self._layer = trees.chain(width), layer_of(model)
+    self._purpose = 0 if coupled else judges.DRAFT
+
+  def start(self, params, tokens_BT, lengths_B, slots, x_BTD):
+    layer, own = self._params(params)
+    x = annotate.put(before(x_BTD), WIDE)
+    _, cache = step.prefill(
+      self._layer, layer, tokens_BT, lengths_B, slots, begin(own, x)
+    )
+    width = self.tree.width + 1
+    none = jnp.concatenate([jnp.zeros_like(tokens_BT[:, :1])] * width, 1)
+    x = jnp.concatenate([jnp.zeros_like(x[:, :1])] * width, 1)
+    return Pending(cache, none, x, jnp.zeros_like(lengths_B))
+
+  def _params(self, params):
+    return params.model | params.own, params.own
+
+  def first(self, own, seen):
+    return self._settled(own, own.cache, seen)
+
+  def propose(self, params, own, token_B, live_B, draws):
+    del token_B
+    layer, mix = self._params(params)
+    form = step.drafted(len(live_B), trees.chain(own.tokens.shape[1] - 1))
+    packed = step.rows(
+      own.tokens, jnp.where(live_B, own.n, 0), own.cache.length
+    )
+    x, flight = self._layer.step(
+      layer, own.cache, packed, form, begin(mix, own.x)
+    )
+    sound = jnp.isfinite(x).all(-1) & (packed.request < len(live_B))
+    kept = self._layer.commit(own.cache, flight, form, sound)
+    last = judges.at(annotate.put(x, WIDE), jnp.maximum(own.n - 1, 0))
+    form = (packed_lib.Group(len(live_B), 1),)
+
+    def draw(last, c):
+      z = self._layer.logits(layer, last[:, None])[:, 0]
+      z = annotate.put(z, sampling.ROWS)
+      drawn, _ = sampling.sample(
+        z, draws.form, draws.values, *draws.at(c), purpose=self._purpose
+      )
+      return drawn, z
+
+    def one(carry, c):
+      cache, last = carry
+      drawn, z = draw(last, c)
+      packed = step.rows(drawn[:, None], live_B.astype(jnp.int32), cache.length)
+      x, flight = self._layer.step(
+        layer, cache, packed, form, begin(mix, last[:, None])
+      )
+      sound = jnp.isfinite(x).all(-1)
+      cache = self._layer.commit(cache, flight, form, sound)
+      return (cache, annotate.put(x, WIDE)[:, 0]), (drawn, z)
+
+    order = jnp.arange(self.tree.width, dtype=jnp.uint32)
+    (cache, _), (tokens, z) = jax.lax.scan(one, (kept, last), order)
+    tokens, z = jnp.moveaxis(tokens, 0, 1), jnp.moveaxis(z, 0, 1)
+    valid = jnp.ones_like(tokens, bool)
+    return judges.Drafts(tokens, valid, z), (own, cache, kept.length)
+
+  def settle(self, held, seen):
+    own, cache, length = held
+    moved = seen.n > 0
+    length = jnp.where(moved, length, own.cache.length)
+    cache = cache_lib.rollback(self._layer, cache, length)
+    return self._settled(own, cache, seen)
+
+  def _settled(self, own, cache, seen):
+    """The new tokens wait for the next call, with what drew them."""
+    width, moved = own.tokens.shape[1], seen.n > 0
+    pad = width - seen.tokens.shape[1]
+    drew = jnp.stack(
+      [judges.at(seen.x, seen.at[:, c]) for c in range(width - pad)], 1
+    )
+    tokens = jnp.pad(seen.tokens, ((0, 0), (0, pad)))
+    x = annotate.put(jnp.pad(drew, ((0, 0), (0, pad), (0, 0))), WIDE)
+    return Pending(
+      cache,
+      jnp.where(moved[:, None], tokens, own.tokens),
+      jnp.where(moved[:, None, None], x.astype(own.x.dtype), own.x),
+      jnp.where(moved, seen.n, own.n),
+    )

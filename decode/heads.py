@@ -1,0 +1,155 @@
+"""Trained parts of a draft, and the method that drafts with heads.
+
+    x <- x + silu(x W + b), block after block
+
+turns the features x of a token into those of one k + 1 places after it; the
+model's own head, frozen, makes logits of both (Medusa, Cai et al.,
+arXiv:2401.10774, section 2.1.1, whose heads have an own copy of it). W and b
+are 0 in the beginning. The same blocks improve a draft model of the first
+layers (drafters.py).
+
+A file of them (`save`, `load`) is an .npz archive of arrays alone, with a JSON
+text about what they belong to.
+
+Legend: B rows, K heads, L blocks, D model width, V vocabulary.
+"""
+
+import dataclasses
+import io
+import json
+import pathlib
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.configs.base import errors
+from paraxis.decode import judges
+from paraxis.decode import proposal
+from paraxis.sharding import annotate
+
+KINDS = ('medusa', 'speculative', 'eagle')
+ABOUT = 'about'
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+  """What trained parts belong to.
+
+  kind: of KINDS. layers: of the draft model, 0: heads of the whole. model:
+  (vocab_size, d_model, num_layers). tokenizer: its fingerprint. accuracy: for
+  each place after the last token, how often each choice is right; or ().
+  """
+
+  kind: str
+  layers: int
+  model: tuple[int, int, int]
+  tokenizer: str
+  accuracy: tuple[tuple[float, ...], ...] = ()
+
+
+def initial(count, width, blocks=1):
+  """{'weight': (K, L, D, D), 'bias': (K, L, D)} float32, which change
+  nothing."""
+  shape = count, blocks, width
+  return {
+    'weight': np.zeros((*shape, width), np.float32),
+    'bias': np.zeros(shape, np.float32),
+  }
+
+
+def residual(own, x_BKD):
+  """Features of each head, of its own or of the same x_B1D: (B, K, D)."""
+  count, blocks, width = own['bias'].shape
+  x = jnp.broadcast_to(x_BKD, (len(x_BKD), count, width))
+  for i in range(blocks):
+    w, b = (own[name][:, i].astype(x.dtype) for name in ('weight', 'bias'))
+    x = x + jax.nn.silu(jnp.einsum('bkd,kde->bke', x, w) + b)
+  return x
+
+
+def save(path, about, arrays):
+  """Writes a file that `load` reads. arrays: {name: array}."""
+  text = json.dumps(dataclasses.asdict(about))
+  with open(path, 'wb') as file:
+    np.savez(
+      file, **{ABOUT: np.array(text)}, **jax.tree.map(np.asarray, arrays)
+    )
+
+
+def load(path, model, tokenizer):
+  """(About, {name: array}) for a schema.Model and a tokenizer's fingerprint.
+
+  Raises:
+    UserError: no such file, not one of `save`, or of another model.
+  """
+  try:
+    content = io.BytesIO(pathlib.Path(path).read_bytes())
+    with np.load(content, allow_pickle=False) as held:
+      arrays = {name: held[name] for name in held.files}
+    fields = json.loads(str(arrays.pop(ABOUT)))
+    fields['model'] = tuple(fields['model'])
+    fields['accuracy'] = tuple(map(tuple, fields['accuracy']))
+    about = About(**fields)
+  except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as e:
+    raise errors.UserError(
+      f'decode.draft={path}: no trained draft ({e}); `paraxis draft` makes one.'
+    ) from None
+  want = model.vocab_size, model.d_model, model.num_layers
+  if about.model != want or about.tokenizer != tokenizer:
+    names = 'vocabulary', 'model width', 'layers'
+    other = [
+      f'{name} {a}, here {b}'
+      for name, a, b in zip(names, about.model, want, strict=True)
+      if a != b
+    ] or ['another tokenizer']
+    raise errors.UserError(
+      f'decode.draft={path} was trained for another model: '
+      f'{"; ".join(other)}. Draft and target share a vocabulary: train one '
+      'for this model (`paraxis draft`).'
+    )
+  bad = [n for n, x in arrays.items() if not np.isfinite(x).all()]
+  if bad:
+    raise errors.UserError(
+      f'decode.draft={path}: {", ".join(bad)} are not finite: the file is '
+      'damaged, or its training diverged.'
+    )
+  return about, arrays
+
+
+class Medusa:
+  """own: (B, D), features that drew the last token."""
+
+  def __init__(self, model, tree):
+    """model: decoder.Decoder."""
+    self.tree, self._model = tree, model
+    self._depths = tree.depths()[1:] - 1
+
+  def start(self, params, tokens_BT, lengths_B, slots, x_BTD):
+    del params, slots, x_BTD
+    shape = len(tokens_BT), self._model.config.d_model
+    x = jnp.zeros(shape, jnp.dtype(self._model.config.dtype))
+    return annotate.put(x, proposal.ROWS)
+
+  def first(self, own, seen):
+    return self.settle(own, seen)
+
+  def propose(self, params, own, token_B, live_B, draws):
+    del token_B, live_B, draws
+    x_BKD = residual(params.own, own[:, None])[:, : self.tree.depth]
+    z = self._model.logits(params.model, x_BKD)
+    z = annotate.put(z, ('batch', None, None))
+    tokens = [None] * self.tree.width
+    for k in range(self.tree.depth):
+      nodes = np.flatnonzero(self._depths == k)
+      most = 1 + max(self.tree.ranks[c] for c in nodes)
+      choices = jax.lax.top_k(z[:, k], most)[1].astype(jnp.int32)
+      for c in nodes:
+        tokens[c] = choices[:, self.tree.ranks[c]]
+    tokens = annotate.put(jnp.stack(tokens, 1), proposal.ROWS)
+    return judges.Drafts(tokens, jnp.ones_like(tokens, bool)), own
+
+  def settle(self, held, seen):
+    x = annotate.put(seen.last(), proposal.ROWS).astype(held.dtype)
+    return jnp.where((seen.n > 0)[:, None], x, held)

@@ -1,0 +1,103 @@
+"""Shapes of drafts: a chain, or a tree whose branches share their beginnings.
+
+Draft c continues its parent: -1, the last token, or an earlier draft. With the
+last token as 0 and draft c as c + 1, the drafts of a call are the tokens in
+flight of its row (models/mixers/packed.py): node c + 1 stands as many positions
+after the last token as it is deep, and sees its ancestors and itself.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from paraxis.configs.base import errors
+
+NODES = 31  # drafts of a call: bits of packed.Packed.ancestors, less the root
+
+
+class Tree(NamedTuple):
+  """parents: of draft c, -1 or below c. ranks: of draft c, which choice it is
+  for its place, 0: the likeliest; siblings differ."""
+
+  parents: tuple[int, ...]
+  ranks: tuple[int, ...]
+
+  @property
+  def width(self):
+    """Drafts of a call."""
+    return len(self.parents)
+
+  @property
+  def is_chain(self):
+    return self.parents == tuple(range(-1, self.width - 1))
+
+  def depths(self):
+    """int32 (width + 1,): of the last token, 0, and of every draft."""
+    out = [0]
+    for parent in self.parents:
+      out.append(out[parent + 1] + 1)
+    return np.array(out, np.int32)
+
+  @property
+  def depth(self):
+    """Drafts of the longest path."""
+    return int(self.depths().max())
+
+  def ancestors(self):
+    """uint32 (width + 1,): bit i: sees node i."""
+    out = [1]
+    for c, parent in enumerate(self.parents):
+      out.append(out[parent + 1] | 1 << (c + 1))
+    return np.array(out, np.uint32)
+
+
+@functools.cache
+def chain(width):
+  """Tree of `width` drafts, one after the other."""
+  return Tree(tuple(range(-1, width - 1)), (0,) * width)
+
+
+def of_paths(paths):
+  """Tree of every path, a tuple of ranks, with the beginnings of all.
+
+  Raises:
+    UserError: more drafts than `NODES`.
+  """
+  every = {path[:n] for path in paths for n in range(1, len(path) + 1)}
+  order = sorted(every, key=lambda path: (len(path), path))
+  check(len(order))
+  place = {path: c for c, path in enumerate(order)} | {(): -1}
+  return Tree(
+    tuple(place[path[:-1]] for path in order), tuple(path[-1] for path in order)
+  )
+
+
+def check(drafts):
+  """UserError if a call has no room for so many drafts."""
+  if not 0 < drafts <= NODES:
+    raise errors.UserError(
+      f'a tree of {drafts} drafts: a call takes 1 to {NODES} (decode.drafts); '
+      'take fewer.'
+    )
+
+
+def grown(accuracy_DK, drafts):
+  """The tree of so many drafts with the most tokens a call, if places are
+  independent (Medusa, arXiv:2401.10774, section 2.3.3: greedily).
+
+  Args:
+    accuracy_DK: how often choice k is the token d + 1 places after the last.
+  """
+  check(drafts)
+  depths, choices = np.shape(accuracy_DK)
+  open_ = {(k,): float(accuracy_DK[0][k]) for k in range(choices)}
+  chosen = []
+  while open_ and len(chosen) < drafts:
+    path = max(open_, key=lambda p: (open_[p], -len(p), [-k for k in p]))
+    value = open_.pop(path)
+    chosen.append(path)
+    if len(path) < depths:
+      for k in range(choices):
+        open_[*path, k] = value * float(accuracy_DK[len(path)][k])
+  return of_paths(chosen)

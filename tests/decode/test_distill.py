@@ -1,0 +1,131 @@
+"""Drafts are trained to say what the model would say, and kept in a file."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import module_cases
+import numpy as np
+import pytest
+import support
+
+from paraxis.decode import distill
+from paraxis.decode import heads
+from paraxis.models import batch as batch_lib
+from paraxis.models import build
+
+V, D, LAYERS = 12, 16, 2
+RECIPE = distill.Recipe(
+  heads=2, length=16, rows=4, steps=60, batch=64, held=0.3
+)
+KINDS = ('medusa', 'speculative', 'eagle')
+
+
+@pytest.fixture
+def made():
+  """(decoder, its parameters, rows of random text), on its mesh."""
+  generator = module_cases.generator('F', dtype='float32')
+  rng = np.random.default_rng(1)
+  text = rng.integers(1, V, (16, RECIPE.length)).astype(np.int32)
+  with build.use(generator.built):
+    yield generator.built.model, generator._params, text
+
+
+def given(kind):
+  return kind, 1 if kind == 'speculative' else 0
+
+
+def test_features_are_those_of_the_whole_pass(made):
+  model, params, text = made
+  found = distill.features(model, params, text, 0, RECIPE.rows)
+  stacked = module_cases.parameters(model, 0.4)
+  ones = np.ones_like(text)
+  batch = batch_lib.Batch(text, None, ones, ones.cumsum(1) - 1, None, None)
+  x, _ = model.features(stacked, batch)
+  np.testing.assert_allclose(found.x, x, atol=2e-5)
+  z = model.logits(stacked, x)
+  assert (found.choice == np.argmax(z, -1)).mean() > 0.99
+  assert (found.tokens == text).all()
+
+
+@pytest.mark.parametrize('kind, first', [('medusa', 1), ('speculative', 0)])
+def test_targets_are_a_plain_loop(kind, first):
+  choice = np.arange(20).reshape(2, 10)
+  found = distill.targets(choice, kind, 2)
+  for n, t, k in np.ndindex(found.shape):
+    assert found[n, t, k] == choice[n, t + first + k]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_training_makes_more_choices_right(made, kind):
+  model, params, text = made
+  name, layers = given(kind)
+  tokenizer = module_cases.Numbers(V)
+  learn = lambda recipe: distill.train(
+    model, params, tokenizer, text, name, layers, recipe, lambda line: None
+  )
+  about, own = learn(RECIPE._replace(rate=1e-2))
+  idle, same = learn(RECIPE._replace(rate=0.0))
+  assert about.model == (V, D, LAYERS) and about.kind == kind
+  assert sum(a[0] for a in about.accuracy) > sum(a[0] for a in idle.accuracy)
+  changed = [np.abs(own[n] - same[n]).max() for n in own]
+  assert min(changed) > 0
+  assert all(
+    0 <= r <= 1 and sum(row) <= 1 + 1e-6 for row in about.accuracy for r in row
+  )
+
+
+def test_accuracy_is_a_plain_loop(made):
+  model, params, text = made
+  found = distill.features(model, params, text, 0, RECIPE.rows)
+  rng = np.random.default_rng(2)
+  own = {
+    n: rng.normal(0, 0.3, x.shape).astype(np.float32)
+    for n, x in heads.initial(2, D).items()
+  }
+  got = distill.accuracy(model, params, own, found, 'medusa', size=7)
+  hits, count = np.zeros((2, distill.CHOICES)), 0
+  length = text.shape[1] - 2
+  for n in range(len(text)):
+    for t in range(length):
+      if count == len(text) * length // 7 * 7:
+        break
+      count += 1
+      for k in range(2):
+        x = found.x[n, t]
+        x = x + jax.nn.silu(x @ own['weight'][k, 0] + own['bias'][k, 0])
+        z = np.asarray(model.logits(params, jnp.asarray(x)[None, None])[0, 0])
+        best = np.argsort(-z)[: distill.CHOICES]
+        hits[k] += best == found.choice[n, t + 1 + k]
+  np.testing.assert_allclose(got, hits / count, atol=0.011)
+
+
+def test_a_file_holds_what_was_saved(made, tmp_path):
+  model, _, _ = made
+  about = heads.About('medusa', 0, (V, D, LAYERS), 'numbers', ((0.5, 0.2),))
+  own = {n: x + 1 for n, x in heads.initial(2, D).items()}
+  path = tmp_path / 'draft.npz'
+  heads.save(path, about, own)
+  read, arrays = heads.load(path, model.config, 'numbers')
+  assert read == about
+  assert all((arrays[n] == own[n]).all() for n in own)
+  with support.refused('another tokenizer', 'paraxis draft'):
+    heads.load(path, model.config, 'other')
+  wide = dataclasses.replace(model.config, vocab_size=13)
+  with support.refused('vocabulary 12, here 13'):
+    heads.load(path, wide, 'numbers')
+  heads.save(path, about, own | {'bias': own['bias'] * np.nan})
+  with support.refused('bias are not finite'):
+    heads.load(path, model.config, 'numbers')
+  path.write_bytes(path.read_bytes()[:-40])
+  with support.refused('no trained draft'):
+    heads.load(path, model.config, 'numbers')
+
+
+def test_too_little_text(made):
+  model, params, text = made
+  with support.refused('4 rows of 16 tokens', '128 tokens'):
+    distill.train(
+      model, params, module_cases.Numbers(V), text[:4], 'medusa', 0, RECIPE,
+      print,
+    )  # fmt: skip

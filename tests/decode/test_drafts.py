@@ -1,0 +1,232 @@
+"""Drafts are what the papers say: calls of each method, against plain loops.
+
+The loops below have no cache: before every call they read the whole text again,
+draft, and keep what the model's own greedy tokens are. As many tokens must come
+of every call.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import module_cases
+import numpy as np
+import pytest
+
+from paraxis.decode import distill
+from paraxis.decode import eagle
+from paraxis.decode import heads
+from paraxis.decode import step
+from paraxis.decode import trees
+from paraxis.models import build
+
+V, D, NEW, ROOM = 12, 16, 20, 48
+PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [5] * 6, [7, 8, 9, 10, 11, 0]]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+  with jax.enable_x64(True):
+    yield
+
+
+class Plain:
+  """The model, and a draft, without a cache."""
+
+  def __init__(self, made, own=None):
+    self.made, self.model, self.own = made, made.built.model, own
+    self.run = jax.jit(self._run, static_argnames='layers')
+    self.continued = jax.jit(self._continued)
+
+  def _run(self, params, tokens, length, layers=0):
+    model = distill.draft_model(self.model, layers)
+    x, _ = step.prefill(model, params, tokens[None], length[None], ROOM)
+    return x[0], model.logits(params, x)[0]
+
+  def _continued(self, params, own, tokens, length, x):
+    layer = eagle.layer_of(self.model)
+    x, _ = step.prefill(
+      layer, params | own, tokens[None], length[None], ROOM,
+      eagle.begin(own, x[None]),
+    )  # fmt: skip
+    return x[0], layer.logits(params, x)[0]
+
+  def read(self, text, layers=0):
+    """(features, logits) of every token."""
+    tokens = jnp.asarray([*text, *[0] * (ROOM - len(text))], jnp.int32)
+    with build.use(self.made.built):
+      return self.run(
+        self.made._params, tokens, jnp.int32(len(text)), layers=layers
+      )
+
+  def greedy(self, text, layers=0):
+    return int(np.argmax(self.read(text, layers)[1][len(text) - 1]))
+
+
+def small_model(plain, text, window, count):
+  """The first layer's greedy tokens."""
+  out = []
+  for _ in range(count):
+    out.append(plain.greedy([*text, *out], 1))
+  return [out]
+
+
+def jacobi_window(plain, text, window, count):
+  """The greedy tokens of the call before; new places repeat the last one."""
+  if not window:
+    window[:] = [text[-1]] * count
+  return [list(window)]
+
+
+def next_window(plain, text, window, kept, count):
+  z = plain.read([*text, *window])[1]
+  drawn = np.argmax(z[len(text) - 1 : len(text) + count], -1).tolist()
+  rest = drawn[kept:]
+  window[:] = [*rest, *[drawn[-1]] * count][:count]
+
+
+def heads_tree(tree):
+  def drafts(plain, text, window, count):
+    """Every path of the tree, by the heads on the features of the last call."""
+    x = plain.read(text[:-1])[0][len(text) - 2]
+    z = []
+    for w, b in zip(plain.own['weight'], plain.own['bias'], strict=True):
+      h = np.asarray(x)
+      for i in range(len(w)):
+        y = h @ w[i] + b[i]
+        h = h + y / (1 + np.exp(-y))
+      with build.use(plain.made.built):
+        head = plain.model.logits(
+          plain.made._params, jnp.asarray(h)[None, None]
+        )
+      z.append(np.argsort(-np.asarray(head)[0, 0], kind='stable'))
+    paths = []
+    for parent, rank in zip(tree.parents, tree.ranks, strict=True):
+      before = paths[parent] if parent >= 0 else []
+      paths.append([*before, int(z[len(before)][rank])])
+    return paths
+
+  return drafts
+
+
+def own_features(plain, text, window, count):
+  """A layer that reads the model's features, then its own."""
+  x = np.zeros((ROOM, D))
+  x[1 : len(text)] = plain.read(text[:-1])[0][: len(text) - 1]
+  out = []
+  for _ in range(count):
+    now = [*text, *out]
+    tokens = jnp.asarray([*now, *[0] * (ROOM - len(now))], jnp.int32)
+    with build.use(plain.made.built):
+      made, z = plain.continued(
+        plain.made._params, plain.own, tokens, jnp.int32(len(now)),
+        jnp.asarray(x),
+      )  # fmt: skip
+    out.append(int(np.argmax(z[len(now) - 1])))
+    x[len(now)] = made[len(now) - 1]
+  return [out]
+
+
+def calls(plain, prompt, drafts, count, after=None):
+  """(text, [tokens that each call made])."""
+  text, made, window = [*prompt, plain.greedy(prompt)], [], []
+  while len(text) - len(prompt) < NEW:
+    wanted, best = [], 0
+    paths = drafts(plain, text, window, count)
+    for _ in range(max(map(len, paths)) + 1):
+      wanted.append(plain.greedy([*text, *wanted]))
+    for path in paths:
+      n = 0
+      while n < len(path) and path[n] == wanted[n]:
+        n += 1
+      best = max(best, n)
+    new = min(best + 1, NEW - (len(text) - len(prompt)))
+    if after:
+      after(plain, text, window, new, count)
+    text += wanted[:new]
+    made.append(new)
+  return text[len(prompt) :], made
+
+
+@functools.cache
+def draft_of(kind):
+  """(options, arrays) of a draft that nobody trained."""
+  made = module_cases.generator('F')
+  rng = np.random.default_rng(3)
+  own = heads.initial(2, D, 2)
+  if kind == 'eagle':
+    own = eagle.initial(made.built.model, made._params)
+  spread = 0.02 if kind == 'eagle' else 0.2
+  own = {
+    n: np.asarray(x) + rng.normal(0, spread, x.shape) for n, x in own.items()
+  }
+  if kind == 'eagle':  # of the token, and a little of the features
+    own['mix'] = np.roll(own['mix'], D, 0) + 0.1 * own['mix']
+  accuracy = ((0.4, 0.3, 0.2, 0.1),) * 2
+  return heads.About(kind, 0, (V, D, 2), 'numbers', accuracy), own
+
+
+CASES = {
+  'speculative': (small_model, None, dict(drafts=3, draft_layers=1)),
+  'jacobi': (jacobi_window, next_window, dict(drafts=4)),
+  'medusa': (
+    heads_tree(trees.grown(((0.4, 0.3, 0.2, 0.1),) * 2, 12)), None,
+    dict(drafts=12),
+  ),
+  'eagle': (own_features, None, dict(drafts=3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('method', CASES)
+def test_calls_are_those_of_a_plain_loop(method, tmp_path):
+  drafts, after, options = CASES[method]
+  made, own = module_cases.generator('F'), None
+  if method in heads.KINDS and method != 'speculative':
+    about, own = draft_of(method)
+    path = str(tmp_path / 'draft.npz')
+    heads.save(path, about, own)
+    options = options | dict(draft=path)
+  found = made.generate(
+    PROMPTS, max_new_tokens=NEW, temperature=0.0, method=method, **options
+  )
+  plain, several = Plain(made, own), 0
+  for prompt, row in zip(PROMPTS, found, strict=True):
+    text, made_by = calls(plain, prompt, drafts, options['drafts'], after)
+    assert row['tokens'] == text
+    wanted = np.bincount(np.array(made_by), minlength=len(row['lengths']))
+    # The first token comes with the prompt.
+    assert sum(made_by) == NEW - 1
+    assert row['lengths'] == wanted.tolist()
+    several += sum(n > 1 for n in made_by)
+  assert several  # else nothing was compared
+
+
+@pytest.fixture
+def twins(monkeypatch):
+  """A model whose second layer changes nothing: the first one is the same."""
+  made = module_cases.generator('F')
+  idle = {
+    p: 0 * x if p.startswith('layers/1/') and ('output' in p or 'down' in p)
+    else x
+    for p, x in made._params.items()
+  }  # fmt: skip
+  monkeypatch.setattr(made, '_params', idle)
+  return made
+
+
+@pytest.mark.parametrize('how', (dict(temperature=0.0), dict(temperature=1.0)))
+@pytest.mark.parametrize('method', ('speculative', 'pearl'))
+def test_drafts_of_the_model_itself_are_all_kept(twins, method, how):
+  found = twins.generate(
+    PROMPTS, max_new_tokens=21, method=method, drafts=3, draft_layers=1, **how
+  )
+  for row in found:
+    if method == 'speculative':
+      assert row['lengths'] == [0, 0, 0, 0, 5]
+    else:  # the first call has no drafts yet, 19 = 4 x 4 + 3
+      assert row['lengths'] == [0, 1, 0, 1, 4]
+
+
+def test_features_before_a_token():
+  x = jnp.arange(6.0).reshape(1, 3, 2) + 1
+  assert eagle.before(x).tolist() == [[[0, 0], [1, 2], [3, 4]]]

@@ -1,0 +1,57 @@
+"""Shapes of drafts."""
+
+import itertools
+
+import numpy as np
+import pytest
+import support
+
+from paraxis.decode import trees
+
+
+def test_a_chain():
+  chain = trees.chain(3)
+  assert chain.parents == (-1, 0, 1) and chain.is_chain and chain.depth == 3
+  assert chain.depths().tolist() == [0, 1, 2, 3]
+  assert chain.ancestors().tolist() == [1, 3, 7, 15]
+  assert trees.chain(0).depth == 0
+
+
+def test_paths_share_their_beginnings():
+  tree = trees.of_paths([(0, 0), (0, 1), (1, 0)])
+  assert tree.parents == (-1, -1, 0, 0, 1) and tree.ranks == (0, 1, 0, 1, 0)
+  assert not tree.is_chain and tree.depths().tolist() == [0, 1, 1, 2, 2, 2]
+  for c, bits in enumerate(tree.ancestors()):  # by walking up
+    seen, node = {0, c}, c
+    while node:
+      node = tree.parents[node - 1] + 1
+      seen.add(node)
+    assert bits == sum(1 << i for i in seen)
+
+
+def gain(paths, accuracy):
+  """Expected drafts that are kept, where each place is right on its own."""
+  return sum(
+    np.prod([accuracy[d][k] for d, k in enumerate(path)]) for path in paths
+  )
+
+
+def test_the_grown_tree_is_the_best_of_all():
+  accuracy = [[0.5, 0.3, 0.1], [0.6, 0.2, 0.1]]
+  every = [p for n in (1, 2) for p in itertools.product(range(3), repeat=n)]
+  best = max(
+    gain(paths, accuracy)
+    for paths in itertools.combinations(every, 5)
+    if all(p[:1] in paths for p in paths)
+  )
+  tree = trees.grown(accuracy, 5)
+  paths = []
+  for parent, rank in zip(tree.parents, tree.ranks, strict=True):
+    paths.append((*(paths[parent] if parent >= 0 else ()), rank))
+  assert gain(paths, accuracy) == pytest.approx(best) and len(paths) == 5
+
+
+def test_a_tree_above_the_room_of_a_call():
+  with support.refused('40 drafts', '1 to 31'):
+    trees.grown(np.ones((8, 8)), 40)
+  assert trees.grown(np.ones((1, 3)), 9).width == 3  # there are no more

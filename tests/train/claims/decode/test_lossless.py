@@ -1,0 +1,55 @@
+"""Claims of lossless methods hold, and fail when a judge is wrong."""
+
+import claim_cases
+import pytest
+
+from paraxis.train.claims.decode import lossless
+
+SMALL = {
+  'model.d_model': 16, 'model.d_ff': 16, 'model.num_heads': 2,
+  'model.vocab_size': 12,
+}  # fmt: skip
+TEXT = 'texts of one by one'
+QUICK = dict(prompts=4, new=10, changes=[{}])
+# Names of configs that claim it, each with a knock-out of its own.
+CONFIGS = {
+  'speculative_decoding': 'keeps_one_more', 'prompt_lookup': 'keeps_one_more',
+  'speculative_jacobi': 'keeps_one_more', 'pearl': 'keeps_one_more',
+  'medusa': 'first_child', 'eagle': 'keeps_one_more',
+}  # fmt: skip
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize('name', CONFIGS)
+def test_texts_are_those_of_one_by_one(name):
+  right, _ = claim_cases.falls(name, CONFIGS[name], SMALL, **QUICK)
+  assert right.measured == '0 of 8 differ'
+
+
+def test_the_source_is_a_draft():
+  found = lossless.same_text(
+    claim_cases.run_of('aggressive_decoding', SMALL),
+    method=dict(method='aggressive', drafts=5), random_draft='', **QUICK,
+  )  # fmt: skip
+  assert found.measured == '0 of 8 differ'
+
+
+def test_a_method_without_drafts_shows_nothing():
+  found = lossless.same_text(
+    claim_cases.run_of('pearl', SMALL),
+    method=dict(method='autoregressive'), random_draft='', **QUICK,
+  )  # fmt: skip
+  assert found.measured == '0 of 8 differ' and not found.passed
+
+
+@pytest.mark.parametrize('name', ('from_p', 'raw_residual'))
+def test_a_broken_judge_has_another_joint(name):
+  right, wrong = claim_cases.falls(
+    'speculative_decoding', name, SMALL, samples=20_000, length=3
+  )
+  assert float(wrong.measured.removeprefix('p = ')) < lossless.MOST
+  assert 'of 20,000 texts of 3 tokens of 4' in right.caveat
+
+
+def test_typical_acceptance_is_not_lossless():
+  claim_cases.falls('medusa', 'says_lossless', SMALL, samples=20_000, length=3)

@@ -1,0 +1,102 @@
+"""`paraxis draft`: a draft for a run, which `paraxis decode` then uses."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+import support
+
+from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.decode import __main__ as decode_main
+from paraxis.models import build
+from paraxis.models.text import tokenizer
+from paraxis.train import cli
+from paraxis.train import draft
+from paraxis.train.data import corpus
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory):
+  """A run of a small model that nobody trained."""
+  config = schema.view({
+    'model': dict(
+      vocab_size=2048, d_model=16, num_layers=2, num_heads=2, d_ff=32,
+      embedding_init_std=1.0,
+    ),
+    'decode': dict(max_new_tokens=6),
+  })  # fmt: skip
+  plain = dataclasses.replace(config, mesh=schema.Mesh())
+  built = build.build(plain, 'data=1', devices=jax.devices()[:1])
+  with build.use(built):
+    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  path = tmp_path_factory.mktemp('run')
+  return support.save_run(path, config, built, params, (1,))
+
+
+FEW = '--tokens=600 --length=16 --steps=2 --batch=16'.split()
+
+
+@pytest.mark.parametrize(
+  'method, more',
+  [('medusa', ['--heads=2']), ('speculative', ['--draft_layers=1']),
+   ('eagle', [])],
+)  # fmt: skip
+def test_a_draft_is_trained_and_used(workdir, tmp_path, capsys, method, more):
+  out = tmp_path / 'draft.npz'
+  argv = [f'--checkpoint={workdir}', f'--method={method}', f'--out={out}']
+  assert cli.main(['draft', *argv, *FEW, *more]) == 0
+  said = capsys.readouterr().out
+  assert f'{method}: 2 steps of 16 tokens' in said and 'held-out' in said
+  flags = [f'--checkpoint={workdir}', '--prompt=The', '--json']
+  flags += ['--domain=drama', '--temperature=0']
+  texts = []
+  for extra in ([], [f'--method={method}', f'--draft={out}', '--lossless']):
+    assert command_line.run(decode_main.main, flags + extra) == 0
+    (sample,) = json.loads(capsys.readouterr().out)['samples']
+    texts.append(sample['text'])
+  assert texts[0] == texts[1]
+  assert sum(sample['lengths']) == sample['calls']
+  code = command_line.run(
+    decode_main.main, [*flags, '--method=jacobi', f'--draft={out}']
+  )
+  assert code == 2 and 'uses no trained draft' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  'argv, words',
+  [
+    (['--method=falcon', '--out=a.npz'], '--method=falcon: trained are medusa'),
+    (['--method=medusa'], '--out=FILE.npz'),
+    (['--method=medusa', '--out=/nowhere/a.npz'], 'no folder /nowhere'),
+    (['--method=speculative', '--out=a.npz'], '--draft_layers=0'),
+    (['--method=eagle', '--draft_layers=1', '--out=a.npz'], 'others have none'),
+    (['--method=medusa', '--out=a.npz', '--weights=x'], 'one of the two'),
+    (['--method=medusa', '--out=a.npz', '--tokens=90', '--length=16'],
+     '5 rows of 16 tokens'),
+  ],
+)  # fmt: skip
+def test_what_cannot_be_trained(workdir, capsys, argv, words):
+  code = cli.main(['draft', f'--checkpoint={workdir}', *argv])
+  assert code == 2 and words in capsys.readouterr().err
+
+
+def test_text_is_of_every_domain_and_of_one_part():
+  tokens = tokenizer.load('bpe2048')
+  rows = draft.rows(tokens, 'fixture', False, 4000, 64)
+  assert rows.shape == (62, 64)
+  held = draft.rows(tokens, 'fixture', True, 4000, 64)
+  domains = {d.domain for d in corpus.documents('fixture')}
+  starts = (rows == tokens.bos_id(None)).sum()
+  assert starts >= len(domains)
+  text = tokens.decode(rows[0, 1:40].tolist())
+  train = [d for d in corpus.documents('fixture') if not d.held]
+  assert any(d.text.startswith(text[:60]) for d in train)
+  assert not (rows[0] == held[0]).all()
+
+
+def test_a_lossy_judge_is_refused(workdir, capsys):
+  flags = [f'--checkpoint={workdir}', '--prompt=The', '--judge=typical']
+  assert command_line.run(decode_main.main, [*flags, '--lossless']) == 2
+  assert 'decode.judge=typical changes' in capsys.readouterr().err

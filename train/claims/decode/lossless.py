@@ -1,0 +1,271 @@
+"""Claims that a method of decoding changes no text, or no distribution.
+
+Greedy, and with the judge `replay` drawn too, the text is token for token that
+of decoding one by one. With the judge `rejection` its distribution is the same:
+the joint of a few tokens over a small vocabulary is counted and compared, by
+chi-square, with the model's, multiplied out without a cache. A judge that is
+wrong by a little must fail by the same count (the knock-outs here).
+
+Models are the config's, with random parameters; random drafts have random
+parameters too: what is lossless does not depend on how good a draft is.
+
+Legend: B rows, C drafts, V vocabulary.
+"""
+
+import functools
+import itertools
+import pathlib
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+
+from paraxis.decode import copying
+from paraxis.decode import eagle
+from paraxis.decode import heads
+from paraxis.decode import judges
+from paraxis.decode import sampling
+from paraxis.models import build
+from paraxis.train.claims import experiment
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
+from paraxis.train.claims import on_tasks
+
+DRAWN = dict(temperature=0.8, top_k=8, seed=3)
+LEAST, MOST = 1e-3, 1e-6  # p of what is right, and of what is wrong
+FEW = 20  # expected texts of a cell, below which cells are joined
+
+
+def generator(run, changes):
+  """loop.Generator of the config with random parameters, in float64."""
+  own = {'model.dtype': 'float64', 'model.param_dtype': 'float64'}
+  return on_tasks.generator(
+    experiment.fields(run.config, own, changes), experiment.random_parameters
+  )
+
+
+def _random_draft(made, kind, path):
+  """Writes a draft that nobody trained."""
+  config, rng = made.built.model.config, np.random.default_rng(7)
+  if kind == 'eagle':
+    own = eagle.initial(made.built.model, made._params)
+  else:
+    own = heads.initial(3, config.d_model)
+  own = {n: x + rng.normal(0, 0.1, x.shape) for n, x in own.items()}
+  accuracy = ((0.4, 0.3, 0.2), (0.4, 0.3, 0.2), (0.4, 0.3, 0.2))
+  shape = config.vocab_size, config.d_model, config.num_layers
+  heads.save(path, heads.About(kind, 0, shape, 'numbers', accuracy), own)
+
+
+def _prompts(count, vocab):
+  """Lists of token ids, some of which repeat themselves."""
+  rng, out = np.random.default_rng(5), []
+  for i in range(count):
+    text = rng.integers(1, vocab, 3 + i % 7).tolist()
+    out.append(text * (1 + i % 3))
+  return out
+
+
+def same_text(run, *, method, changes, prompts, new, random_draft):
+  """EQ: texts that differ from decoding one by one, greedy and drawn.
+
+  Args:
+    method: fields of schema.Decode. changes: list of {'section.field': value}
+      of the config, a model each.
+    prompts: how many. new: tokens of each.
+    random_draft: '' or the kind of a draft that nobody trained.
+  """
+  differ, calls, alone = 0, 0, 0
+  with jax.enable_x64(True), tempfile.TemporaryDirectory() as folder:
+    for change in changes:
+      made = generator(run, change)
+      given = dict(method)
+      if random_draft:
+        given['draft'] = str(pathlib.Path(folder, 'draft.npz'))
+        _random_draft(made, random_draft, given['draft'])
+      ids = _prompts(prompts, made.built.model.config.vocab_size)
+      for how in (dict(temperature=0.0), DRAWN):
+        how = how | dict(max_new_tokens=new)
+        wanted = made.generate(ids, **how)
+        found = made.generate(ids, **how, **given)
+        for a, b in zip(wanted, found, strict=True):
+          differ += a['tokens'] != b['tokens']
+          alone, calls = alone + a['calls'], calls + b['calls']
+  return claims.Outcome(
+    '0 differ',
+    f'{differ} of {2 * prompts * len(changes)} differ',
+    f'{prompts} prompts, {new} tokens, greedy and drawn (temperature 0.8, '
+    f'top-k 8), float64, {len(changes)} models with random parameters; calls '
+    f'{calls} against {alone}',
+    # A method that drafts nothing that is kept shows nothing.
+    differ == 0 and calls < alone,
+  )
+
+
+def _joint(made, length):
+  """p (V ** length,) of the texts after [1], without a cache."""
+  model, vocab = made.built.model, made.built.model.config.vocab_size
+  every = np.array(list(itertools.product(range(vocab), repeat=length)))
+  ids = np.concatenate([np.ones((len(every), 1), int), every], 1)
+  ones = np.ones_like(ids)
+  batch = experiment.rows_of(ids, ones, ones.cumsum(1) - 1)
+
+  @jax.jit
+  def logits(params):
+    return model.logits(params, model.features(params, batch)[0])
+
+  with build.use(made.built):
+    params = experiment.random_parameters(model)
+    log_p = jax.nn.log_softmax(logits(params)[:, :-1].astype(float), -1)
+  chosen = np.take_along_axis(np.asarray(log_p), every[..., None], 2)
+  return np.exp(chosen[..., 0].sum(1))
+
+
+def same_distribution(
+  run, *, method, changes, letters, length, samples, random_draft
+):
+  """EQ: p of chi-square of the joint of a few tokens, against the model's.
+
+  Args:
+    method: fields of schema.Decode. changes: {'section.field': value}.
+    letters: vocabulary. length: tokens. samples: texts.
+    random_draft: as for `same_text`.
+  """
+  changes = changes | {'model.vocab_size': letters}
+  with jax.enable_x64(True), tempfile.TemporaryDirectory() as folder:
+    made, given = generator(run, changes), dict(method)
+    if random_draft:
+      given['draft'] = str(pathlib.Path(folder, 'draft.npz'))
+      _random_draft(made, random_draft, given['draft'])
+    p = _joint(made, length)
+    counts, rows = np.zeros(len(p)), 2000
+    for seed in range(samples // rows):
+      found = made.generate(
+        [[1]] * rows, max_new_tokens=length, temperature=1.0, seed=seed, **given
+      )
+      codes = np.array([r['tokens'] for r in found])
+      codes = codes @ letters ** np.arange(length)[::-1]
+      counts += np.bincount(codes, minlength=len(p))
+    kept = 1 - sum(r['calls'] for r in found) / (rows * (length - 1))
+  order = np.argsort(p)
+  few = p[order].cumsum() * counts.sum() < FEW
+  group = lambda x: np.append(x[order][~few], x[order][few].sum())
+  seen, expected = group(counts), group(p) * counts.sum()
+  used = expected > 0
+  statistic = ((seen - expected)[used] ** 2 / expected[used]).sum()
+  value = scipy.stats.chi2.sf(statistic, used.sum() - 1)
+  return claims.Outcome(
+    f'p > {LEAST:g}',
+    f'p = {value:.2g}',
+    f'chi-square {statistic:.0f}, {used.sum() - 1} degrees of freedom, of '
+    f'{samples:,} texts of {length} tokens of {letters}; drafts saved '
+    f'{kept:.0%} of the calls',
+    value > LEAST and kept > 0,
+  )
+
+
+def other_distribution(run, **given):
+  """EQ: as `same_distribution`, of a judge that says it is NOT lossless."""
+  found = same_distribution(run, **given)
+  value = float(found.measured.removeprefix('p = '))
+  declared = judges.JUDGES[given['method']['judge']].lossless
+  return found._replace(
+    expected=f'p < {MOST:g}', passed=value < MOST and not declared
+  )
+
+
+# ------------------------------------------------------------------ knock-outs
+
+
+def keeps_one_more():
+  """Knock-out: the judge `replay` keeps one draft that is not the draw."""
+
+  def wrong(z, drafts, draws, tree):
+    tokens, n, at = judges.replay(z, drafts, draws, tree)
+    if not drafts.tokens.shape[1] or not tree.is_chain:
+      return judges.Judged(tokens, n, at)
+    more = jnp.minimum(n + 1, drafts.valid.sum(1, dtype=jnp.int32))
+    kept = jnp.concatenate([drafts.tokens, tokens[:, -1:]], 1)
+    order = jnp.arange(tokens.shape[1])
+    tokens = jnp.where(order < more[:, None], kept, tokens)
+    return judges.Judged(tokens, more, at)
+
+  liar = judges.JUDGES['replay']._replace(run=wrong)
+  return knockouts.patched(judges.JUDGES, 'replay', liar)
+
+
+def first_child():
+  """Knock-out: in a tree, the judge goes on to the first child of the path."""
+  real = judges.replay
+
+  def wrong(z, drafts, draws, tree):
+    tokens, n, at = real(z, drafts, draws, tree)
+    if tree.is_chain:
+      return judges.Judged(tokens, n, at)
+    first = tree.parents.index(-1)
+    one = drafts.valid[:, first].astype(jnp.int32)
+    swapped = jnp.where(one > 0, drafts.tokens[:, first], tokens[:, 0])
+    return judges.Judged(tokens.at[:, 0].set(swapped), jnp.maximum(n, one), at)
+
+  liar = judges.JUDGES['replay']._replace(run=wrong)
+  return knockouts.patched(judges.JUDGES, 'replay', liar)
+
+
+def from_p():
+  """Knock-out: a dropped draft is replaced by a draw of p, not of (p - q)+."""
+  wrong = functools.partial(judges.rejection, rest=lambda p, q: p)
+  liar = judges.JUDGES['rejection']._replace(run=wrong)
+  return knockouts.patched(judges.JUDGES, 'rejection', liar)
+
+
+def raw_residual():
+  """Knock-out: the inverse distribution function over (p - q)+ as it stands,
+  which does not add up to 1."""
+
+  def wrong(z, drafts, draws, tree):
+    tokens, n, at = judges.rejection(z, drafts, draws, tree)
+    if drafts.logits is None:
+      return judges.Judged(tokens, n, at)
+    p = jax.nn.softmax(z[:, :-1].astype(jnp.float32))
+    q = jax.nn.softmax(drafts.logits.astype(jnp.float32))
+    edges = jnp.maximum(p - q, 0).cumsum(-1)
+    for c in range(edges.shape[1]):
+      key = sampling.keys(draws.values.seed, *draws.at(c), 9)
+      u = jax.vmap(jax.random.uniform)(key)
+      drawn = jnp.argmax(edges[:, c] > u[:, None], -1).astype(jnp.int32)
+      tokens = tokens.at[:, c].set(jnp.where(n == c, drawn, tokens[:, c]))
+    return judges.Judged(tokens, n, at)
+
+  liar = judges.JUDGES['rejection']._replace(run=wrong)
+  return knockouts.patched(judges.JUDGES, 'rejection', liar)
+
+
+def judged_as_lossless():
+  """Knock-out: the judge `typical` says that it is lossless."""
+  liar = judges.JUDGES['typical']._replace(lossless=True)
+  return knockouts.patched(judges.JUDGES, 'typical', liar)
+
+
+def any_place():
+  """Knock-out: a lookup copies from the beginning of the text."""
+
+  def wrong(width, text_S, length):
+    order = jnp.arange(width, dtype=jnp.int32)
+    return text_S[order], order < length
+
+  return knockouts.patched(copying, '_found', wrong)
+
+
+def never_again():
+  """Knock-out: once a word is another, nothing is copied."""
+
+  def wrong(text_S, length, source, place, n):
+    order = jnp.arange(text_S.shape[0], dtype=jnp.int32)
+    new = text_S[jnp.clip(length - n + order, 0, len(order) - 1)]
+    old = text_S[jnp.clip(place + order, 0, len(order) - 1)]
+    copied = jnp.all((new == old) | (order >= n))
+    return jnp.where(copied, place + n, source).astype(jnp.int32)
+
+  return knockouts.patched(copying, '_followed', wrong)

@@ -1,0 +1,82 @@
+"""`paraxis draft`: trains a draft for several tokens a call of a model.
+
+The text is split as for training; drafts learn the training part, and their
+accuracy is that of the held-out part.
+"""
+
+import pathlib
+
+from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
+
+KINDS = 'medusa', 'speculative', 'eagle'
+
+
+def _check(values):
+  if values.method not in KINDS:
+    raise errors.UserError(
+      f'--method={values.method}: trained are {", ".join(KINDS)}.'
+    )
+  if not values.out:
+    raise errors.UserError('name the file to write with --out=FILE.npz.')
+  if (values.method == 'speculative') != bool(values.draft_layers):
+    raise errors.UserError(
+      f'--method={values.method} --draft_layers={values.draft_layers}: '
+      'speculative needs the number of layers that draft, others have none.'
+    )
+  folder = pathlib.Path(values.out).expanduser().resolve().parent
+  if not folder.is_dir():
+    raise errors.UserError(f'--out={values.out}: no folder {folder}.')
+
+
+def _draft(values, *_):
+  from paraxis.decode import __main__ as decode_main
+
+  _check(values)
+  decode_main.require_one(values.checkpoint, values.weights)
+  command_line.prepare_devices(1)
+  from paraxis.decode import distill
+  from paraxis.decode import heads
+  from paraxis.train import draft
+
+  recipe = distill.Recipe(
+    heads=values.heads, steps=values.steps, batch=values.batch,
+    length=values.length, seed=values.seed, rate=values.rate,
+  )  # fmt: skip
+  given = values.checkpoint, values.weights
+  with decode_main.open_(*given) as opened:
+    about, own = draft.trained(
+      opened, values.data, values.tokens, values.method, values.draft_layers,
+      recipe, print,
+    )  # fmt: skip
+  heads.save(values.out, about, own)
+  numbers = sum(x.size for x in own.values())
+  print(
+    f'{values.out}: {numbers:,} parameters; paraxis decode '
+    f'--method={values.method} --draft={values.out}'
+  )
+
+
+COMMAND = command_line.Command(
+  _draft,
+  'draft',
+  '--checkpoint=RUN --method=medusa --out=heads.npz',
+  'train what drafts several tokens a call (paraxis decode --draft)',
+  (
+    (str, 'checkpoint=PATH', None, 'a run, or one of its steps'),
+    (str, 'weights=PATH', None, 'instead: Hugging Face, .gguf, or smollm2'),
+    (str, 'method=NAME', 'medusa',
+     'medusa: heads; speculative: blocks behind the first layers; eagle: a '
+     'layer that continues the features'),
+    (str, 'out=FILE', '', 'the .npz file to write'),
+    (str, 'data=PATH', 'fixture', 'text, as data.path'),
+    ('count', 'tokens=N', 100_000, 'of the text that are read, at most'),
+    ('count', 'draft_layers=N', 0, 'speculative: layers, from the first on'),
+    ('count', 'heads=N', 3, 'medusa: tokens after the next one'),
+    ('count', 'steps=N', 200, 'of training'),
+    ('count', 'batch=N', 256, 'tokens of a step'),
+    ('count', 'length=N', 512, 'tokens of a row of text'),
+    (float, 'rate=X', 1e-3, 'learning rate in the beginning; cosine decay'),
+    ('count', 'seed=N', 0, 'order of the text'),
+  ),
+)  # fmt: skip
