@@ -16,7 +16,7 @@ METHOD = dict(method='aggressive', drafts=5)
 MODELS = [{}, {'model.pattern': 'WFN'}, {'model.pattern': 'GF'}]
 TASK = dict(count=48, words=24, noise=0.05)
 TRAINED = {
-  'model.d_model': 64, 'model.num_layers': 2, 'train.steps': 800,
+  'model.d_model': 64, 'model.num_layers': 2, 'train.steps': 320,
   'train.batch_size': 32, 'optimizer.learning_rate': 3e-3,
   'optimizer.warmup_steps': 30,
 }  # fmt: skip

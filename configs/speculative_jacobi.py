@@ -16,7 +16,7 @@ METHOD = dict(method='jacobi', drafts=5)
 MODELS = [{}, {'model.pattern': 'WFN'}, {'model.pattern': 'GF'}]
 PICTURES = {
   'model.d_model': 128, 'model.d_ff': 352, 'model.num_layers': 5,
-  'model.num_heads': 4, 'train.steps': 500, 'train.batch_size': 16,
+  'model.num_heads': 4, 'train.steps': 300, 'train.batch_size': 16,
   'optimizer.learning_rate': 2e-3, 'optimizer.warmup_steps': 30,
 }  # fmt: skip
 WINDOW = dict(method='jacobi', drafts=16)

@@ -8,8 +8,10 @@ where the judge is `replay`.
 
 import pathlib
 
+import jax
 import numpy as np
 
+from paraxis.train import program as job_lib
 from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import on_tasks
@@ -37,7 +39,9 @@ def _trained(run, task, fields, seeds):
   rows = ablation.trained(run, {'model': config}, seeds, learn, vars(task))
   found = []
   for one in rows['model']:
-    _, params = one.opened
+    job = job_lib.of_shapes(config, '', jax.devices()[:1])
+    with job.context():
+      params = experiment.restored(job, one.folder)
     made = on_tasks.generator(config, lambda _, params=params: params)
     found.append((made, one.record['numbers']['right']))
   return found, ablation.cpu_seconds(rows)
@@ -79,11 +83,12 @@ def corrections(
   path = _draw(gains, run, picture)
   run.say(f'wrote {path}')
   curve = ', '.join(f'{n:g}: {np.mean(x):.2f}' for n, x in gains.items())
-  short = [at_least - x for x in gains[at]]
+  above = [x - at_least for x in gains[at]]
+  asked = f'>= {at_least:g} tokens a call'
   found = ablation.outcome(
     run,
     {f'{n:g} misspelled': x for n, x in gains.items()},
-    [ablation.at_most(f'{at_least:g} less tokens a call', short, 0.0, seconds)],
+    [ablation.judged(asked, above, 0.0, seconds, signed=False)],
     'tokens a call',
     f'by the share of words that are misspelled: {curve}; texts of '
     f'{task.count} words, {models[0][1]:.1%} right; '
