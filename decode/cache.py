@@ -1,16 +1,60 @@
-"""Requests of a cache: forgetting some of their tokens, or all.
+"""Requests of a cache: forgetting tokens, forking a request, merging some.
 
 Keys and values stay where they are, out of every range, and are written over.
 A recurrence has one state a row, which its newest token has changed: it goes
 back only to a state of before, and forgets all where a request begins again.
+
+A fork goes on from a request without a copy of its keys: it reads the slots of
+the rows that hold them (packed.Reads), and writes behind them in its own row. A
+merge reads what several requests read, whose tokens do not see each other. Who
+is read keeps what is read: `rollback` and `evict` refuse the rest. With
+`sharing`, the functions here look at the rows on the host: outside of jit.
+
+No function moves slots: a token's slot is its position in every row, so the
+kept path of a tree or a chain is in place, and there are no gaps to close. The
+price is that the slots of a fork's row before `first` are not used.
+
+Legend: R rows, P ranges of other rows that a request may read.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.models import layer
+from paraxis.models.mixers import packed as packed_lib
 from paraxis.models.mixers import protocol as mixer
+from paraxis.sharding import annotate
+
+
+class Range(NamedTuple):
+  """Slots begin .. end - 1 of a row, which are those positions of a text."""
+
+  row: int
+  begin: int
+  end: int
+
+
+def sharing(cache, count):
+  """`cache`, whose requests may each read `count` ranges of other rows.
+
+  A step then reads `count` rows more for every lane, used or not.
+
+  Raises:
+    UserError: rows are sharded.
+  """
+  if (shards := annotate.shards('batch')) > 1:
+    raise errors.UserError(
+      f'the mesh has {shards} shards of cache rows, and requests that read the '
+      'rows of others need all of them on one device: take data=1 and fsdp=1.'
+    )
+  zeros = jnp.zeros((cache.length.shape[0], count), jnp.int32)
+  whole = annotate.put(zeros, packed_lib.IDS)
+  first = jnp.zeros_like(cache.length)
+  return cache._replace(reads=packed_lib.Reads(whole, whole, whole, first))
 
 
 def rollback(model, cache, length_R, before=None):
@@ -23,7 +67,8 @@ def rollback(model, cache, length_R, before=None):
       back; it has length_R tokens.
 
   Raises:
-    UserError: a layer keeps one state, and there is no `before`.
+    UserError: a layer keeps one state, and there is no `before`; or another
+      request reads what would be forgotten.
   """
   states = []
   for i, (kind, state) in enumerate(_states(model, cache)):
@@ -37,9 +82,8 @@ def rollback(model, cache, length_R, before=None):
         )
       memory, _ = _split(kind, before.states[i])
     states.append(_joined(kind, memory, slots))
-  return cache._replace(
-    states=tuple(states), length=jnp.minimum(cache.length, length_R)
-  )
+  length = jnp.minimum(cache.length, length_R)
+  return _cut(cache._replace(states=tuple(states)), length)
 
 
 def evict(model, cache, rows_R: jax.Array):
@@ -47,6 +91,9 @@ def evict(model, cache, rows_R: jax.Array):
 
   Slots are not cleared. The state of a recurrence is: where a request begins
   some multiply it by 0, which a number that is not finite survives.
+
+  Raises:
+    UserError: another request, which is not evicted, reads such a row.
   """
   clear = lambda x: mixer.rows_where(rows_R, jnp.zeros_like(x), x)
   states = []
@@ -54,7 +101,127 @@ def evict(model, cache, rows_R: jax.Array):
     memory, slots = _split(kind, state)
     states.append(_joined(kind, jax.tree.map(clear, memory), slots))
   length = jnp.where(rows_R, 0, cache.length)
-  return cache._replace(states=tuple(states), length=length)
+  return _cut(cache._replace(states=tuple(states)), length)
+
+
+def _cut(cache, length_R):
+  """`cache` with that length; UserError if others read what is behind it."""
+  cache = cache._replace(length=length_R)
+  if cache.reads is None:
+    return cache
+  # A fork that is shorter than what it shares must not see the rest of it.
+  ends = jnp.minimum(cache.reads.ends, length_R[:, None])
+  cache = cache._replace(
+    reads=cache.reads._replace(
+      begins=jnp.minimum(cache.reads.begins, ends), ends=ends,
+      first=jnp.minimum(cache.reads.first, length_R),
+    )
+  )  # fmt: skip
+  lengths = np.asarray(length_R)
+  for request in range(len(lengths)):
+    for row, begin, end in _foreign(cache, request):
+      if end > lengths[row]:
+        raise errors.UserError(
+          f'row {row} would keep {lengths[row]} tokens, and request {request} '
+          f'reads its slots {begin} .. {end - 1}: evict that first, or keep '
+          f'{end}.'
+        )
+  return cache
+
+
+def ranges(cache, request) -> list[Range]:
+  """Where the committed tokens of a request are; its own row comes last."""
+  first = 0 if cache.reads is None else int(cache.reads.first[request])
+  own = Range(request, first, int(cache.length[request]))
+  return _foreign(cache, request) + [own] * (own.end > own.begin)
+
+
+def _foreign(cache, request):
+  """[Range] of other rows that a request reads, without empty ones."""
+  if cache.reads is None:
+    return []
+  each = (np.asarray(x[request]).tolist() for x in cache.reads[:3])
+  return [
+    Range(row, begin, end)
+    for row, begin, end in zip(*each, strict=True)
+    if end > begin
+  ]
+
+
+def fork(model, cache, src: int, dst: list[int]):
+  """`cache` with requests dst (free rows) that go on from the request src.
+
+  They share its committed tokens; recurrent states are copied. src may go on,
+  be forked again, and forget what is behind this point.
+
+  Raises:
+    UserError: a row of dst is not free; or a request would read more ranges
+      than `sharing` says.
+  """
+  states = []
+  for kind, state in _states(model, cache):
+    memory, slots = _split(kind, state)
+    copy = lambda x: x.at[np.array(dst)].set(x[src])
+    states.append(_joined(kind, jax.tree.map(copy, memory), slots))
+  cache = cache._replace(states=tuple(states))
+  slotted = any(
+    layer.MIXERS[kind[0]].capabilities.slots for kind in model.pattern
+  )
+  found = ranges(cache, src) if slotted else []
+  return _share(cache, dst, found, int(cache.length[src]))
+
+
+def merge(model, cache, children: list[int], dst: int):
+  """`cache` with a request dst (a free row) that reads all that children read.
+
+  Its next position is behind the longest of them. A slot that several of them
+  read is read once: their common prefix.
+
+  Raises:
+    UserError: a layer keeps one state a request; else as `fork`.
+  """
+  for i, (kind, state) in enumerate(_states(model, cache)):
+    if _split(kind, state)[0] is not None:
+      raise errors.UserError(
+        f'layer {i} (kind {kind[0]}) keeps one state a request, and there is '
+        f'none of {len(children)} requests together: only attention merges.'
+      )
+  found: list[Range] = []
+  for one in sorted(r for child in children for r in ranges(cache, child)):
+    if found and found[-1].row == one.row and one.begin <= found[-1].end:
+      last = found.pop()
+      one = last._replace(end=max(last.end, one.end))
+    found.append(one)
+  end = max(int(cache.length[child]) for child in children)
+  return _share(cache, [dst], found, end)
+
+
+def _share(cache, rows, found, end):
+  """`cache` with requests in free rows that read [Range], and go on at end."""
+  room = 0 if cache.reads is None else cache.reads.rows.shape[1]
+  if len(found) > room:
+    raise errors.UserError(
+      f'requests {rows} would read {len(found)} ranges of other rows, and the '
+      f'cache has room for {room}: say so when it is made (cache.sharing).'
+    )
+  for row in rows:
+    if held := int(cache.length[row]):
+      raise errors.UserError(
+        f'row {row} holds a request of {held} tokens: evict it first.'
+      )
+  at = np.array(rows)
+  each = np.zeros((3, room), np.int32)
+  each[:, : len(found)] = np.array(found, np.int32).reshape(-1, 3).T
+  begin = lambda x: x.at[at].set(end)
+  reads = cache.reads
+  if reads is not None:
+    reads = packed_lib.Reads(
+      reads.rows.at[at].set(each[0]),
+      reads.begins.at[at].set(each[1]),
+      reads.ends.at[at].set(each[2]),
+      begin(reads.first),
+    )
+  return cache._replace(length=begin(cache.length), reads=reads)
 
 
 def recurrent(model, cache):

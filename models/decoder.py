@@ -163,7 +163,7 @@ class Decoder:
     Returns:
       (x (.., D), laid out as packed, after the final norm; packed.Flight).
     """
-    plan = packed_lib.plan(form, packed, cache.length)
+    plan = packed_lib.plan(form, packed, cache.length, cache.reads)
     segments, positions = plan.ids.valid.astype(jnp.int32), plan.ids.position
     batch = batch_lib.Batch(packed.token, None, segments, positions, None, None)
     x, see = self._begun(params, batch)
@@ -197,7 +197,7 @@ class Decoder:
       length = jnp.maximum(cache.length, end.max(1))
     else:
       length = cache.length.at[plan.ids.row].max(end)
-    return packed_lib.Cache(states, length)
+    return cache._replace(states=states, length=length)
 
   def _head(self, params):
     """(rows, their logical names)."""

@@ -30,6 +30,7 @@ from paraxis.configs.base import mixers
 from paraxis.models import aux as aux_lib
 from paraxis.models import norm
 from paraxis.models import parameter
+from paraxis.models.mixers import packed
 from paraxis.models.mixers import protocol as mixer
 from paraxis.models.mixers import rope
 from paraxis.models.mixers import slots as slots_lib
@@ -181,11 +182,10 @@ class Attention(mixer.Mixer):
     slots = [_on_heads(x.astype(q.dtype), CACHE) for x in state]
     how = slots_lib.How(mask, config.attention, chunk_of(config, self.kind))
     local = functools.partial(slots_lib.attend, see.plan.form, how)
-    many = [*[_of_heads(KEYS)] * 2, *[_of_heads(CACHE)] * 2]
-    run = annotate.region(
-      local, (QUERIES, *many, *see.plan.names), (QUERIES, QUERIES[:3])
-    )
-    return self._sunk(*run(q, *new, *slots, *see.plan.arrays)), (k, v)
+    many = [_of_heads(KEYS)] * 2 + [_of_heads(CACHE)] * 2
+    names = QUERIES, *many, packed.IDS
+    run = annotate.region(local, names, (QUERIES, QUERIES[:3]))
+    return self._sunk(*run(q, *new, *slots, see.plan.ids)), (k, v)
 
   def decode(self, x, see, state, *more):
     return self(x, see, state, *more)
@@ -193,9 +193,9 @@ class Attention(mixer.Mixer):
   def commit(self, state, flight, plan, keep):
     """Keys and values of the tokens that are kept, in their slots."""
     write = functools.partial(slots_lib.write, plan.form, 2)
-    names = (CACHE, CACHE, KEYS, KEYS, mixer.ROWS, *plan.names)
+    names = (CACHE, CACHE, KEYS, KEYS, mixer.ROWS, packed.IDS)
     run = annotate.region(write, names, (CACHE, CACHE))
-    return run(*state, *flight, keep, *plan.arrays)
+    return run(*state, *flight, keep, plan.ids)
 
   def _sunk(self, o_BTNH, lse_BTN):
     """o of a softmax that has the sinks too."""

@@ -54,7 +54,6 @@ from paraxis.models.mixers import rope
 from paraxis.models.mixers import slots as slots_lib
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import op as attention_op
-from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 from paraxis.sharding import annotate
 from paraxis.sharding.sequence import attention as context
 
@@ -111,7 +110,7 @@ class LatentAttention(mixer.Mixer):
       if group.fresh or group.width > packed.FEW:
         o = self._attend_explicit(group, q_g, latent_g, k_g, slots, mine)
       else:
-        o = self._attend_absorbed(group, q_g, new_g, slots, mine)
+        o = self._attend_absorbed(group, q_g, k_g, new_g, slots, mine)
       outs.append(o)
     y = self._output(packed.join(form, outs), HEADS, 'BTNP,NPD->BTD')
     return y, (new,), aux_lib.NOTHING
@@ -124,10 +123,10 @@ class LatentAttention(mixer.Mixer):
     batch, over, length, width = self._parts()
     write = functools.partial(slots_lib.write, plan.form, 1)
     names = (
-      self._parts(), (batch, length, over, width), mixer.ROWS, *plan.names
+      self._parts(), (batch, length, over, width), mixer.ROWS, packed.IDS
     )  # fmt: skip
     run = annotate.region(write, names, (self._parts(),))
-    return run(*state, *flight, keep, *plan.arrays)
+    return run(*state, *flight, keep, plan.ids)
 
   def _norm(self, x, scale):
     return norm.rms(x, scale[...], _epsilon(self.config))
@@ -184,26 +183,23 @@ class LatentAttention(mixer.Mixer):
 
   def _attend_explicit(self, group, q, latent, k_rope, slots, ids):
     """Lanes of many tokens: keys and values of every token and slot."""
-    keys, held = self._expand(latent, k_rope), []
-    if not group.fresh:
-      (mine,) = slots_lib.of_lanes(group, (slots,), ids)
-      held = self._expand(*self._uncached(mine.astype(q.dtype)))
+    keys = self._expand(latent, k_rope)
+    held = [
+      self._expand(*self._uncached(mine.astype(q.dtype)))
+      for (mine,) in slots_lib.of_lanes(group, (slots,), ids, k_rope)
+    ]
     how = slots_lib.How(mask_of(self.config), self.config.attention)
 
-    def local(q, k, v, *arrays):
-      old, ids = arrays[: len(held)], packed.Ids(*arrays[len(held) :])
+    def local(q, k, v, old, ids):
       length = slots.shape[2]
       part = slots_lib.within(group, how, q, k, v, ids, length)
-      if old:
-        old_k, old_v = (x.swapaxes(1, 2) for x in old)
-        far = slots_lib.committed(how, q, old_k, old_v, ids)
-        part = decode_schedule.merge(far, part)
+      old = jax.tree.map(lambda x: x.swapaxes(1, 2), old)
+      part = slots_lib.joined(group, how, q, old, ids, part)
       return part[0].astype(v.dtype)
 
-    arrays = [x for x in ids if x is not None]
-    names = *(HEADS,) * (3 + len(held)), *[mixer.ROWS] * len(arrays)
+    names = *(HEADS,) * 4, packed.IDS
     run = annotate.region(local, names, (HEADS,), single=True)
-    return run(q, *keys, *held, *arrays)
+    return run(q, *keys, held, ids)
 
   def _parts(self):
     """Logical names of a cache (B, G, S, E)."""
@@ -232,7 +228,7 @@ class LatentAttention(mixer.Mixer):
     latent = slots[..., :each].reshape(*slots.shape[:2], own.rank)
     return latent, slots[:, :, :1, each:]
 
-  def _attend_absorbed(self, group, q, new_BTGE, slots_BGSE, ids):
+  def _attend_absorbed(self, group, q, k_rope, new_BTGE, slots_BGSE, ids):
     """Lanes of a few tokens, and the latents themselves."""
     own = self.config.latent
     g, each = own.groups, own.rank // own.groups
@@ -251,14 +247,14 @@ class LatentAttention(mixer.Mixer):
     q_rope = jnp.broadcast_to(q_rope[:, :, None], (*q.shape[:4], own.rope_dim))
     q = annotate.put(jnp.concatenate([q, q_rope], -1), queries)
     # The mesh axes of `heads` now shard the latent instead.
-    (slots,) = slots_lib.of_lanes(group, (slots_BGSE.astype(q.dtype),), ids)
+    slots = slots_BGSE.astype(q.dtype)
+    slots = slots_lib.of_lanes(group, (slots,), ids, k_rope)
     how = slots_lib.How(mask_of(self.config), self.config.attention)
     attend = functools.partial(_absorbed, summed, group, how)
-    arrays = [x for x in ids if x is not None]
     in_flight = kept[0], kept[2], kept[1], kept[3]
-    names_in = queries, in_flight, kept, *[mixer.ROWS] * len(arrays)
+    names_in = queries, in_flight, kept, packed.IDS
     run = annotate.region(attend, names_in, (queries,), single=True)
-    o = run(q, new_BTGE, slots, *arrays)[..., :each]
+    o = run(q, new_BTGE, slots, ids)[..., :each]
     # Sharded over heads again, with one whole latent for each head.
     o = annotate.put(o, ('batch', 'length', None, *names[2:])).swapaxes(2, 3)
     o = o.reshape(*o.shape[:3], own.rank)
@@ -337,41 +333,44 @@ def _join(x_BSNH, shared_BS1P):
   return jnp.concatenate([x_BSNH, shared], -1)
 
 
-def _absorbed(summed, group, how, q_BTGNE, new_BTGE, slots_BGSE, *ids):
+def _absorbed(summed, group, how, q_BTGNE, new_BTGE, old, ids):
   """o_BTGNE of a few tokens a lane, over their latents and those in the slots.
 
+  old: [(slots_BGSE,) of each of slots.ranges].
   Latent shards attend as independent kv heads; that is exact if there is one.
   summed: or scores are summed over latent shards before the softmax.
   """
   b, t, g, n, e = q_BTGNE.shape
-  ids, mask = packed.Ids(*ids), how.mask
+  mask, size = how.mask, old[0][0].shape[2]
   if not summed:
     q = q_BTGNE.reshape(b, t, g * n, e)
-    part = slots_lib.within(
-      group, how, q, new_BTGE, new_BTGE, ids, slots_BGSE.shape[2]
-    )
-    far = slots_lib.committed(how, q, slots_BGSE, slots_BGSE, ids)
-    o = decode_schedule.merge(far, part)[0].astype(q.dtype)
+    part = slots_lib.within(group, how, q, new_BTGE, new_BTGE, ids, size)
+    o = slots_lib.joined(group, how, q, old, ids, part)[0].astype(q.dtype)
     return o.reshape(q_BTGNE.shape)
-  wide = jnp.result_type(q_BTGNE, slots_BGSE, jnp.float32)
+  held = [x for (x,) in old]
+  wide = jnp.result_type(q_BTGNE, held[0], jnp.float32)
   dot = functools.partial(jnp.einsum, preferred_element_type=wide)
   near = slots_lib.visible(group, mask, ids)
-  far = slots_lib.filled(mask, ids, slots_BGSE.shape[2])
+  far = [
+    slots_lib.filled(mask, one, size) for one in slots_lib.ranges(group, ids)
+  ]
   new_BGTE = new_BTGE.swapaxes(1, 2)
-  s = [dot('btgne,bgse->btns', q_BTGNE, x) for x in (slots_BGSE, new_BGTE)]
+  s = [dot('btgne,bgse->btns', q_BTGNE, x) for x in (*held, new_BGTE)]
   s = jnp.concatenate(s, -1)
   if annotate.mode() == 'manual' and annotate.carriers('heads'):
     s = jax.lax.psum(s, annotate.carriers('heads'))
   s = s * mask.scale
   if mask.softcap:
     s = mask.softcap * jnp.tanh(s / mask.softcap)
-  ok = jnp.concatenate([far, near], -1)[:, :, None]
+  ok = jnp.concatenate([*far, near], -1)[:, :, None]
   s = jnp.where(ok, s, varying.NEG)
   p = jnp.exp(s - jnp.maximum(s.max(-1, keepdims=True), varying.FLOOR))
   total = p.sum(-1, keepdims=True)
-  p = (p / jnp.where(total == 0, 1, total)).astype(slots_BGSE.dtype)
-  size = slots_BGSE.shape[2]
-  o = dot('btns,bgse->btgne', p[..., :size], slots_BGSE)
+  p = (p / jnp.where(total == 0, 1, total)).astype(held[0].dtype)
+  weighted = functools.partial(dot, 'btns,bgse->btgne')
+  outs = [
+    weighted(p[..., i * size : (i + 1) * size], x) for i, x in enumerate(held)
+  ]
   new_BGTE = slots_lib.finite(new_BGTE)
-  o = o + dot('btns,bgse->btgne', p[..., size:], new_BGTE)
-  return o.astype(q_BTGNE.dtype)
+  outs.append(weighted(p[..., len(held) * size :], new_BGTE))
+  return sum(outs[1:], outs[0]).astype(q_BTGNE.dtype)

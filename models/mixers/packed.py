@@ -6,6 +6,9 @@ prompt, a part of one, the next token, a chain of drafts and a tree of them are
 the same step. The slot of a token is its position: what is not kept was never
 written, and the kept path of a tree is in place.
 
+Requests share what they have in common: a request may read ranges of the rows
+of others (`Reads`; decode/cache.py makes forks and merges of them).
+
 A token sees the committed tokens of its request, and of those in flight the
 ones of its own lane that
 
@@ -15,7 +18,8 @@ allow, a window by positions. A form says what is compiled: groups of lanes. In
 an `own` group lane i is row i of the cache, which is read in place; a lane of
 another group says whose it is, and its row is copied out.
 
-Legend: R rows of the cache (requests), n lanes, C tokens of a lane, T tokens.
+Legend: R rows of the cache (requests), n lanes, C tokens of a lane, T tokens, P
+ranges of other rows that a request reads.
 """
 
 import functools
@@ -27,6 +31,7 @@ import jax.numpy as jnp
 from paraxis.configs.base import errors
 from paraxis.sharding import annotate
 
+IDS = ('batch', None)  # logical names of every array of `Ids`
 FEW = 8  # tokens of a lane; of more, attention runs blockwise
 TREE = ('order', 'group', 'node', 'ancestors')
 
@@ -71,15 +76,32 @@ class Packed(NamedTuple):
   ancestors: Any = None
 
 
+class Reads(NamedTuple):
+  """Where the committed tokens of requests are, their own row apart.
+
+  A request reads slots first .. length - 1 of its row, and of each of P others
+  slots begins .. ends - 1 (none: both are 0). Slot s of any row has position s.
+
+  rows, begins, ends: (R, P) int32. first: (R,) int32.
+  """
+
+  rows: Any
+  begins: Any
+  ends: Any
+  first: Any
+
+
 class Cache(NamedTuple):
   """What decoding remembers of its requests, one a row.
 
-  states: one entry per layer, as its mixer keeps it. length: (R,) int32, tokens
-  that are committed: those of a row fill its slots from 0 on.
+  states: one entry per layer, as its mixer keeps it. length: (R,) int32, where
+  the committed tokens of a request end; they fill the slots of its row from 0
+  on, but what its `Reads` (None: no request has any) says of other rows.
   """
 
   states: Any
   length: jax.Array
+  reads: Any = None
 
 
 class Flight(NamedTuple):
@@ -92,8 +114,9 @@ class Flight(NamedTuple):
 class Ids(NamedTuple):
   """What a layer reads of every token; as `Packed`.
 
-  valid: bool. row: of the cache, also of padding. length: committed tokens of
-  its request.
+  valid: bool. row: of the cache, also of padding. length: where the committed
+  tokens of its request end. begin: where they begin, None: at 0. reads: `Reads`
+  of its request, laid out so, or None.
   """
 
   valid: Any
@@ -104,6 +127,8 @@ class Ids(NamedTuple):
   group: Any = None
   node: Any = None
   ancestors: Any = None
+  begin: Any = None
+  reads: Any = None
 
 
 class Plan(NamedTuple):
@@ -112,22 +137,14 @@ class Plan(NamedTuple):
   form: Form
   ids: Ids
 
-  @property
-  def arrays(self):
-    """Those of `ids` that there are, for a manual region."""
-    return tuple(x for x in self.ids if x is not None)
 
-  @property
-  def names(self):
-    """Their logical names."""
-    return (('batch', None),) * len(self.arrays)
-
-
-def plan(form: Form, packed: Packed, length_R: jax.Array) -> Plan:
+def plan(
+  form: Form, packed: Packed, length_R: jax.Array, reads: Any = None
+) -> Plan:
   """Ids of the tokens, and UserError if the form cannot be run.
 
   Args:
-    length_R: committed tokens of each row of the cache.
+    length_R, reads: of the cache.
   """
   rows, own = length_R.shape[0], len(form) == 1 and form[0].own
   _check(form, packed, rows)
@@ -138,7 +155,11 @@ def plan(form: Form, packed: Packed, length_R: jax.Array) -> Plan:
   else:
     length = length_R[row]
   tree = [getattr(packed, name) for name in TREE]
-  return Plan(form, Ids(valid, packed.position, row, length, *tree))
+  ids = Ids(valid, packed.position, row, length, *tree)
+  if reads is not None:
+    reads = jax.tree.map(lambda x: x[row], reads)
+    ids = ids._replace(begin=reads.first, reads=reads)
+  return Plan(form, ids)
 
 
 def _check(form, packed, rows):

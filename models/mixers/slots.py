@@ -1,9 +1,9 @@
 """Attention of the tokens in flight over slots and over each other.
 
-The committed keys of a request fill the slots 0 .. length - 1 of its row, a
-token's slot is its position, so what is committed is a range. Tokens in flight
-see those of their lane; both parts are joined by lse
-(pallas_kernels/decode_attention/schedule.py).
+A token's slot is its position, so the committed keys of a request are a range
+of its row, and of every row of another that it reads (packed.Reads): those are
+copied out. Tokens in flight see those of their lane; the parts are joined by
+lse (pallas_kernels/decode_attention/schedule.py).
 
 A cache is (B, K, S, H): the slots of a head lie one after the other, so the
 products of a step read it in place (pallas_kernels/decode_attention/op.py).
@@ -56,7 +56,7 @@ def chunks(segments, positions, chunk, length):
   return jnp.where(segments > 0, segments * every + positions // chunk, 0)
 
 
-def attend(form, how, q, k, v, old_k, old_v, *ids):
+def attend(form, how, q, k, v, old_k, old_v, ids):
   """(o, lse) of tokens in flight.
 
   Args:
@@ -64,27 +64,67 @@ def attend(form, how, q, k, v, old_k, old_v, *ids):
     q, k, v: of the tokens, laid out as packed.Packed: (.., N, H), (.., K, H),
       (.., K, V).
     old_k, old_v: (R, K, S, H) slots.
-    ids: fields of packed.Ids.
+    ids: packed.Ids.
 
   Returns:
     (o (.., N, V) in v's dtype, lse (.., N)).
   """
   outs: list = []
-  arrays = q, k, v, packed.Ids(*ids)
+  arrays = q, k, v, ids
   for group, q_g, k_g, v_g, mine in packed.lanes(form, *arrays):
     part = within(group, how, q_g, k_g, v_g, mine, old_k.shape[2])
-    if not group.fresh:
-      k_s, v_s = of_lanes(group, (old_k, old_v), mine)
-      far = committed(how, q_g, k_s, v_s, mine)
-      part = decode_schedule.merge(far, part)
-    outs.append(part)
+    old = of_lanes(group, (old_k, old_v), mine, q_g)
+    outs.append(joined(group, how, q_g, old, mine, part))
   o, lse = (packed.join(form, x) for x in zip(*outs, strict=True))
   return o.astype(v.dtype), lse
 
 
-def of_lanes(group, slots, ids):
-  """Slots (n, K, S, H) of the lanes; those of an own group are not copied."""
-  return slots if group.own else [x[ids.row[:, 0]] for x in slots]
+def ranges(group, ids):
+  """[packed.Ids of each range that the lanes read]: begin, length are its ends.
+
+  The first is of their own rows, the others of rows that they share.
+  """
+  if group.fresh:
+    return []
+  out = [ids._replace(reads=None)]
+  if ids.reads is not None:
+    for p in range(ids.reads.rows.shape[-1]):
+      row, begin, end = (x[..., p] for x in ids.reads[:3])
+      out.append(out[0]._replace(row=row, begin=begin, length=end))
+  return out
+
+
+def of_lanes(group, slots, ids, x):
+  """[slots (n, K, S, H) of each of `ranges`].
+
+  Those of an own group's rows are not copied. Whatever another request has
+  outside of a range is 0, so that not even NaN there reaches its readers.
+
+  x: (n, C, .., ..) of the lanes' tokens in this layer. A copy of shared rows
+    waits for it: XLA makes those of all layers first, and keeps them, if no
+    number depends on x. So a lane that is lost, as x is NaN, reads row 0.
+  """
+  if group.fresh:
+    return []
+  own, *shared = ranges(group, ids)
+  out = [slots if group.own else [y[own.row[:, 0]] for y in slots]]
+  for one in shared:
+    row = jnp.where(jnp.isnan(x[:, 0, 0, 0]), 0, one.row[:, 0])
+    at = jnp.arange(slots[0].shape[2])
+    ok = (at >= one.begin[:, :1]) & (at < one.length[:, :1])
+    out.append([jnp.where(ok[:, None, :, None], y[row], 0) for y in slots])
+  return out
+
+
+def joined(group, how, q, old, ids, part):
+  """(o, lse) of `part` and of the committed tokens together.
+
+  old: [(k, v), or one array that is both, of each of `ranges`].
+  """
+  for held, one in zip(old, ranges(group, ids), strict=True):
+    far = committed(how, q, held[0], held[-1], one)
+    part = decode_schedule.merge(far, part)
+  return part
 
 
 def within(group, how, q, k, v, ids, length):
@@ -106,14 +146,17 @@ def within(group, how, q, k, v, ids, length):
 
 
 def committed(how, q, k, v, ids):
-  """(o, lse) over the committed slots of each lane's request.
+  """(o, lse) over a range of slots for each lane.
 
   Args:
-    q: (n, C, N, H). k, v: (n, K, S, H), (n, K, S, V). ids: packed.Ids.
+    q: (n, C, N, H). k, v: (n, K, S, H), (n, K, S, V). ids: of `ranges`.
   """
   size, (mask, impl, chunk) = k.shape[2], how
   if q.shape[1] == 1:  # a range: a kernel divides it into equal work
     begin = ids.position - ids.position % chunk if chunk else 0 * ids.position
+    if ids.begin is not None:  # and the range may end before the window does
+      first = ids.position - mask.window + 1 if mask.window else 0
+      begin = jnp.maximum(jnp.maximum(begin, ids.begin), first)
     lengths = jnp.where(ids.valid, jnp.maximum(ids.length - begin, 0), 0)
     if mask.window == 1:
       lengths = 0 * lengths
@@ -123,7 +166,10 @@ def committed(how, q, k, v, ids):
       q, k, v, mask, lengths[:, 0], begins_B=begin[:, 0]
     )
   slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (len(q), size))
-  both = (ids.valid, ids.position), (slots < ids.length[:, :1], slots)
+  here = slots < ids.length[:, :1]
+  if ids.begin is not None:
+    here &= slots >= ids.begin[:, :1]
+  both = (ids.valid, ids.position), (here, slots)
   segments = [
     chunks(ok.astype(jnp.int32), position, chunk, size) for ok, position in both
   ]
@@ -140,9 +186,11 @@ def finite(x):
 
 
 def filled(mask, ids, size):
-  """(n, C, S) bool: does a token see the slot? Without chunks."""
+  """(n, C, S) bool: does a token see a range's slot? Without chunks."""
   slots, position = jnp.arange(size), ids.position[..., None]
   ok = ids.valid[..., None] & (slots < ids.length[..., None])
+  if ids.begin is not None:
+    ok &= slots >= ids.begin[..., None]
   return ok & (position - slots < mask.window) if mask.window else ok
 
 
@@ -193,16 +241,14 @@ def write(form, count, *arrays):
   Args:
     form: packed.Form. count: of caches.
     arrays: `count` caches (R, K, S, H); as many arrays (.., K, H) laid out as
-      packed.Packed; keep, laid out so; the fields of packed.Ids.
+      packed.Packed; keep, laid out so; packed.Ids.
 
   Returns:
     tuple of the caches.
   """
   slots, new = arrays[:count], arrays[count : 2 * count]
-  keep, *ids = arrays[2 * count :]
-  for group, kept, mine, *xs in packed.lanes(
-    form, keep, packed.Ids(*ids), *new
-  ):
+  keep, ids = arrays[2 * count :]
+  for group, kept, mine, *xs in packed.lanes(form, keep, ids, *new):
     kept &= mine.valid & (mine.position < slots[0].shape[2])
     rows = jnp.arange(len(kept), dtype=jnp.int32)[:, None]
     row = jnp.broadcast_to(rows, kept.shape) if group.own else mine.row

@@ -6,6 +6,7 @@ _METHODS = 'tests/decode/test_methods.py::'
 _TEXTS = _METHODS + 'test_replayed_drafts_give_the_text_of_one_by_one'
 _DRAFTS = 'tests/decode/test_drafts.py::'
 _PACKED = 'tests/decode/test_packed.py::'
+_FORKS = 'tests/decode/test_forks.py::'
 
 TABLE = [
   Mutation(
@@ -96,6 +97,22 @@ TABLE = [
     'row = jnp.where(valid, 0 * packed.request, 0)',
     'every lane that is not its own row reads row 0',
     _PACKED + 'test_mixed_requests_are_what_they_are_alone[F]',
+  ),
+  Mutation(
+    'shared_rows',
+    'models/mixers/slots.py',
+    'row = jnp.where(jnp.isnan(x[:, 0, 0, 0]), 0, one.row[:, 0])',
+    'row = 0 * one.row[:, 0]',
+    'every fork reads row 0',
+    _FORKS + 'test_forks_are_what_they_are_alone[F]',
+  ),
+  Mutation(
+    'read_twice',
+    'decode/cache.py',
+    'one.begin <= found[-1].end:',
+    'one.begin < found[-1].begin:',
+    'a merge counts the prefix of its children twice',
+    _FORKS + 'test_a_merge_is_one_pass_in_which_children_are_apart[F]',
   ),
   Mutation(
     'states_of_chains',

@@ -201,7 +201,7 @@ def test_latent_shards_equal_a_loop_over_them():
     see = attention.Visibility(one, at, plan=plan)
     y, flight, _ = run(w, x, see, state)
     keep = jnp.isfinite(y).all(-1)
-    return y, slots.write(form, 1, *state, *flight, keep, *plan.arrays)
+    return y, slots.write(form, 1, *state, *flight, keep, plan.ids)
 
   for t in range(T):
     y, state = decode(x[:, t : t + 1], t * one, state)
