@@ -59,29 +59,55 @@ def _text(flag, path):
 
 
 def _prompts(options):
-  """Texts to continue, without blanks at their ends."""
-  found = list(options.prompt)
+  """Texts to continue, without blanks at their ends; where each stands; and {i:
+  why} of those in a file that are none."""
+  found = [(text, '') for text in options.prompt]
+  bad = {}
   if options.prompts_file is not None:
     path = pathlib.Path(options.prompts_file)
-    lines = _text('prompts_file', path).splitlines()
-    kept = [line for line in lines if line.strip()]
+    try:
+      lines = path.read_bytes().splitlines()
+    except OSError as e:
+      raise errors.UserError(f'--prompts_file={path}: {e}') from None
+    kept = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
     if len(kept) < len(lines):
       _say(f'{path}: {len(lines) - len(kept)} empty lines are dropped')
     if not kept:
       raise errors.UserError(f'--prompts_file={path} holds no prompt.')
-    found += kept
+    for i, line in kept:
+      try:
+        text = line.decode('utf-8')
+      except UnicodeDecodeError as e:
+        text, bad[len(found)] = '', f'byte {e.start} is not UTF-8'
+      found.append((text, f'{path}, line {i}'))
   if not found:
     raise errors.UserError(
       "nothing to continue: give --prompt='Some text' or --prompts_file=."
     )
-  short = [text.rstrip() for text in found]
-  changed = sum(a != b for a, b in zip(found, short, strict=True))
+  texts, places = zip(*found, strict=True)
+  short = [text.rstrip() for text in texts]
+  changed = sum(a != b for a, b in zip(texts, short, strict=True))
   if changed:
     _say(
       f'blanks at the end of {changed} of {len(found)} prompts are dropped: '
       'a word begins with its space'
     )
-  return short
+  return short, places, bad
+
+
+def _left_out(bad, places):
+  """Says which lines of a file are left out, and why -> their indices.
+
+  Raises:
+    UserError: none is left.
+  """
+  for i, why in sorted(bad.items()):
+    _say(f'{places[i]} is left out: {why}')
+  if len(bad) == len(places):
+    raise errors.UserError(
+      f'no prompt is left of {len(places)}: each line above says why.'
+    )
+  return set(bad)
 
 
 def _domains(given, prompts, tokenizer):
@@ -125,7 +151,8 @@ def _decode(options, overrides, _):
       print(f'{name:16} drafts {drafts}: {claim}')
     return errors.EXIT_OK
   require_one(options.checkpoint, options.weights)
-  prompts = texts = _prompts(options)
+  prompts, places, bad = _prompts(options)
+  texts = prompts
   if options.calibration_file is not None:
     texts = [_text('calibration_file', options.calibration_file)]
   command_line.prepare_devices(options.devices)
@@ -145,6 +172,14 @@ def _decode(options, overrides, _):
     made = checkpoint.generator(config, options.mesh, len(prompts), texts)
     step = checkpoint.step
   domains = _domains(options.domain, prompts, made.tokenizer)
+  if options.prompts_file is not None:
+    more = made.refused(prompts, domains, **chosen)
+    bad = {i: why for i, why in more.items() if places[i]} | bad
+    gone = _left_out(bad, places)
+    prompts, domains = (
+      [x for i, x in enumerate(given) if i not in gone]
+      for given in (prompts, domains)
+    )
   live = sys.stdout.isatty() and len(prompts) == 1 and not options.json
 
   def show(_, piece):
@@ -175,7 +210,7 @@ def _decode(options, overrides, _):
     print(json.dumps(dict(step=step, samples=samples), ensure_ascii=False))
   elif not live:
     _print(results, domains, prompts)
-  return errors.EXIT_OK
+  return errors.EXIT_USER if bad else errors.EXIT_OK
 
 
 EMA = (
@@ -199,7 +234,8 @@ COMMAND = command_line.Command(
     ('several', 'prompt=TEXT', [],
      'may be repeated; blanks at its end are dropped'),
     (str, 'prompts_file=FILE', None,
-     'one prompt a line, UTF-8; empty lines are dropped'),
+     'one prompt a line, UTF-8; empty lines are dropped, lines that cannot be '
+     'continued are named and left out (exit code 2 in the end)'),
     ('several', 'domain=NAME', [],
      'kind of text; once for all prompts, or once per prompt'),
     (str, 'calibration_file=FILE', None,

@@ -72,10 +72,11 @@ class Aggressive(Lookup):
   def _moved(self, own, seen):
     text, length, source, place = own
     text, length = super().settle((text, length), seen)
-    follow = jax.vmap(_followed)
+    follow = lambda *given: (jax.vmap(_followed)(*given),)
     args = (ROWS, *[('batch',)] * 4)
-    run = annotate.region(follow, args, ('batch',))
-    return text, length, source, run(text, length, source, place, seen.n)
+    run = annotate.region(follow, args, (('batch',),))
+    (place,) = run(text, length, source, place, seen.n)
+    return text, length, source, place
 
 
 def _from(width, text_S, source, place):

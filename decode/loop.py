@@ -149,9 +149,7 @@ class Generator:
       IntegrityError: logits of a row are not finite; on_text was called with
         the text up to there.
     """
-    config = schema.view(
-      {'decode': dataclasses.asdict(self.config) | options}
-    ).decode
+    config = self._with(options)
     form, values = sampling.check(config, self._model.config.vocab_size)
     run = self._serve if config.requests else self._together
     if not all(stop):
@@ -176,6 +174,22 @@ class Generator:
       )
       for prompt, r, n in zip(prompts, rows, lengths, strict=True)
     ]
+
+  def refused(self, prompts, domains, **options):
+    """{i: why} of the prompts that `generate` would refuse on their own."""
+    made, bad = self._with(options), {}
+    for i, pair in enumerate(zip(prompts, domains, strict=True)):
+      try:
+        self._fit(self._encode(*([x] for x in pair)), made)
+      except errors.UserError as e:
+        bad[i] = str(e).removeprefix('prompt 0: ')
+    return bad
+
+  def _with(self, options):
+    """schema.Decode with some fields replaced."""
+    return schema.view(
+      {'decode': dataclasses.asdict(self.config) | options}
+    ).decode
 
   def _together(self, ids, rows, config, form, values, on_text):
     """A row for each prompt, all at once -> of each, how many calls after the

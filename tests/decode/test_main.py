@@ -260,6 +260,24 @@ def test_bad_input_is_one_line(run, flags, words):
   assert (code, out, len(found)) == (2, '', 1) and found[0] == err[-1]
 
 
+def test_bad_lines_are_named_and_the_others_run(run, tmp_path):
+  file = tmp_path / 'prompts.txt'
+  long = 'word ' * 1200
+  file.write_bytes(b'One\n\nTw\xffo\n' + long.encode() + b'\nThree\n')
+  flags = ('--json', '--domain=drama', '--temperature=0')
+  code, out, err = run(f'--prompts_file={file}', *flags)
+  samples = json.loads(out)['samples']
+  assert code == 2 and [s['prompt'] for s in samples] == ['One', 'Three']
+  said = [line for line in err if 'is left out' in line]
+  assert 'prompts.txt, line 3 is left out: byte 2 is not UTF-8' in said[0]
+  assert 'line 4' in said[1] and 'decode.cache_length=1024' in said[1]
+  alone = json.loads(run('--prompt=Three', *flags)[1])['samples'][0]
+  assert samples[1]['tokens'] == alone['tokens']
+  file.write_bytes(b'\xff\n')
+  code, out, err = run(f'--prompts_file={file}', *flags)
+  assert (code, out) == (2, '') and 'no prompt is left of 1' in err[-1]
+
+
 def test_bad_checkpoints(run, tmp_path):
   assert run('--prompt=x', checkpoint='')[0] == 2
   code, _, err = run('--prompt=x', checkpoint=tmp_path / 'none')

@@ -189,13 +189,29 @@ def test_ends_stops_and_streams_are_those_of_one_by_one():
   assert all(end not in tokens for tokens, _ in want)
 
 
-@pytest.mark.parametrize('method', (LOOKUP, DRAFT), ids=('lookup', 'draft'))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+  'method', (LOOKUP, DRAFT, AGGRESSIVE, JACOBI), ids=lambda m: m['method']
+)
 def test_a_mesh_drafts_as_one_device(method):
   want = generator('GF').generate(PROMPTS, **SAMPLED, **method)
   many = generator('GF', mesh='data=2,fsdp=2,tensor=2', devices=8)
   found = many.generate(PROMPTS, **SAMPLED, **method)
   assert texts(found) == texts(want)
   assert [r['calls'] for r in found] == [r['calls'] for r in want]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize('kind', ('pearl', 'medusa', 'eagle'))
+def test_a_mesh_drafts_by_slots_as_one_device(kind, medusa, eagle):
+  of = {'pearl': lambda _: PEARL, 'medusa': medusa, 'eagle': eagle}[kind]
+  rows = []
+  for how in ({}, dict(mesh='data=2,fsdp=2,tensor=2', devices=8)):
+    made = generator('F', **how)
+    made._draft.cache_clear()
+    found = made.generate(PROMPTS, **SAMPLED, **of('F'))
+    rows.append([(r['tokens'], r['lengths']) for r in found])
+  assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize('pattern', ('F', 'A', 'GF'))
@@ -361,7 +377,7 @@ def test_a_lookup_is_a_plain_loop():
     (dict(method='speculative', draft_layers=2), ('draft_layers=2 of 2',)),
     (dict(method='eager'), ('decode.method', 'prompt_lookup')),
     (dict(judge='none'), ('decode.judge', 'rejection')),
-    (dict(method='medusa'), ('needs trained heads', 'paraxis draft')),
+    (dict(method='medusa'), ('needs a trained draft', 'paraxis draft')),
     (dict(PEARL, judge='rejection'), ('pearl', 'judge=replay')),
     (dict(LOOKUP, draft='nowhere'), ('nowhere', 'no trained draft')),
     (dict(method='prompt_lookup', drafts=0), ('decode.drafts',)),
@@ -370,6 +386,19 @@ def test_a_lookup_is_a_plain_loop():
 def test_methods_that_cannot_be_run(options, words):
   with support.refused(*words):
     generator('F').generate(PROMPTS, **options)
+
+
+def test_a_tree_needs_branches(medusa):
+  """A recurrence has none: the chain is named. A judge of chains, too."""
+  options = medusa('GF')
+  with support.refused('kind G', 'one state a request', 'speculative'):
+    generator('GF').generate(PROMPTS, **GREEDY, **options)
+  generator('F')._draft.cache_clear()
+  options = medusa('F') | dict(judge='rejection')
+  with support.refused('drafts a tree', 'judge=replay'):
+    generator('F').generate(PROMPTS, **SAMPLED, **options)
+  want = texts(generator('F').generate(PROMPTS, **GREEDY))
+  assert texts(generator('F').generate(PROMPTS, **GREEDY, **options)) == want
 
 
 def test_the_command_lists_the_methods(capsys):
