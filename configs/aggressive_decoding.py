@@ -39,8 +39,8 @@ def claims():
   )  # fmt: skip
   fewer = dict(
     check=fewer_calls.corrections, task=TASK, fields=TRAINED, method=LONG,
-    noises=[0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0], at=0.05, at_least=5.0, rows=32,
-    seeds=[0, 1, 2], picture='corrections.png',
+    noises=[0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0], expected=[0.05, 5.0], rows=32,
+    seeds=[0, 1, 2],
   )  # fmt: skip
   return [
     ('texts of one by one', 'EQ', text, None),

@@ -15,8 +15,8 @@ from paraxis.configs import presets
 METHOD = dict(method='eagle', drafts=3)
 MODELS = [{'model.vocab_size': 12},
           {'model.vocab_size': 12, 'model.pattern': 'WFN'}]  # fmt: skip
-EAGLE = dict(layers=0, steps=100, batch=1024)
-MEDUSA = dict(layers=0, heads=3, blocks=4, steps=200)
+EAGLE = dict(layers=0, steps=100, batch=1024, tokens=60_000)
+MEDUSA = dict(layers=0, heads=3, blocks=4, steps=200, tokens=60_000)
 
 
 def get_config():
@@ -41,8 +41,7 @@ def claims():
   more = dict(
     check=tokens_a_call.more_than,
     methods=[dict(method='eagle', drafts=4), dict(method='medusa', drafts=24)],
-    drafts=[EAGLE, MEDUSA], tokens=60_000, rows=12, length=48, new=48,
-    parameters_within=1.1,
+    drafts=[EAGLE, MEDUSA], prompts=[12, 48, 48], parameters_within=1.1,
   )  # fmt: skip
   return [
     ('texts of one by one', 'EQ', text, None),
@@ -60,6 +59,5 @@ def knockouts():
     ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
     ('from_p', 'joint of 4 tokens', lossless.from_p),
     ('untrained', 'tokens a call above those of Medusa',
-     {'drafts': [EAGLE | dict(steps=1), MEDUSA | dict(steps=40)],
-      'tokens': 16384}),
+     {'drafts': [EAGLE | dict(steps=1), MEDUSA | dict(steps=40)]}),
   ]  # fmt: skip

@@ -14,7 +14,7 @@ differs: TODO
 from paraxis.configs import presets
 
 METHOD = dict(method='medusa', drafts=11)
-DRAFT = dict(layers=0, heads=3, steps=200)
+DRAFT = dict(layers=0, heads=3, steps=200, tokens=60_000)
 
 
 def get_config():
@@ -42,8 +42,7 @@ def claims():
   )
   real = dict(
     check=tokens_a_call.on_real_text, method=dict(method='medusa', drafts=24),
-    draft=DRAFT, tokens=60_000, rows=12, length=48, new=48, domains=[],
-    at_least=1.8, picture='medusa.png',
+    draft=DRAFT, prompts=[12, 48, 48], domains=[], at_least=1.8,
   )  # fmt: skip
   return [
     ('texts of one by one', 'EQ', text, None),
@@ -64,5 +63,5 @@ def knockouts():
     ('says_lossless', 'typical acceptance is another joint',
      lossless.judged_as_lossless),
     ('untrained', 'tokens a call of SmolLM2',
-     {'draft': DRAFT | dict(steps=1), 'tokens': 8192}),
+     {'draft': DRAFT | dict(steps=1, tokens=8192)}),
   ]  # fmt: skip

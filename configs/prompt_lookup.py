@@ -36,8 +36,7 @@ def claims():
   )  # fmt: skip
   real = lambda name: dict(
     check=tokens_a_call.on_real_text, method=METHOD | dict(drafts=8), draft={},
-    tokens=0, rows=8, length=160, new=64, domains=[name], at_least=1.1,
-    picture=f'{name}.png',
+    prompts=[8, 160, 64], domains=[name], at_least=1.1,
   )  # fmt: skip
   return [
     ('texts of one by one', 'EQ', text, None),

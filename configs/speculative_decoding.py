@@ -14,7 +14,7 @@ from paraxis.configs import presets
 
 METHOD = dict(method='speculative', drafts=3, draft_layers=1)
 MODELS = [{}, {'model.pattern': 'WFN'}, {'model.pattern': 'GF'}]
-DRAFT = dict(layers=8, blocks=2, steps=250)
+DRAFT = dict(layers=8, blocks=2, steps=250, tokens=60_000)
 
 
 def get_config():
@@ -39,9 +39,8 @@ def claims():
   coupled = joint | dict(method=METHOD)
   real = dict(
     check=tokens_a_call.on_real_text,
-    method=dict(method='speculative', drafts=4), draft=DRAFT, tokens=60_000,
-    rows=12, length=48, new=48, domains=[], at_least=2.0,
-    picture='speculative.png',
+    method=dict(method='speculative', drafts=4), draft=DRAFT,
+    prompts=[12, 48, 48], domains=[], at_least=2.0,
   )  # fmt: skip
   return [
     ('texts of one by one', 'EQ', text, None),
@@ -63,5 +62,5 @@ def knockouts():
     ('raw_residual', joint, lossless.raw_residual),
     ('keeps_too_much', 'joint of 4 tokens, replay', lossless.keeps_one_more),
     ('untrained', 'tokens a call of SmolLM2',
-     {'draft': DRAFT | dict(steps=1), 'tokens': 8192}),
+     {'draft': DRAFT | dict(steps=1, tokens=8192)}),
   ]  # fmt: skip

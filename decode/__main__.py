@@ -144,6 +144,25 @@ def _print(results, domains, prompts):
     print(prompt + result['text'])
 
 
+def _print_json(results, domains, step):
+  keys = ('prompt', 'text', 'tokens', 'finish', 'calls', 'lengths')
+  samples = [
+    dict(domain=d, **{k: r[k] for k in keys})
+    for r, d in zip(results, domains, strict=True)
+  ]
+  print(json.dumps(dict(step=step, samples=samples), ensure_ascii=False))
+
+
+def _counts(results):
+  """Tokens a call of the model, as a text."""
+  made = sum(max(len(r['tokens']) - 1, 0) for r in results)
+  calls = sum(r['calls'] for r in results)
+  return (
+    f'{made} tokens after the first in {calls} calls of the model, '
+    f'{made / max(calls, 1):.2f} a call'
+  )
+
+
 def _decode(options, overrides, _):
   """options: flags. overrides: {'section.field': value} of --config.x.y=."""
   if options.methods:
@@ -194,20 +213,10 @@ def _decode(options, overrides, _):
   finally:
     if live:
       print()
-  made_tokens = sum(max(len(r['tokens']) - 1, 0) for r in results)
-  calls = sum(r['calls'] for r in results)
   if config.decode.method != 'autoregressive' or options.method:
-    _say(
-      f'{made_tokens} tokens after the first in {calls} calls of the model, '
-      f'{made_tokens / max(calls, 1):.2f} a call'
-    )
+    _say(_counts(results))
   if options.json:
-    keys = ('prompt', 'text', 'tokens', 'finish', 'calls', 'lengths')
-    samples = [
-      dict(domain=d, **{k: r[k] for k in keys})
-      for r, d in zip(results, domains, strict=True)
-    ]
-    print(json.dumps(dict(step=step, samples=samples), ensure_ascii=False))
+    _print_json(results, domains, step)
   elif not live:
     _print(results, domains, prompts)
   return errors.EXIT_USER if bad else errors.EXIT_OK

@@ -91,7 +91,7 @@ class Program:
     drafts, _ = first.propose(params, (), zeros, live, None)
     draws = self._draws(state, values, static)
     seen, after = self._judged(
-      state, (last(x), logits), live, drafts, draws, static,
+      state, (last(x), logits), drafts, draws, static,
       first.tree, jnp.int32(new),
     )  # fmt: skip
     state = after._replace(own=method.first(state.own, seen))
@@ -104,14 +104,13 @@ class Program:
       static.form, values, rows, state.made.astype(jnp.uint32)
     )
 
-  def _judged(self, state, out, live, drafts, draws, static, tree, limit):
+  def _judged(self, state, out, drafts, draws, static, tree, limit):
     """(proposal.Seen, the state with its new tokens).
 
     Args:
-      out: features (B, C + 1, D), logits (B, C + 1, V). live: (B,) rows that
-        make tokens. limit: of them.
+      out: features (B, C + 1, D), logits (B, C + 1, V). limit: of tokens.
     """
-    x, logits = out
+    (x, logits), live = out, _live(state, limit)
     z = annotate.put(logits, (*sampling.ROWS[:1], None, *sampling.ROWS[1:]))
     sound = jnp.isfinite(z).all(-1)
     # A draft whose logits are not finite is not kept; if those of the last
@@ -146,17 +145,16 @@ class Program:
 
   def loop(self, params, state, values, limit, stopped_B, method, static):
     """Tokens until every row has `limit` of them or has ended."""
-    live_of = lambda state: ~state.done & (state.made < limit)
 
     def body(state):
-      live, draws = live_of(state), self._draws(state, values, static)
+      live, draws = _live(state, limit), self._draws(state, values, static)
       drafts, held = method.propose(params, state.own, state.token, live, draws)
       x, z, flight = step.extend(
         self._model, params.model, state.cache, state.token, drafts, live,
         method.tree,
       )  # fmt: skip
       seen, after = self._judged(
-        state, (x, z), live, drafts, draws, static, method.tree, limit
+        state, (x, z), drafts, draws, static, method.tree, limit
       )
       form = step.drafted(len(live), method.tree)
       cache = self._model.commit(state.cache, flight, form, seen.kept())
@@ -169,9 +167,14 @@ class Program:
       )
 
     state = state._replace(done=state.done | stopped_B)
-    more = lambda state: jnp.any(live_of(state))
+    more = lambda state: jnp.any(_live(state, limit))
     state = jax.lax.while_loop(more, body, state)
     return state, for_host(state)
+
+
+def _live(state, limit):
+  """(B,) bool: rows that make tokens."""
+  return ~state.done & (state.made < limit)
 
 
 def for_host(state):

@@ -54,18 +54,16 @@ def _calls(made, ids, new, how):
   return [r['tokens'] for r in found], calls / (len(ids) * (new - 1))
 
 
-def corrections(
-  run, *, task, fields, method, noises, at, at_least, rows, seeds, picture
-):
+def corrections(run, *, task, fields, method, noises, expected, rows, seeds):
   """LEARN: tokens a call of correcting texts, by the share of words to correct.
 
   Args:
     task: fields of tasks.Words. fields: {'section.field': value} of the
       training. method: fields of schema.Decode.
-    noises: shares of words. at: the one that is claimed, with `at_least` tokens
-      a call. rows: texts of each. picture: name of the PNG of the curve.
+    noises: shares of words. expected: [one of them, tokens a call that are
+      claimed there]. rows: texts of each.
   """
-  task = tasks.make('words', **task)
+  task, (at, at_least) = tasks.make('words', **task), expected
   models, seconds = _trained(run, task, fields, seeds)
   gains, same = {noise: [] for noise in noises}, True
   for made, _ in models:
@@ -80,7 +78,7 @@ def corrections(
       texts, ours = _calls(made, ids, task.count, greedy | method)
       same &= texts == wanted
       gains[noise].append(alone / ours)
-  path = _draw(gains, run, picture)
+  path = _draw(gains, run)
   run.say(f'wrote {path}')
   curve = ', '.join(f'{n:g}: {np.mean(x):.2f}' for n, x in gains.items())
   above = [x - at_least for x in gains[at]]
@@ -139,11 +137,11 @@ def pictures(run, *, task, fields, methods, at_most, rows, seeds):
   return found if same else found._replace(passed=False, verdict='')
 
 
-def _draw(gains, run, picture):
+def _draw(gains, run):
   """Tokens a call over the share of words -> path of the PNG."""
   points = sorted((100 * n, np.mean(x)) for n, x in gains.items())
   curves = {'copied from the source': np.array(points).T}
   fig, ax = figures.lines(curves, 'misspelled words (%)', 'tokens a call')
   ax.set_ylim(0, None)
-  path = pathlib.Path(workdir_lib.prepare(run.results)) / picture
+  path = pathlib.Path(workdir_lib.prepare(run.results)) / 'corrections.png'
   return figures.save(fig, path)

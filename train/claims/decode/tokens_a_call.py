@@ -40,7 +40,7 @@ def model():
   return opened().generator(draft_lib.alone(opened()))
 
 
-def prompts(tokenizer, count, length, domains=()):
+def beginnings(tokenizer, count, length, domains=()):
   """[ids] of the beginnings of held-out texts, of each domain in turn.
 
   Args:
@@ -59,8 +59,13 @@ def prompts(tokenizer, count, length, domains=()):
   return found[:count]
 
 
-def trained(run, kind, layers, recipe, tokens):
-  """(path of the draft's file, heads.About, its numbers), once a recipe."""
+def trained(run, kind, draft):
+  """(path of the draft's file, heads.About, its numbers), once a recipe.
+
+  draft: fields of distill.Recipe, 'layers', and 'tokens' of text to learn from.
+  """
+  recipe = dict(draft)
+  layers, tokens = recipe.pop('layers'), recipe.pop('tokens')
   recipe = distill.Recipe(**recipe)
   folder = workdir_lib.prepare(run.results)
   what = dict(kind=kind, layers=layers, tokens=tokens) | recipe._asdict()
@@ -93,33 +98,27 @@ def _counted(given, ids, new, how):
   return made / lengths.sum(), lengths, [r['tokens'] for r in found]
 
 
-def on_real_text(
-  run, *, method, draft, tokens, rows, length, new, domains, at_least, picture
-):
+def on_real_text(run, *, method, draft, prompts, domains, at_least):
   """LEARN: tokens a call of a method, greedy and drawn, on held-out prompts.
 
   Args:
-    method: fields of schema.Decode. draft: fields of distill.Recipe with
-      'layers', of a draft that is trained for it; {}: none.
-    tokens: of text that the draft learns from. rows, length: prompts.
-    new: tokens of each. domains: of the prompts; []: all.
-    at_least: tokens a call, greedy. picture: name of the PNG of how many tokens
-      calls made.
+    method: fields of schema.Decode. draft: of `trained`; {}: none.
+    prompts: [how many, tokens of each, new tokens]. domains: of the prompts;
+      []: all.
+    at_least: tokens a call, greedy.
   """
-  given, about = dict(method), None
+  (rows, length, new), given, about = prompts, dict(method), None
   if draft:
-    recipe = {k: v for k, v in draft.items() if k != 'layers'}
-    given['draft'], about, size = trained(
-      run, method['method'], draft['layers'], recipe, tokens
-    )
-  ids = prompts(model().tokenizer, rows, length, domains)
+    given['draft'], about, size = trained(run, method['method'], draft)
+  ids = beginnings(model().tokenizer, rows, length, domains)
   greedy, drawn = dict(temperature=0.0), dict(temperature=1.0, seed=1)
   wanted = model().generate(ids, max_new_tokens=new, **greedy)
   mean, lengths, texts = _counted(given, ids, new, greedy)
   same = sum(a['tokens'] == b for a, b in zip(wanted, texts, strict=True))
   sampled, more, _ = _counted(given, ids, new, drawn)
   run.say(table(dict(greedy=lengths, drawn=more)))
-  run.say(f'wrote {_draw(dict(greedy=lengths, drawn=more), run, picture)}')
+  name = '-'.join([method['method'], *domains])
+  run.say(f'wrote {_draw(dict(greedy=lengths, drawn=more), run, name)}')
   text = f'{len(ids)} held-out prompts of {length} tokens, {new} new ones each'
   text += f'; drawn at temperature 1: {sampled:.2f}; greedy texts of '
   text += f'{same} of {len(ids)} are those of one by one in float32'
@@ -132,23 +131,18 @@ def on_real_text(
   )  # fmt: skip
 
 
-def more_than(
-  run, *, methods, drafts, tokens, rows, length, new, parameters_within
-):
+def more_than(run, *, methods, drafts, prompts, parameters_within):
   """LEARN: the first method makes more tokens a call than the second.
 
   Args:
-    methods: two dicts of fields of schema.Decode. drafts: of each, as for
-      `on_real_text`. parameters_within: how far the numbers of trained
+    methods: two dicts of fields of schema.Decode. drafts: of each. prompts: as
+      for `on_real_text`. parameters_within: how far the numbers of trained
       parameters may be apart, as a ratio.
   """
-  found, sizes = [], []
-  ids = prompts(model().tokenizer, rows, length)
+  (rows, length, new), found, sizes = prompts, [], []
+  ids = beginnings(model().tokenizer, rows, length)
   for method, draft in zip(methods, drafts, strict=True):
-    recipe = {k: v for k, v in draft.items() if k != 'layers'}
-    path, _, size = trained(
-      run, method['method'], draft['layers'], recipe, tokens
-    )
+    path, _, size = trained(run, method['method'], draft)
     mean, _, _ = _counted(
       dict(method, draft=path), ids, new, dict(temperature=0.0)
     )
@@ -177,7 +171,7 @@ def table(found):
   return '\n'.join(lines)
 
 
-def _draw(found, run, picture):
+def _draw(found, run, name):
   """Share of calls that made at least so many tokens -> path of the PNG."""
   curves = {}
   for name, counts in found.items():
@@ -187,5 +181,5 @@ def _draw(found, run, picture):
     curves, 'tokens', 'calls with at least so many (%)', loc='upper right'
   )
   ax.set_ylim(0, 104)
-  path = pathlib.Path(workdir_lib.prepare(run.results)) / picture
+  path = pathlib.Path(workdir_lib.prepare(run.results)) / f'{name}.png'
   return figures.save(fig, path)

@@ -49,16 +49,15 @@ class Corrector:
 
 def test_fewer_calls_where_less_is_wrong(oracle, tmp_path):
   given = dict(
-    task=dict(count=24, words=8, noise=0.05), fields={}, rows=8, at=0.05,
-    noises=[0.0, 0.05, 0.5, 1.0], at_least=5.0, seeds=[0, 1, 2],
-    picture='c.png',
+    task=dict(count=24, words=8, noise=0.05), fields={}, rows=8,
+    expected=[0.05, 5.0], noises=[0.0, 0.05, 0.5, 1.0], seeds=[0, 1, 2],
   )  # fmt: skip
   oracle(Corrector(8))
   run = claim_cases.run_of('aggressive_decoding', folder=tmp_path)
   long = dict(method='aggressive', drafts=24)
   found = fewer_calls.corrections(run, method=long, **given)
   assert found.passed and '1: 1.00' in found.caveat
-  assert (tmp_path / 'c.png').exists()
+  assert (tmp_path / 'corrections.png').exists()
   short = dict(method='aggressive', drafts=2)
   assert not fewer_calls.corrections(run, method=short, **given).passed
 
@@ -74,8 +73,8 @@ def test_another_text_fails(oracle, tmp_path):
   oracle(Wrong(8))
   found = fewer_calls.corrections(
     claim_cases.run_of('aggressive_decoding', folder=tmp_path),
-    task=dict(count=24, words=8, noise=0.05), fields={}, rows=4, at=0.0,
-    noises=[0.0, 1.0], at_least=2.0, seeds=[0], picture='c.png',
+    task=dict(count=24, words=8, noise=0.05), fields={}, rows=4,
+    expected=[0.0, 2.0], noises=[0.0, 1.0], seeds=[0],
     method=dict(method='aggressive', drafts=24),
   )  # fmt: skip
   assert not found.passed and 'NOT the same' in found.caveat
