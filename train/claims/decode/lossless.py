@@ -166,11 +166,16 @@ def same_distribution(
   )
 
 
-def other_distribution(run, **given):
+def other_distribution(
+  run, *, method, changes, letters, length, samples, random_draft
+):
   """EQ: as `same_distribution`, of a judge that says it is NOT lossless."""
-  found = same_distribution(run, **given)
+  found = same_distribution(
+    run, method=method, changes=changes, letters=letters, length=length,
+    samples=samples, random_draft=random_draft,
+  )  # fmt: skip
   value = float(found.measured.removeprefix('p = '))
-  declared = judges.JUDGES[given['method']['judge']].lossless
+  declared = judges.JUDGES[method['judge']].lossless
   return found._replace(
     expected=f'p < {MOST:g}', passed=value < MOST and not declared
   )
