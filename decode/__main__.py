@@ -6,6 +6,7 @@
 stderr. Nothing here imports jax before the devices are chosen; --help never.
 """
 
+import functools
 import json
 import pathlib
 import sys
@@ -13,7 +14,9 @@ import sys
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.configs.base import mixers
 from paraxis.configs.base.decode import METHODS
+from paraxis.sharding import mesh as mesh_lib
 
 _SAMPLING = ('max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'seed')
 _METHOD = (
@@ -163,12 +166,49 @@ def _counts(results):
   )
 
 
+def _certify(options, overrides):
+  """--certify: the engine against the model without a cache -> exit code."""
+  named, flags = options.certify, options.checkpoint or options.weights
+  names = () if named == command_line.ALL else tuple(named.split(','))
+  if flags and names:
+    raise errors.UserError(
+      f'--certify={named} names patterns, and --checkpoint= or --weights= a '
+      'model: leave out one of both.'
+    )
+  if options.prompt or options.prompts_file or options.stop:
+    raise errors.UserError(
+      '--certify feeds tokens of its own: leave out --prompt, --prompts_file '
+      'and --stop.'
+    )
+  if not flags and 'model.pattern' in overrides:
+    names += (overrides.pop('model.pattern'),)
+  for name in names:
+    mixers.of_pattern(name)
+  mesh_lib.parse(options.mesh)
+  command_line.prepare_devices(options.devices)
+  from paraxis.decode import certify  # starts jax
+  from paraxis.decode import certify_cases as cases
+
+  make = functools.partial(cases.small, changes=overrides)
+  if not flags:
+    return certify.run(names, make, options.mesh, options.json)
+  given = options.checkpoint, options.weights, options.step, options.ema
+  with open_(*given) as checkpoint:
+    file = options.calibration_file
+    texts = [] if file is None else [_text('calibration_file', file)]
+    case = cases.of_checkpoint(checkpoint, overrides, texts)
+  make = lambda name: case
+  return certify.run((case.name,), make, options.mesh, options.json)
+
+
 def _decode(options, overrides, _):
   """options: flags. overrides: {'section.field': value} of --config.x.y=."""
   if options.methods:
     for name, (drafts, claim) in METHODS.items():
       print(f'{name:16} drafts {drafts}: {claim}')
     return errors.EXIT_OK
+  if options.certify is not None:
+    return _certify(options, overrides)
   require_one(options.checkpoint, options.weights)
   prompts, places, bad = _prompts(options)
   texts = prompts
@@ -273,6 +313,10 @@ COMMAND = command_line.Command(
     (int, 'requests=N', None,
      'continuous batching: rows that all prompts share; 0: a row each'),
     'Output and devices',
+    ('maybe', 'certify=PATTERN,...', None,
+     'continue nothing, but prove each part of decoding against the model '
+     'without a cache, in float64: of the checkpoint, of patterns, or with '
+     'neither of every kind of mixer'),
     (bool, 'json', False,
      'print one JSON object: step, samples (prompt, domain, text, tokens, '
      'finish: length, end or stop; calls: of the model after the prompt; '
@@ -288,8 +332,9 @@ COMMAND = command_line.Command(
     *((str, f'config.{name}=VALUE', f.default, f.metadata['doc'])
       for name, f in schema.fields()
       if name.startswith('decode.')),
-    'Exit codes: 0 done, 2 bad input, 14 a damaged checkpoint, or logits that '
-    'are\n  not finite: one line names the row and the step',
+    'Exit codes: 0 done, 1 --certify found a difference, 2 bad input,\n'
+    '  14 a damaged checkpoint, or logits that are not finite: one line names\n'
+    '  the row and the step',
   ),
 )  # fmt: skip
 main = COMMAND

@@ -227,6 +227,25 @@ def accuracy(model, params, own, found, kind, size=256):
   return tuple(map(tuple, (total / each).tolist()))
 
 
+def untrained(model, params, kind, fingerprint, spread=0.1):
+  """(heads.About, {name: array}) of a draft with random parameters: what is
+  lossless must not depend on how good it is.
+
+  Args:
+    model, params: as for `features`. kind: 'medusa' or 'eagle'.
+    fingerprint: of the tokenizer. spread: deviation of its parameters.
+  """
+  config, rng = model.config, np.random.default_rng(7)
+  if kind == 'eagle':
+    own = eagle.initial(model, params)
+  else:
+    own = heads.initial(3, config.d_model)
+  own = {n: x + rng.normal(0, spread, x.shape) for n, x in own.items()}
+  accuracy = ((0.4, 0.3, 0.2),) * 3
+  shape = config.vocab_size, config.d_model, config.num_layers
+  return heads.About(kind, 0, shape, fingerprint, accuracy), own
+
+
 def rows_of(ids, length):
   """(N, length) int32 of a list of documents' ids, one after the other."""
   flat = np.concatenate([np.asarray(x, np.int32) for x in ids])

@@ -58,11 +58,22 @@ def locate(checkpoint, step=None):
   return path, step
 
 
-def _for_decoding(mesh):
+def for_decoding(mesh):
   """schema.Mesh without training-only options: one token has no shards."""
   return dataclasses.replace(
     mesh, sequence=False, zero=0, collectives='annotated', collective_matmul=''
   )
+
+
+def check_mesh(text, sizes):
+  """Mesh axes that decoding cannot use; UserError if --mesh= names one."""
+  idle = [a for a in ('context', 'stage') if sizes.get(a, 1) != 1]
+  if text and idle:
+    raise errors.UserError(
+      f'--mesh={text}: decoding has one token a row at a time, nothing for '
+      f'{" and ".join(idle)} to share; use data, fsdp or tensor.'
+    )
+  return idle
 
 
 class Checkpoint:
@@ -130,7 +141,7 @@ class Checkpoint:
     tokenizer = self._tokenizer(config.data.tokenizer)
     mesh_text, devices = self._mesh(config, mesh_text, rows)
     config = dataclasses.replace(
-      config, mesh=_for_decoding(config.mesh), train=schema.Train()
+      config, mesh=for_decoding(config.mesh), train=schema.Train()
     )
     built = saved = build.build(config, mesh_text, devices=devices)
     run = schema.view(self.config())
@@ -189,12 +200,7 @@ class Checkpoint:
     """(--mesh= text, devices): the run's mesh, or a reported substitute."""
     devices = jax.devices()
     sizes = build.mesh_sizes(config, text)
-    idle = [a for a in ('context', 'stage') if sizes.get(a, 1) != 1]
-    if text and idle:
-      raise errors.UserError(
-        f'--mesh={text}: decoding has one token a row at a time, nothing for '
-        f'{" and ".join(idle)} to share; use data, fsdp or tensor.'
-      )
+    idle = check_mesh(text, sizes)
     batch = rules_lib.preset(config.mesh.rules).axes('batch')
     split = [a for a in batch if sizes.get(a, 1) != 1]
     if not (requests := config.decode.requests):

@@ -1,6 +1,8 @@
 """Ahead-of-time compilation, its cost shown, and the cache that saves it."""
 
 import atexit
+import contextlib
+import functools
 import itertools
 import os
 import pathlib
@@ -16,6 +18,7 @@ from paraxis.sharding.meter import compile_store
 _HIT = '/jax/compilation_cache/cache_hits'
 _hits = []
 _guarded = set()
+_quickly = []  # not empty: within `quickly`
 _overlays = []  # compile_store.Overlay of this process, once there is one
 
 
@@ -76,12 +79,35 @@ def options() -> Any:
   On CPU, LLVM's first optimisation level: the step's programs are the same
   speed and give the same bits as at the third, and compile for a fifth less;
   for the random numbers of the initial parameters, two thirds less. A level
-  that XLA_FLAGS names is kept.
+  that XLA_FLAGS names is kept. Within `quickly`: of programs that run once.
   """
   named = 'xla_backend_optimization_level' in os.environ.get('XLA_FLAGS', '')
   if jax.default_backend() != 'cpu' or named:
     return None
-  return {'xla_backend_optimization_level': 1}
+  return _quick() if _quickly else {'xla_backend_optimization_level': 1}
+
+
+@functools.cache
+def _quick():
+  """Of programs that compile in half the time, and are slow."""
+  known = dict(
+    xla_backend_optimization_level=0, xla_cpu_use_fusion_emitters=False
+  )
+  try:
+    jax.jit(abs, compiler_options=known)(1.0)
+  except jax.errors.JaxRuntimeError:  # another release of XLA
+    known.popitem()
+  return known
+
+
+@contextlib.contextmanager
+def quickly():
+  """Within it `options` are those of programs that run once."""
+  _quickly.append(True)
+  try:
+    yield
+  finally:
+    _quickly.pop()
 
 
 def compile_step(name, function, *args, donate=(), say=None):

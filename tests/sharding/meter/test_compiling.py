@@ -160,3 +160,25 @@ def test_a_level_that_is_named_is_kept(monkeypatch):
   assert compiling.options() is None
   monkeypatch.setenv('XLA_FLAGS', '')
   assert compiling.options() == {'xla_backend_optimization_level': 1}
+
+
+def test_programs_that_run_once_compile_without_optimisation(monkeypatch):
+  monkeypatch.delenv('XLA_FLAGS')
+  plain = compiling.options()
+  with compiling.quickly():
+    quick = compiling.options()
+    assert float(jax.jit(abs, compiler_options=quick)(-1.0)) == 1.0
+  assert quick['xla_backend_optimization_level'] == 0
+  assert compiling.options() == plain
+
+
+def test_options_of_another_release_are_left_out(monkeypatch):
+  real = jax.jit
+
+  def refuse(f, compiler_options):
+    if 'xla_cpu_use_fusion_emitters' in compiler_options:
+      raise jax.errors.JaxRuntimeError('no such option')
+    return real(f, compiler_options=compiler_options)
+
+  monkeypatch.setattr(jax, 'jit', refuse)
+  assert compiling._quick.__wrapped__() == {'xla_backend_optimization_level': 0}

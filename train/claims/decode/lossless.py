@@ -23,7 +23,7 @@ import numpy as np
 import scipy.stats
 
 from paraxis.decode import copying
-from paraxis.decode import eagle
+from paraxis.decode import distill
 from paraxis.decode import heads
 from paraxis.decode import judges
 from paraxis.decode import sampling
@@ -48,15 +48,8 @@ def generator(run, changes):
 
 def _random_draft(made, kind, path):
   """Writes a draft that nobody trained."""
-  config, rng = made.built.model.config, np.random.default_rng(7)
-  if kind == 'eagle':
-    own = eagle.initial(made.built.model, made._params)
-  else:
-    own = heads.initial(3, config.d_model)
-  own = {n: x + rng.normal(0, 0.1, x.shape) for n, x in own.items()}
-  accuracy = ((0.4, 0.3, 0.2), (0.4, 0.3, 0.2), (0.4, 0.3, 0.2))
-  shape = config.vocab_size, config.d_model, config.num_layers
-  heads.save(path, heads.About(kind, 0, shape, 'numbers', accuracy), own)
+  given = made.built.model, made._params, kind, made.tokenizer.fingerprint
+  heads.save(path, *distill.untrained(*given))
 
 
 def _prompts(count, vocab):
