@@ -6,17 +6,17 @@ test: tests/decode/test_copying.py,
   tests/train/claims/decode/test_fewer_calls.py
 run: paraxis reproduce aggressive_decoding
 cost: 150 CPU-seconds
-expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by one,
-  float64, three patterns; LEARN, 3 seeds, tokens a call: 11.1 where 5% of the
-  words are misspelled (the paper: 7 to 9 times faster), 23.5 at
-  none, 7.0 at 10%, 4.5 at 20%, 2.3 at 40%, 1.4 at 70%, 1.0 at all.
-differs: a decoder alone, whose prompt is the source and a token that ends it; words of
-  a synthetic language, 48 a text, misspelled in one way each, never added or
-  left out, and corrected without a fault, so calls are those of the source's
-  own changes; 24 drafts a call. Where the text and the source part, we go on
-  one word further at once, or behind the last two or three words where they
-  stand in the source; the paper decodes one by one until a suffix is found. No
-  time is measured.
+expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by
+  one, float64, three patterns; LEARN, 3 seeds, tokens a call: 11.1 where 5% of
+  the words are misspelled (the paper: 7 to 9 times faster), 23.5 at none, 7.0
+  at 10%, 4.5 at 20%, 2.3 at 40%, 1.4 at 70%, 1.0 at all.
+differs: a decoder alone, whose prompt is the source and a token that ends it;
+  words of a synthetic language, 48 a text, misspelled in one way each, never
+  added or left out, and corrected without a fault, so calls are those of the
+  source's own changes; 24 drafts a call. Where the text and the source part, we
+  go on one word further at once, or behind the last two or three words where
+  they stand in the source; the paper decodes one by one until a suffix is
+  found. No time is measured.
 """
 
 from paraxis.configs import presets

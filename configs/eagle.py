@@ -15,8 +15,8 @@ from paraxis.configs import presets
 METHOD = dict(method='eagle', drafts=3)
 MODELS = [{'model.vocab_size': 12},
           {'model.vocab_size': 12, 'model.pattern': 'WFN'}]  # fmt: skip
-EAGLE = dict(layers=0, steps=100, batch=1024, tokens=60_000)
-MEDUSA = dict(layers=0, heads=3, blocks=4, steps=200, tokens=60_000)
+EAGLE = dict(layers=0, steps=60, batch=512, tokens=24_000)
+MEDUSA = dict(layers=0, heads=3, blocks=4, steps=100, tokens=24_000)
 
 
 def get_config():
@@ -59,5 +59,5 @@ def knockouts():
     ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
     ('from_p', 'joint of 4 tokens', lossless.from_p),
     ('untrained', 'tokens a call above those of Medusa',
-     {'drafts': [EAGLE | dict(steps=1), MEDUSA | dict(steps=40)]}),
+     {'drafts': [EAGLE | dict(steps=1), MEDUSA | dict(steps=50)]}),
   ]  # fmt: skip

@@ -2,23 +2,22 @@
 
 paper: arXiv:2408.11850
 mechanism: decode/drafters.py
-test: tests/decode/test_methods.py,
-  tests/train/claims/decode/test_makespan.py
+test: tests/decode/test_methods.py, tests/train/claims/decode/test_makespan.py
 run: paraxis reproduce pearl
 cost: 80 CPU-seconds
-expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by one,
-  float64, two patterns; the joint of 4 tokens, chi-square p .018 (the texts are
-  the same, so it is that of one by one); SIM 1.32 to 1.35 x plain speculation
-  at its best length, acceptance .95, c = 4 to 10 (the paper: 1.52, measured);
-  at .9: 1.22 to 1.32, at .8: 1.06 to 1.25, at .6: .92 to 1.13, at .5: .91 to
-  1.08: it loses where much is rejected and the draft model is fast.
-differs: one process: drafts are made before the call that they would run beside, so
-  that calls are right and time is not gained; makespans are simulated, with
-  every draft accepted on its own. Our judge is replay alone, whose drafts are
-  drawn by the noise of the tokens; the paper's judges by ratios. The length of
-  drafts is fixed, c in the simulation. A draft model with a recurrence is
-  refused: its states of two calls would have to be kept. Small models with
-  random parameters.
+expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by
+  one, float64, two patterns; the joint of 4 tokens, chi-square p .018 (the
+  texts are the same, so it is that of one by one); SIM 1.32 to 1.35 x plain
+  speculation at its best length, acceptance .95, c = 4 to 10 (the paper: 1.52,
+  measured); at .9: 1.22 to 1.32, at .8: 1.06 to 1.25, at .6: .92 to 1.13, at
+  .5: .91 to 1.08: it loses where much is rejected and the draft model is fast.
+differs: one process: drafts are made before the call that they would run
+  beside, so that calls are right and time is not gained; makespans are
+  simulated, with every draft accepted on its own. Our judge is replay alone,
+  whose drafts are drawn by the noise of the tokens; the paper's judges by
+  ratios. The length of drafts is fixed, c in the simulation. A draft model with
+  a recurrence is refused: its states of two calls would have to be kept. Small
+  models with random parameters.
 """
 
 from paraxis.configs import presets

@@ -5,9 +5,20 @@ mechanism: decode/jacobi.py, decode/judges.py
 test: tests/decode/test_methods.py,
   tests/train/claims/decode/test_fewer_calls.py
 run: paraxis reproduce speculative_jacobi
-cost: 600 CPU-seconds
-expect: TODO
-differs: TODO
+cost: 900 CPU-seconds
+expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by one
+  with the judge replay, float64, three patterns; the joint of 4 tokens over 4
+  letters, 40,000 texts, is the model's with rejection. LEARN, 3 seeds: .169
+  (.168 to .170) of the calls for a picture with rejection, .172 with replay
+  (asked: .5; the paper: about .5, of large images).
+differs: pictures are synthetic, 16 x 16 pixels of 4 colours, a few rectangles
+  and 2% of other pixels, by a model of 1M parameters after 300 steps: they are
+  easier to guess than images. New places repeat the last draft, as a pixel's
+  left neighbour; the paper also begins with draws and with the row above. A
+  window of 16. With replay the noise of a place stays, so its drafts settle and
+  the pictures are those of decoding one by one; that is ours. On text it saves
+  little: 1.05 tokens a call of models with random parameters. No time is
+  measured.
 """
 
 from paraxis.configs import presets
