@@ -39,6 +39,8 @@ def halves(packed):
 def limits(spec, target):
   """None, or what else the kernel cannot take (registry.kernel)."""
   del target
+  if spec.group != GROUP:
+    return f'groups of {spec.group}: takes {GROUP}'
   if spec.features % LANES:
     return f'{spec.features} outputs: takes multiples of {LANES}'
   return None

@@ -1,5 +1,7 @@
 """Weights of 4 bits: the integers, the bound on their error, the products."""
 
+import dataclasses
+
 import hypothesis
 from hypothesis import strategies
 import jax
@@ -20,11 +22,11 @@ def weights(D=384, F=256, dtype='f4'):
   return w.astype(dtype)
 
 
-def loop(x, q, scale):
+def loop(x, q, scale, group=128):
   """y by definition, one group after the other, in float64."""
   q, y = np.asarray(q, 'f8'), 0
   for g, s in enumerate(np.asarray(scale, 'f8')):
-    rows = slice(128 * g, 128 * (g + 1))
+    rows = slice(group * g, group * (g + 1))
     y = y + (np.asarray(x, 'f8')[:, rows] @ q[rows]) * s
   return y
 
@@ -51,34 +53,41 @@ def test_rounding_is_off_by_half_a_step_at_most(dtype):
 
 @hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
 @hypothesis.given(
-  seed=strategies.integers(0, 2**31), groups=strategies.sampled_from([1, 3])
-)
-def test_packing_loses_nothing(seed, groups):
-  q = np.random.default_rng(seed).integers(-8, 8, (128 * groups, 5))
-  packed = quantized_matmul.pack(jnp.asarray(q, jnp.int4))
-  assert packed.dtype == jnp.uint8 and packed.shape == (64 * groups, 5)
+  seed=strategies.integers(0, 2**31), groups=strategies.sampled_from([1, 3]),
+  size=strategies.sampled_from(quantized_matmul.GROUPS),
+)  # fmt: skip
+def test_packing_loses_nothing(seed, groups, size):
+  q = np.random.default_rng(seed).integers(-8, 8, (size * groups, 5))
+  packed, half = (
+    quantized_matmul.pack(jnp.asarray(q, jnp.int4), size),
+    size // 2,
+  )
+  assert packed.dtype == jnp.uint8 and packed.shape == (half * groups, 5)
   for r in range(q.shape[0]):
-    byte = int(packed[r // 128 * 64 + r % 64, 2])
-    half = byte & 15 if r % 128 < 64 else byte >> 4
-    assert (half ^ 8) - 8 == q[r, 2]
-  back = quantized_matmul.unpack(packed)
+    byte = int(packed[r // size * half + r % half, 2])
+    bits = byte & 15 if r % size < half else byte >> 4
+    assert (bits ^ 8) - 8 == q[r, 2]
+  back = quantized_matmul.unpack(packed, size)
   assert back.dtype == jnp.int4
   np.testing.assert_array_equal(back.astype(jnp.int32), q)
-  again = quantized_matmul.pack(back)
+  again = quantized_matmul.pack(back, size)
   np.testing.assert_array_equal(again, packed)
 
 
+@pytest.mark.parametrize('group', quantized_matmul.GROUPS)
 @pytest.mark.parametrize('form', ['int4', 'uint8'])
-def test_xla_equals_the_loop_in_float64(form):
+def test_xla_equals_the_loop_in_float64(form, group):
   with jax.enable_x64(True):
     x = np.random.default_rng(1).normal(size=(2, 3, 384))
-    q, scale = quantized_matmul.quantize(weights(dtype='f8'), jnp.float64)
-    given = quantized_matmul.pack(q) if form == 'uint8' else q
+    w = weights(dtype='f8')
+    q, scale = quantized_matmul.quantize(w, jnp.float64, group)
+    assert scale.shape == (384 // group, 256)
+    given = quantized_matmul.pack(q, group) if form == 'uint8' else q
     y = jax.jit(quantized_matmul.quantized_matmul)(x, given, scale)
     assert y.dtype == np.dtype('f8') and y.shape == (2, 3, 256)
-    expected = loop(x.reshape(6, 384), q, scale)
+    expected = loop(x.reshape(6, 384), q, scale, group)
     np.testing.assert_allclose(y.reshape(6, 256), expected, rtol=0, atol=1e-12)
-    wrong = loop(x.reshape(6, 384), -q.astype(jnp.int8), scale)
+    wrong = loop(x.reshape(6, 384), -q.astype(jnp.int8), scale, group)
     assert np.abs(expected - wrong).max() > 1
 
 
@@ -135,3 +144,10 @@ def test_what_does_not_fit(change, words):
     quantized_matmul.quantized_matmul(**given)
   with pytest.raises(errors.UserError, match='200 inputs'):
     quantized_matmul.quantize(np.ones((200, 8)))
+
+
+def test_the_kernel_takes_groups_of_128():
+  spec = quantized_matmul.QuantizedSpec((16, 256), 256, 'bfloat16', 'int4')
+  other = dataclasses.replace(spec, group=64)
+  assert quantized_matmul_tpu.limits(spec, None) is None
+  assert 'groups of 64' in quantized_matmul_tpu.limits(other, None)
