@@ -13,7 +13,6 @@ import sys
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from paraxis.configs import schema
@@ -26,6 +25,7 @@ from paraxis.decode import sampling
 from paraxis.decode import scheduler
 from paraxis.decode import step
 from paraxis.decode import transcript
+from paraxis.decode import weights
 from paraxis.models import build
 from paraxis.models import checks as model_checks
 from paraxis.sharding import annotate
@@ -102,12 +102,7 @@ class Generator:
 
   def _prepare(self, params):
     """One array per layer; what every use casts is cast once, here."""
-    model, dtype = self._model, jnp.dtype(self._model.config.dtype)
-    cast = {
-      p: v if model.kinds[p] == 'vector' else v.astype(dtype)
-      for p, v in params.items()
-    }
-    return model.unstack(cast)
+    return weights.prepare(self._model, params, self.config)
 
   def _read_draft(self, path):
     """(heads.About or None, its arrays on the mesh) of decode.draft."""

@@ -86,6 +86,19 @@ class Decode:
     'continuous batching: tokens of prompts that a step reads, in lanes of 64',
     low=64, high=MOST_LENGTH,
   )  # fmt: skip
+  weights: str = field(
+    'loaded',
+    'matrices of layers. loaded: in model.dtype; int4: rounded to 4 bits, '
+    '-7 .. 7 of a scale, but for experts: an eighth of float32 and the scales; '
+    'on CPU and on meshes that saves memory, not time',
+    ('loaded', 'int4'),
+  )
+  weight_group: int = field(
+    0,
+    'int4: inputs that share a scale, 32, 64 or 128; 0: of each matrix the '
+    'most that divide its inputs, whatever the mesh',
+    low=0, high=128,
+  )  # fmt: skip
   cache_length: int = field(
     1024, 'maximum of prompt and new tokens', low=1, high=MOST_LENGTH
   )

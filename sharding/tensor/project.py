@@ -29,6 +29,7 @@ import numpy as np
 
 from paraxis.pallas_kernels import registry
 from paraxis.sharding import annotate
+from paraxis.sharding.tensor import int4
 from paraxis.sharding.tensor import narrow
 from paraxis.sharding.tensor import product_layouts as layouts
 from paraxis.sharding.tensor import rings
@@ -53,7 +54,7 @@ def taped(tape):
 class Owned(NamedTuple):
   """A weight of a product and its owner, for a tape.
 
-  value: array or narrow.Narrow. owner: hashable, such as (path, row of it).
+  value: array, Narrow or Int4. owner: hashable, such as (path, row of it).
   """
 
   value: Any
@@ -85,7 +86,7 @@ def gathered_input(group, x):
 def gathered_weights(group, weights, dtype):
   """Weights as their products need them, in the dtype of x."""
   return [
-    group.world.gather(w.astype(dtype), way.w, way.w_whole)
+    int4.gathered(group.world.gather, w, dtype, way.w, way.w_whole)
     for w, way in zip(weights, group.ways, strict=True)
   ]
 
@@ -96,7 +97,7 @@ def project(x, x_names, weights, dtype=None, ring=False):
   Args:
     x: activation, laid out by the logical names `x_names`.
     weights: (equation, w, w_names, out_names) of each product; equation as for
-      jnp.einsum. w, an array or narrow.Narrow, or `Owned`, is multiplied in x's
+      jnp.einsum. w, an array, Narrow, Int4 or `Owned`, is multiplied in x's
       dtype; its gradient is summed in w's own, over devices too.
     dtype: of accumulation and outputs; default that of x.
     ring: gather x, or scatter y, as a ring that overlaps with the products
@@ -111,13 +112,12 @@ def project(x, x_names, weights, dtype=None, ring=False):
   """
   equations, held, names, outs = map(tuple, zip(*weights, strict=True))
   held = [w if isinstance(w, Owned) else Owned(w, None) for w in held]
-  arrays = [w.value for w in held]
-  ring = ring and tape() is None
+  arrays, owners = zip(*held, strict=True)
+  ring = ring and tape() is None and not int4.among(arrays)
   dtypes = tuple(map(narrow.own_dtype, arrays))
   ways = layouts.of(equations, x_names, names, outs)
   world = worlds.current(region=ring)
   group = Group(equations, dtype or x.dtype, dtypes, ring, ways, world)
-  owners = [w.owner for w in held]
   if tape() is not None and tape().records(owners):
     return list(tape().product(group, x, arrays, owners))
   run = functools.partial(_differentiable, group)

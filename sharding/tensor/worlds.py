@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from paraxis.pallas_kernels import registry
 from paraxis.sharding import annotate
+from paraxis.sharding.tensor import int4
 from paraxis.sharding.tensor import product_layouts as layouts
 
 
@@ -41,6 +42,11 @@ def _operands(equation, a, b, dtype):
 
 def local(equation, a, b, dtype):
   """einsum of whole or local arrays, accumulated in `dtype`."""
+  if isinstance(b, int4.Int4):
+    y = int4.multiply(equation, a, b, dtype)
+    if y is not None:
+      return y
+    b = int4.floats(b, a)
   a, b = _operands(equation, a, b, dtype)
   wide = _widened(equation, a, dtype)
   return jnp.einsum(equation, a, b, preferred_element_type=wide).astype(dtype)
@@ -121,7 +127,7 @@ class Explicit(Plain):
     return x
 
   def multiply(self, equation, a, b, dtype, axes, summed=()):
-    a, b = _operands(equation, a, b, dtype)
+    a, b = _operands(equation, a, int4.floats(b, a), dtype)
     wide = dtype
     if not _split_sum(equation, a, b):  # else more bytes would be summed
       wide = _widened(equation, a, dtype)

@@ -1,0 +1,94 @@
+"""Parameters as decoding reads them: one array a layer, cast, or in 4 bits.
+
+decode.weights=int4 keeps the matrices of layers in 4 bits
+(sharding/tensor/int4.py), rounded to nearest from what was loaded; embeddings,
+the head, norms, biases, experts and what no group divides stay as they are.
+"""
+
+import math
+
+import jax.numpy as jnp
+
+from paraxis.configs.base import errors
+from paraxis.models import depth
+from paraxis.pallas_kernels.matmul import quantized
+from paraxis.sharding import annotate
+from paraxis.sharding.tensor import int4
+
+
+def prepare(model, params, config):
+  """{path: array, or int4.Int4}, as `Decoder.unstack` names them.
+
+  Args:
+    model: models.decoder.Decoder. params: as its `init` gives them.
+    config: schema.Decode.
+
+  Raises:
+    UserError: groups that a matrix or a shard of it has no whole number of; no
+      matrix that is kept in 4 bits.
+  """
+  groups = {}
+  if config.weights == 'int4':
+    groups = _groups(model, params, config.weight_group)
+  dtype = jnp.dtype(model.config.dtype)
+  # From what was loaded: a cast before it would round twice.
+  cast = {
+    p: v if model.kinds[p] == 'vector' or p in groups else v.astype(dtype)
+    for p, v in params.items()
+  }
+  out = model.unstack(cast)
+  for path, group in groups.items():
+    axes, inputs = model.axes[path][1:], model.inputs[path]
+    for name in _of_layers(path, out):
+      out[name] = int4.make(out[name], axes, inputs, group, name)
+  return out
+
+
+def _of_layers(path, unstacked):
+  """Names of a stack's layers: 'layers/3/mlp/up'."""
+  inside = path.removeprefix('layers/')
+  return [
+    name for name in unstacked
+    if name.startswith('layers/') and name.split('/', 2)[2] == inside
+  ]  # fmt: skip
+
+
+def _groups(model, params, asked):
+  """{path of a stack: inputs that share a scale}."""
+  if asked and asked not in quantized.GROUPS:
+    raise errors.UserError(
+      f'decode.weight_group={asked} is none of '
+      f'{", ".join(map(str, quantized.GROUPS))}, or 0.'
+    )
+  out, least = {}, quantized.GROUPS[0]
+  for path, rows in _matrices(model, params):
+    if rows % least:
+      continue
+    # Of the matrix alone: numbers do not depend on the mesh.
+    group = asked or max(g for g in quantized.GROUPS if rows % g == 0)
+    shards = annotate.shards(model.axes[path][1])
+    if rows % (group * shards):
+      fits = [g for g in quantized.GROUPS if rows % (g * shards) == 0]
+      each = f', {rows // shards} on each of {shards} shards' * (shards > 1)
+      raise errors.UserError(
+        f'decode.weights=int4: {path} has {rows} inputs{each}, no multiple of '
+        f'{group}, which share a scale: take '
+        + (f'decode.weight_group={fits[-1]}.' if fits else 'another mesh.')
+      )
+    out[path] = group
+  if not out:
+    raise errors.UserError(
+      'decode.weights=int4: no matrix of a layer has inputs that are a '
+      f'multiple of {least}; leave it at loaded.'
+    )
+  return out
+
+
+def _matrices(model, params):
+  """Yields (path of a stack, inputs) of what may be kept in 4 bits."""
+  for path, axes in model.axes.items():
+    of_experts = set(axes) & set(depth.BY_EXPERT)
+    if path.startswith('layers/') and not of_experts:
+      if model.kinds[path] == 'matrix':
+        inputs = params[path].shape[1 : 1 + model.inputs[path]]
+        yield path, math.prod(inputs)
