@@ -257,7 +257,7 @@ def test_logits_that_are_not_finite_end_the_decoding(
   fine = broken.generate(PROMPTS, max_new_tokens=step)
   assert tokens(fine) == [t[:step] for t in tokens(sound)]
   # Where nobody looks, NaN is a text of zeros.
-  monkeypatch.setattr(loop.jnp, 'isfinite', lambda z: jnp.ones(z.shape, bool))
+  monkeypatch.setattr(jnp, 'isfinite', lambda z: jnp.ones(z.shape, bool))
   unseen = generator(built, poisoned, **fields).generate(PROMPTS)
   assert unseen[1]['tokens'][step:] == [0] * (20 - step)
   assert tokens(unseen)[::2] == tokens(sound)[::2]

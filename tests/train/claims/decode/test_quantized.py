@@ -30,7 +30,7 @@ def run():
 def test_forms_agree():
   unpack = quantized_matmul.unpack
   right, wrong = claim_cases.holds_until(
-    quantized_matmul, 'unpack', lambda packed: unpack(packed)[::-1],
+    quantized_matmul, 'unpack', lambda *packed: unpack(*packed)[::-1],
     claims_quantized.forms_agree, tokens=3, inputs=256, outputs=8, within=1e-12,
   )  # fmt: skip
   assert 'int4 and uint8' in right.caveat and 'NOT' in wrong.caveat
