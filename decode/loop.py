@@ -129,7 +129,7 @@ class Generator:
       **options: fields of configs.schema.Decode that replace the defaults:
         max_new_tokens, temperature, top_k, top_p, min_p, seed; method, drafts,
         draft_layers, draft, judge (decode/methods.py); requests, budget
-        (decode/scheduler.py).
+        (decode/scheduler.py). weights and weight_group cannot change.
 
     Returns:
       list of dict: prompt, text, tokens (ids of the text), logprobs (natural,
@@ -145,6 +145,7 @@ class Generator:
         the text up to there.
     """
     config = self._with(options)
+    weights.check_kept(self.config, config)
     form, values = sampling.check(config, self._model.config.vocab_size)
     run = self._serve if config.requests else self._together
     if not all(stop):

@@ -44,6 +44,20 @@ def prepare(model, params, config):
   return out
 
 
+def check_kept(config, asked):
+  """UserError if a call asks for other weights than were laid out.
+
+  config, asked: schema.Decode of a Generator, and of the call.
+  """
+  for name in ('weights', 'weight_group'):
+    now, other = getattr(config, name), getattr(asked, name)
+    if now != other:
+      raise errors.UserError(
+        f'decode.{name} is {now!r} since the weights were laid out; {other!r} '
+        'needs another Generator.'
+      )
+
+
 def _of_layers(path, unstacked):
   """Names of a stack's layers: 'layers/3/mlp/up'."""
   inside = path.removeprefix('layers/')

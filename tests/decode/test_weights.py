@@ -183,6 +183,13 @@ def test_one_line_each(model, mesh, decode, words):
     loop.Generator(built, params, tokenizer.Bytes(), config)
 
 
+def test_laid_out_once():
+  built, params = made()
+  whole = loop.Generator(built, params, tokenizer.Bytes(), schema.Decode())
+  with support.refused('decode.weights', "'loaded'", "'int4'"):
+    whole.generate(['a'], weights='int4')
+
+
 def test_the_command(tmp_path, capsys):
   """Text of a checkpoint, by its matrices in 4 bits."""
   config = schema.view({'model': TINY | dict(vocab_size=2048)})
