@@ -186,19 +186,19 @@ def _certify(options, overrides):
     mixers.of_pattern(name)
   mesh_lib.parse(options.mesh)
   command_line.prepare_devices(options.devices)
-  from paraxis.decode import certify  # starts jax
-  from paraxis.decode import certify_cases as cases
+  from paraxis.decode.certify import cases
+  from paraxis.decode.certify import table  # starts jax
 
   make = functools.partial(cases.small, changes=overrides)
   if not flags:
-    return certify.run(names, make, options.mesh, options.json)
+    return table.run(names, make, options.mesh, options.json)
   given = options.checkpoint, options.weights, options.step, options.ema
   with open_(*given) as checkpoint:
     file = options.calibration_file
     texts = [] if file is None else [_text('calibration_file', file)]
     case = cases.of_checkpoint(checkpoint, overrides, texts)
   make = lambda name: case
-  return certify.run((case.name,), make, options.mesh, options.json)
+  return table.run((case.name,), make, options.mesh, options.json)
 
 
 def _decode(options, overrides, _):

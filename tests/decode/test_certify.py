@@ -15,11 +15,11 @@ from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.decode import __main__ as command
 from paraxis.decode import cache as cache_lib
-from paraxis.decode import certify
-from paraxis.decode import certify_cases as cases
-from paraxis.decode import certify_properties as properties
 from paraxis.decode import judges
 from paraxis.decode import load
+from paraxis.decode.certify import cases
+from paraxis.decode.certify import properties
+from paraxis.decode.certify import table
 from paraxis.models import build
 from paraxis.models import layer
 from paraxis.models.mixers import attention
@@ -97,7 +97,7 @@ def test_a_key_that_is_not_kept_is_found(monkeypatch):
   monkeypatch.setattr(properties, 'PROPERTIES', (properties.cached,))
   monkeypatch.setattr(properties, 'judged', lambda: [])
   lines = []
-  code = certify.run(('F',), cases.small, say=lines.append)
+  code = table.run(('F',), cases.small, say=lines.append)
   assert code == errors.EXIT_DIFFERENT
   assert lines[3].startswith('FAIL  cached = uncached')
   assert lines[-1] == '1 of 1 properties DIFFER'
@@ -115,7 +115,7 @@ def test_what_a_mixer_declares_of_its_steps(monkeypatch):
   assert refused.word == properties.REFUSED and 'groups=2' in refused.why
   assert row.word == properties.CHANGES and not row.passed
   assert row.measured > 1e-3 and 'layer 0 (kind A) declares exact=F' in row.why
-  text = certify.line(row)
+  text = table.line(row)
   assert text.startswith(properties.CHANGES) and 'off by' in text
   made = latent.LatentAttention.__init__
 
@@ -243,7 +243,7 @@ def test_a_model_that_fails_is_taken_apart(monkeypatch):
   monkeypatch.setattr(properties, 'judged', lambda: [])
   make = lambda name: cases.Case(name, None, {}, ('a 1 -> 2',))
   lines = []
-  assert certify.run((), make, as_json=True, say=lines.append) == 1
+  assert table.run((), make, as_json=True, say=lines.append) == 1
   (text,) = lines
   found = json.loads(text, parse_constant=pytest.fail)
   names = [row['case'] for row in found['rows']]
@@ -252,7 +252,7 @@ def test_a_model_that_fails_is_taken_apart(monkeypatch):
   assert found['rows'][0]['measured'] is None and not found['passed']
   assert found['notes']['GF'] == ['a 1 -> 2']
   lines.clear()
-  assert certify.run(('W',), make, say=lines.append) == 1
+  assert table.run(('W',), make, say=lines.append) == 1
   assert lines[2:4] == ['W: sliding window', 'changed: a 1 -> 2']
   assert lines[4].split() == ['FAIL', 'p', '1e-09', 'inf', 'row', '0,', '1']
 
@@ -260,9 +260,9 @@ def test_a_model_that_fails_is_taken_apart(monkeypatch):
 def test_lines_fit_a_screen():
   """But for what is furthest off where something fails."""
   row = properties.Row('F', 'n' * 46, 1e-9, 1e-15, 'row 3, 23')
-  assert len(certify.line(row)) == 80
+  assert len(table.line(row)) == 80
   refused = row._replace(word=properties.REFUSED, why='many words ' * 20)
-  assert max(map(len, certify.line(refused).splitlines())) <= 80
+  assert max(map(len, table.line(refused).splitlines())) <= 80
 
 
 def test_a_checkpoint_is_certified_with_its_own_parameters(

@@ -1,6 +1,6 @@
 """The properties that `paraxis decode --certify` proves, row by row.
 
-A property is a function of a `Proof` that yields rows; certify.py says what
+A property is a function of a `Proof` that yields rows; table.py says what
 each is, and prints them. `judged` is of no model: judges see logits alone.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 from paraxis.configs.base import errors
 from paraxis.configs.base.decode import METHODS
 from paraxis.decode import cache as cache_lib
-from paraxis.decode import certify_cases as cases
 from paraxis.decode import distill
 from paraxis.decode import heads
 from paraxis.decode import judges
+from paraxis.decode.certify import cases
 from paraxis.models import build
 
 BOUND = 1e-9
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class Proof:
-  """A certify_cases.Case, on one device and on `meshes`.
+  """A cases.Case, on one device and on `meshes`.
 
   mesh_text: --mesh=, in place of MESHES; UserError if it does not fit.
   """

@@ -1,7 +1,7 @@
 """`paraxis decode --certify`: is decoding the model without a cache?
 
 Every kind of mixer, patterns that are named, or a checkpoint's model, in
-float64 (certify_cases.py). A row of the table holds the verdict on a property,
+float64 (cases.py). A row of the table holds the verdict on a property,
 its bound, what was measured, and where:
 
     cached = uncached    prompts in whole, in pieces beside tokens of other
@@ -32,8 +32,8 @@ import jax
 
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers
-from paraxis.decode import certify_cases as cases
-from paraxis.decode import certify_properties as properties
+from paraxis.decode.certify import cases
+from paraxis.decode.certify import properties
 
 
 def line(row):
@@ -105,12 +105,12 @@ def run(names, make, mesh_text='', as_json=False, say=print):
   Args:
     names: patterns; (): every kind of mixer, two in a model, and each alone of
       a model that fails.
-    make: pattern -> certify_cases.Case.
+    make: pattern -> cases.Case.
     mesh_text: --mesh=. as_json: one JSON document instead of the table.
     say: prints one line.
 
   Raises:
-    UserError: as `certify_cases.small` and `Proof`.
+    UserError: as `cases.small` and `Proof`.
   """
   left = collections.deque(names or cases.patterns())
   show = (lambda text: None) if as_json else say
