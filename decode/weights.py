@@ -5,8 +5,10 @@ decode.weights=int4 keeps the matrices of layers in 4 bits
 the head, norms, biases, experts and what no group divides stay as they are.
 """
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 
 from paraxis.configs.base import errors
@@ -31,17 +33,15 @@ def prepare(model, params, config):
   if config.weights == 'int4':
     groups = _groups(model, params, config.weight_group)
   dtype = jnp.dtype(model.config.dtype)
-  # From what was loaded: a cast before it would round twice.
-  cast = {
-    p: v if model.kinds[p] == 'vector' or p in groups else v.astype(dtype)
-    for p, v in params.items()
-  }
-  out = model.unstack(cast)
-  for path, group in groups.items():
-    axes, inputs = model.axes[path][1:], model.inputs[path]
-    for name in _of_layers(path, out):
-      out[name] = int4.make(out[name], axes, inputs, group, name)
-  return out
+  out = {}
+  for p, v in params.items():
+    if p in groups:  # what was loaded: a cast before it would round twice
+      own = dict(axes=model.axes[p][1:], inputs=model.inputs[p], name=p)
+      make = functools.partial(int4.make, group=groups[p], **own)
+      out[p] = jax.vmap(make)(v)  # of a layer
+    else:
+      out[p] = v if model.kinds[p] == 'vector' else v.astype(dtype)
+  return model.unstack(out)
 
 
 def check_kept(config, asked):
@@ -56,15 +56,6 @@ def check_kept(config, asked):
         f'decode.{name} is {now!r} since the weights were laid out; {other!r} '
         'needs another Generator.'
       )
-
-
-def _of_layers(path, unstacked):
-  """Names of a stack's layers: 'layers/3/mlp/up'."""
-  inside = path.removeprefix('layers/')
-  return [
-    name for name in unstacked
-    if name.startswith('layers/') and name.split('/', 2)[2] == inside
-  ]  # fmt: skip
 
 
 def _groups(model, params, asked):

@@ -43,8 +43,9 @@ class Int4:
   dtype: Any = dataclasses.field(metadata=dict(static=True))
 
   def __getitem__(self, index):
-    assert index is Ellipsis  # all of it, as a variable reads it
-    return self
+    if index is Ellipsis:  # all of it, as a variable reads it
+      return self
+    return jax.tree.map(lambda x: x[index], self)  # a layer of a stack
 
   @property
   def nbytes(self) -> int:

@@ -117,8 +117,8 @@ def test_a_wrong_scale_is_seen(monkeypatch):
   built, params = made()
   sound, make = logits(built, params, weights='int4'), int4.make
 
-  def wrong(*args):
-    kept = make(*args)
+  def wrong(*args, **named):
+    kept = make(*args, **named)
     return dataclasses.replace(kept, scale=jnp.roll(kept.scale, 1, 1))
 
   monkeypatch.setattr(int4, 'make', wrong)
