@@ -39,7 +39,8 @@ class Range(NamedTuple):
 
 
 def sharing(cache, count):
-  """`cache`, whose requests may each read `count` ranges of other rows.
+  """`cache`, whose requests may each read `count` ranges of other rows, or so
+  many more than they may now.
 
   A step then reads `count` rows more for every lane, used or not.
 
@@ -52,9 +53,15 @@ def sharing(cache, count):
       'rows of others need all of them on one device: take data=1 and fsdp=1.'
     )
   zeros = jnp.zeros((cache.length.shape[0], count), jnp.int32)
-  whole = annotate.put(zeros, packed_lib.IDS)
-  first = jnp.zeros_like(cache.length)
-  return cache._replace(reads=packed_lib.Reads(whole, whole, whole, first))
+  zeros = annotate.put(zeros, packed_lib.IDS)
+  first, each = jnp.zeros_like(cache.length), (zeros, zeros, zeros)
+  if (old := cache.reads) is not None:
+    _refuse_apart(cache, range(len(old.first)))
+    first = old.first
+    each = [jnp.concatenate([x, zeros], 1) for x in old[:3]]
+  rows, begins, ends = each
+  reads = packed_lib.Reads(rows, begins, ends, first)
+  return cache._replace(reads=reads)
 
 
 def rollback(model, cache, length_R, before=None):
@@ -129,6 +136,18 @@ def _cut(cache, length_R):
   return cache
 
 
+def _refuse_apart(cache, requests):
+  """UserError if one reads contexts apart (parallel_contexts.py)."""
+  if cache.reads is None or cache.reads.apart is None:
+    return
+  for request in requests:
+    if np.asarray(cache.reads.apart.which[request]).any():
+      raise errors.UserError(
+        f'request {request} reads contexts apart from its own tokens, which '
+        'other requests cannot share: fork or merge before it joins them.'
+      )
+
+
 def ranges(cache, request) -> list[Range]:
   """Where the committed tokens of a request are; its own row comes last."""
   first = 0 if cache.reads is None else int(cache.reads.first[request])
@@ -158,6 +177,7 @@ def fork(model, cache, src: int, dst: list[int]):
     UserError: a row of dst is not free; or a request would read more ranges
       than `sharing` says.
   """
+  _refuse_apart(cache, [src])
   states = []
   for kind, state in _states(model, cache):
     memory, slots = _split(kind, state)
@@ -186,6 +206,7 @@ def merge(model, cache, children: list[int], dst: int):
         f'layer {i} (kind {kind[0]}) keeps one state a request, and there is '
         f'none of {len(children)} requests together: only attention merges.'
       )
+  _refuse_apart(cache, children)
   found: list[Range] = []
   for one in sorted(r for child in children for r in ranges(cache, child)):
     if found and found[-1].row == one.row and one.begin <= found[-1].end:
@@ -215,12 +236,15 @@ def _share(cache, rows, found, end):
   begin = lambda x: x.at[at].set(end)
   reads = cache.reads
   if reads is not None:
-    reads = packed_lib.Reads(
-      reads.rows.at[at].set(each[0]),
-      reads.begins.at[at].set(each[1]),
-      reads.ends.at[at].set(each[2]),
-      begin(reads.first),
+    reads = reads._replace(
+      rows=reads.rows.at[at].set(each[0]),
+      begins=reads.begins.at[at].set(each[1]),
+      ends=reads.ends.at[at].set(each[2]),
+      first=begin(reads.first),
     )
+    if (apart := reads.apart) is not None:  # of whoever had the row
+      apart = apart._replace(which=apart.which.at[at].set(False))
+      reads = reads._replace(apart=apart)
   return cache._replace(length=begin(cache.length), reads=reads)
 
 

@@ -13,6 +13,7 @@ from paraxis.decode import step
 from paraxis.models import batch as batch_lib
 from paraxis.models import decoder
 from paraxis.models.mixers import packed
+from paraxis.pallas_kernels.attention import op as attention_op
 
 V, R, SLOTS = 32, 4, 32
 BOUND = 1e-11
@@ -167,3 +168,61 @@ def branches(n=8):
     order=depth, node=list(range(1, n + 1)), ancestors=[b | 1 for b in bits]
   )
   return more, paths, depth
+
+
+def one_pass(pattern, parts, begins, sees, monkeypatch, cooled=None):
+  """Logits of the last part: all tokens in one pass, under a dense mask.
+
+  Args:
+    parts: token ids of each. begins: position of its first token.
+    sees: (parts, parts) bool; of its own part a token sees those before it.
+    cooled: None, or (which parts, T, S): the last part reads those parts apart
+      (decode/parallel_contexts.py).
+  """
+  sizes = [len(part) for part in parts]
+  part = np.repeat(np.arange(len(parts)), sizes)
+  position = np.concatenate(
+    [b + np.arange(n) for b, n in zip(begins, sizes, strict=True)]
+  )
+  order = np.arange(len(part))
+  ok = sees[part[:, None], part] & (order <= order[:, None])
+  which, temperature, weight = cooled or ((), 1.0, 1.0)
+  far = np.isin(part, which) & (part[:, None] == len(parts) - 1)
+
+  def softmax(z, ok, v):
+    z = jnp.where(ok[:, None], z, -jnp.inf)
+    lse = jax.nn.logsumexp(z, -1)
+    p = jnp.where(jnp.isfinite(lse)[..., None], jnp.exp(z - lse[..., None]), 0)
+    return jnp.einsum('bnts,bsnh->bnth', p, v), lse
+
+  def dense(q, k, v, mask, segments, impl):
+    del impl
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    z = mask.scale * jnp.einsum('btnh,bsnh->bnts', q, k)
+    z = jnp.where(far, z / temperature, z)
+    if mask.softcap:
+      z = mask.softcap * jnp.tanh(z / mask.softcap)
+    seen = ok & (segments[0][:, :, None] == segments[1][:, None])
+    if mask.window:
+      seen &= position[:, None] - position < mask.window
+    (o, lse), (o_c, lse_c) = (
+      softmax(z, seen & ~far, v),
+      softmax(z, seen & far, v),
+    )
+    lse_c = temperature * weight * lse_c
+    both = jnp.logaddexp(lse, lse_c)
+    o = sum(
+      x * jnp.exp(y - both)[..., None] for x, y in ((o, lse), (o_c, lse_c))
+    )
+    return o.swapaxes(1, 2), both.swapaxes(1, 2)
+
+  model, _ = made(pattern)
+  params = module_cases.parameters(model, 0.5)
+  row = lambda x: np.asarray(x, np.int32)[None]
+  batch = batch_lib.Batch(
+    row(np.concatenate(parts)), None, row(part >= 0), row(position), None, None
+  )
+  with monkeypatch.context() as patched:
+    patched.setattr(attention_op, 'attention', dense)
+    x, _ = model.features(params, batch)
+  return np.asarray(model.logits(params, x))[0, -sizes[-1] :]

@@ -76,19 +76,36 @@ class Packed(NamedTuple):
   ancestors: Any = None
 
 
+class Apart(NamedTuple):
+  """Ranges that a request reads with a softmax of their own.
+
+    lse = log sum exp(scale q.k / temperature) over all of these keys
+
+  and the other keys' softmax is joined to it as if this were weight temperature
+  lse (APE, arXiv:2502.05431; decode/parallel_contexts.py).
+
+  which: (R, P) bool. temperature, weight: (R,).
+  """
+
+  which: Any
+  temperature: Any
+  weight: Any
+
+
 class Reads(NamedTuple):
   """Where the committed tokens of requests are, their own row apart.
 
   A request reads slots first .. length - 1 of its row, and of each of P others
   slots begins .. ends - 1 (none: both are 0). Slot s of any row has position s.
 
-  rows, begins, ends: (R, P) int32. first: (R,) int32.
+  rows, begins, ends: (R, P) int32. first: (R,) int32. apart: `Apart` or None.
   """
 
   rows: Any
   begins: Any
   ends: Any
   first: Any
+  apart: Any = None
 
 
 class Cache(NamedTuple):

@@ -121,10 +121,27 @@ def joined(group, how, q, old, ids, part):
 
   old: [(k, v), or one array that is both, of each of `ranges`].
   """
-  for held, one in zip(old, ranges(group, ids), strict=True):
-    far = committed(how, q, held[0], held[-1], one)
-    part = decode_schedule.merge(far, part)
-  return part
+  apart = None if ids.reads is None else ids.reads.apart
+  other = None  # of the ranges that are apart
+  for i, (held, one) in enumerate(zip(old, ranges(group, ids), strict=True)):
+    if apart is None or not i:
+      far = committed(how, q, held[0], held[-1], one)
+      part = decode_schedule.merge(far, part)
+      continue
+    which = apart.which[..., i - 1, None]
+    cooled = jnp.where(which, 1 / apart.temperature[..., None], 1)[..., None]
+    far = (q * cooled).astype(q.dtype)
+    o, lse = committed(how, far, held[0], held[-1], one)
+    none = jnp.full_like(lse, varying.NEG)
+    part = decode_schedule.merge((o, jnp.where(which, none, lse)), part)
+    far = o, jnp.where(which, lse, none)
+    other = far if other is None else decode_schedule.merge(far, other)
+  if apart is None or other is None:
+    return part
+  o, lse = other
+  factor = (apart.weight * apart.temperature)[..., None]
+  lse = jnp.where(lse > varying.FLOOR, factor * lse, lse)
+  return decode_schedule.merge((o, lse), part)
 
 
 def within(group, how, q, k, v, ids, length):

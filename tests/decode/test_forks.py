@@ -18,11 +18,9 @@ import support
 from paraxis.configs import schema
 from paraxis.decode import cache as cache_lib
 from paraxis.decode import step
-from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models import decoder
 from paraxis.models.mixers import packed
-from paraxis.pallas_kernels.attention import op as attention_op
 
 V, R, SLOTS = decode_cases.V, decode_cases.R, decode_cases.SLOTS
 ALL = (*decode_cases.ALL, 'A:1')
@@ -235,46 +233,12 @@ def merged(pattern, order=(1, 3)):
 
 
 def one_pass(pattern, parts, apart, monkeypatch):
-  """Logits of the parts after the children, in one pass over all tokens.
-
-  apart: children do not see each other.
-  """
-  sizes = [len(part) for part in parts]
-  part = np.repeat(np.arange(4), sizes)
-  begin = np.array([0, PARENT, PARENT, PARENT + max(CHILDREN)])
-  position = np.concatenate(
-    [b + np.arange(n) for b, n in zip(begin, sizes, strict=True)]
-  )
-  T = len(part)
-  ok = (np.arange(T) <= np.arange(T)[:, None]) & (
-    ~apart | ~((part == 1) & (part[:, None] == 2))
-  )
-
-  def dense(q, k, v, mask, segments, impl):
-    del impl
-    q, k, v = (x.astype(jnp.float64) for x in (q, k, v))
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
-    z = mask.scale * jnp.einsum('btnh,bsnh->bnts', q, k)
-    if mask.softcap:
-      z = mask.softcap * jnp.tanh(z / mask.softcap)
-    seen = ok & (segments[0][:, :, None] == segments[1][:, None])
-    if mask.window:
-      seen &= position[:, None] - position < mask.window
-    z = jnp.where(seen[:, None], z, -jnp.inf)
-    lse = jax.nn.logsumexp(z, -1)
-    o = jnp.einsum('bnts,bsnh->btnh', jnp.exp(z - lse[..., None]), v)
-    return o, lse.swapaxes(1, 2)
-
-  model, _ = made(pattern)
-  params = module_cases.parameters(model, 0.5)
-  row = lambda x: np.asarray(x, np.int32)[None]
-  batch = batch_lib.Batch(
-    row(np.concatenate(parts)), None, row(np.ones(T)), row(position), None, None
-  )
-  with monkeypatch.context() as patched:
-    patched.setattr(attention_op, 'attention', dense)
-    x, _ = model.features(params, batch)
-  return np.asarray(model.logits(params, x))[0, -AFTER:]
+  """Logits of the last part, in one pass in which the second child does (not)
+  see the first."""
+  sees = np.tril(np.ones((4, 4), bool))
+  sees[2, 1] = not apart
+  begins = 0, PARENT, PARENT, PARENT + max(CHILDREN)
+  return decode_cases.one_pass(pattern, parts, begins, sees, monkeypatch)
 
 
 @pytest.mark.sampled(2)
@@ -285,8 +249,8 @@ def test_a_merge_is_one_pass_in_which_children_are_apart(pattern, monkeypatch):
   for part in (tokens[:1], tokens[1:]):  # one token, and a lane of three
     found.append(session.feed(r2=part)[2])
   found = np.concatenate(found)
-  assert near(found, one_pass(pattern, parts, np.True_, monkeypatch))
-  assert not near(found, one_pass(pattern, parts, np.False_, monkeypatch))
+  assert near(found, one_pass(pattern, parts, True, monkeypatch))
+  assert not near(found, one_pass(pattern, parts, False, monkeypatch))
 
 
 def test_a_merge_does_not_depend_on_the_order_of_children():
