@@ -1,0 +1,230 @@
+"""Claims about contexts that are read apart from each other (APE).
+
+What is exact is compared in float64 with one pass over a text, without a cache,
+and what is saved is counted. What a model loses by it is not measured here.
+
+Legend: B contexts, T tokens, V vocabulary.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.configs import schema
+from paraxis.decode import cache as cache_lib
+from paraxis.decode import parallel_contexts
+from paraxis.decode import step as decode_step
+from paraxis.models import build
+from paraxis.models.mixers import packed as packed_lib
+from paraxis.train.claims import experiment
+from paraxis.train.claims import harness as claims
+from paraxis.train.claims import knockouts
+
+KEPT = 1e-9  # float64
+
+
+class Reader:
+  """Reads texts with one model; a program for each number of tokens.
+
+  Methods return float logits (T, V) of the last part.
+  """
+
+  def __init__(self, built, params, slots):
+    """built: build.Built. params: {path: array}. slots: of a cache row."""
+    self.built, self.model, self.slots = built, built.model, slots
+    with build.use(built):
+      self.params = jax.jit(self.model.unstack)(params)
+    self._run = jax.jit(self._step, static_argnames=('form', 'last'))
+
+  def _step(self, params, cache, tokens, form, last):
+    x, flight = self.model.step(params, cache, tokens, form)
+    keep = jnp.isfinite(x).all(-1)
+    x = x[:, -last:]
+    return self.model.logits(params, x), self.model.commit(
+      cache, flight, form, keep
+    )
+
+  def feed(self, cache, rows, texts, first, last=1):
+    """(logits of the `last` tokens of each text, the cache with all)."""
+    group = packed_lib.Group(len(rows), len(texts[0]), own=False)
+    lanes = [(r, t, first) for r, t in zip(rows, texts, strict=True)]
+    tokens = decode_step.pack((group,), len(cache.length), lanes)
+    return self._run(self.params, cache, tokens, (group,), last)
+
+  def sequential(self, parts):
+    """Of texts that are one."""
+    text = list(itertools.chain(*parts))
+    cache = self.model.init_cache(1, len(text))
+    group = packed_lib.Group(1, len(text), fresh=True)
+    tokens = decode_step.pack((group,), 1, [(0, text, 0)])
+    z, _ = self._run(self.params, cache, tokens, (group,), len(parts[-1]))
+    return z[0]
+
+  def contexts(self, prefix, texts):
+    """The cache after the prefix (row 0) and contexts (1 .. B) of one length;
+    the row behind them is free."""
+    rows = list(range(1, 1 + len(texts)))
+    cache = self.model.init_cache(len(texts) + 2, self.slots)
+    _, cache = self.feed(cache, [0], [prefix], 0)
+    cache = cache_lib.sharing(cache, 1)
+    cache = cache_lib.fork(self.model, cache, 0, rows)
+    _, cache = self.feed(cache, rows, texts, len(prefix))
+    return cache_lib.sharing(cache, len(texts))
+
+  def ask(self, cache, order, query, how):
+    """Of a query that reads the contexts of these rows; (T, V), the cache."""
+    row = len(cache.length) - 1
+    cache = parallel_contexts.join(self.model, cache, order, row, *how)
+    end = int(cache.length[row])
+    z, cache = self.feed(cache, [row], [query], end, len(query))
+    return z[0], cache
+
+  def parallel(self, prefix, texts, query, how):
+    """`ask` after all contexts."""
+    cache = self.contexts(prefix, texts)
+    return self.ask(cache, list(range(1, 1 + len(texts))), query, how)[0]
+
+
+def _random(run):
+  """(Reader of the config in float64, random texts of these lengths)."""
+  own = {'model.dtype': 'float64', 'model.param_dtype': 'float64'}
+  config = experiment.fields(run.config, own)
+  config = dataclasses.replace(config, mesh=schema.Mesh())
+  built = build.build(config, 'data=1', devices=jax.devices()[:1])
+  with build.use(built):
+    params = experiment.random_parameters(built.model)
+  rng = np.random.default_rng(3)
+  text = lambda n: rng.integers(0, config.model.vocab_size, n).tolist()
+  return Reader(built, params, 64), lambda *sizes: [text(n) for n in sizes]
+
+
+def one_context(run, *, sizes, how):
+  """EQ: one context is a text, float64.
+
+  Args:
+    sizes: tokens of the prefix, the context and the query. how: T, S.
+  """
+  with jax.enable_x64(True):
+    reader, texts = _random(run)
+    prefix, context, query = texts(*sizes)
+    with build.use(reader.built):
+      found = reader.parallel(prefix, [context], query, how)
+      wanted = reader.sequential([prefix, context, query])
+    gap = experiment.gap(found, wanted)
+  return experiment.equal(
+    [gap],
+    KEPT,
+    f'logits of {sizes[2]} tokens after {sizes[0]} + {sizes[1]}, T = {how[0]}, '
+    f'S = {how[1]}, against one pass, float64, random weights',
+  )
+
+
+def any_order(run, *, count, sizes, how):
+  """EQ: the logits of a query after its contexts in several orders, float64.
+
+  Args:
+    count: contexts. sizes, how: as for `one_context`.
+  """
+  with jax.enable_x64(True):
+    reader, texts = _random(run)
+    prefix, query = texts(sizes[0], sizes[2])
+    contexts = texts(*[sizes[1]] * count)
+    orders = [contexts, contexts[::-1], contexts[1:] + contexts[:1]]
+    with build.use(reader.built):
+      first, *rest = [
+        reader.parallel(prefix, each, query, how) for each in orders
+      ]
+    gaps = [experiment.gap(z, first) for z in rest]
+  return experiment.equal(
+    gaps, KEPT, f'{count} contexts of {sizes[1]} tokens in three orders'
+  )
+
+
+def keys_stored(run, *, count, sizes):
+  """EQ: tokens whose keys the rows hold: the prefix once, each context once.
+
+  Args:
+    count: contexts. sizes: as for `one_context`; no query is read.
+  """
+  with jax.enable_x64(True):
+    reader, texts = _random(run)
+    with build.use(reader.built):
+      cache = reader.contexts(texts(sizes[0])[0], texts(*[sizes[1]] * count))
+  first, length = np.asarray(cache.reads.first), np.asarray(cache.length)
+  held, wanted = int((length - first).sum()), sizes[0] + count * sizes[1]
+  return claims.Outcome(
+    str(wanted),
+    str(held),
+    f'tokens of {count} contexts of {sizes[1]} and a prefix of {sizes[0]}; '
+    f'{count * sum(sizes[:2])} if each had its own',
+    held == wanted,
+  )
+
+
+def prefill(run, *, count, sizes, queries):
+  """SIM: tokens read for queries over the same contexts in other orders.
+
+  Args:
+    count: contexts. sizes: as for `one_context`.
+    queries: each has an order of its own.
+  """
+  contexts = sizes[0] + count * sizes[1]
+  plain = queries * (contexts + sizes[2])
+  ours = contexts + queries * sizes[2]
+  pairs = lambda n, before=0: n * before + n * (n + 1) // 2
+  whole = pairs(contexts)
+  apart = pairs(sizes[0]) + count * pairs(sizes[1], sizes[0])
+  return claims.Outcome(
+    'fewer',
+    f'{plain / ours:.1f} x fewer tokens',
+    f'{queries} queries of {sizes[2]} tokens, each with {count} contexts of '
+    f'{sizes[1]} in an order of its own: {plain} tokens against {ours}; of the '
+    f'first, {whole} scores of the contexts against {apart}',
+    ours < plain and apart < whole,
+  )
+
+
+def see_each_other():
+  """Knock-out: a context is read behind the one before it, not alone."""
+
+  def contexts(self, prefix, texts):
+    cache = cache_lib.sharing(
+      self.model.init_cache(len(texts) + 2, self.slots), len(texts) + 1
+    )
+    _, cache = self.feed(cache, [0], [prefix], 0)
+    first = len(prefix)
+    for i, text in enumerate(texts):
+      cache = cache_lib.fork(self.model, cache, i, [i + 1])
+      _, cache = self.feed(cache, [i + 1], [text], first)
+      first += len(text)
+    return cache
+
+  return knockouts.patched(Reader, 'contexts', contexts)
+
+
+def prefix_each():
+  """Knock-out: every context has a prefix of its own."""
+
+  def contexts(self, prefix, texts):
+    cache = cache_lib.sharing(
+      self.model.init_cache(len(texts) + 2, self.slots), len(texts) + 1
+    )
+    rows = list(range(1, 1 + len(texts)))
+    _, cache = self.feed(cache, rows, [[*prefix, *x] for x in texts], 0)
+    return cache
+
+  return knockouts.patched(Reader, 'contexts', contexts)
+
+
+def shifted():
+  """Knock-out: a query begins a position too late."""
+  real = Reader.feed
+
+  def feed(self, cache, rows, texts, first, last=1):
+    late = int(last > 1)
+    return real(self, cache, rows, texts, first + late, last)
+
+  return knockouts.patched(Reader, 'feed', feed)
