@@ -1,13 +1,18 @@
 """Claims about contexts that are read apart from each other (APE).
 
-What is exact is compared in float64 with one pass over a text, without a cache,
-and what is saved is counted. What a model loses by it is not measured here.
+What is exact is compared in float64 with one pass over a text, without a cache.
+What is not is the perplexity of the continuation of a text, of SmolLM2-135M in
+float32: the text before it is cut into contexts of equal length, which are read
+one after the other as usual (sequential), or each alone behind a shared prefix
+(decode/parallel_contexts.py), or not at all.
 
 Legend: B contexts, T tokens, V vocabulary.
 """
 
 import dataclasses
+import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +24,12 @@ from paraxis.decode import parallel_contexts
 from paraxis.decode import step as decode_step
 from paraxis.models import build
 from paraxis.models.mixers import packed as packed_lib
+from paraxis.train import draft as draft_lib
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import knockouts
+from paraxis.train.claims.decode import tokens_a_call
+from paraxis.train.data import corpus
 
 KEPT = 1e-9  # float64
 
@@ -161,6 +169,96 @@ def keys_stored(run, *, count, sizes):
     f'tokens of {count} contexts of {sizes[1]} and a prefix of {sizes[0]}; '
     f'{count * sum(sizes[:2])} if each had its own',
     held == wanted,
+  )
+
+
+def windows(tokenizer, held, count, size):
+  """[ids], `size` tokens each, a text of each domain in turn."""
+  domains: dict = {}
+  for document in corpus.documents('fixture'):
+    # About 2.5 letters a token at least: nothing is encoded in vain.
+    if document.held == held and len(document.text) > 2.5 * size:
+      ids = tokenizer.encode(document.text[: 8 * size])[:size]
+      if len(ids) == size:
+        domains.setdefault(document.domain, []).append(ids)
+  turns = itertools.zip_longest(*[domains[name] for name in sorted(domains)])
+  return [ids for ids in itertools.chain(*turns) if ids][:count]
+
+
+def _nll(z_TV, query):
+  """Nats of all tokens of a query but its first."""
+  logp = jax.nn.log_softmax(z_TV[:-1])
+  return -jnp.take_along_axis(logp, jnp.asarray(query)[1:, None], 1).sum()
+
+
+@functools.cache
+def _smollm2(slots):
+  """(Reader of SmolLM2 in float32, its tokenizer)."""
+  opened = tokens_a_call.opened()
+  built, params, tokenizer, _ = opened.parts(draft_lib.alone(opened))
+  return Reader(built, params, slots), tokenizer
+
+
+def _measured(reader, bos, text, count, sizes, hows):
+  """{name: nats of the continuation} of one text."""
+  cut = np.cumsum([sizes[0] - 1, *[sizes[1]] * count])
+  prefix, *contexts, query = np.split(np.asarray(text), cut)
+  prefix = [bos, *prefix.tolist()]
+  contexts = [x.tolist() for x in contexts]
+  query, order = query.tolist(), list(range(1, 1 + count))
+  plain = dict(sequential=[prefix, *contexts, query], none=[prefix, query])
+  with build.use(reader.built):
+    cache = reader.contexts(prefix, contexts)
+    found = {how: reader.ask(cache, order, query, how)[0] for how in hows}
+    found |= {name: reader.sequential(parts) for name, parts in plain.items()}
+    return {name: float(_nll(z, query)) for name, z in found.items()}
+
+
+def perplexity(run, *, count, sizes, texts, others, grid, share):
+  """LEARN: perplexity of continuations, with the contexts read in four ways.
+
+  Args:
+    count: contexts of a text. sizes: tokens of the prefix, of a context, and of
+      the continuation, the first of which is not counted.
+    texts: held-out texts. others: texts of the training part, by which one of
+      the pairs (T, S) of `grid` is chosen.
+    share: of what naive reading (T = S = 1) loses against sequential in nats,
+      so much must APE gain back.
+  """
+  reader, tokenizer = _smollm2(sizes[0] + sizes[1] + sizes[2])
+  size = sizes[0] - 1 + count * sizes[1] + sizes[2]
+  bos, naive, paper = tokenizer.bos_id(None), (1.0, 1.0), (0.9, 0.9)
+  grid = [tuple(pair) for pair in grid]
+  mean = lambda rows: {
+    name: sum(r[name] for r in rows) / (len(rows) * (sizes[2] - 1))
+    for name in rows[0]
+  }
+  measure = functools.partial(_measured, reader, bos, count=count, sizes=sizes)
+  tried = mean([
+    measure(text=text, hows=grid)
+    for text in windows(tokenizer, False, others, size)
+  ])  # fmt: skip
+  best = min(grid, key=tried.__getitem__)
+  held = windows(tokenizer, True, texts, size)
+  nats = mean([
+    measure(text=text, hows=list({naive, paper, best})) for text in held
+  ])  # fmt: skip
+  run.say(
+    f'{others} other texts: '
+    + ', '.join(f'T {t} S {s}: {math.exp(tried[t, s]):.2f}' for t, s in grid)
+  )
+  lost = nats[naive] - nats['sequential']
+  back = (nats[naive] - nats[best]) / lost
+  show = lambda name: f'{math.exp(nats[name]):.2f}'
+  return claims.Outcome(
+    f'>= {share:.2f} of the loss',
+    f'{back:.2f}',
+    f'perplexity of {sizes[2] - 1} tokens after {count} contexts of {sizes[1]} '
+    f'and a prefix of {sizes[0]}, {len(held)} held-out texts: sequential '
+    f'{show("sequential")}, naive {show(naive)}, T = S = 0.9 {show(paper)}, '
+    f'T = {best[0]} S = {best[1]} (of {others} other texts) {show(best)}, no '
+    f'contexts {show("none")}',
+    bool(lost > 0 and back >= share),
   )
 
 
