@@ -5,9 +5,22 @@ mechanism: decode/eagle.py, decode/distill.py
 test: tests/decode/test_methods.py, tests/decode/test_distill.py,
   tests/train/claims/decode/test_lossless.py
 run: paraxis reproduce eagle
-cost: 1,200 CPU-seconds
-expect: TODO
-differs: TODO
+cost: 700 CPU-seconds
+expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by one
+  with the judge replay, float64, two patterns, whatever the layer's parameters;
+  the joint of 4 tokens over 4 letters, 40,000 texts, is the model's with
+  rejection. LEARN, SmolLM2-135M, NOT REPRODUCED, one seed: 1.13 tokens a call,
+  greedy, 12 held-out prompts, against 1.48 of Medusa's heads with as many
+  parameters (4.2M and 4.0M).
+differs: trained on 24,000 tokens for 60 steps of 512, where the paper's layer
+  sees some 70,000 dialogues: its first draft is the model's choice for .10 of
+  held-out tokens, and its loss still falls (16.6 to 7.0), so nothing is said
+  about layers that are trained to the end. A chain of 4 drafts, no tree. The
+  layer begins as the model's last one, which reads features after the final
+  norm. It learns choices by cross entropy, and features at a tenth of it (the
+  paper: the other way round), once from the model's features and once from its
+  own (EAGLE-3, arXiv:2503.01840, takes more passes, and features of several
+  layers). No time is measured.
 """
 
 from paraxis.configs import presets
@@ -42,6 +55,7 @@ def claims():
     check=tokens_a_call.more_than,
     methods=[dict(method='eagle', drafts=4), dict(method='medusa', drafts=24)],
     drafts=[EAGLE, MEDUSA], prompts=[12, 48, 48], parameters_within=1.1,
+    admits='not reproduced',
   )  # fmt: skip
   return [
     ('texts of one by one', 'EQ', text, None),
@@ -51,13 +65,10 @@ def claims():
 
 
 def knockouts():
-  """A draft is kept that is not the draw; what is dropped is drawn from p; a
-  layer that nobody trained."""
+  """A draft is kept that is not the draw; what is dropped is drawn from p."""
   from paraxis.train.claims.decode import lossless
 
   return [
     ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
     ('from_p', 'joint of 4 tokens', lossless.from_p),
-    ('untrained', 'tokens a call above those of Medusa',
-     {'drafts': [EAGLE | dict(steps=1), MEDUSA | dict(steps=50)]}),
   ]  # fmt: skip

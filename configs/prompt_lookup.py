@@ -4,9 +4,19 @@ paper: arXiv:2304.04487
 mechanism: decode/copying.py
 test: tests/decode/test_methods.py, tests/train/claims/decode/test_lossless.py
 run: paraxis reproduce prompt_lookup
-cost: 200 CPU-seconds
-expect: TODO
-differs: TODO
+cost: 330 CPU-seconds
+expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by one
+  with the judge replay, float64, three patterns; the joint of 4 tokens over 4
+  letters, 40,000 texts, is the model's with rejection. LEARN, SmolLM2-135M, one
+  seed, greedy, tokens a call: 2.39 on held-out code, 4.13 on translations, of
+  which it repeats itself much; drawn at temperature 1: 1.06 and 1.25 (the
+  paper: about twice as fast).
+differs: the paper copies from documents that are given as references; here the
+  reference is the text so far, the last 3, 2 or 1 tokens are looked for, and
+  the latest place counts. 8 drafts, prompts of 160 tokens, 64 new ones: 3 of
+  code, since few held-out texts are that long, and 8 translations. The bound of
+  1.1 is ours. A greedy model of this size falls into loops, which a lookup
+  drafts well: drawn texts are the fairer figure. No time is measured.
 """
 
 from paraxis.configs import presets

@@ -193,36 +193,40 @@ def _eagle_loss(model):
   return loss
 
 
+def _hits(model, top, own, params, x, y):
+  """How often each choice of each head is the model's."""
+  return top(model.logits(params, heads.residual(own, x[:, None])), y).sum(0)
+
+
+def _eagle_hits(model, top, own, params, x, choice, tokens):
+  """How often each choice of the first drafts is the model's."""
+  layer, before, out = eagle.layer_of(model), eagle.before(x), []
+  for _ in range(DEPTH):
+    after = _continued(layer, own, params, tokens, before)
+    out.append(top(model.logits(params, after), choice).sum((0, 1)))
+    before = eagle.before(after)
+  return jnp.stack(out)
+
+
 def accuracy(model, params, own, found, kind, size=256):
   """((how often choice r of head k is the model's, r < CHOICES), ...).
 
   Of eagle: of its k-th draft, after the text's own tokens.
   """
   top = lambda z, y: jax.lax.top_k(z, CHOICES)[1] == y[..., None]
-  if kind == 'eagle':
-    layer, data, most = eagle.layer_of(model), found, 1
-
-    def hits(own, params, x, choice, tokens):
-      before, out = eagle.before(x), []
-      for _ in range(DEPTH):
-        after = _continued(layer, own, params, tokens, before)
-        right = top(model.logits(params, after), choice)
-        out.append(right.sum((0, 1)))
-        before = eagle.before(after)
-      return jnp.stack(out)
-
-  else:
+  data, most = found, 1
+  hits = functools.partial(
+    _eagle_hits if kind == 'eagle' else _hits, model, top
+  )
+  if kind != 'eagle':
     data, most = _flat(found, kind, own['bias'].shape[0]), size
-
-    def hits(own, params, x, y):
-      z = model.logits(params, heads.residual(own, x[:, None]))
-      return top(z, y).sum(0)
-
-  run, total = jax.jit(hits), 0
+  run, total = jax.jit(hits), np.zeros(1)
   size = min(most, len(data[0]))
   n = len(data[0]) // size * size
   for i in range(0, n, size):
-    total += np.asarray(run(own, params, *(x[i : i + size] for x in data)))
+    total = total + np.asarray(
+      run(own, params, *(x[i : i + size] for x in data))
+    )
   each = n * (found.x.shape[1] if kind == 'eagle' else 1)
   return tuple(map(tuple, (total / each).tolist()))
 

@@ -91,7 +91,9 @@ def grown(accuracy_DK, drafts):
   """
   check(drafts)
   depths, choices = np.shape(accuracy_DK)
-  open_ = {(k,): float(accuracy_DK[0][k]) for k in range(choices)}
+  open_: dict[tuple, float] = {
+    (k,): float(accuracy_DK[0][k]) for k in range(choices)
+  }
   chosen = []
   while open_ and len(chosen) < drafts:
     path = max(open_, key=lambda p: (open_[p], -len(p), [-k for k in p]))

@@ -25,7 +25,7 @@ def rows(tokenizer, path, held, tokens, length):
     if document.held == held:
       domains.setdefault(document.domain, []).append(document.text)
   # One document of each domain in turn, until there are enough tokens.
-  turns = itertools.zip_longest(*map(domains.get, sorted(domains)))
+  turns = itertools.zip_longest(*(domains[d] for d in sorted(domains)))
   taken, count = [], 0
   for text in filter(None, itertools.chain.from_iterable(turns)):
     if count >= tokens:

@@ -155,7 +155,7 @@ def same_distribution(
     f'chi-square {statistic:.0f}, {used.sum() - 1} degrees of freedom, of '
     f'{samples:,} texts of {length} tokens of {letters}; drafts saved '
     f'{kept:.0%} of the calls',
-    value > LEAST and kept > 0,
+    bool(value > LEAST and kept > 0),
   )
 
 
@@ -170,7 +170,7 @@ def other_distribution(
   value = float(found.measured.removeprefix('p = '))
   declared = judges.JUDGES[method['judge']].lossless
   return found._replace(
-    expected=f'p < {MOST:g}', passed=value < MOST and not declared
+    expected=f'p < {MOST:g}', passed=bool(value < MOST and not declared)
   )
 
 
@@ -230,7 +230,7 @@ def raw_residual():
     q = jax.nn.softmax(drafts.logits.astype(jnp.float32))
     edges = jnp.maximum(p - q, 0).cumsum(-1)
     for c in range(edges.shape[1]):
-      key = sampling.keys(draws.values.seed, *draws.at(c), 9)
+      key = sampling.keys(draws.values.seed, *draws.at(c), purpose=9)
       u = jax.vmap(jax.random.uniform)(key)
       drawn = jnp.argmax(edges[:, c] > u[:, None], -1).astype(jnp.int32)
       tokens = tokens.at[:, c].set(jnp.where(n == c, drawn, tokens[:, c]))

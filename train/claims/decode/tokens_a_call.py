@@ -51,7 +51,7 @@ def beginnings(tokenizer, count, length, domains=()):
     if document.held and (not domains or document.domain in domains):
       texts.setdefault(document.domain, []).append(document.text)
   found = []
-  turns = itertools.zip_longest(*map(texts.get, sorted(texts)))
+  turns = itertools.zip_longest(*(texts[d] for d in sorted(texts)))
   for text in filter(None, itertools.chain.from_iterable(turns)):
     ids = tokenizer.encode(text)
     if len(ids) >= length:
