@@ -14,12 +14,12 @@ expect: EQ 1e-15 for one context with T = S = 1 against one pass, and for three
   contexts of 32: sequential 27.50, T = S = 1 44.92, T = S = 0.9 41.91, the best
   pair for 3 other texts (T 0.7, S 0.9) 41.41, no contexts 94.33: 0.17 of what
   naive reading loses, in nats, is gained back.
-differs: contexts are consecutive parts of one text, 12 texts and 384 tokens
-  in all, no retrieval and no examples; that is far from sequential. The bound
-  of 0.1 is ours. The temperature and the weight are of contexts alone: the
-  query's own tokens and the prefix are joined to them with their plain lse.
-  Tokens are counted, no time; a step copies the rows of all contexts in every
-  layer.
+partial: contexts that are read apart are in claims only, no command takes them.
+differs: contexts are consecutive parts of one text, 12 texts and 384 tokens in
+  all, no retrieval and no examples; that is far from sequential. The bound of
+  0.1 is ours. The temperature and the weight are of contexts alone: the query's
+  own tokens and the prefix are joined to them with their plain lse. Tokens are
+  counted, no time; a step copies the rows of all contexts in every layer.
 """
 
 from paraxis.configs import presets

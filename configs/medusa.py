@@ -1,14 +1,25 @@
 """Medusa: heads on the model's features draft a tree
 
 paper: arXiv:2401.10774
-mechanism: decode/heads.py, decode/trees.py, decode/judges.py,
-  decode/distill.py
+mechanism: decode/heads.py, decode/trees.py, decode/judges.py, decode/distill.py
 test: tests/decode/test_methods.py, tests/decode/test_trees.py,
   tests/decode/test_distill.py, tests/train/claims/decode/test_lossless.py
 run: paraxis reproduce medusa
-cost: 900 CPU-seconds
-expect: TODO
-differs: TODO
+cost: 830 CPU-seconds
+expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by one
+  with the judge replay and a tree of 11 drafts, float64, two patterns, whatever
+  the heads' parameters; so is the joint of 4 tokens; typical acceptance is
+  another joint, p < 1e-6, and says so. LEARN, SmolLM2-135M, NOT REPRODUCED, one
+  seed: 1.44 tokens a call, greedy, 12 held-out prompts of 48 tokens, 1.24 drawn
+  at temperature 1 (asked: 1.8; the paper: 2.2 to 3.6 times faster).
+differs: three heads of one block each, 997,056 parameters, trained for 200
+  steps of 256 tokens on 60,000 tokens; the paper's see 60,000 dialogues. Their
+  first choices are the model's for .19, .11 and .06 of held-out tokens, and
+  their loss still falls (8.3 to 5.3). The head is the model's own, frozen (the
+  paper copies it for each). Trees are judged by replay, greedily and drawn,
+  which is ours; the paper's typical acceptance changes the distribution. Trees
+  have at most 31 drafts. No time is measured; the backbone is never trained
+  (Medusa-2).
 """
 
 from paraxis.configs import presets
@@ -43,6 +54,7 @@ def claims():
   real = dict(
     check=tokens_a_call.on_real_text, method=dict(method='medusa', drafts=24),
     draft=DRAFT, prompts=[12, 48, 48], domains=[], at_least=1.8,
+    admits='not reproduced',
   )  # fmt: skip
   return [
     ('texts of one by one', 'EQ', text, None),
@@ -54,7 +66,7 @@ def claims():
 
 def knockouts():
   """The first child is kept whatever was drawn; typical acceptance says that it
-  is lossless; heads that nobody trained."""
+  is lossless."""
   from paraxis.train.claims.decode import lossless
 
   return [
@@ -62,6 +74,4 @@ def knockouts():
     ('first_child_drawn', 'joint of 4 tokens, a tree', lossless.first_child),
     ('says_lossless', 'typical acceptance is another joint',
      lossless.judged_as_lossless),
-    ('untrained', 'tokens a call of SmolLM2',
-     {'draft': DRAFT | dict(steps=1, tokens=8192)}),
   ]  # fmt: skip

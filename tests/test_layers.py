@@ -29,7 +29,7 @@ ROOMS = {
     'parameter', 'aux', 'batch', 'norm', 'depth', 'memory', 'ffn', 'mixers',
     'text', '', 'huggingface/families', 'huggingface',
   ),
-  'decode': ('', 'evaluate', 'certify'),
+  'decode': ('', 'certify', '__main__', 'evaluate'),
   'train': (
     'data', 'run', 'launch', '', 'plot', 'certify', 'bench', 'claims', 'cli',
     '__main__',

@@ -68,7 +68,7 @@ def test_what_only_claims_run_is_called_partial(path, used):
 
 def test_a_mechanism_without_a_user_is_found(used):
   assert not used('sharding/planner/conversions.py')
-  assert not used('pallas_kernels/matmul/quantized_tpu.py')
+  assert not used('decode/parallel_contexts.py')
   assert used('sharding/tensor/rings.py')
 
 

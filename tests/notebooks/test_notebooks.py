@@ -327,3 +327,19 @@ def test_kill_and_reshard(few_steps):
     ' in 2 starts; ',
   ):
     assert part in text, part
+
+
+def test_parallel_decoding(few_steps):
+  text, pictures = shown(few_steps, '06_parallel_decoding')
+  assert pictures == 1  # calls by the tokens that they made
+  row = r'^([a-z][^\n]*?) +(\d+) calls +(\d+\.\d\d) tokens a call$'
+  made = {name: float(x) for name, _, x in re.findall(row, text, re.M)}
+  assert list(made)[:3] == ['one by one', 'prompt_lookup', 'jacobi']
+  assert len(made) == 7 and made['one by one'] == 1
+  assert min(made.values()) >= 1
+  assert len(re.findall(r'^ +choice \d of head \d$', text, re.M)) == 16
+  for part in (
+    'medusa: 5 steps', 'eagle: 5 steps', 'eagle           drafts',
+    'of 8 texts the same', 'typical    ', 'exit code 2',
+  ):  # fmt: skip
+    assert part in text, part

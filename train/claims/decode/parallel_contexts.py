@@ -28,7 +28,7 @@ from paraxis.train import draft as draft_lib
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import knockouts
-from paraxis.train.claims.decode import tokens_a_call
+from paraxis.train.claims import real_model
 from paraxis.train.data import corpus
 
 KEPT = 1e-9  # float64
@@ -194,7 +194,7 @@ def _nll(z_TV, query):
 @functools.cache
 def _smollm2(slots):
   """(Reader of SmolLM2 in float32, its tokenizer)."""
-  opened = tokens_a_call.opened()
+  opened = real_model.opened()
   built, params, tokenizer, _ = opened.parts(draft_lib.alone(opened))
   return Reader(built, params, slots), tokenizer
 

@@ -6,8 +6,6 @@ a call are counted, the first token of a prompt, which its reading makes, apart;
 no time is: what a call costs with its drafts is `paraxis bench decode`.
 """
 
-import functools
-import itertools
 import json
 import pathlib
 
@@ -15,48 +13,11 @@ import numpy as np
 
 from paraxis.decode import distill
 from paraxis.decode import heads
-from paraxis.decode import load
-from paraxis.models.huggingface import source
 from paraxis.train import draft as draft_lib
 from paraxis.train.claims import harness as claims
-from paraxis.train.data import corpus
+from paraxis.train.claims import real_model
 from paraxis.train.plot import figures
 from paraxis.train.run import workdir as workdir_lib
-
-
-def _quiet(line):
-  del line
-
-
-@functools.cache
-def opened():
-  """load.Weights of SmolLM2; MissingError: it is not installed."""
-  return load.Weights(source.SMOLLM2, _quiet)
-
-
-@functools.cache
-def model():
-  """loop.Generator of SmolLM2 in float32, on one device."""
-  return opened().generator(draft_lib.alone(opened()))
-
-
-def beginnings(tokenizer, count, length, domains=()):
-  """[ids] of the beginnings of held-out texts, of each domain in turn.
-
-  Args:
-    length: tokens of a prompt. domains: only of these; (): of all.
-  """
-  texts: dict = {}
-  for document in corpus.documents('fixture'):
-    if document.held and (not domains or document.domain in domains):
-      texts.setdefault(document.domain, []).append(document.text)
-  found = []
-  turns = itertools.zip_longest(*(texts[d] for d in sorted(texts)))
-  for text in filter(None, itertools.chain.from_iterable(turns)):
-    ids = tokenizer.encode(text)
-    if len(ids) >= length:
-      found.append(ids[:length])
-  return found[:count]
 
 
 def trained(run, kind, draft):
@@ -73,11 +34,11 @@ def trained(run, kind, draft):
   note = path.with_suffix('.json')
   if not (path.exists() and note.exists() and _same(note, what)):
     about, own = draft_lib.trained(
-      opened(), 'fixture', tokens, kind, layers, recipe, run.say
+      real_model.opened(), 'fixture', tokens, kind, layers, recipe, run.say
     )
     heads.save(path, about, own)
     note.write_text(json.dumps(what), encoding='utf-8')
-  made = model()
+  made = real_model.model()
   about, own = heads.load(
     path, made.built.model.config, made.tokenizer.fingerprint
   )
@@ -90,7 +51,7 @@ def _same(note, what):
 
 def _counted(given, ids, new, how):
   """(tokens a call, [calls that made 0, 1, .. tokens], texts)."""
-  found = model().generate(ids, max_new_tokens=new, **how, **given)
+  found = real_model.model().generate(ids, max_new_tokens=new, **how, **given)
   width = max(len(r['lengths']) for r in found)
   lengths = np.sum([np.pad(r['lengths'], (0, width - len(r['lengths'])))
                     for r in found], 0)  # fmt: skip
@@ -110,9 +71,11 @@ def on_real_text(run, *, method, draft, prompts, domains, at_least):
   (rows, length, new), given, about = prompts, dict(method), None
   if draft:
     given['draft'], about, size = trained(run, method['method'], draft)
-  ids = beginnings(model().tokenizer, rows, length, domains)
+  ids = real_model.beginnings(
+    real_model.model().tokenizer, rows, length, domains
+  )
   greedy, drawn = dict(temperature=0.0), dict(temperature=1.0, seed=1)
-  wanted = model().generate(ids, max_new_tokens=new, **greedy)
+  wanted = real_model.model().generate(ids, max_new_tokens=new, **greedy)
   mean, lengths, texts = _counted(given, ids, new, greedy)
   same = sum(a['tokens'] == b for a, b in zip(wanted, texts, strict=True))
   sampled, more, _ = _counted(given, ids, new, drawn)
@@ -140,7 +103,7 @@ def more_than(run, *, methods, drafts, prompts, parameters_within):
       parameters may be apart, as a ratio.
   """
   (rows, length, new), found, sizes = prompts, [], []
-  ids = beginnings(model().tokenizer, rows, length)
+  ids = real_model.beginnings(real_model.model().tokenizer, rows, length)
   for method, draft in zip(methods, drafts, strict=True):
     path, _, size = trained(run, method['method'], draft)
     mean, _, _ = _counted(

