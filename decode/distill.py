@@ -3,11 +3,10 @@
 The model stays as it is. Its features of some text are computed once, and what
 it finds most likely after every token; a head learns that (self-distillation:
 the text's own tokens are not targets), by cross entropy through the model's own
-head. Medusa weights head k by .8^k (Cai et al., arXiv:2401.10774, section
-2.1.1). The layer of eagle also learns the features themselves (EAGLE,
-arXiv:2401.15077, section 3.2), and to go on from its own (the training-time
-test of EAGLE-3, arXiv:2503.01840, of one more pass, where all features before a
-token are its own).
+head. Medusa weights head k by .8^k (Cai et al., arXiv:2401.10774). The layer of
+eagle also learns the features themselves (EAGLE, arXiv:2401.15077), and to go
+on from its own (the training-time test of EAGLE-3, arXiv:2503.01840, of one
+more pass, where all features before a token are its own).
 
 What is measured on held-out text: how often the r-th choice of head k is the
 model's, which grows the tree (trees.py) and says how many tokens a call may

@@ -4,7 +4,7 @@
                   (Leviathan et al., arXiv:2211.17192)
     Pearl         drafts while the model judges: the drafts of the call before,
                   continued as if all of them were kept (PEARL,
-                  arXiv:2408.11850, section 3: pre-verify and post-verify)
+                  arXiv:2408.11850: pre-verify and post-verify)
 
 Legend: B rows, T prompt tokens, C drafts, S slots, V vocabulary.
 """
@@ -46,9 +46,8 @@ class Draft(NamedTuple):
 
   def read(self, params, tokens_BT, lengths_B, slots):
     """Its packed.Cache of the prompts."""
-    return step.prefill(self.model, params.model, tokens_BT, lengths_B, slots)[
-      1
-    ]
+    given = params.model, tokens_BT, lengths_B, slots
+    return step.prefill(self.model, *given)[1]
 
 
 class Speculative:

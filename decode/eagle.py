@@ -4,7 +4,7 @@
 
 f are the features that drew the tokens (after the final norm), f' what the
 draft layer makes of them; the model's own embedding and head, frozen, belong to
-both (Li et al., EAGLE, arXiv:2401.15077, section 3.1). Among the tokens of the
+both (Li et al., EAGLE, arXiv:2401.15077). Among the tokens of the
 text f is the model's; for drafts f' stands for it. A call first reads the
 tokens of the call before with the model's features, which are there now, then
 drafts a chain; what it kept of its own drafts is forgotten.

@@ -4,9 +4,9 @@
 
 turns the features x of a token into those of one k + 1 places after it; the
 model's own head, frozen, makes logits of both (Medusa, Cai et al.,
-arXiv:2401.10774, section 2.1.1, whose heads have an own copy of it). W and b
-are 0 in the beginning. The same blocks improve a draft model of the first
-layers (drafters.py).
+arXiv:2401.10774, whose heads have an own copy of it). W and b are 0 in the
+beginning. The same blocks improve a draft model of the first layers
+(drafters.py).
 
 A file of them (`save`, `load`) is an .npz archive of arrays alone, with a JSON
 text about what they belong to.

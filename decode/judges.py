@@ -15,7 +15,7 @@ drafts and adds one token, so every call makes at least one.
                 and q alike, before. Chains only.
     typical     keeps the longest path of drafts that p finds likely enough,
                 p(x) > min(.3, .09 exp(-entropy of p)) (Medusa,
-                arXiv:2401.10774, section 2.3.1): NOT the distribution of p.
+                arXiv:2401.10774): NOT the distribution of p.
 
 `lossless` is what tests hold a judge to.
 Legend: B rows, C drafts, D drafts of the longest path, V vocabulary.

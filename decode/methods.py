@@ -27,8 +27,6 @@ from paraxis.decode import trees
 from paraxis.models import decoder
 from paraxis.models import layer
 
-BRANCHES = 4  # choices of a head that a tree is grown from
-
 
 class Choice(NamedTuple):
   """Fields of schema.Decode that say what drafts."""

@@ -84,7 +84,7 @@ def check(drafts):
 
 def grown(accuracy_DK, drafts):
   """The tree of so many drafts with the most tokens a call, if places are
-  independent (Medusa, arXiv:2401.10774, section 2.3.3: greedily).
+  independent (Medusa, arXiv:2401.10774: greedily).
 
   Args:
     accuracy_DK: how often choice k is the token d + 1 places after the last.
