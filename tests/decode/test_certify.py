@@ -188,13 +188,14 @@ def test_a_shard_that_reads_other_heads_is_found(monkeypatch):
   assert [row.word for row in rows] == ['PASS', 'FAIL']
 
 
-def one_more(z, drafts, draws):
-  """A judge that keeps a draft too many."""
-  tokens, n = judges.replay(z, drafts, draws)
-  more = jnp.minimum(n + 1, drafts.count)
+def one_more(z, drafts, draws, tree):
+  """Keeps one more draft than the draws agree with."""
+  tokens, n, at = judges.replay(z, drafts, draws, tree)
+  more = jnp.minimum(n + 1, drafts.valid.sum(1, dtype=jnp.int32))
   kept = jnp.concatenate([drafts.tokens, tokens[:, -1:]], 1)
   place = jnp.arange(tokens.shape[1])
-  return jnp.where(place < more[:, None], kept, tokens), more
+  tokens = jnp.where(place < more[:, None], kept, tokens)
+  return judges.Judged(tokens, more, at)
 
 
 def test_a_judge_that_keeps_too_much_is_found(monkeypatch):

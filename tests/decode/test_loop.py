@@ -15,7 +15,9 @@ import support
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.decode import loop
+from paraxis.decode import methods
 from paraxis.decode import program
+from paraxis.decode import proposal
 from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.models import batch as batch_lib
@@ -334,7 +336,7 @@ def test_learned_positions_and_vocabulary_bound_the_work():
     loop.Generator(built, params, tokenizer.load('bpe2048'), schema.Decode())
 
 
-METHOD = 'autoregressive', 4, 0, 'replay'
+METHOD = methods.Choice('autoregressive', 4, 0, 'replay')
 
 
 def test_the_loop_copies_neither_weights_nor_cache(one):
@@ -342,10 +344,11 @@ def test_the_loop_copies_neither_weights_nor_cache(one):
   form, values = sampling.check(schema.Decode(temperature=0.0), 264)
   with build.use(one.built):
     prompts = step.place([[1, 2]], 64, one.built.mesh)
-    how = one._method(*METHOD), program.Static(form, 'replay')
-    state, _ = one._start(one._params, *prompts, values, *how, 96, 32)
+    how = one._method(METHOD, True), program.Static(form, 'replay')
+    params = proposal.Params(one._params)
+    state, _ = one._start(params, *prompts, values, *how, 96, 32)
     ended = step.put(np.zeros(1, bool), one.built.mesh)
-    args = one._params, state, values, np.int32(9), ended, *how
+    args = params, state, values, np.int32(9), ended, *how
     text = one._run.lower(*args).compile().as_text()
   # Not the entry computation: what it copies, it copies once.
   body = text[: text.index('ENTRY')]
