@@ -5,7 +5,10 @@ import pathlib
 
 from paraxis.configs.base import errors
 
-COLOURS = ('#1f5fa8', '#d1602b', '#2f8f5b', '#8a4fae', '#b03060', '#5f6b7a')
+COLOURS = (
+  '#1f5fa8', '#d1602b', '#2f8f5b', '#8a4fae', '#b03060', '#5f6b7a', '#a08a1e',
+  '#3aa6a6',
+)  # fmt: skip
 
 
 def make(width, height, **options):

@@ -22,8 +22,8 @@ CONFIGS = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize('name', CONFIGS)
 def test_texts_are_those_of_one_by_one(name):
-  right, _ = claim_cases.falls(name, CONFIGS[name], SMALL, **QUICK)
-  assert right.measured == '0 of 8 differ'
+  right, _ = claim_cases.falls(name, CONFIGS[name], SMALL, prompts=4, new=10)
+  assert right.measured.startswith('0 of ')
 
 
 def test_the_source_is_a_draft():

@@ -139,7 +139,7 @@ def test_recall_trains_measures_and_draws(run, monkeypatch):
     assert config.model.d_model == 32 and config.train.steps == 2
     return [[2, (0.1 if attends else 0.9) + config.train.seed / 100]]
 
-  monkeypatch.setattr(claims_recall, 'train', curve)
+  monkeypatch.setattr(on_tasks, 'train', curve)
   both = {'a': ['F', 1], 'b': ['M', 1]}
   assert recalled(run, both, [['a', 'b', 0.0]]).verdict == 'opposite'
   assert not recalled(run, both, [['a', 'a', 0.0]]).passed
@@ -151,7 +151,7 @@ def test_recall_trains_measures_and_draws(run, monkeypatch):
 
 def test_steps_that_differ_are_told(run, monkeypatch):
   curve = lambda config, *rest: [[config.train.steps, 0.5]]
-  monkeypatch.setattr(claims_recall, 'train', curve)
+  monkeypatch.setattr(on_tasks, 'train', curve)
   longer = {'a': ['F', 1], 'b': ['F', 1, {'train.steps': 1500}]}
   found = recalled(run, longer, [['a', 'b', -0.1]])
   assert '; a 2, b 1,500 steps of 4 rows' in found.caveat
