@@ -33,7 +33,8 @@ def lines(curves, xlabel, ylabel, **legend):
   """
   fig = make(6.4, 4.4)
   ax = fig.subplots()
-  for (label, points), colour in zip(curves.items(), COLOURS, strict=False):
+  for i, (label, points) in enumerate(curves.items()):
+    colour = COLOURS[i % len(COLOURS)]
     ax.plot(*points, 'o-', color=colour, label=label)
   ax.set(xlabel=xlabel, ylabel=ylabel)
   ax.legend(frameon=False, **legend)
