@@ -42,10 +42,7 @@ def claims():
   from paraxis.train.claims.decode import fewer_calls
   from paraxis.train.claims.decode import lossless
 
-  text = dict(
-    check=lossless.same_text, method=METHOD, changes=MODELS, prompts=20, new=24,
-    random_draft='',
-  )  # fmt: skip
+  text = lossless.texts(METHOD, MODELS)
   fewer = dict(
     check=fewer_calls.corrections, task=TASK, fields=TRAINED, method=LONG,
     noises=[0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0], expected=[0.05, 5.0], rows=32,

@@ -42,15 +42,8 @@ def claims():
   from paraxis.train.claims.decode import lossless
   from paraxis.train.claims.decode import tokens_a_call
 
-  text = dict(
-    check=lossless.same_text, method=METHOD, changes=MODELS, prompts=20, new=24,
-    random_draft='eagle',
-  )  # fmt: skip
-  joint = dict(
-    check=lossless.same_distribution,
-    method=METHOD | dict(judge='rejection'), changes={}, letters=4, length=4,
-    samples=40_000, random_draft='eagle',
-  )  # fmt: skip
+  text = lossless.texts(METHOD, MODELS, 'eagle')
+  joint = lossless.joint(METHOD | dict(judge='rejection'), 'eagle')
   more = dict(
     check=tokens_a_call.more_than,
     methods=[dict(method='eagle', drafts=4), dict(method='medusa', drafts=24)],

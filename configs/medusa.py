@@ -38,16 +38,15 @@ def claims():
   from paraxis.train.claims.decode import lossless
   from paraxis.train.claims.decode import tokens_a_call
 
-  text = dict(
-    check=lossless.same_text, method=METHOD,
-    changes=[{'model.vocab_size': 12},
-             {'model.vocab_size': 12, 'model.pattern': 'WFN'}],
-    prompts=20, new=24, random_draft='medusa',
-  )  # fmt: skip
-  joint = dict(
-    check=lossless.same_distribution, method=METHOD, changes={}, letters=4,
-    length=4, samples=40_000, random_draft='medusa',
-  )  # fmt: skip
+  text = lossless.texts(
+    METHOD,
+    [
+      {'model.vocab_size': 12},
+      {'model.vocab_size': 12, 'model.pattern': 'WFN'},
+    ],
+    'medusa',
+  )
+  joint = lossless.joint(METHOD, 'medusa')
   typical = joint | dict(
     check=lossless.other_distribution, method=METHOD | dict(judge='typical')
   )

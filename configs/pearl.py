@@ -35,15 +35,8 @@ def claims():
   from paraxis.train.claims.decode import lossless
   from paraxis.train.claims.decode import makespan
 
-  text = dict(
-    check=lossless.same_text, method=METHOD,
-    changes=[{}, {'model.pattern': 'WFN'}], prompts=20, new=24,
-    random_draft='',
-  )  # fmt: skip
-  joint = dict(
-    check=lossless.same_distribution, method=METHOD, changes={}, letters=4,
-    length=4, samples=40_000, random_draft='',
-  )  # fmt: skip
+  text = lossless.texts(METHOD, [{}, {'model.pattern': 'WFN'}])
+  joint = lossless.joint(METHOD)
   faster = dict(
     check=makespan.pearl,
     probabilities=[0.5, 0.6, 0.7, 0.8, 0.9, 0.95], ratios=[4, 6, 8, 10],

@@ -35,15 +35,8 @@ def claims():
   from paraxis.train.claims.decode import lossless
   from paraxis.train.claims.decode import tokens_a_call
 
-  text = dict(
-    check=lossless.same_text, method=METHOD, changes=MODELS, prompts=20, new=24,
-    random_draft='',
-  )  # fmt: skip
-  joint = dict(
-    check=lossless.same_distribution,
-    method=METHOD | dict(judge='rejection'), changes={}, letters=4, length=4,
-    samples=40_000, random_draft='',
-  )  # fmt: skip
+  text = lossless.texts(METHOD, MODELS)
+  joint = lossless.joint(METHOD | dict(judge='rejection'))
   real = lambda name: dict(
     check=tokens_a_call.on_real_text, method=METHOD | dict(drafts=8), draft={},
     prompts=[8, 160, 64], domains=[name], at_least=1.1,

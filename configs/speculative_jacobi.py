@@ -43,15 +43,8 @@ def claims():
   from paraxis.train.claims.decode import fewer_calls
   from paraxis.train.claims.decode import lossless
 
-  text = dict(
-    check=lossless.same_text, method=METHOD, changes=MODELS, prompts=20, new=24,
-    random_draft='',
-  )  # fmt: skip
-  joint = dict(
-    check=lossless.same_distribution,
-    method=METHOD | dict(judge='rejection'), changes={}, letters=4, length=4,
-    samples=40_000, random_draft='',
-  )  # fmt: skip
+  text = lossless.texts(METHOD, MODELS)
+  joint = lossless.joint(METHOD | dict(judge='rejection'))
   pictures = dict(
     check=fewer_calls.pictures,
     task=dict(side=16, colours=4, shapes=4, noise=0.02), fields=PICTURES,

@@ -15,7 +15,6 @@ make.
 Legend: N rows, T tokens, K heads, D model width, V vocabulary.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -25,10 +24,10 @@ import numpy as np
 import optax
 
 from paraxis.configs.base import errors
+from paraxis.decode import drafters
 from paraxis.decode import eagle
 from paraxis.decode import heads
 from paraxis.decode import step
-from paraxis.models import decoder
 
 DECAY = 0.8
 CHOICES = 4  # of a head, that are counted
@@ -59,14 +58,6 @@ class Features(NamedTuple):
   tokens: Any
 
 
-def draft_model(model, layers):
-  """decoder.Decoder of the first layers of one; 0: all of it."""
-  if not layers:
-    return model
-  small = dataclasses.replace(model.config, num_layers=layers)
-  return decoder.Decoder(small, layout=model.layout)
-
-
 def features(model, params, rows_NT, layers, size):
   """Features of the first `layers` layers, and choices of the whole model.
 
@@ -74,7 +65,7 @@ def features(model, params, rows_NT, layers, size):
     model: decoder.Decoder. params: as its `unstack` gives them.
     rows_NT: int32 text. layers: 0: all. size: rows of a pass.
   """
-  small = draft_model(model, layers)
+  small = drafters.first_layers(model, layers)
 
   @jax.jit
   def run(params, tokens):
@@ -267,13 +258,19 @@ def train(built_model, params, tokenizer, rows_NT, kind, layers, recipe, say):
   Raises:
     UserError: too little text for a batch of rows on each side.
   """
-  n, least = len(rows_NT), recipe.rows
+  least = recipe.rows
+  n = len(rows_NT) // least * least  # whole passes
   held = max(least, int(n * recipe.held) // least * least)
   if n - held < least:
+    few = 2 * least
     raise errors.UserError(
-      f'{n} rows of {recipe.length} tokens of text: a draft needs at least '
-      f'{2 * least}, {2 * least * recipe.length:,} tokens; give more text.'
+      f'{len(rows_NT)} rows of {recipe.length} tokens of text: a draft needs '
+      f'at least {few}, {few * recipe.length:,} tokens; give more text.'
     )
+  say(
+    f'{n - held} rows of {recipe.length} tokens to learn from, {held} held '
+    f'out, {len(rows_NT) - n} left over'
+  )
   given = built_model, params
   found = features(*given, rows_NT, layers, recipe.rows)
   seen = Features(*(x[: len(x) - held] for x in found))

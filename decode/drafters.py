@@ -9,6 +9,7 @@
 Legend: B rows, T prompt tokens, C drafts, S slots, V vocabulary.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -20,7 +21,16 @@ from paraxis.decode import judges
 from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.decode import trees
+from paraxis.models import decoder
 from paraxis.sharding import annotate
+
+
+def first_layers(model, layers):
+  """decoder.Decoder of the first layers of one; 0: all of it."""
+  if not layers:
+    return model
+  small = dataclasses.replace(model.config, num_layers=layers)
+  return decoder.Decoder(small, layout=model.layout)
 
 
 class Draft(NamedTuple):

@@ -45,8 +45,7 @@ class Pending(NamedTuple):
 
 
 def layer_of(model):
-  """decoder.Decoder of the draft layer: as the last one of the model, which
-  must be of attention, without a window."""
+  """decoder.Decoder of the draft layer: of the kind of the model's last one."""
   small = dataclasses.replace(
     model.config, num_layers=1, pattern=model.pattern[-1][0]
   )

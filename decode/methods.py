@@ -12,7 +12,6 @@ What each drafts, and its file:
     eagle            a layer that continues the features          eagle.py
 """
 
-import dataclasses
 from typing import NamedTuple
 
 from paraxis.configs.base import errors
@@ -24,7 +23,6 @@ from paraxis.decode import jacobi
 from paraxis.decode import judges
 from paraxis.decode import proposal
 from paraxis.decode import trees
-from paraxis.models import decoder
 from paraxis.models import layer
 
 
@@ -119,8 +117,7 @@ def _draft(model, choice, about):
       f'decode.method={choice.method} drafts with the first layers of the '
       f'model: decode.draft_layers={layers} of {most}; {advice}.'
     )
-  small = dataclasses.replace(model.config, num_layers=layers)
-  small = decoder.Decoder(small, layout=model.layout)
+  small = drafters.first_layers(model, layers)
   return drafters.Draft(small, heads.residual if about else None)
 
 

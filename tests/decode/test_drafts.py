@@ -13,7 +13,7 @@ import module_cases
 import numpy as np
 import pytest
 
-from paraxis.decode import distill
+from paraxis.decode import drafters
 from paraxis.decode import eagle
 from paraxis.decode import heads
 from paraxis.decode import step
@@ -39,7 +39,7 @@ class Plain:
     self.continued = jax.jit(self._continued)
 
   def _run(self, params, tokens, length, layers=0):
-    model = distill.draft_model(self.model, layers)
+    model = drafters.first_layers(self.model, layers)
     x, _ = step.prefill(model, params, tokens[None], length[None], ROOM)
     return x[0], model.logits(params, x)[0]
 

@@ -97,6 +97,22 @@ def same_text(run, *, method, changes, prompts, new, random_draft):
   )
 
 
+def texts(method, changes, random_draft='') -> dict:
+  """What a config's claims() expects of `same_text`, of 20 prompts."""
+  return dict(
+    check=same_text, method=method, changes=changes, prompts=20, new=24,
+    random_draft=random_draft,
+  )  # fmt: skip
+
+
+def joint(method, random_draft='') -> dict:
+  """The same of `same_distribution`: 4 tokens of 4 letters, 40,000 texts."""
+  return dict(
+    check=same_distribution, method=method, changes={}, letters=4, length=4,
+    samples=40_000, random_draft=random_draft,
+  )  # fmt: skip
+
+
 def _joint(made, length):
   """p (V ** length,) of the texts after [1], without a cache."""
   model, vocab = made.built.model, made.built.model.config.vocab_size
