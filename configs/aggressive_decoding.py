@@ -1,7 +1,7 @@
 """Aggressive decoding: the source is the draft of its correction
 
 paper: arXiv:2205.10350
-mechanism: decode/copying.py
+mechanism: decode/drafts/copying.py
 test: tests/decode/test_copying.py,
   tests/train/claims/decode/test_fewer_calls.py
 run: paraxis reproduce aggressive_decoding

@@ -1,7 +1,7 @@
 """EAGLE: one layer continues the model's features, and drafts from them
 
 paper: arXiv:2401.15077
-mechanism: decode/eagle.py, decode/distill.py
+mechanism: decode/drafts/eagle.py, decode/drafts/distill.py
 test: tests/decode/test_methods.py, tests/decode/test_distill.py,
   tests/train/claims/decode/test_lossless.py
 run: paraxis reproduce eagle
@@ -46,7 +46,7 @@ def claims():
   joint = lossless.joint(METHOD | dict(judge='rejection'), 'eagle')
   more = dict(
     check=tokens_a_call.more_than,
-    methods=[dict(method='eagle', drafts=4), dict(method='medusa', drafts=24)],
+    pair=[dict(method='eagle', drafts=4), dict(method='medusa', drafts=24)],
     drafts=[EAGLE, MEDUSA], prompts=[12, 48, 48], parameters_within=1.1,
     admits='not reproduced',
   )  # fmt: skip

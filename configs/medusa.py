@@ -1,7 +1,8 @@
 """Medusa: heads on the model's features draft a tree
 
 paper: arXiv:2401.10774
-mechanism: decode/heads.py, decode/trees.py, decode/judges.py, decode/distill.py
+mechanism: decode/drafts/heads.py, decode/trees.py, decode/judges.py,
+  decode/drafts/distill.py
 test: tests/decode/test_methods.py, tests/decode/test_trees.py,
   tests/decode/test_distill.py, tests/train/claims/decode/test_lossless.py
 run: paraxis reproduce medusa

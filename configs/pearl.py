@@ -1,7 +1,7 @@
 """PEARL: the draft model goes on while the model judges
 
 paper: arXiv:2408.11850
-mechanism: decode/drafters.py
+mechanism: decode/drafts/drafters.py
 test: tests/decode/test_methods.py, tests/train/claims/decode/test_makespan.py
 run: paraxis reproduce pearl
 cost: 80 CPU-seconds

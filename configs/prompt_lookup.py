@@ -1,7 +1,7 @@
 """Prompt lookup: drafts are copied from the text so far
 
 paper: arXiv:2304.04487
-mechanism: decode/copying.py
+mechanism: decode/drafts/copying.py
 test: tests/decode/test_methods.py, tests/train/claims/decode/test_lossless.py
 run: paraxis reproduce prompt_lookup
 cost: 330 CPU-seconds

@@ -1,8 +1,8 @@
 """Speculative decoding: a smaller model drafts, the model judges
 
 paper: arXiv:2211.17192
-mechanism: decode/drafters.py, decode/judges.py, decode/program.py,
-  decode/distill.py
+mechanism: decode/drafts/drafters.py, decode/judges.py, decode/program.py,
+  decode/drafts/distill.py
 test: tests/decode/test_methods.py, tests/train/claims/decode/test_lossless.py
 run: paraxis reproduce speculative_decoding
 cost: 550 CPU-seconds

@@ -1,7 +1,7 @@
 """Speculative Jacobi decoding: a call judges the draws of the call before
 
 paper: arXiv:2410.01699
-mechanism: decode/jacobi.py, decode/judges.py
+mechanism: decode/drafts/jacobi.py, decode/judges.py
 test: tests/decode/test_methods.py,
   tests/train/claims/decode/test_fewer_calls.py
 run: paraxis reproduce speculative_jacobi

@@ -7,8 +7,6 @@ stderr. Nothing here imports jax before the devices are chosen; --help never.
 """
 
 import functools
-import json
-import pathlib
 import sys
 
 from paraxis.configs import schema
@@ -16,16 +14,14 @@ from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers
 from paraxis.configs.base.decode import METHODS
+from paraxis.decode import prompts as prompts_lib
 from paraxis.sharding import mesh as mesh_lib
 
 _SAMPLING = ('max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'seed')
 _METHOD = (
-  'method', 'drafts', 'draft_layers', 'draft', 'judge', 'requests'
+  'method', 'drafts', 'draft_layers', 'draft_group', 'draft', 'judge',
+  'requests',
 )  # fmt: skip
-
-
-def _say(line):
-  print(f'paraxis: {line}', file=sys.stderr)
 
 
 def require_one(checkpoint, weights):
@@ -50,81 +46,8 @@ def open_(checkpoint, weights, step=None, ema=False):
 
   compiling.use_cache()
   if weights:
-    return load.Weights(weights, _say)
-  return load.Checkpoint(checkpoint, step, _say, ema)
-
-
-def _text(flag, path):
-  try:
-    return pathlib.Path(path).read_text(encoding='utf-8')
-  except (OSError, UnicodeDecodeError) as e:
-    raise errors.UserError(f'--{flag}={path}: {e}') from None
-
-
-def _prompts(options):
-  """Texts to continue, without blanks at their ends; where each stands; and {i:
-  why} of those in a file that are none."""
-  found = [(text, '') for text in options.prompt]
-  bad = {}
-  if options.prompts_file is not None:
-    path = pathlib.Path(options.prompts_file)
-    try:
-      lines = path.read_bytes().splitlines()
-    except OSError as e:
-      raise errors.UserError(f'--prompts_file={path}: {e}') from None
-    kept = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
-    if len(kept) < len(lines):
-      _say(f'{path}: {len(lines) - len(kept)} empty lines are dropped')
-    if not kept:
-      raise errors.UserError(f'--prompts_file={path} holds no prompt.')
-    for i, line in kept:
-      try:
-        text = line.decode('utf-8')
-      except UnicodeDecodeError as e:
-        text, bad[len(found)] = '', f'byte {e.start} is not UTF-8'
-      found.append((text, f'{path}, line {i}'))
-  if not found:
-    raise errors.UserError(
-      "nothing to continue: give --prompt='Some text' or --prompts_file=."
-    )
-  texts, places = zip(*found, strict=True)
-  short = [text.rstrip() for text in texts]
-  changed = sum(a != b for a, b in zip(texts, short, strict=True))
-  if changed:
-    _say(
-      f'blanks at the end of {changed} of {len(found)} prompts are dropped: '
-      'a word begins with its space'
-    )
-  return short, places, bad
-
-
-def _left_out(bad, places):
-  """Says which lines of a file are left out, and why -> their indices.
-
-  Raises:
-    UserError: none is left.
-  """
-  for i, why in sorted(bad.items()):
-    _say(f'{places[i]} is left out: {why}')
-  if len(bad) == len(places):
-    raise errors.UserError(
-      f'no prompt is left of {len(places)}: each line above says why.'
-    )
-  return set(bad)
-
-
-def _domains(given, prompts, tokenizer):
-  """One domain, or None, per prompt."""
-  for domain in given:
-    tokenizer.require_domain(domain)
-  if len(given) in (0, 1):
-    return (given or [None]) * len(prompts)
-  if len(given) != len(prompts):
-    raise errors.UserError(
-      f'{len(given)} --domain flags for {len(prompts)} prompts: give one for '
-      'all, or one each.'
-    )
-  return given
+    return load.Weights(weights, prompts_lib.say)
+  return load.Checkpoint(checkpoint, step, prompts_lib.say, ema)
 
 
 def _require_lossless(asked, chosen, config):
@@ -138,32 +61,6 @@ def _require_lossless(asked, chosen, config):
       f'--lossless: decode.judge={name} changes the distribution of the text; '
       f'take one of {good}.'
     )
-
-
-def _print(results, domains, prompts):
-  for result, domain, prompt in zip(results, domains, prompts, strict=True):
-    if len(prompts) > 1:
-      print(f'=== {domain or "prompt"}')
-    print(prompt + result['text'])
-
-
-def _print_json(results, domains, step):
-  keys = ('prompt', 'text', 'tokens', 'finish', 'calls', 'lengths')
-  samples = [
-    dict(domain=d, **{k: r[k] for k in keys})
-    for r, d in zip(results, domains, strict=True)
-  ]
-  print(json.dumps(dict(step=step, samples=samples), ensure_ascii=False))
-
-
-def _counts(results):
-  """Tokens a call of the model, as a text."""
-  made = sum(max(len(r['tokens']) - 1, 0) for r in results)
-  calls = sum(r['calls'] for r in results)
-  return (
-    f'{made} tokens after the first in {calls} calls of the model, '
-    f'{made / max(calls, 1):.2f} a call'
-  )
 
 
 def _certify(options, overrides):
@@ -195,7 +92,9 @@ def _certify(options, overrides):
   given = options.checkpoint, options.weights, options.step, options.ema
   with open_(*given) as checkpoint:
     file = options.calibration_file
-    texts = [] if file is None else [_text('calibration_file', file)]
+    texts = (
+      [] if file is None else [prompts_lib.text_of('calibration_file', file)]
+    )
     case = cases.of_checkpoint(checkpoint, overrides, texts)
   make = lambda name: case
   return table.run((case.name,), make, options.mesh, options.json)
@@ -210,10 +109,10 @@ def _decode(options, overrides, _):
   if options.certify is not None:
     return _certify(options, overrides)
   require_one(options.checkpoint, options.weights)
-  prompts, places, bad = _prompts(options)
-  texts = prompts
+  prompts = _read(options)
+  texts = prompts.texts
   if options.calibration_file is not None:
-    texts = [_text('calibration_file', options.calibration_file)]
+    texts = [prompts_lib.text_of('calibration_file', options.calibration_file)]
   command_line.prepare_devices(options.devices)
   given = options.checkpoint, options.weights, options.step
   with open_(*given, options.ema) as checkpoint:
@@ -228,38 +127,57 @@ def _decode(options, overrides, _):
       if options[name].value is not None
     }
     _require_lossless(options.lossless, chosen, config)
-    made = checkpoint.generator(config, options.mesh, len(prompts), texts)
+    template = checkpoint.template(config.data) if options.chat else ''
+    rows = max(len(prompts.texts), 1)
+    made = checkpoint.generator(config, options.mesh, rows, texts)
     step = checkpoint.step
-  domains = _domains(options.domain, prompts, made.tokenizer)
+  inputs: list = list(prompts.texts)
+  if options.chat:
+    from paraxis.decode import chat as chat_lib
+
+    chat = chat_lib.Chat(made.tokenizer, template, options.system)
+    if not inputs:
+      chat_lib.talk(made, chat, sys.stdin, options.stop, **chosen)
+      return errors.EXIT_OK
+    inputs = chat.each(prompts)
+  domains = prompts_lib.domains(options.domain, len(inputs), made.tokenizer)
   if options.prompts_file is not None:
-    more = made.refused(prompts, domains, **chosen)
-    bad = {i: why for i, why in more.items() if places[i]} | bad
-    gone = _left_out(bad, places)
-    prompts, domains = (
-      [x for i, x in enumerate(given) if i not in gone]
-      for given in (prompts, domains)
+    more = made.refused(inputs, domains, **chosen)
+    prompts.bad.update(
+      (i, why)
+      for i, why in more.items()
+      if prompts.places[i] and i not in prompts.bad
     )
-  live = sys.stdout.isatty() and len(prompts) == 1 and not options.json
-
-  def show(_, piece):
-    print(piece, end='', flush=True)
-
-  if live:
-    print(prompts[0], end='', flush=True)
+    prompts, inputs, domains = prompts_lib.without_bad(prompts, inputs, domains)
+  output = prompts_lib.Output(options, prompts, domains, step)
   try:
     results = made.generate(
-      prompts, domains, options.stop, show if live else None, **chosen
+      inputs, domains, options.stop, **output.hooks, **chosen
     )
   finally:
-    if live:
-      print()
-  if config.decode.method != 'autoregressive' or options.method:
-    _say(_counts(results))
-  if options.json:
-    _print_json(results, domains, step)
-  elif not live:
-    _print(results, domains, prompts)
-  return errors.EXIT_USER if bad else errors.EXIT_OK
+    output.close()
+  method = options.method or config.decode.method != 'autoregressive'
+  if method or options.prompts_file is not None:
+    output.counts(results)
+  output.print(results)
+  return errors.EXIT_USER if prompts.bad else errors.EXIT_OK
+
+
+def _read(options):
+  """prompts.Prompts; UserError: flags that do not go together."""
+  if options.system and not options.chat:
+    raise errors.UserError('--system= is the first message of a --chat.')
+  if options.chat and options.domain:
+    raise errors.UserError(
+      '--domain= begins a document, a --chat begins by its template: leave out '
+      'one of both.'
+    )
+  if options.stream and options.json:
+    raise errors.UserError(
+      '--stream prints a JSON object for each prompt, --json one for all: '
+      'leave out one of both.'
+    )
+  return prompts_lib.read(options)
 
 
 EMA = (
@@ -285,6 +203,11 @@ COMMAND = command_line.Command(
     (str, 'prompts_file=FILE', None,
      'one prompt a line, UTF-8; empty lines are dropped, lines that cannot be '
      'continued are named and left out (exit code 2 in the end)'),
+    (bool, 'chat', False,
+     'prompts are messages of a user, by the chat template of the weights, or '
+     'data.chat_template; without any, a conversation: a message a line of '
+     'stdin'),
+    (str, 'system=TEXT', '', 'first message of every --chat'),
     ('several', 'domain=NAME', [],
      'kind of text; once for all prompts, or once per prompt'),
     (str, 'calibration_file=FILE', None,
@@ -304,7 +227,10 @@ COMMAND = command_line.Command(
     (str, 'method=NAME', None, 'of the list that --methods prints'),
     (bool, 'methods', False, 'print them, and what is held true of each'),
     (int, 'drafts=N', None, 'tokens that are drafted for a call'),
-    (int, 'draft_layers=N', None, 'speculative, pearl: layers that draft'),
+    (int, 'draft_layers=N', None,
+     'speculative, pearl, easyspec: layers that draft'),
+    (int, 'draft_group=N', None,
+     'easyspec: layers whose mixers read the same features'),
     (str, 'draft=FILE', None, 'a trained draft (paraxis draft), or heads'),
     (str, 'judge=NAME', None,
      'replay: the text of decoding one by one; rejection: its distribution; '
@@ -321,6 +247,9 @@ COMMAND = command_line.Command(
      'print one JSON object: step, samples (prompt, domain, text, tokens, '
      'finish: length, end or stop; calls: of the model after the prompt; '
      'lengths: how many of them made 0, 1, .. tokens)'),
+    (bool, 'stream', False,
+     'print a JSON object on a line of its own for each prompt as soon as it '
+     'has ended: those fields, and index, which of the prompts it is'),
     (str, 'mesh=AXIS=N,...', '',
      "replaces the run's mesh, e.g. --mesh=data=2,tensor=4"),
     ('count', 'devices=N', 0,

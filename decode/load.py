@@ -15,13 +15,17 @@ import ml_collections
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import field
+from paraxis.configs.base import mixers
 from paraxis.decode import latents
 from paraxis.decode import loop
 from paraxis.models import build
+from paraxis.models import layer
 from paraxis.models import register
 from paraxis.models import trained
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source as source_lib
+from paraxis.models.mixers import attention
+from paraxis.models.text import chat
 from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
@@ -61,19 +65,45 @@ def locate(checkpoint, step=None):
 def for_decoding(mesh):
   """schema.Mesh without training-only options: one token has no shards."""
   return dataclasses.replace(
-    mesh, sequence=False, zero=0, collectives='annotated', collective_matmul=''
-  )
+    schema.Mesh(), sequence=False, rules=mesh.rules,
+    **{a: getattr(mesh, a) for a in mesh_lib.AXES},
+  )  # fmt: skip
 
 
-def check_mesh(text, sizes):
-  """Mesh axes that decoding cannot use; UserError if --mesh= names one."""
+def check_mesh(text, sizes, pattern):
+  """Mesh axes that a run had and decoding does not use; UserError if --mesh=
+  names one that it cannot use.
+
+  Args:
+    sizes: of the mesh. pattern: model.pattern, whose layers keep what context
+      is to share.
+  """
   idle = [a for a in ('context', 'stage') if sizes.get(a, 1) != 1]
-  if text and idle:
+  if text and 'stage' in idle:
     raise errors.UserError(
       f'--mesh={text}: decoding has one token a row at a time, nothing for '
-      f'{" and ".join(idle)} to share; use data, fsdp or tensor.'
+      'stage to share; use data, fsdp, tensor or context.'
     )
-  return idle
+  letters = set(mixers.of_pattern(pattern)[0])
+  other = {k for k in letters if layer.MIXERS[k] is not attention.Attention}
+  if text and idle and other:
+    raise errors.UserError(
+      f'--mesh={text}: context shares the slots of a cache, and layers of kind '
+      f'{", ".join(sorted(other))} keep something else, or no slots: use data, '
+      'fsdp or tensor.'
+    )
+  return [] if text else idle
+
+
+def built_for(config, mesh_text, devices):
+  """build.Built whose context axis, if it has one, shares slots."""
+  built = build.build(config, mesh_text, devices=devices)
+  if built.mesh.shape.get('context', 1) == 1:
+    return built
+  # The few tokens of a step are whole on each device of that axis.
+  table = {n: a for n, a in built.rules.table.items() if 'length' not in n}
+  table['slots'] = ('context',)
+  return built._replace(rules=dataclasses.replace(built.rules, table=table))
 
 
 class Checkpoint:
@@ -143,7 +173,7 @@ class Checkpoint:
     config = dataclasses.replace(
       config, mesh=for_decoding(config.mesh), train=schema.Train()
     )
-    built = saved = build.build(config, mesh_text, devices=devices)
+    built = saved = built_for(config, mesh_text, devices)
     run = schema.view(self.config())
     rotates = latents.change(config.model) or latents.change(run.model)
     source = latents.as_trained(config, run) if rotates else config
@@ -160,6 +190,10 @@ class Checkpoint:
       length = config.data.sequence_length
       params = latents.rotated(params, built, ids, length, self._say)
     return built, params, tokenizer, self._ends()
+
+  def template(self, data):
+    """The chat template of schema.Data, or beside its tokenizer; '': none."""
+    return chat.template(data)
 
   def _tokenizer(self, name):
     return tokenizer_lib.load(name)
@@ -200,7 +234,7 @@ class Checkpoint:
     """(--mesh= text, devices): the run's mesh, or a reported substitute."""
     devices = jax.devices()
     sizes = build.mesh_sizes(config, text)
-    idle = check_mesh(text, sizes)
+    idle = check_mesh(text, sizes, config.model.pattern)
     batch = rules_lib.preset(config.mesh.rules).axes('batch')
     split = [a for a in batch if sizes.get(a, 1) != 1]
     if not (requests := config.decode.requests):
@@ -263,6 +297,9 @@ class Weights(Checkpoint):
       name = str(file)
     config = schema.with_value(config, 'data.tokenizer', name)
     return ml_collections.ConfigDict(schema.to_dict(config)).lock()
+
+  def template(self, data):
+    return super().template(data) or self._source.files.template
 
   def _tokenizer(self, name):
     """Theirs, or the one that an override names."""

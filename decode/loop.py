@@ -10,14 +10,13 @@ compiled. The host raises an error for a row whose logits were not finite.
 import dataclasses
 import functools
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
-from paraxis.decode import heads
 from paraxis.decode import methods
 from paraxis.decode import program
 from paraxis.decode import proposal
@@ -26,6 +25,7 @@ from paraxis.decode import scheduler
 from paraxis.decode import step
 from paraxis.decode import transcript
 from paraxis.decode import weights
+from paraxis.decode.drafts import heads
 from paraxis.models import build
 from paraxis.models import checks as model_checks
 from paraxis.sharding import annotate
@@ -49,6 +49,16 @@ def _ends(tokenizer):
     return (tokenizer.end_id,)
   except errors.UserError:
     return ()  # a vocabulary without an end token: rows run to their limit
+
+
+class Hooks(NamedTuple):
+  """What the host does with new tokens. on_text: of `generate`. ended: called
+  as ended(row, calls that made 0, 1, .. tokens). often: look for both every
+  `CHUNK` tokens, not once."""
+
+  on_text: Any
+  ended: Any
+  often: bool
 
 
 class Generator:
@@ -100,6 +110,11 @@ class Generator:
       functools.partial(scheduler.Scheduler, self._model, self._params)
     )
 
+  @property
+  def params(self):
+    """{path: array}, one a layer, as decoding reads them."""
+    return self._params
+
   def _prepare(self, params):
     """One array per layer; what every use casts is cast once, here."""
     return weights.prepare(self._model, params, self.config)
@@ -115,7 +130,7 @@ class Generator:
     return about, jax.device_put(arrays, every)
 
   def generate(
-    self, prompts, domains=None, stop=(), on_text=None, **options
+    self, prompts, domains=None, stop=(), on_text=None, on_end=None, **options
   ) -> list[dict[str, Any]]:
     """Continues every prompt.
 
@@ -126,6 +141,8 @@ class Generator:
       stop: strings that end a row; the text is cut before them.
       on_text: called as on_text(row, piece) with new text, about every 16
         tokens.
+      on_end: called as on_end(row, result) when a row has ended, also looked
+        for about every 16 tokens.
       **options: fields of configs.schema.Decode that replace the defaults:
         max_new_tokens, temperature, top_k, top_p, min_p, seed; method, drafts,
         draft_layers, draft, judge (decode/methods.py); requests, budget
@@ -156,20 +173,21 @@ class Generator:
       transcript.Transcript(self.tokenizer, self._ends, limit, stop)
       for _ in prompts
     ]
+    results: list[dict] = [{} for _ in prompts]
+
+    def ended(i, lengths):
+      r = rows[i]
+      results[i] |= dict(
+        prompt=prompts[i], text=r.text, tokens=r.tokens, logprobs=r.logprobs,
+        finish=r.finish, calls=sum(lengths), lengths=lengths,
+      )  # fmt: skip
+      if on_end:
+        on_end(i, results[i])
+
+    hooks = Hooks(on_text, ended, bool(on_text or on_end or stop))
     with build.use(self.built):
-      lengths = run(ids, rows, config, form, values, on_text)
-    return [
-      dict(
-        prompt=prompt,
-        text=r.text,
-        tokens=r.tokens,
-        logprobs=r.logprobs,
-        finish=r.finish,
-        calls=sum(n),
-        lengths=n,
-      )
-      for prompt, r, n in zip(prompts, rows, lengths, strict=True)
-    ]
+      run(ids, rows, config, form, values, hooks)
+    return results
 
   def refused(self, prompts, domains, **options):
     """{i: why} of the prompts that `generate` would refuse on their own."""
@@ -187,13 +205,12 @@ class Generator:
       {'decode': dataclasses.asdict(self.config) | options}
     ).decode
 
-  def _together(self, ids, rows, config, form, values, on_text):
-    """A row for each prompt, all at once -> of each, how many calls after the
-    prompt made 0, 1, .. tokens.
+  def _together(self, ids, rows, config, form, values, hooks):
+    """A row for each prompt, all at once.
 
     Args:
       ids: of the prompts. rows: transcript.Transcript of each, which it fills.
-      form, values: of sampling.check.
+      form, values: of sampling.check. hooks: Hooks.
     """
     about, own = self._draft(config.draft)
     method = self._method(methods.Choice.of(config), form.greedy, about)
@@ -206,10 +223,8 @@ class Generator:
     state, seen = self._start(
       params, tokens_BT, lengths_B, values, method, static, slots, new
     )
-    made = _read(seen, rows, [0] * len(rows), on_text)
-    chunk = limit
-    if on_text or any(row.stops for row in rows):
-      chunk = CHUNK
+    made = _read(seen, rows, [0] * len(rows), hooks)
+    chunk = CHUNK if hooks.often else limit
     while least := [n for n, r in zip(made, rows, strict=True) if not r.finish]:
       ended = [bool(r.finish) for r in rows]
       ended += [True] * (lengths_B.shape[0] - len(rows))
@@ -222,10 +237,9 @@ class Generator:
         method,
         static,
       )
-      made = _read(seen, rows, made, on_text)
-    return jax.device_get(seen[-1])[: len(rows)].tolist()
+      made = _read(seen, rows, made, hooks)
 
-  def _serve(self, ids, rows, config, form, values, on_text):
+  def _serve(self, ids, rows, config, form, values, hooks):
     """`_together` by continuous batching (scheduler.py)."""
     if config.method != 'autoregressive':
       raise errors.UserError(
@@ -245,8 +259,8 @@ class Generator:
       scheduler.Request(i, prompt, row)
       for i, (prompt, row) in enumerate(zip(ids, rows, strict=True))
     ]
-    served.serve(requests, slots, form, values, on_text)
-    return [[0, request.steps] for request in requests]
+    end = lambda request: hooks.ended(request.number, [0, request.steps])
+    served.serve(requests, slots, form, values, hooks.on_text, end)
 
   def _encode(self, prompts, domains):
     """Token ids of every prompt, checked."""
@@ -289,7 +303,10 @@ class Generator:
       self._model.config, longest + new, 'prompt and new tokens'
     )
     length = min(bucket(longest), most - new)
-    return min(length + bucket(new), most), length
+    slots, shards = min(length + bucket(new), most), 1
+    if self.built.mesh.shape.get('context', 1) > 1:
+      shards = annotate.shards('slots')
+    return -(-slots // shards) * shards, length
 
   def _place(self, ids, length):
     """As step.place; reports the empty rows."""
@@ -303,12 +320,12 @@ class Generator:
     return tokens_BT, lengths_B
 
 
-def _read(seen, rows, before, on_text):
+def _read(seen, rows, before, hooks):
   """Gives the rows their tokens from number before[row] on; -> [tokens made].
 
   IntegrityError, after that, if a row's logits were not finite before it ended.
   """
-  tokens_BM, logprobs_BM, broken_B, made_B, _ = jax.device_get(seen)
+  tokens_BM, logprobs_BM, broken_B, made_B, lengths = jax.device_get(seen)
   bad = []
   for i, row in enumerate(rows):
     if not row.finish:
@@ -318,8 +335,10 @@ def _read(seen, rows, before, on_text):
       if broken_B[i] >= 0 and not row.finish:
         row.finish = 'broken'
         bad.append((int(end), i))
-      if on_text and (piece := row.fresh()):
-        on_text(i, piece)
+      if hooks.on_text and (piece := row.fresh()):
+        hooks.on_text(i, piece)
+      if row.finish not in ('', 'broken'):
+        hooks.ended(i, lengths[i].tolist())
   if bad:
     at, row = min(bad)
     raise errors.IntegrityError(

@@ -2,28 +2,39 @@
 
 What each drafts, and its file:
 
-    autoregressive   nothing: a call makes one token              proposal.py
-    prompt_lookup    what followed the last tokens before         copying.py
-    aggressive       the prompt, as far as the text copies it     copying.py
-    jacobi           the draws of the call before                 jacobi.py
-    speculative      the first layers of the model, one by one    drafters.py
-    pearl            the same, while the model judges             drafters.py
-    medusa           heads on the model's features, a tree        heads.py
-    eagle            a layer that continues the features          eagle.py
+    autoregressive nothing: a call makes one token                proposal.py
+    prompt_lookup  what followed the last tokens before           copying.py
+    aggressive     the prompt, as far as the text copies it       copying.py
+    jacobi         the draws of the call before                   jacobi.py
+    speculative    the first layers of the model, one by one      drafters.py
+    pearl          the same, while the model judges               drafters.py
+    easyspec       the same, with layers side by side             drafters.py
+    medusa         heads on the model's features, a tree          heads.py
+    eagle          a layer that continues the features            eagle.py
+    ppd            prompt tokens behind every draft, a tree   prompt_tokens.py
 """
 
+import functools
 from typing import NamedTuple
 
 from paraxis.configs.base import errors
-from paraxis.decode import copying
-from paraxis.decode import drafters
-from paraxis.decode import eagle
-from paraxis.decode import heads
-from paraxis.decode import jacobi
 from paraxis.decode import judges
 from paraxis.decode import proposal
 from paraxis.decode import trees
+from paraxis.decode.drafts import copying
+from paraxis.decode.drafts import drafters
+from paraxis.decode.drafts import eagle
+from paraxis.decode.drafts import heads
+from paraxis.decode.drafts import jacobi
+from paraxis.decode.drafts import prompt_tokens
 from paraxis.models import layer
+
+# Method -> kind of its file, heads.KINDS.
+FILES = {
+  'medusa': 'medusa', 'eagle': 'eagle', 'ppd': 'ppd',
+  **dict.fromkeys(('speculative', 'pearl', 'easyspec'), 'speculative'),
+}  # fmt: skip
+NEEDED = ('medusa', 'eagle', 'ppd')  # without one there are no drafts
 
 
 class Choice(NamedTuple):
@@ -32,6 +43,7 @@ class Choice(NamedTuple):
   method: str
   drafts: int
   draft_layers: int
+  draft_group: int
   judge: str
 
   @classmethod
@@ -69,12 +81,12 @@ def of(model, choice, greedy, about=None):
 def _made(model, choice, about):
   method, width = choice.method, choice.drafts
   coupled = judges.JUDGES[choice.judge].coupled
-  if about and method not in heads.KINDS:
+  if about and method not in FILES:
     raise errors.UserError(
       f'decode.method={method} uses no trained draft: leave out decode.draft, '
-      f'or take one of {", ".join(heads.KINDS)}.'
+      f'or take one of {", ".join(FILES)}.'
     )
-  if about and about.kind != method:
+  if about and about.kind != FILES[method]:
     raise errors.UserError(
       f'decode.draft was trained for decode.method={about.kind}, not {method}.'
     )
@@ -86,7 +98,7 @@ def _made(model, choice, about):
     return copying.Aggressive(width)
   if method == 'jacobi':
     return jacobi.Jacobi(width, model.config.vocab_size, coupled)
-  if method in ('medusa', 'eagle') and not about:
+  if method in NEEDED and not about:
     raise errors.UserError(
       f'decode.method={method} needs a trained draft: name its file with '
       'decode.draft (`paraxis draft` trains one).'
@@ -95,9 +107,13 @@ def _made(model, choice, about):
     return _eagle(model, width, coupled)
   if method == 'medusa':
     return heads.Medusa(model, trees.grown(about.accuracy, width))
+  if method == 'ppd':
+    return prompt_tokens.Ppd(model, about.accuracy, width)
   draft = _draft(model, choice, about)
   if method == 'speculative':
     return drafters.Speculative(draft, width, coupled)
+  if method == 'easyspec':
+    return _easyspec(draft, choice, coupled)
   return _pearl(draft, choice)
 
 
@@ -118,7 +134,8 @@ def _draft(model, choice, about):
       f'model: decode.draft_layers={layers} of {most}; {advice}.'
     )
   small = drafters.first_layers(model, layers)
-  return drafters.Draft(small, heads.residual if about else None)
+  say = functools.partial(heads.said, small) if about else None
+  return drafters.Draft(small, say)
 
 
 def _pearl(draft, choice):
@@ -129,13 +146,29 @@ def _pearl(draft, choice):
       f'decode.method=pearl judges drafts that are not all there yet: it takes '
       f'decode.judge=replay, not {choice.judge}.'
     )
+  _forgets(draft, 'pearl')
+  return drafters.Pearl(draft, choice.drafts)
+
+
+def _easyspec(draft, choice, coupled):
+  _forgets(draft, 'easyspec')
+  layers, group = draft.model.config.num_layers, choice.draft_group
+  if group > layers:
+    raise errors.UserError(
+      f'decode.draft_group={group}: layers that read the same features, of '
+      f'{layers} that draft; take 1 to {layers}.'
+    )
+  return drafters.EasySpec(draft, choice.drafts, group, coupled)
+
+
+def _forgets(draft, method):
+  """UserError if the draft model cannot forget drafts by a shorter length."""
   if kinds := _recurrent(draft.model):
     raise errors.UserError(
-      f'decode.method=pearl forgets drafts, and layers of kind {kinds} keep '
+      f'decode.method={method} forgets drafts, and layers of kind {kinds} keep '
       'one state a request: take method=speculative, or draft_layers without '
       'them.'
     )
-  return drafters.Pearl(draft, choice.drafts)
 
 
 def _eagle(model, width, coupled):

@@ -115,7 +115,8 @@ class Program:
     sound = jnp.isfinite(z).all(-1)
     # A draft whose logits are not finite is not kept; if those of the last
     # token are not, the request is broken.
-    drafts = drafts._replace(valid=drafts.valid & sound[:, 1:])
+    kept = drafts.valid & sound[:, 1:] & (drafts.tokens >= 0)
+    drafts = drafts._replace(valid=kept)
     tokens, n, at = judges.JUDGES[static.judge].run(z, drafts, draws, tree)
     bad = live & ~sound[:, 0]
     n = jnp.minimum(n + 1, limit - state.made)
@@ -151,7 +152,7 @@ class Program:
       drafts, held = method.propose(params, state.own, state.token, live, draws)
       x, z, flight = step.extend(
         self._model, params.model, state.cache, state.token, drafts, live,
-        method.tree,
+        method.tree, method.begin(params),
       )  # fmt: skip
       seen, after = self._judged(
         state, (x, z), drafts, draws, static, method.tree, limit

@@ -1,21 +1,24 @@
 """What a method of decoding is: what it is given, and what it proposes.
 
-A method is an object with `tree`, the trees.Tree of its drafts, and four pure
-functions:
+A `Method` has `tree`, the trees.Tree of its drafts, and pure functions:
 
     start(params, tokens_BT, lengths_B, slots, x_BTD)  -> its own state
     first(own, seen)                             -> with the first new token
     propose(params, own, token_B, live_B, draws) -> (judges.Drafts, held)
     settle(held, seen)                           -> its own state, after a call
+    begin(params)                                -> as for `Decoder.step`
 
-params: Params. token_B is the last token of each row, which no cache holds yet.
-seen: Seen. A row that was not live has no new tokens and settles as it was.
+A draft below 0 is no token: it is fed, as what `begin` makes of it, and not
+kept. params: Params. token_B is the last token of each row, which no cache
+holds yet. seen: Seen. A row that was not live has no new tokens and settles as
+it was.
 Legend: B rows, T prompt tokens, C drafts, D drafts of the longest path, S
 slots, V vocabulary.
 """
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from paraxis.decode import judges
@@ -63,7 +66,21 @@ class Seen(NamedTuple):
     return judges.at(self.x, place)
 
 
-class Autoregressive:
+class Method:
+  """What methods have in common."""
+
+  tree: trees.Tree
+
+  def first(self, own, seen):
+    del seen
+    return own
+
+  def begin(self, params) -> Any:
+    del params
+    return None
+
+
+class Autoregressive(Method):
   """No drafts."""
 
   tree = trees.chain(0)
@@ -71,10 +88,6 @@ class Autoregressive:
   def start(self, params, tokens_BT, lengths_B, slots, x_BTD):
     del params, tokens_BT, lengths_B, slots, x_BTD
     return ()
-
-  def first(self, own, seen):
-    del seen
-    return own
 
   def propose(self, params, own, token_B, live_B, draws):
     del params, own, live_B, draws
@@ -84,6 +97,34 @@ class Autoregressive:
   def settle(self, held, seen):
     del held, seen
     return ()
+
+
+def waiting(tokens, n, seen):
+  """(tokens (B, C + 1), n (B,)) of the last call of each row, the first n of
+  them: who drafts has not read them."""
+  width, moved = tokens.shape[1], seen.n > 0
+  new = jnp.pad(seen.tokens, ((0, 0), (0, width - seen.tokens.shape[1])))
+  return jnp.where(moved[:, None], new, tokens), jnp.where(moved, seen.n, n)
+
+
+def likeliest(tree, z_of):
+  """(B, C) int32: the drafts of a tree by their ranks, -1 for what is none.
+
+  Args:
+    z_of: k -> logits (B, V) of the drafts that are k + 1 deep.
+  """
+  tokens: list[Any] = [None] * tree.width
+  places = tree.depths()[1:] - 1
+  for k in range(tree.depth):
+    nodes = [c for c in range(tree.width) if places[c] == k]
+    nodes = [c for c in nodes if tree.ranks[c] >= 0]
+    most = 1 + max(tree.ranks[c] for c in nodes)
+    choices = jax.lax.top_k(z_of(k), most)[1].astype(jnp.int32)
+    for c in nodes:
+      tokens[c] = choices[:, tree.ranks[c]]
+  none = jnp.full_like(tokens[0], -1)
+  drafts = [none if x is None else x for x in tokens]
+  return annotate.put(jnp.stack(drafts, 1), ROWS)
 
 
 def written(x_BS, new_BC, at_B, n_B):

@@ -89,13 +89,14 @@ class Scheduler:
     cache = self._model.commit(cache, flight, self.form, keep[:, None])
     return token, logprob, sound, cache
 
-  def serve(self, requests, slots, form, values, on_text=None):
+  def serve(self, requests, slots, form, values, on_text=None, on_end=None):
     """Runs requests, in their order, until all have ended.
 
     Args:
       requests: [Request]. slots: of a row, as many as any request needs.
       form, values: as sampling.check returns them.
       on_text: called as on_text(number, piece) with new text.
+      on_end: called as on_end(request) when it has ended.
 
     Returns:
       steps of the model.
@@ -117,6 +118,9 @@ class Scheduler:
       cache, steps = found[-1], steps + 1
       tokens, logprobs, sound = jax.device_get(found[:-1])
       bad += _take(flagged, lanes, tokens, logprobs, sound, on_text)
+      for request in active:
+        if on_end and request.transcript.finish not in ('', 'broken'):
+          on_end(request)
       active[:] = [r for r in active if not r.transcript.finish]
     if bad:
       at, number = min(bad)

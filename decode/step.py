@@ -153,25 +153,27 @@ def drafted(count, tree):
   )
 
 
-def extend(model, params, cache, token_B, drafts, live_B, tree):
+def extend(model, params, cache, token_B, drafts, live_B, tree, begin=None):
   """Features and logits after the last token of every row and each draft.
 
   Args:
     model, params: as for `prefill`.
     cache: packed.Cache, without these tokens.
-    token_B: int32. drafts: judges.Drafts. live_B: bool. tree: trees.Tree.
+    token_B: int32. drafts: judges.Drafts, an id below 0 is fed as 0.
+    live_B: bool. tree: trees.Tree. begin: as for `Decoder.step`.
 
   Returns:
     (x (B, C + 1, D), z (B, C + 1, V), packed.Flight of the form `drafted`).
   """
   tokens = jnp.concatenate([token_B[:, None], drafts.tokens], 1)
+  tokens = jnp.maximum(tokens, 0)
   if tree.is_chain:
     there = drafts.valid.sum(1, dtype=jnp.int32)
     packed = rows(tokens, jnp.where(live_B, 1 + there, 0), cache.length)
   else:
     packed = _tree_rows(tokens, drafts.valid, live_B, cache.length, tree)
   form = drafted(len(tokens), tree)
-  x, flight = model.step(params, cache, packed, form)
+  x, flight = model.step(params, cache, packed, form, begin)
   return x, model.logits(params, x), flight
 
 
@@ -195,20 +197,21 @@ def _tree_rows(tokens_BC, valid, live_B, length_B, tree):
   return packed_lib.Packed(*(annotate.put(x, ('batch', None)) for x in fields))
 
 
-def advance(model, params, cache, token_B, live_B, through=None):
+def advance(model, params, cache, token_B, live_B, say=None, together=1):
   """Feeds the next token of every row -> (logits_BV, cache).
 
   Args:
     model, params: as for `prefill`.
     cache: packed.Cache with a free slot in every row.
     token_B: int32. live_B: bool, False: an ended or empty row.
-    through: what features go through before the head, or None.
+    say: (B, 1, D) features -> logits; None: the model's own.
+    together: as for `Decoder.step`.
 
   A row whose logits are not finite keeps nothing.
   """
   form = (packed_lib.Group(len(token_B), 1),)
   packed = rows(token_B[:, None], live_B.astype(jnp.int32), cache.length)
-  x_B1D, flight = model.step(params, cache, packed, form)
-  logits = model.logits(params, through(x_B1D) if through else x_B1D)
+  x_B1D, flight = model.step(params, cache, packed, form, together=together)
+  logits = say(x_B1D) if say else model.logits(params, x_B1D)
   sound = annotate.put(jnp.isfinite(logits).all(-1), ('batch', None))
   return logits[:, 0], model.commit(cache, flight, form, sound)

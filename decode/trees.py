@@ -18,7 +18,8 @@ NODES = 31  # drafts of a call: bits of packed.Packed.ancestors, less the root
 
 class Tree(NamedTuple):
   """parents: of draft c, -1 or below c. ranks: of draft c, which choice it is
-  for its place, 0: the likeliest; siblings differ."""
+  for its place, 0: the likeliest; siblings differ. -1: it is no draft, but fed
+  beside them (`probed`)."""
 
   parents: tuple[int, ...]
   ranks: tuple[int, ...]
@@ -30,7 +31,8 @@ class Tree(NamedTuple):
 
   @property
   def is_chain(self):
-    return self.parents == tuple(range(-1, self.width - 1))
+    ordered = self.parents == tuple(range(-1, self.width - 1))
+    return ordered and min(self.ranks, default=0) >= 0
 
   def depths(self):
     """int32 (width + 1,): of the last token, 0, and of every draft."""
@@ -42,7 +44,8 @@ class Tree(NamedTuple):
   @property
   def depth(self):
     """Drafts of the longest path."""
-    return int(self.depths().max())
+    drafts = zip(self.depths()[1:], self.ranks, strict=True)
+    return int(max((d for d, rank in drafts if rank >= 0), default=0))
 
   def ancestors(self):
     """uint32 (width + 1,): bit i: sees node i."""
@@ -71,6 +74,29 @@ def of_paths(paths):
   return Tree(
     tuple(place[path[:-1]] for path in order), tuple(path[-1] for path in order)
   )
+
+
+def probed(tree, count):
+  """`tree` with a chain of `count` tokens that are no drafts behind the last
+  token and behind every draft.
+
+  Raises:
+    UserError: more than `NODES` together.
+  """
+  parents, ranks = list(tree.parents), list(tree.ranks)
+  each = count * (1 + tree.width)
+  if tree.width + each > NODES:
+    most = max((NODES - count) // (count + 1), 0)
+    raise errors.UserError(
+      f'{tree.width} drafts (decode.drafts) with {count} prompt tokens behind '
+      f'each are {tree.width + each} tokens of a call, which takes {NODES}: '
+      f'take at most {most} drafts.'
+    )
+  for node in range(-1, tree.width):
+    for i in range(count):
+      parents.append(len(parents) - 1 if i else node)
+      ranks.append(-1)
+  return Tree(tuple(parents), tuple(ranks))
 
 
 def check(drafts):

@@ -42,7 +42,8 @@ class Decoder:
     inputs: path -> contracted dimensions of a matrix, without 'layers'.
     trained: models.trained.Trained.
     frozen: paths that a run does not learn (models/trained.py).
-    stack: models.stack.Stack, the layers; its pattern, depth, held.
+    stack: models.stack.Stack, the layers; its pattern, depth, held, sizes and
+      unstack (parameters with one array per layer, for decoding).
   """
 
   def __init__(
@@ -56,6 +57,7 @@ class Decoder:
     self.config, self.layout, self.trained = config, layout, trained
     self.stack = stack = stack_lib.Stack(config, policy, layout, trained)
     self.pattern, self.depth, self.held = stack.pattern, stack.depth, stack.held
+    self.sizes, self.unstack = stack.sizes, stack.unstack
     self._ends = stack_lib.Skeleton(functools.partial(layer_lib.Ends, config))
     leaves = self._ends.leaves | stack.leaves
     self.axes = {
@@ -72,14 +74,6 @@ class Decoder:
     out = self._ends.init(ends_key, jnp.dtype(self.config.param_dtype))
     out |= self.stack.init(layers_key)
     return {p: annotate.put(v, self.axes[p]) for p, v in out.items()}
-
-  def sizes(self, params) -> dict[str, int]:
-    """Numbers in each parameter: `Stack.sizes`."""
-    return self.stack.sizes(params)
-
-  def unstack(self, params):
-    """Parameters with one array per layer, for decoding: `Stack.unstack`."""
-    return self.stack.unstack(params)
 
   def run(self, kinds, stacks, x_BTD, see, on=None, taped=None):
     """Consecutive layers -> (x_BTD, aux.Aux): `Stack.run`.
@@ -153,12 +147,13 @@ class Decoder:
     names = table.get_metadata('axes')
     return lookup.lookup(table[...], names, ids, RESIDUAL, dtype)
 
-  def step(self, params, cache, packed, form, begin=None):
+  def step(self, params, cache, packed, form, begin=None, together=1):
     """Features of tokens in flight; the cache is read, nothing is written.
 
     Args:
       params: of `unstack`. cache, packed, form: of packed.py; form is static.
       begin: what embedded tokens go through before the first layer, or None.
+      together: as for stack.Stack.step.
 
     Returns:
       (x (.., D), laid out as packed, after the final norm; packed.Flight).
@@ -169,7 +164,7 @@ class Decoder:
     x, see = self._begun(params, batch)
     x = begin(x) if begin else x
     see = see._replace(plan=plan)
-    x, layers = self.stack.step(params, x, see, cache.states)
+    x, layers = self.stack.step(params, x, see, cache.states, together)
     return self.normalise(params, x), packed_lib.Flight(packed, layers)
 
   def commit(self, cache, flight, form, keep):
@@ -209,17 +204,26 @@ class Decoder:
     scale = self.config.logit_scale
     return x_BTD if scale == 1 else x_BTD * jnp.asarray(scale, x_BTD.dtype)
 
-  def logits(self, params, x_BTD):
-    """x_BTD -> z_BTV in at least float32, vocabulary sharded by the rules."""
-    x_BTD = self._scaled(x_BTD)
+  def logits(self, params, x_BTD, words=None):
+    """x_BTD -> z_BTV in at least float32, vocabulary sharded by the rules.
+
+    words: (V',) int32, of which ids; not sharded then. None: of all.
+    """
+    x_BTD, out = self._scaled(x_BTD), LOGITS
     head, names = self._head(params)
+    if words is not None:
+      whole = (None,) * 3
+      head = lookup.lookup(head, names, words[None], whole, head.dtype)[0]
+      names, out = whole[:2], (*ROWS, None)
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     with jax.named_scope('head'):
       z = project.einsum(
-        'BTD,VD->BTV', x_BTD, RESIDUAL, head, names, LOGITS, dtype=wide
+        'BTD,VD->BTV', x_BTD, RESIDUAL, head, names, out, dtype=wide
       )
     if self.config.head_bias:
-      z = z + self._ends.module(params).head_bias[...].astype(wide)
+      bias = self._ends.module(params).head_bias[...]
+      bias = bias if words is None else annotate.put(bias, (None,))[words]
+      z = z + bias.astype(wide)
     cap = self.config.logit_softcap
     return cap * jnp.tanh(z / cap) if cap else z
 

@@ -137,12 +137,14 @@ class Layer(nnx.Module):
         y = getattr(self, f'{name}_post_norm')(y)
     return y if scale == 1 else y * jnp.asarray(scale, y.dtype)
 
-  def __call__(self, x_BTD, see, state=None):
-    """-> (x_BTD, the mixer's state, aux.Aux); see: attention.Visibility."""
+  def __call__(self, x_BTD, see, state=None, read=None):
+    """-> (x_BTD, the mixer's state, aux.Aux); see: attention.Visibility; read:
+    what the mixer reads in place of x_BTD, or None."""
     x, mix = checkpoint_name(x_BTD, 'residual'), self.mixer
     given, before = x, functools.partial(self._before, mix.name)
     more = (before,) if mix.norms else ()
-    normed = x if mix.norms else before(x)
+    read = x if read is None else read
+    normed = read if mix.norms else before(read)
     with jax.named_scope(mix.name):
       run = mix if see.plan is None else mix.decode
       found = run(normed, see, state, *more)

@@ -355,24 +355,22 @@ class Stack:
       y, _, aux = self._kinds[kind].module(mine, owners)(x, see, None)
     return y, aux
 
-  def step(self, params, x_BTD, see, states):
-    """All layers, of tokens in flight over a cache.
+  def step(self, params, x_BTD, see, states, together=1):
+    """Tokens in flight over a cache -> (x_BTD, what each layer has in flight).
 
     Args:
+      together: mixers of so many layers read the features of the first one.
       params: as `unstack` gives them.
       x_BTD, see: features, and attention.Visibility with its plan.
       states: one entry per layer, as its mixer keeps it.
-
-    Returns:
-      (x_BTD, what each layer has in flight).
     """
-    new = []
+    new, read = [], x_BTD
     for i, kind in enumerate(self.pattern):
-      skeleton = self._kinds[kind]
+      skeleton, read = self._kinds[kind], read if i % together else x_BTD
       at = {p: f'layers/{self._homes[p][i]}/{p}' for p in skeleton.leaves}
       mine = {p: params[name] for p, name in at.items()}
       with _scope(kind):
-        x_BTD, state, _ = skeleton.module(mine)(x_BTD, see, states[i])
+        x_BTD, state, _ = skeleton.module(mine)(x_BTD, see, states[i], read)
       new.append(state)
     return x_BTD, tuple(new)
 

@@ -31,6 +31,7 @@ LOGICAL = {
   'batch': 'rows of a step',
   'length': 'tokens of a row, inside a sublayer',
   'residual_length': 'tokens of a row, between sublayers and in norms',
+  'slots': 'tokens of a row of a cache, while decoding',
   'hidden': 'width of activations',
   'embed': 'width of the model in parameters',
   'layers': 'depth',

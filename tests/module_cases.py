@@ -15,6 +15,7 @@ import numpy as np
 import support
 
 from paraxis.configs import schema
+from paraxis.decode import load
 from paraxis.decode import loop
 from paraxis.decode import step
 from paraxis.models import batch
@@ -264,7 +265,7 @@ def generator(
     gated_linear=dict(gate_rank=3), recurrent=dict(tolerance=1e-13),
   )  # fmt: skip
   config = schema.view(dict(model=model, mesh=dict(sequence=False)))
-  built = build.build(config, mesh, devices=jax.devices()[:devices])
+  built = load.built_for(config, mesh, jax.devices()[:devices])
   values = parameters(built.model, spread)
   params = {
     p: jax.device_put(x, built.params[p].sharding) for p, x in values.items()

@@ -29,7 +29,10 @@ ROOMS = {
     'parameter', 'aux', 'batch', 'norm', 'depth', 'memory', 'ffn', 'mixers',
     'text', '', 'huggingface/families', 'huggingface',
   ),
-  'decode': ('', 'certify', '__main__', 'evaluate'),
+  'decode': (
+    'sampling', 'judges', 'trees', 'proposal', 'step', 'cache', 'drafts', '',
+    'certify', '__main__', 'evaluate',
+  ),
   'train': (
     'data', 'run', 'launch', '', 'plot', 'certify', 'bench', 'claims', 'cli',
     '__main__',

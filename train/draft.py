@@ -1,16 +1,55 @@
-"""Text for a draft, and its training (decode/distill.py)."""
+"""Text for a draft, and its training (decode/drafts/distill.py).
+
+A draft is to say what the model says, so it may learn from what the model
+writes: pieces of the text, which it continues greedily (Medusa's
+self-distillation, arXiv:2401.10774, section 2.3; there the answers are drawn).
+"""
 
 import dataclasses
+import functools
 import itertools
-
-import jax
+from typing import NamedTuple
 
 from paraxis.configs import schema
-from paraxis.decode import distill
+from paraxis.decode.drafts import distill
 from paraxis.models import build
 from paraxis.train.data import corpus
 
 LONGEST = 4  # rows of one document
+TOGETHER = 64  # beginnings that are continued in one batch
+
+
+class Text(NamedTuple):
+  """What a draft learns from.
+
+  path: as config.data.path. tokens: at most so many. own: of every row, how
+  many the model writes; 0: none, rows are text.
+  """
+
+  path: str
+  tokens: int
+  own: int = 0
+
+
+def documents(path, held, domains=()):
+  """Texts of the training or the held-out part, of each domain in turn.
+
+  domains: only of these; (): of all.
+  """
+  texts: dict = {}
+  for document in corpus.documents(path):
+    if document.held == held and (not domains or document.domain in domains):
+      texts.setdefault(document.domain, []).append(document.text)
+  turns = itertools.zip_longest(*(texts[d] for d in sorted(texts)))
+  return list(filter(None, itertools.chain.from_iterable(turns)))
+
+
+def beginnings(tokenizer, texts, count, length):
+  """[ids] of the beginnings of at most `count` texts that are as long."""
+  found = (tokenizer.encode(text) for text in texts)
+  return list(
+    itertools.islice((x[:length] for x in found if len(x) >= length), count)
+  )
 
 
 def rows(tokenizer, path, held, tokens, length):
@@ -20,14 +59,8 @@ def rows(tokenizer, path, held, tokens, length):
     path: as config.data.path. tokens: at most so many are taken, of each domain
       in turn.
   """
-  domains: dict = {}
-  for document in corpus.documents(path):
-    if document.held == held:
-      domains.setdefault(document.domain, []).append(document.text)
-  # One document of each domain in turn, until there are enough tokens.
-  turns = itertools.zip_longest(*(domains[d] for d in sorted(domains)))
   taken, count = [], 0
-  for text in filter(None, itertools.chain.from_iterable(turns)):
+  for text in documents(path, held):
     if count >= tokens:
       break
     ids = tokenizer.encode(text)[: LONGEST * length]
@@ -36,24 +69,59 @@ def rows(tokenizer, path, held, tokens, length):
   return distill.rows_of(taken, length)[: max(tokens // length, 1)]
 
 
+@functools.lru_cache(maxsize=1)
+def written(made, text, length, say):
+  """(N, length) int32: pieces of texts, and what the model writes after each.
+
+  Args:
+    made: loop.Generator. text: Text, whose `own` is above 0.
+  """
+  count, begin = max(text.tokens // length, 1), length - text.own
+  encoded = map(made.tokenizer.encode, documents(text.path, False))
+  # The first piece of each document, then the second, ..
+  pieces = itertools.zip_longest(*(_pieces(x, begin) for x in encoded))
+  pieces = filter(None, itertools.chain.from_iterable(pieces))
+  ids, found = list(itertools.islice(pieces, count)), []
+  for at in range(0, len(ids), TOGETHER):
+    part = ids[at : at + TOGETHER]
+    results = made.generate(part, max_new_tokens=text.own, temperature=0.0)
+    found += [
+      [*x, *r['tokens']]
+      for x, r in zip(part, results, strict=True)
+      if r['finish'] == 'length'
+    ]
+  say(
+    f'{len(found)} rows of {begin} tokens of text and {text.own} of the model; '
+    f'{len(ids) - len(found)} of {len(ids)} texts it ended before'
+  )
+  return distill.rows_of(found, length)
+
+
+def _pieces(ids, length):
+  return [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
+
+
 def alone(opened):
   """schema.Config of a load.Checkpoint: float32, on one device of all."""
   config = schema.view(opened.config())
   config = schema.with_value(config, 'model.dtype', 'float32')
-  return dataclasses.replace(config, mesh=schema.Mesh(data=1))
+  return dataclasses.replace(
+    config, mesh=schema.Mesh(data=1), decode=schema.Decode()
+  )
 
 
-def trained(opened, path, tokens, kind, layers, recipe, say):
-  """(heads.About, {name: array}) for a load.Checkpoint or load.Weights.
+def trained(made, text, kind, layers, recipe, say):
+  """(heads.About, {name: array}) for a loop.Generator.
 
   Args:
-    path: of text, as config.data.path. tokens: of it, at most.
-    kind, layers, recipe, say: as for distill.train.
+    text: Text. kind, layers, recipe, say: as for distill.train.
   """
-  built, params, tokenizer, _ = opened.parts(alone(opened))
-  with build.use(built):
-    params = jax.jit(built.model.unstack)(params)
-    text = rows(tokenizer, path, False, tokens, recipe.length)
+  length, tokenizer = recipe.length, made.tokenizer
+  if text.own:
+    found = written(made, text, length, say)
+  else:
+    found = rows(tokenizer, text.path, False, text.tokens, length)
+  with build.use(made.built):
     return distill.train(
-      built.model, params, tokenizer, text, kind, layers, recipe, say
+      made.built.model, made.params, tokenizer, found, kind, layers, recipe, say
     )

@@ -9,7 +9,8 @@ import pathlib
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 
-KINDS = 'medusa', 'speculative', 'eagle'
+KINDS = 'medusa', 'speculative', 'eagle', 'ppd'
+SHORT = 64  # tokens of a row of ppd, each with prompt tokens behind it
 
 
 def _check(values):
@@ -19,6 +20,12 @@ def _check(values):
     )
   if not values.out:
     raise errors.UserError('name the file to write with --out=FILE.npz.')
+  length = values.length or (SHORT if values.method == 'ppd' else 512)
+  if values.own and not 0 < values.own < length:
+    raise errors.UserError(
+      f'--own={values.own}: of a row of --length={length} tokens the model '
+      f'writes 1 to {length - 1}; 0: none.'
+    )
   if (values.method == 'speculative') != bool(values.draft_layers):
     raise errors.UserError(
       f'--method={values.method} --draft_layers={values.draft_layers}: '
@@ -27,32 +34,34 @@ def _check(values):
   folder = pathlib.Path(values.out).expanduser().resolve().parent
   if not folder.is_dir():
     raise errors.UserError(f'--out={values.out}: no folder {folder}.')
+  return length
 
 
 def _draft(values, *_):
   from paraxis.decode import __main__ as decode_main
 
-  _check(values)
+  length = _check(values)
   decode_main.require_one(values.checkpoint, values.weights)
   command_line.prepare_devices(1)
-  from paraxis.decode import distill
-  from paraxis.decode import heads
+  from paraxis.decode.drafts import distill
+  from paraxis.decode.drafts import heads
   from paraxis.train import draft
 
   recipe = distill.Recipe(
     heads=values.heads, steps=values.steps, batch=values.batch,
-    length=values.length, seed=values.seed, rate=values.rate,
+    length=length, seed=values.seed, rate=values.rate,
+    words=values.words,
   )  # fmt: skip
+  text = draft.Text(values.data, values.tokens, values.own)
   given = values.checkpoint, values.weights
   with decode_main.open_(*given) as opened:
+    made = opened.generator(draft.alone(opened))
     about, own = draft.trained(
-      opened, values.data, values.tokens, values.method, values.draft_layers,
-      recipe, print,
-    )  # fmt: skip
+      made, text, values.method, values.draft_layers, recipe, print
+    )
   heads.save(values.out, about, own)
-  numbers = sum(x.size for x in own.values())
   print(
-    f'{values.out}: {numbers:,} parameters; paraxis decode '
+    f'{values.out}: {heads.numbers(own):,} parameters; paraxis decode '
     f'--method={values.method} --draft={values.out}'
   )
 
@@ -67,15 +76,23 @@ COMMAND = command_line.Command(
     (str, 'weights=PATH', None, 'instead: Hugging Face, .gguf, or smollm2'),
     (str, 'method=NAME', 'medusa',
      'medusa: heads; speculative: blocks behind the first layers; eagle: a '
-     'layer that continues the features'),
+     'layer that continues the features; ppd: prompt tokens behind drafts'),
     (str, 'out=FILE', '', 'the .npz file to write'),
     (str, 'data=PATH', 'fixture', 'text, as data.path'),
     ('count', 'tokens=N', 100_000, 'of the text that are read, at most'),
+    ('count', 'own=N', 0,
+     'tokens of each row that the model writes itself, after a piece of text; '
+     '0: rows are text'),
+    ('count', 'words=N', 0,
+     'ids that the draft says, the most frequent ones; 0: all'),
     ('count', 'draft_layers=N', 0, 'speculative: layers, from the first on'),
-    ('count', 'heads=N', 3, 'medusa: tokens after the next one'),
+    ('count', 'heads=N', 3,
+     'medusa: tokens after the next one; ppd: prompt tokens'),
     ('count', 'steps=N', 200, 'of training'),
     ('count', 'batch=N', 256, 'tokens of a step'),
-    ('count', 'length=N', 512, 'tokens of a row of text'),
+    ('count', 'length=N', 0,
+     'tokens of a row of text; 0: 512, of ppd 64, which costs 1 + heads times '
+     'as many'),
     (float, 'rate=X', 1e-3, 'learning rate in the beginning; cosine decay'),
     ('count', 'seed=N', 0, 'order of the text'),
   ),

@@ -28,6 +28,10 @@ METHODS = {
     'the same layers, while the model judges',
     'lossless; judge=replay',
   ),
+  'easyspec': (
+    'the same layers, the mixers of draft_group of them on the same features',
+    'lossless, with either judge',
+  ),
   'medusa': (
     'heads of decode.draft, a tree',
     'lossless with judge=replay; typical is not',
@@ -35,6 +39,10 @@ METHODS = {
   'eagle': (
     'a layer of decode.draft that continues the features',
     'lossless, with either judge',
+  ),
+  'ppd': (
+    'prompt tokens of decode.draft behind every draft, a tree',
+    'lossless with judge=replay; typical is not',
   ),
 }
 
@@ -61,12 +69,21 @@ class Decode:
     4, 'tokens that a method drafts for a call', low=1, high=31
   )
   draft_layers: int = field(
-    0, 'speculative, pearl: layers, from the first on, that draft', low=0
+    0,
+    'speculative, pearl, easyspec: layers, from the first on, that draft',
+    low=0,
+  )
+  draft_group: int = field(
+    4,
+    'easyspec: layers of the draft model whose mixers read the same features; '
+    '1: it drafts exactly',
+    low=1,
   )
   draft: str = field(
     '',
-    "file of a trained draft (`paraxis draft`): medusa's heads, or what "
-    'speculative adds before the head',
+    "file of a trained draft (`paraxis draft`): medusa's heads, eagle's layer, "
+    "ppd's prompt tokens, or what speculative, pearl and easyspec add before "
+    'the head',
   )
   judge: str = field(
     'replay',

@@ -191,12 +191,12 @@ class Engine:
   def __init__(self, case, mesh_text='data=1'):
     """UserError: a mesh that does not fit the devices, or decoding."""
     sizes = build.mesh_sizes(case.config, mesh_text)
-    load.check_mesh(mesh_text, sizes)
+    load.check_mesh(mesh_text, sizes, case.config.model.pattern)
     devices = jax.devices()
     if -1 not in sizes.values():
       devices = devices[: math.prod(sizes.values())]
     self.case = case
-    self.built = build.build(case.config, mesh_text, devices=devices)
+    self.built = load.built_for(case.config, mesh_text, devices)
     self.model = model = self.built.model
     own = [model.stack.mixer(kind).capabilities for kind in model.pattern]
     self.declared = own

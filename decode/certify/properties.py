@@ -15,15 +15,16 @@ import numpy as np
 from paraxis.configs.base import errors
 from paraxis.configs.base.decode import METHODS
 from paraxis.decode import cache as cache_lib
-from paraxis.decode import distill
-from paraxis.decode import heads
 from paraxis.decode import judges
+from paraxis.decode import methods as methods_lib
 from paraxis.decode.certify import cases
+from paraxis.decode.drafts import distill
+from paraxis.decode.drafts import heads
 from paraxis.models import build
 
 BOUND = 1e-9
 MESHES = ('tensor=4', 'data=2,tensor=2', 'context=4')
-DRAFTS = dict(drafts=3, draft_layers=1)
+DRAFTS = dict(drafts=3, draft_layers=1, draft_group=1)
 CHANGES, REFUSED = 'CHANGES THE NUMBERS', 'REFUSED'
 # Of a judge's joint distribution: letters, tokens, texts; standard deviations
 # of chi-square that a right judge may be off.
@@ -249,7 +250,7 @@ def methods(proof):
 
 def _draft(engine, method, folder):
   """A file of a draft with random parameters; '': the method has none."""
-  if method not in ('medusa', 'eagle'):
+  if method not in methods_lib.NEEDED:
     return ''
   with build.use(engine.built):
     draft = distill.untrained(engine.model, engine.params, method, 'ids')

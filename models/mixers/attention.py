@@ -40,7 +40,7 @@ from paraxis.sharding.sequence import attention as context
 
 ROWS, RESIDUAL, QUERIES = mixer.ROWS, mixer.RESIDUAL, mixer.HEADS
 KEYS = ('batch', 'length', 'kv_heads', 'head_dim')
-CACHE = ('batch', 'kv_heads', 'length', 'head_dim')  # of keys and values
+CACHE = ('batch', 'kv_heads', 'slots', 'head_dim')  # of keys and values
 
 
 class Visibility(NamedTuple):

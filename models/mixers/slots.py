@@ -8,11 +8,16 @@ lse (pallas_kernels/decode_attention/schedule.py).
 A cache is (B, K, S, H): the slots of a head lie one after the other, so the
 products of a step read it in place (pallas_kernels/decode_attention/op.py).
 
+Mesh axes may share the slots of a row: each shard attends over its own, and the
+parts are joined by lse, too; tokens in flight are whole on every shard.
+
 All functions take local arrays. Legend: R rows of a cache, n lanes, C tokens of
 a lane, S slots, N heads, K kv heads, H head width (V of values).
 """
 
 import dataclasses
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +31,24 @@ from paraxis.pallas_kernels.attention import op as attention_op
 from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
+from paraxis.sharding import annotate
+
+
+class Part(NamedTuple):
+  """Slots of a row that are here: `first` .. first + size - 1 of `whole`."""
+
+  first: Any
+  size: int
+  whole: int
+
+
+def part_of(size):
+  """Part of a row of which `size` slots are local."""
+  axes = annotate.carriers('slots') if annotate.mode() == 'manual' else ()
+  if not axes:
+    return Part(0, size, size)
+  n = math.prod(map(jax.lax.axis_size, axes))
+  return Part(jax.lax.axis_index(axes) * size, size, size * n)
 
 
 class How(NamedTuple):
@@ -72,7 +95,8 @@ def attend(form, how, q, k, v, old_k, old_v, ids):
   outs: list = []
   arrays = q, k, v, ids
   for group, q_g, k_g, v_g, mine in packed.lanes(form, *arrays):
-    part = within(group, how, q_g, k_g, v_g, mine, old_k.shape[2])
+    length = part_of(old_k.shape[2]).whole
+    part = within(group, how, q_g, k_g, v_g, mine, length)
     old = of_lanes(group, (old_k, old_v), mine, q_g)
     outs.append(joined(group, how, q_g, old, mine, part))
   o, lse = (packed.join(form, x) for x in zip(*outs, strict=True))
@@ -110,7 +134,8 @@ def of_lanes(group, slots, ids, x):
   out = [slots if group.own else [y[own.row[:, 0]] for y in slots]]
   for one in shared:
     row = jnp.where(jnp.isnan(x[:, 0, 0, 0]), 0, one.row[:, 0])
-    at = jnp.arange(slots[0].shape[2])
+    size = slots[0].shape[2]
+    at = part_of(size).first + jnp.arange(size)
     ok = (at >= one.begin[:, :1]) & (at < one.length[:, :1])
     out.append([jnp.where(ok[:, None, :, None], y[row], 0) for y in slots])
   return out
@@ -168,27 +193,52 @@ def committed(how, q, k, v, ids):
   Args:
     q: (n, C, N, H). k, v: (n, K, S, H), (n, K, S, V). ids: of `ranges`.
   """
-  size, (mask, impl, chunk) = k.shape[2], how
+  part = part_of(k.shape[2])
+  if part.size == part.whole:
+    return _committed(how, q, k, v, ids, part)
+  o, lse = _committed(how, q, k, v, ids, part)
+  axes, wide = annotate.carriers('slots'), jnp.promote_types(o.dtype, lse.dtype)
+  top = jnp.maximum(jax.lax.pmax(lse, axes), varying.FLOOR)
+  weight = jnp.where(lse > varying.FLOOR, jnp.exp(lse - top), 0)
+  total = jax.lax.psum(weight, axes)
+  some = jnp.where(total > 0, total, 1)
+  sums = jax.lax.psum(o.astype(wide) * weight[..., None], axes)
+  lse = jnp.where(total > 0, top + jnp.log(some), varying.NEG)
+  return (sums / some[..., None]).astype(o.dtype), lse
+
+
+def _committed(how, q, k, v, ids, part):
+  """`committed` over the slots that are here."""
+  size, (mask, impl, chunk) = part.size, how
   if q.shape[1] == 1:  # a range: a kernel divides it into equal work
+    shared = size < part.whole
     begin = ids.position - ids.position % chunk if chunk else 0 * ids.position
-    if ids.begin is not None:  # and the range may end before the window does
+    if shared or ids.begin is not None:
+      # The range may end before the window does.
       first = ids.position - mask.window + 1 if mask.window else 0
-      begin = jnp.maximum(jnp.maximum(begin, ids.begin), first)
-    lengths = jnp.where(ids.valid, jnp.maximum(ids.length - begin, 0), 0)
+      old = 0 if ids.begin is None else ids.begin
+      begin = jnp.maximum(jnp.maximum(begin, old), first)
+    end = ids.length
+    if shared:
+      begin, end = (jnp.clip(x - part.first, 0, size) for x in (begin, end))
+    lengths = jnp.where(ids.valid, jnp.maximum(end - begin, 0), 0)
     if mask.window == 1:
       lengths = 0 * lengths
     # The query itself, which is not among them, is one of its window.
-    mask = dataclasses.replace(mask, window=max(mask.window - 1, 0))
+    window = 0 if shared else max(mask.window - 1, 0)
+    mask = dataclasses.replace(mask, window=window)
     return decode_attention.ragged(
       q, k, v, mask, lengths[:, 0], begins_B=begin[:, 0]
     )
-  slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (len(q), size))
+  slots = part.first + jnp.arange(size, dtype=jnp.int32)
+  slots = jnp.broadcast_to(slots, (len(q), size))
   here = slots < ids.length[:, :1]
   if ids.begin is not None:
     here &= slots >= ids.begin[:, :1]
   both = (ids.valid, ids.position), (here, slots)
   segments = [
-    chunks(ok.astype(jnp.int32), position, chunk, size) for ok, position in both
+    chunks(ok.astype(jnp.int32), position, chunk, part.whole)
+    for ok, position in both
   ]
   order = ids.position, slots
   if q.shape[1] <= packed.FEW:
@@ -265,15 +315,52 @@ def write(form, count, *arrays):
   """
   slots, new = arrays[:count], arrays[count : 2 * count]
   keep, ids = arrays[2 * count :]
+  part = part_of(slots[0].shape[2])
+  shared = part.size < part.whole
   for group, kept, mine, *xs in packed.lanes(form, keep, ids, *new):
-    kept &= mine.valid & (mine.position < slots[0].shape[2])
+    kept &= mine.valid & (mine.position < part.whole)
     rows = jnp.arange(len(kept), dtype=jnp.int32)[:, None]
     row = jnp.broadcast_to(rows, kept.shape) if group.own else mine.row
-    given = row, mine.position, kept, *xs
-    if group.tree:  # each token has its own place
+    alone = group.tree or (shared and group.width <= packed.FEW)
+    place = mine.position - part.first
+    if alone:  # each token has its own place
+      kept &= (place >= 0) & (place < part.size)
+      place = jnp.clip(place, 0, part.size - 1)
+    given = row, place, kept, *xs
+    if alone:
       given = [x.reshape(-1, 1, *x.shape[2:]) for x in given]
-    slots = _write_lanes(group.fresh, slots, *given)
+    if shared and not alone:
+      slots = _write_shared(slots, *given)
+    else:
+      slots = _write_lanes(group.fresh, slots, *given)
   return tuple(slots)
+
+
+def _write_shared(slots, row, place, keep, *new):
+  """Of lanes (n, C) of consecutive tokens those that have a slot here; place:
+  that of the first one from the first slot here, or before it."""
+  size, (n, c) = slots[0].shape[2], keep.shape
+  edges = ((size, size), (0, 0))
+  new = [
+    finite(x).astype(old.dtype).swapaxes(1, 2)
+    for x, old in zip(new, slots, strict=True)
+  ]
+
+  def put(i, slots):
+    # Behind `size` empty places, the lane; the tokens of the slots here.
+    first = jnp.clip(size - place[i, 0], 0, c + size)
+    cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size)
+    kept = cut(jnp.pad(keep[i], edges[0]), first)
+    out = []
+    for old, x in zip(slots, new, strict=True):
+      at = (row[i, 0], *[row[i, 0] * 0] * 3)
+      was = jax.lax.dynamic_slice(old, at, (1, *old.shape[1:]))
+      wide = jnp.pad(x[i], ((0, 0), *edges))
+      x = jnp.where(kept[:, None], cut(wide, first, axis=1), was[0])
+      out.append(jax.lax.dynamic_update_slice(old, x[None], at))
+    return tuple(out)
+
+  return jax.lax.fori_loop(0, n, put, tuple(slots))
 
 
 def _write_lanes(fresh, slots, row, position, keep, *new):

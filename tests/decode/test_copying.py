@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paraxis.decode import copying
+from paraxis.decode.drafts import copying
 
 
 def followed_by_loop(text, length, source, place, n):

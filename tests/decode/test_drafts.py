@@ -13,11 +13,11 @@ import module_cases
 import numpy as np
 import pytest
 
-from paraxis.decode import drafters
-from paraxis.decode import eagle
-from paraxis.decode import heads
 from paraxis.decode import step
 from paraxis.decode import trees
+from paraxis.decode.drafts import drafters
+from paraxis.decode.drafts import eagle
+from paraxis.decode.drafts import heads
 from paraxis.models import build
 
 V, D, NEW, ROOM = 12, 16, 20, 48

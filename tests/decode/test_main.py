@@ -15,6 +15,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.decode import __main__ as command
+from paraxis.decode import load
 from paraxis.decode import loop
 from paraxis.models import build
 from paraxis.models.text import tokenizer
@@ -59,6 +60,7 @@ def run(capsys, workdir):
     out, err = capsys.readouterr()
     return code, out, err.splitlines()
 
+  call.path = workdir
   return call
 
 
@@ -103,6 +105,42 @@ def test_prompts_that_share_rows(run, tmp_path):
   assert (code, out) == (2, '') and 'data would shard them' in err[-1]
 
 
+@pytest.mark.parametrize('more', ((), ('--requests=2',), ('--drafts=2',)))
+def test_each_result_is_printed_when_it_ends(run, tmp_path, more):
+  """A line each, numbered as the prompts are; those of one object for all."""
+  file = tmp_path / 'prompts.txt'
+  file.write_bytes(b'One\n\xff\nTwo and more\nThree\n')
+  flags = [f'--prompts_file={file}', '--domain=drama', '--temperature=0', *more]
+  if '--drafts=2' in more:
+    flags.append('--method=prompt_lookup')
+  code, out, _ = run(*flags, '--json')
+  want = json.loads(out)['samples']
+  code, out, err = run(*flags, '--stream')
+  assert code == 2 and any('line 2 is left out' in line for line in err)
+  found = [json.loads(line) for line in out.splitlines()]
+  assert sorted(r.pop('index') for r in found) == [0, 2, 3]
+  order = lambda samples: sorted(samples, key=lambda s: s['prompt'])
+  assert order(found) == order(want)
+  assert any('3 texts: 15 tokens after the first' in line for line in err)
+
+
+def test_ended_texts_do_not_wait_for_longer_ones(run):
+  made = run_generator(run)
+  seen = []
+
+  def ended(i, result):
+    seen.append((i, result['finish'], len(result['tokens'])))
+
+  first = made.generate(['One', 'Two'], ['drama'] * 2, **LONG)
+  stop = first[1]['text'][4:7]
+  assert stop not in first[0]['text']
+  found = made.generate(
+    ['One', 'Two'], ['drama'] * 2, (stop,), on_end=ended, **LONG
+  )
+  assert [i for i, _, _ in seen] == [1, 0] and seen[0][1] == 'stop'
+  assert found[0]['tokens'] == first[0]['tokens']
+
+
 def test_a_method_says_how_many_tokens_a_call_made(run):
   flags = ('--prompt=The', '--domain=drama', '--temperature=0', '--json')
   want = json.loads(run(*flags)[1])['samples'][0]['tokens']
@@ -113,6 +151,15 @@ def test_a_method_says_how_many_tokens_a_call_made(run):
   assert any(made in line for line in err)
   code, out, err = run(*flags, '--method=speculative')
   assert (code, out) == (2, '') and 'draft_layers=0 of 1' in err[-1]
+
+
+LONG = dict(temperature=0.0, max_new_tokens=40)
+
+
+def run_generator(run):
+  """loop.Generator of the run."""
+  with load.Checkpoint(run.path, say=lambda line: None) as opened:
+    return opened.generator(schema.view(opened.config()))
 
 
 TRAINED = {
@@ -252,6 +299,10 @@ def test_damage_falls_back_and_is_reported(run, workdir, tmp_path, whole):
     (['--config.data.tokenizer=bytes'], 'not the one of the checkpoint'),
     (['--config.data.tokenizer=none.json'], 'neither one of'),
     (['--prompts_file=none.txt'], 'none.txt'),
+    (['--prompt=a', '--json', '--stream'], '--stream prints'),
+    (['--prompt=a', '--system=b'], 'first message of a --chat'),
+    (['--prompt=a', '--chat', '--domain=drama'], 'leave out one of both'),
+    (['--prompt=a', '--chat'], "tokenizer 'bpe2048' has none beside it"),
   ],
 )
 def test_bad_input_is_one_line(run, flags, words):

@@ -14,15 +14,22 @@ import numpy as np
 import pytest
 import support
 
+from paraxis.configs import schema
 from paraxis.configs.base import decode as decode_fields
 from paraxis.decode import __main__ as command
-from paraxis.decode import copying
-from paraxis.decode import eagle as eagle_lib
-from paraxis.decode import heads
 from paraxis.decode import judges
 from paraxis.decode import proposal
 from paraxis.decode import sampling
+from paraxis.decode import step
 from paraxis.decode import trees
+from paraxis.decode.drafts import copying
+from paraxis.decode.drafts import distill
+from paraxis.decode.drafts import drafters
+from paraxis.decode.drafts import eagle as eagle_lib
+from paraxis.decode.drafts import heads
+from paraxis.models import batch as batch_lib
+from paraxis.models import build
+from paraxis.models.mixers import packed
 
 V = 12
 LOOKUP = dict(method='prompt_lookup', drafts=3)
@@ -30,6 +37,7 @@ DRAFT = dict(method='speculative', drafts=3, draft_layers=1)
 AGGRESSIVE = dict(method='aggressive', drafts=5)
 JACOBI = dict(method='jacobi', drafts=5)
 PEARL = dict(method='pearl', drafts=3, draft_layers=1)
+EASYSPEC = dict(method='easyspec', drafts=3, draft_layers=2, draft_group=2)
 PATTERNS = ('F', 'WFN', 'A', 'G', 'M', 'R', 'C', 'H', 'GF')
 SLOTS = ('F', 'WFN', 'A')
 SAMPLED = dict(temperature=0.8, top_k=6, seed=3)
@@ -88,9 +96,25 @@ def eagle(tmp_path_factory):
   return of
 
 
+@pytest.fixture
+def untrained(tmp_path):
+  """Options of a draft of a kind that nobody trained, of some words."""
+
+  def of(pattern, kind, words=()):
+    made = generator(pattern).built.model
+    params = made.unstack(module_cases.parameters(made, 0.4))
+    given = made, params, kind, 'numbers'
+    path = str(tmp_path / f'{kind}.npz')
+    heads.save(path, *distill.untrained(*given, words=words))
+    return dict(method=kind, draft=path, drafts=4)
+
+  return of
+
+
 CASES = [
   *itertools.product(PATTERNS, (LOOKUP, DRAFT, AGGRESSIVE, JACOBI)),
-  *itertools.product(SLOTS, (PEARL, 'medusa', 'eagle')),
+  *itertools.product(SLOTS, (PEARL, 'medusa', 'eagle', 'ppd')),
+  *((pattern, EASYSPEC) for pattern in ('FFF', 'WFN', 'AAA')),
 ]
 
 
@@ -102,12 +126,13 @@ CASES = [
   ids=[f'{p}-{m if isinstance(m, str) else m["method"]}' for p, m in CASES],
 )
 def test_replayed_drafts_give_the_text_of_one_by_one(
-  pattern, method, options, medusa, eagle
+  pattern, method, options, medusa, eagle, untrained
 ):
   made = generator(pattern)
   if isinstance(method, str):
     made._draft.cache_clear()
-    method = {'medusa': medusa, 'eagle': eagle}[method](pattern)
+    ppd = functools.partial(untrained, kind='ppd')
+    method = dict(medusa=medusa, eagle=eagle, ppd=ppd)[method](pattern)
   want = made.generate(PROMPTS, **options)
   found = made.generate(PROMPTS, **options, **method)
   assert texts(found) == texts(want)
@@ -119,6 +144,105 @@ def test_replayed_drafts_give_the_text_of_one_by_one(
   assert sum(r['calls'] for r in want) == 3 * 23 and calls <= 3 * 23
   if method in (DRAFT, JACOBI):
     assert calls < 3 * 23  # some drafts are kept
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize('mesh', ('', 'data=2,fsdp=2,tensor=2'))
+@pytest.mark.parametrize('kind', ('medusa', 'eagle'))
+def test_a_draft_of_few_words_changes_no_text(kind, mesh, untrained):
+  """On a mesh too, whose shards hold parts of the head."""
+  words = (1, 3, 4, 7, 8)
+  one = generator('F')
+  method = untrained('F', kind, words)
+  many = generator('F', mesh=mesh, devices=8) if mesh else one
+  for made in {one, many}:
+    made._draft.cache_clear()
+  want = one.generate(PROMPTS, **SAMPLED)
+  found = many.generate(PROMPTS, **SAMPLED, **method)
+  assert texts(found) == texts(want)
+  every = one.generate(PROMPTS, **SAMPLED, **untrained('F', kind))
+  assert texts(every) == texts(want)
+
+
+@pytest.mark.parametrize('group', (1, 2, 3))
+def test_keys_of_a_group_of_layers_are_replaced_by_exact_ones(group):
+  """The draft model's cache, bitwise that of reading the same calls exactly;
+  without that it would not be (arXiv:2502.02493: bonus calibration)."""
+  made = generator('FFF')
+  with build.use(made.built):
+    _exact_keys(made, group)
+
+
+def _exact_keys(made, group):
+  params, model = proposal.Params(made.params), made.built.model
+  draft = drafters.Draft(model)
+  easy = drafters.EasySpec(draft, 2, group, coupled=True)
+  tokens = jnp.asarray(PROMPTS[:2][0][:6])[None].repeat(2, 0)
+  lengths, live = jnp.full(2, 6, jnp.int32), jnp.ones(2, bool)
+  form, values = sampling.check(schema.Decode(temperature=0.0), V)
+  draws = judges.Draws(form, values, jnp.arange(2, dtype=jnp.uint32), lengths)
+  own = easy.start(params, tokens, lengths, 24, None)
+  first = jnp.array([[3], [4]], jnp.int32)
+  seen = lambda tokens, n: proposal.Seen(
+    tokens, jnp.asarray(n, jnp.int32), None, None, None, None
+  )
+  own = easy.first(own, seen(first, [1, 1]))
+  drafts, held = easy.propose(params, own, first[:, 0], live, draws)
+  fuzzy = held[1]
+  new = jnp.concatenate([drafts.tokens, first], 1)
+  own = easy.settle(held, seen(new, [3, 2]))
+  _, (_, _, length) = easy.propose(params, own, first[:, 0], live, draws)
+  assert length.tolist() == [6 + 1 + 3, 6 + 1 + 2]
+  exact = easy.propose(params, own, first[:, 0], live, draws)[1][1]
+  # Plainly: the text's own tokens, one after the other.
+  for row, n in ((0, 3), (1, 2)):
+    text = [*tokens[row].tolist(), int(first[row, 0]), *new[row, :n].tolist()]
+    ids = jnp.asarray([text] * 2, jnp.int32)
+    whole = jnp.full(2, len(text), jnp.int32)
+    _, want = step.prefill(model, params.model, ids, whole, 24)
+    cut = np.s_[row, :, : len(text)]
+    pairs = zip(jax.tree.leaves(exact.states), jax.tree.leaves(want.states),
+                strict=True)  # fmt: skip
+    for a, b in pairs:
+      np.testing.assert_allclose(a[cut], b[cut], atol=1e-12)
+    far = [
+      np.abs(np.asarray(a)[row, :, 7:9] - np.asarray(b)[row, :, 7:9]).max()
+      for a, b in zip(
+        jax.tree.leaves(fuzzy.states), jax.tree.leaves(want.states),
+        strict=True)
+    ]  # fmt: skip
+    assert (max(far) > 1e-6) == (group > 1)
+
+
+def test_layers_that_read_the_same_features_are_a_plain_loop():
+  """x + mixer_i(x of the group's first layer), then x + mlp_i(x)."""
+  made = generator('FFF')
+  model, params = made.built.model, made.params
+  ids = jnp.asarray([[1, 2, 3, 4]], jnp.int32).repeat(2, 0)
+  form = (packed.Group(2, 4, fresh=True),)
+  rows = step.rows(ids, jnp.full(2, 4, jnp.int32))
+  cache = model.init_cache(2, 8)
+  run = lambda n: model.step(params, cache, rows, form, together=n)[0]
+  assert (run(1) == model.step(params, cache, rows, form)[0]).all()
+  assert np.abs(run(2) - run(1)).max() > 1e-6
+  # One group of all: the mixers read the embedded tokens alone.
+  plan = packed.plan(form, rows, cache.length)
+  batch = batch_lib.Batch(ids, None, jnp.ones_like(ids), rows.position, None,
+                          None)  # fmt: skip
+  x, see = model._begun(params, batch)
+  see, first, i = see._replace(plan=plan), x, 0
+  for kind in model.pattern:
+    at = f'layers/{i}/'
+    own = {p.removeprefix(at): v for p, v in params.items() if at in p}
+    layer = model.stack._kinds[kind].module(own)
+    y, _, _ = layer.mixer.decode(
+      layer._before(layer.mixer.name, first), see, cache.states[i]
+    )
+    x = x + y
+    x = x + layer.mlp(layer._before('mlp', x))
+    i += 1
+  x = model.normalise(params, x)
+  np.testing.assert_allclose(run(len(model.pattern)), x, atol=1e-12)
 
 
 def test_a_tree_that_holds_every_token_makes_as_many_as_it_is_deep():
@@ -202,9 +326,15 @@ def test_a_mesh_drafts_as_one_device(method):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize('kind', ('pearl', 'medusa', 'eagle'))
-def test_a_mesh_drafts_by_slots_as_one_device(kind, medusa, eagle):
-  of = {'pearl': lambda _: PEARL, 'medusa': medusa, 'eagle': eagle}[kind]
+@pytest.mark.parametrize(
+  'kind', ('pearl', 'medusa', 'eagle', 'ppd', 'easyspec')
+)
+def test_a_mesh_drafts_by_slots_as_one_device(kind, medusa, eagle, untrained):
+  easy = EASYSPEC | dict(draft_layers=1, draft_group=1)
+  of = dict(
+    pearl=lambda _: PEARL, medusa=medusa, eagle=eagle, easyspec=lambda _: easy,
+    ppd=functools.partial(untrained, kind='ppd'),
+  )[kind]  # fmt: skip
   rows = []
   for how in ({}, dict(mesh='data=2,fsdp=2,tensor=2', devices=8)):
     made = generator('F', **how)
@@ -379,6 +509,8 @@ def test_a_lookup_is_a_plain_loop():
     (dict(judge='none'), ('decode.judge', 'rejection')),
     (dict(method='medusa'), ('needs a trained draft', 'paraxis draft')),
     (dict(PEARL, judge='rejection'), ('pearl', 'judge=replay')),
+    (dict(EASYSPEC, draft_layers=1), ('draft_group=2', 'take 1 to 1')),
+    (dict(method='ppd'), ('needs a trained draft', 'paraxis draft')),
     (dict(LOOKUP, draft='nowhere'), ('nowhere', 'no trained draft')),
     (dict(method='prompt_lookup', drafts=0), ('decode.drafts',)),
   ],
@@ -386,6 +518,12 @@ def test_a_lookup_is_a_plain_loop():
 def test_methods_that_cannot_be_run(options, words):
   with support.refused(*words):
     generator('F').generate(PROMPTS, **options)
+
+
+@pytest.mark.parametrize('method', (PEARL, EASYSPEC), ids=str)
+def test_a_draft_model_that_cannot_forget_is_refused(method):
+  with support.refused('forgets drafts', 'kind G', 'method=speculative'):
+    generator('GFF').generate(PROMPTS, **GREEDY, **method)
 
 
 def test_a_tree_needs_branches(medusa):

@@ -51,6 +51,24 @@ def test_the_grown_tree_is_the_best_of_all():
   assert gain(paths, accuracy) == pytest.approx(best) and len(paths) == 5
 
 
+def test_a_probed_tree_has_tokens_behind_every_draft():
+  tree = trees.of_paths([(0, 0), (1,)])
+  wide = trees.probed(tree, 2)
+  assert wide.parents[:3] == tree.parents and wide.ranks[:3] == tree.ranks
+  assert wide.width == 3 + 4 * 2 and set(wide.ranks[3:]) == {-1}
+  assert wide.depth == tree.depth == 2 and not wide.is_chain
+  # Behind the last token, then behind each draft, two in a row.
+  assert wide.parents[3:] == (-1, 3, 0, 5, 1, 7, 2, 9)
+  depths = wide.depths()[1:]
+  for c in range(3, 11, 2):
+    behind = wide.parents[c]
+    assert depths[c] == (depths[behind] if behind >= 0 else 0) + 1
+    assert depths[c + 1] == depths[c] + 1
+  assert not trees.probed(trees.chain(1), 1).is_chain
+  with support.refused('8 drafts', '3 prompt tokens', '35', 'at most 7'):
+    trees.probed(trees.chain(8), 3)
+
+
 def test_a_tree_above_the_room_of_a_call():
   with support.refused('40 drafts', '1 to 31'):
     trees.grown(np.ones((8, 8)), 40)

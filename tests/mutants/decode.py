@@ -149,7 +149,7 @@ TABLE = [
   ),
   Mutation(
     'jacobi_shift',
-    'decode/jacobi.py',
+    'decode/drafts/jacobi.py',
     'place = seen.n[:, None] + jnp.arange(width, dtype=jnp.int32)',
     'place = seen.n[:, None] - 1 + jnp.arange(width, dtype=jnp.int32)',
     'drafts of a window stand a place too late',
@@ -157,7 +157,7 @@ TABLE = [
   ),
   Mutation(
     'pearl_length',
-    'decode/drafters.py',
+    'decode/drafts/drafters.py',
     'length = was + seen.n + jnp.where(there, width, 0)',
     'length = was + seen.n + jnp.where(there, width, 1)',
     'the draft model keeps a token that the text does not have',
@@ -165,7 +165,7 @@ TABLE = [
   ),
   Mutation(
     'eagle_features',
-    'decode/eagle.py',
+    'decode/drafts/eagle.py',
     'return jnp.pad(x_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))',
     'return x_BTD',
     'a token is mixed with the features that it makes itself',

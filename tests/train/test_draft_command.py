@@ -41,7 +41,8 @@ FEW = '--tokens=600 --length=16 --steps=2 --batch=16'.split()
 @pytest.mark.parametrize(
   'method, more',
   [('medusa', ['--heads=2']), ('speculative', ['--draft_layers=1']),
-   ('eagle', [])],
+   ('eagle', []), ('ppd', []), ('medusa', ['--own=9', '--words=50']),
+   ('eagle', ['--words=50'])],
 )  # fmt: skip
 def test_a_draft_is_trained_and_used(workdir, tmp_path, capsys, method, more):
   out = tmp_path / 'draft.npz'
@@ -72,6 +73,7 @@ def test_a_draft_is_trained_and_used(workdir, tmp_path, capsys, method, more):
     (['--method=medusa', '--out=/nowhere/a.npz'], 'no folder /nowhere'),
     (['--method=speculative', '--out=a.npz'], '--draft_layers=0'),
     (['--method=eagle', '--draft_layers=1', '--out=a.npz'], 'others have none'),
+    (['--method=ppd', '--own=64', '--out=a.npz'], 'of a row of --length=64'),
     (['--method=medusa', '--out=a.npz', '--weights=x'], 'one of the two'),
     (['--method=medusa', '--out=a.npz', '--tokens=90', '--length=16'],
      '5 rows of 16 tokens'),

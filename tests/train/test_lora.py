@@ -160,7 +160,9 @@ def test_exact_at_zero(tiny):
     with job.context():
       params = job.initial_state().params
       batch = job.put(next(iter(job.batches.iterate(0)))[1])
-      logits = jax.jit(lambda p, b, m=job.model: m.logits(p, m.features(p, b)[0]))
+      logits = jax.jit(
+        lambda p, b, m=job.model: m.logits(p, m.features(p, b)[0])
+      )
       found.append((jax.device_get(params), np.asarray(logits(params, batch))))
   (plain, wanted), (params, logits) = found
   assert set(plain) < set(params)

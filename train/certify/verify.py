@@ -25,6 +25,7 @@ import jax
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.decode.certify import table
 from paraxis.models import build
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.train.certify import certification
@@ -147,13 +148,7 @@ def _title(config):
 
 def line(row):
   """A Verdict as a line of the table."""
-  if row.word not in ('PASS', 'FAIL'):
-    text = f'{row.word}: {row.name}, {row.why}'
-    if row.measured:
-      text += f'; off by {row.measured:.1e}, most in {row.worst}'
-    return textwrap.fill(text, 80, subsequent_indent=' ' * 6)
-  text = f'{row.word}  {row.name:46} {row.bound:7.0e} {row.measured:8.1e}'
-  return f'{text}  {row.worst}'.rstrip() if row.measured else text
+  return table.line(row if row.measured else row._replace(worst=''))
 
 
 def _summary(rows):

@@ -16,6 +16,7 @@ from paraxis.sharding.meter import compiling
 from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
+from paraxis.train.claims import experiment
 from paraxis.train.claims import tasks
 from paraxis.train.run import workdir as workdir_lib
 
@@ -47,6 +48,14 @@ def generator(config, params_of):
   tokenizer = Numbers(config.model.vocab_size)
   return loop.Generator(
     built, params, tokenizer, config.decode, lambda line: None
+  )
+
+
+def random(run, changes):
+  """loop.Generator of the config with random parameters, in float64."""
+  own = {'model.dtype': 'float64', 'model.param_dtype': 'float64'}
+  return generator(
+    experiment.fields(run.config, own, changes), experiment.random_parameters
   )
 
 

@@ -5,12 +5,17 @@ skipped.
 """
 
 import functools
-import itertools
+import json
+
+import numpy as np
 
 from paraxis.decode import load
+from paraxis.decode import methods
+from paraxis.decode.drafts import distill
+from paraxis.decode.drafts import heads
 from paraxis.models.huggingface import source
 from paraxis.train import draft
-from paraxis.train.data import corpus
+from paraxis.train.run import workdir as workdir_lib
 
 
 def _quiet(line):
@@ -35,14 +40,72 @@ def beginnings(tokenizer, count, length, domains=()):
   Args:
     length: tokens of a prompt. domains: only of these; (): of all.
   """
-  texts: dict = {}
-  for document in corpus.documents('fixture'):
-    if document.held and (not domains or document.domain in domains):
-      texts.setdefault(document.domain, []).append(document.text)
-  found = []
-  turns = itertools.zip_longest(*(texts[d] for d in sorted(texts)))
-  for text in filter(None, itertools.chain.from_iterable(turns)):
-    ids = tokenizer.encode(text)
-    if len(ids) >= length:
-      found.append(ids[:length])
-  return found[:count]
+  texts = draft.documents('fixture', True, domains)
+  return draft.beginnings(tokenizer, texts, count, length)
+
+
+def trained(run, kind, given):
+  """(path of the draft's file, heads.About, its numbers), once a recipe.
+
+  given: fields of distill.Recipe, 'layers', and of draft.Text without a path.
+  """
+  recipe = dict(given)
+  layers = recipe.pop('layers')
+  text = {n: recipe.pop(n) for n in ('tokens', 'own') if n in recipe}
+  text = draft.Text('fixture', **text)
+  recipe = distill.Recipe(**recipe)
+  folder = workdir_lib.prepare(run.results)
+  what = dict(kind=kind, layers=layers, **text._asdict()) | recipe._asdict()
+  path = folder / f'{kind}.npz'
+  note = path.with_suffix('.json')
+  if not (path.exists() and note.exists() and _same(note, what)):
+    about, own = draft.trained(model(), text, kind, layers, recipe, run.say)
+    heads.save(path, about, own)
+    note.write_text(json.dumps(what), encoding='utf-8')
+  made = model()
+  about, own = heads.load(
+    path, made.built.model.config, made.tokenizer.fingerprint
+  )
+  return str(path), about, heads.numbers(own)
+
+
+def _same(note, what):
+  return json.loads(note.read_text(encoding='utf-8')) == what
+
+
+def counted(given, ids, new, how):
+  """(tokens a call, [calls that made 0, 1, .. tokens], texts)."""
+  found = model().generate(ids, max_new_tokens=new, **how, **given)
+  width = max(len(r['lengths']) for r in found)
+  lengths = np.sum([np.pad(r['lengths'], (0, width - len(r['lengths'])))
+                    for r in found], 0)  # fmt: skip
+  made = (lengths * np.arange(width)).sum()
+  return made / lengths.sum(), lengths, [r['tokens'] for r in found]
+
+
+def greedy(run, *, method, draft, prompts):
+  """(tokens a call of greedy decoding on held-out prompts, [calls that made 0,
+  1, .. tokens]).
+
+  Args:
+    method: fields of schema.Decode. draft: of `trained`; {}: none.
+    prompts: [how many, tokens of each, new tokens].
+  """
+  (rows, length, new), given = prompts, dict(method)
+  if draft:
+    kind = methods.FILES[method['method']]
+    given['draft'], _, _ = trained(run, kind, draft)
+  ids = beginnings(model().tokenizer, rows, length)
+  mean, lengths, _ = counted(given, ids, new, dict(temperature=0.0))
+  return mean, lengths
+
+
+def table(found):
+  """Share of calls by the tokens that they made, as lines of text."""
+  width = max(map(len, found.values()))
+  head = 'tokens of a call ' + ''.join(f'{n:7}' for n in range(1, width))
+  lines = [head]
+  for name, counts in found.items():
+    share = 100 * counts[1:] / max(counts.sum(), 1)
+    lines.append(f'{name:17}' + ''.join(f'{x:6.1f}%' for x in share))
+  return '\n'.join(lines)

@@ -1,9 +1,8 @@
 """Conversations -> text by a chat template, and which characters carry loss.
 
 A line of .jsonl is {"messages": [{"role": "user", "content": ...}, ...]}. The
-template is Jinja, as Hugging Face keeps it: `data.chat_template`, else
-chat_template.jinja or tokenizer_config.json beside the tokenizer. It runs in
-Jinja's sandbox (extra chat).
+template (models/text/chat.py) is `data.chat_template`, else chat_template.jinja
+or tokenizer_config.json beside the tokenizer.
 
 With data.loss_on=assistant an assistant's turn carries loss: what the template
 adds with it to the conversation before it, whose end asks for that turn
@@ -15,17 +14,10 @@ a message that spells one is refused. The beginning-of-document token comes
 before, and the end token after, where the template writes no special one there.
 """
 
-import functools
-import json
-import pathlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from paraxis.configs.base import errors
-from paraxis.configs.base import plain_files
-from paraxis.train.data import rows
-
-ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
-_FILES = ('chat_template.jinja', 'tokenizer_config.json')
+from paraxis.models.text import chat
 
 
 class Turns(NamedTuple):
@@ -43,45 +35,21 @@ class Turns(NamedTuple):
 
 def template(data) -> str:
   """The text of the template. UserError: there is none."""
-  if data.chat_template:
-    try:
-      return plain_files.read_text(data.chat_template)
-    except (OSError, UnicodeDecodeError) as error:
-      raise errors.UserError(
-        f'data.chat_template={data.chat_template!r} cannot be read: {error}.'
-      ) from error
-  beside = pathlib.Path(data.tokenizer).parent
-  if pathlib.Path(data.tokenizer).is_file():
-    for name in _FILES:
-      if (beside / name).is_file():
-        text = (beside / name).read_text(encoding='utf-8')
-        if name.endswith('.json'):
-          text = json.loads(text).get('chat_template')
-        if isinstance(text, str) and text:
-          return text
-  raise errors.UserError(
-    f'data: lines with "messages" need a chat template, and tokenizer '
-    f'{data.tokenizer!r} has none beside it ({", ".join(_FILES)}): name a '
-    'file of Jinja in data.chat_template.'
-  )
+  found = chat.template(data)
+  if not found:
+    raise chat.missing('data: lines with "messages" need', data.tokenizer)
+  return found
 
 
 def render(row, options, where) -> tuple[str, Turns]:
   """(text, Turns) of a line with messages; where: its file and line."""
   messages = _checked(row, options, where)
-  template = _compiled(options.template)
-  specials = dict(bos_token=options.bos, eos_token=options.end)
+  specials = options.bos, options.end
 
   def of(count, ask=False):
-    try:
-      return template.render(
-        messages=messages[:count], add_generation_prompt=ask, **specials
-      )
-    except Exception as error:  # of the template: any
-      raise errors.UserError(
-        f'{where}: the chat template fails: {type(error).__name__}: '
-        f'{str(error).splitlines()[0] if str(error) else ""}.'
-      ) from error
+    return chat.rendered(
+      options.template, messages[:count], specials, where, ask
+    )
 
   text = of(len(messages))
   if not text.strip():
@@ -113,22 +81,18 @@ def _checked(row, options, where):
   for n, message in enumerate(messages, 1):
     if not isinstance(message, dict) or 'role' not in message:
       raise errors.UserError(f'{where}: message {n} has no "role".')
-    if message['role'] not in ROLES:
+    if message['role'] not in chat.ROLES:
       raise errors.UserError(
         f'{where}: message {n} has the role {message["role"]!r}, not one of '
-        f'{", ".join(ROLES)}.'
+        f'{", ".join(chat.ROLES)}.'
       )
     content = message.get('content')
     if not isinstance(content, str):
       raise errors.UserError(
         f'{where}: message {n} ({message["role"]}): "content" is not a string.'
       )
-    for special in options.specials:
-      if special in content:
-        raise errors.UserError(
-          f'{where}: message {n} ({message["role"]}) spells the special token '
-          f'{special!r}: change its text.'
-        )
+    what = f'{where}: message {n} ({message["role"]})'
+    chat.check_spelling(content, options.specials, what)
     if not _is_unicode(content):
       raise errors.UserError(f'{where}: message {n} is not Unicode.')
   roles = [message['role'] for message in messages]
@@ -146,26 +110,3 @@ def _is_unicode(text):
   except UnicodeEncodeError:
     return False
   return True
-
-
-def _fail(message):
-  raise ValueError(message)
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled(text) -> Any:
-  rows.needed('jinja2', 'chat', 'data.chat_template')
-  sandbox = rows.needed('jinja2.sandbox', 'chat', 'data.chat_template')
-  environment = sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols']
-  )
-  environment.globals['raise_exception'] = _fail
-  environment.filters['tojson'] = functools.partial(
-    json.dumps, ensure_ascii=False
-  )
-  try:
-    return environment.from_string(text)
-  except Exception as error:
-    raise errors.UserError(
-      f'the chat template is not Jinja: {str(error).splitlines()[0]}.'
-    ) from error

@@ -13,9 +13,9 @@ import pytest
 import support
 
 from paraxis.configs import schema
+from paraxis.models.text import chat as templates
 from paraxis.models.text import tokenizer
 from paraxis.train.data import batches
-from paraxis.train.data import chat
 from paraxis.train.data import packing
 from paraxis.train.data import rows
 from paraxis.train.data import token_cache
@@ -231,7 +231,7 @@ def test_what_is_missing(tmp_path, monkeypatch):
     build(text, tmp_path)
   with support.refused('text.jsonl:2: has "messages", the first line'):
     build(text, tmp_path, loss_on='all')
-  chat._compiled.cache_clear()
+  templates._compiled.cache_clear()
   monkeypatch.setitem(sys.modules, 'jinja2', None)
   with support.refused("pip install 'paraxis[chat]'"):
     build(path, tmp_path, template=PLAIN + ' ')

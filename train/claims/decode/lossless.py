@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
-from paraxis.decode import copying
-from paraxis.decode import distill
-from paraxis.decode import heads
 from paraxis.decode import judges
 from paraxis.decode import sampling
+from paraxis.decode.drafts import copying
+from paraxis.decode.drafts import distill
+from paraxis.decode.drafts import heads
 from paraxis.models import build
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
@@ -36,14 +36,6 @@ from paraxis.train.claims import on_tasks
 DRAWN = dict(temperature=0.8, top_k=8, seed=3)
 LEAST, MOST = 1e-3, 1e-6  # p of what is right, and of what is wrong
 FEW = 20  # expected texts of a cell, below which cells are joined
-
-
-def generator(run, changes):
-  """loop.Generator of the config with random parameters, in float64."""
-  own = {'model.dtype': 'float64', 'model.param_dtype': 'float64'}
-  return on_tasks.generator(
-    experiment.fields(run.config, own, changes), experiment.random_parameters
-  )
 
 
 def _random_draft(made, kind, path):
@@ -73,7 +65,7 @@ def same_text(run, *, method, changes, prompts, new, random_draft):
   differ, calls, alone = 0, 0, 0
   with jax.enable_x64(True), tempfile.TemporaryDirectory() as folder:
     for change in changes:
-      made = generator(run, change)
+      made = on_tasks.random(run, change)
       given = dict(method)
       if random_draft:
         given['draft'] = str(pathlib.Path(folder, 'draft.npz'))
@@ -144,7 +136,7 @@ def same_distribution(
   """
   changes = changes | {'model.vocab_size': letters}
   with jax.enable_x64(True), tempfile.TemporaryDirectory() as folder:
-    made, given = generator(run, changes), dict(method)
+    made, given = on_tasks.random(run, changes), dict(method)
     if random_draft:
       given['draft'] = str(pathlib.Path(folder, 'draft.npz'))
       _random_draft(made, random_draft, given['draft'])

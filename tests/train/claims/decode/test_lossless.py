@@ -16,6 +16,7 @@ CONFIGS = {
   'speculative_decoding': 'keeps_one_more', 'prompt_lookup': 'keeps_one_more',
   'speculative_jacobi': 'keeps_one_more', 'pearl': 'keeps_one_more',
   'medusa': 'first_child', 'eagle': 'keeps_one_more',
+  'ppd': 'first_child', 'easyspec': 'keeps_one_more',
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paraxis.configs.base import errors
-from paraxis.decode import heads
+from paraxis.decode.drafts import heads
 from paraxis.models.huggingface import source
 from paraxis.models.text import tokenizer
 from paraxis.train import draft as draft_lib
@@ -68,7 +68,7 @@ def test_tokens_a_call_are_counted_and_drawn(pretend, tmp_path):
   assert (tmp_path / 'jacobi.png').exists()
   _, run = pretend(jacobi=1)
   assert not tokens_a_call.on_real_text(run, **REAL).passed
-  lines = tokens_a_call.table({'greedy': np.array([0, 3, 1])}).splitlines()
+  lines = real_model.table({'greedy': np.array([0, 3, 1])}).splitlines()
   assert lines[1].split() == ['greedy', '75.0%', '25.0%']
 
 
@@ -76,20 +76,19 @@ def test_a_draft_is_trained_once_a_recipe(pretend, monkeypatch):
   made, run = pretend(medusa=2)
   trained = []
 
-  def train(opened, path, tokens, kind, layers, recipe, say):
-    trained.append((tokens, kind, layers, recipe.steps))
+  def train(made, text, kind, layers, recipe, say):
+    trained.append((text.tokens, text.own, kind, layers, recipe.steps))
     about = heads.About(
       kind, layers, (2048, 4, 2), TOKENS.fingerprint, ((1.0,),)
     )
     return about, heads.initial(2, 4)
 
   monkeypatch.setattr(draft_lib, 'trained', train)
-  monkeypatch.setattr(real_model, 'opened', lambda: None)
-  draft = dict(layers=0, tokens=99, steps=7)
+  draft = dict(layers=0, tokens=99, own=5, steps=7)
   given = REAL | dict(method=dict(method='medusa'), draft=draft)
   for _ in range(2):
     found = tokens_a_call.on_real_text(run, **given)
-  assert trained == [(99, 'medusa', 0, 7)] and '40 trained' in found.caveat
+  assert trained == [(99, 5, 'medusa', 0, 7)] and '40 trained' in found.caveat
   more = given | dict(draft=draft | dict(steps=8))
   tokens_a_call.on_real_text(run, **more)
   assert len(trained) == 2 and any(made.drafts)
@@ -98,7 +97,7 @@ def test_a_draft_is_trained_once_a_recipe(pretend, monkeypatch):
 
   made.each['eagle'] = 3
   both = dict(
-    methods=[dict(method='eagle'), dict(method='medusa')],
+    pair=[dict(method='eagle'), dict(method='medusa')],
     drafts=[draft, draft], prompts=[3, 16, 13], parameters_within=1.1,
   )  # fmt: skip
   assert tokens_a_call.more_than(run, **both).passed

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from paraxis.decode import judges
+from paraxis.decode import proposal
 from paraxis.decode import sampling
 from paraxis.decode import trees
 from paraxis.sharding import annotate
@@ -33,7 +34,7 @@ class Window(NamedTuple):
   logits: Any
 
 
-class Jacobi:
+class Jacobi(proposal.Method):
   """own: Window of the next call."""
 
   def __init__(self, width, vocab, coupled):

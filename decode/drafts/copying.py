@@ -22,7 +22,7 @@ ROWS = proposal.ROWS
 LONGEST = 3  # tokens that are compared, at most
 
 
-class Lookup:
+class Lookup(proposal.Method):
   """own: (text_BS, length_B), all tokens that a row has."""
 
   def __init__(self, width):

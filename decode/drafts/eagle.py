@@ -22,9 +22,11 @@ import jax.numpy as jnp
 
 from paraxis.decode import cache as cache_lib
 from paraxis.decode import judges
+from paraxis.decode import proposal
 from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.decode import trees
+from paraxis.decode.drafts import heads
 from paraxis.models import decoder
 from paraxis.models.mixers import packed as packed_lib
 from paraxis.sharding import annotate
@@ -79,7 +81,7 @@ def before(x_BTD):
   return jnp.pad(x_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
 
-class Eagle:
+class Eagle(proposal.Method):
   """own: Pending."""
 
   def __init__(self, model, width, coupled):
@@ -119,7 +121,7 @@ class Eagle:
     form = (packed_lib.Group(len(live_B), 1),)
 
     def draw(last, c):
-      z = self._layer.logits(layer, last[:, None])[:, 0]
+      z = heads.logits(self._layer, layer, mix, last[:, None])[:, 0]
       z = annotate.put(z, sampling.ROWS)
       drawn, _ = sampling.sample(
         z, draws.form, draws.values, *draws.at(c), purpose=self._purpose
@@ -152,16 +154,10 @@ class Eagle:
 
   def _settled(self, own, cache, seen):
     """The new tokens wait for the next call, with what drew them."""
-    width, moved = own.tokens.shape[1], seen.n > 0
-    pad = width - seen.tokens.shape[1]
-    drew = jnp.stack(
-      [judges.at(seen.x, seen.at[:, c]) for c in range(width - pad)], 1
-    )
-    tokens = jnp.pad(seen.tokens, ((0, 0), (0, pad)))
+    new, moved = seen.tokens.shape[1], seen.n > 0
+    drew = jnp.stack([judges.at(seen.x, seen.at[:, c]) for c in range(new)], 1)
+    pad = own.tokens.shape[1] - new
     x = annotate.put(jnp.pad(drew, ((0, 0), (0, pad), (0, 0))), WIDE)
-    return Pending(
-      cache,
-      jnp.where(moved[:, None], tokens, own.tokens),
-      jnp.where(moved[:, None, None], x.astype(own.x.dtype), own.x),
-      jnp.where(moved, seen.n, own.n),
-    )
+    x = jnp.where(moved[:, None, None], x.astype(own.x.dtype), own.x)
+    tokens, n = proposal.waiting(own.tokens, own.n, seen)
+    return Pending(cache, tokens, x, n)

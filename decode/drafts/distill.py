@@ -1,4 +1,5 @@
-"""Trains the parts of heads.py to say what the model would say.
+"""Trains drafts (heads.py, eagle.py, prompt_tokens.py) to say what the model
+would say.
 
 The model stays as it is. Its features of some text are computed once, and what
 it finds most likely after every token; a head learns that (self-distillation:
@@ -7,6 +8,9 @@ head. Medusa weights head k by .8^k (Cai et al., arXiv:2401.10774). The layer of
 eagle also learns the features themselves (EAGLE, arXiv:2401.15077), and to go
 on from its own (the training-time test of EAGLE-3, arXiv:2503.01840, of one
 more pass, where all features before a token are its own).
+
+A draft of few words (heads.py) has the model's most frequent choices; where the
+model chooses another word, it learns nothing, and is wrong.
 
 What is measured on held-out text: how often the r-th choice of head k is the
 model's, which grows the tree (trees.py) and says how many tokens a call may
@@ -24,19 +28,22 @@ import numpy as np
 import optax
 
 from paraxis.configs.base import errors
-from paraxis.decode import drafters
-from paraxis.decode import eagle
-from paraxis.decode import heads
 from paraxis.decode import step
+from paraxis.decode.drafts import drafters
+from paraxis.decode.drafts import eagle
+from paraxis.decode.drafts import heads
+from paraxis.decode.drafts import prompt_tokens
 
 DECAY = 0.8
 CHOICES = 4  # of a head, that are counted
 NEAR, PASSES, DEPTH = 0.1, 2, 3  # of eagle: weight; of training; of accuracy
+ROWS = ('eagle', 'ppd')  # trained on rows; the others on tokens
 
 
 class Recipe(NamedTuple):
-  """heads: of medusa. blocks: of each. length, rows: of a forward pass. steps,
-  batch: of training, tokens of a step."""
+  """heads: of medusa; prompt tokens of ppd. blocks: of each head. length, rows:
+  of a forward pass. steps, batch: of training, tokens of a step. words: that
+  the draft says, 0: all."""
 
   heads: int = 3
   blocks: int = 1
@@ -47,6 +54,7 @@ class Recipe(NamedTuple):
   rate: float = 1e-3
   held: float = 0.1
   seed: int = 0
+  words: int = 0
 
 
 class Features(NamedTuple):
@@ -96,6 +104,19 @@ def targets(choice_NT, kind, count):
   return np.stack(each, 2)
 
 
+def words_of(choice, count):
+  """(V',) int32, sorted: at most `count` ids, those chosen most often."""
+  ids, often = np.unique(choice, return_counts=True)
+  most = np.argsort(-often, kind='stable')[:count]
+  return np.sort(ids[most]).astype(np.int32)
+
+
+def places(words, choice):
+  """Of each id, its place among sorted words; -1: it is none of them."""
+  at = np.minimum(np.searchsorted(words, choice), len(words) - 1)
+  return np.where(words[at] == choice, at, -1).astype(np.int32)
+
+
 def _flat(found, kind, count):
   """(x (M, D), targets (M, K)) of all tokens."""
   y = targets(found.choice, kind, count)
@@ -103,21 +124,23 @@ def _flat(found, kind, count):
   return x.reshape(-1, x.shape[2]), y.reshape(-1, count)
 
 
-def fit(model, params, found, kind, recipe, say=print):
+def fit(model, params, found, kind, recipe, words=None, say=print):
   """{name: array} of a draft, trained on Features.
 
   Args:
     model, params: as for `features`.
-    kind: of heads.KINDS. recipe: Recipe. say: prints one line.
+    found: with choices that are places among the words, or -1.
+    kind: of heads.KINDS. recipe: Recipe. words: ids, or None: all.
+    say: prints one line.
   """
-  if kind == 'eagle':
-    own, loss = eagle.initial(model, params), _eagle_loss(model)
+  if kind in ROWS:
     size, data = max(1, recipe.batch // found.x.shape[1]), found
+    own, loss = _of_rows(model, params, found.tokens, kind, recipe, words)
   else:
     count = recipe.heads if kind == 'medusa' else 1
     size, data = recipe.batch, _flat(found, kind, count)
     own = heads.initial(count, found.x.shape[2], recipe.blocks)
-    loss = functools.partial(_heads_loss, model)
+    loss = functools.partial(_heads_loss, model, words)
   rate = optax.cosine_decay_schedule(recipe.rate, recipe.steps)
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
 
@@ -148,11 +171,49 @@ def fit(model, params, found, kind, recipe, say=print):
   return jax.tree.map(np.asarray, own)
 
 
-def _heads_loss(model, own, params, x_MD, y_MK):
+def _of_rows(model, params, tokens_NT, kind, recipe, words):
+  """(initial parameters, loss) of a draft that is trained on rows."""
+  if kind == 'eagle':
+    return eagle.initial(model, params), _eagle_loss(model, words)
+  own = prompt_tokens.initial(model, params, tokens_NT, recipe.heads)
+  return own, functools.partial(_ppd_loss, model, words)
+
+
+def _nll(z, y):
+  """Cross entropy of each target; 0 where there is none, y < 0."""
+  found = optax.softmax_cross_entropy_with_integer_labels(z, jnp.maximum(y, 0))
+  return jnp.where(y < 0, 0, found)
+
+
+def _heads_loss(model, words, own, params, x_MD, y_MK):
   weight_K = DECAY ** np.arange(y_MK.shape[1])
-  z = model.logits(params, heads.residual(own, x_MD[:, None]))
-  nll = optax.softmax_cross_entropy_with_integer_labels(z, y_MK)
+  z = model.logits(params, heads.residual(own, x_MD[:, None]), words)
+  nll = _nll(z, y_MK)
   return jnp.mean(nll @ jnp.asarray(weight_K / weight_K.sum(), nll.dtype))
+
+
+def _prompted(model, words, own, params, choice_BT, tokens_BT):
+  """(logits (B, T m, V) behind every token, targets (B, T, m))."""
+  count = len(own[prompt_tokens.PROMPTS])
+  x = prompt_tokens.features(model, params, own, tokens_BT)
+  x = x.reshape(len(x), -1, x.shape[-1])
+  y = prompt_tokens.targets(choice_BT, count)
+  return model.logits(params, x, words), y
+
+
+def _ppd_loss(model, words, own, params, x, choice_BT, tokens_BT):
+  del x
+  z, y = _prompted(model, words, own, params, choice_BT, tokens_BT)
+  weight = DECAY ** np.arange(y.shape[2])
+  nll = _nll(z, y.reshape(len(y), -1)).reshape(y.shape)
+  return jnp.mean(nll @ jnp.asarray(weight / weight.sum(), nll.dtype))
+
+
+def _ppd_hits(model, words, top, own, params, x, choice, tokens):
+  """As `_hits`, of prompt tokens behind every token of rows."""
+  del x
+  z, y = _prompted(model, words, own, params, choice, tokens)
+  return top(z.reshape(*y.shape, -1), y).sum((0, 1))
 
 
 def _continued(layer, own, params, tokens_BT, x_BTD):
@@ -165,7 +226,7 @@ def _continued(layer, own, params, tokens_BT, x_BTD):
   return x
 
 
-def _eagle_loss(model):
+def _eagle_loss(model, words):
   """Cross entropy, and a tenth of the distance to the model's features, once
   with the model's features before each token and once with the layer's own."""
   layer = eagle.layer_of(model)
@@ -174,41 +235,44 @@ def _eagle_loss(model):
     before, total = eagle.before(x_BTD), 0.0
     for _ in range(PASSES):
       found = _continued(layer, own, params, tokens_BT, before)
-      z = model.logits(params, found)
-      nll = optax.softmax_cross_entropy_with_integer_labels(z, choice_BT)
-      total += jnp.mean(nll) + NEAR * jnp.mean(optax.huber_loss(found, x_BTD))
+      z = model.logits(params, found, words)
+      total += jnp.mean(_nll(z, choice_BT)) + NEAR * jnp.mean(
+        optax.huber_loss(found, x_BTD)
+      )
       before = eagle.before(found)
     return total / PASSES
 
   return loss
 
 
-def _hits(model, top, own, params, x, y):
+def _hits(model, words, top, own, params, x, y):
   """How often each choice of each head is the model's."""
-  return top(model.logits(params, heads.residual(own, x[:, None])), y).sum(0)
+  x = heads.residual(own, x[:, None])
+  return top(model.logits(params, x, words), y).sum(0)
 
 
-def _eagle_hits(model, top, own, params, x, choice, tokens):
+def _eagle_hits(model, words, top, own, params, x, choice, tokens):
   """How often each choice of the first drafts is the model's."""
   layer, before, out = eagle.layer_of(model), eagle.before(x), []
   for _ in range(DEPTH):
     after = _continued(layer, own, params, tokens, before)
-    out.append(top(model.logits(params, after), choice).sum((0, 1)))
+    z = model.logits(params, after, words)
+    out.append(top(z, choice).sum((0, 1)))
     before = eagle.before(after)
   return jnp.stack(out)
 
 
-def accuracy(model, params, own, found, kind, size=256):
+def accuracy(model, params, own, found, kind, words=None, size=256):
   """((how often choice r of head k is the model's, r < CHOICES), ...).
 
-  Of eagle: of its k-th draft, after the text's own tokens.
+  Of eagle: of its k-th draft, after the text's own tokens; of ppd: of prompt
+  token k. found, words: as for `fit`.
   """
   top = lambda z, y: jax.lax.top_k(z, CHOICES)[1] == y[..., None]
   data, most = found, 1
-  hits = functools.partial(
-    _eagle_hits if kind == 'eagle' else _hits, model, top
-  )
-  if kind != 'eagle':
+  each = {'eagle': _eagle_hits, 'ppd': _ppd_hits}.get(kind, _hits)
+  hits = functools.partial(each, model, words, top)
+  if kind not in ROWS:
     data, most = _flat(found, kind, own['bias'].shape[0]), size
   run, total = jax.jit(hits), np.zeros(1)
   size = min(most, len(data[0]))
@@ -217,24 +281,33 @@ def accuracy(model, params, own, found, kind, size=256):
     total = total + np.asarray(
       run(own, params, *(x[i : i + size] for x in data))
     )
-  each = n * (found.x.shape[1] if kind == 'eagle' else 1)
-  return tuple(map(tuple, (total / each).tolist()))
+  count: Any = n
+  if kind in ROWS:
+    count = n * found.x.shape[1]
+  if kind == 'ppd':  # the last tokens of a row have no targets
+    count = count - n * (1 + np.arange(len(total))[:, None])
+  return tuple(map(tuple, (total / count).tolist()))
 
 
-def untrained(model, params, kind, fingerprint, spread=0.1):
+def untrained(model, params, kind, fingerprint, spread=0.1, words=()):
   """(heads.About, {name: array}) of a draft with random parameters: what is
   lossless must not depend on how good it is.
 
   Args:
-    model, params: as for `features`. kind: 'medusa' or 'eagle'.
+    model, params: as for `features`. kind: 'medusa', 'eagle' or 'ppd'.
     fingerprint: of the tokenizer. spread: deviation of its parameters.
+    words: ids that it says; (): all.
   """
   config, rng = model.config, np.random.default_rng(7)
   if kind == 'eagle':
     own = eagle.initial(model, params)
+  elif kind == 'ppd':
+    own = {prompt_tokens.PROMPTS: np.zeros((3, config.d_model))}
   else:
     own = heads.initial(3, config.d_model)
   own = {n: x + rng.normal(0, spread, x.shape) for n, x in own.items()}
+  if len(words):
+    own[heads.WORDS] = np.sort(words).astype(np.int32)
   accuracy = ((0.4, 0.3, 0.2),) * 3
   shape = config.vocab_size, config.d_model, config.num_layers
   return heads.About(kind, 0, shape, fingerprint, accuracy), own
@@ -273,10 +346,17 @@ def train(built_model, params, tokenizer, rows_NT, kind, layers, recipe, say):
   )
   given = built_model, params
   found = features(*given, rows_NT, layers, recipe.rows)
-  seen = Features(*(x[: len(x) - held] for x in found))
-  kept = Features(*(x[len(x) - held :] for x in found))
-  own = fit(*given, seen, kind, recipe, say)
-  now = accuracy(*given, own, kept, kind)
+  words, split = None, n - held
+  if recipe.words:
+    words = words_of(found.choice[:split], recipe.words)
+    found = found._replace(choice=places(words, found.choice))
+    missed = np.mean(found.choice[split:] < 0)
+    say(f'{len(words)} words; {missed:.1%} of held-out choices are others')
+  seen, kept = (Features(*(x[s] for x in found))
+                for s in (slice(split), slice(split, None)))  # fmt: skip
+  own = fit(*given, seen, kind, recipe, words, say)
+  now = accuracy(*given, own, kept, kind, words)
+  own |= {} if words is None else {heads.WORDS: words}
   first = ', '.join(f'{a[0]:.3f}' for a in now)
   say(f"held-out, the first choice is the model's: {first}")
   config = built_model.config

@@ -5,6 +5,10 @@
     Pearl         drafts while the model judges: the drafts of the call before,
                   continued as if all of them were kept (PEARL,
                   arXiv:2408.11850: pre-verify and post-verify)
+    EasySpec      the mixers of several layers read the same features, so that
+                  devices may share them; what such drafts leave in the cache is
+                  replaced by the exact keys of the kept tokens (EasySpec,
+                  arXiv:2502.02493: fuzzy approximation, bonus calibration)
 
 Legend: B rows, T prompt tokens, C drafts, S slots, V vocabulary.
 """
@@ -18,6 +22,7 @@ import jax.numpy as jnp
 
 from paraxis.decode import cache as cache_lib
 from paraxis.decode import judges
+from paraxis.decode import proposal
 from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.decode import trees
@@ -34,25 +39,29 @@ def first_layers(model, layers):
 
 
 class Draft(NamedTuple):
-  """A model that drafts. model: decoder.Decoder. residual: (params.own, x) ->
-  x, what it was trained to add before the head, or None."""
+  """A model that drafts. model: decoder.Decoder. say: (proposal.Params, (B, 1,
+  D) features) -> logits, as it was trained to; None: those of the model."""
 
   model: Any
-  residual: Any = None
+  say: Any = None
 
   def drawn(self, params, cache, token_B, live_B, draws, index, purpose):
     """Feeds tokens -> (next tokens, their logits (B, V), cache)."""
-    z, cache = step.advance(
-      self.model, params.model, cache, token_B, live_B, self._through(params)
-    )
-    z = annotate.put(z, sampling.ROWS)
-    drawn, _ = sampling.sample(
-      z, draws.form, draws.values, *draws.at(index), purpose=purpose
-    )
-    return drawn, z, cache
+    z, cache = self.fed(params, cache, token_B, live_B)
+    return draw(z, draws, index, purpose), z, cache
 
-  def _through(self, params):
-    return self.residual and functools.partial(self.residual, params.own)
+  def fed(self, params, cache, token_B, live_B, together=1):
+    """(logits (B, V) after tokens, cache); together: as for Decoder.step."""
+    say = self.say and functools.partial(self.say, params)
+    z, cache = step.advance(
+      self.model, params.model, cache, token_B, live_B, say, together
+    )
+    return annotate.put(z, sampling.ROWS), cache
+
+  def logits(self, params, x_BTD):
+    if self.say:
+      return self.say(params, x_BTD)
+    return self.model.logits(params.model, x_BTD)
 
   def read(self, params, tokens_BT, lengths_B, slots):
     """Its packed.Cache of the prompts."""
@@ -60,7 +69,13 @@ class Draft(NamedTuple):
     return step.prefill(self.model, *given)[1]
 
 
-class Speculative:
+def draw(z_BV, draws, index, purpose):
+  """(B,) int32: drafts, of the logits of the token `index` of the call."""
+  given = draws.form, draws.values, *draws.at(index)
+  return sampling.sample(z_BV, *given, purpose=purpose)[0]
+
+
+class Speculative(proposal.Method):
   """own: the draft model's packed.Cache, as long as the target's."""
 
   def __init__(self, draft, width, coupled):
@@ -71,10 +86,6 @@ class Speculative:
   def start(self, params, tokens_BT, lengths_B, slots, x_BTD):
     del x_BTD
     return self._draft.read(params, tokens_BT, lengths_B, slots)
-
-  def first(self, own, seen):
-    del seen
-    return own
 
   def propose(self, params, own, token_B, live_B, draws):
     """The last draft is fed, too: all of them may be kept."""
@@ -108,7 +119,7 @@ class Ahead(NamedTuple):
   there: Any
 
 
-class Pearl:
+class Pearl(proposal.Method):
   """own: Ahead. A call judges the C drafts of the call before, if they begin
   with what it drew, while C + 1 more are drafted behind them."""
 
@@ -121,10 +132,6 @@ class Pearl:
     drafts = jnp.zeros_like(tokens_BT[:, :1])
     drafts = jnp.concatenate([drafts] * self.tree.width, 1)
     return Ahead(cache, drafts, lengths_B < 0)
-
-  def first(self, own, seen):
-    del seen
-    return own
 
   def propose(self, params, own, token_B, live_B, draws):
     width = self.tree.width
@@ -162,3 +169,66 @@ class Pearl:
       jnp.where(moved[:, None], more[:, 1:], own.drafts),
       jnp.where(moved, there, own.there),
     )
+
+
+class Unread(NamedTuple):
+  """cache: the draft model's, all tokens of the text but these, exact. tokens:
+  (B, C + 1) int32. n: (B,) int32."""
+
+  cache: Any
+  tokens: Any
+  n: Any
+
+
+class EasySpec(proposal.Method):
+  """own: Unread. A call reads the tokens of the call before exactly, all at
+  once, and draws the first draft from them."""
+
+  def __init__(self, draft, width, together, coupled):
+    """together: layers whose mixers read the same features."""
+    self.tree, self._draft, self._together = trees.chain(width), draft, together
+    self._purpose = 0 if coupled else judges.DRAFT
+
+  def start(self, params, tokens_BT, lengths_B, slots, x_BTD):
+    del x_BTD
+    cache = self._draft.read(params, tokens_BT, lengths_B, slots)
+    tokens = jnp.zeros_like(tokens_BT[:, :1])
+    tokens = jnp.concatenate([tokens] * (self.tree.width + 1), 1)
+    return Unread(cache, tokens, jnp.zeros_like(lengths_B))
+
+  def first(self, own, seen):
+    return Unread(own.cache, *proposal.waiting(own.tokens, own.n, seen))
+
+  def propose(self, params, own, token_B, live_B, draws):
+    del token_B
+    model = self._draft.model
+    form = step.drafted(len(live_B), self.tree)
+    n = jnp.where(live_B, own.n, 0)
+    packed = step.rows(own.tokens, n, own.cache.length)
+    x, flight = model.step(params.model, own.cache, packed, form)
+    sound = jnp.isfinite(x).all(-1) & (packed.request < len(live_B))
+    exact = model.commit(own.cache, flight, form, sound)
+    x = annotate.put(x, ('batch', None, None))
+    last = judges.at(x, jnp.maximum(own.n - 1, 0))
+    z = self._draft.logits(params, last[:, None])[:, 0]
+
+    def one(carry, c):
+      cache, z = carry
+      token = draw(z, draws, c, self._purpose)
+      after, cache = self._draft.fed(
+        params, cache, token, live_B, self._together
+      )
+      return (cache, after), (token, z)
+
+    order = jnp.arange(self.tree.width, dtype=jnp.uint32)
+    first = exact, annotate.put(z, sampling.ROWS)
+    (cache, _), (tokens, z) = jax.lax.scan(one, first, order)
+    tokens, z = jnp.moveaxis(tokens, 0, 1), jnp.moveaxis(z, 0, 1)
+    drafts = judges.Drafts(tokens, jnp.ones_like(tokens, bool), z)
+    return drafts, (own, cache, exact.length)
+
+  def settle(self, held, seen):
+    own, cache, length = held
+    length = jnp.where(seen.n > 0, length, own.cache.length)
+    cache = cache_lib.rollback(self._draft.model, cache, length)
+    return Unread(cache, *proposal.waiting(own.tokens, own.n, seen))

@@ -8,6 +8,10 @@ arXiv:2401.10774, whose heads have an own copy of it). W and b are 0 in the
 beginning. The same blocks improve a draft model of the first layers
 (drafters.py).
 
+A draft may say some words of the vocabulary alone, the frequent ones: its
+logits, most of its cost, are then as many (FR-Spec, arXiv:2502.14856; EAGLE-3,
+arXiv:2503.01840). It never drafts the others, which the model still may say.
+
 A file of them (`save`, `load`) is an .npz archive of arrays alone, with a JSON
 text about what they belong to.
 
@@ -29,8 +33,9 @@ from paraxis.decode import judges
 from paraxis.decode import proposal
 from paraxis.sharding import annotate
 
-KINDS = ('medusa', 'speculative', 'eagle')
-ABOUT = 'about'
+KINDS = ('medusa', 'speculative', 'eagle', 'ppd')
+ABOUT, WORDS = 'about', 'words'
+NEVER = -1e30  # logits of what a draft does not say; finite, as logits are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +72,40 @@ def residual(own, x_BKD):
     w, b = (own[name][:, i].astype(x.dtype) for name in ('weight', 'bias'))
     x = x + jax.nn.silu(jnp.einsum('bkd,kde->bke', x, w) + b)
   return x
+
+
+def logits(model, params, own, x_BTD):
+  """(B, T, V) of a draft's features: NEVER for what is none of its words.
+
+  Args:
+    model: decoder.Decoder. params: its own, as `unstack` gives them.
+    own: {name: array} of a draft, with (V',) int32 WORDS where it has few.
+  """
+  if WORDS not in own:
+    return model.logits(params, x_BTD)
+  z = model.logits(params, x_BTD, own[WORDS])
+  few = len(own[WORDS])
+  place = jnp.full(model.config.vocab_size, few, jnp.int32)
+  place = place.at[own[WORDS]].set(jnp.arange(few, dtype=jnp.int32))
+  z = jnp.pad(z, ((0, 0), (0, 0), (0, 1)), constant_values=NEVER)
+  if annotate.mode() == 'explicit' and annotate.sizes():
+    laid = annotate.spec(('batch', None, None))
+    return z.at[:, :, place].get(out_sharding=laid)
+  return z[:, :, place]
+
+
+def said(model, params, x_BTD):
+  """Logits of a draft model's features: `residual`, then `logits`.
+
+  params: proposal.Params, of the model and of the draft.
+  """
+  x = residual(params.own, x_BTD)
+  return logits(model, params.model, params.own, x)
+
+
+def numbers(arrays):
+  """How many parameters of a draft are trained."""
+  return sum(x.size for name, x in arrays.items() if name != WORDS)
 
 
 def save(path, about, arrays):
@@ -115,16 +154,21 @@ def load(path, model, tokenizer):
       f'decode.draft={path}: {", ".join(bad)} are not finite: the file is '
       'damaged, or its training diverged.'
     )
+  words = arrays.get(WORDS, np.zeros(0, np.int32))
+  if words.size and not 0 <= words.min() <= words.max() < model.vocab_size:
+    raise errors.UserError(
+      f'decode.draft={path}: it says ids {words.min()} to {words.max()}, the '
+      f'vocabulary has {model.vocab_size}: the file is damaged.'
+    )
   return about, arrays
 
 
-class Medusa:
+class Medusa(proposal.Method):
   """own: (B, D), features that drew the last token."""
 
   def __init__(self, model, tree):
     """model: decoder.Decoder."""
     self.tree, self._model = tree, model
-    self._depths = tree.depths()[1:] - 1
 
   def start(self, params, tokens_BT, lengths_B, slots, x_BTD):
     del params, slots, x_BTD
@@ -138,16 +182,9 @@ class Medusa:
   def propose(self, params, own, token_B, live_B, draws):
     del token_B, live_B, draws
     x_BKD = residual(params.own, own[:, None])[:, : self.tree.depth]
-    z = self._model.logits(params.model, x_BKD)
+    z = logits(self._model, params.model, params.own, x_BKD)
     z = annotate.put(z, ('batch', None, None))
-    tokens = [None] * self.tree.width
-    for k in range(self.tree.depth):
-      nodes = np.flatnonzero(self._depths == k)
-      most = 1 + max(self.tree.ranks[c] for c in nodes)
-      choices = jax.lax.top_k(z[:, k], most)[1].astype(jnp.int32)
-      for c in nodes:
-        tokens[c] = choices[:, self.tree.ranks[c]]
-    tokens = annotate.put(jnp.stack(tokens, 1), proposal.ROWS)
+    tokens = proposal.likeliest(self.tree, lambda k: z[:, k])
     return judges.Drafts(tokens, jnp.ones_like(tokens, bool)), own
 
   def settle(self, held, seen):

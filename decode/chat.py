@@ -1,0 +1,98 @@
+"""Conversations: messages go in by a chat template, the answers come out.
+
+The template is that of the weights, or data.chat_template, or beside the run's
+tokenizer. Its text asks for the assistant's next turn; special tokens that it
+writes are recognised, and a message that spells one is refused.
+"""
+
+import sys
+
+from paraxis.configs.base import errors
+from paraxis.models.text import chat as templates
+
+
+class Chat:
+  """A tokenizer and a template; UserError: there is none.
+
+  Args:
+    tokenizer: of models.text.tokenizer. template: its text. system: first
+      message of every conversation; '': none.
+  """
+
+  def __init__(self, tokenizer, template, system=''):
+    if not template:
+      raise templates.missing('--chat: answers need', tokenizer.name)
+    self._tokenizer, self._template = tokenizer, template
+    self._first = [dict(role='system', content=system)] if system else []
+    self._specials = self._token('bos_id'), self._token('end_id')
+
+  def _token(self, name):
+    """Text of a special token; '': this vocabulary has none."""
+    try:
+      found = getattr(self._tokenizer, name)
+      return self._tokenizer.name_of(found() if callable(found) else found)
+    except errors.UserError:
+      return ''
+
+  def each(self, prompts):
+    """[ids] of prompts.Prompts, each a conversation of one message; what is
+    refused of a file's line is among its `bad`, and an empty list here."""
+    out = []
+    for i, text in enumerate(prompts.texts):
+      try:
+        out.append([] if i in prompts.bad else self.ids(asked(text)))
+      except errors.UserError as e:
+        if not prompts.places[i]:
+          raise
+        prompts.bad[i] = str(e)
+        out.append([])
+    return out
+
+  def ids(self, messages):
+    """Ids of a conversation that ends with a user's message.
+
+    Raises:
+      UserError: a message spells a special token, or the template fails.
+    """
+    messages, tokens = self._first + messages, self._tokenizer
+    for n, message in enumerate(messages, 1):
+      what = f'message {n} ({message["role"]})'
+      templates.check_spelling(message['content'], tokens.specials, what)
+    text = templates.rendered(
+      self._template, messages, self._specials, '--chat', ask=True
+    )
+    found, _ = tokens.encode_offsets(text)
+    begun = text.startswith(tokens.specials)
+    return found if begun else [tokens.bos_id(), *found]
+
+
+def asked(text):
+  """[the message of a user]."""
+  return [dict(role='user', content=text)]
+
+
+def talk(made, chat, lines, stop=(), **options):
+  """One conversation: a message a line, the answers to stdout as they come.
+
+  Args:
+    made: loop.Generator. chat: Chat. lines: of text; empty ones are passed
+      over. stop, options: as for `Generator.generate`.
+  """
+  history = []
+
+  def show(_, piece):
+    print(piece, end='', flush=True)
+
+  for line in lines:
+    if not line.strip():
+      continue
+    history += asked(line.strip())
+    try:
+      (result,) = made.generate(
+        [chat.ids(history)], stop=stop, on_text=show, **options
+      )
+    finally:
+      print(flush=True)
+    history.append(dict(role='assistant', content=result['text']))
+  if not history:
+    print('paraxis: no message came in on stdin', file=sys.stderr)

@@ -1,0 +1,112 @@
+"""Chat templates: a conversation becomes the text that a model has learned.
+
+A template is Jinja, as Hugging Face keeps it; it runs in Jinja's sandbox (extra
+chat). Messages are {'role': .., 'content': ..}.
+"""
+
+import functools
+import importlib
+import json
+import pathlib
+from typing import Any
+
+from paraxis.configs.base import errors
+from paraxis.configs.base import plain_files
+
+ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
+_FILES = ('chat_template.jinja', 'tokenizer_config.json')
+
+
+def template(data) -> str:
+  """The text of schema.Data's template, or of the one beside its tokenizer;
+  '': there is none.
+
+  Raises:
+    UserError: data.chat_template cannot be read.
+  """
+  if data.chat_template:
+    try:
+      return plain_files.read_text(data.chat_template)
+    except (OSError, UnicodeDecodeError) as error:
+      raise errors.UserError(
+        f'data.chat_template={data.chat_template!r} cannot be read: {error}.'
+      ) from error
+  beside = pathlib.Path(data.tokenizer).parent
+  if pathlib.Path(data.tokenizer).is_file():
+    for name in _FILES:
+      if (beside / name).is_file():
+        text = (beside / name).read_text(encoding='utf-8')
+        if name.endswith('.json'):
+          text = json.loads(text).get('chat_template')
+        if isinstance(text, str) and text:
+          return text
+  return ''
+
+
+def missing(what, tokenizer):
+  """UserError: `what` needs a template, a tokenizer's name has none."""
+  return errors.UserError(
+    f'{what} a chat template, and tokenizer {tokenizer!r} has none beside it '
+    f'({", ".join(_FILES)}): name a file of Jinja in data.chat_template.'
+  )
+
+
+def rendered(text, messages, specials, where, ask=False):
+  """Text of a conversation.
+
+  Args:
+    text: of the template. messages: dicts. specials: (beginning, end) as text,
+      the template's bos_token and eos_token.
+    where: begins an error. ask: for the assistant's next turn.
+
+  Raises:
+    UserError: the template is not Jinja, or fails.
+  """
+  made, (bos, end) = _compiled(text), specials
+  try:
+    return made.render(
+      messages=messages, add_generation_prompt=ask, bos_token=bos, eos_token=end
+    )
+  except Exception as error:  # of the template: any
+    raise errors.UserError(
+      f'{where}: the chat template fails: {type(error).__name__}: '
+      f'{str(error).splitlines()[0] if str(error) else ""}.'
+    ) from error
+
+
+def check_spelling(content, specials, where):
+  """UserError if a message spells a special token."""
+  for special in specials:
+    if special in content:
+      raise errors.UserError(
+        f'{where} spells the special token {special!r}: change its text.'
+      )
+
+
+def _fail(message):
+  raise ValueError(message)
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(text) -> Any:
+  try:
+    importlib.import_module('jinja2')
+    sandbox = importlib.import_module('jinja2.sandbox')
+  except ImportError as error:
+    raise errors.UserError(
+      'data.chat_template: reading it takes the package jinja2: '
+      "pip install 'paraxis[chat]'."
+    ) from error
+  environment = sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols']
+  )
+  environment.globals['raise_exception'] = _fail
+  environment.filters['tojson'] = functools.partial(
+    json.dumps, ensure_ascii=False
+  )
+  try:
+    return environment.from_string(text)
+  except Exception as error:
+    raise errors.UserError(
+      f'the chat template is not Jinja: {str(error).splitlines()[0]}.'
+    ) from error

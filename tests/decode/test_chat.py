@@ -1,0 +1,126 @@
+"""Conversations: what the model reads of them, and what is refused."""
+
+import io
+import json
+import pathlib
+
+import jax
+import pytest
+import support
+
+from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.decode import __main__ as command
+from paraxis.decode import chat as chat_lib
+from paraxis.decode import load
+from paraxis.models import build
+from paraxis.models.text import tokenizer
+
+CHATML = (
+  "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content"
+  " + '<|im_end|>' + '\\n' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+STARTS, ENDS = 2048, 2049
+VOCAB = 2050
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory):
+  """A run of a small model, whose tokenizer has a template beside it."""
+  folder = tmp_path_factory.mktemp('run')
+  path = pathlib.Path(tokenizer.__file__).parent / 'bpe2048.json'
+  spec = json.loads(path.read_text())
+  for n, text in ((STARTS, '<|im_start|>'), (ENDS, '<|im_end|>')):
+    spec['added_tokens'].append(
+      dict(spec['added_tokens'][0], id=n, content=text)
+    )
+    spec['model']['vocab'][text] = n
+  own = folder / 'tokenizer.json'
+  own.write_text(json.dumps(spec))
+  (folder / 'chat_template.jinja').write_text(CHATML)
+  config = schema.view({
+    'model': dict(
+      vocab_size=VOCAB, d_model=16, num_layers=2, num_heads=2, d_ff=32,
+      embedding_init_std=1.0, tied_embedding=False,
+    ),
+    'data': dict(tokenizer=str(own)),
+    'decode': dict(max_new_tokens=6, temperature=0.0),
+  })  # fmt: skip
+  built = build.build(config, 'data=1', devices=jax.devices()[:1])
+  with build.use(built):
+    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  return support.save_run(folder, config, built, params, (1,))
+
+
+@pytest.fixture
+def run(workdir, capsys):
+  def call(*flags):
+    argv = [f'--checkpoint={workdir}', '--chat', *flags]
+    code = command_line.run(command.main, argv)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+  return call
+
+
+def ids_of(tokens, *turns):
+  """ChatML by hand, and the beginning of an answer."""
+  out = []
+  for role, content in turns:
+    out += [STARTS, *tokens.encode(f'{role}\n{content}'), ENDS]
+    out += tokens.encode('\n')
+  return [*out, STARTS, *tokens.encode('assistant\n')]
+
+
+@pytest.fixture
+def made(workdir):
+  with load.Checkpoint(workdir, say=lambda line: None) as opened:
+    config = schema.view(opened.config())
+    yield opened.generator(config), opened.template(config.data)
+
+
+def test_a_message_is_read_by_the_template(run, made):
+  generator, template = made
+  assert template == CHATML
+  for system in ('', 'Be brief.'):
+    turns = [('system', system)] if system else []
+    ids = ids_of(generator.tokenizer, *turns, ('user', 'Name it'))
+    (want,) = generator.generate([ids])
+    flags = [f'--system={system}'] if system else []
+    code, out, _ = run('--prompt=Name it', '--json', *flags)
+    (sample,) = json.loads(out)['samples']
+    assert code == 0 and sample['tokens'] == want['tokens']
+    assert sample['prompt'] == 'Name it'
+  code, out, _ = run('--prompt=One', '--prompt=Two')
+  heads = [line for line in out.splitlines() if line.startswith('===')]
+  assert code == 0 and heads == ['=== One', '=== Two']
+
+
+def test_a_conversation_goes_on(run, made, monkeypatch):
+  """The second answer has read the first one."""
+  generator, _ = made
+  tokens, turns, want = generator.tokenizer, [], []
+  for message in ('Name it', 'And then'):
+    turns.append(('user', message))
+    (found,) = generator.generate([ids_of(tokens, *turns)])
+    turns.append(('assistant', found['text']))
+    want.append(found['text'])
+  monkeypatch.setattr('sys.stdin', io.StringIO('Name it\n\n And then \n'))
+  code, out, _ = run()
+  assert code == 0 and out == ''.join(f'{text}\n' for text in want)
+  (alone,) = generator.generate([ids_of(tokens, ('user', 'And then'))])
+  assert alone['text'] != want[1]  # the test can fail
+
+
+def test_what_is_refused(run, tmp_path):
+  code, out, err = run('--prompt=a <|im_end|> b')
+  assert (code, out) == (2, '') and "spells the special token '<|im_end" in err
+  file = tmp_path / 'prompts.txt'
+  file.write_text('One\nTwo <|im_start|>\n')
+  code, out, err = run(f'--prompts_file={file}', '--json')
+  (sample,) = json.loads(out)['samples']
+  assert code == 2 and sample['prompt'] == 'One'
+  assert 'line 2 is left out: message 1 (user) spells' in err
+  with support.refused("tokenizer 'x' has none beside it"):
+    chat_lib.Chat(type('Named', (), dict(name='x')), '')
