@@ -11,6 +11,7 @@ What each drafts, and its file:
     easyspec       the same, with layers side by side             drafters.py
     medusa         heads on the model's features, a tree          heads.py
     eagle          a layer that continues the features            eagle.py
+    falcon         the same, two features a pass                  falcon.py
     ppd            prompt tokens behind every draft, a tree   prompt_tokens.py
 """
 
@@ -24,6 +25,7 @@ from paraxis.decode import trees
 from paraxis.decode.drafts import copying
 from paraxis.decode.drafts import drafters
 from paraxis.decode.drafts import eagle
+from paraxis.decode.drafts import falcon
 from paraxis.decode.drafts import heads
 from paraxis.decode.drafts import jacobi
 from paraxis.decode.drafts import prompt_tokens
@@ -31,10 +33,10 @@ from paraxis.models import layer
 
 # Method -> kind of its file, heads.KINDS.
 FILES = {
-  'medusa': 'medusa', 'eagle': 'eagle', 'ppd': 'ppd',
+  'medusa': 'medusa', 'eagle': 'eagle', 'falcon': 'falcon', 'ppd': 'ppd',
   **dict.fromkeys(('speculative', 'pearl', 'easyspec'), 'speculative'),
 }  # fmt: skip
-NEEDED = ('medusa', 'eagle', 'ppd')  # without one there are no drafts
+NEEDED = ('medusa', 'eagle', 'falcon', 'ppd')  # without one there are no drafts
 
 
 class Choice(NamedTuple):
@@ -103,8 +105,8 @@ def _made(model, choice, about):
       f'decode.method={method} needs a trained draft: name its file with '
       'decode.draft (`paraxis draft` trains one).'
     )
-  if method == 'eagle':
-    return _eagle(model, width, coupled)
+  if method in ('eagle', 'falcon'):
+    return _layer(method, model, width, coupled)
   if method == 'medusa':
     return heads.Medusa(model, trees.grown(about.accuracy, width))
   if method == 'ppd':
@@ -171,12 +173,14 @@ def _forgets(draft, method):
     )
 
 
-def _eagle(model, width, coupled):
-  made = eagle.Eagle(model, width, coupled)
+def _layer(method, model, width, coupled):
+  """What drafts with a layer of its own: eagle, falcon."""
+  make = eagle.Eagle if method == 'eagle' else falcon.Falcon
+  made = make(model, width, coupled)
   if kinds := _recurrent(eagle.layer_of(model)):
     raise errors.UserError(
-      'decode.method=eagle forgets drafts, and the last layer of the model is '
-      f'of kind {kinds}, which keeps one state a request: take '
+      f'decode.method={method} forgets drafts, and the last layer of the model '
+      f'is of kind {kinds}, which keeps one state a request: take '
       'method=speculative.'
     )
   return made

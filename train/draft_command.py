@@ -9,7 +9,7 @@ import pathlib
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 
-KINDS = 'medusa', 'speculative', 'eagle', 'ppd'
+KINDS = 'medusa', 'speculative', 'eagle', 'falcon', 'ppd'
 SHORT = 64  # tokens of a row of ppd, each with prompt tokens behind it
 
 
@@ -76,7 +76,8 @@ COMMAND = command_line.Command(
     (str, 'weights=PATH', None, 'instead: Hugging Face, .gguf, or smollm2'),
     (str, 'method=NAME', 'medusa',
      'medusa: heads; speculative: blocks behind the first layers; eagle: a '
-     'layer that continues the features; ppd: prompt tokens behind drafts'),
+     'layer that continues the features; falcon: one that makes two a pass; '
+     'ppd: prompt tokens behind drafts'),
     (str, 'out=FILE', '', 'the .npz file to write'),
     (str, 'data=PATH', 'fixture', 'text, as data.path'),
     ('count', 'tokens=N', 100_000, 'of the text that are read, at most'),

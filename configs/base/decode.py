@@ -40,6 +40,10 @@ METHODS = {
     'a layer of decode.draft that continues the features',
     'lossless, with either judge',
   ),
+  'falcon': (
+    'such a layer, behind an LSTM, that makes two features a pass',
+    'lossless, with either judge',
+  ),
   'ppd': (
     'prompt tokens of decode.draft behind every draft, a tree',
     'lossless with judge=replay; typical is not',
@@ -81,9 +85,9 @@ class Decode:
   )
   draft: str = field(
     '',
-    "file of a trained draft (`paraxis draft`): medusa's heads, eagle's layer, "
-    "ppd's prompt tokens, or what speculative, pearl and easyspec add before "
-    'the head',
+    "file of a trained draft (`paraxis draft`): medusa's heads, the layer of "
+    "eagle or falcon, ppd's prompt tokens, or what speculative, pearl and "
+    'easyspec add before the head',
   )
   judge: str = field(
     'replay',

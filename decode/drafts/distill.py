@@ -4,10 +4,7 @@ would say.
 The model stays as it is. Its features of some text are computed once, and what
 it finds most likely after every token; a head learns that (self-distillation:
 the text's own tokens are not targets), by cross entropy through the model's own
-head. Medusa weights head k by .8^k (Cai et al., arXiv:2401.10774). The layer of
-eagle also learns the features themselves (EAGLE, arXiv:2401.15077), and to go
-on from its own (the training-time test of EAGLE-3, arXiv:2503.01840, of one
-more pass, where all features before a token are its own).
+head (losses.py).
 
 A draft of few words (heads.py) has the model's most frequent choices; where the
 model chooses another word, it learns nothing, and is wrong.
@@ -31,13 +28,12 @@ from paraxis.configs.base import errors
 from paraxis.decode import step
 from paraxis.decode.drafts import drafters
 from paraxis.decode.drafts import eagle
+from paraxis.decode.drafts import falcon
 from paraxis.decode.drafts import heads
+from paraxis.decode.drafts import losses as losses_lib
 from paraxis.decode.drafts import prompt_tokens
 
-DECAY = 0.8
 CHOICES = 4  # of a head, that are counted
-NEAR, PASSES, DEPTH = 0.1, 2, 3  # of eagle: weight; of training; of accuracy
-ROWS = ('eagle', 'ppd')  # trained on rows; the others on tokens
 
 
 class Recipe(NamedTuple):
@@ -133,14 +129,14 @@ def fit(model, params, found, kind, recipe, words=None, say=print):
     kind: of heads.KINDS. recipe: Recipe. words: ids, or None: all.
     say: prints one line.
   """
-  if kind in ROWS:
+  if kind in losses_lib.ROWS:
     size, data = max(1, recipe.batch // found.x.shape[1]), found
-    own, loss = _of_rows(model, params, found.tokens, kind, recipe, words)
+    own = _begun(model, params, found.tokens, kind, recipe)
   else:
     count = recipe.heads if kind == 'medusa' else 1
     size, data = recipe.batch, _flat(found, kind, count)
     own = heads.initial(count, found.x.shape[2], recipe.blocks)
-    loss = functools.partial(_heads_loss, model, words)
+  loss = losses_lib.of(model, kind, words)
   rate = optax.cosine_decay_schedule(recipe.rate, recipe.steps)
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
 
@@ -171,108 +167,23 @@ def fit(model, params, found, kind, recipe, words=None, say=print):
   return jax.tree.map(np.asarray, own)
 
 
-def _of_rows(model, params, tokens_NT, kind, recipe, words):
-  """(initial parameters, loss) of a draft that is trained on rows."""
-  if kind == 'eagle':
-    return eagle.initial(model, params), _eagle_loss(model, words)
-  own = prompt_tokens.initial(model, params, tokens_NT, recipe.heads)
-  return own, functools.partial(_ppd_loss, model, words)
-
-
-def _nll(z, y):
-  """Cross entropy of each target; 0 where there is none, y < 0."""
-  found = optax.softmax_cross_entropy_with_integer_labels(z, jnp.maximum(y, 0))
-  return jnp.where(y < 0, 0, found)
-
-
-def _heads_loss(model, words, own, params, x_MD, y_MK):
-  weight_K = DECAY ** np.arange(y_MK.shape[1])
-  z = model.logits(params, heads.residual(own, x_MD[:, None]), words)
-  nll = _nll(z, y_MK)
-  return jnp.mean(nll @ jnp.asarray(weight_K / weight_K.sum(), nll.dtype))
-
-
-def _prompted(model, words, own, params, choice_BT, tokens_BT):
-  """(logits (B, T m, V) behind every token, targets (B, T, m))."""
-  count = len(own[prompt_tokens.PROMPTS])
-  x = prompt_tokens.features(model, params, own, tokens_BT)
-  x = x.reshape(len(x), -1, x.shape[-1])
-  y = prompt_tokens.targets(choice_BT, count)
-  return model.logits(params, x, words), y
-
-
-def _ppd_loss(model, words, own, params, x, choice_BT, tokens_BT):
-  del x
-  z, y = _prompted(model, words, own, params, choice_BT, tokens_BT)
-  weight = DECAY ** np.arange(y.shape[2])
-  nll = _nll(z, y.reshape(len(y), -1)).reshape(y.shape)
-  return jnp.mean(nll @ jnp.asarray(weight / weight.sum(), nll.dtype))
-
-
-def _ppd_hits(model, words, top, own, params, x, choice, tokens):
-  """As `_hits`, of prompt tokens behind every token of rows."""
-  del x
-  z, y = _prompted(model, words, own, params, choice, tokens)
-  return top(z.reshape(*y.shape, -1), y).sum((0, 1))
-
-
-def _continued(layer, own, params, tokens_BT, x_BTD):
-  """Features that the draft layer makes; x: those before each token."""
-  lengths = jnp.full(len(x_BTD), x_BTD.shape[1], jnp.int32)
-  x, _ = step.prefill(
-    layer, params | own, tokens_BT, lengths, x_BTD.shape[1],
-    eagle.begin(own, x_BTD),
-  )  # fmt: skip
-  return x
-
-
-def _eagle_loss(model, words):
-  """Cross entropy, and a tenth of the distance to the model's features, once
-  with the model's features before each token and once with the layer's own."""
-  layer = eagle.layer_of(model)
-
-  def loss(own, params, x_BTD, choice_BT, tokens_BT):
-    before, total = eagle.before(x_BTD), 0.0
-    for _ in range(PASSES):
-      found = _continued(layer, own, params, tokens_BT, before)
-      z = model.logits(params, found, words)
-      total += jnp.mean(_nll(z, choice_BT)) + NEAR * jnp.mean(
-        optax.huber_loss(found, x_BTD)
-      )
-      before = eagle.before(found)
-    return total / PASSES
-
-  return loss
-
-
-def _hits(model, words, top, own, params, x, y):
-  """How often each choice of each head is the model's."""
-  x = heads.residual(own, x[:, None])
-  return top(model.logits(params, x, words), y).sum(0)
-
-
-def _eagle_hits(model, words, top, own, params, x, choice, tokens):
-  """How often each choice of the first drafts is the model's."""
-  layer, before, out = eagle.layer_of(model), eagle.before(x), []
-  for _ in range(DEPTH):
-    after = _continued(layer, own, params, tokens, before)
-    z = model.logits(params, after, words)
-    out.append(top(z, choice).sum((0, 1)))
-    before = eagle.before(after)
-  return jnp.stack(out)
+def _begun(model, params, tokens_NT, kind, recipe):
+  """Initial parameters of a draft that is trained on rows."""
+  if kind == 'ppd':
+    return prompt_tokens.initial(model, params, tokens_NT, recipe.heads)
+  return (eagle if kind == 'eagle' else falcon).initial(model, params)
 
 
 def accuracy(model, params, own, found, kind, words=None, size=256):
   """((how often choice r of head k is the model's, r < CHOICES), ...).
 
   Of eagle: of its k-th draft, after the text's own tokens; of ppd: of prompt
-  token k. found, words: as for `fit`.
+  token k; of falcon: of each pass. found, words: as for `fit`.
   """
   top = lambda z, y: jax.lax.top_k(z, CHOICES)[1] == y[..., None]
   data, most = found, 1
-  each = {'eagle': _eagle_hits, 'ppd': _ppd_hits}.get(kind, _hits)
-  hits = functools.partial(each, model, words, top)
-  if kind not in ROWS:
+  hits = losses_lib.hits(model, kind, words, top)
+  if kind not in losses_lib.ROWS:
     data, most = _flat(found, kind, own['bias'].shape[0]), size
   run, total = jax.jit(hits), np.zeros(1)
   size = min(most, len(data[0]))
@@ -282,7 +193,7 @@ def accuracy(model, params, own, found, kind, words=None, size=256):
       run(own, params, *(x[i : i + size] for x in data))
     )
   count: Any = n
-  if kind in ROWS:
+  if kind in losses_lib.ROWS:
     count = n * found.x.shape[1]
   if kind == 'ppd':  # the last tokens of a row have no targets
     count = count - n * (1 + np.arange(len(total))[:, None])
@@ -294,13 +205,15 @@ def untrained(model, params, kind, fingerprint, spread=0.1, words=()):
   lossless must not depend on how good it is.
 
   Args:
-    model, params: as for `features`. kind: 'medusa', 'eagle' or 'ppd'.
+    model, params: as for `features`. kind: of heads.KINDS, not speculative.
     fingerprint: of the tokenizer. spread: deviation of its parameters.
     words: ids that it says; (): all.
   """
   config, rng = model.config, np.random.default_rng(7)
   if kind == 'eagle':
     own = eagle.initial(model, params)
+  elif kind == 'falcon':
+    own = falcon.initial(model, params)
   elif kind == 'ppd':
     own = {prompt_tokens.PROMPTS: np.zeros((3, config.d_model))}
   else:

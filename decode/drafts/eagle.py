@@ -81,6 +81,17 @@ def before(x_BTD):
   return jnp.pad(x_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
 
+def waiting(x_BCD, seen):
+  """The features that drew the tokens of the last call, as
+  proposal.waiting has those."""
+  new = seen.tokens.shape[1]
+  drew = jnp.stack([judges.at(seen.x, seen.at[:, c]) for c in range(new)], 1)
+  pad = x_BCD.shape[1] - new
+  x = annotate.put(jnp.pad(drew, ((0, 0), (0, pad), (0, 0))), WIDE)
+  moved = (seen.n > 0)[:, None, None]
+  return jnp.where(moved, x.astype(x_BCD.dtype), x_BCD)
+
+
 class Eagle(proposal.Method):
   """own: Pending."""
 
@@ -154,10 +165,5 @@ class Eagle(proposal.Method):
 
   def _settled(self, own, cache, seen):
     """The new tokens wait for the next call, with what drew them."""
-    new, moved = seen.tokens.shape[1], seen.n > 0
-    drew = jnp.stack([judges.at(seen.x, seen.at[:, c]) for c in range(new)], 1)
-    pad = own.tokens.shape[1] - new
-    x = annotate.put(jnp.pad(drew, ((0, 0), (0, pad), (0, 0))), WIDE)
-    x = jnp.where(moved[:, None, None], x.astype(own.x.dtype), own.x)
     tokens, n = proposal.waiting(own.tokens, own.n, seen)
-    return Pending(cache, tokens, x, n)
+    return Pending(cache, tokens, waiting(own.x, seen), n)

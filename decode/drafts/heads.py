@@ -33,7 +33,7 @@ from paraxis.decode import judges
 from paraxis.decode import proposal
 from paraxis.sharding import annotate
 
-KINDS = ('medusa', 'speculative', 'eagle', 'ppd')
+KINDS = ('medusa', 'speculative', 'eagle', 'falcon', 'ppd')
 ABOUT, WORDS = 'about', 'words'
 NEVER = -1e30  # logits of what a draft does not say; finite, as logits are
 

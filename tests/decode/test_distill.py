@@ -11,6 +11,8 @@ import support
 
 from paraxis.decode import step
 from paraxis.decode.drafts import distill
+from paraxis.decode.drafts import eagle
+from paraxis.decode.drafts import falcon
 from paraxis.decode.drafts import heads
 from paraxis.decode.drafts import prompt_tokens
 from paraxis.models import batch as batch_lib
@@ -20,7 +22,7 @@ V, D, LAYERS = 12, 16, 2
 RECIPE = distill.Recipe(
   heads=2, length=16, rows=4, steps=60, batch=64, held=0.3
 )
-KINDS = ('medusa', 'speculative', 'eagle', 'ppd')
+KINDS = ('medusa', 'speculative', 'eagle', 'falcon', 'ppd')
 
 
 @pytest.fixture
@@ -198,3 +200,43 @@ def test_too_little_text(made):
       model, params, module_cases.Numbers(V), text[:4], 'medusa', 0, RECIPE,
       print,
     )  # fmt: skip
+
+
+def test_a_block_of_falcon_sees_itself_and_nothing_behind_it(made):
+  """Counted from the last token, two by two; a plain mask says the same."""
+  model, params, text = made
+  _, own = distill.untrained(model, params, 'falcon', 'numbers')
+  layer = eagle.layer_of(model)
+  ids = jnp.asarray(text[:1, :7])
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 7, D)), jnp.float32)
+  given = layer, params, own
+  whole = falcon.features(*given, ids, x)
+  for t in range(7):
+    other = ids.at[:, t].set((ids[:, t] + 1) % V)
+    found = falcon.features(*given, other, x)
+    changed = np.abs(found - whole).max((0, 2)) > 0
+    # 7 tokens: the first is alone, then 1 2, 3 4, 5 6.
+    first = t if t == 0 or t % 2 else t - 1
+    assert changed.tolist() == [i >= first for i in range(7)]
+
+
+def test_the_memory_of_falcon_is_that_of_a_plain_loop(made):
+  model, params, _ = made
+  _, own = distill.untrained(model, params, 'falcon', 'numbers')
+  rng = np.random.default_rng(1)
+  e, x = (rng.normal(size=(1, 4, D)).astype(np.float32) for _ in range(2))
+  found, (hs, cs) = falcon.mixed(
+    own, jnp.asarray(e), jnp.asarray(x), falcon.empty(1, D, jnp.float32)
+  )
+  sigmoid = lambda z: 1 / (1 + np.exp(-z))
+  h, c = np.zeros((2, D)), np.zeros((2, D))
+  for t in range(4):
+    u = np.concatenate([e[0, t], x[0, t]])
+    for i in range(2):
+      w, r, b = (own[f'lstm/{i}/{n}'] for n in ('input', 'state', 'bias'))
+      enter, keep, out, new = np.split(u @ w + h[i] @ r + b, 4)
+      c[i] = sigmoid(keep + 1) * c[i] + sigmoid(enter) * np.tanh(new)
+      h[i] = u = sigmoid(out) * np.tanh(c[i])
+    np.testing.assert_allclose(found[0, t], x[0, t] + u, atol=2e-5)
+    np.testing.assert_allclose(hs[t, 0], h, atol=2e-5)
+    np.testing.assert_allclose(cs[t, 0], c, atol=2e-5)

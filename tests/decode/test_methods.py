@@ -113,7 +113,7 @@ def untrained(tmp_path):
 
 CASES = [
   *itertools.product(PATTERNS, (LOOKUP, DRAFT, AGGRESSIVE, JACOBI)),
-  *itertools.product(SLOTS, (PEARL, 'medusa', 'eagle', 'ppd')),
+  *itertools.product(SLOTS, (PEARL, 'medusa', 'eagle', 'falcon', 'ppd')),
   *((pattern, EASYSPEC) for pattern in ('FFF', 'WFN', 'AAA')),
 ]
 
@@ -131,8 +131,8 @@ def test_replayed_drafts_give_the_text_of_one_by_one(
   made = generator(pattern)
   if isinstance(method, str):
     made._draft.cache_clear()
-    ppd = functools.partial(untrained, kind='ppd')
-    method = dict(medusa=medusa, eagle=eagle, ppd=ppd)[method](pattern)
+    of = {k: functools.partial(untrained, kind=k) for k in ('falcon', 'ppd')}
+    method = (of | dict(medusa=medusa, eagle=eagle))[method](pattern)
   want = made.generate(PROMPTS, **options)
   found = made.generate(PROMPTS, **options, **method)
   assert texts(found) == texts(want)
@@ -148,7 +148,7 @@ def test_replayed_drafts_give_the_text_of_one_by_one(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize('mesh', ('', 'data=2,fsdp=2,tensor=2'))
-@pytest.mark.parametrize('kind', ('medusa', 'eagle'))
+@pytest.mark.parametrize('kind', ('medusa', 'eagle', 'falcon'))
 def test_a_draft_of_few_words_changes_no_text(kind, mesh, untrained):
   """On a mesh too, whose shards hold parts of the head."""
   words = (1, 3, 4, 7, 8)
@@ -327,13 +327,14 @@ def test_a_mesh_drafts_as_one_device(method):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-  'kind', ('pearl', 'medusa', 'eagle', 'ppd', 'easyspec')
+  'kind', ('pearl', 'medusa', 'eagle', 'falcon', 'ppd', 'easyspec')
 )
 def test_a_mesh_drafts_by_slots_as_one_device(kind, medusa, eagle, untrained):
   easy = EASYSPEC | dict(draft_layers=1, draft_group=1)
   of = dict(
     pearl=lambda _: PEARL, medusa=medusa, eagle=eagle, easyspec=lambda _: easy,
     ppd=functools.partial(untrained, kind='ppd'),
+    falcon=functools.partial(untrained, kind='falcon'),
   )[kind]  # fmt: skip
   rows = []
   for how in ({}, dict(mesh='data=2,fsdp=2,tensor=2', devices=8)):

@@ -41,8 +41,8 @@ FEW = '--tokens=600 --length=16 --steps=2 --batch=16'.split()
 @pytest.mark.parametrize(
   'method, more',
   [('medusa', ['--heads=2']), ('speculative', ['--draft_layers=1']),
-   ('eagle', []), ('ppd', []), ('medusa', ['--own=9', '--words=50']),
-   ('eagle', ['--words=50'])],
+   ('eagle', []), ('ppd', []), ('falcon', []), ('eagle', ['--words=50']),
+   ('medusa', ['--own=9', '--words=50'])],
 )  # fmt: skip
 def test_a_draft_is_trained_and_used(workdir, tmp_path, capsys, method, more):
   out = tmp_path / 'draft.npz'
@@ -68,7 +68,7 @@ def test_a_draft_is_trained_and_used(workdir, tmp_path, capsys, method, more):
 @pytest.mark.parametrize(
   'argv, words',
   [
-    (['--method=falcon', '--out=a.npz'], '--method=falcon: trained are medusa'),
+    (['--method=jacobi', '--out=a.npz'], '--method=jacobi: trained are medusa'),
     (['--method=medusa'], '--out=FILE.npz'),
     (['--method=medusa', '--out=/nowhere/a.npz'], 'no folder /nowhere'),
     (['--method=speculative', '--out=a.npz'], '--draft_layers=0'),

@@ -49,6 +49,9 @@ BENCHES = {
   'prefill': (
     'decode', 1, 'prompts of 4,080 and 8,000 tokens, a window: plain JAX'
   ),
+  'methods': (
+    'methods', 1, 'every method of decoding, SmolLM2-135M: one by one'
+  ),
   'checkpoint': (
     'checkpoint', 8, '128 MiB and 1 GiB saved and restored: Orbax'
   ),
@@ -133,6 +136,7 @@ def run(name, rounds, quick, **options):
     rounds=rounds,
     quick=quick,
     peers=[list(peer) for peer in options.get('peers', ())],
+    drafts=list(options.get('drafts', ())),
   )
   say = lambda line: _say(f'{name}: {line}')
   # What is compiled is timed: uncached.
@@ -147,12 +151,13 @@ def run(name, rounds, quick, **options):
   return report
 
 
-def _in_child(name, rounds, quick, path=None, peers=(), **options):
+def _in_child(name, rounds, quick, path=None, peers=(), drafts=(), **options):
   """The same in a process of its own, which sees its own devices."""
   command = [sys.executable, '-m', 'paraxis.train.bench.command', name]
   command += ['--json', f'--rounds={rounds}'] + ['--quick'] * quick
   command += [f'--out={path}', '--resume'] if path else []
   command += [f'--peer={peer}:{python}' for peer, python in peers]
+  command += [f'--draft={file}' for file in drafts]
   done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
   if done.returncode:
     raise RuntimeError(f'bench {name} ended with exit code {done.returncode}')
@@ -193,6 +198,7 @@ def _bench(values, _, names):
   path = pathlib.Path(values.out) if values.out else None
   options: dict[str, Any] = dict(path=path, resume=values.resume)
   options['peers'] = peers_lib.parse(values.peer)
+  options['drafts'] = tuple(values.draft)
   measure.Session(**options)  # its errors, before anything is imported
   if name == 'all':
     reports = [_in_child(n, rounds, quick, **options) for n in BENCHES]
@@ -240,6 +246,12 @@ COMMAND = command_line.Command(
       'peer=NAME:PYTHON',
       None,
       'measure a peer, too, in turn with ours, run by that Python; repeatable',
+    ),
+    (
+      'several',
+      'draft=FILE',
+      [],
+      'methods: a trained draft (paraxis draft); repeatable',
     ),
     (str, 'tune=FILE', None, 'kernels: search block sizes, write them to FILE'),
     *device_command.FLAGS,

@@ -133,13 +133,15 @@ class Session:
 
   path: file that keeps reports as JSON, or None. resume: continue what is in
   it. facts: what must be equal for that: versions, rounds, flags. peers: (name,
-  Python) pairs (peers.py). say: prints one line.
+  Python) pairs (peers.py). drafts: files of trained drafts, for the bench
+  `methods`. say: prints one line.
   """
 
   path: pathlib.Path | None = None
   resume: bool = False
   facts: dict = dataclasses.field(default_factory=dict)
   peers: tuple = ()
+  drafts: tuple = ()
   say: Any = None
   _shown: set = dataclasses.field(default_factory=set, init=False)
 

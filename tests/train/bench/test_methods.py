@@ -1,0 +1,50 @@
+"""The bench of methods: every one has a row, or a note that says why not."""
+
+import module_cases
+import pytest
+import support
+
+from paraxis.configs.base.decode import METHODS
+from paraxis.decode import methods as methods_lib
+from paraxis.decode.drafts import distill
+from paraxis.decode.drafts import heads
+from paraxis.models import build
+from paraxis.train.bench import measure
+from paraxis.train.bench import methods
+
+SILENT = lambda line: None
+
+
+def test_every_method_has_a_row_or_a_note():
+  report = methods.methods(1, True, SILENT)
+  for name in METHODS:
+    if name in methods_lib.NEEDED:
+      assert f'{name}: no --draft={name}, not measured' in report.notes
+      assert name not in report.rows
+    else:
+      unit, values = report.rows[name]
+      assert unit == 'tokens/s' and len(values) == 1 and values[0] > 0
+  checks = {c.what: c for c in report.checks}
+  assert len(checks) == len(METHODS) - 1 - len(methods_lib.NEEDED)
+  plain, jacobi = (report.rows[n][1][0] for n in ('autoregressive', 'jacobi'))
+  check = checks['jacobi: speed / one by one']
+  assert check.values == [pytest.approx(jacobi / plain)]
+  assert check.verdict == '-'  # of a small model there is no verdict
+  assert any(n.startswith('jacobi: ') for n in report.notes)
+
+
+def test_drafts_come_from_files(tmp_path, monkeypatch):
+  made = module_cases.generator('F', dtype='float32')
+  monkeypatch.setattr(methods, '_small', lambda *_: (made, [[1, 2, 3]]))
+  files = []
+  for kind in methods_lib.NEEDED:
+    given = made.built.model, made.params, kind, 'numbers'
+    with build.use(made.built):
+      draft = distill.untrained(*given)
+    files.append(str(tmp_path / f'{kind}.npz'))
+    heads.save(files[-1], *draft)
+  with measure.session(drafts=tuple(files)):
+    report = methods.methods(1, True, SILENT)
+  assert set(METHODS) == set(report.rows)
+  with measure.session(drafts=('none.npz',)), support.refused('no trained'):
+    methods.methods(1, True, SILENT)
