@@ -6,8 +6,9 @@ it finds most likely after every token; a head learns that (self-distillation:
 the text's own tokens are not targets), by cross entropy through the model's own
 head (losses.py).
 
-A draft of few words (heads.py) has the model's most frequent choices; where the
-model chooses another word, it learns nothing, and is wrong.
+A draft of few words (heads.py) has the most frequent ones of the text and of
+the model's choices; where the model chooses another, it learns nothing, and is
+wrong.
 
 What is measured on held-out text: how often the r-th choice of head k is the
 model's, which grows the tree (trees.py) and says how many tokens a call may
@@ -101,7 +102,7 @@ def targets(choice_NT, kind, count):
 
 
 def words_of(choice, count):
-  """(V',) int32, sorted: at most `count` ids, those chosen most often."""
+  """(V',) int32, sorted: at most `count` ids, the most frequent ones."""
   ids, often = np.unique(choice, return_counts=True)
   most = np.argsort(-often, kind='stable')[:count]
   return np.sort(ids[most]).astype(np.int32)
@@ -261,7 +262,8 @@ def train(built_model, params, tokenizer, rows_NT, kind, layers, recipe, say):
   found = features(*given, rows_NT, layers, recipe.rows)
   words, split = None, n - held
   if recipe.words:
-    words = words_of(found.choice[:split], recipe.words)
+    both = np.concatenate([found.choice[:split], found.tokens[:split]])
+    words = words_of(both, recipe.words)
     found = found._replace(choice=places(words, found.choice))
     missed = np.mean(found.choice[split:] < 0)
     say(f'{len(words)} words; {missed:.1%} of held-out choices are others')

@@ -16,7 +16,8 @@ CONFIGS = {
   'speculative_decoding': 'keeps_one_more', 'prompt_lookup': 'keeps_one_more',
   'speculative_jacobi': 'keeps_one_more', 'pearl': 'keeps_one_more',
   'medusa': 'first_child', 'eagle': 'keeps_one_more',
-  'ppd': 'first_child', 'easyspec': 'keeps_one_more',
+  'ppd': 'first_child', 'falcon': 'keeps_one_more',
+  'easyspec': 'keeps_one_more',
 }  # fmt: skip
 
 

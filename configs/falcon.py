@@ -1,0 +1,54 @@
+"""Falcon: a draft layer that makes two features a pass
+
+paper: arXiv:2412.12639
+mechanism: decode/drafts/falcon.py, decode/drafts/losses.py
+test: tests/decode/test_methods.py, tests/decode/test_distill.py,
+  tests/train/claims/decode/test_lossless.py
+run: paraxis reproduce falcon
+cost: 0 CPU-seconds
+expect: x
+differs: x
+"""
+
+from paraxis.configs import presets
+
+METHOD = dict(method='falcon', drafts=3)
+MODELS = [{'model.vocab_size': 12},
+          {'model.vocab_size': 12, 'model.pattern': 'WFN'}]  # fmt: skip
+OWN = dict(layers=0, tokens=80_000, own=96, length=128, words=4096)
+FALCON = OWN | dict(steps=400, batch=512)
+MEDUSA = OWN | dict(heads=3, blocks=10, steps=400)
+
+
+def get_config():
+  """A small decoder on bytes."""
+  return presets.tiny(num_layers=2, window=16)
+
+
+def claims():
+  """What `paraxis reproduce falcon` checks."""
+  from paraxis.train.claims.decode import lossless
+  from paraxis.train.claims.decode import tokens_a_call
+
+  text = lossless.texts(METHOD, MODELS, 'falcon')
+  joint = lossless.joint(METHOD | dict(judge='rejection'), 'falcon')
+  more = dict(
+    check=tokens_a_call.more_than,
+    pair=[dict(method='falcon', drafts=4), dict(method='medusa', drafts=24)],
+    drafts=[FALCON, MEDUSA], prompts=[12, 48, 48], parameters_within=1.1,
+  )  # fmt: skip
+  return [
+    ('texts of one by one', 'EQ', text, None),
+    ('joint of 4 tokens', 'EQ', joint, None),
+    ('tokens a call above those of Medusa', 'LEARN', more, None),
+  ]
+
+
+def knockouts():
+  """A draft is kept that is not the draw; what is dropped is drawn from p."""
+  from paraxis.train.claims.decode import lossless
+
+  return [
+    ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
+    ('from_p', 'joint of 4 tokens', lossless.from_p),
+  ]  # fmt: skip
