@@ -64,7 +64,7 @@ def test_a_hybrid_holds_on_one_device():
   assert all(0 < row.measured < 1e-12 for row in rows[:4])
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize('pattern', cases.patterns())
 def test_every_kind_holds(pattern):
   """Their methods: test_methods.py."""

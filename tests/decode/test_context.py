@@ -37,7 +37,7 @@ def shared(pattern):
   return module_cases.generator(pattern, mesh=mesh, devices=8)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize('method', METHODS)
 @pytest.mark.parametrize('pattern', ('F', 'WFN'))
 def test_texts_are_those_of_one_device(pattern, method):
@@ -49,7 +49,7 @@ def test_texts_are_those_of_one_device(pattern, method):
     np.testing.assert_allclose(a['logprobs'], b['logprobs'], atol=1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize('pattern', ('F', 'W', 'K', 'N'))
 def test_features_are_those_without_a_cache(pattern):
   proof = properties.Proof(cases.small(pattern), 'context=4')

@@ -96,7 +96,7 @@ def forked(pattern, reads=3):
   return session
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize('pattern', ALL)
 def test_forks_are_what_they_are_alone(pattern):
   """All go on, the parent too; a fork of a fork; a row that is used again."""
@@ -148,7 +148,7 @@ def test_states_of_one_size_are_forked_without_ranges():
   session.check(r1=ids(7, 1), r0=ids(1, 2))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize('pattern', SLOTTED)
 def test_a_tree_on_a_fork_is_every_path_alone(pattern):
   session, (more, paths, depth) = forked(pattern), decode_cases.branches()
@@ -306,7 +306,7 @@ def test_rows_that_are_shared_are_on_one_device():
     cache_lib.sharing(made('F')[0].init_cache(R, SLOTS), 1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize('pattern', ('F', 'A'))
 def test_forks_on_tensor_shards_equal_one_device(pattern):
   want = forked(pattern)

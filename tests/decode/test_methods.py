@@ -118,7 +118,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize('options', (GREEDY, SAMPLED), ids=('greedy', 'drawn'))
 @pytest.mark.parametrize(
   'pattern, method',
@@ -146,7 +146,7 @@ def test_replayed_drafts_give_the_text_of_one_by_one(
     assert calls < 3 * 23  # some drafts are kept
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize('mesh', ('', 'data=2,fsdp=2,tensor=2'))
 @pytest.mark.parametrize('kind', ('medusa', 'eagle', 'falcon'))
 def test_a_draft_of_few_words_changes_no_text(kind, mesh, untrained):
@@ -313,7 +313,7 @@ def test_ends_stops_and_streams_are_those_of_one_by_one():
   assert all(end not in tokens for tokens, _ in want)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
   'method', (LOOKUP, DRAFT, AGGRESSIVE, JACOBI), ids=lambda m: m['method']
 )
@@ -325,7 +325,7 @@ def test_a_mesh_drafts_as_one_device(method):
   assert [r['calls'] for r in found] == [r['calls'] for r in want]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
   'kind', ('pearl', 'medusa', 'eagle', 'falcon', 'ppd', 'easyspec')
 )
@@ -410,7 +410,7 @@ def beyond(statistic, freedom):
 REJECTION = DRAFT | dict(judge='rejection')
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
   'method',
   ({}, *(m | dict(judge='rejection') for m in

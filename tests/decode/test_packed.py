@@ -38,7 +38,7 @@ def float64():
     yield
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize('pattern', ALL)
 def test_mixed_requests_are_what_they_are_alone(pattern):
   """Chunks, parts of chunks and single tokens of four requests in a step."""
@@ -119,7 +119,7 @@ def test_a_tree_without_its_ancestors_is_another():
 EACH = (Group(R, 3, each=True),)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize('pattern', ALL)
 def test_any_part_of_a_chain_is_kept(pattern):
   """States after each of three tokens; 2, 0, 3 and 1 of them are kept."""
@@ -199,7 +199,7 @@ def test_keys_that_are_not_finite_are_never_kept():
   assert near(z[2], alone('F')(session.texts[2])[-1:])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize('pattern', ('F', 'A', 'H', 'KG'))
 def test_lanes_on_tensor_shards_equal_one_device(pattern):
   want = fed(Session(pattern))

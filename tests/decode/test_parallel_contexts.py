@@ -65,7 +65,7 @@ def wanted(pattern, parts, monkeypatch, apart=True, after=False, how=(1, 1)):
   )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize('how', ((1, 1), (0.75, 1.5)))
 @pytest.mark.parametrize('pattern', ('F', 'WFN', 'FKF'))
 def test_a_query_is_one_pass_under_a_mask(pattern, how, monkeypatch):

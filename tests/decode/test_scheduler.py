@@ -68,7 +68,7 @@ def alone(texts, order, pattern, options):
   return [out[i] for i in range(len(texts))]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize('options', (GREEDY, SAMPLED), ids=('greedy', 'drawn'))
 @pytest.mark.parametrize('pattern', ('WF', 'GF'))
 def test_mixed_requests_are_bitwise_what_they_are_alone(pattern, options):
@@ -103,7 +103,7 @@ def test_a_neighbour_that_leaks_shows(monkeypatch):
   made.cache_clear()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize('options', (GREEDY, SAMPLED), ids=('greedy', 'drawn'))
 @pytest.mark.parametrize('pattern', ('WF', 'A', 'H', 'C'))
 def test_served_texts_are_those_of_one_batch(pattern, options):

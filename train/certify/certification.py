@@ -23,6 +23,7 @@ read off the program (dtypes.py).
 import dataclasses
 import functools
 import math
+import textwrap
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +67,17 @@ class Verdict(NamedTuple):
     if self.passed:
       return 'PASS'
     return (CHANGES if self.measured else NOT_CERTIFIED) if self.why else 'FAIL'
+
+  def line(self):
+    """As a line of the table."""
+    if self.word in ('PASS', 'FAIL'):
+      text = f'{self.word}  {self.name:46} {self.bound:7.0e}'
+      text += f' {self.measured:8.1e}'
+      return f'{text}  {self.worst}'.rstrip() if self.measured else text
+    text = f'{self.word}: {self.name}, {self.why}'
+    if self.measured:
+      text += f'; off by {self.measured:.1e}, most in {self.worst}'
+    return textwrap.fill(text, 80, subsequent_indent=' ' * 6)
 
 
 class Certification:

@@ -156,7 +156,7 @@ def run(count, seed, dtype='float64', say=print, devices=None):
     rows = _failed(base, fields, dtype, devices)
     if rows:
       for row in rows:
-        say(verify.line(row))
+        say(row.line())
 
       def fails(fewer):
         try:

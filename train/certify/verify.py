@@ -25,7 +25,6 @@ import jax
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
-from paraxis.decode.certify import table
 from paraxis.models import build
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.train.certify import certification
@@ -146,11 +145,6 @@ def _title(config):
   return ' '.join([mesh_lib.describe(mesh), *choices])
 
 
-def line(row):
-  """A Verdict as a line of the table."""
-  return table.line(row if row.measured else row._replace(worst=''))
-
-
 def _summary(rows):
   """'all 14 properties hold', or what does not."""
   failed = collections.Counter(row.word for row in rows if not row.passed)
@@ -203,7 +197,7 @@ def run(config, mesh_text='', as_json=False, dtype='float64', say=print):
   notes = '; '.join(case.notes) or 'nothing'
   show(textwrap.fill(f'shrunk: {notes}', 80))
   show(f'      {"property":46} {"bound":>7} {"measured":>8}  most in')
-  rows = certify(case, report=lambda row: show(line(row)))
+  rows = certify(case, report=lambda row: show(row.line()))
   if as_json:
     say(_json(case, rows, title))
   show(_summary(rows))

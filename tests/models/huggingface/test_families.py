@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures('float64')
 TOLERANCE = peers.TOLERANCE
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize('name', hf_families.TINY)
 def test_logits_and_gradients_are_golden(name):
   logits, far = hf_families.against_golden(name)

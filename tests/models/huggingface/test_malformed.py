@@ -65,7 +65,7 @@ def fault(field, value, config):
   return ''
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize('name', hf_families.TINY)
 def test_one_wrong_value(name):
   config = hf_families.read_golden(name)['config']

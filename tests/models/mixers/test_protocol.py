@@ -87,11 +87,13 @@ def packed_gap(model, params):
   return max(gaps)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize('kind', LETTERS)
 def test_packed_documents_are_what_they_are_alone(kind):
   assert packed_gap(*made(kind)) <= BOUND
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize('kind', RECURRENT)
 def test_a_recurrence_that_is_not_reset_shows(kind, monkeypatch):
   never = lambda see: jnp.zeros(see.segments.shape, bool)

@@ -46,6 +46,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize('name', CASES)
 def test_equals_the_definition_in_float64(name):
   with jax.enable_x64(True):

@@ -169,7 +169,7 @@ def test_what_is_replaced_is_not_certified(field):
   assert (
     row.word == certification.NOT_CERTIFIED and row.name == f'{field}={value}'
   )
-  text = verify.line(row).replace('\n     ', '')
+  text = row.line().replace('\n     ', '')
   assert (
     text.startswith(f'NOT CERTIFIED: {field}={value}, ') and row.why in text
   )

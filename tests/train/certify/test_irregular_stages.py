@@ -61,7 +61,7 @@ def case_of(name):
   return verify.Case(config, jax.devices()[:count])
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize('name', CASES)
 def test_equals_one_device(name):
   case = case_of(name)

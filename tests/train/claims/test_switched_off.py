@@ -10,7 +10,7 @@ import pytest
 CASES = claim_cases.switched_off('EQ', 'HLO')
 
 
-@pytest.mark.sampled(46)
+@pytest.mark.sampled(64)
 @pytest.mark.parametrize('path, off, claim', CASES)
 def test_a_claim_fails_without_its_mechanism(path, off, claim, tmp_path):
   claim_cases.loses(path, off, claim, tmp_path)

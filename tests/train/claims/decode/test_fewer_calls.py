@@ -105,7 +105,7 @@ def test_pictures_are_rectangles():
   assert edges <= 4  # two rectangles have four edges in a row
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3)
 def test_a_small_training_and_its_decoding(tmp_path):
   """Not learned in so few steps: the texts still are those of one by one."""
   small = {
