@@ -5,9 +5,19 @@ mechanism: decode/drafts/falcon.py, decode/drafts/losses.py
 test: tests/decode/test_methods.py, tests/decode/test_distill.py,
   tests/train/claims/decode/test_lossless.py
 run: paraxis reproduce falcon
-cost: 0 CPU-seconds
-expect: x
-differs: x
+cost: 160 CPU-seconds
+expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by one
+  with the judge replay, float64, two patterns, whatever the layer's parameters;
+  the joint of 4 tokens over 4 letters, 40,000 texts, is the model's with
+  rejection, chi-square p .71. Nothing is claimed about tokens a call: no layer
+  was trained on SmolLM2 (`paraxis draft --method=falcon` does; its loss falls
+  on small models).
+differs: chains of drafts, two a pass, no tree. The features before a token are
+  added to what the LSTM gives; prompts are read by a causal mask. Glancing: in
+  a second pass of training blocks that were wrong get the model's features, all
+  of them (the paper: a share that follows the number of errors). Choices by
+  cross entropy, features at a tenth of it (the paper: the other way round). No
+  time is measured.
 """
 
 from paraxis.configs import presets
@@ -15,9 +25,6 @@ from paraxis.configs import presets
 METHOD = dict(method='falcon', drafts=3)
 MODELS = [{'model.vocab_size': 12},
           {'model.vocab_size': 12, 'model.pattern': 'WFN'}]  # fmt: skip
-OWN = dict(layers=0, tokens=80_000, own=96, length=128, words=4096)
-FALCON = OWN | dict(steps=400, batch=512)
-MEDUSA = OWN | dict(heads=3, blocks=10, steps=400)
 
 
 def get_config():
@@ -28,19 +35,12 @@ def get_config():
 def claims():
   """What `paraxis reproduce falcon` checks."""
   from paraxis.train.claims.decode import lossless
-  from paraxis.train.claims.decode import tokens_a_call
 
   text = lossless.texts(METHOD, MODELS, 'falcon')
   joint = lossless.joint(METHOD | dict(judge='rejection'), 'falcon')
-  more = dict(
-    check=tokens_a_call.more_than,
-    pair=[dict(method='falcon', drafts=4), dict(method='medusa', drafts=24)],
-    drafts=[FALCON, MEDUSA], prompts=[12, 48, 48], parameters_within=1.1,
-  )  # fmt: skip
   return [
     ('texts of one by one', 'EQ', text, None),
     ('joint of 4 tokens', 'EQ', joint, None),
-    ('tokens a call above those of Medusa', 'LEARN', more, None),
   ]
 
 

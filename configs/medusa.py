@@ -26,7 +26,10 @@ differs: three heads of one block each, 997,056 parameters, trained for 200
 from paraxis.configs import presets
 
 METHOD = dict(method='medusa', drafts=11)
-DRAFT = dict(layers=0, heads=3, steps=200, tokens=60_000)
+DRAFT = dict(
+  layers=0, heads=3, steps=2000, rate=2e-3, words=4096, tokens=90_000, own=96,
+  length=128,
+)  # fmt: skip
 
 
 def get_config():

@@ -25,7 +25,10 @@ from paraxis.configs import presets
 
 METHOD = dict(method='speculative', drafts=3, draft_layers=1)
 MODELS = [{}, {'model.pattern': 'WFN'}, {'model.pattern': 'GF'}]
-DRAFT = dict(layers=8, blocks=2, steps=250, tokens=60_000)
+DRAFT = dict(
+  layers=8, blocks=2, steps=600, rate=2e-3, words=4096, tokens=40_000, own=96,
+  length=128,
+)  # fmt: skip
 
 
 def get_config():
