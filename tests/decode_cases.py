@@ -73,9 +73,17 @@ def alone(pattern):
   return run
 
 
-@functools.cache
 def program(pattern, form):
-  """step(cache, packed) -> (logits of all tokens, flight); commit."""
+  """step(cache, packed) -> (logits of all tokens, flight); commit.
+
+  Compiled anew for the mesh in force: what was traced on one is not for others.
+  """
+  return _program(pattern, form, str(jax.sharding.get_abstract_mesh()))
+
+
+@functools.cache
+def _program(pattern, form, mesh):
+  del mesh
   model, params = made(pattern)
 
   @jax.jit

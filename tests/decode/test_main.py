@@ -183,7 +183,9 @@ def test_how_a_run_was_laid_out_does_not_matter(run, tmp_path, name):
     assert 'the run used mesh context=8, here are 8 devices' in text
     assert 'decoding with data=1 on 1 of them' in text
     code, out, err = run(*flags, '--mesh=context=8', checkpoint=tmp_path)
-    assert (code, out) == (2, '') and 'nothing for context to share' in err[-1]
+    assert code == 0 and json.loads(out)['samples'] == want  # shares slots
+    code, out, err = run(*flags, '--mesh=stage=8', checkpoint=tmp_path)
+    assert (code, out) == (2, '') and 'nothing for stage to share' in err[-1]
   else:
     assert 'the run used' not in text and 'on data=4,tensor=2' in text
 
