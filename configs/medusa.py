@@ -22,7 +22,8 @@ differs: three heads of one block each, 997,056 parameters, trained for 2,000
   frozen (the paper copies it for each). Trees are judged by replay, greedily
   and drawn, which is ours; the paper's typical acceptance changes the
   distribution. Trees have at most 31 drafts. No time is measured; the backbone
-  is never trained (Medusa-2).
+  is never trained (Medusa-2). The LEARN figures were taken by the functions of
+  the claim, not yet through reproduce.
 """
 
 from paraxis.configs import presets
