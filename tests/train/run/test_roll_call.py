@@ -102,7 +102,7 @@ def _send(address, text, hold=True):
 
 def test_strangers_and_who_comes_again(address):
   """None of them is taken for a process, or keeps the others out."""
-  again = dict(process=1, processes=2, where='once', fields={'other': 1})
+  again = dict(process=1, processes=3, where='once', fields={'other': 1})
   lines = [
     b'GET / HTTP/1.1\r\n\r\n', b'[' * 2**16 + b'\n', b'{}\n', b'half a line',
     json.dumps(again | {'process': 7}).encode() + b'\n',
@@ -110,15 +110,17 @@ def test_strangers_and_who_comes_again(address):
     b'x' * (roll_call.MOST_BYTES + 9),
   ]  # fmt: skip
 
-  def strangers():
-    held = [_send(address, line) for line in lines]
-    _send(address, json.dumps(again).encode() + b'\n', hold=False)
-    return held, roll_call.ask(address, 2, 1, FIELDS, 10.0)
-
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    waiting = pool.submit(strangers)
-    assert _call(address, processes=2) == ['']
-    for connection in waiting.result()[0]:
+    answered = pool.submit(_call, address, processes=3)
+    held = [_send(address, line) for line in lines]
+    # Process 2 asks after this one has ended: all are there at no time before.
+    _send(address, json.dumps(again).encode() + b'\n', hold=False)
+    asked = [
+      pool.submit(roll_call.ask, address, 3, p, FIELDS, 10.0) for p in (1, 2)
+    ]
+    assert answered.result() == ['']
+    assert [a.result() for a in asked] == [None, None]
+    for connection in held:
       connection.close()
 
 
