@@ -67,5 +67,6 @@ def knockouts():
 
   return [
     ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
-    ('from_p', 'joint of 4 tokens', lossless.from_p),
+    ('from_p', 'joint of 4 tokens', lossless.from_p,
+     lossless.FEW),
   ]  # fmt: skip

@@ -75,7 +75,8 @@ def knockouts():
 
   return [
     ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
-    ('from_p', 'joint of 4 tokens', lossless.from_p),
+    ('from_p', 'joint of 4 tokens', lossless.from_p,
+     lossless.FEW),
     ('no_calibration', 'keys of kept tokens are exact',
      layer_groups.no_calibration),
     ('one_by_one', 'makespan of drafting', layer_groups.one_by_one),

@@ -56,6 +56,11 @@ def knockouts():
 
   return [
     ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
-    ('keeps_too_much', 'joint of 4 tokens', lossless.keeps_one_more),
+    (
+      'keeps_too_much',
+      'joint of 4 tokens',
+      lossless.keeps_one_more,
+      lossless.FEW,
+    ),
     ('in_turn', 'makespan of plain speculation', makespan.in_turn),
   ]

@@ -68,7 +68,10 @@ def knockouts():
   joint = 'joint of 4 tokens, rejection'
   return [
     ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
-    ('from_p', joint, lossless.from_p),
-    ('raw_residual', joint, lossless.raw_residual),
-    ('keeps_too_much', 'joint of 4 tokens, replay', lossless.keeps_one_more),
+    ('from_p', joint, lossless.from_p,
+     lossless.FEW),
+    ('raw_residual', joint, lossless.raw_residual,
+     lossless.FEW),
+    ('keeps_too_much', 'joint of 4 tokens, replay', lossless.keeps_one_more,
+     lossless.FEW),
   ]  # fmt: skip

@@ -69,6 +69,6 @@ def knockouts():
                                                    drafts=1)}}  # fmt: skip
   return [
     ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
-    ('from_p', 'joint of 4 tokens', lossless.from_p),
+    ('from_p', 'joint of 4 tokens', lossless.from_p, lossless.FEW),
     ('one_draft', 'calls for a picture', narrow | {'seeds': [0]}),
   ]
