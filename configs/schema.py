@@ -163,6 +163,12 @@ class Train:
   """Training loop."""
 
   steps: int = field(480, 'optimizer steps', low=1)
+  objective: str = field(
+    'next_token',
+    'what is predicted: next_token, or masked: tokens that model.mask_id '
+    'stands for (train/data/objectives.py)',
+    ('next_token', 'masked'),
+  )
   batch_size: int = field(
     8, 'global batch: rows in a step over all devices', low=1
   )

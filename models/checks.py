@@ -11,6 +11,7 @@ from paraxis.configs.base import mixers
 
 EXPERTS = 'EPD'  # letters of model.experts.pattern
 ATTENTION = 'FWKNA'  # letters of the mixers that attend to a whole row
+BIDIRECTIONAL = 'FN'  # those that may see what is behind a token
 MOST_BLOCKS = 2**12  # of a row: attention lists their pairs, 8 million of these
 
 
@@ -89,6 +90,7 @@ def check_fields(model):
   )
   for letter in sorted(set(letters)):
     _check_reach(model, letter)
+  _check_visibility(model, letters)
   need(
     model.position != 'learned' or model.max_positions,
     "model.position='learned' needs model.max_positions, rows of its table.",
@@ -107,6 +109,23 @@ def _check_reach(model, letter):
       f'model.pattern={model.pattern!r} has {letter} layers but '
       f'model.{field}=0.',
     )
+
+
+def _check_visibility(model, letters):
+  """UserError if layers are causal and the model is not."""
+  seen, block = model.visibility, model.block
+  causal = sorted(set(letters) - set(BIDIRECTIONAL))
+  need(
+    seen == 'causal' or not causal,
+    f'model.visibility={seen}: layers of kind {", ".join(causal)} '
+    f'(model.pattern={model.pattern!r}) see nothing behind a token; take '
+    f'layers of kind {", ".join(BIDIRECTIONAL)}, or causal.',
+  )
+  need(
+    (seen == 'block') == bool(block),
+    f'model.visibility={seen} and model.block={block}: blocks have 1 token or '
+    'more, and only visibility=block has them.',
+  )
 
 
 def _check_experts(experts):

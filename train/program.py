@@ -33,6 +33,7 @@ from paraxis.train import state as state_lib
 from paraxis.train.data import batch_ramp
 from paraxis.train.data import batches as data
 from paraxis.train.data import corpus as corpus_lib
+from paraxis.train.data import objectives
 from paraxis.train.data import token_cache
 from paraxis.train.run import metrics
 
@@ -275,6 +276,7 @@ def of_shapes(
   what = 'data.sequence_length'
   build.check_tokens(length, built, f'{what}={length}')
   model_checks.check_length(config.model, length, what)
+  objectives.check(config)
   _ = program.state  # traced here: what does not fit ends here
   return program
 

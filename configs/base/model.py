@@ -109,6 +109,24 @@ class DecoderFields:
     f'kinds of layers, repeated over the depth: {mixers.words()}; * is F; with '
     "a - anywhere only the kinds before one have an mlp: 'M-M-*-'",
   )
+  visibility: str = field(
+    'causal',
+    'what a token sees of its document: causal: itself and those before it; '
+    'block: all of its block of model.block tokens too; full: all. block and '
+    'full are for layers of kind F and N',
+    ('causal', 'block', 'full'),
+  )
+  block: int = field(
+    0, 'tokens of a block of a document (model.visibility=block)', low=0
+  )
+  mask_id: int = field(
+    -1,
+    'token that stands for one to predict (train.objective); -1: none',
+    low=-1,
+  )
+  mask_shift: bool = field(
+    False, 'a mask is predicted at the token before it, not where it is'
+  )
   window: int = field(0, 'tokens a W layer sees, itself included', low=0)
   attention_chunk: int = field(
     0, 'tokens of a chunk of a document, of which a K layer sees its own', low=0

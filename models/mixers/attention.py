@@ -180,7 +180,8 @@ class Attention(mixer.Mixer):
       return self._attend_all(q, k, v, see, mask), None
     new = [_on_heads(x, KEYS) for x in (k, v)]
     slots = [_on_heads(x.astype(q.dtype), CACHE) for x in state]
-    how = slots_lib.How(mask, config.attention, chunk_of(config, self.kind))
+    chunk = chunk_of(config, self.kind)
+    how = slots_lib.How(mask, config.attention, chunk, config.block)
     local = functools.partial(slots_lib.attend, see.plan.form, how)
     many = [_of_heads(KEYS)] * 2 + [_of_heads(CACHE)] * 2
     names = QUERIES, *many, packed.IDS
@@ -212,9 +213,11 @@ class Attention(mixer.Mixer):
     def local(q, k, v, positions, segments):
       length = q.shape[1] * (plan.n if plan else 1)
       segments = slots_lib.chunks(segments, positions, chunk, length)
+      order = positions // (self.config.block or 1)
       if plan is None:
-        return attention_op.attention(q, k, v, mask, (segments,) * 2, impl=impl)
-      return context.attention(q, k, v, positions, segments, mask, plan)
+        pairs = (segments,) * 2, (order,) * 2 if self.config.block else None
+        return attention_op.attention(q, k, v, mask, *pairs, impl)
+      return context.attention(q, k, v, order, segments, mask, plan)
 
     # In a region, where arrays are local: kernels take no others.
     names = (QUERIES,) * 3 + (ROWS, ROWS)
@@ -229,13 +232,11 @@ class Attention(mixer.Mixer):
   @staticmethod
   def check(config):
     """UserError if the fields of a schema.Model contradict each other."""
-    h = config.head_width
     if config.position == 'rope':
       width = mixers.rotated(config)
       if width % 2 or not width:
-        part = config.rope_fraction
-        shown = f'model.head_dim={h}'
-        if part < 1:
+        shown = f'model.head_dim={config.head_width}'
+        if (part := config.rope_fraction) < 1:
           shown += f' x model.rope_fraction={part:g} gives {width}, which'
         raise errors.UserError(
           f'{shown} is odd or 0: rotary positions rotate pairs of columns.'
@@ -246,7 +247,9 @@ class Attention(mixer.Mixer):
     """Scores and weighted values of the keys that each token sees."""
     chunk = chunk_of(config, kind) or length
     window = mask_of(config, kind).window or length
-    seen = sum(min(t % chunk + 1, window) for t in range(length))
+    block = config.block or (1 if config.visibility == 'causal' else length)
+    ends = (-(-(t % chunk + 1) // block) * block for t in range(length))
+    seen = sum(min(end, window, length) for end in ends)
     return 4 * seen * config.num_heads * config.head_width
 
 
@@ -265,7 +268,8 @@ def mask_of(config, kind) -> attention_op.Mask:
   """The mask of a layer of that kind."""
   window = config.window if mixers.TABLE[kind].windowed else 0
   return attention_op.Mask(
-    causal=True,
+    causal=config.visibility != 'full',
+    ahead=max(config.block - 1, 0),
     window=window or chunk_of(config, kind),  # which a ring ends early by
     softcap=config.attention_softcap,
     scale=config.attention_scale or config.head_width**-0.5,

@@ -350,7 +350,7 @@ def _absorbed(summed, group, how, q_BTGNE, new_BTGE, old, ids):
   held = [x for (x,) in old]
   wide = jnp.result_type(q_BTGNE, held[0], jnp.float32)
   dot = functools.partial(jnp.einsum, preferred_element_type=wide)
-  near = slots_lib.visible(group, mask, ids)
+  near = slots_lib.visible(group, how, ids)
   far = [
     slots_lib.filled(mask, one, size) for one in slots_lib.ranges(group, ids)
   ]

@@ -52,12 +52,16 @@ def part_of(size):
 
 
 class How(NamedTuple):
-  """mask: attention_op.Mask. impl: of blockwise attention. chunk: a token sees
-  those of its chunk of so many positions; 0: all."""
+  """mask: attention_op.Mask. impl: of blockwise attention. chunk: positions of
+  which a token sees its own; 0: all. block: likewise, also those behind it."""
 
   mask: Any
   impl: str
   chunk: int = 0
+  block: int = 0
+
+  def order(self, positions):
+    return positions // (self.block or 1)
 
 
 def chunks(segments, positions, chunk, length):
@@ -178,13 +182,14 @@ def within(group, how, q, k, v, ids, length):
   """
   v = finite(v)  # a draft may be of any token, and a weight of 0 keeps NaN
   if group.tree or group.width <= packed.FEW:
-    ok = visible(group, how.mask, ids, how.chunk)
+    ok = visible(group, how, ids)
     return _dense(how.mask, q, k, v, ok)
   # The order of a lane is that of its positions, so blocks that a causal mask
   # or a window hides are not computed.
   valid = ids.valid.astype(jnp.int32)
   segments = (chunks(valid, ids.position, how.chunk, length),) * 2
-  return attention_op.attention(q, k, v, how.mask, segments, impl=how.impl)
+  order = (how.order(ids.position),) * 2 if how.block else None
+  return attention_op.attention(q, k, v, how.mask, segments, order, how.impl)
 
 
 def committed(how, q, k, v, ids):
@@ -209,7 +214,7 @@ def committed(how, q, k, v, ids):
 
 def _committed(how, q, k, v, ids, part):
   """`committed` over the slots that are here."""
-  size, (mask, impl, chunk) = part.size, how
+  size, (mask, impl, chunk, _) = part.size, how
   if q.shape[1] == 1:  # a range: a kernel divides it into equal work
     shared = size < part.whole
     begin = ids.position - ids.position % chunk if chunk else 0 * ids.position
@@ -261,22 +266,23 @@ def filled(mask, ids, size):
   return ok & (position - slots < mask.window) if mask.window else ok
 
 
-def visible(group, mask, ids, chunk=0):
+def visible(group, how, ids):
   """(n, C, C) bool: does token i see token j of its lane?"""
-  near = ids.position[:, :, None], ids.position[:, None]
   pair = lambda x: (x[:, :, None], x[:, None])
+  near = pair(ids.position)
   if group.tree:
     (order, order_k), (own, other) = pair(ids.order), pair(ids.group)
     ancestors, node = ids.ancestors[:, :, None], ids.node[:, None]
     ok = (order_k <= order) & ((other == 0) | (other == own))
     ok &= (ancestors >> node.astype(jnp.uint32)) & 1 == 1
   else:
-    ok = near[1] <= near[0]
+    order, order_k = pair(how.order(ids.position))
+    ok = (order_k <= order) | (not how.mask.causal)
   ok &= ids.valid[:, :, None] & ids.valid[:, None]
-  if mask.window:
-    ok &= near[0] - near[1] < mask.window
-  if chunk:
-    ok &= near[0] // chunk == near[1] // chunk
+  if how.mask.window:
+    ok &= near[0] - near[1] < how.mask.window
+  if how.chunk:
+    ok &= near[0] // how.chunk == near[1] // how.chunk
   return ok
 
 

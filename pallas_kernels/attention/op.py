@@ -67,6 +67,9 @@ class Mask:
   window: int = 0  # the last `window` tokens, itself included; 0 = unlimited
   softcap: float = 0.0  # s -> softcap tanh(s / softcap); 0 = off
   scale: float = 1.0  # multiplies q.k
+  # With order given: it is at most so many tokens ahead of a token's place in
+  # the row, so that shards of a row are not passed over (sharding/sequence).
+  ahead: int = 0
   # Tokens per block of the XLA form, a bound on the scores held at once. The
   # kernels' blocks are fitted to the chip (blocks.choose).
   block: int = 256

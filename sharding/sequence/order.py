@@ -119,7 +119,7 @@ def blocks(layout: str, n: int, length: int, mask, shards: int) -> Blocks:
   for q, k in np.ndindex(shards, shards):
     ok = np.ones((ids.shape[1],) * 2, bool)
     if mask.causal:
-      ok &= np.subtract.outer(high[q], low[k]) >= 0
+      ok &= np.subtract.outer(high[q], low[k]) >= -mask.ahead
     if mask.window:
       ok &= np.subtract.outer(low[q], high[k]) < mask.window
     found = np.argwhere(ok).astype(np.int32)

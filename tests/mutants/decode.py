@@ -61,8 +61,8 @@ TABLE = [
   Mutation(
     'prefill_of_all_blocks',
     'models/mixers/slots.py',
-    'how.mask, segments, impl=how.impl)',
-    'how.mask, segments, (ids.position,) * 2, how.impl)',
+    '(how.order(ids.position),) * 2 if how.block else None',
+    '(how.order(ids.position),) * 2',
     'a prompt attends to blocks that its mask hides',
     'tests/decode/test_step.py::test_full_attention_visits_a_triangle',
   ),

@@ -1,6 +1,6 @@
 """Random parameters and held-out text, on which a wrong layout shows.
 
-Batches are in trial.py.
+Batches are in trial.py; `objective` is what a run's objective makes of them.
 
 Legend: B rows, T tokens.
 """
@@ -11,9 +11,16 @@ import jax
 import numpy as np
 
 from paraxis.train import expert_counts
+from paraxis.train.data import objectives
 from paraxis.train.data import token_cache
 
 NARROW = 'bfloat16'
+
+
+def objective(config, batch, t, seed):
+  """A batch of all rows of step t as train.objective has it."""
+  rows = len(batch.tokens)
+  return objectives.batch(config, batch, t, range(rows), rows, seed)
 
 
 def _of_first_gate(shift):

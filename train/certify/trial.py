@@ -167,7 +167,7 @@ def batches(config, packed, seed=0):
   rng = np.random.default_rng(seed)
   B, T = config.train.batch_size, config.data.sequence_length
   made = []
-  for _ in range(STEPS):
+  for t in range(STEPS):
     segments, positions = np.zeros((2, B, T), np.int32)
     for row in range(B):
       lengths = [T]
@@ -185,11 +185,10 @@ def batches(config, packed, seed=0):
     ends = np.append(positions[:, 1:] == 0, np.ones((B, 1), bool), 1)
     targets[ends] = last[ends]
     weights = (segments > 0).astype(np.float32)
-    made.append(
-      batch_lib.Batch(
-        tokens, targets, segments, positions, weights, weights.sum()
-      )
+    batch = batch_lib.Batch(
+      tokens, targets, segments, positions, weights, weights.sum()
     )
+    made.append(inputs.objective(config, batch, t, seed))
   return made
 
 

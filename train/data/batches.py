@@ -26,6 +26,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.train.data import batch_ramp
 from paraxis.train.data import corpus as corpus_lib
+from paraxis.train.data import objectives
 from paraxis.train.data import packing
 
 _PACKERS = {
@@ -57,7 +58,7 @@ class Batches:
       UserError: batch_size not a multiple of microbatches, no documents, fewer
         rows than a batch, a mixture of unknown domains, tokens out of range.
     """
-    self._corpus = corpus
+    self._corpus, self._config = corpus, config
     self._prefetch = config.data.prefetch
     self.batch_size = config.train.batch_size
     self.microbatches = config.microbatches
@@ -151,13 +152,14 @@ class Batches:
       Batch of NumPy arrays (hi - lo, T), or (A, hi - lo, T) if A > 1. The
       denominator is that of the whole step, whatever the slice.
     """
-    return self._assemble(self.rows_at(t), lo, hi)
+    return self._assemble(t, self.rows_at(t), lo, hi)
 
-  def _assemble(self, rows, lo, hi):
+  def _assemble(self, t, rows, lo, hi):
     corpus = self._corpus
     total = packing.counted(self.plan, rows, corpus.loss)
     parts = self.split(len(rows))
-    split = rows.reshape(parts)[:, lo:hi]
+    of_share = lambda x: x.reshape(parts)[:, lo:hi]
+    split = of_share(rows)
     batch = packing.assemble(
       self.plan, corpus.tokens, split.ravel(), corpus.pad_id, corpus.loss
     )
@@ -165,6 +167,8 @@ class Batches:
     _check_ids(batch, corpus, self.plan, split.ravel())
     # A step of prompts alone has no loss, not 0 / 0.
     batch = batch._replace(denominator=np.float32(max(1, total)))
+    places = of_share(np.arange(len(rows))).ravel()
+    batch = objectives.batch(self._config, batch, t, places, len(rows))
     if parts[0] == 1:
       return batch
     fold = lambda x: x.reshape(*split.shape, -1) if x.ndim else x
@@ -182,14 +186,14 @@ class Batches:
     threads = 1 if self._prefetch else 0
     options = grain.ReadOptions(threads, self._prefetch)
 
-    def assemble(rows):
+    def assemble(t, rows):
       part = share(self.split(len(rows))[1])
-      return self._assemble(np.asarray(rows, np.int64), *part)
+      return self._assemble(t, np.asarray(rows, np.int64), *part)
 
-    made = self._order.map(assemble)
+    made = self._order.map_with_index(assemble)
     if self.ramp:
       steps = grain.MapDataset.range(2**31 - 1)
-      made = steps.map(lambda t: assemble(self.rows_at(t)))
+      made = steps.map(lambda t: assemble(t, self.rows_at(t)))
     with contextlib.closing(iter(made.to_iter_dataset(options))) as source:
       source.set_state({'next_index': int(start)})
       yield from enumerate(source, int(start))
@@ -243,7 +247,7 @@ class HeldOut:
 
   def __init__(self, corpus, domain, config):
     chosen = corpus.select('held', domain)
-    self._corpus = corpus
+    self._corpus, self._config = corpus, config
     self._width = config.microbatch_rows
     self.domain = domain
     self.plan = packing.first_fit(
@@ -282,7 +286,10 @@ class HeldOut:
     )
     corpus.release()
     _check_ids(batch, corpus, self.plan, rows[lo:hi])
-    return batch._replace(denominator=np.float32(total))
+    batch = batch._replace(denominator=np.float32(total))
+    places = i * self._width + np.arange(len(rows))[lo:hi]
+    every, noise = len(self._rows), objectives.HELD_OUT
+    return objectives.batch(self._config, batch, 0, places, every, noise)
 
 
 def evaluation(config, corpus):

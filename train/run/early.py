@@ -7,6 +7,7 @@ kernels, the mesh and its devices need jax), the steps to trace, the folder.
 from paraxis.configs.base import errors
 from paraxis.models import checks
 from paraxis.train.data import corpus
+from paraxis.train.data import objectives
 from paraxis.train.run import spikes
 from paraxis.train.run import workdir as workdir_lib
 
@@ -21,6 +22,7 @@ def check(config, workdir='', profile='', from_scratch=False):
   checks.check_fields(config.model)
   length = config.data.sequence_length
   checks.check_length(config.model, length, 'data.sequence_length')
+  objectives.check(config)
   traced(profile, config.train.steps)
   spikes.check(config.train.spike, config.train.steps)
   if workdir:

@@ -54,6 +54,8 @@ CASES = {
   'norm_rotated_bare': ('K', LLAMA4),
   'clipped': ('F', dict(qkv_clip=0.4, attention_bias=True)),
   'local': ('W', dict(rope_local_theta=5.0)),
+  'both_sides': ('F', dict(visibility='full', sinks=True)),
+  'blocks': ('N', dict(visibility='block', block=3)),
 }
 
 
@@ -134,8 +136,11 @@ def reference(config, kind, w, x, segments, positions):
   for t, n in np.ndindex(T, N):
     first = max(0, t - 2) if kind == 'W' else 0
     chunk = lambda s: positions[s] // 2 if kind == 'K' else 0
+    end = T if config.visibility == 'full' else t + 1
+    while end < T and config.block and positions[end] % config.block:
+      end += 1
     seen = [
-      s for s in range(first, t + 1)
+      s for s in range(first, end)
       if segments[s] == segments[t] > 0 and chunk(s) == chunk(t)
     ]  # fmt: skip
     if not seen:

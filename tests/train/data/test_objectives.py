@@ -1,0 +1,163 @@
+"""Masks are drawn by (seed, step, row); their sums are unbiased.
+
+Legend: B rows, T slots of a row.
+"""
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+import support
+
+from paraxis.configs import schema
+from paraxis.models import batch as batch_lib
+from paraxis.models.text import tokenizer
+from paraxis.train.data import batches as data
+from paraxis.train.data import objectives
+from paraxis.train.data import token_cache
+
+MASK = 300
+MODEL = dict(vocab_size=301, visibility='full', mask_id=MASK)
+
+
+def config_of(path='', model=(), train=(), **fields):
+  return schema.view(dict(
+    model=MODEL | dict(model),
+    train=dict(batch_size=8, seed=3, objective='masked') | dict(train),
+    data=dict(path=path, tokenizer='bytes', sequence_length=32,
+              held_out_fraction=0.3) | fields,
+  ))  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """Documents of 5 to 80 letters."""
+  path = tmp_path_factory.mktemp('text')
+  rng, lines = np.random.default_rng(0), []
+  for _ in range(120):
+    letters = rng.integers(97, 123, rng.integers(5, 80)).astype(np.uint8)
+    lines.append(json.dumps({'text': letters.tobytes().decode()}))
+  (path / 'letters.jsonl').write_text('\n'.join(lines))
+  return path
+
+
+def load(folder, **changes):
+  config = config_of(str(folder), cache_dir=str(folder / 'cache'), **changes)
+  corpus = token_cache.tokens(config, tokenizer.load('bytes'))
+  return config, corpus
+
+
+def same(a, b):
+  for x, y in zip(a, b, strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize('shift', [False, True])
+def test_masks_replace_what_is_predicted(folder, shift):
+  config, corpus = load(folder, model=dict(mask_shift=shift))
+  plain = dataclasses.replace(config, train=schema.Train(batch_size=8, seed=3))
+  found = data.Batches(config, corpus).batch_at(5)
+  clean = data.Batches(plain, corpus).batch_at(5)
+  same(found[1:4], clean[1:4])
+  assert found.denominator == clean.denominator
+  masked = found.weights > 0
+  assert 0.2 < masked.mean() < 0.8 and not (masked & (clean.weights == 0)).any()
+  for row, slot in itertools.product(range(8), range(32)):
+    hidden = masked[row, slot]
+    held, source = found.tokens[row], clean.targets[row]
+    if not shift:
+      assert held[slot] == (MASK if hidden else source[slot])
+    elif clean.positions[row, slot] == 0:
+      assert held[slot] == clean.tokens[row, slot]
+    else:
+      before = masked[row, slot - 1]
+      assert held[slot] == (MASK if before else source[slot - 1])
+
+
+def test_noise_is_of_seed_step_and_row(folder):
+  config, corpus = load(folder)
+  batches = data.Batches(config, corpus)
+  whole = batches.batch_at(4)
+  for lo in (0, 2, 6):
+    same(
+      batches.batch_at(4, lo, lo + 2)[:-1], [x[lo : lo + 2] for x in whole[:-1]]
+    )
+  parts, _ = load(folder, train=dict(microbatches=4))
+  split = data.Batches(parts, corpus).batch_at(4)
+  same([np.reshape(x, (8, 32)) for x in split[:-1]], whole[:-1])
+  again = next(itertools.islice(batches.iterate(4), 1))
+  assert again[0] == 4
+  same(again[1], whole)
+  hidden = lambda b: b.weights > 0
+  other, _ = load(folder, train=dict(seed=4))
+  for t, made in ((5, batches), (4, data.Batches(other, corpus))):
+    assert (hidden(made.batch_at(t)) != hidden(whole)).any()
+  rows = hidden(whole)
+  assert not (rows[0] == rows[1]).all()
+
+
+def test_held_out_noise_is_that_of_any_layout(folder):
+  config, corpus = load(folder)
+  parts, _ = load(folder, train=dict(microbatches=4, seed=9))
+  one, two = (data.evaluation(c, corpus)[0] for c in (config, parts))
+  rows = [
+    np.concatenate([held.batch_at(i).tokens for i in range(len(held))])
+    for held in (one, two)
+  ]
+  count = one.plan.rows
+  assert (rows[0] == MASK).any() and count > 3
+  np.testing.assert_array_equal(*[x[:count] for x in rows])
+
+
+def _drawn(config, steps, weights=1.0):
+  """Batches of clean rows of two documents, the second one a third."""
+  shape = 8, 24
+  rng = np.random.default_rng(1)
+  ids = rng.integers(0, MASK, shape).astype(np.int32)
+  positions = np.tile(np.r_[:16, :8], (8, 1)).astype(np.int32)
+  segments = np.tile(np.repeat([1, 2], [16, 8]), (8, 1)).astype(np.int32)
+  given = batch_lib.Batch(
+    ids, ids, segments, positions, np.full(shape, weights, np.float32),
+    np.float32(192),
+  )  # fmt: skip
+  return [objectives.batch(config, given, t, range(8), 8) for t in range(steps)]
+
+
+def test_weights_are_one_in_expectation():
+  """So the loss is that of a uniform time, of every token alike."""
+  made = np.stack([b.weights for b in _drawn(config_of(), 4000)])
+  means = made.mean((0, 1))
+  # The variance of 1 / p over a uniform p is E[1 / p] - 1 = -ln LEAST - 1.
+  error = ((-np.log(objectives.LEAST) - 1) / (4000 * 8)) ** 0.5
+  assert np.abs(means - 1).max() < 5 * error
+  assert abs((made > 0).mean() - 0.5) < 0.01  # what weights of 1 would give
+  shares = (made > 0).mean(2)
+  assert shares.std(1).mean() > 0.25, 'rows of a step have their own share'
+
+
+def test_prompts_are_never_masked():
+  config = config_of()
+  ids = np.arange(24, dtype=np.int32)[None]
+  weights = (ids >= 9).astype(np.float32)
+  given = batch_lib.Batch(ids, ids, ids * 0 + 1, ids, weights, np.float32(15))
+  for t in range(50):
+    made = objectives.batch(config, given, t, [0], 1)
+    assert (made.tokens[0, :9] == ids[0, :9]).all()
+    assert (made.weights[0, :9] == 0).all()
+
+
+@pytest.mark.parametrize('train, model, words', [
+  ('next_token', dict(visibility='full'), 'the one that it predicts'),
+  ('next_token', dict(visibility='block', block=4), 'visibility=block'),
+  ('masked', dict(visibility='causal', mask_id=3), 'shows one'),
+  ('masked', dict(visibility='full'), 'model.mask_id=-1 is no id'),
+  ('masked', dict(visibility='full', mask_id=301), 'vocab_size=301'),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(train, model, words):
+  config = schema.view(
+    dict(model=dict(vocab_size=301) | model, train=dict(objective=train))
+  )
+  with support.refused(f'train.objective={train}', words):
+    objectives.check(config)

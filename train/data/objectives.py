@@ -1,0 +1,91 @@
+"""What a step learns to predict: the next token, or the masked ones.
+
+    next_token  token i + 1 at token i
+    masked      every token of a row is replaced by model.mask_id with
+                probability p, and is predicted where it is: (LLaDA,
+                arXiv:2502.09992, section 2.2; MDLM, arXiv:2406.07524)
+
+                  p = (1 - LEAST) u + LEAST,  u uniform in [0, 1)
+                  loss = sum over masked of nll / p / tokens
+
+                whose expectation is an upper bound of the nats a token.
+
+Sequences are those of the targets: of a document all tokens but the first,
+which next_token never predicts either. With model.mask_shift a mask is
+predicted at the token before it (Dream, Dimple, arXiv:2505.16990), and the
+first token stands before them, never masked.
+
+The noise of row i of step t is a function of (seed, t, i): every layout, number
+of processes and microbatches, and a resumed run see the same. Rows of a step
+have u in equal distances (MDLM, appendix; LLaDA draws each alone), so that a
+step has little and much noise alike.
+
+Legend: B rows of a step, T slots of a row.
+"""
+
+import numpy as np
+
+from paraxis.configs.base import errors
+
+LEAST = 1e-3  # of the probability of a mask
+HELD_OUT = 2**31  # in place of a seed: the noise of held-out rows is one
+
+
+def check(config):
+  """UserError if a schema.Config's objective and its model do not fit."""
+  model, says = config.model, f'train.objective={config.train.objective}'
+  if config.train.objective == 'next_token':
+    if model.visibility != 'causal':
+      raise errors.UserError(
+        f'{says}: with model.visibility={model.visibility} a token sees the '
+        'one that it predicts; take train.objective=masked, or causal.'
+      )
+    return
+  if model.visibility == 'causal':
+    raise errors.UserError(
+      f'{says} predicts a mask from both sides, and model.visibility=causal '
+      'shows one; take full or block.'
+    )
+  if not 0 <= model.mask_id < model.vocab_size:
+    raise errors.UserError(
+      f'{says}: model.mask_id={model.mask_id} is no id of model.vocab_size='
+      f'{model.vocab_size}: name one that no text has.'
+    )
+
+
+def _stream(seed, t, i):
+  """Random numbers of row i of step t."""
+  counter = [0, 0, 0, i]
+  return np.random.Generator(np.random.Philox(key=[seed, t], counter=counter))
+
+
+def batch(config, made, t, rows, count, seed=None):
+  """A batch as the objective of a schema.Config has it.
+
+  Args:
+    made: models.batch.Batch of NumPy arrays (rows, T), for the next token; its
+      denominator is kept.
+    t: step. rows: of each row its number in the step, 0 .. count - 1.
+    seed: None: train.seed.
+
+  Returns:
+    Batch; weights are 0 where nothing was masked.
+  """
+  if config.train.objective == 'next_token':
+    return made
+  model = config.model
+  seed = config.train.seed if seed is None else seed
+  length = made.tokens.shape[1]
+  noise = np.stack([_stream(seed, t, i).random(length) for i in rows])
+  u = (_stream(seed, t, count).random() + np.asarray(rows) / count) % 1
+  p = ((1 - LEAST) * u + LEAST)[:, None]
+  masked = (noise < p) & (made.weights > 0)
+  tokens = np.where(masked, model.mask_id, made.targets)
+  if model.mask_shift:
+    # Slot i + 1 holds the target of slot i, where a document goes on.
+    before = np.roll(masked, 1, 1) & (made.positions > 0)
+    tokens = np.where(before, model.mask_id, made.tokens)
+  weights = np.where(masked, made.weights / p, 0)
+  return made._replace(
+    tokens=tokens.astype(np.int32), weights=weights.astype(np.float32)
+  )
