@@ -55,6 +55,11 @@ def _require_lossless(asked, chosen, config):
   from paraxis.decode import judges  # starts jax
 
   name = chosen.get('judge', config.decode.judge)
+  if asked and chosen.get('method', config.decode.method) == 'unmask':
+    raise errors.UserError(
+      '--lossless: decode.method=unmask draws tokens of a call apart from each '
+      'other, whatever its policy: leave --lossless out.'
+    )
   if asked and not judges.JUDGES[name].lossless:
     good = ', '.join(n for n, judge in judges.JUDGES.items() if judge.lossless)
     raise errors.UserError(
@@ -177,6 +182,10 @@ def _read(options):
       '--stream prints a JSON object for each prompt, --json one for all: '
       'leave out one of both.'
     )
+  if options.trace and not (options.json or options.stream):
+    raise errors.UserError(
+      '--trace adds to what --json or --stream prints: give one of both.'
+    )
   return prompts_lib.read(options)
 
 
@@ -250,6 +259,9 @@ COMMAND = command_line.Command(
     (bool, 'stream', False,
      'print a JSON object on a line of its own for each prompt as soon as it '
      'has ended: those fields, and index, which of the prompts it is'),
+    (bool, 'trace', False,
+     'with --json or --stream: of every call, what its places held (canvas), '
+     'the tokens it puts there, which are final, and how sure it is'),
     (str, 'mesh=AXIS=N,...', '',
      "replaces the run's mesh, e.g. --mesh=data=2,tensor=4"),
     ('count', 'devices=N', 0,

@@ -53,8 +53,8 @@ def _ends(tokenizer):
 
 class Hooks(NamedTuple):
   """What the host does with new tokens. on_text: of `generate`. ended: called
-  as ended(row, calls that made 0, 1, .. tokens). often: look for both every
-  `CHUNK` tokens, not once."""
+  as ended(row, calls that made 0, 1, .. tokens, trace.Trace or None). often:
+  look for both every `CHUNK` tokens, not once."""
 
   on_text: Any
   ended: Any
@@ -95,9 +95,7 @@ class Generator:
     with build.use(built):
       self._params = jit(self._prepare)(params)
     made = program.Program(self._model, self._ends)
-    self._start = jit(
-      made.begin, static_argnames=('method', 'static', 'slots', 'new')
-    )
+    self._start = jit(made.begin, static_argnames=('method', 'static', 'room'))
     self._run = jit(
       made.loop,
       static_argnames=('method', 'static'),
@@ -130,8 +128,9 @@ class Generator:
     return about, jax.device_put(arrays, every)
 
   def generate(
-    self, prompts, domains=None, stop=(), on_text=None, on_end=None, **options
-  ) -> list[dict[str, Any]]:
+    self, prompts, domains=None, stop=(), on_text=None, on_end=None,
+    trace: Any = False, **options,
+  ) -> list[dict[str, Any]]:  # fmt: skip
     """Continues every prompt.
 
     Args:
@@ -143,6 +142,7 @@ class Generator:
         tokens.
       on_end: called as on_end(row, result) when a row has ended, also looked
         for about every 16 tokens.
+      trace: record every call.
       **options: fields of configs.schema.Decode that replace the defaults:
         max_new_tokens, temperature, top_k, top_p, min_p, seed; method, drafts,
         draft_layers, draft, judge (decode/methods.py); requests, budget
@@ -153,7 +153,7 @@ class Generator:
       of the model, before temperature and filters), finish: 'length', 'end'
       (end token) or 'stop' (stop string), calls: of the model after the prompt,
       rejected and unread tokens included; lengths: how many of them made 0, 1,
-      .. tokens.
+      .. tokens; with `trace` a trace.Trace of them, of NumPy arrays.
 
     Raises:
       UserError: an option out of range, an unknown domain, an id outside the
@@ -165,6 +165,11 @@ class Generator:
     weights.check_kept(self.config, config)
     form, values = sampling.check(config, self._model.config.vocab_size)
     run = self._serve if config.requests else self._together
+    if trace and config.requests:
+      raise errors.UserError(
+        f'a trace is of rows of their own: decode.requests={config.requests} '
+        'shares rows between prompts; take requests=0.'
+      )
     if not all(stop):
       raise errors.UserError('an empty stop string would end all rows at once.')
     ids = self._encode(prompts, domains or [None] * len(prompts))
@@ -175,18 +180,20 @@ class Generator:
     ]
     results: list[dict] = [{} for _ in prompts]
 
-    def ended(i, lengths):
+    def ended(i, lengths, record=None):
       r = rows[i]
       results[i] |= dict(
         prompt=prompts[i], text=r.text, tokens=r.tokens, logprobs=r.logprobs,
         finish=r.finish, calls=sum(lengths), lengths=lengths,
       )  # fmt: skip
+      if record:
+        results[i]['trace'] = record
       if on_end:
         on_end(i, results[i])
 
     hooks = Hooks(on_text, ended, bool(on_text or on_end or stop))
     with build.use(self.built):
-      run(ids, rows, config, form, values, hooks)
+      run(ids, rows, config, (form, values, trace), hooks)
     return results
 
   def refused(self, prompts, domains, **options):
@@ -205,24 +212,27 @@ class Generator:
       {'decode': dataclasses.asdict(self.config) | options}
     ).decode
 
-  def _together(self, ids, rows, config, form, values, hooks):
+  def _together(self, ids, rows, config, sampled, hooks):
     """A row for each prompt, all at once.
 
     Args:
       ids: of the prompts. rows: transcript.Transcript of each, which it fills.
-      form, values: of sampling.check. hooks: Hooks.
+      sampled: form and values of sampling.check, whether calls are recorded.
+      hooks: Hooks.
     """
+    form, values, trace = sampled
     about, own = self._draft(config.draft)
     method = self._method(methods.Choice.of(config), form.greedy, about)
     params = proposal.Params(self._params, own)
-    static = program.Static(form, config.judge)
+    static = program.Static(form, config.judge, trace)
     slots, length = self._fit(ids, config)
     limit = config.max_new_tokens
     tokens_BT, lengths_B = self._place(ids, length)
     new = min(bucket(limit), slots - length)
     state, seen = self._start(
-      params, tokens_BT, lengths_B, values, method, static, slots, new
-    )
+      params, (tokens_BT, lengths_B), values, np.int32(limit), method, static,
+      (slots, new),
+    )  # fmt: skip
     made = _read(seen, rows, [0] * len(rows), hooks)
     chunk = CHUNK if hooks.often else limit
     while least := [n for n, r in zip(made, rows, strict=True) if not r.finish]:
@@ -239,8 +249,9 @@ class Generator:
       )
       made = _read(seen, rows, made, hooks)
 
-  def _serve(self, ids, rows, config, form, values, hooks):
+  def _serve(self, ids, rows, config, sampled, hooks):
     """`_together` by continuous batching (scheduler.py)."""
+    form, values, _ = sampled
     if config.method != 'autoregressive':
       raise errors.UserError(
         f'decode.requests={config.requests} shares rows between prompts, which '
@@ -325,7 +336,9 @@ def _read(seen, rows, before, hooks):
 
   IntegrityError, after that, if a row's logits were not finite before it ended.
   """
-  tokens_BM, logprobs_BM, broken_B, made_B, lengths = jax.device_get(seen)
+  tokens_BM, logprobs_BM, broken_B, made_B, lengths, trace = jax.device_get(
+    seen
+  )
   bad = []
   for i, row in enumerate(rows):
     if not row.finish:
@@ -338,7 +351,8 @@ def _read(seen, rows, before, hooks):
       if hooks.on_text and (piece := row.fresh()):
         hooks.on_text(i, piece)
       if row.finish not in ('', 'broken'):
-        hooks.ended(i, lengths[i].tolist())
+        record = trace and trace.of(i)
+        hooks.ended(i, lengths[i].tolist(), record)
   if bad:
     at, row = min(bad)
     raise errors.IntegrityError(

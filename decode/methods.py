@@ -13,10 +13,11 @@ What each drafts, and its file:
     eagle          a layer that continues the features            eagle.py
     falcon         the same, two features a pass                  falcon.py
     ppd            prompt tokens behind every draft, a tree   prompt_tokens.py
+    unmask         nothing: it fills a canvas of masks      unmask/canvas.py
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paraxis.configs.base import errors
 from paraxis.decode import judges
@@ -29,6 +30,7 @@ from paraxis.decode.drafts import falcon
 from paraxis.decode.drafts import heads
 from paraxis.decode.drafts import jacobi
 from paraxis.decode.drafts import prompt_tokens
+from paraxis.decode.unmask import canvas
 from paraxis.models import layer
 
 # Method -> kind of its file, heads.KINDS.
@@ -47,6 +49,7 @@ class Choice(NamedTuple):
   draft_layers: int
   draft_group: int
   judge: str
+  unmask: Any
 
   @classmethod
   def of(cls, config):
@@ -63,6 +66,7 @@ def of(model, choice, greedy, about=None):
   Raises:
     UserError: the model, the judge or the draft cannot serve the method.
   """
+  _check_visibility(model.config, choice)
   made = _made(model, choice, about)
   says = f'decode.method={choice.method}'
   if not made.tree.is_chain:
@@ -92,6 +96,8 @@ def _made(model, choice, about):
     raise errors.UserError(
       f'decode.draft was trained for decode.method={about.kind}, not {method}.'
     )
+  if method == 'unmask':
+    return canvas.Unmask(model, choice.unmask)
   if method == 'autoregressive':
     return proposal.Autoregressive()
   if method == 'prompt_lookup':
@@ -117,6 +123,24 @@ def _made(model, choice, about):
   if method == 'easyspec':
     return _easyspec(draft, choice, coupled)
   return _pearl(draft, choice)
+
+
+def _check_visibility(model, choice):
+  """UserError if a masked model is to draft, or another one to fill masks."""
+  says = f'decode.method={choice.method}'
+  if choice.method != 'unmask':
+    if model.visibility != 'causal':
+      raise errors.UserError(
+        f'{says} makes the next token from those before it, and a token of '
+        f'model.visibility={model.visibility} sees those behind it too: take '
+        'decode.method=unmask.'
+      )
+  elif model.visibility == 'causal' or model.mask_id < 0:
+    raise errors.UserError(
+      f'{says} fills masks, and model.visibility={model.visibility}, '
+      f'model.mask_id={model.mask_id} is no model of masks '
+      '(train.objective=masked makes one): take decode.method=autoregressive.'
+    )
 
 
 def _draft(model, choice, about):

@@ -24,6 +24,7 @@ from paraxis.decode import judges
 from paraxis.decode import proposal
 from paraxis.decode import sampling
 from paraxis.decode import step
+from paraxis.decode import trace as trace_lib
 from paraxis.sharding import annotate
 
 
@@ -35,7 +36,7 @@ class DecodeState(NamedTuple):
   int32, number of the new token whose logits were not finite, -1: none. made:
   (B,) int32, new tokens. lengths: (B, D + 2) int32, calls of the model after
   the prompt that made 0, 1, .. tokens. tokens: (B, M) int32. logprobs: (B, M)
-  float32.
+  float32. trace: trace.Trace, or None.
   """
 
   cache: Any
@@ -47,13 +48,16 @@ class DecodeState(NamedTuple):
   lengths: Any
   tokens: Any
   logprobs: Any
+  trace: Any = None
 
 
 class Static(NamedTuple):
-  """What a program is compiled for: sampling.SamplingForm, a judge's name."""
+  """What a program is compiled for: sampling.SamplingForm, a judge's name,
+  whether calls are recorded (trace.py)."""
 
   form: Any
   judge: str
+  trace: bool = False
 
 
 class Program:
@@ -65,30 +69,28 @@ class Program:
   def __init__(self, model, ends):
     self._model, self._ends = model, ends
 
-  def begin(
-    self, params, tokens_BT, lengths_B, values, method, static, slots, new
-  ):
-    """Prefill and the first token -> (DecodeState, what the host reads)."""
-    model, last = self._model, functools.partial(step.last, lengths_B=lengths_B)
+  def begin(self, params, prompt, values, limit, method, static, room):
+    """Prefill and, of methods that draft, the first token.
+
+    Args:
+      prompt: (tokens_BT, lengths_B). values: sampling.SamplingValues. limit: ()
+        int32, new tokens of a row. room: static (S, M).
+
+    Returns:
+      (DecodeState, what the host reads).
+    """
+    (tokens_BT, lengths_B), (slots, new), model = prompt, room, self._model
+    if method.fills:
+      opened = method.open(params.model, prompt, limit, room)
+      state = self._empty(prompt, opened, method, static, room)
+      return state, for_host(state)
+    last = functools.partial(step.last, lengths_B=lengths_B)
     x, cache = step.prefill(model, params.model, tokens_BT, lengths_B, slots)
     logits = model.logits(params.model, last(x))
-    rows, zeros = tokens_BT.shape[0], jnp.zeros_like(lengths_B)
-    fill = lambda width, dtype: annotate.put(
-      jnp.zeros((rows, width), dtype), proposal.ROWS
-    )
-    state = DecodeState(
-      cache,
-      method.start(params, tokens_BT, lengths_B, slots, x),
-      zeros,
-      lengths_B == 0,
-      jnp.full_like(lengths_B, -1),
-      zeros,
-      fill(method.tree.depth + 2, jnp.int32),
-      fill(new, jnp.int32),
-      fill(new, jnp.float32),
-    )
+    own = method.start(params, tokens_BT, lengths_B, slots, x)
+    state = self._empty(prompt, (cache, own), method, static, room)
     live, first = ~state.done, proposal.Autoregressive()
-    drafts, _ = first.propose(params, (), zeros, live, None)
+    drafts, _ = first.propose(params, (), state.token, live, None)
     draws = self._draws(state, values, static)
     seen, after = self._judged(
       state, (last(x), logits), drafts, draws, static,
@@ -96,6 +98,27 @@ class Program:
     )  # fmt: skip
     state = after._replace(own=method.first(state.own, seen))
     return state, for_host(state)
+
+  def _empty(self, prompt, held, method, static, room):
+    """DecodeState before the first token; held: (its cache, its own)."""
+    (tokens_BT, lengths_B), (cache, own), new = prompt, held, room[1]
+    rows, zeros = tokens_BT.shape[0], jnp.zeros_like(lengths_B)
+    places, calls = method.tree.depth + 1, method.calls(new)
+    fill = lambda width, dtype: annotate.put(
+      jnp.zeros((rows, width), dtype), proposal.ROWS
+    )
+    return DecodeState(
+      cache,
+      own,
+      zeros,
+      lengths_B == 0,
+      jnp.full_like(lengths_B, -1),
+      zeros,
+      fill(places + 1, jnp.int32),
+      fill(new, jnp.int32),
+      fill(new, jnp.float32),
+      trace_lib.Trace.empty(rows, calls, places) if static.trace else None,
+    )
 
   def _draws(self, state, values, static):
     rows = jnp.arange(len(state.done), dtype=jnp.uint32)
@@ -149,6 +172,8 @@ class Program:
 
     def body(state):
       live, draws = _live(state, limit), self._draws(state, values, static)
+      if method.fills:
+        return method.call(params.model, state, draws, live, self._ends)
       drafts, held = method.propose(params, state.own, state.token, live, draws)
       x, z, flight = step.extend(
         self._model, params.model, state.cache, state.token, drafts, live,
@@ -161,6 +186,9 @@ class Program:
       cache = self._model.commit(state.cache, flight, form, seen.kept())
       n = jnp.arange(state.lengths.shape[1], dtype=jnp.int32)
       called = live[:, None] & (n == seen.n[:, None])
+      if static.trace:
+        trace = state.trace.add(live, drafts, seen, method.tree)
+        after = after._replace(trace=trace)
       return after._replace(
         cache=cache,
         own=method.settle(held, seen),
@@ -182,4 +210,4 @@ def for_host(state):
   """Copies that every process can read."""
   whole = lambda x: annotate.put(x, (None,) * x.ndim)
   kept = state.tokens, state.logprobs, state.broken, state.made, state.lengths
-  return tuple(map(whole, kept))
+  return jax.tree.map(whole, (*kept, state.trace))

@@ -127,12 +127,13 @@ class Output:
 
   @property
   def hooks(self) -> dict[str, Any]:
-    """on_text and on_end of `Generator.generate`."""
+    """on_text, on_end and trace of `Generator.generate`."""
     many = len(self._prompts.texts) > 1
     wanted = self._options.stream or (many and sys.stderr.isatty())
     return dict(
       on_text=self._show if self._live else None,
       on_end=self._end if wanted else None,
+      trace=self._options.trace,
     )
 
   def _show(self, _, piece):
@@ -150,6 +151,8 @@ class Output:
 
   def _json(self, i, result):
     own = dict(prompt=self._prompts.texts[i])  # of a chat: not its ids
+    if 'trace' in result:
+      own['trace'] = result['trace'].listed()
     return dict(domain=self._domains[i]) | {k: result[k] for k in KEYS} | own
 
   def close(self):

@@ -70,6 +70,11 @@ class Method:
   """What methods have in common."""
 
   tree: trees.Tree
+  fills = False  # a canvas, in any order, by calls of its own (unmask/)
+
+  def calls(self, new):
+    """At most, for so many new tokens; one that makes none ends its row."""
+    return new
 
   def first(self, own, seen):
     del seen

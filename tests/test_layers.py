@@ -30,8 +30,8 @@ ROOMS = {
     'text', '', 'huggingface/families', 'huggingface',
   ),
   'decode': (
-    'sampling', 'judges', 'trees', 'proposal', 'step', 'cache', 'drafts', '',
-    'certify', '__main__', 'evaluate',
+    'sampling', 'judges', 'trees', 'proposal', 'step', 'cache', 'trace',
+    'drafts', 'unmask', '', 'certify', '__main__', 'evaluate',
   ),
   'train': (
     'data', 'run', 'launch', '', 'plot', 'certify', 'bench', 'claims', 'cli',

@@ -48,7 +48,51 @@ METHODS = {
     'prompt tokens of decode.draft behind every draft, a tree',
     'lossless with judge=replay; typical is not',
   ),
+  'unmask': (
+    'nothing: masks become text in any order (decode.unmask)',
+    'for masked models alone; lossless of nothing',
+  ),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Unmask:
+  """Which masks of a canvas a call makes text (decode/unmask/policies.py)."""
+
+  block: int = field(
+    32, 'tokens of a canvas; of model.visibility=block, model.block', low=1,
+    high=512,
+  )  # fmt: skip
+  score: str = field(
+    'confidence',
+    'which masks come first: the likeliest token, the largest distance to the '
+    'second one, the least entropy, or random ones',
+    ('confidence', 'margin', 'entropy', 'random'),
+  )
+  count: str = field(
+    'fixed',
+    'how many: fixed: unmask.tokens; threshold: those above it; factor: as '
+    'many as their scores allow together; hierarchy: the best of each run of '
+    'masks, and those above the threshold; ascending: 1, 2, 4, ..; one at '
+    'least',
+    ('fixed', 'threshold', 'factor', 'hierarchy', 'ascending'),
+  )
+  tokens: int = field(1, 'count=fixed: tokens a call', low=1, high=512)
+  threshold: float = field(
+    0.9, 'count=threshold, hierarchy: least score', low=0.0, high=1.0
+  )
+  factor: float = field(
+    1.0, 'count=factor: what (n + 1) (1 - score) stays below', low=0.0
+  )
+  credit_weight: float = field(
+    0.0, 'how much a token that was likeliest before gains; 0: nothing', low=0.0
+  )
+  credit_decay: float = field(
+    0.8, 'of such a credit from call to call', low=0.0, high=1.0
+  )
+  credit_power: float = field(
+    0.2, 'of the probability that is added to a credit', low=0.0
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +140,7 @@ class Decode:
     'leave the distribution as it is; typical: likely ones, which changes it',
     ('replay', 'rejection', 'typical'),
   )
+  unmask: Unmask = Unmask()
   requests: int = field(
     0,
     'continuous batching: rows of the cache that all prompts share, one after '

@@ -1,0 +1,268 @@
+"""Masked models decode as a loop over rows, blocks and calls without a cache.
+
+Legend: B rows, T tokens, V vocabulary.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import module_cases
+import numpy as np
+import pytest
+import support
+import unmask_cases
+
+from paraxis.configs import schema
+from paraxis.configs.base import decode as fields
+from paraxis.decode import __main__ as command
+from paraxis.decode import load
+from paraxis.decode import loop
+from paraxis.decode import trace as trace_lib
+from paraxis.decode.unmask import canvas
+from paraxis.models import batch as batch_lib
+
+pytestmark = pytest.mark.usefixtures('float64')
+
+V, MASK = 12, 11
+SPREAD = 1.2  # of parameters: texts are no repetitions of a token
+FORMS = {
+  'full': dict(visibility='full'),
+  'block': dict(visibility='block', block=4),
+}
+PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [5] * 4, [7]]
+POLICIES = {
+  'one': {},
+  'three': dict(tokens=3, score='margin'),
+  'threshold': dict(count='threshold', threshold=0.25),
+  'hierarchy': dict(count='hierarchy', threshold=0.4, score='entropy'),
+  'ascending': dict(count='ascending'),
+}
+
+
+@functools.cache
+def generator(form, shift=False, mesh='', devices=1, end_id=-1):
+  """loop.Generator of a small masked model with random parameters."""
+  model = dict(
+    vocab_size=V, d_model=16, num_heads=4, num_kv_heads=2, d_ff=16,
+    pattern='F', num_layers=2, attention_block=8, dtype='float64',
+    param_dtype='float64', tied_embedding=False, mask_id=MASK,
+    mask_shift=shift, **FORMS[form],
+  )  # fmt: skip
+  config = schema.view(dict(model=model, mesh=dict(sequence=False)))
+  built = load.built_for(config, mesh, jax.devices()[:devices])
+  values = module_cases.parameters(built.model, SPREAD)
+  params = {
+    p: jax.device_put(x, built.params[p].sharding) for p, x in values.items()
+  }
+  numbers = module_cases.Numbers(V, end_id)
+  decode = schema.Decode(max_new_tokens=14, temperature=0.0, method='unmask')
+  return loop.Generator(built, params, numbers, decode, lambda line: None)
+
+
+def _logits(form, shift):
+  """tokens of a row -> z (T, V), of one pass over all of it."""
+  model = generator(form, shift).built.model
+  params = module_cases.parameters(model, SPREAD)
+
+  @jax.jit
+  def run(params, tokens):
+    ones = np.ones((1, len(tokens)), np.int32)
+    places = ones.cumsum(1) - 1
+    batch = batch_lib.Batch(tokens[None], None, ones, places, None, None)
+    return model.logits(params, model.features(params, batch)[0])[0]
+
+  return lambda tokens: np.array(run(params, np.array(tokens, np.int32)))
+
+
+def plain(form, shift, prompt, policy, new=14):
+  """(tokens, logprobs, [tokens that each call made], canvases before)."""
+  logits, width = _logits(form, shift), 4
+  row, end = list(prompt) + [MASK] * new, len(prompt) + new
+  at = len(prompt) // 4 * 4 if form == 'block' else len(prompt)
+  found, counts, canvases = {}, [], []
+  while at < end:
+    stop, call = min(at + width, end), 0
+    while masks := [c for c in range(at, stop) if row[c] == MASK]:
+      z = logits(row[: stop if form == 'block' else end])
+      z[:, MASK] = -np.inf
+      z = z - np.log(np.exp(z - z.max(1, keepdims=True)).sum(1))[:, None]
+      z -= z.max(1, keepdims=True)
+      z -= np.log(np.exp(z).sum(1, keepdims=True))
+      z = {c: z[c - shift] for c in masks}
+      token = {c: int(z[c].argmax()) for c in masks}
+      score = {
+        c: unmask_cases.score(policy.score, z[c], token[c]) for c in masks
+      }
+      canvases.append([-1 if c in masks else row[c] for c in range(at, stop)])
+      taken = unmask_cases.chosen(policy, score, masks, call)
+      for c in taken:
+        row[c], found[c] = token[c], z[c][token[c]]
+      counts.append(len(taken))
+      call += 1
+    if form == 'block' and stop < end:
+      counts.append(0)  # read once more for the cache
+      canvases.append(row[at:stop])
+    at += width
+  places = range(len(prompt), end)
+  return row[len(prompt) :], [found[c] for c in places], counts, canvases
+
+
+@pytest.mark.parametrize('policy', POLICIES)
+@pytest.mark.parametrize('shift', [False, True], ids=['here', 'shift'])
+@pytest.mark.parametrize('form', FORMS)
+def test_text_calls_and_trace_are_those_of_a_plain_loop(form, shift, policy):
+  options = dict(block=4) | POLICIES[policy]
+  results = generator(form, shift).generate(PROMPTS, trace=True, unmask=options)
+  for prompt, result in zip(PROMPTS, results, strict=True):
+    tokens, logprobs, counts, canvases = plain(
+      form, shift, prompt, fields.Unmask(**options)
+    )
+    assert result['tokens'] == tokens
+    np.testing.assert_allclose(result['logprobs'], logprobs, atol=1e-5)
+    assert result['calls'] == len(counts)
+    assert result['lengths'] == np.bincount(counts, minlength=5).tolist()
+    trace = result['trace']
+    assert trace.final.sum(1).tolist() == counts
+    for before, want in zip(trace.canvas, canvases, strict=True):
+      assert before[: len(want)].tolist() == want
+  assert len({tuple(r['tokens']) for r in results}) == 3
+
+
+def test_two_policies_make_two_texts():
+  """Else the comparison above could not tell them apart."""
+  made = generator('full')
+  texts = {
+    name: [
+      r['tokens'] for r in made.generate(PROMPTS, unmask=dict(block=4) | given)
+    ]
+    for name, given in POLICIES.items()
+  }
+  calls = [made.generate(PROMPTS, unmask=dict(block=4) | given)[0]['calls']
+           for given in POLICIES.values()]  # fmt: skip
+  assert len(set(map(str, texts.values()))) > 2 and len(set(calls)) > 2
+
+
+def test_a_block_without_its_clean_pass_is_another_text(monkeypatch):
+  """Keys of masks in the cache: the knock-out of the pass that commits."""
+  right = generator('block').generate(PROMPTS)
+  call = canvas.Unmask.call
+
+  def early(self, params, state, draws, live, ends):
+    """Commits with the call that fills the canvas."""
+    after = call(self, params, state, draws, live, ends)
+    own, old = after.own, state.own
+    mask = canvas.window(own.row, old.at, self.width) == self._mask
+    there = old.at[:, None] + np.arange(self.width) < own.end[:, None]
+    full = live & (own.at == old.at) & ~(mask & there).any(1)
+    held = canvas.window(old.row, old.at, self.width)
+    _, flight = self._features(params, state, held, there & live[:, None])
+    cache = self._model.commit(
+      after.cache, flight, self._form(old), full[:, None] & there
+    )
+    at = own.at + jnp.where(full, self.width, 0)
+    return after._replace(cache=cache, own=own._replace(at=at))
+
+  monkeypatch.setattr(canvas.Unmask, 'call', early)
+  generator.cache_clear()
+  wrong = generator('block').generate(PROMPTS)
+  generator.cache_clear()
+  assert [r['tokens'] for r in wrong] != [r['tokens'] for r in right]
+  assert sum(r['calls'] for r in wrong) < sum(r['calls'] for r in right)
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_a_mesh_changes_nothing(form):
+  options = dict(unmask=dict(block=4, tokens=2), temperature=0.9, seed=5)
+  one = generator(form).generate(PROMPTS, **options)
+  many = generator(form, mesh='data=2,fsdp=2,tensor=2', devices=8)
+  found = many.generate(PROMPTS, **options)
+  assert [r['tokens'] for r in found] == [r['tokens'] for r in one]
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_a_row_does_not_depend_on_others(form):
+  made = generator(form)
+  options = dict(unmask=dict(block=4, score='random'), temperature=0.9, seed=5)
+  every = made.generate(PROMPTS, **options)
+  alone = made.generate(PROMPTS[:1], **options)
+  assert alone[0]['tokens'] == every[0]['tokens']
+  other = made.generate(PROMPTS, **options | dict(seed=6))
+  assert [r['tokens'] for r in other] != [r['tokens'] for r in every]
+  longer = made.generate(PROMPTS + [[1] * 30], **options)
+  assert longer[0]['tokens'] == every[0]['tokens']
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_an_end_token_ends_a_row(form):
+  text = generator(form).generate(PROMPTS)[0]['tokens']
+  end = text[5]
+  at = text.index(end)
+  found = generator(form, end_id=end).generate(PROMPTS)[0]
+  assert (found['tokens'], found['finish']) == (text[:at], 'end')
+
+
+def test_text_comes_by_blocks():
+  pieces = []
+  results = generator('full').generate(
+    PROMPTS, max_new_tokens=40, unmask=dict(block=8),
+    on_text=lambda row, piece: pieces.append((row, piece)),
+  )  # fmt: skip
+  for row, result in enumerate(results):
+    own = [piece for r, piece in pieces if r == row]
+    assert ''.join(own) == result['text'] and len(own) > 1
+
+
+def test_credit_saves_calls_or_none():
+  """A weight of 0 is the threshold alone; more of it ends a canvas sooner."""
+  made = generator('full')
+  run = lambda **given: made.generate(
+    PROMPTS, unmask=dict(block=8, count='threshold', threshold=0.6, **given)
+  )
+  plain_, none = run(), run(credit_decay=0.1, credit_power=0.9)
+  assert [r['tokens'] for r in plain_] == [r['tokens'] for r in none]
+  some = run(credit_weight=3.0)
+  assert sum(r['calls'] for r in some) < sum(r['calls'] for r in plain_)
+
+
+def test_numbers_that_are_not_finite_end_a_row():
+  made = generator('full')
+  damaged = dict(made.params)
+  params = jax.tree.map(lambda x: x * np.nan, damaged)
+  old, made._params = made._params, params
+  try:
+    with pytest.raises(loop.errors.IntegrityError, match='row 0 at step 0'):
+      made.generate(PROMPTS)
+  finally:
+    made._params = old
+
+
+@pytest.mark.parametrize('method, form, words', [
+  ('autoregressive', 'full', 'take decode.method=unmask'),
+  ('prompt_lookup', 'block', 'visibility=block sees those behind it'),
+])  # fmt: skip
+def test_masked_models_do_not_draft(method, form, words):
+  with support.refused(f'decode.method={method}', words):
+    generator(form).generate(PROMPTS, method=method)
+
+
+def test_causal_models_fill_no_masks():
+  with support.refused('decode.method=unmask', 'no model of masks'):
+    module_cases.generator('F').generate(PROMPTS, method='unmask')
+
+
+def test_requests_share_no_canvas():
+  with support.refused('decode.requests=2', 'decode.method=unmask does not'):
+    generator('full').generate(PROMPTS, requests=2)
+
+
+def test_trace_of_a_canvas_has_nothing_where_masks_are():
+  result = generator('full').generate(PROMPTS, trace=True)[0]
+  first = result['trace'].canvas[0][:14]
+  assert (first == trace_lib.NOTHING).all()
+  assert MASK not in result['tokens']
+
+
+def test_the_command_lists_it(capsys):
+  assert command.main(['--methods']) == 0
+  assert 'unmask' in capsys.readouterr().out
