@@ -76,7 +76,7 @@ def knockouts():
   return [
     ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
     ('from_p', 'joint of 4 tokens', lossless.from_p,
-     lossless.FEW),
+     lossless.TENTH),
     ('no_calibration', 'keys of kept tokens are exact',
      layer_groups.no_calibration),
     ('one_by_one', 'makespan of drafting', layer_groups.one_by_one),

@@ -51,5 +51,5 @@ def knockouts():
   return [
     ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
     ('from_p', 'joint of 4 tokens', lossless.from_p,
-     lossless.FEW),
+     lossless.TENTH),
   ]  # fmt: skip

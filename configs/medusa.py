@@ -78,7 +78,7 @@ def knockouts():
   return [
     ('first_child', 'texts of one by one', lossless.first_child),
     ('first_child_drawn', 'joint of 4 tokens, a tree', lossless.first_child,
-     lossless.FEW),
+     lossless.TENTH),
     ('says_lossless', 'typical acceptance is another joint',
      lossless.judged_as_lossless),
   ]  # fmt: skip

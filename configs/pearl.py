@@ -60,7 +60,7 @@ def knockouts():
       'keeps_too_much',
       'joint of 4 tokens',
       lossless.keeps_one_more,
-      lossless.FEW,
+      lossless.TENTH,
     ),
     ('in_turn', 'makespan of plain speculation', makespan.in_turn),
   ]

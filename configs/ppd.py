@@ -72,7 +72,7 @@ def knockouts():
   return [
     ('first_child', 'texts of one by one', lossless.first_child),
     ('first_child_drawn', 'joint of 4 tokens, a tree', lossless.first_child,
-     lossless.FEW),
+     lossless.TENTH),
     ('untrained', 'tokens a call of SmolLM2',
      {'draft': DRAFT | dict(rate=0.0)}),
   ]  # fmt: skip

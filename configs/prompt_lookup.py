@@ -56,7 +56,7 @@ def knockouts():
 
   return [
     ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
-    ('from_p', 'joint of 4 tokens', lossless.from_p, lossless.FEW),
+    ('from_p', 'joint of 4 tokens', lossless.from_p, lossless.TENTH),
     ('any_place', 'tokens a call, code', lossless.any_place),
     ('any_place_2', 'tokens a call, translation', lossless.any_place),
   ]

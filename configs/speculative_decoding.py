@@ -69,9 +69,9 @@ def knockouts():
   return [
     ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
     ('from_p', joint, lossless.from_p,
-     lossless.FEW),
+     lossless.TENTH),
     ('raw_residual', joint, lossless.raw_residual,
-     lossless.FEW),
+     lossless.TENTH),
     ('keeps_too_much', 'joint of 4 tokens, replay', lossless.keeps_one_more,
-     lossless.FEW),
+     lossless.TENTH),
   ]  # fmt: skip

@@ -69,6 +69,6 @@ def knockouts():
                                                    drafts=1)}}  # fmt: skip
   return [
     ('keeps_one_more', 'texts of one by one', lossless.keeps_one_more),
-    ('from_p', 'joint of 4 tokens', lossless.from_p, lossless.FEW),
+    ('from_p', 'joint of 4 tokens', lossless.from_p, lossless.TENTH),
     ('one_draft', 'calls for a picture', narrow | {'seeds': [0]}),
   ]

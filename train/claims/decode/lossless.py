@@ -98,7 +98,7 @@ def texts(method, changes, random_draft='') -> dict:
 
 
 # Of a knock-out of `joint`: a broken judge is 1e-6 away with a tenth of them.
-FEW = {'samples': 4_000}
+TENTH = {'samples': 4_000}
 
 
 def joint(method, random_draft='') -> dict:
