@@ -152,10 +152,12 @@ def _model(full, sizes, asked):
   shorter = lambda size: (  # than a row, if it is
     min(size, 3 * length // 8) if size < full.data.sequence_length else size
   )
-  first = model.position_offset
+  first, vocab = model.position_offset, _size(model.vocab_size, 64, devices)
   small = dataclasses.replace(
     model,
-    vocab_size=_size(model.vocab_size, 64, devices),
+    vocab_size=vocab,
+    mask_id=min(model.mask_id, vocab - 1),
+    block=shorter(model.block),
     d_model=_size(model.d_model, 32, devices),
     num_layers=min(
       model.num_layers, _depth(model, _parts(full, asked), _parts(full, sizes))

@@ -16,8 +16,10 @@ from paraxis.sharding.meter import compiling
 from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
+from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import tasks
+from paraxis.train.data import objectives
 from paraxis.train.run import workdir as workdir_lib
 
 
@@ -60,7 +62,11 @@ def random(run, changes):
 
 
 def right(model, task, params, batch):
-  """(n,) shares of the answers that are the most likely tokens."""
+  """(n,) shares of the answers that are the most likely tokens; of a masked
+  model, with all of them masked."""
+  if model.config.mask_id >= 0:
+    masks = jnp.where(batch.weights > 0, model.config.mask_id, batch.targets)
+    batch = batch._replace(tokens=masks)
   x_BTD, _ = model.features(params, batch)
   hit_BT = model.logits(params, x_BTD).argmax(-1) == batch.targets
   return task.right(hit_BT, batch)
@@ -105,7 +111,40 @@ def train(config, task, every, folder, say):
 def trained_on(config, task, t):
   """batch.Batch of step t; no two seeds train on the same one."""
   seed = 1_000_000 * config.train.seed + 1000 + t
-  return tasks.draw(task, config.train.batch_size, seed)
+  rows = config.train.batch_size
+  batch = tasks.draw(task, rows, seed)
+  return objectives.batch(config, batch, t, range(rows), rows)
+
+
+def models(run, task, fields, seeds):
+  """[(loop.Generator of a seed, share of its answers' tokens right)], and the
+  CPU-seconds of a training.
+
+  Args:
+    run: harness.Run. task: as in train/claims/tasks.py. fields:
+      {'section.field': value} of the training.
+  """
+  given = {
+    'model.vocab_size': task.vocabulary,
+    'data.sequence_length': task.length,
+    'data.tokenizer': 'bytes',
+  }
+  config = experiment.fields(run.config, given, fields)
+  every = max(config.train.steps // 5, 1)
+
+  def learn(config, folder, say):
+    curve = train(config, task, every, folder, say)
+    return {'right': curve[-1][1]}
+
+  rows = ablation.trained(run, {'model': config}, seeds, learn, vars(task))
+  found = []
+  for one in rows['model']:
+    job = job_lib.of_shapes(config, '', jax.devices()[:1])
+    with job.context():
+      params = experiment.restored(job, one.folder)
+    made = generator(config, lambda _, params=params: params)
+    found.append((made, one.record['numbers']['right']))
+  return found, ablation.cpu_seconds(rows)
 
 
 def _resumed(job, store, say):

@@ -13,6 +13,7 @@
 
     words    a text of words, some of which are misspelled, then the text with
              all words right (as error correction has it, arXiv:2205.10350)
+    lists    a list, then the list copied, sorted, shuffled, .. (lists.py)
     picture  pixels row by row: rectangles of one colour each, in front of each
              other, with some pixels of any colour
 
@@ -41,6 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.models import batch as batch_lib
+from paraxis.train.claims import lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,7 +336,7 @@ def _share(hit_BT, part_BT):
 
 KINDS = {
   'recall': Recall, 'parity': Parity, 'hops': Hops, 'words': Words,
-  'picture': Picture,
+  'picture': Picture, 'lists': lists.Lists,
 }  # fmt: skip
 
 
@@ -362,10 +364,13 @@ def _packed(task, rows, size, rng, held_out):
   tokens, targets, weights = task.document(size, rows * each, rng, held_out)
   length, at = tokens.shape[1], np.arange(task.length)
   ints = lambda x: np.reshape(x, (rows, -1)).astype(np.int32)
+  segments = np.tile(at // length + 1, (rows, 1))
+  if hasattr(task, 'padding'):
+    segments = np.where(ints(targets) == task.padding, 0, segments)
   return (
     ints(tokens),
     ints(targets),
-    ints(np.tile(at // length + 1, rows)),
+    ints(segments),
     ints(np.tile(at % length, rows)),
     weights.reshape(rows, -1).astype(np.float32),
   )

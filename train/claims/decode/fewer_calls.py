@@ -8,43 +8,15 @@ where the judge is `replay`.
 
 import pathlib
 
-import jax
 import numpy as np
 
-from paraxis.train import program as job_lib
 from paraxis.train.claims import ablation
-from paraxis.train.claims import experiment
 from paraxis.train.claims import on_tasks
 from paraxis.train.claims import tasks
 from paraxis.train.plot import figures
 from paraxis.train.run import workdir as workdir_lib
 
 ALONE = dict(method='autoregressive')
-
-
-def _trained(run, task, fields, seeds):
-  """[(seed's loop.Generator, share of tokens right)], CPU-seconds of one."""
-  given = {
-    'model.vocab_size': task.vocabulary,
-    'data.sequence_length': task.length,
-    'data.tokenizer': 'bytes',
-  }
-  config = experiment.fields(run.config, given, fields)
-  every = max(config.train.steps // 5, 1)
-
-  def learn(config, folder, say):
-    curve = on_tasks.train(config, task, every, folder, say)
-    return {'right': curve[-1][1]}
-
-  rows = ablation.trained(run, {'model': config}, seeds, learn, vars(task))
-  found = []
-  for one in rows['model']:
-    job = job_lib.of_shapes(config, '', jax.devices()[:1])
-    with job.context():
-      params = experiment.restored(job, one.folder)
-    made = on_tasks.generator(config, lambda _, params=params: params)
-    found.append((made, one.record['numbers']['right']))
-  return found, ablation.cpu_seconds(rows)
 
 
 def _calls(made, ids, new, how):
@@ -64,7 +36,7 @@ def corrections(run, *, task, fields, method, noises, expected, rows, seeds):
       claimed there]. rows: texts of each.
   """
   task, (at, at_least) = tasks.make('words', **task), expected
-  models, seconds = _trained(run, task, fields, seeds)
+  models, seconds = on_tasks.models(run, task, fields, seeds)
   gains, same = {noise: [] for noise in noises}, True
   for made, _ in models:
     for noise in noises:
@@ -110,7 +82,7 @@ def pictures(run, *, task, fields, methods, at_most, rows, seeds):
       pictures.
   """
   task = tasks.make('picture', **task)
-  models, seconds = _trained(run, task, fields, seeds)
+  models, seconds = on_tasks.models(run, task, fields, seeds)
   shares, same = {name: [] for name in methods}, True
   new, begin = task.length, [[task.colours]] * rows
   for made, _ in models:

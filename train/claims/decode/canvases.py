@@ -1,0 +1,172 @@
+"""Claims about masked models that are decoded in any order, on lists.
+
+A small masked model is trained on every operation of train/claims/lists.py, one
+for each seed, and answers new lists under policies of decode/unmask/policies.py
+(arXiv:2510.04767). Answers are drawn at temperature 1.
+"""
+
+import pathlib
+
+import numpy as np
+
+from paraxis.train.claims import ablation
+from paraxis.train.claims import harness
+from paraxis.train.claims import lists
+from paraxis.train.claims import on_tasks
+from paraxis.train.claims import tasks
+from paraxis.train.plot import figures
+from paraxis.train.run import workdir as workdir_lib
+
+ERRORS = 3  # standard errors above a ceiling that are no chance
+SURE = ('copy', 'reverse', 'sort')  # one answer is right
+
+
+def answers(made, task, operation, n, policy, rows, seed=0):
+  """[(right, [tokens that each call made])] of new lists of n items."""
+  rng = np.random.default_rng([seed, n, lists.OPERATIONS.index(operation), 7])
+  items = [rng.permutation(task.items)[:n].tolist() for _ in range(rows)]
+  found = made.generate(
+    [task.prompt(operation, x) for x in items], trace=True, method='unmask',
+    max_new_tokens=n, unmask=dict(block=task.most) | policy, temperature=1.0,
+    seed=seed,
+  )  # fmt: skip
+  return [
+    (
+      lists.is_right(task, operation, x, r['tokens']),
+      r['trace'].final.sum(1).tolist(),
+    )
+    for x, r in zip(items, found, strict=True)
+  ]
+
+
+def judged(operation, found):
+  """(share right, its ceiling, standard errors above it, calls a text)."""
+  share = np.mean([ok for ok, _ in found])
+  most = float(np.mean([lists.ceiling(operation, c) for _, c in found]))
+  # Of a share as likely as the ceiling; of a ceiling of 1 there is none above.
+  error = max((most * (1 - most) / len(found)) ** 0.5, 1e-9)
+  calls = np.mean([len(c) for _, c in found])
+  return share, most, (share - most) / error, calls
+
+
+def ceilings(run, *, task, fields, policies, sizes, rows, learned, seeds):
+  """LEARN: no policy answers more lists than tokens drawn together allow.
+
+  Args:
+    task: fields of lists.Lists. fields: of the training. policies: {name:
+      fields of decode.unmask}; 'one by one' among them. sizes: items of the
+      lists. rows: lists of each size and seed. learned: [least share of lists
+      with one answer that are right one by one, least standard errors by which
+      all at once must stay below one by one where answers are many].
+  """
+  task = tasks.make('lists', **task)
+  models, seconds = on_tasks.models(run, task, fields, seeds)
+  found, above = {}, []
+  for name, policy in policies.items():
+    for operation in lists.OPERATIONS:
+      every = []
+      for n in sizes:
+        drawn = [
+          pair
+          for seed, (made, _) in zip(seeds, models, strict=True)
+          for pair in answers(made, task, operation, n, policy, rows, seed)
+        ]
+        errors = judged(operation, drawn)[2]
+        if errors > ERRORS:
+          above.append(f'{name}, {operation} of {n}: {errors:.1f}')
+        every += drawn
+      found[name, operation] = judged(operation, every)
+  path = _draw(found, policies, run)
+  run.say(f'wrote {path}')
+  run.say(_table(found, policies))
+  least = min(found['one by one', o][0] for o in SURE)
+  at_once, one = (
+    found[name, 'shuffle'][0] for name in ('all at once', 'one by one')
+  )
+  ok = not above and least >= learned[0] and one - at_once >= learned[1]
+  caveat = (
+    f'lists of {", ".join(map(str, sizes))} items, {rows} of each for a seed, '
+    f'{len(policies)} policies; copy, reverse and sort one by one: at least '
+    f'{least:.1%} right; shuffle {one:.1%} one by one, {at_once:.1%} at once '
+    f'(ceiling {found["all at once", "shuffle"][1]:.1%}); '
+    f'{seconds:,.0f} CPU-seconds a training'
+  )
+  if above:
+    caveat += f'; ABOVE, in standard errors: {"; ".join(above)}'
+  most = max(x[2] for (_, o), x in found.items() if o not in SURE)
+  return harness.Outcome(
+    f'at most {ERRORS} standard errors above', f'{most:+.1f} at most', caveat,
+    ok, seeds=len(seeds),
+  )  # fmt: skip
+
+
+def calls(run, *, task, fields, policies, operations, bounds, lists_of, seeds):
+  """LEARN: calls a text of one policy over those of another, as many right.
+
+  Args:
+    task, fields: as of `ceilings`. policies: [slow, fast], fields of
+      decode.unmask. operations: of lists.OPERATIONS. bounds: [least ratio, most
+      of the share of right answers that the fast one may lose]. lists_of:
+      [items, lists for an operation and a seed].
+  """
+  (n, rows), (at_least, lost) = lists_of, bounds
+  task = tasks.make('lists', **task)
+  models, seconds = on_tasks.models(run, task, fields, seeds)
+  ratios, losses = [], []
+  for seed, (made, _) in zip(seeds, models, strict=True):
+    sums = []
+    for policy in policies:
+      each = [
+        pair for operation in operations
+        for pair in answers(made, task, operation, n, policy, rows, seed)
+      ]  # fmt: skip
+      sums.append(
+        (np.mean([len(c) for _, c in each]), np.mean([ok for ok, _ in each]))
+      )
+    ratios.append(sums[0][0] / sums[1][0])
+    losses.append(sums[0][1] - sums[1][1])
+  asked = f'>= {at_least:g} times fewer calls'
+  found = ablation.outcome(
+    run,
+    {'fewer calls': ratios, 'right answers lost': losses},
+    [
+      ablation.judged(
+        asked, [r - at_least for r in ratios], 0.0, seconds, signed=False
+      ),
+      ablation.at_most('right answers lost', losses, lost, seconds),
+    ],
+    'calls of one by one over ours',
+    f'{", ".join(operations)} of {n} items, {rows} lists of each for a seed',
+    seconds,
+  )
+  return found
+
+
+def _table(found, policies):
+  """Share right (ceiling) and calls, policy by operation, as text."""
+  head = ['policy', *lists.OPERATIONS]
+  rows = [
+    [name, *(f'{found[name, o][0]:.1%} ({found[name, o][1]:.1%}), '
+             f'{found[name, o][3]:.1f}' for o in lists.OPERATIONS)]
+    for name in policies
+  ]  # fmt: skip
+  wide = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+  lines = ['share right (ceiling), calls a text']
+  for row in (head, *rows):
+    lines.append('  '.join(map(str.ljust, row, wide)).rstrip())
+  return '\n'.join(lines)
+
+
+def _draw(found, policies, run):
+  """Share of right shuffles and replacements over calls a text -> a PNG."""
+  curves = {}
+  for operation in ('shuffle', 'replace'):
+    rows = sorted((found[name, operation] for name in policies),
+                  key=lambda x: x[3])  # fmt: skip
+    shares, most, _, count = (np.array(x) for x in zip(*rows, strict=True))
+    curves[f'{operation}: measured'] = np.array([count, shares])
+    curves[f'{operation}: ceiling'] = np.array([count, most])
+  fig, ax = figures.lines(curves, 'calls a text', 'right answers')
+  ax.set_ylim(0, None)
+  path = pathlib.Path(workdir_lib.prepare(run.results)) / 'ceilings.png'
+  return figures.save(fig, path)

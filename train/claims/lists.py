@@ -1,0 +1,157 @@
+"""Lists to copy, reverse, sort, shuffle, or change at random, and ceilings.
+
+A document is an operation, a list of n different items, a token that ends it,
+and the answer of n tokens (the waiting lines of ParallelBench,
+arXiv:2510.04767, section 4):
+
+    copy, reverse, sort     one answer is right: its tokens do not depend on
+                            each other once the list is known
+    shuffle                 any order of the items is right, each as likely
+    replace                 the list with one item, any, replaced by a token
+
+Tokens that are drawn in one call do not see each other. A model that knows the
+probability of every token exactly is then right with probability
+
+    shuffle   prod over calls of  m! / (m - k)! / m^k,  k of m places drawn
+              (n! / n^n at once)
+    replace   f(m) = (1 - 1/m)^k f(m - k) + (k / m) (1 - 1/m)^(k - 1), f(0) = 0
+              ((1 - 1/n)^(n - 1) at once)
+
+in any order of the places: by symmetry each of m open places has every item
+that is left, or the replacement, with probability 1 / m. - ln of it is the sum
+of the conditional total correlations of the sets of tokens that were drawn
+together, the bound of the paper's section 3. No policy can be above it, but by
+chance.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import numpy as np
+
+OPERATIONS = ('copy', 'reverse', 'sort', 'shuffle', 'replace')
+
+
+@dataclasses.dataclass(frozen=True)
+class Lists:
+  """As tasks.py has it; a document of every length is padded to the longest.
+
+  least, most: items of a list. items: that there are. operations: of
+  OPERATIONS.
+  """
+
+  least: int
+  most: int
+  items: int
+  operations: tuple = OPERATIONS
+  mix: tuple = ()
+  also: ClassVar[tuple] = ()
+  guess = (0.0, 'nothing')
+
+  @property
+  def length(self):
+    """T."""
+    return 2 * self.most + 2
+
+  @property
+  def end(self):
+    """Token that ends a list; then the replacement, the padding, a mask."""
+    return self.items + len(OPERATIONS)
+
+  @property
+  def replacement(self):
+    return self.end + 1
+
+  @property
+  def padding(self):
+    return self.end + 2
+
+  @property
+  def mask(self):
+    return self.end + 3
+
+  @property
+  def vocabulary(self):
+    return self.end + 4
+
+  @property
+  def whole(self):
+    return self.most
+
+  @property
+  def about(self):
+    return f'lists of {self.least} to {self.most} of {self.items} items'
+
+  def answer(self, operation, items, rng):
+    """One right answer, drawn from all of them alike."""
+    if operation == 'reverse':
+      return items[::-1]
+    if operation == 'sort':
+      return np.sort(items)
+    if operation == 'shuffle':
+      return rng.permutation(items)
+    out = items.copy()
+    if operation == 'replace':
+      out[rng.integers(len(items))] = self.replacement
+    return out
+
+  def prompt(self, operation, items):
+    """Ids before the answer."""
+    return [self.items + OPERATIONS.index(operation), *items, self.end]
+
+  def document(self, size, count, rng, held_out):
+    """(tokens, targets, weights); targets are the document, tokens those before
+    them."""
+    del size, held_out
+    targets = np.full((count, self.length), self.padding)
+    weights = np.zeros(targets.shape)
+    for row in range(count):
+      operation = self.operations[rng.integers(len(self.operations))]
+      n = rng.integers(self.least, self.most + 1)
+      items = rng.permutation(self.items)[:n]
+      begin = self.prompt(operation, items)
+      full = [*begin, *self.answer(operation, items, rng)]
+      targets[row, : len(full)] = full
+      weights[row, len(begin) : len(full)] = 1
+    tokens = np.pad(targets[:, :-1], ((0, 0), (1, 0)))
+    return tokens, targets, weights
+
+  def right(self, hit_BT, batch):
+    """(1,) share of the answers' tokens that are the likeliest ones."""
+    part = batch.weights > 0
+    return ((hit_BT & part).sum() / part.sum())[None]
+
+
+def is_right(task, operation, items, answer) -> bool:
+  """Whether an answer to a list is right."""
+  items, answer = list(map(int, items)), list(map(int, answer))
+  if operation == 'shuffle':
+    return sorted(answer) == sorted(items)
+  if operation == 'replace':
+    changed = [
+      (a, b) for a, b in zip(items, answer, strict=True) if a != b
+    ]  # fmt: skip
+    return len(changed) == 1 and changed[0][1] == task.replacement
+  if operation == 'reverse':
+    items = items[::-1]
+  return answer == (sorted(items) if operation == 'sort' else items)
+
+
+def ceiling(operation, counts) -> float:
+  """How likely a right answer is at most, of calls that made so many tokens."""
+  left = sum(counts)
+  if operation == 'shuffle':
+    found = 1.0
+    for k in counts:
+      found *= math.perm(left, k) / left**k if k else 1
+      left -= k
+    return found
+  if operation != 'replace':
+    return 1.0
+  found, none = 0.0, 1.0  # right so far, and nothing replaced yet
+  for k in filter(None, counts):
+    found += none * k / left * (1 - 1 / left) ** (k - 1)
+    none *= (1 - 1 / left) ** k
+    left -= k
+  return found
