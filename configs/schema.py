@@ -165,9 +165,10 @@ class Train:
   steps: int = field(480, 'optimizer steps', low=1)
   objective: str = field(
     'next_token',
-    'what is predicted: next_token, or masked: tokens that model.mask_id '
-    'stands for (train/data/objectives.py)',
-    ('next_token', 'masked'),
+    'what is predicted: next_token; masked: tokens that model.mask_id stands '
+    'for; block: those of every block, seen with the blocks before it without '
+    'masks (train/data/objectives.py)',
+    ('next_token', 'masked', 'block'),
   )
   batch_size: int = field(
     8, 'global batch: rows in a step over all devices', low=1

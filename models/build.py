@@ -292,7 +292,8 @@ def build(config, mesh_text='', remat=None, devices=None, abstract=False):
   model_checks.check_region(config.model, rules, sizes)
   policy = remat and memory.policy(remat, config.train.memory)
   learned = trained.of(config.train)
-  model = decoder.Decoder(config.model, policy, layout, learned)
+  pairs = remat is not None and config.train.objective == 'block'
+  model = decoder.Decoder(config.model, policy, layout, learned, pairs)
   with (
     annotate.use(rules),
     jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),

@@ -22,6 +22,8 @@ from paraxis.models import stack as stack_lib
 from paraxis.models import trained as trained_lib
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import packed as packed_lib
+from paraxis.models.mixers import pairs
+from paraxis.models.mixers import rope
 from paraxis.sharding import annotate
 from paraxis.sharding.tensor import lookup
 from paraxis.sharding.tensor import project
@@ -52,9 +54,12 @@ class Decoder:
     policy=None,
     layout=parameter.PLAIN,
     trained=trained_lib.EVERYTHING,
+    pairs=False,
   ):
-    """config: schema.Model. policy: for jax.checkpoint (models/memory.py)."""
+    """config: schema.Model. policy: for jax.checkpoint (models/memory.py).
+    pairs: rows are of masks, and read with theirs without (mixers/pairs.py)."""
     self.config, self.layout, self.trained = config, layout, trained
+    self.pairs = pairs
     self.stack = stack = stack_lib.Stack(config, policy, layout, trained)
     self.pattern, self.depth, self.held = stack.pattern, stack.depth, stack.held
     self.sizes, self.unstack = stack.sizes, stack.unstack
@@ -96,7 +101,7 @@ class Decoder:
     """
     x, see = self._begun(params, batch)
     x, aux = self.stack.run(self.pattern, params, x, see)
-    return self.normalise(params, x), aux
+    return self.normalise(params, self.own_rows(x, batch)), aux
 
   def _begun(self, params, batch):
     """(x_BTD before the first layer, attention.Visibility)."""
@@ -108,7 +113,7 @@ class Decoder:
   def embed(self, params, batch):
     """x_BTD before the first layer."""
     config, ends = self.config, self._ends.module(params)
-    dtype = jnp.dtype(config.dtype)
+    dtype, batch = jnp.dtype(config.dtype), self._in_pairs(batch)
     with jax.named_scope('embed'):
       x = self._lookup(ends.embedding, batch.tokens, dtype)
       if config.embedding_scale != 1.0:
@@ -122,12 +127,12 @@ class Decoder:
 
   def visibility(self, batch):
     """attention.Visibility of a batch."""
-    config = self.config
+    config, batch = self.config, self._in_pairs(batch)
     valid = batch.segments > 0
     if config.experts.count:
       valid = annotate.part(valid, ROWS, RESIDUAL[:2])
     with jax.named_scope('positions'):
-      rotations = attention.rotations(
+      rotations = rope.rotations(
         config, self.pattern, batch.positions, jnp.dtype(config.dtype)
       )
     return attention.Visibility(
@@ -136,7 +141,17 @@ class Decoder:
       rotations=rotations,
       valid=valid,
       denominator=batch.denominator,
+      pairs=() if self.pairs else None,
     )
+
+  def _in_pairs(self, batch):
+    return pairs.of(batch, self.config.mask_id) if self.pairs else batch
+
+  def own_rows(self, x_BTD, batch):
+    """Features of a batch's rows, which are read in pairs if `pairs`."""
+    if not self.pairs:
+      return x_BTD
+    return pairs.predicting(x_BTD, RESIDUAL, batch.positions, self.config)
 
   def normalise(self, params, x_BTD):
     """The norm after the last layer."""

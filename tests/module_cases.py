@@ -23,6 +23,7 @@ from paraxis.models import build
 from paraxis.models import stack
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import protocol as mixer
+from paraxis.models.mixers import rope
 from paraxis.sharding import annotate
 
 
@@ -40,7 +41,7 @@ def module(kind, config, letter, spread):
     own = skeleton.module(values)
     if state == 'empty':
       state = own.init_state(len(x), 0, x.dtype)
-    rotations = attention.rotations(config, letter, see.positions, x.dtype)
+    rotations = rope.rotations(config, letter, see.positions, x.dtype)
     return own(x, see._replace(rotations=rotations), state)
 
   return run, randomised(skeleton, spread)

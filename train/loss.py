@@ -84,7 +84,8 @@ def _of_features(model, params, x_BTD, batch):
 
 def of_layers(model, params, x_BTD, batch):
   """`total` of what the last layer gives, before the norm."""
-  return _of_features(model, params, model.normalise(params, x_BTD), batch)
+  x_BTD = model.normalise(params, model.own_rows(x_BTD, batch))
+  return _of_features(model, params, x_BTD, batch)
 
 
 def objective(model, params, batch, others=None):

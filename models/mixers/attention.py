@@ -31,6 +31,7 @@ from paraxis.models import aux as aux_lib
 from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.models.mixers import packed
+from paraxis.models.mixers import pairs
 from paraxis.models.mixers import protocol as mixer
 from paraxis.models.mixers import rope
 from paraxis.models.mixers import slots as slots_lib
@@ -52,6 +53,7 @@ class Visibility(NamedTuple):
   valid: (B, T) bool, a token and no padding, sharded as residuals are.
   denominator: () targets of the whole step (models/batch.py).
   embedded: x_BTD before the first layer, where layers read it again.
+  pairs: () where rows are pairs, of masks and without (pairs.py), or None.
   """
 
   segments: Any
@@ -61,6 +63,7 @@ class Visibility(NamedTuple):
   valid: Any = None
   denominator: Any = None
   embedded: Any = None
+  pairs: Any = None
 
 
 class Attention(mixer.Mixer):
@@ -211,12 +214,15 @@ class Attention(mixer.Mixer):
     chunk, impl = chunk_of(self.config, self.kind), self.config.attention
 
     def local(q, k, v, positions, segments):
+      if see.pairs is not None:
+        how = slots_lib.How(mask, impl, block=self.config.block)
+        return pairs.attend(how, q, k, v, positions, segments, plan)
       length = q.shape[1] * (plan.n if plan else 1)
       segments = slots_lib.chunks(segments, positions, chunk, length)
       order = positions // (self.config.block or 1)
       if plan is None:
-        pairs = (segments,) * 2, (order,) * 2 if self.config.block else None
-        return attention_op.attention(q, k, v, mask, *pairs, impl)
+        both = (segments,) * 2, (order,) * 2 if self.config.block else None
+        return attention_op.attention(q, k, v, mask, *both, impl)
       return context.attention(q, k, v, order, segments, mask, plan)
 
     # In a region, where arrays are local: kernels take no others.
@@ -233,8 +239,7 @@ class Attention(mixer.Mixer):
   def check(config):
     """UserError if the fields of a schema.Model contradict each other."""
     if config.position == 'rope':
-      width = mixers.rotated(config)
-      if width % 2 or not width:
+      if (width := mixers.rotated(config)) % 2 or not width:
         shown = f'model.head_dim={config.head_width}'
         if (part := config.rope_fraction) < 1:
           shown += f' x model.rope_fraction={part:g} gives {width}, which'
@@ -299,26 +304,6 @@ def _on_heads(x, names):
   heads = math.lcm(x.shape[many.index('heads')], shards)
   run = functools.partial(mixer.repeat_heads, heads=heads, names=many)
   return annotate.region(run, (names,), (many,), single=True)(x)
-
-
-def rotations(config, kinds, positions_BT, dtype):
-  """{mixer's letter: (cos, sin)} of all that rotate, computed once a step.
-
-  The barrier keeps XLA from folding the cosines into every layer's loops, where
-  they would be computed again for each head, forward and backward.
-  """
-  if config.position != 'rope':
-    return {}
-  out = {}
-  for letter in sorted({kind[0] for kind in kinds}):
-    kind = mixers.TABLE[letter]
-    if kind.rotary:
-      width = kind.rotary(config)
-      f, factor = rope.frequencies(config, width, kind.windowed)
-      if kind.scales_scores and config.rope_scaling == 'yarn':
-        factor = 1.0
-      out[letter] = rope.angles(positions_BT, f, factor, dtype)
-  return jax.lax.optimization_barrier(out)
 
 
 def num_kv_heads(config) -> int:

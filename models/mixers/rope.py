@@ -14,6 +14,7 @@ Scalings of the frequencies for longer contexts:
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -88,3 +89,23 @@ def rotate(x_BTNH, cos, sin):
   if width == x_BTNH.shape[-1]:
     return y
   return jnp.concatenate([y, x_BTNH[..., width:]], -1)
+
+
+def rotations(config, kinds, positions_BT, dtype):
+  """{mixer's letter: (cos, sin)} of all that rotate, computed once a step.
+
+  The barrier keeps XLA from folding the cosines into every layer's loops, where
+  they would be computed again for each head, forward and backward.
+  """
+  if config.position != 'rope':
+    return {}
+  out = {}
+  for letter in sorted({kind[0] for kind in kinds}):
+    kind = mixers.TABLE[letter]
+    if kind.rotary:
+      width = kind.rotary(config)
+      f, factor = frequencies(config, width, kind.windowed)
+      if kind.scales_scores and config.rope_scaling == 'yarn':
+        factor = 1.0
+      out[letter] = angles(positions_BT, f, factor, dtype)
+  return jax.lax.optimization_barrier(out)

@@ -149,22 +149,22 @@ def check(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(job, q, k, v, info):
-  return _core_forward(job, q, k, v, info)[0]
+def _core(job, q, k, v, infos):
+  return _core_forward(job, q, k, v, infos)[0]
 
 
-def _core_forward(job, q, k, v, info):
-  (o, lse), kept = context_forms.forward(job, (q, info), (k, v, info))
+def _core_forward(job, q, k, v, infos):
+  (o, lse), kept = context_forms.forward(job, (q, infos[0]), (k, v, infos[1]))
   # Named where they are residuals, as in pallas_kernels/attention/op.py.
   o, lse = (checkpoint_name(x, 'attention') for x in (o.astype(v.dtype), lse))
-  return (o, lse), (q, k, v, info, o, lse, kept)
+  return (o, lse), (q, k, v, infos, o, lse, kept)
 
 
 def _core_backward(job, residuals, cotangents):
-  (q, k, v, info, o, lse, kept), (do, dlse) = residuals, cotangents
+  (q, k, v, infos, o, lse, kept), (do, dlse) = residuals, cotangents
   wide = lse.dtype
   delta = (o.astype(wide) * do.astype(wide)).sum(-1) - dlse
-  rows, columns = (q, info, lse, delta, do), (k, v, info)
+  rows, columns = (q, infos[0], lse, delta, do), (k, v, infos[1])
   dq, (dk, dv) = context_forms.backward(job, kept, rows, columns)
   dq, dk = dq * job.mask.scale, dk * job.mask.scale
   return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
@@ -202,6 +202,7 @@ def attention(
   segments_BT: jax.Array,
   mask: attention_op.Mask,
   plan: ContextPlan,
+  query_positions_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention of a shard's queries over the keys of all shards.
 
@@ -213,6 +214,8 @@ def attention(
     mask: pallas_kernels.attention.op.Mask; `block` bounds the blocks of a
       shard.
     plan: ContextPlan.
+    query_positions_BT: None: positions_BT; of the queries alone. None of them
+      is above its own by more than mask.ahead.
 
   Returns:
     o_BTNH in v's dtype and lse_BTN in promote_types(dtype, float32), both
@@ -231,16 +234,25 @@ def attention(
   )
   pad = lambda x: _pad(x, context_order.runs(layout), job.blocks.run)
   q, k, v = pad(q_BTNH), pad(k_BTKH), pad(v_BTKH)
-  info = jnp.stack([pad(positions_BT), pad(segments_BT)], 1).astype(jnp.int32)
+  of_queries = (
+    positions_BT if query_positions_BT is None else query_positions_BT
+  )
+  infos = [
+    jnp.stack([pad(x), pad(segments_BT)], 1).astype(jnp.int32)
+    for x in (of_queries, positions_BT)
+  ]
   if inner > 1:  # linear and cheap: plain differentiation sends gradients back
     k, v = (jnp.repeat(x, math.lcm(kv, inner) // kv, 2) for x in (k, v))
     q, k, v = (_exchange(job, x, 2, 1) for x in (q, k, v))
-    info = lax.all_gather(
-      info, job.axis, axis=2, tiled=True, axis_index_groups=job.groups
-    )
+    infos = [
+      lax.all_gather(
+        info, job.axis, axis=2, tiled=True, axis_index_groups=job.groups
+      )
+      for info in infos
+    ]
   q = attention_xla.to_rows(q, k.shape[2])
   k, v = attention_xla.to_cols(k), attention_xla.to_cols(v)
-  parts: Any = _core(job, q, k, v, info)
+  parts: Any = _core(job, q, k, v, tuple(infos))
   out = [attention_xla.from_rows(x) for x in parts]
   if inner > 1:
     out = [_exchange(job, x, 1, 2) for x in out]

@@ -19,6 +19,7 @@ from paraxis.models import checks
 from paraxis.models import decoder
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import packed as packed_lib
+from paraxis.models.mixers import pairs
 
 pytestmark = pytest.mark.usefixtures('float64')
 
@@ -34,18 +35,24 @@ SMALL = dict(
 
 
 def certified(form, shift=False, **mesh):
-  """Rows of verify under the masked objective: a mesh against one device."""
+  """Rows of verify under a masked objective: a mesh against one device.
+
+  form: of FORMS, or 'pairs': train.objective=block.
+  """
+  objective = 'masked'
+  if form == 'pairs':
+    objective, form, shift = 'block', 'block', True
   config = schema.view(dict(
     model=SMALL | FORMS[form] | dict(mask_id=MASK, mask_shift=shift),
     mesh=mesh,
     data=dict(sequence_length=32),
     optimizer=dict(warmup_steps=0),
-    train=dict(batch_size=8, objective='masked'),
+    train=dict(batch_size=8, objective=objective),
   ))  # fmt: skip
   return support.certify(config, properties=('loss', 'gradients'))
 
 
-@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('form', [*FORMS, 'pairs'])
 @pytest.mark.parametrize('mesh', [
   dict(data=2, fsdp=2, tensor=2),
   dict(context=4, data=2),
@@ -57,6 +64,11 @@ def certified(form, shift=False, **mesh):
 ], ids=lambda mesh: '-'.join(map(str, mesh.values())))  # fmt: skip
 def test_a_mesh_is_one_device(form, mesh):
   for row in certified(form, **mesh):
+    assert row.passed, row.line()
+
+
+def test_pairs_in_one_manual_region():
+  for row in certified('pairs', data=4, tensor=2, collectives='explicit'):
     assert row.passed, row.line()
 
 
@@ -140,6 +152,45 @@ def test_blocks_over_slots_are_the_row(width):
   for row, n in enumerate(first):
     want = _features(model, params, tokens[row : row + 1, : n + width])[0]
     np.testing.assert_allclose(found[row], want[n:], atol=1e-12)
+
+
+@pytest.mark.parametrize('shift', [False, True], ids=['here', 'shift'])
+def test_a_pair_of_rows_is_every_block_behind_clean_ones(shift):
+  """Block diffusion: what one pass trains is what decoding computes, block by
+  block, and no feature depends on a masked block before it."""
+  fields = SMALL | FORMS['block'] | dict(mask_id=MASK, mask_shift=shift)
+  config = schema.view(dict(model=fields)).model
+  plain, paired = decoder.Decoder(config), decoder.Decoder(config, pairs=True)
+  params, rng = module_cases.parameters(plain, 0.4), np.random.default_rng(2)
+  ids, hidden = rng.integers(0, MASK, (2, 18)), rng.random((2, 18)) < 0.5
+  found = _features(paired, params, np.where(hidden, -1 - ids, ids))
+  noisy = np.where(hidden, MASK, ids)
+  for first in range(0, 18, 5):
+    row = np.concatenate([ids[:, :first], noisy[:, first : first + 5]], 1)
+    want = _features(plain, params, row)[:, first:].copy()
+    clean = _features(plain, params, ids[:, : first + 5])[:, first:]
+    assert np.abs(want - clean).max() > 1e-3
+    if shift and want.shape[1] == 5:  # it predicts the next block's first token
+      want[:, -1] = clean[:, -1]
+    np.testing.assert_allclose(found[:, first : first + 5], want, atol=1e-12)
+
+
+def test_a_pair_without_its_clean_row_is_another_one(monkeypatch):
+  """Knock-out: earlier blocks are seen with their masks."""
+  attend = pairs.attend
+  config = schema.view(dict(model=SMALL | FORMS['block'] | dict(mask_id=MASK)))
+  model = decoder.Decoder(config.model, pairs=True)
+  params = module_cases.parameters(model, 0.4)
+  ids = np.random.default_rng(2).integers(0, MASK, (2, 18))
+  ids[:, ::3] = -1 - ids[:, ::3]
+  before = _features(model, params, ids)
+
+  def blind(how, q, k, v, *more):
+    k, v = (pairs.together(*[pairs.apart(x)[0]] * 2) for x in (k, v))
+    return attend(how, q, k, v, *more)
+
+  monkeypatch.setattr(pairs, 'attend', blind)
+  assert np.abs(_features(model, params, ids) - before).max() > 1e-3
 
 
 @pytest.mark.parametrize('fields, words', [

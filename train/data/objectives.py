@@ -10,6 +10,11 @@
 
                 whose expectation is an upper bound of the nats a token.
 
+    block       likewise, but every block of model.block tokens has a p of its
+                own, and sees earlier blocks without masks (block diffusion,
+                arXiv:2503.09573; models/mixers/pairs.py): ids in place of which
+                a mask stands are - 1 - id
+
 Sequences are those of the targets: of a document all tokens but the first,
 which next_token never predicts either. With model.mask_shift a mask is
 predicted at the token before it (Dream, Dimple, arXiv:2505.16990), and the
@@ -46,6 +51,11 @@ def check(config):
       f'{says} predicts a mask from both sides, and model.visibility=causal '
       'shows one; take full or block.'
     )
+  if config.train.objective == 'block' and not model.block:
+    raise errors.UserError(
+      f'{says} wants model.visibility=block and model.block tokens; the model '
+      f'has model.visibility={model.visibility}.'
+    )
   if not 0 <= model.mask_id < model.vocab_size:
     raise errors.UserError(
       f'{says}: model.mask_id={model.mask_id} is no id of model.vocab_size='
@@ -76,15 +86,23 @@ def batch(config, made, t, rows, count, seed=None):
   model = config.model
   seed = config.train.seed if seed is None else seed
   length = made.tokens.shape[1]
-  noise = np.stack([_stream(seed, t, i).random(length) for i in rows])
-  u = (_stream(seed, t, count).random() + np.asarray(rows) / count) % 1
-  p = ((1 - LEAST) * u + LEAST)[:, None]
+  noise, u = np.moveaxis(
+    np.stack([_stream(seed, t, i).random((2, length)) for i in rows]), 1, 0
+  )
+  if config.train.objective == 'block':  # the number of a block's first slot
+    first = np.arange(length) - made.positions % model.block
+    u = np.take_along_axis(u, first, 1)
+  else:
+    same = _stream(seed, t, count).random()
+    u = ((same + np.asarray(rows) / count) % 1)[:, None]
+  p = (1 - LEAST) * u + LEAST
   masked = (noise < p) & (made.weights > 0)
-  tokens = np.where(masked, model.mask_id, made.targets)
+  hidden, ids = masked, made.targets
   if model.mask_shift:
     # Slot i + 1 holds the target of slot i, where a document goes on.
-    before = np.roll(masked, 1, 1) & (made.positions > 0)
-    tokens = np.where(before, model.mask_id, made.tokens)
+    hidden, ids = np.roll(masked, 1, 1) & (made.positions > 0), made.tokens
+  mask = -1 - ids if config.train.objective == 'block' else model.mask_id
+  tokens = np.where(hidden, mask, ids)
   weights = np.where(masked, made.weights / p, 0)
   return made._replace(
     tokens=tokens.astype(np.int32), weights=weights.astype(np.float32)

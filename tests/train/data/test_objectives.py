@@ -76,6 +76,33 @@ def test_masks_replace_what_is_predicted(folder, shift):
       assert held[slot] == (MASK if before else source[slot - 1])
 
 
+@pytest.mark.parametrize('shift', [False, True])
+def test_blocks_have_a_share_of_their_own(folder, shift):
+  """Ids that a mask stands for can be read back, and are those of the text."""
+  block = dict(visibility='block', block=8, mask_shift=shift)
+  config, corpus = load(folder, model=block, train=dict(objective='block'))
+  plain = dataclasses.replace(config, train=schema.Train(batch_size=8, seed=3))
+  shares, text = [], data.Batches(plain, corpus)
+  made = data.Batches(config, corpus)
+  for t in range(40):
+    found, clean = made.batch_at(t), text.batch_at(t)
+    ids = clean.tokens if shift else clean.targets
+    back = np.where(found.tokens < 0, -1 - found.tokens, found.tokens)
+    np.testing.assert_array_equal(back, ids)
+    hidden = found.weights > 0
+    if not shift:
+      np.testing.assert_array_equal(found.tokens < 0, hidden)
+    assert not (found.tokens[clean.positions == 0] < 0).any() or not shift
+    # Slots of one block of one document, whole ones.
+    for row, slot in np.argwhere(clean.positions % 8 == 0):
+      part = slice(slot, slot + 8)
+      if (np.diff(clean.positions[row, part]) == 1).sum() == 7:
+        shares.append(hidden[row, part].mean())
+        weights = found.weights[row, part][hidden[row, part]]
+        assert len(set(weights.tolist())) <= 1, 'one share for a block'
+  assert 0.45 < np.mean(shares) < 0.55 and np.std(shares) > 0.3
+
+
 def test_noise_is_of_seed_step_and_row(folder):
   config, corpus = load(folder)
   batches = data.Batches(config, corpus)
@@ -154,6 +181,7 @@ def test_prompts_are_never_masked():
   ('masked', dict(visibility='causal', mask_id=3), 'shows one'),
   ('masked', dict(visibility='full'), 'model.mask_id=-1 is no id'),
   ('masked', dict(visibility='full', mask_id=301), 'vocab_size=301'),
+  ('block', dict(visibility='full', mask_id=3), 'wants model.visibility=block'),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(train, model, words):
   config = schema.view(
