@@ -167,6 +167,7 @@ def check(case, name, most, impl='auto', flops=0):
 
 
 @support.compiles('tpu')
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize('name', kernel_matrix.TARGETS[:4])
 @pytest.mark.parametrize('case', ON_TPU)
 def test_on_a_tpu(case, name):

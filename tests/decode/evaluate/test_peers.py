@@ -170,7 +170,7 @@ def by_lm_eval(folder, tmp_path, monkeypatch):
   )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_100_sentences(theirs, sentences, tmp_path, capsys, monkeypatch):
   folder, model, ours = theirs
   rows = rows_of(sentences)

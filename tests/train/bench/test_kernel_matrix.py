@@ -69,6 +69,7 @@ def check(found):
 
 
 @support.compiles('tpu')
+@pytest.mark.sampled(4)
 def test_all_of_it_on_one_tpu():
   found = list(matrix.rows(['v5e:1x1']))
   assert lines(found) == expected()

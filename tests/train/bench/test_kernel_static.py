@@ -70,7 +70,7 @@ def compare(name, ops=()):
 
 
 @support.compiles('tpu')
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize('name', kernel_matrix.TARGETS[:4])
 def test_no_kernel_for_tpus_is_worse(name):
   compare(name)

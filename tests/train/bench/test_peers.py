@@ -185,6 +185,7 @@ def test_an_old_library_is_named(monkeypatch):
 
 
 @pytest.mark.hf
+@pytest.mark.sampled(4)  # one in a turn: torch.compile builds for a minute
 @pytest.mark.parametrize('name', sorted(peers.NAMES))
 def test_peers_of_torch(name):
   python = sys.executable

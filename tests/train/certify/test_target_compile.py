@@ -246,6 +246,7 @@ def test_a_difference_is_found():
 
 
 @support.compiles('tpu')
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize('name', LARGE)
 def test_golden(name):
   """40 CPU-seconds each, in less than 3 GB of memory."""

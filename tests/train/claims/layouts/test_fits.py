@@ -127,6 +127,7 @@ MODEL = dict(
 
 
 @support.compiles('tpu')
+@pytest.mark.sampled(4)
 def test_scores_are_kept_by_one_form_and_not_by_the_other(run):
   topology = aot.topology('v5e:2x2')
 
