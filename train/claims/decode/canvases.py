@@ -2,7 +2,8 @@
 
 A small masked model is trained on every operation of train/claims/lists.py, one
 for each seed, and answers new lists under policies of decode/unmask/policies.py
-(arXiv:2510.04767). Answers are drawn at temperature 1.
+(arXiv:2510.04767). All configs share these models, in the folder SHARED beside
+their results; a config whose training differs trains its own.
 """
 
 import pathlib
@@ -17,18 +18,26 @@ from paraxis.train.claims import tasks
 from paraxis.train.plot import figures
 from paraxis.train.run import workdir as workdir_lib
 
+SHARED = 'masked_lists'
 ERRORS = 3  # standard errors above a ceiling that are no chance
 SURE = ('copy', 'reverse', 'sort')  # one answer is right
 
 
-def answers(made, task, operation, n, policy, rows, seed=0):
+def _models(run, task, fields, seeds):
+  """on_tasks.models in the folder that configs share."""
+  shared = harness.Run(run.config, run.results.with_name(SHARED), run.say)
+  shared.fresh = run.fresh
+  return on_tasks.models(shared, task, fields, seeds)
+
+
+def answers(made, task, operation, n, policy, rows, seed=0, temperature=1.0):
   """[(right, [tokens that each call made])] of new lists of n items."""
   rng = np.random.default_rng([seed, n, lists.OPERATIONS.index(operation), 7])
   items = [rng.permutation(task.items)[:n].tolist() for _ in range(rows)]
   found = made.generate(
     [task.prompt(operation, x) for x in items], trace=True, method='unmask',
-    max_new_tokens=n, unmask=dict(block=task.most) | policy, temperature=1.0,
-    seed=seed,
+    max_new_tokens=n, unmask=dict(block=task.most) | policy,
+    temperature=temperature, seed=seed,
   )  # fmt: skip
   return [
     (
@@ -60,7 +69,7 @@ def ceilings(run, *, task, fields, policies, sizes, rows, learned, seeds):
       all at once must stay below one by one where answers are many].
   """
   task = tasks.make('lists', **task)
-  models, seconds = on_tasks.models(run, task, fields, seeds)
+  models, seconds = _models(run, task, fields, seeds)
   found, above = {}, []
   for name, policy in policies.items():
     for operation in lists.OPERATIONS:
@@ -111,14 +120,14 @@ def calls(run, *, task, fields, policies, operations, bounds, lists_of, seeds):
   """
   (n, rows), (at_least, lost) = lists_of, bounds
   task = tasks.make('lists', **task)
-  models, seconds = on_tasks.models(run, task, fields, seeds)
+  models, seconds = _models(run, task, fields, seeds)
   ratios, losses = [], []
   for seed, (made, _) in zip(seeds, models, strict=True):
     sums = []
     for policy in policies:
       each = [
         pair for operation in operations
-        for pair in answers(made, task, operation, n, policy, rows, seed)
+        for pair in answers(made, task, operation, n, policy, rows, seed, 0.0)
       ]  # fmt: skip
       sums.append(
         (np.mean([len(c) for _, c in each]), np.mean([ok for ok, _ in each]))
@@ -136,7 +145,8 @@ def calls(run, *, task, fields, policies, operations, bounds, lists_of, seeds):
       ablation.at_most('right answers lost', losses, lost, seconds),
     ],
     'calls of one by one over ours',
-    f'{", ".join(operations)} of {n} items, {rows} lists of each for a seed',
+    f'{", ".join(operations)} of {n} items, {rows} lists of each for a seed, '
+    'greedy',
     seconds,
   )
   return found
