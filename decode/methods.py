@@ -38,6 +38,7 @@ FILES = {
   'medusa': 'medusa', 'eagle': 'eagle', 'falcon': 'falcon', 'ppd': 'ppd',
   **dict.fromkeys(('speculative', 'pearl', 'easyspec'), 'speculative'),
 }  # fmt: skip
+MASKED = ('unmask',)  # for models of masks alone
 NEEDED = ('medusa', 'eagle', 'falcon', 'ppd')  # without one there are no drafts
 
 
@@ -128,7 +129,7 @@ def _made(model, choice, about):
 def _check_visibility(model, choice):
   """UserError if a masked model is to draft, or another one to fill masks."""
   says = f'decode.method={choice.method}'
-  if choice.method != 'unmask':
+  if choice.method not in MASKED:
     if model.visibility != 'causal':
       raise errors.UserError(
         f'{says} makes the next token from those before it, and a token of '

@@ -128,6 +128,15 @@ def _check_visibility(model, letters):
   )
 
 
+def need_causal(model, what):
+  """UserError if tokens of a schema.Model see those behind them."""
+  need(
+    model.visibility == 'causal',
+    f'{what} goes from left to right, and a token of model.visibility='
+    f'{model.visibility} sees those behind it, too.',
+  )
+
+
 def _check_experts(experts):
   for letter in experts.pattern or ' ':
     need(

@@ -203,8 +203,8 @@ def one_pass(pattern, parts, begins, sees, monkeypatch, cooled=None):
     p = jnp.where(jnp.isfinite(lse)[..., None], jnp.exp(z - lse[..., None]), 0)
     return jnp.einsum('bnts,bsnh->bnth', p, v), lse
 
-  def dense(q, k, v, mask, segments, impl):
-    del impl
+  def dense(q, k, v, mask, segments, order, impl):
+    del order, impl
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
     z = mask.scale * jnp.einsum('btnh,bsnh->bnts', q, k)
     z = jnp.where(far, z / temperature, z)

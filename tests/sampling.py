@@ -2,7 +2,7 @@
 reaches.
 
 `make test` runs every cheap test and, of the dear ones, a sample. A test is
-dear if `make test-all` measured 0.4 CPU-seconds or more for its function; then
+dear if `make test-all` measured 0.15 CPU-seconds or more for its function; then
 one in N of its cases is kept, those with (crc32(node id) + turn) mod N == 0.
 The turn is the number of commits, so N commits in a row run every test;
 --turn=K repeats another one. Marks overrule what was measured:
@@ -13,7 +13,7 @@ The turn is the number of commits, so N commits in a row run every test;
                              rest; N turns in a row cover every pair
 
 A file of tests whose content is not what `make test-all` ran is kept whole, as
-far as two minutes of measured cost go. --all keeps everything, and so does
+far as a minute of measured cost goes. --all keeps everything, and so does
 naming files or node ids without --turn. --changed[=REV] keeps the tests that
 execute a module that differs from REV (HEAD).
 
@@ -41,9 +41,9 @@ import pytest
 HERE = pathlib.Path(__file__).resolve().parent
 LEDGER, EXECUTED = HERE / 'ledger.json', HERE / 'executed.json'
 # CPU-seconds a case from which one in N runs.
-BRACKETS = ((4.0, 24), (1.5, 18), (0.6, 10), (0.4, 5))
-RECORDED = 0.3  # cheaper functions are left out of the ledger
-WHOLE = 120.0  # CPU-seconds that changed files may add to a turn
+BRACKETS = ((4.0, 32), (1.5, 24), (0.6, 16), (0.3, 8), (0.15, 3))
+RECORDED = 0.1  # cheaper functions are left out of the ledger
+WHOLE = 60.0  # CPU-seconds that changed files may add to a turn
 # A change of these reaches every test.
 EVERYWHERE = ('tests/conftest.py', 'setup.cfg', 'requirements.txt')
 FOLDERS = ('configs', 'pallas_kernels', 'sharding', 'models', 'decode', 'train')

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from paraxis.configs import schema
 from paraxis.decode.drafts import distill
 from paraxis.models import build
+from paraxis.models import checks as model_checks
 from paraxis.train.data import corpus
 
 LONGEST = 4  # rows of one document
@@ -117,6 +118,7 @@ def trained(made, text, kind, layers, recipe, say):
     text: Text. kind, layers, recipe, say: as for distill.train.
   """
   length, tokenizer = recipe.length, made.tokenizer
+  model_checks.need_causal(made.built.model.config, 'paraxis draft')
   if text.own:
     found = written(made, text, length, say)
   else:

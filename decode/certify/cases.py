@@ -27,6 +27,7 @@ from paraxis.decode import loop
 from paraxis.decode import step
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
+from paraxis.models import checks as model_checks
 from paraxis.models import layer
 from paraxis.models.mixers import packed
 from paraxis.models.mixers import protocol as mixer
@@ -151,6 +152,7 @@ def of_checkpoint(checkpoint, changes=(), texts=()) -> Case:
 def _exact(config):
   """(schema.Config in float64, what was changed)."""
   changed = config
+  model_checks.need_causal(config.model, '--certify')
   for name, value in EXACT.items():
     changed = schema.with_value(changed, name, value)
   for name, most in SHORT.items():

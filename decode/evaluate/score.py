@@ -61,6 +61,7 @@ class Scorer:
     self._config, self._say, self.length = config, say, length
     model = self._built.model.config
     model_checks.check_length(model, length, '--length')
+    model_checks.need_causal(model, 'paraxis evaluate')
     if self.tokenizer.vocab_size > model.vocab_size:
       raise errors.UserError(
         f'tokenizer {self.tokenizer.name} has {self.tokenizer.vocab_size} '

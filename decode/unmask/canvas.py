@@ -166,9 +166,8 @@ class Unmask(proposal.Method):
   def _read(self, own, x):
     """Features that tokens of the canvas are drawn from."""
     if self._cached and self._shift:
-      return jnp.concatenate([own.before[:, None].astype(x.dtype), x], 1)[
-        :, :-1
-      ]
+      before = own.before[:, None].astype(x.dtype)
+      return jnp.concatenate([before, x[:, :-1]], 1)
     return x
 
   def _drawn(self, z, own, draws):

@@ -336,7 +336,7 @@ def test_learned_positions_and_vocabulary_bound_the_work():
     loop.Generator(built, params, tokenizer.load('bpe2048'), schema.Decode())
 
 
-METHOD = methods.Choice('autoregressive', 4, 0, 4, 'replay')
+METHOD = methods.Choice.of(schema.Decode())
 
 
 def test_the_loop_copies_neither_weights_nor_cache(one):

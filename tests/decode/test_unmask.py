@@ -6,7 +6,6 @@ Legend: B rows, T tokens, V vocabulary.
 import functools
 
 import jax
-import jax.numpy as jnp
 import module_cases
 import numpy as np
 import pytest
@@ -19,8 +18,11 @@ from paraxis.decode import __main__ as command
 from paraxis.decode import load
 from paraxis.decode import loop
 from paraxis.decode import trace as trace_lib
-from paraxis.decode.unmask import canvas
+from paraxis.decode.certify import cases
+from paraxis.decode.drafts import distill
+from paraxis.decode.evaluate import score
 from paraxis.models import batch as batch_lib
+from paraxis.train import draft
 
 pytestmark = pytest.mark.usefixtures('float64')
 
@@ -143,34 +145,6 @@ def test_two_policies_make_two_texts():
   assert len(set(map(str, texts.values()))) > 2 and len(set(calls)) > 2
 
 
-def test_a_block_without_its_clean_pass_is_another_text(monkeypatch):
-  """Keys of masks in the cache: the knock-out of the pass that commits."""
-  right = generator('block').generate(PROMPTS)
-  call = canvas.Unmask.call
-
-  def early(self, params, state, draws, live, ends):
-    """Commits with the call that fills the canvas."""
-    after = call(self, params, state, draws, live, ends)
-    own, old = after.own, state.own
-    mask = canvas.window(own.row, old.at, self.width) == self._mask
-    there = old.at[:, None] + np.arange(self.width) < own.end[:, None]
-    full = live & (own.at == old.at) & ~(mask & there).any(1)
-    held = canvas.window(old.row, old.at, self.width)
-    _, flight = self._features(params, state, held, there & live[:, None])
-    cache = self._model.commit(
-      after.cache, flight, self._form(old), full[:, None] & there
-    )
-    at = own.at + jnp.where(full, self.width, 0)
-    return after._replace(cache=cache, own=own._replace(at=at))
-
-  monkeypatch.setattr(canvas.Unmask, 'call', early)
-  generator.cache_clear()
-  wrong = generator('block').generate(PROMPTS)
-  generator.cache_clear()
-  assert [r['tokens'] for r in wrong] != [r['tokens'] for r in right]
-  assert sum(r['calls'] for r in wrong) < sum(r['calls'] for r in right)
-
-
 @pytest.mark.parametrize('form', FORMS)
 def test_a_mesh_changes_nothing(form):
   options = dict(unmask=dict(block=4, tokens=2), temperature=0.9, seed=5)
@@ -249,6 +223,23 @@ def test_masked_models_do_not_draft(method, form, words):
 def test_causal_models_fill_no_masks():
   with support.refused('decode.method=unmask', 'no model of masks'):
     module_cases.generator('F').generate(PROMPTS, method='unmask')
+
+
+@pytest.mark.parametrize(
+  'what', ['paraxis evaluate', 'paraxis draft', '--certify']
+)
+def test_what_goes_from_left_to_right_is_refused(what):
+  made = generator('full')
+  with support.refused(what, 'model.visibility=full sees those behind it'):
+    if what == '--certify':
+      cases.small('F', {'model.visibility': 'full'})
+    elif what == 'paraxis draft':
+      draft.trained(
+        made, draft.Text('', 1), 'medusa', 0, distill.Recipe(), print
+      )
+    else:
+      parts = made.built, made.params, made.tokenizer, ()
+      score.Scorer(parts, made.config, 16)
 
 
 def test_requests_share_no_canvas():

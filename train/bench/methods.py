@@ -39,6 +39,9 @@ def methods(rounds, quick, say):
   )
   files, candidates, calls = _files(made), {}, {}
   for name in METHODS:
+    if name in methods_lib.MASKED:
+      report.notes.append(f'{name}: for masked models alone, not measured')
+      continue
     kind = methods_lib.FILES.get(name)
     given = dict(method=name, drafts=DRAFTS.get(name, 4))
     if kind in files:

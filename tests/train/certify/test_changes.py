@@ -236,7 +236,7 @@ def test_every_replaced_field_is_a_size_or_is_said():
 SIZES = set(
   """
   data.sequence_length mesh.data mesh.fsdp mesh.tensor mesh.stage
-  model.attention_block model.d_ff model.d_model model.dtype
+  model.attention_block model.mask_id model.d_ff model.d_model model.dtype
   model.experts.count model.experts.d_ff model.gated_linear.gate_rank
   model.gated_linear.heads model.head_dim model.latent.nope_dim
   model.latent.rank model.latent.rope_dim model.latent.value_dim

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from paraxis.sharding.meter import aot
 from paraxis.train.run import profile
 
 
@@ -96,6 +97,7 @@ StackFrames
   assert profile.sources(tables) == {'add.5': ('models/norm.py:9', '')}
 
 
+@aot.uncached()  # another checkout's names would be in a program of the cache
 def test_a_real_program_names_its_line():
   text = jax.jit(lambda a: jnp.sin(a) @ a).lower(jnp.ones((4, 4))).compile()
   found = set(profile.sources(text.as_text()).values())

@@ -7,11 +7,13 @@ their results; a config whose training differs trains its own.
 """
 
 import pathlib
+import sys
 
 import numpy as np
 
 from paraxis.train.claims import ablation
 from paraxis.train.claims import harness
+from paraxis.train.claims import knockouts
 from paraxis.train.claims import lists
 from paraxis.train.claims import on_tasks
 from paraxis.train.claims import tasks
@@ -52,10 +54,10 @@ def judged(operation, found):
   """(share right, its ceiling, standard errors above it, calls a text)."""
   share = np.mean([ok for ok, _ in found])
   most = float(np.mean([lists.ceiling(operation, c) for _, c in found]))
-  # Of a share as likely as the ceiling; of a ceiling of 1 there is none above.
-  error = max((most * (1 - most) / len(found)) ** 0.5, 1e-9)
+  error = (most * (1 - most) / len(found)) ** 0.5
   calls = np.mean([len(c) for _, c in found])
-  return share, most, (share - most) / error, calls
+  # No share is above a ceiling of 1.
+  return share, most, (share - most) / error if error else 0.0, calls
 
 
 def ceilings(run, *, task, fields, policies, sizes, rows, learned, seeds):
@@ -72,7 +74,7 @@ def ceilings(run, *, task, fields, policies, sizes, rows, learned, seeds):
   models, seconds = _models(run, task, fields, seeds)
   found, above = {}, []
   for name, policy in policies.items():
-    for operation in lists.OPERATIONS:
+    for operation in task.operations:
       every = []
       for n in sizes:
         drawn = [
@@ -87,15 +89,15 @@ def ceilings(run, *, task, fields, policies, sizes, rows, learned, seeds):
       found[name, operation] = judged(operation, every)
   path = _draw(found, policies, run)
   run.say(f'wrote {path}')
-  run.say(_table(found, policies))
-  least = min(found['one by one', o][0] for o in SURE)
+  run.say(_table(found, policies, task.operations))
+  least = min(found['one by one', o][0] for o in task.operations if o in SURE)
   at_once, one = (
     found[name, 'shuffle'][0] for name in ('all at once', 'one by one')
   )
   ok = not above and least >= learned[0] and one - at_once >= learned[1]
   caveat = (
     f'lists of {", ".join(map(str, sizes))} items, {rows} of each for a seed, '
-    f'{len(policies)} policies; copy, reverse and sort one by one: at least '
+    f'{len(policies)} policies; those with one answer, one by one: at least '
     f'{least:.1%} right; shuffle {one:.1%} one by one, {at_once:.1%} at once '
     f'(ceiling {found["all at once", "shuffle"][1]:.1%}); '
     f'{seconds:,.0f} CPU-seconds a training'
@@ -152,12 +154,12 @@ def calls(run, *, task, fields, policies, operations, bounds, lists_of, seeds):
   return found
 
 
-def _table(found, policies):
+def _table(found, policies, operations):
   """Share right (ceiling) and calls, policy by operation, as text."""
-  head = ['policy', *lists.OPERATIONS]
+  head = ['policy', *operations]
   rows = [
     [name, *(f'{found[name, o][0]:.1%} ({found[name, o][1]:.1%}), '
-             f'{found[name, o][3]:.1f}' for o in lists.OPERATIONS)]
+             f'{found[name, o][3]:.1f}' for o in operations)]
     for name in policies
   ]  # fmt: skip
   wide = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
@@ -180,3 +182,16 @@ def _draw(found, policies, run):
   ax.set_ylim(0, None)
   path = pathlib.Path(workdir_lib.prepare(run.results)) / 'ceilings.png'
   return figures.save(fig, path)
+
+
+def drawn_alone():
+  """Knock-out: answers are drawn one token a call, so that every token sees
+  those before it, and are said to be drawn at once."""
+  real = answers
+
+  def together(made, task, operation, n, policy, *more):
+    del policy
+    found = real(made, task, operation, n, {}, *more)
+    return [(ok, [sum(counts)]) for ok, counts in found]
+
+  return knockouts.patched(sys.modules[__name__], 'answers', together)

@@ -1,4 +1,4 @@
-"""Claims about what a masked model learns: the loss is a bound of likelihood.
+"""Claims about what a masked model learns, and about blocks in a cache.
 
 The loss of train/data/objectives.py is, in expectation over masks, the mean
 over all orders of the tokens of the nats of a row that is written in that order
@@ -13,10 +13,14 @@ import itertools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from paraxis.decode.unmask import canvas
 from paraxis.models import batch as batch_lib
+from paraxis.models import decoder
 from paraxis.models.mixers import attention
+from paraxis.models.mixers import pairs
 from paraxis.train import loss as loss_lib
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
@@ -103,6 +107,101 @@ def _drawn(config, row, nats, steps):
   return np.array(found), first
 
 
+def behind_clean(run, *, changes, length, within):
+  """EQ: features of block diffusion's pairs of rows, and of plain rows of the
+  clean blocks before a block and this one with its masks, block by block.
+
+  Args:
+    changes: {'section.field': value}. length: of two rows.
+  """
+  with jax.enable_x64(True):
+    config = experiment.fields(
+      run.config, {'model.dtype': 'float64', 'model.param_dtype': 'float64'},
+      changes,
+    ).model  # fmt: skip
+    plain, paired = decoder.Decoder(config), decoder.Decoder(config, pairs=True)
+    params = experiment.random_parameters(plain)
+    rng = np.random.default_rng(2)
+    ids = rng.integers(0, config.mask_id, (2, length))
+    hidden = rng.random(ids.shape) < 0.5
+    noisy, size = np.where(hidden, config.mask_id, ids), config.block
+    found = _features(paired, params, np.where(hidden, -1 - ids, ids))
+    gaps = {}
+    for first in range(0, length, size):
+      here = slice(first, first + size)
+      row = np.concatenate([ids[:, :first], noisy[:, here]], 1)
+      want = _features(plain, params, row)[:, first:]
+      if config.mask_shift and want.shape[1] == size:
+        clean = _features(plain, params, ids[:, : first + size])
+        want = np.concatenate([want[:, :-1], clean[:, -1:]], 1)
+      gaps[f'block {first // size}'] = experiment.gap(found[:, here], want)
+  return experiment.equal(
+    gaps, within,
+    f'2 rows of {length} tokens in blocks of {size}, half of them masked, '
+    'float64, random parameters; one pass against one for each block',
+  )  # fmt: skip
+
+
+def _features(model, params, ids):
+  ones = np.ones_like(ids)
+  rows = experiment.rows_of(ids, ones, ones.cumsum(1) - 1)
+  return np.asarray(model.features(params, rows)[0])
+
+
+def _cached_gap(model, params, prompt, result):
+  """Largest difference of log probabilities of a text, along its trace."""
+  config, trace = model.config, result['trace']
+  size, gap = config.block, 0.0
+  row = list(prompt) + [config.mask_id] * len(result['tokens'])
+  at = len(prompt) // size * size
+  for call in np.flatnonzero(trace.final.any(1)):
+    end = min(at + size, len(row))
+    x = _features(model, params, np.array([row[:end]]))
+    z = np.array(model.logits(params, x))[0].astype(float)
+    z[:, config.mask_id] = -np.inf
+    lp = np.asarray(jax.nn.log_softmax(z, -1))
+    for c in np.flatnonzero(trace.final[call]):
+      token = row[at + c] = int(trace.tokens[call, c])
+      place = at + c - config.mask_shift
+      gap = max(gap, abs(lp[place, token] - trace.logprobs[call, c]))
+    at += size if config.mask_id not in row[at:end] else 0
+  return gap if row[len(prompt) :] == result['tokens'] else np.inf
+
+
+def exact_cache(run, *, changes, prompts, new, policy, within):
+  """EQ: log probabilities of all tokens that calls make final, over cached
+  blocks, and of a pass over the row as it was before the call.
+
+  Args:
+    changes: {'section.field': value}. prompts: how many. new: tokens. policy:
+      fields of decode.unmask.
+  """
+  with jax.enable_x64(True):
+    made = on_tasks.random(run, changes)
+    model = made.built.model
+    config, params = model.config, experiment.random_parameters(model)
+    rng = np.random.default_rng(4)
+    ids = [
+      rng.integers(0, config.mask_id, 3 + i % 6).tolist()
+      for i in range(prompts)
+    ]
+    results = made.generate(
+      ids, trace=True, method='unmask', unmask=policy, max_new_tokens=new,
+      temperature=0.7,
+    )  # fmt: skip
+    rows = zip(ids, results, strict=True)
+    gap = max(_cached_gap(model, params, *row) for row in rows)
+    tokens = sum(int(r['trace'].final.sum()) for r in results)
+    calls = sum(int(r['trace'].calls) for r in results)
+  return claims.Outcome(
+    f'<= {within:.0e}',
+    f'{gap:.1e}',
+    f'{tokens} tokens of {prompts} texts in {calls} calls, temperature 0.7, '
+    'float64; the largest difference of a log probability in nats, as float32',
+    gap <= within and tokens == prompts * new,
+  )
+
+
 def unweighted():
   """Knock-out: a mask counts once, however rare masks were."""
   made = objectives.batch
@@ -120,3 +219,37 @@ def nothing_ahead():
   made = attention.mask_of
   near = lambda *given: dataclasses.replace(made(*given), ahead=0)
   return knockouts.patched(attention, 'mask_of', near)
+
+
+def masks_before():
+  """Knock-out: a block sees those before it as they were masked."""
+  attend = pairs.attend
+
+  def blind(how, q, k, v, *more):
+    k, v = (pairs.together(*[pairs.apart(x)[0]] * 2) for x in (k, v))
+    return attend(how, q, k, v, *more)
+
+  return knockouts.patched(pairs, 'attend', blind)
+
+
+def no_clean_pass():
+  """Knock-out: a block is committed by the call that fills it, so the cache has
+  keys of its masks."""
+  call = canvas.Unmask.call
+
+  def early(self, params, state, draws, live, ends):
+    after = call(self, params, state, draws, live, ends)
+    own, old = after.own, state.own
+    there = old.at[:, None] + jnp.arange(self.width) < old.end[:, None]
+    there &= live[:, None]
+    left = canvas.window(own.row, old.at, self.width) == self._mask
+    full = live & (own.at == old.at) & ~(left & there).any(1)
+    held = canvas.window(old.row, old.at, self.width)
+    _, flight = self._features(params, state, held, there)
+    keep = full[:, None] & there
+    cache = self._model.commit(after.cache, flight, self._form(old), keep)
+    at = own.at + jnp.where(full, self.width, 0)
+    calls = jnp.where(full, 0, own.calls)
+    return after._replace(cache=cache, own=own._replace(at=at, calls=calls))
+
+  return knockouts.patched(canvas.Unmask, 'call', early)

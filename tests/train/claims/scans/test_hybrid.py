@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.models.mixers import mamba
 from paraxis.train.claims import experiment
@@ -208,6 +209,8 @@ def test_an_answer_is_right_when_all_its_digits_are():
 
   class Model:
     """Says the target, but for the last digit of the first answer."""
+
+    config = schema.Model()
 
     def features(self, params, batch):
       return batch.targets, None
