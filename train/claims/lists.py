@@ -20,8 +20,15 @@ probability of every token exactly is then right with probability
 in any order of the places: by symmetry each of m open places has every item
 that is left, or the replacement, with probability 1 / m. - ln of it is the sum
 of the conditional total correlations of the sets of tokens that were drawn
-together, the bound of the paper's section 3. No policy can be above it, but by
-chance.
+together, the bound of the paper's section 3.
+
+Where calls take more tokens once fewer answers are left, the counts say how an
+answer went, and the product over them is no ceiling. `chance` is of one call,
+given the answer so far: over all calls that begin with an answer that can still
+be right, the share that stays so is not above the mean chance, but by error, as
+long as no place is taken for what was drawn there. A policy that keeps likely
+draws and draws the others again (confidence of the drawn token, at temperature
+1) draws from another distribution, and may be above.
 """
 
 import dataclasses
@@ -136,6 +143,52 @@ def is_right(task, operation, items, answer) -> bool:
   if operation == 'reverse':
     items = items[::-1]
   return answer == (sorted(items) if operation == 'sort' else items)
+
+
+def chance(task, operation, items, answer, count) -> float:
+  """How likely an answer can still be right after a call.
+
+  Args:
+    answer: [token or None of every place], which can be right. count: tokens
+      that the call draws, in open places.
+  """
+  left = answer.count(None)
+  if operation == 'shuffle':
+    return math.perm(left, count) / left**count
+  if operation != 'replace' or task.replacement in answer:
+    return 1.0
+  none = (1 - 1 / left) ** count if count < left else 0.0
+  return none + count / left * (1 - 1 / left) ** (count - 1)
+
+
+def possible(task, operation, items, answer) -> bool:
+  """Whether a right answer has these tokens; None: any."""
+  if None not in answer:
+    return is_right(task, operation, items, answer)
+  there = [(i, x) for i, x in enumerate(answer) if x is not None]
+  found = [x for _, x in there]
+  if operation == 'shuffle':
+    return len(set(found)) == len(found) and set(found) <= set(items)
+  if operation == 'replace':
+    others = [(i, x) for i, x in there if x != task.replacement]
+    few = found.count(task.replacement) <= 1
+    return few and all(x == items[i] for i, x in others)
+  wanted = {'copy': items, 'reverse': items[::-1], 'sort': sorted(items)}
+  return all(wanted[operation][i] == x for i, x in there)
+
+
+def chances(task, operation, items, calls):
+  """[(`chance`, whether the answer can still be right)] of each call that began
+  with an answer that could be; calls: [{place: token}]."""
+  answer, found = [None] * len(items), []
+  for drawn in filter(None, calls):
+    likely = chance(task, operation, items, answer, len(drawn))
+    for place, token in drawn.items():
+      answer[place] = int(token)
+    found.append((likely, possible(task, operation, items, answer)))
+    if not found[-1][1]:
+      break
+  return found
 
 
 def ceiling(operation, counts) -> float:

@@ -33,7 +33,7 @@ def _models(run, task, fields, seeds):
 
 
 def answers(made, task, operation, n, policy, rows, seed=0, temperature=1.0):
-  """[(right, [tokens that each call made])] of new lists of n items."""
+  """[(right, lists.chances, calls)] of new lists of n items."""
   rng = np.random.default_rng([seed, n, lists.OPERATIONS.index(operation), 7])
   items = [rng.permutation(task.items)[:n].tolist() for _ in range(rows)]
   found = made.generate(
@@ -44,33 +44,46 @@ def answers(made, task, operation, n, policy, rows, seed=0, temperature=1.0):
   return [
     (
       lists.is_right(task, operation, x, r['tokens']),
-      r['trace'].final.sum(1).tolist(),
+      lists.chances(task, operation, x, _drawn(r['trace'])),
+      r['calls'],
     )
     for x, r in zip(items, found, strict=True)
   ]
 
 
-def judged(operation, found):
-  """(share right, its ceiling, standard errors above it, calls a text)."""
-  share = np.mean([ok for ok, _ in found])
-  most = float(np.mean([lists.ceiling(operation, c) for _, c in found]))
-  error = (most * (1 - most) / len(found)) ** 0.5
-  calls = np.mean([len(c) for _, c in found])
-  # No share is above a ceiling of 1.
-  return share, most, (share - most) / error if error else 0.0, calls
+def _drawn(trace):
+  """[{place: token}] that calls made final; one canvas has all places."""
+  every = zip(trace.final, trace.tokens, strict=True)
+  return [{c: ids[c] for c in np.flatnonzero(final)} for final, ids in every]
 
 
-def ceilings(run, *, task, fields, policies, sizes, rows, learned, seeds):
+def judged(found):
+  """(share right, its ceiling, standard errors above, calls a text).
+
+  The ceiling is 1 less what calls were to lose; errors are of the calls that
+  stayed right (lists.py).
+  """
+  calls = [pair for _, pairs, _ in found for pair in pairs]
+  likely, kept = np.array(calls, float).T
+  lost = (1 - likely).sum() / len(found)
+  error = (likely * (1 - likely)).sum() ** 0.5
+  above = (kept - likely).sum() / error if error else 0.0
+  share = np.mean([ok for ok, *_ in found])
+  return share, 1 - lost, above, np.mean([n for *_, n in found])
+
+
+def ceilings(run, *, task, fields, policies, shown, lists_of, learned, seeds):
   """LEARN: no policy answers more lists than tokens drawn together allow.
 
   Args:
     task: fields of lists.Lists. fields: of the training. policies: {name:
-      fields of decode.unmask}; 'one by one' among them. sizes: items of the
-      lists. rows: lists of each size and seed. learned: [least share of lists
-      with one answer that are right one by one, least standard errors by which
-      all at once must stay below one by one where answers are many].
+      fields of decode.unmask}; 'one by one', 'all at once' among them. shown:
+      those that take places for what was drawn there: not judged (lists.py).
+      lists_of: [[items, ..], lists of each for a seed]. learned: [least share
+      of lists with one answer that are right one by one, least share by which
+      shuffles at once must stay below those one by one].
   """
-  task = tasks.make('lists', **task)
+  task, (sizes, rows) = tasks.make('lists', **task), lists_of
   models, seconds = _models(run, task, fields, seeds)
   found, above = {}, []
   for name, policy in policies.items():
@@ -82,11 +95,11 @@ def ceilings(run, *, task, fields, policies, sizes, rows, learned, seeds):
           for seed, (made, _) in zip(seeds, models, strict=True)
           for pair in answers(made, task, operation, n, policy, rows, seed)
         ]
-        errors = judged(operation, drawn)[2]
-        if errors > ERRORS:
+        errors = judged(drawn)[2]
+        if errors > ERRORS and name not in shown:
           above.append(f'{name}, {operation} of {n}: {errors:.1f}')
         every += drawn
-      found[name, operation] = judged(operation, every)
+      found[name, operation] = judged(every)
   path = _draw(found, policies, run)
   run.say(f'wrote {path}')
   run.say(_table(found, policies, task.operations))
@@ -104,7 +117,12 @@ def ceilings(run, *, task, fields, policies, sizes, rows, learned, seeds):
   )
   if above:
     caveat += f'; ABOVE, in standard errors: {"; ".join(above)}'
-  most = max(x[2] for (_, o), x in found.items() if o not in SURE)
+  for name in shown:
+    each = (f'{o} {found[name, o][2]:+.1f}' for o in task.operations)
+    caveat += f'; not judged, {name}: {", ".join(each)}'
+  most = max(
+    x[2] for (p, o), x in found.items() if o not in SURE and p not in shown
+  )
   return harness.Outcome(
     f'at most {ERRORS} standard errors above', f'{most:+.1f} at most', caveat,
     ok, seeds=len(seeds),
@@ -132,7 +150,7 @@ def calls(run, *, task, fields, policies, operations, bounds, lists_of, seeds):
         for pair in answers(made, task, operation, n, policy, rows, seed, 0.0)
       ]  # fmt: skip
       sums.append(
-        (np.mean([len(c) for _, c in each]), np.mean([ok for ok, _ in each]))
+        (np.mean([n for *_, n in each]), np.mean([ok for ok, *_ in each]))
       )
     ratios.append(sums[0][0] / sums[1][0])
     losses.append(sums[0][1] - sums[1][1])
@@ -187,11 +205,9 @@ def _draw(found, policies, run):
 def drawn_alone():
   """Knock-out: answers are drawn one token a call, so that every token sees
   those before it, and are said to be drawn at once."""
-  real = answers
 
-  def together(made, task, operation, n, policy, *more):
-    del policy
-    found = real(made, task, operation, n, {}, *more)
-    return [(ok, [sum(counts)]) for ok, counts in found]
+  def together(trace):
+    return [{c: t for call in drawn(trace) for c, t in call.items()}]
 
-  return knockouts.patched(sys.modules[__name__], 'answers', together)
+  drawn = _drawn
+  return knockouts.patched(sys.modules[__name__], '_drawn', together)

@@ -25,74 +25,130 @@ def _run(tmp_path):
   return harness.Run(schema.Config(), tmp_path / 'own', lambda line: None)
 
 
-def _found(share, counts, rows=400):
-  return [(i < share * rows, counts) for i in range(rows)]
+def _ideal(rng, operation, n, places):
+  """[{place: token}] of a model that knows all; places: of a call, from the
+  answer so far, {place: what is drawn} of every open place -> those taken."""
+  answer, calls = [None] * n, []
+  while None in answer:
+    drawn = {}
+    for i in (i for i, x in enumerate(answer) if x is None):
+      left = answer.count(None)
+      if operation == 'shuffle':
+        rest = [x for x in range(n) if x not in answer]
+        drawn[i] = int(rng.choice(rest))
+      else:
+        last = ALL.replacement not in answer and rng.random() < 1 / left
+        drawn[i] = ALL.replacement if last else i
+    calls.append({i: drawn[i] for i in places(answer, drawn)})
+    for i, x in calls[-1].items():
+      answer[i] = x
+    if not lists.possible(ALL, operation, list(range(n)), answer):
+      break
+  return answer, calls
 
 
-def test_errors_are_those_of_a_share_at_the_ceiling():
-  most = lists.ceiling('shuffle', [4])
-  error = (most * (1 - most) / 400) ** 0.5
-  share, found, errors, calls = canvases.judged('shuffle', _found(0.2, [4]))
-  assert (found, calls) == (most, 1) and share == 0.2
-  assert abs(errors - (0.2 - most) / error) < 1e-9 and errors > 3
-  assert canvases.judged('shuffle', _found(0.09, [4]))[2] < 0
-  # Mixed counts have the mean of their ceilings.
-  mixed = _found(0.5, [1, 1, 1, 1]) + _found(0.09, [4])
-  assert abs(canvases.judged('shuffle', mixed)[1] - (1 + most) / 2) < 1e-12
+ALL = tasks.make('lists', least=4, most=8, items=12)
+FIRST = lambda k: lambda answer, drawn: sorted(drawn)[:k]
+
+
+def _hasty(answer, drawn):
+  """One place, until the replacement is there; then all."""
+  return sorted(drawn)[: len(drawn) if ALL.replacement in answer else 1]
+
+
+def _choosy(answer, drawn):
+  """All places but that of the replacement, which is drawn again: as a policy
+  whose score is the probability of the drawn token."""
+  likely = [i for i, x in drawn.items() if x != ALL.replacement]
+  return likely[:3] or sorted(drawn)
+
+
+def _judged(operation, places, rows=1500, n=4):
+  rng, found = np.random.default_rng(0), []
+  for _ in range(rows):
+    answer, calls = _ideal(rng, operation, n, places)
+    pairs = lists.chances(ALL, operation, list(range(n)), calls)
+    ok = lists.possible(ALL, operation, list(range(n)), answer)
+    found.append((None not in answer and ok, pairs, len(calls)))
+  return canvases.judged(found)
+
+
+@pytest.mark.parametrize('operation', ['shuffle', 'replace'])
+@pytest.mark.parametrize('k', [1, 2, 4])
+def test_a_model_that_knows_all_is_at_its_ceiling(operation, k):
+  share, most, above, calls = _judged(operation, FIRST(k))
+  assert abs(most - lists.ceiling(operation, [k] * (4 // k))) < 0.03
+  assert abs(share - most) < 0.04 and abs(above) < 3
+  assert calls <= 4 // k
+
+
+def test_more_tokens_where_fewer_answers_are_left_is_no_way_above():
+  """Counts alone would say so: rows that went well took fewer calls."""
+  share, most, above, calls = _judged('replace', _hasty)
+  assert share == most == 1 and above == 0 and calls < 4
+
+
+def test_places_taken_for_what_was_drawn_are_above():
+  share, most, above, _ = _judged('replace', _choosy)
+  assert share > most and above > 3
+
+
+def _ceilings(tmp_path, **more):
+  given = dict(
+    task=TASK, fields=FIELDS, policies=POLICIES, shown=[], lists_of=[[4], 8],
+    learned=[0.9, 0.2], seeds=[0],
+  ) | more  # fmt: skip
+  return canvases.ceilings(_run(tmp_path), **given)
 
 
 @pytest.fixture
 def knows_all(monkeypatch):
-  """Models that answer as one that draws from the true probabilities would.
+  """Models that are right as often as one that knows all, one token a call, and
+  say so of one call where it was `one`."""
 
-  Returns a function: tokens of a call that answers are in truth made with.
-  """
-
-  def use(truly=None):
-    def answers(
-      made, task, operation, n, policy, rows, seed=0, temperature=1.0
-    ):
+  def use(one):
+    def answers(made, task, operation, n, policy, rows, seed=0, temperature=1):
       del made, task, temperature
-      k = policy.get('tokens', 1)
-      counts = [k] * (n // k)
-      rng = np.random.default_rng([seed, n, k])
-      p = lists.ceiling(operation, [truly] * (n // truly) if truly else counts)
-      return [(bool(x < p), counts) for x in rng.random(rows)]
+      k, rng = policy.get('tokens', 1), np.random.default_rng([seed, n])
+      out = []
+      for _ in range(rows):
+        sure = operation not in ('shuffle', 'replace')
+        if sure:
+          out.append((True, [(1.0, True)], n // k))
+          continue
+        answer, calls = _ideal(rng, operation, n, FIRST(1 if one else k))
+        if one:
+          calls = [{c: t for call in calls for c, t in call.items()}]
+        pairs = lists.chances(ALL, operation, list(range(n)), calls)
+        out.append((all(ok for _, ok in pairs), pairs, n // k))
+      return out
 
     models = lambda run, task, fields, seeds: (
-      [(None, 1.0) for _ in seeds],
-      9.0,
-    )
+      [(None, 1.0) for _ in seeds], 9.0
+    )  # fmt: skip
     monkeypatch.setattr(canvases, 'answers', answers)
     monkeypatch.setattr(on_tasks, 'models', models)
 
   return use
 
 
-def _ceilings(tmp_path, **more):
-  given = dict(
-    task=TASK, fields=FIELDS, policies=POLICIES, sizes=[4], rows=300,
-    learned=[0.9, 0.2], seeds=[0, 1, 2],
-  ) | more  # fmt: skip
-  return canvases.ceilings(_run(tmp_path), **given)
-
-
-def test_a_model_that_knows_all_is_at_its_ceilings(knows_all, tmp_path):
-  knows_all()
-  found = _ceilings(tmp_path)
-  assert found.passed and found.seeds == 3, found
+@pytest.mark.parametrize('one', [False, True])
+def test_tokens_that_saw_each_other_are_above_their_ceiling(
+  one, knows_all, tmp_path
+):
+  knows_all(one)
+  given = dict(lists_of=[[4], 300], seeds=[0, 1, 2])
+  found = _ceilings(tmp_path, **given)
+  assert found.passed != one and found.seeds == 3, found
+  assert ('ABOVE' in found.caveat) == one
   assert (tmp_path / 'own' / 'ceilings.png').stat().st_size > 10_000
-
-
-def test_tokens_that_saw_each_other_are_above_them(knows_all, tmp_path):
-  """Drawn one by one, and said to be drawn together."""
-  knows_all(truly=1)
-  found = _ceilings(tmp_path)
-  assert not found.passed and 'ABOVE' in found.caveat
+  shown = _ceilings(tmp_path, shown=['all at once'], **given)
+  judged, _, rest = shown.caveat.partition('not judged')
+  assert 'all at once' not in judged.partition('ABOVE')[2] and rest
 
 
 def test_a_model_that_has_not_learned_shows_nothing(tmp_path):
-  found = _ceilings(tmp_path, rows=8, seeds=[0])
+  found = _ceilings(tmp_path)
   assert not found.passed and 'ABOVE' not in found.caveat
   fewer = canvases.calls(
     _run(tmp_path), task=TASK, fields=FIELDS, policies=list(POLICIES.values()),
