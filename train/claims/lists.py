@@ -33,7 +33,7 @@ draws and draws the others again (confidence of the drawn token, at temperature
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -180,7 +180,8 @@ def possible(task, operation, items, answer) -> bool:
 def chances(task, operation, items, calls):
   """[(`chance`, whether the answer can still be right)] of each call that began
   with an answer that could be; calls: [{place: token}]."""
-  answer, found = [None] * len(items), []
+  answer: list[Any] = [None] * len(items)
+  found: list = []
   for drawn in filter(None, calls):
     likely = chance(task, operation, items, answer, len(drawn))
     for place, token in drawn.items():

@@ -11,6 +11,7 @@ Legend: T tokens of a row.
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,8 @@ def _drawn(config, row, nats, steps):
   clean = batch_lib.Batch(
     ids, ids, ones, places, ones.astype(np.float32), np.float32(count * length)
   )
-  found, first = [], None
+  found: list = []
+  first: Any = None
   for t in range(steps):
     batch = objectives.batch(config, clean, t, range(count), count)
     shown = batch.tokens != config.model.mask_id
