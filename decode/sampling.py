@@ -179,7 +179,7 @@ def sample(logits_BV, form, values, request_B, index_B, purpose=0):
 
 
 def logprob(z_BV, token_B):
-  """log softmax(z) of a token, float32."""
-  here = jnp.arange(z_BV.shape[1], dtype=jnp.int32) == token_B[:, None]
+  """log softmax(z) of a token, float32; (B, C) of (B, C, V), too."""
+  here = jnp.arange(z_BV.shape[-1], dtype=jnp.int32) == token_B[..., None]
   chosen = jnp.sum(jnp.where(here, z_BV, 0), -1)
   return (chosen - jax.nn.logsumexp(z_BV, -1)).astype(jnp.float32)

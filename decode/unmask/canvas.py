@@ -130,7 +130,7 @@ class Unmask(proposal.Method):
     tokens, noise = self._drawn(believed, own, draws)
     score = policies.score(policy, believed, tokens, noise)
     final = policies.chosen(policy, score, masks, own.calls) & ~bad[:, None]
-    made = Made(held, masks, tokens, final, score, _logprob(z, tokens))
+    made = Made(held, masks, tokens, final, score, sampling.logprob(z, tokens))
     some = live & ~bad & masks.any(1)
     whole = some & ~(masks & ~final).any(1)
     # A canvas without masks was read to be committed.
@@ -257,13 +257,6 @@ def _counted(state, made, text, live, bad, ends):
     logprobs=window(own.logprobs, own.start, news),
     trace=trace,
   )
-
-
-def _logprob(z, tokens):
-  """(B, C) float32: log softmax of a token."""
-  words = jnp.arange(z.shape[-1], dtype=jnp.int32)
-  chosen = jnp.sum(jnp.where(words == tokens[..., None], z, 0), -1)
-  return (chosen - jax.nn.logsumexp(z, -1)).astype(jnp.float32)
 
 
 def window(x_BS, at_B, width):
