@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.decode import judges
+from paraxis.decode import sampling
 from paraxis.sharding import annotate
 
 NOTHING = -1  # what an empty place holds
@@ -61,10 +62,8 @@ class Trace(NamedTuple):
     best, own = [], []
     for c in range(width):
       z = judges.at(seen.z, seen.at[:, c])
-      lp = jax.nn.log_softmax(z.astype(jnp.float32), -1)
-      hit = jnp.arange(z.shape[-1], dtype=jnp.int32) == seen.tokens[:, c, None]
-      best.append(jnp.exp(lp.max(-1)))
-      own.append(jnp.sum(jnp.where(hit, lp, 0), -1))
+      best.append(jax.nn.softmax(z.astype(jnp.float32), -1).max(-1))
+      own.append(sampling.logprob(z, seen.tokens[:, c]))
     new = (
       _tried(drafts, seen, tree),
       seen.tokens,
