@@ -81,6 +81,11 @@ def program(pattern, form):
   return _program(pattern, form, str(jax.sharding.get_abstract_mesh()))
 
 
+def forget():
+  """Programs are compiled anew, of what was patched since."""
+  _program.cache_clear()
+
+
 @functools.cache
 def _program(pattern, form, mesh):
   del mesh
@@ -203,7 +208,7 @@ def one_pass(pattern, parts, begins, sees, monkeypatch, cooled=None):
     p = jnp.where(jnp.isfinite(lse)[..., None], jnp.exp(z - lse[..., None]), 0)
     return jnp.einsum('bnts,bsnh->bnth', p, v), lse
 
-  def dense(q, k, v, mask, segments, order, impl):
+  def dense(q, k, v, mask, segments, order=None, impl=None):
     del order, impl
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
     z = mask.scale * jnp.einsum('btnh,bsnh->bnts', q, k)

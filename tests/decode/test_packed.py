@@ -70,13 +70,13 @@ def test_a_neighbour_that_is_seen_shows(pattern, monkeypatch):
   session.step(form, [(2, ids(7, 1))])
   want = alone(pattern)(session.texts[1] + ids(5, 2))[-5:]
   tokens = step.pack(form, R, [(1, ids(5, 2), 7)])
-  program.cache_clear()
+  decode_cases.forget()
   right, _ = program(pattern, form)[0](session.cache, tokens)
   monkeypatch.setattr(packed, 'plan', turned)
-  program.cache_clear()
+  decode_cases.forget()
   wrong, _ = program(pattern, form)[0](session.cache, tokens)
   monkeypatch.undo()
-  program.cache_clear()
+  decode_cases.forget()
   assert near(right[0, :5], want) and not near(wrong[0, :5], want)
 
 

@@ -115,9 +115,9 @@ def test_remat_that_forgets(monkeypatch):
 
 def test_documents_that_see_each_other(monkeypatch):
   def change(right):
-    def blind(q, k, v, mask, segments, **options):
+    def blind(q, k, v, mask, segments, *more, **options):
       segments = [jax.numpy.ones_like(s) for s in segments]
-      return right(q, k, v, mask, segments, **options)
+      return right(q, k, v, mask, segments, *more, **options)
 
     return blind
 
