@@ -1,4 +1,4 @@
-"""What most configs begin with: three whole configs, and GPT-2's layers.
+"""What most configs begin with: four whole configs, and GPT-2's layers.
 
 A preset takes fields of the model and sets what its docstring lists; the rest
 is schema.default(). get_config() then edits what is its paper's own:
@@ -23,6 +23,21 @@ GPT2 = dict(
 )
 
 
+# Of claims on train/claims/on_lists.py; whoever gives the same shares models.
+LISTS = dict(
+  task=dict(
+    least=4, most=8, items=12,
+    operations=('copy', 'sort', 'shuffle', 'replace'),
+  ),
+  fields={
+    'model.d_model': 128, 'model.num_layers': 4, 'model.num_heads': 4,
+    'model.d_ff': 256, 'train.steps': 3000, 'train.batch_size': 64,
+    'optimizer.learning_rate': 2e-3, 'optimizer.warmup_steps': 100,
+  },
+  seeds=[0, 1, 2],
+)  # fmt: skip
+
+
 def tiny(**model):
   """2 layers of width 64 on bytes: compared with one device in seconds.
 
@@ -36,6 +51,14 @@ def tiny(**model):
   config.model.update(model)
   config.data.update(tokenizer='bytes', sequence_length=64)
   config.train.batch_size = 4
+  return config
+
+
+def masked_lists(**model):
+  """`tiny`, a masked model whose vocabulary is that of LISTS."""
+  config = tiny(visibility='full', vocab_size=21, mask_id=20)
+  config.model.update(model)
+  config.train.objective = 'masked'
   return config
 
 

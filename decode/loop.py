@@ -92,8 +92,8 @@ class Generator:
       )
     self._ends = (*_ends(tokenizer), *ends)
     jit = functools.partial(jax.jit, compiler_options=compiling.options())
-    with build.use(built):
-      self._params = jit(self._prepare)(params)
+    self._ready = jit(self._prepare)
+    self.replace(params)
     made = program.Program(self._model, self._ends)
     self._start = jit(made.begin, static_argnames=('method', 'static', 'room'))
     self._run = jit(
@@ -104,6 +104,12 @@ class Generator:
     # Programs are compiled for a method, the object.
     self._method = functools.cache(functools.partial(methods.of, self._model))
     self._draft = functools.cache(self._read_draft)
+
+  def replace(self, params):
+    """Takes other parameters, {path: array} as `Decoder.init` gives them;
+    compiled programs stay."""
+    with build.use(self.built):
+      self._params = self._ready(params)
     self._scheduler = functools.cache(
       functools.partial(scheduler.Scheduler, self._model, self._params)
     )

@@ -31,12 +31,14 @@ from paraxis.decode.drafts import heads
 from paraxis.decode.drafts import jacobi
 from paraxis.decode.drafts import prompt_tokens
 from paraxis.decode.unmask import canvas
+from paraxis.decode.unmask import filters
 from paraxis.models import layer
 
 # Method -> kind of its file, heads.KINDS.
 FILES = {
   'medusa': 'medusa', 'eagle': 'eagle', 'falcon': 'falcon', 'ppd': 'ppd',
   **dict.fromkeys(('speculative', 'pearl', 'easyspec'), 'speculative'),
+  'unmask': 'filter',
 }  # fmt: skip
 MASKED = ('unmask',)  # for models of masks alone
 NEEDED = ('medusa', 'eagle', 'falcon', 'ppd')  # without one there are no drafts
@@ -98,7 +100,7 @@ def _made(model, choice, about):
       f'decode.draft was trained for decode.method={about.kind}, not {method}.'
     )
   if method == 'unmask':
-    return canvas.Unmask(model, choice.unmask)
+    return _unmask(model, choice.unmask, about)
   if method == 'autoregressive':
     return proposal.Autoregressive()
   if method == 'prompt_lookup':
@@ -124,6 +126,18 @@ def _made(model, choice, about):
   if method == 'easyspec':
     return _easyspec(draft, choice, coupled)
   return _pearl(draft, choice)
+
+
+def _unmask(model, policy, about):
+  made, reads = canvas.Unmask(model, policy), policy.score == 'filter'
+  if about and not reads:
+    raise errors.UserError(
+      f'decode.draft is a filter, and decode.unmask.score={policy.score} does '
+      'not read it: leave out decode.draft, or take score=filter.'
+    )
+  if reads:
+    filters.check(about, made.width)
+  return made
 
 
 def _check_visibility(model, choice):

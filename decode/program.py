@@ -173,7 +173,7 @@ class Program:
     def body(state):
       live, draws = _live(state, limit), self._draws(state, values, static)
       if method.fills:
-        return method.call(params.model, state, draws, live, self._ends)
+        return method.call(params, state, draws, live, self._ends)
       drafts, held = method.propose(params, state.own, state.token, live, draws)
       x, z, flight = step.extend(
         self._model, params.model, state.cache, state.token, drafts, live,

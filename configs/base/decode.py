@@ -66,15 +66,16 @@ class Unmask:
   score: str = field(
     'confidence',
     'which masks come first: the likeliest token, the largest distance to the '
-    'second one, the least entropy, or random ones',
-    ('confidence', 'margin', 'entropy', 'random'),
+    'second one, the least entropy, random ones, or what a trained filter '
+    '(decode.draft) makes of the confidences',
+    ('confidence', 'margin', 'entropy', 'random', 'filter'),
   )
   count: str = field(
     'fixed',
     'how many: fixed: unmask.tokens; threshold: those above it; factor: as '
     'many as their scores allow together; hierarchy: the best of each run of '
-    'masks, and those above the threshold; ascending: 1, 2, 4, ..; one at '
-    'least',
+    'masks, and those above the threshold; ascending: 1, 2, 4, .., in log2 of '
+    'the tokens; one at least',
     ('fixed', 'threshold', 'factor', 'hierarchy', 'ascending'),
   )
   tokens: int = field(1, 'count=fixed: tokens a call', low=1, high=512)
@@ -84,6 +85,12 @@ class Unmask:
   factor: float = field(
     1.0, 'count=factor: what (n + 1) (1 - score) stays below', low=0.0
   )
+  end_weight: float = field(
+    1.0,
+    'of the score of an end in the first call of a canvas; it rises to 1 with '
+    'the share that is text',
+    low=0.0, high=1.0,
+  )  # fmt: skip
   credit_weight: float = field(
     0.0, 'how much a token that was likeliest before gains; 0: nothing', low=0.0
   )

@@ -33,7 +33,7 @@ from paraxis.decode import judges
 from paraxis.decode import proposal
 from paraxis.sharding import annotate
 
-KINDS = ('medusa', 'speculative', 'eagle', 'falcon', 'ppd')
+KINDS = ('medusa', 'speculative', 'eagle', 'falcon', 'ppd', 'filter')
 ABOUT, WORDS = 'about', 'words'
 NEVER = -1e30  # logits of what a draft does not say; finite, as logits are
 
@@ -44,7 +44,8 @@ class About:
 
   kind: of KINDS. layers: of the draft model, 0: heads of the whole. model:
   (vocab_size, d_model, num_layers). tokenizer: its fingerprint. accuracy: for
-  each place after the last token, how often each choice is right; or ().
+  each place after the last token, how often each choice is right; of a filter
+  (unmask/filters.py), for each place of a canvas; or ().
   """
 
   kind: str

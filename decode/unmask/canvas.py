@@ -31,6 +31,7 @@ from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.decode import trace as trace_lib
 from paraxis.decode import trees
+from paraxis.decode.unmask import filters
 from paraxis.decode.unmask import policies
 from paraxis.models.mixers import packed as packed_lib
 from paraxis.sharding import annotate
@@ -110,16 +111,16 @@ class Unmask(proposal.Method):
     """program.DecodeState after one call of the model.
 
     Args:
-      params: of the model. draws: judges.Draws. live: (B,) bool. ends: ids that
-        end a row.
+      params: proposal.Params. draws: judges.Draws. live: (B,) bool. ends: ids
+        that end a row.
     """
     own, policy = state.own, self._policy
     place = own.at[:, None] + jnp.arange(self.width, dtype=jnp.int32)
     there = live[:, None] & (place < own.end[:, None])
     held = window(own.row, own.at, self.width)
     masks = there & (held == self._mask)
-    x, flight = self._features(params, state, held, there)
-    z = self._model.logits(params, self._read(own, x))
+    x, flight = self._features(params.model, state, held, there)
+    z = self._model.logits(params.model, self._read(own, x))
     z = annotate.put(z, (*ROWS, None))
     bad = live & ~(jnp.isfinite(z).all(-1) | ~there).all(-1)
     # A mask is no text.
@@ -129,7 +130,10 @@ class Unmask(proposal.Method):
       believed, credit = policies.credited(policy, z, credit, masks)
     tokens, noise = self._drawn(believed, own, draws)
     score = policies.score(policy, believed, tokens, noise)
-    final = policies.chosen(policy, score, masks, own.calls) & ~bad[:, None]
+    ending = jnp.isin(tokens, jnp.asarray(ends, jnp.int32))
+    text = there & (place >= own.start[:, None])
+    ranked = self._ranked(params.own, score, masks, text, ending)
+    final = policies.chosen(policy, ranked, masks, own.calls) & ~bad[:, None]
     made = Made(held, masks, tokens, final, score, sampling.logprob(z, tokens))
     some = live & ~bad & masks.any(1)
     whole = some & ~(masks & ~final).any(1)
@@ -139,10 +143,25 @@ class Unmask(proposal.Method):
     if self._cached:
       keep = moves[:, None] & there
       cache = self._model.commit(cache, flight, self._form(own), keep)
+    if policy.credit_weight:  # of this canvas alone
+      credit = jnp.where(moves[:, None, None], 0, credit)
     own = self._moved(own, made, x, moves, live)._replace(credit=credit)
-    text = there & (place >= own.start[:, None]) & whole[:, None]
     state = state._replace(cache=cache, own=own)
-    return _counted(state, made, text, live, bad, ends)
+    return _counted(state, made, text & whole[:, None], live, bad, ends)
+
+  def _ranked(self, own, score, masks, text, ending):
+    """Scores by which masks are taken, (B, C).
+
+    Args:
+      own: of a filter, or (). text: bool, places behind the prompt. ending:
+        bool, drawn ends.
+    """
+    if self._policy.score == 'filter':
+      score = filters.score(own, score, masks)
+    if self._policy.end_weight < 1:
+      left = masks.sum(1) / jnp.maximum(text.sum(1), 1)
+      score = policies.later_ends(self._policy, score, ending, 1 - left)
+    return score
 
   def _form(self, own):
     count, size = own.row.shape

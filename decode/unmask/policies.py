@@ -6,6 +6,12 @@ Score of a mask, 0 to 1, of the model's own probabilities p, sorted p1 >= p2:
     margin      p1 - p2                           (arXiv:2502.06768)
     entropy     1 - entropy(p) / ln V
     random      a number of its own               (as masks fall in training)
+    filter      what a trained filter makes of the confidences (filters.py)
+
+The score of an end may be less in the beginning, and rise to its own with the
+share of the canvas that is text: times end_weight (1 - share) + share (EOSER,
+arXiv:2509.23924, section 3), as ends are drawn early and cut what is before
+them.
 
 Count of masks that are taken, best first; always one, so a canvas ends:
 
@@ -15,8 +21,8 @@ Count of masks that are taken, best first; always one, so a canvas ends:
                                                   (Fast-dLLM, section 3.3)
     hierarchy   the best of every run of masks, and those above `threshold`
                                                   (dInfer, arXiv:2510.08666)
-    ascending   2 ** i in call i of a block, so log2 of its masks are enough
-                                                  (arXiv:2509.23924, section 4)
+    ascending   2 ** i in call i of a block, and the rest in the last of log2 of
+                its masks                         (arXiv:2509.23924, section 4)
 
 Legend: B rows, C places of a canvas, V vocabulary.
 """
@@ -32,7 +38,7 @@ def score(policy, z_BCV, tokens_BC, noise_BC):
 
   Args:
     policy: configs.base.decode.Unmask. z_BCV: logits. tokens_BC: drawn.
-    noise_BC: in [0, 1).
+    noise_BC: in [0, 1). Of score=filter: the confidences that it reads.
   """
   p = jax.nn.softmax(z_BCV.astype(jnp.float32), -1)
   if policy.score == 'random':
@@ -45,6 +51,16 @@ def score(policy, z_BCV, tokens_BC, noise_BC):
     return 1 - each.sum(-1) / jnp.log(float(p.shape[-1]))
   here = jnp.arange(p.shape[-1], dtype=jnp.int32) == tokens_BC[..., None]
   return jnp.sum(jnp.where(here, p, 0), -1)
+
+
+def later_ends(policy, score_BC, end_BC, share_B):
+  """Scores, those of ends times end_weight (1 - share) + share.
+
+  Args:
+    end_BC: bool, drawn ends. share_B: of the canvas's tokens that are text.
+  """
+  weight = policy.end_weight * (1 - share_B) + share_B
+  return jnp.where(end_BC, score_BC * weight[:, None], score_BC)
 
 
 def ranks(score_BC):
@@ -73,7 +89,9 @@ def _counted(policy, score_BC, rank_BC, open_BC, call_B):
   if policy.count == 'fixed':
     return rank_BC < policy.tokens
   if policy.count == 'ascending':
-    return rank_BC < 2 ** jnp.minimum(call_B, 30)[:, None]
+    n = 2 ** jnp.minimum(call_B, 30)
+    n += open_BC.sum(1, dtype=jnp.int32) == n + 1  # no call for one mask alone
+    return rank_BC < n[:, None]
   if policy.count == 'factor':
     # Scores fall along ranks: the best n are those up to the last that passes.
     passes = (rank_BC + 2) * (1 - score_BC) < policy.factor

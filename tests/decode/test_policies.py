@@ -67,8 +67,8 @@ def test_counts(given):
 
 
 def test_ascending_calls_fill_a_canvas():
-  """Doubling takes log2 of its places, the last call what is left."""
-  for width in (1, 7, 8, 31, 32):
+  """In log2 of its places, the last call what is left."""
+  for width in (1, 2, 7, 8, 9, 31, 32, 33):
     masks, calls = jnp.ones((1, width), bool), 0
     score = jnp.array(RNG.random((1, width)))
     while masks.any():
@@ -76,7 +76,18 @@ def test_ascending_calls_fill_a_canvas():
         policy(count='ascending'), score, masks, jnp.array([calls])
       )
       calls += 1
-    assert calls == math.ceil(math.log2(width + 1))
+    assert calls == max(1, math.ceil(math.log2(width)))
+
+
+def test_ends_are_later():
+  """0 is an end of no score, 1 changes nothing, and text brings them back."""
+  score, end = jnp.array([[0.5, 0.8]] * 3), jnp.array([[True, False]] * 3)
+  share = jnp.array([0.0, 0.5, 1.0])
+  for weight, want in ((0.0, [0, 0.25, 0.5]), (0.4, [0.2, 0.35, 0.5])):
+    found = policies.later_ends(policy(end_weight=weight), score, end, share)
+    np.testing.assert_allclose(found, [[w, 0.8] for w in want], rtol=1e-6)
+  same = policies.later_ends(policy(), score, end, share)
+  np.testing.assert_array_equal(same, score)
 
 
 def test_credit():

@@ -3,6 +3,7 @@
 Legend: B rows, T tokens, V vocabulary.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -20,7 +21,9 @@ from paraxis.decode import loop
 from paraxis.decode import trace as trace_lib
 from paraxis.decode.certify import cases
 from paraxis.decode.drafts import distill
+from paraxis.decode.drafts import heads
 from paraxis.decode.evaluate import score
+from paraxis.decode.unmask import filters
 from paraxis.models import batch as batch_lib
 from paraxis.train import draft
 
@@ -39,7 +42,23 @@ POLICIES = {
   'threshold': dict(count='threshold', threshold=0.25),
   'hierarchy': dict(count='hierarchy', threshold=0.4, score='entropy'),
   'ascending': dict(count='ascending'),
+  'credit': dict(count='threshold', threshold=0.4, credit_weight=1.5),
+  'filter': dict(score='filter', count='threshold', threshold=0.5),
 }
+
+
+FILTER = filters.initial(4, seed=1)
+
+
+@pytest.fixture
+def options(policy, tmp_path):
+  """Of a policy, for `generate`; the filter's with its file."""
+  given = dict(unmask=dict(block=4) | POLICIES[policy])
+  if policy != 'filter':
+    return given
+  about = heads.About('filter', 0, (V, 16, 2), 'numbers', ((0.5,),) * 4)
+  heads.save(tmp_path / 'filter.npz', about, FILTER)
+  return given | dict(draft=str(tmp_path / 'filter.npz'))
 
 
 @functools.cache
@@ -85,6 +104,7 @@ def plain(form, shift, prompt, policy, new=14):
   found, counts, canvases = {}, [], []
   while at < end:
     stop, call = min(at + width, end), 0
+    credit = np.zeros((width, V))
     while masks := [c for c in range(at, stop) if row[c] == MASK]:
       z = logits(row[: stop if form == 'block' else end])
       z[:, MASK] = -np.inf
@@ -92,10 +112,16 @@ def plain(form, shift, prompt, policy, new=14):
       z -= z.max(1, keepdims=True)
       z -= np.log(np.exp(z).sum(1, keepdims=True))
       z = {c: z[c - shift] for c in masks}
-      token = {c: int(z[c].argmax()) for c in masks}
+      said = z if not policy.credit_weight else {
+        c: unmask_cases.credited(policy, z[c], credit[c - at]) for c in masks
+      }  # fmt: skip
+      token = {c: int(said[c].argmax()) for c in masks}
       score = {
-        c: unmask_cases.score(policy.score, z[c], token[c]) for c in masks
+        c: unmask_cases.score(policy.score, said[c], token[c]) for c in masks
       }
+      if policy.score == 'filter':
+        held = [score.get(c, 1.0) for c in range(at, at + width)]
+        score = dict(enumerate(unmask_cases.filtered(FILTER, held), at))
       canvases.append([-1 if c in masks else row[c] for c in range(at, stop)])
       taken = unmask_cases.chosen(policy, score, masks, call)
       for c in taken:
@@ -113,12 +139,11 @@ def plain(form, shift, prompt, policy, new=14):
 @pytest.mark.parametrize('policy', POLICIES)
 @pytest.mark.parametrize('shift', [False, True], ids=['here', 'shift'])
 @pytest.mark.parametrize('form', FORMS)
-def test_text_calls_and_trace_are_those_of_a_plain_loop(form, shift, policy):
-  options = dict(block=4) | POLICIES[policy]
-  results = generator(form, shift).generate(PROMPTS, trace=True, unmask=options)
+def test_text_calls_and_trace_are_those_of_a_plain_loop(form, shift, options):
+  results = generator(form, shift).generate(PROMPTS, trace=True, **options)
   for prompt, result in zip(PROMPTS, results, strict=True):
     tokens, logprobs, counts, canvases = plain(
-      form, shift, prompt, fields.Unmask(**options)
+      form, shift, prompt, fields.Unmask(**options['unmask'])
     )
     assert result['tokens'] == tokens
     np.testing.assert_allclose(result['logprobs'], logprobs, atol=1e-5)
@@ -133,16 +158,13 @@ def test_text_calls_and_trace_are_those_of_a_plain_loop(form, shift, policy):
 
 def test_two_policies_make_two_texts():
   """Else the comparison above could not tell them apart."""
-  made = generator('full')
-  texts = {
-    name: [
-      r['tokens'] for r in made.generate(PROMPTS, unmask=dict(block=4) | given)
-    ]
+  found = [
+    generator('full').generate(PROMPTS, unmask=dict(block=4) | given)
     for name, given in POLICIES.items()
-  }
-  calls = [made.generate(PROMPTS, unmask=dict(block=4) | given)[0]['calls']
-           for given in POLICIES.values()]  # fmt: skip
-  assert len(set(map(str, texts.values()))) > 2 and len(set(calls)) > 2
+    if name != 'filter'
+  ]
+  assert len({str([r['tokens'] for r in x]) for x in found}) > 2
+  assert len({x[0]['calls'] for x in found}) > 2
 
 
 @pytest.mark.parametrize('form', FORMS)
@@ -209,6 +231,40 @@ def test_numbers_that_are_not_finite_end_a_row():
       made.generate(PROMPTS)
   finally:
     made._params = old
+
+
+def test_a_filter_is_of_its_canvas(tmp_path):
+  made, path = generator('full'), str(tmp_path / 'filter.npz')
+  run = lambda width=4, file=path, **policy: made.generate(
+    PROMPTS, draft=file, unmask=dict(block=width) | policy
+  )
+  with support.refused('score=filter', 'decode.draft'):
+    run(file='', score='filter')
+  about = heads.About('filter', 0, (V, 16, 2), 'numbers', ((0.5,),) * 4)
+  heads.save(path, about, FILTER)
+  with support.refused('canvases of 4 tokens', 'they have 8'):
+    run(8, score='filter')
+  with support.refused('score=margin', 'leave out decode.draft'):
+    run(score='margin')
+  other = dataclasses.replace(about, tokenizer='other')
+  heads.save(tmp_path / 'other.npz', other, FILTER)
+  with support.refused('another tokenizer', 'another model'):
+    run(file=str(tmp_path / 'other.npz'), score='filter')
+
+
+def test_an_end_without_weight_comes_last():
+  """It cuts the text where it is drawn: in the first call, or in the last."""
+  text = generator('full').generate(PROMPTS)[0]['tokens']
+  made = generator('full', end_id=text[5])
+  run = lambda weight: made.generate(
+    PROMPTS[:1], trace=True, unmask=dict(block=14, end_weight=weight)
+  )[0]['trace']  # fmt: skip
+  for weight in (0.0, 1.0):
+    trace = run(weight)
+    end = (trace.tokens == text[5]) & trace.final
+    others = (trace.canvas == trace_lib.NOTHING) & (trace.tokens != text[5])
+    early = end.any(1) & others.any(1)
+    assert early.any() == (weight == 1), (weight, end)
 
 
 @pytest.mark.parametrize('method, form, words', [

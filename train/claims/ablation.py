@@ -54,7 +54,7 @@ ERRORS = 2  # standard errors at which a difference counts
 VERSIONS = ('jax', 'jaxlib', 'optax', 'paraxis')
 # No number depends on them; of data.path its text counts, wherever it lies.
 FREE = (
-  'checkpoint.', 'data.cache_dir', 'data.path', 'data.prefetch',
+  'checkpoint.', 'data.cache_dir', 'data.path', 'data.prefetch', 'decode.',
   'train.drift_every', 'train.stall_seconds', 'train.tensorboard',
   'train.wandb',
 )  # fmt: skip

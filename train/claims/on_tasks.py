@@ -116,14 +116,9 @@ def trained_on(config, task, t):
   return objectives.batch(config, batch, t, range(rows), rows)
 
 
-def models(run, task, fields, seeds):
-  """[(loop.Generator of a seed, share of its answers' tokens right)], and the
-  CPU-seconds of a training.
-
-  Args:
-    run: harness.Run. task: as in train/claims/tasks.py. fields:
-      {'section.field': value} of the training.
-  """
+def trained(run, task, fields, seeds):
+  """[(schema.Config, {path: array}, share of its answers' tokens right) of a
+  seed], and the CPU-seconds of a training; arguments as of `models`."""
   given = {
     'model.vocab_size': task.vocabulary,
     'data.sequence_length': task.length,
@@ -142,9 +137,24 @@ def models(run, task, fields, seeds):
     job = job_lib.of_shapes(config, '', jax.devices()[:1])
     with job.context():
       params = experiment.restored(job, one.folder)
-    made = generator(config, lambda _, params=params: params)
-    found.append((made, one.record['numbers']['right']))
+    found.append((config, params, one.record['numbers']['right']))
   return found, ablation.cpu_seconds(rows)
+
+
+def models(run, task, fields, seeds):
+  """[(loop.Generator of a seed, share of its answers' tokens right)], and the
+  CPU-seconds of a training.
+
+  Args:
+    run: harness.Run. task: as in train/claims/tasks.py. fields:
+      {'section.field': value} of the training.
+  """
+  found, seconds = trained(run, task, fields, seeds)
+  made = [
+    (generator(config, lambda _, params=params: params), share)
+    for config, params, share in found
+  ]
+  return made, seconds
 
 
 def _resumed(job, store, say):

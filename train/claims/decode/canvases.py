@@ -1,60 +1,24 @@
 """Claims about masked models that are decoded in any order, on lists.
 
-A small masked model is trained on every operation of train/claims/lists.py, one
-for each seed, and answers new lists under policies of decode/unmask/policies.py
-(arXiv:2510.04767). All configs share these models, in the folder SHARED beside
-their results; a config whose training differs trains its own.
+Models of train/claims/on_lists.py under policies of decode/unmask/policies.py
+(arXiv:2510.04767).
 """
 
 import pathlib
-import sys
 
 import numpy as np
 
 from paraxis.train.claims import ablation
 from paraxis.train.claims import harness
 from paraxis.train.claims import knockouts
-from paraxis.train.claims import lists
-from paraxis.train.claims import on_tasks
+from paraxis.train.claims import on_lists
 from paraxis.train.claims import tasks
 from paraxis.train.plot import figures
 from paraxis.train.run import workdir as workdir_lib
 
-SHARED = 'masked_lists'
 ERRORS = 3  # standard errors above a ceiling that are no chance
+WRONG = 0.15  # of answers one by one; a model that knows nothing loses nothing
 SURE = ('copy', 'reverse', 'sort')  # one answer is right
-
-
-def _models(run, task, fields, seeds):
-  """on_tasks.models in the folder that configs share."""
-  shared = harness.Run(run.config, run.results.with_name(SHARED), run.say)
-  shared.fresh = run.fresh
-  return on_tasks.models(shared, task, fields, seeds)
-
-
-def answers(made, task, operation, n, policy, rows, seed=0, temperature=1.0):
-  """[(right, lists.chances, calls)] of new lists of n items."""
-  rng = np.random.default_rng([seed, n, lists.OPERATIONS.index(operation), 7])
-  items = [rng.permutation(task.items)[:n].tolist() for _ in range(rows)]
-  found = made.generate(
-    [task.prompt(operation, x) for x in items], trace=True, method='unmask',
-    max_new_tokens=n, unmask=dict(block=task.most) | policy,
-    temperature=temperature, seed=seed,
-  )  # fmt: skip
-  return [
-    (
-      lists.is_right(task, operation, x, r['tokens']),
-      lists.chances(task, operation, x, _drawn(r['trace'])),
-      r['calls'],
-    )
-    for x, r in zip(items, found, strict=True)
-  ]
-
-
-def _drawn(trace):
-  """[{place: token}] that calls made final; one canvas has all places."""
-  every = zip(trace.final, trace.tokens, strict=True)
-  return [{c: ids[c] for c in np.flatnonzero(final)} for final, ids in every]
 
 
 def judged(found):
@@ -84,7 +48,7 @@ def ceilings(run, *, task, fields, policies, shown, lists_of, learned, seeds):
       shuffles at once must stay below those one by one].
   """
   task, (sizes, rows) = tasks.make('lists', **task), lists_of
-  models, seconds = _models(run, task, fields, seeds)
+  models, seconds = on_lists.models(run, task, fields, seeds)
   found, above = {}, []
   for name, policy in policies.items():
     for operation in task.operations:
@@ -93,7 +57,9 @@ def ceilings(run, *, task, fields, policies, shown, lists_of, learned, seeds):
         drawn = [
           pair
           for seed, (made, _) in zip(seeds, models, strict=True)
-          for pair in answers(made, task, operation, n, policy, rows, seed)
+          for pair in on_lists.answers(
+            made, task, operation, n, policy, rows, seed
+          )
         ]
         errors = judged(drawn)[2]
         if errors > ERRORS and name not in shown:
@@ -140,20 +106,23 @@ def calls(run, *, task, fields, policies, operations, bounds, lists_of, seeds):
   """
   (n, rows), (at_least, lost) = lists_of, bounds
   task = tasks.make('lists', **task)
-  models, seconds = _models(run, task, fields, seeds)
-  ratios, losses = [], []
+  models, seconds = on_lists.models(run, task, fields, seeds)
+  ratios, losses, wrong = [], [], []
   for seed, (made, _) in zip(seeds, models, strict=True):
     sums = []
     for policy in policies:
       each = [
         pair for operation in operations
-        for pair in answers(made, task, operation, n, policy, rows, seed, 0.0)
+        for pair in on_lists.answers(
+          made, task, operation, n, policy, rows, seed, 0.0
+        )
       ]  # fmt: skip
       sums.append(
         (np.mean([n for *_, n in each]), np.mean([ok for ok, *_ in each]))
       )
     ratios.append(sums[0][0] / sums[1][0])
     losses.append(sums[0][1] - sums[1][1])
+    wrong.append(1 - sums[0][1])
   asked = f'>= {at_least:g} times fewer calls'
   found = ablation.outcome(
     run,
@@ -163,6 +132,7 @@ def calls(run, *, task, fields, policies, operations, bounds, lists_of, seeds):
         asked, [r - at_least for r in ratios], 0.0, seconds, signed=False
       ),
       ablation.at_most('right answers lost', losses, lost, seconds),
+      ablation.at_most('wrong one by one', wrong, WRONG, seconds),
     ],
     'calls of one by one over ours',
     f'{", ".join(operations)} of {n} items, {rows} lists of each for a seed, '
@@ -209,5 +179,5 @@ def drawn_alone():
   def together(trace):
     return [{c: t for call in drawn(trace) for c, t in call.items()}]
 
-  drawn = _drawn
-  return knockouts.patched(sys.modules[__name__], '_drawn', together)
+  drawn = on_lists.drawn
+  return knockouts.patched(on_lists, 'drawn', together)

@@ -1,0 +1,59 @@
+"""Learn2PD: a filter that knows from confidences which tokens are right
+
+paper: arXiv:2509.25188
+mechanism: decode/unmask/filters.py
+test: tests/decode/test_filters.py, tests/decode/test_unmask.py,
+  tests/train/claims/decode/test_traces.py
+run: paraxis reproduce learn2pd
+cost: 2,400 CPU-seconds
+expect: LEARN, 3 seeds, lists of 8, greedy: copies and sorted lists take as many
+  calls as a decoder that knows the end, 1.00, an eighth of one by one, and lose
+  no answer (asked: within 10%). NOT REPRODUCED: replacements take .84 (.75 to
+  1.01) of the calls of the best threshold, no answer lost (asked: .9 by two
+  standard errors).
+differs: two operations of parallelbench whose answers are sure at once: the
+  oracle is near for whoever is as sure. Where answers are not (replacements) it
+  is not: it knows which place is left to the last, and confidences do not show
+  it. Filters have a hidden layer of the canvas's width; their threshold is the
+  fastest that loses no answer of the lists that they learned from. Masked
+  models of 0.6M parameters, trained on lists, where the paper has LLaDA-8B. A
+  text that has ended stops here anyway (the paper's second part). The figures
+  were taken by the functions of the claims on the models of parallelbench, not
+  yet through reproduce.
+"""
+
+from paraxis.configs import presets
+
+CHOSEN = [0.6, 0.8, 0.85, 0.9, 0.93, 0.96]
+ASKED = dict(chosen=CHOSEN, lists_of=[8, 50], steps=1000)
+
+
+def get_config():
+  """A small masked model on lists."""
+  return presets.masked_lists()
+
+
+def claims():
+  """What `paraxis reproduce learn2pd` checks."""
+  from paraxis.train.claims.decode import traces
+
+  shared = ASKED | dict(check=traces.filtered, on=presets.LISTS)
+  sure = shared | dict(
+    operations=['copy', 'sort'], against=[], bounds=[1.1, 0.02]
+  )
+  beside = shared | dict(
+    operations=['replace'],
+    against=CHOSEN,
+    bounds=[0.9, 0.02],
+    admits='not reproduced',
+  )
+  return [
+    ('as few calls as who knows the end', 'LEARN', sure, None),
+    ('fewer calls than any threshold', 'LEARN', beside, None),
+  ]
+
+
+def knockouts():
+  """The filter has learned nothing."""
+  none = {'steps': 0}
+  return [('untrained', 'as few calls as who knows the end', none)]

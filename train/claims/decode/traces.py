@@ -1,0 +1,340 @@
+"""Claims about what learns from decoded texts: filters, and models themselves.
+
+Models and lists of train/claims/on_lists.py; an answer is one canvas.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from paraxis.decode.drafts import heads
+from paraxis.decode.unmask import filters
+from paraxis.decode.unmask import tuning
+from paraxis.models import build
+from paraxis.train.claims import ablation
+from paraxis.train.claims import experiment
+from paraxis.train.claims import harness
+from paraxis.train.claims import knockouts
+from paraxis.train.claims import lists
+from paraxis.train.claims import on_lists
+from paraxis.train.claims import on_tasks
+from paraxis.train.run import workdir as workdir_lib
+
+FILTERED = 'calls over the other', 'right answers lost', 'wrong one by one'
+TOGETHER = 50
+WRONG = 0.15  # of answers one by one; a model that knows nothing loses nothing
+NEW = 10_000  # added to a seed: lists to learn from, none is asked for later
+
+
+def _greedy(made, task, operation, n, policy, rows, seed, **options):
+  """(share right, calls a text, [ids of prompt and text], texts' results)."""
+  asked = on_lists.questions(task, operation, n, rows, seed)
+  found = []
+  for at in range(0, rows, TOGETHER):  # of one shape: one program of a policy
+    part = asked[at : at + TOGETHER]
+    found += on_lists.answered(
+      made, task, part, n, policy, temperature=0.0, **options
+    )
+  right = [
+    lists.is_right(task, operation, x, r['tokens'])
+    for (_, x), r in zip(asked, found, strict=True)
+  ]
+  texts = [
+    [*ids, *r['tokens']] for (ids, _), r in zip(asked, found, strict=True)
+  ]
+  calls = np.mean([r['calls'] for r in found])
+  return np.mean(right), calls, texts
+
+
+def _reader(model, params):
+  """ids (N, T) -> (likeliest tokens, their probabilities), of one pass."""
+
+  @jax.jit
+  def run(ids):
+    p = jax.nn.softmax(
+      tuning.logits(model, params, ids, jnp.ones_like(ids) > 0)
+    )
+    return p.argmax(-1).astype(jnp.int32), p.max(-1)
+
+  return run
+
+
+def filtered(run, *, on, operations, chosen, against, bounds, lists_of, steps):
+  """LEARN: calls with a trained filter over those of another policy.
+
+  Args:
+    on: dict(task, fields, seeds), as of canvases.ceilings. operations: of
+      lists.OPERATIONS.
+    chosen: thresholds; the filter's is the one with the fewest calls on the
+      lists that it learns from, of those that lose no answer of them. against:
+      [], the decoding that knows the end, or thresholds of the confidence: the
+      one with the fewest calls on the lists that are asked, of those that lose
+      as few answers as may be lost. bounds: [most calls over the other's, most
+      of the share of right answers that may be lost]. lists_of: [items, lists
+      for an operation and a seed]; 4 times as many are learned from. steps: of
+      the filter's training.
+  """
+  (n, rows), (at_most, lost) = lists_of, bounds
+  task, models, seconds = on_lists.trained(run, **on)
+  found = {name: [] for name in FILTERED}
+  shown = []
+  for seed, config, params in models:
+    made = on_tasks.generator(config, lambda _, params=params: params)
+    ask = functools.partial(_over, made, task, operations, n)
+    own, oracle = _filter(made, params, ask, (task, n, steps), (rows, seed))
+    path = workdir_lib.prepare(run.results) / f'filter-{seed}.npz'
+    heads.save(path, *own)
+    by = dict(score='filter', count='threshold'), dict(count='threshold')
+    given = dict(draft=str(path))
+    slow = ask({}, 4 * rows, NEW + seed)
+    tried = [ask(by[0] | dict(threshold=t), 4 * rows, NEW + seed, **given)
+             for t in chosen]  # fmt: skip
+    best = chosen[_fastest(tried, slow[0], 0.0)]
+    right, calls, _ = ask(by[0] | dict(threshold=best), rows, seed, **given)
+    slow = ask({}, rows, seed)
+    other = oracle
+    if against:
+      tried = [ask(by[1] | dict(threshold=t), rows, seed) for t in against]
+      other = tried[_fastest(tried, slow[0], lost)][1]
+    found['calls over the other'].append(calls / other)
+    found['right answers lost'].append(slow[0] - right)
+    found['wrong one by one'].append(1 - slow[0])
+    shown.append([calls, other, oracle, best])
+  means = np.mean(shown, 0)
+  return ablation.outcome(
+    run,
+    found,
+    [
+      ablation.at_most(name, found[name], bound, seconds)
+      for name, bound in zip(found, (at_most, lost, WRONG), strict=True)
+    ],
+    'calls of a filter',
+    f'{", ".join(operations)} of {n} items, {rows} lists of each for a seed, '
+    f'greedy; {means[0]:.2f} calls, the other {means[1]:.2f}, the oracle '
+    f'{means[2]:.2f}; the filter above {means[3]:.2f}',
+    seconds,
+  )
+
+
+def _over(made, task, operations, n, policy, rows, seed, **options):
+  """(share right, calls a text, [texts]) over operations: `_greedy`."""
+  every = [
+    _greedy(made, task, o, n, policy, rows, seed, **options) for o in operations
+  ]
+  right, calls = np.mean([x[:2] for x in every], 0)
+  return right, calls, [x for *_, texts in every for x in texts]
+
+
+def _fastest(tried, right, lost):
+  """Number of the one with the fewest calls whose answers are as often right,
+  but for `lost`; the last one if none is."""
+  able = [i for i, x in enumerate(tried) if x[0] >= right - lost]
+  return min(able, key=lambda i: tried[i][1], default=-1)
+
+
+def _filter(made, params, ask, about, lists_of):
+  """((heads.About, arrays) of a filter, calls of the oracle on other lists).
+
+  Args:
+    ask: of `_over`, (policy, lists, seed). about: (task, items, steps).
+    lists_of: (lists, seed) of those other lists.
+  """
+  (task, n, steps), (rows, seed) = about, lists_of
+  read = _reader(made.built.model, params)
+  guided = functools.partial(
+    filters.guided, read, at=n + 2, width=task.most, mask=task.mask
+  )
+  learned = np.array(ask({}, 4 * rows, NEW + seed)[-1])
+  asked = np.array(ask({}, rows, seed)[-1])
+  with build.use(made.built):
+    records, oracle = guided(learned)[1], guided(asked)[0].mean()
+    own = filters.fit(records, steps)
+    config, tokenizer = made.built.model.config, made.tokenizer.fingerprint
+    return (filters.about(config, tokenizer, own, records), own), oracle
+
+
+def surer(run, *, on, operations, tuned, policy, bounds, lists_of):
+  """LEARN: calls one by one over those of a model tuned on its own texts.
+
+  Args:
+    on, operations: as of `filtered`. tuned: dict(steps, rate,
+      weight), of tuning.certainty. policy: fields of decode.unmask after it.
+      bounds: [least ratio of calls, most of the share of right answers that may
+      be lost]. lists_of: [items, lists for an operation and a seed].
+  """
+  (n, rows), (at_least, lost) = lists_of, bounds
+  task, models, seconds = on_lists.trained(run, **on)
+  ratios, losses, before, wrong = [], [], [], []
+  for seed, config, params in models:
+    made = on_tasks.generator(config, lambda _, params=params: params)
+    ask = functools.partial(_over, task=task, operations=operations, n=n)
+    texts = np.array(ask(made, policy={}, rows=4 * rows, seed=NEW + seed)[-1])
+    with build.use(made.built):
+      better = _certain(made.built.model, params, texts, n + 2, tuned, seed)
+    ours = on_tasks.generator(config, lambda _, params=better: params)
+    three = (made, {}), (made, policy), (ours, policy)
+    right, calls = [], []
+    for model, by in three:
+      found = ask(model, policy=by, rows=rows, seed=seed)
+      right.append(found[0])
+      calls.append(found[1])
+    ratios.append(calls[0] / calls[2])
+    losses.append(right[0] - right[2])
+    wrong.append(1 - right[0])
+    before.append(calls[0] / calls[1])
+  asked = f'>= {at_least:g} times fewer calls'
+  return ablation.outcome(
+    run,
+    {'fewer calls': ratios, 'right answers lost': losses,
+     'fewer before it': before},
+    [
+      ablation.judged(
+        asked, [r - at_least for r in ratios], 0.0, seconds, signed=False
+      ),
+      ablation.at_most('right answers lost', losses, lost, seconds),
+      ablation.at_most('wrong one by one', wrong, WRONG, seconds),
+    ],
+    'calls of one by one over those of a threshold',
+    f'{", ".join(operations)} of {n} items, {rows} lists of each for a seed, '
+    f'greedy; {tuned["steps"]} steps on {len(texts)} texts of its own',
+    seconds,
+  )  # fmt: skip
+
+
+def _certain(model, params, texts, start, tuned, seed):
+  """Parameters after steps of tuning.certainty on texts (N, T)."""
+  rng, there = np.random.default_rng(seed), np.ones(texts.shape, bool)
+  width = texts.shape[1] - start
+
+  def loss(z, ids, masked):
+    value = tuning.certainty(z, ids, masked, tuned['weight'])
+    return value, value
+
+  tuner = tuning.Tuner(model, params, optax.adam(tuned['rate']), loss)
+  for _ in range(tuned['steps']):
+    at = rng.integers(0, len(texts), 64)
+    ids, begin = texts[at], np.full(64, start)
+    masked = tuning.half_masked(ids, begin, there[at], width, rng)
+    canvas = np.where(masked, model.config.mask_id, ids)
+    tuner.step(canvas, there[at], ids, masked)
+  return tuner.params
+
+
+def rewarded(run, *, on, operation, policy, learned, by, lists_of):
+  """LEARN: share of right answers after learning from rewards, less before.
+
+  Args:
+    on: as of `filtered`. operation: of lists.OPERATIONS. policy:
+      fields of decode.unmask, at temperature 1. learned: dict(updates, prompts,
+      group, rate): texts of an update are `group` for each prompt. by: least
+      gain. lists_of: [items, lists for a seed].
+  """
+  n, rows = lists_of
+  task, models, seconds = on_lists.trained(run, **on)
+  shares, first = {'before': [], 'after': []}, []
+  for seed, config, params in models:
+    made = on_tasks.generator(config, lambda _, params=params: params)
+    ask = task, operation, n, policy
+    answers = functools.partial(
+      on_lists.answers, made, task, operation, n, policy, rows, seed
+    )
+    share = lambda answers=answers: np.mean([ok for ok, *_ in answers()])
+    shares['before'].append(share())
+    # Adam's first steps, of small noisy gradients, would be as long as others.
+    tx = optax.sgd(learned['rate'], momentum=0.9)
+    tuner = tuning.Tuner(made.built.model, params, tx, tuning.trajectory)
+    for update in range(learned['updates']):
+      off = update_rewarded(
+        made, tuner, ask, learned, NEW * (seed + 1) + update
+      )
+      first += [off] if not update else []
+      made.replace(tuner.params)
+    shares['after'].append(share())
+  return ablation.outcome(
+    run, shares, [ablation.more(shares, 'after', 'before', by, seconds)],
+    'right answers',
+    f'{operation} of {n} items, {rows} lists for a seed, {learned["updates"]} '
+    f'updates of {learned["prompts"]} x {learned["group"]} texts; in the first '
+    f'one ratios are 1 but for {max(first, default=0):.1e}',
+    seconds,
+  )  # fmt: skip
+
+
+def on_policy(run, *, changes, prompts, new, policy, within):
+  """EQ: log probabilities of a record, against passes over its canvases.
+
+  Args:
+    changes: {'section.field': value}; the model has random parameters, float64.
+    prompts: of 5 tokens. new: tokens after each. policy: fields of
+      decode.unmask. within: nats of a token; the record is float32.
+  """
+  with jax.enable_x64(True):
+    made = on_tasks.random(run, changes)
+    model = made.built.model
+    mask, rng = model.config.mask_id, np.random.default_rng(5)
+    ids = rng.integers(0, mask, (prompts, 5)).tolist()
+    found = made.generate(
+      ids, trace=True, max_new_tokens=new, method='unmask', unmask=policy,
+      temperature=1.0, seed=3,
+    )  # fmt: skip
+    texts = tuning.Rollouts.of(ids, found, new)
+    canvas, taken, text = texts.calls(mask)
+    z = tuning.logits(
+      model, experiment.random_parameters(model), canvas, texts.there[text]
+    )
+    picked = np.take_along_axis(
+      np.array(jax.nn.log_softmax(z)), texts.ids[text][..., None], -1
+    )[..., 0]
+  off = float(abs(picked - texts.logprobs[text])[taken].max())
+  once = (taken.reshape(-1, *texts.ids.shape).sum(0) == (texts.when >= 0)).all()
+  return harness.Outcome(
+    f'within {within:g}',
+    f'{off:.1e}',
+    f'{len(text)} canvases of {prompts} texts of {new} tokens; '
+    f'{"each" if once else "NOT each"} token is of one call',
+    off <= within and bool(once),
+  )
+
+
+def any_call():
+  """Knock-out: the canvases of a text are taken in another order."""
+
+  def turned(self, mask):
+    canvas, taken, text = calls(self, mask)
+    count = len(self.ids)
+    return np.roll(canvas, count, 0), taken, text
+
+  calls = tuning.Rollouts.calls
+  return knockouts.patched(tuning.Rollouts, 'calls', turned)
+
+
+def update_rewarded(made, tuner, ask, learned, seed):
+  """One step of a tuning.Tuner on new texts; the largest |ratio - 1|.
+
+  Args:
+    made: loop.Generator of the tuner's parameters. ask: (task, operation, n,
+      policy). learned: as of `rewarded`.
+  """
+  task, operation, n, policy = ask
+  asked = [
+    x for x in on_lists.questions(task, operation, n, learned['prompts'], seed)
+    for _ in range(learned['group'])
+  ]  # fmt: skip
+  found = on_lists.answered(
+    made, task, asked, n, policy, trace=True, temperature=1.0, seed=seed
+  )
+  rewards = [
+    lists.is_right(task, operation, x, r['tokens'])
+    for (_, x), r in zip(asked, found, strict=True)
+  ]
+  texts = tuning.Rollouts.of([ids for ids, _ in asked], found, n)
+  canvas, taken, text = texts.calls(task.mask)
+  gains = tuning.advantages(rewards, learned['group'])
+  with build.use(made.built):
+    return tuner.step(
+      canvas, texts.there[text], texts.ids[text], taken, texts.logprobs[text],
+      gains[text],
+    )  # fmt: skip

@@ -1,0 +1,76 @@
+"""Masked models on lists, one for each seed, for claims about decoding.
+
+A small masked model is trained on every operation of lists.py and answers new
+lists under policies of decode/unmask/policies.py. All configs share these
+models, in the folder SHARED beside their results; a config whose training
+differs trains its own.
+"""
+
+import numpy as np
+
+from paraxis.train.claims import harness
+from paraxis.train.claims import lists
+from paraxis.train.claims import on_tasks
+
+SHARED = 'masked_lists'
+
+
+def shared(run):
+  """A harness.Run whose trainings are in the folder that configs share."""
+  other = harness.Run(run.config, run.results.with_name(SHARED), run.say)
+  other.fresh = run.fresh
+  return other
+
+
+def models(run, task, fields, seeds):
+  """on_tasks.models of that folder."""
+  return on_tasks.models(shared(run), task, fields, seeds)
+
+
+def trained(run, task, fields, seeds):
+  """(lists.Lists, [(seed, schema.Config, {path: array})], CPU-seconds of a
+  training) of that folder; task: fields of Lists."""
+  task = lists.Lists(**task)
+  found, seconds = on_tasks.trained(shared(run), task, fields, seeds)
+  rows = [
+    (seed, config, params)
+    for seed, (config, params, _) in zip(seeds, found, strict=True)
+  ]
+  return task, rows, seconds
+
+
+def questions(task, operation, n, rows, seed):
+  """[(prompt ids, items)] of new lists of n items."""
+  rng = np.random.default_rng([seed, n, lists.OPERATIONS.index(operation), 7])
+  items = [rng.permutation(task.items)[:n].tolist() for _ in range(rows)]
+  return [(task.prompt(operation, x), x) for x in items]
+
+
+def answered(made, task, asked, n, policy, **options):
+  """What `generate` gives for prompts [(ids, items)], n tokens each."""
+  return made.generate(
+    [ids for ids, _ in asked], max_new_tokens=n, method='unmask',
+    unmask=dict(block=task.most) | policy, **options,
+  )  # fmt: skip
+
+
+def answers(made, task, operation, n, policy, rows, seed=0, temperature=1.0):
+  """[(right, lists.chances, calls)] of new lists of n items."""
+  asked = questions(task, operation, n, rows, seed)
+  found = answered(
+    made, task, asked, n, policy, trace=True, temperature=temperature, seed=seed
+  )
+  return [
+    (
+      lists.is_right(task, operation, x, r['tokens']),
+      lists.chances(task, operation, x, drawn(r['trace'])),
+      r['calls'],
+    )
+    for (_, x), r in zip(asked, found, strict=True)
+  ]
+
+
+def drawn(trace):
+  """[{place: token}] that calls made final; one canvas has all places."""
+  every = zip(trace.final, trace.tokens, strict=True)
+  return [{c: ids[c] for c in np.flatnonzero(final)} for final, ids in every]
