@@ -19,6 +19,7 @@ differs: masked models of 0.6M parameters, trained on lists, where the paper has
   trials of one seed. No KL term, one update on each group of texts. The LEARN
   figures were taken by the functions of the claims on the models of
   parallelbench, not yet through reproduce.
+partial: decode/unmask/tuning.py tunes the models of claims; no command does.
 """
 
 from paraxis.configs import presets

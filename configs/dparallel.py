@@ -16,6 +16,7 @@ differs: the texts, one by one, of lists whose answers are as likely as each
   texts and LLaDA-8B. One rate and number of steps were tried. The figures were
   taken by the functions of the claim on the models of parallelbench, not yet
   through reproduce.
+partial: decode/unmask/tuning.py tunes the models of claims; no command does.
 """
 
 from paraxis.configs import presets
