@@ -247,7 +247,7 @@ def no_clean_pass():
     left = canvas.window(own.row, old.at, self.width) == self._mask
     full = live & (own.at == old.at) & ~(left & there).any(1)
     held = canvas.window(old.row, old.at, self.width)
-    _, flight = self._features(params, state, held, there)
+    _, flight = self._features(params.model, state, held, there)
     keep = full[:, None] & there
     cache = self._model.commit(after.cache, flight, self._form(old), keep)
     at = own.at + jnp.where(full, self.width, 0)
