@@ -34,7 +34,8 @@ from paraxis.sharding.checkpoint import store as store_lib
 
 CHECKPOINTS = 'checkpoints'  # a workdir's folder of steps
 PARAMS = 'params/'
-_POSITIONS = ('max_position_embeddings', 'n_positions')  # of config.json
+# Of config.json.
+_POSITIONS = ('max_position_embeddings', 'n_positions', 'max_sequence_length')
 
 
 def locate(checkpoint, step=None):

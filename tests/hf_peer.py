@@ -42,23 +42,24 @@ def float64():
     torch.set_default_dtype(before)
 
 
-def randomised(make, spread):
+def randomised(make, spread, called=str):
   """The model that `make` gives, in float64, its weights as peers.weight.
 
-  Scales and biases too, or they hide mistakes.
+  Scales and biases too, or they hide mistakes. called: name of a parameter ->
+  the name that its weight follows from.
   """
   with float64(), torch.no_grad():
     model = make().double().eval()
     for name, p in model.named_parameters():
-      p.copy_(torch.tensor(peers.weight(name, p.shape, spread)))
+      p.copy_(torch.tensor(peers.weight(called(name), p.shape, spread)))
   return model
 
 
-def logits_of(model, data):
-  """HF's z_BTV, a tensor."""
+def logits_of(model, data, **options):
+  """HF's z_BTV, a tensor. options: of its call."""
   with float64():
     tokens = torch.tensor(data.tokens).long()
-    return model(input_ids=tokens, use_cache=False).logits
+    return model(input_ids=tokens, use_cache=False, **options).logits
 
 
 def weights_of(model):
@@ -66,12 +67,12 @@ def weights_of(model):
   return {k: v.detach().numpy() for k, v in model.named_parameters()}
 
 
-def gradients_of(model, data):
+def gradients_of(model, data, **options):
   """(z_BTV, {name: weight}, {name: gradient of the loss}) of HF's model.
 
-  What gets no gradient, as a bias of choices, has none.
+  What gets no gradient, as a bias of choices, has none. options: of its call.
   """
-  logits = logits_of(model, data)
+  logits = logits_of(model, data, **options)
   with float64():
     torch.nn.functional.cross_entropy(
       logits.flatten(0, 1), torch.tensor(data.targets).long().flatten()

@@ -70,13 +70,14 @@ def layer(model, kind, at, family, users=()):
   if mixers.TABLE[kind[0]].shares:
     out += within(mixer, hybrid_parts.shared(model, at, users, names))
     at = f'{at}.{names["inner"]}'
-  out += within(mixer, MIXERS[mixer](model, f'{at}.{own}', names))
+  inside = f'{at}.{own}'.rstrip('.')  # '': of the layer itself
+  out += within(mixer, MIXERS[mixer](model, inside, names))
   out += norms(mixer, 'mixer', at, model, names)
   if kind[1:] == '.':
     return out
   out += norms('mlp', 'mlp', below, model, names)
   if kind[1:] == '':
-    inside = f'{below}.{names["mlp"]}'.rstrip('.')  # '': of the layer itself
+    inside = f'{below}.{names["mlp"]}'.rstrip('.')
     return out + within('mlp', ffn_parts.mlp(model, inside, names))
   which = 'moe' if kind[1:] == 'E' else 'wide_moe'
   name = f'{below}.{names.get("moe", names["mlp"])}'

@@ -13,6 +13,7 @@ from paraxis.models.huggingface.families import gpt
 from paraxis.models.huggingface.families import hybrid
 from paraxis.models.huggingface.families import kin
 from paraxis.models.huggingface.families import latent
+from paraxis.models.huggingface.families import masked
 from paraxis.models.huggingface.families import particular
 from paraxis.models.huggingface.families import recurrent
 from paraxis.models.huggingface.families import recurrent_kin
@@ -22,7 +23,7 @@ from paraxis.models.huggingface.families import zamba
 FAMILIES: dict[str, kin.Family] = {}
 for _file in (
   dense, gpt, dense_kin, particular, expert, expert_kin, latent, recurrent,
-  recurrent_kin, hybrid, zamba,
+  recurrent_kin, hybrid, zamba, masked,
 ):  # fmt: skip
   FAMILIES |= _file.FAMILIES
 

@@ -20,6 +20,7 @@ DEPTHS = (
   'num_hidden_layers',
   'num_layers',
   'n_layer',
+  'n_layers',
 )  # lists are made of them
 _WORDS = {
   bool: 'true or false', int: 'a whole number', float: 'a finite number',
