@@ -23,7 +23,7 @@ from paraxis.models.huggingface.families import reader
 NAMES = (
   'llama_yarn', 'gemma3_text', 'gpt_neo', 'granite_swa', 'ministral3', 'opt',
   'phi3_longrope', 'deepseek_v3', 'hunyuan_v1_moe', 'jamba', 'mixtral',
-  'nemotron_h', 'recurrent_gemma',
+  'nemotron_h', 'recurrent_gemma', 'llada', 'llada_tied', 'Dream',
 )  # fmt: skip
 MOST_BYTES = 2**28  # that all mutants together may add to the process
 GONE = object()
