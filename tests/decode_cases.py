@@ -23,12 +23,23 @@ ALL = (*SLOTTED, *STATES, 'H', 'GF')
 Group = packed.Group
 
 
-@functools.cache
 def made(pattern, **more):
   """(Decoder in float64, its parameters, one array a layer).
 
+  Made anew for the mesh in force: arrays of one mesh are not for others.
+
   pattern: 'A:1': of so many latent shards.
   """
+  return _made(pattern, _mesh(), **more)
+
+
+def _mesh():
+  return str(jax.sharding.get_abstract_mesh())
+
+
+@functools.cache
+def _made(pattern, mesh, **more):
+  del mesh
   pattern, _, shards = pattern.partition(':')
   plain, shards = schema.Model(), int(shards or 2)
   small = dict(
@@ -78,7 +89,7 @@ def program(pattern, form):
 
   Compiled anew for the mesh in force: what was traced on one is not for others.
   """
-  return _program(pattern, form, str(jax.sharding.get_abstract_mesh()))
+  return _program(pattern, form, _mesh())
 
 
 def forget():
