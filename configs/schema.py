@@ -170,6 +170,9 @@ class Train:
     'masks (train/data/objectives.py)',
     ('next_token', 'masked', 'block'),
   )
+  complementary: bool = field(
+    False, 'two rows of a step are one text: what one masks, the other shows'
+  )
   batch_size: int = field(
     8, 'global batch: rows in a step over all devices', low=1
   )

@@ -91,12 +91,13 @@ class Batches:
         f'{self.sequence_length} tokens, fewer than train.batch_size='
         f'{self.batch_size}: use a smaller batch, shorter rows or more text.'
       )
-    self.ramp = batch_ramp.of(config)
+    self.ramp, self._views = batch_ramp.of(config), objectives.views(config)
     self._order = _order(
       [plan.rows for plan in plans],
       [weight for _, weight in parts],
       config.train.seed,
       1 if self.ramp else self.batch_size,
+      self._views,
     )
 
   def _pack(self, config, chosen, n):
@@ -117,7 +118,7 @@ class Batches:
 
   def epochs(self, steps):
     """{domain or source: how often so many steps read it}; to a row each."""
-    read = sum(self.size_at(t) for t in range(steps))
+    read = sum(self.size_at(t) for t in range(steps)) / self._views
     total = sum(weight for weight, _ in self.parts.values())
     return {n: read * w / total / rows for n, (w, rows) in self.parts.items()}
 
@@ -359,8 +360,9 @@ def _check(config, corpus):
     )
 
 
-def _order(rows, weights, seed, batch_size):
-  """grain dataset: step -> (B,) row ids, every epoch in another order."""
+def _order(rows, weights, seed, batch_size, views):
+  """grain dataset: step -> (B,) row ids, every epoch in another order; `views`
+  neighbours are the same one."""
   import grain  # imports jax
 
   first = 0
@@ -375,7 +377,8 @@ def _order(rows, weights, seed, batch_size):
   mixed = parts[0]
   if len(parts) > 1:
     mixed = grain.MapDataset.mix(parts, weights)
-  return mixed.batch(batch_size)
+  mixed = mixed.batch(batch_size // views)
+  return mixed.map(lambda ids: np.repeat(ids, views)) if views > 1 else mixed
 
 
 def _documents(corpus, plan, rows):

@@ -23,7 +23,10 @@ first token stands before them, never masked.
 The noise of row i of step t is a function of (seed, t, i): every layout, number
 of processes and microbatches, and a resumed run see the same. Rows of a step
 have u in equal distances (MDLM, appendix; LLaDA draws each alone), so that a
-step has little and much noise alike.
+step has little and much noise alike. With train.complementary rows 2i and
+2i + 1 hold one text and one noise: what is masked in the first, with
+probability p, is shown in the second, which masks the rest, with 1 - p (Fast-
+dLLM v2, arXiv:2509.26328, section 3.2): every token is predicted once.
 
 Legend: B rows of a step, T slots of a row.
 """
@@ -39,6 +42,8 @@ HELD_OUT = 2**31  # in place of a seed: the noise of held-out rows is one
 def check(config):
   """UserError if a schema.Config's objective and its model do not fit."""
   model, says = config.model, f'train.objective={config.train.objective}'
+  if config.train.complementary:
+    _check_views(config.train)
   if config.train.objective == 'next_token':
     if model.visibility != 'causal':
       raise errors.UserError(
@@ -61,6 +66,24 @@ def check(config):
       f'{says}: model.mask_id={model.mask_id} is no id of model.vocab_size='
       f'{model.vocab_size}: name one that no text has.'
     )
+
+
+def _check_views(train):
+  says = 'train.complementary=true'
+  if train.objective == 'next_token':
+    raise errors.UserError(
+      f'{says}: train.objective=next_token masks nothing; take masked or block.'
+    )
+  if train.batch_size % 2 or train.batch_ramp:
+    raise errors.UserError(
+      f'{says} has two rows for a text: train.batch_size={train.batch_size} '
+      f'must be even, and train.batch_ramp={train.batch_ramp!r} empty.'
+    )
+
+
+def views(config):
+  """Rows of a step that hold one text."""
+  return 2 if config.train.complementary else 1
 
 
 def _stream(seed, t, i):
@@ -86,6 +109,9 @@ def batch(config, made, t, rows, count, seed=None):
   model = config.model
   seed = config.train.seed if seed is None else seed
   length = made.tokens.shape[1]
+  rows, each = np.asarray(rows), 1 if seed == HELD_OUT else views(config)
+  other = (rows % each == 1)[:, None]
+  rows, count = rows // each, count // each
   noise, u = np.moveaxis(
     np.stack([_stream(seed, t, i).random((2, length)) for i in rows]), 1, 0
   )
@@ -94,16 +120,18 @@ def batch(config, made, t, rows, count, seed=None):
     u = np.take_along_axis(u, first, 1)
   else:
     same = _stream(seed, t, count).random()
-    u = ((same + np.asarray(rows) / count) % 1)[:, None]
-  p = (1 - LEAST) * u + LEAST
-  masked = (noise < p) & (made.weights > 0)
+    u = ((same + rows / count) % 1)[:, None]
+  # Of two views neither masks nothing: weights stay below 1 / LEAST.
+  p = (1 - each * LEAST) * u + LEAST
+  masked = ((noise < p) != other) & (made.weights > 0)
+  p = np.where(other, 1 - p, p)
   hidden, ids = masked, made.targets
   if model.mask_shift:
     # Slot i + 1 holds the target of slot i, where a document goes on.
     hidden, ids = np.roll(masked, 1, 1) & (made.positions > 0), made.tokens
   mask = -1 - ids if config.train.objective == 'block' else model.mask_id
   tokens = np.where(hidden, mask, ids)
-  weights = np.where(masked, made.weights / p, 0)
+  weights = made.weights * masked / np.where(masked, p, 1)
   return made._replace(
     tokens=tokens.astype(np.int32), weights=weights.astype(np.float32)
   )

@@ -152,16 +152,63 @@ def _drawn(config, steps, weights=1.0):
   return [objectives.batch(config, given, t, range(8), 8) for t in range(steps)]
 
 
-def test_weights_are_one_in_expectation():
+@pytest.mark.parametrize('objective', ('masked', 'block'))
+@pytest.mark.parametrize('shift', (False, True))
+def test_two_rows_of_a_text_mask_each_token_once(folder, objective, shift):
+  block = dict(visibility='block', block=8) if objective == 'block' else {}
+  model, train = dict(mask_shift=shift) | block, dict(objective=objective)
+  config, corpus = load(
+    folder, model=model, train=train | dict(complementary=True)
+  )
+  plain = dataclasses.replace(config, train=schema.Train(batch_size=4, seed=3))
+  made = data.Batches(config, corpus)
+  alone, _ = load(folder, model=model, train=train)
+  steps = dict(itertools.islice(made.iterate(2), 3))
+  for t, found in steps.items():
+    same(found, made.batch_at(t))
+    clean = data.Batches(plain, corpus).batch_at(t)
+    assert found.denominator == 2 * clean.denominator
+    one, two = found.weights[::2] > 0, found.weights[1::2] > 0
+    np.testing.assert_array_equal(one | two, clean.weights > 0)
+    assert not (one & two).any() and one.any() and two.any()
+    for view in (0, 1):  # the same text
+      np.testing.assert_array_equal(found.targets[view::2], clean.targets)
+    # 1 / p and 1 / (1 - p) of one p.
+    for a, b in zip(found.weights[::2], found.weights[1::2], strict=True):
+      if objective == 'masked' and a.any() and b.any():
+        assert np.isclose(1 / a.max() + 1 / b.max(), 1)
+    # Without a second view rows 2i and 2i + 1 hide what they have in common.
+    single = data.Batches(alone, corpus).batch_at(t).weights > 0
+    assert (single[::2] & single[1::2]).any()
+  held, single = (data.evaluation(c, corpus)[0] for c in (config, alone))
+  same(held.batch_at(0), single.batch_at(0))
+  assert made.epochs(8) == {None: 32 / made.rows}
+
+
+@pytest.mark.parametrize('complementary', (False, True))
+def test_weights_are_one_in_expectation(complementary):
   """So the loss is that of a uniform time, of every token alike."""
-  made = np.stack([b.weights for b in _drawn(config_of(), 4000)])
+  config = config_of(train=dict(complementary=complementary))
+  made = np.stack([b.weights for b in _drawn(config, 4000)])
   means = made.mean((0, 1))
   # The variance of 1 / p over a uniform p is E[1 / p] - 1 = -ln LEAST - 1.
   error = ((-np.log(objectives.LEAST) - 1) / (4000 * 8)) ** 0.5
+  error *= 2**0.5 if complementary else 1  # two rows share a p
   assert np.abs(means - 1).max() < 5 * error
   assert abs((made > 0).mean() - 0.5) < 0.01  # what weights of 1 would give
   shares = (made > 0).mean(2)
   assert shares.std(1).mean() > 0.25, 'rows of a step have their own share'
+
+
+@pytest.mark.parametrize('changed, words', [
+  (dict(objective='next_token'), 'masks nothing'),
+  (dict(batch_size=7), 'train.batch_size=7'),
+  (dict(batch_ramp='2:2:10'), "train.batch_ramp='2:2:10'"),
+])  # fmt: skip
+def test_two_views_that_do_not_fit_are_refused(changed, words):
+  config = config_of(train=dict(complementary=True) | changed)
+  with support.refused('train.complementary=true', words):
+    objectives.check(config)
 
 
 def test_prompts_are_never_masked():
