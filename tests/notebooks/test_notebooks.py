@@ -343,3 +343,21 @@ def test_parallel_decoding(few_steps):
     'of 8 texts the same', 'typical    ', 'exit code 2',
   ):  # fmt: skip
     assert part in text, part
+
+
+def test_diffusion(few_steps):
+  text, pictures = shown(few_steps, '07_diffusion')
+  assert pictures == 1  # nats by calls
+  found(r'^held-out bits per byte \d\.\d{4} ', text, re.M)
+  found(r'^held-out bits per byte \(upper bound\) \d\.\d{4} ', text, re.M)
+  row = r'^([\w .]+?) +(\d+\.\d) +(\d+\.\d{3}) +(\d+\.\d)%$'
+  calls = {name: float(n) for name, n, *_ in re.findall(row, text, re.M)}
+  assert list(calls) == [
+    'autoregressive', '1 a call', '2 a call', '4 a call', '8 a call', 'above .9'
+  ]  # fmt: skip
+  # 64 tokens, fewer where a text ends in its first canvas.
+  for name, most in (('1 a call', 64), ('2 a call', 32), ('8 a call', 8)):
+    assert most / 2 <= calls[name] <= most
+  masks = [x.count('□') for x in re.findall(r'^ +\d+ (.*)$', text, re.M)]
+  assert len(masks) > 1 and masks[-1] == 0
+  assert masks == sorted(set(masks), reverse=True)

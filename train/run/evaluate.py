@@ -5,6 +5,8 @@
 
 Documents stand alone and a piece longer than a row loses its context, so the
 figure is pessimistic; the end of a document is predicted too and adds no byte.
+Of train.objective=masked and block it is an upper bound in expectation over
+masks (train/data/objectives.py), of one draw of them, the same in any run.
 """
 
 from collections.abc import Mapping
@@ -23,6 +25,7 @@ class Evaluation(NamedTuple):
   Attributes:
     bits_per_byte: over all domains. domains: {name: bits per byte}.
     n_bytes: of the text. loss: nats a token, over all; losses: {name: of one}.
+    bound: they are upper bounds, of a model of masks.
   """
 
   bits_per_byte: float
@@ -30,6 +33,7 @@ class Evaluation(NamedTuple):
   n_bytes: int
   loss: float = math.nan
   losses: Mapping[str, float] = types.MappingProxyType({})
+  bound: bool = False
 
   def values(self):
     """As metrics: 'eval/loss', 'eval/<domain>/bits_per_byte', and so on."""
@@ -42,7 +46,8 @@ class Evaluation(NamedTuple):
     """One line of text."""
     each = ', '.join(f'{d} {v:.3f}' for d, v in self.domains.items())
     loss = f', loss {self.loss:.4f}' if math.isfinite(self.loss) else ''
-    return f'held-out bits per byte {self.bits_per_byte:.4f} ({each}){loss}'
+    what = 'bits per byte (upper bound)' if self.bound else 'bits per byte'
+    return f'held-out {what} {self.bits_per_byte:.4f} ({each}){loss}'
 
 
 class Evaluator:
@@ -81,4 +86,6 @@ class Evaluator:
       nats_all, bytes_all = nats_all + nats, bytes_all + held.n_bytes
       tokens_all += held.n_pairs
     bits = nats_all / math.log(2) / bytes_all
-    return Evaluation(bits, domains, bytes_all, nats_all / tokens_all, losses)
+    bound = job.config.train.objective != 'next_token'
+    loss = nats_all / tokens_all
+    return Evaluation(bits, domains, bytes_all, loss, losses, bound)
