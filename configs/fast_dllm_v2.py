@@ -26,6 +26,17 @@ SMALL = {
   'model.vocab_size': 12, 'model.mask_id': 11, 'model.d_model': 16,
   'model.block': 4,
 }  # fmt: skip
+LEFT_TO_RIGHT = presets.LISTS['fields'] | {
+  'model.visibility': 'causal', 'model.block': 0, 'model.mask_id': -1,
+  'model.mask_shift': False, 'train.objective': 'next_token',
+  'train.steps': 1500,
+}  # fmt: skip
+# A prompt of 8 items is a block: its answer is in one.
+BLOCKS = {
+  'model.visibility': 'block', 'model.block': 11, 'model.mask_id': 20,
+  'model.mask_shift': True, 'train.objective': 'block',
+  'train.complementary': True, 'train.steps': 150,
+}  # fmt: skip
 
 
 def get_config():
@@ -40,6 +51,7 @@ def get_config():
 def claims():
   """What `paraxis reproduce fast_dllm_v2` checks."""
   from paraxis.train.claims import experiment
+  from paraxis.train.claims.decode import converted
   from paraxis.train.claims.decode import masks
 
   clean = dict(check=masks.behind_clean, changes=SMALL, length=18, within=1e-12)
@@ -47,20 +59,29 @@ def claims():
     check=masks.exact_cache, changes=SMALL, prompts=6, new=18,
     policy=dict(count='threshold', threshold=0.4), within=1e-6,
   )  # fmt: skip
+  calls = dict(
+    check=converted.fewer_calls, trainings=[LEFT_TO_RIGHT, BLOCKS],
+    task=presets.LISTS['task'] | dict(operations=('copy', 'sort')),
+    policy=dict(count='threshold'), operations=['copy', 'sort'],
+    bounds=[2.0, 0.02, 0.1], lists_of=[8, 100], seeds=[0, 1, 2],
+  )  # fmt: skip
   return [
     ('the block step on layouts', 'EQ', experiment.on_layouts(*MESHES), None),
     ('a block behind clean blocks', 'EQ', clean, None),
     ('cached blocks are exact', 'EQ', cached, None),
+    ('half of the calls, converted', 'LEARN', calls, '2.5 times faster'),
   ]
 
 
 def knockouts():
   """Earlier blocks are seen as they were masked; a shard passes over what its
-  last block has in the next one; a block is cached with keys of its masks."""
+  last block has in the next one; a block is cached with keys of its masks; a
+  call makes one token."""
   from paraxis.train.claims.decode import masks
 
   return [
     ('masks_before', 'a block behind clean blocks', masks.masks_before),
     ('nothing_ahead', 'the block step on layouts', masks.nothing_ahead),
     ('no_clean_pass', 'cached blocks are exact', masks.no_clean_pass),
+    ('one_a_call', 'half of the calls, converted', {'policy': {}}),
   ]

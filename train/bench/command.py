@@ -52,6 +52,10 @@ BENCHES = {
   'methods': (
     'methods', 1, 'every method of decoding, SmolLM2-135M: one by one'
   ),
+  'masks': (
+    'masks', 1,
+    'training steps and calls of masked models: causal ones of the same tokens',
+  ),
   'checkpoint': (
     'checkpoint', 8, '128 MiB and 1 GiB saved and restored: Orbax'
   ),

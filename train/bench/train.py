@@ -23,6 +23,7 @@ from paraxis.train import step as step_lib
 from paraxis.train.bench import measure
 from paraxis.train.bench import peers
 from paraxis.train.bench import reference
+from paraxis.train.data import objectives
 
 _EXPLICIT = dict(collectives='explicit')
 # dtype -> least speed of our attention / jax.nn.dot_product_attention
@@ -142,7 +143,9 @@ class Ours:
     self.numbers: Any = None
     with self.job.context():
       self._state = self.job.initial_state()
-      self._batch = self.job.put(batch(c))
+      rows = c.train.batch_size
+      made = objectives.batch(c, batch(c), 0, range(rows), rows)
+      self._batch = self.job.put(made)
       jax.block_until_ready((self._state, self._batch))
       before = now()
       self.programs = self._grads, self._update = self._compile()

@@ -12,12 +12,13 @@ from paraxis.train.claims import harness
 from paraxis.train.claims import lists
 from paraxis.train.claims import on_tasks
 
-SHARED = 'masked_lists'
+SHARED = 'masked_lists', 'shifted_lists'
 
 
 def shared(run):
   """A harness.Run whose trainings are in the folder that configs share."""
-  other = harness.Run(run.config, run.results.with_name(SHARED), run.say)
+  name = SHARED[run.config.model.mask_shift]
+  other = harness.Run(run.config, run.results.with_name(name), run.say)
   other.fresh = run.fresh
   return other
 
@@ -47,11 +48,17 @@ def questions(task, operation, n, rows, seed):
 
 
 def answered(made, task, asked, n, policy, **options):
-  """What `generate` gives for prompts [(ids, items)], n tokens each."""
+  """What `generate` gives for prompts [(ids, items)], n tokens each; policy:
+  None: from left to right."""
+  model = made.built.model.config
+  # Where a token is predicted at the one before it, a row has one more.
+  first = [0] if model.visibility == 'causal' or model.mask_shift else []
+  how: dict = dict(method='autoregressive')
+  if policy is not None:
+    how = dict(method='unmask', unmask=dict(block=task.most) | policy)
   return made.generate(
-    [ids for ids, _ in asked], max_new_tokens=n, method='unmask',
-    unmask=dict(block=task.most) | policy, **options,
-  )  # fmt: skip
+    [[*first, *ids] for ids, _ in asked], max_new_tokens=n, **how, **options
+  )
 
 
 def answers(made, task, operation, n, policy, rows, seed=0, temperature=1.0):

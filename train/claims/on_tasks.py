@@ -64,21 +64,26 @@ def random(run, changes):
 def right(model, task, params, batch):
   """(n,) shares of the answers that are the most likely tokens; of a masked
   model, with all of them masked."""
-  if model.config.mask_id >= 0:
-    masks = jnp.where(batch.weights > 0, model.config.mask_id, batch.targets)
-    batch = batch._replace(tokens=masks)
+  config = model.config
+  if config.mask_id >= 0:
+    hidden, ids = batch.weights > 0, batch.targets
+    if config.mask_shift:  # as objectives.batch has it
+      hidden, ids = jnp.roll(hidden, 1, 1).at[:, 0].set(False), batch.tokens
+    mask = -1 - ids if model.pairs else config.mask_id
+    batch = batch._replace(tokens=jnp.where(hidden, mask, ids))
   x_BTD, _ = model.features(params, batch)
   hit_BT = model.logits(params, x_BTD).argmax(-1) == batch.targets
   return task.right(hit_BT, batch)
 
 
-def train(config, task, every, folder, say):
+def train(config, task, every, folder, say, begin=None):
   """[[step, shares of answers right on new rows], ...] of a training.
 
   Args:
     config: schema.Config; its vocabulary and length are those of the task.
     task: as in train/claims/tasks.py. every: steps between measurements.
     folder: pathlib.Path; a training resumes from the last measurement there.
+    begin: {path: array} in place of the first parameters.
   """
   # Orbax starts slowly.
   from paraxis.sharding.checkpoint import store as store_lib
@@ -94,7 +99,7 @@ def train(config, task, every, folder, say):
     job.context(),
     store_lib.Store(path, store_lib.Options(1, False), say=say) as store,
   ):
-    state, curve = _resumed(job, store, say)
+    state, curve = _resumed(job, store, say, begin)
     held = [job.put(tasks.draw(task, rows, seed, True)) for seed in range(4)]
     for t in range(curve[-1][0] if curve else 0, config.train.steps):
       batch = job.put(trained_on(config, task, t))
@@ -111,14 +116,20 @@ def train(config, task, every, folder, say):
 def trained_on(config, task, t):
   """batch.Batch of step t; no two seeds train on the same one."""
   seed = 1_000_000 * config.train.seed + 1000 + t
-  rows = config.train.batch_size
-  batch = tasks.draw(task, rows, seed)
+  rows, views = config.train.batch_size, objectives.views(config)
+  batch = tasks.draw(task, rows // views, seed)
+  batch = jax.tree.map(lambda x: x.repeat(views, 0) if x.ndim else x, batch)
   return objectives.batch(config, batch, t, range(rows), rows)
 
 
-def trained(run, task, fields, seeds):
+def trained(run, task, fields, seeds, name='model', begin=None):
   """[(schema.Config, {path: array}, share of its answers' tokens right) of a
-  seed], and the CPU-seconds of a training; arguments as of `models`."""
+  seed], and the CPU-seconds of a training; arguments as of `models`.
+
+  Args:
+    name: of the trainings' folders. begin: ({seed: {path: array}}, the fields
+      of their training), in place of the first parameters; or None.
+  """
   given = {
     'model.vocab_size': task.vocabulary,
     'data.sequence_length': task.length,
@@ -127,13 +138,17 @@ def trained(run, task, fields, seeds):
   config = experiment.fields(run.config, given, fields)
   every = max(config.train.steps // 5, 1)
 
+  first, own = begin or ({}, {})
+
   def learn(config, folder, say):
-    curve = train(config, task, every, folder, say)
+    params = first.get(config.train.seed)
+    curve = train(config, task, every, folder, say, params)
     return {'right': curve[-1][1]}
 
-  rows = ablation.trained(run, {'model': config}, seeds, learn, vars(task))
+  about = vars(task) | ({'begun from': own} if own else {})
+  rows = ablation.trained(run, {name: config}, seeds, learn, about)
   found = []
-  for one in rows['model']:
+  for one in rows[name]:
     job = job_lib.of_shapes(config, '', jax.devices()[:1])
     with job.context():
       params = experiment.restored(job, one.folder)
@@ -157,11 +172,15 @@ def models(run, task, fields, seeds):
   return made, seconds
 
 
-def _resumed(job, store, say):
+def _resumed(job, store, say, begin=None):
   """(state, curve) of the newest checkpoint, or of the start."""
   found = store.restore_latest_good(state_lib.flatten(job.state))
   if found is None:
-    return job.initial_state(), []
+    state = job.initial_state()
+    if begin is not None:  # a copy: a step donates its state
+      assert begin.keys() == state.params.keys()
+      state = state._replace(params=jax.tree.map(jnp.copy, dict(begin)))
+    return state, []
   step, tree, meta = found
   say(f'resumed from step {step}')
   return state_lib.unflatten(job.state, tree), meta['curve']

@@ -1,0 +1,38 @@
+"""The bench of masked models: what is compared has the same tokens."""
+
+import numpy as np
+
+from paraxis.train.bench import masks
+from paraxis.train.bench import train as bench_train
+
+
+def test_steps_and_calls_have_rows_and_bounds():
+  report = masks.masks(1, True, lambda line: None)
+  for name in (masks.CAUSAL, *masks.STEPS):
+    unit, values = report.rows[f'step, {name}']
+    assert unit == 's' and len(values) == 1 and values[0] > 0
+  checks = {c.what: c for c in report.checks}
+  assert len(checks) == 2 + len(masks.CALLS)
+  step = checks['step: time of masks / causal']
+  own, causal = (report.rows[f'step, {n}'][1][0] for n in ('masks', 'causal'))
+  assert step.values == [own / causal] and step.target == 1.1
+  for count in masks.CALLS:
+    assert checks[f'call of {count}: time of a block / causal'].target == 1.15
+  assert any('pairs of rows / causal' in note for note in report.notes)
+
+
+def test_a_masked_step_has_masks_in_the_same_tokens(monkeypatch):
+  given = []
+  put = bench_train.job_lib.Program.put
+  monkeypatch.setattr(
+    bench_train.job_lib.Program, 'put',
+    lambda self, b, *more: given.append(b) or put(self, b, *more),
+  )  # fmt: skip
+  c = bench_train.config(True)
+  fields, _ = masks.STEPS['masks']
+  for config in (c, masks._with(c, fields)):
+    bench_train.Ours(config, 'data=1', bench_train.measure.settled)
+  plain, masked = given
+  hidden = masked.tokens == c.model.vocab_size - 1
+  assert 0.3 < hidden.mean() < 0.7 and plain.tokens.shape == hidden.shape
+  np.testing.assert_array_equal(plain.targets, masked.targets)
