@@ -3,6 +3,7 @@
 A draft is to say what the model says, so it may learn from what the model
 writes: pieces of the text, which it continues greedily (Medusa's
 self-distillation, arXiv:2401.10774, section 2.3; there the answers are drawn).
+A filter of a masked model learns from that alone (decode/unmask/filters.py).
 """
 
 import dataclasses
@@ -10,10 +11,17 @@ import functools
 import itertools
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from paraxis.configs import schema
+from paraxis.configs.base import errors
+from paraxis.decode import step
 from paraxis.decode.drafts import distill
+from paraxis.decode.unmask import filters
 from paraxis.models import build
 from paraxis.models import checks as model_checks
+from paraxis.models.mixers import packed
 from paraxis.train.data import corpus
 
 LONGEST = 4  # rows of one document
@@ -71,21 +79,26 @@ def rows(tokenizer, path, held, tokens, length):
 
 
 @functools.lru_cache(maxsize=1)
-def written(made, text, length, say):
+def written(made, text, length, say, block=0, held=False):
   """(N, length) int32: pieces of texts, and what the model writes after each.
 
   Args:
-    made: loop.Generator. text: Text, whose `own` is above 0.
+    made: loop.Generator. text: Text, whose `own` is above 0. block: tokens of a
+      canvas, of which a masked model fills one a call; 0: it is none. held:
+      pieces of the held-out part.
   """
   count, begin = max(text.tokens // length, 1), length - text.own
-  encoded = map(made.tokenizer.encode, documents(text.path, False))
+  how: dict = dict(method='unmask', unmask=dict(block=block)) if block else {}
+  encoded = map(made.tokenizer.encode, documents(text.path, held))
   # The first piece of each document, then the second, ..
   pieces = itertools.zip_longest(*(_pieces(x, begin) for x in encoded))
   pieces = filter(None, itertools.chain.from_iterable(pieces))
   ids, found = list(itertools.islice(pieces, count)), []
   for at in range(0, len(ids), TOGETHER):
     part = ids[at : at + TOGETHER]
-    results = made.generate(part, max_new_tokens=text.own, temperature=0.0)
+    results = made.generate(
+      part, max_new_tokens=text.own, temperature=0.0, **how
+    )
     found += [
       [*x, *r['tokens']]
       for x, r in zip(part, results, strict=True)
@@ -127,3 +140,62 @@ def trained(made, text, kind, layers, recipe, say):
     return distill.train(
       made.built.model, made.params, tokenizer, found, kind, layers, recipe, say
     )
+
+
+def filtered(made, text, block, recipe, say):
+  """(heads.About, {name: array}) of a filter for a loop.Generator of masks.
+
+  Its accuracy, of every place of a canvas, is that of held-out text.
+
+  Args:
+    text: Text, whose `own` is above 0. block: tokens of a canvas. recipe:
+      distill.Recipe; length, steps, batch, rate and seed are read.
+  """
+  model, own = made.built.model, text.own
+  config, begin = model.config, recipe.length - own
+  if config.visibility == 'block':
+    block = config.block
+    if begin % block:
+      raise errors.UserError(
+        f'--length={recipe.length} --own={own}: the model writes behind '
+        f'{begin} tokens, which are no blocks of model.block={block}.'
+      )
+  records = []
+  for held in (False, True):
+    part = text._replace(tokens=max(text.tokens // 8, 1)) if held else text
+    found = written(made, part, recipe.length, say, block, held)
+    with build.use(made.built):
+      read = functools.partial(_likeliest(model), made.params)
+      calls, kept = filters.guided(read, found, begin, block, config.mask_id)
+    records.append(kept)
+  made_of = filters.fit(
+    records[0], recipe.steps, recipe.batch, recipe.rate, recipe.seed
+  )
+  about = filters.about(config, made.tokenizer.fingerprint, made_of, records[1])
+  right = sum(x for (x,) in about.accuracy) / len(about.accuracy)
+  say(
+    f'filter: {recipe.steps} steps of {recipe.batch} calls; held-out, '
+    f'{right:.3f} of what it says of masks is right; who knows the end needs '
+    f'{calls.mean():.1f} calls for {own} tokens'
+  )
+  return about, made_of
+
+
+def _likeliest(model):
+  """(params, ids (N, T)) -> (likeliest tokens, their probabilities), of a pass
+  over rows without a cache."""
+
+  @jax.jit
+  def run(params, ids):
+    count, size = ids.shape
+    rows = step.rows(ids, jnp.full(count, size, jnp.int32))
+    form = (packed.Group(count, size, fresh=True),)
+    x, _ = model.step(params, model.init_cache(count, 1), rows, form)
+    z = model.logits(params, x).astype(jnp.float32)
+    if model.config.mask_shift:
+      z = jnp.roll(z, 1, 1)
+    mask = jnp.arange(z.shape[-1]) == model.config.mask_id
+    p = jax.nn.softmax(jnp.where(mask, -jnp.inf, z))
+    return p.argmax(-1).astype(jnp.int32), p.max(-1)
+
+  return run

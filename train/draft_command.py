@@ -1,4 +1,4 @@
-"""`paraxis draft`: trains a draft for several tokens a call of a model.
+"""`paraxis draft`: trains what lets a model make several tokens a call.
 
 The text is split as for training; drafts learn the training part, and their
 accuracy is that of the held-out part.
@@ -9,8 +9,14 @@ import pathlib
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 
-KINDS = 'medusa', 'speculative', 'eagle', 'falcon', 'ppd'
+KINDS = 'medusa', 'speculative', 'eagle', 'falcon', 'ppd', 'filter'
 SHORT = 64  # tokens of a row of ppd, each with prompt tokens behind it
+# --steps and --rate that are not given.
+STEPS, RATE = dict(filter=2000), dict(filter=1e-2)
+USED = {
+  'filter': 'unmask --config.decode.unmask.score=filter '
+  '--config.decode.unmask.count=threshold'
+}  # --method of decode
 
 
 def _check(values):
@@ -25,6 +31,11 @@ def _check(values):
     raise errors.UserError(
       f'--own={values.own}: of a row of --length={length} tokens the model '
       f'writes 1 to {length - 1}; 0: none.'
+    )
+  if values.method == 'filter' and not values.own:
+    raise errors.UserError(
+      '--method=filter learns from what a masked model writes: name how many '
+      f'tokens of a row of --length={length} with --own.'
     )
   if (values.method == 'speculative') != bool(values.draft_layers):
     raise errors.UserError(
@@ -47,22 +58,26 @@ def _draft(values, *_):
   from paraxis.decode.drafts import heads
   from paraxis.train import draft
 
+  kind = values.method
   recipe = distill.Recipe(
-    heads=values.heads, steps=values.steps, batch=values.batch,
-    length=length, seed=values.seed, rate=values.rate,
-    words=values.words,
+    heads=values.heads, batch=values.batch, length=length, seed=values.seed,
+    steps=values.steps or STEPS.get(kind, 200),
+    rate=values.rate or RATE.get(kind, 1e-3), words=values.words,
   )  # fmt: skip
   text = draft.Text(values.data, values.tokens, values.own)
   given = values.checkpoint, values.weights
   with decode_main.open_(*given) as opened:
     made = opened.generator(draft.alone(opened))
-    about, own = draft.trained(
-      made, text, values.method, values.draft_layers, recipe, print
-    )
+    if kind == 'filter':
+      about, own = draft.filtered(made, text, values.block, recipe, print)
+    else:
+      about, own = draft.trained(
+        made, text, kind, values.draft_layers, recipe, print
+      )
   heads.save(values.out, about, own)
   print(
     f'{values.out}: {heads.numbers(own):,} parameters; paraxis decode '
-    f'--method={values.method} --draft={values.out}'
+    f'--method={USED.get(kind, kind)} --draft={values.out}'
   )
 
 
@@ -77,7 +92,8 @@ COMMAND = command_line.Command(
     (str, 'method=NAME', 'medusa',
      'medusa: heads; speculative: blocks behind the first layers; eagle: a '
      'layer that continues the features; falcon: one that makes two a pass; '
-     'ppd: prompt tokens behind drafts'),
+     'ppd: prompt tokens behind drafts; filter: which tokens of a masked '
+     'model are right already'),
     (str, 'out=FILE', '', 'the .npz file to write'),
     (str, 'data=PATH', 'fixture', 'text, as data.path'),
     ('count', 'tokens=N', 100_000, 'of the text that are read, at most'),
@@ -89,12 +105,15 @@ COMMAND = command_line.Command(
     ('count', 'draft_layers=N', 0, 'speculative: layers, from the first on'),
     ('count', 'heads=N', 3,
      'medusa: tokens after the next one; ppd: prompt tokens'),
-    ('count', 'steps=N', 200, 'of training'),
+    ('count', 'block=N', 32,
+     'filter: tokens of a canvas; of model.visibility=block, model.block'),
+    ('count', 'steps=N', 0, 'of training; 0: 200, of a filter 2000'),
     ('count', 'batch=N', 256, 'tokens of a step'),
     ('count', 'length=N', 0,
      'tokens of a row of text; 0: 512, of ppd 64, which costs 1 + heads times '
      'as many'),
-    (float, 'rate=X', 1e-3, 'learning rate in the beginning; cosine decay'),
+    (float, 'rate=X', 0.0,
+     'learning rate in the beginning, cosine decay; 0: 1e-3, of a filter 1e-2'),
     ('count', 'seed=N', 0, 'order of the text'),
   ),
 )  # fmt: skip

@@ -60,7 +60,7 @@ def check(about, places):
   if about is None:
     raise errors.UserError(
       'decode.unmask.score=filter reads a trained filter: name its file with '
-      'decode.draft.'
+      'decode.draft (`paraxis draft --method=filter` trains one).'
     )
   if len(about.accuracy) != places:
     raise errors.UserError(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import numpy as np
 import pytest
 import support
 
@@ -17,13 +18,12 @@ from paraxis.train import draft
 from paraxis.train.data import corpus
 
 
-@pytest.fixture(scope='module')
-def workdir(tmp_path_factory):
+def saved(path, **model):
   """A run of a small model that nobody trained."""
   config = schema.view({
     'model': dict(
-      vocab_size=2048, d_model=16, num_layers=2, num_heads=2, d_ff=32,
-      embedding_init_std=1.0,
+      vocab_size=2056, d_model=16, num_layers=2, num_heads=2, d_ff=32,
+      embedding_init_std=1.0, **model,
     ),
     'decode': dict(max_new_tokens=6),
   })  # fmt: skip
@@ -31,8 +31,12 @@ def workdir(tmp_path_factory):
   built = build.build(plain, 'data=1', devices=jax.devices()[:1])
   with build.use(built):
     params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
-  path = tmp_path_factory.mktemp('run')
   return support.save_run(path, config, built, params, (1,))
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory):
+  return saved(tmp_path_factory.mktemp('run'))
 
 
 FEW = '--tokens=600 --length=16 --steps=2 --batch=16'.split()
@@ -63,6 +67,62 @@ def test_a_draft_is_trained_and_used(workdir, tmp_path, capsys, method, more):
     decode_main.main, [*flags, '--method=jacobi', f'--draft={out}']
   )
   assert code == 2 and 'uses no trained draft' in capsys.readouterr().err
+
+
+MASKED = {
+  'full': dict(visibility='full', mask_id=2050),
+  'shifted': dict(visibility='full', mask_id=2050, mask_shift=True),
+  'block': dict(visibility='block', block=4, mask_id=2050, mask_shift=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', MASKED)
+def test_a_filter_is_trained_and_used(tmp_path, capsys, monkeypatch, name):
+  """It learns from the calls of the decoder that knows the end."""
+  kept = []
+  guided = draft.filters.guided
+  monkeypatch.setattr(
+    draft.filters, 'guided',
+    lambda *given: kept.append((given, guided(*given))) or kept[-1][1],
+  )  # fmt: skip
+  run, out = saved(tmp_path / 'run', **MASKED[name]), tmp_path / 'filter.npz'
+  argv = [f'--checkpoint={run}', '--method=filter', f'--out={out}', '--block=4']
+  few = '--tokens=128 --length=16 --own=8 --steps=3'.split()
+  assert cli.main(['draft', *argv, *few]) == 0
+  said = capsys.readouterr().out
+  assert 'filter: 3 steps' in said and '--method=unmask --config' in said
+  # Of training text and of held-out text, 4 tokens of a canvas in 2 canvases.
+  (read, rows, at, width, mask), (calls, records) = kept[0]
+  assert (len(kept), at, width, mask) == (2, 8, 4, 2050)
+  assert rows.shape == (8, 16) and records.open.shape == (calls.sum(), 4)
+  # What it reads is what calls of the loop read: the text is made anew.
+  row, every = np.array(rows), np.arange(len(rows))
+  row[:, at:] = mask
+  for first in np.repeat([8, 12], 4):
+    tokens, p = map(np.array, read(row))
+    open_ = row[:, first : first + 4] == mask
+    best = first + np.where(open_, p[:, first : first + 4], -1).argmax(1)
+    row[every, best] = tokens[every, best]
+  np.testing.assert_array_equal(row, rows)
+  flags = [f'--checkpoint={run}', '--prompt=The', '--json', '--temperature=0']
+  flags += ['--method=unmask', f'--draft={out}', '--max_new_tokens=6']
+  unmask = dict(block=4, score='filter', count='threshold', threshold=0.0)
+  flags += [f'--config.decode.unmask.{k}={v}' for k, v in unmask.items()]
+  assert command_line.run(decode_main.main, flags) == 0
+  (sample,) = json.loads(capsys.readouterr().out)['samples']
+  assert len(sample['tokens']) <= 6 and sample['calls'] <= 6
+
+
+def test_filters_of_what_is_no_masked_model(workdir, tmp_path, capsys):
+  argv = [f'--checkpoint={workdir}', '--method=filter', '--out=a.npz']
+  assert cli.main(['draft', *argv, '--length=16', '--own=8']) == 2
+  assert 'is no model of masks' in capsys.readouterr().err
+  assert cli.main(['draft', *argv, '--length=16']) == 2
+  assert 'a row of --length=16 with --own' in capsys.readouterr().err
+  run = saved(tmp_path / 'run', **MASKED['block'])
+  argv[0] = f'--checkpoint={run}'
+  assert cli.main(['draft', *argv, '--length=16', '--own=7']) == 2
+  assert 'no blocks of model.block=4' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
