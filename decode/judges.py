@@ -71,13 +71,11 @@ class Judged(NamedTuple):
 class Judge(NamedTuple):
   """lossless: the text is distributed as that of decoding one by one.
   run: (z (B, C + 1, V), Drafts, Draws, trees.Tree) -> Judged. coupled: drafts
-  are drawn by the noise of the tokens. chains: it takes no other tree, but
-  greedily."""
+  are drawn by the noise of the tokens."""
 
   lossless: bool
   coupled: bool
   run: Callable
-  chains: bool = False
 
 
 def accepted(ok_BC):
@@ -128,7 +126,8 @@ def replay(z, drafts, draws, tree):
 def rejection(z, drafts, draws, tree, rest=lambda p, q: jnp.maximum(p - q, 0)):
   """See the module. rest: of p and q (B, V), what is drawn from where a draft
   is dropped, up to a factor."""
-  if draws.form.greedy:
+  if draws.form.greedy or not tree.is_chain:
+    assert tree.is_chain or drafts.logits is None, 'choices of a tree are drawn'
     return replay(z, drafts, draws, tree)
   form, values = draws.form, draws.values
   p_of = lambda z: jax.nn.softmax(sampling.filtered(z, form, values), -1)
@@ -202,6 +201,6 @@ def typical(z, drafts, draws, tree):
 
 JUDGES = {
   'replay': Judge(True, True, replay),
-  'rejection': Judge(True, False, rejection, chains=True),
+  'rejection': Judge(True, False, rejection),
   'typical': Judge(False, True, typical),
 }

@@ -228,7 +228,7 @@ class Generator:
     """
     form, values, trace = sampled
     about, own = self._draft(config.draft)
-    method = self._method(methods.Choice.of(config), form.greedy, about)
+    method = self._method(methods.Choice.of(config), about)
     params = proposal.Params(self._params, own)
     static = program.Static(form, config.judge, trace)
     slots, length = self._fit(ids, config)

@@ -59,12 +59,11 @@ class Choice(NamedTuple):
     return cls(*(getattr(config, name) for name in cls._fields))
 
 
-def of(model, choice, greedy, about=None):
+def of(model, choice, about=None):
   """The method, for a decoder.Decoder.
 
   Args:
-    choice: Choice. greedy: whether tokens are drawn or the likeliest.
-    about: heads.About of decode.draft, or None.
+    choice: Choice. about: heads.About of decode.draft, or None.
 
   Raises:
     UserError: the model, the judge or the draft cannot serve the method.
@@ -73,11 +72,6 @@ def of(model, choice, greedy, about=None):
   made = _made(model, choice, about)
   says = f'decode.method={choice.method}'
   if not made.tree.is_chain:
-    if judges.JUDGES[choice.judge].chains and not greedy:
-      raise errors.UserError(
-        f'{says} drafts a tree, decode.judge={choice.judge} draws along chains '
-        'only: take judge=replay, or temperature=0.'
-      )
     if kinds := _recurrent(model):
       raise errors.UserError(
         f'{says} drafts a tree, and layers of kind {kinds} keep one state a '

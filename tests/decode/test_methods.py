@@ -472,6 +472,36 @@ def test_rejection_keeps_more_than_independent_draws_that_agree():
   assert rejected < 60 * 23 and replayed < 60 * 23
 
 
+def test_rejection_of_a_tree_is_that_of_one_choice_after_the_other():
+  """A choice is kept with p over what is left of p; a round, and its child."""
+  rows, form, values = 20_000, *sampling.check(schema.Decode(temperature=1), 8)
+  tree = trees.of_paths([(0,), (1,), (2,), (1, 0)])
+  first, second = np.random.default_rng(0).normal(0, 1, (2, 8))
+  choices = np.array([3, 1, 6, 2])  # the last one behind the second
+  z = np.stack([first, *[second] * 4])
+  wide = lambda x: jnp.asarray(np.broadcast_to(x, (rows, *np.shape(x))))
+  drafts = judges.Drafts(wide(choices).astype(jnp.int32), wide([True] * 4))
+  order = jnp.arange(rows, dtype=jnp.uint32)
+  draws = judges.Draws(form, values, order, jnp.zeros_like(order))
+  found = jax.jit(lambda z: judges.rejection(z, drafts, draws, tree))(
+    wide(z).astype(jnp.float32)
+  )
+  p, want, left = jax.nn.softmax(first), {}, 1.0
+  for x in choices[:3]:
+    share = p[x] / (1 - sum(want.values()))
+    want[x], left = left * share, left * (1 - share)
+  tokens, n = np.asarray(found.tokens), np.asarray(found.n)
+  error = lambda q: 4 * (q * (1 - q) / rows) ** 0.5
+  assert abs((n == 0).mean() - left) < error(left)
+  for x, q in want.items():
+    assert abs(((n > 0) & (tokens[:, 0] == x)).mean() - q) < error(q)
+  both = want[1] * jax.nn.softmax(second)[2]
+  assert abs((n == 2).mean() - both) < error(both)
+  counts = np.bincount(tokens[:, 0], minlength=8)
+  statistic = ((counts - rows * p) ** 2 / (rows * p)).sum()
+  assert beyond(statistic, 7) < 3.1
+
+
 # ------------------------------------------------------------------- drafts
 
 
@@ -528,16 +558,16 @@ def test_a_draft_model_that_cannot_forget_is_refused(method):
 
 
 def test_a_tree_needs_branches(medusa):
-  """A recurrence has none: the chain is named. A judge of chains, too."""
+  """A recurrence has none: the chain is named."""
   options = medusa('GF')
   with support.refused('kind G', 'one state a request', 'speculative'):
     generator('GF').generate(PROMPTS, **GREEDY, **options)
   generator('F')._draft.cache_clear()
   options = medusa('F') | dict(judge='rejection')
-  with support.refused('drafts a tree', 'judge=replay'):
-    generator('F').generate(PROMPTS, **SAMPLED, **options)
   want = texts(generator('F').generate(PROMPTS, **GREEDY))
   assert texts(generator('F').generate(PROMPTS, **GREEDY, **options)) == want
+  found = generator('F').generate(PROMPTS, **SAMPLED, **options)
+  assert sum(r['calls'] for r in found) < sum(len(r['tokens']) for r in found)
 
 
 def test_the_command_lists_the_methods(capsys):
