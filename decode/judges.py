@@ -12,7 +12,10 @@ drafts and adds one token, so every call makes at least one.
                 from (p - q)+ and drops the rest (Leviathan et al.,
                 arXiv:2211.17192, section 2.3): the distribution is p, and no
                 judge keeps more of one draft. Temperature and filters change p
-                and q alike, before. Chains only.
+                and q alike, before. Choices of a tree are not drawn: to reject
+                one and draw the next from what is left of p, and so on
+                (SpecInfer, arXiv:2305.09781, section 4.3), keeps each with its
+                p(x), as a draw of p that is looked for among them: replay.
     typical     keeps the longest path of drafts that p finds likely enough,
                 p(x) > min(.3, .09 exp(-entropy of p)) (Medusa,
                 arXiv:2401.10774): NOT the distribution of p.
