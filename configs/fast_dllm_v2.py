@@ -63,10 +63,13 @@ def claims():
     policy=dict(count='threshold', threshold=0.4), within=1e-6,
   )  # fmt: skip
   calls = dict(
-    check=converted.fewer_calls, trainings=[LEFT_TO_RIGHT, BLOCKS],
-    task=presets.LISTS['task'] | dict(operations=('copy', 'sort')),
+    check=converted.fewer_calls, blocks=BLOCKS,
+    on=dict(
+      task=presets.LISTS['task'] | dict(operations=('copy', 'sort')),
+      fields=LEFT_TO_RIGHT, seeds=[0, 1, 2],
+    ),
     policy=dict(count='threshold'), operations=['copy', 'sort'],
-    bounds=[2.0, 0.02, 0.1], lists_of=[8, 100], seeds=[0, 1, 2],
+    bounds=[2.0, 0.02, 0.1], lists_of=[8, 100],
     admits='not reproduced',
   )  # fmt: skip
   return [

@@ -14,23 +14,22 @@ from paraxis.train.claims import tasks
 WRONG = 0.15  # of answers one by one; a model that knows nothing loses nothing
 
 
-def fewer_calls(
-  run, *, task, trainings, policy, operations, bounds, lists_of, seeds
-):
+def fewer_calls(run, *, on, blocks, policy, operations, bounds, lists_of):
   """LEARN: calls of an autoregressive model over those of the one that it was
   converted to (Fast-dLLM v2, arXiv:2509.26328, section 3.2).
 
   Args:
-    task: fields of lists.Lists. trainings: [{'section.field': value} of the
-      first one, those that the second one changes], which begins with the
-      parameters of the first. policy: fields of decode.unmask. operations: of
-      lists.OPERATIONS. bounds: [least ratio of calls, most of the share of
-      right answers that may be lost, most tokens of the second training over
-      those of the first]. lists_of: [items, lists for an operation and a seed].
+    on: dict(task, fields, seeds): fields of lists.Lists, {'section.field':
+      value} of the first training. blocks: those that the second one changes,
+      which begins with the parameters of the first. policy: fields of
+      decode.unmask. operations: of lists.OPERATIONS. bounds: [least ratio of
+      calls, most of the share of right answers that may be lost, most tokens of
+      the second training over those of the first]. lists_of: [items, lists for
+      an operation and a seed].
   """
   (n, rows), (at_least, lost, share) = lists_of, bounds
-  fields, blocks = trainings
-  task = tasks.make('lists', **task)
+  task, fields = tasks.make('lists', **on['task']), on['fields']
+  seeds = on['seeds']
   first, seconds = on_tasks.trained(run, task, fields, seeds, 'base')
   begin = {
     seed: params for seed, (_, params, _) in zip(seeds, first, strict=True)

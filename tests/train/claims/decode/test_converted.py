@@ -28,8 +28,8 @@ BLOCKS = {
 def test_calls_and_tokens(tmp_path):
   run = harness.Run(schema.Config(), tmp_path, lambda line: None)
   given = dict(
-    task=unmask_cases.TASK, trainings=[BASE, BLOCKS], operations=['copy'],
-    lists_of=[4, 4], seeds=[0],
+    on=dict(task=unmask_cases.TASK, fields=BASE, seeds=[0]), blocks=BLOCKS,
+    operations=['copy'], lists_of=[4, 4],
   )  # fmt: skip
   at_once = dict(count='threshold', threshold=0.0)
   found = converted.fewer_calls(
