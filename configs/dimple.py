@@ -19,6 +19,7 @@ differs: lists of 8 items to copy and to sort, and masked models of 0.6M
 from paraxis.configs import presets
 
 MESHES = ('data=2,fsdp=2,tensor=2', 'context=4,data=2', 'stage=2,data=4')
+TWO = dict(operations=('copy', 'sort'), whole_rows=True)
 EVEN = {'model.vocab_size': 22}  # rows for two tensor shards
 FIELDS = presets.LISTS['fields'] | {'train.steps': 1500}
 
@@ -35,7 +36,7 @@ def claims():
 
   sure = presets.LISTS | dict(
     check=canvases.calls, policies=[{}, dict(count='threshold')],
-    task=presets.LISTS['task'] | dict(operations=('copy', 'sort')),
+    task=presets.LISTS['task'] | TWO,
     fields=FIELDS, operations=['copy', 'sort'], bounds=[3.0, 0.02],
     lists_of=[8, 100],
   )  # fmt: skip

@@ -34,6 +34,7 @@ LEFT_TO_RIGHT = presets.LISTS['fields'] | {
   'model.mask_shift': False, 'train.objective': 'next_token',
   'train.steps': 1500,
 }  # fmt: skip
+TWO = dict(operations=('copy', 'sort'), whole_rows=True)
 # A prompt of 8 items is a block: its answer is in one.
 BLOCKS = {
   'model.visibility': 'block', 'model.block': 11, 'model.mask_id': 20,
@@ -65,7 +66,7 @@ def claims():
   calls = dict(
     check=converted.fewer_calls, blocks=BLOCKS,
     on=dict(
-      task=presets.LISTS['task'] | dict(operations=('copy', 'sort')),
+      task=presets.LISTS['task'] | TWO,
       fields=LEFT_TO_RIGHT, seeds=[0, 1, 2],
     ),
     policy=dict(count='threshold'), operations=['copy', 'sort'],

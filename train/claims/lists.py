@@ -45,13 +45,16 @@ class Lists:
   """As tasks.py has it; a document of every length is padded to the longest.
 
   least, most: items of a list. items: that there are. operations: of
-  OPERATIONS.
+  OPERATIONS. whole_rows: the last token of an answer is in its row too,
+  and may be a mask, as while decoding: for models that predict a token at the
+  one before, which else are never shown that mask.
   """
 
   least: int
   most: int
   items: int
   operations: tuple = OPERATIONS
+  whole_rows: bool = False
   mix: tuple = ()
   also: ClassVar[tuple] = ()
   guess = (0.0, 'nothing')
@@ -59,7 +62,7 @@ class Lists:
   @property
   def length(self):
     """T."""
-    return 2 * self.most + 2
+    return 2 * self.most + 2 + self.whole_rows
 
   @property
   def end(self):

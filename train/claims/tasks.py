@@ -366,7 +366,8 @@ def _packed(task, rows, size, rng, held_out):
   ints = lambda x: np.reshape(x, (rows, -1)).astype(np.int32)
   segments = np.tile(at // length + 1, (rows, 1))
   if hasattr(task, 'padding'):
-    segments = np.where(ints(targets) == task.padding, 0, segments)
+    ids = tokens if task.whole_rows else targets
+    segments = np.where(ints(ids) == task.padding, 0, segments)
   return (
     ints(tokens),
     ints(targets),

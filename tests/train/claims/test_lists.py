@@ -37,6 +37,20 @@ def test_documents_are_prompt_answer_and_padding():
   assert (other.targets != batch.targets).any()
 
 
+def test_the_last_token_of_an_answer_is_in_whole_rows():
+  task = tasks.make('lists', least=4, most=8, items=12, whole_rows=True)
+  batch = tasks.draw(task, 64, 0)
+  assert batch.tokens.shape == (64, 19)
+  few = tasks.draw(TASK, 64, 0)
+  for row in range(64):
+    n = int(batch.weights[row].sum())
+    own = batch.segments[row] > 0
+    assert own.tolist() == [i < 2 * n + 3 for i in range(19)]
+    last = batch.targets[row, 2 * n + 1]
+    assert batch.tokens[row, own][-1] == last
+    assert (few.segments[row] > 0).sum() == 2 * n + 2
+
+
 @pytest.mark.parametrize('operation, right, wrong', [
   ('copy', [[3, 1, 2]], [[1, 3, 2], [3, 1, 1]]),
   ('reverse', [[2, 1, 3]], [[3, 1, 2]]),
