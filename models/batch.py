@@ -17,6 +17,8 @@ class Batch(NamedTuple):
   weights:     (B, T) float32, 1 where a target exists, else 0.
   denominator: () float32, the sum of weights over the whole step: all devices,
                all processes, all microbatches.
+  features:    (B, T, C) float, or None: frames (models/frames.py) at places of
+               a row, zeros where it has none; C is model.features.
   """
 
   tokens: Any
@@ -25,3 +27,11 @@ class Batch(NamedTuple):
   positions: Any
   weights: Any
   denominator: Any
+  features: Any = None
+
+  @property
+  def axes(self):
+    """A Batch of each array's logical axes; None where there is no array."""
+    rows = (None,) * (self.tokens.ndim - 2) + ('batch', 'length')
+    frames = None if self.features is None else (*rows, None)
+    return Batch(*[rows] * 5, denominator=(), features=frames)

@@ -253,6 +253,11 @@ def _automatic(config, sizes):
   """{logical axis: mesh axes} of mesh.rules=auto; None: it is not asked for."""
   if config.mesh.rules != rules_lib.AUTO or sizes['tensor'] == 1:
     return None
+  model_checks.need(
+    not config.model.features,
+    f'mesh.rules=auto traces rows of tokens, and model.features='
+    f'{config.model.features} reads frames, too: name the rules.',
+  )
   shapes, axes, found = program_axes_of(config.model)
   table = auto_rules.table(shapes, axes, sizes['tensor'], found)
   stages = rules_lib.PRESETS['data'].table  # over them, too: depth, vocabulary

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from paraxis.configs.base import mixers as own
 from paraxis.models import batch as batch_lib
+from paraxis.models import frames
 from paraxis.models import layer as layer_lib
 from paraxis.models import parameter
 from paraxis.models import stack as stack_lib
@@ -118,6 +119,7 @@ class Decoder:
       x = self._lookup(ends.embedding, batch.tokens, dtype)
       if config.embedding_scale != 1.0:
         x = x * jnp.asarray(config.embedding_scale, dtype)
+      x = frames.added(x, RESIDUAL, ends, batch)
       if config.embedding_norm:
         x = ends.embedding_norm(x)
       if config.position == 'learned':
@@ -136,13 +138,9 @@ class Decoder:
         config, self.pattern, batch.positions, jnp.dtype(config.dtype)
       )
     return attention.Visibility(
-      batch.segments,
-      batch.positions,
-      rotations=rotations,
-      valid=valid,
-      denominator=batch.denominator,
-      pairs=() if self.pairs else None,
-    )
+      batch.segments, batch.positions, rotations=rotations, valid=valid,
+      denominator=batch.denominator, pairs=() if self.pairs else None,
+    )  # fmt: skip
 
   def _in_pairs(self, batch):
     return pairs.of(batch, self.config.mask_id) if self.pairs else batch

@@ -174,14 +174,13 @@ class Ends(nnx.Module):
   """Embedding, final norm and head: what is not stacked."""
 
   def __init__(self, config, rngs):
+    self.config = config
     shape, std = (config.vocab_size, config.d_model), config.embedding_init_std
     self.embedding = parameter.embedding(rngs, shape, ('vocab', 'embed'), std)
     if config.position == 'learned':
+      rows = config.max_positions, config.d_model
       self.positions = parameter.embedding(
-        rngs,
-        (config.max_positions, config.d_model),
-        ('positions', 'embed'),
-        std,
+        rngs, rows, ('positions', 'embed'), std
       )
     self.norm = norm.Norm(config)
     if config.embedding_norm:
@@ -190,3 +189,6 @@ class Ends(nnx.Module):
       self.head = parameter.embedding(rngs, shape, ('vocab', 'embed'), std)
     if config.head_bias:
       self.head_bias = parameter.vector((config.vocab_size,), ('vocab',))
+    if config.features:
+      wide = config.features, config.d_model
+      self.frames = parameter.matrix(rngs, wide, (None, 'embed'))

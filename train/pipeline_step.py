@@ -120,8 +120,8 @@ class Pipeline:
   def microbatch(self, i):
     """models.batch.Batch (B, T) of microbatch i."""
     pick = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-    parts = map(pick, self.batch[:-1])
-    return type(self.batch)(*parts, self.batch.denominator)
+    rows = jax.tree.map(pick, self.batch._replace(denominator=None))
+    return rows._replace(denominator=self.batch.denominator)
 
   def gather(self, tree):
     """Parameters whole over what `GATHERED` is sharded by; narrow, if they may.

@@ -234,12 +234,12 @@ def _sum_of_microbatches(one, batch, zeros):
   In a manual region: of this shard's tokens alone. zeros: of the gradients.
   """
 
-  def add(total, arrays):
-    *found, grads = one(type(batch)(*arrays, batch.denominator))
+  def add(total, rows):
+    *found, grads = one(rows._replace(denominator=batch.denominator))
     return jax.tree.map(jnp.add, total, grads), found
 
   # Scalars and counts are stacked and added after: no shapes are needed first.
-  grads, found = jax.lax.scan(add, zeros, tuple(batch[:-1]))
+  grads, found = jax.lax.scan(add, zeros, batch._replace(denominator=None))
   return *jax.tree.map(lambda x: x.sum(0), found), grads
 
 
@@ -305,10 +305,8 @@ def _over_tokens(x):
 
 def _batch_specs(batch):
   """PartitionSpecs of the arrays of a batch, (B, T) or (A, B, T)."""
-  rows = {
-    n: annotate.spec((None,) * (n - 2) + ('batch', 'length')) for n in (2, 3)
-  }
-  return jax.tree.map(lambda x: rows.get(x.ndim, jax.P()), batch)
+  each = [None if n is None else annotate.spec(n) for n in batch.axes]
+  return type(batch)(*each)
 
 
 def _pipeline_gradients(built, layouts, params, batch, cotangent):

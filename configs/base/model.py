@@ -127,6 +127,10 @@ class DecoderFields:
   mask_shift: bool = field(
     False, 'a mask is predicted at the token before it, not where it is'
   )
+  features: int = field(
+    0, 'numbers of a frame at a place of a row (models/frames.py); 0: none',
+    low=0, high=MOST_WIDTH,
+  )  # fmt: skip
   window: int = field(0, 'tokens a W layer sees, itself included', low=0)
   attention_chunk: int = field(
     0, 'tokens of a chunk of a document, of which a K layer sees its own', low=0

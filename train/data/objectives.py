@@ -42,6 +42,11 @@ HELD_OUT = 2**31  # in place of a seed: the noise of held-out rows is one
 def check(config):
   """UserError if a schema.Config's objective and its model do not fit."""
   model, says = config.model, f'train.objective={config.train.objective}'
+  if model.features:
+    raise errors.UserError(
+      f'model.features={model.features}: training reads text, which has no '
+      'frames (models/frames.py); set it to 0.'
+    )
   if config.train.complementary:
     _check_views(config.train)
   if config.train.objective == 'next_token':

@@ -120,13 +120,13 @@ def make_step(layers):
 
     def grads(params, batch):
       def add(total, xs):
-        *arrays, row = xs
-        mine = type(batch)(*arrays, batch.denominator)
+        rows, row = xs
+        mine = rows._replace(denominator=batch.denominator)
         return jax.tree.map(jnp.add, total, one(params, mine, row)), ()
 
       wide = jnp.promote_types(model.config.dtype, jnp.float32)
       zeros = jnp.zeros((), wide), jax.tree.map(jnp.zeros_like, params)
-      rows = (*batch[:-1], jnp.asarray(layers))
+      rows = batch._replace(denominator=None), jnp.asarray(layers)
       loss, gradients = jax.lax.scan(add, zeros, rows)[0]
       return loss, gradients, aux_lib.of_loss(loss)
 
