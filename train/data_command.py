@@ -20,6 +20,7 @@ def _show(values, config, _):
   if not values.rows:
     raise errors.UserError('--rows=0 shows nothing: give at least 1.')
   command_line.prepare_devices(1)
+  import numpy as np
   import rich.console
   import rich.text
 
@@ -35,7 +36,7 @@ def _show(values, config, _):
   batches = batches_lib.Batches(config, corpus)
   batch, rows = batches.batch_at(values.step), batches.rows_at(values.step)
   batch = type(batch)(
-    *(x.reshape(len(rows), -1) if x.ndim else x for x in batch)
+    *(x.reshape(len(rows), -1) if np.ndim(x) else x for x in batch)
   )
   names = batches.documents_at(values.step)
   console = rich.console.Console(highlight=False, soft_wrap=True)

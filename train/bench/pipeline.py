@@ -132,8 +132,8 @@ class Gradient:
       c, mesh, jax.devices()[: STAGES * DATA]
     )
     cut = lambda x: x.reshape(c.microbatches, -1, x.shape[-1])
-    *rows, denominator = bench_train.batch(c)
-    batch = batch_lib.Batch._make([*map(cut, rows), denominator])
+    *rows, denominator, _ = bench_train.batch(c)
+    batch = batch_lib.Batch(*map(cut, rows), denominator)
     with job.context():
       self._inputs = job.initial_state().variables, job.put(batch)
       self._function = step_lib.make(

@@ -172,7 +172,7 @@ class Batches:
     batch = objectives.batch(self._config, batch, t, places, len(rows))
     if parts[0] == 1:
       return batch
-    fold = lambda x: x.reshape(*split.shape, -1) if x.ndim else x
+    fold = lambda x: x.reshape(*split.shape, -1) if np.ndim(x) else x
     return type(batch)(*map(fold, batch))
 
   def iterate(self, start=0, share=lambda rows: (0, None)):

@@ -304,4 +304,4 @@ def assemble(plan, tokens, rows, pad_id=0, loss=None):
   arrays = inputs, targets, segments, positions, weights
   shaped = [x.reshape(len(rows), S) for x in arrays]
   denominator = np.float32(total)
-  return batch_lib.Batch._make([*shaped, denominator])
+  return batch_lib.Batch(*shaped, denominator)

@@ -109,11 +109,11 @@ def test_noise_is_of_seed_step_and_row(folder):
   whole = batches.batch_at(4)
   for lo in (0, 2, 6):
     same(
-      batches.batch_at(4, lo, lo + 2)[:-1], [x[lo : lo + 2] for x in whole[:-1]]
+      batches.batch_at(4, lo, lo + 2)[:5], [x[lo : lo + 2] for x in whole[:5]]
     )
   parts, _ = load(folder, train=dict(microbatches=4))
   split = data.Batches(parts, corpus).batch_at(4)
-  same([np.reshape(x, (8, 32)) for x in split[:-1]], whole[:-1])
+  same([np.reshape(x, (8, 32)) for x in split[:5]], whole[:5])
   again = next(itertools.islice(batches.iterate(4), 1))
   assert again[0] == 4
   same(again[1], whole)
