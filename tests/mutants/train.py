@@ -41,8 +41,8 @@ TABLE = [
   Mutation(
     'denominator_of_a_microbatch',
     'train/step.py',
-    '*found, grads = one(type(batch)(*arrays, batch.denominator))',
-    '*found, grads = one(type(batch)(*arrays, arrays[-1].sum()))',
+    '*found, grads = one(rows._replace(denominator=batch.denominator))',
+    '*found, grads = one(rows._replace(denominator=rows.weights.sum()))',
     'the loss is a mean of means of microbatches',
     _GRADIENT + '[one device]',
   ),
