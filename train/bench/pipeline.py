@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from paraxis.configs import schema
-from paraxis.models import batch as batch_lib
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import compiling
 from paraxis.sharding.meter import flops
@@ -132,8 +131,8 @@ class Gradient:
       c, mesh, jax.devices()[: STAGES * DATA]
     )
     cut = lambda x: x.reshape(c.microbatches, -1, x.shape[-1])
-    *rows, denominator, _ = bench_train.batch(c)
-    batch = batch_lib.Batch(*map(cut, rows), denominator)
+    whole = bench_train.batch(c)
+    batch = jax.tree.map(lambda x: cut(x) if x.ndim else x, whole)
     with job.context():
       self._inputs = job.initial_state().variables, job.put(batch)
       self._function = step_lib.make(

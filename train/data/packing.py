@@ -302,6 +302,8 @@ def assemble(plan, tokens, rows, pad_id=0, loss=None):
     weights *= loss.take(where + 1, mode='clip')
     total = weights.sum(dtype=np.float64)
   arrays = inputs, targets, segments, positions, weights
-  shaped = [x.reshape(len(rows), S) for x in arrays]
-  denominator = np.float32(total)
-  return batch_lib.Batch(*shaped, denominator)
+  shaped = (x.reshape(len(rows), S) for x in arrays)
+  ids, targets, segments, positions, weights = shaped
+  return batch_lib.Batch(
+    ids, targets, segments, positions, weights, np.float32(total)
+  )
