@@ -6,14 +6,19 @@ mechanism: train/data/objectives.py, decode/unmask/canvas.py,
 test: tests/train/data/test_objectives.py, tests/decode/test_unmask.py,
   tests/train/claims/decode/test_canvases.py
 run: paraxis reproduce dimple
-cost: 1,100 CPU-seconds
-expect: TODO
+cost: 1,000 CPU-seconds
+expect: EQ loss, gradients, update and layouts of the shifted step equal one
+  device within 1e-9, float64, on data=2,fsdp=2,tensor=2, context=4,data=2 and
+  stage=2,data=4. LEARN, 3 seeds: copies and sorted lists of 8 in an eighth of
+  the calls, 7.97 (7.92 to 8.00), with no right answer lost.
 differs: lists of 8 items to copy and to sort, and masked models of 0.6M
   parameters that begin from nothing, where the paper has a vision-language
-  model that was autoregressive first. Where no mask is above the threshold one
-  is taken, the likeliest (the paper takes what a schedule says). Prompts are
-  not cached, which the paper says is approximate; structure priors (text that
-  is in the canvas from the beginning) are not here.
+  model that was autoregressive first. Their answers are sure at once, which
+  those to questions in words are not: the paper needs a third of the calls.
+  Where no mask is above the threshold one is taken, the likeliest (the paper
+  takes what a schedule says). Prompts are not cached, which the paper says is
+  approximate; structure priors (text that is in the canvas from the beginning)
+  are not here.
 """
 
 from paraxis.configs import presets
