@@ -1,0 +1,49 @@
+"""CPPD: counts and place-holders read all characters of a picture in one pass
+
+paper: arXiv:2307.12270
+mechanism: models/frames.py, train/claims/decode/one_pass.py
+test: tests/models/test_frames.py, tests/train/claims/decode/test_one_pass.py
+run: paraxis reproduce cppd
+cost: 700 CPU-seconds
+expect: LEARN, 3 seeds: one pass makes at most 2 points more of its digits wrong
+  than a causal decoder behind the same encoder, a pass for every digit.
+partial: training reads text, which has no frames; claims train by a loop of
+  their own (train/claims/on_frames.py), on one device.
+differs: drawn digits, column by column, in place of photographs of words, in
+  encoders and decoders of 2 layers. Queries of classes (how often each is
+  there) and place-holders (whether it exists, and its class) stand behind the
+  encoded columns in one row that all read from both sides, where the paper has
+  a module for each and attends to the picture across.
+"""
+
+from paraxis.configs import presets
+
+ON = dict(
+  task='digits',
+  fields={
+    'train.steps': 600, 'train.batch_size': 32,
+    'optimizer.learning_rate': 2e-3, 'optimizer.warmup_steps': 50,
+  },
+  seeds=[0, 1, 2], rows=512,
+)  # fmt: skip
+
+
+def get_config():
+  """A small decoder; claims give it frames."""
+  return presets.tiny()
+
+
+def claims():
+  """What `paraxis reproduce cppd` checks."""
+  from paraxis.train.claims.decode import one_pass
+
+  beside = dict(check=one_pass.beside, on=ON, model='counted', by=0.02)
+  return [('one pass beside one for every digit', 'LEARN', beside, None)]
+
+
+def knockouts():
+  """Which place-holders exist is not learned."""
+  from paraxis.train.claims.decode import one_pass
+
+  claim = 'one pass beside one for every digit'
+  return [('no_order', claim, one_pass.no_order)]
