@@ -4,10 +4,11 @@ paper: arXiv:2206.08317
 mechanism: models/frames.py, train/claims/decode/one_pass.py
 test: tests/models/test_frames.py, tests/train/claims/decode/test_one_pass.py
 run: paraxis reproduce paraformer
-cost: 600 CPU-seconds
+cost: 700 CPU-seconds
 expect: EQ integrate-and-fire as one product equals the loop over frames within
-  1e-13. LEARN, 3 seeds: one pass makes at most 2 points more of its tokens
-  wrong than a causal decoder behind the same encoder, a pass for every token.
+  1e-13, float64, tokens and their number. LEARN, 3 seeds: one pass has 5.0%
+  edits a token (4.7 to 5.2), a causal decoder behind the same encoder, a pass
+  for every token, 5.2% (4.8 to 5.7); at most 2 points more were asked.
 partial: training reads text, which has no frames; claims train by a loop of
   their own (train/claims/on_frames.py), on one device.
 differs: symbols of 1 to 4 noisy frames in place of speech, no two neighbours
