@@ -252,7 +252,7 @@ def trained(run, name, make, on):
   Args:
     name: of the trainings. make: as of `learned`.
     on: dict(task, fields, seeds, rows): a name of TASKS, {'section.field':
-      value}, of which the last is how many new rows are asked.
+      value} of the training, its seeds, and the new rows that are answered.
   """
   task = TASKS[on['task']]()
   config = experiment.fields(run.config, on['fields'])

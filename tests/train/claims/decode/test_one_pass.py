@@ -35,7 +35,8 @@ def test_edits_are_counted():
     a, b = (rng.integers(0, 3, rng.integers(0, 6)).tolist() for _ in 'ab')
     assert on_frames.distance(a, b) == slowly(a, b)
   rows = np.array([[4, 5, END, END], [4, 4, 4, END]])
-  assert on_frames.error(rows, np.array([[4, 6, END, END], [4, END, END, END]]))
+  wanted = np.array([[4, 6, END, END], [4, END, END, END]])
+  assert on_frames.error(rows, wanted) == 1.0  # 1 and 2 edits of 2 and 1 tokens
   assert on_frames.error(rows, rows) == 0
   other = np.array([[4, 5, 6, END], [4, 4, END, END]])
   assert on_frames.error(other, rows) == pytest.approx(2 / 5)
@@ -69,8 +70,8 @@ def test_digits_are_drawn():
 
 
 @pytest.mark.parametrize('kind', [on_frames.Causal, *one_pass.MODELS.values()])
-def test_what_is_written_is_of_the_frames(kind):
-  """No answer reads the tokens; a causal one is that of the loss's logits."""
+def test_answers_are_classes_and_every_parameter_is_trained(kind):
+  """Answers are classes, then ends; the loss reaches every parameter."""
   task = on_frames.Symbols(most=3)
   model = kind(CONFIG, task)
   params = model.init(jax.random.key(0))
@@ -98,7 +99,7 @@ def test_writing_one_by_one_is_the_row():
   model = on_frames.Causal(CONFIG, task)
   params = model.init(jax.random.key(0))
   frames, _, _ = on_frames.draw(task, 4, 0)
-  found, h = np.asarray(model.answers(params, frames)), None
+  found = np.asarray(model.answers(params, frames))
   for b in range(4):
     row = [on_frames.HOLE]
     h = model.encoded(params, frames[b : b + 1])
