@@ -1,4 +1,4 @@
-"""Dimple: masks are predicted one token before, and taken where they are sure
+"""Dimple: masks are predicted at the token before and taken where they are sure
 
 paper: arXiv:2505.16990
 mechanism: train/data/objectives.py, decode/unmask/canvas.py,

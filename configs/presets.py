@@ -36,6 +36,14 @@ LISTS = dict(
   },
   seeds=[0, 1, 2],
 )  # fmt: skip
+# Trainings of one-pass decoders (train/claims/on_frames.py), but their steps.
+FRAMES = dict(
+  fields={
+    'train.batch_size': 32, 'optimizer.learning_rate': 2e-3,
+    'optimizer.warmup_steps': 50,
+  },
+  seeds=[0, 1, 2], rows=512,
+)  # fmt: skip
 
 
 def tiny(**model):
