@@ -32,6 +32,7 @@ FLAGS = (
 PROBE = 10.0  # seconds until a device has said its name
 PATIENCE = 120.0  # seconds after which it will not
 CLOSING = 2.0  # seconds kept for the documents
+MEMORY = '0.92'  # share of a GPU's memory that a part may take
 LOOK = 0.1  # seconds between two looks at a process
 OVER = 'over'  # why a process was ended: the part's time, not the case's
 # Of --quick on a CPU, where no figure counts: half the time to compile.
@@ -153,7 +154,8 @@ def command_of(part, plan, about):
 
 def _environment(plan, about):
   """The variables of a part's process."""
-  variables = dict(os.environ)
+  # A GPU's: jax takes three quarters of its memory unless it is told.
+  variables = dict(XLA_PYTHON_CLIENT_MEM_FRACTION=MEMORY) | os.environ
   if plan.quick and about['device'].endswith('(cpu)'):
     variables['XLA_FLAGS'] = f'{variables.get("XLA_FLAGS", "")} {HASTY}'.strip()
   return variables
