@@ -178,7 +178,8 @@ def _specs(plan, by_key):
 
 def _launch(which, plan, q, v, launch) -> dict[str, Any]:
   """Arguments of pl.pallas_call beside the kernel, the grid and the arrays."""
-  warps = 8 if which == 'forward' and plan.block_q >= 128 else 4
+  # H200, T 8192, H 128, forward 128 x 64: 1.46 ms with 4 warps, 1.84 with 8.
+  warps = 8 if plan.block_q * plan.block_k > 128 * 64 else 4
   return dict(
     name=f'attention_gpu_{which}',
     compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=2),

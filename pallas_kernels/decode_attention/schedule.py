@@ -23,7 +23,6 @@ Legend: B rows, P = B + W pieces, W workers, N heads, H head size.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -75,12 +74,14 @@ def make(ends_B, slots, tile, workers, begins_B=None):
   worker = int32(w * (total // workers) + w * (total % workers) // workers)
   first = xp.sort(xp.concatenate([start, worker[:-1]]))
   end = xp.concatenate([first[1:], total[None]])
-  find = lambda line, x, side: int32(xp.searchsorted(line, x, side=side))
+  # All at once: a binary search is a loop of launches on a GPU.
+  way = {} if xp is np else dict(method='compare_all')
+  find = lambda *given, **how: int32(xp.searchsorted(*given, **how))
   # Of equal starts the last one is not empty.
-  row = xp.clip(find(start, first, 'right') - 1, 0, rows - 1)
+  row = xp.clip(find(start, first, 'right', **way) - 1, 0, rows - 1)
   line = xp.arange(rows * (-(-slots // tile)), dtype=xp.int32)
   piece = xp.clip(find(first, line, 'right') - 1, 0, len(first) - 1)
-  pieces = find(first, worker, 'left')
+  pieces = find(first, worker, 'left', **way)
   origin = start - skipped
   return TileSchedule(worker, pieces, first, end, row, origin[row], piece)
 
@@ -94,13 +95,14 @@ def merge_pieces(o_PNH, lse_PN, schedule, rows):
   full = (schedule.end > schedule.first)[:, None]
   lse_PN = jnp.where(full, lse_PN, varying.NEG)
   o_PNH = jnp.where(full[..., None], o_PNH, 0)
-  sum_rows = lambda x: jax.ops.segment_sum(x, schedule.row, rows)
-  top = jax.ops.segment_max(lse_PN, schedule.row, rows)
-  top = jnp.maximum(top, varying.NEG)  # of no piece at all: -inf
-  weight = jnp.where(full, jnp.exp(lse_PN - top[schedule.row]), 0)
-  return attention_xla.finish(
-    sum_rows(o_PNH * weight[..., None]), top, sum_rows(weight)
-  )
+  # Every row looks at every piece: P is small, and on a GPU a scatter for each
+  # of these sums took longer than the kernel.
+  mine = schedule.row == jnp.arange(rows, dtype=jnp.int32)[:, None]  # (B, P)
+  lse_BPN = jnp.where(mine[..., None], lse_PN, varying.NEG)
+  top = lse_BPN.max(1)
+  weight = jnp.where(full & mine[..., None], jnp.exp(lse_BPN - top[:, None]), 0)
+  o = jnp.einsum('bpn,pnh->bnh', weight, o_PNH, precision='highest')
+  return attention_xla.finish(o, top, weight.sum(1))
 
 
 def merge(a, b):

@@ -39,13 +39,15 @@ from paraxis.pallas_kernels.scans import gated_tpu as gated_scan_tpu
 from paraxis.pallas_kernels.scans import gated_xla as gated_scan_xla
 
 OP = 'gated_scan'
-# Tokens of a chunk where the caller does not say, by implementation.
+# Tokens of a chunk where the caller does not say, by implementation; with a
+# decay per key those of BY_KEY, if it has one there.
 CHUNKS = dict(
   pallas_tpu=gated_scan_tpu.CHUNK,
   pallas_gpu=gated_scan_gpu.CHUNK,
   xla=gated_scan_xla.CHUNK,
   loop=1,
 )
+BY_KEY = dict(pallas_gpu=gated_scan_gpu.KEY_CHUNK)
 MIN_CHUNK = 8
 # A log decay of -inf, as it is summed: e^ it is 0 in every dtype, and 0 times
 # it is not NaN.
@@ -148,7 +150,8 @@ def gated_scan(
   scalar = log_decay.ndim == 3
   spec = GatedScanSpec(q_BTGK.shape, V, str(q_BTGK.dtype), scalar, chunk)
   chosen = registry.resolve(OP, impl, spec)
-  chunk = chunk_of(chunk or CHUNKS[chosen.name], T)
+  own = CHUNKS if scalar else CHUNKS | BY_KEY
+  chunk = chunk_of(chunk or own[chosen.name], T)
   if reset_BT is None:
     reset_BT = jnp.zeros((B, T), bool)
   if state_BHKV is None:

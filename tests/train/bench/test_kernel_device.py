@@ -50,7 +50,7 @@ def test_rates_are_work_over_time():
     'TF/s',
     [2 * 32**3 / s / 1e12 for s in (1, 2)],
   )
-  assert rows['copy: moved'] == ('GB/s', [4 * 32**2 / 1e9] * 2)
+  assert rows['copy: moved'] == ('GB/s', [2 * 4 * 2 * 32**2 / 1e9] * 2)
   assert rows['xla forward: rate'] == (
     'TF/s',
     [flops / s / 1e12 for s in (4, 5)],
