@@ -94,3 +94,24 @@ def test_parts_without_a_key_merge_to_nothing():
   none = jnp.zeros((3, 4)), jnp.full(3, attention.NEG)
   o, lse = decode_schedule.merge(none, none)
   assert not o.any() and (lse == np.float32(attention.NEG)).all()
+
+
+def launches(function, *shapes):
+  """What of a program is a loop of launches, or atomics, on a GPU."""
+  text = jax.jit(function).lower(*shapes).compile().as_text()
+  return [op for op in ('while(', 'scatter(') if f' {op}' in text]
+
+
+def test_tables_and_the_merge_are_neither_loops_nor_scatters():
+  """On an H200 they took longer than the kernel between them."""
+  ends = jax.ShapeDtypeStruct((6,), jnp.int32)
+  o = jax.ShapeDtypeStruct((6 + 8, 4, 16), jnp.float32)
+
+  def run(ends, o):
+    plan = decode_schedule.make(ends, 512, 64, 8)
+    merged = decode_schedule.merge_pieces(o, o[..., 0], plan, 6)
+    return plan._replace(piece=()), merged  # the kernel for GPUs reads no piece
+
+  assert launches(run, ends, o) == []
+  whole = lambda ends: decode_schedule.make(ends, 512, 64, 8)
+  assert launches(whole, ends) == ['while(']

@@ -203,6 +203,22 @@ def interpreted(monkeypatch):
   return use
 
 
+@pytest.mark.parametrize('scalar, tokens', [(False, 8), (True, 16)])
+def test_a_decay_per_key_has_chunks_of_its_own(
+  scalar, tokens, interpreted, monkeypatch
+):
+  run = interpreted(gated_scan_gpu)
+  monkeypatch.setitem(gated_scan.BY_KEY, 'kernel', 8)
+  seen = []
+  real = gated_scan.chunk_of
+  note = lambda chunk, length: seen.append(chunk) or real(chunk, length)
+  monkeypatch.setattr(gated_scan, 'chunk_of', note)
+  case = make(20, 'mild', scalar, K=16, V=16)
+  inputs, _ = single(*case)
+  jax.eval_shape(run, *inputs)
+  assert seen == [tokens]
+
+
 @pytest.mark.parametrize('name', KERNELS)
 @pytest.mark.parametrize(
   'T, decay, scalar', [(37, 'mixed', False), (20, 'mild', True)]
