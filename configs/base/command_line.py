@@ -326,7 +326,10 @@ def asks_for_help(argv) -> bool:
   return any(arg in ('-h', '-help', '--help', '--helpfull') for arg in argv)
 
 
-_ACCELERATORS = ('/dev/accel*', '/dev/vfio/*', '/dev/nvidia*', '/dev/kfd')
+_ACCELERATORS = (
+  '/dev/accel*', '/dev/vfio/*', '/dev/nvidia*', '/dev/dxg', '/dev/kfd'
+)  # fmt: skip
+_COMPILERS = 'libtpu', 'jax_cuda13_plugin', 'jax_cuda12_plugin'
 
 
 def prepare_devices(count):
@@ -346,8 +349,9 @@ def prepare_devices(count):
   elif flag not in given:
     os.environ['XLA_FLAGS'] = f'{given} {flag}=8'.strip()
   if not count and not any(map(glob.glob, _ACCELERATORS)):
-    # libtpu may be here to compile with; without a TPU it warns at length.
-    if importlib.util.find_spec('libtpu'):
+    # They may be here to compile with: without a device libtpu warns at length,
+    # and jax's CUDA plugin fails, after which it compiles nothing.
+    if any(map(importlib.util.find_spec, _COMPILERS)):
       os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   platforms = os.environ.get('JAX_PLATFORMS')
   if platforms != before and 'jax' in sys.modules:  # a config imported it
