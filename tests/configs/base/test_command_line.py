@@ -1,6 +1,7 @@
 """Flags, config files and exit codes."""
 
 import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
@@ -234,6 +235,32 @@ def test_devices(monkeypatch, given, count, wanted):
   assert os.environ['XLA_FLAGS'] == wanted
   # Virtual devices are the CPU's, whatever else the machine has.
   assert os.environ['JAX_PLATFORMS'] == ('cpu' if count else 'tpu')
+
+
+@pytest.mark.parametrize(
+  'installed, device, wanted',
+  [
+    ('libtpu', '', 'cpu'), ('jax_cuda13_plugin', '', 'cpu'), ('', '', None),
+    ('jax_cuda13_plugin', '/dev/nvidia*', None),
+    ('libtpu', '/dev/vfio/*', None),
+    ('jax_cuda12_plugin', '/dev/dxg', None),
+  ],
+)  # fmt: skip
+def test_compilers_without_a_device(monkeypatch, installed, device, wanted):
+  """What is here to compile with is not started, where its device is not."""
+  real = importlib.util.find_spec
+  find = lambda name, *more: (
+    real(name, *more) if name not in command_line._COMPILERS
+    else name if name == installed else None
+  )  # fmt: skip
+  monkeypatch.setattr(importlib.util, 'find_spec', find)
+  monkeypatch.setattr(command_line.glob, 'glob', lambda p: [p] * (p == device))
+  monkeypatch.setenv('XLA_FLAGS', '')
+  # Set and then taken away, so that it is as before when the test ends.
+  monkeypatch.setenv('JAX_PLATFORMS', 'tpu')
+  monkeypatch.delenv('JAX_PLATFORMS')
+  command_line.prepare_devices(0)
+  assert os.environ.get('JAX_PLATFORMS') == wanted
 
 
 def test_help_lists_every_field():
