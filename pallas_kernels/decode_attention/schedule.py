@@ -90,13 +90,13 @@ def merge_pieces(o_PNH, lse_PN, schedule, rows):
   """Partial results of pieces -> (o_BNH, lse_BN), float32.
 
   The slot of an empty piece may hold any value, even NaN. A row without tiles
-  gets o = 0, lse = attention.NEG.
+  gets o = 0, lse = attention.NEG. Cost: B P N weights, 2 B P N H operations.
   """
   full = (schedule.end > schedule.first)[:, None]
   lse_PN = jnp.where(full, lse_PN, varying.NEG)
   o_PNH = jnp.where(full[..., None], o_PNH, 0)
-  # Every row looks at every piece: P is small, and on a GPU a scatter for each
-  # of these sums took longer than the kernel.
+  # Every row looks at every piece, for P is small: sums by scatters, and the
+  # search of `make`, took a GPU .2 ms for 64 rows.
   mine = schedule.row == jnp.arange(rows, dtype=jnp.int32)[:, None]  # (B, P)
   lse_BPN = jnp.where(mine[..., None], lse_PN, varying.NEG)
   top = lse_BPN.max(1)

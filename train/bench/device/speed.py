@@ -49,7 +49,8 @@ def _ceiling(dtype, precision, work):
   name = 'product ' + dtype + f', {precision}' * (precision != 'default')
   rates = [2 * n**3 / s / 1e12 for s in times['product']]
   work.report.add({name: rates}, 'TF/s')
-  copied = [16 * n * n / s / 1e9 for s in times.get('copy', ())]
+  moved = kernel_device.work('copy', sizes)[1]
+  copied = [moved / s / 1e9 for s in times.get('copy', ())]
   work.report.add({COPY: copied}, 'GB/s')
   chip = target.of_device(jax.devices()[0])
   if chip is None:
