@@ -275,7 +275,7 @@ def after(model, before, cache, kept, n_B):
 
 
 def _states(model, cache):
-  return list(zip(model.pattern, cache.states, strict=True))
+  return list(zip(model.stack.cached, cache.states, strict=True))
 
 
 def _split(kind, state):

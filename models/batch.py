@@ -19,6 +19,8 @@ class Batch(NamedTuple):
                all processes, all microbatches.
   features:    (B, T, C) float, or None: frames (models/frames.py) at places of
                a row, zeros where it has none; C is model.features.
+  draw:        () int32, or None: a key of the step, which models draw from
+               (models/recurrent_depth.py).
   """
 
   tokens: Any
@@ -28,10 +30,12 @@ class Batch(NamedTuple):
   weights: Any
   denominator: Any
   features: Any = None
+  draw: Any = None
 
   @property
   def axes(self):
     """A Batch of each array's logical axes; None where there is no array."""
     rows = (None,) * (self.tokens.ndim - 2) + ('batch', 'length')
     frames = None if self.features is None else (*rows, None)
-    return Batch(*[rows] * 5, denominator=(), features=frames)
+    draw = None if self.draw is None else ()
+    return Batch(*[rows] * 5, denominator=(), features=frames, draw=draw)

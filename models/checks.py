@@ -97,6 +97,8 @@ def check_fields(model):
   )
   if model.experts.count:
     _check_experts(model.experts)
+  if model.recurrence.core or model.recurrence.prelude:
+    _check_recurrence(model, letters)
 
 
 def _check_reach(model, letter):
@@ -126,6 +128,31 @@ def _check_visibility(model, letters):
     f'model.visibility={seen} and model.block={block}: blocks have 1 token or '
     'more, and only visibility=block has them.',
   )
+
+
+def _check_recurrence(model, letters):
+  """UserError if a core cannot run several times."""
+  own, depth = model.recurrence, model.num_layers
+  says = f'model.recurrence.core={own.core}'
+  need(
+    own.core and own.prelude + own.core <= depth,
+    f'{says} layers behind model.recurrence.prelude={own.prelude}, of '
+    f'model.num_layers={depth}: a core has 1 or more, and prelude, core and '
+    'coda together are the layers.',
+  )
+  need(
+    not model.experts.count,
+    f'{says}: experts would be loaded by every pass, and are balanced by one '
+    f'(model.experts.count={model.experts.count}): take plain mlps.',
+  )
+  sharing = sorted({k for k in letters if mixers.TABLE[k].shares})
+  need(
+    not sharing,
+    f'{says}: layers of kind {", ".join(sharing)} (model.pattern='
+    f'{model.pattern!r}) read the embeddings again, and a pass over the core '
+    'has others: take other kinds.',
+  )
+  need_causal(model, says)
 
 
 def need_causal(model, what):
@@ -187,6 +214,12 @@ def check_stages(model, stages):
     f'model.pattern={model.pattern!r}: layers of kind {", ".join(sharing)} '
     f'share model.hybrid.blocks={model.hybrid.blocks}, and mesh.stage={stages} '
     'would put their uses on several stages: take mesh.stage=1.',
+  )
+  core = model.recurrence.core
+  need(
+    not core,
+    f'model.recurrence.core={core} layers run again and again, and mesh.stage='
+    f'{stages} would put their passes on several stages: take mesh.stage=1.',
   )
 
 

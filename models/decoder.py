@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from paraxis.configs.base import mixers as own
 from paraxis.models import batch as batch_lib
 from paraxis.models import frames
-from paraxis.models import layer as layer_lib
 from paraxis.models import parameter
-from paraxis.models import stack as stack_lib
+from paraxis.models import recurrent_depth
+from paraxis.models import skeleton
 from paraxis.models import trained as trained_lib
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import packed as packed_lib
@@ -61,10 +61,13 @@ class Decoder:
     pairs: rows are of masks, and read with theirs without (mixers/pairs.py)."""
     self.config, self.layout, self.trained = config, layout, trained
     self.pairs = pairs
-    self.stack = stack = stack_lib.Stack(config, policy, layout, trained)
+    self.stack = recurrent_depth.stack_of(config, policy, layout, trained)
+    stack = self.stack
     self.pattern, self.depth, self.held = stack.pattern, stack.depth, stack.held
     self.sizes, self.unstack = stack.sizes, stack.unstack
-    self._ends = stack_lib.Skeleton(functools.partial(layer_lib.Ends, config))
+    self._ends = skeleton.Skeleton(
+      functools.partial(recurrent_depth.Ends, config)
+    )
     leaves = self._ends.leaves | stack.leaves
     self.axes = {
       p: ('layers', *leaf.axes) if p in stack.leaves else leaf.axes
@@ -109,6 +112,9 @@ class Decoder:
     x, see = self.embed(params, batch), self.visibility(batch)
     if any(own.TABLE[kind[0]].shares for kind in self.pattern):
       see = see._replace(embedded=x)
+    if self.config.recurrence.core:
+      start = recurrent_depth.start(self.config, batch, x.dtype)
+      see = see._replace(embedded=start)
     return x, see
 
   def embed(self, params, batch):
@@ -171,14 +177,18 @@ class Decoder:
     Returns:
       (x (.., D), laid out as packed, after the final norm; packed.Flight).
     """
+    x, see = self.planned(params, cache, packed, form)
+    x = begin(x) if begin else x
+    x, layers = self.stack.step(params, x, see, cache.states, together)
+    return self.normalise(params, x), packed_lib.Flight(packed, layers)
+
+  def planned(self, params, cache, packed, form):
+    """(x before the first layer, attention.Visibility) of tokens in flight."""
     plan = packed_lib.plan(form, packed, cache.length, cache.reads)
     segments, positions = plan.ids.valid.astype(jnp.int32), plan.ids.position
     batch = batch_lib.Batch(packed.token, None, segments, positions, None, None)
     x, see = self._begun(params, batch)
-    x = begin(x) if begin else x
-    see = see._replace(plan=plan)
-    x, layers = self.stack.step(params, x, see, cache.states, together)
-    return self.normalise(params, x), packed_lib.Flight(packed, layers)
+    return x, see._replace(plan=plan)
 
   def commit(self, cache, flight, form, keep):
     """`cache` with those tokens in flight that are kept.
@@ -197,7 +207,7 @@ class Decoder:
     states = tuple(
       self.stack.mixer(kind).commit(state, new, plan, keep)
       for kind, state, new in zip(
-        self.pattern, cache.states, flight.layers, strict=True
+        self.stack.cached, cache.states, flight.layers, strict=True
       )
     )
     end = jnp.where(keep & plan.ids.valid, plan.ids.position + 1, 0)
@@ -257,7 +267,7 @@ class Decoder:
     dtype = jnp.dtype(dtype or self.config.dtype)
     states = tuple(
       self.stack.mixer(kind).init_state(rows, slots, dtype)
-      for kind in self.pattern
+      for kind in self.stack.cached
     )
     length = annotate.put(jnp.zeros(rows, jnp.int32), ('batch',))
     return packed_lib.Cache(states, length)

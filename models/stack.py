@@ -9,17 +9,15 @@ the layers that are left over run after it.
 Layers may share parameters (parameter.share): a stack has a row for each block,
 which layers read in turn. A scan closes over them, and adds their gradients up.
 
-`Skeleton` turns a Flax module into functions of a flat {path: array}; `Stack`
-has one for each kind of layer.
+A `Stack` has a skeleton.Skeleton for each kind of layer.
 
 Legend: B rows, T tokens, D model.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 
@@ -27,69 +25,11 @@ from paraxis.models import aux as aux_lib
 from paraxis.models import depth
 from paraxis.models import layer as layer_lib
 from paraxis.models import parameter
+from paraxis.models import skeleton as skeleton_lib
 from paraxis.models import trained as trained_lib
 from paraxis.sharding.tensor import project
 
 SCANNED, REST = range(2)  # parts of a run, as a tape numbers them
-
-
-class Leaf(NamedTuple):
-  """A parameter of a module: its Flax path and variable, and its metadata.
-
-  axes: logical axes. kind: 'matrix', 'embedding', 'vector', or what a layer
-  reads and does not learn (models/ffn/moe.py). inputs: contracted dimensions of
-  a matrix.
-  """
-
-  path: tuple
-  variable: nnx.Variable
-  axes: tuple
-  kind: str
-  inputs: int
-
-
-class Skeleton:
-  """A Flax module without values.
-
-  Attributes:
-    leaves: path -> `Leaf` of every parameter.
-  """
-
-  def __init__(self, make):
-    """make: flax.nnx.Rngs -> module."""
-    self._make = make
-    self._graph, state = nnx.split(self.abstract())
-    self.leaves = {
-      _joined(path): Leaf(path, v, *parameter.metadata(v))
-      for path, v in nnx.to_flat_state(state)
-      if isinstance(v, nnx.Param)
-    }
-
-  def abstract(self) -> Any:
-    """The module with shapes in place of arrays."""
-    return nnx.eval_shape(lambda: self._make(nnx.Rngs(0)))
-
-  def init(self, key: jax.Array, dtype) -> dict[str, jax.Array]:
-    """New parameters: {path: array of `dtype`}."""
-    state = nnx.state(self._make(nnx.Rngs(key)), nnx.Param)
-    flat = nnx.to_flat_state(state)
-    return {_joined(path): v[...].astype(dtype) for path, v in flat}
-
-  def module(self, values, owners=None) -> Any:
-    """The module with parameters {path: array}; more may be in `values`.
-
-    owners: {path: who owns it}, for a tape (parameter.operand), or None.
-    """
-    of = lambda path: dict(owner=owners[path]) if owners else {}
-    state = [
-      (leaf.path, leaf.variable.replace(values[path], **of(path)))
-      for path, leaf in self.leaves.items()
-    ]
-    return nnx.merge(self._graph, nnx.from_flat_state(state))
-
-
-def _joined(path):
-  return '/'.join(map(str, path))
 
 
 def _leaves(kinds):
@@ -105,7 +45,8 @@ class Stack:
   """The layers of a decoder; stateless, as models.decoder.Decoder.
 
   Attributes:
-    unit, pattern: kinds of the layers of a unit, and of every layer.
+    unit, pattern: kinds of the layers of a unit, and of every layer; cached:
+      of what a cache has an entry for.
     leaves: 'layers/...' -> `Leaf` of a layer, without the axis 'layers'.
     depth: depth.Depth, which layer each row of a stack holds.
     held: 'layers/...' -> depth.Held, how memory holds the stack.
@@ -122,6 +63,7 @@ class Stack:
     """config: schema.Model. policy: for jax.checkpoint (models/memory.py)."""
     self.config, self._policy = config, policy
     self.unit, self.pattern = layer_lib.kinds_of(config)
+    self.cached = self.pattern
     self.depth = depth.whole(self.pattern)
     if layout.placement is not None:
       self.depth = depth.share_out(
@@ -129,14 +71,14 @@ class Stack:
       )
     layer = functools.partial(layer_lib.Layer, config, layout=layout)
     makes = {k: functools.partial(layer, kind=k) for k in set(self.pattern)}
-    self._kinds = {k: Skeleton(makes[k]) for k in sorted(makes)}
+    self._kinds = {k: skeleton_lib.Skeleton(makes[k]) for k in sorted(makes)}
     self.leaves = _leaves(self._kinds)
     chosen = trained_lib.targets(trained, self.leaves)
     if chosen:
       inside = {path.removeprefix('layers/') for path in chosen}
       for kind, make in makes.items():
         make = trained_lib.adapted(make, inside, trained)
-        self._kinds[kind] = Skeleton(make)
+        self._kinds[kind] = skeleton_lib.Skeleton(make)
       self.leaves = _leaves(self._kinds)
     self._blocks = {
       path.removeprefix('layers/'): blocks
@@ -355,22 +297,24 @@ class Stack:
       y, _, aux = self._kinds[kind].module(mine, owners)(x, see, None)
     return y, aux
 
-  def step(self, params, x_BTD, see, states, together=1):
+  def step(self, params, x_BTD, see, states, together=1, layers=None):
     """Tokens in flight over a cache -> (x_BTD, what each layer has in flight).
 
     Args:
       together: mixers of so many layers read the features of the first one.
-      params: as `unstack` gives them.
+      layers: which; None: all. params: as `unstack` gives them.
       x_BTD, see: features, and attention.Visibility with its plan.
       states: one entry per layer, as its mixer keeps it.
     """
     new, read = [], x_BTD
-    for i, kind in enumerate(self.pattern):
+    layers = range(len(self.pattern)) if layers is None else layers
+    for i, before in zip(layers, states, strict=True):
+      kind = self.pattern[i]
       skeleton, read = self._kinds[kind], read if i % together else x_BTD
       at = {p: f'layers/{self._homes[p][i]}/{p}' for p in skeleton.leaves}
       mine = {p: params[name] for p, name in at.items()}
       with _scope(kind):
-        x_BTD, state, _ = skeleton.module(mine)(x_BTD, see, states[i], read)
+        x_BTD, state, _ = skeleton.module(mine)(x_BTD, see, before, read)
       new.append(state)
     return x_BTD, tuple(new)
 

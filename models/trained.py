@@ -139,7 +139,7 @@ def frozen(trained, kinds):
 
 
 def _obstacle(leaf):
-  """Why a leaf (of models/stack.py) can have no adapter; '': it can."""
+  """Why a leaf (of models/skeleton.py) can have no adapter; '': it can."""
   if leaf.kind != 'matrix':
     return 'it is no matrix of a product'
   if {'experts', 'choices'}.intersection(leaf.axes):
@@ -154,7 +154,7 @@ def targets(trained, leaves):
   small matrices beside experts, too.
 
   Args:
-    trained: `Trained`. leaves: {path: Leaf} of the base (models/stack.py).
+    trained: `Trained`. leaves: {path: Leaf} of the base (models/skeleton.py).
 
   Raises:
     UserError: a pattern matches nothing, or what can have no adapter.

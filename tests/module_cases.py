@@ -20,7 +20,7 @@ from paraxis.decode import loop
 from paraxis.decode import step
 from paraxis.models import batch
 from paraxis.models import build
-from paraxis.models import stack
+from paraxis.models import skeleton as skeleton_lib
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import protocol as mixer
 from paraxis.models.mixers import rope
@@ -34,7 +34,7 @@ def module(kind, config, letter, spread):
     kind: class of a mixer. config: schema.Model. letter: of the mixer.
     spread: standard deviation of all values, norms and biases too.
   """
-  skeleton = stack.Skeleton(lambda rngs: kind(config, rngs, letter))
+  skeleton = skeleton_lib.Skeleton(lambda rngs: kind(config, rngs, letter))
 
   def run(values, x, see, state=None):
     """state: None, a state, or 'empty': the mixer's own."""
@@ -48,7 +48,7 @@ def module(kind, config, letter, spread):
 
 
 def randomised(skeleton, spread):
-  """{path: normal values} of a stack.Skeleton."""
+  """{path: normal values} of a skeleton.Skeleton."""
   rng = np.random.default_rng(0)
   return {
     path: rng.normal(0, spread, leaf.variable.shape)

@@ -98,7 +98,10 @@ class Program:
     ids = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
     weights = jax.ShapeDtypeStruct(shape, np.float32, sharding=rows)
     one = jax.ShapeDtypeStruct((), np.float32, sharding=whole)
-    return batch_lib.Batch(ids, ids, ids, ids, weights, one)
+    draw = None
+    if objectives.drawn(config) is not None:
+      draw = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+    return batch_lib.Batch(ids, ids, ids, ids, weights, one, draw=draw)
 
   def local_rows(self, rows: int) -> tuple[int, int]:
     """(lo, hi): the rows of a batch axis that this process's devices hold."""

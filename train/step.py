@@ -235,11 +235,13 @@ def _sum_of_microbatches(one, batch, zeros):
   """
 
   def add(total, rows):
-    *found, grads = one(rows._replace(denominator=batch.denominator))
+    *found, grads = one(rows._replace(**step))
     return jax.tree.map(jnp.add, total, grads), found
 
   # Scalars and counts are stacked and added after: no shapes are needed first.
-  grads, found = jax.lax.scan(add, zeros, batch._replace(denominator=None))
+  step = dict(denominator=batch.denominator, draw=batch.draw)
+  rows = batch._replace(**dict.fromkeys(step))
+  grads, found = jax.lax.scan(add, zeros, rows)
   return *jax.tree.map(lambda x: x.sum(0), found), grads
 
 

@@ -8,6 +8,7 @@ from paraxis.configs.base import mixers
 from paraxis.configs.base.field import MOST_LENGTH
 from paraxis.configs.base.field import MOST_WIDTH
 from paraxis.configs.base.field import field
+from paraxis.configs.base.recurrence import Recurrence
 
 MOST_ROWS = 2**31 - 1  # a token is an int32
 MOST_LAYERS = 10_000
@@ -183,6 +184,7 @@ class DecoderFields:
   )
   mlp_slope: float = field(1.702, 'clamped: of the sigmoid', low=0.0)
   experts: Experts = Experts()
+  recurrence: Recurrence = Recurrence()
   attention_bias: bool = field(False, 'bias on the q, k, v projections')
   attention_gate: bool = field(
     False, 'the output of attention times sigmoid(x W), W a projection as of q'

@@ -200,7 +200,7 @@ class Engine:
     self.case = case
     self.built = load.built_for(case.config, mesh_text, devices)
     self.model = model = self.built.model
-    own = [model.stack.mixer(kind).capabilities for kind in model.pattern]
+    own = [model.stack.mixer(kind).capabilities for kind in model.stack.cached]
     self.declared = own
     self.inexact = next((i for i, c in enumerate(own) if not c.exact), None)
     alone = (i for i, c in enumerate(own) if c.recurs or not c.slots)
@@ -219,7 +219,7 @@ class Engine:
 
   def says(self, i):
     """'layer 0 (kind G) declares', of a layer's mixer."""
-    return f'layer {i} (kind {self.model.pattern[i][0]}) declares'
+    return f'layer {i} (kind {self.model.stack.cached[i][0]}) declares'
 
   def _step(self, params, cache, tokens, keep, form):
     """(features of the tokens, the cache with those that are kept)."""

@@ -95,7 +95,7 @@ def tree(proof):
   engine, session = proof.engine, cases.begun(proof.engine)
   if engine.recurrent is not None:
     _in_part(session)
-    kind = engine.model.pattern[engine.recurrent][0]
+    kind = engine.model.stack.cached[engine.recurrent][0]
     name = f'chain = uncached; no tree: {kind} has one state'
     yield proof.row(name, *session.difference())
     return
@@ -167,7 +167,7 @@ def given_away(proof):
 def declared(proof):
   """What a state holds grows with the tokens, where slots are declared."""
   engine, wrong = proof.engine, []
-  for i, kind in enumerate(engine.model.pattern):
+  for i, kind in enumerate(engine.model.stack.cached):
     own = engine.model.stack.mixer(kind)
     few, many = (
       jax.eval_shape(lambda n=n, own=own: own.init_state(1, n, 'float64'))
@@ -231,7 +231,7 @@ def methods(proof):
     bound=0.0,
   )
   for method in METHODS:
-    if method in ('autoregressive', *methods_lib.MASKED):
+    if method in ('autoregressive', *methods_lib.CHANGING):
       continue  # the reference, and what is lossless of nothing
     name = f'greedy {method} = one by one'
     try:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paraxis.configs.base import recurrence
 from paraxis.decode import cache as cache_lib
 from paraxis.decode import judges
 from paraxis.decode import proposal
@@ -49,7 +50,10 @@ class Pending(NamedTuple):
 def layer_of(model):
   """decoder.Decoder of the draft layer: of the kind of the model's last one."""
   small = dataclasses.replace(
-    model.config, num_layers=1, pattern=model.pattern[-1][0]
+    model.config,
+    num_layers=1,
+    pattern=model.pattern[-1][0],
+    recurrence=recurrence.Recurrence(),
   )
   return decoder.Decoder(small, layout=model.layout)
 

@@ -153,15 +153,18 @@ def _model(full, sizes, asked):
     min(size, 3 * length // 8) if size < full.data.sequence_length else size
   )
   first, vocab = model.position_offset, _size(model.vocab_size, 64, devices)
+  core, layers = _recurrence(model)
+  few = min(
+    model.num_layers, _depth(model, _parts(full, asked), _parts(full, sizes))
+  )
   small = dataclasses.replace(
     model,
     vocab_size=vocab,
     mask_id=min(model.mask_id, vocab - 1),
     block=shorter(model.block),
     d_model=_size(model.d_model, 32, devices),
-    num_layers=min(
-      model.num_layers, _depth(model, _parts(full, asked), _parts(full, sizes))
-    ),
+    num_layers=max(few, layers),
+    recurrence=core,
     num_heads=heads,
     num_kv_heads=kv_heads if model.num_kv_heads else 0,
     head_dim=_head_dim(model),
@@ -176,6 +179,22 @@ def _model(full, sizes, asked):
     experts=_experts(model.experts, devices),
   )
   return schema.with_values(small, _mixers(model, devices))
+
+
+def _recurrence(model):
+  """(model.recurrence with few layers and passes, layers that it needs)."""
+  own = model.recurrence
+  if not own.core:
+    return own, 0
+  coda = model.num_layers - own.prelude - own.core
+  small = dataclasses.replace(
+    own,
+    prelude=min(own.prelude, 1),
+    core=min(own.core, 2),
+    iterations=min(own.iterations, 3),
+    gradients=min(own.gradients, 2),
+  )
+  return small, small.prelude + small.core + min(coda, 1)
 
 
 def _depth(model, asked, parts):

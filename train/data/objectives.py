@@ -97,6 +97,19 @@ def _stream(seed, t, i):
   return np.random.Generator(np.random.Philox(key=[seed, t], counter=counter))
 
 
+def drawn(config, t=0, seed=None):
+  """() int32: the key of step t, of a model that draws from one; or None.
+
+  Args:
+    config: schema.Config. seed: None: train.seed.
+  """
+  own = config.model.recurrence
+  if not (own.core and own.spread) or seed == HELD_OUT:
+    return None
+  rng = np.random.default_rng([config.train.seed if seed is None else seed, t])
+  return np.int32(rng.integers(2**31))
+
+
 def batch(config, made, t, rows, count, seed=None):
   """A batch as the objective of a schema.Config has it.
 
@@ -107,8 +120,9 @@ def batch(config, made, t, rows, count, seed=None):
     seed: None: train.seed.
 
   Returns:
-    Batch; weights are 0 where nothing was masked.
+    Batch; weights are 0 where nothing was masked. With `drawn`.
   """
+  made = made._replace(draw=drawn(config, t, seed))
   if config.train.objective == 'next_token':
     return made
   model = config.model

@@ -11,7 +11,7 @@ import support
 
 from paraxis.configs import schema
 from paraxis.models import parameter
-from paraxis.models import stack
+from paraxis.models import skeleton as skeleton_lib
 from paraxis.models.ffn import mlp
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
@@ -36,9 +36,9 @@ def xielu(x, s0, s1):
 
 
 def skeleton_of(layout=parameter.PLAIN, **fields):
-  """stack.Skeleton of an mlp; fields of schema.Model."""
+  """skeleton.Skeleton of an mlp; fields of schema.Model."""
   config = schema.Model(**dict(d_model=D, d_ff=F) | fields)
-  return stack.Skeleton(lambda rngs: mlp.Mlp(config, rngs, layout))
+  return skeleton_lib.Skeleton(lambda rngs: mlp.Mlp(config, rngs, layout))
 
 
 @pytest.mark.parametrize('bias', [False, True])

@@ -20,7 +20,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import model as model_schema
 from paraxis.models import aux as aux_lib
-from paraxis.models import stack
+from paraxis.models import skeleton as skeleton_lib
 from paraxis.models.ffn import moe
 from paraxis.models.ffn import router
 from paraxis.sharding import annotate
@@ -51,7 +51,7 @@ def config(mlp='swiglu', **fields):
 
 @functools.cache
 def skeleton_of(c, wide=False):
-  return stack.Skeleton(lambda rngs: moe.Moe(c, rngs, wide=wide))
+  return skeleton_lib.Skeleton(lambda rngs: moe.Moe(c, rngs, wide=wide))
 
 
 @functools.cache

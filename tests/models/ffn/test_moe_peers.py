@@ -20,7 +20,7 @@ import peers
 import pytest
 
 from paraxis.configs.base import model as model_schema
-from paraxis.models import stack
+from paraxis.models import skeleton as skeleton_lib
 from paraxis.models.ffn import moe
 from paraxis.models.ffn import router
 from paraxis.models.mixers import attention
@@ -130,7 +130,7 @@ def block(name):
     values |= peers.within('beside', beside)
   values |= experts_of(tensors.pop)
   assert not tensors
-  skeleton = stack.Skeleton(lambda rngs: moe.Moe(config(name), rngs))
+  skeleton = skeleton_lib.Skeleton(lambda rngs: moe.Moe(config(name), rngs))
   values['load'] = np.zeros(E + router.EXTRA)
   assert set(values) == set(skeleton.leaves)
   return skeleton.module({p: jnp.asarray(v) for p, v in values.items()}), peer

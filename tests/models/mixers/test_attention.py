@@ -15,7 +15,7 @@ import pytest
 import support
 
 from paraxis.configs import schema
-from paraxis.models import stack
+from paraxis.models import skeleton as skeleton_lib
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import slots
 from paraxis.sharding import annotate
@@ -223,7 +223,9 @@ def few(heads, kv_heads):
     'F', num_heads=heads, num_kv_heads=kv_heads, qk_norm='all',
     attention_bias=True, attention_gate=True,
   )  # fmt: skip
-  skeleton = stack.Skeleton(lambda rngs: attention.Attention(config, rngs, 'F'))
+  skeleton = skeleton_lib.Skeleton(
+    lambda rngs: attention.Attention(config, rngs, 'F')
+  )
   axes = {name: leaf.axes for name, leaf in skeleton.leaves.items()}
   x, c = np.random.default_rng(2).normal(size=(2, ROWS, LONG, D))
   see = module_cases.see_of([(3, 4)] * ROWS, LONG)

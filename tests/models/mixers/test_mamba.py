@@ -16,7 +16,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers as mixer_schema
 from paraxis.models import checks as model_checks
-from paraxis.models import stack
+from paraxis.models import skeleton as skeleton_lib
 from paraxis.models.mixers import mamba
 
 pytestmark = pytest.mark.usefixtures('float64')
@@ -171,7 +171,7 @@ def test_what_is_drawn():
 
 def drawn(kind, config):
   """({name: value at the start}, {name: kind of parameter})."""
-  skeleton = stack.Skeleton(lambda rngs: kind(config, rngs, ''))
+  skeleton = skeleton_lib.Skeleton(lambda rngs: kind(config, rngs, ''))
   init = jax.jit(lambda key: skeleton.init(key, jnp.float64))
   kinds = {name: leaf.kind for name, leaf in skeleton.leaves.items()}
   return init(jax.random.key(0)), kinds

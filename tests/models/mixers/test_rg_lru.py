@@ -13,7 +13,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers as mixer_schema
 from paraxis.models import checks as model_checks
-from paraxis.models import stack
+from paraxis.models import skeleton as skeleton_lib
 from paraxis.models.mixers import rg_lru
 
 pytestmark = pytest.mark.usefixtures('float64')
@@ -100,7 +100,7 @@ def test_narrow_arithmetic_keeps_wide_states():
 
 def test_channels_forget_at_many_speeds_at_the_start():
   config = config_of(width=4096)
-  skeleton = stack.Skeleton(lambda rngs: rg_lru.RgLru(config, rngs, 'U'))
+  skeleton = skeleton_lib.Skeleton(lambda rngs: rg_lru.RgLru(config, rngs, 'U'))
   values = skeleton.init(jax.random.key(0), jnp.float64)
   a = np.exp(-8 * jax.nn.softplus(values['rate']))
   assert 0.9 <= a.min() < 0.901 and 0.998 < a.max() <= 0.999

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.models import layer
-from paraxis.models import stack
+from paraxis.models import skeleton as skeleton_lib
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import mamba
 from paraxis.train.claims import experiment
@@ -78,7 +78,7 @@ def left_by_formula(run, *, kind, gates, length, within):
   make = lambda rngs: layer.MIXERS[kind](config, rngs, kind)
   rng, found = np.random.default_rng(0), {}
   with jax.enable_x64(True):
-    skeleton = stack.Skeleton(make)
+    skeleton = skeleton_lib.Skeleton(make)
     values = {
       path: rng.normal(0, 0.3, leaf.variable.shape)
       for path, leaf in skeleton.leaves.items()
