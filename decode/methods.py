@@ -14,6 +14,7 @@ What each drafts, and its file:
     falcon         the same, two features a pass                  falcon.py
     ppd            prompt tokens behind every draft, a tree   prompt_tokens.py
     unmask         nothing: it fills a canvas of masks      unmask/canvas.py
+    wavefront      nothing: many tokens, few passes deeper      wavefront.py
 """
 
 import functools
@@ -23,6 +24,7 @@ from paraxis.configs.base import errors
 from paraxis.decode import judges
 from paraxis.decode import proposal
 from paraxis.decode import trees
+from paraxis.decode import wavefront
 from paraxis.decode.drafts import copying
 from paraxis.decode.drafts import drafters
 from paraxis.decode.drafts import eagle
@@ -40,7 +42,9 @@ FILES = {
   **dict.fromkeys(('speculative', 'pearl', 'easyspec'), 'speculative'),
   'unmask': 'filter',
 }  # fmt: skip
+OF_LAYERS = 'speculative', 'pearl', 'easyspec'
 MASKED = ('unmask',)  # for models of masks alone
+CHANGING = (*MASKED, 'wavefront')  # whose text is not that of one by one
 NEEDED = ('medusa', 'eagle', 'falcon', 'ppd')  # without one there are no drafts
 
 
@@ -53,6 +57,7 @@ class Choice(NamedTuple):
   draft_group: int
   judge: str
   unmask: Any
+  wavefront: Any
 
   @classmethod
   def of(cls, config):
@@ -69,6 +74,7 @@ def of(model, choice, about=None):
     UserError: the model, the judge or the draft cannot serve the method.
   """
   _check_visibility(model.config, choice)
+  _check_recurrence(model.config, choice)
   made = _made(model, choice, about)
   says = f'decode.method={choice.method}'
   if not made.tree.is_chain:
@@ -97,6 +103,8 @@ def _made(model, choice, about):
     return _unmask(model, choice.unmask, about)
   if method == 'autoregressive':
     return proposal.Autoregressive()
+  if method == 'wavefront':
+    return wavefront.Wavefront(model, choice.wavefront)
   if method == 'prompt_lookup':
     return copying.Lookup(width)
   if method == 'aggressive':
@@ -149,6 +157,18 @@ def _check_visibility(model, choice):
       f'{says} fills masks, and model.visibility={model.visibility}, '
       f'model.mask_id={model.mask_id} is no model of masks '
       '(train.objective=masked makes one): take decode.method=autoregressive.'
+    )
+
+
+def _check_recurrence(model, choice):
+  """UserError if layers of a model with a core are to draft alone."""
+  core = model.recurrence.core
+  if core and choice.method in OF_LAYERS:
+    raise errors.UserError(
+      f'decode.method={choice.method} drafts with the first layers of a model, '
+      f'and those of one with model.recurrence.core={core} make no features of '
+      'their own: take wavefront, or what drafts otherwise (prompt_lookup, '
+      'jacobi, eagle).'
     )
 
 

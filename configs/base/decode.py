@@ -52,6 +52,11 @@ METHODS = {
     'nothing: masks become text in any order (decode.unmask)',
     'for masked models alone; lossless of nothing',
   ),
+  'wavefront': (
+    'nothing: passes over a core for many tokens at once (decode.wavefront)',
+    'for models with model.recurrence; lossless of nothing, but with width=1 '
+    'and inner=model.recurrence.iterations',
+  ),
 }
 
 
@@ -103,6 +108,26 @@ class Unmask:
 
 
 @dataclasses.dataclass(frozen=True)
+class Wavefront:
+  """Tokens that a call takes further through a core (decode/wavefront.py)."""
+
+  width: int = field(32, 'tokens at once, at most', low=1, high=512)
+  inner: int = field(
+    4, 'passes over the core a call; they divide model.recurrence.iterations',
+    low=1, high=1024,
+  )  # fmt: skip
+  threshold: float = field(
+    0.03, 'change of a state in a call, relative to it, below which its token '
+    'is text', low=0.0,
+  )  # fmt: skip
+  headway: int = field(1, 'tokens that join after a call', low=1, high=512)
+  noise: float = field(
+    0.0, 'share of noise in a state before a call, over 1 + its calls', low=0.0,
+    high=1.0,
+  )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
 class Decode:
   """Sampling, and methods of decoding."""
 
@@ -148,6 +173,7 @@ class Decode:
     ('replay', 'rejection', 'typical'),
   )
   unmask: Unmask = Unmask()
+  wavefront: Wavefront = Wavefront()
   requests: int = field(
     0,
     'continuous batching: rows of the cache that all prompts share, one after '

@@ -18,7 +18,7 @@ SILENT = lambda line: None
 def test_every_method_has_a_row_or_a_note():
   report = methods.methods(1, True, SILENT)
   for name in METHODS:
-    if name in methods_lib.MASKED:
+    if name in methods_lib.CHANGING:
       assert f'{name}: for masked models alone, not measured' in report.notes
     elif name in methods_lib.NEEDED:
       assert f'{name}: no --draft={name}, not measured' in report.notes
@@ -27,7 +27,7 @@ def test_every_method_has_a_row_or_a_note():
       unit, values = report.rows[name]
       assert unit == 'tokens/s' and len(values) == 1 and values[0] > 0
   checks = {c.what: c for c in report.checks}
-  none = {*methods_lib.NEEDED, *methods_lib.MASKED}
+  none = {*methods_lib.NEEDED, *methods_lib.CHANGING}
   assert len(checks) == len(METHODS) - 1 - len(none)
   plain, jacobi = (report.rows[n][1][0] for n in ('autoregressive', 'jacobi'))
   check = checks['jacobi: speed / one by one']
@@ -48,6 +48,6 @@ def test_drafts_come_from_files(tmp_path, monkeypatch):
     heads.save(files[-1], *draft)
   with measure.session(drafts=tuple(files)):
     report = methods.methods(1, True, SILENT)
-  assert {*METHODS} - {*methods_lib.MASKED} == {*report.rows}
+  assert {*METHODS} - {*methods_lib.CHANGING} == {*report.rows}
   with measure.session(drafts=('none.npz',)), support.refused('no trained'):
     methods.methods(1, True, SILENT)
