@@ -14,6 +14,7 @@
     words    a text of words, some of which are misspelled, then the text with
              all words right (as error correction has it, arXiv:2205.10350)
     lists    a list, then the list copied, sorted, shuffled, .. (lists.py)
+    addition two numbers, then their sum (sums.py)
     picture  pixels row by row: rectangles of one colour each, in front of each
              other, with some pixels of any colour
 
@@ -43,6 +44,7 @@ import numpy as np
 
 from paraxis.models import batch as batch_lib
 from paraxis.train.claims import lists
+from paraxis.train.claims import sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,7 +338,7 @@ def _share(hit_BT, part_BT):
 
 KINDS = {
   'recall': Recall, 'parity': Parity, 'hops': Hops, 'words': Words,
-  'picture': Picture, 'lists': lists.Lists,
+  'picture': Picture, 'lists': lists.Lists, 'addition': sums.Addition,
 }  # fmt: skip
 
 
