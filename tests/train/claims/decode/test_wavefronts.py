@@ -1,7 +1,6 @@
 """Claims about a wavefront: what they count, and that they can fail."""
 
 import claim_cases
-import jax
 import numpy as np
 import pytest
 
@@ -17,11 +16,10 @@ CORE = dict(prelude=1, core=1)
 
 def test_one_token_at_a_time_and_its_knock_out():
   changes = {f'model.{name}': x for name, x in SMALL.items()}
-  with jax.enable_x64(True):
-    right, wrong = claim_cases.falls(
-      'recurrent_depth', 'shallow', changes, passes=4, inner=4, new=6,
-      prompts=[[1, 2, 3], [5]],
-    )  # fmt: skip
+  right, wrong = claim_cases.falls(
+    'recurrent_depth', 'shallow', changes, passes=4, inner=4, new=6,
+    prompts=[[1, 2, 3], [5]],
+  )  # fmt: skip
   assert 'the same text' in right.measured
   assert float(wrong.measured.rpartition(' ')[2]) > 1e-6
 
