@@ -51,14 +51,16 @@ def open_(checkpoint, weights, step=None, ema=False):
 
 
 def _require_lossless(asked, chosen, config):
-  """UserError if --lossless is asked of a judge that is not."""
+  """UserError if --lossless is asked of a judge or method that is not."""
   from paraxis.decode import judges  # starts jax
+  from paraxis.decode import methods
 
   name = chosen.get('judge', config.decode.judge)
-  if asked and chosen.get('method', config.decode.method) == 'unmask':
+  method = chosen.get('method', config.decode.method)
+  if asked and method in methods.CHANGING:
     raise errors.UserError(
-      '--lossless: decode.method=unmask draws tokens of a call apart from each '
-      'other, whatever its policy: leave --lossless out.'
+      f'--lossless: decode.method={method} draws tokens of a call before those '
+      'that they depend on are text: leave --lossless out.'
     )
   if asked and not judges.JUDGES[name].lossless:
     good = ', '.join(n for n, judge in judges.JUDGES.items() if judge.lossless)

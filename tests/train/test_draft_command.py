@@ -11,6 +11,7 @@ import support
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.decode import __main__ as decode_main
+from paraxis.decode import methods
 from paraxis.models import build
 from paraxis.models.text import tokenizer
 from paraxis.train import cli
@@ -162,3 +163,10 @@ def test_a_lossy_judge_is_refused(workdir, capsys):
   flags = [f'--checkpoint={workdir}', '--prompt=The', '--judge=typical']
   assert command_line.run(decode_main.main, [*flags, '--lossless']) == 2
   assert 'decode.judge=typical changes' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('method', methods.CHANGING)
+def test_a_method_that_changes_the_text_is_refused(workdir, capsys, method):
+  flags = [f'--checkpoint={workdir}', '--prompt=The', f'--method={method}']
+  assert command_line.run(decode_main.main, [*flags, '--lossless']) == 2
+  assert f'decode.method={method} draws' in capsys.readouterr().err
