@@ -113,6 +113,7 @@ class Plain:
     shape = params['layers/attention/key'].shape[2:]
     empty = np.zeros((0, *shape))
     self.kept = [(empty, empty)] * (how['inner'] + 2)
+    self.waited = 0  # places that were ready before one before them was
 
   def noise(self, token, position):
     own = jax.random.fold_in(jax.random.key(0), position)
@@ -142,8 +143,8 @@ class Plain:
     ]
 
   def text(self, prompt, new):
-    """(new tokens, tokens that every call made)."""
-    how, text, counts = self.how, list(prompt), []
+    """(new tokens, their log probabilities, tokens that every call made)."""
+    how, text, logs, counts = self.how, list(prompt), [], []
     if len(prompt) > 1:
       ids = prompt[:-1]
       states = np.array([self.noise(t, i) for i, t in enumerate(ids)])
@@ -168,13 +169,18 @@ class Plain:
         settled = gap / np.linalg.norm(after[i]) < how['threshold']
         settled = settled and place['visits'] > 0
         ready = settled or place['age'] + 1 >= self.rounds
-        going = going and ready and (i == 0 or ids[i] == draws[i - 1])
+        ready = ready and (i == 0 or ids[i] == draws[i - 1])
+        self.waited += ready and not going
+        going = going and ready
         count += going
         place.update(
           state=after[i], visits=place['visits'] + 1, age=place['age'] + 1
         )
       self.keep(made, count)
       text += draws[:count]
+      p = np.exp(z - z.max(-1, keepdims=True))
+      p = np.log(p / p.sum(-1, keepdims=True))
+      logs += [p[i, draws[i]] for i in range(count)]
       counts.append(count)
       for i in range(1, len(front)):
         if front[i]['token'] != draws[i - 1]:
@@ -187,7 +193,7 @@ class Plain:
         for _ in range(more - len(front))
       ]
       front = front[count:]
-    return text[len(prompt) :], counts
+    return text[len(prompt) :], logs, counts
 
 
 @pytest.mark.parametrize(
@@ -196,6 +202,7 @@ class Plain:
     dict(width=4, inner=1, headway=1, threshold=0.3, noise=0.0),
     dict(width=5, inner=2, headway=2, threshold=0.2, noise=0.5),
     dict(width=3, inner=4, headway=3, threshold=0.0, noise=0.0),
+    dict(width=8, inner=1, headway=4, threshold=0.5, noise=0.0),
   ],
 )
 def test_it_is_a_loop_over_calls(how):
@@ -204,11 +211,16 @@ def test_it_is_a_loop_over_calls(how):
   params = {
     p: np.array(x) for p, x in random_parameters(made.built.model).items()
   }
+  waited = 0
   for prompt, row in zip(PROMPTS, texts(made, **how), strict=True):
-    text, counts = Plain(params, 4, how).text(prompt, 12)
+    plain = Plain(params, 4, how)
+    text, logs, counts = plain.text(prompt, 12)
     assert row['tokens'] == text
+    np.testing.assert_allclose(row['logprobs'], logs, rtol=0, atol=1e-5)
     wanted = np.bincount(counts, minlength=how['width'] + 1)
     assert row['lengths'] == wanted.tolist()
+    waited += plain.waited
+  assert waited or how['width'] < 6
 
 
 # ------------------------------------------------------------------- by rules
