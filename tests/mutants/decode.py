@@ -171,4 +171,12 @@ TABLE = [
     'a token is mixed with the features that it makes itself',
     _DRAFTS + 'test_features_before_a_token',
   ),
+  Mutation(
+    'wavefront_prefix',
+    'decode/wavefront.py',
+    'final = jnp.cumsum(~ready, 1) == 0',
+    'final = ready',
+    'a place is text before one in front of it is',
+    'tests/decode/test_wavefront.py::test_it_is_a_loop_over_calls[how3]',
+  ),
 ]

@@ -240,4 +240,13 @@ TABLE = [
     'a checkpoint holds experts permuted twice instead of in order',
     'tests/models/test_depth.py::test_experts_out_of_order_and_back[numpy]',
   ),
+  Mutation(
+    'core_gradients',
+    'models/recurrent_depth.py',
+    'fixed, state = jax.lax.stop_gradient((values, state))',
+    'fixed, state = values, state',
+    'gradients flow through all passes over a core',
+    'tests/models/test_recurrent_depth.py::'
+    'test_a_row_is_a_loop_over_passes[fixed]',
+  ),
 ]
