@@ -184,12 +184,12 @@ def typical(z, drafts, draws, tree):
     node = jnp.where(better, c, node)
     n = jnp.where(better, depths[c], n)
     best = jnp.where(better, likely[c], best)
-  bits = jnp.asarray(tree.ancestors())[node]
+  sees = jnp.asarray(tree.sees())[node]
   tokens, path = [], []
   for c in range(tree.depth + 1):  # the node of the path that is c deep
     place = jnp.zeros_like(node)
     for i in np.flatnonzero(depths == c):
-      place = jnp.where((bits >> np.uint32(i)) & 1 == 1, i, place)
+      place = jnp.where(sees[:, i], i, place)
     path.append(place.astype(jnp.int32))
   for c in range(tree.depth + 1):
     drawn = sampling.sample(

@@ -105,15 +105,23 @@ def pack(form, rows, lanes):
     for name in names:
       fill = rows if name == 'request' else 0
       out[name].append([*row[name], *[fill] * (width - n)])
-  kinds = {'ancestors': np.uint32}
   flat = {
-    name: np.concatenate([np.ravel(x) for x in each]).astype(
-      kinds.get(name, np.int32)
-    )
+    name: np.concatenate([np.ravel(x) for x in each]).astype(np.int32)
     for name, each in out.items()
+    if name != 'ancestors'
   }
+  if trees:
+    flat['ancestors'] = _nodes([x for each in out['ancestors'] for x in each])
   shape = (form[0].count, form[0].width) if len(form) == 1 else (-1, 1)
-  return packed_lib.Packed(**{k: x.reshape(shape) for k, x in flat.items()})
+  flat = {k: x.reshape(*shape, *x.shape[1:]) for k, x in flat.items()}
+  return packed_lib.Packed(**flat)
+
+
+def _nodes(sets):
+  """packed.words_of sets of nodes: numbers of any size, bit i: node i."""
+  size = max(int(x).bit_length() for x in sets)
+  bits = [[int(x) >> i & 1 for i in range(size)] for x in sets]
+  return packed_lib.words_of(np.array(bits, bool))
 
 
 def prefill(model, params, tokens_BT, lengths_B, slots, begin=None):
@@ -181,20 +189,21 @@ def _tree_rows(tokens_BC, valid, live_B, length_B, tree):
   """packed.Packed of a lane a row: the last token and a tree of drafts."""
   here = jnp.concatenate([jnp.ones_like(valid[:, :1]), valid], 1)
   here &= live_B[:, None]
-  count, shape = len(tokens_BC), tokens_BC.shape
+  count, width = tokens_BC.shape
   row = jnp.arange(count, dtype=jnp.int32)[:, None]
   place = jnp.where(here, length_B[:, None] + tree.depths(), 0)
-  every = lambda x: jnp.broadcast_to(jnp.asarray(x), shape)
+  every = lambda x: jnp.broadcast_to(jnp.asarray(x), (count, *x.shape))
   fields = (
     tokens_BC,
     jnp.where(here, row, count),
     place,
     place,
     jnp.zeros_like(place),
-    every(np.arange(shape[1], dtype=np.int32)),
+    every(np.arange(width, dtype=np.int32)),
     every(tree.ancestors()),
   )
-  return packed_lib.Packed(*(annotate.put(x, ('batch', None)) for x in fields))
+  names = lambda x: ('batch', *(None,) * (x.ndim - 1))
+  return packed_lib.Packed(*(annotate.put(x, names(x)) for x in fields))
 
 
 def advance(model, params, cache, token_B, live_B, say=None, together=1):

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.models.mixers import packed
 
-NODES = 31  # drafts of a call: bits of packed.Packed.ancestors, less the root
+NODES = 255  # drafts of a call, at most
 
 
 class Tree(NamedTuple):
@@ -47,12 +48,17 @@ class Tree(NamedTuple):
     drafts = zip(self.depths()[1:], self.ranks, strict=True)
     return int(max((d for d, rank in drafts if rank >= 0), default=0))
 
-  def ancestors(self):
-    """uint32 (width + 1,): bit i: sees node i."""
-    out = [1]
+  def sees(self):
+    """bool (width + 1, width + 1): does a node see another one?"""
+    out = np.eye(self.width + 1, dtype=bool)
     for c, parent in enumerate(self.parents):
-      out.append(out[parent + 1] | 1 << (c + 1))
-    return np.array(out, np.uint32)
+      out[c + 1] |= out[parent + 1]
+    return out
+
+  def ancestors(self):
+    """uint32 (width + 1,), bit i: sees node i; with more than 32 nodes (width
+    + 1, words), as packed.Packed has them."""
+    return packed.words_of(self.sees())
 
 
 @functools.cache

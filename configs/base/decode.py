@@ -146,7 +146,7 @@ class Decode:
     tuple(METHODS),
   )
   drafts: int = field(
-    4, 'tokens that a method drafts for a call', low=1, high=31
+    4, 'tokens that a method drafts for a call', low=1, high=255
   )
   draft_layers: int = field(
     0,

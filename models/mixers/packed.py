@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.sharding import annotate
@@ -63,8 +64,9 @@ class Packed(NamedTuple):
 
   token: valid ids everywhere. request: row of the cache, R or more: padding.
   position: of the token in its request, its slot. order, group: int32; node:
-  0 .. 31, 0: of no tree; ancestors: uint32, bit i: sees node i; all four only
-  for a form with trees.
+  0, of no tree, or 1 .. 31; ancestors: uint32, bit i: sees node i; all four
+  only for a form with trees. Ancestors of trees with more nodes are (n, C, W):
+  W words, of which word w has those of nodes 32 w .. 32 w + 31.
   """
 
   token: Any
@@ -199,13 +201,36 @@ def _check(form, packed, rows):
     f'{name} {getattr(x, "shape", None)}'
     for name, x in packed._asdict().items()
     if (x is None) != (name in TREE and not trees)
-    or (x is not None and x.shape != shape)
+    or (
+      x is not None and x.shape[: None if name != 'ancestors' else 2] != shape
+    )
   ]
   if wrong:
     raise errors.UserError(
       f'{says}: expected arrays {shape}, and {"" if trees else "no "}'
       f'{", ".join(TREE)}; given are {", ".join(wrong)}.'
     )
+
+
+def words_of(sees):
+  """uint32, bits of bool (.., nodes): (..) of 32 at most, else (.., words)."""
+  spare = -sees.shape[-1] % 32
+  bits = np.pad(sees, [(0, 0)] * (sees.ndim - 1) + [(0, spare)])
+  bits = bits.reshape(*sees.shape[:-1], -1, 32).astype(np.uint32)
+  words = (bits << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+  return words[..., 0] if words.shape[-1] == 1 else words
+
+
+def on_path(ids: Ids):
+  """(n, C, C) bool: is the node of token j among the ancestors of token i?"""
+  node = ids.node.astype(jnp.uint32)[:, None]
+  if ids.ancestors.ndim == 2:
+    return (ids.ancestors[:, :, None] >> node) & 1 == 1
+  out = jnp.zeros((), bool)
+  for w in range(ids.ancestors.shape[-1]):
+    here = (ids.ancestors[:, :, w, None] >> (node & 31)) & 1 == 1
+    out |= here & (node >> 5 == w)
+  return out
 
 
 def lanes(form: Form, *trees):

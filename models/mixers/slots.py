@@ -272,9 +272,8 @@ def visible(group, how, ids):
   near = pair(ids.position)
   if group.tree:
     (order, order_k), (own, other) = pair(ids.order), pair(ids.group)
-    ancestors, node = ids.ancestors[:, :, None], ids.node[:, None]
     ok = (order_k <= order) & ((other == 0) | (other == own))
-    ok &= (ancestors >> node.astype(jnp.uint32)) & 1 == 1
+    ok &= packed.on_path(ids)
   else:
     order, order_k = pair(how.order(ids.position))
     ok = (order_k <= order) | (not how.mask.causal)

@@ -344,7 +344,7 @@ def test_the_loop_copies_neither_weights_nor_cache(one):
   form, values = sampling.check(schema.Decode(temperature=0.0), 264)
   with build.use(one.built):
     prompts = step.place([[1, 2]], 64, one.built.mesh)
-    how = one._method(METHOD, True), program.Static(form, 'replay')
+    how = one._method(METHOD), program.Static(form, 'replay')
     params = proposal.Params(one._params)
     state, _ = one._start(params, prompts, values, np.int32(9), *how, (96, 32))
     ended = step.put(np.zeros(1, bool), one.built.mesh)

@@ -146,6 +146,19 @@ def test_replayed_drafts_give_the_text_of_one_by_one(
     assert calls < 3 * 23  # some drafts are kept
 
 
+@pytest.mark.parametrize('options', (GREEDY, SAMPLED), ids=('greedy', 'drawn'))
+def test_a_tree_of_two_words_of_nodes(medusa, options):
+  """60 drafts: the same text, in no more calls than 11 of them take."""
+  made, method = generator('F'), medusa('F')
+  made._draft.cache_clear()
+  want, few = made.generate(PROMPTS, **options), {}
+  for drafts in (11, 60):
+    found = made.generate(PROMPTS, **options, **method | dict(drafts=drafts))
+    assert texts(found) == texts(want)
+    few[drafts] = [r['calls'] for r in found]
+  assert all(b <= a for a, b in zip(few[11], few[60], strict=True)), few
+
+
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize('mesh', ('', 'data=2,fsdp=2,tensor=2'))
 @pytest.mark.parametrize('kind', ('medusa', 'eagle', 'falcon'))

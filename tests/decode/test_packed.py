@@ -116,6 +116,43 @@ def test_a_tree_without_its_ancestors_is_another():
   assert same[0] and not any(same[1:])
 
 
+def test_nodes_are_bits_of_several_words(monkeypatch):
+  """70 of them, each of which sees its own path; the first word alone says
+  nothing of nodes from 32 on."""
+  form, rng = (Group(R, 70, tree=True),), np.random.default_rng(5)
+  paths = [[0]]
+  for node in range(1, 70):
+    paths.append([*paths[rng.integers(0, node)], node])
+  depth, text = [len(path) - 1 for path in paths], ids(4, 30)
+  bits = [1 + sum(2 << i for i in path) for path in paths]
+  more = dict(
+    order=depth, node=list(range(1, 71)), ancestors=bits,
+    position=[len(text) + d for d in depth],
+  )  # fmt: skip
+  tokens = ids(70, 31)
+
+  def found():
+    session = Session('F')
+    session.step(MIXED, [None] * R + [(2, text), None, None])
+    decode_cases.forget()
+    lanes = [None, None, (2, tokens, more), None]
+    z = session.step(form, lanes, {2: [False] * 70})[2]
+    decode_cases.forget()
+    return z
+
+  z, real = found(), packed.on_path
+  monkeypatch.setattr(
+    packed, 'on_path',
+    lambda x: real(x._replace(ancestors=x.ancestors[..., 0])),
+  )  # fmt: skip
+  other = found()
+  some = [0, 30, 31, 32, 40, 62, 63, 64, 69]
+  for node in some:
+    way = text + [tokens[i] for i in paths[node]]
+    assert near(z[node], alone('F')(way)[-1]), node
+  assert any(not near(other[i], z[i]) for i in some[3:])
+
+
 EACH = (Group(R, 3, each=True),)
 
 

@@ -29,6 +29,25 @@ def test_paths_share_their_beginnings():
     assert bits == sum(1 << i for i in seen)
 
 
+def test_more_nodes_than_a_word_has_bits():
+  """Words of 32 nodes; up to 32 nodes there is one."""
+  assert trees.chain(31).ancestors().shape == (32,)
+  assert trees.chain(31).ancestors()[-1] == 2**32 - 1
+  rng = np.random.default_rng(0)
+  parents = tuple(int(rng.integers(-1, c)) if c else -1 for c in range(70))
+  tree = trees.Tree(parents, tuple(range(70)))
+  words = tree.ancestors()
+  assert words.shape == (71, 3) and words.dtype == np.uint32
+  for c in range(71):
+    seen, node = {0, c}, c
+    while node:
+      node = parents[node - 1] + 1
+      seen.add(node)
+    bits = sum(int(word) << 32 * w for w, word in enumerate(words[c]))
+    assert bits == sum(1 << i for i in seen)
+    assert set(np.flatnonzero(tree.sees()[c])) == seen
+
+
 def gain(paths, accuracy):
   """Expected drafts that are kept, where each place is right on its own."""
   return sum(
@@ -65,11 +84,11 @@ def test_a_probed_tree_has_tokens_behind_every_draft():
     assert depths[c] == (depths[behind] if behind >= 0 else 0) + 1
     assert depths[c + 1] == depths[c] + 1
   assert not trees.probed(trees.chain(1), 1).is_chain
-  with support.refused('8 drafts', '3 prompt tokens', '35', 'at most 7'):
-    trees.probed(trees.chain(8), 3)
+  with support.refused('64 drafts', '3 prompt tokens', '259', 'at most 63'):
+    trees.probed(trees.chain(64), 3)
 
 
 def test_a_tree_above_the_room_of_a_call():
-  with support.refused('40 drafts', '1 to 31'):
-    trees.grown(np.ones((8, 8)), 40)
+  with support.refused('256 drafts', '1 to 255'):
+    trees.grown(np.ones((8, 8)), 256)
   assert trees.grown(np.ones((1, 3)), 9).width == 3  # there are no more

@@ -84,9 +84,9 @@ TABLE = [
   ),
   Mutation(
     'ancestors',
-    'models/mixers/slots.py',
-    'ok &= (ancestors >> node.astype(jnp.uint32)) & 1 == 1',
-    'ok &= (ancestors >> node.astype(jnp.uint32)) & 1 >= 0',
+    'models/mixers/packed.py',
+    'return (ids.ancestors[:, :, None] >> node) & 1 == 1',
+    'return (ids.ancestors[:, :, None] >> node) & 1 >= 0',
     'branches of a tree see one another',
     _PACKED + 'test_a_tree_is_every_path_alone[F]',
   ),
@@ -142,8 +142,8 @@ TABLE = [
   Mutation(
     'tree_ancestors',
     'decode/trees.py',
-    'out.append(out[parent + 1] | 1 << (c + 1))',
-    'out.append(out[parent + 1] | 1 << c)',
+    'out = np.eye(self.width + 1, dtype=bool)',
+    'out = np.eye(self.width + 1, k=-1, dtype=bool)',
     'a draft of a tree sees another one in place of itself',
     'tests/decode/test_trees.py::test_paths_share_their_beginnings',
   ),
