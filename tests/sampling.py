@@ -41,7 +41,7 @@ import pytest
 HERE = pathlib.Path(__file__).resolve().parent
 LEDGER, EXECUTED = HERE / 'ledger.json', HERE / 'executed.json'
 # CPU-seconds a case from which one in N runs.
-BRACKETS = ((4.0, 32), (1.5, 24), (0.6, 16), (0.3, 8), (0.15, 3))
+BRACKETS = ((4.0, 48), (1.5, 32), (0.6, 20), (0.3, 10), (0.15, 4))
 RECORDED = 0.1  # cheaper functions are left out of the ledger
 WHOLE = 60.0  # CPU-seconds that changed files may add to a turn
 # A change of these reaches every test.

@@ -241,7 +241,9 @@ SIZES = set(
   model.gated_linear.heads model.head_dim model.latent.nope_dim
   model.latent.rank model.latent.rope_dim model.latent.value_dim
   model.mamba.head_dim model.mamba.state model.max_positions model.num_heads
-  model.num_kv_heads model.num_layers model.param_dtype model.tcn.chunk
+  model.num_kv_heads model.num_layers model.param_dtype
+  model.recurrence.core model.recurrence.gradients model.recurrence.iterations
+  model.recurrence.prelude model.tcn.chunk
   model.tcn.depth model.tcn.kernel model.vocab_size model.window
   pipeline.microbatches train.batch_ramp train.batch_size train.eval_batches
   """.split()
