@@ -24,6 +24,7 @@ Legend: B rows, S tokens of a row, W places of the wavefront, D model.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +41,7 @@ from paraxis.decode.unmask import canvas
 from paraxis.models import decoder
 from paraxis.models import recurrent_depth
 from paraxis.models.mixers import packed as packed_lib
+from paraxis.models.mixers import protocol as mixer
 from paraxis.sharding import annotate
 
 ROWS = proposal.ROWS
@@ -103,24 +105,19 @@ class Wavefront(proposal.Method):
     width, count = self._options.width, len(tokens)
     first = jnp.maximum(lengths - 1, 0)
     form = (packed_lib.Group(*tokens.shape, fresh=True),)
-    cache, packed = (
-      self._model.init_cache(count, slots),
-      step.rows(tokens, first),
-    )
+    cache = self._model.init_cache(count, slots)
+    packed = step.rows(tokens, first)
     once = lambda state: recurrent_depth.step(
       self._model, params, cache, packed, form, state
     )
-    x, state, flight = once(None)
+    _, state, flight = once(None)
     for _ in range(self._most - 1):
-      x, state, flight = once(state)
-    sound = jnp.isfinite(x).all(-1)
-    cache = self._model.commit(
-      cache, flight, form, (packed.request < count) & sound
-    )
+      _, state, flight = once(state)
+    cache = self._model.commit(cache, flight, form, packed.request < count)
     size = tokens.shape[1] + new + 2 * width
     row = jnp.pad(tokens, ((0, 0), (0, size - tokens.shape[1])))
     none = annotate.put(jnp.zeros((count, width), jnp.int32), ROWS)
-    empty = jnp.zeros((count, width, x.shape[-1]), x.dtype)
+    empty = jnp.zeros((count, width, state.shape[-1]), state.dtype)
     return cache, Front(
       annotate.put(row, ROWS),
       annotate.put(jnp.zeros(row.shape, jnp.float32), ROWS),
@@ -163,9 +160,12 @@ class Wavefront(proposal.Method):
     cache = self._model.commit(state.cache, flight, form, final)
     logprobs = sampling.logprob(z, tokens)
     made = Made(held, there, tokens, final, z, logprobs)
-    own = self._moved(own, made, after, age)
+    # Rows that wait for others, between two looks of the host, stand still.
+    moved = self._moved(own, made, after, age)
+    own = jax.tree.map(functools.partial(mixer.rows_where, live), moved, own)
     bad = live & ~sound[:, 0]
-    return _counted(state._replace(cache=cache, own=own), made, live, bad, ends)
+    state = state._replace(cache=cache, own=own)
+    return canvas.counted(state, made, final, (live, bad), ends)
 
   def _drawn(self, z, own, place, draws):
     """(B, W) tokens behind the places, by the noise of their numbers."""
@@ -190,8 +190,7 @@ class Wavefront(proposal.Method):
     last = judges.at(made.tokens, jnp.maximum(many - 1, 0))[:, None]
     draws = jnp.concatenate([made.tokens, jnp.tile(last, (1, width))], 1)
     order = jnp.arange(2 * width, dtype=jnp.int32)
-    draws = jnp.where(order < many[:, None], draws, last)
-    row = jnp.where(many[:, None] > 0, draws, old)
+    row = jnp.where(order < many[:, None], draws, last)
     logs = canvas.window(own.logprobs, behind, width)
     logs = jnp.where(made.there, made.logprobs, logs)
     # A place's token is the draw of the place before.
@@ -208,7 +207,7 @@ class Wavefront(proposal.Method):
       logprobs=canvas.placed(own.logprobs, logs, behind),
       at=own.at + count,
       width=jnp.clip(places, 1, width),
-      state=up(jnp.where(made.there[..., None], state, own.state)),
+      state=up(state),
       visits=up(there(own.visits + 1)),
       age=up(there(age)),
     )
@@ -228,6 +227,10 @@ class Made(NamedTuple):
   z: Any
   logprobs: Any
 
+  def after(self):
+    """Ids behind the places."""
+    return self.tokens
+
   def record(self):
     """The fields of a trace.Trace."""
     none = jnp.full_like(self.held[:, :1], trace_lib.NOTHING)
@@ -242,24 +245,3 @@ def _change(before, after):
   """(B, W): |s' - s| / |s'|."""
   norm = lambda x: jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1))
   return norm(after - before) / jnp.maximum(norm(after), 1e-30)
-
-
-def _counted(state, made, live, bad, ends):
-  """program.DecodeState with what a call made."""
-  own, news = state.own, state.tokens.shape[1]
-  ending = made.final & jnp.isin(made.tokens, jnp.asarray(ends, jnp.int32))
-  first = jnp.cumsum(ending, 1) - ending == 0  # the first end, and all before
-  count = (made.final & first).sum(1, dtype=jnp.int32)
-  size = jnp.arange(state.lengths.shape[1], dtype=jnp.int32)
-  trace = state.trace
-  if trace is not None:
-    trace = trace.put(live, made.record())
-  return state._replace(
-    done=state.done | bad | ending.any(1),
-    broken=jnp.where(bad, state.made, state.broken),
-    made=state.made + count,
-    lengths=state.lengths + (live[:, None] & (size == count[:, None])),
-    tokens=canvas.window(own.row, own.start, news),
-    logprobs=canvas.window(own.logprobs, own.start, news),
-    trace=trace,
-  )

@@ -18,6 +18,9 @@ of the pass that it is in: decoding one token after the other equals the whole
 row. `step` begins from given states, for samplers that stop in between
 (decode/wavefront.py).
 
+Cost: of r passes over c layers that of r c layers, and so much cache; decoding
+compiles each of them.
+
 Legend: B rows, T tokens, D model, r passes.
 """
 

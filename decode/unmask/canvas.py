@@ -147,7 +147,9 @@ class Unmask(proposal.Method):
       credit = jnp.where(moves[:, None, None], 0, credit)
     own = self._moved(own, made, x, moves, live)._replace(credit=credit)
     state = state._replace(cache=cache, own=own)
-    return _counted(state, made, text & whole[:, None], live, bad, ends)
+    count = made.final.sum(1, dtype=jnp.int32)
+    text &= whole[:, None]
+    return counted(state, made, text, (live, bad), ends, count)
 
   def _ranked(self, own, score, masks, text, ending):
     """Scores by which masks are taken, (B, C).
@@ -252,16 +254,21 @@ class Made(NamedTuple):
     return canvas, self.tokens, self.final, self.score, self.logprobs
 
 
-def _counted(state, made, text, live, bad, ends):
+def counted(state, made, text, rows, ends, count=None):
   """program.DecodeState with what a call made.
 
-  text: (B, C) bool, places of canvases that have no masks left, from the
-    prompt's end on.
+  Args:
+    made: has `after`, ids (B, C), and `record`, the fields of a trace.Trace.
+    text: (B, C) bool, places that are text now and were not before.
+    rows: (live, bad), (B,) bool: that the call was for; whose logits were not
+      finite. ends: ids that end a row.
+    count: (B,) int32, tokens that the call made; None: those of the text.
   """
-  own, tokens = state.own, made.after()
+  (live, bad), own, tokens = rows, state.own, made.after()
   ending = text & jnp.isin(tokens, jnp.asarray(ends, jnp.int32))
   first = jnp.cumsum(ending, 1) - ending == 0  # the first end, and all before
-  count = made.final.sum(1, dtype=jnp.int32)
+  new = (text & first).sum(1, dtype=jnp.int32)
+  count = new if count is None else count
   size = jnp.arange(state.lengths.shape[1], dtype=jnp.int32)
   news = state.tokens.shape[1]
   trace = state.trace
@@ -270,7 +277,7 @@ def _counted(state, made, text, live, bad, ends):
   return state._replace(
     done=state.done | bad | ending.any(1),
     broken=jnp.where(bad, state.made, state.broken),
-    made=state.made + (text & first).sum(1, dtype=jnp.int32),
+    made=state.made + new,
     lengths=state.lengths + (live[:, None] & (size == count[:, None])),
     tokens=window(own.row, own.start, news),
     logprobs=window(own.logprobs, own.start, news),

@@ -197,13 +197,12 @@ def _check(form, packed, rows):
   size = sum(g.count * g.width for g in form)
   shape = (form[0].count, form[0].width) if len(form) == 1 else (size, 1)
   trees = any(g.tree for g in form)
+  of = lambda name, x: x.shape[:2] if name == 'ancestors' else x.shape
   wrong = [
     f'{name} {getattr(x, "shape", None)}'
     for name, x in packed._asdict().items()
     if (x is None) != (name in TREE and not trees)
-    or (
-      x is not None and x.shape[: None if name != 'ancestors' else 2] != shape
-    )
+    or (x is not None and of(name, x) != shape)
   ]
   if wrong:
     raise errors.UserError(

@@ -3,11 +3,13 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
 
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 from paraxis.decode import load
 from paraxis.decode import loop
 from paraxis.decode import methods
@@ -289,6 +291,32 @@ def test_on_a_mesh_it_is_one_device(made, mesh):
     for a, b in zip(wanted, found, strict=True):
       assert (a['tokens'], a['lengths']) == (b['tokens'], b['lengths'])
       np.testing.assert_allclose(a['logprobs'], b['logprobs'], atol=1e-10)
+
+
+@pytest.mark.parametrize('noise', [0.0, 0.5])
+def test_a_row_that_waits_for_others_keeps_its_front(made, noise):
+  """Who reads along has the same text: rows that are ahead stand still."""
+  how = dict(width=6, inner=1, headway=2, noise=noise)
+  given = dict(max_new_tokens=40, temperature=0.0, method='wavefront')
+  whole = made.generate(PROMPTS, wavefront=how, **given)
+  heard = made.generate(
+    PROMPTS, wavefront=how, on_text=lambda row, piece: None, **given
+  )
+  for a, b in zip(whole, heard, strict=True):
+    assert a['tokens'] == b['tokens'] and a['lengths'] == b['lengths']
+
+
+def test_numbers_that_are_not_finite_end_the_decoding(made):
+  """Of the prompt, too: no token of it is left out."""
+  params = dict(random_parameters(made.built.model))
+  table = np.array(params['embedding'])
+  table[PROMPTS[0][1]] = np.nan
+  broken = type(made)(
+    made.built, params | {'embedding': jnp.array(table)},
+    on_tasks.Numbers(32), made.config, lambda line: None,
+  )  # fmt: skip
+  with pytest.raises(errors.IntegrityError, match='row 0 at step 0'):
+    texts(broken, width=4, inner=2)
 
 
 def test_text_ends_at_an_end(made):
