@@ -17,6 +17,7 @@ from paraxis.decode import __main__ as command
 from paraxis.decode import cache as cache_lib
 from paraxis.decode import judges
 from paraxis.decode import load
+from paraxis.decode import methods
 from paraxis.decode.certify import cases
 from paraxis.decode.certify import properties
 from paraxis.decode.certify import table
@@ -27,6 +28,7 @@ from paraxis.models.mixers import gated_linear
 from paraxis.models.mixers import latent
 from paraxis.models.mixers import protocol
 
+CORE = dict(prelude=1, core=1, iterations=3)
 ONE_DEVICE = (
   properties.cached, properties.tree, properties.rolled_back,
   properties.given_away, properties.declared,
@@ -55,6 +57,17 @@ def test_the_command_proves_a_pattern(capsys):
     assert rows[f'{mesh} = one device']['measured'] > 0
   assert rows['greedy prompt_lookup = one by one']['worst'] > '1.0 a call'
   assert found['rows'][-1]['name'].startswith('judge rejection: ')
+
+
+def test_a_core_that_runs_several_times_holds():
+  """A state of every pass; what drafts with the first layers is refused."""
+  core = {f'model.recurrence.{k}': n for k, n in CORE.items()}
+  changes = core | {'model.num_layers': 3}
+  found = proven('F', *ONE_DEVICE, properties.methods, changes=changes)
+  assert {row.name for row in found if row.word != 'PASS'} == {
+    f'greedy {name} = one by one' for name in methods.OF_LAYERS
+  }
+  assert all(row.measured < 1e-12 for row in found if row.measured is not None)
 
 
 def test_a_hybrid_holds_on_one_device():

@@ -148,6 +148,15 @@ def test_tokens_one_by_one_equal_the_row(pattern, unroll):
   assert len(model.stack.cached) == 1 + 2 * 5 + 3
 
 
+@pytest.mark.parametrize('prelude, core', [(0, 4), (0, 1), (2, 2)])
+def test_a_core_may_begin_or_end_a_model(prelude, core):
+  model = model_of(dict(prelude=prelude, core=core))
+  params = jax.tree.map(jnp.asarray, module_cases.parameters(model, 0.3))
+  whole = jax.jit(model.features)(params, rows())[0]
+  found = experiment.stepped(model, model.unstack(params), rows(), 3)
+  np.testing.assert_allclose(found, whole, rtol=0, atol=1e-11)
+
+
 def test_more_passes_are_more_work_for_the_same_parameters():
   few, many = model_of(dict(iterations=2)), model_of(dict(iterations=40))
   chex.assert_trees_all_equal(few.axes, many.axes)
