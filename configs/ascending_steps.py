@@ -2,8 +2,8 @@
 
 paper: arXiv:2509.23924
 mechanism: decode/unmask/policies.py, decode/unmask/tuning.py
-test: tests/decode/test_policies.py, tests/decode/test_tuning.py,
-  tests/decode/test_unmask.py, tests/train/claims/decode/test_traces.py
+test: tests/decode/unmask/test_policies.py, tests/decode/unmask/test_tuning.py,
+  tests/decode/unmask/test_unmask.py, tests/train/claims/decode/test_traces.py
 run: paraxis reproduce ascending_steps
 cost: 2,700 CPU-seconds
 expect: EQ log probabilities of a record are those of passes over its canvases,

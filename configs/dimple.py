@@ -3,7 +3,7 @@
 paper: arXiv:2505.16990
 mechanism: train/data/objectives.py, decode/unmask/canvas.py,
   decode/unmask/policies.py
-test: tests/train/data/test_objectives.py, tests/decode/test_unmask.py,
+test: tests/train/data/test_objectives.py, tests/decode/unmask/test_unmask.py,
   tests/train/claims/decode/test_canvases.py
 run: paraxis reproduce dimple
 cost: 1,000 CPU-seconds

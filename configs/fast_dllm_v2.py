@@ -3,7 +3,7 @@
 paper: arXiv:2509.26328
 mechanism: models/mixers/pairs.py, decode/unmask/canvas.py,
   train/data/objectives.py
-test: tests/models/test_visibility.py, tests/decode/test_unmask.py,
+test: tests/models/test_visibility.py, tests/decode/unmask/test_unmask.py,
   tests/train/claims/decode/test_masks.py
 run: paraxis reproduce fast_dllm_v2
 cost: 1,500 CPU-seconds

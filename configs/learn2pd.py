@@ -2,7 +2,7 @@
 
 paper: arXiv:2509.25188
 mechanism: decode/unmask/filters.py
-test: tests/decode/test_filters.py, tests/decode/test_unmask.py,
+test: tests/decode/unmask/test_filters.py, tests/decode/unmask/test_unmask.py,
   tests/train/claims/decode/test_traces.py
 run: paraxis reproduce learn2pd
 cost: 2,400 CPU-seconds

@@ -2,7 +2,7 @@
 
 paper: arXiv:2510.04767
 mechanism: decode/unmask/canvas.py, decode/unmask/policies.py
-test: tests/decode/test_unmask.py, tests/decode/test_policies.py,
+test: tests/decode/unmask/test_unmask.py, tests/decode/unmask/test_policies.py,
   tests/train/claims/test_lists.py, tests/train/claims/decode/test_canvases.py
 run: paraxis reproduce parallelbench
 cost: 2,200 CPU-seconds
