@@ -34,6 +34,7 @@ from paraxis.decode.drafts import jacobi
 from paraxis.decode.drafts import prompt_tokens
 from paraxis.decode.unmask import canvas
 from paraxis.decode.unmask import filters
+from paraxis.decode.unmask import sub_blocks
 from paraxis.models import layer
 
 # Method -> kind of its file, heads.KINDS.
@@ -131,7 +132,9 @@ def _made(model, choice, about):
 
 
 def _unmask(model, policy, about):
-  made, reads = canvas.Unmask(model, policy), policy.score == 'filter'
+  sub_blocks.check(model.config, policy)
+  kind = sub_blocks.SubBlocks if policy.sub_cache else canvas.Unmask
+  made, reads = kind(model, policy), policy.score == 'filter'
   if about and not reads:
     raise errors.UserError(
       f'decode.draft is a filter, and decode.unmask.score={policy.score} does '

@@ -81,7 +81,7 @@ def pack(form, rows, lanes):
   """
   widths = [(group, row) for group in form for row in range(group.count)]
   trees = any(g.tree for g in form)
-  names = packed_lib.Packed._fields[: None if trees else 3]
+  names = packed_lib.Packed._fields[: 7 if trees else 3]
   out = {name: [] for name in names}
   taken = [lane[0] for lane in lanes if lane]
   if len(lanes) != len(widths) or len(set(taken)) < len(taken):

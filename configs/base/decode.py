@@ -68,6 +68,17 @@ class Unmask:
     32, 'tokens of a canvas; of model.visibility=block, model.block', low=1,
     high=512,
   )  # fmt: skip
+  sub_block: int = field(
+    0,
+    'tokens of a sub-block: those of a block, of model.visibility=block, are '
+    'decoded from left to right; 0: the block is one',
+    low=0, high=512,
+  )  # fmt: skip
+  sub_cache: bool = field(
+    False,
+    'calls read the sub-block alone, and the keys and values that the rest of '
+    'the block had at its first call: approximate',
+  )
   score: str = field(
     'confidence',
     'which masks come first: the likeliest token, the largest distance to the '

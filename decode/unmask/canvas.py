@@ -13,6 +13,8 @@ policy takes. A canvas is the block that a row is at.
                              read once more, without masks, and committed (Fast-
                              dLLM v2, arXiv:2509.26328): the cache is exact
 
+With unmask.sub_block a block is decoded in sub-blocks from left to right, and a
+canvas is such a one; every call reads the whole block (but: sub_blocks.py).
 With model.mask_shift a mask is drawn from the features of the token before it.
 Lossless of nothing: the text depends on the block and on the policy.
 
@@ -44,9 +46,9 @@ class Canvas(NamedTuple):
 
   row: (B, S) int32, the prompt, text and masks. logprobs: (B, S) float32, of
   the text. start, end: (B,) int32, of the text in the row. at: (B,) int32,
-  where the canvas is. calls: (B,) int32, that the canvas has had; all: (B,)
-  int32, of the row. before: (B, D) features of the token before the canvas, or
-  (). credit: (B, C, V) float32, or ().
+  where the block is. calls: (B,) int32, that the canvas has had; all: (B,)
+  int32, of the row. before: (B, D) features of the token before the block, or
+  (). credit: (B, C, V) float32, or (). read, edge: of sub_blocks.py, or ().
   """
 
   row: Any
@@ -58,6 +60,8 @@ class Canvas(NamedTuple):
   all: Any
   before: Any
   credit: Any
+  read: Any = ()
+  edge: Any = ()
 
 
 class Unmask(proposal.Method):
@@ -74,17 +78,18 @@ class Unmask(proposal.Method):
     self._model, self._policy = model, policy
     self._mask, self._shift = config.mask_id, config.mask_shift
     self._cached = config.visibility == 'block'
-    self.width = config.block if self._cached else policy.block
+    self.block = config.block if self._cached else policy.block
+    self.width = policy.sub_block or self.block
     self.tree = trees.chain(self.width - 1)
 
   def calls(self, new):
     # One at least of a block's tokens, and one for its commit.
-    return new + -(-new // self.width) + 1
+    return new + -(-new // self.block) + 1
 
   def open(self, params, prompt, limit, room):
     """(cache, Canvas) before the first call; as `program.Program.begin`."""
     (tokens, lengths), (slots, new) = prompt, room
-    model, width = self._model, self.width
+    model, width = self._model, self.block
     cache, at, before = (), lengths, ()
     if self._cached:
       at = lengths // width * width
@@ -99,7 +104,7 @@ class Unmask(proposal.Method):
     zeros = jnp.zeros_like(lengths)
     credit: Any = ()
     if self._policy.credit_weight:
-      shape = (len(tokens), width, model.config.vocab_size)
+      shape = (len(tokens), self.width, model.config.vocab_size)
       credit = annotate.put(jnp.zeros(shape, jnp.float32), (*ROWS, None))
     return cache, Canvas(
       annotate.put(row, ROWS),
@@ -115,14 +120,15 @@ class Unmask(proposal.Method):
         that end a row.
     """
     own, policy = state.own, self._policy
-    place = own.at[:, None] + jnp.arange(self.width, dtype=jnp.int32)
+    at = self._canvas(own)
+    place = at[:, None] + jnp.arange(self.width, dtype=jnp.int32)
     there = live[:, None] & (place < own.end[:, None])
-    held = window(own.row, own.at, self.width)
+    held = window(own.row, at, self.width)
     masks = there & (held == self._mask)
-    x, flight = self._features(params.model, state, held, there)
-    z = self._model.logits(params.model, self._read(own, x))
+    x, sound, settle = self._passed(params.model, state, at, masks, live)
+    z = self._model.logits(params.model, x)
     z = annotate.put(z, (*ROWS, None))
-    bad = live & ~(jnp.isfinite(z).all(-1) | ~there).all(-1)
+    bad = live & ~((jnp.isfinite(z).all(-1) | ~there).all(-1) & sound)
     # A mask is no text.
     z = jnp.where(jnp.arange(z.shape[-1]) == self._mask, -jnp.inf, z)
     believed, credit = z, own.credit
@@ -137,16 +143,13 @@ class Unmask(proposal.Method):
     made = Made(held, masks, tokens, final, score, sampling.logprob(z, tokens))
     some = live & ~bad & masks.any(1)
     whole = some & ~(masks & ~final).any(1)
-    # A canvas without masks was read to be committed.
+    # A block without masks was read to be committed.
     moves = live & ~bad & ~some if self._cached else whole
-    cache = state.cache
-    if self._cached:
-      keep = moves[:, None] & there
-      cache = self._model.commit(cache, flight, self._form(own), keep)
+    cache, own = settle(moves)
     if policy.credit_weight:  # of this canvas alone
-      credit = jnp.where(moves[:, None, None], 0, credit)
-    own = self._moved(own, made, x, moves, live)._replace(credit=credit)
-    state = state._replace(cache=cache, own=own)
+      credit = jnp.where((whole | moves)[:, None, None], 0, credit)
+    own = self._moved(own, made, at, (whole, moves, live))
+    state = state._replace(cache=cache, own=own._replace(credit=credit))
     count = made.final.sum(1, dtype=jnp.int32)
     text &= whole[:, None]
     return counted(state, made, text, (live, bad), ends, count)
@@ -165,31 +168,69 @@ class Unmask(proposal.Method):
       score = policies.later_ends(self._policy, score, ending, 1 - left)
     return score
 
-  def _form(self, own):
+  def _canvas(self, own):
+    """(B,) where canvases begin: the sub-block with a block's first mask."""
+    if self.width == self.block:
+      return own.at
+    place = own.at[:, None] + jnp.arange(self.block, dtype=jnp.int32)
+    masks = window(own.row, own.at, self.block) == self._mask
+    masks &= place < own.end[:, None]
+    first = jnp.argmax(masks, 1).astype(jnp.int32)  # 0 without any
+    return own.at + first // self.width * self.width
+
+  def _passed(self, params, state, at, masks, live):
+    """What a pass of the model leaves.
+
+    Args:
+      at: of `_canvas`. masks: (B, C) bool, of the canvas. live: (B,) bool.
+
+    Returns:
+      (x (B, C, D) that its tokens are drawn from, (B,) bool: is all that the
+      cache may get finite, settle: (B,) bool, rows that leave their block ->
+      (cache, Canvas)).
+    """
+    own = state.own
+    if not self._cached:
+      return self._row(params, own, live), True, lambda _: (state.cache, own)
+    place = own.at[:, None] + jnp.arange(self.block, dtype=jnp.int32)
+    there = live[:, None] & (place < own.end[:, None])
+    x, flight = self._block(params, state, there)
+    sound = (jnp.isfinite(x).all(-1) | ~there).all(1)
+
+    def settle(moves):
+      keep, before = moves[:, None] & there, own.before
+      cache = self._model.commit(state.cache, flight, self._form(own), keep)
+      if self._shift:
+        last = x[:, -1].astype(before.dtype)
+        before = jnp.where(moves[:, None], last, before)
+      return cache, own._replace(before=before)
+
+    return self._read(x, own.before, at - own.at), sound, settle
+
+  def _row(self, params, own, live):
+    """Features of the canvas, of whole rows in flight."""
     count, size = own.row.shape
-    if self._cached:
-      return (packed_lib.Group(count, self.width),)
-    return (packed_lib.Group(count, size, fresh=True),)
+    form = (packed_lib.Group(count, size, fresh=True),)
+    packed = step.rows(own.row, jnp.where(live, own.end, 0))
+    empty = self._model.init_cache(count, 1)
+    x, _ = self._model.step(params, empty, packed, form)
+    return window(x, own.at - int(self._shift), self.width)
 
-  def _features(self, params, state, held, there):
-    """(features (B, C, D) of the canvas, packed.Flight). Of a row in flight
-    with mask_shift: of the places before those."""
-    own, form = state.own, self._form(state.own)
-    if self._cached:
-      count = there.sum(1, dtype=jnp.int32)
-      packed, cache = step.rows(held, count, own.at), state.cache
-      return self._model.step(params, cache, packed, form)
-    packed = step.rows(own.row, jnp.where(there.any(1), own.end, 0))
-    empty = self._model.init_cache(len(held), 1)
-    x, flight = self._model.step(params, empty, packed, form)
-    return window(x, own.at - int(self._shift), self.width), flight
+  def _form(self, own):
+    return (packed_lib.Group(len(own.row), self.block),)
 
-  def _read(self, own, x):
-    """Features that tokens of the canvas are drawn from."""
-    if self._cached and self._shift:
-      before = own.before[:, None].astype(x.dtype)
-      return jnp.concatenate([before, x[:, :-1]], 1)
-    return x
+  def _block(self, params, state, there):
+    """(features of the block over those before it, packed.Flight)."""
+    own, count = state.own, there.sum(1, dtype=jnp.int32)
+    packed = step.rows(window(own.row, own.at, self.block), count, own.at)
+    return self._model.step(params, state.cache, packed, self._form(own))
+
+  def _read(self, x, before, first):
+    """Features that a canvas is drawn from; it begins `first` places behind
+    x (B, .., D), with mask_shift a place earlier: `before` (B, D)."""
+    if self._shift:
+      x = jnp.concatenate([before[:, None].astype(x.dtype), x[:, :-1]], 1)
+    return x if x.shape[1] == self.width else window(x, first, self.width)
 
   def _drawn(self, z, own, draws):
     """(tokens, noise in [0, 1)), (B, C): drawn anew in every call."""
@@ -212,21 +253,22 @@ class Unmask(proposal.Method):
     found = jax.lax.map(one, (jnp.moveaxis(z, 1, 0), places))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
 
-  def _moved(self, own, made, x, moves, live):
-    """Canvas with the tokens that are final; of rows that move, the next."""
-    once, before = live.astype(jnp.int32), own.before
-    if self._cached and self._shift:
-      before = jnp.where(moves[:, None], x[:, -1].astype(before.dtype), before)
-    old = window(own.logprobs, own.at, self.width)
+  def _moved(self, own, made, at, rows):
+    """Canvas with the tokens that are final.
+
+    Args:
+      at: (B,), of the canvas. rows: (B,) bool each, whose canvas has no masks
+        left, that leave their block, and that the call was for.
+    """
+    whole, moves, live = rows
+    once, old = live.astype(jnp.int32), window(own.logprobs, at, self.width)
+    logprobs = jnp.where(made.final, made.logprobs, old)
     return own._replace(
-      row=placed(own.row, made.after(), own.at),
-      logprobs=placed(
-        own.logprobs, jnp.where(made.final, made.logprobs, old), own.at
-      ),
-      at=own.at + jnp.where(moves, self.width, 0),
-      calls=jnp.where(moves, 0, own.calls + once),
+      row=placed(own.row, made.after(), at),
+      logprobs=placed(own.logprobs, logprobs, at),
+      at=own.at + jnp.where(moves, self.block, 0),
+      calls=jnp.where(whole | moves, 0, own.calls + once),
       all=own.all + once,
-      before=before,
     )
 
 

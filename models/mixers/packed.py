@@ -66,7 +66,9 @@ class Packed(NamedTuple):
   position: of the token in its request, its slot. order, group: int32; node:
   0, of no tree, or 1 .. 31; ancestors: uint32, bit i: sees node i; all four
   only for a form with trees. Ancestors of trees with more nodes are (n, C, W):
-  W words, of which word w has those of nodes 32 w .. 32 w + 31.
+  W words, of which word w has those of nodes 32 w .. 32 w + 31. hole: (begin,
+  end), int32 arrays: the lane sees none of its row's slots begin .. end - 1, as
+  tokens in flight stand for them. None: there is none.
   """
 
   token: Any
@@ -76,6 +78,7 @@ class Packed(NamedTuple):
   group: Any = None
   node: Any = None
   ancestors: Any = None
+  hole: Any = None
 
 
 class Apart(NamedTuple):
@@ -148,6 +151,7 @@ class Ids(NamedTuple):
   ancestors: Any = None
   begin: Any = None
   reads: Any = None
+  hole: Any = None
 
 
 class Plan(NamedTuple):
@@ -174,7 +178,7 @@ def plan(
   else:
     length = length_R[row]
   tree = [getattr(packed, name) for name in TREE]
-  ids = Ids(valid, packed.position, row, length, *tree)
+  ids = Ids(valid, packed.position, row, length, *tree, hole=packed.hole)
   if reads is not None:
     reads = jax.tree.map(lambda x: x[row], reads)
     ids = ids._replace(begin=reads.first, reads=reads)
@@ -200,7 +204,7 @@ def _check(form, packed, rows):
   of = lambda name, x: x.shape[:2] if name == 'ancestors' else x.shape
   wrong = [
     f'{name} {getattr(x, "shape", None)}'
-    for name, x in packed._asdict().items()
+    for name, x in zip(packed._fields[:-1], packed[:-1], strict=True)
     if (x is None) != (name in TREE and not trees)
     or (x is not None and of(name, x) != shape)
   ]
@@ -230,6 +234,17 @@ def on_path(ids: Ids):
     here = (ids.ancestors[:, :, w, None] >> (node & 31)) & 1 == 1
     out |= here & (node >> 5 == w)
   return out
+
+
+def in_range(ids: Ids, slots):
+  """(n, C, S) bool: is a slot (S,) of the range that the token reads?"""
+  ok = slots < ids.length[..., None]
+  if ids.begin is not None:
+    ok &= slots >= ids.begin[..., None]
+  if ids.hole:
+    begin, end = (x[..., None] for x in ids.hole)
+    ok &= (slots < begin) | (slots >= end)
+  return ok
 
 
 def lanes(form: Form, *trees):

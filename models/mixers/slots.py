@@ -118,7 +118,8 @@ def ranges(group, ids):
   if ids.reads is not None:
     for p in range(ids.reads.rows.shape[-1]):
       row, begin, end = (x[..., p] for x in ids.reads[:3])
-      out.append(out[0]._replace(row=row, begin=begin, length=end))
+      one = dict(row=row, begin=begin, length=end, hole=None)
+      out.append(out[0]._replace(**one))
   return out
 
 
@@ -215,7 +216,7 @@ def committed(how, q, k, v, ids):
 def _committed(how, q, k, v, ids, part):
   """`committed` over the slots that are here."""
   size, (mask, impl, chunk, _) = part.size, how
-  if q.shape[1] == 1:  # a range: a kernel divides it into equal work
+  if q.shape[1] == 1 and not ids.hole:  # a kernel divides it into equal work
     shared = size < part.whole
     begin = ids.position - ids.position % chunk if chunk else 0 * ids.position
     if shared or ids.begin is not None:
@@ -237,15 +238,15 @@ def _committed(how, q, k, v, ids, part):
     )
   slots = part.first + jnp.arange(size, dtype=jnp.int32)
   slots = jnp.broadcast_to(slots, (len(q), size))
-  here = slots < ids.length[:, :1]
-  if ids.begin is not None:
-    here &= slots >= ids.begin[:, :1]
+  here = packed.in_range(jax.tree.map(lambda x: x[:, :1], ids), slots[0])[:, 0]
   both = (ids.valid, ids.position), (here, slots)
   segments = [
     chunks(ok.astype(jnp.int32), position, chunk, part.whole)
     for ok, position in both
   ]
   order = ids.position, slots
+  if ids.hole:  # behind it are slots of the own block
+    order = tuple(map(how.order, order))
   if q.shape[1] <= packed.FEW:
     return decode_attention.decode_attention(q, k, v, mask, segments, order)
   k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -260,9 +261,7 @@ def finite(x):
 def filled(mask, ids, size):
   """(n, C, S) bool: does a token see a range's slot? Without chunks."""
   slots, position = jnp.arange(size), ids.position[..., None]
-  ok = ids.valid[..., None] & (slots < ids.length[..., None])
-  if ids.begin is not None:
-    ok &= slots >= ids.begin[..., None]
+  ok = ids.valid[..., None] & packed.in_range(ids, slots)
   return ok & (position - slots < mask.window) if mask.window else ok
 
 

@@ -242,15 +242,14 @@ def no_clean_pass():
   def early(self, params, state, draws, live, ends):
     after = call(self, params, state, draws, live, ends)
     own, old = after.own, state.own
-    there = old.at[:, None] + jnp.arange(self.width) < old.end[:, None]
+    there = old.at[:, None] + jnp.arange(self.block) < old.end[:, None]
     there &= live[:, None]
-    left = canvas.window(own.row, old.at, self.width) == self._mask
+    left = canvas.window(own.row, old.at, self.block) == self._mask
     full = live & (own.at == old.at) & ~(left & there).any(1)
-    held = canvas.window(old.row, old.at, self.width)
-    _, flight = self._features(params.model, state, held, there)
+    _, flight = self._block(params.model, state, there)
     keep = full[:, None] & there
     cache = self._model.commit(after.cache, flight, self._form(old), keep)
-    at = own.at + jnp.where(full, self.width, 0)
+    at = own.at + jnp.where(full, self.block, 0)
     calls = jnp.where(full, 0, own.calls)
     return after._replace(cache=cache, own=own._replace(at=at, calls=calls))
 
