@@ -195,24 +195,28 @@ def _exact_keys(made, group):
   form, values = sampling.check(schema.Decode(temperature=0.0), V)
   draws = judges.Draws(form, values, jnp.arange(2, dtype=jnp.uint32), lengths)
   own = easy.start(params, tokens, lengths, 24, None)
+  prefill = jax.jit(step.prefill, static_argnums=(0, 4))
+  propose = jax.jit(
+    lambda own: easy.propose(params, own, first[:, 0], live, draws)
+  )
   first = jnp.array([[3], [4]], jnp.int32)
   seen = lambda tokens, n: proposal.Seen(
     tokens, jnp.asarray(n, jnp.int32), None, None, None, None
   )
   own = easy.first(own, seen(first, [1, 1]))
-  drafts, held = easy.propose(params, own, first[:, 0], live, draws)
+  drafts, held = propose(own)
   fuzzy = held[1]
   new = jnp.concatenate([drafts.tokens, first], 1)
   own = easy.settle(held, seen(new, [3, 2]))
-  _, (_, _, length) = easy.propose(params, own, first[:, 0], live, draws)
+  _, (_, _, length) = propose(own)
   assert length.tolist() == [6 + 1 + 3, 6 + 1 + 2]
-  exact = easy.propose(params, own, first[:, 0], live, draws)[1][1]
+  exact = propose(own)[1][1]
   # Plainly: the text's own tokens, one after the other.
   for row, n in ((0, 3), (1, 2)):
     text = [*tokens[row].tolist(), int(first[row, 0]), *new[row, :n].tolist()]
     ids = jnp.asarray([text] * 2, jnp.int32)
     whole = jnp.full(2, len(text), jnp.int32)
-    _, want = step.prefill(model, params.model, ids, whole, 24)
+    _, want = prefill(model, params.model, ids, whole, 24)
     cut = np.s_[row, :, : len(text)]
     pairs = zip(jax.tree.leaves(exact.states), jax.tree.leaves(want.states),
                 strict=True)  # fmt: skip

@@ -340,6 +340,11 @@ def stepped(model, params: dict, rows: batch_lib.Batch, first: int = 0):
   tokens only those of the document that holds the last of them are read, the
   features of others are 0.
   """
+  # Layer by layer, XLA would compile every operation by itself.
+  return jax.jit(functools.partial(_stepped, model, first=first))(params, rows)
+
+
+def _stepped(model, params, rows, first):
   count, length = rows.tokens.shape
   start, cache = [], model.init_cache(count, length)
   form, order = (packed_lib.Group(count, 1),), jnp.arange(first)
