@@ -1,6 +1,8 @@
 """Requests of one cache in float64, and each of them alone without one."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,13 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.decode import cache as cache_lib
+from paraxis.decode import methods
+from paraxis.decode import program as program_lib
+from paraxis.decode import proposal
+from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.models import batch as batch_lib
+from paraxis.models import build
 from paraxis.models import decoder
 from paraxis.models.mixers import packed
 from paraxis.pallas_kernels.attention import op as attention_op
@@ -250,3 +257,29 @@ def one_pass(pattern, parts, begins, sees, monkeypatch, cooled=None):
     patched.setattr(attention_op, 'attention', dense)
     x, _ = model.features(params, batch)
   return np.asarray(model.logits(params, x))[0, -sizes[-1] :]
+
+
+def copies(generator, decode, vocab, slots=96):
+  """Elements of each copy in the compiled loop's body, for a row of `slots`.
+
+  Not of the entry computation: what it copies, it copies once.
+  """
+  form, values = sampling.check(decode, vocab)
+  with build.use(generator.built):
+    mesh = generator.built.mesh
+    prompts = step.place([[1, 2]], 64, mesh)
+    how = (
+      generator._method(methods.Choice.of(decode)),
+      program_lib.Static(form, 'replay'),
+    )
+    params = proposal.Params(generator._params)
+    room = slots, slots - 64
+    state, _ = generator._start(
+      params, prompts, values, np.int32(9), *how, room
+    )
+    ended = step.put(np.zeros(1, bool), mesh)
+    args = params, state, values, np.int32(9), ended, *how
+    text = generator._run.lower(*args).compile().as_text()
+  body = text[: text.index('ENTRY')]
+  found = re.findall(r'%copy[\w.]* = \w+\[([\d,]+)\]', body)
+  return [math.prod(map(int, dims.split(','))) for dims in found]

@@ -57,11 +57,20 @@ class SubBlocks(canvas.Unmask):
   def _passed(self, params, state, at, masks, live):
     own = state.own
     whole = live & (~masks.any(1) | (own.read != at))
+    # Only reads of the cache: XLA would copy what a branch writes.
     run = lambda width: functools.partial(self._lanes, params, width)
-    found = jax.lax.cond(
+    x, last, sound, layers = jax.lax.cond(
       whole.any(), run(self.block), run(self.width), state, at, whole, live
     )
-    x, last, sound, cache = found
+    place = own.at[:, None] + jnp.arange(self.block, dtype=jnp.int32)
+    there = whole[:, None] & (place < own.end[:, None])
+    ids = canvas.window(own.row, own.at, self.block)
+    packed = step.rows(ids, there.sum(1, dtype=jnp.int32), own.at)
+    flight = packed_lib.Flight(packed, layers)
+    cache = self._reads(state, whole)
+    cache = self._model.commit(
+      cache, flight, self._form(own), there & sound[:, None]
+    )
     own = own._replace(read=jnp.where(whole, at, own.read))
 
     def settle(moves):
@@ -72,14 +81,21 @@ class SubBlocks(canvas.Unmask):
 
     return x, sound, settle
 
+  def _reads(self, state, whole):
+    """The cache up to a block, or to its end for what reads a sub-block."""
+    own = state.own
+    end = jnp.minimum(own.at + self.block, own.end)
+    return state.cache._replace(length=jnp.where(whole, own.at, end))
+
   def _lanes(self, params, width, state, at, whole, live):
-    """(x as of `_passed`, features (B, D) of the last token, sound, cache).
+    """(x as of `_passed`, features (B, D) of the last token, sound, layers of a
+    packed.Flight as of lanes of a block).
 
     Args:
       width: static, of lanes; a sub-block's if no row is read as a whole.
       whole: (B,) bool, rows whose lane is the block.
     """
-    own, model = state.own, self._model
+    own = state.own
     begin = jnp.where(whole, own.at, at)
     size = jnp.where(whole, self.block, self.width)
     count = jnp.where(live, jnp.clip(own.end - begin, 0, size), 0)
@@ -91,18 +107,21 @@ class SubBlocks(canvas.Unmask):
         annotate.put(jnp.where(there, x[:, None], 0), canvas.ROWS) for x in hole
       )
     )
-    end = jnp.minimum(own.at + self.block, own.end)
-    cache = state.cache._replace(length=jnp.where(whole, own.at, end))
     form = (packed_lib.Group(len(at), width),)
-    x, flight = model.step(params, cache, packed, form)
+    x, flight = self._model.step(
+      params, self._reads(state, whole), packed, form
+    )
     sound = (jnp.isfinite(x).all(-1) | ~there).all(1)
-    keep = there & (whole & sound)[:, None]
-    cache = model.commit(cache, flight, form, keep)
     before = own.before
     if self._shift:
       before = jnp.where(whole[:, None], before, own.edge)
     first = jnp.where(whole, at - own.at, 0)
-    return self._read(x, before, first), x[:, -1], sound, cache
+    spare = self.block - width
+    layers = jax.tree.map(
+      lambda y: jnp.pad(y, [(0, 0), (0, spare)] + [(0, 0)] * (y.ndim - 2)),
+      flight.layers,
+    )
+    return self._read(x, before, first), x[:, -1], sound, layers
 
 
 def check(model, policy):

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import math
-import re
 
+import decode_cases
 import jax
 import jax.numpy as jnp
 import module_cases
@@ -15,10 +14,6 @@ import support
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.decode import loop
-from paraxis.decode import methods
-from paraxis.decode import program
-from paraxis.decode import proposal
-from paraxis.decode import sampling
 from paraxis.decode import step
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
@@ -336,26 +331,9 @@ def test_learned_positions_and_vocabulary_bound_the_work():
     loop.Generator(built, params, tokenizer.load('bpe2048'), schema.Decode())
 
 
-METHOD = methods.Choice.of(schema.Decode())
-
-
 def test_the_loop_copies_neither_weights_nor_cache(one):
   """In the compiled body no copy is as large as a matrix or a layer's cache."""
-  form, values = sampling.check(schema.Decode(temperature=0.0), 264)
-  with build.use(one.built):
-    prompts = step.place([[1, 2]], 64, one.built.mesh)
-    how = one._method(METHOD), program.Static(form, 'replay')
-    params = proposal.Params(one._params)
-    state, _ = one._start(params, prompts, values, np.int32(9), *how, (96, 32))
-    ended = step.put(np.zeros(1, bool), one.built.mesh)
-    args = params, state, values, np.int32(9), ended, *how
-    text = one._run.lower(*args).compile().as_text()
-  # Not the entry computation: what it copies, it copies once.
-  body = text[: text.index('ENTRY')]
-  sizes = [
-    math.prod(map(int, dims.split(',')))
-    for dims in re.findall(r'%copy[\w.]* = \w+\[([\d,]+)\]', body)
-  ]
+  sizes = decode_cases.copies(one, schema.Decode(temperature=0.0), 264)
   # The scores of the slots change their order: a number for each head of them.
   scores, matrix, cache = 4 * 96, 16 * 16, 2 * 96 * 4
   assert matrix < scores < cache

@@ -2,6 +2,7 @@
 
 import functools
 
+import decode_cases
 import jax
 import module_cases
 import numpy as np
@@ -233,6 +234,15 @@ def test_a_mesh_changes_nothing(mesh):
   for a, b in zip(one, many, strict=True):
     assert a['tokens'] == b['tokens']
     np.testing.assert_allclose(a['logprobs'], b['logprobs'], atol=1e-6)
+
+
+@pytest.mark.parametrize('cached', [True, False])
+def test_a_call_copies_no_cache(cached):
+  """Neither of two widths, of which one is run, writes the cache."""
+  unmask = fields.Unmask(sub_block=3, sub_cache=cached)
+  decode = schema.Decode(temperature=0.0, method='unmask', unmask=unmask)
+  sizes = decode_cases.copies(generator(), decode, V)
+  assert sizes and 2 * 96 * 4 not in sizes  # heads, slots, head dimension
 
 
 @pytest.mark.parametrize('fields_, visibility, words', [

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from paraxis.configs import fast_dllm_v2
 from paraxis.configs import llada
 from paraxis.configs import schema
 from paraxis.train.claims import harness
@@ -34,3 +35,26 @@ def test_the_loss_is_the_mean_over_orders(knockout, tmp_path):
   with masks.unweighted():
     assert objectives.batch is not batch
     assert not masks.any_order(run, **given).passed
+
+
+def of_fast_dllm(name, tmp_path):
+  config = schema.view(fast_dllm_v2.get_config())
+  run = harness.Run(config, tmp_path, lambda line: None)
+  given = {n: dict(x) for n, _, x, _ in fast_dllm_v2.claims()}[name]
+  return given.pop('check')(run, **given)
+
+
+def test_a_sub_block_is_exact_at_its_first_call_alone(tmp_path):
+  name = 'sub-blocks are exact at first alone'
+  found = of_fast_dllm(name, tmp_path)
+  assert found.passed, found
+  with masks.nothing_read_first():
+    found = of_fast_dllm(name, tmp_path)
+  assert not found.passed, found
+
+
+def test_a_clean_pass_is_what_a_block_is_cached_by(tmp_path):
+  found = of_fast_dllm('cached blocks are exact', tmp_path)
+  assert found.passed, found
+  with masks.no_clean_pass():
+    assert not of_fast_dllm('cached blocks are exact', tmp_path).passed
