@@ -231,7 +231,7 @@ class Generator:
     method = self._method(methods.Choice.of(config), about)
     params = proposal.Params(self._params, own)
     static = program.Static(form, config.judge, trace)
-    slots, length = self._fit(ids, config)
+    slots, length = self._fit(ids, config, method.lane)
     limit = config.max_new_tokens
     tokens_BT, lengths_B = self._place(ids, length)
     new = min(bucket(limit), slots - length)
@@ -293,6 +293,11 @@ class Generator:
         if domain is not None:
           self.tokenizer.require_domain(domain)
         prompt = [self.tokenizer.bos_id(domain), *self.tokenizer.encode(prompt)]
+      if 0 <= (mask := self._model.config.mask_id) and mask in prompt:
+        raise errors.UserError(
+          f'prompt {i}: token id {mask} is model.mask_id, which stands for a '
+          'token that is still to be made.'
+        )
       bad = [t for t in prompt if not 0 <= t < vocab]
       if bad or not len(prompt):
         raise errors.UserError(
@@ -306,8 +311,12 @@ class Generator:
       out.append(list(map(int, prompt)))
     return out
 
-  def _fit(self, ids, config):
-    """(cache slots, prompt bucket), or UserError with both numbers."""
+  def _fit(self, ids, config, least=0):
+    """(cache slots, prompt bucket), or UserError with both numbers.
+
+    Args:
+      least: slots, however few tokens there are.
+    """
     longest, new = max(map(len, ids)), config.max_new_tokens
     most = config.cache_length
     if longest + new > most:
@@ -320,7 +329,7 @@ class Generator:
       self._model.config, longest + new, 'prompt and new tokens'
     )
     length = min(bucket(longest), most - new)
-    slots, shards = min(length + bucket(new), most), 1
+    slots, shards = max(min(length + bucket(new), most), least), 1
     if self.built.mesh.shape.get('context', 1) > 1:
       shards = annotate.shards('slots')
     return -(-slots // shards) * shards, length

@@ -140,6 +140,12 @@ def _unmask(model, policy, about):
       f'decode.draft is a filter, and decode.unmask.score={policy.score} does '
       'not read it: leave out decode.draft, or take score=filter.'
     )
+  if reads and policy.credit_weight:
+    raise errors.UserError(
+      f'decode.unmask.credit_weight={policy.credit_weight:g} changes the '
+      'confidences that a filter (score=filter) was trained on: take one of '
+      'them.'
+    )
   if reads:
     filters.check(about, made.width)
   return made

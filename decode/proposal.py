@@ -71,6 +71,7 @@ class Method:
 
   tree: trees.Tree
   fills = False  # a canvas, in any order, by calls of its own (unmask/)
+  lane = 0  # tokens that a row of the cache must hold, however few are asked
 
   def calls(self, new):
     """At most, for so many new tokens; one that makes none ends its row."""

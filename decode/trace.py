@@ -1,8 +1,9 @@
 """What each call of the model found and made, as one record.
 
-The text that a call works on is a canvas of W places, from the first token that
-is not final on: of a method that drafts, the drafts of the path that its judge
-took and one place behind them. Drafts, filters and policies learn from these
+The text that a call works on is a canvas of W places. Of a method that drafts:
+from the first token that is not final on, the drafts of the path that its judge
+took and one place behind them. Of unmasking: a block or a sub-block, as
+unmask/canvas.py has them. Drafts, filters and policies learn from these
 records, and a rollout is one (`Generator.generate(trace=True)`).
 
 Legend: B rows, K calls of the model, W places, V vocabulary.
@@ -27,7 +28,8 @@ class Trace(NamedTuple):
   canvas: (B, K, W) int32, what the places held before the call, or NOTHING.
   tokens: (B, K, W) int32, what the model puts there, as its judge says.
   final: (B, K, W) bool, places whose token is text from this call on.
-  confidence: (B, K, W) float32, the largest probability of a token there.
+  confidence: (B, K, W) float32, the largest probability of a token there; of
+  unmasking, the score that its policy went by.
   logprobs: (B, K, W) float32, natural, of `tokens`. Both are the model's own,
   before temperature and filters; behind the first place that is not final they
   are given a draft that was dropped. calls: (B,) int32.

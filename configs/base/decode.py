@@ -108,8 +108,9 @@ class Unmask:
     low=0.0, high=1.0,
   )  # fmt: skip
   credit_weight: float = field(
-    0.0, 'how much a token that was likeliest before gains; 0: nothing', low=0.0
-  )
+    0.0, 'how much a token that was likeliest before gains; 0: nothing',
+    low=0.0, high=1000.0,
+  )  # fmt: skip
   credit_decay: float = field(
     0.8, 'of such a credit from call to call', low=0.0, high=1.0
   )

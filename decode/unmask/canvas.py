@@ -80,6 +80,7 @@ class Unmask(proposal.Method):
     self._cached = config.visibility == 'block'
     self.block = config.block if self._cached else policy.block
     self.width = policy.sub_block or self.block
+    self.lane = self.block if self._cached else 0
     self.tree = trees.chain(self.width - 1)
 
   def calls(self, new):

@@ -12,12 +12,13 @@ the slots of the others:
 
 What the others saw of the sub-block's masks is old when those become text, so
 the cache is approximate within a block (arXiv:2509.26328, section 3.3), but for
-models of one layer, whose keys depend on a token alone. Between blocks it stays
-exact. With model.mask_shift a sub-block's first token is drawn from features of
-the token before it, those of its first call.
+models of one layer without mask_shift, whose keys depend on a token alone.
+Between blocks it stays exact. With model.mask_shift a sub-block's first token
+is drawn from features of the token before it, those of its first call.
 
 A step is compiled twice, and is as narrow as a sub-block where no row of the
-batch needs more; a row's numbers do not depend on others either way.
+batch needs more: a row's numbers depend on others by rounding alone, which may
+decide between two tokens that are as likely (in bfloat16, more often).
 """
 
 import functools
@@ -131,6 +132,11 @@ def check(model, policy):
     raise errors.UserError(
       'decode.unmask.sub_cache caches sub-blocks, and decode.unmask.sub_block '
       'is 0: name their length.'
+    )
+  if size and policy.score == 'filter':
+    raise errors.UserError(
+      f'{says}: filters (decode.unmask.score=filter) are trained on whole '
+      'blocks: take another score, or leave sub_block out.'
     )
   if size and model.visibility != 'block':
     raise errors.UserError(

@@ -57,6 +57,10 @@ class Rollouts(NamedTuple):
 
     Args:
       prompts: lists of ids. results: one each. new: its max_new_tokens.
+
+    Raises:
+      ValueError: canvases that do not follow each other behind the prompt, as
+        those of model.visibility=block.
     """
     size = max(map(len, prompts)) + new
     shape = len(prompts), size
@@ -68,14 +72,17 @@ class Rollouts(NamedTuple):
       at, end = len(prompt), len(prompt) + new
       made.ids[i, :at], made.there[i, :end] = prompt, True
       made.when[i, at:end] = NEVER
-      trace = result['trace']
+      trace, begins = result['trace'], True
       for call in range(trace.calls):
+        masks = trace.canvas[call] < 0
+        if begins and not masks[: end - at].all():
+          raise ValueError(f'call {call} is not of a canvas of masks at {at}')
         taken = np.flatnonzero(trace.final[call])
         made.ids[i, at + taken] = trace.tokens[call, taken]
         made.when[i, at + taken] = call
         made.logprobs[i, at + taken] = trace.logprobs[call, taken]
-        left = (trace.canvas[call] < 0) & ~trace.final[call]
-        at += 0 if left.any() else trace.canvas.shape[1]
+        begins = not (masks & ~trace.final[call]).any()
+        at += trace.canvas.shape[1] if begins else 0
     return made
 
   def calls(self, mask):

@@ -65,8 +65,8 @@ def rms(x, scale):
 class Row:
   """Keys and values of each place and layer of a row, as they were written."""
 
-  def __init__(self, shift, layers=2):
-    model = generator(layers, shift).built.model
+  def __init__(self, shift, block, layers=2):
+    model, self.block = generator(layers, shift).built.model, block
     self.params = {
       p: np.asarray(x) for p, x in module_cases.parameters(model, 0.7).items()
     }
@@ -104,20 +104,19 @@ class Row:
         kept.update((c, seen[c]) for c in places)
     return {c: p['head'] @ rms(x[c], p['norm/scale']) for c in places}
 
-  @staticmethod
-  def end(place):
-    return place // BLOCK * BLOCK + BLOCK
+  def end(self, place):
+    return place // self.block * self.block + self.block
 
 
-def plain(shift, prompt, policy, sub, cached=True):
+def plain(shift, prompt, policy, sub, cached=True, block=BLOCK, new=NEW):
   """(tokens, logprobs, [tokens of each call], [tokens in flight of each])."""
-  row, ids = Row(shift), [*prompt, *[MASK] * NEW]
-  end, at = len(ids), len(prompt) // BLOCK * BLOCK
+  row, ids = Row(shift, block), [*prompt, *[MASK] * new]
+  end, at = len(ids), len(prompt) // block * block
   clean = row.read(ids, range(at), True) if at else {}
   before = clean.get(at - 1, row.params['head'][:, 0] * 0)
   found, counts, flown = {}, [], []
   while at < end:
-    stop = min(at + BLOCK, end)
+    stop = min(at + block, end)
     for first in range(at, stop, sub):
       last, call = min(first + sub, stop), 0
       credit, edge = np.zeros((sub, V)), None
@@ -157,27 +156,55 @@ def plain(shift, prompt, policy, sub, cached=True):
   return ids[len(prompt) :], [found[c] for c in places], counts, flown
 
 
-@pytest.mark.parametrize('policy, sub, shift, cached', [
-  ('one', 2, True, True),
-  ('one', 3, False, False),
-  ('threshold', 3, True, True),
-  ('threshold', 2, True, False),
-  ('ascending', 2, False, True),
-  ('credit', 3, True, True),
-  ('credit', 2, False, False),
+@pytest.mark.parametrize('policy, block, sub, shift, cached', [
+  ('one', 6, 2, True, True),
+  ('one', 6, 3, False, False),
+  ('threshold', 6, 3, True, True),
+  ('threshold', 6, 2, True, False),
+  ('ascending', 6, 2, False, True),
+  ('credit', 6, 3, True, True),
+  ('credit', 6, 2, False, False),
+  # More tokens in flight than attention takes at once, in one width or both.
+  ('threshold', 12, 4, True, True),
+  ('threshold', 24, 12, False, True),
 ])  # fmt: skip
-def test_texts_are_those_of_a_plain_loop(policy, sub, shift, cached):
-  found = texts(generator(shift=shift), policy, sub, cached)
+def test_texts_are_those_of_a_plain_loop(policy, block, sub, shift, cached):
+  found = texts(generator(shift=shift, block=block), policy, sub, cached)
   narrow = []
   for prompt, result in zip(PROMPTS, found, strict=True):
     tokens, logprobs, counts, flown = plain(
-      shift, prompt, fields.Unmask(**POLICIES[policy]), sub, cached
+      shift, prompt, fields.Unmask(**POLICIES[policy]), sub, cached, block
     )
     assert result['tokens'] == tokens
     np.testing.assert_allclose(result['logprobs'], logprobs, atol=1e-5)
     assert result['trace'].final.sum(1).tolist() == counts
     narrow += flown
   assert not cached or sub in narrow
+
+
+def test_a_block_may_be_longer_than_a_text():
+  """And than what 16 slots for the prompt and 16 for the text would hold."""
+  (found,) = texts(generator(block=48), sub=4, prompts=[[3]], max_new_tokens=2)
+  tokens, logprobs, *_ = plain(False, [3], fields.Unmask(), 4, True, 48, 2)
+  assert found['tokens'] == tokens
+  np.testing.assert_allclose(found['logprobs'], logprobs, atol=1e-5)
+
+
+def test_an_end_ends_a_row():
+  """In the middle of a block, at the canvas that has it."""
+  made = generator(shift=True)
+  options = dict(prompts=PROMPTS[:1], temperature=0.9, seed=5)
+  (free,) = texts(made, **options)
+  cut = next(i for i, t in enumerate(free['tokens'])
+             if i > 3 and t not in free['tokens'][:i])  # fmt: skip
+  other = loop.Generator(
+    made.built, module_cases.parameters(made.built.model, 0.7),
+    module_cases.Numbers(V, free['tokens'][cut]), made.config,
+    lambda line: None,
+  )  # fmt: skip
+  (found,) = texts(other, **options)
+  assert found['tokens'] == free['tokens'][:cut]
+  assert found['calls'] < free['calls']
 
 
 @pytest.mark.parametrize('shift', [False, True], ids=['here', 'shift'])
@@ -226,11 +253,14 @@ def test_a_row_does_not_depend_on_others(cached):
     )
 
 
-@pytest.mark.parametrize('mesh', ['data=2,fsdp=2,tensor=2', 'context=4,data=2'])
-def test_a_mesh_changes_nothing(mesh):
-  options = dict(policy='threshold', temperature=0.9, seed=5)
-  one = texts(generator(shift=True), **options)
-  many = texts(generator(shift=True, mesh=mesh, devices=8), **options)
+@pytest.mark.parametrize('mesh, block, sub', [
+  ('data=2,fsdp=2,tensor=2', 6, 2), ('context=4,data=2', 12, 4),
+])  # fmt: skip
+def test_a_mesh_changes_nothing(mesh, block, sub):
+  options = dict(policy='threshold', sub=sub, temperature=0.9, seed=5)
+  own = dict(shift=True, block=block)
+  one = texts(generator(**own), **options)
+  many = texts(generator(**own, mesh=mesh, devices=8), **options)
   for a, b in zip(one, many, strict=True):
     assert a['tokens'] == b['tokens']
     np.testing.assert_allclose(a['logprobs'], b['logprobs'], atol=1e-6)
@@ -249,6 +279,7 @@ def test_a_call_copies_no_cache(cached):
   (dict(sub_cache=True), 'block', 'name their length'),
   (dict(sub_block=4), 'block', 'does not divide model.block=6'),
   (dict(sub_block=2), 'full', 'take decode.unmask.block=2'),
+  (dict(sub_block=2, score='filter'), 'block', 'trained on whole blocks'),
 ])  # fmt: skip
 def test_what_has_no_sub_blocks_is_refused(fields_, visibility, words):
   model = {} if visibility == 'block' else dict(visibility='full', block=0)

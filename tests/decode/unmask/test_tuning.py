@@ -6,6 +6,7 @@ Legend: N rows, S tokens of a row, V vocabulary.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from paraxis.decode import trace as trace_lib
 from paraxis.decode.unmask import tuning
@@ -124,3 +125,10 @@ def test_behind_an_end_all_stays_masked():
   canvas, taken, text = found.calls(9)
   assert text.tolist() == [0, 1] * 3 and not taken[2].any()
   assert canvas[4].tolist()[:5] == [1, 4, 8, 9, 9]
+
+
+def test_canvases_that_begin_in_a_prompt_are_refused():
+  with pytest.raises(ValueError, match='call 0 is not of a canvas of masks'):
+    made = _result([{1: 5}], [5])
+    made['trace'].canvas[0, 0] = 3  # as of a block that has part of the prompt
+    tuning.Rollouts.of([[3]], [made], 2)

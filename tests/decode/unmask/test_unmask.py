@@ -244,6 +244,8 @@ def test_a_filter_is_of_its_canvas(tmp_path):
   heads.save(path, about, FILTER)
   with support.refused('canvases of 4 tokens', 'they have 8'):
     run(8, score='filter')
+  with support.refused('credit_weight=1 changes', 'a filter'):
+    run(score='filter', credit_weight=1.0)
   with support.refused('score=margin', 'leave out decode.draft'):
     run(score='margin')
   other = dataclasses.replace(about, tokenizer='other')
@@ -296,6 +298,11 @@ def test_what_goes_from_left_to_right_is_refused(what):
     else:
       parts = made.built, made.params, made.tokenizer, ()
       score.Scorer(parts, made.config, 16)
+
+
+def test_a_prompt_has_no_masks():
+  with support.refused(f'prompt 1: token id {MASK}', 'model.mask_id'):
+    generator('full').generate([[1, 2], [1, MASK, 3]])
 
 
 def test_requests_share_no_canvas():

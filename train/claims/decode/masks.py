@@ -22,6 +22,7 @@ from paraxis.decode.unmask import sub_blocks
 from paraxis.models import batch as batch_lib
 from paraxis.models import decoder
 from paraxis.models.mixers import attention
+from paraxis.models.mixers import packed as packed_lib
 from paraxis.models.mixers import pairs
 from paraxis.train import loss as loss_lib
 from paraxis.train.claims import experiment
@@ -287,6 +288,16 @@ def nothing_read_first():
     return passed(self, params, state._replace(own=own), at, masks, live)
 
   return knockouts.patched(sub_blocks.SubBlocks, '_passed', alone)
+
+
+def old_keys_too():
+  """Knock-out: tokens that are read alone see the keys that they had before."""
+  made = packed_lib.in_range
+
+  def every(ids, slots):
+    return made(ids._replace(hole=None), slots)
+
+  return knockouts.patched(packed_lib, 'in_range', every)
 
 
 def no_clean_pass():

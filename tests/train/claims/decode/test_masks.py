@@ -37,24 +37,18 @@ def test_the_loss_is_the_mean_over_orders(knockout, tmp_path):
     assert not masks.any_order(run, **given).passed
 
 
-def of_fast_dllm(name, tmp_path):
-  config = schema.view(fast_dllm_v2.get_config())
-  run = harness.Run(config, tmp_path, lambda line: None)
-  given = {n: dict(x) for n, _, x, _ in fast_dllm_v2.claims()}[name]
-  return given.pop('check')(run, **given)
-
-
-def test_a_sub_block_is_exact_at_its_first_call_alone(tmp_path):
-  name = 'sub-blocks are exact at first alone'
-  found = of_fast_dllm(name, tmp_path)
+@pytest.mark.parametrize('knockout, claim, off', [
+  x for x in fast_dllm_v2.knockouts()
+  if x[0] in ('no_clean_pass', 'nothing_read_first', 'old_keys_too')
+])  # fmt: skip
+def test_what_blocks_and_sub_blocks_read(knockout, claim, off, tmp_path):
+  del knockout
+  run = harness.Run(
+    schema.view(fast_dllm_v2.get_config()), tmp_path, lambda line: None
+  )
+  given = {n: dict(x) for n, _, x, _ in fast_dllm_v2.claims()}[claim]
+  check = given.pop('check')
+  found = check(run, **given)
   assert found.passed, found
-  with masks.nothing_read_first():
-    found = of_fast_dllm(name, tmp_path)
-  assert not found.passed, found
-
-
-def test_a_clean_pass_is_what_a_block_is_cached_by(tmp_path):
-  found = of_fast_dllm('cached blocks are exact', tmp_path)
-  assert found.passed, found
-  with masks.no_clean_pass():
-    assert not of_fast_dllm('cached blocks are exact', tmp_path).passed
+  with off():
+    assert not check(run, **given).passed
