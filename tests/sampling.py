@@ -5,9 +5,9 @@ reaches.
 dear if `make test-all` measured 0.15 CPU-seconds or more for its function; then
 one in N of its cases is kept, those with (crc32(node id) + turn) mod N == 0.
 The turn is the number of commits, so N commits in a row run every test;
---turn=K repeats another one. Marks overrule what was measured:
+--turn=K repeats another one. Marks:
 
-  @pytest.mark.sampled(N)    one in N (1: always)
+  @pytest.mark.sampled(N)    one in N at most (1: always)
   @pytest.mark.array(P, N)   of a covering array: the P cases that a greedy
                              choice takes first, and block (turn mod N) of the
                              rest; N turns in a row cover every pair
@@ -41,7 +41,7 @@ import pytest
 HERE = pathlib.Path(__file__).resolve().parent
 LEDGER, EXECUTED = HERE / 'ledger.json', HERE / 'executed.json'
 # CPU-seconds a case from which one in N runs.
-BRACKETS = ((4.0, 48), (1.5, 32), (0.6, 20), (0.3, 10), (0.15, 4))
+BRACKETS = ((4.0, 64), (1.5, 40), (0.6, 24), (0.3, 12), (0.15, 5))
 RECORDED = 0.1  # cheaper functions are left out of the ledger
 WHOLE = 60.0  # CPU-seconds that changed files may add to a turn
 # A change of these reaches every test.
@@ -52,6 +52,11 @@ FOLDERS = ('configs', 'pallas_kernels', 'sharding', 'models', 'decode', 'train')
 def one_in(cost):
   """N for a function of `cost` CPU-seconds a case; 1: cheap, always kept."""
   return next((n for bound, n in BRACKETS if cost >= bound), 1)
+
+
+def sampled(cost, mark=None):
+  """N of a function: of its mark, or what its cost asks for if that is more."""
+  return 1 if mark == 1 else max(mark or 1, one_in(cost))
 
 
 def kept(nodeid, turn, n):
@@ -154,7 +159,7 @@ class Sample:
         arrays.setdefault(function_of(item), (mark.args, []))[1].append(item)
         continue
       mark = item.get_closest_marker('sampled')
-      n = mark.args[0] if mark else one_in(costs.get(function_of(item), 0))
+      n = sampled(costs.get(function_of(item), 0), *(mark.args if mark else ()))
       (keep if kept(item.nodeid, self.turn, n) else cut).append(item)
     for (prefix, blocks), family in arrays.values():
       pairs = [pairs_of(item.callspec.params['case']) for item in family]

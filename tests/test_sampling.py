@@ -244,7 +244,7 @@ def test_a_turn_fits(ledger, tree):
   marked, sampled = arrays(tree), arrays(tree, 'sampled')
   total = 0.0
   for name, (cost, cases) in ledger['costs'].items():
-    (n,) = sampled.get(name, [sampling.one_in(cost)])
+    n = sampling.sampled(cost, *sampled.get(name, ()))
     prefix, blocks = marked.get(name, (0, n))
     prefix = min(prefix, cases)
     total += cost * (prefix + (cases - prefix) / blocks)
@@ -261,7 +261,7 @@ def test_no_file_gathers_dear_cases(ledger, tree):
 
 
 def test_arrays_cover_every_pair_in_as_many_turns_as_blocks(tree):
-  """The real arrays, by enumeration; one turn covers more than half."""
+  """The real arrays, by enumeration; one turn covers more than a third."""
   marked = arrays(tree)
   assert marked
   for name, (prefix, blocks) in marked.items():
@@ -275,7 +275,7 @@ def test_arrays_cover_every_pair_in_as_many_turns_as_blocks(tree):
     turns = [sampling.block(order, prefix, blocks, t) for t in range(blocks)]
     assert {i for t in turns for i in t} == set(range(len(cases)))
     share = [len(set().union(*(pairs[i] for i in t))) for t in turns]
-    assert min(share) > len(every) / 2, name
+    assert min(share) > len(every) / 3, name
 
 
 def test_tables_are_readable_json(tmp_path, monkeypatch):
