@@ -13,7 +13,7 @@ import pytest
 import sampling
 
 # CPU-seconds of a turn by the ledger, which was measured with programs cached:
-# compiled afresh, and with cheaper tests, 8 minutes on two cores.
+# compiled afresh, and with cheaper tests, 5 minutes on two cores.
 DEAREST_TURN = 400.0
 DEAR_CASES = 60  # of one file; more are a covering array, or another file
 
