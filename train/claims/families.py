@@ -77,8 +77,12 @@ def unigram(config) -> float:
 
       sum_v -n_v log2(n_v / n) / bytes
 
-  n_v of all n targets that an evaluation of the config reads are token v.
+  n_v of all n targets that an evaluation of the config reads are token v; of
+  train.objective=masked all tokens count, not those that are masks this time.
   """
+  clean = {'train.objective': 'next_token', 'model.visibility': 'causal',
+           'model.mask_id': -1, 'model.block': 0}  # fmt: skip
+  config = experiment.fields(config, clean)
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
   corpus = token_cache.tokens(config, tokenizer, lambda line: None)
   held_out = batches.evaluation(config, corpus)

@@ -83,7 +83,7 @@ def filtered(run, *, on, operations, chosen, against, bounds, lists_of, steps):
   shown = []
   for seed, config, params in models:
     made = on_tasks.generator(config, lambda _, params=params: params)
-    ask = functools.partial(_over, made, task, operations, n)
+    ask = functools.partial(over, made, task, operations, n)
     own, oracle = _filter(made, params, ask, (task, n, steps), (rows, seed))
     path = workdir_lib.prepare(run.results) / f'filter-{seed}.npz'
     heads.save(path, *own)
@@ -92,13 +92,13 @@ def filtered(run, *, on, operations, chosen, against, bounds, lists_of, steps):
     slow = ask({}, 4 * rows, NEW + seed)
     tried = [ask(by[0] | dict(threshold=t), 4 * rows, NEW + seed, **given)
              for t in chosen]  # fmt: skip
-    best = chosen[_fastest(tried, slow[0], 0.0)]
+    best = chosen[fastest(tried, slow[0], 0.0)]
     right, calls, _ = ask(by[0] | dict(threshold=best), rows, seed, **given)
     slow = ask({}, rows, seed)
     other = oracle
     if against:
       tried = [ask(by[1] | dict(threshold=t), rows, seed) for t in against]
-      other = tried[_fastest(tried, slow[0], lost)][1]
+      other = tried[fastest(tried, slow[0], lost)][1]
     found['calls over the other'].append(calls / other)
     found['right answers lost'].append(slow[0] - right)
     found['wrong one by one'].append(1 - slow[0])
@@ -119,7 +119,7 @@ def filtered(run, *, on, operations, chosen, against, bounds, lists_of, steps):
   )
 
 
-def _over(made, task, operations, n, policy, rows, seed, **options):
+def over(made, task, operations, n, policy, rows, seed, **options):
   """(share right, calls a text, [texts]) over operations: `_greedy`."""
   every = [
     _greedy(made, task, o, n, policy, rows, seed, **options) for o in operations
@@ -128,7 +128,7 @@ def _over(made, task, operations, n, policy, rows, seed, **options):
   return right, calls, [x for *_, texts in every for x in texts]
 
 
-def _fastest(tried, right, lost):
+def fastest(tried, right, lost):
   """Number of the one with the fewest calls whose answers are as often right,
   but for `lost`; the last one if none is."""
   able = [i for i, x in enumerate(tried) if x[0] >= right - lost]
@@ -139,7 +139,7 @@ def _filter(made, params, ask, about, lists_of):
   """((heads.About, arrays) of a filter, calls of the oracle on other lists).
 
   Args:
-    ask: of `_over`, (policy, lists, seed). about: (task, items, steps).
+    ask: of `over`, (policy, lists, seed). about: (task, items, steps).
     lists_of: (lists, seed) of those other lists.
   """
   (task, n, steps), (rows, seed) = about, lists_of
@@ -160,18 +160,19 @@ def surer(run, *, on, operations, tuned, policy, bounds, lists_of):
   """LEARN: calls one by one over those of a model tuned on its own texts.
 
   Args:
-    on, operations: as of `filtered`. tuned: dict(steps, rate,
-      weight), of tuning.certainty. policy: fields of decode.unmask after it.
-      bounds: [least ratio of calls, most of the share of right answers that may
-      be lost]. lists_of: [items, lists for an operation and a seed].
+    on, operations: as of `filtered`. tuned: dict(texts of an operation, steps,
+      rate, weight), of tuning.certainty. policy: fields of decode.unmask after
+      it. bounds: [least ratio of calls, most of the share of right answers that
+      may be lost]. lists_of: [items, lists for an operation and a seed].
   """
   (n, rows), (at_least, lost) = lists_of, bounds
   task, models, seconds = on_lists.trained(run, **on)
   ratios, losses, before, wrong = [], [], [], []
   for seed, config, params in models:
     made = on_tasks.generator(config, lambda _, params=params: params)
-    ask = functools.partial(_over, task=task, operations=operations, n=n)
-    texts = np.array(ask(made, policy={}, rows=4 * rows, seed=NEW + seed)[-1])
+    ask = functools.partial(over, task=task, operations=operations, n=n)
+    own = ask(made, policy={}, rows=tuned['texts'], seed=NEW + seed)[-1]
+    texts = np.array(own)
     with build.use(made.built):
       better = _certain(made.built.model, params, texts, n + 2, tuned, seed)
     ours = on_tasks.generator(config, lambda _, params=better: params)

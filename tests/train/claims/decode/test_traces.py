@@ -33,7 +33,7 @@ def test_a_filter_has_its_file_and_its_oracle(tmp_path):
 def test_tuned_models_are_asked_anew(tmp_path):
   found = traces.surer(
     _run(tmp_path), on=ON, operations=['copy'],
-    tuned=dict(steps=2, rate=1e-3, weight=2.0),
+    tuned=dict(texts=16, steps=2, rate=1e-3, weight=2.0),
     policy=dict(count='threshold', threshold=0.0), bounds=[3.9, 1.1],
     lists_of=[4, 4],
   )  # fmt: skip

@@ -236,6 +236,10 @@ def test_frequencies_alone_are_the_entropy_of_the_held_out_text(run, tmp_path):
   n = sum(count.values())
   bits = sum(k * math.log2(n / k) for k in count.values()) / len(held)
   assert claims_families.unigram(config) == pytest.approx(bits)
+  masked = {'train.objective': 'masked', 'model.visibility': 'full',
+            'model.vocab_size': 264, 'model.mask_id': 263}  # fmt: skip
+  masked = experiment.fields(config, masked)
+  assert claims_families.unigram(masked) == pytest.approx(bits)
 
 
 def test_a_growing_batch_reads_as_much_as_the_constant_one():
