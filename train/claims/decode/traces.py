@@ -156,14 +156,16 @@ def _filter(made, params, ask, about, lists_of):
     return (filters.about(config, tokenizer, own, records), own), oracle
 
 
-def surer(run, *, on, operations, tuned, policy, bounds, lists_of):
+def surer(run, *, on, operations, tuned, policies, bounds, lists_of):
   """LEARN: calls one by one over those of a model tuned on its own texts.
 
   Args:
     on, operations: as of `filtered`. tuned: dict(texts of an operation, steps,
-      rate, weight), of tuning.certainty. policy: fields of decode.unmask after
-      it. bounds: [least ratio of calls, most of the share of right answers that
-      may be lost]. lists_of: [items, lists for an operation and a seed].
+      rate, weight), of tuning.certainty. policies: [fields of decode.unmask]:
+      of the model, and of the tuned one, the one with the fewest calls on other
+      lists, of those that lose as few answers there as may be lost. bounds:
+      [least ratio of calls, most of the share of right answers that may be
+      lost]. lists_of: [items, lists for an operation and a seed].
   """
   (n, rows), (at_least, lost) = lists_of, bounds
   task, models, seconds = on_lists.trained(run, **on)
@@ -176,9 +178,11 @@ def surer(run, *, on, operations, tuned, policy, bounds, lists_of):
     with build.use(made.built):
       better = _certain(made.built.model, params, texts, n + 2, tuned, seed)
     ours = on_tasks.generator(config, lambda _, params=better: params)
-    three = (made, {}), (made, policy), (ours, policy)
-    right, calls = [], []
-    for model, by in three:
+    other = functools.partial(ask, rows=2 * rows, seed=2 * NEW + seed)
+    slow, right, calls = other(made, policy={})[0], [], []
+    for model, several in ((made, [{}]), (made, policies), (ours, policies)):
+      tried = [other(model, policy=p) for p in several]
+      by = several[fastest(tried, slow, lost)]
       found = ask(model, policy=by, rows=rows, seed=seed)
       right.append(found[0])
       calls.append(found[1])
@@ -214,7 +218,8 @@ def _certain(model, params, texts, start, tuned, seed):
     value = tuning.certainty(z, ids, masked, tuned['weight'])
     return value, value
 
-  tuner = tuning.Tuner(model, params, optax.adam(tuned['rate']), loss)
+  rate = optax.cosine_decay_schedule(tuned['rate'], max(tuned['steps'], 1))
+  tuner = tuning.Tuner(model, params, optax.adam(rate), loss)
   for _ in range(tuned['steps']):
     at = rng.integers(0, len(texts), 64)
     ids, begin = texts[at], np.full(64, start)
@@ -222,6 +227,60 @@ def _certain(model, params, texts, start, tuned, seed):
     canvas = np.where(masked, model.config.mask_id, ids)
     tuner.step(canvas, there[at], ids, masked)
   return tuner.params
+
+
+def right_alone(run, *, changes, shape, weight, within):
+  """EQ: tuning.certainty and its gradient by logits, and a loop in NumPy whose
+  entropy is of masks alone whose likeliest token is the text's.
+
+  Args:
+    changes: {'section.field': value}; the model has random parameters, float64.
+    shape: [rows, tokens]; half of them are masks, a third of those are right.
+  """
+  with jax.enable_x64(True):
+    model = on_tasks.random(run, changes).built.model
+    mask, rng = model.config.mask_id, np.random.default_rng(7)
+    masked = rng.random(shape) < 0.5
+    ids = rng.integers(0, mask, shape)
+    params, there = experiment.random_parameters(model), jnp.ones(shape, bool)
+    canvas = jnp.asarray(np.where(masked, mask, ids), jnp.int32)
+    z = tuning.logits(model, params, canvas, there).astype(float)
+    best = np.asarray(z.argmax(-1))
+    ids = np.where(rng.random(shape) < 1 / 3, best, ids)
+    loss, grad = jax.value_and_grad(tuning.certainty)(z, ids, masked, weight)
+  z, right = np.asarray(z)[..., :mask], masked & (best == ids)
+  value, want = 0.0, np.zeros(z.shape)
+  for at in zip(*np.nonzero(masked), strict=True):
+    p = np.exp(z[at] - np.logaddexp.reduce(z[at]))
+    value -= np.log(p[ids[at]]) / masked.sum()
+    want[at] = (p - np.eye(mask)[ids[at]]) / masked.sum()
+    if right[at]:
+      q = p ** (1 / tuning.SHARP) / (p ** (1 / tuning.SHARP)).sum()
+      entropy = -(q * np.log(q)).sum()
+      value += weight * entropy / right.sum()
+      slope = -q * (np.log(q) + entropy) / tuning.SHARP
+      want[at] += weight * slope / right.sum()
+  gaps = {
+    'loss': experiment.gap(np.asarray(loss), np.asarray(value)),
+    'gradient': experiment.gap(np.asarray(grad)[..., :mask], want),
+  }
+  return experiment.equal(
+    gaps, within,
+    f'{masked.sum()} masks, {right.sum()} of them right, float64, random '
+    'parameters',
+  )  # fmt: skip
+
+
+def sure_of_all():
+  """Knock-out: what is wrong becomes sure too."""
+  made = tuning.certainty
+
+  def certainty(z, ids, masked, weight):
+    best = z.argmax(-1)
+    entropy = made(z, best, masked, 1.0) - made(z, best, masked, 0.0)
+    return made(z, ids, masked, 0.0) + weight * entropy
+
+  return knockouts.patched(tuning, 'certainty', certainty)
 
 
 def rewarded(run, *, on, operation, policy, learned, by, lists_of):

@@ -3,6 +3,7 @@
 import unmask_cases
 
 from paraxis.configs import ascending_steps
+from paraxis.configs import dparallel
 from paraxis.configs import schema
 from paraxis.train.claims import harness
 from paraxis.train.claims import knockouts
@@ -34,11 +35,22 @@ def test_tuned_models_are_asked_anew(tmp_path):
   found = traces.surer(
     _run(tmp_path), on=ON, operations=['copy'],
     tuned=dict(texts=16, steps=2, rate=1e-3, weight=2.0),
-    policy=dict(count='threshold', threshold=0.0), bounds=[3.9, 1.1],
+    policies=[dict(count='threshold', threshold=0.0)], bounds=[3.9, 1.1],
     lists_of=[4, 4],
   )  # fmt: skip
   # Above nothing: all at once, four times fewer calls.
   assert found.measured == '0.1000, 1.1000, -0.8500' and not found.passed
+
+
+def test_what_is_right_alone_becomes_sure(tmp_path):
+  config = schema.view(dparallel.get_config())
+  run = harness.Run(config, tmp_path, lambda line: None)
+  given = dict(dparallel.claims()[0][2])
+  check = given.pop('check')
+  found = check(run, **given)
+  assert found.passed, found
+  with traces.sure_of_all():
+    assert not check(run, **given).passed
 
 
 def test_rewards_of_no_right_answer_change_nothing(tmp_path):
