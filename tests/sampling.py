@@ -42,6 +42,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 LEDGER, EXECUTED = HERE / 'ledger.json', HERE / 'executed.json'
 # CPU-seconds a case from which one in N runs.
 BRACKETS = ((4.0, 64), (1.5, 40), (0.6, 24), (0.3, 12), (0.15, 5))
+GUARD = 7.0  # CPU-seconds that a guard may cost and run in every turn
 RECORDED = 0.1  # cheaper functions are left out of the ledger
 WHOLE = 60.0  # CPU-seconds that changed files may add to a turn
 # A change of these reaches every test.
@@ -54,9 +55,14 @@ def one_in(cost):
   return next((n for bound, n in BRACKETS if cost >= bound), 1)
 
 
-def sampled(cost, mark=None):
-  """N of a function: of its mark, or what its cost asks for if that is more."""
-  return 1 if mark == 1 else max(mark or 1, one_in(cost))
+def sampled(name, cost, mark=None):
+  """N of a function: of its mark, or what its cost asks for if that is more.
+
+  Guards of the whole tree (tests/test_*.py) run in every turn, but for the
+  dearest.
+  """
+  always = mark == 1 or (name.count('/') == 1 and cost < GUARD)
+  return 1 if always else max(mark or 1, one_in(cost))
 
 
 def kept(nodeid, turn, n):
@@ -159,7 +165,8 @@ class Sample:
         arrays.setdefault(function_of(item), (mark.args, []))[1].append(item)
         continue
       mark = item.get_closest_marker('sampled')
-      n = sampled(costs.get(function_of(item), 0), *(mark.args if mark else ()))
+      name = function_of(item)
+      n = sampled(name, costs.get(name, 0), *(mark.args if mark else ()))
       (keep if kept(item.nodeid, self.turn, n) else cut).append(item)
     for (prefix, blocks), family in arrays.values():
       pairs = [pairs_of(item.callspec.params['case']) for item in family]

@@ -244,7 +244,7 @@ def test_a_turn_fits(ledger, tree):
   marked, sampled = arrays(tree), arrays(tree, 'sampled')
   total = 0.0
   for name, (cost, cases) in ledger['costs'].items():
-    n = sampling.sampled(cost, *sampled.get(name, ()))
+    n = sampling.sampled(name, cost, *sampled.get(name, ()))
     prefix, blocks = marked.get(name, (0, n))
     prefix = min(prefix, cases)
     total += cost * (prefix + (cases - prefix) / blocks)

@@ -13,6 +13,9 @@ from paraxis.train.claims import lists
 from paraxis.train.claims import on_tasks
 
 SHARED = 'masked_lists', 'shifted_lists'
+TOGETHER = 50
+NEW = 10_000  # added to a seed: lists to learn from, none is asked for later
+WRONG = 0.15  # of answers one by one; a model that knows nothing loses nothing
 
 
 def shared(run):
@@ -81,3 +84,37 @@ def drawn(trace):
   """[{place: token}] that calls made final; one canvas has all places."""
   every = zip(trace.final, trace.tokens, strict=True)
   return [{c: ids[c] for c in np.flatnonzero(final)} for final, ids in every]
+
+
+def _greedy(made, task, operation, n, policy, rows, seed, **options):
+  """(share right, calls a text, [ids of prompt and text], texts' results)."""
+  asked = questions(task, operation, n, rows, seed)
+  found = []
+  for at in range(0, rows, TOGETHER):  # of one shape: one program of a policy
+    part = asked[at : at + TOGETHER]
+    found += answered(made, task, part, n, policy, temperature=0.0, **options)
+  right = [
+    lists.is_right(task, operation, x, r['tokens'])
+    for (_, x), r in zip(asked, found, strict=True)
+  ]
+  texts = [
+    [*ids, *r['tokens']] for (ids, _), r in zip(asked, found, strict=True)
+  ]
+  calls = np.mean([r['calls'] for r in found])
+  return np.mean(right), calls, texts
+
+
+def over(made, task, operations, n, policy, rows, seed, **options):
+  """(share right, calls a text, [texts]) over operations: `_greedy`."""
+  every = [
+    _greedy(made, task, o, n, policy, rows, seed, **options) for o in operations
+  ]
+  right, calls = np.mean([x[:2] for x in every], 0)
+  return right, calls, [x for *_, texts in every for x in texts]
+
+
+def fastest(tried, right, lost):
+  """Number of the one with the fewest calls whose answers are as often right,
+  but for `lost`; the last one if none is."""
+  able = [i for i, x in enumerate(tried) if x[0] >= right - lost]
+  return min(able, key=lambda i: tried[i][1], default=-1)

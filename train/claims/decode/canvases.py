@@ -17,7 +17,6 @@ from paraxis.train.plot import figures
 from paraxis.train.run import workdir as workdir_lib
 
 ERRORS = 3  # standard errors above a ceiling that are no chance
-WRONG = 0.15  # of answers one by one; a model that knows nothing loses nothing
 SURE = ('copy', 'reverse', 'sort')  # one answer is right
 
 
@@ -132,7 +131,7 @@ def calls(run, *, task, fields, policies, operations, bounds, lists_of, seeds):
         asked, [r - at_least for r in ratios], 0.0, seconds, signed=False
       ),
       ablation.at_most('right answers lost', losses, lost, seconds),
-      ablation.at_most('wrong one by one', wrong, WRONG, seconds),
+      ablation.at_most('wrong one by one', wrong, on_lists.WRONG, seconds),
     ],
     'calls of one by one over ours',
     f'{", ".join(operations)} of {n} items, {rows} lists of each for a seed, '

@@ -11,8 +11,6 @@ from paraxis.train.claims import on_lists
 from paraxis.train.claims import on_tasks
 from paraxis.train.claims import tasks
 
-WRONG = 0.15  # of answers one by one; a model that knows nothing loses nothing
-
 
 def fewer_calls(run, *, on, blocks, policy, operations, bounds, lists_of):
   """LEARN: calls of an autoregressive model over those of the one that it was
@@ -61,7 +59,7 @@ def fewer_calls(run, *, on, blocks, policy, operations, bounds, lists_of):
         'right answers lost', found['right answers lost'], lost, seconds
       ),
       ablation.at_most(
-        'wrong from left to right', found['wrong'], WRONG, seconds
+        'wrong from left to right', found['wrong'], on_lists.WRONG, seconds
       ),
       ablation.at_most(
         'tokens of the conversion', [tokens[1] / tokens[0]] * len(seeds),

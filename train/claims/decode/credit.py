@@ -17,7 +17,6 @@ from paraxis.train.claims import harness
 from paraxis.train.claims import knockouts
 from paraxis.train.claims import on_lists
 from paraxis.train.claims import on_tasks
-from paraxis.train.claims.decode import traces
 
 FOUND = 'fewer calls', 'right answers lost', 'wrong one by one'
 
@@ -126,12 +125,12 @@ def fewer(run, *, on, operations, ours, against, bounds, lists_of):
   found, shown = {name: [] for name in FOUND}, []
   for seed, config, params in models:
     made = on_tasks.generator(config, lambda _, params=params: params)
-    ask = functools.partial(traces.over, made, task, operations, n)
-    slow = ask({}, 2 * rows, traces.NEW + seed)
+    ask = functools.partial(on_lists.over, made, task, operations, n)
+    slow = ask({}, 2 * rows, on_lists.NEW + seed)
     picked = []
     for several in (ours, against):
-      tried = [ask(policy, 2 * rows, traces.NEW + seed) for policy in several]
-      picked.append(several[traces.fastest(tried, slow[0], lost)])
+      tried = [ask(policy, 2 * rows, on_lists.NEW + seed) for policy in several]
+      picked.append(several[on_lists.fastest(tried, slow[0], lost)])
     right, calls, _ = ask(picked[0], rows, seed)
     _, best, _ = ask(picked[1], rows, seed)
     slow = ask({}, rows, seed)
@@ -153,7 +152,7 @@ def fewer(run, *, on, operations, ours, against, bounds, lists_of):
         'right answers lost', found['right answers lost'], lost, seconds
       ),
       ablation.at_most(
-        'wrong one by one', found['wrong one by one'], traces.WRONG, seconds
+        'wrong one by one', found['wrong one by one'], on_lists.WRONG, seconds
       ),
     ],
     'calls of the best threshold over ours',

@@ -24,29 +24,6 @@ from paraxis.train.claims import on_tasks
 from paraxis.train.run import workdir as workdir_lib
 
 FILTERED = 'calls over the other', 'right answers lost', 'wrong one by one'
-TOGETHER = 50
-WRONG = 0.15  # of answers one by one; a model that knows nothing loses nothing
-NEW = 10_000  # added to a seed: lists to learn from, none is asked for later
-
-
-def _greedy(made, task, operation, n, policy, rows, seed, **options):
-  """(share right, calls a text, [ids of prompt and text], texts' results)."""
-  asked = on_lists.questions(task, operation, n, rows, seed)
-  found = []
-  for at in range(0, rows, TOGETHER):  # of one shape: one program of a policy
-    part = asked[at : at + TOGETHER]
-    found += on_lists.answered(
-      made, task, part, n, policy, temperature=0.0, **options
-    )
-  right = [
-    lists.is_right(task, operation, x, r['tokens'])
-    for (_, x), r in zip(asked, found, strict=True)
-  ]
-  texts = [
-    [*ids, *r['tokens']] for (ids, _), r in zip(asked, found, strict=True)
-  ]
-  calls = np.mean([r['calls'] for r in found])
-  return np.mean(right), calls, texts
 
 
 def _reader(model, params):
@@ -83,22 +60,22 @@ def filtered(run, *, on, operations, chosen, against, bounds, lists_of, steps):
   shown = []
   for seed, config, params in models:
     made = on_tasks.generator(config, lambda _, params=params: params)
-    ask = functools.partial(over, made, task, operations, n)
+    ask = functools.partial(on_lists.over, made, task, operations, n)
     own, oracle = _filter(made, params, ask, (task, n, steps), (rows, seed))
     path = workdir_lib.prepare(run.results) / f'filter-{seed}.npz'
     heads.save(path, *own)
     by = dict(score='filter', count='threshold'), dict(count='threshold')
     given = dict(draft=str(path))
-    slow = ask({}, 4 * rows, NEW + seed)
-    tried = [ask(by[0] | dict(threshold=t), 4 * rows, NEW + seed, **given)
-             for t in chosen]  # fmt: skip
-    best = chosen[fastest(tried, slow[0], 0.0)]
+    learned = 4 * rows, on_lists.NEW + seed
+    slow = ask({}, *learned)
+    tried = [ask(by[0] | dict(threshold=t), *learned, **given) for t in chosen]
+    best = chosen[on_lists.fastest(tried, slow[0], 0.0)]
     right, calls, _ = ask(by[0] | dict(threshold=best), rows, seed, **given)
     slow = ask({}, rows, seed)
     other = oracle
     if against:
       tried = [ask(by[1] | dict(threshold=t), rows, seed) for t in against]
-      other = tried[fastest(tried, slow[0], lost)][1]
+      other = tried[on_lists.fastest(tried, slow[0], lost)][1]
     found['calls over the other'].append(calls / other)
     found['right answers lost'].append(slow[0] - right)
     found['wrong one by one'].append(1 - slow[0])
@@ -109,7 +86,9 @@ def filtered(run, *, on, operations, chosen, against, bounds, lists_of, steps):
     found,
     [
       ablation.at_most(name, found[name], bound, seconds)
-      for name, bound in zip(found, (at_most, lost, WRONG), strict=True)
+      for name, bound in zip(
+        found, (at_most, lost, on_lists.WRONG), strict=True
+      )
     ],
     'calls of a filter',
     f'{", ".join(operations)} of {n} items, {rows} lists of each for a seed, '
@@ -119,27 +98,11 @@ def filtered(run, *, on, operations, chosen, against, bounds, lists_of, steps):
   )
 
 
-def over(made, task, operations, n, policy, rows, seed, **options):
-  """(share right, calls a text, [texts]) over operations: `_greedy`."""
-  every = [
-    _greedy(made, task, o, n, policy, rows, seed, **options) for o in operations
-  ]
-  right, calls = np.mean([x[:2] for x in every], 0)
-  return right, calls, [x for *_, texts in every for x in texts]
-
-
-def fastest(tried, right, lost):
-  """Number of the one with the fewest calls whose answers are as often right,
-  but for `lost`; the last one if none is."""
-  able = [i for i, x in enumerate(tried) if x[0] >= right - lost]
-  return min(able, key=lambda i: tried[i][1], default=-1)
-
-
 def _filter(made, params, ask, about, lists_of):
   """((heads.About, arrays) of a filter, calls of the oracle on other lists).
 
   Args:
-    ask: of `over`, (policy, lists, seed). about: (task, items, steps).
+    ask: of on_lists.over, (policy, lists, seed). about: (task, items, steps).
     lists_of: (lists, seed) of those other lists.
   """
   (task, n, steps), (rows, seed) = about, lists_of
@@ -147,7 +110,7 @@ def _filter(made, params, ask, about, lists_of):
   guided = functools.partial(
     filters.guided, read, at=n + 2, width=task.most, mask=task.mask
   )
-  learned = np.array(ask({}, 4 * rows, NEW + seed)[-1])
+  learned = np.array(ask({}, 4 * rows, on_lists.NEW + seed)[-1])
   asked = np.array(ask({}, rows, seed)[-1])
   with build.use(made.built):
     records, oracle = guided(learned)[1], guided(asked)[0].mean()
@@ -172,17 +135,19 @@ def surer(run, *, on, operations, tuned, policies, bounds, lists_of):
   ratios, losses, before, wrong = [], [], [], []
   for seed, config, params in models:
     made = on_tasks.generator(config, lambda _, params=params: params)
-    ask = functools.partial(over, task=task, operations=operations, n=n)
-    own = ask(made, policy={}, rows=tuned['texts'], seed=NEW + seed)[-1]
-    texts = np.array(own)
+    ask = functools.partial(
+      on_lists.over, task=task, operations=operations, n=n
+    )
+    own = dict(rows=tuned['texts'], seed=on_lists.NEW + seed)
+    texts = np.array(ask(made, policy={}, **own)[-1])
     with build.use(made.built):
       better = _certain(made.built.model, params, texts, n + 2, tuned, seed)
     ours = on_tasks.generator(config, lambda _, params=better: params)
-    other = functools.partial(ask, rows=2 * rows, seed=2 * NEW + seed)
+    other = functools.partial(ask, rows=2 * rows, seed=2 * on_lists.NEW + seed)
     slow, right, calls = other(made, policy={})[0], [], []
     for model, several in ((made, [{}]), (made, policies), (ours, policies)):
       tried = [other(model, policy=p) for p in several]
-      by = several[fastest(tried, slow, lost)]
+      by = several[on_lists.fastest(tried, slow, lost)]
       found = ask(model, policy=by, rows=rows, seed=seed)
       right.append(found[0])
       calls.append(found[1])
@@ -200,7 +165,7 @@ def surer(run, *, on, operations, tuned, policies, bounds, lists_of):
         asked, [r - at_least for r in ratios], 0.0, seconds, signed=False
       ),
       ablation.at_most('right answers lost', losses, lost, seconds),
-      ablation.at_most('wrong one by one', wrong, WRONG, seconds),
+      ablation.at_most('wrong one by one', wrong, on_lists.WRONG, seconds),
     ],
     'calls of one by one over those of a threshold',
     f'{", ".join(operations)} of {n} items, {rows} lists of each for a seed, '
@@ -308,7 +273,7 @@ def rewarded(run, *, on, operation, policy, learned, by, lists_of):
     tuner = tuning.Tuner(made.built.model, params, tx, tuning.trajectory)
     for update in range(learned['updates']):
       off = update_rewarded(
-        made, tuner, ask, learned, NEW * (seed + 1) + update
+        made, tuner, ask, learned, on_lists.NEW * (seed + 1) + update
       )
       first += [off] if not update else []
       made.replace(tuner.params)
