@@ -42,6 +42,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 LEDGER, EXECUTED = HERE / 'ledger.json', HERE / 'executed.json'
 # CPU-seconds a case from which one in N runs.
 BRACKETS = ((4.0, 64), (1.5, 40), (0.6, 24), (0.3, 12), (0.15, 5))
+PEERS = ('hf', 'aot', 'lm_eval', 'extras')  # not in .venv, but in .ci/run
+SELDOM = 6  # one in so many of dear tests with them, whatever they cost
 GUARD = 7.0  # CPU-seconds that a guard may cost and run in every turn
 RECORDED = 0.1  # cheaper functions are left out of the ledger
 WHOLE = 60.0  # CPU-seconds that changed files may add to a turn
@@ -167,6 +169,8 @@ class Sample:
       mark = item.get_closest_marker('sampled')
       name = function_of(item)
       n = sampled(name, costs.get(name, 0), *(mark.args if mark else ()))
+      if any(item.get_closest_marker(peer) for peer in PEERS):
+        n = min(n, max(SELDOM, *(mark.args if mark else (1,))))
       (keep if kept(item.nodeid, self.turn, n) else cut).append(item)
     for (prefix, blocks), family in arrays.values():
       pairs = [pairs_of(item.callspec.params['case']) for item in family]
