@@ -4,7 +4,7 @@
 #
 #   make demo     train the quickstart, draw its loss, sample text   (5 minutes)
 #   make test     every cheap test and, of the dear ones, a sample that turns
-#                 with the commits: 5 minutes on two idle cores
+#                 with the commits: 6 minutes on two idle cores
 #                                    make test ARGS="tests/train -k resume"
 #   make test-all      every test, but those of packages that are not installed
 #                      (torch, lm-eval, pyarrow, libtpu; .ci/run brings them);

@@ -24,11 +24,6 @@ partial: decode/unmask/tuning.py tunes the models of claims; no command does.
 
 from paraxis.configs import presets
 
-SMALL = {
-  'model.vocab_size': 12, 'model.mask_id': 11, 'model.d_model': 16,
-  'data.tokenizer': 'bytes',
-}  # fmt: skip
-
 
 def get_config():
   """A small masked model on lists."""
@@ -41,7 +36,7 @@ def claims():
   from paraxis.train.claims.decode import traces
 
   kept = dict(
-    check=traces.on_policy, changes=SMALL, prompts=6, new=13,
+    check=traces.on_policy, changes=presets.SMALL_MASKED, prompts=6, new=13,
     policy=dict(count='ascending', block=8), within=1e-5,
   )  # fmt: skip
   doubling = presets.LISTS | dict(

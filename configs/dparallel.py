@@ -24,10 +24,6 @@ partial: decode/unmask/tuning.py tunes the models of claims; no command does.
 
 from paraxis.configs import presets
 
-SMALL = {
-  'model.vocab_size': 12, 'model.mask_id': 11, 'model.d_model': 16,
-  'data.tokenizer': 'bytes',
-}  # fmt: skip
 TUNED = dict(texts=16000, steps=3000, rate=1e-3, weight=2.0)
 THRESHOLDS = [0.5, 0.7, 0.8, 0.86, 0.88, 0.9, 0.93, 0.96, 0.98, 0.99]
 
@@ -42,8 +38,8 @@ def claims():
   from paraxis.train.claims.decode import traces
 
   alone = dict(
-    check=traces.right_alone, changes=SMALL, shape=[4, 12], weight=2.0,
-    within=1e-9,
+    check=traces.right_alone, changes=presets.SMALL_MASKED, shape=[4, 12],
+    weight=2.0, within=1e-9,
   )  # fmt: skip
   surer = dict(
     check=traces.surer, on=presets.LISTS, operations=['replace'],

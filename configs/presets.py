@@ -36,6 +36,11 @@ LISTS = dict(
   },
   seeds=[0, 1, 2],
 )  # fmt: skip
+# Fields of a `masked_lists` that is as small as claims of equality need.
+SMALL_MASKED = {
+  'model.vocab_size': 12, 'model.mask_id': 11, 'model.d_model': 16,
+  'data.tokenizer': 'bytes',
+}  # fmt: skip
 # Trainings of one-pass decoders (train/claims/on_frames.py), but their steps.
 FRAMES = dict(
   fields={

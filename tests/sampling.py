@@ -18,7 +18,8 @@ naming files or node ids without --turn. --changed[=REV] keeps the tests that
 execute a module that differs from REV (HEAD).
 
 `make test-all` (--all --record) writes two tables beside this file:
-ledger.json    {'costs': {function: [CPU-seconds a case, cases]},
+ledger.json    {'costs': {function: [CPU-seconds a case, cases]} (today's are
+                seconds of one of two workers, which waits too),
                 'files': {test file: hash of its content}}
 executed.json  {'modules': [...], 'files': {test file: [index in modules]}}
 """
@@ -41,7 +42,7 @@ import pytest
 HERE = pathlib.Path(__file__).resolve().parent
 LEDGER, EXECUTED = HERE / 'ledger.json', HERE / 'executed.json'
 # CPU-seconds a case from which one in N runs.
-BRACKETS = ((4.0, 64), (1.5, 40), (0.6, 24), (0.3, 12), (0.15, 5))
+BRACKETS = ((4.0, 80), (1.5, 48), (0.6, 24), (0.3, 12), (0.15, 5))
 PEERS = ('hf', 'aot', 'lm_eval', 'extras')  # not in .venv, but in .ci/run
 SELDOM = 6  # one in so many of dear tests with them, whatever they cost
 GUARD = 7.0  # CPU-seconds that a guard may cost and run in every turn
@@ -57,12 +58,14 @@ def one_in(cost):
   return next((n for bound, n in BRACKETS if cost >= bound), 1)
 
 
-def sampled(name, cost, mark=None):
+def sampled(name, cost, mark=None, peers=False):
   """N of a function: of its mark, or what its cost asks for if that is more.
 
   Guards of the whole tree (tests/test_*.py) run in every turn, but for the
-  dearest.
+  dearest; tests with peers, which run in .ci/run alone, one in SELDOM.
   """
+  if peers:
+    return mark or min(one_in(cost), SELDOM)
   always = mark == 1 or (name.count('/') == 1 and cost < GUARD)
   return 1 if always else max(mark or 1, one_in(cost))
 
@@ -168,9 +171,10 @@ class Sample:
         continue
       mark = item.get_closest_marker('sampled')
       name = function_of(item)
-      n = sampled(name, costs.get(name, 0), *(mark.args if mark else ()))
-      if any(item.get_closest_marker(peer) for peer in PEERS):
-        n = min(n, max(SELDOM, *(mark.args if mark else (1,))))
+      n = sampled(
+        name, costs.get(name, 0), mark and mark.args[0],
+        any(item.get_closest_marker(peer) for peer in PEERS),
+      )  # fmt: skip
       (keep if kept(item.nodeid, self.turn, n) else cut).append(item)
     for (prefix, blocks), family in arrays.values():
       pairs = [pairs_of(item.callspec.params['case']) for item in family]

@@ -8,12 +8,13 @@ differs trains its own.
 
 import numpy as np
 
+from paraxis.train.claims import ablation
 from paraxis.train.claims import harness
 from paraxis.train.claims import lists
 from paraxis.train.claims import on_tasks
 
 SHARED = 'masked_lists', 'shifted_lists'
-TOGETHER = 50
+TOGETHER = 50  # lists that are decoded in one batch
 NEW = 10_000  # added to a seed: lists to learn from, none is asked for later
 WRONG = 0.15  # of answers one by one; a model that knows nothing loses nothing
 
@@ -118,3 +119,24 @@ def fastest(tried, right, lost):
   but for `lost`; the last one if none is."""
   able = [i for i, x in enumerate(tried) if x[0] >= right - lost]
   return min(able, key=lambda i: tried[i][1], default=-1)
+
+
+def findings(measured, bounds, seconds):
+  """[ablation.Finding] of what takes fewer calls and answers as well.
+
+  Args:
+    measured: three lists, one number a seed: ratios of calls, shares of right
+      answers that are lost, and of answers one by one that are wrong. bounds:
+      (least ratio, most of the share that may be lost). seconds: CPU-seconds of
+      the longest training.
+  """
+  (ratios, losses, wrong), (at_least, lost) = measured, bounds
+  text, gains = (
+    f'>= {at_least:g} times fewer calls',
+    np.array(ratios) - at_least,
+  )
+  return [
+    ablation.judged(text, gains.tolist(), 0.0, seconds, signed=False),
+    ablation.at_most('right answers lost', losses, lost, seconds),
+    ablation.at_most('wrong one by one', wrong, WRONG, seconds),
+  ]

@@ -130,7 +130,7 @@ def model_of(case):
   return '.'.join(case[name] for name in MODEL)
 
 
-@pytest.mark.array(3, 20)
+@pytest.mark.array(5, 20)
 @pytest.mark.parametrize('case', covering.params(cases(), name_of, model_of))
 def test_equals_one_device(case):
   rows = support.certify(config_of(case))

@@ -117,7 +117,7 @@ def name_of(case):
   return '.'.join(f'{n}={v}' for n, v in shown.items())
 
 
-@pytest.mark.array(3, 17)
+@pytest.mark.array(5, 17)
 @pytest.mark.parametrize(
   'case', covering.params(cases(), name_of, operator.itemgetter('pattern'))
 )

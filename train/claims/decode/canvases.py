@@ -122,17 +122,10 @@ def calls(run, *, task, fields, policies, operations, bounds, lists_of, seeds):
     ratios.append(sums[0][0] / sums[1][0])
     losses.append(sums[0][1] - sums[1][1])
     wrong.append(1 - sums[0][1])
-  asked = f'>= {at_least:g} times fewer calls'
   found = ablation.outcome(
     run,
     {'fewer calls': ratios, 'right answers lost': losses},
-    [
-      ablation.judged(
-        asked, [r - at_least for r in ratios], 0.0, seconds, signed=False
-      ),
-      ablation.at_most('right answers lost', losses, lost, seconds),
-      ablation.at_most('wrong one by one', wrong, on_lists.WRONG, seconds),
-    ],
+    on_lists.findings((ratios, losses, wrong), (at_least, lost), seconds),
     'calls of one by one over ours',
     f'{", ".join(operations)} of {n} items, {rows} lists of each for a seed, '
     'greedy',

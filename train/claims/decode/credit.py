@@ -142,19 +142,7 @@ def fewer(run, *, on, operations, ours, against, bounds, lists_of):
   return ablation.outcome(
     run,
     found,
-    [
-      ablation.judged(
-        f'>= {at_least:g} times fewer calls',
-        [r - at_least for r in found['fewer calls']], 0.0, seconds,
-        signed=False,
-      ),
-      ablation.at_most(
-        'right answers lost', found['right answers lost'], lost, seconds
-      ),
-      ablation.at_most(
-        'wrong one by one', found['wrong one by one'], on_lists.WRONG, seconds
-      ),
-    ],
+    on_lists.findings(found.values(), (at_least, lost), seconds),
     'calls of the best threshold over ours',
     f'{", ".join(operations)} of {n} items, {rows} lists of each for a seed, '
     f'greedy; {means[0]:.2f} calls, the best of the others {means[1]:.2f}, one '

@@ -155,18 +155,11 @@ def surer(run, *, on, operations, tuned, policies, bounds, lists_of):
     losses.append(right[0] - right[2])
     wrong.append(1 - right[0])
     before.append(calls[0] / calls[1])
-  asked = f'>= {at_least:g} times fewer calls'
   return ablation.outcome(
     run,
     {'fewer calls': ratios, 'right answers lost': losses,
      'fewer before it': before},
-    [
-      ablation.judged(
-        asked, [r - at_least for r in ratios], 0.0, seconds, signed=False
-      ),
-      ablation.at_most('right answers lost', losses, lost, seconds),
-      ablation.at_most('wrong one by one', wrong, on_lists.WRONG, seconds),
-    ],
+    on_lists.findings((ratios, losses, wrong), (at_least, lost), seconds),
     'calls of one by one over those of a threshold',
     f'{", ".join(operations)} of {n} items, {rows} lists of each for a seed, '
     f'greedy; {tuned["steps"]} steps on {len(texts)} texts of its own',
@@ -220,10 +213,10 @@ def right_alone(run, *, changes, shape, weight, within):
     value -= np.log(p[ids[at]]) / masked.sum()
     want[at] = (p - np.eye(mask)[ids[at]]) / masked.sum()
     if right[at]:
-      q = p ** (1 / tuning.SHARP) / (p ** (1 / tuning.SHARP)).sum()
+      q = p**2 / (p**2).sum()  # at temperature 1/2 (section 3.2)
       entropy = -(q * np.log(q)).sum()
       value += weight * entropy / right.sum()
-      slope = -q * (np.log(q) + entropy) / tuning.SHARP
+      slope = -2 * q * (np.log(q) + entropy)
       want[at] += weight * slope / right.sum()
   gaps = {
     'loss': experiment.gap(np.asarray(loss), np.asarray(value)),

@@ -4,6 +4,7 @@ import unmask_cases
 
 from paraxis.configs import ascending_steps
 from paraxis.configs import dparallel
+from paraxis.configs import presets
 from paraxis.configs import schema
 from paraxis.train.claims import harness
 from paraxis.train.claims import knockouts
@@ -66,7 +67,7 @@ def test_a_record_is_of_its_own_canvases(tmp_path):
   config = schema.view(ascending_steps.get_config())
   run = harness.Run(config, tmp_path, lambda line: None)
   given = dict(
-    changes=ascending_steps.SMALL, prompts=2, new=5,
+    changes=presets.SMALL_MASKED, prompts=2, new=5,
     policy=dict(count='ascending', block=3), within=1e-5,
   )  # fmt: skip
   assert traces.on_policy(run, **given).passed
