@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels import varying
+from paraxis.pallas_kernels.scans import delta_batched
 from paraxis.pallas_kernels.scans import delta_xla
 from paraxis.pallas_kernels.scans import gated
 
@@ -186,8 +187,18 @@ def after(first, second):
   return dot(second[0], first[0]), dot(second[0], first[1]) + second[1]
 
 
+def _on_gpu(spec, target):
+  del spec
+  if target.platform == 'gpu':
+    return None
+  return f'for a gpu: on {target.platform} a loop over chunks takes less memory'
+
+
 registry.register(
   OP,
+  registry.Implementation(
+    'batched', delta_batched.forward, delta_batched.backward, _on_gpu
+  ),
   registry.Implementation('xla', delta_xla.forward, delta_xla.backward),
   registry.Implementation(
     'loop', delta_xla.loop_forward, delta_xla.loop_backward, gated.no_chunk

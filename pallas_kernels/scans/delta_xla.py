@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from paraxis.pallas_kernels.scans import gated_chunk
 
 # Tokens of a chunk where the caller does not say.
-CHUNKS = dict(xla=32, loop=1)
+CHUNKS = dict(xla=32, batched=64, loop=1)
 
 
 class DeltaTokens(NamedTuple):
@@ -55,7 +55,7 @@ class DeltaTokens(NamedTuple):
   segment: Any
 
 
-def _split(x, chunk, dtype):
+def split(x, chunk, dtype):
   """Tokens of a whole scan -> of all chunks, first of all chunks first."""
   b, t, groups, _ = x.q.shape
 
@@ -70,13 +70,13 @@ def _split(x, chunk, dtype):
   return DeltaTokens(q, k, v, g, beta, segment)
 
 
-def _join(y):
-  """Inverse of _split, of an array (N, B, G, C, ..) or (N, B, H, C, ..)."""
+def join(y):
+  """Inverse of split, of an array (N, B, G, C, ..) or (N, B, H, C, ..)."""
   y = jnp.moveaxis(jnp.moveaxis(y, 0, 1), 3, 2)
   return y.reshape(y.shape[0], -1, *y.shape[3:])
 
 
-def _of_heads(y):
+def of_heads(y):
   """(.., B, G, R, ..) -> (.., B, H, ..), chunks first."""
   return y.reshape(*y.shape[:2], -1, *y.shape[4:])
 
@@ -87,7 +87,7 @@ def _grid(x):
   return [lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1)]
 
 
-def _decays(g, segment):
+def decays(g, segment):
   """(D, r) of a chunk: (B, G, R, C, C), (B, G, R, C)."""
   row, col = _grid(g)
   total = jnp.cumsum(jnp.where(row > col, g[..., None], 0), -2)
@@ -144,18 +144,18 @@ def chunk(x, state, dot):
     x: DeltaTokens of one chunk, in one float dtype. state: at its start.
     dot: einsum.
   """
-  decays, reach = _decays(x.g, x.segment)
+  decay, reach = decays(x.g, x.segment)
   over = lambda y: y[:, :, None]  # all heads of a group
   scale = lambda s, y: s[..., None] * y
   known = scale(reach, dot('bgck,bgrkv->bgrcv', x.k, state))
-  pairs = decays * over(dot('bgik,bgjk->bgij', x.k, x.k))
+  pairs = decay * over(dot('bgik,bgjk->bgij', x.k, x.k))
   row, col = _grid(x.g)
   pairs = jnp.where(row > col, pairs, 0)
   writes = _solve(dot, scale(x.beta, pairs), scale(x.beta, x.v - known))
-  scores = decays * over(dot('bgik,bgjk->bgij', x.q, x.k))
+  scores = decay * over(dot('bgik,bgjk->bgij', x.q, x.k))
   o = scale(reach, dot('bgck,bgrkv->bgrcv', x.q, state))
   o += dot('bgrij,bgrjv->bgriv', scores, writes)
-  left = scale(decays[..., -1, :], writes)
+  left = scale(decay[..., -1, :], writes)
   after = reach[..., -1:, None] * state
   return o, after + dot('bgck,bgrcv->bgrkv', x.k, left)
 
@@ -170,7 +170,7 @@ def token(x, state, dot):
   return dot('bgck,bgrkv->bgrcv', x.q, state), state
 
 
-def _dot_of(dtype):
+def dot_of(dtype):
   precision = gated_chunk.precision_of(dtype).products
   return functools.partial(jnp.einsum, precision=precision)
 
@@ -183,22 +183,22 @@ def _forward(body, x, state, size, save):
     state: (B, H, K, V), in the dtype to compute in.
   """
   b, h, k, v = state.shape
-  dot = _dot_of(x.q.dtype)
+  dot = dot_of(x.q.dtype)
 
   def step(state, x):
     o, after = body(x, state, dot)
     return after, (o, state if save else None)
 
   state = state.reshape(b, x.q.shape[2], -1, k, v)
-  last, (o, starts) = lax.scan(step, state, _split(x, size, state.dtype))
-  o = _join(_of_heads(o)).astype(x.v.dtype)
+  last, (o, starts) = lax.scan(step, state, split(x, size, state.dtype))
+  o = join(of_heads(o)).astype(x.v.dtype)
   return o, last.reshape(b, h, k, v), starts
 
 
 def _backward(body, x, starts, cotangents, size):
   """(dq, dk, dv, dg, db, d_state) from those of o and of the last state."""
   do, d_state = cotangents
-  (b, h, k, v), wide, dot = d_state.shape, d_state.dtype, _dot_of(x.q.dtype)
+  (b, h, k, v), wide, dot = d_state.shape, d_state.dtype, dot_of(x.q.dtype)
 
   def step(d_state, args):
     x, start, do = args
@@ -209,14 +209,16 @@ def _backward(body, x, starts, cotangents, size):
     return before, gradients
 
   d_state = d_state.reshape(b, x.q.shape[2], -1, k, v)
-  do = _split(x._replace(v=do), size, wide).v
-  scanned = _split(x, size, wide), starts, do
+  do = split(x._replace(v=do), size, wide).v
+  scanned = split(x, size, wide), starts, do
   first, found = lax.scan(step, d_state, scanned, reverse=True)
-  found = *found[:2], *map(_of_heads, found[2:])
-  gradients = (
-    _join(d).astype(y.dtype) for d, y in zip(found, x[:5], strict=True)
-  )
-  return *gradients, first.reshape(b, h, k, v)
+  return *joined(x, found), first.reshape(b, h, k, v)
+
+
+def joined(x, found):
+  """Gradients of chunks -> of a scan's DeltaTokens, without segment."""
+  found = *found[:2], *map(of_heads, found[2:])
+  return [join(d).astype(y.dtype) for d, y in zip(found, x[:5], strict=True)]
 
 
 forward = functools.partial(_forward, chunk)

@@ -10,11 +10,11 @@ the region holds experts i E / r and following. An exchange is one of
   padded   all_to_all of C slots per (expert, source device). C = N, the tokens
            of a device, always suffices; it sends E / K times the bytes of the
            assignments, and does as many times the products where empty blocks
-           are not skipped (on TPU; pallas_kernels/matmul/grouped.py skips them
-           elsewhere). With a capacity C = ceil(N K / E factor): tokens are
-           served in their order on their own device, and assignments without a
-           slot are dropped and counted. So which tokens are dropped depends on
-           the layout.
+           are not skipped (pallas_kernels/matmul/grouped.py skips them on CPU
+           alone). With a capacity C = ceil(N K / E factor): tokens are served
+           in their order on their own device, and assignments without a slot
+           are dropped and counted. So which tokens are dropped depends on the
+           layout.
   ragged   ragged_all_to_all of the assignments alone, sorted by expert (TPU and
            GPU; XLA on CPU has no such collective). Buffers hold the worst case,
            r N min(K, E / r) rows.

@@ -218,4 +218,40 @@ TABLE = [
     'tests/pallas_kernels/scans/test_selective.py::'
     'test_kernels_equal_the_loop[37-3-4-gpu]',
   ),
+  Mutation(
+    'selective_gpu_segment',
+    'pallas_kernels/scans/selective_gpu.py',
+    'kept & token.keep',
+    'kept',
+    'on a GPU what enters a segment passes a reset in it',
+    'tests/pallas_kernels/scans/test_selective.py::'
+    'test_segments_equal_the_loop',
+  ),
+  Mutation(
+    'grouped_gpu_table',
+    'pallas_kernels/matmul/grouped_gpu.py',
+    "side='right', method='compare_all'",
+    "side='left', method='compare_all'",
+    'on a GPU the first tile of a run has the matrix of the run before',
+    'tests/pallas_kernels/matmul/test_grouped.py::'
+    'test_the_gpu_kernel_equals_a_loop',
+  ),
+  Mutation(
+    'decode_gpu_own',
+    'pallas_kernels/decode_attention/gpu.py',
+    'seen = seen[b] > 0',
+    'seen = seen[b] >= 0',
+    'on a GPU a query sees its own key though it is said not to',
+    'tests/pallas_kernels/decode_attention/test_kernels.py::'
+    'test_a_query_also_sees_its_own_key',
+  ),
+  Mutation(
+    'delta_batched_reverse',
+    'pallas_kernels/scans/delta_batched.py',
+    'd_state += kept * d_after -',
+    'd_state += kept * d_after +',
+    'gradients pass through batched chunks with the sign of a correction wrong',
+    'tests/pallas_kernels/scans/test_delta.py::'
+    'test_batched_chunks_equal_the_loop',
+  ),
 ]

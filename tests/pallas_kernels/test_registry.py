@@ -103,11 +103,11 @@ CHOSEN = dict(  # on a CPU, a TPU, a GPU
   attention=('xla', *KERNELS),
   decode_attention=('xla', *KERNELS),
   gated_scan=('xla', *KERNELS),
-  delta_scan=('xla',) * 3,
+  delta_scan=('xla', 'xla', 'batched'),
   linear_scan=('loop', *KERNELS),
   selective_scan=('loop', *KERNELS),
   quantized_matmul=('xla', 'pallas_tpu', 'xla'),
-  grouped_matmul=('blocks', 'ragged', 'blocks'),
+  grouped_matmul=('blocks', 'ragged', 'pallas_gpu'),
 )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels.scans import delta
+from paraxis.pallas_kernels.scans import delta_batched
 from paraxis.pallas_kernels.scans import delta_xla
 from paraxis.sharding.meter import flops
 
@@ -228,3 +229,36 @@ def test_a_chunk_that_starts_from_nothing_is_found(monkeypatch):
   with jax.enable_x64(True):
     case = make(40)
     assert wrong(both(op(), *case), exact(*case), 1e-3) == list(NAMES)
+
+
+def batched(monkeypatch):
+  """Lets the op run the form for a GPU, two chunks at once."""
+  impl = delta.registry.Implementation(
+    'batched', delta_batched.forward, delta_batched.backward
+  )
+  monkeypatch.setattr(delta.registry, 'resolve', lambda *args: impl)
+  monkeypatch.setattr(delta_batched, 'BATCH', 2)
+
+
+@pytest.mark.parametrize(
+  'T, chunk, decay', [(1, 0, 'mild'), (130, 32, 'mixed'), (63, 16, 'lost')]
+)
+def test_batched_chunks_equal_the_loop(monkeypatch, T, chunk, decay):
+  batched(monkeypatch)
+  with jax.enable_x64(True):
+    case = make(T, decay)
+    expected = exact(*case)
+    assert wrong(both(op(chunk=chunk), *case), expected, 1e-12) == []
+    if T == 130:  # what a chunk passes on does matter
+      maps = delta_batched._maps
+      lost = lambda dot, x: [y * (i != 2) for i, y in enumerate(maps(dot, x))]
+      monkeypatch.setattr(delta_batched, '_maps', lost)
+      found = wrong(both(op(chunk=chunk), *case), expected, 1e-3)
+      assert {'o', 'state', 'dk', 'dv'} <= set(found)
+
+
+def test_a_gpu_takes_batched_chunks():
+  found = {n: why for n, _, why in delta.registry.explain(delta.OP)}
+  assert 'a loop over chunks takes less memory' in found['batched']
+  gpu = delta.registry.Target('gpu', 'NVIDIA H200')
+  assert delta.registry.resolve(delta.OP, target=gpu).name == 'batched'

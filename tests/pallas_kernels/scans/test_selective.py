@@ -128,6 +128,74 @@ def test_kernels_equal_the_loop(interpreted, kernel, T, F, S):
   assert wrong(found, wanted, 2e-6) == []
 
 
+# Rows without a reset; at the first token; at the first of a segment, and its
+# last; within one, twice.
+RESETS = (), (0,), (24, 47), (30, 33), (149,)
+
+
+def segmented(T, dirty):
+  """A problem whose states reach over segments; a state before a reset: NaN."""
+  arrays, _, cotangents = problem(T, len(RESETS), dtype='f4')
+  x, dt, shared, rate, state = arrays
+  state[1] = np.nan if dirty else 1
+  reset = np.zeros((len(RESETS), T), bool)
+  for row, at in zip(reset, RESETS, strict=True):
+    row[[t for t in at if t < T]] = True
+  return (x, dt, shared, 0.03 * rate, state), reset, cotangents
+
+
+def segments(programs, T):
+  return selective_gpu._sizes((len(RESETS), T, 3), 4, programs).segments
+
+
+@pytest.mark.parametrize(
+  'T, programs, count',
+  [(151, 99, 7), (144, 15, 3), (151, 14, 1)],  # filled up; 3 are worth it
+)
+def test_segments_equal_the_loop(interpreted, monkeypatch, T, programs, count):
+  assert segments(programs, T) == count
+  for name in ('FORWARD', 'BACKWARD'):
+    monkeypatch.setattr(selective_gpu, name, programs)
+  case = segmented(T, dirty=True)
+  found = both(interpreted('gpu'), *case)
+  with jax.enable_x64(True):
+    arrays, reset, cotangents = case
+    exact = jax.tree.map(np.float64, (arrays, cotangents))
+    wanted = both(loop, exact[0], reset, exact[1])
+  assert wrong(found, wanted, 2e-6) == []
+
+
+def test_a_reset_that_a_segment_forgets_is_found(interpreted, monkeypatch):
+  whole = selective_gpu._maps
+
+  def deaf(sizes, arrays, interpret):
+    kept = *arrays[:3], jnp.ones_like(arrays[3]), *arrays[4:]
+    left, _ = whole(sizes, kept, interpret)
+    return left, whole(sizes, arrays, interpret)[1]
+
+  monkeypatch.setattr(selective_gpu, '_maps', deaf)
+  case = segmented(151, dirty=False)
+  found = both(interpreted('gpu'), *case)
+  assert wrong(found, both(loop, *case), 1e-3) == list(NAMES)
+
+
+@pytest.mark.parametrize(
+  'shape, forward, backward',
+  [
+    ((2, 4096, 2048), (16, 256), (8, 512)),
+    ((2, 4100, 2048), (13, 320), (8, 576)),
+    ((1, 1, 2048), (1, 1), (1, 1)),
+    ((8, 4096, 4096), (1, 4096), (1, 4096)),  # programs enough
+    ((1, 300, 32), (1, 300), (1, 300)),  # too few tokens
+    ((1, 65536, 32), (256, 256), (256, 256)),  # no more than tokens of one
+  ],
+)
+def test_how_many_segments(shape, forward, backward):
+  for wanted, programs in ((forward, 'FORWARD'), (backward, 'BACKWARD')):
+    most = getattr(selective_gpu, programs)
+    assert selective_gpu._sizes(shape, 16, most)[3:] == wanted
+
+
 @pytest.mark.parametrize('kernel', KERNELS)
 def test_a_state_that_is_not_carried_between_chunks_is_found(
   interpreted, monkeypatch, kernel
