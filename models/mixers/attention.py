@@ -34,6 +34,7 @@ from paraxis.models.mixers import packed
 from paraxis.models.mixers import pairs
 from paraxis.models.mixers import protocol as mixer
 from paraxis.models.mixers import rope
+from paraxis.models.mixers import slot_writes
 from paraxis.models.mixers import slots as slots_lib
 from paraxis.pallas_kernels.attention import op as attention_op
 from paraxis.sharding import annotate
@@ -196,7 +197,7 @@ class Attention(mixer.Mixer):
 
   def commit(self, state, flight, plan, keep):
     """Keys and values of the tokens that are kept, in their slots."""
-    write = functools.partial(slots_lib.write, plan.form, 2)
+    write = functools.partial(slot_writes.write, plan.form, 2)
     names = (CACHE, CACHE, KEYS, KEYS, mixer.ROWS, packed.IDS)
     run = annotate.region(write, names, (CACHE, CACHE))
     return run(*state, *flight, keep, plan.ids)

@@ -51,6 +51,7 @@ from paraxis.models import parameter
 from paraxis.models.mixers import packed
 from paraxis.models.mixers import protocol as mixer
 from paraxis.models.mixers import rope
+from paraxis.models.mixers import slot_writes
 from paraxis.models.mixers import slots as slots_lib
 from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import op as attention_op
@@ -121,7 +122,7 @@ class LatentAttention(mixer.Mixer):
   def commit(self, state, flight, plan, keep):
     """Latents of the tokens that are kept, in their slots."""
     batch, over, length, width = self._parts()
-    write = functools.partial(slots_lib.write, plan.form, 1)
+    write = functools.partial(slot_writes.write, plan.form, 1)
     names = (
       self._parts(), (batch, length, over, width), mixer.ROWS, packed.IDS
     )  # fmt: skip
@@ -333,6 +334,13 @@ def _join(x_BSNH, shared_BS1P):
   return jnp.concatenate([x_BSNH, shared], -1)
 
 
+def _filled(mask, ids, size):
+  """(n, C, S) bool: does a token see a range's slot? Without chunks."""
+  slots, position = jnp.arange(size), ids.position[..., None]
+  ok = ids.valid[..., None] & packed.in_range(ids, slots)
+  return ok & (position - slots < mask.window) if mask.window else ok
+
+
 def _absorbed(summed, group, how, q_BTGNE, new_BTGE, old, ids):
   """o_BTGNE of a few tokens a lane, over their latents and those in the slots.
 
@@ -351,9 +359,7 @@ def _absorbed(summed, group, how, q_BTGNE, new_BTGE, old, ids):
   wide = jnp.result_type(q_BTGNE, held[0], jnp.float32)
   dot = functools.partial(jnp.einsum, preferred_element_type=wide)
   near = slots_lib.visible(group, how, ids)
-  far = [
-    slots_lib.filled(mask, one, size) for one in slots_lib.ranges(group, ids)
-  ]
+  far = [_filled(mask, one, size) for one in slots_lib.ranges(group, ids)]
   new_BGTE = new_BTGE.swapaxes(1, 2)
   s = [dot('btgne,bgse->btns', q_BTGNE, x) for x in (*held, new_BGTE)]
   s = jnp.concatenate(s, -1)

@@ -16,7 +16,6 @@ a lane, S slots, N heads, K kv heads, H head width (V of values).
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -149,14 +148,14 @@ def of_lanes(group, slots, ids, x):
 def joined(group, how, q, old, ids, part):
   """(o, lse) of `part` and of the committed tokens together.
 
-  old: [(k, v), or one array that is both, of each of `ranges`].
+  old: [(k, v), or one array that is both, of each of `ranges`]. part: (o, lse),
+    or decode_attention.Own; then there is a range.
   """
   apart = None if ids.reads is None else ids.reads.apart
   other = None  # of the ranges that are apart
   for i, (held, one) in enumerate(zip(old, ranges(group, ids), strict=True)):
     if apart is None or not i:
-      far = committed(how, q, held[0], held[-1], one)
-      part = decode_schedule.merge(far, part)
+      part = committed(how, q, held[0], held[-1], one, part)
       continue
     which = apart.which[..., i - 1, None]
     cooled = jnp.where(which, 1 / apart.temperature[..., None], 1)[..., None]
@@ -175,12 +174,14 @@ def joined(group, how, q, old, ids, part):
 
 
 def within(group, how, q, k, v, ids, length):
-  """(o, lse) over the keys in flight of the own lane.
+  """(o, lse) over the keys in flight of the own lane, or Own if it has one.
 
   Args:
     q, k, v: (n, C, N, H), (n, C, K, H), (n, C, K, V). ids: packed.Ids of them.
     length: no position is beyond it.
   """
+  if group.width == 1 and not (group.tree or group.fresh):
+    return decode_attention.Own(k, v, ids.valid)
   v = finite(v)  # a draft may be of any token, and a weight of 0 keeps NaN
   if group.tree or group.width <= packed.FEW:
     ok = visible(group, how, ids)
@@ -193,27 +194,29 @@ def within(group, how, q, k, v, ids, length):
   return attention_op.attention(q, k, v, how.mask, segments, order, how.impl)
 
 
-def committed(how, q, k, v, ids):
+def committed(how, q, k, v, ids, beside=None):
   """(o, lse) over a range of slots for each lane.
 
   Args:
     q: (n, C, N, H). k, v: (n, K, S, H), (n, K, S, V). ids: of `ranges`.
+    beside: None, or as `joined` takes it, of other keys, which are joined.
   """
   part = part_of(k.shape[2])
   if part.size == part.whole:
-    return _committed(how, q, k, v, ids, part)
-  o, lse = _committed(how, q, k, v, ids, part)
-  axes, wide = annotate.carriers('slots'), jnp.promote_types(o.dtype, lse.dtype)
-  top = jnp.maximum(jax.lax.pmax(lse, axes), varying.FLOOR)
-  weight = jnp.where(lse > varying.FLOOR, jnp.exp(lse - top), 0)
-  total = jax.lax.psum(weight, axes)
-  some = jnp.where(total > 0, total, 1)
-  sums = jax.lax.psum(o.astype(wide) * weight[..., None], axes)
-  lse = jnp.where(total > 0, top + jnp.log(some), varying.NEG)
-  return (sums / some[..., None]).astype(o.dtype), lse
+    return _committed(how, q, k, v, ids, part, beside)
+  far = _committed(how, q, k, v, ids, part)
+  far = decode_schedule.merge_shards(*far, annotate.carriers('slots'))
+  return _beside(how.mask, q, far, beside)
 
 
-def _committed(how, q, k, v, ids, part):
+def _beside(mask, q, far, part):
+  """`far` joined with a part as `joined` takes it, or with nothing: None."""
+  if isinstance(part, decode_attention.Own):
+    part = decode_attention.alone(mask, q, part)
+  return far if part is None else decode_schedule.merge(far, part)
+
+
+def _committed(how, q, k, v, ids, part, beside=None):
   """`committed` over the slots that are here."""
   size, (mask, impl, chunk, _) = part.size, how
   if q.shape[1] == 1 and not ids.hole:  # a kernel divides it into equal work
@@ -233,9 +236,11 @@ def _committed(how, q, k, v, ids, part):
     # The query itself, which is not among them, is one of its window.
     window = 0 if shared else max(mask.window - 1, 0)
     mask = dataclasses.replace(mask, window=window)
-    return decode_attention.ragged(
-      q, k, v, mask, lengths[:, 0], begins_B=begin[:, 0]
+    own = beside if isinstance(beside, decode_attention.Own) else None
+    far = decode_attention.ragged(
+      q, k, v, mask, lengths[:, 0], begins_B=begin[:, 0], own=own
     )
+    return _beside(mask, q, far, None if own else beside)
   slots = part.first + jnp.arange(size, dtype=jnp.int32)
   slots = jnp.broadcast_to(slots, (len(q), size))
   here = packed.in_range(jax.tree.map(lambda x: x[:, :1], ids), slots[0])[:, 0]
@@ -248,21 +253,16 @@ def _committed(how, q, k, v, ids, part):
   if ids.hole:  # behind it are slots of the own block
     order = tuple(map(how.order, order))
   if q.shape[1] <= packed.FEW:
-    return decode_attention.decode_attention(q, k, v, mask, segments, order)
-  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-  return attention_op.attention(q, k, v, mask, segments, order, impl=impl)
+    far = decode_attention.decode_attention(q, k, v, mask, segments, order)
+  else:
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    far = attention_op.attention(q, k, v, mask, segments, order, impl=impl)
+  return _beside(mask, q, far, beside)
 
 
 def finite(x):
   """x with 0 for what is not finite."""
   return jnp.where(jnp.isfinite(x), x, 0)
-
-
-def filled(mask, ids, size):
-  """(n, C, S) bool: does a token see a range's slot? Without chunks."""
-  slots, position = jnp.arange(size), ids.position[..., None]
-  ok = ids.valid[..., None] & packed.in_range(ids, slots)
-  return ok & (position - slots < mask.window) if mask.window else ok
 
 
 def visible(group, how, ids):
@@ -300,99 +300,3 @@ def _dense(mask, q, k, v, ok):
   o, lse = attention_xla.finish(o, top, p.sum(-1))
   back = lambda x: jnp.moveaxis(x, 3, 1).reshape(n, c, heads, *x.shape[4:])
   return back(o), back(lse)
-
-
-def write(form, count, *arrays):
-  """Slots with the tokens in flight that are kept, each at its position.
-
-  A kept token whose position is no slot is not written: who calls this makes
-  room. Numbers that are not finite are written as 0: no range reaches them but
-  of a request that has failed, and 0 x NaN would reach whoever is next.
-
-  Args:
-    form: packed.Form. count: of caches.
-    arrays: `count` caches (R, K, S, H); as many arrays (.., K, H) laid out as
-      packed.Packed; keep, laid out so; packed.Ids.
-
-  Returns:
-    tuple of the caches.
-  """
-  slots, new = arrays[:count], arrays[count : 2 * count]
-  keep, ids = arrays[2 * count :]
-  part = part_of(slots[0].shape[2])
-  shared = part.size < part.whole
-  for group, kept, mine, *xs in packed.lanes(form, keep, ids, *new):
-    kept &= mine.valid & (mine.position < part.whole)
-    rows = jnp.arange(len(kept), dtype=jnp.int32)[:, None]
-    row = jnp.broadcast_to(rows, kept.shape) if group.own else mine.row
-    alone = group.tree or (shared and group.width <= packed.FEW)
-    place = mine.position - part.first
-    if alone:  # each token has its own place
-      kept &= (place >= 0) & (place < part.size)
-      place = jnp.clip(place, 0, part.size - 1)
-    given = row, place, kept, *xs
-    if alone:
-      given = [x.reshape(-1, 1, *x.shape[2:]) for x in given]
-    if shared and not alone:
-      slots = _write_shared(slots, *given)
-    else:
-      slots = _write_lanes(group.fresh, slots, *given)
-  return tuple(slots)
-
-
-def _write_shared(slots, row, place, keep, *new):
-  """Of lanes (n, C) of consecutive tokens those that have a slot here; place:
-  that of the first one from the first slot here, or before it."""
-  size, (n, c) = slots[0].shape[2], keep.shape
-  edges = ((size, size), (0, 0))
-  new = [
-    finite(x).astype(old.dtype).swapaxes(1, 2)
-    for x, old in zip(new, slots, strict=True)
-  ]
-
-  def put(i, slots):
-    # Behind `size` empty places, the lane; the tokens of the slots here.
-    first = jnp.clip(size - place[i, 0], 0, c + size)
-    cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size)
-    kept = cut(jnp.pad(keep[i], edges[0]), first)
-    out = []
-    for old, x in zip(slots, new, strict=True):
-      at = (row[i, 0], *[row[i, 0] * 0] * 3)
-      was = jax.lax.dynamic_slice(old, at, (1, *old.shape[1:]))
-      wide = jnp.pad(x[i], ((0, 0), *edges))
-      x = jnp.where(kept[:, None], cut(wide, first, axis=1), was[0])
-      out.append(jax.lax.dynamic_update_slice(old, x[None], at))
-    return tuple(out)
-
-  return jax.lax.fori_loop(0, n, put, tuple(slots))
-
-
-def _write_lanes(fresh, slots, row, position, keep, *new):
-  """Lanes (n, C) of consecutive positions, one after the other, in place.
-
-  A loop, even of one lane: XLA on CPU fuses a bare update into the cache's
-  readers, which costs copies of it in every layer.
-  """
-  size, (n, c) = slots[0].shape[2], keep.shape
-  if c > size:
-    raise errors.UserError(f'a lane of {c} tokens, and a row has {size} slots.')
-  new = [
-    finite(x).astype(old.dtype).swapaxes(1, 2)
-    for x, old in zip(new, slots, strict=True)
-  ]
-
-  def put(i, slots):
-    first, kept, xs = position[i, 0], keep[i], [x[i] for x in new]
-    at = jnp.minimum(first, size - c)
-    if c > 1 and not fresh:  # a block at the end begins before its tokens
-      kept = jnp.roll(kept, first - at)
-      xs = [jnp.roll(x, first - at, 1) for x in xs]
-    out = []
-    for old, x in zip(slots, xs, strict=True):
-      place = (row[i, 0], at * 0, at, at * 0)
-      was = jax.lax.dynamic_slice(old, place, (1, *x.shape))
-      x = jnp.where(kept[:, None], x, was[0])[None]
-      out.append(jax.lax.dynamic_update_slice(old, x, place))
-    return tuple(out)
-
-  return jax.lax.fori_loop(0, n, put, tuple(slots))

@@ -1,18 +1,23 @@
 """Decode attention on GPU (Triton): one query a row, ragged rows, many workers.
 
-The grid is (workers, kv heads). A program walks the pieces of its worker
-(schedule.py) and in each the tiles: whole tiles first, without a mask; then the
-first and the last tile of the row if they have slots outside of its range,
-which are not loaded. The N / K queries of a kv head are the rows of its
+Two kernels. The first has a grid of (workers, kv heads): a program walks the
+pieces of its worker (schedule.py) and in each the tiles; slots outside of the
+row's range are not loaded. The N / K queries of a kv head are the rows of its
 products, filled up to 16, the fewest that the matrix unit takes. The cache is
-read in place, (B, K, S, H): the tile of a head is one piece of memory. No
-atomics, so a run repeats bit for bit.
+read in place, (B, K, S, H): the tile of a head is one piece of memory. The
+second, of a grid of (rows, query heads), joins the partial results of a row by
+their lse, and what the query's own key gives (`own`). No atomics, so a run
+repeats bit for bit.
+
+A step of one row is many small kernels, each of some microseconds: what a
+program must know lies in one table, no load waits for another but the table's
+for the pieces of the worker, and what is joined is joined in one launch.
 
 float32 inside. Cost: every valid slot of k and v read once; 4 N S H operations
 a row; partial results (B + W) N (H + 1) in float32.
 
 Legend: B rows, S slots, N query heads, K kv heads, G = N / K filled up, H head
-size, P = B + W pieces, W workers.
+size, V that of values, P = B + W pieces, W workers.
 """
 
 import functools
@@ -28,10 +33,12 @@ from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import blocks
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 
-TILE = 64  # slots
+# Slots of a tile; of caches that do not give all programs a tile.
+TILE, SMALL = 64, 32
 WARPS, STAGES = 4, 3
 # Programs that a processor runs at once, times processors (132 on Hopper).
 PROGRAMS = 2 * 132
+JOINED = 32  # partial results that are joined at once
 
 
 DTYPES = 'bfloat16', 'float16', 'float32'
@@ -55,34 +62,41 @@ def workers(kv_heads):
   return max(1, PROGRAMS // kv_heads)
 
 
+def sizes(rows, slots, kv_heads):
+  """(slots of a tile, W) of a cache: no worker more than there are tiles."""
+  most = workers(kv_heads)
+  tile = TILE if rows * pl.cdiv(slots, TILE) >= most else SMALL
+  return tile, min(most, rows * pl.cdiv(slots, tile))
+
+
 class _Row(NamedTuple):
-  """One row of the cache: references to k and v, its number and its queries."""
+  """One row of the cache: references to k and v, its number and its queries.
+
+  begin, end: the slots that it sees.
+  """
 
   k: Any
   v: Any
   number: Any
   q: Any
+  begin: Any
+  end: Any
   mask: Any
   tile: int
 
-  def fold(self, j, carry, valid=None):
-    """(o, maximum, sum) with tile j; valid: None or (begin, end) of slots."""
+  def fold(self, j, carry):
+    """(o, maximum, sum) with tile j."""
     acc, m, total = carry
-    ok = None
-    if valid is not None:
-      slot = j * self.tile + jnp.arange(self.tile)
-      ok = (slot >= valid[0]) & (slot < valid[1])
+    slot = j * self.tile + jnp.arange(self.tile)
+    ok = (slot >= self.begin) & (slot < self.end)
 
     def load(ref):
       here = ref.at[self.number, pl.ds(j * self.tile, self.tile), :]
-      if ok is None:
-        return plgpu.load(here)
       return plgpu.load(here, mask=ok[:, None], other=0.0)
 
     s = blocks.dot(self.q, load(self.k).T, blocks.NN)
     s, _ = blocks.logits(self.mask, s)
-    if ok is not None:
-      s = jnp.where(ok[None], s, blocks.NEG)
+    s = jnp.where(ok[None], s, blocks.NEG)
     new = jnp.maximum(m, s.max(1))
     p, scale = jnp.exp2(s - new[:, None]), jnp.exp2(m - new)
     v = load(self.v)
@@ -91,36 +105,27 @@ class _Row(NamedTuple):
     return acc, new, total * scale + p.sum(1)
 
 
-def _kernel(*refs, mask, tile):
-  piece, first, end, row, origin, begins, ends, *refs = refs
-  q_ref, k_ref, v_ref, o_ref, lse_ref = refs
-  w = pl.program_id(0)
+def _kernel(*refs, mask, tile, group):
+  """The pieces of a worker; table: rows of `_table`."""
+  piece, table, q_ref, k_ref, v_ref, o_ref, lse_ref = refs
+  w, rows = pl.program_id(0), lse_ref.shape[1]
+  head = jnp.arange(rows)
+  heads = (pl.program_id(1) * group + head)[:, None]
+  every = jnp.arange(q_ref.shape[-1])[None]
 
   def one(p, token):
-    r = row[p]
-    valid = begins[r], ends[r]
-    one_row = _Row(k_ref, v_ref, r, q_ref[r], mask, tile)
-    begin, stop = first[p] - origin[p], end[p] - origin[p]
-    # Is the first tile not whole, and the last if it is another?
-    count = lambda x: x.astype(jnp.int32)
-    head = count((begin < stop) & (begin * tile < valid[0]))
-    tail = count((begin + head < stop) & (stop * tile > valid[1]))
-    rows = one_row.q.shape[0]
+    first, stop, r, begin, end = (table[i, p] for i in range(5))
+    at, mine = q_ref.at[r, heads, every], head[:, None] < group
+    q = plgpu.load(at, mask=mine, other=0.0)
+    row = _Row(k_ref, v_ref, r, q, begin, end, mask, tile)
     carry = (
       jnp.zeros((rows, v_ref.shape[-1]), jnp.float32),
       jnp.full((rows,), blocks.FLOOR, jnp.float32),
       jnp.zeros((rows,), jnp.float32),
     )
-    carry = jax.lax.fori_loop(begin + head, stop - tail, one_row.fold, carry)
-    edge = lambda i: jnp.where(i == 0, begin, stop - 1)
-    acc, m, total = jax.lax.fori_loop(
-      1 - head,
-      1 + tail,
-      lambda i, c: one_row.fold(edge(i), c, valid),
-      carry,
-    )
+    acc, m, total = jax.lax.fori_loop(first, stop, row.fold, carry)
 
-    @pl.when(stop > begin)
+    @pl.when(stop > first)
     def _():
       o_ref[p] = acc / total[:, None]
       lse_ref[p] = m / blocks.LOG2E + jnp.log(total)
@@ -130,54 +135,148 @@ def _kernel(*refs, mask, tile):
   jax.lax.fori_loop(piece[w], piece[w + 1], one, 0)
 
 
-def forward(q_BNH, k_BKSH, v_BKSH, begins_B, ends_B, mask, **options):
-  """-> (o_BNH, lse_BN), float32; see op.py.
+def _join_kernel(*refs, pieces, group, mask):
+  """One query head of one row: its pieces, `JOINED` at once, and its own."""
+  table, o_ref, lse_ref, *own, out_ref, out_lse_ref = refs
+  b, n = pl.program_id(0), pl.program_id(1)
+  kv, g = n // group, n % group
+  every = jnp.arange(pl.next_power_of_2(pieces))
+  row = plgpu.load(table.at[2, every], mask=every < pieces, other=2**30)
+  low, high = (row < b).sum(), (row <= b).sum()
 
-  options: tile: slots of a tile; workers: W; interpret: as of pallas_call, for
-  tests.
-  """
+  def fold(i, carry):
+    acc, m, total = carry
+    p = low + i * JOINED + jnp.arange(JOINED)
+    inside = p < high
+    first, stop = (
+      plgpu.load(table.at[i, p], mask=inside, other=0) for i in range(2)
+    )
+    ok = stop > first
+    lse = plgpu.load(lse_ref.at[p, kv, g], mask=ok, other=blocks.NEG)
+    at = o_ref.at[p[:, None], kv, g, jnp.arange(o_ref.shape[-1])[None]]
+    o = plgpu.load(at, mask=ok[:, None], other=0.0)
+    new = jnp.maximum(m, lse.max())
+    weight = jnp.exp2((lse - new) * blocks.LOG2E)
+    scale = jnp.exp2((m - new) * blocks.LOG2E)
+    acc = acc * scale + (o * weight[:, None]).sum(0)
+    return acc, new, total * scale + weight.sum()
+
+  carry = jnp.zeros(o_ref.shape[-1:], jnp.float32), blocks.FLOOR, 0.0
+  if own:
+    q, k, v, seen = own
+    product = q[b, n].astype(jnp.float32) * k[b, kv].astype(jnp.float32)
+    z = product.sum() * mask.scale
+    if mask.softcap:
+      z = mask.softcap * jnp.tanh(z / mask.softcap)
+    seen = seen[b] > 0
+    m = jnp.where(seen, z, blocks.FLOOR)
+    # As a number: Triton has no other cast of a bool.
+    total = jnp.where(seen, jnp.exp2(0 * z), 0.0)
+    v = v[b, kv].astype(jnp.float32)
+    carry = jnp.where(jnp.abs(v) < jnp.inf, v, 0.0) * total, m, total
+  steps = (high - low + JOINED - 1) // JOINED
+  acc, m, total = jax.lax.fori_loop(0, steps, fold, carry)
+  some = jnp.where(total > 0, total, 1.0)
+  out_ref[b, n] = (acc / some).astype(out_ref.dtype)
+  found = m + jnp.log(some)
+  out_lse_ref[b, n] = jnp.where(total > 0, found, blocks.NEG)
+
+
+def _table(plan, begins_B, ends_B):
+  """(5, P) int32 of the pieces: first tile and end, row, its slots' range."""
+  row, tiles = plan.row, (plan.first - plan.origin, plan.end - plan.origin)
+  return jnp.stack([*tiles, row, begins_B[row], ends_B[row]])
+
+
+def _whole(x):
+  return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+
+
+def _partial(q_BNH, k_BKSH, v_BKSH, plan, table, mask, options):
+  """(o_PKGV, lse_PKG) of the pieces; those without a tile hold anything."""
   b, n, h = q_BNH.shape
   kv, s, hv = v_BKSH.shape[1:]
-  tile = options.get('tile') or TILE
-  w = options.get('workers') or workers(kv)
-  plan = decode_schedule.make(ends_B, s, tile, w, begins_B)
-  pieces, group = b + w, n // kv
+  pieces, group = table.shape[1], n // kv
   rows = max(16, pl.next_power_of_2(group))
-  q = q_BNH.reshape(b, kv, group, h)
-  q = jnp.pad(q, [(0, 0), (0, 0), (0, rows - group), (0, 0)])
-  whole = lambda n: pl.BlockSpec((n,), lambda w, k: (0,))
   cache = lambda h: pl.BlockSpec((b, None, s, h), lambda w, k: (0, k, 0, 0))
-  o, lse = pl.pallas_call(
-    functools.partial(_kernel, mask=mask, tile=tile),
+  mine = lambda *shape: pl.BlockSpec(
+    (shape[0], None, *shape[1:]), lambda w, k: (0, k, *(0,) * len(shape[1:]))
+  )
+  arrays = plan.worker_piece, table, q_BNH, k_BKSH, v_BKSH
+  return pl.pallas_call(
+    functools.partial(_kernel, mask=mask, tile=options['tile'], group=group),
     name='decode_attention_gpu',
-    grid=(w, kv),
+    grid=(options['workers'], kv),
     in_specs=[
-      whole(w + 1),
-      *[whole(pieces)] * 4,
-      *[whole(b)] * 2,
-      pl.BlockSpec((b, None, rows, h), lambda w, k: (0, k, 0, 0)),
+      *map(_whole, arrays[:3]),
       cache(h),
       cache(hv),
     ],
-    out_specs=[
-      pl.BlockSpec((pieces, None, rows, hv), lambda w, k: (0, k, 0, 0)),
-      pl.BlockSpec((pieces, None, rows), lambda w, k: (0, k, 0)),
-    ],
+    out_specs=[mine(pieces, rows, hv), mine(pieces, rows)],
     out_shape=[
-      varying.result(q, shape, jnp.float32)
+      varying.result(q_BNH, shape, jnp.float32)
       for shape in ((pieces, kv, rows, hv), (pieces, kv, rows))
     ],
-    compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+    compiler_params=plgpu.CompilerParams(
+      num_warps=options.get('warps', WARPS),
+      num_stages=options.get('stages', STAGES),
+    ),
     cost_estimate=pl.CostEstimate(
-      flops=2 * b * s * n * (h + hv),
-      transcendentals=b * s * n,
+      flops=2 * b * s * kv * rows * (h + hv),
+      transcendentals=b * s * kv * rows,
       bytes_accessed=k_BKSH.nbytes + v_BKSH.nbytes,
     ),
     interpret=options.get('interpret', False),
-  )(
-    plan.worker_piece, plan.first, plan.end, plan.row, plan.origin, begins_B,
-    ends_B, q, k_BKSH, v_BKSH,
-  )  # fmt: skip
-  o = o[:, :, :group].reshape(pieces, n, hv)
-  lse = lse[:, :, :group].reshape(pieces, n)
-  return decode_schedule.merge_pieces(o, lse, plan, b)
+  )(*arrays)
+
+
+def _join(table, partial, own, mask, like, interpret):
+  """(o_BNV, lse_BN) of rows from their pieces.
+
+  partial: of `_partial`. own: () or q, and k, v, seen of `forward`. like: o.
+  """
+  b, n, hv = like.shape
+  pieces, kv = partial[1].shape[:2]
+  arrays = table, *partial, *own
+  return pl.pallas_call(
+    functools.partial(_join_kernel, pieces=pieces, group=n // kv, mask=mask),
+    name='decode_attention_gpu_join',
+    grid=(b, n),
+    in_specs=[*map(_whole, arrays)],
+    out_specs=[
+      pl.BlockSpec((b, n, hv), lambda *_: (0, 0, 0)),
+      pl.BlockSpec((b, n), lambda *_: (0, 0)),
+    ],
+    out_shape=[
+      varying.result(partial[0], like.shape, like.dtype),
+      varying.result(partial[0], (b, n), jnp.float32),
+    ],
+    compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+    cost_estimate=pl.CostEstimate(
+      flops=3 * pieces * n * hv,
+      transcendentals=pieces * n,
+      bytes_accessed=partial[0].nbytes + b * n * hv * 4,
+    ),
+    interpret=interpret,
+  )(*arrays)
+
+
+def forward(q_BNH, k_BKSH, v_BKSH, begins_B, ends_B, mask, own=(), **options):
+  """-> (o_BNV in v's dtype, lse_BN in float32); see op.py.
+
+  own: () or (k_BKH, v_BKV, seen_B) of the queries themselves. options: tile:
+  slots of a tile; workers: W; interpret: as of pallas_call, for tests.
+  """
+  b, n, h = q_BNH.shape
+  kv, s, hv = v_BKSH.shape[1:]
+  tile, w = sizes(b, s, kv)
+  tile, w = options.get('tile') or tile, options.get('workers') or w
+  plan = decode_schedule.make(ends_B, s, tile, w, begins_B)
+  table = _table(plan, begins_B, ends_B)
+  options |= dict(tile=tile, workers=w)
+  found = _partial(q_BNH, k_BKSH, v_BKSH, plan, table, mask, options)
+  if own:
+    own = q_BNH, *own[:2], own[2].astype(jnp.int32)
+  like = jax.ShapeDtypeStruct((b, n, hv), v_BKSH.dtype)
+  interpret = options.get('interpret', False)
+  return _join(table, found, own, mask, like, interpret)

@@ -38,6 +38,7 @@ from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 from paraxis.pallas_kernels.decode_attention import tpu as decode_attention_tpu
 
 OP = 'decode_attention'
+JOINS = 'pallas_gpu'  # the implementation that takes `Own` itself
 CUT = 4  # slots for one of the window, from which the XLA form cuts them out
 
 
@@ -50,6 +51,33 @@ class Ranges(NamedTuple):
   begins: jax.Array
   ends: jax.Array
   most: int = 0
+
+
+class Own(NamedTuple):
+  """Key and value of a query itself, which are not among the slots.
+
+  k: (B, 1, K, H). v: (B, 1, K, V); what is not finite counts as 0, for 0 x NaN
+  is NaN. seen: (B, 1) bool.
+  """
+
+  k: jax.Array
+  v: jax.Array
+  seen: jax.Array
+
+
+def alone(mask, q_B1NH, own):
+  """(o_B1NV, lse_B1N) of queries that see themselves and nothing else."""
+  b, _, n, h = q_B1NH.shape
+  kv, wide = own.k.shape[2], jnp.result_type(q_B1NH, *own[:2], jnp.float32)
+  q = q_B1NH.reshape(b, 1, kv, n // kv, h)
+  z = jnp.einsum('nqkgh,nqkh->nqkg', q, own.k, preferred_element_type=wide)
+  z = z.reshape(b, 1, n) * mask.scale
+  if mask.softcap:
+    z = mask.softcap * jnp.tanh(z / mask.softcap)
+  v = jnp.where(jnp.isfinite(own.v), own.v, 0)
+  o = jnp.repeat(v.astype(wide), n // kv, 2)
+  seen = own.seen[..., None]
+  return jnp.where(seen[..., None], o, 0), jnp.where(seen, z, varying.NEG)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +120,7 @@ def decode_attention(
   """
   arrays = q_BTNH, k_BKSH, v_BKSH
   _check(*arrays, mask, segments, order, sinks_N)
-  o, lse = _run(*arrays, mask, impl, segments, order)
+  o, lse = _run(*arrays, mask, impl, segments=segments, order=order)
   return attention.with_sinks(o, lse, sinks_N)
 
 
@@ -103,8 +131,8 @@ def ragged(
   mask: attention.Mask,
   lengths_B: attention.Array,
   impl: str = 'auto',
-  sinks_N: attention.Array | None = None,
   begins_B: attention.Array | None = None,
+  own: Own | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention of a row's last tokens over a range of its slots -> (o, lse).
 
@@ -118,6 +146,8 @@ def ragged(
       row sees nothing) .. S. They are data: the caller must ensure the range.
     begins_B: None (0), or int32 slot of each row's token 0; 0 .. S - length
       where the length is not 0.
+    own: None, or `Own` of the queries, T = 1, seen beside the slots; the
+      lengths do not count it.
     others: as for `decode_attention`, as are results and errors.
   """
   b, t, s = *q_BTNH.shape[:2], k_BKSH.shape[2]
@@ -130,15 +160,16 @@ def ragged(
         'rows'
       )
   arrays, ends_B = (q_BTNH, k_BKSH, v_BKSH), begins_B + lengths_B
-  _check(*arrays, mask, None, _orders(ends_B, t, s), sinks_N)
+  _check(*arrays, mask, None, _orders(ends_B, t, s), None)
+  if own is not None:
+    _check_own(own, *arrays)
   most = 0
   if t == 1 and mask.causal:  # the range is all that there is to the mask
     if mask.window:
       begins_B, most = jnp.maximum(begins_B, ends_B - mask.window), mask.window
     mask = dataclasses.replace(mask, causal=False, window=0)
   ranges = Ranges(jnp.asarray(begins_B), jnp.asarray(ends_B), most)
-  o, lse = _run(*arrays, mask, impl, ranges=ranges)
-  return attention.with_sinks(o, lse, sinks_N)
+  return _run(*arrays, mask, impl, ranges=ranges, own=own)
 
 
 def _by_slots(x_BKSH):
@@ -159,13 +190,32 @@ def _check(q, k, v, mask, segments, order, sinks_N):
   attention.check(OP, q, *shapes, mask, segments, order, sinks_N)
 
 
-def _run(q, k, v, mask, impl, segments=None, order=None, ranges=None):
-  """(o, lse) of a checked call, without sinks."""
-  shapes = _by_slots(k), mask, segments, order, _by_slots(v)
-  spec = attention.spec_of(q, *shapes)
+def _check_own(own, q, k, v):
+  """UserError if `Own` does not fit."""
+  kv = k.shape[1]
+  want = [(len(q), 1, kv, x.shape[3]) for x in (k, v)] + [(len(q), 1)]
+  have = [x.shape for x in own]
+  if q.shape[1] != 1 or have != want:
+    raise errors.UserError(
+      f'{OP}: one query a row has a key of its own; q is {q.shape}, own keys, '
+      f'values and who sees them are {have}, expected {want}'
+    )
+
+
+def _run(q, k, v, mask, impl, **where):
+  """(o, lse) of a checked call, without sinks.
+
+  where: segments and order, or ranges and own.
+  """
+  segments, order = where.get('segments'), where.get('order')
+  spec = attention.spec_of(q, _by_slots(k), mask, segments, order, _by_slots(v))
   spec = DecodeAttentionSpec(**vars(spec), cache=(str(k.dtype), str(v.dtype)))
-  chosen = registry.resolve(OP, impl, spec)
-  return chosen.forward(q, k, v, segments, order, mask, ranges)
+  chosen, own = registry.resolve(OP, impl, spec), where.get('own')
+  given = q, k, v, segments, order, mask, where.get('ranges')
+  if own is None or chosen.name == JOINS:
+    return chosen.forward(*given, *[own] * (own is not None))
+  o, lse = decode_schedule.merge(chosen.forward(*given), alone(mask, q, own))
+  return o.astype(v.dtype), lse
 
 
 def shared_prefix(
@@ -282,13 +332,15 @@ def _kernel(platform, module):
   """The implementation of the op by a kernel for one query a row."""
   kernel = registry.kernel(platform, module)
 
-  def run(q_BTNH, k_BKSH, v_BKSH, segments, order, mask, ranges=None):
+  def run(q_BTNH, k_BKSH, v_BKSH, segments, order, mask, ranges=None, own=()):
     del segments, order  # see supports
     if ranges is None:
       b, _, s, _ = k_BKSH.shape
       ranges = Ranges(jnp.zeros(b, jnp.int32), jnp.full(b, s, jnp.int32))
     arrays = q_BTNH[:, 0], k_BKSH, v_BKSH, ranges.begins, ranges.ends
-    o, lse = kernel.forward(*varying.same(arrays), mask)
+    own = [[x[:, 0] for x in own]] * bool(own)
+    arrays, own = varying.same((arrays, own))
+    o, lse = kernel.forward(*arrays, mask, *own)
     return o[:, None].astype(v_BKSH.dtype), lse[:, None]
 
   def supports(spec, target):

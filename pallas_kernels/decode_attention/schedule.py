@@ -23,6 +23,7 @@ Legend: B rows, P = B + W pieces, W workers, N heads, H head size.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -118,3 +119,15 @@ def merge(a, b):
     parts.append((o * weight[..., None], weight))
   (x, wx), (y, wy) = parts
   return attention_xla.finish(x + y, top, wx + wy)
+
+
+def merge_shards(o, lse, axes):
+  """`merge` of the (o, lse) of every shard, over manual mesh axes."""
+  wide = jnp.promote_types(o.dtype, lse.dtype)
+  top = jnp.maximum(jax.lax.pmax(lse, axes), varying.FLOOR)
+  weight = jnp.where(lse > varying.FLOOR, jnp.exp(lse - top), 0)
+  total = jax.lax.psum(weight, axes)
+  some = jnp.where(total > 0, total, 1)
+  sums = jax.lax.psum(o.astype(wide) * weight[..., None], axes)
+  lse = jnp.where(total > 0, top + jnp.log(some), varying.NEG)
+  return (sums / some[..., None]).astype(o.dtype), lse

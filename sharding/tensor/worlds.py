@@ -12,6 +12,7 @@ Layouts are tuples of mesh axes, one tuple for each dimension
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +49,34 @@ def local(equation, a, b, dtype):
       return y
     b = int4.floats(b, a)
   a, b = _operands(equation, a, b, dtype)
-  wide = _widened(equation, a, dtype)
-  return jnp.einsum(equation, a, b, preferred_element_type=wide).astype(dtype)
+  wide, rows = _widened(equation, a, dtype), len(a)
+  a = _two_rows(equation, a, b)
+  y = jnp.einsum(equation, a, b, preferred_element_type=wide)
+  return (y if len(a) == rows else y[:rows]).astype(dtype)
+
+
+def _two_rows(equation, a, b):
+  """a, twice if it is one vector of 16 bits on a GPU; its first row counts.
+
+  XLA on GPU takes the product of one vector apart: it rounds each number before
+  it adds them, and where it does not fuse the two, writes as many as b has. To
+  the matrix unit a second row costs nothing.
+  """
+  of_a, of_b = equation.split('->')[0].split(',')
+  free = [n for letter, n in zip(of_a, a.shape, strict=True)
+          if letter not in of_b]  # fmt: skip
+  narrow = a.dtype.itemsize == b.dtype.itemsize == 2
+  if math.prod(free) > 1 or of_a[0] in of_b or not narrow:
+    return a
+  if registry.current_target().platform != 'gpu' or _split(a):
+    return a
+  return jnp.broadcast_to(a, (2, *a.shape[1:]))
+
+
+def _split(a):
+  """Whether the first dimension is laid out over mesh axes."""
+  spec = jax.typeof(a).sharding.spec
+  return bool(spec and spec[0])
 
 
 def _widened(equation, a, dtype):

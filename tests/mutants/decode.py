@@ -19,7 +19,7 @@ TABLE = [
   ),
   Mutation(
     'cache_slots',
-    'models/mixers/slots.py',
+    'models/mixers/slot_writes.py',
     'place = (row[i, 0], at * 0, at, at * 0)',
     'place = (row[i, 0], at * 0, at * 0, at * 0)',
     'every token is written into the first slot',
@@ -178,5 +178,14 @@ TABLE = [
     'final = ready',
     'a place is text before one in front of it is',
     'tests/decode/test_wavefront.py::test_it_is_a_loop_over_calls[how3]',
+  ),
+  Mutation(
+    'scattered_slots',
+    'models/mixers/slot_writes.py',
+    'here = keep & (place >= 0) & (place < size)',
+    'here = (place >= 0) & (place < size)',
+    'on a GPU tokens are written that are not kept',
+    'tests/models/mixers/test_slot_writes.py::'
+    'test_every_kept_token_is_at_its_place',
   ),
 ]

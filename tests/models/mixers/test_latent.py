@@ -23,7 +23,7 @@ from paraxis.models.mixers import attention
 from paraxis.models.mixers import latent as latent_attention
 from paraxis.models.mixers import packed
 from paraxis.models.mixers import rope
-from paraxis.models.mixers import slots
+from paraxis.models.mixers import slot_writes
 
 pytestmark = pytest.mark.usefixtures('float64')
 
@@ -201,7 +201,7 @@ def test_latent_shards_equal_a_loop_over_them():
     see = attention.Visibility(one, at, plan=plan)
     y, flight, _ = run(w, x, see, state)
     keep = jnp.isfinite(y).all(-1)
-    return y, slots.write(form, 1, *state, *flight, keep, plan.ids)
+    return y, slot_writes.write(form, 1, *state, *flight, keep, plan.ids)
 
   for t in range(T):
     y, state = decode(x[:, t : t + 1], t * one, state)

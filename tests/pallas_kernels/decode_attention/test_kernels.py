@@ -85,6 +85,48 @@ def test_equals_the_definition(kernel, ranges, workers, softcap, sizes, tile):
       check(found, wanted(*x, wrong, mask), ranges)
 
 
+def with_own(q, k, v, ranges, own, mask):
+  """`wanted` where a row also sees a key that is no slot: put before slot 0."""
+  first = lambda x, more: np.concatenate([more[:, :, None], x], 2)
+  n, begins, ends = len(q), *ranges
+  found = []
+  for i in range(n):  # a row's slots, behind its own if it is seen
+    here = slice(begins[i], ends[i])
+    row = [x[i : i + 1, :, here] for x in (k, v)]
+    if own[2][i]:
+      row = [first(x, y[i : i + 1]) for x, y in zip(row, own[:2], strict=True)]
+    length = np.array([row[0].shape[2]], np.int32)
+    if not length[0]:
+      row = [np.zeros((1, *x.shape[1:2], 1, x.shape[3])) for x in row]
+    found.append(wanted(q[i : i + 1], *row, (0 * length, length), mask))
+  return [np.concatenate(x) for x in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize('softcap, workers', [(0.0, 5), (2.0, 40)])
+def test_a_query_also_sees_its_own_key(softcap, workers):
+  mask = attention.Mask(scale=0.3, softcap=softcap)
+  q, k, v = arrays(LATER, S=512, N=6, K=3, H=16, Hv=32)
+  rng, b = np.random.default_rng(1), len(q)
+  own = [rng.normal(size=(b, 3, n)).astype('f4') for n in (16, 32)]
+  seen = np.arange(b) % 3 > 0
+  own[1][2, 1, 5] = np.nan  # counts as 0
+  own = (*own, seen)
+
+  def run_own(own):
+    forward = lambda *x: GPU.forward(
+      *x[:5], mask, x[5:], tile=64, workers=workers, interpret=True
+    )
+    return jax.jit(forward)(q, k, v, *LATER, *own)
+
+  close = lambda found, expected: chex.assert_trees_all_close(
+    [*found], [*expected], rtol=2e-6, atol=2e-6
+  )
+  expected = with_own(q, k, v, LATER, tuple(map(np.nan_to_num, own)), mask)
+  close(run_own(own), expected)
+  with pytest.raises(AssertionError):  # who sees itself does matter
+    close(run_own((*own[:2], ~seen)), expected)
+
+
 @pytest.mark.parametrize(
   'kernel, lengths', [(TPU, [0, 0, 0]), (TPU, [0, 200, 0]), (GPU, [0, 0, 0])]
 )
@@ -131,3 +173,7 @@ def test_a_tile_is_about_a_mebibyte():
 def test_workers_fill_a_gpu():
   assert GPU.workers(8) * 8 <= GPU.PROGRAMS
   assert GPU.workers(1000) == 1
+  # 9 small tiles of 16 workers; a whole row of tiles for each; one of 4 slots.
+  assert GPU.sizes(1, 272, 16) == (GPU.SMALL, 9)
+  assert GPU.sizes(64, 4096, 16) == (GPU.TILE, 16)
+  assert GPU.sizes(1, 4, 1) == (GPU.SMALL, 1)

@@ -70,6 +70,34 @@ def test_equals_the_definition_in_float64(sizes, options):
     close(decode(free)(*arrays), reference.attention_ref(*plain, free))
 
 
+@pytest.mark.parametrize('softcap', [0.0, 2.0])
+def test_a_query_also_sees_its_own_key(softcap):
+  """As if it were a slot more; of two rows one does not see it."""
+  mask = attention.Mask(scale=0.3, softcap=softcap)
+  with jax.enable_x64(True):
+    (q, k, v), *_ = cache(B=3, Hv=4)
+    rng, lengths = np.random.default_rng(1), np.array([5, 0, 39], np.int32)
+    own = [rng.normal(size=(3, 1, 2, n)) for n in (8, 4)]
+    seen = np.array([[True], [True], [False]])
+    longer, more = lengths + seen[:, 0], [x.copy() for x in (k, v)]
+    for i, n in enumerate(lengths):
+      for x, y in zip(more, own, strict=True):
+        x[i, :, n] = y[i, 0]
+    whole = jax.jit(lambda *x: decode_attention.ragged(*x[:3], mask, x[3]))
+    run = lambda own, seen: decode_attention.ragged(
+      q, k, v, mask, lengths, own=decode_attention.Own(*own, seen)
+    )
+    expected = whole(q, *more, longer)
+    close(run(own, seen), expected)
+    spoilt = own[0], own[1].copy()
+    spoilt[1][2] = np.nan  # is not seen; and where it is, counts as 0
+    close(run(spoilt, seen), expected)
+    with pytest.raises(AssertionError):
+      close(run(own, ~seen), expected)
+  with pytest.raises(ValueError, match='a key of its own; q is'):
+    run([x[:2] for x in own], seen)
+
+
 def _temporary(run, *args):
   analysis = jax.jit(run).lower(*args).compile().memory_analysis()
   return analysis.temp_size_in_bytes
@@ -123,22 +151,15 @@ def test_rows_of_unequal_length(begins, T, window):
   begins, lengths = np.array(begins, np.int32), LENGTHS
   mask = attention.Mask(scale=0.3, window=window)
   with jax.enable_x64(True):
-    sinks = jnp.array([-1.0, 0.0, 1.0, 2.0])
     arrays, *_ = cache(B=4, T=T)
 
-    def wanted(begins, lengths, *sinks):
+    def wanted(begins, lengths):
       rows = rows_of(begins, lengths, T, 40)
-      return reference.attention_ref(*by_slots(*arrays), mask, *rows, *sinks)
+      return reference.attention_ref(*by_slots(*arrays), mask, *rows)
 
-    run = lambda *x, **given: decode_attention.ragged(
-      *x[:3], mask, x[3], begins_B=x[4], **given
-    )
+    run = lambda *x: decode_attention.ragged(*x[:3], mask, x[3], begins_B=x[4])
     found = jax.jit(run)(*arrays, lengths, begins)
     close(found, wanted(begins, lengths))
-    close(
-      run(*arrays, lengths, begins, sinks_N=sinks),
-      wanted(begins, lengths, sinks),
-    )
     # A slot less behind, or one more in front, matters.
     one = (lengths == 3).astype(np.int32)
     for wrong in ((begins, lengths - one), (begins - one, lengths + one)):
