@@ -11,9 +11,7 @@ compared, row by row (a row is the last axis):
 so that one wrong row counts as it would alone, and a row that is nearly zero
 has the scale of the others. float32 has the bound of rounding: a kernel that
 rounds to TF32 or bfloat16 does not pass. XLA's forms are asked for float32 by
-jax.default_matmul_precision.
-
-Legend: reference.py's.
+jax.default_matmul_precision. Legend: reference.py's.
 """
 
 from collections.abc import Callable
@@ -118,19 +116,26 @@ def attention_problem(kind: str, quick: bool, dtype: str) -> Problem:
   return Problem(arrays, call, loop, ('o', 'lse'))
 
 
-def ragged_problem(quick, dtype):
-  """One query a row, rows of unequal length, one of them empty."""
+def ragged_problem(quick, dtype, own=False):
+  """One query a row, rows of unequal length, one empty; own: and its key."""
   s, h = (24, 16) if quick else (1024, 64)
-  lengths = np.array([1, s - s // 3, s, 0], np.int32)
+  n = np.array([1, s - s // 3, s, 0], np.int32)
   arrays = _draw(3, dtype, q=(4, 1, 4, h), k=(4, 2, s, h), v=(4, 2, s, h))
+  if own:
+    arrays |= _draw(19, dtype, own_k=(4, 1, 2, h), own_v=(4, 1, 2, h))
   mask = attention.Mask(scale=h**-0.5)
 
-  def call(q, k, v):
-    impl = kernel_of(decode_attention.OP)
-    return decode_attention.ragged(q, k, v, mask, jnp.asarray(lengths), impl)
+  def call(q, k, v, *x):
+    seen = jnp.ones((4, 1), bool)
+    mine = decode_attention.Own(x[0], x[1], seen) if x else None
+    given = q, k, v, mask, jnp.asarray(n), kernel_of(decode_attention.OP)
+    return decode_attention.ragged(*given, own=mine)
 
-  loop = functools.partial(reference.ragged, mask.scale, lengths)
+  loop = functools.partial(reference.ragged, mask.scale, n)
   return Problem(arrays, call, loop, ('o', 'lse'))
+
+
+own_problem = functools.partial(ragged_problem, own=True)
 
 
 def prefix_problem(quick, dtype):
@@ -143,10 +148,9 @@ def prefix_problem(quick, dtype):
   mask = attention.Mask(scale=h**-0.5)
 
   def call(q, k, v, own_k, own_v):
-    return decode_attention.shared_prefix(
-      q, (k, v), (own_k, own_v), mask, jnp.asarray(lengths),
-      kernel_of(decode_attention.OP),
-    )  # fmt: skip
+    own, impl = (own_k, own_v), kernel_of(decode_attention.OP)
+    n = jnp.asarray(lengths)
+    return decode_attention.shared_prefix(q, (k, v), own, mask, n, impl)
 
   loop = functools.partial(reference.shared_prefix, mask.scale, lengths)
   return Problem(arrays, call, loop, ('o', 'lse'))
@@ -189,9 +193,8 @@ def delta_problem(quick, dtype):
 
   def call(q, k, v, g, beta, state):
     impl = kernel_of(delta.OP)
-    return delta.delta_scan(
-      q, k, v, g, beta, jnp.asarray(reset), state, impl=impl
-    )
+    given = q, k, v, g, beta, jnp.asarray(reset), state
+    return delta.delta_scan(*given, impl=impl)
 
   loop = functools.partial(reference.delta_scan, reset)
   return Problem(arrays | extra, call, loop, ('o', 'state'))
@@ -224,11 +227,9 @@ def affine_problem(quick, dtype):
 
 def selective_problem(quick, dtype):
   """Mamba's scan, channels and chunks of no whole tile."""
-  t, f, s = (20, 8, 4) if quick else (200, 64, 16)
-  arrays = _draw(
-    12, dtype, x=(2, t, f), dt=(2, t, f), shared=(2, t, 2, s), rate=(f, s),
-    state=(2, f, s),
-  )  # fmt: skip
+  t, f, s = (20, 8, 4) if quick else (500, 64, 16)
+  arrays = _draw(12, dtype, x=(2, t, f), dt=(2, t, f), shared=(2, t, 2, s))
+  arrays |= _draw(21, dtype, rate=(f, s), state=(2, f, s))
   arrays['dt'] = jax.nn.softplus(arrays['dt'])
   arrays['rate'] = -jnp.exp(arrays['rate'] / 2)
   reset = jnp.asarray(_resets((2, t)))
@@ -286,17 +287,16 @@ def int4_problem(quick, dtype):
 
 def grouped_problem(quick, dtype):
   """Runs of unequal length, one of them empty, with the weights' gradient."""
-  block, d, f = (8, 16, 24) if quick else (128, 128, 256)
+  block, d, f = (16, 16, 24) if quick else (128, 120, 200)
   sizes = np.array([2, 0, 1, 3], np.int32) * block
   arrays = _draw(18, dtype, x=(int(sizes.sum()), d), w=(4, d, f))
   arrays['w'] = arrays['w'] / d**0.5
 
   def call(x, w):
-    runs = jnp.asarray(sizes)
-    y = grouped.product(x, w, runs, block, jnp.float32)
-    return y, grouped.gradient(
-      x, y.astype(x.dtype), runs, block, len(w), jnp.float32
-    )
+    runs, impl = jnp.asarray(sizes), kernel_of(grouped.OP)
+    y = grouped.product(x, w, runs, block, jnp.float32, impl)
+    given = x, y.astype(x.dtype), runs, block, len(w), jnp.float32
+    return y, grouped.gradient(*given, impl)
 
   loop = functools.partial(reference.grouped_product, sizes)
   return Problem(arrays, call, loop, ('y', 'dw'))
@@ -310,6 +310,7 @@ CASES = {
   for kind in MASKS
 } | {
   'decode attention ragged': (decode_attention.OP, ragged_problem, (FULL, LOW)),
+  'decode attention own': (decode_attention.OP, own_problem, (FULL, LOW)),
   'decode attention prefix': (decode_attention.OP, prefix_problem, (FULL, LOW)),
   'gated scan by key': (
     gated.OP, functools.partial(gated_problem, True), (FULL, LOW)

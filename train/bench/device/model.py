@@ -60,19 +60,27 @@ LADDER = {
 LENGTH, TINY_LENGTH = 2048, 32
 ROOM = 0.92  # of a device's memory may be predicted to be used
 MFU_GOAL = 0.5
-# Who computes attention and scans in a step.
-FORMS = {'our kernels': 'auto', 'XLA alone': 'xla'}
+# Who computes attention and scans in a step, and whether layers are unrolled.
+UNROLLED = 'our kernels, unrolled'
+FORMS = {
+  'our kernels': ('auto', False),
+  UNROLLED: ('auto', True),
+  'XLA alone': ('xla', False),
+}
 GIB = 2**30
 
 
 def config(
-  size: str, rows: int = 1, remat: str = 'none', form: str = 'auto'
+  size: str, rows: int = 1, remat: str = 'none', form=FORMS['our kernels']
 ) -> schema.Config:
-  """A training run of a size, in bfloat16, without text."""
+  """A training run of a size, in bfloat16, without text; form: of FORMS."""
   length = TINY_LENGTH if size == 'tiny' else LENGTH
+  kernels, unrolled = form
   model = SIZES[size] | dict(
-    tied_embedding=False, dtype='bfloat16', attention=form, scan=form
+    tied_embedding=False, dtype='bfloat16', attention=kernels, scan=kernels
   )
+  if unrolled:
+    model['unroll'] = model['num_layers']
   return schema.view(
     dict(
       model=model,
@@ -101,7 +109,7 @@ def _too_large(error):
   return 'RESOURCE_EXHAUSTED' in str(error) or 'out of memory' in str(error)
 
 
-def first_that_fits(ladder, form: str, say: Callable[[str], None]):
+def first_that_fits(ladder, form, say: Callable[[str], None]):
   """(rung, train.Ours on the device) of the first size whose step runs.
 
   Notes go to `say`: what was left out, and why.
@@ -175,7 +183,7 @@ def _step(wanted, form, work):
     return
   mfu = [x / peak for x in rates]
   report.add({f'MFU, {name}': mfu}, 'share')
-  if FORMS[form] == 'auto' and size == wanted == '1b':
+  if form == UNROLLED and size == wanted == '1b':
     goal = f'{device_report.GOAL}MFU of a step of 1b'
     report.check(goal, mfu, MFU_GOAL)
 

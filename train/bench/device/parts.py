@@ -46,7 +46,7 @@ PARTS = (
   Part('correct', 'correct:correct',
        'every kernel against a float64 loop', (20, 60), 200, 45),
   Part('train_1b', 'model:train_1b',
-       'a training step: compile time, MFU, memory', (15, 60), 150, 120),
+       'a training step: compile time, MFU, memory', (15, 75), 190, 120),
   Part('attention', 'speed:attention',
        'attention beside XLA, cuDNN, splash, tokamax', (7, 35), 90, 90),
   Part('kernels', 'kernels:kernels',

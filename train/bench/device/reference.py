@@ -70,8 +70,15 @@ def attention(mask, segments, q, k, v, sinks=None):
   return (o.transpose(0, 2, 1, 3), lse.transpose(0, 2, 1)), back
 
 
-def ragged(scale, lengths, q, k, v):
-  """(o_B1NH, lse_B1N) of one query a row over its first slots, row by row."""
+def ragged(scale, lengths, q, k, v, *own):
+  """(o_B1NH, lse_B1N) of one query a row over its first slots, row by row.
+
+  own: () or k and v, (B, 1, K, H), of the query itself, as one slot more.
+  """
+  if own:
+    more = zip(own, (k, v), strict=True)
+    k, v = (np.concatenate([x.swapaxes(1, 2), y], 2) for x, y in more)
+    lengths = np.asarray(lengths) + 1
   b, n, kv = len(q), q.shape[2], k.shape[1]
   o, lse = np.zeros((b, 1, n, v.shape[3])), np.full((b, 1, n), NEG)
   for row, length in enumerate(lengths):

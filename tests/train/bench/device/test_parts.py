@@ -63,6 +63,9 @@ def test_goals_are_those_that_parts_judge():
   assert made <= device_report.GOALS.keys()
 
 
+OURS = model.FORMS['our kernels']
+
+
 def fake(name, kind, **stats):
   return types.SimpleNamespace(
     device_kind=kind, platform=name, memory_stats=lambda: stats
@@ -87,6 +90,11 @@ def test_sizes_are_what_they_are_called():
     assert all(size in model.SIZES for size, _, _ in rungs)
 
 
+def test_layers_are_unrolled_in_the_form_that_says_so():
+  for form, unroll in ((OURS, 1), (model.FORMS[model.UNROLLED], 2)):
+    assert model.config('tiny', form=form).model.unroll == unroll
+
+
 def test_a_smaller_size_is_taken_and_said(monkeypatch):
   """16 GiB: what is predicted to be larger is not tried, nor what was."""
   tried, said = [], []
@@ -106,12 +114,12 @@ def test_a_smaller_size_is_taken_and_said(monkeypatch):
   monkeypatch.setattr(
     model, 'predicted', lambda c: need[c.model.d_model] * 2**30
   )
-  rung, _ = model.first_that_fits(model.LADDER['1b'], 'auto', said.append)
+  rung, _ = model.first_that_fits(model.LADDER['1b'], OURS, said.append)
   assert rung == ('350m', 4, 'full') and tried == [(1024, 8), (1024, 4)]
   assert len(said) == 4 and '20.0 GiB predicted of 16.0' in said[0]
   assert 'ran out of memory' in said[-1]
   with pytest.raises(MemoryError):
-    model.first_that_fits(model.LADDER['1b'][:3], 'auto', said.append)
+    model.first_that_fits(model.LADDER['1b'][:3], OURS, said.append)
 
 
 def test_a_fault_that_is_not_memory_is_raised(monkeypatch):
@@ -120,7 +128,7 @@ def test_a_fault_that_is_not_memory_is_raised(monkeypatch):
 
   monkeypatch.setattr(model.bench_train, 'Ours', fail)
   with pytest.raises(jax.errors.JaxRuntimeError, match='illegal'):
-    model.first_that_fits(model.LADDER['tiny'], 'auto', lambda _: None)
+    model.first_that_fits(model.LADDER['tiny'], OURS, lambda _: None)
 
 
 def test_bytes_of_a_cache():
