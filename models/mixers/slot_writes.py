@@ -43,7 +43,11 @@ def write(form, count, *arrays):
     rows = jnp.arange(len(kept), dtype=jnp.int32)[:, None]
     row = jnp.broadcast_to(rows, kept.shape) if group.own else mine.row
     alone = group.tree or (shared and group.width <= packed.FEW)
-    place = mine.position - part.first
+    place, (c, size) = mine.position - part.first, (kept.shape[1], part.whole)
+    if c > size and not alone:
+      raise errors.UserError(
+        f'a lane of {c} tokens, and a row has {size} slots.'
+      )
     if alone:  # each token has its own place
       kept &= (place >= 0) & (place < part.size)
       place = jnp.clip(place, 0, part.size - 1)
@@ -112,8 +116,6 @@ def _write_lanes(fresh, slots, row, position, keep, *new):
   readers, which costs copies of it in every layer.
   """
   size, (n, c) = slots[0].shape[2], keep.shape
-  if c > size:
-    raise errors.UserError(f'a lane of {c} tokens, and a row has {size} slots.')
   new = [
     slots_lib.finite(x).astype(old.dtype).swapaxes(1, 2)
     for x, old in zip(new, slots, strict=True)

@@ -14,7 +14,7 @@ program must know lies in one table, no load waits for another but the table's
 for the pieces of the worker, and what is joined is joined in one launch.
 
 float32 inside. Cost: every valid slot of k and v read once; 4 N S H operations
-a row; partial results (B + W) N (H + 1) in float32.
+a row; partial results (B + W) K G (V + 1) in float32.
 
 Legend: B rows, S slots, N query heads, K kv heads, G = N / K filled up, H head
 size, V that of values, P = B + W pieces, W workers.
@@ -34,12 +34,12 @@ from paraxis.pallas_kernels.attention import blocks
 from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 
 # Slots of a tile; of caches that do not give all programs a tile.
-TILE, SMALL = 64, 32
+TILE, SMALL, LEAST = 64, 32, 16
 WARPS, STAGES = 4, 3
 # Programs that a processor runs at once, times processors (132 on Hopper).
 PROGRAMS = 2 * 132
 JOINED = 32  # partial results that are joined at once
-
+SHARED = 232448  # bytes that a program of Hopper has for its tiles
 
 DTYPES = 'bfloat16', 'float16', 'float32'
 MOST_ELEMENTS = 2**31  # of a cache: an address is counted in 32 bits
@@ -51,6 +51,9 @@ def limits(spec, target):
   for h in spec.heads:
     if h < 16 or h & (h - 1):
       return f'head size {h}: takes powers of two from 16 on'
+  least = _bytes(LEAST, spec.heads, spec.q[2] // spec.k[2], spec.dtype)
+  if least > SHARED:
+    return f'a tile of {LEAST} slots takes {least} bytes, there are {SHARED}'
   size = max(math.prod(spec.k), math.prod(spec.v))
   if size >= MOST_ELEMENTS:
     return f'a cache of {size} elements, addresses fewer than {MOST_ELEMENTS}'
@@ -62,11 +65,25 @@ def workers(kv_heads):
   return max(1, PROGRAMS // kv_heads)
 
 
-def sizes(rows, slots, kv_heads):
+def _rows(group):
+  """G: the queries of a kv head, filled up."""
+  return max(16, pl.next_power_of_2(group))
+
+
+def _bytes(tile, heads, group, dtype):
+  """At most what a program keeps: tiles that are being loaded, its queries."""
+  slots = (STAGES - 1) * tile + _rows(group)
+  return slots * sum(heads) * jnp.dtype(dtype).itemsize
+
+
+def sizes(q_BNH, v_BKSH):
   """(slots of a tile, W) of a cache: no worker more than there are tiles."""
-  most = workers(kv_heads)
-  tile = TILE if rows * pl.cdiv(slots, TILE) >= most else SMALL
-  return tile, min(most, rows * pl.cdiv(slots, tile))
+  (b, n, h), (_, kv, s, hv) = q_BNH.shape, v_BKSH.shape
+  most = workers(kv)
+  tile = TILE if b * pl.cdiv(s, TILE) >= most else SMALL
+  while _bytes(tile, (h, hv), n // kv, v_BKSH.dtype) > SHARED and tile > LEAST:
+    tile //= 2
+  return tile, min(most, b * pl.cdiv(s, tile))
 
 
 class _Row(NamedTuple):
@@ -169,17 +186,17 @@ def _join_kernel(*refs, pieces, group, mask):
     if mask.softcap:
       z = mask.softcap * jnp.tanh(z / mask.softcap)
     seen = seen[b] > 0
-    m = jnp.where(seen, z, blocks.FLOOR)
-    # As a number: Triton has no other cast of a bool.
-    total = jnp.where(seen, jnp.exp2(0 * z), 0.0)
+    m = jnp.where(seen, jnp.maximum(z, blocks.FLOOR), blocks.FLOOR)
+    # 1, or NaN where z is, which stays in o; of z = -inf 0.
+    total = jnp.where(seen, jnp.exp2((z - m) * blocks.LOG2E), 0.0)
     v = v[b, kv].astype(jnp.float32)
     carry = jnp.where(jnp.abs(v) < jnp.inf, v, 0.0) * total, m, total
   steps = (high - low + JOINED - 1) // JOINED
   acc, m, total = jax.lax.fori_loop(0, steps, fold, carry)
-  some = jnp.where(total > 0, total, 1.0)
+  some = jnp.where(total == 0, 1.0, total)
   out_ref[b, n] = (acc / some).astype(out_ref.dtype)
   found = m + jnp.log(some)
-  out_lse_ref[b, n] = jnp.where(total > 0, found, blocks.NEG)
+  out_lse_ref[b, n] = jnp.where(total == 0, blocks.NEG, found)
 
 
 def _table(plan, begins_B, ends_B):
@@ -197,7 +214,7 @@ def _partial(q_BNH, k_BKSH, v_BKSH, plan, table, mask, options):
   b, n, h = q_BNH.shape
   kv, s, hv = v_BKSH.shape[1:]
   pieces, group = table.shape[1], n // kv
-  rows = max(16, pl.next_power_of_2(group))
+  rows = _rows(group)
   cache = lambda h: pl.BlockSpec((b, None, s, h), lambda w, k: (0, k, 0, 0))
   mine = lambda *shape: pl.BlockSpec(
     (shape[0], None, *shape[1:]), lambda w, k: (0, k, *(0,) * len(shape[1:]))
@@ -269,7 +286,7 @@ def forward(q_BNH, k_BKSH, v_BKSH, begins_B, ends_B, mask, own=(), **options):
   """
   b, n, h = q_BNH.shape
   kv, s, hv = v_BKSH.shape[1:]
-  tile, w = sizes(b, s, kv)
+  tile, w = sizes(q_BNH, v_BKSH)
   tile, w = options.get('tile') or tile, options.get('workers') or w
   plan = decode_schedule.make(ends_B, s, tile, w, begins_B)
   table = _table(plan, begins_B, ends_B)

@@ -76,6 +76,7 @@ def alone(mask, q_B1NH, own):
     z = mask.softcap * jnp.tanh(z / mask.softcap)
   v = jnp.where(jnp.isfinite(own.v), own.v, 0)
   o = jnp.repeat(v.astype(wide), n // kv, 2)
+  o = jnp.where(jnp.isnan(z)[..., None], z[..., None], o)  # as p v would be
   seen = own.seen[..., None]
   return jnp.where(seen[..., None], o, 0), jnp.where(seen, z, varying.NEG)
 

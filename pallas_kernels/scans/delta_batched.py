@@ -6,17 +6,17 @@ With the letters of delta_xla.py, a chunk that starts in state S writes
     S' = r_C S + L^T w,   L = D_C K          o = r (Q S) + (D (Q K^T)) w
 
 (the WY form of arXiv:2406.06484, section 3.2). Nothing but the line of S' waits
-for the chunk before: U, W and L are made for many chunks at once, then a loop
-makes the states, two products a chunk, then the outputs are made. The gradient
-is a loop in reverse over that of the states,
+for the chunk before. So of `BATCH` chunks U, W and L are made at once, then a
+loop makes the states, two products a chunk, then the outputs are made at once;
+a loop of whole chunks is hundreds of small launches a chunk. The gradient goes
+through the batches in reverse: a loop over its states,
 
     dw = (D (Q K^T))^T do + L dS',   dS = r_C dS' + (r Q)^T do - W^T dw
 
-and then, of many chunks at once, what delta_xla.chunk gives for its inputs. A
-loop of whole chunks is hundreds of small kernels a chunk there.
+and then, of all chunks of the batch, what delta_xla.chunk gives for its inputs.
 
-Memory: a state a chunk, as delta_xla.py keeps, and U, W, L, w of all tokens in
-float32; the C x C arrays of `BATCH` chunks.
+Memory: all that a chunk needs, of `BATCH` of them; for the gradient a state a
+chunk, as delta_xla.py keeps.
 
 Legend: that of delta_xla.py.
 """
@@ -29,12 +29,27 @@ import jax.numpy as jnp
 
 from paraxis.pallas_kernels.scans import delta_xla
 
-BATCH = 16  # chunks whose C x C arrays are in memory at once
+BATCH = 16  # chunks that are computed at once
 
 
-def _many(function):
-  """`function` of all chunks, `BATCH` at once."""
-  return lambda *xs: lax.map(lambda x: function(*x), xs, batch_size=BATCH)
+def _batches(tree, chunks):
+  """Arrays (N, ..) -> (N / M, M, ..), M <= BATCH; chunks of zeros at the end.
+
+  Such a chunk changes no state: b, k and g are 0.
+  """
+  size = min(BATCH, chunks)
+  more = -chunks % size
+
+  def one(x):
+    x = jnp.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(-1, size, *x.shape[1:])
+
+  return jax.tree.map(one, tree)
+
+
+def _whole(tree, chunks):
+  """The inverse of `_batches`."""
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:chunks], tree)
 
 
 def _over(y):
@@ -83,7 +98,6 @@ def forward(x, state, size, save):
   b, h, k, v = state.shape
   dot = delta_xla.dot_of(x.q.dtype)
   chunks = delta_xla.split(x, size, state.dtype)
-  maps = _many(functools.partial(_maps, dot))(chunks)
 
   def step(state, maps):
     own, moved, left, kept = maps
@@ -91,11 +105,19 @@ def forward(x, state, size, save):
     after = kept * state + dot('bgrck,bgrcv->bgrkv', left, writes)
     return after, (state, writes)
 
+  def batch(state, chunks):
+    maps = jax.vmap(functools.partial(_maps, dot))(chunks)
+    state, (starts, writes) = lax.scan(step, state, maps)
+    outputs = functools.partial(_outputs, dot)
+    o = jax.vmap(outputs)(chunks, starts, writes)
+    return state, (o, starts if save else None)
+
   state = state.reshape(b, x.q.shape[2], -1, k, v)
-  last, (starts, writes) = lax.scan(step, state, maps)
-  o = _many(functools.partial(_outputs, dot))(chunks, starts, writes)
+  count = len(chunks.q)
+  last, found = lax.scan(batch, state, _batches(chunks, count))
+  o, starts = _whole(found, count)
   o = delta_xla.join(delta_xla.of_heads(o)).astype(x.v.dtype)
-  return o, last.reshape(b, h, k, v), starts if save else None
+  return o, last.reshape(b, h, k, v), starts
 
 
 def backward(x, starts, cotangents, size):
@@ -105,17 +127,12 @@ def backward(x, starts, cotangents, size):
   dot = delta_xla.dot_of(x.q.dtype)
   chunks = delta_xla.split(x, size, wide)
   do = delta_xla.split(x._replace(v=do), size, wide).v
-  _, *maps = _many(functools.partial(_maps, dot))(chunks)
-  known = _many(functools.partial(_without_state, dot))(chunks, do)
 
   def step(d_after, given):
     (moved, left, kept), (d_writes, d_state) = given
     d_writes += dot('bgrck,bgrkv->bgrcv', left, d_after)
     d_state += kept * d_after - dot('bgrck,bgrcv->bgrkv', moved, d_writes)
     return d_state, d_after
-
-  d_state = d_state.reshape(b, x.q.shape[2], -1, k, v)
-  first, d_after = lax.scan(step, d_state, (maps, known), reverse=True)
 
   def gradients(x, start, do, d_after):
     def run(*arrays):
@@ -124,5 +141,16 @@ def backward(x, starts, cotangents, size):
 
     return jax.vjp(run, *x[:5])[1]((do, d_after))
 
-  found = _many(gradients)(chunks, starts, do, d_after)
-  return *delta_xla.joined(x, found), first.reshape(b, h, k, v)
+  def batch(d_state, given):
+    chunks, starts, do = given
+    _, *maps = jax.vmap(functools.partial(_maps, dot))(chunks)
+    known = jax.vmap(functools.partial(_without_state, dot))(chunks, do)
+    d_state, d_after = lax.scan(step, d_state, (maps, known), reverse=True)
+    return d_state, jax.vmap(gradients)(chunks, starts, do, d_after)
+
+  d_state = d_state.reshape(b, x.q.shape[2], -1, k, v)
+  count = len(starts)
+  given = _batches((chunks, starts, do), count)
+  first, found = lax.scan(batch, d_state, given, reverse=True)
+  found = delta_xla.joined(x, _whole(found, count))
+  return *found, first.reshape(b, h, k, v)

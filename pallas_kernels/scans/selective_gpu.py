@@ -261,7 +261,7 @@ def _forward(*refs, sizes):
     return _walk(own, span, AHEAD, step, h)
 
   h = own.passed(own.load(first_ref), maps, n, lambda i: i)
-  h = lax.fori_loop(first // CHUNK, pl.cdiv(end, CHUNK), chunk, h)
+  h = lax.fori_loop(first // CHUNK, (end + CHUNK - 1) // CHUNK, chunk, h)
   own.store(last_ref, h, when=n == sizes.segments - 1)
 
 
@@ -296,7 +296,7 @@ def _backward(*refs, sizes):
   first, end = sizes.span(n)
 
   def chunk(i, carry):
-    i = pl.cdiv(end, CHUNK) - 1 - i
+    i = (end + CHUNK - 1) // CHUNK - 1 - i
     groups = jnp.minimum(CHUNK, end - i * CHUNK) // GROUP
 
     def again(k, h):
@@ -326,7 +326,7 @@ def _backward(*refs, sizes):
     return lax.fori_loop(0, groups, group, carry)
 
   g = own.passed(own.load(dlast_ref), maps, last - n, lambda i: last - i)
-  chunks = pl.cdiv(end, CHUNK) - first // CHUNK
+  chunks = (end + CHUNK - 1) // CHUNK - first // CHUNK
   carry = g, jnp.zeros_like(own.rate)
   g, drate = lax.fori_loop(0, chunks, chunk, carry)
   own.store(dfirst_ref, g, when=n == 0)

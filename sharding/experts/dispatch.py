@@ -255,7 +255,7 @@ def _padded(run, weights, x_ND, ids_NK, mix_NK, keep_NK, plan):
   if not count:
     block = grouped_matmul.block(ids_NK.size, experts)
     count = -(-tokens // block) * block
-    if block > 1:  # blocks of zeros are skipped
+    if block > 1:  # on a CPU blocks of zeros are skipped
       runs = jnp.full(experts // ranks, ranks * count, jnp.int32)
   position_NK, _ = _rank(ids_NK, keep_NK, experts)
   first_E = _range(experts) * count

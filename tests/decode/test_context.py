@@ -64,8 +64,10 @@ def test_it_can_fail(part, monkeypatch):
     monkeypatch.setattr(slots, 'part_of', lambda n: slots.Part(0, n, 4 * n))
   else:
     one = slots._committed
-    monkeypatch.setattr(slots, 'committed', lambda how, q, k, v, ids: one(
-      how, q, k, v, ids, slots.part_of(k.shape[2])))  # fmt: skip
+    alone = lambda how, q, k, v, ids, beside: one(
+      how, q, k, v, ids, slots.part_of(k.shape[2]), beside
+    )
+    monkeypatch.setattr(slots, 'committed', alone)
   proof = properties.Proof(cases.small('W'), 'context=4')
   (row,) = properties.sharded(proof)
   assert not row.passed

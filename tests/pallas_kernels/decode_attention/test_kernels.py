@@ -9,6 +9,7 @@ import pytest
 from paraxis.pallas_kernels import reference
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.decode_attention import gpu as decode_attention_gpu
+from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.pallas_kernels.decode_attention import tpu as decode_attention_tpu
 
 TPU, GPU = decode_attention_tpu, decode_attention_gpu
@@ -103,7 +104,8 @@ def with_own(q, k, v, ranges, own, mask):
 
 
 @pytest.mark.parametrize('softcap, workers', [(0.0, 5), (2.0, 40)])
-def test_a_query_also_sees_its_own_key(softcap, workers):
+def test_a_query_also_sees_its_own_key(softcap, workers, monkeypatch):
+  monkeypatch.setattr(GPU, 'JOINED', 2)  # so that a row takes several steps
   mask = attention.Mask(scale=0.3, softcap=softcap)
   q, k, v = arrays(LATER, S=512, N=6, K=3, H=16, Hv=32)
   rng, b = np.random.default_rng(1), len(q)
@@ -125,6 +127,9 @@ def test_a_query_also_sees_its_own_key(softcap, workers):
   close(run_own(own), expected)
   with pytest.raises(AssertionError):  # who sees itself does matter
     close(run_own((*own[:2], ~seen)), expected)
+  own[0][1, 2, 0] = np.nan  # of its heads all that it is seen by are NaN
+  lost = np.stack([np.isnan(x).reshape(b, 6, -1).any(-1) for x in run_own(own)])
+  assert lost[:, 1, 4:].all() and lost.sum() == 4
 
 
 @pytest.mark.parametrize(
@@ -173,7 +178,40 @@ def test_a_tile_is_about_a_mebibyte():
 def test_workers_fill_a_gpu():
   assert GPU.workers(8) * 8 <= GPU.PROGRAMS
   assert GPU.workers(1000) == 1
+
+
+def test_tiles_fit_the_memory_of_a_program():
+  def sizes(B, N, K, S, H=128, dtype='bfloat16'):
+    shapes = (B, N, H), (B, K, S, H)
+    return GPU.sizes(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes))
+
   # 9 small tiles of 16 workers; a whole row of tiles for each; one of 4 slots.
-  assert GPU.sizes(1, 272, 16) == (GPU.SMALL, 9)
-  assert GPU.sizes(64, 4096, 16) == (GPU.TILE, 16)
-  assert GPU.sizes(1, 4, 1) == (GPU.SMALL, 1)
+  assert sizes(1, 16, 16, 272) == (GPU.SMALL, 9)
+  assert sizes(64, 16, 16, 4096) == (GPU.TILE, 16)
+  assert sizes(1, 1, 1, 4) == (GPU.SMALL, 1)
+  # What ran out of the 232,448 bytes of a program of Hopper.
+  assert sizes(64, 16, 2, 4096, 256, 'float32')[0] == 32
+  assert sizes(64, 16, 2, 4096, 512)[0] == 32
+  assert sizes(1, 16, 2, 4096, 1024)[0] == 16
+
+
+def test_heads_that_fit_no_tile_are_refused():
+  gpu = decode_attention.registry.Target('gpu', 'NVIDIA H200')
+  find = lambda spec: (
+    decode_attention.registry.resolve(
+      decode_attention.OP, spec=spec, target=gpu
+    ).name
+  )
+  assert find(spec_of(1024, 'bfloat16')) == 'pallas_gpu'
+  assert find(spec_of(2048, 'float32')) == 'xla'
+
+
+def spec_of(H, dtype):
+  """What one query a row of 64 says of itself to the registry."""
+  shape = jax.ShapeDtypeStruct
+  q, k = shape((64, 1, 16, H), dtype), shape((64, 512, 2, H), dtype)
+  mask = attention.Mask(causal=False)
+  spec = attention.spec_of(q, k, mask, None, None, k)
+  return decode_attention.DecodeAttentionSpec(
+    **vars(spec), cache=(dtype, dtype)
+  )

@@ -94,6 +94,8 @@ def test_a_query_also_sees_its_own_key(softcap):
     close(run(spoilt, seen), expected)
     with pytest.raises(AssertionError):
       close(run(own, ~seen), expected)
+    own[0][1, 0, 0, 0] = np.nan  # seen alone: it must not become a 0
+    assert np.isnan(run(own, seen)[0][1, 0, :2]).all()
   with pytest.raises(ValueError, match='a key of its own; q is'):
     run([x[:2] for x in own], seen)
 

@@ -255,12 +255,12 @@ def test_what_a_call_tells_of_itself(monkeypatch):
   monkeypatch.setattr(
     registry, 'resolve', lambda op, impl, spec: seen.append(spec) or blocks
   )
-  x, w = jnp.zeros((32, 8), 'f4'), jnp.zeros((2, 8, 24), 'f4')
-  sizes = jnp.array([16, 16], jnp.int32)
+  x, w = jnp.zeros((32, 8), 'f4'), jnp.zeros((8, 8, 24), 'f4')
+  sizes = jnp.array([16, 16, 0, 0, 0, 0, 0, 0], jnp.int32)
   y = grouped_matmul.product(x, w, sizes, 16, jnp.float64)
-  grouped_matmul.gradient(x, y, sizes, 16, 2, jnp.float32)
+  grouped_matmul.gradient(x, y, sizes, 16, 8, jnp.float32)
   spec = functools.partial(grouped_matmul.GroupedSpec, 32, 'float32', 16)
   assert seen == [
-    spec(('float32',), 'float64', 32 * 24),
-    spec(('float64',), 'float32', 32 * 24),
+    spec(('float32',), 'float64', 8 * 8 * 24),
+    spec(('float64',), 'float32', 8 * 8 * 24),
   ]

@@ -128,6 +128,14 @@ def test_kernels_equal_the_loop(interpreted, kernel, T, F, S):
   assert wrong(found, wanted, 2e-6) == []
 
 
+def test_the_gpu_kernel_is_traced_where_64_bits_are_on(interpreted):
+  arrays, reset, cotangents = problem(37, dtype='f4')
+  with jax.enable_x64(True):
+    run = lambda *a: both(interpreted('gpu'), a, reset, cotangents)
+    found = jax.eval_shape(run, *arrays)
+  assert {x.dtype for x in found} == {np.dtype('f4')}
+
+
 # Rows without a reset; at the first token; at the first of a segment, and its
 # last; within one, twice.
 RESETS = (), (0,), (24, 47), (30, 33), (149,)

@@ -126,7 +126,7 @@ def ragged_problem(quick, dtype, own=False):
   mask = attention.Mask(scale=h**-0.5)
 
   def call(q, k, v, *x):
-    seen = jnp.ones((4, 1), bool)
+    seen = jnp.array(reference.SEEN)[:, None]
     mine = decode_attention.Own(x[0], x[1], seen) if x else None
     given = q, k, v, mask, jnp.asarray(n), kernel_of(decode_attention.OP)
     return decode_attention.ragged(*given, own=mine)

@@ -70,20 +70,25 @@ def attention(mask, segments, q, k, v, sinks=None):
   return (o.transpose(0, 2, 1, 3), lse.transpose(0, 2, 1)), back
 
 
+SEEN = True, True, False, True  # queries that see themselves
+
+
 def ragged(scale, lengths, q, k, v, *own):
   """(o_B1NH, lse_B1N) of one query a row over its first slots, row by row.
 
-  own: () or k and v, (B, 1, K, H), of the query itself, as one slot more.
+  own: () or k and v, (B, 1, K, H), of the query itself: if it is SEEN, as one
+  slot more.
   """
+  b, n, kv = len(q), q.shape[2], k.shape[1]
+  ranges = np.stack([np.zeros(b, int), lengths], 1)
   if own:
     more = zip(own, (k, v), strict=True)
     k, v = (np.concatenate([x.swapaxes(1, 2), y], 2) for x, y in more)
-    lengths = np.asarray(lengths) + 1
-  b, n, kv = len(q), q.shape[2], k.shape[1]
+    ranges += np.stack([1 - np.array(SEEN), np.ones(b, int)], 1)
   o, lse = np.zeros((b, 1, n, v.shape[3])), np.full((b, 1, n), NEG)
-  for row, length in enumerate(lengths):
-    for head in range(n if length else 0):
-      own = row, head // (n // kv), slice(0, length)
+  for row, (begin, end) in enumerate(ranges):
+    for head in range(n if end > begin else 0):
+      own = row, head // (n // kv), slice(begin, end)
       z = scale * (k[own] @ q[row, 0, head])
       lse[row, 0, head] = top = z.max() + np.log(np.exp(z - z.max()).sum())
       o[row, 0, head] = np.exp(z - top) @ v[own]
