@@ -1,8 +1,8 @@
 """Writing what was in flight into the slots of a cache, in place.
 
-On a CPU, and a TPU, a loop over lanes of consecutive tokens, each one piece of
-memory; on a GPU, of more than one lane, a scatter of all tokens. What a shard
-of the slots does not hold it does not write.
+A loop over lanes of consecutive tokens, each one piece of memory; of more than
+one lane on a GPU a scatter of all tokens, and on a TPU, of a token a row, a
+kernel. What a shard of the slots does not hold it does not write.
 
 Legend: R rows of the cache, S slots, n lanes, C tokens of a lane, K kv heads, H
 head size.
@@ -17,6 +17,7 @@ from paraxis.configs.base import errors
 from paraxis.models.mixers import packed
 from paraxis.models.mixers import slots as slots_lib
 from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels.decode_attention import slot_write_tpu
 
 
 def write(form, count, *arrays):
@@ -54,13 +55,22 @@ def write(form, count, *arrays):
     given = row, place, kept, *xs
     if alone:
       given = [x.reshape(-1, 1, *x.shape[2:]) for x in given]
-    if len(given[0]) > 1 and registry.current_target().platform == 'gpu':
+    platform = registry.current_target().platform if len(given[0]) > 1 else ''
+    one = group.own and group.width == 1 and not slot_write_tpu.supports(slots)
+    if platform == 'gpu':
       slots = _scattered(slots, *given)
+    elif platform == 'tpu' and one:
+      slots = _one_a_row(slots, *given)
     elif shared and not alone:
       slots = _write_shared(slots, *given)
     else:
       slots = _write_lanes(group.fresh, slots, *given)
   return tuple(slots)
+
+
+def _here(keep, place, size):
+  """Which of the kept tokens have a slot here."""
+  return keep & (place >= 0) & (place < size)
 
 
 def _scattered(slots, row, place, keep, *new):
@@ -70,7 +80,7 @@ def _scattered(slots, row, place, keep, *new):
   64 rows five times as long as all else that made their next token.
   """
   size, n = slots[0].shape[2], keep.size
-  here = keep & (place >= 0) & (place < size)
+  here = _here(keep, place, size)
   # Places that are no slot are dropped; they differ, for all are to be unique.
   other = size + jnp.arange(n, dtype=place.dtype).reshape(keep.shape)
   at = jnp.where(here, place, other)
@@ -80,6 +90,18 @@ def _scattered(slots, row, place, keep, *new):
     )
     for old, x in zip(slots, new, strict=True)
   ]
+
+
+def _one_a_row(slots, row, place, keep, *new):
+  """A token of each row at its place, if it has a slot here."""
+  size = slots[0].shape[2]
+  here = _here(keep, place, size)
+  new = [
+    slots_lib.finite(x[:, 0]).astype(old.dtype)
+    for x, old in zip(new, slots, strict=True)
+  ]
+  place = jnp.clip(place[:, 0], 0, size - 1)
+  return slot_write_tpu.write(slots, row[:, 0], place, here[:, 0], new)
 
 
 def _write_shared(slots, row, place, keep, *new):

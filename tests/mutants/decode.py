@@ -182,8 +182,8 @@ TABLE = [
   Mutation(
     'scattered_slots',
     'models/mixers/slot_writes.py',
-    'here = keep & (place >= 0) & (place < size)',
-    'here = (place >= 0) & (place < size)',
+    'return keep & (place >= 0) & (place < size)',
+    'return (place >= 0) & (place < size)',
     'on a GPU tokens are written that are not kept',
     'tests/models/mixers/test_slot_writes.py::'
     'test_every_kept_token_is_at_its_place',

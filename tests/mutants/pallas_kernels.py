@@ -254,4 +254,13 @@ TABLE = [
     'tests/pallas_kernels/scans/test_delta.py::'
     'test_batched_chunks_equal_the_loop',
   ),
+  Mutation(
+    'slot_write_tile',
+    'pallas_kernels/decode_attention/slot_write_tpu.py',
+    'place[i] % slots) & (keep[i] > 0)',
+    'place[i] % slots)',
+    'on a TPU tokens are written that are not kept',
+    'tests/pallas_kernels/decode_attention/test_slot_write.py::'
+    'test_tokens_are_at_their_places_and_nothing_else_changes',
+  ),
 ]

@@ -23,6 +23,7 @@ import support
 
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.pallas_kernels.decode_attention import op as decode_attention
+from paraxis.pallas_kernels.decode_attention import slot_write_tpu
 from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
 from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
 from paraxis.pallas_kernels.scans import gated as gated_scan
@@ -122,6 +123,15 @@ def grouped(impl):
   return run, (rows, w, rows, array((8,), 'int32'))
 
 
+def slot_write(impl):
+  """64 rows of two caches of 34 MiB each."""
+  del impl
+  run = lambda slots, *x: slot_write_tpu.write(slots, *x[:3], x[3])
+  caches = (array((64, 8, 272, 128), 'bfloat16'),) * 2
+  rows = array((64,), 'int32'), array((64,), 'int32'), array((64,), 'bool')
+  return run, (caches, *rows, (array((64, 8, 128), 'bfloat16'),) * 2)
+
+
 class Case(NamedTuple):
   """Program of an implementation, its kernels, and bounds in MiB.
 
@@ -152,6 +162,7 @@ CASES = {
   'decode_softcap': Case(part(decode, 5.0, 4096), 1, 'temporaries', 1, None),
   # Slots that are no power of two and fill no tile.
   'decode_4000': Case(part(decode, 5.0, 4000), 2, 'temporaries', None, 4),
+  'slot_write': Case(slot_write, 1, 'temporaries', 1, None),
   'grouped': Case(grouped, 2, 'temporaries', None, 1),
   'int4': Case(part(quantized, 'int4'), 1, 'temporaries', 0, None),
   'uint8': Case(part(quantized, 'uint8'), 1, 'temporaries', 0, None),

@@ -64,12 +64,12 @@ def test_every_kept_token_is_at_its_place(write, tokens, first):
 
 
 def write_rows(monkeypatch, rows):
-  """(slots, program) of slot_writes.write of so many lanes of a token."""
-  slots, row, place, keep, new = make(1, [0, 4, 8])
+  """(slots, program) of slot_writes.write of a token of so many rows."""
+  slots, _, place, keep, new = make(1, [0, 4, 8])
   cut = lambda *xs: [jnp.asarray(x[:rows]) for x in xs]
-  row, place, valid, *given = cut(row, place, keep | True, keep, *new)
-  ids = types.SimpleNamespace(valid=valid, position=place, row=row)
-  group = types.SimpleNamespace(own=False, tree=False, width=1, fresh=False)
+  place, valid, *given = cut(place, keep | True, keep, *new)
+  ids = types.SimpleNamespace(valid=valid, position=place)
+  group = types.SimpleNamespace(own=True, tree=False, width=1, fresh=False)
   lanes = lambda *_: [(group, given[0], ids, *given[1:])]
   monkeypatch.setattr(slot_writes.packed, 'lanes', lanes)
   slots = [jnp.asarray(x) for x in slots]
@@ -78,15 +78,22 @@ def write_rows(monkeypatch, rows):
 
 
 @pytest.mark.parametrize('rows', [1, 3])
-def test_a_gpu_scatters_many_lanes(monkeypatch, rows):
+@pytest.mark.parametrize(
+  'platform, kind, form',
+  [('gpu', 'NVIDIA H200', 'scatter'), ('tpu', 'TPU v5e', 'slot_write_tpu')],
+)
+def test_many_rows_are_written_at_once(monkeypatch, platform, kind, form, rows):
   expected, loop = write_rows(monkeypatch, rows)
-  gpu = slot_writes.registry.Target('gpu', 'NVIDIA H200')
-  monkeypatch.setattr(slot_writes.registry, 'current_target', lambda: gpu)
+  target = slot_writes.registry.Target(platform, kind)
+  monkeypatch.setattr(slot_writes.registry, 'current_target', lambda: target)
+  kernel = slot_writes.slot_write_tpu
+  interpreted = functools.partial(kernel.write, interpret=True)
+  monkeypatch.setattr(kernel, 'write', interpreted)
   found, program = write_rows(monkeypatch, rows)
   for a, b in zip(found, expected, strict=True):
     np.testing.assert_array_equal(a, b)
-  assert ('scatter' in program) == (rows > 1)
-  assert 'scatter' not in loop
+  assert (form in program) == (rows > 1)
+  assert form not in loop
 
 
 def test_a_scatter_writes_in_place():
