@@ -50,7 +50,7 @@ def write(form, count, *arrays):
         f'a lane of {c} tokens, and a row has {size} slots.'
       )
     if alone:  # each token has its own place
-      kept &= (place >= 0) & (place < part.size)
+      kept = _here(kept, place, part.size)
       place = jnp.clip(place, 0, part.size - 1)
     given = row, place, kept, *xs
     if alone:

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 
 from paraxis.pallas_kernels import varying
 
-BYTES = 32  # of the sublanes of a tile, times rows of 4 bytes: 8 of float32
+# Slots of a TPU's tile times bytes of a number: 8 of float32, 16 of bfloat16.
+BYTES = 32
 
 
 def _kernel(*refs):
