@@ -14,9 +14,10 @@ integers:
     pieces and shuffles nothing.
 
 Cost: D F / 2 bytes and 4 D F / C of scales, where bfloat16 reads 2 D F: what
-decoding waits for. XLA on TPU unpacks to memory first (16 rows, 4096 x 14336:
-hundreds of MiB); the kernel (quantized_tpu.py) unpacks on the chip. No
-gradient: weights of 4 bits are read, not trained.
+decoding waits for. XLA unpacks to memory first (16 rows, 4096 x 14336: hundreds
+of MiB); the kernels (quantized_tpu.py, quantized_gpu.py) unpack on the chip,
+the one for GPUs from the interchange form alone. No gradient: weights of 4 bits
+are read, not trained.
 
 Legend: T tokens, D inputs, F outputs, G = D / C groups.
 """
@@ -29,6 +30,7 @@ import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels.matmul import quantized_gpu as quantized_matmul_gpu
 from paraxis.pallas_kernels.matmul import quantized_tpu as quantized_matmul_tpu
 
 Array = jax.Array | np.ndarray  # on a device or on the host
@@ -156,5 +158,6 @@ def forward(x_TD, q, scale_GF):
 registry.register(
   OP,
   registry.kernel('tpu', quantized_matmul_tpu),
+  registry.kernel('gpu', quantized_matmul_gpu),
   registry.Implementation('xla', forward),
 )

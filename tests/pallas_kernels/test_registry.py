@@ -94,7 +94,7 @@ SPECS = dict(
   linear_scan=linear_scan.LinearScanSpec((1, 8, 128), 'float32'),
   selective_scan=selective_scan.SelectiveScanSpec((1, 8, 128, 16), 'float32'),
   quantized_matmul=quantized_matmul.QuantizedSpec(
-    (16, 256), 256, 'bfloat16', 'int4'
+    (16, 256), 256, 'bfloat16', 'uint8'
   ),
   grouped_matmul=grouped_matmul.GroupedSpec(256, 'bfloat16'),
 )  # fmt: skip
@@ -106,7 +106,7 @@ CHOSEN = dict(  # on a CPU, a TPU, a GPU
   delta_scan=('xla', 'xla', 'batched'),
   linear_scan=('loop', *KERNELS),
   selective_scan=('loop', *KERNELS),
-  quantized_matmul=('xla', 'pallas_tpu', 'xla'),
+  quantized_matmul=('xla', *KERNELS),
   grouped_matmul=('blocks', 'ragged', 'pallas_gpu'),
 )
 
@@ -202,6 +202,10 @@ REFUSED = dict(
     ('pallas_tpu', dict(features=200), '200 outputs'),
     ('pallas_tpu', dict(dtype='float64'), 'not float64'),
     ('pallas_tpu', dict(sharded=True), 'manual region'),
+    ('pallas_gpu', dict(features=200), '200 outputs'),
+    ('pallas_gpu', dict(form='int4'), 'packed form'),
+    ('pallas_gpu', dict(x=(129, 256)), '129 tokens: takes 128'),
+    ('pallas_gpu', dict(dtype='float64'), 'not float64'),
   ],
   grouped_matmul=[
     ('megablox', dict(rows=40), '40 rows'),

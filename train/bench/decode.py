@@ -61,13 +61,9 @@ def config(quick, **model):
   return schema.view(dict(model=model, decode=dict(cache_length=8192)))
 
 
-def bytes_per_token(params, dtype='float32'):
-  """Bytes of {path: array} that one token reads: all but the embedding.
-
-  dtype: in which matrices are kept while decoding (loop.Generator).
-  """
-  size = jnp.dtype(dtype).itemsize
-  return sum(size * v.size for p, v in params.items() if p != 'embedding')
+def bytes_per_token(params):
+  """Bytes of {path: array} that one token reads: all but the embedding."""
+  return sum(v.nbytes for p, v in params.items() if p != 'embedding')
 
 
 def plain(m, batch, new, before=PROMPT):
@@ -104,7 +100,7 @@ class Ours:
     self.built = build.build(c, 'data=1', devices=jax.devices()[:1])
     with build.use(self.built):
       self.params = jax.jit(self.built.model.init)(jax.random.key(0))
-    self._maker = self.generator(c)
+    self.maker = self.generator(c)
 
   def generator(self, c):
     """A loop.Generator that has compiled nothing for any prompt."""
@@ -116,7 +112,7 @@ class Ours:
   def run(self, batch, new, prompt=PROMPT, **options):
     """Makes `new` tokens a row after `prompt`."""
     prompts = [list(range(1, prompt + 1))] * batch
-    made = self._maker.generate(
+    made = self.maker.generate(
       prompts, max_new_tokens=new, temperature=0.0, **options
     )
     lengths = {len(row['tokens']) for row in made}

@@ -162,7 +162,7 @@ def _grouped_matmul(impl):
 def _quantized_matmul(impl):
   call = functools.partial(quantized_matmul.quantized_matmul, impl=impl)
   return call, [
-    ((16, 1024), 'bfloat16'), ((1024, 2048), 'int4'), ((8, 2048), 'float32')
+    ((16, 1024), 'bfloat16'), ((512, 2048), 'uint8'), ((8, 2048), 'float32')
   ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Weights of 4 bits: the integers, the bound on their error, the products."""
 
 import dataclasses
+import functools
 
 import hypothesis
 from hypothesis import strategies
@@ -12,6 +13,7 @@ import pytest
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
+from paraxis.pallas_kernels.matmul import quantized_gpu as quantized_matmul_gpu
 from paraxis.pallas_kernels.matmul import quantized_tpu as quantized_matmul_tpu
 
 
@@ -116,6 +118,60 @@ def test_the_kernel_equals_the_loop(form, T, sizes, dtype, tolerance):
   error = np.abs(np.asarray(y, 'f8') - expected).max()
   assert error <= tolerance * np.abs(expected).max()
   assert np.abs(loop(x, q, scale[::-1]) - expected).max() > 1
+
+
+@pytest.mark.parametrize(
+  'T, D, group, dtype, tolerance, launch',
+  [
+    (1, 384, 128, 'bfloat16', 5e-3, dict()),
+    (7, 384, 64, 'float32', 1e-6, dict(shares=4)),  # 6 groups: 2, 2, 2
+    (64, 384, 32, 'float16', 1e-3, dict(outputs=64, shares=5)),
+    (70, 384, 128, 'float32', 1e-6, dict()),  # of a second tile 6 tokens
+  ],
+)
+def test_the_kernel_for_gpus_equals_the_loop(
+  T, D, group, dtype, tolerance, launch
+):
+  w = weights(D=D)
+  x = jnp.asarray(np.random.default_rng(1).normal(size=(T, D)), dtype)
+  q, scale = quantized_matmul.quantize(w, group=group)
+  launch = quantized_matmul_gpu.Int4Launch(interpret=True, **launch)
+  run = functools.partial(quantized_matmul_gpu.forward, launch=launch)
+  y = jax.jit(run)(x, quantized_matmul.pack(q, group), scale)
+  assert y.dtype == dtype and y.shape == (T, 256)
+  expected = loop(x, q, scale, group)
+  error = np.abs(np.asarray(y, 'f8') - expected).max()
+  assert error <= tolerance * np.abs(expected).max()
+  assert np.abs(loop(x, q, scale[::-1], group) - expected).max() > 1
+
+
+@pytest.mark.parametrize(
+  'T, F, outputs, shares, stages',
+  [
+    (1, 5632, 128, 16, 4),
+    (1, 64, 64, 16, 4),  # no more shares than groups
+    (16, 5632, 64, 8, 4),
+    (64, 8192, 64, 4, 2),
+    (64, 256, 64, 4, 2),  # partial sums of as many bytes as the weights
+    (128, 32768, 64, 1, 2),  # two tiles of tokens
+  ],
+)
+def test_there_are_programs_for_a_gpu(T, F, outputs, shares, stages):
+  launch = quantized_matmul_gpu.Int4Launch()
+  fitted, rows = quantized_matmul_gpu._fit(launch, T, 2048, 16, F)
+  assert fitted[:2] == (outputs, shares) and fitted.stages == stages
+  assert rows == min(max(T, 16), 64)
+
+
+def test_bytes_become_bfloat16_as_the_comment_says():
+  """What the PTX computes, step by step, for all bytes."""
+  packed = np.arange(256, dtype=np.uint32)
+  low, high = quantized_matmul_tpu.halves(packed.astype(np.uint8))
+  for wanted, n in (low, packed ^ 8), (high, packed >> 4 ^ 8):
+    bits = (0x4300 | n & 15).astype(np.uint16).view(jnp.bfloat16)
+    less = np.uint16(0xC308).view(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(bits + less, 'i4'), wanted)
+  assert np.uint16(0x3F80).view(jnp.bfloat16) == 1
 
 
 def test_no_race_and_nothing_read_before_it_is_written():

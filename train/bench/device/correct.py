@@ -279,7 +279,7 @@ def int4_problem(quick, dtype):
 
   def call(x, scale):
     impl = kernel_of(quantized.OP)
-    return (quantized.quantized_matmul(x, q, scale, impl),)
+    return (quantized.quantized_matmul(x, quantized.pack(q), scale, impl),)
 
   loop = functools.partial(reference.int4_product, np.asarray(q, np.int32))
   return Problem(arrays | dict(scale=scale), call, loop, ('y',))

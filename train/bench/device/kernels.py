@@ -153,6 +153,7 @@ def _int4(quick):
   t, d = (4, 128) if quick else (16, 8192)
   x, w = _draw((t, d), (d, d))
   q, scale = quantized.quantize(w / d**0.5)
+  q = quantized.pack(q)  # as decoding keeps it
 
   def step(impl, x, q, scale, w):
     return quantized.quantized_matmul(x, q, scale, impl)

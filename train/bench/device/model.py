@@ -71,9 +71,16 @@ GIB = 2**30
 
 
 def config(
-  size: str, rows: int = 1, remat: str = 'none', form=FORMS['our kernels']
+  size: str,
+  rows: int = 1,
+  remat: str = 'none',
+  form=FORMS['our kernels'],
+  weights: str = 'loaded',
 ) -> schema.Config:
-  """A training run of a size, in bfloat16, without text; form: of FORMS."""
+  """A run of a size, in bfloat16, without text.
+
+  form: of FORMS. weights: decode.weights.
+  """
   length = TINY_LENGTH if size == 'tiny' else LENGTH
   kernels, unrolled = form
   model = SIZES[size] | dict(
@@ -86,7 +93,7 @@ def config(
       model=model,
       train=dict(batch_size=rows, remat=remat),
       data=dict(sequence_length=length),
-      decode=dict(cache_length=64 if size == 'tiny' else 512),
+      decode=dict(cache_length=64 if size == 'tiny' else 512, weights=weights),
     )
   )
 
@@ -214,16 +221,16 @@ def cache_bytes(c, new: int) -> float:
   return slots * 2 * m.num_layers * heads * m.head_width * 2
 
 
-def _decode(rows, work):
+def _decode(rows, weights, work):
   """Tokens a second of some rows, beside the time to read what they read."""
   report, size = work.report, 'tiny' if work.quick else '1b'
   limit, new = memory_of(jax.devices()[0]), 16 if work.quick else 256
   if limit and limit < 12 * GIB:
     size = '350m'
     report.notes.append(f'350m: the device has {limit / GIB:.1f} GiB')
-  c = config(size)
+  c = config(size, weights=weights)
   made = bench_decode.Ours(c)
-  params = bench_decode.bytes_per_token(made.params, c.model.dtype)
+  params = bench_decode.bytes_per_token(made.maker.params)
   run = functools.partial(made.run, rows, new)
   run()  # compiles
   times = []
@@ -234,6 +241,7 @@ def _decode(rows, work):
   report.setup = f'{size}, bfloat16, greedy, {new} tokens after a prompt of '
   report.setup += f'{bench_decode.PROMPT}, prefill included'
   name = f'{rows} row{"s" * (rows > 1)}'
+  name += f', {weights}' * (weights != 'loaded')
   moved = params + rows * cache_bytes(c, new)
   report.add({name: [rows * new / s for s in times]}, 'tokens/s')
   read = [moved * new / s / 1e9 for s in times]
@@ -243,14 +251,20 @@ def _decode(rows, work):
     report.notes.append(f'{name}: no copy was measured, so there is no share')
     return
   report.add({f'{name}, limit': [rows * copy * 1e9 / moved]}, 'tokens/s')
-  goal = f'{device_report.GOAL}decode of {name}: bytes read / copy'
-  report.check(goal, [x / copy for x in read], device_speed.READ_GOAL)
+  share = f'decode of {name}: bytes read / copy', [x / copy for x in read]
+  if weights == 'loaded':
+    report.check(
+      f'{device_report.GOAL}{share[0]}', share[1], device_speed.READ_GOAL
+    )
+  else:
+    report.add({share[0]: share[1]}, 'share')
 
 
 def decode(quick: bool) -> dict[str, Callable]:
-  """Cases of the part: one row, and 64."""
+  """Cases of the part: one row, 64, and one with weights of 4 bits."""
   del quick
-  return {f'B{n}': functools.partial(_decode, n) for n in (1, 64)}
+  cases = {'B1': (1, 'loaded'), 'B64': (64, 'loaded'), 'B1 int4': (1, 'int4')}
+  return {name: functools.partial(_decode, *x) for name, x in cases.items()}
 
 
 # ----------------------------------------------------------------- checkpoints
