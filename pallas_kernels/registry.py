@@ -35,13 +35,15 @@ class Implementation:
 
   `supports(spec, target)` returns None if the implementation can run, else the
   reason in one line. `spec` is the op's record of shapes, dtypes and options
-  (never values), or None to ask about the target alone.
+  (never values), or None to ask about the target alone. `takes` names what
+  forward computes itself, where the op else does so around it.
   """
 
   name: str
   forward: Callable
   backward: Any = None  # Callable; None: no gradient
   supports: Callable[[Any, Target], str | None] = lambda spec, target: None
+  takes: tuple[str, ...] = ()
 
 
 SPREAD = 'arrays are spread over a mesh: call it in a manual region'
@@ -60,8 +62,8 @@ def kernel(platform: str, module) -> Implementation:
 
   It refuses another platform, a dtype that is not one of module.DTYPES, arrays
   that are spread over a mesh, and what module.limits(spec, target) says: the
-  reason in one line, or None. A module may have neither `limits` nor `backward`
-  (no gradient).
+  reason in one line, or None. A module may have none of `limits`, `backward`
+  (no gradient) and TAKES (`Implementation.takes`).
   """
   limits = getattr(module, 'limits', lambda spec, target: None)
 
@@ -79,8 +81,9 @@ def kernel(platform: str, module) -> Implementation:
 
   backward = getattr(module, 'backward', None)
   return Implementation(
-    f'pallas_{platform}', module.forward, backward, supports
-  )
+    f'pallas_{platform}', module.forward, backward, supports,
+    getattr(module, 'TAKES', ()),
+  )  # fmt: skip
 
 
 _CONFIG: Any = jax.config  # type checkers do not know its options

@@ -42,6 +42,7 @@ JOINED = 32  # partial results that are joined at once
 SHARED = 232448  # bytes that a program of Hopper has for its tiles
 
 DTYPES = 'bfloat16', 'float16', 'float32'
+TAKES = ('own',)  # a query's own key and value
 MOST_ELEMENTS = 2**31  # of a cache: an address is counted in 32 bits
 
 

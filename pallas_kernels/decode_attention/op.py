@@ -38,7 +38,6 @@ from paraxis.pallas_kernels.decode_attention import schedule as decode_schedule
 from paraxis.pallas_kernels.decode_attention import tpu as decode_attention_tpu
 
 OP = 'decode_attention'
-JOINS = 'pallas_gpu'  # the implementation that takes `Own` itself
 CUT = 4  # slots for one of the window, from which the XLA form cuts them out
 
 
@@ -213,7 +212,7 @@ def _run(q, k, v, mask, impl, **where):
   spec = DecodeAttentionSpec(**vars(spec), cache=(str(k.dtype), str(v.dtype)))
   chosen, own = registry.resolve(OP, impl, spec), where.get('own')
   given = q, k, v, segments, order, mask, where.get('ranges')
-  if own is None or chosen.name == JOINS:
+  if own is None or 'own' in chosen.takes:
     return chosen.forward(*given, *[own] * (own is not None))
   o, lse = decode_schedule.merge(chosen.forward(*given), alone(mask, q, own))
   return o.astype(v.dtype), lse
@@ -358,7 +357,8 @@ def _kernel(platform, module):
       return f'takes one dtype, q is {spec.dtype}, k and v are {spec.cache}'
     return kernel.supports(spec, target)
 
-  return registry.Implementation(kernel.name, run, None, supports)
+  takes = kernel.takes
+  return registry.Implementation(kernel.name, run, None, supports, takes)
 
 
 registry.register(
