@@ -237,6 +237,24 @@ TABLE = [
     'test_the_gpu_kernel_equals_a_loop',
   ),
   Mutation(
+    'int4_gpu_halves',
+    'pallas_kernels/matmul/quantized_gpu.py',
+    'pl.ds((2 * g + high) * half, half)',
+    'pl.ds((2 * g + 1 - high) * half, half)',
+    'on a GPU the halves of a group are swapped',
+    'tests/pallas_kernels/matmul/test_quantized.py::'
+    'test_the_kernel_for_gpus_equals_the_loop',
+  ),
+  Mutation(
+    'int4_gpu_shares',
+    'pallas_kernels/matmul/quantized_gpu.py',
+    'jnp.minimum((share + 1) * each, groups)',
+    'jnp.minimum((share + 1) * each, groups) - share',
+    'on a GPU a share of the inputs of an int4 product lacks its last groups',
+    'tests/pallas_kernels/matmul/test_quantized.py::'
+    'test_the_kernel_for_gpus_equals_the_loop',
+  ),
+  Mutation(
     'decode_gpu_own',
     'pallas_kernels/decode_attention/gpu.py',
     'seen = seen[b] > 0',
