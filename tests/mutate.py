@@ -11,6 +11,7 @@ mutation is seen, 1 one is not, 2 bad input, 130 stopped.
 """
 
 import argparse
+import contextlib
 import difflib
 import hashlib
 import importlib
@@ -141,6 +142,12 @@ def _execute(command):
   return int(code)
 
 
+def kill(server):
+  """Ends a process and all that it started, if it has not ended."""
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(server.pid, signal.SIGKILL)
+
+
 class Clone:
   """HEAD of a repository in a folder of its own, where commands run."""
 
@@ -195,9 +202,12 @@ class Clone:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1,
       )  # fmt: skip
     server = self._server
-    print(json.dumps([str(log), command]), file=server.stdin)
-    answered, _, _ = select.select([server.stdout], [], [], SECONDS)
-    answer = server.stdout.readline() if answered else ''
+    try:
+      print(json.dumps([str(log), command]), file=server.stdin)
+      answered, _, _ = select.select([server.stdout], [], [], SECONDS)
+      answer = server.stdout.readline() if answered else ''
+    except BrokenPipeError:  # stopped between two commands
+      answer = ''
     if not answer:
       self.end()
     seconds, text = time.monotonic() - start, log.read_text(errors='replace')
@@ -212,13 +222,13 @@ class Clone:
     """Ends what another thread runs; its results mean nothing from then on."""
     self.stopped, server = True, self._server
     if server:
-      os.killpg(server.pid, signal.SIGKILL)
+      kill(server)
 
   def end(self):
     """Ends all processes; the next command starts them again."""
     server, self._server = self._server, None
     if server:
-      os.killpg(server.pid, signal.SIGKILL)
+      kill(server)
       server.communicate()
 
 

@@ -144,6 +144,14 @@ def test_a_run_that_is_stopped_keeps_what_it_has(toy, tmp_path, monkeypatch):
   assert run(toy, SIGN)[1][0].endswith('to try: 0, by 0 commands')
 
 
+def test_a_clone_that_is_stopped_between_two_commands(toy, tmp_path):
+  clone = mutate.Clone(toy, tmp_path / 'clone')
+  assert clone.run(SIGN.command).code == 0
+  clone.stop()
+  clone._server.wait()
+  assert clone.run(SIGN.command).code is None
+
+
 def test_packages_of_the_original_are_refused(toy):
   (toy / '.pkg' / 'paraxis' / 'toy').unlink()
   commit(toy)
