@@ -11,16 +11,17 @@ groups are shared out until there are four programs for each processor of an
 H200, and XLA adds up what they found, in a fixed order, with what comes next.
 
 bfloat16 is made by PTX, four bytes at a time: the bits 0x4300 | n are 128 + n,
-so that one instruction writes two of them. To convert integers instead takes
-longer than to read them (2048 x 5632, one token, H200: 11.3 us against 9.5, of
-which the loop around it takes about 5).
+so that one instruction writes two of them. A loop of products on an H200, one
+token, 2048 x 5632: 9.5 us each, 11.3 with a conversion of integers, 14 of
+bfloat16. Tried and left out, 8192 x 8192: bytes of the next group loaded ahead,
+32 us for 27; transposed products, 37; of one token, sums without tensor cores,
+26, which is no more than noise.
 
-Tried without gain (one token, 8192 x 8192, H200, 27 us): to load the bytes of
-the next group into registers, 32 us; transposed products, 37; sums of one token
-without tensor cores, 26. Beyond 128 tokens XLA is faster: it unpacks once, to
-memory, and multiplies.
+Beyond 64 tokens XLA's form runs, which unpacks to memory and multiplies: of 16
+tokens, 8192 x 8192, that takes .103 ms, this kernel .034, bfloat16 .056; of 64
+this one .046, bfloat16 .043; of 128, as two tiles, .117.
 
-Cost: 2 T D F operations; D F / 2 bytes of weights for each 64 tokens, 8 T F of
+Cost: 2 T D F operations; D F / 2 bytes of weights and their scales, 8 T F of
 partial sums for each share.
 
 Legend: T tokens, D inputs, F outputs, G groups, C inputs of a group.
@@ -39,10 +40,10 @@ from paraxis.pallas_kernels.attention import blocks
 from paraxis.pallas_kernels.matmul import quantized_tpu
 
 DTYPES = 'bfloat16', 'float16', 'float32'
-LEAST, MOST_ROWS = 16, 64  # tokens of a tile
-MOST_TOKENS = 128
+LEAST, MOST_TOKENS = 16, 64  # of a tile
 LANES = 64  # outputs of the smallest tile
 PROGRAMS = 512
+MOST_ELEMENTS = 2**31  # an address is counted in 32 bits
 
 # bfloat16 of the low (high) halves of four bytes: n = q + 8 in 0 .. 15, as
 # 0x4300 | n = 128 + n, less 136. One instruction puts 0x43 beside two n.
@@ -81,28 +82,30 @@ DEFAULT = Int4Launch()
 
 def limits(spec, target):
   """None, or what else the kernel cannot take (registry.kernel)."""
-  del target
+  if not target.device_kind.startswith('NVIDIA'):
+    return f'is PTX of Ampere and later, target is {target.device_kind}'
   if spec.form != 'uint8':
     return f'{spec.form}: takes the packed form, uint8'
   if spec.x[0] > MOST_TOKENS:
     return f'{spec.x[0]} tokens: takes {MOST_TOKENS}, for more XLA is faster'
   if spec.features % LANES:
     return f'{spec.features} outputs: takes multiples of {LANES}'
+  if (most := spec.x[1] // 2 * spec.features) >= MOST_ELEMENTS:
+    return f'{most} bytes of weights, addresses fewer than {MOST_ELEMENTS}'
   return None
 
 
 def _fit(launch, tokens, inputs, groups, outputs):
   """(`launch` with sizes for none, rows of a tile)."""
-  rows = min(max(LEAST, pl.next_power_of_2(tokens)), MOST_ROWS)
+  rows = max(LEAST, pl.next_power_of_2(tokens))
   wide = 2 * LANES if tokens <= 8 and outputs % (2 * LANES) == 0 else LANES
   tile = launch.outputs or wide
-  others = pl.cdiv(tokens, rows) * (outputs // tile)
-  shares = pl.next_power_of_2(pl.cdiv(PROGRAMS, others))
+  shares = pl.next_power_of_2(pl.cdiv(PROGRAMS, outputs // tile))
   fitted = dict(
     outputs=tile,
     # Partial sums have no more bytes than the weights.
     shares=launch.shares or min(shares, groups, max(inputs // (8 * tokens), 1)),
-    stages=launch.stages or (4 if rows < MOST_ROWS else 2),
+    stages=launch.stages or (4 if rows < MOST_TOKENS else 2),
   )
   return launch._replace(**fitted), rows
 
@@ -124,16 +127,15 @@ def _halves(packed, dtype, ptx):
 def _kernel(x, q, scale, y, *, rows, each, launch):
   (t, d), groups = x.shape, scale.shape[0]
   half = d // groups // 2
-  j, share, i = (pl.program_id(axis) for axis in range(3))
+  j, share = pl.program_id(0), pl.program_id(1)
   columns = pl.ds(j * launch.outputs, launch.outputs)
-  at = pl.ds(i * rows, rows)
-  there = (i * rows + jnp.arange(rows) < t)[:, None]
+  every, there = pl.ds(0, rows), (jnp.arange(rows) < t)[:, None]
   # No processor interprets PTX.
   ptx = x.dtype == jnp.bfloat16 and not launch.interpret
 
   def left(g, high):
     inputs = pl.ds((2 * g + high) * half, half)
-    return plgpu.load(x.at[at, inputs], mask=there, other=0.0)
+    return plgpu.load(x.at[every, inputs], mask=there, other=0.0)
 
   def body(g, total):
     packed = plgpu.load(q.at[pl.ds(g * half, half), columns])
@@ -145,7 +147,7 @@ def _kernel(x, q, scale, y, *, rows, each, launch):
   end = jnp.minimum((share + 1) * each, groups)
   total = jnp.zeros((rows, launch.outputs), jnp.float32)
   total = jax.lax.fori_loop(share * each, end, body, total)
-  plgpu.store(y.at[share, at, columns], total, mask=there)
+  plgpu.store(y.at[share, every, columns], total, mask=there)
 
 
 def forward(x_TD, q, scale_GF, launch=DEFAULT):
@@ -159,7 +161,7 @@ def forward(x_TD, q, scale_GF, launch=DEFAULT):
   parts = pl.pallas_call(
     functools.partial(_kernel, rows=rows, each=each, launch=launch),
     name='quantized_matmul_gpu',
-    grid=(f // launch.outputs, shares, pl.cdiv(t, rows)),
+    grid=(f // launch.outputs, shares),
     out_shape=y,
     compiler_params=plgpu.CompilerParams(
       num_warps=launch.warps, num_stages=launch.stages
@@ -167,7 +169,7 @@ def forward(x_TD, q, scale_GF, launch=DEFAULT):
     cost_estimate=pl.CostEstimate(
       flops=2 * t * d * f,
       transcendentals=0,
-      bytes_accessed=pl.cdiv(t, rows) * q.nbytes + 4 * y.size,
+      bytes_accessed=q.nbytes + scale_GF.nbytes + x_TD.nbytes + 4 * y.size,
     ),
     interpret=launch.interpret,
   )(*given)

@@ -246,11 +246,20 @@ TABLE = [
     'test_the_kernel_for_gpus_equals_the_loop',
   ),
   Mutation(
+    'int4_gpu_ptx',
+    'pallas_kernels/matmul/quantized_gpu.py',
+    'prmt.b32 $1, n, c, 0x4342;',
+    'prmt.b32 $1, n, c, 0x4341;',
+    'on a GPU one weight of eight is that of its neighbour',
+    'tests/pallas_kernels/matmul/test_quantized.py::'
+    'test_the_ptx_makes_bfloat16_of_four_bytes',
+  ),
+  Mutation(
     'int4_gpu_shares',
     'pallas_kernels/matmul/quantized_gpu.py',
     'jnp.minimum((share + 1) * each, groups)',
-    'jnp.minimum((share + 1) * each, groups) - share',
-    'on a GPU a share of the inputs of an int4 product lacks its last groups',
+    '(share + 1) * each',
+    'on a GPU the last share of an int4 product reads beyond the inputs',
     'tests/pallas_kernels/matmul/test_quantized.py::'
     'test_the_kernel_for_gpus_equals_the_loop',
   ),

@@ -62,9 +62,9 @@ def decode(softcap, slots, impl):
   return run, (query, cache, cache, lengths)
 
 
-def quantized(form, impl):
+def quantized(form, t, impl):
   run = functools.partial(quantized_matmul.quantized_matmul, impl=impl)
-  t, d, f = 16, 4096, 14336
+  d, f = 4096, 14336
   rows = d if form == 'int4' else d // 2
   scale = array((d // 128, f), 'float32')
   return run, (array((t, d), 'bfloat16'), array((rows, f), form), scale)
@@ -164,9 +164,11 @@ CASES = {
   'decode_4000': Case(part(decode, 5.0, 4000), 2, 'temporaries', None, 4),
   'slot_write': Case(slot_write, 1, 'temporaries', 1, None),
   'grouped': Case(grouped, 2, 'temporaries', None, 1),
-  'int4': Case(part(quantized, 'int4'), 1, 'temporaries', 0, None),
+  'int4': Case(part(quantized, 'int4', 16), 1, 'temporaries', 0, None),
   # On a GPU the sums of 4 shares of the inputs.
-  'uint8': Case(part(quantized, 'uint8'), 1, 'temporaries', 0, 3.5),
+  'uint8': Case(part(quantized, 'uint8', 16), 1, 'temporaries', 0, 3.5),
+  'uint8_one': Case(part(quantized, 'uint8', 1), 1, 'temporaries', None, 0.44),
+  'uint8_64': Case(part(quantized, 'uint8', 64), 1, 'temporaries', None, 14),
   # Inputs and outputs, gradients, their copies with heads before tokens, and
   # the states between chunks.
   'gated': Case(part(gated, False, 0), 2, 'peak', 500, 1000, SCAN),

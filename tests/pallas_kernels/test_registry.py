@@ -204,7 +204,8 @@ REFUSED = dict(
     ('pallas_tpu', dict(sharded=True), 'manual region'),
     ('pallas_gpu', dict(features=200), '200 outputs'),
     ('pallas_gpu', dict(form='int4'), 'packed form'),
-    ('pallas_gpu', dict(x=(129, 256)), '129 tokens: takes 128'),
+    ('pallas_gpu', dict(x=(65, 256)), '65 tokens: takes 64'),
+    ('pallas_gpu', dict(x=(1, 2**18), features=2**14), '2147483648 bytes'),
     ('pallas_gpu', dict(dtype='float64'), 'not float64'),
   ],
   grouped_matmul=[

@@ -251,13 +251,15 @@ def _decode(rows, weights, work):
     report.notes.append(f'{name}: no copy was measured, so there is no share')
     return
   report.add({f'{name}, limit': [rows * copy * 1e9 / moved]}, 'tokens/s')
-  share = f'decode of {name}: bytes read / copy', [x / copy for x in read]
+  what, shares = (
+    f'decode of {name}: bytes read / copy',
+    [x / copy for x in read],
+  )
   if weights == 'loaded':
-    report.check(
-      f'{device_report.GOAL}{share[0]}', share[1], device_speed.READ_GOAL
-    )
+    goal = device_speed.READ_GOAL
+    report.check(f'{device_report.GOAL}{what}', shares, goal)
   else:
-    report.add({share[0]: share[1]}, 'share')
+    report.add({what: shares}, 'share')
 
 
 def decode(quick: bool) -> dict[str, Callable]:
