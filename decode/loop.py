@@ -10,7 +10,7 @@ compiled. The host raises an error for a row whose logits were not finite.
 import dataclasses
 import functools
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from paraxis.decode import program
 from paraxis.decode import proposal
 from paraxis.decode import sampling
 from paraxis.decode import scheduler
+from paraxis.decode import shared_rows
 from paraxis.decode import step
 from paraxis.decode import transcript
 from paraxis.decode import weights
@@ -49,16 +50,6 @@ def _ends(tokenizer):
     return (tokenizer.end_id,)
   except errors.UserError:
     return ()  # a vocabulary without an end token: rows run to their limit
-
-
-class Hooks(NamedTuple):
-  """What the host does with new tokens. on_text: of `generate`. ended: called
-  as ended(row, calls that made 0, 1, .. tokens, trace.Trace or None). often:
-  look for both every `CHUNK` tokens, not once."""
-
-  on_text: Any
-  ended: Any
-  often: bool
 
 
 class Generator:
@@ -197,7 +188,8 @@ class Generator:
       if on_end:
         on_end(i, results[i])
 
-    hooks = Hooks(on_text, ended, bool(on_text or on_end or stop))
+    often = bool(on_text or on_end or stop)
+    hooks = transcript.Hooks(on_text, ended, often)
     with build.use(self.built):
       run(ids, rows, config, (form, values, trace), hooks)
     return results
@@ -218,13 +210,11 @@ class Generator:
       {'decode': dataclasses.asdict(self.config) | options}
     ).decode
 
-  def _together(self, ids, rows, config, sampled, hooks):
-    """A row for each prompt, all at once.
+  def _programs(self, ids, config, sampled):
+    """(start, run, T): program.Program's functions of a prompt, and of a state
+    and an Until; and the tokens that prompts are padded to.
 
-    Args:
-      ids: of the prompts. rows: transcript.Transcript of each, which it fills.
-      sampled: form and values of sampling.check, whether calls are recorded.
-      hooks: Hooks.
+    sampled: form and values of sampling.check, whether calls are recorded.
     """
     form, values, trace = sampled
     about, own = self._draft(config.draft)
@@ -233,43 +223,67 @@ class Generator:
     static = program.Static(form, config.judge, trace)
     slots, length = self._fit(ids, config, method.lane)
     limit = config.max_new_tokens
-    tokens_BT, lengths_B = self._place(ids, length)
-    new = min(bucket(limit), slots - length)
-    state, seen = self._start(
-      params, (tokens_BT, lengths_B), values, np.int32(limit), method, static,
-      (slots, new),
-    )  # fmt: skip
+    room = slots, min(bucket(limit), slots - length)
+
+    def start(prompt):
+      given = params, prompt, values, np.int32(limit)
+      return self._start(*given, method, static, room)
+
+    def run(state, until):
+      return self._run(params, state, values, until, method, static)
+
+    return start, run, length
+
+  def _together(self, ids, rows, config, sampled, hooks):
+    """A row for each prompt, all at once.
+
+    Args:
+      ids: of the prompts. rows: transcript.Transcript of each, which it fills.
+      sampled: as for `_programs`. hooks: transcript.Hooks.
+    """
+    start, run, length = self._programs(ids, config, sampled)
+    limit = config.max_new_tokens
+    prompt = self._place(ids, length)
+    state, seen = start(prompt)
     made = _read(seen, rows, [0] * len(rows), hooks)
     chunk = CHUNK if hooks.often else limit
     while least := [n for n, r in zip(made, rows, strict=True) if not r.finish]:
       ended = [bool(r.finish) for r in rows]
-      ended += [True] * (lengths_B.shape[0] - len(rows))
-      state, seen = self._run(
-        params,
-        state,
-        values,
+      ended += [True] * (len(prompt[0]) - len(rows))
+      until = program.Until(
         np.int32(min(limit, min(least) + chunk)),
         step.put(np.array(ended), self.built.mesh),
-        method,
-        static,
+        np.bool_(False),
       )
+      state, seen = run(state, until)
       made = _read(seen, rows, made, hooks)
 
   def _serve(self, ids, rows, config, sampled, hooks):
-    """`_together` by continuous batching (scheduler.py)."""
-    form, values, _ = sampled
-    if config.method != 'autoregressive':
-      raise errors.UserError(
-        f'decode.requests={config.requests} shares rows between prompts, which '
-        f'decode.method={config.method} does not: take autoregressive, or '
-        'requests=0.'
-      )
-    slots, _ = self._fit(ids, config)
-    if len(ids) > config.requests:
+    """`_together` by continuous batching (scheduler.py, shared_rows.py)."""
+    count, limit = config.requests, config.max_new_tokens
+    if len(ids) > count:
       self._say(
-        f'{len(ids)} prompts for {config.requests} rows (decode.requests): '
-        f'{len(ids) - config.requests} wait'
+        f'{len(ids)} prompts for {count} rows (decode.requests): '
+        f'{len(ids) - count} wait'
       )
+    if config.method == 'autoregressive':
+      self._serve_chunks(ids, rows, config, sampled, hooks)
+      return
+    if count % (shards := annotate.shards('batch')):
+      raise errors.UserError(
+        f'decode.requests={count} rows on {shards} batch shards: take a '
+        f'multiple of {shards}, or another mesh.'
+      )
+    start, run, length = self._programs(ids, config, sampled)
+    chunk = CHUNK if hooks.often else limit
+    sizes = shared_rows.Sizes(count, config.budget, length, limit, chunk)
+    requests, mesh = (ids, rows), self.built.mesh
+    shared_rows.serve(start, run, requests, sizes, hooks, mesh)
+
+  def _serve_chunks(self, ids, rows, config, sampled, hooks):
+    """`_serve` of one token a call, with prompts in chunks beside them."""
+    form, values, _ = sampled
+    slots, _ = self._fit(ids, config)
     lanes = config.budget // scheduler.CHUNK
     served = self._scheduler(config.requests, lanes)
     requests = [
@@ -335,44 +349,20 @@ class Generator:
     return -(-slots // shards) * shards, length
 
   def _place(self, ids, length):
-    """As step.place; reports the empty rows."""
+    """As step.place, and the number of each row; reports the empty rows."""
     tokens_BT, lengths_B = step.place(ids, length, self.built.mesh)
+    number_B = np.arange(len(lengths_B), dtype=np.uint32)
     empty = len(lengths_B) - len(ids)
     if empty:
       self._say(
         f'{annotate.shards("batch")} batch shards, prompts: {len(ids)}, empty '
         f'rows added: {empty}'
       )
-    return tokens_BT, lengths_B
+    return tokens_BT, lengths_B, step.put(number_B, self.built.mesh)
 
 
 def _read(seen, rows, before, hooks):
-  """Gives the rows their tokens from number before[row] on; -> [tokens made].
-
-  IntegrityError, after that, if a row's logits were not finite before it ended.
-  """
-  tokens_BM, logprobs_BM, broken_B, made_B, lengths, trace = jax.device_get(
-    seen
-  )
-  bad = []
-  for i, row in enumerate(rows):
-    if not row.finish:
-      end = made_B[i]
-      new = slice(before[i], end)
-      row.extend(tokens_BM[i, new], logprobs_BM[i, new])
-      if broken_B[i] >= 0 and not row.finish:
-        row.finish = 'broken'
-        bad.append((int(end), i))
-      if hooks.on_text and (piece := row.fresh()):
-        hooks.on_text(i, piece)
-      if row.finish not in ('', 'broken'):
-        record = trace and trace.of(i)
-        hooks.ended(i, lengths[i].tolist(), record)
-  if bad:
-    at, row = min(bad)
-    raise errors.IntegrityError(
-      f'decoding: the logits of row {row} at step {at} are not finite (rows '
-      f'and new tokens count from 0; {len(bad)} of {len(rows)} rows): the '
-      'parameters are damaged, or numbers overflow in model.dtype.'
-    )
-  return made_B[: len(rows)].tolist()
+  """transcript.read, which raises IntegrityError for a row's bad logits."""
+  made, bad = transcript.read(jax.device_get(seen), rows, before, hooks)
+  transcript.check_sound(bad, len(rows), 'row')
+  return made

@@ -36,7 +36,7 @@ class DecodeState(NamedTuple):
   int32, number of the new token whose logits were not finite, -1: none. made:
   (B,) int32, new tokens. lengths: (B, D + 2) int32, calls of the model after
   the prompt that made 0, 1, .. tokens. tokens: (B, M) int32. logprobs: (B, M)
-  float32. trace: trace.Trace, or None.
+  float32. request: (B,) uint32, for draws. trace: trace.Trace, or None.
   """
 
   cache: Any
@@ -48,7 +48,29 @@ class DecodeState(NamedTuple):
   lengths: Any
   tokens: Any
   logprobs: Any
+  request: Any
   trace: Any = None
+
+
+class Shown(NamedTuple):
+  """What the host reads, as in `DecodeState`."""
+
+  tokens: Any
+  logprobs: Any
+  broken: Any
+  made: Any
+  lengths: Any
+  trace: Any
+
+
+class Until(NamedTuple):
+  """When a loop returns. limit: () or (B,) int32, new tokens of a row. stopped:
+  (B,) bool, rows that the host ended. one: () bool, as soon as another row has
+  ended or has its tokens; else when all have."""
+
+  limit: Any
+  stopped: Any
+  one: Any
 
 
 class Static(NamedTuple):
@@ -73,15 +95,16 @@ class Program:
     """Prefill and, of methods that draft, the first token.
 
     Args:
-      prompt: (tokens_BT, lengths_B). values: sampling.SamplingValues. limit: ()
-        int32, new tokens of a row. room: static (S, M).
+      prompt: (tokens_BT, lengths_B, request_B). values:
+        sampling.SamplingValues. limit: () int32, new tokens of a row. room:
+        static (S, M).
 
     Returns:
       (DecodeState, what the host reads).
     """
-    (tokens_BT, lengths_B), (slots, new), model = prompt, room, self._model
+    (tokens_BT, lengths_B, _), (slots, new), model = prompt, room, self._model
     if method.fills:
-      opened = method.open(params.model, prompt, limit, room)
+      opened = method.open(params.model, prompt[:2], limit, room)
       state = self._empty(prompt, opened, method, static, room)
       return state, for_host(state)
     last = functools.partial(step.last, lengths_B=lengths_B)
@@ -101,7 +124,7 @@ class Program:
 
   def _empty(self, prompt, held, method, static, room):
     """DecodeState before the first token; held: (its cache, its own)."""
-    (tokens_BT, lengths_B), (cache, own), new = prompt, held, room[1]
+    (tokens_BT, lengths_B, request), (cache, own), new = prompt, held, room[1]
     rows, zeros = tokens_BT.shape[0], jnp.zeros_like(lengths_B)
     places, calls = method.tree.depth + 1, method.calls(new)
     fill = lambda width, dtype: annotate.put(
@@ -117,15 +140,13 @@ class Program:
       fill(places + 1, jnp.int32),
       fill(new, jnp.int32),
       fill(new, jnp.float32),
+      request,
       trace_lib.Trace.empty(rows, calls, places) if static.trace else None,
     )
 
   def _draws(self, state, values, static):
-    rows = jnp.arange(len(state.done), dtype=jnp.uint32)
-    rows = annotate.put(rows, ('batch',))
-    return judges.Draws(
-      static.form, values, rows, state.made.astype(jnp.uint32)
-    )
+    index = state.made.astype(jnp.uint32)
+    return judges.Draws(static.form, values, state.request, index)
 
   def _judged(self, state, out, drafts, draws, static, tree, limit):
     """(proposal.Seen, the state with its new tokens).
@@ -167,8 +188,9 @@ class Program:
     )
     return proposal.Seen(tokens, n, at, x, z, draws), state
 
-  def loop(self, params, state, values, limit, stopped_B, method, static):
-    """Tokens until every row has `limit` of them or has ended."""
+  def loop(self, params, state, values, until, method, static):
+    """Tokens until every row has enough or has ended; until: Until."""
+    limit = until.limit
 
     def body(state):
       live, draws = _live(state, limit), self._draws(state, values, static)
@@ -195,8 +217,13 @@ class Program:
         lengths=state.lengths + called,
       )
 
-    state = state._replace(done=state.done | stopped_B)
-    more = lambda state: jnp.any(_live(state, limit))
+    state = state._replace(done=state.done | until.stopped)
+    began = _live(state, limit)
+
+    def more(state):
+      live = _live(state, limit)
+      return jnp.any(live) & ~(until.one & jnp.any(began & ~live))
+
     state = jax.lax.while_loop(more, body, state)
     return state, for_host(state)
 
@@ -207,7 +234,7 @@ def _live(state, limit):
 
 
 def for_host(state):
-  """Copies that every process can read."""
+  """Shown: copies that every process can read."""
   whole = lambda x: annotate.put(x, (None,) * x.ndim)
-  kept = state.tokens, state.logprobs, state.broken, state.made, state.lengths
-  return jax.tree.map(whole, (*kept, state.trace))
+  kept = {name: getattr(state, name) for name in Shown._fields}
+  return Shown(**jax.tree.map(whole, kept))

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paraxis.configs.base import errors
 from paraxis.decode import cache as cache_lib
 from paraxis.decode import sampling
 from paraxis.decode import step
+from paraxis.decode import transcript
 from paraxis.models.mixers import packed as packed_lib
 from paraxis.sharding.meter import compiling
 
@@ -122,14 +122,7 @@ class Scheduler:
         if on_end and request.transcript.finish not in ('', 'broken'):
           on_end(request)
       active[:] = [r for r in active if not r.transcript.finish]
-    if bad:
-      at, number = min(bad)
-      raise errors.IntegrityError(
-        f'decoding: the logits of request {number} at step {at} are not finite '
-        f'(requests and new tokens count from 0; {len(bad)} of '
-        f'{len(requests)} requests): the parameters are damaged, or numbers '
-        'overflow in model.dtype.'
-      )
+    transcript.check_sound(bad, len(requests), 'request')
     return steps
 
   def _admit(self, cache, waiting, active):

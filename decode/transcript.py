@@ -6,7 +6,21 @@ UTF-8 character, and an ending that a stop string could begin with. Cost: every
 call decodes the row again, O(tokens) per chunk.
 """
 
+from typing import Any, NamedTuple
+
+from paraxis.configs.base import errors
+
 UNFINISHED = '\ufffd'  # what decoding leaves of an incomplete character
+
+
+class Hooks(NamedTuple):
+  """What the host does with new tokens. on_text: called as on_text(row, piece).
+  ended: called as ended(row, calls that made 0, 1, .. tokens, trace.Trace or
+  None). often: look for both every few tokens, not once."""
+
+  on_text: Any
+  ended: Any
+  often: bool
 
 
 class Transcript:
@@ -75,3 +89,41 @@ def _overlap(text, stop):
     if text.endswith(stop[:n]):
       return n
   return 0
+
+
+def read(seen, rows, before, hooks):
+  """Gives rows their tokens from number before[row] on.
+
+  Args:
+    seen: program.Shown, on the host. rows: [Transcript]. hooks: Hooks.
+
+  Returns:
+    ([tokens made], [(number of the token, row)] of rows whose logits were not
+    finite before they ended).
+  """
+  bad = []
+  for i, row in enumerate(rows):
+    if not row.finish:
+      end = seen.made[i]
+      new = slice(before[i], end)
+      row.extend(seen.tokens[i, new], seen.logprobs[i, new])
+      if seen.broken[i] >= 0 and not row.finish:
+        row.finish = 'broken'
+        bad.append((int(end), i))
+      if hooks.on_text and (piece := row.fresh()):
+        hooks.on_text(i, piece)
+      if row.finish not in ('', 'broken'):
+        trace = seen.trace and seen.trace.of(i)
+        hooks.ended(i, seen.lengths[i].tolist(), trace)
+  return seen.made[: len(rows)].tolist(), bad
+
+
+def check_sound(bad, count, what):
+  """IntegrityError if `bad`, as of `read`, names any of the `count` rows."""
+  if bad:
+    at, number = min(bad)
+    raise errors.IntegrityError(
+      f'decoding: the logits of {what} {number} at step {at} are not finite '
+      f'({what}s and new tokens count from 0; {len(bad)} of {count} {what}s): '
+      'the parameters are damaged, or numbers overflow in model.dtype.'
+    )

@@ -267,7 +267,8 @@ def copies(generator, decode, vocab, slots=96):
   form, values = sampling.check(decode, vocab)
   with build.use(generator.built):
     mesh = generator.built.mesh
-    prompts = step.place([[1, 2]], 64, mesh)
+    number = step.put(np.zeros(1, np.uint32), mesh)
+    prompts = *step.place([[1, 2]], 64, mesh), number
     how = (
       generator._method(methods.Choice.of(decode)),
       program_lib.Static(form, 'replay'),
@@ -278,7 +279,8 @@ def copies(generator, decode, vocab, slots=96):
       params, prompts, values, np.int32(9), *how, room
     )
     ended = step.put(np.zeros(1, bool), mesh)
-    args = params, state, values, np.int32(9), ended, *how
+    until = program_lib.Until(np.int32(9), ended, np.bool_(False))
+    args = params, state, values, until, *how
     text = generator._run.lower(*args).compile().as_text()
   body = text[: text.index('ENTRY')]
   found = re.findall(r'%copy[\w.]* = \w+\[([\d,]+)\]', body)

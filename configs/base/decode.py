@@ -188,13 +188,14 @@ class Decode:
   wavefront: Wavefront = Wavefront()
   requests: int = field(
     0,
-    'continuous batching: rows of the cache that all prompts share, one after '
-    'the other; 0: a row each, all at once',
+    'continuous batching, of every method: rows that all prompts share, one '
+    'after the other; 0: a row each, all at once',
     low=0, high=4096,
   )  # fmt: skip
   budget: int = field(
     128,
-    'continuous batching: tokens of prompts that a step reads, in lanes of 64',
+    'continuous batching: tokens of prompts that a step reads, in lanes of 64; '
+    'of methods that draft, of whole prompts that are read at once',
     low=64, high=MOST_LENGTH,
   )  # fmt: skip
   weights: str = field(

@@ -7,7 +7,6 @@ import jax
 import module_cases
 import numpy as np
 import pytest
-import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
@@ -127,14 +126,12 @@ def test_served_texts_are_those_of_one_batch(pattern, options):
   assert pieces == [r['text'] for r in found]
 
 
-def test_rows_that_are_too_few_are_reported_and_methods_refused():
+def test_rows_that_are_too_few_are_reported():
   said, generator = [], made('WF')
   generator._say, before = said.append, generator._say
   generator.generate(prompts(5), max_new_tokens=2, **GREEDY, **SERVED)
   generator._say = before
   assert said == ['5 prompts for 3 rows (decode.requests): 2 wait']
-  with support.refused('decode.requests=3', 'prompt_lookup', 'requests=0'):
-    generator.generate(prompts(2), method='prompt_lookup', **SERVED)
 
 
 def test_logits_that_are_not_finite_end_one_request(monkeypatch):

@@ -293,6 +293,18 @@ def test_on_a_mesh_it_is_one_device(made, mesh):
       np.testing.assert_allclose(a['logprobs'], b['logprobs'], atol=1e-10)
 
 
+def test_requests_share_rows(made):
+  """A front that takes the row of another has nothing of it."""
+  how = dict(width=4, inner=1, headway=2, noise=0.5)
+  want = texts(made, temperature=1.0, **how)
+  found = made.generate(
+    PROMPTS, max_new_tokens=12, temperature=1.0, seed=2, method='wavefront',
+    wavefront=how, requests=1, budget=64,
+  )  # fmt: skip
+  for a, b in zip(found, want, strict=True):
+    assert (a['tokens'], a['lengths']) == (b['tokens'], b['lengths'])
+
+
 @pytest.mark.parametrize('noise', [0.0, 0.5])
 def test_a_row_that_waits_for_others_keeps_its_front(made, noise):
   """Who reads along has the same text: rows that are ahead stand still."""

@@ -188,4 +188,22 @@ TABLE = [
     'tests/models/mixers/test_slot_writes.py::'
     'test_every_kept_token_is_at_its_place',
   ),
+  Mutation(
+    'shared_rows_number',
+    'decode/shared_rows.py',
+    'numbers[at], index[row], new[row] = number, at, True',
+    'numbers[at], index[row], new[row] = row, at, True',
+    'a request that shares rows draws by its row, not by its number',
+    'tests/decode/test_shared_rows.py::'
+    'test_texts_are_those_of_one_batch[lookup-drawn]',
+  ),
+  Mutation(
+    'shared_rows_index',
+    'decode/shared_rows.py',
+    'fresh = jax.tree.map(lambda x: x[index_R], fresh)',
+    'fresh = jax.tree.map(lambda x: x[index_R * 0], fresh)',
+    'requests that are read together all take the first one for theirs',
+    'tests/decode/test_shared_rows.py::'
+    'test_texts_are_those_of_one_batch[lookup-drawn]',
+  ),
 ]

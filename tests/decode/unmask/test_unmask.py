@@ -305,9 +305,15 @@ def test_a_prompt_has_no_masks():
     generator('full').generate([[1, 2], [1, MASK, 3]])
 
 
-def test_requests_share_no_canvas():
-  with support.refused('decode.requests=2', 'decode.method=unmask does not'):
-    generator('full').generate(PROMPTS, requests=2)
+@pytest.mark.parametrize('form', FORMS)
+def test_requests_share_rows(form):
+  """A canvas that takes the row of another has nothing of it."""
+  made, texts = generator(form), [*PROMPTS, [2, 3], [8] * 9]
+  given = dict(temperature=1.0, seed=4, unmask=dict(block=4, tokens=2))
+  want = made.generate(texts, **given)
+  found = made.generate(texts, requests=2, budget=64, **given)
+  for a, b in zip(found, want, strict=True):
+    assert (a['tokens'], a['lengths']) == (b['tokens'], b['lengths'])
 
 
 def test_trace_of_a_canvas_has_nothing_where_masks_are():

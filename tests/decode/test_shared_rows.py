@@ -1,0 +1,187 @@
+"""Requests that share rows: every method makes the texts of one batch."""
+
+import functools
+
+import jax
+import module_cases
+import numpy as np
+import pytest
+import support
+
+from paraxis.configs.base import errors
+from paraxis.decode import shared_rows
+from paraxis.decode.drafts import distill
+from paraxis.decode.drafts import heads
+
+V, NEW = 12, 9
+GREEDY = dict(temperature=0.0)
+SAMPLED = dict(temperature=0.8, top_k=6, seed=3)
+SERVED = dict(requests=3, budget=64)
+LOOKUP = dict(method='prompt_lookup', drafts=3)
+DRAFT = dict(method='speculative', drafts=2, draft_layers=1)
+CASES = {
+  'lookup': ('GF', LOOKUP),
+  'aggressive': ('WF', dict(method='aggressive', drafts=4)),
+  'jacobi': ('H', dict(method='jacobi', drafts=3)),
+  'speculative': ('GF', DRAFT),
+  'pearl': ('A', dict(method='pearl', drafts=2, draft_layers=1)),
+  'easyspec': (
+    'WFN', dict(method='easyspec', drafts=2, draft_layers=2, draft_group=2)
+  ),
+  'medusa': ('F', {}), 'eagle': ('F', {}), 'falcon': ('WF', {}),
+  'ppd': ('F', {}),
+}  # fmt: skip
+generator = module_cases.generator
+
+
+@pytest.fixture
+def float64():
+  with jax.enable_x64(True):
+    yield
+
+
+def prompts(count, most=60):
+  rng = np.random.default_rng(0)
+  return [
+    rng.integers(0, V, int(rng.integers(1, most))).tolist()
+    for _ in range(count)
+  ]
+
+
+def method_of(name, folder):
+  """Options of a case; of a trained draft, one that nobody trained."""
+  pattern, options = CASES[name]
+  if options:
+    return options
+  made = generator(pattern)
+  model = made.built.model
+  params = model.unstack(module_cases.parameters(model, 0.4))
+  path = str(folder / f'{name}.npz')
+  heads.save(path, *distill.untrained(model, params, name, 'numbers'))
+  made._draft.cache_clear()
+  return dict(method=name, draft=path, drafts=4)
+
+
+def said(results):
+  """Calls, too, but where the host ends a row: behind it they go on a while."""
+  return [
+    (r['tokens'], r['text'], r['finish'], r['finish'] == 'stop' or r['lengths'])
+    for r in results
+  ]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.usefixtures('float64')
+@pytest.mark.parametrize('options', (GREEDY, SAMPLED), ids=('greedy', 'drawn'))
+@pytest.mark.parametrize('name', CASES)
+def test_texts_are_those_of_one_batch(name, options, tmp_path):
+  """With stop strings and streams; two prompts are read at once."""
+  made, texts = generator(CASES[name][0]), prompts(7, 32)
+  given = options | method_of(name, tmp_path) | dict(max_new_tokens=NEW)
+  stop = made.generate(texts, **given)[2]['text'][3:5]
+  want = made.generate(texts, stop=[stop], **given)
+  pieces, ended = [''] * 7, []
+
+  def show(row, piece):
+    pieces[row] += piece
+
+  found = made.generate(
+    texts, stop=[stop], on_text=show, on_end=lambda i, _: ended.append(i),
+    **given, **SERVED,
+  )  # fmt: skip
+  assert said(found) == said(want)
+  assert pieces == [r['text'] for r in found] and sorted(ended) == [*range(7)]
+  assert 'stop' in {r['finish'] for r in found}
+
+
+@pytest.mark.parametrize('method', (LOOKUP, DRAFT), ids=lambda m: m['method'])
+def test_requests_are_bitwise_what_they_are_alone(method):
+  made = generator('GF', dtype='float32')
+  texts = prompts(9, 16)
+  given = dict(max_new_tokens=NEW, **GREEDY, **method, **SERVED)
+
+  def of(order):
+    found = made.generate([texts[i] for i in order], **given)
+    return {
+      i: (r['tokens'], [x.hex() for x in r['logprobs']])
+      for i, r in zip(order, found, strict=True)
+    }
+
+  with jax.enable_x64(False):
+    want = {}
+    for i in range(9):
+      want |= of([i])
+    assert of(range(9)) == want and of([*reversed(range(9))]) == want
+
+
+@pytest.mark.usefixtures('float64')
+def test_rows_take_requests_as_they_end(monkeypatch):
+  """What is on the device: at most 3 rows, and none idle while one waits."""
+  held, made, run = [], generator('WF'), shared_rows.Served.until
+
+  def seen(self):
+    held.append((len(self.free), len(self.waiting)))
+    return run(self)
+
+  monkeypatch.setattr(shared_rows.Served, 'until', seen)
+  made.generate(prompts(8), max_new_tokens=NEW, **LOOKUP, **GREEDY, **SERVED)
+  assert all(not waiting or not free for free, waiting in held)
+  assert held[0] == (0, 5) and max(free for free, _ in held) < 3
+
+
+@pytest.mark.usefixtures('float64')
+def test_a_row_that_keeps_what_it_had_is_seen(monkeypatch):
+  made, texts = generator('GF'), prompts(5)
+  given = dict(max_new_tokens=NEW, **SAMPLED, **LOOKUP)
+  want = made.generate(texts, **given)
+
+  copied = jax.jit(shared_rows.admit.__wrapped__)
+  monkeypatch.setattr(shared_rows, 'admit', copied)
+  assert said(made.generate(texts, **given, **SERVED)) == said(want)
+
+  def stale(state, fresh, index, new):
+    after, seen = copied(state, fresh, index, new)
+    return (after if state is None else after._replace(own=state.own)), seen
+
+  monkeypatch.setattr(shared_rows, 'admit', stale)
+  assert said(made.generate(texts, **given, **SERVED)) != said(want)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.usefixtures('float64')
+@pytest.mark.parametrize('mesh', ('data=2,tensor=2', 'fsdp=2,context=2'))
+def test_a_mesh_serves_as_one_device(mesh):
+  given = dict(max_new_tokens=NEW, **SAMPLED, **DRAFT)
+  want = generator('F').generate(prompts(6), **given)
+  many = generator('F', mesh=mesh, devices=4)
+  found = many.generate(prompts(6), **given, requests=4, budget=64)
+  assert said(found) == said(want)
+  with support.refused('decode.requests=3', '2 batch shards'):
+    many.generate(prompts(6), **given, **SERVED)
+
+
+@pytest.mark.usefixtures('float64')
+def test_logits_that_are_not_finite_end_one_request(monkeypatch):
+  made, texts = generator('WF'), [[1, 2, 3], [4, 5], [6, 7], [8]]
+  given = dict(max_new_tokens=3, **GREEDY, **LOOKUP)
+  want = made.generate(texts, **given)
+  table = made._params['embedding'].at[5].set(np.nan)
+  monkeypatch.setattr(made, '_params', made._params | {'embedding': table})
+  pieces = [''] * 4
+
+  def show(row, piece):
+    pieces[row] += piece
+
+  broken = 'request 1 at step 0 .*[12] of 4 requests'
+  with pytest.raises(errors.IntegrityError, match=broken):
+    made.generate(texts, on_text=show, **given, requests=2, budget=64)
+  others = [i for i in (0, 2, 3) if 5 not in want[i]['tokens']]
+  assert [pieces[i] for i in others] == [want[i]['text'] for i in others]
+  assert len(others) >= 2
+
+
+def test_prompts_are_read_as_the_budget_says():
+  sizes = functools.partial(shared_rows.Sizes, limit=9, chunk=9)
+  assert sizes(rows=8, budget=128, length=32).lanes == 4
+  assert sizes(rows=3, budget=128, length=32).lanes == 3
+  assert sizes(rows=8, budget=64, length=512).lanes == 1
