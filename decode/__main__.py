@@ -126,13 +126,13 @@ def _decode(options, overrides, _):
     config = checkpoint.config()
     config.update_from_flattened_dict(overrides)
     config = schema.view(config)
-    if options.requests is not None:
-      config = schema.with_value(config, 'decode.requests', options.requests)
     chosen = {
       name: options[name].value
       for name in _SAMPLING + _METHOD
       if options[name].value is not None
     }
+    for name in {'method', 'requests'} & {*chosen}:  # what a mesh must serve
+      config = schema.with_value(config, f'decode.{name}', chosen[name])
     _require_lossless(options.lossless, chosen, config)
     template = checkpoint.template(config.data) if options.chat else ''
     rows = max(len(prompts.texts), 1)

@@ -238,7 +238,9 @@ class Checkpoint:
     idle = check_mesh(text, sizes, config.model.pattern)
     batch = rules_lib.preset(config.mesh.rules).axes('batch')
     split = [a for a in batch if sizes.get(a, 1) != 1]
-    if not (requests := config.decode.requests):
+    requests = config.decode.requests
+    chunks = config.decode.method == 'autoregressive'  # decode/scheduler.py
+    if not requests or text and not chunks:
       split = []
     elif text and split:
       raise errors.UserError(

@@ -1,7 +1,8 @@
 """From prompts to text: one prefill, then one compiled loop for all tokens.
 
 The loop (program.py) returns to the host every `CHUNK` tokens when streaming or
-looking for stop strings, else once. `limit` and the sampling values are
+looking for stop strings, when a row ends that another prompt waits for, else
+once. `limit` and the sampling values are
 arguments: all chunks, seeds and temperatures run the same program. Prompt
 lengths and token counts are rounded up to buckets, so few programs are
 compiled. The host raises an error for a row whose logits were not finite.
@@ -143,7 +144,7 @@ class Generator:
       **options: fields of configs.schema.Decode that replace the defaults:
         max_new_tokens, temperature, top_k, top_p, min_p, seed; method, drafts,
         draft_layers, draft, judge (decode/methods.py); requests, budget
-        (decode/scheduler.py). weights and weight_group cannot change.
+        (scheduler.py, shared_rows.py). weights and weight_group cannot change.
 
     Returns:
       list of dict: prompt, text, tokens (ids of the text), logprobs (natural,
@@ -261,22 +262,24 @@ class Generator:
   def _serve(self, ids, rows, config, sampled, hooks):
     """`_together` by continuous batching (scheduler.py, shared_rows.py)."""
     count, limit = config.requests, config.max_new_tokens
+    shards, chunks = annotate.shards('batch'), config.method == 'autoregressive'
+    if not chunks and count % shards:
+      raise errors.UserError(
+        f'decode.requests={count} rows on {shards} batch shards: take a '
+        f'multiple of {shards}, or another mesh.'
+      )
     if len(ids) > count:
       self._say(
         f'{len(ids)} prompts for {count} rows (decode.requests): '
         f'{len(ids) - count} wait'
       )
-    if config.method == 'autoregressive':
+    if chunks:
       self._serve_chunks(ids, rows, config, sampled, hooks)
       return
-    if count % (shards := annotate.shards('batch')):
-      raise errors.UserError(
-        f'decode.requests={count} rows on {shards} batch shards: take a '
-        f'multiple of {shards}, or another mesh.'
-      )
     start, run, length = self._programs(ids, config, sampled)
     chunk = CHUNK if hooks.often else limit
-    sizes = shared_rows.Sizes(count, config.budget, length, limit, chunk)
+    given = count, config.budget, length, limit, chunk, shards
+    sizes = shared_rows.Sizes(*given)
     requests, mesh = (ids, rows), self.built.mesh
     shared_rows.serve(start, run, requests, sizes, hooks, mesh)
 

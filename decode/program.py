@@ -65,7 +65,7 @@ class Shown(NamedTuple):
 
 class Until(NamedTuple):
   """When a loop returns. limit: () or (B,) int32, new tokens of a row. stopped:
-  (B,) bool, rows that the host ended. one: () bool, as soon as another row has
+  (B,) bool, rows that the host ended. one: () bool, as soon as one more row has
   ended or has its tokens; else when all have."""
 
   limit: Any

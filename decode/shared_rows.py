@@ -4,15 +4,19 @@ The programs are those of prompts that begin together (program.py). Prompts are
 read whole, a few at a time, in rows of their own, which then take the places of
 rows that have ended. Rows make tokens until one of them ends while a request
 waits, or as many as the host asks for. A row's numbers depend on no other row,
-and there is one program of each kind: so on one device a request is bitwise
-the same, whatever comes with it, in whatever order and place.
+and there is one program of each kind: so on one device the numbers of a request
+are bitwise the same, whatever comes with it, in whatever order and place, if
+the prompts are padded to the same length. Where a call takes as much work as
+its rows need together they agree within rounding (sub-blocks of a canvas) or
+within the tolerance (layers of kinds R and L).
 
 scheduler.py, for one token a call, reads prompts in chunks while other rows
 decode. Here the others wait for that: a tree or a chain beside chunks would be
 a form, and a program, for each method.
 
-Cost: a call computes all rows, used or not, and those of a prompt all lanes; on
-a mesh there is a lane for each row, so that no row moves between devices.
+Cost: a call computes all rows, used or not. An admission reads all n lanes,
+used or not, holds a cache of n rows besides, and copies that of R. Where rows
+are sharded n is R, so that no row moves between devices.
 Legend: R rows, n lanes of prompts, T prompt tokens (padded).
 """
 
@@ -31,18 +35,20 @@ from paraxis.sharding import annotate
 
 class Sizes(NamedTuple):
   """rows: R. budget: tokens of prompts that are read at once. length: T. limit:
-  new tokens of a request. chunk: of a row between two looks of the host."""
+  new tokens of a request. chunk: of a row between two looks of the host.
+  shards: of rows, on the mesh."""
 
   rows: int
   budget: int
   length: int
   limit: int
   chunk: int
+  shards: int = 1
 
   @property
   def lanes(self):
     """n, at least one."""
-    if annotate.sizes():
+    if self.shards > 1:
       return self.rows
     return min(max(self.budget // self.length, 1), self.rows)
 
@@ -57,7 +63,7 @@ def admit(state, fresh, index_R, new_R):
     new_R: bool, where that holds; other rows stay.
   """
   if index_R is not None:
-    fresh = jax.tree.map(lambda x: x[index_R], fresh)
+    fresh = jax.tree.map(functools.partial(_rows, index_R), fresh)
   if state is None:
     fresh = fresh._replace(done=fresh.done | ~new_R)
   else:
@@ -66,8 +72,15 @@ def admit(state, fresh, index_R, new_R):
   return fresh, program.for_host(fresh)
 
 
+def _rows(index_R, x):
+  """x[index_R], laid out as x, whose rows are not sharded."""
+  if annotate.mode() == 'explicit' and annotate.sizes():
+    return x.at[index_R].get(out_sharding=jax.typeof(x).sharding)
+  return x[index_R]
+
+
 class Served:
-  """Requests, those of them that wait, and the row of each other."""
+  """Requests that wait, and the rows of those that are decoded."""
 
   def __init__(self, requests, sizes, hooks):
     """As for `serve`."""
@@ -76,8 +89,6 @@ class Served:
     self._sizes, self._hooks, self._bad = sizes, hooks, []
     self._held = [None] * sizes.rows  # number of the request of each row
     self._made = [0] * sizes.rows
-    self._none = transcript.Transcript(None, (), 0)
-    self._none.finish = 'none'
 
   @property
   def free(self):
@@ -87,15 +98,9 @@ class Served:
   def next(self):
     """((tokens_nT, lengths_n, request_n), index_R, new_R) of requests, first
     come first served, that get a row."""
-    rows, lanes, length = (
-      self._sizes.rows,
-      self._sizes.lanes,
-      self._sizes.length,
-    )
-    tokens, lengths = (
-      np.zeros((lanes, length), np.int32),
-      np.zeros(lanes, np.int32),
-    )
+    sizes, lanes = self._sizes, self._sizes.lanes
+    rows, shape = sizes.rows, (lanes, sizes.length)
+    tokens, lengths = np.zeros(shape, np.int32), np.zeros(lanes, np.int32)
     numbers, index = np.zeros(lanes, np.uint32), np.zeros(rows, np.int32)
     new, aligned = np.zeros(rows, bool), lanes == rows
     for lane, row in enumerate(self.free[:lanes]):
@@ -111,9 +116,8 @@ class Served:
 
   def until(self):
     """program.Until of what the host wants next."""
-    limit = np.minimum(
-      np.array(self._made) + self._sizes.chunk, self._sizes.limit
-    )
+    more = np.array(self._made) + self._sizes.chunk
+    limit = np.minimum(more, self._sizes.limit)
     ended = np.array([number is None for number in self._held])
     return limit.astype(np.int32), ended, np.bool_(bool(self.waiting))
 
@@ -124,11 +128,11 @@ class Served:
     hooks = hooks._replace(
       on_text=of_row(hooks.on_text), ended=of_row(hooks.ended)
     )
-    texts = [self._none if i is None else self._rows[i] for i in held]
+    texts = [None if i is None else self._rows[i] for i in held]
     self._made, bad = transcript.read(seen, texts, self._made, hooks)
     self._bad += [(at, held[row]) for at, row in bad]
     for row, text in enumerate(texts):
-      if text.finish:
+      if text and text.finish:
         self._held[row] = None
 
   def check(self):
@@ -154,8 +158,9 @@ def serve(start, run, requests, sizes, hooks, mesh):
   while served.waiting or len(served.free) < sizes.rows:
     while served.waiting and served.free:
       prompt, index, new = served.next()
-      fresh, _ = start(tuple(map(put, prompt)))
-      state, seen = admit(state, fresh, index, put(new))
+      prompt = tuple(map(put, prompt))
+      # No name holds the new rows, so that their cache is freed.
+      state, seen = admit(state, start(prompt)[0], index, put(new))
       served.take(jax.device_get(seen))
     if len(served.free) < sizes.rows:
       limit, ended, one = served.until()

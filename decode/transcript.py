@@ -95,7 +95,8 @@ def read(seen, rows, before, hooks):
   """Gives rows their tokens from number before[row] on.
 
   Args:
-    seen: program.Shown, on the host. rows: [Transcript]. hooks: Hooks.
+    seen: program.Shown, on the host. rows: [Transcript, or None: nobody's].
+    hooks: Hooks.
 
   Returns:
     ([tokens made], [(number of the token, row)] of rows whose logits were not
@@ -103,10 +104,11 @@ def read(seen, rows, before, hooks):
   """
   bad = []
   for i, row in enumerate(rows):
-    if not row.finish:
+    if row and not row.finish:
       end = seen.made[i]
       new = slice(before[i], end)
-      row.extend(seen.tokens[i, new], seen.logprobs[i, new])
+      if end > before[i]:  # each time the whole row is decoded
+        row.extend(seen.tokens[i, new], seen.logprobs[i, new])
       if seen.broken[i] >= 0 and not row.finish:
         row.finish = 'broken'
         bad.append((int(end), i))

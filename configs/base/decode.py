@@ -195,7 +195,8 @@ class Decode:
   budget: int = field(
     128,
     'continuous batching: tokens of prompts that a step reads, in lanes of 64; '
-    'of methods that draft, of whole prompts that are read at once',
+    'of methods other than autoregressive, of whole prompts read at once, at '
+    'least one (where rows are sharded, of all rows)',
     low=64, high=MOST_LENGTH,
   )  # fmt: skip
   weights: str = field(

@@ -103,6 +103,11 @@ def test_prompts_that_share_rows(run, tmp_path):
   assert '3 prompts for 2 rows (decode.requests): 1 wait' in text
   code, out, err = run(*flags, '--requests=2', '--mesh=data=8')
   assert (code, out) == (2, '') and 'data would shard them' in err[-1]
+  drafts = '--method=prompt_lookup', '--mesh=data=8'
+  code, out, err = run(*flags, '--requests=8', *drafts)
+  assert code == 0 and same(json.loads(out)['samples']) == same(want)
+  code, out, err = run(*flags, '--requests=3', *drafts)
+  assert (code, out) == (2, '') and '3 rows on 8 batch shards' in err[-1]
 
 
 @pytest.mark.parametrize('more', ((), ('--requests=2',), ('--drafts=2',)))

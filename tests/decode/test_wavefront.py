@@ -296,11 +296,13 @@ def test_on_a_mesh_it_is_one_device(made, mesh):
 def test_requests_share_rows(made):
   """A front that takes the row of another has nothing of it."""
   how = dict(width=4, inner=1, headway=2, noise=0.5)
-  want = texts(made, temperature=1.0, **how)
-  found = made.generate(
-    PROMPTS, max_new_tokens=12, temperature=1.0, seed=2, method='wavefront',
-    wavefront=how, requests=1, budget=64,
+  prompts = [*PROMPTS, [1] * 20, [4, 5]]
+  given = dict(
+    max_new_tokens=12, temperature=1.0, seed=2, method='wavefront',
+    wavefront=how,
   )  # fmt: skip
+  want = made.generate(prompts, **given)
+  found = made.generate(prompts, requests=3, budget=64, **given)
   for a, b in zip(found, want, strict=True):
     assert (a['tokens'], a['lengths']) == (b['tokens'], b['lengths'])
 

@@ -200,10 +200,18 @@ TABLE = [
   Mutation(
     'shared_rows_index',
     'decode/shared_rows.py',
-    'fresh = jax.tree.map(lambda x: x[index_R], fresh)',
-    'fresh = jax.tree.map(lambda x: x[index_R * 0], fresh)',
+    'return x[index_R]',
+    'return x[index_R * 0]',
     'requests that are read together all take the first one for theirs',
     'tests/decode/test_shared_rows.py::'
     'test_texts_are_those_of_one_batch[lookup-drawn]',
+  ),
+  Mutation(
+    'shared_rows_idle',
+    'decode/shared_rows.py',
+    'np.bool_(bool(self.waiting))',
+    'np.bool_(False)',
+    'rows that have ended stay idle while requests wait',
+    'tests/decode/test_shared_rows.py::test_rows_take_requests_as_they_end',
   ),
 ]
