@@ -6,6 +6,7 @@ tokenizer must be the one the model was trained with.
 """
 
 import dataclasses
+import functools
 import pathlib
 import tempfile
 
@@ -24,7 +25,6 @@ from paraxis.models import register
 from paraxis.models import trained
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source as source_lib
-from paraxis.models.mixers import attention
 from paraxis.models.text import chat
 from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.sharding import mesh as mesh_lib
@@ -85,26 +85,43 @@ def check_mesh(text, sizes, pattern):
       f'--mesh={text}: decoding has one token a row at a time, nothing for '
       'stage to share; use data, fsdp, tensor or context.'
     )
-  letters = set(mixers.of_pattern(pattern)[0])
-  other = {k for k in letters if layer.MIXERS[k] is not attention.Attention}
-  if text and idle and other:
+  letters = sorted(set(mixers.of_pattern(pattern)[0]))
+  if text and idle and not any(_own(k).slots for k in letters):
     raise errors.UserError(
       f'--mesh={text}: context shares the slots of a cache, and layers of kind '
-      f'{", ".join(sorted(other))} keep something else, or no slots: use data, '
-      'fsdp or tensor.'
+      f'{", ".join(letters)} have none: use data, fsdp or tensor.'
     )
   return [] if text else idle
 
 
 def built_for(config, mesh_text, devices):
   """build.Built whose context axis, if it has one, shares slots."""
-  built = build.build(config, mesh_text, devices=devices)
-  if built.mesh.shape.get('context', 1) == 1:
-    return built
-  # The few tokens of a step are whole on each device of that axis.
-  table = {n: a for n, a in built.rules.table.items() if 'length' not in n}
+  change = functools.partial(_sharing_slots, config.model.pattern)
+  if build.mesh_sizes(config, mesh_text).get('context', 1) == 1:
+    change = None
+  return build.build(config, mesh_text, devices=devices, change=change)
+
+
+def _sharing_slots(pattern, rules):
+  """rules.Rules of training -> with the axis context for slots.
+
+  The few tokens of a step are whole on each device of that axis. A state of one
+  size has no slots: heads and channels of recurrences, and so of all layers,
+  are sharded over it too, and attention gathers its queries.
+  """
+  table = {n: a for n, a in rules.table.items() if 'length' not in n}
   table['slots'] = ('context',)
-  return built._replace(rules=dataclasses.replace(built.rules, table=table))
+  own = map(_own, mixers.of_pattern(pattern)[0])
+  if any(says.recurs or not says.slots for says in own):
+    table['slot_heads'] = table.get('heads', ())
+    for name in ('heads', 'mlp'):
+      table[name] = (*table.get(name, ()), 'context')
+  return dataclasses.replace(rules, table=table)
+
+
+def _own(letter):
+  """protocol.Capabilities of a kind of layer."""
+  return layer.MIXERS[letter].capabilities
 
 
 class Checkpoint:
@@ -180,7 +197,7 @@ class Checkpoint:
     source = latents.as_trained(config, run) if rotates else config
     source = schema.with_value(source, 'train.lora', run.train.lora)
     if source != config:
-      saved = build.build(source, mesh_text, devices=devices)
+      saved = built_for(source, mesh_text, devices)
     params, what = self._read(saved.params, tokenizer)
     self._say(f'{what}, on {mesh_lib.describe(dict(built.mesh.shape))}')
     if run.train.lora.rank:

@@ -264,11 +264,14 @@ def _automatic(config, sizes):
   return {a: (*stages.get(a, ()), *over) for a, over in table.items()}
 
 
-def build(config, mesh_text='', remat=None, devices=None, abstract=False):
+def build(
+  config, mesh_text='', remat=None, devices=None, abstract=False, change=None
+):
   """`Built` for a schema.Config on `devices` (default: all).
 
   remat: schema.Train.remat, with config.train.memory; None: not for training.
   abstract: a mesh of no devices (jax.sharding.AbstractMesh), to check a layout.
+  change: rules.Rules -> those to use in place of them; None: they are used.
 
   Raises:
     UserError: the model contradicts itself, the mesh does not fit the devices,
@@ -291,6 +294,7 @@ def build(config, mesh_text='', remat=None, devices=None, abstract=False):
     config.model.experts.region if config.model.experts.count else '',
     _automatic(config, sizes),
   )
+  rules = rules if change is None else change(rules)
   rules.check_used(sizes)
   schedule = _schedule(config, sizes)
   layout = _layout(config, rules, sizes, schedule)

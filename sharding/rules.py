@@ -32,6 +32,7 @@ LOGICAL = {
   'length': 'tokens of a row, inside a sublayer',
   'residual_length': 'tokens of a row, between sublayers and in norms',
   'slots': 'tokens of a row of a cache, while decoding',
+  'slot_heads': 'query heads where they read slots; as heads, if not given',
   'hidden': 'width of activations',
   'embed': 'width of the model in parameters',
   'layers': 'depth',
@@ -83,6 +84,8 @@ class Rules:
       raise ValueError(
         f'{logical!r} is not a logical axis.' + schema.suggest(logical, LOGICAL)
       )
+    if logical == 'slot_heads' and logical not in self.table:
+      logical = 'heads'
     return self.table.get(logical, ())
 
   def check_used(self, sizes: Mapping[str, int]) -> None:

@@ -41,6 +41,7 @@ from paraxis.sharding import annotate
 from paraxis.sharding.sequence import attention as context
 
 ROWS, RESIDUAL, QUERIES = mixer.ROWS, mixer.RESIDUAL, mixer.HEADS
+READERS = mixer.READERS
 KEYS = ('batch', 'length', 'kv_heads', 'head_dim')
 CACHE = ('batch', 'kv_heads', 'slots', 'head_dim')  # of keys and values
 
@@ -182,15 +183,18 @@ class Attention(mixer.Mixer):
     if state is None:
       k, v = _on_heads(k, KEYS), _on_heads(v, KEYS)
       return self._attend_all(q, k, v, see, mask), None
-    new = [_on_heads(x, KEYS) for x in (k, v)]
-    slots = [_on_heads(x.astype(q.dtype), CACHE) for x in state]
+    read = READERS[2]
+    new = [_on_heads(x, KEYS, read) for x in (k, v)]
+    slots = [_on_heads(x.astype(q.dtype), CACHE, read) for x in state]
     chunk = chunk_of(config, self.kind)
     how = slots_lib.How(mask, config.attention, chunk, config.block)
     local = functools.partial(slots_lib.attend, see.plan.form, how)
-    many = [_of_heads(KEYS)] * 2 + [_of_heads(CACHE)] * 2
-    names = QUERIES, *many, packed.IDS
-    run = annotate.region(local, names, (QUERIES, QUERIES[:3]))
-    return self._sunk(*run(q, *new, *slots, see.plan.ids)), (k, v)
+    many = [_of_heads(KEYS, read)] * 2 + [_of_heads(CACHE, read)] * 2
+    names = READERS, *many, packed.IDS
+    run = annotate.region(local, names, (READERS, READERS[:3]))
+    o, lse = run(annotate.put(q, READERS), *new, *slots, see.plan.ids)
+    o, lse = annotate.put(o, QUERIES), annotate.put(lse, QUERIES[:3])
+    return self._sunk(o, lse), (k, v)
 
   def decode(self, x, see, state, *more):
     return self(x, see, state, *more)
@@ -283,26 +287,26 @@ def mask_of(config, kind) -> attention_op.Mask:
   )
 
 
-def _of_heads(names):
+def _of_heads(names, queries='heads'):
   """KEYS or CACHE, of an array that has as many heads as queries have."""
-  return tuple('heads' if name == 'kv_heads' else name for name in names)
+  return tuple(queries if name == 'kv_heads' else name for name in names)
 
 
-def _on_heads(x, names):
+def _on_heads(x, names, queries='heads'):
   """k or v sharded as the query heads are, so a shard holds what it reads.
 
-  names: KEYS or CACHE.
+  names: KEYS or CACHE. queries: the logical name of their heads.
 
   Where kv heads are fewer than the shards of query heads, every shard has
   computed all of them; they are repeated to the least multiple of the shards.
   In a region each shard then sums its gradients into the kv heads before
   shards are summed, instead of gathering the gradients of every copy.
   """
-  shards = annotate.shards('heads')
+  shards = annotate.shards(queries)
   if annotate.shards('kv_heads') == shards:
     return x
-  many = _of_heads(names)
-  heads = math.lcm(x.shape[many.index('heads')], shards)
+  many = _of_heads(names, queries)
+  heads = math.lcm(x.shape[many.index(queries)], shards)
   run = functools.partial(mixer.repeat_heads, heads=heads, names=many)
   return annotate.region(run, (names,), (many,), single=True)(x)
 

@@ -60,7 +60,10 @@ from paraxis.sharding.sequence import attention as context
 
 LOW = mixer.LOW
 SHARED = ('batch', 'length', None, None)  # the rotated key
-HEADS = mixer.HEADS
+HEADS, READERS = mixer.HEADS, mixer.READERS
+# Latents, or keys and values of each head, of slots.
+SLOTS = ('batch', 'slots', None)
+EXPANDED = ('batch', 'slots', *READERS[2:])
 # Matrices that read a latent are sharded by its width, as those that read the
 # residual stream are by d_model.
 UP = ('embed', 'heads', 'head_dim')
@@ -121,11 +124,8 @@ class LatentAttention(mixer.Mixer):
 
   def commit(self, state, flight, plan, keep):
     """Latents of the tokens that are kept, in their slots."""
-    batch, over, length, width = self._parts()
     write = functools.partial(slot_writes.write, plan.form, 1)
-    names = (
-      self._parts(), (batch, length, over, width), mixer.ROWS, packed.IDS
-    )  # fmt: skip
+    names = self._parts(), self._tokens(), mixer.ROWS, packed.IDS
     run = annotate.region(write, names, (self._parts(),))
     return run(*state, *flight, keep, plan.ids)
 
@@ -155,14 +155,15 @@ class LatentAttention(mixer.Mixer):
       q = jnp.concatenate([nope, rope.rotate(rotated, cos, sin)], -1)
     return low, k, q
 
-  def _expand(self, latent_BSR, k_rope_BS1P):
-    """The explicit form's keys and values, per head."""
+  def _expand(self, latent_BSR, k_rope_BS1P, names=LOW, out=HEADS):
+    """The explicit form's keys and values, per head, laid out by `out`."""
     k, v = self._project(
-      latent_BSR, LOW, 'BTR,RNH->BTNH', ['key', 'value'], HEADS, 'qkv'
+      latent_BSR, names, 'BTR,RNH->BTNH', ['key', 'value'], out, 'qkv'
     )
     k, v = checkpoint_name(k, 'key'), checkpoint_name(v, 'value')
     # In a region a shard sums the gradients of its heads before shards do.
-    join = annotate.region(_join, (HEADS, SHARED), (HEADS,), single=True)
+    shared = (*out[:2], None, None)
+    join = annotate.region(_join, (out, shared), (out,), single=True)
     return join(k, k_rope_BS1P), v
 
   def _attend_all(self, q, latent, k_rope, see):
@@ -184,28 +185,49 @@ class LatentAttention(mixer.Mixer):
 
   def _attend_explicit(self, group, q, latent, k_rope, slots, ids):
     """Lanes of many tokens: keys and values of every token and slot."""
-    keys = self._expand(latent, k_rope)
+    keys = [annotate.put(x, READERS) for x in self._expand(latent, k_rope)]
     held = [
-      self._expand(*self._uncached(mine.astype(q.dtype)))
-      for (mine,) in slots_lib.of_lanes(group, (slots,), ids, k_rope)
+      self._expand(*self._uncached(mine.astype(q.dtype)), SLOTS, EXPANDED)
+      for mine in self._of_lanes(group, slots, ids, k_rope)
     ]
+    length = slots.shape[2]
     how = slots_lib.How(mask_of(self.config), self.config.attention)
 
     def local(q, k, v, old, ids):
-      length = slots.shape[2]
       part = slots_lib.within(group, how, q, k, v, ids, length)
       old = jax.tree.map(lambda x: x.swapaxes(1, 2), old)
       part = slots_lib.joined(group, how, q, old, ids, part)
       return part[0].astype(v.dtype)
 
-    names = *(HEADS,) * 4, packed.IDS
-    run = annotate.region(local, names, (HEADS,), single=True)
-    return run(q, *keys, held, ids)
+    names = *(READERS,) * 3, EXPANDED, packed.IDS
+    run = annotate.region(local, names, (READERS,), single=True)
+    return annotate.put(run(annotate.put(q, READERS), *keys, held, ids), HEADS)
 
   def _parts(self):
     """Logical names of a cache (B, G, S, E)."""
-    over = 'heads' if self.config.latent.groups > 1 else None
-    return ('batch', over, None, None)
+    over = READERS[2] if self.config.latent.groups > 1 else None
+    return ('batch', over, 'slots', None)
+
+  def _tokens(self):
+    """Logical names of as many latents in flight, (B, T, G, E)."""
+    batch, over, _, width = self._parts()
+    return (batch, None, over, width)
+
+  def _of_lanes(self, group, slots, ids, x):
+    """[slots_BGSE of each of slots.ranges], as slots.of_lanes."""
+    ranges = slots_lib.ranges(group, ids)
+    if not ranges:
+      return []
+
+    def local(slots, ids, x):
+      found = slots_lib.of_lanes(group, (slots,), ids, x)
+      return tuple(y for (y,) in found)
+
+    parts = self._parts()
+    run = annotate.region(
+      local, (parts, packed.IDS, SHARED), (parts,) * len(ranges)
+    )
+    return run(slots, ids, x)
 
   def _cached(self, low, latent, k_rope):
     """The cached form of a token, in latent shards: _BTGE."""
@@ -216,14 +238,12 @@ class LatentAttention(mixer.Mixer):
       scale = cut(self.latent_norm[...])
       scale = scale * jnp.sqrt(own.groups * self.shares[...])[:, None]
       parts = norm.rms(cut(low), scale, _epsilon(self.config))
-    batch, over, length, width = self._parts()
-    names = batch, length, over, width
-    return annotate.put(_join(parts, k_rope), names)
+    return annotate.put(_join(parts, k_rope), self._tokens())
 
   def _uncached(self, slots_BGSE):
     """(latent_BSR, k_rope_BS1P) of a cache."""
     own = self.config.latent
-    slots = annotate.put(slots_BGSE, ('batch', None, None, None))
+    slots = annotate.put(slots_BGSE, ('batch', None, 'slots', None))
     slots = slots.swapaxes(1, 2)
     each = own.rank // own.groups
     latent = slots[..., :each].reshape(*slots.shape[:2], own.rank)
@@ -238,22 +258,21 @@ class LatentAttention(mixer.Mixer):
     (q,) = self._project(
       q[..., : own.nope_dim], HEADS, 'BTNH,RNH->BTNR', ['key'], names
     )
-    queries, kept = ('batch', 'length', None, *names[2:]), self._parts()
+    queries = ('batch', 'length', None, READERS[2], None)
     summed = g > 1 and not _apart(own)
     if summed:  # every latent shard has a copy of the rotated key
       q_rope = q_rope / g
     if g > 1:
-      queries = ('batch', 'length', 'heads', None, None)
+      queries = ('batch', 'length', READERS[2], None, None)
     q = q.reshape(*q.shape[:3], g, each).swapaxes(2, 3)
     q_rope = jnp.broadcast_to(q_rope[:, :, None], (*q.shape[:4], own.rope_dim))
     q = annotate.put(jnp.concatenate([q, q_rope], -1), queries)
     # The mesh axes of `heads` now shard the latent instead.
     slots = slots_BGSE.astype(q.dtype)
-    slots = slots_lib.of_lanes(group, (slots,), ids, k_rope)
+    slots = self._of_lanes(group, slots, ids, k_rope)
     how = slots_lib.How(mask_of(self.config), self.config.attention)
     attend = functools.partial(_absorbed, summed, group, how)
-    in_flight = kept[0], kept[2], kept[1], kept[3]
-    names_in = queries, in_flight, kept, packed.IDS
+    names_in = queries, self._tokens(), self._parts(), packed.IDS
     run = annotate.region(attend, names_in, (queries,), single=True)
     o = run(q, new_BTGE, slots, ids)[..., :each]
     # Sharded over heads again, with one whole latent for each head.
@@ -264,7 +283,7 @@ class LatentAttention(mixer.Mixer):
   def init_state(self, batch, slots, dtype):
     """Empty slots (B, G, S, E); UserError if devices do not divide G."""
     own = self.config.latent
-    shards = annotate.shards('heads')
+    shards = annotate.shards(READERS[2])
     if own.groups > 1 and own.groups % shards:
       raise errors.UserError(
         f'model.latent.groups={own.groups} latent shards do not divide over '
@@ -334,9 +353,10 @@ def _join(x_BSNH, shared_BS1P):
   return jnp.concatenate([x_BSNH, shared], -1)
 
 
-def _filled(mask, ids, size):
+def _filled(mask, ids, part):
   """(n, C, S) bool: does a token see a range's slot? Without chunks."""
-  slots, position = jnp.arange(size), ids.position[..., None]
+  slots = part.first + jnp.arange(part.size)
+  position = ids.position[..., None]
   ok = ids.valid[..., None] & packed.in_range(ids, slots)
   return ok & (position - slots < mask.window) if mask.window else ok
 
@@ -344,39 +364,47 @@ def _filled(mask, ids, size):
 def _absorbed(summed, group, how, q_BTGNE, new_BTGE, old, ids):
   """o_BTGNE of a few tokens a lane, over their latents and those in the slots.
 
-  old: [(slots_BGSE,) of each of slots.ranges].
+  old: [slots_BGSE of each of slots.ranges].
   Latent shards attend as independent kv heads; that is exact if there is one.
   summed: or scores are summed over latent shards before the softmax.
   """
   b, t, g, n, e = q_BTGNE.shape
-  mask, size = how.mask, old[0][0].shape[2]
+  mask, here = how.mask, slots_lib.part_of(old[0].shape[2])
+  size = here.size
   if not summed:
     q = q_BTGNE.reshape(b, t, g * n, e)
-    part = slots_lib.within(group, how, q, new_BTGE, new_BTGE, ids, size)
+    part = slots_lib.within(group, how, q, new_BTGE, new_BTGE, ids, here.whole)
+    old = [(x,) for x in old]
     o = slots_lib.joined(group, how, q, old, ids, part)[0].astype(q.dtype)
     return o.reshape(q_BTGNE.shape)
-  held = [x for (x,) in old]
-  wide = jnp.result_type(q_BTGNE, held[0], jnp.float32)
+  wide = jnp.result_type(q_BTGNE, old[0], jnp.float32)
   dot = functools.partial(jnp.einsum, preferred_element_type=wide)
   near = slots_lib.visible(group, how, ids)
-  far = [_filled(mask, one, size) for one in slots_lib.ranges(group, ids)]
+  over = annotate.carriers('slots') if size < here.whole else ()
+  if over:  # tokens in flight, which every shard has, are counted once
+    near &= here.first == 0
+  far = [_filled(mask, one, here) for one in slots_lib.ranges(group, ids)]
   new_BGTE = new_BTGE.swapaxes(1, 2)
-  s = [dot('btgne,bgse->btns', q_BTGNE, x) for x in (*held, new_BGTE)]
+  s = [dot('btgne,bgse->btns', q_BTGNE, x) for x in (*old, new_BGTE)]
   s = jnp.concatenate(s, -1)
-  if annotate.mode() == 'manual' and annotate.carriers('heads'):
-    s = jax.lax.psum(s, annotate.carriers('heads'))
+  if annotate.mode() == 'manual' and annotate.carriers(READERS[2]):
+    s = jax.lax.psum(s, annotate.carriers(READERS[2]))
   s = s * mask.scale
   if mask.softcap:
     s = mask.softcap * jnp.tanh(s / mask.softcap)
   ok = jnp.concatenate([*far, near], -1)[:, :, None]
   s = jnp.where(ok, s, varying.NEG)
-  p = jnp.exp(s - jnp.maximum(s.max(-1, keepdims=True), varying.FLOOR))
+  top = s.max(-1, keepdims=True)
+  top = jax.lax.pmax(top, over) if over else top
+  p = jnp.exp(s - jnp.maximum(top, varying.FLOOR))
   total = p.sum(-1, keepdims=True)
-  p = (p / jnp.where(total == 0, 1, total)).astype(held[0].dtype)
+  total = jax.lax.psum(total, over) if over else total
+  p = (p / jnp.where(total == 0, 1, total)).astype(old[0].dtype)
   weighted = functools.partial(dot, 'btns,bgse->btgne')
   outs = [
-    weighted(p[..., i * size : (i + 1) * size], x) for i, x in enumerate(held)
+    weighted(p[..., i * size : (i + 1) * size], x) for i, x in enumerate(old)
   ]
   new_BGTE = slots_lib.finite(new_BGTE)
-  outs.append(weighted(p[..., len(held) * size :], new_BGTE))
-  return sum(outs[1:], outs[0]).astype(q_BTGNE.dtype)
+  outs.append(weighted(p[..., len(old) * size :], new_BGTE))
+  o = sum(outs[1:], outs[0])
+  return (jax.lax.psum(o, over) if over else o).astype(q_BTGNE.dtype)

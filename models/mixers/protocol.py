@@ -41,6 +41,8 @@ WIDE = ('batch', 'length', 'mlp')
 STATE = ('batch', 'heads', None, None)
 # Last inputs of a convolution, by heads.
 TAIL = ('batch', None, 'heads', 'head_dim')
+# Queries as they read slots, whose mesh axes heads may be sharded over, too.
+READERS = ('batch', 'length', 'slot_heads', 'head_dim')
 
 
 class Capabilities(NamedTuple):
@@ -235,9 +237,10 @@ def repeat_heads(x, heads, names=HEADS):
   """x with G heads -> with the heads of this shard, each G repeated in order.
 
   heads: of the whole model, or of the least number of copies that shards
-    divide; a multiple of G. names: logical names of the result, one is `heads`.
+    divide; a multiple of G. names: logical names of the result, one is `heads`
+    or `slot_heads`.
   """
-  axis = names.index('heads')
+  axis = names.index('heads' if 'heads' in names else 'slot_heads')
   outer, (g, *inner) = x.shape[:axis], x.shape[axis:]
   shape = *outer, g, heads // g, *inner
   x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), shape)

@@ -1,4 +1,5 @@
-"""The context axis shares the slots of a cache: texts as on one device."""
+"""The context axis shares the slots of a cache, and with them heads of
+recurrences: texts as on one device."""
 
 import jax
 import module_cases
@@ -23,6 +24,13 @@ METHODS = {
   'pearl': dict(method='pearl', drafts=3, draft_layers=1),
   'requests': dict(requests=2),
 }
+# A hybrid's four heads are over both axes.
+MESHES = {
+  p: 'context=2,tensor=2' if set(p) & set('GSH') else 'context=4,tensor=2'
+  for p in ('F', 'WFN', 'A', 'GF', 'SA', 'H')
+}
+SLOTS = 40
+SPLIT = {'model.latent.groups': 2}  # latents are sharded over tensor, too
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +41,21 @@ def float64():
 
 def shared(pattern):
   """module_cases.generator, its slots shared."""
-  mesh = 'context=4,tensor=2'
-  return module_cases.generator(pattern, mesh=mesh, devices=8)
+  mesh = MESHES[pattern]
+  devices = 8 if '4' in mesh else 4
+  return module_cases.generator(pattern, mesh=mesh, devices=devices)
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize('method', METHODS)
-@pytest.mark.parametrize('pattern', ('F', 'WFN'))
+@pytest.mark.parametrize(
+  ('pattern', 'method'),
+  [
+    (p, m)
+    for p in ('F', 'WFN', 'A', 'GF', 'SA')
+    for m in METHODS
+    if m != 'pearl' or p not in ('GF', 'SA')  # which refuse its rollback
+  ],
+)
 def test_texts_are_those_of_one_device(pattern, method):
   options = SAMPLED | METHODS[method]
   want = module_cases.generator(pattern).generate(PROMPTS, **options)
@@ -49,12 +65,27 @@ def test_texts_are_those_of_one_device(pattern, method):
     np.testing.assert_allclose(a['logprobs'], b['logprobs'], atol=1e-5)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize('pattern', ('F', 'W', 'K', 'N'))
-def test_features_are_those_without_a_cache(pattern):
-  proof = properties.Proof(cases.small(pattern), 'context=4')
+def features(pattern, mesh, changes=()):
+  """properties.Row of prompts and tokens on a mesh."""
+  proof = properties.Proof(cases.small(pattern, changes), mesh)
   (row,) = properties.sharded(proof)
+  return row
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(
+  'pattern', ('F', 'W', 'K', 'N', 'A', *(f'{k}F' for k in 'GMSRLVUDC'), 'HF')
+)
+def test_features_are_those_without_a_cache(pattern):
+  row = features(pattern, 'context=4')
   assert row.passed and row.word == 'PASS' and row.measured < 1e-9, row
+
+
+@pytest.mark.parametrize('scores', ('summed', 'own'))
+def test_latents_are_sharded_in_width_and_in_slots(scores):
+  changes = SPLIT | {'model.latent.scores': scores}
+  row = features('A', 'context=2,tensor=2', changes)
+  assert row.passed and row.measured < 1e-9, row
 
 
 @pytest.mark.parametrize('part', ('the parts are not joined', 'the window'))
@@ -68,18 +99,56 @@ def test_it_can_fail(part, monkeypatch):
       how, q, k, v, ids, slots.part_of(k.shape[2]), beside
     )
     monkeypatch.setattr(slots, 'committed', alone)
-  proof = properties.Proof(cases.small('W'), 'context=4')
-  (row,) = properties.sharded(proof)
-  assert not row.passed
+  assert not features('W', 'context=4').passed
 
 
-def test_a_device_holds_its_share_of_the_slots():
-  made = shared('F')
+def test_latents_can_fail(monkeypatch):
+  """Of latents in shards: what shards of slots add up is left out."""
+  real = jax.lax.psum
+  alone = lambda x, axes: x if axes == ('context',) else real(x, axes)
+  monkeypatch.setattr(jax.lax, 'psum', alone)
+  assert not features('A', 'context=2,tensor=2', SPLIT).passed
+
+
+def held(pattern):
+  """[(shape, local shapes)] of the states of an empty cache."""
+  made = shared(pattern)
   with build.use(made.built):
-    cache = jax.jit(made.built.model.init_cache, static_argnums=(0, 1))(2, 32)
-  for x in jax.tree.leaves(cache.states):
-    assert x.shape[2] == 32
-    assert {s.data.shape[2] for s in x.addressable_shards} == {8}
+    cache = jax.jit(made.built.model.init_cache, static_argnums=(0, 1))(
+      2, SLOTS
+    )
+  return [
+    (x.shape, {s.data.shape for s in x.addressable_shards})
+    for x in jax.tree.leaves(cache.states)
+  ]
+
+
+@pytest.mark.parametrize('pattern', ('F', 'A'))
+def test_a_device_holds_its_share_of_the_slots(pattern):
+  for shape, local in held(pattern):
+    assert shape[2] == SLOTS and {x[2] for x in local} == {SLOTS // 4}
+
+
+@pytest.mark.parametrize('pattern', ('GF', 'SA'))
+def test_a_device_holds_its_share_of_slots_and_states(pattern):
+  """Two axes of two: a leaf of slots has half of them and of kv heads, any
+  other a quarter of its heads or channels."""
+  for shape, local in held(pattern):
+    (one,) = local
+    parts = [a // b for a, b in zip(shape, one, strict=True)]
+    if SLOTS in shape:
+      assert parts[shape.index(SLOTS)] == 2, (shape, one)
+    else:
+      assert sorted(parts)[-1] == 4, (shape, one)
+
+
+def test_parameters_of_a_hybrid_are_shared_too():
+  made = shared('GF')
+  params = made.built.params
+  for path in ('attention/query', 'gated_linear/query', 'mlp/up'):
+    (found,) = [x for p, x in params.items() if p.endswith(path)]
+    whole, part = found.shape, found.sharding.shard_shape(found.shape)
+    assert np.prod(whole) == 4 * np.prod(part), path
 
 
 def written(made, size, ids, lengths, begin):
@@ -112,10 +181,13 @@ def test_lanes_that_lie_across_shards_are_written(width):
 
 
 def test_what_context_cannot_share_is_refused():
-  for pattern, kinds in (('GF', 'G'), ('A', 'A'), ('HC', 'C, H')):
-    with support.refused('shares the slots', f'kind {kinds} keep'):
+  for pattern, kinds in (('G', 'G'), ('MC', 'C, M')):
+    with support.refused('shares the slots', f'kind {kinds} have none'):
       load.check_mesh('context=4', dict(context=4), pattern)
-  assert load.check_mesh('context=4', dict(context=4), 'WF') == []
+  with support.refused("'heads' has size 4", 'context=8 does not divide'):
+    features('GF', 'context=8')
+  for pattern in ('WF', 'A', 'GF', 'H'):
+    assert load.check_mesh('context=4', dict(context=4), pattern) == []
   assert load.check_mesh('', dict(context=4), 'WF') == ['context']
   with support.refused('nothing for stage'):
     load.check_mesh('stage=2', dict(stage=2), 'F')

@@ -214,4 +214,22 @@ TABLE = [
     'rows that have ended stay idle while requests wait',
     'tests/decode/test_shared_rows.py::test_rows_take_requests_as_they_end',
   ),
+  Mutation(
+    'latent_slots_once',
+    'models/mixers/latent.py',
+    'near &= here.first == 0',
+    'near &= True',
+    'latents in flight are counted by every shard of the slots',
+    'tests/decode/test_context.py::'
+    'test_latents_are_sharded_in_width_and_in_slots[summed]',
+  ),
+  Mutation(
+    'latent_slots_first',
+    'models/mixers/latent.py',
+    'slots = part.first + jnp.arange(part.size)',
+    'slots = jnp.arange(part.size)',
+    'slots of latents count from each shard',
+    'tests/decode/test_context.py::'
+    'test_latents_are_sharded_in_width_and_in_slots[summed]',
+  ),
 ]
