@@ -5,7 +5,8 @@ at a time, greedily, with each method in turn. A method that makes several
 tokens a call gains where calls cost their reading of the parameters, as on
 accelerators; on a CPU a call of several tokens costs more than one of one, so
 some lose: their rows stay. Trained drafts come from --draft=FILE (`paraxis
-draft`); methods that need one and have none are notes.
+draft`); methods that need one and have none are notes. With
+--peer=xllamacpp:PYTHON llama.cpp's own one by one stands beside ours.
 """
 
 import functools
@@ -18,6 +19,7 @@ from paraxis.models.huggingface import source
 from paraxis.train import draft
 from paraxis.train.bench import decode as bench_decode
 from paraxis.train.bench import measure
+from paraxis.train.bench import peers
 
 PROMPTS, LENGTH, NEW = 2, 64, 64
 QUICK = 1, 16, 8
@@ -28,7 +30,8 @@ DRAFTS = dict(prompt_lookup=8, aggressive=8, jacobi=8, medusa=24, ppd=7)
 def methods(rounds, quick, say):
   """Tokens a CPU-second of every method over those of one by one."""
   count, length, new = QUICK if quick else (PROMPTS, LENGTH, NEW)
-  made, ids = _small(count, length) if quick else _real(count, length)
+  small = _small if quick else _real
+  made, ids, file = small(count, length)
   config = made.built.model.config
   report = measure.begin(
     'methods',
@@ -56,13 +59,17 @@ def methods(rounds, quick, say):
     given['draft_group'] = 4 if config.num_layers >= 16 else 1
     run = functools.partial(_run, made, ids, new, given, calls)
     candidates[name] = run
-  times = measure.interleave(candidates, rounds, measure.settled, say)
+  sizes = dict(file=file, prompts=ids, new=new)
+  with peers.beside(report, sizes, say) as others:
+    both = candidates | others.candidates
+    times = measure.interleave(both, rounds, measure.settled, say)
+    others.judge(times, PLAIN)
   tokens = count * new
   report.add(
     {n: [tokens / t for t in ts] for n, ts in times.items()}, 'tokens/s'
   )
   for name, ts in times.items():
-    if name == PLAIN:
+    if name not in candidates or name == PLAIN:
       continue
     speed = measure.ratios(times[PLAIN], ts)
     report.check(f'{name}: speed / one by one', speed, 1.0)
@@ -81,16 +88,19 @@ def _run(made, ids, new, given, calls):
 
 
 def _real(count, length):
+  """(loop.Generator, prompts, file of its weights)."""
   with load.Weights(source.SMOLLM2, lambda line: None) as opened:
     made = opened.generator(draft.alone(opened))
+  file = str(source.open_(source.SMOLLM2).path)
   texts = draft.documents('fixture', True)
-  return made, draft.beginnings(made.tokenizer, texts, count, length)
+  return made, draft.beginnings(made.tokenizer, texts, count, length), file
 
 
 def _small(count, length):
+  """The same of random parameters, which no file has."""
   c = bench_decode.config(True)
   made = bench_decode.Ours(c).generator(c)
-  return made, [list(range(1, length + 1))] * count
+  return made, [list(range(1, length + 1))] * count, ''
 
 
 def _files(made):

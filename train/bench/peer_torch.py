@@ -1,16 +1,18 @@
-"""PyTorch beside the benches: a process that measures itself when it is asked.
+"""PyTorch or llama.cpp beside the benches: a process that measures itself.
 
     python peer_torch.py '{"peer": "hf", "bench": "step", "sizes": {...}}'
 
-A file for another Python, which has torch and transformers but no paraxis:
-nothing of paraxis is imported. Lines of standard input and output (peers.py):
+A file for another Python, which has torch and transformers, or xllamacpp, but
+no paraxis: nothing of paraxis is imported. Lines of standard input and output
+(peers.py):
 
     it begins                 {"notes": "torch 2.13.0, ..."} or {"skip": why}
     run                       {"seconds": 1.23, "peak": 812.5}
     the input ends            it ends
 
 Seconds are CPU-seconds of the process, once it is idle; peak is the most MiB
-that were resident. Models are transformers' Llama with random parameters.
+that were resident. Models are transformers' Llama with random parameters, or
+what llama.cpp reads from a file.
 """
 
 import json
@@ -18,7 +20,7 @@ import os
 import sys
 import time
 
-OLDEST = {'torch': (2, 4), 'transformers': (4, 48)}
+OLDEST = {'torch': (2, 4), 'transformers': (4, 48), 'xllamacpp': (2026, 10)}
 
 
 def settled(pause=0.004):
@@ -180,7 +182,37 @@ def decode(peer, sizes):
   return run
 
 
+def methods(peer, sizes):
+  """-> () of greedy tokens of llama.cpp after every prompt, one at a time.
+
+  sizes: file, of its weights; prompts, lists of ids; new: tokens of each. One
+  thread: those that wait for work spin.
+  """
+  del peer
+  (llama,) = load('xllamacpp')
+  about = llama.CommonParams()
+  about.model.path, about.n_parallel, about.verbosity = sizes['file'], 1, 0
+  about.n_ctx = max(map(len, sizes['prompts'])) + sizes['new']
+  about.cpuparams.n_threads = about.cpuparams_batch.n_threads = 1
+  server = llama.Server(about)
+
+  def run():
+    for prompt in sizes['prompts']:
+      made = server.handle_completions(
+        dict(
+          prompt=prompt, n_predict=sizes['new'], temperature=0.0,
+          ignore_eos=True, cache_prompt=False,
+        )
+      )  # fmt: skip
+      made = json.loads(made) if isinstance(made, str) else made
+      if (found := made['usage']['completion_tokens']) != sizes['new']:
+        raise RuntimeError(f'llama.cpp made {found} tokens')
+
+  return run
+
+
 BENCHES = {
+  'methods': methods,
   'step': step,
   'attention': attention,
   'prefill': prefill,
@@ -190,6 +222,9 @@ BENCHES = {
 
 def facts(bench):
   """Versions, threads and flags, in words."""
+  if bench == 'methods':
+    version = sys.modules['xllamacpp'].__version__
+    return f'xllamacpp {version}, weights as its file has them, 1 thread'
   torch = sys.modules['torch']
   found = [f'torch {torch.__version__}']
   if 'transformers' in sys.modules:

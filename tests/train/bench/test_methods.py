@@ -39,7 +39,7 @@ def test_every_method_has_a_row_or_a_note():
 
 def test_drafts_come_from_files(tmp_path, monkeypatch):
   made = module_cases.generator('F', dtype='float32')
-  monkeypatch.setattr(methods, '_small', lambda *_: (made, [[1, 2, 3]]))
+  monkeypatch.setattr(methods, '_small', lambda *_: (made, [[1, 2, 3]], ''))
   files = []
   for kind in methods_lib.NEEDED:
     given = made.built.model, made.params, kind, 'numbers'

@@ -76,7 +76,8 @@ def test_every_peer_has_a_target_in_every_bench_of_its_own():
   pairs = {(peer, bench) for peer, bench, _ in peers.TARGETS}
   assert pairs == {(p, b) for p, (bs, _) in peers.NAMES.items() for b in bs}
   # What ours may take of a peer's time.
-  most = {key: round(1 / x, 2) for key, x in peers.TARGETS.items() if x < 1}
+  bounds = {key: x for key, x in peers.TARGETS.items() if x is not None}
+  most = {key: round(1 / x, 2) for key, x in bounds.items() if x < 1}
   assert most == {
     ('hf', 'step', 'float32'): 1.2,
     ('hf_autocast', 'step', 'bfloat16'): 1.3,
@@ -184,9 +185,55 @@ def test_an_old_library_is_named(monkeypatch):
     peer_torch.load('json')
 
 
+def test_a_peer_without_a_target_is_a_row(tmp_path, monkeypatch):
+  script = tmp_path / 'script.py'
+  script.write_text(PEER.format(first=READY, most=9))
+  monkeypatch.setattr(peers, 'SCRIPT', script)
+  with measure.session(peers=(('xllamacpp', sys.executable),)):
+    report = measure.begin('methods', 'B1', measure.CPU, True)
+    with peers.beside(report, dict(rows=7), SILENT) as others:
+      ours = {'one by one': lambda: {'': 8.0}}
+      times = measure.interleave(ours | others.candidates, 2)
+      others.judge(times, 'one by one')
+  assert not report.checks
+  row = report.rows['speed of one by one / xllamacpp']
+  assert row == ('ratio', [0.25, 0.375])
+
+
+# What peer_torch.methods reads of the library; a token is a letter.
+LLAMA = """
+import types
+__version__ = '2026.10.1'
+class CommonParams:
+  def __init__(self):
+    new = types.SimpleNamespace
+    self.model, self.cpuparams, self.cpuparams_batch = new(), new(), new()
+class Server:
+  def __init__(self, about):
+    assert (about.model.path, about.n_ctx) == ('weights.gguf', 7)
+    assert about.cpuparams.n_threads == about.cpuparams_batch.n_threads == 1
+  def handle_completions(self, asked):
+    assert asked['temperature'] == 0 and asked['ignore_eos']
+    assert not asked['cache_prompt']
+    made = min(asked['n_predict'], len(asked['prompt']))
+    return dict(usage=dict(completion_tokens=made))
+"""
+
+
+def test_llama_cpp_continues_every_prompt(tmp_path, monkeypatch):
+  (tmp_path / 'xllamacpp.py').write_text(LLAMA)
+  monkeypatch.syspath_prepend(tmp_path)
+  sizes = dict(file='weights.gguf', prompts=[[1, 2], [3, 4, 5, 6]], new=3)
+  with pytest.raises(RuntimeError, match=r'llama.cpp made 2 tokens'):
+    peer_torch.methods('', sizes)()
+  sizes['prompts'][0] += [7]
+  peer_torch.methods('', sizes)()
+  assert 'xllamacpp 2026.10.1' in peer_torch.facts('methods')
+
+
 @pytest.mark.hf
 @pytest.mark.sampled(4)  # one in a turn: torch.compile builds for a minute
-@pytest.mark.parametrize('name', sorted(peers.NAMES))
+@pytest.mark.parametrize('name', sorted({*peers.NAMES} - {'xllamacpp'}))
 def test_peers_of_torch(name):
   python = sys.executable
   assert importlib.util.find_spec('torch')
