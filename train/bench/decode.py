@@ -62,8 +62,10 @@ def config(quick, **model):
 
 
 def bytes_per_token(params):
-  """Bytes of {path: array} that one token reads: all but the embedding."""
-  return sum(v.nbytes for p, v in params.items() if p != 'embedding')
+  """Bytes of {path: array} that one token reads: all but the embedding, unless
+  it is the head, too."""
+  kept = {p: v for p, v in params.items() if p != 'embedding'}
+  return sum(v.nbytes for v in (kept if 'head' in params else params).values())
 
 
 def plain(m, batch, new, before=PROMPT):

@@ -5,8 +5,9 @@ at a time, greedily, with each method in turn. A method that makes several
 tokens a call gains where calls cost their reading of the parameters, as on
 accelerators; on a CPU a call of several tokens costs more than one of one, so
 some lose: their rows stay. Trained drafts come from --draft=FILE (`paraxis
-draft`); methods that need one and have none are notes. With
---peer=xllamacpp:PYTHON llama.cpp's own one by one stands beside ours.
+draft`); methods that need one and have none are notes. Our one by one is
+compared with the limit of bytes (train/bench/decode.py), and with transformers
+and llama.cpp where a --peer= names their Python.
 """
 
 import functools
@@ -30,8 +31,7 @@ DRAFTS = dict(prompt_lookup=8, aggressive=8, jacobi=8, medusa=24, ppd=7)
 def methods(rounds, quick, say):
   """Tokens a CPU-second of every method over those of one by one."""
   count, length, new = QUICK if quick else (PROMPTS, LENGTH, NEW)
-  small = _small if quick else _real
-  made, ids, file = small(count, length)
+  made, ids, file = (_small if quick else _real)(count, length)
   config = made.built.model.config
   report = measure.begin(
     'methods',
@@ -59,12 +59,19 @@ def methods(rounds, quick, say):
     given['draft_group'] = 4 if config.num_layers >= 16 else 1
     run = functools.partial(_run, made, ids, new, given, calls)
     candidates[name] = run
+  tokens, size = count * new, bench_decode.bytes_per_token(made.params)
+  reads = bench_decode.readers(size)
   sizes = dict(file=file, prompts=ids, new=new)
   with peers.beside(report, sizes, say) as others:
-    both = candidates | others.candidates
-    times = measure.interleave(both, rounds, measure.settled, say)
-    others.judge(times, PLAIN)
-  tokens = count * new
+    every = candidates | others.candidates | reads
+    times = measure.interleave(every, rounds, measure.settled, say)
+    others.judge(times, PLAIN, 'SmolLM2: ')
+  read = [times.pop(name) for name in reads]
+  limit = [bench_decode.READS / min(ts) for ts in zip(*read, strict=True)]
+  speed = [tokens / t for t in times[PLAIN]]
+  report.check(
+    f'{PLAIN}: speed / byte limit', measure.ratios(speed, limit), 0.6
+  )
   report.add(
     {n: [tokens / t for t in ts] for n, ts in times.items()}, 'tokens/s'
   )

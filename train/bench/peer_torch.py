@@ -183,12 +183,38 @@ def decode(peer, sizes):
 
 
 def methods(peer, sizes):
-  """-> () of greedy tokens of llama.cpp after every prompt, one at a time.
+  """-> () of greedy tokens after every prompt, one at a time.
 
-  sizes: file, of its weights; prompts, lists of ids; new: tokens of each. One
-  thread: those that wait for work spin.
+  sizes: file, of the weights; prompts, lists of ids; new: tokens of each.
   """
-  del peer
+  return (llama_cpp if peer == 'xllamacpp' else generate)(sizes)
+
+
+def generate(sizes):
+  """`methods` of transformers, whose weights are dequantised: float32."""
+  torch, transformers = load('torch', 'transformers')
+  folder, file = os.path.split(sizes['file'])
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    folder, gguf_file=file, dtype=torch.float32, attn_implementation='sdpa'
+  ).eval()
+  model.generation_config.eos_token_id = None  # every text is as long
+  model.generation_config.pad_token_id = 0
+
+  def run():
+    for prompt in sizes['prompts']:
+      tokens = torch.tensor([prompt])
+      made = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
+        max_new_tokens=sizes['new'], cache_implementation='static',
+      )  # fmt: skip
+      if made.shape[1] != len(prompt) + sizes['new']:
+        raise RuntimeError(f'generate made {tuple(made.shape)}')
+
+  return run
+
+
+def llama_cpp(sizes):
+  """`methods` of llama.cpp, one thread: those that wait for work spin."""
   (llama,) = load('xllamacpp')
   about = llama.CommonParams()
   about.model.path, about.n_parallel, about.verbosity = sizes['file'], 1, 0
@@ -222,14 +248,14 @@ BENCHES = {
 
 def facts(bench):
   """Versions, threads and flags, in words."""
-  if bench == 'methods':
+  if 'xllamacpp' in sys.modules:
     version = sys.modules['xllamacpp'].__version__
     return f'xllamacpp {version}, weights as its file has them, 1 thread'
   torch = sys.modules['torch']
   found = [f'torch {torch.__version__}']
   if 'transformers' in sys.modules:
     found += [f'transformers {sys.modules["transformers"].__version__}, sdpa']
-  if bench == 'decode':
+  if bench in ('decode', 'methods'):
     found += ['generate, static cache, not compiled']
   found += [
     f'Python {sys.version.split()[0]}',

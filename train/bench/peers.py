@@ -31,7 +31,7 @@ NAMES = {
   'torch_compile': (('step',), 'the same in float32, by torch.compile'),
   'xllamacpp': (('methods',), "llama.cpp's tokens, one by one"),
   'sdpa': (
-    ('attention', 'prefill', 'decode'),
+    ('attention', 'prefill', 'decode', 'methods'),
     "torch's attention; transformers' prefill, generate",
   ),
 }
@@ -46,6 +46,7 @@ TARGETS = {
   ('sdpa', 'attention', 'bfloat16'): 0.83,  # 1.2
   ('sdpa', 'prefill', 'float32'): 0.91,  # 1.1
   ('sdpa', 'decode', 'float32'): 1.0,
+  ('sdpa', 'methods', 'float32'): 2.0,
   ('xllamacpp', 'methods', 'float32'): None,  # products of 8-bit integers
 }
 SCRIPT = pathlib.Path(peer_torch.__file__)

@@ -351,6 +351,8 @@ def test_plain_decoding_continues_a_plain_prompt():
 def test_the_embedding_is_not_read():
   params = dict(embedding=np.zeros((8, 4)), head=np.zeros((8, 4), np.float32))
   assert bench_decode.bytes_per_token(params) == 128
+  del params['head']  # the embedding is the head
+  assert bench_decode.bytes_per_token(params) == 256
 
 
 def test_own_run_bench(monkeypatch):

@@ -5,6 +5,7 @@ import json
 import stat
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -200,34 +201,35 @@ def test_a_peer_without_a_target_is_a_row(tmp_path, monkeypatch):
   assert row == ('ratio', [0.25, 0.375])
 
 
-# What peer_torch.methods reads of the library; a token is a letter.
-LLAMA = """
-import types
-__version__ = '2026.10.1'
-class CommonParams:
-  def __init__(self):
-    new = types.SimpleNamespace
-    self.model, self.cpuparams, self.cpuparams_batch = new(), new(), new()
 class Server:
+  """What peer_torch.llama_cpp calls; a text is as long as its prompt."""
+
   def __init__(self, about):
     assert (about.model.path, about.n_ctx) == ('weights.gguf', 7)
     assert about.cpuparams.n_threads == about.cpuparams_batch.n_threads == 1
+
   def handle_completions(self, asked):
     assert asked['temperature'] == 0 and asked['ignore_eos']
     assert not asked['cache_prompt']
     made = min(asked['n_predict'], len(asked['prompt']))
     return dict(usage=dict(completion_tokens=made))
-"""
 
 
-def test_llama_cpp_continues_every_prompt(tmp_path, monkeypatch):
-  (tmp_path / 'xllamacpp.py').write_text(LLAMA)
-  monkeypatch.syspath_prepend(tmp_path)
+def options():
+  parts = ('model', 'cpuparams', 'cpuparams_batch')
+  return types.SimpleNamespace(**{p: types.SimpleNamespace() for p in parts})
+
+
+def test_llama_cpp_continues_every_prompt(monkeypatch):
+  module = types.SimpleNamespace(
+    CommonParams=options, Server=Server, __version__='2026.10.1'
+  )
+  monkeypatch.setitem(sys.modules, 'xllamacpp', module)
   sizes = dict(file='weights.gguf', prompts=[[1, 2], [3, 4, 5, 6]], new=3)
   with pytest.raises(RuntimeError, match=r'llama.cpp made 2 tokens'):
-    peer_torch.methods('', sizes)()
+    peer_torch.methods('xllamacpp', sizes)()
   sizes['prompts'][0] += [7]
-  peer_torch.methods('', sizes)()
+  peer_torch.methods('xllamacpp', sizes)()
   assert 'xllamacpp 2026.10.1' in peer_torch.facts('methods')
 
 
