@@ -3,10 +3,9 @@
 Orbax reads the shards one by one: a chunk that several of them touch comes from
 the disk once for each whose read does not happen to be under way with another's
 (1.0 to 2.0 times the bytes, as it falls out). Here a process reads every chunk
-that its shards touch once. What several of them share is copied once more: from
-memory, not from a disk, such a restore takes twice the CPU-seconds. Memory: its
-shards, and what they share, at most STAGED pieces of PIECE bytes, or of one row
-of chunks where that is more.
+that its shards touch once: what several of them share stays in a pool until all
+have their part. Memory: its shards, and in the pool at most STAGED pieces of
+PIECE bytes, or of one row of chunks where that is more.
 
 Orbax chooses chunks that cut the axes of the writer's shards ever finer, and
 other axes last: of rows it makes shorter rows, which do not help whoever reads
@@ -29,7 +28,8 @@ from paraxis.sharding.checkpoint import chunks
 
 IN_FLIGHT = 2**26  # bytes that are handed over and not yet written
 PIECE = 2**24  # bytes that are read at once for several shards
-STAGED = 16
+STAGED = 4  # more of them take memory that is new, which costs more than reuse
+POOL = 'cache_pool#shards'  # of chunks that several shards touch
 
 
 def _slices(box, start=None):
@@ -58,10 +58,8 @@ class _Target:
 
 async def _read_cell(stored, box, targets, gate):
   """Reads the chunks of a box, each once, into the shards that meet it."""
-  if len(targets) == 1 and box:
-    inner = chunks.common(box, targets[0].box)
-    out = ts.array(targets[0].part(inner))
-    await out.write(stored[_slices(inner)][ts.d[:].translate_to[0]])
+  if len(targets) == 1:
+    await _fill(stored, targets[0], box)
     return
   rows = math.inf
   if box:
@@ -73,12 +71,15 @@ async def _read_cell(stored, box, targets, gate):
   for at in range(first, end, min(rows, end - first)):
     piece = ((at, min(at + rows, end)), *others) if box else ()
     async with gate:
-      values = await stored[_slices(piece)].read()
-      for target in targets:
-        inner = chunks.common(piece, target.box)
-        if all(inner):
-          here = _slices(inner, [a for a, _ in piece])
-          target.part(inner)[...] = values[here]
+      await _all(_fill(stored, target, piece) for target in targets)
+
+
+async def _fill(stored, target, box):
+  """Reads what a box and a shard have in common into the shard."""
+  inner = chunks.common(box, target.box)
+  if all(inner):
+    out = ts.array(target.part(inner))
+    await out.write(stored[_slices(inner)][ts.d[:].translate_to[0]])
 
 
 async def _all(reads):
@@ -93,12 +94,14 @@ async def _all(reads):
   return found
 
 
-async def _read_array(info, arg, gate):
-  """The jax.Array of a leaf, whose process reads each chunk once."""
+async def _read_array(info, arg, gate, context):
+  """The jax.Array of a leaf, whose process reads each chunk once.
+
+  context: ts.Context with POOL.
+  """
   spec = ocp.type_handlers.get_json_tspec_read(info, info.is_ocdbt_checkpoint)
-  stored = await ts.open(
-    ts.Spec(spec), open=True, read=True, context=info.ts_context
-  )
+  open_ = functools.partial(ts.open, open=True, read=True, context=context)
+  stored = await open_(ts.Spec(spec))
   shape, dtype, sharding = tuple(arg.global_shape), arg.dtype, arg.sharding
   have = stored.shape, stored.dtype.numpy_dtype
   if have != (shape, dtype):
@@ -109,7 +112,9 @@ async def _read_array(info, arg, gate):
     devices.setdefault(box, []).append(device)
   targets = [_Target(box, dtype) for box in devices]
   steps: Any = stored.chunk_layout.read_chunk.shape or ()
-  cells = chunks.cells(shape, steps, list(devices))
+  cells = list(chunks.cells(shape, steps, list(devices)))
+  if any(len(meets) > 1 for _, meets in cells):
+    stored = await open_(ts.Spec(spec | dict(cache_pool=POOL)))
   await _all(
     _read_cell(stored, box, [targets[i] for i in meets], gate)
     for box, meets in cells
@@ -125,13 +130,21 @@ async def _read_array(info, arg, gate):
   return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
+def _pool(context):
+  """ts.Context with POOL, and what another one has."""
+  return ts.Context({POOL: dict(total_bytes_limit=STAGED * PIECE)}, context)
+
+
 class Reader(ocp.type_handlers.ArrayHandler):
   """Reads jax arrays as they are asked for, every chunk once."""
 
   async def deserialize(self, infos: Sequence, args: Any = None) -> Sequence:
     gate = asyncio.Semaphore(STAGED)
+    context = _pool(infos[0].ts_context)
     pairs = zip(infos, args, strict=True)
-    return await _all(_read_array(info, arg, gate) for info, arg in pairs)
+    return await _all(
+      _read_array(info, arg, gate, context) for info, arg in pairs
+    )
 
 
 def _own(value):

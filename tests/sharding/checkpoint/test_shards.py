@@ -2,11 +2,13 @@
 
 import asyncio
 import itertools
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 
 from paraxis.configs.base import errors
 from paraxis.sharding.checkpoint import chunks
@@ -96,6 +98,46 @@ def test_pieces_of_chunks_that_several_shards_touch(tmp_path, monkeypatch):
       s.restore(3, like)
 
 
+@pytest.mark.skipif(
+  not pathlib.Path('/proc/self/io').exists(), reason='Linux counts bytes'
+)
+@pytest.mark.parametrize('pool', [True, False])
+def test_chunks_that_many_shards_touch_are_read_once(
+  tmp_path, monkeypatch, pool
+):
+  """16 MiB in rows, read in columns, which take them one after the other;
+  without a pool they are read again."""
+  x = np.random.default_rng(0).standard_normal((512, 8192)).astype(np.float32)
+  mesh = jax.make_mesh((8,), ('data',))
+  put = lambda *axes: {
+    'up': jax.device_put(x, jax.NamedSharding(mesh, jax.P(*axes)))
+  }
+  with store.Store(tmp_path) as s:
+    s.save(3, put('data'), {'up': (None, None)}, {})
+  monkeypatch.setattr(shards, '_fill', late)
+  if not pool:
+    empty = {shards.POOL: dict(total_bytes_limit=0)}
+    monkeypatch.setattr(shards, '_pool', lambda rest: ts.Context(empty, rest))
+  with store.Store(tmp_path, read_only=True) as s:
+    before = read_bytes()
+    found = s.restore(3, put(None, 'data'))[0]['up']
+    read = (read_bytes() - before) / x.nbytes
+  assert np.array_equal(found, x)
+  assert (read < 1.05) == pool, read
+
+
+def read_bytes():
+  """That this process has read from files."""
+  text = pathlib.Path('/proc/self/io').read_text(encoding='utf-8')
+  return int(text.split()[1])
+
+
+async def late(stored, target, box, real=shards._fill):
+  """shards._fill, of one shard after the other."""
+  await asyncio.sleep(0.02 * (target.box[1][0] // 1024))
+  await real(stored, target, box)
+
+
 def test_arrays_of_another_kind_are_damage(tmp_path):
   """Those that the files hold, whatever the manifest says."""
   step = saved(tmp_path / 'a', placed(CUTS[0]), 0)
@@ -116,7 +158,7 @@ def test_no_read_is_abandoned(tmp_path, monkeypatch):
   saved(tmp_path / 'a', placed(CUTS[0]), 0)
   ended = []
 
-  async def slow(info, arg, gate):
+  async def slow(info, *_):
     if info.name == 'embedding':
       raise ValueError('lost')
     await asyncio.sleep(0.05)
