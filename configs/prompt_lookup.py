@@ -14,15 +14,17 @@ expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by one
 differs: the paper copies from documents that are given as references; here the
   reference is the text so far, the last 3, 2 or 1 tokens are looked for, and
   the latest place counts. 8 drafts, prompts of 160 tokens, 64 new ones: 3 of
-  code, since few held-out texts are that long, and 8 translations. The bound of
-  1.1 is ours. A greedy model of this size falls into loops, which a lookup
-  drafts well: drawn texts are the fairer figure. No time is measured.
+  code, since few held-out texts are that long, and 8 translations. The bound is
+  the paper's, in calls; copies from any place give 1.14 on translations, as a
+  greedy model of this size falls into loops, which a lookup drafts well: drawn
+  texts are the fairer figure. No time is measured.
 """
 
 from paraxis.configs import presets
 
 METHOD = dict(method='prompt_lookup', drafts=4)
 MODELS = [{}, {'model.pattern': 'WFN'}, {'model.pattern': 'GF'}]
+PAPER = '2, in time'
 
 
 def get_config():
@@ -39,13 +41,13 @@ def claims():
   joint = lossless.joint(METHOD | dict(judge='rejection'))
   real = lambda name: dict(
     check=tokens_a_call.on_real_text, method=METHOD | dict(drafts=8), draft={},
-    prompts=[8, 160, 64], domains=[name], at_least=1.1,
+    prompts=[8, 160, 64], domains=[name], at_least=2.0,
   )  # fmt: skip
   return [
     ('texts of one by one', 'EQ', text, None),
     ('joint of 4 tokens', 'EQ', joint, None),
-    ('tokens a call, code', 'LEARN', real('code'), None),
-    ('tokens a call, translation', 'LEARN', real('translation'), None),
+    ('tokens a call, code', 'LEARN', real('code'), PAPER),
+    ('tokens a call, translation', 'LEARN', real('translation'), PAPER),
   ]
 
 
