@@ -104,5 +104,6 @@ def _rows(ids, length, rank, say):
 def _calibrate(model, built, params, rows):
   """packed.Cache of the rows."""
   length = max(map(len, rows))
-  run = jax.jit(lambda p, t, n: step.prefill(model, p, t, n, length)[1])
+  slots = step.slots(length)
+  run = jax.jit(lambda p, t, n: step.prefill(model, p, t, n, slots)[1])
   return run(params, *step.place(rows, length, built.mesh))

@@ -34,6 +34,8 @@ from paraxis.sharding.checkpoint import store as store_lib
 
 CHECKPOINTS = 'checkpoints'  # a workdir's folder of steps
 PARAMS = 'params/'
+# Logical axes of arrays that have slots, or are multiplied with them.
+_BESIDE_SLOTS = 'batch', 'heads', 'kv_heads', 'slot_heads', 'head_dim'
 # Of config.json.
 _POSITIONS = ('max_position_embeddings', 'n_positions', 'max_sequence_length')
 
@@ -96,24 +98,39 @@ def check_mesh(text, sizes, pattern):
 
 def built_for(config, mesh_text, devices):
   """build.Built whose context axis, if it has one, shares slots."""
-  change = functools.partial(_sharing_slots, config.model.pattern)
+  run = functools.partial(build.build, config, mesh_text, devices=devices)
   if build.mesh_sizes(config, mesh_text).get('context', 1) == 1:
-    change = None
-  return build.build(config, mesh_text, devices=devices, change=change)
+    return run()
+  own = map(_own, mixers.of_pattern(config.model.pattern)[0])
+  states = any(says.recurs or not says.slots for says in own)
+  try:
+    return run(change=functools.partial(_sharing_slots, states))
+  except errors.UserError as e:
+    if not states:
+      raise
+    raise errors.UserError(
+      f'{e} While decoding, context shards heads and channels of a model with '
+      'recurrences, beside the slots of the others.'
+    ) from None
 
 
-def _sharing_slots(pattern, rules):
+def _sharing_slots(states, rules):
   """rules.Rules of training -> with the axis context for slots.
 
   The few tokens of a step are whole on each device of that axis. A state of one
-  size has no slots: heads and channels of recurrences, and so of all layers,
-  are sharded over it too, and attention gathers its queries.
+  size has no slots. With `states`, heads and channels of recurrences, and so of
+  all layers, are sharded over it too, and attention gathers its queries. What
+  else training sharded over it, and would meet one of these in an array, is
+  not.
   """
-  table = {n: a for n, a in rules.table.items() if 'length' not in n}
+  table = {}
+  for name, axes in rules.table.items():
+    if 'length' not in name:
+      freed = states or name in _BESIDE_SLOTS
+      table[name] = tuple(a for a in axes if not freed or a != 'context')
   table['slots'] = ('context',)
-  own = map(_own, mixers.of_pattern(pattern)[0])
-  if any(says.recurs or not says.slots for says in own):
-    table['slot_heads'] = table.get('heads', ())
+  if states:
+    table.setdefault('slot_heads', table.get('heads', ()))
     for name in ('heads', 'mlp'):
       table[name] = (*table.get(name, ()), 'context')
   return dataclasses.replace(rules, table=table)

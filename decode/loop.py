@@ -346,10 +346,8 @@ class Generator:
       self._model.config, longest + new, 'prompt and new tokens'
     )
     length = min(bucket(longest), most - new)
-    slots, shards = max(min(length + bucket(new), most), least), 1
-    if self.built.mesh.shape.get('context', 1) > 1:
-      shards = annotate.shards('slots')
-    return -(-slots // shards) * shards, length
+    slots = max(min(length + bucket(new), most), least)
+    return step.slots(slots), length
 
   def _place(self, ids, length):
     """As step.place, and the number of each row; reports the empty rows."""

@@ -37,6 +37,12 @@ def place(ids, length, mesh):
   return put(tokens, mesh), put(lengths, mesh)
 
 
+def slots(count):
+  """The least slots of a row, at least `count`, that their shards divide."""
+  shards = annotate.shards('slots')
+  return -(-count // shards) * shards
+
+
 def put(x, mesh):
   """x (B, ...) with its rows sharded by the rules in force."""
   spec = annotate.spec(('batch',) + (None,) * (x.ndim - 1), x.shape)

@@ -92,7 +92,10 @@ class Rules:
     """UserError if a mesh axis larger than 1 carries nothing."""
     if self.name == 'replicated':
       return  # asked for by name: every device does the same
-    used = {a for axes in self.table.values() for a in axes}
+    # Those of slot_heads shard queries that every device has computed.
+    used = {
+      a for n, axes in self.table.items() if n != 'slot_heads' for a in axes
+    }
     for axis, size in sizes.items():
       if size > 1 and axis not in used:
         raise errors.UserError(

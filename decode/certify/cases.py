@@ -35,11 +35,11 @@ from paraxis.sharding import annotate
 from paraxis.sharding.meter import compiling
 
 R, SLOTS = 4, 24  # of every cache; no text is longer
-TOGETHER = 8  # texts of one call without a cache
-NEW = 12  # tokens of greedy texts
+TOGETHER, NEW = 8, 12  # texts of a call without a cache; tokens of greedy ones
 SPREAD = 0.5  # of random parameters; norms too, or they hide mistakes
 Group = packed.Group
 WHOLE = (Group(R, 12, fresh=True),)
+FURTHER = (Group(R, 12),)  # as WHOLE, behind what is committed
 TOKENS = (Group(R, 1),)
 MIXED = (*TOKENS, Group(2, 12, own=False))
 CHAIN = (Group(R, 3, each=True),)
@@ -334,7 +334,7 @@ class Session:
     marks: list = [None] * len(lanes)
     for i, (row, n) in lengths.items():
       before, new = self.texts[row], self.ids(n)
-      more = () if tree is None else (tree.fields(len(before)),)
+      more = (tree.fields(len(before)),) if tree else ()
       lanes[i] = row, new, len(before), *more
       marks[i] = [True] * n if keep is None else keep[row]
     found, self.cache = self.engine.run(self.cache, form, lanes, marks)

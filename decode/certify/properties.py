@@ -205,10 +205,10 @@ def sharded(proof):
 
 
 def _short(engine):
-  """A Session of prompts, then of tokens one by one, until a row is full: every
-  shard of its slots is read."""
-  session = cases.Session(engine)
-  session.step(cases.WHOLE, {0: (0, 12), 1: (1, 7), 2: (2, 1)})
+  """A Session of prompts, of more tokens of theirs, then of tokens one by one
+  until a row is full: every shard of its slots is read."""
+  session = cases.begun(engine)
+  session.step(cases.FURTHER, {0: (0, 9), 2: (2, 12)})
   while len(session.texts[0]) < cases.SLOTS:
     session.step(cases.TOKENS, {r: (r, 1) for r in range(cases.R)})
   return session

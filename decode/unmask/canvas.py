@@ -213,7 +213,7 @@ class Unmask(proposal.Method):
     count, size = own.row.shape
     form = (packed_lib.Group(count, size, fresh=True),)
     packed = step.rows(own.row, jnp.where(live, own.end, 0))
-    empty = self._model.init_cache(count, 1)
+    empty = self._model.init_cache(count, step.slots(1))
     x, _ = self._model.step(params, empty, packed, form)
     return window(x, own.at - int(self._shift), self.width)
 

@@ -15,7 +15,7 @@ tokens attend to them (absorbed form):
 2 N (2 R + P) flops a token seen instead of recomputing its keys and values.
 YaRN's factor enters squared, on all scores, as in DeepSeek-V3.
 
-groups > 1: decoding shards the latent over the shards of `heads`, each latent
+groups > 1: decoding shards the latent over the shards of heads, each latent
 shard with its own copy of the rotated key (TPLA, arXiv:2508.15881). A device
 has all heads of its latent shards and reads (R / groups + P) numbers a token.
 
@@ -264,10 +264,12 @@ class LatentAttention(mixer.Mixer):
       q_rope = q_rope / g
     if g > 1:
       queries = ('batch', 'length', READERS[2], None, None)
+    names_of_all = *names[:2], READERS[2], None
+    q, q_rope = (annotate.put(x, names_of_all) for x in (q, q_rope))
     q = q.reshape(*q.shape[:3], g, each).swapaxes(2, 3)
     q_rope = jnp.broadcast_to(q_rope[:, :, None], (*q.shape[:4], own.rope_dim))
     q = annotate.put(jnp.concatenate([q, q_rope], -1), queries)
-    # The mesh axes of `heads` now shard the latent instead.
+    # The mesh axes of `slot_heads` now shard the latent instead.
     slots = slots_BGSE.astype(q.dtype)
     slots = self._of_lanes(group, slots, ids, k_rope)
     how = slots_lib.How(mask_of(self.config), self.config.attention)
@@ -276,8 +278,8 @@ class LatentAttention(mixer.Mixer):
     run = annotate.region(attend, names_in, (queries,), single=True)
     o = run(q, new_BTGE, slots, ids)[..., :each]
     # Sharded over heads again, with one whole latent for each head.
-    o = annotate.put(o, ('batch', 'length', None, *names[2:])).swapaxes(2, 3)
-    o = o.reshape(*o.shape[:3], own.rank)
+    o = annotate.put(o, (*names[:2], None, READERS[2], None)).swapaxes(2, 3)
+    o = annotate.put(o.reshape(*o.shape[:3], own.rank), names)
     return self._project(o, names, 'BTNR,RNV->BTNV', ['value'], HEADS)[0]
 
   def init_state(self, batch, slots, dtype):

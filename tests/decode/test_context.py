@@ -8,7 +8,9 @@ import pytest
 import support
 
 from paraxis.configs import schema
+from paraxis.decode import latents
 from paraxis.decode import load
+from paraxis.decode import loop
 from paraxis.decode import step
 from paraxis.decode.certify import cases
 from paraxis.decode.certify import properties
@@ -26,8 +28,8 @@ METHODS = {
 }
 # A hybrid's four heads are over both axes.
 MESHES = {
-  p: 'context=2,tensor=2' if set(p) & set('GSH') else 'context=4,tensor=2'
-  for p in ('F', 'WFN', 'A', 'GF', 'SA', 'H')
+  p: 'context=2,tensor=2' if set(p) & set('GS') else 'context=4,tensor=2'
+  for p in ('F', 'WFN', 'A', 'GF', 'SA')
 }
 SLOTS = 40
 SPLIT = {'model.latent.groups': 2}  # latents are sharded over tensor, too
@@ -131,8 +133,8 @@ def test_a_device_holds_its_share_of_the_slots(pattern):
 
 @pytest.mark.parametrize('pattern', ('GF', 'SA'))
 def test_a_device_holds_its_share_of_slots_and_states(pattern):
-  """Two axes of two: a leaf of slots has half of them and of kv heads, any
-  other a quarter of its heads or channels."""
+  """Two axes of two: a leaf of slots has half of them, any other a quarter of
+  its heads or channels."""
   for shape, local in held(pattern):
     (one,) = local
     parts = [a // b for a, b in zip(shape, one, strict=True)]
@@ -140,6 +142,87 @@ def test_a_device_holds_its_share_of_slots_and_states(pattern):
       assert parts[shape.index(SLOTS)] == 2, (shape, one)
     else:
       assert sorted(parts)[-1] == 4, (shape, one)
+
+
+@pytest.mark.parametrize(
+  ('pattern', 'rules', 'query'),
+  [
+    ('GF', 'fsdp_tensor', (None, ('tensor', 'context'), None)),
+    # Of training, which had other use for the axis.
+    (
+      'GF',
+      'fsdp_tensor embed=fsdp+context',
+      (None, ('tensor', 'context'), None),
+    ),
+    ('F', 'fsdp_tensor embed=fsdp+context', ('context', 'tensor', None)),
+    ('F', 'fsdp_tensor heads=tensor+context length=', (None, 'tensor', None)),
+    ('GF', 'data', (None, 'context', None)),
+  ],
+)
+def test_rules_that_name_the_axis(pattern, rules, query):
+  model = dict(pattern=pattern, d_model=16, num_heads=4, vocab_size=12, d_ff=16)
+  mesh = dict(sequence=False, rules=rules)
+  config = schema.view(dict(model=model | dict(num_layers=2), mesh=mesh))
+  sizes = dict(tensor='context=2,tensor=2', data='context=2,data=2')
+  made = load.built_for(
+    config, sizes['data' if rules == 'data' else 'tensor'], jax.devices()[:4]
+  )
+  (found,) = [
+    x for p, x in made.params.items() if p.endswith('/attention/query')
+  ]
+  assert found.sharding.spec[1:] == query
+  assert made.rules.axes('slot_heads') == (
+    () if rules == 'data' else ('tensor',)
+  )
+
+
+def test_pca_measures_rows_that_no_shards_divide():
+  config = schema.view(
+    dict(
+      model=dict(
+        pattern='A', d_model=16, num_heads=4, num_layers=2, vocab_size=12,
+        latent=dict(
+          rank=6, nope_dim=4, rope_dim=4, value_dim=6, groups=2,
+          rotation='pca',
+        ),
+      ),
+      mesh=dict(sequence=False),
+    )
+  )  # fmt: skip
+  rows, found = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 0]], []
+  for mesh, devices in (('data=1', 1), ('context=2,tensor=2', 4)):
+    built = load.built_for(config, mesh, jax.devices()[:devices])
+    params = {
+      p: jax.device_put(x, built.params[p].sharding)
+      for p, x in module_cases.parameters(built.model, 0.4).items()
+    }
+    found.append(latents.rotated(params, built, rows, say=lambda line: None))
+  for path, x in found[0].items():
+    if path.endswith('/shares'):
+      np.testing.assert_allclose(x, found[1][path], rtol=1e-6)
+
+
+def test_a_canvas_has_no_slots_to_share():
+  """Of model.visibility=full: whole rows in flight, beside an empty cache."""
+  model = dict(
+    pattern='F', d_model=16, num_heads=4, num_layers=2, vocab_size=12, d_ff=16,
+    visibility='full', mask_id=11, dtype='float64', param_dtype='float64',
+  )  # fmt: skip
+  config = schema.view(dict(model=model, mesh=dict(sequence=False)))
+  texts = []
+  for mesh, devices in (('data=1', 1), ('context=2', 2)):
+    built = load.built_for(config, mesh, jax.devices()[:devices])
+    params = {
+      p: jax.device_put(x, built.params[p].sharding)
+      for p, x in module_cases.parameters(built.model, 0.4).items()
+    }
+    made = loop.Generator(
+      built, params, module_cases.Numbers(12), schema.Decode(),
+      lambda line: None,
+    )  # fmt: skip
+    (found,) = made.generate([[1, 2, 3]], method='unmask', max_new_tokens=9)
+    texts.append(found['tokens'])
+  assert texts[0] == texts[1] and len(texts[0]) == 9
 
 
 def test_parameters_of_a_hybrid_are_shared_too():
@@ -184,7 +267,9 @@ def test_what_context_cannot_share_is_refused():
   for pattern, kinds in (('G', 'G'), ('MC', 'C, M')):
     with support.refused('shares the slots', f'kind {kinds} have none'):
       load.check_mesh('context=4', dict(context=4), pattern)
-  with support.refused("'heads' has size 4", 'context=8 does not divide'):
+  with support.refused(
+    "'heads' has size 4", 'context=8 does not divide', 'with recurrences'
+  ):
     features('GF', 'context=8')
   for pattern in ('WF', 'A', 'GF', 'H'):
     assert load.check_mesh('context=4', dict(context=4), pattern) == []
