@@ -232,4 +232,13 @@ TABLE = [
     'tests/decode/test_context.py::'
     'test_latents_are_sharded_in_width_and_in_slots[summed]',
   ),
+  Mutation(
+    'latent_slots_explicit',
+    'models/mixers/latent.py',
+    'self._uncached(mine.astype(q.dtype))',
+    'self._uncached(0 * mine.astype(q.dtype))',
+    'many tokens see no committed latents',
+    'tests/decode/test_context.py::'
+    'test_latents_are_sharded_in_width_and_in_slots[summed]',
+  ),
 ]
