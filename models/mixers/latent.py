@@ -48,12 +48,12 @@ from paraxis.configs.base import errors
 from paraxis.models import aux as aux_lib
 from paraxis.models import norm
 from paraxis.models import parameter
+from paraxis.models.mixers import latent_slots
 from paraxis.models.mixers import packed
 from paraxis.models.mixers import protocol as mixer
 from paraxis.models.mixers import rope
 from paraxis.models.mixers import slot_writes
 from paraxis.models.mixers import slots as slots_lib
-from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import op as attention_op
 from paraxis.sharding import annotate
 from paraxis.sharding.sequence import attention as context
@@ -273,7 +273,7 @@ class LatentAttention(mixer.Mixer):
     slots = slots_BGSE.astype(q.dtype)
     slots = self._of_lanes(group, slots, ids, k_rope)
     how = slots_lib.How(mask_of(self.config), self.config.attention)
-    attend = functools.partial(_absorbed, summed, group, how)
+    attend = functools.partial(latent_slots.attend, summed, group, how)
     names_in = queries, self._tokens(), self._parts(), packed.IDS
     run = annotate.region(attend, names_in, (queries,), single=True)
     o = run(q, new_BTGE, slots, ids)[..., :each]
@@ -353,60 +353,3 @@ def _join(x_BSNH, shared_BS1P):
   shape = (*x_BSNH.shape[:3], shared_BS1P.shape[-1])
   shared = jnp.broadcast_to(shared_BS1P, shape).astype(x_BSNH.dtype)
   return jnp.concatenate([x_BSNH, shared], -1)
-
-
-def _filled(mask, ids, part):
-  """(n, C, S) bool: does a token see a range's slot? Without chunks."""
-  slots = part.first + jnp.arange(part.size)
-  position = ids.position[..., None]
-  ok = ids.valid[..., None] & packed.in_range(ids, slots)
-  return ok & (position - slots < mask.window) if mask.window else ok
-
-
-def _absorbed(summed, group, how, q_BTGNE, new_BTGE, old, ids):
-  """o_BTGNE of a few tokens a lane, over their latents and those in the slots.
-
-  old: [slots_BGSE of each of slots.ranges].
-  Latent shards attend as independent kv heads; that is exact if there is one.
-  summed: or scores are summed over latent shards before the softmax.
-  """
-  b, t, g, n, e = q_BTGNE.shape
-  mask, here = how.mask, slots_lib.part_of(old[0].shape[2])
-  size = here.size
-  if not summed:
-    q = q_BTGNE.reshape(b, t, g * n, e)
-    part = slots_lib.within(group, how, q, new_BTGE, new_BTGE, ids, here.whole)
-    old = [(x,) for x in old]
-    o = slots_lib.joined(group, how, q, old, ids, part)[0].astype(q.dtype)
-    return o.reshape(q_BTGNE.shape)
-  wide = jnp.result_type(q_BTGNE, old[0], jnp.float32)
-  dot = functools.partial(jnp.einsum, preferred_element_type=wide)
-  near = slots_lib.visible(group, how, ids)
-  over = annotate.carriers('slots') if size < here.whole else ()
-  if over:  # tokens in flight, which every shard has, are counted once
-    near &= here.first == 0
-  far = [_filled(mask, one, here) for one in slots_lib.ranges(group, ids)]
-  new_BGTE = new_BTGE.swapaxes(1, 2)
-  s = [dot('btgne,bgse->btns', q_BTGNE, x) for x in (*old, new_BGTE)]
-  s = jnp.concatenate(s, -1)
-  if annotate.mode() == 'manual' and annotate.carriers(READERS[2]):
-    s = jax.lax.psum(s, annotate.carriers(READERS[2]))
-  s = s * mask.scale
-  if mask.softcap:
-    s = mask.softcap * jnp.tanh(s / mask.softcap)
-  ok = jnp.concatenate([*far, near], -1)[:, :, None]
-  s = jnp.where(ok, s, varying.NEG)
-  top = s.max(-1, keepdims=True)
-  top = jax.lax.pmax(top, over) if over else top
-  p = jnp.exp(s - jnp.maximum(top, varying.FLOOR))
-  total = p.sum(-1, keepdims=True)
-  total = jax.lax.psum(total, over) if over else total
-  p = (p / jnp.where(total == 0, 1, total)).astype(old[0].dtype)
-  weighted = functools.partial(dot, 'btns,bgse->btgne')
-  outs = [
-    weighted(p[..., i * size : (i + 1) * size], x) for i, x in enumerate(old)
-  ]
-  new_BGTE = slots_lib.finite(new_BGTE)
-  outs.append(weighted(p[..., len(old) * size :], new_BGTE))
-  o = sum(outs[1:], outs[0])
-  return (jax.lax.psum(o, over) if over else o).astype(q_BTGNE.dtype)

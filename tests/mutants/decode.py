@@ -216,7 +216,7 @@ TABLE = [
   ),
   Mutation(
     'latent_slots_once',
-    'models/mixers/latent.py',
+    'models/mixers/latent_slots.py',
     'near &= here.first == 0',
     'near &= True',
     'latents in flight are counted by every shard of the slots',
@@ -225,7 +225,7 @@ TABLE = [
   ),
   Mutation(
     'latent_slots_first',
-    'models/mixers/latent.py',
+    'models/mixers/latent_slots.py',
     'slots = part.first + jnp.arange(part.size)',
     'slots = jnp.arange(part.size)',
     'slots of latents count from each shard',
