@@ -251,7 +251,7 @@ class Numbers:
     return bytes(97 + t for t in tokens)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)  # each holds its programs
 def generator(
   pattern, vocab=12, mesh='', devices=1, end_id=-1, spread=0.4, dtype='float64'
 ):

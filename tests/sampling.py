@@ -26,6 +26,7 @@ executed.json  {'modules': [...], 'files': {test file: [index in modules]}}
 
 import ast
 import fnmatch
+import gc
 import hashlib
 import itertools
 import json
@@ -43,6 +44,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 LEDGER, EXECUTED = HERE / 'ledger.json', HERE / 'executed.json'
 # CPU-seconds a case from which one in N runs.
 BRACKETS = ((4.0, 80), (1.5, 48), (0.6, 24), (0.3, 12), (0.15, 5))
+# Bytes of a process beyond which compiled programs are freed between files: two
+# workers with those of a whole room fill a machine of 24 GB.
+MOST_RESIDENT = 5 * 2**30
 PEERS = ('hf', 'aot', 'lm_eval', 'extras')  # not in .venv, but in .ci/run
 SELDOM = 6  # one in so many of dear tests with them, whatever they cost
 GUARD = 7.0  # CPU-seconds that a guard may cost and run in every turn
@@ -314,6 +318,15 @@ class Recorder:
     return dict(costs=self.costs, executed=files)
 
 
+def _resident():
+  """Bytes of this process in memory; 0: not known."""
+  try:
+    pages = int(pathlib.Path('/proc/self/statm').read_text().split()[1])
+    return pages * resource.getpagesize()
+  except (OSError, IndexError):
+    return 0
+
+
 def _spent():
   """CPU-seconds of this process and of those that it waited for."""
   used = map(
@@ -398,7 +411,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
+def pytest_runtest_protocol(item, nextitem):
   recorder = item.config.stash.get(_RECORDER, None)
   before = recorder.before(item) if recorder else None
   try:
@@ -406,6 +419,10 @@ def pytest_runtest_protocol(item):
   finally:
     if recorder:
       recorder.after(item, before)
+    other = nextitem is None or file_of(nextitem) != file_of(item)
+    if other and 'jax' in sys.modules and _resident() > MOST_RESIDENT:
+      sys.modules['jax'].clear_caches()
+      gc.collect()  # cycles hold some, and are looked for rarely
 
 
 @pytest.hookimpl(optionalhook=True)
