@@ -33,11 +33,16 @@ for n, line in enumerate(sys.stdin, 1):
 READY = dict(notes='a library 1.0, 2 threads')
 
 
-def compare(tmp_path, monkeypatch, given=('hf',), most=9, first=READY):
-  """A report of one comparison, ours 8 seconds, beside a script of a peer."""
+def scripted(tmp_path, monkeypatch, first=READY, most=9):
+  """Peers run PEER, which begins with `first` and answers `most` times."""
   script = tmp_path / 'script.py'
   script.write_text(PEER.format(first=first, most=most))
   monkeypatch.setattr(peers, 'SCRIPT', script)
+
+
+def compare(tmp_path, monkeypatch, given=('hf',), most=9, first=READY):
+  """A report of one comparison, ours 8 seconds, beside a script of a peer."""
+  scripted(tmp_path, monkeypatch, first, most)
   found = tuple((name, sys.executable) for name in given)
   order = []
 
@@ -89,9 +94,7 @@ def test_every_peer_has_a_target_in_every_bench_of_its_own():
 
 
 def test_a_dtype_has_its_own_target(tmp_path, monkeypatch):
-  script = tmp_path / 'script.py'
-  script.write_text(PEER.format(first=READY, most=9))
-  monkeypatch.setattr(peers, 'SCRIPT', script)
+  scripted(tmp_path, monkeypatch)
   with measure.session(peers=(('sdpa', sys.executable),)):
     report = measure.begin('attention', 'B1', measure.CPU, True)
     for dtype in ('float32', 'bfloat16'):
@@ -187,9 +190,7 @@ def test_an_old_library_is_named(monkeypatch):
 
 
 def test_a_peer_without_a_target_is_a_row(tmp_path, monkeypatch):
-  script = tmp_path / 'script.py'
-  script.write_text(PEER.format(first=READY, most=9))
-  monkeypatch.setattr(peers, 'SCRIPT', script)
+  scripted(tmp_path, monkeypatch)
   with measure.session(peers=(('xllamacpp', sys.executable),)):
     report = measure.begin('methods', 'B1', measure.CPU, True)
     with peers.beside(report, dict(rows=7), SILENT) as others:
