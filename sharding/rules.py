@@ -145,6 +145,11 @@ def preset(text: str) -> Rules:
         f'mesh.rules={text!r}: {logical!r} is not a logical axis '
         f'({", ".join(LOGICAL)}).' + schema.suggest(logical, LOGICAL)
       )
+    if logical == 'slots':
+      raise errors.UserError(
+        f'mesh.rules={text!r}: slots are sharded over context, by decoding '
+        'itself (--mesh=context=N); leave them out.'
+      )
     table[logical] = tuple(filter(None, axes.split('+')))
     for axis in table[logical]:
       if axis not in mesh_lib.AXES:

@@ -50,6 +50,11 @@ def test_an_unknown_logical_axis_is_an_error():
     rules.preset('data').axes('head')
 
 
+def test_slots_are_not_for_rules_to_shard():
+  with support.refused("mesh.rules='data slots=tensor'", 'context=N'):
+    rules.preset('data slots=tensor')
+
+
 @pytest.mark.parametrize(
   'names, shape, words',
   [
