@@ -44,10 +44,10 @@ def claims():
     operations=['copy', 'sort'], bounds=[2.65, 0.02], lists_of=[8, 100],
   )  # fmt: skip
   rewarded = dict(
-    check=traces.rewarded, on=presets.LISTS, operation='shuffle',
+    check=traces.rewarded, on=presets.LISTS, asked='shuffle', wanted='sort',
     policy=dict(score='entropy', tokens=2),
-    learned=dict(updates=150, prompts=16, group=8, rate=0.1), by=0.1,
-    lists_of=[4, 100], admits='not reproduced',
+    learned=dict(updates=80, prompts=16, group=8, rate=0.03), by=0.1,
+    lists_of=[4, 100],
   )  # fmt: skip
   return [
     ('a record is of its own canvases', 'EQ', kept, None),
@@ -66,4 +66,5 @@ def knockouts():
       'one_by_one', 'log2 of the tokens are enough calls',
       {'policies': [{}, {}]},
     ),
+    ('of_others', 'rewards along the order', traces.of_others),
   ]  # fmt: skip

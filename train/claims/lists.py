@@ -148,6 +148,16 @@ def is_right(task, operation, items, answer) -> bool:
   return answer == (sorted(items) if operation == 'sort' else items)
 
 
+def share_right(task, operation, items, answer) -> float:
+  """Share of places that are as in the one right answer.
+
+  Args:
+    operation: copy, reverse or sort.
+  """
+  wanted = task.answer(operation, np.asarray(items), None)
+  return float(np.mean(wanted == np.asarray(answer)))
+
+
 def chance(task, operation, items, answer, count) -> float:
   """How likely an answer can still be right after a call.
 

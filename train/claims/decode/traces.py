@@ -23,6 +23,7 @@ from paraxis.train.claims import on_lists
 from paraxis.train.claims import on_tasks
 from paraxis.train.run import workdir as workdir_lib
 
+FIRST_RATIO = 1e-4  # |r - 1| of a first update: float32, two programs
 FILTERED = 'calls over the other', 'right answers lost', 'wrong one by one'
 
 
@@ -241,26 +242,31 @@ def sure_of_all():
   return knockouts.patched(tuning, 'certainty', certainty)
 
 
-def rewarded(run, *, on, operation, policy, learned, by, lists_of):
+def rewarded(run, *, on, asked, wanted, policy, learned, by, lists_of):
   """LEARN: share of right answers after learning from rewards, less before.
 
+  A reward is the share of an answer's tokens that are right.
+
   Args:
-    on: as of `filtered`. operation: of lists.OPERATIONS. policy:
-      fields of decode.unmask, at temperature 1. learned: dict(updates, prompts,
-      group, rate): texts of an update are `group` for each prompt. by: least
-      gain. lists_of: [items, lists for a seed].
+    on: as of `filtered`. asked: operation of a prompt (lists.OPERATIONS).
+    wanted: copy, reverse or sort, whose answers are right. policy: fields of
+      decode.unmask, at temperature 1. learned: dict(updates, prompts, group,
+      rate): texts of an update are `group` for each prompt. by: least gain.
+    lists_of: [items, lists for a seed].
   """
   n, rows = lists_of
   task, models, seconds = on_lists.trained(run, **on)
   shares, first = {'before': [], 'after': []}, []
   for seed, config, params in models:
     made = on_tasks.generator(config, lambda _, params=params: params)
-    ask = task, operation, n, policy
-    answers = functools.partial(
-      on_lists.answers, made, task, operation, n, policy, rows, seed
-    )
-    share = lambda answers=answers: np.mean([ok for ok, *_ in answers()])
-    shares['before'].append(share())
+    ask = task, asked, wanted, n, policy
+
+    def right(made=made, ask=ask, seed=seed):
+      questions = on_lists.questions(task, asked, n, rows, seed)
+      rewards, _ = _rewards(made, ask, questions, seed)
+      return np.mean(rewards == 1)
+
+    shares['before'].append(right())
     # Adam's first steps, of small noisy gradients, would be as long as others.
     tx = optax.sgd(learned['rate'], momentum=0.9)
     tuner = tuning.Tuner(made.built.model, params, tx, tuning.trajectory)
@@ -270,15 +276,36 @@ def rewarded(run, *, on, operation, policy, learned, by, lists_of):
       )
       first += [off] if not update else []
       made.replace(tuner.params)
-    shares['after'].append(share())
+    shares['after'].append(right())
+  off = max(first, default=0)
+  gain = ablation.more(shares, 'after', 'before', by, seconds)
+  same = ablation.at_most('first ratio from 1', first, FIRST_RATIO, seconds)
   return ablation.outcome(
-    run, shares, [ablation.more(shares, 'after', 'before', by, seconds)],
-    'right answers',
-    f'{operation} of {n} items, {rows} lists for a seed, {learned["updates"]} '
-    f'updates of {learned["prompts"]} x {learned["group"]} texts; in the first '
-    f'one ratios are 1 but for {max(first, default=0):.1e}',
+    run, shares, [gain, same], 'right answers',
+    f'{asked} of {n} items, right is {wanted}, {rows} lists for a seed, '
+    f'{learned["updates"]} updates of {learned["prompts"]} x '
+    f'{learned["group"]} texts; in the first one ratios are 1 but for '
+    f'{off:.1e}',
     seconds,
   )  # fmt: skip
+
+
+def _rewards(made, ask, asked, seed):
+  """(rewards (N,), results of `generate`) of prompts [(ids, items)].
+
+  Args:
+    ask: (task, operation of the prompts, operation whose answers are right,
+      items, policy).
+  """
+  task, _, wanted, n, policy = ask
+  found = on_lists.answered(
+    made, task, asked, n, policy, trace=True, temperature=1.0, seed=seed
+  )
+  rewards = [
+    lists.share_right(task, wanted, x, r['tokens'])
+    for (_, x), r in zip(asked, found, strict=True)
+  ]
+  return np.array(rewards), found
 
 
 def on_policy(run, *, changes, prompts, new, policy, within):
@@ -333,21 +360,15 @@ def update_rewarded(made, tuner, ask, learned, seed):
   """One step of a tuning.Tuner on new texts; the largest |ratio - 1|.
 
   Args:
-    made: loop.Generator of the tuner's parameters. ask: (task, operation, n,
-      policy). learned: as of `rewarded`.
+    made: loop.Generator of the tuner's parameters. ask: as of `_rewards`.
+    learned: as of `rewarded`.
   """
-  task, operation, n, policy = ask
+  task, operation, _, n, _ = ask
   asked = [
     x for x in on_lists.questions(task, operation, n, learned['prompts'], seed)
     for _ in range(learned['group'])
   ]  # fmt: skip
-  found = on_lists.answered(
-    made, task, asked, n, policy, trace=True, temperature=1.0, seed=seed
-  )
-  rewards = [
-    lists.is_right(task, operation, x, r['tokens'])
-    for (_, x), r in zip(asked, found, strict=True)
-  ]
+  rewards, found = _rewards(made, ask, asked, seed)
   texts = tuning.Rollouts.of([ids for ids, _ in asked], found, n)
   canvas, taken, text = texts.calls(task.mask)
   gains = tuning.advantages(rewards, learned['group'])
@@ -356,3 +377,14 @@ def update_rewarded(made, tuner, ask, learned, seed):
       canvas, texts.there[text], texts.ids[text], taken, texts.logprobs[text],
       gains[text],
     )  # fmt: skip
+
+
+def of_others():
+  """Knock-out: a text is rewarded for another text of its prompt."""
+
+  def turned(rewards, group):
+    each = np.asarray(rewards).reshape(-1, group)
+    return advantages(np.roll(each, 1, 1).reshape(-1), group)
+
+  advantages = tuning.advantages
+  return knockouts.patched(tuning, 'advantages', turned)

@@ -1,13 +1,16 @@
 """Claims about what learns from decodings, on models that learned little."""
 
+import numpy as np
 import unmask_cases
 
 from paraxis.configs import ascending_steps
 from paraxis.configs import dparallel
 from paraxis.configs import presets
 from paraxis.configs import schema
+from paraxis.decode.unmask import tuning
 from paraxis.train.claims import harness
 from paraxis.train.claims import knockouts
+from paraxis.train.claims import lists
 from paraxis.train.claims.decode import traces
 
 ON = dict(task=unmask_cases.TASK, fields=unmask_cases.FIELDS, seeds=[0])
@@ -54,13 +57,27 @@ def test_what_is_right_alone_becomes_sure(tmp_path):
     assert not check(run, **given).passed
 
 
-def test_rewards_of_no_right_answer_change_nothing(tmp_path):
+def test_one_update_by_rewards_is_not_enough(tmp_path):
   found = traces.rewarded(
-    _run(tmp_path), on=ON, operation='sort', policy=dict(tokens=2),
+    _run(tmp_path), on=ON, asked='sort', wanted='sort', policy=dict(tokens=2),
     learned=dict(updates=1, prompts=2, group=2, rate=1e-3), by=0.1,
     lists_of=[4, 4],
   )  # fmt: skip
   assert not found.passed and 'ratios are 1 but for' in found.caveat
+  assert float(found.measured.split(', ')[1]) > 0  # below FIRST_RATIO
+
+
+def test_a_reward_is_the_share_that_is_right():
+  share = lambda *given: lists.share_right(
+    lists.Lists(**unmask_cases.TASK), *given
+  )
+  assert share('sort', [3, 1, 2], [1, 2, 2]) == 2 / 3
+  assert share('reverse', [3, 1, 2], [2, 1, 3]) == 1
+  gains = tuning.advantages([1, 0, 0, 0], 4)
+  with traces.of_others():
+    assert (
+      tuning.advantages([1, 0, 0, 0], 4).tolist() == np.roll(gains, 1).tolist()
+    )
 
 
 def test_a_record_is_of_its_own_canvases(tmp_path):
