@@ -50,6 +50,7 @@ SAVES = 3  # steps of which stalls are the median
 WIDTH, PRODUCTS = 1024, 64  # of the step beside which a checkpoint is written
 QUICK_WIDTH, QUICK_PRODUCTS = 8, 1
 STALL = 0.05  # of a whole save, at most
+BLOCKED = 2.0  # times as long as Orbax, at most
 SAVED = 0.5  # CPU-seconds of a save over those of Orbax's default
 RESTORED = 1.3  # of a verified restore, of one on another mesh
 
@@ -292,6 +293,14 @@ def _add_stages(report, text, tree, rounds, quick, say):
     f'{text}wall time that ours blocks a step / begun to committed',
     measure.ratios(stalled, times[f'{text}ours{WHOLE}']),
     STALL,
+    least=False,
+  )
+  orbax = f'{text}Orbax'
+  theirs = _sums(times[orbax + BEGIN], times[orbax + BARRIER])
+  report.check(
+    f'{text}wall time that ours blocks a step / that Orbax does',
+    measure.ratios(stalled, theirs),
+    BLOCKED,
     least=False,
   )
 

@@ -44,7 +44,8 @@ GAP = 'largest difference of results'
 class Comparison(NamedTuple):
   """One op, two forms (plain, ours), the same arrays; target: plain / ours.
 
-  of: the module of the op; every one has a comparison (tests).
+  of: the module of the op; every one has a comparison (tests). memory: most
+  temporary bytes of the second form over the first's; 0: no target.
   """
 
   of: Any
@@ -53,6 +54,7 @@ class Comparison(NamedTuple):
   forms: tuple
   arrays: tuple
   target: float
+  memory: float = 0.0
 
 
 def _draw(*shapes, dtype=jnp.float32):
@@ -168,7 +170,7 @@ def _selective_scan(length):
     selective_scan, f'selective scan T{length}, gradients',
     ('nested loops', 'ours'),
     tuple(_gradients(functools.partial(form, f)) for f in (loops, ours)),
-    _draw(rows, rows, (1, length, 2, state), (width, state)), 1.0,
+    _draw(rows, rows, (1, length, 2, state), (width, state)), 1.0, memory=1.0,
   )  # fmt: skip
 
 
@@ -354,13 +356,14 @@ def on_cpu(report, rounds, quick):
   for pair in comparisons(quick):
     if not report.lacks(pair.op):
       continue
-    made, results = {}, []
+    made, results, held = {}, [], []
     for name, form in zip(pair.names, pair.forms, strict=True):
       row = f'{pair.op}: {name}'
       call = jax.jit(form).lower(*pair.arrays).compile()
       results.append(call(*pair.arrays))
       made[row] = functools.partial(_run, call, pair.arrays)
-      report.add({f'{row}, temporaries': measure.temporary(call)}, 'MiB')
+      held.append(measure.temporary(call))
+      report.add({f'{row}, temporaries': held[-1]}, 'MiB')
     report.add({f'{pair.op}: {GAP}': [largest_gap(*results)]}, 'relative')
     times = measure.interleave(made, rounds, measure.settled)
     report.add(times)
@@ -369,6 +372,13 @@ def on_cpu(report, rounds, quick):
       measure.ratios(*times.values()),
       pair.target,
     )
+    if pair.memory and all(held):
+      report.check(
+        f'{pair.op}: temporaries of {" / ".join(pair.names[::-1])}',
+        measure.ratios(*held[::-1]),
+        pair.memory,
+        least=False,
+      )
     report.finish(pair.op)
 
 

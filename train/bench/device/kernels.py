@@ -22,6 +22,7 @@ from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.pallas_kernels.matmul import cross_entropy
 from paraxis.pallas_kernels.matmul import grouped
 from paraxis.pallas_kernels.matmul import quantized
+from paraxis.pallas_kernels.scans import affine
 from paraxis.pallas_kernels.scans import delta
 from paraxis.pallas_kernels.scans import gated
 from paraxis.pallas_kernels.scans import linear
@@ -149,6 +150,19 @@ def _selective(quick):
   return Speed(selective.OP, arrays, step, 21 * x.size * s, 3 * 3 * 4 * x.size)
 
 
+def _affine(quick):
+  """The scan in each iteration of Newton's method, two numbers a channel."""
+  b, t, d = (1, 32, 16) if quick else (2, 8192, 1024)
+  j, x, state = _draw((b, t, 2, 2, d), (b, t, 2, d), (b, 2, d), dtype='float32')
+
+  def step(impl, x, j):
+    h = affine.affine_scan(j, x, state, impl=impl)
+    return jnp.clip(h, -3, 3)
+
+  moved = 4 * (j.size + 2 * x.size)
+  return Speed(affine.OP, (x, j / 4), step, 4 * x.size, moved)
+
+
 def _int4(quick):
   t, d = (4, 128) if quick else (16, 8192)
   x, w = _draw((t, d), (d, d))
@@ -212,6 +226,7 @@ KERNELS = {
   'gated scan, gradients': functools.partial(_gated, True),
   'linear scan': functools.partial(_linear, False),
   'linear scan, gradients': functools.partial(_linear, True),
+  "affine scan of Newton's method": _affine,
   'int4 product': _int4,
   'cross-entropy, gradients': _cross_entropy,
   'selective scan, gradients': _selective,

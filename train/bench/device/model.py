@@ -57,6 +57,8 @@ LADDER = {
   '125m': (('125m', 16, 'none'), ('125m', 8, 'attention'), ('125m', 4, 'full')),
   'tiny': (('tiny', 2, 'none'),),
 }  # fmt: skip
+# GiB of a device on which a size is decoded.
+DECODES = {'1b': 12, '350m': 4, '125m': 2, 'tiny': 0}
 LENGTH, TINY_LENGTH = 2048, 32
 ROOM = 0.92  # of a device's memory may be predicted to be used
 MFU_GOAL = 0.5
@@ -221,18 +223,42 @@ def cache_bytes(c, new: int) -> float:
   return slots * 2 * m.num_layers * heads * m.head_width * 2
 
 
+def first_that_decodes(sizes, weights, rows, new, say: Callable[[str], None]):
+  """(size, decode.Ours, function that makes `new` tokens) of the first of
+  `sizes` that decodes `rows` rows here; it has run once.
+
+  Notes go to `say`: what was left out, and why.
+
+  Raises:
+    MemoryError: none fits.
+  """
+  limit = memory_of(jax.devices()[0])
+  for size in sizes:
+    if limit and limit < DECODES[size] * GIB:
+      say(f'{size} is not decoded: the device has {limit / GIB:.1f} GiB')
+      continue
+    try:
+      made = bench_decode.Ours(config(size, weights=weights))
+      run = functools.partial(made.run, rows, new)
+      run()
+      return size, made, run
+    except jax.errors.JaxRuntimeError as e:
+      if not _too_large(e):
+        raise
+      say(f'{size} is not decoded: the device ran out of memory')
+    gc.collect()  # what the failed one held
+  raise MemoryError('no size decodes on this device; the notes say why')
+
+
 def _decode(rows, weights, work):
   """Tokens a second of some rows, beside the time to read what they read."""
-  report, size = work.report, 'tiny' if work.quick else '1b'
-  limit, new = memory_of(jax.devices()[0]), 16 if work.quick else 256
-  if limit and limit < 12 * GIB:
-    size = '350m'
-    report.notes.append(f'350m: the device has {limit / GIB:.1f} GiB')
+  report, new = work.report, 16 if work.quick else 256
+  size, made, run = first_that_decodes(
+    ['tiny'] if work.quick else ['1b', '350m', '125m'], weights, rows, new,
+    report.notes.append,
+  )  # fmt: skip
   c = config(size, weights=weights)
-  made = bench_decode.Ours(c)
   params = bench_decode.bytes_per_token(made.maker.params)
-  run = functools.partial(made.run, rows, new)
-  run()  # compiles
   times = []
   for _ in range(work.rounds):
     before = time.perf_counter()

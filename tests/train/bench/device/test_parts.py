@@ -122,6 +122,30 @@ def test_a_smaller_size_is_taken_and_said(monkeypatch):
     model.first_that_fits(model.LADDER['1b'][:3], OURS, said.append)
 
 
+def test_a_smaller_model_is_decoded_and_said(monkeypatch):
+  """8 GiB: the largest is not tried, the second runs out of memory."""
+  tried, said = [], []
+
+  class Ours:
+    def __init__(self, c):
+      tried.append(c.model.d_model)
+
+    def run(self, rows, new):
+      assert (rows, new) == (64, 16)
+      if len(tried) == 1:
+        raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: 9 GiB')
+
+  device = fake('tpu', 'TPU v5 lite', bytes_limit=8 * 2**30)
+  monkeypatch.setattr(model.jax, 'devices', lambda: [device])
+  monkeypatch.setattr(model.bench_decode, 'Ours', Ours)
+  sizes = ['1b', '350m', '125m']
+  size, *_ = model.first_that_decodes(sizes, 'loaded', 64, 16, said.append)
+  assert size == '125m' and tried == [1024, 768]
+  assert 'has 8.0 GiB' in said[0] and 'ran out of memory' in said[1]
+  with pytest.raises(MemoryError):
+    model.first_that_decodes(['1b'], 'loaded', 64, 16, said.append)
+
+
 def test_a_fault_that_is_not_memory_is_raised(monkeypatch):
   def fail(*_):
     raise jax.errors.JaxRuntimeError('INTERNAL: illegal address')
