@@ -48,6 +48,7 @@ ROWS = {
   37: 'text that changed since the checkpoint',
   38: 'a token beyond the vocabulary',
   39: 'a prompt beyond the cache',
+  40: 'a draft for another tokenizer or vocabulary',
   41: 'other versions, a newer format',
   42: 'a checkpoint of an older format',
   43: 'two runs in one folder',

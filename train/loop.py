@@ -144,7 +144,10 @@ def run(
       )
     )
     try:
-      with activity.phase('restore'):
+      with (
+        activity.phase('restore'),
+        memory.explained(lambda: state_lib.flatten(job.state), lambda: True),
+      ):
         state, first, kept = start.state(job, store, source, say)
       store.preflight(start.wanted(job), every=True)
       if jax.process_index() == 0:
@@ -168,7 +171,7 @@ def run(
         # Perhaps a peer died: to finish a save would wait for it for minutes.
         stack.pop_all()
       raise
-  _check_skipped(recorder, settings.steps, training.stopped)
+  recorder.check_skipped(training.stopped)
   return dict(
     step=training.step,
     stopped=training.stopped,
@@ -191,16 +194,6 @@ def _recorder(job, step, path, token, callbacks, say, loggers):
   say(about)
   rates = rates_lib.Rates(token.flops, header.peak(job.mesh.devices.flat))
   return recorder_lib.Recorder(job, writers, progress, callbacks, rates)
-
-
-def _check_skipped(recorder, steps, stopped):
-  """Raises if most steps of a finished run changed nothing."""
-  skipped = recorder.last.get('train/skipped', 0)
-  if 2 * skipped > steps and not stopped:
-    raise errors.IntegrityError(
-      f'{skipped} of {steps} steps were skipped, their gradients were not '
-      'finite: lower optimizer.learning_rate, or more optimizer.warmup_steps.'
-    )
 
 
 def _claim(job, workdir, from_scratch, say):
@@ -337,7 +330,9 @@ class _Training:
     self._gradients[size] = gradient
     device = self._job.mesh.local_devices[0]
     programs = dict(gradient=gradient, update=self._update)
-    memory.check(programs, device, state_lib.flatten(self._job.state))
+    flat = state_lib.flatten(self._job.state)
+    read = self._job.state.variables  # the rest is there beside a gradient
+    memory.check(programs, device, flat, {'gradient': (flat, read)})
     self._profile.programs += [gradient, self._update]
     stop.compiling = False
 
@@ -348,8 +343,7 @@ class _Training:
     first = spiked - self._job.config.train.spike.in_a_row + 1
     what = f'the loss spiked in steps {first} to {spiked}'
     with self.activity.phase('save'):
-      store.wait()
-    older = [s for s in store.steps() if s < first]
+      older = store.before(first)
     if not older:
       recorder.spiked = 0
       say(f'{what}, and no checkpoint is older: training continues')
@@ -371,8 +365,8 @@ class _Training:
 
     def meta():  # the next gradient is under way when this is asked for
       recorder.write()
-      cursor, suspect = recorder.cursor(), recorder.streak > 0
-      return start.meta(self._job, step, self.origin, cursor, suspect)
+      cursor = recorder.cursor()
+      return start.meta(self._job, step, self.origin, cursor, recorder.astray)
 
     with recorder.rates.apart('checkpoint'), self.activity.phase('save'):
       tree = state_lib.in_order(state_lib.flatten(self.state), self._job.leaves)

@@ -48,6 +48,23 @@ class Recorder:
     spike = self._spikes.state()
     return found | ({'spike': spike} if spike else {})
 
+  @property
+  def astray(self):
+    """Whether the last step recorded was skipped, or its loss spiked."""
+    return self.streak > 0 or self._spikes.row > 0
+
+  def check_skipped(self, stopped):
+    """IntegrityError if most steps of a finished run changed nothing.
+
+    stopped: what stopped it before its last step, ''.
+    """
+    skipped, steps = self.last.get('train/skipped', 0), self._train.steps
+    if 2 * skipped > steps and not stopped:
+      raise errors.IntegrityError(
+        f'{skipped} of {steps} steps were skipped, their gradients were not '
+        'finite: lower optimizer.learning_rate, or more optimizer.warmup_steps.'
+      )
+
   def batch(self, step):
     """Index of the batch of a step, counted from 1."""
     return step - 1 + spikes.left_out(self.skips)

@@ -70,7 +70,7 @@ def meta(job, step, origin=None, cursor=None, suspect=False) -> dict:
   Args:
     job: program.Job. step: of the state. origin: of the first parameters.
     cursor: more of the data cursor (run/spikes.py).
-    suspect: the state is of a streak of skipped steps.
+    suspect: the state is of a streak of skipped steps, or of a loss spike.
   """
   return common(job.config, job.tokenizer.fingerprint, origin) | dict(
     cursor=dict(step=step, seed=job.config.train.seed) | (cursor or {}),

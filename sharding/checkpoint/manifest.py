@@ -11,6 +11,13 @@ dimension), fingerprint (fingerprint.py)}}. sha256 is that of the object without
 it, written with sorted keys, no spaces and only ASCII, as Python's json.dumps
 does. `state` is an OCDBT database; leaf 'a/b' is the zarr (2) array 'a.b' in
 it, in row-major order; arrays with a dimension of 0 are not stored.
+
+What training writes in meta (train/start.py): config (of the run, by section),
+cursor, corpus and tokenizer (hashes of what was read), versions {package:
+version}, origin (of the first parameters) and suspect (true: saved within
+skipped steps or a loss spike). The cursor has step and seed; skips [[step,
+batches left out], ..] if a run went back, spike {losses, row} if it looks for
+spikes (train/run/spikes.py).
 """
 
 import functools

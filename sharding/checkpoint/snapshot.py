@@ -13,6 +13,7 @@ the state may be saved, and for accelerators, where the order is not known.
 
 from collections.abc import Mapping
 import math
+import os
 from typing import Any
 
 import jax
@@ -57,6 +58,14 @@ def to_host(tree: Mapping[str, Any]) -> dict[str, jax.Array]:
     own = [next(copies) for _ in x.addressable_shards]
     out[path] = jax.make_array_from_single_device_arrays(x.shape, sharding, own)
   return out
+
+
+def machine_bytes() -> int:
+  """Bytes of memory of this machine; 0: not known."""
+  try:
+    return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+  except (AttributeError, OSError, ValueError):
+    return 0
 
 
 def host_bytes(tree: Mapping[str, Any]) -> int:

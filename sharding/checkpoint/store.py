@@ -147,6 +147,12 @@ class Store:
         f'checkpoint.host_bytes={self.options.host_bytes} is less than one '
         f'snapshot of the state, {taken} bytes: give at least that, or 0.'
       )
+    most = snapshot.machine_bytes()
+    if most and taken > most:
+      raise errors.UserError(
+        f'one snapshot of the state takes {taken} bytes of host memory, and '
+        f'the machine has {most}: more processes hold less each.'
+      )
     chunks.check(self.options.chunk_bytes, tree)
     keep = self.options.keep
     more = max(0, keep - len(folders.steps(self.directory))) if every else 0
@@ -194,6 +200,16 @@ class Store:
     self._snapshot = _Snapshot(step, tree, words, size, axes, meta)
     if not copied:  # the caller's own arrays, which may be donated next
       self.wait()
+
+  def before(self, step: int) -> list[int]:
+    """Steps below one that are kept, the same on every process.
+
+    All that is written is committed, and older steps are deleted, before any
+    process looks.
+    """
+    self.wait()
+    meeting.meet('older steps seen')
+    return [s for s in self.steps() if s < step]
 
   def drop(self, step: int) -> None:
     """Deletes the steps after one: the run left the path that they are of."""

@@ -30,7 +30,7 @@ from paraxis.sharding.checkpoint import stored
 SPACE = 1.3  # free disk needed, in sizes of the state
 BARRIERS = 2  # of Orbax in a write: all files are there; they have their name
 SLOWEST = 1e7  # bytes a second at which a disk is read back, at least
-SUSPECT = 'suspect'  # in `meta`: saved within a streak of skipped steps
+SUSPECT = 'suspect'  # in `meta`: saved within skipped steps or a loss spike
 
 
 class Options(NamedTuple):
@@ -57,8 +57,11 @@ class Options(NamedTuple):
 
 
 class _Writing(NamedTuple):
+  """size: bytes in memory until it is written. state: bytes of the state."""
+
   step: int
   size: int
+  state: int
   future: futures.Future
 
 
@@ -90,12 +93,13 @@ class Writer:
 
     size: bytes in memory until it is written.
     """
+    state = fingerprint.nbytes(tree)
     try:
-      self._make_room(fingerprint.nbytes(tree))
+      self._make_room(state)
     except errors.UserError as e:
       return self._failed(e)
     work = self._thread.submit(self._write, step, tree, manifest)
-    self._writing.append(_Writing(step, size, work))
+    self._writing.append(_Writing(step, size, state, work))
 
   def writes(self, step) -> bool:
     """Whether a step is queued or being written."""
@@ -269,7 +273,7 @@ class Writer:
     text = f'checkpoint {self._folder(written.step)} was not written'
     if re.search(r'os_error_code=.(28|122)|No space left', str(error)):
       free = shutil.disk_usage(self._directory).free
-      text += f': the disk is full, {free} bytes free'
+      text += f': the disk is full, {free} bytes free of {written.state}'
     else:
       text += f': {saved_arrays.first_line(error)}'
     self._failed(

@@ -144,7 +144,7 @@ def test_a_full_disk_is_reported_and_passes():
   assert soak_checks.check_disk(2.0, 5.0)[0]
   assert not soak_checks.check_disk(math.inf, 5.0)[0]
   assert not soak_checks.check_disk(2.0, math.inf)[0]
-  assert soak_checks.reported('not written: the disk is full, 0 bytes free.')
+  assert soak_checks.reported('not written: the disk is full, 0 bytes free of ')
   assert soak_checks.reported('a checkpoint needs 9 free bytes, it has 0')
   assert not soak_checks.reported('not written: DEADLINE_EXCEEDED')
 

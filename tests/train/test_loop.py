@@ -19,7 +19,7 @@ from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.decode import load
 from paraxis.sharding.checkpoint import store as store_lib
-from paraxis.train import loop
+from paraxis.train import recorder as recorder_lib
 from paraxis.train import step as step_lib
 from paraxis.train.claims import experiment
 from paraxis.train.run import metrics
@@ -443,11 +443,14 @@ def test_a_signal_while_compiling_is_answered_at_once():
 
 
 def test_a_run_that_skipped_most_steps_fails(tiny):
-  recorder = types.SimpleNamespace(last={'train/skipped': 3})
+  of = lambda steps: types.SimpleNamespace(
+    last={'train/skipped': 3}, _train=types.SimpleNamespace(steps=steps)
+  )
+  check = recorder_lib.Recorder.check_skipped
   with pytest.raises(errors.IntegrityError, match='3 of 5 steps were skipped'):
-    loop._check_skipped(recorder, 5, '')
-  loop._check_skipped(recorder, 6, '')
-  loop._check_skipped(recorder, 5, 'SIGTERM')
+    check(of(5), '')
+  check(of(6), '')
+  check(of(5), 'SIGTERM')
 
 
 @pytest.mark.fault(13)

@@ -25,6 +25,7 @@ from paraxis.configs.base import errors
 from paraxis.models import build
 from paraxis.pallas_kernels import registry
 from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.checkpoint import snapshot
 from paraxis.sharding.meter import aot
 
 PACKAGES = (
@@ -157,6 +158,11 @@ def _devices():
     memory = f', {_size(limit)} each' if limit else ''
     yield f'{len(devices)} x {kind} ({name}){memory}'
   yield f'process {jax.process_index()} of {jax.process_count()}'
+  yield 'a checkpoint ' + (
+    'is copied to host memory beside the next gradient'
+    if all(map(snapshot.has_host_memory, jax.local_devices()))
+    else 'blocks training until it is written: no pinned host memory'
+  )
 
 
 def _mesh(config, mesh_text):

@@ -37,13 +37,17 @@ def needed(compiled) -> int | None:
   return sum(sizes) - found.alias_size_in_bytes
 
 
+def _bytes(x):
+  """Bytes of an array on one device."""
+  return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
 def largest(flat) -> str:
   """The largest arrays of a state, as many bytes as one device holds of each.
 
   flat: {path: array}.
   """
-  size = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-  sizes = sorted(((size(x), p) for p, x in flat.items()), reverse=True)
+  sizes = sorted(((_bytes(x), p) for p, x in flat.items()), reverse=True)
   rest = sum(n for n, _ in sizes[LISTED:])
   rows = [f'  {n / 2**20:10.1f} MiB  {p}' for n, p in sizes[:LISTED]]
   if rest:
@@ -51,14 +55,22 @@ def largest(flat) -> str:
   return '\n'.join(rows)
 
 
-def check(programs, device, flat) -> None:
+def check(programs, device, flat, beside=None) -> None:
   """UserError if one of some programs does not fit a device.
 
-  programs: {name: compiled}. flat: {path: array} of the state.
+  Args:
+    programs: {name: compiled}. flat: {path: array} of the state.
+    beside: {name: (trees, part)}: arrays that are there while a program runs,
+      and the part of them that are arguments of it.
   """
-  most = limit(device)
+  most, beside = limit(device), beside or {}
   for name, compiled in programs.items():
     size = needed(compiled)
+    if size is not None:
+      there, read = (
+        sum(map(_bytes, jax.tree.leaves(t))) for t in beside.get(name, ({}, {}))
+      )
+      size += there - read
     if most and size and size > most:
       raise errors.UserError(
         f'{name} needs {size} bytes on a device, {device.device_kind} has '

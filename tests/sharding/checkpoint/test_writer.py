@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs.base import errors
 from paraxis.sharding import mesh as mesh_lib
@@ -167,6 +168,38 @@ def test_host_memory_below_one_snapshot(mesh, tmp_path):
       errors.UserError, match='=100 is less than .* 16896 byt'
     ):
       s.preflight(state(mesh))
+
+
+def test_a_snapshot_above_the_memory_of_the_machine(
+  mesh, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(snapshot, 'machine_bytes', lambda: 16895)
+  with store.Store(tmp_path) as s:
+    with support.refused('takes 16896 bytes', 'the machine has 16895'):
+      s.preflight(state(mesh))
+    monkeypatch.setattr(snapshot, 'machine_bytes', lambda: 0)  # not known
+    s.preflight(state(mesh))
+
+
+def test_without_host_memory_a_save_blocks(mesh, tmp_path, monkeypatch):
+  monkeypatch.setattr(snapshot, 'has_host_memory', lambda device: False)
+  tree = state(mesh)
+  wanted = values(tree)
+  with store.Store(tmp_path) as s:
+    s.begin(3, tree, AXES, {})
+    assert s.steps() == [3] and not s.copying
+    for x in tree.values():
+      x.delete()  # as a donation does
+    s.barrier()
+    like = state(mesh, 1)
+    assert equal(s.restore(3, like)[0], wanted)
+
+
+def test_steps_before_a_spike_are_those_that_stay(mesh, tmp_path):
+  with store.Store(tmp_path, store.Options(keep=2), say=print) as s:
+    for step in (1, 2, 3):
+      s.save(step, state(mesh, step), AXES, {})
+    assert s.before(3) == [2] and s.before(2) == []
 
 
 def full(monkeypatch, free):

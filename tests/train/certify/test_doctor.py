@@ -6,6 +6,7 @@ import support
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.sharding.checkpoint import snapshot
 from paraxis.sharding.meter import aot
 from paraxis.train.bench import kernel_matrix
 from paraxis.train.certify import doctor
@@ -61,6 +62,11 @@ def test_every_pair_can_be_read():
       doctor.fits('1.0', condition)
 
 
+def test_saves_that_block_are_said(monkeypatch):
+  monkeypatch.setattr(snapshot, 'has_host_memory', lambda device: False)
+  assert 'blocks training until it is written' in ''.join(doctor._devices())
+
+
 def test_the_report(capsys, tmp_path, monkeypatch):
   monkeypatch.setenv('PARAXIS_CACHE', str(tmp_path))
   (tmp_path / 'tokens').mkdir()
@@ -70,6 +76,7 @@ def test_the_report(capsys, tmp_path, monkeypatch):
   for name in doctor.PACKAGES:
     assert f'  {name} ' in shown
   assert '8 x cpu (cpu)' in shown and 'process 0 of 1' in shown
+  assert 'copied to host memory beside the next gradient' in shown
   assert 'tokens             3.0 MiB' in shown
   assert 'incompatible versions\n  none' in shown and 'mesh\n  data=8' in shown
   kernels = [line.split() for line in shown.splitlines() if ' runs' in line]

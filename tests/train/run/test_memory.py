@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from paraxis.configs.base import errors
+from paraxis.train import start
 from paraxis.train.run import memory
 
 
@@ -27,6 +28,25 @@ def test_a_step_that_is_too_large_is_not_begun(tiny, tmp_path, monkeypatch):
   sizes = [float(row.split()[0]) for row in rows[: memory.LISTED]]
   assert sizes == sorted(sizes, reverse=True) and 'embedding' in str(rows)
   assert not [p for p in (tmp_path / 'checkpoints').iterdir() if p.is_dir()]
+
+
+def test_what_is_there_beside_a_program_counts(monkeypatch):
+  x = jnp.zeros((256, 256))
+  add = jax.jit(lambda a, b: a + b).lower(x, x).compile()
+  device, three = jax.devices()[0], 3 * 2**18
+  monkeypatch.setattr(memory, 'limit', lambda device: three)
+  flat, read = {'params/a': x, 'optimizer/a': x}, {'a': x}
+  memory.check(dict(gradient=add), device, flat)
+  with pytest.raises(errors.UserError, match=f'needs {4 * 2**18} bytes'):
+    memory.check(dict(gradient=add), device, flat, {'gradient': (flat, read)})
+
+
+@pytest.mark.fault(34)
+def test_memory_that_runs_out_in_a_restore(tiny, tmp_path, monkeypatch):
+  monkeypatch.setattr(start, 'state', lambda *given: _take())
+  with pytest.raises(errors.UserError, match='out of memory: RES') as caught:
+    tiny.run(tmp_path)
+  assert 'MiB  params/embedding' in str(caught.value)
 
 
 def test_one_that_fits_is_begun(tiny, tmp_path, monkeypatch):

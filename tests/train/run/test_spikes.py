@@ -145,6 +145,14 @@ def test_the_run_goes_back_and_leaves_the_batches_out(tiny, rolled, tmp_path):
   assert losses == support.losses(workdir)
 
 
+def test_a_spike_whose_every_step_is_saved(tiny, bad, rolled, tmp_path):
+  """What is saved within a spike does not push out the step before it."""
+  changes = CHANGES | {'checkpoint.every': 1, 'checkpoint.keep': 1}
+  _, said = tiny.run(tmp_path / 'run', changes, make_step=bad)
+  assert any('back to step 6, leaving out' in line for line in said)
+  assert support.losses(tmp_path / 'run') == support.losses(rolled[0])
+
+
 @pytest.mark.parametrize('last', [7, 9])
 def test_a_replay_takes_the_same_skips(tiny, bad, rolled, tmp_path, last):
   """Stopped within the spike or after it, and resumed, bit for bit."""
