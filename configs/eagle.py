@@ -5,14 +5,13 @@ mechanism: decode/drafts/eagle.py, decode/drafts/distill.py
 test: tests/decode/test_methods.py, tests/decode/test_distill.py,
   tests/train/claims/decode/test_lossless.py
 run: paraxis reproduce eagle
-cost: 2300 CPU-seconds
+cost: 1850 CPU-seconds
 expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by one
   with the judge replay, float64, two patterns, whatever the layer's parameters;
   the joint of 4 tokens over 4 letters, 40,000 texts, is the model's with
-  rejection. LEARN, SmolLM2-135M, NOT REPRODUCED, one seed: 1.47 tokens a call,
-  greedy, 12 held-out prompts, of 4.2M parameters, where Medusa's heads of 1.0M
-  give 1.69 on the same rows; heads of as many parameters were compared before,
-  on less text (1.13 and 1.48).
+  rejection. LEARN, SmolLM2-135M, NOT REPRODUCED, one seed: 1.44 tokens a call,
+  greedy, 12 held-out prompts, of 4.2M parameters, where Medusa's heads of 4.0M
+  give 1.69.
 differs: trained for 600 steps of 512 tokens, mostly the model's own
   (medusa.py), where the paper's layer sees some 70,000 dialogues: its first
   draft is the model's choice for .30 of held-out tokens, and its loss still
@@ -22,8 +21,7 @@ differs: trained for 600 steps of 512 tokens, mostly the model's own
   choices by cross entropy, and features at a tenth of it (the paper: the other
   way round), once from the model's features and once from its own (EAGLE-3,
   arXiv:2503.01840, takes more passes, and features of several layers). No time
-  is measured. The LEARN figures were taken by the functions of the claim, not
-  yet through reproduce.
+  is measured.
 """
 
 from paraxis.configs import presets

@@ -19,8 +19,7 @@ differs: the draft model is the first 8 of 30 layers with a trained head (the
   paper: a smaller model of the same family, on 8 GPUs); groups are of 4 layers
   all through. One process: that mixers of a group run side by side is
   simulated, with sending the outputs of a group for .1 of an mlp, and mlps on
-  one device. A draft model with a recurrence is refused. The LEARN figures were
-  taken by the functions of the claim, not yet through reproduce.
+  one device. A draft model with a recurrence is refused.
 """
 
 from paraxis.configs import presets

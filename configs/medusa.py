@@ -6,12 +6,12 @@ mechanism: decode/drafts/heads.py, decode/trees.py, decode/judges.py,
 test: tests/decode/test_methods.py, tests/decode/test_trees.py,
   tests/decode/test_distill.py, tests/train/claims/decode/test_lossless.py
 run: paraxis reproduce medusa
-cost: 1500 CPU-seconds
+cost: 1250 CPU-seconds
 expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by one
   with the judge replay and a tree of 11 drafts, float64, two patterns, whatever
   the heads' parameters; so is the joint of 4 tokens; typical acceptance is
   another joint, p < 1e-6, and says so. LEARN, SmolLM2-135M, NOT REPRODUCED, one
-  seed: 1.67 tokens a call, greedy, 12 held-out prompts of 48 tokens (asked:
+  seed: 1.68 tokens a call, greedy, 12 held-out prompts of 48 tokens (asked:
   1.8; the paper: 2.2 to 3.6 times faster); 1.69 after 1,000 steps.
 differs: three heads of one block each, 997,056 parameters, trained for 2,000
   steps of 256 tokens on 78,000 that are mostly the model's own: pieces of 32
@@ -21,9 +21,7 @@ differs: three heads of one block each, 997,056 parameters, trained for 2,000
   little text. Of text alone, 200 steps: 1.44. The head is the model's own,
   frozen (the paper copies it for each). Trees are judged by replay, greedily
   and drawn, which is ours; the paper's typical acceptance changes the
-  distribution. Trees have at most 31 drafts. No time is measured; the backbone
-  is never trained (Medusa-2). The LEARN figures were taken by the functions of
-  the claim, not yet through reproduce.
+  distribution. No time is measured; the backbone is never trained (Medusa-2).
 """
 
 from paraxis.configs import presets

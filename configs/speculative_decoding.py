@@ -20,8 +20,7 @@ differs: no smaller model shares SmolLM2's vocabulary, so its first 8 of 30
   overfit: the loss ends at .5. Such a draft costs 8/30 of a call, so on a CPU
   it loses time. Targets are the model's most likely tokens, not its
   distribution. The judge replay is ours: drafts and tokens are drawn by the
-  same noise. No time is measured. The LEARN figures were taken by the functions
-  of the claim, not yet through reproduce.
+  same noise. No time is measured.
 """
 
 from paraxis.configs import presets

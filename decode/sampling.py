@@ -77,6 +77,11 @@ def check(config, vocab_size):
   ):
     if not ok:
       raise errors.UserError(f'{name}={value} is out of range: {valid}.')
+  if t == 0 and config.judge == 'typical':
+    raise errors.UserError(
+      'decode.judge=typical keeps what is likely to be drawn, and with '
+      'temperature=0 nothing is: take judge=replay, or a temperature above 0.'
+    )
   form = SamplingForm(t == 0, 0 < k < vocab_size, p < 1, m > 0)
   if form.greedy:
     form = SamplingForm(True, False, False, False)

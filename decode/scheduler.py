@@ -7,7 +7,9 @@ arXiv:2401.08671), and a row that ends is given to the next request.
 Chunks begin at multiples of `CHUNK` tokens of a prompt, and what a lane
 computes depends on nothing of the others. So on one device the numbers of a
 request are bitwise the same, whatever comes with it, in whatever order and
-place.
+place, in caches of as many slots (`generate`: as the longest prompt of a call
+needs) and where a row's slots are read by that row alone: the decode kernels of
+accelerators share tiles over rows (stream-K), and agree within rounding.
 
 Cost: a step computes all its lanes, used or not, and returns to the host.
 Legend: R rows of the cache, n lanes of prompts, F flagged tokens (R + n), V

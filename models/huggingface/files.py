@@ -96,7 +96,7 @@ class Folder(Files):
         if missing:
           raise errors.UserError(
             f'{file} lacks {len(missing)} of the tensors that {INDEX} lists '
-            f'for it, {missing[0]} first: copy the folder again.'
+            f'for it, {listed(missing)}: copy the folder again.'
           )
       return listed
     found = sorted(self.path.glob('*.safetensors'))
@@ -176,3 +176,16 @@ def _template(path):
     return ''
   found = _json(path / TOKENIZER_CONFIG).get('chat_template')
   return found if isinstance(found, str) else ''
+
+
+def listed(names) -> str:
+  """Names of tensors, each of several layers once: blk.{0,2}.attn_q.weight."""
+  layers: dict[str, list[str]] = {}
+  for name in names:
+    found = re.fullmatch(r'(.*?\.)(\d+)(\..*)', name)
+    rest = f'{found[1]}{{}}{found[3]}' if found else name
+    layers.setdefault(rest, []).append(found[2] if found else '')
+  return ', '.join(
+    name.replace('{}', of[0] if len(of) == 1 else f'{{{",".join(of)}}}', 1)
+    for name, of in layers.items()
+  )

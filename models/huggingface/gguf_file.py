@@ -18,7 +18,6 @@ convert_hf_to_gguf.py and llama-model.cpp in github.com/ggml-org/llama.cpp.
 
 import functools
 import json
-import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,7 +163,7 @@ class Gguf(files.Files):
       if bad:
         raise errors.UserError(
           f'{self.path} {what} {len(bad)} tensors of {self._depth} layers of '
-          f'{self._name}: {_listed(bad)}. Take the folder of safetensors.'
+          f'{self._name}: {files.listed(bad)}. Take the folder of safetensors.'
         )
     return {names[name]: tensor for name, tensor in found.items()}
 
@@ -309,19 +308,6 @@ def _byte_level(tokens, merges, special, splits) -> Any:
   made.decoder = decoders.ByteLevel()
   made.add_special_tokens(special)
   return made
-
-
-def _listed(names):
-  """Names, each of several layers once: blk.{0,2}.attn_q.weight."""
-  layers: dict[str, list[str]] = {}
-  for name in names:
-    found = re.fullmatch(r'blk\.(\d+)\.(.*)', name)
-    rest = f'blk.{{}}.{found[2]}' if found else name
-    layers.setdefault(rest, []).append(found[1] if found else '')
-  return ', '.join(
-    name.replace('{}', of[0] if len(of) == 1 else f'{{{",".join(of)}}}', 1)
-    for name, of in layers.items()
-  )
 
 
 def _decimal(x):

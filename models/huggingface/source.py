@@ -124,8 +124,7 @@ class Source:
       if names:
         raise errors.UserError(
           f'{self.files.path} {what} {len(names)} of {len(wanted)} tensors of '
-          f'a {self.files.config["model_type"]}: {", ".join(names[:4])}'
-          f'{", ..." if names[4:] else ""}.'
+          f'a {self.files.config["model_type"]}: {files_lib.listed(names)}.'
         )
 
   def configured(self, model: schema.Model, say) -> schema.Model:

@@ -361,7 +361,8 @@ def test_another_architecture_lists_every_leaf(run):
 def test_help_is_complete_and_starts_no_jax():
   code = (
     'import sys\nfrom paraxis.decode import __main__ as m\n'
-    'assert m.main(["--help"]) == 0 and "jax" not in sys.modules'
+    'assert m.main(["--methods"]) == m.main(["--help"]) == 0\n'
+    'assert "jax" not in sys.modules'
   )
   done = subprocess.run(
     [sys.executable, '-c', code], capture_output=True, text=True, check=True

@@ -100,8 +100,8 @@ def eagle(tmp_path_factory):
 def untrained(tmp_path):
   """Options of a draft of a kind that nobody trained, of some words."""
 
-  def of(pattern, kind, words=()):
-    made = generator(pattern).built.model
+  def of(pattern, kind, words=(), made=None):
+    made = (made or generator(pattern)).built.model
     params = made.unstack(module_cases.parameters(made, 0.4))
     given = made, params, kind, 'numbers'
     path = str(tmp_path / f'{kind}.npz')
@@ -436,6 +436,13 @@ REJECTION = DRAFT | dict(judge='rejection')
 )  # fmt: skip
 def test_texts_have_the_distribution_of_the_model(method):
   assert beyond(*chi_square(method)) < 3.1  # p > .001
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize('kind', ['eagle', 'falcon'])
+def test_texts_of_a_draft_layer_have_it_too(kind, untrained):
+  method = untrained('F', kind, made=generator('F', LETTERS, spread=0.7))
+  assert beyond(*chi_square(method | dict(judge='rejection'))) < 3.1
 
 
 def _inverse(z, drafts, draws, tree):

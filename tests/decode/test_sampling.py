@@ -164,3 +164,10 @@ def test_out_of_range(options):
   (name,) = options
   with pytest.raises(errors.UserError, match=f'^{name}=.*out of range'):
     setting(**options)
+
+
+def test_a_judge_that_must_draw():
+  config = schema.Decode(judge='typical', temperature=0.0)
+  with pytest.raises(errors.UserError, match='typical .*temperature=0 nothing'):
+    sampling.check(config, 12)
+  sampling.check(dataclasses.replace(config, temperature=0.5), 12)

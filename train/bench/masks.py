@@ -4,7 +4,8 @@ Beside a causal model of the same sizes and the same tokens: a step whose rows
 have masks (train.objective=masked) sees all of a row, twice the pairs of
 attention; block diffusion (block) reads each row with masks and without, twice
 the tokens, and has no target. A call reads the tokens of a canvas over a cache
-(decode/unmask/canvas.py), as a causal one reads as many drafts.
+(decode/unmask/canvas.py), as a causal one reads as many drafts; what these
+cost beside one token is measured too.
 
 Legend: B rows, T tokens, C tokens of a call.
 """
@@ -42,6 +43,7 @@ STEPS = {  # name -> (fields, most seconds over those of a causal step)
 }  # fmt: skip
 CALLS = 8, 32  # C
 CALL_BOUND = 1.15
+DRAFTED, DRAFTED_BOUND = 8, 2.5  # tokens in flight of one row, over one
 ROWS, CACHED, SLOTS = 8, 256, 512  # of a call: rows, tokens and slots of each
 REPEATS = 8
 
@@ -76,6 +78,19 @@ def masks(rounds, quick, say):
       times = measure.interleave(made, rounds, now, say)
       _judge(report, times, part, {'a block': CALL_BOUND})
       report.finish(part)
+  part = 'one row'
+  if report.lacks(part):
+    names = {n: f'{part}, a causal call of {n}' for n in (1, DRAFTED)}
+    made = {name: _call(c, n, 1) for n, name in names.items()}
+    times = measure.interleave(made, rounds, now, say)
+    report.add(times)
+    report.check(
+      f'{part}: time of a causal call of {DRAFTED} tokens / of 1',
+      measure.ratios(times[names[DRAFTED]], times[names[1]]),
+      DRAFTED_BOUND,
+      least=False,
+    )
+    report.finish(part)
   return report
 
 
@@ -101,14 +116,14 @@ def _judge(report, times, part, bounds):
       report.notes.append(f'{what}: {shown}')
 
 
-def _call(c, count):
+def _call(c, count, many=ROWS):
   """-> () that reads `count` tokens a row over a cache, REPEATS times."""
   built = build.build(c, 'data=1', devices=jax.devices()[:1])
-  model, form = built.model, (packed.Group(ROWS, count),)
+  model, form = built.model, (packed.Group(many, count),)
 
   @jax.jit
   def run(params, cache, tokens):
-    rows = step_lib.rows(tokens, jnp.full(ROWS, count), cache.length)
+    rows = step_lib.rows(tokens, jnp.full(many, count), cache.length)
     x, _ = model.step(params, cache, rows, form)
     return model.logits(params, x)
 
@@ -116,9 +131,9 @@ def _call(c, count):
     params = jax.jit(lambda key: model.unstack(model.init(key)))(
       jax.random.key(0)
     )
-    cache = jax.jit(lambda: model.init_cache(ROWS, SLOTS))()
-    cache = cache._replace(length=jnp.full(ROWS, CACHED, jnp.int32))
-  tokens = jnp.ones((ROWS, count), jnp.int32)
+    cache = jax.jit(lambda: model.init_cache(many, SLOTS))()
+    cache = cache._replace(length=jnp.full(many, CACHED, jnp.int32))
+  tokens = jnp.ones((many, count), jnp.int32)
 
   def repeated():
     with build.use(built):

@@ -171,7 +171,7 @@ class Peers:
     self._report, self._started = report, started
     self.candidates = {peer.name: peer.run for peer in started}
 
-  def judge(self, times, ours, what=''):
+  def judge(self, times, ours, what='', least=None):
     """Takes out of `times` those that failed, and compares the others.
 
     Adds the target of each (TARGETS), its peak memory and its versions.
@@ -180,6 +180,7 @@ class Peers:
       times: what interleave gave.
       ours: name of our candidate, or {peer: name}.
       what: begins the name of the row.
+      least: the target, in place of that of TARGETS.
     """
     report, kept = self._report, False
     for peer in self._started:
@@ -191,7 +192,7 @@ class Peers:
       mine = ours.get(peer.name, ours['']) if isinstance(ours, dict) else ours
       speed = f'{what}speed of {mine} / {peer.name}'
       found = measure.ratios(times[peer.name], times[mine])
-      target = TARGETS[peer.name, report.name, peer.dtype]
+      target = least or TARGETS[peer.name, report.name, peer.dtype]
       if target is None:
         report.add({speed: found}, 'ratio')
       else:

@@ -6,6 +6,7 @@ skipped.
 
 import functools
 import json
+import math
 
 import numpy as np
 
@@ -34,6 +35,11 @@ def model():
   return opened().generator(draft.alone(opened()))
 
 
+def parameters() -> int:
+  """Numbers of the model, the embedding among them."""
+  return sum(math.prod(x.shape) for x in model().built.params.values())
+
+
 def beginnings(tokenizer, count, length, domains=()):
   """[ids] of the beginnings of held-out texts, of each domain in turn.
 
@@ -44,10 +50,12 @@ def beginnings(tokenizer, count, length, domains=()):
   return draft.beginnings(tokenizer, texts, count, length)
 
 
-def trained(run, kind, given):
+def trained(run, kind, given, name=''):
   """(path of the draft's file, heads.About, its numbers), once a recipe.
 
-  given: fields of distill.Recipe, 'layers', and of draft.Text without a path.
+  Args:
+    given: fields of distill.Recipe, 'layers', and of draft.Text without a path.
+    name: of the file, '': `kind`.
   """
   recipe = dict(given)
   layers = recipe.pop('layers')
@@ -56,7 +64,7 @@ def trained(run, kind, given):
   recipe = distill.Recipe(**recipe)
   folder = workdir_lib.prepare(run.results)
   what = dict(kind=kind, layers=layers, **text._asdict()) | recipe._asdict()
-  path = folder / f'{kind}.npz'
+  path = folder / f'{name or kind}.npz'
   note = path.with_suffix('.json')
   if not (path.exists() and note.exists() and _same(note, what)):
     about, own = draft.trained(model(), text, kind, layers, recipe, run.say)
@@ -83,18 +91,18 @@ def counted(given, ids, new, how):
   return made / lengths.sum(), lengths, [r['tokens'] for r in found]
 
 
-def greedy(run, *, method, draft, prompts):
+def greedy(run, *, method, draft, prompts, name=''):
   """(tokens a call of greedy decoding on held-out prompts, [calls that made 0,
   1, .. tokens]).
 
   Args:
-    method: fields of schema.Decode. draft: of `trained`; {}: none.
+    method: fields of schema.Decode. draft, name: of `trained`; {}: none.
     prompts: [how many, tokens of each, new tokens].
   """
   (rows, length, new), given = prompts, dict(method)
   if draft:
     kind = methods.FILES[method['method']]
-    given['draft'], _, _ = trained(run, kind, draft)
+    given['draft'], _, _ = trained(run, kind, draft, name)
   ids = beginnings(model().tokenizer, rows, length)
   mean, lengths, _ = counted(given, ids, new, dict(temperature=0.0))
   return mean, lengths

@@ -155,6 +155,21 @@ def test_a_tensor_is_read_once(tmp_path, monkeypatch):
   'how, words',
   [
     (dict(drop=['model.norm.weight']), ['lacks 1 of', 'model.norm.weight']),
+    (
+      dict(
+        drop=[
+          f'model.layers.{i}.mlp.{n}_proj.weight'
+          for i in (0, 1)
+          for n in ('up', 'gate', 'down')
+        ]
+      ),
+      [
+        'lacks 6 of',
+        'model.layers.{0,1}.mlp.down_proj.weight',
+        'model.layers.{0,1}.mlp.gate_proj',
+        'model.layers.{0,1}.mlp.up_proj',
+      ],
+    ),
     (dict(extra=['model.own']), ['has, unused, 1', 'model.own']),
     (dict(config=dict(vocab_size=50)), ['(48, 16)', '(50, 16)']),
     (dict(config=dict(model_type='lama')), ['lama', 'llama']),

@@ -12,7 +12,12 @@ def test_steps_and_calls_have_rows_and_bounds():
     unit, values = report.rows[f'step, {name}']
     assert unit == 's' and len(values) == 1 and values[0] > 0
   checks = {c.what: c for c in report.checks}
-  assert len(checks) == 2 + len(masks.CALLS)
+  assert len(checks) == 3 + len(masks.CALLS)
+  few = checks['one row: time of a causal call of 8 tokens / of 1']
+  one, eight = (
+    report.rows[f'one row, a causal call of {n}'][1][0] for n in (1, 8)
+  )
+  assert few.values == [eight / one] and few.target == 2.5
   step = checks['step: time of masks / causal']
   own, causal = (report.rows[f'step, {n}'][1][0] for n in ('masks', 'causal'))
   assert step.values == [own / causal] and step.target == 1.1
