@@ -45,7 +45,7 @@ def claims():
     operations=['copy', 'sort'], bounds=[2.65, 0.02], lists_of=[8, 100],
   )  # fmt: skip
   rewarded = dict(
-    check=traces.rewarded, on=presets.LISTS, asked='shuffle', wanted='sort',
+    check=traces.rewarded, on=presets.LISTS, operations=['shuffle', 'sort'],
     policy=dict(score='entropy', tokens=2),
     learned=dict(updates=80, prompts=16, group=8, rate=0.03), by=0.1,
     lists_of=[4, 100],

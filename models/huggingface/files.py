@@ -96,7 +96,7 @@ class Folder(Files):
         if missing:
           raise errors.UserError(
             f'{file} lacks {len(missing)} of the tensors that {INDEX} lists '
-            f'for it, {listed(missing)}: copy the folder again.'
+            f'for it, {grouped(missing)}: copy the folder again.'
           )
       return listed
     found = sorted(self.path.glob('*.safetensors'))
@@ -178,7 +178,7 @@ def _template(path):
   return found if isinstance(found, str) else ''
 
 
-def listed(names) -> str:
+def grouped(names) -> str:
   """Names of tensors, each of several layers once: blk.{0,2}.attn_q.weight."""
   layers: dict[str, list[str]] = {}
   for name in names:

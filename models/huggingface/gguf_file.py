@@ -163,7 +163,7 @@ class Gguf(files.Files):
       if bad:
         raise errors.UserError(
           f'{self.path} {what} {len(bad)} tensors of {self._depth} layers of '
-          f'{self._name}: {files.listed(bad)}. Take the folder of safetensors.'
+          f'{self._name}: {files.grouped(bad)}. Take the folder of safetensors.'
         )
     return {names[name]: tensor for name, tensor in found.items()}
 

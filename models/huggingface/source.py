@@ -124,7 +124,7 @@ class Source:
       if names:
         raise errors.UserError(
           f'{self.files.path} {what} {len(names)} of {len(wanted)} tensors of '
-          f'a {self.files.config["model_type"]}: {files_lib.listed(names)}.'
+          f'a {self.files.config["model_type"]}: {files_lib.grouped(names)}.'
         )
 
   def configured(self, model: schema.Model, say) -> schema.Model:

@@ -242,19 +242,19 @@ def sure_of_all():
   return knockouts.patched(tuning, 'certainty', certainty)
 
 
-def rewarded(run, *, on, asked, wanted, policy, learned, by, lists_of):
+def rewarded(run, *, on, operations, policy, learned, by, lists_of):
   """LEARN: share of right answers after learning from rewards, less before.
 
   A reward is the share of an answer's tokens that are right.
 
   Args:
-    on: as of `filtered`. asked: operation of a prompt (lists.OPERATIONS).
-    wanted: copy, reverse or sort, whose answers are right. policy: fields of
+    on: as of `filtered`. operations: [that of a prompt (lists.OPERATIONS), and
+      copy, reverse or sort, whose answers are right]. policy: fields of
       decode.unmask, at temperature 1. learned: dict(updates, prompts, group,
       rate): texts of an update are `group` for each prompt. by: least gain.
     lists_of: [items, lists for a seed].
   """
-  n, rows = lists_of
+  (asked, wanted), (n, rows) = operations, lists_of
   task, models, seconds = on_lists.trained(run, **on)
   shares, first = {'before': [], 'after': []}, []
   for seed, config, params in models:

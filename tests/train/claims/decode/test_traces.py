@@ -59,7 +59,7 @@ def test_what_is_right_alone_becomes_sure(tmp_path):
 
 def test_one_update_by_rewards_is_not_enough(tmp_path):
   found = traces.rewarded(
-    _run(tmp_path), on=ON, asked='sort', wanted='sort', policy=dict(tokens=2),
+    _run(tmp_path), on=ON, operations=['sort', 'sort'], policy=dict(tokens=2),
     learned=dict(updates=1, prompts=2, group=2, rate=1e-3), by=0.1,
     lists_of=[4, 4],
   )  # fmt: skip
