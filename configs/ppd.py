@@ -53,9 +53,9 @@ def claims():
   )
   joint = lossless.joint(METHOD, 'ppd')
   real = dict(
-    check=tokens_a_call.on_real_text, method=dict(method='ppd', drafts=7),
+    check=tokens_a_call.by_few_numbers, method=dict(method='ppd', drafts=7),
     draft=DRAFT, prompts=[12, 48, 48], domains=[], at_least=1.3,
-    share_at_most=2e-5, learned=True,
+    share_at_most=2e-5,
   )  # fmt: skip
   return [
     ('texts of one by one', 'EQ', text, None),

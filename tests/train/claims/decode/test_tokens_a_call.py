@@ -90,13 +90,14 @@ def test_a_draft_is_trained_once_a_recipe(pretend, monkeypatch):
     found = tokens_a_call.on_real_text(run, **given)
   assert trained == [(99, 5, 'medusa', 0, 7)] and '40 trained' in found.caveat
   monkeypatch.setattr(real_model, 'parameters', lambda: 4000)
-  small = lambda most: tokens_a_call.on_real_text(
+  few = lambda most: tokens_a_call.by_few_numbers(
     run, **given, share_at_most=most
   )
-  assert small(0.01).passed and not small(0.0099).passed
-  begun = tokens_a_call.on_real_text(run, **given, learned=True)
-  assert not begun.passed and begun.measured.endswith(', untrained 2.00')
-  assert trained.pop() == (99, 5, 'medusa', 0, 1)
+  assert few(1.0).measured.endswith(', 1.0000%, untrained 2.00')
+  assert not few(1.0).passed and trained.pop() == (99, 5, 'medusa', 0, 1)
+  with monkeypatch.context() as patched:
+    patched.setattr(real_model, 'greedy', lambda run, **how: (1.9, []))
+    assert few(0.01).passed and not few(0.0099).passed
   more = given | dict(draft=draft | dict(steps=8))
   tokens_a_call.on_real_text(run, **more)
   assert len(trained) == 2 and any(made.drafts)
