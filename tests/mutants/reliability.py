@@ -88,6 +88,22 @@ TABLE = [
     _SUPERVISOR + 'test_one_that_hangs_is_to_blame_for_a_peer_that_aborts',
   ),
   Mutation(
+    'spike_suspect',
+    'train/recorder.py',
+    'return self.streak > 0 or self._spikes.row > 0',
+    'return self.streak > 0',
+    'saves within a loss spike push out the one before it',
+    _RUN + 'test_spikes.py::test_a_spike_whose_every_step_is_saved',
+  ),
+  Mutation(
+    'memory_beside',
+    'train/run/memory.py',
+    'size += there - read',
+    'size += 0',
+    'the optimizer does not count beside a gradient',
+    _RUN + 'test_memory.py::test_what_is_there_beside_a_program_counts',
+  ),
+  Mutation(
     'spike_window',
     'train/run/spikes.py',
     'self.row += 1\n',

@@ -11,7 +11,7 @@ SILENT = lambda line: None
 
 def test_it_has_all_rows():
   report = bench_checkpoint.checkpoint(1, True, SILENT)
-  assert len(report.checks) == 6
+  assert len(report.checks) == 7
   rows = {
     what.removeprefix('0.046875 MiB: '): v
     for what, (_, v) in report.rows.items()
@@ -26,6 +26,13 @@ def test_it_has_all_rows():
   for part in ('restore', 'restore unverified', 'restore on another mesh'):
     assert rows[f'ours, {part}'] > [0]
   assert 'fingerprint' in rows and 'gradients of a step' in rows
+  blocked = report.checks[-1]
+  own, theirs = (
+    rows[f'{name}, stall of begin'][0] + rows[f'{name}, stall of barrier'][0]
+    for name in ('ours', 'Orbax')
+  )
+  assert blocked.what.endswith('blocks a step / that Orbax does')
+  assert blocked.values == [own / theirs] and blocked.target == 2
 
 
 def test_the_other_mesh_is_cut_otherwise():
