@@ -18,8 +18,8 @@ differs: masked models of 0.6M parameters, trained on lists, where the paper has
   claimed. Where any shuffle is rewarded, a model whose items are all as likely
   is at a saddle: in 150 updates of rate .1 it rose in one seed of three (.40 to
   1.00) and fell in two (.32 and .34 to .04 and .11), with rate .03 or Adam it
-  did not rise. At rate .1 sorted lists fall again after 40 updates. No KL term,
-  one update on each group of texts.
+  did not rise. At rate .1 sorted lists fell again after 40 updates (one seed).
+  No KL term, one update on each group of texts.
 partial: decode/unmask/tuning.py tunes the models of claims; no command does.
 """
 

@@ -21,7 +21,7 @@ differs: every draft has all three prompt tokens behind it (the paper's dynamic
   cross entropy of its choices among 4,096 words, not the distance of
   distributions. First choices are right for .24, .18 and .16 of held-out
   tokens, and the loss still falls (5.0 to 4.7). Training goes through the whole
-  model, 3 CPU-seconds a step here. No time of decoding is measured.
+  model. No time of decoding is measured.
 """
 
 from paraxis.configs import presets
