@@ -118,6 +118,18 @@ def _too_large(error):
   return 'RESOURCE_EXHAUSTED' in str(error) or 'out of memory' in str(error)
 
 
+def _fitting(make, what, say):
+  """What make() gives; None, said after `what`, if memory ran out."""
+  try:
+    return make()
+  except jax.errors.JaxRuntimeError as e:
+    if not _too_large(e):
+      raise
+  say(f'{what}: the device ran out of memory')
+  gc.collect()  # what the failed one held
+  return None
+
+
 def first_that_fits(ladder, form, say: Callable[[str], None]):
   """(rung, train.Ours on the device) of the first size whose step runs.
 
@@ -137,15 +149,14 @@ def first_that_fits(ladder, form, say: Callable[[str], None]):
         f'{limit / GIB:.1f}'
       )
       continue
-    try:
+
+    def make(c=c):
       ours = bench_train.Ours(c, 'data=1', time.perf_counter)
       ours.run()
+      return ours
+
+    if ours := _fitting(make, f'{name} does not fit', say):
       return (size, rows, remat), ours
-    except jax.errors.JaxRuntimeError as e:
-      if not _too_large(e):
-        raise
-      say(f'{name} does not fit: the device ran out of memory')
-    gc.collect()  # what the failed one held
   raise MemoryError('no size fits this device; the notes say why')
 
 
@@ -235,18 +246,20 @@ def first_that_decodes(sizes, weights, rows, new, say: Callable[[str], None]):
   limit = memory_of(jax.devices()[0])
   for size in sizes:
     if limit and limit < DECODES[size] * GIB:
-      say(f'{size} is not decoded: the device has {limit / GIB:.1f} GiB')
+      say(
+        f'{size} is not decoded: it takes {DECODES[size]} GiB, the device has '
+        f'{limit / GIB:.1f} GiB'
+      )
       continue
-    try:
+
+    def make(size=size):
       made = bench_decode.Ours(config(size, weights=weights))
       run = functools.partial(made.run, rows, new)
       run()
       return size, made, run
-    except jax.errors.JaxRuntimeError as e:
-      if not _too_large(e):
-        raise
-      say(f'{size} is not decoded: the device ran out of memory')
-    gc.collect()  # what the failed one held
+
+    if found := _fitting(make, f'{size} is not decoded', say):
+      return found
   raise MemoryError('no size decodes on this device; the notes say why')
 
 
