@@ -183,18 +183,22 @@ class Odd(NamedTuple):
 
   Attributes:
     leaf: name. device: jax device. others: devices with the same shard that
-      agree with each other.
+      agree with each other. axes: names of the mesh axes of its replicas along
+      which the words change at the device.
   """
 
   leaf: str
   device: Any
   others: tuple
+  axes: tuple[str, ...]
 
   def text(self) -> str:
-    """One line that names leaf, device and process, and a device to compare."""
+    """One line: leaf, device, process, a device to compare, mesh axes."""
     name = lambda d: f'device {d.id} (process {d.process_index})'
     one, other = name(self.device), name(self.others[0])
-    return f'{self.leaf} of {one} is not that of {other}'
+    axes = 'axis ' if len(self.axes) == 1 else 'axes '
+    axes += ', '.join(self.axes)
+    return f'{self.leaf} of {one} is not that of {other}, along mesh {axes}'
 
 
 class Words:
@@ -238,7 +242,7 @@ class Words:
           found[name] = each
           continue
         found[name], devices = _summed(mesh, spec, each)
-        odd += [Odd(name, *pair) for pair in devices]
+        odd += [Odd(name, *which) for which in devices]
     for name, x in self._rows.items():
       found[name] = _of_blocks(x)
     found = {n: found[n] for n in sorted(found)}
@@ -253,12 +257,13 @@ def _on_a_mesh(sharding):
 
 
 def _summed(mesh, spec, words):
-  """Words (*mesh, 3) of one leaf -> (its words, [(odd device, others)])."""
+  """Words (*mesh, 3) of one leaf -> (its words, [Odd without its leaf])."""
   used = {n for names in spec if names for n in np.atleast_1d(names)}
   axes = [i for i, n in enumerate(mesh.axis_names) if n in used]
   copies = [i for i in range(len(mesh.axis_names)) if i not in axes]
   order = *axes, *copies
   count = math.prod(words.shape[i] for i in axes)
+  grid = words
   words = words.transpose(*order, words.ndim - 1).reshape(count, -1, 3)
   odd = []
   if not (words == words[:, :1]).all():
@@ -268,11 +273,21 @@ def _summed(mesh, spec, words):
       for w, device in zip(row, held, strict=True):
         kinds[tuple(w)].append(device)
       most, *rest = sorted(kinds.values(), key=len, reverse=True)
-      odd += [(d, tuple(most)) for other in rest for d in other]
+      for device in (d for other in rest for d in other):
+        along = _along(mesh, copies, grid, device)
+        odd.append((device, tuple(most), along))
   first = words[:, 0]
   total = first.sum(axis=0, dtype=np.uint32)
   total[2] = first[:, 2].any()
   return total, odd
+
+
+def _along(mesh, axes, words, device):
+  """Names of those of some mesh axes along which a device's words change."""
+  place = tuple(np.argwhere(mesh.devices == device)[0])
+  line = lambda i: words[(*place[:i], slice(None), *place[i + 1 :])]
+  changes = lambda i: (line(i) != words[place]).any()
+  return tuple(mesh.axis_names[i] for i in axes if changes(i))
 
 
 def measure(

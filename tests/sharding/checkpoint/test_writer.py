@@ -55,11 +55,12 @@ def equal(tree, wanted):
 
 
 def with_other_copy(tree, mesh, path='b', device=5):
-  """The same tree; one device holds another copy of a replicated shard."""
+  """The same tree; some devices hold another copy of a replicated shard."""
+  others = {mesh.devices.flat[i] for i in np.atleast_1d(device)}
   parts = []
   for shard in tree[path].addressable_shards:
     x = np.asarray(shard.data).copy()
-    if shard.device == mesh.devices.flat[device]:
+    if shard.device in others:
       x[3] += 1
     parts.append(jax.device_put(x, shard.device))
   x = tree[path]
@@ -80,9 +81,12 @@ def test_a_replica_that_differs_is_named_and_nothing_is_written(
     device = mesh.devices.flat[number]
     assert [(o.leaf, o.device) for o in odd] == [('b', device)]
     assert len(odd[0].others) == 3 and device not in odd[0].others
+    assert odd[0].axes == ('data', 'fsdp')  # tensor has its shards
   with store.Store(tmp_path, say=said.append) as s:
     with pytest.raises(
-      errors.IntegrityError, match=r'step 3 differ: b of device 5 \(process 0\)'
+      errors.IntegrityError,
+      match=r'step 3 differ: b of device 5 \(process 0\) is not that of .*, '
+      'along mesh axes data, fsdp ',
     ):
       s.save(3, tree, AXES, {})
     assert not list(tmp_path.glob('3*'))
@@ -91,6 +95,17 @@ def test_a_replica_that_differs_is_named_and_nothing_is_written(
       p: jax.ShapeDtypeStruct.like(x) if False else x for p, x in good.items()
     }
     assert equal(s.restore(3, like)[0], values(good))
+
+
+@pytest.mark.parametrize(
+  'devices, axis', [((4, 6), 'data'), ((2, 6), 'fsdp'), ((5, 7), 'data')]
+)
+def test_the_axis_along_which_replicas_differ(mesh, devices, axis):
+  """All copies of one place on an axis are others: not so on the other axis."""
+  tree = with_other_copy(state(mesh), mesh, device=devices)
+  _, _, odd = fingerprint.Words(tree).read()
+  assert {o.axes for o in odd} == {(axis,)} and len(odd) == 2
+  assert odd[0].text().endswith(f', along mesh axis {axis}')
 
 
 def test_two_replicas_that_differ_are_both_named(mesh):
@@ -102,6 +117,7 @@ def test_two_replicas_that_differ_are_both_named(mesh):
   )
 
 
+@pytest.mark.invariant(16)
 def test_training_continues_while_it_is_copied(mesh, tmp_path, said):
   """The update donates what was saved; the file holds what was asked for."""
   update = jax.jit(
@@ -137,6 +153,7 @@ def test_a_snapshot_is_a_copy_and_keeps_its_layout(mesh):
   assert snapshot.host_bytes(tree) == 4 * (2 * 64 * 32 + 4 * 32)
 
 
+@pytest.mark.invariant(16)
 def test_begin_does_not_wait_for_a_slow_disk(mesh, tmp_path, said):
   gate = threading.Event()
   with store.Store(tmp_path, store.Options(keep=9), say=said.append) as s:
@@ -283,6 +300,7 @@ def test_an_older_step_makes_room(mesh, tmp_path, said, monkeypatch):
     assert s.steps() == [1, 2]
 
 
+@pytest.mark.invariant(6)
 def test_files_are_on_the_disk_before_the_rename_and_before_pruning(
   mesh, tmp_path, monkeypatch
 ):
@@ -343,6 +361,7 @@ def test_steps_of_a_streak_push_out_no_good_one(mesh, tmp_path):
     assert s.steps() == [4, 5]
 
 
+@pytest.mark.invariant(8)
 def test_committed_steps_are_told(mesh, tmp_path):
   told = []
   options = store.Options(keep=1, committed=told.append)
@@ -382,6 +401,7 @@ def test_a_damaged_step_is_none_of_those_to_keep(mesh, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('every, steps', [(1, [1]), (2, [1, 3]), (0, [3])])
+@pytest.mark.invariant(6)
 def test_what_does_not_read_back_pushes_out_no_good_one(
   mesh, tmp_path, said, monkeypatch, every, steps
 ):
