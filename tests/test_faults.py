@@ -1,10 +1,13 @@
-"""Every row of the matrix of faults has a test that provokes it.
+"""Every row of the matrix of faults has a test that provokes it, and every
+invariant, which none of them may break, one that shows it.
 
-`pytest -m fault` runs them; a row without one fails here. `python
-tests/test_faults.py` prints the matrix with its tests, from their marks.
+`pytest -m fault` and `pytest -m invariant` run them; a row without one fails
+here. `python tests/test_faults.py` prints both tables with the tests of each,
+from their marks.
 """
 
 import ast
+import json
 import pathlib
 import re
 
@@ -57,19 +60,39 @@ ROWS = {
   46: 'Ctrl-C in a notebook',
   47: 'a damaged cache of compiled programs',
 }
-_MARK = re.compile(r'pytest\.mark\.fault\(([0-9, ]+)\)')
+INVARIANTS = {
+  1: 'after any kills losses and state are bitwise those without',
+  2: 'any layout is restored on any other bit for bit',
+  3: 'saved, restored and saved again: the same fingerprints',
+  4: 'a fingerprint is the same on every layout and count of processes',
+  5: 'every batch is taken once in the history that is kept, or left out in it',
+  6: 'a verified checkpoint exists at every moment',
+  7: 'nothing begins at step 0 beside checkpoints unless it is asked for',
+  8: 'lost work is what was not committed, and is counted so',
+  9: 'an abnormal end has one cause, an exit code, and leaves no process',
+  10: 'a save that fails changes nothing and is reported at the next step',
+  11: 'other configuration, code, versions or text are refused or reported',
+  12: 'on another layout losses stay within a stated bound',
+  13: 'no number that is not finite is ever committed',
+  14: 'a checkpoint that is read runs no code and takes no memory beyond a cap',
+  15: 'the account of a run adds up to its time',
+  16: 'a save does not wait for the disk, and outlives donation',
+}
+# Seconds of all tests of faults, on two cores, by the ledger.
+MOST = 8 * 60
 _TESTS = pathlib.Path(__file__).parent
 
 
-def marked(sources):
-  """{row: [file::test]} of {file: source}."""
+def marked(sources, mark='fault'):
+  """{row: [file::test]} of {file: source}, by a mark with rows."""
+  wanted = re.compile(rf'pytest\.mark\.{mark}\(([0-9, ]+)\)')
   found = {}
   for file, source in sources.items():
     for node in ast.walk(ast.parse(source)):
       if not isinstance(node, ast.FunctionDef):
         continue
       for decorator in node.decorator_list:
-        if match := _MARK.fullmatch(ast.unparse(decorator)):
+        if match := wanted.fullmatch(ast.unparse(decorator)):
           for row in match[1].split(','):
             found.setdefault(int(row), []).append(f'{file}::{node.name}')
   return found
@@ -81,9 +104,9 @@ def _sources():
   return {str(p.relative_to(_TESTS)): read(p) for p in files}
 
 
-def faults(found):
+def faults(found, rows=ROWS):
   """Rows without a test, and marks of rows that there are not."""
-  return sorted(set(ROWS) ^ set(found))
+  return sorted(set(rows) ^ set(found))
 
 
 def test_every_fault_is_provoked():
@@ -96,15 +119,35 @@ def test_every_fault_is_provoked():
   )
 
 
+def test_every_invariant_is_shown():
+  found = marked(_sources(), 'invariant')
+  assert not faults(found, INVARIANTS), 'as above'
+
+
+def test_the_matrix_takes_minutes():
+  """By the costs that `make test-all` recorded; cheap tests have none."""
+  costs = json.loads((_TESTS / 'ledger.json').read_text('utf-8'))['costs']
+  tests = {f'tests/{t}' for ts in marked(_sources()).values() for t in ts}
+  known = [costs[test] for test in tests if test in costs]
+  assert len(known) > len(tests) / 2
+  assert sum(cost * cases for cost, cases in known) / 2 < MOST
+
+
 def test_a_row_without_a_test_is_seen():
   source = '@pytest.mark.fault(3, 99)\ndef test_x():\n  pass\n'
   found = marked({'test_x.py': source})
   assert found == {3: ['test_x.py::test_x'], 99: ['test_x.py::test_x']}
   assert faults(found) == sorted({*ROWS, 99} - {3})
+  source = source.replace('fault(3, 99)', 'invariant(2)')
+  found = marked({'test_x.py': source}, 'invariant')
+  assert faults(found, INVARIANTS) == sorted({*INVARIANTS} - {2})
 
 
 if __name__ == '__main__':
-  for row, tests in sorted(marked(_sources()).items()):
-    print(f'{row:3}  {ROWS[row]:56}  {tests[0]}')
-    for test in tests[1:]:
-      print(f'{"":61}  {test}')
+  for kind, rows in (('fault', ROWS), ('invariant', INVARIANTS)):
+    width = max(map(len, rows.values()))
+    print(f'{kind}s')
+    for row, tests in sorted(marked(_sources(), kind).items()):
+      print(f'{row:3}  {rows[row]:{width}}  {tests[0]}')
+      for test in tests[1:]:
+        print(f'{"":{width + 5}}  {test}')

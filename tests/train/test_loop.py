@@ -91,6 +91,7 @@ def test_what_experts_add_to_the_loss_is_logged(tiny, tmp_path):
 
 
 @pytest.mark.smoke
+@pytest.mark.invariant(1)
 def test_resume_is_bitwise(whole, tiny, tmp_path):
   """Killed after the checkpoint of step 4 and again later: as if it was not."""
   straight, *_ = whole
@@ -193,6 +194,7 @@ def _poisoned(leaf, steps):
 
 @pytest.mark.fault(27)
 @pytest.mark.parametrize('leaf', ['norm/scale', 'layers/mlp/up'])
+@pytest.mark.invariant(13)
 def test_a_nan_is_skipped_counted_and_named(tiny, tmp_path, leaf):
   result, said = tiny.run(tmp_path, make_step=_poisoned(leaf, [2]))
   lines = [line for line in said if 'is skipped' in line]
@@ -246,6 +248,7 @@ def test_damaged_checkpoints_are_never_overwritten(tiny, tmp_path, capsys):
 
 
 @pytest.mark.fault(37)
+@pytest.mark.invariant(11)
 def test_a_changed_text_is_refused(tiny, tmp_path):
   text = tmp_path / 'song.txt'
   text.write_text(tiny.text.read_text())
@@ -288,6 +291,7 @@ def test_any_mesh_gives_the_same_losses(tiny, ten, tmp_path, mesh, changes):
 
 
 @pytest.mark.fault(25)
+@pytest.mark.invariant(12)
 def test_a_run_moves_to_another_layout(tiny, ten, tmp_path):
   """Another mesh and ZeRO stage; then text from what it saved."""
   steps = {'train.steps': 10}
@@ -344,6 +348,7 @@ def test_tensorboard(tiny, tmp_path):
   assert not found or len(found['commit']) == 40
 
 
+@pytest.mark.invariant(10)
 def test_a_failed_save_is_reported_at_the_next_step(
   tiny, tmp_path, monkeypatch
 ):
@@ -467,6 +472,7 @@ def test_a_signal_saves_and_the_run_resumes(whole, tiny, tmp_path):
 
 
 @pytest.mark.fault(3, 13)
+@pytest.mark.invariant(1)
 def test_sigterm_and_sigkill(tiny, tmp_path):
   """Both at any moment; the curve is that of the uninterrupted run."""
   flags = ['--config.train.steps=120', '--config.checkpoint.every=5']

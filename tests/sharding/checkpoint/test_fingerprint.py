@@ -76,6 +76,7 @@ def place(tree, m):
   return {k: jax.device_put(x, spec(x)) for k, x in tree.items()}
 
 
+@pytest.mark.invariant(4)
 def test_equal_to_the_equation_on_every_mesh():
   tree = leaves()
   wanted = {k: reference(x) for k, x in tree.items() if x.size}

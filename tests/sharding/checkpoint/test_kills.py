@@ -152,6 +152,7 @@ assert me or s.steps() == [5, 6, 7]  # process 0 deletes
 """
 
 
+@pytest.mark.invariant(4)
 def test_two_processes_save_beside_their_collectives(tmp_path, said):
   ended = two_processes(GANG + BESIDE, tmp_path / 'ck')
   assert [code for code, _ in ended] == [0, 0], ended

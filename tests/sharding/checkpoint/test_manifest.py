@@ -66,6 +66,7 @@ def test_meta_that_is_no_object(two, meta):
   assert step == 1 and 'its meta is no object' in said
 
 
+@pytest.mark.invariant(14)
 def test_content_nested_without_end(two):
   deep = '[' * 10**6 + ']' * 10**6
   path = two / '2' / 'manifest' / 'metadata'

@@ -116,6 +116,7 @@ def data_file(folder):
 
 
 @pytest.mark.fault(25)
+@pytest.mark.invariant(2, 3, 4)
 def test_any_layout_to_any_layout_is_bitwise(tmp_path):
   all_layouts, prints = layouts(), set()
   for name, layout in all_layouts.items():
@@ -133,6 +134,12 @@ def test_any_layout_to_any_layout_is_bitwise(tmp_path):
       leaves = s.read_manifest()['leaves']
       prints.add(json.dumps({p: v['fingerprint'] for p, v in leaves.items()}))
   assert len(prints) == 1
+  *_, (b, layout) = all_layouts.items()
+  with store.Store(tmp_path / f'{b} again') as s:  # what was restored
+    s.save(3, tree, AXES, {})
+    s.wait()
+    again = s.read_manifest()['leaves']
+  assert again == leaves
   assert not same(host(4), host(3))  # `same` can fail
 
 
@@ -320,6 +327,7 @@ def test_junk_is_no_step(two, said):
 
 
 @pytest.mark.fault(22)
+@pytest.mark.invariant(7)
 def test_nothing_good_is_never_from_scratch(two, said):
   for step in (1, 2):
     damage('zeros', two / str(step))
@@ -383,6 +391,7 @@ def test_part_of_a_tree(two, said):
 
 
 @pytest.mark.fault(44)
+@pytest.mark.invariant(10, 13)
 def test_refused_saves_leave_everything_as_it_was(two, said, monkeypatch):
   tree = jax.device_put(host(), LAYOUT)
   with reopened(two, said) as s:
@@ -420,6 +429,7 @@ def test_refused_saves_leave_everything_as_it_was(two, said, monkeypatch):
 
 
 @pytest.mark.fault(41, 45)
+@pytest.mark.invariant(14)
 def test_crafted_manifest_and_newer_format(two, said):
   path = two / '2' / 'manifest' / 'metadata'
   manifest = json.loads(path.read_text())

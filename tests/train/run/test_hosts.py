@@ -176,6 +176,7 @@ def stopped(tiny, tmp_path_factory):
 
 
 @pytest.mark.xdist_group('stopped')
+@pytest.mark.invariant(5)
 def test_two_processes_equal_one(tiny, stopped, tmp_path):
   two, ended = stopped
   last = max(metrics.read(two))
@@ -236,6 +237,7 @@ def test_two_resume_from_a_checkpoint_of_one(tiny, tmp_path):
 
 @pytest.mark.fault(2)
 @pytest.mark.parametrize('victim', [0, 1])
+@pytest.mark.invariant(9)
 def test_when_one_is_killed_the_other_ends(tiny, tmp_path, victim):
   both = _start_two(tiny, tmp_path, *FLAGS)
   tiny.wait(both, tmp_path, 3)
@@ -246,6 +248,7 @@ def test_when_one_is_killed_the_other_ends(tiny, tmp_path, victim):
 
 
 @pytest.mark.fault(11)
+@pytest.mark.invariant(11)
 def test_processes_of_different_runs_are_refused(tiny, tmp_path):
   """By value, in both, before anything is written."""
   different = ['--config.train.seed=1', '--mesh=data=2,fsdp=2,tensor=2']

@@ -73,6 +73,7 @@ def test_a_whole_run_and_a_new_one_are_claimed(left, tmp_path_factory):
 
 @pytest.mark.parametrize('kind', ['missing', 'dangling', 'file', 'empty'])
 @pytest.mark.parametrize('events', [True, False])
+@pytest.mark.invariant(7)
 def test_lost_checkpoints(left, kind, events):
   folder = left / 'checkpoints'
   shutil.rmtree(folder)

@@ -122,6 +122,7 @@ def _cursor(workdir, step):
 
 
 @pytest.mark.fault(28)
+@pytest.mark.invariant(5)
 def test_the_run_goes_back_and_leaves_the_batches_out(tiny, rolled, tmp_path):
   workdir, said = rolled
   lines = [line for line in said if 'spiked' in line]
@@ -154,6 +155,7 @@ def test_a_spike_whose_every_step_is_saved(tiny, bad, rolled, tmp_path):
 
 
 @pytest.mark.parametrize('last', [7, 9])
+@pytest.mark.invariant(5)
 def test_a_replay_takes_the_same_skips(tiny, bad, rolled, tmp_path, last):
   """Stopped within the spike or after it, and resumed, bit for bit."""
 

@@ -103,6 +103,7 @@ def test_free_fields_are_said(tmp_path, name):
 
 
 @pytest.mark.parametrize('name', HARD)
+@pytest.mark.invariant(11)
 def test_hard_fields_are_refused(tmp_path, name):
   workdir.write_config(tmp_path, schema.Config())
   changes = {name: HARD[name], 'train.eval_every': 3}
