@@ -17,7 +17,7 @@ A step between two lines took an equal part of the time between them.
 import json
 import os
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paraxis.configs.base import errors
 from paraxis.train.run import ledger
@@ -56,8 +56,8 @@ class History(NamedTuple):
 
   spans: [Span], from the first line to the last without gaps. attempts: [dict],
   the starts: began, seconds (both in microseconds), first and last step, the
-  newest committed one (None: none was), why it ended ('': it was killed, or
-  runs). damaged: lines that are left out.
+  newest committed one (None: none was), how many were committed, why it ended
+  ('': it was killed, or runs). damaged: lines that are left out.
   """
 
   spans: list
@@ -147,6 +147,7 @@ class _Reader:
     elif line.event == 'commit' and self.attempts and line.step is not None:
       mine = self.attempts[-1]
       mine['committed'] = max(mine['committed'] or 0, line.step)
+      mine['commits'] += 1
     self._before = line.time
     if self.attempts and line.event not in ('launch', 'restart'):
       self.attempts[-1]['seconds'] = line.time - self.attempts[-1]['began']
@@ -161,7 +162,7 @@ class _Reader:
       self.attempts.append(
         dict(
           began=line.time, seconds=0, first=None, last=None, committed=None,
-          ended='',
+          commits=0, ended='',
         )
       )  # fmt: skip
 
@@ -221,7 +222,7 @@ def account(workdir):
     dict: wall, seconds; goodput, the productive share; seconds, {part: n},
     which add up to wall; lost_steps, done and not committed by starts that
     another one followed; attempts, [dict(began, seconds, first, last,
-    committed, lost, ended)]; damaged_lines.
+    committed, commits, lost, ended)]; damaged_lines.
 
   Raises:
     UserError: see `read`.
@@ -246,3 +247,34 @@ def account(workdir):
     attempts=attempts,
     damaged_lines=damaged,
   )
+
+
+def costs(workdir):
+  """What a failure and its absence cost a run, for planner/failures.run.
+
+  Returns:
+    {'step', 'save', 'restore', 'compile', 'replace': seconds}: of a step that
+    counts; for which a save blocks the steps; to read a checkpoint; of all else
+    that a start takes; between a start's last line and the next start. The
+    last lines do not say when a failure began: 'detect' is for the caller.
+
+  Raises:
+    UserError: see `read`; the run did not do, or not yet, one of these.
+  """
+  found: Any = account(workdir)
+  sums, attempts = found['seconds'], found['attempts']
+  reached = lambda end: [a[end] for a in attempts if a[end] is not None] or [0]
+  starts = len(attempts)
+  each = dict(
+    step=(sums['productive'], max(reached('last')) - min(reached('first'))),
+    save=(sums['save'], sum(one['commits'] for one in attempts)),
+    restore=(sums['restore'], starts - 1),
+    compile=(sums['compile'] + sums['other'], starts),
+    replace=(sums['idle'], starts - 1),
+  )
+  if missing := [name for name, (_, count) in each.items() if count < 1]:
+    raise errors.UserError(
+      f'{workdir}: no cost of {", ".join(missing)} in {starts} starts: a run '
+      'that saved, was started again and did steps has all.'
+    )
+  return {name: spent / count for name, (spent, count) in each.items()}

@@ -79,6 +79,7 @@ def killed(path, seed):
 
 
 @pytest.mark.parametrize('seed', range(60))
+@pytest.mark.invariant(15)
 def test_every_second_of_a_killed_run(tmp_path, seed):
   story = killed(tmp_path, seed)
   found = story.account()
@@ -114,6 +115,7 @@ def test_any_lines_add_up(tmp_path):
     assert {s.part for s in spans} <= set(goodput.PARTS)
 
 
+@pytest.mark.invariant(8)
 def test_lost_work_is_told_by_what_was_committed(tmp_path):
   """Saved at 20 in vain: the last commit, of 10, is what a restart has."""
   story = Story(tmp_path)
@@ -139,6 +141,39 @@ def test_lost_work_is_told_by_what_was_committed(tmp_path):
   assert found['lost_steps'] == 15  # the last may still commit them
   assert found['seconds']['replay'] == 2 * 15
   assert found['seconds']['productive'] == 2 * 39
+
+
+def test_costs_are_of_one_each(tmp_path):
+  """Of a run that fails after 25 of 40 steps, saved every 10."""
+  story = Story(tmp_path)
+  for first, last in ((0, 25), (20, 40)):
+    story.add('start')
+    story.now += 5
+    story.add('phase', name='compile', step=None)
+    story.now += 9 - 2 * bool(first)
+    if first:
+      story.add('phase', name='restore', step=None)
+      story.now += 3
+    story.add('phase', name='steps', step=first)
+    for step in range(first + 1, last + 1):
+      story.now += 2
+      if step % 10 == 0:  # begun, and waited for after a step's gradients
+        for name, seconds in (('save', 0.5), ('steps', 1), ('save', 0.25)):
+          story.add('phase', name=name, step=step)
+          story.now += seconds
+        story.add('commit', step=step)
+        story.add('phase', name='steps', step=step)
+    story.add('end', why='failed', step=last)
+    story.now += 60
+    if not first:
+      with support.refused('no cost of restore, replace in 1 starts'):
+        story.account()
+        goodput.costs(tmp_path)
+  story.account()
+  found = goodput.costs(tmp_path)
+  assert found == pytest.approx(
+    dict(step=2.1, save=0.75, restore=3, compile=13, replace=60)
+  )
 
 
 def test_a_stretch_that_is_partly_replay(tmp_path):
@@ -243,6 +278,7 @@ LOOP = """
 """
 
 
+@pytest.mark.invariant(15)
 def test_real_processes_that_are_killed(tmp_path):
   """Four starts: within 1% of what their parent and they themselves saw."""
   path, truth = tmp_path / ledger.FILE, tmp_path / 'truth'

@@ -1,20 +1,24 @@
 """Claims about finding faults, and about what finding them sooner gains (SIM).
 
 Of C4D (arXiv:2406.04594). Delays are drawn, failures are drawn, costs are
-given: nothing here is measured on a machine.
+given, but for those of `with_a_ledger`, which trains.
 """
 
+import dataclasses
 import itertools
 import math
 import statistics
+import tempfile
 
 import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.sharding.planner import failures
 from paraxis.sharding.planner import stragglers
+from paraxis.train import loop
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import knockouts
+from paraxis.train.run import goodput
 
 KINDS = ('link', 'sender', 'receiver', 'rank')
 HOUR = 3600
@@ -137,6 +141,10 @@ def _goodput(*given):
   return statistics.fmean(account.goodput for account in _simulated(*given))
 
 
+def _of_errors(*given):
+  return statistics.fmean(account.of_errors for account in _simulated(*given))
+
+
 def goodput_formula(
   run, *, costs, hours, intervals, detect, lost, seeds, within
 ):
@@ -147,6 +155,14 @@ def goodput_formula(
       intervals: [steps]. detect: [seconds]. lost: failures in a run. seeds: of
       runs. within: share of the formula's goodput.
   """
+  return _against_the_formula(
+    costs, hours, intervals, detect, lost, seeds, within, 'costs are assumed'
+  )
+
+
+def _against_the_formula(
+  costs, hours, intervals, detect, lost, seeds, within, whose
+):
   worst, rows, falls = 0.0, {}, True
   for h, d in itertools.product(sorted(hours), sorted(detect)):
     given, row = costs | {'detect': d}, []
@@ -160,17 +176,73 @@ def goodput_formula(
     less += [rows[other, d] for other in hours if other < h]
     falls &= all(a > b for low in less for a, b in zip(row, low, strict=True))
   table = '; '.join(
-    f'every {h:g} h, known after {d:g} s: ' + '/'.join(f'{x:.3f}' for x in row)
+    f'every {h:.3g} h, known after {d:g} s: '
+    + '/'.join(f'{x:.3f}' for x in row)
     for (h, d), row in rows.items()
   )
-  seconds = '/'.join(f'{n * costs["step"]:g}' for n in intervals)
+  seconds = '/'.join(f'{n * costs["step"]:.4g}' for n in intervals)
   return claims.Outcome(
     f'formula +-{within:.0%}',
     f'{worst:.2%} off',
     f'simulated, {seeds} runs of {lost} failures; goodput with a save every '
-    f'{seconds} s, {table}; costs are assumed',
+    f'{seconds} s, {table}; {whose}',
     bool(worst <= within and falls),
   )
+
+
+class _FailedError(Exception):
+  """What ends a training on purpose."""
+
+
+def _ledger(run, steps, every, fails):
+  """Costs of a run that fails after so many steps and is started again."""
+
+  def fail(step, *_):
+    if step == fails:
+      raise _FailedError
+
+  config = dataclasses.replace(
+    run.config,
+    train=dataclasses.replace(run.config.train, steps=steps),
+    checkpoint=dataclasses.replace(run.config.checkpoint, every=every),
+  )
+  quiet = lambda line: None
+  with tempfile.TemporaryDirectory() as folder:
+    try:
+      loop.run(config, folder, callbacks=[fail], say=quiet)
+    except _FailedError:
+      loop.run(config, folder, say=quiet)
+    return goodput.costs(folder)
+
+
+def with_a_ledger(
+  run, *, trained, apart, intervals, detect, lost, seeds, within
+):
+  """SIM: `goodput_formula` with the costs that a run's own ledger states.
+
+  Args:
+    trained: of the run that is trained here, dict(steps, every: between saves,
+      fails: after how many an exception ends it once). apart: [times of the
+      longest interval, between failures]. Others: as for `goodput_formula`.
+  """
+  costs = _ledger(run, **trained)
+  longest = max(intervals) * costs['step'] / HOUR
+  hours = [times * longest for times in apart]
+  told = ', '.join(f'{name} {seconds:.2g}' for name, seconds in costs.items())
+  ratios = []
+  for h in hours:
+    n = failures.young(costs | {'detect': 0}, 1 / h / HOUR)
+    late, soon = (
+      _of_errors(costs | {'detect': d}, n, h, lost, seeds)
+      for d in (max(detect), min(detect))
+    )
+    ratios.append(f'{soon / late:.2f}')
+  return _against_the_formula(
+    costs, hours, intervals, detect, lost, seeds, within,
+    f'costs, s, of the ledger of a run of {trained["steps"]} steps in 2 starts:'
+    f' {told}; what failures cost, known soon over late, with saves by Young: '
+    + '/'.join(ratios),
+  )  # fmt: skip
 
 
 def best_interval(run, *, costs, hours, times, lost, seeds):
@@ -205,10 +277,7 @@ def less_overhead(run, *, costs, hours, detect, also, lost, seeds, at_most):
       another, reported case; the cases that count save by Young's formula.
     at_most: the ratio of the time that failures cost, for each of `hours`.
   """
-  share = lambda d, n, h: statistics.fmean(
-    account.of_errors
-    for account in _simulated(costs | {'detect': d}, n, h, lost, seeds)
-  )
+  share = lambda d, n, h: _of_errors(costs | {'detect': d}, n, h, lost, seeds)
   ratios, rows = [], []
   for h in hours:
     n = failures.young(costs | {'detect': 0}, 1 / h / HOUR)

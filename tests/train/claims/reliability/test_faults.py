@@ -1,5 +1,7 @@
 """The claims of c4 hold, on fewer draws, and each falls by its knock-out."""
 
+import re
+
 import claim_cases
 import pytest
 import support
@@ -62,3 +64,13 @@ def test_the_cost_of_failures():
   right, wrong = claim_cases.falls('c4', 'soon', lost=100, seeds=4)
   assert right.verdict == 'direction only'
   assert wrong.measured == '1.00/1.00/1.00'
+
+
+def test_a_ledgers_costs():
+  """A training that fails once and is started again states all of them."""
+  given = dict(lost=200, seeds=4, within=0.02, apart=[10], intervals=[480])
+  right, _ = claim_cases.falls('c4', 'lost_steps', **given)
+  told = re.search(r'in 2 starts: (.*?); what', right.caveat)[1]
+  costs = {name: float(s) for name, s in (x.split() for x in told.split(', '))}
+  assert list(costs) == ['step', 'save', 'restore', 'compile', 'replace']
+  assert 0 < costs['step'] < costs['compile'] and 0 < costs['restore']
