@@ -335,6 +335,16 @@ class Weights(Checkpoint):
     config = schema.with_value(config, 'data.tokenizer', name)
     return ml_collections.ConfigDict(schema.to_dict(config)).lock()
 
+  def parts(self, config, mesh_text='', rows=1, texts=()):
+    stored = self._source.files.quantized
+    if config.decode.weights == 'int4' and stored:
+      kinds = ', '.join(f'{name} ({n})' for name, n in sorted(stored.items()))
+      self._say(
+        f'decode.weights=int4: tensors stored as {kinds} are rounded a second '
+        'time, to nearest without minima; loaded leaves them as they are'
+      )
+    return super().parts(config, mesh_text, rows, texts)
+
   def template(self, data):
     return super().template(data) or self._source.files.template
 

@@ -29,19 +29,45 @@ def prepare(model, params, config):
     UserError: groups that a matrix or a shard of it has no whole number of; no
       matrix that is kept in 4 bits.
   """
-  groups = {}
-  if config.weights == 'int4':
-    groups = _groups(model, params, config.weight_group)
   dtype = jnp.dtype(model.config.dtype)
   out = {}
-  for p, v in params.items():
-    if p in groups:  # what was loaded: a cast before it would round twice
-      own = dict(axes=model.axes[p][1:], inputs=model.inputs[p], name=p)
-      make = functools.partial(int4.make, group=groups[p], **own)
+  for p, (v, make) in _storage(model, params, config).items():
+    if make is not None:  # what was loaded: a cast before it would round twice
       out[p] = jax.vmap(make)(v)  # of a layer
     else:
       out[p] = v if model.kinds[p] == 'vector' else v.astype(dtype)
   return model.unstack(out)
+
+
+def rounded(model, params, config):
+  """{path: array} of the same shapes and dtypes, with what `prepare` rounds.
+
+  For programs that read parameters as training does: scores of whole rows.
+
+  Args and errors: as for `prepare`.
+  """
+  out = dict(params)
+  for p, (v, make) in _storage(model, params, config).items():
+    if make is not None:
+      read = lambda w, make=make: int4.floats(make(w), w)
+      layers = [read(v[i]) for i in range(len(v))]
+      out[p] = annotate.put(jnp.stack(layers), model.axes[p])
+  return out
+
+
+def _storage(model, params, config):
+  """{path: (parameter, matrix of a layer -> Int4, or None: it stays)}."""
+  groups = {}
+  if config.weights == 'int4':
+    groups = _groups(model, params, config.weight_group)
+  out = {}
+  for p, v in params.items():
+    make = None
+    if p in groups:
+      own = dict(axes=model.axes[p][1:], inputs=model.inputs[p], name=p)
+      make = functools.partial(int4.make, group=groups[p], **own)
+    out[p] = v, make
+  return out
 
 
 def check_kept(config, asked):

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from paraxis.configs.base import errors
 from paraxis.decode import loop
 from paraxis.decode import step
+from paraxis.decode import weights
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models import checks as model_checks
@@ -54,7 +55,7 @@ class Scorer:
 
     parts: build.Built, {path: array}, tokenizer and the ids that end a text, of
       load.Checkpoint.parts.
-    config: schema.Decode, of generation.
+    config: schema.Decode, of generation; its weights also of scores.
     length: the most tokens of a row; batch_size: rows of a forward pass.
     """
     self._built, self._params, self.tokenizer, self._ends = parts
@@ -68,8 +69,13 @@ class Scorer:
         f'entries, the model has model.vocab_size={model.vocab_size}: they do '
         'not belong together.'
       )
+    self._read = self._params
     with build.use(self._built):
       shards = annotate.shards('batch')
+      if config.weights != 'loaded':
+        keep = {p: x.sharding for p, x in self._params.items()}
+        read = lambda p: weights.rounded(self._built.model, p, config)
+        self._read = jax.jit(read, out_shardings=keep)(self._params)
     self.rows = -(-batch_size // shards) * shards
     self._program = jax.jit(self._forward)
 
@@ -206,15 +212,13 @@ class Scorer:
     with build.use(self._built):
       tokens, lengths = step.place([row[:-1] for row in rows], length, mesh)
       targets, _ = step.place([row[1:] for row in rows], length, mesh)
-      return jax.device_get(
-        self._program(self._params, tokens, targets, lengths)
-      )
+      return jax.device_get(self._program(self._read, tokens, targets, lengths))
 
   def _forward(self, params, tokens_BT, targets_BT, lengths_B):
     model, (rows, length) = self._built.model, tokens_BT.shape
     order = jnp.arange(length, dtype=jnp.int32)
     here = order < lengths_B[:, None]
-    weights = here.astype(jnp.float32)
+    weight = here.astype(jnp.float32)
     x_BTD, _ = model.features(
       params,
       batch_lib.Batch(
@@ -222,8 +226,8 @@ class Scorer:
         targets_BT,
         here.astype(jnp.int32),
         jnp.where(here, order, 0),
-        weights,
-        weights.sum(),
+        weight,
+        weight.sum(),
       ),
     )
     size = math.gcd(length, CHUNK)

@@ -8,6 +8,7 @@ Source: the format of safetensors (huggingface.co/docs/safetensors), of GGUF:
 models/huggingface/gguf_file.py.
 """
 
+from collections.abc import Mapping
 import hashlib
 import json
 import pathlib
@@ -39,6 +40,8 @@ class Files:
     shapes: {name: shape} of every tensor.
     licence: what the files say of it; '': nothing.
     template: the chat template; '': none.
+    quantized: {type of less than 8 bits a number: how many tensors are stored
+      in it}, as the file calls it.
   """
 
   path: pathlib.Path
@@ -46,6 +49,7 @@ class Files:
   shapes: dict[str, tuple[int, ...]]
   licence = ''
   template = ''
+  quantized: Mapping[str, int] = {}
 
   def read(self, name: str) -> np.ndarray:
     """The tensor of a name."""

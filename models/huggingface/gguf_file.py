@@ -16,6 +16,7 @@ Source: the specification in github.com/ggml-org/ggml, docs/gguf.md;
 convert_hf_to_gguf.py and llama-model.cpp in github.com/ggml-org/llama.cpp.
 """
 
+import collections
 import functools
 import json
 from typing import Any, NamedTuple
@@ -125,6 +126,9 @@ class Gguf(files.Files):
     self._check_ids()
     self.licence = self._field('general.license', '', str)
     self.template = self._field('tokenizer.chat_template', '', str)
+    forms = [t.form for t in self._tensors.values()]
+    few = (form.name for form in forms if form.size < form.values)
+    self.quantized = collections.Counter(few)
 
   def _field(self, name, default: Any = None, kind: Any = object) -> Any:
     """A field; UserError: not there, without a default, or of another type."""

@@ -104,6 +104,24 @@ def test_logits_are_those_of_rounded_weights(name):
     assert np.abs(logits(built, params) - wanted).max() > 1e-2
 
 
+@pytest.mark.parametrize('mesh', ['', *MESHES])
+def test_parameters_as_training_has_them(mesh):
+  """Of scores: the same numbers, in stacks, wherever they are."""
+  built, params = made(mesh, MESHES.get(mesh, 1), num_kv_heads=2)
+  config = schema.Decode(weights='int4', weight_group=32)
+  with build.use(built):
+    read = jax.jit(lambda p: weights.rounded(built.model, p, config))
+    found = read(params)
+  wanted, changed = rounded(built, params, 32), 0
+  assert found.keys() == wanted.keys()
+  for path, x in wanted.items():
+    np.testing.assert_allclose(found[path], x, rtol=1e-6, atol=1e-7)
+    changed += bool((np.asarray(found[path]) != np.asarray(params[path])).any())
+  assert changed == 7  # query, key, value, output, gate, up, down
+  same = weights.rounded(built.model, params, schema.Decode())
+  assert all(same[path] is params[path] for path in params)
+
+
 @pytest.mark.parametrize('mesh', MESHES)
 def test_meshes(mesh):
   built, params = made(num_kv_heads=2)

@@ -37,9 +37,13 @@ MESHES = ('data=1', 'data=2,fsdp=2', 'data=2,tensor=2')
 TEXTS = ('a b', 'Sea, wind and sail', 'The gull is over the north. ')
 
 
-def on(mesh, params, model, length=48, batch_size=8, vocabulary='bytes'):
-  """Scorer of a schema.Model with NumPy parameters."""
-  sizes = schema.view({'model': model, 'mesh': dict(sequence=False)})
+def on(
+  mesh, params, model, length=48, batch_size=8, vocabulary='bytes', **decode
+):
+  """Scorer of a schema.Model with NumPy parameters; decode: its fields."""
+  sizes = schema.view(
+    {'model': model, 'mesh': dict(sequence=False), 'decode': decode}
+  )
   count = dict(zip(MESHES, (1, 4, 4), strict=True))[mesh]
   built = build.build(sizes, mesh, devices=jax.devices()[:count])
   put = lambda x, like: jax.device_put(np.asarray(x, like.dtype), like.sharding)
@@ -157,6 +161,33 @@ def test_batches_and_meshes_change_nothing(name):
   for other in others:  # float32: 8 units in the last place
     np.testing.assert_allclose(other, first, rtol=1e-6, atol=0)
   assert len({round(x, 3) for x in first}) == len(TEXTS)
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+def test_weights_of_4_bits_are_scored_as_such(mesh):
+  """One group of 32 inputs an output: seventh parts of its largest weight."""
+  sizes = SIZES | dict(d_model=64, d_ff=64)
+  model = schema.view({'model': sizes}).model
+  params = jax.device_get(
+    jax.jit(decoder.Decoder(model).init)(jax.random.key(1))
+  )
+  by_hand = dict(params)
+  for path, x in params.items():
+    if path.startswith('layers/') and x.ndim > 2:
+      parts = x.reshape(len(x), 2, 32, -1)
+      step = np.abs(parts).max(2, keepdims=True) / 7
+      step = np.asarray(jax.numpy.asarray(step, 'bfloat16'), x.dtype)
+      by_hand[path] = (np.clip(np.rint(parts / step), -7, 7) * step).reshape(
+        x.shape
+      )
+  pairs = pairs_of(TEXTS)
+  kept = dict(weights='int4', weight_group=32)
+  found = on(mesh, params, sizes, **kept).scores(pairs)
+  wanted = on('data=1', by_hand, sizes).scores(pairs)
+  loaded = on('data=1', params, sizes).scores(pairs)
+  for one, other, before in zip(found, wanted, loaded, strict=True):
+    assert abs(one.nats - other.nats) < BOUND
+    assert abs(one.nats - before.nats) > 100 * BOUND
 
 
 def test_documents_are_cut_into_windows():

@@ -78,10 +78,11 @@ def documents():
   ]
 
 
-def scorer(weights=source.SMOLLM2):
-  with load.Weights(pathlib.Path(weights), say=quiet) as opened:
+def scorer(weights=source.SMOLLM2, say=quiet, mesh='fsdp=8', **changes):
+  changes = {name.replace('__', '.'): x for name, x in changes.items()}
+  with load.Weights(pathlib.Path(weights), say=say) as opened:
     return command.scorer(
-      opened, {'model.dtype': 'float32'}, 'fsdp=8', WINDOW, 8, quiet
+      opened, {'model.dtype': 'float32'} | changes, mesh, WINDOW, 8, quiet
     )
 
 
@@ -148,6 +149,23 @@ def test_perplexity_of_other_types(
   print(kind, *(np.exp(x / tokens) for x in (found, wanted, before)))
   assert abs(np.exp((found - wanted) / tokens) - 1) < 5e-3
   assert 1 < np.exp((found - before) / tokens) < most
+
+
+@pytest.mark.sampled(4)
+def test_perplexity_of_int4(ours, documents):
+  """What is stored as Q4_1 is rounded once more, which is said, and costs:
+  more in groups of 64, the largest that divide its widths, than of 32."""
+  said, kept = [], dict(mesh='data=8', decode__weights='int4')
+  coarse = scorer(say=said.append, **kept)
+  fine = scorer(**kept, decode__weight_group=32)
+  assert any('stored as Q4_1 (' in x and 'a second time' in x for x in said)
+  ids = ours.tokenizer.encode('\n\n'.join(documents))[: 4 * WINDOW + 1]
+  ends = range(0, 4 * WINDOW, WINDOW)
+  pairs = [(ids[a : a + 1], ids[a + 1 : a + 1 + WINDOW]) for a in ends]
+  nats = lambda scorer: -sum(score.nats for score in scorer.scores(pairs))
+  found = [np.exp(nats(x) / (4 * WINDOW)) for x in (ours, fine, coarse)]
+  print('loaded, int4 in groups of 32, of 64', *found)
+  assert 1 < found[1] / found[0] < found[2] / found[0] < 2
 
 
 @pytest.mark.sampled(4)
