@@ -70,7 +70,7 @@ ROOMS = {
     'trial verify properties shrink check target_compile doctor pipeline_report'
   ),
   'train.bench': (
-    'bench=command bench_context=context bench_data=data '
+    'bench=command bench_context=attention bench_data=data '
     'bench_decode=decode bench_kernels=kernels bench_measure=measure '
     'bench_pipeline=pipeline bench_reference=reference '
     'bench_startup=startup bench_train=train kernel_device kernel_matrix '

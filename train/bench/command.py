@@ -27,12 +27,12 @@ from paraxis.train.bench.device import command as device_command
 BENCHES = {
   'step': ('train', 1, 'a training step and its compilation: plain JAX'),
   'attention': (
-    'train', 1,
+    'attention', 1,
     'forward and backward at length 4096: jax.nn.dot_product_attention',
   ),
   'layouts': ('train', 8, 'a step on 8 virtual CPU devices: one device'),
   'context': (
-    'context', 8,
+    'attention', 8,
     'every form of context parallel attention on 8 virtual CPU devices',
   ),
   'pipeline': (

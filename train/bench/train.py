@@ -1,4 +1,4 @@
-"""Benches of training: a step and its compilation, attention, layouts.
+"""Benches of training: a step and its compilation, layouts.
 
 Ours is what `paraxis train` runs: both halves of a step, from train/step.py, on
 parameters laid out by the rules. The reference is train/bench/reference.py.
@@ -17,7 +17,6 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
-from paraxis.pallas_kernels.attention import op as attention_lib
 from paraxis.sharding.meter import compiling
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
@@ -27,8 +26,6 @@ from paraxis.train.bench import reference
 from paraxis.train.data import objectives
 
 _EXPLICIT = dict(collectives='explicit')
-# dtype -> least speed of our attention / jax.nn.dot_product_attention
-ATTENTION = {'float32': 6.0, 'bfloat16': 1.0}
 # Most time of a bfloat16 step over a float32 one, by whether there is AMX.
 NARROW = {False: 1.0, True: 0.5}
 # Layers of as many kinds as there are, of one: (pattern, layers), by --quick.
@@ -334,62 +331,3 @@ def layouts(rounds, quick, say):
       least=False,
     )
   return report
-
-
-def attention(rounds, quick, say):
-  """Causal attention forward and backward against dense attention."""
-  shape = (1, 256, 2, 16) if quick else (1, 4096, 8, 64)
-  setup = 'B{} T{} N{} H{}, causal, forward + backward'.format(*shape)
-  now, report = begin('attention', setup, quick)
-  for dtype in ATTENTION:
-    if report.lacks(dtype):
-      _attention(report, shape, dtype, rounds, now, say)
-      report.finish(dtype)
-  return report
-
-
-def _attention(report, shape, dtype, rounds, now, say):
-  """Both forms in one dtype; shape: B, T, N, H."""
-  keys = jax.random.split(jax.random.key(0), 4)
-  *inputs, weight = (jax.random.normal(k, shape, dtype) for k in keys)
-  mask = attention_lib.Mask(scale=shape[-1] ** -0.5)
-  dense, ours = f'jax.nn.dot_product_attention, {dtype}', f'ours, {dtype}'
-  forms = {
-    dense: lambda q, k, v: jax.nn.dot_product_attention(
-      q, k, v, is_causal=True
-    ),
-    ours: lambda q, k, v: attention_lib.attention(q, k, v, mask)[0],
-  }
-  made, temporary, outputs = {}, {}, []
-  for name, form in forms.items():
-    loss = lambda q, k, v, form=form: (form(q, k, v) * weight).sum()
-    both = jax.value_and_grad(loss, (0, 1, 2))
-    compiled = jax.jit(both).lower(*inputs).compile()
-    made[name] = lambda f=compiled: jax.block_until_ready(f(*inputs)) and None
-    outputs.append(compiled(*inputs)[1])
-    temporary[f'temporary memory, {name}'] = measure.temporary(compiled)
-  sizes = dict(zip(('rows', 'length', 'heads', 'width'), shape, strict=True))
-  sizes |= dict(dtype=dtype)
-  with peers.beside(report, sizes, say) as others:
-    times = measure.interleave(made | others.candidates, rounds, now, say)
-    others.judge(times, ours, f'{dtype}: ')
-  report.add(
-    {
-      f'{dtype}: {k}' if k in others.candidates else k: v
-      for k, v in times.items()
-    }
-  )
-  report.add(temporary, 'MiB')
-  report.check(
-    f'{dtype}: speed of ours / dot_product_attention',
-    measure.ratios(times[dense], times[ours]),
-    ATTENTION[dtype],
-  )
-  gaps = (
-    jnp.abs(x - y).max() / jnp.abs(y).max()
-    for x, y in zip(*outputs, strict=True)
-  )
-  report.notes.append(
-    f'{dtype}, largest difference of the two gradients, relative: '
-    f'{max(map(float, gaps)):.1e}'
-  )

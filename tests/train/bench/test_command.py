@@ -9,6 +9,7 @@ import pytest
 
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.train.bench import attention as bench_attention
 from paraxis.train.bench import command as bench
 from paraxis.train.bench import data as bench_data
 from paraxis.train.bench import decode as bench_decode
@@ -295,12 +296,12 @@ def test_bfloat16_stands_in_the_rounds_of_a_step():
 
 
 def test_attention_bench():
-  report = bench_train.attention(1, True, SILENT)
+  report = bench_attention.attention(1, True, SILENT)
   memory = {k: v for k, (u, v) in report.rows.items() if u == 'MiB'}
-  dense, ours, *narrow = memory.values()
-  assert 0 < ours[0] < dense[0] and 0 < narrow[1][0]
+  dense, ours, *narrow, long = memory.values()
+  assert 0 < ours[0] < dense[0] and 0 < narrow[1][0] and ours[0] < long[0]
   assert [c.verdict for c in report.checks] == ['-'] * 2
-  assert report.parts == ['float32', 'bfloat16']
+  assert report.parts == ['float32', 'bfloat16', 'float32 T16384']
   gaps = [float(note.split()[-1]) for note in report.notes]
   assert gaps[0] < 1e-4 < gaps[1] < 0.05
 

@@ -1,5 +1,9 @@
-"""Bench of context parallel attention: every form on 8 virtual devices.
+"""Benches of attention: beside what others have, and over context.
 
+Bench attention: forward and backward on one device; every candidate waits for
+all that it started before its time is taken.
+
+Bench context: every form of context parallel attention on 8 virtual devices.
 One call is o and the gradients of q, k, v of causal attention over a sequence
 that is sharded on the mesh axis `context`. Shapes are B1 N4 H64; ulysses, whose
 8 ranks cannot share 4 heads, runs at B1 N8 H32, which is as many operations.
@@ -12,10 +16,11 @@ the package ringattention 0.1.2 takes, 16 MiB a device at length 4096, 40 at
 16384. all_gather (all keys), rsa (all scores) and token_ring (hops unrolled)
 hold more by nature: no target.
 
-Legend: B rows, N heads, H head size.
+Legend: B rows, T tokens, N heads, H head size.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +32,7 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.sequence import attention as context_lib
 from paraxis.sharding.sequence import order as context_order
 from paraxis.train.bench import measure
+from paraxis.train.bench import peers
 from paraxis.train.bench import train as bench_train
 
 SHAPES = {'': (4, 64), ' N8 H32': (8, 32)}  # row's name -> N, H
@@ -35,6 +41,103 @@ MOST_TIME = 1.2  # of one device's
 ALONE = 'one device'
 JUDGED = ('ring', 'usp', 'ulysses N8 H32')
 MOST_SCORES = 2**28  # bytes of scores a device may hold, else rsa is left out
+
+
+class Part(NamedTuple):
+  """What is compared at once.
+
+  Attributes:
+    name: of the rows. dtype: of queries, keys and values. length: tokens.
+    quick: tokens with --quick. dense: least speed of ours over
+      jax.nn.dot_product_attention; None: its scores do not fit, peers only.
+  """
+
+  name: str
+  dtype: str
+  length: int
+  quick: int
+  dense: float | None
+
+
+PARTS = (
+  Part('float32', 'float32', 4096, 256, 6.0),
+  Part('bfloat16', 'bfloat16', 4096, 256, 1.0),
+  Part('float32 T16384', 'float32', 16384, 512, None),
+)
+
+
+def attention(rounds, quick, say):
+  """Causal attention forward and backward against dense attention."""
+  heads = (2, 16) if quick else (8, 64)
+  setup = 'B1 T{} N{} H{}, causal, forward + backward'.format(
+    PARTS[0].quick if quick else PARTS[0].length, *heads
+  )
+  now, report = bench_train.begin('attention', setup, quick)
+  for part in PARTS:
+    if report.lacks(part.name):
+      shape = 1, part.quick if quick else part.length, *heads
+      _attention(report, part, shape, rounds, now, say)
+      report.finish(part.name)
+  return report
+
+
+def _forms(part, shape):
+  """({name: (q, k, v) -> o}, name of ours); dense first, where there is one."""
+  mask = attention_lib.Mask(scale=shape[-1] ** -0.5)
+  dense = f'jax.nn.dot_product_attention, {part.name}'
+  ours = f'ours, {part.name}'
+  forms = {
+    dense: lambda q, k, v: jax.nn.dot_product_attention(
+      q, k, v, is_causal=True
+    ),
+    ours: lambda q, k, v: attention_lib.attention(q, k, v, mask)[0],
+  }
+  if part.dense is None:
+    del forms[dense]
+  return forms, ours
+
+
+def _attention(report, part, shape, rounds, now, say):
+  """All forms of one Part; shape: B, T, N, H."""
+  keys = jax.random.split(jax.random.key(0), 4)
+  *inputs, weight = (jax.random.normal(k, shape, part.dtype) for k in keys)
+  forms, ours = _forms(part, shape)
+  made, temporary, outputs = {}, {}, []
+  for name, form in forms.items():
+    loss = lambda q, k, v, form=form: (form(q, k, v) * weight).sum()
+    both = jax.value_and_grad(loss, (0, 1, 2))
+    compiled = jax.jit(both).lower(*inputs).compile()
+    made[name] = lambda f=compiled: jax.block_until_ready(f(*inputs)) and None
+    outputs.append(compiled(*inputs)[1])
+    temporary[f'temporary memory, {name}'] = measure.temporary(compiled)
+  sizes = dict(zip(('rows', 'length', 'heads', 'width'), shape, strict=True))
+  sizes |= dict(dtype=part.dtype)
+  with peers.beside(report, sizes, say) as others:
+    times = measure.interleave(made | others.candidates, rounds, now, say)
+    others.judge(times, ours, f'{part.name}: ')
+  report.add(
+    {
+      f'{part.name}: {k}' if k in others.candidates else k: v
+      for k, v in times.items()
+    }
+  )
+  report.add(temporary, 'MiB')
+  if part.dense is None:
+    return
+  dense = next(iter(forms))
+  report.check(
+    f'{part.name}: speed of ours / dot_product_attention',
+    measure.ratios(times[dense], times[ours]),
+    part.dense,
+  )
+  gaps = (
+    jnp.abs(x - y).max() / jnp.abs(y).max()
+    for x, y in zip(*outputs, strict=True)
+  )
+  report.notes.append(
+    f'{part.name}, largest difference of the two gradients, relative: '
+    f'{max(map(float, gaps)):.1e}'
+  )
 
 
 def alone(length, heads, width):
