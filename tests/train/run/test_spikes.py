@@ -1,7 +1,11 @@
 """Loss spikes: found as by the formula, rolled back, and replayed the same."""
 
 import os
+import pathlib
 import signal
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -78,11 +82,14 @@ def test_a_spike_that_could_never_be_found(tiny, window, steps, fits):
     early.check(config)
 
 
-def _with_bad_batches(job, indices):
+def _sums(job, indices):
+  """What tells a batch from others: its tokens, added."""
+  return [int(job.batches.batch_at(i).tokens.sum()) for i in indices]
+
+
+def with_bad_batches(sums):
   """step.make whose loss is 90 more on these batches, and the state wild."""
-  bad = jnp.array(
-    [int(job.batches.batch_at(i).tokens.sum()) for i in indices], jnp.int32
-  )
+  bad = jnp.array(sums, jnp.int32)
 
   def make(built, optimizer, clip_norm):
     made = step_lib.make(built, optimizer, clip_norm)
@@ -106,7 +113,7 @@ def _with_bad_batches(job, indices):
 
 @pytest.fixture(scope='module')
 def bad(tiny):
-  return _with_bad_batches(tiny.job(CHANGES), [6, 7])
+  return with_bad_batches(_sums(tiny.job(CHANGES), [6, 7]))
 
 
 @pytest.fixture(scope='module')
@@ -152,6 +159,62 @@ def test_a_spike_whose_every_step_is_saved(tiny, bad, rolled, tmp_path):
   _, said = tiny.run(tmp_path / 'run', changes, make_step=bad)
   assert any('back to step 6, leaving out' in line for line in said)
   assert support.losses(tmp_path / 'run') == support.losses(rolled[0])
+
+
+TWO = """
+import functools, sys
+import test_spikes
+from paraxis.train import cli, loop
+
+def run(*given, **named):  # once the devices are chosen
+  bad = test_spikes.with_bad_batches(list(map(int, sys.argv[1].split(','))))
+  return made(*given, **named, make_step=bad)
+
+made, loop.run = loop.run, run
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.fault(28)
+def test_two_processes_go_back_together(tiny, rolled, tmp_path):
+  """To the same step, leaving out the same batches: its later steps go."""
+  with socket.socket() as found:
+    found.bind(('127.0.0.1', 0))
+    address = f'127.0.0.1:{found.getsockname()[1]}'
+  sums = ','.join(map(str, _sums(tiny.job(CHANGES), [6, 7])))
+  here = pathlib.Path(__file__).parent
+  path = [str(here), str(here.parents[1]), os.environ.get('PYTHONPATH', '')]
+  processes = [
+    subprocess.Popen(
+      [
+        *(sys.executable, '-c', TWO, sums, 'train', f'--config={tiny.file}'),
+        *(f'--workdir={tmp_path}', '--devices=4', f'--process_id={rank}'),
+        *(f'--coordinator_address={address}', '--num_processes=2'),
+        *(f'--config.{name}={value}' for name, value in CHANGES.items()),
+      ],
+      env=os.environ
+      | dict(
+        PARAXIS_CACHE=str(tiny.folder / 'cache'),
+        PYTHONPATH=os.pathsep.join(path),
+      ),
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for rank in range(2)
+  ]
+  try:
+    said = [process.communicate(timeout=240)[0] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert [process.returncode for process in processes] == [0, 0], said
+  assert said[0].count('back to step 6, leaving out the 2 batches') == 1
+  assert _cursor(tmp_path, 12)['skips'] == [[6, 2]]
+  two, one = support.losses(tmp_path), support.losses(rolled[0])
+  assert two.keys() == one.keys()
+  gaps = np.array(list(two.values())) / np.array(list(one.values())) - 1
+  assert np.abs(gaps).max() < 1e-6
 
 
 @pytest.mark.parametrize('last', [7, 9])
