@@ -41,6 +41,7 @@ pytestmark = [pytest.mark.hf, pytest.mark.xdist_group('smollm2')]
 # Of logits, of the largest: sums of float32 in another order, 30 layers deep.
 TOLERANCE = 1e-4
 WINDOW = 512
+SHORT = 128  # of rows where figures are not compared with a peer's
 GOLDEN = pathlib.Path(__file__).parents[2] / 'golden'
 TOKENS = 4095
 PROMPTS = (
@@ -151,7 +152,7 @@ def test_perplexity_of_other_types(
   assert 1 < np.exp((found - before) / tokens) < most
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(80)
 def test_perplexity_of_int4(ours, documents):
   """What is stored as Q4_1 is rounded once more, which is said, and costs:
   more in groups of 64, the largest that divide its widths, than of 32."""
@@ -159,11 +160,11 @@ def test_perplexity_of_int4(ours, documents):
   coarse = scorer(say=said.append, **kept)
   fine = scorer(**kept, decode__weight_group=32)
   assert any('stored as Q4_1 (' in x and 'a second time' in x for x in said)
-  ids = ours.tokenizer.encode('\n\n'.join(documents))[: 4 * WINDOW + 1]
-  ends = range(0, 4 * WINDOW, WINDOW)
-  pairs = [(ids[a : a + 1], ids[a + 1 : a + 1 + WINDOW]) for a in ends]
+  ids = ours.tokenizer.encode('\n\n'.join(documents))[: 8 * SHORT + 1]
+  ends = range(0, 8 * SHORT, SHORT)
+  pairs = [(ids[a : a + 1], ids[a + 1 : a + 1 + SHORT]) for a in ends]
   nats = lambda scorer: -sum(score.nats for score in scorer.scores(pairs))
-  found = [np.exp(nats(x) / (4 * WINDOW)) for x in (ours, fine, coarse)]
+  found = [np.exp(nats(x) / (8 * SHORT)) for x in (ours, fine, coarse)]
   print('loaded, int4 in groups of 32, of 64', *found)
   assert 1 < found[1] / found[0] < found[2] / found[0] < 2
 
