@@ -152,21 +152,19 @@ def test_perplexity_of_other_types(
   assert 1 < np.exp((found - before) / tokens) < most
 
 
-@pytest.mark.sampled(80)
+@pytest.mark.sampled(24)
 def test_perplexity_of_int4(ours, documents):
-  """What is stored as Q4_1 is rounded once more, which is said, and costs:
-  more in groups of 64, the largest that divide its widths, than of 32."""
-  said, kept = [], dict(mesh='data=8', decode__weights='int4')
-  coarse = scorer(say=said.append, **kept)
-  fine = scorer(**kept, decode__weight_group=32)
+  """What is stored as Q4_1 is rounded once more, which is said, and costs."""
+  said = []
+  coarse = scorer(say=said.append, mesh='data=8', decode__weights='int4')
   assert any('stored as Q4_1 (' in x and 'a second time' in x for x in said)
   ids = ours.tokenizer.encode('\n\n'.join(documents))[: 8 * SHORT + 1]
   ends = range(0, 8 * SHORT, SHORT)
   pairs = [(ids[a : a + 1], ids[a + 1 : a + 1 + SHORT]) for a in ends]
   nats = lambda scorer: -sum(score.nats for score in scorer.scores(pairs))
-  found = [np.exp(nats(x) / (8 * SHORT)) for x in (ours, fine, coarse)]
-  print('loaded, int4 in groups of 32, of 64', *found)
-  assert 1 < found[1] / found[0] < found[2] / found[0] < 2
+  found = [np.exp(nats(x) / (8 * SHORT)) for x in (ours, coarse)]
+  print('loaded, int4 in groups of 64', *found)
+  assert 1.01 < found[1] / found[0] < 2
 
 
 @pytest.mark.sampled(4)
