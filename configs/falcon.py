@@ -23,6 +23,9 @@ differs: chains of drafts, two a pass, no tree. The features before a token are
 from paraxis.configs import presets
 
 METHOD = dict(method='falcon', drafts=3)
+OWN = dict(layers=0, tokens=90_000, own=96, length=128, words=4096)
+FALCON = OWN | dict(steps=400, batch=512)
+MEDUSA = OWN | dict(heads=3, blocks=10, steps=600, rate=2e-3)
 MODELS = [{'model.vocab_size': 12},
           {'model.vocab_size': 12, 'model.pattern': 'WFN'}]  # fmt: skip
 
@@ -35,12 +38,20 @@ def get_config():
 def claims():
   """What `paraxis reproduce falcon` checks."""
   from paraxis.train.claims.decode import lossless
+  from paraxis.train.claims.decode import tokens_a_call
 
   text = lossless.texts(METHOD, MODELS, 'falcon')
   joint = lossless.joint(METHOD | dict(judge='rejection'), 'falcon')
+  more = dict(
+    check=tokens_a_call.more_than,
+    pair=[dict(method='falcon', drafts=4), dict(method='medusa', drafts=24)],
+    drafts=[FALCON, MEDUSA], prompts=[12, 48, 48], parameters_within=1.1,
+    admits='not reproduced',
+  )  # fmt: skip
   return [
     ('texts of one by one', 'EQ', text, None),
     ('joint of 4 tokens', 'EQ', joint, None),
+    ('tokens a call above those of Medusa', 'LEARN', more, None),
   ]
 
 

@@ -241,4 +241,13 @@ TABLE = [
     'tests/decode/test_context.py::'
     'test_latents_are_sharded_in_width_and_in_slots[summed]',
   ),
+  Mutation(
+    'scored_as_loaded',
+    'decode/evaluate/score.py',
+    'self._program(self._read, tokens',
+    'self._program(self._params, tokens',
+    'scores are of the loaded weights, whatever decode.weights says',
+    'tests/decode/evaluate/test_score.py::'
+    'test_weights_of_4_bits_are_scored_as_such',
+  ),
 ]

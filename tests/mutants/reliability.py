@@ -16,6 +16,22 @@ TABLE = [
     _WRITER + 'test_a_replica_that_differs_is_named_and_nothing_is_written',
   ),
   Mutation(
+    'axis_that_changes',
+    'sharding/checkpoint/fingerprint.py',
+    'for i in axes if changes(i))',
+    'for i in axes)',
+    'every axis of replicas is named, whichever group is the odd one',
+    _WRITER + 'test_the_axis_along_which_replicas_differ',
+  ),
+  Mutation(
+    'stopped_time',
+    'train/run/goodput.py',
+    "replace=(sums['idle'], starts - 1),",
+    "replace=(sums['idle'], starts),",
+    'time between starts is counted as if one more had been waited for',
+    _RUN + 'test_goodput.py::test_costs_are_of_one_each',
+  ),
+  Mutation(
     'files_forced',
     'sharding/checkpoint/writer.py',
     'folders.force(path)',
