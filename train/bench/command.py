@@ -19,6 +19,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.train.bench import measure
+from paraxis.train.bench import peer_torch
 from paraxis.train.bench import peers as peers_lib
 from paraxis.train.bench import report as report_lib
 from paraxis.train.bench.device import command as device_command
@@ -150,6 +151,9 @@ def run(name, rounds, quick, **options):
     except measure.KeptError as kept:
       return kept.args[0]
     peers_lib.absent(report)
+    if not any('peak memory' in row for row in report.rows):
+      peak = peer_torch.peak()
+      report.add({'peak memory, this process': [peak]}, 'MiB')
     report.notes.append(f'{before} before, {_load()} after')
     report.finish()
   return report

@@ -164,6 +164,8 @@ def test_a_run_says_on_what_it_was_measured(monkeypatch):
     bench_data, 'data', lambda *_: measure.begin('data', '', '', False)
   )
   report = bench.run('data', 2, True)
+  unit, (peak,) = report.rows['peak memory, this process']
+  assert unit == 'MiB' and peak > 50
   assert {'cpu', 'cores', 'threads', 'flags', 'jax', 'python'} <= {
     *report.facts
   }
