@@ -340,8 +340,9 @@ class Weights(Checkpoint):
     if config.decode.weights == 'int4' and stored:
       kinds = ', '.join(f'{name} ({n})' for name, n in sorted(stored.items()))
       self._say(
-        f'decode.weights=int4: tensors stored as {kinds} are rounded a second '
-        'time, to nearest without minima; loaded leaves them as they are'
+        f'decode.weights=int4: matrices of layers, stored as {kinds} tensors, '
+        'are rounded a second time, to nearest without minima; '
+        'decode.weights=loaded leaves them as they are'
       )
     return super().parts(config, mesh_text, rows, texts)
 
