@@ -69,7 +69,7 @@ def alone(texts, order, pattern, options):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize('options', (GREEDY, SAMPLED), ids=('greedy', 'drawn'))
-@pytest.mark.parametrize('pattern', ('WF', 'GF'))
+@pytest.mark.parametrize('pattern', ('WF', 'GF', 'A', 'H'))
 def test_mixed_requests_are_bitwise_what_they_are_alone(pattern, options):
   """32 of them through 3 rows, and in reverse order."""
   texts, generator = prompts(32), made(pattern)
@@ -120,9 +120,14 @@ def test_served_texts_are_those_of_one_batch(pattern, options):
     found = plain.generate(
       texts, stop=[stop], on_text=show, max_new_tokens=9, **options, **SERVED
     )
+    budget = SERVED | dict(budget=64)  # one chunk a step, not two
+    other = plain.generate(
+      texts, stop=[stop], max_new_tokens=9, **options, **budget
+    )
   keys = ('tokens', 'text', 'finish')
-  for a, b in zip(found, want, strict=True):
-    assert [a[k] for k in keys] == [b[k] for k in keys]
+  for a, b, c in zip(found, want, other, strict=True):
+    assert [a[k] for k in keys] == [b[k] for k in keys] == [c[k] for k in keys]
+    np.testing.assert_allclose(a['logprobs'], c['logprobs'], rtol=0, atol=1e-12)
   assert pieces == [r['text'] for r in found]
 
 
