@@ -152,7 +152,7 @@ def test_perplexity_of_other_types(
   assert 1 < np.exp((found - before) / tokens) < most
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(160)
 def test_perplexity_of_int4(ours, documents):
   """What is stored as Q4_1 is rounded once more, which is said, and costs."""
   said = []
