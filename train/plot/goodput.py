@@ -45,6 +45,8 @@ def text(account):
   for part, seconds in account['seconds'].items():
     share = seconds / account['wall']
     lines.append(f'{share:7.1%} {seconds:12,.1f}  {part}')
+  each = (f'{name} {seconds:.3g}' for name, seconds in account['costs'].items())
+  lines.append(f'seconds of one: {", ".join(each)}')
   lines.append(
     f'{"start":>7} {"seconds":>12}  {"began (UTC)":19}  {"steps":>17} '
     f'{"committed":>9} {"lost":>6}  ended'

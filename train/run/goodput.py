@@ -26,6 +26,7 @@ PARTS = (
   'productive', 'replay', 'save', 'restore', 'compile', 'evaluation', 'stall',
   'other', 'idle',
 )  # fmt: skip
+COSTS = 'step', 'save', 'restore', 'compile', 'replace'
 OF_PHASE = {'evaluate': 'evaluation'}  # others have the part's name
 LATEST = 1e11  # unix seconds
 SECOND = 10**6  # times are whole microseconds, so that sums are exact
@@ -220,9 +221,10 @@ def account(workdir):
 
   Returns:
     dict: wall, seconds; goodput, the productive share; seconds, {part: n},
-    which add up to wall; lost_steps, done and not committed by starts that
-    another one followed; attempts, [dict(began, seconds, first, last,
-    committed, commits, lost, ended)]; damaged_lines.
+    which add up to wall; costs, those of `costs` that were seen; lost_steps,
+    done and not committed by starts that another one followed; attempts,
+    [dict(began, seconds, first, last, committed, commits, lost, ended)];
+    damaged_lines.
 
   Raises:
     UserError: see `read`.
@@ -239,14 +241,30 @@ def account(workdir):
     # A start stands on the step it restored, until it commits one.
     stands = max(one['committed'] or 0, one['first'] or 0)
     one['lost'] = max((one['last'] or 0) - stands, 0)
+  seconds = {part: n / SECOND for part, n in sums.items()}
   return dict(
     wall=wall / SECOND,
     goodput=sums['productive'] / wall,
-    seconds={part: n / SECOND for part, n in sums.items()},
+    seconds=seconds,
+    costs=_costs(seconds, attempts),
     lost_steps=sum(one['lost'] for one in attempts[:-1]),
     attempts=attempts,
     damaged_lines=damaged,
   )
+
+
+def _costs(sums, attempts):
+  """{name: seconds of one} of what `costs` gives, as far as it was seen."""
+  reached = lambda end: [a[end] for a in attempts if a[end] is not None] or [0]
+  starts = len(attempts)
+  each = dict(
+    step=(sums['productive'], max(reached('last')) - min(reached('first'))),
+    save=(sums['save'], sum(one['commits'] for one in attempts)),
+    restore=(sums['restore'], starts - 1),
+    compile=(sums['compile'] + sums['other'], starts),
+    replace=(sums['idle'], starts - 1),
+  )
+  return {name: spent / count for name, (spent, count) in each.items() if count}
 
 
 def costs(workdir):
@@ -261,20 +279,11 @@ def costs(workdir):
   Raises:
     UserError: see `read`; the run did not do, or not yet, one of these.
   """
-  found: Any = account(workdir)
-  sums, attempts = found['seconds'], found['attempts']
-  reached = lambda end: [a[end] for a in attempts if a[end] is not None] or [0]
-  starts = len(attempts)
-  each = dict(
-    step=(sums['productive'], max(reached('last')) - min(reached('first'))),
-    save=(sums['save'], sum(one['commits'] for one in attempts)),
-    restore=(sums['restore'], starts - 1),
-    compile=(sums['compile'] + sums['other'], starts),
-    replace=(sums['idle'], starts - 1),
-  )
-  if missing := [name for name, (_, count) in each.items() if count < 1]:
+  account_: Any = account(workdir)
+  found, starts = account_['costs'], len(account_['attempts'])
+  if missing := [name for name in COSTS if name not in found]:
     raise errors.UserError(
       f'{workdir}: no cost of {", ".join(missing)} in {starts} starts: a run '
       'that saved, was started again and did steps has all.'
     )
-  return {name: spent / count for name, (spent, count) in each.items()}
+  return found

@@ -48,10 +48,14 @@ def test_the_command(tmp_path, capsys):
   )
   assert lines[2].split() == ['57.1%', '72.0', 'productive']
   assert lines[3].split() == ['19.0%', '24.0', 'replay']
-  assert lines[12].split()[-5:] == ['to', '10', '6', '4', 'killed']
-  assert lines[14].endswith('4  stopped ?[31m') and '\x1b' not in out
-  assert lines[15] == '1 damaged lines are left out'
-  assert lines[16] == f'wrote {tmp_path / plot.NAME}'
+  # 72 s of 22 steps; 3 saves; what else 3 starts took; 6 s between two.
+  assert lines[11] == (
+    'seconds of one: step 3.27, save 3, restore 0, compile 3, replace 6'
+  )
+  assert lines[13].split()[-5:] == ['to', '10', '6', '4', 'killed']
+  assert lines[15].endswith('4  stopped ?[31m') and '\x1b' not in out
+  assert lines[16] == '1 damaged lines are left out'
+  assert lines[17] == f'wrote {tmp_path / plot.NAME}'
   assert min(support.png_size(tmp_path / plot.NAME)) > 400
 
 
@@ -105,7 +109,7 @@ def test_few_starts_and_many(tmp_path, starts, seconds):
   text = plot.text(account).splitlines()
   assert f'in {starts} start' in text[0]
   assert ('        ... 30 earlier ones' in text) == (starts == 60)
-  assert len(text) == 2 + 9 + 1 + min(starts, 30) + (starts == 60) + 1
+  assert len(text) == 2 + 9 + 2 + min(starts, 30) + (starts == 60) + 1
   assert support.png_size(plot.draw(tmp_path, account))[0] > 400
 
 
