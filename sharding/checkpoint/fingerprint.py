@@ -196,9 +196,11 @@ class Odd(NamedTuple):
     """One line: leaf, device, process, a device to compare, mesh axes."""
     name = lambda d: f'device {d.id} (process {d.process_index})'
     one, other = name(self.device), name(self.others[0])
-    axes = 'axis ' if len(self.axes) == 1 else 'axes '
-    axes += ', '.join(self.axes)
-    return f'{self.leaf} of {one} is not that of {other}, along mesh {axes}'
+    found = f'{self.leaf} of {one} is not that of {other}'
+    if not self.axes:  # odd ones fill all its lines of the mesh
+      return found
+    axes = 'axis' if len(self.axes) == 1 else 'axes'
+    return f'{found}, along mesh {axes} {", ".join(self.axes)}'
 
 
 class Words:

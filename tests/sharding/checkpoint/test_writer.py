@@ -108,6 +108,13 @@ def test_the_axis_along_which_replicas_differ(mesh, devices, axis):
   assert odd[0].text().endswith(f', along mesh axis {axis}')
 
 
+def test_a_device_whose_lines_are_all_odd_has_no_axis(mesh):
+  one = fingerprint.Odd('b', mesh.devices.flat[0], (mesh.devices.flat[7],), ())
+  assert one.text() == (
+    'b of device 0 (process 0) is not that of device 7 (process 0)'
+  )
+
+
 def test_two_replicas_that_differ_are_both_named(mesh):
   one = mesh_lib.make(dict(data=2), jax.devices()[:2])
   x = {'b': jax.device_put(np.ones(8, np.float32), NamedSharding(one, P()))}
