@@ -49,9 +49,7 @@ def rounded(model, params, config):
   out = dict(params)
   for p, (v, make) in _storage(model, params, config).items():
     if make is not None:
-      read = lambda w, make=make: int4.floats(make(w), w)
-      layers = [read(v[i]) for i in range(len(v))]
-      out[p] = annotate.put(jnp.stack(layers), model.axes[p])
+      out[p] = jax.vmap(lambda w, make=make: int4.floats(make(w), w))(v)
   return out
 
 

@@ -165,7 +165,7 @@ def test_batches_and_meshes_change_nothing(name):
 
 @pytest.mark.parametrize('mesh', MESHES)
 def test_weights_of_4_bits_are_scored_as_such(mesh):
-  """One group of 32 inputs an output: seventh parts of its largest weight."""
+  """Groups of 32 inputs an output: sevenths of the largest weight of each."""
   sizes = SIZES | dict(d_model=64, d_ff=64)
   model = schema.view({'model': sizes}).model
   params = jax.device_get(

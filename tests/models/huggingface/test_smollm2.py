@@ -79,11 +79,15 @@ def documents():
   ]
 
 
-def scorer(weights=source.SMOLLM2, say=quiet, mesh='fsdp=8', **changes):
-  changes = {name.replace('__', '.'): x for name, x in changes.items()}
+def scorer(weights=source.SMOLLM2, say=quiet, mesh='fsdp=8', changes=()):
   with load.Weights(pathlib.Path(weights), say=say) as opened:
     return command.scorer(
-      opened, {'model.dtype': 'float32'} | changes, mesh, WINDOW, 8, quiet
+      opened,
+      {'model.dtype': 'float32', **dict(changes)},
+      mesh,
+      WINDOW,
+      8,
+      quiet,
     )
 
 
@@ -156,7 +160,8 @@ def test_perplexity_of_other_types(
 def test_perplexity_of_int4(ours, documents):
   """What is stored as Q4_1 is rounded once more, which is said, and costs."""
   said = []
-  coarse = scorer(say=said.append, mesh='data=8', decode__weights='int4')
+  kept = {'decode.weights': 'int4'}
+  coarse = scorer(say=said.append, mesh='data=8', changes=kept)
   assert any('stored as Q4_1 (' in x and 'a second time' in x for x in said)
   ids = ours.tokenizer.encode('\n\n'.join(documents))[: 8 * SHORT + 1]
   ends = range(0, 8 * SHORT, SHORT)
