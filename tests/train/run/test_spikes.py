@@ -162,7 +162,7 @@ def test_a_spike_whose_every_step_is_saved(tiny, bad, rolled, tmp_path):
 
 
 TWO = """
-import functools, sys
+import sys
 import test_spikes
 from paraxis.train import cli, loop
 
