@@ -13,7 +13,6 @@ from collections.abc import Callable
 import functools
 import glob
 import importlib.util
-import io
 import os
 import pathlib
 import re
@@ -27,6 +26,7 @@ import ml_collections
 from ml_collections import config_flags
 
 from paraxis.configs import schema
+from paraxis.configs.base import allocator
 from paraxis.configs.base import errors
 from paraxis.configs.base import explain
 from paraxis.configs.base import extra as extra_lib
@@ -335,8 +335,8 @@ _COMPILERS = 'libtpu', 'jax_cuda13_plugin', 'jax_cuda12_plugin'
 def prepare_devices(count):
   """Before jax starts: `count` virtual CPU devices; 0: what the machine has.
 
-  A machine without accelerators then shows 8 virtual devices. UserError:
-  JAX_PLATFORMS names none of jax's platforms.
+  A machine without accelerators then shows 8 virtual devices. On CPU, freed
+  memory is kept (allocator). UserError: an unknown platform in JAX_PLATFORMS.
   """
   flag = '--xla_force_host_platform_device_count'
   given = os.environ.get('XLA_FLAGS', '')
@@ -348,12 +348,14 @@ def prepare_devices(count):
     os.environ['XLA_FLAGS'] = ' '.join([*kept, f'{flag}={count}'])
   elif flag not in given:
     os.environ['XLA_FLAGS'] = f'{given} {flag}=8'.strip()
-  if not count and not any(map(glob.glob, _ACCELERATORS)):
-    # They may be here to compile with: without a device libtpu warns at length,
-    # and jax's CUDA plugin fails, after which it compiles nothing.
-    if any(map(importlib.util.find_spec, _COMPILERS)):
-      os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+  alone = not any(map(glob.glob, _ACCELERATORS))
+  if alone and not count and any(map(importlib.util.find_spec, _COMPILERS)):
+    # They are here to compile with: without a device libtpu warns, and jax's
+    # CUDA plugin fails, after which it compiles nothing.
+    os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   platforms = os.environ.get('JAX_PLATFORMS')
+  if platforms == 'cpu' or alone:
+    allocator.keep_pages()
   if platforms != before and 'jax' in sys.modules:  # a config imported it
     sys.modules['jax'].config.update('jax_platforms', platforms)
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
@@ -361,7 +363,7 @@ def prepare_devices(count):
 
 def run(command, argv):
   """Runs command(argv) -> exit code; prints one clear line for every error."""
-  _line_by_line()
+  explain.line_by_line()
   try:
     return command(argv) or errors.EXIT_OK
   except (errors.UserError, errors.IntegrityError, errors.CrashError) as e:
@@ -380,13 +382,6 @@ def run(command, argv):
     explain.tell(traceback.format_exc())
     explain.tell(f'paraxis: crashed: {type(e).__name__}: {e}')
     return errors.EXIT_CRASH
-
-
-def _line_by_line():
-  """Every printed line appears at once, in a pipe or a log too."""
-  for stream in (sys.stdout, sys.stderr):
-    if isinstance(stream, io.TextIOWrapper):
-      stream.reconfigure(line_buffering=True)
 
 
 def help_fields():

@@ -6,6 +6,7 @@ raised is a crash of ours.
 
 import contextlib
 import importlib.metadata
+import io
 import os
 import re
 import sys
@@ -17,6 +18,13 @@ from paraxis.configs.base import user_file
 
 PLATFORMS = 'cpu', 'gpu', 'cuda', 'rocm', 'tpu'  # of jax's own
 _OF_THEM = 'cuda', 'rocm', 'libtpu'  # in the names of plugins for these
+
+
+def line_by_line():
+  """Every printed line appears at once, in a pipe or a log too."""
+  for stream in (sys.stdout, sys.stderr):
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(line_buffering=True)
 
 
 def tell(text):
