@@ -311,4 +311,20 @@ TABLE = [
     'tests/train/claims/test_knockouts.py::'
     'test_a_claim_that_still_holds_is_told',
   ),
+  Mutation(
+    'kept_rounds',
+    'train/bench/measure.py',
+    'range(done + 1, rounds + 1)',
+    'range(1, rounds + 1)',
+    'a bench that is resumed measures kept rounds again',
+    'tests/train/bench/test_command.py::test_rounds_survive_a_cut',
+  ),
+  Mutation(
+    'pages_returned',
+    'configs/base/allocator.py',
+    '_MMAP_MAX: 0',
+    '_MMAP_MAX: 65536',
+    'large blocks are returned to the kernel',
+    'tests/configs/base/test_allocator.py::test_pages_are_kept',
+  ),
 ]

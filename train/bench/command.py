@@ -19,7 +19,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
 from paraxis.train.bench import measure
-from paraxis.train.bench import peer_torch
+from paraxis.train.bench import peer_process
 from paraxis.train.bench import peers as peers_lib
 from paraxis.train.bench import report as report_lib
 from paraxis.train.bench.device import command as device_command
@@ -152,7 +152,7 @@ def run(name, rounds, quick, **options):
       return kept.args[0]
     peers_lib.absent(report)
     if not any('peak memory' in row for row in report.rows):
-      peak = peer_torch.peak()
+      peak = peer_process.peak()
       report.add({'peak memory, this process': [peak]}, 'MiB')
     report.notes.append(f'{before} before, {_load()} after')
     report.finish()
@@ -273,8 +273,8 @@ COMMAND = command_line.Command(
     '              errors and speed of kernels, steps, decoding, checkpoints',
     'Peers, which the Python of a --peer= must have installed:',
     *(f'  {name:13}  {text}' for name, (_, text) in peers_lib.NAMES.items()),
-    'MaxText is none: its step needs a data pipeline of its own. A peer that',
-    'is missing, too old, or does not apply becomes a note of the table.',
+    'A peer that is missing, too old, or does not apply becomes a note of the',
+    'table.',
     'The table has min, median and max of both, of their ratio within a round,',
     'and its target: met or missed in every round, or within noise. A missed',
     'target does not change the exit code.',

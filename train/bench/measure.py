@@ -6,10 +6,12 @@ CPU-seconds of the whole process, all its threads: shared cores stretch wall
 time by any factor, CPU time by a few percent. Standard library only.
 
 A bench is a series of comparisons. After each its rows are printed and, within
-a `session` that has a file, kept: a bench that is cut continues after the last.
+a `session` that has a file, kept; so is every round of one that is not done. A
+bench that is cut continues after the last round, with a warm-up.
 """
 
 import contextlib
+import copy
 import dataclasses
 import datetime
 import json
@@ -82,7 +84,8 @@ class BenchReport:
   judged: whether these are the sizes that the targets are for. rows: {what:
   (unit, values)}, values one per round. checks: targets. notes: lines of text.
   parts: comparisons that are done. facts: versions, rounds, flags. complete:
-  whether all comparisons are done. dates: ISO, on which it measured.
+  whether all comparisons are done. dates: ISO, on which it measured. cut:
+  {comparison: {what: values}}, the rounds of one that is not done.
   """
 
   name: str
@@ -96,6 +99,7 @@ class BenchReport:
   facts: dict = dataclasses.field(default_factory=dict)
   complete: bool = False
   dates: list = dataclasses.field(default_factory=list)
+  cut: dict = dataclasses.field(default_factory=dict)
 
   def add(self, times, unit='s'):
     """Rows from {what: values}; without values there is no row."""
@@ -116,11 +120,17 @@ class BenchReport:
     if part:
       self.parts.append(part)
       _SESSION.show(self)
+    self.measured_today()
+    self.complete |= not part
+    self.cut = {}
+    # Those from before a comparison are said again where a bench is resumed.
+    self.notes = list(dict.fromkeys(self.notes))
+    _SESSION.keep(self)
+
+  def measured_today(self):
     today = datetime.date.today().isoformat()
     if today not in self.dates:
       self.dates.append(today)
-    self.complete |= not part
-    _SESSION.keep(self)
 
 
 class KeptError(Exception):
@@ -144,6 +154,10 @@ class Session:
   drafts: tuple = ()
   say: Any = None
   _shown: set = dataclasses.field(default_factory=set, init=False)
+  # The report of this process as the file has it, and how often it was asked
+  # for rounds since: a comparison is known by its number.
+  _kept: Any = dataclasses.field(default=None, init=False)
+  _asked: int = dataclasses.field(default=0, init=False)
 
   def __post_init__(self):
     if self.resume and not self.path:
@@ -169,6 +183,31 @@ class Session:
 
   def keep(self, report):
     """Writes the report into the file, at once or not at all."""
+    self._kept, self._asked = copy.deepcopy(report), 0
+    self._write(self._kept)
+
+  def begun(self, report):
+    """What `report` has is what its next rounds are kept with."""
+    self._kept, self._asked = copy.deepcopy(report), 0
+
+  def rounds(self, names):
+    """(times of a comparison that was cut, a function that keeps them).
+
+    names: of its candidates. times: {row: [seconds]}, empty without a cut.
+    """
+    self._asked += 1
+    if self._kept is None:  # no bench: nothing is kept
+      return {}, lambda times: None
+    key = f'{self._asked}: {", ".join(names)}'
+
+    def keep(times):
+      self._kept.cut[key] = copy.deepcopy(times)
+      self._kept.measured_today()
+      self._write(self._kept)
+
+    return copy.deepcopy(self._kept.cut.get(key, {})), keep
+
+  def _write(self, report):
     if self.path:
       others = [r for r in self.read() if r.name != report.name]
       part = self.path.with_name(f'{self.path.name}.part')
@@ -226,6 +265,7 @@ def begin(name, setup, clock, judged):
   old = _SESSION.found(new)
   if old and old.complete:
     raise KeptError(old)
+  _SESSION.begun(old or new)
   return old or new
 
 
@@ -255,18 +295,23 @@ def interleave(candidates, rounds, clock=time.process_time, say=None):
     say: called with one line per round.
 
   Returns:
-    {row: [seconds, one per round]}.
+    {row: [seconds, one per round]}, with the rounds that a session has kept.
   """
-  times = {}
-  for number in range(rounds + 1):
+  times, keep = _SESSION.rounds(candidates)
+  done = min(map(len, times.values()), default=0)
+  whole = True  # whether all candidates answered, so far
+  for number in (0, *range(done + 1, rounds + 1)):
     for name, function in candidates.items():
       before = clock()
       parts = function()
       if not isinstance(parts, dict):
         parts = {'': clock() - before}
+      whole &= bool(parts)
       for part, seconds in parts.items():
         if number:
           times.setdefault(f'{name}{part}', []).append(seconds)
+    if number and whole:
+      keep(times)
     if say:
       say(f'round {number} of {rounds}' if number else 'warmed up')
   return times

@@ -2,10 +2,10 @@
 
     paraxis bench step --peer=hf:/path/to/venv/bin/python
 
-A peer is started by the Python that is named, runs peer_torch.py, and measures
-itself when it is told to: one line there, one line back. So its rounds stand
-among ours (measure.interleave), and noise falls on all alike. What is missing,
-too old or breaks becomes a note of the report, never an error.
+A peer is started by the Python that is named, runs peer_process.py, and
+measures itself when it is told to: one line there, one line back. So its rounds
+stand among ours (measure.interleave), and noise falls on all alike. What is
+missing, too old or breaks becomes a note of the report, never an error.
 
 Standard library only.
 """
@@ -22,13 +22,14 @@ from typing import Any
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.train.bench import measure
-from paraxis.train.bench import peer_torch
+from paraxis.train.bench import peer_process
 
 # name -> (the benches that it can run, what it is)
 NAMES = {
   'hf': (('step',), 'a step of transformers, float32, not compiled'),
   'hf_autocast': (('step',), 'the same in bfloat16 autocast'),
   'torch_compile': (('step',), 'the same in float32, by torch.compile'),
+  'maxtext': (('step',), "a step of MaxText's Llama, float32"),
   'xllamacpp': (('methods',), "llama.cpp's tokens, one by one"),
   'sdpa': (
     ('attention', 'prefill', 'decode', 'methods'),
@@ -42,6 +43,7 @@ TARGETS = {
   ('hf', 'step', 'float32'): 0.83,  # 1.2 of its time
   ('hf_autocast', 'step', 'bfloat16'): 0.77,  # 1.3
   ('torch_compile', 'step', 'float32'): 1.0,
+  ('maxtext', 'step', 'float32'): 1.0,
   ('sdpa', 'attention', 'float32'): 0.67,  # 1.5
   ('sdpa', 'attention', 'bfloat16'): 0.83,  # 1.2
   ('sdpa', 'prefill', 'float32'): 0.91,  # 1.1
@@ -49,7 +51,7 @@ TARGETS = {
   ('sdpa', 'methods', 'float32'): 2.0,
   ('xllamacpp', 'methods', 'float32'): None,  # products of 8-bit integers
 }
-SCRIPT = pathlib.Path(peer_torch.__file__)
+SCRIPT = pathlib.Path(peer_process.__file__)
 NARROW = {'hf_autocast': 'bfloat16'}  # what they compute in, if not float32
 WAIT = 900  # seconds for an answer; a compilation is one
 
@@ -200,7 +202,7 @@ class Peers:
       report.add({f'{what}peak memory, {peer.name}': peer.peaks[1:]}, 'MiB')
       note(report, f'{peer.name}: {peer.notes}')
     if kept:
-      peak = peer_torch.peak()
+      peak = peer_process.peak()
       report.add({f'{what}peak memory, this process': [peak]}, 'MiB')
 
 
@@ -228,8 +230,8 @@ def absent(report):
 def beside(report, sizes, say):
   """The session's peers that apply to the bench of `report`, as `Peers`.
 
-  sizes: {name: value}, what peer_torch.py needs to know; dtype where it is not
-    the peer's own.
+  sizes: {name: value}, what peer_process.py needs to know; dtype where it is
+    not the peer's own.
   """
   started = []
   try:

@@ -191,7 +191,8 @@ def startup(rounds, quick, say):
       1.3,
       least=False,
     )
-  for name, (_, *runs) in phases.items():  # the first is the warm-up
+  for name, (first, *runs) in phases.items():
+    runs = runs or [first]  # the warm-up, where all rounds were kept
     median = lambda p, runs=runs: measure.spread([r.get(p, 0) for r in runs])[1]
     shown = ', '.join(f'{p} {median(p):.2f}' for p in runs[0])
     report.notes.append(f'{name}: {shown}')

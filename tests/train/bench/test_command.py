@@ -1,5 +1,6 @@
 """The bench's statistics, targets and candidates; never its times."""
 
+import functools
 import itertools
 import json
 import pathlib
@@ -206,6 +207,57 @@ def test_rows_survive_a_cut_and_are_not_measured_again(tmp_path):
   with pytest.raises(measure.KeptError):
     _series(made, FACTS, **options)
   assert made == ['a', 'b']
+
+
+def _rounds(calls, last, **options):
+  """A bench of two comparisons of the same name, cut after `last` calls."""
+
+  def call(name):
+    calls.append(name)
+    if len(calls) == last:
+      raise KeyboardInterrupt
+    return {'': float(len(calls))}
+
+  with measure.session(facts=FACTS, **options) as session:
+    report = measure.begin('x', 'B1', measure.CPU, True)
+    report.notes.append('once')
+    made = {n: functools.partial(call, n) for n in 'ab'}
+    for part in ('first', 'second'):
+      if report.lacks(part):
+        times = measure.interleave(made, 2)
+        report.add({f'{part} {n}': t for n, t in times.items()})
+        report.finish(part)
+    report.finish()
+    return session.read()
+
+
+@pytest.mark.parametrize('last', range(1, 13))
+def test_rounds_survive_a_cut(last, tmp_path):
+  """Wherever it is cut: whole rounds are kept, the others are made."""
+  path, calls = tmp_path / 'kept.json', []
+  with pytest.raises(KeyboardInterrupt):
+    _rounds(calls, last, path=path)
+  kept = measure.from_json(path.read_text())[0] if path.exists() else None
+  rounds = max((last - 1) % 6 // 2 - 1, 0)  # of three: a warm-up, two rounds
+  if kept:
+    assert [len(t) for x in kept.cut.values() for t in x.values()] == (
+      [rounds] * 2 if rounds else []
+    )
+    assert not kept.complete
+  again = []
+  options = dict(path=path, resume=True, say=SILENT)
+  (whole,) = _rounds(again, 0, **options)
+  warm, done = 2, 6 * ((last - 1) // 6)
+  assert len(again) == 12 - done - 2 * rounds
+  assert again[:warm] == ['a', 'b']
+  each = {what: values for what, (_, values) in whole.rows.items()}
+  assert {what: len(v) for what, v in each.items()} == dict.fromkeys(
+    ('first a', 'first b', 'second a', 'second b'), 2
+  )
+  if rounds:  # the first round is the one measured before the cut
+    part = ('first', 'second')[done // 6]
+    assert each[f'{part} a'] == [done + 3.0, 3.0]
+  assert whole.notes == ['once'] and not whole.cut
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from paraxis.configs.base import errors
 from paraxis.train.bench import command as bench
 from paraxis.train.bench import decode as bench_decode
 from paraxis.train.bench import measure
-from paraxis.train.bench import peer_torch
+from paraxis.train.bench import peer_process
 from paraxis.train.bench import peers
 from paraxis.train.bench import train as bench_train
 
@@ -31,6 +31,7 @@ for n, line in enumerate(sys.stdin, 1):
   print(json.dumps(answer), flush=True)
 """
 READY = dict(notes='a library 1.0, 2 threads')
+WIDTHS = dict(vocab_size=32, d_model=8, d_ff=16, num_heads=2)
 
 
 def scripted(tmp_path, monkeypatch, first=READY, most=9):
@@ -139,7 +140,7 @@ def test_one_that_never_answers_is_given_up(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
   'given, message',
   [
-    (['maxtext:{}'], "'maxtext' is none of hf, hf_autocast"),
+    (['levanter:{}'], "'levanter' is none of hf, hf_autocast"),
     (['hff:{}'], "Did you mean 'hf'"),
     (['hf:/nowhere/python'], "'/nowhere/python' is no program"),
     (['hf'], "'' is no program"),
@@ -184,9 +185,9 @@ def test_the_script_needs_nothing_of_paraxis(tmp_path):
 
 
 def test_an_old_library_is_named(monkeypatch):
-  monkeypatch.setitem(peer_torch.OLDEST, 'json', (99, 1))
+  monkeypatch.setitem(peer_process.OLDEST, 'json', (99, 1))
   with pytest.raises(RuntimeError, match=r'json .* is older than 99.1'):
-    peer_torch.load('json')
+    peer_process.load('json')
 
 
 def test_a_peer_without_a_target_is_a_row(tmp_path, monkeypatch):
@@ -203,7 +204,7 @@ def test_a_peer_without_a_target_is_a_row(tmp_path, monkeypatch):
 
 
 class Server:
-  """What peer_torch.llama_cpp calls; a text is as long as its prompt."""
+  """What peer_process.llama_cpp calls; a text is as long as its prompt."""
 
   def __init__(self, about):
     assert (about.model.path, about.n_ctx) == ('weights.gguf', 7)
@@ -228,15 +229,54 @@ def test_llama_cpp_continues_every_prompt(monkeypatch):
   monkeypatch.setitem(sys.modules, 'xllamacpp', module)
   sizes = dict(file='weights.gguf', prompts=[[1, 2], [3, 4, 5, 6]], new=3)
   with pytest.raises(RuntimeError, match=r'llama.cpp made 2 tokens'):
-    peer_torch.methods('xllamacpp', sizes)()
+    peer_process.methods('xllamacpp', sizes)()
   sizes['prompts'][0] += [7]
-  peer_torch.methods('xllamacpp', sizes)()
-  assert 'xllamacpp 2026.10.1' in peer_torch.facts('methods')
+  peer_process.methods('xllamacpp', sizes)()
+  assert 'xllamacpp 2026.10.1' in peer_process.facts('methods')
+
+
+def test_maxtext_makes_a_step_when_it_is_asked(monkeypatch):
+  """Its loop, in a thread, takes one turn a call; what ends it is raised."""
+  made, sizes = [], dict(rows=2, length=16, num_layers=3, **WIDTHS)
+  train = types.SimpleNamespace()
+
+  def turn(state, *rest):
+    made.append(state['state'])
+    state['state'] += 1
+    if state['state'] == 4:
+      raise ValueError('out of memory')
+
+  def main(argv):
+    assert argv[1].endswith('base.yml') and 'dtype=float32' in argv
+    assert {'base_emb_dim=8', 'head_dim=4', 'per_device_batch_size=2'} <= {
+      *argv
+    }
+    state = dict(state=1)
+    while True:
+      train.training_loop_iteration(state, {}, {})
+
+  train.main, train.training_loop_iteration = main, turn
+  package = types.ModuleType('maxtext')
+  package.__version__, package.__file__ = '0.2.5', 'maxtext/__init__.py'
+  inside = types.SimpleNamespace(train=train)
+  monkeypatch.setitem(sys.modules, 'maxtext', package)
+  for name in ('trainers', 'trainers.pre_train'):
+    monkeypatch.setitem(sys.modules, f'maxtext.{name}', inside)
+  run = peer_process.step('maxtext', sizes)
+  assert not made  # it waits
+  run()
+  run()
+  assert made == [1, 2]
+  with pytest.raises(RuntimeError, match='ValueError: out of memory'):
+    run()
+  assert peer_process.facts('step').startswith('maxtext 0.2.5, jax ')
 
 
 @pytest.mark.hf
 @pytest.mark.sampled(4)  # one in a turn: torch.compile builds for a minute
-@pytest.mark.parametrize('name', sorted({*peers.NAMES} - {'xllamacpp'}))
+@pytest.mark.parametrize(
+  'name', sorted({*peers.NAMES} - {'maxtext', 'xllamacpp'})
+)
 def test_peers_of_torch(name):
   python = sys.executable
   assert importlib.util.find_spec('torch')
@@ -257,7 +297,7 @@ def test_peers_of_torch(name):
 def test_torch_decodes_and_attends():
   model = dict(vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=2)
   sizes = dict(rows=2, before=4, new=3, length=16)
-  assert peer_torch.decode('', model | sizes | dict(after=False))() is None
-  assert peer_torch.decode('', model | sizes | dict(after=True))() > 0
+  assert peer_process.decode('', model | sizes | dict(after=False))() is None
+  assert peer_process.decode('', model | sizes | dict(after=True))() > 0
   sizes = dict(rows=1, heads=2, length=8, width=4)
-  assert peer_torch.attention('', sizes)() is None
+  assert peer_process.attention('', sizes)() is None

@@ -1,26 +1,32 @@
-"""PyTorch or llama.cpp beside the benches: a process that measures itself.
+"""PyTorch, MaxText or llama.cpp beside the benches: it measures itself.
 
-    python peer_torch.py '{"peer": "hf", "bench": "step", "sizes": {...}}'
+    python peer_process.py '{"peer": "hf", "bench": "step", "sizes": {...}}'
 
-A file for another Python, which has torch and transformers, or xllamacpp, but
-no paraxis: nothing of paraxis is imported. Lines of standard input and output
-(peers.py):
+A file for another Python, which has torch and transformers, MaxText, or
+xllamacpp, but no paraxis: nothing of paraxis is imported. Lines of standard
+input and output (peers.py):
 
     it begins                 {"notes": "torch 2.13.0, ..."} or {"skip": why}
     run                       {"seconds": 1.23, "peak": 812.5}
     the input ends            it ends
 
 Seconds are CPU-seconds of the process, once it is idle; peak is the most MiB
-that were resident. Models are transformers' Llama with random parameters, or
-what llama.cpp reads from a file.
+that were resident. Models are Llamas with random parameters, or what llama.cpp
+reads from a file.
 """
 
 import json
 import os
+import queue
 import sys
+import tempfile
+import threading
 import time
 
-OLDEST = {'torch': (2, 4), 'transformers': (4, 48), 'xllamacpp': (2026, 10)}
+OLDEST = {
+  'torch': (2, 4), 'transformers': (4, 48), 'xllamacpp': (2026, 10),
+  'maxtext': (0, 2),
+}  # fmt: skip
 
 
 def settled(pause=0.004):
@@ -89,6 +95,8 @@ def llama(sizes):
 
 def step(peer, sizes):
   """-> () of a training step: forward, backward, clipping, AdamW."""
+  if peer == 'maxtext':
+    return maxtext(sizes)
   torch, model = llama(sizes)
   model.train()
   update = torch.optim.AdamW(
@@ -111,6 +119,72 @@ def step(peer, sizes):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     update.step()
     return float(loss.detach())
+
+  return run
+
+
+def maxtext(sizes):
+  """`step` of MaxText on its synthetic batches: one turn of its own loop.
+
+  Its loop runs in a thread, and waits before each turn until it is asked. As a
+  user has it on CPU: nothing of a layer is computed again (remat), no
+  checkpoints, no TensorBoard.
+  """
+  os.environ['JAX_PLATFORMS'] = 'cpu'
+  (package,) = load('maxtext')
+  from maxtext.trainers.pre_train import train
+
+  asked, done, turn = (
+    queue.Queue(),
+    queue.Queue(),
+    train.training_loop_iteration,
+  )
+  given = dict(
+    run_name='bench', base_output_directory=tempfile.mkdtemp(),
+    dataset_type='synthetic', hardware='cpu', steps=10**6,
+    skip_jax_distributed_system=True, enable_checkpointing=False,
+    enable_tensorboard=False, log_config=False, dtype='float32',
+    weight_dtype='float32', attention='dot_product', remat_policy='none',
+    decoder_block='llama2', vocab_size=sizes['vocab_size'],
+    base_emb_dim=sizes['d_model'], base_mlp_dim=sizes['d_ff'],
+    base_num_decoder_layers=sizes['num_layers'],
+    base_num_query_heads=sizes['num_heads'],
+    base_num_kv_heads=sizes['num_heads'],
+    head_dim=sizes['d_model'] // sizes['num_heads'],
+    max_target_length=sizes['length'], per_device_batch_size=sizes['rows'],
+  )  # fmt: skip
+
+  def one_turn(state, *rest):
+    asked.get()
+    try:
+      found = turn(state, *rest)
+      import jax
+
+      jax.block_until_ready(state['state'])
+    except Exception as error:
+      done.put(error)
+      raise
+    done.put(None)
+    return found
+
+  def whole():
+    folder = os.path.join(os.path.dirname(package.__file__), 'configs')
+    train.training_loop_iteration = one_turn
+    try:
+      train.main(
+        ['', os.path.join(folder, 'base.yml')]
+        + [f'{name}={value}' for name, value in given.items()]
+      )
+    except BaseException as error:
+      done.put(error)
+
+  threading.Thread(target=whole, daemon=True).start()
+
+  def run():
+    asked.put(None)
+    error = done.get()
+    if error is not None:
+      raise RuntimeError(why(error)) from error
 
   return run
 
@@ -251,6 +325,10 @@ def facts(bench):
   if 'xllamacpp' in sys.modules:
     version = sys.modules['xllamacpp'].__version__
     return f'xllamacpp {version}, weights as its file has them, 1 thread'
+  if 'maxtext' in sys.modules:
+    jax, package = sys.modules['jax'], sys.modules['maxtext']
+    found = [f'maxtext {package.__version__}', f'jax {jax.__version__}']
+    return ', '.join([*found, f'Python {sys.version.split()[0]}'])
   torch = sys.modules['torch']
   found = [f'torch {torch.__version__}']
   if 'transformers' in sys.modules:
