@@ -20,11 +20,11 @@ from paraxis.train.claims import experiment
 from paraxis.train.claims import knockouts
 from paraxis.train.claims import on_frames
 
-RATIO = 0.75  # of wrong tokens that are shown (Paraformer, section 2.3)
-
 
 class Fired(on_frames.Pair):
   """Paraformer: an embedding of each token, made of the frames that it is."""
+
+  shown = 0.75  # of wrong tokens, in training (Paraformer, section 2.3)
 
   def init(self, key):
     fire = frames_lib.initial(jax.random.fold_in(key, 1), self.width)
@@ -42,7 +42,7 @@ class Fired(on_frames.Pair):
     E, there = frames_lib.fired(h, own, count, most), ids != on_frames.END
     wrong = self._written(jax.lax.stop_gradient(params), h, E).argmax(-1) != ids
     target = params['decoder']['embedding'][ids]
-    E = frames_lib.glanced(E, target, wrong, there, RATIO, key)
+    E = frames_lib.glanced(E, target, wrong, there, self.shown, key)
     nats = on_frames.nats(self._written(params, h, E), ids, there)
     return nats + frames_lib.quantity(alpha, count)
 
@@ -104,7 +104,13 @@ def _chosen(z_BNV, count_B):
   return jnp.where(there, z.argmax(-1), on_frames.END)
 
 
-MODELS = {'fired': Fired, 'counted': Counted}
+class Unshown(Fired):
+  """`Fired` that is shown nothing in training."""
+
+  shown = 0.0
+
+
+MODELS = {'fired': Fired, 'unshown': Unshown, 'counted': Counted}
 
 
 def beside(run, *, on, model, by):
@@ -128,6 +134,23 @@ def beside(run, *, on, model, by):
     f' {np.mean(once["length"]):.1%} of lengths are right, '
     f'{np.mean(many["length"]):.1%} one by one',
     seconds,
+  )  # fmt: skip
+
+
+def fewer_edits(run, *, on, models):
+  """LEARN: a model of one pass has fewer edits a token than another.
+
+  Args:
+    on: as of on_frames.trained. models: two names of MODELS.
+  """
+  each = {
+    name: on_frames.trained(run, name, MODELS[name], on) for name in models
+  }
+  found = {name: numbers['error'] for name, (numbers, _) in each.items()}
+  seconds = max(spent for _, spent in each.values())
+  return ablation.outcome(
+    run, found, [ablation.less(found, *models, 0.0, seconds)],
+    'edits a token', f'{on["rows"]} new rows for a seed, one pass', seconds,
   )  # fmt: skip
 
 

@@ -69,7 +69,9 @@ def test_digits_are_drawn():
     assert least <= frames[b].sum() <= 2 * least
 
 
-@pytest.mark.parametrize('kind', [on_frames.Causal, *one_pass.MODELS.values()])
+@pytest.mark.parametrize(
+  'kind', [on_frames.Causal, one_pass.Fired, one_pass.Counted]
+)
 def test_answers_are_classes_and_every_parameter_is_trained(kind):
   """Answers are classes, then ends; the loss reaches every parameter."""
   task = on_frames.Symbols(most=3)
@@ -121,6 +123,28 @@ def test_a_claim_has_both_and_its_trainings(tmp_path):
   assert '1 pass of the decoder against 8' in found.caveat
   records = sorted(p.parent.name for p in tmp_path.rglob('training.json'))
   assert records == ['causal-0', 'fired-0']
+
+
+def test_what_is_shown_changes_the_loss():
+  task = on_frames.Symbols(most=3)
+  given = on_frames.draw(task, 4, 0)
+  losses = []
+  for one in (one_pass.Fired, one_pass.Unshown):
+    model = one(CONFIG, task)
+    params = model.init(jax.random.key(0))
+    losses.append(float(model.loss(params, *given, jax.random.key(1))))
+  assert abs(losses[0] - losses[1]) > 1e-3
+
+
+def test_fewer_edits_are_of_the_first(monkeypatch, tmp_path):
+  errors = dict(fired=[0.1, 0.2, 0.3], unshown=[0.2, 0.3, 0.41])
+  made = lambda run, name, make, on: (dict(error=errors[name]), 1.0)
+  monkeypatch.setattr(on_frames, 'trained', made)
+  ask = lambda *models: one_pass.fewer_edits(
+    _run(tmp_path), on=dict(rows=4), models=list(models)
+  )
+  assert ask('fired', 'unshown').passed
+  assert ask('unshown', 'fired').verdict == 'opposite'
 
 
 def test_a_frame_that_is_not_split_is_found(tmp_path):
