@@ -250,4 +250,21 @@ TABLE = [
     'tests/decode/evaluate/test_score.py::'
     'test_weights_of_4_bits_are_scored_as_such',
   ),
+  Mutation(
+    'joint_apart',
+    'decode/drafts/joint.py',
+    'if not together.coupled:',
+    'if together.coupled:',
+    "the heads' loss reaches the model where it is not to",
+    'tests/decode/test_joint.py::'
+    'test_without_coupling_the_model_learns_the_text_alone',
+  ),
+  Mutation(
+    'joint_targets',
+    'decode/drafts/joint.py',
+    'choice[:, 1 + k :]',
+    'choice[:, k:]',
+    'a head learns the token before its own',
+    'tests/decode/test_joint.py::test_the_loss_is_a_plain_loop',
+  ),
 ]

@@ -1,0 +1,123 @@
+"""Claims about drafts that learn together with their model (Medusa-2)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paraxis.decode import loop
+from paraxis.decode.drafts import distill
+from paraxis.decode.drafts import heads
+from paraxis.decode.drafts import joint
+from paraxis.models import build
+from paraxis.train import draft
+from paraxis.train.claims import ablation
+from paraxis.train.claims import experiment
+from paraxis.train.run import workdir as workdir_lib
+
+BOTH, ALONE = 'heads and model', 'heads alone'
+
+
+def more_tokens_a_call(
+  run, *, fields, recipe, together, text, prompts, within, method, seeds
+):
+  """LEARN: heads that learn with their model make more tokens a call than heads
+  of as many steps behind the frozen model, which stays as good as it was.
+
+  Args:
+    fields: {'section.field': value} of the model's training. recipe: fields of
+      distill.Recipe, of the warm-up. together: fields of joint.Together; alone,
+      heads have the steps of both. text: tokens that all of them learn from.
+    prompts: [how many, tokens of each, new tokens], held out. within: loss of
+      held-out text over what it was. method: fields of schema.Decode.
+  """
+  config = experiment.fields(run.config, fields)
+  together = joint.Together(**together)
+  warm = distill.Recipe(**recipe)
+  long = warm._replace(
+    steps=warm.steps + together.steps * together.rows * warm.length
+    // warm.batch
+  )  # fmt: skip
+  rows = ablation.trained(run, {'model': config}, seeds)
+  found, kept, same = {BOTH: [], ALONE: []}, [], True
+  for seed, one in zip(seeds, rows['model'], strict=True):
+    job, params = one.opened
+    made = _generator(job, params)
+    train, held = (
+      draft.rows(made.tokenizer, config.data.path, part, text, warm.length)
+      for part in (False, True)
+    )
+    ids = draft.beginnings(
+      made.tokenizer, draft.documents(config.data.path, True), *prompts[:2]
+    )
+    begun = _heads(made, train, warm._replace(seed=seed), run.say)
+    alone = _heads(made, train, long._replace(seed=seed), run.say)
+    with build.use(made.built):
+      own, tuned = joint.fit(
+        made.built.model, params, begun, train, together, seed, run.say
+      )
+      losses = [_loss(made.built.model, p, held) for p in (params, tuned)]
+    kept.append(losses[1] / losses[0])
+    ask = lambda own, name, made=made, held=held, ids=ids, seed=seed: _asked(
+      made, own, held, warm, ids, prompts[2], method,
+      workdir_lib.prepare(run.results) / f'{name}-{seed}.npz',
+    )  # fmt: skip
+    found[ALONE].append(ask(alone, 'alone')[0])
+    made.replace(tuned)
+    mean, equal = ask(own, 'together')
+    found[BOTH].append(mean)
+    same &= equal
+  seconds = ablation.cpu_seconds(rows)
+  outcome = ablation.outcome(
+    run,
+    found,
+    [
+      ablation.more(found, BOTH, ALONE, 0.0, seconds),
+      ablation.at_most('loss of text over what it was', kept, within, seconds),
+    ],
+    'tokens a call',
+    f'greedy, {prompts[0]} held-out prompts of {prompts[1]} tokens, '
+    f'{prompts[2]} new ones each; loss over what it was '
+    f'{np.mean(kept):.4f}; {"the same" if same else "NOT the same"} texts as '
+    'one by one',
+    seconds,
+  )
+  return outcome if same else outcome._replace(passed=False, verdict='')
+
+
+def _generator(job, params):
+  decode = job.config.decode
+  return loop.Generator(
+    job.built, params, job.tokenizer, decode, lambda line: None
+  )
+
+
+def _heads(made, rows, recipe, say):
+  """{name: array} of heads behind the frozen model."""
+  model = made.built.model
+  with build.use(made.built):
+    seen = distill.features(model, made.params, rows, 0, recipe.rows)
+    return distill.fit(model, made.params, seen, 'medusa', recipe, None, say)
+
+
+def _loss(model, params, rows):
+  """Nats a token of rows of text."""
+  run = jax.jit(lambda params, x: joint.text_loss(model, params, x)[0])
+  return float(run(params, jnp.asarray(rows)))
+
+
+def _asked(made, own, held, recipe, ids, new, method, path):
+  """(tokens a call, whether the texts are those of one by one) of heads."""
+  model, config = made.built.model, made.built.model.config
+  with build.use(made.built):
+    seen = distill.features(model, made.params, held, 0, recipe.rows)
+    right = distill.accuracy(model, made.params, own, seen, 'medusa')
+  shape = config.vocab_size, config.d_model, config.num_layers
+  about = heads.About('medusa', 0, shape, made.tokenizer.fingerprint, right)
+  heads.save(path, about, own)
+  greedy = dict(max_new_tokens=new, temperature=0.0)
+  wanted = made.generate(ids, **greedy)
+  texts = made.generate(ids, **greedy, **method, draft=str(path))
+  calls = sum(sum(r['lengths']) for r in texts)
+  tokens = sum(k * n for r in texts for k, n in enumerate(r['lengths']))
+  same = [r['tokens'] for r in texts] == [r['tokens'] for r in wanted]
+  return tokens / calls, same
