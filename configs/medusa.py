@@ -8,13 +8,16 @@ test: tests/decode/test_methods.py, tests/decode/test_trees.py,
   tests/train/claims/decode/test_lossless.py,
   tests/train/claims/decode/test_jointly.py
 run: paraxis reproduce medusa
-cost: 1250 CPU-seconds
+cost: 1770 CPU-seconds
 expect: EQ greedy and drawn texts of 20 prompts are those of decoding one by one
   with the judge replay and a tree of 11 drafts, float64, two patterns, whatever
   the heads' parameters; so is the joint of 4 tokens; typical acceptance is
   another joint, p < 1e-6, and says so. LEARN, SmolLM2-135M, NOT REPRODUCED, one
   seed: 1.68 tokens a call, greedy, 12 held-out prompts of 48 tokens (asked:
-  1.8; the paper: 2.2 to 3.6 times faster); 1.69 after 1,000 steps.
+  1.8; the paper: 2.2 to 3.6 times faster); 1.69 after 1,000 steps. Medusa-2,
+  LEARN, NOT REPRODUCED, 3 seeds: heads and model together make 2.53 tokens a
+  call, heads alone 2.47, .06 +-.03 more (2 standard errors were asked); the
+  model's loss of held-out text falls to .989 of what it was.
 partial: heads and model learn together (Medusa-2) in a claim alone.
 differs: three heads of one block each, 997,056 parameters, trained for 2,000
   steps of 256 tokens on 78,000 that are mostly the model's own: pieces of 32
@@ -79,8 +82,9 @@ def claims():
   )  # fmt: skip
   both = dict(
     check=jointly.more_tokens_a_call, fields=SMALL, recipe=WARM,
-    together=TOGETHER, text=200_000, prompts=[32, 48, 48], within=1.01,
+    together=TOGETHER, text=[200_000, 32, 48, 48], within=1.01,
     method=dict(method='medusa', drafts=24), seeds=[0, 1, 2],
+    admits='not reproduced',
   )  # fmt: skip
   return [
     ('texts of one by one', 'EQ', text, None),
@@ -102,6 +106,4 @@ def knockouts():
      lossless.TENTH),
     ('says_lossless', 'typical acceptance is another joint',
      lossless.judged_as_lossless),
-    ('model_of_text_alone', 'heads and model together',
-     {'together': TOGETHER | dict(coupled=False)}),
   ]  # fmt: skip

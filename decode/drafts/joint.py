@@ -12,7 +12,7 @@ Legend: N, B rows, T tokens, K heads, D model width.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def loss(model, together, both, tokens_BT):
   # The model itself draws the token after the last: head k says the next.
   y = jnp.stack([choice[:, 1 + k :][:, :length] for k in range(count)], -1)
   x = x_BTD[:, :length].reshape(-1, x_BTD.shape[-1])
-  heads = losses_lib.of(model, 'medusa', None)
+  heads: Any = losses_lib.of(model, 'medusa', None)
   return text + together.share * heads(own, params, x, y.reshape(-1, count))
 
 
@@ -92,8 +92,8 @@ def fit(model, params, own, rows_NT, together, seed, say=print):
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def update(both, state, tokens):
-    part = functools.partial(loss, model, together)
-    value, grads = jax.value_and_grad(part)(both, tokens)
+    part = lambda both: loss(model, together, both, tokens)
+    value, grads = jax.value_and_grad(part)(both)
     change, state = tx.update(grads, state)
     return optax.apply_updates(both, change), state, value
 

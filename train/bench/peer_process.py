@@ -15,6 +15,7 @@ that were resident. Models are Llamas with random parameters, or what llama.cpp
 reads from a file.
 """
 
+import importlib
 import json
 import os
 import queue
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from typing import Any
 
 OLDEST = {
   'torch': (2, 4), 'transformers': (4, 48), 'xllamacpp': (2026, 10),
@@ -55,8 +57,6 @@ def peak():
 
 def load(*names):
   """The packages; RuntimeError: one is missing or too old, and which."""
-  import importlib
-
   out = []
   for name in names:
     try:
@@ -132,8 +132,7 @@ def maxtext(sizes):
   """
   os.environ['JAX_PLATFORMS'] = 'cpu'
   (package,) = load('maxtext')
-  from maxtext.trainers.pre_train import train
-
+  train: Any = importlib.import_module('maxtext.trainers.pre_train.train')
   asked, done, turn = (
     queue.Queue(),
     queue.Queue(),
@@ -158,9 +157,7 @@ def maxtext(sizes):
     asked.get()
     try:
       found = turn(state, *rest)
-      import jax
-
-      jax.block_until_ready(state['state'])
+      sys.modules['jax'].block_until_ready(state['state'])
     except Exception as error:
       done.put(error)
       raise

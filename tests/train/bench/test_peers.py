@@ -258,10 +258,8 @@ def test_maxtext_makes_a_step_when_it_is_asked(monkeypatch):
   train.main, train.training_loop_iteration = main, turn
   package = types.ModuleType('maxtext')
   package.__version__, package.__file__ = '0.2.5', 'maxtext/__init__.py'
-  inside = types.SimpleNamespace(train=train)
   monkeypatch.setitem(sys.modules, 'maxtext', package)
-  for name in ('trainers', 'trainers.pre_train'):
-    monkeypatch.setitem(sys.modules, f'maxtext.{name}', inside)
+  monkeypatch.setitem(sys.modules, 'maxtext.trainers.pre_train.train', train)
   run = peer_process.step('maxtext', sizes)
   assert not made  # it waits
   run()

@@ -18,7 +18,7 @@ BOTH, ALONE = 'heads and model', 'heads alone'
 
 
 def more_tokens_a_call(
-  run, *, fields, recipe, together, text, prompts, within, method, seeds
+  run, *, fields, recipe, together, text, within, method, seeds
 ):
   """LEARN: heads that learn with their model make more tokens a call than heads
   of as many steps behind the frozen model, which stays as good as it was.
@@ -26,9 +26,10 @@ def more_tokens_a_call(
   Args:
     fields: {'section.field': value} of the model's training. recipe: fields of
       distill.Recipe, of the warm-up. together: fields of joint.Together; alone,
-      heads have the steps of both. text: tokens that all of them learn from.
-    prompts: [how many, tokens of each, new tokens], held out. within: loss of
-      held-out text over what it was. method: fields of schema.Decode.
+      heads have the steps of both.
+    text: [tokens that all of them learn from, held-out prompts, tokens of each,
+      new tokens]. within: loss of held-out text over what it was.
+    method: fields of schema.Decode.
   """
   config = experiment.fields(run.config, fields)
   together = joint.Together(**together)
@@ -43,11 +44,11 @@ def more_tokens_a_call(
     job, params = one.opened
     made = _generator(job, params)
     train, held = (
-      draft.rows(made.tokenizer, config.data.path, part, text, warm.length)
+      draft.rows(made.tokenizer, config.data.path, part, text[0], warm.length)
       for part in (False, True)
     )
     ids = draft.beginnings(
-      made.tokenizer, draft.documents(config.data.path, True), *prompts[:2]
+      made.tokenizer, draft.documents(config.data.path, True), *text[1:3]
     )
     begun = _heads(made, train, warm._replace(seed=seed), run.say)
     alone = _heads(made, train, long._replace(seed=seed), run.say)
@@ -58,7 +59,7 @@ def more_tokens_a_call(
       losses = [_loss(made.built.model, p, held) for p in (params, tuned)]
     kept.append(losses[1] / losses[0])
     ask = lambda own, name, made=made, held=held, ids=ids, seed=seed: _asked(
-      made, own, held, warm, ids, prompts[2], method,
+      made, own, held, warm, ids, text[3], method,
       workdir_lib.prepare(run.results) / f'{name}-{seed}.npz',
     )  # fmt: skip
     found[ALONE].append(ask(alone, 'alone')[0])
@@ -75,8 +76,8 @@ def more_tokens_a_call(
       ablation.at_most('loss of text over what it was', kept, within, seconds),
     ],
     'tokens a call',
-    f'greedy, {prompts[0]} held-out prompts of {prompts[1]} tokens, '
-    f'{prompts[2]} new ones each; loss over what it was '
+    f'greedy, {text[1]} held-out prompts of {text[2]} tokens, '
+    f'{text[3]} new ones each; loss over what it was '
     f'{np.mean(kept):.4f}; {"the same" if same else "NOT the same"} texts as '
     'one by one',
     seconds,

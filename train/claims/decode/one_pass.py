@@ -143,13 +143,14 @@ def fewer_edits(run, *, on, models):
   Args:
     on: as of on_frames.trained. models: two names of MODELS.
   """
+  first, second = models
   each = {
     name: on_frames.trained(run, name, MODELS[name], on) for name in models
   }
   found = {name: numbers['error'] for name, (numbers, _) in each.items()}
   seconds = max(spent for _, spent in each.values())
   return ablation.outcome(
-    run, found, [ablation.less(found, *models, 0.0, seconds)],
+    run, found, [ablation.less(found, first, second, 0.0, seconds)],
     'edits a token', f'{on["rows"]} new rows for a seed, one pass', seconds,
   )  # fmt: skip
 

@@ -11,7 +11,7 @@ GIVEN = dict(
   },
   recipe=dict(heads=2, length=32, rows=4, steps=4, batch=64, rate=1e-2),
   together=dict(steps=2, rows=4, rate=1e-2, slower=0.3, share=0.5),
-  text=1024, prompts=[2, 16, 12], within=1.05, method=dict(
+  text=[1024, 2, 16, 12], within=1.05, method=dict(
     method='medusa', drafts=4
   ), seeds=[0],
 )  # fmt: skip
