@@ -133,13 +133,10 @@ def maxtext(sizes):
   os.environ['JAX_PLATFORMS'] = 'cpu'
   (package,) = load('maxtext')
   train: Any = importlib.import_module('maxtext.trainers.pre_train.train')
-  asked, done, turn = (
-    queue.Queue(),
-    queue.Queue(),
-    train.training_loop_iteration,
-  )
+  turn, folder = train.training_loop_iteration, tempfile.TemporaryDirectory()
+  asked, done = queue.Queue(), queue.Queue()
   given = dict(
-    run_name='bench', base_output_directory=tempfile.mkdtemp(),
+    run_name='bench', base_output_directory=folder.name,
     dataset_type='synthetic', hardware='cpu', steps=10**6,
     skip_jax_distributed_system=True, enable_checkpointing=False,
     enable_tensorboard=False, log_config=False, dtype='float32',
@@ -165,15 +162,13 @@ def maxtext(sizes):
     return found
 
   def whole():
-    folder = os.path.join(os.path.dirname(package.__file__), 'configs')
+    base = os.path.join(os.path.dirname(package.__file__), 'configs/base.yml')
     train.training_loop_iteration = one_turn
-    try:
-      train.main(
-        ['', os.path.join(folder, 'base.yml')]
-        + [f'{name}={value}' for name, value in given.items()]
-      )
-    except BaseException as error:
-      done.put(error)
+    with folder:
+      try:
+        train.main(['', base] + [f'{n}={value}' for n, value in given.items()])
+      except BaseException as error:
+        done.put(error)
 
   threading.Thread(target=whole, daemon=True).start()
 
