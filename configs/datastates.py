@@ -13,10 +13,12 @@ expect: EQ bitwise the states of a loop that never saves, 8 of 8 steps, although
   times as long as ours at 32, 128 and 512 MiB (206, 298 and 1,912 ms over 8, 12
   and 28), direction only of the paper's 48, in steps of 0.25, 0.5 and 2 s, long
   enough to write in. With others on both cores it was 8 once at 32 and twice at
-  128 MiB: NOT REPRODUCED then. Most of ours is waiting for a core: without that
-  3 to 8 ms in most runs, 14 to 461 times. A MiB more adds 0.01 of what it adds
-  to a synchronous save; in times from 32 to 512 MiB ours grows 0.2 to 0.7 of
-  one, where half was asked for.
+  128 MiB: NOT REPRODUCED then. Since freed memory stays with the process, a
+  synchronous save takes 82, 179 and 1,038 ms: 6, 11 and 57 times. Most of ours
+  is waiting for a core: without that 3 to 9 ms; just below 10, which fails, 28
+  and 221 times in one run, 20, 41 and 191 in the next. A MiB more adds 0.01 of
+  what it adds to a synchronous save; in times from 32 to 512 MiB ours grows 0.1
+  to 0.7 of one, where half was asked for.
 differs: a stall is in wall time, as CPU-seconds do not show it, on two cores
   that others used (load 4): spreads are given. The device is a pause: gradients
   would take the cores that write. What a step with a save takes longer beside
