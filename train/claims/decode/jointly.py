@@ -50,9 +50,17 @@ def more_tokens_a_call(
     ids = draft.beginnings(
       made.tokenizer, draft.documents(config.data.path, True), *text[1:3]
     )
-    begun = _heads(made, train, warm._replace(seed=seed), run.say)
-    alone = _heads(made, train, long._replace(seed=seed), run.say)
     with build.use(made.built):
+      seen = distill.features(
+        made.built.model, made.params, train, 0, warm.rows
+      )
+      begun, alone = (
+        distill.fit(
+          made.built.model, made.params, seen, 'medusa',
+          how._replace(seed=seed), None, run.say,
+        )
+        for how in (warm, long)
+      )  # fmt: skip
       own, tuned = joint.fit(
         made.built.model, params, begun, train, together, seed, run.say
       )
@@ -90,14 +98,6 @@ def _generator(job, params):
   return loop.Generator(
     job.built, params, job.tokenizer, decode, lambda line: None
   )
-
-
-def _heads(made, rows, recipe, say):
-  """{name: array} of heads behind the frozen model."""
-  model = made.built.model
-  with build.use(made.built):
-    seen = distill.features(model, made.params, rows, 0, recipe.rows)
-    return distill.fit(model, made.params, seen, 'medusa', recipe, None, say)
 
 
 def _loss(model, params, rows):
