@@ -50,17 +50,10 @@ def more_tokens_a_call(
     ids = draft.beginnings(
       made.tokenizer, draft.documents(config.data.path, True), *text[1:3]
     )
+    begun, alone = _heads(
+      made, train, [x._replace(seed=seed) for x in (warm, long)], run.say
+    )
     with build.use(made.built):
-      seen = distill.features(
-        made.built.model, made.params, train, 0, warm.rows
-      )
-      begun, alone = (
-        distill.fit(
-          made.built.model, made.params, seen, 'medusa',
-          how._replace(seed=seed), None, run.say,
-        )
-        for how in (warm, long)
-      )  # fmt: skip
       own, tuned = joint.fit(
         made.built.model, params, begun, train, together, seed, run.say
       )
@@ -98,6 +91,17 @@ def _generator(job, params):
   return loop.Generator(
     job.built, params, job.tokenizer, decode, lambda line: None
   )
+
+
+def _heads(made, rows, recipes, say):
+  """[{name: array} of heads behind the frozen model] of each recipe."""
+  model, params = made.built.model, made.params
+  with build.use(made.built):
+    seen = distill.features(model, params, rows, 0, recipes[0].rows)
+    return [
+      distill.fit(model, params, seen, 'medusa', recipe, None, say)
+      for recipe in recipes
+    ]
 
 
 def _loss(model, params, rows):
