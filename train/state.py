@@ -8,6 +8,7 @@ parameters, 'params/layers/moe/load': a model reads both.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,6 @@ import jax.numpy as jnp
 
 from paraxis.models import depth
 from paraxis.models import trained
-from paraxis.sharding import annotate
 from paraxis.train import expert_counts
 
 
@@ -182,43 +182,76 @@ def in_order(flat, leaves):
 
   Args:
     flat: {canonical path: array, or jax.ShapeDtypeStruct with its sharding}.
-    leaves: {canonical path: Leaf}; rules and mesh in force.
+    leaves: {canonical path: Leaf}; the mesh in force.
 
   One leaf at a time passes through memory with its layers on every stage, and
-  with all experts on every device if they have an order of their own.
+  with all experts on every device if they have an order of their own. The
+  result is sharded again, over as many devices where the sizes allow it.
   """
   out = dict(flat)
-  for path, leaf, (names, held) in _staged(flat, leaves):
-    layers = leaf.shape[0] if held.rows is None else max(held.rows) + 1
-    moved = 0, held.experts and held.experts[0]
-    whole = [None if d in moved else name for d, name in enumerate(names)]
-    mesh = leaf.sharding.mesh
+  for path, leaf, (_, held) in _staged(flat, leaves):
+    whole, shape, spec = _layouts(leaf, held)
     if isinstance(leaf, jax.ShapeDtypeStruct):
-      shape = layers, *leaf.shape[1:]
-      layout = jax.NamedSharding(mesh, annotate.spec(whole))
+      layout = jax.NamedSharding(leaf.sharding.mesh, spec)
       out[path] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=layout)
       continue
-    found = _ordered(leaf, held, annotate.spec(whole))
-    # Many programs with collectives at once can starve each other on CPU.
-    out[path] = jax.block_until_ready(found)
+    out[path] = _alone(_ordered(leaf, held, whole, spec))
   return out
 
 
-@functools.partial(jax.jit, static_argnames=('held', 'spec'))
-def _ordered(x, held, spec):
+def _layouts(leaf, held):
+  """How a leaf is put in order.
+
+  Returns:
+    (PartitionSpec of the leaf with layers and experts whole, where memory has
+    an order of its own; its shape in order; the PartitionSpec of that). Mesh
+    axes of layers that they do not divide, 5 layers of 2 stages, shard the
+    first dimension that they do.
+  """
+  moved = {0} if held.rows is not None else set()
+  if held.experts is not None:
+    moved.add(held.experts[0])
+  own = [a if isinstance(a, tuple) else (a,) for a in leaf.sharding.spec]
+  own = [tuple(a for a in axes if a) for axes in own]
+  own += [()] * (len(leaf.shape) - len(own))
+  whole = [() if d in moved else axes for d, axes in enumerate(own)]
+  layers = leaf.shape[0] if held.rows is None else max(held.rows) + 1
+  shape, sharded = (layers, *leaf.shape[1:]), list(whole)
+  sizes = leaf.sharding.mesh.shape
+  for d in sorted(moved):
+    for at in sorted(range(len(own)), key=lambda at: (at != d, at)):
+      axes = (*sharded[at], *own[d])
+      if shape[at] % math.prod(sizes[a] for a in axes) == 0:
+        sharded[at] = axes
+        break
+  written = lambda spec: jax.P(*[axes or None for axes in spec])
+  return written(whole), shape, written(sharded)
+
+
+def _alone(x):
+  """x; on CPU, where many programs with collectives at once can starve each
+  other, when it is there."""
+  cpu = all(d.platform == 'cpu' for d in x.sharding.device_set)
+  return jax.block_until_ready(x) if cpu else x
+
+
+@functools.partial(jax.jit, static_argnames=('held', 'whole', 'spec'))
+def _ordered(x, held, whole, spec):
   # One function for all leaves: those that are alike compile once in a run.
-  return depth.to_order(jax.reshard(x, spec), *held)
+  return jax.reshard(depth.to_order(jax.reshard(x, whole), *held), spec)
 
 
-@functools.partial(jax.jit, static_argnames=('held', 'sharding'))
-def _staged_again(x, held, sharding):
-  return jax.reshard(depth.from_order(x, *held), sharding)
+@functools.partial(jax.jit, static_argnames=('held', 'whole', 'sharding'))
+def _staged_again(x, held, whole, sharding):
+  x = depth.from_order(jax.reshard(x, whole), *held)
+  return jax.reshard(x, sharding)
 
 
 def on_stages(flat, like, leaves):
   """The inverse of `in_order`; like: flat tree of the layouts wanted."""
   out = dict(flat)
   for path, leaf, (_, held) in _staged(like, leaves):
-    found = _staged_again(flat[path], held, leaf.sharding)
-    out[path] = jax.block_until_ready(found)
+    whole, _, _ = _layouts(leaf, held)
+    found = _staged_again(flat[path], held, whole, leaf.sharding)
+    out[path] = _alone(found)
   return out

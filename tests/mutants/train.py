@@ -122,6 +122,15 @@ TABLE = [
     'test_one_microbatch_on_stages_equals_one_device',
   ),
   Mutation(
+    'saved_whole',
+    'train/state.py',
+    'sharded[at] = axes',
+    'pass',
+    'every stage holds the layers of all while a checkpoint is copied',
+    'tests/train/test_state.py::'
+    'test_what_is_in_order_is_sharded_as_finely[held0-wanted0]',
+  ),
+  Mutation(
     'learning_rate',
     'train/optimizers.py',
     'fall(step + 1 - start)',

@@ -124,6 +124,51 @@ def test_a_leaf_of_another_shape_is_no_mirror():
   assert back[path][:, 0, 0].tolist() == [0, 0, 2]
 
 
+@pytest.mark.parametrize(
+  'held, wanted',
+  [
+    (depth.Held((0, 3, 1, 2)), jax.P('stage', 'data', None)),
+    (depth.Held((0, 2, 1, -1)), jax.P(None, ('data', 'stage'), None)),
+    (depth.Held((0, 3, 1, 2), (1, (3, 0, 2, 1))), jax.P('stage', 'data', None)),
+    (depth.Held(None, (1, (3, 0, 2, 1))), jax.P('stage', 'data', None)),
+    (depth.Held((-1, 0, -1, -1)), jax.P(None, ('data', 'stage'), None)),
+  ],
+)
+def test_what_is_in_order_is_sharded_as_finely(held, wanted):
+  """4 rows on 2 stages; 3 layers and 1 layer do not divide, others do."""
+  value = np.arange(4 * 4 * 6.0).reshape(4, 4, 6)
+  if held.rows:
+    value[[row < 0 for row in held.rows]] = 0  # empty rows
+  mesh = jax.make_mesh((2, 2), ('stage', 'data'), devices=jax.devices()[:4])
+  with jax.set_mesh(mesh):
+    leaf = jax.device_put(value, jax.P('stage', 'data'))
+    shapes = jax.ShapeDtypeStruct(
+      leaf.shape, leaf.dtype, sharding=leaf.sharding
+    )
+    leaves = {UP: state_lib.Leaf((None,) * 3, held)}
+    found = state_lib.in_order({UP: leaf}, leaves)
+    like = state_lib.in_order({UP: shapes}, leaves)[UP]
+    back = state_lib.on_stages(found, {UP: leaf}, leaves)
+  np.testing.assert_array_equal(found[UP], depth.to_order(value, *held))
+  assert found[UP].sharding.spec == wanted
+  assert (like.shape, like.sharding) == (found[UP].shape, found[UP].sharding)
+  bytes_ = {shard.data.nbytes for shard in found[UP].addressable_shards}
+  assert bytes_ == {found[UP].nbytes // 4}
+  np.testing.assert_array_equal(back[UP], value)
+  assert back[UP].sharding.is_equivalent_to(leaf.sharding, 3)
+
+
+def test_what_nothing_divides_is_whole():
+  """3 layers of 5 by 7: two stages divide no dimension."""
+  held = depth.Held((0, 2, 1, -1))
+  mesh = jax.make_mesh((2,), ('stage',), devices=jax.devices()[:2])
+  with jax.set_mesh(mesh):
+    leaf = jax.device_put(np.ones((4, 5, 7)), jax.P('stage'))
+    leaves = {UP: state_lib.Leaf((None,) * 3, held)}
+    found = state_lib.in_order({UP: leaf}, leaves)[UP]
+  assert found.shape == (3, 5, 7) and found.sharding.is_fully_replicated
+
+
 def test_a_square_matrix_has_no_mirrors_by_chance():
   """What the optimizer says counts, also where the shape would fit."""
   square = {UP: jnp.zeros((3, 4, 4))}
