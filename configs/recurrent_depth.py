@@ -9,7 +9,7 @@ cost: 1,500 CPU-seconds
 expect: EQ a wavefront of one token that makes all passes is decoding one by
   one, text and log probabilities within 1e-9, float64; loss, gradients and
   update of drawn passes equal one device within 1e-9 on four meshes. LEARN, 3
-  seeds: 4.5 (3.9 to 5.4) times fewer passes one after the other than one by one
+  seeds: 4.5 (4.0 to 5.3) times fewer passes one after the other than one by one
   needs to be right as often, no right sum lost (asked 3, 1%), sums of 8 digits.
 differs: sums, and models of 3 layers that learned nothing else, where the paper
   samples from a model of 3.5B parameters without training it. One by one is

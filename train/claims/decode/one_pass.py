@@ -58,7 +58,8 @@ class Fired(on_frames.Pair):
 class Counted(on_frames.Pair):
   """CPPD: queries of classes and place-holders of tokens behind the frames."""
 
-  ordering = 1.0  # weight of the loss of what exists
+  counting = 1.0  # weight of the loss of counts
+  ordering = 1.0  # and of the loss of what exists
 
   def init(self, key):
     shape = self.width, self.task.most + 2
@@ -88,7 +89,7 @@ class Counted(on_frames.Pair):
     order = optax.sigmoid_binary_cross_entropy(exists, there.astype(z.dtype))
     return (
       on_frames.nats(z, ids, there)
-      + on_frames.nats(often, counts, everywhere)
+      + self.counting * on_frames.nats(often, counts, everywhere)
       + self.ordering * order.mean()
     )
 
@@ -110,7 +111,18 @@ class Unshown(Fired):
   shown = 0.0
 
 
-MODELS = {'fired': Fired, 'unshown': Unshown, 'counted': Counted}
+class Uncounted(Counted):
+  """`Counted` whose queries of classes are read, but learn no counts."""
+
+  counting = 0.0
+
+
+MODELS = {
+  'fired': Fired,
+  'unshown': Unshown,
+  'counted': Counted,
+  'uncounted': Uncounted,
+}
 
 
 def beside(run, *, on, model, by):

@@ -125,15 +125,30 @@ def test_a_claim_has_both_and_its_trainings(tmp_path):
   assert records == ['causal-0', 'fired-0']
 
 
-def test_what_is_shown_changes_the_loss():
+def _first_losses(*kinds):
+  """(loss, gradients) of models of one task, of the same parameters."""
   task = on_frames.Symbols(most=3)
   given = on_frames.draw(task, 4, 0)
-  losses = []
-  for one in (one_pass.Fired, one_pass.Unshown):
-    model = one(CONFIG, task)
+  for kind in kinds:
+    model = kind(CONFIG, task)
     params = model.init(jax.random.key(0))
-    losses.append(float(model.loss(params, *given, jax.random.key(1))))
-  assert abs(losses[0] - losses[1]) > 1e-3
+    yield jax.value_and_grad(model.loss)(params, *given, jax.random.key(1))
+
+
+def test_what_is_shown_changes_the_loss():
+  found = _first_losses(one_pass.Fired, one_pass.Unshown)
+  first, second = (float(loss) for loss, _ in found)
+  assert abs(first - second) > 1e-3
+
+
+def test_counts_are_learned_or_not():
+  """The logits of how often, columns 0 to 3 of the heads, of 3 tokens."""
+  found = _first_losses(one_pass.Counted, one_pass.Uncounted)
+  (first, learned), (second, left) = found
+  assert first - second > 0.1  # nats of a count
+  assert (abs(np.asarray(learned['heads'][:, :4])).max(0) > 0).all()
+  np.testing.assert_array_equal(left['heads'][:, :4], 0)
+  assert abs(np.asarray(left['heads'][:, 4])).max() > 0
 
 
 def test_fewer_edits_are_of_the_first(monkeypatch, tmp_path):
