@@ -223,8 +223,8 @@ TABLE = [
   Mutation(
     'layers_on_disk',
     'train/state.py',
-    'return depth.to_order(jax.reshard(x, spec), *held)',
-    'return depth.from_order(jax.reshard(x, spec), *held)',
+    'depth.to_order(jax.reshard(x, whole), *held)',
+    'depth.from_order(jax.reshard(x, whole), *held)',
     'checkpoints hold layers in the order of the stages',
     'tests/train/test_pipeline_step.py::'
     'test_the_state_is_bitwise_the_same_on_any_mesh',
