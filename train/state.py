@@ -186,7 +186,8 @@ def in_order(flat, leaves):
 
   One leaf at a time passes through memory with its layers on every stage, and
   with all experts on every device if they have an order of their own. The
-  result is sharded again, over as many devices where the sizes allow it.
+  result is sharded again, over as many devices if a dimension allows it; if
+  none does, it stays whole.
   """
   out = dict(flat)
   for path, leaf, (_, held) in _staged(flat, leaves):
@@ -206,7 +207,7 @@ def _layouts(leaf, held):
     (PartitionSpec of the leaf with layers and experts whole, where memory has
     an order of its own; its shape in order; the PartitionSpec of that). Mesh
     axes of layers that they do not divide, 5 layers of 2 stages, shard the
-    first dimension that they do.
+    first dimension that they do, or none.
   """
   moved = {0} if held.rows is not None else set()
   if held.experts is not None:
@@ -229,8 +230,8 @@ def _layouts(leaf, held):
 
 
 def _alone(x):
-  """x; on CPU, where many programs with collectives at once can starve each
-  other, when it is there."""
+  """x; on CPU only once it is computed: there many programs with collectives
+  at once can starve each other. Elsewhere a save does not wait for it."""
   cpu = all(d.platform == 'cpu' for d in x.sharding.device_set)
   return jax.block_until_ready(x) if cpu else x
 
