@@ -83,7 +83,7 @@ class Generator:
         'together.'
       )
     self._ends = (*_ends(tokenizer), *ends)
-    jit = functools.partial(jax.jit, compiler_options=compiling.options())
+    jit = compiling.jit_for(self._model.config.dtype)
     self._ready = jit(self._prepare)
     self.replace(params)
     made = program.Program(self._model, self._ends)

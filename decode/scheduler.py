@@ -67,7 +67,7 @@ class Scheduler:
       packed_lib.Group(rows, 1),
       packed_lib.Group(lanes, CHUNK, own=False),
     )
-    jit = functools.partial(jax.jit, compiler_options=compiling.options())
+    jit = compiling.jit_for(model.config.dtype)
     self._step = jit(self._run, static_argnames='form', donate_argnames='cache')
     self._evict = jit(
       functools.partial(cache_lib.evict, model), donate_argnums=0

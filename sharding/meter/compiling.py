@@ -14,6 +14,7 @@ import jax
 from paraxis.configs.base import cache
 from paraxis.configs.base import explain
 from paraxis.sharding.meter import compile_store
+from paraxis.sharding.meter import narrow as narrow_lib
 
 _HIT = '/jax/compilation_cache/cache_hits'
 _hits = []
@@ -73,18 +74,22 @@ def _count(event, **_):
     _hits[0] += 1
 
 
-def options() -> Any:
+def options(jaxpr=None) -> Any:
   """XLA options of every program that a run compiles, or None.
+
+  jaxpr: of the program (core.ClosedJaxpr): those of its own too (narrow.py).
 
   On CPU, LLVM's first optimisation level: the step's programs are the same
   speed and give the same bits as at the third, and compile for a fifth less;
   for the random numbers of the initial parameters, two thirds less. A level
   that XLA_FLAGS names is kept. Within `quickly`: of programs that run once.
   """
-  named = 'xla_backend_optimization_level' in os.environ.get('XLA_FLAGS', '')
-  if jax.default_backend() != 'cpu' or named:
+  if jax.default_backend() != 'cpu':
     return None
-  return _quick() if _quickly else {'xla_backend_optimization_level': 1}
+  own = {} if jaxpr is None or _quickly else narrow_lib.options(jaxpr)
+  if 'xla_backend_optimization_level' in os.environ.get('XLA_FLAGS', ''):
+    return own or None
+  return _quick() if _quickly else {'xla_backend_optimization_level': 1} | own
 
 
 @functools.cache
@@ -110,6 +115,38 @@ def quickly():
     _quickly.pop()
 
 
+def jit_for(dtype):
+  """jax.jit with `options`, of programs that compute in a dtype.
+
+  Options of a program in bfloat16 are its own: it is traced at each call.
+  """
+  if dtype == 'bfloat16' and not _quickly and narrow_lib.needed():
+    return _Narrow
+  return functools.partial(jax.jit, compiler_options=options())
+
+
+class _Narrow:
+  """jit of a function, compiled with the options of each of its programs."""
+
+  def __init__(self, function, **settings):
+    self._make = lambda own: jax.jit(function, compiler_options=own, **settings)
+    self._traced = self._make(options())
+    self._made = {}  # options, as pairs -> jit with them
+    self._of = {}  # jaxpr -> one of those
+
+  def __call__(self, *args, **named):
+    jaxpr = self._traced.trace(*args, **named).jaxpr
+    if jaxpr not in self._of:
+      own = options(jaxpr)
+      key = tuple((own or {}).items())
+      self._of[jaxpr] = self._made.setdefault(key, self._make(own))
+    return self._of[jaxpr](*args, **named)
+
+  def _cache_size(self):
+    """Programs that are compiled."""
+    return sum(made._cache_size() for made in self._made.values())
+
+
 def compile_step(name, function, *args, donate=(), say=None):
   """jit(function) compiled for the shapes and layouts of `args`.
 
@@ -122,7 +159,7 @@ def compile_step(name, function, *args, donate=(), say=None):
   times.append(time.perf_counter())
   lowered = traced.lower()
   times.append(time.perf_counter())
-  compiled = lowered.compile(options())
+  compiled = lowered.compile(options(traced.jaxpr))
   times.append(time.perf_counter())
   for overlay in _overlays:
     overlay.publish()  # now, for a run may be killed

@@ -48,8 +48,8 @@ def local(equation, a, b, dtype):
     if y is not None:
       return y
     b = int4.floats(b, a)
-  a, b = _operands(equation, a, b, dtype)
-  wide, rows = _widened(equation, a, dtype), len(a)
+  wide, rows = _widened(a, dtype), len(a)
+  a, b = _operands(equation, a, b, wide)
   a = _two_rows(equation, a, b)
   y = jnp.einsum(equation, a, b, preferred_element_type=wide)
   return (y if len(a) == rows else y[:rows]).astype(dtype)
@@ -79,9 +79,9 @@ def _split(a):
   return bool(spec and spec[0])
 
 
-def _widened(equation, a, dtype):
+def _widened(a, dtype):
   """float32 where XLA on CPU multiplies bfloat16 fast only so; else dtype."""
-  if a.dtype == dtype == jnp.bfloat16 and _on_cpu() and not _batched(equation):
+  if a.dtype == dtype == jnp.bfloat16 and _on_cpu():
     return jnp.float32
   return dtype
 
@@ -154,10 +154,10 @@ class Explicit(Plain):
     return x
 
   def multiply(self, equation, a, b, dtype, axes, summed=()):
-    a, b = _operands(equation, a, int4.floats(b, a), dtype)
-    wide = dtype
+    b, wide = int4.floats(b, a), dtype
     if not _split_sum(equation, a, b):  # else more bytes would be summed
-      wide = _widened(equation, a, dtype)
+      wide = _widened(a, dtype)
+    a, b = _operands(equation, a, b, wide)
     # Without `summed` the sum is made at once, and `reduce` does nothing: a
     # remat policy may keep what a product makes, and a scan over layers cannot
     # stack partial sums.

@@ -21,6 +21,7 @@ from paraxis.models import decoder
 from paraxis.models.text import tokenizer
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import compiling
+from paraxis.sharding.meter import narrow
 
 MESH = 'data=2,fsdp=2,tensor=2'
 TINY = dict(
@@ -292,6 +293,19 @@ def test_every_program_is_compiled_with_the_options_of_runs(one, monkeypatch):
     )
     loop.Generator(built, params, one.tokenizer, one.config)
   assert [given['compiler_options'] for given in seen] == [wrong] * 3
+
+
+@pytest.mark.skipif(
+  not narrow._converts(), reason='this XLA converts no array whole'
+)
+@pytest.mark.parametrize('name', MODELS)
+def test_in_bfloat16_the_cache_is_not_converted(name):
+  """Of a model of every kind of layer here."""
+  one = generator(*made(dtype='bfloat16', **MODELS[name]))
+  found = [one.generate(PROMPTS, max_new_tokens=4) for _ in range(2)]
+  assert tokens(found[0]) == tokens(found[1])
+  for program in (one._start, one._run):
+    assert [dict(key)[narrow._FLAG] for key in program._made]
 
 
 def test_buckets():

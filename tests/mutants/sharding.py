@@ -326,4 +326,22 @@ TABLE = [
     'no group of devices is seen to span hosts',
     'tests/sharding/test_placement.py::test_crosses',
   ),
+  Mutation(
+    'narrow_products',
+    'sharding/meter/narrow.py',
+    "_PRODUCTS = 'dot_general', 'conv_general_dilated'",
+    '_PRODUCTS = ()',
+    'a product with a bfloat16 result is compiled without the pass it needs',
+    'tests/sharding/meter/test_narrow.py'
+    '::test_a_program_with_a_narrow_product_keeps_the_pass',
+  ),
+  Mutation(
+    'narrow_devices',
+    'sharding/meter/narrow.py',
+    'on_cpu and not named and not annotate.sizes() and _converts()',
+    'on_cpu and not named and _converts()',
+    'an all-reduce may be added up in bfloat16',
+    'tests/sharding/meter/test_narrow.py'
+    '::test_programs_of_several_devices_keep_the_pass',
+  ),
 ]
