@@ -18,6 +18,7 @@ that trains; a barrier is entered when the gradients are there.
 """
 
 import functools
+import os
 import pathlib
 import shutil
 import statistics
@@ -49,6 +50,7 @@ WHOLE = ', begun to committed'
 SAVES = 3  # steps of which stalls are the median
 WIDTH, PRODUCTS = 1024, 64  # of the step beside which a checkpoint is written
 QUICK_WIDTH, QUICK_PRODUCTS = 8, 1
+_THREAD = threading.local()  # file: where the system counts its waits
 STALL = 0.05  # of a whole save, at most
 BLOCKED = 2.0  # times as long as Orbax, at most
 SAVED = 0.5  # CPU-seconds of a save over those of Orbax's default
@@ -194,9 +196,10 @@ def _update(tree):
 
 def waited() -> float:
   """Seconds for which this thread was ready and had no core; 0.0: unknown."""
-  path = f'/proc/self/task/{threading.get_native_id()}/schedstat'
   try:
-    return int(pathlib.Path(path).read_text(encoding='utf-8').split()[1]) / 1e9
+    if not hasattr(_THREAD, 'file'):  # open once: that could wait for the GIL
+      _THREAD.file = os.open('/proc/thread-self/schedstat', os.O_RDONLY)
+    return int(os.pread(_THREAD.file, 64, 0).split()[1]) / 1e9
   except (OSError, IndexError):
     return 0.0
 
@@ -233,7 +236,8 @@ def stalls(store, tree, compute, saves=SAVES):
 
 def _timed(call):
   """(wall seconds of a call, those of them without a core)."""
-  before, idle = time.perf_counter(), waited()
+  idle = waited()  # outside: it may wait for a thread that holds the GIL
+  before = time.perf_counter()
   call()
   return time.perf_counter() - before, waited() - idle
 
