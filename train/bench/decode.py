@@ -72,29 +72,33 @@ def bytes_per_token(params):
   return sum(v.nbytes for v in (kept if 'head' in params else params).values())
 
 
-def plain(m, batch, new, before=PROMPT):
+def plain(m, batch, new, zeros=0):
   """-> () that makes `new` greedy tokens a row in one jitted loop of plain JAX.
 
-  before: tokens that are in the cache of every row, as zeros.
+  zeros: tokens that are in the cache of every row, as zeros; 0: a prompt of
+    PROMPT tokens is computed first, as ours does, and gives the first one.
   """
   params = jax.jit(lambda k: reference.init(m, k, False))(jax.random.key(0))
-  shape = batch, m.num_heads, before + new, m.d_model // m.num_heads
+  shape = batch, m.num_heads, zeros + new, m.d_model // m.num_heads
+  made = 0 if zeros else 1
 
   @jax.jit
   def run(params):
+    tokens = jnp.ones(batch, jnp.int32)
     caches = [(jnp.zeros(shape),) * 2] * m.num_layers
+    if made:
+      prompt = jnp.ones((batch, PROMPT), jnp.int32)
+      tokens, caches = reference.prompted(m, params, prompt, new)
 
     def one(i, carry):
       tokens, caches, out = carry
-      logits, caches = reference.decode_step(
-        m, params, caches, tokens, before + i
-      )
+      at = (zeros or PROMPT) + i - made
+      logits, caches = reference.decode_step(m, params, caches, tokens, at)
       tokens = jnp.argmax(logits, -1).astype(jnp.int32)
       return tokens, caches, out.at[:, i].set(tokens)
 
-    out = jnp.zeros((batch, new), jnp.int32)
-    start = jnp.ones(batch, jnp.int32), caches, out
-    return jax.lax.fori_loop(0, new, one, start)[2]
+    out = jnp.zeros((batch, new), jnp.int32).at[:, 0].set(tokens)
+    return jax.lax.fori_loop(made, new, one, (tokens, caches, out))[2]
 
   return lambda: jax.block_until_ready(run(params))
 
@@ -204,14 +208,7 @@ def _our_first(ours, c, now):
 
 def _plain_first(m, params, now):
   """The same of plain JAX: a program for the prompt, one for a token."""
-
-  @jax.jit
-  def prompt(params, tokens):
-    logits, cache = reference.prefill(m, params, tokens, blocks=1)
-    room = (0, 0), (0, 0), (0, 16), (0, 0)
-    return jnp.argmax(logits, -1), jax.tree.map(
-      lambda x: jnp.pad(x, room), cache
-    )
+  prompt = jax.jit(functools.partial(reference.prompted, m, room=16))
 
   @jax.jit
   def token(params, cache, tokens):

@@ -160,3 +160,11 @@ def prefill(m, params, tokens, blocks=16):
     x = after_attention(x, jnp.concatenate(outs, 1), p)
     cache.append((k, v))
   return rms(x, params['norm'])[:, -1] @ params['head'].T, cache
+
+
+def prompted(m, params, tokens, room):
+  """Rows of a prompt (B, T) -> (next token_B, cache with `room` for more)."""
+  logits, cache = prefill(m, params, tokens, blocks=1)
+  room = (0, 0), (0, 0), (0, room), (0, 0)
+  token = jnp.argmax(logits, -1).astype(jnp.int32)
+  return token, jax.tree.map(lambda x: jnp.pad(x, room), cache)
