@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 
 from paraxis.configs.base import cache
 from paraxis.configs.base import explain
@@ -118,7 +119,7 @@ def quickly():
 def jit_for(dtype):
   """jax.jit with `options`, of programs that compute in a dtype.
 
-  Options of a program in bfloat16 are its own: it is traced at each call.
+  Options of a program in bfloat16 are its own: it is traced to see them.
   """
   if dtype == 'bfloat16' and not _quickly and narrow_lib.needed():
     return _Narrow
@@ -132,19 +133,40 @@ class _Narrow:
     self._make = lambda own: jax.jit(function, compiler_options=own, **settings)
     self._traced = self._make(options())
     self._made = {}  # options, as pairs -> jit with them
-    self._of = {}  # jaxpr -> one of those
+    self._of = {}  # `_signature` -> one of those
 
   def __call__(self, *args, **named):
-    jaxpr = self._traced.trace(*args, **named).jaxpr
-    if jaxpr not in self._of:
-      own = options(jaxpr)
-      key = tuple((own or {}).items())
-      self._of[jaxpr] = self._made.setdefault(key, self._make(own))
-    return self._of[jaxpr](*args, **named)
+    return self._jit(args, named)(*args, **named)
+
+  def lower(self, *args, **named):
+    """As of jax.jit."""
+    return self._jit(args, named).lower(*args, **named)
+
+  def _jit(self, args, named):
+    key = _signature(args, named)
+    if key not in self._of:
+      own = options(self._traced.trace(*args, **named).jaxpr)
+      pairs = tuple((own or {}).items())
+      self._of[key] = self._made.setdefault(pairs, self._make(own))
+    return self._of[key]
 
   def _cache_size(self):
     """Programs that are compiled."""
     return sum(made._cache_size() for made in self._made.values())
+
+
+def _signature(args, named):
+  """What the program of a call depends on, at least; tracing takes longer."""
+  leaves, tree = jax.tree.flatten((args, named))
+  mesh = jax.sharding.get_abstract_mesh()
+  return tree, mesh, *map(_kind, leaves)
+
+
+def _kind(x):
+  """Shape and type of an array; else type and value: it may be static."""
+  if isinstance(x, jax.Array | np.ndarray | np.generic):
+    return x.shape, x.dtype, getattr(x, 'weak_type', False)
+  return type(x), x
 
 
 def compile_step(name, function, *args, donate=(), say=None):

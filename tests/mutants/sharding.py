@@ -329,18 +329,27 @@ TABLE = [
   Mutation(
     'narrow_products',
     'sharding/meter/narrow.py',
-    "_PRODUCTS = 'dot_general', 'conv_general_dilated'",
-    '_PRODUCTS = ()',
+    'lacks = _PRODUCTS + _FUNCTIONS',
+    'lacks = _FUNCTIONS',
     'a product with a bfloat16 result is compiled without the pass it needs',
     'tests/sharding/meter/test_narrow.py'
-    '::test_a_program_with_a_narrow_product_keeps_the_pass',
+    '::test_a_program_with_what_xla_lacks_keeps_the_pass',
+  ),
+  Mutation(
+    'narrow_functions',
+    'sharding/meter/narrow.py',
+    'lacks = _PRODUCTS + _FUNCTIONS',
+    'lacks = _PRODUCTS',
+    'softplus in bfloat16 does not compile in a small loop',
+    'tests/sharding/meter/test_narrow.py'
+    '::test_a_program_with_what_xla_lacks_keeps_the_pass',
   ),
   Mutation(
     'narrow_devices',
     'sharding/meter/narrow.py',
     'on_cpu and not named and not annotate.sizes() and _converts()',
     'on_cpu and not named and _converts()',
-    'an all-reduce may be added up in bfloat16',
+    'collectives in bfloat16, not measured, are compiled without the pass',
     'tests/sharding/meter/test_narrow.py'
     '::test_programs_of_several_devices_keep_the_pass',
   ),

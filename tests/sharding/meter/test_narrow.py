@@ -57,20 +57,36 @@ def _product(x):
   return x @ x.T
 
 
+def _softplus(x):
+  """A loop so small that XLA does not fuse it."""
+  return jax.lax.scan(lambda c, v: (jax.nn.softplus(c) + v, c), x[0], x)[1]
+
+
+def _ragged(x):
+  return jax.lax.ragged_dot(x, x[None], jnp.array([4]))
+
+
+def _solved(x):
+  return jax.lax.linalg.triangular_solve(x, x)
+
+
 def _nested(x):
   return jax.lax.cond(x[0, 0] > 0, lambda: _product(x), lambda: 0 * _product(x))
 
 
 @CONVERTS
-@pytest.mark.parametrize('function', [_product, _nested])
-def test_a_program_with_a_narrow_product_keeps_the_pass(function):
-  """XLA has no such product without; in float32 it is no such product."""
+@pytest.mark.parametrize(
+  'function', [_product, _nested, _softplus, _ragged, _solved]
+)
+def test_a_program_with_what_xla_lacks_keeps_the_pass(function):
+  """It does not compile without; in float32 it does."""
   x = jnp.ones((4, 4), jnp.bfloat16)
   traced = jax.jit(function).trace(x)
   assert narrow.options(traced.jaxpr) == {}
-  assert (compiling.compile_step('p', function, x)(x) == 4).all()
+  made = compiling.compile_step('p', function, x)
+  assert np.isfinite(np.asarray(made(x), np.float32)).all()
   with pytest.raises(jax.errors.JaxRuntimeError):
-    traced.lower().compile(narrow._WITHOUT)
+    traced.lower().compile(narrow._WITHOUT)(x)
   wide = jax.jit(function).trace(x.astype(jnp.float32))
   assert narrow.options(wide.jaxpr) == narrow._WITHOUT
 
@@ -127,6 +143,8 @@ def test_each_program_of_a_function_has_its_own_options():
     given = x()
     assert (made(given, product=False) == 2).all() and given.is_deleted()
   assert made._cache_size() == 2 and traces == [True, False]
+  assert 'dot(' in made.lower(x(), product=True).compile().as_text()
+  assert len(made._of) == 2
   kinds = [{narrow._FLAG} & set(dict(k)) for k in made._made]
   assert kinds == [set(), {narrow._FLAG}]
 
@@ -143,3 +161,19 @@ def test_programs_in_float32_are_not_concerned():
     [line.split(', metadata')[0] for line in t.splitlines()[1:]] for t in texts
   )
   assert one == other
+
+
+def test_signatures_tell_programs_apart():
+  """Values of arrays do not count; anything else may be static."""
+  of = lambda *args, **named: compiling._signature(args, named)
+  x = jnp.ones(3)
+  assert of(x, np.int32(1)) == of(x + 1, np.int32(2))
+  others = [
+    of(x, 1), of(x, 1.0), of(x, True), of(x, n=1), of(x[:2], 1),
+    of(x.astype(jnp.bfloat16), 1), of((x, 1)), of(x, np.int32(1)),
+    of(x, jnp.asarray(1)), of(x, jnp.int32(1)),
+  ]  # fmt: skip
+  assert len(set(others)) == len(others) - 1  # NumPy's and jax's int32
+  mesh = jax.make_mesh((2,), ('data',), (jax.sharding.AxisType.Explicit,))
+  with jax.set_mesh(mesh):
+    assert of(x, 1) not in others
