@@ -15,10 +15,10 @@ expect: EQ bitwise the states of a loop that never saves, 8 of 8 steps, although
   enough to write in. With others on both cores it was 8 once at 32 and twice at
   128 MiB: NOT REPRODUCED then. Since freed memory stays with the process, a
   synchronous save takes 82 to 112, 179 to 260 and 1,030 ms: 6 to 9, 11 to 15
-  and 57 to 81 times. Half of ours is waiting for a core: without that 5 to 7
-  ms, 15, 43 and 204 times as long. A MiB more adds 0.01 of what it adds to a
-  synchronous save; in times from 32 to 512 MiB ours grows 0.1 to 0.7 of one,
-  where half was asked for.
+  and 57 to 81 times. Half of ours is waiting for a core: without that it is 5
+  to 9 ms, and a synchronous save 15, 43 to 45 and 96 to 204 times as long. A
+  MiB more adds 0.01 of what it adds to a synchronous save; in times from 32 to
+  512 MiB ours grows 0.1 to 0.7 of one, where half was asked for.
 differs: a stall is in wall time, as CPU-seconds do not show it, on two cores
   that others used (load 4): spreads are given. The device is a pause: gradients
   would take the cores that write. What a step with a save takes longer beside
