@@ -6,18 +6,26 @@ what they are made from, waits for them: DataStates-LLM (arXiv:2406.10707,
 section 4), lazy asynchronous copies. What is written to disk are the copies.
 They keep their layout: every process writes its own shards.
 
-The runtime orders a donation after reads that were dispatched before it, so a
-test on CPU cannot fail without the wait. It is there for the decision whether
-the state may be saved, and for accelerators, where the order is not known.
+On CPU jax computes most of a copy, and of a fingerprint on several devices, in
+the call that asks for it, so a thread makes the call (`Copier`).
+
+The runtime orders a donation after reads that were dispatched before it: of
+copies that the caller's thread asked for, a test on CPU cannot fail without the
+wait. It is there for the thread, for the decision whether the state may be
+saved, and for accelerators, where the order is not known.
 """
 
 from collections.abc import Mapping
+from concurrent import futures
+import contextlib
 import math
 import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from paraxis.sharding.checkpoint import fingerprint
 
 HOST = 'pinned_host'
 
@@ -58,6 +66,46 @@ def to_host(tree: Mapping[str, Any]) -> dict[str, jax.Array]:
     own = [next(copies) for _ in x.addressable_shards]
     out[path] = jax.make_array_from_single_device_arrays(x.shape, sharding, own)
   return out
+
+
+class Copier:
+  """Asks for fingerprints and copies of a state, on CPU in a thread of its own.
+
+  Not with several processes: they begin programs in one order. Nor on
+  accelerators, where the call returns at once.
+  """
+
+  def __init__(self):
+    self._thread = futures.ThreadPoolExecutor(1, 'snapshot')
+
+  def begin(self, tree: Mapping[str, Any], copied: bool) -> futures.Future:
+    """Returns at once if `copied`. Its result: (copies, fingerprint.Words).
+
+    copied: whether copies are `possible`; if not, `tree` itself is the first.
+    """
+    inline = not copied or jax.process_count() > 1
+    if not inline and all(_is_cpu(x) for x in tree.values()):
+      # A program compiled under a mesh is found again under it only.
+      return self._thread.submit(_ask, tree, copied, jax.sharding.get_mesh())
+    made = futures.Future()
+    made.set_result(_ask(tree, copied))
+    return made
+
+  def close(self) -> None:
+    """Frees the thread, after what it has begun."""
+    self._thread.shutdown()
+
+
+def _is_cpu(x):
+  return all(d.platform == 'cpu' for d in x.sharding.addressable_devices)
+
+
+def _ask(tree, copied, mesh=None):
+  """(copies or `tree`, its words), under a mesh."""
+  known = mesh is not None and not mesh.empty
+  with jax.set_mesh(mesh) if known else contextlib.nullcontext():
+    words = fingerprint.Words(tree)  # first: copies may wait for memory
+    return (to_host(tree) if copied else tree), words
 
 
 def machine_bytes() -> int:

@@ -22,6 +22,7 @@ after a full disk, none at all.
 """
 
 from collections.abc import Mapping
+from concurrent import futures
 import logging
 import pathlib
 import shutil
@@ -50,8 +51,7 @@ _NO_ORBAX = lambda record: 'orbax' not in record.pathname
 
 class _Snapshot(NamedTuple):
   step: int
-  tree: Saved  # on the host, or what the caller gave
-  words: fingerprint.Words
+  taken: futures.Future  # of (tree on the host or the caller's, its Words)
   size: int  # bytes of this process' copies
   axes: Mapping
   meta: Any  # dict, or a function that gives it
@@ -88,6 +88,7 @@ class Store:
     self._say = say if self._first else lambda line: None
     self._snapshot: _Snapshot | None = None
     self._writer = writer.Writer(self.directory, options, self._say)
+    self._copier = snapshot.Copier()
     # What Orbax logs, 100 lines for a failed write, it also raises.
     logging.getLogger('absl').addFilter(_NO_ORBAX)
     if not read_only:
@@ -195,9 +196,8 @@ class Store:
     if copied:
       size = snapshot.host_bytes(tree)
       self._writer.wait_for_memory(step, size)
-    words = fingerprint.Words(tree)  # first: copies may wait for memory
-    tree = snapshot.to_host(tree) if copied else tree
-    self._snapshot = _Snapshot(step, tree, words, size, axes, meta)
+    taken = self._copier.begin(tree, copied)
+    self._snapshot = _Snapshot(step, taken, size, axes, meta)
     if not copied:  # the caller's own arrays, which may be donated next
       self.wait()
 
@@ -232,24 +232,25 @@ class Store:
 
     Raises: as `save`.
     """
-    taken, self._snapshot = self._snapshot, None
-    if taken is None:
+    begun, self._snapshot = self._snapshot, None
+    if begun is None:
       return
-    prints, bad, odd = taken.words.read()
+    tree, words = begun.taken.result()
+    prints, bad, odd = words.read()
     if bad:
       raise errors.IntegrityError(
-        f'the state of step {taken.step} is not finite in {", ".join(bad[:5])} '
-        f'({len(bad)} of {len(taken.tree)} leaves); it is not saved.'
+        f'the state of step {begun.step} is not finite in {", ".join(bad[:5])} '
+        f'({len(bad)} of {len(tree)} leaves); it is not saved.'
       )
-    self._same_replicas(taken.step, odd)
-    jax.block_until_ready({p: x for p, x in taken.tree.items() if taken.size})
-    meta = taken.meta() if callable(taken.meta) else taken.meta
+    self._same_replicas(begun.step, odd)
+    jax.block_until_ready({p: x for p, x in tree.items() if begun.size})
+    meta = begun.meta() if callable(begun.meta) else begun.meta
     manifest = manifest_lib.seal(
-      taken.step, manifest_lib.describe(taken.tree, taken.axes, prints), meta
+      begun.step, manifest_lib.describe(tree, begun.axes, prints), meta
     )
     self.check()
-    self._set_aside(taken.step)
-    self._writer.submit(taken.step, taken.tree, taken.size, manifest)
+    self._set_aside(begun.step)
+    self._writer.submit(begun.step, tree, begun.size, manifest)
 
   def compare_replicas(self, step: int, tree: Tree) -> None:
     """IntegrityError naming leaf and device if copies of a shard differ."""
@@ -371,4 +372,5 @@ class Store:
     try:
       self.wait()
     finally:
+      self._copier.close()
       self._writer.close()

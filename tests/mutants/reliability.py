@@ -10,7 +10,7 @@ TABLE = [
   Mutation(
     'replica_compared',
     'sharding/checkpoint/store.py',
-    'self._same_replicas(taken.step, odd)',
+    'self._same_replicas(begun.step, odd)',
     'del odd',
     'a save writes a state whose replicas differ',
     _WRITER + 'test_a_replica_that_differs_is_named_and_nothing_is_written',
@@ -175,5 +175,23 @@ TABLE = [
     'diff names the last step at which runs differ, not the first',
     'tests/train/test_checkpoint_command.py::'
     'test_diff_of_runs_says_from_which_step_on',
+  ),
+  Mutation(
+    'snapshot_asked_for',
+    'sharding/checkpoint/snapshot.py',
+    'inline = not copied or jax.process_count() > 1',
+    'inline = True',
+    'a step waits until the copies that a checkpoint is made of are there',
+    'tests/sharding/checkpoint/test_writer.py::'
+    'test_begin_does_not_wait_for_copies',
+  ),
+  Mutation(
+    'snapshot_without_mesh',
+    'sharding/checkpoint/snapshot.py',
+    'known = mesh is not None and not mesh.empty',
+    'known = False',
+    'a fingerprint is compiled again beside the first steps',
+    'tests/sharding/checkpoint/test_writer.py::'
+    'test_a_snapshot_compiles_nothing_again[True]',
   ),
 ]

@@ -131,14 +131,6 @@ TABLE = [
     'test_what_is_in_order_is_sharded_as_finely[held0-wanted0]',
   ),
   Mutation(
-    'stall_of_looking',
-    'train/bench/checkpoint.py',
-    'return time.perf_counter() - before, waited() - idle',
-    'return waited() - idle + time.perf_counter() - before, waited() - idle',
-    'what it takes to look at the clock counts as a stall',
-    'tests/train/bench/test_checkpoint.py::test_a_stall_is_what_blocks_a_step',
-  ),
-  Mutation(
     'learning_rate',
     'train/optimizers.py',
     'fall(step + 1 - start)',

@@ -18,12 +18,10 @@ that trains; a barrier is entered when the gradients are there.
 """
 
 import functools
-import os
 import pathlib
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from typing import Any
 
@@ -44,13 +42,11 @@ COLUMNS = 64
 BLOCKS, SAVE, RESTORE = ', save blocks', ', save', ', restore'
 UNVERIFIED, ELSEWHERE = ', restore unverified', ', restore on another mesh'
 BEGIN, BARRIER = ', stall of begin', ', stall of barrier'
-NET = ', stall less waits for a core'
 STEPS, LONGER = ', steps', ', step with a save less one without'
 WHOLE = ', begun to committed'
 SAVES = 3  # steps of which stalls are the median
 WIDTH, PRODUCTS = 1024, 64  # of the step beside which a checkpoint is written
 QUICK_WIDTH, QUICK_PRODUCTS = 8, 1
-_THREAD = threading.local()  # file: where the system counts its waits
 STALL = 0.05  # of a whole save, at most
 BLOCKED = 2.0  # times as long as Orbax, at most
 SAVED = 0.5  # CPU-seconds of a save over those of Orbax's default
@@ -194,16 +190,6 @@ def _update(tree):
   return jax.tree.map(lambda x: 0.999 * x, tree)
 
 
-def waited() -> float:
-  """Seconds for which this thread was ready and had no core; 0.0: unknown."""
-  try:
-    if not hasattr(_THREAD, 'file'):  # open once: that could wait for the GIL
-      _THREAD.file = os.open('/proc/thread-self/schedstat', os.O_RDONLY)
-    return int(os.pread(_THREAD.file, 64, 0).split()[1]) / 1e9
-  except (OSError, IndexError):
-    return 0.0
-
-
 def stalls(store, tree, compute, saves=SAVES):
   """Wall seconds for which each of `saves` steps waits for its checkpoint.
 
@@ -214,32 +200,25 @@ def stalls(store, tree, compute, saves=SAVES):
     compute: the gradients of a step; returns when they are there.
 
   Returns:
-    {BEGIN, BARRIER, NET: median seconds of a save; STEPS: of all steps}.
+    {BEGIN, BARRIER: median seconds of a save; STEPS: of all steps}.
   """
-  now, each = time.perf_counter, {BEGIN: [], BARRIER: [], NET: []}
+  now, each = time.perf_counter, {BEGIN: [], BARRIER: []}
   held = jax.block_until_ready(jax.tree.map(jnp.copy, tree))
   start = now()
   for number in range(saves + 1):
     saved = store and number < saves
     if saved:
-      begun = _timed(lambda held=held: store.begin(held))
+      before = now()
+      store.begin(held)
+      each[BEGIN].append(now() - before)
     compute()
     if saved:
-      both = begun, _timed(store.barrier)
-      each[BEGIN].append(begun[0])
-      each[BARRIER].append(both[1][0])
-      each[NET].append(sum(seconds - idle for seconds, idle in both))
+      before = now()
+      store.barrier()
+      each[BARRIER].append(now() - before)
     held = jax.block_until_ready(_update(held))
   found = {part: statistics.median(x or [0.0]) for part, x in each.items()}
   return found | {STEPS: now() - start}
-
-
-def _timed(call):
-  """(wall seconds of a call, those of them without a core)."""
-  idle = waited()  # outside: it may wait for a thread that holds the GIL
-  before = time.perf_counter()
-  call()
-  return time.perf_counter() - before, waited() - idle
 
 
 def _stages(form, tree, compute):

@@ -143,6 +143,51 @@ def test_training_continues_while_it_is_copied(mesh, tmp_path, said):
       assert equal(found, numbers) and meta == {'step': step}
 
 
+@pytest.mark.invariant(16)
+def test_begin_does_not_wait_for_copies(mesh, tmp_path, said, monkeypatch):
+  """Nor for fingerprints; what is donated before `barrier` is not saved."""
+  gate, ask = threading.Event(), snapshot.to_host
+
+  def slow(tree):
+    assert gate.wait(60)
+    return ask(tree)
+
+  monkeypatch.setattr(snapshot, 'to_host', slow)
+  with store.Store(tmp_path, say=said.append) as s:
+    for step, donated in ((0, False), (1, True)):
+      tree = state(mesh)
+      wanted = values(tree)
+      gate.clear()
+      s.begin(step, tree, AXES, {})
+      assert s.copying
+      if donated:  # negative
+        for x in tree.values():
+          x.delete()
+      gate.set()
+      if not donated:
+        s.barrier()
+        continue
+      with pytest.raises(RuntimeError, match='deleted'):
+        s.barrier()
+    s.wait()
+    assert s.steps() == [0]
+    assert equal(s.restore(0, state(mesh, 1))[0], wanted)
+
+
+@pytest.mark.parametrize('under', [True, False])
+def test_a_snapshot_compiles_nothing_again(mesh, tmp_path, under):
+  """What compiled a state's fingerprint before: a program's, under its mesh."""
+  tree = state(mesh)
+  with jax.set_mesh(mesh) if under else contextlib.nullcontext():
+    fingerprint.Words(tree).read()
+    specs = tuple(tree[path].sharding.spec for path in sorted(tree))
+    program = fingerprint._of_devices(mesh, specs)
+    before = program._cache_size()
+    with store.Store(tmp_path) as s:
+      s.save(0, tree, AXES, {})
+    assert program._cache_size() == before > 0
+
+
 def test_a_snapshot_is_a_copy_and_keeps_its_layout(mesh):
   tree = state(mesh)
   places = lambda x: {

@@ -122,10 +122,7 @@ def holds_what_was_asked(run, *, mesh):
 
 
 def _in_turn(forms, tree, step):
-  """Seconds of one size in one round: {part: seconds}.
-
-  ', synchronous' and ', ours' are stalls, ' net' of them without waits for a
-  core.
+  """Stalls of one size in one round: {', synchronous', ', ours': seconds}.
 
   Args:
     forms: {name: bench.Ours}. step: seconds of a pause, the device's part.
@@ -134,7 +131,6 @@ def _in_turn(forms, tree, step):
   for name, store in forms.items():
     found = bench.stalls(store, tree, functools.partial(time.sleep, step))
     out[f', {name}'] = found[bench.BEGIN] + found[bench.BARRIER]
-    out[f', {name} net'] = found[bench.NET]
   return out
 
 
@@ -164,14 +160,18 @@ def _measured(megabytes, steps, rounds):
     return measure.interleave(made, rounds, time.perf_counter)
 
 
-def _stall(megabytes, steps, rounds, at_least, kind, what):
-  """Outcome of the stalls of a kind: '' or ' net'; what: they are, in words."""
+def stall(run, *, megabytes, steps, rounds, at_least):
+  """CPU: a step waits for a synchronous save so many times as long as for ours.
+
+  Args:
+    megabytes: sizes of the state in MiB, float32 on one device.
+    steps: seconds of a step at each size: a pause, the device's part.
+    at_least: the median ratio, at every size.
+  """
   times = _measured(tuple(megabytes), tuple(steps), rounds)
   each, medians = [], []
   for size, step in zip(megabytes, steps, strict=True):
-    other, ours = (
-      times[f'{size}, {name}{kind}'] for name in ('synchronous', 'ours')
-    )
+    other, ours = (times[f'{size}, {name}'] for name in ('synchronous', 'ours'))
     found = measure.spread(measure.ratios(other, ours))
     medians.append(found.median)
     median = lambda values: measure.spread(values).median
@@ -183,45 +183,24 @@ def _stall(megabytes, steps, rounds, at_least, kind, what):
   return claims.Outcome(
     f'>= {at_least:g}',
     experiment.numbers(medians, '.0f'),
-    f'wall time for which the thread that trains {what}, a save at every step, '
-    f'{rounds} rounds in turn; the device is a pause, and not these cores. '
-    f'{"; ".join(each)}',
+    'wall time for which the thread that trains is blocked, a save at every '
+    f'step, {rounds} rounds in turn; the device is a pause, and not these '
+    f'cores. {"; ".join(each)}',
     min(medians) >= at_least,
   )
 
 
-def stall(run, *, megabytes, steps, rounds, at_least):
-  """CPU: a step waits for a synchronous save so many times as long as for ours.
+def growth(run, *, megabytes, steps, rounds, at_most):
+  """CPU: the stall of the largest over that of the smallest state, likewise.
 
   Args:
-    megabytes: sizes of the state in MiB, float32 on one device.
-    steps: seconds of a step at each size: a pause, the device's part.
-    at_least: the median ratio, at every size.
-  """
-  return _stall(megabytes, steps, rounds, at_least, '', 'is blocked')
-
-
-def stall_with_a_core(run, *, megabytes, steps, rounds, at_least):
-  """CPU: the same without the time for which the thread waited for a core.
-
-  On a busy machine that is most of a stall of ours, which is milliseconds.
-
-  Args:
-    megabytes, steps, rounds, at_least: as of `stall`.
-  """
-  what = 'is blocked and does not wait for a core'
-  return _stall(megabytes, steps, rounds, at_least, ' net', what)
-
-
-def _growth(megabytes, steps, rounds, at_most, of, unit):
-  """Outcome: what a stall grows by, ours over a synchronous save, by rounds.
-
-  of: (stalls at the smallest size, at the largest) -> growth, of each round.
+    megabytes, steps, rounds: as of `stall`.
+    at_most: the median of ours over a synchronous save's.
   """
   times = _measured(tuple(megabytes), tuple(steps), rounds)
   small, large = min(megabytes), max(megabytes)
   ours, other = (
-    of(times[f'{small}, {name}'], times[f'{large}, {name}'])
+    measure.ratios(times[f'{large}, {name}'], times[f'{small}, {name}'])
     for name in ('ours', 'synchronous')
   )
   found = measure.spread(measure.ratios(ours, other))
@@ -230,31 +209,6 @@ def _growth(megabytes, steps, rounds, at_most, of, unit):
     found.median,
     at_most,
     f'{small} to {large} MiB: ours {median(ours)}, a synchronous save '
-    f'{median(other)} {unit}; {experiment.numbers(found, ".2f")} (least, '
+    f'{median(other)} times; {experiment.numbers(found, ".2f")} (least, '
     'median, most)',
   )
-
-
-def growth(run, *, megabytes, steps, rounds, at_most):
-  """CPU: what a MiB more adds to a stall: ours over a synchronous save's.
-
-  Args:
-    megabytes, steps, rounds: as of `stall`.
-  """
-  mib = max(megabytes) - min(megabytes)
-  of = lambda small, large: [
-    1e3 * (b - a) / mib for a, b in zip(small, large, strict=True)
-  ]
-  return _growth(megabytes, steps, rounds, at_most, of, 'ms a MiB')
-
-
-def growth_in_times(run, *, megabytes, steps, rounds, at_most):
-  """CPU: the stall of the largest over that of the smallest state, likewise.
-
-  A synchronous save has a part that no size changes: it grows less.
-
-  Args:
-    megabytes, steps, rounds: as of `stall`.
-  """
-  of = lambda small, large: measure.ratios(large, small)
-  return _growth(megabytes, steps, rounds, at_most, of, 'times')
