@@ -48,7 +48,7 @@ BRACKETS = ((4.0, 80), (1.5, 48), (0.6, 24), (0.3, 12), (0.15, 5))
 # workers with those of a whole room fill a machine of 24 GB.
 MOST_RESIDENT = 5 * 2**30
 PEERS = ('hf', 'aot', 'lm_eval', 'extras')  # not in .venv, but in .ci/run
-SELDOM = 6  # one in so many of dear tests with them, whatever they cost
+SELDOM = 8  # one in so many of dear tests with them, whatever they cost
 GUARD = 7.0  # CPU-seconds that a guard may cost and run in every turn
 RECORDED = 0.1  # cheaper functions are left out of the ledger
 WHOLE = 60.0  # CPU-seconds that changed files may add to a turn
