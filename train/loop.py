@@ -265,8 +265,8 @@ class _Training:
         self._roll_back()
       while not self._steps(stop, first, started):
         self._roll_back()
-    with self.activity.phase('save', self.step):
-      self._store.wait()
+      with self.activity.phase('save', self.step):
+        self._store.wait()
     if self.stopped:
       saved = f'saved {self._saved}'
       say(f'stopped by {self.stopped} after step {self.step}, {saved}')

@@ -79,10 +79,12 @@ class Copier:
     self._thread = futures.ThreadPoolExecutor(1, 'snapshot')
 
   def begin(self, tree: Mapping[str, Any], copied: bool) -> futures.Future:
-    """Returns at once if `copied`. Its result: (copies, fingerprint.Words).
+    """Future of (copies, fingerprint.Words), or of an error of asking for them.
 
+    tree: as it is now; its leaves stay until there is a result.
     copied: whether copies are `possible`; if not, `tree` itself is the first.
     """
+    tree = dict(tree)
     inline = not copied or jax.process_count() > 1
     if not inline and all(_is_cpu(x) for x in tree.values()):
       # A program compiled under a mesh is found again under it only.

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from paraxis.configs.base import errors
+from paraxis.sharding.checkpoint import snapshot
 from paraxis.train import start
 from paraxis.train.run import memory
 
@@ -66,6 +67,14 @@ def test_memory_that_runs_out_later(tiny, tmp_path):
     tiny.run(tmp_path, callbacks=[take])
   assert 'MiB  params/embedding' in str(caught.value)
   assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['2']
+
+
+@pytest.mark.fault(34)
+def test_memory_that_runs_out_in_the_last_save(tiny, tmp_path, monkeypatch):
+  """Nothing follows it but the wait until it is written."""
+  monkeypatch.setattr(snapshot, 'to_host', lambda tree: _take())
+  with pytest.raises(errors.CrashError, match='out of memory: RES'):
+    tiny.run(tmp_path, {'train.steps': 2})
 
 
 @pytest.mark.fault(34)
