@@ -12,10 +12,10 @@ expect: EQ bitwise the states of a loop that never saves, 8 of 8 steps, although
   thread that trains is blocked, at every step: a synchronous save 56, 128 and
   503 times as long as ours at 32, 128 and 512 MiB (108, 247 and 1,002 ms over
   1.7, 1.9 and 1.9; the paper: up to 48), in steps of 0.25, 0.5 and 2 s, long
-  enough to write in; with both cores taken by others 41, 129 and 240. From 32
-  to 512 MiB ours grows 1.1 times, a synchronous save 8 to 9 times. Before a
-  thread asked for copies and fingerprints it was 5 to 9 ms and waits for a
-  core: 8, 12 and 60 times as long.
+  enough to write in; with both cores taken by others 41, 129 and 240, direction
+  only. From 32 to 512 MiB ours grows 1.1 times, a synchronous save 8 to 9
+  times. Before a thread asked for copies and fingerprints it was 5 to 9 ms and
+  waits for a core: 8, 12 and 60 times as long.
 differs: a stall is in wall time, as CPU-seconds do not show it, on two cores
   that others used: spreads are given. The device is a pause: gradients would
   take the cores that copy and write. What a step with a save takes longer
