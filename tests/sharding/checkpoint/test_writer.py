@@ -145,7 +145,7 @@ def test_training_continues_while_it_is_copied(mesh, tmp_path, said):
 
 @pytest.mark.invariant(16)
 def test_begin_does_not_wait_for_copies(mesh, tmp_path, said, monkeypatch):
-  """Nor for fingerprints; what is donated before `barrier` is not saved."""
+  """A state that is donated before `barrier` is an error and is not saved."""
   gate, ask = threading.Event(), snapshot.to_host
 
   def slow(tree):
