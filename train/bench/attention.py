@@ -1,7 +1,7 @@
 """Benches of attention: beside what others have, and over context.
 
-Bench attention: forward and backward on one device; every candidate waits for
-all that it started before its time is taken.
+Bench attention: forward and backward on one device, compiled as programs of a
+run are; every candidate waits for all that it started before its time is taken.
 
 Bench context: every form of context parallel attention on 8 virtual devices.
 One call is o and the gradients of q, k, v of causal attention over a sequence
@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels.attention import op as attention_lib
 from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.meter import compiling
 from paraxis.sharding.sequence import attention as context_lib
 from paraxis.sharding.sequence import order as context_order
 from paraxis.train.bench import measure
@@ -106,7 +107,8 @@ def _attention(report, part, shape, rounds, now, say):
   for name, form in forms.items():
     loss = lambda q, k, v, form=form: (form(q, k, v) * weight).sum()
     both = jax.value_and_grad(loss, (0, 1, 2))
-    compiled = jax.jit(both).lower(*inputs).compile()
+    traced = jax.jit(both).trace(*inputs)
+    compiled = traced.lower().compile(compiling.options(traced.jaxpr))
     made[name] = lambda f=compiled: jax.block_until_ready(f(*inputs)) and None
     outputs.append(compiled(*inputs)[1])
     temporary[f'temporary memory, {name}'] = measure.temporary(compiled)

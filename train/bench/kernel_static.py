@@ -2,12 +2,13 @@
 
     python -m paraxis.train.bench.kernel_static FILE.json [TARGET ...]
 
-compiles the programs of kernel_matrix.py ahead of time, by our kernels, and
-writes what it found: bytes in use at the worst moment and, for TPUs, bundles of
-instructions and registers stored of each kernel (kernel_schedules.py says what
-these are). A test compiles some of them again: `worse` names what has grown by
-more than a twentieth. Nothing is run; another release of the compiler makes
-other programs, so its version is part of the data.
+compiles the programs of kernel_matrix.py ahead of time, by our kernels, and one
+of each kernel that is no op's implementation, and writes what it found: bytes
+in use at the worst moment and, for TPUs, bundles of instructions and registers
+stored of each kernel (kernel_schedules.py says what these are). A test compiles
+some of them again: `worse` names what has grown by more than a twentieth.
+Nothing is run; another release of the compiler makes other programs, so its
+version is part of the data.
 """
 
 import importlib.metadata
@@ -24,6 +25,7 @@ import jax
 
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
+from paraxis.pallas_kernels.decode_attention import slot_write_tpu
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import target as target_lib
 from paraxis.train.bench import kernel_matrix
@@ -50,16 +52,33 @@ def _platform(name):
   return target_lib.CHIPS[name.partition(':')[0]].platform
 
 
+def _slot_write(_):
+  """Of 64 rows a token into two caches of 272 slots each."""
+
+  def call(a, b, row, place, keep, *new):
+    return slot_write_tpu.write((a, b), row, place, keep, new)
+
+  caches, new = [((64, 8, 272, 128), 'bfloat16')] * 2, (64, 8, 128)
+  rows = [((64,), 'int32')] * 2 + [((64,), 'bool')]
+  return call, [*caches, *rows, *[(new, 'bfloat16')] * 2]
+
+
+# Kernels for TPUs that no op of registry.py names, as kernel_matrix.PROGRAMS.
+ALONE = {'slot_write': _slot_write}
+
+
 def kernels(name):
   """{op: the implementation that is a kernel of ours} on a target."""
   own = 'pallas_tpu' if _platform(name) == 'tpu' else 'pallas_gpu'
   have = lambda op: own in [found for found, *_ in registry.explain(op)]
-  return {op: own for op in kernel_matrix.PROGRAMS if have(op)}
+  ops = [op for op in kernel_matrix.PROGRAMS if have(op)]
+  return dict.fromkeys([*ops, *(ALONE if own == 'pallas_tpu' else ())], own)
 
 
 def _compiled(op, implementation, topology, folder):
   """Of one program, {'peak': bytes, 'schedules': {kernel: [..]}}."""
-  function, shapes = kernel_matrix.PROGRAMS[op](implementation)
+  programs = kernel_matrix.PROGRAMS | ALONE
+  function, shapes = programs[op](implementation)
   arrays = [jax.ShapeDtypeStruct(*s) for s in shapes]
   before = set(os.listdir(folder))
   traced = aot.trace_on(topology, function, *arrays)

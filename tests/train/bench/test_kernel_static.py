@@ -6,6 +6,7 @@ writes the file again.
 
 import json
 import pathlib
+import re
 
 import pytest
 import support
@@ -15,6 +16,8 @@ from paraxis.train.bench import kernel_static
 
 FILE = pathlib.Path(__file__).parents[2] / 'golden' / 'kernels.json'
 KEPT = json.loads(FILE.read_text())
+ROOM = FILE.parents[2] / 'pallas_kernels'
+CALL = re.compile(r"\.pallas_call\(.*?name=f?'(\w+)", re.DOTALL)
 BEFORE: dict = {'scan': {'peak': 1000, 'schedules': {'forward': [200, 0]}}}
 
 
@@ -58,6 +61,19 @@ def test_every_kernel_of_every_target_is_kept(name):
     assert found['peak'] > 0
     assert bool(found.get('schedules')) == (own[op] == 'pallas_tpu')
   assert {'attention', 'selective_scan', 'linear_scan'} <= set(own)
+
+
+def test_no_kernel_for_tpus_is_left_out():
+  """Each `pallas_call` of a file of kernels for TPUs has a schedule."""
+  files = [*ROOM.glob('**/tpu.py'), *ROOM.glob('**/*_tpu.py')]
+  calls = {file: CALL.findall(file.read_text()) for file in files}
+  names = [name for found in calls.values() for name in found]
+  assert len(files) >= 7 and sum(map(bool, calls.values())) >= 6
+  assert {'attention_tpu_', 'slot_write_tpu'} <= set(names)
+  for target in kernel_matrix.TARGETS[:4]:
+    kept = KEPT[target]['kernels'].values()
+    made = [name for found in kept for name in found['schedules']]
+    assert [n for n in names if not any(x.startswith(n) for x in made)] == []
 
 
 def compare(name, ops=()):
