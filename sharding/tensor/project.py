@@ -22,6 +22,7 @@ under differentiation.
 
 import contextvars
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -35,8 +36,9 @@ from paraxis.sharding.tensor import product_layouts as layouts
 from paraxis.sharding.tensor import rings
 from paraxis.sharding.tensor import worlds
 
-# How many times larger than its cotangent x is where that one is thin.
-THIN = 8
+# What transposing a number of a product's result costs, over copying one of an
+# operand to transpose it.
+RESULT = 2
 # Set while products are recorded (sharding/tensor/tape.py).
 _tape: contextvars.ContextVar = contextvars.ContextVar('tape', default=None)
 
@@ -226,19 +228,27 @@ def weight_gradients(group, x, cotangents):
 def _weight_gradient(world, equation, x, g, dtype, axes):
   """einsum(x, g), the gradient of a weight laid out over `axes`.
 
-  XLA on CPU copies the first operand of the product to transpose it. Where g is
-  thin (of an adapter's rank) it comes first, and the result is transposed
-  behind a barrier: without it XLA would write the product as it was.
+  XLA on CPU copies one operand to transpose it, that whose dimensions are the
+  result's first. Where the other one is less, with the result, which is then
+  transposed, it is that one's turn; behind a barrier, without which XLA would
+  write the product as it was.
   """
-  if x.size < THIN * g.size or registry.current_target().platform != 'cpu':
-    return world.multiply(equation, x, g, dtype, axes)
   ins, out = equation.split('->')
-  of_x, of_g = ins.split(',')
-  swapped = sorted(out, key=lambda letter: letter in of_x)
-  order = [out.index(letter) for letter in swapped]
+  first, other = zip(ins.split(','), (x, g), strict=True)
+  if out[0] not in first[0]:
+    first, other = other, first
+  sizes = {}
+  for letters, array in (first, other):
+    sizes |= dict(zip(letters, array.shape, strict=True))
+  result = math.prod(sizes[letter] for letter in out)
+  little = other[1].size + RESULT * result < first[1].size
+  if not little or registry.current_target().platform != 'cpu':
+    return world.multiply(equation, x, g, dtype, axes)
+  turned = sorted(out, key=lambda letter: letter not in other[0])
+  order = [out.index(letter) for letter in turned]
   dw = world.multiply(
-    f'{of_g},{of_x}->{"".join(swapped)}',
-    g, x, dtype, [axes[i] for i in order],
+    f'{other[0]},{first[0]}->{"".join(turned)}',
+    other[1], first[1], dtype, [axes[i] for i in order],
   )  # fmt: skip
   return jax.lax.optimization_barrier(dw).transpose(np.argsort(order))
 

@@ -192,27 +192,37 @@ def test_equal_to_numpy(enter, mesh, choices, rings, world):
 
 @pytest.mark.parametrize('world', ['explicit', 'manual'])
 def test_cotangents_before_inputs(enter, monkeypatch, world):
-  """As thin ones are; each result is transposed to its weight."""
+  """Or after, whichever is not usual; each result is transposed."""
   for group, args in arrays().items():
-    monkeypatch.setattr(project, 'THIN', 0)
+    monkeypatch.setattr(project, 'RESULT', -(10**6))
     compare({group: differentiate(group, (), *args)})
   enter(CUBE, zero=3)
   compare(evaluate(world))
 
 
-def test_what_is_thin_is_transposed(monkeypatch):
-  """Not the input of an adapter, which would be copied for it."""
-  names = (None,) * 3
+@pytest.mark.parametrize(
+  'equation, weight, x, y, copied',
+  [
+    # The input of an adapter; the cotangent of a head, whose words are first.
+    ('BTF,FR->BTR', (F, 2), F, 2, F),
+    ('BTF,RF->BTR', (8 * F, F), F, 8 * F, 8 * F),
+  ],
+)
+def test_what_is_less_is_transposed(
+  monkeypatch, equation, weight, x, y, copied
+):
+  names, (b, t), found = (None,) * 3, (2, 64), {}
   run = lambda a, x, c: jax.vjp(
-    lambda a: project.einsum('BTF,FR->BTR', x, names, a, names[1:], names), a
+    lambda a: project.einsum(equation, x, names, a, names[1:], names), a
   )[1](c)
-  wide, found = [(F, 2), (B, T, F), (B, T, 2)], {}
-  arguments = [jax.ShapeDtypeStruct(s, 'f8') for s in wide]
-  for thin in (8, 80):
-    monkeypatch.setattr(project, 'THIN', thin)
+  shapes = weight, (b, t, x), (b, t, y)
+  arguments = [jax.ShapeDtypeStruct(s, 'f8') for s in shapes]
+  for result in (1, 10**6):
+    monkeypatch.setattr(project, 'RESULT', result)
     text = jax.jit(lambda *args: run(*args)).lower(*arguments).compile()
-    found[thin] = re.findall(rf'f64\[{F},{B * T}\]', text.as_text() or '')
-  assert not found[8] and found[80], found
+    lines = re.findall(rf'f64\[{copied},{b * t}\]', text.as_text() or '')
+    found[result] = lines
+  assert not found[1] and found[10**6], found
 
 
 def test_whole_residuals_are_summed_by_the_compiler(enter):
