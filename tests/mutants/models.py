@@ -42,6 +42,14 @@ TABLE = [
     'tests/models/test_decoder.py::test_logits_are_capped',
   ),
   Mutation(
+    'mlp_keeps_all',
+    'models/ffn/mlp.py',
+    'return jax.checkpoint(',
+    'return (lambda run, **_: run)(',
+    'what lies between the products of the mlp is kept for the gradient',
+    'tests/models/ffn/test_mlp.py::test_products_and_the_hidden_layer_are_kept',
+  ),
+  Mutation(
     'rope_sign',
     'models/mixers/rope.py',
     '[x1 * cos - x2 * sin, x2 * cos + x1 * sin]',

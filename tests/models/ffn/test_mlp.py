@@ -69,6 +69,20 @@ def test_mlp_equals_a_loop(form, bias):
     np.testing.assert_allclose(found[i], want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+  'form, count',
+  [('swiglu', 3), ('geglu_exact', 3), ('clamped', 3), ('gelu', 2)],
+)
+def test_products_and_the_hidden_layer_are_kept(form, count):
+  """For the gradient, and nothing that lies between."""
+  skeleton = skeleton_of(mlp=form)
+  w = module_cases.randomised(skeleton, 1.0)
+  x = np.random.default_rng(1).normal(size=(2, 3, D))
+  _, back = jax.vjp(run_of(skeleton), w, x)
+  kept = [leaf for leaf in jax.tree.leaves(back) if leaf.shape == (2, 3, F)]
+  assert len(kept) == count
+
+
 def test_what_a_form_owns():
   has = lambda form, bias: set(skeleton_of(mlp=form, mlp_bias=bias).leaves)
   assert has('gelu', False) == {'up', 'down'}
