@@ -93,7 +93,8 @@ def policy(remat, text=''):
     remat: schema.Train.remat.
     text: schema.Train.memory. With a table only names count: what has none is
       recomputed, under remat=none too. Empty: dots keeps the products that have
-      no name as well, none keeps everything.
+      no name as well, none keeps everything but what lies between the products
+      of the mlp.
 
   Raises:
     UserError: as `parse`; something is to be offloaded, and the device that the

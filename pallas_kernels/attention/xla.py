@@ -256,8 +256,8 @@ def gradients(q_BKGTH, k_BKSH, v_BKSH, rows, walk, mask):
   and dk still lack the factor mask.scale: nothing follows the loop, so a caller
   can have its sends end where the loop ends.
 
-  Scores have the key first: XLA on CPU takes two to ten times as long for a
-  batch of products whose left side is transposed, as two of the five would be.
+  Scores have the key first: with the query first XLA on CPU copies two blocks
+  of scores, those of dk's and dv's product, to transpose them.
   """
   lse, delta, do = rows
   lse = jnp.maximum(lse, varying.FLOOR)

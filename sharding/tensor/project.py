@@ -228,10 +228,10 @@ def weight_gradients(group, x, cotangents):
 def _weight_gradient(world, equation, x, g, dtype, axes):
   """einsum(x, g), the gradient of a weight laid out over `axes`.
 
-  XLA on CPU copies one operand to transpose it, that whose dimensions are the
-  result's first. Where the other one is less, with the result, which is then
-  transposed, it is that one's turn; behind a barrier, without which XLA would
-  write the product as it was.
+  XLA on CPU copies, to transpose it, the operand that has the result's first
+  dimension. Where the other operand and RESULT times the result are smaller,
+  the product is written with the other one first and the result is transposed,
+  behind a barrier, without which XLA would write the product as it was.
   """
   ins, out = equation.split('->')
   first, other = zip(ins.split(','), (x, g), strict=True)
