@@ -1,7 +1,7 @@
 """Demons in the Detail: experts are balanced over the whole batch
 
 paper: arXiv:2501.11873
-mechanism: models/ffn/router.py, train/step.py
+mechanism: models/ffn/router.py, train/steps/gradients.py
 test: tests/train/claims/experts/test_layer.py
 run: paraxis reproduce demons_lbl
 cost: 1000 CPU-seconds

@@ -26,6 +26,8 @@ from paraxis.configs.base.field import field
 from paraxis.configs.base.field import suggest
 from paraxis.configs.base.lora import Lora
 from paraxis.configs.base.model import Model
+from paraxis.configs.base.optimizer import Optimizer
+from paraxis.configs.base.outer import Outer
 from paraxis.configs.base.spike import Spike
 
 
@@ -33,7 +35,11 @@ from paraxis.configs.base.spike import Spike
 class Mesh:
   """Devices along each mesh axis; their product is the number of devices."""
 
-  replica: int = field(1, 'copies of the whole run that average every step')
+  replica: int = field(
+    1,
+    'copies of the parameters: the gradient of every step is averaged over '
+    'them, or each steps alone (outer.exchange)',
+  )
   stage: int = field(1, 'pipeline stages')
   data: int = field(1, 'batch shards, parameters replicated')
   fsdp: int = field(1, 'batch shards that also shard parameters')
@@ -117,45 +123,6 @@ class Pipeline:
     0.0, 'skip: share of the stages that a microbatch skips', low=0.0,
     high=0.9,
   )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Optimizer:
-  """Update rule, schedule and clipping."""
-
-  name: str = field(
-    'adamw',
-    'adamw; or muon on matrices, adamw on embeddings, norms and biases',
-    ('adamw', 'muon'),
-  )
-  learning_rate: float = field(3e-3, 'peak learning rate of adamw', low=0.0)
-  muon_learning_rate: float = field(0.02, 'peak learning rate of muon', low=0.0)
-  b1: float = field(0.9, 'decay of adamw first moments', low=0.0, high=0.99999)
-  b2: float = field(
-    0.95, 'decay of adamw second moments', low=0.0, high=0.99999
-  )
-  epsilon: float = field(1e-8, 'added to the denominator of adamw', low=0.0)
-  weight_decay: float = field(
-    0.1, 'decoupled weight decay; not of norms and biases', low=0.0
-  )
-  muon_momentum: float = field(
-    0.95, 'Nesterov momentum of muon', low=0.0, high=1.0
-  )
-  clip_norm: float = field(1.0, 'maximum global gradient norm; 0: off', low=0.0)
-  schedule: str = field(
-    'cosine', 'learning rate after warm-up', ('cosine', 'wsd', 'constant')
-  )
-  warmup_steps: int = field(40, 'steps of linear warm-up from 0', low=0)
-  decay_steps: int = field(0, 'wsd: steps of linear decay at the end', low=0)
-  final_fraction: float = field(
-    0.0, 'final learning rate / peak', low=0.0, high=1.0
-  )
-  ema_decay: float = field(
-    0.0,
-    'decay of an average of the parameters, which decode --ema reads; 0: none',
-    low=0.0,
-    high=0.999999,
-  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,6 +215,7 @@ class Config:
   model: Model = Model()
   data: Data = Data()
   optimizer: Optimizer = Optimizer()
+  outer: Outer = Outer()
   train: Train = Train()
   checkpoint: Checkpoint = Checkpoint()
   decode: Decode = Decode()

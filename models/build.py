@@ -38,7 +38,7 @@ class Built(NamedTuple):
 
   params: {path: jax.ShapeDtypeStruct with its NamedSharding}.
   choices: schema.Mesh. schedule: schedules.Schedule, None on one stage.
-  pipeline: schema.Pipeline.
+  pipeline: schema.Pipeline. outer: schema.Outer.
   """
 
   mesh: Any
@@ -48,6 +48,7 @@ class Built(NamedTuple):
   choices: Any
   schedule: Any = None
   pipeline: Any = None
+  outer: Any = schema.Outer()
 
 
 def mesh_sizes(config, text=''):
@@ -85,8 +86,11 @@ ACTIVATIONS = (
 )
 
 
-def _check_activations(mesh, rules, sizes):
-  """UserError if the rules lay activations out as no product can make them."""
+def _check_activations(mesh, rules, sizes, apart):
+  """UserError if the rules lay activations out as no product can make them.
+
+  apart: replicas step alone, each in a manual region.
+  """
   for names in ACTIVATIONS:
     rules_lib.spec(names, None, rules, sizes, 'activations')
   over = functools.partial(_split_over, rules, sizes)
@@ -100,7 +104,9 @@ def _check_activations(mesh, rules, sizes):
   manual = "mesh.collectives='explicit'"
   if sizes['stage'] > 1:
     manual = f'A pipeline (mesh.stage={sizes["stage"]})'
-  explicit = mesh.collectives == 'explicit' or sizes['stage'] > 1
+  elif apart:
+    manual = 'A replica that steps alone (outer.exchange)'
+  explicit = mesh.collectives == 'explicit' or sizes['stage'] > 1 or apart
   names = ('heads', 'mlp', 'vocab') if explicit else ('heads', 'mlp')
   for name in names:
     if scattered or explicit:
@@ -176,7 +182,7 @@ def _layout(config, rules, sizes, schedule):
     'of sequence-sharded residuals, and here are none: it needs a tensor axis '
     f'above 1 (tensor={sizes["tensor"]}) and mesh.sequence=True.',
   )
-  _check_activations(mesh, rules, sizes)
+  _check_activations(mesh, rules, sizes, config.outer.active)
   placement, experts = None, model_checks.expert_order(mesh, model)
   if schedule is not None:  # modules hold static data: no arrays
     placement = tuple(map(tuple, schedule.placement.tolist()))
@@ -315,8 +321,9 @@ def build(
       leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec)
     )
   return Built(
-    mesh, rules, model, params, config.mesh, schedule, config.pipeline
-  )
+    mesh, rules, model, params, config.mesh, schedule, config.pipeline,
+    config.outer,
+  )  # fmt: skip
 
 
 def check_rows(rows, built, what):

@@ -38,6 +38,11 @@ _rules: contextvars.ContextVar[rules_lib.Rules | None] = contextvars.ContextVar(
 # region leaves as partial sums: a pipeline's stages, for embedding and head.
 _deferred = contextvars.ContextVar('deferred', default=())
 
+# A mesh axis whose places compute apart: see `hide`.
+_hidden: contextvars.ContextVar[str] = contextvars.ContextVar(
+  'hidden', default=''
+)
+
 
 @contextlib.contextmanager
 def within(variable, value):
@@ -57,6 +62,12 @@ def defer(axes):
 def deferred():
   """Mesh axes that `defer` named."""
   return _deferred.get()
+
+
+def hide(axis):
+  """Within this context layouts and sums do not see a mesh axis: they are of
+  one place along it (train/steps/replicas.py)."""
+  return within(_hidden, axis)
 
 
 def use(rules):
@@ -82,13 +93,13 @@ def _in_force():
 
 
 def sizes():
-  """Mesh axis -> size of the mesh in force, axes of size 1 left out."""
+  """Mesh axis -> size of the mesh in force, axes of size 1 left out, and one
+  that `hide` names."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return {}
-  return {
-    a: n for a, n in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if n > 1
-  }
+  found = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+  return {a: n for a, n in found if n > 1 and a != _hidden.get()}
 
 
 def mode():

@@ -28,6 +28,7 @@ from paraxis.configs.base import errors
 from paraxis.sharding import mesh as mesh_lib
 
 LOGICAL = {
+  'replicas': 'copies that step alone (train/steps/replicas.py)',
   'batch': 'rows of a step',
   'length': 'tokens of a row, inside a sublayer',
   'residual_length': 'tokens of a row, between sublayers and in norms',
@@ -50,6 +51,7 @@ LOGICAL = {
 }
 
 _BATCH = {
+  'replicas': ('replica',),
   'batch': ('replica', 'data', 'fsdp'),
   'length': ('context',),
   'residual_length': ('context',),

@@ -34,8 +34,8 @@ ROOMS = {
     'drafts', 'unmask', '', 'certify', '__main__', 'evaluate',
   ),
   'train': (
-    'data', 'run', 'launch', '', 'plot', 'certify', 'bench', 'claims', 'cli',
-    '__main__',
+    'data', 'run', 'launch', 'expert_counts', 'state', 'loss', 'steps', '',
+    'plot', 'certify', 'bench', 'claims', 'cli', '__main__',
   ),
 }  # fmt: skip
 # The claims, by mechanism. They import what claims share, which is in the files
@@ -43,7 +43,7 @@ ROOMS = {
 CLAIMS = 'train/claims/'
 CLAIM_ROOMS = (
   'layouts', 'pipeline', 'experts', 'attention', 'scans', 'decode',
-  'reliability', 'checkpoint',
+  'reliability', 'checkpoint', 'outer',
 )  # fmt: skip
 BASE = ('schema', 'base')
 PURE = {*sys.stdlib_module_names, 'absl', 'ml_collections'}

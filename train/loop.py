@@ -4,8 +4,7 @@ A paper passes functions in: `make_step` builds the two halves of a step,
 `callbacks` see every finished step. Step t reads batch t plus the batches that
 loss spikes left out before it, a pure function of the seed and of the cursor
 that checkpoints hold: a resumed run is bitwise the uninterrupted one. Numbers
-of a step are read after the next one is dispatched: the accelerator never waits
-for the host.
+of a step are read after the next is dispatched: the accelerator never waits.
 """
 
 import contextlib
@@ -38,6 +37,7 @@ from paraxis.train.run import rates as rates_lib
 from paraxis.train.run import spikes
 from paraxis.train.run import stop as stop_lib
 from paraxis.train.run import workdir as workdir_lib
+from paraxis.train.steps import outer
 
 
 def cost(config):
@@ -243,6 +243,7 @@ class _Training:
     self.origin: dict | None = None
     self._gradients = {}  # rows of a step -> its compiled gradient
     self._update: Any = None
+    self._exchange = outer.Exchange(job)
     self._rows = functools.cache(job.local_rows)
 
   def run(self, stop, started):
@@ -288,10 +289,11 @@ class _Training:
         # A dispatch waits where the device runs in this thread (CPU), or its
         # queue is full.
         with recorder.rates.waits():
-          found = self._gradients[size](self.state.variables, batch)
+          found = self._gradients[size](self.state.inner, batch)
         self._hand_over()
         with recorder.rates.waits():
           self.state, numbers = self._update(self.state, *found)
+          self.state, numbers = self._exchange(t + 1, self.state, numbers)
         del found
         self.step = t + 1
         recorder.later(self.step, numbers, int(host_batch.denominator))
@@ -321,17 +323,19 @@ class _Training:
     stop.compiling, say = True, self._recorder.progress.say
     with self._recorder.rates.apart(), self.activity.phase('compile'):
       gradient = compiling.compile_step(
-        'gradient', self._functions.grads, self.state.variables, batch, say=say
+        'gradient', self._functions.grads, self.state.inner, batch, say=say
       )
       if self._update is None:  # the same for batches of any size
         self._update = self._job.compile_update(
           self._functions.update, gradient, say
         )
+        self._exchange.compile(say)
     self._gradients[size] = gradient
     device = self._job.mesh.local_devices[0]
     programs = dict(gradient=gradient, update=self._update)
+    programs |= self._exchange.programs
     flat = state_lib.flatten(self._job.state)
-    read = self._job.state.variables  # the rest is there beside a gradient
+    read = self._job.state.inner  # the rest is there beside a gradient
     memory.check(programs, device, flat, {'gradient': (flat, read)})
     self._profile.programs += [gradient, self._update]
     stop.compiling = False
@@ -390,5 +394,7 @@ class _Training:
       self.activity.phase('evaluate'),
     ):
       found = self._evaluator(self.state.variables)
+      if self.state.replicas:  # `found` is of the anchor
+        found = found._replace(mean=self._evaluator(outer.mean(self.state)))
     self._recorder.writers.write(self.step, found.values())
     return found

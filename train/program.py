@@ -36,6 +36,7 @@ from paraxis.train.data import corpus as corpus_lib
 from paraxis.train.data import objectives
 from paraxis.train.data import token_cache
 from paraxis.train.run import metrics
+from paraxis.train.steps import outer
 
 ROWS = ('batch', 'length')
 IDLE = 0.05  # share of unread rows of an embedding that is worth a word
@@ -57,9 +58,8 @@ class Program:
   @functools.cached_property
   def state(self) -> state_lib.State:
     """State of jax.ShapeDtypeStruct, each with its NamedSharding."""
-    init = functools.partial(state_lib.init, self.model, self.optimizer)
     with self.context():
-      shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
+      shapes = jax.eval_shape(lambda: self._init())
       return with_layouts(self.mesh, shapes)
 
   @functools.cached_property
@@ -175,7 +175,8 @@ class Program:
 
   def _init(self):
     key = jax.random.key(self.config.train.seed)
-    return state_lib.init(self.model, self.optimizer, key)
+    state = state_lib.init(self.model, self.optimizer, key)
+    return outer.begun(state, self.config, self.model)
 
   def initial_state(self) -> state_lib.State:
     """The state before the first step, on the mesh."""
@@ -245,6 +246,7 @@ def on_devices(
   """
   train = config.train
   built = build.build(config, mesh_text, train.remat, devices, abstract)
+  outer.check(config, built)
   sizes = dataclasses.replace(config.mesh, **built.mesh.shape)
   optimizer = optimizers.Optimizer(config.optimizer, train.steps, built.model)
   return Program(dataclasses.replace(config, mesh=sizes), built, optimizer)

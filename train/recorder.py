@@ -15,6 +15,7 @@ from paraxis.train import expert_counts
 from paraxis.train.run import metrics as metrics_lib
 from paraxis.train.run import spikes
 from paraxis.train.run import stragglers
+from paraxis.train.steps import replicas
 
 
 class Recorder:
@@ -97,6 +98,8 @@ class Recorder:
     every = self._train.print_every
     with self.rates.waits():
       numbers = jax.device_get(numbers)
+    if self._job.config.outer.active:
+      numbers = replicas.together(numbers)
     self.rates.step(tokens)
     rates = {
       k: float(v) for k, v in numbers.items() if k.startswith('learning_rate')

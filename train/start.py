@@ -6,6 +6,8 @@ origin.py); step and optimizer are new. Every checkpoint's manifest says so
 under 'origin'.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -158,7 +160,8 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict]:
     if store.read_manifest()['meta'].get(workdir_lib.IMPORTED):
       raise workdir_lib.imported(store.directory.parent)
   shapes = state_lib.flatten(job.state)
-  found = store.restore_latest_good(wanted(job))
+  like, former = _of_former_replicas(job, store)
+  found = store.restore_latest_good(like)
   if found is None:
     new = source and begin(job, source, wanted(job), say)
     new = new or job.initial_state()
@@ -166,6 +169,13 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict]:
     store.compare_replicas(0, state_lib.flatten(new))
     return new, 0, {'origin': source.about} if source else {}
   step, tree, kept = found
+  if former:
+    tree |= {p: _merged(tree[p], shapes[p]) for p in _each(job)}
+    say(
+      f'replicas: {store.directory} is of {former}, this run has '
+      f'{job.state.replicas}, and each of them begins with the mean of their '
+      'parameters and optimizer states'
+    )
   tree = state_lib.on_stages(tree, shapes, job.leaves)
   _check(job, step, kept, store.directory, say)
   origin = kept.get('origin')
@@ -177,6 +187,41 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict]:
     )
   say(f'resumed from step {step}, every leaf verified')
   return state_lib.unflatten(job.state, tree), step, kept
+
+
+def _each(job):
+  """Paths of leaves that every replica has one of."""
+  named = job.leaves.items()
+  return [p for p, leaf in named if leaf.axes[:1] == (state_lib.REPLICAS,)]
+
+
+def _of_former_replicas(job, store):
+  """(as `wanted`, of so many replicas as the newest checkpoint has; their
+  number, 0 if it is this run's, or if no replica steps alone)."""
+  like, shape = wanted(job), None
+  if job.state.replicas and store.steps():
+    saved = store.read_manifest()['leaves'].get('skipped', {})
+    shape = saved.get('shape')
+  if not shape or shape[0] == job.state.replicas:
+    return like, 0
+  for path in _each(job):
+    x = like[path]
+    layout = jax.NamedSharding(job.mesh, jax.P(None, *x.sharding.spec[1:]))
+    like[path] = jax.ShapeDtypeStruct(
+      (shape[0], *x.shape[1:]), x.dtype, sharding=layout
+    )
+  return like, shape[0]
+
+
+def _merged(x, like):
+  """The mean of replicas, of whole numbers the largest, for each of others."""
+
+  def run(x):
+    whole = jnp.issubdtype(x.dtype, jnp.integer)
+    one = x.max(0) if whole else x.mean(0)
+    return jnp.broadcast_to(one, like.shape)
+
+  return jax.jit(run, out_shardings=like.sharding)(x)
 
 
 def back(job, store, steps) -> tuple[state_lib.State, int, dict]:
@@ -209,8 +254,10 @@ def begin(job, source, like, say) -> state_lib.State:
   tree = source.read(job, like, say)
   own = state_lib.flatten(job.state)
   averages = {p for p in own if p.startswith(f'{trained.EMA}/')}
+  replicas = {p for p in own if p.startswith(f'outer/{origin_lib.PARAMS}')}
   # After reading, and no parameter that was read whole: never two of one.
-  new = {p for p in own if p not in tree or p in source.part} - averages
+  new = {p for p in own if p not in tree or p in source.part}
+  new -= averages | replicas
   fresh = job.initial_leaves([p for p in own if p in new])
   for path in tree:
     if path in source.part:
@@ -224,6 +271,10 @@ def begin(job, source, like, say) -> state_lib.State:
   for path in averages:
     x = whole[f'{origin_lib.PARAMS}{path.partition("/")[2]}']
     whole[path] = jax.jit(jnp.copy, out_shardings=own[path].sharding)(x)
+  for path in replicas:
+    x, like = whole[path.removeprefix('outer/')], own[path]
+    copy = functools.partial(jnp.broadcast_to, shape=like.shape)
+    whole[path] = jax.jit(copy, out_shardings=like.sharding)(x)
   return state_lib.unflatten(job.state, whole)
 
 

@@ -18,6 +18,8 @@ from paraxis.models import depth
 from paraxis.models import trained
 from paraxis.train import expert_counts
 
+REPLICAS = 'replicas'  # the logical axis of what every replica has one of
+
 
 class State(NamedTuple):
   """params: {path: array}, what is learned, or frozen (train.freeze).
@@ -26,6 +28,9 @@ class State(NamedTuple):
   gradients (train/expert_counts.py). optimizer: {group: optax state}.
   step: () int32, batches consumed, skipped ones included.
   skipped, skipped_in_a_row: () int32, updates left out for non-finite numbers.
+  outer: steps.outer.Outer, or () without replicas that step alone. With it
+    params are the anchor, and of optimizer, skipped and skipped_in_a_row every
+    array leads with R.
   """
 
   params: Any
@@ -34,11 +39,23 @@ class State(NamedTuple):
   step: Any
   skipped: Any
   skipped_in_a_row: Any
+  outer: Any = ()
 
   @property
   def variables(self):
-    """{path: array}, all that the model reads."""
+    """{path: array}, all that the model reads; with replicas the anchor."""
     return self.params | self.counts
+
+  @property
+  def inner(self):
+    """{path: array} of which a step takes the gradient: with replicas (R, ...),
+    else `variables`."""
+    return self.outer.params if self.outer else self.variables
+
+  @property
+  def replicas(self):
+    """R, replicas that step alone; 0: none do."""
+    return len(self.skipped) if self.outer else 0
 
 
 def init(model, optimizer, key):
@@ -118,6 +135,7 @@ def leaves(state, model, own=()):
 
   A leaf whose path ends as a parameter's, and whose shape is the same, mirrors
   that parameter. Of any other with a dimension the optimizer says the axes.
+  What every replica has one of leads with the logical axis 'replicas'.
 
   Args:
     own: {canonical path: logical axes}; what it names mirrors nothing. Layers
@@ -126,7 +144,11 @@ def leaves(state, model, own=()):
   Raises:
     ValueError: the axes of a leaf are not known, or do not fit it.
   """
-  flat, own = flatten(state), dict(own)
+  flat, own, every = flatten(state), dict(own), {}
+  if state.outer:
+    every = {p: x for p, x in flat.items() if _of_replicas(p)}
+    one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    flat |= {p: one(x) for p, x in every.items()}
   if unknown := sorted(set(own) - set(flat)):
     raise ValueError(f'axes of {unknown}, which are no leaves of the state')
   shapes = {**state.counts, **state.params}
@@ -149,7 +171,17 @@ def leaves(state, model, own=()):
       )
     if len(out[path].axes) != len(leaf.shape):
       raise ValueError(f'{path} {leaf.shape}: axes {out[path].axes}')
-  return out
+  return out | {
+    p: out[p]._replace(axes=(REPLICAS, *out[p].axes)) for p in every
+  }
+
+
+def _of_replicas(path):
+  """Whether every replica has a leaf of its own at a canonical path."""
+  first = path.split('/')[0]
+  return first in ('optimizer', 'skipped', 'skipped_in_a_row') or (
+    path.startswith('outer/params/')
+  )
 
 
 def _held(path, names, owner, model):

@@ -54,6 +54,7 @@ ROOMS = {
     'train.compiling=compiling'
   ),
   'sharding.planner': 'simulate auto_rules layout=conversions signatures',
+  'train.steps': 'pipeline_step',
   'models.mixers': (
     'attention latent_attention=latent latent_rotation gated_linear mamba '
     'recurrent recurrence tcn mixer=protocol rope'

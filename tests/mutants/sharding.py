@@ -133,7 +133,7 @@ TABLE = [
   ),
   Mutation(
     'zero_axes',
-    'train/step.py',
+    'train/steps/gradients.py',
     'return _all_reduce(_scatter(total, self.kept[path], after), after)',
     'return _all_reduce(_scatter(total, self.kept[path], after), '
     'self.kept[path])',

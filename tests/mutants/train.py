@@ -3,6 +3,7 @@
 from mutants.mutation import Mutation
 
 _GRADIENT = 'tests/train/test_gradient_of_loss.py::test_it_is'
+_REPLICAS = 'tests/train/steps/test_replicas.py::'
 
 TABLE = [
   Mutation(
@@ -40,7 +41,7 @@ TABLE = [
   ),
   Mutation(
     'denominator_of_a_microbatch',
-    'train/step.py',
+    'train/steps/gradients.py',
     '*found, grads = one(rows._replace(**step))',
     '*found, grads = one(rows._replace(denominator=rows.weights.sum()))',
     'the loss is a mean of means of microbatches',
@@ -48,7 +49,7 @@ TABLE = [
   ),
   Mutation(
     'term_cotangent_0',
-    'train/pipeline_step.py',
+    'train/steps/pipeline_step.py',
     'gradients, gx, *gs = back((g, jnp.asarray(self._cotangent, wide)))',
     'gradients, gx, *gs = back((g, jnp.zeros((), wide)))',
     "on stages the experts' terms have no gradient",
@@ -56,7 +57,7 @@ TABLE = [
   ),
   Mutation(
     'cotangent_fixed',
-    'train/pipeline_step.py',
+    'train/steps/pipeline_step.py',
     'gradients, gx, *gs = back((g, jnp.asarray(self._cotangent, wide)))',
     'gradients, gx, *gs = back((g, jnp.ones((), wide)))',
     'a scaled loss does not scale the gradient of its terms',
@@ -64,7 +65,7 @@ TABLE = [
   ),
   Mutation(
     'terms_of_a_device',
-    'train/step.py',
+    'train/steps/gradients.py',
     'terms, tallies = jax.tree.map(total, (aux.terms, aux.tallies))',
     'terms, tallies = aux.terms, aux.tallies',
     'the loss has the terms of one device',
@@ -105,7 +106,7 @@ TABLE = [
   ),
   Mutation(
     'eval_denominator',
-    'train/step.py',
+    'train/steps/gradients.py',
     'return total * batch.denominator',
     'return total',
     'evaluation on stages gives a mean, not a sum',
@@ -114,7 +115,7 @@ TABLE = [
   ),
   Mutation(
     'stage_sum',
-    'train/step.py',
+    'train/steps/gradients.py',
     'left = tuple(a for a in annotate.sizes() if a not in held)',
     "left = tuple(a for a in annotate.sizes() if a not in (*held, 'stage'))",
     'gradients of both ends are not summed over stages',
@@ -335,5 +336,63 @@ TABLE = [
     '_MMAP_MAX: 65536',
     'large blocks are returned to the kernel',
     'tests/configs/base/test_allocator.py::test_pages_are_kept',
+  ),
+  Mutation(
+    'replicas_seen',
+    'sharding/annotate.py',
+    'return {a: n for a, n in found if n > 1 and a != _hidden.get()}',
+    'return {a: n for a, n in found if n > 1}',
+    'sums of a step cross replicas that step alone',
+    _REPLICAS + 'test_no_message_of_a_step_crosses_replicas[replica=4,data=2]',
+  ),
+  Mutation(
+    'replicas_denominator',
+    'train/steps/replicas.py',
+    'batch = batch._replace(denominator=jnp.maximum(own, 1))',
+    'batch = batch._replace(denominator=batch.denominator / 4)',
+    "a replica's loss is divided by the mean number of targets",
+    _REPLICAS + 'test_a_replica_steps_as_one_device_does_on_its_rows'
+    '[replica=4,data=2]',
+  ),
+  Mutation(
+    'replicas_norm',
+    'train/steps/replicas.py',
+    'if axes:\n      total',
+    'if False:\n      total',
+    'a replica clips by the norm of what one of its devices holds',
+    _REPLICAS + 'test_a_replica_steps_as_one_device_does_on_its_rows'
+    '[replica=2,fsdp=2,tensor=2]',
+  ),
+  Mutation(
+    'outer_sign',
+    'train/steps/outer.py',
+    'gap = jax.tree.map(jnp.subtract, anchor, own)',
+    'gap = jax.tree.map(jnp.subtract, own, anchor)',
+    'the anchor moves away from the replicas',
+    _REPLICAS + 'test_exchanges_equal_numpy[diloco]',
+  ),
+  Mutation(
+    'outer_momentum',
+    'train/steps/outer.py',
+    'plan.into(momentum, speed, p),',
+    'momentum,',
+    'the momentum of the anchor is forgotten',
+    _REPLICAS + 'test_exchanges_equal_numpy[heavy ball]',
+  ),
+  Mutation(
+    'outer_late',
+    'configs/base/outer.py',
+    'lands = [p for p in every if self.delay and at(done - self.delay, p)]',
+    'lands = [p for p in every if self.delay and at(done, p)]',
+    'what is sent late lands one period later',
+    _REPLICAS + 'test_exchanges_equal_numpy[streamed]',
+  ),
+  Mutation(
+    'outer_resumed',
+    'train/start.py',
+    'one = x.max(0) if whole else x.mean(0)',
+    'one = x[0]',
+    'a run of other replicas takes the first of the former',
+    'tests/train/steps/test_outer.py::test_other_replicas_begin_with_the_mean',
   ),
 ]

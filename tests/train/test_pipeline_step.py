@@ -18,12 +18,12 @@ from paraxis.configs.base import mixers as mixer_schema
 from paraxis.models import batch as batch_lib
 from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.sharding.pipeline import schedules
-from paraxis.train import pipeline_step
 from paraxis.train import start
 from paraxis.train import state as state_lib
-from paraxis.train import step as step_lib
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
+from paraxis.train.steps import gradients
+from paraxis.train.steps import pipeline_step
 
 
 def on_devices(config):
@@ -142,8 +142,8 @@ CUBE = dict(stage=2, data=2, tensor=2)
 
 
 def without_sum(path):
-  """step._PerShard.final that leaves one parameter's gradient as it is."""
-  right = step_lib._PerShard.final
+  """gradients.PerShard.final that leaves one parameter's gradient as it is."""
+  right = gradients.PerShard.final
 
   def final(self, p, total):
     return total if p == path else right(self, p, total)
@@ -175,7 +175,7 @@ def differing(side, state, reference):
 def test_a_sum_that_is_left_out_shows_in_its_leaf_alone(
   double, monkeypatch, path
 ):
-  monkeypatch.setattr(step_lib._PerShard, 'final', without_sum(path))
+  monkeypatch.setattr(gradients.PerShard, 'final', without_sum(path))
   found = differing(*on_devices(support.piped(CUBE, layers=2)))
   assert found == ({path} if path else set())
 

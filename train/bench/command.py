@@ -32,6 +32,10 @@ BENCHES = {
     'forward and backward at length 4096: jax.nn.dot_product_attention',
   ),
   'layouts': ('train', 8, 'a step on 8 virtual CPU devices: one device'),
+  'outer': (
+    'train', 8,
+    'replicas that step alone: those that average; an exchange: passes',
+  ),
   'context': (
     'attention', 8,
     'every form of context parallel attention on 8 virtual CPU devices',

@@ -196,14 +196,14 @@ def check(config, mesh_text=''):
   made = step_lib.make(built, job.optimizer, config.optimizer.clip_norm)
   sizes = dict(built.mesh.shape)
   with job.context():
-    arguments = state.variables, job.batch_shapes()
+    arguments = state.inner, job.batch_shapes()
     gradient, found = traced.trace(made.grads, sizes, *arguments)
     update, _ = traced.trace(made.update, sizes, state, *found)
   memory = liveness.estimate(gradient)
   messages, unknown = predict.collectives(gradient, sizes)
   updates, more = predict.collectives(update, sizes)
   held = lambda tree: header.held(tree, sizes)
-  trees = state.variables, found[1], state.optimizer
+  trees = state.inner, found[1], state.optimizer
   classes = dict(zip(CLASSES, map(held, trees), strict=False))
   return Prediction(
     sizes,

@@ -147,7 +147,7 @@ def compile_config(config, mesh_text, topology, slices=1):
   programs = {n: _program(job, target, n, t) for n, t in traces.items()}
   gradients = traces['gradient'].out_info[1]
   held = {
-    'parameters': device_bytes(job.state.variables),
+    'parameters': device_bytes(job.state.inner),
     'optimizer': device_bytes(job.state.optimizer),
     'gradients': device_bytes(job_lib.with_layouts(job.mesh, gradients)),
   }
@@ -170,9 +170,7 @@ def trace(job):
   """{'gradient': jax.stages.Traced, 'update': ...} of a job's step."""
   made = step_lib.make(job.built, job.optimizer, job.config.optimizer.clip_norm)
   with job.context():
-    gradient = jax.jit(made.grads).trace(
-      job.state.variables, job.batch_shapes()
-    )
+    gradient = jax.jit(made.grads).trace(job.state.inner, job.batch_shapes())
     found = job_lib.with_layouts(job.mesh, gradient.out_info)
     update = jax.jit(made.update, donate_argnums=0)
     return dict(gradient=gradient, update=update.trace(job.state, *found))

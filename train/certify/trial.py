@@ -29,6 +29,7 @@ from paraxis.train import step as step_lib
 from paraxis.train.certify import inputs
 from paraxis.train.data import batches as data
 from paraxis.train.run import evaluate
+from paraxis.train.steps import outer
 
 STEPS = 2  # batches and independent updates
 ROUNDING = 2.0**-9  # of a number to the 8 bits of bfloat16
@@ -98,17 +99,20 @@ class Runner:
       counters = [
         jax.device_put(np.int32(n), everywhere) for n in (self.first, 0, 0)
       ]
-      return state_lib.begun(self.job.model, self._init, params, counters)
+      state = state_lib.begun(self.job.model, self._init, params, counters)
+      if not self.config.outer.active:
+        return state
+      return outer.begun(state, self.job.config, self.job.model)
 
   def gradients(self, state, batch, parts=0):
     """(loss, {path: gradient}, aux.Aux) on the mesh; arguments as of `put`."""
     with self.job.context():
-      return self._grads(state.variables, self.put(batch, parts))
+      return self._grads(state.inner, self.put(batch, parts))
 
   def traced(self, state, batch):
     """(jaxpr of `gradients`, indexes of the gradients among its outputs)."""
     with self.job.context():
-      program = self._grads.trace(state.variables, self.put(batch))
+      program = self._grads.trace(state.inner, self.put(batch))
     outputs = jax.tree.leaves_with_path(program.out_info)
     of_gradients = [
       i for i, (path, _) in enumerate(outputs) if path[0].idx == 1

@@ -26,6 +26,8 @@ class Evaluation(NamedTuple):
     bits_per_byte: over all domains. domains: {name: bits per byte}.
     n_bytes: of the text. loss: nats a token, over all; losses: {name: of one}.
     bound: they are upper bounds, of a model of masks.
+    mean: with replicas that step alone, the Evaluation of their mean; the
+      others are of the anchor.
   """
 
   bits_per_byte: float
@@ -34,18 +36,23 @@ class Evaluation(NamedTuple):
   loss: float = math.nan
   losses: Mapping[str, float] = types.MappingProxyType({})
   bound: bool = False
+  mean: 'Evaluation | None' = None
 
   def values(self):
     """As metrics: 'eval/loss', 'eval/<domain>/bits_per_byte', and so on."""
     each = {f'eval/{d}/bits_per_byte': v for d, v in self.domains.items()}
     each |= {f'eval/{d}/loss': v for d, v in self.losses.items()}
     both = {'eval/loss': self.loss, 'eval/bits_per_byte': self.bits_per_byte}
+    if self.mean:
+      both['eval/mean/bits_per_byte'] = self.mean.bits_per_byte
     return both | each
 
   def line(self):
     """One line of text."""
     each = ', '.join(f'{d} {v:.3f}' for d, v in self.domains.items())
     loss = f', loss {self.loss:.4f}' if math.isfinite(self.loss) else ''
+    if self.mean:
+      loss += f'; the mean of the replicas {self.mean.bits_per_byte:.4f}'
     what = 'bits per byte (upper bound)' if self.bound else 'bits per byte'
     return f'held-out {what} {self.bits_per_byte:.4f} ({each}){loss}'
 

@@ -106,7 +106,7 @@ def trace(job, grads) -> Traced:
   """
   sizes, batch = dict(job.mesh.shape), job.batch_shapes()
   with job.context(), registry.recording() as kernels:
-    closed = jax.jit(grads).trace(job.state.variables, batch).jaxpr
+    closed = jax.jit(grads).trace(job.state.inner, batch).jaxpr
   inner = liveness.estimate(traced_lib.of_jaxpr(closed, sizes))
   needed = held((job.state, batch), sizes) + inner.peak
   return Traced(needed, {op: tuple(names) for op, names in kernels.items()})
@@ -132,6 +132,7 @@ def text(job, found: Cost, workdir='', traced=None) -> str:
     *([('kernels', _kernels(traced.kernels))] if traced else []),
     ('step', _step(config)),
     *([('stages', _stages(job))] if job.built.schedule else []),
+    *([('replicas', _replicas(job))] if config.outer.active else []),
     ('data', _data(job)),
     ('compute', _compute(job, found)),
   ]
@@ -199,6 +200,26 @@ def _stages(job):
       f'; {held.empty} of {held.rows.size} places of layers are empty, and '
       'computed all the same'
     )
+  return line
+
+
+def _replicas(job):
+  """How replicas exchange, and the last steps that no exchange sees."""
+  outer, steps = job.config.outer, job.config.train.steps
+  kind = 'Nesterov' if outer.nesterov else 'heavy ball'
+  line = (
+    f'{job.config.mesh.replica} step alone; their mean every {outer.period} '
+    f'steps, rate {outer.rate:g}, {kind} {outer.momentum:g}'
+  )
+  if outer.fragments > 1:
+    line += f', {outer.fragments} fragments'
+  if outer.codec:
+    line += f', sent in {outer.codec}'
+  if outer.delay:
+    line += f', {outer.delay} steps late, mixing {outer.mixing:g}'
+  missed = outer.missed(steps)
+  if missed:
+    line += f'; the last {missed} of {steps} steps are not all in the anchor'
   return line
 
 

@@ -12,8 +12,8 @@ import pytest
 from paraxis.configs import schema
 from paraxis.configs.base import model as model_schema
 from paraxis.sharding import mesh as mesh_lib
-from paraxis.train import step
 from paraxis.train.certify import verify
+from paraxis.train.steps import pipeline_step
 
 
 def config_of(mesh, schedule, pattern='F', layers=4, experts='', **pipeline):
@@ -73,9 +73,7 @@ def test_equals_one_device(name):
 
 @pytest.mark.sampled(12)
 def test_an_empty_row_that_counts_is_seen(monkeypatch):
-  monkeypatch.setattr(
-    step.pipeline_step, 'rows_with_layers', lambda built: None
-  )
+  monkeypatch.setattr(pipeline_step, 'rows_with_layers', lambda built: None)
   loss, gradients = verify.certify(
     case_of('first_dense'), ('loss', 'gradients')
   )

@@ -50,7 +50,7 @@ def test_kernels_layouts_and_data_are_executed():
     'sharding/experts/dispatch.py', 'sharding/pipeline/ticks.py',
     'sharding/tensor/project.py', 'train/data/packing.py',
     'train/expert_counts.py', 'train/loss.py', 'train/optimizers.py',
-    'train/pipeline_step.py', 'train/run/evaluate.py', 'train/step.py',
+    'train/steps/pipeline_step.py', 'train/run/evaluate.py', 'train/step.py',
   )  # fmt: skip
   assert set(named) <= executed
   assert not [x for x in executed if sources._left_out(x)]

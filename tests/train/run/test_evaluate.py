@@ -12,6 +12,7 @@ from paraxis.models import batch as batch_lib
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.run import evaluate
+from paraxis.train.steps import gradients
 
 T = 64
 TEXTS = {
@@ -121,12 +122,12 @@ def test_a_mean_instead_of_a_sum_on_stages_is_seen(
 ):
   """The pipeline's total is of losses, which are divided by the targets."""
   params, nats = plain
-  right = step_lib._pipeline_total
+  right = gradients.total_on_stages
 
   def wrong(built, params, batch):
     return right(built, params, batch) / batch.denominator
 
-  monkeypatch.setattr(step_lib, '_pipeline_total', wrong)
+  monkeypatch.setattr(gradients, 'total_on_stages', wrong)
   result = _evaluate(_job(tiny, corpus, 'stage=2'), params)
   want = sum(nats.values()) / math.log(2) / result.n_bytes
   assert abs(result.bits_per_byte - want) > 1e-2 * want

@@ -247,6 +247,32 @@ def test_when_one_is_killed_the_other_ends(tiny, tmp_path, victim):
   assert ended[1 - victim][0] in (errors.EXIT_CRASH, EXIT_ABORT), ended
 
 
+APART = {
+  'mesh.replica': 2, 'mesh.data': 1, 'mesh.fsdp': 2, 'mesh.tensor': 2,
+  'outer.exchange': 'mean', 'outer.period': 3, 'outer.delay': 1,
+  'outer.mixing': 0.5, 'train.steps': 60, 'checkpoint.every': 4,
+}  # fmt: skip
+
+
+@pytest.mark.invariant(5)
+def test_replicas_of_two_processes_killed_twice_resume_bitwise(tiny, tmp_path):
+  """Each process is a replica: only exchanges and small sums meet."""
+  flags = [f'--config.{name}={value}' for name, value in APART.items()]
+  start = lambda folder: _start_two(tiny, tmp_path / folder, *flags)
+  for victim, step in ((0, 6), (1, 14)):
+    both = start('cut')
+    tiny.wait(both, tmp_path / 'cut', step)
+    both[victim].kill()
+    assert all(code for code, _ in _finish(both, 60))
+  ended = {name: _finish(start(name)) for name in ('whole', 'cut')}
+  for both in ended.values():
+    assert [code for code, _ in both] == [0, 0], both
+  assert 'resumed from step' in ended['cut'][0][1]
+  whole, cut = (support.fingerprints(tmp_path / n, 60) for n in ended)
+  assert whole == cut and 'outer/flight/embedding' in whole
+  assert support.losses(tmp_path / 'whole') == support.losses(tmp_path / 'cut')
+
+
 @pytest.mark.fault(11)
 @pytest.mark.invariant(11)
 def test_processes_of_different_runs_are_refused(tiny, tmp_path):
@@ -276,7 +302,7 @@ def test_what_processes_compare(tiny, tmp_path, monkeypatch):
   monkeypatch.setattr(pathlib.Path, 'read_bytes', other)
   again = hosts.fields_of(tiny.config(), tmp_path)
   assert [n for n in found if found[n] != again[n]] == [
-    'sha256(train/pipeline_step.py)'
+    'sha256(train/steps/pipeline_step.py)'
   ]
 
 

@@ -26,12 +26,12 @@ from paraxis.sharding.tensor import product_layouts as layouts
 from paraxis.sharding.tensor import worlds
 from paraxis.train import loss as loss_lib
 from paraxis.train import program as job_lib
-from paraxis.train import step as step_lib
 from paraxis.train.certify import target_compile
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import knockouts
+from paraxis.train.steps import gradients
 
 EXPLICIT = {'mesh.collectives': 'explicit'}
 
@@ -60,7 +60,7 @@ def own_gradients():
         gradient = jax.lax.dynamic_slice_in_dim(gradient, at * size, size, dim)
     return gradient
 
-  return knockouts.patched(step_lib, '_scatter', scatter)
+  return knockouts.patched(gradients, '_scatter', scatter)
 
 
 def reduced_then_cut():

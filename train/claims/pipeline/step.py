@@ -15,12 +15,12 @@ import numpy as np
 
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import hlo
-from paraxis.train import pipeline_step
 from paraxis.train.certify import check
 from paraxis.train.certify import target_compile
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import knockouts
+from paraxis.train.steps import pipeline_step
 
 
 def _input_bytes(config):

@@ -1,0 +1,140 @@
+"""Runs whose replicas step alone: schedule, resuming, what is refused."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+import support
+
+from paraxis.configs import schema
+from paraxis.sharding import mesh as mesh_lib
+from paraxis.sharding.checkpoint import store as store_lib
+from paraxis.train import program
+from paraxis.train import start
+from paraxis.train import state as state_lib
+from paraxis.train.run import metrics
+from paraxis.train.run import origin
+
+
+def test_what_is_due_depends_on_the_step_alone():
+  plain = schema.Outer('mean', 10, fragments=2)
+  assert [t for t in range(1, 41) if plain.due(t)[1] == [0]] == [10, 20, 30, 40]
+  assert [t for t in range(1, 41) if plain.due(t)[1] == [1]] == [5, 15, 25, 35]
+  late = schema.Outer('mean', 10, fragments=2, delay=7)
+  landed = [(t, p) for t in range(1, 41) for p in late.due(t)[0]]
+  assert landed == [
+    (12, 1), (17, 0), (22, 1), (27, 0), (32, 1), (37, 0)
+  ]  # fmt: skip
+  assert schema.Outer().due(10) == ([], [])
+  assert [plain.missed(n) for n in (40, 44, 45, 9)] == [5, 9, 5, 9]
+  assert schema.Outer('mean', 10).missed(40) == 0
+
+
+RUN = {
+  'outer.exchange': 'mean', 'outer.period': 2, 'outer.delay': 1,
+  'outer.mixing': 0.5, 'outer.fragments': 2, 'train.steps': 8,
+  'checkpoint.every': 3, 'checkpoint.asynchronous': False,
+}  # fmt: skip
+ON = 'replica=2,fsdp=2,tensor=2'
+
+
+def test_a_killed_run_resumes_bitwise(tiny, tmp_path):
+  _, said = tiny.run(tmp_path / 'whole', RUN, ON)
+  assert any(
+    line.startswith('replicas') or '\nreplicas' in line for line in said
+  )
+  with pytest.raises(support.KilledError):
+    tiny.run(tmp_path / 'cut', RUN, ON, callbacks=[support.crash_at(7)])
+  _, said = tiny.run(tmp_path / 'cut', RUN, ON)
+  assert any('resumed from step 6' in line for line in said)
+  whole, cut = (support.fingerprints(tmp_path / n, 8) for n in ('whole', 'cut'))
+  assert whole == cut
+  assert {'outer/params/embedding', 'outer/flight/embedding'} <= set(whole)
+  assert support.losses(tmp_path / 'whole') == support.losses(tmp_path / 'cut')
+  last = metrics.read(tmp_path / 'whole')[8]
+  both = last['eval/bits_per_byte'], last['eval/mean/bits_per_byte']
+  assert both[0] != both[1]
+
+
+def saved(folder, step):
+  """{path: array} of a checkpoint of a run, on one device."""
+  with store_lib.Store(folder / 'checkpoints', read_only=True) as store:
+    leaves = store.read_manifest(step)['leaves']
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = {
+      path: jax.ShapeDtypeStruct(leaf['shape'], leaf['dtype'], sharding=one)
+      for path, leaf in leaves.items()
+    }
+    return jax.device_get(store.restore(step, like)[0])
+
+
+def test_other_replicas_begin_with_the_mean(tiny, tmp_path):
+  tiny.run(tmp_path, RUN | {'train.steps': 3}, ON)
+  before = saved(tmp_path, 3)
+  job = tiny.job(RUN | {'train.steps': 8}, 'replica=4,fsdp=2')
+  said = []
+  with job.context(), store_lib.Store(tmp_path / 'checkpoints') as store:
+    state, first, _ = start.state(job, store, None, said.append)
+  after = state_lib.flatten(jax.device_get(state))
+  assert first == 3 and any('2, this run has 4' in line for line in said)
+  for path, x in before.items():
+    if after[path].shape == x.shape:
+      np.testing.assert_array_equal(after[path], x, path)
+      continue
+    whole = np.issubdtype(x.dtype, np.integer)
+    one = x.max(0) if whole else x.mean(0, dtype='f8')
+    for own in after[path]:
+      np.testing.assert_allclose(own, one, rtol=1e-6, atol=1e-8)
+  assert after['outer/params/embedding'].shape[0] == 4
+  _, said = tiny.run(tmp_path, RUN, 'replica=4,fsdp=2')
+  assert any(line.startswith('step 8/8') for line in said)
+
+
+def test_replicas_begin_with_the_weights_of_another_run(tiny, tmp_path):
+  tiny.run(tmp_path / 'old', {'train.steps': 3}, 'data=2')
+  source = origin.Run(str(tmp_path / 'old'))
+  new = RUN | {'train.steps': 3, 'optimizer.learning_rate': 0.0}
+  tiny.run(tmp_path / 'new', new, ON, source=source)
+  old, new = saved(tmp_path / 'old', 3), saved(tmp_path / 'new', 3)
+  for path in (p for p in old if p.startswith('params/')):
+    for own in (new[path], *new[f'outer/{path}']):
+      np.testing.assert_allclose(own, old[path], rtol=0, atol=1e-6)
+
+
+WIDE = schema.Outer('mean', 8, fragments=5)
+MASKED = {
+  'train.objective': 'masked', 'model.mask_id': 3, 'model.visibility': 'full'
+}  # fmt: skip
+REFUSED = [
+  ('replica=2,stage=2', {}, ('outer.exchange=mean', 'mesh.stage=2')),
+  ('replica=2', {'optimizer.name': 'muon'}, ('muon', 'adamw')),
+  ('replica=2', {'optimizer.ema_decay': 0.9}, ('ema_decay=0.9',)),
+  ('replica=2', MASKED, ('train.objective=masked',)),
+  ('replica=2', {'model.experts.count': 4}, ('experts.count=4',)),
+  ('replica=2,tensor=2', {'mesh.sequence': False}, ('mesh.sequence=True',)),
+  ('replica=2', {'outer': WIDE}, ('outer.fragments=5', 'has 4 layers')),
+]
+
+
+@pytest.mark.parametrize(('mesh', 'changes', 'words'), REFUSED)
+def test_what_replicas_cannot_do_is_refused(mesh, changes, words):
+  sizes = mesh_lib.parse(mesh)
+  narrow = {'model.dtype': 'float32', 'model.param_dtype': 'float32'}
+  given = {'outer': schema.Outer('mean', 4)} | narrow | changes
+  config = schema.with_values(support.piped(sizes), given)
+  with support.refused(*words):
+    program.on_devices(
+      config, devices=jax.devices()[: math.prod(sizes.values())]
+    )
+
+
+def test_fields_that_contradict_each_other_are_refused():
+  for fields, words in (
+    (('mean', 0), ('outer.period=0', 'at least 1')),
+    (('none', 5), ('outer.period=5', 'none has the period 0')),
+    (('mean', 5, 0.7, 0.9, True, 1, 6), ('outer.delay=6', 'outer.period=5')),
+    (('mean', 5, 0.7, 0.9, True, 6), ('outer.fragments=6', 'outer.period=5')),
+  ):
+    with support.refused(*words):
+      schema.Outer(*fields)

@@ -1,0 +1,8 @@
+"""What a step is made of, and what replicas do that step alone.
+
+gradients.py has the gradient, in each of the worlds that a layout asks for;
+pipeline_step.py a stage's part of it; replicas.py the step of each of several
+replicas, outer.py what they exchange, and when; codec.py numbers in four bits.
+
+Read first: gradients.py.
+"""
