@@ -206,8 +206,9 @@ class Checkpoint:
     tokenizer = self._tokenizer(config.data.tokenizer)
     mesh_text, devices = self._mesh(config, mesh_text, rows)
     config = dataclasses.replace(
-      config, mesh=for_decoding(config.mesh), train=schema.Train()
-    )
+      config, mesh=for_decoding(config.mesh), train=schema.Train(),
+      outer=schema.Outer(),
+    )  # fmt: skip
     built = saved = built_for(config, mesh_text, devices)
     run = schema.view(self.config())
     rotates = latents.change(config.model) or latents.change(run.model)

@@ -27,8 +27,9 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.sharding import mesh as mesh_lib
 
+REPLICAS = 'replicas'
 LOGICAL = {
-  'replicas': 'copies that step alone (train/steps/replicas.py)',
+  REPLICAS: 'copies that step alone (train/steps/replicas.py)',
   'batch': 'rows of a step',
   'length': 'tokens of a row, inside a sublayer',
   'residual_length': 'tokens of a row, between sublayers and in norms',
@@ -51,7 +52,7 @@ LOGICAL = {
 }
 
 _BATCH = {
-  'replicas': ('replica',),
+  REPLICAS: ('replica',),
   'batch': ('replica', 'data', 'fsdp'),
   'length': ('context',),
   'residual_length': ('context',),
@@ -94,9 +95,11 @@ class Rules:
     """UserError if a mesh axis larger than 1 carries nothing."""
     if self.name == 'replicated':
       return  # asked for by name: every device does the same
-    # Those of slot_heads shard queries that every device has computed.
+    # Those of slot_heads shard queries that every device has computed; those of
+    # replicas say how arrays of all of them lie, not what each has to do.
+    passive = 'slot_heads', REPLICAS
     used = {
-      a for n, axes in self.table.items() if n != 'slot_heads' for a in axes
+      a for n, axes in self.table.items() if n not in passive for a in axes
     }
     for axis, size in sizes.items():
       if size > 1 and axis not in used:
@@ -151,6 +154,11 @@ def preset(text: str) -> Rules:
       raise errors.UserError(
         f'mesh.rules={text!r}: slots are sharded over context, by decoding '
         'itself (--mesh=context=N); leave them out.'
+      )
+    if logical == REPLICAS:
+      raise errors.UserError(
+        f'mesh.rules={text!r}: replicas are the places of mesh.replica; leave '
+        'them out.'
       )
     table[logical] = tuple(filter(None, axes.split('+')))
     for axis in table[logical]:

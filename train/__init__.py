@@ -1,9 +1,9 @@
 """Training: the loop and what it needs, proofs, measurements, the command line.
 
 The files here are the core: program.py builds a run from a config, step.py
-makes its two halves, loop.py runs them, outer.py has replicas that step alone,
-cli.py is the command line. Rooms: data/ and run/ below the core; plot/,
-certify/, bench/ and claims/ above it.
+makes its two halves, loop.py runs them, cli.py is the command line. Rooms:
+data/ and run/ below the core, steps/ within it: gradients, and replicas that
+step alone; plot/, certify/, bench/ and claims/ above it.
 
 Read first: loop.py, then program.py, step.py, state.py.
 """

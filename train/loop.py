@@ -337,7 +337,7 @@ class _Training:
     flat = state_lib.flatten(self._job.state)
     read = self._job.state.inner  # the rest is there beside a gradient
     memory.check(programs, device, flat, {'gradient': (flat, read)})
-    self._profile.programs += [gradient, self._update]
+    self._profile.programs += programs.values()
     stop.compiling = False
 
   def _roll_back(self):

@@ -160,9 +160,12 @@ class Recorder:
       for p, s in zip(self._paths, numbers['squares'], strict=True)
       if not np.isfinite(s)
     ]
+    who = numbers.get('replicas', [])
+    which = f' by replica {", ".join(map(str, who))}' if who else ''
     text = (
-      f'step {step} is skipped ({row} in a row, {int(numbers["skipped"])} in '
-      f'all): loss {float(numbers["loss"])}, {len(bad)} gradients not finite'
+      f'step {step} is skipped{which} ({row} in a row, '
+      f'{int(numbers["skipped"])} in all): loss {float(numbers["loss"])}, '
+      f'{len(bad)} gradients not finite'
       f'{": " + ", ".join(bad[:5]) if bad else ""}; batch {batch}: '
       + self._job.batches.describe_rows(batch).replace('\n', '; ')
     )

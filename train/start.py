@@ -16,6 +16,7 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models import register
 from paraxis.models import trained
+from paraxis.sharding import rules as rules_lib
 from paraxis.train import state as state_lib
 from paraxis.train.run import origin as origin_lib
 from paraxis.train.run import workdir as workdir_lib
@@ -170,7 +171,7 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict]:
     return new, 0, {'origin': source.about} if source else {}
   step, tree, kept = found
   if former:
-    tree |= {p: _merged(tree[p], shapes[p]) for p in _each(job)}
+    tree |= _merged(job, tree)
     say(
       f'replicas: {store.directory} is of {former}, this run has '
       f'{job.state.replicas}, and each of them begins with the mean of their '
@@ -192,15 +193,15 @@ def state(job, store, source, say) -> tuple[state_lib.State, int, dict]:
 def _each(job):
   """Paths of leaves that every replica has one of."""
   named = job.leaves.items()
-  return [p for p, leaf in named if leaf.axes[:1] == (state_lib.REPLICAS,)]
+  return [p for p, leaf in named if leaf.axes[:1] == (rules_lib.REPLICAS,)]
 
 
-def _of_former_replicas(job, store):
-  """(as `wanted`, of so many replicas as the newest checkpoint has; their
-  number, 0 if it is this run's, or if no replica steps alone)."""
+def _of_former_replicas(job, store, step=None):
+  """(as `wanted`, of the replicas that a checkpoint has; their number, 0 if it
+  is this run's, or if none steps alone). step: default the newest."""
   like, shape = wanted(job), None
   if job.state.replicas and store.steps():
-    saved = store.read_manifest()['leaves'].get('skipped', {})
+    saved = store.read_manifest(step)['leaves'].get('skipped', {})
     shape = saved.get('shape')
   if not shape or shape[0] == job.state.replicas:
     return like, 0
@@ -213,15 +214,22 @@ def _of_former_replicas(job, store):
   return like, shape[0]
 
 
-def _merged(x, like):
-  """The mean of replicas, of whole numbers the largest, for each of others."""
+def _merged(job, tree):
+  """{path: array} of this run's replicas: each has the mean of those of a tree,
+  of whole numbers the largest."""
 
-  def run(x):
+  def run(x, like):
     whole = jnp.issubdtype(x.dtype, jnp.integer)
     one = x.max(0) if whole else x.mean(0)
     return jnp.broadcast_to(one, like.shape)
 
-  return jax.jit(run, out_shardings=like.sharding)(x)
+  shapes = state_lib.flatten(job.state)
+  made = {}
+  for path in _each(job):
+    like = shapes[path]
+    of = functools.partial(run, like=like)
+    made[path] = jax.jit(of, out_shardings=like.sharding)(tree[path])
+  return made
 
 
 def back(job, store, steps) -> tuple[state_lib.State, int, dict]:
@@ -229,7 +237,9 @@ def back(job, store, steps) -> tuple[state_lib.State, int, dict]:
   tree, kept = {}, {}
   for step in sorted(steps, reverse=True):
     try:
-      tree, kept = store.restore(step, wanted(job))
+      like, former = _of_former_replicas(job, store, step)
+      tree, kept = store.restore(step, like)
+      tree |= _merged(job, tree) if former else {}
       break
     except errors.IntegrityError:
       if step == min(steps):

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 
 from paraxis.models import depth
 from paraxis.models import trained
+from paraxis.sharding import rules as rules_lib
 from paraxis.train import expert_counts
-
-REPLICAS = 'replicas'  # the logical axis of what every replica has one of
 
 
 class State(NamedTuple):
@@ -172,7 +171,7 @@ def leaves(state, model, own=()):
     if len(out[path].axes) != len(leaf.shape):
       raise ValueError(f'{path} {leaf.shape}: axes {out[path].axes}')
   return out | {
-    p: out[p]._replace(axes=(REPLICAS, *out[p].axes)) for p in every
+    p: out[p]._replace(axes=(rules_lib.REPLICAS, *out[p].axes)) for p in every
   }
 
 

@@ -28,8 +28,8 @@ class Outer:
   nesterov: bool = field(True, 'the momentum is Nesterov, else heavy ball')
   fragments: int = field(
     1,
-    'parts of the parameters that are exchanged at different steps: layer i is '
-    'in part i % fragments, the ends in the last',
+    'parts of the parameters that are exchanged at different steps: layers of '
+    'a kind are in them by turns, the two ends of the model in the last',
     low=1,
   )
   delay: int = field(
@@ -70,7 +70,8 @@ class Outer:
   def missed(self, steps):
     """Steps at the end of a run that are not in every fragment's anchor."""
     last = dict.fromkeys(range(self.fragments), 0)
-    for t in range(1, steps + 1):
+    first = max(1, steps - 2 * self.period - self.delay)  # each has arrived
+    for t in range(first, steps + 1):
       lands, sends = self.due(t)
       arrived = lands if self.delay else sends
       last |= dict.fromkeys(arrived, t - self.delay)
@@ -81,6 +82,22 @@ class Outer:
       raise UserError(
         f'outer.exchange={self.exchange} and outer.period={self.period}: an '
         'exchange needs a period of at least 1 step, and none has the period 0.'
+      )
+    unused = [
+      f'outer.{f.name}={getattr(self, f.name)!r}'
+      for f in dataclasses.fields(self)
+      if getattr(self, f.name) != f.default
+    ]
+    if unused and not self.active:
+      raise UserError(
+        f'outer.exchange=none reads no other field, and {", ".join(unused)} is '
+        'given: take exchange=mean, or leave it out.'
+      )
+    if self.delay and self.delay == self.period and not self.mixing:
+      raise UserError(
+        f'outer.delay={self.delay} is outer.period, and outer.mixing=0: what '
+        'arrives would replace every step since it was sent, all of a period. '
+        'Give a smaller delay, or a mixing above 0.'
       )
     if self.delay > self.period:
       raise UserError(

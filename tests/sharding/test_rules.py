@@ -86,6 +86,7 @@ def test_an_idle_mesh_axis_is_an_error():
   for name, sizes, axis in (
     ('data', dict(data=4, tensor=2), 'tensor=2'),
     ('fsdp_tensor layers= vocab=tensor', dict(data=4, stage=2), 'stage=2'),
+    ('fsdp_tensor batch=data+fsdp', dict(data=4, replica=2), 'replica=2'),
   ):
     with support.refused(f'mesh axis {axis}', repr(name)):
       rules.preset(name).check_used(sizes)

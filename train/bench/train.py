@@ -333,7 +333,7 @@ def layouts(rounds, quick, say):
 
 
 REPLICAS = 'replica=4,data=2'
-PASSES = 6  # over the parameters: an exchange reads 3 trees, writes 2, sums 1
+PASSES = 6  # over the parameters: an exchange reads 3 trees and writes 3
 
 
 def outer(rounds, quick, say):

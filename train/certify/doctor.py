@@ -27,6 +27,7 @@ from paraxis.pallas_kernels import registry
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.checkpoint import snapshot
 from paraxis.sharding.meter import aot
+from paraxis.train.steps import outer
 
 PACKAGES = (
   'jax',
@@ -172,6 +173,7 @@ def _mesh(config, mesh_text):
     yield mesh_lib.describe(dict(mesh.shape))
     return
   built = build.build(config, mesh_text, config.train.remat)
+  outer.check(config, built)
   build.check_rows(
     config.microbatch_rows,
     built,

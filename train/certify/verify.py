@@ -89,8 +89,8 @@ def prepare(config, mesh_text='', dtype='float64', packed=True, devices=None):
     raise errors.UserError(
       f'outer.exchange={config.outer.exchange}: replicas that step alone give '
       'other numbers than one device, by design. Verify the layout of one of '
-      'them: --config.outer.exchange=none --config.outer.period=0, and a '
-      '--mesh without replica.'
+      'them: the same config without its section outer, and --mesh without '
+      'replica.'
     )
   devices = jax.devices() if devices is None else devices
   asked = {a: 1 for a in mesh_lib.AXES} | build.mesh_sizes(config, mesh_text)

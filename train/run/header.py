@@ -216,7 +216,11 @@ def _replicas(job):
   if outer.codec:
     line += f', sent in {outer.codec}'
   if outer.delay:
-    line += f', {outer.delay} steps late, mixing {outer.mixing:g}'
+    line += f', {outer.delay} steps late'
+  if outer.mixing:
+    line += f', mixing {outer.mixing:g}'
+  elif outer.delay:
+    line += ', which replace those of a replica'
   missed = outer.missed(steps)
   if missed:
     line += f'; the last {missed} of {steps} steps are not all in the anchor'

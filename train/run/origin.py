@@ -283,6 +283,14 @@ class Run:
         f'here optimizer.name={now!r}: leave out --init_optimizer, and its '
         'state begins anew.'
       )
+    saved = self._saved.get('skipped', {}).get('shape', [])
+    there, here = (saved or [0])[0], job.state.replicas
+    if OPTIMIZER in self._under and there != here:
+      raise errors.UserError(
+        f'--init_optimizer: {there} replicas step alone there, {here} here (0: '
+        f'none), in {self._path.parent}: leave out --init_optimizer, and their '
+        'states begin anew.'
+      )
 
   def _adapters(self, job, like, say):
     """Makes the adapters in `like` those of the run -> are they to be merged?

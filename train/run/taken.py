@@ -31,7 +31,7 @@ def fates(wanted, saved, read, rows=(), renamed=()):
       out[path] = TAKEN if other == path else f'{TAKEN} from {folder}/'
       if path in rows:
         out[path] += f', {rows[path]}'
-    elif path.startswith(f'{trained.EMA}/'):
+    elif path.startswith((f'{trained.EMA}/', 'outer/params/')):
       out[path] = BEGINS
     else:
       out[path] = BOTH if path in saved else NEW

@@ -31,7 +31,8 @@ IMPORTED = 'imported'  # in a checkpoint's meta: parameters of another program
 # holds every field, also those that nobody set.
 FORMER = {'model.experts.balance_scope': 'microbatch'}
 # Fields that a resumed run may change: none changes the trajectory, except that
-# train.steps stretches the schedule, which is reported.
+# train.steps stretches the schedule, and that replicas which step alone begin
+# with the mean of as many as there were; both are reported.
 FREE = (
   'mesh.',  # a whole section
   'checkpoint.',

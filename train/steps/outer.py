@@ -17,7 +17,8 @@ With outer.codec a replica sends codes of its gap, an array a device at a time
 (train/steps/codec.py); sums are in float32, after all have arrived.
 
 A mean weighs replicas alike, whatever number of targets they read. Anchor and
-momentum are whole in every replica. What a run does not learn is not sent.
+momentum are whole in every replica. What a run does not learn is not sent, but
+held twice, with the anchor and with the replica's parameters.
 
 Cost: a fragment of N numbers on a device is one all-reduce of them, of which a
 device sends 2 (R - 1) / R N; trees of N are read three times and written three
@@ -216,11 +217,12 @@ def _landed(plan, p, state, flight):
 
 def mean(state):
   """{path: array}: the mean of the replicas' parameters, laid out as one's."""
+  return jax.jit(_mean)(state.outer.params, state.params)
 
-  def body(params):
-    return jax.lax.pmean(replicas.one(params), replicas.AXIS)
 
-  return jax.jit(lambda x: _run(body, (x,), state.params))(state.outer.params)
+def _mean(params, like):
+  body = lambda params: jax.lax.pmean(replicas.one(params), replicas.AXIS)
+  return _run(body, (params,), like)
 
 
 class Exchange:

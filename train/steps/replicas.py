@@ -62,10 +62,6 @@ def check(config, built):
       f'train.objective={config.train.objective}: the denominator of a replica '
       'is known for next_token alone',
     ),
-    (
-      bool(built.choices.expert_order),
-      'mesh.expert_order: a model without experts has none',
-    ),
   ):
     if wrong:
       raise errors.UserError(f'{what} with {n} replicas, and {text}.')
@@ -142,7 +138,8 @@ def gradients(built, params, batch, cotangent=1.0):
     )
 
   alone = lead(())
-  found = alone, _leads(layouts.of_step), aux_lib.Aux(alone, alone, {})
+  learned = expert_counts.without(built.model, layouts.of_step)
+  found = alone, _leads(learned), aux_lib.Aux(alone, alone, {})
   rows = gradients_lib.batch_specs(batch)
   run = region(body, (_leads(layouts.own), rows, jax.P()), found)
   return run(params, batch, jnp.asarray(cotangent))
@@ -160,12 +157,11 @@ def update(built, updated, state, loss, grads, aux):
   layouts = _layouts(built, state.outer.params)
   axes, sizes = built.model.axes, dict(built.mesh.shape)
   sizes = {a: n for a, n in sizes.items() if n > 1 and a != AXIS}
-  held = {
-    p: rules_lib.stored(
-      axes[p], x.shape[1:], built.rules, sizes, rules_lib.OPTIMIZER, p
-    )
-    for p, x in state.outer.params.items()
-  }
+  stored = lambda p, x: rules_lib.stored(
+    axes[p], x.shape[1:], built.rules, sizes, rules_lib.OPTIMIZER, p
+  )
+  learned = state.outer.params.keys() & grads.keys()
+  held = layouts.own | {p: stored(p, state.outer.params[p]) for p in learned}
   squares = functools.partial(_squares, layouts.of_step)
 
   def body(moving, step, loss, grads, aux):
@@ -203,11 +199,17 @@ def update(built, updated, state, loss, grads, aux):
 def together(numbers):
   """Numbers of a step of R replicas, NumPy (R, ...), as one of each.
 
-  The mean over replicas; of skipped steps the most; of squares the sum, not
-  finite where one is not.
+  The mean over replicas, of loss and norm over those that did not skip the
+  step, unless all did; of skipped steps the most; of squares the sum, not
+  finite where one is not. 'replicas' lists those that skipped it.
   """
   of = dict(skipped=np.max, skipped_in_a_row=np.max, squares=np.sum)
-  return {name: of.get(name, np.mean)(x, 0) for name, x in numbers.items()}
+  out = {name: of.get(name, np.mean)(x, 0) for name, x in numbers.items()}
+  bad = np.asarray(numbers['skipped_in_a_row']) > 0
+  if bad.any() and not bad.all():
+    for name in ('loss', 'grad_norm'):
+      out[name] = np.mean(np.asarray(numbers[name])[~bad])
+  return out | {'replicas': np.flatnonzero(bad).tolist()}
 
 
 def _squares(specs, grads):

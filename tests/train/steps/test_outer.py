@@ -8,6 +8,7 @@ import pytest
 import support
 
 from paraxis.configs import schema
+from paraxis.decode import load
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.train import program
@@ -15,6 +16,7 @@ from paraxis.train import start
 from paraxis.train import state as state_lib
 from paraxis.train.run import metrics
 from paraxis.train.run import origin
+from paraxis.train.steps import replicas
 
 
 def test_what_is_due_depends_on_the_step_alone():
@@ -106,6 +108,55 @@ WIDE = schema.Outer('mean', 8, fragments=5)
 MASKED = {
   'train.objective': 'masked', 'model.mask_id': 3, 'model.visibility': 'full'
 }  # fmt: skip
+
+
+def test_a_run_of_other_replicas_goes_back_to_a_former_checkpoint(
+  tiny, tmp_path
+):
+  tiny.run(tmp_path, RUN | {'train.steps': 3}, ON)
+  job = tiny.job(RUN, 'replica=4,fsdp=2')
+  with job.context(), store_lib.Store(tmp_path / 'checkpoints') as store:
+    state, step, _ = start.back(job, store, [3])
+  assert step == 3 and state.replicas == 4
+  own = jax.device_get(state.outer.params['embedding'])
+  before = saved(tmp_path, 3)['outer/params/embedding']
+  for one in own:
+    np.testing.assert_allclose(one, before.mean(0), rtol=1e-6, atol=1e-8)
+
+
+def test_the_optimizer_of_other_replicas_is_not_taken(tiny, tmp_path):
+  tiny.run(tmp_path / 'old', RUN | {'train.steps': 3}, ON)
+  source = origin.Run(str(tmp_path / 'old'), optimizer=True)
+  with support.refused('2 replicas step alone there, 4 here', 'leave out'):
+    tiny.run(tmp_path / 'new', RUN, 'replica=4,fsdp=2', source=source)
+
+
+def test_the_anchor_is_decoded_on_any_mesh(tiny, tmp_path):
+  tiny.run(tmp_path, RUN | {'train.steps': 3}, ON)
+  with load.Checkpoint(str(tmp_path), say=lambda line: None) as checkpoint:
+    config = schema.view(checkpoint.config())
+    parts = checkpoint.parts(config, 'data=4,tensor=2')
+  anchor = saved(tmp_path, 3)['params/embedding']
+  params = next(x for x in parts if isinstance(x, dict) and 'embedding' in x)
+  np.testing.assert_array_equal(params['embedding'], anchor)
+
+
+def test_numbers_of_replicas_are_those_that_stepped():
+  numbers = dict(
+    loss=np.array([2.0, np.nan, 4.0]), grad_norm=np.array([1.0, np.inf, 3.0]),
+    skipped=np.array([0, 5, 1]), skipped_in_a_row=np.array([0, 2, 0]),
+    squares=np.array([[1.0, 2.0], [np.nan, 3.0], [4.0, 5.0]]),
+    learning_rate_adamw=np.array([0.1, 0.1, 0.1]),
+  )  # fmt: skip
+  found = replicas.together(numbers)
+  assert found['loss'] == 3 and found['grad_norm'] == 2
+  assert found['skipped'] == 5 and found['skipped_in_a_row'] == 2
+  assert found['replicas'] == [1]
+  np.testing.assert_array_equal(found['squares'], [np.nan, 10])
+  numbers['skipped_in_a_row'] = np.array([1, 2, 1])
+  assert np.isnan(replicas.together(numbers)['loss'])
+
+
 REFUSED = [
   ('replica=2,stage=2', {}, ('outer.exchange=mean', 'mesh.stage=2')),
   ('replica=2', {'optimizer.name': 'muon'}, ('muon', 'adamw')),
@@ -135,6 +186,8 @@ def test_fields_that_contradict_each_other_are_refused():
     (('none', 5), ('outer.period=5', 'none has the period 0')),
     (('mean', 5, 0.7, 0.9, True, 1, 6), ('outer.delay=6', 'outer.period=5')),
     (('mean', 5, 0.7, 0.9, True, 6), ('outer.fragments=6', 'outer.period=5')),
+    (('mean', 5, 0.7, 0.9, True, 1, 5), ('outer.delay=5', 'outer.mixing=0')),
+    (('none', 0, 0.5), ('outer.exchange=none', 'outer.rate=0.5')),
   ):
     with support.refused(*words):
       schema.Outer(*fields)

@@ -117,6 +117,31 @@ def test_a_replica_steps_as_one_device_does_on_its_rows(stepped, mesh):
   assert np.abs(first - second).max() > 1e-4  # they have drifted apart
 
 
+@pytest.mark.parametrize(
+  'changes',
+  [{'train.freeze': 'embedding,layers/mlp/*'}, {'train.lora.rank': 2}],
+  ids=str,
+)
+def test_what_is_frozen_stays_in_all_replicas(changes):
+  mesh = 'replica=2,data=2,fsdp=2'
+  runner = runner_of(config_of(mesh, changes | {'mesh.zero': 1}, MEAN))
+  params, run = inputs.parameters(runner), exchanged(runner)
+  state = runner.start(params)
+  for batch in even(runner.config)[:STEPS]:
+    state, *_ = step(runner, state, batch)
+  with runner.job.context():
+    state, _ = run(MEAN.period, state, None)
+  found = jax.device_get(state)
+  frozen = runner.job.model.frozen
+  assert frozen and not frozen & set(found.outer.momentum)
+  for path, x in params.items():
+    each = found.params[path], *found.outer.params[path]
+    if path in frozen:
+      assert all(np.array_equal(x, one) for one in each), path
+    else:
+      assert all(np.abs(x - one).max() > 1e-5 for one in each), path
+
+
 def crossing(runner, state, batch):
   """hlo.Collective over `replica`, of the gradient and the update."""
   with runner.job.context():
@@ -205,7 +230,7 @@ LOOPS = {
   'heavy ball': schema.Outer('mean', 2, nesterov=False),
   'local sgd': schema.Outer('mean', 2, rate=1.0, momentum=0.0),
   'fragments': schema.Outer('mean', 4, fragments=3),
-  'late by a period': schema.Outer('mean', 2, delay=2),
+  'late by a period': schema.Outer('mean', 2, delay=2, mixing=0.5),
   'streamed': STREAMED,
 }
 

@@ -24,7 +24,7 @@ from paraxis.train.steps import outer
 from paraxis.train.steps import replicas
 
 STEPS = 2
-APART = {'outer.exchange': 'none', 'outer.period': 0}
+PLAIN = schema.Outer()
 
 
 def all_seen():
@@ -67,9 +67,11 @@ def _off(config, devices):
   params = inputs.parameters(runner)
   batches = trial.batches(config, packed=True)[:STEPS]
   steps, n = _stepped(runner, params, batches), config.mesh.replica
-  changes = APART | {'train.microbatches': 1, 'pipeline.microbatches': 0}
-  small = {'train.batch_size': config.train.batch_size // n}
-  plain = experiment.fields(config, experiment.ONE, changes, small)
+  small = {
+    'train.batch_size': config.train.batch_size // n, 'train.microbatches': 1
+  }  # fmt: skip
+  plain = schema.with_value(config, 'outer', PLAIN)
+  plain = experiment.fields(plain, experiment.ONE, small)
   alone, worst = trial.Runner(plain, devices[:1]), 0.0
   for r in range(n):
     mine = [_rows(b, config, r) for b in batches]
@@ -95,7 +97,7 @@ def alone(run, *, cases, within):
   """
   found, own = {}, run.config.outer
   for case in cases:
-    plain = experiment.fields(run.config, APART)
+    plain = schema.with_value(run.config, 'outer', PLAIN)
     changes = {k: case[k] for k in case if k != 'mesh'}
     config, devices = experiment.shrunk(plain, case['mesh'], changes)
     config = schema.with_value(config, 'outer', own)
@@ -131,9 +133,8 @@ def messages(run, *, meshes, fewer):
     )
     mine = of(config)
     inner += mine
-    plain = of(
-      experiment.fields(config, APART, {'mesh.collectives': 'explicit'})
-    )
+    averaged = schema.with_value(config, 'outer', PLAIN)
+    plain = of(experiment.fields(averaged, {'mesh.collectives': 'explicit'}))
     period = mine * config.outer.period + _exchanged(config, devices)
     ratios[mesh] = plain * config.outer.period / max(period, 1)
   return claims.Outcome(
