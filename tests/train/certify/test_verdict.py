@@ -54,7 +54,7 @@ def test_what_would_fit_is_predicted_to(chip):
   """Each change that is named, checked anew as its flags say, does fit."""
   config = _config()
   peak = check.check(config, MESH).peak
-  chip(0.7 * peak)
+  chip(0.75 * peak)
   found = verdict.verdict(config, MESH, 'v5p')
   assert not found.fits and found.fitting
   kinds = ' '.join(t.flags for t in found.fitting)
