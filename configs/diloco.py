@@ -5,11 +5,16 @@ mechanism: train/steps/replicas.py, train/steps/outer.py
 test: tests/train/steps/test_replicas.py, tests/train/steps/test_outer.py,
   tests/train/claims/outer/test_steps.py
 run: paraxis reproduce diloco
-cost: 2,100 CPU-seconds
-expect: EQ each replica 1e-9 of one device on its rows; HLO no byte of a step
-  crosses replicas, 50 times fewer in all.
-differs: 154 thousand parameters, 50 inner steps, 20 rounds, 512 tokens a
-  replica and step.
+cost: 1,600 CPU-seconds
+expect: EQ each replica within 1e-9 of one device on its rows; HLO no byte of a
+  step crosses replicas, 50 times fewer in all; LEARN NOT REPRODUCED (1% was
+  asked): from scratch, seed 0, data parallel has 2.366 bits per byte, the mean
+  of the replicas 2.624, DiLoCo 2.678 at rate .4, 2.744 at .2, 2.798 at .7: 11%
+  above at best.
+differs: 154 thousand parameters, 4 replicas, 50 inner steps (the paper: 500),
+  20 rounds, 512 tokens a replica and step; three outer rates. Only one seed of
+  three had run to its end when this was written. No start by data parallel,
+  from which the paper's replicas begin: not tried.
 """
 
 from paraxis.configs import schema
@@ -50,7 +55,6 @@ FAMILIES = {
   'DiLoCo .2': {'outer.rate': 0.2},
   'mean': {'outer.rate': 1.0, 'outer.momentum': 0.0},
 }
-QUARTER = 333  # steps of data parallel, before 20 rounds
 
 
 def claims():
@@ -74,21 +78,18 @@ def claims():
     check=learning.gap, families=FAMILIES, fields={}, seeds=[0, 1, 2],
     plain='data parallel', within=0.01, warm={}, admits='not reproduced',
   )  # fmt: skip
-  warm = PLAIN | {'train.steps': QUARTER, 'optimizer.schedule': 'constant'}
-  warmed = learned | dict(warm=warm)
   return [
     ('a replica equals one device', 'EQ', alone, None),
     ('bytes between replicas', 'HLO', sent, '500 times fewer'),
     ('as data parallel, from scratch', 'LEARN', learned, 'as good'),
-    ('as data parallel, after a quarter', 'LEARN', warmed, 'as good'),
   ]
 
 
 def knockouts():
-  """Sums see all replicas; an exchange in every step; no exchange."""
+  """Sums see all replicas; an exchange in every step."""
   from paraxis.train.claims.outer import steps
 
-  equal, sent, *_ = (name for name, *_ in claims())
+  equal, sent, _ = (name for name, *_ in claims())
   return [
     ('hidden_replicas', equal, steps.all_seen),
     ('period', sent, {'outer.period': 1}),
