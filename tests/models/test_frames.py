@@ -23,6 +23,7 @@ from paraxis.train import loss
 from paraxis.train import optimizers
 from paraxis.train import step
 from paraxis.train.data import objectives
+from paraxis.train.steps import gradients
 
 pytestmark = pytest.mark.usefixtures('float64')
 
@@ -133,7 +134,7 @@ def _step(batch, mesh, microbatches=1):
     params = {
       p: jax.device_put(x, made.params[p].sharding) for p, x in full.items()
     }
-    specs = step._batch_specs(batch)
+    specs = gradients.batch_specs(batch)
     put = lambda x, s: jax.device_put(x, jax.NamedSharding(made.mesh, s))
     placed = jax.tree.map(put, batch, specs)
     value, grads, _ = jax.jit(run)(params, placed)
