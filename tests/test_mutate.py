@@ -120,7 +120,6 @@ def test_a_mutation_that_does_not_fit_fails(toy, changes, text):
   assert code == 1 and f'STALE in 0 s: {text}' in '\n'.join(said)
 
 
-@pytest.mark.sampled(4)
 def test_a_command_that_hangs_has_seen_nothing(toy, monkeypatch):
   monkeypatch.setattr(mutate, 'SECONDS', 5)
   code, said = run(toy, SIGN._replace(command='test_add.py::test_loop'))

@@ -118,7 +118,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(36)
+@pytest.mark.sampled(96)
 @pytest.mark.parametrize('options', (GREEDY, SAMPLED), ids=('greedy', 'drawn'))
 @pytest.mark.parametrize(
   'pattern, method',

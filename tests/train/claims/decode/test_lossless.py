@@ -21,7 +21,7 @@ CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(36)
+@pytest.mark.sampled(160)
 @pytest.mark.parametrize('name', CONFIGS)
 def test_texts_are_those_of_one_by_one(name):
   right, _ = claim_cases.falls(name, CONFIGS[name], SMALL, prompts=4, new=10)
