@@ -16,6 +16,7 @@ Legend: R replicas.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +197,7 @@ def update(built, updated, state, loss, grads, aux):
   return new, numbers
 
 
-def together(numbers):
+def together(numbers) -> dict[str, Any]:
   """Numbers of a step of R replicas, NumPy (R, ...), as one of each.
 
   The mean over replicas, of loss and norm over those that did not skip the
