@@ -13,8 +13,9 @@ expect: EQ each replica within 1e-9 of one device on its rows; HLO no byte of a
   above at best.
 differs: 154 thousand parameters, 4 replicas, 50 inner steps (the paper: 500),
   20 rounds, 512 tokens a replica and step; three outer rates. Only one seed of
-  three had run to its end when this was written. No start by data parallel,
-  from which the paper's replicas begin: not tried.
+  three had run to its end when this was written. A start by data parallel was
+  not tried. The training loss of replicas that is logged is the mean of theirs,
+  whatever number of targets each reads.
 """
 
 from paraxis.configs import schema

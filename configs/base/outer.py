@@ -41,7 +41,6 @@ class Outer:
     low=0.0,
     high=1.0,
   )
-
   codec: str = field(
     '',
     'what is sent: numbers as they are; e3m0, in 4 bits (train/steps/codec.py)',
