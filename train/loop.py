@@ -42,12 +42,10 @@ from paraxis.train.steps import outer
 
 def cost(config):
   """header.Cost of a token in a config's model, whatever its layout."""
-  alone = dataclasses.replace(
-    config,
-    mesh=schema.Mesh(),
-    pipeline=schema.Pipeline(),
-    train=dataclasses.replace(config.train, batch_size=1, microbatches=1),
-  )
+  train = dataclasses.replace(config.train, batch_size=1, microbatches=1)
+  names = dict(mesh=schema.Mesh, pipeline=schema.Pipeline, outer=schema.Outer)
+  plain = {name: kind() for name, kind in names.items()}
+  alone = dataclasses.replace(config, train=train, **plain)
   one = job_lib.on_devices(alone, abstract=True)
   made = step_lib.make(one.built, one.optimizer, 0.0)
   with one.context():
@@ -373,7 +371,8 @@ class _Training:
       return start.meta(self._job, step, self.origin, cursor, recorder.astray)
 
     with recorder.rates.apart('checkpoint'), self.activity.phase('save'):
-      tree = state_lib.in_order(state_lib.flatten(self.state), self._job.leaves)
+      tree = state_lib.flatten(outer.settled(self.state))
+      tree = state_lib.in_order(tree, self._job.leaves)
       self._store.begin(step, tree, self._axes, meta)
     self._saved = step
 
@@ -393,8 +392,9 @@ class _Training:
       self._recorder.rates.apart('evaluation'),
       self.activity.phase('evaluate'),
     ):
-      found = self._evaluator(self.state.variables)
-      if self.state.replicas:  # `found` is of the anchor
-        found = found._replace(mean=self._evaluator(outer.mean(self.state)))
+      state = outer.settled(self.state)
+      found = self._evaluator(state.variables)
+      if state.replicas:  # `found` is of the anchor
+        found = found._replace(mean=self._evaluator(outer.mean(state)))
     self._recorder.writers.write(self.step, found.values())
     return found

@@ -19,6 +19,7 @@ from paraxis.models import trained
 from paraxis.sharding import rules as rules_lib
 from paraxis.train import state as state_lib
 from paraxis.train.run import origin as origin_lib
+from paraxis.train.run import taken
 from paraxis.train.run import workdir as workdir_lib
 
 
@@ -264,10 +265,15 @@ def begin(job, source, like, say) -> state_lib.State:
   tree = source.read(job, like, say)
   own = state_lib.flatten(job.state)
   averages = {p for p in own if p.startswith(f'{trained.EMA}/')}
-  replicas = {p for p in own if p.startswith(f'outer/{origin_lib.PARAMS}')}
+  replicas = {
+    p: f'{origin_lib.PARAMS}{p.removeprefix(folder)}'
+    for folder in taken.OF_REPLICAS
+    for p in own
+    if p.startswith(folder)
+  }
   # After reading, and no parameter that was read whole: never two of one.
   new = {p for p in own if p not in tree or p in source.part}
-  new -= averages | replicas
+  new -= averages | replicas.keys()
   fresh = job.initial_leaves([p for p in own if p in new])
   for path in tree:
     if path in source.part:
@@ -281,8 +287,8 @@ def begin(job, source, like, say) -> state_lib.State:
   for path in averages:
     x = whole[f'{origin_lib.PARAMS}{path.partition("/")[2]}']
     whole[path] = jax.jit(jnp.copy, out_shardings=own[path].sharding)(x)
-  for path in replicas:
-    x, like = whole[path.removeprefix('outer/')], own[path]
+  for path, name in replicas.items():
+    x, like = whole[name], own[path]
     copy = functools.partial(jnp.broadcast_to, shape=like.shape)
     whole[path] = jax.jit(copy, out_shardings=like.sharding)(x)
   return state_lib.unflatten(job.state, whole)

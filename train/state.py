@@ -179,7 +179,7 @@ def _of_replicas(path):
   """Whether every replica has a leaf of its own at a canonical path."""
   first = path.split('/')[0]
   return first in ('optimizer', 'skipped', 'skipped_in_a_row') or (
-    path.startswith('outer/params/')
+    path.startswith(('outer/params/', 'outer/each/'))
   )
 
 

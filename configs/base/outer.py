@@ -15,8 +15,9 @@ class Outer:
     'none',
     'what replicas exchange: none, they average the gradients of every step; '
     'mean, each steps alone, and every outer.period steps the mean of their '
-    'parameters moves the anchor, from which all continue',
-    ('none', 'mean'),
+    'parameters moves the anchor, from which all continue; pairs, each has an '
+    'anchor of its own, which moves by what it and one other replica found',
+    ('none', 'mean', 'pairs'),
   )
   period: int = field(
     0, 'steps between two exchanges of a fragment; 0: of exchange=none', low=0
@@ -33,7 +34,9 @@ class Outer:
     low=1,
   )
   delay: int = field(
-    0, 'steps from sending a fragment to the use of the sum', low=0
+    0,
+    'steps from sending a fragment to the use of the sum, up to the period',
+    low=0,
   )
   mixing: float = field(
     0.0,
@@ -46,34 +49,53 @@ class Outer:
     'what is sent: numbers as they are; e3m0, in 4 bits (train/steps/codec.py)',
     ('', 'e3m0'),
   )
+  clip: float = field(
+    0.0, 'largest size of a number of the momentum; 0: any', low=0.0
+  )
+  penalty: bool = field(
+    False,
+    'divides what arrives by 1 + the distance that the anchor has moved since '
+    'it was sent, in lengths of what arrives; of delay=period',
+  )
+  pull: float = field(
+    0.0, 'of exchange=pairs: rate at which two anchors approach', low=0.0
+  )
 
   @property
   def active(self):
     """Whether replicas step alone."""
     return self.exchange != 'none'
 
+  @property
+  def kinds(self):
+    """Names of what happens to a fragment, functions of train/steps/outer.py:
+    the last when it is sent, one before it when it lands at another step."""
+    if self.exchange == 'pairs':
+      return ('pair',)
+    if self.delay == self.period:
+      return ('turn',)
+    return ('land', 'send') if self.delay else ('exchange',)
+
   def due(self, done):
-    """After `done` steps: ([fragments that land], [that are sent]).
+    """What is due after `done` steps, in order: [(one of `kinds`, fragment)].
 
     Fragment p is sent p period // fragments steps after the end of a period.
-    Without a delay what is sent lands at once, and is in the second list alone.
     """
     if not self.active:
-      return [], []
+      return []
     offset = lambda p: p * self.period // self.fragments
     at = lambda t, p: t > 0 and (t - offset(p)) % self.period == 0
-    every = range(self.fragments)
-    lands = [p for p in every if self.delay and at(done - self.delay, p)]
-    return lands, [p for p in every if at(done, p)]
+    every, (*lands, sends) = range(self.fragments), self.kinds
+    later = [(k, p) for k in lands for p in every if at(done - self.delay, p)]
+    return later + [(sends, p) for p in every if at(done, p)]
 
   def missed(self, steps):
     """Steps at the end of a run that are not in every fragment's anchor."""
     last = dict.fromkeys(range(self.fragments), 0)
     first = max(1, steps - 2 * self.period - self.delay)  # each has arrived
     for t in range(first, steps + 1):
-      lands, sends = self.due(t)
-      arrived = lands if self.delay else sends
-      last |= dict.fromkeys(arrived, t - self.delay)
+      arrived = [p for kind, p in self.due(t) if kind != 'send']
+      last |= dict.fromkeys(arrived, max(t - self.delay, 0))
     return steps - min(last.values())
 
   def __post_init__(self):
@@ -92,12 +114,7 @@ class Outer:
         f'outer.exchange=none reads no other field, and {", ".join(unused)} is '
         'given: take exchange=mean, or leave it out.'
       )
-    if self.delay and self.delay == self.period and not self.mixing:
-      raise UserError(
-        f'outer.delay={self.delay} is outer.period, and outer.mixing=0: what '
-        'arrives would replace every step since it was sent, all of a period. '
-        'Give a smaller delay, or a mixing above 0.'
-      )
+    self._check_kind()
     if self.delay > self.period:
       raise UserError(
         f'outer.delay={self.delay} is above outer.period={self.period}: a '
@@ -110,3 +127,39 @@ class Outer:
         f'period, outer.period={self.period}: each has a step of its own. Give '
         'at most as many.'
       )
+
+  def _check_kind(self):
+    """UserError: fields that the kind of exchange would not read."""
+    pairs = self.exchange == 'pairs'
+    late = self.delay == self.period
+    for wrong, text in (
+      (
+        pairs and (self.delay or self.codec),
+        f'outer.exchange=pairs with outer.delay={self.delay}, outer.codec='
+        f'{self.codec!r}: two replicas exchange at once, numbers as they are. '
+        'Leave both out.',
+      ),
+      (
+        self.exchange == 'mean' and self.pull,
+        f'outer.pull={self.pull:g} is read by outer.exchange=pairs alone: of '
+        'exchange=mean there is one anchor. Leave it out.',
+      ),
+      (
+        pairs and self.pull and not self.rate,
+        f'outer.pull={self.pull:g} with outer.rate=0: both are in one '
+        'momentum, in units of the rate. Give a rate above 0.',
+      ),
+      (
+        self.active and self.penalty and not late,
+        f'outer.penalty with outer.delay={self.delay} and outer.period='
+        f'{self.period}: an anchor moves between sending and landing only if '
+        'the delay is the period. Give that, or leave the penalty out.',
+      ),
+      (
+        self.penalty and self.nesterov,
+        'outer.penalty with outer.nesterov: the last move of the anchor is '
+        'known from a heavy-ball momentum alone. Give outer.nesterov=False.',
+      ),
+    ):
+      if wrong:
+        raise UserError(text)

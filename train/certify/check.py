@@ -9,8 +9,9 @@ the types give what each chip holds (sharding/meter/liveness.py) and receives
 collective by the line that causes it, bytes received per mesh axis. Activations
 are estimated and collectives predicted; `paraxis compile` counts both in a
 compiled program. Sizes that their mesh axes do not divide are reported first,
-all of them, with the nearest that divide (exit code 2). Cost: below a second
-for 70B parameters on 4096 chips.
+all of them, with the nearest that divide (exit code 2). What replicas that step
+alone exchange (train/steps/outer.py) stands apart: it is sent once in
+outer.period steps. Cost: below a second for 70B parameters on 4096 chips.
 """
 
 import json
@@ -35,9 +36,11 @@ from paraxis.train import expert_counts
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.run import header
+from paraxis.train.steps import outer
 
 SHOWN = 6  # saved arrays in the text; the JSON has them all
 CLASSES = ('parameters', 'gradients', 'optimizer', 'activations')
+OUTER = 'outer'  # a class too, of replicas: anchors, momentum, sums under way
 
 
 class Problem(NamedTuple):
@@ -66,7 +69,8 @@ class Prediction(NamedTuple):
   memory: liveness.MemoryEstimate of the gradient. peak: most bytes in use at a
   time, state and batch included. sharded: [(logical axis, size, mesh axes,
   shards)]. messages: list of predict.Message; phase 'update': of the update.
-  unknown: operations whose collectives could not be predicted.
+  unknown: operations whose collectives could not be predicted. exchanges:
+  messages of what is due once in `period` steps, by fragment in `phase`.
   """
 
   mesh: dict
@@ -79,6 +83,8 @@ class Prediction(NamedTuple):
   sharded: list
   messages: list
   unknown: list
+  exchanges: list
+  period: int
 
 
 def run(config, mesh_text='', as_json=False, say=print, more=None):
@@ -199,12 +205,23 @@ def check(config, mesh_text=''):
     arguments = state.inner, job.batch_shapes()
     gradient, found = traced.trace(made.grads, sizes, *arguments)
     update, _ = traced.trace(made.update, sizes, state, *found)
+    due = {
+      name: traced.trace(run, sizes, state)[0]
+      for name, run in outer.functions(job.config, built.model).items()
+    }
   memory = liveness.estimate(gradient)
   messages, unknown = predict.collectives(gradient, sizes)
   updates, more = predict.collectives(update, sizes)
+  exchanges = []
+  for name, body in due.items():
+    sent, less = predict.collectives(body, sizes)
+    exchanges += [c._replace(phase=name) for c in sent]
+    more = more + less
   held = lambda tree: header.held(tree, sizes)
   trees = state.inner, found[1], state.optimizer
   classes = dict(zip(CLASSES, map(held, trees), strict=False))
+  if due:
+    classes[OUTER] = held((state.params, state.outer._replace(params={})))
   return Prediction(
     sizes,
     built.rules.name,
@@ -216,6 +233,8 @@ def check(config, mesh_text=''):
     _sharded(config, built),
     messages + [c._replace(phase='update') for c in updates],
     unknown + more,
+    exchanges,
+    config.outer.period,
   )
 
 
@@ -249,6 +268,10 @@ def to_json(report):
     ],
     'bytes_received_by_axis': hlo.by_axis(_sent(report)),
     'bytes_received_by_kind': hlo.by_kind(_sent(report)),
+    'exchanged_in_a_period': [
+      dict(c._asdict(), total=c.total) for c in report.exchanges
+    ],
+    'period': report.period,
     'not_predicted': report.unknown,
     'problems': [],
   }
@@ -269,7 +292,11 @@ def text(report):
     '',
     'bytes per chip',
   ]
-  lines += [f'  {name:12} {_size(report.held[name])}' for name in CLASSES]
+  lines += [
+    f'  {name:12} {_size(report.held[name])}'
+    for name in (OUTER, *CLASSES)
+    if name in report.held
+  ]
   lines[-1] += f'  saved for the backward pass, remat {report.remat} (estimate)'
   if report.memory.offloaded:
     offloaded = _size(report.memory.offloaded)
@@ -292,9 +319,26 @@ def text(report):
     lines += _wrapped(head, 0) + _wrapped(f'{phases}: {c.what}', 10)
   lines += ['', 'per mesh axis, predicted, received by a chip in a step']
   lines.append(hlo.table(_sent(report)))
+  if report.exchanges:
+    lines += ['', *_exchanged(report)]
   if report.unknown:
     lines += ['', 'not predicted:', *(f'  {what}' for what in report.unknown)]
   return '\n'.join(line.rstrip() for line in lines)
+
+
+def _exchanged(report):
+  """Lines on what replicas exchange."""
+  total, every = sum(c.total for c in report.exchanges), report.period
+  lines = [
+    f'exchanged by replicas, predicted, once in {every:,} steps: '
+    f'{_size(total).strip()}, {_size(total / every).strip()} a step'
+  ]
+  for name in dict.fromkeys(c.phase for c in report.exchanges):
+    mine = [c for c in report.exchanges if c.phase == name]
+    sizes = hlo.by_kind(mine)
+    sent = ', '.join(f'{k} {_size(n).strip()}' for k, n in sizes.items())
+    lines += _wrapped(f'{name}: {sent}', 2)
+  return lines
 
 
 def _wrapped(line, indent):

@@ -9,7 +9,9 @@ per device by class, collectives with their bytes per mesh axis
 (sharding/meter/hlo.py), floating-point operations counted in the program
 (sharding/meter/flops.py) and by the model's formula, and a roofline, which is a
 model and not a measurement (sharding/meter/roofline.py). Exit code 1 if the
-step needs more memory than a device has.
+step needs more memory than a device has. With replicas that step alone their
+exchanges too (train/steps/outer.py), each of them once in outer.period steps;
+sums of a step are without them.
 
 The optimizer's state is no argument of the gradient program but stays in memory
 while it runs: it is added to its peak.
@@ -41,9 +43,11 @@ from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.certify import pipeline_report
 from paraxis.train.run import metrics
+from paraxis.train.steps import outer
 
 PROGRAMS = ('gradient', 'update')
 CLASSES = ('parameters', 'optimizer', 'gradients', 'temporaries', 'code')
+OUTER = 'outer'  # a class too, of replicas that step alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +70,10 @@ class Report:
   """What `paraxis compile` prints.
 
   parameters: of the model. held: {class: bytes on one device} of parameters,
-  optimizer, gradients. programs: {name: CompiledStep}. loss: its form, and
-  why. pipeline: lines of pipeline_report. model_flops: of a step.
+  optimizer, gradients and, of replicas that step alone, outer: the anchor, its
+  momentum, sums under way. programs: {name: CompiledStep}; exchanges: likewise.
+  loss: its form, and why. pipeline: lines of pipeline_report. model_flops: of
+  a step.
   cpu_seconds, peak_rss: of this process, compiling included.
   """
 
@@ -77,6 +83,7 @@ class Report:
   parameters: int
   held: dict
   programs: dict
+  exchanges: dict
   loss: tuple[str, str]
   pipeline: list
   model_flops: float
@@ -85,24 +92,34 @@ class Report:
 
   def peak(self, name):
     """Most bytes in use on a device at a time while a program runs."""
-    code = sum(p.memory.code for p in self.programs.values())
-    waiting = self.held['optimizer'] if name == 'gradient' else 0
-    return self.programs[name].memory.peak + waiting + code
+    every = self.programs | self.exchanges
+    code = sum(p.memory.code for p in every.values())
+    idle = [n for n in ('optimizer', OUTER) if name == 'gradient']
+    waiting = sum(self.held.get(n, 0) for n in idle)
+    return every[name].memory.peak + waiting + code
 
   def classes(self, name):
     """{class: bytes} whose sum is `peak(name)`.
 
     temporaries: the rest: activations, buffers, the batch, padding.
     """
-    code = sum(p.memory.code for p in self.programs.values())
+    every = self.programs | self.exchanges
+    code = sum(p.memory.code for p in every.values())
     known = dict(self.held, code=code)
+    if name in self.exchanges:  # gradients are gone
+      known['gradients'] = 0
     rest = self.peak(name) - sum(known.values())
-    return {c: known.get(c, rest) for c in CLASSES}
+    return {c: known.get(c, rest) for c in self.names}
+
+  @property
+  def names(self):
+    """The classes that there are."""
+    return (*CLASSES, OUTER) if OUTER in self.held else CLASSES
 
   @property
   def worst(self):
     """Name of the program that needs most memory."""
-    return max(PROGRAMS, key=self.peak)
+    return max((*PROGRAMS, *self.exchanges), key=self.peak)
 
   @property
   def fits(self):
@@ -139,18 +156,24 @@ def compile_config(config, mesh_text, topology, slices=1):
   target = aot.topology(topology, slices)
   with target.context():
     job = job_lib.of_shapes(config, mesh_text, target.devices)
-    traces = trace(job)
+    traces, due = trace(job), trace_exchanges(job)
     with job.context():
       rows, length = job.config.microbatch_rows, job.config.data.sequence_length
       loss = loss_lib.form(job.config.model, (rows, length))
       pipeline = pipeline_report.lines(job.built, job.config)
-  programs = {n: _program(job, target, n, t) for n, t in traces.items()}
+  programs, exchanges = (
+    {n: _program(job, target, n, t) for n, t in each.items()}
+    for each in (traces, due)
+  )
   gradients = traces['gradient'].out_info[1]
   held = {
     'parameters': device_bytes(job.state.inner),
     'optimizer': device_bytes(job.state.optimizer),
     'gradients': device_bytes(job_lib.with_layouts(job.mesh, gradients)),
   }
+  if due:
+    kept = job.state.params, job.state.outer._replace(params={})
+    held[OUTER] = device_bytes(kept)
   return Report(
     job.config,
     target,
@@ -158,6 +181,7 @@ def compile_config(config, mesh_text, topology, slices=1):
     sum(job.model.sizes(job.state.params).values()),
     held,
     programs,
+    exchanges,
     loss,
     pipeline,
     model_flops(job.config, job.built),
@@ -174,6 +198,16 @@ def trace(job):
     found = job_lib.with_layouts(job.mesh, gradient.out_info)
     update = jax.jit(made.update, donate_argnums=0)
     return dict(gradient=gradient, update=update.trace(job.state, *found))
+
+
+def trace_exchanges(job):
+  """{name: jax.stages.Traced} of what replicas exchange once a period."""
+  due = outer.functions(job.config, job.model)
+  with job.context():
+    return {
+      name: jax.jit(run, donate_argnums=0).trace(job.state)
+      for name, run in due.items()
+    }
 
 
 def _program(job, target, name, traced):
@@ -223,7 +257,7 @@ def to_json(report):
   every = [c for p in programs for c in p.collectives]
   seconds = {
     name: dict(p.times.parts, links_by_axis=p.times.links)
-    for name, p in report.programs.items()
+    for name, p in (report.programs | report.exchanges).items()
   }
   return dict(
     topology=report.topology.name,
@@ -237,14 +271,16 @@ def to_json(report):
     peak_program=report.worst,
     memory_bytes=report.topology.hbm,
     fits=report.fits,
-    memory={name: report.classes(name) for name in PROGRAMS},
+    memory={
+      name: report.classes(name) for name in (*PROGRAMS, *report.exchanges)
+    },
     collective_bytes_by_axis=hlo.by_axis(every),
     collectives={
       name: [
         dict(kind=kind, axes=axes, executions=count, bytes=size)
         for kind, axes, count, size in hlo.rows(p.collectives)
       ]
-      for name, p in report.programs.items()
+      for name, p in (report.programs | report.exchanges).items()
     },
     flops=dict(
       total=sum(p.flops.total for p in programs),
@@ -274,8 +310,11 @@ def text(report):
     '',
     *_memory_lines(report),
   ]
-  for name, p in report.programs.items():
-    lines += ['', f'{name}: what one device receives']
+  every = report.config.outer.period
+  often = dict.fromkeys(report.exchanges, f', once in {every} steps')
+  for name, p in (report.programs | report.exchanges).items():
+    what = f'{name}{often.get(name, "")}'
+    lines += ['', f'{what}: what one device receives']
     lines += ['  ' + line for line in hlo.table(p.collectives).splitlines()]
   return '\n'.join([*lines, '', *_work_lines(report)])
 
@@ -283,12 +322,14 @@ def text(report):
 def _memory_lines(report):
   gib = lambda size: f'{size / 2**30:10.3f}'
   lines = [f'{"GiB on a device":16}' + ''.join(f'{n:>10}' for n in PROGRAMS)]
-  for name in (*CLASSES, 'peak'):
+  for name in (*report.names, 'peak'):
     row = [
       report.peak(p) if name == 'peak' else report.classes(p)[name]
       for p in PROGRAMS
     ]
     lines.append(f'  {name:14}' + ''.join(map(gib, row)))
+  for name in report.exchanges:
+    lines.append(f'  {gib(report.peak(name)).strip()}, peak of {name}')
   have = report.topology.hbm
   need = report.peak(report.worst)
   verdict = f'fits: {need / have:.0%} of'
@@ -308,7 +349,7 @@ def _work_lines(report):
     '',
     'roofline of a step, in ms; a model, not measured',
   ]
-  for name, p in report.programs.items():
+  for name, p in (report.programs | report.exchanges).items():
     parts = ', '.join(f'{k} {v * 1e3:.2f}' for k, v in p.times.parts.items())
     lines.append(f'  {name}: {parts}')
     axes = ', '.join(f'{k} {v * 1e3:.2f}' for k, v in p.times.links.items())

@@ -207,10 +207,20 @@ def _replicas(job):
   """How replicas exchange, and the last steps that no exchange sees."""
   outer, steps = job.config.outer, job.config.train.steps
   kind = 'Nesterov' if outer.nesterov else 'heavy ball'
+  n, what = job.config.mesh.replica, 'their mean'
+  if outer.exchange == 'pairs':
+    odd = n > 2 and n % 2 and ', one of them none,'
+    what = f'each meets another{odd or ""} drawn anew'
   line = (
-    f'{job.config.mesh.replica} step alone; their mean every {outer.period} '
+    f'{n} step alone; {what} every {outer.period} '
     f'steps, rate {outer.rate:g}, {kind} {outer.momentum:g}'
   )
+  if outer.pull:
+    line += f', pull {outer.pull:g}'
+  if outer.clip:
+    line += f', each number at most {outer.clip:g}'
+  if outer.penalty:
+    line += ', less for what is late'
   if outer.fragments > 1:
     line += f', {outer.fragments} fragments'
   if outer.codec:
@@ -219,7 +229,7 @@ def _replicas(job):
     line += f', {outer.delay} steps late'
   if outer.mixing:
     line += f', mixing {outer.mixing:g}'
-  elif outer.delay:
+  elif 0 < outer.delay < outer.period:
     line += ', which replace those of a replica'
   missed = outer.missed(steps)
   if missed:

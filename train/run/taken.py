@@ -12,6 +12,8 @@ from paraxis.models import trained
 TAKEN, NEW, LEFT, MERGED = 'taken', 'new', 'left out', 'merged into its matrix'
 BOTH = 'new, its own left out'  # both have it, and it is not taken
 BEGINS = 'begins as the parameters'
+# What replicas have of their own (train/steps/outer.py).
+OF_REPLICAS = ('outer/params/', 'outer/each/anchor/')
 
 
 def fates(wanted, saved, read, rows=(), renamed=()):
@@ -31,7 +33,7 @@ def fates(wanted, saved, read, rows=(), renamed=()):
       out[path] = TAKEN if other == path else f'{TAKEN} from {folder}/'
       if path in rows:
         out[path] += f', {rows[path]}'
-    elif path.startswith((f'{trained.EMA}/', 'outer/params/')):
+    elif path.startswith((f'{trained.EMA}/', *OF_REPLICAS)):
       out[path] = BEGINS
     else:
       out[path] = BOTH if path in saved else NEW

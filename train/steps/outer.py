@@ -1,8 +1,8 @@
 """Replicas exchange: what travels, when, and what it does to the anchor.
 
     gap_i = anchor - theta_i                    of replica i, by parameter
-    D = mean_i(gap_i)                           the one sum over replicas
-    m <- momentum m + D;  u = momentum m + D (nesterov), or m
+    D = mean_i(gap_i) / penalty                 the one sum over replicas
+    m <- clip(momentum m + D);  u = momentum m + D (nesterov), or m
     anchor <- anchor - rate u
     theta_i <- (1 - mixing) anchor + mixing theta_i
 
@@ -10,7 +10,15 @@ DiLoCo (arXiv:2311.08105, algorithm 1): rate .7, Nesterov momentum .9. Local SGD
 (arXiv:1805.09767): rate 1, momentum 0, so that the anchor is the mean of the
 replicas. Streaming DiLoCo (arXiv:2501.18512, sections 2.1 and 2.2): fragments
 travel at steps of their own, and what is sent at step t lands at t + delay
-while replicas step; its gap is that of step t. What is due depends on the step
+while replicas step; its gap is that of step t. CO2 (arXiv:2401.16265): the
+delay is the period, so that a sum has a whole one to arrive; it is sent before
+the one of a period ago lands, replicas begin each period at the anchor, and the
+first one's sum is of nothing. |m| is at most clip, and the penalty is
+
+    1 + rate |m| / |mean_i(gap_i)|              of all that is sent together
+
+the distance that the anchor moved since what arrives was sent, in lengths of
+that. With exchange=pairs (NoLoCo) see pairs.py. What is due depends on the step
 alone: a resumed run exchanges as the uninterrupted one.
 
 With outer.codec a replica sends codes of its gap, an array a device at a time
@@ -40,6 +48,7 @@ from paraxis.configs.base import errors
 from paraxis.sharding.meter import compiling
 from paraxis.train import expert_counts
 from paraxis.train.steps import codec
+from paraxis.train.steps import pairs
 from paraxis.train.steps import replicas
 
 
@@ -49,6 +58,12 @@ def check(config, built):
   built: models.build.Built.
   """
   replicas.check(config, built)
+  n = built.mesh.shape[replicas.AXIS]
+  if config.outer.exchange == 'pairs' and n < 2:
+    raise errors.UserError(
+      f'outer.exchange=pairs and mesh.replica={n}: a pair is of two. Give at '
+      'least 2 replicas, or exchange=mean.'
+    )
   parts, axes = config.outer.fragments, built.model.axes
   for path, leaf in sorted(built.params.items()):
     if axes[path][:1] == ('layers',) and leaf.shape[0] < parts:
@@ -62,13 +77,16 @@ class Outer(NamedTuple):
   """What a State keeps of R replicas.
 
   params: {path: (R, ...)}, those that each replica steps from. momentum: {path:
-  array} of the anchor. flight: {path: array}, sums that are under way; {}
-  without outer.delay.
+  array} of the anchor; {} if each replica has its own. flight: {path: array},
+  sums that are under way; {} without outer.delay. each: () or, of exchange=
+  pairs, {'anchor', 'momentum': {path: (R, ...)}}; State.params are then of
+  `settled` alone.
   """
 
   params: Any
   momentum: Any
   flight: Any
+  each: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +95,14 @@ class Plan:
 
   Attributes:
     outer: schema.Outer. paths: of what is learned. stacked: those of them whose
-      first dimension is the depth.
+      first dimension is the depth. seed: of what is drawn. replicas: R.
   """
 
   outer: schema.Outer
   paths: tuple[str, ...]
   stacked: frozenset[str]
+  seed: int
+  replicas: int
 
   def of(self, tree, p):
     """{path: array} of fragment p: every fragments-th layer, else the whole.
@@ -101,11 +121,12 @@ class Plan:
     return tree | {q: put(q, x) for q, x in part.items()}
 
 
-def plan_of(outer, model):
-  """`Plan` of a schema.Outer and a models.decoder.Decoder."""
+def plan_of(config, model):
+  """`Plan` of a schema.Config and a models.decoder.Decoder."""
   paths = tuple(sorted(expert_counts.without(model, model.axes)))
   stacked = (p for p in paths if model.axes[p][:1] == ('layers',))
-  return Plan(outer, paths, frozenset(stacked))
+  seed, n = config.train.seed, config.mesh.replica
+  return Plan(config.outer, paths, frozenset(stacked), seed, n)
 
 
 def begun(state, config, model):
@@ -121,10 +142,14 @@ def begun(state, config, model):
   outer, n = config.outer, config.mesh.replica
   if not outer.active:
     return state
-  paths = plan_of(outer, model).paths
-  zeros = lambda: {p: jnp.zeros_like(state.params[p]) for p in paths}
+  learned = {p: state.params[p] for p in plan_of(config, model).paths}
+  zeros = lambda: jax.tree.map(jnp.zeros_like, learned)
   copies = lambda tree: jax.tree.map(lambda x: replicas.copied(x, n), tree)
-  kept = copies(state.params), zeros(), zeros() if outer.delay else {}
+  if outer.exchange == 'pairs':
+    each = dict(anchor=copies(learned), momentum=copies(zeros()))
+    kept = copies(state.params), {}, {}, each
+  else:
+    kept = copies(state.params), zeros(), zeros() if outer.delay else {}
   return state._replace(
     optimizer=copies(state.optimizer),
     skipped=copies(state.skipped),
@@ -145,15 +170,30 @@ def _gap(plan, p, params, anchor):
 def _mean_of_codes(x):
   """The mean over replicas of what x is in four bits, of this shard."""
   scales, packed = jax.lax.all_gather(codec.encode(x), replicas.AXIS)
-  pairs = zip(scales, packed, strict=True)
-  each = [codec.decode(scale, codes, x.shape) for scale, codes in pairs]
+  sent = zip(scales, packed, strict=True)
+  each = [codec.decode(scale, codes, x.shape) for scale, codes in sent]
   return (functools.reduce(jnp.add, each) / len(each)).astype(x.dtype)
 
 
-def _moved(plan, p, gap, params, anchor, momentum):
-  """(params of a replica, anchor, momentum) after a fragment's mean gap."""
+def _penalized(plan, gap, momentum, specs):
+  """A fragment's mean gap, divided by how far the anchor has moved since."""
+  squares = lambda tree: replicas.squares(specs, tree).sum()
+  moved, own = plan.outer.rate**2 * squares(momentum), squares(gap)
+  penalty = 1 + jnp.sqrt(jnp.where(own > 0, moved / own, 0))
+  return jax.tree.map(lambda d: d / penalty, gap)
+
+
+def _moved(plan, p, gap, params, anchor, momentum, specs):
+  """(params of a replica, anchor, momentum) after a fragment's mean gap.
+
+  specs: {path: PartitionSpec} of the anchor.
+  """
   outer, old = plan.outer, plan.of(momentum, p)
+  if outer.penalty:
+    gap = _penalized(plan, gap, old, specs)
   speed = jax.tree.map(lambda m, d: outer.momentum * m + d, old, gap)
+  if outer.clip:
+    speed = jax.tree.map(lambda m: jnp.clip(m, -outer.clip, outer.clip), speed)
   ahead = lambda m, d: outer.momentum * m + d if outer.nesterov else m
   move = jax.tree.map(ahead, speed, gap)
   step = lambda a, u: a - outer.rate * u
@@ -168,10 +208,13 @@ def _moved(plan, p, gap, params, anchor, momentum):
   )
 
 
+def _specs(tree):
+  return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
+
+
 def _run(body, args, results):
   """body(*args) in a region. results: arrays laid out as what it returns."""
-  specs = lambda tree: jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
-  return replicas.region(body, specs(args), specs(results))(*args)
+  return replicas.region(body, _specs(args), _specs(results))(*args)
 
 
 def send(plan, p, state):
@@ -188,31 +231,72 @@ def send(plan, p, state):
 
 def land(plan, p, state):
   """State after the sum of fragment p that is under way; sends nothing."""
-  return _landed(plan, p, state, state.outer.flight)
+  return _landed(plan, p, state, sends=False, late=True)
 
 
 def exchange(plan, p, state):
   """State after `send` and `land` in one: outer.delay=0."""
-  return _landed(plan, p, state, None)
+  return _landed(plan, p, state, sends=True, late=False)
 
 
-def _landed(plan, p, state, flight):
-  """flight: sums under way; None: the one of this fragment is made here."""
+def turn(plan, p, state):
+  """State after the sum of fragment p of a period ago has landed, and the one
+  of this period is under way: outer.delay is the period."""
+  return _landed(plan, p, state, sends=True, late=True)
+
+
+def _landed(plan, p, state, sends, late):
+  """State after fragment p has landed.
+
+  sends: a sum is made here. late: what lands is the one that is under way, and
+  the new one, if any, takes its place.
+  """
+  specs = _specs(state.params)
   own = state.outer.params, state.params, state.outer.momentum
 
   def body(own, flight):
     params, anchor, momentum = own
     params = replicas.one(params)
-    if flight is None:
-      gap = _gap(plan, p, params, anchor)
-    else:
-      gap = plan.of(flight, p)
-    params, *rest = _moved(plan, p, gap, params, anchor, momentum)
-    return replicas.many(params), *rest
+    gap = _gap(plan, p, params, anchor) if sends else None
+    lands = plan.of(flight, p) if late else gap
+    if sends and late:
+      flight = plan.into(flight, gap, p)
+    params, *rest = _moved(plan, p, lands, params, anchor, momentum, specs)
+    return (replicas.many(params), *rest), flight
 
-  params, anchor, momentum = _run(body, (own, flight), own)
-  kept = state.outer._replace(params=params, momentum=momentum)
+  args = own, state.outer.flight
+  (params, anchor, momentum), flight = _run(body, args, args)
+  kept = state.outer._replace(params=params, momentum=momentum, flight=flight)
   return state._replace(params=anchor, outer=kept)
+
+
+def pair(plan, p, state):
+  """State after each replica has met another of its own fragment p."""
+  own = state.outer.params, state.outer.each
+
+  def body(own, step):
+    params, each = replicas.one(own)
+    anchor, momentum = each['anchor'], each['momentum']
+    gap = pairs.gap(plan, plan.of(params, p), plan.of(anchor, p), step)
+    found = _moved(plan, p, gap, params, anchor, momentum, None)
+    params, anchor, momentum = found
+    return replicas.many((params, dict(anchor=anchor, momentum=momentum)))
+
+  params, each = _run(body, (own, state.step), own)
+  return state._replace(outer=state.outer._replace(params=params, each=each))
+
+
+KINDS = {f.__name__: f for f in (send, land, exchange, turn, pair)}
+
+
+def settled(state):
+  """State whose params are the mean of the anchors, where each replica has its
+  own: what is saved, evaluated and decoded. Else the state itself."""
+  if not state.replicas or not state.outer.each:
+    return state
+  each = state.outer.each['anchor']
+  learned = {p: state.params[p] for p in each}
+  return state._replace(params=state.params | jax.jit(_mean)(each, learned))
 
 
 def mean(state):
@@ -223,6 +307,17 @@ def mean(state):
 def _mean(params, like):
   body = lambda params: jax.lax.pmean(replicas.one(params), replicas.AXIS)
   return _run(body, (params,), like)
+
+
+def functions(config, model):
+  """{'exchange of fragment 0': function of a State}, each due once a period."""
+  outer, plan = config.outer, plan_of(config, model)
+  parts = range(outer.fragments) if outer.active else ()
+  return {
+    f'{kind} of fragment {p}': functools.partial(KINDS[kind], plan, p)
+    for kind in outer.kinds
+    for p in parts
+  }
 
 
 class Exchange:
@@ -239,17 +334,11 @@ class Exchange:
 
   def compile(self, say=None):
     """Compiles what any step may need. say: prints one line."""
-    outer, job = self._job.config.outer, self._job
-    if not outer.active:
-      return
-    plan = plan_of(outer, job.model)
-    for function in (send, land) if outer.delay else (exchange,):
-      for p in range(outer.fragments):
-        name = f'{function.__name__} of fragment {p}'
-        run = functools.partial(function, plan, p)
-        self.programs[name] = compiling.compile_step(
-          name, run, job.state, donate=(0,), say=say
-        )
+    job = self._job
+    for name, run in functions(job.config, job.model).items():
+      self.programs[name] = compiling.compile_step(
+        name, run, job.state, donate=(0,), say=say
+      )
 
   def __call__(self, done, state, numbers):
     """-> (State after what is due after `done` steps, numbers).
@@ -259,10 +348,7 @@ class Exchange:
     outer = self._job.config.outer
     if not outer.active:
       return state, numbers
-    lands, sends = outer.due(done)
-    first = 'send' if outer.delay else 'exchange'
-    for kind, fragments in (('land', lands), (first, sends)):
-      for p in fragments:
-        state = self.programs[f'{kind} of fragment {p}'](state)
+    for kind, p in outer.due(done):
+      state = self.programs[f'{kind} of fragment {p}'](state)
     several = jax.process_count() > 1
     return state, self._whole(numbers) if several else numbers

@@ -163,7 +163,7 @@ def update(built, updated, state, loss, grads, aux):
   )
   learned = state.outer.params.keys() & grads.keys()
   held = layouts.own | {p: stored(p, state.outer.params[p]) for p in learned}
-  squares = functools.partial(_squares, layouts.of_step)
+  squares_of = functools.partial(squares, layouts.of_step)
 
   def body(moving, step, loss, grads, aux):
     params, *rest = one(moving)
@@ -174,7 +174,7 @@ def update(built, updated, state, loss, grads, aux):
       params=cut, counts={}, optimizer=inner, step=step, skipped=skipped,
       skipped_in_a_row=row, outer=(),
     )  # fmt: skip
-    new, numbers = updated(squares, alone, *one((loss, grads, aux)))
+    new, numbers = updated(squares_of, alone, *one((loss, grads, aux)))
     params = {p: _gather(x, held[p], own[p]) for p, x in new.params.items()}
     moved = params, new.optimizer, new.skipped, new.skipped_in_a_row
     return many((moved, numbers))
@@ -213,8 +213,8 @@ def together(numbers) -> dict[str, Any]:
   return out | {'replicas': np.flatnonzero(bad).tolist()}
 
 
-def _squares(specs, grads):
-  """(n,) sums of squares of a replica's gradients, sorted by path.
+def squares(specs, grads):
+  """(n,) sums of squares of a replica's gradients, or the like, by path.
 
   specs: {path: PartitionSpec}. One sum over each set of mesh axes.
   """

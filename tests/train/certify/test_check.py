@@ -186,3 +186,28 @@ def test_the_shapes_are_the_published_ones(name, tmp_path):
 def test_a_wrong_number_fails():
   run = claims.Run(_config(name='llama_7b'), 'unused')
   assert not claims_check.parameters(run, expected=7_000_000_000).passed
+
+
+AVERAGED = {'outer.exchange': 'none', 'outer.period': 0}
+
+
+@pytest.mark.parametrize(
+  ('exchange', 'factor'), [('mean', 2 * 3 / 4), ('pairs', 1)]
+)
+def test_what_replicas_exchange_stands_apart(exchange, factor):
+  """Once a period, of the shards of a device; nothing of a step is of it."""
+  config = _config({'outer.exchange': exchange}, 'diloco')
+  found = check.check(config, 'replica=4,fsdp=2')
+  alone = check.check(_config(AVERAGED, 'diloco'), 'fsdp=2')
+  shards = alone.held['parameters']
+  assert sum(c.total for c in found.exchanges) == factor * shards
+  assert {c.axes for c in found.exchanges} == {('replica',)}
+  assert not any('replica' in c.axes for c in found.messages)
+  trees = dict(mean=2, pairs=3)[exchange]  # of anchors, of momentum, their mean
+  assert found.held['outer'] == trees * shards
+  assert found.peak > sum(found.held.values()) - found.held['activations']
+  text = check.text(found)
+  assert 'once in 50 steps' in text and text.count('of fragment 0') == 1
+  as_data = json.loads(json.dumps(check.to_json(found)))
+  assert as_data['period'] == 50 and len(as_data['exchanged_in_a_period'])
+  assert not alone.exchanges and 'replicas' not in check.text(alone)

@@ -174,6 +174,32 @@ def test_text(report):
   assert all(len(line) <= 120 for line in text.splitlines())
 
 
+@support.compiles('tpu')
+def test_what_replicas_exchange_stands_apart():
+  """In the anchor's shards, once a period; a step is without it."""
+  loop = {'outer.exchange': 'mean', 'outer.period': 20, 'outer.fragments': 2}
+  narrow = {'model.param_dtype': 'float32', 'model.num_layers': 2}
+  config = tiny(loop | narrow)
+  found = target_compile.compile_config(config, 'replica=2,fsdp=2', 'v5e:2x2')
+  names = [f'exchange of fragment {p}' for p in (0, 1)]
+  assert list(found.exchanges) == names
+  every = [c for n in names for c in found.exchanges[n].collectives]
+  assert {c.axes for c in every} == {('replica',)}
+  sent = sum(c.total for c in every)  # 2 (R - 1) / R of the parameters
+  shards = found.held['parameters']
+  assert shards <= sent < 1.05 * shards  # tiles of TPUs may be padded
+  assert found.held['outer'] == 2 * shards
+  for name in names:
+    assert sum(found.classes(name).values()) == found.peak(name)
+  of_steps = [c for p in found.programs.values() for c in p.collectives]
+  assert not any('replica' in c.axes for c in of_steps)
+  text = target_compile.text(found)
+  assert text.count('once in 20 steps') == 2
+  as_data = json.loads(json.dumps(target_compile.to_json(found)))
+  assert set(names) <= set(as_data['collectives'])
+  assert 'replica' not in as_data['collective_bytes_by_axis']
+
+
 @pytest.mark.parametrize(
   'config, mesh, topology, slices, words',
   [

@@ -19,21 +19,32 @@ from paraxis.train.run import origin
 from paraxis.train.steps import replicas
 
 
+def due(loop, kind):
+  """[(step, fragment)] of a kind, in 40 steps."""
+  found = [(t, *what) for t in range(1, 41) for what in loop.due(t)]
+  return [(t, p) for t, k, p in found if k == kind]
+
+
 def test_what_is_due_depends_on_the_step_alone():
   plain = schema.Outer('mean', 10, fragments=2)
-  assert [t for t in range(1, 41) if plain.due(t)[1] == [0]] == [10, 20, 30, 40]
-  assert [t for t in range(1, 41) if plain.due(t)[1] == [1]] == [5, 15, 25, 35]
+  assert due(plain, 'exchange') == [
+    (5, 1), (10, 0), (15, 1), (20, 0), (25, 1), (30, 0), (35, 1), (40, 0)
+  ]  # fmt: skip
   late = schema.Outer('mean', 10, fragments=2, delay=7)
-  landed = [(t, p) for t in range(1, 41) for p in late.due(t)[0]]
-  assert landed == [
+  assert due(late, 'send') == due(plain, 'exchange')
+  assert due(late, 'land') == [
     (12, 1), (17, 0), (22, 1), (27, 0), (32, 1), (37, 0)
   ]  # fmt: skip
-  assert schema.Outer().due(10) == ([], [])
+  assert not schema.Outer().due(10)
+  whole = schema.Outer('mean', 10, delay=10)
+  assert due(whole, 'turn') == [(10, 0), (20, 0), (30, 0), (40, 0)]
+  assert [whole.missed(n) for n in (9, 10, 20, 25)] == [9, 10, 10, 15]
+  assert due(schema.Outer('pairs', 20), 'pair') == [(20, 0), (40, 0)]
   assert [plain.missed(n) for n in (40, 44, 45, 9)] == [5, 9, 5, 9]
   assert schema.Outer('mean', 10).missed(40) == 0
 
 
-RUN = {
+STREAMED = {
   'outer.exchange': 'mean', 'outer.period': 2, 'outer.delay': 1,
   'outer.mixing': 0.5, 'outer.fragments': 2, 'train.steps': 8,
   'checkpoint.every': 3, 'checkpoint.asynchronous': False,
@@ -41,22 +52,37 @@ RUN = {
 ON = 'replica=2,fsdp=2,tensor=2'
 
 
-def test_a_killed_run_resumes_bitwise(tiny, tmp_path):
-  _, said = tiny.run(tmp_path / 'whole', RUN, ON)
+PAIRED = {
+  'outer.exchange': 'pairs', 'outer.period': 2, 'outer.pull': 0.7,
+  'outer.momentum': 0.5, 'outer.nesterov': False, 'train.steps': 8,
+  'checkpoint.every': 3, 'checkpoint.asynchronous': False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ('loop', 'kept'),
+  [
+    ('streamed', 'outer/flight/embedding'),
+    ('pairs', 'outer/each/anchor/embedding'),
+  ],
+)
+def test_a_killed_run_resumes_bitwise(tiny, tmp_path, loop, kept):
+  fields = dict(streamed=STREAMED, pairs=PAIRED)[loop]
+  _, said = tiny.run(tmp_path / 'whole', fields, ON)
   assert any(
     line.startswith('replicas') or '\nreplicas' in line for line in said
   )
   with pytest.raises(support.KilledError):
-    tiny.run(tmp_path / 'cut', RUN, ON, callbacks=[support.crash_at(7)])
-  _, said = tiny.run(tmp_path / 'cut', RUN, ON)
+    tiny.run(tmp_path / 'cut', fields, ON, callbacks=[support.crash_at(7)])
+  _, said = tiny.run(tmp_path / 'cut', fields, ON)
   assert any('resumed from step 6' in line for line in said)
   whole, cut = (support.fingerprints(tmp_path / n, 8) for n in ('whole', 'cut'))
   assert whole == cut
-  assert {'outer/params/embedding', 'outer/flight/embedding'} <= set(whole)
+  assert {'outer/params/embedding', kept} <= set(whole)
   assert support.losses(tmp_path / 'whole') == support.losses(tmp_path / 'cut')
   last = metrics.read(tmp_path / 'whole')[8]
   both = last['eval/bits_per_byte'], last['eval/mean/bits_per_byte']
-  assert both[0] != both[1]
+  assert (both[0] == both[1]) == (loop == 'pairs')  # they have just met
 
 
 def saved(folder, step):
@@ -72,9 +98,9 @@ def saved(folder, step):
 
 
 def test_other_replicas_begin_with_the_mean(tiny, tmp_path):
-  tiny.run(tmp_path, RUN | {'train.steps': 3}, ON)
+  tiny.run(tmp_path, STREAMED | {'train.steps': 3}, ON)
   before = saved(tmp_path, 3)
-  job = tiny.job(RUN | {'train.steps': 8}, 'replica=4,fsdp=2')
+  job = tiny.job(STREAMED | {'train.steps': 8}, 'replica=4,fsdp=2')
   said = []
   with job.context(), store_lib.Store(tmp_path / 'checkpoints') as store:
     state, first, _ = start.state(job, store, None, said.append)
@@ -89,14 +115,14 @@ def test_other_replicas_begin_with_the_mean(tiny, tmp_path):
     for own in after[path]:
       np.testing.assert_allclose(own, one, rtol=1e-6, atol=1e-8)
   assert after['outer/params/embedding'].shape[0] == 4
-  _, said = tiny.run(tmp_path, RUN, 'replica=4,fsdp=2')
+  _, said = tiny.run(tmp_path, STREAMED, 'replica=4,fsdp=2')
   assert any(line.startswith('step 8/8') for line in said)
 
 
 def test_replicas_begin_with_the_weights_of_another_run(tiny, tmp_path):
   tiny.run(tmp_path / 'old', {'train.steps': 3}, 'data=2')
   source = origin.Run(str(tmp_path / 'old'))
-  new = RUN | {'train.steps': 3, 'optimizer.learning_rate': 0.0}
+  new = STREAMED | {'train.steps': 3, 'optimizer.learning_rate': 0.0}
   tiny.run(tmp_path / 'new', new, ON, source=source)
   old, new = saved(tmp_path / 'old', 3), saved(tmp_path / 'new', 3)
   for path in (p for p in old if p.startswith('params/')):
@@ -104,6 +130,7 @@ def test_replicas_begin_with_the_weights_of_another_run(tiny, tmp_path):
       np.testing.assert_allclose(own, old[path], rtol=0, atol=1e-6)
 
 
+PAIRS = schema.Outer('pairs', 4)
 WIDE = schema.Outer('mean', 8, fragments=5)
 MASKED = {
   'train.objective': 'masked', 'model.mask_id': 3, 'model.visibility': 'full'
@@ -113,8 +140,8 @@ MASKED = {
 def test_a_run_of_other_replicas_goes_back_to_a_former_checkpoint(
   tiny, tmp_path
 ):
-  tiny.run(tmp_path, RUN | {'train.steps': 3}, ON)
-  job = tiny.job(RUN, 'replica=4,fsdp=2')
+  tiny.run(tmp_path, STREAMED | {'train.steps': 3}, ON)
+  job = tiny.job(STREAMED, 'replica=4,fsdp=2')
   with job.context(), store_lib.Store(tmp_path / 'checkpoints') as store:
     state, step, _ = start.back(job, store, [3])
   assert step == 3 and state.replicas == 4
@@ -125,14 +152,14 @@ def test_a_run_of_other_replicas_goes_back_to_a_former_checkpoint(
 
 
 def test_the_optimizer_of_other_replicas_is_not_taken(tiny, tmp_path):
-  tiny.run(tmp_path / 'old', RUN | {'train.steps': 3}, ON)
+  tiny.run(tmp_path / 'old', STREAMED | {'train.steps': 3}, ON)
   source = origin.Run(str(tmp_path / 'old'), optimizer=True)
   with support.refused('2 replicas step alone there, 4 here', 'leave out'):
-    tiny.run(tmp_path / 'new', RUN, 'replica=4,fsdp=2', source=source)
+    tiny.run(tmp_path / 'new', STREAMED, 'replica=4,fsdp=2', source=source)
 
 
 def test_the_anchor_is_decoded_on_any_mesh(tiny, tmp_path):
-  tiny.run(tmp_path, RUN | {'train.steps': 3}, ON)
+  tiny.run(tmp_path, STREAMED | {'train.steps': 3}, ON)
   with load.Checkpoint(str(tmp_path), say=lambda line: None) as checkpoint:
     config = schema.view(checkpoint.config())
     parts = checkpoint.parts(config, 'data=4,tensor=2')
@@ -159,6 +186,7 @@ def test_numbers_of_replicas_are_those_that_stepped():
 
 REFUSED = [
   ('replica=2,stage=2', {}, ('outer.exchange=mean', 'mesh.stage=2')),
+  ('fsdp=2', {'outer': PAIRS}, ('outer.exchange=pairs', 'mesh.replica=1')),
   ('replica=2', {'optimizer.name': 'muon'}, ('muon', 'adamw')),
   ('replica=2', {'optimizer.ema_decay': 0.9}, ('ema_decay=0.9',)),
   ('replica=2', MASKED, ('train.objective=masked',)),
@@ -186,8 +214,17 @@ def test_fields_that_contradict_each_other_are_refused():
     (('none', 5), ('outer.period=5', 'none has the period 0')),
     (('mean', 5, 0.7, 0.9, True, 1, 6), ('outer.delay=6', 'outer.period=5')),
     (('mean', 5, 0.7, 0.9, True, 6), ('outer.fragments=6', 'outer.period=5')),
-    (('mean', 5, 0.7, 0.9, True, 1, 5), ('outer.delay=5', 'outer.mixing=0')),
     (('none', 0, 0.5), ('outer.exchange=none', 'outer.rate=0.5')),
   ):
     with support.refused(*words):
       schema.Outer(*fields)
+  for exchange, fields, words in (
+    ('pairs', dict(delay=3), ('outer.delay=3', 'numbers as they are')),
+    ('pairs', dict(codec='e3m0'), ("outer.codec='e3m0'",)),
+    ('mean', dict(pull=0.7), ('outer.pull=0.7', 'one anchor')),
+    ('pairs', dict(pull=0.7, rate=0.0), ('outer.rate=0', 'above 0')),
+    ('mean', dict(penalty=True, nesterov=False), ('outer.delay=0', 'period=5')),
+    ('mean', dict(penalty=True, delay=5), ('outer.nesterov=False',)),
+  ):
+    with support.refused(*words):
+      schema.Outer(exchange, 5, **fields)

@@ -3,6 +3,7 @@
 References: one device, plain, on the rows of a replica; NumPy for exchanges.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -24,6 +25,9 @@ pytestmark = pytest.mark.usefixtures('float64')
 
 MEAN = schema.Outer('mean', 4)
 STREAMED = schema.Outer('mean', 4, fragments=2, delay=3, mixing=0.25)
+LATE = schema.Outer(
+  'mean', 2, 1.0, 0.5, False, delay=2, clip=4e-3, penalty=True
+)
 LAYOUTS = {
   'replica=2,fsdp=2,tensor=2': {},
   'replica=4,data=2': {},
@@ -195,23 +199,35 @@ def by_numpy(loop, done, anchor, momentum, replicas, flight):
   parts = range(loop.fragments)
   first = lambda p: p * loop.period // loop.fragments
   at = lambda t, p: t > 0 and (t - first(p)) % loop.period == 0
+  most = loop.clip or np.inf
 
   def pick(path, p):
     if path.startswith('layers/'):
       return slice(p, None, loop.fragments)
     return slice(None) if p == loop.fragments - 1 else slice(0)
 
+  def length(tree, p):
+    cut = [x[pick(path, p)].ravel() for path, x in tree.items()]
+    return np.linalg.norm(np.concatenate(cut))
+
   def land(p, gaps):
-    for path, gap in gaps.items():
+    fewer = 1.0
+    if loop.penalty and gaps:
+      size = np.linalg.norm(np.concatenate([g.ravel() for g in gaps.values()]))
+      fewer = 1 + loop.rate * length(momentum, p) / size
+    for path in anchor:
       at = pick(path, p)
-      m = momentum[path][at] = loop.momentum * momentum[path][at] + gap
+      gap = gaps[path] / fewer if gaps else 0
+      m = loop.momentum * momentum[path][at] + gap
+      m = momentum[path][at] = np.clip(m, -most, most)
       move = loop.momentum * m + gap if loop.nesterov else m
       anchor[path][at] -= loop.rate * move
       own = replicas[path][:, at]
       own[:] = (1 - loop.mixing) * anchor[path][at] + loop.mixing * own
 
+  whole_period = loop.delay == loop.period
   for p in parts:
-    if loop.delay and at(done - loop.delay, p):
+    if loop.delay and not whole_period and at(done - loop.delay, p):
       land(p, flight.pop(p))
   for p in parts:
     if at(done, p):
@@ -219,6 +235,8 @@ def by_numpy(loop, done, anchor, momentum, replicas, flight):
         path: (x[pick(path, p)] - replicas[path][:, pick(path, p)]).mean(0)
         for path, x in anchor.items()
       }
+      if whole_period:  # of the first one nothing is under way
+        land(p, flight.get(p))
       if loop.delay:
         flight[p] = gaps
       else:
@@ -232,6 +250,11 @@ LOOPS = {
   'fragments': schema.Outer('mean', 4, fragments=3),
   'late by a period': schema.Outer('mean', 2, delay=2, mixing=0.5),
   'streamed': STREAMED,
+  'co2': LATE,
+  'co2, without clip or penalty': schema.Outer(
+    'mean', 3, 1.0, 0.5, False, delay=3
+  ),
+  'co2, fragments': dataclasses.replace(LATE, fragments=2),
 }
 
 
@@ -243,7 +266,7 @@ def test_exchanges_equal_numpy(name):
   state, batches = runner.start(params), even(runner.config)
   anchor = {p: np.array(x) for p, x in params.items()}
   momentum, flight = {p: 0 * x for p, x in anchor.items()}, {}
-  moved = 0
+  moved, largest = 0, 0
   for done in range(1, 9):
     state, *_ = step(runner, state, batches[done % 2])
     own = jax.tree.map(np.array, jax.device_get(state.outer.params))
@@ -255,7 +278,8 @@ def test_exchanges_equal_numpy(name):
     support.close(found.outer.params, own)
     support.close(found.outer.momentum, momentum)
     moved = max(moved, *(np.abs(anchor[p] - params[p]).max() for p in params))
-  assert moved > 1e-3
+    largest = max(largest, *(np.abs(m).max() for m in momentum.values()))
+  assert moved > 1e-3 and (not loop.clip or largest == loop.clip)
 
 
 def nearest(x):
@@ -347,7 +371,7 @@ def test_what_is_sent_and_landed_at_once_is_an_exchange():
   runner = runner_of(config_of('replica=2,fsdp=2', loop=STREAMED))
   state = runner.start(inputs.parameters(runner))
   state, *_ = step(runner, state, even(runner.config)[0])
-  plan = outer.plan_of(STREAMED, runner.job.model)
+  plan = outer.plan_of(runner.config, runner.job.model)
   with runner.job.context():
     one = jax.jit(lambda s: outer.exchange(plan, 1, s))(state)
     two = jax.jit(lambda s: outer.land(plan, 1, outer.send(plan, 1, s)))(state)
