@@ -115,3 +115,56 @@ def llama(**model):
   config.optimizer.update(warmup_steps=2000, final_fraction=0.1)
   config.train.update(batch_size=1024, steps=500_000, remat='full')
   return config
+
+
+# Of claims on train/claims/outer/learning.py: what is compared, fields of
+# schema.Outer. Configs that give the same name and fields share trainings.
+_PERIOD = 50
+_DILOCO = dict(exchange='mean', period=_PERIOD, momentum=0.9, nesterov=True)
+_STREAMED = _DILOCO | dict(rate=0.4, fragments=2, mixing=0.5)
+_CO2 = dict(
+  exchange='mean', period=12, delay=12, rate=1.0, momentum=0.2, nesterov=False,
+  clip=1.0,
+)  # fmt: skip
+REPLICAS = {
+  'data parallel': {},
+  'mean': dict(exchange='mean', period=_PERIOD, rate=1.0, momentum=0.0),
+  'DiLoCo .7': _DILOCO | dict(rate=0.7),
+  'DiLoCo .4': _DILOCO | dict(rate=0.4),
+  'DiLoCo .2': _DILOCO | dict(rate=0.2),
+  'streamed': _STREAMED | dict(delay=1),
+  'streamed, 5 late': _STREAMED | dict(delay=5),
+  'streamed, 10 late': _STREAMED | dict(delay=10),
+  'streamed, 4 bits': _STREAMED | dict(delay=1, codec='e3m0'),
+  'mean of 12': dict(exchange='mean', period=12, rate=1.0, momentum=0.0),
+  'CO2': _CO2 | dict(penalty=True),
+  'CO2 .5': _CO2 | dict(penalty=True, rate=0.5),
+  'CO2, no penalty': _CO2,
+  'NoLoCo': dict(
+    exchange='pairs', period=40, rate=0.7, momentum=0.5, nesterov=False,
+    pull=0.7,
+  ),
+}  # fmt: skip
+WARM = 330  # steps of data parallel, a quarter of all tokens
+
+
+def replicas(name):
+  """154K parameters on BPE, 1,000 steps of 4 replicas with 512 tokens each.
+
+  name: of REPLICAS, its outer loop.
+  """
+  config = schema.default()
+  config.mesh.replica = 4
+  config.outer.update(REPLICAS[name])
+  model = config.model
+  model.update(vocab_size=2048, d_model=48, num_layers=2, num_heads=4, d_ff=128)
+  model.update(qk_norm='head', tied_embedding=True)
+  model.update(embedding_scale=48**0.5, attention_scale=3 * 12**-0.5)
+  config.data.update(path='fixture', tokenizer='bpe2048', sequence_length=256)
+  config.optimizer.update(
+    name='adamw', learning_rate=1e-2, warmup_steps=40, final_fraction=0.1
+  )
+  config.train.update(steps=1000, batch_size=8, print_every=50)
+  config.train.update(eval_batches=4, eval_every=500)
+  config.checkpoint.every = 250
+  return config

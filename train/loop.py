@@ -395,6 +395,6 @@ class _Training:
       state = outer.settled(self.state)
       found = self._evaluator(state.variables)
       if state.replicas:  # `found` is of the anchor
-        found = found._replace(mean=self._evaluator(outer.mean(state)))
+        found = outer.with_mean(found, state, self._evaluator)
     self._recorder.writers.write(self.step, found.values())
     return found

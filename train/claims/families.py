@@ -58,18 +58,20 @@ def _draw(found, rows, path):
   return figures.save(fig, path)
 
 
-def train(run, configs, seeds, picture=PICTURE, **how):
+def train(run, configs, seeds, picture=PICTURE, folder=None, **how):
   """({family: [bits per byte of each seed]}, most CPU-seconds), drawn.
 
   Args:
-    run: harness.Run; the trainings and the picture lie in its results.
+    run: harness.Run; the trainings lie in its results, and the picture does
+      unless it has a folder of its own.
     configs: {name: schema.Config}. seeds: of the trainings.
     how: as for ablation.trained.
   """
   trainings = ablation.trained(run, configs, seeds, **how)
   found = ablation.numbers(trainings, 'bits_per_byte')
   rows = {n: metrics.read(t[-1].folder) for n, t in trainings.items()}
-  run.say(f'wrote {_draw(found, rows, run.results / picture)}')
+  path = (folder or run.results) / picture
+  run.say(f'wrote {_draw(found, rows, path)}')
   return found, ablation.cpu_seconds(trainings)
 
 

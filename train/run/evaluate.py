@@ -27,7 +27,8 @@ class Evaluation(NamedTuple):
     n_bytes: of the text. loss: nats a token, over all; losses: {name: of one}.
     bound: they are upper bounds, of a model of masks.
     mean: with replicas that step alone, the Evaluation of their mean; the
-      others are of the anchor.
+      others are of the anchor. spread: the root of the mean square distance of
+      replicas from their mean, in lengths of the mean.
   """
 
   bits_per_byte: float
@@ -37,6 +38,7 @@ class Evaluation(NamedTuple):
   losses: Mapping[str, float] = types.MappingProxyType({})
   bound: bool = False
   mean: 'Evaluation | None' = None
+  spread: float = math.nan
 
   def values(self):
     """As metrics: 'eval/loss', 'eval/<domain>/bits_per_byte', and so on."""
@@ -45,6 +47,7 @@ class Evaluation(NamedTuple):
     both = {'eval/loss': self.loss, 'eval/bits_per_byte': self.bits_per_byte}
     if self.mean:
       both['eval/mean/bits_per_byte'] = self.mean.bits_per_byte
+      both['eval/spread'] = self.spread
     return both | each
 
   def line(self):
@@ -53,6 +56,7 @@ class Evaluation(NamedTuple):
     loss = f', loss {self.loss:.4f}' if math.isfinite(self.loss) else ''
     if self.mean:
       loss += f'; the mean of the replicas {self.mean.bits_per_byte:.4f}'
+      loss += f', they are {self.spread:.1e} of its length away'
     what = 'bits per byte (upper bound)' if self.bound else 'bits per byte'
     return f'held-out {what} {self.bits_per_byte:.4f} ({each}){loss}'
 

@@ -183,6 +183,11 @@ def _penalized(plan, gap, momentum, specs):
   return jax.tree.map(lambda d: d / penalty, gap)
 
 
+def clipped(momentum, most):
+  """An array, its numbers at most so large."""
+  return jnp.clip(momentum, -most, most)
+
+
 def _moved(plan, p, gap, params, anchor, momentum, specs):
   """(params of a replica, anchor, momentum) after a fragment's mean gap.
 
@@ -193,7 +198,7 @@ def _moved(plan, p, gap, params, anchor, momentum, specs):
     gap = _penalized(plan, gap, old, specs)
   speed = jax.tree.map(lambda m, d: outer.momentum * m + d, old, gap)
   if outer.clip:
-    speed = jax.tree.map(lambda m: jnp.clip(m, -outer.clip, outer.clip), speed)
+    speed = jax.tree.map(lambda m: clipped(m, outer.clip), speed)
   ahead = lambda m, d: outer.momentum * m + d if outer.nesterov else m
   move = jax.tree.map(ahead, speed, gap)
   step = lambda a, u: a - outer.rate * u
@@ -299,9 +304,36 @@ def settled(state):
   return state._replace(params=state.params | jax.jit(_mean)(each, learned))
 
 
+def with_mean(found, state, evaluator):
+  """An evaluate.Evaluation of the anchor, with that of the replicas' mean.
+
+  Args:
+    found: the Evaluation. state: State. evaluator: evaluate.Evaluator.
+  """
+  params, like = state.outer.params, state.params
+  spread = float(jax.jit(_spread)(params, like))
+  return found._replace(mean=evaluator(mean(state)), spread=spread)
+
+
 def mean(state):
   """{path: array}: the mean of the replicas' parameters, laid out as one's."""
   return jax.jit(_mean)(state.outer.params, state.params)
+
+
+def _spread(params, like):
+  """() root of the mean square distance of replicas from their mean, over its
+  length."""
+  specs = _specs(like)
+
+  def body(params):
+    own = replicas.one(params)
+    mean = jax.lax.pmean(own, replicas.AXIS)
+    squares = lambda tree: replicas.squares(specs, tree).sum()
+    away = squares(jax.tree.map(jnp.subtract, own, mean))
+    away = jax.lax.pmean(away, replicas.AXIS)
+    return jnp.sqrt(away / squares(mean))
+
+  return replicas.region(body, (_specs(params),), jax.P())(params)
 
 
 def _mean(params, like):

@@ -83,6 +83,13 @@ def test_a_killed_run_resumes_bitwise(tiny, tmp_path, loop, kept):
   last = metrics.read(tmp_path / 'whole')[8]
   both = last['eval/bits_per_byte'], last['eval/mean/bits_per_byte']
   assert (both[0] == both[1]) == (loop == 'pairs')  # they have just met
+  own = {p: x for p, x in saved(tmp_path / 'whole', 8).items() if '/' in p}
+  each = [x for p, x in own.items() if p.startswith('outer/params/')]
+  means = [x.mean(0) for x in each]
+  away = sum(((x - m) ** 2).sum() for x, m in zip(each, means, strict=True))
+  length = sum((m**2).sum() for m in means)
+  wanted = math.sqrt(away / 2 / length)
+  np.testing.assert_allclose(last['eval/spread'], wanted, rtol=1e-4)
 
 
 def saved(folder, step):

@@ -1,10 +1,10 @@
 """Claims about what replicas that step alone learn, beside data parallel.
 
 All read the same batches, as many tokens: of a step's rows each replica takes
-its own part. Held-out text is read with the anchor.
+its own part. Held-out text is read with the anchor. Configs that give the same
+task share trainings, in the folder SHARED beside their results.
 """
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -15,7 +15,18 @@ from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import families as families_lib
 from paraxis.train.claims import harness as claims
+from paraxis.train.run import metrics
 from paraxis.train.run import origin
+
+SHARED = 'replicas'
+PLAIN = schema.Outer()
+
+
+def _shared(run):
+  """A harness.Run whose trainings are in the folder that configs share."""
+  other = claims.Run(run.config, run.results.with_name(SHARED), run.say)
+  other.fresh = run.fresh
+  return other
 
 
 def _from_warm(results, config, folder, say):
@@ -28,43 +39,76 @@ def _from_warm(results, config, folder, say):
   return {'bits_per_byte': found.bits_per_byte}
 
 
-def gap(run, *, families, fields, seeds, plain, within, warm):
-  """LEARN: the best family is at most so far above data parallel.
+def _trained(run, families, seeds, warm):
+  """({family: [bits per byte of each seed]}, most CPU-seconds), drawn."""
+  plain = schema.with_value(run.config, 'outer', PLAIN)
+  configs = {
+    name: experiment.fields(plain, experiment.under('outer', family))
+    for name, family in families.items()
+  }
+  how, picture, home = {}, 'from_scratch.png', _shared(run)
+  if warm:
+    first = experiment.fields(plain, {'train.steps': warm})
+    ablation.trained(home, {'warm': first}, seeds)
+    learn = functools.partial(_from_warm, home.results)
+    how = dict(learn=learn, task={'warm': warm})
+    configs = {f'{n}, warm': c for n, c in configs.items()}
+    picture = 'warm.png'
+  run.results.mkdir(parents=True, exist_ok=True)
+  how['folder'] = run.results
+  found, seconds = families_lib.train(home, configs, seeds, picture, **how)
+  suffix = ', warm' if warm else ''
+  return {n: found[f'{n}{suffix}'] for n in families}, seconds
+
+
+def above(run, *, families, seeds, compare, warm):
+  """LEARN: the best of some families is at most so far above another.
 
   Args:
-    families: {name: {'section.field': value}}, 'plain' among them. fields:
-      likewise, of all. seeds: of the trainings.
-    plain: the family that the others are compared with.
-    within: of its bits per byte, a share.
-    warm: {} or fields of a training whose parameters all begin with; the step
+    families: {name: {field of schema.Outer: value}}. seeds: of the trainings.
+    compare: list of [[names], name, within]: the first name whose mean is best
+      has at most so much more bits per byte than the other, a share.
+    warm: 0, or steps of data parallel by whose parameters all begin; the step
       and the optimizer are new.
   """
-  configs = {
-    n: experiment.fields(run.config, fields, f) for n, f in families.items()
-  }
-  how, picture = {}, 'from_scratch.png'
-  if warm:
-    first = experiment.fields(configs[plain], warm)
-    ablation.trained(run, {'warm': first}, seeds)
-    learn = functools.partial(_from_warm, run.results)
-    how = dict(learn=learn, task={'warm': warm | fields})
-    configs = {f'{n}, warm': c for n, c in configs.items()}
-    plain, picture = f'{plain}, warm', 'warm.png'
-  found, seconds = families_lib.train(run, configs, seeds, picture, **how)
-  others = {n: row for n, row in found.items() if n != plain}
-  best = min(others, key=lambda n: float(np.mean(others[n])))
-  shares = np.divide(others[best], found[plain]) - 1
-  text = f'{best} above {plain}, as a share,'
-  finding = ablation.at_most(text, shares, within, seconds)
-  rounds = configs[best].train.steps // configs[best].outer.period
-  outer = dataclasses.asdict(configs[best].outer)
-  changed = {
-    k: v for k, v in outer.items() if v != dataclasses.asdict(schema.Outer())[k]
-  }
+  found, seconds = _trained(run, families, seeds, warm)
+  findings, chosen = [], []
+  for names, other, within in compare:
+    best = min(names, key=lambda n: float(np.mean(found[n])))
+    shares = np.divide(found[best], found[other]) - 1
+    text = f'{best} above {other}, as a share,'
+    findings.append(ablation.at_most(text, shares, within, seconds))
+    if len(names) > 1:
+      chosen.append(f'; {best} is the best of {len(names)} by these numbers')
+  c = run.config
+  begin = f'after {warm} steps of data parallel' if warm else 'from scratch'
   return ablation.outcome(
-    run, found, [finding], 'bits per byte',
-    f'{rounds} rounds, {configs[best].mesh.replica} replicas, '
-    f'{families_lib.tokens(configs[best]):,} tokens; the best of '
-    f'{len(others)}, chosen by these numbers: {changed}',
+    run, found, findings, 'bits per byte',
+    f'{begin}, {c.train.steps} steps, {c.mesh.replica} replicas, '
+    f'{families_lib.tokens(c):,} tokens{"".join(chosen)}',
+    seconds,
+  )  # fmt: skip
+
+
+def spread(run, *, families, seeds, name, early, warm):
+  """LEARN: replicas of a family are nearer to each other at the end than at an
+  evaluation before it, when the learning rate was higher.
+
+  Args:
+    families, seeds, warm: as of `above`. name: of the family. early: the step.
+  """
+  _, seconds = _trained(run, {name: families[name]}, seeds, warm)
+  suffix = ', warm' if warm else ''
+  label = f'{name}{suffix}'.replace(', ', '_').replace(' ', '_')
+  last, found = run.config.train.steps, {'early': [], 'end': []}
+  for seed in seeds:
+    rows = metrics.read(_shared(run).results / f'{label}-{seed}')
+    found['early'].append(rows[early]['eval/spread'])
+    found['end'].append(rows[last]['eval/spread'])
+  finding = ablation.less(found, 'end', 'early', 0.0, seconds)
+  return ablation.outcome(
+    run, found, [finding], 'distance of replicas from their mean',
+    f'{name}, in lengths of the mean, after {early} and {last} steps, right '
+    'after an exchange',
     seconds,
   )  # fmt: skip

@@ -12,15 +12,13 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.sharding import annotate
-from paraxis.sharding.meter import hlo
-from paraxis.train import program as job_lib
 from paraxis.train.certify import inputs
 from paraxis.train.certify import target_compile
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import knockouts
-from paraxis.train.steps import outer
+from paraxis.train.claims.outer import exchanges
 from paraxis.train.steps import replicas
 
 STEPS = 2
@@ -135,7 +133,8 @@ def messages(run, *, meshes, fewer):
     inner += mine
     averaged = schema.with_value(config, 'outer', PLAIN)
     plain = of(experiment.fields(averaged, {'mesh.collectives': 'explicit'}))
-    period = mine * config.outer.period + _exchanged(config, devices)
+    sent = sum(exchanges.received(config, devices).values())
+    period = mine * config.outer.period + sent
     ratios[mesh] = plain * config.outer.period / max(period, 1)
   return claims.Outcome(
     f'0 in a step, >= {fewer:g} times fewer',
@@ -153,14 +152,3 @@ def _received(config, devices, names):
     for name in names
     for c in _over_replicas(experiment.step_collectives(config, devices, name))
   )
-
-
-def _exchanged(config, devices):
-  """Bytes over `replica` of all that is due in a period."""
-  job = job_lib.of_shapes(config, '', devices)
-  run = outer.Exchange(job)
-  with job.context():
-    run.compile()
-  texts = (p.as_text() or '' for p in run.programs.values())
-  found = (c for text in texts for c in hlo.collectives(text, job.mesh))
-  return sum(c.total for c in _over_replicas(found))

@@ -1,0 +1,76 @@
+"""CO2: a sum has a whole round to arrive in
+
+paper: arXiv:2401.16265
+mechanism: train/steps/outer.py
+test: tests/train/steps/test_replicas.py,
+  tests/train/claims/outer/test_exchanges.py
+run: paraxis reproduce co2
+cost: 1,500 CPU-seconds
+expect: TODO
+differs: 154 thousand parameters, 4 replicas, 12 steps a round. The paper's
+  own form of the penalty for a stale sum was not at hand; here it is 1 + the
+  distance that the anchor has moved, in lengths of what arrives, after
+  gap-aware SGD (arXiv:1909.10802). The authors' code clips a copy of the
+  momentum, and drops it.
+"""
+
+from paraxis.configs import presets
+
+LOOP = presets.REPLICAS['CO2']
+NAMES = 'mean of 12', 'CO2', 'CO2 .5', 'CO2, no penalty'
+
+
+def get_config():
+  """Four replicas of a 154K-parameter decoder; what is sent lands 12 later."""
+  return presets.replicas('CO2')
+
+
+def claims():
+  """What `paraxis reproduce co2` checks."""
+  from paraxis.train.claims.outer import exchanges
+  from paraxis.train.claims.outer import learning
+  from paraxis.train.claims.outer import steps
+
+  sent = dict(
+    check=steps.messages, meshes=['replica=2,fsdp=4', 'replica=4,tensor=2'],
+    fewer=0.99 * LOOP['period'],
+  )  # fmt: skip
+  unread = dict(
+    check=exchanges.unread, meshes=['replica=2,fsdp=2,tensor=2'],
+    steps=LOOP['delay'],
+  )  # fmt: skip
+  clips = dict(check=exchanges.clips, mesh='replica=2,fsdp=2', most=0.002)
+  hidden = dict(
+    check=exchanges.hidden, steps=1200, seed=0,
+    times=[[0.9, 1, 1], [2.0, 0.45, 0.55]],
+  )  # fmt: skip
+  learned = dict(
+    check=learning.above, families={n: presets.REPLICAS[n] for n in NAMES},
+    seeds=[0, 1, 2], warm=0,
+  )  # fmt: skip
+  same = dict(
+    compare=[[['CO2', 'CO2 .5'], 'mean of 12', 0.01]], admits='not reproduced'
+  )
+  penalty = dict(compare=[[['CO2'], 'CO2, no penalty', 0.0]])
+  return [
+    ('one exchange a round', 'HLO', sent, None),
+    ('a sum is unread for a round', 'HLO', unread, None),
+    ('the momentum is clipped', 'EQ', clips, None),
+    ('messages are hidden', 'SIM', hidden, 'fully, at 80 Gbit/s'),
+    ('as local SGD', 'LEARN', learned | same, 'as good'),
+    ('better with the penalty', 'LEARN', learned | penalty, 'better'),
+  ]
+
+
+def knockouts():
+  """An exchange in every step; at once; the clipped momentum dropped."""
+  from paraxis.train.claims.outer import exchanges
+
+  sent, unread, clips, hidden, *_ = (name for name, *_ in claims())
+  at_once = {'outer.delay': 0, 'outer.penalty': False}
+  return [
+    ('period', sent, {'outer.period': 1, 'outer.delay': 1}),
+    ('delay', unread, at_once),
+    ('dropped', clips, exchanges.without_clip),
+    ('late', hidden, at_once),
+  ]

@@ -1,0 +1,49 @@
+"""Local SGD: replicas step alone, their mean begins the next round
+
+paper: arXiv:1805.09767
+mechanism: train/steps/replicas.py, train/steps/outer.py
+test: tests/train/steps/test_replicas.py, tests/train/steps/test_outer.py
+run: paraxis reproduce local_sgd
+cost: 1,600 CPU-seconds
+expect: TODO
+differs: 154 thousand parameters, 4 replicas, AdamW inside (the paper: SGD), 50
+  steps a round, 20 rounds. Replicas keep their AdamW state over an exchange.
+"""
+
+from paraxis.configs import presets
+
+LOOP = presets.REPLICAS['mean']
+
+
+def get_config():
+  """Four replicas of a 154K-parameter decoder, their mean every 50 steps."""
+  return presets.replicas('mean')
+
+
+def claims():
+  """What `paraxis reproduce local_sgd` checks."""
+  from paraxis.train.claims.outer import learning
+  from paraxis.train.claims.outer import steps
+
+  sent = dict(
+    check=steps.messages, meshes=['replica=2,data=4', 'replica=4,context=2'],
+    fewer=LOOP['period'],
+  )  # fmt: skip
+  names = 'data parallel', 'mean'
+  learned = dict(
+    check=learning.above, families={n: presets.REPLICAS[n] for n in names},
+    seeds=[0, 1, 2], compare=[[['mean'], 'data parallel', 0.01]], warm=0,
+    admits='not reproduced',
+  )  # fmt: skip
+  warm = learned | dict(warm=presets.WARM)
+  return [
+    ('bytes between replicas', 'HLO', sent, 'fewer by the steps of a round'),
+    ('as data parallel, from scratch', 'LEARN', learned, None),
+    ('as data parallel, after a quarter of it', 'LEARN', warm, None),
+  ]
+
+
+def knockouts():
+  """An exchange in every step."""
+  sent, *_ = (name for name, *_ in claims())
+  return [('period', sent, {'outer.period': 1})]
