@@ -361,3 +361,25 @@ def test_diffusion(few_steps):
   masks = [x.count('□') for x in re.findall(r'^ +\d+ (.*)$', text, re.M)]
   assert len(masks) > 1 and masks[-1] == 0
   assert masks == sorted(set(masks), reverse=True)
+
+
+def test_low_communication(few_steps):
+  text, pictures = shown(few_steps, '08_low_communication')
+  assert pictures == 2  # losses; who waits
+  row = r'^([\w .,]+?) +([\d,]+) +([\d,]+) +([\d,]+)$'
+  names = ['data parallel', 'mean', 'DiLoCo .4', 'streamed, 4 bits', 'NoLoCo']
+  number = lambda text: int(text.replace(',', ''))
+  sent = {n: list(map(number, x)) for n, *x in re.findall(row, text, re.M)}
+  assert list(sent) == names
+  assert sent['data parallel'][0] and not sent['data parallel'][1]
+  assert all(not sent[n][0] and sent[n][1] for n in names[1:])
+  # Of 154K parameters: 2 x 3/4 of 4 bytes, 3 halves of a byte, 4 bytes.
+  size = 4 * 153_888
+  assert sent['mean'][1] == sent['DiLoCo .4'][1] == 1.5 * size
+  assert 0.375 * size <= sent['streamed, 4 bits'][1] < 0.38 * size
+  assert sent['NoLoCo'][1] == size
+  bits = r'^([\w .,]+?) +(\d\.\d{3}) bits per byte, +(\d+\.\d) times fewer'
+  fewer = {n: float(x) for n, _, x in re.findall(bits, text, re.M)}
+  assert list(fewer) == names
+  assert fewer['data parallel'] == 1 and 49 < fewer['mean'] < 90
+  assert text.count('replicas     4 step alone; ') == 4
