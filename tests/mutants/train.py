@@ -4,6 +4,7 @@ from mutants.mutation import Mutation
 
 _GRADIENT = 'tests/train/test_gradient_of_loss.py::test_it_is'
 _REPLICAS = 'tests/train/steps/test_replicas.py::'
+_PAIRS = 'tests/train/steps/test_pairs.py::'
 
 TABLE = [
   Mutation(
@@ -382,10 +383,67 @@ TABLE = [
   Mutation(
     'outer_late',
     'configs/base/outer.py',
-    'lands = [p for p in every if self.delay and at(done - self.delay, p)]',
-    'lands = [p for p in every if self.delay and at(done, p)]',
+    'for p in every if at(done - self.delay, p)]',
+    'for p in every if at(done, p)]',
     'what is sent late lands one period later',
     _REPLICAS + 'test_exchanges_equal_numpy[streamed]',
+  ),
+  Mutation(
+    'outer_turn',
+    'train/steps/outer.py',
+    'lands = plan.of(flight, p) if late else gap',
+    'lands = gap if sends else plan.of(flight, p)',
+    'what is to land a period later lands at once',
+    _REPLICAS + 'test_exchanges_equal_numpy[co2, without clip or penalty]',
+  ),
+  Mutation(
+    'outer_penalty',
+    'train/steps/outer.py',
+    'return jax.tree.map(lambda d: d / penalty, gap)',
+    'return gap',
+    'what is late counts as much as what is not',
+    _REPLICAS + 'test_exchanges_equal_numpy[co2]',
+  ),
+  Mutation(
+    'outer_clip',
+    'train/steps/outer.py',
+    'return jnp.clip(momentum, -most, most)',
+    'return jnp.minimum(momentum, most)',
+    'a momentum is clipped above, not below',
+    _REPLICAS + 'test_exchanges_equal_numpy[co2]',
+  ),
+  Mutation(
+    'pairs_pull',
+    'train/steps/pairs.py',
+    'message = jax.tree.map(lambda d, a: d - pull * a, own, anchor)',
+    'message = jax.tree.map(lambda d, a: d, own, anchor)',
+    'a replica tells the other nothing of its anchor',
+    _PAIRS + 'test_two_replicas_meet_as_in_numpy[replica=4,data=2]',
+  ),
+  Mutation(
+    'pairs_drawn',
+    'train/steps/pairs.py',
+    'chosen = drawn(plan.seed, step, n)',
+    'chosen = drawn(plan.seed, 0, n)',
+    'the same two replicas meet always',
+    _PAIRS + 'test_two_replicas_meet_as_in_numpy[replica=4,data=2]',
+  ),
+  Mutation(
+    'pairs_settled',
+    'train/steps/outer.py',
+    'params=state.params | jax.jit(_mean)(each, learned))',
+    'params=state.params)',
+    'what is saved of replicas with their own anchors is what they began with',
+    _PAIRS + 'test_their_mean_moves_as_the_anchor_of_heavy_ball_diloco',
+  ),
+  Mutation(
+    'events_flow',
+    'train/steps/events.py',
+    'a, b = flow[0] @ state[i], flow[1] @ state[j]',
+    'a, b = flow[0] @ state[i], flow[0] @ state[j]',
+    'both nodes of an exchange flow for as long as the first',
+    'tests/train/claims/outer/test_decentralized.py::'
+    'test_events_equal_the_equations',
   ),
   Mutation(
     'outer_resumed',

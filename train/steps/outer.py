@@ -22,7 +22,9 @@ that. With exchange=pairs (NoLoCo) see pairs.py. What is due depends on the step
 alone: a resumed run exchanges as the uninterrupted one.
 
 With outer.codec a replica sends codes of its gap, an array a device at a time
-(train/steps/codec.py); sums are in float32, after all have arrived.
+(train/steps/codec.py); sums are in float32, after all have arrived. Every
+replica gathers those of all others: (R - 1) N / 2 bytes. A sum of float32 has
+8 (R - 1) / R N, so that codes are fewer bytes below 16 replicas.
 
 A mean weighs replicas alike, whatever number of targets they read. Anchor and
 momentum are whole in every replica. What a run does not learn is not sent, but
