@@ -6,7 +6,11 @@ test: tests/train/steps/test_pairs.py,
   tests/train/claims/outer/test_exchanges.py
 run: paraxis reproduce noloco
 cost: 1,000 CPU-seconds
-expect: TODO
+expect: EQ 2e-13; HLO permutations alone, 1.00 x the parameters, of 25 rounds
+  five sixths of DiLoCo's bytes; LEARN 3.0% and 3.7% below DiLoCo at its two
+  better rates (2.593 bits per byte; 2.674, 2.692), and 1.7% above plain
+  averaging; replicas are .098 of their length apart in the middle, .014 at the
+  end.
 differs: 154 thousand parameters, 4 replicas, 40 steps a period, 25 periods;
   pipelines with random routes are left out. One message is as large as the
   parameters, of the authors' code twice that. Saved and evaluated is the mean

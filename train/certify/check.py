@@ -219,7 +219,7 @@ def check(config, mesh_text=''):
     more = more + less
   held = lambda tree: header.held(tree, sizes)
   trees = state.inner, found[1], state.optimizer
-  classes = dict(zip(CLASSES, map(held, trees), strict=False))
+  classes: dict = dict(zip(CLASSES, map(held, trees), strict=False))
   if due:
     classes[OUTER] = held((state.params, state.outer._replace(params={})))
   return Prediction(
