@@ -8,9 +8,9 @@ run: paraxis reproduce co2
 cost: 1,000 CPU-seconds
 expect: HLO 12 times fewer bytes, a sum first read 12 steps after it was sent;
   EQ no number above the clip; SIM messages of up to a round are hidden; LEARN
-  NOT REPRODUCED (1% was asked): 2.744 bits per byte at an outer rate of .5, local
-  SGD 2.510, 9.4% above. At rate 1 the penalty is all that keeps it: 2.809, and
-  3.230 without.
+  NOT REPRODUCED (1% was asked): 2.744 bits per byte at an outer rate of .5,
+  local SGD 2.510, 9.4% above. At rate 1 the penalty is all that keeps it:
+  2.809, and 3.230 without.
 differs: 154 thousand parameters, 4 replicas, 12 steps a round. The paper's
   own form of the penalty for a stale sum was not at hand; here it is 1 + the
   distance that the anchor has moved, in lengths of what arrives, after
