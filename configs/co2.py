@@ -35,10 +35,9 @@ def claims():
   """What `paraxis reproduce co2` checks."""
   from paraxis.train.claims.outer import exchanges
   from paraxis.train.claims.outer import learning
-  from paraxis.train.claims.outer import steps
 
   sent = dict(
-    check=steps.messages, meshes=['replica=2,fsdp=4', 'replica=4,tensor=2'],
+    check=exchanges.messages, meshes=['replica=2,fsdp=4', 'replica=4,tensor=2'],
     fewer=0.99 * LOOP['period'],
   )  # fmt: skip
   unread = dict(
@@ -69,14 +68,15 @@ def claims():
 
 
 def knockouts():
-  """An exchange in every step; at once; the clipped momentum dropped."""
+  """An exchange in every step; at once; no clip; no penalty."""
   from paraxis.train.claims.outer import exchanges
 
-  sent, unread, clips, hidden, *_ = (name for name, *_ in claims())
+  sent, unread, clips, hidden, _, penalty = (name for name, *_ in claims())
   at_once = {'outer.delay': 0, 'outer.penalty': False}
   return [
     ('period', sent, {'outer.period': 1, 'outer.delay': 1}),
     ('delay', unread, at_once),
     ('dropped', clips, exchanges.without_clip),
     ('late', hidden, at_once),
+    ('no_penalty', penalty, {'compare': [[[NAMES[-1]], NAMES[-1], 0]]}),
   ]

@@ -31,6 +31,7 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce diloco` checks."""
+  from paraxis.train.claims.outer import exchanges
   from paraxis.train.claims.outer import learning
   from paraxis.train.claims.outer import steps
 
@@ -43,7 +44,7 @@ def claims():
     ],
   )  # fmt: skip
   sent = dict(
-    check=steps.messages, meshes=['replica=2,fsdp=4', 'replica=4,tensor=2'],
+    check=exchanges.messages, meshes=['replica=2,fsdp=4', 'replica=4,tensor=2'],
     fewer=PERIOD,
   )  # fmt: skip
   rates = [n for n in NAMES if n.startswith('DiLoCo')]

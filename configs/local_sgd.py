@@ -24,12 +24,12 @@ def get_config():
 
 def claims():
   """What `paraxis reproduce local_sgd` checks."""
+  from paraxis.train.claims.outer import exchanges
   from paraxis.train.claims.outer import learning
-  from paraxis.train.claims.outer import steps
 
   sent = dict(
-    check=steps.messages, meshes=['replica=2,data=4', 'replica=4,context=2'],
-    fewer=LOOP['period'],
+    check=exchanges.messages, fewer=LOOP['period'],
+    meshes=['replica=2,data=4', 'replica=4,context=2'],
   )  # fmt: skip
   names = 'data parallel', 'mean'
   learned = dict(

@@ -42,7 +42,7 @@ def claims():
   twos = dict(check=exchanges.by_twos, mesh='replica=4,fsdp=2')
   # A replica receives 2 (R - 1) / R of them in a sum over R = 4.
   sent = dict(
-    check=steps.messages, meshes=['replica=4,tensor=2'],
+    check=exchanges.messages, meshes=['replica=4,tensor=2'],
     fewer=1.49 * LOOP['period'],
   )  # fmt: skip
   shared = dict(
@@ -63,12 +63,20 @@ def claims():
 
 
 def knockouts():
-  """Sums see all replicas; a mean over all; an exchange in every step."""
+  """Sums see all replicas; a mean over all; an exchange in every step; nothing
+  is exchanged; anchors do not approach."""
   from paraxis.train.claims.outer import steps
 
-  equal, twos, sent, *_ = (name for name, *_ in claims())
+  equal, twos, sent, learned, nearer = (name for name, *_ in claims())
+  never = dict(
+    families={n: presets.REPLICAS[n] for n in NAMES} | presets.NEVER,
+    compare=[[['never'], 'DiLoCo .4', 0.0]],
+  )
+  (name,) = presets.NO_PULL
   return [
     ('hidden_replicas', equal, steps.all_seen),
     ('mean', twos, {'outer.exchange': 'mean', 'outer.pull': 0.0}),
     ('period', sent, {'outer.period': 1}),
+    ('never', learned, never),
+    ('no_pull', nearer, dict(families=presets.NO_PULL, name=name)),
   ]

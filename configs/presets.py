@@ -145,6 +145,9 @@ REPLICAS = {
     pull=0.7,
   ),
 }  # fmt: skip
+# Knock-outs: anchors that stay where they began; anchors that do not approach.
+NEVER = {'never': dict(exchange='mean', period=2000)}
+NO_PULL = {'NoLoCo, no pull': REPLICAS['NoLoCo'] | dict(pull=0.0)}
 WARM = 330  # steps of data parallel, a quarter of all tokens
 
 

@@ -41,10 +41,9 @@ def claims():
   """What `paraxis reproduce streaming_diloco` checks."""
   from paraxis.train.claims.outer import exchanges
   from paraxis.train.claims.outer import learning
-  from paraxis.train.claims.outer import steps
 
   sent = dict(
-    check=steps.messages, meshes=['replica=2,fsdp=4', 'replica=2,tensor=2'],
+    check=exchanges.messages, meshes=['replica=2,fsdp=4', 'replica=2,tensor=2'],
     fewer=7.5 * LOOP['period'],
   )  # fmt: skip
   peak = dict(
@@ -75,11 +74,16 @@ def claims():
 
 
 def knockouts():
-  """Numbers as they are; no fragments; at once."""
-  sent, peak, unread, hidden, _ = (name for name, *_ in claims())
+  """Numbers as they are; no fragments; at once; nothing is exchanged."""
+  sent, peak, unread, hidden, learned = (name for name, *_ in claims())
+  never = dict(
+    families={n: presets.REPLICAS[n] for n in NAMES} | presets.NEVER,
+    compare=[[['never'], 'DiLoCo .4', 0.01]],
+  )
   return [
     ('codec', sent, {'outer.codec': ''}),
     ('fragments', peak, {'changes': DEEP | {'outer.fragments': 1}}),
     ('delay', unread, {'outer.delay': 0}),
     ('late', hidden, {'outer.delay': 0}),
+    ('never', learned, never),
   ]

@@ -1,8 +1,10 @@
 """Claims about what replicas exchange: when a sum is read, its bytes, its wait.
 
-Bytes are those of the compiled programs of an exchange; a schedule is that of
-schema.Outer.due, the one that a run follows.
+Bytes are those of the compiled programs of a step and of an exchange; the
+schedule is that of a run (schema.Outer.due).
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from paraxis.configs import schema
 from paraxis.sharding.meter import hlo
 from paraxis.train import program as job_lib
 from paraxis.train.certify import inputs
+from paraxis.train.certify import target_compile
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
@@ -41,6 +44,48 @@ def received(config, devices):
     name: sum(c.total for c in each if replicas.AXIS in c.axes)
     for name, each in found(config, devices).items()
   }
+
+
+def messages(run, *, meshes, fewer):
+  """HLO: no byte of a step crosses replicas, and an exchange every period sends
+  so many times fewer than data parallel does in as many steps.
+
+  Bytes are those that a device receives over `replica`: of data parallel every
+  step, of ours in the gradient, the update and the exchanges of a period.
+
+  Args:
+    meshes: texts as for --mesh, with replica. fewer: at least so many times.
+  """
+  ratios, inner = {}, 0
+  for mesh in meshes:
+    config, devices = experiment.on(run.config, mesh)
+    of = functools.partial(
+      _received, devices=devices, names=target_compile.PROGRAMS
+    )
+    mine = of(config)
+    inner += mine
+    averaged = schema.with_value(config, 'outer', schema.Outer())
+    plain = of(experiment.fields(averaged, {'mesh.collectives': 'explicit'}))
+    sent = sum(received(config, devices).values())
+    period = mine * config.outer.period + sent
+    ratios[mesh] = plain * config.outer.period / max(period, 1)
+  return claims.Outcome(
+    f'0 in a step, >= {fewer:g} times fewer',
+    f'{inner} in a step, {experiment.numbers(ratios.values(), ".1f")} times',
+    f'{"; ".join(meshes)}: bytes received over replica in outer.period='
+    f'{run.config.outer.period} steps, beside gradients averaged in each',
+    not inner and min(ratios.values()) >= fewer,
+  )
+
+
+def _received(config, devices, names):
+  """Bytes over `replica` of programs of a step."""
+  return sum(
+    c.total
+    for name in names
+    for c in experiment.step_collectives(config, devices, name)
+    if replicas.AXIS in c.axes
+  )
 
 
 class _Run:

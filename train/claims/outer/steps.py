@@ -1,11 +1,10 @@
-"""Claims about the steps of replicas: what they compute, what they send.
+"""Claims about the steps of replicas: what they compute.
 
 A replica is compared with one device, plain, that reads the rows of the replica
-alone. Bytes are those of the compiled programs of a step and of an exchange.
+alone.
 """
 
 import contextlib
-import functools
 
 import jax
 import numpy as np
@@ -13,13 +12,9 @@ import numpy as np
 from paraxis.configs import schema
 from paraxis.sharding import annotate
 from paraxis.train.certify import inputs
-from paraxis.train.certify import target_compile
 from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
-from paraxis.train.claims import harness as claims
 from paraxis.train.claims import knockouts
-from paraxis.train.claims.outer import exchanges
-from paraxis.train.steps import replicas
 
 STEPS = 2
 PLAIN = schema.Outer()
@@ -106,49 +101,4 @@ def alone(run, *, cases, within):
     within,
     f'each replica against one device on its rows, {STEPS} steps: loss, all '
     f'gradients, parameters, optimizer state; {experiment.listed(found)}',
-  )
-
-
-def _over_replicas(found):
-  return [c for c in found if replicas.AXIS in c.axes]
-
-
-def messages(run, *, meshes, fewer):
-  """HLO: no byte of a step crosses replicas, and an exchange every period sends
-  so many times fewer than data parallel does in as many steps.
-
-  Bytes are those that a device receives over `replica`: of data parallel every
-  step, of ours in the gradient, the update and the exchanges of a period.
-
-  Args:
-    meshes: texts as for --mesh, with replica. fewer: at least so many times.
-  """
-  ratios, inner = {}, 0
-  for mesh in meshes:
-    config, devices = experiment.on(run.config, mesh)
-    of = functools.partial(
-      _received, devices=devices, names=target_compile.PROGRAMS
-    )
-    mine = of(config)
-    inner += mine
-    averaged = schema.with_value(config, 'outer', PLAIN)
-    plain = of(experiment.fields(averaged, {'mesh.collectives': 'explicit'}))
-    sent = sum(exchanges.received(config, devices).values())
-    period = mine * config.outer.period + sent
-    ratios[mesh] = plain * config.outer.period / max(period, 1)
-  return claims.Outcome(
-    f'0 in a step, >= {fewer:g} times fewer',
-    f'{inner} in a step, {experiment.numbers(ratios.values(), ".1f")} times',
-    f'{"; ".join(meshes)}: bytes received over replica in outer.period='
-    f'{run.config.outer.period} steps, beside gradients averaged in each',
-    not inner and min(ratios.values()) >= fewer,
-  )
-
-
-def _received(config, devices, names):
-  """Bytes over `replica` of programs of a step."""
-  return sum(
-    c.total
-    for name in names
-    for c in _over_replicas(experiment.step_collectives(config, devices, name))
   )

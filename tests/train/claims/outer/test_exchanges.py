@@ -116,3 +116,16 @@ def test_replicas_that_drift_apart_are_seen(monkeypatch, tmp_path):
   assert check().passed
   rows[1000] = 0.3
   assert check().verdict == 'opposite'
+
+
+def test_bytes_are_those_of_a_period():
+  run = claim_cases.run_of('diloco', SMALL)
+  check = lambda fewer: exchanges.messages(
+    run, meshes=['replica=2,tensor=2'], fewer=fewer
+  )
+  right = check(50)
+  assert right.passed and right.measured.startswith('0 in a step, 50.')
+  assert not check(60).passed
+  often = claim_cases.run_of('diloco', SMALL | {'outer.period': 5})
+  found = exchanges.messages(often, meshes=['replica=2,tensor=2'], fewer=50)
+  assert not found.passed and found.measured.startswith('0 in a step, 5.')
