@@ -73,10 +73,13 @@ def knockouts():
 
   sent, unread, clips, hidden, _, penalty = (name for name, *_ in claims())
   at_once = {'outer.delay': 0, 'outer.penalty': False}
+  name, plain = 'CO2, switched off', 'CO2, no penalty'
+  loops = {name: presets.REPLICAS['CO2'], plain: presets.REPLICAS[plain]}
+  off = dict(families=loops, compare=[[[name], plain, 0.0]])
   return [
     ('period', sent, {'outer.period': 1, 'outer.delay': 1}),
     ('delay', unread, at_once),
     ('dropped', clips, exchanges.without_clip),
     ('late', hidden, at_once),
-    ('no_penalty', penalty, {'compare': [[[NAMES[-1]], NAMES[-1], 0]]}),
+    ('no_penalty', penalty, exchanges.without_penalty, off),
   ]

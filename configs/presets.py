@@ -168,6 +168,6 @@ def replicas(name):
     name='adamw', learning_rate=1e-2, warmup_steps=40, final_fraction=0.1
   )
   config.train.update(steps=1000, batch_size=8, print_every=50)
-  config.train.update(eval_batches=4, eval_every=500)
+  config.train.update(eval_batches=4, eval_every=480)
   config.checkpoint.every = 250
   return config

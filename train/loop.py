@@ -371,8 +371,8 @@ class _Training:
       return start.meta(self._job, step, self.origin, cursor, recorder.astray)
 
     with recorder.rates.apart('checkpoint'), self.activity.phase('save'):
-      tree = state_lib.flatten(outer.settled(self.state))
-      tree = state_lib.in_order(tree, self._job.leaves)
+      self.state = outer.settled(self.state)
+      tree = state_lib.in_order(state_lib.flatten(self.state), self._job.leaves)
       self._store.begin(step, tree, self._axes, meta)
     self._saved = step
 
@@ -392,7 +392,7 @@ class _Training:
       self._recorder.rates.apart('evaluation'),
       self.activity.phase('evaluate'),
     ):
-      state = outer.settled(self.state)
+      self.state = state = outer.settled(self.state)
       found = self._evaluator(state.variables)
       if state.replicas:  # `found` is of the anchor
         found = outer.with_mean(found, state, self._evaluator)

@@ -140,6 +140,11 @@ class Outer:
         'Leave both out.',
       ),
       (
+        pairs and self.penalty,
+        'outer.exchange=pairs with outer.penalty: two replicas exchange at '
+        'once, nothing is late. Leave it out.',
+      ),
+      (
         self.exchange == 'mean' and self.pull,
         f'outer.pull={self.pull:g} is read by outer.exchange=pairs alone: of '
         'exchange=mean there is one anchor. Leave it out.',

@@ -437,6 +437,15 @@ TABLE = [
     _PAIRS + 'test_their_mean_moves_as_the_anchor_of_heavy_ball_diloco',
   ),
   Mutation(
+    'events_matrix',
+    'train/steps/events.py',
+    'matrix[Y_, [X_, Y, Z]] = -theta * nu, -theta, -theta',
+    'matrix[Y_, [X, Y, Z]] = -theta * nu, -theta, -theta',
+    'the dual vectors follow X, not its momentum',
+    'tests/train/claims/outer/test_decentralized.py::'
+    'test_events_equal_the_equations',
+  ),
+  Mutation(
     'events_flow',
     'train/steps/events.py',
     'a, b = flow[0] @ state[i], flow[1] @ state[j]',

@@ -261,6 +261,7 @@ def to_json(report):
   }
   return dict(
     topology=report.topology.name,
+    period=report.config.outer.period,
     slices=report.topology.slices,
     devices=len(report.topology.devices),
     mesh=mesh_lib.describe(dict(report.mesh.shape)),
@@ -349,9 +350,11 @@ def _work_lines(report):
     '',
     'roofline of a step, in ms; a model, not measured',
   ]
+  period = report.config.outer.period
+  often = dict.fromkeys(report.exchanges, f', once in {period} steps')
   for name, p in (report.programs | report.exchanges).items():
     parts = ', '.join(f'{k} {v * 1e3:.2f}' for k, v in p.times.parts.items())
-    lines.append(f'  {name}: {parts}')
+    lines.append(f'  {name}{often.get(name, "")}: {parts}')
     axes = ', '.join(f'{k} {v * 1e3:.2f}' for k, v in p.times.links.items())
     lines += [f'    links by mesh axes: {axes}'] if axes else []
   least = sum(p.times.least for p in programs)

@@ -67,6 +67,11 @@ def check(config, built):
       'least 2 replicas, or exchange=mean.'
     )
   parts, axes = config.outer.fragments, built.model.axes
+  if parts > 1 and not plan_of(config, built.model).stacked:
+    raise errors.UserError(
+      f'outer.fragments={parts}: no layer is learned (train.freeze), so that '
+      'all but the last fragment would be empty. Give 1.'
+    )
   for path, leaf in sorted(built.params.items()):
     if axes[path][:1] == ('layers',) and leaf.shape[0] < parts:
       raise errors.UserError(
@@ -177,7 +182,7 @@ def _mean_of_codes(x):
   return (functools.reduce(jnp.add, each) / len(each)).astype(x.dtype)
 
 
-def _penalized(plan, gap, momentum, specs):
+def penalized(plan, gap, momentum, specs):
   """A fragment's mean gap, divided by how far the anchor has moved since."""
   squares = lambda tree: replicas.squares(specs, tree).sum()
   moved, own = plan.outer.rate**2 * squares(momentum), squares(gap)
@@ -197,7 +202,7 @@ def _moved(plan, p, gap, params, anchor, momentum, specs):
   """
   outer, old = plan.outer, plan.of(momentum, p)
   if outer.penalty:
-    gap = _penalized(plan, gap, old, specs)
+    gap = penalized(plan, gap, old, specs)
   speed = jax.tree.map(lambda m, d: outer.momentum * m + d, old, gap)
   if outer.clip:
     speed = jax.tree.map(lambda m: clipped(m, outer.clip), speed)

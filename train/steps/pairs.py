@@ -8,7 +8,8 @@ its own. After a period it meets one other, j, drawn anew for every exchange:
     phi_i <- phi_i - rate m_i;    theta_i <- phi_i
 
 The last term of m makes anchors approach; over all replicas it sums to 0, so
-that their mean moves as the one anchor of heavy-ball DiLoCo does.
+that their mean moves as the one anchor of heavy-ball DiLoCo does (as long as no
+momentum is clipped). With outer.nesterov phi moves by what outer.py says.
 
 Both means are sums of what a replica has and of one array of the other,
 

@@ -35,13 +35,16 @@ def test_events_are_of_the_rates_that_were_asked():
 
 
 @pytest.mark.usefixtures('float64')
-def test_nodes_with_the_same_minimiser_stay_there():
-  """The sum's minimiser is a fixed point, exchanges or not; others are left."""
-  n, best = 4, np.array([0.3, -0.2])
+def test_nodes_find_the_minimiser_of_the_sum():
+  """Of quadratics with minimisers of their own: their weighted mean."""
+  n, own = 4, np.random.default_rng(5).normal(size=(4, 2))
+  weights = 1 + 0.2 * np.arange(n)
+  best = weights @ own / weights.sum()
   c = events.constants(2.0, 0.5, events.exchanges(n, CHAIN)[1])
   some = events.drawn(np.random.default_rng(1), n, CHAIN, 5.0, 4000)
   gaps, last = events.waited(some, np.zeros(n))
-  gradient = lambda node, x: (1 + 0.2 * node) * (x - best)
+  put = jnp.asarray
+  gradient = lambda i, x: put(weights)[i] * (x - put(own)[i])
   state = events.begun(jnp.zeros((n, 2)))
   state = events.run(gradient, state, some.pairs, gaps, c)
   x = events.at(state, last, some.times[-1], c)

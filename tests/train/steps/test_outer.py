@@ -194,6 +194,11 @@ def test_numbers_of_replicas_are_those_that_stepped():
 REFUSED = [
   ('replica=2,stage=2', {}, ('outer.exchange=mean', 'mesh.stage=2')),
   ('fsdp=2', {'outer': PAIRS}, ('outer.exchange=pairs', 'mesh.replica=1')),
+  (
+    'replica=2',
+    {'outer': schema.Outer('mean', 4, fragments=2), 'train.freeze': 'layers/*'},
+    ('outer.fragments=2', 'no layer is learned'),
+  ),
   ('replica=2', {'optimizer.name': 'muon'}, ('muon', 'adamw')),
   ('replica=2', {'optimizer.ema_decay': 0.9}, ('ema_decay=0.9',)),
   ('replica=2', MASKED, ('train.objective=masked',)),
@@ -232,6 +237,7 @@ def test_fields_that_contradict_each_other_are_refused():
     ('pairs', dict(pull=0.7, rate=0.0), ('outer.rate=0', 'above 0')),
     ('mean', dict(penalty=True, nesterov=False), ('outer.delay=0', 'period=5')),
     ('mean', dict(penalty=True, delay=5), ('outer.nesterov=False',)),
+    ('pairs', dict(penalty=True), ('outer.penalty', 'nothing is late')),
   ):
     with support.refused(*words):
       schema.Outer(exchange, 5, **fields)

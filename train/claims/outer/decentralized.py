@@ -108,14 +108,27 @@ class Problem:
     return float((gap**2).sum(1).mean() / (self.best**2).sum())
 
 
-def by_numpy(problem, listed, c, n):
+def by_numpy(problem, listed, chi1, n):
   """(N, D) after a list of events: the paper's equations, one at a time."""
+  big, mu = problem.smooth, problem.convex
+  nu = mu / 2
+  alpha = 0.25 * np.sqrt(nu / big)
+  eta = 0.125 * np.sqrt(nu / big)
+  theta = 0.5 * np.sqrt(big / nu)
+  flows = np.array([  # of X, X~, Y, Y~, Z, Z~
+    [-eta, eta, 0, 0, 0, 0],
+    [eta, -eta, 0, 0, 0, 0],
+    [0, 0, -alpha, alpha, 0, 0],
+    [0, -theta * nu, -theta, 0, -theta, 0],
+    [0, 0, 0, 0, -alpha, alpha],
+    [0, 0, 0, 0, eta, -eta],
+  ])  # fmt: skip
   v = [{k: np.zeros(DIM) for k in 'XxYyZz'} for _ in range(n)]
   clock = [0.0] * n
   names = 'XxYyZz'
 
   def flow(i, now):
-    mixed = scipy.linalg.expm(c.matrix * (now - clock[i]))
+    mixed = scipy.linalg.expm(flows * (now - clock[i]))
     old = [v[i][k] for k in names]
     for row, k in zip(mixed, names, strict=True):
       v[i][k] = sum(w * x for w, x in zip(row, old, strict=True))
@@ -126,16 +139,16 @@ def by_numpy(problem, listed, c, n):
     if i == j:
       points = np.zeros((n, DIM))
       points[i] = v[i]['X']
-      q = problem.gradients(points)[i] - c.nu * v[i]['X'] - v[i]['y']
-      v[i]['X'] = v[i]['X'] - c.gamma * q
-      v[i]['x'] = v[i]['x'] - c.gamma_ * q
-      v[i]['y'] = v[i]['y'] + q + c.delta * q
+      q = problem.gradients(points)[i] - nu * v[i]['X'] - v[i]['y']
+      v[i]['X'] = v[i]['X'] - q / (4 * big)
+      v[i]['x'] = v[i]['x'] - q / (4 * np.sqrt(nu * big))
+      v[i]['y'] = v[i]['y'] + q + 0.25 * np.sqrt(nu / big) * q
     else:
       flow(j, now)
       g = v[i]['Y'] + v[i]['Z'] - v[j]['Y'] - v[j]['Z']
       for k, sign in ((i, -1), (j, 1)):
         v[k]['Z'] = v[k]['Z'] + sign * g / 2
-        v[k]['z'] = v[k]['z'] + sign * c.beta * g
+        v[k]['z'] = v[k]['z'] + sign * 2 * chi1 * np.sqrt(big / nu) * g
   for i in range(n):
     flow(i, listed.times[-1])
   return np.stack([one['X'] for one in v])
@@ -229,7 +242,7 @@ def equals_numpy(run, *, graphs, nodes, count, within):
       state = lib.begun(jnp.zeros((nodes, DIM)))
       state = lib.run(problem.gradient, state, some.pairs, gaps, c)
       x = lib.at(state, last, some.times[-1], c)
-      wanted = by_numpy(problem, some, c, nodes)
+      wanted = by_numpy(problem, some, chi1, nodes)
       found[name] = experiment.gap(np.asarray(x), wanted)
   return experiment.equal(
     found,

@@ -10,6 +10,7 @@ import functools
 import numpy as np
 
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 from paraxis.train import loop
 from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
@@ -26,7 +27,17 @@ def _shared(run):
   """A harness.Run whose trainings are in the folder that configs share."""
   other = claims.Run(run.config, run.results.with_name(SHARED), run.say)
   other.fresh = run.fresh
+  other.mechanism = ('configs/base/outer.py',)  # what is due when
   return other
+
+
+def _configs(run, families):
+  """{family: schema.Config}; and that of data parallel."""
+  plain = schema.with_value(run.config, 'outer', PLAIN)
+  return {
+    name: experiment.fields(plain, experiment.under('outer', family))
+    for name, family in families.items()
+  }, plain
 
 
 def _from_warm(results, config, folder, say):
@@ -41,11 +52,7 @@ def _from_warm(results, config, folder, say):
 
 def _trained(run, families, seeds, warm):
   """({family: [bits per byte of each seed]}, most CPU-seconds), drawn."""
-  plain = schema.with_value(run.config, 'outer', PLAIN)
-  configs = {
-    name: experiment.fields(plain, experiment.under('outer', family))
-    for name, family in families.items()
-  }
+  configs, plain = _configs(run, families)
   how, picture, home = {}, 'from_scratch.png', _shared(run)
   if warm:
     first = experiment.fields(plain, {'train.steps': warm})
@@ -90,21 +97,31 @@ def above(run, *, families, seeds, compare, warm):
   )  # fmt: skip
 
 
-def spread(run, *, families, seeds, name, early, warm):
+def spread(run, *, families, seeds, name, early):
   """LEARN: replicas of a family are nearer to each other at the end than at an
   evaluation before it, when the learning rate was higher.
 
   Args:
-    families, seeds, warm: as of `above`. name: of the family. early: the step.
+    families, seeds: as of `above`. name: of the family. early: the step; an
+    exchange is due at it, as at the end.
+
+  Raises:
+    UserError: at one of the two none is due.
   """
-  _, seconds = _trained(run, {name: families[name]}, seeds, warm)
-  suffix = ', warm' if warm else ''
-  label = f'{name}{suffix}'.replace(', ', '_').replace(' ', '_')
-  last, found = run.config.train.steps, {'early': [], 'end': []}
-  for seed in seeds:
-    rows = metrics.read(_shared(run).results / f'{label}-{seed}')
-    found['early'].append(rows[early]['eval/spread'])
-    found['end'].append(rows[last]['eval/spread'])
+  config = _configs(run, {name: families[name]})[0][name]
+  last = config.train.steps
+  if not (config.outer.due(early) and config.outer.due(last)):
+    raise errors.UserError(
+      f'steps {early} and {last}: outer.period={config.outer.period} has no '
+      'exchange at both of them.'
+    )
+  trainings = ablation.trained(_shared(run), {name: config}, seeds)
+  rows = [metrics.read(t.folder) for t in trainings[name]]
+  found = {
+    'early': [row[early]['eval/spread'] for row in rows],
+    'end': [row[last]['eval/spread'] for row in rows],
+  }
+  seconds = ablation.cpu_seconds(trainings)
   finding = ablation.less(found, 'end', 'early', 0.0, seconds)
   return ablation.outcome(
     run, found, [finding], 'distance of replicas from their mean',
