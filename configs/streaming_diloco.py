@@ -6,15 +6,16 @@ test: tests/train/steps/test_replicas.py, tests/train/steps/test_codec.py,
   tests/train/claims/outer/test_exchanges.py
 run: paraxis reproduce streaming_diloco
 cost: 1,200 CPU-seconds
-expect: HLO 400 times fewer bytes than data parallel between two replicas, .29
-  of them in a step, of 4 fragments; a sum is read a step later; LEARN 4.5%
-  below DiLoCo (2.553 bits per byte; 2.674), 2.552 in four bits; 2.550 where a
+expect: HLO 400 times fewer bytes than data parallel between two replicas (200
+  between four), .29 of them in a step, of 4 fragments; a sum is read a step
+  later; SIM messages of .7 steps are hidden, half of one of 2; LEARN 4.5% below
+  DiLoCo (2.553 bits per byte; 2.674), 2.552 in four bits; 2.550 where a
   sum is 5 steps late, 2.565 where 10.
 differs: 154 thousand parameters in 2 layers, so 2 fragments, of which one has
   the embedding, 64% of all; 4 replicas, 50 steps a period, 20 periods. DiLoCo
   is far behind data parallel here (configs/diloco.py); that replicas keep half
-  of their own (mixing .5) may be why streaming is ahead of it. Codes
-  are gathered by every replica: of 16 and more that is no less than a sum of
+  of their own (mixing .5) may be why streaming is ahead of it. Codes are
+  gathered by every replica: of 16 and more that is no less than a sum of
   float32.
 """
 
