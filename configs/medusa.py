@@ -44,7 +44,7 @@ SMALL = {
   'model.num_layers': 3, 'data.tokenizer': 'bpe2048',
   'data.sequence_length': 256, 'train.batch_size': 8, 'train.steps': 300,
   'optimizer.name': 'muon', 'optimizer.learning_rate': 3e-3,
-  'optimizer.muon_learning_rate': 0.02, 'optimizer.warmup_steps': 30,
+  'optimizer.matrix_learning_rate': 0.02, 'optimizer.warmup_steps': 30,
 }  # fmt: skip
 WARM = dict(heads=3, length=128, rows=8, steps=400, batch=256, rate=2e-3)
 TOGETHER = dict(

@@ -94,7 +94,7 @@ def small_text(**model):
     config.model.attention_scale = 3 * width**-0.5
   config.data.update(tokenizer='bpe2048', sequence_length=256)
   config.optimizer.update(
-    name='muon', learning_rate=3e-3, muon_learning_rate=0.02, warmup_steps=30
+    name='muon', learning_rate=3e-3, matrix_learning_rate=0.02, warmup_steps=30
   )
   config.train.update(steps=300, batch_size=8)
   return config

@@ -47,7 +47,7 @@ def get_config():
 
   optimizer = config.optimizer
   optimizer.name = 'muon'
-  optimizer.muon_learning_rate = 0.02
+  optimizer.matrix_learning_rate = 0.02
   optimizer.learning_rate = 3e-3
   optimizer.b2 = 0.95
   optimizer.weight_decay = 0.1

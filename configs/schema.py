@@ -26,6 +26,7 @@ from paraxis.configs.base.field import field
 from paraxis.configs.base.field import suggest
 from paraxis.configs.base.lora import Lora
 from paraxis.configs.base.model import Model
+from paraxis.configs.base.optimizer import RENAMED as _OPTIMIZER
 from paraxis.configs.base.optimizer import Optimizer
 from paraxis.configs.base.outer import Outer
 from paraxis.configs.base.spike import Spike
@@ -244,6 +245,8 @@ class Config:
     return rows // parts
 
 
+# Fields of files from before they had their names.
+RENAMED = {f'optimizer.{old}': new for old, new in _OPTIMIZER.items()}
 SECTIONS: dict[str, Any] = {
   f.name: type(f.default) for f in dataclasses.fields(Config)
 }
@@ -325,6 +328,7 @@ def _section(name: str, section, data) -> Any:
   }
   given, out = dict(data.get(name.split('.')[-1], {})), {}
   for key, new in given.items():
+    key = RENAMED.get(f'{name}.{key}', key)
     path = f'{name}.{key}'
     if key not in valid:
       raise UserError(f'unknown config key {path}.' + suggest(key, valid))

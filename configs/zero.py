@@ -1,7 +1,8 @@
 """ZeRO: optimizer state, gradients and parameters sharded over data
 
 paper: arXiv:1910.02054
-mechanism: sharding/rules.py, train/steps/gradients.py, train/optimizers.py
+mechanism: sharding/rules.py, train/steps/gradients.py,
+  train/updates/optimizers.py
 test: tests/train/claims/layouts/test_step.py,
   tests/train/claims/layouts/test_memory.py
 run: paraxis reproduce zero

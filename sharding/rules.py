@@ -49,6 +49,8 @@ LOGICAL = {
   'choices': 'experts as their router scores and counts them',
   'expert_embed': 'width of the model in matrices of experts',
   'expert_mlp': 'hidden width of an expert',
+  'statistics': 'a side of what an update rule keeps of a matrix',
+  'expert_statistics': 'the same of a matrix of an expert',
 }
 
 _BATCH = {
@@ -224,6 +226,11 @@ def of(
     table['experts'] = region(experts, sizes)
     table['expert_embed'] = tuple(
       a for a in table.get('embed', ()) if a not in table['experts']
+    )
+    wide = dict.fromkeys((*table.get('embed', ()), *tensor))
+    table['statistics'] = tuple(wide)
+    table['expert_statistics'] = tuple(
+      a for a in wide if a not in table['experts']
     )
   return Rules(rules.name, table, mesh.zero)
 

@@ -46,7 +46,7 @@ def built_of(config):
   import jax
 
   from paraxis.models import build
-  from paraxis.train import optimizers
+  from paraxis.train.updates import optimizers
 
   built = build.build(config, '', devices=jax.devices()[:1])
   steps = config.train.steps
@@ -95,7 +95,7 @@ def trained(config):
     for _ in range(STEP):
       found = jax.jit(made.grads)(state.variables, batch_of())
       state, _ = jax.jit(made.update)(state, *found)
-    leaves = state_lib.leaves(state, built.model, optimizer.axes)
+    leaves = state_lib.leaves(state, built.model, optimizer.axes(state.params))
     tree = state_lib.in_order(state_lib.flatten(state), leaves)
     return tree, state_lib.axes(leaves), built
 

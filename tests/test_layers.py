@@ -34,7 +34,8 @@ ROOMS = {
     'drafts', 'unmask', '', 'certify', '__main__', 'evaluate',
   ),
   'train': (
-    'data', 'run', 'launch', 'expert_counts', 'state', 'loss', 'steps', '',
+    'data', 'run', 'launch', 'expert_counts', 'state', 'loss', 'updates',
+    'steps', '',
     'plot', 'certify', 'bench', 'claims', 'cli', '__main__',
   ),
 }  # fmt: skip

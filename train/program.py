@@ -28,7 +28,6 @@ from paraxis.sharding.meter import compiling
 from paraxis.sharding.pipeline import schedules
 from paraxis.sharding.sequence import order as context_order
 from paraxis.train import expert_counts
-from paraxis.train import optimizers
 from paraxis.train import state as state_lib
 from paraxis.train.data import batch_ramp
 from paraxis.train.data import batches as data
@@ -37,6 +36,7 @@ from paraxis.train.data import objectives
 from paraxis.train.data import token_cache
 from paraxis.train.run import metrics
 from paraxis.train.steps import outer
+from paraxis.train.updates import optimizers
 
 ROWS = ('batch', 'length')
 IDLE = 0.05  # share of unread rows of an embedding that is worth a word
@@ -48,7 +48,7 @@ class Program:
 
   Attributes:
     config: schema.Config, its mesh the one in use. built: models.build.Built.
-    optimizer: train.optimizers.Optimizer.
+    optimizer: train.updates.optimizers.Optimizer.
   """
 
   config: schema.Config
@@ -65,7 +65,9 @@ class Program:
   @functools.cached_property
   def leaves(self) -> dict[str, state_lib.Leaf]:
     """{canonical path: state.Leaf} of the state."""
-    return state_lib.leaves(self.state, self.model, self.optimizer.axes)
+    state = self.state
+    own = self.optimizer.axes(state.params)
+    return state_lib.leaves(state, self.model, own)
 
   @property
   def model(self) -> decoder.Decoder:
@@ -247,6 +249,7 @@ def on_devices(
   train = config.train
   built = build.build(config, mesh_text, train.remat, devices, abstract)
   outer.check(config, built)
+  optimizers.check(config, dict(built.mesh.shape))
   sizes = dataclasses.replace(config.mesh, **built.mesh.shape)
   optimizer = optimizers.Optimizer(config.optimizer, train.steps, built.model)
   return Program(dataclasses.replace(config, mesh=sizes), built, optimizer)

@@ -47,9 +47,13 @@ class State(NamedTuple):
 
   @property
   def inner(self):
-    """{path: array} of which a step takes the gradient: with replicas (R, ...),
-    else `variables`."""
-    return self.outer.params if self.outer else self.variables
+    """{path: array} at which a step takes the gradient: with replicas (R, ...),
+    else `variables`, or the point of a rule (updates/update_rules.py)."""
+    if self.outer:
+      return self.outer.params
+    # Schedule-free rules take it at a point of their own.
+    points = (getattr(s, 'point', {}) for s in self.optimizer.values())
+    return functools.reduce(dict.__or__, points, self.variables)
 
   @property
   def replicas(self):

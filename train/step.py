@@ -45,7 +45,7 @@ def make(built, optimizer, clip_norm):
 
   Args:
     built: models.build.Built.
-    optimizer: train.optimizers.Optimizer.
+    optimizer: train.updates.optimizers.Optimizer.
     clip_norm: global gradient norm above which gradients are scaled; 0: never.
   """
   model = built.model

@@ -104,6 +104,7 @@ ROOMS = {
     'claims_recall=recall'
   ),
   'train.claims.decode': 'claims_quantized=quantized',
+  'train.updates': 'optimizers',
   'train': 'job=program',
 }
 

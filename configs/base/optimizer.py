@@ -4,6 +4,16 @@ import dataclasses
 
 from paraxis.configs.base.field import field
 
+NAMES = (
+  'adamw', 'nadamw', 'lion', 'ademamix', 'sophia', 'adafactor', 'mars',
+  'prodigy', 'schedule_free', 'muon', 'scion', 'soap', 'kron',
+)  # fmt: skip
+# Old names of fields, in files that were written with them -> new ones.
+RENAMED = {
+  'muon_learning_rate': 'matrix_learning_rate',
+  'muon_momentum': 'matrix_momentum',
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
@@ -11,21 +21,43 @@ class Optimizer:
 
   name: str = field(
     'adamw',
-    'adamw; or muon on matrices, adamw on embeddings, norms and biases',
-    ('adamw', 'muon'),
+    'update rule; muon, scion, soap and kron are of matrices, adamw (of scion '
+    'signs) of embeddings, norms and biases',
+    NAMES,
   )
-  learning_rate: float = field(3e-3, 'peak learning rate of adamw', low=0.0)
-  muon_learning_rate: float = field(0.02, 'peak learning rate of muon', low=0.0)
-  b1: float = field(0.9, 'decay of adamw first moments', low=0.0, high=0.99999)
-  b2: float = field(
-    0.95, 'decay of adamw second moments', low=0.0, high=0.99999
+  learning_rate: float = field(
+    3e-3, 'peak learning rate; of prodigy a factor of its own: take 1', low=0.0
   )
-  epsilon: float = field(1e-8, 'added to the denominator of adamw', low=0.0)
+  matrix_learning_rate: float = field(
+    0.02, 'peak learning rate of muon, scion, soap and kron', low=0.0
+  )
+  b1: float = field(0.9, 'decay of first moments', low=0.0, high=0.99999)
+  b2: float = field(0.95, 'decay of second moments', low=0.0, high=0.99999)
+  epsilon: float = field(1e-8, 'added to the denominators of moments', low=0.0)
   weight_decay: float = field(
     0.1, 'decoupled weight decay; not of norms and biases', low=0.0
   )
-  muon_momentum: float = field(
-    0.95, 'Nesterov momentum of muon', low=0.0, high=1.0
+  matrix_momentum: float = field(
+    0.95, 'momentum of muon and scion', low=0.0, high=1.0
+  )
+  precondition_decay: float = field(
+    0.95, 'soap: decay of statistics', low=0.0, high=0.99999
+  )
+  precondition_every: int = field(
+    10, 'steps between bases (soap), factors (kron), Hessians (sophia)', low=1
+  )
+  curvature: float = field(
+    0.01, 'sophia: factor of the Hessian; below it steps are clipped', low=0.0
+  )
+  correction: float = field(
+    0.025, 'mars: weight of the change of the gradient', low=0.0
+  )
+  slow_decay: float = field(
+    0.9999, 'ademamix: decay of the slow average at the end', low=0.0,
+    high=0.9999999,
+  )  # fmt: skip
+  slow_weight: float = field(
+    5.0, 'ademamix: weight of the slow average at the end', low=0.0
   )
   clip_norm: float = field(1.0, 'maximum global gradient norm; 0: off', low=0.0)
   schedule: str = field(

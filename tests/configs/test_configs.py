@@ -148,7 +148,7 @@ def test_quickstart_is_the_measured_recipe():
   assert (model.num_layers, model.num_heads) == (4, 4)
   assert model.embedding_scale == pytest.approx(12.649, abs=1e-3)
   assert model.attention_scale == pytest.approx(0.4743, abs=1e-4)
-  assert (optimizer.name, optimizer.muon_learning_rate) == ('muon', 0.02)
+  assert (optimizer.name, optimizer.matrix_learning_rate) == ('muon', 0.02)
   tokens = config.train.batch_size * config.data.sequence_length
   assert (tokens, config.train.steps) == (2048, 480)
   assert (config.mesh.data, config.mesh.fsdp, config.mesh.tensor) == (2, 2, 2)

@@ -20,10 +20,10 @@ from paraxis.models import decoder
 from paraxis.models import frames
 from paraxis.sharding.sequence import order as context_order
 from paraxis.train import loss
-from paraxis.train import optimizers
 from paraxis.train import step
 from paraxis.train.data import objectives
 from paraxis.train.steps import gradients
+from paraxis.train.updates import optimizers
 
 pytestmark = pytest.mark.usefixtures('float64')
 

@@ -15,9 +15,9 @@ from paraxis.configs import schema
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.train import expert_counts
-from paraxis.train import optimizers
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
+from paraxis.train.updates import optimizers
 
 B, T, E, K, D, V = 2, 24, 6, 2, 8, 32
 RATE, SLOTS, STEPS = 0.05, 0.75, 4

@@ -18,9 +18,9 @@ from paraxis.models import build
 from paraxis.models import depth
 from paraxis.sharding import annotate
 from paraxis.sharding import rules
-from paraxis.train import optimizers
 from paraxis.train import program
 from paraxis.train import state as state_lib
+from paraxis.train.updates import optimizers
 
 MATRICES = """
   layers/attention/key layers/attention/output layers/attention/query
@@ -51,7 +51,8 @@ def quickstart():
   model = build.build(config, 'data=8').model
   optimizer = optimizers.Optimizer(config.optimizer, 480, model)
   init = lambda: state_lib.init(model, optimizer, jax.random.key(0))
-  return model, jax.eval_shape(init), optimizer.axes
+  state = jax.eval_shape(init)
+  return model, state, optimizer.axes(state.params)
 
 
 def test_the_paths_of_the_quickstart(quickstart):

@@ -13,9 +13,9 @@ import pytest
 from paraxis.configs import schema
 from paraxis.models import aux
 from paraxis.models import build
-from paraxis.train import optimizers
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
+from paraxis.train.updates import optimizers
 
 SMALL = {'model.num_layers': 1, 'model.d_model': 16, 'model.num_heads': 2}
 SMALL |= {'model.d_ff': 32, 'mesh.data': 1, 'mesh.fsdp': 1, 'mesh.tensor': 1}
@@ -120,5 +120,5 @@ def test_the_rates_of_the_step_are_reported(made):
     rates['learning_rate']
   )
   assert float(numbers['learning_rate_muon']) == np.float32(
-    rates['muon_learning_rate']
+    rates['matrix_learning_rate']
   )

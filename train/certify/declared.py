@@ -6,6 +6,9 @@
     fsdp      the width
     region    experts; fsdp their width, unless it is in the region
 
+What an update rule keeps of a matrix, beside its moments, is shared by fsdp and
+tensor; of an expert's by those of them that are not in the region.
+
 With mesh.rules=auto tensor has the rows of learned positions, too.
 
 ZeRO adds data: stage 1 to optimizer state and gradients, stage 3 to the width.
@@ -54,6 +57,11 @@ def axes(config):
   table = {n: tuple(a for a in v if a in large) for n, v in table.items()}
   table['expert_embed'] = tuple(
     a for a in table['embed'] if a not in table['experts']
+  )
+  both = tuple(dict.fromkeys(table['embed'] + table.get('mlp', ())))
+  table['statistics'] = both
+  table['expert_statistics'] = tuple(
+    a for a in both if a not in table['experts']
   )
   shards = math.prod(getattr(mesh, a) for a in table.get('kv_heads', ()))
   divided = attention.num_kv_heads(config.model) % shards == 0

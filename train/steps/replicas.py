@@ -44,11 +44,6 @@ def check(config, built):
       'steps all replicas at once; take stage=1',
     ),
     (
-      config.optimizer.name == 'muon',
-      'optimizer.name=muon: in a region a replica would orthogonalise each '
-      'shard of a matrix alone; take adamw',
-    ),
-    (
       config.optimizer.ema_decay > 0,
       f'optimizer.ema_decay={config.optimizer.ema_decay}: the average would be '
       'of one replica, not of the anchor; take 0',

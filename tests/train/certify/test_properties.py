@@ -17,12 +17,12 @@ from paraxis.sharding import rules as rules_lib
 from paraxis.sharding.checkpoint import store
 from paraxis.sharding.experts import dispatch
 from paraxis.train import loss
-from paraxis.train import optimizers
 from paraxis.train.certify import certification
 from paraxis.train.certify import properties
 from paraxis.train.certify import trial
 from paraxis.train.data import batches as data
 from paraxis.train.steps import gradients
+from paraxis.train.updates import optimizers
 
 CONFIG = schema.Config(
   mesh=schema.Mesh(data=2),

@@ -346,7 +346,9 @@ def test_runs_of_a_config_and_of_a_knock_out_share_no_folder(run):
 
 def test_the_key_names_files_that_exist(run):
   found = ablation.key(run.config, run.mechanism)['file']
-  named = 'models/decoder.py train/step.py train/loss.py train/optimizers.py'
+  named = (
+    'models/decoder.py train/step.py train/loss.py train/updates/optimizers.py'
+  )
   assert {*named.split(), *run.mechanism} <= set(found)
   data = dataclasses.replace(run.config.data, path='fixture')
   other = ablation.key(dataclasses.replace(run.config, data=data))

@@ -49,7 +49,7 @@ def test_kernels_layouts_and_data_are_executed():
     'pallas_kernels/attention/xla.py', 'pallas_kernels/scans/gated_xla.py',
     'sharding/experts/dispatch.py', 'sharding/pipeline/ticks.py',
     'sharding/tensor/project.py', 'train/data/packing.py',
-    'train/expert_counts.py', 'train/loss.py', 'train/optimizers.py',
+    'train/expert_counts.py', 'train/loss.py', 'train/updates/optimizers.py',
     'train/steps/pipeline_step.py', 'train/run/evaluate.py', 'train/step.py',
   )  # fmt: skip
   assert set(named) <= executed

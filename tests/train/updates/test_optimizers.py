@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paraxis.configs import schema
-from paraxis.train import optimizers
+from paraxis.train.updates import optimizers
 
 # path: (shape, axes, kind, number of input axes after the layers)
 LEAVES = {
@@ -62,7 +62,11 @@ def _arrays(seed):
 
 def _settings(**changes):
   base = dict(
-    learning_rate=0.01, muon_learning_rate=0.02, warmup_steps=2, b1=0.8, b2=0.9
+    learning_rate=0.01,
+    matrix_learning_rate=0.02,
+    warmup_steps=2,
+    b1=0.8,
+    b2=0.9,
   )
   return schema.Optimizer(**{**base, **changes})
 
@@ -146,12 +150,12 @@ def _muon(path, c):
   fan_in = int(np.prod(shape[stacked : stacked + inputs]))
   fan_out = int(np.prod(shape[stacked + inputs :]))
   p = _arrays(0)[path].astype(float)
-  b, m = c.muon_momentum, np.zeros_like(p)
+  b, m = c.matrix_momentum, np.zeros_like(p)
   for step in range(STEPS):
     g = _arrays(1 + step)[path].astype(float)
     m = b * m + (1 - b) * g
     ahead = b * m / (1 - b ** (step + 2)) + (1 - b) * g / (1 - b ** (step + 1))
-    rate = c.muon_learning_rate * _share(step, c)
+    rate = c.matrix_learning_rate * _share(step, c)
     for at in np.ndindex(shape[:stacked]):
       matrix = _newton_schulz(ahead[at].reshape(fan_in, fan_out))
       matrix = matrix * max(1, fan_out / fan_in) ** 0.5
@@ -198,15 +202,15 @@ def test_a_head_is_not_a_matrix_of_its_own(muon):
 @pytest.mark.parametrize('path', ['layers/moe/up', 'layers/moe/down'])
 def test_experts_are_no_matrix_together(muon, path, monkeypatch):
   """Orthogonalising the experts of a layer as one is seen."""
-  right = optimizers.Optimizer._dimensions
+  right = optimizers.Optimizer._dims
 
   def wrong(self, path):
     d = right(self, path)
     if 'moe' not in path:
       return d
-    return d._replace(reduction_axis=(1, *d.reduction_axis))
+    return d._replace(batch=1, inputs=2)
 
-  monkeypatch.setattr(optimizers.Optimizer, '_dimensions', wrong)
+  monkeypatch.setattr(optimizers.Optimizer, '_dims', wrong)
   c, _ = muon
   params, _ = _run(optimizers.Optimizer(c, STEPS, MODEL))
   assert np.abs(params[path] - _muon(path, c)[0]).max() > 1e-3

@@ -1,0 +1,149 @@
+"""Kronecker-factored whitening of gradients, learned as it goes (PSGD Kron).
+
+arXiv:1512.04202 and arXiv:2402.11858. Of a matrix W (M, N) with momentum G two
+triangular factors are fitted so that Q_L G Q_R' is white, with a random probe V
+of G's shape and damped G:
+
+    A = Q_L G Q_R',    C = Q_L^-T V Q_R^-1
+    Q_L <- Q_L - rate triu(A A' - C C') Q_L / |A A' + C C'|
+    Q_R <- Q_R - rate triu(A' A - C' C) Q_R / |A' A + C' C|
+    d = Q_L' Q_L G Q_R' Q_R,    at most CLIP in root mean square
+
+|X| is a lower bound of the largest singular value. Factors are fitted at every
+step of the first FLAT, after them every `every` steps. V is a function of the
+seed, the step and the matrix, whatever the layout.
+
+Legend: B matrices, M rows, N columns.
+"""
+
+import functools
+from typing import Any, NamedTuple
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from paraxis.train.updates import matrices
+
+RATE = 0.1  # of the factors
+FLAT = 500
+CLIP = 1.1
+
+
+class KronState(NamedTuple):
+  """count: () int32. mu: {path: as the parameter}, average of gradients. left:
+  {path: (*batch, M, M)}, right: {path: (*batch, N, N)}, upper triangles."""
+
+  count: Any
+  mu: Any
+  left: Any
+  right: Any
+
+
+def scale_by_kron(dims, place, b1, every):
+  """optax.GradientTransformation of {path: array}.
+
+  Args:
+    dims: {path: matrices.Dims}. place: (path, array) -> it, laid out as
+      statistics are. b1: decay of the average of gradients. every: steps
+      between two fits, after the first FLAT.
+  """
+
+  def init(params):
+    def factors(side):
+      out = {}
+      for path, x in params.items():
+        n = dims[path].shape(x.shape)[side]
+        batch = x.shape[: dims[path].batch]
+        one = jnp.broadcast_to(jnp.eye(n, dtype=x.dtype), (*batch, n, n))
+        out[path] = place(path, one)
+      return out
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return KronState(jnp.zeros((), jnp.int32), zeros, factors(0), factors(1))
+
+  def update(grads, state, params=None):
+    del params
+    arrays = dict(gradient=grads, **state._asdict())
+    count = arrays.pop('count')
+    like = dict(arrays)
+    like['direction'] = like.pop('gradient')
+    arrays['ids'] = {p: _ids(p, x, dims[p]) for p, x in grads.items()}
+    rule = functools.partial(_update, b1, every)
+    found = matrices.run(rule, dims, arrays, like, count)
+    direction = found.pop('direction')
+    return direction, KronState(count=count + 1, **found)
+
+  return optax.GradientTransformation(init, update)
+
+
+def _ids(path, x, dims):
+  """(*batch) uint32, a number of its own for each matrix."""
+  batch = x.shape[: dims.batch]
+  first = zlib.crc32(path.encode())
+  ids = first + np.arange(np.prod(batch, dtype=int), dtype=np.uint64)
+  return jnp.asarray((ids % 2**32).astype(np.uint32).reshape(batch))
+
+
+def _update(b1, every, stacks, count):
+  """matrices.run's rule: every shape alone."""
+  out = {name: {} for name in ('direction', *KronState._fields[1:])}
+  due = (count < FLAT) | (count % every == 0)
+  for group, g in stacks['gradient'].items():
+    mu = b1 * stacks['mu'][group] + (1 - b1) * g
+    mean = mu / (1 - b1 ** (count + 1).astype(mu.dtype))
+    ids = stacks['ids'][group]
+    left, right = jax.lax.cond(
+      due,
+      functools.partial(_fitted, mean, ids, count),
+      lambda left, right: (left, right),
+      stacks['left'][group],
+      stacks['right'][group],
+    )
+    d = left.mT @ (left @ mean @ right.mT) @ right
+    size = jnp.sqrt(jnp.mean(jnp.square(d), (1, 2), keepdims=True))
+    d = d / jnp.maximum(1, size / CLIP)
+    for name, x in dict(direction=d, mu=mu, left=left, right=right).items():
+      out[name][group] = x
+  return out
+
+
+def _fitted(g, ids, count, left, right):
+  """(left, right) after a step of their own."""
+  keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(i), count))(ids)
+  probe = jax.vmap(lambda key: jax.random.normal(key, g.shape[1:], g.dtype))(
+    keys
+  )
+  damp = jnp.finfo(g.dtype).eps ** 0.5 * jnp.mean(
+    jnp.abs(g), (1, 2), keepdims=True
+  )
+  a = left @ (g + damp * probe) @ right.mT
+  solve = functools.partial(
+    jax.lax.linalg.triangular_solve, lower=False, left_side=True
+  )
+  c = solve(left, probe, transpose_a=True)
+  c = solve(right, c.mT, transpose_a=True).mT
+  left = _stepped(left, a @ a.mT, c @ c.mT)
+  right = _stepped(right, a.mT @ a, c.mT @ c)
+  # Their product counts alone: both are kept of one size.
+  size = lambda q: jnp.max(jnp.abs(q), (1, 2), keepdims=True)
+  share = jnp.sqrt(size(right) / size(left))
+  return left * share, right / share
+
+
+def _stepped(q, whitened, probed):
+  step = jnp.triu(whitened - probed) @ q
+  return q - RATE * step / _norm(whitened + probed)
+
+
+def _norm(x):
+  """(B, 1, 1): a lower bound of the largest singular value of symmetric x."""
+  squares = jnp.sum(jnp.square(x), 1)  # (B, K), of columns
+  at = jnp.argmax(squares, -1)[:, None, None]
+  column = jnp.take_along_axis(x, at, axis=2)  # (B, K, 1)
+  length = lambda v: jnp.sqrt(jnp.sum(jnp.square(v), (1, 2), keepdims=True))
+  tiny = jnp.finfo(x.dtype).tiny
+  unit = column / jnp.maximum(length(column), tiny)
+  return jnp.maximum(length(x @ unit), tiny)
