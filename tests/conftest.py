@@ -37,6 +37,7 @@ for _flag in _FLAGS:
   if _flag.partition('=')[0] not in os.environ.get('XLA_FLAGS', ''):
     os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_flag}'
 os.environ.setdefault('MPLBACKEND', 'Agg')
+os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')
 os.environ['HF_HUB_OFFLINE'] = '1'
 # Tracing makes many objects and few cycles: looking for them took a fifth.
 gc.set_threshold(100_000, 50, 50)

@@ -44,7 +44,7 @@ ROOMS = {
 CLAIMS = 'train/claims/'
 CLAIM_ROOMS = (
   'layouts', 'pipeline', 'experts', 'attention', 'scans', 'decode',
-  'reliability', 'checkpoint', 'outer',
+  'reliability', 'checkpoint', 'outer', 'updates',
 )  # fmt: skip
 BASE = ('schema', 'base')
 PURE = {*sys.stdlib_module_names, 'absl', 'ml_collections'}

@@ -359,6 +359,9 @@ def prepare_devices(count):
   if platforms != before and 'jax' in sys.modules:  # a config imported it
     sys.modules['jax'].config.update('jax_platforms', platforms)
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+  # Every device calls LAPACK, whose own threads would wait in loops: 25 times
+  # the CPU time of a factorisation (train/updates/soap.py).
+  os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')
 
 
 def run(command, argv):

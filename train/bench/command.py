@@ -33,8 +33,11 @@ BENCHES = {
   ),
   'layouts': ('train', 8, 'a step on 8 virtual CPU devices: one device'),
   'outer': (
-    'train', 8,
+    'updates', 8,
     'replicas that step alone: those that average; an exchange: passes',
+  ),
+  'optimizers': (
+    'updates', 8, 'a step of every update rule, and its state: AdamW'
   ),
   'context': (
     'attention', 8,
@@ -58,7 +61,7 @@ BENCHES = {
     'methods', 1, 'every method of decoding, SmolLM2-135M: one by one'
   ),
   'masks': (
-    'masks', 1,
+    'methods', 1,
     'training steps and calls of masked models: causal ones of the same tokens',
   ),
   'checkpoint': (

@@ -1,4 +1,4 @@
-"""Benches of training: a step and its compilation, layouts, replicas.
+"""Benches of training: a step and its compilation, layouts.
 
 Ours is what `paraxis train` runs: both halves of a step, from train/step.py, on
 parameters laid out by the rules. The reference is train/bench/reference.py.
@@ -24,7 +24,6 @@ from paraxis.train.bench import measure
 from paraxis.train.bench import peers
 from paraxis.train.bench import reference
 from paraxis.train.data import objectives
-from paraxis.train.steps import outer as outer_lib
 
 _EXPLICIT = dict(collectives='explicit')
 # Most time of a bfloat16 step over a float32 one, by whether there is AMX.
@@ -154,6 +153,10 @@ class Ours:
       self.programs = self._grads, self._update = self._compile()
       self.built = now() - before
 
+  def gradient(self):
+    """(loss, gradients, aux.Aux) of its batch at its state."""
+    return self.programs[0](self._state.inner, self._batch)
+
   def _compile(self):
     job = self.job
     clip = job.config.optimizer.clip_norm
@@ -177,7 +180,7 @@ class Ours:
     """One step -> seconds of it and of its halves."""
     with self.job.context():
       before = self._now()
-      found = jax.block_until_ready(self._grads(self._state.inner, self._batch))
+      found = jax.block_until_ready(self.gradient())
       middle = self._now()
       self._state, self.numbers = self._update(self._state, *found)
       jax.block_until_ready((self._state, self.numbers))
@@ -330,69 +333,3 @@ def layouts(rounds, quick, say):
       least=False,
     )
   return report
-
-
-REPLICAS = 'replica=4,data=2'
-PASSES = 6  # over the parameters: an exchange reads 3 trees and writes 3
-
-
-def outer(rounds, quick, say):
-  """A step of replicas alone and of replicas that average, an exchange."""
-  plain = config(quick, heads=8, choices=_EXPLICIT)
-  alone = schema.with_value(plain, 'outer', schema.Outer('mean', 1))
-  setup = f'{describe(plain)}, {REPLICAS}, 8 devices, explicit collectives'
-  now, report = begin('outer', setup, quick)
-  say('compiling')
-  made = {
-    'averaged': Ours(plain, REPLICAS, now), 'alone': Ours(alone, REPLICAS, now)
-  }  # fmt: skip
-  times = measure.interleave(
-    {f'step, {name}': ours.run for name, ours in made.items()},
-    rounds, now, say,
-  )  # fmt: skip
-  report.add(times)
-  report.check(
-    'step: time of replicas alone / averaged',
-    measure.ratios(times['step, alone'], times['step, averaged']),
-    1.03,
-    least=False,
-  )
-  moves = _exchange_and_passes(made['alone'].job, now)
-  times = measure.interleave(moves, rounds, now, say)
-  report.add(times)
-  report.check(
-    f'exchange: time of it / {PASSES} passes over the parameters of a replica',
-    measure.ratios(*times.values()),
-    1.5,
-    least=False,
-  )
-  return report
-
-
-def _exchange_and_passes(job, now):
-  """{name: function -> {'': seconds}} of an exchange, and of passes over the
-  parameters of every replica: each adds to them what another array holds."""
-  with job.context():
-    state, run = job.initial_state(), outer_lib.Exchange(job)
-    run.compile()
-    add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
-    total, params = jax.tree.map(jnp.copy, [state.outer.params] * 2)
-
-  def exchange():
-    nonlocal state
-    with job.context():
-      before = now()
-      state, _ = run(1, state, None)
-      jax.block_until_ready(state)
-      return {'': now() - before}
-
-  def passes():
-    nonlocal total
-    with job.context():
-      before = now()
-      for _ in range(PASSES // 3):  # each reads two trees and writes one
-        total = add(total, params)
-      jax.block_until_ready(total)
-      return {'': now() - before}
-
-  return {'exchange': exchange, f'{PASSES} passes': passes}

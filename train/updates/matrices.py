@@ -57,6 +57,11 @@ def names(axes, dims):
   return (*batch, side, None)
 
 
+def devices():
+  """Mesh axes that share a stack: all."""
+  return tuple(annotate.sizes())
+
+
 def run(rule, dims, arrays, like, whole=()):
   """What `rule` makes of the matrices of some parameters.
 
@@ -78,9 +83,8 @@ def run(rule, dims, arrays, like, whole=()):
   for path in sorted(grads):
     M, N = dims[path].shape(grads[path].shape)
     groups.setdefault(f'{M}x{N}', []).append(path)
-  over = tuple(annotate.sizes())
-  n = math.prod(annotate.sizes().values())
-
+  over = devices()
+  n = math.prod(annotate.sizes()[axis] for axis in over)
   there = {
     name: {g: paths for g, paths in groups.items() if paths[0] in tree}
     for name, tree in arrays.items()
@@ -101,9 +105,9 @@ def run(rule, dims, arrays, like, whole=()):
       for name, stacks in found.items()
     }
 
-  if annotate.mode() != 'explicit' or n == 1:
+  if annotate.mode() != 'explicit' or not annotate.sizes():
     return unpack(rule(pack(arrays), whole))
-  shared = jax.P(over)
+  shared = jax.P(over or None)
   stacks = {name: dict.fromkeys(by, shared) for name, by in there.items()}
   pack_there: Any = jax.sharding.auto_axes(pack, out_sharding=stacks)
   region = jax.shard_map(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from paraxis.train.bench import masks
+from paraxis.train.bench import methods as masks
 from paraxis.train.bench import train as bench_train
 
 

@@ -180,7 +180,7 @@ def _signs(c, path, p, grads):
 def _eigenvectors(s):
   """Largest first, of statistics whose eigenvalues were set apart."""
   K = len(s)
-  s = s + np.diag(1e-4 * np.trace(s) / K * np.linspace(1, 2, K))
+  s = s + np.diag(3e-4 * np.trace(s) / K * np.linspace(1, 2, K))
   return np.linalg.eigh(s)[1][:, ::-1], s
 
 

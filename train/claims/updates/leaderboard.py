@@ -1,0 +1,196 @@
+"""Claims about how soon update rules reach a target, over several workloads.
+
+arXiv:2306.07179, sections 4 and 5, with steps as the clock: a study tries a few
+points of a rule's search space, quasi-random, and its time on a workload is
+that of the trial that reaches the target first (inf: none does). Of several
+studies the median counts. With t the time of rule s on workload w,
+
+    r_sw = t_sw / min over rules,  rho_s(tau) = share of workloads, r_sw <= tau
+    score of s = integral of rho_s from 1 to R / (R - 1),  R = 4
+
+Legend: a study's trials are of a seed of its own.
+"""
+
+import math
+
+import numpy as np
+
+from paraxis.train.claims import ablation
+from paraxis.train.claims import experiment
+from paraxis.train.claims import harness as claims
+from paraxis.train.plot import figures
+from paraxis.train.run import metrics
+
+LONGEST = 4.0  # R
+HELD = 'eval/bits_per_byte'
+
+
+def ratios(times):
+  """{rule: [r of each workload]} of {rule: [time of each workload]}."""
+  least = [min(column) for column in zip(*times.values(), strict=True)]
+  of = lambda t, best: t / best if math.isfinite(t) else math.inf
+  return {
+    rule: [of(t, best) for t, best in zip(row, least, strict=True)]
+    for rule, row in times.items()
+  }
+
+
+def score(times):
+  """{rule: score in [0, 1]} of {rule: [time of each workload, may be inf]}."""
+  share = lambda r: max(0.0, LONGEST - r) / (LONGEST - 1)
+  return {
+    rule: sum(map(share, row)) / len(row) for rule, row in ratios(times).items()
+  }
+
+
+def scores(run, *, examples, within):
+  """EQ: the score of given times is what the integral of the profile gives.
+
+  Args:
+    examples: [[{rule: [time of each workload]; null: never}, {rule: score}]].
+  """
+  del run
+  gaps = []
+  for times, wanted in examples:
+    given = {
+      rule: [math.inf if t is None else t for t in row]
+      for rule, row in times.items()
+    }
+    found = score(given)
+    gaps += [abs(found[rule] - x) for rule, x in wanted.items()]
+  return experiment.equal(
+    gaps, within, f'{len(gaps)} scores worked out by hand'
+  )
+
+
+def _halton(i, base):
+  """The i-th number, from 1, of van der Corput's sequence, in (0, 1)."""
+  out, share = 0.0, 1.0
+  while i:
+    share /= base
+    i, digit = divmod(i, base)
+    out += share * digit
+  return out
+
+
+def _points(space, count, study):
+  """`count` points of a search space, others in each study.
+
+  space: {field of schema.Optimizer: [low, high]}, logarithmic.
+  """
+  rows = []
+  for i in range(count):
+    at = [_halton(study * count + i + 1, base) for base in (2, 3, 5)]
+    rows.append(
+      {
+        name: float(f'{low * (high / low) ** x:.3g}')
+        for (name, (low, high)), x in zip(space.items(), at, strict=False)
+      }
+    )
+  return rows
+
+
+def _curve(folder):
+  """[(step, held-out bits per byte)] of a training."""
+  rows = metrics.read(folder)
+  return [(s, rows[s][HELD]) for s in sorted(rows) if HELD in rows[s]]
+
+
+def _trials(run, rules, fields, trials, study):
+  """{rule: [curve of each trial]} of a workload in a study."""
+  found = {}
+  for rule, space in rules.items():
+    configs = {}
+    for i, point in enumerate(_points(space, trials, study)):
+      more = experiment.under('optimizer', {'name': rule} | point)
+      if rule == 'schedule_free':
+        more['optimizer.schedule'] = 'constant'
+      name = f'{fields["name"]}-{rule}-{i}'
+      own = {n: x for n, x in fields.items() if n != 'name'}
+      configs[name] = experiment.fields(run.config, own, more)
+    done = ablation.trained(run, configs, [study])
+    found[rule] = [_curve(row[0].folder) for row in done.values()]
+  return found
+
+
+def _time(curves, target):
+  """Steps until the first of some trials is at the target; inf: none is."""
+  reached = [s for curve in curves for s, x in curve if x <= target]
+  return min(reached, default=math.inf)
+
+
+def leaderboard(run, *, rules, workloads, trials, studies, baseline, at, agree):
+  """LEARN: in so many studies the rules have one order by their scores, which
+  are not all equal.
+
+  Args:
+    rules: {rule: {field of schema.Optimizer: [low, high]}}. workloads: {name:
+      {'section.field': value}}. trials: of a rule in a study. studies: their
+      seeds. baseline, at: a workload's target is what the best trial of that
+      rule has at step `at`, the median of studies. agree: studies of one order.
+  """
+  found = {
+    w: [_trials(run, rules, {'name': w} | fields, trials, s) for s in studies]
+    for w, fields in workloads.items()
+  }
+  targets = {
+    w: float(np.median([_best(each[baseline], at) for each in rows]))
+    for w, rows in found.items()
+  }
+  times = lambda s: {
+    rule: [_time(found[w][s][rule], targets[w]) for w in workloads]
+    for rule in rules
+  }
+  by_study = [times(s) for s in range(len(studies))]
+  every = [score(each) for each in by_study]
+  whole = score(
+    {
+      rule: [float(x) for x in np.median([t[rule] for t in by_study], 0)]
+      for rule in rules
+    }
+  )
+  orders = [_order(one) for one in every]
+  most = max(orders.count(order) * (len(order) > 1) for order in orders)
+  run.say(f'wrote {_draw(by_study, run.results / "profiles.png")}')
+  table = ', '.join(
+    f'{r} {whole[r]:.2f}' for r in sorted(rules, key=lambda r: -whole[r])
+  )
+  lists = '; '.join(' > '.join(map(' = '.join, order)) for order in orders)
+  return claims.Outcome(
+    f'one order in {agree} of {len(studies)} studies',
+    f'{most} of {len(studies)}',
+    f'scores of median times: {table}; targets in bits per byte '
+    f'{", ".join(f"{w} {x:.3f}" for w, x in targets.items())}; orders: {lists}',
+    most >= agree,
+    '',
+    len(studies),
+  )
+
+
+def _order(scores):
+  """Rules in tuples of equal scores, the best first."""
+  values = sorted(set(scores.values()), reverse=True)
+  of = lambda x: tuple(rule for rule, y in scores.items() if y == x)
+  return tuple(map(of, values))
+
+
+def _best(curves, step):
+  """Least held-out bits per byte at a step, over trials."""
+  return min(dict(curve)[step] for curve in curves)
+
+
+def _draw(by_study, path):
+  """Profiles: the share of workloads, over studies, within tau of the best."""
+  fig = figures.make(6.5, 4)
+  axes = fig.subplots()
+  taus = np.linspace(1, LONGEST, 301)
+  rules = list(by_study[0])
+  for rule, colour in zip(rules, figures.COLOURS, strict=False):
+    row = np.concatenate([ratios(times)[rule] for times in by_study])
+    share = (row[:, None] <= taus).mean(0)
+    axes.step(taus, share, color=colour, label=rule, where='post')
+  axes.set_xlabel('steps over those of the fastest rule')
+  axes.set_ylabel('share of workloads and studies')
+  axes.legend(frameon=False)
+  figures.tidy(axes)
+  return figures.save(fig, path)
