@@ -21,6 +21,9 @@ LEAVES = {
   'embedding': ((8, 6), ('vocab', 'embed'), 'embedding', 1),
   'norm/scale': ((6,), ('norm',), 'vector', 0),
   'layers/mlp/up': ((2, 6, 5), ('layers', 'embed', 'mlp'), 'matrix', 1),
+  'layers/attention/query': (
+    (2, 6, 2, 3), ('layers', 'embed', 'heads', 'head_dim'), 'matrix', 1,
+  ),
   'layers/attention/output': (
     (2, 2, 3, 6), ('layers', 'heads', 'head_dim', 'embed'), 'matrix', 2,
   ),

@@ -1,0 +1,81 @@
+"""Scores against an integral by small steps; times, orders and verdicts."""
+
+import math
+
+import numpy as np
+import pytest
+
+from paraxis.configs import schema
+from paraxis.train.claims import harness
+from paraxis.train.claims.updates import leaderboard as board
+
+INF = math.inf
+
+
+def test_a_score_is_the_integral_of_the_profile():
+  rng = np.random.default_rng(0)
+  times = {n: [*rng.integers(5, 60, 6).astype(float)] for n in 'abc'}
+  times['a'][2] = times['b'][3] = times['c'][3] = INF
+  taus = np.linspace(1, 4, 300_001)
+  least = np.min(list(times.values()), axis=0)
+  for rule, found in board.score(times).items():
+    r = np.asarray(times[rule]) / least
+    profile = (r[:, None] <= taus).mean(0)
+    assert found == pytest.approx(profile.mean(), abs=1e-5)
+
+
+def test_what_nobody_reaches_counts_for_nobody():
+  assert board.score({'a': [INF, 5.0], 'b': [INF, 5.0]}) == {'a': 0.5, 'b': 0.5}
+
+
+def test_points_are_spread_and_another_study_has_others():
+  space = {'learning_rate': [1e-3, 1e-1], 'weight_decay': [0.01, 0.1]}
+  rows = [board._points(space, 4, s) for s in range(3)]
+  every = [point for row in rows for point in row]
+  assert len({tuple(p.values()) for p in every}) == 12
+  for name, (low, high) in space.items():
+    at = np.sort([np.log(p[name] / low) / np.log(high / low) for p in every])
+    assert 0 < at[0] and at[-1] < 1 and np.diff(at).max() < 0.25
+
+
+@pytest.mark.parametrize(
+  'target, steps', [(3.0, 20), (2.0, 30), (2.5, 20), (1.0, INF)]
+)
+def test_the_time_is_that_of_the_first_trial_there(target, steps):
+  curves = [
+    [(10, 4.0), (20, 3.5), (30, 2.0)],
+    [(10, 4.0), (20, 2.5), (30, 2.4)],
+  ]
+  assert board._time(curves, target) == steps
+
+
+@pytest.mark.parametrize('studies, passed', [('aab', True), ('abc', False)])
+def test_an_order_that_two_studies_share(
+  monkeypatch, tmp_path, studies, passed
+):
+  """The rule that is soonest: of rules a, b and c, others in other studies."""
+
+  def trials(run, rules, fields, trials, study):
+    orders = dict(a='abc', b='bca', c='cab')
+    late = {r: 10 * (1 + orders[studies[study]].index(r)) for r in rules}
+    return {r: [[(s, 1.0 if s >= late[r] else 2.0) for s in (10, 20, 30)]]
+            for r in rules}  # fmt: skip
+
+  monkeypatch.setattr(board, '_trials', trials)
+  run = harness.Run(schema.Config(), tmp_path, lambda line: None)
+  found = board.leaderboard(
+    run, rules={r: {} for r in 'abc'}, workloads={'w': {}}, trials=1,
+    studies=[0, 1, 2], baseline='a', at=30, agree=2,
+  )  # fmt: skip
+  assert found.passed == passed and (tmp_path / 'profiles.png').exists()
+
+
+def test_equal_scores_are_no_order(monkeypatch, tmp_path):
+  same = lambda run, rules, *more: {r: [[(10, 1.0)]] for r in rules}
+  monkeypatch.setattr(board, '_trials', same)
+  run = harness.Run(schema.Config(), tmp_path, lambda line: None)
+  found = board.leaderboard(
+    run, rules=dict(a={}, b={}), workloads={'w': {}}, trials=1,
+    studies=[0, 1, 2], baseline='a', at=10, agree=2,
+  )  # fmt: skip
+  assert not found.passed

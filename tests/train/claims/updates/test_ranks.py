@@ -1,0 +1,70 @@
+"""Verdicts on given curves: what is first, what changes its order."""
+
+import pytest
+
+from paraxis.configs import schema
+from paraxis.train.claims import harness
+from paraxis.train.claims.updates import ranks
+
+RULES = {'adamw': [{}], 'lion': [{}], 'muon': [{}]}
+SIZES = {'small': {}, 'large': {}}
+SHIFT = (0.0, 0.1, 0.2)  # of seeds, all rules alike but for a little
+NOISE = {
+  'adamw': (0, 0.002, 0.001),
+  'lion': (0.001, 0, 0.002),
+  'muon': (0, 0, 0),
+}
+
+
+def _curves(small, large):
+  """{size: {rule: {step: [..]}}} of {rule: (value early, at the end)}."""
+  row = lambda rule, x: [
+    x + s + e for s, e in zip(SHIFT, NOISE[rule], strict=True)
+  ]
+  return {
+    size: {r: {10: row(r, a), 20: row(r, b)} for r, (a, b) in given.items()}
+    for size, given in (('small', small), ('large', large))
+  }
+
+
+def _judge(monkeypatch, tmp_path, check, small, large, **more):
+  curves = _curves(small, large)
+  given = lambda run, rules, sizes, seeds: (curves, 1.0)
+  monkeypatch.setattr(ranks, '_both', given)
+  run = harness.Run(schema.Config(), tmp_path, lambda line: None)
+  return check(run, rules=RULES, sizes=SIZES, seeds=[0, 1, 2], **more)
+
+
+WON = {'adamw': (2.0, 1.5), 'lion': (1.9, 1.6), 'muon': (2.2, 1.3)}
+LOST = WON | {'muon': (2.2, 1.55)}
+
+
+@pytest.mark.parametrize('large, passed', [(WON, True), (LOST, False)])
+def test_a_matrix_rule_is_first_at_both_sizes(
+  monkeypatch, tmp_path, large, passed
+):
+  found = _judge(monkeypatch, tmp_path, ranks.first, WON, large)
+  assert found.passed == passed
+
+
+@pytest.mark.parametrize(
+  'muon, passed', [((2.2, 1.3), True), ((1.8, 1.3), True)]
+)
+def test_an_order_that_changes(monkeypatch, tmp_path, muon, passed):
+  """adamw and lion change places, whatever muon does."""
+  given = WON | {'muon': muon}
+  found = _judge(monkeypatch, tmp_path, ranks.reordered, given, given, early=10)
+  assert found.passed == passed
+
+
+def test_an_order_that_stays(monkeypatch, tmp_path):
+  stays = {'adamw': (2.0, 1.5), 'lion': (2.1, 1.6), 'muon': (1.9, 1.3)}
+  found = _judge(monkeypatch, tmp_path, ranks.reordered, WON, stays, early=10)
+  assert not found.passed
+
+
+@pytest.mark.parametrize('end, passed', [(1.45, True), (1.2, False)])
+def test_a_gain_that_is_smaller(monkeypatch, tmp_path, end, passed):
+  large = WON | {'muon': (2.2, end)}
+  found = _judge(monkeypatch, tmp_path, ranks.gains, WON, large)
+  assert found.passed == passed
