@@ -60,7 +60,7 @@ FACTORS = dict(
   packed=(True, False),
   microbatches=(1, 2),
   remat=tuple(REMAT),
-  optimizer=('adamw', 'muon'),
+  optimizer=('adamw', 'muon', 'soap'),
   lora=(0, 3),
 )  # fmt: skip
 APART = ('zero_bubble', 'v_half')  # weight gradients are

@@ -21,7 +21,7 @@ from paraxis.sharding import rules
 from paraxis.train.certify import options
 
 PROPERTIES = ('loss', 'gradients', 'update', 'layout')
-SEED = 7  # of 10, one that gives the fewest cases
+SEED = 8  # of 10, one that gives the fewest cases
 RULES = tuple(covering.Rule(*rule) for rule in options.RULES)
 
 
