@@ -53,7 +53,7 @@ class Optimizer:
     0.025, 'mars: weight of the change of the gradient', low=0.0
   )
   slow_decay: float = field(
-    0.9999, 'ademamix: decay of the slow average at the end', low=0.0,
+    0.9999, 'ademamix: decay of the slow average at the end', low=0.5,
     high=0.9999999,
   )  # fmt: skip
   slow_weight: float = field(

@@ -46,23 +46,25 @@ def scale_by_kron(dims, place, b1, every):
   """optax.GradientTransformation of {path: array}.
 
   Args:
-    dims: {path: matrices.Dims}. place: (path, array) -> it, laid out as
-      statistics are. b1: decay of the average of gradients. every: steps
-      between two fits, after the first FLAT.
+    dims: {path: matrices.Dims}. place: as for soap.scale_by_soap.
+    b1: decay of the average of gradients. every: steps between two fits, after
+      the first FLAT.
   """
 
   def init(params):
     def factors(side):
       out = {}
       for path, x in params.items():
-        n = dims[path].shape(x.shape)[side]
+        n = dims[path].shape(x.shape)[side == 'right']
         batch = x.shape[: dims[path].batch]
         one = jnp.broadcast_to(jnp.eye(n, dtype=x.dtype), (*batch, n, n))
-        out[path] = place(path, one)
+        out[path] = place(path, side, one)
       return out
 
     zeros = jax.tree.map(jnp.zeros_like, params)
-    return KronState(jnp.zeros((), jnp.int32), zeros, factors(0), factors(1))
+    return KronState(
+      jnp.zeros((), jnp.int32), zeros, factors('left'), factors('right')
+    )
 
   def update(grads, state, params=None):
     del params

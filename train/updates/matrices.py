@@ -43,18 +43,21 @@ class Dims(NamedTuple):
     return math.prod(rows), math.prod(columns)
 
 
-def names(axes, dims):
-  """Logical axes of what a parameter has one of for its M rows, N columns.
+def names(axes, dims, side):
+  """Logical axes of (*batch, K, K), kept of a parameter for one of its sides.
 
-  Returns:
-    ((*batch, M, M), (*batch, N, N)) as logical names: of the first dimension
-    of such a matrix, the second is never sharded.
+  Of such a matrix the first dimension is sharded, the second never; neither is
+  where the parameter itself has no logical axis on that side, as the rank of
+  an adapter.
+
+  Args:
+    axes: logical axes of the parameter. dims: its Dims.
+    side: 'left', K = M, or 'right', K = N.
   """
-  batch = tuple(axes[: dims.batch])
-  side = 'statistics'
-  if 'experts' in batch:
-    side = 'expert_statistics'
-  return (*batch, side, None)
+  batch, rest = axes[: dims.batch], axes[dims.batch :]
+  own = rest[: dims.inputs] if side == 'left' else rest[dims.inputs :]
+  name = 'expert_statistics' if 'experts' in batch else 'statistics'
+  return (*batch, name if any(own) else None, None)
 
 
 def devices():

@@ -66,19 +66,20 @@ def scale_by_soap(dims, place, b1, b2, epsilon, decay, every):
 
   Args:
     dims: {path: matrices.Dims}.
-    place: (path, array) -> it, laid out as statistics are.
+    place: (path, 'left' or 'right', array) -> it, laid out as statistics of
+      that side.
     b1, b2, epsilon: as Adam's. decay: beta of the statistics.
     every: steps between two refreshed bases.
   """
 
   def init(params):
     found = sides(dims, params)
-    of = lambda side: {
-      p: place(
-        p, jnp.zeros((*params[p].shape[: dims[p].batch], n, n), params[p].dtype)
-      )
-      for p, n in found[side].items()
-    }
+
+    def of(side):
+      square = lambda p, n: (*params[p].shape[: dims[p].batch], n, n)
+      empty = lambda p, n: jnp.zeros(square(p, n), params[p].dtype)
+      return {p: place(p, side, empty(p, n)) for p, n in found[side].items()}
+
     zeros = lambda: jax.tree.map(jnp.zeros_like, params)
     return SoapState(
       jnp.zeros((), jnp.int32), zeros(), zeros(),

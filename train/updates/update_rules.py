@@ -287,9 +287,9 @@ def _scion(group):
   return _orthogonal(group, False, lambda m, n: (n / m) ** 0.5)
 
 
-def _place(group, path, x):
-  """Statistics of a parameter's matrices, laid out (matrices.names)."""
-  names = matrices.names(group.axes[path], group.dims[path])
+def _place(group, path, side, x):
+  """Statistics of a side of a parameter, laid out (matrices.names)."""
+  names = matrices.names(group.axes[path], group.dims[path], side)
   return annotate.stored(x, names, rules_lib.OPTIMIZER)
 
 
@@ -306,22 +306,25 @@ def _kron(group):
   return kron.scale_by_kron(group.dims, place, c.b1, c.precondition_every)
 
 
-def _statistics(sides, group, params):
-  """Axes of {name: parameters that have such matrices}."""
+def _sides(group, of):
+  """Axes of {'left', ..: parameters that have such matrices}."""
   return {
-    f'{name}/{p}': matrices.names(group.axes[p], group.dims[p])
-    for name, paths in sides(group.dims, params).items()
+    f'{name}/{p}': matrices.names(
+      group.axes[p], group.dims[p], name.removesuffix('_basis')
+    )
+    for name, paths in of.items()
     for p in paths
   }
 
 
-def _soap_sides(dims, params):
-  found = soap.sides(dims, params)
-  return found | {f'{side}_basis': paths for side, paths in found.items()}
+def _of_soap(group, params):
+  of = soap.sides(group.dims, params)
+  bases = {f'{side}_basis': paths for side, paths in of.items()}
+  return _sides(group, of | bases)
 
 
-def _kron_sides(_, params):
-  return dict(left=params, right=params)
+def _of_kron(group, params):
+  return _sides(group, dict(left=params, right=params))
 
 
 def _factors(group, params):
@@ -358,7 +361,7 @@ RULES = {
   'schedule_free': Rule(_schedule_free, reads='all', scaled=True),
   'muon': _whole(_muon, axes=_coefficients),
   'scion': _whole(_scion, rest='signs', axes=_coefficients),
-  'soap': _whole(_soap, axes=functools.partial(_statistics, _soap_sides)),
-  'kron': _whole(_kron, axes=functools.partial(_statistics, _kron_sides)),
+  'soap': _whole(_soap, axes=_of_soap),
+  'kron': _whole(_kron, axes=_of_kron),
   'signs': Rule(_signs),
 }

@@ -388,7 +388,9 @@ def test_soap_turns_with_its_matrix():
   rng = np.random.default_rng(0)
   turn = np.linalg.qr(rng.normal(size=(5, 5)))[0]
   with jax.enable_x64(True):
-    rule = soap.scale_by_soap(dims, lambda p, x: x, 0.9, 0.9, 1e-8, 0.9, 2)
+    rule = soap.scale_by_soap(
+      dims, lambda p, side, x: x, 0.9, 0.9, 1e-8, 0.9, 2
+    )
     adam = update_rules.optax.scale_by_adam()
     for r, equal in ((rule, True), (adam, False)):
       w = {'w': jnp.zeros((5, 4))}
@@ -398,7 +400,7 @@ def test_soap_turns_with_its_matrix():
         a, one = r.update({'w': jnp.asarray(g)}, one, w)
         b, other = r.update({'w': jnp.asarray(turn @ g)}, other, w)
       gap = np.abs(turn @ np.asarray(a['w']) - np.asarray(b['w'])).max()
-      assert (gap < 1e-3) == equal  # SPREAD knows no rotation
+      assert (gap < 1e-2) == equal  # SPREAD knows no rotation
 
 
 def test_kron_whitens_what_it_is_given():
@@ -407,7 +409,7 @@ def test_kron_whitens_what_it_is_given():
   rng = np.random.default_rng(0)
   left = np.diag([4.0, 1.0, 0.25]) @ np.linalg.qr(rng.normal(size=(3, 3)))[0]
   dims = {'w': matrices.Dims(0, 1)}
-  rule = update_rules.kron.scale_by_kron(dims, lambda p, x: x, 0.0, 1)
+  rule = update_rules.kron.scale_by_kron(dims, lambda p, side, x: x, 0.0, 1)
   state = rule.init({'w': jnp.zeros((3, 2))})
   update = jax.jit(rule.update)
   draw = lambda: {'w': jnp.asarray(left @ rng.normal(size=(3, 2)), jnp.float32)}
