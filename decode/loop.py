@@ -46,7 +46,7 @@ def _say(line):
   print(f'paraxis: {line}', file=sys.stderr)
 
 
-def _ends(tokenizer):
+def end_ids(tokenizer):
   try:
     return (tokenizer.end_id,)
   except errors.UserError:
@@ -82,7 +82,7 @@ class Generator:
         f'the model has model.vocab_size={vocab}: they do not belong '
         'together.'
       )
-    self._ends = (*_ends(tokenizer), *ends)
+    self._ends = (*end_ids(tokenizer), *ends)
     jit = compiling.jit_for(self._model.config.dtype)
     self._ready = jit(self._prepare)
     self.replace(params)

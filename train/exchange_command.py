@@ -1,7 +1,8 @@
-"""`paraxis checkpoint import | export`: flags, and what is missing of them."""
+"""`paraxis checkpoint import | export | merge`: flags, and what is missing."""
 
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.configs.base import shares
 
 INIT = (
   (str, 'init_from=PATH', '',
@@ -55,8 +56,21 @@ def _export(values, *_):
   )
 
 
+def _merge(values, _, words):
+  if not words or not values.out:
+    raise errors.UserError(
+      'paraxis checkpoint merge RUN:WEIGHT RUN:WEIGHT ... --out=RUN: name what '
+      'to average, and where to keep it.'
+    )
+  runs = shares.parse(words, 'paraxis checkpoint merge')
+  command_line.prepare_devices(values.devices)
+  from paraxis.train.run import merge
+
+  return merge.write(runs, values.out, ema=values.ema)
+
+
 def commands(devices):
-  """Both commands; devices: the row of a flag that all commands share."""
+  """The commands; devices: the row of a flag that all commands share."""
   return (
     command_line.Command(
       _import,
@@ -93,6 +107,29 @@ def commands(devices):
           'averages of the parameters (optimizer.ema_decay) instead of them',
         ),
         devices,
+      ),
+    ),
+    command_line.Command(
+      _merge,
+      'checkpoint merge',
+      'RUN:WEIGHT RUN:WEIGHT ... --out=RUN',
+      'average parameters of runs of one architecture, as a checkpoint that '
+      'decode and train --init_from read',
+      (
+        (str, 'out=RUN', '', 'folder to write, without checkpoints yet'),
+        (
+          bool,
+          'ema',
+          False,
+          'averages of the parameters (optimizer.ema_decay) instead of them',
+        ),
+        devices,
+      ),
+      words=None,
+      notes=(
+        '',
+        'RUN or RUN/STEP; without a weight it is 1. Weights are divided by',
+        'their sum. Optimizers and steps are not kept.',
       ),
     ),
   )

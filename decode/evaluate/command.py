@@ -6,6 +6,7 @@ The table goes to stdout, everything else to stderr. Tasks are read and checked
 before jax starts.
 """
 
+import contextlib
 import json
 import pathlib
 import sys
@@ -13,6 +14,7 @@ import sys
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
+from paraxis.configs.base import shares
 from paraxis.decode import __main__ as decode_main
 from paraxis.decode.evaluate import tasks as tasks_lib
 
@@ -24,16 +26,21 @@ def _say(line):
 
 
 def scorer(opened, overrides, mesh='', length=0, batch_size=8, say=_say):
-  """score.Scorer of a load.Checkpoint.
+  """score.Scorer of a load.Checkpoint, or ensemble.Scorer of several.
 
   Args:
+    opened: a load.Checkpoint, or a list of (load.Checkpoint, share).
     overrides: {'section.field': value} of its config. mesh: as --mesh=.
     length: the most tokens of a row; 0: data.sequence_length.
   """
   from paraxis.decode import latents
+  from paraxis.decode.evaluate import ensemble
   from paraxis.decode.evaluate import score
 
-  config = opened.config()
+  several = opened if isinstance(opened, list) else [(opened, 1.0)]
+  runs, prior = zip(*several, strict=True)
+  config = runs[0].config()
+  _check_alike(runs)
   # Experts that drop would make a row's numbers depend on others.
   config.model.experts.capacity_factor = 0.0
   config.update_from_flattened_dict(overrides)
@@ -44,11 +51,59 @@ def scorer(opened, overrides, mesh='', length=0, batch_size=8, say=_say):
       'decoding; evaluation computes as training: leave them out '
       '(--config.model.latent.rotation=none --config.model.latent.groups=1).'
     )
-  parts = opened.parts(config, mesh, batch_size)
+  parts = [run.parts(config, mesh, batch_size) for run in runs]
   length = length or config.data.sequence_length
-  made = score.Scorer(parts, config.decode, length, batch_size, say)
+  given = config.decode, length, batch_size, say
+  if opened is several:
+    made = ensemble.Scorer(parts, prior, *given)
+  else:
+    made = score.Scorer(parts[0], *given)
   say(f'{length} tokens a row, {made.rows} rows a batch')
   return made
+
+
+def _check_alike(runs):
+  """UserError unless all runs compute the same with their parameters; whether
+  these have the same shapes is seen when they are read."""
+  from paraxis.models.huggingface import source
+
+  first, *others = (schema.view(run.config()).model for run in runs)
+  for i, other in enumerate(others, 1):
+    if differ := source.differences(first, other):
+      raise errors.UserError(
+        f'--ensemble: run {i + 1} of {len(runs)} is of another model than '
+        f'the first: {"; ".join(differ)}. Their probabilities are mixed in one '
+        'program: name runs of one architecture.'
+      )
+
+
+def _opened(options, stack):
+  """(what `scorer` takes, its name, () -> the step or steps)."""
+  if not options.ensemble:
+    given = options.checkpoint, options.weights
+    one = decode_main.open_(*given, options.step, options.ema)
+    one = stack.enter_context(one)
+    return one, given[0] or given[1], lambda: one.step
+  opened = []
+  for name, share in shares.parse(options.ensemble, '--ensemble'):
+    run = decode_main.open_(name, None, None, options.ema)
+    opened.append((stack.enter_context(run), share))
+  steps = lambda: [run.step for run, _ in opened]
+  return opened, ','.join(options.ensemble), steps
+
+
+def _check_named(options):
+  """UserError unless a model is named, once."""
+  given = options.checkpoint, options.weights
+  if not options.ensemble:
+    decode_main.require_one(*given)
+  elif any(given) or options.step is not None:
+    raise errors.UserError(
+      '--ensemble= names all models, a step as RUN/checkpoints/STEP: leave '
+      'out --checkpoint=, --weights= and --step=.'
+    )
+  else:
+    shares.parse(options.ensemble, '--ensemble')
 
 
 def _new(tasks, made, asked):
@@ -65,15 +120,15 @@ def _evaluate(options, overrides, _):
   if not options.tasks:
     raise errors.UserError('evaluate on what? --tasks=FILE,...')
   names = list(dict.fromkeys(options.tasks))
-  given = options.checkpoint, options.weights
-  decode_main.require_one(*given)
+  _check_named(options)
   folder = pathlib.Path(options.json or '.').expanduser().parent
   if not folder.is_dir():
     raise errors.UserError(f'--json={options.json}: no folder {folder}.')
   tasks = [tasks_lib.read(name, options.text_key) for name in names]
   command_line.prepare_devices(options.devices)
   results = []
-  with decode_main.open_(*given, options.step, options.ema) as opened:
+  with contextlib.ExitStack() as stack:
+    opened, name, step = _opened(options, stack)
     made = scorer(
       opened, overrides, options.mesh, options.length, options.batch_size
     )
@@ -90,11 +145,8 @@ def _evaluate(options, overrides, _):
           f'than {made.length} tokens leave room for: cut from the left'
         )
       results.append(found)
-    step = opened.step
   if options.json:
-    about = dict(
-      model=given[0] or given[1], step=step, sequence_length=made.length
-    )
+    about = dict(model=name, step=step(), sequence_length=made.length)
     _write(options.json, about, results)
   print(table(results))
   return errors.EXIT_OK
@@ -153,6 +205,10 @@ COMMAND = command_line.Command(
      "a workdir, its checkpoints folder, or one step's folder"),
     (str, 'weights=PATH', None,
      'instead: a folder of Hugging Face, a .gguf file, or smollm2'),
+    (list, 'ensemble=RUN:WEIGHT,...', [],
+     'instead: runs of one architecture, whose probabilities are mixed, each '
+     'believed as far as it predicted the text so far; WEIGHT, of a prior, is '
+     '1 if it is not given'),
     (int, 'step=N', None, 'step to load; else the newest undamaged one'),
     decode_main.EMA,
     'Tasks',

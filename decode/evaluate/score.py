@@ -69,15 +69,19 @@ class Scorer:
         f'entries, the model has model.vocab_size={model.vocab_size}: they do '
         'not belong together.'
       )
-    self._read = self._params
     with build.use(self._built):
       shards = annotate.shards('batch')
-      if config.weights != 'loaded':
-        keep = {p: x.sharding for p, x in self._params.items()}
-        read = lambda p: weights.rounded(self._built.model, p, config)
-        self._read = jax.jit(read, out_shardings=keep)(self._params)
+      self._read = self._rounded(self._params)
     self.rows = -(-batch_size // shards) * shards
     self._program = jax.jit(self._forward)
+
+  def _rounded(self, params):
+    """{path: array} with what decode.weights rounds; on the rules in force."""
+    if self._config.weights == 'loaded':
+      return params
+    keep = {p: x.sharding for p, x in params.items()}
+    read = lambda p: weights.rounded(self._built.model, p, self._config)
+    return jax.jit(read, out_shardings=keep)(params)
 
   def continuations(self, texts, first, names=()):
     """[Score] of (context, continuation) texts; names: as of `scores`.
@@ -166,15 +170,17 @@ class Scorer:
     kept = [list(ids[new - self.length :]) for ids in prompts]
     out = {}
     for members in self._batches(list(map(len, kept))):
-      made = self._generator.generate(
-        self._padded([kept[i] for i in members]),
-        stop=stop,
-        max_new_tokens=new,
-        temperature=0.0,
-      )
-      out |= {i: row['text'] for i, row in zip(members, made, strict=False)}
+      made = self._continued([kept[i] for i in members], new, stop)
+      out |= dict(zip(members, made, strict=True))
     cut = sum(len(a) < len(b) for a, b in zip(kept, prompts, strict=True))
     return [out[i] for i in range(len(kept))], cut
+
+  def _continued(self, rows, new, stop):
+    """[text] of the likeliest tokens after rows of ids."""
+    made = self._generator.generate(
+      self._padded(rows), stop=stop, max_new_tokens=new, temperature=0.0
+    )
+    return [row['text'] for row in made[: len(rows)]]
 
   def check_new(self, new):
     """UserError if so many new tokens leave no room for a prompt."""
@@ -215,11 +221,21 @@ class Scorer:
       return jax.device_get(self._program(self._read, tokens, targets, lengths))
 
   def _forward(self, params, tokens_BT, targets_BT, lengths_B):
-    model, (rows, length) = self._built.model, tokens_BT.shape
-    order = jnp.arange(length, dtype=jnp.int32)
+    x_BTD = self._features(params, tokens_BT, targets_BT, lengths_B)
+
+    def score(x_BCD, targets_BC):
+      z_BCV = self._logits(params, x_BCD)
+      nats_BC = chosen(z_BCV, targets_BC) - jax.nn.logsumexp(z_BCV, -1)
+      return nats_BC, jnp.argmax(z_BCV, -1) == targets_BC
+
+    return by_chunks(score, x_BTD, targets_BT)
+
+  def _features(self, params, tokens_BT, targets_BT, lengths_B):
+    """(B, T, D) of rows of one document each."""
+    order = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
     here = order < lengths_B[:, None]
     weight = here.astype(jnp.float32)
-    x_BTD, _ = model.features(
+    x_BTD, _ = self._built.model.features(
       params,
       batch_lib.Batch(
         tokens_BT,
@@ -230,21 +246,31 @@ class Scorer:
         weight.sum(),
       ),
     )
-    size = math.gcd(length, CHUNK)
+    return x_BTD
 
-    def chunks(x):
-      split = x.reshape(rows, length // size, size, *x.shape[2:])
-      return jnp.moveaxis(split, 1, 0)
+  def _logits(self, params, x_BCD):
+    """(B, C, V), whole on every device that has the row."""
+    z_BCV = self._built.model.logits(params, x_BCD)
+    return annotate.put(z_BCV, ('batch', None, None))
 
-    def score(both):
-      x_BCD, targets_BC = both
-      z = model.logits(params, x_BCD)
-      z_BCV = annotate.put(z, ('batch', None, None))
-      hit = jnp.arange(z.shape[-1], dtype=jnp.int32) == targets_BC[..., None]
-      chosen = jnp.sum(jnp.where(hit, z_BCV, 0), -1)
-      nats = chosen - jax.nn.logsumexp(z_BCV, -1)
-      return nats, jnp.argmax(z_BCV, -1) == targets_BC
 
-    found = jax.lax.map(score, (chunks(x_BTD), chunks(targets_BT)))
-    whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length)
-    return jax.tree.map(whole, found)
+def chosen(z_BCV, targets_BC):
+  """(B, C): the logits of the targets."""
+  hit = jnp.arange(z_BCV.shape[-1], dtype=jnp.int32) == targets_BC[..., None]
+  return jnp.sum(jnp.where(hit, z_BCV, 0), -1)
+
+
+def by_chunks(function, *arrays):
+  """A function of (B, C, ..) arrays, for all T tokens of (B, T, ..) arrays."""
+  rows, length = arrays[0].shape[:2]
+  size = math.gcd(length, CHUNK)
+
+  def chunks(x):
+    split = x.reshape(rows, length // size, size, *x.shape[2:])
+    return jnp.moveaxis(split, 1, 0)
+
+  def whole(x):
+    return jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:])
+
+  found = jax.lax.map(lambda part: function(*part), tuple(map(chunks, arrays)))
+  return jax.tree.map(whole, found)

@@ -36,6 +36,20 @@ _WANTED, _SOME = 4, 1000
 _KEPT = 2**30  # bytes of layers that stay in memory between shards of a leaf
 
 
+def differences(model: schema.Model, other: schema.Model) -> list[str]:
+  """['model.d_ff is 64, not 32', ...]: fields by which `other` computes
+  something else than `model` with the same parameters."""
+  own, theirs = (
+    schema.with_values(m, dict.fromkeys(RUNS)) for m in (model, other)
+  )
+  return [
+    f'model.{f.name} is {getattr(theirs, f.name)!r}, not '
+    f'{getattr(own, f.name)!r}'
+    for f in dataclasses.fields(own)
+    if getattr(own, f.name) != getattr(theirs, f.name)
+  ]
+
+
 def is_foreign(path) -> bool:
   """Whether a path names weights of another program, not a run of ours."""
   path = pathlib.Path(path).expanduser()

@@ -174,6 +174,13 @@ class Run:
     """schema.Config of the run."""
     return schema.from_json(self._meta.get('config'), self._path)
 
+  def saved(self):
+    """({canonical path: its entry of the manifest} of parameters, without
+    adapters; meta of the manifest)."""
+    own = lambda p: p.startswith(PARAMS) and not trained.is_adapter(p)
+    leaves = {p: x for p, x in self._saved.items() if own(p)}
+    return leaves, dict(self._meta)
+
   def arrays(self, paths):
     """{path: NumPy array} of parameters, layers and experts in order.
 
