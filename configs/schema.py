@@ -149,6 +149,12 @@ class Train:
     "rows in a step at the start: '32:32:100' begins with 32 and adds 32 every "
     '100 steps up to batch_size; empty: batch_size from the first step on',
   )
+  shape_cycle: str = field(
+    '',
+    "pieces that a step cuts its rows into: '4:100,2:100,1:200' for 100 steps "
+    '4 rows of a quarter of the tokens, for 100 two of half, for 200 whole '
+    'rows, and so again; a last one without steps stays; empty: whole rows',
+  )
   microbatches: int = field(1, 'gradient accumulation slices', low=1)
   freeze: str = field(
     '',

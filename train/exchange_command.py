@@ -18,6 +18,11 @@ INIT = (
    'instead of them'),
 )  # fmt: skip
 
+_EMA = (
+  bool, 'ema', False,
+  'averages of the parameters (optimizer.ema_decay) instead of them',
+)  # fmt: skip
+
 
 def source(values):
   """What the flags `INIT` name, as run/origin.py's `open_`."""
@@ -100,12 +105,7 @@ def commands(devices):
         (str, 'out=FOLDER', '', 'folder to write, empty or not there'),
         (str, 'dtype=NAME', 'float32', 'float32 or bfloat16'),
         (str, 'family=NAME', '', "model_type; '': the plainest that fits"),
-        (
-          bool,
-          'ema',
-          False,
-          'averages of the parameters (optimizer.ema_decay) instead of them',
-        ),
+        _EMA,
         devices,
       ),
     ),
@@ -117,12 +117,7 @@ def commands(devices):
       'decode and train --init_from read',
       (
         (str, 'out=RUN', '', 'folder to write, without checkpoints yet'),
-        (
-          bool,
-          'ema',
-          False,
-          'averages of the parameters (optimizer.ema_decay) instead of them',
-        ),
+        _EMA,
         devices,
       ),
       words=None,

@@ -23,6 +23,7 @@ from paraxis.train import recorder as recorder_lib
 from paraxis.train import start
 from paraxis.train import state as state_lib
 from paraxis.train import step as step_lib
+from paraxis.train.data import shape_cycle
 from paraxis.train.run import activity as activity_lib
 from paraxis.train.run import early
 from paraxis.train.run import evaluate
@@ -48,12 +49,13 @@ def cost(config):
   alone = dataclasses.replace(config, train=train, **plain)
   one = job_lib.on_devices(alone, abstract=True)
   made = step_lib.make(one.built, one.optimizer, 0.0)
-  with one.context():
-    shapes = one.state.variables, one.batch_shapes()
-    forward = jax.make_jaxpr(made.evaluate)(*shapes)
   total, *_, frozen = header.sizes(one.model, one.state.params)
-  length = config.data.sequence_length
-  return header.cost(forward, length, 1 - frozen / total)
+  trace, found = jax.make_jaxpr(made.evaluate), []
+  with one.context():
+    for length, share in shape_cycle.shares(config).items():
+      forward = trace(one.state.variables, one.batch_shapes(length))
+      found.append((share, header.cost(forward, length, 1 - frozen / total)))
+  return header.mean(found)
 
 
 class Options(NamedTuple):
@@ -239,7 +241,7 @@ class _Training:
     self.stopped, self._saved = '', step
     self.activity = activity_lib.Activity(None, 0)  # of nobody
     self.origin: dict | None = None
-    self._gradients = {}  # rows of a step -> its compiled gradient
+    self._gradients = {}  # shape of a step -> its compiled gradient
     self._update: Any = None
     self._exchange = outer.Exchange(job)
     self._rows = functools.cache(job.local_rows)
@@ -279,8 +281,8 @@ class _Training:
     batches = self._profile.over(batches, lambda: self.state)
     with contextlib.closing(batches):
       for t, host_batch in batches:
-        size = job.batches.size_at(t + offset)
-        _, rows = job.batches.split(size)
+        size = job.batches.shape_at(t + offset)
+        _, rows, _ = size
         batch = job.put(host_batch, self._rows(rows)[0], rows)
         if size not in self._gradients:
           self._compile(size, batch, stop)
@@ -317,7 +319,7 @@ class _Training:
     return True
 
   def _compile(self, size, batch, stop):
-    """Compiles the gradient of a batch size, and the update the first time."""
+    """Compiles the gradient of a shape, and the update the first time."""
     stop.compiling, say = True, self._recorder.progress.say
     with self._recorder.rates.apart(), self.activity.phase('compile'):
       gradient = compiling.compile_step(
@@ -379,22 +381,18 @@ class _Training:
   def _hand_over(self):
     """Before an update, which donates what a checkpoint is copied from."""
     if self._store.copying:
-      with (
-        self._recorder.rates.apart('checkpoint'),
-        self.activity.phase('save'),
-      ):
+      recorder, phase = self._recorder, self.activity.phase
+      with recorder.rates.apart('checkpoint'), phase('save'):
         self._store.barrier()
 
   def evaluate(self):
     """evaluate.Evaluation of held-out text, which is written too."""
-    self._recorder.flush()
-    with (
-      self._recorder.rates.apart('evaluation'),
-      self.activity.phase('evaluate'),
-    ):
+    recorder, phase = self._recorder, self.activity.phase
+    recorder.flush()
+    with recorder.rates.apart('evaluation'), phase('evaluate'):
       self.state = state = outer.settled(self.state)
       found = self._evaluator(state.variables)
       if state.replicas:  # `found` is of the anchor
         found = outer.with_mean(found, state, self._evaluator)
-    self._recorder.writers.write(self.step, found.values())
+    recorder.writers.write(self.step, found.values())
     return found

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models import checks as model_checks
@@ -33,6 +34,7 @@ from paraxis.train.data import batch_ramp
 from paraxis.train.data import batches as data
 from paraxis.train.data import corpus as corpus_lib
 from paraxis.train.data import objectives
+from paraxis.train.data import shape_cycle
 from paraxis.train.data import token_cache
 from paraxis.train.run import metrics
 from paraxis.train.steps import outer
@@ -89,10 +91,12 @@ class Program:
     spec = rules_lib.spec(names, None, self.built.rules, dict(self.mesh.shape))
     return jax.NamedSharding(self.mesh, spec)
 
-  def batch_shapes(self) -> batch_lib.Batch:
-    """The batch of a step as jax.ShapeDtypeStructs with their layouts."""
+  def batch_shapes(self, length=0) -> batch_lib.Batch:
+    """The batch of a step as jax.ShapeDtypeStructs with their layouts.
+
+    length: tokens of a row; 0: those of the config."""
     config = self.config
-    shape = config.microbatch_rows, config.data.sequence_length
+    shape = config.microbatch_rows, length or config.data.sequence_length
     if config.microbatches > 1:
       shape = (config.microbatches, *shape)
     rows = self.batch_sharding(len(shape))
@@ -116,12 +120,14 @@ class Program:
     ]
     return min(lo for lo, _ in held), max(hi for _, hi in held)
 
-  def token_order(self) -> np.ndarray | None:
-    """(T,): tokens of a row in the order of the context axis; None: as is."""
+  def token_order(self, length=0) -> np.ndarray | None:
+    """(T,): tokens of a row in the order of the context axis; None: as is.
+
+    length: T; 0: that of the config."""
     plan = self.model.layout.context
     if plan is None:
       return None
-    length = self.config.data.sequence_length
+    length = length or self.config.data.sequence_length
     return context_order.permutation(plan.layout, plan.n, length)
 
   def put(self, batch, lo=0, rows=None):
@@ -130,7 +136,7 @@ class Program:
     lo: its first row, of `rows` in a microbatch; default those of the config.
     """
     rows = rows or self.config.microbatch_rows
-    order = self.token_order()
+    order = self.token_order(batch.tokens.shape[-1])
 
     def place(x):
       if np.ndim(x) == 0:
@@ -281,12 +287,28 @@ def of_shapes(
     build.check_rows(rows, built, step)
     if built.schedule is not None:
       schedules.check_size(built.schedule, parts, step)
+  _check_cycle(config, built)
   what = 'data.sequence_length'
   build.check_tokens(length, built, f'{what}={length}')
   model_checks.check_length(config.model, length, what)
   objectives.check(config)
   _ = program.state  # traced here: what does not fit ends here
   return program
+
+
+def _check_cycle(config, built):
+  """UserError: a shape of train.shape_cycle does not fit the mesh."""
+  cycle = shape_cycle.of(config)
+  for pieces in cycle.all(config.train.steps):
+    length = config.data.sequence_length // pieces
+    what = f'train.shape_cycle={config.train.shape_cycle!r}: {length} tokens'
+    build.check_tokens(length, built, what)
+    if config.mesh.context > 1:
+      short = schema.with_value(config, 'data.sequence_length', length)
+      try:
+        build.build(short, '', abstract=True)
+      except errors.UserError as e:
+        raise errors.UserError(f'{what} a row: {e}') from None
 
 
 def make(config: schema.Config, mesh_text='', devices=None, say=print) -> Job:

@@ -267,4 +267,22 @@ TABLE = [
     'a head learns the token before its own',
     'tests/decode/test_joint.py::test_the_loss_is_a_plain_loop',
   ),
+  Mutation(
+    'belief_late',
+    'decode/evaluate/ensemble.py',
+    'seen = jnp.cumsum(nats_EBT, -1) - nats_EBT',
+    'seen = jnp.cumsum(nats_EBT, -1)',
+    'an expert is believed by the token that is to be predicted',
+    'tests/decode/evaluate/test_ensemble.py::'
+    'test_scores_are_those_of_bayes[data=1]',
+  ),
+  Mutation(
+    'belief_still',
+    'decode/evaluate/ensemble.py',
+    'log_EB = log_EB + z_EBV[:, np.arange(len(rows)), chosen]',
+    'log_EB = log_EB + 0',
+    'its own tokens move no belief while a text is made',
+    'tests/decode/evaluate/test_ensemble.py::'
+    'test_texts_are_the_likeliest_tokens[data=1]',
+  ),
 ]

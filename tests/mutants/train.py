@@ -5,6 +5,8 @@ from mutants.mutation import Mutation
 _GRADIENT = 'tests/train/test_gradient_of_loss.py::test_it_is'
 _REPLICAS = 'tests/train/steps/test_replicas.py::'
 _PAIRS = 'tests/train/steps/test_pairs.py::'
+_CYCLE = 'tests/train/data/test_shape_cycle.py::'
+_MERGE = 'tests/train/run/test_merge.py::'
 
 TABLE = [
   Mutation(
@@ -196,6 +198,47 @@ TABLE = [
     'a growing batch skips rows',
     'tests/train/data/test_batch_ramp.py::'
     'test_rows_before_a_step_are_their_sum',
+  ),
+  Mutation(
+    'cut_positions',
+    'train/data/shape_cycle.py',
+    'positions=positions - np.where(goes_on, positions[:, :1], 0),',
+    'positions=positions,',
+    'positions of a piece go on from the row before it',
+    _CYCLE + 'test_a_cut_row_by_a_loop[2]',
+  ),
+  Mutation(
+    'cut_views',
+    'train/data/shape_cycle.py',
+    'group = rows // views * pieces + np.arange(pieces)',
+    'group = rows // views + np.arange(pieces)',
+    'pieces of several rows share one noise',
+    _CYCLE + 'test_two_views_of_a_text_are_cut_alike',
+  ),
+  Mutation(
+    'cycle_stays',
+    'train/data/shape_cycle.py',
+    'if not stays and step >= total:',
+    'if not stays and step > total:',
+    'the last shape comes a step late',
+    _CYCLE + 'test_pieces_of_a_step',
+  ),
+  Mutation(
+    'merge_narrow',
+    'train/run/merge.py',
+    'part = weight * np.asarray(x, np.float64)',
+    'part = np.float32(weight) * np.asarray(x, np.float32)',
+    'an average is summed in float32',
+    _MERGE + 'test_copies_give_their_own_bits',
+  ),
+  Mutation(
+    'merge_weights',
+    'train/run/merge.py',
+    'yield mean(weights, (s.arrays([name])[name] for s in sources), dtype)',
+    'yield mean([1 / len(weights)] * len(weights), '
+    '(s.arrays([name])[name] for s in sources), dtype)',
+    'an average leaves its weights out',
+    _MERGE + 'test_the_average_by_hand',
   ),
   Mutation(
     'weight_decay',

@@ -26,6 +26,7 @@ from paraxis.train.certify import declared
 from paraxis.train.certify import dtypes
 from paraxis.train.certify import trial
 from paraxis.train.data import batch_ramp
+from paraxis.train.data import shape_cycle
 
 ROUNDING = 1e-5
 # Of schema.Train, remat and memory. The last is MEMO (arXiv:2407.12117).
@@ -160,6 +161,21 @@ def _ramp(run):
   yield run.verdict(name, found)
 
 
+def _shapes(run):
+  """A step whose rows are cut: more of them, and shorter."""
+  *_, pieces = shape_cycle.of(run.config).all(run.config.train.steps)
+  if pieces == 1:
+    return
+  rows = run.config.train.batch_size * pieces
+  length = run.config.data.sequence_length // pieces
+  few = {'train.batch_size': rows, 'data.sequence_length': length}
+  references = run.references_of(schema.with_values(run.config, few))
+  outcomes = certification.outcomes_of(run.runner, references)
+  gap = run.loss_difference(outcomes, references), 'the loss'
+  found = max(gap, run.gradient_difference(outcomes, references))
+  yield run.verdict(f'a step of other shape: {rows} rows of {length}', found)
+
+
 def _remat(run):
   train = run.config.train
   for remat, memory in MEMORY:
@@ -283,6 +299,7 @@ PROPERTIES = {
   'steps': _steps,
   'accumulation': _accumulation,
   'ramp': _ramp,
+  'shapes': _shapes,
   'remat': _remat,
   'packing': _packing,
   'evaluate': _evaluate,

@@ -109,6 +109,12 @@ def _size(full, target, multiple):
   return full if fits else _up(target, multiple)
 
 
+def _length(full, devices):
+  """Tokens of a row; of half a row too, if rows are cut, any order fits."""
+  whole = 4 if full.train.shape_cycle else 2
+  return _size(full.data.sequence_length, 64, whole * devices)
+
+
 def _heads(full, model, sizes, asked):
   """(query heads, kv heads): fewer, in the same ratio and the same relation."""
   n, k = model.num_heads, attention.num_kv_heads(model)
@@ -147,7 +153,7 @@ def _microbatches(full, sizes, asked):
 
 def _model(full, sizes, asked):
   model, devices = full.model, math.prod(sizes.values())
-  length = _size(full.data.sequence_length, 64, 2 * devices)
+  length = _length(full, devices)
   heads, kv_heads = _heads(full, model, sizes, asked)
   shorter = lambda size: (  # than a row, if it is
     min(size, 3 * length // 8) if size < full.data.sequence_length else size
@@ -301,7 +307,7 @@ def config(full, sizes, asked, dtype):
     ),
     data=dataclasses.replace(
       full.data,
-      sequence_length=_size(full.data.sequence_length, 64, 2 * devices),
+      sequence_length=_length(full, devices),
     ),
     pipeline=dataclasses.replace(full.pipeline, microbatches=in_pipeline),
     train=dataclasses.replace(
@@ -310,5 +316,6 @@ def config(full, sizes, asked, dtype):
       microbatches=microbatches,
       eval_batches=min(full.train.eval_batches, 1),
       batch_ramp=ramp and f'{start}:{start}:1',
+      shape_cycle=full.train.shape_cycle and '1:1,2:1',
     ),
   )

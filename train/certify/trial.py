@@ -288,6 +288,7 @@ PLAIN = {
   'train.memory': '',
   'train.microbatches': 1,
   'train.batch_ramp': '',
+  'train.shape_cycle': '',
   'model.unroll': 1,
   'model.loss': 'logits',
   'model.experts.hot': 0,

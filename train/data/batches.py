@@ -28,6 +28,7 @@ from paraxis.train.data import batch_ramp
 from paraxis.train.data import corpus as corpus_lib
 from paraxis.train.data import objectives
 from paraxis.train.data import packing
+from paraxis.train.data import shape_cycle
 
 _PACKERS = {
   'concat_split': packing.concat_split,
@@ -92,6 +93,7 @@ class Batches:
         f'{self.batch_size}: use a smaller batch, shorter rows or more text.'
       )
     self.ramp, self._views = batch_ramp.of(config), objectives.views(config)
+    self._cycle = shape_cycle.of(config)
     self._order = _order(
       [plan.rows for plan in plans],
       [weight for _, weight in parts],
@@ -123,8 +125,13 @@ class Batches:
     return {n: read * w / total / rows for n, (w, rows) in self.parts.items()}
 
   def size_at(self, t):
-    """B of step t."""
+    """B of step t: whole rows."""
     return self.ramp.rows(t) if self.ramp else self.batch_size
+
+  def shape_at(self, t):
+    """(microbatches, rows of each, tokens of a row) of step t."""
+    (parts, rows), k = self.split(self.size_at(t)), self._cycle.pieces(t)
+    return parts, rows * k, self.sequence_length // k
 
   def split(self, rows):
     """(microbatches, rows of each) of a step of so many rows."""
@@ -146,8 +153,8 @@ class Batches:
 
     Args:
       t: step, >= 0.
-      lo, hi: a process's slice of the batch axis, 0 <= lo < hi <= B / A; with
-        accumulation, of every microbatch. B is `size_at(t)`.
+      lo, hi: a process's slice of the batch axis, of the rows of `shape_at(t)`,
+        pieces of whole rows; with accumulation, of every microbatch.
 
     Returns:
       Batch of NumPy arrays (hi - lo, T), or (A, hi - lo, T) if A > 1. The
@@ -156,10 +163,10 @@ class Batches:
     return self._assemble(t, self.rows_at(t), lo, hi)
 
   def _assemble(self, t, rows, lo, hi):
-    corpus = self._corpus
+    corpus, k = self._corpus, self._cycle.pieces(t)
     total = packing.counted(self.plan, rows, corpus.loss)
-    parts = self.split(len(rows))
-    of_share = lambda x: x.reshape(parts)[:, lo:hi]
+    parts, part = self.split(len(rows)), slice(lo // k, hi and hi // k)
+    of_share = lambda x: x.reshape(parts)[:, part]
     split = of_share(rows)
     batch = packing.assemble(
       self.plan, corpus.tokens, split.ravel(), corpus.pad_id, corpus.loss
@@ -169,10 +176,12 @@ class Batches:
     # A step of prompts alone has no loss, not 0 / 0.
     batch = batch._replace(denominator=np.float32(max(1, total)))
     places = of_share(np.arange(len(rows))).ravel()
-    batch = objectives.batch(self._config, batch, t, places, len(rows))
+    batch = shape_cycle.fold(batch, k)
+    places = shape_cycle.places(places, k, self._views)
+    batch = objectives.batch(self._config, batch, t, places, k * len(rows))
     if parts[0] == 1:
       return batch
-    fold = lambda x: x.reshape(*split.shape, -1) if np.ndim(x) else x
+    fold = lambda x: x.reshape(parts[0], -1, x.shape[-1]) if np.ndim(x) else x
     return type(batch)(*map(fold, batch))
 
   def iterate(self, start=0, share=lambda rows: (0, None)):
@@ -188,7 +197,7 @@ class Batches:
     options = grain.ReadOptions(threads, self._prefetch)
 
     def assemble(t, rows):
-      part = share(self.split(len(rows))[1])
+      part = share(self.shape_at(t)[1])
       return self._assemble(t, np.asarray(rows, np.int64), *part)
 
     made = self._order.map_with_index(assemble)

@@ -35,7 +35,8 @@ OUTER = (
 
 
 class Cost(NamedTuple):
-  """Operations of a token, forward and backward; why: they were not counted."""
+  """Operations of a token, forward and backward, of a cycle of shapes the mean
+  over a run; why: they were not counted."""
 
   flops: float
   why: str = ''
@@ -75,6 +76,12 @@ def cost(forward, tokens: int, learned: float = 1.0) -> Cost:
     return Cost((2 + learned) * flops.of_jaxpr(forward).total / tokens)
   except ValueError as e:  # a loop whose length depends on data
     return Cost(math.nan, str(e))
+
+
+def mean(found) -> Cost:
+  """`Cost` of a token of [(share of all tokens, `Cost`)]."""
+  total = math.fsum(share * one.flops for share, one in found)
+  return Cost(total, next((one.why for _, one in found if one.why), ''))
 
 
 def peak(devices) -> float | None:
@@ -183,6 +190,8 @@ def _step(config):
   )
   if train.batch_ramp:
     line += f' at the end of the ramp {train.batch_ramp}'
+  if train.shape_cycle:
+    line += f', in shorter rows by the cycle {train.shape_cycle}'
   if config.microbatches > 1:
     line += f', in {config.microbatches} microbatches'
   return f'{line}; {train.steps:,} steps'

@@ -70,14 +70,20 @@ def _average(sources, weights, path, leaf):
   dtype, name = jnp.dtype(leaf['dtype']), path.removeprefix(origin_lib.PARAMS)
 
   def blocks():
-    total = None
-    for source, weight in zip(sources, weights, strict=True):
-      if weight:
-        part = weight * source.arrays([name])[name].astype(np.float64)
-        total = part if total is None else total + part
-    yield total.astype(dtype)
+    yield mean(weights, (s.arrays([name])[name] for s in sources), dtype)
 
   return rows.Rows(tuple(leaf['shape']), dtype, blocks)
+
+
+def mean(weights, arrays, dtype):
+  """sum_i w_i x_i, in float64, of as many arrays as weights; one of weight 0
+  counts for nothing, whatever it holds."""
+  total = None
+  for weight, x in zip(weights, arrays, strict=True):
+    if weight:
+      part = weight * np.asarray(x, np.float64)
+      total = part if total is None else total + part
+  return total.astype(dtype)
 
 
 def _check(first, other):

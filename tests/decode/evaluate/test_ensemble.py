@@ -68,7 +68,8 @@ def after(prior, ids):
   for t, token in enumerate(ids[1:]):
     belief *= [np.exp(rows[t, token]) for rows in tables]
     belief /= belief.sum()
-  return sum(b * np.exp(rows[-1]) for b, rows in zip(belief, tables)), belief
+  last = np.exp([rows[-1] for rows in tables])
+  return belief @ last, belief
 
 
 def looped(prior, context, continuation):
@@ -191,7 +192,7 @@ def runs(tmp_path):
     )
     built = build.build(config, 'data=1', devices=jax.devices()[:1])
     with build.use(built):
-      params = jax.jit(lambda: built.model.init(jax.random.key(seed)))()
+      params = jax.jit(built.model.init)(jax.random.key(seed))
     found.append(support.save_run(tmp_path / f'{seed}', config, built, params))
   return found
 

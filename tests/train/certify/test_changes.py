@@ -209,7 +209,9 @@ def test_every_replaced_field_is_a_size_or_is_said():
     experts,
     optimizer=schema.Optimizer(warmup_steps=7),
     pipeline=schema.Pipeline('skip', 1, 8, skip_fraction=0.5),
-    train=schema.Train(batch_size=512, batch_ramp='256:256:9'),
+    train=schema.Train(
+      batch_size=512, batch_ramp='256:256:9', shape_cycle='4:9,1'
+    ),
   )
   mixed = dataclasses.replace(config.model, pattern='L')
   config = dataclasses.replace(config, model=mixed)
@@ -220,7 +222,7 @@ def test_every_replaced_field_is_a_size_or_is_said():
     'mesh.stage', 'mesh.data', 'model.dtype', 'model.param_dtype',
     'model.experts.count', 'model.experts.d_ff', 'model.head_dim',
     'model.attention_block', 'model.recurrent.heads', 'pipeline.microbatches',
-    'train.batch_size', 'train.batch_ramp',
+    'train.batch_size', 'train.batch_ramp', 'train.shape_cycle',
     'model.num_layers', 'model.d_model', 'model.d_ff',
   }  # fmt: skip
   assert changed - said <= sizes, changed - said - sizes
@@ -246,6 +248,7 @@ SIZES = set(
   model.recurrence.prelude model.tcn.chunk
   model.tcn.depth model.tcn.kernel model.vocab_size model.window
   pipeline.microbatches train.batch_ramp train.batch_size train.eval_batches
+  train.shape_cycle
   """.split()
 )
 

@@ -97,7 +97,7 @@ def test_the_one_device_side_takes_no_shortcut():
   )
   train = dataclasses.replace(
     CONFIG.train, microbatches=2, remat='full', memory='gate=save',
-    batch_ramp='4:4:1',
+    batch_ramp='4:4:1', shape_cycle='2:1,1:1',
   )  # fmt: skip
   config = dataclasses.replace(
     CONFIG,
@@ -111,7 +111,8 @@ def test_the_one_device_side_takes_no_shortcut():
   assert changed == {
     'mesh.stage', 'mesh.tensor', 'mesh.rules', 'pipeline.schedule',
     'pipeline.microbatches', 'train.microbatches', 'train.remat',
-    'train.memory', 'train.batch_ramp', 'model.unroll', 'model.loss',
+    'train.memory', 'train.batch_ramp', 'train.shape_cycle', 'model.unroll',
+    'model.loss',
     'model.experts.hot', 'model.experts.region', 'model.experts.hierarchical',
     'model.recurrent.solver',
   }  # fmt: skip
