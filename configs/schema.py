@@ -141,6 +141,17 @@ class Train:
   complementary: bool = field(
     False, 'two rows of a step are one text: what one masks, the other shows'
   )
+  estimator: str = field(
+    'backprop',
+    'how a step finds where to go: backprop, the gradient; zeroth_order, the '
+    'slope along a random direction, from two forward passes (train/steps/'
+    'zeroth_order.py). The latter reads the learning rate, its schedule, '
+    'weight_decay and clip_norm, and no moments',
+    ('backprop', 'zeroth_order'),
+  )
+  perturbation: float = field(
+    1e-3, 'zeroth_order: distance of a forward pass', low=1e-9
+  )
   batch_size: int = field(
     8, 'global batch: rows in a step over all devices', low=1
   )

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 class Aux(NamedTuple):
   """terms: {name: ()}, differentiated: 'balance', 'z'; of a step also 'nats'.
 
-  tallies: {name: array}, summed over layers: 'newton'. counts: {path of the
+  tallies: {name: array}, summed over layers: 'newton'; of a step along one
+  direction also 'draw' (train/steps/zeroth_order.py). counts: {path of the
   parameter that keeps them: (layers that have it, ...)}; of one layer without
   that axis. Neither has a gradient.
   """

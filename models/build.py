@@ -101,11 +101,12 @@ def _check_activations(mesh, rules, sizes, apart):
     'attention crosses one mesh axis, context.',
   )
   scattered = residual[len(length) :]
+  apart = apart or bool(over('twins'))
   manual = "mesh.collectives='explicit'"
   if sizes['stage'] > 1:
     manual = f'A pipeline (mesh.stage={sizes["stage"]})'
   elif apart:
-    manual = 'A replica that steps alone (outer.exchange)'
+    manual = 'A replica apart (outer.exchange, train.estimator)'
   explicit = mesh.collectives == 'explicit' or sizes['stage'] > 1 or apart
   names = ('heads', 'mlp', 'vocab') if explicit else ('heads', 'mlp')
   for name in names:
@@ -123,7 +124,7 @@ def _check_activations(mesh, rules, sizes, apart):
           else ', or set mesh.sequence=False.'
         ),
       )
-  tokens = (*over('batch'), *residual, 'stage')
+  tokens = (*over('batch'), *over('twins'), *residual, 'stage')
   idle = [f'{a}={n}' for a, n in sizes.items() if n > 1 and a not in tokens]
   model_checks.need(
     not (explicit and idle),

@@ -30,6 +30,7 @@ from paraxis.sharding import mesh as mesh_lib
 REPLICAS = 'replicas'
 LOGICAL = {
   REPLICAS: 'copies that step alone (train/steps/replicas.py)',
+  'twins': 'both sides of a direction (train/steps/zeroth_order.py)',
   'batch': 'rows of a step',
   'length': 'tokens of a row, inside a sublayer',
   'residual_length': 'tokens of a row, between sublayers and in norms',

@@ -38,6 +38,7 @@ from paraxis.train.data import shape_cycle
 from paraxis.train.data import token_cache
 from paraxis.train.run import metrics
 from paraxis.train.steps import outer
+from paraxis.train.steps import zeroth_order
 from paraxis.train.updates import optimizers
 
 ROWS = ('batch', 'length')
@@ -50,12 +51,12 @@ class Program:
 
   Attributes:
     config: schema.Config, its mesh the one in use. built: models.build.Built.
-    optimizer: train.updates.optimizers.Optimizer.
+    optimizer: train.updates.optimizers.Optimizer, or zeroth_order.Descent.
   """
 
   config: schema.Config
   built: build.Built
-  optimizer: optimizers.Optimizer
+  optimizer: optimizers.Optimizer | zeroth_order.Descent
 
   @functools.cached_property
   def state(self) -> state_lib.State:
@@ -253,11 +254,21 @@ def on_devices(
   abstract: on a mesh of no devices.
   """
   train = config.train
-  built = build.build(config, mesh_text, train.remat, devices, abstract)
+  sizes = build.mesh_sizes(config, mesh_text)
+  built = build.build(
+    config, mesh_text, train.remat, devices, abstract,
+    zeroth_order.layout(config, sizes),
+  )  # fmt: skip
   outer.check(config, built)
   optimizers.check(config, dict(built.mesh.shape))
+  zeroth_order.check(config, built)
   sizes = dataclasses.replace(config.mesh, **built.mesh.shape)
-  optimizer = optimizers.Optimizer(config.optimizer, train.steps, built.model)
+  optimizer: Any = optimizers.Optimizer(
+    config.optimizer, train.steps, built.model
+  )
+  if train.estimator == zeroth_order.NAME:
+    share = optimizers.schedule(config.optimizer, train.steps)
+    optimizer = zeroth_order.Descent(config, share, built.model)
   return Program(dataclasses.replace(config, mesh=sizes), built, optimizer)
 
 

@@ -17,6 +17,8 @@ from paraxis.train.run import spikes
 from paraxis.train.run import stragglers
 from paraxis.train.steps import replicas
 
+LOGGED = 'slope', 'draw'  # of steps.zeroth_order, which replay from them
+
 
 class Recorder:
   """Reads a step's numbers late, writes them, and watches for NaN."""
@@ -109,6 +111,7 @@ class Recorder:
       'train/grad_norm': float(numbers['grad_norm']),
       'train/learning_rate': max(rates.values()),
       'train/skipped': int(numbers['skipped']),
+      **{f'train/{n}': numbers[n].item() for n in LOGGED if n in numbers},
       **self._sums({'train/tokens': tokens, **self.rates.work(tokens)}),
       **expert_counts.values(self._job.model, numbers, step % every == 0),
     }

@@ -18,6 +18,7 @@ from paraxis.train import loss as loss_lib
 from paraxis.train import state as state_lib
 from paraxis.train.steps import gradients as gradients_lib
 from paraxis.train.steps import replicas
+from paraxis.train.steps import zeroth_order
 
 
 class Step(NamedTuple):
@@ -45,7 +46,8 @@ def make(built, optimizer, clip_norm):
 
   Args:
     built: models.build.Built.
-    optimizer: train.updates.optimizers.Optimizer.
+    optimizer: train.updates.optimizers.Optimizer, or zeroth_order.Descent:
+      which estimates, of a gradient, the slope along one direction.
     clip_norm: global gradient norm above which gradients are scaled; 0: never.
   """
   model = built.model
@@ -62,6 +64,11 @@ def make(built, optimizer, clip_norm):
   else:
     layouts = gradients_lib.Annotated(model)
     grads = functools.partial(gradients_lib.of_batch, built, layouts)
+  if isinstance(optimizer, zeroth_order.Descent):
+    of = functools.partial(zeroth_order.gradients, built)
+    grads = functools.partial(of, optimizer.epsilon)
+    return Step(grads, functools.partial(_along, built, optimizer, clip_norm),
+                evaluate)  # fmt: skip
   one = functools.partial(_updated, model, optimizer, clip_norm)
 
   def update(state, loss, grads, aux):
@@ -70,6 +77,17 @@ def make(built, optimizer, clip_norm):
     return one(_squares, state, loss, grads, aux)
 
   return Step(grads, update, evaluate)
+
+
+def _along(built, descent, clip_norm, state, loss, grads, aux):
+  """Step.update along the direction that a gradient says the key of."""
+  draw = aux.tallies['draw']
+  squares = functools.partial(descent.squares, state.params)
+  state, numbers = _updated(
+    built.model, descent.along(draw), clip_norm, squares, state, loss, grads,
+    aux,
+  )  # fmt: skip
+  return state, numbers | grads | dict(draw=draw)
 
 
 def _squares(grads):

@@ -7,6 +7,7 @@ _REPLICAS = 'tests/train/steps/test_replicas.py::'
 _PAIRS = 'tests/train/steps/test_pairs.py::'
 _CYCLE = 'tests/train/data/test_shape_cycle.py::'
 _MERGE = 'tests/train/run/test_merge.py::'
+_ZEROTH = 'tests/train/steps/test_zeroth_order.py::'
 
 TABLE = [
   Mutation(
@@ -553,5 +554,29 @@ TABLE = [
     'out[path] = x[len(x) - count :].reshape(shape)',
     'matrices that fill a stack are taken for others',
     'tests/train/updates/test_update_rules.py::test_a_mesh_changes_nothing',
+  ),
+  Mutation(
+    'direction_of_a_layer',
+    'train/steps/zeroth_order.py',
+    'keys = fold(keys, jnp.arange(len(x)))',
+    'keys = fold(keys, jnp.zeros(len(x), int))',
+    'all layers move along the direction of the first',
+    _ZEROTH + 'test_a_step_equals_numpy[all]',
+  ),
+  Mutation(
+    'direction_of_a_shard',
+    'train/steps/zeroth_order.py',
+    'along = along + jnp.uint32(jax.lax.axis_index(axes) * n)',
+    'along = along + jnp.uint32(0)',
+    'shards of a matrix all draw the numbers of the first',
+    _ZEROTH + 'test_a_layout_equals_one_device[explicit]',
+  ),
+  Mutation(
+    'direction_sides',
+    'train/steps/zeroth_order.py',
+    'sign = 1.0 - 2.0 * jax.lax.axis_index(replicas.AXIS)',
+    'sign = 1.0 - jax.lax.axis_index(replicas.AXIS)',
+    'the second half stays where it is: a slope of one side',
+    _ZEROTH + 'test_a_layout_equals_one_device[twins]',
   ),
 ]

@@ -28,6 +28,7 @@ from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.checkpoint import snapshot
 from paraxis.sharding.meter import aot
 from paraxis.train.steps import outer
+from paraxis.train.steps import zeroth_order
 
 PACKAGES = (
   'jax',
@@ -172,8 +173,10 @@ def _mesh(config, mesh_text):
     mesh = mesh_lib.make(mesh_text or 'data=-1')
     yield mesh_lib.describe(dict(mesh.shape))
     return
-  built = build.build(config, mesh_text, config.train.remat)
+  change = zeroth_order.layout(config, build.mesh_sizes(config, mesh_text))
+  built = build.build(config, mesh_text, config.train.remat, change=change)
   outer.check(config, built)
+  zeroth_order.check(config, built)
   build.check_rows(
     config.microbatch_rows,
     built,

@@ -69,7 +69,8 @@ def _layout(run):
   stages = {'gradients': rules_lib.GRADIENTS, 'optimizer': rules_lib.OPTIMIZER}
   stages[trained.EMA] = rules_lib.OPTIMIZER
   leaves = {f'gradients/{p}': g for p, g in run.gradients[1].items()}
-  axes = {f'gradients/{p}': model.axes[p] for p in run.gradients[1]}
+  # A slope along a direction is of no parameter.
+  axes = {f'gradients/{p}': model.axes.get(p, ()) for p in run.gradients[1]}
   axes |= state_lib.axes(run.runner.job.leaves)
   leaves |= run.updated
   moved = []
@@ -95,6 +96,8 @@ def _steps(run):
   state = run.runner.steps(reference.params, reference.batches)
   found, wanted = run.runner.job.in_order(state.params), reference.stepped
   top = {p: np.abs(g).max() for p, g in reference.gradients.items()}
+  if not top.keys() & wanted.keys():  # one slope moves them all
+    top = dict.fromkeys(wanted, 1.0)
   gaps = {
     p: float(np.abs(found[p] - x).max())
     for p, x in wanted.items()

@@ -98,13 +98,16 @@ def _stream(seed, t, i):
 
 
 def drawn(config, t=0, seed=None):
-  """() int32: the key of step t, of a model that draws from one; or None.
+  """() int32: the key of step t, where something draws from one; or None.
+
+  A recurrent depth, and directions (train/steps/zeroth_order.py).
 
   Args:
     config: schema.Config. seed: None: train.seed.
   """
   own = config.model.recurrence
-  if not (own.core and own.spread) or seed == HELD_OUT:
+  draws = own.core and own.spread or config.train.estimator != 'backprop'
+  if not draws or seed == HELD_OUT:
     return None
   rng = np.random.default_rng([config.train.seed if seed is None else seed, t])
   return np.int32(rng.integers(2**31))

@@ -122,6 +122,17 @@ def of_batch(built, layouts, params, batch, cotangent=1.0):
   return _of_step(layouts, nats, aux, grads)
 
 
+def value(built, layouts, params, batch):
+  """(loss, aux.Aux) as of `of_batch`, without a gradient."""
+  model = built.model
+  count = functools.partial(_count, model, params, batch)
+  params = _with_loads(model, layouts, params, batch, count)
+  one = lambda share: (*loss_lib.objective(model, params, share)[1], {})
+  whole = batch.tokens.ndim == 2
+  found = one(batch) if whole else _sum_of_microbatches(one, batch, {})
+  return _of_step(layouts, *found)[::2]
+
+
 def _of_step(layouts, nats, aux, grads):
   """What Step.grads returns, from the sums of a shard over microbatches."""
   with jax.named_scope('gradients'):

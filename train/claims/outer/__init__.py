@@ -1,8 +1,9 @@
-"""Claims about replicas that step alone, and exchange now and then.
+"""Claims about replicas that exchange less than a gradient every step.
 
-Named by configs such as diloco. steps.py: what they compute and send in a step;
-exchanges.py: what is exchanged; learning.py: what is learned; decentralized.py:
-nodes of a graph.
+Named by configs such as diloco. steps.py: what those that step alone compute
+and send in a step; exchanges.py: what they exchange; learning.py: what is
+learned; decentralized.py: nodes of a graph; directions.py: two halves that
+exchange a number.
 
 Read first: steps.py.
 """
