@@ -19,6 +19,8 @@ import types
 import pytest
 import sampling
 
+os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')  # before it is loaded
+
 from paraxis.sharding.meter import compile_store
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -37,7 +39,6 @@ for _flag in _FLAGS:
   if _flag.partition('=')[0] not in os.environ.get('XLA_FLAGS', ''):
     os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_flag}'
 os.environ.setdefault('MPLBACKEND', 'Agg')
-os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')
 os.environ['HF_HUB_OFFLINE'] = '1'
 # Tracing makes many objects and few cycles: looking for them took a fifth.
 gc.set_threshold(100_000, 50, 50)

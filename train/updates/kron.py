@@ -123,10 +123,11 @@ def _fitted(g, ids, count, left, right):
   )
   a = left @ (g + damp * probe) @ right.mT
   solve = functools.partial(
-    jax.lax.linalg.triangular_solve, lower=False, left_side=True
-  )
-  c = solve(left, probe, transpose_a=True)
-  c = solve(right, c.mT, transpose_a=True).mT
+    jax.lax.linalg.triangular_solve, lower=False, left_side=True,
+    transpose_a=True,
+  )  # fmt: skip
+  c = matrices.apiece(solve, left, probe)
+  c = matrices.apiece(solve, right, c.mT).mT
   left = _stepped(left, a @ a.mT, c @ c.mT)
   right = _stepped(right, a.mT @ a, c.mT @ c)
   # Their product counts alone: both are kept of one size.

@@ -124,6 +124,19 @@ def run(rule, dims, arrays, like, whole=()):
   return unpack_there(region(pack_there(arrays), whole))
 
 
+def apiece(function, *stacks):
+  """function of one matrix from each stack (B, ...) -> results (B, ...).
+
+  On CPU one matrix after another: jaxlib's LAPACK kernels share a stack among
+  the threads that the devices run on and wait for them, so that several devices
+  at once can wait for ever. Elsewhere all at once.
+  """
+  every = lambda *given: jax.lax.map(lambda row: function(*row), given)
+  return jax.lax.platform_dependent(
+    *stacks, cpu=every, default=jax.vmap(function)
+  )
+
+
 def _rows(x, dims, shape):
   """An array of a parameter of that shape -> (its matrices, ...)."""
   tail = x.shape[dims.batch :]

@@ -171,7 +171,8 @@ def _signed(q):
 def _first(s, basis, v):
   """(eigenvectors of s, largest eigenvalue first; v)."""
   del basis
-  return _signed(jnp.linalg.eigh(_apart(s))[1][..., ::-1]), v
+  vectors = matrices.apiece(lambda x: jnp.linalg.eigh(x)[1], _apart(s))
+  return _signed(vectors[..., ::-1]), v
 
 
 def _kept(s, basis, v):
@@ -186,4 +187,5 @@ def _refreshed(axis, s, basis, v):
   order = jnp.argsort(-values, axis=-1)
   basis = jnp.take_along_axis(basis, order[:, None, :], axis=2)
   v = jnp.take_along_axis(v, jnp.expand_dims(order, 3 - axis), axis=axis)
-  return _signed(jnp.linalg.qr(s @ basis)[0]), v
+  turned = matrices.apiece(lambda x: jnp.linalg.qr(x)[0], s @ basis)
+  return _signed(turned), v
