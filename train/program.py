@@ -263,12 +263,13 @@ def on_devices(
   optimizers.check(config, dict(built.mesh.shape))
   zeroth_order.check(config, built)
   sizes = dataclasses.replace(config.mesh, **built.mesh.shape)
-  optimizer: Any = optimizers.Optimizer(
-    config.optimizer, train.steps, built.model
-  )
+  optimizer: Any = None
   if train.estimator == zeroth_order.NAME:
     share = optimizers.schedule(config.optimizer, train.steps)
     optimizer = zeroth_order.Descent(config, share, built.model)
+  else:
+    own = config.optimizer
+    optimizer = optimizers.Optimizer(own, train.steps, built.model)
   return Program(dataclasses.replace(config, mesh=sizes), built, optimizer)
 
 

@@ -353,4 +353,13 @@ TABLE = [
     'tests/sharding/meter/test_narrow.py'
     '::test_programs_of_several_devices_keep_the_pass',
   ),
+  Mutation(
+    'sequential_again',
+    'sharding/planner/sequential_coding.py',
+    'trying = ok if slot < first else ok & (own < first)',
+    'trying = ok if slot < first else ok & (own > first)',
+    'a part that failed is never tried again',
+    'tests/sharding/planner/test_sequential_coding.py::'
+    'test_what_failed_is_tried_again',
+  ),
 ]

@@ -579,4 +579,22 @@ TABLE = [
     'the second half stays where it is: a slope of one side',
     _ZEROTH + 'test_a_layout_equals_one_device[twins]',
   ),
+  Mutation(
+    'coded_rows',
+    'train/steps/coded.py',
+    'mine = jnp.roll(every, -i, 0)[:reads]',
+    'mine = jnp.roll(every, i, 0)[:reads]',
+    'a worker weighs the rows of others as if they were its own',
+    'tests/train/steps/test_coded.py::'
+    'test_the_gradient_is_that_of_one_device_whoever_is_late',
+  ),
+  Mutation(
+    'coded_zero',
+    'train/steps/coded.py',
+    'return super().sums(path, self._counted(gradient))',
+    'return self._counted(super().sums(path, gradient))',
+    'with ZeRO workers are added up before their shares count',
+    'tests/train/steps/test_coded.py::'
+    'test_the_gradient_is_that_of_one_device_whoever_is_late',
+  ),
 ]

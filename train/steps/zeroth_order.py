@@ -258,8 +258,8 @@ class Descent:
   """
 
   def __init__(self, config, share, model):
-    """config: schema.Config; share: f(step) of the peak rate; model:
-    models.Decoder."""
+    """config: schema.Config; share: of the peak rate, by step
+    (optimizers.schedule); model: models.Decoder."""
     self.model, self.epsilon = model, config.train.perturbation
     self._config = config.optimizer
     self._share = share
