@@ -223,6 +223,12 @@ def test_two_views_of_a_text_are_cut_alike(made):
   np.testing.assert_array_equal(*by_view(batch.targets))
   half = cut.batch_at(0, 8, 16)
   np.testing.assert_array_equal(half.tokens, batch.tokens[8:])
+  for views, pieces in ((1, 3), (2, 3)):  # each number once, pairs by pieces
+    found = shape_cycle.places(range(4), pieces, views)
+    assert sorted(found) == list(range(4 * pieces))
+    by_row = found.reshape(4 // views, views, pieces)
+    assert (by_row - by_row[:, :1] == np.arange(views)[:, None]).all()
+    assert (by_row[:, 0] % views == 0).all()
 
 
 # --------------------------------------------------------------- whole runs
