@@ -46,6 +46,8 @@ def reproduce(budget='', fresh=False, say=print):
       f'--budget={budget} is {limit:g} CPU-seconds, the cheapest config '
       f'({name}) takes {least:,}: give --budget={least}s or more.'
     )
+  hours = sum(costs.values()) / 3600
+  say(f'=== {len(costs)} configs take {hours:.1f} CPU-hours by their headers')
   start, codes, left = time.process_time(), {}, []
   for name, cost in costs.items():
     rest = limit - (time.process_time() - start)
@@ -58,7 +60,7 @@ def reproduce(budget='', fresh=False, say=print):
     say(f'=== {name}')
     codes[name] = _code(name, fresh, say)
     knockouts.forget()  # programs of one config are of no use to the next
-  return _end(codes, left, say)
+  return _end(codes, left, (time.process_time() - start) / 3600, say)
 
 
 def _code(name, fresh, say):
@@ -69,11 +71,11 @@ def _code(name, fresh, say):
     return None
 
 
-def _end(codes, left, say):
+def _end(codes, left, hours, say):
   named = lambda code: [n for n, c in codes.items() if c == code]
   failed, wrong = named(errors.EXIT_DIFFERENT), named(None)
   unchecked = named(errors.EXIT_SKIPPED)
-  say(f'=== {len(codes)} configs were run')
+  say(f'=== {len(codes)} configs were run in {hours:.2f} CPU-hours')
   for text, names in (
     ('claims FAILED in', failed),
     ('could not be run:', wrong),

@@ -43,7 +43,9 @@ def test_all_are_run_without_a_budget(ran):
   said = []
   assert budget.reproduce(fresh=True, say=said.append) == errors.EXIT_OK
   assert ran == [(n, True) for n in ('cheap', 'also', 'middle', 'dear')]
-  assert said[-1] == '=== 4 configs were run'
+  # 2,025 seconds by their headers; the clock says 10 for each, and one more.
+  assert said[0] == '=== 4 configs take 0.6 CPU-hours by their headers'
+  assert said[-1] == '=== 4 configs were run in 0.01 CPU-hours'
 
 
 def test_what_does_not_fit_is_left_out(ran):
