@@ -3,8 +3,8 @@
 arXiv:2409.11321, algorithm 3. Of a matrix W (M, N) with gradient G:
 
     L <- beta L + (1 - beta) G G',  R <- beta R + (1 - beta) G' G
-    Q_L, Q_R: their eigenvectors; every `every` steps one step of the power
-      method and QR:  Q <- qr(L Q)
+    Q_L, Q_R: their eigenvectors, by the power method and QR:  Q <- qr(L Q),
+      START times at first, then once every `every` steps
     m <- b1 m + (1 - b1) G;         v <- b2 v + (1 - b2) (Q_L' G Q_R)^2
     d = Q_L (Q_L' m Q_R / (sqrt(v) + eps)) Q_R'      bias-corrected, as Adam's
 
@@ -36,6 +36,7 @@ from paraxis.train.updates import matrices
 
 LARGEST = 10_000
 SPREAD = 3e-4
+START = 10
 
 
 class SoapState(NamedTuple):
@@ -169,10 +170,19 @@ def _signed(q):
 
 
 def _first(s, basis, v):
-  """(eigenvectors of s, largest eigenvalue first; v)."""
+  """(the first basis; v).
+
+  Not of jnp.linalg.eigh: its trip counts on a TPU depend on data.
+  """
   del basis
-  vectors = matrices.apiece(lambda x: jnp.linalg.eigh(x)[1], _apart(s))
-  return _signed(vectors[..., ::-1]), v
+  s = _apart(s)
+  at_one = jnp.broadcast_to(jnp.eye(s.shape[-1], dtype=s.dtype), s.shape)
+  return jax.lax.fori_loop(0, START, lambda _, q: _powered(s, q), at_one), v
+
+
+def _powered(s, basis):
+  """qr(s basis), of (B, K, K)."""
+  return _signed(matrices.apiece(lambda x: jnp.linalg.qr(x)[0], s @ basis))
 
 
 def _kept(s, basis, v):
@@ -187,5 +197,4 @@ def _refreshed(axis, s, basis, v):
   order = jnp.argsort(-values, axis=-1)
   basis = jnp.take_along_axis(basis, order[:, None, :], axis=2)
   v = jnp.take_along_axis(v, jnp.expand_dims(order, 3 - axis), axis=axis)
-  turned = matrices.apiece(lambda x: jnp.linalg.qr(x)[0], s @ basis)
-  return _signed(turned), v
+  return _powered(s, basis), v

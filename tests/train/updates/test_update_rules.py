@@ -180,11 +180,18 @@ def _signs(c, path, p, grads):
     yield np.sign(m)
 
 
-def _eigenvectors(s):
-  """Largest first, of statistics whose eigenvalues were set apart."""
+def _set_apart(s):
   K = len(s)
-  s = s + np.diag(3e-4 * np.trace(s) / K * np.linspace(1, 2, K))
-  return np.linalg.eigh(s)[1][:, ::-1], s
+  return s + np.diag(3e-4 * np.trace(s) / K * np.linspace(1, 2, K))
+
+
+def _begun(s):
+  """Ten steps of the power method from 1, by the Cholesky factor of a Gram."""
+  q = np.eye(len(s))
+  for _ in range(10):
+    q = _set_apart(s) @ q
+    q = q @ np.linalg.inv(np.linalg.cholesky(q.T @ q)).T
+  return q
 
 
 def _soap(c, path, p, grads):
@@ -203,7 +210,7 @@ def _one_soap(c, grads):
     grams = g @ g.T, g.T @ g
     if t == 0:
       sums = [(1 - beta) * x for x in grams]
-      bases = [_eigenvectors(s)[0] for s in sums]
+      bases = [_begun(s) for s in sums]
       yield np.zeros_like(g)
       continue
     left, right = bases
@@ -215,7 +222,7 @@ def _one_soap(c, grads):
     sums = [beta * s + (1 - beta) * x for s, x in zip(sums, grams, strict=True)]
     if t % c.precondition_every == 0:
       for axis, (s, q) in enumerate(zip(sums, bases, strict=True)):
-        s = _eigenvectors(s)[1]
+        s = _set_apart(s)
         order = np.argsort(-np.diag(q.T @ s @ q))
         v = np.take(v, order, axis)
         bases[axis] = np.linalg.qr(s @ q[:, order])[0]
