@@ -123,7 +123,7 @@ class Scorer(score.Scorer):
       log_EB = self._prior[:, None] + np.asarray(nats, np.float64)
       for at in range(new):
         z_EBV = np.asarray(jax.nn.log_softmax(jnp.stack(z), -1))
-        sound = np.isfinite(z_EBV).all((0, 2))[:count]
+        sound = np.all(np.isfinite(z_EBV), axis=(0, 2))[:count]
         bad = [(at, i) for i in np.flatnonzero(~sound)]
         transcript.check_sound(bad, count, 'row')
         log_EB = np.asarray(jax.nn.log_softmax(log_EB, 0))

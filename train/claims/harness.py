@@ -138,6 +138,12 @@ class Run:
     run.mechanism, run.fresh = self.mechanism, self.fresh
     return run
 
+  def shared(self, name):
+    """A Run whose folder `name`, beside this one's, a knock-out reads too."""
+    run = Run(self.config, self.results.with_name(name), self.say)
+    run.mechanism, run.fresh = self.mechanism, self.fresh
+    return run
+
 
 def state(claim, outcome) -> str:
   """PASS, FAIL, SKIP, or MISS: it fails no worse than the header admits."""

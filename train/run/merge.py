@@ -13,6 +13,8 @@ import`: `decode --checkpoint=` and `train --init_from=` read it.
 Cost: every parameter is read twice, a leaf of one run at a time.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -78,7 +80,7 @@ def _average(sources, weights, path, leaf):
 def mean(weights, arrays, dtype):
   """sum_i w_i x_i, in float64, of as many arrays as weights; one of weight 0
   counts for nothing, whatever it holds."""
-  total = None
+  total: Any = None
   for weight, x in zip(weights, arrays, strict=True):
     if weight:
       part = weight * np.asarray(x, np.float64)
