@@ -196,14 +196,12 @@ class Batches:
     threads = 1 if self._prefetch else 0
     options = grain.ReadOptions(threads, self._prefetch)
 
-    def assemble(t, rows):
+    def assemble(t):
       part = share(self.shape_at(t)[1])
-      return self._assemble(t, np.asarray(rows, np.int64), *part)
+      return self._assemble(t, self.rows_at(t), *part)
 
-    made = self._order.map_with_index(assemble)
-    if self.ramp:
-      steps = grain.MapDataset.range(2**31 - 1)
-      made = steps.map(lambda t: assemble(t, self.rows_at(t)))
+    # The order of single rows has more than grain can count.
+    made = grain.MapDataset.range(2**31 - 1).map(assemble)
     with contextlib.closing(iter(made.to_iter_dataset(options))) as source:
       source.set_state({'next_index': int(start)})
       yield from enumerate(source, int(start))

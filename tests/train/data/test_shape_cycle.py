@@ -127,7 +127,7 @@ def test_loss_and_gradients_are_of_documents_that_end_where_a_row_is_cut():
   As it was, the whole row is another loss: its tokens see more.
   """
   with jax.enable_x64(True):
-    config = support.piped(batch_size=4)
+    config = support.piped(batch_size=8)
     one = trial.reference(config, True, jax.devices()[0])
     runner = trial.Runner(trial.plain(config), jax.devices()[:1])
     batch, pieces = one.batches[0], 4
@@ -148,7 +148,7 @@ def test_loss_and_gradients_are_of_documents_that_end_where_a_row_is_cut():
     assert trial.worst(*map(jax.device_get, (gradients, reference)))[0] < 1e-9
     whole = run(runner, batch)[0]
     assert abs(float(whole) / float(wanted) - 1) > 1e-4
-    mesh = schema.Mesh(data=2, context=2, tensor=2)
+    mesh = schema.Mesh(stage=2, context=2, tensor=2)
     sharded = dataclasses.replace(config, mesh=mesh)
     side = trial.Runner(sharded, jax.devices())
     found = run(side, cut)
@@ -191,6 +191,16 @@ def test_steps_read_the_rows_of_whole_steps(made):
       step, batch = next(running)
       assert step == t and batch.tokens.shape == (8 * pieces, 64 // pieces)
       np.testing.assert_array_equal(batch.tokens, cut.batch_at(t).tokens)
+
+
+def test_steps_of_a_single_row(made):
+  """An order of single rows has more than grain can count."""
+  for text, shape in (('', (1, 64)), ('2:1', (2, 32))):
+    single = made(text, batch_size=1)
+    with contextlib.closing(single.iterate(3)) as running:
+      step, batch = next(running)
+    assert step == 3 and batch.tokens.shape == shape
+    np.testing.assert_array_equal(batch.tokens, single.batch_at(3).tokens)
 
 
 def test_with_microbatches_and_a_ramp(made):
