@@ -3,8 +3,8 @@
 arXiv:2409.11321, algorithm 3. Of a matrix W (M, N) with gradient G:
 
     L <- beta L + (1 - beta) G G',  R <- beta R + (1 - beta) G' G
-    Q_L, Q_R: their eigenvectors, by the power method and QR:  Q <- qr(L Q),
-      START times at first, then once every `every` steps
+    Q_L, Q_R: their eigenvectors at first (on a TPU START steps of the next
+      line); every `every` steps one of the power method:  Q <- qr(L Q)
     m <- b1 m + (1 - b1) G;         v <- b2 v + (1 - b2) (Q_L' G Q_R)^2
     d = Q_L (Q_L' m Q_R / (sqrt(v) + eps)) Q_R'      bias-corrected, as Adam's
 
@@ -170,14 +170,23 @@ def _signed(q):
 
 
 def _first(s, basis, v):
-  """(the first basis; v).
-
-  Not of jnp.linalg.eigh: its trip counts on a TPU depend on data.
-  """
+  """(eigenvectors of s, largest eigenvalue first; v)."""
   del basis
   s = _apart(s)
-  at_one = jnp.broadcast_to(jnp.eye(s.shape[-1], dtype=s.dtype), s.shape)
-  return jax.lax.fori_loop(0, START, lambda _, q: _powered(s, q), at_one), v
+  return jax.lax.platform_dependent(s, tpu=_began, default=_eigenvectors), v
+
+
+def _eigenvectors(s):
+  vectors = matrices.apiece(lambda x: jnp.linalg.eigh(x)[1], s)
+  return _signed(vectors[..., ::-1])
+
+
+def _began(s):
+  """START steps of the power method from 1, nearly as good (on text .3% more
+  bits per byte after 240 steps): trip counts of eigh on a TPU depend on data,
+  which the compile report refuses to count."""
+  one = jnp.broadcast_to(jnp.eye(s.shape[-1], dtype=s.dtype), s.shape)
+  return jax.lax.fori_loop(0, START, lambda _, q: _powered(s, q), one)
 
 
 def _powered(s, basis):
