@@ -597,4 +597,13 @@ TABLE = [
     'tests/train/steps/test_coded.py::'
     'test_the_gradient_is_that_of_one_device_whoever_is_late',
   ),
+  Mutation(
+    'bilevel_correction',
+    'train/steps/bilevel.py',
+    'gamma += (m - read) / (read * gamma)',
+    'gamma += (m - read) / m',
+    'what blocks that were not read have moved is made up for too little',
+    'tests/train/steps/test_bilevel.py::'
+    'test_steps_equal_a_loop_over_blocks[0.3-2]',
+  ),
 ]

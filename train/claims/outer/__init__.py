@@ -4,7 +4,8 @@ Named by configs such as diloco. steps.py: what those that step alone compute
 and send in a step; exchanges.py: what they exchange; learning.py: what is
 learned; decentralized.py: nodes of a graph; directions.py: two halves that
 exchange a number; coding.py: workers of which some are late; domains.py:
-experts that never exchange anything.
+experts that never exchange anything; bilevel.py: minimisers of which some are
+read.
 
 Read first: steps.py.
 """
