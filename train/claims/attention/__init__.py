@@ -1,4 +1,4 @@
-"""Claims about attention: kernels, parts merged, latents, decoding.
+"""Claims about attention: kernels, parts merged, latents, decoding, short rows.
 
 Named by configs such as flash_attention_2, lean_attention, tpla.
 
