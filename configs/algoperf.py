@@ -77,6 +77,6 @@ def knockouts():
   still = {'learning_rate': [1e-9, 1e-9]}
   raw = lambda: knockouts.patched(leaderboard, 'ratios', lambda times: times)
   return [
-    ('raw times', scores, raw),
-    ('nothing learns', board, {'rules': {'adamw': still, 'nadamw': still}}),
+    ('raw_times', scores, raw),
+    ('nothing_learns', board, {'rules': {'adamw': still, 'nadamw': still}}),
   ]

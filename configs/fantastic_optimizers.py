@@ -99,5 +99,5 @@ def knockouts():
   return [
     ('shards', same, whole.on_shards),
     ('repeated', shared, whole.repeated),
-    ('nothing moves matrices', first, {'rules': alike}),
+    ('nothing_moves', first, {'rules': alike}),
   ]
