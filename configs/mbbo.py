@@ -32,7 +32,7 @@ def claims():
   )
   fewer = dict(
     check=bilevel.fewer, blocks=[4, 8, 16], samples=[1, 4, 16],
-    seeds=[0, 1, 2], most=5000, to=0.03, slope=-0.5, within=0.3, alone=False,
+    seeds=[0, 1, 2], most=5000, to=0.03, power=[-0.5, 0.3], alone=False,
   )  # fmt: skip
   return [
     ('the gradient in closed form', 'EQ', exact, None),

@@ -135,18 +135,19 @@ def iterations(seed, read, B, growth, most, to):
   return most
 
 
-def fewer(run, *, blocks, samples, seeds, most, to, slope, within, alone):
+def fewer(run, *, blocks, samples, seeds, most, to, power, alone):
   """LEARN: iterations to a norm of the gradient fall with the samples of a
-  block, as their power `slope`, and with the blocks that are read.
+  block, as a power of them, and with the blocks that are read.
 
   Rates are those of the paper's theorem: of x as I sqrt(B), alpha as B.
 
   Args:
     blocks: list of I, the largest of B. samples: list of B, the middle of I.
     seeds: of problems and noise. most: steps. to: the norm.
+    power: [what it is, within].
     alone: one sample is read, whatever the rates.
   """
-  found, middle = {}, blocks[len(blocks) // 2]
+  found, middle, (slope, within) = {}, blocks[len(blocks) // 2], power
   cases = [(middle, B) for B in samples]
   cases += [(read, samples[-1]) for read in blocks if read != middle]
   with jax.enable_x64(True):

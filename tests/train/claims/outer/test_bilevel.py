@@ -30,7 +30,7 @@ def test_iterations_that_do_not_fall_are_seen(monkeypatch):
   run = claim_cases.run_of('mbbo')
   given = dict(
     blocks=[4, 8, 16], samples=[1, 16], seeds=[0, 1, 2], most=9, to=0.1,
-    slope=-0.5, within=0.3, alone=False,
+    power=[-0.5, 0.3], alone=False,
   )  # fmt: skip
 
   def fell(power):
