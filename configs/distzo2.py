@@ -8,7 +8,7 @@ run: paraxis reproduce distzo2
 cost: 300 CPU-seconds
 expect: HLO 2 numbers of 4 bytes; EQ 2e-12 in float64 (6e-4 in float32, where
   two losses nearly cancel); a run is made again from its log, bitwise; AOT .91
-  and .68 of a forward pass; CPU 2.37 forward passes a step of 2,048 tokens, .99
+  and .68 of a forward pass; CPU 2.05 forward passes a step of 4,096 tokens, .92
   of 2.1 and three draws; LEARN bits per byte fall from 8.06 to 5.91, .70 of
   what Adam's 4.97 is below the start.
 differs: blocks are not streamed from the host: all parameters stay on the
@@ -18,7 +18,7 @@ differs: blocks are not streamed from the host: all parameters stay on the
 from paraxis.configs import presets
 
 HEAD_ONLY = 'embedding,layers/*'
-# Of the claim on memory: 1.2 billion parameters.
+# Of the claim on memory: 1.4 billion parameters.
 LARGE = {
   'model.d_model': 2048, 'model.d_ff': 5632, 'model.num_layers': 24,
   'model.num_heads': 16, 'model.vocab_size': 32000, 'model.dtype': 'bfloat16',

@@ -173,6 +173,7 @@ def makespan(scheme, times, fixed, patience=1.0):
     first = scheme.enough
     if type(scheme) is not Coded:
       first = int((row <= (1 + patience) * row.min()).sum())
+    now, count = np.zeros(scheme.n, bool), scheme.n
     for count in range(first, scheme.n + 1):
       now = np.ones(scheme.n, bool)
       now[order[:count]] = False

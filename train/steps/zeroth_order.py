@@ -157,8 +157,10 @@ class Moved:
 
   def __getitem__(self, index):
     if index is not Ellipsis:
-      parts = (x[index] for x in (self.value, self.keys, self.length))
-      found = Moved(*parts, self.names, self.order)
+      value, keys, length = (
+        x[index] for x in (self.value, self.keys, self.length)
+      )
+      found = Moved(value, keys, length, self.names, self.order)
       return found if isinstance(index, slice) else found[...]
     wide = jnp.promote_types(self.value.dtype, jnp.float32)
     shape, stacked = self.value.shape, self.length.ndim
