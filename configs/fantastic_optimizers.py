@@ -94,10 +94,12 @@ def knockouts():
   """Shards as matrices; the work of all on each; one rule under every name."""
   from paraxis.train.claims.updates import whole
 
-  same, shared, first, *_ = (name for name, *_ in claims())
+  same, shared, first, order, gain = (name for name, *_ in claims())
   alike = {'adamw': RULES['adamw'], 'soap': [{'matrix_learning_rate': 0.0}]}
   return [
     ('shards', same, whole.on_shards),
     ('repeated', shared, whole.repeated),
     ('nothing_moves', first, {'rules': alike}),
+    ('at_the_end', order, {'early': 240}),
+    ('one_size', gain, {'sizes': {'90K': {}, 'again': {}}}),
   ]

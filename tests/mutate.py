@@ -38,10 +38,11 @@ from mutants import pallas_kernels
 from mutants import reliability
 from mutants import sharding
 from mutants import train
+from mutants import updates
 
 TABLE = [
   *pallas_kernels.TABLE, *sharding.TABLE, *models.TABLE, *decode.TABLE,
-  *reliability.TABLE, *train.TABLE,
+  *reliability.TABLE, *train.TABLE, *updates.TABLE,
 ]  # fmt: skip
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SECONDS = 900  # after which a command is taken for one that hangs

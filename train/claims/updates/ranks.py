@@ -38,7 +38,8 @@ def _trained(run, rules, size, fields, seeds):
   config = lambda rule, trial: experiment.fields(
     run.config, fields, experiment.under('optimizer', {'name': rule} | trial)
   )
-  label = lambda rule, i: f'{size}-{rule}-{i}'
+  width = experiment.fields(run.config, fields).model.d_model
+  label = lambda rule, i: f'{width}-{rule}-{i}'
   for rule, trials in rules.items():
     tried = {label(rule, i): config(rule, t) for i, t in enumerate(trials)}
     first = ablation.trained(home, tried, seeds[:1])
