@@ -149,20 +149,21 @@ class TooLargeError(errors.UserError):
   """A program does not fit into the memory of a chip."""
 
 
-def compile_for(topology, name, traced):
+def compile_for(topology, name, traced, options=None):
   """Compiles a traced program (`jax.jit(f).trace(*shapes)`).
 
   Args:
     topology: the `Topology` it was traced for.
     name: of the program, for the error.
     traced: jax.stages.Traced.
+    options: {name: value} of the compiler.
 
   Raises:
     TooLargeError: it does not fit on the chip; names the array and the sizes.
   """
   try:
     with topology.context(), uncached():
-      return traced.lower().compile()
+      return traced.lower().compile(options)
   except jax.errors.JaxRuntimeError as e:
     if 'RESOURCE_EXHAUSTED' not in str(e):
       raise

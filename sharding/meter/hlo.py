@@ -22,6 +22,7 @@ in any of their notations; transfers between TPU slices.
 
 import collections
 import dataclasses
+from typing import NamedTuple
 
 from paraxis.sharding import replica_groups
 from paraxis.sharding.meter import compiled
@@ -35,6 +36,7 @@ KINDS = (
   'ragged-all-to-all',
   'collective-broadcast',
 )
+PRODUCTS = ('dot', 'convolution')
 # Passes on what it is given, piece by piece.
 _VIEWS = ('bitcast', 'get-tuple-element', 'copy', 'reshape', 'convert')
 # Transfers between TPU slices, which the compiler hands to the hosts.
@@ -216,3 +218,86 @@ def table(found: list[Collective]) -> str:
   total = sum(c.total for c in found)
   lines.append(f'{"all":20} {"":24} {"":7} {total / 1e6:12,.3f}')
   return '\n'.join(lines)
+
+
+class Overlap(NamedTuple):
+  """A collective of the program's main computation.
+
+  kind: of KINDS. where: path in the traced program. products: paths of products
+  beside it; a fusion with a product in it is a product.
+  """
+
+  kind: str
+  where: str
+  products: tuple
+
+
+def overlapped(text: str) -> list[Overlap]:
+  """[Overlap] of a compiled program: products that start while each travels.
+
+  An asynchronous collective is a pair of instructions, -start and -done, or on
+  TPU a chain of fusions that has products among it. One that is not
+  asynchronous has no products.
+  """
+  main, steps, products = _main(text)
+  places = {name: n for n, name in enumerate(main)}
+  within = lambda names, p: places[names[0]] < places[p] < places[names[-1]]
+  return [
+    Overlap(
+      kind,
+      where,
+      tuple(path for p, path in products.items() if within(names, p)),
+    )
+    for kind, where, names in steps
+  ]
+
+
+def independent(text: str) -> list[Overlap]:
+  """[Overlap] of a compiled program: products that each collective neither
+  waits for nor holds up, whatever the schedule; what could be overlapped."""
+  main, steps, products = _main(text)
+  before = {}  # name -> all that it waits for
+  for name, i in main.items():
+    mine = [{x} | before[x] for x in i.operands if x in before]
+    before[name] = set().union(*mine)
+  apart = lambda names, p: (
+    not (before[p] & {*names} or any(p in before[n] for n in names))
+  )
+  return [
+    Overlap(
+      kind,
+      where,
+      tuple(path for p, path in products.items() if apart(names, p)),
+    )
+    for kind, where, names in steps
+  ]
+
+
+def _main(text):
+  """The main computation of a compiled program, in the order of its schedule.
+
+  Returns:
+    ({name: Instruction}; [(kind, path, names of its steps)] of collectives;
+    {name: path} of products).
+  """
+  program = compiled.CompiledProgram(text)
+  main, steps, products = program.computations[program.entry], {}, {}
+  for name, i in main.items():
+    for x in _inside(program, i):
+      kind = x.opcode.removesuffix('-start').removesuffix('-done')
+      if x.opcode in PRODUCTS:
+        products.setdefault(name, x.where)
+      elif kind in KINDS:
+        start = x.operands[0] if x.opcode.endswith('-done') else x.name
+        chain = x.attribute(r'chain_id="(\d+)"') or start
+        steps.setdefault(chain, (kind, x.where, []))[2].append(name)
+  return main, list(steps.values()), products
+
+
+def _inside(program, i):
+  """An instruction, and all that it calls."""
+  found = [i]
+  for name in i.called:
+    for inner in program.computations[name].values():
+      found += _inside(program, inner)
+  return found

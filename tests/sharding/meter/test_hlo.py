@@ -258,6 +258,60 @@ def test_the_steps_of_an_asynchronous_chain_are_one_collective():
   assert sum(c.count for c in apart) == 8  # 1 + 6 + 1
 
 
+PAIRS = """HloModule m, is_scheduled=true, num_partitions=4
+
+%inside (a: f32[4,4]) -> f32[4,4] {
+  %a = f32[4,4]{1,0} parameter(0)
+  ROOT %c = f32[4,4]{1,0} convolution(%a, %a), dim_labels=bf_io->bf
+}
+
+%cheap (b: f32[4,4]) -> f32[4,4] {
+  %b = f32[4,4]{1,0} parameter(0)
+  ROOT %n = f32[4,4]{1,0} negate(%b)
+}
+
+ENTRY %main (p: f32[4,4]) -> f32[4,4] {
+  %p = f32[4,4]{1,0} parameter(0)
+  %s1 = (f32[4,4]{1,0}, f32[4,4]{1,0}) collective-permute-start(%p)
+  %f1 = f32[4,4]{1,0} fusion(%p), kind=kOutput, calls=%inside
+  %s2 = (f32[4,4]{1,0}, f32[4,4]{1,0}) collective-permute-start(%f1)
+  %f2 = f32[4,4]{1,0} fusion(%p), kind=kOutput, calls=%inside
+  %d1 = f32[4,4]{1,0} collective-permute-done(%s1)
+  %d2 = f32[4,4]{1,0} collective-permute-done(%s2)
+  %s3 = (f32[4,4]{1,0}, f32[4,4]{1,0}) collective-permute-start(%d2)
+  %f3 = f32[4,4]{1,0} fusion(%d1), kind=kLoop, calls=%cheap
+  %d3 = f32[4,4]{1,0} collective-permute-done(%s3)
+  %g = f32[16,4]{1,0} all-gather(%d3), dimensions={0}
+  ROOT %f4 = f32[4,4]{1,0} fusion(%g), kind=kOutput, calls=%inside
+}
+"""
+
+
+def products(found):
+  return [len(o.products) for o in found]
+
+
+def test_products_between_start_and_end():
+  """Two, one, none in a fusion that has no product, none while all wait."""
+  assert products(hlo.overlapped(PAIRS)) == [2, 1, 0, 0]
+  steps = ''.join(STEP.format(name=n) for n in ('start', 'step', 'done'))
+  product = (
+    ' %dot = f32[4]{0} dot(%x, %x), lhs_contracting_dims={}\n  ROOT %end'
+  )
+  chain = CHAIN.format(steps=steps)
+  assert products(hlo.overlapped(chain)) == [0]
+  assert products(hlo.overlapped(chain.replace(' ROOT %end', product))) == [1]
+
+
+def test_products_that_neither_wait_nor_are_waited_for():
+  """%f2 beside all of them; %f1 and %f4 beside the first, too."""
+  assert products(hlo.independent(PAIRS)) == [3, 1, 1, 1]
+  late = PAIRS.replace(
+    '%f2 = f32[4,4]{1,0} fusion(%p)', '%f2 = f32[4,4]{1,0} fusion(%s1)'
+  )
+  assert products(hlo.independent(late)) == [2, 1, 1, 1]
+
+
 def one_line(line):
   """[Collective] of a program of one instruction on x."""
   text = (

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from paraxis.sharding.meter import aot
-from paraxis.sharding.meter import compiled
 from paraxis.sharding.meter import hlo
 from paraxis.sharding.tensor import rings as tensor
 from paraxis.train.claims import experiment
@@ -28,7 +27,6 @@ from paraxis.train.claims import knockouts
 _AXIS = 'tensor'
 _COLUMNS = ('BTD,DF->BTF', 'BTD,DNH->BTNH')
 _ROWS = 'BTF,FD->BTD'
-_PRODUCTS = ('dot', 'convolution')
 
 
 def _gather(x, *weights):
@@ -210,35 +208,6 @@ def ring_messages(run, *, shards):
   )
 
 
-def schedule(text):
-  """How many products a compiled program starts while each message travels.
-
-  Returns:
-    A number per collective of the program's main computation; 0 for one that
-    is not asynchronous. A fusion with a product in it is a product.
-  """
-  program = compiled.CompiledProgram(text)
-
-  def is_product(i):
-    return i.opcode in _PRODUCTS or any(
-      is_product(inner)
-      for name in i.called
-      for inner in program.computations[name].values()
-    )
-
-  counts, travelling = {}, set()
-  for i in program.computations[program.entry].values():
-    if i.opcode.removesuffix('-start') in hlo.KINDS:
-      counts[i.name] = 0
-      travelling |= {i.name} if i.opcode.endswith('-start') else set()
-    elif i.opcode.removesuffix('-done') in hlo.KINDS:
-      travelling.discard(i.operands[0])
-    elif is_product(i):
-      for name in travelling:
-        counts[name] += 1
-  return list(counts.values())
-
-
 def messages_enclose_products(run, *, topology, tokens, width, mlp):
   """AOT: in the TPU's schedule every message has a product under way.
 
@@ -263,7 +232,9 @@ def messages_enclose_products(run, *, topology, tokens, width, mlp):
         with where.context():
           traced = program.trace(*given)
         compiled = aot.compile_for(where, 'rings', traced)
-        counts += schedule(compiled.as_text())
+        counts += [
+          len(o.products) for o in hlo.overlapped(compiled.as_text() or '')
+        ]
   rings, plain = ([n > 0 for n in found[ring]] for ring in (True, False))
   return claims.Outcome(
     f'{len(rings)} messages',

@@ -33,40 +33,6 @@ def test_messages_are_counted(monkeypatch):
   assert not outcome.passed and 'DIFFER' in outcome.caveat
 
 
-TEXT = """HloModule m, is_scheduled=true, num_partitions=4
-
-%inside (a: f32[4,4]) -> f32[4,4] {
-  %a = f32[4,4]{1,0} parameter(0)
-  ROOT %c = f32[4,4]{1,0} convolution(%a, %a), dim_labels=bf_io->bf
-}
-
-%cheap (b: f32[4,4]) -> f32[4,4] {
-  %b = f32[4,4]{1,0} parameter(0)
-  ROOT %n = f32[4,4]{1,0} negate(%b)
-}
-
-ENTRY %main (p: f32[4,4]) -> f32[4,4] {
-  %p = f32[4,4]{1,0} parameter(0)
-  %s1 = (f32[4,4]{1,0}, f32[4,4]{1,0}) collective-permute-start(%p)
-  %f1 = f32[4,4]{1,0} fusion(%p), kind=kOutput, calls=%inside
-  %s2 = (f32[4,4]{1,0}, f32[4,4]{1,0}) collective-permute-start(%f1)
-  %f2 = f32[4,4]{1,0} fusion(%p), kind=kOutput, calls=%inside
-  %d1 = f32[4,4]{1,0} collective-permute-done(%s1)
-  %d2 = f32[4,4]{1,0} collective-permute-done(%s2)
-  %s3 = (f32[4,4]{1,0}, f32[4,4]{1,0}) collective-permute-start(%d2)
-  %f3 = f32[4,4]{1,0} fusion(%d1), kind=kLoop, calls=%cheap
-  %d3 = f32[4,4]{1,0} collective-permute-done(%s3)
-  %g = f32[16,4]{1,0} all-gather(%d3), dimensions={0}
-  ROOT %f4 = f32[4,4]{1,0} fusion(%g), kind=kOutput, calls=%inside
-}
-"""
-
-
-def test_products_between_start_and_end():
-  """Two, one, none in a fusion that has no product, none while all wait."""
-  assert claims_tensor.schedule(TEXT) == [2, 1, 0, 0]
-
-
 SMALL = dict(topology='v5p:2x2x1', tokens=256, width=256, mlp=512)
 
 
