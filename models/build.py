@@ -133,12 +133,27 @@ def _check_activations(mesh, rules, sizes, apart):
   )
 
 
+def _check_groups(config, stages):
+  """UserError if chunks of layers would have parts of groups."""
+  model, chunks = config.model, config.pipeline.chunks
+  unit, kinds = layer.kinds_of(model)
+  runs = len(kinds) // len(unit)
+  model_checks.need(
+    not model.groups or runs >= stages * chunks,
+    f'model.groups={model.groups}: whole groups are in {runs} runs of '
+    f'{len(unit)} layers (model.pattern={model.pattern!r}), fewer than '
+    f'mesh.stage={stages} x pipeline.chunks={chunks}: take more groups, or '
+    'fewer chunks.',
+  )
+
+
 def _schedule(config, sizes):
   """schedules.Schedule of a schema.Config; None on one stage."""
   pipeline = config.pipeline
   if sizes['stage'] == 1:
     return None
   model_checks.check_stages(config.model, sizes['stage'])
+  _check_groups(config, sizes['stage'])
   options = {}
   model_checks.need(
     pipeline.schedule == 'skip' or not pipeline.skip_fraction,

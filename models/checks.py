@@ -11,6 +11,7 @@ from paraxis.configs.base import mixers
 
 EXPERTS = 'EPD'  # letters of model.experts.pattern
 ATTENTION = 'FWKNA'  # letters of the mixers that attend to a whole row
+PREFIXED = 'FWKN'  # those that may have prefix keys
 BIDIRECTIONAL = 'FN'  # those that may see what is behind a token
 MOST_BLOCKS = 2**12  # of a row: attention lists their pairs, 8 million of these
 
@@ -75,6 +76,7 @@ def check_fields(model):
     f'model.residual={model.residual!r} has norms before its parts, but '
     f'model.norm_placement={model.norm_placement!r}.',
   )
+  _check_wiring(model, letters)
   need(
     model.loss != 'chunked' or not model.head_bias,
     "model.loss='chunked' knows no model.head_bias: take model.loss='logits'.",
@@ -99,6 +101,71 @@ def check_fields(model):
     _check_experts(model.experts)
   if model.recurrence.core or model.recurrence.prelude:
     _check_recurrence(model, letters)
+
+
+def _check_wiring(model, letters):
+  """UserError if layers cannot be joined so (wiring.py)."""
+  says = f'model.wiring={model.wiring!r}'
+  need(
+    model.wiring == 'standard' or model.residual == 'sequential',
+    f'{says} says what mixer and mlp read, and so does model.residual='
+    f'{model.residual!r}: leave one of them at its default.',
+  )
+  need(
+    model.wiring != 'parallel' or model.norm_placement == 'pre',
+    f'{says} has norms before its parts, but model.norm_placement='
+    f'{model.norm_placement!r}.',
+  )
+  need(
+    (model.wiring == 'groups') == bool(model.groups)
+    and (not model.groups or model.num_layers % model.groups == 0),
+    f'{says} and model.groups={model.groups}: wiring=groups alone has groups, '
+    f'1 or more, and they are to divide model.num_layers={model.num_layers}.',
+  )
+  if model.streams or model.wiring == 'streams':
+    _check_streams(model, letters)
+  own = sorted({k for k in letters if not mixers.TABLE[k].sums_last})
+  need(
+    model.wiring != 'ladder' or not own,
+    f'{says} leaves what a mixer gives pending, a sum over devices, and layers '
+    f'of kind {", ".join(own)} (model.pattern={model.pattern!r}) have no '
+    'separate output sum: they read it themselves; take other kinds.',
+  )
+  core = model.recurrence.core
+  need(
+    model.wiring in ('standard', 'parallel') or not core,
+    f'{says} carries more than the features of a row, and a pass over '
+    f'model.recurrence.core={core} layers hands over them alone: take '
+    "model.wiring='standard'.",
+  )
+
+
+def _check_streams(model, letters):
+  """UserError if a row cannot have copies with prefix keys."""
+  says = f'model.streams={model.streams}'
+  need(
+    model.wiring == 'streams' and model.streams,
+    f'{says} and model.wiring={model.wiring!r}: wiring=streams alone has '
+    'streams, 1 or more.',
+  )
+  other = sorted(set(letters) - set(PREFIXED))
+  need(
+    not other,
+    f'{says}: prefix keys are of attention, and layers of kind '
+    f'{", ".join(other)} (model.pattern={model.pattern!r}) have none: take '
+    f'layers of kind {", ".join(PREFIXED)}.',
+  )
+  need(
+    not model.experts.count,
+    f'{says}: experts would be loaded by every copy of a token, and are '
+    f'balanced by one (model.experts.count={model.experts.count}).',
+  )
+  need(
+    model.visibility != 'block' and not model.features,
+    f'{says} are copies of rows of tokens, and model.visibility='
+    f'{model.visibility} with model.features={model.features} reads rows in '
+    'pairs, or frames: neither has copies.',
+  )
 
 
 def _check_reach(model, letter):

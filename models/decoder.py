@@ -20,7 +20,9 @@ from paraxis.models import frames
 from paraxis.models import parameter
 from paraxis.models import recurrent_depth
 from paraxis.models import skeleton
+from paraxis.models import streams as streams_lib
 from paraxis.models import trained as trained_lib
+from paraxis.models import wiring
 from paraxis.models.mixers import attention
 from paraxis.models.mixers import packed as packed_lib
 from paraxis.models.mixers import pairs
@@ -84,14 +86,14 @@ class Decoder:
     out |= self.stack.init(layers_key)
     return {p: annotate.put(v, self.axes[p]) for p, v in out.items()}
 
-  def run(self, kinds, stacks, x_BTD, see, on=None, taped=None):
-    """Consecutive layers -> (x_BTD, aux.Aux): `Stack.run`.
+  def run(self, kinds, stacks, carry, see, on=None, taped=None):
+    """Consecutive layers -> (carry, aux.Aux): `Stack.run`.
 
     With a tape.Taped as `Stack.run_taped`, which returns its arrays, too.
     """
     if taped is not None:
-      return self.stack.run_taped(taped, kinds, stacks, x_BTD, see, on)
-    return self.stack.run(kinds, stacks, x_BTD, see, on)
+      return self.stack.run_taped(taped, kinds, stacks, carry, see, on)
+    return self.stack.run(kinds, stacks, carry, see, on)
 
   def features(self, params, batch):
     """Of every token, without a cache.
@@ -103,13 +105,15 @@ class Decoder:
     Returns:
       (x_BTD in config.dtype, after the final norm; aux.Aux of all layers).
     """
-    x, see = self._begun(params, batch)
-    x, aux = self.stack.run(self.pattern, params, x, see)
-    return self.normalise(params, self.own_rows(x, batch)), aux
+    x, see = self._begun(params, self._rows(batch))
+    x = wiring.begin(self.config, x)
+    carry, aux = self.stack.run(self.pattern, params, x, see)
+    x = self.own_rows(wiring.finish(carry), batch)
+    return self.normalise(params, x), aux
 
   def _begun(self, params, batch):
-    """(x_BTD before the first layer, attention.Visibility)."""
-    x, see = self.embed(params, batch), self.visibility(batch)
+    """(x_BTD before the first layer, attention.Visibility) of `_rows`."""
+    x, see = self._embedded(params, batch), self._seen(batch)
     if any(own.TABLE[kind[0]].shares for kind in self.pattern):
       see = see._replace(embedded=x)
     if self.config.recurrence.core:
@@ -119,8 +123,11 @@ class Decoder:
 
   def embed(self, params, batch):
     """x_BTD before the first layer."""
+    return self._embedded(params, self._rows(batch))
+
+  def _embedded(self, params, batch):
     config, ends = self.config, self._ends.module(params)
-    dtype, batch = jnp.dtype(config.dtype), self._in_pairs(batch)
+    dtype = jnp.dtype(config.dtype)
     with jax.named_scope('embed'):
       x = self._lookup(ends.embedding, batch.tokens, dtype)
       if config.embedding_scale != 1.0:
@@ -135,7 +142,10 @@ class Decoder:
 
   def visibility(self, batch):
     """attention.Visibility of a batch."""
-    config, batch = self.config, self._in_pairs(batch)
+    return self._seen(self._rows(batch))
+
+  def _seen(self, batch):
+    config = self.config
     valid = batch.segments > 0
     if config.experts.count:
       valid = annotate.part(valid, ROWS, RESIDUAL[:2])
@@ -148,7 +158,10 @@ class Decoder:
       denominator=batch.denominator, pairs=() if self.pairs else None,
     )  # fmt: skip
 
-  def _in_pairs(self, batch):
+  def _rows(self, batch):
+    """A batch with all rows that are read for its own ones."""
+    if self.config.stream_copies:
+      return streams_lib.of(batch, self.config.streams)
     return pairs.of(batch, self.config.mask_id) if self.pairs else batch
 
   def own_rows(self, x_BTD, batch):
@@ -157,10 +170,19 @@ class Decoder:
       return x_BTD
     return pairs.predicting(x_BTD, RESIDUAL, batch.positions, self.config)
 
-  def normalise(self, params, x_BTD):
-    """The norm after the last layer."""
+  def normalise(self, params, x_BTD, form=None):
+    """The norm after the last layer; streams are mixed behind it.
+
+    form: of a step of decoding, as its tokens are packed.
+    """
+    ends = self._ends.module(params)
     with jax.named_scope('final_norm'):
-      return self._ends.module(params).norm(x_BTD)
+      x_BTD = ends.norm(x_BTD)
+    return (
+      streams_lib.mixed(ends, x_BTD, form)
+      if self.config.stream_copies
+      else x_BTD
+    )
 
   def _lookup(self, table, ids, dtype) -> Any:
     names = table.get_metadata('axes')
@@ -179,16 +201,27 @@ class Decoder:
     """
     x, see = self.planned(params, cache, packed, form)
     x = begin(x) if begin else x
-    x, layers = self.stack.step(params, x, see, cache.states, together)
-    return self.normalise(params, x), packed_lib.Flight(packed, layers)
+    x = wiring.begin(self.config, x)
+    carry, layers = self.stack.step(params, x, see, cache.states, together)
+    x = self.normalise(params, wiring.finish(carry), form)
+    return x, packed_lib.Flight(packed, layers)
 
   def planned(self, params, cache, packed, form):
     """(x before the first layer, attention.Visibility) of tokens in flight."""
-    plan = packed_lib.plan(form, packed, cache.length, cache.reads)
+    plan, packed = self._plan(form, packed, cache)
     segments, positions = plan.ids.valid.astype(jnp.int32), plan.ids.position
     batch = batch_lib.Batch(packed.token, None, segments, positions, None, None)
     x, see = self._begun(params, batch)
     return x, see._replace(plan=plan)
+
+  def _plan(self, form, packed, cache):
+    """(packed.Plan, packed.Packed) of what layers read of a step."""
+    length, many = cache.length, self.config.stream_copies
+    if many:
+      packed = streams_lib.packed(form, packed, many)
+      length = streams_lib.cache(cache, many)
+      form = streams_lib.lanes(form, many)
+    return packed_lib.plan(form, packed, length, cache.reads), packed
 
   def commit(self, cache, flight, form, keep):
     """`cache` with those tokens in flight that are kept.
@@ -203,18 +236,22 @@ class Decoder:
     Returns:
       packed.Cache. A row ends behind its last kept token, or where it did.
     """
-    plan = packed_lib.plan(form, flight.packed, cache.length)
+    plan, kept = packed_lib.plan(form, flight.packed, cache.length), keep
+    ids, many = plan.ids, self.config.stream_copies
+    if many:
+      plan, _ = self._plan(form, flight.packed, cache)
+      kept = streams_lib.laid_out(form, dict(keep=keep), many)['keep']
     states = tuple(
-      self.stack.mixer(kind).commit(state, new, plan, keep)
+      self.stack.mixer(kind).commit(state, new, plan, kept)
       for kind, state, new in zip(
         self.stack.cached, cache.states, flight.layers, strict=True
       )
     )
-    end = jnp.where(keep & plan.ids.valid, plan.ids.position + 1, 0)
+    end = jnp.where(keep & ids.valid, ids.position + 1, 0)
     if len(form) == 1 and form[0].own:
       length = jnp.maximum(cache.length, end.max(1))
     else:
-      length = cache.length.at[plan.ids.row].max(end)
+      length = cache.length.at[ids.row].max(end)
     return cache._replace(states=states, length=length)
 
   def _head(self, params):
@@ -265,8 +302,9 @@ class Decoder:
   def init_cache(self, rows, slots, dtype=None):
     """An empty packed.Cache for `rows` requests of at most `slots` tokens."""
     dtype = jnp.dtype(dtype or self.config.dtype)
+    copies = rows * max(self.config.stream_copies, 1)
     states = tuple(
-      self.stack.mixer(kind).init_state(rows, slots, dtype)
+      self.stack.mixer(kind).init_state(copies, slots, dtype)
       for kind in self.stack.cached
     )
     length = annotate.put(jnp.zeros(rows, jnp.int32), ('batch',))

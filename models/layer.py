@@ -17,6 +17,8 @@ from paraxis.configs.base import mixers as own
 from paraxis.models import aux as aux_lib
 from paraxis.models import norm
 from paraxis.models import parameter
+from paraxis.models import streams
+from paraxis.models import wiring
 from paraxis.models.ffn import mlp
 from paraxis.models.ffn import moe
 from paraxis.models.mixers import attention
@@ -66,6 +68,9 @@ def kinds_of(config):
   # Blocks that layers share take turns: in every unit the same.
   blocks, uses = config.hybrid.blocks, sum(own.TABLE[k[0]].shares for k in unit)
   unit *= blocks // math.gcd(blocks, uses)
+  # And so do groups of layers: a unit has whole ones.
+  group = config.group_layers
+  unit *= group // math.gcd(group, len(unit))
   repeats = -(-config.num_layers // len(unit))
   return tuple(unit), tuple((unit * repeats)[: config.num_layers])
 
@@ -95,6 +100,7 @@ class Layer(nnx.Module):
 
   config.residual: or x + mixer(norm x) + mlp(norm' x), both of one x; 'shared'
   has one norm for both (GPT-J; GPT-NeoX, arXiv:2204.06745, section 2.1).
+  config.wiring says what each of them reads, and what x is (wiring.py).
 
   kind: of `kinds_of`. With E or P experts take the mlp's place.
   """
@@ -137,28 +143,35 @@ class Layer(nnx.Module):
         y = getattr(self, f'{name}_post_norm')(y)
     return y if scale == 1 else y * jnp.asarray(scale, y.dtype)
 
-  def __call__(self, x_BTD, see, state=None, read=None):
-    """-> (x_BTD, the mixer's state, aux.Aux); see: attention.Visibility; read:
-    what the mixer reads in place of x_BTD, or None."""
-    x, mix = checkpoint_name(x_BTD, 'residual'), self.mixer
-    given, before = x, functools.partial(self._before, mix.name)
+  def __call__(self, carry, see, state=None, read=None):
+    """-> (carry, the mixer's state, aux.Aux); carry: x_BTD, or as wiring.py has
+    it; see: attention.Visibility; read: what the mixer reads in place of what
+    the carry says, or None."""
+    name = lambda x: checkpoint_name(x, 'residual')
+    carry, mix = jax.tree.map(name, carry), self.mixer
+    given, before = (
+      wiring.read(carry),
+      functools.partial(self._before, mix.name),
+    )
     more = (before,) if mix.norms else ()
-    read = x if read is None else read
+    read = given if read is None else read
     normed = read if mix.norms else before(read)
     with jax.named_scope(mix.name):
       run = mix if see.plan is None else mix.decode
       found = run(normed, see, state, *more)
     if self.kind[0] in own.OWN:
-      _check_answer(mix, x, found)
+      _check_answer(mix, given, found)
     y, state, aux = found
-    x = x + self._after(mix.name, y)
+    carry = wiring.add(carry, self._after(mix.name, y))
     if self.kind[1:] != '.':
       how = self.config.residual
       if how != 'shared':
-        normed = self._before('mlp', x if how == 'sequential' else given)
+        beside = how == 'parallel' or self.config.wiring == 'parallel'
+        normed = self._before('mlp', given if beside else wiring.read(carry))
       y, more = self._transform(normed, see)
-      x, aux = x + self._after('mlp', y), aux_lib.add(aux, more)
-    return x, state, aux
+      carry = wiring.add(carry, self._after('mlp', y))
+      aux = aux_lib.add(aux, more)
+    return carry, state, aux
 
   def _transform(self, x, see):
     name = {'E': 'moe', 'P': 'wide_moe'}.get(self.kind[1:], 'mlp')
@@ -189,6 +202,8 @@ class Ends(nnx.Module):
       self.head = parameter.embedding(rngs, shape, ('vocab', 'embed'), std)
     if config.head_bias:
       self.head_bias = parameter.vector((config.vocab_size,), ('vocab',))
+    if config.stream_copies:
+      streams.parameters(self, config, rngs)
     if config.features:
       wide = config.features, config.d_model
       self.frames = parameter.matrix(rngs, wide, (None, 'embed'))

@@ -27,6 +27,7 @@ from paraxis.models import layer as layer_lib
 from paraxis.models import parameter
 from paraxis.models import skeleton as skeleton_lib
 from paraxis.models import trained as trained_lib
+from paraxis.models import wiring
 from paraxis.sharding.tensor import project
 
 SCANNED, REST = range(2)  # parts of a run, as a tape numbers them
@@ -174,7 +175,7 @@ class Stack:
     """The mixer of a kind of layer, without values."""
     return self._kinds[kind].abstract().mixer
 
-  def run(self, kinds, stacks, x_BTD, see, on=None):
+  def run(self, kinds, stacks, carry, see, on=None):
     """Consecutive layers: scanned over whole units, or unrolled.
 
     Unrolled (model.unroll covers the depth), the stacks are split once, so that
@@ -184,30 +185,31 @@ class Stack:
       kinds: of the layers; as many whole units as they begin with are scanned.
       stacks: 'layers/...' -> (those of the layers that have it, ...), arrays or
         narrow.Narrow.
-      x_BTD, see: features, and attention.Visibility.
+      carry: features x_BTD, or as wiring.py has them.
+      see: attention.Visibility.
       on: (layers,) bool: the rows that hold a layer; an empty row changes
         nothing. None: all.
 
     Returns:
-      (x_BTD, aux.Aux of the layers together).
+      (carry, aux.Aux of the layers together).
     """
     units, aux = self._units(kinds), aux_lib.NOTHING
     blocks = self._shared(stacks)
     if units:
       body = functools.partial(self._run_unit, self.unit, see, blocks)
       xs = self._scanned(units, stacks, on)
-      x_BTD, found = jax.lax.scan(body, x_BTD, xs, unroll=self.config.unroll)
+      carry, found = jax.lax.scan(body, carry, xs, unroll=self.config.unroll)
       aux = aux_lib.of_units(found)
     left = kinds[units * len(self.unit) :]
     rest = self._rest(units, stacks, on)
-    x_BTD, more = self._run_unit(left, see, blocks, x_BTD, rest)
-    return x_BTD, aux_lib.whole(aux_lib.joined(aux, more))
+    carry, more = self._run_unit(left, see, blocks, carry, rest)
+    return carry, aux_lib.whole(aux_lib.joined(aux, more))
 
-  def run_taped(self, taped, kinds, stacks, x_BTD, see, on=None):
+  def run_taped(self, taped, kinds, stacks, carry, see, on=None):
     """`run`, its products recorded by a tape.Taped.
 
     Returns:
-      (x_BTD, aux.Aux, (arrays of the tape of what is scanned, of the rest)).
+      (carry, aux.Aux, (arrays of the tape of what is scanned, of the rest)).
     """
 
     def body(part, kinds, x, row):
@@ -220,14 +222,14 @@ class Stack:
     if units:
       xs = (*self._scanned(units, stacks, on), taped.zeros.get(SCANNED))
       run = functools.partial(body, SCANNED, self.unit)
-      x_BTD, (found, scanned) = jax.lax.scan(
-        run, x_BTD, xs, unroll=self.config.unroll
+      carry, (found, scanned) = jax.lax.scan(
+        run, carry, xs, unroll=self.config.unroll
       )
       aux = aux_lib.of_units(found)
     left = kinds[units * len(self.unit) :]
     row = (*self._rest(units, stacks, on), taped.zeros.get(REST))
-    x_BTD, (more, rest) = body(REST, left, x_BTD, row)
-    return x_BTD, aux_lib.whole(aux_lib.joined(aux, more)), (scanned, rest)
+    carry, (more, rest) = body(REST, left, carry, row)
+    return carry, aux_lib.whole(aux_lib.joined(aux, more)), (scanned, rest)
 
   def _units(self, kinds):
     """How many units of these layers are scanned; 0: all are unrolled."""
@@ -261,7 +263,7 @@ class Stack:
     return values, None if on is None else on[units * len(self.unit) :]
 
   def _run_unit(self, kinds, see, blocks, x, row):
-    """Consecutive layers, as the body of a scan -> (x, aux.Aux, in parts).
+    """Consecutive layers, as the body of a scan -> (carry, aux.Aux, in parts).
 
     blocks: of `_shared`. row: (values, on). values: path -> (layers of `kinds`
     that have it, ...).
@@ -279,13 +281,16 @@ class Stack:
       if self._policy is not None and project.tape() is None:
         layer = jax.checkpoint(layer, policy=self._policy)
       mine = {p: values[p] for p in slots}
+      given = x = wiring.enter(self.config, x, i)
       if on is None:
         x, aux = layer(x, see, mine)
       else:
         # An empty row has no valid tokens: none waits for its experts.
         valid = see.valid & on[i]
         y, aux = layer(x, see._replace(valid=valid), mine)
-        x, aux = jnp.where(on[i], y, x), aux_lib.select(on[i], aux)
+        held = lambda y, x, i=i: jnp.where(on[i], y, x)
+        x, aux = jax.tree.map(held, y, x), aux_lib.select(on[i], aux)
+      x = wiring.leave(self.config, given, x, i)
       found.append(aux)
     return x, aux_lib.stacked(found)
 
@@ -297,26 +302,29 @@ class Stack:
       y, _, aux = self._kinds[kind].module(mine, owners)(x, see, None)
     return y, aux
 
-  def step(self, params, x_BTD, see, states, together=1, layers=None):
-    """Tokens in flight over a cache -> (x_BTD, what each layer has in flight).
+  def step(self, params, carry, see, states, together=1, layers=None):
+    """Tokens in flight over a cache -> (carry, what each layer has in flight).
 
     Args:
       together: mixers of so many layers read the features of the first one.
       layers: which; None: all. params: as `unstack` gives them.
-      x_BTD, see: features, and attention.Visibility with its plan.
+      carry, see: as of `run`, attention.Visibility with its plan.
       states: one entry per layer, as its mixer keeps it.
     """
-    new, read = [], x_BTD
+    new, read = [], None
     layers = range(len(self.pattern)) if layers is None else layers
     for i, before in zip(layers, states, strict=True):
       kind = self.pattern[i]
-      skeleton, read = self._kinds[kind], read if i % together else x_BTD
+      skeleton = self._kinds[kind]
+      given = carry = wiring.enter(self.config, carry, i)
+      read = read if i % together else wiring.read(carry)
       at = {p: f'layers/{self._homes[p][i]}/{p}' for p in skeleton.leaves}
       mine = {p: params[name] for p, name in at.items()}
       with _scope(kind):
-        x_BTD, state, _ = skeleton.module(mine)(x_BTD, see, before, read)
+        carry, state, _ = skeleton.module(mine)(carry, see, before, read)
+      carry = wiring.leave(self.config, given, carry, i)
       new.append(state)
-    return x_BTD, tuple(new)
+    return carry, tuple(new)
 
 
 def _scope(kind):

@@ -275,6 +275,7 @@ class MixerKind(NamedTuple):
   scales_scores: YaRN's factor is in its scores, not in cos and sin.
   within: letters of mixers of which it is made.
   shares: its layers use model.hybrid.blocks blocks in turn.
+  sums_last: what it gives is a sum over devices that it does not read itself.
   """
 
   word: str
@@ -286,6 +287,7 @@ class MixerKind(NamedTuple):
   scales_scores: bool = False
   within: str = ''
   shares: bool = False
+  sums_last: bool = True
 
 
 class Origin(NamedTuple):
@@ -339,7 +341,9 @@ TABLE = {
   ),
   'U': MixerKind('RG-LRU', 'rg_lru', _small_rg_lru),
   'D': MixerKind('gated delta rule', 'gated_delta', _small_gated_delta),
-  'C': MixerKind('convolutions and attention in chunks', 'tcn', _small_tcn),
+  'C': MixerKind(
+    'convolutions and attention in chunks', 'tcn', _small_tcn, sums_last=False
+  ),
 }  # fmt: skip
 
 

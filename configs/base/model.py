@@ -152,6 +152,26 @@ class DecoderFields:
     'norm each, shared with one norm',
     ('sequential', 'parallel', 'shared'),
   )
+  wiring: str = field(
+    'standard',
+    'what layers read, and what is carried over the depth (models/wiring.py): '
+    'standard: as residual says; parallel: as residual=parallel; ladder: what '
+    'the part before the last one left, so that a sum over devices overlaps '
+    'with the next part; groups: the layers of a group read the same; streams: '
+    'standard, of copies of each row with prefix keys (models/streams.py)',
+    ('standard', 'parallel', 'ladder', 'groups', 'streams'),
+  )
+  streams: int = field(
+    0, 'copies of each row (model.wiring=streams); 1: no prefixes', low=0,
+    high=64,
+  )  # fmt: skip
+  stream_prefix: int = field(
+    48, 'keys and values of a stream before each row', low=1, high=MOST_WIDTH
+  )
+  groups: int = field(
+    0, 'groups over the depth, of as many layers each (model.wiring=groups)',
+    low=0, high=MOST_LAYERS,
+  )  # fmt: skip
   residual_scale: float = field(
     1.0, 'multiplies what a part adds to the residual', low=0.0
   )
@@ -305,6 +325,16 @@ class DecoderFields:
   def head_width(self) -> int:
     """Width of an attention head, by default d_model / num_heads."""
     return self.head_dim or self.d_model // self.num_heads
+
+  @property
+  def group_layers(self) -> int:
+    """Layers that read the same features (model.wiring=groups)."""
+    return self.num_layers // self.groups if self.groups else 1
+
+  @property
+  def stream_copies(self) -> int:
+    """Rows that are read for one; 0: it alone, as it stands."""
+    return self.streams if self.streams > 1 else 0
 
 
 @dataclasses.dataclass(frozen=True)

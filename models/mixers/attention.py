@@ -32,6 +32,7 @@ from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.models.mixers import packed
 from paraxis.models.mixers import pairs
+from paraxis.models.mixers import prefix
 from paraxis.models.mixers import protocol as mixer
 from paraxis.models.mixers import rope
 from paraxis.models.mixers import slot_writes
@@ -98,6 +99,8 @@ class Attention(mixer.Mixer):
       self.output_bias = parameter.vector((d,), ('norm',))
     if config.sinks:
       self.sinks = parameter.vector((n,), heads[:1])
+    if config.stream_copies:
+      self.prefix_key, self.prefix_value = prefix.parameters(config, rngs, k)
     if has_scaled_norms(config):
       fill = 0.0 if config.norm_zero_centered else 1.0
       whole = config.qk_norm == 'all'
@@ -194,7 +197,7 @@ class Attention(mixer.Mixer):
     run = annotate.region(local, names, (READERS, READERS[:3]))
     o, lse = run(annotate.put(q, READERS), *new, *slots, see.plan.ids)
     o, lse = annotate.put(o, QUERIES), annotate.put(lse, QUERIES[:3])
-    return self._sunk(o, lse), (k, v)
+    return self._sunk(*self._prefixed(see, mask, q, o, lse)), (k, v)
 
   def decode(self, x, see, state, *more):
     return self(x, see, state, *more)
@@ -205,6 +208,20 @@ class Attention(mixer.Mixer):
     names = (CACHE, CACHE, KEYS, KEYS, mixer.ROWS, packed.IDS)
     run = annotate.region(write, names, (CACHE, CACHE))
     return run(*state, *flight, keep, plan.ids)
+
+  def _prefixed(self, see, mask, *found):
+    """(o, lse) over the prefix of each row's stream, too; found: q, o, lse."""
+    if not self.config.stream_copies:
+      return found[1:]
+    both = self.prefix_key[...], self.prefix_value[...]
+    own = [_on_heads(x, prefix.PREFIX) for x in both]
+    if see.plan is None:
+      return prefix.merged(found, own, mask)
+    form = see.plan.form
+    parts = [
+      prefix.merged(each, own, mask) for _, *each in packed.lanes(form, *found)
+    ]
+    return tuple(packed.join(form, x) for x in zip(*parts, strict=True))
 
   def _sunk(self, o_BTNH, lse_BTN):
     """o of a softmax that has the sinks too."""
@@ -233,7 +250,8 @@ class Attention(mixer.Mixer):
     # In a region, where arrays are local: kernels take no others.
     names = (QUERIES,) * 3 + (ROWS, ROWS)
     run = annotate.region(local, names, (QUERIES, QUERIES[:3]))
-    return self._sunk(*run(q, k, v, see.positions, see.segments))
+    o, lse = run(q, k, v, see.positions, see.segments)
+    return self._sunk(*self._prefixed(see, mask, q, o, lse))
 
   def init_state(self, batch, slots, dtype):
     """Empty slots: (k_BKSH, v_BKSH)."""

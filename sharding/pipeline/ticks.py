@@ -84,6 +84,14 @@ def _select(on, tree):
   return jax.tree.map(lambda x: jnp.where(on, x, jnp.zeros((), x.dtype)), tree)
 
 
+def _either(on, a, b):
+  return jax.tree.map(lambda a, b: jnp.where(on, a, b), a, b)
+
+
+def _zeros(shapes):
+  return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
 def _write(buffers, row, tree):
   put = lambda b, x: lax.dynamic_update_index_in_dim(b, x, row, 0)
   return jax.tree.map(put, buffers, tree)
@@ -206,7 +214,7 @@ class Executor:
   def forward(self, row, x_f, entering):
     """-> (x, y, found, kept) of the chunk that runs forward."""
     phase = self.phases.forward
-    x = jnp.where(row.f_first, entering, x_f)
+    x = _either(row.f_first, entering, x_f)
     # Arrays: in the branch, XLA would compute angles once for every head.
     context = self.calls.context_of(row.f_microbatch)
     run = lambda: phase(row.f_chunk, x, context)
@@ -276,7 +284,7 @@ class Executor:
     if link % n == 0:
       return x
     pairs = [(d, (d + link) % n) for d in range(n)]
-    return lax.ppermute(x, AXIS, pairs)
+    return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), x)
 
   def tick(self, carry, turn):
     """All phases of one tick."""
@@ -287,7 +295,7 @@ class Executor:
     carry = carry._replace(
       inputs=_write(carry.inputs, entered, x),
       # A path of one chunk returns in the tick in which it enters.
-      x_b=jnp.where(row.b_slot == entered, x, carry.x_b),
+      x_b=_either(row.b_slot == entered, x, carry.x_b),
       kept=_write(carry.kept, row.f_slot, kept),
     )
 
@@ -325,7 +333,7 @@ class Executor:
     _, sums, tapes = self.phases.backward.shapes
     if jax.tree.leaves(tapes):
       sums = sums | self.phases.weights.shapes
-    nothing = jnp.zeros(x.shape, x.dtype)
+    nothing = _zeros(x)
     return _Carry(
       _rows(x, tables.inputs),
       nothing,
@@ -358,7 +366,7 @@ class Executor:
     x = self.phases.forward.shapes[0]
     return _ForwardCarry(
       _rows(x, self.tables.inputs),
-      jnp.zeros(x.shape, x.dtype),
+      _zeros(x),
       self.phases.only_loss.zeros(),
       self.no_found(),
     )

@@ -3,9 +3,42 @@
 from mutants.mutation import Mutation
 
 _MIXER = 'tests/models/mixers/test_protocol.py::'
+_WIRING = 'tests/models/test_wiring.py::'
 _ROUTER = 'tests/models/ffn/test_router.py::'
 
 TABLE = [
+  Mutation(
+    'ladder_pending',
+    'models/wiring.py',
+    'return Ladder(carry.x + carry.pending, y_BTD)',
+    'return Ladder(carry.x + y_BTD, y_BTD)',
+    'a part of a ladder reads what the part before it gave',
+    _WIRING + 'test_a_row_is_a_plain_loop[ladder]',
+  ),
+  Mutation(
+    'group_reads_on',
+    'models/wiring.py',
+    'return carry.total if last else Group(given.x, carry.total)',
+    'return carry.total if last else carry',
+    'a layer of a group reads what the one before it gave',
+    _WIRING + 'test_a_row_is_a_plain_loop[groups]',
+  ),
+  Mutation(
+    'stream_floor',
+    'models/streams.py',
+    'w = ((1 - FLOOR) * w + FLOOR / streams)',
+    'w = (w + FLOOR / streams)',
+    'weights of streams add up to more than 1',
+    _WIRING + 'test_a_row_is_a_plain_loop[streams]',
+  ),
+  Mutation(
+    'stream_of_a_lane',
+    'models/streams.py',
+    'own = jnp.arange(count, dtype=jnp.int32) % streams',
+    'own = jnp.arange(count, dtype=jnp.int32) // group.count',
+    'streams of a request write to the rows of another',
+    _WIRING + 'test_streams_of_lanes_in_several_groups',
+  ),
   Mutation(
     'layernorm_bf16',
     'models/norm.py',
@@ -18,8 +51,8 @@ TABLE = [
   Mutation(
     'post_norm',
     'models/layer.py',
-    'x = x + self._after(mix.name, y)',
-    'x = self._after(mix.name, x + y)',
+    'carry = wiring.add(carry, self._after(mix.name, y))',
+    'carry = self._after(mix.name, wiring.add(carry, y))',
     'the norm after a part takes the residual too',
     'tests/models/huggingface/test_families.py::'
     'test_logits_and_gradients_are_golden[olmo2]',

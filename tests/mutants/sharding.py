@@ -252,7 +252,7 @@ TABLE = [
   Mutation(
     'path_of_one_chunk',
     'sharding/pipeline/ticks.py',
-    'x_b=jnp.where(row.b_slot == entered, x, carry.x_b),',
+    'x_b=_either(row.b_slot == entered, x, carry.x_b),',
     'x_b=carry.x_b,',
     'B of a path of one stage reads what was there before',
     'tests/train/test_gradient_of_loss.py::test_it_is[skip]',

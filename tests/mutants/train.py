@@ -11,6 +11,14 @@ _ZEROTH = 'tests/train/steps/test_zeroth_order.py::'
 
 TABLE = [
   Mutation(
+    'ladder_ends_early',
+    'train/steps/pipeline_step.py',
+    'wiring.finish(y)',
+    'wiring.read(y)',
+    'the loss of a pipeline lacks what the last part of a ladder gave',
+    'tests/models/test_wiring.py::test_a_ladder_equals_one_device[stages]',
+  ),
+  Mutation(
     'bias_sign',
     'train/expert_counts.py',
     'under = jnp.sign(count.mean(-1, keepdims=True) - count)',

@@ -163,13 +163,15 @@ def _model(full, sizes, asked):
   few = min(
     model.num_layers, _depth(model, _parts(full, asked), _parts(full, sizes))
   )
+  few = _up(max(few, layers), model.group_layers)
   small = dataclasses.replace(
     model,
     vocab_size=vocab,
     mask_id=min(model.mask_id, vocab - 1),
     block=shorter(model.block),
     d_model=_size(model.d_model, 32, devices),
-    num_layers=max(few, layers),
+    num_layers=few,
+    groups=few // model.group_layers if model.groups else 0,
     recurrence=core,
     num_heads=heads,
     num_kv_heads=kv_heads if model.num_kv_heads else 0,

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.models import aux as aux_lib
+from paraxis.models import wiring
 from paraxis.sharding import annotate
 from paraxis.sharding.pipeline import executor as pipeline
 from paraxis.sharding.pipeline import residuals
@@ -156,12 +157,15 @@ class Pipeline:
 
   def embed(self, fixed, ends, i):
     """pipeline.Calls.embed; fixed: the ends that are not learned."""
-    return self.model.embed(fixed | ends, self.microbatch(i))
+    x = self.model.embed(fixed | ends, self.microbatch(i))
+    return wiring.begin(self.model.config, x)
 
   def loss(self, fixed, ends, y, i):
     """pipeline.Calls.loss; fixed: as for `embed`."""
     batch, ends = self.microbatch(i), fixed | ends
-    y = jax.lax.psum(y, pipeline.AXIS)  # of all stages but one it is zero
+    y = jax.lax.psum(
+      wiring.finish(y), pipeline.AXIS
+    )  # of all stages but one it is zero
     return loss_lib.of_layers(self.model, ends, y, batch) / batch.denominator
 
   def context_of(self, i):
@@ -172,7 +176,7 @@ class Pipeline:
     """A chunk of layers -> ((y, () the sum of its terms), aux.Aux, ...)."""
     kinds = self.model.depth.kinds
     y, aux, *arrays = self.model.run(kinds, values, x, context, mask, taped)
-    wide = jnp.promote_types(y.dtype, jnp.float32)
+    wide = jnp.promote_types(wiring.read(y).dtype, jnp.float32)
     return (y, aux_lib.total(aux, wide)), aux, *arrays
 
   def forward(self, rows, x, context, mask):
@@ -241,7 +245,7 @@ class Pipeline:
       back, tapes = kept.again(values)
     else:
       _, _, back, tapes = self._vjp(values, x, context, mask)
-    wide = jnp.promote_types(g.dtype, jnp.float32)
+    wide = jnp.promote_types(wiring.read(g).dtype, jnp.float32)
     gradients, gx, *gs = back((g, jnp.asarray(self._cotangent, wide)))
     if tapes is None:
       return gx, self.scatter(gradients), ()
