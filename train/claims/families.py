@@ -103,6 +103,31 @@ def tokens(config) -> int:
   return rows * config.data.sequence_length
 
 
+def _learned(run, families, fields, seeds):
+  """({family: [bits per byte]}, seconds, findings that all are below their
+  `unigram`, what was read) of trainings as `learn` has them."""
+  configs = {
+    n: experiment.fields(run.config, fields, f) for n, f in families.items()
+  }
+  bounds = {n: round(unigram(c), 3) for n, c in configs.items()}
+  found, seconds = train(run, configs, seeds)
+  read = {f'{tokens(c):,}' for c in configs.values()}
+  below = [ablation.at_most(n, found[n], bounds[n], seconds) for n in families]
+  return found, seconds, below, f'{", ".join(sorted(read))} tokens'
+
+
+def _outcome(run, found, findings, read, seconds):
+  return ablation.outcome(
+    run,
+    found,
+    findings,
+    'bits per byte',
+    f'of held-out text after {read}; the bounds are its tokens guessed by '
+    'their frequency alone',
+    seconds,
+  )
+
+
 def learn(run, *, families, fields, seeds, better):
   """LEARN: held-out bits per byte of each family after the same training.
 
@@ -113,19 +138,26 @@ def learn(run, *, families, fields, seeds, better):
     seeds: of the trainings.
     better: list of [name, name, by]: the first has fewer by more than so many.
   """
-  configs = {
-    n: experiment.fields(run.config, fields, f) for n, f in families.items()
-  }
-  bounds = {n: round(unigram(c), 3) for n, c in configs.items()}
-  found, seconds = train(run, configs, seeds)
-  read = {f'{tokens(c):,}' for c in configs.values()}
-  return ablation.outcome(
-    run,
-    found,
-    [ablation.at_most(n, found[n], bounds[n], seconds) for n in families]
-    + [ablation.less(found, a, b, by, seconds) for a, b, by in better],
-    'bits per byte',
-    f'of held-out text after {", ".join(sorted(read))} tokens; the bounds are '
-    'its tokens guessed by their frequency alone',
-    seconds,
-  )
+  found, seconds, below, read = _learned(run, families, fields, seeds)
+  more = [ablation.less(found, a, b, by, seconds) for a, b, by in better]
+  return _outcome(run, found, below + more, read, seconds)
+
+
+def near(run, *, families, fields, seeds, within):
+  """LEARN: families have hardly more bits per byte than others.
+
+  Args:
+    families, fields, seeds: as of `learn`.
+    within: list of [name, name, share]: the first has at most so much more.
+  """
+  found, seconds, below, read = _learned(run, families, fields, seeds)
+  more = [
+    ablation.at_most(
+      f'{a} above {b}, as a share,',
+      np.divide(found[a], found[b]) - 1,
+      share,
+      seconds,
+    )
+    for a, b, share in within
+  ]
+  return _outcome(run, found, below + more, read, seconds)

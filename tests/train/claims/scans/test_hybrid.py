@@ -262,14 +262,14 @@ def test_families_are_trained_alike(run, monkeypatch):
   rows = {step: {'train/loss': 7 / step} for step in (1, 2, 3)}
   monkeypatch.setattr(metrics, 'read', lambda folder: rows)
 
-  def ask(bound, *better):
+  def ask(bound, *better, claim='learn', what='better'):
     bounds = {'F': bound, 'W': 9.0}
     known = lambda config: bounds[config.model.pattern]
     monkeypatch.setattr(claims_families, 'unigram', known)
-    return claims_families.learn(
+    return getattr(claims_families, claim)(
       run, families={'full': {}, 'band': {'model.pattern': 'W'}},
       fields={'train.steps': 2, 'train.batch_size': 8}, seeds=[0, 1, 2],
-      better=better,
+      **{what: better},
     )  # fmt: skip
 
   found = ask(2.3)  # 2.1 +-0.058
@@ -282,4 +282,8 @@ def test_families_are_trained_alike(run, monkeypatch):
   assert ask(2.1).verdict == 'not reproduced' and not ask(2.1).passed
   assert ask(9.0, ['full', 'band', 0.4]).passed
   assert not ask(9.0, ['full', 'band', 0.6]).passed
+  share = 2.5 / 2.0 - 1  # the largest of three
+  near = dict(claim='near', what='within')
+  assert ask(9.0, ['band', 'full', share + 0.01], **near).passed
+  assert not ask(9.0, ['band', 'full', 0.99 * 0.5 / 2.1], **near).passed
   assert ask(9.0, ['band', 'full', 0.0]).verdict == 'opposite'
