@@ -136,7 +136,7 @@ class Pair:
   def encoded(self, params, frames_BSC):
     """h (B, S, D)."""
     ids = jnp.full(frames_BSC.shape[:2], FRAME, jnp.int32)
-    return _features(self.encoder, params['encoder'], ids, frames_BSC)
+    return features(self.encoder, params['encoder'], ids, frames_BSC)
 
   def read(self, params, h_BSD, ids_BN, given_BND=None):
     """x (B, N, D) of what stands behind the frames: ids, and their frames."""
@@ -145,7 +145,7 @@ class Pair:
     own = jnp.full(h_BSD.shape[:2], FRAME, jnp.int32)
     ids = jnp.concatenate([own, ids_BN], 1)
     given = jnp.concatenate([h_BSD, given_BND], 1)
-    x = _features(self.decoder, params['decoder'], ids, given)
+    x = features(self.decoder, params['decoder'], ids, given)
     return x[:, h_BSD.shape[1] :]
 
   def logits(self, params, x_BND):
@@ -179,7 +179,8 @@ class Causal(Pair):
     return jnp.where((row == END).cumsum(1) > 0, END, row)
 
 
-def _features(model, params, ids_BT, frames_BTC):
+def features(model, params, ids_BT, frames_BTC):
+  """x_BTD of a decoder.Decoder that reads frames."""
   ones = jnp.ones_like(ids_BT)
   batch = batch_lib.Batch(
     ids_BT, None, ones, ones.cumsum(1) - 1, None, None, frames_BTC
