@@ -7,11 +7,19 @@ test: tests/train/updates/test_update_rules.py,
   tests/train/claims/updates/test_ranks.py
 run: paraxis reproduce fantastic_optimizers
 cost: 6,000 CPU-seconds
-expect: EQ SOAP, Kron and Muon on a mesh as on one device; HLO a device has its
-  share of their products; LEARN see claims.
+expect: EQ SOAP, Kron and Muon on a mesh as on one device, 2e-10; HLO a device
+  has its share of their products; LEARN, bits per byte, three seeds: at 90K
+  Muon 2.797, SOAP 2.802, MARS 2.900, AdamW 2.933, Lion 2.982, Scion 3.169; at 417K
+  2.475, 2.496, 2.742, 2.792, 2.817, 2.625: a rule of matrices is first. NOT
+  REPRODUCED: an order that changes at both sizes (at 90K MARS passes AdamW
+  after half of the steps, by 1.7 standard errors there). OPPOSITE: the gain
+  over AdamW is larger at the larger size, .317 and .136.
 differs: 90 and 417 thousand parameters for 130 million to 1.2 billion, one
-  text, 491,520 tokens, four learning rates a rule and nothing else tuned, three
-  seeds of the best; no scaling law. Ranks are those of held-out text.
+  text, 491,520 tokens, four learning rates a rule and nothing else tuned (the
+  rate of Scion's signs is Lion's first guess), three seeds of the best; no
+  scaling law: what is compared is held-out text, not tokens to a loss. After
+  240 steps the larger model is far from its end. Of fifteen pairs the one that
+  changes most is judged.
 """
 
 from paraxis.configs import presets
@@ -84,9 +92,11 @@ def claims():
     ('a rule of matrices is first', 'LEARN', dict(check=ranks.first, **every),
      'the best are matrix-based'),
     ('an order changes before the end', 'LEARN',
-     dict(check=ranks.reordered, early=120, **every), 'rankings flip'),
+     dict(check=ranks.reordered, early=120, admits='not reproduced', **every),
+     'rankings flip'),
     ('its gain is smaller at the larger size', 'LEARN',
-     dict(check=ranks.gains, **every), '1.4 falls to 1.1 times'),
+     dict(check=ranks.gains, admits='opposite', **every),
+     '1.4 falls to 1.1 times'),
   ]  # fmt: skip
 
 

@@ -66,8 +66,9 @@ def scale_by_kron(dims, place, b1, every):
       jnp.zeros((), jnp.int32), zeros, factors('left'), factors('right')
     )
 
-  def update(grads, state, params=None):
+  def update(updates, state, params=None):
     del params
+    grads: Any = updates
     arrays = dict(gradient=grads, **state._asdict())
     count = arrays.pop('count')
     like = dict(arrays)

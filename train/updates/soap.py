@@ -87,8 +87,9 @@ def scale_by_soap(dims, place, b1, b2, epsilon, decay, every):
       of('left'), of('left'), of('right'), of('right'),
     )  # fmt: skip
 
-  def update(grads, state, params=None):
+  def update(updates, state, params=None):
     del params
+    grads: Any = updates
     arrays = dict(gradient=grads, **state._asdict())
     count = arrays.pop('count')
     like = dict(arrays)

@@ -151,7 +151,8 @@ def _adafactor(group):
   rule = optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED)
 
   def init(params):
-    state, axes = rule.init(params), _factors(group, params)
+    state: Any = rule.init(params)
+    axes = _factors(group, params)
 
     def placed(name):
       each = getattr(state, name).items()
@@ -185,7 +186,8 @@ def _mars(group):
   def init(params):
     return MarsState(adam.init(params), jax.tree.map(jnp.zeros_like, params))
 
-  def update(grads, state, params=None):
+  def update(updates, state, params=None):
+    grads: Any = updates
     begun = state.adam.count > 0  # there is no gradient before the first
     added = lambda g, old: (
       g + jnp.where(begun, weight, 0).astype(g.dtype) * (g - old)
@@ -204,15 +206,17 @@ def _prodigy(group):
   rate = lambda count: c.learning_rate * group.share(count)
   rule = contrib.prodigy(rate, (c.b1, c.b2), eps=c.epsilon)
 
-  def update(grads, state, params):
-    updates, new = rule.update(grads, state, params)
+  def update(updates, state, params=None):
+    given: Any = params
+    found: Any = rule.update(updates, state, params)
+    moved, new = found
     t = new.count
     bias = (1 - c.b2**t) ** 0.5 / (1 - c.b1**t)
     step = state.estim_lr * rate(state.count) * bias * c.weight_decay
     decayed = lambda p, u: (
-      step.astype(u.dtype) * params[p] * group.decayed[p] - u
+      step.astype(u.dtype) * given[p] * group.decayed[p] - u
     )
-    return {p: decayed(p, u) for p, u in updates.items()}, new
+    return {p: decayed(p, u) for p, u in moved.items()}, new
 
   return optax.GradientTransformation(rule.init, update)
 
@@ -241,9 +245,9 @@ def _schedule_free(group):
   def init(params):
     return FreeState(rule.init(params), jax.tree.map(jnp.copy, params))
 
-  def update(grads, state, params):
-    updates, inner = rule.update(grads, state.inner, state.point)
-    point = optax.apply_updates(state.point, updates)
+  def update(updates, state, params=None):
+    moved, inner = rule.update(updates, state.inner, state.point)
+    point = optax.apply_updates(state.point, moved)
     mean = contrib.schedule_free_eval_params(inner, point)
     return jax.tree.map(jnp.subtract, params, mean), FreeState(inner, point)
 
@@ -264,12 +268,14 @@ def _orthogonal(group, nesterov, size):
   def rule(stacks, whole):
     grads = stacks['gradient']
     state = whole._replace(mu=stacks['mu'])
-    d, new = on(grads).update(grads, state)
+    found: Any = on(grads).update(grads, state)
+    d, new = found
     d = {group: x * size(*x.shape[1:]) for group, x in d.items()}
     return dict(direction=d, mu=new.mu)
 
-  def update(grads, state, params=None):
+  def update(updates, state, params=None):
     del params
+    grads: Any = updates
     arrays = dict(gradient=grads, mu=state.mu)
     like = dict(direction=grads, mu=state.mu)
     found = matrices.run(rule, dims, arrays, like, state._replace(mu=()))
