@@ -41,7 +41,7 @@ def reference_of(case):
   return f'{case["model"]}{case["kv_heads"]}'
 
 
-@pytest.mark.array(4, 20)
+@pytest.mark.array(6, 75)
 @pytest.mark.parametrize(
   'case', covering.params(cases(), name_of, reference_of)
 )

@@ -140,7 +140,7 @@ LAYOUTS = {
 
 
 @pytest.mark.usefixtures('float64')
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize('name', LAYOUTS)
 def test_a_layout_equals_one_device(name):
   mesh, changes = LAYOUTS[name]

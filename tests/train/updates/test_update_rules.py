@@ -277,6 +277,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize('name, path', CASES)
 def test_a_rule_equals_a_numpy_loop(found, name, path):
   p = _loop(name, _settings(name), path)
