@@ -50,11 +50,13 @@ def cost(config):
   one = job_lib.on_devices(alone, abstract=True)
   made = step_lib.make(one.built, one.optimizer, 0.0)
   total, *_, frozen = header.sizes(one.model, one.state.params)
+  # Without gradients a step is two forward passes (steps/zeroth_order.py).
+  learned = (1 - frozen / total) * (config.train.estimator == 'backprop')
   trace, found = jax.make_jaxpr(made.evaluate), []
   with one.context():
     for length, share in shape_cycle.shares(config).items():
       forward = trace(one.state.variables, one.batch_shapes(length))
-      found.append((share, header.cost(forward, length, 1 - frozen / total)))
+      found.append((share, header.cost(forward, length, learned)))
   return header.mean(found)
 
 

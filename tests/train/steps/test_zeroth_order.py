@@ -260,3 +260,9 @@ def test_the_loss_of_a_log_is_that_of_aux():
   loss, grads, aux = found
   assert float(loss) == 2.0 and float(grads['slope']) == 0.5
   assert isinstance(aux, aux_lib.Aux) and int(aux.tallies['draw']) == 3
+
+
+def test_a_step_counts_two_forward_passes():
+  found = loop.cost(config_of()).flops
+  pulled = loop.cost(config_of(train__estimator='backprop')).flops
+  assert found == pytest.approx(pulled * 2 / 3)
