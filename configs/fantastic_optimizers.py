@@ -9,9 +9,9 @@ run: paraxis reproduce fantastic_optimizers
 cost: 6,000 CPU-seconds
 expect: EQ SOAP, Kron and Muon on a mesh as on one device, 2e-10; HLO a device
   has its share of their products; LEARN, bits per byte, three seeds: at 90K
-  Muon 2.797, SOAP 2.802, MARS 2.900, AdamW 2.933, Lion 2.982, Scion 3.169; at 417K
-  2.475, 2.496, 2.742, 2.792, 2.817, 2.625: a rule of matrices is first. NOT
-  REPRODUCED: an order that changes at both sizes (at 90K MARS passes AdamW
+  Muon 2.797, SOAP 2.802, MARS 2.900, AdamW 2.933, Lion 2.982, Scion 3.169; at
+  417K 2.475, 2.496, 2.742, 2.792, 2.817, 2.625: a rule of matrices is first.
+  NOT REPRODUCED: an order that changes at both sizes (at 90K MARS passes AdamW
   after half of the steps, by 1.7 standard errors there). OPPOSITE: the gain
   over AdamW is larger at the larger size, .317 and .136.
 differs: 90 and 417 thousand parameters for 130 million to 1.2 billion, one
