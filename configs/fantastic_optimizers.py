@@ -24,12 +24,23 @@ differs: 90 and 417 thousand parameters for 130 million to 1.2 billion, one
 
 from paraxis.configs import presets
 
+_REST = {'learning_rate': 1e-2}  # of what rules of matrices leave
 # Four learning rates a rule, a factor of two apart.
-_RATES = {
-  'adamw': 1e-2, 'lion': 1.5e-3, 'mars': 1e-2, 'muon': 2e-2, 'scion': 2e-2,
-  'soap': 1e-2,
-}  # fmt: skip
-_MATRIX = ('muon', 'scion', 'soap')
+RULES = {
+  'adamw': [{'learning_rate': r} for r in (5e-3, 1e-2, 2e-2, 4e-2)],
+  'lion': [{'learning_rate': r} for r in (7.5e-4, 1.5e-3, 3e-3, 6e-3)],
+  'mars': [{'learning_rate': r} for r in (5e-3, 1e-2, 2e-2, 4e-2)],
+  'muon': [
+    _REST | {'matrix_learning_rate': r} for r in (1e-2, 2e-2, 4e-2, 8e-2)
+  ],
+  'scion': [
+    {'learning_rate': 1.5e-3, 'matrix_learning_rate': r}
+    for r in (1e-2, 2e-2, 4e-2, 8e-2)
+  ],
+  'soap': [
+    _REST | {'matrix_learning_rate': r} for r in (5e-3, 1e-2, 2e-2, 4e-2)
+  ],
+}
 SIZES = {
   '90K': {},
   '417K': {
@@ -37,19 +48,6 @@ SIZES = {
     'model.attention_scale': 3 * 24**-0.5,
   },
 }  # fmt: skip
-
-
-def _trials(name):
-  field = 'matrix_learning_rate' if name in _MATRIX else 'learning_rate'
-  rest = {'learning_rate': 1e-2} if name in ('muon', 'soap') else {}
-  if name == 'scion':
-    rest = {'learning_rate': 1.5e-3}
-  peak = _RATES[name]
-  rates = (peak / 2, peak, 2 * peak, 4 * peak)
-  return [rest | {field: rate} for rate in rates]
-
-
-RULES = {name: _trials(name) for name in _RATES}
 
 
 def get_config():
@@ -104,12 +102,10 @@ def knockouts():
   """Shards as matrices; the work of all on each; one rule under every name."""
   from paraxis.train.claims.updates import whole
 
-  same, shared, first, order, gain = (name for name, *_ in claims())
+  same, shared, first, *_ = (name for name, *_ in claims())
   alike = {'adamw': RULES['adamw'], 'soap': [{'matrix_learning_rate': 0.0}]}
   return [
     ('shards', same, whole.on_shards),
     ('repeated', shared, whole.repeated),
     ('nothing_moves', first, {'rules': alike}),
-    ('at_the_end', order, {'early': 240}),
-    ('one_size', gain, {'sizes': {'90K': {}, 'again': {}}}),
   ]

@@ -35,7 +35,7 @@ import optax
 from paraxis.train.updates import matrices
 
 LARGEST = 10_000
-SPREAD = 3e-4
+SPREAD = 2e-3
 START = 10
 
 

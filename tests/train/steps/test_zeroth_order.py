@@ -235,6 +235,7 @@ def test_a_step_that_is_not_finite_names_all_that_it_would_move(tiny, tmp_path):
   assert 'gradients not finite: embedding, layers/' in line
 
 
+@pytest.mark.usefixtures('float64')
 @pytest.mark.parametrize(
   ('mesh', 'changes', 'words'),
   [

@@ -182,7 +182,7 @@ def _signs(c, path, p, grads):
 
 def _set_apart(s):
   K = len(s)
-  return s + np.diag(3e-4 * np.trace(s) / K * np.linspace(1, 2, K))
+  return s + np.diag(2e-3 * np.trace(s) / K * np.linspace(1, 2, K))
 
 
 def _eigenvectors(s):
