@@ -5,8 +5,10 @@ mechanism: train/updates/update_rules.py, train/claims/updates/leaderboard.py
 test: tests/train/claims/updates/test_leaderboard.py,
   tests/train/updates/test_update_rules.py
 run: paraxis reproduce algoperf
-cost: 3,000 CPU-seconds
-expect: EQ scores of given times, infinite ones included; LEARN see claims.
+cost: 1,800 CPU-seconds
+expect: EQ scores of given times, infinite ones included; LEARN scores of median
+  times Muon 1.00, schedule-free 0.98, SOAP 0.95, AdamW 0.83, in one order in 2
+  of 3 studies (in the third SOAP is second).
 differs: three small workloads on one text, steps as the clock and no wall
   time, two hyperparameters and three trials a study, three studies for five; a
   target is AdamW's own best at three quarters of its steps.

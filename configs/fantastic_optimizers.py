@@ -6,7 +6,7 @@ mechanism: train/updates/update_rules.py, train/updates/matrices.py,
 test: tests/train/updates/test_update_rules.py,
   tests/train/claims/updates/test_ranks.py
 run: paraxis reproduce fantastic_optimizers
-cost: 6,000 CPU-seconds
+cost: 2,100 CPU-seconds
 expect: EQ SOAP, Kron and Muon on a mesh as on one device, 2e-10; HLO a device
   has its share of their products; LEARN, bits per byte, three seeds: at 90K
   Muon 2.797, SOAP 2.802, MARS 2.900, AdamW 2.933, Lion 2.982, Scion 3.169; at
