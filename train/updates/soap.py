@@ -17,9 +17,10 @@ chance, another on every layout, and Adam would depend on it; so bases are those
 of L + SPREAD tr(L) / M diag(1 ... 2), whose eigenvalues differ. A column's sign
 is that of its product with fixed weights.
 
-A side longer than LARGEST has no statistics: its Q is 1. Cost a step: 4
-products of (M, M) and of (N, N) with (M, N), and some M^3 + N^3 every `every`
-steps. Statistics and bases are 2 (M^2 + N^2) numbers.
+A side longer than LARGEST, or more than LONG times the other, has no
+statistics, its Q is 1: of an adapter's long side most would stay 0. Cost a
+step: 4 products of (M, M) and of (N, N) with (M, N), and some M^3 + N^3 every
+`every` steps. Statistics and bases are 2 (M^2 + N^2) numbers.
 
 Legend: B matrices, M rows, N columns.
 """
@@ -34,7 +35,7 @@ import optax
 
 from paraxis.train.updates import matrices
 
-LARGEST = 10_000
+LARGEST, LONG = 10_000, 4
 SPREAD = 2e-3
 START = 10
 
@@ -56,8 +57,9 @@ def sides(dims, params):
   """{'left' | 'right': {path: M | N}} of the sides that have statistics."""
   out: dict[str, dict[str, int]] = {'left': {}, 'right': {}}
   for path, x in params.items():
-    for name, n in zip(out, dims[path].shape(x.shape), strict=True):
-      if n <= LARGEST:
+    both = dims[path].shape(x.shape)
+    for name, n in zip(out, both, strict=True):
+      if n <= min(LARGEST, LONG * min(both)):
         out[name][path] = n
   return out
 

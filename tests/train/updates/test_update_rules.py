@@ -515,3 +515,13 @@ def test_old_names_of_fields_are_read():
   old = {'optimizer': {'muon_learning_rate': 0.5, 'muon_momentum': 0.25}}
   c = schema.view(old).optimizer
   assert (c.matrix_learning_rate, c.matrix_momentum) == (0.5, 0.25)
+
+
+def test_a_side_without_statistics(monkeypatch):
+  """An adapter's long side, and any that is longer than the limit."""
+  dims = {p: matrices.Dims(1, 1) for p in 'ab'}
+  params = {'a': jnp.zeros((2, 64, 3)), 'b': jnp.zeros((2, 12, 48))}
+  found = soap.sides(dims, params)
+  assert found == dict(left={'b': 12}, right={'a': 3, 'b': 48})
+  monkeypatch.setattr(soap, 'LARGEST', 47)
+  assert soap.sides(dims, params)['right'] == {'a': 3}
