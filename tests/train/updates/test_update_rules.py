@@ -1,6 +1,7 @@
 """Every update rule against a plain numpy loop, and on a mesh against none."""
 
 import types
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -525,3 +526,39 @@ def test_a_side_without_statistics(monkeypatch):
   assert found == dict(left={'b': 12}, right={'a': 3, 'b': 48})
   monkeypatch.setattr(soap, 'LARGEST', 47)
   assert soap.sides(dims, params)['right'] == {'a': 3}
+
+
+def _one_kron(c, grads, number):
+  """arXiv:2402.11858: factors fitted at every step, by inverses; damped."""
+  m, n = grads[0].shape
+  mean, q, r = 0.0, np.eye(m), np.eye(n)
+  bound = lambda x: np.linalg.norm(
+    x @ (column := x[:, np.argmax((x**2).sum(0))]) / np.linalg.norm(column)
+  )
+  for t, g in enumerate(grads):
+    mean = c.b1 * mean + (1 - c.b1) * g
+    u = mean / (1 - c.b1 ** (t + 1))
+    key = jax.random.fold_in(jax.random.key(number), t)
+    v = np.asarray(jax.random.normal(key, (m, n), float))
+    a = q @ (u + np.finfo(float).eps ** 0.5 * np.abs(u).mean() * v) @ r.T
+    b = np.linalg.inv(q).T @ v @ np.linalg.inv(r)
+    x, y = a @ a.T, b @ b.T
+    z, w = a.T @ a, b.T @ b
+    q = q - 0.1 / bound(x + y) * np.triu(x - y) @ q
+    r = r - 0.1 / bound(z + w) * np.triu(z - w) @ r
+    share = np.sqrt(np.abs(r).max() / np.abs(q).max())
+    q, r = q * share, r / share
+    d = q.T @ q @ u @ r.T @ r
+    yield d / max(1.0, np.sqrt((d**2).mean()) / 1.1)
+
+
+@pytest.mark.parametrize('path', ['layers/mlp/up', 'layers/moe/down'])
+@pytest.mark.usefixtures('float64')
+def test_kron_equals_a_numpy_loop(found, path):
+  c, p = _settings('kron'), _arrays(0)[path]
+  grads = [_matrices(path, _arrays(1 + t)[path]) for t in range(STEPS)]
+  for i, one in enumerate(_matrices(path, p)):
+    number = (zlib.crc32(path.encode()) + i) % 2**32
+    for t, d in enumerate(_one_kron(c, [g[i] for g in grads], number)):
+      one -= c.matrix_learning_rate * _share(t) * (d + c.weight_decay * one)
+  np.testing.assert_allclose(found('kron')[0][path], p, rtol=1e-6, atol=1e-7)
