@@ -28,14 +28,22 @@ from paraxis.train.steps import gradients as gradients_lib
 
 AXIS = 'data'
 
+DRAWS = 16
+
 
 def cyclic(n, tolerates, seed=0):
   """(n, n) float64: a code of n workers of which so many may be missing.
 
   Rows of the null space of a random matrix whose columns sum to 0, so that any
-  n - s of them span the ones.
+  n - s of them span the ones: of DRAWS such codes the one whose numbers are
+  smallest, as large ones cancel when they are decoded.
   """
   rng, s = np.random.default_rng(seed), tolerates
+  codes = [_drawn(rng, n, s) for _ in range(DRAWS)]
+  return min(codes, key=lambda code: np.abs(code).max())
+
+
+def _drawn(rng, n, s):
   code = np.eye(n)
   if s:
     check = rng.normal(size=(s, n))
