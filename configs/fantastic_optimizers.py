@@ -16,7 +16,7 @@ expect: EQ SOAP, Kron and Muon on a mesh as on one device, 2e-10; HLO a device
   over AdamW is larger at the larger size, .317 and .136.
 differs: 90 and 417 thousand parameters for 130 million to 1.2 billion, one
   text, 491,520 tokens, four learning rates a rule and nothing else tuned (the
-  rate of Scion's signs is Lion's first guess), three seeds of the best; no
+  rate of Scion's signs is one of Lion's), three seeds of the best; no
   scaling law: what is compared is held-out text, not tokens to a loss. After
   240 steps the larger model is far from its end. Of fifteen pairs the one that
   changes most is judged.

@@ -69,15 +69,9 @@ def scale_by_kron(dims, place, b1, every):
   def update(updates, state, params=None):
     del params
     grads: Any = updates
-    arrays = dict(gradient=grads, **state._asdict())
-    count = arrays.pop('count')
-    like = dict(arrays)
-    like['direction'] = like.pop('gradient')
-    arrays['ids'] = {p: _ids(p, x, dims[p]) for p, x in grads.items()}
+    ids = {p: _ids(p, x, dims[p]) for p, x in grads.items()}
     rule = functools.partial(_update, b1, every)
-    found = matrices.run(rule, dims, arrays, like, count)
-    direction = found.pop('direction')
-    return direction, KronState(count=count + 1, **found)
+    return matrices.updated(rule, dims, grads, state, ids=ids)
 
   return optax.GradientTransformation(init, update)
 

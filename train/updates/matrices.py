@@ -124,6 +124,23 @@ def run(rule, dims, arrays, like, whole=()):
   return unpack_there(region(pack_there(arrays), whole))
 
 
+def updated(rule, dims, grads, state, **more):
+  """(directions, state) after an update by whole matrices.
+
+  Args:
+    rule: as for `run`, of the arrays 'gradient', of the state's and `more`, and
+      of its count; gives 'direction' and the state's.
+    dims: {path: Dims}. grads: {path: gradient}.
+    state: a NamedTuple of `count`, () int32, and {path: array}.
+  """
+  held = state._asdict()
+  count = held.pop('count')
+  given = dict(gradient=grads, **held, **more)
+  found = run(rule, dims, given, dict(direction=grads, **held), count)
+  direction = found.pop('direction')
+  return direction, state._replace(count=count + 1, **found)
+
+
 def apiece(function, *stacks):
   """function of one matrix from each stack (B, ...) -> results (B, ...).
 

@@ -91,15 +91,8 @@ def scale_by_soap(dims, place, b1, b2, epsilon, decay, every):
 
   def update(updates, state, params=None):
     del params
-    grads: Any = updates
-    arrays = dict(gradient=grads, **state._asdict())
-    count = arrays.pop('count')
-    like = dict(arrays)
-    like['direction'] = like.pop('gradient')
     rule = functools.partial(_update, (b1, b2, epsilon, decay, every))
-    found = matrices.run(rule, dims, arrays, like, count)
-    direction = found.pop('direction')
-    return direction, SoapState(count=count + 1, **found)
+    return matrices.updated(rule, dims, updates, state)
 
   return optax.GradientTransformation(init, update)
 
