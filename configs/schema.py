@@ -349,6 +349,8 @@ def _section(name: str, section, data) -> Any:
     path = f'{name}.{key}'
     if key not in valid:
       raise UserError(f'unknown config key {path}.' + suggest(key, valid))
+    if key in out:
+      raise UserError(f'{path} is given twice, once by its old name.')
     inner = valid[key].default
     if dataclasses.is_dataclass(inner):
       out[key] = _section(path, type(inner), given)

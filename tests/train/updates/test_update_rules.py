@@ -516,6 +516,9 @@ def test_old_names_of_fields_are_read():
   old = {'optimizer': {'muon_learning_rate': 0.5, 'muon_momentum': 0.25}}
   c = schema.view(old).optimizer
   assert (c.matrix_learning_rate, c.matrix_momentum) == (0.5, 0.25)
+  both = dict(muon_learning_rate=0.5, matrix_learning_rate=0.2)
+  with support.refused('optimizer.matrix_learning_rate', 'given twice'):
+    schema.view({'optimizer': both})
 
 
 def test_a_side_without_statistics(monkeypatch):
