@@ -121,7 +121,7 @@ def test_a_mutation_that_does_not_fit_fails(toy, changes, text):
 
 
 def test_a_command_that_hangs_has_seen_nothing(toy, monkeypatch):
-  monkeypatch.setattr(mutate, 'SECONDS', 5)
+  monkeypatch.setattr(mutate, 'SECONDS', 2)
   code, said = run(toy, SIGN._replace(command='test_add.py::test_loop'))
   assert code == 1 and any(line.startswith('sign: HANGS') for line in said)
 
