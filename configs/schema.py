@@ -172,7 +172,16 @@ class Train:
     'parameters that stay as they are, by patterns of their paths: '
     "'embedding,layers/mlp/*' (checkpoint metadata and errors list them)",
   )
+  learn: str = field(
+    '', "what adapters or a side network leave unfrozen, likewise: 'head'"
+  )
   lora: Lora = Lora()
+  side: int = field(
+    0,
+    'width of a network beside frozen layers that reads their states '
+    '(models/side.py); 0: none',
+    low=0,
+  )
   seed: int = field(
     0, 'random seed of parameters and data order', low=0, high=2**31 - 1
   )

@@ -206,8 +206,8 @@ class Checkpoint:
     tokenizer = self._tokenizer(config.data.tokenizer)
     mesh_text, devices = self._mesh(config, mesh_text, rows)
     config = dataclasses.replace(
-      config, mesh=for_decoding(config.mesh), train=schema.Train(),
-      outer=schema.Outer(),
+      config, mesh=for_decoding(config.mesh),
+      train=schema.Train(side=config.train.side), outer=schema.Outer(),
     )  # fmt: skip
     built = saved = built_for(config, mesh_text, devices)
     run = schema.view(self.config())

@@ -30,6 +30,7 @@ from paraxis.decode import weights
 from paraxis.decode.drafts import heads
 from paraxis.models import build
 from paraxis.models import checks as model_checks
+from paraxis.models import side
 from paraxis.sharding import annotate
 from paraxis.sharding.meter import compiling
 
@@ -71,10 +72,12 @@ class Generator:
       ends: ids that end a row, beside the tokenizer's end token.
 
     Raises:
-      UserError: the tokenizer has more entries than the embedding.
+      UserError: the tokenizer has more entries than the embedding; the model
+        has a side network.
     """
     self.built, self.tokenizer, self.config = built, tokenizer, config
     self._model, self._say = built.model, say
+    side.check_decoding(self._model)
     vocab = self._model.config.vocab_size
     if tokenizer.vocab_size > vocab:
       raise errors.UserError(

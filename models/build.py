@@ -20,6 +20,7 @@ from paraxis.models import decoder
 from paraxis.models import layer
 from paraxis.models import memory
 from paraxis.models import parameter
+from paraxis.models import side
 from paraxis.models import trained
 from paraxis.models.mixers import attention
 from paraxis.sharding import annotate
@@ -318,6 +319,7 @@ def build(
   )
   rules = rules if change is None else change(rules)
   rules.check_used(sizes)
+  side.check(config, sizes['stage'])
   schedule = _schedule(config, sizes)
   layout = _layout(config, rules, sizes, schedule)
   model_checks.check_region(config.model, rules, sizes)

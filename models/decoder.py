@@ -19,6 +19,7 @@ from paraxis.models import batch as batch_lib
 from paraxis.models import frames
 from paraxis.models import parameter
 from paraxis.models import recurrent_depth
+from paraxis.models import side as side_lib
 from paraxis.models import skeleton
 from paraxis.models import streams as streams_lib
 from paraxis.models import trained as trained_lib
@@ -47,6 +48,7 @@ class Decoder:
     inputs: path -> contracted dimensions of a matrix, without 'layers'.
     trained: models.trained.Trained.
     frozen: paths that a run does not learn (models/trained.py).
+    side: models.side.Side beside frozen layers, or None.
     stack: models.stack.Stack, the layers; its pattern, depth, held, sizes and
       unstack (parameters with one array per layer, for decoding).
   """
@@ -70,9 +72,13 @@ class Decoder:
     self._ends = skeleton.Skeleton(
       functools.partial(recurrent_depth.Ends, config)
     )
-    leaves = self._ends.leaves | stack.leaves
+    leaves, stacked = self._ends.leaves | stack.leaves, {*stack.leaves}
+    self.side = None
+    if trained.side:
+      self.side = side_lib.Side(config, trained.side, policy is not None)
+      leaves, stacked = leaves | self.side.leaves, stacked | self.side.stacked
     self.axes = {
-      p: ('layers', *leaf.axes) if p in stack.leaves else leaf.axes
+      p: ('layers', *leaf.axes) if p in stacked else leaf.axes
       for p, leaf in leaves.items()
     }
     self.kinds = {p: leaf.kind for p, leaf in leaves.items()}
@@ -84,6 +90,8 @@ class Decoder:
     ends_key, layers_key = jax.random.split(key)
     out = self._ends.init(ends_key, jnp.dtype(self.config.param_dtype))
     out |= self.stack.init(layers_key)
+    if self.side is not None:
+      out |= self.side.init(jax.random.fold_in(key, 1))
     return {p: annotate.put(v, self.axes[p]) for p, v in out.items()}
 
   def run(self, kinds, stacks, carry, see, on=None, taped=None):
@@ -107,6 +115,10 @@ class Decoder:
     """
     x, see = self._begun(params, self._rows(batch))
     x = wiring.begin(self.config, x)
+    if self.side is not None:
+      x, aux, lows = self.side.lows(self.stack, params, x, see)
+      x = self.normalise(params, jax.lax.stop_gradient(x))
+      return x + self.side.read(params, lows, batch), aux
     carry, aux = self.stack.run(self.pattern, params, x, see)
     x = self.own_rows(wiring.finish(carry), batch)
     return self.normalise(params, x), aux

@@ -205,6 +205,49 @@ class Stack:
     carry, more = self._run_unit(left, see, blocks, carry, rest)
     return carry, aux_lib.whole(aux_lib.joined(aux, more))
 
+  def run_watched(self, stacks, carry, see, watch, rows):
+    """`run` of all layers, and what `watch` makes of the carry behind each.
+
+    Args:
+      watch: (carry, its row) -> pytree of arrays.
+      rows: pytree of (layers, ...), one for each layer.
+
+    Returns:
+      (carry, aux.Aux, pytree of (layers, ...)).
+    """
+    units, size = self._units(self.pattern), len(self.unit)
+    blocks = self._shared(stacks)
+
+    def body(kinds, x, row):
+      (*row, own), made = row, []
+
+      def behind(i, x):
+        made.append(watch(x, jax.tree.map(lambda rows: rows[i], own)))
+
+      x, aux = self._run_unit(kinds, see, blocks, x, row, behind)
+      return x, (aux, jax.tree.map(lambda *each: jnp.stack(each), *made))
+
+    aux, parts = aux_lib.NOTHING, []
+    if units:
+      fold = lambda x: x[: units * size].reshape(units, size, *x.shape[1:])
+      xs = (*self._scanned(units, stacks, None), jax.tree.map(fold, rows))
+      run = functools.partial(body, self.unit)
+      carry, (found, seen) = jax.lax.scan(
+        run, carry, xs, unroll=self.config.unroll
+      )
+      aux = aux_lib.of_units(found)
+      unfold = lambda x: x.reshape(units * size, *x.shape[2:])
+      parts.append(jax.tree.map(unfold, seen))
+    left = self.pattern[units * size :]
+    if left:
+      own = jax.tree.map(lambda x: x[units * size :], rows)
+      row = (*self._rest(units, stacks, None), own)
+      carry, (more, seen) = body(left, carry, row)
+      aux = aux_lib.joined(aux, more)
+      parts.append(seen)
+    whole = jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+    return carry, aux_lib.whole(aux), whole
+
   def run_taped(self, taped, kinds, stacks, carry, see, on=None):
     """`run`, its products recorded by a tape.Taped.
 
@@ -262,12 +305,13 @@ class Stack:
       values[path] = jax.tree.map(_layers_of, left)
     return values, None if on is None else on[units * len(self.unit) :]
 
-  def _run_unit(self, kinds, see, blocks, x, row):
+  def _run_unit(self, kinds, see, blocks, x, row, behind=None):
     """Consecutive layers, as the body of a scan -> (carry, aux.Aux, in parts).
 
     blocks: of `_shared`. row: (values, on). values: path -> (layers of `kinds`
     that have it, ...).
     on: (layers of `kinds`,) bool: the rows that hold a layer, or None.
+    behind: called with (i, carry) behind each layer, or None.
     """
     values, on = row
     values = values | blocks
@@ -292,6 +336,8 @@ class Stack:
         x, aux = jax.tree.map(held, y, x), aux_lib.select(on[i], aux)
       x = wiring.leave(self.config, given, x, i)
       found.append(aux)
+      if behind is not None:
+        behind(i, x)
     return x, aux_lib.stacked(found)
 
   def _run_layer(self, kind, slots, x, see, values):

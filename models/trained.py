@@ -4,9 +4,10 @@
 
 A (inputs, rank) and B (rank, outputs) are parameters beside their target W:
 PATH_lora_a, PATH_lora_b, stacked over layers and sharded as the dimensions of W
-are. B begins at 0. Everything else is frozen; no gradient of W is formed. The
-products are those of models/parameter.py: 2 T rank (inputs + outputs)
-operations, and a sum of (T, rank) over the devices that share a width.
+are. B begins at 0. Everything else is frozen, but what train.learn names; no
+gradient of W is formed. The products are those of models/parameter.py: 2 T rank
+(inputs + outputs) operations, and a sum of (T, rank) over the devices that
+share a width. A side network (models/side.py) is learned likewise.
 
 A frozen parameter is read as any other. It has no gradient and no state of the
 optimizer, and stays bitwise as it was. `merged` adds A B to W.
@@ -28,16 +29,22 @@ from paraxis.models import parameter
 
 COUNTED = 'statistic'  # the kind of a leaf that no run learns
 A, B = parameter.ADAPTERS
+SIDE = 'side/'  # before the paths of a side network
 EMA = 'ema'  # of leaves of a state: averages of what is learned
 
 
 class Trained(NamedTuple):
-  """What a configuration says of it; freeze, targets: patterns of paths."""
+  """What a configuration says of it; freeze, learn, targets: patterns of paths.
+
+  side: width of a side network (models/side.py), 0: none.
+  """
 
   freeze: tuple = ()
   rank: int = 0
   alpha: float = 0.0
   targets: tuple = ()
+  side: int = 0
+  learn: tuple = ()
 
   @property
   def scale(self):
@@ -50,17 +57,23 @@ EVERYTHING = Trained()
 
 def of(train):
   """`Trained` of a schema.Train."""
-  own = train.lora
+  own, learn = train.lora, patterns(train.learn)
+  if learn and not (own.rank or train.side):
+    raise errors.UserError(
+      f'train.learn={train.learn!r}: without train.lora.rank and train.side '
+      'everything is learned but train.freeze: name the rest there.'
+    )
   if not own.rank:
     if own.targets:
       raise errors.UserError(
         f'train.lora.targets={own.targets!r}, and train.lora.rank=0 adds no '
         'adapters: give a rank.'
       )
-    return Trained(patterns(train.freeze))
+    return Trained(patterns(train.freeze), side=train.side, learn=learn)
   return Trained(
-    patterns(train.freeze), own.rank, own.alpha, patterns(own.targets)
-  )
+    patterns(train.freeze), own.rank, own.alpha, patterns(own.targets),
+    learn=learn,
+  )  # fmt: skip
 
 
 def patterns(text):
@@ -116,6 +129,11 @@ def is_adapter(path):
   return path.endswith((A, B))
 
 
+def is_added(path):
+  """Is it of what a run adds to a model: adapters, a side network?"""
+  return is_adapter(path) or path.startswith((SIDE, f'params/{SIDE}'))
+
+
 def frozen(trained, kinds):
   """frozenset of the paths that are not learned.
 
@@ -128,14 +146,29 @@ def frozen(trained, kinds):
   paths = [p for p, kind in kinds.items() if kind != COUNTED]
   found = matching('train.freeze', trained.freeze, paths).values()
   out = frozenset(p for matched in found for p in matched)
-  if trained.rank:
-    out = out.union(p for p in paths if not is_adapter(p))
+  if trained.rank or trained.side:
+    chosen = matching('train.learn', trained.learn, paths).values()
+    learned = {p for matched in chosen for p in matched}
+    _check_reached(trained, learned)
+    out = out.union(p for p in paths if not (is_added(p) or p in learned))
   if out.issuperset(p for p in paths if kinds[p] != 'balance'):
     raise errors.UserError(
       f'train.freeze={",".join(trained.freeze)!r} matches all '
       f'{len(paths)} parameters: nothing is left to learn.'
     )
   return out
+
+
+def _check_reached(trained, learned):
+  """UserError if no gradient reaches what is to be learned."""
+  ends = 'layers/', 'embedding', 'positions', 'frames'
+  inside = sorted(p for p in learned if p.startswith(ends))
+  if trained.side and inside:
+    raise errors.UserError(
+      f'train.learn={",".join(trained.learn)!r} matches {inside[0]}: beside a '
+      f'side network (train.side={trained.side}) no gradient enters the layers '
+      "or what is before them; name what is behind, such as 'head'."
+    )
 
 
 def _obstacle(leaf):

@@ -82,7 +82,8 @@ def send(
     say: prints one line. ema: averages of parameters instead of them.
 
   Raises:
-    UserError: no family expresses the model, or the folder is not empty.
+    UserError: no family expresses the model, or its side network, or the folder
+      is not empty.
   """
   if dtype not in DTYPES:
     raise errors.UserError(
@@ -91,6 +92,11 @@ def send(
     )
   run = origin_lib.Run(text, say=say, flag='--checkpoint', ema=ema)
   config = run.config()
+  if config.train.side:
+    raise errors.UserError(
+      f'--checkpoint={text}: train.side={config.train.side}, and no family of '
+      'Hugging Face has a side network; export the run that it began with.'
+    )
   described = config_lib.from_model(
     config.model, model_type or run.about['kind']
   )

@@ -290,4 +290,28 @@ TABLE = [
     'tests/models/test_recurrent_depth.py::'
     'test_a_row_is_a_loop_over_passes[fixed]',
   ),
+  Mutation(
+    'side_own',
+    'models/side.py',
+    "jnp.einsum('bts,bsr->btr', c, key) + low",
+    "jnp.einsum('bts,bsr->btr', c, key)",
+    'a side network reads no token as itself',
+    'tests/models/test_side.py::test_a_plain_loop[one kind-none]',
+  ),
+  Mutation(
+    'side_documents',
+    'models/side.py',
+    'seen = (of_T == of_S) & (of_S > 0)',
+    'seen = of_S > 0',
+    'a side network reads other documents of a row',
+    'tests/models/test_side.py::test_a_plain_loop[one kind-none]',
+  ),
+  Mutation(
+    'side_levels',
+    'models/side.py',
+    'whole = lambda a, b: jnp.concatenate([a[None], b])',
+    'whole = lambda a, b: jnp.concatenate([b, a[None]])',
+    'a side network has the gradients of other layers if states are made again',
+    'tests/models/test_side.py::test_a_plain_loop[one kind-full]',
+  ),
 ]

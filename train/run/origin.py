@@ -302,19 +302,23 @@ class Run:
   def _adapters(self, job, like, say):
     """Makes the adapters in `like` those of the run -> are they to be merged?
 
-    They are kept if the new run has the same; else its own are new.
+    What the run added to its model, adapters or a side network, is kept if the
+    new run has the same; else its own are new.
     """
     theirs = [p for p in self._saved if p.startswith(PARAMS)]
-    theirs = [p for p in theirs if trained.is_adapter(p)]
-    mine = list(filter(trained.is_adapter, like))
-    if theirs and self.config().train.lora == job.config.train.lora:
-      return False
+    mine = list(filter(trained.is_added, like))
+    was, now = self.config().train, job.config.train
+    if (was.lora, was.side) == (now.lora, now.side):
+      if mine and any(map(trained.is_added, theirs)):
+        return False
     for path in mine:
       del like[path]
+    theirs = [p for p in theirs if trained.is_adapter(p)]
     if theirs:
       say(f'--init_from: its {len(theirs) // 2} adapters are merged')
     if mine:
-      say(f'--init_from: {len(mine) // 2} adapters are new')
+      what = f'{len(mine) // 2} adapters are' if now.lora.rank else 'the side '
+      say(f'--init_from: {what if now.lora.rank else what + "network is"} new')
     for path in theirs:
       target = like.get(path.removesuffix(trained.A).removesuffix(trained.B))
       if target is not None:  # else the leaves differ, and are listed
@@ -375,7 +379,7 @@ class Foreign:
   def fits(self, job, like, say):
     """As of `Run`: `configured` took the model from the weights."""
     del job
-    own = lambda path: path.startswith(PARAMS) and not trained.is_adapter(path)
+    own = lambda path: path.startswith(PARAMS) and not trained.is_added(path)
     read = {path: x for path, x in like.items() if own(path)}
     for line in taken.lines(taken.fates(like, (), read)):
       say(f'{FLAG}: {line}')

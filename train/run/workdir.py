@@ -308,7 +308,8 @@ def keeps_shapes(name, was, now) -> bool:
   from `was` to `now`; the vocabulary may grow."""
   section, _, field = name.partition('.')
   grown = field == 'vocab_size' and was < now
-  return section != 'model' or field in KEEP_SHAPES or grown
+  kept = section != 'model' or field in KEEP_SHAPES or grown
+  return kept and name != 'train.side'
 
 
 def compare(where, old, new, say=lambda line: None):
