@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from paraxis.configs import schema
 from paraxis.decode import loop
 from paraxis.models import build
+from paraxis.models import trained as trained_lib
 from paraxis.sharding.meter import compiling
 from paraxis.train import program as job_lib
 from paraxis.train import state as state_lib
@@ -83,7 +84,8 @@ def train(config, task, every, folder, say, begin=None):
     config: schema.Config; its vocabulary and length are those of the task.
     task: as in train/claims/tasks.py. every: steps between measurements.
     folder: pathlib.Path; a training resumes from the last measurement there.
-    begin: {path: array} in place of the first parameters.
+    begin: {path: array} in place of the first parameters; those that a run adds
+      to its model (models/trained.py) are its own.
   """
   # Orbax starts slowly.
   from paraxis.sharding.checkpoint import store as store_lib
@@ -178,8 +180,11 @@ def _resumed(job, store, say, begin=None):
   if found is None:
     state = job.initial_state()
     if begin is not None:  # a copy: a step donates its state
+      begin = begin | {
+        p: x for p, x in state.params.items() if trained_lib.is_added(p)
+      }
       assert begin.keys() == state.params.keys()
-      state = state._replace(params=jax.tree.map(jnp.copy, dict(begin)))
+      state = state._replace(params=jax.tree.map(jnp.copy, begin))
     return state, []
   step, tree, meta = found
   say(f'resumed from step {step}')

@@ -43,6 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paraxis.models import batch as batch_lib
+from paraxis.train.claims import labels
 from paraxis.train.claims import lists
 from paraxis.train.claims import sums
 
@@ -339,6 +340,7 @@ def _share(hit_BT, part_BT):
 KINDS = {
   'recall': Recall, 'parity': Parity, 'hops': Hops, 'words': Words,
   'picture': Picture, 'lists': lists.Lists, 'addition': sums.Addition,
+  'labels': labels.Labels,
 }  # fmt: skip
 
 
