@@ -99,13 +99,16 @@ def claims():
 
 
 def knockouts():
-  """Shards as matrices; the work of all on each; one rule under every name."""
+  """Shards as matrices; the work of all on each; matrices that stay."""
   from paraxis.train.claims.updates import whole
 
   same, shared, first, *_ = (name for name, *_ in claims())
-  alike = {'adamw': RULES['adamw'], 'soap': [{'matrix_learning_rate': 0.0}]}
+  still = {
+    'adamw': RULES['adamw'][1:2], 'soap': [{'matrix_learning_rate': 0.0}]
+  }  # fmt: skip
+  few = {'sizes': {'90K': {}}}
   return [
     ('shards', same, whole.on_shards),
     ('repeated', shared, whole.repeated),
-    ('nothing_moves', first, {'rules': alike}),
+    ('nothing_moves', first, {'rules': still} | few),
   ]

@@ -81,6 +81,25 @@ def test_a_piece_asks_for_its_domain(text):
     assert {*batch.targets[:, -1].tolist()} == {0, 1}
 
 
+def learned(text, folder, **given):
+  """harness.Outcome of the claim, of trainings of 2 steps."""
+  run = claim_cases.run_of('unipt', SMALL | {'data.path': str(text)}, folder)
+  run.results.mkdir(parents=True)
+  short = {'train.steps': 2, 'optimizer.warmup_steps': 1}
+  return side.learns(
+    run, task=dict(path=str(text), size=16, classes=2), base=short,
+    fields=short, seeds=[0], better=[['side', 'head only', 0.0]], **given,
+  )  # fmt: skip
+
+
+def test_a_network_without_a_say_is_the_head_alone(text, tmp_path, monkeypatch):
+  monkeypatch.setattr(side, 'HELD', 1)
+  ways = {name: unipt.WAYS[name] for name in ('head only', 'side')}
+  with side.deaf():
+    found = learned(text, tmp_path / 'deaf', families=ways)
+  assert not found.passed and found.measured == '0.0000', found
+
+
 def test_ways_to_fine_tune_begin_with_one_base(text, tmp_path, monkeypatch):
   """What a way does not learn is the base's, to the bit."""
   seen = {}
@@ -94,16 +113,7 @@ def test_ways_to_fine_tune_begin_with_one_base(text, tmp_path, monkeypatch):
 
   monkeypatch.setattr(side, '_wrong', wrong)
   monkeypatch.setattr(side, 'HELD', 1)
-  run = claim_cases.run_of(
-    'unipt', SMALL | {'data.path': str(text)}, tmp_path / 'own'
-  )
-  run.results.mkdir(parents=True)
-  short = {'train.steps': 2, 'optimizer.warmup_steps': 1}
-  found = side.learns(
-    run, task=dict(path=str(text), size=16, classes=2), base=short,
-    fields=short, families=unipt.WAYS, seeds=[0],
-    better=[['side', 'head only', 0.0]],
-  )  # fmt: skip
+  found = learned(text, tmp_path / 'own', families=unipt.WAYS)
   assert 'numbers learned: head only 4,224, side ' in found.caveat
   base, beside, adapted = (seen[k] for k in ((0, 0), (16, 0), (0, 4)))
   for path, x in base.items():
