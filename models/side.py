@@ -22,6 +22,7 @@ operations a layer, B T^2 numbers; keys are gathered over the shards of a row.
 Legend: B rows, T tokens, S tokens of the whole row, L layers, D model, R width.
 """
 
+import dataclasses
 import functools
 
 from flax import nnx
@@ -29,6 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from paraxis.models import checks
+from paraxis.models import norm
 from paraxis.models import parameter
 from paraxis.models import skeleton
 from paraxis.models import trained
@@ -40,7 +42,7 @@ FOLDER = trained.SIDE
 LEVELS = f'{FOLDER}levels/'
 ROWS, RESIDUAL, LOW = protocol.ROWS, protocol.RESIDUAL, protocol.LOW
 WHOLE = ('batch', None, None)
-EPSILON = 1e-8  # of a row of C; 1e-6 of norms
+EPSILON = 1e-8  # of a row of C
 
 
 def check(config, stages):
@@ -91,18 +93,10 @@ def check_decoding(model):
   )
 
 
-class _Norm(nnx.Module):
-  """LayerNorm of R numbers."""
-
-  def __init__(self, width):
-    self.scale = parameter.vector((width,), ('norm',), 1.0)
-    self.bias = parameter.vector((width,), ('norm',))
-
-  def __call__(self, x):
-    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    y = y - y.mean(-1, keepdims=True)
-    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6)
-    return (y * self.scale[...] + self.bias[...]).astype(x.dtype)
+def _norm(config, width):
+  """LayerNorm of R numbers, whatever the norm of the layers."""
+  own = dict(norm='layernorm', norm_zero_centered=False)
+  return norm.Norm(dataclasses.replace(config, **own), width)
 
 
 class Level(nnx.Module):
@@ -111,7 +105,7 @@ class Level(nnx.Module):
   def __init__(self, config, width, rngs):
     shape, names = (config.d_model, width), ('embed', None)
     self.down = parameter.matrix(rngs, shape, names)
-    self.norm = _Norm(width)
+    self.norm = _norm(config, width)
 
   def __call__(self, x_BTD):
     return self.norm(_product(self.down, x_BTD, RESIDUAL, LOW))
@@ -123,7 +117,7 @@ class Join(nnx.Module):
   def __init__(self, config, width, rngs):
     self.gate = parameter.diagonal(rngs, (width,), ('norm',), width**-0.5)
     self.mix = parameter.matrix(rngs, (width, width), (None, None))
-    self.norm = _Norm(width)
+    self.norm = _norm(config, width)
     shape, names = (width, config.d_model), (None, 'embed')
     self.up = parameter.matrix(rngs, shape, names, gain=0.0)
 

@@ -317,8 +317,8 @@ class Run:
     if theirs:
       say(f'--init_from: its {len(theirs) // 2} adapters are merged')
     if mine:
-      what = f'{len(mine) // 2} adapters are' if now.lora.rank else 'the side '
-      say(f'--init_from: {what if now.lora.rank else what + "network is"} new')
+      low, side = f'{len(mine) // 2} adapters are', 'the side network is'
+      say(f'--init_from: {low if now.lora.rank else side} new')
     for path in theirs:
       target = like.get(path.removesuffix(trained.A).removesuffix(trained.B))
       if target is not None:  # else the leaves differ, and are listed
