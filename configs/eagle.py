@@ -29,7 +29,7 @@ from paraxis.configs import presets
 METHOD = dict(method='eagle', drafts=3)
 MODELS = [{'model.vocab_size': 12},
           {'model.vocab_size': 12, 'model.pattern': 'WFN'}]  # fmt: skip
-OWN = dict(layers=0, tokens=90_000, own=96, length=128, words=4096)
+OWN = dict(layers=0, tokens=90_000, own=96, length=128, words=4096, choices=4)
 EAGLE = OWN | dict(steps=600, batch=512)
 MEDUSA = OWN | dict(heads=3, blocks=4, steps=1000, rate=2e-3)
 

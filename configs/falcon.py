@@ -27,7 +27,7 @@ differs: trained for 400 steps of 512 tokens, mostly the model's own
 from paraxis.configs import presets
 
 METHOD = dict(method='falcon', drafts=3)
-OWN = dict(layers=0, tokens=90_000, own=96, length=128, words=4096)
+OWN = dict(layers=0, tokens=90_000, own=96, length=128, words=4096, choices=4)
 FALCON = OWN | dict(steps=400, batch=512)
 MEDUSA = OWN | dict(heads=3, blocks=10, steps=600, rate=2e-3)
 MODELS = [{'model.vocab_size': 12},

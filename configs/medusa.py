@@ -36,7 +36,7 @@ from paraxis.configs import presets
 METHOD = dict(method='medusa', drafts=11)
 DRAFT = dict(
   layers=0, heads=3, steps=2000, rate=2e-3, words=4096, tokens=90_000, own=96,
-  length=128,
+  length=128, choices=4,
 )  # fmt: skip
 # Of Medusa-2: a small model of text, and what all heads learn.
 SMALL = {
@@ -46,7 +46,9 @@ SMALL = {
   'optimizer.name': 'muon', 'optimizer.learning_rate': 3e-3,
   'optimizer.matrix_learning_rate': 0.02, 'optimizer.warmup_steps': 30,
 }  # fmt: skip
-WARM = dict(heads=3, length=128, rows=8, steps=400, batch=256, rate=2e-3)
+WARM = dict(
+  heads=3, length=128, rows=8, steps=400, batch=256, rate=2e-3, choices=4
+)
 TOGETHER = dict(
   steps=200, rows=8, rate=1e-3, slower=0.2, share=0.2, coupled=True
 )

@@ -29,7 +29,7 @@ from paraxis.configs import presets
 METHOD = dict(method='ppd', drafts=5)
 DRAFT = dict(
   layers=0, heads=3, steps=150, batch=64, length=64, rate=5e-3, words=4096,
-  tokens=20_000, own=32,
+  tokens=20_000, own=32, choices=4,
 )  # fmt: skip
 
 

@@ -42,6 +42,12 @@ def _check(values):
       f'--method={values.method} --draft_layers={values.draft_layers}: '
       'speculative needs the number of layers that draft, others have none.'
     )
+  if values.draft_group > max(values.draft_layers, 1):
+    raise errors.UserError(
+      f'--draft_group={values.draft_group}: layers that read the same, of '
+      f'--draft_layers={values.draft_layers}; take 1 to '
+      f'{max(values.draft_layers, 1)}.'
+    )
   folder = pathlib.Path(values.out).expanduser().resolve().parent
   if not folder.is_dir():
     raise errors.UserError(f'--out={values.out}: no folder {folder}.')
@@ -63,6 +69,7 @@ def _draft(values, *_):
     heads=values.heads, batch=values.batch, length=length, seed=values.seed,
     steps=values.steps or STEPS.get(kind, 200),
     rate=values.rate or RATE.get(kind, 1e-3), words=values.words,
+    group=values.draft_group,
   )  # fmt: skip
   text = draft.Text(values.data, values.tokens, values.own)
   given = values.checkpoint, values.weights
@@ -103,6 +110,9 @@ COMMAND = command_line.Command(
     ('count', 'words=N', 0,
      'ids that the draft says, the most frequent ones; 0: all'),
     ('count', 'draft_layers=N', 0, 'speculative: layers, from the first on'),
+    ('count', 'draft_group=N', 1,
+     'speculative, for decode.method=easyspec: layers whose mixers read the '
+     'same features, from which the draft learns, too'),
     ('count', 'heads=N', 3,
      'medusa: tokens after the next one; ppd: prompt tokens'),
     ('count', 'block=N', 32,

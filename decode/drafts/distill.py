@@ -34,13 +34,14 @@ from paraxis.decode.drafts import heads
 from paraxis.decode.drafts import losses as losses_lib
 from paraxis.decode.drafts import prompt_tokens
 
-CHOICES = 4  # of a head, that are counted
-
 
 class Recipe(NamedTuple):
   """heads: of medusa; prompt tokens of ppd. blocks: of each head. length, rows:
   of a forward pass. steps, batch: of training, tokens of a step. words: that
-  the draft says, 0: all."""
+  the draft says, 0: all. choices: of a head, that are counted and may stand in
+  a tree (10: arXiv:2401.10774's own code). group: layers whose mixers read the
+  same features, in `grouped`, from which it learns beside the exact ones; 1:
+  from these alone."""
 
   heads: int = 3
   blocks: int = 1
@@ -52,6 +53,8 @@ class Recipe(NamedTuple):
   held: float = 0.1
   seed: int = 0
   words: int = 0
+  choices: int = 10
+  group: int = 1
 
 
 class Features(NamedTuple):
@@ -88,6 +91,33 @@ def features(model, params, rows_NT, layers, size):
     part = run(params, jnp.asarray(rows_NT[at : at + size], jnp.int32))
     found.append((*jax.device_get(part), rows_NT[at : at + size]))
   return Features(*(np.concatenate(x) for x in zip(*found, strict=True)))
+
+
+def grouped(model, params, rows_NT, layers, group, size=64):
+  """(N, T, D) features of the first layers in groups (drafters.EasySpec), where
+  the keys of all tokens before are exact, as for the first draft that is fed.
+
+  Args:
+    model, params, rows_NT, layers: as for `features`. group: layers whose
+      mixers read the same features. size: rows of a pass.
+  """
+  small = drafters.first_layers(model, layers)
+  same = lambda x: x
+
+  @jax.jit
+  def run(params, tokens_BT):
+    live = jnp.ones(len(tokens_BT), bool)
+
+    def one(cache, token_B):
+      given = small, params, cache, token_B, live, same
+      x_BD, _ = step.advance(*given, group)
+      return step.advance(*given)[1], x_BD
+
+    cache = small.init_cache(*tokens_BT.shape)
+    return jnp.moveaxis(jax.lax.scan(one, cache, tokens_BT.T)[1], 0, 1)
+
+  parts = np.array_split(rows_NT, range(size, len(rows_NT), size))
+  return np.concatenate([jax.device_get(run(params, x)) for x in parts])
 
 
 def targets(choice_NT, kind, count):
@@ -175,13 +205,16 @@ def _begun(model, params, tokens_NT, kind, recipe):
   return (eagle if kind == 'eagle' else falcon).initial(model, params)
 
 
-def accuracy(model, params, own, found, kind, words=None, size=256):
-  """((how often choice r of head k is the model's, r < CHOICES), ...).
+def accuracy(model, params, own, found, kind, words=None, choices=10, size=256):
+  """((how often choice r of head k is the model's, r < choices), ...).
 
   Of eagle: of its k-th draft, after the text's own tokens; of ppd: of prompt
-  token k; of falcon: of each pass. found, words: as for `fit`.
+  token k; of falcon: of each pass. found, words: as for `fit`. A draft of fewer
+  words has as many choices as words.
   """
-  top = lambda z, y: jax.lax.top_k(z, CHOICES)[1] == y[..., None]
+  few = model.config.vocab_size if words is None else len(words)
+  choices = min(choices, few)
+  top = lambda z, y: jax.lax.top_k(z, choices)[1] == y[..., None]
   data, most = found, 1
   hits = losses_lib.hits(model, kind, words, top)
   if kind not in losses_lib.ROWS:
@@ -269,8 +302,12 @@ def train(built_model, params, tokenizer, rows_NT, kind, layers, recipe, say):
     say(f'{len(words)} words; {missed:.1%} of held-out choices are others')
   seen, kept = (Features(*(x[s] for x in found))
                 for s in (slice(split), slice(split, None)))  # fmt: skip
+  if recipe.group > 1:
+    x = grouped(*given, rows_NT[:split], layers, recipe.group)
+    both = zip(seen, seen._replace(x=x), strict=True)
+    seen = Features(*map(np.concatenate, both))
   own = fit(*given, seen, kind, recipe, words, say)
-  now = accuracy(*given, own, kept, kind, words)
+  now = accuracy(*given, own, kept, kind, words, recipe.choices)
   own |= {} if words is None else {heads.WORDS: words}
   first = ', '.join(f'{a[0]:.3f}' for a in now)
   say(f"held-out, the first choice is the model's: {first}")

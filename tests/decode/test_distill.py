@@ -17,6 +17,7 @@ from paraxis.decode.drafts import heads
 from paraxis.decode.drafts import prompt_tokens
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
+from paraxis.models.mixers import packed
 
 V, D, LAYERS = 12, 16, 2
 RECIPE = distill.Recipe(
@@ -50,6 +51,48 @@ def test_features_are_those_of_the_whole_pass(made):
   z = model.logits(stacked, x)
   assert (found.choice == np.argmax(z, -1)).mean() > 0.99
   assert (found.tokens == text).all()
+
+
+@pytest.mark.parametrize('group', (1, 2))
+def test_grouped_features_stand_behind_exact_keys(made, group):
+  """Token by token, behind a prompt that was read as a whole."""
+  model, params, text = made
+  got = distill.grouped(model, params, text[:5], LAYERS, group, size=2)
+  form = (packed.Group(5, 1),)
+  for t in range(1, text.shape[1]):
+    lengths = jnp.full(5, t, jnp.int32)
+    _, cache = step.prefill(model, params, text[:5, :t], lengths, t + 1)
+    one = step.rows(text[:5, t : t + 1], lengths // t, lengths)
+    x, _ = model.step(params, cache, one, form, together=group)
+    np.testing.assert_allclose(got[:, t], x[:, 0], atol=2e-5)
+  exact = distill.features(model, params, text[:4], LAYERS, 4).x
+  differ = np.abs(exact - got[:4]).max()
+  assert differ > 0.01 if group > 1 else differ < 2e-5
+
+
+def test_a_draft_learns_from_groups_of_layers(made, monkeypatch):
+  model, params, text = made
+  seen = []
+  fit = distill.fit
+
+  def watched(model, params, found, *more):
+    seen.append(found)
+    return fit(model, params, found, *more)
+
+  monkeypatch.setattr(distill, 'fit', watched)
+  for group in (1, 2):
+    recipe = RECIPE._replace(steps=1, group=group)
+    distill.train(
+      model, params, module_cases.Numbers(V), text, 'speculative', LAYERS,
+      recipe, lambda line: None,
+    )  # fmt: skip
+  alone, both = seen
+  n = len(alone.x)
+  assert len(both.x) == 2 * n
+  for a, b in zip(alone, both, strict=True):
+    np.testing.assert_array_equal(a, b[:n])
+  np.testing.assert_array_equal(both.choice[n:], alone.choice)
+  assert np.abs(both.x[n:] - alone.x).max() > 0.01
 
 
 @pytest.mark.parametrize('kind, first', [('medusa', 1), ('speculative', 0)])
@@ -91,8 +134,8 @@ def test_accuracy_is_a_plain_loop(made):
     n: rng.normal(0, 0.3, x.shape).astype(np.float32)
     for n, x in heads.initial(2, D).items()
   }
-  got = distill.accuracy(model, params, own, found, 'medusa', size=7)
-  hits, count = np.zeros((2, distill.CHOICES)), 0
+  got = distill.accuracy(model, params, own, found, 'medusa', choices=4, size=7)
+  hits, count = np.zeros((2, 4)), 0
   length = text.shape[1] - 2
   for n in range(len(text)):
     for t in range(length):
@@ -103,7 +146,7 @@ def test_accuracy_is_a_plain_loop(made):
         x = found.x[n, t]
         x = x + jax.nn.silu(x @ own['weight'][k, 0] + own['bias'][k, 0])
         z = np.asarray(model.logits(params, jnp.asarray(x)[None, None])[0, 0])
-        best = np.argsort(-z)[: distill.CHOICES]
+        best = np.argsort(-z)[:4]
         hits[k] += best == found.choice[n, t + 1 + k]
   np.testing.assert_allclose(got, hits / count, atol=0.011)
 

@@ -115,7 +115,9 @@ def _asked(made, own, held, recipe, ids, new, method, path):
   model, config = made.built.model, made.built.model.config
   with build.use(made.built):
     seen = distill.features(model, made.params, held, 0, recipe.rows)
-    right = distill.accuracy(model, made.params, own, seen, 'medusa')
+    right = distill.accuracy(
+      model, made.params, own, seen, 'medusa', choices=recipe.choices
+    )
   shape = config.vocab_size, config.d_model, config.num_layers
   about = heads.About('medusa', 0, shape, made.tokenizer.fingerprint, right)
   heads.save(path, about, own)
