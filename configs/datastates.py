@@ -22,7 +22,7 @@ differs: a stall is in wall time, as CPU-seconds do not show it, on two cores
   beside them is in `paraxis bench checkpoint`. One device. Several processes
   ask for copies in the thread that trains. No tiers: one host copy, then one
   file system. Two copies at most wait to be written; a third save waits. No
-  accelerator was measured, and no transfer from one.
+  claim on an accelerator: BENCHMARKS.md has a trial on an H200.
 """
 
 from paraxis.configs import presets

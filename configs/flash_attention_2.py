@@ -13,14 +13,14 @@ expect: EQ 2e-15 for the XLA form in float64, 5e-7 for both kernels in float32
   are visited (252 and 93 with windows of 4096 and 1000); AOT no T x T numbers
   in programs for four TPUs, peak memory 1.9 times that of arguments and
   results (bound 2, ours: as much again), which needs libtpu; CPU dense
-  attention takes 3.8 and 6.7 times as long at 1024 and 4096 tokens (the paper:
-  3 to 10 times, on an A100).
-differs: no throughput: nothing was run on an accelerator, and the paper's 225
-  TFLOP/s on an A100 is not reproduced; static schedules beside jax's splash are
-  in `paraxis bench kernels`. The two kernels of the backward pass compute the
-  scores twice, 14 operations where the paper counts 10, and add nothing
-  atomically: results are the same every time. Work is divided over blocks of
-  rows by the grid; warps are left to the compiler.
+  attention takes 3.8 and 6.7 times as long at 1024 and 4096 tokens (on another
+  CPU 2.6 and 4.0; the paper: 3 to 10 times, on an A100).
+differs: no claim of throughput: on an H200 340 TFLOP/s forward, .61 of cuDNN's
+  (BENCHMARKS.md); the paper's 225 on an A100 is not reproduced. Static
+  schedules beside jax's splash are in `paraxis bench kernels`. The two kernels
+  of the backward pass compute the scores twice, 14 operations where the paper
+  counts 10, and add nothing atomically: results are the same every time. Work
+  is divided over blocks of rows by the grid; warps are left to the compiler.
 """
 
 from paraxis.configs import schema

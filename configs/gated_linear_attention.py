@@ -17,8 +17,8 @@ expect: EQ 2e-15 what the gates leave of a state; 6e-15 chunks of 16, 64, 256
 differs: no two-level chunks: within a chunk every pair of halves meets at its
   border, so no exponent is positive and no sub-chunk size is chosen. The 1.3B
   models on 100B tokens are not trained: `paraxis reproduce mamba_hybrid` trains
-  a small one beside others. No speed on an accelerator: the kernels for TPU and
-  GPU are compiled and interpreted, not run.
+  a small one beside others. No claim of speed on an accelerator: BENCHMARKS.md
+  has times of an H200; the kernel for TPU is compiled and interpreted, not run.
 """
 
 from paraxis.configs import presets

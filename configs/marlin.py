@@ -16,7 +16,7 @@ expect: EQ 6e-16 against a loop over groups, no weight error above half the step
 differs: decode.weights=int4 keeps the matrices of layers so while decoding,
   which on CPU saves memory, not time; plain rounding, not GPTQ; kernels are for
   TPU and GPU, on a CPU XLA unpacks the weights first; here bytes are counted
-  (BENCHMARKS.md has times of an H200: 1.4 x bfloat16's speed at 16 tokens of
+  (BENCHMARKS.md has times of an H200: 1.65 x bfloat16's speed at 16 tokens of
   8192 x 8192, the paper 3.87 x). Scales are float32 in the kernel's tests and 2
   bytes in the counts. No 2:4 sparsity. The model has 1.1M parameters after 0.4M
   tokens; larger and longer trained ones lose more or less. That perplexity is

@@ -7,10 +7,10 @@ test: tests/sharding/planner/test_conversions.py,
   tests/train/claims/layouts/test_conversions.py
 run: paraxis reproduce oneflow
 cost: 8 CPU-seconds
-expect: 14 of 14 conversions move what table 2 says, 12 of 12 over two axes what
-  was declared; values within 3e-15; (column, row) declares the fewest bytes of
-  the 4 pairs; 2 -> 1 all-reduces, equal to one device within 2e-15 in float64
-  (bounds 1e-12, 1e-9).
+expect: EQ 14 of 14 conversions move what table 2 says, 12 of 12 over two axes
+  what was declared; values within 3e-15; (column, row) declares the fewest
+  bytes of the 4 pairs; 2 -> 1 all-reduces, equal to one device within 2e-15 in
+  float64 (bounds 1e-12, 1e-9).
 partial: signatures and conversions are in claims only; training places arrays
   by sharding/annotate.py and sharding/rules.py.
 differs: layouts are chosen per product by the caller, not by a compiler for a

@@ -1,4 +1,4 @@
-"""What most configs begin with: four whole configs, and GPT-2's layers.
+"""What most configs begin with: six whole configs, and GPT-2's layers.
 
 A preset takes fields of the model and sets what its docstring lists; the rest
 is schema.default(). get_config() then edits what is its paper's own:

@@ -4,7 +4,7 @@ paper: none
 mechanism: models/decoder.py, sharding/rules.py, train/loop.py
 test: tests/configs/test_configs.py, tests/train/claims/test_harness.py
 run: paraxis reproduce quickstart
-cost: 287 CPU-seconds
+cost: 340 CPU-seconds
 expect: EQ 1e-14 in float64 (bound 1e-9); LEARN 2.229 held-out bits per byte,
   fewer than gzip -9 (2.587) and xz -9e (2.363), not xz given the training text
   (2.002). Translation loses to gzip, 2.203 to 1.770; the other five domains

@@ -84,7 +84,7 @@ class Mesh:
   collectives: str = field(
     'annotated',
     'annotated: the compiler inserts collectives; explicit: paraxis does, in '
-    'one manual region (always with several stages)',
+    'one manual region (always with stages or outer.exchange)',
     ('annotated', 'explicit'),
   )
   expert_order: str = field(

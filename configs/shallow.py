@@ -10,7 +10,7 @@ expect: EQ 1e-15; LEARN NOT reproduced: of pictures of digits 6.05% are taken
   for another by one group of 6 layers, 5.79% by 6 in sequence, .3 points +-.4
   more, which is within 1 point by less than two standard errors (2 groups:
   5.63%); on language one group is neither better nor worse after 500 steps
-  (2.990 bits per byte; 2.988 in sequence; .002 +-.022).
+  (2.990 bits per byte; 2.988 in sequence; .002 +-.022), NOT reproduced, too.
 differs: layers of attention and mlp, the mlp behind attention within a layer,
   for the paper's convolutions; drawn digits of 7 x 8 pixels for MNIST and
   CIFAR10, and one depth for its 6,912 networks. 180 thousand parameters, for

@@ -13,8 +13,9 @@ Models name logical axes; a `Rules` table maps each to a tuple of mesh axes.
 Parameters and activations use different names for the model width ('embed',
 'hidden'), so that parameters are sharded over fsdp while activations keep their
 batch sharded (ZeRO stage 3, arXiv:1910.02054). An axis that does not divide is
-an error that names both numbers: nothing is ever silently replicated, and a
-mesh axis that no rule uses would leave devices idle, which is also an error.
+an error that names both numbers, and so is a mesh axis that no rule uses, which
+would leave devices idle. Only kv heads may be fewer than their shards: then
+every shard computes all of them.
 """
 
 from collections.abc import Mapping, Sequence

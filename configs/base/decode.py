@@ -112,10 +112,10 @@ class Unmask:
     low=0.0, high=1000.0,
   )  # fmt: skip
   credit_decay: float = field(
-    0.8, 'of such a credit from call to call', low=0.0, high=1.0
+    0.8, 'factor on such a credit, each call', low=0.0, high=1.0
   )
   credit_power: float = field(
-    0.2, 'of the probability that is added to a credit', low=0.0
+    0.2, 'exponent of the probability that a credit gains', low=0.0
   )
 
 
@@ -175,7 +175,7 @@ class Decode:
     '',
     "file of a trained draft (`paraxis draft`): medusa's heads, the layer of "
     "eagle or falcon, ppd's prompt tokens, or what speculative, pearl and "
-    'easyspec add before the head',
+    'easyspec add before the head; of score=filter, its filter',
   )
   judge: str = field(
     'replay',

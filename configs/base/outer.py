@@ -16,7 +16,9 @@ class Outer:
     'what replicas exchange: none, they average the gradients of every step; '
     'mean, each steps alone, and every outer.period steps the mean of their '
     'parameters moves the anchor, from which all continue; pairs, each has an '
-    'anchor of its own, which moves by what it and one other replica found',
+    'anchor of its own, which moves by what it and one other replica found. '
+    'mean and pairs: of next_token and elementwise update rules, without '
+    'stages, experts and ema_decay',
     ('none', 'mean', 'pairs'),
   )
   period: int = field(
@@ -50,7 +52,7 @@ class Outer:
     ('', 'e3m0'),
   )
   clip: float = field(
-    0.0, 'largest size of a number of the momentum; 0: any', low=0.0
+    0.0, 'elementwise bound on the momentum; 0: none', low=0.0
   )
   penalty: bool = field(
     False,

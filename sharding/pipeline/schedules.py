@@ -12,7 +12,7 @@ r = i % p, microbatch i is at virtual stage s at tick
     zero_bubble   and W(i, s) = B(i, s) + s mod p, on all devices at once
     v_half        F(i, s) = 2 i + s,   B(i, s) = F(i, S - 1) + S - 1 - s, where
                   chunk 1 of device d is stage 2 p - 1 - d; W on all at once
-    skip          paths that leave stages out (schedule_paths.py)
+    skip          paths that leave stages out (paths.py)
 
 But for gpipe, F and B of the last stage share a tick, with the loss between
 them. A tick has both F and B, because devices synchronise at every message:

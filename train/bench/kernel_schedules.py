@@ -43,7 +43,7 @@ PASSES = {'fwd': 'forward', 'forward': 'forward', 'dq': 'dq', 'dkv': 'dkv'}
 # Topology, tokens of a block; targets: splash's bundles, for each kind.
 SCHEDULES = (('v5e:1x1', 512),)
 BOUNDS = dict(full=0.95, partial=1.25)
-KINDS = dict(full=2, partial=1, splash=None)  # of attention_blocks.py
+KINDS = dict(full=2, partial=1, splash=None)  # of attention/blocks.py
 _FILE = re.compile(
   r'-(?:attention_tpu|splash_mha)_(fwd|forward|dq|dkv)[\w.]*'
   r'-\d+-final_hlo-static-per-bundle-utilization\.txt$'

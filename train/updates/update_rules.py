@@ -1,6 +1,6 @@
 """Every update rule, as a row of one table.
 
-A rule gives a direction d of some parameters from their gradients; train/
+A rule gives a direction d of some parameters from their gradients, and
 optimizers.py applies p <- p - lr(t) (d + weight_decay p). From optax, or ours:
 
     adamw          arXiv:1711.05101    nadamw      Nesterov's moment (Dozat)

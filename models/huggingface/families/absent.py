@@ -50,7 +50,11 @@ ROWS = (
     'ForgetGate', 'every channel of the delta rule has its own decay',
     'bailing_hybrid kimi_linear',
   ),
-  ('allow_neg_eigval', 'the delta rule may change signs', 'olmo_hybrid'),
+  (
+    'OlmoHybridLinearAttentionDecoderLayer',
+    'norms stand before layers of one kind and behind those of the other',
+    'olmo_hybrid',
+  ),
   ('NGramEmbedding', 'embeddings are of n-grams, too', 'qwen4_exp_text'),
   ('LightningAttention', 'layers are lightning attention', 'minimax'),
   ('ffn_sub_norm', _NORMS, 'bitnet'),

@@ -5,7 +5,7 @@
     fixed:   a head of a row is cut in as many parts as that of the longest row
              (Flash-Decoding, in FlashAttention's library)
     even:    worker w takes tiles w n / W .. (w + 1) n / W - 1 of all n
-             (LeanAttention, arXiv:2405.10480; decode_schedule.py)
+             (LeanAttention, arXiv:2405.10480; decode_attention/schedule.py)
 
 The simulator counts tiles, and for every part that a worker begins `part` tiles
 more: its query, its partial result, the merge. Tasks start in order, each on
