@@ -264,10 +264,10 @@ class _Training:
       self.activity.phase('steps', self.step),
       memory.explained(lambda: shapes, lambda: self.step < first),
     ):
-      if self._recorder.spiked:
-        self._roll_back()
-      while not self._steps(stop, first, started):
-        self._roll_back()
+      older = self._spiked() or self._steps(stop, first, started)
+      while older:
+        self._roll_back(older)
+        older = self._steps(stop, first, started)
       with self.activity.phase('save', self.step):
         self._store.wait()
     if self.stopped:
@@ -275,7 +275,7 @@ class _Training:
       say(f'stopped by {self.stopped} after step {self.step}, {saved}')
 
   def _steps(self, stop, first, started):
-    """Steps from the present one on -> True; False: the loss spiked."""
+    """Steps from the present one on -> [], or `_spiked`, if that ended them."""
     job, recorder = self._job, self._recorder
     say, settings = recorder.progress.say, job.config.train
     offset = spikes.left_out(recorder.skips)
@@ -300,8 +300,8 @@ class _Training:
         self.step = t + 1
         recorder.later(self.step, numbers, int(host_batch.denominator))
         self.activity.step(self.step)
-        if recorder.spiked:
-          return False
+        if older := self._spiked():
+          return older
         if self.step == first:
           jax.block_until_ready(self.state)
           say(f'first step after {time.perf_counter() - started:.1f} s')
@@ -318,7 +318,7 @@ class _Training:
           say(self.evaluate().line())  # the last one is of `run`
         if last:
           break
-    return True
+    return []
 
   def _compile(self, size, batch, stop):
     """Compiles the gradient of a shape, and the update the first time."""
@@ -342,28 +342,23 @@ class _Training:
     self._profile.programs += programs.values()
     stop.compiling = False
 
-  def _roll_back(self):
+  def _spiked(self):
+    """Steps of checkpoints before a loss spike; []: none, or none is older."""
+    recorder, older = self._recorder, []
+    if recorder.spiked:
+      with self.activity.phase('save'):
+        older = self._store.before(recorder.spike()[0])
+      if not older:
+        recorder.forget_spike()
+    return older
+
+  def _roll_back(self, older):
     """To the last checkpoint before a loss spike, past the batches it read."""
-    store, recorder = self._store, self._recorder
-    spiked, say = recorder.spiked, recorder.progress.say
-    first = spiked - self._job.config.train.spike.in_a_row + 1
-    what = f'the loss spiked in steps {first} to {spiked}'
-    with self.activity.phase('save'):
-      older = store.before(first)
-    if not older:
-      recorder.spiked = 0
-      say(f'{what}, and no checkpoint is older: training continues')
-      return
     self.state = None  # two would not fit everywhere
     with self.activity.phase('restore'):
-      self.state, self.step, kept = start.back(self._job, store, older)
-    recorder.resume(kept['cursor'])
-    recorder.skips.append([self.step, spiked - self.step])
-    store.drop(self.step)
-    say(
-      f'{what}: back to step {self.step}, leaving out the '
-      f'{spiked - self.step} batches up to step {spiked}'
-    )
+      self.state, self.step, kept = start.back(self._job, self._store, older)
+    self._recorder.roll_back(self.step, kept['cursor'])
+    self._store.drop(self.step)
 
   def _save(self):
     """Begins a checkpoint."""

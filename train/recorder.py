@@ -45,6 +45,30 @@ class Recorder:
     if self._spikes.found:  # the run was stopped before it went back
       self.spiked = cursor['step']
 
+  def spike(self):
+    """(first step of the loss spike, what to say of it)."""
+    first = self.spiked - self._train.spike.in_a_row + 1
+    return first, f'the loss spiked in steps {first} to {self.spiked}'
+
+  def forget_spike(self):
+    """No checkpoint is older than it."""
+    what = 'no checkpoint is older: training continues'
+    self.progress.say(f'{self.spike()[1]}, and {what}')
+    self.spiked = 0
+
+  def roll_back(self, step, cursor):
+    """Continues at the cursor of a step before the spike, past the batches up
+    to its last one: those that an earlier spike left out, too."""
+    (_, what), last = self.spike(), self.spiked
+    read = last + spikes.left_out(self.skips)
+    self.resume(cursor)
+    count = read - step - spikes.left_out(self.skips)
+    self.skips.append([step, count])
+    self.progress.say(
+      f'{what}: back to step {step}, leaving out the {count} batches up to '
+      f'step {last}'
+    )
+
   def cursor(self):
     """What the cursor of a checkpoint has beside step and seed."""
     found = {'skips': self.skips} if self.skips else {}

@@ -15,7 +15,6 @@ import numpy as np
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models import register
-from paraxis.models import trained
 from paraxis.sharding import rules as rules_lib
 from paraxis.train import state as state_lib
 from paraxis.train.run import origin as origin_lib
@@ -264,16 +263,11 @@ def begin(job, source, like, say) -> state_lib.State:
   """
   tree = source.read(job, like, say)
   own = state_lib.flatten(job.state)
-  averages = {p for p in own if p.startswith(f'{trained.EMA}/')}
-  replicas = {
-    p: f'{origin_lib.PARAMS}{p.removeprefix(folder)}'
-    for folder in taken.OF_REPLICAS
-    for p in own
-    if p.startswith(folder)
-  }
+  copies = {p: name for p in own if (name := taken.parameter_of(p))}
+  copies = {p: name for p, name in copies.items() if p not in tree}
   # After reading, and no parameter that was read whole: never two of one.
   new = {p for p in own if p not in tree or p in source.part}
-  new -= averages | replicas.keys()
+  new -= copies.keys()
   fresh = job.initial_leaves([p for p in own if p in new])
   for path in tree:
     if path in source.part:
@@ -284,11 +278,8 @@ def begin(job, source, like, say) -> state_lib.State:
     tree |= state_lib.on_stages(alone, {path: own[path]}, job.leaves)
   say(f'parameters of {source.about["source"]}, {len(tree)} leaves read')
   whole = fresh | tree
-  for path in averages:
-    x = whole[f'{origin_lib.PARAMS}{path.partition("/")[2]}']
-    whole[path] = jax.jit(jnp.copy, out_shardings=own[path].sharding)(x)
-  for path, name in replicas.items():
-    x, like = whole[name], own[path]
+  for path, name in copies.items():
+    x, like = whole[f'{origin_lib.PARAMS}{name}'], own[path]
     copy = functools.partial(jnp.broadcast_to, shape=like.shape)
     whole[path] = jax.jit(copy, out_shardings=like.sharding)(x)
   return state_lib.unflatten(job.state, whole)

@@ -101,6 +101,30 @@ def test_optimizer_afresh_unless_asked(tiny, first):
       assert same == asked and (asked or not np.any(flat[path]))
 
 
+@pytest.mark.parametrize('name', ('schedule_free', 'prodigy'))
+def test_points_of_update_rules_begin_as_the_parameters(tiny, first, name):
+  """Whatever of a rule's state is a copy of fresh parameters is one of those
+  that were read: else the first update would bring the fresh ones back."""
+  rule = {'optimizer.name': name, 'optimizer.schedule': 'constant'}
+  job = tiny.job(QUICK | rule, MESH)
+  fresh = state_lib.flatten(job.initial_state())
+  same = {
+    (path, of)
+    for path, x in fresh.items()
+    for of in _parameters(fresh)
+    if path.startswith('optimizer/')
+    and path.endswith(f'/{of.removeprefix("params/")}')
+    and np.any(np.asarray(x)) and np.array_equal(x, fresh[of])
+  }  # fmt: skip
+  assert len({path.split('/layers/')[0] for path, _ in same}) > 1
+  source, _ = _opened(first)
+  like = state_lib.in_order(state_lib.flatten(job.state), job.leaves)
+  made = state_lib.flatten(start.begin(job, source, like, lambda line: None))
+  wanted, _ = _leaves(first, 4)
+  for path, of in same:
+    np.testing.assert_array_equal(made[path], wanted[of])
+
+
 def test_no_leaf_is_made_and_read(tiny, first, monkeypatch):
   """What is read is there once: nothing else at that time, no copy later."""
   job = tiny.job(QUICK, MESH)

@@ -12,8 +12,20 @@ from paraxis.models import trained
 TAKEN, NEW, LEFT, MERGED = 'taken', 'new', 'left out', 'merged into its matrix'
 BOTH = 'new, its own left out'  # both have it, and it is not taken
 BEGINS = 'begins as the parameters'
-# What replicas have of their own (train/steps/outer.py).
-OF_REPLICAS = ('outer/params/', 'outer/each/anchor/')
+# Folders of leaves that are copies of parameters in a new run: averages, what
+# replicas have of their own (train/steps/outer.py), and the points of update
+# rules (train/updates/update_rules.py).
+COPIES = (
+  f'{trained.EMA}/', 'outer/params/', 'outer/each/anchor/',
+  'optimizer/schedule_free/point/', 'optimizer/schedule_free/inner/z/',
+  'optimizer/prodigy/params0/',
+)  # fmt: skip
+
+
+def parameter_of(path) -> str:
+  """Name, without its folder, of what a leaf begins as; '': it is no copy."""
+  found = [path.removeprefix(f) for f in COPIES if path.startswith(f)]
+  return found[0] if found else ''
 
 
 def fates(wanted, saved, read, rows=(), renamed=()):
@@ -33,7 +45,7 @@ def fates(wanted, saved, read, rows=(), renamed=()):
       out[path] = TAKEN if other == path else f'{TAKEN} from {folder}/'
       if path in rows:
         out[path] += f', {rows[path]}'
-    elif path.startswith((f'{trained.EMA}/', *OF_REPLICAS)):
+    elif parameter_of(path):
       out[path] = BEGINS
     else:
       out[path] = BOTH if path in saved else NEW

@@ -244,6 +244,28 @@ def test_without_it_the_bad_batches_are_taken(tiny, bad, tmp_path):
   assert losses[7] > 90 < losses[8] and 'skips' not in _cursor(tmp_path, 12)
 
 
+def test_a_second_spike_before_the_next_checkpoint(tiny, tmp_path):
+  """Its batches are left out beside those of the first, not in their place."""
+  four = with_bad_batches(_sums(tiny.job(CHANGES), [6, 7, 8, 9]))
+  said = tiny.run(tmp_path, CHANGES, make_step=four)[1]
+  lines = [line for line in said if 'spiked' in line]
+  assert [x.partition('leaving out ')[2] for x in lines] == [
+    'the 2 batches up to step 8', 'the 4 batches up to step 8'
+  ]  # fmt: skip
+  assert _cursor(tmp_path, 12)['skips'] == [[6, 4]]
+  losses = support.losses(tmp_path)
+  assert max(losses.values()) < 7 and list(losses) == list(range(1, 13))
+
+
+def test_a_spike_at_the_end_without_a_checkpoint(tiny, bad, tmp_path):
+  """The step after it is the last one, and is saved."""
+  changes = CHANGES | {'train.steps': 9, 'checkpoint.every': 100}
+  result, said = tiny.run(tmp_path, changes, make_step=bad)
+  assert result['step'] == 9 and result['evaluation'] is not None
+  assert any('no checkpoint is older' in line for line in said)
+  assert _cursor(tmp_path, 9)['step'] == 9
+
+
 def test_no_checkpoint_is_older(tiny, bad, tmp_path):
   changes = CHANGES | {'checkpoint.every': 100}
   said = tiny.run(tmp_path, changes, make_step=bad)[1]
