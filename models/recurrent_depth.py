@@ -110,7 +110,7 @@ def passes_of(own, key):
 def start(config, batch, dtype):
   """`Start` of a batch's rows; config: schema.Model."""
   own, draw, passes = config.recurrence, 0, config.recurrence.iterations
-  if batch.draw is not None:
+  if batch.draw is not None and own.spread:
     draw, passes = batch.draw, passes_of(own, jax.random.key(batch.draw))
   return Start(noise(batch, draw, config.d_model, dtype), passes)
 

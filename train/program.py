@@ -268,8 +268,10 @@ def on_devices(
     share = optimizers.schedule(config.optimizer, train.steps)
     optimizer = zeroth_order.Descent(config, share, built.model)
   else:
-    own = config.optimizer
-    optimizer = optimizers.Optimizer(own, train.steps, built.model)
+    own, alone = config.optimizer, config.outer.active
+    tokens = train.batch_size * config.data.sequence_length
+    tokens //= built.mesh.shape['replica'] if alone else 1
+    optimizer = optimizers.Optimizer(own, train.steps, built.model, tokens)
   return Program(dataclasses.replace(config, mesh=sizes), built, optimizer)
 
 

@@ -38,7 +38,7 @@ class Optimizer:
     0.1, 'decoupled weight decay; not of norms and biases', low=0.0
   )
   matrix_momentum: float = field(
-    0.95, 'momentum of muon and scion', low=0.0, high=1.0
+    0.95, 'momentum of muon and scion', low=0.0, high=0.99999
   )
   precondition_decay: float = field(
     0.95, 'soap: decay of statistics', low=0.0, high=0.99999

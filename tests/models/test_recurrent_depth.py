@@ -195,6 +195,17 @@ def test_passes_are_drawn_for_a_step():
   assert other != keys[17]
 
 
+def test_passes_are_not_drawn_without_spread():
+  """Also where the step draws from a key for something else (zeroth order)."""
+  batch = experiment.documents(1, 4, 8)._replace(draw=np.int32(5))
+  for spread, fixed in ((0.0, True), (0.5, False)):
+    model = config_of(dict(iterations=8, spread=spread)).model
+    got = recurrent_depth.start(model, batch, jnp.float32)
+    plain = recurrent_depth.start(model, batch._replace(draw=None), jnp.float32)
+    assert (got.passes is plain.passes) == fixed
+    assert np.array_equal(got[0], plain[0]) == fixed
+
+
 def test_what_is_not_drawn():
   assert objectives.drawn(config_of(dict(spread=0.0)), 3) is None
   assert objectives.drawn(schema.Config(), 3) is None

@@ -101,6 +101,16 @@ def test_optimizer_afresh_unless_asked(tiny, first):
       assert same == asked and (asked or not np.any(flat[path]))
 
 
+def test_a_rule_with_a_schedule_in_its_state_begins_anew(tiny, tmp_path):
+  rule = QUICK | {'optimizer.name': 'prodigy', 'optimizer.learning_rate': 1.0}
+  tiny.run(tmp_path, rule)
+  source, _ = _opened(tmp_path, optimizer=True)
+  job = tiny.job(rule)
+  like = state_lib.in_order(state_lib.flatten(job.state), job.leaves)
+  with support.refused('--init_optimizer', 'prodigy', 'schedule'):
+    start.begin(job, source, like, lambda line: None)
+
+
 @pytest.mark.parametrize('name', ('schedule_free', 'prodigy'))
 def test_points_of_update_rules_begin_as_the_parameters(tiny, first, name):
   """Whatever of a rule's state is a copy of fresh parameters is one of those

@@ -54,9 +54,9 @@ ERRORS = 2  # standard errors at which a difference counts
 VERSIONS = ('jax', 'jaxlib', 'optax', 'paraxis')
 # No number depends on them; of data.path its text counts, wherever it lies.
 FREE = (
-  'checkpoint.', 'data.cache_dir', 'data.path', 'data.prefetch', 'decode.',
-  'train.drift_every', 'train.stall_seconds', 'train.tensorboard',
-  'train.wandb',
+  'checkpoint.', 'data.cache_dir', 'data.path', 'data.prefetch',
+  'data.workers', 'decode.', 'train.drift_every', 'train.stall_seconds',
+  'train.tensorboard', 'train.wandb',
 )  # fmt: skip
 SHOWN = 4  # differences that a refusal names
 

@@ -11,8 +11,7 @@ Epochs: without weights one epoch is every row once. With those of
 rows and its own epochs, and row n of the run comes from the part that is
 furthest behind its weight: small ones repeat.
 
-Cost: a plan takes well under a second per million documents; a batch some
-microseconds per row.
+Cost: a plan takes under a second per million documents, a batch microseconds.
 
 Legend: A microbatches, B rows of a step, T slots of a row.
 """
@@ -30,11 +29,7 @@ from paraxis.train.data import objectives
 from paraxis.train.data import packing
 from paraxis.train.data import shape_cycle
 
-_PACKERS = {
-  'concat_split': packing.concat_split,
-  'first_fit': packing.first_fit,
-}
-
+_PACKERS = dict(concat_split=packing.concat_split, first_fit=packing.first_fit)
 _WHAT = {'domain': 'domain', 'group': 'source'}
 
 
@@ -240,16 +235,15 @@ class HeldOut:
   """Held-out batches of one domain; documents are packed separately.
 
   bits per byte = sum over batches of (sum of weighted nll) / ln 2 / n_bytes.
-  The end-of-document tokens are predicted too and add no byte. A document
-  longer than a row continues in another one without its context.
+  Ends of documents are predicted too and add no byte. A document longer than a
+  row continues in another one without its context.
 
   Attributes:
     domain: its name.
     plan: packing.PackingPlan of all its held-out documents.
-    n_bytes: UTF-8 bytes of the text in these batches. Where eval_batches, of
-      train.batch_size rows, leaves rows out, evenly spaced ones are used, the
-      same in any layout, and n_bytes is the domain's bytes times the share of
-      its tokens that they hold.
+    n_bytes: UTF-8 bytes of the text in these batches. Where eval_batches leaves
+      rows out, evenly spaced ones are used, the same in any layout, and n_bytes
+      is the domain's bytes times the share of its tokens that they hold.
     n_pairs: tokens predicted here.
   """
 
@@ -270,6 +264,12 @@ class HeldOut:
       for part in np.array_split(rows, 1 + len(rows) // 1024)
     )
     self.n_pairs = count(self._rows)
+    if not self.n_pairs:
+      raise errors.UserError(
+        f'held-out rows of {domain!r}: none has loss (data.loss_on='
+        f'{config.data.loss_on}); raise train.eval_batches='
+        f'{config.train.eval_batches} (0: all), or data.sequence_length.'
+      )
     every = max(1, count(np.arange(self.plan.rows)))
     total = int(corpus.n_bytes[chosen].sum())
     self.n_bytes = round(total * (self.n_pairs / every))

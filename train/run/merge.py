@@ -57,6 +57,8 @@ def write(runs, out, say=print, ema=False) -> None:
   tree = {p: _average(sources, weights, p, leaf) for p, leaf in leaves.items()}
   config = sources[0].config()  # adapters are merged
   config = schema.with_value(config, 'train.lora', schema.Lora())
+  if not config.train.side:  # else everything is learned
+    config = schema.with_value(config, 'train.learn', '')
   kept = {n: meta[n] for n in KEPT if n in meta}
   meta = dict(config=schema.to_json(config), origin=_about(sources, runs))
   with store_lib.Store(path / workdir_lib.CHECKPOINTS, say=say) as store:

@@ -235,7 +235,10 @@ class Run:
     register.require(self._meta.get(OWN), self._path, say)
     if self._meta.get('tokenizer') != job.tokenizer.fingerprint:
       say('--init_from: its tokenizer was another, its ids may mean other text')
-    self._check_optimizer(job)
+    if OPTIMIZER in self._under:
+      replicas = (self._saved.get('skipped', {}).get('shape') or [0])[0]
+      was = self.config().optimizer.name, replicas
+      taken.check_optimizer(self._path.parent, was, job)
     like = {p: x for p, x in like.items() if p.startswith(self._under)}
     if self._layers:
       found = layers_lib.part(self.config(), job, self._layers, like)
@@ -280,24 +283,6 @@ class Run:
     for line in taken.lines(found):
       say(f'{FLAG}: {line}')
     return like, merges
-
-  def _check_optimizer(self, job):
-    """UserError if the state of one rule is asked for another."""
-    was, now = self.config().optimizer.name, job.config.optimizer.name
-    if OPTIMIZER in self._under and was != now:
-      raise errors.UserError(
-        f'--init_optimizer: the optimizer of {self._path.parent} is {was!r}, '
-        f'here optimizer.name={now!r}: leave out --init_optimizer, and its '
-        'state begins anew.'
-      )
-    saved = self._saved.get('skipped', {}).get('shape', [])
-    there, here = (saved or [0])[0], job.state.replicas
-    if OPTIMIZER in self._under and there != here:
-      raise errors.UserError(
-        f'--init_optimizer: {there} replicas step alone there, {here} here (0: '
-        f'none), in {self._path.parent}: leave out --init_optimizer, and their '
-        'states begin anew.'
-      )
 
   def _adapters(self, job, like, say):
     """Makes the adapters in `like` those of the run -> are they to be merged?

@@ -7,11 +7,13 @@ Nothing is filled in silently: each leaf of the new run, and each of its origin,
 is in one line. Whole folders of one fate are one word.
 """
 
+from paraxis.configs.base import errors
 from paraxis.models import trained
 
 TAKEN, NEW, LEFT, MERGED = 'taken', 'new', 'left out', 'merged into its matrix'
 BOTH = 'new, its own left out'  # both have it, and it is not taken
 BEGINS = 'begins as the parameters'
+SCHEDULED = ('prodigy', 'schedule_free')  # rules that count the steps of one
 # Folders of leaves that are copies of parameters in a new run: averages, what
 # replicas have of their own (train/steps/outer.py), and the points of update
 # rules (train/updates/update_rules.py).
@@ -26,6 +28,40 @@ def parameter_of(path) -> str:
   """Name, without its folder, of what a leaf begins as; '': it is no copy."""
   found = [path.removeprefix(f) for f in COPIES if path.startswith(f)]
   return found[0] if found else ''
+
+
+def check_optimizer(where, was, job):
+  """UserError if the state of an update rule cannot be that of a new run.
+
+  Args:
+    where: path of the run that it is of. was: (its rule, how many replicas step
+      alone there, 0: none). job: program.Job of the new run.
+  """
+  now = job.config.optimizer.name, job.state.replicas
+  for wrong, text, what in (
+    (
+      was[0] != now[0],
+      f'the optimizer of {where} is {was[0]!r}, here optimizer.name={now[0]!r}',
+      'its state begins',
+    ),
+    (
+      was[1] != now[1],
+      f'{was[1]} replicas step alone there, {now[1]} here (0: none), in '
+      f'{where}',
+      'their states begin',
+    ),
+    (
+      now[0] in SCHEDULED,
+      f'optimizer.name={now[0]} has its place in the schedule of {where} in '
+      'its state, and would continue at its end',
+      'its state begins',
+    ),
+  ):
+    if wrong:
+      raise errors.UserError(
+        f'--init_optimizer: {text}: leave out --init_optimizer, and {what} '
+        'anew.'
+      )
 
 
 def fates(wanted, saved, read, rows=(), renamed=()):

@@ -60,6 +60,7 @@ FREE = (
   'model.attention',
   'data.prefetch',
   'data.cache_dir',
+  'data.workers',
 )
 # Model fields that leave the shapes of parameters: a new run with another
 # value may begin with the weights of the old one. Those of `extra` are unknown.

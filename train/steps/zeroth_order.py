@@ -7,8 +7,9 @@
 MeZO (arXiv:2305.17333, algorithm 1). No array as large as the parameters is
 kept beside them: z is drawn again wherever it is needed, a layer at a time in
 the two forward passes (`Moved`), in place in the update. All that a step adds
-to a run are two numbers, `slope` and `draw`, which metrics.jsonl has: from the
-first parameters and that log the update makes every later state again, bitwise.
+to a run are two numbers, `slope` and `draw`, which metrics.jsonl has of every
+step (train.log_every=1): from the first parameters and that log the update
+makes every later state again, bitwise, but counts of experts, which it lacks.
 
 The mesh axis `replica` is the pair of DistZO2 (arXiv:2507.03211): with
 replica=2 the first half of the devices computes L(p + e z) while the second
@@ -321,7 +322,8 @@ def replayed(update, state, log):
 
   Args:
     update: Step.update. state: before the first of them.
-    log: (slope, draw, loss) of each step, of one that was skipped NaN or None.
+    log: (slope, draw, loss) of each step, none left out; of one that was
+      skipped NaN or None.
   """
   run = jax.jit(update, donate_argnums=0)
   number = lambda x: math.nan if x is None else x

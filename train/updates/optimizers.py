@@ -59,8 +59,9 @@ def check(config, sizes):
   if config.outer.active and update_rules.RULES[c.name].reads != 'element':
     raise errors.UserError(
       f'outer.exchange={config.outer.exchange} with {sizes["replica"]} '
-      f'replicas, and optimizer.name={c.name}: in the region of one its update '
-      'would read shards as matrices; take adamw.'
+      f'replicas, and optimizer.name={c.name}: its update reads whole matrices '
+      'or all parameters, and in the region of one replica it would be given '
+      'shards; take adamw.'
     )
   if c.name == 'schedule_free':
     for wrong, field, value, take in (
@@ -87,9 +88,11 @@ class Optimizer:
     groups: {rule: the paths that it moves}; a rule of none is left out.
   """
 
-  def __init__(self, config, steps, model):
-    """config: schema.Optimizer; steps: of the run; model: models.Decoder."""
-    self.config, self.model, self._steps = config, model, steps
+  def __init__(self, config, steps, model, tokens=1):
+    """config: schema.Optimizer; steps: of the run; model: models.Decoder;
+    tokens: of a step, whose mean a gradient is."""
+    self.config, self.model = config, model
+    self._steps, self._tokens = steps, tokens
     self._share = schedule(config, steps)
     rule = update_rules.RULES[config.name]
     self.groups: dict[str, list[str]] = {}
@@ -109,7 +112,7 @@ class Optimizer:
     dims = {p: self._dims(p) for p in paths}
     decayed = {p: kinds[p] != 'vector' for p in paths}
     return update_rules.Group(
-      self.config, self._share, dims, axes, decayed, self._steps
+      self.config, self._share, dims, axes, decayed, self._steps, self._tokens
     )
 
   def _rule(self, name):

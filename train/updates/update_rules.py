@@ -15,8 +15,9 @@ optimizers.py applies p <- p - lr(t) (d + weight_decay p). From optax, or ours:
                    form is weight decay: a radius is 1 / weight_decay
     soap           soap.py       kron        kron.py
 
-Two are not the paper's: sophia's diagonal of the Hessian is of squared
-gradients of the true labels, not of labels that the model draws; mars takes the
+Two are not the paper's: sophia's diagonal of the Hessian, tokens times the
+squared gradient of a step (algorithm 2), is of the true labels, not of labels
+that the model draws, and of the clipped gradient; mars takes the
 gradient of the last batch, not of this one at the last parameters (the paper's
 approximate form).
 """
@@ -46,7 +47,7 @@ class Group(NamedTuple):
 
   settings: schema.Optimizer. share: f(step) in [0, 1] of the peak rate.
   dims: {path: matrices.Dims}. axes: {path: logical axes}. decayed: {path:
-  whether weight decay acts on it}. steps: of the run.
+  whether weight decay acts on it}. steps: of the run. tokens: of a step.
   """
 
   settings: Any
@@ -55,6 +56,7 @@ class Group(NamedTuple):
   axes: dict
   decayed: dict
   steps: int
+  tokens: int
 
 
 class Rule(NamedTuple):
@@ -112,7 +114,9 @@ def _ademamix(group):
 
 def _sophia(group):
   c = group.settings
-  squares = optax.stateless(lambda grads, _: jax.tree.map(jnp.square, grads))
+  # Of one token, on average: the gradient is the mean of those of all tokens.
+  square = lambda g: group.tokens * jnp.square(g)
+  squares = optax.stateless(lambda grads, _: jax.tree.map(square, grads))
   # At rate 1 and without decay its update is minus the direction.
   return _minus(
     contrib.sophia(

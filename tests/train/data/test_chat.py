@@ -120,6 +120,23 @@ def test_special_tokens_of_the_template(tmp_path):
   assert ends == [0, 0, 1, 0, 1]  # an answer learns to stop
 
 
+def test_held_out_rows_without_loss_are_refused(tmp_path):
+  """The row that is evaluated is the prompt's first part."""
+  talk = [{'role': 'user', 'content': 'x' * 200},
+          {'role': 'assistant', 'content': 'yes'}]  # fmt: skip
+  path, splits = tmp_path / 'a.jsonl', ('train', 'train', 'held')
+  lines = [json.dumps({'messages': talk, 'split': name}) for name in splits]
+  path.write_text('\n'.join(lines))
+  config, _, made = build(path, tmp_path, template=PLAIN)
+  change = lambda n: schema.with_value(
+    schema.with_value(config, 'train.eval_batches', n), 'train.batch_size', 1
+  )
+  with support.refused('none has loss', 'data.loss_on=assistant'):
+    batches.evaluation(change(1), made)
+  (held,) = batches.evaluation(change(0), made)
+  assert held.n_pairs > 0
+
+
 def test_workers_and_loss_on_all(tmp_path, monkeypatch):
   monkeypatch.setattr(rows, 'BLOCK', 200)
   path = write(tmp_path / 'a.jsonl', [TALK] * 9)

@@ -54,6 +54,21 @@ def arrays(path, like):
   return origin_lib.Run(str(path)).arrays(list(like))
 
 
+def test_the_average_of_adapters_learns_everything(runs, tmp_path, monkeypatch):
+  """Adapters are merged, and with them goes what they left unfrozen."""
+  real = origin_lib.Run.config
+
+  def config(self):
+    found = schema.with_value(real(self), 'train.learn', 'head')
+    return schema.with_value(found, 'train.lora', schema.Lora(rank=2))
+
+  monkeypatch.setattr(origin_lib.Run, 'config', config)
+  merge.write([(path, 0.5) for path, _ in runs[:2]], tmp_path / 'mean', quiet)
+  monkeypatch.undo()
+  made = origin_lib.Run(str(tmp_path / 'mean')).config().train
+  assert not made.learn and not made.lora.rank
+
+
 def test_the_average_by_hand(runs, tmp_path):
   """Through the command; decoding and --init_from read what it writes."""
   (one, a), (two, b), (three, c) = runs

@@ -39,6 +39,7 @@ MODEL = types.SimpleNamespace(
   inputs={p: leaf[3] for p, leaf in LEAVES.items()},
 )
 STEPS = 5
+TOKENS = 7  # of a step
 BASE = dict(
   learning_rate=0.02, matrix_learning_rate=0.03, warmup_steps=2, b1=0.8,
   b2=0.9, weight_decay=0.1, schedule='constant', precondition_every=2,
@@ -59,7 +60,7 @@ def _settings(name, **changes):
 def _run(c, steps=STEPS):
   """(parameters, optimizer state) after some steps, in float64."""
   with jax.enable_x64(True):
-    optimizer = optimizers.Optimizer(c, steps, MODEL)
+    optimizer = optimizers.Optimizer(c, steps, MODEL, TOKENS)
     params = jax.tree.map(jnp.asarray, _arrays(0))
     state = optimizer.init(params)
     update = jax.jit(optimizer.update)
@@ -117,7 +118,7 @@ def _sophia(c, path, p, grads):
     mean = m / (1 - c.b1 ** (t + 1))
     yield np.clip(mean / np.maximum(c.curvature * h, c.epsilon), -1, 1)
     if t % c.precondition_every == 0:
-      h = c.b2 * h + (1 - c.b2) * g * g
+      h = c.b2 * h + (1 - c.b2) * TOKENS * g * g
 
 
 def _mars(c, path, p, grads):

@@ -125,8 +125,39 @@ def equals(run, *, one, other, within):
   return experiment.equal(gaps, within, 'float64, features and all gradients')
 
 
-def _gradients(made, params, rows):
-  """[features, gradients of all parameters] of a weighted sum of features."""
+def alike(run, *, streams, within, apart=False):
+  """EQ: streams with equal prefixes are one, whatever their number and whatever
+  mixes them: features, and gradients of what all streams share.
+
+  Args:
+    streams: two numbers of streams. apart: prefixes are drawn, one each.
+  """
+  wide = {'model.dtype': 'float64', 'model.param_dtype': 'float64'}
+  rows = experiment.documents(2, 16, run.config.model.vocab_size)
+  found, first = [], {}
+  with jax.enable_x64(True):
+    for count in streams:
+      config = experiment.fields(run.config, wide, {'model.streams': count})
+      made = decoder.Decoder(config.model)
+      params = experiment.random_parameters(made)
+      own = [p for p in params if 'prefix' in p or 'mix_' in p]
+      first = first or params
+      params |= {p: x for p, x in first.items() if p not in own}
+      if not apart:
+        for path in (p for p in own if 'prefix' in p):
+          one = first[path][:, :1]
+          params[path] = jnp.broadcast_to(one, params[path].shape)
+      shared = sorted(params.keys() - set(own))
+      found.append(_gradients(made, params, rows, shared))
+  gaps = [experiment.gap(a, b) for a, b in zip(*found, strict=True)]
+  text = f'float64, features and gradients, {streams[0]} and {streams[1]} '
+  text += 'streams, other weights to mix them'
+  return experiment.equal(gaps, within, text)
+
+
+def _gradients(made, params, rows, of=None):
+  """[features, gradients of parameters, None: all] of a weighted sum of
+  features."""
 
   def loss(params):
     x_BTD, _ = made.features(params, rows)
@@ -135,5 +166,5 @@ def _gradients(made, params, rows):
 
   run = jax.jit(jax.value_and_grad(loss, has_aux=True))
   (_, x_BTD), gradients = run(params)
-  flat = [np.ravel(g) for g in jax.tree.leaves(gradients)]
+  flat = [np.ravel(gradients[p]) for p in of or sorted(gradients)]
   return [x_BTD, np.concatenate(flat)]
