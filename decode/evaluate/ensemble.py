@@ -74,13 +74,14 @@ class Scorer(score.Scorer):
     """Args:
 
     parts: as of score.Scorer, of each expert; of one model and tokenizer.
-    prior: w, one each, at least 0, of sum 1.
+    prior: w, one each, at least 0, of sum 1; experts of 0 are left out.
     config, length, batch_size, say: as of score.Scorer.
     """
+    weighed = [(part, w) for part, w in zip(parts, prior, strict=True) if w]
+    parts, prior = zip(*weighed, strict=True)
     super().__init__(parts[0], config, length, batch_size, say)
     self._members = [params for _, params, *_ in parts]
-    with np.errstate(divide='ignore'):  # an expert of weight 0
-      self._prior = np.log(np.asarray(prior, np.float32))
+    self._prior = np.log(np.asarray(prior, np.float32))
     with build.use(self._built):
       self._read = list(map(self._rounded, self._members))
     model = self._built.model
