@@ -121,17 +121,18 @@ def gradients(built, params, batch, cotangent=1.0):
     cotangent: as of Step.grads.
 
   Returns:
-    (losses (R,), {path: (R, ...)}, aux.Aux of (R,)).
+    (losses (R,), {path: (R, ...)}, aux.Aux of (R,), whose tally 'targets' is
+    what each loss was divided by).
   """
   layouts = _layouts(built, params)
 
   def body(params, batch, cotangent):
     own = gradients_lib.over_tokens(batch.weights.sum())
     batch = batch._replace(denominator=jnp.maximum(own, 1))
-    params = one(params)
-    return many(
-      gradients_lib.of_batch(built, layouts, params, batch, cotangent)
-    )
+    given = built, layouts, one(params), batch, cotangent
+    loss, grads, aux = gradients_lib.of_batch(*given)
+    aux = aux._replace(tallies=aux.tallies | dict(targets=batch.denominator))
+    return many((loss, grads, aux))
 
   alone = lead(())
   learned = expert_counts.without(built.model, layouts.of_step)
@@ -189,22 +190,25 @@ def update(built, updated, state, loss, grads, aux):
     optimizer=inner, step=state.step + 1, skipped=skipped,
     skipped_in_a_row=row, outer=outer,
   )  # fmt: skip
-  return new, numbers
+  return new, numbers | dict(targets=aux.tallies['targets'])
 
 
 def together(numbers) -> dict[str, Any]:
   """Numbers of a step of R replicas, NumPy (R, ...), as one of each.
 
-  The mean over replicas, of loss and norm over those that did not skip the
-  step, unless all did; of skipped steps the most; of squares the sum, not
-  finite where one is not. 'replicas' lists those that skipped it.
+  The mean over replicas, of the loss over their targets, of loss and norm over
+  those that did not skip the step, unless all did; of skipped steps the most;
+  of squares the sum, not finite where one is not. 'replicas' lists those that
+  skipped it.
   """
   of = dict(skipped=np.max, skipped_in_a_row=np.max, squares=np.sum)
   out = {name: of.get(name, np.mean)(x, 0) for name, x in numbers.items()}
   bad = np.asarray(numbers['skipped_in_a_row']) > 0
-  if bad.any() and not bad.all():
-    for name in ('loss', 'grad_norm'):
-      out[name] = np.mean(np.asarray(numbers[name])[~bad])
+  kept = ~bad if bad.any() and not bad.all() else np.ones_like(bad)
+  picked = lambda name: np.asarray(numbers[name], np.float64)[kept]
+  targets = picked('targets')  # float64: of one replica the loss is its own
+  out['loss'] = (picked('loss') * targets).sum() / targets.sum()
+  out['grad_norm'] = picked('grad_norm').mean()
   return out | {'replicas': np.flatnonzero(bad).tolist()}
 
 

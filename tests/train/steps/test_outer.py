@@ -181,9 +181,11 @@ def test_numbers_of_replicas_are_those_that_stepped():
     skipped=np.array([0, 5, 1]), skipped_in_a_row=np.array([0, 2, 0]),
     squares=np.array([[1.0, 2.0], [np.nan, 3.0], [4.0, 5.0]]),
     learning_rate_adamw=np.array([0.1, 0.1, 0.1]),
+    targets=np.array([10, 20, 30]),
   )  # fmt: skip
   found = replicas.together(numbers)
-  assert found['loss'] == 3 and found['grad_norm'] == 2
+  # Over their targets, not a mean of means.
+  assert found['loss'] == (2 * 10 + 4 * 30) / 40 and found['grad_norm'] == 2
   assert found['skipped'] == 5 and found['skipped_in_a_row'] == 2
   assert found['replicas'] == [1]
   np.testing.assert_array_equal(found['squares'], [np.nan, 10])
