@@ -361,7 +361,8 @@ def _check_longrope(model, letters):
 def check_length(model, length, what):
   """UserError if a model's positions or blocks are not for `length` tokens."""
   blocks = -(-length // model.attention_block)
-  attends = set(ATTENTION) & set(mixers.of_pattern(model.pattern)[0])
+  letters = mixers.inside(mixers.of_pattern(model.pattern)[0])
+  attends = set(ATTENTION) & set(letters)
   need(
     not attends or blocks <= MOST_BLOCKS,
     f'{what} is {length} tokens, {blocks:,} blocks of model.attention_block='

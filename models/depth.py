@@ -133,8 +133,15 @@ def _rows_of(kinds, parts):
       for found in tried:
         runs = _dealt(kinds, found, parts, even)
         if runs is not None:
-          return found, runs
+          return _used(found, runs)
   raise AssertionError('the rows of the whole depth serve')
+
+
+def _used(found, runs):
+  """`_rows_of` without the rows that no chunk uses."""
+  rows = sorted({row for run in runs for row in run})
+  runs = [[rows.index(row) for row in run] for run in runs]
+  return tuple(found[row] for row in rows), runs
 
 
 def _dealt(kinds, found, parts, even):

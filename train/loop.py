@@ -236,7 +236,9 @@ class _Training:
     """functions: step.Step. recorder: Recorder. step: that `state` is of."""
     self._job, self._functions = job, functions
     self._store, self._recorder = store, recorder
-    self._evaluator = evaluate.Evaluator(job, functions.evaluate)
+    self._evaluator = evaluate.Evaluator(
+      job, functions.evaluate, beat=lambda: self.activity.beat()
+    )
     self._axes = state_lib.axes(job.leaves)
     self.state: Any = state
     self.step, self._profile = step, profile

@@ -131,8 +131,8 @@ def _check_keys(argv):
     head = arg.split('=', 1)[0].lstrip('-')
     head = head.removeprefix('no') if head.startswith('noconfig.') else head
     key = head.removeprefix('config.')
-    if not head.startswith('config.') or key in valid:
-      continue
+    if not (arg.startswith('-') and head.startswith('config.')) or key in valid:
+      continue  # without a dash it is a value, '--prompt config.py'
     if key in (*schema.SECTIONS, extra_lib.NAME):
       raise errors.UserError(
         f'--config.{key} is a section; name a field of it.'
@@ -216,7 +216,7 @@ def parse(argv, rows=(), overrides=False):
     _check_keys(rest)
     config = config.copy_and_resolve_references()
     config.lock()
-  elif any(a.lstrip('-').startswith('config.') for a in rest):
+  elif any(a.startswith(('--config.', '-config.')) for a in rest):
     raise errors.UserError(
       '--config.x.y=value needs --config=FILE first.'
       + meant.override(rest, own)

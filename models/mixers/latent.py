@@ -325,10 +325,11 @@ class LatentAttention(mixer.Mixer):
 
 
 def mask_of(config) -> attention_op.Mask:
-  """The mask; its scale has the square of YaRN's factor."""
+  """The mask; its scale has the square of YaRN's factor, which is of whole
+  scores here (`scales_scores`); another one is in the rotations already."""
   own = config.latent
   scale = config.attention_scale or (own.nope_dim + own.rope_dim) ** -0.5
-  if config.position == 'rope':
+  if config.position == 'rope' and config.rope_scaling == 'yarn':
     scale *= rope.frequencies(config, own.rope_dim)[1] ** 2
   return attention_op.Mask(
     causal=True,

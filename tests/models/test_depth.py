@@ -98,6 +98,8 @@ IRREGULAR = [
   ('DDDEEEEEEEEEEEEE', ROUND(4, 1), 16, 'DDDEEEE'),
   ('MMMFMMMF', ROUND(3, 1), 4, 'MMMF'),
   ('FMMF', ROUND(2, 1), 4, 'MMF'),
+  # Rows are layers in sequence, MFFM, of which no stage takes the third.
+  ('MMMFFM', ROUND(3, 1), 6, 'MFM'),
   ('ABCABC', ROUND(2, 2), 3, 'ABC'),
 ]
 
@@ -117,6 +119,8 @@ def test_stages_of_different_kinds_share_rows(kinds, placement, unit, wanted):
   assert order == list(enumerate(kinds))  # each once, in order, of its kind
   for at in by_part.values():
     assert (found.rows[at] >= 0).any()
+  for row in range(len(found.kinds)):
+    assert (found.rows[..., row] >= 0).any()
 
 
 @pytest.mark.parametrize('kinds, placement, unit, wanted', IRREGULAR)

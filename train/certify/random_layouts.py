@@ -89,14 +89,14 @@ def _drawn(rng, base):
   """{field: value}: what a case and layers of any kind set, other than base."""
   config = options.config_of(_case(rng))
   config = schema.with_values(config, rng.choice(LAYERS))
-  names = [n for n, *_ in workdir_lib.differences(schema.Config(), config)]
-  fields = {n: schema.value(config, n) for n in (*names, 'optimizer.name')}
-  left_out = 'model.dtype', 'model.param_dtype'  # --dtype says which
-  return {
-    name: value
-    for name, value in fields.items()
-    if value != schema.value(base, name) and name not in left_out
+  of_case = workdir_lib.differences(schema.Config(), config)
+  whole = 'model.', 'mesh.', 'pipeline.', 'optimizer.'  # none is base's own
+  given = workdir_lib.differences(base, config)
+  names = {n for n, *_ in of_case} | {
+    n for n, *_ in given if n.startswith(whole)
   }
+  left_out = 'model.dtype', 'model.param_dtype'  # --dtype says which
+  return {n: new for n, _, new in given if n in names and n not in left_out}
 
 
 def draw(count, seed, base, devices):

@@ -265,7 +265,9 @@ def _experts(experts, devices):
   same share of the tokens, so that what drops nothing still does not."""
   if not experts.count:
     return experts
-  few = max(16, 2 * experts.top_k)
+  # Those of the groups that a token chooses from are enough for it.
+  chosen = -(-experts.top_k // experts.top_groups) * experts.groups
+  few = max(16, 2 * experts.top_k, chosen)
   count = _size(experts.count, few, math.lcm(devices, experts.groups))
   return dataclasses.replace(
     experts,

@@ -234,10 +234,14 @@ def model_flops(config, built):
   """Floating-point operations of a step by the model's formula (see top)."""
   model, length = config.model, config.data.sequence_length
   head = 'embedding' if model.tied_embedding else 'head'
+  # Copies of a row, and rows in pairs, go through the layers alone.
+  pairs = config.train.objective == 'block'
+  copies = 2 if pairs else max(model.stream_copies, 1)
   weights = 0
   for path, size in built.model.sizes(built.params).items():
     axes = built.model.axes[path]
     size *= built.model.stack.uses(path)
+    size *= copies if path.startswith('layers/') else 1
     if 'experts' in axes:  # of which a token uses top_k
       count = built.params[path].shape[axes.index('experts')]
       weights += size * model.experts.top_k / count
@@ -248,7 +252,7 @@ def model_flops(config, built):
     for kind in built.model.pattern
   )
   rows = config.train.batch_size
-  return 3 * rows * (2 * weights * length + mixing)
+  return 3 * rows * (2 * weights * length + copies * mixing)
 
 
 def to_json(report):

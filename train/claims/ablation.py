@@ -7,8 +7,9 @@
 
 A training of a variant and a seed lies in a folder of its own, RESULTS/
 VARIANT-SEED, and resumes where it stopped. `training.json` in it holds its key:
-the fields of its config, the files that a training runs (sources.py) and those
-that the config's header names as the mechanism, the text, versions.
+the fields of its config, the files that a training runs (sources.py), those of
+the claim that trains and those that the config's header names as the mechanism,
+the text, tokenizer and template, versions.
 A training of another key is refused; a finished one is not trained again.
 
 The verdict is about gains, seed by seed: how much better one variant is than
@@ -18,8 +19,6 @@ the other in the same seed. With n gains of mean m and standard deviation s,
 
 in at least 3 seeds; m > 2 e is the direction alone, m < -2 e the opposite. What
 took longer than `LIMIT` or has fewer seeds shows a direction at most.
-
-Legend: n seeds.
 """
 
 from collections.abc import Callable
@@ -62,10 +61,18 @@ SHOWN = 4  # differences that a refusal names
 
 
 @functools.lru_cache(maxsize=8)
-def _text(path: str) -> str:
-  """sha256 of the text that data.path names: files' domains and contents."""
-  found = [(s.domain, corpus.fingerprint(s)) for s in corpus.source_files(path)]
+def _text(path: str, sources_of='') -> str:
+  """sha256 of the text of data.path or data.sources: domains and contents."""
+  read = corpus.sources(schema.Data(path=path, sources=sources_of))
+  found = [(s.domain, s.group, corpus.fingerprint(s)) for s in read]
   return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def _named(data) -> dict:
+  """{field of schema.Data: sha256 of the file that it names}."""
+  names = 'tokenizer', 'chat_template'
+  paths = {f'data.{n}': pathlib.Path(getattr(data, n)) for n in names}
+  return {n: files.sha256(p) for n, p in paths.items() if p.is_file()}
 
 
 def _own(pattern: str) -> dict:
@@ -91,7 +98,8 @@ def key(config: schema.Config, mechanism=(), task=None) -> dict:
       if not name.startswith(FREE)
     },
     'file': {
-      'the text of data.path': _text(config.data.path),
+      'the text of data.path': _text(config.data.path, config.data.sources),
+      **_named(config.data),
       **sources.hashes((*sources.executed(), *mechanism)),
       **_own(config.model.pattern),
     },
@@ -212,7 +220,7 @@ def by_loop(config, folder, say, make_step=step_lib.make) -> dict:
 
 
 def trained(
-  run: claims.Run, variants: dict, seeds, learn=by_loop, task=None
+  run: claims.Run, variants: dict, seeds, learn=by_loop, task=None, code=()
 ) -> dict:
   """{variant: [Training of each seed, finished]}.
 
@@ -220,18 +228,20 @@ def trained(
     variants: {name: schema.Config}; the seed replaces train.seed.
     learn: function (config, folder, say) that trains, resumes what lies in the
       folder, and returns {name: number, or other JSON data}.
-    task: what else the trainings depend on, as for `key`.
+    task: what else the trainings depend on, as for `key`. code: functions and
+      classes of claims that `learn` uses and its file does not import.
 
   Raises:
     UserError: a folder holds another training; with run.fresh it is removed.
     SystemExit: with 75, a signal stopped a training.
   """
   found = {name: [] for name in variants}
+  mechanism = *run.mechanism, *sources.of_claims(learn, *code)
   for seed in seeds:
     for name, config in variants.items():
       config = experiment.fields(config, {'train.seed': seed})
       label = re.sub(r'[^\w.+-]+', '_', f'{name}-{seed}')
-      parts = key(config, run.mechanism, task)
+      parts = key(config, mechanism, task)
       one = _training(run, config, label, parts)
       kept = one.record['finished']
       run.say(f'{label}: {"kept" if kept else "training"}')

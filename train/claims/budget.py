@@ -6,6 +6,7 @@ that trainings which are kept leave room for more. What is left out is named.
 
 import math
 import re
+import resource
 import time
 
 from paraxis.configs.base import errors
@@ -48,9 +49,9 @@ def reproduce(budget='', fresh=False, say=print):
     )
   hours = sum(costs.values()) / 3600
   say(f'=== {len(costs)} configs take {hours:.1f} CPU-hours by their headers')
-  start, codes, left = time.process_time(), {}, []
+  start, codes, left = spent(), {}, []
   for name, cost in costs.items():
-    rest = limit - (time.process_time() - start)
+    rest = limit - (spent() - start)
     if cost > rest:
       left.append(
         f'{name}: {cost:,} CPU-seconds, {max(rest, 0):,.0f} of {limit:,.0f} '
@@ -60,7 +61,13 @@ def reproduce(budget='', fresh=False, say=print):
     say(f'=== {name}')
     codes[name] = _code(name, fresh, say)
     knockouts.forget()  # programs of one config are of no use to the next
-  return _end(codes, left, (time.process_time() - start) / 3600, say)
+  return _end(codes, left, (spent() - start) / 3600, say)
+
+
+def spent() -> float:
+  """CPU-seconds of this process and of those that it started and awaited."""
+  children = resource.getrusage(resource.RUSAGE_CHILDREN)
+  return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def _code(name, fresh, say):

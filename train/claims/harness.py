@@ -94,7 +94,8 @@ def outcome_of(run, claim) -> Outcome:
   if found.passed and not met:
     caveat = f"not the paper's {claim.paper}; {found.caveat}"
     found = found._replace(verdict=VERDICTS[1], caveat=caveat)
-  return found._replace(passed=bool(found.passed))
+  passed = None if found.passed is None else bool(found.passed)
+  return found._replace(passed=passed)
 
 
 def finish(config, folder, say, **how) -> Any:
@@ -226,7 +227,7 @@ def run_of(name, workdir='', say=print, fresh=False) -> Run:
 def reproduce(name, workdir='', as_json=False, fresh=False):
   """Runs every claim of a config -> exit code; writes `LAST` in run.results.
 
-  0: all hold that could be checked here; 1: one fails; 2: none could be.
+  0: all hold that could be checked here; 1: one fails; 77: none could be.
 
   Args:
     name: a config that ships with paraxis, or a file.

@@ -263,6 +263,8 @@ def trained(run, name, make, on):
     return learned(make, config, task, on['rows'], say)
 
   about = dataclasses.asdict(task) | dict(rows=on['rows'])
-  rows = ablation.trained(run, {name: config}, on['seeds'], learn, about)
+  code = make, type(task)
+  configs, seeds = {name: config}, on['seeds']
+  rows = ablation.trained(run, configs, seeds, learn, about, code)
   of = lambda number: ablation.numbers(rows, number)[name]
   return {n: of(n) for n in ('error', 'length')}, ablation.cpu_seconds(rows)

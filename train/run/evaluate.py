@@ -64,16 +64,20 @@ class Evaluation(NamedTuple):
 class Evaluator:
   """Compiles once, then evaluates parameters on every held-out document."""
 
-  def __init__(self, job, function, held_out=None, compiled=None):
+  def __init__(
+    self, job, function, held_out=None, compiled=None, beat=lambda: None
+  ):
     """Args:
 
     job: program.Job; a program.Program, if held_out is given.
     function: step.Step.evaluate, (params, batch) -> sum of nats.
     held_out: list of data.HeldOut; default the job's.
     compiled: the function, compiled already.
+    beat: called whenever some batches are done (run/watchdog.py).
     """
     self._job, self._function, self._compiled = job, function, compiled
     self._held_out = job.held_out if held_out is None else held_out
+    self._beat = beat
 
   def __call__(self, params):
     job, domains, losses = self._job, {}, {}
@@ -91,7 +95,9 @@ class Evaluator:
         # Hundreds of programs in flight can block each other on CPU devices.
         if i % 8 == 7:
           jax.block_until_ready(sums[-1])
+          self._beat()
       nats = math.fsum(float(s) for s in jax.device_get(sums))
+      self._beat()
       domains[held.domain] = nats / math.log(2) / held.n_bytes
       losses[held.domain] = nats / held.n_pairs
       nats_all, bytes_all = nats_all + nats, bytes_all + held.n_bytes

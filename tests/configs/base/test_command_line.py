@@ -39,6 +39,17 @@ def test_flags_config_and_overrides():
   assert _parse('--config', 'quickstart')[1].train.steps == 480
 
 
+def test_a_value_is_no_key():
+  """Without a dash, as of '--prompt', it is text; with one it is a field."""
+  for more in ((), ('--config=quickstart',)):
+    values, _, _ = _parse(*more, '--workdir', 'config.py holds')
+    assert values.workdir == 'config.py holds'
+  with support.refused('unknown config key py'):
+    _parse('--config=quickstart', '-config.py=3')
+  with support.refused('needs --config=FILE first'):
+    _parse('--config.train.steps=3')
+
+
 def test_without_a_config():
   values, config, left = _parse('--workdir', 'a')
   assert config is None and values.workdir == 'a' and left == []

@@ -57,6 +57,28 @@ def config_of(own, **fields):
   return schema.Model(**TINY | fields, latent=mixer_schema.Latent(**OWN | own))
 
 
+def test_only_yarn_scales_whole_scores():
+  """The factor of longrope is in the rotated columns already."""
+  factors = ','.join(['1.0'] * (OWN['rope_dim'] // 2))
+  long = dict(
+    rope_scaling='longrope', rope_attention_factor=1.5, rope_factor=2.0,
+    rope_original_length=64, rope_short_factors=factors,
+    rope_long_factors=factors,
+  )  # fmt: skip
+  config = config_of({}, **long)
+  model_checks.check_model(config)
+  own = config.latent
+  scale = latent_attention.mask_of(config).scale
+  assert scale == (own.nope_dim + own.rope_dim) ** -0.5
+  plain = config_of({}, rope_scaling='none')
+  turns = [
+    rope.rotations(c, 'A', SEE.positions, np.float64)['A']
+    for c in (config, plain)
+  ]
+  for a, b in zip(*map(jax.tree.leaves, turns), strict=True):
+    np.testing.assert_allclose(a, 1.5 * np.asarray(b), rtol=1e-12)
+
+
 @functools.cache
 def module(name):
   """(config, run(values, x, see) -> y, random values)."""

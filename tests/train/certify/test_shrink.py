@@ -72,6 +72,14 @@ def test_sizes_shrink_and_divide():
   assert (config.mesh.data, config.mesh.fsdp, config.mesh.tensor) == (2, 2, 2)
 
 
+def test_few_experts_are_enough_of_the_groups_that_are_chosen():
+  own = model_schema.Experts(count=64, d_ff=64, groups=4, top_groups=1, top_k=6)
+  config = small(config_of(experts=own), {})
+  found = config.model.experts
+  assert found.count // found.groups * found.top_groups >= found.top_k
+  checks.check_model(config.model)
+
+
 def test_six_devices_divide_too():
   config = small(config_of(), dict(data=2, tensor=3), 6)
   model, train = config.model, config.train

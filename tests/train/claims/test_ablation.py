@@ -1,6 +1,7 @@
 """Variants x seeds: trained once, kept by key, refused by name, judged."""
 
 import dataclasses
+import functools
 import json
 import statistics
 
@@ -8,6 +9,7 @@ import claim_cases
 import jax
 import pytest
 
+from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers
 from paraxis.train import program as job_lib
@@ -15,7 +17,10 @@ from paraxis.train import step as step_lib
 from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
+from paraxis.train.claims import lists
+from paraxis.train.claims import on_tasks
 from paraxis.train.claims import papers
+from paraxis.train.claims import sources
 from paraxis.train.run import evaluate
 
 # What gains of the seeds say of the claim that they are above 0.1.
@@ -197,7 +202,7 @@ def _other_version(run, patch):
 
 
 def _other_text(run, patch):
-  patch.setattr(ablation, '_text', lambda path: 'other')
+  patch.setattr(ablation, '_text', lambda *names: 'other')
   return {}, 'the text of data.path changed'
 
 
@@ -342,6 +347,33 @@ def test_runs_of_a_config_and_of_a_knock_out_share_no_folder(run):
   assert same.results == run.results
   assert off.results.name == 'results-off'
   assert same.mechanism == off.mechanism == run.mechanism
+
+
+def test_the_files_of_a_claim_that_trains_are_in_the_key():
+  own = sources.of_claims(functools.partial(on_tasks.train), lists.Lists)
+  path = 'train/claims/{}.py'.format
+  assert {*map(path, ('on_tasks', 'tasks', 'lists'))} <= {*own}
+  assert not {*map(path, ('ablation', 'harness'))} & {*own}
+  assert sources.of_claims(ablation.by_loop, Learner()) == ()
+
+
+def test_the_text_of_every_source_is_in_the_key(run, tmp_path):
+  names = [tmp_path / 'a.txt', tmp_path / 'b.txt']
+  for file in names:
+    file.write_text(f'{file.name} says something. ' * 9)
+  spec = f'{names[0]}:.7,{names[1]}:.3'
+  config = schema.with_value(run.config, 'data.sources', spec)
+  config = schema.with_value(config, 'data.path', 'fixture')
+  template = tmp_path / 'chat.jinja'
+  template.write_text('one')
+  config = schema.with_value(config, 'data.chat_template', str(template))
+  before = ablation.key(config)
+  names[1].write_text('b.txt says something else. ' * 9)
+  template.write_text('other')
+  ablation._text.cache_clear()
+  assert ablation.differences(before, ablation.key(config)) == [
+    'data.chat_template changed', 'the text of data.path changed'
+  ]  # fmt: skip
 
 
 def test_the_key_names_files_that_exist(run):

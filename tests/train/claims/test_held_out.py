@@ -68,7 +68,7 @@ def test_the_domain_table():
   assert 'xz' not in held_out.domain_table(found, without)
 
 
-def test_gzip_is_compared_only_on_the_same_text_of_a_bearable_size():
+def test_gzip_is_compared_only_on_the_same_text_of_a_bearable_size(monkeypatch):
   config = schema.Config()
   part = schema.Config(train=schema.Train(eval_batches=1))
   small = evaluate.Evaluation(2.0, {'code': 2.0}, 100)
@@ -76,6 +76,17 @@ def test_gzip_is_compared_only_on_the_same_text_of_a_bearable_size():
   assert 'leaves text out' in held_out.against_gzip(part, small)
   assert 'are more than 20,000,000' in held_out.against_gzip(config, large)
   assert 'code' in held_out.against_gzip(config, small)
+  monkeypatch.setattr(held_out, 'READ_BYTES', 1000)
+  assert 'are more than 1,000' in held_out.against_gzip(config, small)
+
+
+def test_a_text_that_went_away_is_no_error_of_a_run(tmp_path, monkeypatch):
+  path = tmp_path / 'a.txt'
+  path.write_text('once ' * 99)
+  config = schema.with_value(schema.Config(), 'data.path', str(path))
+  small = evaluate.Evaluation(2.0, {'a': 2.0}, 100)
+  text = held_out.against_gzip(config, small)  # one document: none is held out
+  assert text.startswith('gzip -9: not compared, data.path=')
 
 
 def test_training_happens_once_under_a_key(run, monkeypatch):

@@ -104,6 +104,27 @@ def test_a_worker_does_not_import_jax(text):
   assert "'numpy'" in found and "'jax'" not in found and "'flax'" not in found
 
 
+def test_variants_of_a_text_keep_their_caches(text, tmp_path):
+  """Another column of the same files is no change of the text."""
+  said = []
+  for key in ('text', 'id', 'text'):
+    build(text / 'a.jsonl', tmp_path / 'cache', said.append, text_key=key)
+  assert len(list((tmp_path / 'cache').glob('a-*'))) == 2
+  assert not any('changed' in line for line in said)
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
+  path = tmp_path / 'a.jsonl'
+  path.write_text('{"text": "something"}\n' * 9)
+
+  def gone(source):
+    raise PermissionError(13, 'Permission denied', str(source.file))
+
+  monkeypatch.setattr(token_cache.corpus, 'fingerprint', gone)
+  with support.refused('data.path', 'a.jsonl', 'cannot be read'):
+    build(path, tmp_path / 'cache')
+
+
 @pytest.mark.parametrize('workers', [1, 2])
 def test_an_error_names_its_line_and_leaves_nothing(text, tmp_path, workers):
   with open(text / 'a.jsonl', 'a') as file:

@@ -120,6 +120,17 @@ def test_special_tokens_of_the_template(tmp_path):
   assert ends == [0, 0, 1, 0, 1]  # an answer learns to stop
 
 
+def test_a_blank_first_line_hides_no_conversation(tmp_path):
+  path = write(tmp_path / 'a.jsonl', [TALK])
+  path.write_text('\n  \n' + path.read_text())
+  _, t, made = build(path, tmp_path, template=PLAIN)
+  assert made.loss is not None and made.loss.any()
+  deep = tmp_path / 'deep.jsonl'
+  deep.write_text('[' * 100_000 + '\n')
+  with support.refused('deep.jsonl'):
+    build(deep, tmp_path, loss_on='all', template=PLAIN)
+
+
 def test_held_out_rows_without_loss_are_refused(tmp_path):
   """The row that is evaluated is the prompt's first part."""
   talk = [{'role': 'user', 'content': 'x' * 200},

@@ -17,6 +17,7 @@ import pytest
 
 from paraxis.configs.base import errors
 from paraxis.train.data import archive_texts
+from paraxis.train.data import corpus
 from paraxis.train.data import fetch
 from paraxis.train.data import package_index
 
@@ -168,9 +169,11 @@ def test_fetch_reads_only_what_it_should(index, tmp_path):
   assert row['bytes'] == len(TEXT[0] + '\nend\n' + TEXT[1])
   assert row['documents'] == 2 and row['licences'] == ['MIT']
   assert row['sources'] == {'Some_Pkg': 'some_pkg-1.tar.gz'}
-  notice = (out / 'notices' / 'Some_Pkg.md').read_text()
+  notice = (out / 'notices' / 'Some_Pkg.notice').read_text()
   assert 'Permission is granted.' in notice
   assert 'MIT [pkg-1/LICENSE]' in said[0]
+  # Nothing but the texts is training text.
+  assert {s.domain for s in corpus.source_files(out)} == {'code', 'docs'}
   assert not [p for p in out.iterdir() if p.name.startswith('.new')]
   assert set(index.logins) == {'Basic bWU6c0BjcmV0'}  # me:s@cret
   assert 'cret' not in ''.join(said)

@@ -42,6 +42,18 @@ def _job(tiny, corpus, mesh, microbatches=1):
   return tiny.job({'data.path': corpus, **changes}, mesh)
 
 
+def test_an_evaluation_beats(tiny, corpus):
+  """Or a watchdog would take a long one for a stall."""
+  job, beats = _job(tiny, corpus, 'data=1'), []
+  with job.context():
+    made = step_lib.make(job.built, job.optimizer, 1.0)
+    beat = lambda: beats.append(1)
+    found = evaluate.Evaluator(job, made.evaluate, beat=beat)
+    found(job.initial_state().params)
+  batches = sum(len(held) // 8 + 1 for held in job.held_out)
+  assert len(beats) == batches
+
+
 def _evaluate(job, params):
   with job.context():
     made = step_lib.make(job.built, job.optimizer, 1.0)

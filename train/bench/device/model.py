@@ -161,10 +161,8 @@ def first_that_fits(ladder, form, say: Callable[[str], None]):
 
 
 def _memory(ours):
-  """GiB in use at most: the device's own count, else the compiler's."""
-  stats = jax.devices()[0].memory_stats() or {}
-  if 'peak_bytes_in_use' in stats:
-    return stats['peak_bytes_in_use'] / GIB
+  """GiB of arguments and temporaries at most, as the compiler says: the device
+  counts the most of all forms of the process."""
   return max(
     (m.argument_size_in_bytes + m.temp_size_in_bytes) / GIB
     for m in (p.memory_analysis() for p in ours.programs)

@@ -137,3 +137,28 @@ def test_without_the_weights_a_claim_is_skipped(monkeypatch, tmp_path):
     parameters=REAL, published={},
   )  # fmt: skip
   assert claims.outcome_of(run, claim).passed is None
+
+
+def test_a_draft_of_other_code_is_trained_again(pretend, monkeypatch):
+  _, run = pretend(medusa=2)
+  trained = []
+
+  def train(made, text, kind, layers, recipe, say):
+    trained.append(kind)
+    about = heads.About(kind, 0, (2048, 4, 2), TOKENS.fingerprint, ((1.0,),))
+    return about, heads.initial(2, 4)
+
+  monkeypatch.setattr(draft_lib, 'trained', train)
+  again = lambda: real_model.trained(run, 'medusa', dict(layers=0, tokens=9))
+  again(), again()
+  assert len(trained) == 1
+  (run.results / 'medusa.json').write_text('{"kind": ')  # cut off by a kill
+  again()
+  assert len(trained) == 2
+  real = real_model.sources.hashes
+  other = lambda names: real(names) | {'decode/drafts/distill.py': 'x'}
+  monkeypatch.setattr(real_model.sources, 'hashes', other)
+  real_model._code.cache_clear()
+  again()
+  assert len(trained) == 3
+  real_model._code.cache_clear()
