@@ -17,8 +17,9 @@ drafts and adds one token, so every call makes at least one.
                 (SpecInfer, arXiv:2305.09781, section 4.3), keeps each with its
                 p(x), as a draw of p that is looked for among them: replay.
     typical     keeps the longest path of drafts that p finds likely enough,
-                p(x) > min(.3, .09 exp(-entropy of p)) (Medusa,
-                arXiv:2401.10774): NOT the distribution of p.
+                p(x) > min(.09, .3 exp(-entropy of p)) (Medusa,
+                arXiv:2401.10774; the numbers of its code): NOT the distribution
+                of p.
 
 `lossless` is what tests hold a judge to.
 Legend: B rows, C drafts, D drafts of the longest path, V vocabulary.
@@ -36,7 +37,7 @@ from paraxis.sharding import annotate
 
 # Purposes of draws (sampling.keys) beside the token itself.
 DRAFT, ACCEPT, REST = 1, 2, 3
-LEAST, SCALE = 0.3, 0.09  # of the typical judge
+MOST, SCALE = 0.09, 0.3  # of what the typical judge asks of a draft
 
 
 class Drafts(NamedTuple):
@@ -172,7 +173,7 @@ def typical(z, drafts, draws, tree):
     own = sampling.logprob(seen, drafts.tokens[:, c])
     p = jnp.exp(seen)
     entropy = -jnp.sum(jnp.where(p > 0, p * seen, 0), -1)
-    least = jnp.minimum(LEAST, SCALE * jnp.exp(-entropy))
+    least = jnp.minimum(MOST, SCALE * jnp.exp(-entropy))
     ok = drafts.valid[:, c] & (jnp.exp(own) > least)
     alive.append(alive[parent + 1] & ok)
     likely.append(likely[parent + 1] + jnp.where(ok, own, 0))
