@@ -225,7 +225,9 @@ class Generator:
     method = self._method(methods.Choice.of(config), about)
     params = proposal.Params(self._params, own)
     static = program.Static(form, config.judge, trace)
-    slots, length = self._fit(ids, config, method.lane)
+    # A row holds all that a call feeds, however few tokens are asked.
+    least = max(method.lane, method.tree.width + 1)
+    slots, length = self._fit(ids, config, least)
     limit = config.max_new_tokens
     room = slots, min(bucket(limit), slots - length)
 
@@ -258,6 +260,7 @@ class Generator:
         np.int32(min(limit, min(least) + chunk)),
         step.put(np.array(ended), self.built.mesh),
         np.bool_(False),
+        np.int32(limit),
       )
       state, seen = run(state, until)
       made = _read(seen, rows, made, hooks)

@@ -64,13 +64,16 @@ class Shown(NamedTuple):
 
 
 class Until(NamedTuple):
-  """When a loop returns. limit: () or (B,) int32, new tokens of a row. stopped:
-  (B,) bool, rows that the host ended. one: () bool, as soon as one more row has
-  ended or has its tokens; else when all have."""
+  """When a loop returns. limit: () or (B,) int32, new tokens of a row behind
+  which it has no further call. stopped: (B,) bool, rows that the host ended.
+  one: () bool, as soon as one more row has ended or has its tokens; else when
+  all have. most: () int32, new tokens that a row is cut to: with less than it
+  may make, the draws of its next call would depend on when the host looks."""
 
   limit: Any
   stopped: Any
   one: Any
+  most: Any
 
 
 class Static(NamedTuple):
@@ -117,7 +120,7 @@ class Program:
     draws = self._draws(state, values, static)
     seen, after = self._judged(
       state, (last(x), logits), drafts, draws, static,
-      first.tree, jnp.int32(new),
+      first.tree, Until(new, None, None, new),
     )  # fmt: skip
     state = after._replace(own=method.first(state.own, seen))
     return state, for_host(state)
@@ -148,13 +151,13 @@ class Program:
     index = state.made.astype(jnp.uint32)
     return judges.Draws(static.form, values, state.request, index)
 
-  def _judged(self, state, out, drafts, draws, static, tree, limit):
+  def _judged(self, state, out, drafts, draws, static, tree, until):
     """(proposal.Seen, the state with its new tokens).
 
     Args:
-      out: features (B, C + 1, D), logits (B, C + 1, V). limit: of tokens.
+      out: features (B, C + 1, D), logits (B, C + 1, V). until: Until.
     """
-    (x, logits), live = out, _live(state, limit)
+    (x, logits), live = out, _live(state, until.limit)
     z = annotate.put(logits, (*sampling.ROWS[:1], None, *sampling.ROWS[1:]))
     sound = jnp.isfinite(z).all(-1)
     # A draft whose logits are not finite is not kept; if those of the last
@@ -163,7 +166,7 @@ class Program:
     drafts = drafts._replace(valid=kept)
     tokens, n, at = judges.JUDGES[static.judge].run(z, drafts, draws, tree)
     bad = live & ~sound[:, 0]
-    n = jnp.minimum(n + 1, limit - state.made)
+    n = jnp.minimum(n + 1, until.most - state.made)
     ends = jnp.isin(tokens, jnp.asarray(self._ends, jnp.int32))
     upto = judges.accepted(~ends) + 1
     ended = upto <= n
@@ -202,7 +205,7 @@ class Program:
         method.tree, method.begin(params),
       )  # fmt: skip
       seen, after = self._judged(
-        state, (x, z), drafts, draws, static, method.tree, limit
+        state, (x, z), drafts, draws, static, method.tree, until
       )
       form = step.drafted(len(live), method.tree)
       cache = self._model.commit(state.cache, flight, form, seen.kept())

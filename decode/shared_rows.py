@@ -164,7 +164,8 @@ def serve(start, run, requests, sizes, hooks, mesh):
       served.take(jax.device_get(seen))
     if len(served.free) < sizes.rows:
       limit, ended, one = served.until()
-      until = program.Until(put(limit), put(ended), one)
+      most = np.int32(sizes.limit)
+      until = program.Until(put(limit), put(ended), one, most)
       state, seen = run(state, until)
       served.take(jax.device_get(seen))
   served.check()

@@ -279,7 +279,7 @@ def copies(generator, decode, vocab, slots=96):
       params, prompts, values, np.int32(9), *how, room
     )
     ended = step.put(np.zeros(1, bool), mesh)
-    until = program_lib.Until(np.int32(9), ended, np.bool_(False))
+    until = program_lib.Until(np.int32(9), ended, np.bool_(False), np.int32(9))
     args = params, state, values, until, *how
     text = generator._run.lower(*args).compile().as_text()
   body = text[: text.index('ENTRY')]

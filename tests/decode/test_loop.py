@@ -295,6 +295,13 @@ def test_every_program_is_compiled_with_the_options_of_runs(one, monkeypatch):
   assert [given['compiler_options'] for given in seen] == [wrong] * 3
 
 
+def test_a_call_may_feed_more_than_is_asked_for(one):
+  """A row has room for all drafts of a call, 41 tokens of 32."""
+  given = dict(temperature=0.0, max_new_tokens=16)
+  found = one.generate(PROMPTS[1:], method='jacobi', drafts=40, **given)
+  assert tokens(found) == tokens(one.generate(PROMPTS[1:], **given))
+
+
 @pytest.mark.skipif(
   not narrow._converts(), reason='this XLA converts no array whole'
 )

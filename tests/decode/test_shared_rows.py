@@ -94,6 +94,26 @@ def test_texts_are_those_of_one_batch(name, options, tmp_path):
   assert 'stop' in {r['finish'] for r in found}
 
 
+@pytest.mark.usefixtures('float64')
+@pytest.mark.parametrize('judge', ('rejection', 'typical'))
+def test_a_look_of_the_host_changes_no_text(judge):
+  """Draws of these judges depend on where a call begins: it keeps what it may,
+  whatever the host waits for."""
+  made, texts = generator('WF'), prompts(5, 32)
+  given = DRAFT | dict(drafts=3, judge=judge, max_new_tokens=45, seed=3)
+  want = made.generate(texts, temperature=1.0, **given)
+  assert any(sum(r['lengths'][2:]) for r in want)  # drafts are kept
+  pieces = [''] * 5
+
+  def show(row, piece):
+    pieces[row] += piece
+
+  for more in ({}, dict(requests=2, budget=64)):
+    pieces[:] = [''] * 5
+    found = made.generate(texts, temperature=1.0, on_text=show, **given, **more)
+    assert said(found) == said(want) and pieces == [r['text'] for r in want]
+
+
 @pytest.mark.parametrize('method', (LOOKUP, DRAFT), ids=lambda m: m['method'])
 def test_requests_are_bitwise_what_they_are_alone(method):
   made = generator('GF', dtype='float32')
