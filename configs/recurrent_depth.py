@@ -14,7 +14,9 @@ expect: EQ a wavefront of one token that makes all passes is decoding one by
 differs: sums, and models of 3 layers that learned nothing else, where the paper
   samples from a model of 3.5B parameters without training it. One by one is
   compared with as few passes as lose at most 1% of the right sums, not with
-  those of training (12): the paper's 5x is over the model's 32. The digits of a
+  those of training (12): the paper's 5x is over the model's 32. The passes that
+  read a prompt are counted for one by one, whose first token they make; of ours
+  they are left out, 12 one after the other for each sum. The digits of a
   sum do not depend on those before them, which is what a wavefront is best at.
   1 pass a call and 4 new tokens, chosen on other sums (the paper's code: 4 and
   1; with 2 new tokens 3.6 times fewer, 3.1 to 4.4). A place becomes text only

@@ -69,6 +69,9 @@ def fewer_passes(
 ):  # fmt: skip
   """LEARN: passes of one by one, as few as are right as often, over ours.
 
+  Those that read a prompt make the first token of one by one and are counted
+  there; a wavefront has its first token after them, and they are left out.
+
   Args:
     task: fields of tasks.Addition. fields: of the training. wavefront: fields
       of configs.base.decode.Wavefront. each: passes that a token may have, one
@@ -115,7 +118,9 @@ def fewer_passes(
     f'{task.about}, {rows} of a seed, greedy; one by one needs '
     f'{", ".join(str(enough) for *_, enough in points)} passes a token to lose '
     f'at most {lost:.0%}, ours has '
-    f'{", ".join(f"{ours:.2f}" for _, ours, *_ in points)}; over the '
+    f'{", ".join(f"{ours:.2f}" for _, ours, *_ in points)}, without the '
+    f'{each[-1]} that read a prompt (one by one: those of its first token); '
+    'over the '
     f'{each[-1]} of training: {np.mean(full):.1f} times fewer',
     seconds,
   )  # fmt: skip

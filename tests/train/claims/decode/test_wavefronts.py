@@ -53,6 +53,7 @@ def test_passes_are_counted(tmp_path, width):
   )  # fmt: skip
   assert found.passed is False
   assert 'needs 1 passes a token' in found.caveat
-  ours = float(found.caveat.partition('ours has ')[2].partition(';')[0])
+  ours = float(found.caveat.partition('ours has ')[2].partition(',')[0])
+  assert 'without the 4 that read a prompt' in found.caveat
   # 3 tokens of 4 passes each where one comes after the other.
   assert ours == 4 if width == 1 else 5 / 3 <= ours < 4
