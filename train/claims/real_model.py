@@ -111,7 +111,7 @@ def counted(given, ids, new, how):
 
 def greedy(run, *, method, draft, prompts, name=''):
   """(tokens a call of greedy decoding on held-out prompts, [calls that made 0,
-  1, .. tokens]).
+  1, .. tokens], texts).
 
   Args:
     method: fields of schema.Decode. draft, name: of `trained`; {}: none.
@@ -122,8 +122,7 @@ def greedy(run, *, method, draft, prompts, name=''):
     kind = methods.FILES[method['method']]
     given['draft'], _, _ = trained(run, kind, draft, name)
   ids = beginnings(model().tokenizer, rows, length)
-  mean, lengths, _ = counted(given, ids, new, dict(temperature=0.0))
-  return mean, lengths
+  return counted(given, ids, new, dict(temperature=0.0))
 
 
 def table(found):

@@ -63,7 +63,9 @@ def more_tokens_a_call(
       made, own, held, warm, ids, text[3], method,
       workdir_lib.prepare(run.results) / f'{name}-{seed}.npz',
     )  # fmt: skip
-    found[ALONE].append(ask(alone, 'alone')[0])
+    mean, equal = ask(alone, 'alone')
+    found[ALONE].append(mean)
+    same &= equal
     made.replace(tuned)
     mean, equal = ask(own, 'together')
     found[BOTH].append(mean)

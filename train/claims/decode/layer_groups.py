@@ -108,7 +108,7 @@ def keeps(run, *, method, group, draft, prompts, loss):
   """
   means, tables = [], {}
   for n in (1, group):
-    mean, lengths = real_model.greedy(
+    mean, lengths, _ = real_model.greedy(
       run, method=method | dict(draft_group=n), draft=draft, prompts=prompts
     )
     means.append(mean - 1)  # drafts that are kept

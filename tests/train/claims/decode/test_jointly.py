@@ -35,6 +35,7 @@ def test_heads_alone_have_the_steps_of_both(monkeypatch, tmp_path):
   gains = lambda *_: jointly.ablation.judged('more', [1.0])
   monkeypatch.setattr(jointly.ablation, 'more', gains)
   monkeypatch.setattr(jointly.ablation, 'at_most', gains)
-  for same in (True, False):
-    monkeypatch.setattr(jointly, '_asked', lambda *_, same=same: (1.0, same))
-    assert jointly.more_tokens_a_call(run, **GIVEN).passed == same
+  for same in ([True, True], [True, False], [False, True]):  # alone, together
+    asked = iter(same)
+    monkeypatch.setattr(jointly, '_asked', lambda *_, x=asked: (1.0, next(x)))
+    assert jointly.more_tokens_a_call(run, **GIVEN).passed == all(same)

@@ -47,7 +47,7 @@ def test_kept_drafts_are_compared(monkeypatch):
 
   def greedy(run, *, method, draft, prompts):
     del run, draft, prompts
-    return each[method['draft_group']], [0, 1, 1]
+    return each[method['draft_group']], [0, 1, 1], []
 
   monkeypatch.setattr(real_model, 'greedy', greedy)
   monkeypatch.setattr(real_model, 'table', str)

@@ -27,6 +27,7 @@ class Model:
 
   def __init__(self, **each):
     self.each, self.drafts = each, []
+    self.other = {}  # texts of a method that are not those of others
     config = types.SimpleNamespace(vocab_size=2048, d_model=4, num_layers=2)
     model = types.SimpleNamespace(config=config)
     self.built = types.SimpleNamespace(model=model)
@@ -40,6 +41,8 @@ class Model:
       left -= n
     lengths = np.bincount(calls, minlength=n + 1).tolist()
     texts = [list(range(max_new_tokens))] * len(ids)
+    for i in range(self.other.get(method, 0)):
+      texts[i] = texts[i][::-1]
     return [dict(tokens=t, lengths=lengths) for t in texts]
 
 
@@ -60,12 +63,15 @@ REAL = dict(
 
 
 def test_tokens_a_call_are_counted_and_drawn(pretend, tmp_path):
-  _, run = pretend(jacobi=3)
+  made, run = pretend(jacobi=3)
   found = tokens_a_call.on_real_text(run, **REAL)
   assert found.passed and found.measured == '3.00'
   assert '5 held-out prompts of 16 tokens' in found.caveat
   assert '5 of 5 are those of one by one' in found.caveat
   assert (tmp_path / 'jacobi.png').exists()
+  for other, passed in ((2, True), (3, False)):  # float32 may tie in two
+    made.other['jacobi'] = other
+    assert tokens_a_call.on_real_text(run, **REAL).passed == passed
   _, run = pretend(jacobi=1)
   assert not tokens_a_call.on_real_text(run, **REAL).passed
   lines = real_model.table({'greedy': np.array([0, 3, 1])}).splitlines()
@@ -96,7 +102,7 @@ def test_a_draft_is_trained_once_a_recipe(pretend, monkeypatch):
   assert few(1.0).measured.endswith(', 1.0000%, untrained 2.00')
   assert not few(1.0).passed and trained.pop() == (99, 5, 'medusa', 0, 1)
   with monkeypatch.context() as patched:
-    patched.setattr(real_model, 'greedy', lambda run, **how: (1.9, []))
+    patched.setattr(real_model, 'greedy', lambda run, **how: (1.9, [], []))
     assert few(0.01).passed and not few(0.0099).passed
   more = given | dict(draft=draft | dict(steps=8))
   tokens_a_call.on_real_text(run, **more)
@@ -110,6 +116,9 @@ def test_a_draft_is_trained_once_a_recipe(pretend, monkeypatch):
     drafts=[draft, draft], prompts=[3, 16, 13], parameters_within=1.1,
   )  # fmt: skip
   assert tokens_a_call.more_than(run, **both).passed
+  made.other['eagle'] = 3
+  assert not tokens_a_call.more_than(run, **both).passed
+  made.other.clear()
   made.each['eagle'] = 2
   assert not tokens_a_call.more_than(run, **both).passed
 
