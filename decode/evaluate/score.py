@@ -176,10 +176,12 @@ class Scorer:
     return [out[i] for i in range(len(kept))], cut
 
   def _continued(self, rows, new, stop):
-    """[text] of the likeliest tokens after rows of ids."""
+    """[text] of the likeliest tokens after rows of ids, one by one, whatever
+    the run's config says of methods and judges."""
     made = self._generator.generate(
-      self._padded(rows), stop=stop, max_new_tokens=new, temperature=0.0
-    )
+      self._padded(rows), stop=stop, max_new_tokens=new, temperature=0.0,
+      method='autoregressive', judge='replay', draft='',
+    )  # fmt: skip
     return [row['text'] for row in made[: len(rows)]]
 
   def check_new(self, new):
