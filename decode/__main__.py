@@ -41,6 +41,11 @@ def open_(checkpoint, weights, step=None, ema=False):
       f'--ema: --weights={weights} are of another program, only a run of '
       'paraxis holds averages: leave out --ema.'
     )
+  if weights and step is not None:
+    raise errors.UserError(
+      f'--step={step}: --weights={weights} are of another program, only a run '
+      'of paraxis has steps: leave out --step=.'
+    )
   from paraxis.decode import load  # starts jax
   from paraxis.sharding.meter import compiling
 
@@ -50,13 +55,13 @@ def open_(checkpoint, weights, step=None, ema=False):
   return load.Checkpoint(checkpoint, step, prompts_lib.say, ema)
 
 
-def _require_lossless(asked, chosen, config):
-  """UserError if --lossless is asked of a judge or method that is not."""
+def _require_lossless(asked, decode):
+  """UserError if --lossless is asked of a judge or method that is not; decode:
+  schema.Decode."""
   from paraxis.decode import judges  # starts jax
   from paraxis.decode import methods
 
-  name = chosen.get('judge', config.decode.judge)
-  method = chosen.get('method', config.decode.method)
+  name, method = decode.judge, decode.method
   if asked and method in methods.CHANGING:
     raise errors.UserError(
       f'--lossless: decode.method={method} draws tokens of a call before those '
@@ -107,6 +112,22 @@ def _certify(options, overrides):
   return table.run((case.name,), make, options.mesh, options.json)
 
 
+def _configured(checkpoint, options, overrides):
+  """(schema.Config of a run, {field of schema.Decode: value} of flags)."""
+  chosen = {
+    name: options[name].value
+    for name in _SAMPLING + _METHOD
+    if options[name].value is not None
+  }
+  # What a mesh must serve, and what --lossless asks about.
+  first = {'method', 'judge', 'requests'} & {*chosen}
+  config = checkpoint.config()
+  config.update_from_flattened_dict(
+    overrides | {f'decode.{name}': chosen[name] for name in first}
+  )
+  return schema.view(config), chosen
+
+
 def _decode(options, overrides, _):
   """options: flags. overrides: {'section.field': value} of --config.x.y=."""
   if options.methods:
@@ -123,17 +144,8 @@ def _decode(options, overrides, _):
   command_line.prepare_devices(options.devices)
   given = options.checkpoint, options.weights, options.step
   with open_(*given, options.ema) as checkpoint:
-    config = checkpoint.config()
-    config.update_from_flattened_dict(overrides)
-    config = schema.view(config)
-    chosen = {
-      name: options[name].value
-      for name in _SAMPLING + _METHOD
-      if options[name].value is not None
-    }
-    for name in {'method', 'requests'} & {*chosen}:  # what a mesh must serve
-      config = schema.with_value(config, f'decode.{name}', chosen[name])
-    _require_lossless(options.lossless, chosen, config)
+    config, chosen = _configured(checkpoint, options, overrides)
+    _require_lossless(options.lossless, config.decode)
     template = checkpoint.template(config.data) if options.chat else ''
     rows = max(len(prompts.texts), 1)
     made = checkpoint.generator(config, options.mesh, rows, texts)
@@ -163,9 +175,11 @@ def _decode(options, overrides, _):
     )
   finally:
     output.close()
-  method = options.method or config.decode.method != 'autoregressive'
-  if method or options.prompts_file is not None:
-    output.counts(results)
+  method = config.decode.method
+  if options.method or method != 'autoregressive' or options.prompts_file:
+    from paraxis.decode import methods  # starts jax
+
+    output.counts(results, method in methods.CHANGING)
   output.print(results)
   return errors.EXIT_USER if prompts.bad else errors.EXIT_OK
 
@@ -179,6 +193,14 @@ def _read(options):
       '--domain= begins a document, a --chat begins by its template: leave out '
       'one of both.'
     )
+  prompts = options.prompt or options.prompts_file is not None
+  for name in ('json', 'stream', 'trace'):
+    if options.chat and options[name].value and not prompts:
+      raise errors.UserError(
+        f'--{name}: a --chat without prompts is a conversation, and prints the '
+        f'answers alone: give --prompt= or --prompts_file=, or leave out '
+        f'--{name}.'
+      )
   if options.stream and options.json:
     raise errors.UserError(
       '--stream prints a JSON object for each prompt, --json one for all: '

@@ -37,8 +37,28 @@ class Prompts(NamedTuple):
   numbers: tuple = ()
 
 
+def _check_utf8(flag, texts):
+  """UserError: bytes of the command line that are no text."""
+  for text in texts:
+    try:
+      text.encode()
+    except UnicodeEncodeError as e:
+      raise errors.UserError(
+        f'--{flag}={ascii(text)[1:-1]}: character {e.start} is no UTF-8: give '
+        'text in UTF-8.'
+      ) from None
+
+
 def read(options):
-  """Prompts of --prompt= and --prompts_file=; of --chat there may be none."""
+  """Prompts of --prompt= and --prompts_file=; of --chat there may be none.
+
+  Raises:
+    UserError: no prompt; one, the system's message or a stop string that is no
+      UTF-8; a file that cannot be read.
+  """
+  _check_utf8('prompt', options.prompt)
+  _check_utf8('system', [options.system])
+  _check_utf8('stop', options.stop)
   found = [(text, '') for text in options.prompt]
   bad = {}
   if options.prompts_file is not None:
@@ -176,13 +196,22 @@ class Output:
           print(f'=== {self._domains[i] or chat}')
         print(('' if self._options.chat else prompt) + result['text'])
 
-  def counts(self, results):
-    """Says how many tokens calls of the model made."""
-    made = sum(max(len(r['tokens']) - 1, 0) for r in results)
+  def counts(self, results, fills):
+    """Says how many tokens calls of the model made.
+
+    Args:
+      fills: the method has all tokens by calls; else reading the prompt makes
+        the first one.
+    """
+    if fills:
+      made = sum(n * c for r in results for n, c in enumerate(r['lengths']))
+      which = 'tokens'
+    else:
+      made = sum(max(len(r['tokens']) - 1, 0) for r in results)
+      which = 'tokens after the first'
     calls = sum(r['calls'] for r in results)
     seconds = time.monotonic() - self._started
     say(
-      f'{len(results)} texts: {made} tokens after the first in {calls} calls '
-      f'of the model, {made / max(calls, 1):.2f} a call; {seconds:.1f} s with '
-      'compiling'
+      f'{len(results)} texts: {made} {which} in {calls} calls of the model, '
+      f'{made / max(calls, 1):.2f} a call; {seconds:.1f} s with compiling'
     )

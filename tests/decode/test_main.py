@@ -310,12 +310,32 @@ def test_damage_falls_back_and_is_reported(run, workdir, tmp_path, whole):
     (['--prompt=a', '--system=b'], 'first message of a --chat'),
     (['--prompt=a', '--chat', '--domain=drama'], 'leave out one of both'),
     (['--prompt=a', '--chat'], "tokenizer 'bpe2048' has none beside it"),
+    (
+      ['--lossless', '--judge=rejecton'],
+      "judge='rejecton' is not one .* 'rejection'",
+    ),
   ],
 )
 def test_bad_input_is_one_line(run, flags, words):
   code, out, err = run('--prompt=x', *flags)
   found = [line for line in err if re.search(words, line)]
   assert (code, out, len(found)) == (2, '', 1) and found[0] == err[-1]
+
+
+@pytest.mark.parametrize(
+  'flags', [['--json'], ['--stream'], ['--json', '--trace']], ids=' '.join
+)
+def test_a_conversation_prints_its_answers_alone(run, flags):
+  code, out, err = run('--chat', *flags)
+  assert (code, out, len(err)) == (2, '', 1)
+  assert f'{flags[0]}: a --chat without prompts' in err[0]
+
+
+def test_weights_of_another_program_have_no_steps(run):
+  flags = '--weights=none', '--step=5', '--prompt=x'
+  code, out, err = run(*flags, checkpoint='')
+  assert (code, out) == (2, '')
+  assert '--step=5: --weights=none are of another program' in err[-1]
 
 
 def test_bad_lines_are_named_and_the_others_run(run, tmp_path):

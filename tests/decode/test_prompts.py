@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 def options(**given):
   plain = dict(
     prompt=[], prompts_file=None, chat=False, json=False, stream=False,
-    trace=False,
+    trace=False, system='', stop=[],
   )  # fmt: skip
   return types.SimpleNamespace(**plain | given)
 
@@ -54,6 +54,35 @@ def test_lines_keep_their_numbers(tmp_path, capsys):
   said = capsys.readouterr().err
   assert 'line 3 is left out: byte 0 is not UTF-8' in said
   assert 'blanks at the end of 1 of 4 prompts' in said
+
+
+@pytest.mark.parametrize(
+  'given',
+  [dict(prompt=['a', 'b\udcff']), dict(prompt=['a'], system='b\udcff'),
+   dict(prompt=['a'], stop=['b\udcff'])],
+  ids=lambda given: [*given][-1],
+)  # fmt: skip
+def test_bytes_of_the_command_line_that_are_no_text(given):
+  """As Python has them in sys.argv."""
+  flag = [*given][-1]
+  with support.refused(f'--{flag}=b', 'udcff: character 1 is no UTF-8'):
+    prompts_lib.read(options(**given))
+
+
+@pytest.mark.parametrize(
+  'fills, said',
+  [
+    (False, '2 texts: 6 tokens after the first in 4 calls of the model, 1.50'),
+    (True, '2 texts: 8 tokens in 4 calls of the model, 2.00 a call'),
+  ],
+)
+def test_tokens_a_call_are_those_of_calls(capsys, fills, said):
+  """Reading the prompt makes the first token, but where calls fill places."""
+  prompts = prompts_lib.Prompts(('a', 'b'), ('', ''), {}, (0, 1))
+  shown = prompts_lib.Output(options(), prompts, [None, None], 7)
+  result = dict(tokens=[1] * 4, calls=2, lengths=[0, 1, 0, 1])
+  shown.counts([result] * 2, fills)
+  assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('person', [True, False])
