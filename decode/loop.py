@@ -125,6 +125,7 @@ class Generator:
     about, arrays = heads.load(
       path, self._model.config, self.tokenizer.fingerprint
     )
+    methods.check_arrays(self._model, path, about, arrays)
     every = jax.NamedSharding(self.built.mesh, jax.P())
     return about, jax.device_put(arrays, every)
 

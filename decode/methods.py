@@ -20,6 +20,8 @@ What each drafts, and its file:
 import functools
 from typing import Any, NamedTuple
 
+import jax
+
 from paraxis.configs.base import errors
 from paraxis.decode import judges
 from paraxis.decode import proposal
@@ -75,17 +77,47 @@ def of(model, choice, about=None):
     UserError: the model, the judge or the draft cannot serve the method.
   """
   _check_visibility(model.config, choice)
-  _check_recurrence(model.config, choice)
+  _check_recurrence(model.config, choice.method)
   made = _made(model, choice, about)
-  says = f'decode.method={choice.method}'
   if not made.tree.is_chain:
-    if kinds := _recurrent(model):
-      raise errors.UserError(
-        f'{says} drafts a tree, and layers of kind {kinds} keep one state a '
-        'request, which has no branches: take a method that drafts a chain '
-        '(speculative, jacobi, prompt_lookup).'
-      )
+    _check_tree(model, choice.method)
   return made
+
+
+def check_training(model, kind, layers):
+  """UserError if a model could not use a draft that is trained for it.
+
+  Args:
+    kind: of heads.KINDS, not filter. layers: of the draft model.
+  """
+  if kind == 'speculative':
+    _check_recurrence(model.config, kind)
+    _check_layers(model.config, kind, layers)
+  elif kind in ('eagle', 'falcon'):
+    _check_last(model, kind)
+  else:
+    _check_tree(model, kind)
+
+
+def check_arrays(model, path, about, arrays):
+  """UserError if the layer of a draft is not of the kind of the model's last.
+
+  Args:
+    path, about, arrays: of heads.load.
+  """
+  initial = dict(eagle=eagle.initial, falcon=falcon.initial).get(about.kind)
+  if not initial:
+    return
+
+  def begun():
+    return initial(model, model.unstack(model.init(jax.random.key(0))))
+
+  want = {name: x.shape for name, x in jax.eval_shape(begun).items()}
+  have = {name: x.shape for name, x in arrays.items() if name != heads.WORDS}
+  for name in sorted({*want, *have}):
+    if have.get(name) != want.get(name):
+      there, here = have.get(name, 'absent'), want.get(name, 'absent')
+      raise heads.another(path, [f'{name} {there}, here {here}'])
 
 
 def _made(model, choice, about):
@@ -169,12 +201,22 @@ def _check_visibility(model, choice):
     )
 
 
-def _check_recurrence(model, choice):
+def _check_tree(model, method):
+  """UserError if layers have no branches."""
+  if kinds := _recurrent(model):
+    raise errors.UserError(
+      f'decode.method={method} drafts a tree, and layers of kind {kinds} keep '
+      'one state a request, which has no branches: take a method that drafts a '
+      'chain (speculative, jacobi, prompt_lookup).'
+    )
+
+
+def _check_recurrence(model, method):
   """UserError if layers of a model with a core are to draft alone."""
   core = model.recurrence.core
-  if core and choice.method in OF_LAYERS:
+  if core and method in OF_LAYERS:
     raise errors.UserError(
-      f'decode.method={choice.method} drafts with the first layers of a model, '
+      f'decode.method={method} drafts with the first layers of a model, '
       f'and those of one with model.recurrence.core={core} make no features of '
       'their own: take wavefront, or what drafts otherwise (prompt_lookup, '
       'jacobi, eagle).'
@@ -183,7 +225,7 @@ def _check_recurrence(model, choice):
 
 def _draft(model, choice, about):
   """drafters.Draft: the first layers of the model."""
-  layers, most = choice.draft_layers, model.config.num_layers
+  layers = choice.draft_layers
   if about:
     if layers not in (0, about.layers):
       raise errors.UserError(
@@ -191,15 +233,21 @@ def _draft(model, choice, about):
         f'{about.layers}: leave one out.'
       )
     layers = about.layers
-  if not 0 < layers < most:
-    advice = f'take 1 to {most - 1}' if most > 1 else 'one layer is too few'
-    raise errors.UserError(
-      f'decode.method={choice.method} drafts with the first layers of the '
-      f'model: decode.draft_layers={layers} of {most}; {advice}.'
-    )
+  _check_layers(model.config, choice.method, layers)
   small = drafters.first_layers(model, layers)
   say = functools.partial(heads.said, small) if about else None
   return drafters.Draft(small, say)
+
+
+def _check_layers(model, method, layers):
+  """UserError unless some layers draft, and not all."""
+  most = model.num_layers
+  if not 0 < layers < most:
+    advice = f'take 1 to {most - 1}' if most > 1 else 'one layer is too few'
+    raise errors.UserError(
+      f'decode.method={method} drafts with the first layers of the model: '
+      f'decode.draft_layers={layers} of {most}; {advice}.'
+    )
 
 
 def _pearl(draft, choice):
@@ -238,14 +286,18 @@ def _forgets(draft, method):
 def _layer(method, model, width, coupled):
   """What drafts with a layer of its own: eagle, falcon."""
   make = eagle.Eagle if method == 'eagle' else falcon.Falcon
-  made = make(model, width, coupled)
+  _check_last(model, method)
+  return make(model, width, coupled)
+
+
+def _check_last(model, method):
+  """UserError if the last layer cannot forget drafts by a shorter length."""
   if kinds := _recurrent(eagle.layer_of(model)):
     raise errors.UserError(
       f'decode.method={method} forgets drafts, and the last layer of the model '
       f'is of kind {kinds}, which keeps one state a request: take '
       'method=speculative.'
     )
-  return made
 
 
 def _recurrent(model):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.decode import methods
 from paraxis.decode import step
 from paraxis.decode.drafts import distill
 from paraxis.decode.unmask import filters
@@ -129,9 +130,14 @@ def trained(made, text, kind, layers, recipe, say):
 
   Args:
     text: Text. kind, layers, recipe, say: as for distill.train.
+
+  Raises:
+    UserError: decoding could not use it, before any text is made; too little
+      text.
   """
   length, tokenizer = recipe.length, made.tokenizer
   model_checks.need_causal(made.built.model.config, 'paraxis draft')
+  methods.check_training(made.built.model, kind, layers)
   if text.own:
     found = written(made, text, length, say)
   else:

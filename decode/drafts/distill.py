@@ -261,7 +261,17 @@ def untrained(model, params, kind, fingerprint, spread=0.1, words=()):
 
 
 def rows_of(ids, length):
-  """(N, length) int32 of a list of documents' ids, one after the other."""
+  """(N, length) int32 of a list of documents' ids, one after the other.
+
+  Raises:
+    UserError: there are none.
+  """
+  if not ids:
+    raise errors.UserError(
+      f'there is no text for rows of {length} tokens: no document is long '
+      'enough, or the model ended every text before; take a smaller --length, '
+      'or other --data.'
+    )
   flat = np.concatenate([np.asarray(x, np.int32) for x in ids])
   n = len(flat) // length
   return flat[: n * length].reshape(n, length)

@@ -144,11 +144,7 @@ def load(path, model, tokenizer):
       for name, a, b in zip(names, about.model, want, strict=True)
       if a != b
     ] or ['another tokenizer']
-    raise errors.UserError(
-      f'decode.draft={path} was trained for another model: '
-      f'{"; ".join(other)}. Draft and target share a vocabulary: train one '
-      'for this model (`paraxis draft`).'
-    )
+    raise another(path, other)
   bad = [n for n, x in arrays.items() if not np.isfinite(x).all()]
   if bad:
     raise errors.UserError(
@@ -162,6 +158,15 @@ def load(path, model, tokenizer):
       f'vocabulary has {model.vocab_size}: the file is damaged.'
     )
   return about, arrays
+
+
+def another(path, differences):
+  """UserError: a draft of another model; what differs, and both values."""
+  return errors.UserError(
+    f'decode.draft={path} was trained for another model: '
+    f'{"; ".join(differences)}. Draft and target share a vocabulary: train one '
+    'for this model (`paraxis draft`).'
+  )
 
 
 class Medusa(proposal.Method):

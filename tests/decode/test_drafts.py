@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import module_cases
 import numpy as np
 import pytest
+import support
 
 from paraxis.decode import step
 from paraxis.decode import trees
+from paraxis.decode.drafts import distill
 from paraxis.decode.drafts import drafters
 from paraxis.decode.drafts import eagle
 from paraxis.decode.drafts import heads
@@ -225,6 +227,29 @@ def test_drafts_of_the_model_itself_are_all_kept(twins, method, how):
       assert row['lengths'] == [0, 0, 0, 0, 5]
     else:  # the first call has no drafts yet, 19 = 4 x 4 + 3
       assert row['lengths'] == [0, 1, 0, 1, 4]
+
+
+@pytest.mark.parametrize(
+  'kind, differs',
+  [('eagle', 'mix absent, here (32, 16)'), ('falcon', 'layers/0/')],
+)
+def test_a_layer_of_another_model_of_the_same_size_is_refused(
+  tmp_path, kind, differs
+):
+  """Its last layer is of another kind, or the draft is no such draft."""
+  model = module_cases.generator('FF').built.model
+  params = model.unstack(module_cases.parameters(model, 0.4))
+  about, own = distill.untrained(model, params, kind, 'numbers')
+  path = str(tmp_path / 'draft.npz')
+  given = dict(method=kind, draft=path, max_new_tokens=2)
+  pattern = 'FA'
+  if kind == 'eagle':
+    del own[eagle.MIX]
+    pattern = 'FF'
+  heads.save(path, about, own)
+  made = module_cases.generator(pattern)
+  with support.refused(f'decode.draft={path} was trained', differs):
+    made.generate(PROMPTS, **given)
 
 
 def test_features_before_a_token():

@@ -141,11 +141,49 @@ def test_filters_of_what_is_no_masked_model(workdir, tmp_path, capsys):
     (['--method=medusa', '--out=a.npz', '--weights=x'], 'one of the two'),
     (['--method=medusa', '--out=a.npz', '--tokens=90', '--length=16'],
      '5 rows of 16 tokens'),
+    (['--method=speculative', '--draft_layers=2', '--out=a.npz', '--own=9'],
+     'draft_layers=2 of 2; take 1 to 1'),
+    (['--out=a.npz', '--heads=0'], 'flag --heads=0'),
+    (['--out=a.npz', '--tokens=0'], 'flag --tokens=0'),
+    (['--out=a.npz', '--batch=0'], 'flag --batch=0'),
   ],
 )  # fmt: skip
 def test_what_cannot_be_trained(workdir, capsys, argv, words):
   code = cli.main(['draft', f'--checkpoint={workdir}', *argv])
   assert code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  'method, model, words',
+  [
+    ('medusa', dict(pattern='GF'), 'drafts a tree, and layers of kind G'),
+    ('ppd', dict(pattern='FG'), 'drafts a tree, and layers of kind G'),
+    ('eagle', dict(pattern='FG'), 'last layer of the model is of kind G'),
+    ('falcon', dict(pattern='FG'), 'last layer of the model is of kind G'),
+    ('speculative', dict(
+      norm_placement='sandwich', recurrence=dict(core=1)
+    ), 'model.recurrence.core=1'),
+  ],
+)  # fmt: skip
+def test_what_decoding_refuses_is_not_trained(
+  tmp_path, capsys, monkeypatch, method, model, words
+):
+  """Before text is made or read."""
+  for name in ('written', 'rows'):
+    monkeypatch.setattr(draft, name, None)
+  argv = [f'--checkpoint={saved(tmp_path, **model)}', f'--method={method}']
+  if method == 'speculative':
+    argv.append('--draft_layers=1')
+  assert cli.main(['draft', *argv, '--out=a.npz']) == 2
+  assert words in capsys.readouterr().err
+
+
+def test_texts_that_are_all_too_short(workdir, tmp_path, capsys):
+  (tmp_path / 'a.txt').write_text('Sea.')
+  argv = [f'--checkpoint={workdir}', f'--data={tmp_path}', '--out=a.npz']
+  assert cli.main(['draft', *argv, '--length=16', '--own=4']) == 2
+  said = capsys.readouterr().err
+  assert 'no text for rows of 16 tokens: no document is long' in said
 
 
 def test_text_is_of_every_domain_and_of_one_part():
