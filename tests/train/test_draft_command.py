@@ -13,6 +13,7 @@ from paraxis.configs.base import command_line
 from paraxis.decode import __main__ as decode_main
 from paraxis.decode import methods
 from paraxis.models import build
+from paraxis.models import decoder
 from paraxis.models.text import tokenizer
 from paraxis.train import cli
 from paraxis.train import draft
@@ -165,17 +166,13 @@ def test_what_cannot_be_trained(workdir, capsys, argv, words):
     ), 'model.recurrence.core=1'),
   ],
 )  # fmt: skip
-def test_what_decoding_refuses_is_not_trained(
-  tmp_path, capsys, monkeypatch, method, model, words
-):
-  """Before text is made or read."""
-  for name in ('written', 'rows'):
-    monkeypatch.setattr(draft, name, None)
-  argv = [f'--checkpoint={saved(tmp_path, **model)}', f'--method={method}']
-  if method == 'speculative':
-    argv.append('--draft_layers=1')
-  assert cli.main(['draft', *argv, '--out=a.npz']) == 2
-  assert words in capsys.readouterr().err
+def test_what_decoding_refuses_is_not_trained(method, model, words):
+  """By what is asked before any text is made."""
+  model = decoder.Decoder(
+    schema.view({'model': dict(num_layers=2, **model)}).model
+  )
+  with support.refused(words):
+    methods.check_training(model, method, int(method == 'speculative'))
 
 
 def test_texts_that_are_all_too_short(workdir, tmp_path, capsys):
