@@ -65,7 +65,7 @@ def claims():
   from paraxis.train.claims import stream_law
   from paraxis.train.claims.layouts import wirings
 
-  alone = dict(check=wirings.alike, streams=[4, 2], within=1e-12)
+  alone = dict(check=wirings.alike, streams=[4, 2], apart=False, within=1e-12)
   layouts = experiment.on_layouts(
     'data=2,context=2,tensor=2', 'stage=2,fsdp=2,tensor=2'
   )

@@ -125,7 +125,7 @@ def equals(run, *, one, other, within):
   return experiment.equal(gaps, within, 'float64, features and all gradients')
 
 
-def alike(run, *, streams, within, apart=False):
+def alike(run, *, streams, apart, within):
   """EQ: streams with equal prefixes are one, whatever their number and whatever
   mixes them: features, and gradients of what all streams share.
 
