@@ -71,8 +71,8 @@ def _shares(processes, environ):
       'leave it out, or ask for CPU devices: --devices_per_process=N.'
     )
   cards = [str(i) for i in range(len(glob.glob('/dev/nvidia[0-9]*')))]
-  if visible := environ.get('CUDA_VISIBLE_DEVICES'):
-    cards = [card for card in visible.split(',') if card]
+  if (visible := environ.get('CUDA_VISIBLE_DEVICES')) is not None:
+    cards = [card for card in visible.split(',') if card]  # '': none
   if not cards:
     return [{}] * processes
   each, left = divmod(len(cards), processes)

@@ -85,14 +85,22 @@ def test_gpus_are_dealt_out(started, monkeypatch, capsys):
   assert cli.main(argv) == 0
   cards = [rank.environ['CUDA_VISIBLE_DEVICES'] for rank in started]
   assert cards == ['0,1', '2,3', '4,5']
-  for count, visible in ((4, ''), (7, ''), (2, '3,5,9')):
-    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
+  for count, visible in ((4, None), (7, None), (2, '3,5,9')):
+    if visible:
+      monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
     argv[1] = f'--processes={count}'
     assert cli.main(argv) == errors.EXIT_USER
     said = capsys.readouterr().err
     assert f'--processes={count}' in said
     assert f'its {3 if visible else 6} GPUs' in said
   assert cli.main([*argv[:2], '--devices_per_process=1', *argv[2:]]) == 0
+
+
+def test_no_gpu_is_dealt_out_where_none_is_visible(started, monkeypatch):
+  _devices(monkeypatch, nvidia=6)
+  monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+  assert cli.main(['launch', '--processes=3', '--', 'train']) == 0
+  assert [r.environ['CUDA_VISIBLE_DEVICES'] for r in started] == [''] * 3
 
 
 def test_one_process_opens_a_tpu(started, monkeypatch, capsys):
