@@ -26,6 +26,7 @@ from paraxis.models.huggingface import config as config_lib
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import leaves as leaves_lib
 from paraxis.models.text import tokenizer as tokenizer_lib
+from paraxis.sharding.checkpoint import folders
 from paraxis.train import start
 from paraxis.train.run import origin as origin_lib
 from paraxis.train.run import workdir as workdir_lib
@@ -54,7 +55,7 @@ def bring(text, workdir, say=print, tokenizer='') -> None:
 
   source = origin_lib.Foreign(text)
   path = workdir_lib.prepare(workdir)
-  if (path / workdir_lib.CHECKPOINTS).exists():
+  if folders.steps(path / workdir_lib.CHECKPOINTS):
     raise errors.UserError(f'{path} has checkpoints: take another --workdir.')
   given = schema.with_value(schema.Config(), 'data.tokenizer', tokenizer)
   config = source.configured(given, path, say, '--tokenizer=')
@@ -83,7 +84,7 @@ def send(
 
   Raises:
     UserError: no family expresses the model, or its side network, or the folder
-      is not empty.
+      is not empty, or cannot be written.
   """
   if dtype not in DTYPES:
     raise errors.UserError(
@@ -102,10 +103,7 @@ def send(
   )
   table = leaves_lib.table(config.model, described['model_type'])
   out = pathlib.Path(out).expanduser().resolve()
-  if out.exists() and any(out.iterdir()):
-    raise errors.UserError(f'--out={out} is not empty: name another folder.')
-  out.parent.mkdir(parents=True, exist_ok=True)
-  made = pathlib.Path(tempfile.mkdtemp(prefix='export-', dir=out.parent))
+  made = _beside(out)
   try:
     about = described | run.about
     tokenizer = _write_tokenizer(made, config, about, say)
@@ -122,6 +120,20 @@ def send(
   finally:
     shutil.rmtree(made, ignore_errors=True)
   say(f'{described["model_type"]}, {files} files of tensors, in {out}')
+
+
+def _beside(out):
+  """A new folder beside `out`, which is empty or not there."""
+  try:
+    if out.exists() and any(out.iterdir()):
+      raise errors.UserError(f'--out={out} is not empty: name another folder.')
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return pathlib.Path(tempfile.mkdtemp(prefix='export-', dir=out.parent))
+  except OSError as e:
+    raise errors.UserError(
+      f'--out={out}: cannot write it as a folder ({e.strerror}: {e.filename}): '
+      'name another one.'
+    ) from e
 
 
 def _ends(tokenizer, before):

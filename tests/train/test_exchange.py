@@ -11,11 +11,13 @@ from safetensors import numpy as safetensors
 import support
 
 from paraxis.configs import schema
+from paraxis.configs.base import errors
 from paraxis.decode import load
 from paraxis.models import build
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source
 from paraxis.models.text import tokenizer
+from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.train import exchange
 from paraxis.train.run import origin as origin_lib
 
@@ -136,6 +138,20 @@ def test_imported_weights_are_no_run_to_resume(tiny, exported, tmp_path):
     exchange.bring(str(exported), tmp_path / 'a', say=quiet)
 
 
+def full(self, tree):
+  del self, tree
+  raise errors.UserError('the disk is full')
+
+
+def test_an_import_that_failed_is_begun_again(exported, tmp_path, monkeypatch):
+  with monkeypatch.context() as patch:
+    patch.setattr(store_lib.Store, 'preflight', full)
+    with support.refused('disk is full'):
+      exchange.bring(str(exported), tmp_path / 'a', say=quiet)
+  exchange.bring(str(exported), tmp_path / 'a', say=quiet)
+  assert origin_lib.Run(str(tmp_path / 'a')).about['step'] == 0
+
+
 def test_licence_and_origin_travel(run, exported, tmp_path):
   """From a folder through an import to an export."""
   folder = tmp_path / 'theirs'
@@ -171,6 +187,11 @@ def test_what_is_not_exported(run, exported, tmp_path):
   with support.refused('gpt2'):
     exchange.send(str(run[0]), tmp_path / 'a', model_type='gpt2', say=quiet)
   assert not list(tmp_path.iterdir())
+  (file := tmp_path / 'file').touch()
+  for out in (file, file / 'a', file / 'a' / 'b'):
+    with support.refused(f'--out={out}: cannot write', f'{file}'):
+      exchange.send(str(run[0]), out, say=quiet)
+  assert [*tmp_path.iterdir()] == [file]
 
 
 # What a process of its own says: bytes of the tensors, and by how much its

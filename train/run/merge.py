@@ -21,6 +21,7 @@ import numpy as np
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.models.huggingface import source as source_lib
+from paraxis.sharding.checkpoint import folders
 from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.sharding.checkpoint import rows
 from paraxis.train.run import origin as origin_lib
@@ -51,7 +52,7 @@ def write(runs, out, say=print, ema=False) -> None:
   for other in sources[1:]:
     _check(sources[0], other)
   path = workdir_lib.prepare(out)
-  if (path / workdir_lib.CHECKPOINTS).exists():
+  if folders.steps(path / workdir_lib.CHECKPOINTS):
     raise errors.UserError(f'{path} has checkpoints: name another --out.')
   leaves, meta = sources[0].saved()
   tree = {p: _average(sources, weights, p, leaf) for p, leaf in leaves.items()}

@@ -132,6 +132,13 @@ def test_adapters_are_merged_first(runs, tmp_path):
   assert origin_lib.Run(str(tmp_path / 'out')).config().train.lora.rank == 0
 
 
+def test_what_failed_is_begun_again(runs, tmp_path):
+  """Nothing but an empty folder was left."""
+  (tmp_path / 'out' / 'checkpoints').mkdir(parents=True)
+  merge.write([(runs[0][0], 0.5), (runs[1][0], 0.5)], tmp_path / 'out', quiet)
+  assert origin_lib.Run(str(tmp_path / 'out')).about['step'] == 0
+
+
 def test_other_architectures_are_listed(runs, tmp_path, capsys):
   one = runs[0][0]
   wide = saved(tmp_path / 'wide', 0, dict(d_ff=32))[0]
