@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from paraxis.configs.base import errors
+from paraxis.models.text import chat
 
 INDEX = 'model.safetensors.index.json'
 CONFIG = 'config.json'
@@ -174,12 +175,10 @@ def _licence(path):
 
 def _template(path):
   """The chat template of a folder; '': it has none."""
-  if (path / TEMPLATE).is_file():
-    return (path / TEMPLATE).read_text(encoding='utf-8')
-  if not (path / TOKENIZER_CONFIG).is_file():
-    return ''
-  found = _json(path / TOKENIZER_CONFIG).get('chat_template')
-  return found if isinstance(found, str) else ''
+  for name in (TEMPLATE, TOKENIZER_CONFIG):
+    if (path / name).is_file():
+      return chat.read(path / name)
+  return ''
 
 
 def grouped(names) -> str:

@@ -35,12 +35,39 @@ def template(data) -> str:
   if pathlib.Path(data.tokenizer).is_file():
     for name in _FILES:
       if (beside / name).is_file():
-        text = (beside / name).read_text(encoding='utf-8')
-        if name.endswith('.json'):
-          text = json.loads(text).get('chat_template')
-        if isinstance(text, str) and text:
+        if text := read(beside / name):
           return text
   return ''
+
+
+def read(path) -> str:
+  """The template in chat_template.jinja or tokenizer_config.json; '': none.
+
+  Of several that have names it is the one named default.
+
+  Raises:
+    UserError: it does not read, or there are several and no default.
+  """
+  try:
+    text = plain_files.read_text(path)
+    if path.suffix != '.json':
+      return text
+    found = json.loads(text)
+  except (OSError, ValueError) as error:
+    raise errors.UserError(f'{path} does not read: {error}.') from error
+  if not isinstance(found, dict):
+    raise errors.UserError(f'{path} is no JSON object.')
+  found = found.get('chat_template')
+  if isinstance(found, list):
+    pairs = [x for x in found if isinstance(x, dict)]
+    named = {str(x.get('name')): x.get('template') for x in pairs}
+    if len(named) > 1 and 'default' not in named:
+      raise errors.UserError(
+        f'{path}: chat_template has {", ".join(named)}, and none is named '
+        f'default: write the one to use to {_FILES[0]} beside it.'
+      )
+    found = named.get('default', next(iter(named.values()), ''))
+  return found if isinstance(found, str) else ''
 
 
 def missing(what, tokenizer):

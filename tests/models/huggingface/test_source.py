@@ -15,6 +15,7 @@ from paraxis.configs import schema
 from paraxis.models import build
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source
+from paraxis.models.text import chat
 
 CONFIG = dict(
   model_type='llama', vocab_size=48, hidden_size=16, intermediate_size=24,
@@ -227,6 +228,44 @@ def test_licence_and_template(tmp_path):
   assert about['ends'] == [3, 5]
   write(tmp_path, chat_template__jinja='b')
   assert source.Source(tmp_path).about['template'] == 'b'
+
+
+@pytest.mark.parametrize(
+  'found, wanted',
+  [
+    ([dict(name='tool_use', template='a'),
+      dict(name='default', template='b')], 'b'),
+    ([dict(name='tool_use', template='a')], 'a'),
+    ([], ''),
+    (None, ''),
+  ],
+)  # fmt: skip
+def test_templates_with_names(tmp_path, found, wanted):
+  more = dict(tokenizer_config__json=json.dumps(dict(chat_template=found)))
+  write(tmp_path, **more)
+  assert source.Source(tmp_path).about['template'] == wanted
+
+
+@pytest.mark.parametrize(
+  'text, words',
+  [
+    ('["a"]', ['no JSON object']),
+    ('{', ['does not read']),
+    (
+      '{"chat_template": [{"name": "rag", "template": "a"}, '
+      '{"name": "tool_use", "template": "b"}]}',
+      ['rag, tool_use', 'chat_template.jinja'],
+    ),
+  ],
+)
+def test_templates_that_do_not_read(tmp_path, text, words):
+  """In a folder of weights, and beside a tokenizer."""
+  write(tmp_path, tokenizer_config__json=text)
+  (tmp_path / 'tokenizer.json').write_text('{}')
+  data = schema.Data(tokenizer=str(tmp_path / 'tokenizer.json'))
+  for read in (lambda: source.Source(tmp_path), lambda: chat.template(data)):
+    with support.refused('tokenizer_config.json', *words):
+      read()
 
 
 def test_what_is_a_run_of_ours(tmp_path):
