@@ -205,15 +205,20 @@ class Gguf(files.Files):
     )
 
   def _scaling(self):
-    """rope_scaling, or nothing; UserError: neither linear nor none."""
-    kind = self._own('rope.scaling.type', 'none', str)
+    """rope_scaling, or nothing; UserError: neither linear nor none.
+
+    A file with a factor and no type is linear, as it is for llama.cpp; files
+    before the type have the factor as rope.scale_linear.
+    """
+    kind = self._own('rope.scaling.type', 'linear', str)
     if kind not in ('none', 'linear'):
       raise errors.UserError(
         f'{self.path} scales rotary frequencies ({kind[:60]!r}); of GGUF files '
         'only plain and linear ones are read. Take the folder of safetensors.'
       )
-    factor = float(self._own('rope.scaling.factor', 1.0))
-    if kind == 'none' or factor == 1:
+    old = self._own('rope.scale_linear', 0.0)
+    factor = float(self._own('rope.scaling.factor', old))
+    if kind == 'none' or factor in (0, 1):
       return {}
     return dict(rope_scaling=dict(rope_type='linear', factor=factor))
 

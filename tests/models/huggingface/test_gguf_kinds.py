@@ -96,6 +96,31 @@ def test_what_an_architecture_stores_otherwise_is_seen(
       dict(rope_scaling='linear', rope_factor=8.0, rope_local_theta=1e4),
     ),
     (
+      'llama',
+      dict(llama__rope__scaling__factor=4.0),
+      dict(rope_scaling='linear', rope_factor=4.0),
+    ),
+    (
+      'llama',
+      dict(llama__rope__scale_linear=2.0),
+      dict(rope_scaling='linear', rope_factor=2.0),
+    ),
+    (
+      'llama',
+      dict(llama__rope__scaling__factor=4.0, llama__rope__scale_linear=2.0),
+      dict(rope_scaling='linear', rope_factor=4.0),
+    ),
+    (
+      'llama',
+      dict(llama__rope__scaling__factor=0.0, llama__rope__scale_linear=2.0),
+      dict(rope_scaling='none', rope_factor=1.0),
+    ),
+    (
+      'llama',
+      dict(llama__rope__scaling__type='none', llama__rope__scaling__factor=4.0),
+      dict(rope_scaling='none', rope_factor=1.0),
+    ),
+    (
       'gemma3',
       dict(gemma3__attention__sliding_window=None),
       dict(pattern='F', rope_theta=5e5),
