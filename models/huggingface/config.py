@@ -9,6 +9,7 @@ from paraxis.configs.base import extra
 from paraxis.configs.base import mixers
 from paraxis.configs.base import model as model_schema
 from paraxis.models import layer as layer_lib
+from paraxis.models.huggingface.families import defaults
 from paraxis.models.huggingface.families import known
 from paraxis.models.huggingface.families import reader as reader_lib
 from paraxis.models.huggingface.families import rows
@@ -70,6 +71,7 @@ def _read(config):
   """
   name = config.get('model_type')
   family = known.find(name)
+  config = defaults.filled(config)
   reader = reader_lib.Reader(config)
   reader.partial = any(isinstance(r, rows.Fraction) for r in family.rows)
   values, faults = {}, {}

@@ -21,15 +21,22 @@ SANDWICH = Ours({'norm_placement': 'sandwich'})
 POST = Ours({'norm_placement': 'post'})
 
 
-def _window_or_not(field='sliding_window'):
-  """All layers have a window, or none."""
+FLAG = 'use_sliding_window'
+
+
+def _window_or_not(field='sliding_window', flag=''):
+  """All layers have a window, or none; flag: a field without which none has."""
 
   def read(config):
-    width = config(field, 0, 1)
+    used = not flag or config(flag, False)
+    width = config(field, 0, 1) if used else config.given(field) and 0
     return {'pattern': 'W', 'window': width} if width else {'pattern': 'F'}
 
   def write(model):
-    return {field: model.window if 'W' in kin.pattern(model) else None}
+    has = 'W' in kin.pattern(model)
+    return {field: model.window if has else None} | (
+      {flag: has} if flag else {}
+    )
 
   return Computed(read, write)
 
@@ -37,7 +44,7 @@ def _window_or_not(field='sliding_window'):
 def _qwen_layers(config):
   """Layers from max_window_layers on have a window, if windows are used."""
   depth = config('num_hidden_layers')
-  if not config('use_sliding_window', False):
+  if not (config(FLAG, False) and config('sliding_window', 0, 1)):
     return 'F' * depth
   return ''.join(
     'W' if i >= config('max_window_layers', 28, 0) else 'F'
@@ -46,13 +53,14 @@ def _qwen_layers(config):
 
 
 def _uses_window(config):
-  config('use_sliding_window', False)
+  listed = config('layer_types', [])
+  if not config(FLAG, False) and kin.LAYERS['W'] in listed:
+    config.refuse(FLAG, 'is not true, and layer_types has layers with a window')
   return {}
 
 
 USES_WINDOW = Computed(
-  _uses_window,
-  lambda model: {'use_sliding_window': 'W' in kin.pattern(model)},
+  _uses_window, lambda model: {FLAG: 'W' in kin.pattern(model)}
 )
 QWEN_LAYERS = (kin.layers(_qwen_layers), USES_WINDOW)
 
@@ -160,12 +168,15 @@ FAMILIES = {
   ),
   'gemma': family(
     'GemmaForCausalLM',
-    llama(tied=True, default_act='gelu_pytorch_tanh'), GEMMA,
+    llama(
+      tied=True, default_act='gelu_pytorch_tanh',
+      gates=kin.GATES | {'gelu': 'geglu'},  # what its first files mean by it
+    ), GEMMA, silent=('hidden_activation',),
   ),
   'gemma2': family(
     'Gemma2ForCausalLM', llama(tied=True, act='hidden_activation'), GEMMA,
     SANDWICH, _scale(256), GEMMA_CAPS, kin.layers(kin.periodic('WF')),
-    **kin.SANDWICH,
+    silent=('hidden_act',), **kin.SANDWICH,
   ),
   'gemma3_text': family(
     'Gemma3ForCausalLM',
@@ -174,9 +185,8 @@ FAMILIES = {
     ),
     Ours({'norm_zero_centered': True, 'qk_norm': 'head'}), GEMMA_SCALE,
     Fixed('use_bidirectional_attention', False), NO_BIAS, SANDWICH,
-    _scale(256), GEMMA_CAPS, kin.layers(kin.periodic('WWWWWF')),
-    silent=('sliding_window_pattern', '_sliding_window_pattern'),
-    **kin.SANDWICH,
+    _scale(256), GEMMA_CAPS, kin.layers(kin.full_each(6)), kin.SPARE_PERIOD,
+    silent=('_sliding_window_pattern',), **kin.SANDWICH,
   ),
   'smollm3': family(
     'SmolLM3ForCausalLM', llama(theta=2e6, tied=True), BIAS, MLP_BIAS,

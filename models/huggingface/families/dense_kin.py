@@ -295,10 +295,9 @@ FAMILIES = {
     'Cohere2ForCausalLM',
     llama(epsilon=1e-5, norm='layer_norm_eps', tied=True), BIAS,
     Same('logit_scale', 'logit_scale', 0.0625),
-    kin.layers(kin.periodic('WWWN'), NOPE),
+    kin.layers(kin.full_each(4, 'N'), NOPE), kin.SPARE_PERIOD,
     Ours({'norm': 'layernorm_unbiased', 'residual': 'shared'}),
-    silent=('_sliding_window_pattern', 'sliding_window_pattern'),
-    neighbours=True,
+    silent=('_sliding_window_pattern',), neighbours=True,
   ),
   'granite': family(
     'GraniteForCausalLM', llama(), BIAS, MLP_BIAS, MULTIPLIERS,
@@ -330,8 +329,7 @@ FAMILIES = {
   ),
   'exaone4': family(
     'Exaone4ForCausalLM', llama(epsilon=1e-5), POST, Ours({'qk_norm': 'head'}),
-    kin.layers(_sliding_or(kin.periodic('WWWN')), EITHER),
-    silent=('sliding_window_pattern',),
+    kin.layers(_sliding_or(kin.full_each(4, 'N')), EITHER), kin.SPARE_PERIOD,
   ),
   'ministral': family(
     'MinistralForCausalLM', llama(),

@@ -18,14 +18,24 @@ TOP = Same('num_experts_per_tok', 'experts.top_k')
 NORMALISE = Same('norm_topk_prob', 'experts.normalise', False)
 
 
-def sparse_layers(config):
-  """Which layers have experts, by Qwen's two fields: one letter a layer."""
+def sparse_layers(config, usual=()):
+  """Which layers have experts, by Qwen's two fields: one letter a layer.
+
+  usual: layers without, of files that list none.
+  """
   step = config('decoder_sparse_step', 1)
-  plain = config.numbers('mlp_only_layers', [])
+  plain = config.numbers('mlp_only_layers', usual)
   return ''.join(
     'D' if i in plain or (i + 1) % step else 'E'
     for i in range(config('num_hidden_layers'))
   )
+
+
+def _qwen2_layers(config):
+  """Every second layer below max_window_layers has a window, if it is used."""
+  depth, used = config('num_hidden_layers'), config(dense.FLAG, False)
+  last = config('max_window_layers', 28, 0) if used else 0
+  return ''.join('F' if i % 2 or i >= last else 'W' for i in range(depth))
 
 
 def places(read, write):
@@ -46,13 +56,13 @@ def behind(model):
   return ''.join('E' if k[1:] == 'E' else 'D' for k in layer.kinds_of(model)[1])
 
 
-QWEN_PLACES = places(
-  sparse_layers,
-  lambda letters: {
-    'decoder_sparse_step': 1,
-    'mlp_only_layers': [i for i, x in enumerate(letters) if x == 'D'],
-  },
-)
+def written_sparse(letters):
+  """As `sparse_layers` reads them."""
+  plain = [i for i, x in enumerate(letters) if x == 'D']
+  return {'decoder_sparse_step': 1, 'mlp_only_layers': plain}
+
+
+QWEN_PLACES = places(sparse_layers, written_sparse)
 DENSE_FIRST = places(
   kin.leading('first_k_dense_replace'),
   lambda letters: {
@@ -116,6 +126,12 @@ LATER_SPARSE = places(
   ),
   written_places,
 )
+EXAONE_PLACES = places(
+  lambda config: config.each(
+    'mlp_layer_types', SPARSE,
+    lambda: kin.leading('first_k_dense_replace', 1)(config),
+  ), written_places,
+)  # fmt: skip
 
 
 def _dots_layers(config):
@@ -141,7 +157,7 @@ def _exaone_layers(config):
   if not config('sliding_window', 0, 1):
     config.given('layer_types')
     return {'pattern': 'F'}
-  reader = kin.layers(kin.periodic('WWWN'), EXAONE_WORDS)
+  reader = kin.layers(kin.full_each(4, 'N'), EXAONE_WORDS)
   return reader.read(config)
 
 
@@ -223,12 +239,13 @@ FAMILIES = {
   ),
   'qwen2_moe': family(
     'Qwen2MoeForCausalLM', llama(), QWEN, QWEN_PLACES, SHARED,
-    Same('qkv_bias', 'attention_bias', True), dense.QWEN_LAYERS,
+    Same('qkv_bias', 'attention_bias', True), kin.layers(_qwen2_layers),
+    dense.USES_WINDOW,
     **kin.EXPERT_NAMES | dict(shared='shared_expert'),
   ),
   'qwen3_moe': family(
     'Qwen3MoeForCausalLM', llama(), QWEN, QWEN_PLACES, dense.BIAS,
-    Ours({'qk_norm': 'head'}), dense._window_or_not(), dense.USES_WINDOW,
+    Ours({'qk_norm': 'head'}), dense._window_or_not(flag=dense.FLAG),
     **kin.EXPERT_NAMES,
   ),
   'flex_olmo': family(
@@ -283,10 +300,10 @@ FAMILIES = {
   ),
   'exaone_moe': family(
     'ExaoneMoeForCausalLM', llama(epsilon=1e-5), QWEN, GROUPED, BIASED,
-    LATER_SPARSE, Same('norm_topk_prob', 'experts.normalise', True),
+    EXAONE_PLACES, Same('norm_topk_prob', 'experts.normalise', True),
     Same('num_shared_experts', 'experts.shared', 1), EXAONE_LAYERS,
-    Ours({'qk_norm': 'head'}),
-    silent=('sliding_window_pattern', 'first_k_dense_replace'),
+    kin.SPARE_PERIOD, Ours({'qk_norm': 'head'}),
+    silent=('first_k_dense_replace',),  # where there are mlp_layer_types
     **kin.EXPERT_NAMES | dict(router_bias='e_score_correction_bias'),
   ),
   'glm4_moe': family(

@@ -67,16 +67,24 @@ COHERE_WORDS = {'sliding_attention': 'W', 'full_attention': 'N'}
 def _cohere_layers(config):
   """Layers without a window have no rotary positions, but for dense ones where
   prefix_dense_sliding_window_pattern is 1."""
+  first = 'first_k_dense_replace'
   places = config.each(
-    'mlp_layer_types', expert.SPARSE, lambda: kin.every('E')(config)
+    'mlp_layer_types', expert.SPARSE, lambda: kin.leading(first)(config)
   )
   width = config('prefix_dense_intermediate_size', 0, 1)
   if 'D' in places and not width:
     config.refuse('prefix_dense_intermediate_size', 'is needed by dense layers')
-  forced = config('prefix_dense_sliding_window_pattern', 1) == 1
-  letters = config.each(
-    'layer_types', COHERE_WORDS, lambda: kin.periodic('WWWN')(config)
-  )
+  step = config('prefix_dense_sliding_window_pattern', 1)
+  forced, dense_first = step == 1, min(config(first, 0), len(places))
+
+  def kinds():
+    """Dense layers count to a period of their own."""
+    prefix = ''.join(
+      'W' if i % step else 'N' for i in range(1, dense_first + 1)
+    )
+    return (prefix + kin.full_each(4, 'N')(config))[: len(places)]
+
+  letters = config.each('layer_types', COHERE_WORDS, kinds)
   letters = ''.join(
     'F' if kind == 'N' and place == 'D' and forced else kind
     for kind, place in zip(letters, places, strict=True)
@@ -164,6 +172,12 @@ def _flint_layers(config):
   return ''.join(
     'N' if i < 2 or i % 4 == 1 or i == depth - 1 else 'W' for i in range(depth)
   )
+
+
+FLINT_PLACES = expert.places(
+  lambda config: expert.sparse_layers(config, (0, 1)),
+  expert.written_sparse,
+)
 
 
 def _flint_shared(config):
@@ -274,11 +288,11 @@ FAMILIES = {
     ),
   ),
   'cohere2_moe': family(
-    'Cohere2MoeForCausalLM', COHERE,
-    silent=('sliding_window_pattern',), neighbours=True, **kin.EXPERT_NAMES,
+    'Cohere2MoeForCausalLM', COHERE, kin.SPARE_PERIOD, neighbours=True,
+    **kin.EXPERT_NAMES,
   ),
   'flint': family(
-    'FlintForCausalLM', llama(), expert.QWEN, expert.QWEN_PLACES, dense.BIAS,
+    'FlintForCausalLM', llama(), expert.QWEN, FLINT_PLACES, dense.BIAS,
     Same('norm_topk_prob', 'experts.normalise', True),
     kin.layers(_flint_layers, expert.EXAONE_WORDS),
     Computed(_flint_shared, expert.SHARED.writes),

@@ -141,6 +141,31 @@ def every(letter):
   return lambda config: letter * config('num_hidden_layers')
 
 
+PERIOD = 'sliding_window_pattern'
+
+
+def full_each(usual, full='F'):
+  """Layers with a window, but for every p-th; p of PERIOD, or `usual`."""
+
+  def read(config):
+    step = config(PERIOD, usual)
+    return ''.join(
+      'W' if (i + 1) % step else full
+      for i in range(config('num_hidden_layers'))
+    )
+
+  return read
+
+
+def _spare(config):
+  config.given(PERIOD)
+  return {}
+
+
+# Beside `layers`: files that have layer_types keep their PERIOD.
+SPARE_PERIOD = Computed(_spare, lambda model: {})
+
+
 def leading(field, default=0):
   """The number of layers that have no experts, then those that have."""
 
