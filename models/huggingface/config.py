@@ -35,7 +35,7 @@ SILENT = frozenset(
   time_step_max time_step_init_scheme time_step_floor residual_in_fp32
   rescale_prenorm_residual chunk_size num_nextn_predict_layers
   transformers.js_config resid_dropout embedding_dropout hidden_dropout_prob
-  attention_probs_dropout_prob
+  attention_probs_dropout_prob cache_implementation tokenizer_class
   """.split()
 )
 # Of a schema.Model: how it is computed and drawn, not what it computes.

@@ -18,6 +18,7 @@ from paraxis.configs.base import errors
 from paraxis.models.huggingface import config as config_lib
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import leaves as leaves_lib
+from paraxis.models.huggingface.families import known
 from paraxis.models.huggingface.families import reader
 from paraxis.sharding.checkpoint import rows as rows_lib
 
@@ -116,6 +117,7 @@ class Source:
       )
     except errors.UserError as e:
       raise errors.UserError(f'{self.files.path}: {e}') from e
+    self._bare = self._prefix()
     self._leaves = {(leaf.path, leaf.layer): leaf for leaf in table}
     self._check(table)
     self._of, self._layers = '', {}
@@ -128,11 +130,19 @@ class Source:
         f'have {len(self.files.shapes)} tensors.'
       )
 
+  def _prefix(self):
+    """What names of tensors lack in files of the model below its head, as the
+    first ones of GPT-2 are: 'transformer.'; '': nothing."""
+    names = known.find(self.files.config['model_type']).names
+    whole, held = f'{names["embedding"]}.weight', self.files.shapes
+    prefix, _, rest = whole.partition('.')
+    return f'{prefix}.' if rest in held and whole not in held else ''
+
   def _check(self, table):
     """UserError: tensors that are missing, or that no parameter is made of."""
     wanted = {name for leaf in table for name in leaf.names}
-    missing = sorted(wanted - set(self.files.shapes))
-    rest = set(self.files.shapes) - wanted
+    held = {f'{self._bare}{name}' for name in self.files.shapes}
+    missing, rest = sorted(wanted - held), held - wanted
     rest = sorted(n for n in rest if not leaves_lib.ignored(n, self.model))
     for names, what in ((missing, 'lacks'), (rest, 'has, unused,')):
       if names:
@@ -216,7 +226,8 @@ class Source:
       self._layers.clear()
     if layer not in self._layers:
       leaf = self._leaves[path, layer]
-      tensors = [self.files.read(name) for name in leaf.names]
+      names = [name.removeprefix(self._bare) for name in leaf.names]
+      tensors = [self.files.read(name) for name in names]
       try:
         found = leaf.ours(*tensors)
       except ValueError:  # no such reshaping

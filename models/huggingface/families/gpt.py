@@ -55,6 +55,7 @@ GPTJ = (
     and getattr(row, 'ours', '') not in ('max_positions', 'tied_embedding')),
   Choice('activation_function', 'mlp', kin.PLAIN, 'gelu_new'),
   Same('tie_word_embeddings', 'tied_embedding', False),
+  Fixed('rotary', True), Fixed('scale_attn_weights', True),
   Computed(
     _rotary_dim,
     lambda model: {'rotary_dim': round(model.rope_fraction * model.head_width)},
@@ -139,13 +140,13 @@ GPT_NEO = (
 )  # fmt: skip
 
 FAMILIES = {
-  'gpt2': family('GPT2LMHeadModel', GPT2, **GPT2_NAMES),
+  'gpt2': family('GPT2LMHeadModel', GPT2, silent=('n_ctx',), **GPT2_NAMES),
   'gptj': family('GPTJForCausalLM', GPTJ, **GPTJ_NAMES),
   'codegen': family(
     'CodeGenForCausalLM', GPTJ, silent=('n_ctx',), qkv='qkv_proj',
     qkv_order='codegen', **GPTJ_NAMES,
   ),
-  'gpt-sw3': family('GPT2LMHeadModel', GPT2, **GPT2_NAMES),
+  'gpt-sw3': family('GPT2LMHeadModel', GPT2, silent=('n_ctx',), **GPT2_NAMES),
   'gpt_bigcode': family(
     'GPTBigCodeForCausalLM', BIGCODE,
     silent=('attention_softmax_in_fp32', 'scale_attention_softmax_in_fp32'),

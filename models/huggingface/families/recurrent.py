@@ -221,9 +221,11 @@ GRANITE_HYBRID = (
     },
   ),
   Choice(
-    'position_embedding_type', 'position', {None: 'none', 'rope': 'rope'}, None
+    'position_embedding_type', 'position',
+    {None: 'none', 'nope': 'none', 'rope': 'rope'}, None,
   ),
-)
+  Fixed('normalization_function', 'rmsnorm'),
+)  # fmt: skip
 
 
 def _granite_width(config):
@@ -290,7 +292,8 @@ FAMILIES = {
   'granitemoehybrid': family(
     'GraniteMoeHybridForCausalLM', kin.llama(), HYBRID, GRANITE_HYBRID,
     GRANITE_WIDTH, Same('num_experts_per_tok', 'experts.top_k', 2), dense.BIAS,
-    expert.GRANITE, silent=('mamba_chunk_size', 'layers_block_type'),
+    expert.GRANITE,
+    silent=('mamba_chunk_size', 'layers_block_type', 'init_method'),
     **expert.GRANITE_NAMES | dict(mamba2='mamba', mlp='shared_mlp'),
   ),
   'jamba': family(

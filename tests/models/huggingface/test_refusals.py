@@ -15,7 +15,14 @@ REFUSED = [
   ('deepseek_v3', dict(num_key_value_heads=2), 'num_key_value_heads'),
   ('falcon_mamba', dict(use_bias=True), 'use_bias'),
   ('glm4_moe', dict(rope_parameters=None), 'partial_rotary_factor'),
+  ('gptj', dict(rotary=False), 'rotary'),
+  ('gptj', dict(scale_attn_weights=False), 'scale_attn_weights'),
   ('gpt_oss', dict(swiglu_limit=-5.0), 'swiglu_limit'),
+  (
+    'granitemoehybrid',
+    dict(normalization_function='layernorm'),
+    'normalization_function',
+  ),
   ('granitemoeshared', dict(shared_intermediate_size=5), 'shared_intermediate'),
   ('hunyuan_v1_moe', dict(moe_topk=[3, 3]), 'moe_topk'),
   ('jamba', dict(mamba_proj_bias=True), 'mamba_proj_bias'),
@@ -77,6 +84,18 @@ OLDER = [
     ), '',
   ),
   ('deepseek_v3', dict(aux_loss_alpha=0.001, seq_aux=True), ''),
+  ('gpt2', dict(n_ctx=1024, tokenizer_class='GPT2Tokenizer'), ''),
+  ('gptj', dict(rotary=True, scale_attn_weights=True), ''),
+  ('gemma', dict(hidden_act='gelu', hidden_activation=None), ''),
+  (
+    'gemma2',
+    dict(hidden_act='gelu_pytorch_tanh', cache_implementation='hybrid'), '',
+  ),
+  (
+    'granitemoehybrid',
+    dict(normalization_function='rmsnorm', init_method='mup'), '',
+  ),
+  ('granitemoehybrid_dense', dict(position_embedding_type='nope'), ''),
 ]  # fmt: skip
 
 

@@ -122,6 +122,25 @@ def test_every_parameter(tmp_path, files, mesh):
   assert bool(sharded) == bool(mesh)
 
 
+def test_names_below_the_head(tmp_path):
+  """A model that was saved without its head, as the first GPT-2 was."""
+  tied = dict(tie_word_embeddings=True)
+  kept = write(tmp_path / 'a', config=tied, drop=['lm_head.weight'])
+  write(tmp_path / 'b', config=tied)
+  bare = {name.removeprefix('model.'): x for name, x in kept.items()}
+  buffer = {'layers.0.self_attn.rotary_emb.inv_freq': np.ones(2, 'f4')}
+  file = tmp_path / 'b' / 'model.safetensors'
+  safetensors.save_file(bare | buffer, str(file))
+  whole, found = (source.Source(tmp_path / x) for x in 'ab')
+  for path, like in _params(whole).items():
+    np.testing.assert_array_equal(
+      found.read(path, like), whole.read(path, like), path
+    )
+  safetensors.save_file(bare | {'own': np.ones(2, 'f4')}, str(file))
+  with support.refused('has, unused, 1', 'own'):
+    source.Source(tmp_path / 'b')
+
+
 def test_blocks_of_a_checkpoint(tmp_path):
   """They are what is read, from one mapped file at a time."""
   write(tmp_path, 4)
