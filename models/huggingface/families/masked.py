@@ -56,6 +56,8 @@ def _sizes(config):
     'num_heads': heads,
     'num_kv_heads': kv_heads,
     'd_ff': width or times * config('d_model'),
+    # No number depends on it; an export says it again.
+    'rope_original_length': config('max_sequence_length', 1024),
   }
 
 
@@ -92,8 +94,7 @@ FAMILIES = {
     silent=(
       'alibi_bias_max', 'attention_layer_norm_with_affine', 'flash_attention',
       'init_cutoff_factor', 'init_device', 'init_fn', 'init_std',
-      'max_sequence_length', 'precision', 'residual_dropout',
-      'rope_full_precision',
+      'precision', 'residual_dropout', 'rope_full_precision',
     ),
     embedding='model.transformer.wte', norm='model.transformer.ln_f',
     head='model.transformer.ff_out', layer='model.transformer.blocks.{}',

@@ -14,6 +14,8 @@ from paraxis.models import layer
 from paraxis.models.huggingface import config as config_lib
 from paraxis.models.huggingface.families import kin
 from paraxis.models.huggingface.families import known
+from paraxis.models.huggingface.families import reader
+from paraxis.models.huggingface.families import rows
 
 QUICKSTART = schema.view(quickstart.get_config()).model
 EXPERTS = schema.Model().experts
@@ -154,8 +156,38 @@ def test_a_rotary_parameter_that_nothing_reads_is_refused():
     config_lib.to_model(config | dict(rope_parameters=rope))
 
 
-def test_rows_read_what_they_write():
-  """Each field that a row writes is one that it reads."""
+def unread(config):
+  """Fields of a config.json that no row of its family asks for."""
+  family = known.find(config['model_type'])
+  found = reader.Reader(config)
+  found.partial = any(isinstance(row, rows.Fraction) for row in family.rows)
+  for row in family.rows:
+    row.read(found)
+  out = set(config) - found.used - {'model_type', 'architectures'}
+  for name, inner in found._inside.items():
+    fields = inner.config.keys() - inner.used if inner else ()
+    out |= {f'{name}.{x}' for x in fields}
+  return out
+
+
+@pytest.mark.parametrize('name', hf_families.TINY)
+def test_rows_read_what_they_write(name):
+  """Each field that a row writes is one that a row reads."""
+  config = hf_families.read_golden(name)['config']
+  model = config_lib.to_model(config)
+  written = config_lib.from_model(model, config['model_type'])
+  assert not unread(written)
+  assert unread(written | dict(own_field=None)) == {'own_field'}
+
+
+def test_llada_says_its_length_again():
+  name = 'max_sequence_length'
+  config = hf_families.read_golden('llada')['config']
+  written = config_lib.from_model(config_lib.to_model(config), 'llada')
+  assert written[name] == config[name] == 64
+
+
+def test_families_and_mixers_are_all_there():
   for name, family in known.FAMILIES.items():
     assert isinstance(family, kin.Family), name
   assert set(layer.MIXERS) == set(mixers.TABLE)
