@@ -328,10 +328,10 @@ class Weights(Checkpoint):
     if length := next(filter(None, known), 0):
       length = min(length, field.MOST_LENGTH)  # of rows, whatever they know
       config = schema.with_value(config, 'data.sequence_length', length)
-    text, name = files.tokenizer(), ''
-    if text:
+    name = ''
+    if files.tokenizer():
       file = pathlib.Path(self._folder.name, files_lib.TOKENIZER)
-      file.write_text(text, encoding='utf-8')
+      self._source.keep_tokenizer(file)
       name = str(file)
     config = schema.with_value(config, 'data.tokenizer', name)
     return ml_collections.ConfigDict(schema.to_dict(config)).lock()

@@ -109,7 +109,7 @@ def send(
     tokenizer = _write_tokenizer(made, config, about, say)
     _write_json(
       made / files_lib.CONFIG,
-      described | _ends(tokenizer, run.about['ends']) | dict(torch_dtype=dtype),
+      described | _ends(tokenizer, run.about) | dict(torch_dtype=dtype),
     )
     files = _write_tensors(made, run, table, DTYPES[dtype])
     _write_readme(made, run.about)
@@ -136,15 +136,24 @@ def _beside(out):
     ) from e
 
 
-def _ends(tokenizer, before):
+def _bos(tokenizer, about):
+  """Id that begins a text: as the weights that a run began with say it."""
+  known, bos = tokenizer.special_ids, about['bos']
+  if bos is not None and (bos in known or not known):
+    return bos
+  return tokenizer.bos_id(None) if known else None
+
+
+def _ends(tokenizer, about):
   """Ids of config.json that say where a text begins and ends.
 
-  before: that end one for the weights that the run began with.
+  about: of the run, with those of the weights that it began with.
   """
   known = bool(tokenizer.specials)  # not of ids of an unknown tokenizer
-  ends = dict.fromkeys([*before, *([tokenizer.end_id] if known else [])])
-  first = dict(bos_token_id=tokenizer.bos_id(None)) if known else {}
-  one = [*ends] if len(ends) != 1 else next(iter(ends))
+  ends = [*about['ends'], *([tokenizer.end_id] if known else [])]
+  ends, bos = [*dict.fromkeys(ends)], _bos(tokenizer, about)
+  first = {} if bos is None else dict(bos_token_id=bos)
+  one = ends if len(ends) != 1 else ends[0]
   return first | (dict(eos_token_id=one) if ends else {})
 
 
@@ -163,9 +172,11 @@ def _write_tokenizer(folder, config, about, say):
   (folder / files_lib.TOKENIZER).write_text(tokenizer.text, encoding='utf-8')
   written = dict(
     tokenizer_class='PreTrainedTokenizerFast',
-    bos_token=tokenizer.name_of(tokenizer.bos_id(None)),
+    bos_token=tokenizer.name_of(_bos(tokenizer, about)),
     eos_token=tokenizer.name_of((*about['ends'], tokenizer.end_id)[0]),
   )
+  if tokenizer.first is not None:
+    written['add_bos_token'] = True
   if 'max_position_embeddings' in about:
     written['model_max_length'] = about['max_position_embeddings']
   if about['template']:

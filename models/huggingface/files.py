@@ -19,11 +19,12 @@ import numpy as np
 
 from paraxis.configs.base import errors
 from paraxis.models.text import chat
+from paraxis.models.text import tokenizer as tokenizer_lib
 
 INDEX = 'model.safetensors.index.json'
 CONFIG = 'config.json'
 TOKENIZER = 'tokenizer.json'
-TOKENIZER_CONFIG = 'tokenizer_config.json'
+TOKENIZER_CONFIG = tokenizer_lib.STATED
 TEMPLATE = 'chat_template.jinja'
 # Tokenizers of older folders: byte-level BPE, WordPiece, SentencePiece.
 OTHER_TOKENIZERS = (
@@ -41,6 +42,8 @@ class Files:
     shapes: {name: shape} of every tensor.
     licence: what the files say of it; '': nothing.
     template: the chat template; '': none.
+    bos_token: text of what their tokenizer calls so; '': nothing.
+    adds_bos: whether they say that a text begins with it; None: they do not.
     quantized: {type of less than 8 bits a number: how many tensors are stored
       in it}, as the file calls it.
   """
@@ -50,6 +53,8 @@ class Files:
   shapes: dict[str, tuple[int, ...]]
   licence = ''
   template = ''
+  bos_token = ''
+  adds_bos: bool | None = None
   quantized: Mapping[str, int] = {}
 
   def read(self, name: str) -> np.ndarray:
@@ -87,6 +92,10 @@ class Folder(Files):
     self.shapes = {name: shapes[name] for name in self._file_of}
     self.licence = _licence(path)
     self.template = _template(path)
+    said = tokenizer_lib.stated(path)
+    self.bos_token = tokenizer_lib.bos_token(said)
+    adds = said.get('add_bos_token')
+    self.adds_bos = adds if isinstance(adds, bool) else None
 
   def _files(self):
     """{tensor: its file}."""

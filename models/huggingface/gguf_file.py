@@ -126,6 +126,9 @@ class Gguf(files.Files):
     self._check_ids()
     self.licence = self._field('general.license', '', str)
     self.template = self._field('tokenizer.chat_template', '', str)
+    adds = 'tokenizer.ggml.add_bos_token'
+    if adds in self._file.fields:
+      self.adds_bos = self._field(adds, kind=bool)
     forms = [t.form for t in self._tensors.values()]
     few = (form.name for form in forms if form.size < form.values)
     self.quantized = collections.Counter(few)
@@ -200,6 +203,7 @@ class Gguf(files.Files):
       rms_norm_eps=_decimal(self._own('attention.layer_norm_rms_epsilon')),
       rope_theta=float(self._own('rope.freq_base', 1e4)),
       max_position_embeddings=self._own('context_length', kind=int),
+      bos_token_id=self._field('tokenizer.ggml.bos_token_id', -1, int),
       eos_token_id=[i for i in dict.fromkeys(ends) if i >= 0],
       tie_word_embeddings='lm_head.weight' not in self.shapes,
     )

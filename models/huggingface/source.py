@@ -20,6 +20,7 @@ from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import leaves as leaves_lib
 from paraxis.models.huggingface.families import known
 from paraxis.models.huggingface.families import reader
+from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.sharding.checkpoint import rows as rows_lib
 
 # Fields of schema.Model that say how a model runs or is trained, not what it
@@ -109,6 +110,7 @@ class Source:
     try:
       self.model = config_lib.to_model(self.files.config)
       self._ends = _ends(self.files.config)
+      self._bos = _bos(self.files.config, self.model.vocab_size)
       self._check_depth()
       table = leaves_lib.table(
         self.model,
@@ -253,7 +255,24 @@ class Source:
       licence=self.files.licence,
       template=self.files.template,
       ends=self._ends,
+      bos=self._bos,
     )
+
+  def keep_tokenizer(self, file: pathlib.Path) -> None:
+    """Writes their tokenizer.json, and what a document begins with.
+
+    Some are trained without the token that their files call its beginning:
+    text.tokenizer.Tokenizer.begins_with.
+    """
+    bos = self.files.bos_token if self._bos is None else self._bos
+    text, adds = self.files.tokenizer(), self.files.adds_bos
+    tokenizer_lib.keep(text, file, bos, adds)
+
+
+def _bos(config, vocab):
+  """The id of config.json that begins a text; None: it has none."""
+  found = reader.Reader(config)('bos_token_id', -1, -reader.MOST)
+  return found if 0 <= found < vocab else None
 
 
 def _ends(config):

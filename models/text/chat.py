@@ -12,9 +12,10 @@ from typing import Any
 
 from paraxis.configs.base import errors
 from paraxis.configs.base import plain_files
+from paraxis.models.text import tokenizer as tokenizer_lib
 
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
-_FILES = ('chat_template.jinja', 'tokenizer_config.json')
+_FILES = ('chat_template.jinja', tokenizer_lib.STATED)
 
 
 def template(data) -> str:
@@ -48,16 +49,12 @@ def read(path) -> str:
   Raises:
     UserError: it does not read, or there are several and no default.
   """
-  try:
-    text = plain_files.read_text(path)
-    if path.suffix != '.json':
-      return text
-    found = json.loads(text)
-  except (OSError, ValueError) as error:
-    raise errors.UserError(f'{path} does not read: {error}.') from error
-  if not isinstance(found, dict):
-    raise errors.UserError(f'{path} is no JSON object.')
-  found = found.get('chat_template')
+  if path.name != tokenizer_lib.STATED:
+    try:
+      return plain_files.read_text(path)
+    except (OSError, ValueError) as error:
+      raise errors.UserError(f'{path} does not read: {error}.') from error
+  found = tokenizer_lib.stated(path.parent).get('chat_template')
   if isinstance(found, list):
     pairs = [x for x in found if isinstance(x, dict)]
     named = {str(x.get('name')): x.get('template') for x in pairs}

@@ -7,9 +7,11 @@ A document is trained on as [bos(domain)] + encode(text) + [end]; a prompt as
 document that contains the characters '<|end|>' gets their ordinary encoding.
 
 Which beginning-of-document token: `<|domain|>` if the vocabulary has it; else
-the vocabulary's general one (`<|bos|>`, `<s>`, ...); else, in a vocabulary that
-has only domain tokens (the shipped one), the first domain in sorted order. So
-text of an unknown domain is trained and prompted with the same token.
+the one that tokenizer_config.json beside it says to add (`stated`, `keep`);
+else the vocabulary's general one (`<|bos|>`, `<s>`, ...); else, in a vocabulary
+of ours that has only domain tokens (`<|end|>` tells it; the shipped one), the
+first domain in sorted order. So text of an unknown domain is trained and
+prompted with the same token.
 
 Source: byte-level BPE, Radford et al. 2019, section 2.2. Cost: the `tokenizers`
 library encodes a few MB per CPU-second.
@@ -18,6 +20,7 @@ library encodes a few MB per CPU-second.
 import functools
 import hashlib
 import json
+import os
 import pathlib
 import re
 
@@ -25,10 +28,13 @@ import tokenizers
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.configs.base import plain_files
 
+STATED = 'tokenizer_config.json'  # of Hugging Face, beside a tokenizer.json
 SHIPPED = {'bpe2048': 'bpe2048.json'}
 _BOS = ('<|bos|>', '<s>', '<bos>', '<|begin_of_text|>', '<|endoftext|>')
 _END = ('<|end|>', '</s>', '<eos>', '<|end_of_text|>', '<|endoftext|>')
+_OURS = '<|end|>'  # in every vocabulary of ours
 _PAD = ('<|pad|>', '<pad>', '[PAD]')
 # Control tokens of the same form that name no domain.
 _CONTROL = frozenset(
@@ -65,8 +71,63 @@ def load(name):
   return Tokenizer(path, name)
 
 
+def stated(folder) -> dict:
+  """tokenizer_config.json of a folder; {}: there is none.
+
+  Raises:
+    UserError: it does not read.
+  """
+  path = pathlib.Path(folder) / STATED
+  try:
+    found = json.loads(plain_files.read_text(path))
+  except FileNotFoundError:
+    return {}
+  except (OSError, ValueError) as error:
+    raise errors.UserError(f'{path} does not read: {error}.') from error
+  if not isinstance(found, dict):
+    raise errors.UserError(f'{path} is no JSON object.')
+  return found
+
+
+def bos_token(config: dict) -> str:
+  """Text of a tokenizer_config's bos_token; '': it has none."""
+  found = config.get('bos_token')
+  found = found.get('content') if isinstance(found, dict) else found
+  return found if isinstance(found, str) else ''
+
+
+def keep(text, file, bos: int | str | None = None, adds=None) -> None:
+  """Writes a tokenizer.json, and beside it what a document begins with.
+
+  Args:
+    text: of the tokenizer.json. file: its path, a pathlib.Path.
+    bos: id or text that the files of its weights call so; None: none.
+    adds: whether they say that a text begins with it; None: as `text` does.
+  """
+  _put(file, text)
+  made, beside = Tokenizer(file), file.with_name(STATED)
+  if (found := made.begins_with(bos, adds)) is None:
+    beside.unlink(missing_ok=True)
+  else:
+    words = dict(bos_token=made.name_of(found), add_bos_token=True)
+    _put(beside, json.dumps(words) + '\n')
+
+
+def _put(file, text):
+  """Whole or not at all: several processes may write the same."""
+  temporary = file.with_suffix(f'.{os.getpid()}.tmp')
+  temporary.write_text(text, encoding='utf-8')
+  os.replace(temporary, file)
+
+
 class _Base:
-  """What both kinds of vocabulary share: special tokens and their rules."""
+  """What both kinds of vocabulary share: special tokens and their rules.
+
+  Attributes:
+    first: id that a document of no domain begins with, where files state it.
+  """
+
+  first: int | None = None
 
   name: str
   vocab_size: int  # 1 + the largest id
@@ -93,9 +154,16 @@ class _Base:
     """Id of the token a document of `domain` (None: unknown) starts with."""
     if domain in self.domains:
       return self._special[f'<|{domain}|>']
-    if self.domains and not any(t in self._special for t in _BOS):
+    if self.first is not None:
+      return self.first
+    if self.domains and _OURS in self._special and not self._begins:
       return self._special[f'<|{self.domains[0]}|>']
     return self._find(_BOS, 'beginning-of-document')
+
+  @property
+  def _begins(self):
+    """Whether a token is called by one of the names of a beginning."""
+    return any(text in self._special for text in _BOS)
 
   @functools.cached_property
   def special_ids(self):
@@ -234,6 +302,22 @@ class Tokenizer(_Base):
     self._special_ids = frozenset(self._special.values())
     self._pieces = {i: text for text, i in vocabulary.items()}
     self._byte_level = '"ByteLevel"' in json.dumps(self._spec.get('decoder'))
+    config = stated(pathlib.Path(path).parent)
+    if config.get('add_bos_token') is True:
+      self.first = self._special.get(bos_token(config))
+
+  def begins_with(self, bos, adds=None) -> int | None:
+    """The id of `bos`, if documents begin with it. Arguments as of `keep`.
+
+    Not every model that names one was trained with it: where no file says so,
+    a token that is called as beginnings are goes first.
+    """
+    bos = self._special.get(bos, bos)
+    if bos not in self.special_ids:
+      return None
+    if adds is None:
+      adds = self._tokenizer.encode('a').ids[:1] == [bos]
+    return bos if adds or not self._begins else None
 
   def encode(self, text):
     """Ids of `text`, list of int in [0, vocab_size); no special tokens."""

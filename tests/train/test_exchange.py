@@ -1,6 +1,7 @@
 """Weights to a folder of Hugging Face and back, bitwise."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -160,7 +161,7 @@ def test_licence_and_origin_travel(run, exported, tmp_path):
     (folder / file.name).write_bytes(file.read_bytes())
   (folder / 'README.md').write_text('---\nlicense: apache-2.0\n---\n')
   config = json.loads((folder / 'config.json').read_text())
-  config['eos_token_id'] = 7
+  config |= dict(eos_token_id=7, bos_token_id=4)
   (folder / 'config.json').write_text(json.dumps(config))
   (folder / files_lib.TEMPLATE).write_text('a template')
   said = []
@@ -170,7 +171,43 @@ def test_licence_and_origin_travel(run, exported, tmp_path):
   about = source.Source(tmp_path / 'b').about
   assert about['licence'] == 'apache-2.0' and about['template'] == 'a template'
   assert about['ends'] == [7, tokenizer.load('bpe2048').end_id]
-  assert str(folder) in (tmp_path / 'b' / 'README.md').read_text()
+  written = json.loads((tmp_path / 'b' / 'config.json').read_text())
+  assert written['bos_token_id'] == config['bos_token_id'] == about['bos']
+  # What documents begin with, of a run as of the folder.
+  for opened in (
+    load.Checkpoint(str(tmp_path / 'a'), None, quiet),
+    load.Weights(str(tmp_path / 'b'), quiet),
+  ):
+    with opened as checkpoint:
+      made = tokenizer.load(checkpoint.config().data.tokenizer)
+      assert made.bos_id() == 4 != tokenizer.load('bpe2048').bos_id()
+
+
+def test_an_id_that_is_none_of_a_text_is_written_back(exported, tmp_path):
+  """As of SmolLM2, whose documents begin with another one."""
+  folder = tmp_path / 'theirs'
+  shutil.copytree(exported, folder)
+  for name, change in (
+    ('config.json', dict(bos_token_id=3)),
+    ('tokenizer_config.json', dict(add_bos_token=False)),
+  ):
+    text = json.loads((folder / name).read_text()) | change
+    (folder / name).write_text(json.dumps(text))
+  spec = json.loads((folder / 'tokenizer.json').read_text())
+  entry = next(t for t in spec['added_tokens'] if t['id'] == 2)
+  spec['model']['vocab']['<s>'] = spec['model']['vocab'].pop(entry['content'])
+  entry['content'] = '<s>'
+  (folder / 'tokenizer.json').write_text(json.dumps(spec))
+  exchange.bring(str(folder), tmp_path / 'a', say=quiet)
+  exchange.send(str(tmp_path / 'a'), tmp_path / 'b', say=quiet)
+  assert source.Source(tmp_path / 'b').about['bos'] == 3
+  for opened in (
+    load.Checkpoint(str(tmp_path / 'a'), None, quiet),
+    load.Weights(str(folder), quiet),
+  ):
+    with opened as checkpoint:
+      made = tokenizer.load(checkpoint.config().data.tokenizer)
+      assert made.bos_id() == 2
 
 
 def test_a_run_that_is_not_there_is_told_by_its_flag(tmp_path):

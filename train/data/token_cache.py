@@ -238,6 +238,8 @@ def _fingerprint(sources, tokenizer, data, options):
     f'{cache_build.FORMAT}|{data.held_out_fraction!r}'.encode()
   )
   digest.update(tokenizer.fingerprint.encode())
+  if tokenizer.first is not None:
+    digest.update(f'|first={tokenizer.first}'.encode())
   if data.text_key != schema.Data().text_key:
     digest.update(f'|text_key={data.text_key}'.encode())
   if options.template:

@@ -8,7 +8,6 @@ becomes of every leaf is printed (taken.py).
 
 import contextlib
 import dataclasses
-import os
 import pathlib
 
 import jax
@@ -127,6 +126,7 @@ class Run:
       began=before.get('source', ''),
       **{key: before.get(key, '') for key in ('kind', 'licence', 'template')},
       ends=before.get('ends', []),
+      bos=before.get('bos'),
     )
     if optimizer and layers:
       raise errors.UserError(
@@ -333,9 +333,7 @@ class Foreign:
       self._check_named(data.tokenizer, model.vocab_size, flag)
       say(f'data.tokenizer: {data.tokenizer}; {self.about["source"]} has none')
     elif data.tokenizer in ('', schema.Data().tokenizer, str(file)):
-      temporary = file.with_suffix(f'.{os.getpid()}.tmp')
-      temporary.write_text(text, encoding='utf-8')
-      os.replace(temporary, file)
+      self._source.keep_tokenizer(file)
       data = dataclasses.replace(data, tokenizer=str(file))
       say(f'data.tokenizer: the one of {self.about["source"]}')
       if self.about['template']:  # train/data/chat.py looks for it there

@@ -118,6 +118,7 @@ def test_every_tensor_and_field(tmp_path):
   about = found.about
   assert about['licence'] == 'mit' and about['template'] == 'a template'
   assert about['ends'] == [257] and len(about['sha256']) == 64
+  assert about['bos'] == 256 and files.adds_bos is None
 
 
 def test_rows_that_are_not_put_back_are_others(tmp_path):

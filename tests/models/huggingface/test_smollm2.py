@@ -396,6 +396,8 @@ def test_its_tokens_are_those_of_llama_cpp():
   assert len(texts) == len(golden['snippets']) == 289
   found = [summed(list(made.encode(text))) for text in texts]
   assert found == golden['snippets']
+  # Its own file has another id, and says that no text begins with it.
+  assert made.name_of(made.bos_id()) == '<|endoftext|>'
   # Without its rule that digits stand alone, one differs: few words have any.
   splits = own['pre_tokenizer']['pretokenizers']
   own['pre_tokenizer']['pretokenizers'] = [

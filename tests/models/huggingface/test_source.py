@@ -196,6 +196,7 @@ def test_a_tensor_is_read_once(tmp_path, monkeypatch):
     (dict(config=dict(clip_qkv=8.0)), ['clip_qkv']),
     (dict(config=dict(num_hidden_layers=9_999)), ['9999 layers', '30 tensors']),
     (dict(config=dict(eos_token_id='x')), ["eos_token_id='x'"]),
+    (dict(config=dict(bos_token_id='x')), ["bos_token_id='x'"]),
     (dict(config=dict(eos_token_id=[3, None])), ['eos_token_id=[3, None]']),
     (
       dict(files=2, model__safetensors__index__json='{"weight_map": 1}'),

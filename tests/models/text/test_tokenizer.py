@@ -1,11 +1,14 @@
 """The three kinds of vocabulary: round trips, special tokens, streaming."""
 
 import codecs
+import json
+import pathlib
 
 import pytest
 import tokenizers
 from tokenizers import decoders
 from tokenizers import models
+from tokenizers import processors
 
 from paraxis.configs.base import errors
 from paraxis.models.text import tokenizer
@@ -115,6 +118,62 @@ def test_missing_special_tokens_are_named(tmp_path):
     t.bos_id()
   with pytest.raises(errors.UserError, match='end-of-document.*2 entries'):
     _ = t.end_id
+
+
+ENDOFTEXT, START = '<|endoftext|>', '<|startoftext|>'
+
+
+@pytest.mark.parametrize(
+  'special, bos, adds, template, wanted',
+  [
+    # Granite 3: no name is known, and nothing is added.
+    (['<|end_of_text|>', '<|start_of_role|>'], 2, False, '', 2),
+    # Cohere
+    (['<PAD>', '<BOS_TOKEN>', '<|START_OF_TURN_TOKEN|>'], 3, None, '', 3),
+    # LFM2, Jamba: a name is known, and is another.
+    ([ENDOFTEXT, START], 3, True, '', 3),
+    ([ENDOFTEXT, START], START, True, '', 3),
+    ([ENDOFTEXT, START], 3, None, START, 3),
+    # SmolLM2's is that of its turns, and no text begins with it.
+    ([ENDOFTEXT, '<|im_start|>'], 3, False, '', 2),
+    ([ENDOFTEXT, '<|im_start|>'], 3, None, '', 2),
+    # GPT-2, Qwen2
+    ([ENDOFTEXT], 2, None, '', 2),
+    ([ENDOFTEXT, '<|im_start|>'], None, None, '', 2),
+    # Ids that are none of a special token.
+    (['<bos>'], 1, True, '', 2),
+    (['<bos>'], 9, True, '', 2),
+    (['<bos>'], '<s>', True, '', 2),
+  ],
+)
+def test_what_a_document_of_other_weights_begins_with(
+  tmp_path, special, bos, adds, template, wanted
+):
+  text = pathlib.Path(save(tmp_path, ['?', 'a'], special)).read_text()
+  if template:
+    made = tokenizers.Tokenizer.from_str(text)
+    made.post_processor = processors.TemplateProcessing(
+      f'{template} $A', special_tokens=[(template, 3)]
+    )
+    text = made.to_str()
+  (tmp_path / 'run').mkdir()
+  file = tmp_path / 'run' / 'tokenizer.json'
+  for _ in range(2):  # what is there of other weights goes
+    tokenizer.keep(text, file, bos, adds)
+    assert tokenizer.load(str(file)).bos_id() == wanted
+    assert file.read_text() == text
+    file.with_name(tokenizer.STATED).write_text(
+      json.dumps(dict(add_bos_token=True, bos_token=dict(content=special[-1])))
+    )
+    assert tokenizer.load(str(file)).bos_id() == 1 + len(special)
+
+
+def test_control_tokens_of_others_are_no_domains_of_ours(tmp_path):
+  path = save(tmp_path, ['?'], ['<|assistant|>', '<|user|>'])
+  with pytest.raises(errors.UserError, match='no beginning-of-document token'):
+    tokenizer.load(path).bos_id()
+  path = save(tmp_path, ['?'], ['<|poem|>', '<|essay|>', '<|end|>'])
+  assert tokenizer.load(path).bos_id() == 2
 
 
 def test_bad_names(tmp_path):

@@ -393,10 +393,14 @@ def test_fingerprint_covers_text_tokenizer_and_split(tmp_path):
   other = dataclasses.replace(
     base, data=dataclasses.replace(base.data, held_out_fraction=0.5)
   )
+  stated = tokenizer.load('bpe2048')
+  stated.first = 7  # as tokenizer_config.json says it
   found = [
     token_cache.tokens(base, tokenizer.load('bytes')),
     token_cache.tokens(base, tokenizer.load('bpe2048')),
     token_cache.tokens(other, tokenizer.load('bytes')),
+    token_cache.tokens(base, stated),
   ]
-  assert len({c.fingerprint for c in found}) == 3
+  assert len({c.fingerprint for c in found}) == 4
+  assert set(np.asarray(found[3].tokens)[found[3].starts[:-1]]) == {7}
   assert found[2].held.sum() > found[0].held.sum()
