@@ -14,6 +14,7 @@ import json
 import pathlib
 import shutil
 import tempfile
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -170,7 +171,7 @@ def _write_tokenizer(folder, config, about, say):
     )
     return tokenizer
   (folder / files_lib.TOKENIZER).write_text(tokenizer.text, encoding='utf-8')
-  written = dict(
+  written: dict[str, Any] = dict(
     tokenizer_class='PreTrainedTokenizerFast',
     bos_token=tokenizer.name_of(_bos(tokenizer, about)),
     eos_token=tokenizer.name_of((*about['ends'], tokenizer.end_id)[0]),

@@ -9,6 +9,7 @@ becomes of every leaf is printed (taken.py).
 import contextlib
 import dataclasses
 import pathlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -119,7 +120,7 @@ class Run:
     self._step, self._saved = manifest['step'], manifest['leaves']
     self._meta = manifest['meta']
     before = self._meta.get('origin') or {}
-    self.about = dict(
+    self.about: dict[str, Any] = dict(
       source=str(path.parent),
       step=self._step,
       sha256=manifest['sha256'],
