@@ -43,7 +43,7 @@ import pytest
 HERE = pathlib.Path(__file__).resolve().parent
 LEDGER, EXECUTED = HERE / 'ledger.json', HERE / 'executed.json'
 # CPU-seconds a case from which one in N runs.
-BRACKETS = ((4.0, 80), (1.5, 48), (0.6, 24), (0.3, 12), (0.15, 5))
+BRACKETS = ((4.0, 96), (1.5, 56), (0.6, 24), (0.3, 12), (0.15, 5))
 # Bytes of a process beyond which compiled programs are freed between files: two
 # workers with those of a whole room fill a machine of 24 GB.
 MOST_RESIDENT = 5 * 2**30
