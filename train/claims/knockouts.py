@@ -35,6 +35,7 @@ from paraxis.train.certify import trial
 from paraxis.train.claims import experiment
 from paraxis.train.claims import harness as claims
 from paraxis.train.claims import papers
+from paraxis.train.claims import sources
 
 
 def forget():
@@ -141,6 +142,8 @@ def without(run: claims.Run, knockout: papers.Knockout, claim: papers.Claim):
       f'knock-out {knockout.name}: the config has {fields} already.'
     )
   other = run.other(config, knockout.name)
+  # What is trained without the mechanism depends on what replaces it.
+  other.mechanism += sources.of_claims(knockout.off)
   with knockout.off():
     return claims.outcome_of(
       other, claim._replace(parameters=claim.parameters | given)

@@ -23,6 +23,7 @@ from paraxis.train.claims import experiment
 from paraxis.train.claims import harness
 from paraxis.train.claims import knockouts
 from paraxis.train.claims import papers
+from paraxis.train.claims.decode import layer_groups
 from paraxis.train.claims.layouts import check
 
 # A check's __module__ is of claims (papers.parameters).
@@ -290,6 +291,22 @@ def test_a_simulated_claim_fails_without_its_mechanism(
 ):
   """EQ and HLO: test_switched_off.py; `make knockouts` runs all."""
   claim_cases.loses(path, off, claim, tmp_path)
+
+
+def test_a_training_without_the_mechanism_depends_on_what_replaces_it(tmp_path):
+  seen = []
+
+  def check(run):
+    seen.append(run.mechanism)
+    return harness.Outcome('', '', '', False)
+
+  run = harness.Run(command_line.schema.Config(), tmp_path / 'mine')
+  run.mechanism = ('models/norm.py',)
+  claim = papers.Claim('a', 'LEARN', check, {}, None)
+  for off in (layer_groups.one_by_one, contextlib.nullcontext):
+    knockouts.without(run, papers.Knockout('x', 'a', {}, off), claim)
+  assert 'train/claims/decode/layer_groups.py' in seen[0]
+  assert seen[1] == run.mechanism == ('models/norm.py',)
 
 
 def test_a_training_without_the_mechanism_has_its_own_folder(tmp_path):
