@@ -22,6 +22,7 @@ import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.decode import loop
 from paraxis.models import build
 from paraxis.models.huggingface import config as config_lib
 from paraxis.models.huggingface import files as files_lib
@@ -151,7 +152,7 @@ def _ends(tokenizer, about):
   about: of the run, with those of the weights that it began with.
   """
   known = bool(tokenizer.specials)  # not of ids of an unknown tokenizer
-  ends = [*about['ends'], *([tokenizer.end_id] if known else [])]
+  ends = [*about['ends'], *(loop.end_ids(tokenizer) if known else [])]
   ends, bos = [*dict.fromkeys(ends)], _bos(tokenizer, about)
   first = {} if bos is None else dict(bos_token_id=bos)
   one = ends if len(ends) != 1 else ends[0]
@@ -174,8 +175,10 @@ def _write_tokenizer(folder, config, about, say):
   written: dict[str, Any] = dict(
     tokenizer_class='PreTrainedTokenizerFast',
     bos_token=tokenizer.name_of(_bos(tokenizer, about)),
-    eos_token=tokenizer.name_of((*about['ends'], tokenizer.end_id)[0]),
   )
+  ends = *about['ends'], *loop.end_ids(tokenizer)
+  if named := [i for i in ends if i in tokenizer.special_ids]:
+    written['eos_token'] = tokenizer.name_of(named[0])
   if tokenizer.first is not None:
     written['add_bos_token'] = True
   if 'max_position_embeddings' in about:

@@ -20,6 +20,7 @@ from paraxis.models.huggingface import source
 from paraxis.models.text import tokenizer
 from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.train import exchange
+from paraxis.train.run import merge
 from paraxis.train.run import origin as origin_lib
 
 MODEL = dict(
@@ -137,6 +138,70 @@ def test_imported_weights_are_no_run_to_resume(tiny, exported, tmp_path):
     tiny.run(tmp_path / 'a')
   with support.refused('has checkpoints', '--workdir'):
     exchange.bring(str(exported), tmp_path / 'a', say=quiet)
+
+
+def contents(folder):
+  return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+def test_the_files_of_a_model_are_not_replaced_by_a_run(
+  exported, run, tmp_path
+):
+  folder = tmp_path / 'theirs'
+  shutil.copytree(exported, folder)
+  before = contents(folder)
+  with support.refused('has a model of Hugging Face', '--workdir'):
+    exchange.bring(str(folder), folder, say=quiet)
+  with support.refused('has a model of Hugging Face'):
+    merge.write([(str(run[0]), 1.0)], folder, quiet)
+  assert contents(folder) == before
+
+
+def test_other_weights_leave_the_tokenizer_of_a_run(run, exported, tmp_path):
+  """A run that will be refused keeps the files that it is read with."""
+  there, other = tmp_path / 'a', tmp_path / 'b'
+  exchange.bring(str(exported), there, say=quiet)
+  exchange.send(str(run[0]), other, dtype='bfloat16', say=quiet)
+  (other / 'tokenizer_config.json').unlink()
+  before = contents(there)
+  default = schema.Config()
+  with support.refused(f'{there} has a run of', str(exported), str(other)):
+    origin_lib.Foreign(str(other)).configured(default, there, quiet)
+  assert contents(there) == before
+  origin_lib.Foreign(str(exported)).configured(default, there, quiet)
+
+
+def test_ids_of_their_tokenizer_are_not_those_of_another(exported, tmp_path):
+  folder = tmp_path / 'theirs'
+  shutil.copytree(exported, folder)
+  config = json.loads((folder / 'config.json').read_text())
+  (folder / 'config.json').write_text(json.dumps(config | dict(eos_token_id=7)))
+  (tmp_path / 'run').mkdir()
+  for name, ends in (('', 7), ('bytes', 0)):
+    found = origin_lib.Foreign(str(folder))
+    given = schema.with_value(schema.Config(), 'data.tokenizer', name)
+    found.configured(given, tmp_path / 'run', quiet)
+    assert found.about['ends'] == ([ends] if ends else [])
+
+
+def test_an_export_needs_no_end_of_a_known_name(exported, tmp_path):
+  """The files of the weights say it, whatever it is called."""
+  folder = tmp_path / 'theirs'
+  shutil.copytree(exported, folder)
+  spec = json.loads((folder / 'tokenizer.json').read_text())
+  end = tokenizer.load('bpe2048').end_id
+  entry = next(t for t in spec['added_tokens'] if t['id'] == end)
+  vocab = spec['model']['vocab']
+  vocab['<EOS_TOKEN>'] = vocab.pop(entry['content'])
+  entry['content'] = '<EOS_TOKEN>'
+  begin = next(t for t in spec['added_tokens'] if t['id'] == 2)
+  vocab['<s>'] = vocab.pop(begin['content'])
+  begin['content'] = '<s>'
+  (folder / 'tokenizer.json').write_text(json.dumps(spec))
+  exchange.bring(str(folder), tmp_path / 'a', say=quiet)
+  exchange.send(str(tmp_path / 'a'), tmp_path / 'b', say=quiet)
+  written = json.loads((tmp_path / 'b' / 'tokenizer_config.json').read_text())
+  assert written['eos_token'] == '<EOS_TOKEN>'
 
 
 def full(self, tree):

@@ -14,6 +14,7 @@ alone exchange (train/steps/outer.py) stands apart: it is sent once in
 outer.period steps. Cost: below a second for 70B parameters on 4096 chips.
 """
 
+import dataclasses
 import json
 import math
 import textwrap
@@ -140,6 +141,14 @@ def _shapes(config):
   return model, {path: leaf.shape for path, leaf in leaves.items()}
 
 
+def resolved(config, mesh_text=''):
+  """The schema.Config with the sizes of its mesh, or of --mesh=, which
+  replaces them all: a pipeline has as many microbatches as stages."""
+  sizes = dict(mesh_lib.abstract(build.mesh_sizes(config, mesh_text)).shape)
+  mesh = dataclasses.replace(config.mesh, **sizes)
+  return dataclasses.replace(config, mesh=mesh)
+
+
 def problems(config, mesh_text=''):
   """Every dimension that its mesh axes do not divide.
 
@@ -147,7 +156,8 @@ def problems(config, mesh_text=''):
     ([Problem], {mesh axis: nearest sizes}): with one of these sizes, the other
     axes unchanged, this axis divides every dimension that it shards.
   """
-  sizes = dict(mesh_lib.abstract(build.mesh_sizes(config, mesh_text)).shape)
+  config = resolved(config, mesh_text)
+  sizes = build.mesh_sizes(config)
   dimensions = _dimensions(config)
   kv_heads = attention.num_kv_heads(config.model)
 
@@ -197,7 +207,8 @@ def _dimensions(config):
 
 def check(config, mesh_text=''):
   """`Prediction` of a schema.Config; UserError: an impossible layout."""
-  job = job_lib.of_shapes(config, mesh_text, abstract=True)
+  config = resolved(config, mesh_text)
+  job = job_lib.of_shapes(config, '', abstract=True)
   built, state = job.built, job.state
   made = step_lib.make(built, job.optimizer, config.optimizer.clip_norm)
   sizes = dict(built.mesh.shape)

@@ -99,6 +99,7 @@ def run(config, mesh_text='', as_json=False, chip='', say=print) -> int:
 def verdict(config, mesh_text, name, report=None) -> ChipVerdict:
   """`ChipVerdict` on a schema.Config; report: check.check of it, if known."""
   _, memory = parse(name)
+  config = check.resolved(config, mesh_text)
   report = report or check.check(config, mesh_text)
   seconds, why = times(config, report, name)
   tried = []

@@ -73,7 +73,7 @@ def spent() -> float:
 def _code(name, fresh, say):
   try:
     return claims.reproduce(name, fresh=fresh)
-  except errors.UserError as e:
+  except (errors.UserError, errors.IntegrityError, errors.CrashError) as e:
     say(f'paraxis: {e}')
     return None
 

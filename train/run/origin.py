@@ -21,6 +21,7 @@ from paraxis.models import trained
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import source as source_lib
 from paraxis.models.text import tokenizer as tokenizer_lib
+from paraxis.sharding.checkpoint import folders
 from paraxis.sharding.checkpoint import manifest as manifest_lib
 from paraxis.train.run import layers as layers_lib
 from paraxis.train.run import taken
@@ -28,6 +29,7 @@ from paraxis.train.run import workdir as workdir_lib
 
 OWN = 'own_mixers'  # in meta: the files they are from
 PARAMS, OPTIMIZER = 'params/', 'optimizer/'
+OTHER = dict(ends=[], bos=None, template='')  # of another tokenizer: nothing
 FLAG = '--init_from'
 GROWS = ('embedding', 'head')  # leaves that may have more rows than the origin
 
@@ -159,11 +161,8 @@ class Run:
       yield opened
 
   def configured(self, config, folder, say):
-    """The schema.Config of a new run: as given; says how its model differs.
-
-    folder: of the new run.
-    """
-    del folder
+    """The schema.Config of a new run: as given; says how its model differs."""
+    del folder  # of the new run
     theirs = self.config().model
     for field in dataclasses.fields(config.model):
       was, now = (getattr(m, field.name) for m in (theirs, config.model))
@@ -236,6 +235,7 @@ class Run:
     register.require(self._meta.get(OWN), self._path, say)
     if self._meta.get('tokenizer') != job.tokenizer.fingerprint:
       say('--init_from: its tokenizer was another, its ids may mean other text')
+      self.about |= OTHER
     if OPTIMIZER in self._under:
       replicas = (self._saved.get('skipped', {}).get('shape') or [0])[0]
       was = self.config().optimizer.name, replicas
@@ -317,16 +317,17 @@ class Foreign:
 
   def __init__(self, text):
     self._source = source_lib.Source(text)
-    self.about, self.part = self._source.about, {}
+    self.about, self.part = dict(self._source.about), {}
 
   def configured(self, config, folder, say, flag='--config.data.tokenizer='):
     """The config with the model of the weights, and their tokenizer.
 
     The tokenizer is written into the folder of the run, unless the config names
     another one than the default ('': theirs, as the default is). UserError:
-    they have none that is read, and the config names none that fits; `flag`
-    names one.
+    they have none, and the config none that fits; `flag` names one; the folder
+    has a run of other weights.
     """
+    self._check_run(pathlib.Path(folder).resolve())
     model = self._source.configured(config.model, say)
     data, text = config.data, self._source.files.tokenizer()
     file = pathlib.Path(folder).resolve() / files_lib.TOKENIZER
@@ -340,9 +341,23 @@ class Foreign:
       if self.about['template']:  # train/data/chat.py looks for it there
         beside = file.with_name(files_lib.TEMPLATE)
         beside.write_text(self.about['template'], encoding='utf-8')
+    else:
+      self.about |= OTHER
     if self.about['licence']:
       say(f'licence of the weights: {self.about["licence"]}')
     return dataclasses.replace(config, model=model, data=data)
+
+  def _check_run(self, folder):
+    """UserError: a run is there whose tokenizer would be replaced."""
+    if not folders.steps(folder / workdir_lib.CHECKPOINTS):
+      return
+    with contextlib.suppress(errors.IntegrityError):  # what follows says it
+      began = Run(f'{folder}')._meta.get('origin') or dict(source='no others')
+      if began.get('sha256') != self.about['sha256']:
+        raise errors.UserError(
+          f'{folder} has a run of {began["source"]}, not of '
+          f'{self.about["source"]}: leave out {FLAG} or take another --workdir.'
+        )
 
   def _check_named(self, name, rows, flag):
     """UserError: weights of so many rows cannot mean this tokenizer.

@@ -89,8 +89,18 @@ def resolve(workdir):
 
 
 def prepare(workdir):
-  """Creates the folder; absolute path, or UserError if it cannot be written."""
+  """Creates the folder -> absolute path.
+
+  Raises:
+    UserError: it cannot be written, or has a model whose files, config.json and
+      those of its tokenizer, a run would replace.
+  """
   path = resolve(workdir)
+  if _is_model(path / CONFIG):
+    raise errors.UserError(
+      f'--workdir={workdir}: {path} has a model of Hugging Face, whose files a '
+      'run would replace: take another one.'
+    )
   try:
     path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=path):
@@ -98,6 +108,14 @@ def prepare(workdir):
   except OSError as e:
     raise _unwritable(workdir, path, e) from e
   return path
+
+
+def _is_model(path):
+  """Whether a file is a config.json of Hugging Face."""
+  try:
+    return 'model_type' in json.loads(path.read_text(encoding='utf-8'))
+  except (OSError, ValueError, TypeError):
+    return False
 
 
 def _unwritable(workdir, path, error):

@@ -120,6 +120,19 @@ def test_everything_that_does_not_divide_is_one_line():
   assert check.problems(config, 'data=64,tensor=8') == ([], {})
 
 
+def test_microbatches_are_those_of_the_mesh_that_is_asked_for():
+  """--mesh= replaces the stages of the config, and what they say."""
+  config = experiment.fields(
+    schema.Config(), {'mesh.stage': 4, 'train.batch_size': 8}
+  )
+  assert check.problems(config, 'data=8') == ([], {})
+  rows = [
+    check.resolved(config, mesh).microbatch_rows
+    for mesh in ('data=8', 'stage=2,data=4', '')
+  ]
+  assert rows == [8, 4, 2]
+
+
 def test_fewer_kv_heads_than_shards_are_possible():
   report = check.check(_config(name='llama_70b'), 'data=64,tensor=64')
   assert 'kv_heads' not in [name for name, *_ in report.sharded]

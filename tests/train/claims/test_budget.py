@@ -67,10 +67,13 @@ def test_a_budget_below_the_cheapest(ran):
   assert '--budget=5s or more' in text
 
 
-def test_a_config_that_fails_or_cannot_run_is_told(ran, monkeypatch):
+@pytest.mark.parametrize(
+  'kind', (errors.UserError, errors.IntegrityError, errors.CrashError)
+)
+def test_a_config_that_fails_or_cannot_run_is_told(ran, monkeypatch, kind):
   def reproduce(name, fresh):
     if name == 'also':
-      raise errors.UserError('too few devices')
+      raise kind('too few devices')
     return {'cheap': errors.EXIT_SKIPPED, 'middle': code}.get(name, 0)
 
   monkeypatch.setattr(harness, 'reproduce', reproduce)
