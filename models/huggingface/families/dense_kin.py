@@ -195,7 +195,28 @@ ORIGINAL = Computed(lambda config: {}, lambda model: {
   'original_max_position_embeddings': model.rope_original_length
 })  # fmt: skip
 NOPE = {'W': 'sliding_attention', 'N': 'full_attention'}
-EITHER = {'F': 'full_attention'} | NOPE
+
+
+def _exaone_layers(config):
+  """With a window, layers without one have no rotary positions."""
+  if not config('sliding_window', 0, 1):
+    full = {NOPE['N']: 'F'}
+    config.each('layer_types', full, lambda: kin.every('F')(config))
+    return {'pattern': 'F'}
+  return kin.layers(kin.full_each(4, 'N'), NOPE).read(config)
+
+
+def _written_exaone_layers(model):
+  every = kin.pattern(model)
+  if set(every) != {'F'}:
+    return kin.layers(None, NOPE).write(model)
+  # transformers makes no list of its own where there is no window.
+  return {'layer_types': [NOPE['N']] * len(every), 'sliding_window': None}
+
+
+EXAONE_LAYERS = (
+  Computed(_exaone_layers, _written_exaone_layers), kin.SPARE_PERIOD,
+)  # fmt: skip
 
 FAMILIES = {
   'olmo': family(
@@ -329,7 +350,7 @@ FAMILIES = {
   ),
   'exaone4': family(
     'Exaone4ForCausalLM', llama(epsilon=1e-5), POST, Ours({'qk_norm': 'head'}),
-    kin.layers(_sliding_or(kin.full_each(4, 'N')), EITHER), kin.SPARE_PERIOD,
+    EXAONE_LAYERS,
   ),
   'ministral': family(
     'MinistralForCausalLM', llama(),

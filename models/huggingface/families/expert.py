@@ -149,24 +149,6 @@ ALL_SPARSE = places(
   ),
   written_places,
 )
-EXAONE_WORDS = {'N': 'full_attention', 'W': 'sliding_attention'}
-
-
-def _exaone_layers(config):
-  """With a window, layers without one have no rotary positions."""
-  if not config('sliding_window', 0, 1):
-    config.given('layer_types')
-    return {'pattern': 'F'}
-  reader = kin.layers(kin.full_each(4, 'N'), EXAONE_WORDS)
-  return reader.read(config)
-
-
-EXAONE_LAYERS = Computed(
-  _exaone_layers,
-  lambda model: (
-    kin.layers(None, EXAONE_WORDS).write(model) or {'sliding_window': None}
-  ),
-)
 GRANITE = (
   *dense_kin.MULTIPLIERS, dense_kin.attention_multiplier(1.0),
   dense_kin.inverse('logits_scaling', 'logit_scale'),
@@ -301,8 +283,8 @@ FAMILIES = {
   'exaone_moe': family(
     'ExaoneMoeForCausalLM', llama(epsilon=1e-5), QWEN, GROUPED, BIASED,
     EXAONE_PLACES, Same('norm_topk_prob', 'experts.normalise', True),
-    Same('num_shared_experts', 'experts.shared', 1), EXAONE_LAYERS,
-    kin.SPARE_PERIOD, Ours({'qk_norm': 'head'}),
+    Same('num_shared_experts', 'experts.shared', 1),
+    dense_kin.EXAONE_LAYERS, Ours({'qk_norm': 'head'}),
     silent=('first_k_dense_replace',),  # where there are mlp_layer_types
     **kin.EXPERT_NAMES | dict(router_bias='e_score_correction_bias'),
   ),

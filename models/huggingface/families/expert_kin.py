@@ -294,7 +294,7 @@ FAMILIES = {
   'flint': family(
     'FlintForCausalLM', llama(), expert.QWEN, FLINT_PLACES, dense.BIAS,
     Same('norm_topk_prob', 'experts.normalise', True),
-    kin.layers(_flint_layers, expert.EXAONE_WORDS),
+    kin.layers(_flint_layers, dense_kin.NOPE),
     Computed(_flint_shared, expert.SHARED.writes),
     Ours({
       'qk_norm': 'head', 'sinks': True, 'experts.scores': 'sigmoid',

@@ -111,6 +111,25 @@ def test_windows_that_are_used_have_a_width(name):
   assert fields_of(config, 'window') == (4096,)
 
 
+@pytest.mark.parametrize('name', ['exaone4', 'exaone_moe'])
+def test_all_layers_rotate_without_a_window(name):
+  listed = without(name)['layer_types']
+  full = ['full_attention'] * len(listed)
+  config = without(name, sliding_window=None, layer_types=full)
+  model = config_lib.to_model(config)
+  assert config_lib.canonical(model)['position'] == 'rope'
+  written = config_lib.from_model(model, name)
+  assert written['sliding_window'] is None and written['layer_types'] == full
+  unlisted = config | dict(layer_types=None)
+  assert fields_of(unlisted, 'position') == ('rope',)
+  windows = config | dict(layer_types=['sliding_attention'] * len(full))
+  with support.refused('layer_types'):
+    config_lib.to_model(windows)
+  # With one, a layer without it does not.
+  config = without(name, sliding_window=5, layer_types=listed[:-1] + full[-1:])
+  assert 'N' in fields_of(config, 'pattern')[0]
+
+
 def test_what_layers_do_not_say():
   name, list_ = 'sliding_window_pattern', 'layer_types'
   for value in ('LLLG', True, 0.5):
