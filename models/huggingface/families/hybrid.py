@@ -133,7 +133,7 @@ NEMOTRON = (
   Same('mamba_head_dim', 'mamba.head_dim', 64),
   Same('n_groups', 'mamba.groups', 8),
   Same('ssm_state_size', 'mamba.state', 128),
-  Same('conv_kernel', 'mamba.conv_width', 4), recurrent.UNLIMITED,
+  Same('conv_kernel', 'mamba.conv_width', 4), recurrent.FLOOR,
   Fixed('mamba_hidden_act', 'silu'), Fixed('use_conv_bias', True),
   Fixed('use_bias', False), Fixed('mamba_proj_bias', False),
   Fixed('mlp_bias', False), Fixed('moe_latent_size', None),
@@ -167,7 +167,7 @@ FAMILIES = {
     silent=(
       'expand', 'num_hidden_layers', 'mamba_ssm_cache_dtype',
       'moe_shared_expert_overlap', 'mtp_layers_block_type', 'n_shared_experts',
-      'num_logits_to_keep', 'mtp_hybrid_override_pattern',
+      'num_logits_to_keep', 'mtp_hybrid_override_pattern', 'time_step_limit',
     ),
     blocks=True, embedding='backbone.embeddings', norm='backbone.norm_f',
     layer='backbone.layers.{}', mixer_norm='norm', mlp_norm='norm',

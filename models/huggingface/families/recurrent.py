@@ -69,12 +69,17 @@ def _unlimited(config):
 
 
 UNLIMITED = Computed(_unlimited, lambda model: {})
+# Of families that take no less of any step, and no time_step_limit; others
+# only draw biases by it.
+FLOOR = Same('time_step_min', 'mamba.step_floor', 1e-3, zero=True)
 NAMES = dict(
   embedding='backbone.embeddings', norm='backbone.norm_f',
   layer='backbone.layers.{}', mamba='mixer', mamba2='mixer', mixer_norm='norm',
 )  # fmt: skip
 TIED = Same('tie_word_embeddings', 'tied_embedding', True)
-ALONE_SILENT = ('intermediate_size', 'layer_types', 'fused_conv')
+ALONE_SILENT = (
+  'intermediate_size', 'layer_types', 'fused_conv', 'time_step_min',
+)  # fmt: skip
 
 
 def _periodic(period, offset, usual, letters):

@@ -1,6 +1,7 @@
 """Zamba2 (arXiv:2411.15242): Mamba-2, some of it behind shared blocks."""
 
 from paraxis.models.huggingface.families import kin
+from paraxis.models.huggingface.families import recurrent
 from paraxis.models.huggingface.families import rows
 from paraxis.models.huggingface.families.kin import family
 from paraxis.models.huggingface.families.rows import Choice
@@ -129,9 +130,7 @@ ZAMBA2 = (
   Same('mamba_d_state', 'mamba.state', 64),
   Same('mamba_d_conv', 'mamba.conv_width', 4),
   Same('mamba_ngroups', 'mamba.groups', 1),
-  # No less than this, of any step.
-  Same('time_step_min', 'mamba.step_floor', 1e-3, zero=True),
-  Fixed('add_bias_linear', False),
+  recurrent.FLOOR, Fixed('add_bias_linear', False),
   # It scaled the rotary base once; now it does not.
   Fixed('use_long_context', False),
   Ours({'mlp': 'none', 'mamba.norm_epsilon': 1e-5, 'tied_embedding': True}),

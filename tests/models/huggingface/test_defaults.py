@@ -39,13 +39,14 @@ def fields_of(config, *names):
     ('mellum', 'norm_topk_prob', {'experts.normalise': True}),
     ('flint', 'mlp_only_layers', dict(pattern='N N WE NE')),
     ('helium', 'rope_parameters', dict(rope_theta=1e5)),
+    ('nemotron_h', 'time_step_min', {'mamba.step_floor': 1e-3}),
     ('gpt_oss', 'rope_parameters', dict(rope_theta=1.5e5, rope_factor=32.0)),
   ],
 )
 def test_absent_fields(name, absent, values, monkeypatch):
   config = without(name, absent)
   assert fields_of(config, *values) == pytest.approx(tuple(values.values()))
-  if name != 'flint':  # its row knows it
+  if name not in ('flint', 'nemotron_h'):  # their rows know it
     monkeypatch.setattr(defaults, 'FIELDS', {})
     assert fields_of(config, *values) != tuple(values.values())
 
@@ -67,6 +68,15 @@ def test_a_file_with_an_older_field_has_its_rotation(name):
   scaling, theta = fields_of(config, 'rope_scaling', 'rope_theta')
   assert scaling == ('none' if name == 'rope_theta' else 'linear')
   assert name != 'rope_theta' or theta == 5e3
+
+
+def test_steps_are_no_less_than_a_file_says():
+  floor = 'mamba.step_floor'
+  config = without('nemotron_h', time_step_min=0.3, time_step_limit=[0.1, 1.0])
+  assert fields_of(config, floor) == (0.3,)
+  written = config_lib.from_model(config_lib.to_model(config), 'nemotron_h')
+  assert written['time_step_min'] == 0.3
+  assert fields_of(without('mamba2', time_step_min=0.3), floor) == (0.0,)
 
 
 FLAG = dict(use_sliding_window=True, max_window_layers=1)

@@ -27,6 +27,7 @@ REFUSED = [
   ('hunyuan_v1_moe', dict(moe_topk=[3, 3]), 'moe_topk'),
   ('jamba', dict(mamba_proj_bias=True), 'mamba_proj_bias'),
   ('lfm2', dict(conv_bias=True), 'conv_bias'),
+  ('bamba', dict(time_step_min=0.1), 'time_step_min'),
   ('mamba2', dict(time_step_limit=[0.1, 1.0]), 'time_step_limit'),
   ('mixtral', dict(own_field=3), 'own_field'),
   ('ministral3', dict(rope_parameters=None), 'llama_4_scaling_beta'),
