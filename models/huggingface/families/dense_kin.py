@@ -156,6 +156,11 @@ def _swa_layers(config):
   if rotating or windowed:
     out['rope_theta'] = float([*rotating, *windowed][0])
   if rotating and windowed and windowed != rotating:
+    rope = rows.given_rope(config)
+    kind = rope('rope_type', rope('type', 'default'))
+    if kind != 'default':
+      why = f'scales layers with a window, whose {name} is another'
+      rope.refuse('rope_type', why, kind)
     out['rope_local_theta'] = float(windowed[0])
   if 'W' in letters:
     out['window'] = config('sliding_window', 128)
