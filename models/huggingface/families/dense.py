@@ -98,6 +98,16 @@ GEMMA_CAPS = (
 )
 
 
+def _truncated(rope):
+  """Rotary parameters of one kind of layers.
+
+  transformers looks for `truncate` beside those of each kind, not in them.
+  """
+  if not rope('truncate', True):
+    rope.refuse('truncate', 'is only true where kinds of layers have their own')
+  return rope
+
+
 def _per_kind(theta, local):
   """Rotary parameters that layers with a window have of their own."""
 
@@ -106,7 +116,7 @@ def _per_kind(theta, local):
     kinds = ('full_attention', 'sliding_attention')
     nested = rope is not None and any(k in rope.config for k in kinds)
     if rope is None:  # fields before transformers 5
-      full = rows.given_rope(config)
+      full = _truncated(rows.given_rope(config))
       theta_of = config('rope_theta', float(theta), 1)
       out = rows.scaling(config, full, theta_of)
       found = {'rope_theta': config('rope_local_base_freq', float(local), 1)}
@@ -114,6 +124,8 @@ def _per_kind(theta, local):
       full, other = map(rope.inside, kinds) if nested else (rope, rope)
       if full is None:
         return rope.refuse('full_attention', 'is not there')
+      for table in (rope, full):
+        _truncated(table)
       other = full if other is None else other
       out = rows.scaling(config, full, theta)
       found = rows.scaling(config, other, local if nested else theta)

@@ -6,6 +6,11 @@ import support
 
 from paraxis.models.huggingface import config as config_lib
 
+YARN = dict(
+  rope_type='yarn', rope_theta=5e5, factor=8.0,
+  original_max_position_embeddings=32, truncate=False,
+)  # fmt: skip
+LINEAR = dict(rope_type='linear', rope_theta=1e4, factor=2.0)
 # (row of the goldens, fields of config.json, the field that is named)
 REFUSED = [
   ('deepseek_v2', dict(topk_method='noaux_tc'), 'topk_method'),
@@ -24,6 +29,9 @@ REFUSED = [
     'normalization_function',
   ),
   ('granitemoeshared', dict(shared_intermediate_size=5), 'shared_intermediate'),
+  ('granite_swa', dict(rope_parameters=LINEAR), "rope_type='linear'"),
+  ('olmo3', dict(rope_parameters=dict(full_attention=YARN)), 'truncate=False'),
+  ('olmo3', dict(rope_parameters=None, rope_scaling=YARN), 'truncate=False'),
   ('hunyuan_v1_moe', dict(moe_topk=[3, 3]), 'moe_topk'),
   ('jamba', dict(mamba_proj_bias=True), 'mamba_proj_bias'),
   ('lfm2', dict(conv_bias=True), 'conv_bias'),
@@ -107,6 +115,18 @@ def test_older_fields_are_read(name, fields, changed):
   after = config_lib.canonical(config_lib.to_model(config | fields))
   assert {k for k, x in after.items() if x != before[k]} == {*changed.split()}
   assert not changed or after[changed] == fields['rotary_emb_base']
+
+
+def test_layers_of_one_rotation_are_scaled_alike():
+  config = hf_families.read_golden('granite_swa')['config']
+  config |= dict(rope_parameters=LINEAR, layer_rope_theta=None)
+  model = config_lib.to_model(config)
+  assert model.rope_scaling == 'linear' and not model.rope_local_theta
+  # Of kinds of layers, too.
+  config = hf_families.read_golden('olmo3')['config']
+  table = {k: x for k, x in YARN.items() if k != 'truncate'}
+  config |= dict(rope_parameters=dict(full_attention=table))
+  assert config_lib.to_model(config).rope_truncate
 
 
 @pytest.mark.parametrize('name, change, field', REFUSED)
