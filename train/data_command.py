@@ -20,7 +20,6 @@ def _show(values, config, _):
   if not values.rows:
     raise errors.UserError('--rows=0 shows nothing: give at least 1.')
   command_line.prepare_devices(1)
-  import numpy as np
   import rich.console
   import rich.text
 
@@ -34,14 +33,11 @@ def _show(values, config, _):
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
   corpus = token_cache.tokens(config, tokenizer, print)
   batches = batches_lib.Batches(config, corpus)
-  batch, rows = batches.batch_at(values.step), batches.rows_at(values.step)
-  batch = type(batch)(
-    *(x.reshape(len(rows), -1) if np.ndim(x) else x for x in batch)
-  )
+  batch = batches.text_at(values.step)
   names = batches.documents_at(values.step)
   console = rich.console.Console(highlight=False, soft_wrap=True)
   print(f'step {values.step} of {corpus.path}: {batches.summary()}')
-  for row in range(min(values.rows, len(rows))):
+  for row in range(min(values.rows, len(names))):
     found = show.segments(batch, row, names[row], tokenizer)
     for part, style in show.row_lines(row, found, batch.tokens.shape[1]):
       if console.is_terminal:

@@ -155,19 +155,12 @@ class Batches:
       Batch of NumPy arrays (hi - lo, T), or (A, hi - lo, T) if A > 1. The
       denominator is that of the whole step, whatever the slice.
     """
-    return self._assemble(t, self.rows_at(t), lo, hi)
-
-  def _assemble(self, t, rows, lo, hi):
-    corpus, k = self._corpus, self._cycle.pieces(t)
+    corpus, rows, k = self._corpus, self.rows_at(t), self._cycle.pieces(t)
     total = packing.counted(self.plan, rows, corpus.loss)
     parts, part = self.split(len(rows)), slice(lo // k, hi and hi // k)
     of_share = lambda x: x.reshape(parts)[:, part]
     split = of_share(rows)
-    batch = packing.assemble(
-      self.plan, corpus.tokens, split.ravel(), corpus.pad_id, corpus.loss
-    )
-    corpus.release()
-    _check_ids(batch, corpus, self.plan, split.ravel())
+    batch = _text(corpus, self.plan, split.ravel())
     # A step of prompts alone has no loss, not 0 / 0.
     batch = batch._replace(denominator=np.float32(max(1, total)))
     places = of_share(np.arange(len(rows))).ravel()
@@ -192,14 +185,17 @@ class Batches:
     options = grain.ReadOptions(threads, self._prefetch)
 
     def assemble(t):
-      part = share(self.shape_at(t)[1])
-      return self._assemble(t, self.rows_at(t), *part)
+      return self.batch_at(t, *share(self.shape_at(t)[1]))
 
     # The order of single rows has more than grain can count.
     made = grain.MapDataset.range(2**31 - 1).map(assemble)
     with contextlib.closing(iter(made.to_iter_dataset(options))) as source:
       source.set_state({'next_index': int(start)})
       yield from enumerate(source, int(start))
+
+  def text_at(self, t):
+    """Batch (B, T) of the rows of step t, uncut and without an objective."""
+    return _text(self._corpus, self.plan, self.rows_at(t))
 
   def documents_at(self, t):
     """Documents of each row of step t: list of B lists of 'domain/id'."""
@@ -211,6 +207,16 @@ class Batches:
       f'row {row}: {", ".join(names)}'
       for row, names in zip(self.rows_at(t), self.documents_at(t), strict=True)
     )
+
+
+def _text(corpus, plan, rows):
+  """Batch (rows, T) for the next token."""
+  batch = packing.assemble(
+    plan, corpus.tokens, rows, corpus.pad_id, corpus.loss
+  )
+  corpus.release()
+  _check_ids(batch, corpus, plan, rows)
+  return batch
 
 
 def _check_ids(batch, corpus, plan, rows):
@@ -289,11 +295,7 @@ class HeldOut:
     rows = self.rows_at(i)
     corpus = self._corpus
     total = max(1, packing.counted(self.plan, rows, corpus.loss))
-    batch = packing.assemble(
-      self.plan, corpus.tokens, rows[lo:hi], corpus.pad_id, corpus.loss
-    )
-    corpus.release()
-    _check_ids(batch, corpus, self.plan, rows[lo:hi])
+    batch = _text(corpus, self.plan, rows[lo:hi])
     batch = batch._replace(denominator=np.float32(total))
     places = i * self._width + np.arange(len(rows))[lo:hi]
     every, noise = len(self._rows), objectives.HELD_OUT

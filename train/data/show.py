@@ -2,7 +2,9 @@
 
 A segment begins with its first input, which nothing predicts; then come its
 targets. On a terminal targets with loss are green and the others dim. Elsewhere
-they stand between guillemets, in rows where some targets carry none.
+they stand between guillemets, in rows where some targets carry none. Rows are
+shown whole and as text: before train.shape_cycle cuts them and an objective
+masks some of their tokens.
 """
 
 import itertools
@@ -27,7 +29,8 @@ def segments(batch, row, names, tokenizer) -> list[Segment]:
   """The segments of one row.
 
   Args:
-    batch: Batch of NumPy arrays (B, T). row: index into B.
+    batch: Batch of NumPy arrays (B, T), as batches.Batches.text_at gives.
+    row: index into B.
     names: of the documents of its segments.
     tokenizer: what models/text/tokenizer.load gave.
   """

@@ -76,3 +76,34 @@ def test_the_command(tmp_path, capsys, loss_on):
   assert len(lines) == 6
   assert cli.main([*command, '--rows=0']) == 2
   assert '--rows=0 shows nothing' in capsys.readouterr().err
+
+
+MASKED = [
+  '--config.train.objective=masked', '--config.model.visibility=full',
+  '--config.model.mask_id=259',
+]  # fmt: skip
+BLOCKS = [
+  '--config.train.objective=block', '--config.model.visibility=block',
+  '--config.model.block=8', '--config.model.mask_id=259',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  'given',
+  [['--config.train.shape_cycle=4:9,1'], MASKED, BLOCKS],
+  ids=['cut', 'masked', 'block'],
+)
+def test_rows_are_whole_and_text(tmp_path, capsys, given):
+  line = json.dumps({'text': 'some words of a text'}) + '\n'
+  (tmp_path / 'a.jsonl').write_text(line * 200)
+  fields = dict(
+    path=tmp_path / 'a.jsonl', cache_dir=tmp_path / 'cache', tokenizer='bytes',
+    sequence_length=80, packing='first_fit',
+  )  # fmt: skip
+  command = ['data', 'show', '--config=configs/quickstart.py']
+  command += [f'--config.data.{name}={x}' for name, x in fields.items()]
+  assert not cli.main(command)
+  wanted = capsys.readouterr().out
+  assert '\n<|bos|>some words of a text<|end|>\n' in wanted
+  assert not cli.main([*command, *given])
+  assert capsys.readouterr().out.splitlines()[1:] == wanted.splitlines()[1:]
