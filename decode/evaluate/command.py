@@ -121,6 +121,11 @@ def _evaluate(options, overrides, _):
     raise errors.UserError('evaluate on what? --tasks=FILE,...')
   names = list(dict.fromkeys(options.tasks))
   _check_named(options)
+  if not all(options.stop):
+    raise errors.UserError(
+      '--stop= is empty, and would end every exact match at once: name a text, '
+      'or leave it out.'
+    )
   folder = pathlib.Path(options.json or '.').expanduser().parent
   if not folder.is_dir():
     raise errors.UserError(f'--json={options.json}: no folder {folder}.')
