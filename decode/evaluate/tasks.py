@@ -85,7 +85,7 @@ def _row(line, where, text_key):
   """(kind, what is kept of the row) of a line of .jsonl."""
   try:
     row = json.loads(line)
-  except ValueError as e:
+  except (ValueError, RecursionError) as e:
     raise errors.UserError(f'{where}: not JSON: {e}.') from None
   keys = row if isinstance(row, dict) else {}
   prompt = next((key for key in PROMPTS if key in keys), '')
@@ -108,6 +108,13 @@ def _row(line, where, text_key):
       f'"answer", and for multiple choice "choices"; its keys are '
       f'{", ".join(map(repr, keys)) or "none"}.'
     )
+  try:
+    json.dumps(found, ensure_ascii=False).encode()
+  except UnicodeEncodeError as e:
+    raise errors.UserError(
+      f'{where}: {e.object[e.start : e.end]!a} is half a pair of surrogates, '
+      'no character: mend its text, or leave the row out.'
+    ) from None
   return kind, found
 
 

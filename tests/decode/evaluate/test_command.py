@@ -196,6 +196,19 @@ ONE = dict(prompt='a', choices=['b', 'c'], answer=0)
     ({'a.jsonl': '\n'}, [], ['a.jsonl holds no row']),
     ({'a.jsonl': '{"prompt"'}, [], ['a.jsonl:1: not JSON']),
     ({'a.jsonl': '3\n'}, [], ['a.jsonl:1', '"answer"', 'none']),
+    ({'a.jsonl': '[' * 10**5}, [], ['a.jsonl:1: not JSON', 'recursion']),
+    ({'a.jsonl': r'{"text": "a\ud800b"}'}, [], ["a.jsonl:1: '\\ud800'"]),
+    (
+      {'a.jsonl': [ONE, ONE | dict(choices=['b', '\udc01'])]},
+      [],
+      ["a.jsonl:2: '\\udc01'"],
+    ),
+    (
+      {'a.jsonl': [ONE | dict(prompt='\ud83d')]},
+      [],
+      ['a.jsonl:1', 'surrogates'],
+    ),
+    ({'a.txt': 'x'}, ['--stop='], ['--stop= is empty']),
     (
       {'a.jsonl': [ONE, dict(prompt='a', choices=['b', 'c'])]},
       [],
