@@ -29,7 +29,10 @@ def present(rows):
 
 
 def panels(rows):
-  """[(title, steps, load_ES)]: shares over an even share, step by step."""
+  """[(title, steps, load_ES)]: shares over an even share, step by step.
+
+  Layers are counted among those with experts: no load says of others.
+  """
   paths = sorted({n for r in rows.values() for n in r if n.startswith(PREFIX)})
   layers = []
   for path in paths:
@@ -38,7 +41,7 @@ def panels(rows):
     name = path.removeprefix(PREFIX).split('/')[1] if len(paths) > 1 else ''
     for l in range(loads.shape[1]):
       even = loads[:, l].T * loads.shape[2]
-      layers.append((f'{name} layer {l}'.strip(), steps, even))
+      layers.append((f'{name} expert layer {l}'.strip(), steps, even))
   if len(layers) <= MOST_LAYERS:
     return layers
   groups = {}

@@ -31,7 +31,7 @@ def rows(layers=2, wide=0, steps=12, every=4):
 
 def test_a_panel_holds_loads_over_an_even_load():
   found = plot_experts.panels(rows())
-  assert [title for title, *_ in found] == ['layer 0', 'layer 1']
+  assert [title for title, *_ in found] == ['expert layer 0', 'expert layer 1']
   for _, steps, even in found:
     assert steps == [4, 8, 12]
     np.testing.assert_allclose(even, [[4 / 3] * 3, [2 / 3] * 3])
@@ -49,7 +49,11 @@ def test_many_layers_become_means_of_those_with_as_many_experts():
 
 def test_layers_of_two_kinds_are_told_apart():
   titles = [title for title, *_ in plot_experts.panels(rows(2, wide=1))]
-  assert titles == ['moe layer 0', 'moe layer 1', 'wide_moe layer 0']
+  assert titles == [
+    'moe expert layer 0',
+    'moe expert layer 1',
+    'wide_moe expert layer 0',
+  ]
 
 
 @pytest.mark.parametrize('steps', [4, 12])
