@@ -486,3 +486,21 @@ def test_modules_of_all_benches_exist():
   for name, (module, *_) in bench.BENCHES.items():
     text = (folder / f'{module}.py').read_text(encoding='utf-8')
     assert f'\ndef {name}(rounds, quick, say)' in text
+
+
+def test_layouts_are_compiled_in_the_time_of_compiling(monkeypatch):
+  """Not of what is built and drawn before."""
+
+  class Ours:
+    built = 3.0
+
+    def __init__(self, *_):
+      pass
+
+    def run(self):
+      return {'': 1.0}
+
+  monkeypatch.setattr(bench_train, 'Ours', Ours)
+  rows = bench_train.layouts(1, True, SILENT).rows
+  found = {k: x for k, (_, x) in rows.items() if k.startswith('compile, ')}
+  assert found == {f'compile, {name}': [3.0] for name in bench_train.LAYOUTS}
