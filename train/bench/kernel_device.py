@@ -202,8 +202,12 @@ def against(report, times, ours, judged):
         report.check(f'{row} / {mine}', ratios, 1.0, judged=judged)
 
 
-def kernels(rounds, quick, say, sizes=None):
-  """Attention, causal, in bfloat16: every implementation that runs here."""
+def kernels(rounds, quick, say, sizes=None, begin=measure.BenchReport):
+  """Attention, causal, in bfloat16: every implementation that runs here.
+
+  begin: (name, setup, clock, judged) -> BenchReport; measure.begin: that of a
+  bench, which has facts and the rounds that its session has kept.
+  """
   sizes = sizes or SIZES['quick' if quick else 'full']
   b, t, n, h = sizes.shape
   draw = lambda i: jax.random.normal(jax.random.key(i), sizes.shape, 'bfloat16')
@@ -211,11 +215,12 @@ def kernels(rounds, quick, say, sizes=None):
   mask = attention.Mask(scale=h**-0.5)
   spec = attention.spec_of(*arrays[:2], mask, None, None)
   found, refused = steps(mask, spec)
-  report = measure.BenchReport(
+  report = begin(
     'kernels',
     f'attention B{b} T{t} N{n} H{h}, causal, bfloat16, '
     f'{registry.current_target()}',
     f'seconds of a step, {sizes.repeats} to a program; host clock',
+    not quick,
   )
   made = {}
   for row, step in found.items():

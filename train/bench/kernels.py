@@ -385,7 +385,7 @@ def on_cpu(report, rounds, quick):
 def kernels(rounds, quick, say):
   """The ops of pallas_kernels: see the top of the file."""
   if jax.default_backend() != 'cpu':
-    return kernel_device.kernels(rounds, quick, say)
+    return kernel_device.kernels(rounds, quick, say, begin=measure.begin)
   report = measure.begin(
     'kernels',
     'XLA forms in float32, outputs and where named gradients; TPU schedules',

@@ -11,6 +11,7 @@ import pytest
 
 from paraxis.pallas_kernels import registry
 from paraxis.train.bench import kernel_device as device
+from paraxis.train.bench import kernels as bench_kernels
 from paraxis.train.bench import measure
 
 SILENT = lambda _: None
@@ -92,6 +93,26 @@ def test_the_whole_of_it_on_a_cpu(monkeypatch):
   assert 'cudnn is not available: needs an NVIDIA GPU' in found.notes
   assert {c.what.split(' / ')[0] for c in found.checks} == ours
   assert 'cpu' in found.setup
+
+
+def test_the_bench_has_facts_and_continues(monkeypatch, tmp_path):
+  """On an accelerator, which is a CPU here."""
+  given, real = {}, device.kernels
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  monkeypatch.setattr(device, 'kernels', lambda *_, **fields: given | fields)
+  given |= bench_kernels.kernels(1, True, SILENT)
+  monkeypatch.undo()
+  row = lambda x, *_: x
+  monkeypatch.setattr(device, 'steps', lambda *_: ({'a forward': row}, {}))
+  fields = dict(path=tmp_path / 'a.json', facts=dict(quick=True), say=SILENT)
+  with measure.session(**fields):
+    found = real(1, True, SILENT, SIZES, **given)
+    assert found.facts == fields['facts']
+    assert {c.verdict for c in found.checks} == {'-'}
+    found.finish()
+  with measure.session(**fields, resume=True):
+    with pytest.raises(measure.KeptError):
+      real(1, True, SILENT, SIZES, **given)
 
 
 def test_what_does_not_compile_is_a_line(monkeypatch):
