@@ -205,8 +205,9 @@ NOPE = {'W': 'sliding_attention', 'N': 'full_attention'}
 def _exaone_layers(config):
   """With a window, layers without one have no rotary positions."""
   if not config('sliding_window', 0, 1):
-    full = {NOPE['N']: 'F'}
-    config.each('layer_types', full, lambda: kin.every('F')(config))
+    words = {word: letter for letter, word in NOPE.items()}
+    if 'W' in config.each('layer_types', words, lambda: ''):
+      config.refuse('sliding_window', 'is no window, which layers have')
     return {'pattern': 'F'}
   return kin.layers(kin.full_each(4, 'N'), NOPE).read(config)
 

@@ -133,7 +133,7 @@ def test_all_layers_rotate_without_a_window(name):
   unlisted = config | dict(layer_types=None)
   assert fields_of(unlisted, 'position') == ('rope',)
   windows = config | dict(layer_types=['sliding_attention'] * len(full))
-  with support.refused('layer_types'):
+  with support.refused('sliding_window=None'):
     config_lib.to_model(windows)
   # With one, a layer without it does not.
   config = without(name, sliding_window=5, layer_types=listed[:-1] + full[-1:])
