@@ -19,6 +19,7 @@ that.
 Legend: B rows, T tokens, N heads, H head size.
 """
 
+from collections.abc import Callable
 import functools
 import time
 from typing import NamedTuple, cast
@@ -202,7 +203,9 @@ def against(report, times, ours, judged):
         report.check(f'{row} / {mine}', ratios, 1.0, judged=judged)
 
 
-def kernels(rounds, quick, say, sizes=None, begin=measure.BenchReport):
+def kernels(
+  rounds, quick, say, sizes=None, begin: Callable = measure.BenchReport
+):
   """Attention, causal, in bfloat16: every implementation that runs here.
 
   begin: (name, setup, clock, judged) -> BenchReport; measure.begin: that of a
