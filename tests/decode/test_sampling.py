@@ -9,7 +9,9 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.decode import judges
 from paraxis.decode import sampling
+from paraxis.decode import trees
 
 V = 40
 
@@ -171,3 +173,33 @@ def test_a_judge_that_must_draw():
   with pytest.raises(errors.UserError, match='typical .*temperature=0 nothing'):
     sampling.check(config, 12)
   sampling.check(dataclasses.replace(config, temperature=0.5), 12)
+
+
+# ---------------------------------------------------------- typical acceptance
+
+OPEN = (
+  # (other tokens, p of the draft, whether it is kept). Of two others the
+  # entropy is below 1: .3 exp(-entropy) is above .09.
+  (2, 0.10, True),
+  (2, 0.08, False),
+  # Of 198 others it is about 5.2: .3 exp(-5.2) is .0016.
+  (198, 0.004, True),
+  (198, 0.0005, False),
+)
+
+
+def test_typical_acceptance_asks_less_where_more_is_open():
+  """p > min(.09, .3 exp(-entropy)), as Medusa's own code has it."""
+  draft, none = jnp.zeros((1, 1), jnp.int32), jnp.zeros((2, 1), jnp.uint32)
+  drafts = judges.Drafts(draft, draft == 0)
+  for others, p, kept in OPEN:
+    every = np.array([p, *np.full(others, (1 - p) / others)])
+    entropy = -np.sum(every * np.log(every))
+    assert (p > min(0.09, 0.3 * np.exp(-entropy))) == kept
+    form, values = sampling.check(
+      schema.Decode(temperature=1.0, judge='typical'), len(every)
+    )
+    z = jnp.tile(jnp.log(jnp.asarray(every, jnp.float32)), (1, 2, 1))
+    draws = judges.Draws(form, values, *none)
+    found = judges.typical(z, drafts, draws, trees.chain(1))
+    assert found.n.tolist() == [int(kept)], (others, p)

@@ -77,6 +77,14 @@ def against_gzip(config, evaluation):
     return 'gzip -9: not compared, train.eval_batches leaves text out'
   if config.data.sources:
     return 'gzip -9: not compared, data.sources mixes several texts'
+  try:  # the run is over: whatever became of its text is no error of it
+    return _compared(config, evaluation)
+  except (errors.UserError, OSError) as error:
+    return f'gzip -9: not compared, {error}'
+
+
+def _compared(config, evaluation):
+  """`against_gzip`, which reads the text again."""
   sources = corpus.source_files(config.data.path)
   if any(readers.is_chat(s) or readers.kind(s.file) == 'bin' for s in sources):
     return 'gzip -9: not compared, the data are conversations or tokens'
@@ -95,10 +103,7 @@ def against_gzip(config, evaluation):
       f'gzip -9: not compared, files of {size:,} bytes are more than '
       f'{READ_BYTES:,}'
     )
-  try:  # the run is over: whatever became of its text is no error of it
-    return domain_table(evaluation, baselines(config, xz=False))
-  except errors.UserError as error:
-    return f'gzip -9: not compared, {error}'
+  return domain_table(evaluation, baselines(config, xz=False))
 
 
 def at_most(run, *, bits_per_byte):

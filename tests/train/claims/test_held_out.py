@@ -87,6 +87,9 @@ def test_a_text_that_went_away_is_no_error_of_a_run(tmp_path, monkeypatch):
   small = evaluate.Evaluation(2.0, {'a': 2.0}, 100)
   text = held_out.against_gzip(config, small)  # one document: none is held out
   assert text.startswith('gzip -9: not compared, data.path=')
+  path.unlink()
+  text = held_out.against_gzip(config, small)
+  assert text.startswith('gzip -9: not compared, ') and 'a.txt' in text
 
 
 def test_training_happens_once_under_a_key(run, monkeypatch):
