@@ -65,7 +65,7 @@ def test_it_is_the_state_of_a_run_of_today(version, kind):
   }
   assert {p: (x.shape, x.dtype.name) for p, x in tree.items()} == wanted
   leaves = format_reader.read(directory(version, kind) / '2')[0]['leaves']
-  known = state_lib.leaves(state, built.model, optimizer.axes)
+  known = state_lib.leaves(state, built.model, optimizer.axes(state.params))
   for path, axes in state_lib.axes(known).items():
     assert leaves[path]['axes'] == list(axes), path
   variables = {
