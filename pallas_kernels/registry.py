@@ -61,17 +61,19 @@ def kernel(platform: str, module) -> Implementation:
   """The `Implementation` 'pallas_tpu' or 'pallas_gpu' of a kernel's module.
 
   It refuses another platform, a dtype that is not one of module.DTYPES, arrays
-  that are spread over a mesh, and what module.limits(spec, target) says: the
-  reason in one line, or None. A module may have none of `limits`, `backward`
-  (no gradient) and TAKES (`Implementation.takes`).
+  that are spread over a mesh, and what module.unfit(target) and
+  module.limits(spec, target) say: the reason in one line, or None. A module may
+  have none of these two, of `backward` (no gradient), TAKES
+  (`Implementation.takes`) and NAME (another name).
   """
+  unfit = getattr(module, 'unfit', lambda target: None)
   limits = getattr(module, 'limits', lambda spec, target: None)
 
   def supports(spec, target):
     if target.platform != platform:
       return f'needs a {platform.upper()}, target is {target.device_kind}'
-    if spec is None:
-      return None
+    if (reason := unfit(target)) or spec is None:
+      return reason
     if spec.dtype not in module.DTYPES:
       takes = (' and ' if len(module.DTYPES) == 2 else ', ').join(module.DTYPES)
       return f'computes in float32, takes {takes}, not {spec.dtype}'
@@ -81,7 +83,8 @@ def kernel(platform: str, module) -> Implementation:
 
   backward = getattr(module, 'backward', None)
   return Implementation(
-    f'pallas_{platform}', module.forward, backward, supports,
+    getattr(module, 'NAME', f'pallas_{platform}'),
+    module.forward, backward, supports,
     getattr(module, 'TAKES', ()),
   )  # fmt: skip
 

@@ -1,7 +1,8 @@
-"""Branch frequencies and trip counts, encoded in op names for cost counting.
+"""Branch frequencies, trip counts and work, in op names for cost counting.
 
     with turns.scope(15, 22): lax.cond(...)      taken in 15 of 22 iterations
     with jax.named_scope('about_4_trips'): lax.while_loop(...)
+    with jax.named_scope('about_64_flops'): a kernel that takes no estimate
 
 A cost count of a traced or compiled program (predict.py, flops.py, compiled.py
 of sharding/meter) takes the costliest branch of a conditional. Without these
@@ -16,6 +17,7 @@ import re
 import jax
 
 _NAME = re.compile(r'turns_(\d+)_of_(\d+)(?:/cond)?$')
+_FLOPS = re.compile(r'about_(\d+)_flops\)*$')
 _TRIPS = re.compile(r'about_(\d+)_trips\)*(?:/while)?$')
 
 
@@ -38,6 +40,12 @@ def share(name) -> int | fractions.Fraction:
 def trips(name) -> int | None:
   """Trip count to assume for a loop of that name; None: the name has none."""
   match = _TRIPS.search(str(name))
+  return int(match[1]) if match else None
+
+
+def flops(name) -> int | None:
+  """Floating-point operations of a kernel of that name; None: it has none."""
+  match = _FLOPS.search(str(name))
   return int(match[1]) if match else None
 
 

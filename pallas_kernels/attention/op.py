@@ -22,7 +22,7 @@ The kernels' p = e^(s - lse') is then the weight that includes the sink.
 
 Implementations, in order of preference (registry.py; `paraxis doctor` prints
 which one runs and why the others do not):
-  pallas_tpu  tpu.py; pallas_gpu  gpu.py: our kernels
+  pallas_tpu  tpu.py; pallas_hopper  hopper.py; pallas_gpu  gpu.py: our kernels
   xla         xla.py: every device, every dtype
   splash, cudnn, tokamax  adapters.py: third-party forward passes, never chosen
               by 'auto'
@@ -47,6 +47,7 @@ from paraxis.pallas_kernels import varying
 from paraxis.pallas_kernels.attention import adapters as attention_adapters
 from paraxis.pallas_kernels.attention import blocks as attention_blocks
 from paraxis.pallas_kernels.attention import gpu as attention_gpu
+from paraxis.pallas_kernels.attention import hopper as attention_hopper
 from paraxis.pallas_kernels.attention import tpu as attention_tpu
 from paraxis.pallas_kernels.attention import xla as attention_xla
 
@@ -271,6 +272,7 @@ _attention.defvjp(_forward, _backward)
 registry.register(
   'attention',
   registry.kernel('tpu', attention_tpu),
+  registry.kernel('gpu', attention_hopper),
   registry.kernel('gpu', attention_gpu),
   registry.Implementation('xla', attention_xla.forward, attention_xla.backward),
   *attention_adapters.IMPLEMENTATIONS,

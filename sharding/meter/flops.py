@@ -6,6 +6,7 @@ Multiplications and additions of matrix products, convolutions and kernels:
     convolution   2 x elements of the output x window x input features
     ragged dot    a dot whose rows belong to one group each
     pallas_call   the kernel's own pl.CostEstimate
+    Mosaic GPU    what the name around the kernel says (sharding/turns.py)
 
 times the trip counts of the loops around them. XLA's own figure counts a loop
 body once, and a kernel without an estimate as nothing; it is not used. A `cond`
@@ -91,6 +92,8 @@ def _equation(e):
     return Flops(local.total * times, local.per_device)
   if name == 'pallas_call':
     return _kernel(params)
+  if name in _MOSAIC:
+    return _named_kernel(e)
   return sum(map(of_jaxpr, core.jaxprs_in_params(params)), _NONE)
 
 
@@ -103,6 +106,22 @@ def _kernel(params):
       'counted; give it a pl.CostEstimate.'
     )
   return Flops(estimate.flops, estimate.flops)
+
+
+# What plgpu.kernel, which takes no estimate, is in a jaxpr: one in the other.
+_MOSAIC = 'custom_vmap_call', 'mpmd_map'
+
+
+def _named_kernel(e):
+  work = turns.flops(e.source_info.name_stack)
+  if work is None and e.primitive.name == _MOSAIC[0]:
+    return sum(map(of_jaxpr, core.jaxprs_in_params(e.params)), _NONE)
+  if work is None:
+    raise ValueError(
+      f'kernel {e.params.get("name")}: its work cannot be counted; call it '
+      "within jax.named_scope('about_N_flops')."
+    )
+  return Flops(work, work)
 
 
 def _dot(e):

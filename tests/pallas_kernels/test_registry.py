@@ -100,7 +100,7 @@ SPECS = dict(
 )  # fmt: skip
 KERNELS = 'pallas_tpu', 'pallas_gpu'
 CHOSEN = dict(  # on a CPU, a TPU, a GPU
-  attention=('xla', *KERNELS),
+  attention=('xla', 'pallas_tpu', 'pallas_hopper'),
   decode_attention=('xla', *KERNELS),
   gated_scan=('xla', *KERNELS),
   delta_scan=('xla', 'xla', 'batched'),
@@ -150,6 +150,10 @@ REFUSED = dict(
     ('pallas_tpu', both(H=512), 'head size 512'),
     ('pallas_tpu', dict(sharded=True), 'manual region'),
     ('pallas_tpu', both(T=2**19) | dict(order=True), 'blocks to list'),
+    ('pallas_hopper', dict(dtype='float32'), 'bfloat16 and float16, not'),
+    ('pallas_hopper', both(H=32), 'head sizes 32 and 32: takes 64, or 128'),
+    ('pallas_hopper', both(T=63), '63 queries a row: takes 64 and more'),
+    ('pallas_hopper', both(T=2**24), 'more than 2147483647'),
     ('pallas_gpu', dict(dtype='float64'), 'not float64'),
     ('pallas_gpu', both(H=96), 'head size 96'),
     ('pallas_gpu', both(H=256), 'head size 256'),
@@ -221,7 +225,8 @@ REFUSED = dict(
 )
 def test_what_a_kernel_does_not_take(op, name, change, words):
   spec = dataclasses.replace(SPECS[op], **change)
-  target = GPU if name in ('pallas_gpu', 'cudnn') else TPU
+  gpu = 'pallas_hopper', 'pallas_gpu', 'cudnn'
+  target = GPU if name in gpu else TPU
   with support.refused(words):
     registry.resolve(op, name, spec, target)
   if name in KERNELS:

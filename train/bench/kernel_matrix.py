@@ -41,13 +41,15 @@ from paraxis.sharding.meter import target as target_lib
 TARGETS = (
   'v5e:1x1', 'v5p:1x1x1', 'v6e:1x1', 'tpu7x:1x1x1', 'h100:1', 'h200:1'
 )  # fmt: skip
-# Hand-written kernels in a compiled program: Mosaic, Triton, cuDNN.
+# Hand-written kernels in a compiled program: Mosaic (TPU, GPU), Triton, cuDNN.
 KERNEL = re.compile(
-  r'custom_call_target="(tpu_custom_call|__gpu\$xla\.gpu\.triton|__cudnn\$\w+)"'
+  r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*|'
+  r'__gpu\$xla\.gpu\.triton|__cudnn\$\w+)"'
 )
 # Implementations that are kernels; all others are made of XLA's operations.
 KERNELS = (
-  'pallas_tpu', 'pallas_gpu', 'splash', 'cudnn', 'megablox', 'tokamax'
+  'pallas_tpu', 'pallas_hopper', 'pallas_gpu', 'splash', 'cudnn', 'megablox',
+  'tokamax',
 )  # fmt: skip
 _FAULTS = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 

@@ -31,10 +31,10 @@ def names(impl, target, spec):
   [
     ('auto', CPU, ('xla', 'xla')),
     ('auto', TPU, ('pallas_tpu', 'pallas_tpu')),
-    ('auto', GPU, ('pallas_gpu', 'pallas_gpu')),
+    ('auto', GPU, ('pallas_hopper', 'pallas_hopper')),
     ('xla', TPU, ('xla', 'xla')),
     ('pallas_tpu/xla', TPU, ('pallas_tpu', 'xla')),
-    ('xla/auto', GPU, ('xla', 'pallas_gpu')),
+    ('xla/auto', GPU, ('xla', 'pallas_hopper')),
     ('splash', TPU, ('splash', 'pallas_tpu')),
     ('cudnn/xla', GPU, ('cudnn', 'xla')),
   ],
@@ -47,6 +47,7 @@ def test_each_pass_is_chosen(impl, target, chosen):
   'impl, target, line',
   [
     ('xla/pallas_gpu', TPU, 'needs a GPU, target is TPU v5 lite'),
+    ('pallas_hopper', TPU, 'needs a GPU, target is TPU v5 lite'),
     ('xla/splash', TPU, 'splash has no backward pass'),
     ('xla/other', TPU, "no implementation 'other'"),
   ],

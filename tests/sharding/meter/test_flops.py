@@ -3,9 +3,11 @@
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 
+from paraxis.pallas_kernels.attention import hopper
 from paraxis.pallas_kernels.attention import op as attention
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.meter import flops
@@ -125,6 +127,22 @@ def test_kernels_count_their_estimate():
   assert total(jax.vmap(f), jnp.ones((3, 4, 4))) == 3 * 123
   with pytest.raises(ValueError, match='no cost_estimate'):
     flops.count(_kernel, jnp.ones((4, 4)))
+
+
+def test_kernels_of_mosaic_for_gpus_count_what_their_name_says():
+  q = jax.ShapeDtypeStruct((2, 256, 4, 64), 'bfloat16')
+  k = jax.ShapeDtypeStruct((2, 256, 2, 64), 'bfloat16')
+  mask = attention.Mask(scale=1.0)
+  forward = lambda q, k, v: hopper.forward(q, k, v, None, None, mask)[0]
+  dense = 4 * 2 * 4 * 256 * 256 * 64  # of which 3 of 4 blocks are visible
+  for f in (forward, jax.checkpoint(forward), jax.jit(forward)):
+    assert total(f, q, k, k) == dense * 3 / 4
+
+  def alone(x_ref, o_ref):
+    o_ref[...] = x_ref[...]
+
+  with pytest.raises(ValueError, match='alone: its work cannot be counted'):
+    flops.count(plgpu.kernel(alone, out_type=q), q)
 
 
 def test_attention_counts_the_blocks_it_walks():

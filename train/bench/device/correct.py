@@ -63,17 +63,16 @@ class WrongError(ValueError):
   """A result differs from its reference by more than the bound."""
 
 
-def kernel_of(op: str) -> str:
+def kernel_of(op: str, spec: Any = None) -> str:
   """The name of the op's kernel on this target, or 'auto'."""
-  name = f'pallas_{registry.current_target().platform}'
-  can = [n for n, _, reason in registry.explain(op) if not reason]
-  return name if name in can else 'auto'
+  can = [n for n, _, reason in registry.explain(op, spec=spec) if not reason]
+  return next((n for n in can if n.startswith('pallas_')), 'auto')
 
 
-def form_of(op: str) -> str:
-  """What `kernel_of` runs, in words."""
-  chosen = next(n for n, first, _ in registry.explain(op) if first)
-  return f'{chosen}, no kernel' if kernel_of(op) == 'auto' else chosen
+def form_of(names: Any) -> str:
+  """What ran, of the names of implementations, in words."""
+  text = ', '.join(names)
+  return text if 'pallas_' in text else f'{text}, no kernel'
 
 
 def _draw(seed, dtype, **shapes):
@@ -109,7 +108,7 @@ def attention_problem(kind: str, quick: bool, dtype: str) -> Problem:
 
   def call(q, k, v, sinks=None):
     given = None if segments is None else tuple(map(jnp.asarray, segments))
-    impl = kernel_of('attention')
+    impl = kernel_of('attention', attention.spec_of(q, k, mask, given, None))
     return attention.attention(q, k, v, mask, given, None, impl, sinks)
 
   loop = functools.partial(reference.attention, mask, segments)
@@ -372,10 +371,10 @@ def check(name: str, dtype: str, work: Any) -> None:
   """
   op, make, _ = CASES[name]
   precision = 'highest' if dtype == FULL else 'default'
-  with jax.default_matmul_precision(precision):
+  with jax.default_matmul_precision(precision), registry.recording() as ran:
     found = errors_of(make(work.quick, dtype))
   worst = max(found, key=lambda n: found[n] / bound_of(name, dtype, n))
-  what = f'{name} {dtype} ({form_of(op)}): error of {worst}, the worst of '
+  what = f'{name} {dtype} ({form_of(ran[op])}): error of {worst}, the worst of '
   what += ' '.join(found)
   bound = bound_of(name, dtype, worst)
   work.report.check(what, [found[worst]], bound, least=False, judged=True)
