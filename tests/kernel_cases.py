@@ -15,6 +15,7 @@ TPU = registry.Target('tpu', 'TPU v5 lite')
 GPU = registry.Target('gpu', 'NVIDIA H200 141GB HBM3e')
 # What a compiled text has once for every kernel that it calls on a TPU.
 TPU_CALL = 'custom_call_target="tpu_custom_call"'
+GPU_CALL = 'custom_call_target="mosaic_gpu'  # on a GPU, of Mosaic
 # A TPU's semantics: memory starts as NaN; reads and writes must not race.
 STRICT = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
 

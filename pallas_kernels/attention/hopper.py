@@ -178,6 +178,7 @@ def _kernel(plan, launch, place, refs, scratch):
   pl.when(group < 2)(lambda: _compute(p, group))
 
 
+@program.once
 def forward(
   q_BTNH, k_BSKH, v_BSKH, segments, order, mask, launch=blocks.DEFAULT
 ):

@@ -23,10 +23,11 @@ from paraxis.pallas_kernels.attention import blocks
 from paraxis.pallas_kernels.attention import hopper_program as program
 
 HALF = program.HALF
-# Queries, keys; and blocks in memory. H200, T 8192, H 128: dq 1.34 ms, with
-# (128, 128) and 2 slots 1.39; dk and dv 1.89, with 3 slots 1.97.
-DQ_BLOCK, DQ_SLOTS = (2 * HALF, 64), 3
-DKV_BLOCK, DKV_SLOTS = (64, 2 * HALF), 2
+# H -> (queries, keys) of a block, and how many are in memory. H200, T 8192, ms:
+# dq, H 128: 1.25; with 4 slots 1.32. H 64: 1.64, with 64 keys 1.80. dk and dv,
+# H 128: 1.81, with 3 slots 1.97. H 64: 2.11, with 64 queries 2.29.
+DQ = {128: ((2 * HALF, 64), 3), 64: ((2 * HALF, 128), 2)}
+DKV = {128: ((64, 2 * HALF), 2), 64: ((128, 2 * HALF), 2)}
 
 
 def _two_products(first, second, shape):
@@ -51,7 +52,7 @@ def _weights(plan, products, lse, delta, masked, axis):
   return p, ds if slope is None else ds * slope
 
 
-def _dq_kernel(plan, launch, place, refs, scratch):
+def _dq_kernel(plan, launch, place, slots, refs, scratch):
   q, k, v, q_info, k_info, do, lse, delta, columns, counts, dq = refs
   (q_smem, do_smem, k_smem, v_smem), (own_ready, ready, taken) = scratch
   at, group = place(), jax.lax.axis_index('group')
@@ -65,7 +66,7 @@ def _dq_kernel(plan, launch, place, refs, scratch):
       for x, smem in ((k, k_smem), (v, v_smem)):
         plgpu.copy_gmem_to_smem(x.at[keys], smem.at[slot], ready.at[slot])
 
-    program.copies(every, DQ_SLOTS, copy, taken)
+    program.copies(every, slots, copy, taken)
 
   @pl.when(group < 2)
   def _compute():
@@ -82,7 +83,7 @@ def _dq_kernel(plan, launch, place, refs, scratch):
     plgpu.barrier_wait(own_ready.at[group])
 
     def body(partial, i, out):
-      slot = jax.lax.rem(i, jnp.int32(DQ_SLOTS))
+      slot = jax.lax.rem(i, jnp.int32(slots))
       ki, vi = k_smem.at[slot], v_smem.at[slot]
       plgpu.barrier_wait(ready.at[slot])
       shape = HALF, plan.block_k
@@ -111,13 +112,14 @@ def _dkv_block(plan, launch, own, other, given, masked, carry):
   (out_k, out_v), (k, v), (q, do) = carry, own, other
   # Transposed: (keys, queries).
   products = _two_products((k, q), (v, do), (HALF, plan.block_q))
-  p, ds = _weights(plan, products, *given(), masked, 1)
+  lse, delta = given()
+  p, ds = _weights(plan, products, lse, delta, masked, 1)
   out_v = program.add_product(out_v, p.astype(do.dtype), do, launch)
   out_k = program.add_product(out_k, ds.astype(q.dtype), q, launch)
   return out_k, out_v
 
 
-def _dkv_kernel(plan, launch, place, groups, refs, scratch):
+def _dkv_kernel(plan, launch, place, slots, groups, refs, scratch):
   q, k, v, q_info, k_info, do, lse, delta, rows, counts, dk, dv = refs
   memory, (own_ready, ready, taken) = scratch
   k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = memory
@@ -138,7 +140,7 @@ def _dkv_kernel(plan, launch, place, groups, refs, scratch):
       ):
         plgpu.copy_gmem_to_smem(x.at[index], smem.at[slot], ready.at[slot])
 
-    program.copies(every * groups, DKV_SLOTS, copy, taken)
+    program.copies(every * groups, slots, copy, taken)
 
   @pl.when(group < 2)
   def _compute():
@@ -151,7 +153,7 @@ def _dkv_kernel(plan, launch, place, groups, refs, scratch):
     plgpu.barrier_wait(own_ready.at[group])
 
     def body(g, partial, i, carry):
-      slot = jax.lax.rem(g * every + i, jnp.int32(DKV_SLOTS))
+      slot = jax.lax.rem(g * every + i, jnp.int32(slots))
       plgpu.barrier_wait(ready.at[slot])
       here = q_info.at[at.listed], first_of(i), plan.block_q, program.COLUMN
       seen = k_info.at[at.listed], start, HALF, program.ROW
@@ -178,20 +180,21 @@ def _dkv_kernel(plan, launch, place, groups, refs, scratch):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _dq(plan, launch, q, k, v, do, lse, delta):
+def _dq(plan, launch, slots, arrays):
+  q, k, v, do, lse, delta = arrays
   (b, tp, n, h), (_, sp, kv, _) = q.shape, v.shape
   place, grid = program.places(
     plan, (b, n, n // kv), tp // plan.block_q, 4 * sp * h
   )
   own = program.tile(v.dtype, 2, HALF, h)
-  keys = program.tile(v.dtype, DQ_SLOTS, plan.block_k, h)
+  keys = program.tile(v.dtype, slots, plan.block_k, h)
   barriers = (
     program.barriers(2, 2),
-    program.barriers(DQ_SLOTS, 2),
-    program.barriers(DQ_SLOTS, 2),
+    program.barriers(slots, 2),
+    program.barriers(slots, 2),
   )
   scratch = (own, own, keys, keys), barriers
-  kernel = functools.partial(_dq_kernel, plan, launch, place)
+  kernel = functools.partial(_dq_kernel, plan, launch, place, slots)
   out = [varying.result(q, q.shape, q.dtype)]
   flops = blocks.cost('dq', plan, q, v).flops
   run = program.call('dq', kernel, launch, grid, out, scratch, flops)
@@ -199,22 +202,23 @@ def _dq(plan, launch, q, k, v, do, lse, delta):
   return run(q, k, v, *program.infos(plan), do, lse, delta, *lists)[0]
 
 
-def _dkv(plan, launch, q, k, v, do, lse, delta):
+def _dkv(plan, launch, slots, arrays):
+  q, k, v, do, lse, delta = arrays
   (b, tp, n, h), (_, sp, kv, _) = q.shape, v.shape
   groups = n // kv
   place, grid = program.places(
     plan, (b, kv, 1), sp // plan.block_k, 4 * tp * h * groups, first=True
   )
   own = program.tile(v.dtype, 2, HALF, h)
-  queries = program.tile(v.dtype, DKV_SLOTS, plan.block_q, h)
-  row = plgpu.SMEM((DKV_SLOTS, plan.block_q), jnp.float32)
+  queries = program.tile(v.dtype, slots, plan.block_q, h)
+  row = plgpu.SMEM((slots, plan.block_q), jnp.float32)
   barriers = (
     program.barriers(2, 2),
-    program.barriers(DKV_SLOTS, 4),
-    program.barriers(DKV_SLOTS, 2),
+    program.barriers(slots, 4),
+    program.barriers(slots, 2),
   )
   scratch = (own, own, queries, queries, row, row), barriers
-  kernel = functools.partial(_dkv_kernel, plan, launch, place, groups)
+  kernel = functools.partial(_dkv_kernel, plan, launch, place, slots, groups)
   out = [varying.result(q, x.shape, x.dtype) for x in (k, v)]
   flops = blocks.cost('dkv', plan, q, v).flops
   run = program.call('dkv', kernel, launch, grid, out, scratch, flops)
@@ -222,21 +226,24 @@ def _dkv(plan, launch, q, k, v, do, lse, delta):
   return run(q, k, v, *program.infos(plan), do, lse, delta, *lists)
 
 
+@program.once
 def backward(
   q_BTNH, k_BSKH, v_BSKH, segments, order, mask, rows, launch=blocks.DEFAULT
 ):
   """-> (dq, dk, dv); rows: blocks.QueryRows."""
   t, s = q_BTNH.shape[1], k_BSKH.shape[1]
 
-  def prepare(block):
+  def prepare(block, slots):
     plan = blocks.plan((t, s), segments, order, mask, launch.block or block)
     tp, sp = plan.padded
     q, do = (varying.pad(x, tp, 1) for x in (q_BTNH, rows.do))
     k, v = (varying.pad(x, sp, 1) for x in (k_BSKH, v_BSKH))
     # Rows past the end contribute nothing.
     lse = blocks.line(blocks.base2(rows.lse), tp, -blocks.NEG)
-    return plan, launch, q, k, v, do, lse, blocks.line(rows.delta, tp)
+    delta = blocks.line(rows.delta, tp)
+    return plan, launch, slots, (q, k, v, do, lse, delta)
 
-  dq = _dq(*prepare(DQ_BLOCK))
-  dk, dv = _dkv(*prepare(DKV_BLOCK))
+  h = q_BTNH.shape[-1]
+  dq = _dq(*prepare(*DQ[h]))
+  dk, dv = _dkv(*prepare(*DKV[h]))
   return dq[:, :t], dk[:, :s], dv[:, :s]

@@ -224,11 +224,9 @@ def test_a_program_without_the_kernel_is_found(case):
     check(CASES[case], 'v5e:1x1', CASES[case].tpu, 'xla')
 
 
-@support.compiles('tpu')
-@pytest.mark.parametrize('manual', [True, False])
-def test_attention_on_a_mesh_of_tpus(manual):
-  """In a manual region the kernel runs; else XLA, which can be spread."""
-  t = aot.topology('v5e:2x2')
+def calls_on_a_mesh(name, call, manual):
+  """How often a program of attention's gradients on four chips has `call`."""
+  t = aot.topology(name)
   kinds = (jax.sharding.AxisType.Explicit,) * 2
   mesh = jax.sharding.Mesh(
     np.array(t.devices).reshape(2, 2), ('data', 'tensor'), axis_types=kinds
@@ -245,4 +243,19 @@ def test_attention_on_a_mesh_of_tpus(manual):
       grads = jax.shard_map(grads, in_specs=heads, out_specs=heads)
     traced = jax.jit(grads).trace(x, x, x)
     text = aot.compile_for(t, 'attention', traced).as_text()
-  assert text.count(kernel_cases.TPU_CALL) == (3 if manual else 0)
+  return text.count(call)
+
+
+# In a manual region the kernels run; else XLA, which can be spread.
+@support.compiles('tpu')
+@pytest.mark.parametrize('manual', [True, False])
+def test_attention_on_a_mesh_of_tpus(manual):
+  calls = calls_on_a_mesh('v5e:2x2', kernel_cases.TPU_CALL, manual)
+  assert calls == (3 if manual else 0)
+
+
+@support.compiles('cuda')
+@pytest.mark.parametrize('manual', [True, False])
+def test_attention_on_a_mesh_of_gpus(manual):
+  calls = calls_on_a_mesh('h200:4', kernel_cases.GPU_CALL, manual)
+  assert calls == (3 if manual else 0)
