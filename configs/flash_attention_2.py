@@ -15,7 +15,8 @@ expect: EQ 2e-15 for the XLA form in float64, 5e-7 for both kernels in float32
   results (bound 2, ours: as much again), which needs libtpu; CPU dense
   attention takes 3.8 and 6.7 times as long at 1024 and 4096 tokens (on another
   CPU 2.6 and 4.0; the paper: 3 to 10 times, on an A100).
-differs: no claim of throughput: on an H200 340 TFLOP/s forward, .61 of cuDNN's
+differs: no claim of throughput: on an H200 this paper's form (Triton) gives 349
+  TFLOP/s forward, that of FlashAttention-3 (Mosaic) 527, .95 of cuDNN's
   (BENCHMARKS.md); the paper's 225 on an A100 is not reproduced. Static
   schedules beside jax's splash are in `paraxis bench kernels`. The two kernels
   of the backward pass compute the scores twice, 14 operations where the paper

@@ -181,7 +181,8 @@ def _dkv_kernel(plan, launch, place, slots, groups, refs, scratch):
 
 
 def _dq(plan, launch, slots, arrays):
-  q, k, v, do, lse, delta = arrays
+  """arrays: q, k, v, do, lse, delta."""
+  q, k, v = arrays[:3]
   (b, tp, n, h), (_, sp, kv, _) = q.shape, v.shape
   place, grid = program.places(
     plan, (b, n, n // kv), tp // plan.block_q, 4 * sp * h
@@ -199,11 +200,12 @@ def _dq(plan, launch, slots, arrays):
   flops = blocks.cost('dq', plan, q, v).flops
   run = program.call('dq', kernel, launch, grid, out, scratch, flops)
   lists = blocks.lists(plan.kinds)
-  return run(q, k, v, *program.infos(plan), do, lse, delta, *lists)[0]
+  return run(q, k, v, *program.infos(plan), *arrays[3:], *lists)[0]
 
 
 def _dkv(plan, launch, slots, arrays):
-  q, k, v, do, lse, delta = arrays
+  """arrays: as of `_dq`."""
+  q, k, v = arrays[:3]
   (b, tp, n, h), (_, sp, kv, _) = q.shape, v.shape
   groups = n // kv
   place, grid = program.places(
@@ -223,7 +225,7 @@ def _dkv(plan, launch, slots, arrays):
   flops = blocks.cost('dkv', plan, q, v).flops
   run = program.call('dkv', kernel, launch, grid, out, scratch, flops)
   lists = blocks.lists(plan.kinds.swapaxes(1, 2))
-  return run(q, k, v, *program.infos(plan), do, lse, delta, *lists)
+  return run(q, k, v, *program.infos(plan), *arrays[3:], *lists)
 
 
 @program.once
