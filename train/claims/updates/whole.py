@@ -51,11 +51,19 @@ def shared_out(run, *, rules, meshes, fields, at_most):
 
 
 def on_shards():
-  """Knock-out: every device takes its shard of a matrix for the matrix."""
+  """Knock-out: every device takes its shard of a matrix for the matrix.
+
+  By rules that keep nothing of another shape, as Muon.
+  """
   right = matrices.run
 
   def run(rule, dims, arrays, like, whole=()):
-    if annotate.mode() != 'explicit' or not annotate.sizes():
+    # Statistics of SOAP and Kron are of other shapes for a shard.
+    shapes = {p: x.shape for p, x in arrays['gradient'].items()}
+    alike = all(
+      x.shape == shapes[p] for t in like.values() for p, x in t.items()
+    )
+    if annotate.mode() != 'explicit' or not annotate.sizes() or not alike:
       return right(rule, dims, arrays, like, whole)
     spec = lambda x: jax.typeof(x).sharding.spec
     specs = jax.tree.map(spec, (arrays, whole))
