@@ -228,14 +228,16 @@ def out_of_memory(text, jaxpr):
 def largest(jaxpr):
   """(type of the array that takes most of a device's memory, its bytes).
 
-  Of all values of a jaxpr and of those inside it; the compiler may keep fewer.
+  Of all values of a jaxpr and of those inside it, but for what kernels keep on
+  the chip; the compiler may keep fewer.
   """
   best = ('none', 0)
   for e in jaxpr.eqns:
     found = [
       (v.aval.str_short(), traced_lib.shard(v.aval).bytes) for v in e.outvars
     ]
-    found += map(largest, core.jaxprs_in_params(e.params))
+    if e.primitive.name not in traced_lib.KERNELS:
+      found += map(largest, core.jaxprs_in_params(e.params))
     best = max([best, *found], key=lambda item: item[1])
   return best
 

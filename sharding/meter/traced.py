@@ -39,6 +39,9 @@ _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 _FOREIGN = re.compile(r'\.\.|.*\bsite-packages\b')
 # Frames of these files annotate an operation; its owner is further up.
 _PASSED = {m.__file__ for m in (annotate, lookup, project, rings, tape, worlds)}
+# Of Pallas, and of Mosaic for GPUs: their bodies hold references, and run on
+# one device.
+KERNELS = 'pallas_call', 'mpmd_map'
 _CALLS = (
   'jit', 'pjit', 'closed_call', 'core_call', 'remat', 'remat2', 'checkpoint',
   'custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr', 'custom_lin',

@@ -76,6 +76,8 @@ def _equation(equation, ins, what):
   bodies = _bodies(equation)
   if name == 'axis_index':
     return [False]
+  if name in traced.KERNELS:
+    return [all(ins)] * len(equation.outvars)
   if name in _SUMS and set(params['axes']) >= set(annotate.sizes()):
     return [True] * len(equation.outvars)
   if name == 'scan':

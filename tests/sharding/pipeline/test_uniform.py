@@ -6,6 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 from paraxis.configs.base import errors
+from paraxis.pallas_kernels.attention import blocks
+from paraxis.pallas_kernels.attention import hopper
+from paraxis.pallas_kernels.attention import op as attention
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.pipeline import uniform
 
@@ -21,6 +24,16 @@ def at_times(predicate):
     return lax.cond(predicate(x, i), ring, lambda x: x, x), None
 
   return lambda x: lax.scan(turn, x, jnp.arange(4))[0]
+
+
+def kernel(x):
+  """Branches and loops on a device's own numbers, in a kernel."""
+  q = jnp.zeros((1, 128, 1, 64), 'bfloat16') + x[0].astype('bfloat16')
+  mask = attention.Mask(scale=0.125)
+  o, lse = hopper.forward(q, q, q, None, None, mask)
+  rows = blocks.QueryRows(lse, lse, o)
+  dq, *_ = hopper.backward(q, q, q, None, None, mask, rows)
+  return x + dq.astype(x.dtype).sum()
 
 
 def checked(function):
@@ -60,8 +73,9 @@ def test_a_branch_that_may_differ_is_refused(function):
     at_times(lambda x, i: lax.psum(x.sum(), ('data',)) > 0),
     lambda x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, ring(x)),
     lambda x: jnp.where(lax.axis_index('data') > 3, ring(x), x),
+    kernel,
   ],
-  ids=['counter', 'full sum', 'nothing sent', 'selected'],
+  ids=['counter', 'full sum', 'nothing sent', 'selected', 'kernel'],
 )
 def test_what_devices_agree_on_is_not(function):
   checked(function)
