@@ -58,7 +58,7 @@ def spread(x) -> bool:
 
 
 def kernel(platform: str, module) -> Implementation:
-  """The `Implementation` 'pallas_tpu' or 'pallas_gpu' of a kernel's module.
+  """The `Implementation` of a kernel's module: 'pallas_tpu', 'pallas_gpu'.
 
   It refuses another platform, a dtype that is not one of module.DTYPES, arrays
   that are spread over a mesh, and what module.unfit(target) and

@@ -2,7 +2,8 @@
 
     with turns.scope(15, 22): lax.cond(...)      taken in 15 of 22 iterations
     with jax.named_scope('about_4_trips'): lax.while_loop(...)
-    with jax.named_scope('about_64_flops'): a kernel that takes no estimate
+    with jax.named_scope('about_64_flops_for_8'): a kernel without an estimate,
+      whose first result has 8 numbers, and more where it is batched
 
 A cost count of a traced or compiled program (predict.py, flops.py, compiled.py
 of sharding/meter) takes the costliest branch of a conditional. Without these
@@ -17,7 +18,7 @@ import re
 import jax
 
 _NAME = re.compile(r'turns_(\d+)_of_(\d+)(?:/cond)?$')
-_FLOPS = re.compile(r'about_(\d+)_flops\)*$')
+_FLOPS = re.compile(r'about_(\d+)_flops_for_(\d+)\)*$')
 _TRIPS = re.compile(r'about_(\d+)_trips\)*(?:/while)?$')
 
 
@@ -43,10 +44,13 @@ def trips(name) -> int | None:
   return int(match[1]) if match else None
 
 
-def flops(name) -> int | None:
-  """Floating-point operations of a kernel of that name; None: it has none."""
+def flops(name, size) -> int | None:
+  """Floating-point operations of a kernel of that name; None: it has none.
+
+  size: numbers of its first result.
+  """
   match = _FLOPS.search(str(name))
-  return int(match[1]) if match else None
+  return int(match[1]) * size // int(match[2]) if match else None
 
 
 def times(count, share):

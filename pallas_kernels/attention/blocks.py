@@ -1,8 +1,8 @@
 """Blocks of scores: which exist, which need a mask, and the arithmetic in them.
 
-Shared by the two attention kernels (tpu.py, gpu.py). The T x S scores are cut
-into blocks; from the least and greatest segment and order
-number on each side a block is
+Shared by the attention kernels (tpu.py, gpu.py, hopper.py). The T x S scores
+are cut into blocks; from the least and greatest segment and order number on
+each side a block is
 
     0 invisible   never visited
     1 partial     some pairs are hidden: computed with a mask
@@ -43,15 +43,15 @@ _FAR = 2**30  # above every order number
 
 # Most tokens of a block (queries, keys), by pass, where block_table.json has no
 # row. TPU: 512 was taken from static schedules (not from a device) and fits
-# 16 MiB of on-chip memory up to head size 256. GPU: what keeps the forward and
-# dq kernels free of spills at head size 128 on Hopper; float32 is not for its
-# tensor cores.
+# 16 MiB of on-chip memory up to head size 256. GPU: of gpu.py, what keeps the
+# forward and dq kernels free of spills at head size 128 on Hopper; float32 is
+# not for its tensor cores. hopper.py has blocks of its own.
 _TPU = {'forward': (512, 512), 'dq': (512, 512), 'dkv': (512, 512)}
-_HOPPER = {'forward': (128, 64), 'dq': (64, 64), 'dkv': (64, 64)}
+_TRITON = {'forward': (128, 64), 'dq': (64, 64), 'dkv': (64, 64)}
 _FLOAT32 = {'forward': (16, 16), 'dq': (16, 16), 'dkv': (16, 16)}
 BLOCKS = {
   'tpu': _TPU,
-  'gpu': _HOPPER,
+  'gpu': _TRITON,
   'gpu float32': _FLOAT32,
 }
 

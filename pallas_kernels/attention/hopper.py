@@ -9,8 +9,8 @@ take turns: while one is at its softmax, the other has the tensor cores (section
 3.2). Results are written once, so that a run repeats bit for bit.
 
 Products take bfloat16 or float16 and add in float32; everything else is float32
-(2^x and log by the approximate instructions, as in Triton). What these kernels
-do not take gpu.py does.
+(2^x, log and division by the approximate instructions). What these kernels do
+not take gpu.py does.
 
 Legend: B batch, T query length, S key length, N query heads, K kv heads, H head
 size; q, k tokens of a block.
@@ -34,6 +34,7 @@ from paraxis.pallas_kernels.attention import hopper_program as program
 NAME = 'pallas_hopper'
 DTYPES = ('bfloat16', 'float16')
 HEADS = (64, 128)
+MOST_HEADS = 2**16 - 1  # of all rows: a dimension of the grid
 HALF = program.HALF
 BLOCK, SLOTS = (2 * HALF, 128), 2  # queries, keys; blocks of keys in memory
 
@@ -52,6 +53,10 @@ def limits(spec, target):
     return f'head sizes {h} and {width}: takes 64, or 128, of both'
   if spec.q[1] < HALF:
     return f'{spec.q[1]} queries a row: takes {HALF} and more'
+  if {*spec.others} - {spec.dtype}:
+    return f'takes one dtype, not {spec.dtype} and {", ".join(spec.others)}'
+  if spec.q[0] * spec.q[2] > MOST_HEADS:
+    return f'{spec.q[0]} rows x {spec.q[2]} heads: takes {MOST_HEADS} together'
   return gpu.limits(spec, target)
 
 

@@ -15,6 +15,7 @@ Legend: B batch, q, k tokens of a block.
 
 import functools
 import inspect
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -93,7 +94,8 @@ def call(name, kernel, launch, grid, out, scratch, flops):
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=launch.interpret or None,
   )
-  run = jax.named_scope(f'about_{flops}_flops')(run)  # sharding/turns.py
+  size = math.prod(out[0].shape)
+  run = jax.named_scope(f'about_{flops}_flops_for_{size}')(run)  # turns.py
 
   def typed(q, *rest):
     """Its results vary over the manual mesh axes that q does."""
@@ -199,11 +201,15 @@ def logits(plan, s, masked):
   The factor is left to the product that subtracts a maximum or lse from them:
   one instruction. masked(s, value): s with `value` where a key is hidden.
   """
-  factor = factor_of(plan.mask)
-  if factor is None:
-    s, slope = blocks.logits(plan.mask, s)
-    return masked(s, blocks.NEG), slope
-  return masked(s, blocks.NEG / factor), None
+  factor, cap = factor_of(plan.mask), plan.mask.softcap
+  if factor is not None:
+    return masked(s, blocks.NEG / factor), None
+  if not cap:
+    return masked(blocks.logits(plan.mask, s)[0], blocks.NEG), None
+  # The tanh of approximate mathematics has 11 bits; that of 2^x has them all.
+  power = jnp.exp2(s * (2 * blocks.LOG2E * plan.mask.scale / cap))
+  tanh = 1 - 2 / (1 + power)
+  return masked(tanh * (cap * blocks.LOG2E), blocks.NEG), 1 - tanh * tanh
 
 
 def masked(plan, q, k, axis, partial):

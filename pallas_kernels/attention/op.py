@@ -103,6 +103,7 @@ class AttentionSpec:
   segments: bool
   order: bool
   v: tuple[int, ...] = ()  # B, S, K, head size of values; () = as k
+  others: tuple[str, ...] = ()  # dtypes of k and v; () = dtype, that of q
   sharded: bool = False
 
   @property
@@ -153,6 +154,7 @@ def spec_of(q, k, mask, segments, order, v=None):
     segments is not None,
     order is not None,
     (k if v is None else v).shape,
+    (str(k.dtype), str((k if v is None else v).dtype)),
     registry.spread(q),
   )
 

@@ -80,13 +80,6 @@ def alone(mask, q_B1NH, own):
   return jnp.where(seen[..., None], o, 0), jnp.where(seen, z, varying.NEG)
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeAttentionSpec(attention.AttentionSpec):
-  """Properties of a call that decide whether an implementation can run."""
-
-  cache: tuple[str, ...] = ()  # dtypes of k and v
-
-
 def decode_attention(
   q_BTNH: jax.Array,
   k_BKSH: jax.Array,
@@ -209,7 +202,6 @@ def _run(q, k, v, mask, impl, **where):
   """
   segments, order = where.get('segments'), where.get('order')
   spec = attention.spec_of(q, _by_slots(k), mask, segments, order, _by_slots(v))
-  spec = DecodeAttentionSpec(**vars(spec), cache=(str(k.dtype), str(v.dtype)))
   chosen, own = registry.resolve(OP, impl, spec), where.get('own')
   given = q, k, v, segments, order, mask, where.get('ranges')
   if own is None or 'own' in chosen.takes:
@@ -353,8 +345,8 @@ def _kernel(platform, module):
       return 'takes rows by their lengths (ragged), not segments and order'
     if spec.mask.window:
       return f'takes no window, this is one of {spec.mask.window}'
-    if set(spec.cache) != {spec.dtype}:
-      return f'takes one dtype, q is {spec.dtype}, k and v are {spec.cache}'
+    if set(spec.others) != {spec.dtype}:
+      return f'takes one dtype, q is {spec.dtype}, k and v are {spec.others}'
     return kernel.supports(spec, target)
 
   takes = kernel.takes

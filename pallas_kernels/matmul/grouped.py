@@ -76,46 +76,47 @@ def capacity(rows, groups, size):
 
 
 def _group_of_block(sizes_E, size, count):
+  """(group of each block, whether it is of a run)."""
   last = jnp.cumsum(sizes_E) // size
   found = jnp.searchsorted(last, jnp.arange(count), side='right')
-  return jnp.minimum(found, sizes_E.size - 1)
+  return jnp.minimum(found, sizes_E.size - 1), found < sizes_E.size
 
 
 def _blocks(x_SD, w_EDF, sizes_E, size, dtype):
   x_GND = x_SD.reshape(-1, size, x_SD.shape[1])
-  groups = _group_of_block(sizes_E, size, len(x_GND))
+  blocks = x_GND, *_group_of_block(sizes_E, size, len(x_GND))
   wide = jnp.promote_types(dtype, jnp.float32)  # narrow ones are slow on CPU
   dot = functools.partial(jnp.dot, preferred_element_type=wide)
 
   def one(args):
-    x_ND, e = args
+    x_ND, e, used = args
     return jax.lax.cond(
-      jnp.any(x_ND != 0),
+      used & jnp.any(x_ND != 0),
       lambda: dot(x_ND, w_EDF[e]).astype(dtype),
       lambda: jnp.zeros((size, w_EDF.shape[2]), dtype),
     )
 
-  return jax.lax.map(one, (x_GND, groups)).reshape(len(x_SD), -1)
+  return jax.lax.map(one, blocks).reshape(len(x_SD), -1)
 
 
 def _blocks_gradient(x_SD, g_SF, sizes_E, size, dtype):
   x_GND = x_SD.reshape(-1, size, x_SD.shape[1])
   g_GNF = g_SF.reshape(-1, size, g_SF.shape[1])
-  groups = _group_of_block(sizes_E, size, len(x_GND))
+  blocks = x_GND, g_GNF, *_group_of_block(sizes_E, size, len(x_GND))
   shape = x_SD.shape[1], g_SF.shape[1]
   wide = jnp.promote_types(dtype, jnp.float32)
 
   def add(dw_EDF, args):
-    x_ND, g_NF, e = args
+    x_ND, g_NF, e, used = args
     term = jax.lax.cond(
-      jnp.any(x_ND != 0),
+      used & jnp.any(x_ND != 0),
       lambda: jnp.dot(x_ND.T, g_NF, preferred_element_type=wide).astype(dtype),
       lambda: jnp.zeros(shape, dtype),
     )
     return dw_EDF.at[e].add(term), None
 
   zeros = jnp.zeros((sizes_E.size, *shape), dtype)
-  return jax.lax.scan(add, zeros, (x_GND, g_GNF, groups))[0]
+  return jax.lax.scan(add, zeros, blocks)[0]
 
 
 def _ragged(x_SD, w_EDF, sizes_E, size, dtype):

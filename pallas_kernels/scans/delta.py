@@ -116,6 +116,8 @@ def _scan(x, state, *, chunk=0, impl='auto'):
   chunk = gated.chunk_of(chunk or delta_xla.CHUNKS[chosen.name], T)
   reset = jnp.zeros((B, T), bool) if x.segment is None else x.segment
   state = jnp.zeros((B, H, K, V)) if state is None else state
+  # 0 times what a failed request left behind may be NaN.
+  state = jnp.where(reset[:, :1, None, None], 0, state)
   x = x._replace(
     g=jnp.where(reset[..., None], 0, gated.finite(x.g)), segment=reset
   )

@@ -49,6 +49,7 @@ CHUNKS = dict(
 )
 BY_KEY = dict(pallas_gpu=gated_scan_gpu.KEY_CHUNK)
 MIN_CHUNK = 8
+LEAST = dict(pallas_gpu=16)  # rows of a product on its matrix unit
 # A log decay of -inf, as it is summed: e^ it is 0 in every dtype, and 0 times
 # it is not NaN.
 ALL_LOST = -1e30
@@ -63,6 +64,7 @@ class GatedScanSpec:
   dtype: str
   scalar: bool  # one decay per head
   chunk: int  # 0: the implementation's own
+  sharded: bool = False  # the compiler may spread the arrays: no kernel
 
 
 def check(op, q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk):
@@ -148,15 +150,20 @@ def gated_scan(
   check(OP, q_BTGK, k_BTGK, v_BTHV, log_decay, reset_BT, state_BHKV, chunk)
   (B, T, H, V), K = v_BTHV.shape, q_BTGK.shape[3]
   scalar = log_decay.ndim == 3
-  spec = GatedScanSpec(q_BTGK.shape, V, str(q_BTGK.dtype), scalar, chunk)
+  sharded = registry.spread(q_BTGK) or registry.spread(v_BTHV)
+  spec = GatedScanSpec(
+    q_BTGK.shape, V, str(q_BTGK.dtype), scalar, chunk, sharded
+  )
   chosen = registry.resolve(OP, impl, spec)
   own = CHUNKS if scalar else CHUNKS | BY_KEY
-  chunk = chunk_of(chunk or own[chosen.name], T)
+  chunk = chunk_of(chunk or own[chosen.name], T, LEAST.get(chosen.name, 0))
   if reset_BT is None:
     reset_BT = jnp.zeros((B, T), bool)
   if state_BHKV is None:
     state_BHKV = jnp.zeros((B, H, K, V))
   wide = jnp.promote_types(q_BTGK.dtype, jnp.float32)
+  # 0 times what a failed request left behind may be NaN.
+  state_BHKV = jnp.where(reset_BT[:, :1, None, None], 0, state_BHKV)
   restart = reset_BT.reshape(B, T, *[1] * (log_decay.ndim - 2))
   g = jnp.where(restart, 0, finite(log_decay))
   arrays = q_BTGK, k_BTGK, v_BTHV, g, reset_BT
@@ -169,9 +176,12 @@ def gated_scan(
   return o[:, :T], state
 
 
-def chunk_of(chunk, length):
-  """The chunk to use: no longer than the length, rounded up, needs."""
-  return min(chunk, max(MIN_CHUNK, 1 << (length - 1).bit_length()))
+def chunk_of(chunk, length, least=0):
+  """The chunk to use: no longer than the length, rounded up, needs.
+
+  least: tokens that an implementation takes at least.
+  """
+  return min(chunk, max(MIN_CHUNK, least, 1 << (length - 1).bit_length()))
 
 
 def finite(log_decay):

@@ -100,8 +100,9 @@ def selective_scan(
       run here.
   """
   B, T, F = x_BTF.shape
-  U, S = shared_BTUS.shape[2:]
-  if dt_BTF.shape != x_BTF.shape or (U, rate_FS.shape) != (2, (F, S)):
+  S = shared_BTUS.shape[-1]
+  shapes = dt_BTF.shape, shared_BTUS.shape, rate_FS.shape
+  if shapes != ((B, T, F), (B, T, 2, S), (F, S)):
     raise errors.UserError(
       f'{OP}: x {x_BTF.shape}, dt {dt_BTF.shape}, shared {shared_BTUS.shape}, '
       f'rate {rate_FS.shape} do not fit (B, T, F) twice, (B, T, 2, S), (F, S)'

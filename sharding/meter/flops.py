@@ -113,13 +113,13 @@ _MOSAIC = 'custom_vmap_call', 'mpmd_map'
 
 
 def _named_kernel(e):
-  work = turns.flops(e.source_info.name_stack)
+  work = turns.flops(e.source_info.name_stack, e.outvars[0].aval.size)
   if work is None and e.primitive.name == _MOSAIC[0]:
     return sum(map(of_jaxpr, core.jaxprs_in_params(e.params)), _NONE)
   if work is None:
     raise ValueError(
       f'kernel {e.params.get("name")}: its work cannot be counted; call it '
-      "within jax.named_scope('about_N_flops')."
+      "within jax.named_scope('about_N_flops_for_SIZE')."
     )
   return Flops(work, work)
 

@@ -11,7 +11,6 @@ import support
 from paraxis.configs.base import errors
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.attention import op as attention
-from paraxis.pallas_kernels.decode_attention import op as decode_attention
 from paraxis.pallas_kernels.matmul import grouped as grouped_matmul
 from paraxis.pallas_kernels.matmul import quantized as quantized_matmul
 from paraxis.pallas_kernels.scans import delta as delta_scan
@@ -83,8 +82,8 @@ MASK = attention.Mask()
 # A call of every op that all its kernels take.
 SPECS = dict(
   attention=attention.AttentionSpec(X, X, 'bfloat16', MASK, False, False),
-  decode_attention=decode_attention.DecodeAttentionSpec(
-    (1, 1, 2, 16), CACHE, 'float32', MASK, False, False, CACHE, False,
+  decode_attention=attention.AttentionSpec(
+    (1, 1, 2, 16), CACHE, 'float32', MASK, False, False, CACHE,
     ('float32', 'float32'),
   ),
   gated_scan=gated_scan.GatedScanSpec(
@@ -130,7 +129,7 @@ def cached(*shape):
 
 
 def in_dtype(name):
-  return dict(dtype=name, cache=(name, name))
+  return dict(dtype=name, others=(name, name))
 
 
 def test_kernels_on_gpu_take_float16():
@@ -154,6 +153,12 @@ REFUSED = dict(
     ('pallas_hopper', both(H=32), 'head sizes 32 and 32: takes 64, or 128'),
     ('pallas_hopper', both(T=63), '63 queries a row: takes 64 and more'),
     ('pallas_hopper', both(T=2**24), 'more than 2147483647'),
+    ('pallas_hopper', dict(others=('bfloat16', 'float32')), 'takes one dtype'),
+    (
+      'pallas_hopper',
+      dict(q=(2**15, 64, 2, 64), k=(2**15, 64, 2, 64)),
+      '32768 rows x 2 heads',
+    ),
     ('pallas_gpu', dict(dtype='float64'), 'not float64'),
     ('pallas_gpu', both(H=96), 'head size 96'),
     ('pallas_gpu', both(H=256), 'head size 256'),
@@ -171,7 +176,7 @@ REFUSED = dict(
     ('pallas_tpu', dict(segments=True), 'by their lengths'),
     ('pallas_tpu', dict(mask=attention.Mask(window=4)), 'no window'),
     ('pallas_tpu', dict(sharded=True), 'manual region'),
-    ('pallas_tpu', dict(cache=('bfloat16',) * 2), 'takes one dtype'),
+    ('pallas_tpu', dict(others=('bfloat16',) * 2), 'takes one dtype'),
     ('pallas_tpu', in_dtype('float16'), 'not float16'),
     ('pallas_tpu', dict(q=(1, 1, 8192, 16)), 'query heads'),
     ('pallas_tpu', cached(4096, 2**20, 8, 128), 'tiles to list'),

@@ -7,6 +7,7 @@ A missed target is no failure.
 Nothing here imports jax or NumPy before the arguments are read.
 """
 
+import hashlib
 import importlib
 import os
 import pathlib
@@ -136,6 +137,7 @@ def run(name, rounds, quick, **options):
   import jax
 
   from paraxis.sharding.meter import aot
+  from paraxis.train.run import metrics
 
   facts = dict(
     jax=jax.__version__,
@@ -148,7 +150,8 @@ def run(name, rounds, quick, **options):
     rounds=rounds,
     quick=quick,
     peers=[list(peer) for peer in options.get('peers', ())],
-    drafts=list(options.get('drafts', ())),
+    drafts=[[f, _digest(f)] for f in options.get('drafts', ())],
+    source=metrics.digest(),
   )
   say = lambda line: _say(f'{name}: {line}')
   # What is compiled is timed: uncached.
@@ -175,8 +178,20 @@ def _in_child(name, rounds, quick, path=None, peers=(), drafts=(), **options):
   command += [f'--draft={file}' for file in drafts]
   done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
   if done.returncode:
-    raise RuntimeError(f'bench {name} ended with exit code {done.returncode}')
+    _say(f'{name}: ended with exit code {done.returncode}, not measured')
+    return None
   return measure.from_json(done.stdout)[0]
+
+
+def _digest(path):
+  return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:12]
+
+
+def _refuse(values, what, names):
+  """Raises UserError if one of these flags is given, which `what` ignores."""
+  given = [f'--{n}' for n in names.split() if getattr(values, n)]
+  if given:
+    raise errors.UserError(f'{what} takes no {", ".join(given)}.')
 
 
 def _tune(name, path, rounds):
@@ -202,30 +217,40 @@ def _bench(values, _, names):
     )
   rounds, quick, name = values.rounds, values.quick, names[0]
   if values.tune is not None:
+    flags = 'quick out resume peer draft json markdown minutes'
+    _refuse(values, '--tune', flags)
     return _tune(name, values.tune, rounds)
   if name == DEVICE:
+    _refuse(values, f'bench {DEVICE}', 'peer draft markdown')
     _devices(1)
     return device_command.run(values, _say)
   if values.minutes is not None:
     raise errors.UserError(f'--minutes is for bench {DEVICE}, not {name}.')
   if values.json and values.markdown:
     raise errors.UserError('--json and --markdown print one form: choose one.')
+  if name not in ('methods', 'all'):
+    _refuse(values, f'bench {name}', 'draft')
+  for file in values.draft:
+    if not pathlib.Path(file).is_file():
+      raise errors.UserError(f'--draft={file}: no such file.')
   path = pathlib.Path(values.out) if values.out else None
   options: dict[str, Any] = dict(path=path, resume=values.resume)
   options['peers'] = peers_lib.parse(values.peer)
   options['drafts'] = tuple(values.draft)
   measure.Session(**options)  # its errors, before anything is imported
   if name == 'all':
-    reports = [_in_child(n, rounds, quick, **options) for n in BENCHES]
+    every = [_in_child(n, rounds, quick, **options) for n in BENCHES]
   else:
-    reports = [run(name, rounds, quick, **options)]
+    every = [run(name, rounds, quick, **options)]
+  reports = [r for r in every if r is not None]
   if values.json:
     print(measure.to_json(reports))
   elif values.markdown:
     print('\n\n'.join(report_lib.table(r) for r in reports))
   else:
     print('\n\n'.join(measure.text(r) for r in reports))
-  return errors.EXIT_OK
+  whole = len(reports) == len(every)
+  return errors.EXIT_OK if whole else errors.EXIT_DIFFERENT
 
 
 COMMAND = command_line.Command(

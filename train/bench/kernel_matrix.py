@@ -256,6 +256,8 @@ KINDS = (
 def block_lines(kinds=KINDS, heads=(64, 128)):
   """Lines: blocks (queries x keys) of attention in bfloat16, and their source.
 
+  Of the kernels that blocks are searched for; pallas_hopper has its own.
+
   kinds: (platform, device kind) each. heads: head sizes. Masked calls.
   """
   for platform, kind in kinds:
@@ -266,7 +268,8 @@ def block_lines(kinds=KINDS, heads=(64, 128)):
         found = attention_blocks.choose(platform, which, call)
         size = 'x'.join(map(str, found.block))
         shown.append(f'{which} {size} ({found.source})')
-      yield f'blocks of attention, {kind}, head size {head}: {", ".join(shown)}'
+      of = f'attention by pallas_{platform}'
+      yield f'blocks of {of}, {kind}, head size {head}: {", ".join(shown)}'
   for row in block_table.rows().values():
     yield f'{" ".join(map(str, row.key))}: {row.report()}'
 

@@ -15,6 +15,7 @@ FILE is written and nothing else: PARAXIS_BLOCKS=FILE makes it count.
 Legend: B rows, T tokens, N heads, H head size.
 """
 
+import os
 from typing import NamedTuple
 
 import jax
@@ -216,18 +217,20 @@ def tune(path, rounds, say):
     raise errors.UserError('--tune: give the file to write, --tune=FILE')
   target = registry.current_target()
   rows, platform = [], target.platform
-  block_table.write(path, [])  # now, not after an hour
+  begun = f'{path}.part'
+  block_table.write(begun, [])  # now, not after an hour
   if platform in GRID:
     for head in HEADS:
       setting = Setting(platform, target.device_kind, head)
       given = KERNELS[platform], GRID[platform], (2, LENGTH, 8)
       rows += measured(setting, *given, rounds, say)
-      block_table.write(path, rows)
+      block_table.write(begun, rows)
   else:
     for name in TOPOLOGIES:
       for head in HEADS:
         rows += static(name, head, say)
-        block_table.write(path, rows)
+        block_table.write(begun, rows)
+  os.replace(begun, path)  # an older table stands until this one is whole
   return list(map(line, rows))
 
 

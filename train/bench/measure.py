@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import pathlib
+import shutil
 import statistics
 import time
 from typing import Any, NamedTuple
@@ -222,14 +223,24 @@ class Session:
         self.say(f'{report.name}: ' + ' '.join(filter(None, row)))
 
   def found(self, new):
-    """The report that the file has of the same measurement, or None."""
-    if not self.resume:
+    """The report that the file has of the same measurement, or None.
+
+    One of another is kept beside the file, as FILE.before, and measured anew.
+    """
+    if not self.resume or not self.path:
       return None
     for old in self.read():
       fields = 'setup', 'clock', 'facts'
       differ = [f for f in fields if getattr(old, f) != getattr(new, f)]
       if old.name == new.name and differ:
-        self.say(f'{new.name}: measured anew, its {differ[0]} differ')
+        before = self.path.with_name(f'{self.path.name}.before')
+        shutil.copy(self.path, before)
+        facts = [n for n, x in new.facts.items() if old.facts.get(n) != x]
+        what = [f for f in differ if f != 'facts'] + facts
+        self.say(
+          f'{new.name}: measured anew, its {", ".join(what)} differ; {before} '
+          'has what there was'
+        )
       elif old.name == new.name:
         self.say(f'{new.name}: kept {", ".join(old.parts) or "nothing"}')
         return old

@@ -6,6 +6,7 @@ appends; where a step occurs twice, the last value counts (`read` does so).
 
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import json
 import math
@@ -189,6 +190,17 @@ def source():
   except (OSError, subprocess.CalledProcessError):
     return {}
   return {'commit': commit, 'changed files': len(changed)}
+
+
+@functools.cache
+def digest():
+  """Of the files that benches run: figures of two are never joined."""
+  root, whole = pathlib.Path(__file__).resolve().parents[2], hashlib.sha256()
+  rooms = 'configs/base', 'decode', 'models', 'pallas_kernels', 'sharding'
+  for room in (*rooms, 'train'):
+    for path in sorted((root / room).rglob('*.py')):
+      whole.update(f'{path.relative_to(root)}\n'.encode() + path.read_bytes())
+  return whole.hexdigest()[:12]
 
 
 def _wandb_id(workdir):

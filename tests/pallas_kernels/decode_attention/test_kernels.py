@@ -211,7 +211,4 @@ def spec_of(H, dtype):
   shape = jax.ShapeDtypeStruct
   q, k = shape((64, 1, 16, H), dtype), shape((64, 512, 2, H), dtype)
   mask = attention.Mask(causal=False)
-  spec = attention.spec_of(q, k, mask, None, None, k)
-  return decode_attention.DecodeAttentionSpec(
-    **vars(spec), cache=(dtype, dtype)
-  )
+  return attention.spec_of(q, k, mask, None, None, k)

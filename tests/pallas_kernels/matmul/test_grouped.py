@@ -53,6 +53,20 @@ def test_equal_to_a_loop(name, sizes):
   assert np.abs(found - y).max() > 0.1
 
 
+def test_blocks_use_no_row_after_the_last_run():
+  sizes = (16, 8, 0, 8)
+  x, w, g = map(jnp.asarray, arrays(sizes)[:3])
+  tail, lengths = sum(sizes), jnp.array(sizes, jnp.int32)
+  assert tail < S
+  op, dirty = BY_NAME['blocks'], [a.at[tail:].set(np.nan) for a in (x, g)]
+  given = lengths, SIZE, x.dtype
+  y = op.forward(dirty[0], w, *given)
+  assert not np.asarray(y)[tail:].any()
+  np.testing.assert_array_equal(y, op.forward(x, w, *given))
+  dw = op.backward(*dirty, *given)
+  np.testing.assert_array_equal(dw, op.backward(x, g, *given))
+
+
 def test_blocks_of_bfloat16_are_summed_in_float32():
   """XLA on a CPU takes 1.5 times as long where a result is bfloat16."""
   x, w, g, groups = arrays((8, 0, 24, 8))

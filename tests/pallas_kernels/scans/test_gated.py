@@ -5,6 +5,7 @@ The kernels run in the interpreter, inside the op and its custom_vjp.
 Legend: B batch, T tokens, H heads, K key size, V value size.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -132,6 +133,18 @@ def test_equals_the_loop_in_float64(T, options, decay, scalar):
     assert not actual[5][np.isneginf(case[0][3])].any()
 
 
+@pytest.mark.parametrize('name', ['xla', 'loop'])
+def test_a_dirty_slot_is_cleared_by_a_reset(name):
+  inputs, _ = make(9)
+  *arrays, reset, state = cast(inputs, 'f4')
+  reset[:, 0] = True
+  run = lambda state: gated_scan.gated_scan(*arrays, reset, state, impl=name)
+  for dirty, clean in zip(
+    run(np.full_like(state, np.nan)), run(state), strict=True
+  ):
+    np.testing.assert_array_equal(dirty, clean)
+
+
 def test_no_resets_and_no_state_are_zeros():
   with jax.enable_x64(True):
     (q, k, v, g, reset, state), cotangents = make(40)
@@ -211,7 +224,7 @@ def test_a_decay_per_key_has_chunks_of_its_own(
   monkeypatch.setitem(gated_scan.BY_KEY, 'kernel', 8)
   seen = []
   real = gated_scan.chunk_of
-  note = lambda chunk, length: seen.append(chunk) or real(chunk, length)
+  note = lambda chunk, *more: seen.append(chunk) or real(chunk, *more)
   monkeypatch.setattr(gated_scan, 'chunk_of', note)
   case = make(20, 'mild', scalar, K=16, V=16)
   inputs, _ = single(*case)
@@ -345,6 +358,17 @@ def test_a_mesh_equals_one_device_and_sends_nothing(manual):
 
 
 # ------------------------------------------------------------------ errors --
+
+
+def test_a_gpu_takes_no_chunk_of_eight_and_no_array_that_is_spread():
+  assert gated_scan.chunk_of(32, 8) == 8
+  least = gated_scan.LEAST['pallas_gpu']
+  assert [gated_scan.chunk_of(c, 8, least) for c in (16, 32)] == [16, 16]
+  spec = gated_scan.GatedScanSpec((1, 8, 1, 16), 16, 'float32', True, 0)
+  for spread, name in ((False, 'pallas_gpu'), (True, 'xla')):
+    given = dataclasses.replace(spec, sharded=spread)
+    found = registry.resolve('gated_scan', spec=given, target=kernel_cases.GPU)
+    assert found.name == name
 
 
 def test_what_does_not_fit_is_an_error_with_both_numbers():

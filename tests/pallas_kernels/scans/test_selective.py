@@ -221,13 +221,14 @@ def test_a_state_that_is_not_carried_between_chunks_is_found(
   assert set(wrong(found, both(loop, *case), 1e-3)) & set(gradients)
 
 
-def test_a_dirty_slot_is_cleared_by_a_reset(interpreted):
+@pytest.mark.parametrize('kernel', [None, *KERNELS])
+def test_a_dirty_slot_is_cleared_by_a_reset(interpreted, kernel):
   arrays, reset, _ = problem(9, dtype='f4')
   reset[:, 0] = True
-  for run in (selective.selective_scan, *map(interpreted, KERNELS)):
-    dirty = run(*arrays[:4], reset, np.full_like(arrays[4], np.nan))
-    clean = run(*arrays[:4], reset, arrays[4])
-    assert all(np.array_equal(*pair) for pair in zip(dirty, clean, strict=True))
+  run = interpreted(kernel) if kernel else selective.selective_scan
+  dirty = run(*arrays[:4], reset, np.full_like(arrays[4], np.nan))
+  clean = run(*arrays[:4], reset, arrays[4])
+  assert all(np.array_equal(*pair) for pair in zip(dirty, clean, strict=True))
 
 
 @pytest.mark.parametrize('kernel', KERNELS)

@@ -137,6 +137,8 @@ def test_kernels_of_mosaic_for_gpus_count_what_their_name_says():
   dense = 4 * 2 * 4 * 256 * 256 * 64  # of which 3 of 4 blocks are visible
   for f in (forward, jax.checkpoint(forward), jax.jit(forward)):
     assert total(f, q, k, k) == dense * 3 / 4
+  many = [jax.ShapeDtypeStruct((5, *x.shape), x.dtype) for x in (q, k, k)]
+  assert total(jax.vmap(forward), *many) == 5 * dense * 3 / 4
 
   def alone(x_ref, o_ref):
     o_ref[...] = x_ref[...]

@@ -268,7 +268,11 @@ def test_rows_of_other_sizes_or_versions_are_measured_anew(other, tmp_path):
   _series(made, FACTS, path=path)
   options = dict(facts=FACTS) | other
   _series(made, path=path, resume=True, say=lines.append, **options)
-  assert made == ['a', 'b'] * 2 and 'differ' in lines[0]
+  assert made == ['a', 'b'] * 2
+  what = 'setup' if 'setup' in other else 'jax'
+  assert f'x: measured anew, its {what} differ; ' in lines[0]
+  (before,) = measure.from_json((tmp_path / 'kept.json.before').read_text())
+  assert before.complete and before.facts == FACTS
 
 
 def test_a_file_keeps_the_other_benches(tmp_path):
@@ -285,6 +289,12 @@ def test_a_file_keeps_the_other_benches(tmp_path):
     (None, ['--resume'], '--resume needs --out=FILE'),
     ('{]', ['--out={}', '--resume'], 'holds no reports'),
     (None, ['--out={}/x/y.json'], 'no such folder'),
+    (None, ['--draft=x'], 'bench step takes no --draft'),
+    (
+      None,
+      ['--tune={}', '--quick', '--json'],
+      '--tune takes no --quick, --json',
+    ),
   ],
 )
 def test_bad_files_exit_2(text, argv, message, tmp_path, capsys):

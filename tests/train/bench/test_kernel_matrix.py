@@ -126,8 +126,8 @@ def test_what_does_not_compile_is_a_line(monkeypatch):
 def test_blocks_are_printed_with_their_source():
   found = list(matrix.block_lines([('tpu', 'TPU v9')], [128]))
   assert found[0] == (
-    'blocks of attention, TPU v9, head size 128: forward 512x512 (default), '
-    'dq 512x512 (default), dkv 512x512 (default)'
+    'blocks of attention by pallas_tpu, TPU v9, head size 128: forward 512x512 '
+    '(default), dq 512x512 (default), dkv 512x512 (default)'
   )
   assert len(found) == 1 + len(block_table.rows())
 

@@ -139,8 +139,18 @@ def identity(found, plan):
     'python': '.'.join(map(str, sys.version_info[:3])),
     **have,
     'commit': f'{commit}, {changed} changed files' if changed else commit,
+    'source': metrics.digest(),
+    'rounds': str(plan.rounds),
+    'flags': os.environ.get('XLA_FLAGS', ''),
+    'blocks': os.environ.get('PARAXIS_BLOCKS', ''),
     'sizes': '--quick: tiny, no figure counts' if plan.quick else 'full',
   }
+
+
+def _differs(kept, about):
+  """What two identities differ in, but for the commit: `source` says enough."""
+  names = [n for n in about if n != 'commit']
+  return next((n for n in names if kept.get(n) != about[n]), None)
 
 
 def command_of(part, plan, about):
@@ -241,11 +251,23 @@ def _kept(plan, about, resume):
 
   A part that was cut, or had too little time, keeps the cases that it has; one
   that failed begins anew.
+
+  Raises:
+    UserError: results of another device, source, version or option are there.
   """
   kept = {}
+  for part in device_parts.PARTS if resume else ():
+    record = device_report.read(plan.folder, part.name) or {}
+    known = record.get('identity', about)
+    if name := _differs(known, about):
+      raise errors.UserError(
+        f'--out={plan.folder}: {part.name} was measured with {name} '
+        f'{known.get(name, "unknown")!r}, this is {about[name]!r}: one table '
+        'cannot hold both; name another folder'
+      )
   for part in device_parts.PARTS:
     record = device_report.read(plan.folder, part.name)
-    if not resume or record is None or record['identity'] != about:
+    if not resume:
       record = None
     if record and record['state'] == device_report.OK:
       kept[part.name] = record

@@ -201,8 +201,8 @@ def _cross_entropy(quick):
 
   arrays = x, (w / d**0.5).astype(x.dtype)
   peers = {'dense logits': functools.partial(both, dense)}
-  moved = 2 * 2 * (2 * v * d + 2 * t * d)
-  return Speed(cross_entropy.OP, arrays, step, 8 * t * v * d, moved, peers)
+  moved = 3 * 2 * (v * d + t * d)  # read twice, and gradients written
+  return Speed(cross_entropy.OP, arrays, step, 6 * t * v * d, moved, peers)
 
 
 def _grouped(quick):

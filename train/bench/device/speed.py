@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.attention import block_table
+from paraxis.pallas_kernels.attention import hopper
 from paraxis.pallas_kernels.attention import op as attention_op
 from paraxis.pallas_kernels.attention import xla as attention_xla
 from paraxis.sharding.meter import target
@@ -144,6 +145,8 @@ def _blocks(head, work):
     setting = kernel_tune.Setting(here.platform, here.device_kind, head)
     grid, shape = kernel_tune.GRID[here.platform], (2, kernel_tune.LENGTH, 8)
     module = kernel_tune.KERNELS[here.platform]
+    if here.platform == 'gpu' and hopper.unfit(here) is None:
+      work.report.notes.append('of pallas_gpu: pallas_hopper has its own')
   else:
     setting = kernel_tune.Setting('gpu', here.device_kind, 16)
     grid, shape = [(16, 16), (32, 32)], (1, 64, 2)

@@ -111,10 +111,14 @@ def test_a_cut_leaves_rows_and_resume_goes_on(
   assert ran() == 3  # neither a part nor a case ran twice
   assert 'fine: kept' in capsys.readouterr().err
 
-  source = dict(commit='another', **{'changed files': 0})
-  monkeypatch.setattr(metrics, 'source', lambda: source)
-  assert run(tmp_path, '--resume') == errors.EXIT_OK
-  assert ran() == 6  # nothing of another commit is kept
+  before = {p.name: p.read_bytes() for p in tmp_path.glob('*.json')}
+  monkeypatch.setattr(metrics, 'digest', lambda: 'another')
+  capsys.readouterr()
+  assert run(tmp_path, '--resume') == errors.EXIT_USER
+  assert ' was measured with source ' in capsys.readouterr().err
+  # What another source gave is neither joined nor lost.
+  after = {p.name: p.read_bytes() for p in tmp_path.glob('*.json')}
+  assert ran() == 3 and before == after and before
 
 
 def test_what_does_not_fit_is_left_out_and_no_failure(
