@@ -135,6 +135,7 @@ def test_both_forms_of_every_op_give_the_same():
 # Files of a room of pallas_kernels that are forms of an op, or parts of them.
 FORM = re.compile(
   r'(?:.*_)?(xla|tpu|gpu|host|chunk|batched|schedule|adapters|blocks|block_table)'
+  r'|hopper(_\w+)?'
 )
 
 
