@@ -279,7 +279,7 @@ COMMAND = command_line.Command(
       bool,
       'resume',
       False,
-      'leave out what FILE has, of the same sizes, versions and rounds',
+      'leave out what FILE has, of the same sizes, versions, source and rounds',
     ),
     (
       'several',

@@ -242,7 +242,7 @@ def line(found):
     text = (
       f'compiled, {found.kernels} kernels, peak {found.peak / 2**20:.1f} MiB'
     )
-  return f'{found.op:16} {found.implementation:10} {found.target:5} {text}'
+  return f'{found.op:16} {found.implementation:13} {found.target:5} {text}'
 
 
 # Kinds of device whose blocks are printed, (platform, jax's device_kind).

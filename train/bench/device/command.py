@@ -8,9 +8,9 @@ is the whole budget. A part gets what it may take at most, less what the parts
 after it need at least; one that no longer fits is left out, and the table says
 so. A case that ends its process, or takes too long, is a row that says so: the
 process is started again for the rest. DIR has the documents after every part
-(report.py), so that nothing measured is lost by a cut; --resume goes on
-from there, on the same device, versions and commit. This process never starts
-jax. Standard library only.
+(report.py), so that nothing measured is lost by a cut; --resume measures what
+is missing, and refuses DIR if device, versions, source or options are others
+than those of its results. This process never starts jax.
 """
 
 import json
