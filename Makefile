@@ -29,6 +29,9 @@ WORKERS ?= 2
 ARGS ?=
 BASE ?= HEAD
 
+# Images often set it: every process would compile jax's 2,400 modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN := runs/quickstart

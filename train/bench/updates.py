@@ -5,7 +5,9 @@ gradient and the update of the model of `paraxis bench step` with
 four times its rows, 8,192 tokens, on fsdp=8: where a rule that reads whole
 matrices has to have them shared out (train/updates/matrices.py). The gradient
 is the same for all, so it is timed once a round; of updates STEPS, so that what
-a rule does at every tenth of them counts as a tenth.
+a rule does at every tenth of them counts as a tenth. What a rule reaches after
+so many steps is searched by `paraxis reproduce algoperf`: times.csv there has
+the median time to a target in steps, tokens and operations.
 """
 
 import math

@@ -11,12 +11,14 @@ studies the median counts. With t the time of rule s on workload w,
 Legend: a study's trials are of a seed of its own.
 """
 
+import csv
 import math
 
 import numpy as np
 
 from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
+from paraxis.train.claims import families
 from paraxis.train.claims import harness as claims
 from paraxis.train.plot import figures
 from paraxis.train.run import metrics
@@ -90,15 +92,21 @@ def _points(space, count, study):
   return rows
 
 
-def _curve(folder):
-  """[(step, held-out bits per byte)] of a training."""
-  rows = metrics.read(folder)
+def _curve(rows):
+  """[(step, held-out bits per byte)] of a training's metrics."""
   return [(s, rows[s][HELD]) for s in sorted(rows) if HELD in rows[s]]
 
 
+def _work(config, rows):
+  """(tokens, operations of the model) of a step of a training."""
+  tokens = families.tokens(config) / config.train.steps
+  row = next(row for row in rows.values() if 'train/flops' in row)
+  return tokens, tokens * row['train/flops'] / row['train/tokens']
+
+
 def _trials(run, rules, fields, trials, study):
-  """{rule: [curve of each trial]} of a workload in a study."""
-  found = {}
+  """({rule: [curve of each trial]}, `_work`) of a workload in a study."""
+  found, work = {}, None
   for rule, space in rules.items():
     configs = {}
     for i, point in enumerate(_points(space, trials, study)):
@@ -109,8 +117,12 @@ def _trials(run, rules, fields, trials, study):
       own = {n: x for n, x in fields.items() if n != 'name'}
       configs[name] = experiment.fields(run.config, own, more)
     done = ablation.trained(run, configs, [study])
-    found[rule] = [_curve(row[0].folder) for row in done.values()]
-  return found
+    kept = [
+      (row[0].config, metrics.read(row[0].folder)) for row in done.values()
+    ]
+    found[rule] = [_curve(rows) for _, rows in kept]
+    work = _work(*kept[0])
+  return found, work
 
 
 def _time(curves, target):
@@ -129,10 +141,12 @@ def leaderboard(run, *, rules, workloads, trials, studies, baseline, at, agree):
       seeds. baseline, at: a workload's target is what the best trial of that
       rule has at step `at`, the median of studies. agree: studies of one order.
   """
-  found = {
-    w: [_trials(run, rules, {'name': w} | fields, trials, s) for s in studies]
-    for w, fields in workloads.items()
-  }
+  found, work = {}, {}
+  for w, fields in workloads.items():
+    tried = [
+      _trials(run, rules, {'name': w} | fields, trials, s) for s in studies
+    ]
+    found[w], work[w] = [curves for curves, _ in tried], tried[0][1]
   targets = {
     w: float(np.median([_best(each[baseline], at) for each in rows]))
     for w, rows in found.items()
@@ -143,15 +157,15 @@ def leaderboard(run, *, rules, workloads, trials, studies, baseline, at, agree):
   }
   by_study = [times(s) for s in range(len(studies))]
   every = [score(each) for each in by_study]
-  whole = score(
-    {
-      rule: [float(x) for x in np.median([t[rule] for t in by_study], 0)]
-      for rule in rules
-    }
-  )
+  median = {
+    rule: [float(x) for x in np.median([t[rule] for t in by_study], 0)]
+    for rule in rules
+  }
+  whole = score(median)
   orders = [_order(one) for one in every]
   most = max(orders.count(order) * (len(order) > 1) for order in orders)
   run.say(f'wrote {_draw(by_study, run.results / "profiles.png")}')
+  run.say(f'wrote {_write(median, work, run.results / "times.csv")}')
   table = ', '.join(
     f'{r} {whole[r]:.2f}' for r in sorted(rules, key=lambda r: -whole[r])
   )
@@ -177,6 +191,21 @@ def _order(scores):
 def _best(curves, step):
   """Least held-out bits per byte at a step, over trials."""
   return min(dict(curve)[step] for curve in curves)
+
+
+def _write(median, work, path):
+  """A row per workload and rule: its median time to the target, in steps, in
+  tokens and in operations of the model (those of the rule are left out)."""
+  with path.open('w', newline='', encoding='utf-8') as f:
+    rows = csv.writer(f)
+    rows.writerow(['workload', 'rule', 'steps', 'tokens', 'flops'])
+    for i, (workload, (tokens, flops)) in enumerate(work.items()):
+      for rule, times in median.items():
+        steps = times[i]
+        rows.writerow(
+          [workload, rule, *(f'{steps * x:g}' for x in (1, tokens, flops))]
+        )
+  return path
 
 
 def _draw(by_study, path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from paraxis.configs import schema
+from paraxis.train.claims import experiment
 from paraxis.train.claims import harness
 from paraxis.train.claims.updates import leaderboard as board
 
@@ -49,6 +50,14 @@ def test_the_time_is_that_of_the_first_trial_there(target, steps):
   assert board._time(curves, target) == steps
 
 
+def test_the_work_of_a_step_is_of_its_tokens():
+  config = experiment.fields(
+    schema.Config(), {'train.batch_size': 4, 'data.sequence_length': 32}
+  )
+  rows = {8: {board.HELD: 2.0}, 10: {'train/flops': 6e6, 'train/tokens': 256}}
+  assert board._work(config, rows) == (128, 3e6)
+
+
 @pytest.mark.parametrize('studies, passed', [('aab', True), ('abc', False)])
 def test_an_order_that_two_studies_share(
   monkeypatch, tmp_path, studies, passed
@@ -58,8 +67,8 @@ def test_an_order_that_two_studies_share(
   def trials(run, rules, fields, trials, study):
     orders = dict(a='abc', b='bca', c='cab')
     late = {r: 10 * (1 + orders[studies[study]].index(r)) for r in rules}
-    return {r: [[(s, 1.0 if s >= late[r] else 2.0) for s in (10, 20, 30)]]
-            for r in rules}  # fmt: skip
+    curve = lambda r: [(s, 1.0 if s >= late[r] else 2.0) for s in (10, 20, 30)]
+    return {r: [curve(r)] for r in rules}, (64.0, 5e6)
 
   monkeypatch.setattr(board, '_trials', trials)
   run = harness.Run(schema.Config(), tmp_path, lambda line: None)
@@ -68,10 +77,15 @@ def test_an_order_that_two_studies_share(
     studies=[0, 1, 2], baseline='a', at=30, agree=2,
   )  # fmt: skip
   assert found.passed == passed and (tmp_path / 'profiles.png').exists()
+  header, *rows = (tmp_path / 'times.csv').read_text().splitlines()
+  assert header == 'workload,rule,steps,tokens,flops' and len(rows) == 3
+  if studies == 'aab':  # a takes 10, 10 and 20 steps
+    assert rows[0] == 'w,a,10,640,5e+07'
 
 
 def test_equal_scores_are_no_order(monkeypatch, tmp_path):
-  same = lambda run, rules, *more: {r: [[(10, 1.0)]] for r in rules}
+  curves = lambda rules: {r: [[(10, 1.0)]] for r in rules}
+  same = lambda run, rules, *more: (curves(rules), (64.0, 5e6))
   monkeypatch.setattr(board, '_trials', same)
   run = harness.Run(schema.Config(), tmp_path, lambda line: None)
   found = board.leaderboard(
