@@ -8,7 +8,9 @@ in use at the worst moment and, for TPUs, bundles of instructions and registers
 stored of each kernel (kernel_schedules.py says what these are). A test compiles
 some of them again: `worse` names what has grown by more than a twentieth.
 Nothing is run; another release of the compiler makes other programs, so its
-version is part of the data.
+version is part of the data. Attention for Hopper GPUs (pallas_hopper, 'auto' on
+them) is not in it yet: its figures are made in the same way, but by jax's CUDA
+wheels alone, so those of pallas_gpu stand for GPUs.
 """
 
 import importlib.metadata

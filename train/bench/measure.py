@@ -46,7 +46,8 @@ class Check(NamedTuple):
 
   what: the ratio, in words. values: it, one per round. target: its bound.
   least: the bound is a lower one. judged: False where sizes are not those that
-  the target is about. missed: the word for a target that is.
+  the target is about. missed: the word for a target that is. most: what no
+  value can be above, unless what it is a ratio to, or the clock, is wrong.
   """
 
   what: str
@@ -55,16 +56,19 @@ class Check(NamedTuple):
   least: bool
   judged: bool = True
   missed: str = 'missed'
+  most: float | None = None
 
   @property
   def verdict(self):
     """'met' or 'missed' if every round says so, else 'within noise'.
 
-    '-': not judged.
+    '-': not judged. 'above the limit': a value is above `most`.
     """
     if not self.judged:
       return '-'
     low, _, high = spread(self.values)
+    if self.most is not None and high > self.most:
+      return 'above the limit'
     worst, best = (low, high) if self.least else (-high, -low)
     target = self.target if self.least else -self.target
     if worst >= target:
@@ -375,15 +379,9 @@ def to_json(reports):
   """Reports as JSON text; `from_json` reads it back."""
   out = []
   for report in reports:
-    fields = dict(vars(report))
-    fields['rows'] = {
-      what: dict(unit=unit, values=values)
-      for what, (unit, values) in report.rows.items()
-    }
-    fields['checks'] = [
-      c._asdict() | dict(verdict=c.verdict) for c in report.checks
-    ]
-    out.append(fields)
+    rows = {w: dict(unit=u, values=v) for w, (u, v) in report.rows.items()}
+    checks = [c._asdict() | dict(verdict=c.verdict) for c in report.checks]
+    out.append(vars(report) | dict(rows=rows, checks=checks))
   return json.dumps(out, indent=1)
 
 
@@ -395,6 +393,6 @@ def from_json(text):
       what: (row['unit'], row['values']) for what, row in report.rows.items()
     }
     report.checks = [
-      Check(**{f: c[f] for f in Check._fields}) for c in report.checks
+      Check(**{f: c[f] for f in Check._fields if f in c}) for c in report.checks
     ]
   return reports

@@ -69,7 +69,9 @@ def table(report) -> str:
     )
   memory = []
   for what, (unit, values) in report.rows.items():
-    if report.name in QUOTED and re.match(QUOTED[report.name], what):
+    if what.rpartition(' / ')[2] in peers.NAMES:  # a ratio without a target
+      lines.append(f'| {what} | {_spread(values, "{:.2f}".format)} | | |')
+    elif report.name in QUOTED and re.match(QUOTED[report.name], what):
       shown = _spread(values, measure.number)
       lines.append(f'| {what} ({unit}) | {shown} | | |')
     elif unit == 'MiB':

@@ -88,6 +88,9 @@ def test_verdict_is_of_every_round(values, target, least, verdict):
   check = measure.Check('x', values, target, least)
   assert check.verdict == verdict
   assert check._replace(judged=False).verdict == '-'
+  # A share of what is possible is judged if it is one.
+  above = verdict if max(values) <= 8 else 'above the limit'
+  assert check._replace(most=8.0).verdict == above
 
 
 def _report():
@@ -110,7 +113,12 @@ def test_text_shows_every_number_and_verdict():
 
 def test_json_comes_back():
   reports = [_report()]
-  assert measure.from_json(measure.to_json(reports)) == reports
+  text = measure.to_json(reports)
+  assert measure.from_json(text) == reports
+  (old,) = json.loads(text)  # of before checks had it
+  for check in old['checks']:
+    del check['most']
+  assert measure.from_json(json.dumps([old])) == reports
 
 
 @pytest.mark.parametrize(
@@ -382,6 +390,15 @@ def test_decode_bench():
   first = 'first token and next, ours'
   assert report.rows[f'{first}, first'][1] < report.rows[first][1]
   assert all(min(c.values) > 0 for c in report.checks)
+  whole, prompt = (c.values for c in report.checks[:2])
+  for found, part in ((whole, ''), (prompt, ', first')):  # the same work
+    ours, plain = (
+      report.rows[f'first token and next, {name}{part}'][1]
+      for name in ('ours', 'plain JAX')
+    )
+    assert found == measure.ratios(ours, plain)
+  shares = [c for c in report.checks if 'byte limit' in c.what]
+  assert [c.most for c in shares] == [1.0, 1.0]
   assert report.rows['byte limit, batch 1'][0] == 'tokens/s'
   assert 'after 64 tokens: the prompt itself' in report.rows
 

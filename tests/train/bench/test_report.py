@@ -51,6 +51,12 @@ def test_a_table_says_when_and_how():
   assert ', CUT after a: B1' in report_lib.table(cut)
   step = report_lib.table(made('step'))
   assert '| ring' not in step
+  peer = made('methods')
+  peer.add({'speed of ours / xllamacpp': [0.5, 0.25, 1.0]}, 'ratio')
+  peer.add({'gpipe / data=8': [0.5]}, 'ratio')  # judged with what it predicts
+  shown = report_lib.table(peer)
+  row = '| speed of ours / xllamacpp | 0.25 / 0.50 / 1.00 | | |'
+  assert row in shown and 'gpipe' not in shown
   assert step.endswith('\n\nMiB, medians: temporary, ring 7.50.')
   later = dataclasses.replace(
     made('step'), dates=['2026-01-02', '2026-02-01'], facts=dict(flags='')
