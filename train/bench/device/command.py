@@ -7,10 +7,10 @@ each in a process of its own, for jax gives a device to one process. --minutes
 is the whole budget. A part gets what it may take at most, less what the parts
 after it need at least; one that no longer fits is left out, and the table says
 so. A case that ends its process, or takes too long, is a row that says so: the
-process is started again for the rest. DIR has the documents after every part
-(report.py), so that nothing measured is lost by a cut; --resume measures what
-is missing, and refuses DIR if device, versions, source or options are others
-than those of its results. This process never starts jax.
+process is started again for the rest. DIR has the documents after every case
+(report.py), so that nothing measured is lost by a cut; --resume runs the cases
+that are missing or failed, and refuses DIR if device, versions, source or
+options are others than those of its results. This process never starts jax.
 """
 
 import json
@@ -179,8 +179,11 @@ def _last_line(path, code):
   return f'{how}: {said[-1][:300]}' if said else f'{how}, it printed nothing'
 
 
-def _attempt(part, plan, about, deadline):
-  """One process of a part -> (exit code, '' or why it was ended)."""
+def _attempt(part, plan, about, deadline, show):
+  """One process of a part -> (exit code, '' or why it was ended).
+
+  show: is given the record whenever another case runs.
+  """
   log = plan.folder / f'{part.name}.log'
   with log.open('a', encoding='utf-8') as out:
     process = subprocess.Popen(
@@ -196,6 +199,7 @@ def _attempt(part, plan, about, deadline):
         running, now = (record or {}).get('running'), time.monotonic()
         if running != case:
           case, since = running, now
+          show(record)
         if now > deadline:
           return -signal.SIGKILL, OVER
         if now - since > part.longest:
@@ -205,17 +209,20 @@ def _attempt(part, plan, about, deadline):
       _end(process)
 
 
-def run_part(part, plan, about, limit):
-  """Runs a part for at most `limit` seconds -> its record, which is written."""
+def run_part(part, plan, about, limit, show):
+  """Runs a part for at most `limit` seconds -> its record, which is written.
+
+  It goes on with the cases that ended well. show: is given what it has so far.
+  """
   began = time.monotonic()
   record = device_report.read(plan.folder, part.name)
-  if record is None:
-    record = device_report.begin(part.name, about, part.about)
-    device_report.write(plan.folder, record)
+  record = record or device_report.begin(part.name, about, part.about)
+  record = device_report.resumed(record)
+  device_report.write(plan.folder, record)
   spent = record['seconds']
   while record['state'] == device_report.RUNNING:
     done = len(record['cases'])
-    code, ended = _attempt(part, plan, about, began + limit)
+    code, ended = _attempt(part, plan, about, began + limit, show)
     record = device_report.read(plan.folder, part.name) or record
     case, record['running'] = record['running'], None
     if ended == OVER:
@@ -236,55 +243,44 @@ def run_part(part, plan, about, limit):
 
 def _close(record):
   """Ends a record that has an error, or has no case left."""
-  left = [n for n in record['names'] or () if n not in record['cases']]
   if record['error']:
     record['state'] = device_report.FAILED
-    if left:
-      record['error'] += f'; not reached: {", ".join(left)}'
-  elif record['names'] is not None and not left:
+  elif record['names'] is not None and {*record['names']} <= {*record['cases']}:
     bad = device_report.missed(record)
     record['state'] = device_report.FAILED if bad else device_report.OK
 
 
 def _kept(plan, about, resume):
-  """{part: record} of what --resume need not run; the rest is forgotten.
-
-  A part that was cut, or had too little time, keeps the cases that it has; one
-  that failed begins anew.
+  """{part: record} of what --resume goes on with; without it, none is kept.
 
   Raises:
     UserError: results of another device, source, version or option are there.
   """
   kept = {}
-  for part in device_parts.PARTS if resume else ():
-    record = device_report.read(plan.folder, part.name) or {}
-    known = record.get('identity', about)
+  for part in device_parts.PARTS:
+    if not resume:
+      for kind in ('json', 'log'):
+        (plan.folder / f'{part.name}.{kind}').unlink(missing_ok=True)
+    record = device_report.read(plan.folder, part.name)
+    if record is None:
+      continue
+    known = record['identity']
     if name := _differs(known, about):
       raise errors.UserError(
         f'--out={plan.folder}: {part.name} was measured with {name} '
         f'{known.get(name, "unknown")!r}, this is {about[name]!r}: one table '
         'cannot hold both; name another folder'
       )
-  for part in device_parts.PARTS:
-    record = device_report.read(plan.folder, part.name)
-    if not resume:
-      record = None
-    if record and record['state'] == device_report.OK:
-      kept[part.name] = record
-    elif record and record['names'] and not device_report.missed(record):
-      record.update(running=None, state=device_report.RUNNING, error='')
-      device_report.write(plan.folder, record)
-    else:
-      for kind in ('json', 'log'):
-        (plan.folder / f'{part.name}.{kind}').unlink(missing_ok=True)
+    kept[part.name] = record
   return kept
 
 
-def _left_out(part, plan, about):
-  record = device_report.begin(part.name, about, part.about)
+def _left_out(part, plan, record):
+  """A record with why the part was not begun; what it has, stays."""
   needs, left = least(part, plan.quick), max(0, plan.left)
+  bad = device_report.missed(record)
   return record | dict(
-    state=device_report.LEFT_OUT,
+    state=device_report.FAILED if bad else device_report.LEFT_OUT,
     error=f'it needs {needs} seconds at least, {left:.0f} were left',
   )
 
@@ -301,31 +297,32 @@ def _limit(part, later, plan):
 def run_all(plan, about, resume, say):
   """Runs every part that fits -> (all records, the Markdown document)."""
   records = _kept(plan, about, resume)
-  parts = [p for p in device_parts.PARTS if p.name not in records]
-  for name in records:
+  whole = [n for n, r in records.items() if r['state'] == device_report.OK]
+  parts = [p for p in device_parts.PARTS if p.name not in whole]
+  for name in whole:
     say(f'{name}: kept')
 
-  def publish():
+  def publish(*new):
+    records.update({record['part']: record for record in new if record})
     known = [records[p.name] for p in device_parts.PARTS if p.name in records]
     return known, device_report.publish(plan.folder, about, known)
 
   publish()
   for i, part in enumerate(parts):
     if plan.left < least(part, plan.quick):
-      record = _left_out(part, plan, about)
+      none = device_report.begin(part.name, about, part.about)
+      record = _left_out(part, plan, records.get(part.name, none))
     else:
       limit = _limit(part, parts[i + 1 :], plan)
       say(f'{part.name}: {part.about}; at most {limit:.0f} seconds')
       try:
-        record = run_part(part, plan, about, limit)
+        record = run_part(part, plan, about, limit, publish)
       except BaseException:  # Ctrl-C: the table has what was measured so far
-        records[part.name] = device_report.read(plan.folder, part.name)
-        publish()
+        publish(device_report.read(plan.folder, part.name))
         raise
-    records[part.name] = record
+    publish(record)
     line = device_report.why(record)
     say(f'{part.name}: {record["state"]}{": " if line else ""}{line[:200]}')
-    publish()
   return publish()
 
 

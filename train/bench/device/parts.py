@@ -12,6 +12,7 @@ Nothing here imports jax before a part begins.
 """
 
 from collections.abc import Callable
+import copy
 import importlib
 import json
 import os
@@ -42,7 +43,7 @@ class Part(NamedTuple):
 
 PARTS = (
   Part('ceilings', 'speed:ceilings',
-       'products and a copy: what nothing can be faster than', (6, 15), 60, 45),
+       'products and a copy: what others stand beside', (6, 15), 60, 45),
   Part('correct', 'correct:correct',
        'every kernel against a float64 loop', (20, 60), 200, 45),
   Part('train_1b', 'model:train_1b',
@@ -65,7 +66,8 @@ PARTS = (
 class Work(NamedTuple):
   """What a case is given: where it puts its figures, and how much it does.
 
-  folder: of the results. rounds: measured rounds. say: prints a line.
+  folder: of the results. rounds: measured rounds. report: without figures,
+  each case has a copy of its own. say: prints a line.
   """
 
   quick: bool
@@ -104,7 +106,6 @@ def run(part: Part, record: dict, work: Work) -> int:
 
   def save(**fields):
     seconds = before + time.perf_counter() - began
-    record.update(device_report.with_report(record, work.report))
     record.update(fields, seconds=seconds)
     device_report.write(work.folder, record)
 
@@ -118,13 +119,15 @@ def run(part: Part, record: dict, work: Work) -> int:
     save(running=name)
     work.say(name)
     ended, fault = (device_report.OK, ''), None
+    own = work._replace(report=copy.deepcopy(work.report))
     try:
-      function(work)
+      function(own)
     except Exception as e:  # a row that says so; the rest runs
       text = ' '.join(str(e).split())[:300]
       ended, fault = (device_report.FAILED, f'{type(e).__name__}: {text}'), e
       work.say(f'{name}: {ended[1]}')
     record['cases'][name] = ended
+    record.update(device_report.with_figures(record, name, own.report))
     save(running=None)
     if _of_device(fault):
       return AGAIN
@@ -140,8 +143,7 @@ def begun(argv: list[str]) -> tuple[Part, dict, Work]:
   part = find(name)
   record = device_report.read(folder, name)
   record = record or device_report.begin(name, json.loads(identity), part.about)
-  report = device_report.report_of(record)
-  report.judged = not quick
+  report = measure.BenchReport(name, '', measure.WALL, not quick)
   say = lambda line: print(f'{name}: {line}', flush=True)
   return part, record, Work(quick, int(rounds), folder, report, say)
 

@@ -35,27 +35,40 @@ def begin(part: str, identity: dict, setup: str = '') -> dict[str, Any]:
   """A record of a part of which nothing is known yet.
 
   names: its cases, None until its process has said them. cases: {name: (state,
-  error)} of those that ended. running: the one under way.
+  error)} of those that ended. running: the one under way. figures: {name:
+  report of the case, as JSON}, so that one that runs again replaces its own.
   """
-  report = measure.BenchReport(part, setup, measure.WALL)
   return dict(
-    part=part, identity=identity, state=RUNNING, error='', seconds=0.0,
-    names=None, cases={}, running=None, report=_plain(report),
+    part=part, identity=identity, setup=setup, state=RUNNING, error='',
+    seconds=0.0, names=None, cases={}, running=None, figures={},
   )  # fmt: skip
 
 
-def _plain(report):
-  return json.loads(measure.to_json([report]))[0]
+def resumed(record: dict[str, Any]) -> dict[str, Any]:
+  """The record, to go on with: of the cases that ended well alone."""
+  good = {n: c for n, c in record['cases'].items() if c[0] == OK}
+  figures = {n: f for n, f in record['figures'].items() if n in good}
+  more = dict(state=RUNNING, error='', running=None)
+  return record | more | dict(cases=good, figures=figures)
 
 
 def report_of(record):
-  """measure.BenchReport of a record."""
-  return measure.from_json(json.dumps([record['report']]))[0]
+  """measure.BenchReport of all cases of a record, in the part's order."""
+  whole = measure.BenchReport(record['part'], record['setup'], measure.WALL)
+  figures = record['figures']
+  names = [n for n in record['names'] or figures if n in figures]
+  for found in measure.from_json(json.dumps([figures[n] for n in names])):
+    whole.setup = found.setup or whole.setup
+    whole.rows |= found.rows
+    whole.checks += found.checks
+    whole.notes += found.notes
+  return whole
 
 
-def with_report(record, report):
-  """The record with other figures."""
-  return record | dict(report=_plain(report))
+def with_figures(record, case: str, report):
+  """The record with the figures of a case."""
+  plain = json.loads(measure.to_json([report]))[0]
+  return record | dict(figures=record['figures'] | {case: plain})
 
 
 def _replace(path, text):
@@ -71,11 +84,14 @@ def write(folder, record):
 
 
 def read(folder, part: str) -> dict[str, Any] | None:
-  """The record of a part, or None: there is none, or it is no record."""
+  """The record of a part, or None: there is none, or it is no record.
+
+  One of another source may have other fields, but has its identity.
+  """
   try:
     path = pathlib.Path(folder) / f'{part}.json'
     record = json.loads(path.read_text(encoding='utf-8'))
-    whole = record.keys() >= begin(part, {}).keys()
+    whole = record.keys() >= {'identity', 'state', 'cases'}
     return record if whole and record['part'] == part else None
   except (OSError, ValueError, AttributeError):
     return None
@@ -84,8 +100,7 @@ def read(folder, part: str) -> dict[str, Any] | None:
 def median(folder, part, row):
   """The median of a row that was measured before; None: it was not."""
   record = read(folder, part)
-  values = (record or {}).get('report', {}).get('rows', {}).get(row, {})
-  values = values.get('values')
+  _, values = report_of(record).rows.get(row, ('', [])) if record else ('', [])
   return measure.spread(values).median if values else None
 
 
@@ -97,7 +112,9 @@ def missed(record):
 
 def why(record):
   """What is to be said of a record's state in one line, '' if all is well."""
-  lines = [record['error'], *missed(record)]
+  left = [n for n in record['names'] or () if n not in record['cases']]
+  not_reached = f'not reached: {", ".join(left)}' if left else ''
+  lines = [record['error'], not_reached, *missed(record)]
   return '; '.join(' '.join(line.split()) for line in lines if line)
 
 
@@ -176,7 +193,7 @@ def markdown(identity, records):
     rows.append((record['part'], record['state'], cases, shown, why(record)))
   lines += _table(('part', 'state', 'cases', 'seconds', ''), rows)
   for record in records:
-    if record['state'] != LEFT_OUT:
+    if record['state'] != LEFT_OUT or record['cases']:
       lines += _figures(record)
   return '\n'.join(lines).rstrip() + '\n'
 

@@ -68,7 +68,7 @@ def _ceiling(dtype, precision, work):
 
 
 def ceilings(quick: bool) -> dict[str, Callable]:
-  """Cases of the part: nothing on this device can be faster than these."""
+  """Cases of the part: what other rates stand beside."""
   del quick
   kinds = (
     ('bfloat16', 'default'), ('float32', 'default'), ('float32', 'highest')

@@ -88,12 +88,16 @@ def test_a_cut_leaves_rows_and_resume_goes_on(
 ):
   use('fine', 'cut')
   ran = lambda: (tmp_path / 'ran').read_text().count('good')
+  text = lambda: (tmp_path / 'device.md').read_text()
+  seen = []
 
   def sleep(seconds):
     time.sleep(seconds)
     record = device_report.read(tmp_path, 'cut')
     if record and record['running'] == 'second':
-      raise KeyboardInterrupt
+      seen.append(text())
+      if len(seen) > 1:
+        raise KeyboardInterrupt
 
   with monkeypatch.context() as context:
     clock = type('Clock', (), {})()
@@ -101,7 +105,18 @@ def test_a_cut_leaves_rows_and_resume_goes_on(
     context.setattr(device, 'time', clock)
     assert run(tmp_path) == errors.EXIT_INTERRUPTED
   assert states(tmp_path) == dict(fine='ok', cut='running') and ran() == 3
-  assert '| cut | running | 1 of 2 |' in (tmp_path / 'device.md').read_text()
+  assert '| cut | running | 1 of 2 |' in seen[-1]  # before it was cut
+  assert '| cut | running | 1 of 2 |' in text()
+  assert 'running: not reached: second\n\n| what |' in text()
+
+  with monkeypatch.context() as context:  # no time for it: the table stays
+    parts = [p._replace(least=(500, 500)) for p in device_parts.PARTS]
+    context.setattr(device_parts, 'PARTS', parts)
+    context.setattr(device, 'check_budget', lambda *_: 100)
+    assert run(tmp_path, '--resume') == errors.EXIT_OK
+    assert states(tmp_path) == dict(fine='ok', cut='left out')
+    assert '| cut | left out | 1 of 2 |' in text()
+    assert 'were left; not reached: second\n\n| what |' in text()
 
   assert run(tmp_path) == errors.EXIT_USER  # results are there
   assert '--resume keeps them' in capsys.readouterr().err
@@ -119,6 +134,21 @@ def test_a_cut_leaves_rows_and_resume_goes_on(
   # What another source gave is neither joined nor lost.
   after = {p.name: p.read_bytes() for p in tmp_path.glob('*.json')}
   assert ran() == 3 and before == after and before
+
+
+def test_resume_runs_what_failed_and_keeps_the_rest(use, tmp_path):
+  use('mended')
+  ran = lambda: (tmp_path / 'ran').read_text().count('good')
+  text = lambda: (tmp_path / 'device.md').read_text()
+  assert run(tmp_path) == errors.EXIT_DIFFERENT
+  assert '| mended | failed | 2 of 3 | ' in text() and ran() == 2
+  assert '| > error of o |  | 0.5 | 0.5 | 0.5 | <= 0.1 | - |' in text()
+  (tmp_path / 'go').touch()
+  assert run(tmp_path, '--resume') == errors.EXIT_OK
+  assert states(tmp_path) == dict(mended='ok') and ran() == 2
+  assert '| mended | ok | 3 of 3 | ' in text()
+  assert '| good | TF/s | 1 | 2 | 3 |  |  |' in text()
+  assert text().count('error of o') == 1 and '| 0.05 | <= 0.1 |' in text()
 
 
 def test_what_does_not_fit_is_left_out_and_no_failure(

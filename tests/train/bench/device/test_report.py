@@ -15,7 +15,8 @@ def record(part, state='ok', goal=None, **cases):
     report.check(report_lib.GOAL + goal, [0.5], 0.8)
   report.notes.append('a note')
   made = report_lib.begin(part, ABOUT) | dict(state=state, cases=cases)
-  return report_lib.with_report(made | dict(names=list(cases)), report)
+  made |= dict(names=list(cases))
+  return report_lib.with_figures(made, next(iter(cases), 'none'), report)
 
 
 def test_a_record_comes_back(tmp_path):
@@ -28,11 +29,42 @@ def test_a_record_comes_back(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ['ceilings.json']
 
 
+def figures(value):
+  report = measure.BenchReport('x', f'setup {value}', measure.WALL)
+  report.add({f'row {value}': [value]})
+  report.check('an error', [value], 2.0, least=False)
+  report.notes.append(f'note {value}')
+  return report
+
+
+def test_a_case_that_runs_again_replaces_its_figures():
+  made = report_lib.begin('x', ABOUT) | dict(names=['a', 'b'])
+  made['cases'] = dict(a=['failed', 'wrong'], b=['ok', ''])
+  for case, value in (('a', 9.0), ('b', 1.0)):
+    made = report_lib.with_figures(made, case, figures(value))
+  assert [c.verdict for c in report_lib.report_of(made).checks] == [
+    'missed', 'met'
+  ]  # fmt: skip
+  left = report_lib.resumed(made)
+  assert left['cases'] == dict(b=['ok', '']) and left['state'] == 'running'
+  assert report_lib.why(left) == 'not reached: a'
+  found = report_lib.report_of(left)
+  assert found.setup == 'setup 1.0' and list(found.rows) == ['row 1.0']
+  again = report_lib.with_figures(left, 'a', figures(2.0))
+  found = report_lib.report_of(again)  # in the part's order
+  assert list(found.rows) == ['row 2.0', 'row 1.0']
+  assert found.notes == ['note 2.0', 'note 1.0'] and len(found.checks) == 2
+
+
 def test_what_is_no_record_is_none(tmp_path):
   assert report_lib.read(tmp_path, 'ceilings') is None
   for text in ('', '[1]', '{"part": "ceilings"}'):
     (tmp_path / 'ceilings.json').write_text(text)
     assert report_lib.read(tmp_path, 'ceilings') is None
+  # One of another source may have other fields; --resume refuses it.
+  other = dict(part='ceilings', identity=ABOUT, state='ok', cases={}, report={})
+  (tmp_path / 'ceilings.json').write_text(json.dumps(other))
+  assert report_lib.read(tmp_path, 'ceilings') == other
   report_lib.write(tmp_path, record('decode'))
   (tmp_path / 'decode.json').rename(tmp_path / 'ceilings.json')
   assert report_lib.read(tmp_path, 'ceilings') is None

@@ -37,6 +37,13 @@ def _wait(work):
     time.sleep(600)
 
 
+def _mended(work):
+  """Fails until somebody lets it go."""
+  if not (pathlib.Path(work.folder) / 'go').exists():
+    _wrong(work)
+  work.report.check('error of o', [0.05], 0.1, least=False)
+
+
 def mixed(quick):
   """Every way to end."""
   return dict(
@@ -52,6 +59,11 @@ def fine(quick):
 def cut(quick):
   """One case that ends, one that waits."""
   return dict(first=_good, second=_wait)
+
+
+def mended(quick):
+  """One of three cases fails at first."""
+  return dict(first=_good, second=_mended, third=_good)
 
 
 def endless(quick):
@@ -71,7 +83,7 @@ def part(name, most=60, longest=30):
 
 
 ALL = (
-  part('mixed', longest=2), part('fine'), part('cut'),
+  part('mixed', longest=2), part('fine'), part('cut'), part('mended'),
   part('endless', most=2), part('broken'),
 )  # fmt: skip
 
