@@ -16,8 +16,9 @@ import numpy as np
 NEG = -1e30  # lse of a row that sees nothing
 
 
-def _visible(mask, t, s, segments):
-  far = np.arange(t)[:, None] - np.arange(s)[None]
+def _visible(mask, t, s, segments, order):
+  q, k = order or (np.arange(t)[None], np.arange(s)[None])
+  far = q[:, :, None] - k[:, None]
   ok = np.ones((1, t, s), bool)
   if mask.causal:
     ok = ok & (far >= 0)
@@ -29,7 +30,7 @@ def _visible(mask, t, s, segments):
   return ok[:, None]
 
 
-def attention(mask, segments, q, k, v, sinks=None):
+def attention(mask, segments, order, q, k, v, sinks=None):
   """(o_BTNH, lse_BTN), dense; sinks_N: None, or one more logit a head."""
   b, t, n, h = q.shape
   s, kv = k.shape[1:3]
@@ -39,7 +40,7 @@ def attention(mask, segments, q, k, v, sinks=None):
   if mask.softcap:
     tanh = np.tanh(z / mask.softcap)
     z, slope = mask.softcap * tanh, 1 - tanh**2
-  z = np.where(_visible(mask, t, s, segments), z, -np.inf)
+  z = np.where(_visible(mask, t, s, segments, order), z, -np.inf)
   sink = np.full(n, -np.inf) if sinks is None else sinks
   sink = np.broadcast_to(sink[:, None], (b, n, t))
   top = np.maximum(z.max(-1), sink)

@@ -17,6 +17,7 @@ from paraxis.pallas_kernels.scans import gated_xla
 from paraxis.train.bench import measure
 from paraxis.train.bench.device import correct as correct
 from paraxis.train.bench.device import parts as device_parts
+from paraxis.train.bench.device import problems as problems
 from paraxis.train.bench.device import reference as reference
 from paraxis.train.bench.device import report as device_report
 
@@ -69,6 +70,11 @@ def without_window(form):
   return call
 
 
+def without_order(q, k, v, segments, order, mask):
+  """A forward pass that forgets the order."""
+  return attention_xla.forward(q, k, v, segments, None, mask)
+
+
 def without_delta(q, k, v, segments, order, mask, rows):
   """A backward pass that drops a term: ds = p do.v."""
   rows = rows._replace(delta=0 * rows.delta)
@@ -92,6 +98,7 @@ FAULTS = [
    dict(forward=without_window(attention_xla.forward))),
   ('attention window', 'attention', 'dq',
    dict(backward=without_window(attention_xla.backward))),
+  ('attention order', 'attention', 'dq', dict(forward=without_order)),
   ('attention causal', 'attention', 'd[qk]', dict(backward=without_delta)),
   ('attention causal', 'attention', '(o|dq)',
    dict(forward=without_last_key)),
@@ -143,6 +150,39 @@ def test_a_row_that_sees_nothing_must_say_so():
   assert reference.error(wanted, wanted) == 0
   assert reference.error(np.array([[1.0, -5.0]]), wanted) == np.inf
   assert reference.error(np.array([[reference.NEG, -5.0]]), wanted) == np.inf
+
+
+def test_a_kernel_that_auto_would_not_take_has_a_case(monkeypatch):
+  """On a Hopper GPU there are two for bfloat16 and float16."""
+  names = ('pallas_hopper', 'pallas_gpu', 'xla')
+  explained = [(n, n == names[0], None) for n in names]
+  monkeypatch.setattr(registry, 'explain', lambda op, spec: explained)
+  taken = []
+  monkeypatch.setattr(
+    problems.attention, 'attention', lambda *given: taken.append(given[6])
+  )
+  for kind in ('causal', 'Triton'):
+    problem = problems.attention_problem(kind, True, correct.LOW)
+    problem.call(*problem.arrays.values())
+  assert taken == ['pallas_hopper', 'pallas_gpu']
+  assert ('attention Triton', correct.LOW) in CASES
+
+
+def test_attention_has_cases_of_other_shapes_and_dtypes():
+  assert ('attention heads of 128', 'float16') in CASES
+  for quick in (False, True):
+    wide = problems.attention_problem('heads of 128', quick, 'float16')
+    assert {(x.shape[-1], str(x.dtype)) for x in wide.arrays.values()} == {
+      (128, 'float16')
+    }
+    fewer = problems.attention_problem('fewer keys', quick, correct.FULL)
+    q, k, v = (x.shape[1] for x in fewer.arrays.values())
+    assert q == 3 * k == 3 * v
+  for what in ('o', 'dq', 'dk'):  # a rounding is an eighth of bfloat16's
+    low, half = (
+      correct.bound_of('attention x', d, what) for d in ('bfloat16', 'float16')
+    )
+    assert low / 8 <= half * 1.07 and half < low / 7
 
 
 def test_every_op_with_a_kernel_has_a_case():
