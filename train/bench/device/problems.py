@@ -98,10 +98,12 @@ def attention_problem(kind: str, quick: bool, dtype: str) -> Problem:
     arrays |= _draw(2, FULL, sinks=(n,))
 
   def call(q, k, v, sinks=None):
-    pairs = [p and tuple(map(jnp.asarray, p)) for p in (segments, order)]
-    spec = attention.spec_of(q, k, mask, *pairs)
+    documents, at = (
+      p and tuple(map(jnp.asarray, p)) for p in (segments, order)
+    )
+    spec = attention.spec_of(q, k, mask, documents, at)
     impl = kernel_of('attention', spec, begins)
-    return attention.attention(q, k, v, mask, *pairs, impl, sinks)
+    return attention.attention(q, k, v, mask, documents, at, impl, sinks)
 
   loop = functools.partial(reference.attention, mask, segments, order)
   return Problem(arrays, call, loop, ('o', 'lse'))
