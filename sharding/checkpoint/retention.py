@@ -31,7 +31,9 @@ def expendable(
   counted = clean[-keep:]
   stay = {*steps[-1:], *counted}
   stay.update([s for s in clean if s in verified][-1:])
-  recent = [s for s in steps if s in suspect and s > min(counted, default=-1)]
+  # Of good ones `keep` follow what is older than this.
+  border = counted[0] if len(counted) == keep else -1
+  recent = [s for s in steps if s in suspect and s > border]
   if recent:
     stay.add(recent[0])
     stay.update([s for s in clean if s < recent[0]][-1:])

@@ -177,8 +177,6 @@ class Store:
     """
     self.begin(step, tree, axes, meta)
     self.barrier()
-    if not self.options.asynchronous:
-      self.wait()
 
   def begin(self, step: int, tree: Saved, axes: Mapping, meta: Any) -> None:
     """Starts fingerprints and copies of a state; arguments: `save`'s.
@@ -199,7 +197,8 @@ class Store:
     taken = self._copier.begin(tree, copied)
     self._snapshot = _Snapshot(step, taken, size, axes, meta)
     if not copied:  # the caller's own arrays, which may be donated next
-      self.wait()
+      self.barrier()
+      self._writer.drain()
 
   def before(self, step: int) -> list[int]:
     """Steps below one that are kept, the same on every process.
@@ -218,6 +217,7 @@ class Store:
     for later in self.steps() if self._first else []:
       if later > step:
         folders.remove(self._folder(later))
+    self._writer.forget(step)
     meeting.meet('later steps deleted')
 
   @property
@@ -229,6 +229,7 @@ class Store:
     """Waits for the snapshot that `begin` started, and hands it to the writer.
 
     Call before what was saved is donated; without a snapshot it does nothing.
+    Without `asynchronous` it waits until all is written, too.
 
     Raises: as `save`.
     """
@@ -251,6 +252,8 @@ class Store:
     self.check()
     self._set_aside(begun.step)
     self._writer.submit(begun.step, tree, begun.size, manifest)
+    if not self.options.asynchronous:
+      self._writer.drain()
 
   def compare_replicas(self, step: int, tree: Tree) -> None:
     """IntegrityError naming leaf and device if copies of a shard differ."""
@@ -278,6 +281,7 @@ class Store:
         folder.rename(pathlib.Path(aside) / str(step))
         self._say(f'damaged checkpoint {folder} is now in {aside}')
       self._writer.bad.discard(step)
+      self._writer.verified.discard(step)
     meeting.meet('a checkpoint begun')
 
   def check(self) -> None:

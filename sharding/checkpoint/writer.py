@@ -13,6 +13,7 @@ import pathlib
 import re
 import shutil
 import sys
+import threading
 from typing import NamedTuple
 
 import jax
@@ -38,7 +39,7 @@ class Options(NamedTuple):
 
   Attributes:
     keep: newest good steps that stay (retention.py).
-    asynchronous: `save` returns before the state is written.
+    asynchronous: `save` and `barrier` return before the state is written.
     failures: so many saves in a row that fail are an error.
     host_bytes: of snapshots in memory; 0: of two. More wait.
     verify_every: commits between those whose files are read back and compared
@@ -84,6 +85,7 @@ class Writer:
     self._left = 0  # barriers of it that are to come, while all could write
     self._orbax: ocp.AsyncCheckpointer | None = None
     self._thread = futures.ThreadPoolExecutor(1, 'checkpoint')
+    self._pruning = threading.Lock()
 
   def _folder(self, step):
     return self._directory / str(step)
@@ -230,15 +232,21 @@ class Writer:
       shutil.rmtree(path, ignore_errors=True)
 
   def _prune(self, keep):
-    """Deletes the good steps that need not stay."""
-    found = {
-      s: m
-      for s, m in manifest_lib.committed(self._directory).items()
-      if s not in self.bad
-    }
-    suspect = [s for s, m in found.items() if m['meta'].get(SUSPECT)]
-    for step in retention.expendable(found, keep, suspect, self.verified):
-      folders.remove(self._folder(step))
+    """Deletes the good steps that need not stay; called in either thread."""
+    with self._pruning:  # what one lists the other must not delete
+      found = {
+        s: m
+        for s, m in manifest_lib.committed(self._directory).items()
+        if s not in self.bad
+      }
+      suspect = [s for s, m in found.items() if m['meta'].get(SUSPECT)]
+      for step in retention.expendable(found, keep, suspect, self.verified):
+        folders.remove(self._folder(step))
+
+  def forget(self, step) -> None:
+    """Of the steps after one nothing is known: they are deleted."""
+    self.bad = {s for s in self.bad if s <= step}
+    self.verified = {s for s in self.verified if s <= step}
 
   def check(self) -> None:
     """Reports finished writes; never waits. Call every step.
@@ -248,6 +256,11 @@ class Writer:
     """
     while self._writing and self._writing[0].future.done():
       self._settle(self._writing.popleft())
+
+  def drain(self) -> None:
+    """Returns when nothing is being written; raises as `check`."""
+    futures.wait([w.future for w in self._writing])
+    self.check()
 
   def wait(self) -> None:
     """Returns when all is written.

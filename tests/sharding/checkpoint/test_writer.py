@@ -1,5 +1,6 @@
 """Saving beside training: snapshots, failed writes, what stays, durability."""
 
+from concurrent import futures
 import contextlib
 import os
 import pathlib
@@ -265,6 +266,86 @@ def test_without_host_memory_a_save_blocks(mesh, tmp_path, monkeypatch):
     assert equal(s.restore(3, like)[0], wanted)
 
 
+def test_a_save_that_is_not_asynchronous(mesh, tmp_path):
+  """Written when `barrier` returns, which the training loop calls."""
+  options = store.Options(asynchronous=False)
+  with store.Store(tmp_path, options) as s:
+    s.begin(3, state(mesh), AXES, {})
+    assert s.copying  # beside the next gradient
+    s.barrier()
+    assert not s._writer.writes(3) and s.steps() == [3]
+
+
+@pytest.mark.parametrize('host_memory', [True, False])
+def test_saves_that_block_may_fail_as_others_may(
+  mesh, tmp_path, said, monkeypatch, host_memory
+):
+  def fail(folder):
+    raise OSError(f'{folder.name} is gone')
+
+  monkeypatch.setattr(snapshot, 'has_host_memory', lambda device: host_memory)
+  options = store.Options(asynchronous=not host_memory, failures=3)
+  with store.Store(tmp_path, options, say=said.append) as s:
+    s.save(0, state(mesh), AXES, {})
+    monkeypatch.setattr(folders, 'force', fail)
+    s.save(1, state(mesh), AXES, {})
+    with pytest.raises(errors.CrashError, match='/1 was not written'):
+      s.wait()  # as of a last one
+    s.save(2, state(mesh), AXES, {})
+    told = [line.partition('Training')[2] for line in said]
+    assert told == [' continues (1 of 3).', ' continues (2 of 3).']
+    with pytest.raises(errors.CrashError, match='/3 was not .* 3 in a row'):
+      s.save(3, state(mesh), AXES, {})
+    assert s.steps() == [0]
+
+
+def test_two_threads_that_prune(mesh, tmp_path, monkeypatch):
+  """The one that writes, and the one that makes room for the next step."""
+  both, of = threading.Barrier(2, timeout=0.5), retention.expendable
+
+  def listed(*args):
+    with contextlib.suppress(threading.BrokenBarrierError):
+      both.wait()  # passed where both have listed the same steps
+    return of(*args)
+
+  with store.Store(tmp_path, store.Options(keep=9)) as s:
+    for step in range(3):
+      s.save(step, state(mesh), AXES, {})
+    s.wait()
+    monkeypatch.setattr(retention, 'expendable', listed)
+    with futures.ThreadPoolExecutor(2) as threads:
+      list(threads.map(s._writer._prune, (1, 1)))
+    assert s.steps() == [2] and both.broken
+
+
+@pytest.mark.parametrize('name', ['bad', 'verified'])
+def test_what_is_known_of_steps_goes_with_them(mesh, tmp_path, name):
+  """A rolled back run saves the same steps again: nothing is known of these."""
+  with store.Store(tmp_path, store.Options(keep=2)) as s:
+    for step in (1, 2):
+      s.save(step, state(mesh), AXES, {})
+    s.wait()
+    getattr(s._writer, name).update((1, 2))
+    s.drop(1)
+    assert getattr(s._writer, name) == {1}
+    for step in (2, 3, 4):
+      s.save(step, state(mesh), AXES, {})
+    s.wait()
+    assert s.steps() == [1, 3, 4]
+
+
+def test_a_step_that_was_set_aside_is_not_verified(mesh, tmp_path):
+  with store.Store(tmp_path, store.Options(keep=1)) as s:
+    s.save(1, state(mesh), AXES, {})
+    s.wait()
+    s._writer.verified.add(1)
+    s._writer.bad.add(1)
+    for step in (1, 2):
+      s.save(step, state(mesh), AXES, {})
+    s.wait()
+    assert s.steps() == [2]
+
+
 def test_steps_before_a_spike_are_those_that_stay(mesh, tmp_path):
   with store.Store(tmp_path, store.Options(keep=2), say=print) as s:
     for step in (1, 2, 3):
@@ -391,6 +472,10 @@ def test_files_are_on_the_disk_before_the_rename_and_before_pruning(
     ([1, 2, 3, 4, 5], 1, [3, 4, 5], [], [1, 4]),
     ([2, 3, 5, 6], 2, [3], [], [2, 3]),  # two good ones followed
     ([2, 3, 5], 2, [3], [], []),
+    ([10, 20, 30], 3, [10, 20], [], [20]),  # one good one followed
+    ([1, 2, 3, 4, 5], 2, [2, 3], [], [1, 2, 3]),  # two did
+    ([1, 2, 3, 4], 2, [1, 2], [], [1, 2]),
+    ([1, 2, 3, 4], 3, [1, 2], [], [2]),
     ([1], 1, [1], [], []),
     ([1, 2], 1, [1, 2], [], []),
     ([], 3, [], [], []),
