@@ -10,8 +10,8 @@ of G's shape and damped G:
     d = Q_L' Q_L G Q_R' Q_R,    at most CLIP in root mean square
 
 |X| is a lower bound of the largest singular value. Factors are fitted at every
-step of the first FLAT, after them every `every` steps. V is a function of the
-seed, the step and the matrix, whatever the layout.
+step of the first FLAT, after them every `every` steps, and never where G is 0.
+V is a function of the seed, the step and the matrix, whatever the layout.
 
 Legend: B matrices, M rows, N columns.
 """
@@ -99,16 +99,31 @@ def _update(b1, every, stacks, count):
       stacks['left'][group],
       stacks['right'][group],
     )
-    d = left.mT @ (left @ mean @ right.mT) @ right
+    # Factors of gradients that nearly vanished are large: squares, and products
+    # of both, would overflow when a gradient comes.
+    d, inner = _unit(left @ mean @ right.mT)
+    d, outer = _unit(left.mT @ d @ right)
     size = jnp.sqrt(jnp.mean(jnp.square(d), (1, 2), keepdims=True))
-    d = d / jnp.maximum(1, size / CLIP)
+    d = d * jnp.minimum(inner * outer, CLIP / size)
     for name, x in dict(direction=d, mu=mu, left=left, right=right).items():
       out[name][group] = x
   return out
 
 
+def _top(x):
+  """(B, 1, 1): the largest absolute value of each matrix, above 0."""
+  top = jnp.max(jnp.abs(x), (1, 2), keepdims=True)
+  return jnp.maximum(top, jnp.finfo(x.dtype).tiny)
+
+
+def _unit(x):
+  """(x / t, t): t as of `_top`."""
+  top = _top(x)
+  return x / top, top
+
+
 def _fitted(g, ids, count, left, right):
-  """(left, right) after a step of their own."""
+  """(left, right) after a step of their own; as they are if g is 0."""
   keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(i), count))(ids)
   probe = jax.vmap(lambda key: jax.random.normal(key, g.shape[1:], g.dtype))(
     keys
@@ -123,12 +138,15 @@ def _fitted(g, ids, count, left, right):
   )  # fmt: skip
   c = matrices.apiece(solve, left, probe)
   c = matrices.apiece(solve, right, c.mT).mT
-  left = _stepped(left, a @ a.mT, c @ c.mT)
-  right = _stepped(right, a.mT @ a, c.mT @ c)
+  top = jnp.maximum(_top(a), _top(c))  # a step is of their ratio
+  a, c = a / top, c / top
+  new_left = _stepped(left, a @ a.mT, c @ c.mT)
+  new_right = _stepped(right, a.mT @ a, c.mT @ c)
   # Their product counts alone: both are kept of one size.
-  size = lambda q: jnp.max(jnp.abs(q), (1, 2), keepdims=True)
-  share = jnp.sqrt(size(right) / size(left))
-  return left * share, right / share
+  share = jnp.sqrt(_top(new_right) / _top(new_left))
+  some = jnp.any(g != 0, (1, 2), keepdims=True)  # else they grow without end
+  left = jnp.where(some, new_left * share, left)
+  return left, jnp.where(some, new_right / share, right)
 
 
 def _stepped(q, whitened, probed):

@@ -51,7 +51,7 @@ def schedule(config, steps):
 
 
 def check(config, sizes):
-  """UserError if a layout cannot serve the rule of a schema.Config.
+  """UserError if a layout or a ramp cannot serve a schema.Config's rule.
 
   sizes: {mesh axis: size}.
   """
@@ -62,6 +62,12 @@ def check(config, sizes):
       f'replicas, and optimizer.name={c.name}: its update reads whole matrices '
       'or all parameters, and in the region of one replica it would be given '
       'shards; take adamw.'
+    )
+  if c.name == 'sophia' and config.train.batch_ramp:
+    raise errors.UserError(
+      f'train.batch_ramp={config.train.batch_ramp!r} with optimizer.name='
+      'sophia: its Hessian is the squared gradient times the tokens of a step, '
+      "which a ramp changes; take train.batch_ramp='' or adamw."
     )
   if c.name == 'schedule_free':
     for wrong, field, value, take in (

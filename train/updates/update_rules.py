@@ -19,7 +19,8 @@ Two are not the paper's: sophia's diagonal of the Hessian, tokens times the
 squared gradient of a step (algorithm 2), is of the true labels, not of labels
 that the model draws, and of the clipped gradient; mars takes the
 gradient of the last batch, not of this one at the last parameters (the paper's
-approximate form).
+approximate form). Sophia's tokens are those of whole rows: where only n of them
+have loss (data.loss_on, padding), its diagonal is tokens / n times too large.
 """
 
 import functools

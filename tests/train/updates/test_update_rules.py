@@ -450,6 +450,29 @@ def test_kron_whitens_what_it_is_given():
   assert not np.tril(q, -1).any() and not np.tril(r, -1).any()
 
 
+@pytest.mark.parametrize('first', [0.0, 1.0])
+def test_kron_of_a_matrix_long_without_gradients(first):
+  """No token comes to an expert, then one does."""
+  params = {'wide': jnp.zeros((64, 4)), 'narrow': jnp.zeros((3, 1))}
+  dims = dict.fromkeys(params, matrices.Dims(0, 1))
+  rule = update_rules.kron.scale_by_kron(dims, lambda p, side, x: x, 0.9, 10)
+  update, state = jax.jit(rule.update), rule.init(params)
+  rng = np.random.default_rng(0)
+
+  def grads(norm):
+    g = {p: rng.normal(size=x.shape) for p, x in params.items()}
+    return {p: jnp.asarray(norm * x / np.linalg.norm(x)) for p, x in g.items()}
+
+  for norm in (first, *[0.0] * 799):
+    _, state = update(grads(norm), state)
+  assert first or all((np.diag(x) == 1).all() for x in state.left.values())
+  for _ in range(11):  # one of them fits the factors
+    directions, state = update(grads(0.5), state)
+    for d in directions.values():
+      assert 1e-3 < np.sqrt(np.mean(np.square(d))) < 1.11
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
 CONFIG = schema.Config(
   mesh=schema.Mesh(zero=1),
   model=schema.Model(
@@ -511,6 +534,15 @@ def test_schedule_free_says_what_it_needs(changes, words):
   config = schema.with_values(config, {'mesh.zero': 0} | changes)
   with support.refused(*words):
     program_lib.on_devices(config, 'data=8', abstract=True)
+
+
+@pytest.mark.usefixtures('float64')
+def test_sophia_wants_steps_of_as_many_tokens():
+  config = schema.with_value(CONFIG, 'optimizer', _settings('sophia'))
+  ramp = schema.with_value(config, 'train.batch_ramp', '8:8:2')
+  with support.refused("batch_ramp='8:8:2'", 'optimizer.name=sophia'):
+    program_lib.on_devices(ramp, 'data=8', abstract=True)
+  program_lib.on_devices(config, 'data=8', abstract=True)
 
 
 def test_old_names_of_fields_are_read():
