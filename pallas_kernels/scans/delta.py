@@ -73,7 +73,8 @@ def delta_scan(
       forgets all of the head, as a reset does, and has no gradient.
     beta_BTH: shares b, 0 (write nothing) to 1 (replace), or to 2 (reflect).
     reset_BT: bool, true at the first token of a document: it forgets the state
-      that reaches it, and its own decay is not used. None: nowhere.
+      that reaches it, and its own decay is not used. None: nowhere. What is not
+      finite passes it in chunks, whose products mix all tokens; not in 'loop'.
     state_BHKV: before the first token. None: zeros.
     chunk: tokens of a chunk, a power of two >= 8; 0: the default of the
       implementation. Does not change the result beyond rounding.

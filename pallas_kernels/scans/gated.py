@@ -131,7 +131,8 @@ def gated_scan(
       dtype of q. -inf forgets all of the key or head, as a reset does, and has
       no gradient.
     reset_BT: bool, true at the first token of a document: it forgets the state
-      that reaches it, and its own decay is not used. None: nowhere.
+      that reaches it, and its own decay is not used. None: nowhere. What is not
+      finite passes it only within a chunk, whose products mix all its tokens.
     state_BHKV: before the first token. None: zeros.
     chunk: tokens of a chunk, a power of two >= 8; 0: the default of the
       implementation. Does not change the result beyond rounding.

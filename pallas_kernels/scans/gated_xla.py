@@ -124,7 +124,9 @@ def _update(token, state):
   _, k, v, g, keep = token
   decay = jnp.where(keep, jnp.exp(g), 0)
   k = _on_heads(k, v)
-  return decay, decay[..., None] * state + k[..., None] * v[..., None, :]
+  # Not 0 times it, which may be NaN.
+  kept = jnp.where(keep[..., None], decay[..., None] * state, 0)
+  return decay, kept + k[..., None] * v[..., None, :]
 
 
 def _on_heads(x_BGK, v_BHV):

@@ -44,12 +44,14 @@ class LinearScanSpec:
   shape: tuple[int, ...]  # B, T, D
   dtype: str  # of a and b together
   sharded: bool = False  # as in attention/op.py
+  others: tuple[str, ...] = ()  # of a and of b; () = dtype
 
 
 def spec_of(*arrays):
   """The LinearScanSpec of one call; the last array has the shape."""
   x, dtype = arrays[-1], str(jnp.result_type(*arrays))
-  return LinearScanSpec(x.shape, dtype, registry.spread(x))
+  others = tuple(str(y.dtype) for y in arrays)
+  return LinearScanSpec(x.shape, dtype, registry.spread(x), others)
 
 
 def check(op, b_BTD, reset_BT, state_BD):
@@ -80,8 +82,10 @@ def linear_scan(
     a_BTD: factors, any float dtype. A padding token has a = 1, b = 0.
     b_BTD: inputs.
     reset_BT: None or bool; where True the state before the token is forgotten.
+      One that is not finite passes it in 'xla' and 'pallas_gpu', as 0 times it.
     state_BD: None (zeros) or the state before the first token.
-    impl: 'auto' or the name of a registered implementation.
+    impl: 'auto' or the name of a registered implementation. 'xla' multiplies
+      the factors of up to T tokens: it is not for products that overflow.
 
   Returns:
     h in b's dtype and the state after the last token in
@@ -153,7 +157,8 @@ def loop_forward(a_BTD, b_BTD, state_BD):
   """One token after the other."""
 
   def step(h, ab):
-    h = ab[0] * h + ab[1]
+    a, b = ab
+    h = jnp.where(a == 0, 0, a * h) + b  # what it forgets may be NaN
     return h, h.astype(b_BTD.dtype)
 
   last, h_TBD = lax.scan(step, state_BD, (_time(a_BTD), _time(b_BTD)))

@@ -29,6 +29,14 @@ LANES, MOST_LANES, MOST_ROWS = 128, 512, 256
 DTYPES = 'bfloat16', 'float32'
 
 
+def limits(spec, target):
+  """None, or what else the kernel cannot take (registry.kernel)."""
+  del target
+  if {*spec.others} - {*DTYPES}:  # together they may be float32
+    return f'takes {" and ".join(DTYPES)}, not {" with ".join(spec.others)}'
+  return None
+
+
 def _tile_scan(a, b, reverse):
   """Inclusive scan of the maps of a tile along its rows; (T, D) float32."""
   rows = a.shape[0]
@@ -38,6 +46,7 @@ def _tile_scan(a, b, reverse):
     turn = rows - by if reverse else by
     a_by, b_by = pltpu.roll(a, turn, 0), pltpu.roll(b, turn, 0)
     there = at < rows - by if reverse else at >= by
+    there &= a != 0  # what it forgets may be NaN
     b = jnp.where(there, a * b_by + b, b)
     a = jnp.where(there, a * a_by, a)
     by *= 2
@@ -58,7 +67,7 @@ def _kernel(a_ref, b_ref, start_ref, out_ref, *rest, tile, reverse):
     a, b = (r[at, :].astype(jnp.float32) for r in (a_ref, b_ref))
     if not reverse:
       total, h = _tile_scan(a, b, False)
-      h = total * c + h
+      h = jnp.where(total == 0, 0, total * c) + h
       out_ref[at, :] = h.astype(out_ref.dtype)
       return h[tile - 1 :]
     total, m = _tile_scan(a, a * b, True)

@@ -255,6 +255,28 @@ def test_a_kernel_that_forgets_the_state_is_found(interpreted, monkeypatch):
   assert min(found['o'], found['state']) > 0.1
 
 
+@pytest.mark.parametrize('name', [*KERNELS, 'xla', 'loop'])
+@pytest.mark.parametrize('scalar', [False, True])
+def test_what_is_not_finite_passes_a_reset_of_no_other_chunk(
+  name, scalar, interpreted
+):
+  run = op(impl=name, chunk=16 * (name == 'xla'))
+  if name in KERNELS:
+    run = interpreted(KERNELS[name])
+  inputs, cotangents = single(*make(40, scalar=scalar, K=16, V=16))
+  _, k, v, g, reset, _ = inputs
+  reset[:], reset[:, 24] = False, True
+  clean = both(run, inputs, cotangents)
+  k[0, 3], v[0, 4], g[1, 5] = np.nan, np.inf, np.nan
+  found = both(run, inputs, cotangents)
+  assert np.isnan(found[0][:, 16:24]).any((1, 2, 3)).all()
+  # What enters a chunk may reach all gradients in it.
+  first = dict(o=24, state=0)
+  for what, one, other in zip(NAMES[:-1], found, clean, strict=False):
+    one, other = (y[:, first.get(what, 32) :] for y in (one, other))
+    np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize('name', [*KERNELS, 'xla'])
 def test_bfloat16_keeps_its_dtypes_and_sums_wider(name, interpreted):
   run = op() if name == 'xla' else interpreted(KERNELS[name])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import support
 
+from paraxis.pallas_kernels import registry
 from paraxis.pallas_kernels.scans import linear as linear_scan
 from paraxis.pallas_kernels.scans import linear_gpu as linear_scan_gpu
 from paraxis.pallas_kernels.scans import linear_tpu as linear_scan_tpu
@@ -109,6 +110,35 @@ def test_a_dirty_slot_is_cleared_by_a_reset():
   h, _ = linear_scan.linear_scan(a, b, reset, np.full_like(state, np.nan))
   clean, _ = linear_scan.linear_scan(a, b, reset, state)
   np.testing.assert_array_equal(h, clean)
+
+
+@pytest.mark.parametrize('impl', ['loop', 'tpu'])
+def test_what_is_not_finite_passes_no_reset(impl):
+  (a, x, state), reset, cotangents = problem(2, 37, 3, np.float32)
+  reset[:] = False
+  a[:, 20] = 0  # what the op makes of a reset
+  run = interpreted(impl) if impl in KERNELS else impl
+  clean = both(run, (a, x, state), reset, cotangents)
+  a[0, 5], x[1, 12] = np.nan, np.inf
+  found = both(run, (a, x, state), reset, cotangents)
+  assert not np.isfinite(found[0][:, 12:20]).any()
+  for one, other, first in zip(found, clean, (20, 0, 21, 20), strict=False):
+    one, other = (y[:, first:] for y in (one, other))
+    np.testing.assert_array_equal(one, other)
+
+
+def test_two_narrow_dtypes_are_no_kernel_of_a_tpu():
+  (a, x, state), reset, cotangents = problem(2, 5, 3, np.float32)
+  a, x = a.astype('f2'), x.astype(jnp.bfloat16)
+  g = cotangents[0].astype(jnp.bfloat16), cotangents[1]
+  dtypes = [y.dtype for y in both('loop', (a, x, state), reset, g)]
+  assert dtypes == [jnp.bfloat16, 'f4', 'f2', jnp.bfloat16, 'f4']
+  find = functools.partial(
+    registry.resolve, 'linear_scan', target=kernel_cases.TPU
+  )
+  assert find(spec=linear_scan.spec_of(a, x)).name == 'xla'
+  with support.refused('bfloat16 and float32', 'float16 with bfloat16'):
+    find('pallas_tpu', linear_scan.spec_of(a, x))
 
 
 def test_what_does_not_fit_is_an_error():
