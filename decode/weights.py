@@ -35,7 +35,9 @@ def prepare(model, params, config):
     if make is not None:  # what was loaded: a cast before it would round twice
       out[p] = jax.vmap(make)(v)  # of a layer
     else:
-      out[p] = v if model.kinds[p] == 'vector' else v.astype(dtype)
+      # Routers, their biases and counts: rounded they would choose others.
+      kept = model.kinds[p] == 'vector' or 'choices' in model.axes[p]
+      out[p] = v if kept else v.astype(dtype)
   return model.unstack(out)
 
 

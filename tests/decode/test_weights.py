@@ -18,6 +18,7 @@ from paraxis.decode import __main__ as command
 from paraxis.decode import loop
 from paraxis.decode import step
 from paraxis.decode import weights
+from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models.text import tokenizer
 from paraxis.sharding.tensor import int4
@@ -141,6 +142,36 @@ def test_a_wrong_scale_is_seen(monkeypatch):
 
   monkeypatch.setattr(int4, 'make', wrong)
   assert np.abs(logits(built, params, weights='int4') - sound).max() > 1e-2
+
+
+@pytest.mark.parametrize('weight', ['loaded', 'int4'])
+@pytest.mark.parametrize('leaf', ['bias', 'router'])
+def test_routers_choose_as_in_training(leaf, weight):
+  """In bfloat16, by differences that it has no digits for."""
+  experts = dict(count=8, d_ff=32, scores='sigmoid', bias_rate=1e-3)
+  built, params = made(dtype='bfloat16', param_dtype='float32', experts=experts)
+  near = 1 + 1e-3 * np.random.default_rng(1).permutation(8)
+  bias, router = 'layers/moe/bias', params['layers/moe/router']
+  if leaf == 'bias':
+    params[bias] = 0 * params[bias] + near
+    params['layers/moe/router'] = 0 * router
+  else:
+    params[bias] = 0 * params[bias]
+    params['layers/moe/router'] = router[..., :1] * near
+  kept = dict(weights=weight, weight_group=32)
+  found, model = logits(built, params, **kept), built.model
+  ids = np.random.default_rng(0).integers(0, 264, (8, 8)).astype('i4')
+  ones = np.ones_like(ids)
+  data = batch_lib.Batch(ids, None, ones, np.cumsum(ones, 1) - 1, None, 1.0)
+
+  def whole(params):
+    read = weights.rounded(model, params, schema.Decode(**kept))
+    return model.logits(read, model.features(read, data)[0])
+
+  with build.use(built):
+    wanted = np.asarray(jax.jit(whole)(params))
+  far = np.abs(found - wanted).max(-1) / np.abs(wanted).max()
+  assert far.max() < 0.05, far
 
 
 def nbytes(tree):
