@@ -248,6 +248,13 @@ def _check_layers(model, method, layers):
       f'decode.method={method} drafts with the first layers of the model: '
       f'decode.draft_layers={layers} of {most}; {advice}.'
     )
+  each = model.group_layers
+  if layers % each:
+    raise errors.UserError(
+      f'decode.method={method} drafts with the first layers of the model: '
+      f'decode.draft_layers={layers} cuts a group of {each} layers, which read '
+      f'the same (model.groups={model.groups}); take a multiple of {each}.'
+    )
 
 
 def _pearl(draft, choice):

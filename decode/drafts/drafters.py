@@ -31,10 +31,12 @@ from paraxis.sharding import annotate
 
 
 def first_layers(model, layers):
-  """decoder.Decoder of the first layers of one; 0: all of it."""
+  """decoder.Decoder of the first layers of one, whole groups; 0: all of it."""
   if not layers:
     return model
-  small = dataclasses.replace(model.config, num_layers=layers)
+  own = model.config
+  groups = own.groups and layers // own.group_layers
+  small = dataclasses.replace(own, num_layers=layers, groups=groups)
   return decoder.Decoder(small, layout=model.layout)
 
 

@@ -49,10 +49,16 @@ class Pending(NamedTuple):
 
 def layer_of(model):
   """decoder.Decoder of the draft layer: of the kind of the model's last one."""
+  own, kind = model.config, model.pattern[-1]
+  # layer.kinds_of: E or P experts behind the mixer, . nothing, or an mlp.
+  given = dict(pattern=kind[1]) if kind[1:] in ('E', 'P') else dict(count=0)
   small = dataclasses.replace(
-    model.config,
+    own,
     num_layers=1,
-    pattern=model.pattern[-1][0],
+    groups=min(own.groups, 1),
+    pattern=kind[0],
+    mlp='none' if kind[1:] == '.' else own.mlp,
+    experts=dataclasses.replace(own.experts, **given),
     recurrence=recurrence.Recurrence(),
   )
   return decoder.Decoder(small, layout=model.layout)

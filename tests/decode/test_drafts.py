@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import support
 
+from paraxis.configs import schema
+from paraxis.decode import loop
 from paraxis.decode import step
 from paraxis.decode import trees
 from paraxis.decode.drafts import distill
@@ -250,6 +252,58 @@ def test_a_layer_of_another_model_of_the_same_size_is_refused(
   made = module_cases.generator(pattern)
   with support.refused(f'decode.draft={path} was trained', differs):
     made.generate(PROMPTS, **given)
+
+
+@pytest.mark.parametrize(
+  'model, kind',
+  [
+    (dict(experts=dict(pattern='DE')), 'FE'),
+    (dict(experts=dict(pattern='EP')), 'FP'),
+    (dict(experts=dict(pattern='ED')), 'F'),
+    (dict(pattern='F-F'), 'F.'),
+    (dict(pattern='F-F', experts=dict(pattern='E')), 'F.'),
+    (dict(wiring='groups', groups=2, num_layers=4), 'F'),
+  ],
+)
+def test_a_draft_layer_is_of_the_kind_of_the_last_one(model, kind):
+  """What follows its mixer, too: all that it begins with is read."""
+  count = 4 if 'experts' in model else 0
+  experts = model.get('experts', {}) | dict(count=count)
+  model = dict(d_model=16, num_layers=2, d_ff=16) | model
+  built = build.build(
+    schema.view(dict(model=model | dict(experts=experts))), 'data=1',
+    devices=jax.devices()[:1],
+  ).model  # fmt: skip
+  layer = eagle.layer_of(built)
+  assert (*layer.pattern, built.pattern[-1]) == (kind, kind)
+  assert layer.config.group_layers == 1
+  params = built.unstack(module_cases.parameters(built, 0.1))
+  own = {*eagle.initial(built, params)} - {eagle.MIX}
+  read = {p.removeprefix('layers/') for p in layer.stack.leaves}
+  assert own == {f'layers/0/{p}' for p in read}
+
+
+def test_a_draft_of_whole_groups():
+  """Of four layers in two groups; the second one changes nothing."""
+  model = dict(
+    vocab_size=V, d_model=D, num_layers=4, d_ff=D, wiring='groups', groups=2,
+    dtype='float64', param_dtype='float64', tied_embedding=False,
+  )  # fmt: skip
+  config = schema.view(dict(model=model, mesh=dict(sequence=False)))
+  built = build.build(config, 'data=1', devices=jax.devices()[:1])
+  params = module_cases.parameters(built.model, 0.4)
+  for path in ('attention/output', 'mlp/down'):
+    params[f'layers/{path}'][2:] = 0
+  made = loop.Generator(
+    built, {p: jnp.asarray(x) for p, x in params.items()},
+    module_cases.Numbers(V, -1), config.decode, lambda line: None,
+  )  # fmt: skip
+  given = dict(max_new_tokens=21, temperature=0.0, method='speculative')
+  for row in made.generate(PROMPTS, drafts=3, draft_layers=2, **given):
+    assert row['lengths'] == [0, 0, 0, 0, 5]
+  for layers in (1, 3):
+    with support.refused(f'draft_layers={layers}', 'group of 2', 'groups=2'):
+      made.generate(PROMPTS, drafts=3, draft_layers=layers, **given)
 
 
 def test_features_before_a_token():
