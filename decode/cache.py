@@ -97,7 +97,8 @@ def evict(model, cache, rows_R: jax.Array):
   """`cache` with rows_R (bool) free for requests that begin.
 
   Slots are not cleared. The state of a recurrence is: where a request begins
-  some multiply it by 0, which a number that is not finite survives.
+  kind C gives the values in it a weight of 0, which a number that is not finite
+  survives; the others take zeros in its place.
 
   Raises:
     UserError: another request, which is not evicted, reads such a row.

@@ -29,6 +29,7 @@ from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models import checks as model_checks
 from paraxis.models import layer
+from paraxis.models import side
 from paraxis.models.mixers import packed
 from paraxis.models.mixers import protocol as mixer
 from paraxis.sharding import annotate
@@ -138,6 +139,7 @@ def of_checkpoint(checkpoint, changes=(), texts=()) -> Case:
   config.update_from_flattened_dict(dict(changes))
   config = schema.view(config)
   built, params, *_ = checkpoint.parts(config, '', 1, texts)
+  side.check_decoding(built.model)
   values = {p: np.asarray(x).astype(np.float64) for p, x in params.items()}
   config = dataclasses.replace(
     config,
@@ -298,12 +300,10 @@ class Engine:
 
   def generator(self):
     """loop.Generator of greedy texts; prompts are lists of ids."""
-    ids = Ids(self.model.config.vocab_size)
+    given = self.built, self.stacked, Ids(self.model.config.vocab_size)
     fields = schema.Decode(max_new_tokens=NEW, temperature=0.0)
     with build.use(self.built), compiling.quickly():
-      return loop.Generator(
-        self.built, self.stacked, ids, fields, lambda line: None
-      )
+      return loop.Generator(*given, fields, lambda line: None)
 
 
 class Session:

@@ -137,16 +137,20 @@ def forked(proof):
   """A fork of a request, and a fork of that, beside it = every text alone."""
   engine, session = proof.engine, cases.begun(proof.engine)
   gone = np.arange(cases.R) == 1
-  for step, (old, new) in enumerate([(0, 3), (3, 1)]):
-    with build.use(engine.built):
-      if step == 0:
-        session.cache = cache_lib.sharing(session.cache, 2)
-      else:
-        session.cache = cache_lib.evict(engine.model, session.cache, gone)
-      session.cache = cache_lib.fork(engine.model, session.cache, old, [new])
-    session.texts[new] = list(session.texts[old])
-    session.step(cases.MIXED, {r: (r, 1) for r in range(cases.R)})
   name = 'a fork, a fork of it, the parent = uncached'
+  try:
+    for step, (old, new) in enumerate([(0, 3), (3, 1)]):
+      with build.use(engine.built):
+        if step == 0:
+          session.cache = cache_lib.sharing(session.cache, 2)
+        else:
+          session.cache = cache_lib.evict(engine.model, session.cache, gone)
+        session.cache = cache_lib.fork(engine.model, session.cache, old, [new])
+      session.texts[new] = list(session.texts[old])
+      session.step(cases.MIXED, {r: (r, 1) for r in range(cases.R)})
+  except errors.UserError as e:
+    yield proof.refused(name, e)
+    return
   yield proof.row(name, *session.difference())
 
 

@@ -173,6 +173,8 @@ def test_a_branch_that_sees_its_neighbours_is_found(monkeypatch):
 
 
 def test_a_state_that_is_not_rolled_back_is_found(monkeypatch):
+  """Nor cleared: of kind C, whose values a new request gives a weight of 0."""
+
   def lengths(model, cache, length_R, before=None):
     del model, before
     return cache._replace(length=jnp.minimum(cache.length, length_R))
@@ -183,9 +185,11 @@ def test_a_state_that_is_not_rolled_back_is_found(monkeypatch):
 
   monkeypatch.setattr(cache_lib, 'rollback', lengths)
   monkeypatch.setattr(cache_lib, 'evict', none)
-  rows = proven('G', properties.rolled_back, properties.given_away)
-  assert [row.word for row in rows] == ['FAIL', 'FAIL']
-  assert rows[1].measured == float('inf')  # NaN of the one before
+  (row,) = proven('G', properties.rolled_back)
+  assert row.word == 'FAIL'
+  (row,) = proven('C', properties.given_away)
+  assert row.word == 'FAIL'
+  assert row.measured == float('inf')  # NaN of the one before
 
 
 def test_a_shard_that_reads_other_heads_is_found(monkeypatch):
@@ -303,6 +307,31 @@ def test_a_checkpoint_is_certified_with_its_own_parameters(
   assert 'W: sliding window' in out and 'model.window 9 -> 6' in out
   assert 'recurrent' not in out  # which no layer reads
   assert 'PASS  cached = uncached' in out and 'all 1 properties hold' in out
+
+
+def test_a_run_with_a_side_network_is_refused_as_by_decoding(tmp_path, capsys):
+  tiny = dict(vocab_size=2048, d_model=16, num_layers=1, num_heads=2, d_ff=32)
+  config = schema.view({'model': tiny, 'train': dict(side=4)})
+  built = build.build(config, 'data=1', devices=jax.devices()[:1])
+  with build.use(built):
+    params = jax.jit(lambda: built.model.init(jax.random.key(3)))()
+  path = support.save_run(tmp_path, config, built, params)
+  said = []
+  for flag in ('--certify', '--prompt=a'):
+    code = command_line.run(command.main, [f'--checkpoint={path}', flag])
+    said.append(capsys.readouterr().err.splitlines()[-1])
+    assert code == errors.EXIT_USER and 'train.side=4' in said[-1]
+  assert said[0] == said[1]
+
+
+def test_streams_have_no_forks():
+  """One row is refused, and the others go on."""
+  changes = {'model.wiring': 'streams', 'model.streams': 2}
+  proofs = properties.cached, properties.forked, properties.given_away
+  rows = proven('F', *proofs, changes=changes)
+  words = [row.word for row in rows]
+  assert words == ['PASS', properties.REFUSED, 'PASS'], rows
+  assert 'model.streams=2' in rows[1].why
 
 
 @pytest.mark.parametrize(
