@@ -105,14 +105,16 @@ class Scorer:
     """[(nats, tokens)] of documents, every token predicted once.
 
     Disjoint windows, as lm-eval's loglikelihood_rolling: each continues the one
-    token before it, the first one the id `first`, with the next `length`.
+    token before it, the first one the id `first`, with the next `length`; the
+    last one, if it is shorter, as many tokens more as a row has room for.
     """
     pairs, owner = [], []
     for i, text in enumerate(texts):
       ids = self.tokenizer.encode(text)
       for a in range(0, len(ids), self.length):
-        before = ids[a - 1 : a] if a else [first]
-        pairs.append((before, ids[a : a + self.length]))
+        end = min(a + self.length, len(ids))
+        before = ids[end - self.length - 1 : a] if a else [first]
+        pairs.append((before, ids[a:end]))
         owner.append(i)
     sums = [(0.0, 0)] * len(texts)
     for i, found in zip(owner, self.scores(pairs), strict=True):
