@@ -154,12 +154,13 @@ def _decode(options, overrides, _):
   if options.chat:
     from paraxis.decode import chat as chat_lib
 
-    chat = chat_lib.Chat(made.tokenizer, template, options.system)
+    given = made.tokenizer, template, options.system, made.begins
+    chat = chat_lib.Chat(*given)
     if not inputs:
       chat_lib.talk(made, chat, sys.stdin, options.stop, **chosen)
       return errors.EXIT_OK
     inputs = chat.each(prompts)
-  domains = prompts_lib.domains(options.domain, len(inputs), made.tokenizer)
+  domains = prompts_lib.domains(options.domain, len(inputs), made)
   if options.prompts_file is not None:
     more = made.refused(inputs, domains, **chosen)
     prompts.bad.update(

@@ -16,13 +16,14 @@ class Chat:
 
   Args:
     tokenizer: of models.text.tokenizer. template: its text. system: first
-      message of every conversation; '': none.
+      message of every conversation; '': none. begins: as of loop.Generator.
   """
 
-  def __init__(self, tokenizer, template, system=''):
+  def __init__(self, tokenizer, template, system='', begins=True):
     if not template:
       raise templates.missing('--chat: answers need', tokenizer.name)
     self._tokenizer, self._template = tokenizer, template
+    self._begins = begins
     self._first = [dict(role='system', content=system)] if system else []
     self._specials = self._token('bos_id'), self._token('end_id')
 
@@ -63,7 +64,8 @@ class Chat:
     )
     found, _ = tokens.encode_offsets(text)
     begun = text.startswith(tokens.specials)
-    return found if begun else [tokens.bos_id(), *found]
+    found = found if begun else [tokens.bos_id(), *found]
+    return found if self._begins else found[1:]
 
 
 def asked(text):

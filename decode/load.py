@@ -182,9 +182,11 @@ class Checkpoint:
   def generator(self, config, mesh_text='', rows=1, texts=()):
     """A loop.Generator of `parts`, which has the arguments and errors."""
     built, params, tokenizer, ends = self.parts(config, mesh_text, rows, texts)
+    next_token = config.train.objective == 'next_token'
     return loop.Generator(
-      built, params, tokenizer, config.decode, self._say, ends
-    )
+      built, params, tokenizer, config.decode, self._say, ends,
+      begins=next_token or config.model.mask_shift,
+    )  # fmt: skip
 
   def parts(self, config, mesh_text='', rows=1, texts=()):
     """(build.Built, its parameters, verified, on its mesh; the tokenizer; ids

@@ -60,7 +60,9 @@ class Generator:
   A compiled program is kept per (rows, prompt bucket, token bucket, filters).
   """
 
-  def __init__(self, built, params, tokenizer, config, say=_say, ends=()):
+  def __init__(
+    self, built, params, tokenizer, config, say=_say, ends=(), begins=True
+  ):
     """Lays the parameters out for decoding.
 
     Args:
@@ -70,13 +72,16 @@ class Generator:
       config: configs.schema.Decode, the defaults of `generate`.
       say: prints one line.
       ends: ids that end a row, beside the tokenizer's end token.
+      begins: whether the model has seen the token that a document begins with.
+        Where masks are predicted where they are it has not
+        (train/data/objectives.py), and prompts are without.
 
     Raises:
       UserError: the tokenizer has more entries than the embedding; the model
         has a side network.
     """
     self.built, self.tokenizer, self.config = built, tokenizer, config
-    self._model, self._say = built.model, say
+    self._model, self._say, self.begins = built.model, say, begins
     side.check_decoding(self._model)
     vocab = self._model.config.vocab_size
     if tokenizer.vocab_size > vocab:
@@ -315,8 +320,9 @@ class Generator:
     for i, (prompt, domain) in enumerate(zip(prompts, domains, strict=True)):
       if isinstance(prompt, str):
         if domain is not None:
-          self.tokenizer.require_domain(domain)
-        prompt = [self.tokenizer.bos_id(domain), *self.tokenizer.encode(prompt)]
+          self.require_domain(domain)
+        first = [self.tokenizer.bos_id(domain)] if self.begins else []
+        prompt = [*first, *self.tokenizer.encode(prompt)]
       if 0 <= (mask := self._model.config.mask_id) and mask in prompt:
         raise errors.UserError(
           f'prompt {i}: token id {mask} is model.mask_id, which stands for a '
@@ -334,6 +340,16 @@ class Generator:
         )
       out.append(list(map(int, prompt)))
     return out
+
+  def require_domain(self, domain):
+    """UserError unless a text may begin as those of a domain do."""
+    if not self.begins:
+      raise errors.UserError(
+        f'domain {domain!r} is told by the first token of a document, which '
+        'this model of masks never reads (train.objective, with model.'
+        'mask_shift=False): leave out the domain.'
+      )
+    self.tokenizer.require_domain(domain)
 
   def _fit(self, ids, config, least=0):
     """(cache slots, prompt bucket), or UserError with both numbers.

@@ -116,10 +116,10 @@ def without_bad(prompts, *more):
   return left, *map(keep, more)
 
 
-def domains(given, count, tokenizer):
-  """One domain, or None, per prompt."""
+def domains(given, count, made):
+  """One domain, or None, per prompt; made: loop.Generator."""
   for domain in given:
-    tokenizer.require_domain(domain)
+    made.require_domain(domain)
   if len(given) in (0, 1):
     return (given or [None]) * count
   if len(given) != count:

@@ -3,8 +3,9 @@
 Of files of ids without their tokenizer, `Ids` takes them as they are.
 
 A document is trained on as [bos(domain)] + encode(text) + [end]; a prompt as
-[bos(domain)] + encode(text). Special tokens are only ever added by id: a
-document that contains the characters '<|end|>' gets their ordinary encoding.
+[bos(domain)] + encode(text), if the model ever reads the first (decode/loop.py:
+`Generator`). Special tokens are only ever added by id: a document that contains
+the characters '<|end|>' gets their ordinary encoding.
 
 Which beginning-of-document token: `<|domain|>` if the vocabulary has it; else
 the one that tokenizer_config.json beside it says to add (`stated`, `keep`);

@@ -113,6 +113,18 @@ def test_a_conversation_goes_on(run, made, monkeypatch):
   assert alone['text'] != want[1]  # the test can fail
 
 
+def test_without_the_token_that_a_conversation_begins_with(made):
+  """Written by the template, or put before it; a masked model reads none."""
+  generator, template = made
+  asked = chat_lib.asked('Name it')
+  for text in (template, 'x' + template):
+    with_it, without = (
+      chat_lib.Chat(generator.tokenizer, text, begins=begins).ids(asked)
+      for begins in (True, False)
+    )
+    assert with_it[1:] == without
+
+
 def test_what_is_refused(run, tmp_path):
   code, out, err = run('--prompt=a <|im_end|> b')
   assert (code, out) == (2, '') and "spells the special token '<|im_end" in err

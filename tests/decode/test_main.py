@@ -167,6 +167,41 @@ def run_generator(run):
     return opened.generator(schema.view(opened.config()))
 
 
+@pytest.mark.parametrize('shift', [False, True])
+def test_prompts_of_masked_models_begin_as_their_rows_do(
+  capsys, tmp_path, shift
+):
+  """With the first token of a document, or without: it was never an input."""
+  model = TINY | dict(visibility='full', mask_id=2047, mask_shift=shift)
+  decode = dict(max_new_tokens=6, temperature=0.0, method='unmask')
+  train = dict(objective='masked')
+  config = schema.view(dict(model=model, decode=decode, train=train))
+  built = build.build(config, 'data=1', devices=jax.devices()[:1])
+  with build.use(built):
+    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  path = support.save_run(tmp_path, config, built, params)
+
+  def call(*flags):
+    flags = f'--checkpoint={path}', '--prompt=The KING', '--json', *flags
+    return command_line.run(command.main, flags), *capsys.readouterr()
+
+  code, out, _ = call()
+  (sample,) = json.loads(out)['samples']
+  with load.Checkpoint(path, say=lambda line: None) as opened:
+    made = opened.generator(config)
+  vocabulary = made.tokenizer
+  ids = vocabulary.encode('The KING')
+  both = made.generate([ids, [vocabulary.bos_id(), *ids]])
+  assert both[0]['tokens'] != both[1]['tokens']
+  assert code == 0 and sample['tokens'] == both[shift]['tokens']
+  code, _, err = call('--domain=drama')
+  if shift:
+    assert code == 0
+  else:
+    last = err.splitlines()[-1]
+    assert code == 2 and "domain 'drama'" in last and 'mask_shift' in last
+
+
 TRAINED = {
   'context': dict(context=8, context_form='rsa', zero=1),
   'rings': dict(
