@@ -116,6 +116,19 @@ def _new(tasks, made, asked):
   return new
 
 
+def _check_output(file):
+  """UserError if figures could not be written to --json=."""
+  if not file:
+    return
+  path = pathlib.Path(file).expanduser()
+  if path.is_dir():
+    raise errors.UserError(
+      f'--json={file} is a folder: name a file, such as {path / "out.json"}.'
+    )
+  if not path.parent.is_dir():
+    raise errors.UserError(f'--json={file}: no folder {path.parent}.')
+
+
 def _evaluate(options, overrides, _):
   if not options.tasks:
     raise errors.UserError('evaluate on what? --tasks=FILE,...')
@@ -126,9 +139,7 @@ def _evaluate(options, overrides, _):
       '--stop= is empty, and would end every exact match at once: name a text, '
       'or leave it out.'
     )
-  folder = pathlib.Path(options.json or '.').expanduser().parent
-  if not folder.is_dir():
-    raise errors.UserError(f'--json={options.json}: no folder {folder}.')
+  _check_output(options.json)
   tasks = [tasks_lib.read(name, options.text_key) for name in names]
   command_line.prepare_devices(options.devices)
   results = []
@@ -150,10 +161,10 @@ def _evaluate(options, overrides, _):
           f'than {made.length} tokens leave room for: cut from the left'
         )
       results.append(found)
-  if options.json:
+  print(table(results))
+  if options.json:  # last: what fails here loses no figures
     about = dict(model=name, step=step(), sequence_length=made.length)
     _write(options.json, about, results)
-  print(table(results))
   return errors.EXIT_OK
 
 

@@ -26,6 +26,7 @@ from paraxis.decode import weights
 from paraxis.models import batch as batch_lib
 from paraxis.models import build
 from paraxis.models import checks as model_checks
+from paraxis.models import side
 from paraxis.sharding import annotate
 
 CHUNK = 64  # tokens of a row whose logits are there at a time
@@ -187,7 +188,9 @@ class Scorer:
     return [row['text'] for row in made[: len(rows)]]
 
   def check_new(self, new):
-    """UserError if so many new tokens leave no room for a prompt."""
+    """UserError if a model has no cache to make new tokens with, or so many
+    leave no room for a prompt."""
+    side.check_decoding(self._built.model)
     if new >= self.length:
       raise errors.UserError(
         f'max_new_tokens={new} leaves nothing of the {self.length} tokens of a '

@@ -10,6 +10,8 @@ import pytest
 import support
 
 from paraxis.configs import schema
+from paraxis.decode.evaluate import command
+from paraxis.decode.evaluate import score
 from paraxis.decode.evaluate import tasks
 from paraxis.models import batch
 from paraxis.models import build
@@ -251,6 +253,47 @@ def test_bad_input_is_one_line(run, files, flags, words):
   assert (code, out) == (2, '')
   assert all(word in err[-1] for word in words), err
   assert sum('Traceback' in line for line in err) == 0
+
+
+def test_figures_are_not_lost(run, monkeypatch):
+  """A folder is no file, which is said at once; what fails later has a table
+  before it."""
+  code, out, err = run({'a.txt': 'x'}, '--json=.')
+  assert (code, out, len(err)) == (2, '', 1) and '--json=. is a folder' in err[
+    0
+  ]
+
+  def full(*_, **more):
+    raise OSError('No space left on device')
+
+  monkeypatch.setattr(command.pathlib.Path, 'write_text', full)
+  code, out, err = run({}, '--tasks=a.txt', '--json=out.json')
+  assert code == 2 and '--json=out.json: No space left' in err[-1]
+  assert 'bits_per_byte' in out
+
+
+def test_a_side_network_is_refused_before_any_score(run, tmp_path, monkeypatch):
+  """One task of several needs texts that it cannot make."""
+  config = schema.view({
+    'model': SIZES, 'train': dict(side=4),
+    'data': dict(tokenizer='bytes', sequence_length=32),
+  })  # fmt: skip
+  built = build.build(config, 'data=1', devices=jax.devices()[:1])
+  with build.use(built):
+    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+  path = support.save_run(tmp_path / 'side', config, built, params)
+  scored = []
+
+  def rolling(self, texts, first):
+    scored.append(texts)
+    return [(-1.0, 1)] * len(texts)
+
+  monkeypatch.setattr(score.Scorer, 'rolling', rolling)
+  files = {'a.txt': 'x', 'm.jsonl': [dict(prompt='Sea', answer='?')]}
+  model = (f'--checkpoint={path}',)
+  code, out, err = run(files, model=model)
+  assert (code, out, scored) == (2, '', []) and 'train.side=4' in err[-1]
+  assert run({'a.txt': 'x'}, model=model)[0] == 0 and scored
 
 
 def test_one_model_is_named(run, made):
