@@ -25,6 +25,7 @@ are not kept: read back, they may hang (`may_hang`).
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -106,18 +107,18 @@ class Overlay:
     for folder in (self.store.parent, self.store, around):
       folder.mkdir(mode=0o700, exist_ok=True)
     _sweep(around)
-    self.folder = pathlib.Path(tempfile.mkdtemp(dir=around))
-    self._lock = _locked(self.folder)
+    self.folder, self._lock = _made(around)
     self._known = set()
     damaged = 0
     for entry in os.scandir(self.store):
       name, _, mark = entry.name.rpartition('.')
       if not name.endswith(SUFFIX) or not _MARK.fullmatch(mark):
         continue
-      if not _fits(entry.path, mark):
+      fits = _fits(entry.path, mark)
+      if fits is False:
         pathlib.Path(entry.path).unlink(missing_ok=True)
         damaged += 1
-      else:
+      elif fits:
         self._known.add(name)
         _link(entry.path, self.folder / name)
     if damaged:
@@ -161,13 +162,14 @@ class Overlay:
 
 
 def _fits(path, mark):
-  """Whether a stored entry is what its name says; True: another removed it."""
+  """Whether a stored entry is what its name says; None: it does not read now.
+
+  Another process removed it, this one has too many open files, and the like.
+  """
   try:
     return _mark(plain_files.read_bytes(path)) == mark
-  except FileNotFoundError:
-    return True
-  except OSError:
-    return False
+  except OSError as e:
+    return False if e.errno == errno.EINVAL else None  # EINVAL: no file
 
 
 def content(path):
@@ -220,10 +222,12 @@ def guard(folder):
         # What has a second link is in the store, or comes from there.
         with contextlib.suppress(FileNotFoundError):  # others remove some, too
           data = content(entry.path) if entry.stat().st_nlink == 1 else b''
-          if data is not None:  # else it is being written
+          if data is None:  # it is being written
+            continue
+          if may_hang(data):  # not known: its name comes again
+            os.unlink(entry.path)
+          else:
             known.add(entry.name)
-            if may_hang(data):
-              os.unlink(entry.path)
 
   jax.monitoring.register_event_listener(before)
 
@@ -237,6 +241,22 @@ def _link(source, target):
     new = f'{target}.{os.getpid()}'
     shutil.copyfile(source, new)
     os.replace(new, target)
+
+
+def _made(around):
+  """(a new folder, its lock).
+
+  Until the lock is held, another process's `_sweep` may take the folder for one
+  whose process has ended, and remove it: then there is another.
+  """
+  for _ in range(10):
+    folder = pathlib.Path(tempfile.mkdtemp(dir=around))
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+      handle = _locked(folder)
+      if os.fstat(handle).st_nlink:  # 0: removed before it was locked
+        return folder, handle
+      os.close(handle)
+  raise OSError(errno.EAGAIN, 'other processes remove each new folder', around)
 
 
 def _locked(folder):

@@ -1,11 +1,16 @@
 """The store of compiled programs survives kills, torn entries and moves."""
 
+import errno
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 
 from jax._src import compilation_cache
+import pytest
 
+from paraxis.configs.base import plain_files
 from paraxis.sharding.meter import compile_store
 
 PROGRAM = """
@@ -35,7 +40,7 @@ jax.jit(lambda x: x * 2 + 1)(x).block_until_ready()
 if 'looped' in sys.argv:
   mesh = jax.make_mesh((2,), ('data',))
   x = jax.device_put(x, jax.NamedSharding(mesh, jax.P('data')))
-  for send in (lambda x: x + 1, lambda x: jax.lax.psum(x, 'data')) * 2:
+  for send in (lambda x: x + 1, lambda x: jax.lax.psum(x, 'data')) * 3:
     def looped(x):
       return jax.lax.fori_loop(0, 3, lambda i, x: send(x), x)
     run = jax.jit(jax.shard_map(
@@ -116,6 +121,59 @@ def test_what_a_process_that_ended_early_left_is_removed(tmp_path):
   mine.close()
 
 
+@pytest.mark.parametrize('when', ['swept', 'swept after open', 'sweeping'])
+def test_a_sweep_before_the_lock_costs_one_folder(when, tmp_path, monkeypatch):
+  """Another process finds the new folder, and no lock on it."""
+  locked, flock, folders, sweeping = compile_store._locked, fcntl.flock, [], []
+
+  def lock(folder):
+    folders.append(folder)
+    if folders == [folder] and when == 'swept':
+      shutil.rmtree(folder)
+    if folders == [folder] and when == 'sweeping':
+      sweeping.append(locked(folder))
+    return locked(folder)
+
+  def late(handle, flags):
+    if len(folders) == 1 and when == 'swept after open':
+      shutil.rmtree(folders[0])
+    flock(handle, flags)
+
+  monkeypatch.setattr(compile_store, '_locked', lock)
+  monkeypatch.setattr(compile_store.fcntl, 'flock', late)
+  mine = compile_store.Overlay(tmp_path)
+  assert len(folders) == 2 and mine.folder == folders[1]
+  assert (mine.folder / 'lock').exists()
+  mine.close()
+  for handle in sweeping:
+    os.close(handle)
+
+
+def test_an_entry_that_does_not_read_now_is_left_alone(tmp_path, monkeypatch):
+  """As with too many open files; what is no file is damaged."""
+  overlay = compile_store.Overlay(tmp_path)
+  (overlay.folder / 'x-cache').write_bytes(packed(b'1'))
+  overlay.close()
+  (entry,) = entries(tmp_path)
+  os.mkfifo(entry.with_name('y-cache.1-00000000'))
+  lines, read = [], plain_files.read_bytes
+
+  def refuse(path):
+    if 'x-cache' in str(path):
+      raise OSError(errno.EMFILE, 'Too many open files')
+    return read(path)
+
+  monkeypatch.setattr(plain_files, 'read_bytes', refuse)
+  other = compile_store.Overlay(tmp_path, lines.append)
+  assert not list(other.folder.glob('*-cache')) and entries(tmp_path) == [entry]
+  assert len(lines) == 1 and '1 compiled programs' in lines[0]
+  monkeypatch.undo()
+  again = compile_store.Overlay(tmp_path, lines.append)
+  assert (again.folder / 'x-cache').exists() and len(lines) == 1
+  other.close()
+  again.close()
+
+
 def test_processors_do_not_share_code(tmp_path, monkeypatch):
   overlay = compile_store.Overlay(tmp_path)
   (overlay.folder / 'y-cache').write_bytes(packed(b'1'))
@@ -130,9 +188,16 @@ def test_processors_do_not_share_code(tmp_path, monkeypatch):
 def test_no_loop_of_several_cpu_devices_is_read_back(tmp_path):
   """Nor in the process that wrote it; a loop that sends nothing is."""
   looped = lambda root, *words: run(root, 'looped', *words).stdout.split()
-  assert looped(tmp_path / 'a')[:4] == ['0', '0', '1', '1']
-  counts = [int(n) for n in looped(tmp_path / 'a')[:4]]
-  assert counts[1] == counts[0] and counts[3] == counts[2] == counts[0] + 1
+  assert looped(tmp_path / 'a')[:6] == ['0', '0', '1', '1', '2', '2']
+  counts = [int(n) for n in looped(tmp_path / 'a')[:6]]
+  assert [n - counts[0] for n in counts] == [0, 0, 1, 1, 2, 2]
   names = [p.name for p in entries(tmp_path / 'a')]
   assert sum('looped' in name for name in names) == 1
-  assert looped(tmp_path / 'b', 'unguarded')[:4] == ['0', '0', '1', '2']
+  assert looped(tmp_path / 'b', 'unguarded')[:6] == [
+    '0',
+    '0',
+    '1',
+    '2',
+    '3',
+    '4',
+  ]
