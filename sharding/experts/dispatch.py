@@ -96,7 +96,8 @@ def size(region: tuple[str, ...]) -> int:
 
 def slots(plan: DispatchPlan, tokens: int, choices: int) -> int:
   """Capacity of an expert for one device's tokens; 0: unlimited."""
-  return math.ceil(tokens * choices / plan.experts * plan.factor)
+  exact = tokens * choices / plan.experts * plan.factor
+  return math.ceil(float(f'{exact:.9g}'))  # 55.00000000000001 is 55
 
 
 def _resolve(plan):

@@ -33,10 +33,15 @@ def multiplier(gather, sizes_E, block):
 
 
 def _of_rows(bias_EF, sizes_E, rows):
-  """The bias of each row's expert; rows behind the last run have any."""
+  """The bias of each row's expert; rows behind the last run have none.
+
+  Their cotangent may be anything, too: a select keeps it out of the gradient.
+  """
   if sizes_E is None:
     return jnp.repeat(bias_EF, rows // len(bias_EF), 0)
-  return jnp.repeat(bias_EF, sizes_E, 0, total_repeat_length=rows)
+  bias_SF = jnp.repeat(bias_EF, sizes_E, 0, total_repeat_length=rows)
+  used_S = jnp.arange(rows) < sizes_E.sum()
+  return jnp.where(used_S[:, None], bias_SF, 0)
 
 
 class _Product(NamedTuple):

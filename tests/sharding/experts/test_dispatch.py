@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import support
 
+from paraxis.pallas_kernels.matmul import grouped
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.experts import dispatch as expert
+from paraxis.sharding.experts import product as expert_product
 from paraxis.sharding.meter import aot
 from paraxis.sharding.meter import hlo
 
@@ -177,6 +179,50 @@ def test_one_device(factor):
   expected = reference(math.ceil(N * K / E * factor), 1)
   assert not wrong(found, expected)
   assert (expected[DROPPED] > 0) == bool(factor)
+
+
+@pytest.mark.parametrize(
+  'tokens, choices, experts, factor, capacity',
+  [
+    (50, 2, 2, 1.1, 55),  # 55.00000000000001 in floating point
+    (48, 5, 8, 8 / 5, 48),
+    (9, 1, 8, 1.0, 2),
+    (8, 1, 8, 1.0001, 2),
+    (8, 1, 8, 1e-12, 1),
+    (8, 1, 8, 0.0, 0),
+  ],
+)
+def test_slots_are_counted_exactly(tokens, choices, experts, factor, capacity):
+  plan = expert.DispatchPlan(experts, factor=factor)
+  assert expert.slots(plan, tokens, choices) == capacity
+
+
+def test_rows_behind_the_last_run_move_no_bias(monkeypatch):
+  """They come out of a product as anything, and so do their gradients."""
+  product, runs = grouped.product, [2, 0, 4]
+  used = (np.arange(10) < sum(runs))[:, None]
+  monkeypatch.setattr(
+    grouped, 'product', lambda *a: jnp.where(used, product(*a), jnp.nan)
+  )
+  up, down, x, *_ = arrays()
+  up, down, x = map(jnp.asarray, (up[:3], down[:3], x[:10]))
+  rng = np.random.default_rng(1)
+  first, last = rng.normal(size=(3, F)), rng.normal(size=(3, D))
+  multiply = expert_product.multiplier((), jnp.array(runs, jnp.int32), 2)
+
+  def loss(first, last):
+    h = jnp.tanh(multiply(x, up, 1, first))
+    return jnp.where(used, jnp.sin(multiply(h, down, 2, last)), 0).sum()
+
+  def looped(first, last):
+    each, of = 0.0, np.repeat(np.arange(3), runs)
+    for row, e in zip(x, of, strict=False):
+      h = jnp.tanh(row @ up[e] + first[e])
+      each += jnp.sin(h @ down[e] + last[e]).sum()
+    return each
+
+  found = jax.grad(loss, (0, 1))(first, last)
+  support.close(found, jax.grad(looped, (0, 1))(first, last))
 
 
 @pytest.mark.parametrize('hot', [None, (1, 5)])
