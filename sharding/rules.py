@@ -130,10 +130,13 @@ PRESETS = {
 
 
 def preset(text: str) -> Rules:
-  """The rules of that name, perhaps changed: 'fsdp_tensor vocab=tensor+fsdp'.
+  """The rules of that name, perhaps changed: 'fsdp_tensor vocab=tensor mlp='.
+
+  A change is LOGICAL=AXIS+AXIS, or LOGICAL= for none.
 
   Raises:
-    UserError: an unknown name or axis; it lists the known ones.
+    UserError: an unknown name or axis, and it lists the known ones; a change
+      without =.
   """
   name, *changes = text.split() or ['']
   if name not in PRESETS:
@@ -148,11 +151,16 @@ def preset(text: str) -> Rules:
     )
   table = dict(PRESETS[name].table)
   for change in changes:
-    logical, _, axes = change.partition('=')
+    logical, equals, axes = change.partition('=')
     if logical not in LOGICAL:
       raise errors.UserError(
         f'mesh.rules={text!r}: {logical!r} is not a logical axis '
         f'({", ".join(LOGICAL)}).' + schema.suggest(logical, LOGICAL)
+      )
+    if not equals:
+      raise errors.UserError(
+        f'mesh.rules={text!r}: {change!r} names no mesh axis; write '
+        f'{logical}=AXIS+AXIS, or {logical}= to shard it over none.'
       )
     if logical == 'slots':
       raise errors.UserError(

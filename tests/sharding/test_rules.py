@@ -1,6 +1,7 @@
 """Logical names -> specs: what each preset shards, and what it refuses."""
 
 import math
+import re
 
 from jax.sharding import PartitionSpec as P
 import pytest
@@ -105,6 +106,14 @@ def test_a_preset_may_be_changed():
   assert base.axes('mlp') == ('tensor',)  # the preset itself is as it was
 
 
+def test_the_example_of_a_change_can_be_used():
+  (text,) = re.findall("'(.+)'", rules.preset.__doc__)
+  made = rules.preset(text)
+  for names in (('vocab', 'embed'), MATRIX, ('batch', 'length', 'vocab')):
+    rules.spec(names, None, made, SIZES)
+  made.check_used(SIZES)
+
+
 @pytest.mark.parametrize(
   'text, words',
   [
@@ -114,6 +123,7 @@ def test_a_preset_may_be_changed():
      ["'vocb' is not a logical axis", 'residual_length', "mean 'vocab'?"]),
     ('fsdp_tensor vocab=tensr',
      ["'tensr' is not a mesh axis", 'context', "mean 'tensor'?"]),
+    ('fsdp_tensor mlp', ["'mlp' names no mesh axis", 'or mlp= to']),
     ('fsdp_tensor vocab=tensor,fsdp', ["'tensor,fsdp' is not a mesh axis"]),
   ],
 )  # fmt: skip
