@@ -14,6 +14,7 @@ the file with --config=, and executes it by that.
 """
 
 import inspect
+import keyword
 import re
 import sys
 
@@ -134,6 +135,10 @@ def _check(letter, cls, section, shrink, file):
     isinstance(cls.name, str) and re.fullmatch('[a-z][a-z0-9_]*', cls.name),
     f'name={cls.name!r}: parameters stand under it, so it is lower-case '
     'letters, digits and _',
+  )
+  need(
+    not keyword.iskeyword(cls.name),
+    f'name={cls.name!r} is a keyword of Python; rename it',
   )
   taken = {m.name for k, m in layer.MIXERS.items() if k != letter}
   need(

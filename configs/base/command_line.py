@@ -40,11 +40,14 @@ FOLDER = pathlib.Path(__file__).resolve().parents[1]
 def find_config(name):
   """Path of a config: a file, or the name of one that ships with paraxis."""
   path = pathlib.Path(name)
-  if path.is_file():
-    return path
   shipped = FOLDER / f'{path.stem}.py'
-  if str(path.parent) in ('.', 'configs') and shipped.is_file():
-    return shipped
+  try:
+    if path.is_file():
+      return path
+    if str(path.parent) in ('.', 'configs') and shipped.is_file():
+      return shipped
+  except OSError as e:  # no permission, a name that is too long
+    raise errors.UserError(f'--config={name}: {e.strerror}.') from e
   names = [p.stem for p in papers()]
   raise errors.UserError(
     f'--config={name}: no such file; configs that ship with paraxis: '

@@ -18,6 +18,7 @@ what a checkpoint says is taken as it is.
 
 from collections.abc import Mapping
 import dataclasses
+import keyword
 from typing import Any
 
 from paraxis.configs.base import field as field_lib
@@ -63,6 +64,8 @@ def _table(given, path):
     here = f'{path}.{name}'
     if not (isinstance(name, str) and name.isidentifier()) or name[0] == '_':
       raise UserError(f'{here}: a name of letters, digits and _ is needed.')
+    if keyword.iskeyword(name):
+      raise UserError(f'{here}: {name} is a keyword of Python; rename it.')
     if dataclasses.is_dataclass(value) or isinstance(value, Mapping):
       out[name] = _table(value, here)
     elif type(value) not in _KINDS:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -68,6 +69,19 @@ def test_without_a_config():
 def test_a_wrong_argument_is_one_line(argv, words):
   with support.refused(words):
     _parse(*argv)
+
+
+def test_a_config_that_cannot_be_looked_up_is_one_line(monkeypatch):
+  for name in ('a' * 300, 'a' * 254, f'configs/{"a" * 254}'):
+    with support.refused(f'--config={name}: File name too long.'):
+      command_line.find_config(name)
+
+  def locked(path):
+    raise PermissionError(13, 'Permission denied', str(path))
+
+  monkeypatch.setattr(pathlib.Path, 'is_file', locked)
+  with support.refused('--config=/locked/a.py: Permission denied.'):
+    command_line.find_config('/locked/a.py')
 
 
 MINE = """
