@@ -29,6 +29,7 @@ from paraxis.sharding.checkpoint import snapshot
 from paraxis.sharding.meter import aot
 from paraxis.train.steps import outer
 from paraxis.train.steps import zeroth_order
+from paraxis.train.updates import optimizers
 
 PACKAGES = (
   'jax',
@@ -176,6 +177,7 @@ def _mesh(config, mesh_text):
   change = zeroth_order.layout(config, build.mesh_sizes(config, mesh_text))
   built = build.build(config, mesh_text, config.train.remat, change=change)
   outer.check(config, built)
+  optimizers.check(config, dict(built.mesh.shape))
   zeroth_order.check(config, built)
   build.check_rows(
     config.microbatch_rows,

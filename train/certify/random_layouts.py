@@ -12,6 +12,8 @@ Cost: about 8 CPU-seconds a configuration.
 
 import random
 
+import jax
+
 from paraxis.configs import schema
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
@@ -23,6 +25,8 @@ from paraxis.train.run import workdir as workdir_lib
 
 PROPERTIES = ('loss', 'gradients', 'update', 'layout')
 CONFIG = 'configs/quickstart.py'
+DEVICES = 8  # of `paraxis verify` without --devices
+FEWEST = 4  # every mesh that is drawn has two axes or more
 _ONE = {f'mesh.{axis}': 1 for axis in mesh_lib.AXES}
 # Fields of mixers so small that eight devices share them.
 _MIXERS = {
@@ -116,11 +120,15 @@ def draw(count, seed, base, devices):
       yield fields
 
 
-def command(fields, dtype):
-  """The command that certifies a configuration alone, mesh first."""
+def command(fields, dtype, devices=DEVICES):
+  """The command that certifies a configuration alone, mesh first.
+
+  devices: how many there are.
+  """
   mesh = {axis: fields.get(f'mesh.{axis}', 1) for axis in mesh_lib.AXES}
   words = [f'paraxis verify --config={CONFIG}']
   words += [f'--mesh={mesh_lib.describe(mesh)}']
+  words += [f'--devices={devices}'] if devices != DEVICES else []
   words += [f'--dtype={dtype}'] if dtype != 'float64' else []
   rest = {n: v for n, v in fields.items() if n not in _ONE}
   return ' '.join(words + [f'--config.{n}={v}' for n, v in rest.items()])
@@ -148,11 +156,21 @@ def run(count, seed, dtype='float64', say=print, devices=None):
   Args:
     count: configurations to try. seed: of the draws.
     dtype: --dtype=. say: prints one line. devices: default all.
+
+  Raises:
+    UserError: too few devices for the meshes that are drawn.
   """
+  devices = jax.devices() if devices is None else devices
+  if len(devices) < FEWEST:
+    raise errors.UserError(
+      f'--random={count} draws meshes of two axes or more, which need {FEWEST} '
+      f'devices, and there are {len(devices)}; --devices={DEVICES} gives them.'
+    )
+  shown = lambda fields: command(fields, dtype, len(devices))
   base = schema.view(command_line.load(CONFIG))
   base = schema.with_values(base, _ONE)
   for i, fields in enumerate(draw(count, seed, base, devices), 1):
-    say(f'{i}/{count} {command(fields, dtype)}')
+    say(f'{i}/{count} {shown(fields)}')
     rows = _failed(base, fields, dtype, devices)
     if rows:
       for row in rows:
@@ -164,7 +182,7 @@ def run(count, seed, dtype='float64', say=print, devices=None):
         except errors.UserError:  # it needs the field
           return False
 
-      say(f'DIFFERS, shrunk: {command(shrunk(fields, fails), dtype)}')
+      say(f'DIFFERS, shrunk: {shown(shrunk(fields, fails))}')
       return errors.EXIT_DIFFERENT
   say(f'all {count} configurations hold')
   return errors.EXIT_OK

@@ -106,6 +106,19 @@ def test_an_impossible_mesh(mesh, words):
     doctor.run(config, mesh)
 
 
+def test_a_rule_that_the_mesh_cannot_serve():
+  """Refused as `paraxis train` refuses it."""
+  config = schema.with_values(
+    schema.view(command_line.load('quickstart')),
+    {
+      'outer': schema.Outer(exchange='mean', period=2),
+      'optimizer.name': 'muon',
+    },
+  )
+  with support.refused('outer.exchange=mean', 'optimizer.name=muon'):
+    doctor.run(config, 'replica=2,fsdp=4')
+
+
 def test_a_bad_pair_ends_with_2(capsys, monkeypatch):
   have = doctor.versions() | dict(jax='0.9.0')
   monkeypatch.setattr(doctor, 'versions', lambda: have)

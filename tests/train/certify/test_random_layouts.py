@@ -92,6 +92,20 @@ def test_the_first_that_differs_is_shrunk_to_a_command(drawn, monkeypatch):
   )
 
 
+def test_a_command_names_devices_that_are_not_8(drawn, monkeypatch):
+  monkeypatch.setattr(verify, 'certify', lambda *_: [])
+  lines = []
+  random_layouts.run(1, 5, 'float32', lines.append, jax.devices()[:4])
+  assert ' --devices=4 --dtype=float32 ' in lines[0]
+  assert '--devices' not in random_layouts.command(drawn[0], 'float64')
+
+
+def test_too_few_devices_for_any_mesh_are_refused():
+  too_few = support.refused('--random=2', 'need 4 devices', 'there are 3;')
+  with support.within(60), too_few:  # draws would go on for ever
+    random_layouts.run(2, 1, devices=jax.devices()[:3])
+
+
 def test_one_configuration_holds():
   lines = []
   assert random_layouts.run(1, 1, say=lines.append) == errors.EXIT_OK
