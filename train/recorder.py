@@ -4,6 +4,7 @@ Numbers of a step are read late, so that the accelerator never waits for the
 host; skipped steps are named and counted here.
 """
 
+import collections
 import json
 
 import jax
@@ -34,6 +35,7 @@ class Recorder:
     self.skips: list[list[int]] = []  # of the cursor (run/spikes.py)
     self.spiked = 0  # step that completed a loss spike, 0: none
     self._spikes = spikes.Detector(self._train.spike)
+    self._back = collections.Counter()  # step -> how often it went back there
 
   def resume(self, cursor):
     """Continues at the cursor of a checkpoint, {} at the start."""
@@ -47,19 +49,31 @@ class Recorder:
 
   def spike(self):
     """(first step of the loss spike, what to say of it)."""
-    first = self.spiked - self._train.spike.in_a_row + 1
+    in_a_row = self._train.spike.in_a_row
+    first = self._spikes.first or self.spiked - in_a_row + 1
     return first, f'the loss spiked in steps {first} to {self.spiked}'
 
   def forget_spike(self):
-    """No checkpoint is older than it."""
+    """No checkpoint is older than it: losses are compared with later ones."""
     what = 'no checkpoint is older: training continues'
     self.progress.say(f'{self.spike()[1]}, and {what}')
-    self.spiked = 0
+    self.spiked, self._spikes = 0, spikes.Detector(self._train.spike)
 
   def roll_back(self, step, cursor):
     """Continues at the cursor of a step before the spike, past the batches up
-    to its last one: those that an earlier spike left out, too."""
+    to its last one: those that an earlier spike left out, too.
+
+    IntegrityError: it was there more than spikes.MOST times.
+    """
     (_, what), last = self.spike(), self.spiked
+    self._back[step] += 1
+    if self._back[step] > spikes.MOST:
+      raise errors.IntegrityError(
+        f'{what}: the run would go back to step {step} for the '
+        f'{self._back[step]}th time, and {spikes.MOST} are the most. Begin '
+        f'with its parameters (--init_from=RUN/{step}) and a lower '
+        'optimizer.learning_rate, or with train.spike.deviations=0.'
+      )
     read = last + spikes.left_out(self.skips)
     self.resume(cursor)
     count = read - step - spikes.left_out(self.skips)
@@ -156,7 +170,7 @@ class Recorder:
     if step % every == 0:
       self._compare_hosts(step)
     self.streak = int(numbers['skipped_in_a_row'])
-    if self._spikes.seen(values['train/loss']):
+    if self._spikes.seen(step, values['train/loss']):
       self.spiked = step
     if self.streak:
       self._not_finite(step, numbers)

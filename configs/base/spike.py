@@ -7,7 +7,10 @@ from paraxis.configs.base.field import field
 
 @dataclasses.dataclass(frozen=True)
 class Spike:
-  """Rolling back when the loss jumps (train/run/spikes.py)."""
+  """Rolling back when the loss jumps (train/run/spikes.py).
+
+  A run that goes back to the same step more than 5 times ends.
+  """
 
   deviations: float = field(
     0.0,

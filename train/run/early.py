@@ -24,7 +24,7 @@ def check(config, workdir='', profile='', from_scratch=False):
   checks.check_length(config.model, length, 'data.sequence_length')
   objectives.check(config)
   traced(profile, config.train.steps)
-  spikes.check(config.train.spike, config.train.steps)
+  spikes.check(config)
   if workdir:
     workdir_lib.check(workdir, corpus.with_places(config), from_scratch)
 

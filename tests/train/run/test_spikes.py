@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import support
 from paraxis.configs.base import errors
 from paraxis.configs.base import spike as spike_lib
 from paraxis.sharding.checkpoint import store as store_lib
+from paraxis.train import recorder as recorder_lib
 from paraxis.train import step as step_lib
 from paraxis.train.run import early
 from paraxis.train.run import metrics
@@ -62,14 +64,37 @@ def test_the_detector_against_the_formula():
     spike = spike_lib.Spike(deviations, window, steps)
     detector, fired = spikes.Detector(spike), []
     for i, x in enumerate(losses):
-      if detector.seen(x):
+      if detector.seen(i, x):
         fired.append(i)
       if i % 7 == 0:  # resumed from what a checkpoint carries
         detector = spikes.Detector(spike, **detector.state())
     assert fired == found(losses, deviations, window, steps)
     assert fired
   off = spikes.Detector(spike_lib.Spike())
-  assert not any(off.seen(x) for x in losses) and off.state() == {}
+  assert not any(off.seen(i, x) for i, x in enumerate(losses))
+  assert off.state() == {}
+
+
+@pytest.mark.parametrize('known', [True, False])
+def test_a_spike_begins_with_its_row(tiny, known):
+  """Whatever lies within the row; an older cursor does not say where."""
+  job, said = tiny.job(CHANGES), []
+  progress = types.SimpleNamespace(say=said.append)
+  recorder = recorder_lib.Recorder(job, None, progress, (), None)
+  detector = spikes.Detector(job.config.train.spike)
+  for step, loss in enumerate([2.0, 2.1, 2.2, 9.0, np.nan, np.inf, 9.0], 1):
+    assert detector.seen(step, loss) == (step == 7)
+  state = detector.state()
+  assert state == dict(losses=[2.0, 2.1, 2.2], row=2, first=4)
+  if not known:
+    del state['first']
+  recorder.resume(dict(step=7, spike=state))
+  first = 4 if known else 6
+  assert recorder.spiked == 7 and recorder.spike()[0] == first
+  recorder.forget_spike()
+  assert said[0].startswith(f'the loss spiked in steps {first} to 7')
+  assert not recorder.spiked and not recorder.astray
+  assert recorder.cursor() == {'spike': dict(losses=[], row=0, first=0)}
 
 
 @pytest.mark.parametrize('window, steps, fits', [(3, 3, True), (3, 4, False)])
@@ -80,6 +105,20 @@ def test_a_spike_that_could_never_be_found(tiny, window, steps, fits):
     return early.check(config)
   with pytest.raises(errors.UserError, match='=3 .*=4 are more than .*=6'):
     early.check(config)
+
+
+@pytest.mark.parametrize(
+  'cycle, fits', [('2:3,1', False), ('2:6,1', True), ('2:2', True), ('', True)]
+)
+def test_losses_of_rows_of_two_lengths_are_no_series(tiny, cycle, fits):
+  changes = CHANGES | {'train.shape_cycle': cycle, 'train.steps': 6}
+  if fits:
+    return early.check(tiny.config(changes))
+  early.check(tiny.config(changes | {'train.spike.deviations': 0.0}))
+  with support.refused(
+    'train.spike.deviations=8', '64, 32 tokens', "train.shape_cycle='2:3,1'"
+  ):
+    early.check(tiny.config(changes))
 
 
 def _sums(job, indices):
@@ -270,3 +309,26 @@ def test_no_checkpoint_is_older(tiny, bad, tmp_path):
   changes = CHANGES | {'checkpoint.every': 100}
   said = tiny.run(tmp_path, changes, make_step=bad)[1]
   assert sum('no checkpoint is older: training continues' in x for x in said)
+
+
+def test_a_new_level_is_said_once_and_then_compared_with(tiny, tmp_path):
+  all_ = with_bad_batches(_sums(tiny.job(CHANGES), range(6, 12)))
+  changes = CHANGES | {'checkpoint.every': 100}
+  said = tiny.run(tmp_path, changes, make_step=all_)[1]
+  assert [x for x in said if 'spiked' in x] == [
+    'the loss spiked in steps 7 to 8, and no checkpoint is older: training '
+    'continues'
+  ]
+  assert min(_cursor(tmp_path, 12)['spike']['losses']) > 50
+
+
+@pytest.mark.fault(28)
+def test_a_run_does_not_go_back_for_ever(tiny, tmp_path):
+  all_ = with_bad_batches(_sums(tiny.job(CHANGES), range(6, 40)))
+  said = []
+  with pytest.raises(errors.IntegrityError) as caught:
+    tiny.run(tmp_path, CHANGES, make_step=all_, say=said.append)
+  text = str(caught.value)
+  assert 'go back to step 6 for the 6th time, and 5 are the most' in text
+  assert '--init_from=RUN/6' in text and 'train.spike.deviations=0' in text
+  assert sum('back to step 6, leaving out' in x for x in said) == spikes.MOST
