@@ -1,6 +1,5 @@
 """`paraxis launch`: the processes of a run, on this machine or on several."""
 
-import functools
 import glob
 import os
 import random
@@ -52,6 +51,12 @@ def _workdir(command):
     elif re.match('--?workdir=', word):
       found = word.partition('=')[2]
   return os.path.expanduser(found)
+
+
+def _resuming(command):
+  """A command without --from_scratch, which says how a run begins."""
+  flag = re.compile('--?from_scratch(=.*)?')
+  return [word for word in command if not flag.fullmatch(word)]
 
 
 def _shares(processes, environ):
@@ -134,12 +139,18 @@ def _launch(values, _, command):
   place = place._replace(port=values.port or place.port)
   environ = {'JAX_PLATFORMS': 'cpu'} if values.devices_per_process else environ
   shares = _shares(values.processes, environ)
-  given = values.processes, values.devices_per_process, command, shares
-  ranks = functools.partial(_ranks, place, *given)
-  ranks()  # a taken port is refused before anything starts
+  workdir = _workdir(command)
   budget = supervisor.Budget(values.restarts, values.backoff)
+
+  def ranks():
+    again = budget.used and supervisor.committed(workdir) >= 0
+    words = _resuming(command) if again else command
+    given = values.processes, values.devices_per_process, words, shares
+    return _ranks(place, *given)
+
+  ranks()  # a taken port is refused before anything starts
   first = place.number == 0
-  return supervisor.Supervisor(ranks, _workdir(command), budget, first).run()
+  return supervisor.Supervisor(ranks, workdir, budget, first).run()
 
 
 class Launch(command_line.Command):

@@ -189,7 +189,8 @@ class Budget:
     if self.used >= self.most:
       return None
     self.used += 1
-    return min(self._backoff * 2 ** (self.used - 1), MOST_SECONDS)
+    doubled = min(self.used - 1, 99)  # a float holds 2^1023
+    return min(self._backoff * 2**doubled, MOST_SECONDS)
 
 
 def committed(workdir) -> int:

@@ -129,6 +129,33 @@ def test_one_process_joins_nobody(started):
   assert started[0].argv[-2:] == ['train', '--workdir=a']
 
 
+def test_a_restart_resumes_what_began_from_scratch(tmp_path, monkeypatch):
+  """Its checkpoints are its own then, and --from_scratch would be refused."""
+  starts = []
+
+  def run(self):
+    for step in (None, None, 5):  # committed before this start
+      if step:
+        made = tmp_path / 'checkpoints' / str(step) / 'manifest'
+        made.mkdir(parents=True)
+        (made / 'metadata').write_text('{}')
+      starts.append(self._ranks()[0].argv)
+      self._budget.next(-1)
+    return 0
+
+  monkeypatch.setattr(supervisor.Supervisor, 'run', run)
+  flags = ['--from_scratch', f'--workdir={tmp_path}', '-from_scratch=true']
+  assert cli.main(['launch', '--', 'train', *flags]) == 0
+  assert [argv[4:] for argv in starts] == [flags, flags, [flags[1]]]
+  # Of another run: the first start says so.
+  starts.clear()
+  monkeypatch.setattr(
+    supervisor.Supervisor, 'run', lambda self: starts.extend(self._ranks()) or 0
+  )
+  assert cli.main(['launch', '--', 'train', *flags]) == 0
+  assert starts[0].argv[4:] == flags
+
+
 def test_the_workdir_of_a_command():
   found = launch_command._workdir
   assert found(['train', '--workdir=a', '--workdir', 'b']) == 'b'

@@ -185,6 +185,12 @@ def test_the_budget_begins_anew_with_a_commit():
   assert supervisor.Budget(0, 1.0).next(-1) is None
 
 
+def test_waits_are_bounded_after_any_number_of_restarts():
+  budget = supervisor.Budget(2000, 2.0)
+  assert {budget.next(-1) for _ in range(2000)} == {2, 4, 8, 16, 32, 60}
+  assert budget.next(-1) is None
+
+
 _SAVES = """
   def save(number, frame):
     say(f'saved by {number}')
