@@ -26,6 +26,7 @@ import logging
 import math
 import os
 import pathlib
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ FORMATS = (
 )
 _OF_CACHES = 'tokens.bin'  # below the text, where data.cache_dir is there
 HELD = ('validation', 'valid', 'val', 'dev', 'eval', 'test')
+_NULL = re.compile(rb'"(?:id|domain)"\s*:\s*null')
 _SPLITS = ('.parquet', '.bin')  # formats whose file names may say the split
 # In fingerprints of text whose rows may have no ids, as what we bring all have:
 # a cache of the time when their place decided is not taken for one of today.
@@ -72,7 +74,9 @@ def fingerprint(source) -> str:
       '|'.join(map(files.sha256, state)).encode()
     ).hexdigest()
   if source.file.suffix not in ('.txt', '.md'):
-    return files.sha256(source.file)
+    # An id that is null is none; it was once read as 'None'.
+    content = files.sha256(source.file)
+    return content + ('|null is none' if _has_null(source.file) else '')
   digest, long = hashlib.sha256(), False
   window = readers.LONG_LINE // 2
   with open(source.file, 'rb') as file:
@@ -83,6 +87,15 @@ def fingerprint(source) -> str:
       long = long or any(chunk.find(b'\n', a, a + window) < 0 for a in starts)
   # Text whose long lines are cut is other text than before that rule.
   return digest.hexdigest() + ('|long lines are cut' if long else '')
+
+
+def _has_null(path):
+  """Whether rows of a .jsonl that is not packed have an id or domain null."""
+  if path.suffix.lower() != '.jsonl':
+    return False
+  with open(plain_files.open_descriptor(path), 'rb') as file:
+    whole_lines = iter(lambda: file.read(1 << 20) + file.readline(), b'')
+    return any(b'null' in x and _NULL.search(x) for x in whole_lines)
 
 
 def is_glob(path) -> bool:

@@ -98,22 +98,22 @@ def needed(package, extra, file):
 
 
 def checked(row, where, number, text_key):
-  """[id, split, text, domain] of a row that has text."""
+  """[id, split, text, domain] of a row that has text; null: it has none."""
   part = row.get('split')
   if part not in (None, 'train', 'held'):
     raise errors.UserError(
       f'{where}: "split" is {part!r}, must be "train" or "held".'
     )
-  text = row[text_key]
-  try:
-    text.encode()
-  except UnicodeEncodeError as error:
-    raise errors.UserError(
-      f'{where}: "{text_key}" is not Unicode: {error}.'
-    ) from error
-  domain = str(row['domain']) if 'domain' in row else None
-  id_ = str(row['id']) if 'id' in row else [str(number)]
-  return [id_, part, text, domain]
+  text, id_, domain = (row.get(key) for key in (text_key, 'id', 'domain'))
+  id_, domain = (x if x is None else str(x) for x in (id_, domain))
+  for key, value in ((text_key, text), ('id', id_), ('domain', domain)):
+    try:
+      (value or '').encode()
+    except UnicodeEncodeError as error:
+      raise errors.UserError(
+        f'{where}: "{key}" is not Unicode: {error}.'
+      ) from error
+  return [[str(number)] if id_ is None else id_, part, text, domain]
 
 
 def row(given, source) -> Row:

@@ -119,7 +119,6 @@ def _table_blocks(source, batches, text_key, say):
         empty += 1
         continue
       where = f'{source.file}, row {number}'
-      row = {k: x for k, x in row.items() if x is not None}
       found.append(rows.checked(row, where, number, text_key))
       size += len(row[text_key])
       if size >= rows.BLOCK:

@@ -182,6 +182,8 @@ def test_corpus_is_in_the_user_cache(tmp_path, monkeypatch):
     (b'{"text": ""}', 'x.jsonl:2: "text" is empty'),
     (b'{"text": "a", "split": "dev"}', 'x.jsonl:2: "split" is \'dev\''),
     (b'{"text": "\\ud800"}', 'x.jsonl:2: "text" is not Unicode'),
+    (b'{"text": "a", "id": "\\udc00"}', 'x.jsonl:2: "id" is not Unicode'),
+    (b'{"text": "a", "domain": "\\udc00"}', 'x.jsonl:2: "domain" is not'),
     (b'{"text": "\xff"}', 'x.jsonl:2: not JSON'),
   ],
 )

@@ -116,6 +116,27 @@ def test_columns_beside_the_text(tmp_path):
   assert said == [f'{path}: 1 of 4 rows have no text: left out.']
 
 
+def test_null_is_no_id_and_no_domain(tmp_path):
+  path = tmp_path / 'a.jsonl'
+  null = dict(id=None, domain=None, split=None)
+  path.write_bytes(jsonl([{'text': 'a'} | null, {'text': 'b'} | null]))
+  assert plain(path)[0] == [('a/1', None, 'a'), ('a/2', None, 'b')]
+  (one, _) = corpus.read(corpus.source_files(str(path)), path)
+  assert not one.own  # its text decides the split
+
+
+@pytest.mark.parametrize(
+  'line, null',
+  [('{"id" : null, "text": "a"}', True), ('{"domain":null,"text":"a"}', True),
+   ('{"id": 0, "text": "\\"id\\": null"}', False), ('{"text": "a"}', False)],
+)  # fmt: skip
+def test_a_cache_of_ids_that_were_null_is_not_taken(tmp_path, line, null):
+  path = tmp_path / 'a.jsonl'
+  path.write_text(f'{{"text": "null"}}\n{line}\n')
+  found = corpus.fingerprint(rows.Source(path, 'a'))
+  assert found == files.sha256(path) + '|null is none' * null
+
+
 def test_text_key_of_jsonl(tmp_path):
   path = tmp_path / 'a.jsonl'
   path.write_bytes(jsonl([{'body': 'a', 'text': 'no'}]))
