@@ -164,6 +164,8 @@ def run(
       training.origin = kept.get('origin')
       recorder.resume(kept.get('cursor', {}))
       with stop_lib.Stop(job.mesh) as stop:
+        if evaluate.missed(path, first, settings):
+          recorder.progress.say(training.evaluate().line())
         training.run(stop, started)
         evaluation = None if training.stopped else training.evaluate()
         training.stopped = training.stopped or stop.asked

@@ -22,6 +22,7 @@ from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.train import recorder as recorder_lib
 from paraxis.train import step as step_lib
 from paraxis.train.claims import experiment
+from paraxis.train.run import evaluate
 from paraxis.train.run import metrics
 from paraxis.train.run import stop as stop_lib
 from paraxis.train.run import workdir as workdir_lib
@@ -174,6 +175,28 @@ def test_evaluation_on_the_way(tiny, tmp_path):
   found = _values(tmp_path, 'eval/bits_per_byte')
   assert len(found) == 2 and found[1] < found[0]
   assert found[1] == result['evaluation'].bits_per_byte
+
+
+def test_an_evaluation_that_a_signal_cut_off_is_made_up_for(tiny, tmp_path):
+  changes, whole = {'train.eval_every': 2}, tmp_path / 'whole'
+  tiny.run(whole, changes)
+
+  def stop(step, values, job):
+    if step == 3:  # its numbers are read in step 4
+      os.kill(os.getpid(), signal.SIGTERM)
+
+  cut, train = tmp_path / 'cut', tiny.config(changes).train
+  result, _ = tiny.run(cut, changes, callbacks=[stop])
+  assert result['step'] == 4
+  with open(cut / metrics.FILE, 'a') as file:  # as a kill leaves it
+    file.write('{"step": 4, "eval/lo')
+  missed = lambda: [s for s in range(7) if evaluate.missed(cut, s, train)]
+  assert missed() == [4]
+  said = tiny.run(cut, changes)[1]
+  assert sum(line.startswith('held-out') for line in said) == 1
+  points = [_values(w, 'eval/bits_per_byte').tolist() for w in (cut, whole)]
+  assert points[0] == points[1] and len(points[0]) == 3
+  assert missed() == []
 
 
 def _poisoned(leaf, steps):

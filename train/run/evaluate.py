@@ -16,7 +16,28 @@ from typing import NamedTuple
 
 import jax
 
+from paraxis.sharding import meeting
 from paraxis.sharding.meter import compiling
+from paraxis.train.run import metrics
+
+
+def missed(workdir, step, train) -> bool:
+  """Whether a run that resumes at a step has not evaluated it, and was to.
+
+  A signal or a kill came between its save and its evaluation. The answer of
+  process 0, which writes the metrics, is that of all.
+
+  Args:
+    workdir: of the run, with its metrics. train: schema.Train.
+  """
+  every = train.eval_every
+  if not every or step % every or not 0 < step < train.steps:
+    return False
+  lost = True
+  if not jax.process_index():
+    row = metrics.read(workdir).get(step, {})
+    lost = not any(name.startswith('eval/') for name in row)
+  return meeting.agree('evaluation missed', lost)
 
 
 class Evaluation(NamedTuple):
