@@ -59,6 +59,7 @@ def bring(text, workdir, say=print, tokenizer='') -> None:
   path = workdir_lib.prepare(workdir)
   if folders.steps(path / workdir_lib.CHECKPOINTS):
     raise errors.UserError(f'{path} has checkpoints: take another --workdir.')
+  workdir_lib.check_folder(path)
   given = schema.with_value(schema.Config(), 'data.tokenizer', tokenizer)
   config = source.configured(given, path, say, '--tokenizer=')
   built = build.build(config, '', devices=jax.devices()[:1])

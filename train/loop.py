@@ -116,7 +116,7 @@ def run(
   began = options.began or time.time()
   say = say if jax.process_index() == 0 else lambda line: None
   if source is not None:
-    workdir_lib.prepare(workdir)
+    hosts.prepare(workdir, options.from_scratch)
     config = source.configured(config, workdir, say)
   config = workdir_lib.resumed(workdir, config, say, options.from_scratch)
   # Several processes refuse together, once each knows what the others have.

@@ -22,6 +22,7 @@ from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.train import exchange
 from paraxis.train.run import merge
 from paraxis.train.run import origin as origin_lib
+from paraxis.train.run import workdir as workdir_lib
 
 MODEL = dict(
   vocab_size=2048, d_model=16, num_layers=3, num_heads=4, num_kv_heads=2,
@@ -169,6 +170,32 @@ def test_other_weights_leave_the_tokenizer_of_a_run(run, exported, tmp_path):
     origin_lib.Foreign(str(other)).configured(default, there, quiet)
   assert contents(there) == before
   origin_lib.Foreign(str(exported)).configured(default, there, quiet)
+
+
+@pytest.mark.parametrize('lost', [False, True])
+def test_a_folder_of_another_run_keeps_its_files(
+  tiny, exported, tmp_path, lost
+):
+  """One that runs before its first save, or whose checkpoints are gone."""
+  for name in (files_lib.TOKENIZER, files_lib.TEMPLATE, 'metrics.jsonl'):
+    (tmp_path / name).write_text('theirs')
+  if lost:
+    workdir_lib.write_config(tmp_path, tiny.config())
+  held = None if lost else workdir_lib.Lock(tmp_path)
+  before, theirs = contents(tmp_path), {'data.tokenizer': ''}
+  weights = origin_lib.Foreign(str(exported))
+  calls = (
+    lambda: tiny.run(tmp_path, theirs, source=weights),
+    lambda: exchange.bring(str(exported), tmp_path, say=quiet),
+  )
+  for call in calls:
+    with pytest.raises((errors.UserError, errors.IntegrityError)) as caught:
+      call()
+    words = 'has lost its checkpoints' if lost else 'in use by another run'
+    assert words in str(caught.value)
+    assert contents(tmp_path) == before
+  if held:
+    held.close()
 
 
 def test_ids_of_their_tokenizer_are_not_those_of_another(exported, tmp_path):

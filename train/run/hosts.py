@@ -166,6 +166,33 @@ def fields_of(config, workdir, mesh='') -> dict[str, str]:
   )
 
 
+def prepare(workdir, from_scratch=False):
+  """Creates the folder of a run, before any process writes into it.
+
+  Raises:
+    UserError, IntegrityError: as of workdir.check_folder in process 0; the
+      others raise with it.
+  """
+  import jax
+
+  from paraxis.sharding import meeting
+
+  problem = None
+  try:
+    path = workdir_lib.prepare(workdir)
+    if not jax.process_index():  # two would find each other's lock
+      workdir_lib.check_folder(path, from_scratch)
+  except (errors.UserError, errors.IntegrityError) as e:
+    problem = e
+  failed = meeting.gather(
+    'folder of the run', str(problem or ''), START_SECONDS
+  )
+  if not problem and failed[0]:
+    problem = errors.UserError(f'process 0 cannot start: {failed[0]}')
+  if problem:
+    raise problem
+
+
 def differing(job, path, problem):
   """A UserError if process 0 failed or the processes are of different runs.
 

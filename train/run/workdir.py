@@ -32,7 +32,8 @@ IMPORTED = 'imported'  # in a checkpoint's meta: parameters of another program
 FORMER = {'model.experts.balance_scope': 'microbatch'}
 # Fields that a resumed run may change: none changes the trajectory, except that
 # train.steps stretches the schedule, and that replicas which step alone begin
-# with the mean of as many as there were; both are reported.
+# with the mean of as many as there were; both are reported. Those of PATHS draw
+# the stages that a microbatch leaves out, if any (sharding/pipeline/paths.py).
 FREE = (
   'mesh.',  # a whole section
   'checkpoint.',
@@ -62,6 +63,7 @@ FREE = (
   'data.cache_dir',
   'data.workers',
 )
+PATHS = 'mesh.stage', 'pipeline.microbatches'
 # Model fields that leave the shapes of parameters: a new run with another
 # value may begin with the weights of the old one. Those of `extra` are unknown.
 KEEP_SHAPES = (
@@ -141,15 +143,23 @@ def check(workdir, config, from_scratch=False):
       pass
   except OSError as e:
     raise _unwritable(workdir, path, e) from e
+  check_folder(path, from_scratch)
+  silent = lambda line: None
+  if not from_scratch:
+    config = resumed(workdir, config, silent)
+    check_config(path, config, silent, laid_out=False)
+
+
+def check_folder(path, from_scratch=False):
+  """As `check`, of a run whose configuration is not known yet."""
   if os.path.lexists(path / LOCK):
     Lock(path).close()
   if _holds_imported(path):
     raise imported(path)
-  silent = lambda line: None
   if from_scratch:
     remains.refuse_readable(path)
   else:
-    check_config(path, resumed(workdir, config, silent), silent)
+    _check_records(path)
 
 
 def claim(workdir, config, from_scratch, say):
@@ -278,13 +288,23 @@ def _copy(path):
   return ''
 
 
-def check_config(path, config, say):
+def check_config(path, config, say, laid_out=True):
   """Compares with the config that the folder's run began with.
+
+  Arguments as of `compare`.
 
   Raises:
     UserError: a field differs that would change the run's trajectory.
     IntegrityError: config.json is damaged, the checkpoints are missing.
   """
+  _check_records(path)
+  if os.path.lexists(path / CONFIG):
+    compare(path, read_config(path), config, say, laid_out)
+
+
+def _check_records(path):
+  """IntegrityError: what a run appends to is no file, its checkpoints are
+  missing."""
   for name in remains.RECORDS:
     try:
       plain_files.check(path / name)
@@ -293,8 +313,6 @@ def check_config(path, config, say):
         f'{path / name} cannot be read: {e.strerror}.'
       ) from None
   remains.check(path)
-  if os.path.lexists(path / CONFIG):
-    compare(path, read_config(path), config, say)
 
 
 def resumed(workdir, config, say, from_scratch=False):
@@ -331,12 +349,22 @@ def keeps_shapes(name, was, now) -> bool:
   return kept and name != 'train.side'
 
 
-def compare(where, old, new, say=lambda line: None):
-  """UserError if a run of `old` cannot resume as `new`; reports the rest."""
+def _draws(config):
+  """Whether microbatches leave stages out."""
+  pipeline = config.pipeline
+  return pipeline.schedule == 'skip' and pipeline.skip_fraction > 0
+
+
+def compare(where, old, new, say=lambda line: None, laid_out=True):
+  """UserError if a run of `old` cannot resume as `new`; reports the rest.
+
+  laid_out: whether the mesh of `new` is the one in use, --mesh= included.
+  """
   hard, shaped = [], []
+  drawn = PATHS if laid_out and (_draws(old) or _draws(new)) else ()
   for name, was, now in differences(old, new):
     text = f'{name} was {was!r}, is now {now!r}'
-    if not is_free(name):
+    if not is_free(name) or name in drawn:
       hard.append(text)
       shaped += [] if keeps_shapes(name, was, now) else [name]
     elif name == 'train.steps':

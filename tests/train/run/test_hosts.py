@@ -353,6 +353,20 @@ def test_all_processes_end_when_process_0_cannot_start(
   holder.close()
 
 
+def test_no_process_writes_where_process_0_may_not(tmp_path, monkeypatch):
+  """Before the text is read; the others do not look for its lock."""
+  holder, seen = workdir_lib.Lock(workdir_lib.prepare(tmp_path)), []
+  _as_process(monkeypatch, 0, lambda text: seen.append(text) or [text, ''])
+  with pytest.raises(errors.UserError, match='in use by another run') as first:
+    hosts.prepare(tmp_path)
+  _as_process(monkeypatch, 1, lambda text: [seen[0], text])
+  with support.refused(f'process 0 cannot start: {first.value}'):
+    hosts.prepare(tmp_path)
+  _as_process(monkeypatch, 1, lambda text: ['', text])
+  hosts.prepare(tmp_path)
+  holder.close()
+
+
 @pytest.mark.fault(11)
 def test_other_text_is_named(job, tmp_path, monkeypatch):
   """What is known after reading it; the lock is given back."""

@@ -115,6 +115,28 @@ def test_hard_fields_are_refused(tmp_path, name):
   assert 'eval_every' not in text and str(tmp_path) in text
 
 
+@pytest.mark.parametrize('name', ['mesh.stage', 'pipeline.microbatches'])
+@pytest.mark.invariant(11)
+def test_fields_that_draw_the_paths_of_a_run_that_skips(tmp_path, name):
+  plain = experiment.fields(
+    schema.Config(), {'mesh.stage': 4, 'pipeline.microbatches': 8}
+  )
+  skips = {'pipeline.schedule': 'skip', 'pipeline.skip_fraction': 0.5}
+  old = experiment.fields(plain, skips)
+  workdir.write_config(tmp_path, old)
+  other = experiment.fields(old, {name: 2})
+  with support.refused(f'{name} was ', 'is now 2', 'another --workdir'):
+    workdir.claim(tmp_path, other, False, lambda line: None)
+  # Only a run that is laid out knows its mesh: --mesh= is not in `other`.
+  workdir.check(tmp_path, other)
+  for free in (plain, experiment.fields(old, {'pipeline.skip_fraction': 0.0})):
+    said = []
+    workdir.compare(
+      'RUN', free, experiment.fields(free, {name: 2}), said.append
+    )
+    assert len(said) == 1
+
+
 # Values of KEEP_SHAPES that differ from the default.
 OTHERS = {
   'rope_scaling': 'linear',
