@@ -276,6 +276,22 @@ def _diff(values, _, words):
   return errors.EXIT_DIFFERENT if found else errors.EXIT_OK
 
 
+def _beside(out):
+  """A new folder beside `out`, which is empty or not there."""
+  try:
+    if os.path.lexists(out) and (
+      out.is_symlink() or not out.is_dir() or any(out.iterdir())
+    ):
+      raise errors.UserError(f'--out={out} is there, and not empty.')
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return pathlib.Path(tempfile.mkdtemp(prefix='reshard-', dir=out.parent))
+  except OSError as e:
+    raise errors.UserError(
+      f'--out={out}: cannot write it as a folder ({e.strerror}: {e.filename}): '
+      'name another one.'
+    ) from e
+
+
 def _reshard(values, *_):
   if not (values.out and values.chunk_bytes):
     raise errors.UserError(
@@ -283,16 +299,11 @@ def _reshard(values, *_):
       '--chunk_bytes=N: name all three.'
     )
   out = pathlib.Path(os.path.abspath(os.path.expanduser(values.out)))
-  if os.path.lexists(out) and (
-    out.is_symlink() or not out.is_dir() or any(out.iterdir())
-  ):
-    raise errors.UserError(f'--out={values.out} is there, and not empty.')
   command_line.prepare_devices(1)
   step = _open(values.checkpoint)
   from paraxis.sharding.checkpoint import reshard
 
-  out.parent.mkdir(parents=True, exist_ok=True)
-  made = pathlib.Path(tempfile.mkdtemp(prefix='reshard-', dir=out.parent))
+  made = _beside(out)
   try:
     (made / workdir_lib.CHECKPOINTS).mkdir()
     reshard.write(step, made / workdir_lib.CHECKPOINTS, values.chunk_bytes)

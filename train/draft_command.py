@@ -5,6 +5,7 @@ accuracy is that of the held-out part.
 """
 
 import pathlib
+import tempfile
 
 from paraxis.configs.base import command_line
 from paraxis.configs.base import errors
@@ -48,16 +49,31 @@ def _check(values):
       f'--draft_layers={values.draft_layers}; take 1 to '
       f'{max(values.draft_layers, 1)}.'
     )
-  folder = pathlib.Path(values.out).expanduser().resolve().parent
-  if not folder.is_dir():
-    raise errors.UserError(f'--out={values.out}: no folder {folder}.')
   return length
+
+
+def _out(text):
+  """The path of --out; UserError: no file can be written there."""
+  out = pathlib.Path(text).expanduser().resolve()
+  if not out.parent.is_dir():
+    raise errors.UserError(f'--out={text}: no folder {out.parent}.')
+  try:
+    if out.is_dir():
+      raise errors.UserError(f'--out={text} is a folder: name a file in it.')
+    there = out.exists()
+    with open(out, 'ab') if there else tempfile.TemporaryFile(dir=out.parent):
+      pass
+  except OSError as e:
+    raise errors.UserError(
+      f'--out={text} cannot be written ({e.strerror}): name another file.'
+    ) from e
+  return out
 
 
 def _draft(values, *_):
   from paraxis.decode import __main__ as decode_main
 
-  length = _check(values)
+  length, out = _check(values), _out(values.out)
   decode_main.require_one(values.checkpoint, values.weights)
   command_line.prepare_devices(1)
   from paraxis.decode.drafts import distill
@@ -81,10 +97,10 @@ def _draft(values, *_):
       about, own = draft.trained(
         made, text, kind, values.draft_layers, recipe, print
       )
-  heads.save(values.out, about, own)
+  heads.save(out, about, own)
   print(
-    f'{values.out}: {heads.numbers(own):,} parameters; paraxis decode '
-    f'--method={USED.get(kind, kind)} --draft={values.out}'
+    f'{out}: {heads.numbers(own):,} parameters; paraxis decode '
+    f'--method={USED.get(kind, kind)} --draft={out}'
   )
 
 

@@ -234,6 +234,8 @@ def test_bad_input(run, tmp_path, capsys):
     (rewrite, 'name all three'),
     ([*rewrite, f'--out={tmp_path}', '--chunk_bytes=9'], 'not empty'),
     ([*rewrite, f'--out={tmp_path}/o', '--chunk_bytes=1'], 'at least 8'),
+    ([*rewrite, f'--out={tmp_path}/file/o', '--chunk_bytes=9'], 'cannot write'),
+    ([*rewrite, '--out=/proc/o', '--chunk_bytes=9'], '--out=/proc/o: cannot'),
   ]:
     code, _, err = call(capsys, *words)
     assert code == errors.EXIT_USER and said in err, (words, err)

@@ -133,6 +133,8 @@ def test_filters_of_what_is_no_masked_model(workdir, tmp_path, capsys):
     (['--method=jacobi', '--out=a.npz'], '--method=jacobi: trained are medusa'),
     (['--method=medusa'], '--out=FILE.npz'),
     (['--method=medusa', '--out=/nowhere/a.npz'], 'no folder /nowhere'),
+    (['--method=medusa', '--out=/tmp'], '--out=/tmp is a folder: name a file'),
+    (['--method=medusa', '--out=/proc/a.npz'], 'a.npz cannot be written ('),
     (['--method=speculative', '--out=a.npz'], '--draft_layers=0'),
     (['--method=eagle', '--draft_layers=1', '--out=a.npz'], 'others have none'),
     (['--method=speculative', '--draft_layers=1', '--draft_group=2',
