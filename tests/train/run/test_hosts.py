@@ -225,11 +225,22 @@ def test_a_signal_before_the_first_step_stops_both(tiny, tmp_path):
 
 
 def test_two_resume_from_a_checkpoint_of_one(tiny, tmp_path):
-  tiny.run(tmp_path / 'once')
-  _run_until(tiny, tmp_path, 3)
-  ended = _finish(_start_two(tiny, tmp_path))
+  """And make up for its evaluation of that step, which process 0 misses."""
+  changes = {'train.eval_every': 4}
+  tiny.run(tmp_path / 'once', changes)
+  _run_until(tiny, tmp_path, 3, changes)
+  ended = _finish(_start_two(tiny, tmp_path, '--config.train.eval_every=4'))
   assert [code for code, _ in ended] == [0, 0], ended
   assert 'resumed from step 4, every leaf verified' in ended[0][1]
+  points = [
+    [
+      row['eval/loss']
+      for row in metrics.read(run).values()
+      if 'eval/loss' in row
+    ]
+    for run in (tmp_path, tmp_path / 'once')
+  ]
+  assert len(points[0]) == 2 and points[0] == pytest.approx(points[1], 1e-6)
   assert 'step 6/6  loss' in ended[0][1] and 'loss' not in ended[1][1]
   one, two = _losses(tmp_path / 'once'), _losses(tmp_path)
   assert len(two) == 6 and np.abs(two / one - 1).max() < 1e-6
