@@ -298,7 +298,14 @@ def _layer(method, model, width, coupled):
 
 
 def _check_last(model, method):
-  """UserError if the last layer cannot forget drafts by a shorter length."""
+  """UserError if the last layer cannot draft: what it reads is one row of
+  features, and it forgets drafts by a shorter length."""
+  if model.config.stream_copies:
+    raise errors.UserError(
+      f'decode.method={method} has a layer that goes on from the features of '
+      f'one row, and model.streams={model.config.streams} reads as many copies '
+      'of each: take method=medusa or speculative.'
+    )
   if kinds := _recurrent(eagle.layer_of(model)):
     raise errors.UserError(
       f'decode.method={method} forgets drafts, and the last layer of the model '

@@ -63,7 +63,8 @@ def admit(state, fresh, index_R, new_R):
     new_R: bool, where that holds; other rows stay.
   """
   if index_R is not None:
-    fresh = jax.tree.map(functools.partial(_rows, index_R), fresh)
+    of_R = functools.partial(_rows, index_R, len(fresh.done))
+    fresh = jax.tree.map(of_R, fresh)
   if state is None:
     fresh = fresh._replace(done=fresh.done | ~new_R)
   else:
@@ -72,8 +73,12 @@ def admit(state, fresh, index_R, new_R):
   return fresh, program.for_host(fresh)
 
 
-def _rows(index_R, x):
-  """x[index_R], laid out as x, whose rows are not sharded."""
+def _rows(index_R, n, x):
+  """x[index_R], laid out as x, whose rows are not sharded: n, or several for
+  each of n (models/streams.py)."""
+  if copies := len(x) // n - 1:
+    own = np.arange(copies + 1, dtype=np.int32)
+    index_R = (index_R[:, None] * (copies + 1) + own).reshape(-1)
   if annotate.mode() == 'explicit' and annotate.sizes():
     return x.at[index_R].get(out_sharding=jax.typeof(x).sharding)
   return x[index_R]

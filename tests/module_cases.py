@@ -253,9 +253,10 @@ class Numbers:
 
 @functools.lru_cache(maxsize=16)  # each holds its programs
 def generator(
-  pattern, vocab=12, mesh='', devices=1, end_id=-1, spread=0.4, dtype='float64'
-):
-  """loop.Generator of a small model with random parameters."""
+  pattern, vocab=12, mesh='', devices=1, end_id=-1, spread=0.4,
+  dtype='float64', **more,
+):  # fmt: skip
+  """loop.Generator of a small model with random parameters; more: fields."""
   model = dict(
     vocab_size=vocab, d_model=16, num_heads=4, num_kv_heads=2, d_ff=16,
     window=6, pattern=pattern, num_layers=max(2, len(pattern)),
@@ -263,7 +264,7 @@ def generator(
     tied_embedding=False,
     mamba=dict(head_dim=4, state=4), tcn=dict(kernel=3, depth=2, chunk=5),
     latent=dict(rank=6, nope_dim=4, rope_dim=4, value_dim=6),
-    gated_linear=dict(gate_rank=3), recurrent=dict(tolerance=1e-13),
+    gated_linear=dict(gate_rank=3), recurrent=dict(tolerance=1e-13), **more,
   )  # fmt: skip
   config = schema.view(dict(model=model, mesh=dict(sequence=False)))
   built = load.built_for(config, mesh, jax.devices()[:devices])

@@ -219,9 +219,14 @@ def commit_states(state, flight, plan, keep):
 
 
 def rows_where(ok_B, a, b):
-  """Rows of a where ok, else those of b, which is laid out as a."""
+  """Rows of a where ok, else those of b, which is laid out as a.
+
+  a, b: of as many rows, or of several for each one (models/streams.py).
+  """
 
   def pick(ok, a, b):
+    if len(a) > len(ok):
+      ok = jnp.repeat(ok, len(a) // len(ok))
     return jnp.where(ok.reshape(-1, *[1] * (a.ndim - 1)), a.astype(b.dtype), b)
 
   if annotate.mode() != 'explicit' or not annotate.sizes():

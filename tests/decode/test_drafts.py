@@ -16,6 +16,7 @@ import support
 
 from paraxis.configs import schema
 from paraxis.decode import loop
+from paraxis.decode import methods
 from paraxis.decode import step
 from paraxis.decode import trees
 from paraxis.decode.drafts import distill
@@ -304,6 +305,24 @@ def test_a_draft_of_whole_groups():
   for layers in (1, 3):
     with support.refused(f'draft_layers={layers}', 'group of 2', 'groups=2'):
       made.generate(PROMPTS, drafts=3, draft_layers=layers, **given)
+
+
+@pytest.mark.parametrize('kind', ('eagle', 'falcon'))
+def test_copies_of_a_row_have_no_layer_that_goes_on(kind, tmp_path):
+  """Refused where it is trained, and where it is used."""
+  copies = dict(wiring='streams', streams=3, stream_prefix=2)
+  made = module_cases.generator('FF', **copies)
+  model = made.built.model
+  refused = functools.partial(
+    support.refused, f'decode.method={kind}', 'model.streams=3'
+  )
+  with refused():
+    methods.check_training(model, kind, 0)
+  params = model.unstack(module_cases.parameters(model, 0.4))
+  path = str(tmp_path / 'draft.npz')
+  heads.save(path, *distill.untrained(model, params, kind, 'numbers'))
+  with refused():
+    made.generate(PROMPTS, method=kind, draft=path, max_new_tokens=2)
 
 
 def test_features_before_a_token():

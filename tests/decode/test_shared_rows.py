@@ -31,6 +31,7 @@ CASES = {
   'medusa': ('F', {}), 'eagle': ('F', {}), 'falcon': ('WF', {}),
   'ppd': ('F', {}),
 }  # fmt: skip
+STREAMS = dict(wiring='streams', streams=3, stream_prefix=2)
 generator = module_cases.generator
 
 
@@ -189,6 +190,18 @@ def test_a_mesh_serves_as_one_device(pattern, mesh, name, tmp_path):
   if devices == 4:
     with support.refused('decode.requests=3', '2 batch shards'):
       many.generate(prompts(6), **given, **SERVED)
+
+
+@pytest.mark.usefixtures('float64')
+@pytest.mark.parametrize('mesh', ('', 'data=2,tensor=2'))
+def test_copies_of_a_request_move_with_it(mesh):
+  """A request of a model of streams has a row of the cache for each."""
+  given = dict(max_new_tokens=NEW, **SAMPLED, **LOOKUP)
+  texts = prompts(6, 32)
+  want = generator('WF', **STREAMS).generate(texts, **given)
+  many = generator('WF', mesh=mesh, devices=4 if mesh else 1, **STREAMS)
+  found = many.generate(texts, **given, requests=4, budget=64)
+  assert said(found) == said(want)
 
 
 @pytest.mark.usefixtures('float64')
