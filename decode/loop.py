@@ -103,6 +103,9 @@ class Generator:
     )
     # Programs are compiled for a method, the object.
     self._method = functools.cache(functools.partial(methods.of, self._model))
+    self._scheduler = functools.cache(
+      functools.partial(scheduler.Scheduler, self._model)
+    )
     self._draft = functools.cache(self._read_draft)
 
   def replace(self, params):
@@ -110,9 +113,6 @@ class Generator:
     compiled programs stay."""
     with build.use(self.built):
       self._params = self._ready(params)
-    self._scheduler = functools.cache(
-      functools.partial(scheduler.Scheduler, self._model, self._params)
-    )
 
   @property
   def params(self):
@@ -306,7 +306,8 @@ class Generator:
       for i, (prompt, row) in enumerate(zip(ids, rows, strict=True))
     ]
     end = lambda request: hooks.ended(request.number, [0, request.steps])
-    served.serve(requests, slots, form, values, hooks.on_text, end)
+    given = self._params, requests, slots, form, values
+    served.serve(*given, hooks.on_text, end)
 
   def _encode(self, prompts, domains):
     """Token ids of every prompt, checked."""

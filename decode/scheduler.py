@@ -55,14 +55,9 @@ class Scheduler:
   A program is compiled per (rows, lanes, slots, filters).
   """
 
-  def __init__(self, model, params, rows, lanes):
-    """params: as `model.unstack` gives them. rows: R. lanes: of prompts."""
-    self._model, self._params, self.rows, self.lanes = (
-      model,
-      params,
-      rows,
-      lanes,
-    )
+  def __init__(self, model, rows, lanes):
+    """rows: R. lanes: of prompts."""
+    self._model, self.rows, self.lanes = model, rows, lanes
     self.form = (
       packed_lib.Group(rows, 1),
       packed_lib.Group(lanes, CHUNK, own=False),
@@ -91,11 +86,14 @@ class Scheduler:
     cache = self._model.commit(cache, flight, self.form, keep[:, None])
     return token, logprob, sound, cache
 
-  def serve(self, requests, slots, form, values, on_text=None, on_end=None):
+  def serve(
+    self, params, requests, slots, form, values, on_text=None, on_end=None
+  ):
     """Runs requests, in their order, until all have ended.
 
     Args:
-      requests: [Request]. slots: of a row, as many as any request needs.
+      params: as `model.unstack` gives them. requests: [Request].
+      slots: of a row, as many as any request needs.
       form, values: as sampling.check returns them.
       on_text: called as on_text(number, piece) with new text.
       on_end: called as on_end(request) when it has ended.
@@ -107,14 +105,14 @@ class Scheduler:
       IntegrityError: logits of a request are not finite; others go on until
         they have ended.
     """
-    cache = self._empty(self.rows, max(slots, CHUNK))
+    cache = self._empty(self.rows, step.slots(max(slots, CHUNK)))
     waiting, active, bad, steps = list(requests), [], [], 0
     while waiting or active:
       cache = self._admit(cache, waiting, active)
       lanes, flagged = self._lanes(active)
       packed = step.pack(self.form, self.rows, lanes)
       found = self._step(
-        self._params, cache, packed, *_flags(self.form, lanes, flagged),
+        params, cache, packed, *_flags(self.form, lanes, flagged),
         values, form=form,
       )  # fmt: skip
       cache, steps = found[-1], steps + 1

@@ -62,7 +62,8 @@ def alone(texts, order, pattern, options):
     row = row_of(generator)
     form, values = sampled(options)
     with build.use(generator.built):
-      served.serve([scheduler.Request(i, texts[i], row)], 160, form, values)
+      request = scheduler.Request(i, texts[i], row)
+      served.serve(generator.params, [request], 160, form, values)
     out[i] = row.tokens, [x.hex() for x in row.logprobs]
   return [out[i] for i in range(len(texts))]
 
@@ -80,7 +81,8 @@ def test_mixed_requests_are_bitwise_what_they_are_alone(pattern, options):
     requests = [scheduler.Request(i, texts[i], rows[i]) for i in order]
     served = generator._scheduler(SERVED['requests'], 2)
     with build.use(generator.built):
-      steps = served.serve(requests, 160, form, values)
+      given = generator.params, requests, 160
+      steps = served.serve(*given, form, values)
     found = [(r.tokens, [x.hex() for x in r.logprobs]) for r in rows]
     assert found == want
     assert steps < sum(r.steps for r in requests)  # rows are shared
@@ -139,14 +141,43 @@ def test_rows_that_are_too_few_are_reported():
   assert said == ['5 prompts for 3 rows (decode.requests): 2 wait']
 
 
+def test_other_parameters_are_served_by_the_same_program():
+  generator, texts = module_cases.generator('W', dtype='float32'), prompts(4)
+  given = dict(max_new_tokens=4, **GREEDY)
+  before = generator.generate(texts, **given, **SERVED)
+  compiled = generator._scheduler(SERVED['requests'], 2)._step
+  count = compiled._cache_size()
+  values = module_cases.parameters(generator.built.model, 0.8)
+  places = {p: leaf.sharding for p, leaf in generator.built.params.items()}
+  generator.replace(jax.device_put(values, places))
+  found = generator.generate(texts, **given, **SERVED)
+  assert generator._scheduler(SERVED['requests'], 2)._step is compiled
+  assert compiled._cache_size() == count
+  want = generator.generate(texts, **given)
+  tokens = lambda rows: [r['tokens'] for r in rows]
+  assert tokens(found) == tokens(want) != tokens(before)
+  module_cases.generator.cache_clear()
+
+
+def test_short_rows_are_of_slots_that_their_shards_divide():
+  """A chunk of 64 slots is no multiple of 3."""
+  given = dict(max_new_tokens=5, **GREEDY)
+  texts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+  with jax.enable_x64(True):
+    want = module_cases.generator('F').generate(texts, **given)
+    many = module_cases.generator('F', mesh='context=3', devices=3)
+    found = many.generate(texts, **given, requests=2, budget=64)
+  tokens = lambda rows: [r['tokens'] for r in rows]
+  assert tokens(found) == tokens(want)
+
+
 def test_logits_that_are_not_finite_end_one_request(monkeypatch):
   texts, generator = [[1, 2, 3], [4, 5], [6, 7]], made('WF')
   short = dict(max_new_tokens=3, **GREEDY, **SERVED)
   want = generator.generate(texts, **short)
   table = generator._params['embedding'].at[5].set(np.nan)
   params = generator._params | {'embedding': table}
-  served = scheduler.Scheduler(generator.built.model, params, 3, 2)
-  monkeypatch.setattr(generator, '_scheduler', lambda *_: served)
+  monkeypatch.setattr(generator, '_params', params)
   pieces = [''] * 3
 
   def show(row, piece):
