@@ -137,21 +137,23 @@ def rejection(z, drafts, draws, tree, rest=lambda p, q: jnp.maximum(p - q, 0)):
   p_of = lambda z: jax.nn.softmax(sampling.filtered(z, form, values), -1)
   width, vocab = drafts.tokens.shape[1], jnp.arange(z.shape[2], dtype=jnp.int32)
   p, q, ok = [p_of(z[:, c]) for c in range(width + 1)], [], []
+  certain, valid = drafts.logits is None, drafts.valid
+  if not certain:  # from logits that are not finite there is no q
+    valid = valid & jnp.isfinite(drafts.logits).all(-1)
   for c in range(width):
     hit = vocab == drafts.tokens[:, c, None]
-    certain = drafts.logits is None
     q.append(hit.astype(p[c].dtype) if certain else p_of(drafts.logits[:, c]))
     of = lambda x, hit=hit: jnp.sum(jnp.where(hit, x, 0), -1)
     key = sampling.keys(values.seed, *draws.at(c), purpose=ACCEPT)
     u = annotate.put(jax.vmap(jax.random.uniform)(key), ('batch',))
-    ok.append((u * of(q[c]) < of(p[c])) & drafts.valid[:, c])
+    ok.append((u * of(q[c]) < of(p[c])) & valid[:, c])
   n = jnp.zeros_like(draws.request, jnp.int32)
   n = accepted(jnp.stack(ok, 1)) if width else n
   tokens = []
   for c in range(width + 1):
     left = p[c]
     if c < width:  # all drafts kept: the token is a draw of p
-      left = jnp.where(drafts.valid[:, c, None], rest(p[c], q[c]), p[c])
+      left = jnp.where(valid[:, c, None], rest(p[c], q[c]), p[c])
     noise = sampling.gumbel(left.shape, values, *draws.at(c), purpose=REST)
     drawn = jnp.argmax(jnp.log(left) + noise, -1).astype(jnp.int32)
     kept = drafts.tokens[:, c] if c < width else drawn

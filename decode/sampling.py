@@ -121,6 +121,7 @@ def top_k(z_BV, k):
 
 def top_p(z_BV, p):
   """-inf outside the nucleus: the fewest likely tokens with probability p."""
+  p = jnp.maximum(p, jnp.finfo(jnp.float32).tiny)  # less is flushed to 0: none
   return jnp.where(_keep(z_BV, jax.nn.softmax(z_BV), p), z_BV, -jnp.inf)
 
 

@@ -73,6 +73,15 @@ def test_filters_are_their_definitions(options, ties):
   np.testing.assert_allclose(got, want, atol=2e-6)
 
 
+@pytest.mark.parametrize('p', (1e-40, 1e-300))
+def test_the_best_token_is_kept_however_little_is_asked(p):
+  """Of float32, the one is flushed to 0, and the other is 0."""
+  z = logits()
+  form, values = setting(top_p=p)
+  got = np.asarray(sampling.filtered(jnp.asarray(z), form, values)) > -np.inf
+  np.testing.assert_array_equal(got, z == z.max(-1, keepdims=True))
+
+
 def test_a_filter_is_not_another():
   """The comparison above sees a filter that is off by one token."""
   z = logits()
@@ -173,6 +182,31 @@ def test_a_judge_that_must_draw():
   with pytest.raises(errors.UserError, match='typical .*temperature=0 nothing'):
     sampling.check(config, 12)
   sampling.check(dataclasses.replace(config, temperature=0.5), 12)
+
+
+# ------------------------------------------------------------------ rejection
+
+
+@pytest.mark.parametrize('bad', (np.nan, np.inf))
+def test_a_draft_of_logits_that_are_not_finite_is_redrawn(bad):
+  """By what the model says: the text stays its own. The draft behind it, which
+  is good, is not kept."""
+  n = 8192
+  z = np.tile(logits(1)[:, None] / 2, (n, 3, 1))
+  q = np.zeros((n, 2, V), np.float32)
+  q[:, 0, 3] = bad
+  tokens = jnp.zeros((n, 2), jnp.int32)
+  drafts = judges.Drafts(tokens, tokens == 0, jnp.asarray(q))
+  form, values = setting()
+  numbers = jnp.arange(n, dtype=jnp.uint32)
+  draws = judges.Draws(form, values, numbers, 0 * numbers)
+  run = jax.jit(lambda z: judges.rejection(z, drafts, draws, trees.chain(2)))
+  found = run(jnp.asarray(z))
+  assert not found.n.any()
+  statistic, freedom = _chi_square(
+    np.asarray(found.tokens[:, 0]), definition(z[0, 0])
+  )
+  assert statistic < freedom + 5 * np.sqrt(2 * freedom)
 
 
 # ---------------------------------------------------------- typical acceptance
