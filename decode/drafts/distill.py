@@ -160,8 +160,11 @@ def fit(model, params, found, kind, recipe, words=None, say=print):
     kind: of heads.KINDS. recipe: Recipe. words: ids, or None: all.
     say: prints one line.
   """
+  tokens = recipe.batch  # of a step; of rows, whole ones
   if kind in losses_lib.ROWS:
-    size, data = max(1, recipe.batch // found.x.shape[1]), found
+    length = found.x.shape[1]
+    size, data = max(1, recipe.batch // length), found
+    tokens = size * length
     own = _begun(model, params, found.tokens, kind, recipe)
   else:
     count = recipe.heads if kind == 'medusa' else 1
@@ -192,7 +195,7 @@ def fit(model, params, found, kind, recipe, words=None, say=print):
     )
   tail = max(1, recipe.steps // 10)
   say(
-    f'{kind}: {recipe.steps} steps of {recipe.batch} tokens, loss '
+    f'{kind}: {recipe.steps} steps of {tokens} tokens, loss '
     f'{np.mean(losses[:tail]):.3f} -> {np.mean(losses[-tail:]):.3f}'
   )
   return jax.tree.map(np.asarray, own)
@@ -229,6 +232,8 @@ def accuracy(model, params, own, found, kind, words=None, choices=10, size=256):
   count: Any = n
   if kind in losses_lib.ROWS:
     count = n * found.x.shape[1]
+  if kind == 'falcon':  # likewise the last ones of a row, of every pass
+    count = n * (found.x.shape[1] - falcon.BLOCK + 1)
   if kind == 'ppd':  # the last tokens of a row have no targets
     count = count - n * (1 + np.arange(len(total))[:, None])
   return tuple(map(tuple, (total / count).tolist()))

@@ -21,6 +21,7 @@ Legend: B rows, K heads, L blocks, D model width, V vocabulary.
 import dataclasses
 import io
 import json
+import os
 import pathlib
 import zipfile
 
@@ -110,12 +111,17 @@ def numbers(arrays):
 
 
 def save(path, about, arrays):
-  """Writes a file that `load` reads. arrays: {name: array}."""
+  """Writes a file that `load` reads. arrays: {name: array}.
+
+  What was there stays until the new one is whole.
+  """
   text = json.dumps(dataclasses.asdict(about))
-  with open(path, 'wb') as file:
+  temporary = f'{path}.tmp'
+  with open(temporary, 'wb') as file:
     np.savez(
       file, **{ABOUT: np.array(text)}, **jax.tree.map(np.asarray, arrays)
     )
+  os.replace(temporary, path)
 
 
 def load(path, model, tokenizer):
@@ -132,7 +138,9 @@ def load(path, model, tokenizer):
     fields['model'] = tuple(fields['model'])
     fields['accuracy'] = tuple(map(tuple, fields['accuracy']))
     about = About(**fields)
-  except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as e:
+  except (
+    OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile
+  ) as e:  # fmt: skip
     raise errors.UserError(
       f'decode.draft={path}: no trained draft ({e}); `paraxis draft` makes one.'
     ) from None

@@ -151,6 +151,34 @@ def test_accuracy_is_a_plain_loop(made):
   np.testing.assert_allclose(got, hits / count, atol=0.011)
 
 
+@pytest.mark.parametrize('words', (None, np.arange(1, V)))
+def test_a_falcon_that_is_always_right_is_told_so(made, words):
+  """The last token of a row has nothing behind it to be right about."""
+  model, params, text = made
+  found = distill.features(model, params, text, 0, RECIPE.rows)
+  own = falcon.initial(model, params)
+  layer = eagle.layer_of(model)
+  x = eagle.before(jnp.asarray(found.x))
+  after = falcon.features(layer, params, own, jnp.asarray(text), x)
+  best = np.argmax(model.logits(params, after, words), -1)
+  choice = np.pad(best[:, : 1 - falcon.BLOCK], ((0, 0), (1, 0)))
+  found = found._replace(choice=choice.astype(np.int32))
+  got = distill.accuracy(model, params, own, found, 'falcon', words, choices=1)
+  assert got[0] == (1.0,)
+
+
+@pytest.mark.parametrize(
+  'kind, batch, tokens',
+  [('eagle', 40, 32), ('falcon', 3, 16), ('ppd', 40, 32), ('medusa', 40, 40)],
+)
+def test_tokens_of_a_step_are_those_of_its_rows(made, kind, batch, tokens):
+  model, params, text = made
+  found = distill.features(model, params, text, 0, RECIPE.rows)
+  recipe, said = RECIPE._replace(steps=1, batch=batch), []
+  distill.fit(model, params, found, kind, recipe, say=said.append)
+  assert said[0].startswith(f'{kind}: 1 steps of {tokens} tokens, loss')
+
+
 def test_words_are_the_most_frequent_choices():
   rng = np.random.default_rng(3)
   choice = rng.integers(0, 9, (5, 30)) ** 2
@@ -232,9 +260,31 @@ def test_a_file_holds_what_was_saved(made, tmp_path):
   heads.save(path, about, own | {heads.WORDS: np.array([3, V], np.int32)})
   with support.refused('ids 3 to 12, the vocabulary has 12'):
     heads.load(path, model.config, 'numbers')
-  path.write_bytes(path.read_bytes()[:-40])
-  with support.refused('no trained draft'):
-    heads.load(path, model.config, 'numbers')
+  for left in (path.read_bytes()[:-40], b''):
+    path.write_bytes(left)
+    with support.refused('no trained draft'):
+      heads.load(path, model.config, 'numbers')
+
+
+def test_a_file_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
+  about = heads.About('medusa', 0, (V, D, LAYERS), 'numbers')
+  path = tmp_path / 'draft.npz'
+  heads.save(path, about, heads.initial(2, D))
+  before = path.read_bytes()
+
+  def full(file, **arrays):
+    del arrays
+    file.write(b'PK')
+    raise OSError('no space left on device')
+
+  with monkeypatch.context() as patched:
+    patched.setattr(np, 'savez', full)
+    with pytest.raises(OSError, match='no space'):
+      heads.save(path, about, heads.initial(3, D))
+  assert path.read_bytes() == before
+  heads.save(path, about, heads.initial(3, D))
+  assert path.read_bytes() != before
+  assert [file.name for file in tmp_path.iterdir()] == ['draft.npz']
 
 
 def test_too_little_text(made):
