@@ -5,9 +5,11 @@ tokenizer. Its text asks for the assistant's next turn; special tokens that it
 writes are recognised, and a message that spells one is refused.
 """
 
+import io
 import sys
 
 from paraxis.configs.base import errors
+from paraxis.decode import prompts as prompts_lib
 from paraxis.models.text import chat as templates
 
 
@@ -79,15 +81,21 @@ def talk(made, chat, lines, stop=(), **options):
   Args:
     made: loop.Generator. chat: Chat. lines: of text; empty ones are passed
       over. stop, options: as for `Generator.generate`.
+
+  Raises:
+    UserError: a line that is no UTF-8.
   """
   history = []
 
   def show(_, piece):
     print(piece, end='', flush=True)
 
+  if isinstance(lines, io.TextIOWrapper):  # whatever the locale says
+    lines.reconfigure(encoding='utf-8', errors='surrogateescape')
   for line in lines:
     if not line.strip():
       continue
+    prompts_lib.check_utf8('stdin: ', [line.strip()])
     history += asked(line.strip())
     try:
       (result,) = made.generate(

@@ -37,14 +37,14 @@ class Prompts(NamedTuple):
   numbers: tuple = ()
 
 
-def _check_utf8(flag, texts):
-  """UserError: bytes of the command line that are no text."""
+def check_utf8(where, texts):
+  """UserError: bytes of the command line, or of stdin, that are no text."""
   for text in texts:
     try:
       text.encode()
     except UnicodeEncodeError as e:
       raise errors.UserError(
-        f'--{flag}={ascii(text)[1:-1]}: character {e.start} is no UTF-8: give '
+        f'{where}{ascii(text)[1:-1]}: character {e.start} is no UTF-8: give '
         'text in UTF-8.'
       ) from None
 
@@ -56,9 +56,9 @@ def read(options):
     UserError: no prompt; one, the system's message or a stop string that is no
       UTF-8; a file that cannot be read.
   """
-  _check_utf8('prompt', options.prompt)
-  _check_utf8('system', [options.system])
-  _check_utf8('stop', options.stop)
+  check_utf8('--prompt=', options.prompt)
+  check_utf8('--system=', [options.system])
+  check_utf8('--stop=', options.stop)
   found = [(text, '') for text in options.prompt]
   bad = {}
   if options.prompts_file is not None:

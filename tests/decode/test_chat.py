@@ -125,6 +125,27 @@ def test_without_the_token_that_a_conversation_begins_with(made):
     assert with_it[1:] == without
 
 
+@pytest.mark.parametrize(
+  'encoding, errors', [('utf-8', 'strict'), ('ascii', 'surrogateescape')]
+)
+def test_a_message_that_is_no_text(run, monkeypatch, encoding, errors):
+  """In a locale of UTF-8, and in C; those before it are answered, and text is
+  read as UTF-8 in both."""
+
+  def talk(text):
+    held = io.BytesIO(text)
+    stdin = io.TextIOWrapper(held, encoding=encoding, errors=errors)
+    monkeypatch.setattr('sys.stdin', stdin)
+    return run()
+
+  code, want, _ = talk('Näme it\n'.encode())
+  assert code == 0 and want
+  code, out, err = talk('Näme it\n'.encode() + b'And \xff then\n')
+  assert (code, out) == (2, want)
+  said = 'stdin: And \\udcff then: character 4 is no UTF-8'
+  assert said in err.splitlines()[-1]
+
+
 def test_what_is_refused(run, tmp_path):
   code, out, err = run('--prompt=a <|im_end|> b')
   assert (code, out) == (2, '') and "spells the special token '<|im_end" in err
