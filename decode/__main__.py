@@ -22,6 +22,11 @@ _METHOD = (
   'method', 'drafts', 'draft_layers', 'draft_group', 'draft', 'judge',
   'requests',
 )  # fmt: skip
+# What --certify reads nothing of.
+_UNREAD = (
+  'prompt', 'prompts_file', 'chat', 'system', 'domain', 'stop', 'lossless',
+  'stream', 'trace', *_SAMPLING, *_METHOD,
+)  # fmt: skip
 
 
 def require_one(checkpoint, weights):
@@ -75,6 +80,23 @@ def _require_lossless(asked, decode):
     )
 
 
+def _check_unread(options, overrides, named):
+  """UserError: flags that --certify would pass over; named: a model is."""
+  own = [] if named else ['step', 'ema', 'calibration_file']
+  given = [f'--{n}' for n in _UNREAD if options[n].present]
+  given += [f'--config.{n}' for n in overrides if n.startswith('decode.')]
+  if given:
+    raise errors.UserError(
+      '--certify feeds tokens of its own, by every method, in float64: leave '
+      f'out {", ".join(given)}.'
+    )
+  if of_run := [f'--{n}' for n in own if options[n].present]:
+    raise errors.UserError(
+      '--certify without --checkpoint= or --weights= is of small models with '
+      f'random parameters: name a model, or leave out {", ".join(of_run)}.'
+    )
+
+
 def _certify(options, overrides):
   """--certify: the engine against the model without a cache -> exit code."""
   named, flags = options.certify, options.checkpoint or options.weights
@@ -84,11 +106,7 @@ def _certify(options, overrides):
       f'--certify={named} names patterns, and --checkpoint= or --weights= a '
       'model: leave out one of both.'
     )
-  if options.prompt or options.prompts_file or options.stop:
-    raise errors.UserError(
-      '--certify feeds tokens of its own: leave out --prompt, --prompts_file '
-      'and --stop.'
-    )
+  _check_unread(options, overrides, bool(flags))
   if not flags and 'model.pattern' in overrides:
     names += (overrides.pop('model.pattern'),)
   for name in names:

@@ -148,6 +148,8 @@ def of_checkpoint(checkpoint, changes=(), texts=()) -> Case:
     train=schema.Train(),
   )
   config, notes = _exact(config)
+  if (held := config.decode.weights) != 'loaded':  # what is proven is not that
+    notes += (f'decode.weights {held} -> loaded',)
   return Case(config.model.pattern, config, values, notes)
 
 

@@ -289,7 +289,7 @@ def test_a_checkpoint_is_certified_with_its_own_parameters(
     vocab_size=2048, d_model=16, num_layers=1, num_heads=2, d_ff=32,
     pattern='W', window=16,
   )  # fmt: skip
-  config = schema.view({'model': tiny})
+  config = schema.view({'model': tiny, 'decode': dict(weights='int4')})
   built = build.build(config, 'data=1', devices=jax.devices()[:1])
   with build.use(built):
     params = jax.jit(lambda: built.model.init(jax.random.key(3)))()
@@ -305,6 +305,7 @@ def test_a_checkpoint_is_certified_with_its_own_parameters(
   assert command_line.run(command.main, flags) == 0
   out = capsys.readouterr().out
   assert 'W: sliding window' in out and 'model.window 9 -> 6' in out
+  assert 'decode.weights int4 -> loaded' in out.replace('\n', ' ')
   assert 'recurrent' not in out  # which no layer reads
   assert 'PASS  cached = uncached' in out and 'all 1 properties hold' in out
 
@@ -341,6 +342,16 @@ def test_streams_have_no_forks():
     (['--certify=F,'], 'model.pattern is empty'),
     (['--certify=F', '--checkpoint=run'], 'leave out one'),
     (['--certify', '--prompt=x'], 'leave out --prompt'),
+    (
+      ['--certify', '--method=jacobi', '--temperature=0', '--chat'],
+      'leave out --chat, --temperature, --method.',
+    ),
+    (
+      ['--certify', '--checkpoint=run', '--config.decode.weights=int4'],
+      'leave out --config.decode.weights.',
+    ),
+    (['--certify=F', '--step=3', '--ema'], 'leave out --step, --ema.'),
+    (['--certify', '--calibration_file=x'], 'out --calibration_file.'),
     (['--certify=F', '--mesh=tenser=2'], "Did you mean 'tensor'"),
     (['--certify=F', '--mesh=tensor=3'], 'tensor=3 does not divide'),
     (['--certify=F', '--mesh=tensor=16'], '16 places for 8 devices'),
