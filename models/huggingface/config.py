@@ -204,7 +204,8 @@ def canonical(model) -> dict[str, Any]:
     out['experts.d_ff'] = model.d_ff
   out['experts.pattern'] = ''
   if all(k[1:] for k in kinds):
-    drop += ['d_ff', 'mlp_bias']
+    drop += ['d_ff']  # the mlp of a shared block reads mlp_bias
+    drop += [] if 'H' in letters else ['mlp_bias']
   if all(k[1:] == '.' for k in kinds):
     drop += ['mlp']
   if model.mlp != 'clamped':
@@ -228,12 +229,12 @@ def canonical(model) -> dict[str, Any]:
   drop += _unread_scaling(model)
   if not letters & set('FWKN'):
     drop += ['attention_bias', 'attention_output_bias', 'qk_norm', 'head_dim']
-    drop += ['num_kv_heads', 'attention_softcap', 'sinks', 'attention_gate']
-    drop += ['query_growth', 'qkv_clip']
+    drop += ['num_kv_heads', 'sinks', 'attention_gate', 'query_growth']
+    drop += ['qkv_clip']
   if not model.query_growth:
     drop += ['query_growth_kinds']
   if not letters & set('FWKNA'):
-    drop += ['num_heads', 'attention_scale']
+    drop += ['num_heads', 'attention_scale', 'attention_softcap']
   drop += _unread_sections(model, letters, out)
   return {
     name: unread[name] if name in drop else value for name, value in out.items()

@@ -107,6 +107,15 @@ def test_what_llama_does_not_say(change, field):
     config_lib.from_model(model, 'llama')
 
 
+@pytest.mark.parametrize('name', ['deepseek_v2', 'deepseek_v3', 'youtu'])
+def test_a_cap_on_scores_of_latents_is_no_default(name):
+  model = config_lib.to_model(hf_families.read_golden(name)['config'])
+  model = dataclasses.replace(model, attention_softcap=2.0)
+  for given in (name, ''):
+    with support.refused('model.attention_softcap=2.0 (there 0.0)'):
+      config_lib.from_model(model, given)
+
+
 def test_models_that_compute_the_same_are_the_same():
   same = lambda **fields: config_lib.canonical(schema.Model(**fields))
   assert same(position='none') == same(pattern='N')

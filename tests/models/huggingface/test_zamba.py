@@ -39,6 +39,18 @@ def test_a_file_without_layers_is_the_usual_one():
   assert model.pattern.count('H') == 9 and model.num_layers == 54
 
 
+def test_biases_of_a_block_are_not_left_out():
+  """Its mlp has those of the model, where no layer has an mlp of its own."""
+  model = config_lib.to_model(hf_families.read_golden('zamba2')['config'])
+  assert config_lib.from_model(model)['model_type'] == 'zamba2'
+  other = dataclasses.replace(model, mlp_bias=True)
+  paths = hf_families.shapes_of(other).keys() - hf_families.shapes_of(model)
+  assert 'layers/mamba2/block/mlp/up_bias' in paths
+  for name in ('zamba2', ''):
+    with support.refused('model.mlp_bias=True (there False)'):
+      config_lib.from_model(other, name)
+
+
 def test_copies_of_a_block_are_known():
   config = hf_families.read_golden('zamba2')['config']
   model = config_lib.to_model(config)
