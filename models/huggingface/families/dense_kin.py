@@ -241,7 +241,8 @@ FAMILIES = {
     silent=('residual_dropout',),
   ),
   'helium': family(
-    'HeliumForCausalLM', llama(epsilon=1e-8), QKV, MLP_BIAS, neighbours=True,
+    'HeliumForCausalLM', llama(epsilon=1e-8), kin.whole_heads(), QKV, MLP_BIAS,
+    neighbours=True,
   ),
   'ernie4_5': family(
     'Ernie4_5ForCausalLM', llama(theta=5e5, epsilon=1e-5, tied=True),
@@ -267,7 +268,8 @@ FAMILIES = {
     MLP_BIAS, fraction(0.5), Ours({'norm_zero_centered': True}),
   ),
   'persimmon': family(
-    'PersimmonForCausalLM', layernorm(act='relu2'), fraction(0.5),
+    'PersimmonForCausalLM', layernorm(act='relu2'),
+    kin.whole_heads(grouped=False), fraction(0.5),
     Fixed('qk_layernorm', False, True),
     Ours(dict(
       attention_bias=True, attention_output_bias=True, mlp_bias=True,
@@ -275,7 +277,8 @@ FAMILIES = {
   ),
   'stablelm': family(
     'StableLmForCausalLM', llama(epsilon=1e-5, norm='layer_norm_eps'),
-    Same('use_qkv_bias', 'attention_bias', False), NO_QK_NORM,
+    kin.whole_heads(), NO_QK_NORM,
+    Same('use_qkv_bias', 'attention_bias', False),
     Choice('use_parallel_residual', 'residual',
            {False: 'sequential', True: 'shared'}, False),
     fraction(0.25), Ours({'norm': 'layernorm'}),
@@ -295,7 +298,7 @@ FAMILIES = {
   'gpt_neox': family(
     'GPTNeoXForCausalLM',
     layernorm(act='gelu', rotary=rows.rope(base='rotary_emb_base')),
-    fraction(0.25, ('rotary_pct',)),
+    kin.whole_heads(grouped=False), fraction(0.25, ('rotary_pct',)),
     Choice('use_parallel_residual', 'residual',
            {True: 'parallel', False: 'sequential'}, True),
     Choice(

@@ -216,8 +216,9 @@ FAMILIES = {
     expert='experts.{}', expert_gate='w1', expert_up='w3', expert_down='w2',
   ),
   'olmoe': family(
-    'OlmoeForCausalLM', llama(epsilon=1e-5), dense.BIAS, COUNT, TOP, NORMALISE,
-    NO_CLIP, Ours({'qk_norm': 'all'}), **kin.EXPERT_NAMES,
+    'OlmoeForCausalLM', llama(epsilon=1e-5), kin.whole_heads(), dense.BIAS,
+    COUNT, TOP, NORMALISE, NO_CLIP, Ours({'qk_norm': 'all'}),
+    **kin.EXPERT_NAMES,
   ),
   'qwen2_moe': family(
     'Qwen2MoeForCausalLM', llama(), QWEN, QWEN_PLACES, SHARED,

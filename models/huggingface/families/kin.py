@@ -62,6 +62,36 @@ HEADS = Computed(
     'head_dim': model.head_width,
   },
 )
+
+
+def whole_heads(grouped=True):
+  """Beside HEADS: of classes whose heads share out the width, whatever their
+  file says.
+
+  grouped: whether heads may share keys and values.
+  """
+  kv = 'num_key_value_heads'
+
+  def read(config):
+    n, d = config('num_attention_heads'), config('hidden_size')
+    if d % n:
+      config.refuse('num_attention_heads', f'does not divide hidden_size={d}')
+    of = f'as of hidden_size={d}, num_attention_heads={n}'
+    if config('head_dim', d // n, 1) != d // n:
+      config.refuse('head_dim', f'is not {d // n}, {of}')
+    if grouped:
+      return {'head_dim': d // n}
+    if config(kv, n, 1) != n:
+      config.refuse(kv, f'is not {n}, {of}')
+    return {'head_dim': d // n, 'num_kv_heads': n}
+
+  def write(model):
+    width = {'head_dim': model.d_model // model.num_heads}
+    return width if grouped else width | {kv: model.num_heads}
+
+  return Computed(read, write)
+
+
 DIMS = (
   Same('vocab_size', 'vocab_size'),
   Same('hidden_size', 'd_model'),

@@ -107,6 +107,27 @@ def test_what_llama_does_not_say(change, field):
     config_lib.from_model(model, 'llama')
 
 
+# Their classes have matrices of the whole width, whatever config.json says.
+WHOLE = dict(gpt_neox=1, helium=2, olmoe=2, persimmon=1, stablelm=2)
+
+
+@pytest.mark.parametrize('name', WHOLE)
+def test_heads_that_a_class_does_not_know_are_refused(name):
+  model = config_lib.to_model(hf_families.read_golden(name)['config'])
+  n, width = model.num_heads, model.d_model // model.num_heads
+  assert exact_or_refused(model, name)['head_dim'] == width
+  other = dataclasses.replace(model, head_dim=2 * width)
+  with support.refused(f'model.head_dim={2 * width} (there {width})'):
+    config_lib.from_model(other, name)
+  assert exact_or_refused(other).get('model_type') not in WHOLE
+  other = dataclasses.replace(model, num_kv_heads=n // 2)
+  assert bool(exact_or_refused(other, name)) == (WHOLE[name] > 1)
+  if not exact_or_refused(other, name):
+    with support.refused(f'model.num_kv_heads={n // 2} (there {n})'):
+      config_lib.from_model(other, name)
+    assert exact_or_refused(other).get('model_type') not in WHOLE
+
+
 @pytest.mark.parametrize('name', ['deepseek_v2', 'deepseek_v3', 'youtu'])
 def test_a_cap_on_scores_of_latents_is_no_default(name):
   model = config_lib.to_model(hf_families.read_golden(name)['config'])
