@@ -31,7 +31,7 @@ SILENT = frozenset(
   rope_interleaved sep_token_id summary_activation summary_first_dropout
   summary_proj_to_labels summary_type summary_use_proj task_specific_params
   torch_dtype transformers_version use_cache use_mamba_kernels use_mambapy
-  use_associative_scan time_step_rank time_step_scale
+  use_associative_scan time_step_rank time_step_scale time_step_min
   time_step_max time_step_init_scheme time_step_floor residual_in_fp32
   rescale_prenorm_residual chunk_size num_nextn_predict_layers
   transformers.js_config resid_dropout embedding_dropout hidden_dropout_prob

@@ -77,9 +77,7 @@ NAMES = dict(
   layer='backbone.layers.{}', mamba='mixer', mamba2='mixer', mixer_norm='norm',
 )  # fmt: skip
 TIED = Same('tie_word_embeddings', 'tied_embedding', True)
-ALONE_SILENT = (
-  'intermediate_size', 'layer_types', 'fused_conv', 'time_step_min',
-)  # fmt: skip
+ALONE_SILENT = 'intermediate_size', 'layer_types', 'fused_conv'
 
 
 def _periodic(period, offset, usual, letters):

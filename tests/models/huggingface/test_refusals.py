@@ -35,7 +35,6 @@ REFUSED = [
   ('hunyuan_v1_moe', dict(moe_topk=[3, 3]), 'moe_topk'),
   ('jamba', dict(mamba_proj_bias=True), 'mamba_proj_bias'),
   ('lfm2', dict(conv_bias=True), 'conv_bias'),
-  ('bamba', dict(time_step_min=0.1), 'time_step_min'),
   ('mamba2', dict(time_step_limit=[0.1, 1.0]), 'time_step_limit'),
   ('mixtral', dict(own_field=3), 'own_field'),
   ('gpt_neox', dict(head_dim=16), 'head_dim=16 is not 8, as of hidden_size=32'),
@@ -111,6 +110,9 @@ OLDER = [
     dict(normalization_function='rmsnorm', init_method='mup'), '',
   ),
   ('granitemoehybrid_dense', dict(position_embedding_type='nope'), ''),
+  ('bamba', dict(time_step_min=0.1), ''),
+  ('granitemoehybrid', dict(time_step_min=0.1), ''),
+  ('jamba', dict(time_step_min=0.1), ''),
 ]  # fmt: skip
 
 
