@@ -169,18 +169,17 @@ class LatentAttention(mixer.Mixer):
   def _attend_all(self, q, latent, k_rope, see):
     """Whole rows; the context axis may share their length."""
     k, v = self._expand(latent, k_rope)
-    mask = mask_of(self.config)
-    if not annotate.carriers('length'):
-      segments = see.segments, see.segments
-      run = functools.partial(
-        attention_op.attention, impl=self.config.attention
-      )
-      return run(q, k, v, mask, segments)[0]
-    attend = functools.partial(
-      context.attention, mask=mask, plan=self.layout.context
-    )
+    mask, impl = mask_of(self.config), self.config.attention
+    plan = self.layout.context if annotate.carriers('length') else None
+
+    def local(q, k, v, positions, segments):
+      if plan is None:
+        return attention_op.attention(q, k, v, mask, (segments,) * 2, impl=impl)
+      return context.attention(q, k, v, positions, segments, mask, plan)
+
+    # In a region, where arrays are local: kernels take no others.
     names = (HEADS,) * 3 + (mixer.ROWS, mixer.ROWS)
-    run = annotate.region(attend, names, (HEADS, HEADS[:3]))
+    run = annotate.region(local, names, (HEADS, HEADS[:3]))
     return run(q, k, v, see.positions, see.segments)[0]
 
   def _attend_explicit(self, group, q, latent, k_rope, slots, ids):

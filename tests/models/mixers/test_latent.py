@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import module_cases
 import numpy as np
+import peers
 import pytest
 
 from paraxis.configs import schema
@@ -24,6 +25,7 @@ from paraxis.models.mixers import latent as latent_attention
 from paraxis.models.mixers import packed
 from paraxis.models.mixers import rope
 from paraxis.models.mixers import slot_writes
+from paraxis.sharding import annotate
 
 pytestmark = pytest.mark.usefixtures('float64')
 
@@ -275,6 +277,28 @@ LAYOUTS = [
 def test_a_layout_equals_one_device(pattern, mesh):
   rows = certified(mesh, pattern, query_rank=8)
   assert len(rows) == 2 and all(row.passed for row in rows), rows
+
+
+def test_kernels_are_given_local_arrays(monkeypatch):
+  """On a mesh without a context axis, too."""
+  seen, choose = [], latent_attention.attention_op.choose
+
+  def chosen(impl, spec=None):
+    seen.extend([spec] if spec else [])
+    return choose(impl, spec)
+
+  monkeypatch.setattr(latent_attention.attention_op, 'choose', chosen)
+  config = schema.Config(
+    mesh=schema.Mesh(tensor=2, data=2), model=config_of({}, num_layers=1)
+  )
+  built = build.build(config, devices=jax.devices()[:4])
+  with build.use(built):
+    params = jax.jit(lambda: built.model.init(jax.random.key(0)))()
+    put = lambda x: annotate.put(jnp.asarray(x), attention.ROWS[: x.ndim])
+    batch = jax.tree.map(put, peers.rows(V, (4, 16)))
+    jax.jit(lambda p: built.model.features(p, batch)[0]).lower(params)
+  assert [spec.sharded for spec in seen] == [False] * len(seen) != []
+  assert {spec.q[2] for spec in seen} == {N // 2}
 
 
 def test_a_shard_without_the_others_keys_is_seen(monkeypatch):
