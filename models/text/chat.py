@@ -1,9 +1,11 @@
 """Chat templates: a conversation becomes the text that a model has learned.
 
-A template is Jinja, as Hugging Face keeps it; it runs in Jinja's sandbox (extra
-chat). Messages are {'role': .., 'content': ..}.
+A template is Jinja, as Hugging Face keeps it, with the names and the tag that
+transformers gives it; it runs in Jinja's sandbox (extra chat). Messages are
+{'role': .., 'content': ..}.
 """
 
+import datetime
 import functools
 import importlib
 import json
@@ -89,8 +91,9 @@ def rendered(text, messages, specials, where, ask=False):
   made, (bos, end) = _compiled(text), specials
   try:
     return made.render(
-      messages=messages, add_generation_prompt=ask, bos_token=bos, eos_token=end
-    )
+      messages=messages, tools=None, documents=None, add_generation_prompt=ask,
+      bos_token=bos, eos_token=end,
+    )  # fmt: skip
   except Exception as error:  # of the template: any
     raise errors.UserError(
       f'{where}: the chat template fails: {type(error).__name__}: '
@@ -111,6 +114,29 @@ def _fail(message):
   raise ValueError(message)
 
 
+def _now(format_):
+  return datetime.datetime.now().strftime(format_)
+
+
+def _answers():
+  """Jinja's extension for the tag of what a model says: {% generation %}.
+
+  transformers counts its characters; here its text is as it stands.
+  """
+  jinja2: Any = importlib.import_module('jinja2')
+  extension: Any = importlib.import_module('jinja2.ext')
+
+  class Answers(extension.Extension):
+    tags = frozenset(['generation'])
+
+    def parse(self, parser):
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
+      return jinja2.nodes.Scope(body, lineno=line)
+
+  return Answers
+
+
 @functools.lru_cache(maxsize=4)
 def _compiled(text) -> Any:
   try:
@@ -122,9 +148,10 @@ def _compiled(text) -> Any:
       "pip install 'paraxis[chat]'."
     ) from error
   environment = sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols']
-  )
-  environment.globals['raise_exception'] = _fail
+    trim_blocks=True, lstrip_blocks=True,
+    extensions=[_answers(), 'jinja2.ext.loopcontrols'],
+  )  # fmt: skip
+  environment.globals |= dict(raise_exception=_fail, strftime_now=_now)
   environment.filters['tojson'] = functools.partial(
     json.dumps, ensure_ascii=False
   )

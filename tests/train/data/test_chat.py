@@ -3,6 +3,7 @@
 The reference writes ChatML by hand and marks characters one by one.
 """
 
+import datetime
 import json
 import sys
 from typing import Any
@@ -245,6 +246,50 @@ def test_bad_templates(tmp_path, template, words):
   path = write(tmp_path / 'a.jsonl', [TALK])
   with support.refused(words):
     build(path, tmp_path, template=template)
+
+
+# As transformers 5.23 renders them.
+OF_TRANSFORMERS = {
+  'tools': '{% if tools is none and not documents %}none{% endif %}',
+  'documents': '{{ documents is defined }} {{ documents is none }}',
+  'answers': (
+    "{% set a = 1 %}{% for m in messages %}{{ m.role + ': ' }}"
+    "{% if m.role == 'assistant' %}\n  {%- generation %}"
+    '{% set a = 2 %}{{ m.content + eos }}\n  {%- endgeneration -%}\n'
+    '{% else %}{{ m.content }}{% endif %} {% endfor %}{{ a }}'
+  ),
+}
+
+
+@pytest.mark.parametrize('name', OF_TRANSFORMERS)
+def test_what_templates_see_in_transformers(name):
+  wanted = dict(
+    tools='none', documents='True True',
+    answers='user: Name é. assistant: E acute.</s> user: Thanks 1',
+  )  # fmt: skip
+  text = OF_TRANSFORMERS[name].replace('eos', 'eos_token')
+  found = templates.rendered(text, TALK[1:4], ('<s>', '</s>'), 'a')
+  assert found == wanted[name]
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize('name', OF_TRANSFORMERS)
+def test_templates_are_as_in_transformers(name):
+  utils = pytest.importorskip('transformers.utils.chat_template_utils')
+  text = OF_TRANSFORMERS[name].replace('eos', 'eos_token')
+  (wanted,), _ = utils.render_jinja_template(
+    [TALK[1:4]], chat_template=text, bos_token='<s>', eos_token='</s>'
+  )
+  found = templates.rendered(text, TALK[1:4], ('<s>', '</s>'), 'a')
+  assert found == wanted
+
+
+def test_a_template_knows_the_day():
+  text = "{{ strftime_now('%Y-%m-%d') }}"
+  before = datetime.datetime.now()
+  found = templates.rendered(text, TALK, ('', ''), 'a')
+  after = datetime.datetime.now()
+  assert found in {f'{x:%Y-%m-%d}' for x in (before, after)}
 
 
 def test_what_is_missing(tmp_path, monkeypatch):
