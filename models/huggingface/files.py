@@ -66,8 +66,12 @@ class Files:
     raise NotImplementedError
 
   def fingerprint(self) -> str:
-    """sha256 of the names and sizes of all files and of the config."""
+    """sha256 of the names and sizes of all files and of the config.
+
+    Folders within are left out: their size is the file system's.
+    """
     found = [self.path] if self.path.is_file() else self.path.iterdir()
+    found = [p for p in found if p.is_file()]
     text = [f'{p.name} {p.stat().st_size}' for p in sorted(found)]
     text.append(json.dumps(self.config, sort_keys=True, default=str))
     return hashlib.sha256('\n'.join(text).encode()).hexdigest()
@@ -155,7 +159,10 @@ class Folder(Files):
 
   def tokenizer(self):
     file = self.path / TOKENIZER
-    return file.read_text(encoding='utf-8') if file.is_file() else ''
+    try:
+      return file.read_text(encoding='utf-8') if file.is_file() else ''
+    except (OSError, ValueError) as e:
+      raise errors.UserError(f'{file} does not read: {e}.') from e
 
 
 def _json(path) -> dict:

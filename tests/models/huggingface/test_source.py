@@ -1,5 +1,6 @@
 """Folders of safetensors: tensors where they belong, or one line why not."""
 
+import hashlib
 import json
 import math
 import re
@@ -221,6 +222,30 @@ def test_what_does_not_fit(tmp_path, how, words):
     table = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.ShapeDtypeStruct((50, 16), 'f4', sharding=table)
     found.read('embedding', like)
+
+
+def test_a_fingerprint_is_of_files(tmp_path):
+  """Of names and sizes; not of folders, nor of links to nothing."""
+  write(tmp_path, notes__txt='abc')
+  names = 'config.json', 'model.safetensors', 'notes.txt'
+  lines = [f'{n} {(tmp_path / n).stat().st_size}' for n in names]
+  lines.append(json.dumps(CONFIG, sort_keys=True))
+  wanted = hashlib.sha256('\n'.join(lines).encode()).hexdigest()
+  found = lambda: source.Source(tmp_path).about['sha256']
+  assert found() == wanted
+  (tmp_path / 'inner').mkdir()
+  (tmp_path / 'inner' / 'more.txt').write_text('d')
+  (tmp_path / 'link.txt').symlink_to(tmp_path / 'gone.txt')
+  assert found() == wanted
+  (tmp_path / 'notes.txt').write_text('abcd')
+  assert found() != wanted
+
+
+def test_a_tokenizer_that_does_not_read(tmp_path):
+  write(tmp_path)
+  (tmp_path / files_lib.TOKENIZER).write_bytes(b'{"a": "\xff"}')
+  with support.refused('tokenizer.json does not read', 'utf-8'):
+    source.Source(tmp_path).files.tokenizer()
 
 
 def test_a_shard_that_is_gone(tmp_path):
