@@ -34,6 +34,7 @@ from paraxis.train.run import origin as origin_lib
 from paraxis.train.run import workdir as workdir_lib
 
 SHARD = 4 * 2**30  # bytes of a file of an export
+SHOWN = 6  # paths that a message lists
 DTYPES = {'float32': np.float32, 'bfloat16': ml_dtypes.bfloat16}
 
 
@@ -105,6 +106,7 @@ def send(
     config.model, model_type or run.about['kind']
   )
   table = leaves_lib.table(config.model, described['model_type'])
+  _check_leaves(text, run, table)
   out = pathlib.Path(out).expanduser().resolve()
   made = _beside(out)
   try:
@@ -112,7 +114,7 @@ def send(
     tokenizer = _write_tokenizer(made, config, about, say)
     _write_json(
       made / files_lib.CONFIG,
-      described | _ends(tokenizer, run.about) | dict(torch_dtype=dtype),
+      described | _ids(tokenizer, config, run.about) | dict(torch_dtype=dtype),
     )
     files = _write_tensors(made, run, table, DTYPES[dtype])
     _write_readme(made, run.about)
@@ -139,25 +141,50 @@ def _beside(out):
     ) from e
 
 
+def _check_leaves(text, run, table):
+  """UserError: the run has parameters that no tensor is made of, or lacks
+  some."""
+  of = len(origin_lib.PARAMS)
+  held, wanted = {path[of:] for path in run.saved()[0]}, {x.path for x in table}
+  if found := sorted(held ^ wanted):
+    more = f' and {len(found) - SHOWN} more' if found[SHOWN:] else ''
+    raise errors.UserError(
+      f'--checkpoint={text} has {len(held)} parameters, an export of its model '
+      f'{len(wanted)}: only one has {", ".join(found[:SHOWN])}{more}. Nothing '
+      'is written.'
+    )
+
+
 def _bos(tokenizer, about):
-  """Id that begins a text: as the weights that a run began with say it."""
+  """Id that begins a text: as the weights that a run began with say it; None:
+  nobody knows one."""
   known, bos = tokenizer.special_ids, about['bos']
   if bos is not None and (bos in known or not known):
     return bos
-  return tokenizer.bos_id(None) if known else None
+  try:
+    return tokenizer.bos_id(None) if known else None
+  except errors.UserError:  # of weights whose texts begin with no such token
+    return None
 
 
-def _ends(tokenizer, about):
-  """Ids of config.json that say where a text begins and ends.
+def _ids(tokenizer, config, about):
+  """Ids of config.json that say where a text begins and ends, and what fills.
+
+  None is written, too: without a field a class of transformers has its own,
+  and refuses one of padding that is no row of the embedding.
 
   about: of the run, with those of the weights that it began with.
   """
   known = bool(tokenizer.specials)  # not of ids of an unknown tokenizer
   ends = [*about['ends'], *(loop.end_ids(tokenizer) if known else [])]
-  ends, bos = [*dict.fromkeys(ends)], _bos(tokenizer, about)
-  first = {} if bos is None else dict(bos_token_id=bos)
-  one = ends if len(ends) != 1 else ends[0]
-  return first | (dict(eos_token_id=one) if ends else {})
+  ends = [*dict.fromkeys(ends)]
+  pad = tokenizer.own_pad_id
+  fits = pad is not None and pad < config.model.vocab_size
+  return dict(
+    bos_token_id=_bos(tokenizer, about),
+    eos_token_id=(ends if ends[1:] else ends[0]) if ends else None,
+    pad_token_id=pad if fits else None,
+  )
 
 
 def _write_json(path, content):
@@ -173,10 +200,9 @@ def _write_tokenizer(folder, config, about, say):
     )
     return tokenizer
   (folder / files_lib.TOKENIZER).write_text(tokenizer.text, encoding='utf-8')
-  written: dict[str, Any] = dict(
-    tokenizer_class='PreTrainedTokenizerFast',
-    bos_token=tokenizer.name_of(_bos(tokenizer, about)),
-  )
+  written: dict[str, Any] = dict(tokenizer_class='PreTrainedTokenizerFast')
+  if (bos := _bos(tokenizer, about)) in tokenizer.special_ids:
+    written['bos_token'] = tokenizer.name_of(bos)
   ends = *about['ends'], *loop.end_ids(tokenizer)
   if named := [i for i in ends if i in tokenizer.special_ids]:
     written['eos_token'] = tokenizer.name_of(named[0])

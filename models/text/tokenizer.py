@@ -148,8 +148,12 @@ class _Base:
   @functools.cached_property
   def pad_id(self):
     """Fills the end of a row; never seen by the loss. May equal end_id."""
-    found = [self._special[t] for t in _PAD if t in self._special]
-    return found[0] if found else self.end_id
+    return self.end_id if self.own_pad_id is None else self.own_pad_id
+
+  @property
+  def own_pad_id(self):
+    """Id of the token that is for padding alone; None: there is none."""
+    return next((self._special[t] for t in _PAD if t in self._special), None)
 
   def bos_id(self, domain=None):
     """Id of the token a document of `domain` (None: unknown) starts with."""

@@ -1,5 +1,6 @@
 """Weights to a folder of Hugging Face and back, bitwise."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import jax
 import numpy as np
+import peers
 import pytest
 from safetensors import numpy as safetensors
 import support
@@ -15,7 +17,9 @@ from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.decode import load
 from paraxis.models import build
+from paraxis.models import decoder
 from paraxis.models.huggingface import files as files_lib
+from paraxis.models.huggingface import leaves as leaves_lib
 from paraxis.models.huggingface import source
 from paraxis.models.text import tokenizer
 from paraxis.sharding.checkpoint import store as store_lib
@@ -75,6 +79,7 @@ def test_what_is_written(run, exported):
   ours = tokenizer.load('bpe2048')
   assert config['bos_token_id'] == ours.bos_id(None)
   assert config['eos_token_id'] == ours.end_id
+  assert config['pad_token_id'] == ours.pad_id != ours.end_id
   tensors = safetensors.load_file(str(exported / 'model.safetensors'))
   up = run[1]['layers/mlp/up'][1]
   np.testing.assert_array_equal(
@@ -229,6 +234,59 @@ def test_an_export_needs_no_end_of_a_known_name(exported, tmp_path):
   exchange.send(str(tmp_path / 'a'), tmp_path / 'b', say=quiet)
   written = json.loads((tmp_path / 'b' / 'tokenizer_config.json').read_text())
   assert written['eos_token'] == '<EOS_TOKEN>'
+
+
+def test_ids_that_nobody_knows_are_null(run, exported, tmp_path):
+  """A field that is not there would be the default of a class."""
+  folder = tmp_path / 'theirs'
+  shutil.copytree(exported, folder)
+  names = 'bos_token_id', 'eos_token_id', 'pad_token_id'
+  config = json.loads((folder / 'config.json').read_text())
+  config |= dict.fromkeys(names)
+  (folder / 'config.json').write_text(json.dumps(config))
+  spec = json.loads((folder / 'tokenizer.json').read_text())
+  spec['added_tokens'] = []
+  spec['post_processor'] = None
+  (folder / 'tokenizer.json').write_text(json.dumps(spec))
+  exchange.bring(str(folder), tmp_path / 'a', say=quiet)
+  exchange.send(str(tmp_path / 'a'), tmp_path / 'b', say=quiet)
+  written = json.loads((tmp_path / 'b' / 'config.json').read_text())
+  assert {name: written[name] for name in names} == dict.fromkeys(names)
+  words = json.loads((tmp_path / 'b' / 'tokenizer_config.json').read_text())
+  assert 'bos_token' not in words and 'eos_token' not in words
+
+
+def test_a_parameter_that_no_tensor_is_made_of(run, tmp_path, monkeypatch):
+  table = leaves_lib.table
+
+  def less(*given):
+    return [x for x in table(*given) if x.path != 'layers/mlp/up']
+
+  monkeypatch.setattr(leaves_lib, 'table', less)
+  with support.refused('only one has layers/mlp/up', '12 parameters', '11'):
+    exchange.send(str(run[0]), tmp_path / 'hf', say=quiet)
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize('name', ['phi3', 'smollm3', 'llama'])
+def test_transformers_opens_an_export(run, tmp_path, name):
+  """Whatever ids its class has by default, which are no rows of this one."""
+  import hf_peer  # skips without torch
+
+  exchange.send(str(run[0]), tmp_path / 'hf', model_type=name, say=quiet)
+  auto = hf_peer.transformers.AutoModelForCausalLM
+  theirs, said = auto.from_pretrained(tmp_path / 'hf', output_loading_info=True)
+  assert not said['missing_keys'] and not said['unexpected_keys']
+  assert theirs.config.pad_token_id == tokenizer.load('bpe2048').pad_id
+  tokens = np.arange(5, 21)[None]
+  with hf_peer.torch.no_grad():
+    wanted = theirs(hf_peer.torch.tensor(tokens)).logits.numpy()
+  model = origin_lib.Run(str(run[0])).config().model
+  model = decoder.Decoder(dataclasses.replace(model, dtype='float32'))
+  data = peers.rows(2048, (1, 16))._replace(tokens=tokens)
+  found = model.logits(run[1], model.features(run[1], data)[0])
+  np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
 def full(self, tree):
