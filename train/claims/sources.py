@@ -75,7 +75,8 @@ def of_claims(*objects) -> tuple[str, ...]:
     while isinstance(x, functools.partial):
       x = x.func
     x = x if inspect.isroutine(x) or isinstance(x, type) else type(x)
-    file = pathlib.Path(inspect.getsourcefile(x) or '')
+    # As ROOT is; the package may be reached by a link.
+    file = pathlib.Path(inspect.getsourcefile(x) or '/').resolve()
     if file.is_relative_to(ROOT):
       waiting.append(file.relative_to(ROOT).as_posix())
   while waiting:

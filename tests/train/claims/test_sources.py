@@ -90,6 +90,17 @@ def test_imports_are_followed_wherever_they_stand(tmp_path):
   assert set(_tree(tmp_path, more)) == {*found, 'models/other.py'}
 
 
+def test_claims_are_found_by_a_link_to_the_package(monkeypatch, tmp_path):
+  link = tmp_path / 'paraxis'
+  link.symlink_to(sources.ROOT)
+  there = lambda x: str(link / 'train/claims/lists.py')
+  monkeypatch.setattr(sources.inspect, 'getsourcefile', there)
+  assert 'train/claims/lists.py' in sources.of_claims(papers.claims)
+  monkeypatch.setattr(sources.inspect, 'getsourcefile', lambda x: None)
+  monkeypatch.chdir(sources.ROOT / 'train/claims/outer')
+  assert sources.of_claims(papers.claims) == ()
+
+
 OWN = {  # modules with a training of their own, and what it runs besides
   'paraxis.train.claims.scans.recall': (
     'train/claims/scans/recall.py', 'train/claims/tasks.py',
