@@ -295,14 +295,24 @@ def on_layouts(*cases: str | dict, within: float = 1e-9) -> dict:
 
 
 def restored(job, folder) -> dict:
-  """Parameters of the newest checkpoint of a folder, on the job's mesh."""
+  """Parameters of the newest checkpoint of a folder, on the job's mesh.
+
+  Raises:
+    UserError: it has none.
+  """
   # Orbax starts slowly.
   from paraxis.sharding.checkpoint import store as store_lib
 
   like = {PARAMS + p: x for p, x in job.built.params.items()}
-  folder = workdir_lib.resolve(folder) / workdir_lib.CHECKPOINTS
-  with store_lib.Store(folder, read_only=True) as store:
-    found: Any = store.restore_latest_good(like, PARAMS)
+  folder = workdir_lib.resolve(folder)
+  steps = folder / workdir_lib.CHECKPOINTS
+  with store_lib.Store(steps, read_only=True) as store:
+    found = store.restore_latest_good(like, PARAMS)
+  if found is None:
+    raise errors.UserError(
+      f'{steps} holds no checkpoint, whose parameters the claim reads: remove '
+      f'{folder}, and it is trained again.'
+    )
   return {p.removeprefix(PARAMS): x for p, x in found[1].items()}
 
 

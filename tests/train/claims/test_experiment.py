@@ -1,11 +1,13 @@
 """What claims share: fields by full name, devices, certificates, trainings."""
 
 import math
+import types
 
 import claim_cases
 import jax
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
@@ -56,6 +58,12 @@ def test_a_mesh_and_its_devices():
   for few in (lambda mesh: experiment.on(config, mesh), experiment.mesh_of):
     with pytest.raises(errors.UserError, match='16 places for 8 devices'):
       few('data=16')
+
+
+def test_parameters_of_a_run_without_checkpoints(tmp_path):
+  job = types.SimpleNamespace(built=types.SimpleNamespace(params={}))
+  with support.refused('holds no checkpoint', f'remove {tmp_path}'):
+    experiment.restored(job, tmp_path)
 
 
 def test_differences():
