@@ -236,7 +236,7 @@ def trained(
     SystemExit: with 75, a signal stopped a training.
   """
   found = {name: [] for name in variants}
-  mechanism = *run.mechanism, *sources.of_claims(learn, *code)
+  mechanism = *run.mechanism, *run.replaced, *sources.of_claims(learn, *code)
   for seed in seeds:
     for name, config in variants.items():
       config = experiment.fields(config, {'train.seed': seed})

@@ -58,19 +58,22 @@ def _draw(found, rows, path):
   return figures.save(fig, path)
 
 
-def train(run, configs, seeds, picture=PICTURE, folder=None, **how):
+def train(run, configs, seeds, folder=None):
   """({family: [bits per byte of each seed]}, most CPU-seconds), drawn.
 
   Args:
     run: harness.Run; the trainings lie in its results, and the picture does
       unless it has a folder of its own.
     configs: {name: schema.Config}. seeds: of the trainings.
-    how: as for ablation.trained.
   """
-  trainings = ablation.trained(run, configs, seeds, **how)
+  trainings = ablation.trained(run, configs, seeds)
+  return drawn(run, trainings, (folder or run.results) / PICTURE)
+
+
+def drawn(run, trainings, path):
+  """As `train`, of {family: [ablation.Training of each seed]}."""
   found = ablation.numbers(trainings, 'bits_per_byte')
   rows = {n: metrics.read(t[-1].folder) for n, t in trainings.items()}
-  path = (folder or run.results) / picture
   run.say(f'wrote {_draw(found, rows, path)}')
   return found, ablation.cpu_seconds(trainings)
 

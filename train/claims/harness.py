@@ -121,10 +121,12 @@ class Run:
     config: schema.Config.
     results: folder of the trainings that train/claims/ablation.py compares.
     mechanism: files and folders that the config's header names as such.
+    replaced: files of what a knock-out puts in its place.
     fresh: whether trainings of other code or another config are removed there.
   """
 
   mechanism: tuple = ()
+  replaced: tuple = ()
   fresh = False
 
   def __init__(self, config, results, say=print):
@@ -135,14 +137,16 @@ class Run:
     """A Run of another config; name: with a folder of its own, beside this."""
     path = self.results
     path = path.with_name(f'{path.name}-{name}') if name else path
-    run = Run(config, path, self.say)
-    run.mechanism, run.fresh = self.mechanism, self.fresh
-    return run
+    return self._alike(config, path)
 
   def shared(self, name):
     """A Run whose folder `name`, beside this one's, a knock-out reads too."""
-    run = Run(self.config, self.results.with_name(name), self.say)
-    run.mechanism, run.fresh = self.mechanism, self.fresh
+    return self._alike(self.config, self.results.with_name(name))
+
+  def _alike(self, config, results):
+    run = Run(config, results, self.say)
+    run.mechanism, run.replaced = self.mechanism, self.replaced
+    run.fresh = self.fresh
     return run
 
 

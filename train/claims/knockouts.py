@@ -143,7 +143,7 @@ def without(run: claims.Run, knockout: papers.Knockout, claim: papers.Claim):
     )
   other = run.other(config, knockout.name)
   # What is trained without the mechanism depends on what replaces it.
-  other.mechanism += sources.of_claims(knockout.off)
+  other.replaced = sources.of_claims(knockout.off)
   with knockout.off():
     return claims.outcome_of(
       other, claim._replace(parameters=claim.parameters | given)

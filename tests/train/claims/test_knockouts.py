@@ -297,7 +297,7 @@ def test_a_training_without_the_mechanism_depends_on_what_replaces_it(tmp_path):
   seen = []
 
   def check(run):
-    seen.append(run.mechanism)
+    seen.append((*run.mechanism, *run.replaced))
     return harness.Outcome('', '', '', False)
 
   run = harness.Run(command_line.schema.Config(), tmp_path / 'mine')

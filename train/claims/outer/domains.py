@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from paraxis.decode.evaluate import ensemble
+from paraxis.sharding.checkpoint import folders
 from paraxis.sharding.meter import compiling
 from paraxis.train import loop
 from paraxis.train import loss as loss_lib
@@ -34,6 +35,7 @@ from paraxis.train.data import corpus
 from paraxis.train.plot import figures
 from paraxis.train.run import merge
 from paraxis.train.run import origin
+from paraxis.train.run import workdir as workdir_lib
 
 PICTURE, SHARED = 'domains.png', 'branches'
 AVERAGE = 'average'  # folder of one, beside its experts
@@ -172,7 +174,8 @@ def _experts(parts, source, config, folder, say):
       own, folder / name, say, devices=devices,
       options=loop.Options('', first),
     )  # fmt: skip
-  if not (folder / AVERAGE).exists():
+  # A folder that a kill left has no checkpoint.
+  if not folders.steps(folder / AVERAGE / workdir_lib.CHECKPOINTS):
     runs = [(str(folder / name), 1 / len(names)) for name in names]
     merge.write(runs, folder / AVERAGE, say)
   whole = experiment.fields(config, {'train.eval_batches': 0})
@@ -218,15 +221,14 @@ def _trained(run, sets, seeds, fields):
       config, {'train.steps': each, 'train.eval_batches': 1}, fields
     )
     for seed in seeds:
-      source = None
+      source, task = None, dict(parts=parts, share=share)
       if first:
         begun = {
           f'seed {share}': experiment.fields(config, {'train.steps': first})
         }
         [one] = ablation.trained(run, begun, [seed])[f'seed {share}']
-        source = one.folder
+        source, task['seed'] = one.folder, one.record['key']
       learn = functools.partial(_experts, PARTS[parts], source)
-      task = dict(parts=parts, share=share)
       made = ablation.trained(run, {label: own}, [seed], learn, task)
       most = max(most, ablation.cpu_seconds(made))
       for way, bits in _bits(made[label][0].record['numbers']).items():
@@ -254,7 +256,9 @@ def learn(run, *, sets, seeds, fields, better):
     better: list of [name, name, by]: the first has fewer bits by more than so
       many. A name is 'dense', 'SET, ensemble' or 'SET, average'.
   """
-  found, seconds = _trained(run.shared(SHARED), sets, seeds, fields)
+  home = run.shared(SHARED)
+  home.replaced = ()  # knock-outs change what becomes of numbers, none of them
+  found, seconds = _trained(home, sets, seeds, fields)
   run.results.mkdir(parents=True, exist_ok=True)
   run.say(f'wrote {_draw(found, sets, run.results / PICTURE)}')
   c = run.config

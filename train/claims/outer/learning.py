@@ -23,11 +23,16 @@ SHARED = 'replicas'
 PLAIN = schema.Outer()
 
 
-def _shared(run):
-  """A harness.Run whose trainings are in the folder that configs share."""
-  other = claims.Run(run.config, run.results.with_name(SHARED), run.say)
-  other.fresh = run.fresh
+def _shared(run, config):
+  """A harness.Run whose trainings are in the folder that configs share.
+
+  config: of its trainings. A knock-out replaces what the run's own outer loop
+  does; other loops are trained once, with it or without.
+  """
+  other = run.shared(SHARED)
   other.mechanism = ('configs/base/outer.py',)  # what is due when
+  if config.outer != run.config.outer:
+    other.replaced = ()
   return other
 
 
@@ -53,17 +58,20 @@ def _from_warm(results, config, folder, say):
 def _trained(run, families, seeds, warm):
   """({family: [bits per byte of each seed]}, most CPU-seconds), drawn."""
   configs, plain = _configs(run, families)
-  how, picture, home = {}, 'from_scratch.png', _shared(run)
+  how, picture, trainings = {}, 'from_scratch.png', {}
   if warm:
     first = experiment.fields(plain, {'train.steps': warm})
+    home = _shared(run, first)
     ablation.trained(home, {'warm': first}, seeds)
     learn = functools.partial(_from_warm, home.results)
     how = dict(learn=learn, task={'warm': warm})
     configs = {f'{n}, warm': c for n, c in configs.items()}
     picture = 'warm.png'
   run.results.mkdir(parents=True, exist_ok=True)
-  how['folder'] = run.results
-  found, seconds = families_lib.train(home, configs, seeds, picture, **how)
+  for name, config in configs.items():
+    home = _shared(run, config)
+    trainings |= ablation.trained(home, {name: config}, seeds, **how)
+  found, seconds = families_lib.drawn(run, trainings, run.results / picture)
   suffix = ', warm' if warm else ''
   return {n: found[f'{n}{suffix}'] for n in families}, seconds
 
@@ -115,7 +123,7 @@ def spread(run, *, families, seeds, name, early):
       f'steps {early} and {last}: outer.period={config.outer.period} has no '
       'exchange at both of them.'
     )
-  trainings = ablation.trained(_shared(run), {name: config}, seeds)
+  trainings = ablation.trained(_shared(run, config), {name: config}, seeds)
   rows = [metrics.read(t.folder) for t in trainings[name]]
   found = {
     'early': [row[early]['eval/spread'] for row in rows],

@@ -11,7 +11,6 @@ import numpy as np
 from paraxis.train.claims import ablation
 from paraxis.train.claims import experiment
 from paraxis.train.claims import families
-from paraxis.train.claims import harness as claims
 from paraxis.train.plot import figures
 from paraxis.train.run import metrics
 
@@ -21,12 +20,6 @@ PLAIN = 'adamw'
 HELD = 'eval/bits_per_byte'
 
 
-def _shared(run):
-  other = claims.Run(run.config, run.results.with_name(SHARED), run.say)
-  other.fresh, other.mechanism = run.fresh, run.mechanism
-  return other
-
-
 def _trained(run, rules, size, fields, seeds):
   """{rule: [ablation.Training of its best trial, one a seed]}.
 
@@ -34,7 +27,7 @@ def _trained(run, rules, size, fields, seeds):
     rules: {rule: [{field of schema.Optimizer: value}, one a trial]}.
     size, fields: name of the model's size, {'section.field': value} of it.
   """
-  home, best = _shared(run), {}
+  home, best = run.shared(SHARED), {}
   config = lambda rule, trial: experiment.fields(
     run.config, fields, experiment.under('optimizer', {'name': rule} | trial)
   )

@@ -11,8 +11,10 @@ import pytest
 import support
 
 from paraxis.configs.base import command_line
+from paraxis.configs.base import errors
 from paraxis.train.claims import ablation
 from paraxis.train.claims import knockouts
+from paraxis.train.claims import papers
 from paraxis.train.claims.outer import domains
 from paraxis.train.data import corpus
 from paraxis.train.program import make
@@ -77,11 +79,23 @@ def test_a_random_split_has_the_same_documents(text, tmp_path):
   )
 
 
-def test_experts_of_a_seed(text, tmp_path):
+def killed(runs, out, say):
+  out.mkdir()
+  raise SystemExit(errors.EXIT_PREEMPTED)
+
+
+def test_experts_of_a_seed(text, tmp_path, monkeypatch):
   """Whole trainings; the numbers are those of the runs, read again alone."""
   run = run_of(text, tmp_path)
   sets = {'half': ['domains', 0.5]}
-  found, _ = domains._trained(run, sets, [0], {'optimizer.warmup_steps': 1})
+  train = lambda: domains._trained(
+    run, sets, [0], {'optimizer.warmup_steps': 1}
+  )
+  with monkeypatch.context() as patch:
+    patch.setattr(domains.merge, 'write', killed)
+    with pytest.raises(SystemExit):
+      train()
+  found, _ = train()  # the folder of the average is there, and is empty
   assert list(found) == ['dense', 'half, ensemble', 'half, average']
   folder = run.results / 'domains_0.5-0'
   made = {p.name for p in folder.iterdir() if p.is_dir()}
@@ -89,7 +103,12 @@ def test_experts_of_a_seed(text, tmp_path):
   steps = support.losses(folder / 'sea')
   assert list(steps) == [1]  # half of 4 steps, of two experts
   assert list(support.losses(run.results / 'seed_0.5-0')) == [1, 2]
-  one = json.loads((folder / ablation.RECORD).read_text())['numbers']
+  kept = [
+    json.loads((run.results / name / ablation.RECORD).read_text())
+    for name in ('seed_0.5-0', 'domains_0.5-0')
+  ]
+  assert kept[1]['parts']['task']['seed'] == kept[0]['key']
+  one = kept[1]['numbers']
   assert len(one['experts']) == 2
   bits = -sum(one['average']) / math.log(2) / one['bytes']
   assert found['half, average'] == [pytest.approx(bits)]
@@ -98,6 +117,31 @@ def test_experts_of_a_seed(text, tmp_path):
   assert found['half, ensemble'] == [pytest.approx(wanted)]
   best = np.array(one['experts']).max(0).sum() / -math.log(2) / one['bytes']
   assert best <= found['half, ensemble'][0]
+
+
+def test_a_knock_out_reads_the_trainings_of_the_claim(
+  text, tmp_path, monkeypatch
+):
+  made = []
+
+  def experts(parts, source, config, folder, say):
+    made.append(folder.name)
+    return dict(experts=[[-1.0, -9.0], [-9.0, -1.0]], average=[-3], bytes=5)
+
+  monkeypatch.setattr(domains, '_experts', experts)
+  bits = {'dense-0': 1.0, 'seed_0.5-0': 2.0}
+  seen = claim_cases.trains_to(monkeypatch, bits)
+  module = command_line.load_module('branch_train_merge')
+  off = {k.name: k for k in knockouts.of(module, '')}['posterior']
+  run = run_of(text, tmp_path)
+  given = dict(
+    sets={'half': ['domains', 0.5]}, seeds=[0], fields={},
+    better=[['half, ensemble', 'dense', 0.0]],
+  )  # fmt: skip
+  claim = papers.Claim('a', 'LEARN', domains.learn, given, None)
+  assert domains.learn(run, **given).passed
+  assert not knockouts.without(run, off, claim).passed
+  assert len(seen) == 2 and made == ['domains_0.5-0']
 
 
 def test_a_domain_without_text(text, tmp_path):
@@ -133,7 +177,7 @@ def test_bits_are_judged_seed_by_seed(monkeypatch, tmp_path):
         experts=(-own).tolist(), average=[-12.0] * 60, bytes=1000,
         bits_per_byte=0.5 + 0.01 * seed,
       )  # fmt: skip
-      record = dict(numbers=numbers, cpu_seconds=1.0)
+      record = dict(numbers=numbers, cpu_seconds=1.0, key='')
       one = type('One', (), dict(record=record, folder=tmp_path))
       rows.append(one())
     return {name: rows}

@@ -1,12 +1,19 @@
 """Claims about exchanges fail where a sum is read early, a clipped number is
 dropped, replicas wait, or a message is of all of them."""
 
+import json
+
 import claim_cases
 import pytest
 import support
 
+from paraxis.configs import presets
 from paraxis.configs import schema
+from paraxis.configs.base import command_line
+from paraxis.train.claims import ablation
 from paraxis.train.claims import families
+from paraxis.train.claims import knockouts
+from paraxis.train.claims import papers
 from paraxis.train.claims.outer import exchanges
 from paraxis.train.claims.outer import learning
 
@@ -99,6 +106,34 @@ def test_families_are_compared_seed_by_seed(monkeypatch, tmp_path, warm):
   assert (tmp_path / 'replicas' / f'good{more}-0').exists()
   wrong = check(0.002)
   assert not wrong.passed and wrong.verdict == 'not reproduced'
+
+
+def test_what_a_knock_out_replaces_is_in_the_key(monkeypatch, tmp_path):
+  """Of the training that it changes; what is compared is trained once."""
+  name = 'CO2, switched off'
+  bits = {
+    f'{label}-{seed}': 2.0 + 0.01 * seed
+    for label in ('CO2', 'CO2_no_penalty', 'CO2_switched_off')
+    for seed in range(3)
+  }
+  seen = claim_cases.trains_to(monkeypatch, bits)
+  monkeypatch.setattr(families, '_draw', lambda found, rows, path: path)
+  monkeypatch.setattr(families.metrics, 'read', lambda folder: {})
+  module = command_line.load_module('co2')
+  run = claim_cases.run_of('co2', {}, tmp_path / 'own')
+  off = {k.name: k for k in knockouts.of(module, '')}['no_penalty']
+  claim = {c.name: c for c in papers.claims(module, '')}[off.claim]
+  both = {n: presets.REPLICAS[n] for n in ('CO2', 'CO2, no penalty')}
+  learning.above(run, **claim.parameters | dict(families=both))
+  assert len(seen) == 6
+  assert not knockouts.without(run, off, claim).passed
+  assert len(seen) == 9 and name in off.change['families']
+  files = lambda label: json.loads(
+    (tmp_path / 'replicas' / label / ablation.RECORD).read_text()
+  )['parts']['file']
+  replaces = 'train/claims/outer/exchanges.py'
+  assert replaces in files('CO2_switched_off-0')
+  assert replaces not in files('CO2-0')
 
 
 def test_replicas_that_drift_apart_are_seen(monkeypatch, tmp_path):
