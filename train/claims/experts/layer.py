@@ -11,6 +11,7 @@ Legend: N tokens, K choices, E experts, D width, F width of an expert, L layers.
 import collections
 import contextlib
 import dataclasses
+import fractions
 import math
 from typing import NamedTuple
 
@@ -302,7 +303,9 @@ def drops_are_counted(run, *, mesh, region, factors, tokens):
   """EQ: what finds no slot is counted, and nothing else is missing.
 
   Against a loop over tokens, with experts that are one matrix each and tokens
-  that prefer some of them; float64.
+  that prefer some of them; float64. With the smallest factor some are dropped.
+
+    slots of an expert for a device = ceil(tokens K / E x factor), exactly
 
   Args:
     mesh, region: of the exchange; the mesh has no other axes.
@@ -310,10 +313,11 @@ def drops_are_counted(run, *, mesh, region, factors, tokens):
   """
   n, axes = math.prod(mesh_lib.parse(mesh).values()), tuple(region.split('+'))
   w, x, ids, mix = drawn = _drawn(n * tokens)
-  gaps, losses, right = [], [], True
+  gaps, losses, right, some = [], [], True, False
+  share = fractions.Fraction(tokens * ids.shape[1], len(w))
   for factor in factors:
     plan = expert.DispatchPlan(len(w), axes, factor=factor)
-    slots = expert.slots(plan, tokens, ids.shape[1])
+    slots = math.ceil(share * fractions.Fraction(str(factor)))
     served = np.concatenate([
       _served(part, slots) for part in ids.reshape(n, tokens, -1)
     ])  # fmt: skip
@@ -322,6 +326,7 @@ def drops_are_counted(run, *, mesh, region, factors, tokens):
       y, dropped, *_ = _dispatched(mesh, plan, drawn)
     gaps.append(experiment.gap(y, wanted))
     right &= int(dropped) == (~served).sum()
+    some |= bool(dropped)  # of the smallest factor, if of any
     losses.append(f'{factor:g}: {int(dropped)} ({(~served).mean():.1%})')
   return experiment.equal(
     gaps,
@@ -329,8 +334,9 @@ def drops_are_counted(run, *, mesh, region, factors, tokens):
     f'counts {"equal" if right else "DIFFER"}; {mesh}, {len(w)} experts, '
     f'top-{ids.shape[1]}, {tokens} tokens a device '
     'whose odds of expert i are 1 / i; assignments dropped, by capacity '
-    f'factor: {"; ".join(losses)} of {ids.size}',
-    right,
+    f'factor: {"; ".join(losses)} of {ids.size}'
+    f'{"" if some else ", NOTHING is"}',
+    right and some,
   )
 
 

@@ -54,18 +54,30 @@ def test_axis_by_axis_is_bitwise(monkeypatch):
   assert not wrong.passed and 'NOT equal' in wrong.caveat
 
 
-@pytest.mark.parametrize('wrong', ['exchange', 'capacity'])
+@pytest.mark.parametrize('wrong', ['exchange', 'slots', 'capacity'])
 def test_drops_are_counted(wrong):
   swap = expert._swap
   if wrong == 'exchange':
     rolled = lambda x, plan: jax.numpy.roll(swap(x, plan), 1, 0)
     patch = expert, '_swap', rolled
+  elif wrong == 'slots':
+    slots = expert.slots
+    patch = expert, 'slots', lambda *given: slots(*given) + 1
   else:  # of the loop, in which all assignments find a slot
     patch = claims_experts, '_served', lambda ids, slots: ids >= 0
   claim_cases.holds_until(
     *patch, claims_experts.drops_are_counted,
     mesh='tensor=2', region='tensor', factors=[0.5], tokens=16,
   )  # fmt: skip
+
+
+def test_some_assignments_must_be_dropped():
+  check = lambda *factors: claims_experts.drops_are_counted(
+    None, mesh='tensor=2', region='tensor', factors=factors, tokens=16
+  )
+  assert check(8.0, 1.0).passed
+  found = check(8.0)
+  assert not found.passed and '8: 0 (0.0%)' in found.caveat
 
 
 def test_parameters_are_those_of_the_paper():
