@@ -39,6 +39,7 @@ import numpy as np
 from paraxis.configs import schema
 from paraxis.configs.base import errors
 from paraxis.configs.base import mixers
+from paraxis.models.text import tokenizer as tokenizer_lib
 from paraxis.train import program as job_lib
 from paraxis.train import step as step_lib
 from paraxis.train.claims import experiment
@@ -68,11 +69,9 @@ def _text(path: str, sources_of='') -> str:
   return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
-def _named(data) -> dict:
-  """{field of schema.Data: sha256 of the file that it names}."""
-  names = 'tokenizer', 'chat_template'
-  paths = {f'data.{n}': pathlib.Path(getattr(data, n)) for n in names}
-  return {n: files.sha256(p) for n, p in paths.items() if p.is_file()}
+def _template(path: str) -> str:
+  """sha256 of the file of data.chat_template; '': there is none."""
+  return files.sha256(path) if pathlib.Path(path).is_file() else ''
 
 
 def _own(pattern: str) -> dict:
@@ -99,7 +98,8 @@ def key(config: schema.Config, mechanism=(), task=None) -> dict:
     },
     'file': {
       'the text of data.path': _text(config.data.path, config.data.sources),
-      **_named(config.data),
+      'data.tokenizer': tokenizer_lib.load(config.data.tokenizer).fingerprint,
+      'data.chat_template': _template(config.data.chat_template),
       **sources.hashes((*sources.executed(), *mechanism)),
       **_own(config.model.pattern),
     },

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import statistics
+import types
 
 import claim_cases
 import jax
@@ -284,6 +285,19 @@ def test_files_that_no_training_runs_change_no_key(run, monkeypatch):
   monkeypatch.setattr(ablation.files, 'sha256', changed)
   _train(run, learn, seeds=[0])
   assert len(learn.seen) == 2
+
+
+@pytest.mark.parametrize('name', ['bpe2048', 'bytes'])
+def test_the_shipped_tokenizer_is_in_the_key(run, monkeypatch, name):
+  config = schema.with_value(run.config, 'data.tokenizer', name)
+  before = ablation.key(config)
+  monkeypatch.setattr(
+    ablation.tokenizer_lib, 'load',
+    lambda name: types.SimpleNamespace(fingerprint='other'),
+  )  # fmt: skip
+  assert ablation.differences(before, ablation.key(config)) == [
+    'data.tokenizer changed'
+  ]
 
 
 def test_a_mixer_of_ones_own_is_part_of_the_key(run, monkeypatch):
