@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 
 import jax
 import jax.numpy as jnp
@@ -255,17 +256,21 @@ def bits_by_reach(run, *, variants, seeds, pair, apart, verdict):
 
 
 def repeated(path, period, symbols, documents, length):
-  """Writes documents that are a random word, over and over; once."""
-  if path.exists():
-    return
+  """Writes documents that are a random word, over and over, if the file holds
+  other text."""
   rng, letters = np.random.default_rng(0), [chr(97 + i) for i in range(symbols)]
   word = lambda: ''.join(rng.choice(letters, period))
   lines = [
     json.dumps(dict(text=(word() * length)[:length], domain='repeated'))
     for _ in range(documents)
   ]
+  made = '\n'.join(lines)
+  if path.exists() and path.read_text('utf-8') == made:
+    return
   path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text('\n'.join(lines), 'utf-8')
+  temporary = path.with_name(f'{path.name}.tmp')
+  temporary.write_text(made, 'utf-8')
+  os.replace(temporary, path)
 
 
 def repetition_in_reach(

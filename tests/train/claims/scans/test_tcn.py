@@ -104,6 +104,21 @@ def test_bits_are_reported_by_reach(run, trained):
   assert not check(0.4).passed and check(0.4).verdict == 'direction only'
 
 
+def test_other_words_are_written_and_the_same_are_kept(tmp_path):
+  path = tmp_path / 'words.jsonl'
+  path.write_text('{"text": "ab')  # cut off by a kill
+  write = lambda period: claims_tcn.repeated(path, period, 4, 3, 20)
+  texts, files = [], []
+  for period in (5, 5, 6):
+    write(period)
+    texts.append(path.read_text())
+    files.append(path.stat().st_ino)
+  assert texts[0] == texts[1] != texts[2] and files[0] == files[1] != files[2]
+  words = [json.loads(line)['text'] for line in texts[2].splitlines()]
+  assert len(words) == 3 and all(w[6:] == w[:-6] for w in words)
+  assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
 def test_words_are_repeated(run, trained):
   found = claims_tcn.repetition_in_reach(
     run, text=dict(period=5, symbols=4, documents=3), steps=7, apart=0.4,
