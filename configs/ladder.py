@@ -63,11 +63,13 @@ def claims():
 
 
 def knockouts():
-  """A standard row; no part reads what any other gives."""
+  """A standard row; what a part gave is lost when the next one gives."""
+  from paraxis.train.claims.layouts import wirings
+
   _, free, overlap, learned = (name for name, *_ in claims())
-  apart = {'model.wiring': 'groups', 'model.groups': 1}
+  two = {name: WIRINGS[name] for name in ('standard', 'ladder')}
   return [
     ('wiring', free, {'model.wiring': 'standard'}),
     ('wiring_of_a_chip', overlap, {'model.wiring': 'standard'}),
-    ('order', learned, {'families': WIRINGS | {'ladder': apart}}),
+    ('forgets', learned, wirings.forgets, {'families': two}),
   ]

@@ -1,9 +1,14 @@
 """Claims about what is computed while sums travel can fail."""
 
 import claim_cases
+import jax
+import numpy as np
+import pytest
 import support
 
 from paraxis.configs import ladder
+from paraxis.models import decoder
+from paraxis.train.claims import experiment
 from paraxis.train.claims.layouts import wirings
 
 LAYERS = {'model.num_layers': 1}
@@ -13,6 +18,24 @@ def test_no_sum_of_a_ladder_holds_the_next_part_up():
   right, wrong = claim_cases.falls('ladder', 'wiring', LAYERS)
   assert right.measured == '2 of 2, standard 0'
   assert wrong.measured == '0 of 2, standard 0'
+
+
+@pytest.mark.parametrize('name, lost', [('ladder', True), ('standard', False)])
+def test_a_ladder_that_forgets_sees_no_other_token(name, lost):
+  small = {'model.wiring': name, 'model.num_layers': 2}
+  config = claim_cases.run_of('ladder', small).config
+  model = decoder.Decoder(config.model)
+  params = experiment.random_parameters(model)
+  rows = experiment.documents(1, 8, config.model.vocab_size)
+  other = rows._replace(tokens=rows.tokens.at[0, 0].add(1))
+
+  def moved():
+    run = jax.jit(lambda rows: model.features(params, rows)[0])
+    return np.flatnonzero(np.abs(run(rows) - run(other)).max(-1)[0]).tolist()
+
+  assert moved() == list(range(8))
+  with wirings.forgets():
+    assert moved() == ([0] if lost else list(range(8)))
 
 
 @support.compiles('tpu')
