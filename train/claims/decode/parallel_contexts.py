@@ -38,11 +38,15 @@ class Reader:
   """Reads texts with one model; a program for each number of tokens.
 
   Methods return float logits (T, V) of the last part.
+
+  Attributes:
+    read: tokens that the model was given so far.
   """
 
   def __init__(self, built, params, slots):
     """built: build.Built. params: {path: array}. slots: of a cache row."""
     self.built, self.model, self.slots = built, built.model, slots
+    self.read = 0
     with build.use(built):
       self.params = jax.jit(self.model.unstack)(params)
     self._run = jax.jit(self._step, static_argnames=('form', 'last'))
@@ -59,7 +63,11 @@ class Reader:
     """(logits of the `last` tokens of each text, the cache with all)."""
     group = packed_lib.Group(len(rows), len(texts[0]), own=False)
     lanes = [(r, t, first) for r, t in zip(rows, texts, strict=True)]
+    return self._given(cache, group, lanes, last)
+
+  def _given(self, cache, group, lanes, last):
     tokens = decode_step.pack((group,), len(cache.length), lanes)
+    self.read += tokens.token.size
     return self._run(self.params, cache, tokens, (group,), last)
 
   def sequential(self, parts):
@@ -67,9 +75,7 @@ class Reader:
     text = list(itertools.chain(*parts))
     cache = self.model.init_cache(1, len(text))
     group = packed_lib.Group(1, len(text), fresh=True)
-    tokens = decode_step.pack((group,), 1, [(0, text, 0)])
-    z, _ = self._run(self.params, cache, tokens, (group,), len(parts[-1]))
-    return z[0]
+    return self._given(cache, group, [(0, text, 0)], len(parts[-1]))[0][0]
 
   def contexts(self, prefix, texts):
     """The cache after the prefix (row 0) and contexts (1 .. B) of one length;
@@ -92,8 +98,13 @@ class Reader:
 
   def parallel(self, prefix, texts, query, how):
     """`ask` after all contexts."""
+    order = list(range(1, 1 + len(texts)))
+    return self.queries(prefix, texts, [(order, query)], how)[0]
+
+  def queries(self, prefix, texts, asked, how):
+    """[`ask` of each (rows of contexts, query)] after the same contexts."""
     cache = self.contexts(prefix, texts)
-    return self.ask(cache, list(range(1, 1 + len(texts))), query, how)[0]
+    return [self.ask(cache, order, query, how)[0] for order, query in asked]
 
 
 def _random(run):
@@ -262,26 +273,54 @@ def perplexity(run, *, count, sizes, texts, others, grid, share):
   )
 
 
-def prefill(run, *, count, sizes, queries):
+def _formula(count, sizes, queries):
+  """(tokens read for queries that are texts, and over shared contexts)."""
+  contexts = sizes[0] + count * sizes[1]
+  return queries * (contexts + sizes[2]), contexts + queries * sizes[2]
+
+
+def _counted(run, count, sizes, queries):
+  """`_formula`, of what a model of random weights is given."""
+  with jax.enable_x64(True):
+    reader, texts = _random(run)
+    [prefix], contexts = texts(sizes[0]), texts(*[sizes[1]] * count)
+    orders = [np.roll(range(count), i).tolist() for i in range(queries)]
+    asked = list(zip(orders, texts(*[sizes[2]] * queries), strict=True))
+    with build.use(reader.built):
+      for order, query in asked:
+        reader.sequential([prefix, *(contexts[i] for i in order), query])
+      plain = reader.read
+      rows = [([i + 1 for i in order], query) for order, query in asked]
+      reader.queries(prefix, contexts, rows, (0.9, 0.9))
+  return plain, reader.read - plain
+
+
+def prefill(run, *, count, small, sizes, queries):
   """SIM: tokens read for queries over the same contexts in other orders.
 
+  The formula is that of tokens that a model is given at small sizes.
+
   Args:
-    count: contexts. sizes: as for `one_context`.
+    count: contexts. small, sizes: as for `one_context`.
     queries: each has an order of its own.
   """
+  found = _counted(run, count, small, queries)
+  wanted = _formula(count, small, queries)
+  plain, ours = _formula(count, sizes, queries)
   contexts = sizes[0] + count * sizes[1]
-  plain = queries * (contexts + sizes[2])
-  ours = contexts + queries * sizes[2]
   pairs = lambda n, before=0: n * before + n * (n + 1) // 2
   whole = pairs(contexts)
   apart = pairs(sizes[0]) + count * pairs(sizes[1], sizes[0])
   return claims.Outcome(
     'fewer',
-    f'{plain / ours:.1f} x fewer tokens',
+    f'{plain / ours:.1f} x fewer tokens'
+    f'{"" if found == wanted else ", NOT as counted"}',
     f'{queries} queries of {sizes[2]} tokens, each with {count} contexts of '
     f'{sizes[1]} in an order of its own: {plain} tokens against {ours}; of the '
-    f'first, {whole} scores of the contexts against {apart}',
-    ours < plain and apart < whole,
+    f'first, {whole} scores of the contexts against {apart}; contexts of '
+    f'{small[1]}: {found[0]} and {found[1]} counted, {wanted[0]} and '
+    f'{wanted[1]} by formula',
+    found == wanted and ours < plain and apart < whole,
   )
 
 
@@ -315,6 +354,18 @@ def prefix_each():
     return cache
 
   return knockouts.patched(Reader, 'contexts', contexts)
+
+
+def read_anew():
+  """Knock-out: every query reads the contexts for itself."""
+
+  def queries(self, prefix, texts, asked, how):
+    return [
+      self.ask(self.contexts(prefix, texts), order, query, how)[0]
+      for order, query in asked
+    ]
+
+  return knockouts.patched(Reader, 'queries', queries)
 
 
 def shifted():
