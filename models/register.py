@@ -132,13 +132,11 @@ def _check(letter, cls, section, shrink, file):
     'commit',
   )
   need(
-    isinstance(cls.name, str) and re.fullmatch('[a-z][a-z0-9_]*', cls.name),
+    isinstance(cls.name, str)
+    and re.fullmatch('[a-z][a-z0-9_]*', cls.name)
+    and not keyword.iskeyword(cls.name),
     f'name={cls.name!r}: parameters stand under it, so it is lower-case '
-    'letters, digits and _',
-  )
-  need(
-    not keyword.iskeyword(cls.name),
-    f'name={cls.name!r} is a keyword of Python; rename it',
+    'letters, digits and _, and no keyword of Python',
   )
   taken = {m.name for k, m in layer.MIXERS.items() if k != letter}
   need(

@@ -63,6 +63,7 @@ EXACT = {
   'model.param_dtype': 'float64',
   'model.recurrent.tolerance': 1e-13,
   'model.experts.capacity_factor': 0.0,  # decoding drops no token
+  'decode.weights': 'loaded',
 }
 
 
@@ -148,17 +149,13 @@ def of_checkpoint(checkpoint, changes=(), texts=()) -> Case:
     train=schema.Train(),
   )
   config, notes = _exact(config)
-  if (held := config.decode.weights) != 'loaded':  # what is proven is not that
-    notes += (f'decode.weights {held} -> loaded',)
   return Case(config.model.pattern, config, values, notes)
 
 
 def _exact(config):
   """(schema.Config in float64, what was changed)."""
-  changed = config
   model_checks.need_causal(config.model, '--certify')
-  for name, value in EXACT.items():
-    changed = schema.with_value(changed, name, value)
+  changed = schema.with_values(config, EXACT)
   for name, most in SHORT.items():
     value = min(schema.value(changed, name), most)
     changed = schema.with_value(changed, name, value)

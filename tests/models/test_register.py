@@ -128,7 +128,7 @@ Lacks = type('Lacks', (protocol.Mixer,), dict(name='lacks'))
     (('Q', _with(name='attention')), "'attention' is taken"),
     (('Q', _with(name='mlp')), "'mlp' is taken"),
     (('Q', _with(name='a/b')), 'lower-case letters'),
-    (('Q', _with(name='lambda')), "name='lambda' is a keyword of Python"),
+    (('Q', _with(name='lambda')), 'no keyword of Python'),
     (('Q', _with(capabilities=protocol.SLOTS)), 'its own decode and commit'),
     (('Q', Good, dict(x=1)), 'a frozen dataclass'),
     (('Q', Good, None, len), 'fields of the section'),
