@@ -297,6 +297,8 @@ class Generator:
 
   def _serve_chunks(self, ids, rows, config, sampled, hooks):
     """`_serve` of one token a call, with prompts in chunks beside them."""
+    about, _ = self._draft(config.draft)
+    self._method(methods.Choice.of(config), about)  # refuses as `_programs`
     form, values, _ = sampled
     slots, _ = self._fit(ids, config)
     lanes = config.budget // scheduler.CHUNK

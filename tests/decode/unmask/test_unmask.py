@@ -276,6 +276,8 @@ def test_an_end_without_weight_comes_last():
 def test_masked_models_do_not_draft(method, form, words):
   with support.refused(f'decode.method={method}', words):
     generator(form).generate(PROMPTS, method=method)
+  with support.refused(f'decode.method={method}', words):
+    generator(form).generate(PROMPTS, method=method, requests=2)
 
 
 def test_causal_models_fill_no_masks():
