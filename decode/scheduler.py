@@ -171,13 +171,13 @@ def _take(flagged, lanes, tokens, logprobs, sound, on_text):
     if not sound[i]:
       bad.append((len(row.tokens), request.number))
       row.finish = 'broken'
-      continue
-    if request.last is None:
-      request.read += len(lanes[i][1])
-      if request.read < len(request.ids):
-        continue
-    request.last = int(tokens[i])
-    row.extend([request.last], [logprobs[i]])
+    else:
+      if request.last is None:
+        request.read += len(lanes[i][1])
+        if request.read < len(request.ids):
+          continue
+      request.last = int(tokens[i])
+      row.extend([request.last], [logprobs[i]])
     if on_text and (piece := row.fresh()):
       on_text(request.number, piece)
   return bad

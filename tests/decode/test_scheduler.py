@@ -7,6 +7,7 @@ import jax
 import module_cases
 import numpy as np
 import pytest
+import support
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
@@ -189,3 +190,26 @@ def test_logits_that_are_not_finite_end_one_request(monkeypatch):
     generator.generate(texts, on_text=show, **short)
   assert 5 not in {t for i in (0, 2) for t in want[i]['tokens']}
   assert [pieces[i] for i in (0, 2)] == [want[i]['text'] for i in (0, 2)]
+
+
+@pytest.mark.parametrize('served', ({}, SERVED), ids=('alone', 'served'))
+def test_a_broken_request_shows_what_a_stop_held_back(monkeypatch, served):
+  generator, given = made('WF'), dict(max_new_tokens=3, **GREEDY, **served)
+  (first,) = generator.generate([[1, 2, 3]], **given)
+  token = first['tokens'][0]
+  assert token not in (1, 2, 3)
+  text = generator.tokenizer.decode_bytes([token]).decode()
+  table = generator._params['embedding'].at[token].set(np.nan)
+  params = generator._params | {'embedding': table}
+  monkeypatch.setattr(generator, '_params', params)
+  pieces = []
+  show = lambda row, piece: pieces.append(piece)
+  with pytest.raises(errors.IntegrityError, match='0 at step 1'):
+    generator.generate([[1, 2, 3]], stop=[text + '?'], on_text=show, **given)
+  assert pieces == [text]
+
+
+def test_requests_are_refused_as_rows_of_their_own():
+  for served in ({}, SERVED):
+    with support.refused('nowhere', 'no trained draft'):
+      made('WF').generate([[1]], draft='nowhere', **served)
