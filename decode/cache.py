@@ -139,10 +139,12 @@ def _cut(cache, length_R):
 
 def _refuse_apart(cache, requests):
   """UserError if one reads contexts apart (parallel_contexts.py)."""
-  if cache.reads is None or cache.reads.apart is None:
+  reads = cache.reads
+  if reads is None or reads.apart is None:
     return
+  which = np.asarray(reads.apart.which & (reads.ends > reads.begins))
   for request in requests:
-    if np.asarray(cache.reads.apart.which[request]).any():
+    if which[request].any():
       raise errors.UserError(
         f'request {request} reads contexts apart from its own tokens, which '
         'other requests cannot share: fork or merge before it joins them.'

@@ -100,6 +100,7 @@ def test_a_row_forgets_that_it_read_contexts():
     cache_lib.fork(model, session.cache, 3, [1])
   gone = np.arange(R) == 3
   cache = cache_lib.evict(model, session.cache, gone)
+  assert cache_lib.sharing(cache, 1).reads.apart is None
   cache = cache_lib.fork(model, cache, 1, [3])
   assert not np.asarray(cache.reads.apart.which).any()
 
