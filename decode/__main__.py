@@ -80,6 +80,18 @@ def _require_lossless(asked, decode):
     )
 
 
+def _require_read(given, method):
+  """UserError: fields, of the command line, that a method passes over."""
+  from paraxis.decode import methods  # starts jax
+
+  for name, readers in methods.READ_BY.items():
+    if f'decode.{name}' in given and method not in readers:
+      raise errors.UserError(
+        f'decode.{name} is read by decode.method={", ".join(readers)}, not '
+        f'{method}: leave it out.'
+      )
+
+
 def _check_unread(options, overrides, named):
   """UserError: flags that --certify would pass over; named: a model is."""
   own = [] if named else ['step', 'ema', 'calibration_file']
@@ -143,7 +155,11 @@ def _configured(checkpoint, options, overrides):
   config.update_from_flattened_dict(
     overrides | {f'decode.{name}': chosen[name] for name in first}
   )
-  return schema.view(config), chosen
+  made = schema.view(config)
+  _require_read(
+    {f'decode.{name}' for name in chosen} | {*overrides}, made.decode.method
+  )
+  return made, chosen
 
 
 def _decode(options, overrides, _):

@@ -46,6 +46,8 @@ FILES = {
   'unmask': 'filter',
 }  # fmt: skip
 OF_LAYERS = 'speculative', 'pearl', 'easyspec'
+# Fields of schema.Decode that other methods pass over.
+READ_BY = {'draft_layers': OF_LAYERS, 'draft_group': ('easyspec',)}
 MASKED = ('unmask',)  # for models of masks alone
 CHANGING = (*MASKED, 'wavefront')  # whose text is not that of one by one
 NEEDED = ('medusa', 'eagle', 'falcon', 'ppd')  # without one there are no drafts

@@ -342,6 +342,11 @@ def test_damage_falls_back_and_is_reported(run, workdir, tmp_path, whole):
     (['--config.data.tokenizer=none.json'], 'neither one of'),
     (['--prompts_file=none.txt'], 'none.txt'),
     (['--prompt=a', '--json', '--stream'], '--stream prints'),
+    (['--draft_layers=1'], 'draft_layers is .* easyspec, not autoreg'),
+    (
+      ['--method=speculative', '--config.decode.draft_group=1'],
+      'draft_group is read by decode.method=easyspec, not speculative',
+    ),
     (['--prompt=a', '--system=b'], 'first message of a --chat'),
     (['--prompt=a', '--chat', '--domain=drama'], 'leave out one of both'),
     (['--prompt=a', '--chat'], "tokenizer 'bpe2048' has none beside it"),
