@@ -206,13 +206,13 @@ class Store:
     All that is written is committed, and older steps are deleted, before any
     process looks.
     """
-    self.wait()
+    self.drain()
     meeting.meet('older steps seen')
     return [s for s in self.steps() if s < step]
 
   def drop(self, step: int) -> None:
     """Deletes the steps after one: the run left the path that they are of."""
-    self.wait()
+    self.drain()
     meeting.meet('later steps seen')
     for later in self.steps() if self._first else []:
       if later > step:
@@ -271,7 +271,7 @@ class Store:
     """Duplicate step: UserError. A damaged one: renamed, never deleted."""
     folder = self._folder(step)
     if self._writer.writes(step):
-      self._writer.wait()
+      self._writer.drain()
     if folder.exists():
       if step not in self._writer.bad and step in self.steps():
         raise errors.UserError(f'step {step} is already saved in {folder}.')
@@ -292,8 +292,14 @@ class Store:
     """
     self._writer.check()
 
+  def drain(self) -> None:
+    """Returns when nothing that was begun is being written; raises as `check`:
+    a failed save that is not one too many ends no rollback."""
+    self.barrier()
+    self._writer.drain()
+
   def wait(self) -> None:
-    """Returns when all is committed that was begun.
+    """Returns when all is committed that was begun, at the end of a run.
 
     Raises:
       CrashError: as `check`, or the last save was not written.
@@ -337,7 +343,7 @@ class Store:
       UserError: no such step, or its leaves are not those of `like`.
       IntegrityError: the step is damaged.
     """
-    self.wait()
+    self.drain()
     meeting.meet('restore')  # process 0 may be deleting an old step
     manifest = self.read_manifest(step)
     manifest_lib.compare(manifest['leaves'], like, self._folder(step), under)
@@ -355,7 +361,7 @@ class Store:
       UserError: the newest readable step has other leaves than `like`.
       IntegrityError: there are steps and every one is damaged.
     """
-    self.wait()
+    self.drain()
     meeting.meet('restore')  # process 0 may be deleting an old step
     candidates = folders.steps(self.directory)
     for step in candidates:

@@ -58,7 +58,8 @@ class Options(NamedTuple):
 
 
 class _Writing(NamedTuple):
-  """size: bytes in memory until it is written. state: bytes of the state."""
+  """size: bytes in memory until it is written. state: bytes of the state. Both
+  are 0 of a save that was refused."""
 
   step: int
   size: int
@@ -98,10 +99,12 @@ class Writer:
     state = fingerprint.nbytes(tree)
     try:
       self._make_room(state)
-    except errors.UserError as e:
-      return self._failed(e)
-    work = self._thread.submit(self._write, step, tree, manifest)
+      work = self._thread.submit(self._write, step, tree, manifest)
+    except errors.UserError as e:  # settled behind those that came before it
+      size, state, work = 0, 0, futures.Future()
+      work.set_exception(e)
     self._writing.append(_Writing(step, size, state, work))
+    self.check()
 
   def writes(self, step) -> bool:
     """Whether a step is queued or being written."""
@@ -138,7 +141,7 @@ class Writer:
 
   def _make_room(self, size):
     """UserError unless it fits, perhaps without the oldest step."""
-    size *= 1 + len(self._writing)
+    size += sum(w.state for w in self._writing)
     if meeting.agree('disk looked at', self._fits(size)):
       return
     if self._first and self._options.keep > 1:
@@ -283,6 +286,8 @@ class Writer:
       error = e
     # Processes that did not meet are out of step: nothing more can be saved.
     last |= isinstance(error, meeting.LateError)
+    if not written.state:
+      return self._failed(error, last)
     text = f'checkpoint {self._folder(written.step)} was not written'
     if re.search(r'os_error_code=.(28|122)|No space left', str(error)):
       free = shutil.disk_usage(self._directory).free

@@ -503,3 +503,25 @@ def test_failed_write_is_reported_and_the_older_step_stays(two, said):
     s.save(4, jax.device_put(host(4), LAYOUT), AXES, {})  # a new writer
     s.wait()
     assert s.steps() == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+  'call',
+  [
+    lambda s, like: s.before(9),
+    lambda s, like: s.drop(2),
+    lambda s, like: s.restore(2, like),
+    lambda s, like: s.restore_latest_good(like),
+  ],
+  ids=['before', 'drop', 'restore', 'restore_latest_good'],
+)
+def test_a_save_that_may_fail_ends_no_rollback(two, monkeypatch, call):
+  tree, usage = jax.device_put(host(), LAYOUT), shutil.disk_usage(two)
+  with store.Store(two, store.Options(failures=3)) as s:
+    with monkeypatch.context() as patch:
+      few = usage._replace(free=1000)
+      patch.setattr(shutil, 'disk_usage', lambda path: few)
+      s.save(3, tree, AXES, {})
+    call(s, like_of(LAYOUT))
+    s.save(3, tree, AXES, {})
+  assert store.Store(two, read_only=True).steps()[-1] == 3

@@ -403,6 +403,27 @@ def test_a_last_save_without_room_is_an_error(
   assert [p.name for p in tmp_path.iterdir()] == ['0']
 
 
+@pytest.mark.parametrize('again', [False, True])
+def test_a_save_without_room_behind_one_that_is_written(
+  mesh, tmp_path, monkeypatch, again
+):
+  """It is still the last, unless it is begun again: that waits, and is none."""
+  gate, force, free = threading.Event(), folders.force, [10**9]
+  full(monkeypatch, free)
+  slow = lambda path: gate.wait(60) and force(path)
+  monkeypatch.setattr(folders, 'force', slow)
+  no_room = pytest.raises(errors.CrashError, match='needs 21632 .* has 1000')
+  with contextlib.nullcontext() if again else no_room:
+    with store.Store(tmp_path, store.Options(failures=9)) as s:
+      for step, free[0] in ((0, 10**9), (1, 1000)):
+        s.save(step, state(mesh), AXES, {})
+      free[0] = 10**9
+      threading.Timer(0.3, gate.set).start()
+      if again:
+        s.save(1, state(mesh), AXES, {})
+  assert store.Store(tmp_path).steps() == [0, 1][: 1 + again]
+
+
 @pytest.mark.fault(16)
 def test_the_disk_is_looked_at_for_all_that_is_kept(
   mesh, tmp_path, monkeypatch
