@@ -222,7 +222,8 @@ def guard(folder):
         # What has a second link is in the store, or comes from there.
         with contextlib.suppress(FileNotFoundError):  # others remove some, too
           data = content(entry.path) if entry.stat().st_nlink == 1 else b''
-          if data is None:  # it is being written
+          if data is None:  # it is being written; its end changes no folder
+            seen = 0
             continue
           if may_hang(data):  # not known: its name comes again
             os.unlink(entry.path)

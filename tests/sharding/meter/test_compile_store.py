@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import jax
 from jax._src import compilation_cache
 import pytest
 
@@ -201,3 +202,22 @@ def test_no_loop_of_several_cpu_devices_is_read_back(tmp_path):
     '3',
     '4',
   ]
+
+
+def test_an_entry_that_was_half_written_is_looked_at_again(
+  tmp_path, monkeypatch
+):
+  """Its second half leaves the folder's time as it is."""
+  listeners = []
+  add = listeners.append
+  monkeypatch.setattr(jax.monitoring, 'register_event_listener', add)
+  monkeypatch.setattr(compile_store, 'may_hang', lambda data: True)
+  compile_store.guard(tmp_path)
+  (before,) = listeners
+  entry, data = tmp_path / 'x-cache', packed(b'1' * 999)
+  entry.write_bytes(data[:9])
+  before(compile_store._READS)
+  with entry.open('ab') as file:
+    file.write(data[9:])
+  before(compile_store._READS)
+  assert not entry.exists()
