@@ -22,14 +22,11 @@ import jax
 from paraxis import pallas_kernels
 from paraxis.configs.base import cache
 from paraxis.configs.base import errors
-from paraxis.models import build
 from paraxis.pallas_kernels import registry
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding.checkpoint import snapshot
 from paraxis.sharding.meter import aot
-from paraxis.train.steps import outer
-from paraxis.train.steps import zeroth_order
-from paraxis.train.updates import optimizers
+from paraxis.train import program
 
 PACKAGES = (
   'jax',
@@ -174,16 +171,7 @@ def _mesh(config, mesh_text):
     mesh = mesh_lib.make(mesh_text or 'data=-1')
     yield mesh_lib.describe(dict(mesh.shape))
     return
-  change = zeroth_order.layout(config, build.mesh_sizes(config, mesh_text))
-  built = build.build(config, mesh_text, config.train.remat, change=change)
-  outer.check(config, built)
-  optimizers.check(config, dict(built.mesh.shape))
-  zeroth_order.check(config, built)
-  build.check_rows(
-    config.microbatch_rows,
-    built,
-    f'train.batch_size={config.train.batch_size}',
-  )
+  built = program.of_shapes(config, mesh_text).built
   sizes = dict(built.mesh.shape)
   yield f'{mesh_lib.describe(sizes)}, rules {built.rules.name}'
   leaves = built.params.values()

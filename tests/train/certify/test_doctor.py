@@ -119,6 +119,13 @@ def test_a_rule_that_the_mesh_cannot_serve():
     doctor.run(config, 'replica=2,fsdp=4')
 
 
+def test_rows_of_a_microbatch_are_those_of_the_mesh_that_is_given():
+  config = schema.view(command_line.load('quickstart'))
+  config = schema.with_value(config, 'train.batch_size', 4)
+  with support.refused('train.batch_size=4 in 2 microbatches', 'data=4'):
+    doctor.run(config, 'stage=2,data=4')
+
+
 def test_a_bad_pair_ends_with_2(capsys, monkeypatch):
   have = doctor.versions() | dict(jax='0.9.0')
   monkeypatch.setattr(doctor, 'versions', lambda: have)
