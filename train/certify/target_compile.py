@@ -249,7 +249,7 @@ def model_flops(config, built):
       weights += size
   mixing = sum(
     layer.MIXERS[kind[0]].mixing_flops(model, kind[0], length)
-    for kind in built.model.pattern
+    for kind in built.model.stack.cached  # a core's layers once a pass
   )
   rows = config.train.batch_size
   return 3 * rows * (2 * weights * length + copies * mixing)

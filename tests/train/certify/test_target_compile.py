@@ -67,6 +67,18 @@ def test_scan_counts_as_unrolled_and_never_below_the_model():
   assert model == 3 * 4 * (2 * weights * 256 + 4 * scores)
 
 
+def test_every_pass_of_a_core_mixes():
+  def of(passes):
+    core = dict(prelude=1, core=1, iterations=passes)
+    config = tiny({f'model.recurrence.{k}': v for k, v in core.items()})
+    job = job_lib.of_shapes(config, abstract=True)
+    return target_compile.model_flops(job.config, job.built)
+
+  weights = 5 * 256 * 256 + 3 * 256 * 512  # of a layer and of what joins states
+  scores = 4 * 64 * 256 * 257 // 2
+  assert of(5) - of(2) == 3 * 3 * 4 * (2 * weights * 256 + 4 * scores)
+
+
 def test_recomputing_costs_a_forward_pass():
   plain, model = counted(tiny())
   full, _ = counted(tiny({'train.remat': 'full'}))
