@@ -25,7 +25,8 @@ from paraxis.configs import presets
 
 MESHES = ('data=2,fsdp=2,tensor=2', 'context=4,data=2', 'stage=2,data=4')
 TWO = dict(operations=('copy', 'sort'), whole_rows=True)
-EVEN = {'model.vocab_size': 22}  # rows for two tensor shards
+# Rows of the table for two tensor shards, of a batch for 4 x 2.
+EVEN = {'model.vocab_size': 22, 'train.batch_size': 8}
 FIELDS = presets.LISTS['fields'] | {'train.steps': 1500}
 
 

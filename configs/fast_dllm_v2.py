@@ -35,6 +35,7 @@ from paraxis.configs import presets
 # What a shift reads beside the cache is not what these claims are about.
 PLAIN = {'model.mask_shift': False}
 MESHES = ('data=2,fsdp=2,tensor=2', 'context=4,data=2', 'stage=2,data=4')
+ROWS = {'train.batch_size': 8}  # a microbatch of four rows a stage
 SMALL = {
   'model.vocab_size': 12, 'model.mask_id': 11, 'model.d_model': 16,
   'model.block': 4,
@@ -86,8 +87,9 @@ def claims():
     bounds=[2.0, 0.02, 0.1], lists_of=[8, 100],
     admits='not reproduced',
   )  # fmt: skip
+  layouts = experiment.on_layouts(*(ROWS | dict(mesh=m) for m in MESHES))
   return [
-    ('the block step on layouts', 'EQ', experiment.on_layouts(*MESHES), None),
+    ('the block step on layouts', 'EQ', layouts, None),
     ('a block behind clean blocks', 'EQ', clean, None),
     ('cached blocks are exact', 'EQ', cached, None),
     ('sub-blocks are exact at first alone', 'EQ', near, None),

@@ -37,6 +37,7 @@ LEFT_TO_RIGHT = AS_MANY | {
   'train.objective': 'next_token',
 }  # fmt: skip
 MESHES = ('data=2,fsdp=2,tensor=2', 'context=4,data=2', 'stage=2,data=4')
+ROWS = {'train.batch_size': 8}  # a microbatch of four rows a stage
 
 
 def get_config():
@@ -63,8 +64,9 @@ def claims():
   orders = dict(
     check=masks.any_order, changes=small, length=4, steps=600, at_most=4.0
   )
-  full = experiment.on_layouts(*MESHES)
-  blocks = experiment.on_layouts(*(BLOCKS | dict(mesh=m) for m in MESHES))
+  cases = [ROWS | dict(mesh=m) for m in MESHES]
+  full = experiment.on_layouts(*cases)
+  blocks = experiment.on_layouts(*(BLOCKS | case for case in cases))
   return [
     ('the masked step on layouts', 'EQ', full, None),
     ('the same with blocks', 'EQ', blocks, None),

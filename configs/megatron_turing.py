@@ -76,7 +76,7 @@ def claims():
 
   cube = {
     'mesh': 'stage=2,data=2,tensor=2', 'pipeline.microbatches': 4,
-    'train.batch_size': 16, 'model.num_layers': 4, 'model.num_heads': 8,
+    'train.batch_size': 32, 'model.num_layers': 4, 'model.num_heads': 8,
     'model.vocab_size': 1024, 'model.d_model': 256,
   }  # fmt: skip
   equal = experiment.on_layouts(

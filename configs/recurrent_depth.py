@@ -29,7 +29,10 @@ differs: sums, and models of 3 layers that learned nothing else, where the paper
 from paraxis.configs import presets
 
 MESHES = ('data=2,fsdp=2,tensor=2', 'context=4,data=2', 'fsdp=4,tensor=2')
-EXPLICIT = {'mesh.collectives': 'explicit', 'train.microbatches': 2}
+EXPLICIT = {
+  'mesh.collectives': 'explicit', 'train.microbatches': 2,
+  'train.batch_size': 16,
+}  # fmt: skip
 
 
 def get_config():

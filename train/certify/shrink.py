@@ -5,13 +5,11 @@ and whether kv heads are fewer than their shards, norms, biases, positions,
 windows shorter than a row, tied tables, optimizer, layout. The sizes shrink:
 widths, depth, vocabulary, length, batch, and the mesh to the available devices.
 Every small size is a multiple of the devices, so that it divides wherever the
-full one does; `check_divides` checks the full one first.
+full one does; `check_fits` checks the full one first.
 """
 
 import dataclasses
 import math
-
-import numpy as np
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
@@ -21,18 +19,11 @@ from paraxis.models import layer
 from paraxis.models.mixers import attention
 from paraxis.sharding import mesh as mesh_lib
 from paraxis.sharding import rules as rules_lib
+from paraxis.train import program
 
 # What a note adds where a smaller size is not all.
 NOTES = {
   'model.experts.capacity_factor': ' (slots for the same share of the tokens)',
-}
-# Logical axis -> the field that sets its size.
-FIELDS = {
-  'heads': 'model.num_heads',
-  'mlp': 'model.d_ff',
-  'vocab': 'model.vocab_size',
-  'embed': 'model.d_model',
-  'residual_length': 'data.sequence_length',
 }
 
 
@@ -70,33 +61,18 @@ def mesh(sizes, devices):
     small[a] *= 2
 
 
-def check_divides(config, sizes):
-  """UserError, with the field to change, if a full size does not divide.
+def check_fits(config, sizes):
+  """UserError, as of `paraxis train`, if the full config cannot run.
+
+  It is traced from shapes, on a mesh without devices.
 
   Args:
     config: schema.Config, as the user gave it.
     sizes: mesh axis -> size, as the user gave it.
   """
-  stages, chunks = sizes.get('stage', 1), config.pipeline.chunks
-  if stages > 1:  # every chunk needs a layer
-    unit, kinds = layer.kinds_of(config.model)
-    each = np.arange(stages * chunks).reshape(stages, chunks)
-    depth.share_out(kinds, each, len(unit))
-  kv_heads = attention.num_kv_heads(config.model)
-  rules = rules_lib.of(config.mesh, sizes, kv_heads)
-  for logical, field in FIELDS.items():
-    axes = [a for a in rules.axes(logical) if sizes.get(a, 1) > 1]
-    if logical == 'heads' and config.mesh.context_form == 'ulysses':
-      axes += ['context']  # which shards heads instead of the length
-    shards = math.prod(sizes[a] for a in axes)
-    section, name = field.split('.')
-    value = getattr(getattr(config, section), name)
-    if value % shards:
-      raise errors.UserError(
-        f'{field}={value} is not divisible by '
-        f'{" x ".join(f"{a}={sizes[a]}" for a in axes)} of the mesh; the next '
-        f'that is: --config.{field}={_up(value, shards)}'
-      )
+  mesh = dataclasses.replace(config.mesh, **sizes)
+  full = dataclasses.replace(config, mesh=mesh)
+  program.of_shapes(full, abstract=True)
 
 
 def _up(value, multiple):
@@ -282,7 +258,7 @@ def config(full, sizes, asked, dtype):
   """The small schema.Config, on a mesh of `sizes`.
 
   Args:
-    full: schema.Config that passed `check_divides` for `asked`.
+    full: schema.Config that passed `check_fits` for `asked`.
     sizes, asked: mesh axis -> size, small and as the user gave it.
     dtype: of the arithmetic, 'float64', 'float32' or 'bfloat16'; parameters
       are float64 or float32.

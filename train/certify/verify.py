@@ -76,8 +76,8 @@ def prepare(config, mesh_text='', dtype='float64', packed=True, devices=None):
     devices: those to use; default all.
 
   Raises:
-    UserError: a size that does not divide, with the field to change; a mesh
-      that cannot be shrunk to the devices; anything that `build` finds.
+    UserError: what `paraxis train` refuses; a mesh that cannot be shrunk to the
+      devices.
   """
   known = tuple(certification.BOUNDS)
   if dtype not in known:
@@ -98,7 +98,7 @@ def prepare(config, mesh_text='', dtype='float64', packed=True, devices=None):
   count = len(devices) if wild else math.prod(asked.values())
   asked = mesh_lib.resolve(asked, count)
   sizes = shrink.mesh(asked, len(devices))
-  shrink.check_divides(config, asked)
+  shrink.check_fits(config, asked)
   small = shrink.config(config, sizes, asked, dtype)
   small, changes = changes_lib.find(config, small)
   apart = {change.field for change in changes}

@@ -7,6 +7,7 @@ import pytest
 
 from paraxis.configs import schema
 from paraxis.configs.base import errors
+from paraxis.configs.base import mamba_fields
 from paraxis.configs.base import model as model_schema
 from paraxis.models import checks
 from paraxis.models import depth
@@ -60,8 +61,8 @@ def test_a_mesh_of_too_many_axes():
 
 
 def test_sizes_shrink_and_divide():
-  asked = dict(data=64, fsdp=8, tensor=8)
-  shrink.check_divides(config_of(), ONES | asked)
+  asked = dict(data=16, fsdp=8, tensor=8)
+  shrink.check_fits(config_of(), ONES | asked)
   config = small(config_of(), asked)
   model = config.model
   assert (model.vocab_size, model.d_model, model.d_ff) == (64, 32, 64)
@@ -145,20 +146,35 @@ def test_structure_is_kept():
   'changes, mesh, choices, text',
   [
     (dict(num_heads=4, num_kv_heads=4), dict(tensor=8), {},
-     r'model.num_heads=4 .* tensor=8 .*--config.model.num_heads=8'),
-    (dict(num_heads=12, num_kv_heads=4), dict(context=8),
-     dict(context_form='ulysses'), r'num_heads=12 .* context=8 .*num_heads=16'),
-    (dict(d_ff=433), dict(tensor=2), {}, r'd_ff=433 .*--config.model.d_ff=434'),
-    (dict(d_model=100, head_dim=64), dict(fsdp=8), {}, r'd_model=100 .*=104'),
-    (dict(vocab_size=50257), dict(tensor=8), {}, r'vocab_size=50257 .*=50264'),
-    (dict(length=100), dict(context=8), {}, 'sequence_length=100 .*=104'),
-    (dict(d_model=96), dict(data=64, fsdp=2), dict(zero=3),
-     r'd_model=96 .*fsdp=2 x data=64 .*=128'),
+     "'heads' has size 4, which tensor=8 .* 8 divides: 8"),
+    (dict(num_heads=12, num_kv_heads=4, head_dim=64), dict(context=8),
+     dict(context_form='ulysses'), '12 .*context=8'),
+    (dict(d_ff=433), dict(tensor=2), {}, "'mlp' has size 433, .* 432, 434"),
+    (dict(d_model=100, head_dim=64), dict(fsdp=8), {},
+     "'embed' has size 100, which fsdp=8 .* 96, 104"),
+    (dict(vocab_size=50257), dict(tensor=8), {},
+     "'vocab' has size 50257, which tensor=8 .* 50256, 50264"),
+    (dict(length=100), dict(context=8), {},
+     'data.sequence_length=100 .*mesh.context=8,.* 96 and 112'),
+    (dict(d_model=96, head_dim=64), dict(data=64, fsdp=2), dict(zero=3),
+     "'embed' has size 96, which fsdp=2 x data=64 .*: 128"),
+    # What has no field of its own: heads of a mixer, experts, rows.
+    (dict(pattern='M', mamba=mamba_fields.Mamba(heads=12)), dict(tensor=8), {},
+     "'heads' has size 12, which tensor=8 "),
+    (dict(experts=model_schema.Experts(count=12)), dict(tensor=8), {},
+     r'model.experts.count=12 .* tensor=8 \(8 ranks'),
+    ({}, dict(data=256), {}, "train.batch_size=512 .* size 128, .* data=256 "),
   ],
 )  # fmt: skip
-def test_a_full_size_that_does_not_divide(changes, mesh, choices, text):
+def test_a_full_configuration_that_does_not_fit(changes, mesh, choices, text):
   with pytest.raises(errors.UserError, match=text):
-    shrink.check_divides(config_of(choices, **changes), ONES | mesh)
+    shrink.check_fits(config_of(choices, **changes), ONES | mesh)
+
+
+def test_a_field_that_no_layer_reads_may_have_any_size():
+  heads = dict(num_heads=4, num_kv_heads=4, head_dim=64)
+  full = config_of(pattern='M', mamba=mamba_fields.Mamba(heads=16), **heads)
+  shrink.check_fits(full, ONES | dict(tensor=8))
 
 
 def test_small_configurations_stay():
@@ -231,9 +247,9 @@ def test_layers_of_a_pipeline(layers, stage, chunks, pattern, wanted):
   full, asked = pipeline_of(layers, stage, chunks, pattern=pattern, **more)
   if wanted is None:
     with pytest.raises(errors.UserError, match='num_layers=12 .*stage=40'):
-      shrink.check_divides(full, asked)
+      shrink.check_fits(full, asked)
     return
-  shrink.check_divides(full, asked)
+  shrink.check_fits(full, asked)
   sizes = shrink.mesh(asked, 8)
   found = shrink.config(full, sizes, asked, 'float64')
   assert (found.mesh.stage, found.model.num_layers) == wanted
@@ -266,7 +282,7 @@ def test_kinds_that_differ_from_stage_to_stage(
   if experts:
     more['experts'] = model_schema.Experts(count=8, pattern=experts)
   full, asked = pipeline_of(layers, stage, pattern=pattern, **more)
-  shrink.check_divides(full, asked)
+  shrink.check_fits(full, asked)
   sizes = shrink.mesh(asked, 8)
   found = shrink.config(full, sizes, asked, 'float64')
   assert found.model.num_layers == wanted

@@ -59,6 +59,7 @@ def test_json_and_exit_codes(monkeypatch):
   lost = certification.Verdict(
     'gradients', 1e-9, float('inf'), False, 'embedding'
   )
+  full = dataclasses.replace(FULL, train=schema.Train(batch_size=64))
   for rows, code in (([row], 0), ([row, lost], errors.EXIT_DIFFERENT)):
 
     def certified(subject, report=None, rows=rows):
@@ -68,7 +69,7 @@ def test_json_and_exit_codes(monkeypatch):
 
     monkeypatch.setattr(verify, 'certify', certified)
     lines = []
-    assert verify.run(FULL, 'data=64', True, say=lines.append) == code
+    assert verify.run(full, 'data=64', True, say=lines.append) == code
     (text,) = lines
     found = json.loads(text, parse_constant=pytest.fail)
     assert found['passed'] == (not code) and len(found['rows']) == len(rows)
@@ -129,7 +130,8 @@ def test_where_bfloat16_has_no_digits_nothing_is_certified(monkeypatch):
 @pytest.mark.parametrize(
   'mesh, dtype, text',
   [
-    ('tensor=8', 'float64', 'num_heads=4 .*--config.model.num_heads=8'),
+    ('tensor=8', 'float64', "'heads' has size 4, which tensor=8 .*: 8"),
+    ('data=16', 'float64', 'train.batch_size=8: .* data=16 does not divide'),
     ('data=2,fsdp=2,context=2,tensor=2', 'float64', '16 devices, there are 8'),
     ('data=8', 'float16', "--dtype=float16 .* Did you mean 'bfloat16'"),
     ('date=8', 'float64', "Did you mean 'data'"),

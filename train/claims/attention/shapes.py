@@ -62,7 +62,8 @@ def equals(run, *, mesh, pieces, within):
   Sizes are shrunk, rows packed, arithmetic is float64.
   """
   with jax.enable_x64(True):
-    config, devices = experiment.shrunk(run.config, mesh)
+    rows = {'train.batch_size': 8}  # for any of the axes
+    config, devices = experiment.shrunk(run.config, mesh, rows)
     one = trial.reference(config, True, devices[0])
     plain = trial.Runner(trial.plain(config), devices[:1])
     side = trial.Runner(config, devices)
