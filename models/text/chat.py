@@ -77,13 +77,14 @@ def missing(what, tokenizer):
   )
 
 
-def rendered(text, messages, specials, where, ask=False):
+def rendered(text, messages, specials, where, ask=False, now=None):
   """Text of a conversation.
 
   Args:
     text: of the template. messages: dicts. specials: (beginning, end) as text,
       the template's bos_token and eos_token.
     where: begins an error. ask: for the assistant's next turn.
+    now: the datetime that its strftime_now writes; None: the present.
 
   Raises:
     UserError: the template is not Jinja, or fails.
@@ -93,6 +94,7 @@ def rendered(text, messages, specials, where, ask=False):
     return made.render(
       messages=messages, tools=None, documents=None, add_generation_prompt=ask,
       bos_token=bos, eos_token=end,
+      strftime_now=(now or datetime.datetime.now()).strftime,
     )  # fmt: skip
   except Exception as error:  # of the template: any
     raise errors.UserError(
@@ -112,10 +114,6 @@ def check_spelling(content, specials, where):
 
 def _fail(message):
   raise ValueError(message)
-
-
-def _now(format_):
-  return datetime.datetime.now().strftime(format_)
 
 
 def _answers():
@@ -151,7 +149,7 @@ def _compiled(text) -> Any:
     trim_blocks=True, lstrip_blocks=True,
     extensions=[_answers(), 'jinja2.ext.loopcontrols'],
   )  # fmt: skip
-  environment.globals |= dict(raise_exception=_fail, strftime_now=_now)
+  environment.globals['raise_exception'] = _fail
   environment.filters['tojson'] = functools.partial(
     json.dumps, ensure_ascii=False
   )

@@ -12,12 +12,18 @@ template that changes earlier turns is refused.
 Tokens: those of the text, special ones recognised, since templates write them;
 a message that spells one is refused. The beginning-of-document token comes
 before, and the end token after, where the template writes no special one there.
+
+A template's strftime_now writes NOW, so that the text is the same on every day;
+in decoding it writes the day.
 """
 
+import datetime
 from typing import NamedTuple
 
 from paraxis.configs.base import errors
 from paraxis.models.text import chat
+
+NOW = datetime.datetime(2024, 7, 26)  # as Llama 3's templates without a clock
 
 
 class Turns(NamedTuple):
@@ -48,7 +54,7 @@ def render(row, options, where) -> tuple[str, Turns]:
 
   def of(count, ask=False):
     return chat.rendered(
-      options.template, messages[:count], specials, where, ask
+      options.template, messages[:count], specials, where, ask, NOW
     )
 
   text = of(len(messages))

@@ -244,6 +244,8 @@ def _fingerprint(sources, tokenizer, data, options):
     digest.update(f'|text_key={data.text_key}'.encode())
   if options.template:
     digest.update(f'|{data.loss_on}|{options.template}'.encode())
+  if 'strftime_now' in options.template:
+    digest.update(f'|{chat.NOW}'.encode())
   shipped = data.path in ('fixture', 'corpus') and not data.sources
   for source in sources:
     name, content = source.file.name, corpus.fingerprint(source)

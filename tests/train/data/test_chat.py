@@ -17,6 +17,7 @@ from paraxis.configs import schema
 from paraxis.models.text import chat as templates
 from paraxis.models.text import tokenizer
 from paraxis.train.data import batches
+from paraxis.train.data import chat
 from paraxis.train.data import packing
 from paraxis.train.data import rows
 from paraxis.train.data import token_cache
@@ -290,6 +291,22 @@ def test_a_template_knows_the_day():
   found = templates.rendered(text, TALK, ('', ''), 'a')
   after = datetime.datetime.now()
   assert found in {f'{x:%Y-%m-%d}' for x in (before, after)}
+
+
+def test_training_text_is_that_of_every_day(tmp_path, monkeypatch):
+  """Of NOW; a cache of another NOW is not taken, where it is written."""
+  path = write(tmp_path / 'a.jsonl', [TALK])
+  day = "{{ strftime_now('%Y-%m-%d') }}"
+  _, t, made = build(path, tmp_path, template=day + PLAIN)
+  assert t.decode(made.tokens) == '2024-07-26' + by_hand(TALK)[0]
+  _, _, plain = build(path, tmp_path, template=PLAIN)
+  later = datetime.datetime(2030, 1, 2)
+  monkeypatch.setattr(chat, 'NOW', later)
+  _, _, new = build(path, tmp_path, template=day + PLAIN)
+  assert t.decode(new.tokens).startswith('2030-01-02')
+  assert new.fingerprint != made.fingerprint
+  _, _, again = build(path, tmp_path, template=PLAIN)
+  assert again.fingerprint == plain.fingerprint
 
 
 def test_what_is_missing(tmp_path, monkeypatch):
