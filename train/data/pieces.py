@@ -43,7 +43,7 @@ def dtype(tokenizer):
 def encode(block, tokenizer, options) -> Piece:
   """The tokens of a block. UserError: file, line and what is wrong."""
   if block.kind == 'ids':
-    return _of_ids(block, tokenizer)
+    return _of_ids(block, tokenizer, options)
   tokens, lengths, n_bytes, names, loss = [], [], [], [], []
   kind = dtype(tokenizer)
   for rows in _chunks(readers.parse(block, options)):
@@ -105,21 +105,23 @@ def _chunks(rows):
     yield chunk
 
 
-def _of_ids(block, tokenizer):
+def _of_ids(block, tokenizer, options):
   ids = np.frombuffer(block.data, '<u2')
   ids_lib.check(ids, tokenizer, block.source.file)
   sizes = ids_lib.sizes(tokenizer)[ids]
   ends = np.concatenate([[0], np.cumsum(sizes)])
   spans = [span for _, _, span, _ in block.rows]
   source = block.source
+  tokens = np.concatenate([ids[a:b] for a, b in spans])
   return Piece(
-    np.concatenate([ids[a:b] for a, b in spans]).astype(dtype(tokenizer)),
+    tokens.astype(dtype(tokenizer)),
     [b - a for a, b in spans],
     [int(ends[b] - ends[a + 1]) for a, b in spans],
     [
       [source.domain, id_, source.split, rows_lib.content_key(ids[a:b])]
       for ([id_], *_), (a, b) in zip(block.rows, spans, strict=True)
     ],
+    None if options.loss_on == 'all' else np.ones(len(tokens), np.uint8),
   )
 
 

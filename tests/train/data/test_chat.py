@@ -309,6 +309,21 @@ def test_training_text_is_that_of_every_day(tmp_path, monkeypatch):
   assert again.fingerprint == plain.fingerprint
 
 
+def test_tokens_beside_conversations_count_whole(tmp_path):
+  """As plain text does."""
+  folder = tmp_path / 'text'
+  folder.mkdir()
+  write(folder / 'a.jsonl', [TALK])
+  t = tokenizer.load('bytes')
+  ids = [*t.encode('some text'), t.end_id]
+  np.asarray(ids, '<u2').tofile(folder / 'b.bin')
+  _, _, made = build(folder, tmp_path, template=PLAIN)
+  loss = np.split(made.loss, made.starts[1:-1])
+  assert made.domains == ('a', 'b') and made.domain_ids.tolist() == [0, 1]
+  assert 0 < loss[0].sum() < len(loss[0])
+  assert loss[1].tolist() == [1] * len(ids)
+
+
 def test_what_is_missing(tmp_path, monkeypatch):
   path = write(tmp_path / 'a.jsonl', [TALK])
   with support.refused("tokenizer 'bytes' has none beside it", 'chat_template'):
