@@ -24,7 +24,6 @@ import glob
 import hashlib
 import logging
 import math
-import os
 import pathlib
 import re
 from typing import NamedTuple
@@ -35,6 +34,7 @@ from paraxis.configs.base import cache
 from paraxis.configs.base import errors
 from paraxis.configs.base import plain_files
 from paraxis.train.data import files
+from paraxis.train.data import folders
 from paraxis.train.data import readers
 from paraxis.train.data import rows as rows_lib
 from paraxis.train.data import tables
@@ -42,7 +42,6 @@ from paraxis.train.data import tables
 FORMATS = (
   '.txt, .md and .jsonl (also .gz, .zst), .parquet, .bin, datasets folders'
 )
-_OF_CACHES = 'tokens.bin'  # below the text, where data.cache_dir is there
 HELD = ('validation', 'valid', 'val', 'dev', 'eval', 'test')
 _NULL = re.compile(rb'"(?:id|domain)"\s*:\s*null')
 _SPLITS = ('.parquet', '.bin')  # formats whose file names may say the split
@@ -90,7 +89,11 @@ def fingerprint(source) -> str:
 
 
 def _has_null(path):
-  """Whether rows of a .jsonl that is not packed have an id or domain null."""
+  """Whether rows of a .jsonl that is not packed have an id or domain null.
+
+  A packed file is not unpacked for this at every start, which would take as
+  long as reading it: its cache of the time of 'None' is taken.
+  """
   if path.suffix.lower() != '.jsonl':
     return False
   with open(plain_files.open_descriptor(path), 'rb') as file:
@@ -208,10 +211,10 @@ def source_files(path) -> list[rows_lib.Source]:
     fixed = next(n for n, part in enumerate(parts) if glob.has_magic(part))
     matched = sorted(map(pathlib.Path, glob.glob(str(path), recursive=True)))
     root = pathlib.Path(*parts[:fixed])
-    found = [file for match in matched for file in _sources(match)]
+    found = [file for match in matched for file in folders.sources(match)]
     found = list(dict.fromkeys(found))
   elif root.is_dir():
-    found = _sources(root)
+    found = folders.sources(root)
   else:
     _check_file(root)
     plain = readers.is_plain(root)
@@ -265,41 +268,6 @@ def _named(files, root):
 
 def _may_split(file):
   return file.suffix in _SPLITS or file.is_dir()
-
-
-def _sources(path):
-  """Files and datasets folders at or below a path, sorted."""
-  if not path.is_dir():
-    return [path] if readers.kind(path) else []
-  if tables.is_dataset(path):
-    return [path]
-  return sorted(_below(path))
-
-
-def _below(root):
-  """Every source below a folder, which others may write to meanwhile.
-
-  A folder that goes while we walk is passed over (a cache below the text,
-  built by another process: Path.rglob would fail); one that cannot be read
-  is an error, for its text would be missing without a word.
-  """
-
-  def unread(error):
-    if not isinstance(error, FileNotFoundError):
-      raise errors.UserError(
-        f'data.path: {error.filename} cannot be read: {error.strerror}; '
-        'let this user read it, or name a folder without it.'
-      ) from error
-
-  for folder, inner, names in os.walk(root, onerror=unread):
-    here = pathlib.Path(folder)
-    data = {name for name in inner if tables.is_dataset(here / name)}
-    inner[:] = [name for name in inner if name not in data]
-    yield from (here / name for name in data)
-    for name in names:
-      text = readers.kind(name) and name != _OF_CACHES
-      if text and (here / name).exists():
-        yield here / name
 
 
 def documents(path, held_out_fraction=0.1, options=rows_lib.PLAIN):

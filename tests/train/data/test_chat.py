@@ -18,6 +18,7 @@ from paraxis.models.text import chat as templates
 from paraxis.models.text import tokenizer
 from paraxis.train.data import batches
 from paraxis.train.data import chat
+from paraxis.train.data import corpus
 from paraxis.train.data import packing
 from paraxis.train.data import rows
 from paraxis.train.data import token_cache
@@ -322,6 +323,19 @@ def test_tokens_beside_conversations_count_whole(tmp_path):
   assert made.domains == ('a', 'b') and made.domain_ids.tolist() == [0, 1]
   assert 0 < loss[0].sum() < len(loss[0])
   assert loss[1].tolist() == [1] * len(ids)
+
+
+def test_a_cache_below_conversations_is_no_text(tmp_path):
+  folder = tmp_path / 'text'
+  folder.mkdir()
+  write(folder / 'a.jsonl', [TALK])
+  _, _, made = build(folder, folder, template=PLAIN)
+  assert (made.folder / 'loss.bin').exists()
+  for path in (folder, folder / '**'):
+    found = corpus.source_files(str(path))
+    assert [s.file.name for s in found] == ['a.jsonl']
+  _, _, again = build(folder, folder, template=PLAIN)
+  assert again.fingerprint == made.fingerprint
 
 
 def test_what_is_missing(tmp_path, monkeypatch):

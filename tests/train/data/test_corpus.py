@@ -338,6 +338,29 @@ def test_a_builder_may_end_between_two_calls(tmp_path, monkeypatch, name):
   assert not left and made.folder.exists()
 
 
+def test_linked_folders_are_read_once(tmp_path):
+  """Also where they lead back, or to what is there by its own name."""
+  text, other = tmp_path / 'text', tmp_path / 'other'
+  for folder in (text / 'b' / 'c', other / 'in'):
+    folder.mkdir(parents=True)
+    (folder / 'x.txt').write_text('a')
+  (text / 'a').symlink_to(text / 'b' / 'c')
+  (text / 'web').symlink_to(other)
+  (text / 'web2').symlink_to(other / 'in')
+  (other / 'in' / 'up').symlink_to(text)
+  found = corpus.source_files(str(text))
+  assert [(str(s.file.relative_to(text)), s.domain) for s in found] == [
+    ('b/c/x.txt', 'b'), ('web/in/x.txt', 'web'),
+  ]  # fmt: skip
+
+
+def test_a_file_named_as_one_of_caches_is_read(tmp_path):
+  for name in ('tokens.bin', 'loss.bin'):
+    (tmp_path / name).write_bytes(b'ab')
+  found = corpus.source_files(str(tmp_path))
+  assert [s.file.name for s in found] == ['loss.bin', 'tokens.bin']
+
+
 def test_a_folder_may_go_while_it_is_searched(tmp_path, monkeypatch):
   write_jsonl(tmp_path / 'a.jsonl', numbered(3))
   going = tmp_path / 'building-x'
