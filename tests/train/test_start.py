@@ -215,6 +215,16 @@ def test_more_tokens(tiny, first, tmp_path):
   assert rows.shape[0] == 272 and np.all(rows[264:].std(1) > 1e-3)
 
 
+def test_more_tokens_of_a_head_with_a_bias(tiny, tmp_path):
+  biased = STILL | {'model.head_bias': True, 'model.tied_embedding': False}
+  tiny.run(tmp_path / 'a', biased, MESH)
+  source, _ = _opened(tmp_path / 'a')
+  more = biased | {'model.vocab_size': 272}
+  _, said = tiny.run(tmp_path / 'b', more, MESH, source=source)
+  assert 'params/head_bias has 264 rows there, 272 here' in '\n'.join(said)
+  assert _leaves(tmp_path / 'b', 1)[0]['params/head_bias'].shape == (272,)
+
+
 def test_what_differs_is_printed_or_refused(tiny, first, tmp_path):
   source, said = _opened(first)
   longer = {

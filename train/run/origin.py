@@ -31,7 +31,8 @@ OWN = 'own_mixers'  # in meta: the files they are from
 PARAMS, OPTIMIZER = 'params/', 'optimizer/'
 OTHER = dict(ends=[], bos=None, template='')  # of another tokenizer: nothing
 FLAG = '--init_from'
-GROWS = ('embedding', 'head')  # leaves that may have more rows than the origin
+# Leaves that may have more rows than the origin.
+GROWS = ('embedding', 'head', 'head_bias')
 
 
 def open_(
