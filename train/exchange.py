@@ -35,6 +35,7 @@ from paraxis.train.run import workdir as workdir_lib
 
 SHARD = 4 * 2**30  # bytes of a file of an export
 SHOWN = 6  # paths that a message lists
+BEGINS = ('cwm',)  # classes of transformers 5.23 that take no null bos_token_id
 DTYPES = {'float32': np.float32, 'bfloat16': ml_dtypes.bfloat16}
 
 
@@ -114,7 +115,7 @@ def send(
     tokenizer = _write_tokenizer(made, config, about, say)
     _write_json(
       made / files_lib.CONFIG,
-      described | _ids(tokenizer, config, run.about) | dict(torch_dtype=dtype),
+      described | _ids(tokenizer, config, about) | dict(torch_dtype=dtype),
     )
     files = _write_tensors(made, run, table, DTYPES[dtype])
     _write_readme(made, run.about)
@@ -171,17 +172,22 @@ def _ids(tokenizer, config, about):
   """Ids of config.json that say where a text begins and ends, and what fills.
 
   None is written, too: without a field a class of transformers has its own,
-  and refuses one of padding that is no row of the embedding.
+  and refuses one of padding that is no row of the embedding. Only a bos that
+  is None is left out for families of BEGINS, which would not open.
 
-  about: of the run, with those of the weights that it began with.
+  about: of the run, with those of the weights that it began with, and of
+  config.json.
   """
   known = bool(tokenizer.specials)  # not of ids of an unknown tokenizer
   ends = [*about['ends'], *(loop.end_ids(tokenizer) if known else [])]
   ends = [*dict.fromkeys(ends)]
   pad = tokenizer.own_pad_id
   fits = pad is not None and pad < config.model.vocab_size
-  return dict(
-    bos_token_id=_bos(tokenizer, about),
+  bos = _bos(tokenizer, about)
+  begin = dict(bos_token_id=bos)
+  if bos is None and about['model_type'] in BEGINS:
+    begin = {}
+  return begin | dict(
     eos_token_id=(ends if ends[1:] else ends[0]) if ends else None,
     pad_token_id=pad if fits else None,
   )

@@ -21,6 +21,7 @@ from paraxis.models import decoder
 from paraxis.models.huggingface import files as files_lib
 from paraxis.models.huggingface import leaves as leaves_lib
 from paraxis.models.huggingface import source
+from paraxis.models.huggingface.families import known
 from paraxis.models.text import tokenizer
 from paraxis.sharding.checkpoint import store as store_lib
 from paraxis.train import exchange
@@ -254,6 +255,27 @@ def test_ids_that_nobody_knows_are_null(run, exported, tmp_path):
   assert {name: written[name] for name in names} == dict.fromkeys(names)
   words = json.loads((tmp_path / 'b' / 'tokenizer_config.json').read_text())
   assert 'bos_token' not in words and 'eos_token' not in words
+  exchange.send(str(tmp_path / 'a'), tmp_path / 'c', 'float32', 'cwm', quiet)
+  written = json.loads((tmp_path / 'c' / 'config.json').read_text())
+  # Its class takes no null for the other.
+  assert {*names} & {*written} == {'eos_token_id', 'pad_token_id'}
+
+
+@pytest.mark.hf
+def test_ids_that_are_null_open_in_transformers():
+  """But where a family is listed as one that leaves its bos out."""
+  import hf_peer  # skips without torch
+  from huggingface_hub import errors as hub
+
+  classes = hf_peer.transformers.CONFIG_MAPPING
+  names, refused = ('bos_token_id', 'eos_token_id', 'pad_token_id'), set()
+  for family in {*known.FAMILIES} & {*classes}:
+    for name in names:
+      try:
+        classes[family](**{name: None})
+      except hub.StrictDataclassError:
+        refused.add((family, name))
+  assert refused == {(family, names[0]) for family in exchange.BEGINS}
 
 
 def test_a_parameter_that_no_tensor_is_made_of(run, tmp_path, monkeypatch):
