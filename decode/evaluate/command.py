@@ -8,6 +8,7 @@ before jax starts.
 
 import contextlib
 import json
+import math
 import pathlib
 import sys
 
@@ -169,12 +170,17 @@ def _evaluate(options, overrides, _):
 
 
 def _write(file, about, results):
+  """JSON has no number that is not finite: null."""
+  plain = lambda x: x if x is not None and math.isfinite(x) else None
   record = about | dict(
     results={
       r.task.name: dict(
         kind=r.task.kind,
         cut=r.cut,
-        metrics={k: dict(value=v, stderr=e) for k, (v, e) in r.metrics.items()},
+        metrics={
+          k: dict(value=plain(v), stderr=plain(e))
+          for k, (v, e) in r.metrics.items()
+        },
         examples=r.examples,
       )
       for r in results

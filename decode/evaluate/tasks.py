@@ -169,13 +169,21 @@ def _text(task, scorer, first):
   nats = column('nats')
   bits, bits_error = _ratio([x / math.log(2) for x in nats], column('bytes'))
   loss, error = _ratio(nats, column('tokens'))
-  both = None if error is None else math.exp(loss) * error  # delta method
+  perplexity = _exp(loss)
+  both = None if error is None else perplexity * error  # delta method
   metrics: dict[str, tuple[float, float | None]] = dict(
     bits_per_byte=(bits, bits_error),
     loss=(loss, error),
-    perplexity=(math.exp(loss), both),
+    perplexity=(perplexity, both),
   )
   return Result(task, metrics, 0, examples)
+
+
+def _exp(x) -> float:
+  try:
+    return math.exp(x)
+  except OverflowError:  # above 709.8
+    return math.inf
 
 
 def _choice(task, scorer, first):

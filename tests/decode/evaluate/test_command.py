@@ -114,6 +114,19 @@ def test_texts(run, made, tmp_path):
   assert [e['nats'] for e in examples] == pytest.approx(nats, abs=1e-4)
 
 
+def test_a_perplexity_above_all_numbers(run, tmp_path, monkeypatch):
+  bad = lambda self, texts, first: [(-800.0 * len(t), len(t)) for t in texts]
+  monkeypatch.setattr(score.Scorer, 'rolling', bad)
+  code, out, _ = run({'a.txt': 'abc'}, '--json=out.json')
+  assert code == 0 and out.splitlines()[-1].split()[-3:] == [
+    'perplexity', 'inf', '-',
+  ]  # fmt: skip
+  found = json.loads((tmp_path / 'out.json').read_text('utf-8'))
+  metrics = found['results']['a.txt']['metrics']
+  assert metrics['perplexity'] == dict(value=None, stderr=None)
+  assert metrics['loss']['value'] == 800
+
+
 def test_multiple_choice(run, made, tmp_path):
   """By the sum, and by the byte; a blank joins what has none."""
   code, out, _ = run({'q.jsonl': QUIZ}, '--json=out.json', '--mesh=data=8')
