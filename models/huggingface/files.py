@@ -136,8 +136,12 @@ class Folder(Files):
 
   def _inside(self, name):
     """The path of a shard, which must lie in the folder."""
-    if pathlib.PurePath(name).name != name or name in ('', '.', '..'):
-      raise errors.UserError(f'{self.path / INDEX} names {name!r}.')
+    text = name if isinstance(name, str) else ''
+    if pathlib.PurePath(text).name != text or text in ('', '.', '..'):
+      raise errors.UserError(
+        f'{self.path / INDEX} names {name!r}, which is no file beside it: copy '
+        'the folder again.'
+      )
     return self.path / name
 
   def _shard(self, file) -> Any:

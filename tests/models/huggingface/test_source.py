@@ -210,6 +210,16 @@ def test_a_tensor_is_read_once(tmp_path, monkeypatch):
       ),
       ['../b'],
     ),
+    *(
+      (
+        dict(
+          files=2,
+          model__safetensors__index__json=f'{{"weight_map": {{"a": {value}}}}}',
+        ),
+        [f'names {shown}, which is no file beside it'],
+      )
+      for value, shown in (('3', '3'), ('null', 'None'), ('["a"]', "['a']"))
+    ),
     (dict(config__json='[1]'), ['config.json', 'no JSON object']),
     (dict(config__json='{'), ['config.json', 'does not read']),
     (dict(model__safetensors='no'), ['model.safetensors', 'does not read']),
