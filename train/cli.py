@@ -38,6 +38,7 @@ _DEVICES = (
   'count', 'devices=N', 0,
   'virtual CPU devices; 0: the accelerators present, else 8 virtual ones',
 )  # fmt: skip
+_COMPARED = 'init_optimizer', 'init_layers', 'init_ema', 'profile'
 _JSON = (bool, 'json', False, 'print one JSON document instead of the table')
 
 
@@ -57,7 +58,10 @@ def _train(values, config, _):
     early.check(config, folder, values.profile, values.from_scratch)
   command_line.prepare_devices(values.devices)
   if several:
-    compared = hosts_lib.fields_of(config, values.workdir, values.mesh)
+    # --from_scratch is not: launchers drop it, each when it sees a commit.
+    flags = {name: getattr(values, name) for name in _COMPARED}
+    flags['init_from'] = bool(values.init_from)  # a host may keep it elsewhere
+    compared = hosts_lib.fields_of(config, values.workdir, values.mesh, flags)
     hosts_lib.connect(*hosts, compared)
   source = exchange_command.source(values)
   if values.dry_run:

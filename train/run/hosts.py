@@ -148,16 +148,18 @@ def _code():
   }
 
 
-def fields_of(config, workdir, mesh='') -> dict[str, str]:
+def fields_of(config, workdir, mesh='', flags=()) -> dict[str, str]:
   """What the processes of a run compare before they join; starts no jax.
 
   Args:
     config: schema.Config. workdir, mesh: text of these flags.
+    flags: {name: value} of others that say how the run begins.
   """
   versions = {f'{n} version': importlib.metadata.version(n) for n in PACKAGES}
   own = {f'sha256(mixer {n})': o.sha256[:12] for n, o in mixers.OWN.items()}
   return (
     {'--mesh': repr(mesh), '--workdir': str(workdir_lib.resolve(workdir))}
+    | {f'--{name}': repr(value) for name, value in dict(flags).items()}
     | _config(config)
     | {'python version': platform.python_version()}
     | versions

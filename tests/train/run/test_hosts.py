@@ -289,17 +289,22 @@ def test_replicas_of_two_processes_killed_twice_resume_bitwise(tiny, tmp_path):
 def test_processes_of_different_runs_are_refused(tiny, tmp_path):
   """By value, in both, before anything is written."""
   different = ['--config.train.seed=1', '--mesh=data=2,fsdp=2,tensor=2']
+  different += ['--init_from=nowhere', '--init_ema']  # its peer would wait
   ended = _finish(_start_two(tiny, tmp_path / 'run', other=different))
   assert [code for code, _ in ended] == [errors.EXIT_USER] * 2, ended
   for _, said in ended:
     assert "process 1 has --mesh='data=2,fsdp=2,tensor=2', process 0" in said
     assert 'process 1 has train.seed=1, process 0 has 0' in said
+    for flag in ('--init_from', '--init_ema'):
+      assert f'process 1 has {flag}=True, process 0 has False' in said
     assert 'Traceback' not in said
   assert not (tmp_path / 'run').exists()
 
 
 def test_what_processes_compare(tiny, tmp_path, monkeypatch):
-  found = hosts.fields_of(tiny.config(), tmp_path / 'a' / '..')
+  flags = dict(profile='3:4')
+  found = hosts.fields_of(tiny.config(), tmp_path / 'a' / '..', '', flags)
+  assert found['--profile'] == "'3:4'" and '--from_scratch' not in found
   assert found['--workdir'] == str(tmp_path)
   assert found['optimizer.clip_norm'] == '1.0'
   assert found['jax version'] == loop.jax.__version__
@@ -311,7 +316,7 @@ def test_what_processes_compare(tiny, tmp_path, monkeypatch):
   read = pathlib.Path.read_bytes
   other = lambda path: read(path) + b' ' * (path.name == 'pipeline_step.py')
   monkeypatch.setattr(pathlib.Path, 'read_bytes', other)
-  again = hosts.fields_of(tiny.config(), tmp_path)
+  again = hosts.fields_of(tiny.config(), tmp_path, '', flags)
   assert [n for n in found if found[n] != again[n]] == [
     'sha256(train/steps/pipeline_step.py)'
   ]
